@@ -1,0 +1,274 @@
+//! From a device's name to a backend that runs a job on it.
+
+use linattn_trainer::TrainBackend;
+use std::fmt;
+
+/// A job for whichever backend a device's name asks for. (A closure cannot be generic.)
+pub trait Job {
+    /// What it gives.
+    type Output;
+    /// Runs it; there is at least one device.
+    fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output;
+}
+
+/// A device that no job can run on.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("device `{device}`: {why}")]
+pub struct DeviceError {
+    device: String,
+    why: String,
+}
+
+impl DeviceError {
+    fn new(device: &str, why: impl Into<String>) -> Self {
+        Self { device: device.to_string(), why: why.into() }
+    }
+}
+
+/// Kinds of device, as a name begins with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// This computer's processor.
+    Cpu,
+    /// NVIDIA, through CUDA.
+    Cuda,
+    /// AMD, through ROCm.
+    Rocm,
+    /// Any GPU, through wgpu: Vulkan, or Metal on Apple's systems.
+    Wgpu,
+}
+
+/// What wgpu is called where this was compiled.
+#[cfg(feature = "wgpu")]
+const WGPU_NAME: &str = if cfg!(target_vendor = "apple") { "metal" } else { "vulkan" };
+
+/// Devices of one kind, by their numbers, and the name to report them under.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// The kind.
+    pub kind: Kind,
+    /// Which of them, at least one.
+    pub indices: Vec<usize>,
+    /// As in `summary.json`: the name asked for and what it turned out to be.
+    pub name: String,
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+/// Finds the devices that `text` names: `auto`, or kinds with numbers, `cuda:0,cuda:1`.
+/// # Errors
+/// [`DeviceError`] says what there is.
+pub fn choose(text: &str) -> Result<Choice, DeviceError> {
+    if text == "auto" {
+        return automatic();
+    }
+    let mut chosen: Option<Choice> = None;
+    for name in text.split(',').map(str::trim) {
+        let (kind, index) = parse(name)?;
+        let label = look_up(name, kind, index)?;
+        match &mut chosen {
+            None => chosen = Some(Choice { kind, indices: vec![index], name: label }),
+            Some(choice) if choice.kind != kind => {
+                return Err(DeviceError::new(text, "several devices have to be of one kind"));
+            }
+            Some(choice) if choice.indices.contains(&index) => {
+                return Err(DeviceError::new(text, format!("{name} is named twice")));
+            }
+            Some(choice) => {
+                choice.indices.push(index);
+                choice.name = format!("{}, {label}", choice.name);
+            }
+        }
+    }
+    chosen.ok_or_else(|| DeviceError::new(text, wanted()))
+}
+
+fn wanted() -> String {
+    "it has to be auto, cpu, cuda:N, rocm:N, vulkan:N or metal:N, or several of one kind with \
+     commas between"
+        .to_string()
+}
+
+fn parse(name: &str) -> Result<(Kind, usize), DeviceError> {
+    let (kind, index) = name.split_once(':').unwrap_or((name, "0"));
+    let kind = match kind {
+        "cpu" => Kind::Cpu,
+        "cuda" => Kind::Cuda,
+        "rocm" => Kind::Rocm,
+        "vulkan" | "metal" | "wgpu" => Kind::Wgpu,
+        _ => return Err(DeviceError::new(name, wanted())),
+    };
+    match index.parse() {
+        Ok(index) => Ok((kind, index)),
+        Err(_) => Err(DeviceError::new(name, format!("`{index}` is no number; {}", wanted()))),
+    }
+}
+
+/// The best device there is: a real GPU, else the processor. A software adapter is a GPU in name
+/// only, and slower than the processor's own backend.
+fn automatic() -> Result<Choice, DeviceError> {
+    #[cfg(feature = "cuda")]
+    if let Ok(label) = look_up("cuda:0", Kind::Cuda, 0) {
+        return Ok(Choice { kind: Kind::Cuda, indices: vec![0], name: label });
+    }
+    #[cfg(feature = "rocm")]
+    if let Ok(label) = look_up("rocm:0", Kind::Rocm, 0) {
+        return Ok(Choice { kind: Kind::Rocm, indices: vec![0], name: label });
+    }
+    #[cfg(feature = "wgpu")]
+    {
+        use wgpu::DeviceType::{DiscreteGpu, IntegratedGpu, VirtualGpu};
+        let adapters = adapters();
+        for wanted in [DiscreteGpu, IntegratedGpu, VirtualGpu] {
+            if let Some(index) = adapters.iter().position(|a| a.device_type == wanted) {
+                let name = format!("{WGPU_NAME}:{index} ({})", adapters[index].name);
+                return Ok(Choice { kind: Kind::Wgpu, indices: vec![index], name });
+            }
+        }
+    }
+    let label = look_up("cpu", Kind::Cpu, 0).map_err(|_| {
+        DeviceError::new("auto", "no GPU answers, and this program was built without `cpu`")
+    })?;
+    Ok(Choice { kind: Kind::Cpu, indices: vec![0], name: label })
+}
+
+/// Makes sure of one device, and gives the name to report.
+fn look_up(name: &str, kind: Kind, index: usize) -> Result<String, DeviceError> {
+    match kind {
+        Kind::Cpu if cfg!(feature = "cpu") => match index {
+            0 => Ok("cpu".to_string()),
+            _ => Err(DeviceError::new(name, "there is only one: cpu")),
+        },
+        #[cfg(feature = "cuda")]
+        Kind::Cuda => count("CUDA", &["libcuda.so.1", "nvcuda.dll"], "cuInit", "cuDeviceGetCount")
+            .and_then(|count| within(index, count, "CUDA GPUs"))
+            .map(|()| format!("cuda:{index}"))
+            .map_err(|why| DeviceError::new(name, why)),
+        #[cfg(feature = "rocm")]
+        Kind::Rocm => count("ROCm", &["libamdhip64.so", "libamdhip64.so.6"], "hipInit", "hipGetDeviceCount")
+            .and_then(|count| within(index, count, "ROCm GPUs"))
+            .map(|()| format!("rocm:{index}"))
+            .map_err(|why| DeviceError::new(name, why)),
+        #[cfg(feature = "wgpu")]
+        Kind::Wgpu => {
+            if name.starts_with("metal") != (WGPU_NAME == "metal") && !name.starts_with("wgpu") {
+                let why = format!("this system's GPUs are called {WGPU_NAME}:N");
+                return Err(DeviceError::new(name, why));
+            }
+            let adapters = adapters();
+            within(index, adapters.len(), &format!("{WGPU_NAME} adapters"))
+                .map_err(|why| DeviceError::new(name, why))?;
+            Ok(format!("{WGPU_NAME}:{index} ({})", adapters[index].name))
+        }
+        _ => {
+            let feature = match kind {
+                Kind::Cpu => "cpu",
+                Kind::Cuda => "cuda",
+                Kind::Rocm => "rocm",
+                Kind::Wgpu => "wgpu",
+            };
+            let why = format!("not compiled in; build with --features {feature}");
+            Err(DeviceError::new(name, why))
+        }
+    }
+}
+
+#[cfg(any(feature = "cuda", feature = "rocm", feature = "wgpu"))]
+fn within(index: usize, count: usize, what: &str) -> Result<(), String> {
+    match index < count {
+        true => Ok(()),
+        false => Err(format!("{count} {what} are there, numbered from 0")),
+    }
+}
+
+/// Counts GPUs by asking the driver's own library; nothing is started on them.
+#[cfg(any(feature = "cuda", feature = "rocm"))]
+#[allow(unsafe_code)] // a library that is only there with a driver can only be asked this way
+fn count(what: &str, libraries: &[&str], init: &str, count: &str) -> Result<usize, String> {
+    type Init = unsafe extern "C" fn(u32) -> i32;
+    type Count = unsafe extern "C" fn(*mut i32) -> i32;
+    // SAFETY: the driver libraries have no constructors that need anything of us.
+    let library = libraries
+        .iter()
+        .find_map(|name| unsafe { libloading::Library::new(name) }.ok())
+        .ok_or_else(|| format!("no {what} driver is installed here"))?;
+    let missing = |e: libloading::Error| format!("the {what} driver is incomplete: {e}");
+    let mut found = 0;
+    // SAFETY: both functions have had these signatures in every release of CUDA and HIP; the
+    // pointer is to a live i32.
+    let codes = unsafe {
+        let init = library.get::<Init>(init.as_bytes()).map_err(missing)?;
+        let count = library.get::<Count>(count.as_bytes()).map_err(missing)?;
+        [init(0), count(&mut found)]
+    };
+    match codes {
+        [0, 0] => Ok(usize::try_from(found).unwrap_or(0)),
+        codes => Err(format!("the {what} driver answers with the error codes {codes:?}")),
+    }
+}
+
+/// Adapters of the API that Burn's wgpu backend uses here.
+#[cfg(feature = "wgpu")]
+fn adapters() -> Vec<wgpu::AdapterInfo> {
+    let backends = match WGPU_NAME {
+        "metal" => wgpu::Backends::METAL,
+        _ => wgpu::Backends::VULKAN,
+    };
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor {
+        backends,
+        ..wgpu::InstanceDescriptor::new_without_display_handle()
+    });
+    let adapters = cubecl::future::block_on(instance.enumerate_adapters(backends));
+    adapters.iter().map(wgpu::Adapter::get_info).collect()
+}
+
+/// Burn's name for the adapter at `index`: it counts each kind of adapter by itself.
+#[cfg(feature = "wgpu")]
+fn wgpu_device(index: usize) -> burn::backend::wgpu::WgpuDevice {
+    use burn::backend::wgpu::WgpuDevice;
+    let adapters = adapters();
+    let kind = adapters[index].device_type;
+    let place = adapters[..index].iter().filter(|a| a.device_type == kind).count();
+    match kind {
+        wgpu::DeviceType::DiscreteGpu => WgpuDevice::DiscreteGpu(place),
+        wgpu::DeviceType::IntegratedGpu => WgpuDevice::IntegratedGpu(place),
+        wgpu::DeviceType::VirtualGpu => WgpuDevice::VirtualGpu(place),
+        wgpu::DeviceType::Cpu => WgpuDevice::Cpu,
+        wgpu::DeviceType::Other => WgpuDevice::DefaultDevice,
+    }
+}
+
+/// Runs a job on the devices chosen.
+/// # Errors
+/// [`DeviceError`] if their backend is not compiled in.
+pub fn dispatch<J: Job>(choice: &Choice, job: J) -> Result<J::Output, DeviceError> {
+    #[allow(unused_imports)]
+    use burn::backend::Autodiff;
+    match choice.kind {
+        #[cfg(feature = "cpu")]
+        Kind::Cpu => Ok(job.run::<Autodiff<burn::backend::Flex>>(&[Default::default()])),
+        #[cfg(feature = "wgpu")]
+        Kind::Wgpu => {
+            let devices: Vec<_> = choice.indices.iter().map(|&i| wgpu_device(i)).collect();
+            Ok(job.run::<Autodiff<burn::backend::Wgpu>>(&devices))
+        }
+        #[cfg(feature = "cuda")]
+        Kind::Cuda => {
+            let device = burn::backend::cuda::CudaDevice::new;
+            let devices: Vec<_> = choice.indices.iter().map(|&i| device(i)).collect();
+            Ok(job.run::<Autodiff<burn::backend::Cuda>>(&devices))
+        }
+        #[cfg(feature = "rocm")]
+        Kind::Rocm => {
+            let device = burn::backend::rocm::RocmDevice::new;
+            let devices: Vec<_> = choice.indices.iter().map(|&i| device(i)).collect();
+            Ok(job.run::<Autodiff<burn::backend::Rocm>>(&devices))
+        }
+        #[allow(unreachable_patterns)]
+        _ => Err(DeviceError::new(&choice.name, "not compiled in")),
+    }
+}

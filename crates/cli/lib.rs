@@ -1,0 +1,22 @@
+//! The commands' common part: arguments to jobs, devices to backends, errors to exit codes.
+//!
+//! Backends are chosen here and nowhere else, and generic code is made for them once.
+
+pub mod device;
+mod train;
+
+pub use train::{TrainArgs, train};
+
+use std::process::ExitCode;
+
+/// Someone's mistake, said in one line; exit code 2.
+pub(crate) const BAD_INPUT: u8 = 2;
+/// The run itself failed; exit code 1.
+pub(crate) const FAILED: u8 = 1;
+/// Stopped by Ctrl-C, with everything saved; exit code 130, as shells have it.
+pub(crate) const INTERRUPTED: u8 = 130;
+
+pub(crate) fn fail(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
+    eprintln!("error: {error}");
+    ExitCode::from(code)
+}

@@ -1,0 +1,232 @@
+//! `train`: one TOML file, one run.
+
+use crate::device::{self, Choice, Job};
+use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail};
+use linattn_trainer::{
+    ConfigError, DryRun, Interrupter, Outcome, ProgressStyle, RunConfig, Start, Status,
+    TrainBackend, TrainError, TrainJob, dry_run, run_folder, train as run_training,
+};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Trains a model from a TOML file; writes a folder with its config, metrics, checkpoints, summary
+/// and learning curve.
+#[derive(Debug, clap::Parser)]
+#[command(version, about)]
+pub struct TrainArgs {
+    /// The run's TOML file
+    #[arg(long)]
+    config: PathBuf,
+    /// Puts a value in place of the file's: optimizer.learning_rate=3e-3, model.layers.0.repeat=4
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+    /// auto, cpu, cuda:N, rocm:N, vulkan:N, metal:N, or several of one kind: cuda:0,cuda:1
+    #[arg(long, default_value = "auto")]
+    device: String,
+    /// Folder that gets one folder a run
+    #[arg(long, default_value = "runs")]
+    out: PathBuf,
+    /// Goes on with the run in that folder, to the same bits
+    #[arg(long, conflicts_with = "overwrite")]
+    resume: bool,
+    /// Deletes the run in that folder first
+    #[arg(long)]
+    overwrite: bool,
+    /// Prints the resolved config and ends
+    #[arg(long)]
+    print_config: bool,
+    /// Builds model and first batch, prints what the run would cost, and ends
+    #[arg(long)]
+    dry_run: bool,
+    /// What to show: a dashboard on a terminal, or lines
+    #[arg(long, value_enum, default_value_t = Show::Auto)]
+    progress: Show,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Show {
+    /// A dashboard on a terminal, lines elsewhere
+    Auto,
+    /// A dashboard
+    Tui,
+    /// Lines
+    Lines,
+    /// Nothing
+    Quiet,
+}
+
+impl From<Show> for ProgressStyle {
+    fn from(show: Show) -> Self {
+        match show {
+            Show::Auto => ProgressStyle::Auto,
+            Show::Tui => ProgressStyle::Tui,
+            Show::Lines => ProgressStyle::Lines,
+            Show::Quiet => ProgressStyle::Quiet,
+        }
+    }
+}
+
+/// Runs the command and gives its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
+pub fn train(args: TrainArgs) -> ExitCode {
+    let run = match RunConfig::read(&args.config, &args.overrides) {
+        Ok(run) => run,
+        Err(e) => return fail(BAD_INPUT, &e),
+    };
+    if args.print_config {
+        print!("{}", run.to_toml());
+        return ExitCode::SUCCESS;
+    }
+    let choice = match device::choose(&args.device) {
+        Ok(choice) => choice,
+        Err(e) => return fail(BAD_INPUT, &e),
+    };
+    match args.dry_run {
+        true => show_cost(run, &choice),
+        false => start(args, run, &choice),
+    }
+}
+
+fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {
+    let stop = Interrupter::new();
+    if let Err(e) = stop_on_ctrl_c(&stop) {
+        return fail(FAILED, &format!("can't watch for Ctrl-C: {e}"));
+    }
+    let folder = run_folder(&args.out, &run);
+    if args.progress != Show::Quiet {
+        eprintln!("{} on {choice}, into {}", run.name, folder.display());
+    }
+    let job = TrainJob {
+        run,
+        output: args.out,
+        start: match (args.resume, args.overwrite) {
+            (true, _) => Start::Resume,
+            (_, true) => Start::Overwrite,
+            _ => Start::New,
+        },
+        device: choice.to_string(),
+        commit: commit(),
+        progress: args.progress.into(),
+        stop,
+    };
+    match guarded(choice, Train(&job)) {
+        Ok(Ok(outcome)) => conclude(&outcome),
+        Ok(Err(e @ TrainError::Diverged { .. })) => fail(FAILED, &e),
+        Ok(Err(e)) => fail(BAD_INPUT, &e),
+        Err(code) => code,
+    }
+}
+
+/// The first Ctrl-C ends the run after its step, saved; the second ends the program at once.
+fn stop_on_ctrl_c(stop: &Interrupter) -> Result<(), ctrlc::Error> {
+    let stop = stop.clone();
+    ctrlc::set_handler(move || {
+        if stop.should_stop() {
+            std::process::exit(INTERRUPTED.into());
+        }
+        eprintln!("stopping after this step; everything is saved. Once more to stop at once");
+        stop.stop(Some("Ctrl-C"));
+    })
+}
+
+fn conclude(outcome: &Outcome) -> ExitCode {
+    let summary = &outcome.summary;
+    let folder = outcome.folder.display();
+    match outcome.status {
+        Status::Interrupted => {
+            println!("interrupted at step {}; --resume goes on: {folder}", summary["steps"]);
+            ExitCode::from(INTERRUPTED)
+        }
+        status => {
+            let score = summary["score"].as_f64().unwrap_or(f64::NAN);
+            println!(
+                "{}: test {} {score:.4} after {} steps, {:.0} s; curve and summary in {folder}",
+                status.name().replace('_', " "),
+                summary["score_name"].as_str().unwrap_or("score"),
+                summary["steps"],
+                summary["wall_seconds"].as_f64().unwrap_or(f64::NAN),
+            );
+            ExitCode::SUCCESS
+        }
+    }
+}
+
+struct Train<'a>(&'a TrainJob);
+
+impl Job for Train<'_> {
+    type Output = Result<Outcome, TrainError>;
+
+    fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
+        run_training::<B>(self.0, devices)
+    }
+}
+
+struct Cost(RunConfig);
+
+impl Job for Cost {
+    type Output = Result<DryRun, ConfigError>;
+
+    fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
+        dry_run::<B::InnerBackend>(&self.0, &devices[0])
+    }
+}
+
+fn show_cost(run: RunConfig, choice: &Choice) -> ExitCode {
+    let name = run.name.clone();
+    let cost = match guarded(choice, Cost(run)) {
+        Ok(Ok(cost)) => cost,
+        Ok(Err(e)) => return fail(BAD_INPUT, &e),
+        Err(code) => return code,
+    };
+    println!("{name} on {choice}");
+    println!("  parameters          {}", cost.parameters);
+    println!("  state               {} bytes a sequence", cost.state_bytes);
+    println!("  forward pass        {} FLOPs a token", cost.flops_per_token);
+    println!("  first batch         {} tokens, {} scored", cost.batch_tokens, cost.batch_scored);
+    println!("  steps               {}", cost.steps);
+    println!("  weights, gradients and optimizer  {}", mebibytes(cost.parameter_memory));
+    println!("  intermediate results, roughly     {}", mebibytes(cost.activation_memory));
+    ExitCode::SUCCESS
+}
+
+fn mebibytes(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+/// Runs a job. A device that fails in the middle of one panics; that too becomes one line.
+fn guarded<J: Job>(choice: &Choice, job: J) -> Result<J::Output, ExitCode> {
+    let first = Arc::new(Mutex::new(None::<String>));
+    let store = first.clone();
+    std::panic::set_hook(Box::new(move |info| {
+        store.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(info.to_string());
+    }));
+    let result = catch_unwind(AssertUnwindSafe(|| device::dispatch(choice, job)));
+    let _ours = std::panic::take_hook();
+    match result {
+        Ok(Ok(output)) => Ok(output),
+        Ok(Err(e)) => Err(fail(BAD_INPUT, &e)),
+        Err(_) => {
+            let first = first.lock().unwrap_or_else(PoisonError::into_inner);
+            let what = first.as_deref().unwrap_or("an unknown failure");
+            let text = format!(
+                "{choice} failed: {what}\nWhat was saved before is kept. If its memory ran out, a \
+                 smaller train.batch_size or a larger train.accumulate helps; else this is a bug"
+            );
+            Err(fail(FAILED, &text))
+        }
+    }
+}
+
+/// The commit of the folder the program was started in, with a mark if files differ from it.
+fn commit() -> Option<String> {
+    let git = |args: &[&str]| {
+        let output = Command::new("git").args(args).output().ok().filter(|o| o.status.success())?;
+        Some(String::from_utf8_lossy(&output.stdout).trim().to_string())
+    };
+    let head = git(&["rev-parse", "HEAD"])?;
+    match git(&["status", "--porcelain", "--untracked-files=no"])?.is_empty() {
+        true => Some(head),
+        false => Some(format!("{head}, with changes")),
+    }
+}

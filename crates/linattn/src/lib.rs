@@ -1,0 +1,27 @@
+//! Linear-attention operations and layers for [Burn](https://burn.dev).
+//!
+//! [`ops`] holds the recurrences as functions over `[B, T, H, D]` tensors, differentiable on any
+//! Burn backend, each with a recurrent step for decoding. [`nn`] builds mixers, blocks and language
+//! models of them; every layer is a config, an `init`, a `forward` over whole sequences and a `step`
+//! over one token, which agree with each other.
+//!
+//! One alphabet is used everywhere: B batch, T tokens, H heads, K key width, V value width, D model
+//! width. A head's memory S is `[K, V]`, keys are rows, and a query reads it as `o = q S`.
+//!
+//! ```
+//! use burn::{backend::{Autodiff, Flex}, tensor::{Distribution, Tensor}};
+//! use linattn::nn::mixers::GatedDeltaNetConfig;
+//!
+//! type B = Autodiff<Flex>;
+//! let device = Default::default();
+//! let mixer = GatedDeltaNetConfig::new(2, 16).init::<B>(32, &device)?;
+//! let x = Tensor::<B, 3>::random([4, 100, 32], Distribution::Default, &device); // [B, T, D]
+//! let (y, state) = mixer.forward(x.clone(), None);
+//! let gradients = y.sum().backward();
+//! let (next, state) = mixer.step(x.narrow(1, 0, 1).squeeze_dim(1), state); // one token more
+//! # Ok::<(), linattn::nn::ConfigError>(())
+//! ```
+#![deny(missing_docs)]
+
+pub mod nn;
+pub mod ops;

@@ -1,0 +1,187 @@
+//! One layer of a model: a mixer, then an MLP, each with a norm before and a residual around.
+
+use super::layers::{Norm, NormKind, linear};
+use super::mixers::{Mixer, MixerConfig, MixerState};
+use super::{ConfigError, Cost, positive};
+use crate::ops::LinearAttentionBackend;
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::{Tensor, activation::silu, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// What a layer is made of.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerConfig {
+    /// How many such layers stand in a row.
+    #[serde(default = "one")]
+    pub repeat: usize,
+    /// The token mixer.
+    pub mixer: MixerConfig,
+    /// What comes after it.
+    #[serde(default)]
+    pub mlp: MlpConfig,
+}
+
+fn one() -> usize {
+    1
+}
+
+/// What comes after the mixer.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MlpConfig {
+    /// Nothing.
+    #[default]
+    None,
+    /// The norm alone, added to the residual: what an MLP of identity amounts to.
+    Identity,
+    /// `(silu(x W_gate) * x W_up) W_down`.
+    Swiglu(SwiGluConfig),
+}
+
+/// SwiGLU.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SwiGluConfig {
+    /// Inner width; by default 8/3 of d_model, rounded up to a multiple of 8.
+    pub width: Option<usize>,
+}
+
+impl SwiGluConfig {
+    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+        positive("width", self.width.unwrap_or((8 * d_model).div_ceil(3).next_multiple_of(8)))
+            .map_err(|e| e.within("swiglu"))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] if the width is 0.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<SwiGlu<B>, ConfigError> {
+        let width = self.width(d_model)?;
+        Ok(SwiGlu {
+            gate_proj: linear(d_model, width, device),
+            up_proj: linear(d_model, width, device),
+            down_proj: linear(width, d_model, device),
+        })
+    }
+}
+
+/// `(silu(x W_gate) * x W_up) W_down`. Source: Shazeer, arXiv 2002.05202.
+#[derive(Module, Debug)]
+pub struct SwiGlu<B: Backend> {
+    gate_proj: Linear<B>,
+    up_proj: Linear<B>,
+    down_proj: Linear<B>,
+}
+
+impl<B: Backend> SwiGlu<B> {
+    /// Token by token, over the last dimension.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        let gate = silu(self.gate_proj.forward(x.clone()));
+        self.down_proj.forward(gate * self.up_proj.forward(x))
+    }
+}
+
+/// Any MLP, with the norm before it.
+#[derive(Module, Debug)]
+pub enum Mlp<B: Backend> {
+    /// The norm alone.
+    Identity(Norm<B>),
+    /// The norm, then SwiGLU.
+    SwiGlu((Norm<B>, SwiGlu<B>)),
+}
+
+impl<B: Backend> Mlp<B> {
+    /// What is added to the residual.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        match self {
+            Mlp::Identity(norm) => norm.forward(x),
+            Mlp::SwiGlu((norm, mlp)) => mlp.forward(norm.forward(x)),
+        }
+    }
+}
+
+/// A mixer and an MLP, each with a norm before and a residual around. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Block<B: Backend> {
+    attn_norm: Norm<B>,
+    attn: Mixer<B>,
+    mlp: Option<Mlp<B>>,
+}
+
+impl LayerConfig {
+    /// Builds one such layer (`repeat` is the model's affair).
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: LinearAttentionBackend>(
+        &self,
+        d_model: usize,
+        norm: NormKind,
+        norm_eps: f64,
+        device: &B::Device,
+    ) -> Result<Block<B>, ConfigError> {
+        let new_norm = || Norm::new(norm, d_model, norm_eps, device);
+        Ok(Block {
+            attn_norm: new_norm(),
+            attn: self.mixer.init(d_model, device).map_err(|e| e.within("mixer"))?,
+            mlp: match &self.mlp {
+                MlpConfig::None => None,
+                MlpConfig::Identity => Some(Mlp::Identity(new_norm())),
+                MlpConfig::Swiglu(config) => {
+                    let mlp = config.init(d_model, device).map_err(|e| e.within("mlp"))?;
+                    Some(Mlp::SwiGlu((new_norm(), mlp)))
+                }
+            },
+        })
+    }
+
+    /// What one such layer costs.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
+        let mut cost = self.mixer.cost(d_model, length).map_err(|e| e.within("mixer"))?;
+        if let MlpConfig::Swiglu(config) = &self.mlp {
+            let width = config.width(d_model).map_err(|e| e.within("mlp"))?;
+            cost.flops_per_token += 3 * 2 * d_model as u64 * width as u64;
+        }
+        Ok(cost)
+    }
+}
+
+impl<B: LinearAttentionBackend> Block<B> {
+    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the mixer's state after token T.
+    /// # Panics
+    /// If `state` is another kind of mixer's.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MixerState<B>>,
+    ) -> (Tensor<B, 3>, MixerState<B>) {
+        let (y, state) = self.attn.forward(self.attn_norm.forward(x.clone()), state);
+        (self.after_mixer(x + y), state)
+    }
+
+    /// One token: `x` is `[B, D]`; gives `[B, D]` and the mixer's next state.
+    /// # Panics
+    /// If `state` is another kind of mixer's.
+    pub fn step(
+        &self,
+        x: Tensor<B, 2>,
+        state: Option<MixerState<B>>,
+    ) -> (Tensor<B, 2>, MixerState<B>) {
+        let (y, state) = self.attn.step(self.attn_norm.forward(x.clone()), state);
+        (self.after_mixer(x + y), state)
+    }
+
+    fn after_mixer<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        match &self.mlp {
+            Some(mlp) => x.clone() + mlp.forward(x),
+            None => x,
+        }
+    }
+}

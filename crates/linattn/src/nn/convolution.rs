@@ -1,0 +1,72 @@
+//! Short convolution: what lets a layer see its last few tokens.
+
+use burn::module::{Initializer, Module, Param};
+use burn::tensor::{Tensor, activation::silu, backend::Backend};
+
+/// Causal depthwise convolution over time, then SiLU.
+///
+/// `y_t = silu(sum_w weight_w * x_{t-W+1+w} + bias)`: each channel sees itself, W tokens wide. The
+/// state is the last W - 1 inputs, `[B, W - 1, D]`.
+#[derive(Module, Debug)]
+pub struct ShortConvolution<B: Backend> {
+    /// `[W, D]`; the last row meets the newest token.
+    pub weight: Param<Tensor<B, 2>>,
+    /// `[D]`.
+    pub bias: Option<Param<Tensor<B, 1>>>,
+}
+
+impl<B: Backend> ShortConvolution<B> {
+    /// Fresh weights, uniform within 1 / sqrt(W), for `channels` channels and a window of `width`
+    /// tokens, at least 1.
+    pub fn new(channels: usize, width: usize, bias: bool, device: &B::Device) -> Self {
+        let bound = 1.0 / (width as f64).sqrt();
+        let uniform = Initializer::Uniform { min: -bound, max: bound };
+        Self {
+            weight: uniform.init([width, channels], device),
+            bias: bias.then(|| uniform.init([channels], device)),
+        }
+    }
+
+    /// `x`: `[B, T, D]`, and the tail of what came before. Gives `[B, T, D]` and the next tail.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        tail: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let [batch, tokens, channels] = x.dims();
+        let weight = self.weight.val();
+        let before = weight.dims()[0] - 1;
+        let tail = tail.unwrap_or_else(|| {
+            Tensor::zeros([batch, before, channels], (&x.device(), x.dtype()))
+        });
+        let seen = match before {
+            0 => x,
+            _ => Tensor::cat(vec![tail, x], 1),
+        };
+        let tap = |w: usize| {
+            seen.clone().narrow(1, w, tokens) * weight.clone().narrow(0, w, 1).unsqueeze::<3>()
+        };
+        let mut y = (1..=before).fold(tap(0), |sum, w| sum + tap(w));
+        if let Some(bias) = &self.bias {
+            y = y + bias.val().unsqueeze::<3>();
+        }
+        (silu(y), seen.narrow(1, tokens, before))
+    }
+}
+
+/// Applies `convolution` if there is one, else SiLU alone; pushes the next tail.
+pub(crate) fn convolve<B: Backend>(
+    convolution: &Option<ShortConvolution<B>>,
+    x: Tensor<B, 3>,
+    tail: Option<Tensor<B, 3>>,
+    tails: &mut Vec<Tensor<B, 3>>,
+) -> Tensor<B, 3> {
+    match convolution {
+        Some(convolution) => {
+            let (y, tail) = convolution.forward(x, tail);
+            tails.push(tail);
+            y
+        }
+        None => silu(x),
+    }
+}

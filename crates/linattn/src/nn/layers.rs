@@ -1,0 +1,114 @@
+//! Small parts that mixers and blocks share.
+
+use super::ConfigError;
+use burn::module::{Initializer, Module};
+use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
+use burn::tensor::{Tensor, activation::silu, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Standard deviation of fresh weights.
+pub(crate) const INIT_STD: f64 = 0.02;
+
+/// A linear layer without bias, weights N(0, 0.02^2).
+pub(crate) fn linear<B: Backend>(from: usize, to: usize, device: &B::Device) -> Linear<B> {
+    LinearConfig::new(from, to)
+        .with_bias(false)
+        .with_initializer(Initializer::Normal { mean: 0.0, std: INIT_STD })
+        .init(device)
+}
+
+/// `[B, T, H X]` to `[B, T, H, X]`.
+pub(crate) fn split_heads<B: Backend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
+    let [batch, tokens, width] = x.dims();
+    x.reshape([batch, tokens, heads, width / heads])
+}
+
+/// `[B, T, H, X]` to `[B, T, H X]`.
+pub(crate) fn merge_heads<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
+    let [batch, tokens, heads, width] = x.dims();
+    x.reshape([batch, tokens, heads * width])
+}
+
+/// Rows of length 1: `x / sqrt(sum x^2 + 1e-6)` over the last dimension.
+pub fn l2_normalize<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    let length = x.clone().square().sum_dim(D - 1).add_scalar(1e-6).sqrt();
+    x / length
+}
+
+/// RMSNorm over each head's values, times SiLU of a gate where there is one.
+///
+/// `x` and `gate` are `[B, T, H, V]`; the weight is `[V]`, shared by the heads.
+#[derive(Module, Debug)]
+pub struct GatedRmsNorm<B: Backend> {
+    norm: RmsNorm<B>,
+}
+
+impl<B: Backend> GatedRmsNorm<B> {
+    /// Weights of one over `width` values.
+    pub fn new(width: usize, epsilon: f64, device: &B::Device) -> Self {
+        Self { norm: RmsNormConfig::new(width).with_epsilon(epsilon).init(device) }
+    }
+
+    /// Normalises `x`; multiplies by `silu(gate)` if there is a gate.
+    pub fn forward<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        gate: Option<Tensor<B, D>>,
+    ) -> Tensor<B, D> {
+        let x = self.norm.forward(x);
+        match gate {
+            Some(gate) => x * silu(gate),
+            None => x,
+        }
+    }
+}
+
+/// Which normalisation stands before mixers, MLPs and the output.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NormKind {
+    /// Root mean square, with a weight.
+    #[default]
+    Rms,
+    /// Mean and variance, with weight and bias.
+    Layer,
+}
+
+/// A normalisation over the last dimension.
+#[derive(Module, Debug)]
+pub enum Norm<B: Backend> {
+    /// Root mean square.
+    Rms(RmsNorm<B>),
+    /// Mean and variance.
+    Layer(LayerNorm<B>),
+}
+
+impl<B: Backend> Norm<B> {
+    /// Fresh weights over `width` values.
+    pub fn new(kind: NormKind, width: usize, epsilon: f64, device: &B::Device) -> Self {
+        match kind {
+            NormKind::Rms => {
+                Norm::Rms(RmsNormConfig::new(width).with_epsilon(epsilon).init(device))
+            }
+            NormKind::Layer => {
+                Norm::Layer(LayerNormConfig::new(width).with_epsilon(epsilon).init(device))
+            }
+        }
+    }
+
+    /// Normalises the last dimension.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        match self {
+            Norm::Rms(norm) => norm.forward(x),
+            Norm::Layer(norm) => norm.forward(x),
+        }
+    }
+}
+
+/// Refuses an epsilon that would divide by zero.
+pub(crate) fn check_epsilon(epsilon: f64) -> Result<(), ConfigError> {
+    if epsilon > 0.0 && epsilon.is_finite() {
+        return Ok(());
+    }
+    Err(ConfigError::new("norm_eps", epsilon, "above 0"))
+}

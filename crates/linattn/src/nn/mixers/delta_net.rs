@@ -1,0 +1,281 @@
+//! DeltaNet and Gated DeltaNet.
+//! ```text
+//! q, k, v = silu(conv(x W))   k, q of length 1, q / sqrt(K)
+//! beta    = sigmoid(x W_b)    (times 2 for eigenvalues down to -1)
+//! g       = -exp(A_log) softplus(x W_a + dt_bias)        gated only
+//! S       = e^g (I - beta k^T k) S + beta k^T v
+//! y       = (rms_norm(q S) [silu(x W_g)]) W_o
+//! ```
+//! Sources: arXiv 2406.06484 (DeltaNet), 2412.06464 (Gated DeltaNet), 2411.12537 (negative
+//! eigenvalues).
+
+use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
+use crate::nn::convolution::{ShortConvolution, convolve};
+use crate::nn::layers::{GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads};
+use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, OpError};
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::{sigmoid, softplus};
+use burn::tensor::{Distribution, Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// DeltaNet.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DeltaNetConfig {
+    /// Heads of queries and keys.
+    pub heads: usize,
+    /// Heads of values, a multiple of `heads`; as many by default.
+    pub value_heads: Option<usize>,
+    /// K, width of a key; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K; by default 1, and 2 when gated.
+    pub expand_v: Option<f64>,
+    /// Tokens each short convolution sees; 0 for none.
+    pub conv_size: usize,
+    /// Whether a gate multiplies the output; by default only when gated.
+    pub output_gate: Option<bool>,
+    /// Lets beta reach 2, and the state's eigenvalues -1.
+    pub allow_neg_eigval: bool,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for DeltaNetConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            value_heads: None,
+            key_width: None,
+            expand_v: None,
+            conv_size: 4,
+            output_gate: None,
+            allow_neg_eigval: false,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+/// Gated DeltaNet: the same keys as [`DeltaNetConfig`], and a decay that depends on the data.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct GatedDeltaNetConfig(pub DeltaNetConfig);
+
+/// A [`DeltaNet`] with a decay.
+pub type GatedDeltaNet<B> = DeltaNet<B>;
+
+/// Widths that follow from a config.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    key_heads: usize,
+    heads: usize,
+    key: usize,
+    value: usize,
+    output_gate: bool,
+}
+
+impl DeltaNetConfig {
+    /// `heads` heads of `key_width`, everything else as by default.
+    pub fn new(heads: usize, key_width: usize) -> Self {
+        Self { heads, key_width: Some(key_width), ..Default::default() }
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<DeltaNet<B>, ConfigError> {
+        self.build(d_model, false, device)
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        self.count(d_model, false)
+    }
+
+    fn widths(&self, d_model: usize, gated: bool) -> Result<Widths, ConfigError> {
+        let heads = check_heads(self.heads, self.value_heads)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v.unwrap_or(if gated { 2.0 } else { 1.0 }))?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        let output_gate = self.output_gate.unwrap_or(gated);
+        Ok(Widths { key_heads: self.heads, heads, key, value, output_gate })
+    }
+
+    fn build<B: Backend>(
+        &self,
+        d_model: usize,
+        gated: bool,
+        device: &B::Device,
+    ) -> Result<DeltaNet<B>, ConfigError> {
+        let w = self.widths(d_model, gated)?;
+        let (keys, values) = (w.key_heads * w.key, w.heads * w.value);
+        let project = |to| linear(d_model, to, device);
+        let conv = |channels| {
+            (self.conv_size > 0)
+                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
+        };
+        Ok(DeltaNet {
+            q_proj: project(keys),
+            k_proj: project(keys),
+            v_proj: project(values),
+            b_proj: project(w.heads),
+            a_proj: gated.then(|| project(w.heads)),
+            a_log: gated.then(|| Param::from_tensor(fresh_a_log(w.heads, device))),
+            dt_bias: gated.then(|| Param::from_tensor(fresh_dt_bias(w.heads, device))),
+            q_conv1d: conv(keys),
+            k_conv1d: conv(keys),
+            v_conv1d: conv(values),
+            g_proj: w.output_gate.then(|| project(values)),
+            o_norm: GatedRmsNorm::new(w.value, self.norm_eps, device),
+            o_proj: linear(values, d_model, device),
+            key_heads: w.key_heads,
+            heads: w.heads,
+            beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
+            chunk: self.chunk,
+        })
+    }
+
+    fn count(&self, d_model: usize, gated: bool) -> Result<Cost, ConfigError> {
+        let w = self.widths(d_model, gated)?;
+        let (keys, values) = (w.key_heads * w.key, w.heads * w.value);
+        let mut cost = memory_cost(w.heads, w.key, w.value, true);
+        let gates = w.heads * if gated { 2 } else { 1 };
+        let inward = 2 * keys + values * if w.output_gate { 2 } else { 1 } + gates;
+        cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
+        let channels = (2 * keys + values) as u64;
+        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
+        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        Ok(cost)
+    }
+}
+
+impl GatedDeltaNetConfig {
+    /// `heads` heads of `key_width`, everything else as by default.
+    pub fn new(heads: usize, key_width: usize) -> Self {
+        Self(DeltaNetConfig::new(heads, key_width))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<GatedDeltaNet<B>, ConfigError> {
+        self.0.build(d_model, true, device)
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        self.0.count(d_model, true)
+    }
+}
+
+/// ln A, A uniform in 1 to 16: how fast a head forgets at most.
+pub(super) fn fresh_a_log<B: Backend>(heads: usize, device: &B::Device) -> Tensor<B, 1> {
+    Tensor::random([heads], Distribution::Uniform(1.0, 16.0), device).log()
+}
+
+/// The inverse softplus of step sizes that are log-uniform in 0.001 to 0.1.
+pub(super) fn fresh_dt_bias<B: Backend>(heads: usize, device: &B::Device) -> Tensor<B, 1> {
+    let log_steps = Distribution::Uniform(0.001f64.ln(), 0.1f64.ln());
+    let steps = Tensor::<B, 1>::random([heads], log_steps, device).exp();
+    // ln(e^x - 1) = x + ln(1 - e^-x), which does not overflow.
+    steps.clone() + (steps.neg().exp().neg() + 1.0).log()
+}
+
+/// DeltaNet, and Gated DeltaNet where `a_proj` is there. `D -> D`.
+#[derive(Module, Debug)]
+pub struct DeltaNet<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    b_proj: Linear<B>,
+    a_proj: Option<Linear<B>>,
+    a_log: Option<Param<Tensor<B, 1>>>,
+    dt_bias: Option<Param<Tensor<B, 1>>>,
+    q_conv1d: Option<ShortConvolution<B>>,
+    k_conv1d: Option<ShortConvolution<B>>,
+    v_conv1d: Option<ShortConvolution<B>>,
+    g_proj: Option<Linear<B>>,
+    o_norm: GatedRmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    key_heads: usize,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    beta_scale: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+impl<B: LinearAttentionBackend> DeltaNet<B> {
+    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        self.run(x, state, |x, memory| ops::delta_rule(x, memory, self.chunk))
+    }
+
+    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+    pub fn step(
+        &self,
+        x: Tensor<B, 2>,
+        state: Option<MatrixState<B>>,
+    ) -> (Tensor<B, 2>, MatrixState<B>) {
+        let (y, state) = self.run(x.unsqueeze_dim(1), state, ops::delta_rule_step);
+        (y.squeeze_dim(1), state)
+    }
+
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(
+            DeltaRule<B>,
+            Option<Tensor<B, 4>>,
+        ) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, heads| {
+            let tail = conv.as_ref().and_then(|_| before.next());
+            split_heads(convolve(conv, proj.forward(x.clone()), tail, &mut tails), heads)
+        };
+        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
+        let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
+        let v = project(&self.v_proj, &self.v_conv1d, self.heads);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
+        let inputs = DeltaRule { q: q * scale, k, v, beta, g: self.log_decay(&x) };
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
+        let y = self.o_proj.forward(merge_heads(self.o_norm.forward(o, gate)));
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+
+    fn log_decay(&self, x: &Tensor<B, 3>) -> Option<Tensor<B, 3>> {
+        let (a_proj, a_log, dt_bias) =
+            (self.a_proj.as_ref()?, self.a_log.as_ref()?, self.dt_bias.as_ref()?);
+        let step = softplus(a_proj.forward(x.clone()) + dt_bias.val().unsqueeze(), 1.0);
+        Some(step * a_log.val().exp().neg().unsqueeze())
+    }
+}

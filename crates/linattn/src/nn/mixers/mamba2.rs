@@ -1,0 +1,191 @@
+//! Mamba-2 as state-space duality: linear attention with a decay that depends on the data.
+//! ```text
+//! z, xBC, dt = x W_in                  x: H heads of V, B and C: G groups of K
+//! x, B, C    = silu(conv(xBC))
+//! dt         = softplus(dt + dt_bias),  g = -exp(A_log) dt
+//! S          = e^g S + B^T (dt x)
+//! y          = rms_norm((C S + D x) silu(z)) W_out
+//! ```
+//! Source: Dao and Gu, arXiv 2405.21060. C takes the query's place, B the key's, unscaled.
+
+use super::delta_net::{fresh_a_log, fresh_dt_bias};
+use super::{MatrixState, linear_flops, memory_cost};
+use crate::nn::convolution::ShortConvolution;
+use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpError};
+use burn::module::{Initializer, Module, Param};
+use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::tensor::activation::{silu, softplus};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Mamba-2.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Mamba2Config {
+    /// K, width of B and C.
+    pub d_state: usize,
+    /// Inner width over d_model.
+    pub expand: usize,
+    /// V, width of a head; the inner width must be a multiple of it.
+    pub head_width: usize,
+    /// Groups of heads that share B and C.
+    pub groups: usize,
+    /// Tokens the short convolution sees, at least 1.
+    pub conv_size: usize,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for Mamba2Config {
+    fn default() -> Self {
+        Self {
+            d_state: 128,
+            expand: 2,
+            head_width: 64,
+            groups: 1,
+            conv_size: 4,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl Mamba2Config {
+    /// Inner width and heads.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        positive("d_state", self.d_state)?;
+        positive("groups", self.groups)?;
+        positive("conv_size", self.conv_size)?;
+        let inner = positive("expand", self.expand)? * d_model;
+        if !inner.is_multiple_of(positive("head_width", self.head_width)?) {
+            let want = format!("a divisor of expand * d_model = {inner}");
+            return Err(ConfigError::new("head_width", self.head_width, want));
+        }
+        let heads = inner / self.head_width;
+        if !heads.is_multiple_of(self.groups) {
+            let want = format!("a divisor of the {heads} heads");
+            return Err(ConfigError::new("groups", self.groups, want));
+        }
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((inner, heads))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Mamba2<B>, ConfigError> {
+        let (inner, heads) = self.widths(d_model)?;
+        let channels = inner + 2 * self.groups * self.d_state;
+        Ok(Mamba2 {
+            in_proj: linear(d_model, inner + channels + heads, device),
+            conv1d: ShortConvolution::new(channels, self.conv_size, true, device),
+            dt_bias: Param::from_tensor(fresh_dt_bias(heads, device)),
+            a_log: Param::from_tensor(fresh_a_log(heads, device)),
+            d: Initializer::Ones.init([heads], device),
+            norm: RmsNormConfig::new(inner).with_epsilon(self.norm_eps).init(device),
+            out_proj: linear(inner, d_model, device),
+            heads,
+            groups: self.groups,
+            d_state: self.d_state,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (inner, heads) = self.widths(d_model)?;
+        let channels = (inner + 2 * self.groups * self.d_state) as u64;
+        let mut cost = memory_cost(heads, self.d_state, self.head_width, false);
+        cost.flops_per_token += linear_flops(d_model, inner + channels as usize + heads)
+            + linear_flops(inner, d_model)
+            + 2 * self.conv_size as u64 * channels;
+        cost.state_bytes += 4 * (self.conv_size as u64 - 1) * channels;
+        Ok(cost)
+    }
+}
+
+/// Mamba-2. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Mamba2<B: Backend> {
+    in_proj: Linear<B>,
+    conv1d: ShortConvolution<B>,
+    dt_bias: Param<Tensor<B, 1>>,
+    a_log: Param<Tensor<B, 1>>,
+    d: Param<Tensor<B, 1>>,
+    norm: RmsNorm<B>,
+    out_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    groups: usize,
+    #[module(skip)]
+    d_state: usize,
+    #[module(skip)]
+    chunk: usize,
+}
+
+impl<B: LinearAttentionBackend> Mamba2<B> {
+    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        self.run(x, state, |x, memory| ops::linear_attention(x, memory, self.chunk))
+    }
+
+    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+    pub fn step(
+        &self,
+        x: Tensor<B, 2>,
+        state: Option<MatrixState<B>>,
+    ) -> (Tensor<B, 2>, MatrixState<B>) {
+        let (y, state) = self.run(x.unsqueeze_dim(1), state, ops::linear_attention_step);
+        (y.squeeze_dim(1), state)
+    }
+
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(
+            ops::LinearAttention<B>,
+            Option<Tensor<B, 4>>,
+        ) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut tails, position) = MatrixState::parts(state);
+        let (inner, keys) = (self.norm.gamma.dims()[0], self.groups * self.d_state);
+        let projected = self.in_proj.forward(x);
+        let part = |x: &Tensor<B, 3>, from, width| x.clone().narrow(2, from, width);
+        let z = part(&projected, 0, inner);
+        let channels = inner + 2 * keys;
+        let (mixed, tail) = self.conv1d.forward(part(&projected, inner, channels), tails.next());
+        let dt = part(&projected, inner + channels, self.heads);
+        let dt = softplus(dt + self.dt_bias.val().unsqueeze(), 1.0);
+
+        let x = split_heads(part(&mixed, 0, inner), self.heads);
+        let inputs = ops::LinearAttention {
+            q: split_heads(part(&mixed, inner + keys, keys), self.groups),
+            k: split_heads(part(&mixed, inner, keys), self.groups),
+            v: x.clone() * dt.clone().unsqueeze_dim(3),
+            g: Some(dt * self.a_log.val().exp().neg().unsqueeze()),
+        };
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let skip = x * self.d.val().reshape([1, 1, self.heads, 1]);
+        let y = self.norm.forward(merge_heads(o + skip) * silu(z));
+        let state = MatrixState { memory, tails: vec![tail], position: position + tokens };
+        (self.out_proj.forward(y), state)
+    }
+}

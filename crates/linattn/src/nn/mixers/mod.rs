@@ -1,0 +1,232 @@
+//! Token mixers: the part of a layer that looks back.
+//!
+//! A mixer is one file here, and one line in the list at the end of this one.
+
+mod attention;
+mod delta_net;
+mod linear_attention;
+mod mamba2;
+mod retnet;
+
+pub use attention::{Attention, AttentionConfig, KeyValueCache};
+pub use delta_net::{DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig};
+pub use linear_attention::{FeatureMap, LinearAttention, LinearAttentionConfig};
+pub use mamba2::{Mamba2, Mamba2Config};
+pub use retnet::{RetNet, RetNetConfig};
+
+use super::{ConfigError, Cost};
+use crate::ops::LinearAttentionBackend;
+use burn::module::Module;
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// What a mixer with a matrix memory keeps between tokens. Its size does not grow.
+#[derive(Debug, Clone)]
+pub struct MatrixState<B: Backend> {
+    /// `[B, H, K, V]`.
+    pub memory: Tensor<B, 4>,
+    /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
+    /// fields; empty without convolutions.
+    pub tails: Vec<Tensor<B, 3>>,
+    /// Tokens seen.
+    pub position: usize,
+}
+
+/// A state taken apart: memory, tails to draw from, position.
+type Parts<B> = (Option<Tensor<B, 4>>, std::vec::IntoIter<Tensor<B, 3>>, usize);
+
+impl<B: Backend> MatrixState<B> {
+    fn parts(state: Option<Self>) -> Parts<B> {
+        match state {
+            Some(s) => (Some(s.memory), s.tails.into_iter(), s.position),
+            None => (None, vec![].into_iter(), 0),
+        }
+    }
+}
+
+/// What any mixer keeps between tokens.
+#[derive(Debug, Clone)]
+pub enum MixerState<B: Backend> {
+    /// A memory of fixed size.
+    Matrix(MatrixState<B>),
+    /// Every key and value so far.
+    Cache(KeyValueCache<B>),
+}
+
+impl<B: Backend> From<MatrixState<B>> for MixerState<B> {
+    fn from(state: MatrixState<B>) -> Self {
+        Self::Matrix(state)
+    }
+}
+
+impl<B: Backend> From<KeyValueCache<B>> for MixerState<B> {
+    fn from(state: KeyValueCache<B>) -> Self {
+        Self::Cache(state)
+    }
+}
+
+impl<B: Backend> From<MixerState<B>> for MatrixState<B> {
+    fn from(state: MixerState<B>) -> Self {
+        match state {
+            MixerState::Matrix(state) => state,
+            MixerState::Cache(_) => panic!("the state of softmax attention given to a mixer with a matrix memory"),
+        }
+    }
+}
+
+impl<B: Backend> From<MixerState<B>> for KeyValueCache<B> {
+    fn from(state: MixerState<B>) -> Self {
+        match state {
+            MixerState::Cache(state) => state,
+            MixerState::Matrix(_) => panic!("the state of a matrix memory given to softmax attention"),
+        }
+    }
+}
+
+/// Value heads, and heads of queries and keys, must divide.
+fn check_heads(heads: usize, value_heads: Option<usize>) -> Result<usize, ConfigError> {
+    super::positive("heads", heads)?;
+    let value_heads = super::positive("value_heads", value_heads.unwrap_or(heads))?;
+    if value_heads.is_multiple_of(heads) {
+        return Ok(value_heads);
+    }
+    Err(ConfigError::new("value_heads", value_heads, format!("a multiple of heads = {heads}")))
+}
+
+/// K: as given, or an even share of the model's width.
+fn key_width(given: Option<usize>, d_model: usize, heads: usize) -> Result<usize, ConfigError> {
+    match given {
+        Some(width) => super::positive("key_width", width),
+        None if d_model.is_multiple_of(heads) && d_model > 0 => Ok(d_model / heads),
+        None => Err(ConfigError::new(
+            "heads",
+            heads,
+            format!("a divisor of d_model = {d_model}, unless `key_width` is given"),
+        )),
+    }
+}
+
+/// V = K * `expand_v`, a whole number.
+fn value_width(key_width: usize, expand_v: f64) -> Result<usize, ConfigError> {
+    let width = key_width as f64 * expand_v;
+    if width >= 1.0 && width.fract() == 0.0 && width <= u32::MAX as f64 {
+        return Ok(width as usize);
+    }
+    let want = format!("such that {key_width} (the key width) times it is a whole number above 0");
+    Err(ConfigError::new("expand_v", expand_v, want))
+}
+
+/// State and arithmetic of a memory of `heads` matrices K x V: decay, write, read, and for a delta
+/// rule the answer that is subtracted.
+fn memory_cost(heads: usize, key_width: usize, value_width: usize, delta: bool) -> Cost {
+    let size = (heads * key_width * value_width) as u64;
+    Cost { state_bytes: 4 * size, flops_per_token: size * if delta { 7 } else { 5 } }
+}
+
+/// Multiplications and additions of a linear layer, for one token.
+fn linear_flops(from: usize, to: usize) -> u64 {
+    2 * from as u64 * to as u64
+}
+
+macro_rules! mixers {
+    ($($(#[$doc:meta])* $key:literal $name:ident($config:ident);)+) => {
+        /// Which mixer, by its name in a config.
+        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+        pub enum MixerConfig {
+            $($(#[$doc])* #[serde(rename = $key)] $name($config),)+
+        }
+
+        impl MixerConfig {
+            /// Names that a config may use.
+            pub const NAMES: &'static [&'static str] = &[$($key),+];
+
+            /// Its name in a config.
+            pub fn name(&self) -> &'static str {
+                match self { $(Self::$name(_) => $key,)+ }
+            }
+
+            /// Builds the mixer for a model of width `d_model`.
+            /// # Errors
+            /// [`ConfigError`] names the first key that does not fit.
+            pub fn init<B: LinearAttentionBackend>(
+                &self,
+                d_model: usize,
+                device: &B::Device,
+            ) -> Result<Mixer<B>, ConfigError> {
+                match self {
+                    $(Self::$name(config) => config
+                        .init(d_model, device)
+                        .map(Mixer::$name)
+                        .map_err(|e| e.within($key)),)+
+                }
+            }
+
+            /// What it costs in a model of width `d_model`, over sequences of `length` tokens.
+            /// # Errors
+            /// As [`init`](Self::init).
+            pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
+                match self {
+                    $(Self::$name(config) => {
+                        config.cost(d_model, length).map_err(|e| e.within($key))
+                    })+
+                }
+            }
+        }
+
+        /// Any mixer.
+        #[derive(Module, Debug)]
+        #[allow(clippy::large_enum_variant)] // a model holds a few, each on the heap already
+        pub enum Mixer<B: Backend> {
+            $($(#[$doc])* $name($name<B>),)+
+        }
+
+        impl<B: LinearAttentionBackend> Mixer<B> {
+            /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
+            /// # Panics
+            /// If `state` is another kind of mixer's.
+            pub fn forward(
+                &self,
+                x: Tensor<B, 3>,
+                state: Option<MixerState<B>>,
+            ) -> (Tensor<B, 3>, MixerState<B>) {
+                match self {
+                    $(Self::$name(mixer) => {
+                        let (y, state) = mixer.forward(x, state.map(Into::into));
+                        (y, state.into())
+                    })+
+                }
+            }
+
+            /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+            /// # Panics
+            /// If `state` is another kind of mixer's.
+            pub fn step(
+                &self,
+                x: Tensor<B, 2>,
+                state: Option<MixerState<B>>,
+            ) -> (Tensor<B, 2>, MixerState<B>) {
+                match self {
+                    $(Self::$name(mixer) => {
+                        let (y, state) = mixer.step(x, state.map(Into::into));
+                        (y, state.into())
+                    })+
+                }
+            }
+        }
+    };
+}
+
+mixers! {
+    /// Linear attention.
+    "linear_attention" LinearAttention(LinearAttentionConfig);
+    /// RetNet's multi-scale retention.
+    "retnet" RetNet(RetNetConfig);
+    /// Mamba-2 as state-space duality.
+    "mamba2" Mamba2(Mamba2Config);
+    /// DeltaNet.
+    "deltanet" DeltaNet(DeltaNetConfig);
+    /// Gated DeltaNet.
+    "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig);
+    /// Softmax attention, the reference.
+    "attention" Attention(AttentionConfig);
+}

@@ -1,0 +1,191 @@
+//! RetNet: linear attention with rotated queries and keys and a fixed decay per head.
+//! ```text
+//! q, k = rope(x W_q), rope(x W_k);  v = x W_v
+//! S    = (1 - 2^{-5-h}) S + k^T v
+//! y    = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o
+//! ```
+//! Source: Sun et al., arXiv 2307.08621.
+
+use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
+use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::{ConfigError, Cost, Rope, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpError};
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// RetNet's multi-scale retention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RetNetConfig {
+    /// Heads of queries and keys.
+    pub heads: usize,
+    /// Heads of values, a multiple of `heads`; as many by default.
+    pub value_heads: Option<usize>,
+    /// K, width of a key, even; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// Whether a gate multiplies the output.
+    pub output_gate: bool,
+    /// Base of the rotation's wavelengths.
+    pub rope_theta: f64,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for RetNetConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            value_heads: None,
+            key_width: None,
+            expand_v: 2.0,
+            output_gate: true,
+            rope_theta: 10_000.0,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl RetNetConfig {
+    /// K, V and the number of value heads.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize, usize), ConfigError> {
+        let heads = check_heads(self.heads, self.value_heads)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        check_rotated("key_width", key)?;
+        check_theta(self.rope_theta)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((key, value_width(key, self.expand_v)?, heads))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<RetNet<B>, ConfigError> {
+        let (key, value, heads) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, heads * value);
+        Ok(RetNet {
+            q_proj: linear(d_model, keys, device),
+            k_proj: linear(d_model, keys, device),
+            v_proj: linear(d_model, values, device),
+            g_proj: self.output_gate.then(|| linear(d_model, values, device)),
+            g_norm: GatedRmsNorm::new(value, self.norm_eps, device),
+            o_proj: linear(values, d_model, device),
+            key_heads: self.heads,
+            heads,
+            rope: Rope { theta: self.rope_theta },
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (key, value, heads) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, heads * value);
+        let mut cost = memory_cost(heads, key, value, false);
+        let gates = if self.output_gate { values } else { 0 };
+        cost.flops_per_token +=
+            linear_flops(d_model, 2 * keys + values + gates) + linear_flops(values, d_model);
+        Ok(cost)
+    }
+}
+
+/// Rotation pairs channels up.
+pub(super) fn check_rotated(key: &str, width: usize) -> Result<(), ConfigError> {
+    match width.is_multiple_of(2) {
+        true => Ok(()),
+        false => Err(ConfigError::new(key, width, "even, for rotation to pair channels up")),
+    }
+}
+
+/// Refuses a base that gives no wavelengths.
+pub(super) fn check_theta(theta: f64) -> Result<(), ConfigError> {
+    match theta >= 1.0 && theta.is_finite() {
+        true => Ok(()),
+        false => Err(ConfigError::new("rope_theta", theta, "at least 1")),
+    }
+}
+
+/// RetNet's multi-scale retention. `D -> D`.
+#[derive(Module, Debug)]
+pub struct RetNet<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    g_proj: Option<Linear<B>>,
+    g_norm: GatedRmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    key_heads: usize,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    rope: Rope,
+    #[module(skip)]
+    chunk: usize,
+}
+
+impl<B: LinearAttentionBackend> RetNet<B> {
+    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        self.run(x, state, |x, memory| ops::linear_attention(x, memory, self.chunk))
+    }
+
+    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+    pub fn step(
+        &self,
+        x: Tensor<B, 2>,
+        state: Option<MatrixState<B>>,
+    ) -> (Tensor<B, 2>, MatrixState<B>) {
+        let (y, state) = self.run(x.unsqueeze_dim(1), state, ops::linear_attention_step);
+        (y.squeeze_dim(1), state)
+    }
+
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(
+            ops::LinearAttention<B>,
+            Option<Tensor<B, 4>>,
+        ) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let [batch, tokens, _] = x.dims();
+        let (memory, _, position) = MatrixState::parts(state);
+        let rotated = |proj: &Linear<B>| {
+            self.rope.forward(split_heads(proj.forward(x.clone()), self.key_heads), position)
+        };
+        let (q, k) = (rotated(&self.q_proj), rotated(&self.k_proj));
+        let v = split_heads(self.v_proj.forward(x.clone()), self.heads);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let g = log_decay(&x, self.heads).expand([batch, tokens, self.heads]);
+        let inputs = ops::LinearAttention { q: q * scale, k, v, g: Some(g) };
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
+        let y = self.o_proj.forward(merge_heads(self.g_norm.forward(o, gate)));
+        (y, MatrixState { memory, tails: vec![], position: position + tokens })
+    }
+}
+
+/// ln(1 - 2^{-5-h}) for head h, `[1, 1, H]`.
+fn log_decay<B: Backend>(like: &Tensor<B, 3>, heads: usize) -> Tensor<B, 3> {
+    let logs: Vec<f32> =
+        (0..heads).map(|h| (-(2f64.powi(-5 - h as i32))).ln_1p() as f32).collect();
+    Tensor::from_data(TensorData::new(logs, [1, 1, heads]), (&like.device(), like.dtype()))
+}

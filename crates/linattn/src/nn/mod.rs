@@ -1,0 +1,81 @@
+//! Layers: mixers, and what turns them into a language model.
+//!
+//! Every config is plain data that serde reads, refuses unknown keys, and checks itself in `init`
+//! before anything is allocated. Every layer has `forward` over whole sequences and `step` over one
+//! token; both take the state so far (`None` at the start) and give the next, and agree with each
+//! other wherever a sequence is cut.
+
+mod block;
+mod convolution;
+mod layers;
+mod model;
+pub mod mixers;
+mod rope;
+
+pub use block::{Block, LayerConfig, Mlp, MlpConfig, SwiGlu, SwiGluConfig};
+pub use convolution::ShortConvolution;
+pub use layers::{GatedRmsNorm, Norm, NormKind, l2_normalize};
+pub use model::{LanguageModel, LanguageModelConfig, LanguageModelState, force};
+pub use rope::Rope;
+
+use std::fmt::Display;
+
+/// A config that no layer can be built from. Nothing was allocated.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("`{key}` is {got}; it has to be {want}")]
+pub struct ConfigError {
+    /// The key, with the tables it stands in.
+    pub key: String,
+    /// Its value.
+    pub got: String,
+    /// What would do.
+    pub want: String,
+}
+
+impl ConfigError {
+    /// `key` is `got`, and has to be `want`.
+    pub fn new(key: impl Display, got: impl Display, want: impl Display) -> Self {
+        Self { key: key.to_string(), got: got.to_string(), want: want.to_string() }
+    }
+
+    /// The same error, its key inside `table`.
+    #[must_use]
+    pub fn within(mut self, table: impl Display) -> Self {
+        self.key = format!("{table}.{}", self.key);
+        self
+    }
+}
+
+/// What a layer costs, for one sequence.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Bytes that have to be kept between two steps, in f32, after `length` tokens.
+    pub state_bytes: u64,
+    /// Floating-point operations of a forward pass over one token: a multiplication and an addition
+    /// are two.
+    pub flops_per_token: u64,
+}
+
+impl std::ops::AddAssign for Cost {
+    fn add_assign(&mut self, other: Self) {
+        self.state_bytes += other.state_bytes;
+        self.flops_per_token += other.flops_per_token;
+    }
+}
+
+/// `value` if it is at least 1.
+pub(crate) fn positive(key: &str, value: usize) -> Result<usize, ConfigError> {
+    match value {
+        0 => Err(ConfigError::new(key, 0, "at least 1")),
+        value => Ok(value),
+    }
+}
+
+/// A chunk that the operations take.
+pub(crate) fn check_chunk(chunk: usize) -> Result<usize, ConfigError> {
+    let known = crate::ops::CHUNKS;
+    if known.contains(&chunk) {
+        return Ok(chunk);
+    }
+    Err(ConfigError::new("chunk", chunk, format!("one of {known:?}")))
+}

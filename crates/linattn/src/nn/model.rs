@@ -1,0 +1,244 @@
+//! A language model: token embedding, layers, norm, and logits over the vocabulary.
+
+use super::block::{Block, LayerConfig};
+use super::layers::{INIT_STD, Norm, NormKind, check_epsilon, linear};
+use super::mixers::MixerState;
+use super::{ConfigError, Cost, positive};
+use crate::ops::LinearAttentionBackend;
+use burn::module::{Initializer, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear};
+use burn::tensor::{Int, Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// A language model, as TOML spells it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LanguageModelConfig {
+    /// D, width of the residual stream.
+    pub d_model: usize,
+    /// The layers, first to last.
+    pub layers: Vec<LayerConfig>,
+    /// Whether logits come from the embedding's own weights.
+    #[serde(default = "yes")]
+    pub tie_embeddings: bool,
+    /// The norm before mixers, MLPs and logits.
+    #[serde(default)]
+    pub norm: NormKind,
+    /// Added to a variance before its root.
+    #[serde(default = "small")]
+    pub norm_eps: f64,
+    /// Share of the embedded values that training sets to zero.
+    #[serde(default)]
+    pub embedding_dropout: f64,
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn small() -> f64 {
+    1e-5
+}
+
+impl LanguageModelConfig {
+    /// Each layer with the key it stands under, repeated ones repeated.
+    fn each_layer(&self) -> impl Iterator<Item = (String, &LayerConfig)> {
+        self.layers.iter().enumerate().flat_map(|(i, layer)| {
+            std::iter::repeat_n((format!("layers[{i}]"), layer), layer.repeat)
+        })
+    }
+
+    /// Checks what needs no device.
+    fn check(&self) -> Result<(), ConfigError> {
+        positive("d_model", self.d_model)?;
+        check_epsilon(self.norm_eps)?;
+        if self.layers.is_empty() {
+            return Err(ConfigError::new("layers", "empty", "at least one [[layers]]"));
+        }
+        for (i, layer) in self.layers.iter().enumerate() {
+            positive("repeat", layer.repeat).map_err(|e| e.within(format!("layers[{i}]")))?;
+        }
+        if !(0.0..1.0).contains(&self.embedding_dropout) {
+            let want = "at least 0 and below 1";
+            return Err(ConfigError::new("embedding_dropout", self.embedding_dropout, want));
+        }
+        Ok(())
+    }
+
+    /// Builds the model for ids 0 to `vocab` - 1. Weights that write to the residual stream start
+    /// smaller by the root of the number of writes, so that the stream does not grow with depth.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: LinearAttentionBackend>(
+        &self,
+        vocab: usize,
+        device: &B::Device,
+    ) -> Result<LanguageModel<B>, ConfigError> {
+        self.cost(1)?; // every check of every layer, before anything is allocated
+        let layers = self
+            .each_layer()
+            .map(|(key, layer)| {
+                layer
+                    .init(self.d_model, self.norm, self.norm_eps, device)
+                    .map_err(|e| e.within(key))
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        let residual_writes = 2 * layers.len();
+        let model = LanguageModel {
+            embeddings: EmbeddingConfig::new(vocab, self.d_model)
+                .with_initializer(Initializer::Normal { mean: 0.0, std: INIT_STD })
+                .init(device),
+            dropout: DropoutConfig::new(self.embedding_dropout).init(),
+            layers,
+            norm: Norm::new(self.norm, self.d_model, self.norm_eps, device),
+            lm_head: (!self.tie_embeddings).then(|| linear(self.d_model, vocab, device)),
+        };
+        let scale = (residual_writes as f64).powf(-0.5);
+        Ok(model.map(&mut ScaleResidualWrites { scale, path: vec![] }))
+    }
+
+    /// What the layers cost over sequences of `length` tokens, embedding and logits aside.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, length: usize) -> Result<Cost, ConfigError> {
+        self.check()?;
+        let mut sum = Cost::default();
+        for (key, layer) in self.each_layer() {
+            sum += layer.cost(self.d_model, length).map_err(|e| e.within(key))?;
+        }
+        Ok(sum)
+    }
+}
+
+/// Scales the weights of the projections whose output is added to the residual stream.
+struct ScaleResidualWrites {
+    scale: f64,
+    path: Vec<String>,
+}
+
+impl<B: Backend> ModuleMapper<B> for ScaleResidualWrites {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(
+        &mut self,
+        param: Param<Tensor<B, D>>,
+    ) -> Param<Tensor<B, D>> {
+        let writes = ["o_proj", "out_proj", "down_proj"];
+        if self.path.iter().any(|name| writes.contains(&name.as_str())) {
+            let scale = self.scale;
+            return param.map(|weight| weight * scale);
+        }
+        param
+    }
+}
+
+/// A language model. Ids in, logits out.
+#[derive(Module, Debug)]
+pub struct LanguageModel<B: Backend> {
+    embeddings: Embedding<B>,
+    dropout: Dropout,
+    layers: Vec<Block<B>>,
+    norm: Norm<B>,
+    lm_head: Option<Linear<B>>,
+}
+
+/// What every layer keeps between tokens.
+#[derive(Debug, Clone)]
+pub struct LanguageModelState<B: Backend> {
+    /// First layer first.
+    pub layers: Vec<MixerState<B>>,
+}
+
+impl<B: LinearAttentionBackend> LanguageModel<B> {
+    /// Whole sequences of ids, `[B, T]`. Gives logits, `[B, T, vocab]`, and the state after token T.
+    /// # Panics
+    /// If `state` is another model's.
+    pub fn forward(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        state: Option<LanguageModelState<B>>,
+    ) -> (Tensor<B, 3>, LanguageModelState<B>) {
+        let (hidden, state) = self.hidden(ids, state);
+        (self.logits(hidden), state)
+    }
+
+    /// As [`forward`](Self::forward) without the last product: `[B, T, D]`, normalised. What is
+    /// wanted of it goes through [`logits`](Self::logits), which costs most where vocabularies are
+    /// large.
+    /// # Panics
+    /// If `state` is another model's.
+    pub fn hidden(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        state: Option<LanguageModelState<B>>,
+    ) -> (Tensor<B, 3>, LanguageModelState<B>) {
+        let x = self.dropout.forward(self.embeddings.forward(ids));
+        self.through_layers(x, state, |block, x, state| block.forward(x, state))
+    }
+
+    /// One id each, `[B]`. Gives logits, `[B, vocab]`, and the next state.
+    /// # Panics
+    /// If `state` is another model's.
+    pub fn step(
+        &self,
+        ids: Tensor<B, 1, Int>,
+        state: Option<LanguageModelState<B>>,
+    ) -> (Tensor<B, 2>, LanguageModelState<B>) {
+        let x = self.embeddings.forward(ids.unsqueeze_dim(1)).squeeze_dim::<2>(1);
+        let (hidden, state) =
+            self.through_layers(x, state, |block, x, state| block.step(x, state));
+        (self.logits(hidden), state)
+    }
+
+    /// `[.., D]` from [`hidden`](Self::hidden) to `[.., vocab]`.
+    pub fn logits<const D: usize>(&self, hidden: Tensor<B, D>) -> Tensor<B, D> {
+        match &self.lm_head {
+            Some(head) => head.forward(hidden),
+            None => burn::tensor::module::linear(
+                hidden,
+                self.embeddings.weight.val().transpose(),
+                None,
+            ),
+        }
+    }
+
+    fn through_layers<const D: usize>(
+        &self,
+        mut x: Tensor<B, D>,
+        state: Option<LanguageModelState<B>>,
+        run: impl Fn(&Block<B>, Tensor<B, D>, Option<MixerState<B>>) -> (Tensor<B, D>, MixerState<B>),
+    ) -> (Tensor<B, D>, LanguageModelState<B>) {
+        let mut before = match state {
+            Some(state) => {
+                assert_eq!(state.layers.len(), self.layers.len(), "the state of another model");
+                state.layers.into_iter().map(Some).collect()
+            }
+            None => vec![None; self.layers.len()],
+        };
+        let mut layers = Vec::with_capacity(self.layers.len());
+        for (block, state) in self.layers.iter().zip(before.drain(..)) {
+            let (y, state) = run(block, x, state);
+            x = y;
+            layers.push(state);
+        }
+        (self.norm.forward(x), LanguageModelState { layers })
+    }
+}
+
+/// Draws every weight that is still to be drawn. Burn draws a weight at its first use; after this,
+/// the random numbers that a model starts from depend on nothing that happens later.
+pub fn force<B: Backend, M: Module<B>>(module: &M) {
+    struct Touch;
+    impl<B: Backend> ModuleVisitor<B> for Touch {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            let _drawn = param.val();
+        }
+    }
+    module.visit(&mut Touch);
+}

@@ -1,0 +1,138 @@
+//! What a backend provides, and the default that every backend gets: tensor operations.
+
+use super::{chunkwise, recurrent};
+use burn::tensor::{Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
+
+/// Inputs of one operation, or their gradients, as a backend holds them. `beta` makes it a delta
+/// rule; `g` makes it decay. Shapes as in [`DeltaRule`](super::DeltaRule).
+#[derive(Debug, Clone)]
+pub struct Operands<T> {
+    /// Queries, `[B, T, Hk, K]`.
+    pub q: T,
+    /// Keys, `[B, T, Hk, K]`.
+    pub k: T,
+    /// Values, `[B, T, H, V]`.
+    pub v: T,
+    /// Log decay, `[B, T, H]`.
+    pub g: Option<T>,
+    /// Share of the error to correct, `[B, T, H]`.
+    pub beta: Option<T>,
+    /// State before the first token, `[B, H, K, V]`; zeros if absent.
+    pub state: Option<T>,
+}
+
+impl<T> Operands<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        let Self { q, k, v, g, beta, state } = self;
+        [Some(q), Some(k), Some(v), g, beta, state].into_iter().flatten().collect()
+    }
+
+    /// Takes the place of every tensor that is there, in the order of the fields.
+    pub(super) fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> Operands<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        Operands {
+            q: next(),
+            k: next(),
+            v: next(),
+            g: self.g.is_some().then(&mut next),
+            beta: self.beta.is_some().then(&mut next),
+            state: self.state.is_some().then(&mut next),
+        }
+    }
+}
+
+/// What the forward pass keeps for the backward pass. Layout is the backend's own affair.
+#[derive(Debug, Clone)]
+pub struct Saved<T> {
+    /// States at the start of each chunk.
+    pub states: T,
+    /// Delta rule: what was written, u.
+    pub written: Option<T>,
+    /// Delta rule: (I + N)^-1 of each chunk.
+    pub inverse: Option<T>,
+}
+
+/// Result of a forward pass.
+#[derive(Debug, Clone)]
+pub struct Forward<T> {
+    /// Outputs, `[B, T, H, V]`.
+    pub o: T,
+    /// State after the last token, `[B, H, K, V]`.
+    pub state: T,
+    /// For the backward pass.
+    pub saved: Saved<T>,
+}
+
+/// How a backend computes the operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Path {
+    /// Burn's own tensor operations, chunk by chunk.
+    TensorOps,
+    /// Kernels written for these operations.
+    Kernels,
+}
+
+impl core::fmt::Display for Path {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(match self {
+            Path::TensorOps => "tensor ops",
+            Path::Kernels => "kernels",
+        })
+    }
+}
+
+/// A Burn backend that can run the operations of [`ops`](super). Callers have checked shapes and
+/// chunk; implementations need not.
+pub trait LinearAttentionBackend: Backend {
+    /// Whole sequences, `chunk` tokens at a time; `chunk` is a power of two.
+    fn chunkwise(x: Operands<FloatTensor<Self>>, chunk: usize) -> Forward<FloatTensor<Self>> {
+        chunkwise::forward::<Self>(x, chunk)
+    }
+
+    /// Gradients of every operand that is there, from those of `o` and the last state; `None` where
+    /// that output was not used.
+    fn chunkwise_backward(
+        x: Operands<FloatTensor<Self>>,
+        saved: Saved<FloatTensor<Self>>,
+        d_o: Option<FloatTensor<Self>>,
+        d_state: Option<FloatTensor<Self>>,
+        chunk: usize,
+    ) -> Operands<FloatTensor<Self>> {
+        chunkwise::backward::<Self>(x, saved, d_o, d_state, chunk)
+    }
+
+    /// One token: T is 1. Gives `o` and the next state.
+    fn recurrent_step(x: Operands<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        recurrent::step::<Self>(x)
+    }
+
+    /// The way taken on this device.
+    fn path(_device: &Self::Device) -> Path {
+        Path::TensorOps
+    }
+}
+
+#[cfg(feature = "cpu")]
+impl LinearAttentionBackend for burn_flex::Flex {}
+
+#[cfg(feature = "cubecl")]
+impl<R, F, I, BT> LinearAttentionBackend for burn_cubecl::CubeBackend<R, F, I, BT>
+where
+    R: burn_cubecl::CubeRuntime,
+    F: burn_cubecl::FloatElement,
+    I: burn_cubecl::IntElement,
+    BT: burn_cubecl::element::BoolElement,
+{
+}
+
+/// The tensor around a backend's own.
+pub(super) fn tensor<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+/// A backend's own tensor.
+pub(super) fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
+    x.into_primitive().tensor()
+}

@@ -1,0 +1,70 @@
+//! What is asked and what counts as right: synthetic benchmarks for sequence models, without
+//! tensors.
+//!
+//! A [`TaskConfig`] and a seed make a [`Task`]. A task hands out [`Batch`]es of tokens with their
+//! targets, and counts predictions into a [`Tally`]. Any example can be made on its own, in any
+//! order and on any thread: it is a pure function of (seed, split, set, index).
+//!
+//! ```
+//! use linattn_tasks::{MqarConfig, Split, Tally, TaskConfig};
+//!
+//! let task = TaskConfig::Mqar(MqarConfig::figure2(64, 4)).build(7)?;
+//! let batch = task.batch(Split::Test, 0, &[0, 1, 2]);
+//! // A model would give an id for each position in `batch.scored`.
+//! let perfect = batch.target.clone();
+//! let mut tally = Tally::default();
+//! task.tally(&batch, &perfect, &mut tally);
+//! assert_eq!(tally.metric(task.score_name()), Some(1.0));
+//! # Ok::<(), linattn_tasks::TaskError>(())
+//! ```
+//!
+//! A new task is a file, an arm of [`TaskConfig`] and a TOML.
+
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+mod mqar;
+mod rng;
+mod tally;
+mod task;
+
+use serde::{Deserialize, Serialize};
+
+pub use mqar::{Cell, Filler, Mqar, MqarConfig};
+pub use tally::Tally;
+pub use task::{Batch, Example, SetInfo, Split, Task};
+
+/// Which task, as the TOML's table name: `[task.mqar]`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum TaskConfig {
+    /// Multi-query associative recall.
+    Mqar(MqarConfig),
+}
+
+impl TaskConfig {
+    /// Checks every value, then makes the task whose data follow from `seed`.
+    /// # Errors
+    /// [`TaskError::Value`] names the first key that cannot be used.
+    pub fn build(&self, seed: u64) -> Result<Box<dyn Task>, TaskError> {
+        match self {
+            Self::Mqar(config) => Ok(Box::new(Mqar::new(config, seed)?)),
+        }
+    }
+}
+
+/// Why a task refused its config.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TaskError {
+    /// A value that parses and still makes no task.
+    #[error("`{key}` is {got}; it has to be {want}")]
+    Value {
+        /// Where it stands in the run's TOML, for instance `task.mqar.train[0].pairs`.
+        key: String,
+        /// What stands there.
+        got: String,
+        /// What would be accepted.
+        want: String,
+    },
+}

@@ -1,0 +1,192 @@
+//! The interface between a task and whoever trains on it.
+
+use std::fmt::Debug;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Tally;
+
+/// What a set of examples is for. The splits of a task share no random numbers.
+// The numbers are part of the key that examples are drawn with: changing one changes the data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Split {
+    /// To learn from.
+    Train = 0,
+    /// To choose settings and the moment to stop by, so that the test need not be used for it. May
+    /// have no sets.
+    Validation = 1,
+    /// To report.
+    Test = 2,
+}
+
+/// One set of a split: examples of one shape and difficulty.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SetInfo {
+    /// A short name for tables, for instance `64x4`.
+    pub name: String,
+    /// Tokens of every example. A task whose sequences differ in length pads them at their end.
+    pub length: usize,
+    /// Examples in the set: the indices are `0..examples`.
+    pub examples: u64,
+    /// The most positions that one example has scored.
+    pub scored: usize,
+}
+
+/// One sequence and what is asked of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Example {
+    /// Token ids.
+    pub input: Vec<u32>,
+    /// What the model is to answer at the same position; nothing is shifted afterwards. `None` is
+    /// not scored.
+    pub target: Vec<Option<u32>>,
+}
+
+/// Examples of one length, stacked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// Sequences.
+    pub rows: usize,
+    /// Tokens of each sequence.
+    pub length: usize,
+    /// `[rows, length]`, row-major.
+    pub input: Vec<u32>,
+    /// The positions that are scored, ascending, as indices into `input`: `row * length + t`.
+    pub scored: Vec<u32>,
+    /// The right answer at each position of `scored`.
+    pub target: Vec<u32>,
+}
+
+impl Batch {
+    /// Stacks examples in the order given.
+    /// # Panics
+    /// If an example is not `length` tokens long, or the batch would pass 2^32 tokens.
+    pub fn stack(length: usize, examples: impl IntoIterator<Item = Example>) -> Self {
+        let mut batch = Self {
+            rows: 0,
+            length,
+            input: Vec::new(),
+            scored: Vec::new(),
+            target: Vec::new(),
+        };
+        for example in examples {
+            batch.push(&example);
+        }
+        batch
+    }
+
+    fn push(&mut self, example: &Example) {
+        let lengths = (example.input.len(), example.target.len());
+        assert_eq!(
+            lengths,
+            (self.length, self.length),
+            "a task keeps the length that its `SetInfo` promises"
+        );
+        let start = self.input.len();
+        for (t, target) in example.target.iter().enumerate() {
+            if let Some(target) = *target {
+                self.scored.push(
+                    u32::try_from(start + t).expect("the caller keeps a batch below 2^32 tokens"),
+                );
+                self.target.push(target);
+            }
+        }
+        self.input.extend_from_slice(&example.input);
+        self.rows += 1;
+    }
+
+    /// For each row, in order, where its part of `scored` and `target` lies. Rows with nothing
+    /// scored are left out.
+    pub(crate) fn scored_rows(&self) -> impl Iterator<Item = Range<usize>> {
+        let row = |position: &u32| *position as usize / self.length;
+        let mut start = 0;
+        self.scored
+            .chunk_by(move |a, b| row(a) == row(b))
+            .map(move |positions| {
+                let range = start..start + positions.len();
+                start = range.end;
+                range
+            })
+    }
+}
+
+/// A benchmark: a source of examples and the judge of their answers. Nothing in it changes after it
+/// is made.
+pub trait Task: Send + Sync + Debug {
+    /// How many token ids there are: inputs and targets are in `0..vocab`.
+    fn vocab(&self) -> usize;
+
+    /// The sets of a split, in the config's order. `Train` and `Test` have at least one.
+    fn sets(&self, split: Split) -> &[SetInfo];
+
+    /// Example `index` of a set: a pure function of the task's seed and these arguments.
+    /// # Panics
+    /// If the split has no such set.
+    fn example(&self, split: Split, set: usize, index: u64) -> Example;
+
+    /// The examples named by `indices`, as [`Task::example`] gives them, in that order.
+    /// # Panics
+    /// If the split has no such set.
+    fn batch(&self, split: Split, set: usize, indices: &[u64]) -> Batch {
+        let length = self.sets(split)[set].length;
+        Batch::stack(
+            length,
+            indices.iter().map(|&index| self.example(split, set, index)),
+        )
+    }
+
+    /// Counts predictions: `predicted[i]` is the id with the largest logit of the whole vocabulary
+    /// at `batch.scored[i]`. Counts [`Tally::add_sequences`] unless the task has scores of its own.
+    /// # Panics
+    /// If there is not one prediction for each scored position.
+    fn tally(&self, batch: &Batch, predicted: &[u32], tally: &mut Tally) {
+        tally.add_sequences(batch, predicted);
+    }
+
+    /// Which of [`Tally::metrics`] is the headline.
+    fn score_name(&self) -> &'static str;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn example(input: [u32; 3], target: [Option<u32>; 3]) -> Example {
+        Example {
+            input: input.into(),
+            target: target.into(),
+        }
+    }
+
+    #[test]
+    fn a_batch_keeps_rows_in_order_and_flattens_what_is_scored() {
+        let rows = [
+            example([1, 2, 3], [None, Some(7), Some(8)]),
+            example([4, 5, 6], [None, None, None]),
+            example([7, 8, 9], [Some(9), None, None]),
+        ];
+        let batch = Batch::stack(3, rows);
+        assert_eq!((batch.rows, batch.length), (3, 3));
+        assert_eq!(batch.input, [1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        assert_eq!(batch.scored, [1, 2, 6]);
+        assert_eq!(batch.target, [7, 8, 9]);
+        assert_eq!(batch.scored_rows().collect::<Vec<_>>(), [0..2, 2..3]);
+    }
+
+    #[test]
+    fn a_batch_of_nothing_is_empty() {
+        let batch = Batch::stack(3, []);
+        assert_eq!(
+            (batch.rows, batch.input.len(), batch.scored_rows().count()),
+            (0, 0, 0)
+        );
+    }
+
+    #[test]
+    #[should_panic(expected = "a task keeps the length")]
+    fn a_row_of_another_length_is_refused() {
+        Batch::stack(4, [example([1, 2, 3], [None; 3])]);
+    }
+}

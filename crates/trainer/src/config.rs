@@ -1,0 +1,501 @@
+//! One run, complete, as one TOML file.
+
+use linattn::nn::{ConfigError as ModelError, LanguageModelConfig};
+use linattn_tasks::{Split, Task, TaskConfig, TaskError};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use toml::{Table, Value};
+
+/// One run. With the commit and the device it can be repeated.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunConfig {
+    /// Folder under the output folder; by default the config file's name.
+    #[serde(default)]
+    pub name: String,
+    /// Where every random number starts from: weights, data, order, dropout.
+    #[serde(default)]
+    pub seed: u64,
+    /// What is learnt.
+    pub task: TaskConfig,
+    /// What learns.
+    pub model: LanguageModelConfig,
+    /// How.
+    pub train: TrainConfig,
+    /// How gradients become steps.
+    #[serde(default)]
+    pub optimizer: AdamWConfig,
+    /// How the learning rate changes.
+    #[serde(default)]
+    pub schedule: ScheduleConfig,
+    /// When and how it is tested.
+    #[serde(default)]
+    pub evaluate: EvaluateConfig,
+    /// When the run is saved.
+    #[serde(default)]
+    pub checkpoint: CheckpointConfig,
+}
+
+/// How training goes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainConfig {
+    /// Passes over the training sets. Either this or `steps`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<u64>,
+    /// Optimizer steps. Either this or `epochs`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub steps: Option<u64>,
+    /// Sequences a step.
+    pub batch_size: usize,
+    /// Parts that a step's batch is worked off in, to save memory. The result is the same but for
+    /// rounding.
+    #[serde(default = "one")]
+    pub accumulate: usize,
+    /// In what order examples come.
+    #[serde(default)]
+    pub order: Order,
+    /// Largest length of the gradient over all parameters together; longer ones are shortened.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clip_norm: Option<f64>,
+    /// Steps between two lines of metrics.
+    #[serde(default = "ten")]
+    pub log_every: u64,
+}
+
+fn one() -> usize {
+    1
+}
+
+fn ten() -> u64 {
+    10
+}
+
+/// In what order examples come. A batch never mixes two sets.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Order {
+    /// Set after set, each from its first example, the same in every epoch.
+    Fixed,
+    /// Batches of all sets mixed, and the examples of each set; another order in every epoch.
+    #[default]
+    Shuffled,
+    /// As `fixed`, but no example ever comes twice: the second epoch draws new ones.
+    Fresh,
+}
+
+/// AdamW. Source: Loshchilov and Hutter, arXiv 1711.05101.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdamWConfig {
+    /// Learning rate at its highest.
+    pub learning_rate: f64,
+    /// Share of a weight that is taken off in a step of learning rate 1.
+    pub weight_decay: f64,
+    /// Which weights decay.
+    pub decay: Decay,
+    /// Memory of the mean gradient.
+    pub beta_1: f64,
+    /// Memory of the mean squared gradient.
+    pub beta_2: f64,
+    /// Added to the root of the mean square.
+    pub epsilon: f64,
+}
+
+impl Default for AdamWConfig {
+    fn default() -> Self {
+        Self {
+            learning_rate: 1e-3,
+            weight_decay: 0.1,
+            decay: Decay::default(),
+            beta_1: 0.9,
+            beta_2: 0.999,
+            epsilon: 1e-8,
+        }
+    }
+}
+
+/// Which weights decay.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Decay {
+    /// All of them, norms, biases, gates and embeddings too.
+    #[default]
+    All,
+    /// Only matrices, and not the embedding.
+    Matrices,
+}
+
+/// How the learning rate changes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ScheduleConfig {
+    /// Its shape after the warm-up.
+    pub shape: Shape,
+    /// Steps in which it rises from zero.
+    pub warmup_steps: u64,
+    /// Where it ends, as a share of `optimizer.learning_rate`.
+    pub floor: f64,
+    /// Whether it changes with every step or every epoch.
+    pub per: Per,
+}
+
+impl Default for ScheduleConfig {
+    fn default() -> Self {
+        Self { shape: Shape::default(), warmup_steps: 0, floor: 0.0, per: Per::default() }
+    }
+}
+
+/// The schedule after the warm-up.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Shape {
+    /// Stays.
+    Constant,
+    /// Falls along half a cosine.
+    #[default]
+    Cosine,
+    /// Falls along a line.
+    Linear,
+}
+
+/// What a schedule counts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Per {
+    /// Steps.
+    #[default]
+    Step,
+    /// Whole epochs: the rate is the same throughout one.
+    Epoch,
+}
+
+/// When and how the model is tested.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EvaluateConfig {
+    /// Steps between two evaluations; by default one an epoch. The last step is always followed by
+    /// one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub every_steps: Option<u64>,
+    /// Sequences a batch; by default as in training.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub batch_size: Option<usize>,
+    /// Training ends early once the score is above this.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_above: Option<f64>,
+    /// Training ends early after so many evaluations without a better score.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub patience: Option<u64>,
+    /// The split whose score decides on stopping and on the best checkpoint.
+    pub select_on: Split,
+}
+
+impl Default for EvaluateConfig {
+    fn default() -> Self {
+        let select_on = Split::Test;
+        Self { every_steps: None, batch_size: None, stop_above: None, patience: None, select_on }
+    }
+}
+
+/// When the run is saved.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CheckpointConfig {
+    /// Steps between two checkpoints; by default one an epoch. There is always one at the end, and
+    /// on Ctrl-C.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub every_steps: Option<u64>,
+    /// How many of the newest are kept, besides the best.
+    pub keep: usize,
+}
+
+impl Default for CheckpointConfig {
+    fn default() -> Self {
+        Self { every_steps: None, keep: 2 }
+    }
+}
+
+/// A config that no run can be made from. Nothing was written.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("can't read the run config {path}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file is no TOML, or no run config.
+    #[error("{path} is no run config\n{source}")]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Where, and what would do.
+        source: Box<toml::de::Error>,
+    },
+    /// An override is not of the form `key=value`.
+    #[error("`--set {given}`: {want}")]
+    Override {
+        /// As given.
+        given: String,
+        /// What would do.
+        want: String,
+    },
+    /// An override makes the config wrong.
+    #[error("{path} with {overrides} is no run config\n{source}")]
+    ParseOverrides {
+        /// The file.
+        path: PathBuf,
+        /// All overrides.
+        overrides: String,
+        /// What is wrong, and what would do.
+        source: Box<toml::de::Error>,
+    },
+    /// A value is out of range.
+    #[error("`{key}` is {got}; it has to be {want}")]
+    Value {
+        /// The key.
+        key: String,
+        /// Its value.
+        got: String,
+        /// What would do.
+        want: String,
+    },
+}
+
+impl ConfigError {
+    fn value(key: &str, got: impl ToString, want: impl ToString) -> Self {
+        Self::Value { key: key.to_string(), got: got.to_string(), want: want.to_string() }
+    }
+}
+
+impl From<ModelError> for ConfigError {
+    fn from(e: ModelError) -> Self {
+        Self::Value { key: format!("model.{}", e.key), got: e.got, want: e.want }
+    }
+}
+
+impl From<TaskError> for ConfigError {
+    fn from(e: TaskError) -> Self {
+        let TaskError::Value { key, got, want } = e;
+        Self::Value { key, got, want }
+    }
+}
+
+impl RunConfig {
+    /// Reads a file, puts `overrides` (`key.of.table=value`) in place, and checks the whole.
+    /// # Errors
+    /// [`ConfigError`] names the file, the key, or the override, and what would do.
+    pub fn read(path: &Path, overrides: &[String]) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: path.into(), source })?;
+        let parse = |source| ConfigError::Parse { path: path.into(), source: Box::new(source) };
+        let mut run: Self = match overrides {
+            [] => toml::from_str(&text).map_err(parse)?,
+            _ => {
+                let mut table: Table = toml::from_str(&text).map_err(parse)?;
+                for given in overrides {
+                    set(&mut table, given)?;
+                }
+                table.try_into().map_err(|source| ConfigError::ParseOverrides {
+                    path: path.into(),
+                    overrides: overrides
+                        .iter()
+                        .map(|given| format!("`--set {given}`"))
+                        .collect::<Vec<_>>()
+                        .join(" "),
+                    source: Box::new(source),
+                })?
+            }
+        };
+        if run.name.is_empty() {
+            run.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        }
+        run.check()?;
+        Ok(run)
+    }
+
+    /// The file that makes this run again.
+    pub fn to_toml(&self) -> String {
+        toml::to_string(self).expect("a run config is made of tables, numbers and strings")
+    }
+
+    /// The first key whose value is not the same in `other`, with both values.
+    pub fn difference(&self, other: &Self) -> Option<(String, String, String)> {
+        let value = |x: &Self| Value::try_from(x).expect("a run config is a table");
+        first_difference("", &value(self), &value(other))
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        let name = &self.name;
+        if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\\', '\0']) {
+            return Err(ConfigError::value("name", format!("{name:?}"), "one folder's name"));
+        }
+        let task = self.task.build(self.seed)?;
+        self.model.cost(1)?;
+        self.train.check()?;
+        self.optimizer.check()?;
+        if !(0.0..=1.0).contains(&self.schedule.floor) {
+            return Err(ConfigError::value("schedule.floor", self.schedule.floor, "0 to 1"));
+        }
+        self.evaluate.check(task.as_ref())?;
+        let at_least_one = |key, value| match value {
+            Some(0) => Err(ConfigError::value(key, 0, "at least 1")),
+            _ => Ok(()),
+        };
+        at_least_one("checkpoint.every_steps", self.checkpoint.every_steps)?;
+        at_least_one("checkpoint.keep", Some(self.checkpoint.keep as u64))
+    }
+}
+
+impl TrainConfig {
+    fn check(&self) -> Result<(), ConfigError> {
+        let count = match (self.epochs, self.steps) {
+            (Some(epochs), None) => ("train.epochs", epochs),
+            (None, Some(steps)) => ("train.steps", steps),
+            (Some(_), Some(_)) => {
+                let want = "left out where `train.epochs` is given";
+                return Err(ConfigError::value("train.steps", "given too", want));
+            }
+            (None, None) => {
+                let want = "given, or `train.steps`";
+                return Err(ConfigError::value("train.epochs", "missing", want));
+            }
+        };
+        let counts = [
+            count,
+            ("train.batch_size", self.batch_size as u64),
+            ("train.accumulate", self.accumulate as u64),
+            ("train.log_every", self.log_every),
+        ];
+        if let Some((key, _)) = counts.into_iter().find(|&(_, value)| value == 0) {
+            return Err(ConfigError::value(key, 0, "at least 1"));
+        }
+        if self.accumulate > self.batch_size {
+            let want = format!("at most train.batch_size = {}", self.batch_size);
+            return Err(ConfigError::value("train.accumulate", self.accumulate, want));
+        }
+        match self.clip_norm {
+            Some(norm) if norm <= 0.0 || !norm.is_finite() => {
+                Err(ConfigError::value("train.clip_norm", norm, "above 0"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl AdamWConfig {
+    fn check(&self) -> Result<(), ConfigError> {
+        let ranges = [
+            ("learning_rate", self.learning_rate, 0.0, f64::MAX, "above 0"),
+            ("epsilon", self.epsilon, 0.0, f64::MAX, "above 0"),
+            ("weight_decay", self.weight_decay, -f64::MIN_POSITIVE, f64::MAX, "at least 0"),
+            ("beta_1", self.beta_1, -f64::MIN_POSITIVE, 1.0, "at least 0 and below 1"),
+            ("beta_2", self.beta_2, -f64::MIN_POSITIVE, 1.0, "at least 0 and below 1"),
+        ];
+        for (key, value, above, below, want) in ranges {
+            if !(value > above && value < below) {
+                return Err(ConfigError::value(&format!("optimizer.{key}"), value, want));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl EvaluateConfig {
+    fn check(&self, task: &dyn Task) -> Result<(), ConfigError> {
+        let counts = [
+            ("evaluate.every_steps", self.every_steps),
+            ("evaluate.batch_size", self.batch_size.map(|n| n as u64)),
+            ("evaluate.patience", self.patience),
+        ];
+        if let Some((key, _)) = counts.into_iter().find(|&(_, value)| value == Some(0)) {
+            return Err(ConfigError::value(key, 0, "at least 1"));
+        }
+        if self.stop_above.is_some_and(f64::is_nan) {
+            return Err(ConfigError::value("evaluate.stop_above", "nan", "a number"));
+        }
+        if task.sets(self.select_on).is_empty() {
+            let want = format!("a split that the task has sets of; {:?} has none", self.select_on);
+            let got = format!("{:?}", self.select_on).to_lowercase();
+            return Err(ConfigError::value("evaluate.select_on", got, want));
+        }
+        Ok(())
+    }
+}
+
+/// Puts one `key=value` in place. The value is TOML; what is no TOML is taken as a string.
+fn set(table: &mut Table, given: &str) -> Result<(), ConfigError> {
+    let wrong = |want: String| ConfigError::Override { given: given.to_string(), want };
+    let (key, value) = given
+        .split_once('=')
+        .ok_or_else(|| wrong("it has to be key=value, for instance optimizer.learning_rate=1e-3".into()))?;
+    let value = parse_value(value.trim());
+    let keys: Vec<&str> = key.trim().split('.').collect();
+    let Some((last, parents)) = keys.split_last() else { unreachable!("split gives one at least") };
+    let mut root = Value::Table(std::mem::take(table));
+    let mut at = &mut root;
+    for key in parents {
+        at = match at {
+            Value::Table(table) => {
+                table.entry(*key).or_insert_with(|| Value::Table(Table::new()))
+            }
+            Value::Array(list) => element(list, key).map_err(&wrong)?,
+            _ => return Err(wrong(format!("`{key}` stands below a plain value"))),
+        };
+    }
+    match at {
+        Value::Table(table) => {
+            table.insert((*last).to_string(), value);
+        }
+        Value::Array(list) => *element(list, last).map_err(&wrong)? = value,
+        _ => return Err(wrong(format!("`{last}` stands below a plain value"))),
+    }
+    if let Value::Table(changed) = root {
+        *table = changed;
+    }
+    Ok(())
+}
+
+fn element<'a>(list: &'a mut [Value], index: &str) -> Result<&'a mut Value, String> {
+    let length = list.len();
+    index
+        .parse::<usize>()
+        .ok()
+        .and_then(|i| list.get_mut(i))
+        .ok_or_else(|| format!("`{index}` has to be a place in a list of {length}, from 0"))
+}
+
+fn parse_value(text: &str) -> Value {
+    match toml::from_str::<Table>(&format!("value = {text}")) {
+        Ok(mut table) => table.remove("value").unwrap_or_else(|| Value::String(text.to_string())),
+        Err(_) => Value::String(text.to_string()),
+    }
+}
+
+fn first_difference(key: &str, a: &Value, b: &Value) -> Option<(String, String, String)> {
+    if a == b {
+        return None;
+    }
+    let below = |name: &str| match key {
+        "" => name.to_string(),
+        key => format!("{key}.{name}"),
+    };
+    match (a, b) {
+        (Value::Table(a), Value::Table(b)) => {
+            let missing = Value::String("absent".to_string());
+            a.keys().chain(b.keys()).find_map(|name| {
+                let (a, b) = (a.get(name).unwrap_or(&missing), b.get(name).unwrap_or(&missing));
+                first_difference(&below(name), a, b)
+            })
+        }
+        (Value::Array(a), Value::Array(b)) if a.len() == b.len() => a
+            .iter()
+            .zip(b)
+            .enumerate()
+            .find_map(|(i, (a, b))| first_difference(&below(&i.to_string()), a, b)),
+        _ => Some((key.to_string(), a.to_string(), b.to_string())),
+    }
+}

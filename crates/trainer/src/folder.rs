@@ -1,0 +1,392 @@
+//! A run's folder: what is in it, and how it stays whole whenever the program is cut off.
+//!
+//! Everything but `metrics.jsonl` is written under another name and renamed; metrics only grow, and a
+//! checkpoint remembers how long they were, so that resuming cuts off what came after it.
+
+use crate::config::RunConfig;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// Why a run's folder cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum FolderError {
+    /// Reading or writing failed.
+    #[error("can't {doing} {path}: {source}")]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// The folder holds a run already.
+    #[error(
+        "{path} holds a run already ({status}); add --resume to go on with it, --overwrite to \
+         delete it and start again, or choose another folder with --set name=NAME"
+    )]
+    Exists {
+        /// The folder.
+        path: PathBuf,
+        /// How that run stands.
+        status: String,
+    },
+    /// There is nothing to resume.
+    #[error("{path} holds no checkpoint to resume from; leave out --resume to start the run")]
+    Nothing {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The folder's run was made from another config.
+    #[error(
+        "{path} was made with `{key}` = {there}, the run to resume has {here}; it has to be the \
+         same, or another folder: --set name=NAME"
+    )]
+    OtherRun {
+        /// The folder's own config.
+        path: PathBuf,
+        /// The first key that differs.
+        key: String,
+        /// Its value there.
+        there: String,
+        /// Its value now.
+        here: String,
+    },
+    /// A file is not what was written.
+    #[error("{path} is corrupt: {why}; delete {checkpoint} to resume from the checkpoint before it")]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        why: String,
+        /// The checkpoint it belongs to.
+        checkpoint: PathBuf,
+    },
+}
+
+/// What to do with a folder that holds a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    /// Refuse.
+    New,
+    /// Delete it.
+    Overwrite,
+    /// Go on.
+    Resume,
+}
+
+/// Everything outside the weights that decides how a run goes on.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Position {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Best score so far.
+    pub best_score: Option<f64>,
+    /// The step it was reached at.
+    pub best_step: u64,
+    /// Evaluations since.
+    pub evaluations_since_best: u64,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Seconds spent in training steps.
+    pub train_seconds: f64,
+    /// Seconds spent altogether.
+    pub wall_seconds: f64,
+    /// Whether early stopping ended the run here.
+    pub stopped_early: bool,
+    /// Length of `metrics.jsonl`, in bytes.
+    pub metrics_bytes: u64,
+}
+
+/// A checkpoint's own description.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Manifest {
+    position: Position,
+    /// CRC-32 of each file.
+    model: u32,
+    optimizer: u32,
+}
+
+const MODEL: &str = "model.bin";
+const OPTIMIZER: &str = "optimizer.bin";
+const MANIFEST: &str = "state.json";
+const METRICS: &str = "metrics.jsonl";
+const CONFIG: &str = "config.toml";
+const SUMMARY: &str = "summary.json";
+
+/// A run's folder, open for writing.
+#[derive(Debug)]
+pub struct RunFolder {
+    root: PathBuf,
+    metrics: File,
+    metrics_bytes: u64,
+}
+
+/// A checkpoint that was found whole.
+#[derive(Debug)]
+pub struct Checkpoint {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Where the run stood.
+    pub position: Position,
+}
+
+impl Checkpoint {
+    /// The model's record.
+    pub fn model(&self) -> PathBuf {
+        self.path.join(MODEL)
+    }
+
+    /// The optimizer's record.
+    pub fn optimizer(&self) -> PathBuf {
+        self.path.join(OPTIMIZER)
+    }
+
+    /// The error for a record that cannot be read although its checksum is right.
+    pub fn corrupt(&self, path: PathBuf, why: impl ToString) -> FolderError {
+        FolderError::Corrupt { path, why: why.to_string(), checkpoint: self.path.clone() }
+    }
+}
+
+impl RunFolder {
+    /// Opens the folder `root` for `run`. Gives the newest checkpoint when resuming.
+    /// # Errors
+    /// [`FolderError`] says what stands in the way; then nothing was changed.
+    pub fn open(
+        root: &Path,
+        run: &RunConfig,
+        start: Start,
+    ) -> Result<(Self, Option<Checkpoint>), FolderError> {
+        let used = root.join(CONFIG).exists();
+        let checkpoint = match start {
+            Start::Resume => {
+                same_run(root, run)?;
+                let nothing = || FolderError::Nothing { path: root.into() };
+                Some(newest_checkpoint(root)?.ok_or_else(nothing)?)
+            }
+            Start::New if used => {
+                return Err(FolderError::Exists { path: root.into(), status: status(root) });
+            }
+            Start::Overwrite if used => {
+                remove_run(root)?;
+                None
+            }
+            Start::New | Start::Overwrite => None,
+        };
+        let checkpoints = root.join("checkpoints");
+        fs::create_dir_all(&checkpoints).map_err(io_error("create the folder", &checkpoints))?;
+        let metrics_bytes = checkpoint.as_ref().map_or(0, |c| c.position.metrics_bytes);
+        let metrics = open_metrics(&root.join(METRICS), metrics_bytes)?;
+        let folder = Self { root: root.into(), metrics, metrics_bytes };
+        if checkpoint.is_none() {
+            folder.replace(CONFIG, run.to_toml().as_bytes())?;
+        }
+        Ok((folder, checkpoint))
+    }
+
+    /// The folder.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Length of the metrics so far, in bytes.
+    pub fn metrics_bytes(&self) -> u64 {
+        self.metrics_bytes
+    }
+
+    /// Adds a line to `metrics.jsonl`.
+    /// # Errors
+    /// [`FolderError::Io`].
+    pub fn append(&mut self, line: &serde_json::Value) -> Result<(), FolderError> {
+        let text = format!("{line}\n");
+        let path = self.root.join(METRICS);
+        self.metrics.write_all(text.as_bytes()).map_err(io_error("write", &path))?;
+        self.metrics_bytes += text.len() as u64;
+        Ok(())
+    }
+
+    /// Every line of `metrics.jsonl` so far.
+    /// # Errors
+    /// [`FolderError::Io`].
+    pub fn metrics(&self) -> Result<Vec<serde_json::Value>, FolderError> {
+        let path = self.root.join(METRICS);
+        let text = fs::read_to_string(&path).map_err(io_error("read", &path))?;
+        Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+    }
+
+    /// Writes a checkpoint; `write` puts the model's and the optimizer's record where it is told.
+    /// # Errors
+    /// [`FolderError::Io`]; earlier checkpoints are as they were.
+    pub fn save(
+        &self,
+        position: &Position,
+        write: impl FnOnce(&Path, &Path) -> Result<(), String>,
+    ) -> Result<(), FolderError> {
+        let checkpoints = self.root.join("checkpoints");
+        let target = checkpoints.join(folder_name(position.step));
+        if target.exists() {
+            return Ok(()); // a step has one state
+        }
+        let draft = checkpoints.join("unfinished");
+        if draft.exists() {
+            fs::remove_dir_all(&draft).map_err(io_error("remove", &draft))?;
+        }
+        fs::create_dir(&draft).map_err(io_error("create the folder", &draft))?;
+        let (model, optimizer) = (draft.join(MODEL), draft.join(OPTIMIZER));
+        write(&model, &optimizer)
+            .map_err(|why| io_error("write", &draft)(io::Error::other(why)))?;
+        let manifest = Manifest {
+            position: Position { metrics_bytes: self.metrics_bytes, ..position.clone() },
+            model: checksum(&model)?,
+            optimizer: checksum(&optimizer)?,
+        };
+        let text = serde_json::to_vec_pretty(&manifest)
+            .map_err(|e| io_error("write", &draft.join(MANIFEST))(e.into()))?;
+        write_synced(&draft.join(MANIFEST), &text)?;
+        self.metrics.sync_data().map_err(io_error("write", &self.root.join(METRICS)))?;
+        fs::rename(&draft, &target).map_err(io_error("write", &target))
+    }
+
+    /// Deletes all checkpoints but the `keep` newest and the one of step `best`.
+    /// # Errors
+    /// [`FolderError::Io`].
+    pub fn prune(&self, keep: usize, best: u64) -> Result<(), FolderError> {
+        let list = checkpoints(&self.root)?;
+        for path in list.iter().rev().skip(keep) {
+            if path.file_name().is_none_or(|name| *name != *folder_name(best)) {
+                fs::remove_dir_all(path).map_err(io_error("remove", path))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes `summary.json`.
+    /// # Errors
+    /// [`FolderError::Io`].
+    pub fn write_summary(&self, summary: &serde_json::Value) -> Result<(), FolderError> {
+        self.replace(SUMMARY, format!("{summary:#}\n").as_bytes())
+    }
+
+    fn replace(&self, name: &str, bytes: &[u8]) -> Result<(), FolderError> {
+        let (path, draft) = (self.root.join(name), self.root.join(format!("{name}.unfinished")));
+        write_synced(&draft, bytes)?;
+        fs::rename(&draft, &path).map_err(io_error("write", &path))
+    }
+}
+
+/// The summary that a run left, if it ended in any way.
+pub fn read_summary(root: &Path) -> Option<serde_json::Value> {
+    serde_json::from_slice(&fs::read(root.join(SUMMARY)).ok()?).ok()
+}
+
+fn status(root: &Path) -> String {
+    let known = read_summary(root).and_then(|s| s["status"].as_str().map(str::to_string));
+    known.unwrap_or_else(|| "unfinished".to_string())
+}
+
+/// Deletes what a run writes, and nothing else that a person may have put beside it.
+fn remove_run(root: &Path) -> Result<(), FolderError> {
+    let checkpoints = root.join("checkpoints");
+    if checkpoints.exists() {
+        fs::remove_dir_all(&checkpoints).map_err(io_error("remove", &checkpoints))?;
+    }
+    for name in [SUMMARY, METRICS, "curve.svg", "curve.png", CONFIG] {
+        let path = root.join(name);
+        if path.exists() {
+            fs::remove_file(&path).map_err(io_error("remove", &path))?;
+        }
+    }
+    Ok(())
+}
+
+fn folder_name(step: u64) -> String {
+    format!("step-{step:010}")
+}
+
+fn io_error<'a>(doing: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> FolderError + 'a {
+    move |source| FolderError::Io { doing, path: path.into(), source }
+}
+
+fn open_metrics(path: &Path, keep: u64) -> Result<File, FolderError> {
+    let error = || io_error("write", path);
+    let file = OpenOptions::new().create(true).append(true).open(path).map_err(error())?;
+    let length = file.metadata().map_err(error())?.len();
+    file.set_len(keep.min(length)).map_err(error())?;
+    Ok(file)
+}
+
+fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), FolderError> {
+    let mut file = File::create(path).map_err(io_error("write", path))?;
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(io_error("write", path))
+}
+
+fn checksum(path: &Path) -> Result<u32, FolderError> {
+    Ok(crc32fast::hash(&fs::read(path).map_err(io_error("read", path))?))
+}
+
+/// Whole checkpoints, oldest first.
+fn checkpoints(root: &Path) -> Result<Vec<PathBuf>, FolderError> {
+    let folder = root.join("checkpoints");
+    let entries = match fs::read_dir(&folder) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
+        Err(e) => return Err(io_error("read", &folder)(e)),
+    };
+    let mut list = vec![];
+    for entry in entries {
+        let entry = entry.map_err(io_error("read", &folder))?;
+        if entry.file_name().to_string_lossy().starts_with("step-") {
+            list.push(entry.path());
+        }
+    }
+    list.sort();
+    Ok(list)
+}
+
+fn newest_checkpoint(root: &Path) -> Result<Option<Checkpoint>, FolderError> {
+    let Some(path) = checkpoints(root)?.pop() else { return Ok(None) };
+    let manifest = path.join(MANIFEST);
+    let text = fs::read(&manifest).map_err(io_error("read", &manifest))?;
+    let corrupt = |file: PathBuf, why: String| FolderError::Corrupt {
+        path: file,
+        why,
+        checkpoint: path.clone(),
+    };
+    let Manifest { position, model, optimizer } =
+        serde_json::from_slice(&text).map_err(|e| corrupt(manifest, e.to_string()))?;
+    for (name, want) in [(MODEL, model), (OPTIMIZER, optimizer)] {
+        let file = path.join(name);
+        let got = checksum(&file)?;
+        if got != want {
+            return Err(corrupt(file, format!("its checksum is {got:08x}, not {want:08x}")));
+        }
+    }
+    Ok(Some(Checkpoint { path, position }))
+}
+
+fn same_run(root: &Path, run: &RunConfig) -> Result<(), FolderError> {
+    let path = root.join(CONFIG);
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return Err(FolderError::Nothing { path: root.into() });
+        }
+        Err(e) => return Err(io_error("read", &path)(e)),
+    };
+    let other = |key: String, there: String, here: String| FolderError::OtherRun {
+        path: path.clone(),
+        key,
+        there,
+        here,
+    };
+    let stored: RunConfig = toml::from_str(&text)
+        .map_err(|e| other("config.toml".into(), e.message().to_string(), "a run config".into()))?;
+    match stored.difference(run) {
+        Some((key, there, here)) => Err(other(key, there, here)),
+        None => Ok(()),
+    }
+}

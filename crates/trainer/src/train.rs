@@ -1,0 +1,614 @@
+//! The loop: batches, steps, evaluations, checkpoints, and what is left when it ends.
+
+use crate::config::{ConfigError, RunConfig};
+use crate::curve::{Curve, CurveError};
+use crate::folder::{Checkpoint, FolderError, Position, RunFolder, Start};
+use crate::learner::{
+    Grouped, Learner, OptimizerRecord, TensorBatch, TrainBackend, clip, gradient_norm, gradients,
+};
+use crate::progress::{Progress, ProgressStyle};
+use crate::schedule::{Plan, learning_rate};
+use burn::module::{AutodiffModule, Module};
+use burn::record::{BinFileRecorder, FullPrecisionSettings, Recorder, RecorderError};
+use burn::tensor::ElementConversion;
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use burn_train::{InferenceStep, Interrupter, ItemLazy};
+use linattn::nn::force;
+use linattn::ops::LinearAttentionBackend;
+use linattn_tasks::{Batch, Split, Tally, Task};
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::Instant;
+
+/// A run, and how it is to be carried out.
+pub struct TrainJob {
+    /// The run.
+    pub run: RunConfig,
+    /// Folder that holds one folder a run.
+    pub output: PathBuf,
+    /// What to do if that folder is there.
+    pub start: Start,
+    /// The devices, as a person names them.
+    pub device: String,
+    /// The commit that the program was started in, if it is known.
+    pub commit: Option<String>,
+    /// What a person sees meanwhile.
+    pub progress: ProgressStyle,
+    /// Ends the run after the current step, with everything saved.
+    pub stop: Interrupter,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Status {
+    /// All steps are done.
+    Completed,
+    /// The score was good enough, or no longer rose.
+    StoppedEarly,
+    /// Someone asked it to stop; it can be resumed.
+    Interrupted,
+}
+
+impl Status {
+    /// As in `summary.json`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Status::Completed => "completed",
+            Status::StoppedEarly => "stopped_early",
+            Status::Interrupted => "interrupted",
+        }
+    }
+}
+
+/// What a run left.
+#[derive(Debug)]
+pub struct Outcome {
+    /// How it ended.
+    pub status: Status,
+    /// Its folder.
+    pub folder: PathBuf,
+    /// What stands in `summary.json`.
+    pub summary: Value,
+}
+
+/// Why a run failed.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The config is wrong.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The run's folder cannot be used.
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    /// The picture cannot be drawn.
+    #[error(transparent)]
+    Curve(#[from] CurveError),
+    /// The loss or its gradient is no number any more.
+    #[error(
+        "the loss is {loss} and the gradient's length {norm} at step {step}: training has diverged. \
+         The last good checkpoint is kept in {checkpoints}; a lower optimizer.learning_rate or a \
+         train.clip_norm may help"
+    )]
+    Diverged {
+        /// The loss.
+        loss: f64,
+        /// Length of the gradient.
+        norm: f64,
+        /// The step it was seen at.
+        step: u64,
+        /// Where checkpoints are.
+        checkpoints: PathBuf,
+    },
+}
+
+/// Carries a run out. The first device holds the weights; a step's parts go round all of them.
+/// # Errors
+/// [`TrainError`]; what was saved before stays.
+pub fn train<B: TrainBackend>(
+    job: &TrainJob,
+    devices: &[B::Device],
+) -> Result<Outcome, TrainError> {
+    let root = job.output.join(&job.run.name);
+    let task = job.run.task.build(job.run.seed).map_err(ConfigError::from)?;
+    job.run.model.cost(1).map_err(ConfigError::from)?;
+    let (folder, checkpoint) = RunFolder::open(&root, &job.run, job.start)?;
+    let mut training = Training::<B>::new(job, devices, task.as_ref(), folder, checkpoint)?;
+    let status = training.to_the_end()?;
+    training.conclude(status)
+}
+
+/// Builds the model of a run as training would.
+/// # Errors
+/// [`ConfigError`] names the first key that does not fit.
+pub fn build<B: LinearAttentionBackend>(
+    run: &RunConfig,
+    task: &dyn Task,
+    device: &B::Device,
+) -> Result<Learner<B>, ConfigError> {
+    B::seed(device, run.seed);
+    let learner = Learner { model: run.model.init(task.vocab(), device)? };
+    force(&learner);
+    Ok(learner)
+}
+
+/// A run under way.
+struct Training<'a, B: TrainBackend> {
+    job: &'a TrainJob,
+    devices: &'a [B::Device],
+    task: &'a dyn Task,
+    plan: Plan,
+    folder: RunFolder,
+    learner: Learner<B>,
+    optimizer: Grouped<B>,
+    position: Position,
+    progress: Option<Progress>,
+    /// Metrics of the last evaluation, and its step.
+    evaluated: Option<(u64, Map<String, Value>)>,
+    started: Instant,
+    wall_before: f64,
+}
+
+/// Loss and gradient length of a step, on the device until they are asked for.
+struct StepNumbers<B: Backend> {
+    loss: Tensor<B, 1>,
+    norm: Tensor<B, 1>,
+}
+
+impl<'a, B: TrainBackend> Training<'a, B> {
+    fn new(
+        job: &'a TrainJob,
+        devices: &'a [B::Device],
+        task: &'a dyn Task,
+        folder: RunFolder,
+        checkpoint: Option<Checkpoint>,
+    ) -> Result<Self, TrainError> {
+        let mut learner = build::<B>(&job.run, task, &devices[0])?;
+        let mut optimizer = Grouped::new(&job.run.optimizer, &learner);
+        let mut position = Position::default();
+        if let Some(checkpoint) = checkpoint {
+            (learner, optimizer) = load(&checkpoint, learner, &job.run, &devices[0])?;
+            position = checkpoint.position;
+        }
+        let plan = Plan::new(&job.run, task);
+        let progress =
+            Progress::new(plan.total_steps, position.step, job.progress, job.stop.clone());
+        Ok(Self {
+            job,
+            devices,
+            task,
+            plan,
+            folder,
+            learner,
+            optimizer,
+            wall_before: position.wall_seconds,
+            position,
+            progress: Some(progress),
+            evaluated: None,
+            started: Instant::now(),
+        })
+    }
+
+    fn to_the_end(&mut self) -> Result<Status, TrainError> {
+        let (from, to) = (self.position.step, self.plan.total_steps);
+        if self.position.stopped_early {
+            return Ok(Status::StoppedEarly);
+        }
+        std::thread::scope(|scope| {
+            let (sender, batches) = sync_channel(2);
+            let mut plan = Plan::new(&self.job.run, self.task);
+            let (task, parts) = (self.task, self.parts());
+            scope.spawn(move || {
+                for step in from..to {
+                    let pick = plan.pick(step);
+                    let part = pick.indices.len().div_ceil(parts).max(1);
+                    let batches: Vec<Batch> = pick
+                        .indices
+                        .chunks(part)
+                        .map(|indices| task.batch(Split::Train, pick.set, indices))
+                        .collect();
+                    if sender.send(batches).is_err() {
+                        break; // the loop has ended
+                    }
+                }
+            });
+            self.steps(&batches)
+        })
+    }
+
+    /// How many parts a step's batch falls into.
+    fn parts(&self) -> usize {
+        self.job.run.train.accumulate.max(self.devices.len())
+    }
+
+    fn steps(&mut self, batches: &Receiver<Vec<Batch>>) -> Result<Status, TrainError> {
+        let run = &self.job.run;
+        let once_an_epoch = self.plan.steps_per_epoch;
+        let evaluate_every = run.evaluate.every_steps.unwrap_or(once_an_epoch);
+        let save_every = run.checkpoint.every_steps.unwrap_or(once_an_epoch);
+        let mut unchecked = None;
+        while self.position.step < self.plan.total_steps {
+            if self.job.stop.should_stop() {
+                if let Some(numbers) = unchecked.take() {
+                    self.checked(numbers)?;
+                }
+                self.save()?;
+                return Ok(Status::Interrupted);
+            }
+            let Ok(parts) = batches.recv() else { unreachable!("the sender makes every step") };
+            let started = Instant::now();
+            let numbers = self.step(&parts);
+            let step = self.position.step;
+            let last = step == self.plan.total_steps;
+            let (evaluate, save) = (step.is_multiple_of(evaluate_every), step.is_multiple_of(save_every));
+            let log = step.is_multiple_of(run.train.log_every);
+            let values = match log || evaluate || save || last {
+                true => Some(self.checked(numbers)?),
+                false => {
+                    unchecked = Some(numbers);
+                    None
+                }
+            };
+            self.position.train_seconds += started.elapsed().as_secs_f64();
+            if let Some(values) = values.filter(|_| log || last) {
+                self.log(values)?;
+            }
+            let good_enough = if evaluate || last { self.evaluate()? } else { false };
+            if save || good_enough || last {
+                self.save()?;
+            }
+            if good_enough && !last {
+                return Ok(Status::StoppedEarly);
+            }
+        }
+        Ok(Status::Completed)
+    }
+
+    /// One optimizer step.
+    fn step(&mut self, parts: &[Batch]) -> StepNumbers<B::InnerBackend> {
+        let run = &self.job.run;
+        for device in self.devices {
+            // Dropout is a function of seed and step, so that a resumed run draws the same.
+            B::seed(device, run.seed.wrapping_add((self.position.step + 1) << 20));
+        }
+        let (mut gradients, loss) = gradients(&self.learner, parts, self.devices);
+        let norm = gradient_norm::<B, _>(&self.learner, &gradients);
+        if let Some(longest) = run.train.clip_norm {
+            gradients = clip::<B, _>(&self.learner, gradients, &norm, longest);
+        }
+        let rate = self.learning_rate(self.position.step);
+        self.learner = self.optimizer.step(rate, self.learner.clone(), gradients);
+        self.position.step += 1;
+        self.position.tokens += parts.iter().map(|part| part.input.len() as u64).sum::<u64>();
+        StepNumbers { loss, norm }
+    }
+
+    fn learning_rate(&self, step: u64) -> f64 {
+        let run = &self.job.run;
+        run.optimizer.learning_rate * learning_rate(&run.schedule, &self.plan, step)
+    }
+
+    /// Loss and gradient length, if they are numbers.
+    fn checked(&self, numbers: StepNumbers<B::InnerBackend>) -> Result<(f64, f64), TrainError> {
+        let loss: f64 = numbers.loss.into_scalar().elem();
+        let norm: f64 = numbers.norm.into_scalar().elem();
+        if loss.is_finite() && norm.is_finite() {
+            return Ok((loss, norm));
+        }
+        let checkpoints = self.folder.root().join("checkpoints");
+        self.folder.write_summary(&json!({
+            "status": "diverged", "step": self.position.step, "seed": self.job.run.seed,
+            "best_score": self.position.best_score, "best_step": self.position.best_step,
+            "device": self.job.device, "commit": self.job.commit,
+        }))?;
+        Err(TrainError::Diverged { loss, norm, step: self.position.step, checkpoints })
+    }
+
+    fn log(&mut self, (loss, norm): (f64, f64)) -> Result<(), TrainError> {
+        let step = self.position.step;
+        let epoch = self.plan.epoch(step - 1) + 1;
+        let rate = self.learning_rate(step - 1);
+        let speed = self.tokens_per_second();
+        self.folder.append(&json!({
+            "kind": "train", "step": step, "epoch": epoch, "loss": loss, "gradient_norm": norm,
+            "learning_rate": rate, "tokens_per_second": speed, "seconds": self.wall_seconds(),
+        }))?;
+        if let Some(progress) = &mut self.progress {
+            progress.train(step, epoch, loss, rate, speed);
+        }
+        Ok(())
+    }
+
+    /// Tests the model and takes note of the best. Tells whether training should end.
+    fn evaluate(&mut self) -> Result<bool, TrainError> {
+        let run = &self.job.run;
+        let batch_size = run.evaluate.batch_size.unwrap_or(run.train.batch_size);
+        let evaluation =
+            evaluate(&self.learner.valid(), self.task, batch_size, &self.devices[0]);
+        let score = evaluation.score(run.evaluate.select_on, self.task);
+        let better = self.position.best_score.is_none_or(|best| score > best);
+        if better {
+            self.position.best_score = Some(score);
+            self.position.best_step = self.position.step;
+            self.position.evaluations_since_best = 0;
+        } else {
+            self.position.evaluations_since_best += 1;
+        }
+        let metrics = evaluation.metrics;
+        let mut line = json!({ "kind": "evaluation", "step": self.position.step });
+        if let Some(line) = line.as_object_mut() {
+            line.extend(metrics.clone());
+            line.insert("seconds".into(), self.wall_seconds().into());
+        }
+        self.folder.append(&line)?;
+        if let Some(progress) = &mut self.progress {
+            let list: Vec<(String, f64)> =
+                metrics.iter().map(|(k, v)| (k.clone(), v.as_f64().unwrap_or(f64::NAN))).collect();
+            progress.evaluated(self.position.step, &list, better);
+        }
+        self.evaluated = Some((self.position.step, metrics));
+        let good = run.evaluate.stop_above.is_some_and(|enough| score > enough);
+        let stale =
+            run.evaluate.patience.is_some_and(|n| self.position.evaluations_since_best >= n);
+        self.position.stopped_early =
+            (good || stale) && self.position.step < self.plan.total_steps;
+        if better {
+            self.save()?;
+        }
+        Ok(good || stale)
+    }
+
+    fn save(&mut self) -> Result<(), TrainError> {
+        self.position.wall_seconds = self.wall_seconds();
+        self.folder.save(&self.position, |model, optimizer| {
+            let recorder = BinFileRecorder::<FullPrecisionSettings>::new();
+            let text = |e: RecorderError| e.to_string();
+            Recorder::<B>::record(&recorder, self.learner.clone().into_record(), model.into())
+                .map_err(text)?;
+            Recorder::<B>::record(&recorder, self.optimizer.to_record(), optimizer.into())
+                .map_err(text)
+        })?;
+        self.folder.prune(self.job.run.checkpoint.keep, self.position.best_step)?;
+        Ok(())
+    }
+
+    fn wall_seconds(&self) -> f64 {
+        self.wall_before + self.started.elapsed().as_secs_f64()
+    }
+
+    fn tokens_per_second(&self) -> f64 {
+        self.position.tokens as f64 / self.position.train_seconds.max(1e-9)
+    }
+
+    /// Evaluates if the last step was not, draws the curve, writes the summary.
+    fn conclude(mut self, status: Status) -> Result<Outcome, TrainError> {
+        let run = &self.job.run;
+        let current = self.evaluated.as_ref().is_some_and(|(step, _)| *step == self.position.step);
+        // Someone who has pressed Ctrl-C does not want to wait for one more evaluation.
+        if !current && status != Status::Interrupted {
+            let batch_size = run.evaluate.batch_size.unwrap_or(run.train.batch_size);
+            let evaluation =
+                evaluate(&self.learner.valid(), self.task, batch_size, &self.devices[0]);
+            self.evaluated = Some((self.position.step, evaluation.metrics));
+        }
+        if let Some(progress) = self.progress.take() {
+            progress.finish();
+        }
+        let metrics = self.evaluated.take().map(|(_, metrics)| metrics).unwrap_or_default();
+        let summary = self.summary(status, metrics);
+        curve(run, &self.folder.metrics()?, &summary).draw(self.folder.root())?;
+        self.folder.write_summary(&summary)?;
+        Ok(Outcome { status, folder: self.folder.root().into(), summary })
+    }
+
+    fn summary(&self, status: Status, metrics: Map<String, Value>) -> Value {
+        let run = &self.job.run;
+        let longest = self.task.sets(Split::Test).iter().map(|set| set.length).max().unwrap_or(1);
+        let cost = run.model.cost(longest).expect("checked before training");
+        let score_name = self.task.score_name();
+        json!({
+            "status": status.name(),
+            "score": metrics.get(&format!("test/{score_name}")),
+            "score_name": score_name,
+            "best_score": self.position.best_score,
+            "best_step": self.position.best_step,
+            "metrics": metrics,
+            "name": run.name,
+            "seed": run.seed,
+            "steps": self.position.step,
+            "epochs": self.position.step as f64 / self.plan.steps_per_epoch as f64,
+            "tokens": self.position.tokens,
+            "parameters": self.learner.num_params(),
+            "state_bytes": cost.state_bytes,
+            "device": self.job.device,
+            "path": linattn::ops::path::<B>(&self.devices[0]).to_string(),
+            "tokens_per_second": self.tokens_per_second(),
+            "wall_seconds": self.wall_seconds(),
+            "commit": self.job.commit,
+            "version": env!("CARGO_PKG_VERSION"),
+        })
+    }
+}
+
+/// A learner and its optimizer as a checkpoint has them.
+fn load<B: TrainBackend>(
+    checkpoint: &Checkpoint,
+    learner: Learner<B>,
+    run: &RunConfig,
+    device: &B::Device,
+) -> Result<(Learner<B>, Grouped<B>), FolderError> {
+    let recorder = BinFileRecorder::<FullPrecisionSettings>::new();
+    let (model, optimizer) = (checkpoint.model(), checkpoint.optimizer());
+    let record = Recorder::<B>::load(&recorder, model.clone(), device)
+        .map_err(|e| checkpoint.corrupt(model, e))?;
+    let learner = learner.load_record(record);
+    let record: OptimizerRecord<B> = Recorder::<B>::load(&recorder, optimizer.clone(), device)
+        .map_err(|e| checkpoint.corrupt(optimizer, e))?;
+    let optimizer = Grouped::new(&run.optimizer, &learner).load_record(record);
+    Ok((learner, optimizer))
+}
+
+/// Counts of one evaluation.
+#[derive(Debug, Default)]
+pub struct Evaluation {
+    /// `split/metric` over all sets of a split and `split/set/metric` for each, with the mean loss.
+    pub metrics: Map<String, Value>,
+}
+
+impl Evaluation {
+    /// The headline metric over all sets of a split; NaN if it has none.
+    pub fn score(&self, split: Split, task: &dyn Task) -> f64 {
+        let key = format!("{}/{}", split_name(split), task.score_name());
+        self.metrics.get(&key).and_then(Value::as_f64).unwrap_or(f64::NAN)
+    }
+
+    fn insert(&mut self, prefix: &str, tally: &Tally, loss: f64, scored: u64) {
+        for (name, value) in tally.metrics() {
+            self.metrics.insert(format!("{prefix}/{name}"), value.into());
+        }
+        self.metrics.insert(format!("{prefix}/loss"), (loss / scored.max(1) as f64).into());
+    }
+}
+
+fn split_name(split: Split) -> &'static str {
+    match split {
+        Split::Train => "train",
+        Split::Validation => "validation",
+        Split::Test => "test",
+    }
+}
+
+/// Tests a model on every validation and test set.
+pub fn evaluate<B: LinearAttentionBackend>(
+    learner: &Learner<B>,
+    task: &dyn Task,
+    batch_size: usize,
+    device: &B::Device,
+) -> Evaluation {
+    let mut evaluation = Evaluation::default();
+    for split in [Split::Validation, Split::Test] {
+        let (mut all, mut all_loss, mut all_scored) = (Tally::default(), 0.0, 0);
+        for (set, info) in task.sets(split).iter().enumerate() {
+            let (mut tally, mut loss, mut scored) = (Tally::default(), 0.0, 0u64);
+            let indices: Vec<u64> = (0..info.examples).collect();
+            for indices in indices.chunks(batch_size) {
+                let batch = task.batch(split, set, indices);
+                let answers =
+                    InferenceStep::step(learner, TensorBatch::new(&batch, 1.0, device)).sync();
+                task.tally(&batch, &answers.predicted, &mut tally);
+                loss += answers.loss * batch.scored.len() as f64;
+                scored += batch.scored.len() as u64;
+            }
+            let prefix = format!("{}/{}", split_name(split), info.name);
+            evaluation.insert(&prefix, &tally, loss, scored);
+            all.merge(&tally);
+            all_loss += loss;
+            all_scored += scored;
+        }
+        if !task.sets(split).is_empty() {
+            evaluation.insert(split_name(split), &all, all_loss, all_scored);
+        }
+    }
+    evaluation
+}
+
+/// The picture of a run, from its metrics.
+fn curve(run: &RunConfig, metrics: &[Value], summary: &Value) -> Curve {
+    let score_name = summary["score_name"].as_str().unwrap_or("score");
+    let points = |key: &str| -> Vec<(u64, f64)> {
+        metrics
+            .iter()
+            .filter_map(|line| Some((line["step"].as_u64()?, line.get(key)?.as_f64()?)))
+            .collect()
+    };
+    let sets: Vec<String> = summary["metrics"]
+        .as_object()
+        .into_iter()
+        .flatten()
+        .filter_map(|(key, _)| key.strip_suffix(&format!("/{score_name}")))
+        .filter(|prefix| prefix.contains('/'))
+        .map(str::to_string)
+        .collect();
+    let scores = sets
+        .into_iter()
+        .map(|set| {
+            let points = points(&format!("{set}/{score_name}"));
+            (set, points)
+        })
+        .collect();
+    Curve {
+        title: run.name.clone(),
+        subtitle: format!(
+            "test {score_name} {:.4} after {} steps, {:.0} s on {}",
+            summary["score"].as_f64().unwrap_or(f64::NAN),
+            summary["steps"],
+            summary["wall_seconds"].as_f64().unwrap_or(f64::NAN),
+            summary["device"].as_str().unwrap_or("an unknown device"),
+        ),
+        loss: points("loss"),
+        score_name: score_name.to_string(),
+        scores,
+    }
+}
+
+/// What a run would cost, without training.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct DryRun {
+    /// Weights that are learnt.
+    pub parameters: usize,
+    /// Bytes of state a sequence, at the longest test length.
+    pub state_bytes: u64,
+    /// Floating-point operations of a forward pass over one token, logits at scored positions only.
+    pub flops_per_token: u64,
+    /// Tokens of the first batch.
+    pub batch_tokens: usize,
+    /// Scored positions of the first batch.
+    pub batch_scored: usize,
+    /// Optimizer steps of the run.
+    pub steps: u64,
+    /// Bytes of weights, gradients and optimizer state.
+    pub parameter_memory: u64,
+    /// Bytes that one step's intermediate results take, roughly.
+    pub activation_memory: u64,
+}
+
+/// Builds model and first batch, and counts.
+/// # Errors
+/// [`ConfigError`] names the first key that does not fit.
+pub fn dry_run<B: LinearAttentionBackend>(
+    run: &RunConfig,
+    device: &B::Device,
+) -> Result<DryRun, ConfigError> {
+    let task = run.task.build(run.seed)?;
+    let learner = build::<B>(run, task.as_ref(), device)?;
+    let mut plan = Plan::new(run, task.as_ref());
+    let pick = plan.pick(0);
+    let batch = task.batch(Split::Train, pick.set, &pick.indices);
+    let _on_device = TensorBatch::<B>::new(&batch, 1.0, device);
+    let longest = task.sets(Split::Test).iter().map(|set| set.length).max().unwrap_or(1);
+    let (cost, at_length) = (run.model.cost(longest)?, run.model.cost(batch.length)?);
+    let parameters = learner.num_params();
+    let (tokens, scored) = (batch.input.len(), batch.scored.len());
+    let head = 2 * run.model.d_model as u64 * task.vocab() as u64 * scored as u64 / tokens as u64;
+    let part = (tokens / run.train.accumulate) as u64;
+    // Each result of a projection is kept for the backward pass, and about as much again for norms,
+    // gates and convolutions; logits exist three times: as such, normalised, and as a gradient.
+    let per_token = 4 * 4 * at_length.flops_per_token / (2 * run.model.d_model as u64);
+    let logits = 3 * 4 * (scored / run.train.accumulate) as u64 * task.vocab() as u64;
+    Ok(DryRun {
+        parameters,
+        state_bytes: cost.state_bytes,
+        flops_per_token: at_length.flops_per_token + head,
+        batch_tokens: tokens,
+        batch_scored: scored,
+        steps: plan.total_steps,
+        parameter_memory: 4 * 4 * parameters as u64,
+        activation_memory: part * per_token + logits,
+    })
+}
+
+/// The folder that a run writes.
+pub fn run_folder(output: &Path, run: &RunConfig) -> PathBuf {
+    output.join(&run.name)
+}

@@ -1,0 +1,384 @@
+//! The operations against the f64 recurrences: forward, every gradient, steps, cuts.
+
+use crate::support::{F32_LIMIT, download, upload};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{DType, Tensor};
+use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, OpError};
+use linattn_oracle::{
+    Decay, Dims, Family, Gate, Inputs, Recipe, Rng, Strength, Transition, assert_close, backward,
+    forward, slice_tokens,
+};
+
+/// Inputs on a device, the optional ones in the order g, beta, state.
+#[derive(Clone)]
+struct Uploaded<B: Backend> {
+    q: Tensor<B, 4>,
+    k: Tensor<B, 4>,
+    v: Tensor<B, 4>,
+    g: Option<Tensor<B, 3>>,
+    beta: Option<Tensor<B, 3>>,
+    state: Option<Tensor<B, 4>>,
+}
+
+impl<B: Backend> Uploaded<B> {
+    fn new(x: &Inputs, dtype: DType, device: &B::Device) -> Self {
+        let Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
+        let keys = [batch, tokens, key_heads, key_width];
+        let gates = [batch, tokens, heads];
+        let put3 = |values: &[f64]| upload::<B, 3>(values, gates, dtype, device);
+        Self {
+            q: upload(&x.q, keys, dtype, device),
+            k: upload(&x.k, keys, dtype, device),
+            v: upload(&x.v, [batch, tokens, heads, value_width], dtype, device),
+            g: x.decay.as_ref().map(|decay| match decay {
+                Decay::Scalar(g) => put3(g),
+                Decay::Vector(_) => panic!("vector decay has no operation yet"),
+            }),
+            beta: match &x.transition {
+                Transition::Delta { beta, .. } => Some(put3(beta)),
+                _ => None,
+            },
+            state: x
+                .state
+                .as_ref()
+                .map(|s| upload(s, [batch, heads, key_width, value_width], dtype, device)),
+        }
+    }
+}
+
+type Result4<B> = Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>;
+
+impl<B: LinearAttentionBackend> Uploaded<B> {
+    fn run(self, chunk: usize) -> Result4<B> {
+        let Self { q, k, v, g, beta, state } = self;
+        match beta {
+            Some(beta) => ops::delta_rule(DeltaRule { q, k, v, beta, g }, state, chunk),
+            None => ops::linear_attention(LinearAttention { q, k, v, g }, state, chunk),
+        }
+    }
+
+    fn step(self) -> Result4<B> {
+        let Self { q, k, v, g, beta, state } = self;
+        match beta {
+            Some(beta) => ops::delta_rule_step(DeltaRule { q, k, v, beta, g }, state),
+            None => ops::linear_attention_step(LinearAttention { q, k, v, g }, state),
+        }
+    }
+}
+
+impl<B: AutodiffBackend> Uploaded<B> {
+    fn require_grad(self) -> Self {
+        Self {
+            q: self.q.require_grad(),
+            k: self.k.require_grad(),
+            v: self.v.require_grad(),
+            g: self.g.map(Tensor::require_grad),
+            beta: self.beta.map(Tensor::require_grad),
+            state: self.state.map(Tensor::require_grad),
+        }
+    }
+}
+
+/// Which outputs the loss reads.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Reads {
+    Outputs,
+    State,
+    Both,
+}
+
+/// Forward and every gradient of one case, chunked, against the recurrence.
+fn hold_to_oracle<B>(what: &str, x: &Inputs, chunk: usize, reads: Reads, limit: f64, dtype: DType)
+where
+    B: AutodiffBackend + LinearAttentionBackend,
+    B::Device: Default,
+{
+    hold_on::<B>(&Default::default(), what, x, chunk, reads, limit, dtype);
+}
+
+fn hold_on<B: AutodiffBackend + LinearAttentionBackend>(
+    device: &B::Device,
+    what: &str,
+    x: &Inputs,
+    chunk: usize,
+    reads: Reads,
+    limit: f64,
+    dtype: DType,
+) {
+    let truth = forward(x);
+    let weights = |name: &str, n: usize, used: bool| -> Vec<f64> {
+        let mut rng = Rng::named(7, name);
+        (0..n).map(|_| if used { rng.normal() } else { 0.0 }).collect()
+    };
+    let d_o = weights("d_o", truth.o.len(), reads != Reads::State);
+    let d_state = weights("d_state", truth.state.len(), reads != Reads::Outputs);
+    let want = backward(x, &d_o, &d_state);
+
+    let input = Uploaded::<B>::new(x, dtype, device).require_grad();
+    let (o, state) = input.clone().run(chunk).unwrap();
+    assert_close(&format!("{what}: o"), &truth.o, &download(o.clone()), limit);
+    assert_close(&format!("{what}: state"), &truth.state, &download(state.clone()), limit);
+
+    let part = |y: Tensor<B, 4>, d: &[f64]| {
+        let d = upload::<B, 4>(d, y.dims(), y.dtype(), device);
+        (y * d).sum()
+    };
+    let loss = match reads {
+        Reads::Outputs => part(o, &d_o),
+        Reads::State => part(state, &d_state),
+        Reads::Both => part(o, &d_o) + part(state, &d_state),
+    };
+    let gradients = loss.backward();
+    let got4 = |x: &Tensor<B, 4>| download(x.grad(&gradients).expect("it has a gradient"));
+    let got3 = |x: &Tensor<B, 3>| download(x.grad(&gradients).expect("it has a gradient"));
+    let check = |name: &str, want: &[f64], got: Vec<f64>| {
+        assert_close(&format!("{what}, {reads:?}: d{name}"), want, &got, limit);
+    };
+    check("q", &want.q, got4(&input.q));
+    check("k", &want.k, got4(&input.k));
+    check("v", &want.v, got4(&input.v));
+    if let (Some(g), Some(want)) = (&input.g, &want.g) {
+        check("g", want, got3(g));
+    }
+    if let (Some(beta), Some(want)) = (&input.beta, &want.beta) {
+        check("beta", want, got3(beta));
+    }
+    if let Some(state) = &input.state {
+        check("state", &want.state, got4(state));
+    }
+}
+
+const FAMILIES: [Family; 2] = [Family::LinearAttention, Family::DeltaRule];
+const GATES: [Gate; 5] =
+    [Gate::None, Gate::KeepAll, Gate::Typical, Gate::ForgetAll, Gate::Mixed];
+
+fn recipe(family: Family, gate: Gate, state: bool) -> Recipe {
+    Recipe { gate, state, strength: Strength::Typical, ..Recipe::new(family) }
+}
+
+fn dims(tokens: usize) -> Dims {
+    Dims { batch: 2, tokens, key_heads: 2, heads: 2, key_width: 12, value_width: 20 }
+}
+
+#[cfg(feature = "cpu")]
+mod on_cpu {
+    use super::*;
+    use burn::backend::{Autodiff, Flex};
+
+    type B = Autodiff<Flex>;
+
+    #[test]
+    fn chunks_agree_with_the_recurrence_at_every_length() {
+        for tokens in [1, 7, 8, 15, 16, 17, 63, 64, 65, 130] {
+            for family in FAMILIES {
+                for gate in GATES {
+                    let what = format!("{family:?}, {gate:?}, T={tokens}");
+                    let x = Inputs::random(tokens as u64, dims(tokens), &recipe(family, gate, true));
+                    hold_to_oracle::<B>(&what, &x, 64, Reads::Both, F32_LIMIT, DType::F32);
+                    hold_to_oracle::<B>(&what, &x, 16, Reads::Both, F32_LIMIT, DType::F32);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_algebra_is_exact_in_double_precision() {
+        for family in FAMILIES {
+            for gate in GATES {
+                for chunk in ops::CHUNKS {
+                    let what = format!("{family:?}, {gate:?}, chunk {chunk}");
+                    let x = Inputs::random(3, dims(130), &recipe(family, gate, true));
+                    hold_to_oracle::<B>(&what, &x, *chunk, Reads::Both, 1e-12, DType::F64);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_are_right_whichever_output_is_read() {
+        for family in FAMILIES {
+            for reads in [Reads::Outputs, Reads::State] {
+                for state in [false, true] {
+                    let what = format!("{family:?}, state {state}");
+                    let x = Inputs::random(5, dims(70), &recipe(family, Gate::Typical, state));
+                    hold_to_oracle::<B>(&what, &x, 32, reads, F32_LIMIT, DType::F32);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_strength_of_correction_is_right() {
+        for strength in [Strength::Zero, Strength::One, Strength::Two] {
+            for gate in [Gate::None, Gate::Typical] {
+                let recipe = Recipe { strength, ..recipe(Family::DeltaRule, gate, true) };
+                let x = Inputs::random(11, dims(65), &recipe);
+                let what = format!("{strength:?}, {gate:?}");
+                hold_to_oracle::<B>(&what, &x, 64, Reads::Both, F32_LIMIT, DType::F32);
+            }
+        }
+    }
+
+    #[test]
+    fn odd_widths_and_shared_key_heads_are_right() {
+        for (key_heads, heads, key_width, value_width) in
+            [(1, 1, 1, 1), (1, 3, 5, 7), (2, 4, 33, 1), (3, 3, 1, 17), (2, 6, 20, 24)]
+        {
+            for family in FAMILIES {
+                let dims = Dims { batch: 2, tokens: 37, key_heads, heads, key_width, value_width };
+                let x = Inputs::random(13, dims, &recipe(family, Gate::Typical, true));
+                let what = format!("{family:?}, {dims:?}");
+                hold_to_oracle::<B>(&what, &x, 16, Reads::Both, F32_LIMIT, DType::F32);
+            }
+        }
+    }
+
+    #[test]
+    fn equal_keys_do_not_break_the_triangular_inverse() {
+        let mut x =
+            Inputs::random(17, dims(130), &recipe(Family::DeltaRule, Gate::None, true));
+        let row = x.k[..x.dims.key_width].to_vec();
+        x.k = row.iter().copied().cycle().take(x.k.len()).collect();
+        if let Transition::Delta { beta, .. } = &mut x.transition {
+            beta.fill(1.0);
+        }
+        hold_to_oracle::<B>("equal keys", &x, 64, Reads::Outputs, F32_LIMIT, DType::F32);
+    }
+
+    #[test]
+    fn steps_agree_with_the_recurrence() {
+        let device = Default::default();
+        for family in FAMILIES {
+            for gate in GATES {
+                let shared = Dims { key_heads: 1, heads: 3, ..dims(9) };
+                let x = Inputs::random(19, shared, &recipe(family, gate, true));
+                let truth = forward(&x);
+                let mut state = Uploaded::<B>::new(&x, DType::F32, &device).state;
+                let mut outputs = vec![];
+                for t in 0..x.dims.tokens {
+                    let token = slice_tokens(&x, t, t + 1, None);
+                    let token = Uploaded { state, ..Uploaded::new(&token, DType::F32, &device) };
+                    let (o, next) = token.step().unwrap();
+                    outputs.push(o);
+                    state = Some(next);
+                }
+                let what = format!("{family:?}, {gate:?}");
+                let o = download(Tensor::cat(outputs, 1));
+                assert_close(&format!("{what}: o"), &truth.o, &o, F32_LIMIT);
+                let state = download(state.unwrap());
+                assert_close(&format!("{what}: state"), &truth.state, &state, F32_LIMIT);
+            }
+        }
+    }
+
+    #[test]
+    fn a_sequence_can_be_cut_anywhere_and_its_state_handed_over() {
+        let device = Default::default();
+        for family in FAMILIES {
+            let x = Inputs::random(23, dims(70), &recipe(family, Gate::Mixed, true));
+            let truth = forward(&x);
+            for cut in [1, 15, 16, 17, 64, 69] {
+                let whole = Uploaded::<B>::new(&x, DType::F32, &device);
+                let first = slice_tokens(&x, 0, cut, x.state.clone());
+                let (o1, s) = Uploaded::<B>::new(&first, DType::F32, &device).run(32).unwrap();
+                let rest = slice_tokens(&x, cut, 70, None);
+                let rest = Uploaded::<B>::new(&rest, DType::F32, &device);
+                let (o2, s) = Uploaded { state: Some(s), ..rest }.run(32).unwrap();
+                let what = format!("{family:?}, cut at {cut}");
+                let o = download(Tensor::cat(vec![o1, o2], 1));
+                assert_close(&what, &truth.o, &o, F32_LIMIT);
+                assert_close(&what, &truth.state, &download(s), F32_LIMIT);
+                drop(whole);
+            }
+        }
+    }
+
+    #[test]
+    fn a_gate_of_zero_gives_the_ungated_result_bit_for_bit() {
+        let device = Default::default();
+        for family in FAMILIES {
+            let run = |gate| {
+                let x = Inputs::random(29, dims(130), &recipe(family, gate, true));
+                let (o, s) = Uploaded::<B>::new(&x, DType::F32, &device).run(64).unwrap();
+                (o.into_data(), s.into_data())
+            };
+            assert_eq!(run(Gate::KeepAll), run(Gate::None), "{family:?}");
+        }
+    }
+
+    #[test]
+    fn half_precision_inputs_give_half_precision_outputs_and_an_f32_state() {
+        let device = Default::default();
+        for dtype in [DType::F16, DType::BF16] {
+            for family in FAMILIES {
+                let mut x = Inputs::random(31, dims(40), &recipe(family, Gate::Typical, false));
+                let round = |values: &mut Vec<f64>| {
+                    let data = burn::tensor::TensorData::new(values.clone(), [values.len()]);
+                    *values = data.convert_dtype(dtype).iter::<f64>().collect();
+                };
+                round(&mut x.q);
+                round(&mut x.k);
+                round(&mut x.v);
+                let truth = forward(&x);
+                let mut input = Uploaded::<B>::new(&x, DType::F32, &device);
+                input.q = input.q.cast(dtype);
+                input.k = input.k.cast(dtype);
+                input.v = input.v.cast(dtype);
+                let (o, s) = input.run(64).unwrap();
+                assert_eq!((o.dtype(), s.dtype()), (dtype, DType::F32));
+                let what = format!("{family:?}, {dtype:?}");
+                assert_close(&what, &truth.o, &download(o), 5e-3);
+                assert_close(&what, &truth.state, &download(s), F32_LIMIT);
+            }
+        }
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_refused_by_name() {
+        let device = Default::default();
+        let good = || {
+            let x = Inputs::random(1, dims(8), &recipe(Family::DeltaRule, Gate::Typical, true));
+            Uploaded::<Flex>::new(&x, DType::F32, &device)
+        };
+        let refused = |change: &dyn Fn(&mut Uploaded<Flex>), chunk: usize| {
+            let mut input = good();
+            change(&mut input);
+            input.run(chunk).expect_err("it does not fit").to_string()
+        };
+        let cases: [(&str, &dyn Fn(&mut Uploaded<Flex>), usize); 7] = [
+            ("`k` is [2, 8, 2, 5]", &|x| x.k = x.k.clone().narrow(3, 0, 5), 64),
+            ("`v` is [1, 8, 2, 20]", &|x| x.v = x.v.clone().narrow(0, 0, 1), 64),
+            ("`g` is [2, 7, 2]", &|x| x.g = x.g.clone().map(|g| g.narrow(1, 0, 7)), 64),
+            ("`beta` is [2, 8, 1]", &|x| x.beta = x.beta.clone().map(|b| b.narrow(2, 0, 1)), 64),
+            ("`state` is [2, 2, 12, 3]", &|x| x.state = x.state.clone().map(|s| s.narrow(3, 0, 3)), 64),
+            ("no multiple of 2 key heads", &|x| x.v = x.v.clone().narrow(2, 0, 1), 64),
+            ("a chunk of 48 tokens", &|_| (), 48),
+        ];
+        for (want, change, chunk) in cases {
+            let got = refused(change, chunk);
+            assert!(got.contains(want), "{got:?} does not say {want:?}");
+        }
+        let text = good().step().expect_err("eight tokens").to_string();
+        assert!(text.contains("one token, got 8"), "{text}");
+    }
+}
+
+#[cfg(feature = "wgpu")]
+mod on_gpu {
+    use super::*;
+    use burn::backend::{Autodiff, Wgpu};
+
+    #[test]
+    fn chunks_agree_with_the_recurrence_on_a_gpu() {
+        let Some(device) = crate::support::gpu() else { return };
+        for family in FAMILIES {
+            for (gate, tokens) in [(Gate::None, 17), (Gate::Mixed, 70)] {
+                let what = format!("{family:?}, {gate:?}, T={tokens}");
+                let x = Inputs::random(tokens as u64, dims(tokens), &recipe(family, gate, true));
+                hold_on::<Autodiff<Wgpu>>(
+                    &device, &what, &x, 32, Reads::Both, F32_LIMIT, DType::F32,
+                );
+            }
+        }
+    }
+}
