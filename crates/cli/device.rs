@@ -242,6 +242,11 @@ fn wgpu_device(index: usize) -> burn::backend::wgpu::WgpuDevice {
     }
 }
 
+/// Threads that share a training step on the processor, whose elementwise operations use one core
+/// each. Not the number of cores, so that a run's bits do not depend on it.
+#[cfg(feature = "cpu")]
+const CPU_PARTS: usize = 4;
+
 /// Runs a job on the devices chosen.
 /// # Errors
 /// [`DeviceError`] if their backend is not compiled in.
@@ -250,7 +255,7 @@ pub fn dispatch<J: Job>(choice: &Choice, job: J) -> Result<J::Output, DeviceErro
     use burn::backend::Autodiff;
     match choice.kind {
         #[cfg(feature = "cpu")]
-        Kind::Cpu => Ok(job.run::<Autodiff<burn::backend::Flex>>(&[Default::default()])),
+        Kind::Cpu => Ok(job.run::<Autodiff<burn::backend::Flex>>(&[Default::default(); CPU_PARTS])),
         #[cfg(feature = "wgpu")]
         Kind::Wgpu => {
             let devices: Vec<_> = choice.indices.iter().map(|&i| wgpu_device(i)).collect();

@@ -143,10 +143,13 @@ impl<B: LinearAttentionBackend> InferenceStep for Learner<B> {
 }
 
 /// Gradients and loss of one step, whose parts go round the devices. All end on the first device.
+/// Devices work at the same time if they `may_overlap`, which dropout must not: its random numbers
+/// are drawn from one stream in the process, and their order would be left to chance.
 pub fn gradients<B: TrainBackend>(
     learner: &Learner<B>,
     parts: &[Batch],
     devices: &[B::Device],
+    may_overlap: bool,
 ) -> (GradientsParams, Tensor<B::InnerBackend, 1>) {
     let scored: usize = parts.iter().map(|part| part.scored.len()).sum();
     let run = |device: &B::Device, part: &Batch| {
@@ -161,8 +164,10 @@ pub fn gradients<B: TrainBackend>(
     let mut loss: Option<Tensor<B::InnerBackend, 1>> = None;
     for round in parts.chunks(devices.len()) {
         let outputs: Vec<_> = match round {
-            [part] => vec![run(&devices[0], part)],
-            _ => std::thread::scope(|scope| {
+            round if round.len() == 1 || !may_overlap => {
+                devices.iter().zip(round).map(|(device, part)| run(device, part)).collect()
+            }
+            round => std::thread::scope(|scope| {
                 let run = &run;
                 let threads: Vec<_> = devices
                     .iter()

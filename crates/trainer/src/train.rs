@@ -103,7 +103,8 @@ pub enum TrainError {
     },
 }
 
-/// Carries a run out. The first device holds the weights; a step's parts go round all of them.
+/// Carries a run out. The first device holds the weights; a step's parts go round all of them. One
+/// device may be named several times: then so many threads work on it.
 /// # Errors
 /// [`TrainError`]; what was saved before stays.
 pub fn train<B: TrainBackend>(
@@ -272,7 +273,12 @@ impl<'a, B: TrainBackend> Training<'a, B> {
             // Dropout is a function of seed and step, so that a resumed run draws the same.
             B::seed(device, run.seed.wrapping_add((self.position.step + 1) << 20));
         }
-        let (mut gradients, loss) = gradients(&self.learner, parts, self.devices);
+        let (mut gradients, loss) = gradients(
+            &self.learner,
+            parts,
+            self.devices,
+            run.model.embedding_dropout == 0.0,
+        );
         let norm = gradient_norm::<B, _>(&self.learner, &gradients);
         if let Some(longest) = run.train.clip_norm {
             gradients = clip::<B, _>(&self.learner, gradients, &norm, longest);

@@ -1,5 +1,6 @@
 //! Short convolution: what lets a layer see its last few tokens.
 
+use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
 
@@ -26,36 +27,26 @@ impl<B: Backend> ShortConvolution<B> {
             bias: bias.then(|| uniform.init([channels], device)),
         }
     }
+}
 
+impl<B: LinearAttentionBackend> ShortConvolution<B> {
     /// `x`: `[B, T, D]`, and the tail of what came before. Gives `[B, T, D]` and the next tail.
     pub fn forward(
         &self,
         x: Tensor<B, 3>,
         tail: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        let [batch, tokens, channels] = x.dims();
-        let weight = self.weight.val();
-        let before = weight.dims()[0] - 1;
-        let tail = tail.unwrap_or_else(|| {
-            Tensor::zeros([batch, before, channels], (&x.device(), x.dtype()))
-        });
-        let seen = match before {
-            0 => x,
-            _ => Tensor::cat(vec![tail, x], 1),
-        };
-        let tap = |w: usize| {
-            seen.clone().narrow(1, w, tokens) * weight.clone().narrow(0, w, 1).unsqueeze::<3>()
-        };
-        let mut y = (1..=before).fold(tap(0), |sum, w| sum + tap(w));
+        let (mut y, tail) = ops::short_convolution(x, self.weight.val(), tail)
+            .expect("`x` has the channels that the layer was made for, and the tail is its own");
         if let Some(bias) = &self.bias {
             y = y + bias.val().unsqueeze::<3>();
         }
-        (silu(y), seen.narrow(1, tokens, before))
+        (silu(y), tail)
     }
 }
 
 /// Applies `convolution` if there is one, else SiLU alone; pushes the next tail.
-pub(crate) fn convolve<B: Backend>(
+pub(crate) fn convolve<B: LinearAttentionBackend>(
     convolution: &Option<ShortConvolution<B>>,
     x: Tensor<B, 3>,
     tail: Option<Tensor<B, 3>>,

@@ -31,7 +31,7 @@ pub(crate) fn merge_heads<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
 
 /// Rows of length 1: `x / sqrt(sum x^2 + 1e-6)` over the last dimension.
 pub fn l2_normalize<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-    let length = x.clone().square().sum_dim(D - 1).add_scalar(1e-6).sqrt();
+    let length = (x.clone() * x.clone()).sum_dim(D - 1).add_scalar(1e-6).sqrt();
     x / length
 }
 

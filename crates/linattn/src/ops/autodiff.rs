@@ -5,6 +5,7 @@
 //! slot and passes a dummy on, which makes the hub run once, after both. A slot left empty means that
 //! nobody used that output.
 
+use super::convolution::{self, Convolution};
 use super::backend::{Forward, LinearAttentionBackend, Operands, Path, Saved};
 use burn::backend::autodiff::{
     Autodiff, NodeId,
@@ -150,6 +151,10 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
             6 => track::<B, C, 6>(x, chunk),
             n => unreachable!("`Operands` holds 3 to 6 tensors, not {n}"),
         }
+    }
+
+    fn short_convolution(c: Convolution<FloatTensor<Self>>) -> FloatTensor<Self> {
+        convolution::track::<B, C>(c)
     }
 
     fn path(device: &Self::Device) -> Path {

@@ -1,5 +1,6 @@
 //! What a backend provides, and the default that every backend gets: tensor operations.
 
+use super::convolution::{self, Convolution};
 use super::{chunkwise, recurrent};
 use burn::tensor::{Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
 
@@ -106,6 +107,19 @@ pub trait LinearAttentionBackend: Backend {
     /// One token: T is 1. Gives `o` and the next state.
     fn recurrent_step(x: Operands<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
         recurrent::step::<Self>(x)
+    }
+
+    /// Short causal depthwise convolution, `[B, T, D]`.
+    fn short_convolution(c: Convolution<FloatTensor<Self>>) -> FloatTensor<Self> {
+        convolution::forward::<Self>(c)
+    }
+
+    /// Gradients of all three inputs of the convolution, from that of its output.
+    fn short_convolution_backward(
+        c: Convolution<FloatTensor<Self>>,
+        d_y: FloatTensor<Self>,
+    ) -> Convolution<FloatTensor<Self>> {
+        convolution::backward::<Self>(c, d_y)
     }
 
     /// The way taken on this device.

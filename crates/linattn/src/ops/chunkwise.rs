@@ -147,7 +147,7 @@ impl<B: Backend> Chunks<B> {
         let gate = |x: FloatTensor<B>| sizes.split(tensor::<B, 3>(x).unsqueeze_dim(3));
         let (q, k, v) = (sizes.split(q), sizes.split(k), sizes.split(v));
         let delta = x.beta.map(gate).map(|beta| {
-            let erase = beta.clone() * k.clone();
+            let erase = k.clone() * beta.clone();
             Delta { beta, erase }
         });
         let start = [1, sizes.rows(), sizes.key_width, sizes.value_width];
@@ -252,7 +252,7 @@ impl<B: Backend> Chunks<B> {
 
     fn apply(&self, delta: &Delta<B>, inverse: Tensor<B, 4>) -> Solved<B> {
         Solved {
-            values: inverse.clone().matmul(delta.beta.clone() * self.v.clone()),
+            values: inverse.clone().matmul(self.v.clone() * delta.beta.clone()),
             erase: inverse.clone().matmul(self.from_start(&delta.erase)),
             inverse,
         }
@@ -341,9 +341,9 @@ pub(super) fn backward<B: Backend>(
         let d_erase = d_pairs.clone().matmul(x.k.clone()) - erased.clone();
         d_k = d_k
             + d_pairs.transpose().matmul(delta.erase.clone())
-            + delta.beta.clone() * d_erase.clone();
+            + d_erase.clone() * delta.beta.clone();
         d_beta = Some((d_erase * x.k.clone()).sum_dim(3) + (r.clone() * x.v.clone()).sum_dim(3));
-        d_v = delta.beta.clone() * r;
+        d_v = r * delta.beta.clone();
         if x.decay.is_some() {
             within = within + d_n * x.strict_scores(&delta.erase, &x.k);
             from_start = from_start - (delta.erase.clone() * erased).sum_dim(3);

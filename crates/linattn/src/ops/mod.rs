@@ -14,12 +14,14 @@
 mod autodiff;
 mod backend;
 mod chunkwise;
+mod convolution;
 mod decay;
 mod mask;
 mod recurrent;
 mod triangular;
 
 pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Saved};
+pub use convolution::Convolution;
 
 use backend::{primitive, tensor};
 use burn::tensor::{Tensor, backend::Backend};
@@ -62,7 +64,7 @@ pub struct DeltaRule<B: Backend> {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum OpError {
     /// A tensor's shape does not go with the others.
-    #[error("{op}: `{tensor}` is {got:?}, expected {want:?} to go with `v` and `q`")]
+    #[error("{op}: `{tensor}` is {got:?}, expected {want:?} to go with the others")]
     Shape {
         /// The operation.
         op: &'static str,
@@ -173,6 +175,46 @@ pub fn delta_rule_step<B: LinearAttentionBackend>(
     let DeltaRule { q, k, v, beta, g } = x;
     let beta = Some(beta);
     step("delta_rule_step", Checked { q, k, v, g, beta, state })
+}
+
+/// Causal depthwise convolution over time, `y_t = sum_w weight_w * x_{t-W+1+w}`, each channel by
+/// itself. Gradients reach all inputs.
+///
+/// `x` is `[B, T, D]`, `weight` `[W, D]` with the newest token's row last, `tail` the W - 1 tokens
+/// before `x`, `[B, W - 1, D]`, zeros if absent. Gives `[B, T, D]` and the next tail.
+/// # Errors
+/// [`OpError`] names the first tensor that does not fit.
+pub fn short_convolution<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 2>,
+    tail: Option<Tensor<B, 3>>,
+) -> Result<(Tensor<B, 3>, Tensor<B, 3>), OpError> {
+    let op = "short_convolution";
+    let ([batch, tokens, channels], [width, _]) = (x.dims(), weight.dims());
+    for (tensor, dims) in [("x", x.dims().as_slice()), ("weight", weight.dims().as_slice())] {
+        if dims.contains(&0) {
+            return Err(OpError::Empty { op, tensor, got: dims.to_vec() });
+        }
+    }
+    let before = [batch, width - 1, channels];
+    let tail = tail.unwrap_or_else(|| Tensor::zeros(before, (&x.device(), x.dtype())));
+    let shapes: [(&str, &[usize], &[usize]); 2] = [
+        ("weight", &weight.dims(), &[width, channels]),
+        ("tail", &tail.dims(), &before),
+    ];
+    for (tensor, got, want) in shapes {
+        if got != want {
+            return Err(OpError::Shape { op, tensor, got: got.into(), want: want.into() });
+        }
+    }
+    // The last W - 1 tokens of what was seen, which may reach back into the old tail.
+    let next = match tokens < width {
+        true => convolution::seen(tail.clone(), x.clone()).narrow(1, tokens, width - 1),
+        false => x.clone().narrow(1, tokens + 1 - width, width - 1),
+    };
+    let inputs =
+        Convolution { x: primitive(x), weight: primitive(weight), tail: primitive(tail) };
+    Ok((tensor(B::short_convolution(inputs)), next))
 }
 
 /// The way the operations take on this backend: written kernels or tensor operations.
