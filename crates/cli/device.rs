@@ -226,6 +226,12 @@ fn adapters() -> Vec<wgpu::AdapterInfo> {
     adapters.iter().map(wgpu::Adapter::get_info).collect()
 }
 
+/// Every adapter, as Burn names it.
+#[cfg(feature = "wgpu")]
+pub fn wgpu_devices() -> Vec<burn::backend::wgpu::WgpuDevice> {
+    (0..adapters().len()).map(wgpu_device).collect()
+}
+
 /// Burn's name for the adapter at `index`: it counts each kind of adapter by itself.
 #[cfg(feature = "wgpu")]
 fn wgpu_device(index: usize) -> burn::backend::wgpu::WgpuDevice {

@@ -1,5 +1,6 @@
 //! Short convolution: what lets a layer see its last few tokens.
 
+use super::ConfigError;
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
@@ -18,7 +19,7 @@ pub struct ShortConvolution<B: Backend> {
 
 impl<B: Backend> ShortConvolution<B> {
     /// Fresh weights, uniform within 1 / sqrt(W), for `channels` channels and a window of `width`
-    /// tokens, at least 1.
+    /// tokens, at least 2.
     pub fn new(channels: usize, width: usize, bias: bool, device: &B::Device) -> Self {
         let bound = 1.0 / (width as f64).sqrt();
         let uniform = Initializer::Uniform { min: -bound, max: bound };
@@ -59,5 +60,14 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
             y
         }
         None => silu(x),
+    }
+}
+
+/// A window of 0 stands for no convolution; one token would be no convolution either.
+pub(crate) fn check_window(size: usize, least: usize) -> Result<(), ConfigError> {
+    match size >= least && size != 1 {
+        true => Ok(()),
+        false if least == 0 => Err(ConfigError::new("conv_size", size, "0, or at least 2")),
+        false => Err(ConfigError::new("conv_size", size, "at least 2")),
     }
 }

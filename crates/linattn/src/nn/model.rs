@@ -132,7 +132,8 @@ impl<B: Backend> ModuleMapper<B> for ScaleResidualWrites {
         let writes = ["o_proj", "out_proj", "down_proj"];
         if self.path.iter().any(|name| writes.contains(&name.as_str())) {
             let scale = self.scale;
-            return param.map(|weight| weight * scale);
+            // The product is no leaf of the autodiff graph any more, and would not be learnt.
+            return param.map(|weight| (weight * scale).detach().require_grad());
         }
         param
     }

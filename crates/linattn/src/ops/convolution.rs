@@ -26,10 +26,7 @@ pub struct Convolution<T> {
 
 /// The tail and then `x`: `[B, W - 1 + T, D]`.
 pub(super) fn seen<B: Backend>(tail: Tensor<B, 3>, x: Tensor<B, 3>) -> Tensor<B, 3> {
-    match tail.dims()[1] {
-        0 => x,
-        _ => Tensor::cat(vec![tail, x], 1),
-    }
+    Tensor::cat(vec![tail, x], 1)
 }
 
 /// `sum_w weight_{order(w)} * x_{t+w}`, `tokens` long.

@@ -103,6 +103,14 @@ pub enum OpError {
         /// The chunk asked for.
         chunk: usize,
     },
+    /// A convolution that sees nothing but the token itself.
+    #[error("{op}: a window of {window} tokens; it has to be at least 2")]
+    Window {
+        /// The operation.
+        op: &'static str,
+        /// The window asked for.
+        window: usize,
+    },
     /// A recurrent step was given more than one token.
     #[error("{op}: a step takes one token, got {tokens}")]
     Step {
@@ -180,7 +188,7 @@ pub fn delta_rule_step<B: LinearAttentionBackend>(
 /// Causal depthwise convolution over time, `y_t = sum_w weight_w * x_{t-W+1+w}`, each channel by
 /// itself. Gradients reach all inputs.
 ///
-/// `x` is `[B, T, D]`, `weight` `[W, D]` with the newest token's row last, `tail` the W - 1 tokens
+/// `x` is `[B, T, D]`, `weight` `[W, D]` with the newest token's row last, W at least 2, `tail` the W - 1 tokens
 /// before `x`, `[B, W - 1, D]`, zeros if absent. Gives `[B, T, D]` and the next tail.
 /// # Errors
 /// [`OpError`] names the first tensor that does not fit.
@@ -195,6 +203,9 @@ pub fn short_convolution<B: LinearAttentionBackend>(
         if dims.contains(&0) {
             return Err(OpError::Empty { op, tensor, got: dims.to_vec() });
         }
+    }
+    if width < 2 {
+        return Err(OpError::Window { op, window: width });
     }
     let before = [batch, width - 1, channels];
     let tail = tail.unwrap_or_else(|| Tensor::zeros(before, (&x.device(), x.dtype())));

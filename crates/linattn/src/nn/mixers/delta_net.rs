@@ -10,7 +10,7 @@
 //! eigenvalues).
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, convolve};
+use crate::nn::convolution::{ShortConvolution, check_window, convolve};
 use crate::nn::layers::{GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, OpError};
@@ -32,7 +32,7 @@ pub struct DeltaNetConfig {
     pub key_width: Option<usize>,
     /// V / K; by default 1, and 2 when gated.
     pub expand_v: Option<f64>,
-    /// Tokens each short convolution sees; 0 for none.
+    /// Tokens each short convolution sees, at least 2; 0 for none.
     pub conv_size: usize,
     /// Whether a gate multiplies the output; by default only when gated.
     pub output_gate: Option<bool>,
@@ -106,6 +106,7 @@ impl DeltaNetConfig {
         let heads = check_heads(self.heads, self.value_heads)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
         let value = value_width(key, self.expand_v.unwrap_or(if gated { 2.0 } else { 1.0 }))?;
+        check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
         let output_gate = self.output_gate.unwrap_or(gated);

@@ -9,7 +9,7 @@
 //! arXiv 2210.10340.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::ShortConvolution;
+use crate::nn::convolution::{ShortConvolution, check_window};
 use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpError};
@@ -56,7 +56,7 @@ pub struct LinearAttentionConfig {
     pub key_width: Option<usize>,
     /// V / K.
     pub expand_v: f64,
-    /// Tokens each short convolution sees; 0 for none.
+    /// Tokens each short convolution sees, at least 2; 0 for none.
     pub conv_size: usize,
     /// phi.
     pub feature_map: FeatureMap,
@@ -89,6 +89,7 @@ impl LinearAttentionConfig {
     fn widths(&self, d_model: usize) -> Result<(usize, usize, usize), ConfigError> {
         let heads = check_heads(self.heads, self.value_heads)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
+        check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
         if self.normalize && self.feature_map == FeatureMap::Identity {

@@ -10,7 +10,7 @@
 
 use super::delta_net::{fresh_a_log, fresh_dt_bias};
 use super::{MatrixState, linear_flops, memory_cost};
-use crate::nn::convolution::ShortConvolution;
+use crate::nn::convolution::{ShortConvolution, check_window};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpError};
@@ -32,7 +32,7 @@ pub struct Mamba2Config {
     pub head_width: usize,
     /// Groups of heads that share B and C.
     pub groups: usize,
-    /// Tokens the short convolution sees, at least 1.
+    /// Tokens the short convolution sees, at least 2.
     pub conv_size: usize,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
@@ -59,7 +59,6 @@ impl Mamba2Config {
     fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         positive("d_state", self.d_state)?;
         positive("groups", self.groups)?;
-        positive("conv_size", self.conv_size)?;
         let inner = positive("expand", self.expand)? * d_model;
         if !inner.is_multiple_of(positive("head_width", self.head_width)?) {
             let want = format!("a divisor of expand * d_model = {inner}");
@@ -70,6 +69,7 @@ impl Mamba2Config {
             let want = format!("a divisor of the {heads} heads");
             return Err(ConfigError::new("groups", self.groups, want));
         }
+        check_window(self.conv_size, 2)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
         Ok((inner, heads))

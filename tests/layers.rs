@@ -1,0 +1,269 @@
+//! Every mixer: forward equals steps, sequences can be cut, nothing looks ahead, gradients agree.
+
+use crate::support::download;
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::{Distribution, Int, Tensor, TensorData, backend::Backend};
+use linattn::nn::mixers::{Mixer, MixerConfig};
+use linattn::nn::{LanguageModelConfig, Rope, ShortConvolution, force};
+use linattn_oracle::assert_close;
+
+type B = Autodiff<Flex>;
+const D: usize = 24;
+const LIMIT: f64 = 1e-5;
+
+/// At least one config for each mixer, and one for each option.
+const MIXERS: &[&str] = &[
+    "gated_deltanet = { heads = 2 }",
+    "gated_deltanet = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, chunk = 16 }",
+    "gated_deltanet = { heads = 3, conv_size = 0, output_gate = false, allow_neg_eigval = true }",
+    "deltanet = { heads = 2, chunk = 8 }",
+    "deltanet = { heads = 1, value_heads = 3, conv_size = 2, output_gate = true, allow_neg_eigval = true }",
+    "linear_attention = { heads = 2 }",
+    "linear_attention = { heads = 2, feature_map = 'relu', normalize = true, conv_size = 3 }",
+    "linear_attention = { heads = 1, value_heads = 2, feature_map = 'identity', expand_v = 0.5 }",
+    "retnet = { heads = 2, chunk = 16 }",
+    "retnet = { heads = 1, value_heads = 2, output_gate = false, expand_v = 1.0 }",
+    "mamba2 = { d_state = 10, head_width = 8 }",
+    "mamba2 = { d_state = 7, head_width = 12, groups = 2, conv_size = 2, chunk = 16 }",
+    "attention = { heads = 4 }",
+    "attention = { heads = 4, key_value_heads = 2, rope = false }",
+];
+
+fn config(text: &str) -> MixerConfig {
+    #[derive(serde::Deserialize)]
+    struct Holder {
+        mixer: MixerConfig,
+    }
+    let holder: Holder = toml::from_str(&format!("mixer.{text}")).unwrap();
+    holder.mixer
+}
+
+/// The mixer with weights large enough for its gates to matter.
+fn mixer(text: &str) -> Mixer<B> {
+    use burn::module::{Module, ModuleMapper, Param};
+    struct Louder;
+    impl<B: Backend> ModuleMapper<B> for Louder {
+        fn map_float<const R: usize>(
+            &mut self,
+            param: Param<Tensor<B, R>>,
+        ) -> Param<Tensor<B, R>> {
+            let factor = if R == 2 { 8.0 } else { 1.0 };
+            param.map(|weight| (weight * factor).detach().require_grad())
+        }
+    }
+    let mixer = config(text).init::<B>(D, &Default::default()).unwrap();
+    force(&mixer);
+    mixer.map(&mut Louder)
+}
+
+fn input(tokens: usize) -> Tensor<B, 3> {
+    Tensor::random([2, tokens, D], Distribution::Normal(0.0, 1.0), &Default::default())
+}
+
+#[test]
+fn every_mixer_is_tested_here() {
+    let tested: Vec<&str> = MIXERS.iter().map(|text| config(text).name()).collect();
+    for name in MixerConfig::NAMES {
+        assert!(tested.contains(name), "{name} has no config in MIXERS");
+    }
+}
+
+#[test]
+fn forward_equals_steps() {
+    for text in MIXERS {
+        let (mixer, x) = (mixer(text), input(21));
+        let (whole, last) = mixer.forward(x.clone(), None);
+        let (mut outputs, mut state) = (vec![], None);
+        for t in 0..21 {
+            let (y, next) = mixer.step(x.clone().narrow(1, t, 1).squeeze_dim(1), state);
+            outputs.push(y);
+            state = Some(next);
+        }
+        assert_close(text, &download(whole), &download(Tensor::stack::<3>(outputs, 1)), LIMIT);
+        // What comes next is the same too, so the states are.
+        let next = input(1).squeeze_dim(1);
+        let (a, _) = mixer.step(next.clone(), Some(last));
+        let (b, _) = mixer.step(next, state);
+        assert_close(text, &download(a), &download(b), LIMIT);
+    }
+}
+
+#[test]
+fn a_sequence_can_be_cut_anywhere() {
+    for text in MIXERS {
+        let (mixer, x) = (mixer(text), input(37));
+        let want = download(mixer.forward(x.clone(), None).0);
+        for cut in [1, 2, 3, 15, 16, 17, 36] {
+            let (first, state) = mixer.forward(x.clone().narrow(1, 0, cut), None);
+            let (rest, _) = mixer.forward(x.clone().narrow(1, cut, 37 - cut), Some(state));
+            let got = download(Tensor::cat(vec![first, rest], 1));
+            assert_close(&format!("{text}, cut at {cut}"), &want, &got, LIMIT);
+        }
+    }
+}
+
+#[test]
+fn nothing_looks_ahead() {
+    for text in MIXERS {
+        let (mixer, x) = (mixer(text), input(40));
+        let want = mixer.forward(x.clone(), None).0.narrow(1, 0, 19);
+        let changed = Tensor::cat(vec![x.narrow(1, 0, 19), input(21)], 1);
+        let got = mixer.forward(changed, None).0.narrow(1, 0, 19);
+        assert_close(text, &download(want), &download(got), 1e-6);
+    }
+}
+
+#[test]
+fn gradients_through_chunks_equal_gradients_through_steps() {
+    use burn::optim::GradientsParams;
+    for text in MIXERS {
+        let (mixer, x) = (mixer(text), input(19));
+        let weights = input(19);
+        let (whole, _) = mixer.forward(x.clone(), None);
+        let (mut outputs, mut state) = (vec![], None);
+        for t in 0..19 {
+            let (y, next) = mixer.step(x.clone().narrow(1, t, 1).squeeze_dim(1), state);
+            outputs.push(y);
+            state = Some(next);
+        }
+        let stepped: Tensor<B, 3> = Tensor::stack(outputs, 1);
+        let gradients = |y: Tensor<B, 3>| {
+            let gradients = (y * weights.clone()).sum().backward();
+            GradientsParams::from_grads(gradients, &mixer)
+        };
+        let (want, got) = (collect(&mixer, &gradients(stepped)), collect(&mixer, &gradients(whole)));
+        assert_eq!(want.len(), got.len(), "{text}: the same parameters have gradients");
+        for ((name, want), (_, got)) in want.iter().zip(&got) {
+            assert!(want.iter().any(|x| *x != 0.0), "{text}: {name} has no gradient");
+            assert_close(&format!("{text}: {name}"), want, got, 5e-5);
+        }
+    }
+}
+
+#[test]
+fn every_parameter_of_a_model_is_learnt() {
+    use burn::optim::GradientsParams;
+    for text in MIXERS {
+        let layer = format!("d_model = 24\n[[layers]]\nmlp = {{ swiglu = {{}} }}\nmixer.{text}\n");
+        let config: LanguageModelConfig =
+            toml::from_str(&format!("tie_embeddings = false\n{layer}")).unwrap();
+        let model = config.init::<B>(7, &Default::default()).unwrap();
+        let ids = Tensor::<B, 2, Int>::from_data([[1, 5, 2, 6, 0, 3, 4, 1, 2]], &Default::default());
+        let logits = model.forward(ids, None).0;
+        let weights = Tensor::random([1, 9, 7], Distribution::Default, &Default::default());
+        let gradients = GradientsParams::from_grads((logits * weights).sum().backward(), &model);
+        for (name, gradient) in collect(&model, &gradients) {
+            assert!(gradient.iter().any(|x| *x != 0.0), "{text}: {name} is not learnt");
+        }
+    }
+}
+
+/// The gradients of a module's parameters, by path.
+fn collect<M: burn::module::Module<B>>(
+    module: &M,
+    gradients: &burn::optim::GradientsParams,
+) -> Vec<(String, Vec<f64>)> {
+    use burn::module::{ModuleVisitor, Param};
+    struct Collect<'a> {
+        gradients: &'a burn::optim::GradientsParams,
+        path: Vec<String>,
+        found: Vec<(String, Vec<f64>)>,
+    }
+    impl ModuleVisitor<B> for Collect<'_> {
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.path.push(name.to_string());
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.path.pop();
+        }
+        fn visit_float<const R: usize>(&mut self, param: &Param<Tensor<B, R>>) {
+            let gradient = self.gradients.get::<Flex, R>(param.id);
+            let gradient = gradient.unwrap_or_else(|| panic!("{:?} has no gradient", self.path));
+            self.found.push((self.path.join("."), download(gradient)));
+        }
+    }
+    let mut collect = Collect { gradients, path: vec![], found: vec![] };
+    module.visit(&mut collect);
+    collect.found
+}
+
+#[test]
+fn a_model_steps_as_it_runs_forward_with_tied_and_with_own_logits() {
+    for tie in [true, false] {
+        let text = format!(
+            "d_model = 24\ntie_embeddings = {tie}\nnorm = 'layer'\n\
+             [[layers]]\nmixer.gated_deltanet = {{ heads = 2 }}\nmlp = {{ swiglu = {{}} }}\n\
+             [[layers]]\nrepeat = 2\nmixer.attention = {{ heads = 2 }}\nmlp = 'identity'\n"
+        );
+        let config: LanguageModelConfig = toml::from_str(&text).unwrap();
+        let model = config.init::<B>(11, &Default::default()).unwrap();
+        let ids: Vec<i32> = (0..2 * 9).map(|i| i * 7 % 11).collect();
+        let ids =
+            Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [2, 9]), &Default::default());
+        let (want, _) = model.forward(ids.clone(), None);
+        assert_eq!(want.dims(), [2, 9, 11]);
+        let (mut outputs, mut state) = (vec![], None);
+        for t in 0..9 {
+            let (logits, next) = model.step(ids.clone().narrow(1, t, 1).squeeze_dim(1), state);
+            outputs.push(logits);
+            state = Some(next);
+        }
+        let got: Tensor<B, 3> = Tensor::stack(outputs, 1);
+        assert_close("logits", &download(want), &download(got), LIMIT);
+    }
+}
+
+#[test]
+fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
+    use linattn::nn::mixers::MixerState;
+    for text in MIXERS {
+        let (_, state) = mixer(text).forward(input(30), None);
+        let values = match state {
+            MixerState::Matrix(s) => {
+                s.memory.shape().num_elements()
+                    + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
+            }
+            MixerState::Cache(c) => {
+                c.keys.shape().num_elements() + c.values.shape().num_elements()
+            }
+        };
+        let announced = config(text).cost(D, 30).unwrap().state_bytes;
+        assert_eq!(announced, 4 * values as u64 / 2, "{text}: bytes for one of two sequences");
+    }
+}
+
+#[test]
+fn rotation_makes_scores_depend_on_distance_alone() {
+    let rope = Rope { theta: 10_000.0 };
+    let (q, k) = (input(1).reshape([2, 1, 1, D]), input(1).reshape([2, 1, 1, D]));
+    let score = |i, j| {
+        download((rope.forward(q.clone(), i) * rope.forward(k.clone(), j)).sum_dim(3))
+    };
+    assert_close("distance 3", &score(3, 0), &score(103, 100), 1e-4);
+    assert!(
+        linattn_oracle::relative_error(&score(3, 0), &score(9, 0)) > 1e-2,
+        "another distance gives another score"
+    );
+}
+
+#[test]
+fn a_short_convolution_is_the_sum_it_says() {
+    let layer = ShortConvolution::<B>::new(3, 4, true, &Default::default());
+    let x = input(10).narrow(2, 0, 3);
+    let (y, tail) = layer.forward(x.clone(), None);
+    assert_eq!(tail.dims(), [2, 3, 3]);
+    let (x, w) = (download(x), download(layer.weight.val()));
+    let bias = download(layer.bias.as_ref().unwrap().val());
+    let mut want = vec![];
+    for b in 0..2i64 {
+        for t in 0..10i64 {
+            for d in 0..3i64 {
+                let at = |t: i64| if t < 0 { 0.0 } else { x[((b * 10 + t) * 3 + d) as usize] };
+                let sum: f64 = (0..4).map(|i| w[(i * 3 + d) as usize] * at(t - 3 + i)).sum();
+                let z = sum + bias[d as usize];
+                want.push(z / (1.0 + (-z).exp()));
+            }
+        }
+    }
+    assert_close("silu of the convolution", &want, &download(y), LIMIT);
+}
