@@ -43,10 +43,7 @@ fn mixer(text: &str) -> Mixer<B> {
     use burn::module::{Module, ModuleMapper, Param};
     struct Louder;
     impl<B: Backend> ModuleMapper<B> for Louder {
-        fn map_float<const R: usize>(
-            &mut self,
-            param: Param<Tensor<B, R>>,
-        ) -> Param<Tensor<B, R>> {
+        fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
             let factor = if R == 2 { 8.0 } else { 1.0 };
             param.map(|weight| (weight * factor).detach().require_grad())
         }
@@ -131,7 +128,8 @@ fn gradients_through_chunks_equal_gradients_through_steps() {
             let gradients = (y * weights.clone()).sum().backward();
             GradientsParams::from_grads(gradients, &mixer)
         };
-        let (want, got) = (collect(&mixer, &gradients(stepped)), collect(&mixer, &gradients(whole)));
+        let (want, got) =
+            (collect(&mixer, &gradients(stepped)), collect(&mixer, &gradients(whole)));
         assert_eq!(want.len(), got.len(), "{text}: the same parameters have gradients");
         for ((name, want), (_, got)) in want.iter().zip(&got) {
             assert!(want.iter().any(|x| *x != 0.0), "{text}: {name} has no gradient");
@@ -148,7 +146,8 @@ fn every_parameter_of_a_model_is_learnt() {
         let config: LanguageModelConfig =
             toml::from_str(&format!("tie_embeddings = false\n{layer}")).unwrap();
         let model = config.init::<B>(7, &Default::default()).unwrap();
-        let ids = Tensor::<B, 2, Int>::from_data([[1, 5, 2, 6, 0, 3, 4, 1, 2]], &Default::default());
+        let ids =
+            Tensor::<B, 2, Int>::from_data([[1, 5, 2, 6, 0, 3, 4, 1, 2]], &Default::default());
         let logits = model.forward(ids, None).0;
         let weights = Tensor::random([1, 9, 7], Distribution::Default, &Default::default());
         let gradients = GradientsParams::from_grads((logits * weights).sum().backward(), &model);
@@ -198,8 +197,7 @@ fn a_model_steps_as_it_runs_forward_with_tied_and_with_own_logits() {
         let config: LanguageModelConfig = toml::from_str(&text).unwrap();
         let model = config.init::<B>(11, &Default::default()).unwrap();
         let ids: Vec<i32> = (0..2 * 9).map(|i| i * 7 % 11).collect();
-        let ids =
-            Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [2, 9]), &Default::default());
+        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [2, 9]), &Default::default());
         let (want, _) = model.forward(ids.clone(), None);
         assert_eq!(want.dims(), [2, 9, 11]);
         let (mut outputs, mut state) = (vec![], None);
@@ -223,9 +221,7 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
                 s.memory.shape().num_elements()
                     + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
             }
-            MixerState::Cache(c) => {
-                c.keys.shape().num_elements() + c.values.shape().num_elements()
-            }
+            MixerState::Cache(c) => c.keys.shape().num_elements() + c.values.shape().num_elements(),
         };
         let announced = config(text).cost(D, 30).unwrap().state_bytes;
         assert_eq!(announced, 4 * values as u64 / 2, "{text}: bytes for one of two sequences");
@@ -236,9 +232,8 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
 fn rotation_makes_scores_depend_on_distance_alone() {
     let rope = Rope { theta: 10_000.0 };
     let (q, k) = (input(1).reshape([2, 1, 1, D]), input(1).reshape([2, 1, 1, D]));
-    let score = |i, j| {
-        download((rope.forward(q.clone(), i) * rope.forward(k.clone(), j)).sum_dim(3))
-    };
+    let score =
+        |i, j| download((rope.forward(q.clone(), i) * rope.forward(k.clone(), j)).sum_dim(3));
     assert_close("distance 3", &score(3, 0), &score(103, 100), 1e-4);
     assert!(
         linattn_oracle::relative_error(&score(3, 0), &score(9, 0)) > 1e-2,

@@ -149,8 +149,7 @@ fn hold_on<B: AutodiffBackend + LinearAttentionBackend>(
 }
 
 const FAMILIES: [Family; 2] = [Family::LinearAttention, Family::DeltaRule];
-const GATES: [Gate; 5] =
-    [Gate::None, Gate::KeepAll, Gate::Typical, Gate::ForgetAll, Gate::Mixed];
+const GATES: [Gate; 5] = [Gate::None, Gate::KeepAll, Gate::Typical, Gate::ForgetAll, Gate::Mixed];
 
 fn recipe(family: Family, gate: Gate, state: bool) -> Recipe {
     Recipe { gate, state, strength: Strength::Typical, ..Recipe::new(family) }
@@ -158,6 +157,34 @@ fn recipe(family: Family, gate: Gate, state: bool) -> Recipe {
 
 fn dims(tokens: usize) -> Dims {
     Dims { batch: 2, tokens, key_heads: 2, heads: 2, key_width: 12, value_width: 20 }
+}
+
+/// Nine steps of every kind against the recurrence.
+fn hold_steps<B: LinearAttentionBackend>(device: &B::Device) {
+    for family in FAMILIES {
+        for gate in GATES {
+            for start in [false, true] {
+                let shared =
+                    Dims { key_heads: 1, heads: 3, key_width: 12, value_width: 40, ..dims(9) };
+                let x = Inputs::random(19, shared, &recipe(family, gate, start));
+                let truth = forward(&x);
+                let mut state = Uploaded::<B>::new(&x, DType::F32, device).state;
+                let mut outputs = vec![];
+                for t in 0..x.dims.tokens {
+                    let token = slice_tokens(&x, t, t + 1, None);
+                    let token = Uploaded { state, ..Uploaded::new(&token, DType::F32, device) };
+                    let (o, next) = token.step().unwrap();
+                    outputs.push(o);
+                    state = Some(next);
+                }
+                let what = format!("{family:?}, {gate:?}, initial state {start}");
+                let o = download(Tensor::cat(outputs, 1));
+                assert_close(&format!("{what}: o"), &truth.o, &o, F32_LIMIT);
+                let state = download(state.unwrap());
+                assert_close(&format!("{what}: state"), &truth.state, &state, F32_LIMIT);
+            }
+        }
+    }
 }
 
 #[cfg(feature = "cpu")]
@@ -173,7 +200,8 @@ mod on_cpu {
             for family in FAMILIES {
                 for gate in GATES {
                     let what = format!("{family:?}, {gate:?}, T={tokens}");
-                    let x = Inputs::random(tokens as u64, dims(tokens), &recipe(family, gate, true));
+                    let x =
+                        Inputs::random(tokens as u64, dims(tokens), &recipe(family, gate, true));
                     hold_to_oracle::<B>(&what, &x, 64, Reads::Both, F32_LIMIT, DType::F32);
                     hold_to_oracle::<B>(&what, &x, 16, Reads::Both, F32_LIMIT, DType::F32);
                 }
@@ -235,8 +263,7 @@ mod on_cpu {
 
     #[test]
     fn equal_keys_do_not_break_the_triangular_inverse() {
-        let mut x =
-            Inputs::random(17, dims(130), &recipe(Family::DeltaRule, Gate::None, true));
+        let mut x = Inputs::random(17, dims(130), &recipe(Family::DeltaRule, Gate::None, true));
         let row = x.k[..x.dims.key_width].to_vec();
         x.k = row.iter().copied().cycle().take(x.k.len()).collect();
         if let Transition::Delta { beta, .. } = &mut x.transition {
@@ -247,28 +274,7 @@ mod on_cpu {
 
     #[test]
     fn steps_agree_with_the_recurrence() {
-        let device = Default::default();
-        for family in FAMILIES {
-            for gate in GATES {
-                let shared = Dims { key_heads: 1, heads: 3, ..dims(9) };
-                let x = Inputs::random(19, shared, &recipe(family, gate, true));
-                let truth = forward(&x);
-                let mut state = Uploaded::<B>::new(&x, DType::F32, &device).state;
-                let mut outputs = vec![];
-                for t in 0..x.dims.tokens {
-                    let token = slice_tokens(&x, t, t + 1, None);
-                    let token = Uploaded { state, ..Uploaded::new(&token, DType::F32, &device) };
-                    let (o, next) = token.step().unwrap();
-                    outputs.push(o);
-                    state = Some(next);
-                }
-                let what = format!("{family:?}, {gate:?}");
-                let o = download(Tensor::cat(outputs, 1));
-                assert_close(&format!("{what}: o"), &truth.o, &o, F32_LIMIT);
-                let state = download(state.unwrap());
-                assert_close(&format!("{what}: state"), &truth.state, &state, F32_LIMIT);
-            }
-        }
+        hold_steps::<B>(&Default::default());
     }
 
     #[test]
@@ -350,7 +356,11 @@ mod on_cpu {
             ("`v` is [1, 8, 2, 20]", &|x| x.v = x.v.clone().narrow(0, 0, 1), 64),
             ("`g` is [2, 7, 2]", &|x| x.g = x.g.clone().map(|g| g.narrow(1, 0, 7)), 64),
             ("`beta` is [2, 8, 1]", &|x| x.beta = x.beta.clone().map(|b| b.narrow(2, 0, 1)), 64),
-            ("`state` is [2, 2, 12, 3]", &|x| x.state = x.state.clone().map(|s| s.narrow(3, 0, 3)), 64),
+            (
+                "`state` is [2, 2, 12, 3]",
+                &|x| x.state = x.state.clone().map(|s| s.narrow(3, 0, 3)),
+                64,
+            ),
             ("no multiple of 2 key heads", &|x| x.v = x.v.clone().narrow(2, 0, 1), 64),
             ("a chunk of 48 tokens", &|_| (), 48),
         ];
@@ -363,22 +373,40 @@ mod on_cpu {
     }
 }
 
-#[cfg(feature = "wgpu")]
-mod on_gpu {
-    use super::*;
-    use burn::backend::{Autodiff, Wgpu};
+/// The same on GPUs; a module for each backend that is compiled in.
+#[allow(unused_macros)]
+macro_rules! on_gpu {
+    ($module:ident, $backend:ty, $device:path) => {
+        mod $module {
+            use super::*;
+            use burn::backend::Autodiff;
 
-    #[test]
-    fn chunks_agree_with_the_recurrence_on_a_gpu() {
-        let Some(device) = crate::support::gpu() else { return };
-        for family in FAMILIES {
-            for (gate, tokens) in [(Gate::None, 17), (Gate::Mixed, 70)] {
-                let what = format!("{family:?}, {gate:?}, T={tokens}");
-                let x = Inputs::random(tokens as u64, dims(tokens), &recipe(family, gate, true));
-                hold_on::<Autodiff<Wgpu>>(
-                    &device, &what, &x, 32, Reads::Both, F32_LIMIT, DType::F32,
-                );
+            #[test]
+            fn the_step_kernel_agrees_with_the_recurrence() {
+                let Some(device) = $device() else { return };
+                hold_steps::<$backend>(&device);
+            }
+
+            #[test]
+            fn chunks_agree_with_the_recurrence() {
+                let Some(device) = $device() else { return };
+                for family in FAMILIES {
+                    for (gate, tokens) in [(Gate::None, 17), (Gate::Mixed, 70)] {
+                        let what = format!("{family:?}, {gate:?}, T={tokens}");
+                        let recipe = recipe(family, gate, true);
+                        let x = Inputs::random(tokens as u64, dims(tokens), &recipe);
+                        let (reads, dtype) = (Reads::Both, DType::F32);
+                        hold_on::<Autodiff<$backend>>(
+                            &device, &what, &x, 32, reads, F32_LIMIT, dtype,
+                        );
+                    }
+                }
             }
         }
-    }
+    };
 }
+
+#[cfg(feature = "wgpu")]
+on_gpu!(on_wgpu, burn::backend::Wgpu, crate::support::wgpu);
+#[cfg(feature = "cuda")]
+on_gpu!(on_cuda, burn::backend::Cuda, crate::support::cuda);

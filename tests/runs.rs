@@ -163,8 +163,14 @@ fn dropout_and_clipping_and_order_repeat_too() {
         let order = format!("train.order={order}");
         let desk = Desk::new();
         let changes = [
-            "--set", "model.embedding_dropout=0.1", "--set", "train.clip_norm=0.5", "--set",
-            "optimizer.decay=matrices", "--set", &order,
+            "--set",
+            "model.embedding_dropout=0.1",
+            "--set",
+            "train.clip_norm=0.5",
+            "--set",
+            "optimizer.decay=matrices",
+            "--set",
+            &order,
         ];
         desk.run_well(&[&changes[..], &["--set", "name=a"]].concat());
         desk.run_well(&[&changes[..], &["--set", "name=b"]].concat());
@@ -300,7 +306,8 @@ fn a_dry_run_counts_and_writes_nothing() {
     let output = desk.run(&["--dry-run"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let said = text(&output.stdout);
-    for part in ["parameters", "bytes a sequence", "FLOPs a token", "128 tokens, 16 scored", "MiB"] {
+    for part in ["parameters", "bytes a sequence", "FLOPs a token", "128 tokens, 16 scored", "MiB"]
+    {
         assert!(said.contains(part), "{said:?} does not say {part:?}");
     }
     assert_eq!(desk.files(), before);
@@ -319,8 +326,10 @@ fn every_config_in_the_repository_takes_its_first_step() {
             found += 1;
             let desk = Desk::with(&fs::read_to_string(&path).unwrap());
             let output = desk.run(&[
-                "--set", "train={ steps = 1, batch_size = 4 }",
-                "--set", "task.mqar.test.0.examples=4",
+                "--set",
+                "train={ steps = 1, batch_size = 4 }",
+                "--set",
+                "task.mqar.test.0.examples=4",
             ]);
             assert!(output.status.success(), "{}: {}", path.display(), text(&output.stderr));
             assert_eq!(desk.summary("tiny")["status"], "completed", "{}", path.display());
@@ -367,7 +376,10 @@ fn wrong_values_are_refused_by_key() {
         ("model.d_model=0".into(), vec!["`model.d_model` is 0"]),
         ("model.layers=[]".into(), vec!["`model.layers` is empty"]),
         ("model.layers.0.repeat=0".into(), vec!["`model.layers[0].repeat` is 0"]),
-        (layer("gated_deltanet = { heads = 3 }"), vec!["gated_deltanet.heads` is 3", "d_model = 16"]),
+        (
+            layer("gated_deltanet = { heads = 3 }"),
+            vec!["gated_deltanet.heads` is 3", "d_model = 16"],
+        ),
         (layer("gated_deltanet = { heads = 2, value_heads = 3 }"), vec!["value_heads` is 3"]),
         (layer("gated_deltanet = { heads = 2, chunk = 48 }"), vec!["chunk` is 48", "64"]),
         (layer("deltanet = { expand_v = 0.3 }"), vec!["deltanet.expand_v` is 0.3", "whole"]),
@@ -451,4 +463,37 @@ fn a_folder_with_another_run_or_a_broken_one_is_left_alone() {
     damage("state.json", &|bytes| bytes.truncate(20));
     desk.run_well(&["--resume"]);
     desk.run_well(&["--overwrite"]);
+}
+
+#[test]
+fn both_published_variants_of_mqar_can_be_written_down() {
+    use linattn_tasks::{MqarConfig, TaskConfig};
+    let read = |text: &str| -> TaskConfig { toml::from_str(text).unwrap() };
+    let figure = "[mqar]\ntrain = [{ length = 512, pairs = 64, examples = 100_000 }]\n\
+                  test = [{ length = 512, pairs = 64, examples = 3_000 }]\n";
+    assert_eq!(read(figure), TaskConfig::Mqar(MqarConfig::figure2(512, 64)));
+    let cells = |cells: &[(usize, usize, usize)]| -> String {
+        let cell = |&(length, pairs, examples): &(usize, usize, usize)| {
+            format!("{{ length = {length}, pairs = {pairs}, examples = {examples} }}")
+        };
+        cells.iter().map(cell).collect::<Vec<_>>().join(", ")
+    };
+    let train = cells(&[
+        (64, 4, 100_000),
+        (128, 8, 20_000),
+        (256, 16, 20_000),
+        (256, 32, 20_000),
+        (256, 64, 20_000),
+    ]);
+    let test = cells(&[
+        (64, 4, 1000),
+        (64, 8, 1000),
+        (64, 16, 1000),
+        (128, 32, 1000),
+        (256, 64, 1000),
+        (512, 128, 1000),
+        (1024, 256, 1000),
+    ]);
+    let mix = format!("[mqar]\nfiller = 'random'\ntrain = [{train}]\ntest = [{test}]\n");
+    assert_eq!(read(&mix), TaskConfig::Mqar(MqarConfig::based_mix()));
 }

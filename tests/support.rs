@@ -21,17 +21,29 @@ pub fn download<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
     x.into_data().iter::<f64>().collect()
 }
 
-/// A device of the software or hardware Vulkan adapter. Without one the test that asks is skipped,
+/// The first adapter of Vulkan or Metal, software or not. Without one the test that asks is skipped,
 /// visibly; where `LINATTN_REQUIRE_GPU` is set, it fails.
 #[cfg(feature = "wgpu")]
-pub fn gpu() -> Option<burn::backend::wgpu::WgpuDevice> {
-    let devices = linattn_cli::device::wgpu_devices();
-    if devices.is_empty() {
+pub fn wgpu() -> Option<burn::backend::wgpu::WgpuDevice> {
+    let first = linattn_cli::device::wgpu_devices().into_iter().next();
+    if first.is_none() {
         assert!(
             std::env::var_os("LINATTN_REQUIRE_GPU").is_none(),
             "LINATTN_REQUIRE_GPU is set, and there is no adapter"
         );
         eprintln!("skipped: no adapter");
     }
-    devices.into_iter().next()
+    first
+}
+
+/// The first NVIDIA GPU, or a visible skip.
+#[cfg(feature = "cuda")]
+pub fn cuda() -> Option<burn::backend::cuda::CudaDevice> {
+    match linattn_cli::device::choose("cuda:0") {
+        Ok(_) => Some(burn::backend::cuda::CudaDevice::new(0)),
+        Err(why) => {
+            eprintln!("skipped: {why}");
+            None
+        }
+    }
 }

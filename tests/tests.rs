@@ -6,3 +6,13 @@ mod ops;
 #[cfg(feature = "cpu")]
 mod runs;
 mod support;
+
+#[cfg(feature = "cpu")]
+#[path = "../examples/own_project.rs"]
+mod own_project;
+
+#[cfg(feature = "cpu")]
+#[test]
+fn the_example_of_library_use_runs() {
+    own_project::main().unwrap();
+}

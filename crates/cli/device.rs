@@ -149,10 +149,12 @@ fn look_up(name: &str, kind: Kind, index: usize) -> Result<String, DeviceError> 
             .map(|()| format!("cuda:{index}"))
             .map_err(|why| DeviceError::new(name, why)),
         #[cfg(feature = "rocm")]
-        Kind::Rocm => count("ROCm", &["libamdhip64.so", "libamdhip64.so.6"], "hipInit", "hipGetDeviceCount")
-            .and_then(|count| within(index, count, "ROCm GPUs"))
-            .map(|()| format!("rocm:{index}"))
-            .map_err(|why| DeviceError::new(name, why)),
+        Kind::Rocm => {
+            count("ROCm", &["libamdhip64.so", "libamdhip64.so.6"], "hipInit", "hipGetDeviceCount")
+                .and_then(|count| within(index, count, "ROCm GPUs"))
+                .map(|()| format!("rocm:{index}"))
+                .map_err(|why| DeviceError::new(name, why))
+        }
         #[cfg(feature = "wgpu")]
         Kind::Wgpu => {
             if name.starts_with("metal") != (WGPU_NAME == "metal") && !name.starts_with("wgpu") {

@@ -18,7 +18,7 @@
 //! let x = Tensor::<B, 3>::random([4, 100, 32], Distribution::Default, &device); // [B, T, D]
 //! let (y, state) = mixer.forward(x.clone(), None);
 //! let gradients = y.sum().backward();
-//! let (next, state) = mixer.step(x.narrow(1, 0, 1).squeeze_dim(1), state); // one token more
+//! let (next, state) = mixer.step(x.narrow(1, 0, 1).squeeze_dim(1), Some(state)); // one token more
 //! # Ok::<(), linattn::nn::ConfigError>(())
 //! ```
 #![deny(missing_docs)]

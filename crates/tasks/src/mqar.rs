@@ -94,13 +94,7 @@ impl MqarConfig {
     /// One cell of the figure in arXiv 2312.04927, where (length, pairs) is (64, 4), (128, 8),
     /// (256, 16) or (512, 64): zeros as filler, 100 000 examples to train and 3 000 to test.
     pub fn figure2(length: usize, pairs: usize) -> Self {
-        let cell = |examples| {
-            vec![Cell {
-                length,
-                pairs,
-                examples,
-            }]
-        };
+        let cell = |examples| vec![Cell { length, pairs, examples }];
         Self::published(Filler::Zero, cell(100_000), cell(3_000))
     }
 
@@ -108,11 +102,7 @@ impl MqarConfig {
     /// and seven test sets, the last two longer than any training sequence. Its score is the mean
     /// over all 7 000 test examples.
     pub fn based_mix() -> Self {
-        let cell = |(length, pairs, examples)| Cell {
-            length,
-            pairs,
-            examples,
-        };
+        let cell = |(length, pairs, examples)| Cell { length, pairs, examples };
         let cells = |list: &[(usize, usize, u64)]| list.iter().copied().map(cell).collect();
         let train = cells(&[
             (64, 4, 100_000),
@@ -155,23 +145,10 @@ impl MqarConfig {
     fn check(&self) -> Result<(), TaskError> {
         let sound = self.power.is_finite() && self.power > 0.0;
         require(sound, "power", self.power, "finite and above 0")?;
-        require(
-            !self.train.is_empty(),
-            "train",
-            "empty",
-            "a list of one set or more",
-        )?;
-        require(
-            !self.test.is_empty(),
-            "test",
-            "empty",
-            "a list of one set or more",
-        )?;
-        let lists = [
-            ("train", &self.train),
-            ("validation", &self.validation),
-            ("test", &self.test),
-        ];
+        require(!self.train.is_empty(), "train", "empty", "a list of one set or more")?;
+        require(!self.test.is_empty(), "test", "empty", "a list of one set or more")?;
+        let lists =
+            [("train", &self.train), ("validation", &self.validation), ("test", &self.test)];
         for (list, cells) in lists {
             for (i, cell) in cells.iter().enumerate() {
                 self.check_cell(&format!("{list}[{i}]"), cell)?;
@@ -182,11 +159,7 @@ impl MqarConfig {
 
     // That there are keys enough for the pairs follows: n <= L/4 < V/4.
     fn check_cell(&self, at: &str, cell: &Cell) -> Result<(), TaskError> {
-        let &Cell {
-            length,
-            pairs,
-            examples,
-        } = cell;
+        let &Cell { length, pairs, examples } = cell;
         let key = |name| format!("{at}.{name}");
         let even = length >= 4 && length.is_multiple_of(2);
         require(even, &key("length"), length, "even, and 4 or more")?;
@@ -276,31 +249,16 @@ impl Sets {
 
 impl Cell {
     fn info(&self) -> SetInfo {
-        let &Self {
-            length,
-            pairs,
-            examples,
-        } = self;
-        SetInfo {
-            name: format!("{length}x{pairs}"),
-            length,
-            examples,
-            scored: pairs,
-        }
+        let &Self { length, pairs, examples } = self;
+        SetInfo { name: format!("{length}x{pairs}"), length, examples, scored: pairs }
     }
 }
 
 impl Shape {
     fn new(cell: &Cell, power: f64) -> Self {
         let slots = (cell.length - 2 * cell.pairs) / 2;
-        let delays = (1..=slots)
-            .map(|i| (1.0 - power) * (i as f64).ln())
-            .collect();
-        Self {
-            length: cell.length,
-            pairs: cell.pairs,
-            delays,
-        }
+        let delays = (1..=slots).map(|i| (1.0 - power) * (i as f64).ln()).collect();
+        Self { length: cell.length, pairs: cell.pairs, delays }
     }
 
     /// Slots for the queries, in the order in which they are drawn.
@@ -336,12 +294,7 @@ struct Draws {
 
 impl Draws {
     fn lay_out(self) -> Example {
-        let Self {
-            keys,
-            values,
-            slots,
-            filler,
-        } = self;
+        let Self { keys, values, slots, filler } = self;
         let context = 2 * keys.len();
         let pairs = keys.iter().zip(&values);
         let mut input: Vec<u32> = pairs.flat_map(|(&key, &value)| [key, value]).collect();
@@ -396,13 +349,7 @@ impl Task for Mqar {
         let values = draw_distinct(rng, half, self.vocab, shape.pairs);
         let slots = shape.draw_slots(rng);
         let filler = draw_filler(rng, self.filler, self.vocab, shape.length - 2 * shape.pairs);
-        Draws {
-            keys,
-            values,
-            slots,
-            filler,
-        }
-        .lay_out()
+        Draws { keys, values, slots, filler }.lay_out()
     }
 
     fn score_name(&self) -> &'static str {

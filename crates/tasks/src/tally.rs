@@ -63,17 +63,12 @@ impl Tally {
     /// Every mean, in the order in which they were first added; a mean of no values is left out.
     pub fn metrics(&self) -> Vec<(&'static str, f64)> {
         let known = self.means.iter().filter(|mean| mean.count > 0);
-        known
-            .map(|mean| (mean.name, mean.sum / mean.count as f64))
-            .collect()
+        known.map(|mean| (mean.name, mean.sum / mean.count as f64)).collect()
     }
 
     /// The mean called `name`, if anything was added to it.
     pub fn metric(&self, name: &str) -> Option<f64> {
-        self.metrics()
-            .into_iter()
-            .find(|(known, _)| *known == name)
-            .map(|(_, value)| value)
+        self.metrics().into_iter().find(|(known, _)| *known == name).map(|(_, value)| value)
     }
 }
 
@@ -88,10 +83,7 @@ mod tests {
         let row = |targets: &&[u32]| {
             let mut target: Vec<_> = targets.iter().copied().map(Some).collect();
             target.resize(length, None);
-            Example {
-                input: vec![0; length],
-                target,
-            }
+            Example { input: vec![0; length], target }
         };
         Batch::stack(length, rows.iter().map(row))
     }
@@ -100,10 +92,7 @@ mod tests {
     fn a_long_sequence_weighs_more_in_token_accuracy_and_no_more_in_accuracy() {
         let mut tally = Tally::default();
         tally.add_sequences(&batch(&[&[1, 2, 3, 4], &[5]]), &[1, 2, 3, 0, 5]);
-        assert_eq!(
-            tally.metrics(),
-            [("accuracy", 0.875), ("token_accuracy", 0.8), ("exact", 0.5)]
-        );
+        assert_eq!(tally.metrics(), [("accuracy", 0.875), ("token_accuracy", 0.8), ("exact", 0.5)]);
     }
 
     #[test]

@@ -64,13 +64,8 @@ impl Batch {
     /// # Panics
     /// If an example is not `length` tokens long, or the batch would pass 2^32 tokens.
     pub fn stack(length: usize, examples: impl IntoIterator<Item = Example>) -> Self {
-        let mut batch = Self {
-            rows: 0,
-            length,
-            input: Vec::new(),
-            scored: Vec::new(),
-            target: Vec::new(),
-        };
+        let mut batch =
+            Self { rows: 0, length, input: Vec::new(), scored: Vec::new(), target: Vec::new() };
         for example in examples {
             batch.push(&example);
         }
@@ -102,13 +97,11 @@ impl Batch {
     pub(crate) fn scored_rows(&self) -> impl Iterator<Item = Range<usize>> {
         let row = |position: &u32| *position as usize / self.length;
         let mut start = 0;
-        self.scored
-            .chunk_by(move |a, b| row(a) == row(b))
-            .map(move |positions| {
-                let range = start..start + positions.len();
-                start = range.end;
-                range
-            })
+        self.scored.chunk_by(move |a, b| row(a) == row(b)).map(move |positions| {
+            let range = start..start + positions.len();
+            start = range.end;
+            range
+        })
     }
 }
 
@@ -131,10 +124,7 @@ pub trait Task: Send + Sync + Debug {
     /// If the split has no such set.
     fn batch(&self, split: Split, set: usize, indices: &[u64]) -> Batch {
         let length = self.sets(split)[set].length;
-        Batch::stack(
-            length,
-            indices.iter().map(|&index| self.example(split, set, index)),
-        )
+        Batch::stack(length, indices.iter().map(|&index| self.example(split, set, index)))
     }
 
     /// Counts predictions: `predicted[i]` is the id with the largest logit of the whole vocabulary
@@ -154,10 +144,7 @@ mod tests {
     use super::*;
 
     fn example(input: [u32; 3], target: [Option<u32>; 3]) -> Example {
-        Example {
-            input: input.into(),
-            target: target.into(),
-        }
+        Example { input: input.into(), target: target.into() }
     }
 
     #[test]
@@ -178,10 +165,7 @@ mod tests {
     #[test]
     fn a_batch_of_nothing_is_empty() {
         let batch = Batch::stack(3, []);
-        assert_eq!(
-            (batch.rows, batch.input.len(), batch.scored_rows().count()),
-            (0, 0, 0)
-        );
+        assert_eq!((batch.rows, batch.input.len(), batch.scored_rows().count()), (0, 0, 0));
     }
 
     #[test]

@@ -429,9 +429,9 @@ impl EvaluateConfig {
 /// Puts one `key=value` in place. The value is TOML; what is no TOML is taken as a string.
 fn set(table: &mut Table, given: &str) -> Result<(), ConfigError> {
     let wrong = |want: String| ConfigError::Override { given: given.to_string(), want };
-    let (key, value) = given
-        .split_once('=')
-        .ok_or_else(|| wrong("it has to be key=value, for instance optimizer.learning_rate=1e-3".into()))?;
+    let (key, value) = given.split_once('=').ok_or_else(|| {
+        wrong("it has to be key=value, for instance optimizer.learning_rate=1e-3".into())
+    })?;
     let value = parse_value(value.trim());
     let keys: Vec<&str> = key.trim().split('.').collect();
     let Some((last, parents)) = keys.split_last() else { unreachable!("split gives one at least") };
@@ -439,9 +439,7 @@ fn set(table: &mut Table, given: &str) -> Result<(), ConfigError> {
     let mut at = &mut root;
     for key in parents {
         at = match at {
-            Value::Table(table) => {
-                table.entry(*key).or_insert_with(|| Value::Table(Table::new()))
-            }
+            Value::Table(table) => table.entry(*key).or_insert_with(|| Value::Table(Table::new())),
             Value::Array(list) => element(list, key).map_err(&wrong)?,
             _ => return Err(wrong(format!("`{key}` stands below a plain value"))),
         };

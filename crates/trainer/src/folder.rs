@@ -55,7 +55,9 @@ pub enum FolderError {
         here: String,
     },
     /// A file is not what was written.
-    #[error("{path} is corrupt: {why}; delete {checkpoint} to resume from the checkpoint before it")]
+    #[error(
+        "{path} is corrupt: {why}; delete {checkpoint} to resume from the checkpoint before it"
+    )]
     Corrupt {
         /// The file.
         path: PathBuf,
@@ -191,11 +193,6 @@ impl RunFolder {
     /// The folder.
     pub fn root(&self) -> &Path {
         &self.root
-    }
-
-    /// Length of the metrics so far, in bytes.
-    pub fn metrics_bytes(&self) -> u64 {
-        self.metrics_bytes
     }
 
     /// Adds a line to `metrics.jsonl`.

@@ -64,7 +64,8 @@ impl Progress {
         let left = self.time_left(step);
         match &mut self.view {
             View::Tui(dashboard) => {
-                let numbers = [("Loss", loss), ("Learning rate", rate), ("Tokens/s", tokens_per_second)];
+                let numbers =
+                    [("Loss", loss), ("Learning rate", rate), ("Tokens/s", tokens_per_second)];
                 dashboard.show(Split::Train, &numbers, step, self.total);
             }
             View::Lines { next } if *next <= Instant::now() => {
@@ -89,9 +90,8 @@ impl Progress {
                 dashboard.show(Split::Valid, &list, step, self.total);
             }
             View::Lines { .. } => {
-                let list: Vec<String> = headline(metrics)
-                    .map(|(name, value)| format!("{name} {value:.4}"))
-                    .collect();
+                let list: Vec<String> =
+                    headline(metrics).map(|(name, value)| format!("{name} {value:.4}")).collect();
                 let best = if best { ", the best so far" } else { "" };
                 eprintln!("step {step}: {}{best}", list.join(", "));
             }

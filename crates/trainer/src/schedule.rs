@@ -102,8 +102,7 @@ impl Plan {
             list.shuffle(&mut rng);
             list
         };
-        let examples =
-            (1u64..).zip(&self.sets).map(|(i, set)| shuffled(set.examples, i)).collect();
+        let examples = (1u64..).zip(&self.sets).map(|(i, set)| shuffled(set.examples, i)).collect();
         Drawn { epoch, batches: shuffled(self.steps_per_epoch, 0), examples }
     }
 }
@@ -128,4 +127,93 @@ pub fn learning_rate(schedule: &ScheduleConfig, plan: &Plan, step: u64) -> f64 {
         Shape::Linear => 1.0 - done.min(1.0),
     };
     schedule.floor + (1.0 - schedule.floor) * share
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn plan(order: &str, steps: &str) -> (RunConfig, Plan) {
+        let text = format!(
+            "[task.mqar]\nvocab = 64\n\
+             train = [{{ length = 16, pairs = 2, examples = 20 }}, {{ length = 32, pairs = 2, examples = 9 }}]\n\
+             test = [{{ length = 16, pairs = 2, examples = 2 }}]\n\
+             [model]\nd_model = 8\n[[model.layers]]\nmixer.deltanet = {{}}\n\
+             [train]\nbatch_size = 4\norder = '{order}'\n{steps}\n"
+        );
+        let run: RunConfig = toml::from_str(&text).unwrap();
+        let task = run.task.build(run.seed).unwrap();
+        let plan = Plan::new(&run, task.as_ref());
+        (run, plan)
+    }
+
+    fn epoch(plan: &mut Plan, epoch: u64) -> Vec<(usize, u64)> {
+        let from = epoch * plan.steps_per_epoch;
+        (from..from + plan.steps_per_epoch)
+            .map(|step| plan.pick(step))
+            .flat_map(|pick| pick.indices.into_iter().map(move |index| (pick.set, index)))
+            .collect()
+    }
+
+    #[test]
+    fn every_example_comes_once_an_epoch_in_every_order() {
+        for order in ["fixed", "shuffled", "fresh"] {
+            let (_, mut plan) = plan(order, "epochs = 3");
+            assert_eq!((plan.steps_per_epoch, plan.total_steps), (8, 24), "5 batches and 3");
+            for e in 0..3 {
+                let offset = |set: usize| if order == "fresh" { e * [20, 9][set] } else { 0 };
+                let got: BTreeSet<_> = epoch(&mut plan, e)
+                    .into_iter()
+                    .map(|(set, index)| (set, index - offset(set)))
+                    .collect();
+                assert_eq!(got.len(), 29, "{order}, epoch {e}");
+                assert!(got.iter().all(|&(set, index)| index < [20, 9][set]), "{order}");
+            }
+        }
+    }
+
+    #[test]
+    fn shuffling_differs_between_epochs_and_repeats_from_any_step() {
+        let (_, mut a) = plan("shuffled", "epochs = 3");
+        let (first, second) = (epoch(&mut a, 0), epoch(&mut a, 1));
+        assert_ne!(first, second);
+        let (_, mut b) = plan("shuffled", "epochs = 3");
+        assert_eq!(b.pick(11), a.pick(11), "without having picked what came before");
+        assert_eq!(epoch(&mut b, 0), first);
+    }
+
+    #[test]
+    fn fixed_order_is_set_after_set() {
+        let (_, mut plan) = plan("fixed", "steps = 5");
+        assert_eq!(plan.total_steps, 5);
+        let order: Vec<_> = (0..20).map(|i| (0, i)).chain((0..9).map(|i| (1, i))).collect();
+        assert_eq!(epoch(&mut plan, 0), order);
+        assert_eq!(epoch(&mut plan, 7), order);
+    }
+
+    #[test]
+    fn the_rate_warms_up_falls_and_ends_at_its_floor() {
+        let (_, plan) = plan("fixed", "steps = 100");
+        for shape in [Shape::Cosine, Shape::Linear, Shape::Constant] {
+            let schedule = ScheduleConfig { shape, warmup_steps: 10, floor: 0.1, per: Per::Step };
+            let rate = |step| learning_rate(&schedule, &plan, step);
+            assert!((rate(0) - 0.1).abs() < 1e-12 && (rate(9) - 1.0).abs() < 1e-12, "{shape:?}");
+            assert!((rate(10) - 1.0).abs() < 1e-12, "{shape:?}");
+            let end = if shape == Shape::Constant { 1.0 } else { 0.1 };
+            assert!((rate(100) - end).abs() < 1e-12, "{shape:?}: {}", rate(100));
+            assert!((10..99).all(|step| rate(step + 1) <= rate(step)), "{shape:?}");
+        }
+    }
+
+    #[test]
+    fn a_rate_per_epoch_is_the_same_throughout_one() {
+        let (_, plan) = plan("fixed", "epochs = 4");
+        let schedule = ScheduleConfig { per: Per::Epoch, ..Default::default() };
+        let rates: Vec<f64> = (0..32).map(|step| learning_rate(&schedule, &plan, step)).collect();
+        for (epoch, rates) in rates.chunks(8).enumerate() {
+            let want = 0.5 * (1.0 + (std::f64::consts::PI * epoch as f64 / 4.0).cos());
+            assert!(rates.iter().all(|rate| (rate - want).abs() < 1e-12), "epoch {epoch}");
+        }
+    }
 }

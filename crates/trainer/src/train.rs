@@ -116,7 +116,7 @@ pub fn train<B: TrainBackend>(
     job.run.model.cost(1).map_err(ConfigError::from)?;
     let (folder, checkpoint) = RunFolder::open(&root, &job.run, job.start)?;
     let mut training = Training::<B>::new(job, devices, task.as_ref(), folder, checkpoint)?;
-    let status = training.to_the_end()?;
+    let status = training.run_on()?;
     training.conclude(status)
 }
 
@@ -191,7 +191,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         })
     }
 
-    fn to_the_end(&mut self) -> Result<Status, TrainError> {
+    fn run_on(&mut self) -> Result<Status, TrainError> {
         let (from, to) = (self.position.step, self.plan.total_steps);
         if self.position.stopped_early {
             return Ok(Status::StoppedEarly);
@@ -242,7 +242,8 @@ impl<'a, B: TrainBackend> Training<'a, B> {
             let numbers = self.step(&parts);
             let step = self.position.step;
             let last = step == self.plan.total_steps;
-            let (evaluate, save) = (step.is_multiple_of(evaluate_every), step.is_multiple_of(save_every));
+            let (evaluate, save) =
+                (step.is_multiple_of(evaluate_every), step.is_multiple_of(save_every));
             let log = step.is_multiple_of(run.train.log_every);
             let values = match log || evaluate || save || last {
                 true => Some(self.checked(numbers)?),
@@ -273,12 +274,8 @@ impl<'a, B: TrainBackend> Training<'a, B> {
             // Dropout is a function of seed and step, so that a resumed run draws the same.
             B::seed(device, run.seed.wrapping_add((self.position.step + 1) << 20));
         }
-        let (mut gradients, loss) = gradients(
-            &self.learner,
-            parts,
-            self.devices,
-            run.model.embedding_dropout == 0.0,
-        );
+        let (mut gradients, loss) =
+            gradients(&self.learner, parts, self.devices, run.model.embedding_dropout == 0.0);
         let norm = gradient_norm::<B, _>(&self.learner, &gradients);
         if let Some(longest) = run.train.clip_norm {
             gradients = clip::<B, _>(&self.learner, gradients, &norm, longest);
@@ -330,8 +327,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
     fn evaluate(&mut self) -> Result<bool, TrainError> {
         let run = &self.job.run;
         let batch_size = run.evaluate.batch_size.unwrap_or(run.train.batch_size);
-        let evaluation =
-            evaluate(&self.learner.valid(), self.task, batch_size, &self.devices[0]);
+        let evaluation = evaluate(&self.learner.valid(), self.task, batch_size, &self.devices[0]);
         let score = evaluation.score(run.evaluate.select_on, self.task);
         let better = self.position.best_score.is_none_or(|best| score > best);
         if better {
@@ -357,8 +353,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         let good = run.evaluate.stop_above.is_some_and(|enough| score > enough);
         let stale =
             run.evaluate.patience.is_some_and(|n| self.position.evaluations_since_best >= n);
-        self.position.stopped_early =
-            (good || stale) && self.position.step < self.plan.total_steps;
+        self.position.stopped_early = (good || stale) && self.position.step < self.plan.total_steps;
         if better {
             self.save()?;
         }

@@ -88,6 +88,7 @@ impl<B: Backend> SwiGlu<B> {
 }
 
 /// Any MLP, with the norm before it.
+#[allow(clippy::large_enum_variant)] // a model holds a few
 #[derive(Module, Debug)]
 pub enum Mlp<B: Backend> {
     /// The norm alone.

@@ -8,8 +8,8 @@
 mod block;
 mod convolution;
 mod layers;
-mod model;
 pub mod mixers;
+mod model;
 mod rope;
 
 pub use block::{Block, LayerConfig, Mlp, MlpConfig, SwiGlu, SwiGluConfig};

@@ -5,8 +5,8 @@
 //! slot and passes a dummy on, which makes the hub run once, after both. A slot left empty means that
 //! nobody used that output.
 
-use super::convolution::{self, Convolution};
 use super::backend::{Forward, LinearAttentionBackend, Operands, Path, Saved};
+use super::convolution::{self, Convolution};
 use burn::backend::autodiff::{
     Autodiff, NodeId,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},

@@ -131,16 +131,6 @@ pub trait LinearAttentionBackend: Backend {
 #[cfg(feature = "cpu")]
 impl LinearAttentionBackend for burn_flex::Flex {}
 
-#[cfg(feature = "cubecl")]
-impl<R, F, I, BT> LinearAttentionBackend for burn_cubecl::CubeBackend<R, F, I, BT>
-where
-    R: burn_cubecl::CubeRuntime,
-    F: burn_cubecl::FloatElement,
-    I: burn_cubecl::IntElement,
-    BT: burn_cubecl::element::BoolElement,
-{
-}
-
 /// The tensor around a backend's own.
 pub(super) fn tensor<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(x))

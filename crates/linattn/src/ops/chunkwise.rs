@@ -179,7 +179,7 @@ impl<B: Backend> Chunks<B> {
     }
 
     /// `x_i e^{G_i}`: as a query at the start of the chunk would have to be.
-    fn from_start(&self, x: &Tensor<B, 4>) -> Tensor<B, 4> {
+    fn since_start(&self, x: &Tensor<B, 4>) -> Tensor<B, 4> {
         match &self.decay {
             Some(decay) => x.clone() * decay.from_start.clone(),
             None => x.clone(),
@@ -253,7 +253,7 @@ impl<B: Backend> Chunks<B> {
     fn apply(&self, delta: &Delta<B>, inverse: Tensor<B, 4>) -> Solved<B> {
         Solved {
             values: inverse.clone().matmul(self.v.clone() * delta.beta.clone()),
-            erase: inverse.clone().matmul(self.from_start(&delta.erase)),
+            erase: inverse.clone().matmul(self.since_start(&delta.erase)),
             inverse,
         }
     }
@@ -281,7 +281,7 @@ pub(super) fn forward<B: Backend>(
     let solved = x.delta.as_ref().map(|delta| x.solve(delta));
     let Scan { states, written, last } = x.scan(solved.as_ref());
     let u = written.clone().unwrap_or_else(|| x.v.clone());
-    let o = x.scores(&x.q, &x.k).matmul(u) + x.from_start(&x.q).matmul(states.clone());
+    let o = x.scores(&x.q, &x.k).matmul(u) + x.since_start(&x.q).matmul(states.clone());
     let Sizes { batch, heads, key_width, value_width, .. } = x.sizes;
     let state = last.reshape([batch, heads, key_width, value_width]);
     Forward {
@@ -322,7 +322,7 @@ pub(super) fn backward<B: Backend>(
     let Reverse { d_states, d_written, d_start } =
         reverse(&x, reads.clone().transpose().matmul(d_o.clone()), &d_o, d_last, solved.as_ref());
     let kept_by_state = x.to_end(&u.clone().matmul(d_states.clone().transpose()));
-    let read_of_state = x.from_start(&d_o.clone().matmul(states.clone().transpose()));
+    let read_of_state = x.since_start(&d_o.clone().matmul(states.clone().transpose()));
 
     let d_reads = d_o.matmul(u.clone().transpose());
     let d_scores = decayed(&x, d_reads.clone(), false);
@@ -336,7 +336,7 @@ pub(super) fn backward<B: Backend>(
     if let (Some(delta), Some(solved)) = (&x.delta, &solved) {
         let r = solved.inverse.clone().transpose().matmul(d_written);
         let d_n = r.clone().matmul(u.transpose()).neg();
-        let erased = x.from_start(&r.clone().matmul(states.clone().transpose()));
+        let erased = x.since_start(&r.clone().matmul(states.clone().transpose()));
         let d_pairs = decayed(&x, d_n.clone(), true);
         let d_erase = d_pairs.clone().matmul(x.k.clone()) - erased.clone();
         d_k = d_k
@@ -395,7 +395,7 @@ fn reverse<B: Backend>(
     solved: Option<&Solved<B>>,
 ) -> Reverse<B> {
     let kept = x.to_end(&x.k);
-    let by_outputs = x.from_start(&x.q).transpose().matmul(d_o.clone());
+    let by_outputs = x.since_start(&x.q).transpose().matmul(d_o.clone());
     let (mut d_states, mut d_written) = (vec![], vec![]);
     for c in (0..x.sizes.chunks()).rev() {
         let at = |x: &Tensor<B, 4>| x.clone().narrow(0, c, 1);

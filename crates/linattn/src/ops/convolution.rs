@@ -88,8 +88,7 @@ impl<B: LinearAttentionBackend> Backward<B, 3> for ConvolutionNode {
     ) {
         let d_y = gradients.consume::<B>(&ops.node);
         let Convolution { x, weight, tail } = ops.state;
-        let [x, weight, tail] =
-            [x, weight, tail].map(|id| checkpointer.retrieve_node_output(id));
+        let [x, weight, tail] = [x, weight, tail].map(|id| checkpointer.retrieve_node_output(id));
         let d = B::short_convolution_backward(Convolution { x, weight, tail }, d_y);
         for (parent, gradient) in ops.parents.into_iter().zip([d.x, d.weight, d.tail]) {
             if let Some(parent) = parent {

@@ -15,6 +15,8 @@ mod autodiff;
 mod backend;
 mod chunkwise;
 mod convolution;
+#[cfg(feature = "cubecl")]
+mod cube;
 mod decay;
 mod mask;
 mod recurrent;
@@ -209,10 +211,8 @@ pub fn short_convolution<B: LinearAttentionBackend>(
     }
     let before = [batch, width - 1, channels];
     let tail = tail.unwrap_or_else(|| Tensor::zeros(before, (&x.device(), x.dtype())));
-    let shapes: [(&str, &[usize], &[usize]); 2] = [
-        ("weight", &weight.dims(), &[width, channels]),
-        ("tail", &tail.dims(), &before),
-    ];
+    let shapes: [(&str, &[usize], &[usize]); 2] =
+        [("weight", &weight.dims(), &[width, channels]), ("tail", &tail.dims(), &before)];
     for (tensor, got, want) in shapes {
         if got != want {
             return Err(OpError::Shape { op, tensor, got: got.into(), want: want.into() });
@@ -223,8 +223,7 @@ pub fn short_convolution<B: LinearAttentionBackend>(
         true => convolution::seen(tail.clone(), x.clone()).narrow(1, tokens, width - 1),
         false => x.clone().narrow(1, tokens + 1 - width, width - 1),
     };
-    let inputs =
-        Convolution { x: primitive(x), weight: primitive(weight), tail: primitive(tail) };
+    let inputs = Convolution { x: primitive(x), weight: primitive(weight), tail: primitive(tail) };
     Ok((tensor(B::short_convolution(inputs)), next))
 }
 

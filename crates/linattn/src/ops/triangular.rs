@@ -66,8 +66,7 @@ fn merge<B: Backend>(inverse: Tensor<B, 3>, n: &Tensor<B, 3>, width: usize) -> T
 /// `[M, C / stride, w, w]`, w = stride - offset.
 fn blocks<B: Backend>(n: &Tensor<B, 3>, stride: usize, offset: usize) -> Tensor<B, 4> {
     let (size, width) = (n.dims()[1], stride - offset);
-    let cut = |i: usize| {
-        n.clone().narrow(1, i * stride + offset, width).narrow(2, i * stride, width)
-    };
+    let cut =
+        |i: usize| n.clone().narrow(1, i * stride + offset, width).narrow(2, i * stride, width);
     Tensor::stack((0..size / stride).map(cut).collect(), 1)
 }

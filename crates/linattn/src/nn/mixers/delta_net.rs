@@ -11,7 +11,9 @@
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::convolution::{ShortConvolution, check_window, convolve};
-use crate::nn::layers::{GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads};
+use crate::nn::layers::{
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads,
+};
 use crate::nn::{ConfigError, Cost, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, OpError};
 use burn::module::{Module, Param};

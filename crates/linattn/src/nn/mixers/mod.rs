@@ -69,7 +69,9 @@ impl<B: Backend> From<MixerState<B>> for MatrixState<B> {
     fn from(state: MixerState<B>) -> Self {
         match state {
             MixerState::Matrix(state) => state,
-            MixerState::Cache(_) => panic!("the state of softmax attention given to a mixer with a matrix memory"),
+            MixerState::Cache(_) => {
+                panic!("the state of softmax attention given to a mixer with a matrix memory")
+            }
         }
     }
 }
@@ -78,7 +80,9 @@ impl<B: Backend> From<MixerState<B>> for KeyValueCache<B> {
     fn from(state: MixerState<B>) -> Self {
         match state {
             MixerState::Cache(state) => state,
-            MixerState::Matrix(_) => panic!("the state of a matrix memory given to softmax attention"),
+            MixerState::Matrix(_) => {
+                panic!("the state of a matrix memory given to softmax attention")
+            }
         }
     }
 }

@@ -185,7 +185,6 @@ impl<B: LinearAttentionBackend> RetNet<B> {
 
 /// ln(1 - 2^{-5-h}) for head h, `[1, 1, H]`.
 fn log_decay<B: Backend>(like: &Tensor<B, 3>, heads: usize) -> Tensor<B, 3> {
-    let logs: Vec<f32> =
-        (0..heads).map(|h| (-(2f64.powi(-5 - h as i32))).ln_1p() as f32).collect();
+    let logs: Vec<f32> = (0..heads).map(|h| (-(2f64.powi(-5 - h as i32))).ln_1p() as f32).collect();
     Tensor::from_data(TensorData::new(logs, [1, 1, heads]), (&like.device(), like.dtype()))
 }

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Every mixer on the small MQAR cell, three seeds each; writes rows.csv. From the repository's root:
+#   experiments/mqar_three_seeds/run.sh [MIXER ..]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+here=experiments/mqar_three_seeds
+mixers=("$@")
+[ $# -gt 0 ] || mixers=(gated_deltanet deltanet attention mamba2 retnet linear_attention)
+
+cargo build --bin train
+value() { sed -n "s/^  \"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" "$2"; }
+
+columns=(score steps parameters state_bytes tokens_per_second wall_seconds status device commit)
+rows=$here/rows.csv
+echo "mixer,seed,$(IFS=,; echo "${columns[*]}")" > "$rows"
+for mixer in "${mixers[@]}"; do
+    for seed in 0 1 2; do
+        name=${mixer}_$seed
+        cargo run -q --bin train -- --config "configs/mqar/$mixer.toml" --device cpu --overwrite \
+            --out runs/mqar_three_seeds --set "name=$name" --set "seed=$seed"
+        summary=runs/mqar_three_seeds/$name/summary.json
+        row=$mixer,$seed
+        for column in "${columns[@]}"; do row=$row,$(value "$column" "$summary"); done
+        echo "$row" >> "$rows"
+    done
+done
