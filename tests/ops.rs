@@ -3,7 +3,7 @@
 use crate::support::{F32_LIMIT, download, upload};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};
-use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, OpError};
+use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, OpResult};
 use linattn_oracle::{
     Decay, Dims, Family, Gate, Inputs, Recipe, Rng, Strength, Transition, assert_close, backward,
     forward, slice_tokens,
@@ -46,10 +46,8 @@ impl<B: Backend> Uploaded<B> {
     }
 }
 
-type Result4<B> = Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>;
-
 impl<B: LinearAttentionBackend> Uploaded<B> {
-    fn run(self, chunk: usize) -> Result4<B> {
+    fn run(self, chunk: usize) -> OpResult<B> {
         let Self { q, k, v, g, beta, state } = self;
         match beta {
             Some(beta) => ops::delta_rule(DeltaRule { q, k, v, beta, g }, state, chunk),
@@ -57,7 +55,7 @@ impl<B: LinearAttentionBackend> Uploaded<B> {
         }
     }
 
-    fn step(self) -> Result4<B> {
+    fn step(self) -> OpResult<B> {
         let Self { q, k, v, g, beta, state } = self;
         match beta {
             Some(beta) => ops::delta_rule_step(DeltaRule { q, k, v, beta, g }, state),
@@ -351,7 +349,8 @@ mod on_cpu {
             change(&mut input);
             input.run(chunk).expect_err("it does not fit").to_string()
         };
-        let cases: [(&str, &dyn Fn(&mut Uploaded<Flex>), usize); 7] = [
+        type Change<'a> = &'a dyn Fn(&mut Uploaded<Flex>);
+        let cases: [(&str, Change<'_>, usize); 7] = [
             ("`k` is [2, 8, 2, 5]", &|x| x.k = x.k.clone().narrow(3, 0, 5), 64),
             ("`v` is [1, 8, 2, 20]", &|x| x.v = x.v.clone().narrow(0, 0, 1), 64),
             ("`g` is [2, 7, 2]", &|x| x.g = x.g.clone().map(|g| g.narrow(1, 0, 7)), 64),

@@ -4,7 +4,8 @@ use crate::device::{self, Choice, Job};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail};
 use linattn_trainer::{
     ConfigError, DryRun, Interrupter, Outcome, ProgressStyle, RunConfig, Start, Status,
-    TrainBackend, TrainError, TrainJob, dry_run, run_folder, train as run_training,
+    TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, restore_terminal, run_folder,
+    train as run_training,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -123,9 +124,12 @@ fn stop_on_ctrl_c(stop: &Interrupter) -> Result<(), ctrlc::Error> {
     let stop = stop.clone();
     ctrlc::set_handler(move || {
         if stop.should_stop() {
+            restore_terminal();
             std::process::exit(INTERRUPTED.into());
         }
-        eprintln!("stopping after this step; everything is saved. Once more to stop at once");
+        if !dashboard_is_up() {
+            eprintln!("stopping after this step; everything is saved. Once more to stop at once");
+        }
         stop.stop(Some("Ctrl-C"));
     })
 }

@@ -7,7 +7,9 @@
 #![deny(missing_docs)]
 
 mod config;
+mod cost;
 mod curve;
+mod evaluate;
 mod folder;
 mod learner;
 mod progress;
@@ -19,12 +21,11 @@ pub use config::{
     AdamWConfig, CheckpointConfig, ConfigError, Decay, EvaluateConfig, Order, Per, RunConfig,
     ScheduleConfig, Shape, TrainConfig,
 };
+pub use cost::{DryRun, dry_run};
 pub use curve::{Curve, CurveError};
+pub use evaluate::{Evaluation, evaluate};
 pub use folder::{FolderError, Position, Start, read_summary};
 pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainBackend, TrainLoss};
-pub use progress::{Progress, ProgressStyle};
+pub use progress::{Progress, ProgressStyle, dashboard_is_up, restore_terminal};
 pub use schedule::{Pick, Plan, learning_rate};
-pub use train::{
-    DryRun, Evaluation, Outcome, Status, TrainError, TrainJob, build, dry_run, evaluate,
-    run_folder, train,
-};
+pub use train::{Outcome, Status, TrainError, TrainJob, build, run_folder, train};

@@ -1,228 +1,606 @@
 //! What a person sees while a run goes on: Burn's dashboard on a terminal, plain lines elsewhere.
 
-use burn::data::dataloader::Progress as Done;
+use burn::data::dataloader::Progress as Part;
 use burn_train::Interrupter;
 use burn_train::metric::{
     MetricDefinition, MetricEntry, MetricId, NumericAttributes, NumericEntry, SerializedEntry,
 };
 use burn_train::renderer::tui::TuiMetricsRendererWrapper;
 use burn_train::renderer::{
-    MetricState, MetricsRenderer, MetricsRendererTraining, ProgressType, TrainingProgress,
+    EvaluationName, MetricState, MetricsRenderer, MetricsRendererEvaluation,
+    MetricsRendererTraining, ProgressType, TrainingProgress,
 };
-use std::collections::HashMap;
-use std::io::{IsTerminal, stderr, stdin, stdout};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::collections::{BTreeSet, HashSet};
+use std::fmt;
+use std::io::{IsTerminal, Write, stderr, stdin, stdout};
+use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook, take_hook};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Which view.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub use terminal::{dashboard_is_up, restore_terminal};
+
+/// How a run shows itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ProgressStyle {
-    /// The dashboard where there is a terminal, else lines.
+    /// The dashboard where there is a terminal to read from and to write to, else lines.
+    #[default]
     Auto,
-    /// The dashboard.
+    /// The dashboard; lines where there is no such terminal.
     Tui,
-    /// Lines on standard error.
+    /// Lines on standard error, for people and for logs.
     Lines,
     /// Nothing.
     Quiet,
 }
 
-/// The view of one run.
+/// The view of one run. Dropping it closes the dashboard and gives the terminal back.
 pub struct Progress {
     total: u64,
-    first: u64,
-    started: Instant,
+    pace: Pace,
     view: View,
-}
-
-enum View {
-    Tui(Box<Dashboard>),
-    Lines { next: Instant },
-    Quiet,
-}
-
-/// Time between two lines about training.
-const LINE_EVERY: Duration = Duration::from_secs(2);
-
-impl Progress {
-    /// Shows a run of `total` steps, `first` of them done. The dashboard's `q` stops the run through
-    /// `stop`, as Ctrl-C does.
-    pub fn new(total: u64, first: u64, style: ProgressStyle, stop: Interrupter) -> Self {
-        let terminal = stdout().is_terminal() && stdin().is_terminal() && stderr().is_terminal();
-        let view = match style {
-            ProgressStyle::Quiet => View::Quiet,
-            ProgressStyle::Auto if !terminal => View::Lines { next: Instant::now() },
-            ProgressStyle::Lines => View::Lines { next: Instant::now() },
-            ProgressStyle::Auto | ProgressStyle::Tui => View::Tui(Box::new(Dashboard::new(stop))),
-        };
-        Self { total, first, started: Instant::now(), view }
-    }
-
-    /// After a training step.
-    pub fn train(&mut self, step: u64, epoch: u64, loss: f64, rate: f64, tokens_per_second: f64) {
-        let left = self.time_left(step);
-        match &mut self.view {
-            View::Tui(dashboard) => {
-                let numbers =
-                    [("Loss", loss), ("Learning rate", rate), ("Tokens/s", tokens_per_second)];
-                dashboard.show(Split::Train, &numbers, step, self.total);
-            }
-            View::Lines { next } if *next <= Instant::now() => {
-                *next = Instant::now() + LINE_EVERY;
-                let percent = 100 * step / self.total.max(1);
-                eprintln!(
-                    "step {step}/{} ({percent} %), epoch {epoch}, loss {loss:.4}, learning rate \
-                     {rate:.2e}, {tokens_per_second:.0} tokens/s, {left} left",
-                    self.total
-                );
-            }
-            View::Lines { .. } | View::Quiet => {}
-        }
-    }
-
-    /// After an evaluation; `metrics` are named `split/metric` and `split/set/metric`.
-    pub fn evaluated(&mut self, step: u64, metrics: &[(String, f64)], best: bool) {
-        match &mut self.view {
-            View::Tui(dashboard) => {
-                let list: Vec<(&str, f64)> =
-                    metrics.iter().map(|(name, value)| (name.as_str(), *value)).collect();
-                dashboard.show(Split::Valid, &list, step, self.total);
-            }
-            View::Lines { .. } => {
-                let list: Vec<String> =
-                    headline(metrics).map(|(name, value)| format!("{name} {value:.4}")).collect();
-                let best = if best { ", the best so far" } else { "" };
-                eprintln!("step {step}: {}{best}", list.join(", "));
-            }
-            View::Quiet => {}
-        }
-    }
-
-    /// Closes the view; a terminal is as it was before.
-    pub fn finish(self) {
-        if let View::Tui(dashboard) = self.view {
-            dashboard.close();
-        }
-    }
-
-    fn time_left(&self, step: u64) -> String {
-        let done = step.saturating_sub(self.first).max(1) as f64;
-        let left = self.total.saturating_sub(step) as f64;
-        let seconds = (self.started.elapsed().as_secs_f64() / done * left).round() as u64;
-        match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
-            (0, 0, s) => format!("{s} s"),
-            (0, m, s) => format!("{m} min {s} s"),
-            (h, m, _) => format!("{h} h {m} min"),
-        }
-    }
-}
-
-/// Totals over a split, and single sets only where there are few.
-fn headline(metrics: &[(String, f64)]) -> impl Iterator<Item = &(String, f64)> {
-    metrics.iter().filter(|(name, _)| name.matches('/').count() == 1)
-}
-
-#[derive(Clone, Copy)]
-enum Split {
-    Train,
-    Valid,
-}
-
-/// Burn's terminal dashboard, driven from our own loop.
-struct Dashboard {
-    /// Gone once someone chose "stop immediately" in it.
-    renderer: Option<TuiMetricsRendererWrapper>,
-    known: HashMap<String, MetricId>,
     stop: Interrupter,
 }
 
-impl Dashboard {
-    fn new(stop: Interrupter) -> Self {
-        let renderer = TuiMetricsRendererWrapper::new(stop.clone(), None);
-        let_ctrl_c_through();
-        Self { renderer: Some(renderer), known: HashMap::new(), stop }
+enum View {
+    /// The dashboard opens with the first numbers. Before them there is nothing to see, and its
+    /// arrow keys would panic for want of a plot.
+    Soon,
+    Dashboard(Dashboard),
+    Lines(Lines),
+    Quiet,
+}
+
+impl fmt::Debug for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Progress").field("total", &self.total).finish_non_exhaustive()
+    }
+}
+
+impl Progress {
+    /// Shows a run of `total_steps`, of which `start_step` were done before. The training loop
+    /// watches `stop`; the dashboard sets it when someone asks it to quit.
+    pub fn new(total_steps: u64, start_step: u64, style: ProgressStyle, stop: Interrupter) -> Self {
+        let terminal = stdin().is_terminal() && stdout().is_terminal();
+        let view = match style {
+            ProgressStyle::Quiet => View::Quiet,
+            ProgressStyle::Auto | ProgressStyle::Tui if terminal => View::Soon,
+            _ => View::Lines(Lines::default()),
+        };
+        Self { total: total_steps, pace: Pace::new(start_step, Instant::now()), view, stop }
     }
 
-    fn show(&mut self, split: Split, numbers: &[(&str, f64)], step: u64, total: u64) {
-        let Some(mut renderer) = self.renderer.take() else { return };
-        let known = &mut self.known;
-        // "Stop immediately" makes the renderer panic at its next call. Here it means: stop, saved.
-        let shown = catch_unwind(AssertUnwindSafe(move || {
-            for &(name, value) in numbers {
-                let id = register(known, &mut renderer, name);
-                let text = format!("{value:.4}");
-                let entry = MetricEntry::new(id, SerializedEntry::new(text.clone(), text));
-                let state = MetricState::Numeric(entry, NumericEntry::Value(value));
-                match split {
-                    Split::Train => renderer.update_train(state),
-                    Split::Valid => renderer.update_valid(state),
-                }
-            }
-            let done = Done::new(step as usize, total as usize);
-            let progress = TrainingProgress {
-                progress: Some(done.clone()),
-                global_progress: done.clone(),
-                iteration: Some(step as usize),
+    /// After a training step: its number, from 1, its epoch, and what was measured.
+    pub fn train(
+        &mut self,
+        step: u64,
+        epoch: u64,
+        loss: f64,
+        learning_rate: f64,
+        tokens_per_second: f64,
+    ) {
+        let now = Instant::now();
+        self.pace.first.get_or_insert((step, now));
+        let report = TrainReport { step, epoch, loss, learning_rate, tokens_per_second };
+        let (total, start) = (self.total, self.pace.start.0);
+        let line = report.line(total, self.pace.time_left(step, total, now));
+        if !self.on_dashboard(|dashboard| dashboard.train(&report, start, total, &line))
+            && let View::Lines(lines) = &mut self.view
+            && lines.due(now, step >= total)
+        {
+            say(&line);
+        }
+    }
+
+    /// After an evaluation. Metrics have names like `test/64x4/accuracy`, and `test/accuracy` where
+    /// it counts over all sets.
+    pub fn evaluated(&mut self, step: u64, metrics: &[(String, f64)], best: bool) {
+        let line = evaluation_line(step, metrics, best);
+        if !self.on_dashboard(|dashboard| dashboard.evaluated(metrics, best, &line))
+            && let View::Lines(_) = self.view
+        {
+            say(&line);
+        }
+    }
+
+    /// A line for the person: "checkpoint at step 200".
+    pub fn note(&mut self, text: &str) {
+        if matches!(self.view, View::Soon) {
+            return say(text); // stays readable above the dashboard, and after it
+        }
+        if !self.on_dashboard(|dashboard| dashboard.note(text))
+            && let View::Lines(_) = self.view
+        {
+            say(text);
+        }
+    }
+
+    /// Closes the view. The last numbers stay on the terminal.
+    pub fn finish(self) {}
+
+    /// Hands the dashboard to `tell`, if there is one. When it has died, lines take its place.
+    fn on_dashboard(&mut self, tell: impl FnOnce(&mut Dashboard)) -> bool {
+        if matches!(self.view, View::Soon) {
+            self.view = match Dashboard::open(&self.stop) {
+                Some(dashboard) => View::Dashboard(dashboard),
+                None => View::Lines(Lines::default()),
             };
-            let tag = "Step".to_string();
-            let status = vec![ProgressType::Detailed { tag, progress: done }];
-            match split {
-                Split::Train => renderer.render_train(progress, status),
-                Split::Valid => renderer.render_valid(progress, status),
+        }
+        let View::Dashboard(dashboard) = &mut self.view else { return false };
+        // Burn's renderer panics in its caller's thread once someone chose to kill the run.
+        if terminal::is_raw() && catch_unwind(AssertUnwindSafe(|| tell(dashboard))).is_ok() {
+            return true;
+        }
+        self.view = View::Lines(Lines::default());
+        false
+    }
+}
+
+/// Numbers of a training step.
+struct TrainReport {
+    step: u64,
+    epoch: u64,
+    loss: f64,
+    learning_rate: f64,
+    tokens_per_second: f64,
+}
+
+impl TrainReport {
+    fn line(&self, total: u64, left: Option<Duration>) -> String {
+        let &Self { step, epoch, loss, learning_rate, tokens_per_second } = self;
+        let width = total.to_string().len();
+        let percent = 100.0 * step as f64 / total.max(1) as f64;
+        let left = left.map(|left| format!(", {} left", duration(left))).unwrap_or_default();
+        format!(
+            "step {step:>width$}/{total} {percent:5.1}%, epoch {epoch}, loss {}, lr {}, {} \
+             tokens/s{left}",
+            short(loss),
+            short(learning_rate),
+            count(tokens_per_second),
+        )
+    }
+}
+
+fn evaluation_line(step: u64, metrics: &[(String, f64)], best: bool) -> String {
+    let over_all = |name: &str| name.matches('/').count() <= 1;
+    // Single sets only where no metric is over all of them.
+    let single = !metrics.iter().any(|(name, _)| over_all(name));
+    let shown = metrics.iter().filter(|(name, _)| single || over_all(name));
+    let list: Vec<String> =
+        shown.map(|(name, value)| format!("{name} {}", short(*value))).collect();
+    let best = if best { " (best so far)" } else { "" };
+    format!("evaluated at step {step}: {}{best}", list.join(", "))
+}
+
+/// When lines about training may be written.
+#[derive(Default)]
+struct Lines {
+    last: Option<Instant>,
+}
+
+impl Lines {
+    const EVERY: Duration = Duration::from_secs(2);
+
+    fn due(&mut self, now: Instant, always: bool) -> bool {
+        let due = always || self.last.is_none_or(|last| now.duration_since(last) >= Self::EVERY);
+        if due {
+            self.last = Some(now);
+        }
+        due
+    }
+}
+
+/// How fast steps come.
+struct Pace {
+    start: (u64, Instant),
+    /// The first report. Kernels are compiled and tuned before it, once.
+    first: Option<(u64, Instant)>,
+}
+
+impl Pace {
+    fn new(step: u64, now: Instant) -> Self {
+        Self { start: (step, now), first: None }
+    }
+
+    fn time_left(&self, step: u64, total: u64, now: Instant) -> Option<Duration> {
+        let (from, since) = self.first.filter(|first| step > first.0).unwrap_or(self.start);
+        let done = step.checked_sub(from).filter(|&done| done > 0)?;
+        let seconds = now.duration_since(since).as_secs_f64() / done as f64;
+        Duration::try_from_secs_f64(seconds * total.saturating_sub(step) as f64).ok()
+    }
+}
+
+type Hook = Box<dyn Fn(&PanicHookInfo<'_>) + Send + Sync>;
+
+/// What Burn's renderer panics with, in its own thread and in its caller's, after `q` and `k`.
+const KILL: &str = "Killing training from user input.";
+
+/// Burn's terminal dashboard, driven from our own loop.
+struct Dashboard {
+    /// Empty only while it is being dropped.
+    renderer: Option<TuiMetricsRendererWrapper>,
+    known: HashSet<String>,
+    hook_before: Option<Arc<Hook>>,
+    /// What stays when the dashboard goes: the last lines on training and on evaluation, and notes.
+    last: [Option<String>; 3],
+}
+
+impl Dashboard {
+    fn open(stop: &Interrupter) -> Option<Self> {
+        terminal::remember();
+        let hook_before = Some(quiet_kills(stop));
+        let renderer = Some(TuiMetricsRendererWrapper::new(stop.clone(), None));
+        let dashboard =
+            Self { renderer, known: HashSet::new(), hook_before, last: [const { None }; 3] };
+        terminal::let_signals_through().then_some(dashboard)
+    }
+
+    fn train(&mut self, report: &TrainReport, start: u64, total: u64, line: &str) {
+        self.last[0] = Some(line.to_string());
+        let text = format!("{}, lr {}", short(report.loss), short(report.learning_rate));
+        let state = self.state("loss", report.loss, text);
+        self.renderer().update_train(state);
+        // In these terms Burn's estimate of the time left is right after a resume too: one epoch,
+        // which is what this process has to do.
+        let done = report.step.saturating_sub(start);
+        let progress = TrainingProgress {
+            progress: Some(part(done, total.saturating_sub(start))),
+            global_progress: part(1, 1),
+            iteration: Some(done as usize),
+        };
+        let value =
+            |tag: &str, value: u64| ProgressType::Value { tag: tag.into(), value: value as usize };
+        let status = vec![
+            ProgressType::Detailed { tag: "Step".into(), progress: part(report.step, total) },
+            value("Epoch", report.epoch),
+            value("Tokens/s", report.tokens_per_second as u64),
+        ];
+        self.renderer().render_train(progress, status);
+    }
+
+    fn evaluated(&mut self, metrics: &[(String, f64)], best: bool, line: &str) {
+        self.last[1] = Some(line.to_string());
+        let names: Vec<Name> = metrics.iter().map(|(name, _)| Name::parse(name)).collect();
+        let sets = names.iter().filter_map(|name| name.set).collect::<BTreeSet<_>>().len();
+        for (name, (_, value)) in names.iter().zip(metrics) {
+            let best = if best { ", best" } else { "" };
+            if name.has_room(sets) {
+                let state = self.state(name.metric, *value, format!("{}{best}", short(*value)));
+                self.send_evaluation(name, state);
             }
-            renderer
-        }));
-        match shown {
-            Ok(renderer) => self.renderer = Some(renderer),
-            Err(_) => self.stop.stop(Some("stopped in the dashboard")),
         }
     }
 
-    fn close(mut self) {
+    fn send_evaluation(&mut self, name: &Name, state: MetricState) {
+        match (name.split, name.set) {
+            ("test", set) => {
+                self.renderer().update_test(EvaluationName::new(set.unwrap_or("all")), state);
+            }
+            _ => self.renderer().update_valid(state),
+        }
+    }
+
+    fn note(&mut self, text: &str) {
+        self.last[2] = Some(text.to_string());
+        let entry = self.entry("note", text.to_string());
+        self.renderer().update_train(MetricState::Generic(entry));
+    }
+
+    /// A value to plot, or only its text where it is no number: one NaN spoils a whole plot.
+    fn state(&mut self, name: &str, value: f64, text: String) -> MetricState {
+        let entry = self.entry(name, text);
+        match value.is_finite() {
+            true => MetricState::Numeric(entry, NumericEntry::Value(value)),
+            false => MetricState::Generic(entry),
+        }
+    }
+
+    fn entry(&mut self, name: &str, text: String) -> MetricEntry {
+        let id = MetricId::new(Arc::new(name.to_string()));
+        if self.known.insert(name.to_string()) {
+            let higher_is_better = !name.ends_with("loss");
+            self.renderer().register_metric(MetricDefinition {
+                metric_id: id.clone(),
+                name: name.to_string(),
+                description: None,
+                attributes: NumericAttributes { unit: None, higher_is_better }.into(),
+            });
+        }
+        MetricEntry::new(id, SerializedEntry::new(text.clone(), text))
+    }
+
+    fn put_hook_back(&mut self) {
+        drop(take_hook());
+        // Ours and the renderer's are gone, and with them their shares of it.
+        let before = self.hook_before.take().and_then(Arc::into_inner);
+        before.into_iter().for_each(set_hook);
+    }
+
+    fn renderer(&mut self) -> &mut TuiMetricsRendererWrapper {
+        self.renderer.as_mut().expect("`drop` alone takes it away")
+    }
+}
+
+impl Drop for Dashboard {
+    fn drop(&mut self) {
         let renderer = self.renderer.take();
-        // Dropping it asks it to close; the same panic may come once more.
-        let _closed = catch_unwind(AssertUnwindSafe(move || drop(renderer)));
-    }
-}
-
-fn register(
-    known: &mut HashMap<String, MetricId>,
-    renderer: &mut TuiMetricsRendererWrapper,
-    name: &str,
-) -> MetricId {
-    if let Some(id) = known.get(name) {
-        return id.clone();
-    }
-    let id = MetricId::new(Arc::new(name.to_string()));
-    let higher_is_better = !name.ends_with("loss") && name != "Loss";
-    renderer.register_metric(MetricDefinition {
-        metric_id: id.clone(),
-        name: name.to_string(),
-        description: None,
-        attributes: NumericAttributes { unit: None, higher_is_better }.into(),
-    });
-    known.insert(name.to_string(), id.clone());
-    id
-}
-
-/// The dashboard switches the terminal to raw mode, in which Ctrl-C is a key like any other, and it
-/// knows no such key. This switches the signal back on, once raw mode has come.
-#[cfg(unix)]
-fn let_ctrl_c_through() {
-    use nix::sys::termios::{LocalFlags, SetArg, tcgetattr, tcsetattr};
-    let patience = Instant::now() + Duration::from_millis(500);
-    while Instant::now() < patience {
-        let Ok(mut settings) = tcgetattr(stdin()) else { return };
-        if !settings.local_flags.contains(LocalFlags::ICANON) {
-            settings.local_flags.insert(LocalFlags::ISIG);
-            // Without it `q` still stops the run.
-            let _best_effort = tcsetattr(stdin(), SetArg::TCSANOW, &settings);
-            return;
+        // The renderer's own `drop` says a last word to its thread, and may panic as all its calls.
+        let _closed = catch_unwind(AssertUnwindSafe(|| drop(renderer)));
+        match std::thread::panicking() {
+            // Then it does not wait for its thread, which is about to leave the screen and to put
+            // the cursor back: over what we print, if we do not wait.
+            true => std::thread::sleep(Duration::from_millis(50)),
+            false => self.put_hook_back(),
         }
-        std::thread::sleep(Duration::from_millis(5));
+        terminal::forget();
+        self.last.iter().flatten().for_each(|line| say(line));
     }
 }
 
+/// Makes of "kill" a request to stop, without the message of a panic. Gives the hook from before.
+fn quiet_kills(stop: &Interrupter) -> Arc<Hook> {
+    let before: Arc<Hook> = Arc::new(take_hook());
+    let (stop, others) = (stop.clone(), before.clone());
+    set_hook(Box::new(move |panic| match panic.payload_as_str() {
+        Some(KILL) => stop.stop(Some("Stopping training at once from user input.")),
+        _ => others(panic),
+    }));
+    before
+}
+
+/// The parts of a metric's name: `split/set/metric`, or `split/metric`.
+struct Name<'a> {
+    split: &'a str,
+    set: Option<&'a str>,
+    metric: &'a str,
+}
+
+impl<'a> Name<'a> {
+    fn parse(name: &'a str) -> Self {
+        let (path, metric) = name.rsplit_once('/').unwrap_or(("", name));
+        match path.split_once('/') {
+            Some((split, set)) => Self { split, set: Some(set), metric },
+            None => Self { split: path, set: None, metric },
+        }
+    }
+
+    /// Whether the dashboard shows it, beside so many sets: it has few rows, and one colour for
+    /// tests.
+    fn has_room(&self, sets: usize) -> bool {
+        match (self.set, sets) {
+            (None, 1) => false, // it repeats that set
+            (None, _) | (Some(_), 1) => true,
+            (Some(_), sets) => sets <= 6 && self.split == "test" && self.metric != "loss",
+        }
+    }
+}
+
+/// `done` of `all`, where all is at least 1: it divides.
+fn part(done: u64, all: u64) -> Part {
+    Part { items_processed: done as usize, items_total: all.max(1) as usize }
+}
+
+/// Writes a line on standard error. If nobody can read it, the run goes on all the same.
+fn say(line: &str) {
+    let _unread = writeln!(stderr(), "{line}");
+}
+
+/// 0.9912, or 1.00e-4.
+fn short(value: f64) -> String {
+    match value.abs() {
+        0.0 => "0".into(),
+        1e-2..1e5 => format!("{value:.4}"),
+        size if size.is_finite() => format!("{value:.2e}"),
+        _ => value.to_string(),
+    }
+}
+
+/// 950, 12.3k, 4.56M.
+fn count(value: f64) -> String {
+    match value {
+        ..1e4 => format!("{value:.0}"),
+        ..1e6 => format!("{:.1}k", value / 1e3),
+        f64::INFINITY => "inf".into(),
+        _ => format!("{:.2}M", value / 1e6),
+    }
+}
+
+/// 41s, 5m 07s, 2h 30m, 3d 04h.
+fn duration(duration: Duration) -> String {
+    let seconds = duration.as_secs_f64().round() as u64;
+    let (days, hours) = (seconds / 86_400, seconds / 3600 % 24);
+    match (days, hours, seconds / 60 % 60) {
+        (0, 0, 0) => format!("{seconds}s"),
+        (0, 0, minutes) => format!("{minutes}m {:02}s", seconds % 60),
+        (0, _, minutes) => format!("{hours}h {minutes:02}m"),
+        _ => format!("{days}d {hours:02}h"),
+    }
+}
+
+/// The dashboard switches the terminal to raw mode, in which Ctrl-C is a key like any other, and
+/// knows no such key. Here it becomes a signal again.
+#[cfg(unix)]
+mod terminal {
+    use nix::libc::_POSIX_VDISABLE;
+    use nix::sys::termios::{
+        LocalFlags, SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr,
+    };
+    use std::io::{Write, stdin, stdout};
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+    use std::time::{Duration, Instant};
+
+    /// The terminal's settings from before the dashboard, while there is one.
+    static BEFORE: Mutex<Option<Termios>> = Mutex::new(None);
+
+    fn before() -> MutexGuard<'static, Option<Termios>> {
+        BEFORE.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn remember() {
+        *before() = tcgetattr(stdin()).ok();
+    }
+
+    /// After the dashboard has closed. Had its thread died badly, the terminal would still be raw.
+    pub(super) fn forget() {
+        if is_raw() {
+            restore_terminal();
+        }
+        *before() = None;
+    }
+
+    /// Whether a dashboard has the terminal. What is printed meanwhile spoils it.
+    pub fn dashboard_is_up() -> bool {
+        before().is_some()
+    }
+
+    /// Gives the terminal back to the shell, if a dashboard has it. For a signal handler that is
+    /// about to end the process; [`Progress`](super::Progress) does it by itself.
+    pub fn restore_terminal() {
+        if let Some(settings) = before().take() {
+            let leave_screen_and_show_cursor = b"\x1b[?1049l\x1b[?25h";
+            let mut screen = stdout();
+            // There is nobody to tell if the terminal is gone.
+            let _set = tcsetattr(stdin(), SetArg::TCSANOW, &settings);
+            let _left = screen.write_all(leave_screen_and_show_cursor);
+            let _flushed = screen.flush();
+        }
+    }
+
+    /// Whether the dashboard is alive: its thread sets raw mode, and leaves it when it ends or dies.
+    pub(super) fn is_raw() -> bool {
+        tcgetattr(stdin()).is_ok_and(|now| !now.local_flags.contains(LocalFlags::ICANON))
+    }
+
+    /// Waits for raw mode, then lets Ctrl-C through. False if the dashboard did not come up.
+    pub(super) fn let_signals_through() -> bool {
+        let patience = Instant::now() + Duration::from_millis(500);
+        while !is_raw() {
+            if Instant::now() > patience {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let _without_it_q_still_stops = enable_interrupt();
+        true
+    }
+
+    fn enable_interrupt() -> nix::Result<()> {
+        let mut settings = tcgetattr(stdin())?;
+        settings.local_flags.insert(LocalFlags::ISIG | LocalFlags::NOFLSH);
+        // Ctrl-Z and Ctrl-\ would leave the shell a terminal in raw mode.
+        for key in [SpecialCharacterIndices::VSUSP, SpecialCharacterIndices::VQUIT] {
+            settings.control_chars[key as usize] = _POSIX_VDISABLE;
+        }
+        tcsetattr(stdin(), SetArg::TCSANOW, &settings)
+    }
+}
+
+/// Elsewhere the dashboard's `q` is the way to stop a run.
 #[cfg(not(unix))]
-fn let_ctrl_c_through() {}
+mod terminal {
+    /// Whether a dashboard has the terminal, as far as is known.
+    pub fn dashboard_is_up() -> bool {
+        false
+    }
+
+    /// Gives the terminal back to the shell; here the dashboard does so by itself.
+    pub fn restore_terminal() {}
+
+    pub(super) fn remember() {}
+
+    pub(super) fn forget() {}
+
+    pub(super) fn is_raw() -> bool {
+        true
+    }
+
+    pub(super) fn let_signals_through() -> bool {
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named(metrics: &[(&str, f64)]) -> Vec<(String, f64)> {
+        metrics.iter().map(|(name, value)| (name.to_string(), *value)).collect()
+    }
+
+    #[test]
+    fn a_line_on_training_says_all_that_one_asks() {
+        let (step, epoch, loss) = (200, 2, 3.41234);
+        let report =
+            TrainReport { step, epoch, loss, learning_rate: 1e-3, tokens_per_second: 12_345.0 };
+        assert_eq!(
+            report.line(10_000, Some(Duration::from_secs(312))),
+            "step   200/10000   2.0%, epoch 2, loss 3.4123, lr 1.00e-3, 12.3k tokens/s, 5m 12s left"
+        );
+        assert!(report.line(200, None).ends_with("tokens/s"));
+        assert!(report.line(0, None).starts_with("step 200/0"));
+    }
+
+    #[test]
+    fn a_line_on_an_evaluation_names_single_sets_only_without_a_total() {
+        let sets = named(&[("test/64x4/accuracy", 0.5), ("test/128x8/accuracy", 0.25)]);
+        let line = evaluation_line(10, &sets, true);
+        assert_eq!(
+            line,
+            "evaluated at step 10: test/64x4/accuracy 0.5000, test/128x8/accuracy 0.2500 (best so far)"
+        );
+        let both = named(&[("test/64x4/accuracy", 0.5), ("test/accuracy", 0.375)]);
+        assert_eq!(evaluation_line(10, &both, false), "evaluated at step 10: test/accuracy 0.3750");
+    }
+
+    #[test]
+    fn lines_come_every_two_seconds_and_at_the_end() {
+        let (mut lines, start) = (Lines::default(), Instant::now());
+        let mut due = |ms: u64, last| lines.due(start + Duration::from_millis(ms), last);
+        let came = [due(0, false), due(1999, false), due(2000, false), due(2001, true)];
+        assert_eq!(came, [true, false, true, true]);
+    }
+
+    #[test]
+    fn time_left_counts_this_process_alone_and_leaves_out_its_warm_up() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut pace = Pace::new(900, start);
+        assert_eq!(pace.time_left(900, 1000, at(5)), None);
+        assert_eq!(pace.time_left(910, 1000, at(30)), Some(Duration::from_secs(270)));
+        pace.first = Some((910, at(30)));
+        assert_eq!(pace.time_left(920, 1000, at(31)), Some(Duration::from_secs(8)));
+        assert_eq!(pace.time_left(1000, 1000, at(39)), Some(Duration::ZERO));
+    }
+
+    #[test]
+    fn names_fall_into_split_set_and_metric() {
+        let parts = |name| {
+            let Name { split, set, metric } = Name::parse(name);
+            (split, set, metric)
+        };
+        assert_eq!(parts("test/64x4/accuracy"), ("test", Some("64x4"), "accuracy"));
+        assert_eq!(parts("test/a/b/loss"), ("test", Some("a/b"), "loss"));
+        assert_eq!(parts("validation/loss"), ("validation", None, "loss"));
+        assert_eq!(parts("loss"), ("", None, "loss"));
+    }
+
+    #[test]
+    fn numbers_stay_short_whatever_they_are() {
+        let values = [0.0, 0.99123, 1e-4, -2.5, 123_456.0, f64::NAN, f64::NEG_INFINITY];
+        let texts = values.map(short);
+        assert_eq!(texts, ["0", "0.9912", "1.00e-4", "-2.5000", "1.23e5", "NaN", "-inf"]);
+        assert_eq!([950.0, 12_340.0, 4.56e6].map(count), ["950", "12.3k", "4.56M"]);
+        let times = [0.4, 41.0, 307.0, 9000.0, 273_600.0].map(Duration::from_secs_f64);
+        assert_eq!(times.map(duration), ["0s", "41s", "5m 07s", "2h 30m", "3d 04h"]);
+    }
+
+    #[test]
+    fn a_quiet_view_and_lines_take_anything() {
+        for style in [ProgressStyle::Quiet, ProgressStyle::Lines] {
+            let mut progress = Progress::new(0, 5, style, Interrupter::new());
+            progress.note("resumed");
+            progress.train(3, 1, f64::NAN, 0.0, f64::INFINITY);
+            progress.evaluated(3, &[], false);
+            progress.finish();
+        }
+    }
+}

@@ -2,21 +2,21 @@
 
 use crate::config::{ConfigError, RunConfig};
 use crate::curve::{Curve, CurveError};
+use crate::evaluate::evaluate;
 use crate::folder::{Checkpoint, FolderError, Position, RunFolder, Start};
 use crate::learner::{
-    Grouped, Learner, OptimizerRecord, TensorBatch, TrainBackend, clip, gradient_norm, gradients,
+    Grouped, Learner, OptimizerRecord, TrainBackend, clip, gradient_norm, gradients,
 };
 use crate::progress::{Progress, ProgressStyle};
 use crate::schedule::{Plan, learning_rate};
 use burn::module::{AutodiffModule, Module};
 use burn::record::{BinFileRecorder, FullPrecisionSettings, Recorder, RecorderError};
-use burn::tensor::ElementConversion;
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn_train::{InferenceStep, Interrupter, ItemLazy};
+use burn::tensor::{ElementConversion, Tensor};
+use burn_train::Interrupter;
 use linattn::nn::force;
 use linattn::ops::LinearAttentionBackend;
-use linattn_tasks::{Batch, Split, Tally, Task};
+use linattn_tasks::{Batch, Split, Task};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -450,70 +450,6 @@ fn load<B: TrainBackend>(
     Ok((learner, optimizer))
 }
 
-/// Counts of one evaluation.
-#[derive(Debug, Default)]
-pub struct Evaluation {
-    /// `split/metric` over all sets of a split and `split/set/metric` for each, with the mean loss.
-    pub metrics: Map<String, Value>,
-}
-
-impl Evaluation {
-    /// The headline metric over all sets of a split; NaN if it has none.
-    pub fn score(&self, split: Split, task: &dyn Task) -> f64 {
-        let key = format!("{}/{}", split_name(split), task.score_name());
-        self.metrics.get(&key).and_then(Value::as_f64).unwrap_or(f64::NAN)
-    }
-
-    fn insert(&mut self, prefix: &str, tally: &Tally, loss: f64, scored: u64) {
-        for (name, value) in tally.metrics() {
-            self.metrics.insert(format!("{prefix}/{name}"), value.into());
-        }
-        self.metrics.insert(format!("{prefix}/loss"), (loss / scored.max(1) as f64).into());
-    }
-}
-
-fn split_name(split: Split) -> &'static str {
-    match split {
-        Split::Train => "train",
-        Split::Validation => "validation",
-        Split::Test => "test",
-    }
-}
-
-/// Tests a model on every validation and test set.
-pub fn evaluate<B: LinearAttentionBackend>(
-    learner: &Learner<B>,
-    task: &dyn Task,
-    batch_size: usize,
-    device: &B::Device,
-) -> Evaluation {
-    let mut evaluation = Evaluation::default();
-    for split in [Split::Validation, Split::Test] {
-        let (mut all, mut all_loss, mut all_scored) = (Tally::default(), 0.0, 0);
-        for (set, info) in task.sets(split).iter().enumerate() {
-            let (mut tally, mut loss, mut scored) = (Tally::default(), 0.0, 0u64);
-            let indices: Vec<u64> = (0..info.examples).collect();
-            for indices in indices.chunks(batch_size) {
-                let batch = task.batch(split, set, indices);
-                let answers =
-                    InferenceStep::step(learner, TensorBatch::new(&batch, 1.0, device)).sync();
-                task.tally(&batch, &answers.predicted, &mut tally);
-                loss += answers.loss * batch.scored.len() as f64;
-                scored += batch.scored.len() as u64;
-            }
-            let prefix = format!("{}/{}", split_name(split), info.name);
-            evaluation.insert(&prefix, &tally, loss, scored);
-            all.merge(&tally);
-            all_loss += loss;
-            all_scored += scored;
-        }
-        if !task.sets(split).is_empty() {
-            evaluation.insert(split_name(split), &all, all_loss, all_scored);
-        }
-    }
-    evaluation
-}
-
 /// The picture of a run, from its metrics.
 fn curve(run: &RunConfig, metrics: &[Value], summary: &Value) -> Curve {
     let score_name = summary["score_name"].as_str().unwrap_or("score");
@@ -551,62 +487,6 @@ fn curve(run: &RunConfig, metrics: &[Value], summary: &Value) -> Curve {
         score_name: score_name.to_string(),
         scores,
     }
-}
-
-/// What a run would cost, without training.
-#[derive(Debug, Clone, serde::Serialize)]
-pub struct DryRun {
-    /// Weights that are learnt.
-    pub parameters: usize,
-    /// Bytes of state a sequence, at the longest test length.
-    pub state_bytes: u64,
-    /// Floating-point operations of a forward pass over one token, logits at scored positions only.
-    pub flops_per_token: u64,
-    /// Tokens of the first batch.
-    pub batch_tokens: usize,
-    /// Scored positions of the first batch.
-    pub batch_scored: usize,
-    /// Optimizer steps of the run.
-    pub steps: u64,
-    /// Bytes of weights, gradients and optimizer state.
-    pub parameter_memory: u64,
-    /// Bytes that one step's intermediate results take, roughly.
-    pub activation_memory: u64,
-}
-
-/// Builds model and first batch, and counts.
-/// # Errors
-/// [`ConfigError`] names the first key that does not fit.
-pub fn dry_run<B: LinearAttentionBackend>(
-    run: &RunConfig,
-    device: &B::Device,
-) -> Result<DryRun, ConfigError> {
-    let task = run.task.build(run.seed)?;
-    let learner = build::<B>(run, task.as_ref(), device)?;
-    let mut plan = Plan::new(run, task.as_ref());
-    let pick = plan.pick(0);
-    let batch = task.batch(Split::Train, pick.set, &pick.indices);
-    let _on_device = TensorBatch::<B>::new(&batch, 1.0, device);
-    let longest = task.sets(Split::Test).iter().map(|set| set.length).max().unwrap_or(1);
-    let (cost, at_length) = (run.model.cost(longest)?, run.model.cost(batch.length)?);
-    let parameters = learner.num_params();
-    let (tokens, scored) = (batch.input.len(), batch.scored.len());
-    let head = 2 * run.model.d_model as u64 * task.vocab() as u64 * scored as u64 / tokens as u64;
-    let part = (tokens / run.train.accumulate) as u64;
-    // Each result of a projection is kept for the backward pass, and about as much again for norms,
-    // gates and convolutions; logits exist three times: as such, normalised, and as a gradient.
-    let per_token = 4 * 4 * at_length.flops_per_token / (2 * run.model.d_model as u64);
-    let logits = 3 * 4 * (scored / run.train.accumulate) as u64 * task.vocab() as u64;
-    Ok(DryRun {
-        parameters,
-        state_bytes: cost.state_bytes,
-        flops_per_token: at_length.flops_per_token + head,
-        batch_tokens: tokens,
-        batch_scored: scored,
-        steps: plan.total_steps,
-        parameter_memory: 4 * 4 * parameters as u64,
-        activation_memory: part * per_token + logits,
-    })
 }
 
 /// The folder that a run writes.

@@ -33,6 +33,9 @@ pub const DEFAULT_CHUNK: usize = 64;
 /// Chunk lengths that the operations take.
 pub const CHUNKS: &[usize] = &[1, 2, 4, 8, 16, 32, 64, 128];
 
+/// What an operation gives: its outputs, and the state after the last token.
+pub type OpResult<B> = Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>;
+
 /// Inputs of [`linear_attention`].
 #[derive(Debug, Clone)]
 pub struct LinearAttention<B: Backend> {
@@ -135,7 +138,7 @@ pub fn linear_attention<B: LinearAttentionBackend>(
     x: LinearAttention<B>,
     state: Option<Tensor<B, 4>>,
     chunk: usize,
-) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError> {
+) -> OpResult<B> {
     let LinearAttention { q, k, v, g } = x;
     let beta = None;
     chunked("linear_attention", Checked { q, k, v, g, beta, state }, chunk)
@@ -153,7 +156,7 @@ pub fn delta_rule<B: LinearAttentionBackend>(
     x: DeltaRule<B>,
     state: Option<Tensor<B, 4>>,
     chunk: usize,
-) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError> {
+) -> OpResult<B> {
     let DeltaRule { q, k, v, beta, g } = x;
     let beta = Some(beta);
     chunked("delta_rule", Checked { q, k, v, g, beta, state }, chunk)
@@ -167,7 +170,7 @@ pub fn delta_rule<B: LinearAttentionBackend>(
 pub fn linear_attention_step<B: LinearAttentionBackend>(
     x: LinearAttention<B>,
     state: Option<Tensor<B, 4>>,
-) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError> {
+) -> OpResult<B> {
     let LinearAttention { q, k, v, g } = x;
     let beta = None;
     step("linear_attention_step", Checked { q, k, v, g, beta, state })
@@ -181,7 +184,7 @@ pub fn linear_attention_step<B: LinearAttentionBackend>(
 pub fn delta_rule_step<B: LinearAttentionBackend>(
     x: DeltaRule<B>,
     state: Option<Tensor<B, 4>>,
-) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError> {
+) -> OpResult<B> {
     let DeltaRule { q, k, v, beta, g } = x;
     let beta = Some(beta);
     step("delta_rule_step", Checked { q, k, v, g, beta, state })
@@ -287,7 +290,7 @@ fn chunked<B: LinearAttentionBackend>(
     op: &'static str,
     x: Checked<B>,
     chunk: usize,
-) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError> {
+) -> OpResult<B> {
     x.check(op)?;
     if !CHUNKS.contains(&chunk) {
         return Err(OpError::Chunk { op, chunk });
@@ -298,10 +301,7 @@ fn chunked<B: LinearAttentionBackend>(
     Ok((tensor(o), tensor(state)))
 }
 
-fn step<B: LinearAttentionBackend>(
-    op: &'static str,
-    x: Checked<B>,
-) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError> {
+fn step<B: LinearAttentionBackend>(op: &'static str, x: Checked<B>) -> OpResult<B> {
     x.check(op)?;
     match x.q.dims()[1] {
         1 => {

@@ -15,7 +15,7 @@ use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads,
 };
 use crate::nn::{ConfigError, Cost, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, OpError};
+use crate::ops::{self, DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, OpResult};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::activation::{sigmoid, softplus};
@@ -227,34 +227,14 @@ pub struct DeltaNet<B: Backend> {
     chunk: usize,
 }
 
+forward_and_step!(DeltaNet, ops::delta_rule, ops::delta_rule_step);
+
 impl<B: LinearAttentionBackend> DeltaNet<B> {
-    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
-    pub fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        state: Option<MatrixState<B>>,
-    ) -> (Tensor<B, 3>, MatrixState<B>) {
-        self.run(x, state, |x, memory| ops::delta_rule(x, memory, self.chunk))
-    }
-
-    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<MatrixState<B>>,
-    ) -> (Tensor<B, 2>, MatrixState<B>) {
-        let (y, state) = self.run(x.unsqueeze_dim(1), state, ops::delta_rule_step);
-        (y.squeeze_dim(1), state)
-    }
-
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(
-            DeltaRule<B>,
-            Option<Tensor<B, 4>>,
-        ) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>,
+        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);

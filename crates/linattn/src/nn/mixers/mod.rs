@@ -2,6 +2,33 @@
 //!
 //! A mixer is one file here, and one line in the list at the end of this one.
 
+/// `forward` and `step` of a mixer whose `run` does both, with the operation over whole sequences or
+/// the one over a single token: so the two cannot drift apart.
+macro_rules! forward_and_step {
+    ($mixer:ident, $chunked:path, $step:path) => {
+        impl<B: LinearAttentionBackend> $mixer<B> {
+            /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
+            pub fn forward(
+                &self,
+                x: Tensor<B, 3>,
+                state: Option<MatrixState<B>>,
+            ) -> (Tensor<B, 3>, MatrixState<B>) {
+                self.run(x, state, |x, memory| $chunked(x, memory, self.chunk))
+            }
+
+            /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+            pub fn step(
+                &self,
+                x: Tensor<B, 2>,
+                state: Option<MatrixState<B>>,
+            ) -> (Tensor<B, 2>, MatrixState<B>) {
+                let (y, state) = self.run(x.unsqueeze_dim(1), state, $step);
+                (y.squeeze_dim(1), state)
+            }
+        }
+    };
+}
+
 mod attention;
 mod delta_net;
 mod linear_attention;

@@ -9,7 +9,7 @@
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, Rope, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpError};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -137,34 +137,14 @@ pub struct RetNet<B: Backend> {
     chunk: usize,
 }
 
+forward_and_step!(RetNet, ops::linear_attention, ops::linear_attention_step);
+
 impl<B: LinearAttentionBackend> RetNet<B> {
-    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
-    pub fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        state: Option<MatrixState<B>>,
-    ) -> (Tensor<B, 3>, MatrixState<B>) {
-        self.run(x, state, |x, memory| ops::linear_attention(x, memory, self.chunk))
-    }
-
-    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<MatrixState<B>>,
-    ) -> (Tensor<B, 2>, MatrixState<B>) {
-        let (y, state) = self.run(x.unsqueeze_dim(1), state, ops::linear_attention_step);
-        (y.squeeze_dim(1), state)
-    }
-
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(
-            ops::LinearAttention<B>,
-            Option<Tensor<B, 4>>,
-        ) -> Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let [batch, tokens, _] = x.dims();
         let (memory, _, position) = MatrixState::parts(state);

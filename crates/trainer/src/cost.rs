@@ -1,0 +1,65 @@
+//! What a run would cost, counted before it starts.
+
+use crate::config::{ConfigError, RunConfig};
+use crate::learner::TensorBatch;
+use crate::schedule::Plan;
+use crate::train::build;
+use burn::module::Module;
+use linattn::ops::LinearAttentionBackend;
+use linattn_tasks::Split;
+
+/// What a run would cost, without training.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct DryRun {
+    /// Weights that are learnt.
+    pub parameters: usize,
+    /// Bytes of state a sequence, at the longest test length.
+    pub state_bytes: u64,
+    /// Floating-point operations of a forward pass over one token, logits at scored positions only.
+    pub flops_per_token: u64,
+    /// Tokens of the first batch.
+    pub batch_tokens: usize,
+    /// Scored positions of the first batch.
+    pub batch_scored: usize,
+    /// Optimizer steps of the run.
+    pub steps: u64,
+    /// Bytes of weights, gradients and optimizer state.
+    pub parameter_memory: u64,
+    /// Bytes that one step's intermediate results take, roughly.
+    pub activation_memory: u64,
+}
+
+/// Builds model and first batch, and counts.
+/// # Errors
+/// [`ConfigError`] names the first key that does not fit.
+pub fn dry_run<B: LinearAttentionBackend>(
+    run: &RunConfig,
+    device: &B::Device,
+) -> Result<DryRun, ConfigError> {
+    let task = run.task.build(run.seed)?;
+    let learner = build::<B>(run, task.as_ref(), device)?;
+    let mut plan = Plan::new(run, task.as_ref());
+    let pick = plan.pick(0);
+    let batch = task.batch(Split::Train, pick.set, &pick.indices);
+    let _on_device = TensorBatch::<B>::new(&batch, 1.0, device);
+    let longest = task.sets(Split::Test).iter().map(|set| set.length).max().unwrap_or(1);
+    let (cost, at_length) = (run.model.cost(longest)?, run.model.cost(batch.length)?);
+    let parameters = learner.num_params();
+    let (tokens, scored) = (batch.input.len(), batch.scored.len());
+    let head = 2 * run.model.d_model as u64 * task.vocab() as u64 * scored as u64 / tokens as u64;
+    let part = (tokens / run.train.accumulate) as u64;
+    // Each result of a projection is kept for the backward pass, and about as much again for norms,
+    // gates and convolutions; logits exist three times: as such, normalised, and as a gradient.
+    let per_token = 4 * 4 * at_length.flops_per_token / (2 * run.model.d_model as u64);
+    let logits = 3 * 4 * (scored / run.train.accumulate) as u64 * task.vocab() as u64;
+    Ok(DryRun {
+        parameters,
+        state_bytes: cost.state_bytes,
+        flops_per_token: at_length.flops_per_token + head,
+        batch_tokens: tokens,
+        batch_scored: scored,
+        steps: plan.total_steps,
+        parameter_memory: 4 * 4 * parameters as u64,
+        activation_memory: part * per_token + logits,
+    })
+}
