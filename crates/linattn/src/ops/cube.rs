@@ -4,7 +4,7 @@ use super::backend::{LinearAttentionBackend, Operands, primitive, tensor};
 use super::recurrent;
 use burn::tensor::{DType, Shape, ops::FloatTensor};
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::empty_device_dtype;
+use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
 use cubecl::CubeCount;
@@ -52,19 +52,15 @@ fn run<R: CubeRuntime>(
     let Dims { batch, heads, key_width, value_width, .. } = sizes;
     let [q, k, v] = [x.q, x.k, x.v].map(into_contiguous);
     let (client, device, dtype) = (v.client.clone(), v.device.clone(), v.dtype);
+    // Not `empty_device_dtype`: on CUDA that pads rows, and the kernel counts in whole tensors.
     let new = |shape: [usize; 4], dtype| {
-        empty_device_dtype(client.clone(), device.clone(), Shape::from(shape), dtype)
+        let shape = Shape::from(shape);
+        empty_device_contiguous_dtype(client.clone(), device.clone(), shape, dtype)
     };
     let state_shape = [batch, heads, key_width, value_width];
-    let state = match x.state {
-        Some(state) => into_contiguous(state),
-        None => burn_cubecl::ops::numeric::zeros_client(
-            client.clone(),
-            device.clone(),
-            Shape::from(state_shape),
-            DType::F32,
-        ),
-    };
+    let state = into_contiguous(x.state.unwrap_or_else(|| {
+        zeros_client(client.clone(), device.clone(), Shape::from(state_shape), DType::F32)
+    }));
     let (next, o) = (new(state_shape, DType::F32), new([batch, 1, heads, value_width], dtype));
     let args = Args {
         q: q.into_tensor_arg(),
