@@ -374,6 +374,7 @@ fn wrong_values_are_refused_by_key() {
         ("checkpoint.keep=0".into(), vec!["`checkpoint.keep` is 0"]),
         ("name=a/b".into(), vec!["`name`", "folder"]),
         ("model.d_model=0".into(), vec!["`model.d_model` is 0"]),
+        ("model.d_model=9999999".into(), vec!["`model.d_model` is 9999999", "at most"]),
         ("model.layers=[]".into(), vec!["`model.layers` is empty"]),
         ("model.layers.0.repeat=0".into(), vec!["`model.layers[0].repeat` is 0"]),
         (
@@ -399,6 +400,15 @@ fn wrong_values_are_refused_by_key() {
     for (change, parts) in &cases {
         refused(&desk, &["--set", change], parts);
     }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_that_no_memory_holds_is_refused_before_it_starts() {
+    let desk = Desk::new();
+    refused(&desk, &["--set", "model.d_model=1000000"], &["GiB of memory", "`model.d_model`"]);
+    let batch = ["--set", "train.batch_size=100000000"];
+    refused(&desk, &batch, &["GiB of memory", "`train.batch_size`"]);
 }
 
 #[test]

@@ -1,11 +1,11 @@
 //! `train`: one TOML file, one run.
 
-use crate::device::{self, Choice, Job};
+use crate::device::{self, Choice, Job, Kind};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail};
 use linattn_trainer::{
     ConfigError, DryRun, Interrupter, Outcome, ProgressStyle, RunConfig, Start, Status,
-    TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, restore_terminal, run_folder,
-    train as run_training,
+    TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, least_memory, restore_terminal,
+    run_folder, train as run_training,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -83,10 +83,39 @@ pub fn train(args: TrainArgs) -> ExitCode {
         Ok(choice) => choice,
         Err(e) => return fail(BAD_INPUT, &e),
     };
+    if let Err(e) = fits_in_memory(&run, &choice) {
+        return fail(BAD_INPUT, &e);
+    }
     match args.dry_run {
         true => show_cost(run, &choice),
         false => start(args, run, &choice),
     }
+}
+
+/// Refuses a run that this computer's memory cannot hold: the allocator would end the program without
+/// a word about why. GPUs say so themselves.
+fn fits_in_memory(run: &RunConfig, choice: &Choice) -> Result<(), String> {
+    let (Kind::Cpu, Some(free)) = (choice.kind, free_memory()) else { return Ok(()) };
+    let needed = least_memory(run).map_err(|e| e.to_string())?;
+    if needed <= free {
+        return Ok(());
+    }
+    let gibibytes = |bytes: f64| bytes / f64::from(1 << 30);
+    Err(format!(
+        "the run needs {:.1} GiB of memory at the least, and {:.1} GiB are free; a smaller \
+         `model.d_model`, `model.layers` or `train.batch_size`, or a larger `train.accumulate`, \
+         would do",
+        gibibytes(needed),
+        gibibytes(free)
+    ))
+}
+
+/// Bytes of memory that can be had, where the system tells.
+fn free_memory() -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kibibytes * 1024.0)
 }
 
 fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {

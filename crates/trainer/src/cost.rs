@@ -63,3 +63,23 @@ pub fn dry_run<B: LinearAttentionBackend>(
         activation_memory: part * per_token + logits,
     })
 }
+
+/// Memory in bytes that a run needs at the very least: weights, gradients and optimizer state, and for
+/// one part of a step the residual stream of every layer and the logits. Nothing is allocated.
+/// # Errors
+/// [`ConfigError`] names the first key that does not fit.
+pub fn least_memory(run: &RunConfig) -> Result<f64, ConfigError> {
+    let task = run.task.build(run.seed)?;
+    let width = run.model.d_model as f64;
+    let tables = if run.model.tie_embeddings { 1.0 } else { 2.0 };
+    // A weight is a multiplication and an addition; up to half of the rest is the recurrence.
+    let layers = run.model.cost(1)?.flops_per_token as f64 / 4.0;
+    let weights = tables * width * task.vocab() as f64 + layers;
+    let rows = (run.train.batch_size / run.train.accumulate) as f64;
+    let depth: usize = run.model.layers.iter().map(|layer| layer.repeat).sum();
+    let largest = task.sets(Split::Train).iter().map(|set| {
+        let stream = set.length as f64 * width * depth as f64;
+        rows * (stream + 3.0 * set.scored as f64 * task.vocab() as f64)
+    });
+    Ok(4.0 * (4.0 * weights + largest.fold(0.0, f64::max)))
+}

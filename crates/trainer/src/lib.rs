@@ -22,7 +22,7 @@ pub use config::{
     AdamWConfig, CheckpointConfig, ConfigError, Decay, EvaluateConfig, Order, Per, RunConfig,
     ScheduleConfig, Shape, TrainConfig,
 };
-pub use cost::{DryRun, dry_run};
+pub use cost::{DryRun, dry_run, least_memory};
 pub use curve::{Curve, CurveError};
 pub use evaluate::{Evaluation, evaluate};
 pub use folder::{FolderError, Position, Start, read_summary};

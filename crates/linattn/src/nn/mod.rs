@@ -63,11 +63,15 @@ impl std::ops::AddAssign for Cost {
     }
 }
 
-/// `value` if it is at least 1.
+/// Larger sizes are slips of the pen, and their products would not fit the counts of a cost.
+pub(crate) const LARGEST: usize = 1 << 20;
+
+/// `value` if it is at least 1, and no slip of the pen.
 pub(crate) fn positive(key: &str, value: usize) -> Result<usize, ConfigError> {
     match value {
         0 => Err(ConfigError::new(key, 0, "at least 1")),
-        value => Ok(value),
+        1..=LARGEST => Ok(value),
+        value => Err(ConfigError::new(key, value, format!("at most {LARGEST}"))),
     }
 }
 

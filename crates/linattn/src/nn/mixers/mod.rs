@@ -140,7 +140,7 @@ fn key_width(given: Option<usize>, d_model: usize, heads: usize) -> Result<usize
 /// V = K * `expand_v`, a whole number.
 fn value_width(key_width: usize, expand_v: f64) -> Result<usize, ConfigError> {
     let width = key_width as f64 * expand_v;
-    if width >= 1.0 && width.fract() == 0.0 && width <= u32::MAX as f64 {
+    if width >= 1.0 && width.fract() == 0.0 && width <= super::LARGEST as f64 {
         return Ok(width as usize);
     }
     let want = format!("such that {key_width} (the key width) times it is a whole number above 0");
