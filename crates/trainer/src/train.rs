@@ -111,7 +111,7 @@ pub fn train<B: TrainBackend>(
     job: &TrainJob,
     devices: &[B::Device],
 ) -> Result<Outcome, TrainError> {
-    let root = job.output.join(&job.run.name);
+    let root = run_folder(&job.output, &job.run);
     let task = job.run.task.build(job.run.seed).map_err(ConfigError::from)?;
     job.run.model.cost(1).map_err(ConfigError::from)?;
     let (folder, checkpoint) = RunFolder::open(&root, &job.run, job.start)?;
