@@ -393,9 +393,40 @@ macro_rules! on_gpu {
                         let recipe = recipe(family, gate, true);
                         let x = Inputs::random(tokens as u64, dims(tokens), &recipe);
                         let (reads, dtype) = (Reads::Both, DType::F32);
-                        hold_on::<Autodiff<$backend>>(&device, &what, &x, 32, reads, $limit, dtype);
+                        let limit = F32_LIMIT;
+                        hold_on::<Autodiff<$backend>>(&device, &what, &x, 32, reads, limit, dtype);
                     }
                 }
+            }
+
+            #[test]
+            fn gradients_are_right_whichever_output_is_read_and_with_shared_key_heads() {
+                let Some(device) = $device() else { return };
+                for family in FAMILIES {
+                    for reads in [Reads::Outputs, Reads::State] {
+                        let dims = Dims { key_heads: 1, ..dims(40) };
+                        let x = Inputs::random(5, dims, &recipe(family, Gate::Typical, false));
+                        let what = format!("{family:?}");
+                        let (limit, dtype) = (F32_LIMIT, DType::F32);
+                        hold_on::<Autodiff<$backend>>(&device, &what, &x, 64, reads, limit, dtype);
+                    }
+                }
+            }
+
+            #[test]
+            fn widths_that_no_kernel_takes_go_through_tensor_operations() {
+                let Some(device) = $device() else { return };
+                let dims = Dims { key_width: 260, ..dims(20) };
+                let x = Inputs::random(6, dims, &recipe(Family::DeltaRule, Gate::Typical, true));
+                hold_on::<Autodiff<$backend>>(
+                    &device,
+                    "K = 260",
+                    &x,
+                    16,
+                    Reads::Both,
+                    $limit,
+                    DType::F32,
+                );
             }
         }
     };

@@ -1,7 +1,23 @@
 //! CubeCL kernels for linear attention: one source for CUDA, ROCm, and Vulkan, Metal and WebGPU.
-//!
-//! Nothing here knows Burn. [`step`] is one token of decoding, for linear attention and the delta
-//! rule, with scalar decay or none.
 #![deny(missing_docs)]
+#![allow(clippy::collapsible_if)] // the outer one is often decided when a kernel is compiled
 
+mod chunk;
+mod gradients;
+mod inverse;
+mod launch;
+mod pass;
+mod plan;
+mod scores;
+mod state;
 pub mod step;
+#[cfg(test)]
+mod tests;
+mod tile;
+mod vector;
+
+pub use launch::{
+    Backward, Buffer, Forward, Given, Inputs, Refusal, WIDEST, backward, engine, forward,
+};
+pub use plan::{Decay, Dims, Read, Transition, VERSION, Variant};
+pub use tile::Engine;

@@ -106,10 +106,9 @@ fn track<B: LinearAttentionBackend, C: CheckpointStrategy, const N: usize>(
             let inputs = x.refill(ids);
             let plain = x.refill(list.into_iter().map(|input| input.primitive));
             let value = dummy::<B>(&plain.q);
-            let Forward { o, state, saved } = B::chunkwise(plain, chunk);
+            let Forward { o, state, saved } = B::chunkwise(plain, chunk, true);
             let slots = Slots::<B>::default();
-            let state_of_hub =
-                HubState { inputs, saved: saved.clone(), slots: slots.clone(), chunk };
+            let state_of_hub = HubState { inputs, saved, slots: slots.clone(), chunk };
             let hub = hub.finish(state_of_hub, value);
             let leaf = |output, value| {
                 let state = LeafState { output, slots: slots.clone() };
@@ -118,32 +117,27 @@ fn track<B: LinearAttentionBackend, C: CheckpointStrategy, const N: usize>(
                     OpsKind::UnTracked(_) => unreachable!("its only parent, the hub, is tracked"),
                 }
             };
-            Forward { o: leaf(0, o), state: leaf(1, state), saved: untracked::<B, C>(saved) }
+            Forward { o: leaf(0, o), state: leaf(1, state), saved: Saved { tensors: vec![] } }
         }
         OpsKind::UnTracked(_) => {
             let plain = x.refill(list.into_iter().map(|input| input.primitive));
-            let Forward { o, state, saved } = B::chunkwise(plain, chunk);
+            let Forward { o, state, .. } = B::chunkwise(plain, chunk, false);
             Forward {
                 o: Autodiff::<B, C>::from_inner(o),
                 state: Autodiff::<B, C>::from_inner(state),
-                saved: untracked::<B, C>(saved),
+                saved: Saved { tensors: vec![] },
             }
         }
     }
 }
 
-fn untracked<B: LinearAttentionBackend, C: CheckpointStrategy>(
-    saved: Saved<FloatTensor<B>>,
-) -> Saved<Tracked<B, C>> {
-    Saved {
-        states: Autodiff::<B, C>::from_inner(saved.states),
-        written: saved.written.map(Autodiff::<B, C>::from_inner),
-        inverse: saved.inverse.map(Autodiff::<B, C>::from_inner),
-    }
-}
-
 impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend for Autodiff<B, C> {
-    fn chunkwise(x: Operands<FloatTensor<Self>>, chunk: usize) -> Forward<FloatTensor<Self>> {
+    /// Keeps what is needed in the graph, not in what it gives.
+    fn chunkwise(
+        x: Operands<FloatTensor<Self>>,
+        chunk: usize,
+        _keep: bool,
+    ) -> Forward<FloatTensor<Self>> {
         match x.clone().into_vec().len() {
             3 => track::<B, C, 3>(x, chunk),
             4 => track::<B, C, 4>(x, chunk),

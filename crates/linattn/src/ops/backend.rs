@@ -44,15 +44,12 @@ impl<T> Operands<T> {
     }
 }
 
-/// What the forward pass keeps for the backward pass. Layout is the backend's own affair.
+/// What the forward pass keeps for the backward pass: which tensors, and how they lie, is the
+/// backend's own affair. Empty if nothing was to be kept.
 #[derive(Debug, Clone)]
 pub struct Saved<T> {
-    /// States at the start of each chunk.
-    pub states: T,
-    /// Delta rule: what was written, u.
-    pub written: Option<T>,
-    /// Delta rule: (I + N)^-1 of each chunk.
-    pub inverse: Option<T>,
+    /// The tensors.
+    pub tensors: Vec<T>,
 }
 
 /// Result of a forward pass.
@@ -87,9 +84,14 @@ impl core::fmt::Display for Path {
 /// A Burn backend that can run the operations of [`ops`](super). Callers have checked shapes and
 /// chunk; implementations need not.
 pub trait LinearAttentionBackend: Backend {
-    /// Whole sequences, `chunk` tokens at a time; `chunk` is a power of two.
-    fn chunkwise(x: Operands<FloatTensor<Self>>, chunk: usize) -> Forward<FloatTensor<Self>> {
-        chunkwise::forward::<Self>(x, chunk)
+    /// Whole sequences, `chunk` tokens at a time where this backend lets that be chosen; `chunk` is a
+    /// power of two. `keep` asks for what the backward pass needs.
+    fn chunkwise(
+        x: Operands<FloatTensor<Self>>,
+        chunk: usize,
+        keep: bool,
+    ) -> Forward<FloatTensor<Self>> {
+        chunkwise::forward::<Self>(x, chunk, keep)
     }
 
     /// Gradients of every operand that is there, from those of `o` and the last state; `None` where

@@ -275,6 +275,7 @@ struct Scan<B: Backend> {
 pub(super) fn forward<B: Backend>(
     x: Operands<FloatTensor<B>>,
     chunk: usize,
+    keep: bool,
 ) -> Forward<FloatTensor<B>> {
     let dtype = tensor::<B, 4>(x.v.clone()).dtype();
     let x = Chunks::<B>::new(x, chunk);
@@ -288,9 +289,13 @@ pub(super) fn forward<B: Backend>(
         o: primitive(x.sizes.join(o).cast(dtype)),
         state: primitive(state),
         saved: Saved {
-            states: primitive(states),
-            written: written.map(primitive),
-            inverse: solved.map(|s| primitive(s.inverse)),
+            tensors: match keep {
+                true => {
+                    let inverse = solved.map(|s| s.inverse);
+                    [Some(states), written, inverse].into_iter().flatten().map(primitive).collect()
+                }
+                false => vec![],
+            },
         },
     }
 }
@@ -303,8 +308,9 @@ pub(super) fn backward<B: Backend>(
     chunk: usize,
 ) -> Operands<FloatTensor<B>> {
     let x = Chunks::<B>::new(operands.clone(), chunk);
-    let states = tensor::<B, 4>(saved.states);
-    let u = saved.written.map(tensor).unwrap_or_else(|| x.v.clone());
+    let mut saved = saved.tensors.into_iter().map(tensor::<B, 4>);
+    let states = saved.next().expect("a forward pass that keeps saves its states");
+    let u = saved.next().unwrap_or_else(|| x.v.clone());
     let d_o = match d_o {
         Some(d_o) => x.sizes.split(tensor(d_o)),
         None => x.v.zeros_like(),
@@ -313,8 +319,8 @@ pub(super) fn backward<B: Backend>(
         Some(d) => accumulator(tensor::<B, 4>(d)).reshape(x.zero_state().shape()),
         None => x.zero_state(),
     };
-    let solved = match (&x.delta, saved.inverse) {
-        (Some(delta), Some(inverse)) => Some(x.apply(delta, tensor(inverse))),
+    let solved = match (&x.delta, saved.next()) {
+        (Some(delta), Some(inverse)) => Some(x.apply(delta, inverse)),
         _ => None,
     };
 

@@ -1,13 +1,16 @@
-//! The operations on Burn's CubeCL backends: the step as a kernel, the rest as tensor operations.
+//! The operations on Burn's CubeCL backends: as kernels, and as tensor operations where the kernels
+//! refuse (f64, or keys and values wider than 256).
 
-use super::backend::{LinearAttentionBackend, Operands, primitive, tensor};
-use super::recurrent;
+use super::backend::{Forward, LinearAttentionBackend, Operands, Path, Saved, primitive, tensor};
+use super::{chunkwise, recurrent};
 use burn::tensor::{DType, Shape, ops::FloatTensor};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
 use cubecl::CubeCount;
+use cubecl::ir::{ElemType, FloatKind, StorageType};
+use linattn_kernels as kernels;
 use linattn_kernels::step::{self, Args, Dims};
 
 impl<R, F, I, BT> LinearAttentionBackend for CubeBackend<R, F, I, BT>
@@ -17,28 +20,206 @@ where
     I: IntElement,
     BT: BoolElement,
 {
+    fn chunkwise(
+        x: Operands<FloatTensor<Self>>,
+        chunk: usize,
+        keep: bool,
+    ) -> Forward<FloatTensor<Self>> {
+        let call = Call::new(&x);
+        match call.runs(&x) {
+            true => call.forward(one_type::<Self>(x), keep),
+            false => chunkwise::forward::<Self>(x, chunk, keep),
+        }
+    }
+
+    fn chunkwise_backward(
+        x: Operands<FloatTensor<Self>>,
+        saved: Saved<FloatTensor<Self>>,
+        d_o: Option<FloatTensor<Self>>,
+        d_state: Option<FloatTensor<Self>>,
+        chunk: usize,
+    ) -> Operands<FloatTensor<Self>> {
+        let call = Call::new(&x);
+        if !call.runs(&x) {
+            return chunkwise::backward::<Self>(x, saved, d_o, d_state, chunk);
+        }
+        let types: Vec<DType> = x.clone().into_vec().into_iter().map(|x| x.dtype).collect();
+        let state = x.state.is_some();
+        let d = call.backward(one_type::<Self>(x), saved, d_o, d_state);
+        let [batch, tokens, heads, key_width] = tensor::<Self, 4>(d.q.clone()).dims();
+        let key_heads = call.dims.key_heads;
+        let keys = |d: FloatTensor<Self>| match key_heads == heads {
+            true => d,
+            false => {
+                let grouped = [batch, tokens, key_heads, heads / key_heads, key_width];
+                let sum = tensor::<Self, 4>(d).reshape(grouped).sum_dim(3);
+                primitive(sum.squeeze_dim::<4>(3))
+            }
+        };
+        let d = Operands { q: keys(d.q), k: keys(d.k), state: d.state.filter(|_| state), ..d };
+        // Gradients have the type of what they are the gradients of.
+        let mut types = types.into_iter();
+        let mut next = || types.next().expect("a type for each tensor");
+        let mut cast = |d: FloatTensor<Self>| burn_cubecl::kernel::cast(d, next());
+        Operands {
+            q: cast(d.q),
+            k: cast(d.k),
+            v: cast(d.v),
+            g: d.g.map(&mut cast),
+            beta: d.beta.map(&mut cast),
+            state: d.state.map(&mut cast),
+        }
+    }
+
+    fn path(_device: &Self::Device) -> Path {
+        Path::Kernels
+    }
+
     fn recurrent_step(x: Operands<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let [batch, _, key_heads, key_width] = tensor::<Self, 4>(x.q.clone()).dims();
         let [_, _, heads, value_width] = tensor::<Self, 4>(x.v.clone()).dims();
         let sizes = Dims { batch, key_heads, heads, key_width, value_width };
         let cubes = sizes.cubes(x.v.client.properties().hardware.max_cube_count);
         match cubes {
-            Some(cubes) if x.v.dtype != DType::F64 => {
-                let f32_3 = |x| primitive(tensor::<Self, 3>(x).cast(DType::F32));
-                let f32_4 = |x| primitive(tensor::<Self, 4>(x).cast(DType::F32));
-                let dtype = x.v.dtype;
-                let like_v = |x| primitive(tensor::<Self, 4>(x).cast(dtype));
-                let x = Operands {
-                    q: like_v(x.q),
-                    k: like_v(x.k),
-                    v: x.v,
-                    g: x.g.map(f32_3),
-                    beta: x.beta.map(f32_3),
-                    state: x.state.map(f32_4),
-                };
-                run(x, sizes, cubes)
-            }
+            Some(cubes) if x.v.dtype != DType::F64 => run(one_type::<Self>(x), sizes, cubes),
             _ => recurrent::step::<Self>(x),
+        }
+    }
+}
+
+/// Everything in one type, that of v, but for gates and states, which are f32.
+fn one_type<B: LinearAttentionBackend>(x: Operands<FloatTensor<B>>) -> Operands<FloatTensor<B>> {
+    let dtype = tensor::<B, 4>(x.v.clone()).dtype();
+    let f32_3 = |x| primitive(tensor::<B, 3>(x).cast(DType::F32));
+    let like_v = |x| primitive(tensor::<B, 4>(x).cast(dtype));
+    Operands {
+        q: like_v(x.q),
+        k: like_v(x.k),
+        v: x.v,
+        g: x.g.map(f32_3),
+        beta: x.beta.map(f32_3),
+        state: x.state.map(|x| primitive(tensor::<B, 4>(x).cast(DType::F32))),
+    }
+}
+
+/// One call of the chunked kernels.
+struct Call<R: CubeRuntime> {
+    client: cubecl::client::ComputeClient<R>,
+    device: R::Device,
+    dims: kernels::Dims,
+    variant: kernels::Variant,
+    dtype: DType,
+}
+
+impl<R: CubeRuntime> Call<R> {
+    fn new(x: &Operands<CubeTensor<R>>) -> Self {
+        let (q, v) = (&x.q.meta.shape, &x.v.meta.shape);
+        Self {
+            client: x.v.client.clone(),
+            device: x.v.device.clone(),
+            dims: kernels::Dims {
+                batch: q[0],
+                tokens: q[1],
+                key_heads: q[2],
+                heads: v[2],
+                key_width: q[3],
+                value_width: v[3],
+            },
+            variant: kernels::Variant {
+                decay: match x.g {
+                    Some(_) => kernels::Decay::Scalar,
+                    None => kernels::Decay::None,
+                },
+                transition: match x.beta {
+                    Some(_) => kernels::Transition::Delta { erase: false },
+                    None => kernels::Transition::Identity,
+                },
+                read: kernels::Read::After,
+            },
+            dtype: x.v.dtype,
+        }
+    }
+
+    /// Whether the kernels take this.
+    fn runs(&self, x: &Operands<CubeTensor<R>>) -> bool {
+        let float = matches!(x.v.dtype, DType::F32 | DType::F16 | DType::BF16);
+        let dtype = self.dtype.into();
+        float && kernels::engine(&self.client, self.variant, self.dims, dtype).is_ok()
+    }
+
+    fn inputs(x: Operands<CubeTensor<R>>) -> kernels::Inputs {
+        let handle = |x| into_contiguous(x).handle;
+        kernels::Inputs {
+            q: handle(x.q),
+            k: handle(x.k),
+            v: handle(x.v),
+            a: None,
+            b: None,
+            g: x.g.map(handle),
+            beta: x.beta.map(handle),
+            state: x.state.map(handle),
+        }
+    }
+
+    fn tensor(&self, buffer: kernels::Buffer) -> CubeTensor<R> {
+        let dtype = match buffer.dtype {
+            StorageType::Scalar(ElemType::Float(FloatKind::F16)) => DType::F16,
+            StorageType::Scalar(ElemType::Float(FloatKind::BF16)) => DType::BF16,
+            _ => DType::F32,
+        };
+        let shape = Shape::from(buffer.shape);
+        let (client, device) = (self.client.clone(), self.device.clone());
+        CubeTensor::new_contiguous(client, device, shape, buffer.handle, dtype)
+    }
+
+    fn forward(&self, x: Operands<CubeTensor<R>>, keep: bool) -> Forward<CubeTensor<R>> {
+        let (variant, dims) = (self.variant, self.dims);
+        let dtype = self.dtype.into();
+        let done = kernels::forward(&self.client, variant, dims, dtype, &Self::inputs(x), keep)
+            .expect("`runs` was asked");
+        let tensors = done.saved.into_iter().map(|saved| self.tensor(saved)).collect();
+        let (o, state) = (self.tensor(done.o), self.tensor(done.state));
+        Forward { o, state, saved: Saved { tensors } }
+    }
+
+    fn backward(
+        &self,
+        x: Operands<CubeTensor<R>>,
+        saved: Saved<CubeTensor<R>>,
+        d_o: Option<CubeTensor<R>>,
+        d_state: Option<CubeTensor<R>>,
+    ) -> Operands<CubeTensor<R>> {
+        let saved: Vec<_> = saved.tensors.into_iter().map(|saved| saved.handle).collect();
+        let cast = |x: CubeTensor<R>, dtype| into_contiguous(burn_cubecl::kernel::cast(x, dtype));
+        let d_o = match d_o {
+            Some(d_o) => cast(d_o, self.dtype),
+            None => {
+                let shape = x.v.meta.shape.clone();
+                let (client, device) = (self.client.clone(), self.device.clone());
+                into_contiguous(zeros_client(client, device, shape, self.dtype))
+            }
+        };
+        let d_state = d_state.map(|d| cast(d, DType::F32).handle);
+        let (variant, dims) = (self.variant, self.dims);
+        let call = kernels::Given { x: &Self::inputs(x), saved: &saved };
+        let d_state = d_state.as_ref();
+        let done = kernels::backward(
+            &self.client,
+            variant,
+            dims,
+            self.dtype.into(),
+            call,
+            &d_o.handle,
+            d_state,
+        )
+        .expect("`runs` was asked");
+        Operands {
+            q: self.tensor(done.q),
+            k: self.tensor(done.k),
+            v: self.tensor(done.v),
+            g: done.g.map(|g| self.tensor(g)),
+            beta: done.beta.map(|beta| self.tensor(beta)),
+            state: Some(self.tensor(done.state)),
         }
     }
 }

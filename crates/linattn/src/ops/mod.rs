@@ -297,7 +297,7 @@ fn chunked<B: LinearAttentionBackend>(
     }
     // A chunk longer than the sequence would only compute padding.
     let chunk = chunk.min(x.q.dims()[1].next_power_of_two());
-    let Forward { o, state, .. } = B::chunkwise(x.operands(), chunk);
+    let Forward { o, state, .. } = B::chunkwise(x.operands(), chunk, false);
     Ok((tensor(o), tensor(state)))
 }
 

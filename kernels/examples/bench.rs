@@ -1,0 +1,332 @@
+//! Times every operation on the shapes that its rivals are measured on, and holds one head of each to
+//! the f64 recurrence.
+//!
+//! `cargo run --release -p linattn-kernels --features cuda --example bench -- cuda bf16 [op] [shape]`
+//!
+//! One CSV row an operation and shape. Times are in milliseconds: `fwd_ms` and `fwd_bwd_ms` are a
+//! queue of calls over rotated inputs and one wait, divided by the calls: the GPU's time, or the host's
+//! where that is longer. `call_..` is one call and a wait, median. `floor_..` is what the GPU would need
+//! to read each input and write each output once at 4.30 TB/s, or for the plain recurrence's arithmetic
+//! at 801 TFLOP/s, whichever is more.
+
+use cubecl::future::block_on;
+use cubecl::ir::{ElemType, FloatKind, StorageType};
+use cubecl::prelude::*;
+use half::bf16;
+use linattn_kernels::{
+    Decay, Dims, Given, Inputs, Read, Transition, Variant, backward, engine, forward,
+};
+use linattn_oracle as oracle;
+use std::time::Instant;
+
+const OPS: [&str; 6] =
+    ["scalar_decay", "delta", "gated_delta", "vector_decay", "vector_delta", "dplr"];
+/// B, T, H, D.
+const SHAPES: [[usize; 4]; 5] = [
+    [8, 2048, 16, 128],
+    [1, 16384, 16, 128],
+    [32, 2048, 4, 64],
+    [64, 256, 2, 64],
+    [4, 8192, 8, 256],
+];
+/// Copies of the inputs that calls take in turn.
+const ROTATED: usize = 3;
+
+fn variant(op: &str) -> Variant {
+    let (decay, transition) = match op {
+        "scalar_decay" => (Decay::Scalar, Transition::Identity),
+        "delta" => (Decay::None, Transition::Delta { erase: false }),
+        "gated_delta" => (Decay::Scalar, Transition::Delta { erase: false }),
+        "vector_decay" => (Decay::Vector, Transition::Identity),
+        "vector_delta" => (Decay::Vector, Transition::Delta { erase: false }),
+        "dplr" => (Decay::Vector, Transition::LowRank),
+        other => panic!("no operation {other:?}; there are {OPS:?}"),
+    };
+    Variant { decay, transition, read: Read::After }
+}
+
+fn recipe(op: &str) -> oracle::Recipe {
+    let family = match variant(op).transition {
+        Transition::Identity => oracle::Family::LinearAttention,
+        Transition::Delta { .. } => oracle::Family::DeltaRule,
+        Transition::LowRank => oracle::Family::LowRank,
+    };
+    let gate = if op == "delta" { oracle::Gate::None } else { oracle::Gate::Typical };
+    let vector_decay = variant(op).decay == Decay::Vector;
+    oracle::Recipe { gate, vector_decay, ..oracle::Recipe::new(family) }
+}
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let device = args.first().map_or("cuda", String::as_str);
+    let half = match args.get(1).map_or("bf16", String::as_str) {
+        "bf16" => true,
+        "f32" => false,
+        other => panic!("no type {other:?}; there are bf16 and f32"),
+    };
+    let op = args.get(2).map_or("", String::as_str);
+    let shape = args.get(3).map_or("", String::as_str);
+    println!(
+        "op,shape,dtype,device,fwd_ms,fwd_bwd_ms,call_fwd_ms,call_fwd_bwd_ms,floor_fwd_ms,\
+         floor_fwd_bwd_ms,launches_fwd,launches_fwd_bwd,error_o,error_worst_gradient"
+    );
+    match device {
+        #[cfg(feature = "cuda")]
+        "cuda" => {
+            all(cubecl::cuda::CudaRuntime::client(&Default::default()), device, half, op, shape)
+        }
+        "vulkan" => {
+            all(cubecl::wgpu::WgpuRuntime::client(&Default::default()), device, half, op, shape)
+        }
+        other => panic!("no device {other:?} in this build"),
+    }
+}
+
+fn all<R: Runtime>(client: ComputeClient<R>, device: &str, half: bool, op: &str, shape: &str) {
+    for name in OPS.into_iter().filter(|name| op.is_empty() || *name == op) {
+        for dims in SHAPES {
+            let [b, t, h, d] = dims;
+            let text = format!("{b}x{t}x{h}x{d}");
+            if shape.is_empty() || text == shape {
+                one(&client, device, half, name, &text, dims);
+            }
+        }
+    }
+}
+
+fn one<R: Runtime>(
+    client: &ComputeClient<R>,
+    device: &str,
+    half: bool,
+    op: &str,
+    text: &str,
+    [batch, tokens, heads, width]: [usize; 4],
+) {
+    let dims =
+        Dims { batch, tokens, key_heads: heads, heads, key_width: width, value_width: width };
+    let kind = if half { FloatKind::BF16 } else { FloatKind::F32 };
+    let dtype = StorageType::Scalar(ElemType::Float(kind));
+    if let Err(why) = engine(client, variant(op), dims, dtype) {
+        println!("{op},{text},{kind:?},{device},refused: {why}");
+        return;
+    }
+    let one_head = oracle::Dims {
+        batch: 1,
+        tokens,
+        key_heads: 1,
+        heads: 1,
+        key_width: width,
+        value_width: width,
+    };
+    let mut sample = oracle::Inputs::random(1, one_head, &recipe(op));
+    if half {
+        round(&mut sample);
+    }
+    let d_o = rounded(
+        (0..tokens * width).map({
+            let mut rng = oracle::Rng::named(1, "d_o");
+            move |_| rng.normal()
+        }),
+        half,
+    );
+    let case = Case { client, variant: variant(op), dims, half };
+    let copies: Vec<Inputs> = (0..ROTATED).map(|_| case.upload(&sample)).collect();
+    let gradient = case.rows(&d_o, width);
+    let run_forward = |n: usize| {
+        forward(client, case.variant, dims, dtype, &copies[n % ROTATED], false).expect("it fits")
+    };
+    let run_both = |n: usize| {
+        let x = &copies[n % ROTATED];
+        let done = forward(client, case.variant, dims, dtype, x, true).expect("it fits");
+        let saved: Vec<_> = done.saved.iter().map(|b| b.handle.clone()).collect();
+        let given = Given { x, saved: &saved };
+        let d =
+            backward(client, case.variant, dims, dtype, given, &gradient, None).expect("it fits");
+        (done.o, d)
+    };
+    let wait = || block_on(client.sync()).expect("the kernels ran");
+    let (o, d) = run_both(0);
+    wait();
+    let error = |want: &[f64], got: &linattn_kernels::Buffer, width: usize| {
+        let got = case.first_head(got, width);
+        let wrong: f64 = want.iter().zip(&got).map(|(w, g)| (w - g) * (w - g)).sum();
+        (wrong / want.iter().map(|w| w * w).sum::<f64>()).sqrt()
+    };
+    let truth = oracle::forward(&sample);
+    let error_o = error(&truth.o, &o, width);
+    let want = oracle::backward(&sample, &d_o, &vec![0.0; width * width]);
+    let rows = [(&want.q, &d.q), (&want.k, &d.k), (&want.v, &d.v)];
+    let mut worst: f64 = rows.iter().map(|(w, g)| error(w, g, width)).fold(0.0, f64::max);
+    let gate_width = if variant(op).decay == Decay::Vector { width } else { 1 };
+    let more = [
+        (&want.g, &d.g, gate_width),
+        (&want.beta, &d.beta, 1),
+        (&want.a, &d.a, width),
+        (&want.b, &d.b, width),
+    ];
+    for (want, got, width) in more {
+        if let (Some(want), Some(got)) = (want, got) {
+            worst = worst.max(error(want, got, width));
+        }
+    }
+    drop((o, d));
+    let queue = |run: &dyn Fn(usize)| {
+        run(0);
+        wait();
+        let start = Instant::now();
+        run(1);
+        wait();
+        let calls = (0.15 / start.elapsed().as_secs_f64()).clamp(5.0, 400.0) as usize;
+        let mut times: Vec<f64> = (0..3)
+            .map(|_| {
+                let start = Instant::now();
+                (0..calls).for_each(run);
+                wait();
+                start.elapsed().as_secs_f64() * 1e3 / calls as f64
+            })
+            .collect();
+        times.sort_by(f64::total_cmp);
+        times[1]
+    };
+    let call = |run: &dyn Fn(usize)| {
+        let mut times: Vec<f64> = (0..21)
+            .map(|n| {
+                let start = Instant::now();
+                run(n);
+                wait();
+                start.elapsed().as_secs_f64() * 1e3
+            })
+            .collect();
+        times.sort_by(f64::total_cmp);
+        times[10]
+    };
+    let forward_only = |n: usize| drop(run_forward(n));
+    let both = |n: usize| drop(run_both(n));
+    let (floor, floor_both) = floors(op, dims, if half { 2 } else { 4 });
+    println!(
+        "{op},{text},{},{device},{:.4},{:.4},{:.4},{:.4},{floor:.4},{floor_both:.4},2,4,{error_o:.1e},{worst:.1e}",
+        if half { "bf16" } else { "f32" },
+        queue(&forward_only),
+        queue(&both),
+        call(&forward_only),
+        call(&both),
+    );
+}
+
+/// Milliseconds that bytes or arithmetic take at least, forward and forward with backward.
+fn floors(op: &str, d: Dims, size: usize) -> (f64, f64) {
+    let rows = (d.batch * d.tokens * d.heads) as f64;
+    let wide = rows * d.key_width as f64;
+    let variant = variant(op);
+    let extra = if variant.transition == Transition::LowRank { 2.0 } else { 0.0 };
+    let gates =
+        match variant.decay {
+            Decay::None => 0.0,
+            Decay::Scalar => rows * 4.0,
+            Decay::Vector => wide * 4.0,
+        } + if matches!(variant.transition, Transition::Delta { .. }) { rows * 4.0 } else { 0.0 };
+    let forward = (4.0 + extra) * wide * size as f64 + gates;
+    let both = forward + (7.0 + 2.0 * extra) * wide * size as f64 + 2.0 * gates;
+    let products = match variant.transition {
+        Transition::Identity => 2.0,
+        Transition::Delta { .. } => 3.0,
+        Transition::LowRank => 4.0,
+    };
+    let flops = rows * products * 2.0 * (d.key_width * d.value_width) as f64;
+    let ms = |bytes: f64, flops: f64| (bytes / 4.30e9).max(flops / 801e9);
+    (ms(forward, flops), ms(both, 3.0 * flops))
+}
+
+fn rounded(x: impl Iterator<Item = f64>, half: bool) -> Vec<f64> {
+    x.map(|x| if half { bf16::from_f64(x).to_f64() } else { f64::from(x as f32) }).collect()
+}
+
+fn round(x: &mut oracle::Inputs) {
+    let rows = |values: &mut Vec<f64>| *values = rounded(values.iter().copied(), true);
+    rows(&mut x.q);
+    rows(&mut x.k);
+    rows(&mut x.v);
+    if let oracle::Transition::LowRank { a, b } = &mut x.transition {
+        rows(a);
+        rows(b);
+    }
+}
+
+struct Case<'a, R: Runtime> {
+    client: &'a ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    half: bool,
+}
+
+impl<R: Runtime> Case<'_, R> {
+    /// One head's numbers, for all heads of all sequences.
+    fn spread(&self, x: &[f64], width: usize) -> Vec<f64> {
+        let mut all = Vec::with_capacity(x.len() * self.dims.heads * self.dims.batch);
+        for _ in 0..self.dims.batch {
+            for token in x.chunks_exact(width) {
+                (0..self.dims.heads).for_each(|_| all.extend_from_slice(token));
+            }
+        }
+        all
+    }
+
+    fn rows(&self, x: &[f64], width: usize) -> cubecl::server::Handle {
+        let all = self.spread(x, width);
+        let bytes: Vec<u8> = match self.half {
+            true => all.iter().flat_map(|x| bf16::from_f64(*x).to_le_bytes()).collect(),
+            false => all.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
+        };
+        self.client.create_from_slice(&bytes)
+    }
+
+    fn gates(&self, x: &[f64], width: usize) -> cubecl::server::Handle {
+        let all = self.spread(x, width);
+        let bytes: Vec<u8> = all.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect();
+        self.client.create_from_slice(&bytes)
+    }
+
+    fn upload(&self, x: &oracle::Inputs) -> Inputs {
+        let width = self.dims.key_width;
+        let (mut a, mut b, mut beta) = (None, None, None);
+        match &x.transition {
+            oracle::Transition::Identity => {}
+            oracle::Transition::Delta { beta: share, .. } => beta = Some(self.gates(share, 1)),
+            oracle::Transition::LowRank { a: ask, b: write } => {
+                (a, b) = (Some(self.rows(ask, width)), Some(self.rows(write, width)));
+            }
+        }
+        let gate = if self.variant.decay == Decay::Vector { width } else { 1 };
+        Inputs {
+            q: self.rows(&x.q, width),
+            k: self.rows(&x.k, width),
+            v: self.rows(&x.v, width),
+            a,
+            b,
+            g: x.decay.as_ref().map(|g| self.gates(g.values(), gate)),
+            beta,
+            state: None,
+        }
+    }
+
+    /// The first head of the first sequence.
+    fn first_head(&self, x: &linattn_kernels::Buffer, width: usize) -> Vec<f64> {
+        let bytes = self.client.read_one(x.handle.clone()).expect("the kernels ran");
+        let size = x.dtype.size();
+        let row = self.dims.heads * width * size;
+        bytes[..row * self.dims.tokens]
+            .chunks_exact(row)
+            .flat_map(|token| {
+                token[..width * size].chunks_exact(size).map(number).collect::<Vec<_>>()
+            })
+            .collect()
+    }
+}
+
+fn number(bytes: &[u8]) -> f64 {
+    match *bytes {
+        [a, b] => bf16::from_le_bytes([a, b]).to_f64(),
+        [a, b, c, d] => f64::from(f32::from_le_bytes([a, b, c, d])),
+        _ => panic!("numbers have two or four bytes"),
+    }
+}

@@ -1,0 +1,159 @@
+//! Where a chunk lies in the tensors, and how much is kept between its tokens.
+
+use crate::plan::Plan;
+use crate::tile::Rows;
+use cubecl::prelude::*;
+
+/// Sizes that are no part of the compiled code.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct Sizes {
+    pub tokens: u32,
+    pub heads: u32,
+    pub key_heads: u32,
+    pub chunks: u32,
+}
+
+/// One chunk of one head of one sequence.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Place {
+    /// Rows of q and k, `[B, T, Hk, K]`.
+    pub keys: Rows,
+    /// Rows of v and o, `[B, T, H, V]`.
+    pub values: Rows,
+    /// Rows of a, b and a vector decay, `[B, T, H, K]`.
+    pub rows: Rows,
+    /// Gates, `[B, T, H]`.
+    pub gates: Rows,
+    /// Which chunk it is of all, `[B, H, chunks]`.
+    pub index: usize,
+    /// Tokens it has.
+    pub valid: usize,
+}
+
+/// Chunk `chunk` of (sequence, head) `memory`.
+#[cube]
+pub(crate) fn place(sizes: &Sizes, memory: usize, chunk: usize, #[comptime] plan: Plan) -> Place {
+    let heads = sizes.heads as usize;
+    let key_heads = sizes.key_heads as usize;
+    let tokens = sizes.tokens as usize;
+    let key_head = memory % heads / (heads / key_heads);
+    let token = chunk * comptime!(plan.chunk);
+    let valid = min(tokens - token, comptime!(plan.chunk));
+    let first = memory / heads * tokens + token;
+    let gate = first * heads + memory % heads;
+    Place {
+        keys: Rows {
+            start: (first * key_heads + key_head) * comptime!(plan.key_width),
+            stride: key_heads * comptime!(plan.key_width),
+            valid,
+        },
+        values: Rows {
+            start: gate * comptime!(plan.value_width),
+            stride: heads * comptime!(plan.value_width),
+            valid,
+        },
+        rows: Rows {
+            start: gate * comptime!(plan.key_width),
+            stride: heads * comptime!(plan.key_width),
+            valid,
+        },
+        gates: Rows { start: gate, stride: heads, valid },
+        index: memory * sizes.chunks as usize + chunk,
+        valid,
+    }
+}
+
+/// A matrix of its own for every chunk, `[B, H, chunks, rows, columns]`.
+#[cube]
+pub(crate) fn own(place: &Place, #[comptime] rows: usize, #[comptime] columns: usize) -> Rows {
+    Rows { start: place.index * comptime!(rows * columns), stride: columns, valid: rows }
+}
+
+/// Sums of log gates from the start of the chunk up to and with each token, [C] or [C, columns], in
+/// two parts: `coarse` in sixteenths, whose sums are exact, and the small rest, `fine`. A difference
+/// of two sums is then as exact between small gates behind a gate of -50 as anywhere else.
+#[derive(CubeType)]
+pub(crate) struct Sums {
+    pub coarse: SharedMemory<f32>,
+    pub fine: SharedMemory<f32>,
+}
+
+#[cube]
+pub(crate) fn sums(#[comptime] numbers: usize) -> Sums {
+    Sums { coarse: SharedMemory::<f32>::new(numbers), fine: SharedMemory::<f32>::new(numbers) }
+}
+
+/// Log of what is left at token `i` of what token `j` had, never above 0.
+#[cube]
+pub(crate) fn between(sums: &Sums, i: usize, j: usize) -> f32 {
+    min((sums.coarse[i] - sums.coarse[j]) + (sums.fine[i] - sums.fine[j]), 0.0f32)
+}
+
+/// Log of what is left at token `i` of what the chunk began with.
+#[cube]
+pub(crate) fn since_start(sums: &Sums, i: usize) -> f32 {
+    sums.coarse[i] + sums.fine[i]
+}
+
+/// Sums of scalar gates, [C]. Ends with everything visible to all.
+#[cube]
+pub(crate) fn sum_scalars(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan: Plan) {
+    let i = UNIT_POS as usize;
+    let mut gate = 0.0f32;
+    if i < rows.valid {
+        gate = g[rows.start + i * rows.stride];
+    }
+    let coarse = f32::round(gate * 16.0f32) * 0.0625f32;
+    if i < comptime!(plan.chunk) {
+        sums.coarse[i] = coarse;
+        sums.fine[i] = gate - coarse;
+    }
+    sync_cube();
+    let mut a = 0.0f32;
+    let mut b = 0.0f32;
+    if i < comptime!(plan.chunk) {
+        for j in 0..i + 1 {
+            a += sums.coarse[j];
+            b += sums.fine[j];
+        }
+    }
+    sync_cube();
+    if i < comptime!(plan.chunk) {
+        sums.coarse[i] = a;
+        sums.fine[i] = b;
+    }
+    sync_cube();
+}
+
+/// Sums of the gates of keys `first..first + key_slice`, [C, key_slice] in rows of the tiles'
+/// stride. Ends with everything visible to all.
+#[cube]
+pub(crate) fn sum_vectors<G: Size>(
+    sums: &mut Sums,
+    g: &Array<Vector<f32, G>>,
+    rows: &Rows,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let d = UNIT_POS as usize;
+    let read = G::value();
+    if d < comptime!(plan.key_slice / read) {
+        let mut a = Vector::<f32, G>::new(0.0);
+        let mut b = Vector::<f32, G>::new(0.0);
+        for i in 0..comptime!(plan.chunk) {
+            if i < rows.valid && first + d * read < comptime!(plan.key_width) {
+                let gate = g[(rows.start + i * rows.stride + first) / read + d];
+                let coarse = Vector::round(gate * Vector::new(16.0f32)) * Vector::new(0.0625f32);
+                a += coarse;
+                b += gate - coarse;
+            }
+            #[unroll]
+            for l in 0..read {
+                sums.coarse[i * stride + d * read + l] = a[l];
+                sums.fine[i * stride + d * read + l] = b[l];
+            }
+        }
+    }
+    sync_cube();
+}

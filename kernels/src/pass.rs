@@ -1,0 +1,869 @@
+//! Stage 2: one walk over the chunks of a sequence, and in the backward pass one walk back.
+//!
+//! ```text
+//! forward, per chunk                              backward, from the last chunk to the first
+//!   U  = T (beta v + A~ S)     delta                R' = reads^T dO + B^ dS'
+//!   U  = T (local + A~ S)      low rank             R  = T^T R'                 delta, low rank
+//!   U  = v                     linear attention     R  = R'                     linear attention
+//!   O  = Q~ S + reads U  (+ reads v, low rank)      dS = e^{G_C} dS' + Q~^T dO + A~^T R
+//!   S' = e^{G_C} S + B^^T U  (+ K^^T v)
+//! ```
+//! with S the state at the chunk's start, T = inverse, and for low rank reads_b in front of U. R is
+//! the gradient of what the solve was given; in linear attention it is that of v. Low rank has
+//! `dv = reads^T dO + K^ dS' + coupling^T R` besides.
+//!
+//! Work:   a cube a `value_tile` columns of a (sequence, head): columns of S never meet.
+//! Source: DeltaNet's chunk form, arXiv 2406.06484, with the decay of arXiv 2412.06464; the adjoint
+//!         goes through the solve, so that neither dW nor dT is ever formed.
+
+use crate::chunk::{Place, Sizes, own, place};
+use crate::plan::Plan;
+use crate::scores::{Operands, table};
+use crate::state::{
+    Block, State, add, apply, apply_out, ask, block, fade, give, keep_state, output_column,
+    output_row, read_out, scale_tokens, settle, state, take, token, write,
+};
+use crate::tile::{Acc, Pair, Rows, Window, load, load_async, put_four, put_out, tile, zeros};
+use crate::vector::set;
+use cubecl::prelude::barrier::{Barrier, copy_async};
+use cubecl::prelude::*;
+
+/// What stage 1 left, as this stage reads it.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Local<E: Float, G: Size> {
+    pub reads: Array<Vector<E, G>>,
+    pub reads_b: Array<Vector<E, G>>,
+    pub inverse: Array<Vector<E, G>>,
+    pub coupling: Array<Vector<E, G>>,
+    pub local: Array<Vector<E, G>>,
+    pub table: Array<f32>,
+    pub q: Array<Vector<E, G>>,
+    pub a: Array<Vector<E, G>>,
+    pub b: Array<Vector<E, G>>,
+    pub k: Array<Vector<E, G>>,
+    pub totals: Array<f32>,
+}
+
+/// What the walk starts from, `[B, H, K, V]`, and where it is kept.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Walk<E: Float, W: Size> {
+    pub start: Array<f32>,
+    pub end: Array<f32>,
+    /// [V, K] at the start of every chunk (forward), at its end (backward).
+    pub states: Array<Vector<E, W>>,
+    /// U or R, `[B, T, H, V]`.
+    pub block: Array<Vector<E, W>>,
+}
+
+/// What a launch of this stage does, besides its plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Task {
+    /// There is a state to start from.
+    pub given: bool,
+    /// States and blocks are kept.
+    pub keep: bool,
+}
+
+/// Tiles of what a chunk brings along. The plain engine loads one slice at a time into one tile of
+/// each shape, right before it is used. With tensor cores every role has a tile of its own, twice: while
+/// one chunk is worked on, the next one is copied into the other half.
+#[derive(CubeType)]
+struct Feed<E: Float, N: Size> {
+    reads: SharedMemory<Vector<E, N>>,
+    asks: SharedMemory<Vector<E, N>>,
+    writes: SharedMemory<Vector<E, N>>,
+    keys: SharedMemory<Vector<E, N>>,
+    values: SharedMemory<Vector<E, N>>,
+    local: SharedMemory<Vector<E, N>>,
+    inverse: SharedMemory<Vector<E, N>>,
+    /// What is in front of U: reads, or in a low rank transition reads_b.
+    mix: SharedMemory<Vector<E, N>>,
+    /// Low rank: reads.
+    mix_values: SharedMemory<Vector<E, N>>,
+    /// Low rank, backward: coupling.
+    coupling: SharedMemory<Vector<E, N>>,
+    scales: SharedMemory<f32>,
+    /// Where the chunk at work lies in tiles of rows, of values, of squares, and in the scales.
+    at_rows: usize,
+    at_values: usize,
+    at_square: usize,
+    at_scales: usize,
+}
+
+impl Plan {
+    fn staged(&self) -> bool {
+        self.engine == crate::Engine::Mma
+    }
+
+    fn row_numbers(&self) -> usize {
+        self.chunk * self.stride(self.key_slice)
+    }
+
+    fn value_numbers(&self) -> usize {
+        self.chunk * self.stride(self.value_tile)
+    }
+
+    fn square_numbers(&self) -> usize {
+        self.chunk * self.stride(self.chunk)
+    }
+
+    fn value_window(&self) -> Window {
+        self.window(self.chunk, self.value_tile, self.value_width)
+    }
+
+    fn square_window(&self) -> Window {
+        self.window(self.chunk, self.chunk, self.chunk)
+    }
+
+    /// Whether a role has a tile of its own.
+    fn own_tile(&self, role: bool) -> bool {
+        self.staged() && role
+    }
+}
+
+#[cube]
+fn feed<E: Float, N: Size>(#[comptime] backward: bool, #[comptime] plan: Plan) -> Feed<E, N> {
+    let variant = comptime!(plan.variant);
+    let halves = comptime!(plan.halves);
+    let rows = tile::<E, N>(comptime!(halves * plan.row_numbers()));
+    let values = tile::<E, N>(comptime!(halves * plan.value_numbers()));
+    let square = tile::<E, N>(comptime!(halves * plan.square_numbers()));
+    let own_asks = comptime!(variant.own_a() || (variant.vector() && variant.solves()));
+    let low_rank = comptime!(plan.own_tile(variant.low_rank()));
+    let reads = if comptime!(plan.staged()) {
+        tile::<E, N>(comptime!(halves * plan.row_numbers()))
+    } else {
+        rows
+    };
+    let asks = if comptime!(plan.own_tile(own_asks)) {
+        tile::<E, N>(comptime!(halves * plan.row_numbers()))
+    } else {
+        rows
+    };
+    let writes = if low_rank { tile::<E, N>(comptime!(halves * plan.row_numbers())) } else { rows };
+    let local = if comptime!(low_rank && !backward) {
+        tile::<E, N>(comptime!(halves * plan.value_numbers()))
+    } else {
+        values
+    };
+    let inverse = if comptime!(plan.own_tile(variant.solves())) {
+        tile::<E, N>(comptime!(halves * plan.square_numbers()))
+    } else {
+        square
+    };
+    let mix_values =
+        if low_rank { tile::<E, N>(comptime!(halves * plan.square_numbers())) } else { square };
+    let coupling = if comptime!(low_rank && backward) {
+        tile::<E, N>(comptime!(halves * plan.square_numbers()))
+    } else {
+        square
+    };
+    Feed::<E, N> {
+        reads,
+        asks,
+        writes,
+        keys: rows,
+        values,
+        local,
+        inverse,
+        mix: square,
+        mix_values,
+        coupling,
+        scales: SharedMemory::<f32>::new_aligned(
+            comptime!(halves * table::ROWS * plan.chunk),
+            16usize,
+        ),
+        at_rows: 0usize.runtime(),
+        at_values: 0usize.runtime(),
+        at_square: 0usize.runtime(),
+        at_scales: 0usize.runtime(),
+    }
+}
+
+/// Starts copying everything that a chunk brings along into half `half` of the tiles.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn issue<F: Float, E: Float, G: Size, N: Size>(
+    feed: &mut Feed<E, N>,
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    values: &Array<Vector<F, G>>,
+    place: &Place,
+    first: usize,
+    half: usize,
+    #[comptime] backward: bool,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
+    let keys = comptime!(plan.key_window());
+    let wide = comptime!(plan.value_window());
+    let square = comptime!(plan.square_window());
+    let rows = half * comptime!(plan.row_numbers());
+    let own = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
+    let at = half * comptime!(plan.square_numbers());
+    let values_at = half * comptime!(plan.value_numbers());
+    if comptime!(variant.vector()) {
+        load_async::<E, G, E, N>(&mut feed.keys, rows, &local.k, &place.rows, 0usize, keys);
+        load_async::<E, G, E, N>(&mut feed.reads, rows, &local.q, &place.rows, 0usize, keys);
+        if comptime!(variant.solves()) {
+            load_async::<E, G, E, N>(&mut feed.asks, rows, &local.a, &place.rows, 0usize, keys);
+        }
+        if comptime!(variant.low_rank()) {
+            load_async::<E, G, E, N>(&mut feed.writes, rows, &local.b, &place.rows, 0usize, keys);
+        }
+    } else {
+        load_async::<F, G, E, N>(&mut feed.keys, rows, &x.k, &place.keys, 0usize, keys);
+        load_async::<F, G, E, N>(&mut feed.reads, rows, &x.q, &place.keys, 0usize, keys);
+        if comptime!(variant.own_a()) {
+            load_async::<F, G, E, N>(&mut feed.asks, rows, &x.a, &place.rows, 0usize, keys);
+        }
+        if comptime!(variant.low_rank()) {
+            load_async::<F, G, E, N>(&mut feed.writes, rows, &x.b, &place.rows, 0usize, keys);
+        }
+    }
+    load_async::<F, G, E, N>(&mut feed.values, values_at, values, &place.values, first, wide);
+    if comptime!(variant.solves()) {
+        load_async::<E, G, E, N>(&mut feed.inverse, at, &local.inverse, &own, 0usize, square);
+    }
+    if comptime!(variant.low_rank()) {
+        load_async::<E, G, E, N>(&mut feed.mix, at, &local.reads_b, &own, 0usize, square);
+        load_async::<E, G, E, N>(&mut feed.mix_values, at, &local.reads, &own, 0usize, square);
+        if comptime!(backward) {
+            load_async::<E, G, E, N>(&mut feed.coupling, at, &local.coupling, &own, 0usize, square);
+        } else {
+            let from = &place.values;
+            load_async::<E, G, E, N>(&mut feed.local, values_at, &local.local, from, first, wide);
+        }
+    } else {
+        load_async::<E, G, E, N>(&mut feed.mix, at, &local.reads, &own, 0usize, square);
+    }
+    let all = comptime!(table::ROWS * plan.chunk / 4);
+    #[unroll]
+    for turn in 0..comptime!(all.div_ceil(plan.units)) {
+        let n = UNIT_POS as usize + comptime!(turn * plan.units);
+        if n < all {
+            let from = (place.index * all + n) * 4;
+            let to = (half * all + n) * 4;
+            copy_async(
+                &local.table.slice(from, from + 4),
+                &mut feed.scales.slice_mut(to, to + 4),
+                4u32,
+            );
+        }
+    }
+}
+
+/// Points to a half of the tiles.
+#[cube]
+fn turn_to<E: Float, N: Size>(feed: &mut Feed<E, N>, half: usize, #[comptime] plan: Plan) {
+    feed.at_rows = half * comptime!(plan.row_numbers());
+    feed.at_values = half * comptime!(plan.value_numbers());
+    feed.at_square = half * comptime!(plan.square_numbers());
+    feed.at_scales = half * comptime!(table::ROWS * plan.chunk);
+}
+
+/// The walk forward.
+#[cube(launch_unchecked)]
+pub(crate) fn walk_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    walk: &mut Walk<E, W>,
+    o: &mut Array<Vector<F, W>>,
+    sizes: &Sizes,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+    #[define(F, E)] _types: [StorageType; 2],
+    #[define(G, N, M, W)] _widths: [usize; 4],
+) {
+    let memory = CUBE_POS_Y as usize;
+    let first = CUBE_POS_X as usize * comptime!(plan.value_tile);
+    let start = memory * comptime!(plan.key_width * plan.value_width);
+    let mut feed = feed::<E, N>(false, plan);
+    let mut u = block::<E, M>(plan);
+    let mut s = state::<E, M>(&walk.start, start, first, task.given, plan);
+    let chunks = sizes.chunks as usize;
+    if comptime!(plan.staged()) {
+        let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+        sync_cube();
+        if comptime!(plan.halves == 2) {
+            let here = place(sizes, memory, 0usize, plan);
+            issue::<F, E, G, N>(&mut feed, x, local, &x.v, &here, first, 0usize, false, plan);
+            barrier.commit_copy_async();
+            barrier.arrive();
+        }
+        for c in 0..chunks {
+            if comptime!(plan.halves == 2) {
+                barrier.wait_parity((c % 2) as u32);
+                // The other half is free when every plane is through with the chunk before.
+                sync_cube();
+                if c + 1 < chunks {
+                    let next = place(sizes, memory, c + 1, plan);
+                    let half = (c + 1) % 2;
+                    issue::<F, E, G, N>(&mut feed, x, local, &x.v, &next, first, half, false, plan);
+                    barrier.commit_copy_async();
+                    barrier.arrive();
+                }
+                turn_to::<E, N>(&mut feed, c % 2, plan);
+            } else {
+                sync_cube();
+                let here = place(sizes, memory, c, plan);
+                issue::<F, E, G, N>(&mut feed, x, local, &x.v, &here, first, 0usize, false, plan);
+                barrier.commit_copy_async();
+                barrier.arrive();
+                barrier.wait_parity((c % 2) as u32);
+            }
+            let place = place(sizes, memory, c, plan);
+            step_forward::<F, E, G, N, M, W>(
+                &mut s, &mut u, &mut feed, x, local, walk, o, &place, first, task, plan,
+            );
+        }
+    } else {
+        for c in 0..chunks {
+            let place = place(sizes, memory, c, plan);
+            step_forward::<F, E, G, N, M, W>(
+                &mut s, &mut u, &mut feed, x, local, walk, o, &place, first, task, plan,
+            );
+        }
+    }
+    sync_cube();
+    give::<E, M>(&s, &mut walk.end, start, first, plan);
+}
+
+/// One chunk forward.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+    s: &mut State<E, M>,
+    u: &mut Block<E, M>,
+    feed: &mut Feed<E, N>,
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    walk: &mut Walk<E, W>,
+    o: &mut Array<Vector<F, W>>,
+    place: &Place,
+    first: usize,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
+    let fragments = comptime!(plan.block_fragments());
+    begin::<F, E, G, N>(feed, local, &x.v, place, first, plan);
+    if comptime!(task.keep) {
+        keep_state::<E, E, M, W>(s, &mut walk.states, place.index, first, plan);
+    }
+    take::<E, N, M>(u, &feed.values, feed.at_values, plan);
+    if comptime!(variant.solves()) {
+        let mut asked = zeros(fragments);
+        for slice in 0..comptime!(plan.key_slices()) {
+            ready_asks::<F, E, G, N>(feed, x, local, place, slice, plan);
+            ask::<E, N, M>(&mut asked, &feed.asks, feed.at_rows, s, slice, plan);
+        }
+        scale::<E, N>(&mut asked, feed, comptime!(table::ASKS), plan);
+        if comptime!(variant.low_rank()) {
+            ready_local::<E, G, N>(feed, local, place, first, plan);
+            take::<E, N, M>(u, &feed.local, feed.at_values, plan);
+        } else {
+            scale::<E, N>(&mut u.acc, feed, comptime!(table::GAINS), plan);
+        }
+        add(&mut u.acc, &asked, fragments);
+        ready_square::<E, G, N>(&mut feed.inverse, &local.inverse, place, plan);
+        settle::<E, M>(u, plan);
+        let mut solved = zeros(fragments);
+        apply::<E, N, M>(&mut solved, &feed.inverse, feed.at_square, u, false, plan);
+        replace(&mut u.acc, &solved, plan);
+        if comptime!(task.keep) {
+            keep_block::<E, W>(&mut walk.block, &u.acc, &place.values, first, plan);
+        }
+    }
+    settle::<E, M>(u, plan);
+    let mut out = zeros(comptime!(plan.output_fragments()));
+    for slice in 0..comptime!(plan.key_slices()) {
+        ready_reads::<F, E, G, N>(feed, x, local, place, slice, plan);
+        read_out::<E, N, M>(&mut out, &feed.reads, feed.at_rows, s, slice, plan);
+    }
+    scale_rows::<E, N>(&mut out, feed, plan);
+    if comptime!(variant.low_rank()) {
+        ready_square::<E, G, N>(&mut feed.mix, &local.reads_b, place, plan);
+    } else {
+        ready_square::<E, G, N>(&mut feed.mix, &local.reads, place, plan);
+    }
+    apply_out::<E, N, M>(&mut out, &feed.mix, feed.at_square, u, plan);
+    fade::<E, M>(s, last_scale::<E, N>(feed, plan), &local.totals, total_start(place, plan), plan);
+    scale::<E, N>(&mut u.acc, feed, comptime!(table::KEEPS), plan);
+    settle::<E, M>(u, plan);
+    for slice in 0..comptime!(plan.key_slices()) {
+        ready_writes::<F, E, G, N>(feed, x, local, place, slice, plan);
+        write::<E, N, M>(s, &feed.writes, feed.at_rows, u, slice, plan);
+    }
+    if comptime!(variant.low_rank()) {
+        // The write that does not pass through the memory: k and v.
+        ready_values::<F, E, G, N>(feed, &x.v, place, first, plan);
+        ready_square::<E, G, N>(&mut feed.mix_values, &local.reads, place, plan);
+        take::<E, N, M>(u, &feed.values, feed.at_values, plan);
+        settle::<E, M>(u, plan);
+        apply_out::<E, N, M>(&mut out, &feed.mix_values, feed.at_square, u, plan);
+        scale::<E, N>(&mut u.acc, feed, comptime!(table::KEEPS), plan);
+        settle::<E, M>(u, plan);
+        for slice in 0..comptime!(plan.key_slices()) {
+            ready_keys::<F, E, G, N>(feed, x, local, place, slice, plan);
+            write::<E, N, M>(s, &feed.keys, feed.at_rows, u, slice, plan);
+        }
+    }
+    keep_output::<F, W>(o, &out, &place.values, first, plan);
+}
+
+/// The walk back. `walk.start` is the gradient of the last state, `walk.end` that of the first.
+#[cube(launch_unchecked)]
+pub(crate) fn walk_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    walk: &mut Walk<E, W>,
+    d_o: &Array<Vector<F, G>>,
+    d_v: &mut Array<Vector<F, W>>,
+    sizes: &Sizes,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+    #[define(F, E)] _types: [StorageType; 2],
+    #[define(G, N, M, W)] _widths: [usize; 4],
+) {
+    let memory = CUBE_POS_Y as usize;
+    let first = CUBE_POS_X as usize * comptime!(plan.value_tile);
+    let start = memory * comptime!(plan.key_width * plan.value_width);
+    let mut feed = feed::<E, N>(true, plan);
+    let mut r = block::<E, M>(plan);
+    let mut s = state::<E, M>(&walk.start, start, first, task.given, plan);
+    let chunks = sizes.chunks as usize;
+    if comptime!(plan.staged()) {
+        let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+        sync_cube();
+        if comptime!(plan.halves == 2) {
+            let here = place(sizes, memory, chunks - 1, plan);
+            issue::<F, E, G, N>(&mut feed, x, local, d_o, &here, first, 0usize, true, plan);
+            barrier.commit_copy_async();
+            barrier.arrive();
+        }
+        for c in 0..chunks {
+            if comptime!(plan.halves == 2) {
+                barrier.wait_parity((c % 2) as u32);
+                // The other half is free when every plane is through with the chunk before.
+                sync_cube();
+                if c + 1 < chunks {
+                    let next = place(sizes, memory, chunks - 2 - c, plan);
+                    let half = (c + 1) % 2;
+                    issue::<F, E, G, N>(&mut feed, x, local, d_o, &next, first, half, true, plan);
+                    barrier.commit_copy_async();
+                    barrier.arrive();
+                }
+                turn_to::<E, N>(&mut feed, c % 2, plan);
+            } else {
+                sync_cube();
+                let here = place(sizes, memory, chunks - 1 - c, plan);
+                issue::<F, E, G, N>(&mut feed, x, local, d_o, &here, first, 0usize, true, plan);
+                barrier.commit_copy_async();
+                barrier.arrive();
+                barrier.wait_parity((c % 2) as u32);
+            }
+            let place = place(sizes, memory, chunks - 1 - c, plan);
+            step_backward::<F, E, G, N, M, W>(
+                &mut s, &mut r, &mut feed, x, local, walk, d_o, d_v, &place, first, plan,
+            );
+        }
+    } else {
+        for c in 0..chunks {
+            let place = place(sizes, memory, chunks - 1 - c, plan);
+            step_backward::<F, E, G, N, M, W>(
+                &mut s, &mut r, &mut feed, x, local, walk, d_o, d_v, &place, first, plan,
+            );
+        }
+    }
+    sync_cube();
+    give::<E, M>(&s, &mut walk.end, start, first, plan);
+}
+
+/// One chunk back.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+    s: &mut State<E, M>,
+    r: &mut Block<E, M>,
+    feed: &mut Feed<E, N>,
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    walk: &mut Walk<E, W>,
+    d_o: &Array<Vector<F, G>>,
+    d_v: &mut Array<Vector<F, W>>,
+    place: &Place,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
+    let fragments = comptime!(plan.block_fragments());
+    begin::<F, E, G, N>(feed, local, d_o, place, first, plan);
+    keep_state::<E, E, M, W>(s, &mut walk.states, place.index, first, plan);
+    let mut asked = zeros(fragments);
+    for slice in 0..comptime!(plan.key_slices()) {
+        ready_writes::<F, E, G, N>(feed, x, local, place, slice, plan);
+        ask::<E, N, M>(&mut asked, &feed.writes, feed.at_rows, s, slice, plan);
+    }
+    scale::<E, N>(&mut asked, feed, comptime!(table::KEEPS), plan);
+    take::<E, N, M>(r, &feed.values, feed.at_values, plan);
+    if comptime!(variant.low_rank()) {
+        ready_square::<E, G, N>(&mut feed.mix, &local.reads_b, place, plan);
+    } else {
+        ready_square::<E, G, N>(&mut feed.mix, &local.reads, place, plan);
+    }
+    settle::<E, M>(r, plan);
+    apply::<E, N, M>(&mut asked, &feed.mix, feed.at_square, r, true, plan);
+    // Low rank: v is also written as it is, with k.
+    let mut plain = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
+    if comptime!(variant.low_rank()) {
+        for slice in 0..comptime!(plan.key_slices()) {
+            ready_keys::<F, E, G, N>(feed, x, local, place, slice, plan);
+            ask::<E, N, M>(&mut plain, &feed.keys, feed.at_rows, s, slice, plan);
+        }
+        scale::<E, N>(&mut plain, feed, comptime!(table::KEEPS), plan);
+        ready_square::<E, G, N>(&mut feed.mix_values, &local.reads, place, plan);
+        apply::<E, N, M>(&mut plain, &feed.mix_values, feed.at_square, r, true, plan);
+    }
+    // What was read from the state: dO, as the queries saw it.
+    fade::<E, M>(s, last_scale::<E, N>(feed, plan), &local.totals, total_start(place, plan), plan);
+    scale::<E, N>(&mut r.acc, feed, comptime!(table::READS), plan);
+    settle::<E, M>(r, plan);
+    for slice in 0..comptime!(plan.key_slices()) {
+        ready_reads::<F, E, G, N>(feed, x, local, place, slice, plan);
+        write::<E, N, M>(s, &feed.reads, feed.at_rows, r, slice, plan);
+    }
+    replace(&mut r.acc, &asked, plan);
+    if comptime!(variant.solves()) {
+        ready_square::<E, G, N>(&mut feed.inverse, &local.inverse, place, plan);
+        settle::<E, M>(r, plan);
+        let mut solved = zeros(fragments);
+        apply::<E, N, M>(&mut solved, &feed.inverse, feed.at_square, r, true, plan);
+        replace(&mut r.acc, &solved, plan);
+        keep_block::<E, W>(&mut walk.block, &r.acc, &place.values, first, plan);
+        if comptime!(variant.low_rank()) {
+            ready_square::<E, G, N>(&mut feed.coupling, &local.coupling, place, plan);
+            settle::<E, M>(r, plan);
+            apply::<E, N, M>(&mut plain, &feed.coupling, feed.at_square, r, true, plan);
+            keep_block::<F, W>(d_v, &plain, &place.values, first, plan);
+        }
+        scale::<E, N>(&mut r.acc, feed, comptime!(table::ASKS), plan);
+        settle::<E, M>(r, plan);
+        for slice in 0..comptime!(plan.key_slices()) {
+            ready_asks::<F, E, G, N>(feed, x, local, place, slice, plan);
+            write::<E, N, M>(s, &feed.asks, feed.at_rows, r, slice, plan);
+        }
+    } else {
+        keep_block::<F, W>(d_v, &r.acc, &place.values, first, plan);
+    }
+}
+
+#[cube]
+fn replace(acc: &mut Acc, by: &Acc, #[comptime] plan: Plan) {
+    #[unroll]
+    for f in 0..comptime!(plan.block_fragments()) {
+        set(acc.index_mut(f), 0usize, by.index(f)[0usize]);
+        set(acc.index_mut(f), 1usize, by.index(f)[1usize]);
+    }
+}
+
+/// Plain engine: loads scales and values of a chunk. Ends with a barrier.
+#[cube]
+fn begin<F: Float, E: Float, G: Size, N: Size>(
+    feed: &mut Feed<E, N>,
+    local: &Local<E, G>,
+    values: &Array<Vector<F, G>>,
+    place: &Place,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.staged()) {
+        sync_cube();
+        let all = comptime!(table::ROWS * plan.chunk);
+        #[unroll]
+        for turn in 0..comptime!(all.div_ceil(plan.units)) {
+            let n = UNIT_POS as usize + comptime!(turn * plan.units);
+            if n < all {
+                feed.scales[n] = local.table[place.index * all + n];
+            }
+        }
+        let window = comptime!(plan.value_window());
+        load::<F, G, E, N>(&mut feed.values, values, &place.values, first, window);
+        sync_cube();
+    }
+}
+
+/// Multiplies each token's row of a block by its entry in row `which` of the table.
+#[cube]
+fn scale<E: Float, N: Size>(
+    acc: &mut Acc,
+    feed: &Feed<E, N>,
+    #[comptime] which: usize,
+    #[comptime] plan: Plan,
+) {
+    let gains = comptime!(which == table::GAINS || (which == table::ASKS && plan.variant.delta()));
+    if comptime!(plan.variant.scalar() || gains) {
+        scale_tokens(acc, &feed.scales, feed.at_scales + comptime!(which * plan.chunk), plan);
+    }
+}
+
+/// What is left of the chunk's start at its end.
+#[cube]
+fn last_scale<E: Float, N: Size>(feed: &Feed<E, N>, #[comptime] plan: Plan) -> f32 {
+    feed.scales[feed.at_scales + comptime!(table::SINCE_START * plan.chunk + plan.chunk - 1)]
+}
+
+#[cube]
+fn total_start(place: &Place, #[comptime] plan: Plan) -> usize {
+    place.index * comptime!(plan.key_width)
+}
+
+/// Plain engine: loads a [C, C] matrix.
+#[cube]
+fn ready_square<E: Float, G: Size, N: Size>(
+    to: &mut SharedMemory<Vector<E, N>>,
+    from: &Array<Vector<E, G>>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.staged()) {
+        sync_cube();
+        let rows = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
+        load::<E, G, E, N>(to, from, &rows, 0usize, comptime!(plan.square_window()));
+        sync_cube();
+    }
+}
+
+/// Plain engine: loads values.
+#[cube]
+fn ready_values<F: Float, E: Float, G: Size, N: Size>(
+    feed: &mut Feed<E, N>,
+    from: &Array<Vector<F, G>>,
+    place: &Place,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.staged()) {
+        sync_cube();
+        let window = comptime!(plan.value_window());
+        load::<F, G, E, N>(&mut feed.values, from, &place.values, first, window);
+        sync_cube();
+    }
+}
+
+/// Plain engine: loads what tokens of a chunk leave in each other's answers.
+#[cube]
+fn ready_local<E: Float, G: Size, N: Size>(
+    feed: &mut Feed<E, N>,
+    local: &Local<E, G>,
+    place: &Place,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.staged()) {
+        sync_cube();
+        let window = comptime!(plan.value_window());
+        load::<E, G, E, N>(&mut feed.local, &local.local, &place.values, first, window);
+        sync_cube();
+    }
+}
+
+/// Plain engine: loads rows that read the state, q.
+#[cube]
+fn ready_reads<F: Float, E: Float, G: Size, N: Size>(
+    feed: &mut Feed<E, N>,
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    place: &Place,
+    slice: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.staged()) {
+        sync_cube();
+        let first = slice * comptime!(plan.key_slice);
+        let window = comptime!(plan.key_window());
+        if comptime!(plan.variant.vector()) {
+            load::<E, G, E, N>(&mut feed.reads, &local.q, &place.rows, first, window);
+        } else {
+            load::<F, G, E, N>(&mut feed.reads, &x.q, &place.keys, first, window);
+        }
+        sync_cube();
+    }
+}
+
+/// Plain engine: loads rows that ask the state: a, e or k.
+#[cube]
+fn ready_asks<F: Float, E: Float, G: Size, N: Size>(
+    feed: &mut Feed<E, N>,
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    place: &Place,
+    slice: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.staged()) {
+        sync_cube();
+        let first = slice * comptime!(plan.key_slice);
+        let window = comptime!(plan.key_window());
+        if comptime!(plan.variant.vector()) {
+            load::<E, G, E, N>(&mut feed.asks, &local.a, &place.rows, first, window);
+        } else if comptime!(plan.variant.own_a()) {
+            load::<F, G, E, N>(&mut feed.asks, &x.a, &place.rows, first, window);
+        } else {
+            load::<F, G, E, N>(&mut feed.asks, &x.k, &place.keys, first, window);
+        }
+        sync_cube();
+    }
+}
+
+/// Plain engine: loads rows where U is written: b, or k.
+#[cube]
+fn ready_writes<F: Float, E: Float, G: Size, N: Size>(
+    feed: &mut Feed<E, N>,
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    place: &Place,
+    slice: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.staged()) {
+        sync_cube();
+        let first = slice * comptime!(plan.key_slice);
+        let window = comptime!(plan.key_window());
+        if comptime!(plan.variant.low_rank()) {
+            if comptime!(plan.variant.vector()) {
+                load::<E, G, E, N>(&mut feed.writes, &local.b, &place.rows, first, window);
+            } else {
+                load::<F, G, E, N>(&mut feed.writes, &x.b, &place.rows, first, window);
+            }
+        } else if comptime!(plan.variant.vector()) {
+            load::<E, G, E, N>(&mut feed.writes, &local.k, &place.rows, first, window);
+        } else {
+            load::<F, G, E, N>(&mut feed.writes, &x.k, &place.keys, first, window);
+        }
+        sync_cube();
+    }
+}
+
+/// Plain engine: loads rows where v is written, k.
+#[cube]
+fn ready_keys<F: Float, E: Float, G: Size, N: Size>(
+    feed: &mut Feed<E, N>,
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    place: &Place,
+    slice: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.staged()) {
+        sync_cube();
+        let first = slice * comptime!(plan.key_slice);
+        let window = comptime!(plan.key_window());
+        if comptime!(plan.variant.vector()) {
+            load::<E, G, E, N>(&mut feed.keys, &local.k, &place.rows, first, window);
+        } else {
+            load::<F, G, E, N>(&mut feed.keys, &x.k, &place.keys, first, window);
+        }
+        sync_cube();
+    }
+}
+
+/// Multiplies the rows of an output block by what queries see.
+#[cube]
+fn scale_rows<E: Float, N: Size>(acc: &mut Acc, feed: &Feed<E, N>, #[comptime] plan: Plan) {
+    if comptime!(plan.variant.scalar()) {
+        #[unroll]
+        for f in 0..comptime!(plan.output_fragments()) {
+            #[unroll]
+            for h in 0..2usize {
+                let i = min(output_row(f, h, plan), comptime!(plan.chunk - 1));
+                let at = feed.at_scales + comptime!(table::READS * plan.chunk) + i;
+                let x = acc.index(f)[h] * Pair::new(feed.scales[at]);
+                set(acc.index_mut(f), h, x);
+            }
+        }
+    }
+}
+
+#[cube]
+fn keep_output<F: Float, W: Size>(
+    o: &mut Array<Vector<F, W>>,
+    acc: &Acc,
+    rows: &Rows,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    let width = comptime!(plan.value_width);
+    if comptime!(plan.staged()) {
+        let lane = UNIT_POS as usize % 32;
+        let row = output_row(0usize, 0usize, plan);
+        let column = UNIT_POS as usize / 32 * 16 + lane % 2 * 8 + lane % 4 / 2 * 4;
+        let start = rows.start + row * rows.stride + first + column;
+        #[unroll]
+        for m in 0..comptime!(plan.chunk / 16) {
+            #[unroll]
+            for h in 0..2usize {
+                let down = comptime!(m * 16 + h * 8);
+                let left = acc.index(comptime!(2 * m))[h];
+                let right = acc.index(comptime!(2 * m + 1))[h];
+                let there = row + down < rows.valid;
+                let at = start + rows.stride * down;
+                put_four::<F, W>(o, at, left, right, lane % 2 == 1, there, 1u32);
+            }
+        }
+    } else {
+        #[unroll]
+        for f in 0..comptime!(plan.output_fragments()) {
+            let j = first + output_column(f, plan);
+            #[unroll]
+            for h in 0..2usize {
+                let i = output_row(f, h, plan);
+                if i < rows.valid && j < width {
+                    let at = rows.start + i * rows.stride + j;
+                    put_out::<F, W>(o, at, acc.index(f)[h], width - j);
+                }
+            }
+        }
+    }
+}
+
+/// Writes a block to `[B, T, H, V]`.
+#[cube]
+fn keep_block<E: Float, W: Size>(
+    to: &mut Array<Vector<E, W>>,
+    acc: &Acc,
+    rows: &Rows,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(plan.engine == crate::Engine::Mma) {
+        // The block lies on its side: neighbouring lanes swap halves, so that each holds two
+        // neighbouring columns of one token, and then four.
+        let lane = UNIT_POS as usize % 32;
+        let odd = lane / 4 % 2;
+        let second = lane / 8 % 2 == 1;
+        let row = token(0usize, 0usize, 0usize, plan) + odd;
+        let column = UNIT_POS as usize / 32 * 16 + lane / 8 % 2 * 8 + lane / 16 * 4;
+        let start = rows.start + row * rows.stride + first + column;
+        #[unroll]
+        for f in 0..comptime!(plan.block_fragments()) {
+            let low = upright(acc.index(f)[0usize], odd == 1);
+            let high = upright(acc.index(f)[1usize], odd == 1);
+            let there = row + comptime!(f * 8) < rows.valid;
+            let at = start + rows.stride * comptime!(f * 8);
+            put_four::<E, W>(to, at, low, high, second, there, 8u32);
+        }
+    } else {
+        keep_output::<E, W>(to, acc, rows, first, plan);
+    }
+}
+
+/// Of two columns by two tokens on two lanes, four apart: both columns of one token.
+#[cube]
+fn upright(x: Pair, odd: bool) -> Pair {
+    let other = plane_shuffle_xor(select(odd, x[0], x[1]), 4u32);
+    let mut y = Pair::empty();
+    y[0] = select(odd, other, x[0]);
+    y[1] = select(odd, x[1], other);
+    y
+}

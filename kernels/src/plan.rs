@@ -1,0 +1,205 @@
+//! What is computed, on what sizes, and how it is cut up.
+
+use crate::tile::{Engine, Grid, Mul, Window};
+
+/// Parts of the compiled code change with this: raise it whenever a kernel changes, because caches
+/// of compiled kernels know a kernel by its name and its compile-time values only.
+pub const VERSION: u32 = 1;
+
+/// How much of its memory a head keeps from token to token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Decay {
+    /// All of it.
+    None,
+    /// `e^g`, one g a head: `[B, T, H]`.
+    Scalar,
+    /// `e^g` for each row of the state: `[B, T, H, K]`.
+    Vector,
+}
+
+/// What a token does to its memory besides decay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Transition {
+    /// Adds `k^T v`.
+    Identity,
+    /// Moves what the memory answers to a row toward v by the share beta, and writes with k.
+    Delta {
+        /// The row has a tensor of its own; else it is k.
+        erase: bool,
+    },
+    /// Adds `k^T v + b^T (a S)`.
+    LowRank,
+}
+
+/// Which memory is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Read {
+    /// The one after this token's decay.
+    After,
+    /// The one that the last token left: the output of [`Transition::Identity`], what
+    /// [`Transition::Delta`] erases. [`Transition::LowRank`] always asks that one.
+    Before,
+}
+
+/// One member of the family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Variant {
+    /// Decay.
+    pub decay: Decay,
+    /// Transition.
+    pub transition: Transition,
+    /// Read position.
+    pub read: Read,
+}
+
+impl Variant {
+    /// Whether a triangular system has to be solved in each chunk.
+    pub fn solves(&self) -> bool {
+        self.transition != Transition::Identity
+    }
+
+    pub(crate) fn low_rank(&self) -> bool {
+        self.transition == Transition::LowRank
+    }
+
+    pub(crate) fn delta(&self) -> bool {
+        matches!(self.transition, Transition::Delta { .. })
+    }
+
+    /// Whether `a` has a tensor of its own.
+    pub(crate) fn own_a(&self) -> bool {
+        matches!(self.transition, Transition::Delta { erase: true } | Transition::LowRank)
+    }
+
+    pub(crate) fn vector(&self) -> bool {
+        self.decay == Decay::Vector
+    }
+
+    pub(crate) fn scalar(&self) -> bool {
+        self.decay == Decay::Scalar
+    }
+
+    /// Whether a query reads what the last token left, and so not this token's own write.
+    pub(crate) fn reads_before(&self) -> bool {
+        self.transition == Transition::Identity && self.read == Read::Before
+    }
+
+    /// Whether the row `a` asks what the last token left.
+    pub(crate) fn asks_before(&self) -> bool {
+        self.low_rank() || (self.delta() && self.read == Read::Before)
+    }
+}
+
+/// Sizes of one call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dims {
+    /// B, sequences.
+    pub batch: usize,
+    /// T, tokens of a sequence.
+    pub tokens: usize,
+    /// Hk, heads of queries and keys.
+    pub key_heads: usize,
+    /// H, heads of values, a multiple of `key_heads`.
+    pub heads: usize,
+    /// K, width of a key.
+    pub key_width: usize,
+    /// V, width of a value.
+    pub value_width: usize,
+}
+
+/// What a kernel is compiled for. Neither batch nor length is part of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Plan {
+    pub version: u32,
+    pub variant: Variant,
+    pub engine: Engine,
+    pub key_width: usize,
+    pub value_width: usize,
+    /// C, tokens of a chunk.
+    pub chunk: usize,
+    /// Columns of keys in a tile.
+    pub key_slice: usize,
+    /// Columns of values that a cube of the state pass owns.
+    pub value_tile: usize,
+    /// Columns of values in a tile elsewhere.
+    pub value_slice: usize,
+    /// Chunks whose tiles the state pass holds at once: with 2, one is copied while one is worked on.
+    pub halves: usize,
+    pub units: usize,
+}
+
+impl Plan {
+    /// K, filled up to whole slices.
+    pub fn keys(&self) -> usize {
+        self.key_width.next_multiple_of(self.key_slice)
+    }
+
+    pub fn key_slices(&self) -> usize {
+        self.keys() / self.key_slice
+    }
+
+    pub fn value_slices(&self) -> usize {
+        self.value_width.div_ceil(self.value_slice)
+    }
+
+    pub fn value_tiles(&self) -> usize {
+        self.value_width.div_ceil(self.value_tile)
+    }
+
+    /// From one row of a tile to the next, for rows of `columns` numbers.
+    pub fn stride(&self, columns: usize) -> usize {
+        columns
+            + match self.engine {
+                Engine::Plain => 1,
+                Engine::Mma => 8,
+            }
+    }
+
+    /// A tile of `rows` rows and `columns` columns out of a tensor of `width` columns.
+    pub fn window(&self, rows: usize, columns: usize, width: usize) -> Window {
+        Window { rows, columns, width, stride: self.stride(columns), units: self.units }
+    }
+
+    /// A chunk's rows of keys.
+    pub fn key_window(&self) -> Window {
+        self.window(self.chunk, self.key_slice, self.key_width)
+    }
+
+    pub fn grid(&self, m: usize, n: usize) -> Grid {
+        Grid { engine: self.engine, m, n, units: self.units }
+    }
+
+    /// C x C.
+    pub fn pairs(&self) -> Grid {
+        self.grid(self.chunk, self.chunk)
+    }
+
+    /// `[m, n] += [m, k] [k, n]` over tiles whose rows are this long as stored.
+    pub fn mul(&self, grid: Grid, k: usize, a: Stored, b: Stored) -> Mul {
+        Mul {
+            grid,
+            k,
+            a_stride: self.stride(a.columns),
+            b_stride: self.stride(b.columns),
+            a_transposed: a.transposed,
+            b_transposed: b.transposed,
+        }
+    }
+}
+
+/// How a tile that goes into a product is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Stored {
+    pub columns: usize,
+    pub transposed: bool,
+}
+
+/// As the product wants it.
+pub(crate) fn upright(columns: usize) -> Stored {
+    Stored { columns, transposed: false }
+}
+
+/// Rows for columns.
+pub(crate) fn transposed(columns: usize) -> Stored {
+    Stored { columns, transposed: true }
+}

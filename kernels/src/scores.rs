@@ -1,0 +1,496 @@
+//! Stage 1, for all chunks at once: what tokens of one chunk have to do with each other.
+//!
+//! ```text
+//! reads    = tril(q|k)                           [C, C]   strict where queries read before the decay
+//! inverse  = (I - strict(a|b))^-1                [C, C]   delta: a = -beta e, b = k
+//! low rank: reads_b  = tril(q|b)                 [C, C]
+//!           coupling = strict(a|k)               [C, C]
+//!           local    = coupling v                [C, V]
+//! scalar decay: e^G, e^{G_C - G} for the stages after this one, [5, C] (see `table`)
+//! vector decay: q, a, b and k times these, and e^{G_C}, [K]
+//! ```
+//! Work:   a cube a chunk of a (sequence, head), over slices of keys.
+//! Cost:   about C K multiplications a token and product; the inverse another C^2 / 3.
+
+use crate::chunk::{
+    Place, Sizes, Sums, between, own, place, since_start, sum_scalars, sum_vectors, sums,
+};
+use crate::inverse::{invert, stride as inverse_stride};
+use crate::plan::{Plan, transposed, upright};
+use crate::tile::{
+    Acc, Grid, Pair, Rows, column, inside, load, mul, put, put_out, row, tile, zeros,
+};
+use crate::vector::{scores as decayed_scores, seen, set};
+use cubecl::prelude::*;
+
+/// Rows of the table of a chunk, C numbers each.
+pub(crate) mod table {
+    /// What a query's row of the state is multiplied by.
+    pub const READS: usize = 0;
+    /// What an asking row is multiplied by, the delta rule's -beta included.
+    pub const ASKS: usize = 1;
+    /// What is left of a write at the end of the chunk.
+    pub const KEEPS: usize = 2;
+    /// What is left of the chunk's start; the last entry is what the state is multiplied by.
+    pub const SINCE_START: usize = 3;
+    /// What a value is multiplied by: a delta rule's beta.
+    pub const GAINS: usize = 4;
+    /// How many there are.
+    pub const ROWS: usize = 5;
+}
+
+/// Tensors of the operation, as the kernels see them.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Operands<F: Float, G: Size> {
+    pub q: Array<Vector<F, G>>,
+    pub k: Array<Vector<F, G>>,
+    /// The erase rows of a delta rule, or a.
+    pub a: Array<Vector<F, G>>,
+    pub b: Array<Vector<F, G>>,
+    pub v: Array<Vector<F, G>>,
+    /// Scalar gates.
+    pub g: Array<f32>,
+    /// Vector gates.
+    pub gates: Array<Vector<f32, G>>,
+    pub beta: Array<f32>,
+}
+
+/// What this stage fills; two numbers a vector where the engine is [`Mma`](crate::Engine::Mma).
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Scores<E: Float, M: Size> {
+    pub reads: Array<Vector<E, M>>,
+    pub reads_b: Array<Vector<E, M>>,
+    pub inverse: Array<Vector<E, M>>,
+    pub coupling: Array<Vector<E, M>>,
+    pub local: Array<Vector<E, M>>,
+    pub table: Array<f32>,
+    /// Vector decay: q e^G, a e^G, b e^{G_C - G}, k e^{G_C - G}; `[B, T, H, K]`.
+    pub q: Array<Vector<E, M>>,
+    pub a: Array<Vector<E, M>>,
+    pub b: Array<Vector<E, M>>,
+    pub k: Array<Vector<E, M>>,
+    /// Vector decay: e^{G_C}, `[B, H, chunks, K]`.
+    pub totals: Array<f32>,
+}
+
+/// The kernel. F: the tensors' type; X: what tiles hold; E: what is kept for the next stages.
+#[cube(launch_unchecked)]
+pub(crate) fn score_chunks<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
+    x: &Operands<F, G>,
+    out: &mut Scores<E, M>,
+    sizes: &Sizes,
+    #[comptime] plan: Plan,
+    #[define(F, X, E)] _types: [StorageType; 3],
+    #[define(G, N, M)] _widths: [usize; 3],
+) {
+    let variant = comptime!(plan.variant);
+    let place = place(sizes, CUBE_POS_Y as usize, CUBE_POS_X as usize, plan);
+    let grid = comptime!(plan.pairs());
+    let fragments = comptime!(grid.fragments());
+    let numbers = comptime!(plan.chunk * plan.stride(plan.key_slice));
+    let mut q = tile::<X, N>(numbers);
+    let mut k = tile::<X, N>(numbers);
+    let mut a = tile::<X, N>(comptime!(if variant.own_a() { numbers } else { 16 }));
+    let mut b = tile::<X, N>(comptime!(if variant.low_rank() { numbers } else { 16 }));
+    let mut sums = sums(comptime!(match variant.decay {
+        crate::Decay::None => 1,
+        crate::Decay::Scalar => plan.chunk,
+        crate::Decay::Vector => numbers,
+    }));
+    if comptime!(variant.scalar()) {
+        sum_scalars(&mut sums, &x.g, &place.gates, plan);
+    }
+    let mut qk = zeros(fragments);
+    let mut ab = zeros(comptime!(if variant.solves() { fragments } else { 0 }));
+    let mut qb = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
+    let mut ak = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
+    for slice in 0..comptime!(plan.key_slices()) {
+        let first = slice * comptime!(plan.key_slice);
+        sync_cube();
+        load::<F, G, X, N>(&mut q, &x.q, &place.keys, first, comptime!(plan.key_window()));
+        load::<F, G, X, N>(&mut k, &x.k, &place.keys, first, comptime!(plan.key_window()));
+        if comptime!(variant.own_a()) {
+            load::<F, G, X, N>(&mut a, &x.a, &place.rows, first, comptime!(plan.key_window()));
+        }
+        if comptime!(variant.low_rank()) {
+            load::<F, G, X, N>(&mut b, &x.b, &place.rows, first, comptime!(plan.key_window()));
+        }
+        if comptime!(variant.vector()) {
+            sum_vectors::<G>(&mut sums, &x.gates, &place.rows, first, plan);
+        }
+        sync_cube();
+        let reads = comptime!(variant.reads_before());
+        let asks = comptime!(variant.asks_before());
+        product::<X, N>(&mut qk, &q, &k, &sums, reads, plan);
+        if comptime!(variant.low_rank()) {
+            product::<X, N>(&mut qb, &q, &b, &sums, reads, plan);
+            product::<X, N>(&mut ab, &a, &b, &sums, asks, plan);
+            product::<X, N>(&mut ak, &a, &k, &sums, asks, plan);
+        } else if comptime!(variant.own_a()) {
+            product::<X, N>(&mut ab, &a, &k, &sums, asks, plan);
+        } else if comptime!(variant.solves()) {
+            product::<X, N>(&mut ab, &k, &k, &sums, asks, plan);
+        }
+        if comptime!(variant.vector()) {
+            keep_scaled::<X, E, N, M>(out, &q, &k, &a, &b, &sums, &place, first, plan);
+        }
+    }
+    let reads = comptime!(variant.reads_before());
+    weigh(&mut qk, &sums, reads, reads, plan);
+    keep_square::<E, M>(&mut out.reads, &qk, &place, plan);
+    if comptime!(variant.low_rank()) {
+        weigh(&mut qb, &sums, reads, reads, plan);
+        keep_square::<E, M>(&mut out.reads_b, &qb, &place, plan);
+        weigh(&mut ak, &sums, true, true, plan);
+        keep_square::<E, M>(&mut out.coupling, &ak, &place, plan);
+        keep_local::<F, X, E, G, N, M>(&mut out.local, &ak, &x.v, &place, plan);
+    }
+    if comptime!(variant.solves()) {
+        weigh(&mut ab, &sums, true, comptime!(variant.asks_before()), plan);
+        keep_inverse::<E, M>(&mut out.inverse, &ab, &x.beta, &place, plan);
+    }
+    keep_table(&mut out.table, &sums, &x.beta, &place, plan);
+}
+
+/// `acc += X Y^T` over one slice of keys, decayed term by term if the decay is a vector.
+#[cube]
+fn product<X: Float, N: Size>(
+    acc: &mut Acc,
+    x: &SharedMemory<Vector<X, N>>,
+    y: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(plan.variant.vector()) {
+        decayed_scores::<X, N>(acc, x, y, sums, before, plan);
+    } else {
+        let slice = comptime!(plan.key_slice);
+        let spec = comptime!(plan.mul(plan.pairs(), slice, upright(slice), transposed(slice)));
+        mul::<X, N, N>(acc, x, 0usize, y, 0usize, spec);
+    }
+}
+
+/// What a score at (i, j) is multiplied by: its decay if that is a scalar, 0 above the diagonal
+/// (`strict`: and on it). `before`: row i sees the sums of the token before it.
+#[cube]
+pub(crate) fn weight(
+    sums: &Sums,
+    i: usize,
+    j: usize,
+    #[comptime] strict: bool,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let mut kept = 1.0f32;
+    if comptime!(plan.variant.scalar()) {
+        kept = f32::exp(between(sums, seen(i, before), j));
+    }
+    if comptime!(strict) { select(i > j, kept, 0.0f32) } else { select(i >= j, kept, 0.0f32) }
+}
+
+/// Multiplies every score by its [`weight`].
+#[cube]
+fn weigh(
+    acc: &mut Acc,
+    sums: &Sums,
+    #[comptime] strict: bool,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.pairs());
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        let j = column(f, grid);
+        #[unroll]
+        for h in 0..2usize {
+            let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+            let mut x = acc.index(f)[h];
+            #[unroll]
+            for l in 0..2usize {
+                x[l] = x[l] * weight(sums, i, j + l, strict, before, plan);
+            }
+            set(acc.index_mut(f), h, x);
+        }
+    }
+}
+
+#[cube]
+fn keep_square<E: Float, M: Size>(
+    out: &mut Array<Vector<E, M>>,
+    acc: &Acc,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.pairs());
+    let rows = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
+    keep::<E, M>(out, acc, &rows, 0usize, comptime!(plan.chunk), grid);
+}
+
+/// Writes a product to rows of a tensor, from column `first` on; columns of the tensor end at
+/// `width`.
+#[cube]
+pub(crate) fn keep<E: Float, M: Size>(
+    out: &mut Array<Vector<E, M>>,
+    acc: &Acc,
+    rows: &Rows,
+    first: usize,
+    #[comptime] width: usize,
+    #[comptime] grid: Grid,
+) {
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        if inside(f, grid) {
+            let j = first + column(f, grid);
+            #[unroll]
+            for h in 0..2usize {
+                let i = row(f, h, grid);
+                if i < rows.valid && j < width {
+                    put_out::<E, M>(
+                        out,
+                        rows.start + i * rows.stride + j,
+                        acc.index(f)[h],
+                        width - j,
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// strict(a|k) v, over slices of values.
+#[cube]
+fn keep_local<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
+    out: &mut Array<Vector<E, M>>,
+    acc: &Acc,
+    v: &Array<Vector<F, G>>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let chunk = comptime!(plan.chunk);
+    let columns = comptime!(plan.value_slice);
+    let pairs = comptime!(plan.pairs());
+    let mut square = tile::<X, M>(comptime!(chunk * plan.stride(chunk)));
+    let mut values = tile::<X, N>(comptime!(chunk * plan.stride(columns)));
+    store::<X, M>(&mut square, acc, comptime!(plan.stride(chunk)), pairs);
+    for slice in 0..comptime!(plan.value_slices()) {
+        let first = slice * columns;
+        sync_cube();
+        let window = comptime!(plan.window(chunk, columns, plan.value_width));
+        load::<F, G, X, N>(&mut values, v, &place.values, first, window);
+        sync_cube();
+        let grid = comptime!(plan.grid(chunk, columns));
+        let mut local = zeros(comptime!(grid.fragments()));
+        let spec = comptime!(plan.mul(grid, chunk, upright(chunk), upright(columns)));
+        mul::<X, M, N>(&mut local, &square, 0usize, &values, 0usize, spec);
+        keep::<E, M>(out, &local, &place.values, first, comptime!(plan.value_width), grid);
+    }
+}
+
+/// Puts a product into a tile.
+#[cube]
+pub(crate) fn store<X: Float, M: Size>(
+    tile: &mut SharedMemory<Vector<X, M>>,
+    acc: &Acc,
+    #[comptime] stride: usize,
+    #[comptime] grid: Grid,
+) {
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        if inside(f, grid) {
+            #[unroll]
+            for h in 0..2usize {
+                let at = row(f, h, grid) * stride + column(f, grid);
+                put::<X, M>(tile, at, acc.index(f)[h]);
+            }
+        }
+    }
+}
+
+/// (I - strict(a|b))^-1, the delta rule's -beta put in front of a.
+#[cube]
+fn keep_inverse<E: Float, M: Size>(
+    out: &mut Array<Vector<E, M>>,
+    acc: &Acc,
+    beta: &Array<f32>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.pairs());
+    let stride = comptime!(inverse_stride(&plan));
+    let mut m = SharedMemory::<f32>::new(comptime!(plan.chunk * stride));
+    let mut t = SharedMemory::<f32>::new(comptime!(plan.chunk * stride));
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        if inside(f, grid) {
+            let j = column(f, grid);
+            #[unroll]
+            for h in 0..2usize {
+                let i = row(f, h, grid);
+                let x = acc.index(f)[h] * Pair::new(ask_scale(beta, &place.gates, i, plan));
+                m[i * stride + j] = x[0];
+                m[i * stride + j + 1] = x[1];
+            }
+        }
+    }
+    invert(&mut m, &mut t, plan);
+    let rows = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
+    let half = comptime!(plan.chunk / 2);
+    let all = comptime!(plan.chunk * half);
+    #[unroll]
+    for turn in 0..comptime!(all.div_ceil(plan.units)) {
+        let n = UNIT_POS as usize + comptime!(turn * plan.units);
+        if n < all {
+            let i = n / half;
+            let j = n % half * 2;
+            let mut x = Pair::empty();
+            x[0] = t[i * stride + j];
+            x[1] = t[i * stride + j + 1];
+            put_out::<E, M>(out, rows.start + i * rows.stride + j, x, 2usize);
+        }
+    }
+}
+
+/// What stands before the asking row of token `i`: -beta in a delta rule.
+#[cube]
+pub(crate) fn ask_scale(beta: &Array<f32>, gates: &Rows, i: usize, #[comptime] plan: Plan) -> f32 {
+    let mut scale = 1.0f32;
+    if comptime!(plan.variant.delta()) {
+        scale = 0.0f32;
+        if i < gates.valid {
+            scale = -beta[gates.start + i * gates.stride];
+        }
+    }
+    scale
+}
+
+/// What is left at token `i` of what the chunk began with, as a reader sees it.
+#[cube]
+pub(crate) fn reach(
+    sums: &Sums,
+    i: usize,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let mut kept = 1.0f32;
+    if comptime!(plan.variant.scalar()) {
+        kept = f32::exp(since_start(sums, seen(i, before)));
+        if comptime!(before) {
+            kept = select(i == 0, 1.0f32, kept);
+        }
+    }
+    kept
+}
+
+/// What is left at the end of the chunk of what token `i` wrote.
+#[cube]
+pub(crate) fn left(sums: &Sums, i: usize, #[comptime] plan: Plan) -> f32 {
+    let mut kept = 1.0f32;
+    if comptime!(plan.variant.scalar()) {
+        kept = f32::exp(between(sums, comptime!(plan.chunk - 1), i));
+    }
+    kept
+}
+
+/// Fills the chunk's [`table`].
+#[cube]
+fn keep_table(
+    out: &mut Array<f32>,
+    sums: &Sums,
+    beta: &Array<f32>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let chunk = comptime!(plan.chunk);
+    let i = UNIT_POS as usize;
+    if i < chunk {
+        let at = place.index * comptime!(table::ROWS * chunk) + i;
+        let asks = comptime!(plan.variant.asks_before());
+        out[at + comptime!(table::READS * chunk)] =
+            reach(sums, i, comptime!(plan.variant.reads_before()), plan);
+        out[at + comptime!(table::ASKS * chunk)] =
+            reach(sums, i, asks, plan) * ask_scale(beta, &place.gates, i, plan);
+        out[at + comptime!(table::KEEPS * chunk)] = left(sums, i, plan);
+        out[at + comptime!(table::SINCE_START * chunk)] = reach(sums, i, false, plan);
+        out[at + comptime!(table::GAINS * chunk)] = -ask_scale(beta, &place.gates, i, plan);
+    }
+}
+
+/// One slice of q, a, b and k, each times its share of a vector decay.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn keep_scaled<X: Float, E: Float, N: Size, M: Size>(
+    out: &mut Scores<E, M>,
+    q: &SharedMemory<Vector<X, N>>,
+    k: &SharedMemory<Vector<X, N>>,
+    a: &SharedMemory<Vector<X, N>>,
+    b: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    place: &Place,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let half = comptime!(plan.key_slice / 2);
+    let all = comptime!(plan.chunk * half);
+    let end = comptime!((plan.chunk - 1) * stride);
+    #[unroll]
+    for turn in 0..comptime!(all.div_ceil(plan.units)) {
+        let n = UNIT_POS as usize + comptime!(turn * plan.units);
+        let i = n / half;
+        let d = n % half * 2;
+        if n < all && i < place.valid && first + d < comptime!(plan.key_width) {
+            let mut reads = Pair::empty();
+            let mut asks = Pair::empty();
+            let mut writes = Pair::empty();
+            let mut keys = Pair::empty();
+            #[unroll]
+            for l in 0..2usize {
+                let at = i * stride + d + l;
+                let from_q = vector_reach(sums, i, d + l, comptime!(variant.reads_before()), plan);
+                let from_a = vector_reach(sums, i, d + l, comptime!(variant.asks_before()), plan);
+                let left = f32::exp(between(sums, end + d + l, at));
+                reads[l] = f32::cast_from(q[at]) * from_q;
+                keys[l] = f32::cast_from(k[at]) * left;
+                if comptime!(variant.own_a()) {
+                    asks[l] = f32::cast_from(a[at]) * from_a;
+                } else {
+                    asks[l] = f32::cast_from(k[at]) * from_a;
+                }
+                if comptime!(variant.low_rank()) {
+                    writes[l] = f32::cast_from(b[at]) * left;
+                }
+            }
+            let at = place.rows.start + i * place.rows.stride + first + d;
+            let room = comptime!(plan.key_width) - first - d;
+            put_out::<E, M>(&mut out.q, at, reads, room);
+            put_out::<E, M>(&mut out.k, at, keys, room);
+            if comptime!(variant.solves()) {
+                put_out::<E, M>(&mut out.a, at, asks, room);
+            }
+            if comptime!(variant.low_rank()) {
+                put_out::<E, M>(&mut out.b, at, writes, room);
+            }
+        }
+    }
+    let d = UNIT_POS as usize;
+    if d < comptime!(plan.key_slice) && first + d < comptime!(plan.key_width) {
+        let total = f32::exp(since_start(sums, end + d));
+        out.totals[place.index * comptime!(plan.key_width) + first + d] = total;
+    }
+}
+
+/// As [`reach`], for key column `d` of a vector decay.
+#[cube]
+pub(crate) fn vector_reach(
+    sums: &Sums,
+    i: usize,
+    d: usize,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let kept = f32::exp(since_start(sums, seen(i, before) * stride + d));
+    if comptime!(before) { select(i == 0, 1.0f32, kept) } else { kept }
+}

@@ -1,0 +1,651 @@
+//! The state of one (sequence, head) while a cube walks over its chunks, and what tokens of a chunk
+//! read from it and write to it.
+//!
+//! A cube owns `value_tile` columns of S, [K, V]. A *block* is a matrix of a chunk's tokens over
+//! those columns: values, errors, writes.
+//! ```text
+//! ask       block += X S              read S for every token of a chunk
+//! apply     block  = M block'         mix tokens by a [C, C] matrix
+//! write     S     += X^T block        add every token's outer product
+//! ```
+//! [`Engine::Plain`] keeps S and the block that is read last in shared memory. [`Engine::Mma`] keeps
+//! both in registers, transposed: a plane owns 16 columns of values, so that S^T [16, K] and
+//! block^T [16, C] are accumulators of the tensor cores and, rounded to 16 bits, at once their left
+//! operands (or, two fragments paired, right operands): nothing of either passes through shared memory,
+//! and planes never wait for each other within a chunk.
+
+use crate::plan::{Plan, transposed, upright};
+use crate::tile::{
+    Acc, Engine, Grid, Pair, column, execute, inside, load_a, load_b, mul, pair, put_four, row,
+    tile, zeros,
+};
+use crate::vector::set;
+use cubecl::prelude::*;
+
+/// The state.
+#[derive(CubeType)]
+pub(crate) struct State<X: Float, M: Size> {
+    /// Mma: S^T.
+    kept: Acc,
+    /// Plain: S, [K, value_tile].
+    tile: SharedMemory<Vector<X, M>>,
+}
+
+/// Tokens over value columns.
+#[derive(CubeType)]
+pub(crate) struct Block<X: Float, M: Size> {
+    /// The numbers, wherever [`token`] and [`value`] say.
+    pub acc: Acc,
+    /// Plain: the same as an operand, [C, value_tile].
+    tile: SharedMemory<Vector<X, M>>,
+}
+
+impl Plan {
+    fn mma(&self) -> bool {
+        self.engine == Engine::Mma
+    }
+
+    /// A block's grid on the plain engine.
+    fn block_grid(&self) -> Grid {
+        self.grid(self.chunk, self.value_tile)
+    }
+
+    /// Fragments of a block.
+    pub fn block_fragments(&self) -> usize {
+        if self.mma() { self.chunk / 8 } else { self.block_grid().fragments() }
+    }
+
+    /// Fragments of an output block, which lies upright on both engines.
+    pub fn output_fragments(&self) -> usize {
+        if self.mma() { self.chunk / 8 } else { self.block_grid().fragments() }
+    }
+
+    fn state_fragments(&self) -> usize {
+        if self.mma() { self.keys() / 8 } else { 0 }
+    }
+
+    fn state_numbers(&self) -> usize {
+        if self.mma() { 16 } else { self.keys() * self.stride(self.value_tile) }
+    }
+
+    fn block_numbers(&self) -> usize {
+        if self.mma() { 16 } else { self.chunk * self.stride(self.value_tile) }
+    }
+}
+
+/// Token of element (h, l) of fragment `f` of a block.
+#[cube]
+pub(crate) fn token(
+    #[comptime] f: usize,
+    #[comptime] h: usize,
+    #[comptime] l: usize,
+    #[comptime] plan: Plan,
+) -> usize {
+    if comptime!(plan.engine == Engine::Mma) {
+        UNIT_POS as usize % 4 * 2 + comptime!(f * 8 + l)
+    } else {
+        // Units without work repeat the last token; nobody looks at what they get.
+        min(row(f, h, comptime!(plan.block_grid())), comptime!(plan.chunk - 1))
+    }
+}
+
+/// Value column, within the cube's, of element (h, l) of fragment `f` of a block.
+#[cube]
+pub(crate) fn value(
+    #[comptime] f: usize,
+    #[comptime] h: usize,
+    #[comptime] l: usize,
+    #[comptime] plan: Plan,
+) -> usize {
+    if comptime!(plan.engine == Engine::Mma) {
+        UNIT_POS as usize / 32 * 16 + UNIT_POS as usize % 32 / 4 + comptime!(h * 8)
+    } else {
+        column(f, comptime!(plan.block_grid())) + comptime!(l)
+    }
+}
+
+/// Whether fragment `f` of a block is this unit's to store.
+#[cube]
+fn owned(#[comptime] f: usize, #[comptime] plan: Plan) -> bool {
+    if comptime!(plan.engine == Engine::Mma) {
+        true.runtime()
+    } else {
+        inside(f, comptime!(plan.block_grid()))
+    }
+}
+
+/// A block of zeros.
+#[cube]
+pub(crate) fn block<X: Float, M: Size>(#[comptime] plan: Plan) -> Block<X, M> {
+    Block::<X, M> {
+        acc: zeros(comptime!(plan.block_fragments())),
+        tile: tile::<X, M>(comptime!(plan.block_numbers())),
+    }
+}
+
+/// Sets a block to what a tile [C, value_tile] holds.
+#[cube]
+pub(crate) fn take<X: Float, N: Size, M: Size>(
+    block: &mut Block<X, M>,
+    from: &SharedMemory<Vector<X, N>>,
+    at: usize,
+    #[comptime] plan: Plan,
+) {
+    let stride = comptime!(plan.stride(plan.value_tile));
+    if comptime!(plan.engine == Engine::Mma) {
+        let first = UNIT_POS as usize / 32 * 16;
+        #[unroll]
+        for k in 0..comptime!(plan.chunk / 16) {
+            let x = load_a::<X, N>(from, at, first, comptime!(k * 16), stride, true);
+            #[unroll]
+            for n in 0..2usize {
+                let fragment = block.acc.index_mut(comptime!(2 * k + n));
+                set(fragment, 0usize, Pair::cast_from(x[comptime!(2 * n)]));
+                set(fragment, 1usize, Pair::cast_from(x[comptime!(2 * n + 1)]));
+            }
+        }
+    } else {
+        #[unroll]
+        for f in 0..comptime!(plan.block_fragments()) {
+            #[unroll]
+            for h in 0..2usize {
+                let mut x = Pair::empty();
+                #[unroll]
+                for l in 0..2usize {
+                    let here = token(f, h, l, plan) * stride + value(f, h, l, plan);
+                    x[l] = f32::cast_from(from[at + here]);
+                }
+                set(block.acc.index_mut(f), h, x);
+            }
+        }
+    }
+}
+
+/// Makes a block ready to be an operand of [`apply`] and [`write`]. A barrier before and after on the
+/// plain engine.
+#[cube]
+pub(crate) fn settle<X: Float, M: Size>(block: &mut Block<X, M>, #[comptime] plan: Plan) {
+    if comptime!(plan.engine == Engine::Plain) {
+        let stride = comptime!(plan.stride(plan.value_tile));
+        sync_cube();
+        #[unroll]
+        for f in 0..comptime!(plan.block_fragments()) {
+            if owned(f, plan) {
+                #[unroll]
+                for h in 0..2usize {
+                    #[unroll]
+                    for l in 0..2usize {
+                        let at = token(f, h, l, plan) * stride + value(f, h, l, plan);
+                        block.tile[at] = Vector::<X, M>::cast_from(block.acc.index(f)[h][l]);
+                    }
+                }
+            }
+        }
+        sync_cube();
+    }
+}
+
+/// Multiplies each token's row of a block by its number of `scales`, which start at `at`.
+#[cube]
+pub(crate) fn scale_tokens(
+    acc: &mut Acc,
+    scales: &SharedMemory<f32>,
+    at: usize,
+    #[comptime] plan: Plan,
+) {
+    #[unroll]
+    for f in 0..comptime!(plan.block_fragments()) {
+        #[unroll]
+        for h in 0..2usize {
+            let mut x = acc.index(f)[h];
+            #[unroll]
+            for l in 0..2usize {
+                x[l] = x[l] * scales[at + token(f, h, l, plan)];
+            }
+            set(acc.index_mut(f), h, x);
+        }
+    }
+}
+
+/// `acc += other`.
+#[cube]
+pub(crate) fn add(acc: &mut Acc, other: &Acc, #[comptime] fragments: usize) {
+    #[unroll]
+    for f in 0..fragments {
+        let x = acc.index(f)[0usize] + other.index(f)[0usize];
+        let y = acc.index(f)[1usize] + other.index(f)[1usize];
+        set(acc.index_mut(f), 0usize, x);
+        set(acc.index_mut(f), 1usize, y);
+    }
+}
+
+/// The state before the first chunk: zeros, or rows of `from`, `[B, H, K, V]`, beginning at `start`.
+#[cube]
+pub(crate) fn state<X: Float, M: Size>(
+    from: &Array<f32>,
+    start: usize,
+    first: usize,
+    #[comptime] given: bool,
+    #[comptime] plan: Plan,
+) -> State<X, M> {
+    let mut state = State::<X, M> {
+        kept: zeros(comptime!(plan.state_fragments())),
+        tile: tile::<X, M>(comptime!(plan.state_numbers())),
+    };
+    let width = comptime!(plan.value_width);
+    if comptime!(plan.engine == Engine::Mma) {
+        if comptime!(given) {
+            #[unroll]
+            for f in 0..comptime!(plan.state_fragments()) {
+                #[unroll]
+                for h in 0..2usize {
+                    let mut x = Pair::empty();
+                    #[unroll]
+                    for l in 0..2usize {
+                        let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
+                        x[l] = from[start + d * width + first + value(f, h, l, plan)];
+                    }
+                    set(state.kept.index_mut(f), h, x);
+                }
+            }
+        }
+    } else {
+        let columns = comptime!(plan.value_tile);
+        let all = comptime!(plan.keys() * columns);
+        #[unroll]
+        for turn in 0..comptime!(all.div_ceil(plan.units)) {
+            let n = UNIT_POS as usize + comptime!(turn * plan.units);
+            if n < all {
+                let d = n / columns;
+                let v = first + n % columns;
+                let mut x = 0.0f32;
+                if comptime!(given) {
+                    if d < comptime!(plan.key_width) && v < width {
+                        x = from[start + d * width + v];
+                    }
+                }
+                let at = d * comptime!(plan.stride(columns)) + n % columns;
+                state.tile[at] = Vector::<X, M>::cast_from(x);
+            }
+        }
+        sync_cube();
+    }
+    state
+}
+
+/// Writes the state to `[B, H, K, V]`.
+#[cube]
+pub(crate) fn give<X: Float, M: Size>(
+    state: &State<X, M>,
+    to: &mut Array<f32>,
+    start: usize,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    let width = comptime!(plan.value_width);
+    if comptime!(plan.engine == Engine::Mma) {
+        #[unroll]
+        for f in 0..comptime!(plan.state_fragments()) {
+            #[unroll]
+            for h in 0..2usize {
+                #[unroll]
+                for l in 0..2usize {
+                    let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
+                    to[start + d * width + first + value(f, h, l, plan)] =
+                        state.kept.index(f)[h][l];
+                }
+            }
+        }
+    } else {
+        let columns = comptime!(plan.value_tile);
+        let all = comptime!(plan.keys() * columns);
+        #[unroll]
+        for turn in 0..comptime!(all.div_ceil(plan.units)) {
+            let n = UNIT_POS as usize + comptime!(turn * plan.units);
+            let d = n / columns;
+            let v = first + n % columns;
+            if n < all && d < comptime!(plan.key_width) && v < width {
+                let at = d * comptime!(plan.stride(columns)) + n % columns;
+                to[start + d * width + v] = f32::cast_from(state.tile[at]);
+            }
+        }
+    }
+}
+
+/// Keeps the state for the other stages, transposed: [V, K] for every chunk.
+#[cube]
+pub(crate) fn keep_state<X: Float, E: Float, M: Size, W: Size>(
+    state: &State<X, M>,
+    to: &mut Array<Vector<E, W>>,
+    chunk: usize,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    let keys = comptime!(plan.key_width);
+    let start = chunk * comptime!(plan.key_width * plan.value_width);
+    if comptime!(plan.engine == Engine::Mma) {
+        let lane = UNIT_POS as usize % 32;
+        let row = first + UNIT_POS as usize / 32 * 16 + lane / 4;
+        let at = start + row * keys + lane % 2 * 8 + lane % 4 / 2 * 4;
+        #[unroll]
+        for f in 0..comptime!(plan.state_fragments() / 2) {
+            #[unroll]
+            for h in 0..2usize {
+                let left = state.kept.index(comptime!(2 * f))[h];
+                let right = state.kept.index(comptime!(2 * f + 1))[h];
+                let at = at + comptime!(f * 16 + h * 8 * keys);
+                put_four::<E, W>(to, at, left, right, lane % 2 == 1, true, 1u32);
+            }
+        }
+    } else {
+        let all = comptime!(plan.keys() * plan.value_tile);
+        #[unroll]
+        for turn in 0..comptime!(all.div_ceil(plan.units)) {
+            let n = UNIT_POS as usize + comptime!(turn * plan.units);
+            let d = n % comptime!(plan.keys());
+            let v = n / comptime!(plan.keys());
+            if n < all && d < keys && first + v < comptime!(plan.value_width) {
+                let at = d * comptime!(plan.stride(plan.value_tile)) + v;
+                to[start + (first + v) * keys + d] = Vector::<E, W>::cast_from(state.tile[at]);
+            }
+        }
+    }
+}
+
+/// `acc += X S`, over slice `slice` of keys; `x` holds [C, key_slice].
+#[cube]
+pub(crate) fn ask<X: Float, N: Size, M: Size>(
+    acc: &mut Acc,
+    x: &SharedMemory<Vector<X, N>>,
+    at: usize,
+    state: &State<X, M>,
+    slice: usize,
+    #[comptime] plan: Plan,
+) {
+    let columns = comptime!(plan.key_slice);
+    if comptime!(plan.engine == Engine::Mma) {
+        let stride = comptime!(plan.stride(columns));
+        #[unroll]
+        for k in 0..comptime!(columns / 16) {
+            let left = operand::<X>(&state.kept, k);
+            #[unroll]
+            for n in 0..comptime!(plan.chunk / 16) {
+                let right =
+                    load_b::<X, N>(x, at, comptime!(k * 16), comptime!(n * 16), stride, true);
+                let f = comptime!(2 * n);
+                execute::<X>(&left, &pair(&right, 0usize, 1usize), acc.index_mut(f));
+                let f = comptime!(2 * n + 1);
+                execute::<X>(&left, &pair(&right, 2usize, 3usize), acc.index_mut(f));
+            }
+        }
+    } else {
+        let tile = comptime!(plan.value_tile);
+        let spec = comptime!(plan.mul(plan.block_grid(), columns, upright(columns), upright(tile)));
+        let from = slice * comptime!(columns * plan.stride(tile));
+        mul::<X, N, M>(acc, x, at, &state.tile, from, spec);
+    }
+}
+
+/// Two fragments of a transposed accumulator as a left operand, [16, 16], in 16 bits.
+#[cube]
+fn operand<X: Float>(acc: &Acc, #[comptime] k: usize) -> Array<Vector<X, Const<2>>> {
+    let low = acc.index(comptime!(2 * k));
+    let high = acc.index(comptime!(2 * k + 1));
+    let mut left = Array::<Vector<X, Const<2>>>::new(4usize);
+    left[0] = Vector::<X, Const<2>>::cast_from(low[0usize]);
+    left[1] = Vector::<X, Const<2>>::cast_from(low[1usize]);
+    left[2] = Vector::<X, Const<2>>::cast_from(high[0usize]);
+    left[3] = Vector::<X, Const<2>>::cast_from(high[1usize]);
+    left
+}
+
+/// Two fragments of a transposed accumulator as a right operand, [16, 8]: columns `8 half..`.
+#[cube]
+fn right_operand<X: Float>(
+    acc: &Acc,
+    #[comptime] k: usize,
+    #[comptime] half: usize,
+) -> Array<Vector<X, Const<2>>> {
+    let low = acc.index(comptime!(2 * k));
+    let high = acc.index(comptime!(2 * k + 1));
+    let mut right = Array::<Vector<X, Const<2>>>::new(2usize);
+    right[0] = Vector::<X, Const<2>>::cast_from(low[half]);
+    right[1] = Vector::<X, Const<2>>::cast_from(high[half]);
+    right
+}
+
+/// `acc += M block`, or M^T block (`adjoint`), with M lower triangular, [C, C]. The block is settled.
+#[cube]
+pub(crate) fn apply<X: Float, N: Size, M: Size>(
+    acc: &mut Acc,
+    matrix: &SharedMemory<Vector<X, N>>,
+    at: usize,
+    block: &Block<X, M>,
+    #[comptime] adjoint: bool,
+    #[comptime] plan: Plan,
+) {
+    let chunk = comptime!(plan.chunk);
+    if comptime!(plan.engine == Engine::Mma) {
+        let stride = comptime!(plan.stride(chunk));
+        let turned = comptime!(!adjoint);
+        #[unroll]
+        for k in 0..comptime!(chunk / 16) {
+            let left = operand::<X>(&block.acc, k);
+            // The rest of the matrix is zero.
+            let from = comptime!(if adjoint { 0 } else { k });
+            let to = comptime!(if adjoint { k + 1 } else { chunk / 16 });
+            #[unroll]
+            for n in from..to {
+                let right = load_b::<X, N>(
+                    matrix,
+                    at,
+                    comptime!(k * 16),
+                    comptime!(n * 16),
+                    stride,
+                    turned,
+                );
+                let f = comptime!(2 * n);
+                execute::<X>(&left, &pair(&right, 0usize, 1usize), acc.index_mut(f));
+                let f = comptime!(2 * n + 1);
+                execute::<X>(&left, &pair(&right, 2usize, 3usize), acc.index_mut(f));
+            }
+        }
+    } else {
+        let tile = comptime!(plan.value_tile);
+        let how = comptime!(if adjoint { transposed(chunk) } else { upright(chunk) });
+        let spec = comptime!(plan.mul(plan.block_grid(), chunk, how, upright(tile)));
+        mul::<X, N, M>(acc, matrix, at, &block.tile, 0usize, spec);
+    }
+}
+
+/// `S += X^T block` over slice `slice` of keys. The block is settled.
+#[cube]
+pub(crate) fn write<X: Float, N: Size, M: Size>(
+    state: &mut State<X, M>,
+    x: &SharedMemory<Vector<X, N>>,
+    at: usize,
+    block: &Block<X, M>,
+    slice: usize,
+    #[comptime] plan: Plan,
+) {
+    let columns = comptime!(plan.key_slice);
+    if comptime!(plan.engine == Engine::Mma) {
+        let stride = comptime!(plan.stride(columns));
+        #[unroll]
+        for k in 0..comptime!(plan.chunk / 16) {
+            let left = operand::<X>(&block.acc, k);
+            #[unroll]
+            for n in 0..comptime!(columns / 16) {
+                let right =
+                    load_b::<X, N>(x, at, comptime!(k * 16), comptime!(n * 16), stride, false);
+                let f = comptime!(2 * n);
+                execute::<X>(&left, &pair(&right, 0usize, 1usize), state.kept.index_mut(f));
+                let f = comptime!(2 * n + 1);
+                execute::<X>(&left, &pair(&right, 2usize, 3usize), state.kept.index_mut(f));
+            }
+        }
+    } else {
+        let tile = comptime!(plan.value_tile);
+        let stride = comptime!(plan.stride(tile));
+        let grid = comptime!(plan.grid(columns, tile));
+        let mut sum = zeros(comptime!(grid.fragments()));
+        let spec = comptime!(plan.mul(grid, plan.chunk, transposed(columns), upright(tile)));
+        mul::<X, N, M>(&mut sum, x, at, &block.tile, 0usize, spec);
+        #[unroll]
+        for f in 0..comptime!(grid.fragments()) {
+            if inside(f, grid) {
+                #[unroll]
+                for h in 0..2usize {
+                    #[unroll]
+                    for l in 0..2usize {
+                        let d = slice * columns + row(f, h, grid);
+                        let at = d * stride + column(f, grid) + l;
+                        let old = f32::cast_from(state.tile[at]);
+                        state.tile[at] = Vector::<X, M>::cast_from(old + sum.index(f)[h][l]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Multiplies the state by `total`, or its rows by `totals` where the decay is a vector. A barrier on
+/// the plain engine, before and after.
+#[cube]
+pub(crate) fn fade<X: Float, M: Size>(
+    state: &mut State<X, M>,
+    total: f32,
+    totals: &Array<f32>,
+    start: usize,
+    #[comptime] plan: Plan,
+) {
+    let vector = comptime!(plan.variant.vector());
+    if comptime!(plan.variant.decay != crate::Decay::None) {
+        if comptime!(plan.engine == Engine::Mma) {
+            #[unroll]
+            for f in 0..comptime!(plan.state_fragments()) {
+                let d = comptime!(f * 8) + UNIT_POS as usize % 4 * 2;
+                let mut by = Pair::new(total);
+                if comptime!(vector) {
+                    by[0] = totals[start + d];
+                    by[1] = totals[start + d + 1];
+                }
+                let x = state.kept.index(f)[0usize] * by;
+                let y = state.kept.index(f)[1usize] * by;
+                set(state.kept.index_mut(f), 0usize, x);
+                set(state.kept.index_mut(f), 1usize, y);
+            }
+        } else {
+            sync_cube();
+            let columns = comptime!(plan.value_tile);
+            let all = comptime!(plan.keys() * columns);
+            #[unroll]
+            for turn in 0..comptime!(all.div_ceil(plan.units)) {
+                let n = UNIT_POS as usize + comptime!(turn * plan.units);
+                let d = n / columns;
+                if n < all && d < comptime!(plan.key_width) {
+                    let mut by = total;
+                    if comptime!(vector) {
+                        by = totals[start + d];
+                    }
+                    let at = d * comptime!(plan.stride(columns)) + n % columns;
+                    state.tile[at] = Vector::<X, M>::cast_from(f32::cast_from(state.tile[at]) * by);
+                }
+            }
+            sync_cube();
+        }
+    }
+}
+
+/// `acc += X S` for an output block, over slice `slice` of keys.
+#[cube]
+pub(crate) fn read_out<X: Float, N: Size, M: Size>(
+    acc: &mut Acc,
+    x: &SharedMemory<Vector<X, N>>,
+    at: usize,
+    state: &State<X, M>,
+    slice: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(plan.engine == Engine::Mma) {
+        let stride = comptime!(plan.stride(plan.key_slice));
+        #[unroll]
+        for k in 0..comptime!(plan.key_slice / 16) {
+            let left_half = right_operand::<X>(&state.kept, k, 0usize);
+            let right_half = right_operand::<X>(&state.kept, k, 1usize);
+            #[unroll]
+            for m in 0..comptime!(plan.chunk / 16) {
+                let left = load_a::<X, N>(
+                    x,
+                    at,
+                    comptime!(m * 16).runtime(),
+                    comptime!(k * 16),
+                    stride,
+                    false,
+                );
+                execute::<X>(&left, &left_half, acc.index_mut(comptime!(2 * m)));
+                execute::<X>(&left, &right_half, acc.index_mut(comptime!(2 * m + 1)));
+            }
+        }
+    } else {
+        ask::<X, N, M>(acc, x, at, state, slice, plan);
+    }
+}
+
+/// `acc += M block` for an output block, M lower triangular. The block is settled.
+#[cube]
+pub(crate) fn apply_out<X: Float, N: Size, M: Size>(
+    acc: &mut Acc,
+    matrix: &SharedMemory<Vector<X, N>>,
+    at: usize,
+    block: &Block<X, M>,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(plan.engine == Engine::Mma) {
+        let stride = comptime!(plan.stride(plan.chunk));
+        #[unroll]
+        for k in 0..comptime!(plan.chunk / 16) {
+            let left_half = right_operand::<X>(&block.acc, k, 0usize);
+            let right_half = right_operand::<X>(&block.acc, k, 1usize);
+            #[unroll]
+            for m in k..comptime!(plan.chunk / 16) {
+                let left = load_a::<X, N>(
+                    matrix,
+                    at,
+                    comptime!(m * 16).runtime(),
+                    comptime!(k * 16),
+                    stride,
+                    false,
+                );
+                execute::<X>(&left, &left_half, acc.index_mut(comptime!(2 * m)));
+                execute::<X>(&left, &right_half, acc.index_mut(comptime!(2 * m + 1)));
+            }
+        }
+    } else {
+        apply::<X, N, M>(acc, matrix, at, block, false, plan);
+    }
+}
+
+/// Row of pair `h` of fragment `f` of an output block.
+#[cube]
+pub(crate) fn output_row(
+    #[comptime] f: usize,
+    #[comptime] h: usize,
+    #[comptime] plan: Plan,
+) -> usize {
+    if comptime!(plan.engine == Engine::Mma) {
+        UNIT_POS as usize % 32 / 4 + comptime!(f / 2 * 16 + h * 8)
+    } else {
+        row(f, h, comptime!(plan.block_grid()))
+    }
+}
+
+/// First column, within the cube's, of the pairs of fragment `f` of an output block.
+#[cube]
+pub(crate) fn output_column(#[comptime] f: usize, #[comptime] plan: Plan) -> usize {
+    if comptime!(plan.engine == Engine::Mma) {
+        UNIT_POS as usize / 32 * 16 + UNIT_POS as usize % 4 * 2 + comptime!(f % 2 * 8)
+    } else {
+        column(f, comptime!(plan.block_grid()))
+    }
+}

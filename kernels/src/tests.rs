@@ -1,0 +1,442 @@
+//! Every variant against the f64 recurrences, on whatever device is there.
+
+use crate::{Backward, Buffer, Dims, Given, Inputs, Variant, backward, engine, forward};
+use cubecl::ir::{ElemType, FloatKind, StorageType};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+use linattn_oracle as oracle;
+use oracle::{Decay, Family, Gate, Read, Recipe, Rng, Strength, Transition};
+
+/// Type of the rows: gates and states are f32 always.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // lavapipe has no bf16
+enum Rows {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Rows {
+    fn dtype(self) -> StorageType {
+        let kind = match self {
+            Rows::F32 => FloatKind::F32,
+            Rows::F16 => FloatKind::F16,
+            Rows::Bf16 => FloatKind::BF16,
+        };
+        StorageType::Scalar(ElemType::Float(kind))
+    }
+
+    fn bytes(self, x: &[f64]) -> Vec<u8> {
+        match self {
+            Rows::F32 => x.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
+            Rows::F16 => x.iter().flat_map(|x| f16::from_f64(*x).to_le_bytes()).collect(),
+            Rows::Bf16 => x.iter().flat_map(|x| bf16::from_f64(*x).to_le_bytes()).collect(),
+        }
+    }
+
+    fn round(self, x: &mut [f64]) {
+        for x in x {
+            *x = match self {
+                Rows::F32 => f64::from(*x as f32),
+                Rows::F16 => f16::from_f64(*x).to_f64(),
+                Rows::Bf16 => bf16::from_f64(*x).to_f64(),
+            };
+        }
+    }
+}
+
+/// A case's tensors on a device.
+struct Uploaded<'a, R: Runtime> {
+    client: &'a ComputeClient<R>,
+    rows: Rows,
+    x: Inputs,
+    variant: Variant,
+    dims: Dims,
+}
+
+fn variant(x: &oracle::Inputs) -> Variant {
+    Variant {
+        decay: match &x.decay {
+            None => crate::Decay::None,
+            Some(Decay::Scalar(_)) => crate::Decay::Scalar,
+            Some(Decay::Vector(_)) => crate::Decay::Vector,
+        },
+        transition: match &x.transition {
+            Transition::Identity => crate::Transition::Identity,
+            Transition::Delta { erase, .. } => crate::Transition::Delta { erase: erase.is_some() },
+            Transition::LowRank { .. } => crate::Transition::LowRank,
+        },
+        read: match x.read {
+            Read::After => crate::Read::After,
+            Read::Before => crate::Read::Before,
+        },
+    }
+}
+
+impl<'a, R: Runtime> Uploaded<'a, R> {
+    fn new(client: &'a ComputeClient<R>, x: &oracle::Inputs, rows: Rows) -> Self {
+        let put = |values: &[f64], rows: Rows| client.create_from_slice(&rows.bytes(values));
+        let (mut a, mut b, mut beta) = (None, None, None);
+        match &x.transition {
+            Transition::Identity => {}
+            Transition::Delta { beta: share, erase } => {
+                beta = Some(put(share, Rows::F32));
+                a = erase.as_ref().map(|erase| put(erase, rows));
+            }
+            Transition::LowRank { a: ask, b: write } => {
+                (a, b) = (Some(put(ask, rows)), Some(put(write, rows)));
+            }
+        }
+        let oracle::Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
+        Self {
+            client,
+            rows,
+            x: Inputs {
+                q: put(&x.q, rows),
+                k: put(&x.k, rows),
+                v: put(&x.v, rows),
+                a,
+                b,
+                g: x.decay.as_ref().map(|g| put(g.values(), Rows::F32)),
+                beta,
+                state: x.state.as_ref().map(|s| put(s, Rows::F32)),
+            },
+            variant: variant(x),
+            dims: Dims { batch, tokens, key_heads, heads, key_width, value_width },
+        }
+    }
+
+    fn get(&self, buffer: &Buffer) -> Vec<f64> {
+        self.read(buffer.handle.clone(), buffer.dtype)
+    }
+
+    fn read(&self, handle: Handle, dtype: StorageType) -> Vec<f64> {
+        let bytes = self.client.read_one(handle).expect("the kernels ran");
+        match dtype.size() {
+            4 => bytes
+                .chunks_exact(4)
+                .map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])))
+                .collect(),
+            _ if self.rows == Rows::F16 => {
+                bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f64()).collect()
+            }
+            _ => {
+                bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f64()).collect()
+            }
+        }
+    }
+
+    /// Sums the heads that share a key head.
+    fn key_heads(&self, x: Vec<f64>) -> Vec<f64> {
+        let Dims { key_heads, heads, key_width, .. } = self.dims;
+        let group = heads / key_heads;
+        let mut sum = vec![0.0; x.len() / group];
+        for (i, row) in x.chunks_exact(key_width).enumerate() {
+            for (d, x) in row.iter().enumerate() {
+                sum[i / group * key_width + d] += x;
+            }
+        }
+        sum
+    }
+}
+
+/// Limits on the relative error of outputs and of gradients.
+#[derive(Clone, Copy)]
+struct Limits {
+    outputs: f64,
+    gradients: f64,
+}
+
+const F32: Limits = Limits { outputs: 1e-5, gradients: 1e-5 };
+#[cfg(feature = "cuda")]
+const HALF: Limits = Limits { outputs: 6e-3, gradients: 1.2e-2 };
+
+/// The worst relative errors of one case: outputs (and state), gradients.
+fn errors<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &oracle::Inputs,
+    rows: Rows,
+) -> Vec<(&'static str, f64)> {
+    let mut x = x.clone();
+    rows.round(&mut x.q);
+    rows.round(&mut x.k);
+    rows.round(&mut x.v);
+    match &mut x.transition {
+        Transition::Identity => {}
+        Transition::Delta { erase, .. } => {
+            if let Some(erase) = erase {
+                rows.round(erase);
+            }
+        }
+        Transition::LowRank { a, b } => {
+            rows.round(a);
+            rows.round(b);
+        }
+    }
+    let truth = oracle::forward(&x);
+    let mut rng = Rng::named(7, "gradients");
+    let mut d_o: Vec<f64> = (0..truth.o.len()).map(|_| rng.normal()).collect();
+    rows.round(&mut d_o);
+    let d_state: Vec<f64> = (0..truth.state.len()).map(|_| rng.normal()).collect();
+    let want = oracle::backward(&x, &d_o, &d_state);
+
+    let up = Uploaded::new(client, &x, rows);
+    let dtype = rows.dtype();
+    let got = forward(client, up.variant, up.dims, dtype, &up.x, true).expect("it fits");
+    let saved: Vec<Handle> = got.saved.iter().map(|b| b.handle.clone()).collect();
+    let d_o = client.create_from_slice(&rows.bytes(&d_o));
+    let d_state = client.create_from_slice(&Rows::F32.bytes(&d_state));
+    let given = Given { x: &up.x, saved: &saved };
+    let d =
+        backward(client, up.variant, up.dims, dtype, given, &d_o, Some(&d_state)).expect("it fits");
+    let Backward { q, k, v, a, b, g, beta, state } = d;
+    let error = |want: &[f64], got: Vec<f64>| {
+        let size = want.iter().map(|x| x * x).sum::<f64>().sqrt();
+        // Where the truth is nothing, rounding counts as nothing.
+        let wrong = want.iter().zip(&got).map(|(w, g)| (w - g) * (w - g)).sum::<f64>().sqrt();
+        if wrong <= 1e-12 * (want.len() as f64).sqrt() { 0.0 } else { wrong / size }
+    };
+    let mut all = vec![
+        ("o", error(&truth.o, up.get(&got.o))),
+        ("state", error(&truth.state, up.get(&got.state))),
+        ("dq", error(&want.q, up.key_heads(up.get(&q)))),
+        ("dk", error(&want.k, up.key_heads(up.get(&k)))),
+        ("dv", error(&want.v, up.get(&v))),
+        ("dstate", error(&want.state, up.get(&state))),
+    ];
+    let optional = [
+        ("da", a, want.a.or(want.erase)),
+        ("db", b, want.b),
+        ("dg", g, want.g),
+        ("dbeta", beta, want.beta),
+    ];
+    for (name, got, want) in optional {
+        assert_eq!(got.is_some(), want.is_some(), "{name}");
+        if let (Some(got), Some(want)) = (got, want) {
+            all.push((name, error(&want, up.get(&got))));
+        }
+    }
+    all
+}
+
+#[track_caller]
+fn hold<R: Runtime>(
+    client: &ComputeClient<R>,
+    what: &str,
+    x: &oracle::Inputs,
+    rows: Rows,
+    limits: Limits,
+) {
+    for (name, error) in errors(client, x, rows) {
+        let limit = if ["o", "state"].contains(&name) { limits.outputs } else { limits.gradients };
+        assert!(error <= limit, "{what}: {name} is off by {error:.2e}, limit {limit:.0e}");
+    }
+}
+
+/// Every decay and read position of one transition.
+fn recipes(family: Family, erase: bool, gate: Gate) -> Vec<Recipe> {
+    let mut all = vec![];
+    for vector_decay in [false, true] {
+        for read in [Read::After, Read::Before] {
+            let before = family == Family::LowRank && read == Read::Before;
+            let ungated = gate == Gate::None && vector_decay;
+            if !before && !ungated {
+                let strength = Strength::Typical;
+                let recipe = Recipe { gate, vector_decay, read, erase, ..Recipe::new(family) };
+                all.push(Recipe { strength, state: true, ..recipe });
+            }
+        }
+    }
+    all
+}
+
+fn dims(tokens: usize) -> oracle::Dims {
+    oracle::Dims { batch: 2, tokens, key_heads: 1, heads: 2, key_width: 20, value_width: 12 }
+}
+
+const GATES: [Gate; 5] = [Gate::None, Gate::KeepAll, Gate::Typical, Gate::Mixed, Gate::ForgetAll];
+
+/// Every variant of one transition, in f32.
+fn every_variant<R: Runtime>(client: &ComputeClient<R>, family: Family, erase: bool) {
+    for gate in GATES {
+        for recipe in recipes(family, erase, gate) {
+            let x = oracle::Inputs::random(3, dims(70), &recipe);
+            hold(client, &format!("{recipe:?}"), &x, Rows::F32, F32);
+        }
+    }
+}
+
+/// Widths of all kinds, each with a length and heads: T, Hk, H, K, V.
+const SIZES: [[usize; 5]; 7] = [
+    [1, 1, 1, 1, 1],
+    [7, 1, 3, 5, 7],
+    [65, 2, 4, 33, 1],
+    [100, 1, 2, 256, 128],
+    [17, 3, 3, 16, 256],
+    [130, 1, 1, 64, 64],
+    [64, 1, 2, 128, 48],
+];
+
+fn sizes<R: Runtime>(client: &ComputeClient<R>, sizes: &[[usize; 5]], rows: Rows, limits: Limits) {
+    for (n, [tokens, key_heads, heads, key_width, value_width]) in sizes.iter().copied().enumerate()
+    {
+        let dims = oracle::Dims { batch: 1, tokens, key_heads, heads, key_width, value_width };
+        let family = [Family::DeltaRule, Family::LinearAttention][n / 4];
+        let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(family) };
+        let x = oracle::Inputs::random(5, dims, &recipe);
+        hold(client, &format!("{family:?}, {dims:?}"), &x, rows, limits);
+    }
+}
+
+/// Lengths, batches and heads at random: none of them is compiled in, so that many can be tried.
+fn random_shapes<R: Runtime>(client: &ComputeClient<R>) {
+    for seed in 0..40 {
+        let mut rng = Rng::named(seed, "shape");
+        let mut draw = |n: usize| 1 + (rng.uniform() * n as f64) as usize;
+        let (batch, tokens, key_heads, group) = (draw(3), draw(140), draw(2), draw(3));
+        let shape = oracle::Dims { batch, key_heads, heads: key_heads * group, ..dims(tokens) };
+        let gate = GATES[1 + seed as usize % 4];
+        let state = draw(2) == 1;
+        let recipe = Recipe { gate, state, ..Recipe::new(Family::DeltaRule) };
+        let x = oracle::Inputs::random(seed, shape, &recipe);
+        hold(client, &format!("seed {seed}: {shape:?}, {recipe:?}"), &x, Rows::F32, F32);
+    }
+}
+
+/// Nothing that does not fit is launched: each refusal names what is wrong.
+fn refusals<R: Runtime>(client: &ComputeClient<R>) {
+    let good = Dims { batch: 1, tokens: 8, key_heads: 1, heads: 2, key_width: 16, value_width: 16 };
+    let gated = Variant {
+        decay: crate::Decay::Scalar,
+        transition: crate::Transition::Identity,
+        read: crate::Read::After,
+    };
+    let f32 = Rows::F32.dtype();
+    let f64 = StorageType::Scalar(ElemType::Float(FloatKind::F64));
+    let refused =
+        |dims, dtype| engine(client, gated, dims, dtype).expect_err("refused").to_string();
+    for (dims, dtype, want) in [
+        (Dims { key_width: 257, ..good }, f32, "K is 257; the kernels take 1 to 256"),
+        (Dims { value_width: 0, ..good }, f32, "V is 0"),
+        (Dims { heads: 3, key_heads: 2, ..good }, f32, "3 value heads are no multiple of 2"),
+        (Dims { tokens: 0, ..good }, f32, "1 sequences of 0 tokens"),
+        (Dims { batch: 40_000, ..good }, f32, "sequences x heads: 80000"),
+        (Dims { tokens: 1 << 30, ..good }, f32, "numbers in a tensor"),
+        (good, f64, "the kernels take f32"),
+    ] {
+        let got = refused(dims, dtype);
+        assert!(got.contains(want), "{got:?} does not say {want:?}");
+    }
+    let x = oracle::Inputs::random(
+        1,
+        dims(8),
+        &Recipe { gate: Gate::Typical, ..Recipe::new(Family::LinearAttention) },
+    );
+    let up = Uploaded::new(client, &x, Rows::F32);
+    let x = Inputs { g: None, ..up.x.clone() };
+    let why = forward(client, up.variant, up.dims, f32, &x, false).expect_err("refused");
+    assert_eq!(why.to_string(), "`g` is missing");
+}
+
+/// A test for each transition, so that they run side by side: on a device that is a CPU, compiling is
+/// what takes time.
+macro_rules! each_transition {
+    () => {
+        #[test]
+        fn what_does_not_fit_is_refused() {
+            refusals(&client());
+        }
+
+        #[test]
+        fn any_length_batch_and_heads_are_right() {
+            random_shapes(&client());
+        }
+
+        #[test]
+        fn linear_attention_is_right() {
+            every_variant(&client(), Family::LinearAttention, false);
+        }
+
+        #[test]
+        fn the_delta_rule_is_right() {
+            every_variant(&client(), Family::DeltaRule, false);
+        }
+
+        #[test]
+        fn the_delta_rule_with_erase_rows_is_right() {
+            every_variant(&client(), Family::DeltaRule, true);
+        }
+
+        #[test]
+        fn low_rank_transitions_are_right() {
+            every_variant(&client(), Family::LowRank, false);
+        }
+    };
+}
+
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    use super::*;
+    use cubecl::cuda::CudaRuntime;
+
+    fn client() -> ComputeClient<CudaRuntime> {
+        CudaRuntime::client(&Default::default())
+    }
+
+    each_transition!();
+
+    const TRANSITIONS: [(Family, bool); 4] = [
+        (Family::LinearAttention, false),
+        (Family::DeltaRule, false),
+        (Family::DeltaRule, true),
+        (Family::LowRank, false),
+    ];
+
+    #[test]
+    fn every_variant_is_right_on_tensor_cores() {
+        let client = client();
+        let dims = oracle::Dims {
+            batch: 2,
+            tokens: 150,
+            key_heads: 1,
+            heads: 2,
+            key_width: 64,
+            value_width: 48,
+        };
+        for rows in [Rows::Bf16, Rows::F16] {
+            for gate in [Gate::None, Gate::Typical, Gate::Mixed] {
+                for (family, erase) in TRANSITIONS {
+                    for recipe in recipes(family, erase, gate) {
+                        let x = oracle::Inputs::random(3, dims, &recipe);
+                        let what = format!("{rows:?} {recipe:?}");
+                        hold(&client, &what, &x, rows, HALF);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn odd_sizes_are_right() {
+        sizes(&client(), &SIZES, Rows::F32, F32);
+        sizes(&client(), &SIZES, Rows::Bf16, HALF);
+    }
+}
+
+mod on_vulkan {
+    use super::*;
+    use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
+
+    fn client() -> ComputeClient<WgpuRuntime> {
+        WgpuRuntime::client(&WgpuDevice::default())
+    }
+
+    each_transition!();
+
+    #[test]
+    fn odd_sizes_are_right() {
+        // Each width is compiled anew, which a device that is a CPU takes its time for.
+        sizes(&client(), &SIZES[..5], Rows::F32, F32);
+    }
+}
