@@ -302,7 +302,18 @@ fn mma<R: Runtime>(
     let part = |width: usize, most: usize| {
         (1..=most / 16).rev().map(|n| n * 16).find(|n| width.is_multiple_of(*n))
     };
-    let value_tile = part(value_width, 128)?;
+    // The walk has a cube for each tile of values: narrow tiles where there are too few sequences and
+    // heads to fill the device, wide ones otherwise, because every tile loads all keys. Below 64 too
+    // few units are left to load them.
+    let memories = dims.batch * dims.heads;
+    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
+    let enough = multiprocessors.map_or(1, |n| n as usize * 3 / 4);
+    let value_slice = part(value_width, 128)?;
+    let value_tile = [128, 64]
+        .into_iter()
+        .filter_map(|most| part(value_width, most))
+        .find(|tile| memories * (value_width / tile) >= enough)
+        .or(part(value_width, 64))?;
     let walk = Plan {
         version: VERSION,
         variant,
@@ -312,7 +323,7 @@ fn mma<R: Runtime>(
         chunk: 64,
         key_slice: key_width,
         value_tile,
-        value_slice: value_tile,
+        value_slice,
         halves: 2,
         units: value_tile * 2,
     };
