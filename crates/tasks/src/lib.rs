@@ -26,14 +26,19 @@
 
 mod mqar;
 mod rng;
+mod sets;
+pub mod statistics;
 mod tally;
 mod task;
+
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
 pub use mqar::{Cell, Filler, Mqar, MqarConfig};
+pub use statistics::Statistic;
 pub use tally::Tally;
-pub use task::{Batch, Example, SetInfo, Split, Task};
+pub use task::{Batch, Example, Goal, Question, SetInfo, Split, Task, Text};
 
 /// Which task, as the TOML's table name: `[task.mqar]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -66,5 +71,15 @@ pub enum TaskError {
         got: String,
         /// What would be accepted.
         want: String,
+    },
+    /// A file or folder that a task is made from cannot be used.
+    #[error("`{key}` names {path}: {why}")]
+    File {
+        /// Where it stands in the run's TOML, for instance `task.s_niah.haystack`.
+        key: String,
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong with it, and what would do.
+        why: String,
     },
 }

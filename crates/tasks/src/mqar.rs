@@ -24,6 +24,7 @@ use rand::distr::{Open01, Uniform};
 use serde::{Deserialize, Serialize};
 
 use crate::rng::example_rng;
+use crate::sets::{Splits, check_sets, require};
 use crate::{Example, SetInfo, Split, Task, TaskError};
 
 #[cfg(test)]
@@ -134,55 +135,28 @@ impl MqarConfig {
         }
     }
 
-    fn cells(&self, split: Split) -> &[Cell] {
-        match split {
-            Split::Train => &self.train,
-            Split::Validation => &self.validation,
-            Split::Test => &self.test,
-        }
+    fn lists(&self) -> [&[Cell]; 3] {
+        [&self.train, &self.validation, &self.test]
     }
 
     fn check(&self) -> Result<(), TaskError> {
         let sound = self.power.is_finite() && self.power > 0.0;
-        require(sound, "power", self.power, "finite and above 0")?;
-        require(!self.train.is_empty(), "train", "empty", "a list of one set or more")?;
-        require(!self.test.is_empty(), "test", "empty", "a list of one set or more")?;
-        let lists =
-            [("train", &self.train), ("validation", &self.validation), ("test", &self.test)];
-        for (list, cells) in lists {
-            for (i, cell) in cells.iter().enumerate() {
-                self.check_cell(&format!("{list}[{i}]"), cell)?;
-            }
-        }
-        Ok(())
+        require(sound, "task.mqar.power", self.power, "finite and above 0")?;
+        check_sets("mqar", self.lists(), |at, cell| self.check_cell(at, cell))
     }
 
     // That there are keys enough for the pairs follows: n <= L/4 < V/4.
     fn check_cell(&self, at: &str, cell: &Cell) -> Result<(), TaskError> {
         let &Cell { length, pairs, examples } = cell;
-        let key = |name| format!("{at}.{name}");
         let even = length >= 4 && length.is_multiple_of(2);
-        require(even, &key("length"), length, "even, and 4 or more")?;
+        require(even, format!("{at}.length"), length, "even, and 4 or more")?;
         let most = length / 4;
         let want = format!("between 1 and {most}, a quarter of the length");
-        require((1..=most).contains(&pairs), &key("pairs"), pairs, want)?;
-        require(examples >= 1, &key("examples"), examples, "1 or more")?;
-        let want = format!("above {length}, the length in `task.mqar.{at}`");
-        require(self.vocab as usize > length, "vocab", self.vocab, want)
+        require((1..=most).contains(&pairs), format!("{at}.pairs"), pairs, want)?;
+        require(examples >= 1, format!("{at}.examples"), examples, "1 or more")?;
+        let want = format!("above {length}, the length in `{at}`");
+        require(self.vocab as usize > length, "task.mqar.vocab", self.vocab, want)
     }
-}
-
-fn require(
-    holds: bool,
-    key: &str,
-    got: impl ToString,
-    want: impl Into<String>,
-) -> Result<(), TaskError> {
-    if holds {
-        return Ok(());
-    }
-    let (key, got, want) = (format!("task.mqar.{key}"), got.to_string(), want.into());
-    Err(TaskError::Value { key, got, want })
 }
 
 /// Multi-query associative recall, checked and ready to draw from.
@@ -191,16 +165,7 @@ pub struct Mqar {
     vocab: u32,
     filler: Filler,
     seed: u64,
-    train: Sets,
-    validation: Sets,
-    test: Sets,
-}
-
-/// The sets of a split; `infos[i]` describes what `shapes[i]` draws.
-#[derive(Debug, Clone)]
-struct Sets {
-    infos: Vec<SetInfo>,
-    shapes: Vec<Shape>,
+    sets: Splits<Shape>,
 }
 
 /// What the examples of one set have in common.
@@ -218,32 +183,13 @@ impl Mqar {
     /// [`TaskError::Value`] names the first key that cannot be used.
     pub fn new(config: &MqarConfig, seed: u64) -> Result<Self, TaskError> {
         config.check()?;
-        let sets = |split| Sets::new(config.cells(split), config.power);
+        let shape = |cell: &Cell| (cell.info(), Shape::new(cell, config.power));
         Ok(Self {
             vocab: config.vocab,
             filler: config.filler,
             seed,
-            train: sets(Split::Train),
-            validation: sets(Split::Validation),
-            test: sets(Split::Test),
+            sets: Splits::new(config.lists(), shape),
         })
-    }
-
-    fn split(&self, split: Split) -> &Sets {
-        match split {
-            Split::Train => &self.train,
-            Split::Validation => &self.validation,
-            Split::Test => &self.test,
-        }
-    }
-}
-
-impl Sets {
-    fn new(cells: &[Cell], power: f64) -> Self {
-        Self {
-            infos: cells.iter().map(Cell::info).collect(),
-            shapes: cells.iter().map(|cell| Shape::new(cell, power)).collect(),
-        }
     }
 }
 
@@ -337,12 +283,12 @@ impl Task for Mqar {
     }
 
     fn sets(&self, split: Split) -> &[SetInfo] {
-        &self.split(split).infos
+        self.sets.infos(split)
     }
 
     // Filler comes last, so that the two kinds of filler surround the same pairs and queries.
     fn example(&self, split: Split, set: usize, index: u64) -> Example {
-        let shape = &self.split(split).shapes[set];
+        let shape = self.sets.shape(split, set);
         let rng = &mut example_rng(*b"mqar\0\0\0\0", self.seed, split, set, index);
         let half = self.vocab / 2;
         let keys = draw_distinct(rng, 1, half, shape.pairs);

@@ -1,5 +1,7 @@
 //! Scores, summed over batches.
 
+use std::borrow::Cow;
+
 use crate::Batch;
 
 /// Named means that grow batch by batch. It knows no metric by itself, so a task adds scores of its
@@ -12,20 +14,39 @@ pub struct Tally {
 
 #[derive(Debug, Clone, PartialEq)]
 struct Mean {
-    name: &'static str,
+    name: Cow<'static, str>,
+    /// Whether the values are logs, and the geometric mean is reported.
+    logs: bool,
     sum: f64,
     count: u64,
 }
 
+impl Mean {
+    fn value(&self) -> f64 {
+        let mean = self.sum / self.count as f64;
+        if self.logs { mean.exp() } else { mean }
+    }
+}
+
 impl Tally {
     /// Adds `count` values, `sum` in total, to the mean called `name`.
-    pub fn add(&mut self, name: &'static str, sum: f64, count: u64) {
-        match self.means.iter_mut().find(|mean| mean.name == name) {
+    pub fn add(&mut self, name: impl Into<Cow<'static, str>>, sum: f64, count: u64) {
+        self.grow(Mean { name: name.into(), logs: false, sum, count });
+    }
+
+    /// Adds `count` natural logs, `sum` in total, to the geometric mean called `name`. A perplexity
+    /// is one, of the inverse probabilities.
+    pub fn add_logs(&mut self, name: impl Into<Cow<'static, str>>, sum: f64, count: u64) {
+        self.grow(Mean { name: name.into(), logs: true, sum, count });
+    }
+
+    fn grow(&mut self, more: Mean) {
+        match self.means.iter_mut().find(|mean| mean.name == more.name) {
             Some(mean) => {
-                mean.sum += sum;
-                mean.count += count;
+                mean.sum += more.sum;
+                mean.count += more.count;
             }
-            None => self.means.push(Mean { name, sum, count }),
+            None => self.means.push(more),
         }
     }
 
@@ -56,14 +77,14 @@ impl Tally {
     /// Adds all that `other` has counted.
     pub fn merge(&mut self, other: &Self) {
         for mean in &other.means {
-            self.add(mean.name, mean.sum, mean.count);
+            self.grow(mean.clone());
         }
     }
 
     /// Every mean, in the order in which they were first added; a mean of no values is left out.
-    pub fn metrics(&self) -> Vec<(&'static str, f64)> {
+    pub fn metrics(&self) -> Vec<(&str, f64)> {
         let known = self.means.iter().filter(|mean| mean.count > 0);
-        known.map(|mean| (mean.name, mean.sum / mean.count as f64)).collect()
+        known.map(|mean| (mean.name.as_ref(), mean.value())).collect()
     }
 
     /// The mean called `name`, if anything was added to it.
@@ -127,6 +148,15 @@ mod tests {
         tally.add("macro", 0.25, 1);
         tally.add("macro", 0.75, 1);
         assert_eq!(tally.metric("macro"), Some(0.5));
+    }
+
+    #[test]
+    fn logs_are_reported_as_a_geometric_mean_over_all_batches() {
+        let (mut tally, mut more) = (Tally::default(), Tally::default());
+        tally.add_logs("perplexity", 2f64.ln(), 1);
+        more.add_logs("perplexity", 8f64.ln() + 4f64.ln(), 2);
+        tally.merge(&more);
+        assert!((tally.metric("perplexity").unwrap() - 4.0).abs() < 1e-12);
     }
 
     #[test]

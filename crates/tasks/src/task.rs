@@ -3,9 +3,10 @@
 use std::fmt::Debug;
 use std::ops::Range;
 
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::Tally;
+use crate::{Statistic, Tally, statistics};
 
 /// What a set of examples is for. The splits of a task share no random numbers.
 // The numbers are part of the key that examples are drawn with: changing one changes the data.
@@ -105,6 +106,33 @@ impl Batch {
     }
 }
 
+/// Which way a score is better.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Goal {
+    /// The higher the better, as accuracies are.
+    Highest,
+    /// The lower the better, as bits per byte are.
+    Lowest,
+}
+
+/// An example as text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Text {
+    /// What the model reads.
+    pub prompt: String,
+    /// What it is to write; empty where nothing is asked.
+    pub answer: String,
+}
+
+/// A prompt and how much a model may write after it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Question {
+    /// Token ids.
+    pub prompt: Vec<u32>,
+    /// Ids to generate, greedily.
+    pub new_tokens: usize,
+}
+
 /// A benchmark: a source of examples and the judge of their answers. Nothing in it changes after it
 /// is made.
 pub trait Task: Send + Sync + Debug {
@@ -119,12 +147,16 @@ pub trait Task: Send + Sync + Debug {
     /// If the split has no such set.
     fn example(&self, split: Split, set: usize, index: u64) -> Example;
 
-    /// The examples named by `indices`, as [`Task::example`] gives them, in that order.
+    /// The examples named by `indices`, as [`Task::example`] gives them, in that order. They are made
+    /// on all cores.
     /// # Panics
     /// If the split has no such set.
     fn batch(&self, split: Split, set: usize, indices: &[u64]) -> Batch {
         let length = self.sets(split)[set].length;
-        Batch::stack(length, indices.iter().map(|&index| self.example(split, set, index)))
+        let make = |&index: &u64| self.example(split, set, index);
+        let rows = (TOKENS_A_TASK / length.max(1)).max(1);
+        let examples: Vec<_> = indices.par_iter().with_min_len(rows).map(make).collect();
+        Batch::stack(length, examples)
     }
 
     /// Counts predictions: `predicted[i]` is the id with the largest logit of the whole vocabulary
@@ -135,9 +167,69 @@ pub trait Task: Send + Sync + Debug {
         tally.add_sequences(batch, predicted);
     }
 
+    /// Rows that belong together in a score that is no mean over rows: [`Task::tally`] gets batches of
+    /// a multiple of so many, the last of a set aside.
+    fn rows_of_a_score(&self) -> usize {
+        1
+    }
+
+    /// Counts scores that follow from the loss: `nats` of cross-entropy, summed over `scored`
+    /// positions of a set.
+    fn tally_loss(&self, _split: Split, _set: usize, _nats: f64, _scored: u64, _tally: &mut Tally) {
+    }
+
     /// Which of [`Tally::metrics`] is the headline.
     fn score_name(&self) -> &'static str;
+
+    /// Which way the headline is better.
+    fn goal(&self) -> Goal {
+        Goal::Highest
+    }
+
+    /// What a person calls an id.
+    fn token(&self, id: u32) -> String {
+        id.to_string()
+    }
+
+    /// An example as text, where the task is made of text.
+    /// # Panics
+    /// If the split has no such set.
+    fn text(&self, _split: Split, _set: usize, _index: u64) -> Option<Text> {
+        None
+    }
+
+    /// An example as something to answer in one's own words, where the task is scored by what a model
+    /// writes.
+    /// # Panics
+    /// If the split has no such set.
+    fn question(&self, _split: Split, _set: usize, _index: u64) -> Option<Question> {
+        None
+    }
+
+    /// Counts what a model wrote to [`Task::question`]: the ids after the prompt.
+    /// # Panics
+    /// If the split has no such set.
+    fn tally_answer(
+        &self,
+        _split: Split,
+        _set: usize,
+        _index: u64,
+        _answer: &[u32],
+        _tally: &mut Tally,
+    ) {
+    }
+
+    /// Figures of the first `count` examples of a set, beside what theory says. Tasks add their own
+    /// to [`statistics::common`].
+    /// # Panics
+    /// If the split has no such set.
+    fn statistics(&self, split: Split, set: usize, count: u64) -> Vec<Statistic> {
+        statistics::common((0..count).map(|index| self.example(split, set, index)))
+    }
 }
+
+/// Tokens that are worth a hand-over to another core.
+const TOKENS_A_TASK: usize = 1 << 13;
 
 #[cfg(test)]
 mod tests {

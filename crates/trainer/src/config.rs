@@ -253,6 +253,9 @@ pub enum ConfigError {
         /// What is wrong, and what would do.
         source: Box<toml::de::Error>,
     },
+    /// A file or folder that the config names cannot be used.
+    #[error(transparent)]
+    File(TaskError),
     /// A value is out of range.
     #[error("`{key}` is {got}; it has to be {want}")]
     Value {
@@ -279,8 +282,10 @@ impl From<ModelError> for ConfigError {
 
 impl From<TaskError> for ConfigError {
     fn from(e: TaskError) -> Self {
-        let TaskError::Value { key, got, want } = e;
-        Self::Value { key, got, want }
+        match e {
+            TaskError::Value { key, got, want } => Self::Value { key, got, want },
+            TaskError::File { .. } => Self::File(e),
+        }
     }
 }
 

@@ -170,7 +170,8 @@ fn with_as_many_pairs_as_slots_every_slot_is_a_query() {
 #[test]
 fn weights_add_up_to_the_published_sums() {
     for (length, pairs, slots, sum) in [(64, 4, 28, 3.983), (512, 64, 192, 5.977)] {
-        let weights = weights(&task(&MqarConfig::figure2(length, pairs)).train.shapes[0]);
+        let weights =
+            weights(task(&MqarConfig::figure2(length, pairs)).sets.shape(Split::Train, 0));
         assert_eq!(weights.len(), slots);
         assert!((weights.iter().sum::<f64>() - sum).abs() < 5e-4, "{length}x{pairs}");
     }
@@ -353,7 +354,8 @@ fn a_value_that_makes_no_task_is_refused_by_its_key() {
         config.train.push(config.train[0]);
         config.validation.push(config.train[0]);
         spoil(&mut config);
-        let TaskError::Value { key, .. } = TaskConfig::Mqar(config).build(0).unwrap_err();
+        let refused = TaskConfig::Mqar(config).build(0).unwrap_err();
+        let TaskError::Value { key, .. } = refused else { panic!("{refused}") };
         assert_eq!(key, want);
     }
 }
