@@ -25,6 +25,10 @@ const MIXERS: &[&str] = &[
     "retnet = { heads = 1, value_heads = 2, output_gate = false, expand_v = 1.0 }",
     "mamba2 = { d_state = 10, head_width = 8 }",
     "mamba2 = { d_state = 7, head_width = 12, groups = 2, conv_size = 2, chunk = 16 }",
+    "deltaproduct = { heads = 2, allow_neg_eigval = false }",
+    "deltaproduct = { heads = 2, householder_steps = 3, key_width = 6, expand_v = 0.5, conv_size = 0, forget_gate = true, output_gate = true }",
+    "deltaproduct = { heads = 3, householder_steps = 1, conv_size = 2, chunk = 8 }",
+    "base_conv = {}",
     "attention = { heads = 4 }",
     "attention = { heads = 4, key_value_heads = 2, rope = false }",
 ];
@@ -107,6 +111,103 @@ fn nothing_looks_ahead() {
         let changed = Tensor::cat(vec![x.narrow(1, 0, 19), input(21)], 1);
         let got = mixer.forward(changed, None).0.narrow(1, 0, 19);
         assert_close(text, &download(want), &download(got), 1e-6);
+    }
+}
+
+/// Ids of a sequence, the same in every test.
+fn ids(length: usize) -> Tensor<B, 2, Int> {
+    let ids: Vec<i32> = (0..length as i32).map(|i| i * i * 7 % 11).collect();
+    Tensor::from_data(TensorData::new(ids, [1, length]), &Default::default())
+}
+
+#[test]
+fn future_tokens_do_not_change_past_logits() {
+    for text in MIXERS {
+        let config: LanguageModelConfig = toml::from_str(&format!(
+            "d_model = 24\n[[layers]]\nrepeat = 2\nmlp = {{ swiglu = {{}} }}\nmixer.{text}\n"
+        ))
+        .unwrap();
+        let model = config.init::<B>(11, &Default::default()).unwrap();
+        let noise = (ids(40).narrow(1, 19, 21) + 4).remainder_scalar(11);
+        let changed = Tensor::cat(vec![ids(40).narrow(1, 0, 19), noise], 1);
+        let past = |ids| download(model.forward(ids, None).0.narrow(1, 0, 19));
+        assert_close(text, &past(ids(40)), &past(changed), 1e-6);
+    }
+}
+
+#[test]
+fn an_auto_encoder_answers_every_position_from_the_last_vector() {
+    let config: LanguageModelConfig = toml::from_str(
+        "d_model = 24\nhead = 'auto_encoder'\ntie_embeddings = false\nhead_bias = true\n\
+         [[layers]]\nmixer.deltanet = { heads = 2 }\n",
+    )
+    .unwrap();
+    let model = config.init::<B>(11, &Default::default()).unwrap();
+    assert!(model.needs_whole_sequences());
+    let logits = download(model.forward(ids(9), None).0);
+    let rows: Vec<&[f64]> = logits.chunks(11).collect();
+    assert!(rows.windows(2).all(|pair| pair[0] != pair[1]), "positions differ");
+    // The first answer changes with the last token: it is made from what the layers give there.
+    let other = (ids(9).narrow(1, 8, 1) + 1).remainder_scalar(11);
+    let changed = Tensor::cat(vec![ids(9).narrow(1, 0, 8), other], 1);
+    let other = download(model.forward(changed, None).0);
+    assert!(linattn_oracle::relative_error(rows[0], &other[..11]) > 1e-3);
+    use burn::optim::GradientsParams;
+    let weights = Tensor::random([1, 9, 11], Distribution::Default, &Default::default());
+    let loss = (model.forward(ids(9), None).0 * weights).sum();
+    let gradients = GradientsParams::from_grads(loss.backward(), &model);
+    for (name, gradient) in collect(&model, &gradients) {
+        assert!(gradient.iter().any(|x| *x != 0.0), "{name} is not learnt");
+    }
+}
+
+#[test]
+fn one_householder_step_is_deltanet() {
+    use burn::module::Module;
+    let text = "key_width = 6, heads = 2, conv_size = 3, allow_neg_eigval = true";
+    let delta = mixer(&format!("deltanet = {{ {text} }}"));
+    let product = mixer(&format!("deltaproduct = {{ {text}, householder_steps = 1 }}"));
+    // The two have the same parameters in the same order: each takes the other's values by name.
+    let (Mixer::DeltaNet(delta), Mixer::DeltaProduct(product)) = (delta, product) else {
+        panic!("other mixers");
+    };
+    let (mut values, mut names) = (Values::default(), Values::default());
+    delta.visit(&mut values);
+    product.visit(&mut names);
+    let shapes = |v: &Values| v.0.iter().map(|(n, x)| (n.clone(), x.len())).collect::<Vec<_>>();
+    assert_eq!(shapes(&values), shapes(&names));
+    let product = product.map(&mut values);
+    let x = input(13);
+    let (want, got) = (delta.forward(x.clone(), None).0, product.forward(x, None).0);
+    assert_close("one step", &download(want), &download(got), LIMIT);
+}
+
+/// Values of parameters by path, read from one module and written into another.
+#[derive(Default)]
+struct Values(Vec<(String, Vec<f64>)>, Vec<String>);
+
+impl burn::module::ModuleVisitor<B> for Values {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.1.push(name.to_string());
+    }
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.1.pop();
+    }
+    fn visit_float<const R: usize>(&mut self, param: &burn::module::Param<Tensor<B, R>>) {
+        self.0.push((self.1.join("."), download(param.val())));
+    }
+}
+
+impl burn::module::ModuleMapper<B> for Values {
+    fn map_float<const R: usize>(
+        &mut self,
+        param: burn::module::Param<Tensor<B, R>>,
+    ) -> burn::module::Param<Tensor<B, R>> {
+        let (_, values) = self.0.remove(0);
+        param.map(|old| {
+            let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
+            Tensor::from_data(TensorData::new(values, old.dims()), &old.device()).require_grad()
+        })
     }
 }
 
@@ -221,6 +322,7 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
                 s.memory.shape().num_elements()
                     + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
             }
+            MixerState::Tail(tail) => tail.0.shape().num_elements(),
             MixerState::Cache(c) => c.keys.shape().num_elements() + c.values.shape().num_elements(),
         };
         let announced = config(text).cost(D, 30).unwrap().state_bytes;

@@ -2,9 +2,13 @@
 //!
 //! Backends are chosen here and nowhere else, and generic code is made for them once.
 
+mod data;
 pub mod device;
+mod eval;
 mod train;
 
+pub use data::{DataArgs, data};
+pub use eval::{EvalArgs, eval};
 pub use train::{TrainArgs, train};
 
 use std::process::ExitCode;

@@ -228,7 +228,7 @@ fn mebibytes(bytes: u64) -> String {
 }
 
 /// Runs a job. A device that fails in the middle of one panics; that too becomes one line.
-fn guarded<J: Job>(choice: &Choice, job: J) -> Result<J::Output, ExitCode> {
+pub(crate) fn guarded<J: Job>(choice: &Choice, job: J) -> Result<J::Output, ExitCode> {
     let first = Arc::new(Mutex::new(None::<String>));
     let store = first.clone();
     std::panic::set_hook(Box::new(move |info| {

@@ -1,7 +1,7 @@
 //! One run, complete, as one TOML file.
 
 use linattn::nn::{ConfigError as ModelError, LanguageModelConfig};
-use linattn_tasks::{Split, Task, TaskConfig, TaskError};
+use linattn_tasks::{Goal, Split, Task, TaskConfig, TaskError};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
@@ -184,6 +184,12 @@ pub struct EvaluateConfig {
     /// Training ends early once the score is above this.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_above: Option<f64>,
+    /// Training ends early once the score is below this, where a low score is a good one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_below: Option<f64>,
+    /// Longer sequences are worked off in parts of so many tokens, with the state carried from one to
+    /// the next: memory then does not grow with their length.
+    pub window: usize,
     /// Training ends early after so many evaluations without a better score.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub patience: Option<u64>,
@@ -193,8 +199,15 @@ pub struct EvaluateConfig {
 
 impl Default for EvaluateConfig {
     fn default() -> Self {
-        let select_on = Split::Test;
-        Self { every_steps: None, batch_size: None, stop_above: None, patience: None, select_on }
+        Self {
+            every_steps: None,
+            batch_size: None,
+            stop_above: None,
+            stop_below: None,
+            window: 1024,
+            patience: None,
+            select_on: Split::Test,
+        }
     }
 }
 
@@ -410,16 +423,36 @@ impl AdamWConfig {
 }
 
 impl EvaluateConfig {
+    /// Whether a score is good enough to end training.
+    pub fn is_enough(&self, score: f64) -> bool {
+        self.stop_above.is_some_and(|enough| score > enough)
+            || self.stop_below.is_some_and(|enough| score < enough)
+    }
+
     fn check(&self, task: &dyn Task) -> Result<(), ConfigError> {
         let counts = [
             ("evaluate.every_steps", self.every_steps),
             ("evaluate.batch_size", self.batch_size.map(|n| n as u64)),
+            ("evaluate.window", Some(self.window as u64)),
             ("evaluate.patience", self.patience),
         ];
         if let Some((key, _)) = counts.into_iter().find(|&(_, value)| value == Some(0)) {
             return Err(ConfigError::value(key, 0, "at least 1"));
         }
-        if self.stop_above.is_some_and(f64::is_nan) {
+        let name = task.score_name();
+        let (right, wrong) = match task.goal() {
+            Goal::Highest => (self.stop_above, ("evaluate.stop_below", self.stop_below)),
+            Goal::Lowest => (self.stop_below, ("evaluate.stop_above", self.stop_above)),
+        };
+        if let (key, Some(value)) = wrong {
+            let (better, other) = match task.goal() {
+                Goal::Highest => ("higher", "evaluate.stop_above"),
+                Goal::Lowest => ("lower", "evaluate.stop_below"),
+            };
+            let want = format!("left out: {name} is better the {better}; use `{other}`");
+            return Err(ConfigError::value(key, value, want));
+        }
+        if right.is_some_and(f64::is_nan) {
             return Err(ConfigError::value("evaluate.stop_above", "nan", "a number"));
         }
         if task.sets(self.select_on).is_empty() {

@@ -37,7 +37,7 @@ pub fn dry_run<B: LinearAttentionBackend>(
     device: &B::Device,
 ) -> Result<DryRun, ConfigError> {
     let task = run.task.build(run.seed)?;
-    let learner = build::<B>(run, task.as_ref(), device)?;
+    let learner = build::<B>(run, task.vocab(), device)?;
     let mut plan = Plan::new(run, task.as_ref());
     let pick = plan.pick(0);
     let batch = task.batch(Split::Train, pick.set, &pick.indices);

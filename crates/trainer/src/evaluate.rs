@@ -1,9 +1,12 @@
-//! Testing a model on a task's validation and test sets.
+//! Testing a model on a task's sets: by its answers at the scored positions, or by what it writes.
 
-use crate::learner::{Learner, TensorBatch};
+use crate::config::RunConfig;
+use crate::learner::{HostAnswers, Learner, TensorBatch};
+use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 use burn_train::{InferenceStep, ItemLazy};
+use linattn::nn::{LanguageModel, LanguageModelState};
 use linattn::ops::LinearAttentionBackend;
-use linattn_tasks::{Split, Tally, Task};
+use linattn_tasks::{Batch, Question, Split, Tally, Task};
 use serde_json::{Map, Value};
 
 /// Counts of one evaluation.
@@ -20,15 +23,35 @@ impl Evaluation {
         self.metrics.get(&key).and_then(Value::as_f64).unwrap_or(f64::NAN)
     }
 
-    fn insert(&mut self, prefix: &str, tally: &Tally, loss: f64, scored: u64) {
-        for (name, value) in tally.metrics() {
+    fn insert(&mut self, prefix: &str, count: &Count) {
+        for (name, value) in count.tally.metrics() {
             self.metrics.insert(format!("{prefix}/{name}"), value.into());
         }
-        self.metrics.insert(format!("{prefix}/loss"), (loss / scored.max(1) as f64).into());
+        if count.scored > 0 {
+            let loss = count.nats / count.scored as f64;
+            self.metrics.insert(format!("{prefix}/loss"), loss.into());
+        }
     }
 }
 
-fn split_name(split: Split) -> &'static str {
+/// What was counted of a set, or of several.
+#[derive(Debug, Default)]
+struct Count {
+    tally: Tally,
+    /// Cross-entropy, summed.
+    nats: f64,
+    scored: u64,
+}
+
+impl Count {
+    fn merge(&mut self, other: &Self) {
+        self.tally.merge(&other.tally);
+        self.nats += other.nats;
+        self.scored += other.scored;
+    }
+}
+
+pub(crate) fn split_name(split: Split) -> &'static str {
     match split {
         Split::Train => "train",
         Split::Validation => "validation",
@@ -36,36 +59,218 @@ fn split_name(split: Split) -> &'static str {
     }
 }
 
-/// Tests a model on every validation and test set.
-pub fn evaluate<B: LinearAttentionBackend>(
-    learner: &Learner<B>,
-    task: &dyn Task,
-    batch_size: usize,
-    device: &B::Device,
-) -> Evaluation {
-    let mut evaluation = Evaluation::default();
-    for split in [Split::Validation, Split::Test] {
-        let (mut all, mut all_loss, mut all_scored) = (Tally::default(), 0.0, 0);
-        for (set, info) in task.sets(split).iter().enumerate() {
-            let (mut tally, mut loss, mut scored) = (Tally::default(), 0.0, 0u64);
-            let indices: Vec<u64> = (0..info.examples).collect();
-            for indices in indices.chunks(batch_size) {
-                let batch = task.batch(split, set, indices);
-                let answers =
-                    InferenceStep::step(learner, TensorBatch::new(&batch, 1.0, device)).sync();
-                task.tally(&batch, &answers.predicted, &mut tally);
-                loss += answers.loss * batch.scored.len() as f64;
-                scored += batch.scored.len() as u64;
-            }
-            let prefix = format!("{}/{}", split_name(split), info.name);
-            evaluation.insert(&prefix, &tally, loss, scored);
-            all.merge(&tally);
-            all_loss += loss;
-            all_scored += scored;
-        }
-        if !task.sets(split).is_empty() {
-            evaluation.insert(split_name(split), &all, all_loss, all_scored);
+/// What is tested, and in which portions.
+#[derive(Debug, Clone)]
+pub struct Testing<'a> {
+    /// The task.
+    pub task: &'a dyn Task,
+    /// The splits to go through.
+    pub splits: Vec<Split>,
+    /// Sequences a batch.
+    pub batch_size: usize,
+    /// Tokens a part; longer sequences are worked off in parts.
+    pub window: usize,
+    /// The most examples of a set, from its first; `None` for all.
+    pub limit: Option<u64>,
+}
+
+impl<'a> Testing<'a> {
+    /// As the run's config has it.
+    pub fn new(run: &RunConfig, task: &'a dyn Task, splits: &[Split]) -> Self {
+        Self {
+            task,
+            splits: splits.to_vec(),
+            batch_size: run.evaluate.batch_size.unwrap_or(run.train.batch_size),
+            window: run.evaluate.window,
+            limit: None,
         }
     }
-    evaluation
+
+    /// Tests a model by its answers at every scored position, given the right tokens before it.
+    pub fn evaluate<B: LinearAttentionBackend>(
+        &self,
+        learner: &Learner<B>,
+        device: &B::Device,
+    ) -> Evaluation {
+        let rows = self.batch_size.next_multiple_of(self.task.rows_of_a_score());
+        self.each_set(rows, |split, set, indices, count| {
+            let batch = self.task.batch(split, set, indices);
+            if batch.scored.is_empty() {
+                return; // a mean over nothing
+            }
+            let answers = self.answers(learner, &batch, device);
+            let scored = batch.scored.len() as u64;
+            let nats = answers.loss * scored as f64;
+            self.task.tally(&batch, &answers.predicted, &mut count.tally);
+            self.task.tally_loss(split, set, nats, scored, &mut count.tally);
+            count.nats += nats;
+            count.scored += scored;
+        })
+    }
+
+    /// Tests a model by what it writes after every prompt, always its likeliest token.
+    ///
+    /// Sets whose examples are no questions have no metrics.
+    pub fn evaluate_writing<B: LinearAttentionBackend>(
+        &self,
+        learner: &Learner<B>,
+        device: &B::Device,
+    ) -> Evaluation {
+        self.each_set(self.batch_size, |split, set, indices, count| {
+            let question = |&index: &u64| Some((index, self.task.question(split, set, index)?));
+            let mut questions: Vec<(u64, Question)> = indices.iter().filter_map(question).collect();
+            questions.sort_by_key(|(_, question)| (question.prompt.len(), question.new_tokens));
+            let alike = |a: &(u64, Question), b: &(u64, Question)| {
+                (a.1.prompt.len(), a.1.new_tokens) == (b.1.prompt.len(), b.1.new_tokens)
+            };
+            for group in questions.chunk_by(alike) {
+                let prompts: Vec<&[u32]> = group.iter().map(|(_, q)| q.prompt.as_slice()).collect();
+                let new_tokens = group[0].1.new_tokens;
+                let answers = write(&learner.model, &prompts, new_tokens, self.window, device);
+                for ((index, _), answer) in group.iter().zip(&answers) {
+                    self.task.tally_answer(split, set, *index, answer, &mut count.tally);
+                }
+            }
+        })
+    }
+
+    /// Goes through the sets, `rows` examples at a time.
+    fn each_set(
+        &self,
+        rows: usize,
+        mut test: impl FnMut(Split, usize, &[u64], &mut Count),
+    ) -> Evaluation {
+        let mut evaluation = Evaluation::default();
+        for &split in &self.splits {
+            let mut all = Count::default();
+            for (set, info) in self.task.sets(split).iter().enumerate() {
+                let mut count = Count::default();
+                let examples = info.examples.min(self.limit.unwrap_or(u64::MAX));
+                let indices: Vec<u64> = (0..examples).collect();
+                for indices in indices.chunks(rows) {
+                    test(split, set, indices, &mut count);
+                }
+                evaluation.insert(&format!("{}/{}", split_name(split), info.name), &count);
+                all.merge(&count);
+            }
+            evaluation.insert(split_name(split), &all);
+        }
+        evaluation
+    }
+
+    fn answers<B: LinearAttentionBackend>(
+        &self,
+        learner: &Learner<B>,
+        batch: &Batch,
+        device: &B::Device,
+    ) -> HostAnswers {
+        if batch.length <= self.window || learner.model.needs_whole_sequences() {
+            return InferenceStep::step(learner, TensorBatch::new(batch, 1.0, device)).sync();
+        }
+        let (mut state, mut nats) = (None, 0.0);
+        let mut predicted = vec![0; batch.scored.len()];
+        for from in (0..batch.length).step_by(self.window) {
+            let (part, places) = cut(batch, from, (from + self.window).min(batch.length));
+            let tensors = TensorBatch::new(&part, 1.0, device);
+            let (answers, next) = learner.answer_part(tensors, state);
+            state = Some(next);
+            if let Some(answers) = answers.map(ItemLazy::sync) {
+                nats += answers.loss * places.len() as f64;
+                places.iter().zip(answers.predicted).for_each(|(&i, id)| predicted[i] = id);
+            }
+        }
+        HostAnswers { loss: nats / predicted.len().max(1) as f64, predicted }
+    }
+}
+
+/// Tokens `from..to` of every row, and where their scored positions stand in the whole batch's list.
+fn cut(batch: &Batch, from: usize, to: usize) -> (Batch, Vec<usize>) {
+    let rows = batch.input.chunks_exact(batch.length);
+    let input = rows.flat_map(|row| row[from..to].iter().copied()).collect();
+    let (mut scored, mut target, mut places) = (vec![], vec![], vec![]);
+    for (i, (&position, &answer)) in batch.scored.iter().zip(&batch.target).enumerate() {
+        let (row, t) = (position as usize / batch.length, position as usize % batch.length);
+        if (from..to).contains(&t) {
+            scored.push((row * (to - from) + t - from) as u32);
+            target.push(answer);
+            places.push(i);
+        }
+    }
+    (Batch { rows: batch.rows, length: to - from, input, scored, target }, places)
+}
+
+/// `new_tokens` ids after each of some prompts of one length, always the likeliest next one. The
+/// prompt is read `window` tokens at a time; then the recurrent state goes on by itself.
+/// # Panics
+/// If the prompts differ in length or are empty, or the model is an auto-encoder.
+fn write<B: LinearAttentionBackend>(
+    model: &LanguageModel<B>,
+    prompts: &[&[u32]],
+    new_tokens: usize,
+    window: usize,
+    device: &B::Device,
+) -> Vec<Vec<u32>> {
+    if new_tokens == 0 {
+        return vec![vec![]; prompts.len()];
+    }
+    let (mut next, mut state) = read(model, prompts, window, device);
+    let mut written = vec![next.clone()];
+    for _ in 1..new_tokens {
+        let (logits, after) = model.step(next, Some(state));
+        (next, state) = (likeliest(logits), after);
+        written.push(next.clone());
+    }
+    let ids = Tensor::stack::<2>(written, 1).into_data();
+    let ids: Vec<u32> = ids.iter::<i64>().map(|id| id as u32).collect();
+    ids.chunks_exact(new_tokens).map(<[u32]>::to_vec).collect()
+}
+
+/// The likeliest id after each prompt, `[B]`, and the state there.
+fn read<B: LinearAttentionBackend>(
+    model: &LanguageModel<B>,
+    prompts: &[&[u32]],
+    window: usize,
+    device: &B::Device,
+) -> (Tensor<B, 1, Int>, LanguageModelState<B>) {
+    let length = prompts[0].len();
+    let mut state = None;
+    let mut last = None;
+    for from in (0..length).step_by(window) {
+        let to = (from + window).min(length);
+        let ids: Vec<i32> =
+            prompts.iter().flat_map(|p| p[from..to].iter().map(|&id| id as i32)).collect();
+        let ids = TensorData::new(ids, [prompts.len(), to - from]);
+        let (hidden, next) = model.hidden(Tensor::from_data(ids, device), state);
+        last = Some(hidden.narrow(1, to - from - 1, 1).squeeze_dim::<2>(1));
+        state = Some(next);
+    }
+    let (Some(last), Some(state)) = (last, state) else { panic!("a prompt has a token at least") };
+    (likeliest(model.logits(last)), state)
+}
+
+/// `[B, vocab]` to `[B]`.
+fn likeliest<B: Backend>(logits: Tensor<B, 2>) -> Tensor<B, 1, Int> {
+    logits.argmax(1).squeeze_dim(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_batch_have_every_scored_position_once_and_in_its_place() {
+        let batch = Batch {
+            rows: 2,
+            length: 5,
+            input: (0..10).collect(),
+            scored: vec![0, 3, 4, 6, 9],
+            target: vec![10, 13, 14, 16, 19],
+        };
+        let (first, places) = cut(&batch, 0, 2);
+        assert_eq!((first.input, first.scored), (vec![0, 1, 5, 6], vec![0, 3]));
+        assert_eq!((first.target, places), (vec![10, 16], vec![0, 3]));
+        let (rest, places) = cut(&batch, 2, 5);
+        assert_eq!((rest.input, rest.scored), (vec![2, 3, 4, 7, 8, 9], vec![1, 2, 5]));
+        assert_eq!((rest.target, places), (vec![13, 14, 19], vec![1, 2, 4]));
+    }
 }

@@ -39,6 +39,24 @@ pub enum FolderError {
         /// The folder.
         path: PathBuf,
     },
+    /// The folder holds no trained run.
+    #[error(
+        "{path} holds no run with a checkpoint; it has to be a folder that `train` has written"
+    )]
+    NoRun {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// There is no checkpoint of that step.
+    #[error("{path} has no checkpoint of step {step}; there are {have}")]
+    NoCheckpoint {
+        /// The folder.
+        path: PathBuf,
+        /// The step asked for.
+        step: u64,
+        /// The steps that there are.
+        have: String,
+    },
     /// The folder's run was made from another config.
     #[error(
         "{path} was made with `{key}` = {there}, the run to resume has {here}; it has to be the \
@@ -344,8 +362,45 @@ fn checkpoints(root: &Path) -> Result<Vec<PathBuf>, FolderError> {
     Ok(list)
 }
 
+/// One of a run's checkpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Which {
+    /// The newest.
+    Last,
+    /// The one with the best score.
+    Best,
+    /// The one after so many steps.
+    Step(u64),
+}
+
+/// Finds a checkpoint of the run in `root` and checks that it is whole.
+/// # Errors
+/// [`FolderError::NoCheckpoint`] lists those that there are; [`FolderError::Corrupt`] names a file.
+pub fn find_checkpoint(root: &Path, which: Which) -> Result<Checkpoint, FolderError> {
+    let nothing = || FolderError::NoRun { path: root.into() };
+    let newest = newest_checkpoint(root)?.ok_or_else(nothing)?;
+    let step = match which {
+        Which::Last => return Ok(newest),
+        Which::Best => newest.position.best_step,
+        Which::Step(step) => step,
+    };
+    let path = root.join("checkpoints").join(folder_name(step));
+    if !path.exists() {
+        let name = |path: &PathBuf| {
+            let name = path.file_name()?.to_str()?;
+            Some(name.strip_prefix("step-")?.trim_start_matches('0').to_string())
+        };
+        let have = checkpoints(root)?.iter().filter_map(name).collect::<Vec<_>>().join(", ");
+        return Err(FolderError::NoCheckpoint { path: root.into(), step, have });
+    }
+    open_checkpoint(path)
+}
+
 fn newest_checkpoint(root: &Path) -> Result<Option<Checkpoint>, FolderError> {
-    let Some(path) = checkpoints(root)?.pop() else { return Ok(None) };
+    checkpoints(root)?.pop().map(open_checkpoint).transpose()
+}
+
+fn open_checkpoint(path: PathBuf) -> Result<Checkpoint, FolderError> {
     let manifest = path.join(MANIFEST);
     let text = fs::read(&manifest).map_err(io_error("read", &manifest))?;
     let corrupt = |file: PathBuf, why: String| FolderError::Corrupt {
@@ -362,7 +417,7 @@ fn newest_checkpoint(root: &Path) -> Result<Option<Checkpoint>, FolderError> {
             return Err(corrupt(file, format!("its checksum is {got:08x}, not {want:08x}")));
         }
     }
-    Ok(Some(Checkpoint { path, position }))
+    Ok(Checkpoint { path, position })
 }
 
 fn same_run(root: &Path, run: &RunConfig) -> Result<(), FolderError> {

@@ -9,7 +9,7 @@ use burn::optim::{AdamW, GradientsAccumulator, GradientsParams, Optimizer};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData, Transaction};
 use burn_train::{InferenceStep, ItemLazy, TrainOutput, TrainStep};
-use linattn::nn::LanguageModel;
+use linattn::nn::{LanguageModel, LanguageModelState};
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::Batch;
 use std::collections::HashSet;
@@ -69,6 +69,28 @@ impl<B: LinearAttentionBackend> Learner<B> {
         let (hidden, _) = self.model.hidden(batch.ids.clone(), None);
         let [rows, tokens, width] = hidden.dims();
         self.model.logits(hidden.reshape([rows * tokens, width]).select(0, batch.scored.clone()))
+    }
+
+    /// Answers to a part of longer sequences, and the state after it; nothing where none of the part
+    /// is scored.
+    pub(crate) fn answer_part(
+        &self,
+        part: TensorBatch<B>,
+        state: Option<LanguageModelState<B>>,
+    ) -> (Option<Answers<B>>, LanguageModelState<B>) {
+        let (hidden, state) = self.model.hidden(part.ids, state);
+        if part.scored.dims()[0] == 0 {
+            return (None, state);
+        }
+        let [rows, tokens, width] = hidden.dims();
+        let chosen = hidden.reshape([rows * tokens, width]).select(0, part.scored);
+        (Some(self.judge(self.model.logits(chosen), part.target)), state)
+    }
+
+    fn judge(&self, logits: Tensor<B, 2>, target: Tensor<B, 1, Int>) -> Answers<B> {
+        let count = logits.dims()[0];
+        let predicted = logits.clone().argmax(1).reshape([count]);
+        Answers { loss: self.loss(logits, target), predicted }
     }
 
     fn loss(&self, logits: Tensor<B, 2>, target: Tensor<B, 1, Int>) -> Tensor<B, 1> {
@@ -136,9 +158,7 @@ impl<B: LinearAttentionBackend> InferenceStep for Learner<B> {
 
     fn step(&self, batch: TensorBatch<B>) -> Answers<B> {
         let logits = self.answers(&batch);
-        let count = logits.dims()[0];
-        let predicted = logits.clone().argmax(1).reshape([count]);
-        Answers { loss: self.loss(logits, batch.target), predicted }
+        self.judge(logits, batch.target)
     }
 }
 

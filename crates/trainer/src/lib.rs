@@ -15,6 +15,7 @@ mod folder;
 mod learner;
 mod progress;
 mod schedule;
+mod stored;
 mod train;
 
 pub use burn_train::Interrupter;
@@ -24,9 +25,10 @@ pub use config::{
 };
 pub use cost::{DryRun, dry_run, least_memory};
 pub use curve::{Curve, CurveError};
-pub use evaluate::{Evaluation, evaluate};
-pub use folder::{FolderError, Position, Start, read_summary};
+pub use evaluate::{Evaluation, Testing};
+pub use folder::{Checkpoint, FolderError, Position, Start, Which, read_summary};
 pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainBackend, TrainLoss};
 pub use progress::{Progress, ProgressStyle, dashboard_is_up, restore_terminal};
 pub use schedule::{Pick, Plan, learning_rate};
+pub use stored::{StoredError, StoredRun};
 pub use train::{Outcome, Status, TrainError, TrainJob, build, run_folder, train};

@@ -297,7 +297,8 @@ impl Dashboard {
     fn entry(&mut self, name: &str, text: String) -> MetricEntry {
         let id = MetricId::new(Arc::new(name.to_string()));
         if self.known.insert(name.to_string()) {
-            let higher_is_better = !name.ends_with("loss");
+            let costs = ["loss", "perplexity", "bits_per_byte"];
+            let higher_is_better = !costs.iter().any(|cost| name.ends_with(cost));
             self.renderer().register_metric(MetricDefinition {
                 metric_id: id.clone(),
                 name: name.to_string(),

@@ -2,7 +2,7 @@
 
 use crate::config::{ConfigError, RunConfig};
 use crate::curve::{Curve, CurveError};
-use crate::evaluate::evaluate;
+use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{Checkpoint, FolderError, Position, RunFolder, Start};
 use crate::learner::{
     Grouped, Learner, OptimizerRecord, TrainBackend, clip, gradient_norm, gradients,
@@ -16,7 +16,7 @@ use burn::tensor::{ElementConversion, Tensor};
 use burn_train::Interrupter;
 use linattn::nn::force;
 use linattn::ops::LinearAttentionBackend;
-use linattn_tasks::{Batch, Split, Task};
+use linattn_tasks::{Batch, Goal, Split, Task};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -120,16 +120,16 @@ pub fn train<B: TrainBackend>(
     training.conclude(status)
 }
 
-/// Builds the model of a run as training would.
+/// Builds the model of a run as training would, for ids 0 to `vocab` - 1.
 /// # Errors
 /// [`ConfigError`] names the first key that does not fit.
 pub fn build<B: LinearAttentionBackend>(
     run: &RunConfig,
-    task: &dyn Task,
+    vocab: usize,
     device: &B::Device,
 ) -> Result<Learner<B>, ConfigError> {
     B::seed(device, run.seed);
-    let learner = Learner { model: run.model.init(task.vocab(), device)? };
+    let learner = Learner { model: run.model.init(vocab, device)? };
     force(&learner);
     Ok(learner)
 }
@@ -165,7 +165,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         folder: RunFolder,
         checkpoint: Option<Checkpoint>,
     ) -> Result<Self, TrainError> {
-        let mut learner = build::<B>(&job.run, task, &devices[0])?;
+        let mut learner = build::<B>(&job.run, task.vocab(), &devices[0])?;
         let mut optimizer = Grouped::new(&job.run.optimizer, &learner);
         let mut position = Position::default();
         if let Some(checkpoint) = checkpoint {
@@ -325,11 +325,12 @@ impl<'a, B: TrainBackend> Training<'a, B> {
 
     /// Tests the model and takes note of the best. Tells whether training should end.
     fn evaluate(&mut self) -> Result<bool, TrainError> {
-        let run = &self.job.run;
-        let batch_size = run.evaluate.batch_size.unwrap_or(run.train.batch_size);
-        let evaluation = evaluate(&self.learner.valid(), self.task, batch_size, &self.devices[0]);
-        let score = evaluation.score(run.evaluate.select_on, self.task);
-        let better = self.position.best_score.is_none_or(|best| score > best);
+        let evaluation = self.test();
+        let score = evaluation.score(self.job.run.evaluate.select_on, self.task);
+        let better = self.position.best_score.is_none_or(|best| match self.task.goal() {
+            Goal::Highest => score > best,
+            Goal::Lowest => score < best,
+        });
         if better {
             self.position.best_score = Some(score);
             self.position.best_step = self.position.step;
@@ -350,14 +351,20 @@ impl<'a, B: TrainBackend> Training<'a, B> {
             progress.evaluated(self.position.step, &list, better);
         }
         self.evaluated = Some((self.position.step, metrics));
-        let good = run.evaluate.stop_above.is_some_and(|enough| score > enough);
-        let stale =
-            run.evaluate.patience.is_some_and(|n| self.position.evaluations_since_best >= n);
+        let limits = &self.job.run.evaluate;
+        let good = limits.is_enough(score);
+        let stale = limits.patience.is_some_and(|n| self.position.evaluations_since_best >= n);
         self.position.stopped_early = (good || stale) && self.position.step < self.plan.total_steps;
         if better {
             self.save()?;
         }
         Ok(good || stale)
+    }
+
+    fn test(&self) -> Evaluation {
+        let run = &self.job.run;
+        let testing = Testing::new(run, self.task, &[Split::Validation, Split::Test]);
+        testing.evaluate(&self.learner.valid(), &self.devices[0])
     }
 
     fn save(&mut self) -> Result<(), TrainError> {
@@ -384,21 +391,17 @@ impl<'a, B: TrainBackend> Training<'a, B> {
 
     /// Evaluates if the last step was not, draws the curve, writes the summary.
     fn conclude(mut self, status: Status) -> Result<Outcome, TrainError> {
-        let run = &self.job.run;
         let current = self.evaluated.as_ref().is_some_and(|(step, _)| *step == self.position.step);
         // Someone who has pressed Ctrl-C does not want to wait for one more evaluation.
         if !current && status != Status::Interrupted {
-            let batch_size = run.evaluate.batch_size.unwrap_or(run.train.batch_size);
-            let evaluation =
-                evaluate(&self.learner.valid(), self.task, batch_size, &self.devices[0]);
-            self.evaluated = Some((self.position.step, evaluation.metrics));
+            self.evaluated = Some((self.position.step, self.test().metrics));
         }
         if let Some(progress) = self.progress.take() {
             progress.finish();
         }
         let metrics = self.evaluated.take().map(|(_, metrics)| metrics).unwrap_or_default();
         let summary = self.summary(status, metrics);
-        curve(run, &self.folder.metrics()?, &summary).draw(self.folder.root())?;
+        curve(&self.job.run, &self.folder.metrics()?, &summary).draw(self.folder.root())?;
         self.folder.write_summary(&summary)?;
         Ok(Outcome { status, folder: self.folder.root().into(), summary })
     }

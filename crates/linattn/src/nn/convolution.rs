@@ -37,12 +37,22 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         x: Tensor<B, 3>,
         tail: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let (y, tail) = self.linear(x, tail);
+        (silu(y), tail)
+    }
+
+    /// As [`forward`](Self::forward), without SiLU.
+    pub fn linear(
+        &self,
+        x: Tensor<B, 3>,
+        tail: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let (mut y, tail) = ops::short_convolution(x, self.weight.val(), tail)
             .expect("`x` has the channels that the layer was made for, and the tail is its own");
         if let Some(bias) = &self.bias {
             y = y + bias.val().unsqueeze::<3>();
         }
-        (silu(y), tail)
+        (y, tail)
     }
 }
 

@@ -17,6 +17,16 @@ pub(crate) fn linear<B: Backend>(from: usize, to: usize, device: &B::Device) -> 
         .init(device)
 }
 
+/// As [`linear`], with a bias of zeros.
+pub(crate) fn linear_with_bias<B: Backend>(
+    from: usize,
+    to: usize,
+    device: &B::Device,
+) -> Linear<B> {
+    let bias = Initializer::Zeros.init([to], device);
+    Linear { bias: Some(bias), ..linear(from, to, device) }
+}
+
 /// `[B, T, H X]` to `[B, T, H, X]`.
 pub(crate) fn split_heads<B: Backend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
     let [batch, tokens, width] = x.dims();

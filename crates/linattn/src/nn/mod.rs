@@ -5,6 +5,7 @@
 //! token; both take the state so far (`None` at the start) and give the next, and agree with each
 //! other wherever a sequence is cut.
 
+mod auto_encoder;
 mod block;
 mod convolution;
 mod layers;
@@ -12,10 +13,11 @@ pub mod mixers;
 mod model;
 mod rope;
 
+pub use auto_encoder::Decoder;
 pub use block::{Block, LayerConfig, Mlp, MlpConfig, SwiGlu, SwiGluConfig};
 pub use convolution::ShortConvolution;
 pub use layers::{GatedRmsNorm, Norm, NormKind, l2_normalize};
-pub use model::{LanguageModel, LanguageModelConfig, LanguageModelState, force};
+pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};
 pub use rope::Rope;
 
 use std::fmt::Display;

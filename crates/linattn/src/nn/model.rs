@@ -1,7 +1,8 @@
 //! A language model: token embedding, layers, norm, and logits over the vocabulary.
 
+use super::auto_encoder::Decoder;
 use super::block::{Block, LayerConfig};
-use super::layers::{INIT_STD, Norm, NormKind, check_epsilon, linear};
+use super::layers::{INIT_STD, Norm, NormKind, check_epsilon, linear, linear_with_bias};
 use super::mixers::MixerState;
 use super::{ConfigError, Cost, positive};
 use crate::ops::LinearAttentionBackend;
@@ -21,6 +22,12 @@ pub struct LanguageModelConfig {
     /// Whether logits come from the embedding's own weights.
     #[serde(default = "yes")]
     pub tie_embeddings: bool,
+    /// Whether a bias is added to the logits; only where embeddings are not tied.
+    #[serde(default)]
+    pub head_bias: bool,
+    /// What logits are made from.
+    #[serde(default)]
+    pub head: HeadKind,
     /// The norm before mixers, MLPs and logits.
     #[serde(default)]
     pub norm: NormKind,
@@ -34,6 +41,18 @@ pub struct LanguageModelConfig {
     /// Share of the embedded values that training sets to zero.
     #[serde(default)]
     pub embedding_dropout: f64,
+}
+
+/// What the logits of a position are made from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HeadKind {
+    /// What the layers give at that position.
+    #[default]
+    Position,
+    /// What the layers give at the last position alone, and the position's number: the sequence has
+    /// to fit into one vector. Source: MAD, arXiv 2403.17844.
+    AutoEncoder,
 }
 
 fn yes() -> bool {
@@ -69,6 +88,19 @@ impl LanguageModelConfig {
         if !(self.initializer_range > 0.0 && self.initializer_range.is_finite()) {
             return Err(ConfigError::new("initializer_range", self.initializer_range, "above 0"));
         }
+        if self.head_bias && self.tie_embeddings {
+            let want = "false, unless tie_embeddings is false";
+            return Err(ConfigError::new("head_bias", true, want));
+        }
+        if self.head == HeadKind::AutoEncoder
+            && (!self.d_model.is_multiple_of(2) || self.d_model < 4)
+        {
+            return Err(ConfigError::new(
+                "d_model",
+                self.d_model,
+                "even and at least 4 for the head `auto_encoder`",
+            ));
+        }
         if !(0.0..1.0).contains(&self.embedding_dropout) {
             let want = "at least 0 and below 1";
             return Err(ConfigError::new("embedding_dropout", self.embedding_dropout, want));
@@ -102,7 +134,12 @@ impl LanguageModelConfig {
             dropout: DropoutConfig::new(self.embedding_dropout).init(),
             layers,
             norm: Norm::new(self.norm, self.d_model, self.norm_eps, device),
-            lm_head: (!self.tie_embeddings).then(|| linear(self.d_model, vocab, device)),
+            lm_head: (!self.tie_embeddings).then(|| match self.head_bias {
+                true => linear_with_bias(self.d_model, vocab, device),
+                false => linear(self.d_model, vocab, device),
+            }),
+            decoder: (self.head == HeadKind::AutoEncoder)
+                .then(|| Decoder::new(self.d_model, self.norm, self.norm_eps, device)),
         };
         let linear = self.initializer_range / INIT_STD;
         let residual = linear / (residual_writes as f64).sqrt();
@@ -161,6 +198,7 @@ pub struct LanguageModel<B: Backend> {
     layers: Vec<Block<B>>,
     norm: Norm<B>,
     lm_head: Option<Linear<B>>,
+    decoder: Option<Decoder<B>>,
 }
 
 /// What every layer keeps between tokens.
@@ -194,20 +232,32 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 3>, LanguageModelState<B>) {
         let x = self.dropout.forward(self.embeddings.forward(ids));
-        self.through_layers(x, state, |block, x, state| block.forward(x, state))
+        let (x, state) = self.through_layers(x, state, |block, x, state| block.forward(x, state));
+        let x = match &self.decoder {
+            Some(decoder) => decoder.forward(x),
+            None => x,
+        };
+        (self.norm.forward(x), state)
+    }
+
+    /// Whether the logits of a position depend on what comes after it, as an auto-encoder's do: then
+    /// there is no [`step`](Self::step), and a sequence cannot be cut.
+    pub fn needs_whole_sequences(&self) -> bool {
+        self.decoder.is_some()
     }
 
     /// One id each, `[B]`. Gives logits, `[B, vocab]`, and the next state.
     /// # Panics
-    /// If `state` is another model's.
+    /// If `state` is another model's, or the model is an auto-encoder.
     pub fn step(
         &self,
         ids: Tensor<B, 1, Int>,
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 2>, LanguageModelState<B>) {
+        assert!(!self.needs_whole_sequences(), "an auto-encoder answers whole sequences");
         let x = self.embeddings.forward(ids.unsqueeze_dim(1)).squeeze_dim::<2>(1);
-        let (hidden, state) = self.through_layers(x, state, |block, x, state| block.step(x, state));
-        (self.logits(hidden), state)
+        let (x, state) = self.through_layers(x, state, |block, x, state| block.step(x, state));
+        (self.logits(self.norm.forward(x)), state)
     }
 
     /// `[.., D]` from [`hidden`](Self::hidden) to `[.., vocab]`.
@@ -239,7 +289,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
             x = y;
             layers.push(state);
         }
-        (self.norm.forward(x), LanguageModelState { layers })
+        (x, LanguageModelState { layers })
     }
 }
 

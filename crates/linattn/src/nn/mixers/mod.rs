@@ -30,13 +30,17 @@ macro_rules! forward_and_step {
 }
 
 mod attention;
+mod base_conv;
 mod delta_net;
+mod delta_product;
 mod linear_attention;
 mod mamba2;
 mod retnet;
 
 pub use attention::{Attention, AttentionConfig, KeyValueCache};
+pub use base_conv::{BaseConv, BaseConvConfig, ConvolutionTail};
 pub use delta_net::{DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig};
+pub use delta_product::{DeltaProduct, DeltaProductConfig};
 pub use linear_attention::{FeatureMap, LinearAttention, LinearAttentionConfig};
 pub use mamba2::{Mamba2, Mamba2Config};
 pub use retnet::{RetNet, RetNetConfig};
@@ -71,47 +75,40 @@ impl<B: Backend> MatrixState<B> {
     }
 }
 
-/// What any mixer keeps between tokens.
-#[derive(Debug, Clone)]
-pub enum MixerState<B: Backend> {
+macro_rules! mixer_states {
+    ($($(#[$doc:meta])* $name:ident($state:ident);)+) => {
+        /// What any mixer keeps between tokens.
+        #[derive(Debug, Clone)]
+        pub enum MixerState<B: Backend> {
+            $($(#[$doc])* $name($state<B>),)+
+        }
+
+        $(
+            impl<B: Backend> From<$state<B>> for MixerState<B> {
+                fn from(state: $state<B>) -> Self {
+                    Self::$name(state)
+                }
+            }
+
+            impl<B: Backend> From<MixerState<B>> for $state<B> {
+                fn from(state: MixerState<B>) -> Self {
+                    match state {
+                        MixerState::$name(state) => state,
+                        _ => panic!("a mixer was given the state of another kind of mixer"),
+                    }
+                }
+            }
+        )+
+    };
+}
+
+mixer_states! {
     /// A memory of fixed size.
-    Matrix(MatrixState<B>),
+    Matrix(MatrixState);
     /// Every key and value so far.
-    Cache(KeyValueCache<B>),
-}
-
-impl<B: Backend> From<MatrixState<B>> for MixerState<B> {
-    fn from(state: MatrixState<B>) -> Self {
-        Self::Matrix(state)
-    }
-}
-
-impl<B: Backend> From<KeyValueCache<B>> for MixerState<B> {
-    fn from(state: KeyValueCache<B>) -> Self {
-        Self::Cache(state)
-    }
-}
-
-impl<B: Backend> From<MixerState<B>> for MatrixState<B> {
-    fn from(state: MixerState<B>) -> Self {
-        match state {
-            MixerState::Matrix(state) => state,
-            MixerState::Cache(_) => {
-                panic!("the state of softmax attention given to a mixer with a matrix memory")
-            }
-        }
-    }
-}
-
-impl<B: Backend> From<MixerState<B>> for KeyValueCache<B> {
-    fn from(state: MixerState<B>) -> Self {
-        match state {
-            MixerState::Cache(state) => state,
-            MixerState::Matrix(_) => {
-                panic!("the state of a matrix memory given to softmax attention")
-            }
-        }
-    }
+    Cache(KeyValueCache);
+    /// The last few inputs.
+    Tail(ConvolutionTail);
 }
 
 /// Value heads, and heads of queries and keys, must divide.
@@ -258,6 +255,10 @@ mixers! {
     "deltanet" DeltaNet(DeltaNetConfig);
     /// Gated DeltaNet.
     "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig);
+    /// DeltaProduct.
+    "deltaproduct" DeltaProduct(DeltaProductConfig);
+    /// Zoology's gated short convolution.
+    "base_conv" BaseConv(BaseConvConfig);
     /// Softmax attention, the reference.
     "attention" Attention(AttentionConfig);
 }

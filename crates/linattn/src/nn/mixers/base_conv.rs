@@ -1,0 +1,93 @@
+//! BaseConv: a short convolution, gated by a projection of the token.
+//! ```text
+//! y = (conv(x) + b) * (x W + c) + x      conv: depthwise, causal, without activation
+//! ```
+//! Source: Zoology, arXiv 2312.04927, which sets it before the mixer under test.
+
+use super::linear_flops;
+use crate::nn::convolution::check_window;
+use crate::nn::layers::linear_with_bias;
+use crate::nn::{ConfigError, Cost, ShortConvolution};
+use crate::ops::LinearAttentionBackend;
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// BaseConv.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BaseConvConfig {
+    /// Tokens the convolution sees, at least 2.
+    pub conv_size: usize,
+}
+
+impl Default for BaseConvConfig {
+    fn default() -> Self {
+        Self { conv_size: 3 }
+    }
+}
+
+impl BaseConvConfig {
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<BaseConv<B>, ConfigError> {
+        check_window(self.conv_size, 2)?;
+        Ok(BaseConv {
+            projection: linear_with_bias(d_model, d_model, device),
+            conv1d: ShortConvolution::new(d_model, self.conv_size, true, device),
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        check_window(self.conv_size, 2)?;
+        let taps = (self.conv_size * d_model) as u64;
+        Ok(Cost {
+            state_bytes: 4 * (taps - d_model as u64),
+            flops_per_token: linear_flops(d_model, d_model) + 2 * taps,
+        })
+    }
+}
+
+/// What [`BaseConv`] keeps between tokens: the last inputs of its convolution, `[B, W - 1, D]`.
+#[derive(Debug, Clone)]
+pub struct ConvolutionTail<B: Backend>(pub Tensor<B, 3>);
+
+/// BaseConv. `D -> D`.
+#[derive(Module, Debug)]
+pub struct BaseConv<B: Backend> {
+    projection: Linear<B>,
+    conv1d: ShortConvolution<B>,
+}
+
+impl<B: LinearAttentionBackend> BaseConv<B> {
+    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<ConvolutionTail<B>>,
+    ) -> (Tensor<B, 3>, ConvolutionTail<B>) {
+        let tail = state.map(|state| state.0);
+        let (seen, tail) = self.conv1d.linear(x.clone(), tail);
+        let y = seen * self.projection.forward(x.clone()) + x;
+        (y, ConvolutionTail(tail))
+    }
+
+    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+    pub fn step(
+        &self,
+        x: Tensor<B, 2>,
+        state: Option<ConvolutionTail<B>>,
+    ) -> (Tensor<B, 2>, ConvolutionTail<B>) {
+        let (y, state) = self.forward(x.unsqueeze_dim(1), state);
+        (y.squeeze_dim(1), state)
+    }
+}

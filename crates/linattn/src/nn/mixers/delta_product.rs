@@ -1,0 +1,259 @@
+//! DeltaProduct: several steps of the delta rule for every token, so that a token can turn the memory
+//! by a product of reflections. Gated DeltaProduct decays the memory first.
+//! ```text
+//! for j = 1..n      k_j, v_j, beta_j from projections of their own
+//!     S = a_j (I - beta_j k_j^T k_j) S + beta_j k_j^T v_j      a_1 = e^g, the others 1
+//! y     = (rms_norm(q S) [silu(x W_g)]) W_o                    read once, after the last
+//! ```
+//! The n steps are n tokens to the operation, of which only the last is read.
+//! Source: arXiv 2502.10297.
+
+use super::delta_net::{fresh_a_log, fresh_dt_bias};
+use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
+use crate::nn::convolution::{ShortConvolution, check_window, convolve};
+use crate::nn::layers::{
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads,
+};
+use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::ops::{self, DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, OpResult};
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::{sigmoid, softplus};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// DeltaProduct.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DeltaProductConfig {
+    /// Steps of the delta rule for every token, n.
+    pub householder_steps: usize,
+    /// Heads.
+    pub heads: usize,
+    /// K, width of a key; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// Tokens each short convolution sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Whether a decay that depends on the data comes before the steps: Gated DeltaProduct.
+    pub forget_gate: bool,
+    /// Whether a gate multiplies the output.
+    pub output_gate: bool,
+    /// Lets beta reach 2: a step can reflect, and n of them rotate.
+    pub allow_neg_eigval: bool,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Steps a chunk, n for every token. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for DeltaProductConfig {
+    fn default() -> Self {
+        Self {
+            householder_steps: 2,
+            heads: 1,
+            key_width: None,
+            expand_v: 1.0,
+            conv_size: 4,
+            forget_gate: false,
+            output_gate: false,
+            allow_neg_eigval: true,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+/// Widths that follow from a config.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    /// Of one head.
+    key: usize,
+    value: usize,
+    /// Of all heads.
+    keys: usize,
+    values: usize,
+}
+
+impl DeltaProductConfig {
+    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        check_heads(self.heads, None)?;
+        positive("householder_steps", self.householder_steps)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok(Widths { key, value, keys: self.heads * key, values: self.heads * value })
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<DeltaProduct<B>, ConfigError> {
+        let Widths { value, keys, values, .. } = self.widths(d_model)?;
+        let n = self.householder_steps;
+        let project = |to| linear(d_model, to, device);
+        let conv = |channels| {
+            (self.conv_size > 0)
+                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
+        };
+        let gated = self.forget_gate;
+        Ok(DeltaProduct {
+            q_proj: project(keys),
+            k_proj: project(n * keys),
+            v_proj: project(n * values),
+            b_proj: project(n * self.heads),
+            a_proj: gated.then(|| project(self.heads)),
+            a_log: gated.then(|| Param::from_tensor(fresh_a_log(self.heads, device))),
+            dt_bias: gated.then(|| Param::from_tensor(fresh_dt_bias(self.heads, device))),
+            q_conv1d: conv(keys),
+            k_conv1d: conv(n * keys),
+            v_conv1d: conv(n * values),
+            g_proj: self.output_gate.then(|| project(values)),
+            o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
+            o_proj: linear(values, d_model, device),
+            heads: self.heads,
+            steps: n,
+            beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let Widths { key, value, keys, values } = self.widths(d_model)?;
+        let n = self.householder_steps;
+        let mut cost = memory_cost(self.heads, key, value, true);
+        cost.flops_per_token *= n as u64;
+        let gates = self.heads * (n + usize::from(self.forget_gate));
+        let inward = keys + n * (keys + values) + gates + if self.output_gate { values } else { 0 };
+        cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
+        let channels = (keys + n * (keys + values)) as u64;
+        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
+        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        Ok(cost)
+    }
+}
+
+/// DeltaProduct, and Gated DeltaProduct where `a_proj` is there. `D -> D`.
+#[derive(Module, Debug)]
+pub struct DeltaProduct<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    b_proj: Linear<B>,
+    a_proj: Option<Linear<B>>,
+    a_log: Option<Param<Tensor<B, 1>>>,
+    dt_bias: Option<Param<Tensor<B, 1>>>,
+    q_conv1d: Option<ShortConvolution<B>>,
+    k_conv1d: Option<ShortConvolution<B>>,
+    v_conv1d: Option<ShortConvolution<B>>,
+    g_proj: Option<Linear<B>>,
+    o_norm: GatedRmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    steps: usize,
+    #[module(skip)]
+    beta_scale: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(DeltaProduct, ops::delta_rule, one_after_another);
+
+impl<B: LinearAttentionBackend> DeltaProduct<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, steps| {
+            let tail = conv.as_ref().and_then(|_| before.next());
+            self.split(convolve(conv, proj.forward(x.clone()), tail, &mut tails), steps)
+        };
+        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, 1));
+        let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.steps));
+        let v = project(&self.v_proj, &self.v_conv1d, self.steps);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
+        let beta = self.split(beta, self.steps).squeeze_dim(3);
+        let g = self.log_decay(&x).map(|g| self.pad(g.unsqueeze_dim(3), false).squeeze_dim(3));
+        let inputs = DeltaRule { q: self.pad(q * scale, true), k, v, beta, g };
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
+        let o = self.last_steps(o, tokens);
+        let y = self.o_proj.forward(merge_heads(self.o_norm.forward(o, gate)));
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+
+    /// `[B, T, n H X]` to `[B, T n, H, X]`.
+    fn split(&self, x: Tensor<B, 3>, steps: usize) -> Tensor<B, 4> {
+        let [batch, tokens, width] = x.dims();
+        x.reshape([batch, tokens * steps, self.heads, width / (steps * self.heads)])
+    }
+
+    /// `[B, T, H, X]` to `[B, T n, H, X]`, zeros at every step but the last of a token, or the first.
+    fn pad(&self, x: Tensor<B, 4>, last: bool) -> Tensor<B, 4> {
+        let [batch, tokens, heads, width] = x.dims();
+        let others = [batch, tokens, self.steps - 1, heads, width];
+        let x = x.unsqueeze_dim::<5>(2);
+        if self.steps > 1 {
+            let zeros = Tensor::zeros(others, (&x.device(), x.dtype()));
+            let parts = if last { vec![zeros, x] } else { vec![x, zeros] };
+            return Tensor::cat(parts, 2).reshape([batch, tokens * self.steps, heads, width]);
+        }
+        x.reshape([batch, tokens, heads, width])
+    }
+
+    /// `[B, T n, H, V]` to `[B, T, H, V]`: what a token reads.
+    fn last_steps(&self, o: Tensor<B, 4>, tokens: usize) -> Tensor<B, 4> {
+        let [batch, _, heads, width] = o.dims();
+        let o = o.reshape([batch, tokens, self.steps, heads, width]);
+        o.narrow(2, self.steps - 1, 1).squeeze_dim(2)
+    }
+
+    fn log_decay(&self, x: &Tensor<B, 3>) -> Option<Tensor<B, 3>> {
+        let (a_proj, a_log, dt_bias) =
+            (self.a_proj.as_ref()?, self.a_log.as_ref()?, self.dt_bias.as_ref()?);
+        let step = softplus(a_proj.forward(x.clone()) + dt_bias.val().unsqueeze(), 1.0);
+        Some(step * a_log.val().exp().neg().unsqueeze())
+    }
+}
+
+/// The steps of one token, each by the recurrence.
+fn one_after_another<B: LinearAttentionBackend>(
+    x: DeltaRule<B>,
+    mut state: Option<Tensor<B, 4>>,
+) -> OpResult<B> {
+    let mut outputs = vec![];
+    for j in 0..x.k.dims()[1] {
+        let at = |x: &Tensor<B, 4>| x.clone().narrow(1, j, 1);
+        let gate = |x: &Tensor<B, 3>| x.clone().narrow(1, j, 1);
+        let step = DeltaRule {
+            q: at(&x.q),
+            k: at(&x.k),
+            v: at(&x.v),
+            beta: gate(&x.beta),
+            g: x.g.as_ref().map(gate),
+        };
+        let (o, next) = ops::delta_rule_step(step, state)?;
+        outputs.push(o);
+        state = Some(next);
+    }
+    let state = state.expect("a token has at least one step");
+    Ok((Tensor::cat(outputs, 1), state))
+}
