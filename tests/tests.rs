@@ -2,6 +2,10 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 
 #[cfg(feature = "cpu")]
+mod commands;
+#[cfg(feature = "cpu")]
+mod desk;
+#[cfg(feature = "cpu")]
 mod layers;
 mod ops;
 #[cfg(feature = "cpu")]
