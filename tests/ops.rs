@@ -3,21 +3,25 @@
 use crate::support::{F32_LIMIT, download, upload};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};
-use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, OpResult};
+use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, OpResult};
 use linattn_oracle::{
-    Decay, Dims, Family, Gate, Inputs, Recipe, Rng, Strength, Transition, assert_close, backward,
-    forward, slice_tokens,
+    Decay, Dims, Family, Gate, Inputs, Read, Recipe, Rng, Strength, Transition, assert_close,
+    backward, forward, slice_tokens,
 };
 
-/// Inputs on a device, the optional ones in the order g, beta, state.
+/// Inputs on a device.
 #[derive(Clone)]
 struct Uploaded<B: Backend> {
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,
     v: Tensor<B, 4>,
-    g: Option<Tensor<B, 3>>,
+    /// Erase rows, or a.
+    a: Option<Tensor<B, 4>>,
+    b: Option<Tensor<B, 4>>,
+    g: Option<ops::Decay<B>>,
     beta: Option<Tensor<B, 3>>,
     state: Option<Tensor<B, 4>>,
+    read: ops::Read,
 }
 
 impl<B: Backend> Uploaded<B> {
@@ -26,14 +30,29 @@ impl<B: Backend> Uploaded<B> {
         let keys = [batch, tokens, key_heads, key_width];
         let gates = [batch, tokens, heads];
         let put3 = |values: &[f64]| upload::<B, 3>(values, gates, dtype, device);
+        let rows = [batch, tokens, heads, key_width];
+        let put_rows = |values: &[f64]| upload::<B, 4>(values, rows, dtype, device);
         Self {
             q: upload(&x.q, keys, dtype, device),
             k: upload(&x.k, keys, dtype, device),
             v: upload(&x.v, [batch, tokens, heads, value_width], dtype, device),
             g: x.decay.as_ref().map(|decay| match decay {
-                Decay::Scalar(g) => put3(g),
-                Decay::Vector(_) => panic!("vector decay has no operation yet"),
+                Decay::Scalar(g) => put3(g).into(),
+                Decay::Vector(g) => put_rows(g).into(),
             }),
+            a: match &x.transition {
+                Transition::Delta { erase, .. } => erase.as_deref().map(put_rows),
+                Transition::LowRank { a, .. } => Some(put_rows(a)),
+                Transition::Identity => None,
+            },
+            b: match &x.transition {
+                Transition::LowRank { b, .. } => Some(put_rows(b)),
+                _ => None,
+            },
+            read: match x.read {
+                Read::After => ops::Read::After,
+                Read::Before => ops::Read::Before,
+            },
             beta: match &x.transition {
                 Transition::Delta { beta, .. } => Some(put3(beta)),
                 _ => None,
@@ -48,18 +67,24 @@ impl<B: Backend> Uploaded<B> {
 
 impl<B: LinearAttentionBackend> Uploaded<B> {
     fn run(self, chunk: usize) -> OpResult<B> {
-        let Self { q, k, v, g, beta, state } = self;
-        match beta {
-            Some(beta) => ops::delta_rule(DeltaRule { q, k, v, beta, g }, state, chunk),
-            None => ops::linear_attention(LinearAttention { q, k, v, g }, state, chunk),
+        let Self { q, k, v, a, b, g, beta, state, read } = self;
+        match (beta, a, b) {
+            (Some(beta), erase, _) => {
+                ops::delta_rule(DeltaRule { q, k, v, beta, erase, g, read }, state, chunk)
+            }
+            (None, Some(a), Some(b)) => ops::low_rank(LowRank { q, k, v, a, b, g }, state, chunk),
+            _ => ops::linear_attention(LinearAttention { q, k, v, g, read }, state, chunk),
         }
     }
 
     fn step(self) -> OpResult<B> {
-        let Self { q, k, v, g, beta, state } = self;
-        match beta {
-            Some(beta) => ops::delta_rule_step(DeltaRule { q, k, v, beta, g }, state),
-            None => ops::linear_attention_step(LinearAttention { q, k, v, g }, state),
+        let Self { q, k, v, a, b, g, beta, state, read } = self;
+        match (beta, a, b) {
+            (Some(beta), erase, _) => {
+                ops::delta_rule_step(DeltaRule { q, k, v, beta, erase, g, read }, state)
+            }
+            (None, Some(a), Some(b)) => ops::low_rank_step(LowRank { q, k, v, a, b, g }, state),
+            _ => ops::linear_attention_step(LinearAttention { q, k, v, g, read }, state),
         }
     }
 }
@@ -70,9 +95,15 @@ impl<B: AutodiffBackend> Uploaded<B> {
             q: self.q.require_grad(),
             k: self.k.require_grad(),
             v: self.v.require_grad(),
-            g: self.g.map(Tensor::require_grad),
+            a: self.a.map(Tensor::require_grad),
+            b: self.b.map(Tensor::require_grad),
+            g: self.g.map(|g| match g {
+                ops::Decay::Scalar(g) => g.require_grad().into(),
+                ops::Decay::Vector(g) => g.require_grad().into(),
+            }),
             beta: self.beta.map(Tensor::require_grad),
             state: self.state.map(Tensor::require_grad),
+            read: self.read,
         }
     }
 }
@@ -136,7 +167,18 @@ fn hold_on<B: AutodiffBackend + LinearAttentionBackend>(
     check("k", &want.k, got4(&input.k));
     check("v", &want.v, got4(&input.v));
     if let (Some(g), Some(want)) = (&input.g, &want.g) {
-        check("g", want, got3(g));
+        let got = match g {
+            ops::Decay::Scalar(g) => got3(g),
+            ops::Decay::Vector(g) => got4(g),
+        };
+        check("g", want, got);
+    }
+    for (name, got, want) in
+        [("erase", &input.a, &want.erase), ("a", &input.a, &want.a), ("b", &input.b, &want.b)]
+    {
+        if let (Some(got), Some(want)) = (got, want) {
+            check(name, want, got4(got));
+        }
     }
     if let (Some(beta), Some(want)) = (&input.beta, &want.beta) {
         check("beta", want, got3(beta));
@@ -153,18 +195,46 @@ fn recipe(family: Family, gate: Gate, state: bool) -> Recipe {
     Recipe { gate, state, strength: Strength::Typical, ..Recipe::new(family) }
 }
 
+/// Every recurrence that the fastest path does not take, with its name.
+fn general_recipes(gate: Gate) -> Vec<(String, Recipe)> {
+    let mut list = vec![];
+    for family in [Family::LinearAttention, Family::DeltaRule, Family::LowRank] {
+        for vector_decay in [false, true] {
+            for erase in [false, true] {
+                for read in [Read::After, Read::Before] {
+                    let delta = family == Family::DeltaRule;
+                    let plain = !vector_decay && !erase && read == Read::After;
+                    let known =
+                        (delta || !erase) && (family != Family::LowRank || read == Read::After);
+                    if known && (!plain || family == Family::LowRank) {
+                        let name = format!(
+                            "{family:?}, {gate:?}, vector {vector_decay}, erase {erase}, {read:?}"
+                        );
+                        let recipe =
+                            Recipe { vector_decay, erase, read, ..recipe(family, gate, true) };
+                        list.push((name, recipe));
+                    }
+                }
+            }
+        }
+    }
+    list
+}
+
 fn dims(tokens: usize) -> Dims {
     Dims { batch: 2, tokens, key_heads: 2, heads: 2, key_width: 12, value_width: 20 }
 }
 
 /// Nine steps of every kind against the recurrence.
 fn hold_steps<B: LinearAttentionBackend>(device: &B::Device) {
-    for family in FAMILIES {
-        for gate in GATES {
+    for gate in GATES {
+        let plain = FAMILIES.map(|family| (format!("{family:?}"), recipe(family, gate, true)));
+        for (name, recipe) in plain.into_iter().chain(general_recipes(gate)) {
             for start in [false, true] {
                 let shared =
                     Dims { key_heads: 1, heads: 3, key_width: 12, value_width: 40, ..dims(9) };
-                let x = Inputs::random(19, shared, &recipe(family, gate, start));
+                let recipe = Recipe { state: start, ..recipe.clone() };
+                let x = Inputs::random(19, shared, &recipe);
                 let truth = forward(&x);
                 let mut state = Uploaded::<B>::new(&x, DType::F32, device).state;
                 let mut outputs = vec![];
@@ -175,7 +245,7 @@ fn hold_steps<B: LinearAttentionBackend>(device: &B::Device) {
                     outputs.push(o);
                     state = Some(next);
                 }
-                let what = format!("{family:?}, {gate:?}, initial state {start}");
+                let what = format!("{name}, {gate:?}, initial state {start}");
                 let o = download(Tensor::cat(outputs, 1));
                 assert_close(&format!("{what}: o"), &truth.o, &o, F32_LIMIT);
                 let state = download(state.unwrap());
@@ -202,6 +272,21 @@ mod on_cpu {
                         Inputs::random(tokens as u64, dims(tokens), &recipe(family, gate, true));
                     hold_to_oracle::<B>(&what, &x, 64, Reads::Both, F32_LIMIT, DType::F32);
                     hold_to_oracle::<B>(&what, &x, 16, Reads::Both, F32_LIMIT, DType::F32);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_other_recurrence_agrees_at_every_length() {
+        for tokens in [1, 2, 15, 16, 17, 40] {
+            for gate in GATES {
+                for (what, recipe) in general_recipes(gate) {
+                    let what = format!("{what}, T={tokens}");
+                    let dims = Dims { key_heads: 1, ..dims(tokens) };
+                    let x = Inputs::random(tokens as u64, dims, &recipe);
+                    hold_to_oracle::<B>(&what, &x, 64, Reads::Both, F32_LIMIT, DType::F32);
+                    hold_to_oracle::<B>(&what, &x, 4, Reads::Both, 1e-12, DType::F64);
                 }
             }
         }
@@ -347,11 +432,15 @@ mod on_cpu {
             change(&mut input);
             input.run(chunk).expect_err("it does not fit").to_string()
         };
+        let scalar = |x: &Uploaded<Flex>| match x.g.clone() {
+            Some(ops::Decay::Scalar(g)) => g,
+            _ => panic!("the recipe has a scalar decay"),
+        };
         type Change<'a> = &'a dyn Fn(&mut Uploaded<Flex>);
         let cases: [(&str, Change<'_>, usize); 7] = [
             ("`k` is [2, 8, 2, 5]", &|x| x.k = x.k.clone().narrow(3, 0, 5), 64),
             ("`v` is [1, 8, 2, 20]", &|x| x.v = x.v.clone().narrow(0, 0, 1), 64),
-            ("`g` is [2, 7, 2]", &|x| x.g = x.g.clone().map(|g| g.narrow(1, 0, 7)), 64),
+            ("`g` is [2, 7, 2]", &|x| x.g = Some(scalar(x).narrow(1, 0, 7).into()), 64),
             ("`beta` is [2, 8, 1]", &|x| x.beta = x.beta.clone().map(|b| b.narrow(2, 0, 1)), 64),
             (
                 "`state` is [2, 2, 12, 3]",

@@ -93,7 +93,7 @@ fn dummy<B: LinearAttentionBackend>(like: &FloatTensor<B>) -> FloatTensor<B> {
 
 type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
 
-/// N is how many inputs there are: 3 to 6.
+/// N is how many inputs there are: 3 to 8.
 fn track<B: LinearAttentionBackend, C: CheckpointStrategy, const N: usize>(
     x: Operands<Tracked<B, C>>,
     chunk: usize,
@@ -143,7 +143,9 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
             4 => track::<B, C, 4>(x, chunk),
             5 => track::<B, C, 5>(x, chunk),
             6 => track::<B, C, 6>(x, chunk),
-            n => unreachable!("`Operands` holds 3 to 6 tensors, not {n}"),
+            7 => track::<B, C, 7>(x, chunk),
+            8 => track::<B, C, 8>(x, chunk),
+            n => unreachable!("`Operands` holds 3 to 8 tensors, not {n}"),
         }
     }
 

@@ -1,11 +1,24 @@
 //! What a backend provides, and the default that every backend gets: tensor operations.
 
 use super::convolution::{self, Convolution};
-use super::{chunkwise, recurrent};
-use burn::tensor::{Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
+use super::{chunkwise, general, recurrent};
+use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend, ops::FloatTensor};
+
+/// Which memory is read: the one after this token's decay, or the one before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Read {
+    /// Outputs see this token's write, and a delta rule corrects what the decayed memory answers.
+    #[default]
+    After,
+    /// The memory as the last token left it: linear attention's output is taken from there, as in
+    /// RWKV-6 (arXiv 2404.05892), and a delta rule corrects what it answers, as in Comba (arXiv
+    /// 2506.02475), whose output stays after the write.
+    Before,
+}
 
 /// Inputs of one operation, or their gradients, as a backend holds them. `beta` makes it a delta
-/// rule; `g` makes it decay. Shapes as in [`DeltaRule`](super::DeltaRule).
+/// rule; `b` a low rank transition; `g` makes it decay. Shapes as in [`DeltaRule`](super::DeltaRule)
+/// and [`LowRank`](super::LowRank).
 #[derive(Debug, Clone)]
 pub struct Operands<T> {
     /// Queries, `[B, T, Hk, K]`.
@@ -14,19 +27,26 @@ pub struct Operands<T> {
     pub k: T,
     /// Values, `[B, T, H, V]`.
     pub v: T,
-    /// Log decay, `[B, T, H]`.
+    /// Rows that ask the memory, `[B, T, H, K]`: the erase rows of a delta rule, the keys if absent; a
+    /// of a low rank transition.
+    pub a: Option<T>,
+    /// Rows where a low rank transition writes the answer, `[B, T, H, K]`.
+    pub b: Option<T>,
+    /// Log decay, `[B, T, H]`, or `[B, T, H, K]` for a decay of its own for each row of the state.
     pub g: Option<T>,
     /// Share of the error to correct, `[B, T, H]`.
     pub beta: Option<T>,
     /// State before the first token, `[B, H, K, V]`; zeros if absent.
     pub state: Option<T>,
+    /// Which memory is read.
+    pub read: Read,
 }
 
 impl<T> Operands<T> {
     /// The tensors that are there, in the order of the fields.
     pub fn into_vec(self) -> Vec<T> {
-        let Self { q, k, v, g, beta, state } = self;
-        [Some(q), Some(k), Some(v), g, beta, state].into_iter().flatten().collect()
+        let Self { q, k, v, a, b, g, beta, state, read: _ } = self;
+        [Some(q), Some(k), Some(v), a, b, g, beta, state].into_iter().flatten().collect()
     }
 
     /// Takes the place of every tensor that is there, in the order of the fields.
@@ -37,10 +57,22 @@ impl<T> Operands<T> {
             q: next(),
             k: next(),
             v: next(),
+            a: self.a.is_some().then(&mut next),
+            b: self.b.is_some().then(&mut next),
             g: self.g.is_some().then(&mut next),
             beta: self.beta.is_some().then(&mut next),
             state: self.state.is_some().then(&mut next),
+            read: self.read,
         }
+    }
+}
+
+impl<T: TensorMetadata> Operands<T> {
+    /// Whether this is linear attention or a delta rule on its keys, with a scalar decay or none, read
+    /// after the decay: what the fastest path in tensor operations is made for.
+    fn is_plain(&self) -> bool {
+        let scalar = self.g.as_ref().is_none_or(|g| g.rank() == 3);
+        scalar && self.a.is_none() && self.read == Read::After
     }
 }
 
@@ -91,7 +123,7 @@ pub trait LinearAttentionBackend: Backend {
         chunk: usize,
         keep: bool,
     ) -> Forward<FloatTensor<Self>> {
-        chunkwise::forward::<Self>(x, chunk, keep)
+        forward::<Self>(x, chunk, keep)
     }
 
     /// Gradients of every operand that is there, from those of `o` and the last state; `None` where
@@ -103,7 +135,7 @@ pub trait LinearAttentionBackend: Backend {
         d_state: Option<FloatTensor<Self>>,
         chunk: usize,
     ) -> Operands<FloatTensor<Self>> {
-        chunkwise::backward::<Self>(x, saved, d_o, d_state, chunk)
+        backward::<Self>(x, saved, d_o, d_state, chunk)
     }
 
     /// One token: T is 1. Gives `o` and the next state.
@@ -127,6 +159,32 @@ pub trait LinearAttentionBackend: Backend {
     /// The way taken on this device.
     fn path(_device: &Self::Device) -> Path {
         Path::TensorOps
+    }
+}
+
+/// [`LinearAttentionBackend::chunkwise`] in tensor operations.
+pub(super) fn forward<B: Backend>(
+    x: Operands<FloatTensor<B>>,
+    chunk: usize,
+    keep: bool,
+) -> Forward<FloatTensor<B>> {
+    match x.is_plain() {
+        true => chunkwise::forward::<B>(x, chunk, keep),
+        false => general::forward::<B>(x, chunk, keep),
+    }
+}
+
+/// [`LinearAttentionBackend::chunkwise_backward`] in tensor operations.
+pub(super) fn backward<B: Backend>(
+    x: Operands<FloatTensor<B>>,
+    saved: Saved<FloatTensor<B>>,
+    d_o: Option<FloatTensor<B>>,
+    d_state: Option<FloatTensor<B>>,
+    chunk: usize,
+) -> Operands<FloatTensor<B>> {
+    match x.is_plain() {
+        true => chunkwise::backward::<B>(x, saved, d_o, d_state, chunk),
+        false => general::backward::<B>(x, saved, d_o, d_state, chunk),
     }
 }
 

@@ -37,35 +37,35 @@ pub(super) fn accumulator<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor
 
 /// Sizes of one call, and the two layouts: `[B, T, H, X]` outside, `[chunks, B H, C, X]` inside.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
-    batch: usize,
+pub(super) struct Sizes {
+    pub(super) batch: usize,
     tokens: usize,
     key_heads: usize,
-    heads: usize,
-    key_width: usize,
-    value_width: usize,
+    pub(super) heads: usize,
+    pub(super) key_width: usize,
+    pub(super) value_width: usize,
     chunk: usize,
 }
 
 impl Sizes {
-    fn new<B: Backend>(q: &Tensor<B, 4>, v: &Tensor<B, 4>, chunk: usize) -> Self {
+    pub(super) fn new<B: Backend>(q: &Tensor<B, 4>, v: &Tensor<B, 4>, chunk: usize) -> Self {
         let [batch, tokens, key_heads, key_width] = q.dims();
         let [_, _, heads, value_width] = v.dims();
         Self { batch, tokens, key_heads, heads, key_width, value_width, chunk }
     }
 
-    fn rows(&self) -> usize {
+    pub(super) fn rows(&self) -> usize {
         self.batch * self.heads
     }
 
-    fn chunks(&self) -> usize {
+    pub(super) fn chunks(&self) -> usize {
         self.tokens.div_ceil(self.chunk)
     }
 
     /// Into chunks. The tail is filled with zeros, which write nothing and, as log gates, keep all.
     /// Chunks and then heads are cut out and stacked: each cut is a run of rows, which copies faster
     /// than one permutation of four dimensions. Key heads are shared out over value heads.
-    fn split<B: Backend>(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
+    pub(super) fn split<B: Backend>(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
         let [batch, tokens, heads, width] = x.dims();
         let padded = self.chunks() * self.chunk;
         let mut x = accumulator(x);
@@ -89,7 +89,7 @@ impl Sizes {
     }
 
     /// Out of chunks, back to `[B, T, H, X]`.
-    fn join<B: Backend>(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
+    pub(super) fn join<B: Backend>(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
         let (many, width) = (self.chunks() * self.batch, x.dims()[3]);
         let x = x.reshape([many, self.heads, self.chunk, width]);
         let cut = |h| x.clone().narrow(1, h, 1).reshape([many, self.chunk, 1, width]);
@@ -105,7 +105,7 @@ impl Sizes {
     }
 
     /// As [`join`](Self::join), adding up the value heads that share a key head.
-    fn join_key_heads<B: Backend>(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
+    pub(super) fn join_key_heads<B: Backend>(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
         let x = self.join(x);
         if self.key_heads == self.heads {
             return x;
@@ -374,12 +374,15 @@ pub(super) fn backward<B: Backend>(
         q: outside(d_q, operands.q),
         k: outside(d_k, operands.k),
         v: outside(x.sizes.join(d_v), operands.v),
+        a: None,
+        b: None,
         g: d_g.zip(operands.g.as_ref()).map(|(d, like)| gate(d, like)),
         beta: d_beta.zip(operands.beta.as_ref()).map(|(d, like)| gate(d, like)),
         state: operands.state.map(|s| {
             let s = tensor::<B, 4>(s);
             primitive(d_start.reshape(s.dims()).cast(s.dtype()))
         }),
+        read: operands.read,
     }
 }
 

@@ -1,9 +1,11 @@
 //! The operations on Burn's CubeCL backends: as kernels, and as tensor operations where the kernels
 //! refuse (f64, or keys and values wider than 256).
 
-use super::backend::{Forward, LinearAttentionBackend, Operands, Path, Saved, primitive, tensor};
-use super::{chunkwise, recurrent};
-use burn::tensor::{DType, Shape, ops::FloatTensor};
+use super::backend::{
+    self, Forward, LinearAttentionBackend, Operands, Path, Read, Saved, primitive, tensor,
+};
+use super::recurrent;
+use burn::tensor::{DType, FloatDType, Shape, ops::FloatTensor};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
 use burn_cubecl::tensor::CubeTensor;
@@ -28,7 +30,7 @@ where
         let call = Call::new(&x);
         match call.runs(&x) {
             true => call.forward(one_type::<Self>(x), keep),
-            false => chunkwise::forward::<Self>(x, chunk, keep),
+            false => backend::forward::<Self>(x, chunk, keep),
         }
     }
 
@@ -41,7 +43,7 @@ where
     ) -> Operands<FloatTensor<Self>> {
         let call = Call::new(&x);
         if !call.runs(&x) {
-            return chunkwise::backward::<Self>(x, saved, d_o, d_state, chunk);
+            return backend::backward::<Self>(x, saved, d_o, d_state, chunk);
         }
         let types: Vec<DType> = x.clone().into_vec().into_iter().map(|x| x.dtype).collect();
         let state = x.state.is_some();
@@ -65,9 +67,12 @@ where
             q: cast(d.q),
             k: cast(d.k),
             v: cast(d.v),
+            a: d.a.map(&mut cast),
+            b: d.b.map(&mut cast),
             g: d.g.map(&mut cast),
             beta: d.beta.map(&mut cast),
             state: d.state.map(&mut cast),
+            read: d.read,
         }
     }
 
@@ -80,8 +85,12 @@ where
         let [_, _, heads, value_width] = tensor::<Self, 4>(x.v.clone()).dims();
         let sizes = Dims { batch, key_heads, heads, key_width, value_width };
         let cubes = sizes.cubes(x.v.client.properties().hardware.max_cube_count);
+        let scalar = x.g.as_ref().is_none_or(|g| g.meta.shape.num_dims() == 3);
+        let written = scalar && x.a.is_none() && x.read == Read::After;
         match cubes {
-            Some(cubes) if x.v.dtype != DType::F64 => run(one_type::<Self>(x), sizes, cubes),
+            Some(cubes) if written && x.v.dtype != DType::F64 => {
+                run(one_type::<Self>(x), sizes, cubes)
+            }
             _ => recurrent::step::<Self>(x),
         }
     }
@@ -90,15 +99,18 @@ where
 /// Everything in one type, that of v, but for gates and states, which are f32.
 fn one_type<B: LinearAttentionBackend>(x: Operands<FloatTensor<B>>) -> Operands<FloatTensor<B>> {
     let dtype = tensor::<B, 4>(x.v.clone()).dtype();
-    let f32_3 = |x| primitive(tensor::<B, 3>(x).cast(DType::F32));
+    let f32 = |x| B::float_cast(x, FloatDType::F32);
     let like_v = |x| primitive(tensor::<B, 4>(x).cast(dtype));
     Operands {
         q: like_v(x.q),
         k: like_v(x.k),
         v: x.v,
-        g: x.g.map(f32_3),
-        beta: x.beta.map(f32_3),
-        state: x.state.map(|x| primitive(tensor::<B, 4>(x).cast(DType::F32))),
+        a: x.a.map(like_v),
+        b: x.b.map(like_v),
+        g: x.g.map(f32),
+        beta: x.beta.map(f32),
+        state: x.state.map(f32),
+        read: x.read,
     }
 }
 
@@ -126,15 +138,20 @@ impl<R: CubeRuntime> Call<R> {
                 value_width: v[3],
             },
             variant: kernels::Variant {
-                decay: match x.g {
+                decay: match &x.g {
+                    Some(g) if g.meta.shape.num_dims() == 4 => kernels::Decay::Vector,
                     Some(_) => kernels::Decay::Scalar,
                     None => kernels::Decay::None,
                 },
-                transition: match x.beta {
-                    Some(_) => kernels::Transition::Delta { erase: false },
-                    None => kernels::Transition::Identity,
+                transition: match (&x.beta, &x.b) {
+                    (Some(_), _) => kernels::Transition::Delta { erase: x.a.is_some() },
+                    (None, Some(_)) => kernels::Transition::LowRank,
+                    (None, None) => kernels::Transition::Identity,
                 },
-                read: kernels::Read::After,
+                read: match x.read {
+                    Read::After => kernels::Read::After,
+                    Read::Before => kernels::Read::Before,
+                },
             },
             dtype: x.v.dtype,
         }
@@ -153,8 +170,8 @@ impl<R: CubeRuntime> Call<R> {
             q: handle(x.q),
             k: handle(x.k),
             v: handle(x.v),
-            a: None,
-            b: None,
+            a: x.a.map(handle),
+            b: x.b.map(handle),
             g: x.g.map(handle),
             beta: x.beta.map(handle),
             state: x.state.map(handle),
@@ -190,6 +207,7 @@ impl<R: CubeRuntime> Call<R> {
         d_state: Option<CubeTensor<R>>,
     ) -> Operands<CubeTensor<R>> {
         let saved: Vec<_> = saved.tensors.into_iter().map(|saved| saved.handle).collect();
+        let read = x.read;
         let cast = |x: CubeTensor<R>, dtype| into_contiguous(burn_cubecl::kernel::cast(x, dtype));
         let d_o = match d_o {
             Some(d_o) => cast(d_o, self.dtype),
@@ -217,9 +235,12 @@ impl<R: CubeRuntime> Call<R> {
             q: self.tensor(done.q),
             k: self.tensor(done.k),
             v: self.tensor(done.v),
+            a: done.a.map(|a| self.tensor(a)),
+            b: done.b.map(|b| self.tensor(b)),
             g: done.g.map(|g| self.tensor(g)),
             beta: done.beta.map(|beta| self.tensor(beta)),
             state: Some(self.tensor(done.state)),
+            read,
         }
     }
 }

@@ -4,8 +4,12 @@
 //! S_t = e^{g_t} S_{t-1} + k_t^T u_t        [K, V]   forget, then write
 //! o_t = q_t S_t                            [V]      read, after the write
 //! u_t = v_t                                         linear_attention
-//! u_t = beta_t (v_t - k_t e^{g_t} S_{t-1}) [V]      delta_rule
+//! u_t = beta_t (v_t - e_t e^{g_t} S_{t-1}) [V]      delta_rule; e_t is k_t, or a row of its own
+//! S_t also has b_t^T (a_t S_{t-1})                  low_rank, where u_t = v_t
 //! ```
+//!
+//! g is one number a token and head, or one for each row of S. [`Read::Before`] takes `o_t` of linear
+//! attention, and the answer that a delta rule corrects, from `S_{t-1}` itself.
 //!
 //! Sequences are worked off in chunks, so that nearly all arithmetic is matrix products; results do
 //! not depend on the chunk beyond rounding. State, gates and sums are f32 whatever the inputs are
@@ -18,11 +22,12 @@ mod convolution;
 #[cfg(feature = "cubecl")]
 mod cube;
 mod decay;
+mod general;
 mod mask;
 mod recurrent;
 mod triangular;
 
-pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Saved};
+pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Read, Saved};
 pub use convolution::Convolution;
 
 use backend::{primitive, tensor};
@@ -36,6 +41,43 @@ pub const CHUNKS: &[usize] = &[1, 2, 4, 8, 16, 32, 64, 128];
 /// What an operation gives: its outputs, and the state after the last token.
 pub type OpResult<B> = Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>;
 
+/// How much of its memory a head keeps: natural logs, at most 0 (0 keeps all, -0.69 half).
+#[derive(Debug, Clone)]
+pub enum Decay<B: Backend> {
+    /// One number a token and head, `[B, T, H]`, as in Mamba-2, arXiv 2405.21060.
+    Scalar(Tensor<B, 3>),
+    /// One number for each row of the state, `[B, T, H, K]`, as in GLA, arXiv 2312.06635.
+    Vector(Tensor<B, 4>),
+}
+
+impl<B: Backend> From<Tensor<B, 3>> for Decay<B> {
+    fn from(g: Tensor<B, 3>) -> Self {
+        Self::Scalar(g)
+    }
+}
+
+impl<B: Backend> From<Tensor<B, 4>> for Decay<B> {
+    fn from(g: Tensor<B, 4>) -> Self {
+        Self::Vector(g)
+    }
+}
+
+impl<B: Backend> Decay<B> {
+    fn dims(&self) -> Vec<usize> {
+        match self {
+            Self::Scalar(g) => g.dims().into(),
+            Self::Vector(g) => g.dims().into(),
+        }
+    }
+
+    fn primitive(self) -> burn::tensor::ops::FloatTensor<B> {
+        match self {
+            Self::Scalar(g) => primitive(g),
+            Self::Vector(g) => primitive(g),
+        }
+    }
+}
+
 /// Inputs of [`linear_attention`].
 #[derive(Debug, Clone)]
 pub struct LinearAttention<B: Backend> {
@@ -45,12 +87,27 @@ pub struct LinearAttention<B: Backend> {
     pub k: Tensor<B, 4>,
     /// Values, `[B, T, H, V]`.
     pub v: Tensor<B, 4>,
-    /// Log decay per token and head, `[B, T, H]`: natural log of the share kept, at most 0.
-    pub g: Option<Tensor<B, 3>>,
+    /// Decay.
+    pub g: Option<Decay<B>>,
+    /// Which memory the output is taken from.
+    pub read: Read,
 }
 
-/// Inputs of [`delta_rule`]. Named, because `beta` and `g` have one shape: swapped, they would run
-/// and be wrong.
+impl<B: Backend> LinearAttention<B> {
+    /// Without decay, read after the write.
+    pub fn new(q: Tensor<B, 4>, k: Tensor<B, 4>, v: Tensor<B, 4>) -> Self {
+        Self { q, k, v, g: None, read: Read::After }
+    }
+
+    /// The same with a decay.
+    #[must_use]
+    pub fn with_decay(self, g: impl Into<Decay<B>>) -> Self {
+        Self { g: Some(g.into()), ..self }
+    }
+}
+
+/// Inputs of [`delta_rule`]. Named, because `beta` and a scalar decay have one shape: swapped, they
+/// would run and be wrong.
 #[derive(Debug, Clone)]
 pub struct DeltaRule<B: Backend> {
     /// Queries, `[B, T, Hk, K]`, already scaled (by K^-1/2 as a rule).
@@ -61,8 +118,42 @@ pub struct DeltaRule<B: Backend> {
     pub v: Tensor<B, 4>,
     /// Share of the error to correct, `[B, T, H]`: 0 to 1, or to 2 for negative eigenvalues.
     pub beta: Tensor<B, 3>,
-    /// Log decay per token and head, `[B, T, H]`: natural log of the share kept, at most 0.
-    pub g: Option<Tensor<B, 3>>,
+    /// Rows whose answer is corrected, `[B, T, H, K]`; the keys if absent.
+    pub erase: Option<Tensor<B, 4>>,
+    /// Decay.
+    pub g: Option<Decay<B>>,
+    /// Which memory's answer is corrected.
+    pub read: Read,
+}
+
+impl<B: Backend> DeltaRule<B> {
+    /// Without decay, erasing with the keys.
+    pub fn new(q: Tensor<B, 4>, k: Tensor<B, 4>, v: Tensor<B, 4>, beta: Tensor<B, 3>) -> Self {
+        Self { q, k, v, beta, erase: None, g: None, read: Read::After }
+    }
+
+    /// The same with a decay.
+    #[must_use]
+    pub fn with_decay(self, g: impl Into<Decay<B>>) -> Self {
+        Self { g: Some(g.into()), ..self }
+    }
+}
+
+/// Inputs of [`low_rank`].
+#[derive(Debug, Clone)]
+pub struct LowRank<B: Backend> {
+    /// Queries, `[B, T, Hk, K]`, already scaled.
+    pub q: Tensor<B, 4>,
+    /// Keys, `[B, T, Hk, K]`.
+    pub k: Tensor<B, 4>,
+    /// Values, `[B, T, H, V]`.
+    pub v: Tensor<B, 4>,
+    /// Rows that ask the memory before its decay, `[B, T, H, K]`.
+    pub a: Tensor<B, 4>,
+    /// Rows where the answer is written, `[B, T, H, K]`.
+    pub b: Tensor<B, 4>,
+    /// Decay.
+    pub g: Option<Decay<B>>,
 }
 
 /// Why an operation refused its input. Nothing was computed.
@@ -139,9 +230,7 @@ pub fn linear_attention<B: LinearAttentionBackend>(
     state: Option<Tensor<B, 4>>,
     chunk: usize,
 ) -> OpResult<B> {
-    let LinearAttention { q, k, v, g } = x;
-    let beta = None;
-    chunked("linear_attention", Checked { q, k, v, g, beta, state }, chunk)
+    chunked("linear_attention", Checked::linear_attention(x, state), chunk)
 }
 
 /// The delta rule, gated if `g` is given, over whole sequences, `chunk` tokens at a time. Gradients
@@ -157,9 +246,35 @@ pub fn delta_rule<B: LinearAttentionBackend>(
     state: Option<Tensor<B, 4>>,
     chunk: usize,
 ) -> OpResult<B> {
-    let DeltaRule { q, k, v, beta, g } = x;
-    let beta = Some(beta);
-    chunked("delta_rule", Checked { q, k, v, g, beta, state }, chunk)
+    chunked("delta_rule", Checked::delta_rule(x, state), chunk)
+}
+
+/// A decay and a transition of rank one more than the identity, `S + b^T (a S)`, over whole sequences,
+/// `chunk` tokens at a time. Gradients reach every tensor of `x`, and `state`.
+///
+/// Gives `o`, `[B, T, H, V]` in the type of `v`, and the state after the last token, `[B, H, K, V]`.
+/// # Errors
+/// [`OpError`] names the first tensor or number that does not fit.
+/// # Source
+/// RWKV-7, arXiv 2503.14456.
+pub fn low_rank<B: LinearAttentionBackend>(
+    x: LowRank<B>,
+    state: Option<Tensor<B, 4>>,
+    chunk: usize,
+) -> OpResult<B> {
+    chunked("low_rank", Checked::low_rank(x, state), chunk)
+}
+
+/// One token of [`low_rank`]: T is 1 in every tensor of `x`.
+///
+/// Gives `o`, `[B, 1, H, V]`, and the next state. Differentiable.
+/// # Errors
+/// As [`low_rank`], and [`OpError::Step`] if T is not 1.
+pub fn low_rank_step<B: LinearAttentionBackend>(
+    x: LowRank<B>,
+    state: Option<Tensor<B, 4>>,
+) -> OpResult<B> {
+    step("low_rank_step", Checked::low_rank(x, state))
 }
 
 /// One token of [`linear_attention`]: T is 1 in every tensor of `x`.
@@ -171,9 +286,7 @@ pub fn linear_attention_step<B: LinearAttentionBackend>(
     x: LinearAttention<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
-    let LinearAttention { q, k, v, g } = x;
-    let beta = None;
-    step("linear_attention_step", Checked { q, k, v, g, beta, state })
+    step("linear_attention_step", Checked::linear_attention(x, state))
 }
 
 /// One token of [`delta_rule`]: T is 1 in every tensor of `x`.
@@ -185,9 +298,7 @@ pub fn delta_rule_step<B: LinearAttentionBackend>(
     x: DeltaRule<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
-    let DeltaRule { q, k, v, beta, g } = x;
-    let beta = Some(beta);
-    step("delta_rule_step", Checked { q, k, v, g, beta, state })
+    step("delta_rule_step", Checked::delta_rule(x, state))
 }
 
 /// Causal depthwise convolution over time, `y_t = sum_w weight_w * x_{t-W+1+w}`, each channel by
@@ -235,17 +346,38 @@ pub fn path<B: LinearAttentionBackend>(device: &B::Device) -> Path {
     B::path(device)
 }
 
-/// Every tensor of either family, before its shapes were looked at.
+/// Every tensor of any family, before its shapes were looked at.
 struct Checked<B: Backend> {
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,
     v: Tensor<B, 4>,
-    g: Option<Tensor<B, 3>>,
+    /// Under its name in the operation.
+    a: Option<(&'static str, Tensor<B, 4>)>,
+    b: Option<Tensor<B, 4>>,
+    g: Option<Decay<B>>,
     beta: Option<Tensor<B, 3>>,
     state: Option<Tensor<B, 4>>,
+    read: Read,
 }
 
 impl<B: Backend> Checked<B> {
+    fn linear_attention(x: LinearAttention<B>, state: Option<Tensor<B, 4>>) -> Self {
+        let LinearAttention { q, k, v, g, read } = x;
+        Self { q, k, v, a: None, b: None, g, beta: None, state, read }
+    }
+
+    fn delta_rule(x: DeltaRule<B>, state: Option<Tensor<B, 4>>) -> Self {
+        let DeltaRule { q, k, v, beta, erase, g, read } = x;
+        let a = erase.map(|erase| ("erase", erase));
+        Self { q, k, v, a, b: None, g, beta: Some(beta), state, read }
+    }
+
+    fn low_rank(x: LowRank<B>, state: Option<Tensor<B, 4>>) -> Self {
+        let LowRank { q, k, v, a, b, g } = x;
+        let a = Some(("a", a));
+        Self { q, k, v, a, b: Some(b), g, beta: None, state, read: Read::After }
+    }
+
     fn check(&self, op: &'static str) -> Result<(), OpError> {
         let [batch, tokens, key_heads, key_width] = self.q.dims();
         let [_, _, heads, value_width] = self.v.dims();
@@ -263,10 +395,18 @@ impl<B: Backend> Checked<B> {
         };
         same("k", &self.k.dims(), &[batch, tokens, key_heads, key_width])?;
         same("v", &self.v.dims(), &[batch, tokens, heads, value_width])?;
-        for (name, x) in [("g", &self.g), ("beta", &self.beta)] {
-            if let Some(x) = x {
-                same(name, &x.dims(), &[batch, tokens, heads])?;
-            }
+        let (gates, rows) = ([batch, tokens, heads], [batch, tokens, heads, key_width]);
+        let b = self.b.as_ref().map(|b| ("b", b));
+        for (name, x) in self.a.as_ref().map(|(name, a)| (*name, a)).into_iter().chain(b) {
+            same(name, &x.dims(), &rows)?;
+        }
+        match &self.g {
+            Some(g @ Decay::Scalar(_)) => same("g", &g.dims(), &gates)?,
+            Some(g @ Decay::Vector(_)) => same("g", &g.dims(), &rows)?,
+            None => {}
+        }
+        if let Some(beta) = &self.beta {
+            same("beta", &beta.dims(), &gates)?;
         }
         match &self.state {
             Some(s) => same("state", &s.dims(), &[batch, heads, key_width, value_width]),
@@ -279,9 +419,12 @@ impl<B: Backend> Checked<B> {
             q: primitive(self.q),
             k: primitive(self.k),
             v: primitive(self.v),
-            g: self.g.map(primitive),
+            a: self.a.map(|(_, a)| primitive(a)),
+            b: self.b.map(primitive),
+            g: self.g.map(Decay::primitive),
             beta: self.beta.map(primitive),
             state: self.state.map(primitive),
+            read: self.read,
         }
     }
 }

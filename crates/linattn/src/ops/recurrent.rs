@@ -1,30 +1,48 @@
 //! One token after another: what decoding does, and what the chunks add up to.
 
-use super::backend::{Operands, primitive, tensor};
+use super::backend::{Operands, Read, primitive, tensor};
 use super::chunkwise::accumulator;
+use super::general::gates;
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
-/// One token. `q`, `k`: `[B, 1, Hk, K]`; `v`: `[B, 1, H, V]`; `g`, `beta`: `[B, 1, H]`.
+/// One token of any recurrence: T is 1 in every tensor of `x`.
 pub(super) fn step<B: Backend>(x: Operands<FloatTensor<B>>) -> (FloatTensor<B>, FloatTensor<B>) {
     let v = tensor::<B, 4>(x.v);
     let ([batch, _, heads, value_width], dtype) = (v.dims(), v.dtype());
     let row = |x: Tensor<B, 4>| share_heads(accumulator(x).swap_dims(1, 2), heads); // [B, H, 1, ..]
-    let gate = |x: FloatTensor<B>| accumulator(tensor::<B, 3>(x)).reshape([batch, heads, 1, 1]);
-    let (q, k, v) = (row(tensor(x.q)), row(tensor(x.k)), row(v));
+    let rows = |x: FloatTensor<B>| row(tensor(x));
+    let (q, k, v) = (rows(x.q), rows(x.k), row(v));
+    let (a, b) = (x.a.map(rows), x.b.map(rows));
+    let beta = x.beta.map(|beta| row(tensor::<B, 3>(beta).unsqueeze_dim(3)));
 
-    let mut s = match x.state {
+    let before = match x.state {
         Some(s) => accumulator(tensor::<B, 4>(s)),
         None => Tensor::zeros([batch, heads, q.dims()[3], value_width], (&q.device(), q.dtype())),
     };
-    if let Some(g) = x.g {
-        s = s * gate(g).exp();
-    }
-    let u = match x.beta {
-        Some(beta) => gate(beta) * (v - k.clone().matmul(s.clone())),
+    let mut s = match x.g {
+        Some(g) => before.clone() * row(gates::<B>(g)).exp().swap_dims(2, 3), // rows of S
+        None => before.clone(),
+    };
+    let u = match &beta {
+        Some(beta) => {
+            let asking = a.clone().unwrap_or_else(|| k.clone());
+            let answer = match x.read {
+                Read::After => asking.matmul(s.clone()),
+                Read::Before => asking.matmul(before.clone()),
+            };
+            beta.clone() * (v - answer)
+        }
         None => v,
     };
     s = s + k.transpose().matmul(u);
-    let o = q.matmul(s.clone()).swap_dims(1, 2).cast(dtype);
+    if let (Some(a), Some(b)) = (a, b) {
+        s = s + b.transpose().matmul(a.matmul(before.clone()));
+    }
+    let read = match (x.read, beta) {
+        (Read::Before, None) => before,
+        _ => s.clone(),
+    };
+    let o = q.matmul(read).swap_dims(1, 2).cast(dtype);
     (primitive(o), primitive(s))
 }
 

@@ -15,7 +15,7 @@ use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads,
 };
 use crate::nn::{ConfigError, Cost, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, OpResult};
+use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::activation::{sigmoid, softplus};
@@ -248,7 +248,10 @@ impl<B: LinearAttentionBackend> DeltaNet<B> {
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
-        let inputs = DeltaRule { q: q * scale, k, v, beta, g: self.log_decay(&x) };
+        let inputs = DeltaRule {
+            g: self.log_decay(&x).map(Decay::Scalar),
+            ..DeltaRule::new(q * scale, k, v, beta)
+        };
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
         let y = self.o_proj.forward(merge_heads(self.o_norm.forward(o, gate)));

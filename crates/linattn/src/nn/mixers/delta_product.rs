@@ -15,7 +15,7 @@ use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads,
 };
 use crate::nn::{ConfigError, Cost, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, OpResult};
+use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::activation::{sigmoid, softplus};
@@ -191,8 +191,9 @@ impl<B: LinearAttentionBackend> DeltaProduct<B> {
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
         let beta = self.split(beta, self.steps).squeeze_dim(3);
-        let g = self.log_decay(&x).map(|g| self.pad(g.unsqueeze_dim(3), false).squeeze_dim(3));
-        let inputs = DeltaRule { q: self.pad(q * scale, true), k, v, beta, g };
+        let g = self.log_decay(&x);
+        let g = g.map(|g| Decay::Scalar(self.pad(g.unsqueeze_dim(3), false).squeeze_dim(3)));
+        let inputs = DeltaRule { g, ..DeltaRule::new(self.pad(q * scale, true), k, v, beta) };
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
         let o = self.last_steps(o, tokens);
@@ -242,14 +243,12 @@ fn one_after_another<B: LinearAttentionBackend>(
     let mut outputs = vec![];
     for j in 0..x.k.dims()[1] {
         let at = |x: &Tensor<B, 4>| x.clone().narrow(1, j, 1);
-        let gate = |x: &Tensor<B, 3>| x.clone().narrow(1, j, 1);
-        let step = DeltaRule {
-            q: at(&x.q),
-            k: at(&x.k),
-            v: at(&x.v),
-            beta: gate(&x.beta),
-            g: x.g.as_ref().map(gate),
-        };
+        let g = x.g.as_ref().map(|g| match g {
+            Decay::Scalar(g) => Decay::Scalar(g.clone().narrow(1, j, 1)),
+            Decay::Vector(g) => Decay::Vector(at(g)),
+        });
+        let beta = x.beta.clone().narrow(1, j, 1);
+        let step = DeltaRule { g, ..DeltaRule::new(at(&x.q), at(&x.k), at(&x.v), beta) };
         let (o, next) = ops::delta_rule_step(step, state)?;
         outputs.push(o);
         state = Some(next);

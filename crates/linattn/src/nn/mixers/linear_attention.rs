@@ -202,7 +202,7 @@ impl<B: LinearAttentionBackend> LinearAttention<B> {
             true => Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3),
             false => v,
         };
-        let inputs = ops::LinearAttention { q: q * scale, k, v, g: None };
+        let inputs = ops::LinearAttention::new(q * scale, k, v);
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let o = match self.normalize {
             true => o.clone().narrow(3, 0, value_width) / (o.narrow(3, value_width, 1) + 1e-6),

@@ -156,12 +156,11 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         let dt = softplus(dt + self.dt_bias.val().unsqueeze(), 1.0);
 
         let x = split_heads(part(&mixed, 0, inner), self.heads);
-        let inputs = ops::LinearAttention {
-            q: split_heads(part(&mixed, inner + keys, keys), self.groups),
-            k: split_heads(part(&mixed, inner, keys), self.groups),
-            v: x.clone() * dt.clone().unsqueeze_dim(3),
-            g: Some(dt * self.a_log.val().exp().neg().unsqueeze()),
-        };
+        let q = split_heads(part(&mixed, inner + keys, keys), self.groups);
+        let k = split_heads(part(&mixed, inner, keys), self.groups);
+        let v = x.clone() * dt.clone().unsqueeze_dim(3);
+        let g: Tensor<B, 3> = dt * self.a_log.val().exp().neg().unsqueeze();
+        let inputs = ops::LinearAttention::new(q, k, v).with_decay(g);
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let skip = x * self.d.val().reshape([1, 1, self.heads, 1]);
         let y = self.norm.forward(merge_heads(o + skip) * silu(z));

@@ -155,7 +155,7 @@ impl<B: LinearAttentionBackend> RetNet<B> {
         let v = split_heads(self.v_proj.forward(x.clone()), self.heads);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_decay(&x, self.heads).expand([batch, tokens, self.heads]);
-        let inputs = ops::LinearAttention { q: q * scale, k, v, g: Some(g) };
+        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
         let y = self.o_proj.forward(merge_heads(self.g_norm.forward(o, gate)));
