@@ -51,6 +51,7 @@ pub struct SizeRange {
 /// How much of a sequence is answered.
 ///
 /// Labels everywhere teach much more than one label: scores of the two do not belong in one column.
+/// Modular arithmetic has the one alone, as the prefix of an expression need not be one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Supervision {

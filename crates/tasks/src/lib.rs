@@ -41,7 +41,7 @@ pub use formal::{
     CycleNavigationConfig, EvenPairsConfig, ModularArithmeticConfig, ParityConfig, SizeRange,
     Supervision,
 };
-pub use group_word::{GroupWord, GroupWordConfig, Inputs, WordSet};
+pub use group_word::{GroupWord, GroupWordConfig, WordInputs, WordSet};
 pub use mqar::{Cell, Filler, Mqar, MqarConfig};
 pub use statistics::Statistic;
 pub use tally::Tally;

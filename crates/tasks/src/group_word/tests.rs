@@ -228,28 +228,28 @@ fn a_new_element_multiplies_from_the_right() {
 // --- inputs
 
 /// The elements that words have.
-fn seen(group: &str, inputs: Inputs) -> HashSet<u32> {
+fn seen(group: &str, inputs: WordInputs) -> HashSet<u32> {
     let task = task(&GroupWordConfig { inputs, ..config(group, 64) });
     train(&task, 50).flat_map(|example| example.input[1..].to_vec()).collect()
 }
 
 #[test]
 fn restricted_inputs_are_the_published_ones() {
-    assert_eq!(seen("S5", Inputs::All).len(), 120);
+    assert_eq!(seen("S5", WordInputs::All).len(), 120);
     // The identity and 10 swaps; 20 cycles of three more.
-    let swaps = seen("S5", Inputs::Swaps);
+    let swaps = seen("S5", WordInputs::Swaps);
     let s5 = group("S5");
     assert_eq!(swaps.len(), 11);
     assert!(swaps.iter().all(|&x| s5.product(x as usize, x as usize) == 0));
-    assert_eq!(seen("S5", Inputs::SwapsAnd3Cycles).len(), 31);
-    assert_eq!(seen("S4", Inputs::SwapsAnd3Cycles).len(), 1 + 6 + 8);
-    assert_eq!(seen("A5", Inputs::SwapsAnd3Cycles).len(), 1 + 20);
-    assert_eq!(seen("S3_x_S3", Inputs::Swaps).len(), 1 + 3 + 3);
+    assert_eq!(seen("S5", WordInputs::SwapsAnd3Cycles).len(), 31);
+    assert_eq!(seen("S4", WordInputs::SwapsAnd3Cycles).len(), 1 + 6 + 8);
+    assert_eq!(seen("A5", WordInputs::SwapsAnd3Cycles).len(), 1 + 20);
+    assert_eq!(seen("S3_x_S3", WordInputs::Swaps).len(), 1 + 3 + 3);
 }
 
 #[test]
 fn every_allowed_element_is_equally_likely_at_every_place() {
-    let task = task(&GroupWordConfig { inputs: Inputs::Swaps, ..config("S5", 4) });
+    let task = task(&GroupWordConfig { inputs: WordInputs::Swaps, ..config("S5", 4) });
     let mut counts = vec![[0u64; 120]; 5];
     for example in train(&task, 20_000) {
         (1..5).for_each(|t| counts[t][example.input[t] as usize] += 1);
@@ -388,7 +388,7 @@ fn chi_square_sees_what_is_not_uniform_and_what_cannot_be() {
 
 #[test]
 fn states_have_their_exact_shares() {
-    let swaps = GroupWordConfig { inputs: Inputs::Swaps, ..config("S5", 3) };
+    let swaps = GroupWordConfig { inputs: WordInputs::Swaps, ..config("S5", 3) };
     let shares = task(&swaps).state_shares(2);
     // Back after two: each of the 11 elements undoes itself.
     assert_near("identity after 2", shares[0], 1.0 / 11.0, 1e-12);
@@ -400,7 +400,7 @@ fn states_have_their_exact_shares() {
 #[test]
 fn elements_and_last_states_are_as_uniform_as_expected() {
     let four = GroupWordConfig { tokens: 4, ..config("S5", 64) };
-    let swaps = GroupWordConfig { inputs: Inputs::Swaps, ..config("S5", 3) };
+    let swaps = GroupWordConfig { inputs: WordInputs::Swaps, ..config("S5", 3) };
     for config in [config("S3", 20), config("S4", 128), config("A5", 16), four, swaps] {
         let figures = task(&config).statistics(Split::Train, 0, 4_000);
         let of = |name: &str| figures.iter().find(|figure| figure.name.contains(name)).unwrap();
@@ -434,10 +434,10 @@ fn the_published_variants_build_with_the_published_sizes() {
         assert_eq!(task.sets(Split::Validation), []);
     }
     for (inputs, tokens, length) in [
-        (Inputs::All, 1, 32),
-        (Inputs::Swaps, 1, 32),
-        (Inputs::SwapsAnd3Cycles, 1, 32),
-        (Inputs::All, 4, 64),
+        (WordInputs::All, 1, 32),
+        (WordInputs::Swaps, 1, 32),
+        (WordInputs::SwapsAnd3Cycles, 1, 32),
+        (WordInputs::All, 4, 64),
     ] {
         let task = task(&GroupWordConfig::s5(inputs, tokens));
         assert_eq!(task.vocab(), 127);
@@ -459,9 +459,9 @@ fn a_value_that_makes_no_task_is_refused_by_its_key() {
     let cases: [(&str, Spoil); 11] = [
         ("task.group_word.group", |c| c.group = "S9".into()),
         ("task.group_word.group", |c| c.group = "Z1".into()),
-        ("task.group_word.inputs", |c| (c.group, c.inputs) = ("A5".into(), Inputs::Swaps)),
+        ("task.group_word.inputs", |c| (c.group, c.inputs) = ("A5".into(), WordInputs::Swaps)),
         ("task.group_word.inputs", |c| {
-            (c.group, c.inputs) = ("Z5".into(), Inputs::SwapsAnd3Cycles)
+            (c.group, c.inputs) = ("Z5".into(), WordInputs::SwapsAnd3Cycles)
         }),
         ("task.group_word.tokens", |c| c.tokens = 0),
         ("task.group_word.report_every", |c| c.report_every = 0),
@@ -487,7 +487,12 @@ fn an_error_says_what_it_got_and_what_it_wants() {
     let want = "`task.group_word.group` is `D4`; it has to be S<n>, A<n>, Z<n> or some of them \
                 joined by `_x_`, with 2 to 1024 elements together";
     assert_eq!(error.to_string(), want);
-    let config = GroupWordConfig { tokens: 8, ..config("S3", 7) };
+    let config = GroupWordConfig { inputs: WordInputs::Swaps, ..config("A5", 5) };
+    let error = GroupWord::new(&config, 0).unwrap_err();
+    let want = "`task.group_word.inputs` is swaps; it has to be one that leaves more than the \
+                identity, as `all` does";
+    assert_eq!(error.to_string(), want);
+    let config = GroupWordConfig { tokens: 8, ..self::config("S3", 7) };
     let error = GroupWord::new(&config, 0).unwrap_err();
     let want = "`task.group_word.train[0].length` is 7; it has to be 8 or more, the `tokens` of an element";
     assert_eq!(error.to_string(), want);
@@ -496,12 +501,12 @@ fn an_error_says_what_it_got_and_what_it_wants() {
 #[test]
 fn inputs_are_spelt_with_underscores_and_other_keys_refused() {
     let spelt = [
-        ("all", Inputs::All),
-        ("swaps", Inputs::Swaps),
-        ("swaps_and_3_cycles", Inputs::SwapsAnd3Cycles),
+        ("all", WordInputs::All),
+        ("swaps", WordInputs::Swaps),
+        ("swaps_and_3_cycles", WordInputs::SwapsAnd3Cycles),
     ];
     for (text, inputs) in spelt {
-        assert_eq!(Inputs::deserialize(StrDeserializer::<Error>::new(text)), Ok(inputs));
+        assert_eq!(WordInputs::deserialize(StrDeserializer::<Error>::new(text)), Ok(inputs));
     }
     let keys = MapDeserializer::<_, Error>::new([("k", 1)].into_iter());
     let refused = GroupWordConfig::deserialize(keys).unwrap_err().to_string();
