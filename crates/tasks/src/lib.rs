@@ -24,6 +24,8 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
+mod formal;
+mod group_word;
 mod mqar;
 mod rng;
 mod sets;
@@ -35,6 +37,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use formal::{
+    CycleNavigationConfig, EvenPairsConfig, ModularArithmeticConfig, ParityConfig, SizeRange,
+    Supervision,
+};
+pub use group_word::{GroupWord, GroupWordConfig, WordInputs, WordSet};
 pub use mqar::{Cell, Filler, Mqar, MqarConfig};
 pub use statistics::Statistic;
 pub use tally::Tally;
@@ -46,6 +53,16 @@ pub use task::{Batch, Example, Goal, Question, SetInfo, Split, Task, Text};
 pub enum TaskConfig {
     /// Multi-query associative recall.
     Mqar(MqarConfig),
+    /// Is the number of ones odd?
+    Parity(ParityConfig),
+    /// Do the first and the last letter agree?
+    EvenPairs(EvenPairsConfig),
+    /// Where steps around a cycle lead.
+    CycleNavigation(CycleNavigationConfig),
+    /// The value of an expression mod m.
+    ModularArithmetic(ModularArithmeticConfig),
+    /// Running products in a finite group.
+    GroupWord(GroupWordConfig),
 }
 
 impl TaskConfig {
@@ -55,6 +72,11 @@ impl TaskConfig {
     pub fn build(&self, seed: u64) -> Result<Box<dyn Task>, TaskError> {
         match self {
             Self::Mqar(config) => Ok(Box::new(Mqar::new(config, seed)?)),
+            Self::Parity(config) => Ok(Box::new(config.task(seed)?)),
+            Self::EvenPairs(config) => Ok(Box::new(config.task(seed)?)),
+            Self::CycleNavigation(config) => Ok(Box::new(config.task(seed)?)),
+            Self::ModularArithmetic(config) => config.task(seed),
+            Self::GroupWord(config) => Ok(Box::new(GroupWord::new(config, seed)?)),
         }
     }
 }
