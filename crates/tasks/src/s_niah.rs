@@ -498,14 +498,14 @@ impl SNiah {
         self.text.as_ref().expect("`training_text` read what the sets need")
     }
 
-    /// The ids of a sample, and how many of them are the prompt's. Both are encoded in one go, so
-    /// that a tokenizer from a file may join what it likes; the prompt ends where they part.
+    /// The ids of a sample, and how many of them are the prompt's. Both are encoded in one go, as
+    /// text is in training; an id that takes in the end of the prompt belongs to the answer.
     fn encode(&self, prompt: &str, answer: &str) -> (Vec<u32>, usize) {
+        let text = self.tokenizer.known(&[prompt, answer].concat());
+        let asked = 1 + text.ids_within(prompt.len());
         let mut ids = vec![self.tokenizer.start()];
-        ids.extend(self.tokenizer.ids(&[prompt, answer].concat()));
-        let alone = self.tokenizer.ids(prompt);
-        let shared = ids[1..].iter().zip(&alone).take_while(|(a, b)| a == b).count();
-        (ids, 1 + shared)
+        ids.extend(text.ids);
+        (ids, asked)
     }
 
     fn lay_out(&self, shape: &Shape, prompt: &str, hidden: &Hidden) -> Example {

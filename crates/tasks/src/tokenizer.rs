@@ -47,6 +47,11 @@ impl Encoded {
         let end = |count: usize| if count == 0 { 0 } else { self.ends[count - 1] };
         end(range.end) - end(range.start)
     }
+
+    /// How many ids stand for no more than the first `bytes` of the text.
+    pub(crate) fn ids_within(&self, bytes: usize) -> usize {
+        self.ends.partition_point(|&end| end <= bytes)
+    }
 }
 
 impl Tokenizer {
@@ -111,17 +116,15 @@ impl Tokenizer {
         Ok(Encoded { ids: encoding.get_ids().to_vec(), ends })
     }
 
-    /// The ids of a sentence of the task's own.
-    pub(crate) fn ids(&self, text: &str) -> Vec<u32> {
-        match &self.file {
-            None => text.bytes().map(u32::from).collect(),
-            Some(_) => self.encode(text).expect("`read` and the corpus tried the alphabet").ids,
-        }
+    /// The ids of a text that is known to be fit for it: of the alphabet, or of files that were
+    /// encoded when the task was made.
+    pub(crate) fn known(&self, text: &str) -> Encoded {
+        self.encode(text).expect("`read` tried the alphabet, and the task its files")
     }
 
     /// How many ids a text has.
     pub(crate) fn count(&self, text: &str) -> usize {
-        if self.file.is_none() { text.len() } else { self.ids(text).len() }
+        if self.file.is_none() { text.len() } else { self.known(text).ids.len() }
     }
 
     /// The text that ids stand for. Bytes that are no UTF-8 read `\xff`; the two ids of our own read
@@ -130,7 +133,7 @@ impl Tokenizer {
         let known: Vec<u32> = ids.iter().copied().filter(|&id| id < self.ids).collect();
         match &self.file {
             None => show_bytes(&known.iter().map(|&id| id as u8).collect::<Vec<_>>()),
-            Some(file) => file.decode(&known, false).unwrap_or_default(),
+            Some(file) => file.decode(&known, false).unwrap_or_else(|error| format!("<{error}>")),
         }
     }
 

@@ -102,20 +102,29 @@ impl Hidden {
     }
 
     /// The prompt with the largest haystack that leaves start, prompt and answer within `length`
-    /// tokens. The size is guessed from the shell's bytes a token, then searched for.
+    /// tokens. The size is guessed twice, from the bytes a token of the shell and then of the first
+    /// guess, before it is searched for: encoding is what takes time.
     pub(super) fn fill(&self, prose: &Prose, tokenizer: &Tokenizer, length: usize) -> String {
-        let answer = self.answer();
-        let tokens = |prompt: &str| 1 + tokenizer.count(&[prompt, &answer].concat());
-        let shell = self.prompt(prose, 0);
-        let used = tokens(&shell);
-        let bytes = length.saturating_sub(used) * shell.len() / used;
-        let (guess, most) = if self.needle.in_essays() {
-            (prose.words_within(self.first, bytes), prose.words() - self.first)
-        } else {
-            (bytes / (NOISE.len() + 1), length)
+        let whole = |size| self.prompt(prose, size) + &self.answer();
+        let tokens = |text: &str| 1 + tokenizer.count(text);
+        let shell = whole(0);
+        let guess = |text: &str| {
+            let bytes = (text.len() * length / tokens(text)).saturating_sub(shell.len());
+            self.size_within(prose, bytes)
         };
-        let size = largest(guess, most, |size| tokens(&self.prompt(prose, size)) <= length);
+        let guess = guess(&whole(guess(&shell)));
+        let most = if self.needle.in_essays() { prose.words() - self.first } else { length };
+        let size = largest(guess, most, |size| tokens(&whole(size)) <= length);
         self.prompt(prose, size)
+    }
+
+    /// Lines or words of `bytes` of haystack.
+    fn size_within(&self, prose: &Prose, bytes: usize) -> usize {
+        if self.needle.in_essays() {
+            prose.words_within(self.first, bytes)
+        } else {
+            bytes / (NOISE.len() + 1)
+        }
     }
 }
 
