@@ -24,14 +24,18 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
+mod corpus;
 mod formal;
 mod group_word;
+mod language_modelling;
 mod mqar;
 mod rng;
+mod s_niah;
 mod sets;
 pub mod statistics;
 mod tally;
 mod task;
+mod tokenizer;
 
 use std::path::PathBuf;
 
@@ -42,10 +46,13 @@ pub use formal::{
     Supervision,
 };
 pub use group_word::{GroupWord, GroupWordConfig, WordInputs, WordSet};
+pub use language_modelling::{LanguageModelling, LanguageModellingConfig, TextSet};
 pub use mqar::{Cell, Filler, Mqar, MqarConfig};
+pub use s_niah::{Needle, NeedleSet, SNiah, SNiahConfig, Track, TrainSet};
 pub use statistics::Statistic;
 pub use tally::Tally;
 pub use task::{Batch, Example, Goal, Question, SetInfo, Split, Task, Text};
+pub use tokenizer::TokenizerConfig;
 
 /// Which task, as the TOML's table name: `[task.mqar]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -63,12 +70,16 @@ pub enum TaskConfig {
     ModularArithmetic(ModularArithmeticConfig),
     /// Running products in a finite group.
     GroupWord(GroupWordConfig),
+    /// A single needle in a haystack.
+    SNiah(SNiahConfig),
+    /// The next token of plain text.
+    LanguageModelling(LanguageModellingConfig),
 }
 
 impl TaskConfig {
     /// Checks every value, then makes the task whose data follow from `seed`.
     /// # Errors
-    /// [`TaskError::Value`] names the first key that cannot be used.
+    /// [`TaskError`] names the first key that cannot be used.
     pub fn build(&self, seed: u64) -> Result<Box<dyn Task>, TaskError> {
         match self {
             Self::Mqar(config) => Ok(Box::new(Mqar::new(config, seed)?)),
@@ -77,6 +88,8 @@ impl TaskConfig {
             Self::CycleNavigation(config) => Ok(Box::new(config.task(seed)?)),
             Self::ModularArithmetic(config) => config.task(seed),
             Self::GroupWord(config) => Ok(Box::new(GroupWord::new(config, seed)?)),
+            Self::SNiah(config) => Ok(Box::new(SNiah::new(config, seed)?)),
+            Self::LanguageModelling(config) => Ok(Box::new(LanguageModelling::new(config, seed)?)),
         }
     }
 }
