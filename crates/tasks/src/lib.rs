@@ -24,6 +24,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
+pub mod mad;
 mod mqar;
 mod rng;
 mod sets;
@@ -46,6 +47,18 @@ pub use task::{Batch, Example, Goal, Question, SetInfo, Split, Task, Text};
 pub enum TaskConfig {
     /// Multi-query associative recall.
     Mqar(MqarConfig),
+    /// MAD: say a random sequence again from one vector.
+    Compression(mad::CompressionConfig),
+    /// MAD: recall values of several tokens by keys of several tokens.
+    FuzzyInContextRecall(mad::FuzzyInContextRecallConfig),
+    /// MAD: recall a key's value.
+    InContextRecall(mad::InContextRecallConfig),
+    /// MAD: know values that no example shows.
+    Memorization(mad::MemorizationConfig),
+    /// MAD: recall a key's value among noise.
+    NoisyInContextRecall(mad::NoisyInContextRecallConfig),
+    /// MAD: say tokens again that were scattered among blanks.
+    SelectiveCopying(mad::SelectiveCopyingConfig),
 }
 
 impl TaskConfig {
@@ -55,6 +68,18 @@ impl TaskConfig {
     pub fn build(&self, seed: u64) -> Result<Box<dyn Task>, TaskError> {
         match self {
             Self::Mqar(config) => Ok(Box::new(Mqar::new(config, seed)?)),
+            Self::Compression(config) => Ok(Box::new(mad::Compression::new(config, seed)?)),
+            Self::FuzzyInContextRecall(config) => {
+                Ok(Box::new(mad::FuzzyInContextRecall::new(config, seed)?))
+            }
+            Self::InContextRecall(config) => Ok(Box::new(mad::InContextRecall::new(config, seed)?)),
+            Self::Memorization(config) => Ok(Box::new(mad::Memorization::new(config, seed)?)),
+            Self::NoisyInContextRecall(config) => {
+                Ok(Box::new(mad::InContextRecall::noisy(config, seed)?))
+            }
+            Self::SelectiveCopying(config) => {
+                Ok(Box::new(mad::SelectiveCopying::new(config, seed)?))
+            }
         }
     }
 }
