@@ -28,6 +28,7 @@ mod corpus;
 mod formal;
 mod group_word;
 mod language_modelling;
+pub mod mad;
 mod mqar;
 mod rng;
 mod s_niah;
@@ -74,6 +75,18 @@ pub enum TaskConfig {
     SNiah(SNiahConfig),
     /// The next token of plain text.
     LanguageModelling(LanguageModellingConfig),
+    /// MAD: say a random sequence again from one vector.
+    Compression(mad::CompressionConfig),
+    /// MAD: recall values of several tokens by keys of several tokens.
+    FuzzyInContextRecall(mad::FuzzyInContextRecallConfig),
+    /// MAD: recall a key's value.
+    InContextRecall(mad::InContextRecallConfig),
+    /// MAD: know values that no example shows.
+    Memorization(mad::MemorizationConfig),
+    /// MAD: recall a key's value among noise.
+    NoisyInContextRecall(mad::NoisyInContextRecallConfig),
+    /// MAD: say tokens again that were scattered among blanks.
+    SelectiveCopying(mad::SelectiveCopyingConfig),
 }
 
 impl TaskConfig {
@@ -90,6 +103,18 @@ impl TaskConfig {
             Self::GroupWord(config) => Ok(Box::new(GroupWord::new(config, seed)?)),
             Self::SNiah(config) => Ok(Box::new(SNiah::new(config, seed)?)),
             Self::LanguageModelling(config) => Ok(Box::new(LanguageModelling::new(config, seed)?)),
+            Self::Compression(config) => Ok(Box::new(mad::Compression::new(config, seed)?)),
+            Self::FuzzyInContextRecall(config) => {
+                Ok(Box::new(mad::FuzzyInContextRecall::new(config, seed)?))
+            }
+            Self::InContextRecall(config) => Ok(Box::new(mad::InContextRecall::new(config, seed)?)),
+            Self::Memorization(config) => Ok(Box::new(mad::Memorization::new(config, seed)?)),
+            Self::NoisyInContextRecall(config) => {
+                Ok(Box::new(mad::InContextRecall::noisy(config, seed)?))
+            }
+            Self::SelectiveCopying(config) => {
+                Ok(Box::new(mad::SelectiveCopying::new(config, seed)?))
+            }
         }
     }
 }

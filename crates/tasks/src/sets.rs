@@ -19,11 +19,20 @@ struct Sets<S> {
 impl<S> Splits<S> {
     /// Makes each set of the lists, training first, then validation, then test.
     pub(crate) fn new<C>(lists: [&[C]; 3], make: impl Fn(&C) -> (SetInfo, S)) -> Self {
-        let sets = lists.map(|list| {
-            let (infos, shapes) = list.iter().map(&make).unzip();
+        Self::by_split(lists, |_, set| make(set))
+    }
+
+    /// As [`Splits::new`], for a task that asks different things in different splits.
+    pub(crate) fn by_split<C>(
+        [train, validation, test]: [&[C]; 3],
+        make: impl Fn(Split, &C) -> (SetInfo, S),
+    ) -> Self {
+        let sets = |split, list: &[C]| {
+            let (infos, shapes) = list.iter().map(|set| make(split, set)).unzip();
             Sets { infos, shapes }
-        });
-        Self { sets }
+        };
+        let (train, validation) = (sets(Split::Train, train), sets(Split::Validation, validation));
+        Self { sets: [train, validation, sets(Split::Test, test)] }
     }
 
     /// What a split's sets are called and how large they are.
