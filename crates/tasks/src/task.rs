@@ -186,6 +186,12 @@ pub trait Task: Send + Sync + Debug {
         Goal::Highest
     }
 
+    /// Whether the answers stand in the input at their own positions, so that only a model that has to
+    /// put the whole sequence into one vector first, an auto-encoder, is asked anything.
+    fn needs_auto_encoder(&self) -> bool {
+        false
+    }
+
     /// What a person calls an id.
     fn token(&self, id: u32) -> String {
         id.to_string()

@@ -1,6 +1,6 @@
 //! One run, complete, as one TOML file.
 
-use linattn::nn::{ConfigError as ModelError, LanguageModelConfig};
+use linattn::nn::{ConfigError as ModelError, HeadKind, LanguageModelConfig};
 use linattn_tasks::{Goal, Split, Task, TaskConfig, TaskError};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -353,6 +353,7 @@ impl RunConfig {
         }
         let task = self.task.build(self.seed)?;
         self.model.cost(1)?;
+        self.check_head(task.as_ref())?;
         self.train.check()?;
         self.optimizer.check()?;
         if !(0.0..=1.0).contains(&self.schedule.floor) {
@@ -365,6 +366,19 @@ impl RunConfig {
         };
         at_least_one("checkpoint.every_steps", self.checkpoint.every_steps)?;
         at_least_one("checkpoint.keep", Some(self.checkpoint.keep as u64))
+    }
+}
+
+impl RunConfig {
+    /// An auto-encoder sees its whole input before it answers: right where that is asked for, and
+    /// nowhere else.
+    fn check_head(&self, task: &dyn Task) -> Result<(), ConfigError> {
+        let (got, want) = match (self.model.head, task.needs_auto_encoder()) {
+            (HeadKind::Position, true) => ("position", "auto_encoder for this task"),
+            (HeadKind::AutoEncoder, false) => ("auto_encoder", "position for this task"),
+            _ => return Ok(()),
+        };
+        Err(ConfigError::value("model.head", got, want))
     }
 }
 

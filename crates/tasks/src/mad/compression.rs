@@ -136,6 +136,10 @@ impl Task for Compression {
         score::ROWS
     }
 
+    fn needs_auto_encoder(&self) -> bool {
+        true
+    }
+
     fn score_name(&self) -> &'static str {
         "accuracy"
     }
