@@ -9,7 +9,7 @@ mod heat;
 use std::collections::BTreeMap;
 
 use crate::config::Figure;
-use crate::report::{Curves, Layout, Section, beside, line_name};
+use crate::report::{Cell, Curves, Layout, MEAN, Section, beside, line_name};
 use crate::rows::Row;
 use crate::select::{Chosen, Selection};
 use crate::{FigureKind, Sweep, SweepError};
@@ -25,18 +25,19 @@ pub(crate) struct Picture {
     pub(crate) drawing: Drawing,
 }
 
-/// Draws every picture that a sweep asks for. With several sections there is one of each kind a section.
+/// Draws every picture that a sweep asks for: one of each kind a section, and of learning curves one a
+/// column.
 pub(crate) fn figures(
     sweep: &Sweep,
     selection: &Selection,
     layout: &Layout,
     curves: &Curves,
 ) -> Result<Vec<Picture>, SweepError> {
-    let mut pictures = vec![];
+    let mut pictures: Vec<Picture> = vec![];
     for figure in &sweep.config.report.figures {
         for section in &layout.sections {
-            let draft = Draft { sweep, selection, section, figure, curves };
-            pictures.push(draft.picture());
+            let draft = Draft { sweep, selection, section, figure, curves, column: None };
+            pictures.extend(draft.each().iter().map(Draft::picture));
         }
     }
     for (i, picture) in pictures.iter().enumerate() {
@@ -49,22 +50,42 @@ pub(crate) fn figures(
 }
 
 /// One picture of one section.
+#[derive(Clone, Copy)]
 struct Draft<'a> {
     sweep: &'a Sweep,
     selection: &'a Selection,
     section: &'a Section,
     figure: &'a Figure,
     curves: &'a Curves,
+    /// The column it shows, if not all.
+    column: Option<&'a str>,
 }
 
 impl Draft<'_> {
+    /// One for each column where all of them would be too much for one picture.
+    fn each(self) -> Vec<Self> {
+        let one = |column| Self { column, ..self };
+        let by_column = self.sweep.config.report.columns.is_some();
+        match self.figure.kind {
+            FigureKind::LearningCurves if by_column => {
+                let columns = self.section.columns.iter().filter(|column| *column != MEAN);
+                columns.map(|column| one(Some(column.as_str()))).collect()
+            }
+            _ => vec![self],
+        }
+    }
+
     fn picture(&self) -> Picture {
-        let section = self.section.name.as_deref();
         let slug = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '_' };
-        let ending = section.map(|name| format!("_{}", name.chars().map(slug).collect::<String>()));
-        let file = format!("{}{}", self.figure.file(), ending.unwrap_or_default());
-        let title = self.figure.title.clone().unwrap_or_else(|| self.figure.kind.title().into());
-        let title = section.map_or(title.clone(), |name| format!("{title}: {name}"));
+        let slug = |name: &str| name.chars().map(slug).collect::<String>();
+        let parts: Vec<&str> =
+            self.section.name.as_deref().into_iter().chain(self.column).collect();
+        let title = self.figure.title.as_deref().unwrap_or(self.figure.kind.title());
+        let (mut file, mut title) = (self.figure.file().to_string(), title.to_string());
+        if !parts.is_empty() {
+            file = format!("{file}_{}", slug(&parts.join("_")));
+            title = format!("{title}: {}", parts.join(", "));
+        }
         let drawing = match self.figure.kind {
             FigureKind::LearningCurves => self.learning_curves(&title),
             FigureKind::OverState => self.over_state(&title),
@@ -86,15 +107,19 @@ impl Draft<'_> {
     fn groups(&self) -> impl Iterator<Item = &Chosen> {
         let report = &self.sweep.config.report;
         self.selection.groups.iter().filter(|group| {
-            let name = report.section.as_ref().and_then(|key| group.value(key));
-            name.map(|name| report.called(name)) == self.section.name.as_deref()
+            let value = |key: &Option<String>| {
+                key.as_ref().and_then(|key| group.value(key)).map(|value| report.called(value))
+            };
+            let here = self.column.is_none_or(|column| value(&report.columns) == Some(column));
+            here && value(&report.section) == self.section.name.as_deref()
         })
     }
 
-    /// A line's name, and its column's where there are several.
+    /// A line's name, and its column's where the picture has several.
     fn name(&self, group: &Chosen) -> String {
         let report = &self.sweep.config.report;
-        let columns = report.columns.iter().chain(&report.average);
+        let columns = report.columns.iter().filter(|_| self.column.is_none());
+        let columns = columns.chain(&report.average);
         let values = columns.filter_map(|key| group.value(key)).map(|value| report.called(value));
         let line = line_name(report, group);
         std::iter::once(line.as_str()).chain(values).collect::<Vec<_>>().join(", ")
@@ -129,11 +154,6 @@ impl Draft<'_> {
         let mut series = vec![];
         let full = self.sweep.config.scaled_down.is_none();
         for (place, line) in self.section.lines.iter().enumerate() {
-            let point =
-                |cell: &crate::report::Cell| Some((cell.state_bytes?, cell.value(self.sweep)?));
-            let points = line.cells.iter().filter_map(point).collect();
-            let name = Some(line.name.clone());
-            series.push(Series { name, place, points, stroke: Stroke::Dots });
             let tables = beside(self.sweep, self.section.name.as_deref());
             for table in tables.into_iter().filter(|_| full) {
                 let points = table.over_state(&line.name).into_iter();
@@ -141,7 +161,12 @@ impl Draft<'_> {
                     points.map(|(bytes, value)| (bytes, table.unit.share(value))).collect();
                 series.push(Series { name: None, place, points, stroke: Stroke::Rings });
             }
+            let point = |cell: &Cell| Some((cell.state_bytes?, cell.value(self.sweep)?));
+            let points = line.cells.iter().filter_map(point).collect();
+            let name = Some(line.name.clone());
+            series.push(Series { name, place, points, stroke: Stroke::Dots });
         }
+        series.sort_by_key(|series| series.stroke != Stroke::Rings); // rings lie below
         let published = series.iter().any(|s| s.stroke == Stroke::Rings && !s.points.is_empty());
         let chart = Chart {
             title: title.into(),

@@ -9,7 +9,7 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -96,7 +96,7 @@ impl Done {
 enum Event {
     Started(usize, String),
     Finished(usize, Box<Row>, Added),
-    Elsewhere,
+    Elsewhere(usize),
     Interrupted(usize),
     Broken(SweepError),
 }
@@ -124,11 +124,17 @@ impl SweepJob<'_> {
             rows.rows.iter().any(|row| row.id() == id && !(row.failed() && self.retry_failed))
         };
         let (skipped, open): (Vec<usize>, Vec<usize>) = mine.iter().partition(|i| done(i));
-        let queue = Mutex::new(open.iter().map(|&i| (i, Instant::now())).collect());
         let tally = Done { runs: mine.len(), skipped: skipped.len(), ..Done::default() };
         let estimates = Estimates::new(&self.sweep.config.select, &rows.rows);
         let mut watch = Watch { job: self, tally, estimates, open, began: Instant::now(), show };
         watch.begin();
+        self.work(runner, &mut watch)?;
+        Ok(watch.tally)
+    }
+
+    /// Has workers do what is open, and listens to them until they are gone.
+    fn work(&self, runner: &dyn Runner, watch: &mut Watch) -> Result<(), SweepError> {
+        let queue: Queue = Mutex::new(watch.open.iter().map(|&i| (i, Instant::now())).collect());
         thread::scope(|scope| {
             let (sender, events) = mpsc::channel();
             for device in self.devices.iter().flat_map(|d| std::iter::repeat_n(d, self.jobs)) {
@@ -145,8 +151,6 @@ impl SweepJob<'_> {
                 }
             }
         })
-        .inspect_err(|_: &SweepError| clear(&queue))?;
-        Ok(watch.tally)
     }
 
     /// When no more runs start.
@@ -156,16 +160,15 @@ impl SweepJob<'_> {
     }
 }
 
-fn clear(queue: &Mutex<VecDeque<Waiting>>) {
-    queue.lock().unwrap_or_else(PoisonError::into_inner).clear();
-}
+/// Runs that wait.
+type Queue = Mutex<VecDeque<Waiting>>;
 
 /// Does one run after another on one device.
 struct Worker<'a> {
     job: &'a SweepJob<'a>,
     runner: &'a dyn Runner,
     device: &'a str,
-    queue: &'a Mutex<VecDeque<Waiting>>,
+    queue: &'a Queue,
 }
 
 /// What a worker found to do.
@@ -192,14 +195,18 @@ impl Worker<'_> {
                 },
             };
             if matches!(event, Event::Broken(_)) {
-                clear(self.queue);
+                self.waiting().clear(); // nobody starts one more
             }
             let _nobody_listens_after_an_error = events.send(event);
         }
     }
 
+    fn waiting(&self) -> MutexGuard<'_, VecDeque<Waiting>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn next(&self) -> Next {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.waiting();
         let now = Instant::now();
         let due = queue.iter().position(|(_, when)| *when <= now);
         match due.and_then(|place| queue.remove(place)) {
@@ -213,15 +220,14 @@ impl Worker<'_> {
     fn attempt(&self, place: usize, events: &Sender<Event>) -> Result<Option<Event>, SweepError> {
         let run = &self.job.plan.runs[place];
         let Some(lock) = self.take(run)? else {
-            let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-            queue.push_back((place, Instant::now() + PATIENCE));
+            self.waiting().push_back((place, Instant::now() + PATIENCE));
             return Ok(None);
         };
         let rows = RowsFile::new(&self.job.sweep.folder);
         let known = rows.load()?.rows.into_iter().find(|row| row.id() == run.id);
         let anew = known.as_ref().is_some_and(Row::failed) && self.job.retry_failed;
         if known.is_some() && !anew {
-            return Ok(Some(Event::Elsewhere));
+            return Ok(Some(Event::Elsewhere(place)));
         }
         let _nobody_listens = events.send(Event::Started(place, self.device.into()));
         let Some(row) = self.perform(run, &lock, anew) else {
@@ -316,7 +322,10 @@ impl Watch<'_> {
                 (self.show)(&format!("started on {device}: {run}"));
             }
             Event::Finished(place, row, added) => self.finished(place, &row, added),
-            Event::Elsewhere => self.tally.elsewhere += 1,
+            Event::Elsewhere(place) => {
+                self.tally.elsewhere += 1;
+                self.open.retain(|&open| open != place);
+            }
             Event::Interrupted(place) => {
                 let run = self.job.plan.runs[place].describe();
                 (self.show)(&format!("interrupted, it goes on next time: {run}"));

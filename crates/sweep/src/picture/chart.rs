@@ -95,7 +95,7 @@ impl Series {
                 drawing.line(&points, colour, 2.0);
                 points.iter().for_each(|&at| drawing.dot(at, 4.0, colour));
             }
-            Stroke::Rings => points.iter().for_each(|&at| drawing.ring(at, 5.5, colour)),
+            Stroke::Rings => points.iter().for_each(|&at| drawing.ring(at, 7.5, colour)),
         }
     }
 }

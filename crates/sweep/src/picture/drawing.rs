@@ -20,8 +20,9 @@ pub(crate) const GRID: RGBColor = RGBColor(230, 230, 226);
 pub(crate) const INK: RGBColor = RGBColor(33, 37, 41);
 pub(crate) const FAINT_INK: RGBColor = RGBColor(92, 99, 106);
 
-/// Okabe and Ito's colours, which colour-blind readers tell apart; without yellow, too pale here.
-const COLOURS: [RGBColor; 7] = [
+/// Okabe and Ito's colours, which colour-blind readers tell apart; without yellow, too pale here, and
+/// with three more at the end.
+const COLOURS: [RGBColor; 10] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
     RGBColor(0, 158, 115),
@@ -29,6 +30,9 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(230, 159, 0),
     RGBColor(86, 180, 233),
     RGBColor(90, 90, 90),
+    RGBColor(120, 80, 180),
+    RGBColor(130, 70, 40),
+    RGBColor(128, 128, 0),
 ];
 
 /// Heights of letters.

@@ -58,7 +58,7 @@ impl HeatPanel {
         drawing.text(&shorten(&self.name, 48), (left, top + 12.0), INK, HPos::Left);
         let (left, top) = (left + 62.0, top + 28.0);
         let width = (PANEL.0 - 84.0) / self.columns.len().max(1) as f64;
-        let height = (PANEL.1 - 84.0) / self.rows.len().max(1) as f64;
+        let height = (PANEL.1 - 66.0) / self.rows.len().max(1) as f64;
         for (i, j) in
             (0..self.columns.len()).flat_map(|i| (0..self.rows.len()).map(move |j| (i, j)))
         {
@@ -69,13 +69,13 @@ impl HeatPanel {
             drawing.fill(from, to, value.map_or(GRID, shade));
             let text = value.map_or_else(|| "–".to_string(), |value| format!("{value:.2}"));
             if height >= 13.0 && width >= 30.0 {
-                let ink = if value.is_some_and(|value| value < 0.62) { LIGHT } else { INK };
+                let ink = if value.is_some_and(|value| value < 0.52) { LIGHT } else { INK };
                 drawing.text(&text, (middle, from.1 + height / 2.0), ink, HPos::Center);
             }
         }
         for (i, column) in self.columns.iter().enumerate() {
             let x = left + width * (i as f64 + 0.5);
-            let y = top + PANEL.1 - 84.0 + 12.0;
+            let y = top + PANEL.1 - 66.0 + 12.0;
             drawing.text(&shorten(column, (width / 7.4) as usize), (x, y), FAINT_INK, HPos::Center);
         }
         for (j, row) in self.rows.iter().enumerate() {

@@ -45,7 +45,7 @@ pub(crate) struct Cell {
 }
 
 /// The heading of the column with the mean of the others.
-const MEAN: &str = "Mean";
+pub(crate) const MEAN: &str = "Mean";
 
 impl Layout {
     pub(crate) fn new(sweep: &Sweep, selection: &Selection) -> Self {
@@ -382,7 +382,7 @@ impl<'a> Beside<'a> {
 }
 
 /// A mean is that of all columns: with others it is another number.
-fn same_columns(table: &PublishedTable, ours: &[String]) -> bool {
+pub(super) fn same_columns(table: &PublishedTable, ours: &[String]) -> bool {
     let sorted = |columns: &[String]| {
         let mut columns: Vec<String> = columns.to_vec();
         columns.sort();
