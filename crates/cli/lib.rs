@@ -3,8 +3,12 @@
 //! Backends are chosen here and nowhere else, and generic code is made for them once.
 
 pub mod device;
+mod report;
+mod sweep;
 mod train;
 
+pub use report::{ReportArgs, report};
+pub use sweep::{SweepArgs, sweep};
 pub use train::{TrainArgs, train};
 
 use std::process::ExitCode;

@@ -66,10 +66,12 @@ pub struct Variant {
     pub axis: String,
     /// The variant's value in that column.
     pub name: String,
-    /// More columns that follow from the variant, for instance `task = "ICR"` for one of its settings.
+    /// More columns that follow from the variant, for instance `task = "ICR"` for one of its
+    /// settings.
     #[serde(default)]
     pub labels: Table,
-    /// Keys of the run config by dotted path, in quotes. A table takes the place of the whole table.
+    /// Keys of the run config by dotted path, in quotes. A table takes the place of the whole
+    /// table.
     pub set: Table,
 }
 

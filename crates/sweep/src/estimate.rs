@@ -38,8 +38,8 @@ impl Estimates {
         mean(self.rows.iter().filter(alike))
     }
 
-    /// Seconds for all of `runs` one after another. Those of a kind that was never measured are taken
-    /// to be as long as the mean of all.
+    /// Seconds for all of `runs` one after another. Those of a kind that was never measured are
+    /// taken to be as long as the mean of all.
     pub(crate) fn total<'a>(&self, runs: impl Iterator<Item = &'a PlannedRun>) -> Option<f64> {
         let all = mean(self.rows.iter())?;
         Some(runs.map(|run| self.seconds(run).unwrap_or(all)).sum())

@@ -23,8 +23,8 @@ use crate::rows::replace;
 /// The file's name; a second writing takes the place of the first.
 const NAME: &str = "events.out.tfevents.0000000000.linattn";
 
-/// Writes a run's metrics and settings for TensorBoard into its own folder: scalars of every line of
-/// `metrics.jsonl`, and `config.toml` as hyperparameters. Gives the file.
+/// Writes a run's metrics and settings for TensorBoard into its own folder: scalars of every line
+/// of `metrics.jsonl`, and `config.toml` as hyperparameters. Gives the file.
 /// # Errors
 /// [`SweepError`] where the folder is no run's, or cannot be written.
 pub fn write_events(run_folder: &Path) -> Result<PathBuf, SweepError> {

@@ -1,9 +1,9 @@
 //! Grids of runs into rows, and rows into tables and pictures beside published numbers.
 //!
-//! A [`Sweep`] is a TOML file in a folder of its own. Its [`Plan`] lists the runs, a [`SweepJob`] does
-//! them and adds a line to the folder's `rows.csv` for each, and [`report`] makes the tables and
-//! pictures of the folder's `README.md` from these lines alone. How a run is checked and done is for a
-//! [`Runner`] to know.
+//! A [`Sweep`] is a TOML file in a folder of its own. Its [`Plan`] lists the runs, a [`SweepJob`]
+//! does them and adds a line to the folder's `rows.csv` for each, and [`report`] makes the tables
+//! and pictures of the folder's `README.md` from these lines alone. How a run is checked and done
+//! is for a [`Runner`] to know.
 //!
 //! Numbers that are not comparable never meet unlabelled: see [`Published`] and [`Sweep::label`].
 

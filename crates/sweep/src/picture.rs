@@ -25,8 +25,8 @@ pub(crate) struct Picture {
     pub(crate) drawing: Drawing,
 }
 
-/// Draws every picture that a sweep asks for: one of each kind a section, and of learning curves one a
-/// column.
+/// Draws every picture that a sweep asks for: one of each kind a section, and of learning curves
+/// one a column.
 pub(crate) fn figures(
     sweep: &Sweep,
     selection: &Selection,

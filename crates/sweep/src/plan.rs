@@ -7,7 +7,7 @@ use toml::{Table, Value};
 
 use crate::config::{Choice, Dimension, Rule, value_text};
 use crate::published::{Protocol, Published, PublishedTable};
-use crate::rows::{Rows, RowsFile};
+use crate::rows::{Added, Row, Rows, RowsFile};
 use crate::{Runner, SweepConfig, SweepError};
 
 /// A sweep's file, with the folder that holds its rows and report.
@@ -78,8 +78,8 @@ impl Sweep {
         folder.file_name().map_or_else(|| "sweep".into(), |name| name.to_string_lossy().into())
     }
 
-    /// What stands in the rows about the protocol: its name, and whether it was scaled down. A report
-    /// refuses rows with another label.
+    /// What stands in the rows about the protocol: its name, and whether it was scaled down. A
+    /// report refuses rows with another label.
     pub fn label(&self) -> String {
         match (&self.config.protocol, &self.config.scaled_down) {
             (Some(protocol), None) => protocol.clone(),
@@ -120,6 +120,25 @@ impl Sweep {
         same(&file, &rows, "base", "base config", &plan.base)?;
         same(&file, &rows, "protocol", "protocol", &self.label())?;
         Ok(rows)
+    }
+
+    /// Adds rows that another machine wrote for the same sweep, as it does for another shard. Gives
+    /// how many were new.
+    /// # Errors
+    /// [`SweepError::OtherRows`] where they are of another base config or protocol; then none is
+    /// added.
+    pub fn join(&self, plan: &Plan, other: &Path) -> Result<usize, SweepError> {
+        let theirs = RowsFile::at(other);
+        let rows = theirs.view()?;
+        same(&theirs, &rows, "base", "base config", &plan.base)?;
+        same(&theirs, &rows, "protocol", "protocol", &self.label())?;
+        let known = self.rows(plan)?.rows;
+        let known = |row: &Row| known.iter().any(|other| other.id() == row.id());
+        let mut new = 0;
+        for row in rows.rows.iter().filter(|row| !(row.failed() && known(row))) {
+            new += usize::from(RowsFile::new(&self.folder).add(row)? == Added::New);
+        }
+        Ok(new)
     }
 
     /// The folder's rows, looked at and not changed.

@@ -41,7 +41,8 @@ pub struct Protocol {
     /// What else has to be known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
-    /// Keys of a run's config that have to stand as they do here; a list names what may stand there.
+    /// Keys of a run's config that have to stand as they do here; a list names what may stand
+    /// there.
     #[serde(default)]
     pub requires: Table,
 }

@@ -58,10 +58,10 @@ pub fn experiments(root: &Path) -> Result<Vec<PathBuf>, SweepError> {
     Ok(folders)
 }
 
-/// Makes the tables and pictures of a folder anew from its `sweep.toml`, `rows.csv` and `curves.csv`.
-/// Where `runs` is given, learning curves are first copied from the run folders in it to `curves.csv`.
-/// Tables go between the marks `<!-- report:begin NAME -->` and `<!-- report:end -->` of the README,
-/// NAME being the folder's, or to its end.
+/// Makes the tables and pictures of a folder anew from its `sweep.toml`, `rows.csv` and
+/// `curves.csv`. Where `runs` is given, learning curves are first copied from the run folders in it
+/// to `curves.csv`. Tables go between the marks `<!-- report:begin NAME -->` and `<!-- report:end
+/// -->` of the README, NAME being the folder's, or to its end.
 /// # Errors
 /// [`SweepError`] where the rows are of another protocol than the sweep, or a file is not what it
 /// should be.

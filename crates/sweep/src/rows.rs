@@ -1,8 +1,8 @@
 //! `rows.csv`: a line for every run that ended, whole or not at all.
 //!
-//! Whoever reads or writes holds the lock of `.rows.lock`. A row is one write at the end of the file;
-//! a new column, or a row in place of a failed one, writes a new file that takes the old one's name.
-//! So a cut leaves at most one line without its end, which whoever comes next removes.
+//! Whoever reads or writes holds the lock of `.rows.lock`. A row is one write at the end of the
+//! file; a new column, or a row in place of a failed one, writes a new file that takes the old
+//! one's name. So a cut leaves at most one line without its end, which whoever comes next removes.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -120,6 +120,11 @@ impl RowsFile {
     /// The table in a folder, whether or not it is there yet.
     pub fn new(folder: &Path) -> Self {
         Self { path: folder.join("rows.csv") }
+    }
+
+    /// A table by its own path.
+    pub(crate) fn at(path: &Path) -> Self {
+        Self { path: path.into() }
     }
 
     /// Where it is.

@@ -1,4 +1,5 @@
-//! How a run is checked and how it is done: by whoever starts the sweep, or by a program of its own.
+//! How a run is checked and how it is done: by whoever starts the sweep, or by a program of its
+//! own.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -13,7 +14,8 @@ use toml::{Table, Value};
 
 /// What a sweep has to know about runs.
 pub trait Runner: Sync {
-    /// The run config at `base` with `overrides` in place, checked, and with every default filled in.
+    /// The run config at `base` with `overrides` in place, checked, and with every default filled
+    /// in.
     /// # Errors
     /// One line that names the key, its value, and what would do.
     fn resolve(&self, base: &Path, overrides: &[(String, Value)]) -> Result<Table, String>;
@@ -74,8 +76,8 @@ impl Stop {
 }
 
 /// Runs as processes of a program that takes `--config --device --out --progress quiet`, and
-/// `--overwrite` or `--resume`; that writes `OUT/NAME/summary.json`; and that exits with 0 when done
-/// and with 130 when interrupted.
+/// `--overwrite` or `--resume`; that writes `OUT/NAME/summary.json`; and that exits with 0 when
+/// done and with 130 when interrupted.
 #[derive(Debug, Clone)]
 pub struct ChildProcess {
     /// The program.
@@ -88,9 +90,9 @@ pub struct ChildProcess {
 const INTERRUPTED: i32 = 130;
 
 impl ChildProcess {
-    /// Does a run in a process of its own; takes over the result of one that ended unseen, and goes on
-    /// with one that was cut off. The process outlives a killed sweep and keeps the run's lock until
-    /// it ends.
+    /// Does a run in a process of its own; takes over the result of one that ended unseen, and goes
+    /// on with one that was cut off. The process outlives a killed sweep and keeps the run's lock
+    /// until it ends.
     /// # Errors
     /// The last line that the program wrote, or why it could not be started.
     pub fn run(&self, run: &Assignment, stop: &Stop) -> Result<Ending, String> {
@@ -104,15 +106,13 @@ impl ChildProcess {
         let log = run.out.join(format!("{}.log", run.id));
         let mut child = self.start(run, &config, &folder, &log)?;
         let code = wait(&mut child, stop).map_err(|e| format!("can't wait for the run: {e}"))?;
-        match code {
-            Some(0) => finished(&folder).map(Ending::Done).ok_or_else(|| {
-                format!("{} left no summary in {}", self.program.display(), folder.display())
-            }),
-            Some(INTERRUPTED) => Ok(Ending::Interrupted),
-            _ => Err(last_line(&log).unwrap_or_else(|| match code {
-                Some(code) => format!("exit code {code}, without a word"),
-                None => "ended by a signal, without a word".into(),
-            })),
+        match (code, finished(&folder)) {
+            (Some(0), Some(summary)) => Ok(Ending::Done(summary)),
+            (Some(0), None) => {
+                Err(format!("it ended well and left no summary in {}", folder.display()))
+            }
+            (Some(INTERRUPTED), _) => Ok(Ending::Interrupted),
+            (code, _) => Err(last_line(&log).unwrap_or_else(|| silence(code))),
         }
     }
 
@@ -140,6 +140,13 @@ impl ChildProcess {
         command.stdout(output.try_clone().map_err(error)?).stderr(output);
         own_group(&mut command);
         command.spawn().map_err(error)
+    }
+}
+
+fn silence(code: Option<i32>) -> String {
+    match code {
+        Some(code) => format!("exit code {code}, without a word"),
+        None => "ended by a signal, without a word".into(),
     }
 }
 

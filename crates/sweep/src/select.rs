@@ -37,9 +37,9 @@ pub(crate) struct Selection {
     pub(crate) strangers: usize,
 }
 
-/// Chooses in each group by the sweep's rule. A setting with more of its replicates done comes before
-/// a better one with fewer: what diverges for one seed is no setting to report. Of equals the first in
-/// the grid is taken.
+/// Chooses in each group by the sweep's rule. A setting with more of its replicates done comes
+/// before a better one with fewer: what diverges for one seed is no setting to report. Of equals
+/// the first in the grid is taken.
 pub(crate) fn select(sweep: &Sweep, rows: &[Row]) -> Result<Selection, SweepError> {
     let config = &sweep.config.select;
     let mut groups: Vec<(Settings, Vec<Candidate>)> = vec![];

@@ -1,4 +1,5 @@
-//! Doing the runs of a sweep: on several devices at once, again after a cut, beside other processes.
+//! Doing the runs of a sweep: on several devices at once, again after a cut, beside other
+//! processes.
 //!
 //! Runs are known by the hash of their config, so nothing is remembered but rows and run folders. A
 //! worker takes a run by the lock of `OUT/ID.lock`, which ends with the last process that holds it,
@@ -110,8 +111,8 @@ const PATIENCE: Duration = Duration::from_millis(300);
 impl SweepJob<'_> {
     /// Does every run of the shard that has no row. `show` gets lines for a person.
     /// # Errors
-    /// [`SweepError`] where the folder's rows are of another base config or protocol, or rows cannot
-    /// be read or written. A run that fails is a row and no error.
+    /// [`SweepError`] where the folder's rows are of another base config or protocol, or rows
+    /// cannot be read or written. A run that fails is a row and no error.
     pub fn run(&self, runner: &dyn Runner, show: &mut dyn FnMut(&str)) -> Result<Done, SweepError> {
         let rows = self.sweep.rows(self.plan)?;
         if let Some(repair) = &rows.repair {

@@ -1,5 +1,5 @@
-//! Sweeps that are killed, and sweeps that share a folder. The runs are threads of processes that this
-//! program starts from itself.
+//! Sweeps that are killed, and sweeps that share a folder. The runs are threads of processes that
+//! this program starts from itself.
 #![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 
 use std::collections::{BTreeSet, HashMap};

@@ -190,6 +190,16 @@ fn after_the_first_ctrl_c_runs_end_and_no_more_start() {
 }
 
 #[test]
+fn after_the_time_that_a_sweep_may_take_no_more_runs_start() {
+    let limit = "[limits]\nwall_minutes = 0.0005\n[select]";
+    let folder = folder(&SWEEP.replacen("[select]", limit, 1));
+    let done = sweep(folder.path(), 2, Shard::WHOLE, 20).unwrap();
+    assert!((2..10).contains(&done.finished) && !done.complete(), "{done:?}");
+    let rest = sweep(folder.path(), 24, Shard::WHOLE, 0).unwrap();
+    assert_eq!((rest.skipped, rest.complete()), (done.finished, true));
+}
+
+#[test]
 fn a_dry_run_says_unknown_until_something_was_measured() {
     let folder = folder(SWEEP);
     let read = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
@@ -204,6 +214,45 @@ fn a_dry_run_says_unknown_until_something_was_measured() {
     row.set("wall_seconds", 90.0);
     let text = dry_run(&plan, &[row], &read.config.select);
     assert!(text.contains("23 of 24 runs to do: 16m 30s and 12 whose time is unknown"), "{text}");
+}
+
+#[test]
+fn shards_of_two_machines_are_joined_later_and_nothing_comes_twice() {
+    let folders = [folder(SWEEP), folder(SWEEP)];
+    for (folder, shard) in folders.iter().zip(["1/2", "2/2"]) {
+        assert_eq!(sweep(folder.path(), 2, shard.parse().unwrap(), 0).unwrap().finished, 12);
+    }
+    let read = Sweep::read(&folders[0].path().join("sweep.toml")).unwrap();
+    let plan = read.plan(&Fake { milliseconds: 0 }).unwrap();
+    let other = folders[1].path().join("rows.csv");
+    assert_eq!(read.join(&plan, &other).unwrap(), 12);
+    assert_eq!(RowsFile::new(folders[0].path()).load().unwrap().rows.len(), 24);
+    assert_eq!(read.join(&plan, &other).unwrap(), 0);
+    let text = fs::read_to_string(&other).unwrap();
+    fs::write(&other, text.replace(&plan.base, "abc")).unwrap();
+    let error = read.join(&plan, &other).unwrap_err();
+    assert!(matches!(error, SweepError::OtherRows { what: "base config", .. }), "{error}");
+}
+
+#[test]
+fn a_label_is_a_column_that_follows_from_its_variant() {
+    let labelled = SWEEP
+        .replacen("set = { width = 8 }", "labels = { task = \"ICR\" }\nset = { width = 8 }", 1)
+        .replacen("set = { width = 16", "labels = { task = \"Noisy\" }\nset = { width = 16", 1)
+        .replacen("[select]", "[report]\ncolumns = \"task\"\naverage = [\"mixer\"]\n[select]", 1);
+    let folder = folder(&labelled);
+    assert!(sweep(folder.path(), 2, Shard::WHOLE, 0).unwrap().complete());
+    report(folder.path(), Mode::Write, None).unwrap();
+    let text = fs::read_to_string(folder.path().join("README.md")).unwrap();
+    assert!(text.contains("| ICR | Noisy |") && text.contains("| all | 0.910 ± 0.010 |"), "{text}");
+}
+
+#[test]
+fn a_table_in_the_grid_is_one_value_on_one_line() {
+    let folder = folder(&SWEEP.replacen("seed = [0, 1, 2]", "seed = [{ a = 1, b = [2, 3] }]", 1));
+    let read = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
+    let message = read.plan(&Fake { milliseconds: 0 }).unwrap_err().to_string();
+    assert!(message.contains("seed = { a = 1, b = [2, 3] }"), "{message}");
 }
 
 #[test]

@@ -20,8 +20,8 @@ pub(crate) const GRID: RGBColor = RGBColor(230, 230, 226);
 pub(crate) const INK: RGBColor = RGBColor(33, 37, 41);
 pub(crate) const FAINT_INK: RGBColor = RGBColor(92, 99, 106);
 
-/// Okabe and Ito's colours, which colour-blind readers tell apart; without yellow, too pale here, and
-/// with three more at the end.
+/// Okabe and Ito's colours, which colour-blind readers tell apart; without yellow, too pale here,
+/// and with three more at the end.
 const COLOURS: [RGBColor; 10] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),

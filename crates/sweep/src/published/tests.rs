@@ -66,7 +66,8 @@ fn published_means_are_the_means_of_their_columns() {
     assert!(checked > 40, "{checked}");
 }
 
-/// Bytes of two layers in f32: a convolution that keeps three rows of width d, and the mixer's state.
+/// Bytes of two layers in f32: a convolution that keeps three rows of width d, and the mixer's
+/// state.
 #[test]
 fn state_sizes_follow_from_the_mixers() {
     let conv = |d: f64| 4.0 * 3.0 * d;

@@ -53,8 +53,8 @@ impl Curves {
         }
     }
 
-    /// Takes the curves of all runs that are reported from their folders in `runs`; those that are not
-    /// there stay as they are, and those of other runs go.
+    /// Takes the curves of all runs that are reported from their folders in `runs`; those that are
+    /// not there stay as they are, and those of other runs go.
     pub(crate) fn collect(
         &mut self,
         sweep: &Sweep,
