@@ -4,11 +4,11 @@
 //! sweep.toml says            ours       beside it
 //! scaled_down alone          a label    nothing
 //! protocol and scaled_down   a label    published numbers with a label of their own, no difference
-//! protocol alone             no label   published numbers and the difference; every run was held to
-//!                                       the protocol's `requires` before it started
+//! protocol alone             no label   published numbers and the difference; every run was held
+//!                                       to the protocol's `requires` before it started
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -235,7 +235,10 @@ fn choice(sweep: &Sweep) -> String {
     };
     let over: Vec<String> = config.over.iter().map(list).collect();
     let chosen = match (over.is_empty(), config.rule) {
-        (true, _) => "- Choice: none, every setting is reported.".to_string(),
+        (true, Rule::Honest) => "- Choice: none, every setting is reported.".to_string(),
+        (true, Rule::Published) => {
+            "- Choice: none, every setting is reported; runs may stop by the **test** sets.".into()
+        }
         (_, Rule::Honest) => {
             format!("- Choice: {} on {split}; the test was not looked at.", over.join("; "))
         }
@@ -269,12 +272,9 @@ fn range(rows: &[&Row], column: &str) -> String {
 }
 
 fn distinct(rows: &[&Row], column: &str) -> String {
-    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
-    for row in rows {
-        *counts.entry(row.text(column)).or_default() += 1;
-    }
+    let values: BTreeSet<&str> = rows.iter().map(|row| row.text(column)).collect();
     let name = |text: &str| if text.is_empty() { "unknown".to_string() } else { text.to_string() };
-    counts.into_keys().map(name).collect::<Vec<_>>().join("; ")
+    values.into_iter().map(name).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]

@@ -15,9 +15,9 @@ mod support;
 
 const WORKERS: usize = 3;
 
-/// The sweep of the other tests with more seeds: 168 runs, so that every kill hits one at work.
+/// The sweep of the other tests with more seeds: 336 runs, so that every kill hits one at work.
 fn long_sweep() -> String {
-    let seeds: Vec<String> = (0..21).map(|seed| seed.to_string()).collect();
+    let seeds: Vec<String> = (0..42).map(|seed| seed.to_string()).collect();
     support::SWEEP.replacen("[0, 1, 2]", &format!("[{}]", seeds.join(", ")), 1)
 }
 
@@ -74,11 +74,11 @@ fn twenty_kills_lose_no_row_and_repeat_only_what_was_running() {
         child.kill().unwrap();
         child.wait().unwrap();
         let rows = rows(folder.path()).len();
-        assert!((before..168).contains(&rows), "kill {kill}: {before} rows, then {rows}");
+        assert!((before..336).contains(&rows), "kill {kill}: {before} rows, then {rows}");
         before = rows;
     }
     assert!(start(folder.path(), "1/1", "1").wait().unwrap().success());
-    assert_eq!(content(&rows(folder.path())), undisturbed(&long_sweep(), 168));
+    assert_eq!(content(&rows(folder.path())), undisturbed(&long_sweep(), 336));
     let starts = fs::read_to_string(folder.path().join("runs/starts")).unwrap();
     let mut counts: HashMap<&str, usize> = HashMap::new();
     starts.lines().for_each(|id| *counts.entry(id).or_default() += 1);

@@ -127,7 +127,8 @@ impl Drawing {
         drop(canvas);
         let size = (width / SHRINK as u32, height / SHRINK as u32);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let draft = path.with_file_name(format!(".unfinished-{name}")); // its ending tells the format
+        // Its ending tells the format.
+        let draft = path.with_file_name(format!(".unfinished-{name}"));
         let mut file = BitMapBackend::new(&draft, size);
         let blitted = file.blit_bitmap((0, 0), size, &shrink(&pixels, width as usize));
         blitted.and_then(|()| file.present()).map_err(|e| wrong(e.to_string()))?;

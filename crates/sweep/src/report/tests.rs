@@ -234,8 +234,9 @@ fn a_number_can_be_the_best_or_the_median_and_says_so() {
 
 #[test]
 fn metrics_of_one_run_can_be_the_columns() {
-    let more = "unit = \"percent\"\nmetrics = { test = \"test/accuracy\", held = \"validation/accuracy\" }";
-    let folder = folder(OWN, "published", &more.replace("unit", "section = \"d_model\"\nunit"));
+    let more = "section = \"d_model\"\nunit = \"percent\"\n\
+                metrics = { test = \"test/accuracy\", held = \"validation/accuracy\" }";
+    let folder = folder(OWN, "published", more);
     let path = folder.path().join("sweep.toml");
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replace("columns = \"d_model\"\n", "")).unwrap();
