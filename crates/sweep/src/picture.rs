@@ -9,7 +9,7 @@ mod heat;
 use std::collections::BTreeMap;
 
 use crate::config::Figure;
-use crate::report::{Cell, Curves, Layout, MEAN, Section, beside, line_name};
+use crate::report::{Cell, Curves, Layout, MEAN, Section, beside, comparable_value, line_name};
 use crate::rows::Row;
 use crate::select::{Chosen, Selection};
 use crate::{FigureKind, Sweep, SweepError};
@@ -186,12 +186,15 @@ impl Draft<'_> {
         let lines = self.section.lines.iter().map(|line| {
             let values = line.cells.iter().map(|cell| cell.value(self.sweep)).collect();
             let published = self.section.columns.iter().map(|column| {
-                let value = table.and_then(|table| table.value(&line.name, column));
-                value.zip(table).map(|(value, table)| table.unit.share(value))
+                let table = table?;
+                let value = comparable_value(table, &line.name, column, &self.section.columns)?;
+                Some(table.unit.share(value))
             });
             (line.name.clone(), values, published.collect())
         });
-        let more = table.map(|table| format!("; ticks: {}", table.source)).unwrap_or_default();
+        let more = table
+            .map(|table| format!("; ticks are published: {}", table.source))
+            .unwrap_or_default();
         let bars = Bars {
             title: title.into(),
             label: self.label(&more),

@@ -22,7 +22,7 @@ mod curves;
 mod table;
 
 pub(crate) use curves::Curves;
-pub(crate) use table::{Cell, Layout, MEAN, Section, beside, line_name};
+pub(crate) use table::{Cell, Layout, MEAN, Section, beside, comparable_value, line_name};
 
 /// What to do about a report that is not what the rows make of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -14,7 +14,7 @@ impl Axis {
     pub(crate) fn shares(values: impl Iterator<Item = f64> + Clone) -> Self {
         let low = values.clone().fold(0.0, f64::min);
         let high = values.fold(1.0, f64::max);
-        let step = nice_step((high - low) / 5.0);
+        let step = nice_step((high - low) / 8.0);
         let ticks = multiples(low, high, step).into_iter().map(|v| (v, decimal(v, step))).collect();
         Self { low, high: high + 0.02 * (high - low), log: false, ticks }
     }

@@ -354,8 +354,7 @@ impl<'a> Beside<'a> {
     fn cells(&self, sweep: &Sweep, model: &str, column: &str, cell: &Cell) -> Vec<String> {
         let unit = sweep.config.report.unit;
         let cells = |table: &&PublishedTable| {
-            let comparable = column != MEAN || same_columns(table, self.columns);
-            let value = table.value(model, column).filter(|_| comparable);
+            let value = comparable_value(table, model, column, self.columns);
             let share = value.map(|value| table.unit.share(value));
             let spread = table.spread(model, column).map(|spread| table.unit.share(spread));
             let mut number = share.map_or_else(|| "none published".into(), |v| unit.write(v));
@@ -381,8 +380,19 @@ impl<'a> Beside<'a> {
     }
 }
 
+/// What a table has for a model in a column, if that is the same thing beside our columns.
+pub(crate) fn comparable_value(
+    table: &PublishedTable,
+    model: &str,
+    column: &str,
+    ours: &[String],
+) -> Option<f64> {
+    let comparable = column != MEAN || same_columns(table, ours);
+    table.value(model, column).filter(|_| comparable)
+}
+
 /// A mean is that of all columns: with others it is another number.
-pub(super) fn same_columns(table: &PublishedTable, ours: &[String]) -> bool {
+fn same_columns(table: &PublishedTable, ours: &[String]) -> bool {
     let sorted = |columns: &[String]| {
         let mut columns: Vec<String> = columns.to_vec();
         columns.sort();

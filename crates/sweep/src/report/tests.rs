@@ -195,10 +195,12 @@ fn a_mean_is_compared_only_with_a_mean_of_the_same_columns() {
     let table = |name: &str| {
         crate::Published::embedded().tables.iter().find(|table| table.name == name).unwrap()
     };
-    let same = |name, columns: &[String]| table::same_columns(table(name), columns);
-    assert!(same("mad_deltanet_paper", &names));
-    assert!(!same("mad_deltanet_paper", &names[1..]));
-    assert!(!same("mad_mesanet_paper", &names));
+    let mean = |name, ours: &[String]| comparable_value(table(name), "DeltaNet", "Mean", ours);
+    assert_eq!(mean("mad_deltanet_paper", &names), Some(71.8));
+    assert_eq!(mean("mad_deltanet_paper", &names[1..]), None);
+    let fuzzy = comparable_value(table("mad_deltanet_paper"), "DeltaNet", "Fuzzy", &names[1..]);
+    assert_eq!(fuzzy, Some(35.7));
+    assert_eq!(mean("mad_mesanet_paper", &names), None);
 }
 
 #[test]
