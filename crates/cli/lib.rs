@@ -5,10 +5,14 @@
 mod data;
 pub mod device;
 mod eval;
+mod report;
+mod sweep;
 mod train;
 
 pub use data::{DataArgs, data};
 pub use eval::{EvalArgs, eval};
+pub use report::{ReportArgs, report};
+pub use sweep::{SweepArgs, sweep};
 pub use train::{TrainArgs, train};
 
 use std::process::ExitCode;

@@ -92,8 +92,8 @@ pub fn train(args: TrainArgs) -> ExitCode {
     }
 }
 
-/// Refuses a run that this computer's memory cannot hold: the allocator would end the program without
-/// a word about why. GPUs say so themselves.
+/// Refuses a run that this computer's memory cannot hold: the allocator would end the program
+/// without a word about why. GPUs say so themselves.
 fn fits_in_memory(run: &RunConfig, choice: &Choice) -> Result<(), String> {
     let (Kind::Cpu, Some(free)) = (choice.kind, free_memory()) else { return Ok(()) };
     let needed = least_memory(run).map_err(|e| e.to_string())?;
@@ -252,7 +252,7 @@ pub(crate) fn guarded<J: Job>(choice: &Choice, job: J) -> Result<J::Output, Exit
 }
 
 /// The commit of the folder the program was started in, with a mark if files differ from it.
-fn commit() -> Option<String> {
+pub(crate) fn commit() -> Option<String> {
     let git = |args: &[&str]| {
         let output = Command::new("git").args(args).output().ok().filter(|o| o.status.success())?;
         Some(String::from_utf8_lossy(&output.stdout).trim().to_string())

@@ -1,0 +1,16 @@
+//! Does the runs of a grid. Each is a process of this same program, called with `train` and that
+//! command's arguments.
+
+use clap::Parser;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let mut args: Vec<_> = std::env::args_os().collect();
+    match args.get(1).is_some_and(|first| first == "train") {
+        true => {
+            args.remove(1);
+            linattn_cli::train(linattn_cli::TrainArgs::parse_from(args))
+        }
+        false => linattn_cli::sweep(linattn_cli::SweepArgs::parse_from(args)),
+    }
+}

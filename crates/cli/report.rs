@@ -1,0 +1,74 @@
+//! `report`: a sweep's rows as tables and pictures.
+
+use crate::{BAD_INPUT, FAILED, fail};
+use linattn_sweep::{
+    Mode, Report, RowsFile, Sweep, SweepError, report as make_report, write_events,
+};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Makes tables and pictures of a sweep's rows, beside published numbers, and puts them into its
+/// folder's README.md.
+#[derive(Debug, clap::Parser)]
+#[command(version, about)]
+pub struct ReportArgs {
+    /// Folders with a sweep.toml and its rows
+    #[arg(required = true)]
+    folders: Vec<PathBuf>,
+    /// Writes nothing, and fails where anything would change
+    #[arg(long)]
+    check: bool,
+    /// Folder with the sweeps' runs, where they are still there: learning curves are taken from it
+    #[arg(long, default_value = "runs")]
+    runs: PathBuf,
+    /// Also writes TensorBoard's event files into the runs' folders
+    #[arg(long)]
+    tensorboard: bool,
+}
+
+/// Runs the command and gives its exit code: 0 done, 1 `--check` found a change, 2 bad input.
+pub fn report(args: ReportArgs) -> ExitCode {
+    let mut changed = false;
+    for folder in &args.folders {
+        match one(&args, folder) {
+            Ok(report) => changed |= show(&args, folder, &report),
+            Err(e) => return fail(BAD_INPUT, &e),
+        }
+    }
+    match changed && args.check {
+        true => ExitCode::from(FAILED),
+        false => ExitCode::SUCCESS,
+    }
+}
+
+fn one(args: &ReportArgs, folder: &Path) -> Result<Report, SweepError> {
+    let sweep = Sweep::read(&folder.join("sweep.toml"))?;
+    let runs = args.runs.join(sweep.name());
+    if args.tensorboard {
+        for row in RowsFile::new(folder).view()?.rows {
+            let run = runs.join(row.id());
+            if run.join("metrics.jsonl").exists() {
+                write_events(&run)?;
+            }
+        }
+    }
+    match args.check {
+        true => make_report(folder, Mode::Check, None),
+        false => make_report(folder, Mode::Write, Some(&runs)),
+    }
+}
+
+/// Says what changed, or would; tells whether anything did.
+fn show(args: &ReportArgs, folder: &Path, report: &Report) -> bool {
+    for note in &report.notes {
+        eprintln!("{note}");
+    }
+    let verb = if args.check { "would change" } else { "wrote" };
+    for path in &report.changed {
+        println!("{verb} {}", path.display());
+    }
+    if report.changed.is_empty() {
+        println!("{} says what its rows say", folder.display());
+    }
+    !report.changed.is_empty()
+}

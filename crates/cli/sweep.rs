@@ -1,0 +1,159 @@
+//! `sweep`: one TOML file, many runs.
+
+use crate::train::commit;
+use crate::{BAD_INPUT, FAILED, INTERRUPTED, device, fail};
+use linattn_sweep::{
+    Assignment, ChildProcess, Done, Ending, Plan, Runner, Shard, Stop, Sweep, SweepJob, dry_run,
+};
+use linattn_trainer::RunConfig;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use toml::{Table, Value};
+
+/// Does every run of a grid that has no row yet, and adds a row to the sweep's folder for each.
+#[derive(Debug, clap::Parser)]
+#[command(version, about)]
+pub struct SweepArgs {
+    /// The sweep's TOML file; its folder gets rows.csv
+    #[arg(long)]
+    config: PathBuf,
+    /// Devices with commas between; each does runs of its own: cpu, or cuda:0,cuda:1
+    #[arg(long, default_value = "auto", value_delimiter = ',')]
+    devices: Vec<String>,
+    /// Runs at once on one device. A run on the CPU uses all cores and a large one fills a GPU: 1
+    /// is best for them; small ones leave most of a GPU idle, and 4 or 8 at once take little longer
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    jobs: u16,
+    /// Folder that gets a folder with the runs
+    #[arg(long, default_value = "runs")]
+    out: PathBuf,
+    /// Only every N-th run from the I-th: I/N, one for each of N machines
+    #[arg(long, value_name = "I/N")]
+    shard: Option<Shard>,
+    /// Does runs again that failed before, from their start
+    #[arg(long)]
+    retry_failed: bool,
+    /// Adds the rows of another machine's rows.csv, and ends
+    #[arg(long, value_name = "ROWS.CSV")]
+    join: Vec<PathBuf>,
+    /// Lists the runs with their times, as far as others of their kind were measured, and ends
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// Runs are processes of this program, which therefore is of one commit with them.
+struct TrainRuns(ChildProcess);
+
+impl Runner for TrainRuns {
+    fn resolve(&self, base: &Path, overrides: &[(String, Value)]) -> Result<Table, String> {
+        let overrides: Vec<String> =
+            overrides.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        let run = RunConfig::read(base, &overrides).map_err(|e| e.to_string())?;
+        toml::from_str(&run.to_toml()).map_err(|e| e.to_string())
+    }
+
+    fn run(&self, run: &Assignment, stop: &Stop) -> Result<Ending, String> {
+        self.0.run(run, stop)
+    }
+}
+
+/// Runs the command and gives its exit code: 0 done, 1 runs failed, 2 bad input, 130 stopped before
+/// the end.
+pub fn sweep(args: SweepArgs) -> ExitCode {
+    let runner = match this_program() {
+        Ok(program) => TrainRuns(ChildProcess { program, arguments: vec!["train".into()] }),
+        Err(e) => return fail(FAILED, &format!("can't find this program's own file: {e}")),
+    };
+    let planned = Sweep::read(&args.config).and_then(|sweep| {
+        let plan = sweep.plan(&runner)?;
+        Ok((sweep, plan))
+    });
+    let (sweep, plan) = match planned {
+        Ok(planned) => planned,
+        Err(e) => return fail(BAD_INPUT, &e),
+    };
+    match (args.join.is_empty(), args.dry_run) {
+        (false, _) => join(&args.join, &sweep, &plan),
+        (true, true) => show_plan(&sweep, &plan),
+        (true, false) => start(args, &sweep, &plan, &runner),
+    }
+}
+
+fn join(files: &[PathBuf], sweep: &Sweep, plan: &Plan) -> ExitCode {
+    for file in files {
+        match sweep.join(plan, file) {
+            Ok(new) => println!("{new} rows of {}", file.display()),
+            Err(e) => return fail(BAD_INPUT, &e),
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+/// The program's file. It may be built anew while a sweep goes on; Linux still finds the one that
+/// started.
+fn this_program() -> std::io::Result<PathBuf> {
+    match cfg!(target_os = "linux") {
+        true => Ok(PathBuf::from("/proc/self/exe")),
+        false => std::env::current_exe(),
+    }
+}
+
+fn show_plan(sweep: &Sweep, plan: &Plan) -> ExitCode {
+    match sweep.rows(plan) {
+        Ok(rows) => {
+            print!("{}", dry_run(plan, &rows.rows, &sweep.config.select));
+            ExitCode::SUCCESS
+        }
+        Err(e) => fail(BAD_INPUT, &e),
+    }
+}
+
+fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, runner: &TrainRuns) -> ExitCode {
+    if let Some(e) = args.devices.iter().find_map(|name| device::choose(name).err()) {
+        return fail(BAD_INPUT, &e);
+    }
+    let stop = Stop::default();
+    if let Err(e) = stop_on_ctrl_c(&stop) {
+        return fail(FAILED, &format!("can't watch for Ctrl-C: {e}"));
+    }
+    let job = SweepJob {
+        sweep,
+        plan,
+        devices: args.devices,
+        jobs: usize::from(args.jobs),
+        shard: args.shard.unwrap_or(Shard::WHOLE),
+        out: args.out.join(sweep.name()),
+        retry_failed: args.retry_failed,
+        commit: commit(),
+        stop,
+    };
+    match job.run(runner, &mut |line| eprintln!("{line}")) {
+        Ok(done) => conclude(&job, done),
+        Err(e) => fail(BAD_INPUT, &e),
+    }
+}
+
+/// The first Ctrl-C lets runs end and starts no more, the second interrupts them, saved; the third
+/// ends the program at once.
+fn stop_on_ctrl_c(stop: &Stop) -> Result<(), ctrlc::Error> {
+    let stop = stop.clone();
+    ctrlc::set_handler(move || match stop.press() {
+        0 => eprintln!(
+            "no more runs start; those at work go on to their end. Once more to stop them"
+        ),
+        1 => eprintln!("stopping the runs at work; they are saved. Once more to leave them alone"),
+        _ => std::process::exit(INTERRUPTED.into()),
+    })
+}
+
+fn conclude(job: &SweepJob, done: Done) -> ExitCode {
+    let Done { runs, skipped, finished, failed, elsewhere } = done;
+    let folder = job.sweep.folder.display();
+    let rows = skipped + finished + elsewhere;
+    println!("{rows} of {runs} runs have a row, {failed} failed now; report {folder} makes tables");
+    match (failed, job.stop.no_more() && !done.complete()) {
+        (_, true) => ExitCode::from(INTERRUPTED),
+        (0, false) => ExitCode::SUCCESS,
+        (_, false) => ExitCode::from(FAILED),
+    }
+}

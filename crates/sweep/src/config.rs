@@ -1,0 +1,561 @@
+//! A sweep as TOML spells it.
+//!
+//! ```toml
+//! base = "../../configs/mqar/deltanet.toml"
+//! protocol = "mqar_mix"
+//! scaled_down = "2 epochs in place of 32"
+//!
+//! [grid]
+//! optimizer.learning_rate = [1e-3, 3.16e-3]
+//! seed = [0, 1, 2]
+//!
+//! [[variants]]
+//! axis = "mixer"
+//! name = "deltanet"
+//! set = { "model.layers.1.mixer" = { deltanet = { heads = 2 } } }
+//!
+//! [select]
+//! rule = "honest"
+//! over = ["optimizer.learning_rate"]
+//! replicate = "seed"
+//! ```
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+use crate::SweepError;
+
+/// A grid of runs around one config, and what is made of them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SweepConfig {
+    /// The run config that all runs share, relative to the sweep's file.
+    pub base: PathBuf,
+    /// The published protocol that is followed, by its name in `published.toml`. With `scaled_down`
+    /// it says what was scaled down. Either this or `scaled_down`, or both.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protocol: Option<String>,
+    /// What was cut from the published protocol.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scaled_down: Option<String>,
+    /// Keys of the run config, each with a list of values; every combination is a run.
+    #[serde(default)]
+    pub grid: Table,
+    /// Groups of keys that are set together.
+    #[serde(default)]
+    pub variants: Vec<Variant>,
+    /// Which runs are reported.
+    pub select: SelectConfig,
+    /// When to stop.
+    #[serde(default)]
+    pub limits: Limits,
+    /// What is made of the rows.
+    #[serde(default)]
+    pub report: ReportConfig,
+}
+
+/// A named group of keys that are set together, for instance a mixer with settings of its own.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Variant {
+    /// Variants of one axis are alternatives; axes multiply. The axis is a column of the rows.
+    #[serde(default = "default_axis")]
+    pub axis: String,
+    /// The variant's value in that column.
+    pub name: String,
+    /// More columns that follow from the variant, for instance `task = "ICR"` for one of its
+    /// settings.
+    #[serde(default)]
+    pub labels: Table,
+    /// Keys of the run config by dotted path, in quotes. A table takes the place of the whole
+    /// table.
+    pub set: Table,
+}
+
+fn default_axis() -> String {
+    "variant".into()
+}
+
+/// Which runs are reported.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SelectConfig {
+    /// What the choice is made on.
+    pub rule: Rule,
+    /// Keys of the grid, or axes, among whose values the best is chosen.
+    #[serde(default)]
+    pub over: Vec<String>,
+    /// The key whose values only repeat a run, as a rule `seed`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicate: Option<String>,
+    /// How replicates are seen as one when choosing.
+    #[serde(default)]
+    pub by: Statistic,
+    /// The metric without its split; by default the task's headline.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metric: Option<String>,
+    /// Whether less is better.
+    #[serde(default)]
+    pub lowest: bool,
+}
+
+/// What the best setting is chosen on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Rule {
+    /// The test sets, as the papers did: the number reported is a little too good.
+    Published,
+    /// The validation sets; the test is then read once.
+    Honest,
+}
+
+impl Rule {
+    /// The split it looks at, as metrics are named.
+    pub fn split(self) -> &'static str {
+        match self {
+            Self::Published => "test",
+            Self::Honest => "validation",
+        }
+    }
+}
+
+/// One number for several replicates.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Statistic {
+    /// Their mean.
+    #[default]
+    Mean,
+    /// Their median; of an even number, the mean of the middle two.
+    Median,
+    /// The best of them.
+    Best,
+}
+
+impl Statistic {
+    /// As a table's heading has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mean => "mean",
+            Self::Median => "median",
+            Self::Best => "best",
+        }
+    }
+}
+
+/// When to stop.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// No run starts later than this after the command did; those that run are finished.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wall_minutes: Option<f64>,
+    /// A grid of more runs is refused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub runs: Option<usize>,
+}
+
+/// What is made of the rows.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ReportConfig {
+    /// The key or axis whose values are the table's columns; all others make its lines.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub columns: Option<String>,
+    /// In place of `columns`: headings, and for each the metric of a run that stands below it.
+    pub metrics: Table,
+    /// The key or axis that gets a table for each of its values.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub section: Option<String>,
+    /// Keys or axes that are averaged over after the choice, as MAD does over its settings.
+    pub average: Vec<String>,
+    /// Adds a column with the mean of the others.
+    pub mean: bool,
+    /// The number that stands for several replicates, beside their spread.
+    pub statistic: Statistic,
+    /// Whether scores are shown as shares or in percent.
+    pub unit: Unit,
+    /// Tables of `published.toml` to put beside; by default all of the protocol.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compare: Option<Vec<String>>,
+    /// What people call the values of keys and axes, for instance `deltanet = "DeltaNet"`.
+    pub names: Table,
+    /// Pictures.
+    pub figures: Vec<Figure>,
+}
+
+/// How a score is written.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unit {
+    /// 0.988.
+    #[default]
+    Fraction,
+    /// 98.8.
+    Percent,
+}
+
+/// A picture.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Figure {
+    /// What it shows.
+    pub kind: FigureKind,
+    /// The file's name without its ending; by default the kind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// The first line; by default what the kind says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub title: Option<String>,
+    /// For `over_length` a metric with one `*` for the length, `test/sequence_accuracy_*`; for
+    /// `heat_map` one with two, for the length and then the depth, `test/*/exact_depth_*`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metric: Option<String>,
+}
+
+/// What a picture shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FigureKind {
+    /// The score over steps, a line for every setting that was chosen.
+    LearningCurves,
+    /// The score over the bytes of a sequence's state.
+    OverState,
+    /// The score in every column, side by side.
+    Bars,
+    /// A score over the length it was measured at.
+    OverLength,
+    /// A score over length and depth.
+    HeatMap,
+}
+
+impl FigureKind {
+    /// The name that TOML has.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::LearningCurves => "learning_curves",
+            Self::OverState => "over_state",
+            Self::Bars => "bars",
+            Self::OverLength => "over_length",
+            Self::HeatMap => "heat_map",
+        }
+    }
+
+    /// How many stars its metric has to have; none means that it takes no metric.
+    fn stars(self) -> usize {
+        match self {
+            Self::OverLength => 1,
+            Self::HeatMap => 2,
+            Self::LearningCurves | Self::OverState | Self::Bars => 0,
+        }
+    }
+}
+
+impl Figure {
+    /// The file's name without its ending.
+    pub fn file(&self) -> &str {
+        self.name.as_deref().unwrap_or(self.kind.name())
+    }
+}
+
+/// Columns of the rows that no axis can be called.
+pub(crate) const RESERVED: [&str; 18] = [
+    "run",
+    "base",
+    "protocol",
+    "status",
+    "error",
+    "device",
+    "path",
+    "commit",
+    "parameters",
+    "state_bytes",
+    "steps",
+    "tokens",
+    "tokens_per_second",
+    "wall_seconds",
+    "score_name",
+    "score",
+    "seconds",
+    "config",
+];
+
+/// A key of the grid, or an axis, with its values in order.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Dimension {
+    /// The column of the rows.
+    pub(crate) name: String,
+    pub(crate) choices: Vec<Choice>,
+}
+
+impl Dimension {
+    /// Its own column, and those of its labels.
+    fn columns(&self) -> impl Iterator<Item = &String> {
+        self.choices[0].settings.iter().map(|(column, _)| column)
+    }
+}
+
+/// One value of a dimension.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Choice {
+    /// As the rows have it: the dimension's column first, then those of labels.
+    pub(crate) settings: Vec<(String, String)>,
+    /// What is put in place of the base's values.
+    pub(crate) overrides: Vec<(String, Value)>,
+}
+
+/// Reads TOML of any kind.
+pub(crate) fn read_toml<T: serde::de::DeserializeOwned>(
+    path: &Path,
+    what: &'static str,
+) -> Result<T, SweepError> {
+    let text = fs::read_to_string(path).map_err(SweepError::io("read", path))?;
+    let parse = |source| SweepError::Parse { what, path: path.into(), source: Box::new(source) };
+    toml::from_str(&text).map_err(parse)
+}
+
+impl SweepConfig {
+    /// Reads a file and checks every value that can be checked without the base config.
+    /// # Errors
+    /// [`SweepError`] names the file, or the first key that cannot be used.
+    pub fn read(path: &Path) -> Result<Self, SweepError> {
+        let config: Self = read_toml(path, "sweep")?;
+        config.check()?;
+        Ok(config)
+    }
+
+    /// Axes in the order of their first variants, then keys of the grid, all as in the file.
+    pub(crate) fn dimensions(&self) -> Result<Vec<Dimension>, SweepError> {
+        let mut dimensions: Vec<Dimension> = vec![];
+        for variant in &self.variants {
+            let name = (variant.axis.clone(), variant.name.clone());
+            let labels = variant.labels.iter().map(|(k, v)| (k.clone(), value_text(v)));
+            let choice = Choice {
+                settings: std::iter::once(name).chain(labels).collect(),
+                overrides: variant.set.iter().map(|(k, v)| (k.clone(), v.clone())).collect(),
+            };
+            match dimensions.iter_mut().find(|known| known.name == variant.axis) {
+                Some(axis) => axis.choices.push(choice),
+                None => {
+                    dimensions.push(Dimension { name: variant.axis.clone(), choices: vec![choice] })
+                }
+            }
+        }
+        flatten("", &self.grid, &mut dimensions)?;
+        Ok(dimensions)
+    }
+
+    fn check(&self) -> Result<(), SweepError> {
+        self.check_label()?;
+        let dimensions = self.dimensions()?;
+        check_names(&dimensions)?;
+        check_conflicts(&dimensions)?;
+        self.check_limits()?;
+        self.check_select(&dimensions)?;
+        self.report.check(&dimensions, &self.select)
+    }
+
+    fn check_label(&self) -> Result<(), SweepError> {
+        let empty = self.scaled_down.as_ref().is_some_and(|cut| cut.trim().is_empty());
+        if empty {
+            return Err(SweepError::value("scaled_down", "empty", "what was cut, in words"));
+        }
+        match (&self.protocol, &self.scaled_down) {
+            (None, None) => {
+                let want = "given, or `scaled_down`: nothing is reported without a label";
+                Err(SweepError::value("protocol", "missing", want))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_limits(&self) -> Result<(), SweepError> {
+        let sound = |minutes: f64| minutes.is_finite() && minutes > 0.0;
+        match (self.limits.wall_minutes, self.limits.runs) {
+            (Some(minutes), _) if !sound(minutes) => {
+                Err(SweepError::value("limits.wall_minutes", minutes, "above 0"))
+            }
+            (_, Some(0)) => Err(SweepError::value("limits.runs", 0, "1 or more")),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_select(&self, dimensions: &[Dimension]) -> Result<(), SweepError> {
+        for name in &self.select.over {
+            known("select.over", name, dimensions)?;
+        }
+        let Some(replicate) = &self.select.replicate else { return Ok(()) };
+        known("select.replicate", replicate, dimensions)?;
+        if self.select.over.contains(replicate) {
+            let want = "a key that is not in `select.over`";
+            return Err(SweepError::value("select.replicate", replicate, want));
+        }
+        Ok(())
+    }
+}
+
+impl ReportConfig {
+    fn check(&self, dimensions: &[Dimension], select: &SelectConfig) -> Result<(), SweepError> {
+        let average = self.average.iter().map(|name| ("report.average", name));
+        let keys = [("report.columns", &self.columns), ("report.section", &self.section)];
+        let keys = keys.into_iter().filter_map(|(key, name)| Some((key, name.as_ref()?)));
+        let mut used: Vec<&String> = vec![];
+        for (key, name) in keys.chain(average) {
+            known(key, name, dimensions)?;
+            let chosen = select.over.contains(name) || select.replicate.as_ref() == Some(name);
+            if chosen || used.contains(&name) {
+                let want = "a key with no other part in `select` and `report`";
+                return Err(SweepError::value(key, name, want));
+            }
+            used.push(name);
+        }
+        if self.columns.is_some() && !self.metrics.is_empty() {
+            let want = "left out where `report.columns` is given";
+            return Err(SweepError::value("report.metrics", "given too", want));
+        }
+        for (table, list) in [("metrics", &self.metrics), ("names", &self.names)] {
+            if let Some((key, value)) = list.iter().find(|(_, value)| !value.is_str()) {
+                return Err(SweepError::value(format!("report.{table}.{key}"), value, "a string"));
+            }
+        }
+        self.check_figures()
+    }
+
+    fn check_figures(&self) -> Result<(), SweepError> {
+        for (i, figure) in self.figures.iter().enumerate() {
+            let at = format!("report.figures[{i}]");
+            let stars = figure.metric.as_ref().map_or(0, |metric| metric.matches('*').count());
+            let wanted = figure.kind.stars();
+            if stars != wanted || (wanted == 0 && figure.metric.is_some()) {
+                let got = figure.metric.as_deref().unwrap_or("missing");
+                let want = match wanted {
+                    0 => "left out for this kind".to_string(),
+                    stars => format!("a metric with {stars} `*`"),
+                };
+                return Err(SweepError::value(format!("{at}.metric"), got, want));
+            }
+            let file = figure.file();
+            let twice = self.figures[..i].iter().any(|other| other.file() == file);
+            if twice || file.is_empty() || file.contains(['/', '\\', '.']) {
+                let want = "one file's name, without an ending and unlike all others";
+                return Err(SweepError::value(format!("{at}.name"), format!("{file:?}"), want));
+            }
+        }
+        Ok(())
+    }
+
+    /// What people call a value.
+    pub(crate) fn called<'a>(&'a self, text: &'a str) -> &'a str {
+        self.names.get(text).and_then(Value::as_str).unwrap_or(text)
+    }
+}
+
+/// A value as the rows have it: strings without quotes, all else as TOML.
+pub(crate) fn value_text(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// Adds the grid's keys. `a.b = [..]` and `"a.b" = [..]` are one thing to people.
+fn flatten(above: &str, table: &Table, to: &mut Vec<Dimension>) -> Result<(), SweepError> {
+    for (key, value) in table {
+        let name = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
+        match value {
+            Value::Table(inner) => flatten(&name, inner, to)?,
+            Value::Array(list) if !list.is_empty() => {
+                let choice = |value: &Value| Choice {
+                    settings: vec![(name.clone(), value_text(value))],
+                    overrides: vec![(name.clone(), value.clone())],
+                };
+                let choices = list.iter().map(choice).collect();
+                to.push(Dimension { name, choices });
+            }
+            Value::Array(_) => {
+                let want = "a list of one value or more";
+                return Err(SweepError::value(format!("grid.{name}"), "empty", want));
+            }
+            other => {
+                let want = "a list of one value or more";
+                return Err(SweepError::value(format!("grid.{name}"), other, want));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check_names(dimensions: &[Dimension]) -> Result<(), SweepError> {
+    let mut seen: Vec<&String> = vec![];
+    for dimension in dimensions {
+        for name in dimension.columns() {
+            if RESERVED.contains(&name.as_str()) || name.contains('/') || name.is_empty() {
+                let want = "a name that is no column of the rows, and without `/`";
+                return Err(SweepError::value("variants.axis", format!("{name:?}"), want));
+            }
+            if seen.contains(&name) {
+                let want = "one key of the grid, one axis or one label";
+                return Err(SweepError::value(name, "given twice", want));
+            }
+            seen.push(name);
+        }
+        check_choices(dimension)?;
+    }
+    Ok(())
+}
+
+/// Refuses a value that is there twice, and a label that only some variants of an axis have.
+fn check_choices(dimension: &Dimension) -> Result<(), SweepError> {
+    let columns: Vec<&String> = dimension.columns().collect();
+    for (i, choice) in dimension.choices.iter().enumerate() {
+        let (name, value) = &choice.settings[0];
+        if dimension.choices[..i].iter().any(|other| other.settings[0].1 == *value) {
+            return Err(SweepError::value(
+                name,
+                format!("{value} twice"),
+                "a list without repeats",
+            ));
+        }
+        if !choice.settings.iter().map(|(column, _)| column).eq(columns.iter().copied()) {
+            let got = format!("other labels at `{value}` than at the first");
+            let want = "variants with the same labels in the same order";
+            return Err(SweepError::value(format!("variants.{name}"), got, want));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses two dimensions that set one key: which of them would hold is nobody's business to guess.
+fn check_conflicts(dimensions: &[Dimension]) -> Result<(), SweepError> {
+    let keys = |dimension: &Dimension| -> Vec<String> {
+        let overrides = dimension.choices.iter().flat_map(|choice| &choice.overrides);
+        overrides.map(|(key, _)| key.clone()).collect()
+    };
+    let within = |a: &str, b: &str| a == b || a.starts_with(&format!("{b}."));
+    for (i, dimension) in dimensions.iter().enumerate() {
+        for (other, a) in
+            dimensions[..i].iter().flat_map(|o| keys(dimension).into_iter().map(move |a| (o, a)))
+        {
+            if keys(other).iter().any(|b| within(&a, b) || within(b, &a)) {
+                let got = format!("set by `{}` and by `{}`", other.name, dimension.name);
+                return Err(SweepError::value(a, got, "set by one of them"));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn known(key: &str, name: &str, dimensions: &[Dimension]) -> Result<(), SweepError> {
+    let names: Vec<&str> =
+        dimensions.iter().flat_map(Dimension::columns).map(String::as_str).collect();
+    match names.contains(&name) {
+        true => Ok(()),
+        false => {
+            let want = format!("a key of the grid, an axis or a label: {}", names.join(", "));
+            Err(SweepError::value(key, name, want))
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! Grids of runs into rows, and rows into tables and pictures beside published numbers.
+//!
+//! A [`Sweep`] is a TOML file in a folder of its own. Its [`Plan`] lists the runs, a [`SweepJob`]
+//! does them and adds a line to the folder's `rows.csv` for each, and [`report`] makes the tables
+//! and pictures of the folder's `README.md` from these lines alone. How a run is checked and done
+//! is for a [`Runner`] to know.
+//!
+//! Numbers that are not comparable never meet unlabelled: see [`Published`] and [`Sweep::label`].
+
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+mod config;
+mod error;
+mod estimate;
+mod events;
+mod picture;
+mod plan;
+mod published;
+mod report;
+mod rows;
+mod runner;
+mod select;
+mod sweep;
+
+pub use config::{
+    Figure, FigureKind, Limits, ReportConfig, Rule, SelectConfig, Statistic, SweepConfig, Unit,
+    Variant,
+};
+pub use error::SweepError;
+pub use estimate::{Estimates, dry_run};
+pub use events::write_events;
+pub use plan::{Plan, PlannedRun, Sweep};
+pub use published::{Protocol, Published, PublishedTable, Tag};
+pub use report::{Mode, Report, experiments, report};
+pub use rows::{Added, FAILED, Row, Rows, RowsFile};
+pub use runner::{Assignment, ChildProcess, Ending, Runner, Stop};
+pub use sweep::{Done, Shard, SweepJob};

@@ -1,0 +1,350 @@
+//! From a sweep to the list of its runs.
+
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+use toml::{Table, Value};
+
+use crate::config::{Choice, Dimension, Rule, value_text};
+use crate::published::{Protocol, Published, PublishedTable};
+use crate::rows::{Added, Row, Rows, RowsFile};
+use crate::{Runner, SweepConfig, SweepError};
+
+/// A sweep's file, with the folder that holds its rows and report.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sweep {
+    /// What the file says.
+    pub config: SweepConfig,
+    /// The file's folder.
+    pub folder: PathBuf,
+}
+
+/// Every run of a sweep, in order.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// Hash of the resolved base config.
+    pub base: String,
+    /// The runs.
+    pub runs: Vec<PlannedRun>,
+}
+
+/// A run that a sweep asks for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PlannedRun {
+    /// Hash of the resolved config without its name; the name of the run and of its folder.
+    pub id: String,
+    /// Each key or axis of the sweep, with this run's value.
+    pub settings: Vec<(String, String)>,
+    /// The resolved config.
+    pub config: Table,
+}
+
+impl PlannedRun {
+    /// `mixer = deltanet, seed = 0`.
+    pub fn describe(&self) -> String {
+        describe(&self.settings)
+    }
+
+    /// Its value of a key or axis.
+    pub fn setting(&self, name: &str) -> Option<&str> {
+        self.settings.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+}
+
+fn describe(settings: &[(String, String)]) -> String {
+    let parts: Vec<String> =
+        settings.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+    if parts.is_empty() { "no changes".into() } else { parts.join(", ") }
+}
+
+impl Sweep {
+    /// Reads a sweep's file.
+    /// # Errors
+    /// [`SweepError`] names the file, or the first key that cannot be used.
+    pub fn read(file: &Path) -> Result<Self, SweepError> {
+        let config = SweepConfig::read(file)?;
+        let folder = match file.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder.to_path_buf(),
+            _ => PathBuf::from("."),
+        };
+        let sweep = Self { config, folder };
+        sweep.check_protocol(Published::embedded())?;
+        Ok(sweep)
+    }
+
+    /// The folder's name.
+    pub fn name(&self) -> String {
+        let folder = self.folder.canonicalize().unwrap_or_else(|_| self.folder.clone());
+        folder.file_name().map_or_else(|| "sweep".into(), |name| name.to_string_lossy().into())
+    }
+
+    /// What stands in the rows about the protocol: its name, and whether it was scaled down. A
+    /// report refuses rows with another label.
+    pub fn label(&self) -> String {
+        match (&self.config.protocol, &self.config.scaled_down) {
+            (Some(protocol), None) => protocol.clone(),
+            (Some(protocol), Some(_)) => format!("{protocol}, scaled down"),
+            (None, _) => "scaled down".into(),
+        }
+    }
+
+    /// Every combination of the sweep's keys and axes, the last changing first.
+    pub(crate) fn combinations(&self) -> Result<Vec<Vec<Choice>>, SweepError> {
+        let most = self.config.limits.runs.unwrap_or(usize::MAX);
+        let mut list: Vec<Vec<Choice>> = vec![vec![]];
+        for Dimension { choices, .. } in self.config.dimensions()? {
+            if list.len().saturating_mul(choices.len()) > most {
+                let got = format!("{most}, and the grid has more runs");
+                return Err(SweepError::value("limits.runs", got, "more, or the grid smaller"));
+            }
+            let longer = |start: Vec<Choice>| {
+                let longer = |choice: &Choice| [start.clone(), vec![choice.clone()]].concat();
+                choices.iter().map(longer).collect::<Vec<_>>()
+            };
+            list = list.into_iter().flat_map(longer).collect();
+        }
+        Ok(list)
+    }
+
+    /// Columns and values of every run.
+    pub(crate) fn settings(&self) -> Result<Vec<Vec<(String, String)>>, SweepError> {
+        Ok(self.combinations()?.iter().map(|choices| settings(choices)).collect())
+    }
+
+    /// The folder's rows. A cut is repaired.
+    /// # Errors
+    /// [`SweepError::OtherRows`] where they are of another base config or protocol.
+    pub fn rows(&self, plan: &Plan) -> Result<Rows, SweepError> {
+        let file = RowsFile::new(&self.folder);
+        let rows = file.load()?;
+        same(&file, &rows, "base", "base config", &plan.base)?;
+        same(&file, &rows, "protocol", "protocol", &self.label())?;
+        Ok(rows)
+    }
+
+    /// Adds rows that another machine wrote for the same sweep, as it does for another shard. Gives
+    /// how many were new.
+    /// # Errors
+    /// [`SweepError::OtherRows`] where they are of another base config or protocol; then none is
+    /// added.
+    pub fn join(&self, plan: &Plan, other: &Path) -> Result<usize, SweepError> {
+        let theirs = RowsFile::at(other);
+        let rows = theirs.view()?;
+        same(&theirs, &rows, "base", "base config", &plan.base)?;
+        same(&theirs, &rows, "protocol", "protocol", &self.label())?;
+        let known = self.rows(plan)?.rows;
+        let known = |row: &Row| known.iter().any(|other| other.id() == row.id());
+        let mut new = 0;
+        for row in rows.rows.iter().filter(|row| !(row.failed() && known(row))) {
+            new += usize::from(RowsFile::new(&self.folder).add(row)? == Added::New);
+        }
+        Ok(new)
+    }
+
+    /// The folder's rows, looked at and not changed.
+    pub(crate) fn view(&self) -> Result<Rows, SweepError> {
+        let file = RowsFile::new(&self.folder);
+        let rows = file.view()?;
+        same(&file, &rows, "protocol", "protocol", &self.label())?;
+        Ok(rows)
+    }
+
+    /// Resolves every run.
+    /// # Errors
+    /// [`SweepError::Resolve`] passes on what the run's own check says, and names the settings;
+    /// [`SweepError::Value`] where a run departs from the protocol that the sweep claims to follow.
+    pub fn plan(&self, runner: &dyn Runner) -> Result<Plan, SweepError> {
+        let base_file = self.folder.join(&self.config.base);
+        let resolve = |overrides: &[(String, Value)], settings: &[(String, String)]| {
+            runner.resolve(&base_file, overrides).map_err(|why| SweepError::Resolve {
+                base: base_file.clone(),
+                settings: describe(settings),
+                why,
+            })
+        };
+        let base = config_hash(&resolve(&[], &[])?);
+        let mut runs: Vec<PlannedRun> = vec![];
+        for choices in self.combinations()? {
+            let settings = settings(&choices);
+            let overrides: Vec<_> =
+                choices.into_iter().flat_map(|choice| choice.overrides).collect();
+            let config = resolve(&overrides, &settings)?;
+            runs.push(PlannedRun { id: config_hash(&config), settings, config });
+        }
+        check_distinct(&runs)?;
+        self.check_runs(&runs)?;
+        Ok(Plan { base, runs })
+    }
+
+    fn check_protocol(&self, published: &Published) -> Result<(), SweepError> {
+        let Some(name) = &self.config.protocol else { return self.check_compare(published) };
+        let protocol = published.protocol(name).ok_or_else(|| {
+            let want = format!("one of {}", published.names().join(", "));
+            SweepError::value("protocol", name, want)
+        })?;
+        if let (Some(why), None) = (&protocol.out_of_reach, &self.config.scaled_down) {
+            let got = format!("{name}, which needs {why}");
+            return Err(SweepError::value("protocol", got, "given together with `scaled_down`"));
+        }
+        self.check_settings(protocol)?;
+        self.check_compare(published)
+    }
+
+    /// A protocol that averages over many settings is not followed by a few of them.
+    fn check_settings(&self, protocol: &Protocol) -> Result<(), SweepError> {
+        let (Some(wanted), None) = (protocol.settings, &self.config.scaled_down) else {
+            return Ok(());
+        };
+        let report = &self.config.report;
+        let keys: Vec<&String> =
+            report.columns.iter().chain(&report.section).chain(&report.average).collect();
+        let mut found: Vec<Vec<(String, String)>> = self.settings()?;
+        found.iter_mut().for_each(|settings| settings.retain(|(name, _)| keys.contains(&name)));
+        found.sort();
+        found.dedup();
+        if found.len() < wanted {
+            let got = format!("{} with {} of its {wanted} settings", protocol.name, found.len());
+            return Err(SweepError::value("protocol", got, "given together with `scaled_down`"));
+        }
+        Ok(())
+    }
+
+    /// Published numbers stand beside rows of their own protocol and of no other.
+    fn check_compare(&self, published: &Published) -> Result<(), SweepError> {
+        for name in self.config.report.compare.iter().flatten() {
+            let fits =
+                |table: &&PublishedTable| Some(&table.protocol) == self.config.protocol.as_ref();
+            let tables: Vec<&str> =
+                published.tables.iter().filter(fits).map(|table| table.name.as_str()).collect();
+            if !tables.contains(&name.as_str()) {
+                let want = match tables.is_empty() {
+                    true => "left out: no published number belongs beside these rows".to_string(),
+                    false => format!("a table of the sweep's protocol: {}", tables.join(", ")),
+                };
+                return Err(SweepError::value("report.compare", name, want));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_runs(&self, runs: &[PlannedRun]) -> Result<(), SweepError> {
+        let published = Published::embedded();
+        let protocol = self.config.protocol.as_deref().and_then(|name| published.protocol(name));
+        for run in runs {
+            if self.config.select.rule == Rule::Honest {
+                check_honest(run)?;
+            }
+            if let (Some(protocol), None) = (protocol, &self.config.scaled_down) {
+                protocol.check(run)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn settings(choices: &[Choice]) -> Vec<(String, String)> {
+    choices.iter().flat_map(|choice| choice.settings.clone()).collect()
+}
+
+/// Refuses rows that have something else in a column.
+fn same(
+    file: &RowsFile,
+    rows: &Rows,
+    column: &str,
+    what: &'static str,
+    here: &str,
+) -> Result<(), SweepError> {
+    match rows.rows.iter().map(|row| row.text(column)).find(|there| *there != here) {
+        None => Ok(()),
+        Some(there) => Err(SweepError::OtherRows {
+            path: file.path().into(),
+            what,
+            there: there.into(),
+            here: here.into(),
+        }),
+    }
+}
+
+/// An honest choice needs sets of its own, and a run that did not stop by the test.
+fn check_honest(run: &PlannedRun) -> Result<(), SweepError> {
+    let at = run.describe();
+    let on = lookup(&run.config, "evaluate.select_on").map(value_text);
+    if on.as_deref() != Some("validation") {
+        let got = format!("{} in the run {at}", on.as_deref().unwrap_or("missing"));
+        let want = "validation, where `select.rule` is honest";
+        return Err(SweepError::value("evaluate.select_on", got, want));
+    }
+    let tasks = run.config.get("task").and_then(Value::as_table).into_iter().flatten();
+    for (task, config) in tasks {
+        let sets = config.get("validation").and_then(Value::as_array).map_or(0, Vec::len);
+        if sets == 0 {
+            let got = format!("empty in the run {at}");
+            let want = "a list of one set or more, where `select.rule` is honest";
+            return Err(SweepError::value(format!("task.{task}.validation"), got, want));
+        }
+    }
+    Ok(())
+}
+
+fn check_distinct(runs: &[PlannedRun]) -> Result<(), SweepError> {
+    for (i, run) in runs.iter().enumerate() {
+        if let Some(same) = runs[..i].iter().find(|other| other.id == run.id) {
+            let got = format!("one run twice: {}, and {}", same.describe(), run.describe());
+            return Err(SweepError::value("grid", got, "a list of runs that differ"));
+        }
+    }
+    Ok(())
+}
+
+/// The value at a dotted path; numbers are places in lists.
+pub(crate) fn lookup<'a>(config: &'a Table, key: &str) -> Option<&'a Value> {
+    let (first, rest) = match key.split_once('.') {
+        Some((first, rest)) => (first, Some(rest)),
+        None => (key, None),
+    };
+    let mut value = config.get(first)?;
+    for part in rest.into_iter().flat_map(|rest| rest.split('.')) {
+        value = match value {
+            Value::Table(table) => table.get(part)?,
+            Value::Array(list) => list.get(part.parse::<usize>().ok()?)?,
+            _ => return None,
+        };
+    }
+    Some(value)
+}
+
+/// Twelve digits that stand for a resolved config, whatever the order of its keys. The name is left
+/// out: it is where a run is kept and no part of it.
+pub(crate) fn config_hash(config: &Table) -> String {
+    let mut text = String::new();
+    let mut config = config.clone();
+    config.remove("name");
+    canonical(&Value::Table(config), &mut text);
+    let digest = Sha256::digest(text.as_bytes());
+    digest.iter().take(6).map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn canonical(value: &Value, text: &mut String) {
+    match value {
+        Value::Table(table) => {
+            let mut keys: Vec<&String> = table.keys().collect();
+            keys.sort();
+            text.push('{');
+            for key in keys {
+                text.push_str(&format!("{key:?}="));
+                canonical(&table[key], text);
+                text.push(',');
+            }
+            text.push('}');
+        }
+        Value::Array(list) => {
+            text.push('[');
+            for value in list {
+                canonical(value, text);
+                text.push(',');
+            }
+            text.push(']');
+        }
+        other => text.push_str(&other.to_string()),
+    }
+}

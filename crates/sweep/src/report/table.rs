@@ -1,0 +1,427 @@
+//! Tables: lines are models, columns are tasks or sizes, and every cell says how it came about.
+
+use std::collections::BTreeMap;
+
+use crate::Sweep;
+use crate::config::{ReportConfig, Unit};
+use crate::published::{Published, PublishedTable};
+use crate::select::{Chosen, Selection, deviation, statistic};
+
+/// All tables of a report.
+#[derive(Debug, Clone)]
+pub(crate) struct Layout {
+    pub(crate) sections: Vec<Section>,
+}
+
+/// One table.
+#[derive(Debug, Clone)]
+pub(crate) struct Section {
+    /// The value of the report's `section`, if it has one.
+    pub(crate) name: Option<String>,
+    pub(crate) columns: Vec<String>,
+    pub(crate) lines: Vec<Line>,
+}
+
+/// One model.
+#[derive(Debug, Clone)]
+pub(crate) struct Line {
+    pub(crate) name: String,
+    /// One for each column.
+    pub(crate) cells: Vec<Cell>,
+}
+
+/// What stands in one place.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Cell {
+    /// By replicate.
+    pub(crate) values: BTreeMap<String, f64>,
+    /// Replicates asked for.
+    wanted: usize,
+    /// Runs that failed, of any setting.
+    failed: usize,
+    choice: String,
+    pub(crate) state_bytes: Option<f64>,
+    parameters: Option<f64>,
+}
+
+/// The heading of the column with the mean of the others.
+pub(crate) const MEAN: &str = "Mean";
+
+impl Layout {
+    pub(crate) fn new(sweep: &Sweep, selection: &Selection) -> Self {
+        let report = &sweep.config.report;
+        let mut sections: Vec<(Option<String>, Vec<&Chosen>)> = vec![];
+        for group in &selection.groups {
+            let name = report.section.as_ref().and_then(|key| group.value(key));
+            let name = name.map(|name| report.called(name).to_string());
+            match sections.iter_mut().find(|(known, _)| *known == name) {
+                Some((_, groups)) => groups.push(group),
+                None => sections.push((name, vec![group])),
+            }
+        }
+        let section = |(name, groups): (_, Vec<&Chosen>)| Section::new(sweep, name, &groups);
+        Self { sections: sections.into_iter().map(section).collect() }
+    }
+}
+
+impl Section {
+    fn new(sweep: &Sweep, name: Option<String>, groups: &[&Chosen]) -> Self {
+        let report = &sweep.config.report;
+        let columns = columns(sweep, groups);
+        let mut lines: Vec<(String, Vec<&Chosen>)> = vec![];
+        for group in groups {
+            let name = line_name(report, group);
+            match lines.iter_mut().find(|(known, _)| *known == name) {
+                Some((_, groups)) => groups.push(group),
+                None => lines.push((name, vec![group])),
+            }
+        }
+        let line = |(name, groups): (String, Vec<&Chosen>)| {
+            let cells = columns.iter().map(|column| Cell::new(sweep, &groups, column));
+            Line { name, cells: cells.collect() }
+        };
+        let lines = lines.into_iter().map(line).collect();
+        let columns = columns.into_iter().map(|column| column.heading).collect();
+        let section = Self { name, columns, lines };
+        if report.mean { section.with_mean() } else { section }
+    }
+
+    fn with_mean(mut self) -> Self {
+        self.columns.push(MEAN.into());
+        for line in &mut self.lines {
+            let mean = Cell::mean(&line.cells);
+            line.cells.push(mean);
+        }
+        self
+    }
+
+    pub(crate) fn markdown(&self, sweep: &Sweep) -> String {
+        let mut text = String::new();
+        if let Some(name) = &self.name {
+            text.push_str(&format!("\n### {name}\n"));
+        }
+        if self.columns.len() > 1 {
+            text.push_str(&self.overview(sweep));
+        }
+        text + &self.details(sweep)
+    }
+
+    /// Models by columns, ours alone.
+    fn overview(&self, sweep: &Sweep) -> String {
+        let mut rows = vec![[vec![heading(sweep)], self.columns.clone()].concat()];
+        for line in &self.lines {
+            let cells = line.cells.iter().map(|cell| cell.number(sweep));
+            rows.push([vec![line.name.clone()], cells.collect()].concat());
+        }
+        markdown(&rows)
+    }
+
+    /// A line for every cell: how it came about, and what is published.
+    fn details(&self, sweep: &Sweep) -> String {
+        let beside = Beside::new(sweep, self);
+        let first = ["model", "at", &heading(sweep), "least to most", "replicates", "chosen"];
+        let mut head: Vec<String> = first.iter().map(|text| text.to_string()).collect();
+        head.extend(["parameters", "state, bytes"].map(String::from));
+        head.extend(beside.headings());
+        let mut rows = vec![head];
+        for line in &self.lines {
+            for (column, cell) in self.columns.iter().zip(&line.cells) {
+                let ours = [vec![line.name.clone(), column.clone()], cell.details(sweep)].concat();
+                rows.push([ours, beside.cells(sweep, &line.name, column, cell)].concat());
+            }
+        }
+        markdown(&rows) + &beside.sources()
+    }
+}
+
+/// A column before it is filled.
+struct Column {
+    heading: String,
+    /// The value of the report's `columns` that belongs here.
+    value: Option<String>,
+    /// The metric that stands here, if not the one that was chosen by.
+    metric: Option<String>,
+}
+
+fn columns(sweep: &Sweep, groups: &[&Chosen]) -> Vec<Column> {
+    let report = &sweep.config.report;
+    if let Some(key) = &report.columns {
+        let mut values: Vec<&str> = vec![];
+        for value in groups.iter().filter_map(|group| group.value(key)) {
+            if !values.contains(&value) {
+                values.push(value);
+            }
+        }
+        let column = |value: &str| Column {
+            heading: report.called(value).into(),
+            value: Some(value.into()),
+            metric: None,
+        };
+        return values.into_iter().map(column).collect();
+    }
+    let named = report.metrics.iter().filter_map(|(heading, metric)| {
+        let metric = Some(metric.as_str()?.to_string());
+        Some(Column { heading: heading.clone(), value: None, metric })
+    });
+    let named: Vec<Column> = named.collect();
+    match named.is_empty() {
+        false => named,
+        true => {
+            let name = groups.iter().flat_map(|group| &group.rows).next();
+            let heading = name.map(|row| crate::select::metric(&sweep.config.select, row));
+            let heading = heading.unwrap_or_else(|| "score".into());
+            vec![Column { heading, value: None, metric: None }]
+        }
+    }
+}
+
+/// Whatever tells a group from others in its table, but for its column.
+pub(crate) fn line_name(report: &ReportConfig, group: &Chosen) -> String {
+    let elsewhere = |name: &String| {
+        report.columns.as_ref() == Some(name)
+            || report.section.as_ref() == Some(name)
+            || report.average.contains(name)
+    };
+    let values = group.group.iter().filter(|(name, _)| !elsewhere(name));
+    let values: Vec<&str> = values.map(|(_, value)| report.called(value)).collect();
+    if values.is_empty() { "all".into() } else { values.join(", ") }
+}
+
+impl Cell {
+    /// Of the groups of one line those of one column, averaged if there are several.
+    fn new(sweep: &Sweep, groups: &[&Chosen], column: &Column) -> Self {
+        let config = &sweep.config;
+        let here = |group: &&&Chosen| {
+            let key = config.report.columns.as_ref();
+            key.and_then(|key| group.value(key)) == column.value.as_deref()
+        };
+        let groups: Vec<&&Chosen> = groups.iter().filter(here).collect();
+        let metric = column.metric.as_deref();
+        let values: Vec<_> = groups.iter().map(|g| g.values(&config.select, metric)).collect();
+        let mean = |name: &str| {
+            let means: Vec<f64> = groups.iter().filter_map(|group| group.mean(name)).collect();
+            statistic(crate::Statistic::Mean, false, &means)
+        };
+        Self {
+            values: common_mean(&values),
+            wanted: groups.iter().map(|group| group.wanted).min().unwrap_or(0),
+            failed: groups.iter().map(|group| group.failed.len()).sum(),
+            choice: choices(&groups),
+            state_bytes: mean("state_bytes"),
+            parameters: mean("parameters"),
+        }
+    }
+
+    /// The mean of a line's cells, for replicates that all of them have.
+    fn mean(cells: &[Self]) -> Self {
+        let values: Vec<_> = cells.iter().map(|cell| cell.values.clone()).collect();
+        Self {
+            values: common_mean(&values),
+            wanted: cells.iter().map(|cell| cell.wanted).min().unwrap_or(0),
+            failed: cells.iter().map(|cell| cell.failed).sum(),
+            ..Self::default()
+        }
+    }
+
+    /// The number that stands for its replicates, as a share.
+    pub(crate) fn value(&self, sweep: &Sweep) -> Option<f64> {
+        let values: Vec<f64> = self.values.values().copied().collect();
+        statistic(sweep.config.report.statistic, sweep.config.select.lowest, &values)
+    }
+
+    /// The number with its spread, or why there is none.
+    fn number(&self, sweep: &Sweep) -> String {
+        let unit = sweep.config.report.unit;
+        let values: Vec<f64> = self.values.values().copied().collect();
+        match (self.value(sweep), deviation(&values)) {
+            (None, _) if self.failed > 0 => format!("none, {} failed", self.failed),
+            (None, _) => "no rows yet".into(),
+            (Some(value), None) => unit.write(value),
+            (Some(value), Some(spread)) => {
+                format!("{} ± {}", unit.write(value), unit.write(spread))
+            }
+        }
+    }
+
+    fn details(&self, sweep: &Sweep) -> Vec<String> {
+        let unit = sweep.config.report.unit;
+        let values = || self.values.values().copied();
+        let ends = values().reduce(f64::min).zip(values().reduce(f64::max));
+        let ends = ends.map(|(low, high)| format!("{} to {}", unit.write(low), unit.write(high)));
+        let count = |value: Option<f64>| value.map_or_else(dash, |value| format!("{value:.0}"));
+        let failed = match self.failed {
+            0 => String::new(),
+            failed => format!(", {failed} failed"),
+        };
+        let done = format!("{} of {}{failed}", self.values.len(), self.wanted);
+        let choice = if self.choice.is_empty() { dash() } else { self.choice.clone() };
+        let counts = [count(self.parameters), count(self.state_bytes)];
+        let first = [self.number(sweep), ends.unwrap_or_else(dash), done, choice];
+        first.into_iter().chain(counts).collect()
+    }
+}
+
+fn dash() -> String {
+    "–".into()
+}
+
+/// For every replicate that all have, the mean.
+fn common_mean(lists: &[BTreeMap<String, f64>]) -> BTreeMap<String, f64> {
+    let Some(first) = lists.first() else { return BTreeMap::new() };
+    let mean = |replicate: &String| {
+        let values = lists.iter().map(|list| list.get(replicate).copied());
+        let sum = values.sum::<Option<f64>>()?;
+        Some((replicate.clone(), sum / lists.len() as f64))
+    };
+    first.keys().filter_map(mean).collect()
+}
+
+/// What was chosen; where cells are averaged, only whether all chose the same.
+fn choices(groups: &[&&Chosen]) -> String {
+    let write = |group: &&&Chosen| {
+        let parts = group.choice.iter().map(|(name, value)| format!("{} {value}", last(name)));
+        parts.collect::<Vec<_>>().join(", ")
+    };
+    let mut all: Vec<String> = groups.iter().map(write).collect();
+    all.dedup();
+    match &all[..] {
+        [] => String::new(),
+        [one] => one.clone(),
+        _ => "each its own".into(),
+    }
+}
+
+/// The last part of a key.
+fn last(name: &str) -> &str {
+    name.rsplit('.').next().unwrap_or(name)
+}
+
+impl Unit {
+    /// A share as this unit has it.
+    pub(crate) fn write(self, share: f64) -> String {
+        match self {
+            Self::Fraction => format!("{share:.3}"),
+            Self::Percent => format!("{:.1}", 100.0 * share),
+        }
+    }
+
+    /// A number in this unit as a share.
+    pub(crate) fn share(self, number: f64) -> f64 {
+        match self {
+            Self::Fraction => number,
+            Self::Percent => number / 100.0,
+        }
+    }
+}
+
+/// Ours never goes without its label.
+fn heading(sweep: &Sweep) -> String {
+    let statistic = sweep.config.report.statistic.name();
+    match sweep.config.scaled_down {
+        Some(_) => format!("ours, scaled down, {statistic} ± sd"),
+        None => format!("ours, {statistic} ± sd"),
+    }
+}
+
+/// Published numbers that may stand beside a table.
+pub(crate) struct Beside<'a> {
+    tables: Vec<&'a PublishedTable>,
+    /// Whether they may be compared.
+    full: bool,
+    columns: &'a [String],
+}
+
+impl<'a> Beside<'a> {
+    fn new(sweep: &'a Sweep, section: &'a Section) -> Self {
+        let columns = &section.columns;
+        let tables = beside(sweep, section.name.as_deref());
+        let useful = |table: &&PublishedTable| {
+            let models = table.models().any(|model| section.lines.iter().any(|l| l.name == *model));
+            models && table.columns.iter().any(|column| columns.contains(column))
+        };
+        let full = sweep.config.scaled_down.is_none();
+        Self { tables: tables.into_iter().filter(useful).collect(), full, columns }
+    }
+
+    fn headings(&self) -> Vec<String> {
+        let heading = |(i, _): (usize, &&PublishedTable)| match self.full {
+            true => vec![format!("published [{}]", i + 1), format!("difference [{}]", i + 1)],
+            false => vec![format!("published in full [{}], **not comparable**", i + 1)],
+        };
+        self.tables.iter().enumerate().flat_map(heading).collect()
+    }
+
+    fn cells(&self, sweep: &Sweep, model: &str, column: &str, cell: &Cell) -> Vec<String> {
+        let unit = sweep.config.report.unit;
+        let cells = |table: &&PublishedTable| {
+            let value = comparable_value(table, model, column, self.columns);
+            let share = value.map(|value| table.unit.share(value));
+            let spread = table.spread(model, column).map(|spread| table.unit.share(spread));
+            let mut number = share.map_or_else(|| "none published".into(), |v| unit.write(v));
+            if let (Some(_), Some(spread)) = (share, spread) {
+                number.push_str(&format!(" ± {}", unit.write(spread)));
+            }
+            let difference = cell.value(sweep).zip(share).map(|(ours, theirs)| ours - theirs);
+            match self.full {
+                true => vec![number, difference.map_or_else(dash, |d| signed(unit, d))],
+                false => vec![number],
+            }
+        };
+        self.tables.iter().flat_map(cells).collect()
+    }
+
+    fn sources(&self) -> String {
+        let source = |(i, table): (usize, &&PublishedTable)| {
+            let error = table.error.map(|error| format!(", within {error}")).unwrap_or_default();
+            let note = table.note.as_ref().map(|note| format!(" {note}")).unwrap_or_default();
+            format!("\n[{}] {} ({}{error}).{note}\n", i + 1, table.source, table.tag.describe())
+        };
+        self.tables.iter().enumerate().map(source).collect()
+    }
+}
+
+/// What a table has for a model in a column, if that is the same thing beside our columns.
+pub(crate) fn comparable_value(
+    table: &PublishedTable,
+    model: &str,
+    column: &str,
+    ours: &[String],
+) -> Option<f64> {
+    let comparable = column != MEAN || same_columns(table, ours);
+    table.value(model, column).filter(|_| comparable)
+}
+
+/// A mean is that of all columns: with others it is another number.
+fn same_columns(table: &PublishedTable, ours: &[String]) -> bool {
+    let sorted = |columns: &[String]| {
+        let mut columns: Vec<String> = columns.to_vec();
+        columns.sort();
+        columns
+    };
+    sorted(&table.columns) == sorted(ours)
+}
+
+fn signed(unit: Unit, difference: f64) -> String {
+    let text = unit.write(difference);
+    if text.starts_with('-') { text } else { format!("+{text}") }
+}
+
+/// The published tables that belong beside a section: those of the sweep's protocol, and none where
+/// the sweep names none.
+pub(crate) fn beside<'a>(sweep: &'a Sweep, section: Option<&str>) -> Vec<&'a PublishedTable> {
+    let Some(protocol) = &sweep.config.protocol else { return vec![] };
+    let named = sweep.config.report.compare.as_deref();
+    let tables = Published::embedded().tables_of(protocol, named);
+    tables.filter(|table| table.section.as_deref() == section || table.section.is_none()).collect()
+}
+
+/// A table from its rows, the first being the head.
+fn markdown(rows: &[Vec<String>]) -> String {
+    let line = |cells: &Vec<String>| {
+        let cells: Vec<String> = cells.iter().map(|cell| cell.replace('|', "\\|")).collect();
+        format!("| {} |\n", cells.join(" | "))
+    };
+    let Some((head, body)) = rows.split_first() else { return String::new() };
+    let rule = format!("|{}\n", "---|".repeat(head.len()));
+    format!("\n{}{rule}{}", line(head), body.iter().map(line).collect::<String>())
+}

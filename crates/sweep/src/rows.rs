@@ -1,0 +1,412 @@
+//! `rows.csv`: a line for every run that ended, whole or not at all.
+//!
+//! Whoever reads or writes holds the lock of `.rows.lock`. A row is one write at the end of the
+//! file; a new column, or a row in place of a failed one, writes a new file that takes the old
+//! one's name. So a cut leaves at most one line without its end, which whoever comes next removes.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value as Json;
+
+use crate::SweepError;
+
+/// What a summary says of a run as a whole; its metrics follow, by their own names.
+const SUMMARY: [&str; 11] = [
+    "seed",
+    "device",
+    "path",
+    "commit",
+    "parameters",
+    "state_bytes",
+    "steps",
+    "tokens",
+    "tokens_per_second",
+    "wall_seconds",
+    "score_name",
+];
+
+/// A failed run's `status`. It has no metrics, and says why in `error`.
+pub const FAILED: &str = "failed";
+
+/// A run that ended: columns and their values, in order. An empty value is none.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Row(Vec<(String, String)>);
+
+impl Row {
+    /// What stands in a column; empty if nothing.
+    pub fn text(&self, column: &str) -> &str {
+        self.0.iter().find(|(name, _)| name == column).map_or("", |(_, value)| value)
+    }
+
+    /// The number in a column, if there is one.
+    pub fn number(&self, column: &str) -> Option<f64> {
+        self.text(column).parse().ok().filter(|value: &f64| value.is_finite())
+    }
+
+    /// The run's id.
+    pub fn id(&self) -> &str {
+        self.text("run")
+    }
+
+    /// Whether the run failed.
+    pub fn failed(&self) -> bool {
+        self.text("status") == FAILED
+    }
+
+    /// The columns of its metrics, `split/..`, with their values.
+    pub fn metrics(&self) -> impl Iterator<Item = (&str, &str)> {
+        let metrics = self.0.iter().filter(|(name, _)| name.contains('/'));
+        metrics.map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+
+    /// Puts a value in a column, on one line.
+    pub fn set(&mut self, column: &str, value: impl ToString) {
+        let value = value.to_string().replace(['\n', '\r'], " ");
+        match self.0.iter_mut().find(|(name, _)| name == column) {
+            Some((_, old)) => *old = value,
+            None => self.0.push((column.into(), value)),
+        }
+    }
+
+    /// Adds what a run's summary says. A number that is none, as an infinite loss, stays empty.
+    pub fn add_summary(&mut self, summary: &Json) {
+        for key in SUMMARY {
+            self.set(key, json_text(&summary[key]));
+        }
+        self.set("score", json_text(&summary["score"]));
+        for (name, value) in summary["metrics"].as_object().into_iter().flatten() {
+            self.set(name, json_text(value));
+        }
+    }
+}
+
+fn json_text(value: &Json) -> String {
+    match value {
+        Json::Null => String::new(),
+        Json::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// A folder's table of rows.
+#[derive(Debug, Clone)]
+pub struct RowsFile {
+    path: PathBuf,
+}
+
+/// The rows of a file, and what had to be mended to read them.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Rows {
+    /// Columns, as the first line has them.
+    pub columns: Vec<String>,
+    /// The rows, in the order in which they were written.
+    pub rows: Vec<Row>,
+    /// What was removed, for a person.
+    pub repair: Option<String>,
+}
+
+/// What became of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Added {
+    /// It stands in the file now.
+    New,
+    /// There is one of this run already, and it stays.
+    Known,
+}
+
+impl RowsFile {
+    /// The table in a folder, whether or not it is there yet.
+    pub fn new(folder: &Path) -> Self {
+        Self { path: folder.join("rows.csv") }
+    }
+
+    /// A table by its own path.
+    pub(crate) fn at(path: &Path) -> Self {
+        Self { path: path.into() }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Reads all rows, after removing what a cut left.
+    /// # Errors
+    /// [`SweepError::Rows`] names a line that no cut explains.
+    pub fn load(&self) -> Result<Rows, SweepError> {
+        let _lock = self.lock()?;
+        self.read(true)
+    }
+
+    /// Reads all rows and changes nothing; a line without its end is left out.
+    /// # Errors
+    /// [`SweepError::Rows`] names a line that no cut explains.
+    pub fn view(&self) -> Result<Rows, SweepError> {
+        self.read(false)
+    }
+
+    /// Adds a row unless the run has one that did not fail. The row is on disk when this returns.
+    /// # Errors
+    /// [`SweepError`]; then the file is as it was.
+    pub fn add(&self, row: &Row) -> Result<Added, SweepError> {
+        let _lock = self.lock()?;
+        let mut known = self.read(true)?;
+        let place = known.rows.iter().position(|other| other.id() == row.id());
+        if place.is_some_and(|place| !known.rows[place].failed()) {
+            return Ok(Added::Known);
+        }
+        let wider = widen(&mut known.columns, row);
+        match place {
+            Some(place) => known.rows[place] = row.clone(),
+            None => known.rows.push(row.clone()),
+        }
+        match wider || place.is_some() {
+            true => self.rewrite(&known)?,
+            false => self.append(&record(&known.columns, row))?,
+        }
+        Ok(Added::New)
+    }
+
+    fn lock(&self) -> Result<File, SweepError> {
+        let path = self.path.with_file_name(".rows.lock");
+        let error = || SweepError::io("lock", &path);
+        let options = OpenOptions::new().create(true).append(true).open(&path);
+        let file = options.map_err(error())?;
+        file.lock().map_err(error())?;
+        Ok(file)
+    }
+
+    fn read(&self, mend: bool) -> Result<Rows, SweepError> {
+        let bytes = match fs::read(&self.path) {
+            Ok(bytes) => bytes,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Rows::default()),
+            Err(e) => return Err(SweepError::io("read", &self.path)(e)),
+        };
+        let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
+        let mut rows = self.parse(&bytes[..whole])?;
+        if whole < bytes.len() {
+            rows.repair = Some(format!(
+                "{} broke off in the middle of a line; its last {} bytes are removed, {} rows are \
+                 whole",
+                self.path.display(),
+                bytes.len() - whole,
+                rows.rows.len()
+            ));
+            if mend {
+                self.cut(whole as u64)?;
+            }
+        }
+        Ok(rows)
+    }
+
+    fn parse(&self, bytes: &[u8]) -> Result<Rows, SweepError> {
+        let wrong =
+            |line: usize, why: String| SweepError::Rows { path: self.path.clone(), line, why };
+        let mut reader =
+            csv::ReaderBuilder::new().has_headers(false).flexible(true).from_reader(bytes);
+        let mut rows = Rows::default();
+        for (i, record) in reader.records().enumerate() {
+            let record = record.map_err(|e| wrong(i + 1, e.to_string()))?;
+            let values: Vec<String> = record.iter().map(str::to_string).collect();
+            if i == 0 {
+                check_header(&values).map_err(|why| wrong(1, why))?;
+                rows.columns = values;
+                continue;
+            }
+            if values.len() != rows.columns.len() {
+                let (have, want) = (values.len(), rows.columns.len());
+                let why =
+                    format!("{have} values for {want} columns; delete the line to repeat its run");
+                return Err(wrong(i + 1, why));
+            }
+            let row = Row(rows.columns.iter().cloned().zip(values).collect());
+            if rows.rows.iter().any(|other| other.id() == row.id()) {
+                let why = format!("run {} is there twice; delete one of its lines", row.id());
+                return Err(wrong(i + 1, why));
+            }
+            rows.rows.push(row);
+        }
+        Ok(rows)
+    }
+
+    fn cut(&self, length: u64) -> Result<(), SweepError> {
+        let file = OpenOptions::new().write(true).open(&self.path);
+        file.and_then(|file| {
+            file.set_len(length)?;
+            file.sync_all()
+        })
+        .map_err(SweepError::io("repair", &self.path))
+    }
+
+    fn append(&self, line: &[u8]) -> Result<(), SweepError> {
+        let file = OpenOptions::new().append(true).open(&self.path);
+        file.and_then(|mut file| {
+            file.write_all(line)?;
+            file.sync_data()
+        })
+        .map_err(SweepError::io("write", &self.path))
+    }
+
+    fn rewrite(&self, rows: &Rows) -> Result<(), SweepError> {
+        let mut text = header(&rows.columns);
+        for row in &rows.rows {
+            text.extend(record(&rows.columns, row));
+        }
+        replace(&self.path, &text)
+    }
+}
+
+/// Writes a file under another name and renames it.
+pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<(), SweepError> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let draft = path.with_file_name(format!(".{name}.unfinished"));
+    let written = File::create(&draft).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()
+    });
+    written.and_then(|()| fs::rename(&draft, path)).map_err(SweepError::io("write", path))
+}
+
+fn check_header(columns: &[String]) -> Result<(), String> {
+    if !columns.iter().any(|column| column == "run") {
+        return Err("there is no column `run`; this is no table of a sweep's rows".into());
+    }
+    let twice = columns.iter().enumerate().find(|(i, column)| columns[..*i].contains(column));
+    twice.map_or(Ok(()), |(_, column)| Err(format!("the column `{column}` is there twice")))
+}
+
+/// Adds the columns that a row brings; tells whether there were any.
+fn widen(columns: &mut Vec<String>, row: &Row) -> bool {
+    let before = columns.len();
+    for (name, _) in &row.0 {
+        if !columns.contains(name) {
+            columns.push(name.clone());
+        }
+    }
+    columns.len() > before
+}
+
+fn header(columns: &[String]) -> Vec<u8> {
+    line(columns.iter().map(String::as_str))
+}
+
+fn record(columns: &[String], row: &Row) -> Vec<u8> {
+    line(columns.iter().map(|column| row.text(column)))
+}
+
+/// Values with commas between, quoted where they have to be. No value has a line's end within.
+fn line<'a>(values: impl Iterator<Item = &'a str>) -> Vec<u8> {
+    let mut writer = csv::Writer::from_writer(vec![]);
+    let written = writer.write_record(values);
+    debug_assert!(written.is_ok(), "a list takes every byte");
+    writer.into_inner().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use tempfile::TempDir;
+
+    fn row(id: &str, values: &[(&str, &str)]) -> Row {
+        let mut row = Row::default();
+        row.set("run", id);
+        row.set("status", "completed");
+        values.iter().for_each(|(column, value)| row.set(column, value));
+        row
+    }
+
+    fn folder(rows: &[Row]) -> (TempDir, RowsFile) {
+        let folder = tempfile::tempdir().unwrap();
+        let file = RowsFile::new(folder.path());
+        rows.iter().for_each(|row| assert_eq!(file.add(row).unwrap(), Added::New));
+        (folder, file)
+    }
+
+    fn text(file: &RowsFile) -> String {
+        fs::read_to_string(file.path()).unwrap()
+    }
+
+    #[test]
+    fn a_new_metric_widens_the_table_and_leaves_older_rows_empty_there() {
+        let (_folder, file) = folder(&[row("a", &[("test/x", "1")]), row("b", &[("test/y", "2")])]);
+        assert_eq!(text(&file), "run,status,test/x,test/y\na,completed,1,\nb,completed,,2\n");
+    }
+
+    #[test]
+    fn any_text_comes_back_as_one_line() {
+        let wild = "a \"b\", c\nd\re";
+        let (_folder, file) = folder(&[row("a", &[("error", wild)]), row("b", &[("error", "x")])]);
+        assert_eq!(text(&file).lines().count(), 3);
+        assert_eq!(file.load().unwrap().rows[0].text("error"), "a \"b\", c d e");
+    }
+
+    #[test]
+    fn a_file_cut_at_any_byte_keeps_every_whole_row_and_says_what_it_lost() {
+        let rows = [row("a", &[("error", "x, \"y\"")]), row("b", &[]), row("c", &[("error", "z")])];
+        let (_folder, file) = folder(&rows);
+        let whole = fs::read(file.path()).unwrap();
+        for length in 0..whole.len() {
+            fs::write(file.path(), &whole[..length]).unwrap();
+            let lines = whole[..length].iter().filter(|&&byte| byte == b'\n').count();
+            let at_an_end = length == 0 || whole[length - 1] == b'\n';
+            let read = file.load().unwrap();
+            assert_eq!(read.rows.len(), lines.saturating_sub(1), "cut at {length}");
+            assert_eq!(read.repair.is_none(), at_an_end, "cut at {length}");
+            assert_eq!(file.load().unwrap().repair, None, "repaired once, cut at {length}");
+            for row in &rows {
+                file.add(row).unwrap();
+            }
+            assert_eq!(file.load().unwrap().rows.len(), 3, "cut at {length}");
+        }
+    }
+
+    #[test]
+    fn a_look_at_a_cut_file_leaves_it_as_it_is() {
+        let (_folder, file) = folder(&[row("a", &[])]);
+        fs::write(file.path(), "run,status\na,comp").unwrap();
+        assert!(file.view().unwrap().rows.is_empty());
+        assert_eq!(text(&file), "run,status\na,comp");
+    }
+
+    #[test]
+    fn a_run_has_one_row_and_a_failed_one_gives_way() {
+        let (_folder, file) = folder(&[row("a", &[("status", FAILED)]), row("b", &[])]);
+        assert_eq!(file.add(&row("a", &[])).unwrap(), Added::New);
+        assert_eq!(file.add(&row("a", &[("status", FAILED)])).unwrap(), Added::Known);
+        assert_eq!(text(&file), "run,status\na,completed\nb,completed\n");
+    }
+
+    #[test]
+    fn what_no_cut_explains_is_refused_by_its_line() {
+        let (_folder, file) = folder(&[row("a", &[])]);
+        for (text, wanted) in [
+            ("run,status\na,completed,3\n", "line 2: 3 values for 2 columns"),
+            ("run,status\na,x\na,y\n", "line 3: run a is there twice"),
+            ("step,loss\n1,2\n", "no column `run`"),
+            ("run,status,status\n", "the column `status` is there twice"),
+            ("run\n\u{0}\n\u{0},\n", "line 3"),
+        ] {
+            fs::write(file.path(), text).unwrap();
+            let message = file.load().unwrap_err().to_string();
+            assert!(message.contains(wanted), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_summary_fills_its_columns_and_a_number_that_is_none_stays_empty() {
+        let mut row = Row::default();
+        row.add_summary(&json!({
+            "seed": 3, "steps": 10, "score": null, "score_name": "accuracy",
+            "metrics": { "test/loss": 0.5, "test/accuracy": null },
+        }));
+        assert_eq!((row.number("seed"), row.number("test/loss")), (Some(3.0), Some(0.5)));
+        assert_eq!(
+            (row.text("device"), row.text("test/accuracy"), row.text("score")),
+            ("", "", "")
+        );
+        assert_eq!(row.metrics().count(), 2);
+    }
+}

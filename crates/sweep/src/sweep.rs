@@ -1,0 +1,382 @@
+//! Doing the runs of a sweep: on several devices at once, again after a cut, beside other
+//! processes.
+//!
+//! Runs are known by the hash of their config, so nothing is remembered but rows and run folders. A
+//! worker takes a run by the lock of `OUT/ID.lock`, which ends with the last process that holds it,
+//! looks once more whether it has a row, does it, and adds its row. Shards take every n-th run.
+
+use std::collections::VecDeque;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::estimate::{Estimates, duration};
+use crate::rows::{Added, FAILED, Row, RowsFile};
+use crate::runner::{Assignment, Ending};
+use crate::{Plan, PlannedRun, Runner, Stop, Sweep, SweepError};
+
+/// A sweep and how to go about it.
+#[derive(Debug)]
+pub struct SweepJob<'a> {
+    /// What is asked for.
+    pub sweep: &'a Sweep,
+    /// Its runs.
+    pub plan: &'a Plan,
+    /// Devices, each with as many workers as `jobs` says.
+    pub devices: Vec<String>,
+    /// Runs at once on one device.
+    pub jobs: usize,
+    /// Which of the runs are done here.
+    pub shard: Shard,
+    /// The folder that gets one folder a run.
+    pub out: PathBuf,
+    /// Whether runs that failed before are tried again, from their start.
+    pub retry_failed: bool,
+    /// The commit, for rows of runs that failed before they could say it themselves.
+    pub commit: Option<String>,
+    /// How a person stops it.
+    pub stop: Stop,
+}
+
+/// One of `count` parts of a sweep: every `count`-th run from the `index`-th, from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shard {
+    index: usize,
+    count: usize,
+}
+
+impl Shard {
+    /// All of it.
+    pub const WHOLE: Self = Self { index: 1, count: 1 };
+
+    fn takes(self, place: usize) -> bool {
+        place % self.count == self.index - 1
+    }
+}
+
+impl FromStr for Shard {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parts =
+            text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
+        match parts {
+            Some((index, count)) if (1..=count).contains(&index) => Ok(Self { index, count }),
+            _ => Err(format!("`{text}` is no part of a sweep; 1/4 is the first of four")),
+        }
+    }
+}
+
+/// What became of a sweep.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Done {
+    /// Runs of this shard.
+    pub runs: usize,
+    /// Those that had a row before.
+    pub skipped: usize,
+    /// Those that got a row now, failed ones too.
+    pub finished: usize,
+    /// Of those, the failed.
+    pub failed: usize,
+    /// Those that others did meanwhile.
+    pub elsewhere: usize,
+}
+
+impl Done {
+    /// Whether every run of the shard has a row.
+    pub fn complete(&self) -> bool {
+        self.skipped + self.finished + self.elsewhere == self.runs
+    }
+}
+
+/// What a worker says.
+enum Event {
+    Started(usize, String),
+    Finished(usize, Box<Row>, Added),
+    Elsewhere(usize),
+    Interrupted(usize),
+    Broken(SweepError),
+}
+
+/// A run that waits, and when to look at it; others hold the run if that is later than now.
+type Waiting = (usize, Instant);
+
+/// How long to leave a run alone that someone else does.
+const PATIENCE: Duration = Duration::from_millis(300);
+
+impl SweepJob<'_> {
+    /// Does every run of the shard that has no row. `show` gets lines for a person.
+    /// # Errors
+    /// [`SweepError`] where the folder's rows are of another base config or protocol, or rows
+    /// cannot be read or written. A run that fails is a row and no error.
+    pub fn run(&self, runner: &dyn Runner, show: &mut dyn FnMut(&str)) -> Result<Done, SweepError> {
+        let rows = self.sweep.rows(self.plan)?;
+        if let Some(repair) = &rows.repair {
+            show(repair);
+        }
+        fs::create_dir_all(&self.out).map_err(SweepError::io("create", &self.out))?;
+        let mine: Vec<usize> = (0..self.plan.runs.len()).filter(|&i| self.shard.takes(i)).collect();
+        let done = |i: &usize| {
+            let id = &self.plan.runs[*i].id;
+            rows.rows.iter().any(|row| row.id() == id && !(row.failed() && self.retry_failed))
+        };
+        let (skipped, open): (Vec<usize>, Vec<usize>) = mine.iter().partition(|i| done(i));
+        let tally = Done { runs: mine.len(), skipped: skipped.len(), ..Done::default() };
+        let estimates = Estimates::new(&self.sweep.config.select, &rows.rows);
+        let mut watch = Watch { job: self, tally, estimates, open, began: Instant::now(), show };
+        watch.begin();
+        self.work(runner, &mut watch)?;
+        Ok(watch.tally)
+    }
+
+    /// Has workers do what is open, and listens to them until they are gone.
+    fn work(&self, runner: &dyn Runner, watch: &mut Watch) -> Result<(), SweepError> {
+        let queue: Queue = Mutex::new(watch.open.iter().map(|&i| (i, Instant::now())).collect());
+        thread::scope(|scope| {
+            let (sender, events) = mpsc::channel();
+            for device in self.devices.iter().flat_map(|d| std::iter::repeat_n(d, self.jobs)) {
+                let worker = Worker { job: self, runner, device, queue: &queue };
+                let sender = sender.clone();
+                scope.spawn(move || worker.work(&sender));
+            }
+            drop(sender);
+            loop {
+                match events.recv_timeout(Duration::from_secs(30)) {
+                    Ok(event) => watch.note(event)?,
+                    Err(RecvTimeoutError::Timeout) => watch.progress(),
+                    Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                }
+            }
+        })
+    }
+
+    /// When no more runs start.
+    fn over(&self, began: Instant) -> bool {
+        let limit = self.sweep.config.limits.wall_minutes;
+        self.stop.no_more() || limit.is_some_and(|m| began.elapsed().as_secs_f64() > 60.0 * m)
+    }
+}
+
+/// Runs that wait.
+type Queue = Mutex<VecDeque<Waiting>>;
+
+/// Does one run after another on one device.
+struct Worker<'a> {
+    job: &'a SweepJob<'a>,
+    runner: &'a dyn Runner,
+    device: &'a str,
+    queue: &'a Queue,
+}
+
+/// What a worker found to do.
+enum Next {
+    Run(usize),
+    Later,
+    Nothing,
+}
+
+impl Worker<'_> {
+    fn work(&self, events: &Sender<Event>) {
+        let began = Instant::now();
+        while !self.job.over(began) {
+            let event = match self.next() {
+                Next::Nothing => return,
+                Next::Later => {
+                    thread::sleep(Duration::from_millis(20));
+                    continue;
+                }
+                Next::Run(run) => match self.attempt(run, events) {
+                    Ok(Some(event)) => event,
+                    Ok(None) => continue,
+                    Err(e) => Event::Broken(e),
+                },
+            };
+            if matches!(event, Event::Broken(_)) {
+                self.waiting().clear(); // nobody starts one more
+            }
+            let _nobody_listens_after_an_error = events.send(event);
+        }
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, VecDeque<Waiting>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn next(&self) -> Next {
+        let mut queue = self.waiting();
+        let now = Instant::now();
+        let due = queue.iter().position(|(_, when)| *when <= now);
+        match due.and_then(|place| queue.remove(place)) {
+            Some((run, _)) => Next::Run(run),
+            None if queue.is_empty() => Next::Nothing,
+            None => Next::Later,
+        }
+    }
+
+    /// Does a run unless someone else has it or had it. Nothing if it has to wait.
+    fn attempt(&self, place: usize, events: &Sender<Event>) -> Result<Option<Event>, SweepError> {
+        let run = &self.job.plan.runs[place];
+        let Some(lock) = self.take(run)? else {
+            self.waiting().push_back((place, Instant::now() + PATIENCE));
+            return Ok(None);
+        };
+        let rows = RowsFile::new(&self.job.sweep.folder);
+        let known = rows.load()?.rows.into_iter().find(|row| row.id() == run.id);
+        let anew = known.as_ref().is_some_and(Row::failed) && self.job.retry_failed;
+        if known.is_some() && !anew {
+            return Ok(Some(Event::Elsewhere(place)));
+        }
+        let _nobody_listens = events.send(Event::Started(place, self.device.into()));
+        let Some(row) = self.perform(run, &lock, anew) else {
+            return Ok(Some(Event::Interrupted(place)));
+        };
+        let added = rows.add(&row)?;
+        Ok(Some(Event::Finished(place, Box::new(row), added)))
+    }
+
+    /// The run's lock, unless another process has it.
+    fn take(&self, run: &PlannedRun) -> Result<Option<File>, SweepError> {
+        let path = self.job.out.join(format!("{}.lock", run.id));
+        let file = OpenOptions::new().create(true).append(true).read(true).open(&path);
+        let file = file.map_err(SweepError::io("lock", &path))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(file)),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(e)) => Err(SweepError::io("lock", &path)(e)),
+        }
+    }
+
+    /// The run's row, or nothing if it was interrupted.
+    fn perform(&self, run: &PlannedRun, lock: &File, anew: bool) -> Option<Row> {
+        let mut config = run.config.clone();
+        config.insert("name".into(), run.id.clone().into());
+        let began = Instant::now();
+        let (id, out, device) = (&run.id, &self.job.out, self.device);
+        let assignment = Assignment { config: &config, id, out, device, lock, anew };
+        let mut row = self.job.start_row(run);
+        match self.runner.run(&assignment, &self.job.stop) {
+            Ok(Ending::Done(summary)) => {
+                row.set("status", summary["status"].as_str().unwrap_or("completed"));
+                row.add_summary(&summary);
+            }
+            Ok(Ending::Interrupted) => return None,
+            Err(why) => {
+                row.set("status", FAILED);
+                row.set("error", why);
+                row.set("device", self.device);
+                row.set("commit", self.job.commit.as_deref().unwrap_or_default());
+                row.set("wall_seconds", began.elapsed().as_secs_f64());
+            }
+        }
+        Some(row)
+    }
+}
+
+impl SweepJob<'_> {
+    /// The columns that every row has, in their order.
+    fn start_row(&self, run: &PlannedRun) -> Row {
+        let mut row = Row::default();
+        row.set("run", &run.id);
+        row.set("base", &self.plan.base);
+        row.set("protocol", self.sweep.label());
+        row.set("status", "");
+        row.set("error", "");
+        for (name, value) in &run.settings {
+            row.set(name, value);
+        }
+        if let Some(seed) = run.config.get("seed") {
+            row.set("seed", seed);
+        }
+        row
+    }
+}
+
+/// Counts, and tells a person.
+struct Watch<'a> {
+    job: &'a SweepJob<'a>,
+    tally: Done,
+    estimates: Estimates,
+    /// Runs that have no row yet.
+    open: Vec<usize>,
+    began: Instant,
+    show: &'a mut dyn FnMut(&str),
+}
+
+impl Watch<'_> {
+    fn begin(&mut self) {
+        let Done { runs, skipped, .. } = self.tally;
+        let workers = self.job.devices.len() * self.job.jobs;
+        let devices = self.job.devices.join(", ");
+        (self.show)(&format!(
+            "{runs} runs, {skipped} of them done before; {workers} at once on {devices}"
+        ));
+    }
+
+    fn note(&mut self, event: Event) -> Result<(), SweepError> {
+        match event {
+            Event::Started(place, device) => {
+                let run = self.job.plan.runs[place].describe();
+                (self.show)(&format!("started on {device}: {run}"));
+            }
+            Event::Finished(place, row, added) => self.finished(place, &row, added),
+            Event::Elsewhere(place) => {
+                self.tally.elsewhere += 1;
+                self.open.retain(|&open| open != place);
+            }
+            Event::Interrupted(place) => {
+                let run = self.job.plan.runs[place].describe();
+                (self.show)(&format!("interrupted, it goes on next time: {run}"));
+            }
+            Event::Broken(e) => return Err(e),
+        }
+        Ok(())
+    }
+
+    fn finished(&mut self, place: usize, row: &Row, added: Added) {
+        match added {
+            Added::New => self.tally.finished += 1,
+            Added::Known => self.tally.elsewhere += 1,
+        }
+        self.tally.failed += usize::from(row.failed());
+        self.open.retain(|&open| open != place);
+        self.estimates.add(row);
+        let run = self.job.plan.runs[place].describe();
+        let text = match row.failed() {
+            true => format!("failed: {run}: {}", row.text("error")),
+            false => format!(
+                "{run}: {} {} after {} steps, {}",
+                row.text("score_name"),
+                short(row.number("score")),
+                row.text("steps"),
+                row.number("wall_seconds").map_or("unknown time".into(), duration),
+            ),
+        };
+        (self.show)(&text);
+        self.progress();
+    }
+
+    /// How far it is, how fast it goes, and how long it will take.
+    fn progress(&mut self) {
+        let Done { runs, skipped, finished, failed, elsewhere } = self.tally;
+        let minutes = self.began.elapsed().as_secs_f64() / 60.0;
+        let runs_open = self.open.iter().map(|&place| &self.job.plan.runs[place]);
+        let workers = (self.job.devices.len() * self.job.jobs) as f64;
+        let left = match self.estimates.total(runs_open) {
+            Some(seconds) => format!("about {} left", duration(seconds / workers)),
+            None => "time left unknown".into(),
+        };
+        (self.show)(&format!(
+            "{}/{runs} runs, {failed} failed, {:.1} a minute, {left}",
+            skipped + finished + elsewhere,
+            finished as f64 / minutes.max(1e-9),
+        ));
+    }
+}
+
+fn short(value: Option<f64>) -> String {
+    value.map_or_else(|| "unknown".into(), |value| format!("{value:.4}"))
+}
