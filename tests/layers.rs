@@ -121,6 +121,14 @@ fn a_sequence_can_be_cut_anywhere() {
 }
 
 #[test]
+fn an_input_gate_of_e_to_the_200_overflows_nothing() {
+    let mixer = mixer("mlstm = { heads = 2, input_gate_bias = 200.0, gate_cap = 0.0 }");
+    let y = download(mixer.forward(input(21), None).0);
+    assert!(y.iter().all(|y| y.is_finite()), "{y:?}");
+    assert!(y.iter().any(|y| *y != 0.0));
+}
+
+#[test]
 fn nothing_looks_ahead() {
     for text in MIXERS {
         let (mixer, x) = (mixer(text), input(40));

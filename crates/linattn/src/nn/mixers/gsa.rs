@@ -41,7 +41,8 @@ pub struct GsaConfig {
     pub gate_normalizer: f64,
     /// Tokens each short convolution sees, at least 2; 0 for none.
     pub conv_size: usize,
-    /// Added to a mean square before its root.
+    /// Added to a mean square before its root. Released models have 1e-5 here, whatever other norms
+    /// of theirs have.
     pub norm_eps: f64,
     /// Tokens a chunk. Changes speed, and results by no more than rounding; every slot has scores of
     /// its own between the tokens of a chunk, so that short ones cost less than elsewhere.

@@ -33,7 +33,8 @@ pub struct Hgrn2Config {
     pub lower_bound: f64,
     /// Tokens each short convolution sees, at least 2; 0 for none.
     pub conv_size: usize,
-    /// Added to a mean square before its root.
+    /// Added to a mean square before its root. Released models have 1e-5 here, whatever other norms
+    /// of theirs have.
     pub norm_eps: f64,
     /// Tokens a chunk. Changes speed, and results by no more than rounding.
     pub chunk: usize,
