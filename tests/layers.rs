@@ -28,6 +28,23 @@ const MIXERS: &[&str] = &[
     "deltaproduct = { heads = 2, allow_neg_eigval = false }",
     "deltaproduct = { heads = 2, householder_steps = 3, key_width = 6, expand_v = 0.5, conv_size = 0, forget_gate = true, output_gate = true }",
     "deltaproduct = { heads = 3, householder_steps = 1, conv_size = 2, chunk = 8 }",
+    "gla = { heads = 2 }",
+    "gla = { heads = 3, key_width = 5, expand_v = 1.0, gate_low_rank = 3, gate_normalizer = 1.0, conv_size = 3, output_gate = false, chunk = 8 }",
+    "hgrn2 = { heads = 2 }",
+    "hgrn2 = { heads = 2, key_width = 6, expand_v = 1.5, lower_bound = 0.6, conv_size = 3, chunk = 16 }",
+    "rwkv6 = { heads = 2 }",
+    "rwkv6 = { heads = 3, key_width = 6, expand_v = 0.5, mix_low_rank = 3, gate_low_rank = 5, norm_eps = 64e-5, chunk = 8 }",
+    "gsa = { heads = 2 }",
+    "gsa = { heads = 3, slots = 5, expand_v = 0.5, gate_normalizer = 1.0, conv_size = 3, chunk = 32 }",
+    "metala = { heads = 2 }",
+    "metala = { heads = 3, key_width = 6, expand_v = 0.5, gate_normalizer = 1.0, self_augmentation = false, conv_size = 0, chunk = 8 }",
+    "gated_retention = { heads = 2 }",
+    "gated_retention = { heads = 1, value_heads = 2, expand_v = 0.5, gate_normalizer = 1.0, chunk = 16 }",
+    "lightning_attention = { heads = 2 }",
+    "lightning_attention = { heads = 3, key_width = 5, decay_scale = 0.5, chunk = 8 }",
+    // Norms behind the denominator hide the input gates' bias unless the epsilon is felt.
+    "mlstm = { heads = 2, input_gate_bias = -10.0, conv_size = 3 }",
+    "mlstm = { heads = 3, key_width = 5, expand_v = 1.0, gate_cap = 0.0, norm_eps = 0.5, chunk = 8 }",
     "base_conv = {}",
     "attention = { heads = 4 }",
     "attention = { heads = 4, key_value_heads = 2, rope = false }",
@@ -101,6 +118,14 @@ fn a_sequence_can_be_cut_anywhere() {
             assert_close(&format!("{text}, cut at {cut}"), &want, &got, LIMIT);
         }
     }
+}
+
+#[test]
+fn an_input_gate_of_e_to_the_200_overflows_nothing() {
+    let mixer = mixer("mlstm = { heads = 2, input_gate_bias = 200.0, gate_cap = 0.0 }");
+    let y = download(mixer.forward(input(21), None).0);
+    assert!(y.iter().all(|y| y.is_finite()), "{y:?}");
+    assert!(y.iter().any(|y| *y != 0.0));
 }
 
 #[test]
@@ -320,6 +345,11 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
         let values = match state {
             MixerState::Matrix(s) => {
                 s.memory.shape().num_elements()
+                    + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
+            }
+            MixerState::Slots(s) => {
+                s.keys.shape().num_elements()
+                    + s.values.shape().num_elements()
                     + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
             }
             MixerState::Tail(tail) => tail.0.shape().num_elements(),

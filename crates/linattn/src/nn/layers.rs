@@ -45,6 +45,24 @@ pub fn l2_normalize<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D>
     x / length
 }
 
+/// `x / sqrt(mean x^2 + epsilon)` over the last dimension: RMSNorm without a weight.
+pub(crate) fn rms_normalize<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    epsilon: f64,
+) -> Tensor<B, D> {
+    let size = (x.clone() * x.clone()).mean_dim(D - 1).add_scalar(epsilon).sqrt();
+    x / size
+}
+
+/// As [`rms_normalize`], the mean taken off first: LayerNorm without weight and bias.
+pub(crate) fn standardize<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    epsilon: f64,
+) -> Tensor<B, D> {
+    let mean = x.clone().mean_dim(D - 1);
+    rms_normalize(x - mean, epsilon)
+}
+
 /// RMSNorm over each head's values, times SiLU of a gate where there is one.
 ///
 /// `x` and `gate` are `[B, T, H, V]`; the weight is `[V]`, shared by the heads.

@@ -179,10 +179,11 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let named = |names: &[&str]| self.path.iter().any(|name| names.contains(&name.as_str()));
         let writes = ["o_proj", "out_proj", "down_proj"];
-        let convolutions = ["q_conv1d", "k_conv1d", "v_conv1d", "conv1d"];
+        let convolutions = ["q_conv1d", "k_conv1d", "v_conv1d", "f_conv1d", "i_conv1d", "conv1d"];
+        let rows = ["x_bias", "bonus"]; // of numbers that are added or multiplied, no projections
         let factor = match D {
             2 if named(&writes) => self.residual,
-            2 if !named(&["embeddings"]) && !named(&convolutions) => self.linear,
+            2 if !named(&["embeddings"]) && !named(&convolutions) && !named(&rows) => self.linear,
             _ => return param,
         };
         // The product is no leaf of the autodiff graph any more, and would not be learnt.
