@@ -28,9 +28,27 @@ const MIXERS: &[&str] = &[
     "deltaproduct = { heads = 2, allow_neg_eigval = false }",
     "deltaproduct = { heads = 2, householder_steps = 3, key_width = 6, expand_v = 0.5, conv_size = 0, forget_gate = true, output_gate = true }",
     "deltaproduct = { heads = 3, householder_steps = 1, conv_size = 2, chunk = 8 }",
+    "kda = { heads = 2 }",
+    "kda = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, gate_rank = 5, conv_size = 0, chunk = 16 }",
+    "kda = { heads = 3, conv_size = 2, allow_neg_eigval = true }",
+    "comba = { heads = 2 }",
+    "comba = { heads = 1, value_heads = 3, key_width = 6, output_correction = 1.0, conv_size = 2, chunk = 16 }",
+    "comba = { heads = 3, expand_v = 0.5, conv_size = 0, output_gate = false, inner_decay = false, output_correction = 0.0 }",
+    "longhorn = { heads = 2, chunk = 16 }",
+    "longhorn = { heads = 1, value_heads = 2, key_width = 6, expand_v = 1.5, conv_size = 0, output_gate = false }",
+    "gated_deltanet2 = { heads = 2 }",
+    "gated_deltanet2 = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, gate_rank = 5, conv_size = 0, chunk = 16 }",
+    "gated_deltanet2 = { heads = 3, conv_size = 2, allow_neg_eigval = true }",
+    "rwkv7 = { heads = 2 }",
+    "rwkv7 = { heads = 3, key_width = 6, decay_rank = 4, rate_rank = 5, gate_rank = 6, chunk = 16 }",
     "base_conv = {}",
     "attention = { heads = 4 }",
     "attention = { heads = 4, key_value_heads = 2, rope = false }",
+    "attention = { heads = 4, window = 5 }",
+    "attention = { heads = 6, key_value_heads = 2, rope = false, alibi = true }",
+    "attention = { heads = 4, rope = false, alibi = true, window = 2 }",
+    "forgetting_attention = { heads = 4 }",
+    "forgetting_attention = { heads = 4, key_value_heads = 2, key_width = 5, qk_norm = true, output_gate = true }",
 ];
 
 fn config(text: &str) -> MixerConfig {
@@ -324,6 +342,11 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
             }
             MixerState::Tail(tail) => tail.0.shape().num_elements(),
             MixerState::Cache(c) => c.keys.shape().num_elements() + c.values.shape().num_elements(),
+            MixerState::Forgetting(c) => {
+                c.keys.shape().num_elements()
+                    + c.values.shape().num_elements()
+                    + c.gates.shape().num_elements()
+            }
         };
         let announced = config(text).cost(D, 30).unwrap().state_bytes;
         assert_eq!(announced, 4 * values as u64 / 2, "{text}: bytes for one of two sequences");

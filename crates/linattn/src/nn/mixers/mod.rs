@@ -31,19 +31,31 @@ macro_rules! forward_and_step {
 
 mod attention;
 mod base_conv;
+mod comba;
 mod delta_net;
 mod delta_product;
+mod forgetting_attention;
+mod gated_delta_net_2;
+mod kda;
 mod linear_attention;
+mod longhorn;
 mod mamba2;
 mod retnet;
+mod rwkv7;
 
 pub use attention::{Attention, AttentionConfig, KeyValueCache};
 pub use base_conv::{BaseConv, BaseConvConfig, ConvolutionTail};
+pub use comba::{Comba, CombaConfig};
 pub use delta_net::{DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig};
 pub use delta_product::{DeltaProduct, DeltaProductConfig};
+pub use forgetting_attention::{ForgettingAttention, ForgettingAttentionConfig, ForgettingCache};
+pub use gated_delta_net_2::{GatedDeltaNet2, GatedDeltaNet2Config};
+pub use kda::{Kda, KdaConfig};
 pub use linear_attention::{FeatureMap, LinearAttention, LinearAttentionConfig};
+pub use longhorn::{Longhorn, LonghornConfig};
 pub use mamba2::{Mamba2, Mamba2Config};
 pub use retnet::{RetNet, RetNetConfig};
+pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
 
 use super::{ConfigError, Cost};
 use crate::ops::LinearAttentionBackend;
@@ -57,7 +69,8 @@ pub struct MatrixState<B: Backend> {
     /// `[B, H, K, V]`.
     pub memory: Tensor<B, 4>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
-    /// fields; empty without convolutions.
+    /// fields; or, where tokens are mixed with the one before, the last token, `[B, 1, D]`. Empty
+    /// without either.
     pub tails: Vec<Tensor<B, 3>>,
     /// Tokens seen.
     pub position: usize,
@@ -105,8 +118,10 @@ macro_rules! mixer_states {
 mixer_states! {
     /// A memory of fixed size.
     Matrix(MatrixState);
-    /// Every key and value so far.
+    /// Keys and values so far.
     Cache(KeyValueCache);
+    /// Keys and values so far, and how much of each is left.
+    Forgetting(ForgettingCache);
     /// The last few inputs.
     Tail(ConvolutionTail);
 }
@@ -257,8 +272,20 @@ mixers! {
     "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig);
     /// DeltaProduct.
     "deltaproduct" DeltaProduct(DeltaProductConfig);
+    /// Kimi Delta Attention.
+    "kda" Kda(KdaConfig);
+    /// Comba.
+    "comba" Comba(CombaConfig);
+    /// Longhorn.
+    "longhorn" Longhorn(LonghornConfig);
+    /// Gated DeltaNet-2.
+    "gated_deltanet2" GatedDeltaNet2(GatedDeltaNet2Config);
+    /// RWKV-7's time mix.
+    "rwkv7" Rwkv7(Rwkv7Config);
     /// Zoology's gated short convolution.
     "base_conv" BaseConv(BaseConvConfig);
     /// Softmax attention, the reference.
     "attention" Attention(AttentionConfig);
+    /// Forgetting attention.
+    "forgetting_attention" ForgettingAttention(ForgettingAttentionConfig);
 }
