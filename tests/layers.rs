@@ -311,7 +311,8 @@ fn a_model_steps_as_it_runs_forward_with_tied_and_with_own_logits() {
         let text = format!(
             "d_model = 24\ntie_embeddings = {tie}\nnorm = 'layer'\n\
              [[layers]]\nmixer.gated_deltanet = {{ heads = 2 }}\nmlp = {{ swiglu = {{}} }}\n\
-             [[layers]]\nrepeat = 2\nmixer.attention = {{ heads = 2 }}\nmlp = 'identity'\n"
+             [[layers]]\nrepeat = 2\nmixer.attention = {{ heads = 2 }}\nmlp = 'identity'\n\
+             [[layers]]\nmixer.rwkv7 = {{ heads = 2 }}\nmlp = {{ rwkv7 = {{}} }}\n"
         );
         let config: LanguageModelConfig = toml::from_str(&text).unwrap();
         let model = config.init::<B>(11, &Default::default()).unwrap();
@@ -327,6 +328,29 @@ fn a_model_steps_as_it_runs_forward_with_tied_and_with_own_logits() {
         }
         let got: Tensor<B, 3> = Tensor::stack(outputs, 1);
         assert_close("logits", &download(want), &download(got), LIMIT);
+    }
+}
+
+#[test]
+fn an_mlp_that_sees_the_token_before_can_be_cut_and_is_learnt() {
+    use burn::optim::GradientsParams;
+    let config: LanguageModelConfig = toml::from_str(
+        "d_model = 24\ntie_embeddings = false\n\
+         [[layers]]\nmixer.deltanet = { heads = 2 }\nmlp = { rwkv7 = { width = 40 } }\n",
+    )
+    .unwrap();
+    let model = config.init::<B>(11, &Default::default()).unwrap();
+    let (whole, _) = model.forward(ids(9), None);
+    for cut in [1, 4, 8] {
+        let (first, state) = model.forward(ids(9).narrow(1, 0, cut), None);
+        let (rest, _) = model.forward(ids(9).narrow(1, cut, 9 - cut), Some(state));
+        let got = download(Tensor::cat(vec![first, rest], 1));
+        assert_close(&format!("cut at {cut}"), &download(whole.clone()), &got, LIMIT);
+    }
+    let weights = Tensor::random([1, 9, 11], Distribution::Default, &Default::default());
+    let gradients = GradientsParams::from_grads((whole * weights).sum().backward(), &model);
+    for (name, gradient) in collect(&model, &gradients) {
+        assert!(gradient.iter().any(|x| *x != 0.0), "{name} is not learnt");
     }
 }
 

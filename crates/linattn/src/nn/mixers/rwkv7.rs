@@ -103,11 +103,10 @@ impl Rwkv7Config {
         device: &B::Device,
     ) -> Result<Rwkv7<B>, ConfigError> {
         let Widths { key, keys, decay, rate, gate } = self.widths(d_model)?;
-        let constant =
-            |value| -> Param<Tensor<B, 1>> { Initializer::Constant { value }.init([keys], device) };
         let share = |power| fresh_share(d_model, power, device);
         let values = |f: &dyn Fn(usize) -> f64| from_places(keys, f, device);
-        let (ramp, bend) = (|n| ramp(n, keys), |n| bend(n % key, key));
+        let place = |n: usize| ramp(n, keys);
+        let bent = |n: usize| bend(n % key, key);
         Ok(Rwkv7 {
             x_r: share(0.2),
             x_w: share(0.9),
@@ -115,16 +114,16 @@ impl Rwkv7Config {
             x_v: share(0.7),
             x_a: share(0.9),
             x_g: share(0.2),
-            k_k: values(&|n| 0.71 - 0.1 * (ramp(n) - 0.5)),
-            k_a: constant(1.02),
+            k_k: values(&|n| 0.71 - 0.1 * (place(n) - 0.5)),
+            k_a: Initializer::Constant { value: 1.02 }.init([keys], device),
             r_k: Initializer::Constant { value: -0.04 }.init([self.heads, key], device),
             r_proj: linear(d_model, keys, device),
             k_proj: linear(d_model, keys, device),
             v_proj: linear(d_model, keys, device),
             w_lora: LowRankMap::new(d_model, decay, keys, device)
-                .with_bias(values(&|n| 6.0 * ramp(n) + 2.5 * bend(n) - 5.5)),
+                .with_bias(values(&|n| 6.0 * place(n) + 2.5 * bent(n) - 5.5)),
             a_lora: LowRankMap::new(d_model, rate, keys, device)
-                .with_bias(values(&|n| 0.3 * bend(n) + 0.4 * (ramp(n) - 0.5) - 0.19)),
+                .with_bias(values(&|n| 0.3 * bent(n) + 0.4 * (place(n) - 0.5) - 0.19)),
             g_lora: LowRankMap::new(d_model, gate, keys, device),
             g_norm: GroupNormConfig::new(self.heads, keys)
                 .with_epsilon(self.norm_eps * key as f64)
