@@ -132,6 +132,25 @@ fn nothing_looks_ahead() {
     }
 }
 
+#[test]
+fn a_window_hides_what_lies_before_it_however_long_the_sequence() {
+    let (mixer, x) = (mixer("attention = { heads = 2, window = 5 }"), input(300));
+    let whole = mixer.forward(x.clone(), None).0;
+    let (mut outputs, mut state) = (vec![], None);
+    for from in (0..300).step_by(60) {
+        let (y, next) = mixer.forward(x.clone().narrow(1, from, 60), state);
+        outputs.push(y);
+        state = Some(next);
+    }
+    assert_close("parts", &download(whole.clone()), &download(Tensor::cat(outputs, 1)), LIMIT);
+    let changed = Tensor::cat(vec![input(150), x.narrow(1, 150, 150)], 1);
+    let after = mixer.forward(changed, None).0;
+    let from = |x: &Tensor<B, 3>, t| download(x.clone().narrow(1, t, 300 - t));
+    assert_close("out of sight", &from(&whole, 154), &from(&after, 154), LIMIT);
+    let (seen, other) = (from(&whole, 153), from(&after, 153));
+    assert!(linattn_oracle::relative_error(&seen, &other) > 1e-3, "the window is 5 tokens");
+}
+
 /// Ids of a sequence, the same in every test.
 fn ids(length: usize) -> Tensor<B, 2, Int> {
     let ids: Vec<i32> = (0..length as i32).map(|i| i * i * 7 % 11).collect();

@@ -114,7 +114,7 @@ impl Rwkv7MlpConfig {
         let width = self.width(d_model)?;
         // From the token before alone in the first channel, to hardly any of it in the last.
         let shares: Vec<f32> = (0..d_model).map(|n| 1.0 - n as f32 / d_model as f32).collect();
-        let shares = Tensor::from_data(TensorData::new(shares, [d_model]), device);
+        let shares = Tensor::<B, 1>::from_data(TensorData::new(shares, [d_model]), device);
         Ok(Rwkv7Mlp {
             x_k: Param::from_tensor(shares),
             key: linear(d_model, width, device),
