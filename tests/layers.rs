@@ -45,9 +45,27 @@ const MIXERS: &[&str] = &[
     // Norms behind the denominator hide the input gates' bias unless the epsilon is felt.
     "mlstm = { heads = 2, input_gate_bias = -10.0, conv_size = 3 }",
     "mlstm = { heads = 3, key_width = 5, expand_v = 1.0, gate_cap = 0.0, norm_eps = 0.5, chunk = 8 }",
+    "kda = { heads = 2 }",
+    "kda = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, gate_rank = 5, conv_size = 0, chunk = 16 }",
+    "kda = { heads = 3, conv_size = 2, allow_neg_eigval = true }",
+    "comba = { heads = 2 }",
+    "comba = { heads = 1, value_heads = 3, key_width = 6, output_correction = 1.0, conv_size = 2, chunk = 16 }",
+    "comba = { heads = 3, expand_v = 0.5, conv_size = 0, output_gate = false, inner_decay = false, output_correction = 0.0 }",
+    "longhorn = { heads = 2, chunk = 16 }",
+    "longhorn = { heads = 1, value_heads = 2, key_width = 6, expand_v = 1.5, conv_size = 0, output_gate = false }",
+    "gated_deltanet2 = { heads = 2 }",
+    "gated_deltanet2 = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, gate_rank = 5, conv_size = 0, chunk = 16 }",
+    "gated_deltanet2 = { heads = 3, conv_size = 2, allow_neg_eigval = true }",
+    "rwkv7 = { heads = 2 }",
+    "rwkv7 = { heads = 3, key_width = 6, decay_rank = 4, rate_rank = 5, gate_rank = 6, chunk = 16 }",
     "base_conv = {}",
     "attention = { heads = 4 }",
     "attention = { heads = 4, key_value_heads = 2, rope = false }",
+    "attention = { heads = 4, window = 5 }",
+    "attention = { heads = 6, key_value_heads = 2, rope = false, alibi = true }",
+    "attention = { heads = 4, rope = false, alibi = true, window = 2 }",
+    "forgetting_attention = { heads = 4 }",
+    "forgetting_attention = { heads = 4, key_value_heads = 2, key_width = 5, qk_norm = true, output_gate = true }",
 ];
 
 fn config(text: &str) -> MixerConfig {
@@ -137,6 +155,25 @@ fn nothing_looks_ahead() {
         let got = mixer.forward(changed, None).0.narrow(1, 0, 19);
         assert_close(text, &download(want), &download(got), 1e-6);
     }
+}
+
+#[test]
+fn a_window_hides_what_lies_before_it_however_long_the_sequence() {
+    let (mixer, x) = (mixer("attention = { heads = 2, window = 5 }"), input(300));
+    let whole = mixer.forward(x.clone(), None).0;
+    let (mut outputs, mut state) = (vec![], None);
+    for from in (0..300).step_by(60) {
+        let (y, next) = mixer.forward(x.clone().narrow(1, from, 60), state);
+        outputs.push(y);
+        state = Some(next);
+    }
+    assert_close("parts", &download(whole.clone()), &download(Tensor::cat(outputs, 1)), LIMIT);
+    let changed = Tensor::cat(vec![input(150), x.narrow(1, 150, 150)], 1);
+    let after = mixer.forward(changed, None).0;
+    let from = |x: &Tensor<B, 3>, t| download(x.clone().narrow(1, t, 300 - t));
+    assert_close("out of sight", &from(&whole, 154), &from(&after, 154), LIMIT);
+    let (seen, other) = (from(&whole, 153), from(&after, 153));
+    assert!(linattn_oracle::relative_error(&seen, &other) > 1e-3, "the window is 5 tokens");
 }
 
 /// Ids of a sequence, the same in every test.
@@ -318,7 +355,8 @@ fn a_model_steps_as_it_runs_forward_with_tied_and_with_own_logits() {
         let text = format!(
             "d_model = 24\ntie_embeddings = {tie}\nnorm = 'layer'\n\
              [[layers]]\nmixer.gated_deltanet = {{ heads = 2 }}\nmlp = {{ swiglu = {{}} }}\n\
-             [[layers]]\nrepeat = 2\nmixer.attention = {{ heads = 2 }}\nmlp = 'identity'\n"
+             [[layers]]\nrepeat = 2\nmixer.attention = {{ heads = 2 }}\nmlp = 'identity'\n\
+             [[layers]]\nmixer.rwkv7 = {{ heads = 2 }}\nmlp = {{ rwkv7 = {{}} }}\n"
         );
         let config: LanguageModelConfig = toml::from_str(&text).unwrap();
         let model = config.init::<B>(11, &Default::default()).unwrap();
@@ -334,6 +372,29 @@ fn a_model_steps_as_it_runs_forward_with_tied_and_with_own_logits() {
         }
         let got: Tensor<B, 3> = Tensor::stack(outputs, 1);
         assert_close("logits", &download(want), &download(got), LIMIT);
+    }
+}
+
+#[test]
+fn an_mlp_that_sees_the_token_before_can_be_cut_and_is_learnt() {
+    use burn::optim::GradientsParams;
+    let config: LanguageModelConfig = toml::from_str(
+        "d_model = 24\ntie_embeddings = false\n\
+         [[layers]]\nmixer.deltanet = { heads = 2 }\nmlp = { rwkv7 = { width = 40 } }\n",
+    )
+    .unwrap();
+    let model = config.init::<B>(11, &Default::default()).unwrap();
+    let (whole, _) = model.forward(ids(9), None);
+    for cut in [1, 4, 8] {
+        let (first, state) = model.forward(ids(9).narrow(1, 0, cut), None);
+        let (rest, _) = model.forward(ids(9).narrow(1, cut, 9 - cut), Some(state));
+        let got = download(Tensor::cat(vec![first, rest], 1));
+        assert_close(&format!("cut at {cut}"), &download(whole.clone()), &got, LIMIT);
+    }
+    let weights = Tensor::random([1, 9, 11], Distribution::Default, &Default::default());
+    let gradients = GradientsParams::from_grads((whole * weights).sum().backward(), &model);
+    for (name, gradient) in collect(&model, &gradients) {
+        assert!(gradient.iter().any(|x| *x != 0.0), "{name} is not learnt");
     }
 }
 
@@ -354,6 +415,11 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
             }
             MixerState::Tail(tail) => tail.0.shape().num_elements(),
             MixerState::Cache(c) => c.keys.shape().num_elements() + c.values.shape().num_elements(),
+            MixerState::Forgetting(c) => {
+                c.keys.shape().num_elements()
+                    + c.values.shape().num_elements()
+                    + c.gates.shape().num_elements()
+            }
         };
         let announced = config(text).cost(D, 30).unwrap().state_bytes;
         assert_eq!(announced, 4 * values as u64 / 2, "{text}: bytes for one of two sequences");

@@ -34,35 +34,47 @@ macro_rules! forward_and_step {
 
 mod attention;
 mod base_conv;
+mod comba;
 mod delta_net;
 mod delta_product;
+mod forgetting_attention;
+mod gated_delta_net_2;
 mod gated_retention;
 mod gla;
 mod gsa;
 mod hgrn2;
+mod kda;
 mod lightning_attention;
 mod linear_attention;
+mod longhorn;
 mod mamba2;
 mod metala;
 mod mlstm;
 mod retnet;
 mod rwkv6;
+mod rwkv7;
 
 pub use attention::{Attention, AttentionConfig, KeyValueCache};
 pub use base_conv::{BaseConv, BaseConvConfig, ConvolutionTail};
+pub use comba::{Comba, CombaConfig};
 pub use delta_net::{DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig};
 pub use delta_product::{DeltaProduct, DeltaProductConfig};
+pub use forgetting_attention::{ForgettingAttention, ForgettingAttentionConfig, ForgettingCache};
+pub use gated_delta_net_2::{GatedDeltaNet2, GatedDeltaNet2Config};
 pub use gated_retention::{GatedRetention, GatedRetentionConfig};
 pub use gla::{Gla, GlaConfig};
 pub use gsa::{Gsa, GsaConfig, SlotState};
 pub use hgrn2::{Hgrn2, Hgrn2Config};
+pub use kda::{Kda, KdaConfig};
 pub use lightning_attention::{LightningAttention, LightningAttentionConfig};
 pub use linear_attention::{FeatureMap, LinearAttention, LinearAttentionConfig};
+pub use longhorn::{Longhorn, LonghornConfig};
 pub use mamba2::{Mamba2, Mamba2Config};
 pub use metala::{MetaLa, MetaLaConfig};
 pub use mlstm::{Mlstm, MlstmConfig};
 pub use retnet::{RetNet, RetNetConfig};
 pub use rwkv6::{Rwkv6, Rwkv6Config};
+pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
 
 use super::{ConfigError, Cost};
 use crate::ops::LinearAttentionBackend;
@@ -76,7 +88,7 @@ pub struct MatrixState<B: Backend> {
     /// `[B, H, K, V]`.
     pub memory: Tensor<B, 4>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
-    /// fields; then what else a mixer needs of its last token: RWKV-6 the token itself, `[B, 1, D]`,
+    /// fields; then what else a mixer needs of its last token: RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`,
     /// mLSTM its running maximum, `[B, 1, H]`. Empty where there is nothing of the kind.
     pub tails: Vec<Tensor<B, 3>>,
     /// Tokens seen.
@@ -127,8 +139,10 @@ mixer_states! {
     Matrix(MatrixState);
     /// Slots of keys and values.
     Slots(SlotState);
-    /// Every key and value so far.
+    /// Keys and values so far.
     Cache(KeyValueCache);
+    /// Keys and values so far, and how much of each is left.
+    Forgetting(ForgettingCache);
     /// The last few inputs.
     Tail(ConvolutionTail);
 }
@@ -320,8 +334,20 @@ mixers! {
     "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig);
     /// DeltaProduct.
     "deltaproduct" DeltaProduct(DeltaProductConfig);
+    /// Kimi Delta Attention.
+    "kda" Kda(KdaConfig);
+    /// Comba.
+    "comba" Comba(CombaConfig);
+    /// Longhorn.
+    "longhorn" Longhorn(LonghornConfig);
+    /// Gated DeltaNet-2.
+    "gated_deltanet2" GatedDeltaNet2(GatedDeltaNet2Config);
+    /// RWKV-7's time mix.
+    "rwkv7" Rwkv7(Rwkv7Config);
     /// Zoology's gated short convolution.
     "base_conv" BaseConv(BaseConvConfig);
     /// Softmax attention, the reference.
     "attention" Attention(AttentionConfig);
+    /// Forgetting attention.
+    "forgetting_attention" ForgettingAttention(ForgettingAttentionConfig);
 }
