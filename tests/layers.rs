@@ -28,9 +28,44 @@ const MIXERS: &[&str] = &[
     "deltaproduct = { heads = 2, allow_neg_eigval = false }",
     "deltaproduct = { heads = 2, householder_steps = 3, key_width = 6, expand_v = 0.5, conv_size = 0, forget_gate = true, output_gate = true }",
     "deltaproduct = { heads = 3, householder_steps = 1, conv_size = 2, chunk = 8 }",
+    "gla = { heads = 2 }",
+    "gla = { heads = 3, key_width = 5, expand_v = 1.0, gate_low_rank = 3, gate_normalizer = 1.0, conv_size = 3, output_gate = false, chunk = 8 }",
+    "hgrn2 = { heads = 2 }",
+    "hgrn2 = { heads = 2, key_width = 6, expand_v = 1.5, lower_bound = 0.6, conv_size = 3, chunk = 16 }",
+    "rwkv6 = { heads = 2 }",
+    "rwkv6 = { heads = 3, key_width = 6, expand_v = 0.5, mix_low_rank = 3, gate_low_rank = 5, norm_eps = 64e-5, chunk = 8 }",
+    "gsa = { heads = 2 }",
+    "gsa = { heads = 3, slots = 5, expand_v = 0.5, gate_normalizer = 1.0, conv_size = 3, chunk = 32 }",
+    "metala = { heads = 2 }",
+    "metala = { heads = 3, key_width = 6, expand_v = 0.5, gate_normalizer = 1.0, self_augmentation = false, conv_size = 0, chunk = 8 }",
+    "gated_retention = { heads = 2 }",
+    "gated_retention = { heads = 1, value_heads = 2, expand_v = 0.5, gate_normalizer = 1.0, chunk = 16 }",
+    "lightning_attention = { heads = 2 }",
+    "lightning_attention = { heads = 3, key_width = 5, decay_scale = 0.5, chunk = 8 }",
+    // Norms behind the denominator hide the input gates' bias unless the epsilon is felt.
+    "mlstm = { heads = 2, input_gate_bias = -10.0, conv_size = 3 }",
+    "mlstm = { heads = 3, key_width = 5, expand_v = 1.0, gate_cap = 0.0, norm_eps = 0.5, chunk = 8 }",
+    "kda = { heads = 2 }",
+    "kda = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, gate_rank = 5, conv_size = 0, chunk = 16 }",
+    "kda = { heads = 3, conv_size = 2, allow_neg_eigval = true }",
+    "comba = { heads = 2 }",
+    "comba = { heads = 1, value_heads = 3, key_width = 6, output_correction = 1.0, conv_size = 2, chunk = 16 }",
+    "comba = { heads = 3, expand_v = 0.5, conv_size = 0, output_gate = false, inner_decay = false, output_correction = 0.0 }",
+    "longhorn = { heads = 2, chunk = 16 }",
+    "longhorn = { heads = 1, value_heads = 2, key_width = 6, expand_v = 1.5, conv_size = 0, output_gate = false }",
+    "gated_deltanet2 = { heads = 2 }",
+    "gated_deltanet2 = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, gate_rank = 5, conv_size = 0, chunk = 16 }",
+    "gated_deltanet2 = { heads = 3, conv_size = 2, allow_neg_eigval = true }",
+    "rwkv7 = { heads = 2 }",
+    "rwkv7 = { heads = 3, key_width = 6, decay_rank = 4, rate_rank = 5, gate_rank = 6, chunk = 16 }",
     "base_conv = {}",
     "attention = { heads = 4 }",
     "attention = { heads = 4, key_value_heads = 2, rope = false }",
+    "attention = { heads = 4, window = 5 }",
+    "attention = { heads = 6, key_value_heads = 2, rope = false, alibi = true }",
+    "attention = { heads = 4, rope = false, alibi = true, window = 2 }",
+    "forgetting_attention = { heads = 4 }",
+    "forgetting_attention = { heads = 4, key_value_heads = 2, key_width = 5, qk_norm = true, output_gate = true }",
 ];
 
 fn config(text: &str) -> MixerConfig {
@@ -104,6 +139,14 @@ fn a_sequence_can_be_cut_anywhere() {
 }
 
 #[test]
+fn an_input_gate_of_e_to_the_200_overflows_nothing() {
+    let mixer = mixer("mlstm = { heads = 2, input_gate_bias = 200.0, gate_cap = 0.0 }");
+    let y = download(mixer.forward(input(21), None).0);
+    assert!(y.iter().all(|y| y.is_finite()), "{y:?}");
+    assert!(y.iter().any(|y| *y != 0.0));
+}
+
+#[test]
 fn nothing_looks_ahead() {
     for text in MIXERS {
         let (mixer, x) = (mixer(text), input(40));
@@ -112,6 +155,25 @@ fn nothing_looks_ahead() {
         let got = mixer.forward(changed, None).0.narrow(1, 0, 19);
         assert_close(text, &download(want), &download(got), 1e-6);
     }
+}
+
+#[test]
+fn a_window_hides_what_lies_before_it_however_long_the_sequence() {
+    let (mixer, x) = (mixer("attention = { heads = 2, window = 5 }"), input(300));
+    let whole = mixer.forward(x.clone(), None).0;
+    let (mut outputs, mut state) = (vec![], None);
+    for from in (0..300).step_by(60) {
+        let (y, next) = mixer.forward(x.clone().narrow(1, from, 60), state);
+        outputs.push(y);
+        state = Some(next);
+    }
+    assert_close("parts", &download(whole.clone()), &download(Tensor::cat(outputs, 1)), LIMIT);
+    let changed = Tensor::cat(vec![input(150), x.narrow(1, 150, 150)], 1);
+    let after = mixer.forward(changed, None).0;
+    let from = |x: &Tensor<B, 3>, t| download(x.clone().narrow(1, t, 300 - t));
+    assert_close("out of sight", &from(&whole, 154), &from(&after, 154), LIMIT);
+    let (seen, other) = (from(&whole, 153), from(&after, 153));
+    assert!(linattn_oracle::relative_error(&seen, &other) > 1e-3, "the window is 5 tokens");
 }
 
 /// Ids of a sequence, the same in every test.
@@ -293,7 +355,8 @@ fn a_model_steps_as_it_runs_forward_with_tied_and_with_own_logits() {
         let text = format!(
             "d_model = 24\ntie_embeddings = {tie}\nnorm = 'layer'\n\
              [[layers]]\nmixer.gated_deltanet = {{ heads = 2 }}\nmlp = {{ swiglu = {{}} }}\n\
-             [[layers]]\nrepeat = 2\nmixer.attention = {{ heads = 2 }}\nmlp = 'identity'\n"
+             [[layers]]\nrepeat = 2\nmixer.attention = {{ heads = 2 }}\nmlp = 'identity'\n\
+             [[layers]]\nmixer.rwkv7 = {{ heads = 2 }}\nmlp = {{ rwkv7 = {{}} }}\n"
         );
         let config: LanguageModelConfig = toml::from_str(&text).unwrap();
         let model = config.init::<B>(11, &Default::default()).unwrap();
@@ -313,6 +376,29 @@ fn a_model_steps_as_it_runs_forward_with_tied_and_with_own_logits() {
 }
 
 #[test]
+fn an_mlp_that_sees_the_token_before_can_be_cut_and_is_learnt() {
+    use burn::optim::GradientsParams;
+    let config: LanguageModelConfig = toml::from_str(
+        "d_model = 24\ntie_embeddings = false\n\
+         [[layers]]\nmixer.deltanet = { heads = 2 }\nmlp = { rwkv7 = { width = 40 } }\n",
+    )
+    .unwrap();
+    let model = config.init::<B>(11, &Default::default()).unwrap();
+    let (whole, _) = model.forward(ids(9), None);
+    for cut in [1, 4, 8] {
+        let (first, state) = model.forward(ids(9).narrow(1, 0, cut), None);
+        let (rest, _) = model.forward(ids(9).narrow(1, cut, 9 - cut), Some(state));
+        let got = download(Tensor::cat(vec![first, rest], 1));
+        assert_close(&format!("cut at {cut}"), &download(whole.clone()), &got, LIMIT);
+    }
+    let weights = Tensor::random([1, 9, 11], Distribution::Default, &Default::default());
+    let gradients = GradientsParams::from_grads((whole * weights).sum().backward(), &model);
+    for (name, gradient) in collect(&model, &gradients) {
+        assert!(gradient.iter().any(|x| *x != 0.0), "{name} is not learnt");
+    }
+}
+
+#[test]
 fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
     use linattn::nn::mixers::MixerState;
     for text in MIXERS {
@@ -322,8 +408,18 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
                 s.memory.shape().num_elements()
                     + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
             }
+            MixerState::Slots(s) => {
+                s.keys.shape().num_elements()
+                    + s.values.shape().num_elements()
+                    + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
+            }
             MixerState::Tail(tail) => tail.0.shape().num_elements(),
             MixerState::Cache(c) => c.keys.shape().num_elements() + c.values.shape().num_elements(),
+            MixerState::Forgetting(c) => {
+                c.keys.shape().num_elements()
+                    + c.values.shape().num_elements()
+                    + c.gates.shape().num_elements()
+            }
         };
         let announced = config(text).cost(D, 30).unwrap().state_bytes;
         assert_eq!(announced, 4 * values as u64 / 2, "{text}: bytes for one of two sequences");

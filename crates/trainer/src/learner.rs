@@ -338,7 +338,9 @@ fn vectors_and_embeddings<B: TrainBackend>(learner: &Learner<B>) -> HashSet<Para
             self.path.pop();
         }
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            if D == 1 || self.path.iter().any(|name| name == "embeddings") {
+            // RWKV-7 has vectors of other ranks.
+            let aside = |name: &String| name == "embeddings" || name == "r_k";
+            if D != 2 || self.path.iter().any(aside) {
                 self.found.insert(param.id);
             }
         }

@@ -73,6 +73,19 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
     }
 }
 
+/// As [`convolve`], but nothing at all where there is no convolution.
+pub(crate) fn convolve_if_any<B: LinearAttentionBackend>(
+    convolution: &Option<ShortConvolution<B>>,
+    x: Tensor<B, 3>,
+    tail: Option<Tensor<B, 3>>,
+    tails: &mut Vec<Tensor<B, 3>>,
+) -> Tensor<B, 3> {
+    match convolution {
+        Some(_) => convolve(convolution, x, tail, tails),
+        None => x,
+    }
+}
+
 /// A window of 0 stands for no convolution; one token would be no convolution either.
 pub(crate) fn check_window(size: usize, least: usize) -> Result<(), ConfigError> {
     match size >= least && size != 1 {

@@ -3,7 +3,8 @@
 use super::ConfigError;
 use burn::module::{Initializer, Module};
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::{Tensor, activation::silu, backend::Backend};
+use burn::tensor::activation::{sigmoid, silu};
+use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
 /// Standard deviation of fresh weights.
@@ -39,13 +40,57 @@ pub(crate) fn merge_heads<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
     x.reshape([batch, tokens, heads * width])
 }
 
+/// `[B, T, Hk, X]` to `[B, T, H, X]`: each head as often as value heads share it.
+pub(crate) fn share_heads<B: Backend>(x: Tensor<B, 4>, heads: usize) -> Tensor<B, 4> {
+    let [batch, tokens, key_heads, width] = x.dims();
+    if key_heads == heads {
+        return x;
+    }
+    x.unsqueeze_dim::<5>(3)
+        .expand([batch, tokens, key_heads, heads / key_heads, width])
+        .reshape([batch, tokens, heads, width])
+}
+
+/// What stood before each token of `x`, `[B, T, D]`, zeros before the first of all; and the last
+/// token, `[B, 1, D]`, which is `last` to what comes next.
+pub(crate) fn shift_tokens<B: Backend>(
+    x: &Tensor<B, 3>,
+    last: Option<Tensor<B, 3>>,
+) -> (Tensor<B, 3>, Tensor<B, 3>) {
+    let [batch, tokens, width] = x.dims();
+    let first = last.unwrap_or_else(|| Tensor::zeros([batch, 1, width], (&x.device(), x.dtype())));
+    let before = match tokens {
+        1 => first,
+        _ => Tensor::cat(vec![first, x.clone().narrow(1, 0, tokens - 1)], 1),
+    };
+    (before, x.clone().narrow(1, tokens - 1, 1))
+}
+
 /// Rows of length 1: `x / sqrt(sum x^2 + 1e-6)` over the last dimension.
 pub fn l2_normalize<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     let length = (x.clone() * x.clone()).sum_dim(D - 1).add_scalar(1e-6).sqrt();
     x / length
 }
 
-/// RMSNorm over each head's values, times SiLU of a gate where there is one.
+/// `x / sqrt(mean x^2 + epsilon)` over the last dimension: RMSNorm without a weight.
+pub(crate) fn rms_normalize<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    epsilon: f64,
+) -> Tensor<B, D> {
+    let size = (x.clone() * x.clone()).mean_dim(D - 1).add_scalar(epsilon).sqrt();
+    x / size
+}
+
+/// As [`rms_normalize`], the mean taken off first: LayerNorm without weight and bias.
+pub(crate) fn standardize<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    epsilon: f64,
+) -> Tensor<B, D> {
+    let mean = x.clone().mean_dim(D - 1);
+    rms_normalize(x - mean, epsilon)
+}
+
+/// RMSNorm over each head's values, times SiLU (or a sigmoid) of a gate where there is one.
 ///
 /// `x` and `gate` are `[B, T, H, V]`; the weight is `[V]`, shared by the heads.
 #[derive(Module, Debug)]
@@ -70,6 +115,15 @@ impl<B: Backend> GatedRmsNorm<B> {
             Some(gate) => x * silu(gate),
             None => x,
         }
+    }
+
+    /// Normalises `x`; multiplies by `sigmoid(gate)`.
+    pub fn forward_sigmoid<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        gate: Tensor<B, D>,
+    ) -> Tensor<B, D> {
+        self.norm.forward(x) * sigmoid(gate)
     }
 }
 

@@ -14,7 +14,9 @@ mod model;
 mod rope;
 
 pub use auto_encoder::Decoder;
-pub use block::{Block, LayerConfig, Mlp, MlpConfig, SwiGlu, SwiGluConfig};
+pub use block::{
+    Block, BlockState, LayerConfig, Mlp, MlpConfig, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu, SwiGluConfig,
+};
 pub use convolution::ShortConvolution;
 pub use layers::{GatedRmsNorm, Norm, NormKind, l2_normalize};
 pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};

@@ -1,9 +1,8 @@
 //! A language model: token embedding, layers, norm, and logits over the vocabulary.
 
 use super::auto_encoder::Decoder;
-use super::block::{Block, LayerConfig};
+use super::block::{Block, BlockState, LayerConfig};
 use super::layers::{INIT_STD, Norm, NormKind, check_epsilon, linear, linear_with_bias};
-use super::mixers::MixerState;
 use super::{ConfigError, Cost, positive};
 use crate::ops::LinearAttentionBackend;
 use burn::module::{Initializer, Module, ModuleMapper, ModuleVisitor, Param};
@@ -179,10 +178,13 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let named = |names: &[&str]| self.path.iter().any(|name| names.contains(&name.as_str()));
         let writes = ["o_proj", "out_proj", "down_proj"];
-        let convolutions = ["q_conv1d", "k_conv1d", "v_conv1d", "conv1d"];
+        // Matrices that no layer multiplies by: convolutions, and rows of numbers that are added to or
+        // multiply each channel.
+        let convolutions = ["q_conv1d", "k_conv1d", "v_conv1d", "f_conv1d", "i_conv1d", "conv1d"];
+        let rows = ["x_bias", "bonus", "r_k"];
         let factor = match D {
             2 if named(&writes) => self.residual,
-            2 if !named(&["embeddings"]) && !named(&convolutions) => self.linear,
+            2 if !named(&["embeddings"]) && !named(&convolutions) && !named(&rows) => self.linear,
             _ => return param,
         };
         // The product is no leaf of the autodiff graph any more, and would not be learnt.
@@ -205,7 +207,7 @@ pub struct LanguageModel<B: Backend> {
 #[derive(Debug, Clone)]
 pub struct LanguageModelState<B: Backend> {
     /// First layer first.
-    pub layers: Vec<MixerState<B>>,
+    pub layers: Vec<BlockState<B>>,
 }
 
 impl<B: LinearAttentionBackend> LanguageModel<B> {
@@ -274,7 +276,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         &self,
         mut x: Tensor<B, D>,
         state: Option<LanguageModelState<B>>,
-        run: impl Fn(&Block<B>, Tensor<B, D>, Option<MixerState<B>>) -> (Tensor<B, D>, MixerState<B>),
+        run: impl Fn(&Block<B>, Tensor<B, D>, Option<BlockState<B>>) -> (Tensor<B, D>, BlockState<B>),
     ) -> (Tensor<B, D>, LanguageModelState<B>) {
         let mut before = match state {
             Some(state) => {

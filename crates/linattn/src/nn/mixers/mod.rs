@@ -6,13 +6,16 @@
 /// the one over a single token: so the two cannot drift apart.
 macro_rules! forward_and_step {
     ($mixer:ident, $chunked:path, $step:path) => {
+        forward_and_step!($mixer, MatrixState, $chunked, $step);
+    };
+    ($mixer:ident, $state:ident, $chunked:path, $step:path) => {
         impl<B: LinearAttentionBackend> $mixer<B> {
             /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
             pub fn forward(
                 &self,
                 x: Tensor<B, 3>,
-                state: Option<MatrixState<B>>,
-            ) -> (Tensor<B, 3>, MatrixState<B>) {
+                state: Option<$state<B>>,
+            ) -> (Tensor<B, 3>, $state<B>) {
                 self.run(x, state, |x, memory| $chunked(x, memory, self.chunk))
             }
 
@@ -20,8 +23,8 @@ macro_rules! forward_and_step {
             pub fn step(
                 &self,
                 x: Tensor<B, 2>,
-                state: Option<MatrixState<B>>,
-            ) -> (Tensor<B, 2>, MatrixState<B>) {
+                state: Option<$state<B>>,
+            ) -> (Tensor<B, 2>, $state<B>) {
                 let (y, state) = self.run(x.unsqueeze_dim(1), state, $step);
                 (y.squeeze_dim(1), state)
             }
@@ -31,19 +34,47 @@ macro_rules! forward_and_step {
 
 mod attention;
 mod base_conv;
+mod comba;
 mod delta_net;
 mod delta_product;
+mod forgetting_attention;
+mod gated_delta_net_2;
+mod gated_retention;
+mod gla;
+mod gsa;
+mod hgrn2;
+mod kda;
+mod lightning_attention;
 mod linear_attention;
+mod longhorn;
 mod mamba2;
+mod metala;
+mod mlstm;
 mod retnet;
+mod rwkv6;
+mod rwkv7;
 
 pub use attention::{Attention, AttentionConfig, KeyValueCache};
 pub use base_conv::{BaseConv, BaseConvConfig, ConvolutionTail};
+pub use comba::{Comba, CombaConfig};
 pub use delta_net::{DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig};
 pub use delta_product::{DeltaProduct, DeltaProductConfig};
+pub use forgetting_attention::{ForgettingAttention, ForgettingAttentionConfig, ForgettingCache};
+pub use gated_delta_net_2::{GatedDeltaNet2, GatedDeltaNet2Config};
+pub use gated_retention::{GatedRetention, GatedRetentionConfig};
+pub use gla::{Gla, GlaConfig};
+pub use gsa::{Gsa, GsaConfig, SlotState};
+pub use hgrn2::{Hgrn2, Hgrn2Config};
+pub use kda::{Kda, KdaConfig};
+pub use lightning_attention::{LightningAttention, LightningAttentionConfig};
 pub use linear_attention::{FeatureMap, LinearAttention, LinearAttentionConfig};
+pub use longhorn::{Longhorn, LonghornConfig};
 pub use mamba2::{Mamba2, Mamba2Config};
+pub use metala::{MetaLa, MetaLaConfig};
+pub use mlstm::{Mlstm, MlstmConfig};
 pub use retnet::{RetNet, RetNetConfig};
+pub use rwkv6::{Rwkv6, Rwkv6Config};
+pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
 
 use super::{ConfigError, Cost};
 use crate::ops::LinearAttentionBackend;
@@ -57,7 +88,8 @@ pub struct MatrixState<B: Backend> {
     /// `[B, H, K, V]`.
     pub memory: Tensor<B, 4>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
-    /// fields; empty without convolutions.
+    /// fields; then what else a mixer needs of its last token: RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`,
+    /// mLSTM its running maximum, `[B, 1, H]`. Empty where there is nothing of the kind.
     pub tails: Vec<Tensor<B, 3>>,
     /// Tokens seen.
     pub position: usize,
@@ -105,8 +137,12 @@ macro_rules! mixer_states {
 mixer_states! {
     /// A memory of fixed size.
     Matrix(MatrixState);
-    /// Every key and value so far.
+    /// Slots of keys and values.
+    Slots(SlotState);
+    /// Keys and values so far.
     Cache(KeyValueCache);
+    /// Keys and values so far, and how much of each is left.
+    Forgetting(ForgettingCache);
     /// The last few inputs.
     Tail(ConvolutionTail);
 }
@@ -131,6 +167,31 @@ fn key_width(given: Option<usize>, d_model: usize, heads: usize) -> Result<usize
             heads,
             format!("a divisor of d_model = {d_model}, unless `key_width` is given"),
         )),
+    }
+}
+
+/// K: as given, or half of an even share of the model's width, as where keys are half as wide as values.
+fn half_key_width(
+    given: Option<usize>,
+    d_model: usize,
+    heads: usize,
+) -> Result<usize, ConfigError> {
+    match given {
+        Some(width) => super::positive("key_width", width),
+        None if d_model.is_multiple_of(2 * heads) && d_model > 0 => Ok(d_model / (2 * heads)),
+        None => Err(ConfigError::new(
+            "heads",
+            heads,
+            format!("a divisor of half of d_model = {d_model}, unless `key_width` is given"),
+        )),
+    }
+}
+
+/// Refuses a divisor that is not above 0.
+fn check_divisor(key: &str, value: f64) -> Result<(), ConfigError> {
+    match value > 0.0 && value.is_finite() {
+        true => Ok(()),
+        false => Err(ConfigError::new(key, value, "above 0")),
     }
 }
 
@@ -249,16 +310,44 @@ mixers! {
     "linear_attention" LinearAttention(LinearAttentionConfig);
     /// RetNet's multi-scale retention.
     "retnet" RetNet(RetNetConfig);
+    /// Lightning attention.
+    "lightning_attention" LightningAttention(LightningAttentionConfig);
+    /// YOCO's gated retention.
+    "gated_retention" GatedRetention(GatedRetentionConfig);
     /// Mamba-2 as state-space duality.
     "mamba2" Mamba2(Mamba2Config);
+    /// mLSTM.
+    "mlstm" Mlstm(MlstmConfig);
+    /// Gated linear attention.
+    "gla" Gla(GlaConfig);
+    /// HGRN2.
+    "hgrn2" Hgrn2(Hgrn2Config);
+    /// MetaLA.
+    "metala" MetaLa(MetaLaConfig);
+    /// RWKV-6.
+    "rwkv6" Rwkv6(Rwkv6Config);
+    /// Gated slot attention.
+    "gsa" Gsa(GsaConfig);
     /// DeltaNet.
     "deltanet" DeltaNet(DeltaNetConfig);
     /// Gated DeltaNet.
     "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig);
     /// DeltaProduct.
     "deltaproduct" DeltaProduct(DeltaProductConfig);
+    /// Kimi Delta Attention.
+    "kda" Kda(KdaConfig);
+    /// Comba.
+    "comba" Comba(CombaConfig);
+    /// Longhorn.
+    "longhorn" Longhorn(LonghornConfig);
+    /// Gated DeltaNet-2.
+    "gated_deltanet2" GatedDeltaNet2(GatedDeltaNet2Config);
+    /// RWKV-7's time mix.
+    "rwkv7" Rwkv7(Rwkv7Config);
     /// Zoology's gated short convolution.
     "base_conv" BaseConv(BaseConvConfig);
     /// Softmax attention, the reference.
     "attention" Attention(AttentionConfig);
+    /// Forgetting attention.
+    "forgetting_attention" ForgettingAttention(ForgettingAttentionConfig);
 }

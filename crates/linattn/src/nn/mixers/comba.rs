@@ -1,0 +1,225 @@
+//! Comba: a delta rule that asks the memory before its decay, and corrects its output as well.
+//! ```text
+//! q, k, v = silu(conv(x W))   k, q of length 1
+//! beta    = sigmoid(x W_b)
+//! g       = -exp(A_log) softplus(x W_a + dt_bias)
+//! p       = sigmoid(decay) k                  how much of the answer comes off, learnt for each head
+//! S       = e^g S + beta k^T (v - p S)        p S from before the decay
+//! y       = (rms_norm((q - D k) S / sqrt(K)) [sigmoid(x W_g)]) W_o
+//! ```
+//! Source: arXiv 2506.02475.
+
+use super::delta_net::{fresh_a_log, fresh_dt_bias};
+use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
+use crate::nn::convolution::{ShortConvolution, check_window, convolve};
+use crate::nn::layers::{
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, share_heads, split_heads,
+};
+use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult, Read};
+use burn::module::{Initializer, Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::{sigmoid, softplus};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Comba.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CombaConfig {
+    /// Heads of queries and keys.
+    pub heads: usize,
+    /// Heads of values, a multiple of `heads`; as many by default.
+    pub value_heads: Option<usize>,
+    /// K, width of a key; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// Tokens each short convolution sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Whether a gate multiplies the output.
+    pub output_gate: bool,
+    /// Whether each head learns what share of its key erases; else the whole key does.
+    pub inner_decay: bool,
+    /// Where D starts, the share of the key that is taken off the query; 0 for none. Large models
+    /// start at 1, small ones do better with 0.02.
+    pub output_correction: f64,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for CombaConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            value_heads: None,
+            key_width: None,
+            expand_v: 2.0,
+            conv_size: 4,
+            output_gate: true,
+            inner_decay: true,
+            output_correction: 0.02,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+/// Widths that follow from a config.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    /// Value heads.
+    heads: usize,
+    /// Of one head.
+    key: usize,
+    value: usize,
+    /// Of all heads.
+    keys: usize,
+    values: usize,
+}
+
+impl CombaConfig {
+    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        let heads = check_heads(self.heads, self.value_heads)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        check_window(self.conv_size, 0)?;
+        if !self.output_correction.is_finite() {
+            return Err(ConfigError::new("output_correction", self.output_correction, "finite"));
+        }
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok(Widths { heads, key, value, keys: self.heads * key, values: heads * value })
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Comba<B>, ConfigError> {
+        let Widths { heads, value, keys, values, .. } = self.widths(d_model)?;
+        let project = |to| linear(d_model, to, device);
+        let conv = |channels| {
+            (self.conv_size > 0)
+                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
+        };
+        let correction = self.output_correction;
+        let constant = |value| -> Param<Tensor<B, 1>> {
+            Initializer::Constant { value }.init([self.heads], device)
+        };
+        Ok(Comba {
+            q_proj: project(keys),
+            k_proj: project(keys),
+            v_proj: project(values),
+            a_proj: project(heads),
+            b_proj: project(heads),
+            decay: self.inner_decay.then(|| constant(1.0)),
+            d: (correction != 0.0).then(|| constant(correction)),
+            a_log: Param::from_tensor(fresh_a_log(heads, device)),
+            dt_bias: Param::from_tensor(fresh_dt_bias(heads, device)),
+            q_conv1d: conv(keys),
+            k_conv1d: conv(keys),
+            v_conv1d: conv(values),
+            g_proj: self.output_gate.then(|| project(values)),
+            o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
+            o_proj: linear(values, d_model, device),
+            key_heads: self.heads,
+            heads,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let Widths { heads, key, value, keys, values } = self.widths(d_model)?;
+        let mut cost = memory_cost(heads, key, value, true);
+        let inward = 2 * keys + values * if self.output_gate { 2 } else { 1 } + 2 * heads;
+        cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
+        let channels = (2 * keys + values) as u64;
+        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
+        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        Ok(cost)
+    }
+}
+
+/// Comba. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Comba<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    a_proj: Linear<B>,
+    b_proj: Linear<B>,
+    decay: Option<Param<Tensor<B, 1>>>,
+    d: Option<Param<Tensor<B, 1>>>,
+    a_log: Param<Tensor<B, 1>>,
+    dt_bias: Param<Tensor<B, 1>>,
+    q_conv1d: Option<ShortConvolution<B>>,
+    k_conv1d: Option<ShortConvolution<B>>,
+    v_conv1d: Option<ShortConvolution<B>>,
+    g_proj: Option<Linear<B>>,
+    o_norm: GatedRmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    key_heads: usize,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(Comba, ops::delta_rule, ops::delta_rule_step);
+
+impl<B: LinearAttentionBackend> Comba<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, heads| {
+            let tail = conv.as_ref().and_then(|_| before.next());
+            split_heads(convolve(conv, proj.forward(x.clone()), tail, &mut tails), heads)
+        };
+        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
+        let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
+        let v = project(&self.v_proj, &self.v_conv1d, self.heads);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let beta = sigmoid(self.b_proj.forward(x.clone()));
+        let step = softplus(self.a_proj.forward(x.clone()) + self.dt_bias.val().unsqueeze(), 1.0);
+        let g: Tensor<B, 3> = step * self.a_log.val().exp().neg().unsqueeze();
+        let each_head =
+            |share: Tensor<B, 1>| -> Tensor<B, 4> { share.reshape([1, 1, self.key_heads, 1]) };
+        let q = match &self.d {
+            Some(d) => q - k.clone() * each_head(d.val()),
+            None => q,
+        };
+        let erase = self
+            .decay
+            .as_ref()
+            .map(|decay| share_heads(k.clone() * each_head(sigmoid(decay.val())), self.heads));
+        let inputs = DeltaRule {
+            erase,
+            g: Some(Decay::Scalar(g)),
+            read: Read::Before,
+            ..DeltaRule::new(q * scale, k, v, beta)
+        };
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let o = match &self.g_proj {
+            Some(g) => self.o_norm.forward_sigmoid(o, split_heads(g.forward(x), self.heads)),
+            None => self.o_norm.forward(o, None),
+        };
+        let y = self.o_proj.forward(merge_heads(o));
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+}

@@ -1,0 +1,161 @@
+//! Gated retention, the self-decoder of YOCO: RetNet with a decay that depends on the data.
+//! ```text
+//! q, k = rope(x W_q), rope(x W_k);  v = x W_v
+//! g    = log_sigmoid(x W_gk) / 16                      one number a head
+//! S    = e^g S + k^T v
+//! y    = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o     over each head, without a weight
+//! ```
+//! Rotation pairs channel i with i + K/2, where the authors' code pairs neighbours: the same layer, the
+//! columns of `W_q` and `W_k` in another order.
+//! Source: Sun et al., arXiv 2405.05254.
+
+use super::retnet::{check_rotated, check_theta};
+use super::{
+    MatrixState, check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width,
+};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_normalize, split_heads};
+use crate::nn::{ConfigError, Cost, Rope, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::activation::{log_sigmoid, silu};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Gated retention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GatedRetentionConfig {
+    /// Heads of queries and keys.
+    pub heads: usize,
+    /// Heads of values, a multiple of `heads`; as many by default.
+    pub value_heads: Option<usize>,
+    /// K, width of a key, even; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// What log decays are divided by: the larger, the longer a fresh layer remembers.
+    pub gate_normalizer: f64,
+    /// Base of the rotation's wavelengths.
+    pub rope_theta: f64,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for GatedRetentionConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            value_heads: None,
+            key_width: None,
+            expand_v: 1.0,
+            gate_normalizer: 16.0,
+            rope_theta: 10_000.0,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl GatedRetentionConfig {
+    /// K, V and the number of value heads.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize, usize), ConfigError> {
+        let heads = check_heads(self.heads, self.value_heads)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        check_rotated("key_width", key)?;
+        check_theta(self.rope_theta)?;
+        check_divisor("gate_normalizer", self.gate_normalizer)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((key, value_width(key, self.expand_v)?, heads))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<GatedRetention<B>, ConfigError> {
+        let (key, value, heads) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, heads * value);
+        Ok(GatedRetention {
+            q_proj: linear(d_model, keys, device),
+            k_proj: linear(d_model, keys, device),
+            v_proj: linear(d_model, values, device),
+            g_proj: linear(d_model, values, device),
+            gk_proj: linear(d_model, heads, device),
+            o_proj: linear(values, d_model, device),
+            key_heads: self.heads,
+            heads,
+            rope: Rope { theta: self.rope_theta },
+            gate_normalizer: self.gate_normalizer,
+            norm_eps: self.norm_eps,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (key, value, heads) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, heads * value);
+        let mut cost = memory_cost(heads, key, value, false);
+        cost.flops_per_token +=
+            linear_flops(d_model, 2 * keys + 2 * values + heads) + linear_flops(values, d_model);
+        Ok(cost)
+    }
+}
+
+/// Gated retention. `D -> D`.
+#[derive(Module, Debug)]
+pub struct GatedRetention<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    g_proj: Linear<B>,
+    gk_proj: Linear<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    key_heads: usize,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    rope: Rope,
+    #[module(skip)]
+    gate_normalizer: f64,
+    #[module(skip)]
+    norm_eps: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(GatedRetention, ops::linear_attention, ops::linear_attention_step);
+
+impl<B: LinearAttentionBackend> GatedRetention<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, _, position) = MatrixState::parts(state);
+        let rotated = |proj: &Linear<B>| {
+            self.rope.forward(split_heads(proj.forward(x.clone()), self.key_heads), position)
+        };
+        let (q, k) = (rotated(&self.q_proj), rotated(&self.k_proj));
+        let v = split_heads(self.v_proj.forward(x.clone()), self.heads);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let g = log_sigmoid(self.gk_proj.forward(x.clone())) / self.gate_normalizer;
+        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let o = merge_heads(rms_normalize(o, self.norm_eps));
+        let y = self.o_proj.forward(o * silu(self.g_proj.forward(x)));
+        (y, MatrixState { memory, tails: vec![], position: position + tokens })
+    }
+}

@@ -1,0 +1,182 @@
+//! Gated linear attention: every row of the memory has a decay of its own, that depends on the data.
+//! ```text
+//! q, k, v = x W_q, x W_k, x W_v          (silu(conv(.)) where there are convolutions)
+//! g       = log_sigmoid(x W_1 W_2 + b) / 16              W_1: D -> 16
+//! S       = diag(e^g) S + k^T v
+//! y       = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o
+//! ```
+//! Source: Yang et al., arXiv 2312.06635. As there, all keys together are half as wide as the model
+//! by default, and all values as wide.
+
+use super::{MatrixState, check_divisor, half_key_width, linear_flops, memory_cost, value_width};
+use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
+use crate::nn::layers::{
+    GatedRmsNorm, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
+};
+use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::activation::log_sigmoid;
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Gated linear attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GlaConfig {
+    /// Heads.
+    pub heads: usize,
+    /// K, width of a key; half of d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// Inner width of the projection that makes the decay.
+    pub gate_low_rank: usize,
+    /// What log decays are divided by: the larger, the longer a fresh layer remembers.
+    pub gate_normalizer: f64,
+    /// Tokens each short convolution sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Whether a gate multiplies the output.
+    pub output_gate: bool,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for GlaConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_width: None,
+            expand_v: 2.0,
+            gate_low_rank: 16,
+            gate_normalizer: 16.0,
+            conv_size: 0,
+            output_gate: true,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl GlaConfig {
+    /// K and V.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        positive("heads", self.heads)?;
+        let key = half_key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        positive("gate_low_rank", self.gate_low_rank)?;
+        check_divisor("gate_normalizer", self.gate_normalizer)?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((key, value))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Gla<B>, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let conv = |channels| {
+            (self.conv_size > 0)
+                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
+        };
+        Ok(Gla {
+            q_proj: linear(d_model, keys, device),
+            k_proj: linear(d_model, keys, device),
+            v_proj: linear(d_model, values, device),
+            gk_proj: (
+                linear(d_model, self.gate_low_rank, device),
+                linear_with_bias(self.gate_low_rank, keys, device),
+            ),
+            q_conv1d: conv(keys),
+            k_conv1d: conv(keys),
+            v_conv1d: conv(values),
+            g_proj: self.output_gate.then(|| linear(d_model, values, device)),
+            g_norm_swish_gate: GatedRmsNorm::new(value, self.norm_eps, device),
+            o_proj: linear(values, d_model, device),
+            heads: self.heads,
+            gate_normalizer: self.gate_normalizer,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let mut cost = memory_cost(self.heads, key, value, false);
+        let gates = if self.output_gate { values } else { 0 };
+        let inward = 2 * keys + values + gates + self.gate_low_rank;
+        cost.flops_per_token += linear_flops(d_model, inward)
+            + linear_flops(self.gate_low_rank, keys)
+            + linear_flops(values, d_model);
+        let channels = (2 * keys + values) as u64;
+        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
+        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        Ok(cost)
+    }
+}
+
+/// Gated linear attention. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Gla<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    gk_proj: (Linear<B>, Linear<B>),
+    q_conv1d: Option<ShortConvolution<B>>,
+    k_conv1d: Option<ShortConvolution<B>>,
+    v_conv1d: Option<ShortConvolution<B>>,
+    g_proj: Option<Linear<B>>,
+    g_norm_swish_gate: GatedRmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    gate_normalizer: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(Gla, ops::linear_attention, ops::linear_attention_step);
+
+impl<B: LinearAttentionBackend> Gla<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
+            let tail = conv.as_ref().and_then(|_| before.next());
+            let y = convolve_if_any(conv, proj.forward(x.clone()), tail, &mut tails);
+            split_heads(y, self.heads)
+        };
+        let q = project(&self.q_proj, &self.q_conv1d);
+        let k = project(&self.k_proj, &self.k_conv1d);
+        let v = project(&self.v_proj, &self.v_conv1d);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let (narrow, widen) = &self.gk_proj;
+        let g = log_sigmoid(widen.forward(narrow.forward(x.clone()))) / self.gate_normalizer;
+        let g = split_heads(g, self.heads);
+        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
+        let y = self.o_proj.forward(merge_heads(self.g_norm_swish_gate.forward(o, gate)));
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+}

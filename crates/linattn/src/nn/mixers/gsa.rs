@@ -1,0 +1,216 @@
+//! Gated slot attention: a fixed number of slots for keys and values, each with a decay of its own,
+//! and a softmax over the slots where attention has one over tokens.
+//! ```text
+//! q, k, v = silu(x W_q), silu(x W_k), silu(x W_v)      (of convolutions, where there are any)
+//! a       = sigmoid(x W_f)^(1/8)                       [M], one number a slot
+//! K       = diag(a) K + (1 - a)^T k                    [M, K]
+//! V       = diag(a) V + (1 - a)^T v                    [M, V]
+//! o       = softmax(q K^T) V
+//! y       = rms_norm(silu(o)) W_o                      one norm over all heads
+//! ```
+//! Two passes of linear attention. The second has the slots for its key channels and a decay for each
+//! of them. The first asks from the other side, K q^T, and no operation decays the channels of values:
+//! there every slot is a value head of width 1 with a scalar decay, and the slots share keys and
+//! queries.
+//! Source: Zhang et al., arXiv 2409.07146.
+
+use super::{check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width};
+use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::ops::{self, LinearAttentionBackend, OpResult};
+use burn::module::Module;
+use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::tensor::activation::{log_sigmoid, silu, softmax};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Gated slot attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GsaConfig {
+    /// Heads.
+    pub heads: usize,
+    /// M, slots of a head; as many as a key is wide by default.
+    pub slots: Option<usize>,
+    /// K, width of a key; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// What log decays are divided by: the larger, the longer a fresh layer remembers.
+    pub gate_normalizer: f64,
+    /// Tokens each short convolution sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Added to a mean square before its root. Released models have 1e-5 here, whatever other norms
+    /// of theirs have.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding; every slot has scores of
+    /// its own between the tokens of a chunk, so that short ones cost less than elsewhere.
+    pub chunk: usize,
+}
+
+impl Default for GsaConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            slots: None,
+            key_width: None,
+            expand_v: 1.0,
+            gate_normalizer: 8.0,
+            conv_size: 0,
+            norm_eps: 1e-5,
+            chunk: 16,
+        }
+    }
+}
+
+/// Widths of one head that follow from a config.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    slots: usize,
+    key: usize,
+    value: usize,
+}
+
+impl GsaConfig {
+    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        check_heads(self.heads, None)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        let slots = positive("slots", self.slots.unwrap_or(key))?;
+        check_divisor("gate_normalizer", self.gate_normalizer)?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok(Widths { slots, key, value })
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Gsa<B>, ConfigError> {
+        let Widths { slots, key, value } = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let conv = |channels| {
+            (self.conv_size > 0)
+                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
+        };
+        Ok(Gsa {
+            q_proj: linear(d_model, keys, device),
+            k_proj: linear(d_model, keys, device),
+            v_proj: linear(d_model, values, device),
+            f_proj: linear(d_model, self.heads * slots, device),
+            q_conv1d: conv(keys),
+            k_conv1d: conv(keys),
+            v_conv1d: conv(values),
+            g_norm: RmsNormConfig::new(values).with_epsilon(self.norm_eps).init(device),
+            o_proj: linear(values, d_model, device),
+            heads: self.heads,
+            gate_normalizer: self.gate_normalizer,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let Widths { slots, key, value } = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let mut cost = memory_cost(self.heads, slots, key, false);
+        cost += memory_cost(self.heads, slots, value, false);
+        cost.flops_per_token += linear_flops(d_model, 2 * keys + values + self.heads * slots)
+            + linear_flops(values, d_model);
+        let channels = (2 * keys + values) as u64;
+        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
+        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        Ok(cost)
+    }
+}
+
+/// What [`Gsa`] keeps between tokens: its slots. Its size does not grow.
+#[derive(Debug, Clone)]
+pub struct SlotState<B: Backend> {
+    /// `[B, H, M, K]`.
+    pub keys: Tensor<B, 4>,
+    /// `[B, H, M, V]`.
+    pub values: Tensor<B, 4>,
+    /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
+    /// fields; empty without convolutions.
+    pub tails: Vec<Tensor<B, 3>>,
+}
+
+/// A state taken apart: slots of keys and of values, tails to draw from.
+type Parts<B> = (Option<Tensor<B, 4>>, Option<Tensor<B, 4>>, std::vec::IntoIter<Tensor<B, 3>>);
+
+impl<B: Backend> SlotState<B> {
+    fn parts(state: Option<Self>) -> Parts<B> {
+        match state {
+            Some(s) => (Some(s.keys), Some(s.values), s.tails.into_iter()),
+            None => (None, None, vec![].into_iter()),
+        }
+    }
+}
+
+/// Gated slot attention. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Gsa<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    f_proj: Linear<B>,
+    q_conv1d: Option<ShortConvolution<B>>,
+    k_conv1d: Option<ShortConvolution<B>>,
+    v_conv1d: Option<ShortConvolution<B>>,
+    g_norm: RmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    gate_normalizer: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(Gsa, SlotState, ops::linear_attention, ops::linear_attention_step);
+
+impl<B: LinearAttentionBackend> Gsa<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<SlotState<B>>,
+        op: impl Fn(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, SlotState<B>) {
+        let [batch, tokens, _] = x.dims();
+        let (keys, values, mut before) = SlotState::parts(state);
+        let mut tails = vec![];
+        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
+            let tail = conv.as_ref().and_then(|_| before.next());
+            let y = convolve_if_any(conv, proj.forward(x.clone()), tail, &mut tails);
+            split_heads(silu(y), self.heads)
+        };
+        let q = project(&self.q_proj, &self.q_conv1d);
+        let k = project(&self.k_proj, &self.k_conv1d);
+        let v = project(&self.v_proj, &self.v_conv1d);
+        let g = log_sigmoid(self.f_proj.forward(x)) / self.gate_normalizer; // [B, T, H M]
+        let written = g.clone().exp().neg() + 1.0;
+
+        let [rows, key_width] = [g.dims()[2], k.dims()[3]];
+        let keys = keys.map(|keys| keys.reshape([batch, rows, key_width, 1]));
+        let slots = written.clone().unsqueeze_dim::<4>(3);
+        let inputs = ops::LinearAttention::new(q, k, slots).with_decay(g.clone());
+        let (scores, keys) = op(inputs, keys).expect("the projections made the shapes");
+        let scores = scores.reshape([batch, tokens, self.heads, rows / self.heads]);
+
+        let (g, written) = (split_heads(g, self.heads), split_heads(written, self.heads));
+        let inputs = ops::LinearAttention::new(softmax(scores, 3), written, v).with_decay(g);
+        let (o, values) = op(inputs, values).expect("the projections made the shapes");
+        let y = self.o_proj.forward(self.g_norm.forward(merge_heads(silu(o))));
+        let keys = keys.reshape([batch, self.heads, rows / self.heads, key_width]);
+        (y, SlotState { keys, values, tails })
+    }
+}

@@ -1,0 +1,189 @@
+//! HGRN2: a linear RNN whose forget gate also says how much is written, so that there are no keys.
+//! ```text
+//! q, f, v = silu(x W_q), b + (1 - b) sigmoid(x W_f), x W_i
+//! S       = diag(f) S + (1 - f)^T v
+//! y       = rms_norm(q S / sqrt(K)) W_o        one norm over all heads
+//! ```
+//! b is the lower bound of the forget gate: 0, or one learnt number a channel.
+//! Source: Qin et al., arXiv 2404.07904. There the bounds of all layers are learnt together so that
+//! they rise with depth; here each layer learns its own, from where its config lets it start.
+
+use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
+use crate::nn::convolution::{ShortConvolution, check_window};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use burn::module::{Initializer, Module, Param};
+use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::tensor::activation::{log_sigmoid, sigmoid, silu};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// HGRN2.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Hgrn2Config {
+    /// Heads.
+    pub heads: usize,
+    /// K, rows of a head's memory; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// Least share that a forget gate keeps, where learning starts, below 1; 0 for no bound at all.
+    pub lower_bound: f64,
+    /// Tokens each short convolution sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Added to a mean square before its root. Released models have 1e-5 here, whatever other norms
+    /// of theirs have.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for Hgrn2Config {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_width: None,
+            expand_v: 1.0,
+            lower_bound: 0.0,
+            conv_size: 0,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl Hgrn2Config {
+    /// K and V.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        check_heads(self.heads, None)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        if !(0.0..1.0).contains(&self.lower_bound) {
+            let want = "at least 0 and below 1";
+            return Err(ConfigError::new("lower_bound", self.lower_bound, want));
+        }
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((key, value))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Hgrn2<B>, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let conv = |channels| {
+            (self.conv_size > 0)
+                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
+        };
+        let logit = Initializer::Constant { value: inverse_sigmoid(self.lower_bound) };
+        Ok(Hgrn2 {
+            q_proj: linear(d_model, keys, device),
+            f_proj: linear(d_model, keys, device),
+            i_proj: linear(d_model, values, device),
+            lower_bound: (self.lower_bound > 0.0).then(|| logit.init([keys], device)),
+            q_conv1d: conv(keys),
+            f_conv1d: conv(keys),
+            i_conv1d: conv(values),
+            g_norm: RmsNormConfig::new(values).with_epsilon(self.norm_eps).init(device),
+            o_proj: linear(values, d_model, device),
+            heads: self.heads,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let mut cost = memory_cost(self.heads, key, value, false);
+        cost.flops_per_token +=
+            linear_flops(d_model, 2 * keys + values) + linear_flops(values, d_model);
+        let channels = (2 * keys + values) as u64;
+        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
+        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        Ok(cost)
+    }
+}
+
+/// x where `sigmoid(x)` is `share`.
+fn inverse_sigmoid(share: f64) -> f64 {
+    (share / (1.0 - share)).ln()
+}
+
+/// HGRN2. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Hgrn2<B: Backend> {
+    q_proj: Linear<B>,
+    f_proj: Linear<B>,
+    i_proj: Linear<B>,
+    /// `[H K]`: the inverse sigmoid of the bound.
+    lower_bound: Option<Param<Tensor<B, 1>>>,
+    q_conv1d: Option<ShortConvolution<B>>,
+    f_conv1d: Option<ShortConvolution<B>>,
+    i_conv1d: Option<ShortConvolution<B>>,
+    g_norm: RmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(Hgrn2, ops::linear_attention, ops::linear_attention_step);
+
+impl<B: LinearAttentionBackend> Hgrn2<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
+            let y = proj.forward(x.clone());
+            match conv {
+                Some(conv) => {
+                    let (y, tail) = conv.linear(y, before.next());
+                    tails.push(tail);
+                    y
+                }
+                None => y,
+            }
+        };
+        let q = split_heads(silu(project(&self.q_proj, &self.q_conv1d)), self.heads);
+        let (g, k) = self.forget(project(&self.f_proj, &self.f_conv1d));
+        let (g, k) = (split_heads(g, self.heads), split_heads(k, self.heads));
+        let v = split_heads(project(&self.i_proj, &self.i_conv1d), self.heads);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let y = self.o_proj.forward(self.g_norm.forward(merge_heads(o)));
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+
+    /// ln f and 1 - f, each from what keeps its small values exact.
+    fn forget(&self, x: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let written = sigmoid(x.clone().neg());
+        match &self.lower_bound {
+            Some(bound) => {
+                let room: Tensor<B, 3> = sigmoid(bound.val().neg()).unsqueeze(); // 1 - b
+                let written = written * room;
+                ((written.clone().neg() + 1.0).log(), written)
+            }
+            None => (log_sigmoid(x), written),
+        }
+    }
+}

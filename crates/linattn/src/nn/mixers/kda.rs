@@ -1,0 +1,213 @@
+//! Kimi Delta Attention: Gated DeltaNet with a decay for every row of the memory.
+//! ```text
+//! q, k, v = silu(conv(x W))   k, q of length 1, q / sqrt(K)
+//! beta    = sigmoid(x W_b)    (times 2 for eigenvalues down to -1)
+//! g       = -exp(A_log) softplus(x W_f0 W_f1 + dt_bias)      [K] for every head
+//! S       = (I - beta k^T k) diag(e^g) S + beta k^T v
+//! y       = (rms_norm(q S) sigmoid(x W_g0 W_g1 + b)) W_o
+//! ```
+//! Source: Kimi Linear, arXiv 2510.26692. Decays and beta belong to value heads; keys, to key heads.
+
+use super::delta_net::{fresh_a_log, fresh_dt_bias};
+use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
+use crate::nn::convolution::{ShortConvolution, check_window, convolve};
+use crate::nn::layers::{
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, split_heads,
+};
+use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::{sigmoid, softplus};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Kimi Delta Attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct KdaConfig {
+    /// Heads of queries and keys.
+    pub heads: usize,
+    /// Heads of values, a multiple of `heads`; as many by default.
+    pub value_heads: Option<usize>,
+    /// K, width of a key; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// Inner width of the two-layer projections of decay and output gate; V by default.
+    pub gate_rank: Option<usize>,
+    /// Tokens each short convolution sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Lets beta reach 2, and the state's eigenvalues -1.
+    pub allow_neg_eigval: bool,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for KdaConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            value_heads: None,
+            key_width: None,
+            expand_v: 1.0,
+            gate_rank: None,
+            conv_size: 4,
+            allow_neg_eigval: false,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+/// Widths that follow from a config.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    /// Value heads.
+    heads: usize,
+    /// Of one head.
+    key: usize,
+    value: usize,
+    /// Of all heads.
+    keys: usize,
+    values: usize,
+    rank: usize,
+}
+
+impl KdaConfig {
+    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        let heads = check_heads(self.heads, self.value_heads)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        let rank = positive("gate_rank", self.gate_rank.unwrap_or(value))?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok(Widths { heads, key, value, keys: self.heads * key, values: heads * value, rank })
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Kda<B>, ConfigError> {
+        let Widths { heads, key, value, keys, values, rank } = self.widths(d_model)?;
+        let project = |to| linear(d_model, to, device);
+        let conv = |channels| {
+            (self.conv_size > 0)
+                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
+        };
+        Ok(Kda {
+            q_proj: project(keys),
+            k_proj: project(keys),
+            v_proj: project(values),
+            q_conv1d: conv(keys),
+            k_conv1d: conv(keys),
+            v_conv1d: conv(values),
+            f_proj: vec![project(rank), linear(rank, heads * key, device)],
+            b_proj: project(heads),
+            a_log: Param::from_tensor(fresh_a_log(heads, device)),
+            dt_bias: Param::from_tensor(fresh_dt_bias(heads * key, device)),
+            g_proj: vec![project(rank), linear_with_bias(rank, values, device)],
+            o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
+            o_proj: linear(values, d_model, device),
+            key_heads: self.heads,
+            heads,
+            beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let Widths { heads, key, value, keys, values, rank } = self.widths(d_model)?;
+        let mut cost = memory_cost(heads, key, value, true);
+        cost.flops_per_token += linear_flops(d_model, 2 * keys + values + heads + 2 * rank)
+            + linear_flops(rank, heads * key + values)
+            + linear_flops(values, d_model);
+        let channels = (2 * keys + values) as u64;
+        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
+        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        Ok(cost)
+    }
+}
+
+/// Kimi Delta Attention. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Kda<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    q_conv1d: Option<ShortConvolution<B>>,
+    k_conv1d: Option<ShortConvolution<B>>,
+    v_conv1d: Option<ShortConvolution<B>>,
+    f_proj: Vec<Linear<B>>,
+    b_proj: Linear<B>,
+    a_log: Param<Tensor<B, 1>>,
+    dt_bias: Param<Tensor<B, 1>>,
+    g_proj: Vec<Linear<B>>,
+    o_norm: GatedRmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    key_heads: usize,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    beta_scale: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(Kda, ops::delta_rule, ops::delta_rule_step);
+
+impl<B: LinearAttentionBackend> Kda<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, heads| {
+            let tail = conv.as_ref().and_then(|_| before.next());
+            split_heads(convolve(conv, proj.forward(x.clone()), tail, &mut tails), heads)
+        };
+        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
+        let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
+        let v = project(&self.v_proj, &self.v_conv1d, self.heads);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
+        let g = row_decay(one_after_other(&self.f_proj, x.clone()), &self.a_log, &self.dt_bias);
+        let inputs = DeltaRule::new(q * scale, k, v, beta).with_decay(Decay::Vector(g));
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let gate = split_heads(one_after_other(&self.g_proj, x), self.heads);
+        let y = self.o_proj.forward(merge_heads(self.o_norm.forward_sigmoid(o, gate)));
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+}
+
+/// Linear layers in a row.
+pub(super) fn one_after_other<B: Backend>(layers: &[Linear<B>], x: Tensor<B, 3>) -> Tensor<B, 3> {
+    layers.iter().fold(x, |x, layer| layer.forward(x))
+}
+
+/// `-exp(a_log) softplus(x + dt_bias)`: `[B, T, H K]` to `[B, T, H, K]`, with an A for each head.
+pub(super) fn row_decay<B: Backend>(
+    x: Tensor<B, 3>,
+    a_log: &Param<Tensor<B, 1>>,
+    dt_bias: &Param<Tensor<B, 1>>,
+) -> Tensor<B, 4> {
+    let rate = a_log.val().exp().neg();
+    let heads = rate.dims()[0];
+    let step = softplus(x + dt_bias.val().unsqueeze(), 1.0);
+    split_heads(step, heads) * rate.reshape([1, 1, heads, 1])
+}

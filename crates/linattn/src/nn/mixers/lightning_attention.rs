@@ -1,0 +1,151 @@
+//! Lightning attention, as TransNormer and MiniMax-01 have it: linear attention of activated queries,
+//! keys and values, with a fixed decay per head.
+//! ```text
+//! q, k, v = silu(x W_qkv)
+//! S       = e^{-s_h} S + k^T v        s_h = 2^{-8 (h + 1) / H} times `decay_scale`, h from 0
+//! y       = (rms_norm(q S) sigmoid(x W_g)) W_o          one norm over all heads
+//! ```
+//! The slopes are ALiBi's (arXiv 2108.12409), and its way with numbers of heads that are no powers of
+//! two. Later layers forget less: the released models scale the slopes of layer l of L, from 0, by
+//! 1 - l / (L - 1) + 1e-5.
+//! Source: Qin et al., arXiv 2401.04658; the layer around it as in arXiv 2501.08313.
+
+use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use burn::module::Module;
+use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::tensor::activation::{sigmoid, silu};
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Lightning attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LightningAttentionConfig {
+    /// Heads.
+    pub heads: usize,
+    /// K and V, width of a head; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// Factor of all slopes; 0 forgets nothing.
+    pub decay_scale: f64,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for LightningAttentionConfig {
+    fn default() -> Self {
+        Self { heads: 1, key_width: None, decay_scale: 1.0, norm_eps: 1e-5, chunk: DEFAULT_CHUNK }
+    }
+}
+
+impl LightningAttentionConfig {
+    /// Width of a head.
+    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+        check_heads(self.heads, None)?;
+        let width = key_width(self.key_width, d_model, self.heads)?;
+        if !(self.decay_scale >= 0.0 && self.decay_scale.is_finite()) {
+            return Err(ConfigError::new("decay_scale", self.decay_scale, "at least 0"));
+        }
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok(width)
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<LightningAttention<B>, ConfigError> {
+        let values = self.heads * self.width(d_model)?;
+        Ok(LightningAttention {
+            qkv_proj: linear(d_model, 3 * values, device),
+            output_gate: linear(d_model, values, device),
+            norm: RmsNormConfig::new(values).with_epsilon(self.norm_eps).init(device),
+            out_proj: linear(values, d_model, device),
+            heads: self.heads,
+            decay_scale: self.decay_scale,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let width = self.width(d_model)?;
+        let values = self.heads * width;
+        let mut cost = memory_cost(self.heads, width, width, false);
+        cost.flops_per_token += linear_flops(d_model, 4 * values) + linear_flops(values, d_model);
+        Ok(cost)
+    }
+}
+
+/// ALiBi's slopes: 2^{-8/H}, 2^{-16/H} and so on to 2^-8 where H is a power of two. Else those of the
+/// largest power below it, then every other one of the power above.
+fn slopes(heads: usize) -> Vec<f64> {
+    let geometric = |heads: usize| -> Vec<f64> {
+        (1..=heads).map(|h| 2f64.powf(-8.0 * h as f64 / heads as f64)).collect()
+    };
+    if heads.is_power_of_two() {
+        return geometric(heads);
+    }
+    let above = heads.next_power_of_two();
+    let below = above / 2;
+    let mut slopes = geometric(below);
+    slopes.extend(geometric(above).into_iter().step_by(2).take(heads - below));
+    slopes
+}
+
+/// Lightning attention. `D -> D`.
+#[derive(Module, Debug)]
+pub struct LightningAttention<B: Backend> {
+    /// Query, key and value of the first head, then of the next.
+    qkv_proj: Linear<B>,
+    output_gate: Linear<B>,
+    norm: RmsNorm<B>,
+    out_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    decay_scale: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(LightningAttention, ops::linear_attention, ops::linear_attention_step);
+
+impl<B: LinearAttentionBackend> LightningAttention<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let [batch, tokens, _] = x.dims();
+        let (memory, _, position) = MatrixState::parts(state);
+        let qkv = split_heads(silu(self.qkv_proj.forward(x.clone())), self.heads);
+        let width = qkv.dims()[3] / 3;
+        let part = |i: usize| qkv.clone().narrow(3, i * width, width);
+        let g = self.log_decay(&x).expand([batch, tokens, self.heads]);
+        let inputs = ops::LinearAttention::new(part(0), part(1), part(2)).with_decay(g);
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let gate = sigmoid(self.output_gate.forward(x));
+        let y = self.out_proj.forward(self.norm.forward(merge_heads(o)) * gate);
+        (y, MatrixState { memory, tails: vec![], position: position + tokens })
+    }
+
+    /// `[1, 1, H]`.
+    fn log_decay(&self, like: &Tensor<B, 3>) -> Tensor<B, 3> {
+        let logs: Vec<f32> =
+            slopes(self.heads).iter().map(|slope| (-slope * self.decay_scale) as f32).collect();
+        let data = TensorData::new(logs, [1, 1, self.heads]);
+        Tensor::from_data(data, (&like.device(), like.dtype()))
+    }
+}

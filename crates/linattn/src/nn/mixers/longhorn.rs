@@ -1,0 +1,171 @@
+//! Longhorn: each token solves for the memory that stays close to the last and answers its key.
+//! ```text
+//! q, k, v = silu(conv(x W))   q of length 1; k as long as it likes
+//! beta    = sigmoid(x W_b)
+//! eps     = beta / (1 + beta k k^T)
+//! S       = (I - eps k^T k) S + eps k^T v     = argmin |S - S_before|^2 + beta |v - k S|^2
+//! y       = (rms_norm(q S) [silu(x W_g)]) W_o
+//! ```
+//! Keys need no norm: `eps k k^T` is below 1 whatever their length. This is the exact solution, a
+//! delta rule; the released models approximate it by its diagonal. Source: arXiv 2407.14207.
+
+use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
+use crate::nn::convolution::{ShortConvolution, check_window, convolve};
+use crate::nn::layers::{
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, share_heads, split_heads,
+};
+use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, OpResult};
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Longhorn.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LonghornConfig {
+    /// Heads of queries and keys.
+    pub heads: usize,
+    /// Heads of values, a multiple of `heads`; as many by default.
+    pub value_heads: Option<usize>,
+    /// K, width of a key; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// Tokens each short convolution sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Whether a gate multiplies the output.
+    pub output_gate: bool,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for LonghornConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            value_heads: None,
+            key_width: None,
+            expand_v: 1.0,
+            conv_size: 4,
+            output_gate: true,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl LonghornConfig {
+    /// K, V and the number of value heads.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize, usize), ConfigError> {
+        let heads = check_heads(self.heads, self.value_heads)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((key, value, heads))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Longhorn<B>, ConfigError> {
+        let (key, value, heads) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, heads * value);
+        let project = |to| linear(d_model, to, device);
+        let conv = |channels| {
+            (self.conv_size > 0)
+                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
+        };
+        Ok(Longhorn {
+            q_proj: project(keys),
+            k_proj: project(keys),
+            v_proj: project(values),
+            b_proj: project(heads),
+            q_conv1d: conv(keys),
+            k_conv1d: conv(keys),
+            v_conv1d: conv(values),
+            g_proj: self.output_gate.then(|| project(values)),
+            o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
+            o_proj: linear(values, d_model, device),
+            key_heads: self.heads,
+            heads,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (key, value, heads) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, heads * value);
+        let mut cost = memory_cost(heads, key, value, true);
+        let inward = 2 * keys + values * if self.output_gate { 2 } else { 1 } + heads;
+        cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
+        let channels = (2 * keys + values) as u64;
+        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
+        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        Ok(cost)
+    }
+}
+
+/// Longhorn. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Longhorn<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    b_proj: Linear<B>,
+    q_conv1d: Option<ShortConvolution<B>>,
+    k_conv1d: Option<ShortConvolution<B>>,
+    v_conv1d: Option<ShortConvolution<B>>,
+    g_proj: Option<Linear<B>>,
+    o_norm: GatedRmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    key_heads: usize,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(Longhorn, ops::delta_rule, ops::delta_rule_step);
+
+impl<B: LinearAttentionBackend> Longhorn<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, heads| {
+            let tail = conv.as_ref().and_then(|_| before.next());
+            split_heads(convolve(conv, proj.forward(x.clone()), tail, &mut tails), heads)
+        };
+        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
+        let k = project(&self.k_proj, &self.k_conv1d, self.key_heads);
+        let v = project(&self.v_proj, &self.v_conv1d, self.heads);
+        let beta = sigmoid(self.b_proj.forward(x.clone()));
+        let length = share_heads((k.clone() * k.clone()).sum_dim(3), self.heads);
+        let eps = beta.clone() / (beta * length.squeeze_dim::<3>(3) + 1.0);
+        let inputs = DeltaRule::new(q, k, v, eps);
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
+        let y = self.o_proj.forward(merge_heads(self.o_norm.forward(o, gate)));
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+}

@@ -1,0 +1,173 @@
+//! MetaLA: no keys; what a row of the memory does not forget is not written over, and every token
+//! sees itself once more.
+//! ```text
+//! x       = silu(conv(x))
+//! q, v    = x W_q, x W_v
+//! a       = sigmoid(x W_k)^(1/16)
+//! S       = diag(a) S + (1 - a)^T v
+//! o       = q S / sqrt(K) + sigmoid((q . w (1 - a)) v)       w: one learnt number a channel
+//! y       = (layer_norm(o) silu(x W_g + b)) W_o              over each head, without weights
+//! ```
+//! Source: Chou et al., arXiv 2411.10741, details as in the authors' code. There w starts from zero;
+//! here it is small and random.
+
+use super::{MatrixState, check_divisor, half_key_width, linear_flops, memory_cost, value_width};
+use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
+use crate::nn::layers::{
+    INIT_STD, check_epsilon, linear, linear_with_bias, merge_heads, split_heads, standardize,
+};
+use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use burn::module::{Initializer, Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::{log_sigmoid, sigmoid, silu};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// MetaLA.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MetaLaConfig {
+    /// Heads.
+    pub heads: usize,
+    /// K, rows of a head's memory; half of d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// What log decays are divided by: the larger, the longer a fresh layer remembers.
+    pub gate_normalizer: f64,
+    /// Whether a token sees itself once more.
+    pub self_augmentation: bool,
+    /// Tokens the short convolution before all projections sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Added to a variance before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for MetaLaConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_width: None,
+            expand_v: 2.0,
+            gate_normalizer: 16.0,
+            self_augmentation: true,
+            conv_size: 4,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl MetaLaConfig {
+    /// K and V.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        positive("heads", self.heads)?;
+        let key = half_key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        check_divisor("gate_normalizer", self.gate_normalizer)?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((key, value))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<MetaLa<B>, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let small = Initializer::Normal { mean: 0.0, std: INIT_STD };
+        Ok(MetaLa {
+            q_proj: linear(d_model, keys, device),
+            k_gate: linear(d_model, keys, device),
+            v_proj: linear(d_model, values, device),
+            g_proj: linear_with_bias(d_model, values, device),
+            aug_balance: self.self_augmentation.then(|| small.init([keys], device)),
+            conv1d: (self.conv_size > 0)
+                .then(|| ShortConvolution::new(d_model, self.conv_size, false, device)),
+            out_proj: linear(values, d_model, device),
+            heads: self.heads,
+            gate_normalizer: self.gate_normalizer,
+            norm_eps: self.norm_eps,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let mut cost = memory_cost(self.heads, key, value, false);
+        cost.flops_per_token +=
+            linear_flops(d_model, 2 * keys + 2 * values) + linear_flops(values, d_model);
+        cost.flops_per_token += 2 * (self.conv_size * d_model) as u64;
+        cost.state_bytes += 4 * (self.conv_size.saturating_sub(1) * d_model) as u64;
+        Ok(cost)
+    }
+}
+
+/// MetaLA. `D -> D`.
+#[derive(Module, Debug)]
+pub struct MetaLa<B: Backend> {
+    q_proj: Linear<B>,
+    k_gate: Linear<B>,
+    v_proj: Linear<B>,
+    g_proj: Linear<B>,
+    /// w, `[H K]`.
+    aug_balance: Option<Param<Tensor<B, 1>>>,
+    conv1d: Option<ShortConvolution<B>>,
+    out_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    gate_normalizer: f64,
+    #[module(skip)]
+    norm_eps: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(MetaLa, ops::linear_attention, ops::linear_attention_step);
+
+impl<B: LinearAttentionBackend> MetaLa<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let x = convolve_if_any(&self.conv1d, x, before.next(), &mut tails);
+        let q = split_heads(self.q_proj.forward(x.clone()), self.heads);
+        let v = split_heads(self.v_proj.forward(x.clone()), self.heads);
+        let g = log_sigmoid(self.k_gate.forward(x.clone())) / self.gate_normalizer;
+        let g = split_heads(g, self.heads);
+        let k = g.clone().exp().neg() + 1.0;
+        let own = self.aug_balance.as_ref().map(|w| {
+            let w: Tensor<B, 4> = w.val().reshape([1, 1, self.heads, q.dims()[3]]);
+            sigmoid((q.clone() * k.clone() * w).sum_dim(3) * v.clone())
+        });
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let o = match own {
+            Some(own) => o + own,
+            None => o,
+        };
+        let o = merge_heads(standardize(o, self.norm_eps));
+        let y = self.out_proj.forward(o * silu(self.g_proj.forward(x)));
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+}

@@ -1,0 +1,262 @@
+//! mLSTM: a memory with an exponential input gate, and a sum of what was written that answers are
+//! divided by.
+//! ```text
+//! q, k  = x W_q, x W_k                        (of silu(conv(x)), where there is a convolution)
+//! v     = x W_v
+//! i, f  = cap(x W_i + b_i), cap(x W_f + b_f)  one number a head; cap(z) = c tanh(z / c)
+//! C     = sigmoid(f) C + e^i k^T v            n = sigmoid(f) n + e^i k
+//! h     = q C / max(|q . n|, 1)               q / sqrt(K)
+//! y     = (layer_norm(h) sigmoid(x W_og)) W_o over each head
+//! ```
+//! e^i can be too large for a float, so C and n are kept as e^m times smaller matrices, m being
+//! ```text
+//! m_t   = max(ln sigmoid(f_t) + m_{t-1}, i_t)   m_0 = 0
+//! C_t   = e^{g_t} C_{t-1} + e^{i_t - m_t} k^T v      g_t = ln sigmoid(f_t) + m_{t-1} - m_t <= 0
+//! h_t   = q C_t / (max(|q . n_t|, e^{-m_t}) + 1e-6)
+//! ```
+//! which is linear attention with a scalar decay, n one more column of its memory. m_t does not depend
+//! on the memory: with F the running sum of ln sigmoid(f), it is `F_t + max(m_0, max_{j <= t} i_j -
+//! F_j)`, so that a whole sequence has it by one running sum and one running maximum. The last m is part
+//! of the state, the m_0 of what comes next; so it does not matter where a sequence is cut. h does not
+//! depend on m but for the 1e-6, and no gradient is taken through it.
+//! Source: Beck et al., arXiv 2405.04517; caps, the sigmoid of the output and the order of layers as in
+//! arXiv 2503.13427, where the input gates' bias starts at -10. The weights of the gates, which the
+//! authors start from zero, are small and random here.
+
+use super::{MatrixState, half_key_width, linear_flops, memory_cost, value_width};
+use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads, standardize};
+use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use burn::module::{Initializer, Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::{log_sigmoid, sigmoid};
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// mLSTM.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MlstmConfig {
+    /// Heads.
+    pub heads: usize,
+    /// K, width of a key; half of d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// Where the bias of the input gates starts: their share is e to this power.
+    pub input_gate_bias: f64,
+    /// Largest size of what goes into an exponential or a forget gate; 0 for no cap.
+    pub gate_cap: f64,
+    /// Tokens the short convolution before queries and keys sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Added to a variance before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for MlstmConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_width: None,
+            expand_v: 2.0,
+            input_gate_bias: 0.0,
+            gate_cap: 15.0,
+            conv_size: 0,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl MlstmConfig {
+    /// K and V.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        positive("heads", self.heads)?;
+        let key = half_key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        if !self.input_gate_bias.is_finite() {
+            return Err(ConfigError::new("input_gate_bias", self.input_gate_bias, "finite"));
+        }
+        if !(self.gate_cap >= 0.0 && self.gate_cap.is_finite()) {
+            return Err(ConfigError::new("gate_cap", self.gate_cap, "at least 0"));
+        }
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((key, value))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Mlstm<B>, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let heads = self.heads;
+        let gate = |bias: Vec<f32>| {
+            let bias = Tensor::<B, 1>::from_data(TensorData::new(bias, [heads]), device);
+            Linear { bias: Some(Param::from_tensor(bias)), ..linear(d_model, heads, device) }
+        };
+        Ok(Mlstm {
+            q: linear(d_model, keys, device),
+            k: linear(d_model, keys, device),
+            v: linear(d_model, values, device),
+            ogate_preact: linear(d_model, values, device),
+            igate_preact: gate(vec![self.input_gate_bias as f32; heads]),
+            fgate_preact: gate(fresh_forget_bias(heads)),
+            conv1d: (self.conv_size > 0)
+                .then(|| ShortConvolution::new(d_model, self.conv_size, false, device)),
+            multihead_norm: MultiHeadNorm {
+                weight: Initializer::Ones.init([values], device),
+                epsilon: self.norm_eps,
+            },
+            out_proj: linear(values, d_model, device),
+            heads,
+            gate_cap: self.gate_cap,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let mut cost = memory_cost(self.heads, key, value + 1, false);
+        let inward = 2 * keys + 2 * values + 2 * self.heads;
+        cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
+        cost.flops_per_token += 2 * (self.conv_size * d_model) as u64;
+        let tail = self.conv_size.saturating_sub(1) * d_model;
+        cost.state_bytes += 4 * (self.heads + tail) as u64;
+        Ok(cost)
+    }
+}
+
+/// From 3 for the first head to 6 for the last.
+fn fresh_forget_bias(heads: usize) -> Vec<f32> {
+    let last = (heads - 1).max(1) as f32;
+    (0..heads).map(|h| 3.0 + 3.0 * h as f32 / last).collect()
+}
+
+/// LayerNorm over each head, with a weight for every value of every head.
+#[derive(Module, Debug)]
+pub struct MultiHeadNorm<B: Backend> {
+    /// `[H V]`.
+    weight: Param<Tensor<B, 1>>,
+    #[module(skip)]
+    epsilon: f64,
+}
+
+impl<B: Backend> MultiHeadNorm<B> {
+    /// `[B, T, H, V]` to `[B, T, H V]`.
+    fn forward(&self, x: Tensor<B, 4>) -> Tensor<B, 3> {
+        merge_heads(standardize(x, self.epsilon)) * self.weight.val().unsqueeze::<3>()
+    }
+}
+
+/// mLSTM. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Mlstm<B: Backend> {
+    q: Linear<B>,
+    k: Linear<B>,
+    v: Linear<B>,
+    ogate_preact: Linear<B>,
+    igate_preact: Linear<B>,
+    fgate_preact: Linear<B>,
+    conv1d: Option<ShortConvolution<B>>,
+    multihead_norm: MultiHeadNorm<B>,
+    out_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    gate_cap: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(Mlstm, ops::linear_attention, ops::linear_attention_step);
+
+impl<B: LinearAttentionBackend> Mlstm<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let tail = self.conv1d.as_ref().and_then(|_| before.next());
+        let mixed = convolve_if_any(&self.conv1d, x.clone(), tail, &mut tails);
+        let q = split_heads(self.q.forward(mixed.clone()), self.heads);
+        let k = split_heads(self.k.forward(mixed), self.heads);
+        let v = split_heads(self.v.forward(x.clone()), self.heads);
+        let log_write = self.capped(self.igate_preact.forward(x.clone()));
+        let log_keep = log_sigmoid(self.capped(self.fgate_preact.forward(x.clone())));
+        let Stabilised { keep, write, largest, last } =
+            stabilise(log_keep, log_write, before.next());
+        tails.push(last);
+
+        let (scale, value_width) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3]);
+        let k = k * write.unsqueeze_dim::<4>(3);
+        // n is one more column of the memory, written with a value of 1.
+        let v = Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
+        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(keep);
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let written = o.clone().narrow(3, value_width, 1).abs();
+        let least = largest.neg().exp().unsqueeze_dim::<4>(3);
+        let h = o.narrow(3, 0, value_width) / (written.max_pair(least) + 1e-6);
+        let gate = sigmoid(self.ogate_preact.forward(x));
+        let y = self.out_proj.forward(self.multihead_norm.forward(h) * gate);
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+
+    fn capped(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        match self.gate_cap > 0.0 {
+            true => (x / self.gate_cap).tanh() * self.gate_cap,
+            false => x,
+        }
+    }
+}
+
+/// Gates over e^m, `[B, T, H]`.
+struct Stabilised<B: Backend> {
+    /// g: log decay of the memory.
+    keep: Tensor<B, 3>,
+    /// What keys are multiplied by.
+    write: Tensor<B, 3>,
+    /// m.
+    largest: Tensor<B, 3>,
+    /// m of the last token, `[B, 1, H]`.
+    last: Tensor<B, 3>,
+}
+
+/// `before` is the last m so far, `[B, 1, H]`.
+fn stabilise<B: Backend>(
+    log_keep: Tensor<B, 3>,
+    log_write: Tensor<B, 3>,
+    before: Option<Tensor<B, 3>>,
+) -> Stabilised<B> {
+    let [batch, tokens, heads] = log_keep.dims();
+    let kept = log_keep.clone().detach().cumsum(1);
+    let first = before.unwrap_or_else(|| kept.clone().narrow(1, 0, 1).zeros_like());
+    let written = (log_write.clone().detach() - kept.clone()).cummax(1);
+    let largest = kept + written.max_pair(first.clone().expand([batch, tokens, heads]));
+    let last = largest.clone().narrow(1, tokens - 1, 1);
+    let earlier = Tensor::cat(vec![first, largest.clone()], 1).narrow(1, 0, tokens);
+    Stabilised {
+        // In this order: the difference of two m is exact where they are close.
+        keep: log_keep + (earlier - largest.clone()),
+        write: (log_write - largest.clone()).exp(),
+        largest,
+        last,
+    }
+}

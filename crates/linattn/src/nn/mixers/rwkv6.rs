@@ -1,0 +1,258 @@
+//! RWKV-6, "Finch": tokens mixed with the one before, by shares that depend on the data; a decay for
+//! every row of the memory; and a bonus for the token itself, which the memory is read without.
+//! ```text
+//! d       = x_{t-1} - x_t
+//! m_j     = b_j + tanh((x + d mu) W)_j A_j                  j = r, w, k, v, g, low rank
+//! r, k, v = (x + d m_r) W_r, (x + d m_k) W_k, (x + d m_v) W_v
+//! g       = -exp(tanh((x + d m_w) W_1) W_2 + b_w)           log decay
+//! o       = r (S + diag(u) k^T v)
+//! S       = diag(e^g) S + k^T v
+//! y       = (group_norm(o) silu((x + d m_g) W_g)) W_o       a group for each head
+//! ```
+//! The token before the first is zero; the last one is part of the state.
+//! Source: Peng et al., arXiv 2404.05892. Shares start small and random, and so does the bonus; the
+//! decays start where the authors' code has them in its first layer. Factors of low rank that it
+//! starts from zero are small and random here.
+
+use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
+use crate::nn::layers::{INIT_STD, check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult, Read};
+use burn::module::{Initializer, Module, Param};
+use burn::nn::{GroupNorm, GroupNormConfig, Linear, Tanh};
+use burn::tensor::activation::silu;
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Projections that see a mixture of their own.
+const MIXTURES: usize = 5;
+
+/// RWKV-6.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Rwkv6Config {
+    /// Heads.
+    pub heads: usize,
+    /// K, width of a key; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// Inner width of the projections that make each of the five mixtures.
+    pub mix_low_rank: usize,
+    /// Inner width of the projection that makes the decay.
+    pub gate_low_rank: usize,
+    /// Added to a variance before its root; the authors have 64e-5.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for Rwkv6Config {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_width: None,
+            expand_v: 1.0,
+            mix_low_rank: 32,
+            gate_low_rank: 64,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl Rwkv6Config {
+    /// K and V.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        check_heads(self.heads, None)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        positive("mix_low_rank", self.mix_low_rank)?;
+        positive("gate_low_rank", self.gate_low_rank)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((key, value))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Rwkv6<B>, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let small = Initializer::Normal { mean: 0.0, std: INIT_STD };
+        let plain = |to| Projection { linear: linear(d_model, to, device) };
+        let mixtures = MIXTURES * self.mix_low_rank;
+        Ok(Rwkv6 {
+            x_proj: (
+                MixedProjection {
+                    linear: linear(d_model, mixtures, device),
+                    mu: small.init([d_model], device),
+                },
+                Tanh::new(),
+                linear(mixtures, d_model, device),
+            ),
+            x_bias: small.init([MIXTURES, d_model], device),
+            r_proj: plain(keys),
+            w_proj: LowRankProjection {
+                linear: LowRankLinear {
+                    lora: (
+                        linear(d_model, self.gate_low_rank, device),
+                        Tanh::new(),
+                        Linear {
+                            bias: Some(Param::from_tensor(fresh_decay(keys, device))),
+                            ..linear(self.gate_low_rank, keys, device)
+                        },
+                    ),
+                },
+            },
+            k_proj: plain(keys),
+            v_proj: plain(values),
+            g_proj: plain(values),
+            bonus: small.init([self.heads, key], device),
+            g_norm: GroupNormConfig::new(self.heads, values)
+                .with_epsilon(self.norm_eps)
+                .init(device),
+            o_proj: linear(values, d_model, device),
+            heads: self.heads,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let mut cost = memory_cost(self.heads, key, value, false);
+        cost.state_bytes += 4 * d_model as u64;
+        let mixtures = MIXTURES * self.mix_low_rank;
+        let inward = mixtures + self.gate_low_rank + 2 * keys + 2 * values;
+        cost.flops_per_token += linear_flops(d_model, inward)
+            + linear_flops(mixtures, d_model)
+            + linear_flops(self.gate_low_rank, keys)
+            + linear_flops(values, d_model);
+        Ok(cost)
+    }
+}
+
+/// ln(-ln) of what each key channel keeps of its memory a token, from e^-6 up to e^-1 forgotten.
+fn fresh_decay<B: Backend>(keys: usize, device: &B::Device) -> Tensor<B, 1> {
+    let last = (keys - 1).max(1) as f64;
+    let values: Vec<f32> =
+        (0..keys).map(|n| (-6.0 + 5.0 * (n as f64 / last).powf(0.7)) as f32).collect();
+    Tensor::from_data(TensorData::new(values, [keys]), device)
+}
+
+/// A linear layer.
+#[derive(Module, Debug)]
+pub struct Projection<B: Backend> {
+    linear: Linear<B>,
+}
+
+/// A linear layer, and the share of the token before in what it sees.
+#[derive(Module, Debug)]
+pub struct MixedProjection<B: Backend> {
+    linear: Linear<B>,
+    mu: Param<Tensor<B, 1>>,
+}
+
+/// Two linear layers with a tanh between.
+#[derive(Module, Debug)]
+pub struct LowRankLinear<B: Backend> {
+    lora: (Linear<B>, Tanh, Linear<B>),
+}
+
+/// [`LowRankLinear`], under its name in checkpoints.
+#[derive(Module, Debug)]
+pub struct LowRankProjection<B: Backend> {
+    linear: LowRankLinear<B>,
+}
+
+/// RWKV-6. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Rwkv6<B: Backend> {
+    x_proj: (MixedProjection<B>, Tanh, Linear<B>),
+    x_bias: Param<Tensor<B, 2>>,
+    r_proj: Projection<B>,
+    w_proj: LowRankProjection<B>,
+    k_proj: Projection<B>,
+    v_proj: Projection<B>,
+    g_proj: Projection<B>,
+    /// u, `[H, K]`.
+    bonus: Param<Tensor<B, 2>>,
+    g_norm: GroupNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(Rwkv6, ops::linear_attention, ops::linear_attention_step);
+
+impl<B: LinearAttentionBackend> Rwkv6<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let [batch, tokens, width] = x.dims();
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let first = before
+            .next()
+            .unwrap_or_else(|| Tensor::zeros([batch, 1, width], (&x.device(), x.dtype())));
+        let last = x.clone().narrow(1, tokens - 1, 1);
+        let shifted = Tensor::cat(vec![first, x.clone()], 1).narrow(1, 0, tokens);
+        let delta = shifted - x.clone();
+
+        let shares = self.shares(x.clone(), delta.clone());
+        let mixed = |j| {
+            let share: Tensor<B, 3> =
+                shares.clone().narrow(0, j, 1).reshape([batch, tokens, width]);
+            x.clone() + delta.clone() * share
+        };
+        let r = split_heads(self.r_proj.linear.forward(mixed(0)), self.heads);
+        let (narrow, tanh, widen) = &self.w_proj.linear.lora;
+        let g = widen.forward(tanh.forward(narrow.forward(mixed(1)))).exp().neg();
+        let g = split_heads(g, self.heads);
+        let k = split_heads(self.k_proj.linear.forward(mixed(2)), self.heads);
+        let v = split_heads(self.v_proj.linear.forward(mixed(3)), self.heads);
+        let gate = silu(self.g_proj.linear.forward(mixed(4)));
+
+        let u = self.bonus.val().unsqueeze::<4>(); // [1, 1, H, K]
+        let own = (r.clone() * k.clone() * u).sum_dim(3) * v.clone();
+        let inputs = ops::LinearAttention {
+            read: Read::Before,
+            ..ops::LinearAttention::new(r, k, v).with_decay(g)
+        };
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let y = self.o_proj.forward(self.normalize(merge_heads(o + own)) * gate);
+        (y, MatrixState { memory, tails: vec![last], position: position + tokens })
+    }
+
+    /// Shares of the token before in what each projection sees, `[5, B T, D]`.
+    fn shares(&self, x: Tensor<B, 3>, delta: Tensor<B, 3>) -> Tensor<B, 3> {
+        let [batch, tokens, width] = x.dims();
+        let (narrow, tanh, widen) = &self.x_proj;
+        let seen = x + delta * narrow.mu.val().unsqueeze::<3>();
+        let low = tanh.forward(narrow.linear.forward(seen)); // [B, T, 5 R]
+        let rank = low.dims()[2] / MIXTURES;
+        let low: Tensor<B, 3> = low.reshape([batch * tokens, MIXTURES, rank]);
+        let widen: Tensor<B, 3> = widen.weight.val().reshape([MIXTURES, rank, width]);
+        low.swap_dims(0, 1).matmul(widen) + self.x_bias.val().unsqueeze_dim::<3>(1)
+    }
+
+    /// Mean and variance of each head taken out, `[B, T, H V]`.
+    fn normalize(&self, o: Tensor<B, 3>) -> Tensor<B, 3> {
+        let [batch, tokens, values] = o.dims();
+        let rows: Tensor<B, 2> = o.reshape([batch * tokens, values]);
+        self.g_norm.forward(rows).reshape([batch, tokens, values])
+    }
+}

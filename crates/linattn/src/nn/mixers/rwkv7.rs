@@ -1,0 +1,285 @@
+//! RWKV-7's time mix: a decay for every row of the memory, and a write of rank one besides.
+//! ```text
+//! x_c    = x + (x_before - x) * mu_c              for c in r, w, k, v, a, g
+//! r, k, v = x_r W_r, x_k W_k, x_v W_v
+//! g_S    = -e^{-1/2} sigmoid(tanh(x_w A_w) B_w + b_w)      log decay, [K] for every head
+//! a      = sigmoid(x_a A_a B_a + b_a)                      how fast the memory learns, [K]
+//! kk     = k k_k, of length 1;   k = k (1 + (a - 1) k_a)
+//! S      = diag(e^{g_S}) S - (kk a)^T (kk S) + k^T v       kk S from before the decay
+//! y      = ((group_norm(r S) + (r . k r_k) v) * sigmoid(x_g A_g) B_g) W_o
+//! ```
+//! Source: arXiv 2503.14456. The value residual, which lets later layers fall back on the first
+//! layer's values, is left out: a mixer sees its own layer alone. Fresh weights are the published ones
+//! of a first layer, but for the factors published as zeros, which are small random numbers here.
+
+use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost};
+use crate::nn::layers::{
+    check_epsilon, l2_normalize, linear, merge_heads, shift_tokens, split_heads,
+};
+use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::ops::{self, DEFAULT_CHUNK, Decay, LinearAttentionBackend, LowRank, OpResult};
+use burn::module::{Initializer, Module, Param};
+use burn::nn::{GroupNorm, GroupNormConfig, Linear};
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Bound of the log decay, `e^{-1/2}`: no row forgets more than 45 per cent at once.
+const FASTEST_DECAY: f64 = 0.606_530_659_712_633_4;
+
+/// RWKV-7's time mix.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Rwkv7Config {
+    /// Heads.
+    pub heads: usize,
+    /// K, width of a key and of a value; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// Inner width of the decay's projection; by default 2.5 sqrt(d_model) K / 64, rounded to a
+    /// multiple of 32, at least 32.
+    pub decay_rank: Option<usize>,
+    /// Inner width of the learning rate's projection; as `decay_rank` by default.
+    pub rate_rank: Option<usize>,
+    /// Inner width of the output gate's projection; by default 5 sqrt(d_model), rounded to a multiple
+    /// of 32, at least 32.
+    pub gate_rank: Option<usize>,
+    /// Times K, added to a variance before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for Rwkv7Config {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_width: None,
+            decay_rank: None,
+            rate_rank: None,
+            gate_rank: None,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+/// Widths that follow from a config.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    /// Of one head.
+    key: usize,
+    /// Of all heads.
+    keys: usize,
+    decay: usize,
+    rate: usize,
+    gate: usize,
+}
+
+/// The nearest multiple of 32, at least 32.
+fn near_32(width: f64) -> usize {
+    (32.0 * (width / 32.0).round()).max(32.0) as usize
+}
+
+impl Rwkv7Config {
+    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        check_heads(self.heads, None)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let root = (d_model as f64).sqrt();
+        let narrow = near_32(2.5 * root * key as f64 / 64.0);
+        let decay = positive("decay_rank", self.decay_rank.unwrap_or(narrow))?;
+        let rate = positive("rate_rank", self.rate_rank.unwrap_or(narrow))?;
+        let gate = positive("gate_rank", self.gate_rank.unwrap_or(near_32(5.0 * root)))?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok(Widths { key, keys: self.heads * key, decay, rate, gate })
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Rwkv7<B>, ConfigError> {
+        let Widths { key, keys, decay, rate, gate } = self.widths(d_model)?;
+        let share = |power| fresh_share(d_model, power, device);
+        let values = |f: &dyn Fn(usize) -> f64| from_places(keys, f, device);
+        let place = |n: usize| ramp(n, keys);
+        let bent = |n: usize| bend(n % key, key);
+        Ok(Rwkv7 {
+            x_r: share(0.2),
+            x_w: share(0.9),
+            x_k: share(0.7),
+            x_v: share(0.7),
+            x_a: share(0.9),
+            x_g: share(0.2),
+            k_k: values(&|n| 0.71 - 0.1 * (place(n) - 0.5)),
+            k_a: Initializer::Constant { value: 1.02 }.init([keys], device),
+            r_k: Initializer::Constant { value: -0.04 }.init([self.heads, key], device),
+            r_proj: linear(d_model, keys, device),
+            k_proj: linear(d_model, keys, device),
+            v_proj: linear(d_model, keys, device),
+            w_lora: LowRankMap::new(d_model, decay, keys, device)
+                .with_bias(values(&|n| 6.0 * place(n) + 2.5 * bent(n) - 5.5)),
+            a_lora: LowRankMap::new(d_model, rate, keys, device)
+                .with_bias(values(&|n| 0.3 * bent(n) + 0.4 * (place(n) - 0.5) - 0.19)),
+            g_lora: LowRankMap::new(d_model, gate, keys, device),
+            g_norm: GroupNormConfig::new(self.heads, keys)
+                .with_epsilon(self.norm_eps * key as f64)
+                .init(device),
+            o_proj: linear(keys, d_model, device),
+            heads: self.heads,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let Widths { key, keys, decay, rate, gate } = self.widths(d_model)?;
+        let mut cost = memory_cost(self.heads, key, key, true);
+        // A write of its own besides the delta rule's.
+        cost.flops_per_token += 2 * (keys * key) as u64;
+        let ranks = decay + rate + gate;
+        cost.flops_per_token += linear_flops(d_model, 3 * keys + ranks)
+            + linear_flops(ranks, keys)
+            + linear_flops(keys, d_model);
+        cost.state_bytes += 4 * d_model as u64;
+        Ok(cost)
+    }
+}
+
+/// Place `n` of `count`, from 0 to 1.
+fn ramp(n: usize, count: usize) -> f64 {
+    n as f64 / count.saturating_sub(1).max(1) as f64
+}
+
+/// Place `n` of `count` from -1 to 1, squared with its sign.
+fn bend(n: usize, count: usize) -> f64 {
+    let place = 2.0 * ramp(n, count) - 1.0;
+    place * place.abs()
+}
+
+/// `f` of every place.
+fn from_places<B: Backend>(
+    count: usize,
+    f: &dyn Fn(usize) -> f64,
+    device: &B::Device,
+) -> Param<Tensor<B, 1>> {
+    let values: Vec<f32> = (0..count).map(|n| f(n) as f32).collect();
+    Param::from_tensor(Tensor::from_data(TensorData::new(values, [count]), device))
+}
+
+/// Shares of the token before, `1 - (n / D)^power` for channel n: `[1, 1, D]`.
+fn fresh_share<B: Backend>(d_model: usize, power: f64, device: &B::Device) -> Param<Tensor<B, 3>> {
+    let shares: Vec<f32> =
+        (0..d_model).map(|n| (1.0 - (n as f64 / d_model as f64).powf(power)) as f32).collect();
+    Param::from_tensor(Tensor::from_data(TensorData::new(shares, [1, 1, d_model]), device))
+}
+
+/// Two linear layers with a narrow middle, named as where a function stands between them: `lora.0`
+/// and `lora.2`.
+#[derive(Module, Debug)]
+pub struct LowRankMap<B: Backend> {
+    lora: Vec<Option<Linear<B>>>,
+}
+
+impl<B: Backend> LowRankMap<B> {
+    /// Without bias.
+    fn new(from: usize, rank: usize, to: usize, device: &B::Device) -> Self {
+        Self { lora: vec![Some(linear(from, rank, device)), None, Some(linear(rank, to, device))] }
+    }
+
+    /// The same with a bias on the outer layer.
+    fn with_bias(self, bias: Param<Tensor<B, 1>>) -> Self {
+        let mut layers = self.lora.into_iter().flatten();
+        let (inner, outer) = (layers.next(), layers.next());
+        let outer = outer.map(|outer| Linear { bias: Some(bias), ..outer });
+        Self { lora: vec![inner, None, outer] }
+    }
+
+    /// `[B, T, from]` to `[B, T, to]`, with `between` in the middle.
+    fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        between: impl Fn(Tensor<B, 3>) -> Tensor<B, 3>,
+    ) -> Tensor<B, 3> {
+        let mut layers = self.lora.iter().flatten();
+        let narrow = layers.next().into_iter().fold(x, |x, inner| inner.forward(x));
+        layers.fold(between(narrow), |x, outer| outer.forward(x))
+    }
+}
+
+/// RWKV-7's time mix. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Rwkv7<B: Backend> {
+    x_r: Param<Tensor<B, 3>>,
+    x_w: Param<Tensor<B, 3>>,
+    x_k: Param<Tensor<B, 3>>,
+    x_v: Param<Tensor<B, 3>>,
+    x_a: Param<Tensor<B, 3>>,
+    x_g: Param<Tensor<B, 3>>,
+    k_k: Param<Tensor<B, 1>>,
+    k_a: Param<Tensor<B, 1>>,
+    r_k: Param<Tensor<B, 2>>,
+    r_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    w_lora: LowRankMap<B>,
+    a_lora: LowRankMap<B>,
+    g_lora: LowRankMap<B>,
+    g_norm: GroupNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(Rwkv7, ops::low_rank, ops::low_rank_step);
+
+impl<B: LinearAttentionBackend> Rwkv7<B> {
+    /// The state's only tail is the last token.
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(LowRank<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let [batch, tokens, _] = x.dims();
+        let (memory, mut tails, position) = MatrixState::parts(state);
+        let (before, last) = shift_tokens(&x, tails.next());
+        let back = before - x.clone();
+        let mixed = |share: &Param<Tensor<B, 3>>| x.clone() + back.clone() * share.val();
+        let split = |x: Tensor<B, 3>| split_heads(x, self.heads);
+
+        let r = split(self.r_proj.forward(mixed(&self.x_r)));
+        let v = split(self.v_proj.forward(mixed(&self.x_v)));
+        let decay = self.w_lora.forward(mixed(&self.x_w), |x| x.tanh());
+        let decay = split(sigmoid(decay) * -FASTEST_DECAY);
+        let rate = sigmoid(self.a_lora.forward(mixed(&self.x_a), |x| x));
+        let gate = self.g_lora.forward(mixed(&self.x_g), sigmoid);
+        let k = self.k_proj.forward(mixed(&self.x_k));
+        let row = l2_normalize(split(k.clone() * self.k_k.val().unsqueeze::<3>()));
+        let slower: Tensor<B, 3> = (rate.clone() - 1.0) * self.k_a.val().unsqueeze::<3>();
+        let k = split(k * (slower + 1.0));
+
+        let inputs = LowRank {
+            q: r.clone(),
+            k: k.clone(),
+            v: v.clone(),
+            a: row.clone().neg(),
+            b: row * split(rate),
+            g: Some(Decay::Vector(decay)),
+        };
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let keys = self.g_norm.num_channels;
+        let o = self.g_norm.forward(merge_heads(o).reshape([batch * tokens, keys]));
+        let bonus = (r * k * self.r_k.val().unsqueeze::<4>()).sum_dim(3) * v;
+        let y = (o.reshape([batch, tokens, keys]) + merge_heads(bonus)) * gate;
+        let state = MatrixState { memory, tails: vec![last], position: position + tokens };
+        (self.o_proj.forward(y), state)
+    }
+}
