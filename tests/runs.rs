@@ -2,7 +2,6 @@
 
 use crate::desk::{Desk, TINY, text};
 use std::fs;
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -197,31 +196,6 @@ fn a_dry_run_counts_and_writes_nothing() {
         assert!(said.contains(part), "{said:?} does not say {part:?}");
     }
     assert_eq!(desk.files(), before);
-}
-
-#[test]
-fn every_config_in_the_repository_takes_its_first_step() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs");
-    let mut found = 0;
-    for folder in [root.clone(), root.join("mqar")] {
-        for entry in fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.extension().is_none_or(|e| e != "toml") {
-                continue;
-            }
-            found += 1;
-            let desk = Desk::with(&fs::read_to_string(&path).unwrap());
-            let output = desk.run(&[
-                "--set",
-                "train={ steps = 1, batch_size = 4 }",
-                "--set",
-                "task.mqar.test.0.examples=4",
-            ]);
-            assert!(output.status.success(), "{}: {}", path.display(), text(&output.stderr));
-            assert_eq!(desk.summary("tiny")["status"], "completed", "{}", path.display());
-        }
-    }
-    assert!(found >= 7, "{found} configs");
 }
 
 /// Refused with exit code 2, one clear error that says each of `parts`, no panic, and nothing

@@ -4,6 +4,8 @@
 #[cfg(feature = "cpu")]
 mod commands;
 #[cfg(feature = "cpu")]
+mod configs;
+#[cfg(feature = "cpu")]
 mod desk;
 #[cfg(feature = "cpu")]
 mod layers;

@@ -2,6 +2,7 @@
 
 use crate::device::{self, Choice, Job, Kind};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail};
+use linattn_sweep::write_events;
 use linattn_trainer::{
     ConfigError, DryRun, Interrupter, Outcome, ProgressStyle, RunConfig, Start, Status,
     TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, least_memory, restore_terminal,
@@ -141,7 +142,10 @@ fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {
         stop,
     };
     match guarded(choice, Train(&job)) {
-        Ok(Ok(outcome)) => conclude(&outcome),
+        Ok(Ok(outcome)) => match job.run.tensorboard.then(|| write_events(&outcome.folder)) {
+            Some(Err(e)) => fail(FAILED, &e),
+            _ => conclude(&outcome),
+        },
         Ok(Err(e @ TrainError::Diverged { .. })) => fail(FAILED, &e),
         Ok(Err(e)) => fail(BAD_INPUT, &e),
         Err(code) => code,

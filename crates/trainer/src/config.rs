@@ -16,6 +16,9 @@ pub struct RunConfig {
     /// Where every random number starts from: weights, data, order, dropout.
     #[serde(default)]
     pub seed: u64,
+    /// Whether the metrics are also written as TensorBoard's event files when the run ends.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tensorboard: bool,
     /// What is learnt.
     pub task: TaskConfig,
     /// What learns.

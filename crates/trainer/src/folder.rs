@@ -137,6 +137,8 @@ const MANIFEST: &str = "state.json";
 const METRICS: &str = "metrics.jsonl";
 const CONFIG: &str = "config.toml";
 const SUMMARY: &str = "summary.json";
+/// TensorBoard's file, which the command writes where the config asks for it.
+const EVENTS: &str = "events.out.tfevents.0000000000.linattn";
 
 /// A run's folder, open for writing.
 #[derive(Debug)]
@@ -309,7 +311,7 @@ fn remove_run(root: &Path) -> Result<(), FolderError> {
     if checkpoints.exists() {
         fs::remove_dir_all(&checkpoints).map_err(io_error("remove", &checkpoints))?;
     }
-    for name in [SUMMARY, METRICS, "curve.svg", "curve.png", CONFIG] {
+    for name in [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, CONFIG] {
         let path = root.join(name);
         if path.exists() {
             fs::remove_file(&path).map_err(io_error("remove", &path))?;

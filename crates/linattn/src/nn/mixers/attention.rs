@@ -37,6 +37,7 @@ pub struct AttentionConfig {
     /// state then stops growing.
     pub window: Option<usize>,
     /// Whether scores fall with the distance, at a fixed rate for each head; in place of rotation.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub alibi: bool,
 }
 
