@@ -2,6 +2,9 @@
 //!
 //! A mixer is one file here, and one line in the list at the end of this one.
 
+// Of any mixer a model holds a few, whose tensors are on the heap already.
+#![allow(clippy::large_enum_variant)]
+
 /// `forward` and `step` of a mixer whose `run` does both, with the operation over whole sequences or
 /// the one over a single token: so the two cannot drift apart.
 macro_rules! forward_and_step {
@@ -264,8 +267,7 @@ macro_rules! mixers {
 
         /// Any mixer.
         #[derive(Module, Debug)]
-        #[allow(clippy::large_enum_variant)] // a model holds a few, each on the heap already
-        pub enum Mixer<B: Backend> {
+pub enum Mixer<B: Backend> {
             $($(#[$doc])* $name($name<B>),)+
         }
 
