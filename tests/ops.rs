@@ -233,7 +233,7 @@ fn hold_steps<B: LinearAttentionBackend>(device: &B::Device) {
             for start in [false, true] {
                 let shared =
                     Dims { key_heads: 1, heads: 3, key_width: 12, value_width: 40, ..dims(9) };
-                let recipe = Recipe { state: start, ..recipe.clone() };
+                let recipe = Recipe { state: start, ..recipe };
                 let x = Inputs::random(19, shared, &recipe);
                 let truth = forward(&x);
                 let mut state = Uploaded::<B>::new(&x, DType::F32, device).state;
