@@ -12,7 +12,7 @@ use linattn_tasks::{
 use std::time::{Duration, Instant};
 
 const LEAST: Duration = Duration::from_millis(300);
-const BATCH: u64 = 256;
+const BATCH: u64 = 1024;
 
 fn main() -> Result<(), linattn_tasks::TaskError> {
     println!("{:<44} {:>6} {:>14} {:>14}", "task", "length", "one core, M/s", "all cores, M/s");

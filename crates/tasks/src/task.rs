@@ -73,6 +73,27 @@ impl Batch {
         batch
     }
 
+    /// The rows of several batches of one length, in order.
+    fn join(length: usize, parts: Vec<Self>) -> Self {
+        let mut batch = Self::stack(length, []);
+        let scored = parts.iter().map(|part| part.scored.len()).sum();
+        batch.input.reserve(parts.iter().map(|part| part.input.len()).sum());
+        batch.scored.reserve(scored);
+        batch.target.reserve(scored);
+        for part in parts {
+            let start = batch.input.len() as u32;
+            batch.rows += part.rows;
+            batch.input.extend(part.input);
+            batch.scored.extend(part.scored.into_iter().map(|position| start + position));
+            batch.target.extend(part.target);
+        }
+        assert!(
+            u32::try_from(batch.input.len()).is_ok(),
+            "the caller keeps a batch below 2^32 tokens"
+        );
+        batch
+    }
+
     fn push(&mut self, example: &Example) {
         let lengths = (example.input.len(), example.target.len());
         assert_eq!(
@@ -153,10 +174,11 @@ pub trait Task: Send + Sync + Debug {
     /// If the split has no such set.
     fn batch(&self, split: Split, set: usize, indices: &[u64]) -> Batch {
         let length = self.sets(split)[set].length;
-        let make = |&index: &u64| self.example(split, set, index);
         let rows = (TOKENS_A_TASK / length.max(1)).max(1);
-        let examples: Vec<_> = indices.par_iter().with_min_len(rows).map(make).collect();
-        Batch::stack(length, examples)
+        let part = |indices: &[u64]| {
+            Batch::stack(length, indices.iter().map(|&index| self.example(split, set, index)))
+        };
+        Batch::join(length, indices.par_chunks(rows).map(part).collect())
     }
 
     /// Counts predictions: `predicted[i]` is the id with the largest logit of the whole vocabulary
@@ -258,6 +280,14 @@ mod tests {
         assert_eq!(batch.scored, [1, 2, 6]);
         assert_eq!(batch.target, [7, 8, 9]);
         assert_eq!(batch.scored_rows().collect::<Vec<_>>(), [0..2, 2..3]);
+    }
+
+    #[test]
+    fn batches_joined_are_the_batch_of_all_their_rows() {
+        let row = |x| example([x, x + 1, x + 2], [None, (x != 3).then_some(x), Some(x + 9)]);
+        let part = |from: u32, to: u32| Batch::stack(3, (from..to).map(row));
+        let parts = vec![part(0, 2), part(2, 2), part(2, 5)];
+        assert_eq!(Batch::join(3, parts), part(0, 5));
     }
 
     #[test]
