@@ -173,6 +173,11 @@ impl Motif {
     fn ids(&self) -> impl Iterator<Item = u32> {
         self.0.into_iter().take_while(|&id| id != NO_ID)
     }
+
+    /// One number for the whole, which is found sooner than an array.
+    fn code(&self) -> u128 {
+        self.0.iter().fold(0, |code, &id| code << 32 | u128::from(id))
+    }
 }
 
 /// A key and its value.
@@ -214,9 +219,18 @@ impl Motifs {
     }
 
     /// Which of `pairs` to show next, the probe aside. A key that none of them has joins them.
-    fn draw_pair(&self, rng: &mut impl Rng, split: Split, pairs: &mut Vec<Pair>) -> usize {
+    /// `codes` are those of their keys.
+    fn draw_pair(
+        &self,
+        rng: &mut impl Rng,
+        split: Split,
+        pairs: &mut Vec<Pair>,
+        codes: &mut Vec<u128>,
+    ) -> usize {
         let key = self.draw_key(rng, split);
-        pairs.iter().position(|pair| pair.key == key).unwrap_or_else(|| {
+        let code = key.code();
+        codes.iter().position(|&known| known == code).unwrap_or_else(|| {
+            codes.push(code);
             pairs.push(Pair { key, value: self.draw_value(rng) });
             pairs.len() - 1
         })
@@ -226,11 +240,16 @@ impl Motifs {
         let probe = Pair { key: self.draw_key(rng, split), value: self.draw_value(rng) };
         let due = rng.random_range(0..length - 2 * probe.length());
         let end = length - probe.length() - self.key - self.value;
-        let (mut pairs, mut order) = (vec![probe], Vec::new());
+        let most = length / 2 + 1;
+        let (mut pairs, mut order) = (Vec::with_capacity(most), Vec::with_capacity(most));
+        let mut codes = Vec::with_capacity(most);
+        pairs.push(probe);
+        codes.push(probe.key.code());
         let (mut tokens, mut probe_shown) = (0, false);
         while tokens < end {
             let probe_now = tokens >= due && !probe_shown;
-            let pair = if probe_now { 0 } else { self.draw_pair(rng, split, &mut pairs) };
+            let pair =
+                if probe_now { 0 } else { self.draw_pair(rng, split, &mut pairs, &mut codes) };
             probe_shown |= pair == 0;
             tokens += pairs[pair].length();
             order.push(pair);
