@@ -1,6 +1,6 @@
 //! Short convolution: what lets a layer see its last few tokens.
 
-use super::ConfigError;
+use super::{ConfigError, Cost};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
@@ -27,6 +27,21 @@ impl<B: Backend> ShortConvolution<B> {
             weight: uniform.init([width, channels], device),
             bias: bias.then(|| uniform.init([channels], device)),
         }
+    }
+}
+
+impl<B: Backend> ShortConvolution<B> {
+    /// As [`new`](Self::new), without bias; none for a window of 0.
+    pub(crate) fn optional(channels: usize, width: usize, device: &B::Device) -> Option<Self> {
+        (width > 0).then(|| Self::new(channels, width, false, device))
+    }
+}
+
+/// What convolutions of `channels` channels in all cost; nothing for a window of 0.
+pub(crate) fn convolution_cost(width: usize, channels: usize) -> Cost {
+    Cost {
+        state_bytes: 4 * (width.saturating_sub(1) * channels) as u64,
+        flops_per_token: 2 * (width * channels) as u64,
     }
 }
 

@@ -9,9 +9,9 @@
 //! ```
 //! Source: arXiv 2506.02475.
 
-use super::delta_net::{fresh_a_log, fresh_dt_bias};
+use super::delta_net::{fresh_a_log, fresh_dt_bias, log_decay};
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolve};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, share_heads, split_heads,
 };
@@ -19,7 +19,7 @@ use crate::nn::{ConfigError, Cost, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult, Read};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::Linear;
-use burn::tensor::activation::{sigmoid, softplus};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -104,10 +104,7 @@ impl CombaConfig {
     ) -> Result<Comba<B>, ConfigError> {
         let Widths { heads, value, keys, values, .. } = self.widths(d_model)?;
         let project = |to| linear(d_model, to, device);
-        let conv = |channels| {
-            (self.conv_size > 0)
-                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
-        };
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         let correction = self.output_correction;
         let constant = |value| -> Param<Tensor<B, 1>> {
             Initializer::Constant { value }.init([self.heads], device)
@@ -142,9 +139,7 @@ impl CombaConfig {
         let mut cost = memory_cost(heads, key, value, true);
         let inward = 2 * keys + values * if self.output_gate { 2 } else { 1 } + 2 * heads;
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
-        let channels = (2 * keys + values) as u64;
-        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
-        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
     }
 }
@@ -196,8 +191,7 @@ impl<B: LinearAttentionBackend> Comba<B> {
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let beta = sigmoid(self.b_proj.forward(x.clone()));
-        let step = softplus(self.a_proj.forward(x.clone()) + self.dt_bias.val().unsqueeze(), 1.0);
-        let g: Tensor<B, 3> = step * self.a_log.val().exp().neg().unsqueeze();
+        let g = log_decay(self.a_proj.forward(x.clone()), &self.a_log, &self.dt_bias);
         let each_head =
             |share: Tensor<B, 1>| -> Tensor<B, 4> { share.reshape([1, 1, self.key_heads, 1]) };
         let q = match &self.d {

@@ -10,7 +10,7 @@
 //! eigenvalues).
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolve};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads,
 };
@@ -124,10 +124,7 @@ impl DeltaNetConfig {
         let w = self.widths(d_model, gated)?;
         let (keys, values) = (w.key_heads * w.key, w.heads * w.value);
         let project = |to| linear(d_model, to, device);
-        let conv = |channels| {
-            (self.conv_size > 0)
-                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
-        };
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(DeltaNet {
             q_proj: project(keys),
             k_proj: project(keys),
@@ -156,9 +153,7 @@ impl DeltaNetConfig {
         let gates = w.heads * if gated { 2 } else { 1 };
         let inward = 2 * keys + values * if w.output_gate { 2 } else { 1 } + gates;
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
-        let channels = (2 * keys + values) as u64;
-        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
-        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
     }
 }
@@ -261,7 +256,15 @@ impl<B: LinearAttentionBackend> DeltaNet<B> {
     fn log_decay(&self, x: &Tensor<B, 3>) -> Option<Tensor<B, 3>> {
         let (a_proj, a_log, dt_bias) =
             (self.a_proj.as_ref()?, self.a_log.as_ref()?, self.dt_bias.as_ref()?);
-        let step = softplus(a_proj.forward(x.clone()) + dt_bias.val().unsqueeze(), 1.0);
-        Some(step * a_log.val().exp().neg().unsqueeze())
+        Some(log_decay(a_proj.forward(x.clone()), a_log, dt_bias))
     }
+}
+
+/// `-exp(a_log) softplus(x + dt_bias)`, `[B, T, H]`.
+pub(super) fn log_decay<B: Backend>(
+    x: Tensor<B, 3>,
+    a_log: &Param<Tensor<B, 1>>,
+    dt_bias: &Param<Tensor<B, 1>>,
+) -> Tensor<B, 3> {
+    softplus(x + dt_bias.val().unsqueeze(), 1.0) * a_log.val().exp().neg().unsqueeze()
 }

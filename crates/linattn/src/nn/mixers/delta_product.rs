@@ -8,9 +8,9 @@
 //! The n steps are n tokens to the operation, of which only the last is read.
 //! Source: arXiv 2502.10297.
 
-use super::delta_net::{fresh_a_log, fresh_dt_bias};
+use super::delta_net::{fresh_a_log, fresh_dt_bias, log_decay};
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolve};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads,
 };
@@ -18,7 +18,7 @@ use crate::nn::{ConfigError, Cost, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
-use burn::tensor::activation::{sigmoid, softplus};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -99,10 +99,7 @@ impl DeltaProductConfig {
         let Widths { value, keys, values, .. } = self.widths(d_model)?;
         let n = self.householder_steps;
         let project = |to| linear(d_model, to, device);
-        let conv = |channels| {
-            (self.conv_size > 0)
-                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
-        };
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         let gated = self.forget_gate;
         Ok(DeltaProduct {
             q_proj: project(keys),
@@ -136,9 +133,7 @@ impl DeltaProductConfig {
         let gates = self.heads * (n + usize::from(self.forget_gate));
         let inward = keys + n * (keys + values) + gates + if self.output_gate { values } else { 0 };
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
-        let channels = (keys + n * (keys + values)) as u64;
-        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
-        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        cost += convolution_cost(self.conv_size, keys + n * (keys + values));
         Ok(cost)
     }
 }
@@ -230,8 +225,7 @@ impl<B: LinearAttentionBackend> DeltaProduct<B> {
     fn log_decay(&self, x: &Tensor<B, 3>) -> Option<Tensor<B, 3>> {
         let (a_proj, a_log, dt_bias) =
             (self.a_proj.as_ref()?, self.a_log.as_ref()?, self.dt_bias.as_ref()?);
-        let step = softplus(a_proj.forward(x.clone()) + dt_bias.val().unsqueeze(), 1.0);
-        Some(step * a_log.val().exp().neg().unsqueeze())
+        Some(log_decay(a_proj.forward(x.clone()), a_log, dt_bias))
     }
 }
 

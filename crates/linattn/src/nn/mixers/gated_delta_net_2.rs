@@ -12,7 +12,7 @@
 use super::delta_net::{fresh_a_log, fresh_dt_bias};
 use super::kda::{one_after_other, row_decay};
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolve};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, share_heads,
     split_heads,
@@ -101,10 +101,7 @@ impl GatedDeltaNet2Config {
     ) -> Result<GatedDeltaNet2<B>, ConfigError> {
         let Widths { heads, value, keys, values, rank, .. } = self.widths(d_model)?;
         let project = |to| linear(d_model, to, device);
-        let conv = |channels| {
-            (self.conv_size > 0)
-                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
-        };
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(GatedDeltaNet2 {
             q_proj: project(keys),
             k_proj: project(keys),
@@ -136,9 +133,7 @@ impl GatedDeltaNet2Config {
         cost.flops_per_token += linear_flops(d_model, 3 * keys + 2 * values + 2 * rank)
             + linear_flops(rank, keys + values)
             + linear_flops(values, d_model);
-        let channels = (2 * keys + values) as u64;
-        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
-        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
     }
 }

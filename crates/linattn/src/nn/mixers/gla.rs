@@ -9,7 +9,7 @@
 //! by default, and all values as wide.
 
 use super::{MatrixState, check_divisor, half_key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
 };
@@ -85,10 +85,7 @@ impl GlaConfig {
     ) -> Result<Gla<B>, ConfigError> {
         let (key, value) = self.widths(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
-        let conv = |channels| {
-            (self.conv_size > 0)
-                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
-        };
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Gla {
             q_proj: linear(d_model, keys, device),
             k_proj: linear(d_model, keys, device),
@@ -121,9 +118,7 @@ impl GlaConfig {
         cost.flops_per_token += linear_flops(d_model, inward)
             + linear_flops(self.gate_low_rank, keys)
             + linear_flops(values, d_model);
-        let channels = (2 * keys + values) as u64;
-        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
-        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
     }
 }

@@ -15,7 +15,7 @@
 //! Source: Zhang et al., arXiv 2409.07146.
 
 use super::{check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk, positive};
 use crate::ops::{self, LinearAttentionBackend, OpResult};
@@ -95,10 +95,7 @@ impl GsaConfig {
     ) -> Result<Gsa<B>, ConfigError> {
         let Widths { slots, key, value } = self.widths(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
-        let conv = |channels| {
-            (self.conv_size > 0)
-                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
-        };
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Gsa {
             q_proj: linear(d_model, keys, device),
             k_proj: linear(d_model, keys, device),
@@ -125,9 +122,7 @@ impl GsaConfig {
         cost += memory_cost(self.heads, slots, value, false);
         cost.flops_per_token += linear_flops(d_model, 2 * keys + values + self.heads * slots)
             + linear_flops(values, d_model);
-        let channels = (2 * keys + values) as u64;
-        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
-        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
     }
 }

@@ -9,7 +9,7 @@
 //! they rise with depth; here each layer learns its own, from where its config lets it start.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
@@ -80,10 +80,7 @@ impl Hgrn2Config {
     ) -> Result<Hgrn2<B>, ConfigError> {
         let (key, value) = self.widths(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
-        let conv = |channels| {
-            (self.conv_size > 0)
-                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
-        };
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         let logit = Initializer::Constant { value: inverse_sigmoid(self.lower_bound) };
         Ok(Hgrn2 {
             q_proj: linear(d_model, keys, device),
@@ -109,9 +106,7 @@ impl Hgrn2Config {
         let mut cost = memory_cost(self.heads, key, value, false);
         cost.flops_per_token +=
             linear_flops(d_model, 2 * keys + values) + linear_flops(values, d_model);
-        let channels = (2 * keys + values) as u64;
-        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
-        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
     }
 }

@@ -10,7 +10,7 @@
 
 use super::delta_net::{fresh_a_log, fresh_dt_bias};
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolve};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, split_heads,
 };
@@ -98,10 +98,7 @@ impl KdaConfig {
     ) -> Result<Kda<B>, ConfigError> {
         let Widths { heads, key, value, keys, values, rank } = self.widths(d_model)?;
         let project = |to| linear(d_model, to, device);
-        let conv = |channels| {
-            (self.conv_size > 0)
-                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
-        };
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Kda {
             q_proj: project(keys),
             k_proj: project(keys),
@@ -132,9 +129,7 @@ impl KdaConfig {
         cost.flops_per_token += linear_flops(d_model, 2 * keys + values + heads + 2 * rank)
             + linear_flops(rank, heads * key + values)
             + linear_flops(values, d_model);
-        let channels = (2 * keys + values) as u64;
-        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
-        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
     }
 }

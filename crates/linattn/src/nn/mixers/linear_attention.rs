@@ -9,7 +9,7 @@
 //! arXiv 2210.10340.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
@@ -112,10 +112,7 @@ impl LinearAttentionConfig {
     ) -> Result<LinearAttention<B>, ConfigError> {
         let (key, value, heads) = self.widths(d_model)?;
         let (keys, values) = (self.heads * key, heads * value);
-        let conv = |channels| {
-            (self.conv_size > 0)
-                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
-        };
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(LinearAttention {
             q_proj: linear(d_model, keys, device),
             k_proj: linear(d_model, keys, device),
@@ -142,9 +139,7 @@ impl LinearAttentionConfig {
         let mut cost = memory_cost(heads, key, value + usize::from(self.normalize), false);
         cost.flops_per_token +=
             linear_flops(d_model, 2 * keys + values) + linear_flops(values, d_model);
-        let channels = (2 * keys + values) as u64;
-        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
-        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
     }
 }

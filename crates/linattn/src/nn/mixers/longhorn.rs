@@ -10,7 +10,7 @@
 //! delta rule; the released models approximate it by its diagonal. Source: arXiv 2407.14207.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolve};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, share_heads, split_heads,
 };
@@ -82,10 +82,7 @@ impl LonghornConfig {
         let (key, value, heads) = self.widths(d_model)?;
         let (keys, values) = (self.heads * key, heads * value);
         let project = |to| linear(d_model, to, device);
-        let conv = |channels| {
-            (self.conv_size > 0)
-                .then(|| ShortConvolution::new(channels, self.conv_size, false, device))
-        };
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Longhorn {
             q_proj: project(keys),
             k_proj: project(keys),
@@ -112,9 +109,7 @@ impl LonghornConfig {
         let mut cost = memory_cost(heads, key, value, true);
         let inward = 2 * keys + values * if self.output_gate { 2 } else { 1 } + heads;
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
-        let channels = (2 * keys + values) as u64;
-        cost.flops_per_token += 2 * self.conv_size as u64 * channels;
-        cost.state_bytes += 4 * self.conv_size.saturating_sub(1) as u64 * channels;
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
     }
 }

@@ -91,8 +91,7 @@ impl MetaLaConfig {
             v_proj: linear(d_model, values, device),
             g_proj: linear_with_bias(d_model, values, device),
             aug_balance: self.self_augmentation.then(|| small.init([keys], device)),
-            conv1d: (self.conv_size > 0)
-                .then(|| ShortConvolution::new(d_model, self.conv_size, false, device)),
+            conv1d: ShortConvolution::optional(d_model, self.conv_size, device),
             out_proj: linear(values, d_model, device),
             heads: self.heads,
             gate_normalizer: self.gate_normalizer,

@@ -111,8 +111,7 @@ impl MlstmConfig {
             ogate_preact: linear(d_model, values, device),
             igate_preact: gate(vec![self.input_gate_bias as f32; heads]),
             fgate_preact: gate(fresh_forget_bias(heads)),
-            conv1d: (self.conv_size > 0)
-                .then(|| ShortConvolution::new(d_model, self.conv_size, false, device)),
+            conv1d: ShortConvolution::optional(d_model, self.conv_size, device),
             multihead_norm: MultiHeadNorm {
                 weight: Initializer::Ones.init([values], device),
                 epsilon: self.norm_eps,
