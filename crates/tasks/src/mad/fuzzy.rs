@@ -152,31 +152,51 @@ impl FuzzyInContextRecall {
 /// Different ids, in order.
 // Those past the end are `NO_ID`, so that equal motifs are equal arrays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Motif([u32; LONGEST]);
+struct Motif {
+    ids: [u32; LONGEST],
+    length: usize,
+}
 
 const NO_ID: u32 = u32::MAX;
 
 impl Motif {
-    fn draw(rng: &mut impl Rng, ids: Range<u32>, length: usize) -> Self {
-        let mut motif = [NO_ID; LONGEST];
+    /// Of a length in `lengths`; one random number for all of it, since drawing is what an example
+    /// mostly costs.
+    fn draw(rng: &mut impl Rng, ids: Range<u32>, lengths: Range<u32>) -> Self {
+        let mut numbers = Numbers(rng.random());
+        let length = (lengths.start + numbers.below(lengths.end - lengths.start)) as usize;
+        let mut motif = Self { ids: [NO_ID; LONGEST], length };
         for i in 0..length {
-            while motif[i] == NO_ID {
-                let id = rng.random_range(ids.clone());
-                if !motif[..i].contains(&id) {
-                    motif[i] = id;
-                }
-            }
+            let mut id = ids.start + numbers.below(ids.end - ids.start - i as u32);
+            // The number counts the ids that are not used yet: it passes over the others in order.
+            let mut used = motif.ids;
+            used[..i].sort_unstable();
+            used[..i].iter().for_each(|&before| id += u32::from(before <= id));
+            motif.ids[i] = id;
         }
-        Self(motif)
+        motif
     }
 
-    fn ids(&self) -> impl Iterator<Item = u32> {
-        self.0.into_iter().take_while(|&id| id != NO_ID)
+    fn ids(&self) -> &[u32] {
+        &self.ids[..self.length]
     }
 
     /// One number for the whole, which is found sooner than an array.
     fn code(&self) -> u128 {
-        self.0.iter().fold(0, |code, &id| code << 32 | u128::from(id))
+        self.ids.iter().fold(0, |code, &id| code << 32 | u128::from(id))
+    }
+}
+
+/// A random fraction, from which small numbers are taken one by one. With `n` the product of their
+/// bounds, none is likelier than another by more than n / 2^64.
+struct Numbers(u64);
+
+impl Numbers {
+    /// Uniform in `0..bound`.
+    fn below(&mut self, bound: u32) -> u32 {
+        let scaled = u128::from(self.0) * u128::from(bound);
+        self.0 = scaled as u64;
+        (scaled >> 64) as u32
     }
 }
 
@@ -189,7 +209,7 @@ struct Pair {
 
 impl Pair {
     fn length(&self) -> usize {
-        self.key.ids().count() + self.value.ids().count()
+        self.key.length + self.value.length
     }
 }
 
@@ -209,13 +229,13 @@ impl Motifs {
     }
 
     fn draw_key(&self, rng: &mut impl Rng, split: Split) -> Motif {
-        let length = if split == Split::Train { rng.random_range(1..=self.key) } else { self.key };
-        Motif::draw(rng, 0..self.keys, length)
+        let longest = self.key as u32;
+        let shortest = if split == Split::Train { 1 } else { longest };
+        Motif::draw(rng, 0..self.keys, shortest..longest + 1)
     }
 
     fn draw_value(&self, rng: &mut impl Rng) -> Motif {
-        let length = rng.random_range(1..=self.value);
-        Motif::draw(rng, self.keys..self.pad, length)
+        Motif::draw(rng, self.keys..self.pad, 1..self.value as u32 + 1)
     }
 
     /// Which of `pairs` to show next, the probe aside. A key that none of them has joins them.
@@ -297,8 +317,8 @@ impl Draws {
 }
 
 fn push_pair(sequence: &mut Sequence, pair: &Pair, recalled: bool) {
-    pair.key.ids().for_each(|id| sequence.push(id, false));
-    pair.value.ids().for_each(|id| sequence.push(id, recalled));
+    sequence.extend(pair.key.ids(), false);
+    sequence.extend(pair.value.ids(), recalled);
 }
 
 impl Task for FuzzyInContextRecall {

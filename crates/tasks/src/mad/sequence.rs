@@ -21,12 +21,19 @@ impl Sequence {
         self.recalled.push(recalled);
     }
 
+    pub(super) fn extend(&mut self, ids: &[u32], recalled: bool) {
+        self.tokens.extend_from_slice(ids);
+        self.recalled.resize(self.tokens.len(), recalled);
+    }
+
     /// All tokens but the last are read, and the answer is the next token: in training everywhere,
     /// else only where it can be recalled.
     pub(super) fn cut(mut self, split: Split) -> Example {
-        let all = split == Split::Train;
-        let next = self.tokens.iter().zip(&self.recalled).skip(1);
-        let target = next.map(|(&id, &recalled)| (all || recalled).then_some(id)).collect();
+        let next = self.tokens[1..].iter().copied();
+        let target = match split {
+            Split::Train => next.map(Some).collect(),
+            _ => next.zip(&self.recalled[1..]).map(|(id, &asked)| asked.then_some(id)).collect(),
+        };
         self.tokens.pop();
         Example { input: self.tokens, target }
     }

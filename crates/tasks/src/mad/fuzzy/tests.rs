@@ -12,7 +12,8 @@ fn task(vocab: u32, length: usize) -> FuzzyInContextRecall {
 }
 
 fn motif(ids: &[u32]) -> Motif {
-    Motif(std::array::from_fn(|i| ids.get(i).copied().unwrap_or(NO_ID)))
+    let all = std::array::from_fn(|i| ids.get(i).copied().unwrap_or(NO_ID));
+    Motif { ids: all, length: ids.len() }
 }
 
 /// Keys with their values, in the order of an example, without pads. The last value lacks its last
@@ -92,7 +93,7 @@ fn motifs_are_uniform_over_tuples_of_different_ids() {
     let mut rng = example_rng(*b"a motif\0", 0, Split::Train, 0, 0);
     let (mut counts, total) = (HashMap::new(), 60_000);
     for _ in 0..total {
-        let ids: Vec<_> = Motif::draw(&mut rng, 7..11, 3).ids().collect();
+        let ids: Vec<_> = Motif::draw(&mut rng, 7..11, 3..4).ids().to_vec();
         *counts.entry(ids).or_insert(0) += 1;
     }
     assert_eq!(counts.len(), 24);
