@@ -7,6 +7,8 @@ mod commands;
 mod configs;
 #[cfg(feature = "cpu")]
 mod desk;
+#[cfg(all(feature = "fusion", feature = "wgpu", feature = "cpu"))]
+mod fused;
 #[cfg(feature = "cpu")]
 mod layers;
 mod ops;

@@ -117,7 +117,7 @@ fn track<B: LinearAttentionBackend, C: CheckpointStrategy, const N: usize>(
                     OpsKind::UnTracked(_) => unreachable!("its only parent, the hub, is tracked"),
                 }
             };
-            Forward { o: leaf(0, o), state: leaf(1, state), saved: Saved { tensors: vec![] } }
+            Forward { o: leaf(0, o), state: leaf(1, state), saved: Saved::default() }
         }
         OpsKind::UnTracked(_) => {
             let plain = x.refill(list.into_iter().map(|input| input.primitive));
@@ -125,7 +125,7 @@ fn track<B: LinearAttentionBackend, C: CheckpointStrategy, const N: usize>(
             Forward {
                 o: Autodiff::<B, C>::from_inner(o),
                 state: Autodiff::<B, C>::from_inner(state),
-                saved: Saved { tensors: vec![] },
+                saved: Saved::default(),
             }
         }
     }

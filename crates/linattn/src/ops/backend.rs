@@ -3,6 +3,10 @@
 use super::convolution::{self, Convolution};
 use super::{chunkwise, general, recurrent};
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend, ops::FloatTensor};
+use std::any::Any;
+use std::sync::Arc;
+#[cfg(feature = "fusion")]
+use std::sync::{Mutex, PoisonError};
 
 /// Which memory is read: the one after this token's decay, or the one before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -82,6 +86,34 @@ impl<T: TensorMetadata> Operands<T> {
 pub struct Saved<T> {
     /// The tensors.
     pub tensors: Vec<T>,
+    /// What a backend around another keeps for the one inside.
+    pub hidden: Option<Hidden>,
+}
+
+impl<T> Default for Saved<T> {
+    fn default() -> Self {
+        Self::from(vec![])
+    }
+}
+
+impl<T> From<Vec<T>> for Saved<T> {
+    fn from(tensors: Vec<T>) -> Self {
+        Self { tensors, hidden: None }
+    }
+}
+
+/// Something of a type that only the backend who kept it knows.
+#[derive(Debug, Clone)]
+pub struct Hidden(pub(super) Arc<dyn Any + Send + Sync>);
+
+impl Hidden {
+    /// Takes out what was put in, an `Arc<Mutex<Option<T>>>`.
+    #[cfg(feature = "fusion")]
+    pub(super) fn take<T: Send + 'static>(&self) -> T {
+        let slot = self.0.downcast_ref::<Mutex<Option<T>>>().expect("its own backend's");
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        slot.take().expect("the forward pass ran, and a backward pass runs once")
+    }
 }
 
 /// Result of a forward pass.

@@ -288,15 +288,13 @@ pub(super) fn forward<B: Backend>(
     Forward {
         o: primitive(x.sizes.join(o).cast(dtype)),
         state: primitive(state),
-        saved: Saved {
-            tensors: match keep {
-                true => {
-                    let inverse = solved.map(|s| s.inverse);
-                    [Some(states), written, inverse].into_iter().flatten().map(primitive).collect()
-                }
-                false => vec![],
-            },
-        },
+        saved: Saved::from(match keep {
+            true => {
+                let inverse = solved.map(|s| s.inverse);
+                [Some(states), written, inverse].into_iter().flatten().map(primitive).collect()
+            }
+            false => vec![],
+        }),
     }
 }
 

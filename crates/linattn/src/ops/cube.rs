@@ -194,9 +194,9 @@ impl<R: CubeRuntime> Call<R> {
         let dtype = self.dtype.into();
         let done = kernels::forward(&self.client, variant, dims, dtype, &Self::inputs(x), keep)
             .expect("`runs` was asked");
-        let tensors = done.saved.into_iter().map(|saved| self.tensor(saved)).collect();
+        let tensors: Vec<_> = done.saved.into_iter().map(|saved| self.tensor(saved)).collect();
         let (o, state) = (self.tensor(done.o), self.tensor(done.state));
-        Forward { o, state, saved: Saved { tensors } }
+        Forward { o, state, saved: Saved::from(tensors) }
     }
 
     fn backward(

@@ -368,7 +368,7 @@ pub(super) fn forward<B: Backend>(
     Forward {
         o: primitive(x.sizes.join(o).cast(dtype)),
         state: primitive(last.reshape([batch, heads, key_width, value_width])),
-        saved: Saved { tensors: if keep { kept } else { vec![] } },
+        saved: Saved::from(if keep { kept } else { vec![] }),
     }
 }
 

@@ -22,6 +22,8 @@ mod convolution;
 #[cfg(feature = "cubecl")]
 mod cube;
 mod decay;
+#[cfg(feature = "fusion")]
+mod fusion;
 mod general;
 mod mask;
 mod recurrent;

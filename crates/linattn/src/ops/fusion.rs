@@ -1,0 +1,193 @@
+//! The operations on a fused stream: each is one opaque node, whose body runs on the backend inside.
+//!
+//! Bodies stay off the stream on purpose: it promises shapes and types before it computes anything,
+//! and the kernels, or tensor operations that are not fused, are what the tests hold to the truth.
+
+use super::backend::{Forward, Hidden, LinearAttentionBackend, Operands, Path, Saved};
+use super::convolution::Convolution;
+use burn::tensor::{DType, Shape, TensorMetadata, ops::FloatTensor};
+use burn_fusion::{
+    Fusion, FusionBackend, FusionRuntime, FusionTensor,
+    stream::{Operation, OperationStreams},
+};
+use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
+use std::marker::PhantomData;
+use std::sync::{Arc, Mutex, PoisonError};
+
+type Handles<B> =
+    HandleContainer<<<B as FusionBackend>::FusionRuntime as FusionRuntime>::FusionHandle>;
+
+/// A node of the stream: `body` gets the inputs of `description` and gives its outputs.
+struct Node<B, F> {
+    description: CustomOpIr,
+    body: F,
+    backend: PhantomData<fn() -> B>,
+}
+
+impl<B, F> std::fmt::Debug for Node<B, F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.description.id)
+    }
+}
+
+impl<B: FusionBackend, F> Operation<B::FusionRuntime> for Node<B, F>
+where
+    F: Fn(Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> + Send + Sync,
+{
+    fn execute(&self, handles: &mut Handles<B>) {
+        let CustomOpIr { inputs, outputs, .. } = &self.description;
+        let given = inputs.iter().map(|x| handles.get_float_tensor::<B>(x)).collect();
+        let made = (self.body)(given);
+        assert_eq!(made.len(), outputs.len(), "{self:?} gives what was promised");
+        for (promised, made) in outputs.iter().zip(made) {
+            let (shape, dtype) = (made.shape(), made.dtype());
+            let promise = (&promised.shape, promised.dtype);
+            assert_eq!((&shape, dtype), promise, "{self:?} gives what was promised");
+            handles.register_float_tensor::<B>(&promised.id, made);
+        }
+    }
+}
+
+/// Puts a node on the stream of its inputs, of which there is one at least. `promises` are the
+/// outputs' shapes and types.
+fn node<B: FusionBackend, F>(
+    name: &'static str,
+    inputs: Vec<FusionTensor<B::FusionRuntime>>,
+    promises: Vec<(Shape, DType)>,
+    body: F,
+) -> std::vec::IntoIter<FusionTensor<B::FusionRuntime>>
+where
+    F: Fn(Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> + Send + Sync + 'static,
+{
+    let client = inputs[0].client.clone();
+    // Before the inputs are given away: a tensor knows its stream only while it is held.
+    let streams = OperationStreams::with_inputs(inputs.iter());
+    let outputs: Vec<_> = promises
+        .into_iter()
+        .map(|(shape, dtype)| TensorIr::uninit(client.create_empty_handle(), shape, dtype))
+        .collect();
+    let inputs: Vec<_> = inputs.into_iter().map(FusionTensor::into_ir).collect();
+    let description = CustomOpIr::new(name, &inputs, &outputs);
+    let node = Node::<B, F> { description: description.clone(), body, backend: PhantomData };
+    client.register(streams, OperationIr::Custom(description), node).into_iter()
+}
+
+/// Shape and type of tensors.
+fn alike<'a, T: TensorMetadata + 'a>(
+    tensors: impl IntoIterator<Item = &'a T>,
+) -> Vec<(Shape, DType)> {
+    tensors.into_iter().map(|x| (x.shape(), x.dtype())).collect()
+}
+
+/// Shapes and types of `o` and the last state.
+fn outputs<T: TensorMetadata>(x: &Operands<T>) -> Vec<(Shape, DType)> {
+    let (keys, values) = (x.q.shape(), x.v.shape());
+    let state = [values[0], values[2], keys[3], values[3]];
+    let dtype = x.v.dtype();
+    let of_state = if dtype == DType::F64 { dtype } else { DType::F32 };
+    vec![(values, dtype), (Shape::from(state), of_state)]
+}
+
+/// Which operands there are, without the tensors.
+fn places<T>(x: &Operands<T>) -> Operands<()> {
+    x.refill(std::iter::repeat(()))
+}
+
+const OUTPUTS: &str = "as many outputs as were promised";
+const INPUTS: &str = "as many inputs as were given";
+
+impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusion<B> {
+    /// What the backend inside keeps for the backward pass never enters the stream, which would have
+    /// to know its shapes: it waits where the backward pass's node finds it.
+    fn chunkwise(
+        x: Operands<FloatTensor<Self>>,
+        chunk: usize,
+        keep: bool,
+    ) -> Forward<FloatTensor<Self>> {
+        let (promises, places) = (outputs(&x), places(&x));
+        let kept = Arc::new(Mutex::new(None::<Saved<FloatTensor<B>>>));
+        let slot = kept.clone();
+        let mut made = node::<B, _>("chunkwise", x.into_vec(), promises, move |tensors| {
+            let Forward { o, state, saved } = B::chunkwise(places.refill(tensors), chunk, keep);
+            if keep {
+                *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(saved);
+            }
+            vec![o, state]
+        });
+        let (o, state) = (made.next().expect(OUTPUTS), made.next().expect(OUTPUTS));
+        // The output goes along, so that the stream runs the forward pass before the backward pass.
+        let saved = match keep {
+            true => Saved { tensors: vec![o.clone()], hidden: Some(Hidden(kept)) },
+            false => Saved::default(),
+        };
+        Forward { o, state, saved }
+    }
+
+    fn chunkwise_backward(
+        x: Operands<FloatTensor<Self>>,
+        saved: Saved<FloatTensor<Self>>,
+        d_o: Option<FloatTensor<Self>>,
+        d_state: Option<FloatTensor<Self>>,
+        chunk: usize,
+    ) -> Operands<FloatTensor<Self>> {
+        let (places, with_o, with_state) = (places(&x), d_o.is_some(), d_state.is_some());
+        let tensors = x.into_vec();
+        let (count, promises) = (tensors.len(), alike(&tensors));
+        let inputs = tensors.into_iter().chain(d_o).chain(d_state).chain(saved.tensors).collect();
+        let hidden = saved.hidden.expect("a forward pass that keeps leaves this");
+        let order = places.clone();
+        let made = node::<B, _>("chunkwise_backward", inputs, promises, move |tensors| {
+            let mut tensors = tensors.into_iter();
+            let x = places.refill(tensors.by_ref().take(count).collect::<Vec<_>>());
+            let d_o = with_o.then(|| tensors.next().expect(INPUTS));
+            let d_state = with_state.then(|| tensors.next().expect(INPUTS));
+            let saved = hidden.take::<Saved<FloatTensor<B>>>();
+            B::chunkwise_backward(x, saved, d_o, d_state, chunk).into_vec()
+        });
+        order.refill(made)
+    }
+
+    fn recurrent_step(x: Operands<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (promises, places) = (outputs(&x), places(&x));
+        let mut made = node::<B, _>("recurrent_step", x.into_vec(), promises, move |tensors| {
+            let (o, state) = B::recurrent_step(places.refill(tensors));
+            vec![o, state]
+        });
+        (made.next().expect(OUTPUTS), made.next().expect(OUTPUTS))
+    }
+
+    fn short_convolution(c: Convolution<FloatTensor<Self>>) -> FloatTensor<Self> {
+        let promises = alike([&c.x]);
+        let inputs = vec![c.x, c.weight, c.tail];
+        let mut made = node::<B, _>("short_convolution", inputs, promises, |tensors| {
+            let [x, weight, tail] = three(tensors);
+            vec![B::short_convolution(Convolution { x, weight, tail })]
+        });
+        made.next().expect(OUTPUTS)
+    }
+
+    fn short_convolution_backward(
+        c: Convolution<FloatTensor<Self>>,
+        d_y: FloatTensor<Self>,
+    ) -> Convolution<FloatTensor<Self>> {
+        let inputs = vec![c.x, c.weight, c.tail, d_y];
+        let promises = alike(&inputs[..3]);
+        let made = node::<B, _>("short_convolution_backward", inputs, promises, |mut tensors| {
+            let d_y = tensors.pop().expect(INPUTS);
+            let [x, weight, tail] = three(tensors);
+            let d = B::short_convolution_backward(Convolution { x, weight, tail }, d_y);
+            vec![d.x, d.weight, d.tail]
+        });
+        let [x, weight, tail] = three(made.collect());
+        Convolution { x, weight, tail }
+    }
+
+    fn path(device: &Self::Device) -> Path {
+        B::path(device)
+    }
+}
+
+fn three<T>(tensors: Vec<T>) -> [T; 3] {
+    let mut tensors = tensors.into_iter();
+    std::array::from_fn(|_| tensors.next().expect("three tensors"))
+}
