@@ -7,6 +7,7 @@ mod commands;
 mod configs;
 #[cfg(feature = "cpu")]
 mod desk;
+mod fixtures;
 #[cfg(feature = "cpu")]
 mod layers;
 mod ops;
