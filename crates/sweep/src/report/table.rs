@@ -283,7 +283,7 @@ impl Cell {
 
 /// What a number of the rows is called in a table.
 fn also_heading(name: &str) -> &str {
-    ALSO.iter().find(|(known, _)| *known == name).map_or(name, |(_, heading)| heading)
+    ALSO.iter().find(|(known, _)| *known == name).map_or(name, |(_, heading)| *heading)
 }
 
 fn dash() -> String {
