@@ -1,6 +1,7 @@
 //! Every file under configs/: it is a run, and the small ones run.
 
 use crate::desk::{json, text};
+use linattn::nn::mixers::MixerConfig;
 use linattn_trainer::{ConfigError, RunConfig};
 use std::collections::HashMap;
 use std::fs;
@@ -75,6 +76,33 @@ fn every_config_is_a_run_of_its_own_name() {
             }
             Err(e) => panic!("{}: {e}", path.display()),
         }
+    }
+}
+
+/// `sweep` itself says what it would run: every config of the cell, and so every mixer there is.
+#[test]
+fn the_zoo_runs_every_mixer() {
+    let output = Command::new(env!("CARGO_BIN_EXE_sweep"))
+        .args(["--dry-run", "--config"])
+        .arg(root().join("experiments/zoo/sweep.toml"))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let planned = text(&output.stdout);
+    let mut mixers = vec![];
+    for path in configs() {
+        if path.parent() != Some(&root().join("configs/mqar")) {
+            continue;
+        }
+        let name = format!("  mixer = {}", path.file_stem().unwrap().to_string_lossy());
+        assert!(planned.lines().any(|line| line.ends_with(&name)), "{name}: {planned}");
+        let run: toml::Table = toml::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+        for layer in run["model"]["layers"].as_array().unwrap() {
+            mixers.extend(layer["mixer"].as_table().unwrap().keys().cloned());
+        }
+    }
+    for name in MixerConfig::NAMES {
+        assert!(mixers.iter().any(|mixer| mixer == name), "{name} has no config in configs/mqar");
     }
 }
 

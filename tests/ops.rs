@@ -5,8 +5,8 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};
 use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, OpResult};
 use linattn_oracle::{
-    Decay, Dims, Family, Gate, Inputs, Read, Recipe, Rng, Strength, Transition, assert_close,
-    backward, forward, slice_tokens,
+    Decay, Dims, Family, Gate, Gradients, Inputs, Output, Read, Recipe, Rng, Strength, Transition,
+    assert_close, backward, forward, slice_tokens,
 };
 
 /// Inputs on a device.
@@ -110,10 +110,69 @@ impl<B: AutodiffBackend> Uploaded<B> {
 
 /// Which outputs the loss reads.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Reads {
+pub enum Reads {
     Outputs,
     State,
     Both,
+}
+
+/// What whole sequences give, and the gradients of as much of `sum(d_o * o) + sum(d_state * state)`
+/// as is read; of the state before the first token only if `x` has one.
+pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
+    device: &B::Device,
+    x: &Inputs,
+    chunk: usize,
+    reads: Reads,
+    (d_o, d_state): (&[f64], &[f64]),
+    dtype: DType,
+) -> (Output, Gradients) {
+    let input = Uploaded::<B>::new(x, dtype, device).require_grad();
+    let (o, state) = input.clone().run(chunk).unwrap();
+    let output = Output { o: download(o.clone()), state: download(state.clone()) };
+    let part = |y: Tensor<B, 4>, d: &[f64]| {
+        let d = upload::<B, 4>(d, y.dims(), y.dtype(), device);
+        (y * d).sum()
+    };
+    let loss = match reads {
+        Reads::Outputs => part(o, d_o),
+        Reads::State => part(state, d_state),
+        Reads::Both => part(o, d_o) + part(state, d_state),
+    };
+    let found = loss.backward();
+    let got4 = |x: &Tensor<B, 4>| download(x.grad(&found).expect("it has a gradient"));
+    let got3 = |x: &Tensor<B, 3>| download(x.grad(&found).expect("it has a gradient"));
+    let rows = input.a.as_ref().map(got4);
+    let (erase, a) = if input.beta.is_some() { (rows, None) } else { (None, rows) };
+    let gradients = Gradients {
+        q: got4(&input.q),
+        k: got4(&input.k),
+        v: got4(&input.v),
+        g: input.g.as_ref().map(|g| match g {
+            ops::Decay::Scalar(g) => got3(g),
+            ops::Decay::Vector(g) => got4(g),
+        }),
+        beta: input.beta.as_ref().map(got3),
+        erase,
+        a,
+        b: input.b.as_ref().map(got4),
+        bonus: None,
+        state: input.state.as_ref().map(got4).unwrap_or_default(),
+    };
+    (output, gradients)
+}
+
+/// What one token after another gives.
+pub fn stepped<B: LinearAttentionBackend>(device: &B::Device, x: &Inputs) -> Output {
+    let mut state = Uploaded::<B>::new(x, DType::F32, device).state;
+    let mut outputs = vec![];
+    for t in 0..x.dims.tokens {
+        let token = slice_tokens(x, t, t + 1, None);
+        let token = Uploaded { state, ..Uploaded::new(&token, DType::F32, device) };
+        let (o, next) = token.step().unwrap();
+        outputs.push(o);
+        state = Some(next);
+    }
+    Output { o: download(Tensor::cat(outputs, 1)), state: download(state.unwrap()) }
 }
 
 /// Forward and every gradient of one case, chunked, against the recurrence.
@@ -143,48 +202,29 @@ fn hold_on<B: AutodiffBackend + LinearAttentionBackend>(
     let d_state = weights("d_state", truth.state.len(), reads != Reads::Outputs);
     let want = backward(x, &d_o, &d_state);
 
-    let input = Uploaded::<B>::new(x, dtype, device).require_grad();
-    let (o, state) = input.clone().run(chunk).unwrap();
-    assert_close(&format!("{what}: o"), &truth.o, &download(o.clone()), limit);
-    assert_close(&format!("{what}: state"), &truth.state, &download(state.clone()), limit);
-
-    let part = |y: Tensor<B, 4>, d: &[f64]| {
-        let d = upload::<B, 4>(d, y.dims(), y.dtype(), device);
-        (y * d).sum()
+    let (got, gradients) = differentiate::<B>(device, x, chunk, reads, (&d_o, &d_state), dtype);
+    assert_close(&format!("{what}: o"), &truth.o, &got.o, limit);
+    assert_close(&format!("{what}: state"), &truth.state, &got.state, limit);
+    let check = |name: &str, want: &[f64], got: &[f64]| {
+        assert_close(&format!("{what}, {reads:?}: d{name}"), want, got, limit);
     };
-    let loss = match reads {
-        Reads::Outputs => part(o, &d_o),
-        Reads::State => part(state, &d_state),
-        Reads::Both => part(o, &d_o) + part(state, &d_state),
-    };
-    let gradients = loss.backward();
-    let got4 = |x: &Tensor<B, 4>| download(x.grad(&gradients).expect("it has a gradient"));
-    let got3 = |x: &Tensor<B, 3>| download(x.grad(&gradients).expect("it has a gradient"));
-    let check = |name: &str, want: &[f64], got: Vec<f64>| {
-        assert_close(&format!("{what}, {reads:?}: d{name}"), want, &got, limit);
-    };
-    check("q", &want.q, got4(&input.q));
-    check("k", &want.k, got4(&input.k));
-    check("v", &want.v, got4(&input.v));
-    if let (Some(g), Some(want)) = (&input.g, &want.g) {
-        let got = match g {
-            ops::Decay::Scalar(g) => got3(g),
-            ops::Decay::Vector(g) => got4(g),
-        };
-        check("g", want, got);
-    }
-    for (name, got, want) in
-        [("erase", &input.a, &want.erase), ("a", &input.a, &want.a), ("b", &input.b, &want.b)]
-    {
-        if let (Some(got), Some(want)) = (got, want) {
-            check(name, want, got4(got));
+    check("q", &want.q, &gradients.q);
+    check("k", &want.k, &gradients.k);
+    check("v", &want.v, &gradients.v);
+    for (name, want, got) in [
+        ("g", &want.g, &gradients.g),
+        ("beta", &want.beta, &gradients.beta),
+        ("erase", &want.erase, &gradients.erase),
+        ("a", &want.a, &gradients.a),
+        ("b", &want.b, &gradients.b),
+    ] {
+        assert_eq!(want.is_some(), got.is_some(), "{what}: d{name}");
+        if let (Some(want), Some(got)) = (want, got) {
+            check(name, want, got);
         }
     }
-    if let (Some(beta), Some(want)) = (&input.beta, &want.beta) {
-        check("beta", want, got3(beta));
-    }
-    if let Some(state) = &input.state {
-        check("state", &want.state, got4(state));
+    if x.state.is_some() {
+        check("state", &want.state, &gradients.state);
     }
 }
 
@@ -236,20 +276,10 @@ fn hold_steps<B: LinearAttentionBackend>(device: &B::Device) {
                 let recipe = Recipe { state: start, ..recipe };
                 let x = Inputs::random(19, shared, &recipe);
                 let truth = forward(&x);
-                let mut state = Uploaded::<B>::new(&x, DType::F32, device).state;
-                let mut outputs = vec![];
-                for t in 0..x.dims.tokens {
-                    let token = slice_tokens(&x, t, t + 1, None);
-                    let token = Uploaded { state, ..Uploaded::new(&token, DType::F32, device) };
-                    let (o, next) = token.step().unwrap();
-                    outputs.push(o);
-                    state = Some(next);
-                }
+                let got = stepped::<B>(device, &x);
                 let what = format!("{name}, {gate:?}, initial state {start}");
-                let o = download(Tensor::cat(outputs, 1));
-                assert_close(&format!("{what}: o"), &truth.o, &o, F32_LIMIT);
-                let state = download(state.unwrap());
-                assert_close(&format!("{what}: state"), &truth.state, &state, F32_LIMIT);
+                assert_close(&format!("{what}: o"), &truth.o, &got.o, F32_LIMIT);
+                assert_close(&format!("{what}: state"), &truth.state, &got.state, F32_LIMIT);
             }
         }
     }

@@ -1,6 +1,8 @@
 //! What several tests need.
 
 use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
+use std::collections::BTreeMap;
+use std::path::Path;
 
 /// Limits on RMS error over RMS truth.
 pub const F32_LIMIT: f64 = 1e-5;
@@ -19,6 +21,28 @@ pub fn upload<B: Backend, const D: usize>(
 /// The numbers of a tensor.
 pub fn download<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
     x.into_data().iter::<f64>().collect()
+}
+
+/// Numbers by name.
+pub type Numbers = BTreeMap<String, Vec<f64>>;
+
+/// The f32 tensors of a safetensors file: the length of a header, the header in JSON, the numbers.
+pub fn safetensors(path: &Path) -> Numbers {
+    let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let (length, rest) = bytes.split_first_chunk::<8>().unwrap();
+    let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
+    let header: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_slice(header).unwrap();
+    let tensors = header.iter().filter(|(name, _)| *name != "__metadata__");
+    tensors
+        .map(|(name, tensor)| {
+            assert_eq!(tensor["dtype"], "F32", "{name}");
+            let at = |i: usize| tensor["data_offsets"][i].as_u64().unwrap() as usize;
+            let values = data[at(0)..at(1)].chunks_exact(4);
+            let values = values.map(|x| f64::from(f32::from_le_bytes([x[0], x[1], x[2], x[3]])));
+            (name.clone(), values.collect())
+        })
+        .collect()
 }
 
 /// The first adapter of Vulkan or Metal, software or not. Without one the test that asks is skipped,

@@ -9,6 +9,7 @@ mod configs;
 mod desk;
 #[cfg(all(feature = "fusion", feature = "wgpu", feature = "cpu"))]
 mod fused;
+mod fixtures;
 #[cfg(feature = "cpu")]
 mod layers;
 mod ops;

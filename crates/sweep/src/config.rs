@@ -44,9 +44,12 @@ pub struct SweepConfig {
     /// Keys of the run config, each with a list of values; every combination is a run.
     #[serde(default)]
     pub grid: Table,
-    /// Groups of keys that are set together.
+    /// Groups of keys that are set together; those of `variants_from` too, once it was read.
     #[serde(default)]
     pub variants: Vec<Variant>,
+    /// A folder whose run configs are variants.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub variants_from: Option<VariantsFrom>,
     /// Which runs are reported.
     pub select: SelectConfig,
     /// When to stop.
@@ -77,6 +80,52 @@ pub struct Variant {
 
 fn default_axis() -> String {
     "variant".into()
+}
+
+/// Variants that are files: every run config of a folder, named as its file is. Where it differs from
+/// the base it takes the place of the base's tables and keys, its name aside.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VariantsFrom {
+    /// The folder, relative to the sweep's file. What lies in folders of its own there is left out.
+    pub folder: PathBuf,
+    /// As a variant's.
+    #[serde(default = "default_axis")]
+    pub axis: String,
+}
+
+impl VariantsFrom {
+    /// The variants, sorted by name; `home` is the folder of the sweep's file, `base` its base.
+    fn read(&self, home: &Path, base: &Path) -> Result<Vec<Variant>, SweepError> {
+        let folder = home.join(&self.folder);
+        let entries = fs::read_dir(&folder).map_err(SweepError::io("read", &folder))?;
+        let mut files = vec![];
+        for entry in entries {
+            let path = entry.map_err(SweepError::io("read", &folder))?.path();
+            if path.is_file() && path.extension().is_some_and(|ending| ending == "toml") {
+                files.push(path);
+            }
+        }
+        if files.is_empty() {
+            let want = "a folder with run configs, `.toml`";
+            return Err(SweepError::value("variants_from.folder", folder.display(), want));
+        }
+        files.sort();
+        let base: Table = read_toml(&home.join(base), "run config")?;
+        files.iter().map(|file| self.variant(file, &base)).collect()
+    }
+
+    fn variant(&self, file: &Path, base: &Table) -> Result<Variant, SweepError> {
+        let mut set: Table = read_toml(file, "run config")?;
+        if let Some(key) = base.keys().find(|key| *key != "name" && !set.contains_key(*key)) {
+            let got = format!("{}, which has no `{key}`", file.display());
+            let want = "a folder of configs with every key that the base has at its top";
+            return Err(SweepError::value("variants_from.folder", got, want));
+        }
+        set.retain(|key, value| key != "name" && base.get(key) != Some(&*value));
+        let name = file.file_stem().unwrap_or_default().to_string_lossy().into();
+        Ok(Variant { axis: self.axis.clone(), name, labels: Table::new(), set })
+    }
 }
 
 /// Which runs are reported.
@@ -181,11 +230,24 @@ pub struct ReportConfig {
     /// Tables of `published.toml` to put beside; by default all of the protocol.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compare: Option<Vec<String>>,
+    /// Lines by their score in the first column, the best first; as the sweep has them if not.
+    pub sort: bool,
+    /// Numbers of the rows that get a column too, the mean over replicates: `steps`, `tokens`,
+    /// `tokens_per_second`, `wall_seconds`.
+    pub also: Vec<String>,
     /// What people call the values of keys and axes, for instance `deltanet = "DeltaNet"`.
     pub names: Table,
     /// Pictures.
     pub figures: Vec<Figure>,
 }
+
+/// Numbers of the rows that a table can show beside the score, with their headings.
+pub(crate) const ALSO: [(&str, &str); 4] = [
+    ("steps", "steps"),
+    ("tokens", "tokens"),
+    ("tokens_per_second", "tokens/s"),
+    ("wall_seconds", "seconds"),
+];
 
 /// How a score is written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -322,7 +384,12 @@ impl SweepConfig {
     /// # Errors
     /// [`SweepError`] names the file, or the first key that cannot be used.
     pub fn read(path: &Path) -> Result<Self, SweepError> {
-        let config: Self = read_toml(path, "sweep")?;
+        let mut config: Self = read_toml(path, "sweep")?;
+        if let Some(from) = &config.variants_from {
+            let home = path.parent().unwrap_or(Path::new(""));
+            let variants = from.read(home, &config.base)?;
+            config.variants.extend(variants);
+        }
         config.check()?;
         Ok(config)
     }
@@ -420,6 +487,11 @@ impl ReportConfig {
             if let Some((key, value)) = list.iter().find(|(_, value)| !value.is_str()) {
                 return Err(SweepError::value(format!("report.{table}.{key}"), value, "a string"));
             }
+        }
+        let unknown = |name: &&String| ALSO.iter().all(|(known, _)| known != name);
+        if let Some(name) = self.also.iter().find(unknown) {
+            let want = format!("one of {}", ALSO.map(|(known, _)| known).join(", "));
+            return Err(SweepError::value("report.also", name, want));
         }
         self.check_figures()
     }

@@ -26,7 +26,7 @@ mod sweep;
 
 pub use config::{
     Figure, FigureKind, Limits, ReportConfig, Rule, SelectConfig, Statistic, SweepConfig, Unit,
-    Variant,
+    Variant, VariantsFrom,
 };
 pub use error::SweepError;
 pub use estimate::{Estimates, dry_run};

@@ -57,6 +57,8 @@ fn a_mistake_in_the_sweep_is_named_with_its_key() {
         ("[select]", "[report]\ncolumns = \"task\"\n[select]", "`report.columns` is task"),
         ("[select]", "[report]\ncolumns = \"seed\"\n[select]", "`report.columns` is seed"),
         ("[select]", "[report]\ncompare = [\"s_niah_1\"]\n[select]", "no published number belongs"),
+        ("[select]", "[report]\nalso = [\"loss\"]\n[select]", "`report.also` is loss"),
+        ("[select]", "[variants_from]\nfolder = \"x\"\n[select]", "can't read"),
         (
             "[select]",
             "[[report.figures]]\nkind = \"over_length\"\n[select]",
@@ -66,6 +68,46 @@ fn a_mistake_in_the_sweep_is_named_with_its_key() {
         let message = replaced(from, to);
         assert!(message.contains(wanted), "{from} -> {to}: {message}");
     }
+}
+
+const FILES: &str = r#"
+base = "base.toml"
+scaled_down = "runs of a few milliseconds"
+
+[variants_from]
+folder = "configs"
+axis = "mixer"
+
+[select]
+rule = "published"
+"#;
+
+#[test]
+fn the_configs_of_a_folder_are_variants() {
+    let folder = folder(FILES);
+    let configs = folder.path().join("configs");
+    fs::create_dir_all(configs.join("others")).unwrap();
+    let put = |name: &str, text: &str| fs::write(configs.join(name), text).unwrap();
+    put("gated.toml", "seed = 0\nrate = 0.5\nwidth = 16\ngate = true\n");
+    put("plain.toml", BASE);
+    put("notes.md", "no config");
+    put("others/small.toml", "rate = 0.25\n");
+    let read = || Sweep::read(&folder.path().join("sweep.toml"));
+    let plan = read().unwrap().plan(&Fake { milliseconds: 0 }).unwrap();
+    let runs: Vec<_> = plan.runs.iter().map(|run| (run.describe(), &run.config)).collect();
+    assert_eq!(runs.len(), 2);
+    assert_eq!(runs[0].0, "mixer = gated");
+    assert_eq!(runs[0].1["width"].as_integer(), Some(16));
+    assert_eq!(runs[0].1["gate"].as_bool(), Some(true));
+    assert_eq!((runs[1].0.as_str(), runs[1].1["width"].as_integer()), ("mixer = plain", Some(4)));
+
+    put("short.toml", "seed = 0\nwidth = 8\ngate = true\n");
+    let message = read().unwrap_err().to_string();
+    assert!(message.contains("short.toml, which has no `rate`"), "{message}");
+    fs::remove_dir_all(&configs).unwrap();
+    fs::create_dir_all(&configs).unwrap();
+    let message = read().unwrap_err().to_string();
+    assert!(message.contains("`variants_from.folder` is"), "{message}");
 }
 
 #[test]
@@ -287,6 +329,9 @@ fn a_report_made_anew_changes_nothing_until_a_row_does() {
 fn every_experiment_of_the_repository_says_what_its_rows_say() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments");
     for folder in experiments(&root).unwrap() {
+        if !folder.join("rows.csv").exists() {
+            continue; // it has not run
+        }
         let report = report(&folder, Mode::Check, None).unwrap();
         assert!(report.changed.is_empty(), "make it anew: {:?}", report.changed);
         assert!(report.notes.is_empty(), "{}: {:?}", folder.display(), report.notes);

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::Sweep;
-use crate::config::{ReportConfig, Unit};
+use crate::config::{ALSO, ReportConfig, Unit};
 use crate::published::{Published, PublishedTable};
 use crate::select::{Chosen, Selection, deviation, statistic};
 
@@ -42,6 +42,8 @@ pub(crate) struct Cell {
     choice: String,
     pub(crate) state_bytes: Option<f64>,
     parameters: Option<f64>,
+    /// As the report's `also` has them.
+    also: Vec<Option<f64>>,
 }
 
 /// The heading of the column with the mean of the others.
@@ -64,6 +66,17 @@ impl Layout {
     }
 }
 
+impl Line {
+    /// The larger, the better; nothing is worse than no score.
+    fn merit(&self, sweep: &Sweep) -> f64 {
+        match self.cells.first().and_then(|cell| cell.value(sweep)) {
+            Some(score) if sweep.config.select.lowest => -score,
+            Some(score) => score,
+            None => f64::NEG_INFINITY,
+        }
+    }
+}
+
 impl Section {
     fn new(sweep: &Sweep, name: Option<String>, groups: &[&Chosen]) -> Self {
         let report = &sweep.config.report;
@@ -80,7 +93,10 @@ impl Section {
             let cells = columns.iter().map(|column| Cell::new(sweep, &groups, column));
             Line { name, cells: cells.collect() }
         };
-        let lines = lines.into_iter().map(line).collect();
+        let mut lines: Vec<Line> = lines.into_iter().map(line).collect();
+        if report.sort {
+            lines.sort_by(|a, b| b.merit(sweep).total_cmp(&a.merit(sweep)));
+        }
         let columns = columns.into_iter().map(|column| column.heading).collect();
         let section = Self { name, columns, lines };
         if report.mean { section.with_mean() } else { section }
@@ -122,6 +138,7 @@ impl Section {
         let first = ["model", "at", &heading(sweep), "least to most", "replicates", "chosen"];
         let mut head: Vec<String> = first.iter().map(|text| text.to_string()).collect();
         head.extend(["parameters", "state, bytes"].map(String::from));
+        head.extend(sweep.config.report.also.iter().map(|name| also_heading(name).to_string()));
         head.extend(beside.headings());
         let mut rows = vec![head];
         for line in &self.lines {
@@ -209,6 +226,7 @@ impl Cell {
             choice: choices(&groups),
             state_bytes: mean("state_bytes"),
             parameters: mean("parameters"),
+            also: config.report.also.iter().map(|name| mean(name)).collect(),
         }
     }
 
@@ -256,9 +274,16 @@ impl Cell {
         let done = format!("{} of {}{failed}", self.values.len(), self.wanted);
         let choice = if self.choice.is_empty() { dash() } else { self.choice.clone() };
         let counts = [count(self.parameters), count(self.state_bytes)];
+        let also = 0..sweep.config.report.also.len();
+        let also = also.map(|i| count(self.also.get(i).copied().flatten()));
         let first = [self.number(sweep), ends.unwrap_or_else(dash), done, choice];
-        first.into_iter().chain(counts).collect()
+        first.into_iter().chain(counts).chain(also).collect()
     }
+}
+
+/// What a number of the rows is called in a table.
+fn also_heading(name: &str) -> &str {
+    ALSO.iter().find(|(known, _)| *known == name).map_or(name, |(_, heading)| *heading)
 }
 
 fn dash() -> String {

@@ -61,6 +61,7 @@ fn add(folder: &TempDir, mixer: &str, d: &str, rate: &str, seed: &str, scores: O
         row.set("score_name", "accuracy");
         row.set("state_bytes", 8960);
         row.set("tokens", 1000);
+        row.set("wall_seconds", 100.0 * test);
         row.set("test/accuracy", test);
         row.set("validation/accuracy", validation);
     }
@@ -248,6 +249,30 @@ fn metrics_of_one_run_can_be_the_columns() {
     let cells = |at| text.lines().find(|l| l.starts_with(&format!("| DeltaNet | {at} |"))).unwrap();
     assert!(cells("test").contains("| 82.0 ± 2.8 |"), "{text}");
     assert!(cells("held").contains("| 20.0 ± 0.0 |"), "{text}");
+}
+
+#[test]
+fn lines_stand_by_their_score_and_say_what_they_took() {
+    let more = "sort = true\nalso = [\"wall_seconds\", \"steps\"]";
+    let folder = folder(OWN, "published", more);
+    let order = |text: &str| {
+        let at = |name: &str| text.find(&format!("| {name} | 64 |")).unwrap();
+        at("DeltaNet") < at("Mamba-2")
+    };
+    add(&folder, "mamba2", "64", "0.001", "0", Some((0.5, 0.5)));
+    assert!(!order(&readme(&folder)), "no score comes last");
+    add(&folder, "deltanet", "64", "0.001", "0", Some((0.75, 0.1)));
+    add(&folder, "deltanet", "64", "0.001", "1", Some((0.25, 0.1)));
+    assert!(order(&readme(&folder)), "of equals the sweep's first");
+    add(&folder, "mamba2", "64", "0.001", "1", Some((1.0, 0.5)));
+    let text = readme(&folder);
+    assert!(!order(&text), "{text}");
+    assert!(text.contains("| state, bytes | seconds | steps |"), "{text}");
+    assert_eq!(line(&text, &["Mamba-2", "64"])[8..], ["75", "–"]);
+    let path = folder.path().join("sweep.toml");
+    let sweep = fs::read_to_string(&path).unwrap().replace("rule =", "lowest = true\nrule =");
+    fs::write(&path, sweep).unwrap();
+    assert!(order(&readme(&folder)), "less is better");
 }
 
 #[test]

@@ -353,3 +353,7 @@ mixers! {
     /// Forgetting attention.
     "forgetting_attention" ForgettingAttention(ForgettingAttentionConfig);
 }
+
+#[cfg(test)]
+#[cfg(feature = "cpu")]
+mod guide;

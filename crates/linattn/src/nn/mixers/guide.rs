@@ -1,0 +1,118 @@
+//! The mixer that docs/add_a_mixer.md adds: compiled as it stands there, and held to what it says.
+
+#[path = "../../../../../docs/learnt_decay.rs"]
+mod learnt_decay;
+
+use super::{
+    ConfigError, Cost, LinearAttentionBackend, MatrixState, MixerState, key_width, linear_flops,
+    memory_cost,
+};
+use burn::backend::{Autodiff, Flex};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{Distribution, Tensor};
+pub use learnt_decay::{LearntDecay, LearntDecayConfig};
+use linattn_oracle::assert_close;
+use serde::{Deserialize, Serialize};
+
+const GUIDE: &str = include_str!("../../../../../docs/add_a_mixer.md");
+
+mixers! {
+    /// Linear attention with a learnt decay.
+    "learnt_decay" LearntDecay(LearntDecayConfig);
+}
+
+const MIXERS: &[&str] = &[
+    "learnt_decay = { heads = 2 }",
+    "learnt_decay = { heads = 3, key_width = 5, norm_eps = 1e-3, chunk = 8 }",
+];
+
+type B = Autodiff<Flex>;
+const WIDTH: usize = 24;
+
+/// The guide's blocks of code that are marked so.
+fn blocks(mark: &str) -> Vec<String> {
+    let fence = format!("```{mark}");
+    let (mut lines, mut blocks) = (GUIDE.lines(), vec![]);
+    while lines.any(|line| line == fence) {
+        let block = lines.by_ref().take_while(|line| *line != "```");
+        blocks.push(block.map(|line| format!("{line}\n")).collect());
+    }
+    blocks
+}
+
+fn config(text: &str) -> MixerConfig {
+    #[derive(Deserialize)]
+    struct Holder {
+        mixer: MixerConfig,
+    }
+    let holder: Holder = toml::from_str(&format!("mixer.{text}")).expect("it is a config");
+    holder.mixer
+}
+
+fn numbers<B: Backend, const R: usize>(x: Tensor<B, R>) -> Vec<f64> {
+    x.into_data().iter::<f64>().collect()
+}
+
+#[test]
+fn the_guide_shows_the_code_that_is_compiled() {
+    let file = include_str!("../../../../../docs/learnt_decay.rs");
+    assert_eq!(blocks("rust").join("\n"), file, "the guide's parts, and docs/learnt_decay.rs");
+    let lines = blocks("rs");
+    assert_eq!(lines.len(), 3, "modules, the list of mixers, the list of tests");
+    for line in lines.iter().flat_map(|block| block.lines()) {
+        let here = include_str!("guide.rs").lines().any(|other| other.trim() == line);
+        assert!(here, "{line:?} of the guide does not stand here");
+    }
+}
+
+#[test]
+fn the_guide_shows_a_config_of_the_cell() {
+    let cell = include_str!("../../../../../configs/mqar/deltanet.toml")
+        .replace("# DeltaNet", "# Linear attention with a learnt decay")
+        .replace("mixer.deltanet", "mixer.learnt_decay");
+    assert_eq!(blocks("toml"), [cell.clone()]);
+    let run: toml::Table = toml::from_str(&cell).unwrap();
+    let mixer = run["model"]["layers"][0]["mixer"].clone();
+    assert_eq!(mixer.try_into::<MixerConfig>().unwrap(), config("learnt_decay = { heads = 4 }"));
+}
+
+#[test]
+fn the_mixer_of_the_guide_keeps_its_promises() {
+    let device = Default::default();
+    for text in MIXERS {
+        let config = config(text);
+        assert_eq!(MixerConfig::NAMES, [config.name()]);
+        let mixer = config.init::<B>(WIDTH, &device).unwrap();
+        let x = Tensor::<B, 3>::random([2, 21, WIDTH], Distribution::Normal(0.0, 1.0), &device);
+        let (whole, last) = mixer.forward(x.clone(), None);
+        let (first, mut state) = mixer.forward(x.clone().narrow(1, 0, 9), None);
+        let mut outputs = vec![first];
+        for t in 9..21 {
+            let (y, next) = mixer.step(x.clone().narrow(1, t, 1).squeeze_dim(1), Some(state));
+            outputs.push(y.unsqueeze_dim(1));
+            state = next;
+        }
+        let stepped = Tensor::cat(outputs, 1);
+        assert_close(text, &numbers(whole.clone()), &numbers(stepped), 1e-5);
+
+        let MixerState::Matrix(last) = last else { panic!("another kind of state") };
+        let bytes = 4 * last.memory.shape().num_elements() as u64 / 2;
+        assert_eq!(config.cost(WIDTH, 21).unwrap().state_bytes, bytes, "{text}: of one of two");
+
+        let gradients = (whole * x).sum().backward();
+        mixer.visit(&mut Learnt(&gradients));
+    }
+    let refused = config("learnt_decay = { heads = 5 }").init::<B>(WIDTH, &device).unwrap_err();
+    assert!(refused.to_string().starts_with("`learnt_decay.heads` is 5"), "{refused}");
+}
+
+/// Panics at a parameter that no gradient reaches.
+struct Learnt<'a>(&'a <B as AutodiffBackend>::Gradients);
+
+impl ModuleVisitor<B> for Learnt<'_> {
+    fn visit_float<const R: usize>(&mut self, param: &Param<Tensor<B, R>>) {
+        let gradient = param.val().grad(self.0).expect("it has a gradient");
+        assert!(numbers(gradient).iter().any(|x| *x != 0.0));
+    }
+}
