@@ -1,5 +1,7 @@
 //! From a device's name to a backend that runs a job on it.
 
+#[cfg(any(feature = "cuda", feature = "rocm"))]
+use crate::driver;
 use linattn_trainer::TrainBackend;
 use std::fmt;
 
@@ -144,17 +146,17 @@ fn look_up(name: &str, kind: Kind, index: usize) -> Result<String, DeviceError> 
             _ => Err(DeviceError::new(name, "there is only one: cpu")),
         },
         #[cfg(feature = "cuda")]
-        Kind::Cuda => count("CUDA", &["libcuda.so.1", "nvcuda.dll"], "cuInit", "cuDeviceGetCount")
+        Kind::Cuda => driver::CUDA
+            .count()
             .and_then(|count| within(index, count, "CUDA GPUs"))
             .map(|()| format!("cuda:{index}"))
             .map_err(|why| DeviceError::new(name, why)),
         #[cfg(feature = "rocm")]
-        Kind::Rocm => {
-            count("ROCm", &["libamdhip64.so", "libamdhip64.so.6"], "hipInit", "hipGetDeviceCount")
-                .and_then(|count| within(index, count, "ROCm GPUs"))
-                .map(|()| format!("rocm:{index}"))
-                .map_err(|why| DeviceError::new(name, why))
-        }
+        Kind::Rocm => driver::ROCM
+            .count()
+            .and_then(|count| within(index, count, "ROCm GPUs"))
+            .map(|()| format!("rocm:{index}"))
+            .map_err(|why| DeviceError::new(name, why)),
         #[cfg(feature = "wgpu")]
         Kind::Wgpu => {
             if name.starts_with("metal") != (WGPU_NAME == "metal") && !name.starts_with("wgpu") {
@@ -184,32 +186,6 @@ fn within(index: usize, count: usize, what: &str) -> Result<(), String> {
     match index < count {
         true => Ok(()),
         false => Err(format!("{count} {what} are there, numbered from 0")),
-    }
-}
-
-/// Counts GPUs by asking the driver's own library; nothing is started on them.
-#[cfg(any(feature = "cuda", feature = "rocm"))]
-#[allow(unsafe_code)] // a library that is only there with a driver can only be asked this way
-fn count(what: &str, libraries: &[&str], init: &str, count: &str) -> Result<usize, String> {
-    type Init = unsafe extern "C" fn(u32) -> i32;
-    type Count = unsafe extern "C" fn(*mut i32) -> i32;
-    // SAFETY: the driver libraries have no constructors that need anything of us.
-    let library = libraries
-        .iter()
-        .find_map(|name| unsafe { libloading::Library::new(name) }.ok())
-        .ok_or_else(|| format!("no {what} driver is installed here"))?;
-    let missing = |e: libloading::Error| format!("the {what} driver is incomplete: {e}");
-    let mut found = 0;
-    // SAFETY: both functions have had these signatures in every release of CUDA and HIP; the
-    // pointer is to a live i32.
-    let codes = unsafe {
-        let init = library.get::<Init>(init.as_bytes()).map_err(missing)?;
-        let count = library.get::<Count>(count.as_bytes()).map_err(missing)?;
-        [init(0), count(&mut found)]
-    };
-    match codes {
-        [0, 0] => Ok(usize::try_from(found).unwrap_or(0)),
-        codes => Err(format!("the {what} driver answers with the error codes {codes:?}")),
     }
 }
 
@@ -271,12 +247,14 @@ pub fn dispatch<J: Job>(choice: &Choice, job: J) -> Result<J::Output, DeviceErro
         }
         #[cfg(feature = "cuda")]
         Kind::Cuda => {
+            driver::keep_compiled(&driver::CUDA, &choice.indices);
             let device = burn::backend::cuda::CudaDevice::new;
             let devices: Vec<_> = choice.indices.iter().map(|&i| device(i)).collect();
             Ok(job.run::<Autodiff<burn::backend::Cuda>>(&devices))
         }
         #[cfg(feature = "rocm")]
         Kind::Rocm => {
+            driver::keep_compiled(&driver::ROCM, &choice.indices);
             let device = burn::backend::rocm::RocmDevice::new;
             let devices: Vec<_> = choice.indices.iter().map(|&i| device(i)).collect();
             Ok(job.run::<Autodiff<burn::backend::Rocm>>(&devices))

@@ -4,6 +4,8 @@
 
 mod data;
 pub mod device;
+#[cfg(any(feature = "cuda", feature = "rocm"))]
+mod driver;
 mod eval;
 mod report;
 mod sweep;

@@ -2,6 +2,7 @@
 //! the f64 recurrence.
 //!
 //! `cargo run --release -p linattn-kernels --features cuda --example bench -- cuda bf16 [op] [shape]`
+//! For `vulkan` in place of `cuda` build with `--features vulkan`, for `wgsl` without it.
 //!
 //! One CSV row an operation and shape. Times are in milliseconds: `fwd_ms` and `fwd_bwd_ms` are a
 //! queue of calls over rotated inputs and one wait, divided by the calls: the GPU's time, or the host's
@@ -12,6 +13,7 @@
 use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
+use cubecl::wgpu::WgpuRuntime;
 use half::bf16;
 use linattn_kernels::{
     Decay, Dims, Given, Inputs, Read, Transition, Variant, backward, engine, forward,
@@ -75,8 +77,12 @@ fn main() {
         "cuda" => {
             all(cubecl::cuda::CudaRuntime::client(&Default::default()), device, half, op, shape)
         }
-        "vulkan" => {
-            all(cubecl::wgpu::WgpuRuntime::client(&Default::default()), device, half, op, shape)
+        "vulkan" | "wgsl" => {
+            let client = WgpuRuntime::client(&Default::default());
+            let wanted = if device == "vulkan" { "wgpu<spirv>" } else { "wgpu<wgsl>" };
+            let name = WgpuRuntime::name(&client);
+            assert_eq!(name, wanted, "`--features vulkan` is for vulkan, and not for wgsl");
+            all(client, device, half, op, shape)
         }
         other => panic!("no device {other:?} in this build"),
     }

@@ -21,3 +21,10 @@ pub use launch::{
 };
 pub use plan::{Decay, Dims, Read, Transition, VERSION, Variant};
 pub use tile::Engine;
+
+/// A number of these kernels' source. CubeCL's caches of compiled kernels know a kernel by its name and
+/// its compile-time values only: a cache in a folder named by this never gives the code of another
+/// source.
+pub fn source_hash() -> &'static str {
+    env!("LINATTN_KERNELS_SOURCE")
+}

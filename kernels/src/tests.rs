@@ -1,6 +1,6 @@
 //! Every variant against the f64 recurrences, on whatever device is there.
 
-use crate::{Backward, Buffer, Dims, Given, Inputs, Variant, backward, engine, forward};
+use crate::{Backward, Buffer, Dims, Given, Inputs, Refusal, Variant, backward, engine, forward};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -10,7 +10,6 @@ use oracle::{Decay, Family, Gate, Read, Recipe, Rng, Strength, Transition};
 
 /// Type of the rows: gates and states are f32 always.
 #[derive(Debug, Clone, Copy, PartialEq)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // lavapipe has no bf16
 enum Rows {
     F32,
     F16,
@@ -149,7 +148,6 @@ struct Limits {
 }
 
 const F32: Limits = Limits { outputs: 1e-5, gradients: 1e-5 };
-#[cfg(feature = "cuda")]
 const HALF: Limits = Limits { outputs: 6e-3, gradients: 1.2e-2 };
 
 /// The worst relative errors of one case: outputs (and state), gradients.
@@ -304,6 +302,20 @@ fn random_shapes<R: Runtime>(client: &ComputeClient<R>) {
     }
 }
 
+/// Rows of 16 bits, where the device has the type: WGSL has no bf16, and f16 with some adapters only.
+fn half_rows<R: Runtime>(client: &ComputeClient<R>) {
+    let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(Family::DeltaRule) };
+    let x = oracle::Inputs::random(3, dims(70), &recipe);
+    for rows in [Rows::F16, Rows::Bf16] {
+        let oracle::Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
+        let dims = Dims { batch, tokens, key_heads, heads, key_width, value_width };
+        match engine(client, variant(&x), dims, rows.dtype()) {
+            Ok(_) => hold(client, &format!("{rows:?}"), &x, rows, HALF),
+            Err(why) => assert_eq!(why, Refusal::Type { got: rows.dtype() }),
+        }
+    }
+}
+
 /// Nothing that does not fit is launched: each refusal names what is wrong.
 fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let good = Dims { batch: 1, tokens: 8, key_heads: 1, heads: 2, key_width: 16, value_width: 16 };
@@ -424,12 +436,20 @@ mod on_cuda {
     }
 }
 
-mod on_vulkan {
+/// The first adapter of wgpu: through SPIR-V with the feature `vulkan`, else through WGSL, which is what
+/// Metal, DirectX 12 and browsers are given.
+mod on_wgpu {
     use super::*;
     use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
 
+    /// Features are shared with whatever is built along with this crate, so a caller who wants one
+    /// language of the two says so in `LINATTN_SHADERS`, `spirv` or `wgsl`.
     fn client() -> ComputeClient<WgpuRuntime> {
-        WgpuRuntime::client(&WgpuDevice::default())
+        let client = WgpuRuntime::client(&WgpuDevice::default());
+        if let Ok(wanted) = std::env::var("LINATTN_SHADERS") {
+            assert_eq!(WgpuRuntime::name(&client), format!("wgpu<{wanted}>"), "this build");
+        }
+        client
     }
 
     each_transition!();
@@ -438,5 +458,10 @@ mod on_vulkan {
     fn odd_sizes_are_right() {
         // Each width is compiled anew, which a device that is a CPU takes its time for.
         sizes(&client(), &SIZES[..5], Rows::F32, F32);
+    }
+
+    #[test]
+    fn rows_of_16_bits_are_right_or_refused() {
+        half_rows(&client());
     }
 }

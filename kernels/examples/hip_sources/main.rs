@@ -1,0 +1,296 @@
+//! Writes the HIP source of every kernel, as ROCm would be given it, on a machine without a GPU.
+//!
+//! `cargo run -p linattn-kernels --features hip-source --example hip_sources -- FOLDER [KxV ..]`
+//!
+//! Every variant is launched through the crate's own functions, forward, backward and one step, in
+//! f32, f16 and bf16, on a runtime that compiles what it is asked to launch, keeps the text, and runs
+//! nothing. Its devices report what CubeCL's HIP runtime reports for an MI250 (gfx90a) and an RX 7900
+//! (gfx1100), so chunks, tiles and engines are those of a real launch. FOLDER gets one file a kernel
+//! and `manifest.csv`; `hip_check.sh` compiles them.
+
+mod runtime;
+
+use cubecl::future::block_on;
+use cubecl::ir::{ElemType, FloatKind, StorageType};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use linattn_kernels::{
+    Decay, Dims, Engine, Given, Inputs, Read, Transition, Variant, backward, engine, forward, step,
+};
+use runtime::{Arch, Recorder};
+use std::error::Error;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+const ROWS: [(&str, FloatKind); 3] =
+    [("f32", FloatKind::F32), ("f16", FloatKind::F16), ("bf16", FloatKind::BF16)];
+const F32: usize = 4;
+
+fn main() -> ExitCode {
+    let mut args = std::env::args().skip(1);
+    let Some(folder) = args.next() else {
+        eprintln!("usage: hip_sources FOLDER [KxV ..]");
+        return ExitCode::from(2);
+    };
+    let shapes: Result<Vec<_>, _> = args.map(|text| shape(&text)).collect();
+    let written = shapes.and_then(|shapes| {
+        let shapes = if shapes.is_empty() { vec![[64, 64]] } else { shapes };
+        write(Path::new(&folder), &shapes)
+    });
+    match written {
+        Ok((files, 0)) => {
+            println!("{files} kernels in {folder}");
+            ExitCode::SUCCESS
+        }
+        Ok((files, failed)) => {
+            eprintln!("error: {failed} kernels have no source; {files} do, in {folder}");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn shape(text: &str) -> Result<[usize; 2], Box<dyn Error>> {
+    let (keys, values) =
+        text.split_once('x').ok_or_else(|| format!("`{text}` is no shape KxV, such as 64x64"))?;
+    Ok([keys.parse()?, values.parse()?])
+}
+
+/// Writes all sources; how many there are, and how many kernels have none.
+fn write(folder: &Path, shapes: &[[usize; 2]]) -> Result<(usize, usize), Box<dyn Error>> {
+    let mut book = Book {
+        folder: folder.to_path_buf(),
+        manifest: "file,arch,rows,shape,variant,kernel,units,shared_bytes\n".into(),
+        files: 0,
+        failed: 0,
+    };
+    for arch in Arch::ALL {
+        std::fs::create_dir_all(folder.join(arch.name()))?;
+        let client = Recorder::client(&arch);
+        for (rows, kind) in ROWS {
+            let dtype = StorageType::Scalar(ElemType::Float(kind));
+            for &[keys, values] in shapes {
+                let case = Case::new(&client, dtype, keys, values);
+                for variant in variants() {
+                    let used = engine(&client, variant, case.dims, dtype)?;
+                    assert_eq!(used, Engine::Plain, "HIP has no other engine");
+                    let shape = format!("{keys}x{values}");
+                    let page = Page { arch, rows, shape: &shape, variant: &name(variant) };
+                    case.run(variant, |launched| book.enter(&page, launched, &client))?;
+                }
+            }
+            // A step's widths are no part of its code.
+            let case = Case::new(&client, dtype, 64, 64);
+            for decay in [false, true] {
+                for delta in [false, true] {
+                    case.step(decay, delta);
+                    let variant = ["identity", "delta"][usize::from(delta)];
+                    let variant = format!("{}-{variant}", ["none", "scalar"][usize::from(decay)]);
+                    let page = Page { arch, rows, shape: "any", variant: &variant };
+                    book.enter(&page, "", &client)?;
+                }
+            }
+        }
+    }
+    std::fs::write(folder.join("manifest.csv"), &book.manifest)?;
+    Ok((book.files, book.failed))
+}
+
+/// All of them, once each: [`Read`] changes nothing in a low rank transition.
+fn variants() -> Vec<Variant> {
+    let transitions = [
+        Transition::Identity,
+        Transition::Delta { erase: false },
+        Transition::Delta { erase: true },
+        Transition::LowRank,
+    ];
+    let mut all = vec![];
+    for decay in [Decay::None, Decay::Scalar, Decay::Vector] {
+        for transition in transitions {
+            for read in [Read::After, Read::Before] {
+                if transition != Transition::LowRank || read == Read::After {
+                    all.push(Variant { decay, transition, read });
+                }
+            }
+        }
+    }
+    all
+}
+
+fn name(variant: Variant) -> String {
+    let decay = match variant.decay {
+        Decay::None => "none",
+        Decay::Scalar => "scalar",
+        Decay::Vector => "vector",
+    };
+    let transition = match variant.transition {
+        Transition::Identity => "identity",
+        Transition::Delta { erase: false } => "delta",
+        Transition::Delta { erase: true } => "delta_erase",
+        Transition::LowRank => "low_rank",
+    };
+    let read = match variant.read {
+        Read::After => "after",
+        Read::Before => "before",
+    };
+    format!("{decay}-{transition}-{read}")
+}
+
+/// Where a kernel belongs.
+struct Page<'a> {
+    arch: Arch,
+    rows: &'a str,
+    shape: &'a str,
+    variant: &'a str,
+}
+
+struct Book {
+    folder: PathBuf,
+    manifest: String,
+    files: usize,
+    failed: usize,
+}
+
+impl Book {
+    /// Writes down what was compiled since the last call; `launched` says what was special about the
+    /// launch.
+    fn enter(
+        &mut self,
+        page: &Page<'_>,
+        launched: &str,
+        client: &ComputeClient<Recorder>,
+    ) -> Result<(), Box<dyn Error>> {
+        block_on(client.sync())?;
+        let Page { arch, rows, shape, variant } = page;
+        let arch = arch.name();
+        for compiled in client.info().take() {
+            let kernel = match compiled {
+                Ok(kernel) => kernel,
+                Err(why) => {
+                    eprintln!("{arch} {rows} {shape} {variant}{launched}: {why}");
+                    self.failed += 1;
+                    continue;
+                }
+            };
+            let file = format!("{arch}/{rows}-{shape}-{variant}-{}{launched}.hip", kernel.name);
+            let path = self.folder.join(&file);
+            std::fs::write(&path, &kernel.source)
+                .map_err(|error| format!("{}: {error}", path.display()))?;
+            writeln!(
+                self.manifest,
+                "{file},{arch},{rows},{shape},{variant},{}{launched},{},{}",
+                kernel.name, kernel.units, kernel.shared_bytes
+            )?;
+            self.files += 1;
+        }
+        Ok(())
+    }
+}
+
+/// Launches of one size. Memory is named, not there.
+struct Case<'a> {
+    client: &'a ComputeClient<Recorder>,
+    dtype: StorageType,
+    dims: Dims,
+}
+
+impl<'a> Case<'a> {
+    fn new(
+        client: &'a ComputeClient<Recorder>,
+        dtype: StorageType,
+        key_width: usize,
+        value_width: usize,
+    ) -> Self {
+        let dims = Dims { batch: 1, tokens: 100, key_heads: 1, heads: 2, key_width, value_width };
+        Self { client, dtype, dims }
+    }
+
+    fn inputs(&self, variant: Variant, given: bool) -> Inputs {
+        let Dims { batch, tokens, key_heads, heads, key_width, value_width } = self.dims;
+        let new = |numbers: usize, bytes: usize| self.client.empty(numbers * bytes);
+        let rows =
+            |heads: usize, width: usize| new(batch * tokens * heads * width, self.dtype.size());
+        let gates = |width: usize| new(batch * tokens * heads * width, F32);
+        let delta = matches!(variant.transition, Transition::Delta { .. });
+        let low_rank = variant.transition == Transition::LowRank;
+        let own_a = low_rank || variant.transition == Transition::Delta { erase: true };
+        Inputs {
+            q: rows(key_heads, key_width),
+            k: rows(key_heads, key_width),
+            v: rows(heads, value_width),
+            a: own_a.then(|| rows(heads, key_width)),
+            b: low_rank.then(|| rows(heads, key_width)),
+            g: match variant.decay {
+                Decay::None => None,
+                Decay::Scalar => Some(gates(1)),
+                Decay::Vector => Some(gates(key_width)),
+            },
+            beta: delta.then(|| gates(1)),
+            state: given.then(|| new(batch * heads * key_width * value_width, F32)),
+        }
+    }
+
+    /// Forward and backward, with and without what is compiled in when it is asked for; `enter` is
+    /// called after each launch.
+    fn run(
+        &self,
+        variant: Variant,
+        mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
+    ) -> Result<(), Box<dyn Error>> {
+        let Self { client, dtype, dims } = *self;
+        for (given, keep, launched) in [
+            (false, false, ""),
+            (true, false, "-given"),
+            (false, true, "-keep"),
+            (true, true, "-given-keep"),
+        ] {
+            forward(client, variant, dims, dtype, &self.inputs(variant, given), keep)?;
+            enter(launched)?;
+        }
+        let x = self.inputs(variant, true);
+        let saved = forward(client, variant, dims, dtype, &x, true)?.saved;
+        let saved: Vec<Handle> = saved.into_iter().map(|buffer| buffer.handle).collect();
+        let d_state = x.state.as_ref();
+        for (d_state, launched) in [(None, ""), (d_state, "-given")] {
+            let given = Given { x: &x, saved: &saved };
+            backward(client, variant, dims, dtype, given, &x.v, d_state)?;
+            enter(launched)?;
+        }
+        Ok(())
+    }
+
+    fn step(&self, decay: bool, delta: bool) {
+        let Dims { batch, key_heads, heads, key_width, value_width, .. } = self.dims;
+        let dims = step::Dims { batch, key_heads, heads, key_width, value_width };
+        let tensor = |shape: &[usize], bytes: usize| {
+            let handle = self.client.empty(shape.iter().product::<usize>() * bytes);
+            let strides: Vec<usize> =
+                (1..=shape.len()).map(|n| shape[n..].iter().product()).collect();
+            // SAFETY: nothing is run.
+            #[allow(unsafe_code)]
+            unsafe {
+                TensorArg::from_raw_parts(handle, strides.into(), shape.to_vec().into())
+            }
+        };
+        let size = self.dtype.size();
+        let gates = || tensor(&[batch, heads], F32);
+        let state = || tensor(&[batch, heads, key_width, value_width], F32);
+        let args = step::Args {
+            q: tensor(&[batch, key_heads, key_width], size),
+            k: tensor(&[batch, key_heads, key_width], size),
+            v: tensor(&[batch, heads, value_width], size),
+            g: decay.then(gates),
+            beta: delta.then(gates),
+            s: state(),
+            s_next: state(),
+            o: tensor(&[batch, heads, value_width], size),
+        };
+        let most = self.client.properties().hardware.max_cube_count;
+        let cubes = dims.cubes(most).expect("two heads fit every device");
+        step::launch(self.client, cubes, dims, args, state, self.dtype);
+    }
+}
