@@ -210,7 +210,7 @@ impl CanonConfig {
 }
 
 /// Canon layers, `h + conv(h)`, a convolution of each channel over the last few tokens without
-/// activation. Source: Allen-Zhu, Physics of Language Models, part 4.1 (2025), SSRN 5240330.
+/// activation. Source: Allen-Zhu, Physics of Language Models, part 4.1, arXiv 2512.17351.
 #[derive(Module, Debug)]
 pub struct Canon<B: Backend> {
     before_mixer: Option<ShortConvolution<B>>,
