@@ -30,11 +30,12 @@ fn configs() -> Vec<PathBuf> {
     list
 }
 
-/// Those that two cores train in minutes: one for every task, and every mixer on one cell.
+/// Those that two cores train in minutes: one for every task, and every mixer and hybrid on one cell.
 fn small() -> Vec<PathBuf> {
-    let cell = root().join("configs/mqar");
+    let cells = ["configs/mqar", "configs/hybrids"].map(|folder| root().join(folder));
     let is_small = |path: &PathBuf| {
-        path.file_name().is_some_and(|name| name == "small.toml") || path.parent() == Some(&cell)
+        path.file_name().is_some_and(|name| name == "small.toml")
+            || cells.iter().any(|cell| path.parent() == Some(cell))
     };
     configs().into_iter().filter(is_small).collect()
 }

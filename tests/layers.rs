@@ -4,7 +4,7 @@ use crate::support::download;
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Int, Tensor, TensorData, backend::Backend};
 use linattn::nn::mixers::{Mixer, MixerConfig};
-use linattn::nn::{LanguageModelConfig, Rope, ShortConvolution, force};
+use linattn::nn::{LanguageModel, LanguageModelConfig, Rope, Shared, ShortConvolution, force};
 use linattn_oracle::assert_close;
 
 type B = Autodiff<Flex>;
@@ -100,7 +100,9 @@ fn input(tokens: usize) -> Tensor<B, 3> {
 fn every_mixer_is_tested_here() {
     let tested: Vec<&str> = MIXERS.iter().map(|text| config(text).name()).collect();
     for name in MixerConfig::NAMES {
-        assert!(tested.contains(name), "{name} has no config in MIXERS");
+        let reads = *name == "cross_attention";
+        let in_models = MODELS.iter().any(|text| text.contains(&format!("mixer.{name} ")));
+        assert!(tested.contains(name) || (reads && in_models), "{name} has no config in MIXERS");
     }
 }
 
@@ -414,6 +416,7 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
                     + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
             }
             MixerState::Tail(tail) => tail.0.shape().num_elements(),
+            MixerState::Nothing(_) => 0,
             MixerState::Cache(c) => c.keys.shape().num_elements() + c.values.shape().num_elements(),
             MixerState::Forgetting(c) => {
                 c.keys.shape().num_elements()
@@ -459,4 +462,309 @@ fn a_short_convolution_is_the_sum_it_says() {
         }
     }
     assert_close("silu of the convolution", &want, &download(y), LIMIT);
+}
+
+/// What only shows in whole models: layers that read of one another, groups, every MLP, Canon layers.
+/// Weights are large enough for gates to matter.
+const MODELS: &[&str] = &[
+    "norm = 'layer'\npre_norm = true\n\
+     [[layers]]\nmixer.rwkv7 = { heads = 2 }\nmlp = { rwkv7 = {} }\n\
+     [[layers]]\nrepeat = 2\nmixer.rwkv7 = { heads = 2, value_residual = true }\nmlp = { rwkv7 = { width = 40 } }\n",
+    "[[layers]]\nmixer.attention = { heads = 2 }\n\
+     [[layers]]\nmixer.rwkv7 = { heads = 2, chunk = 16 }\n\
+     [[layers]]\nmixer.rwkv7 = { heads = 4, value_residual = true, value_rank = 3 }\n",
+    "[[layers]]\nrepeat = 2\nmixer.gated_retention = { heads = 2 }\nmlp = { swiglu = {} }\n\
+     [[layers]]\nmixer.attention = { heads = 4, key_value_heads = 2 }\nmlp = { swiglu = {} }\n\
+     [[layers]]\nrepeat = 2\nmixer.cross_attention = { heads = 2, key_width = 6 }\nmlp = { swiglu = {} }\n",
+    "[[layers]]\nmixer.attention = { heads = 2, window = 4 }\n\
+     [[layers]]\nmixer.attention = { heads = 2, rope = false }\n\
+     [[layers]]\nmixer.cross_attention = { heads = 2, rope = false }\n",
+    "[[layers]]\nrepeat = 2\n\
+     mixer.deltanet = { heads = 2 }\nmlp = { swiglu = { width = 20 } }\n\
+     canon = { before_mixer = 4, before_mlp = 3, inside_mlp = 2 }\n",
+    "[[layers]]\nmixer.attention = { heads = 2 }\nmlp = { gelu = { bias = true } }\n\
+     canon = { inside_mlp = 4 }\n\
+     [[layers]]\nmixer.rwkv6 = { heads = 2 }\nmlp = { rwkv6 = {} }\ncanon = { before_mlp = 2 }\n\
+     [[layers]]\nmixer.retnet = { heads = 2 }\nmlp = 'identity'\ncanon = { before_mixer = 2 }\n",
+    "[[layers]]\nrepeat = 2\ngroup = [\n\
+     { repeat = 2, mixer.lightning_attention = { heads = 2 }, mlp = { geglu = {} } },\n\
+     { mixer.attention = { heads = 2 }, mlp = { rwkv4 = { width = 30 } } },\n\
+     { mixer.longhorn = { heads = 2 }, mlp = { gelu = { width = 30 } } },\n]\n",
+];
+
+fn model_config(text: &str) -> LanguageModelConfig {
+    let head = "d_model = 24\ntie_embeddings = false\ninitializer_range = 0.1\n";
+    toml::from_str(&format!("{head}{text}")).unwrap_or_else(|e| panic!("{text}: {e}"))
+}
+
+fn model(text: &str) -> LanguageModel<B> {
+    let model = model_config(text).init::<B>(11, &Default::default()).unwrap();
+    force(&model);
+    model
+}
+
+/// Logits of `ids`, token by token.
+fn stepped(model: &LanguageModel<B>, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+    let (mut outputs, mut state) = (vec![], None);
+    for t in 0..ids.dims()[1] {
+        let (logits, next) = model.step(ids.clone().narrow(1, t, 1).squeeze_dim(1), state);
+        outputs.push(logits);
+        state = Some(next);
+    }
+    Tensor::stack(outputs, 1)
+}
+
+#[test]
+fn whole_models_step_as_they_run_forward_and_can_be_cut_anywhere() {
+    for text in MODELS {
+        let model = model(text);
+        let want = download(model.forward(ids(21), None).0);
+        assert_close(text, &want, &download(stepped(&model, ids(21))), 5e-5);
+        for cut in [1, 2, 3, 16, 20] {
+            let (first, state) = model.forward(ids(21).narrow(1, 0, cut), None);
+            let (rest, _) = model.forward(ids(21).narrow(1, cut, 21 - cut), Some(state));
+            let got = download(Tensor::cat(vec![first, rest], 1));
+            assert_close(&format!("{text}, cut at {cut}"), &want, &got, 5e-5);
+        }
+    }
+}
+
+#[test]
+fn whole_models_do_not_look_ahead() {
+    for text in MODELS {
+        let model = model(text);
+        let noise = (ids(40).narrow(1, 19, 21) + 4).remainder_scalar(11);
+        let changed = Tensor::cat(vec![ids(40).narrow(1, 0, 19), noise], 1);
+        let past = |ids| download(model.forward(ids, None).0.narrow(1, 0, 19));
+        assert_close(text, &past(ids(40)), &past(changed), 1e-6);
+    }
+}
+
+#[test]
+fn whole_models_are_learnt_and_through_steps_as_through_chunks() {
+    use burn::optim::GradientsParams;
+    for text in MODELS {
+        let model = model(text);
+        let weights = Tensor::random([1, 19, 11], Distribution::Default, &Default::default());
+        let gradients = |logits: Tensor<B, 3>| {
+            let gradients = (logits * weights.clone()).sum().backward();
+            collect(&model, &GradientsParams::from_grads(gradients, &model))
+        };
+        let want = gradients(stepped(&model, ids(19)));
+        let got = gradients(model.forward(ids(19), None).0);
+        assert_eq!(want.len(), got.len(), "{text}: the same parameters have gradients");
+        for ((name, want), (_, got)) in want.iter().zip(&got) {
+            assert!(got.iter().any(|x| *x != 0.0), "{text}: {name} is not learnt");
+            assert_close(&format!("{text}: {name}"), want, got, 1e-3);
+        }
+    }
+}
+
+#[test]
+fn the_state_that_a_config_announces_is_the_state_that_a_model_keeps() {
+    use linattn::nn::mixers::MixerState;
+    for text in MODELS {
+        let (_, state) = model(text).forward(ids(30), None);
+        let mut values = 0;
+        for layer in state.layers {
+            let tails = layer.tails.iter().map(|tail| tail.shape().num_elements());
+            values += tails.sum::<usize>();
+            values += match layer.mixer {
+                MixerState::Matrix(s) => {
+                    let tails = s.tails.iter().map(|tail| tail.shape().num_elements());
+                    s.memory.shape().num_elements() + tails.sum::<usize>()
+                }
+                MixerState::Cache(c) => 2 * c.keys.shape().num_elements(),
+                MixerState::Nothing(_) => 0,
+                other => panic!("{text}: {other:?}"),
+            };
+        }
+        let announced = model_config(text).cost(30).unwrap().state_bytes;
+        assert_eq!(announced, 4 * values as u64, "{text}");
+    }
+}
+
+#[test]
+fn the_value_residual_falls_back_on_the_first_values() {
+    use burn::module::Module;
+    let residual = mixer("rwkv7 = { heads = 2, value_residual = true }");
+    let mut values = Values::default();
+    residual.visit(&mut values);
+    values.0.retain(|(name, _)| !name.contains("v_lora"));
+    let plain = mixer("rwkv7 = { heads = 2 }").map(&mut values);
+    assert!(values.0.is_empty(), "every other parameter is the same");
+
+    let (x, mut shared) = (input(13), Shared::default());
+    let want = download(plain.forward_shared(x.clone(), None, &mut shared).0);
+    // Between its own values and the same ones there is nothing to choose.
+    let got = download(residual.forward_shared(x.clone(), None, &mut shared).0);
+    assert_close("the same values", &want, &got, LIMIT);
+    shared.first_values = Some(input(13));
+    let other = download(residual.forward_shared(x, None, &mut shared).0);
+    assert!(linattn_oracle::relative_error(&want, &other) > 1e-2, "other values are felt");
+}
+
+#[test]
+fn cross_attention_asks_what_attention_keeps() {
+    use burn::module::Module;
+    let attention = mixer("attention = { heads = 4, key_value_heads = 2 }");
+    let mut values = Values::default();
+    attention.visit(&mut values);
+    values.0.retain(|(name, _)| name.contains("q_proj") || name.contains("o_proj"));
+    let cross = mixer("cross_attention = { heads = 4 }").map(&mut values);
+
+    let (x, mut shared) = (input(13), Shared::default());
+    let (_, state) = attention.forward(x.clone().narrow(1, 0, 6), None);
+    let rest = x.narrow(1, 6, 7);
+    let (want, _) = attention.forward_shared(rest.clone(), Some(state), &mut shared);
+    let (got, _) = cross.forward_shared(rest, None, &mut shared);
+    assert_close("the same queries", &download(want), &download(got), LIMIT);
+}
+
+#[test]
+fn a_canon_layer_of_zeros_is_none() {
+    use burn::module::Module;
+    let layer = "[[layers]]\nmixer.deltanet = { heads = 2 }\nmlp = { swiglu = {} }\n";
+    let canon =
+        model(&format!("{layer}canon = {{ before_mixer = 4, before_mlp = 4, inside_mlp = 4 }}\n"));
+    let mut values = Values::default();
+    canon.visit(&mut values);
+    let of_canon = |name: &str| name.contains("canon");
+    let mut others = Values(values.0.iter().filter(|v| !of_canon(&v.0)).cloned().collect(), vec![]);
+    let plain = model(layer).map(&mut others);
+    let mut felt = 0;
+    for (name, values) in &mut values.0 {
+        if of_canon(name) {
+            felt += 1;
+            values.fill(0.0);
+        }
+    }
+    assert_eq!(felt, 4, "one before the mixer, one before the MLP, two inside");
+    let want = download(plain.forward(ids(13), None).0);
+    let loud = download(canon.forward(ids(13), None).0);
+    assert!(linattn_oracle::relative_error(&want, &loud) > 1e-2, "convolutions are felt");
+    let silent = canon.map(&mut values);
+    assert_close("zeros", &want, &download(silent.forward(ids(13), None).0), LIMIT);
+}
+
+#[test]
+fn a_group_is_its_layers_in_a_row() {
+    let mlp = "mlp = { gelu = {} }";
+    let group = model_config(&format!(
+        "[[layers]]\nrepeat = 2\ngroup = [\n\
+         {{ repeat = 3, mixer.deltanet = {{ heads = 2 }} }},\n\
+         {{ mixer.attention = {{ heads = 2 }}, {mlp} }},\n]\n"
+    ));
+    let once = format!(
+        "[[layers]]\nrepeat = 3\nmixer.deltanet = {{ heads = 2 }}\n\
+         [[layers]]\nmixer.attention = {{ heads = 2 }}\n{mlp}\n"
+    );
+    let row = model_config(&format!("{once}{once}"));
+    assert_eq!((group.depth(), row.depth()), (8, 8));
+    assert_eq!(group.cost(7).unwrap(), row.cost(7).unwrap());
+    let written = toml::to_string(&group).unwrap();
+    assert_eq!(toml::from_str::<LanguageModelConfig>(&written).unwrap(), group, "{written}");
+}
+
+#[test]
+fn layers_that_do_not_fit_together_are_refused_with_the_key() {
+    let attention = |keys: &str| format!("[[layers]]\nmixer.attention = {{ heads = 4, {keys} }}\n");
+    let cross = |keys: &str| format!("[[layers]]\nmixer.cross_attention = {{ {keys} }}\n");
+    let both = |a: &str, b: &str| format!("{}{}", attention(a), cross(b));
+    let delta = "[[layers]]\nmixer.deltanet = {}\n";
+    let cases = [
+        (
+            "[[layers]]\nmixer.rwkv7 = { value_residual = true }\n".to_string(),
+            "`layers[0].mixer.rwkv7.value_residual` is true",
+        ),
+        (
+            "[[layers]]\nmixer.rwkv7 = { value_rank = 4 }\n".into(),
+            "`layers[0].mixer.rwkv7.value_rank` is 4",
+        ),
+        (
+            "[[layers]]\nmixer.rwkv7 = {}\n\
+             [[layers]]\nmixer.rwkv7 = { heads = 2, key_width = 8, value_residual = true }\n"
+                .into(),
+            "`layers[1].mixer.rwkv7.key_width` is 8; it has to be 24",
+        ),
+        (cross("heads = 4"), "`layers[0].mixer.cross_attention` is without keys and values"),
+        (
+            both("window = 8", "heads = 4"),
+            "`layers[1].mixer.cross_attention` is without keys and values",
+        ),
+        (
+            both("rope = false, alibi = true", "heads = 4, rope = false"),
+            "`layers[1].mixer.cross_attention` is without keys and values",
+        ),
+        (
+            both("key_value_heads = 4", "heads = 2, key_width = 6"),
+            "`layers[1].mixer.cross_attention.heads` is 2; it has to be a multiple of 4",
+        ),
+        (
+            both("key_value_heads = 2", "heads = 2"),
+            "`layers[1].mixer.cross_attention.key_width` is 12; it has to be 6",
+        ),
+        (
+            both("rope = true", "heads = 4, rope = false"),
+            "`layers[1].mixer.cross_attention.rope` is false; it has to be true",
+        ),
+        (
+            both("rope = true", "heads = 4, rope_theta = 500.0"),
+            "`layers[1].mixer.cross_attention.rope_theta` is 500; it has to be 10000",
+        ),
+        (
+            format!("{delta}canon = {{ before_mixer = 1 }}\n"),
+            "`layers[0].canon.before_mixer` is 1; it has to be 0, or from 2",
+        ),
+        (
+            format!("{delta}canon = {{ before_mlp = 4 }}\n"),
+            "`layers[0].canon.before_mlp` is 4; it has to be 0 where there is no `mlp`",
+        ),
+        (
+            format!("{delta}mlp = {{ rwkv7 = {{}} }}\ncanon = {{ inside_mlp = 4 }}\n"),
+            "`layers[0].canon.inside_mlp` is 4; it has to be 0, unless",
+        ),
+        (format!("{delta}mlp = {{ gelu = {{ width = 0 }} }}\n"), "`layers[0].mlp.gelu.width` is 0"),
+        ("[[layers]]\ngroup = []\n".into(), "`layers[0].group` is empty"),
+        (
+            format!("{delta}[[layers]]\ngroup = [{{ repeat = 0, mixer.deltanet = {{}} }}]\n"),
+            "`layers[1].group[0].repeat` is 0",
+        ),
+        (
+            "[[layers]]\ngroup = [{ mixer.deltanet = {} }, { mixer.gla = { heads = 5 } }]\n".into(),
+            "`layers[0].group[1].mixer.gla.heads` is 5",
+        ),
+        (
+            "[[layers]]\nrepeat = 1_000_000\n\
+             group = [{ repeat = 1_000_000, mixer.deltanet = {} }]\n"
+                .into(),
+            "`layers` is 1000000000000 layers in all",
+        ),
+    ];
+    for (text, want) in cases {
+        let said = model_config(&text).cost(8).unwrap_err().to_string();
+        assert!(said.starts_with(want), "{text}: {said}");
+        let init = model_config(&text).init::<B>(11, &Default::default());
+        assert_eq!(init.map(|_| ()).unwrap_err().to_string(), said);
+    }
+}
+
+#[test]
+fn an_entry_of_layers_is_a_layer_or_a_group() {
+    let parse = |layer: &str| {
+        toml::from_str::<LanguageModelConfig>(&format!("d_model = 24\n[[layers]]\n{layer}\n"))
+    };
+    assert!(parse("group = [{ mixer.deltanet = {} }]").is_ok());
+    for (layer, want) in [
+        ("repeat = 2", "a `mixer`, or a `group`"),
+        ("mixer.deltanet = {}\ngroup = [{ mixer.deltanet = {} }]", "only `repeat`"),
+        ("mlp = 'identity'\ngroup = [{ mixer.deltanet = {} }]", "only `repeat`"),
+        ("group = [{ repeat = 2 }]", "missing field `mixer`"),
+        ("group = [{ group = [] }]", "unknown field `group`"),
+        ("mixer.deltanet = {}\nmpl = 'none'", "unknown field `mpl`"),
+        ("mixer.deltanet = {}\ncanon = { before = 4 }", "unknown field `before`"),
+    ] {
+        let said = parse(layer).unwrap_err().to_string();
+        assert!(said.contains(want), "{layer}: {said}");
+    }
 }

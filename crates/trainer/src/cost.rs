@@ -76,7 +76,7 @@ pub fn least_memory(run: &RunConfig) -> Result<f64, ConfigError> {
     let layers = run.model.cost(1)?.flops_per_token as f64 / 4.0;
     let weights = tables * width * task.vocab() as f64 + layers;
     let rows = (run.train.batch_size / run.train.accumulate) as f64;
-    let depth: usize = run.model.layers.iter().map(|layer| layer.repeat).sum();
+    let depth = run.model.depth();
     let largest = task.sets(Split::Train).iter().map(|set| {
         let stream = set.length as f64 * width * depth as f64;
         rows * (stream + 3.0 * set.scored as f64 * task.vocab() as f64)

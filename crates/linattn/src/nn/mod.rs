@@ -12,15 +12,18 @@ mod layers;
 pub mod mixers;
 mod model;
 mod rope;
+mod shared;
 
 pub use auto_encoder::Decoder;
 pub use block::{
-    Block, BlockState, LayerConfig, Mlp, MlpConfig, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu, SwiGluConfig,
+    Block, BlockState, Canon, CanonConfig, GeluMlp, GeluMlpConfig, LayerConfig, LayerEntry,
+    LayerGroup, Mlp, MlpConfig, Rwkv6Mlp, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu, SwiGluConfig,
 };
 pub use convolution::ShortConvolution;
 pub use layers::{GatedRmsNorm, Norm, NormKind, l2_normalize};
 pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};
 pub use rope::Rope;
+pub use shared::Shared;
 
 use std::fmt::Display;
 

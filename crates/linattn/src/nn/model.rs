@@ -1,9 +1,10 @@
 //! A language model: token embedding, layers, norm, and logits over the vocabulary.
 
 use super::auto_encoder::Decoder;
-use super::block::{Block, BlockState, LayerConfig};
+use super::block::{Block, BlockState, LayerConfig, LayerEntry};
 use super::layers::{INIT_STD, Norm, NormKind, check_epsilon, linear, linear_with_bias};
-use super::{ConfigError, Cost, positive};
+use super::shared::{Shared, Sources};
+use super::{ConfigError, Cost, LARGEST, positive};
 use crate::ops::LinearAttentionBackend;
 use burn::module::{Initializer, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear};
@@ -17,7 +18,7 @@ pub struct LanguageModelConfig {
     /// D, width of the residual stream.
     pub d_model: usize,
     /// The layers, first to last.
-    pub layers: Vec<LayerConfig>,
+    pub layers: Vec<LayerEntry>,
     /// Whether logits come from the embedding's own weights.
     #[serde(default = "yes")]
     pub tie_embeddings: bool,
@@ -30,6 +31,9 @@ pub struct LanguageModelConfig {
     /// The norm before mixers, MLPs and logits.
     #[serde(default)]
     pub norm: NormKind,
+    /// Whether such a norm also stands between the embedding and the first layer, as in RWKV.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub pre_norm: bool,
     /// Added to a variance before its root.
     #[serde(default = "small")]
     pub norm_eps: f64,
@@ -69,9 +73,13 @@ fn small() -> f64 {
 impl LanguageModelConfig {
     /// Each layer with the key it stands under, repeated ones repeated.
     fn each_layer(&self) -> impl Iterator<Item = (String, &LayerConfig)> {
-        self.layers.iter().enumerate().flat_map(|(i, layer)| {
-            std::iter::repeat_n((format!("layers[{i}]"), layer), layer.repeat)
-        })
+        let entries = self.layers.iter().enumerate();
+        entries.flat_map(|(i, entry)| entry.each_layer(format!("layers[{i}]")))
+    }
+
+    /// How many layers there are, repeated ones counted.
+    pub fn depth(&self) -> usize {
+        self.layers.iter().fold(0, |sum, entry| sum.saturating_add(entry.depth()))
     }
 
     /// Checks what needs no device.
@@ -81,8 +89,12 @@ impl LanguageModelConfig {
         if self.layers.is_empty() {
             return Err(ConfigError::new("layers", "empty", "at least one [[layers]]"));
         }
-        for (i, layer) in self.layers.iter().enumerate() {
-            positive("repeat", layer.repeat).map_err(|e| e.within(format!("layers[{i}]")))?;
+        for (i, entry) in self.layers.iter().enumerate() {
+            entry.check().map_err(|e| e.within(format!("layers[{i}]")))?;
+        }
+        if self.depth() > LARGEST {
+            let got = format!("{} layers in all", self.depth());
+            return Err(ConfigError::new("layers", got, format!("at most {LARGEST}")));
         }
         if !(self.initializer_range > 0.0 && self.initializer_range.is_finite()) {
             return Err(ConfigError::new("initializer_range", self.initializer_range, "above 0"));
@@ -131,6 +143,9 @@ impl LanguageModelConfig {
                 .with_initializer(Initializer::Normal { mean: 0.0, std: INIT_STD })
                 .init(device),
             dropout: DropoutConfig::new(self.embedding_dropout).init(),
+            pre_norm: self
+                .pre_norm
+                .then(|| Norm::new(self.norm, self.d_model, self.norm_eps, device)),
             layers,
             norm: Norm::new(self.norm, self.d_model, self.norm_eps, device),
             lm_head: (!self.tie_embeddings).then(|| match self.head_bias {
@@ -150,9 +165,11 @@ impl LanguageModelConfig {
     /// As [`init`](Self::init).
     pub fn cost(&self, length: usize) -> Result<Cost, ConfigError> {
         self.check()?;
-        let mut sum = Cost::default();
+        let (mut sum, mut sources) = (Cost::default(), Sources::default());
         for (key, layer) in self.each_layer() {
-            sum += layer.cost(self.d_model, length).map_err(|e| e.within(key))?;
+            sum += layer.cost(self.d_model, length).map_err(|e| e.within(&key))?;
+            let read = sources.add(&layer.mixer, self.d_model);
+            read.map_err(|e| e.within("mixer").within(&key))?;
         }
         Ok(sum)
     }
@@ -180,7 +197,8 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
         let writes = ["o_proj", "out_proj", "down_proj"];
         // Matrices that no layer multiplies by: convolutions, and rows of numbers that are added to or
         // multiply each channel.
-        let convolutions = ["q_conv1d", "k_conv1d", "v_conv1d", "f_conv1d", "i_conv1d", "conv1d"];
+        let convolutions =
+            ["q_conv1d", "k_conv1d", "v_conv1d", "f_conv1d", "i_conv1d", "conv1d", "canon"];
         let rows = ["x_bias", "bonus", "r_k"];
         let factor = match D {
             2 if named(&writes) => self.residual,
@@ -197,6 +215,7 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
 pub struct LanguageModel<B: Backend> {
     embeddings: Embedding<B>,
     dropout: Dropout,
+    pre_norm: Option<Norm<B>>,
     layers: Vec<Block<B>>,
     norm: Norm<B>,
     lm_head: Option<Linear<B>>,
@@ -234,7 +253,9 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 3>, LanguageModelState<B>) {
         let x = self.dropout.forward(self.embeddings.forward(ids));
-        let (x, state) = self.through_layers(x, state, |block, x, state| block.forward(x, state));
+        let run =
+            |block: &Block<B>, x, state, shared: &mut Shared<B>| block.forward(x, state, shared);
+        let (x, state) = self.through_layers(x, state, run);
         let x = match &self.decoder {
             Some(decoder) => decoder.forward(x),
             None => x,
@@ -258,7 +279,8 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     ) -> (Tensor<B, 2>, LanguageModelState<B>) {
         assert!(!self.needs_whole_sequences(), "an auto-encoder answers whole sequences");
         let x = self.embeddings.forward(ids.unsqueeze_dim(1)).squeeze_dim::<2>(1);
-        let (x, state) = self.through_layers(x, state, |block, x, state| block.step(x, state));
+        let run = |block: &Block<B>, x, state, shared: &mut Shared<B>| block.step(x, state, shared);
+        let (x, state) = self.through_layers(x, state, run);
         (self.logits(self.norm.forward(x)), state)
     }
 
@@ -276,8 +298,16 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         &self,
         mut x: Tensor<B, D>,
         state: Option<LanguageModelState<B>>,
-        run: impl Fn(&Block<B>, Tensor<B, D>, Option<BlockState<B>>) -> (Tensor<B, D>, BlockState<B>),
+        run: impl Fn(
+            &Block<B>,
+            Tensor<B, D>,
+            Option<BlockState<B>>,
+            &mut Shared<B>,
+        ) -> (Tensor<B, D>, BlockState<B>),
     ) -> (Tensor<B, D>, LanguageModelState<B>) {
+        if let Some(norm) = &self.pre_norm {
+            x = norm.forward(x);
+        }
         let mut before = match state {
             Some(state) => {
                 assert_eq!(state.layers.len(), self.layers.len(), "the state of another model");
@@ -285,9 +315,10 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
             }
             None => vec![None; self.layers.len()],
         };
+        let mut shared = Shared::default();
         let mut layers = Vec::with_capacity(self.layers.len());
         for (block, state) in self.layers.iter().zip(before.drain(..)) {
-            let (y, state) = run(block, x, state);
+            let (y, state) = run(block, x, state, &mut shared);
             x = y;
             layers.push(state);
         }

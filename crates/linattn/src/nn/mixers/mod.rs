@@ -38,6 +38,7 @@ macro_rules! forward_and_step {
 mod attention;
 mod base_conv;
 mod comba;
+mod cross_attention;
 mod delta_net;
 mod delta_product;
 mod forgetting_attention;
@@ -60,6 +61,7 @@ mod rwkv7;
 pub use attention::{Attention, AttentionConfig, KeyValueCache};
 pub use base_conv::{BaseConv, BaseConvConfig, ConvolutionTail};
 pub use comba::{Comba, CombaConfig};
+pub use cross_attention::{CrossAttention, CrossAttentionConfig, NoState};
 pub use delta_net::{DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig};
 pub use delta_product::{DeltaProduct, DeltaProductConfig};
 pub use forgetting_attention::{ForgettingAttention, ForgettingAttentionConfig, ForgettingCache};
@@ -79,7 +81,7 @@ pub use retnet::{RetNet, RetNetConfig};
 pub use rwkv6::{Rwkv6, Rwkv6Config};
 pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
 
-use super::{ConfigError, Cost};
+use super::{ConfigError, Cost, Shared};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
@@ -148,6 +150,8 @@ mixer_states! {
     Forgetting(ForgettingCache);
     /// The last few inputs.
     Tail(ConvolutionTail);
+    /// Nothing of its own.
+    Nothing(NoState);
 }
 
 /// Value heads, and heads of queries and keys, must divide.
@@ -220,8 +224,19 @@ fn linear_flops(from: usize, to: usize) -> u64 {
     2 * from as u64 * to as u64
 }
 
+/// `forward` or `step` of a mixer; one that is marked `shared` in the list below also takes what layers
+/// share.
+macro_rules! call_mixer {
+    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident)) => {
+        $mixer.$method($x, $state.map(Into::into))
+    };
+    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) shared) => {
+        $mixer.$method($x, $state.map(Into::into), $shared)
+    };
+}
+
 macro_rules! mixers {
-    ($($(#[$doc:meta])* $key:literal $name:ident($config:ident);)+) => {
+    ($($(#[$doc:meta])* $key:literal $name:ident($config:ident) $($mark:ident)?;)+) => {
         /// Which mixer, by its name in a config.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         pub enum MixerConfig {
@@ -272,36 +287,43 @@ pub enum Mixer<B: Backend> {
         }
 
         impl<B: LinearAttentionBackend> Mixer<B> {
-            /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
+            /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T. What
+            /// layers read of one another comes and goes by `shared`.
             /// # Panics
-            /// If `state` is another kind of mixer's.
-            pub fn forward(
+            /// If `state` is another kind of mixer's, or `shared` lacks what the mixer reads.
+            pub fn forward_shared(
                 &self,
                 x: Tensor<B, 3>,
                 state: Option<MixerState<B>>,
+                shared: &mut Shared<B>,
             ) -> (Tensor<B, 3>, MixerState<B>) {
-                match self {
+                let (y, state): (_, MixerState<B>) = match self {
                     $(Self::$name(mixer) => {
-                        let (y, state) = mixer.forward(x, state.map(Into::into));
+                        let (y, state) = call_mixer!(mixer.forward(x, state, shared) $($mark)?);
                         (y, state.into())
                     })+
-                }
+                };
+                self.share(&state, shared);
+                (y, state)
             }
 
             /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
             /// # Panics
-            /// If `state` is another kind of mixer's.
-            pub fn step(
+            /// As [`forward_shared`](Self::forward_shared).
+            pub fn step_shared(
                 &self,
                 x: Tensor<B, 2>,
                 state: Option<MixerState<B>>,
+                shared: &mut Shared<B>,
             ) -> (Tensor<B, 2>, MixerState<B>) {
-                match self {
+                let (y, state): (_, MixerState<B>) = match self {
                     $(Self::$name(mixer) => {
-                        let (y, state) = mixer.step(x, state.map(Into::into));
+                        let (y, state) = call_mixer!(mixer.step(x, state, shared) $($mark)?);
                         (y, state.into())
                     })+
-                }
+                };
+                self.share(&state, shared);
+                (y, state)
             }
         }
     };
@@ -345,13 +367,47 @@ mixers! {
     /// Gated DeltaNet-2.
     "gated_deltanet2" GatedDeltaNet2(GatedDeltaNet2Config);
     /// RWKV-7's time mix.
-    "rwkv7" Rwkv7(Rwkv7Config);
+    "rwkv7" Rwkv7(Rwkv7Config) shared;
     /// Zoology's gated short convolution.
     "base_conv" BaseConv(BaseConvConfig);
     /// Softmax attention, the reference.
     "attention" Attention(AttentionConfig);
     /// Forgetting attention.
     "forgetting_attention" ForgettingAttention(ForgettingAttentionConfig);
+    /// Attention over the keys and values of an earlier layer.
+    "cross_attention" CrossAttention(CrossAttentionConfig) shared;
+}
+
+impl<B: LinearAttentionBackend> Mixer<B> {
+    /// Whole sequences through a mixer that reads of no other layer: `x` is `[B, T, D]`; gives
+    /// `[B, T, D]` and the state after token T.
+    /// # Panics
+    /// If `state` is another kind of mixer's, or the mixer does read of another layer.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MixerState<B>>,
+    ) -> (Tensor<B, 3>, MixerState<B>) {
+        self.forward_shared(x, state, &mut Shared::default())
+    }
+
+    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    pub fn step(
+        &self,
+        x: Tensor<B, 2>,
+        state: Option<MixerState<B>>,
+    ) -> (Tensor<B, 2>, MixerState<B>) {
+        self.step_shared(x, state, &mut Shared::default())
+    }
+
+    /// Leaves keys and values to later layers, where the state is made of them.
+    fn share(&self, state: &MixerState<B>, shared: &mut Shared<B>) {
+        if let (Mixer::Attention(_), MixerState::Cache(cache)) = (self, state) {
+            shared.keys_values = Some(cache.clone());
+        }
+    }
 }
 
 #[cfg(test)]

@@ -4,19 +4,20 @@
 //! r, k, v = x_r W_r, x_k W_k, x_v W_v
 //! g_S    = -e^{-1/2} sigmoid(tanh(x_w A_w) B_w + b_w)      log decay, [K] for every head
 //! a      = sigmoid(x_a A_a B_a + b_a)                      how fast the memory learns, [K]
+//! v      = v + (v_first - v) sigmoid(x_v A_v B_v + b_v)    the value residual, where asked for
 //! kk     = k k_k, of length 1;   k = k (1 + (a - 1) k_a)
 //! S      = diag(e^{g_S}) S - (kk a)^T (kk S) + k^T v       kk S from before the decay
 //! y      = ((group_norm(r S) + (r . k r_k) v) * sigmoid(x_g A_g) B_g) W_o
 //! ```
-//! Source: arXiv 2503.14456. The value residual, which lets later layers fall back on the first
-//! layer's values, is left out: a mixer sees its own layer alone. Fresh weights are the published ones
-//! of a first layer, but for the factors published as zeros, which are small random numbers here.
+//! Source: arXiv 2503.14456. By the value residual later layers fall back on the values v_first that
+//! the model's first RWKV-7 layer made of the same token. Fresh weights are the published ones of a
+//! first layer, but for the factors published as zeros, which are small random numbers here.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost};
 use crate::nn::layers::{
     check_epsilon, l2_normalize, linear, merge_heads, shift_tokens, split_heads,
 };
-use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, Shared, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, LinearAttentionBackend, LowRank, OpResult};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig, Linear};
@@ -43,6 +44,12 @@ pub struct Rwkv7Config {
     /// Inner width of the output gate's projection; by default 5 sqrt(d_model), rounded to a multiple
     /// of 32, at least 32.
     pub gate_rank: Option<usize>,
+    /// Whether values are mixed with those of the model's first RWKV-7 layer, which is one before this.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub value_residual: bool,
+    /// Inner width of the projection that says how much; by default 1.7 sqrt(d_model) K / 64, rounded
+    /// to a multiple of 32, at least 32.
+    pub value_rank: Option<usize>,
     /// Times K, added to a variance before its root.
     pub norm_eps: f64,
     /// Tokens a chunk. Changes speed, and results by no more than rounding.
@@ -57,6 +64,8 @@ impl Default for Rwkv7Config {
             decay_rank: None,
             rate_rank: None,
             gate_rank: None,
+            value_residual: false,
+            value_rank: None,
             norm_eps: 1e-5,
             chunk: DEFAULT_CHUNK,
         }
@@ -73,6 +82,8 @@ struct Widths {
     decay: usize,
     rate: usize,
     gate: usize,
+    /// Of the value residual, if there is one.
+    value: Option<usize>,
 }
 
 /// The nearest multiple of 32, at least 32.
@@ -89,9 +100,45 @@ impl Rwkv7Config {
         let decay = positive("decay_rank", self.decay_rank.unwrap_or(narrow))?;
         let rate = positive("rate_rank", self.rate_rank.unwrap_or(narrow))?;
         let gate = positive("gate_rank", self.gate_rank.unwrap_or(near_32(5.0 * root)))?;
+        let value = match (self.value_residual, self.value_rank) {
+            (true, rank) => {
+                let usual = near_32(1.7 * root * key as f64 / 64.0);
+                Some(positive("value_rank", rank.unwrap_or(usual))?)
+            }
+            (false, None) => None,
+            (false, Some(rank)) => {
+                let want = "left out, unless `value_residual` is true";
+                return Err(ConfigError::new("value_rank", rank, want));
+            }
+        };
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
-        Ok(Widths { key, keys: self.heads * key, decay, rate, gate })
+        Ok(Widths { key, keys: self.heads * key, decay, rate, gate, value })
+    }
+
+    /// Refuses a value residual without a layer that gives the values, `first`, or with one whose
+    /// values are not as wide.
+    pub(in crate::nn) fn check_source(
+        &self,
+        first: Option<&Self>,
+        d_model: usize,
+    ) -> Result<(), ConfigError> {
+        if !self.value_residual {
+            return Ok(());
+        }
+        let Some(first) = first else {
+            let want = "false in the model's first `rwkv7` layer, whose values later ones mix in";
+            return Err(ConfigError::new("value_residual", true, want).within("rwkv7"));
+        };
+        let (own, first) = (self.widths(d_model)?, first.widths(d_model)?);
+        if own.keys == first.keys {
+            return Ok(());
+        }
+        let want = format!(
+            "{} over heads: with `value_residual`, heads times it is as in the first `rwkv7` layer",
+            first.keys
+        );
+        Err(ConfigError::new("key_width", own.key, want).within("rwkv7"))
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -102,7 +149,7 @@ impl Rwkv7Config {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Rwkv7<B>, ConfigError> {
-        let Widths { key, keys, decay, rate, gate } = self.widths(d_model)?;
+        let Widths { key, keys, decay, rate, gate, value } = self.widths(d_model)?;
         let share = |power| fresh_share(d_model, power, device);
         let values = |f: &dyn Fn(usize) -> f64| from_places(keys, f, device);
         let place = |n: usize| ramp(n, keys);
@@ -124,6 +171,10 @@ impl Rwkv7Config {
                 .with_bias(values(&|n| 6.0 * place(n) + 2.5 * bent(n) - 5.5)),
             a_lora: LowRankMap::new(d_model, rate, keys, device)
                 .with_bias(values(&|n| 0.3 * bent(n) + 0.4 * (place(n) - 0.5) - 0.19)),
+            v_lora: value.map(|rank| {
+                LowRankMap::new(d_model, rank, keys, device)
+                    .with_bias(values(&|n| 0.73 - 0.4 * (place(n) - 0.5)))
+            }),
             g_lora: LowRankMap::new(d_model, gate, keys, device),
             g_norm: GroupNormConfig::new(self.heads, keys)
                 .with_epsilon(self.norm_eps * key as f64)
@@ -138,11 +189,11 @@ impl Rwkv7Config {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let Widths { key, keys, decay, rate, gate } = self.widths(d_model)?;
+        let Widths { key, keys, decay, rate, gate, value } = self.widths(d_model)?;
         let mut cost = memory_cost(self.heads, key, key, true);
         // A write of its own besides the delta rule's.
         cost.flops_per_token += 2 * (keys * key) as u64;
-        let ranks = decay + rate + gate;
+        let ranks = decay + rate + gate + value.unwrap_or(0);
         cost.flops_per_token += linear_flops(d_model, 3 * keys + ranks)
             + linear_flops(ranks, keys)
             + linear_flops(keys, d_model);
@@ -229,6 +280,7 @@ pub struct Rwkv7<B: Backend> {
     v_proj: Linear<B>,
     w_lora: LowRankMap<B>,
     a_lora: LowRankMap<B>,
+    v_lora: Option<LowRankMap<B>>,
     g_lora: LowRankMap<B>,
     g_norm: GroupNorm<B>,
     o_proj: Linear<B>,
@@ -238,14 +290,55 @@ pub struct Rwkv7<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(Rwkv7, ops::low_rank, ops::low_rank_step);
-
 impl<B: LinearAttentionBackend> Rwkv7<B> {
+    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T. Leaves its
+    /// values in `shared` if it is the first.
+    /// # Panics
+    /// With a value residual, if no layer left its values in `shared`.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        shared: &mut Shared<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        self.run(x, state, shared, |x, memory| ops::low_rank(x, memory, self.chunk))
+    }
+
+    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    pub fn step(
+        &self,
+        x: Tensor<B, 2>,
+        state: Option<MatrixState<B>>,
+        shared: &mut Shared<B>,
+    ) -> (Tensor<B, 2>, MatrixState<B>) {
+        let (y, state) = self.run(x.unsqueeze_dim(1), state, shared, ops::low_rank_step);
+        (y.squeeze_dim(1), state)
+    }
+
+    /// Values of `x`, `[B, T, D]`: `[B, T, H V]`, those of the first layer mixed in where asked for.
+    fn values(&self, x: Tensor<B, 3>, shared: &mut Shared<B>) -> Tensor<B, 3> {
+        let own = self.v_proj.forward(x.clone());
+        match &self.v_lora {
+            Some(lora) => {
+                let first =
+                    shared.first_values.clone().expect("a layer before this one gave values");
+                own.clone() + (first - own) * sigmoid(lora.forward(x, |x| x))
+            }
+            None => {
+                shared.first_values.get_or_insert_with(|| own.clone());
+                own
+            }
+        }
+    }
+
     /// The state's only tail is the last token.
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
+        shared: &mut Shared<B>,
         op: impl FnOnce(LowRank<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let [batch, tokens, _] = x.dims();
@@ -256,7 +349,7 @@ impl<B: LinearAttentionBackend> Rwkv7<B> {
         let split = |x: Tensor<B, 3>| split_heads(x, self.heads);
 
         let r = split(self.r_proj.forward(mixed(&self.x_r)));
-        let v = split(self.v_proj.forward(mixed(&self.x_v)));
+        let v = split(self.values(mixed(&self.x_v), shared));
         let decay = self.w_lora.forward(mixed(&self.x_w), |x| x.tanh());
         let decay = split(sigmoid(decay) * -FASTEST_DECAY);
         let rate = sigmoid(self.a_lora.forward(mixed(&self.x_a), |x| x));
