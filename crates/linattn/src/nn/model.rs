@@ -180,7 +180,8 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
         let writes = ["o_proj", "out_proj", "down_proj"];
         // Matrices that no layer multiplies by: convolutions, and rows of numbers that are added to or
         // multiply each channel.
-        let convolutions = ["q_conv1d", "k_conv1d", "v_conv1d", "f_conv1d", "i_conv1d", "conv1d"];
+        let convolutions =
+            ["q_conv1d", "k_conv1d", "v_conv1d", "f_conv1d", "i_conv1d", "w_conv1d", "conv1d"];
         let rows = ["x_bias", "bonus", "r_k"];
         let factor = match D {
             2 if named(&writes) => self.residual,
