@@ -58,14 +58,23 @@ const MIXERS: &[&str] = &[
     "gated_deltanet2 = { heads = 3, conv_size = 2, allow_neg_eigval = true }",
     "rwkv7 = { heads = 2 }",
     "rwkv7 = { heads = 3, key_width = 6, decay_rank = 4, rate_rank = 5, gate_rank = 6, chunk = 16 }",
+    "mesa_net = { heads = 2 }",
+    "mesa_net = { heads = 3, key_width = 6, lambda_lower_bound = 0.5, cg_steps = 20, conv_size = 0, output_gate = true, chunk = 8 }",
     "base_conv = {}",
     "attention = { heads = 4 }",
     "attention = { heads = 4, key_value_heads = 2, rope = false }",
     "attention = { heads = 4, window = 5 }",
     "attention = { heads = 6, key_value_heads = 2, rope = false, alibi = true }",
     "attention = { heads = 4, rope = false, alibi = true, window = 2 }",
+    "attention = { heads = 4, key_value_heads = 2, qk_norm = true, norm_eps = 1e-4, qkv_bias = true }",
     "forgetting_attention = { heads = 4 }",
     "forgetting_attention = { heads = 4, key_value_heads = 2, key_width = 5, qk_norm = true, output_gate = true }",
+    "mla = { heads = 2 }",
+    "mla = { heads = 3, key_width = 5, rope_width = 4, value_width = 7, kv_rank = 9, q_rank = 6 }",
+    "deltaformer = { heads = 2, chunk = 8 }",
+    "deltaformer = { heads = 4, key_value_heads = 2, rope = false, qk_norm = true }",
+    "path_attention = { heads = 2, chunk = 8 }",
+    "path_attention = { heads = 4, key_value_heads = 2, key_width = 5, w_rank = 3, conv_size = 0, forget_gate = true, qk_norm = true }",
 ];
 
 fn config(text: &str) -> MixerConfig {
@@ -422,6 +431,15 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
                 c.keys.shape().num_elements()
                     + c.values.shape().num_elements()
                     + c.gates.shape().num_elements()
+            }
+            MixerState::Latents(c) => {
+                c.latents.shape().num_elements() + c.keys.shape().num_elements()
+            }
+            MixerState::Path(c) => {
+                c.keys.shape().num_elements()
+                    + c.values.shape().num_elements()
+                    + c.gates.iter().map(|g| g.shape().num_elements()).sum::<usize>()
+                    + c.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
             }
         };
         let announced = config(text).cost(D, 30).unwrap().state_bytes;

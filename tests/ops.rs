@@ -489,6 +489,186 @@ mod on_cpu {
     }
 }
 
+/// The Mesa layer: against equations solved by elimination, and against finite differences.
+#[cfg(feature = "cpu")]
+mod mesa {
+    use super::*;
+    use burn::backend::{Autodiff, Flex};
+    use ops::Mesa;
+
+    const BATCH: usize = 2;
+    const TOKENS: usize = 19;
+    const HEADS: usize = 2;
+    const K: usize = 5;
+    const V: usize = 4;
+
+    /// q, k, v, beta, g and lambda.
+    type Values = [Vec<f64>; 6];
+
+    fn values() -> Values {
+        let mut rng = Rng::named(11, "mesa");
+        let mut normal = |count: usize| -> Vec<f64> { (0..count).map(|_| rng.normal()).collect() };
+        let gates = BATCH * TOKENS * HEADS;
+        let map = |x: Vec<f64>, f: fn(f64) -> f64| -> Vec<f64> { x.into_iter().map(f).collect() };
+        [
+            normal(gates * K),
+            map(normal(gates * K), |x| 0.5 * x),
+            normal(gates * V),
+            map(normal(gates), |x| 1.0 / (1.0 + x.exp())),
+            map(normal(gates), |x| -0.3 * x.abs()),
+            map(normal(HEADS * K), |x| 0.5 + x.abs()),
+        ]
+    }
+
+    fn inputs<B: Backend>(x: &Values, dtype: DType) -> Mesa<B> {
+        let device = B::Device::default();
+        let rows = |x: &[f64], width| upload(x, [BATCH, TOKENS, HEADS, width], dtype, &device);
+        let gates = |x: &[f64]| upload(x, [BATCH, TOKENS, HEADS], dtype, &device);
+        Mesa {
+            q: rows(&x[0], K),
+            k: rows(&x[1], K),
+            v: rows(&x[2], V),
+            beta: gates(&x[3]),
+            g: gates(&x[4]),
+            lambda: upload(&x[5], [HEADS, K], dtype, &device),
+            iterations: 30,
+        }
+    }
+
+    /// The layer over a sequence that is cut after 7 tokens: outputs, and the last state.
+    fn in_two<B: LinearAttentionBackend>(x: &Mesa<B>) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let part = |from, tokens| Mesa {
+            q: x.q.clone().narrow(1, from, tokens),
+            k: x.k.clone().narrow(1, from, tokens),
+            v: x.v.clone().narrow(1, from, tokens),
+            beta: x.beta.clone().narrow(1, from, tokens),
+            g: x.g.clone().narrow(1, from, tokens),
+            ..x.clone()
+        };
+        let (first, state) = ops::mesa(part(0, 7), None, 4).unwrap();
+        let (rest, state) = ops::mesa(part(7, TOKENS - 7), Some(state), 4).unwrap();
+        (Tensor::cat(vec![first, rest], 1), state)
+    }
+
+    /// x with x A = b, by elimination; A is symmetric and positive definite.
+    fn solve(mut a: Vec<f64>, mut b: Vec<f64>) -> Vec<f64> {
+        for i in 0..K {
+            for row in i + 1..K {
+                let share = a[row * K + i] / a[i * K + i];
+                (i..K).for_each(|column| a[row * K + column] -= share * a[i * K + column]);
+                b[row] -= share * b[i];
+            }
+        }
+        for i in (0..K).rev() {
+            let known: f64 = (i + 1..K).map(|j| a[i * K + j] * b[j]).sum();
+            b[i] = (b[i] - known) / a[i * K + i];
+        }
+        b
+    }
+
+    /// memory = keep memory + share left^T right
+    fn write(memory: &mut [f64], keep: f64, share: f64, left: &[f64], right: &[f64]) {
+        for (row, l) in memory.chunks_mut(right.len()).zip(left) {
+            row.iter_mut().zip(right).for_each(|(m, r)| *m = keep * *m + share * l * r);
+        }
+    }
+
+    /// Outputs by the definition.
+    fn truth([q, k, v, beta, g, lambda]: &Values) -> Vec<f64> {
+        let mut o = vec![0.0; BATCH * TOKENS * HEADS * V];
+        for (b, h) in (0..BATCH).flat_map(|b| (0..HEADS).map(move |h| (b, h))) {
+            let (mut of_keys, mut of_values) = (vec![0.0; K * K], vec![0.0; K * V]);
+            for t in 0..TOKENS {
+                let at = (b * TOKENS + t) * HEADS + h;
+                let (key, value) = (&k[at * K..][..K], &v[at * V..][..V]);
+                write(&mut of_keys, g[at].exp(), beta[at], key, key);
+                write(&mut of_values, g[at].exp(), beta[at], key, value);
+                let mut matrix = of_keys.clone();
+                (0..K).for_each(|i| matrix[i * K + i] += lambda[h * K + i]);
+                let x = solve(matrix, q[at * K..][..K].to_vec());
+                for j in 0..V {
+                    o[at * V + j] = (0..K).map(|i| x[i] * of_values[i * V + j]).sum();
+                }
+            }
+        }
+        o
+    }
+
+    #[test]
+    fn every_output_solves_the_equations_so_far() {
+        let values = values();
+        for (dtype, limit) in [(DType::F64, 1e-9), (DType::F32, F32_LIMIT)] {
+            let x = inputs::<Flex>(&values, dtype);
+            let (whole, _) = ops::mesa(x.clone(), None, 64).unwrap();
+            let (cut, _) = in_two(&x);
+            assert_close(&format!("whole, {dtype:?}"), &truth(&values), &download(whole), limit);
+            assert_close(&format!("cut, {dtype:?}"), &truth(&values), &download(cut), limit);
+        }
+    }
+
+    /// A number that depends on all outputs and the last state.
+    fn loss<B: LinearAttentionBackend>(x: &Mesa<B>) -> Tensor<B, 1> {
+        let weigh = |x: Tensor<B, 4>, name| {
+            let mut rng = Rng::named(12, name);
+            let count = x.shape().num_elements();
+            let weights: Vec<f64> = (0..count).map(|_| rng.normal()).collect();
+            let weights = upload(&weights, x.dims(), x.dtype(), &x.device());
+            (x * weights).sum()
+        };
+        let (o, state) = in_two(x);
+        weigh(o, "o") + weigh(state, "state")
+    }
+
+    #[test]
+    fn gradients_are_those_of_exact_solutions() {
+        let values = values();
+        let x = inputs::<Autodiff<Flex>>(&values, DType::F64);
+        let x = Mesa {
+            q: x.q.require_grad(),
+            k: x.k.require_grad(),
+            v: x.v.require_grad(),
+            beta: x.beta.require_grad(),
+            g: x.g.require_grad(),
+            lambda: x.lambda.require_grad(),
+            ..x
+        };
+        let d = loss(&x).backward();
+        let gradients: Values = [
+            download(x.q.grad(&d).unwrap()),
+            download(x.k.grad(&d).unwrap()),
+            download(x.v.grad(&d).unwrap()),
+            download(x.beta.grad(&d).unwrap()),
+            download(x.g.grad(&d).unwrap()),
+            download(x.lambda.grad(&d).unwrap()),
+        ];
+        for (i, name) in ["q", "k", "v", "beta", "g", "lambda"].into_iter().enumerate() {
+            let mut rng = Rng::named(13, name);
+            let direction: Vec<f64> = values[i].iter().map(|_| rng.normal()).collect();
+            let moved = |by: f64| {
+                let mut values = values.clone();
+                values[i].iter_mut().zip(&direction).for_each(|(x, d)| *x += by * d);
+                download(loss(&inputs::<Flex>(&values, DType::F64)))[0]
+            };
+            let want = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+            let got: f64 = gradients[i].iter().zip(&direction).map(|(g, d)| g * d).sum();
+            assert_close(name, &[want], &[got], 1e-6);
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_name() {
+        let good = || inputs::<Flex>(&values(), DType::F32);
+        let said = |x: Mesa<Flex>, chunk| ops::mesa(x, None, chunk).unwrap_err().to_string();
+        let few = Mesa { lambda: good().lambda.narrow(1, 0, 3), ..good() };
+        assert!(said(few, 64).contains("`lambda` is [2, 3]"));
+        let short = Mesa { beta: good().beta.narrow(1, 0, 3), ..good() };
+        assert!(said(short, 64).contains("`beta` is [2, 3, 2]"));
+        assert!(said(good(), 48).contains("a chunk of 48 tokens"));
+        let many = ops::mesa_step(good(), None).unwrap_err().to_string();
+        assert!(many.contains("one token, got 19"), "{many}");
+    }
+}
+
 /// The same on GPUs; a module for each backend that is compiled in.
 #[allow(unused_macros)]
 macro_rules! on_gpu {

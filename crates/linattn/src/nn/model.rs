@@ -197,12 +197,11 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
         let writes = ["o_proj", "out_proj", "down_proj"];
         // Matrices that no layer multiplies by: convolutions, and rows of numbers that are added to or
         // multiply each channel.
-        let convolutions =
-            ["q_conv1d", "k_conv1d", "v_conv1d", "f_conv1d", "i_conv1d", "conv1d", "canon"];
+        let convolution = self.path.iter().any(|name| name.ends_with("conv1d") || name == "canon");
         let rows = ["x_bias", "bonus", "r_k"];
         let factor = match D {
             2 if named(&writes) => self.residual,
-            2 if !named(&["embeddings"]) && !named(&convolutions) && !named(&rows) => self.linear,
+            2 if !convolution && !named(&["embeddings"]) && !named(&rows) => self.linear,
             _ => return param,
         };
         // The product is no leaf of the autodiff graph any more, and would not be learnt.

@@ -7,6 +7,7 @@
 
 use super::backend::{Forward, LinearAttentionBackend, Operands, Path, Saved};
 use super::convolution::{self, Convolution};
+use super::mesa::{self, Normal};
 use burn::backend::autodiff::{
     Autodiff, NodeId,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -151,6 +152,14 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
 
     fn short_convolution(c: Convolution<FloatTensor<Self>>) -> FloatTensor<Self> {
         convolution::track::<B, C>(c)
+    }
+
+    fn solve(x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
+        Self::from_inner(B::solve(mesa::inner::<B, C>(x)))
+    }
+
+    fn implicit(found: FloatTensor<Self>, x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
+        mesa::track::<B, C>(found, x)
     }
 
     fn path(device: &Self::Device) -> Path {

@@ -1,6 +1,7 @@
 //! What a backend provides, and the default that every backend gets: tensor operations.
 
 use super::convolution::{self, Convolution};
+use super::mesa::{self, Normal};
 use super::{chunkwise, general, recurrent};
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend, ops::FloatTensor};
 use std::any::Any;
@@ -186,6 +187,18 @@ pub trait LinearAttentionBackend: Backend {
         d_y: FloatTensor<Self>,
     ) -> Convolution<FloatTensor<Self>> {
         convolution::backward::<Self>(c, d_y)
+    }
+
+    /// The solutions of `x`, `[B, T, H, K]`. No gradient flows through them.
+    fn solve(x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
+        mesa::solve::<Self>(x)
+    }
+
+    /// `found`, which solves the equations whose residuals are `x.rows`. Its gradient flows to
+    /// those residuals alone, and there it is the solution of `x` with the gradient for right-hand
+    /// sides.
+    fn implicit(found: FloatTensor<Self>, _x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
+        found
     }
 
     /// The way taken on this device.

@@ -26,11 +26,14 @@ mod decay;
 mod fusion;
 mod general;
 mod mask;
+mod mesa;
 mod recurrent;
 mod triangular;
 
 pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Read, Saved};
 pub use convolution::Convolution;
+pub use mesa::{Mesa, Normal, mesa, mesa_step};
+pub(crate) use triangular::solve_unit_lower;
 
 use backend::{primitive, tensor};
 use burn::tensor::{Tensor, backend::Backend};
@@ -437,22 +440,29 @@ fn chunked<B: LinearAttentionBackend>(
     chunk: usize,
 ) -> OpResult<B> {
     x.check(op)?;
-    if !CHUNKS.contains(&chunk) {
-        return Err(OpError::Chunk { op, chunk });
-    }
-    // A chunk longer than the sequence would only compute padding.
-    let chunk = chunk.min(x.q.dims()[1].next_power_of_two());
+    let chunk = fitting_chunk(op, chunk, x.q.dims()[1])?;
     let Forward { o, state, .. } = B::chunkwise(x.operands(), chunk, false);
     Ok((tensor(o), tensor(state)))
 }
 
 fn step<B: LinearAttentionBackend>(op: &'static str, x: Checked<B>) -> OpResult<B> {
     x.check(op)?;
-    match x.q.dims()[1] {
-        1 => {
-            let (o, state) = B::recurrent_step(x.operands());
-            Ok((tensor(o), tensor(state)))
-        }
+    check_one_token(op, x.q.dims()[1])?;
+    let (o, state) = B::recurrent_step(x.operands());
+    Ok((tensor(o), tensor(state)))
+}
+
+/// `chunk`, or less for sequences so short that it would only compute padding.
+fn fitting_chunk(op: &'static str, chunk: usize, tokens: usize) -> Result<usize, OpError> {
+    match CHUNKS.contains(&chunk) {
+        true => Ok(chunk.min(tokens.next_power_of_two())),
+        false => Err(OpError::Chunk { op, chunk }),
+    }
+}
+
+fn check_one_token(op: &'static str, tokens: usize) -> Result<(), OpError> {
+    match tokens {
+        1 => Ok(()),
         tokens => Err(OpError::Step { op, tokens }),
     }
 }

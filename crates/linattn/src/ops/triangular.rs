@@ -10,6 +10,26 @@ use burn::tensor::{Tensor, backend::Backend};
 /// Blocks up to this size are inverted inside one matrix, by masks; larger ones are cut out.
 const BASE: usize = 16;
 
+/// `(I + n)^-1 y`. `n`: `[B, H, C, C]`, zero on and above the diagonal, any C; `y`: `[B, H, C, X]`.
+pub(crate) fn solve_unit_lower<B: Backend>(n: Tensor<B, 4>, y: Tensor<B, 4>) -> Tensor<B, 4> {
+    let [batch, heads, size, _] = n.dims();
+    let width = size.next_power_of_two();
+    let n = enlarge(n.reshape([batch * heads, size, size]), width);
+    let inverse = unit_lower_inverse(n).narrow(1, 0, size).narrow(2, 0, size);
+    inverse.reshape([batch, heads, size, size]).matmul(y)
+}
+
+/// `[M, C, C]` to `[M, width, width]`, zeros behind: the inverse's first C rows stay what they are.
+fn enlarge<B: Backend>(n: Tensor<B, 3>, width: usize) -> Tensor<B, 3> {
+    let [many, size, _] = n.dims();
+    if size == width {
+        return n;
+    }
+    let zeros = |shape: [usize; 3]| Tensor::<B, 3>::zeros(shape, (&n.device(), n.dtype()));
+    let (right, below) = (zeros([many, size, width - size]), zeros([many, width - size, width]));
+    Tensor::cat(vec![Tensor::cat(vec![n.clone(), right], 2), below], 1)
+}
+
 /// `n`: `[M, C, C]`, C a power of two; entries on and above the diagonal have to be zero.
 pub(super) fn unit_lower_inverse<B: Backend>(n: Tensor<B, 3>) -> Tensor<B, 3> {
     let [many, size, _] = n.dims();

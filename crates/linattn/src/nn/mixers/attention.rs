@@ -1,6 +1,6 @@
 //! Causal softmax attention with rotary positions: the reference that linear attention is held to.
 //! ```text
-//! q, k = rope(x W_q), rope(x W_k);  v = x W_v
+//! q, k = rope(x W_q), rope(x W_k);  v = x W_v      biases, and norms before rope, where asked for
 //! y    = softmax(q k^T / sqrt(K) - slope (i - j) + causal mask) v W_o      the slope where asked for
 //! ```
 //! Source: Vaswani et al., arXiv 1706.03762; fewer key than query heads as in arXiv 2305.13245, a
@@ -8,10 +8,10 @@
 
 use super::retnet::{check_rotated, check_theta};
 use super::{key_width, linear_flops};
-use crate::nn::layers::{linear, merge_heads, split_heads};
+use crate::nn::layers::{check_epsilon, linear, linear_with_bias, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, Rope, positive};
 use burn::module::Module;
-use burn::nn::Linear;
+use burn::nn::{Linear, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::softmax;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -39,6 +39,21 @@ pub struct AttentionConfig {
     /// Whether scores fall with the distance, at a fixed rate for each head; in place of rotation.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub alibi: bool,
+    /// Whether each head's queries and keys are normalised, before rotation.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub qk_norm: bool,
+    /// Added to a mean square before its root, where queries and keys are normalised.
+    #[serde(skip_serializing_if = "is_usual")]
+    pub norm_eps: f64,
+    /// Whether queries, keys and values have a bias.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub qkv_bias: bool,
+}
+
+const USUAL_EPSILON: f64 = 1e-5;
+
+fn is_usual(epsilon: &f64) -> bool {
+    *epsilon == USUAL_EPSILON
 }
 
 impl Default for AttentionConfig {
@@ -51,6 +66,9 @@ impl Default for AttentionConfig {
             rope_theta: 10_000.0,
             window: None,
             alibi: false,
+            qk_norm: false,
+            norm_eps: USUAL_EPSILON,
+            qkv_bias: false,
         }
     }
 }
@@ -75,6 +93,7 @@ impl AttentionConfig {
             check_rotated("key_width", width)?;
             check_theta(self.rope_theta)?;
         }
+        check_epsilon(self.norm_eps)?;
         if self.rope && self.alibi {
             return Err(ConfigError::new("rope", true, "false where `alibi` is true"));
         }
@@ -96,10 +115,17 @@ impl AttentionConfig {
         device: &B::Device,
     ) -> Result<Attention<B>, ConfigError> {
         let (width, shared) = self.widths(d_model)?;
+        let project = |to| match self.qkv_bias {
+            true => linear_with_bias(d_model, to, device),
+            false => linear(d_model, to, device),
+        };
+        let norm = || head_norm(self.qk_norm, width, self.norm_eps, device);
         Ok(Attention {
-            q_proj: linear(d_model, self.heads * width, device),
-            k_proj: linear(d_model, shared * width, device),
-            v_proj: linear(d_model, shared * width, device),
+            q_proj: project(self.heads * width),
+            k_proj: project(shared * width),
+            v_proj: project(shared * width),
+            q_norm: norm(),
+            k_norm: norm(),
             o_proj: linear(self.heads * width, d_model, device),
             heads: self.heads,
             key_value_heads: shared,
@@ -142,7 +168,7 @@ pub struct KeyValueCache<B: Backend> {
 
 impl<B: Backend> KeyValueCache<B> {
     /// `before`, and then these.
-    fn after(before: Option<Self>, keys: Tensor<B, 4>, values: Tensor<B, 4>) -> Self {
+    pub(super) fn after(before: Option<Self>, keys: Tensor<B, 4>, values: Tensor<B, 4>) -> Self {
         let tokens = keys.dims()[2];
         match before {
             Some(before) => Self {
@@ -173,6 +199,8 @@ pub struct Attention<B: Backend> {
     q_proj: Linear<B>,
     k_proj: Linear<B>,
     v_proj: Linear<B>,
+    q_norm: Option<RmsNorm<B>>,
+    k_norm: Option<RmsNorm<B>>,
     o_proj: Linear<B>,
     #[module(skip)]
     heads: usize,
@@ -195,25 +223,18 @@ impl<B: Backend> Attention<B> {
     ) -> (Tensor<B, 3>, KeyValueCache<B>) {
         let tokens = x.dims()[1];
         let position = state.as_ref().map_or(0, |cache| cache.position);
-        let rotated = |proj: &Linear<B>, heads| {
-            let x = split_heads(proj.forward(x.clone()), heads);
+        let rotated = |proj: &Linear<B>, norm: &Option<RmsNorm<B>>, heads| {
+            let x = project_heads(proj, norm.as_ref(), &x, heads);
             self.rope.map_or(x.clone(), |rope| rope.forward(x, position)).swap_dims(1, 2)
         };
-        let q = rotated(&self.q_proj, self.heads);
-        let k = rotated(&self.k_proj, self.key_value_heads);
-        let v = split_heads(self.v_proj.forward(x), self.key_value_heads).swap_dims(1, 2);
+        let q = rotated(&self.q_proj, &self.q_norm, self.heads);
+        let k = rotated(&self.k_proj, &self.k_norm, self.key_value_heads);
+        let v = project_heads(&self.v_proj, None, &x, self.key_value_heads).swap_dims(1, 2);
 
         // Through a window, a long sequence is seen piece by piece: the scores outside are not formed.
-        let piece = self.window.map_or(tokens, |window| window.max(PIECE)).min(tokens);
-        let (first, mut cache) = self.attend(&q, &k, &v, (0, piece), state);
-        let mut outputs = vec![first];
-        for from in (piece..tokens).step_by(piece) {
-            let part = (from, piece.min(tokens - from));
-            let (o, next) = self.attend(&q, &k, &v, part, Some(cache));
-            outputs.push(o);
-            cache = next;
-        }
-        let o = Tensor::cat(outputs, 1);
+        let piece = self.window.map_or(tokens, |window| window.max(PIECE));
+        let (o, cache) =
+            in_pieces(tokens, piece, state, |part, before| self.attend(&q, &k, &v, part, before));
         (self.o_proj.forward(o), cache)
     }
 
@@ -250,26 +271,83 @@ impl<B: Backend> Attention<B> {
     }
 }
 
-/// Softmax attention of `q`, `[B, H, T, K]`, over keys and values, `[B, Hk, S, K]`, where `bias`,
-/// `[.., .., .., T, S]`, is added to the scores of each group of heads. Gives `[B, T, H K]`.
+/// RMSNorm with a weight for every channel of a head, if it is `wanted`.
+pub(super) fn head_norm<B: Backend>(
+    wanted: bool,
+    width: usize,
+    epsilon: f64,
+    device: &B::Device,
+) -> Option<RmsNorm<B>> {
+    wanted.then(|| RmsNormConfig::new(width).with_epsilon(epsilon).init(device))
+}
+
+/// `x`, `[B, T, D]`, projected and taken apart, `[B, T, heads, X]`, each head normalised if there
+/// is a norm.
+pub(super) fn project_heads<B: Backend>(
+    proj: &Linear<B>,
+    norm: Option<&RmsNorm<B>>,
+    x: &Tensor<B, 3>,
+    heads: usize,
+) -> Tensor<B, 4> {
+    let x = split_heads(proj.forward(x.clone()), heads);
+    match norm {
+        Some(norm) => norm.forward(x),
+        None => x,
+    }
+}
+
+/// Works `tokens` tokens off, `piece` at a time: `attend` is given a piece, `(first, how many)`,
+/// and the state before it. Gives the outputs in a row, and the state after the last.
+pub(super) fn in_pieces<B: Backend, S>(
+    tokens: usize,
+    piece: usize,
+    mut state: Option<S>,
+    attend: impl Fn((usize, usize), Option<S>) -> (Tensor<B, 3>, S),
+) -> (Tensor<B, 3>, S) {
+    let mut outputs = vec![];
+    for from in (0..tokens).step_by(piece) {
+        let (o, next) = attend((from, piece.min(tokens - from)), state.take());
+        outputs.push(o);
+        state = Some(next);
+    }
+    (Tensor::cat(outputs, 1), state.expect("a sequence has at least one token"))
+}
+
+/// Softmax attention of `q`, `[B, H, T, K]`, over keys and values, `[B, Hk, S, ..]`, where `bias`,
+/// `[.., .., .., T, S]`, is added to the scores of each group of heads. Gives `[B, T, H V]`.
 pub(super) fn weigh<B: Backend>(
     q: Tensor<B, 4>,
     keys: &Tensor<B, 4>,
     values: &Tensor<B, 4>,
     bias: Tensor<B, 5>,
 ) -> Tensor<B, 3> {
+    let scale = (q.dims()[3] as f64).powf(-0.5);
+    merge(gather(scores(q * scale, keys) + bias, values))
+}
+
+/// Products of `q`, `[B, H, T, K]`, with keys, `[B, Hk, S, K]`: `[B, Hk, H / Hk, T, S]`.
+pub(super) fn scores<B: Backend>(q: Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor<B, 5> {
     let [batch, heads, tokens, width] = q.dims();
     let shared = keys.dims()[1];
-    let q = (q * (width as f64).powf(-0.5)).reshape([batch, shared, heads / shared, tokens, width]);
-    let grouped = |x: &Tensor<B, 4>| x.clone().unsqueeze_dim::<5>(2);
-    let scores = q.matmul(grouped(keys).transpose()) + bias;
-    let o = softmax(scores, 4).matmul(grouped(values));
-    merge_heads(o.reshape([batch, heads, tokens, width]).swap_dims(1, 2))
+    let q = q.reshape([batch, shared, heads / shared, tokens, width]);
+    q.matmul(keys.clone().unsqueeze_dim::<5>(2).transpose())
+}
+
+/// Values, `[B, Hk, S, V]`, weighed by the softmax of [`scores`]: `[B, H, T, V]`.
+pub(super) fn gather<B: Backend>(scores: Tensor<B, 5>, values: &Tensor<B, 4>) -> Tensor<B, 4> {
+    let [batch, shared, group, tokens, _] = scores.dims();
+    let o = softmax(scores, 4).matmul(values.clone().unsqueeze_dim::<5>(2));
+    o.reshape([batch, shared * group, tokens, values.dims()[3]])
+}
+
+/// `[B, H, T, V]` to `[B, T, H V]`.
+pub(super) fn merge<B: Backend>(o: Tensor<B, 4>) -> Tensor<B, 3> {
+    merge_heads(o.swap_dims(1, 2))
 }
 
 /// A number for each query of `q`, the last of as many tokens as there are keys, and each key; given
 /// how many tokens the key lies back (the key's own lead, if it is ahead). `[1, 1, 1, T, S]`.
-fn for_each_pair<B: Backend>(
+pub(super) fn pairs<B: Backend>(
     q: &Tensor<B, 4>,
     keys: usize,
     f: impl Fn(isize) -> f32,
@@ -289,12 +367,12 @@ pub(super) fn causal_mask<B: Backend>(
     window: Option<usize>,
 ) -> Tensor<B, 5> {
     let reach = window.unwrap_or(keys) as isize;
-    for_each_pair(q, keys, |back| if (0..reach).contains(&back) { 0.0 } else { -1e9 })
+    pairs(q, keys, |back| if (0..reach).contains(&back) { 0.0 } else { -1e9 })
 }
 
 /// How far each key lies back.
 fn distances<B: Backend>(q: &Tensor<B, 4>, keys: usize) -> Tensor<B, 5> {
-    for_each_pair(q, keys, |back| back.max(0) as f32)
+    pairs(q, keys, |back| back.max(0) as f32)
 }
 
 /// How fast the scores of each head of `q` fall, `[1, Hk, H / Hk, 1, 1]`: a geometric series from

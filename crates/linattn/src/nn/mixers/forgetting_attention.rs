@@ -149,30 +149,23 @@ impl<B: Backend> ForgettingAttention<B> {
         let q = project(&self.q_proj, &self.q_norm, self.heads);
         let k = project(&self.k_proj, &self.k_norm, self.key_value_heads);
         let v = project(&self.v_proj, &None, self.key_value_heads);
-        // Counted from the last token before these.
-        let gates = log_sigmoid(self.f_proj.forward(x.clone())).swap_dims(1, 2).cumsum(2);
-        let (keys, values, all) = match state {
+        let gates = log_sigmoid(self.f_proj.forward(x.clone())).swap_dims(1, 2);
+        let (keys, values, before) = match state {
             Some(before) => (
                 Tensor::cat(vec![before.keys, k], 2),
                 Tensor::cat(vec![before.values, v], 2),
-                Tensor::cat(vec![before.gates, gates.clone()], 2),
+                Some(before.gates),
             ),
-            None => (k, v, gates.clone()),
+            None => (k, v, None),
         };
-
-        let [batch, heads, tokens] = gates.dims();
-        let seen = all.dims()[2];
-        let last = gates.clone().narrow(2, tokens - 1, 1);
-        let forgotten = gates.unsqueeze_dim::<4>(3) - all.clone().unsqueeze_dim::<4>(2);
-        let shared = self.key_value_heads;
-        let forgotten = forgotten.reshape([batch, shared, heads / shared, tokens, seen]);
-        let bias = forgotten + causal_mask(&q, seen, None);
+        let (forgotten, gates) = forget(gates, before, self.key_value_heads);
+        let bias = forgotten + causal_mask(&q, keys.dims()[2], None);
         let o = weigh(q, &keys, &values, bias);
         let o = match &self.g_proj {
             Some(gate) => o * sigmoid(gate.forward(x)),
             None => o,
         };
-        let state = ForgettingCache { keys, values, gates: all - last };
+        let state = ForgettingCache { keys, values, gates };
         (self.o_proj.forward(o), state)
     }
 
@@ -185,6 +178,26 @@ impl<B: Backend> ForgettingAttention<B> {
         let (y, state) = self.forward(x.unsqueeze_dim(1), state);
         (y.squeeze_dim(1), state)
     }
+}
+
+/// From log gates, `[B, H, T]`, and a cache's `gates` before them: the sums of those behind each
+/// key, `[B, Hk, H / Hk, T, S]`, 0 or more ahead of the query; and the cache's `gates`.
+pub(super) fn forget<B: Backend>(
+    log_gates: Tensor<B, 3>,
+    before: Option<Tensor<B, 3>>,
+    shared: usize,
+) -> (Tensor<B, 5>, Tensor<B, 3>) {
+    let [batch, heads, tokens] = log_gates.dims();
+    // Counted from the last token before these.
+    let gates = log_gates.cumsum(2);
+    let all = match before {
+        Some(before) => Tensor::cat(vec![before, gates.clone()], 2),
+        None => gates.clone(),
+    };
+    let last = gates.clone().narrow(2, tokens - 1, 1);
+    let forgotten = gates.unsqueeze_dim::<4>(3) - all.clone().unsqueeze_dim::<4>(2);
+    let grouped = [batch, shared, heads / shared, tokens, all.dims()[2]];
+    (forgotten.reshape(grouped), all - last)
 }
 
 /// RMSNorm over each head of `x`, `[B, T, H, K]`, with a weight for every channel of every head.

@@ -41,6 +41,7 @@ mod comba;
 mod cross_attention;
 mod delta_net;
 mod delta_product;
+mod deltaformer;
 mod forgetting_attention;
 mod gated_delta_net_2;
 mod gated_retention;
@@ -52,8 +53,11 @@ mod lightning_attention;
 mod linear_attention;
 mod longhorn;
 mod mamba2;
+mod mesa_net;
 mod metala;
+mod mla;
 mod mlstm;
+mod path_attention;
 mod retnet;
 mod rwkv6;
 mod rwkv7;
@@ -64,6 +68,7 @@ pub use comba::{Comba, CombaConfig};
 pub use cross_attention::{CrossAttention, CrossAttentionConfig, NoState};
 pub use delta_net::{DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig};
 pub use delta_product::{DeltaProduct, DeltaProductConfig};
+pub use deltaformer::{DeltaFormer, DeltaFormerConfig};
 pub use forgetting_attention::{ForgettingAttention, ForgettingAttentionConfig, ForgettingCache};
 pub use gated_delta_net_2::{GatedDeltaNet2, GatedDeltaNet2Config};
 pub use gated_retention::{GatedRetention, GatedRetentionConfig};
@@ -75,8 +80,11 @@ pub use lightning_attention::{LightningAttention, LightningAttentionConfig};
 pub use linear_attention::{FeatureMap, LinearAttention, LinearAttentionConfig};
 pub use longhorn::{Longhorn, LonghornConfig};
 pub use mamba2::{Mamba2, Mamba2Config};
+pub use mesa_net::{MesaNet, MesaNetConfig};
 pub use metala::{MetaLa, MetaLaConfig};
+pub use mla::{LatentCache, Mla, MlaConfig};
 pub use mlstm::{Mlstm, MlstmConfig};
+pub use path_attention::{PathAttention, PathAttentionConfig, PathCache};
 pub use retnet::{RetNet, RetNetConfig};
 pub use rwkv6::{Rwkv6, Rwkv6Config};
 pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
@@ -148,6 +156,10 @@ mixer_states! {
     Cache(KeyValueCache);
     /// Keys and values so far, and how much of each is left.
     Forgetting(ForgettingCache);
+    /// Latents so far, from which keys and values are made.
+    Latents(LatentCache);
+    /// Reflected keys, and values, so far.
+    Path(PathCache);
     /// The last few inputs.
     Tail(ConvolutionTail);
     /// Nothing of its own.
@@ -368,6 +380,9 @@ mixers! {
     "gated_deltanet2" GatedDeltaNet2(GatedDeltaNet2Config);
     /// RWKV-7's time mix.
     "rwkv7" Rwkv7(Rwkv7Config) shared;
+    "rwkv7" Rwkv7(Rwkv7Config);
+    /// MesaNet.
+    "mesa_net" MesaNet(MesaNetConfig);
     /// Zoology's gated short convolution.
     "base_conv" BaseConv(BaseConvConfig);
     /// Softmax attention, the reference.
@@ -376,6 +391,12 @@ mixers! {
     "forgetting_attention" ForgettingAttention(ForgettingAttentionConfig);
     /// Attention over the keys and values of an earlier layer.
     "cross_attention" CrossAttention(CrossAttentionConfig) shared;
+    /// Multi-head latent attention.
+    "mla" Mla(MlaConfig);
+    /// DeltaFormer.
+    "deltaformer" DeltaFormer(DeltaFormerConfig);
+    /// PaTH attention.
+    "path_attention" PathAttention(PathAttentionConfig);
 }
 
 impl<B: LinearAttentionBackend> Mixer<B> {

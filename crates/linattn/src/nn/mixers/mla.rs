@@ -1,0 +1,258 @@
+//! Multi-head latent attention: keys and values of all heads come from one narrow vector a token,
+//! and only that vector is kept.
+//! ```text
+//! c       = rms_norm(x W_dkv)                               [R]    the latent, kept
+//! r       = rope(x W_r)                                     [Kr]   one key for all heads, kept
+//! k | v   = c W_ukv                                         K and V for every head
+//! q | q_r = x W_q, or rms_norm(x W_dq) W_uq                 K and Kr for every head
+//! y       = softmax((q k^T + rope(q_r) r^T) / sqrt(K + Kr) + causal mask) v W_o
+//! ```
+//! A step needs no keys and values: with W_ukv cut into W_uk and W_uv of each head, its scores are
+//! (q W_uk^T) c^T, and its values (weights c) W_uv.
+//! Source: DeepSeek-V2, arXiv 2405.04434.
+
+use super::attention::{causal_mask, gather, merge, scores, weigh};
+use super::retnet::{check_rotated, check_theta};
+use super::{key_width, linear_flops};
+use crate::nn::layers::{check_epsilon, linear, split_heads};
+use crate::nn::{ConfigError, Cost, Rope, positive};
+use burn::module::Module;
+use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Multi-head latent attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MlaConfig {
+    /// Heads.
+    pub heads: usize,
+    /// K, width of a head's key that is not rotated; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// Kr, width of the rotated key that all heads share, even; about half of K by default.
+    pub rope_width: Option<usize>,
+    /// V, width of a head's value; K by default.
+    pub value_width: Option<usize>,
+    /// R, width of the latent; 4 K by default.
+    pub kv_rank: Option<usize>,
+    /// Inner width of the projection that makes queries; in one piece by default.
+    pub q_rank: Option<usize>,
+    /// Base of the rotation's wavelengths.
+    pub rope_theta: f64,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+}
+
+impl Default for MlaConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_width: None,
+            rope_width: None,
+            value_width: None,
+            kv_rank: None,
+            q_rank: None,
+            rope_theta: 10_000.0,
+            norm_eps: 1e-5,
+        }
+    }
+}
+
+/// Widths that follow from a config.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    key: usize,
+    rope: usize,
+    value: usize,
+    kv_rank: usize,
+    q_rank: Option<usize>,
+}
+
+impl MlaConfig {
+    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        positive("heads", self.heads)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let rope = self.rope_width.unwrap_or((key / 4 * 2).max(2));
+        positive("rope_width", rope)?;
+        check_rotated("rope_width", rope)?;
+        check_theta(self.rope_theta)?;
+        check_epsilon(self.norm_eps)?;
+        Ok(Widths {
+            key,
+            rope,
+            value: positive("value_width", self.value_width.unwrap_or(key))?,
+            kv_rank: positive("kv_rank", self.kv_rank.unwrap_or(4 * key))?,
+            q_rank: self.q_rank.map(|rank| positive("q_rank", rank)).transpose()?,
+        })
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Mla<B>, ConfigError> {
+        let Widths { key, rope, value, kv_rank, q_rank } = self.widths(d_model)?;
+        let through = |rank, to| {
+            let norm = RmsNormConfig::new(rank).with_epsilon(self.norm_eps).init(device);
+            (linear(d_model, rank, device), norm, linear(rank, to, device))
+        };
+        let queries = self.heads * (key + rope);
+        Ok(Mla {
+            q_proj: match q_rank {
+                Some(rank) => QueryMap::Compressed(through(rank, queries)),
+                None => QueryMap::Full(linear(d_model, queries, device)),
+            },
+            k_rope: linear(d_model, rope, device),
+            kv_proj: through(kv_rank, self.heads * (key + value)),
+            o_proj: linear(self.heads * value, d_model, device),
+            heads: self.heads,
+            key_width: key,
+            rope: Rope { theta: self.rope_theta },
+        })
+    }
+
+    /// What it costs in a model of width `d_model`, over sequences of `length` tokens: steps from
+    /// the latents.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
+        let Widths { key, rope, value, kv_rank, q_rank } = self.widths(d_model)?;
+        let queries = self.heads * (key + rope);
+        let ask = match q_rank {
+            Some(rank) => linear_flops(d_model, rank) + linear_flops(rank, queries),
+            None => linear_flops(d_model, queries),
+        };
+        // On average a token looks at half the sequence: scores, and their sum over latents.
+        let look_back = 2 * (self.heads * (2 * kv_rank + rope)) as u64 * length.div_ceil(2) as u64;
+        Ok(Cost {
+            state_bytes: 4 * ((kv_rank + rope) * length) as u64,
+            flops_per_token: ask
+                + linear_flops(d_model, kv_rank + rope)
+                + linear_flops(kv_rank, self.heads * (key + value))
+                + linear_flops(self.heads * value, d_model)
+                + look_back,
+        })
+    }
+}
+
+/// What [`Mla`] keeps: for every token so far its latent and one rotated key. It grows with the
+/// sequence.
+#[derive(Debug, Clone)]
+pub struct LatentCache<B: Backend> {
+    /// `[B, T, R]`, normalised.
+    pub latents: Tensor<B, 3>,
+    /// `[B, T, Kr]`, rotated.
+    pub keys: Tensor<B, 3>,
+}
+
+impl<B: Backend> LatentCache<B> {
+    /// `before`, and then these.
+    fn after(before: Option<Self>, latents: Tensor<B, 3>, keys: Tensor<B, 3>) -> Self {
+        match before {
+            Some(before) => Self {
+                latents: Tensor::cat(vec![before.latents, latents], 1),
+                keys: Tensor::cat(vec![before.keys, keys], 1),
+            },
+            None => Self { latents, keys },
+        }
+    }
+}
+
+/// What makes queries.
+#[derive(Module, Debug)]
+pub enum QueryMap<B: Backend> {
+    /// One projection.
+    Full(Linear<B>),
+    /// One to a narrow vector, a norm, and one out of it.
+    Compressed((Linear<B>, RmsNorm<B>, Linear<B>)),
+}
+
+impl<B: Backend> QueryMap<B> {
+    fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        match self {
+            Self::Full(proj) => proj.forward(x),
+            Self::Compressed((down, norm, up)) => up.forward(norm.forward(down.forward(x))),
+        }
+    }
+}
+
+/// Multi-head latent attention. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Mla<B: Backend> {
+    q_proj: QueryMap<B>,
+    k_rope: Linear<B>,
+    kv_proj: (Linear<B>, RmsNorm<B>, Linear<B>),
+    o_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    key_width: usize,
+    #[module(skip)]
+    rope: Rope,
+}
+
+impl<B: Backend> Mla<B> {
+    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<LatentCache<B>>,
+    ) -> (Tensor<B, 3>, LatentCache<B>) {
+        let (q, cache) = self.project(x, state);
+        let (_, _, up) = &self.kv_proj;
+        let both = split_heads(up.forward(cache.latents.clone()), self.heads).swap_dims(1, 2);
+        let [batch, heads, seen, width] = both.dims();
+        let shared = [batch, heads, seen, cache.keys.dims()[2]];
+        let rotated = cache.keys.clone().unsqueeze_dim::<4>(1).expand(shared);
+        let k = Tensor::cat(vec![both.clone().narrow(3, 0, self.key_width), rotated], 3);
+        let v = both.narrow(3, self.key_width, width - self.key_width);
+        let mask = causal_mask(&q, seen, None);
+        (self.o_proj.forward(weigh(q, &k, &v, mask)), cache)
+    }
+
+    /// One token: `x` is `[B, D]`; gives `[B, D]` and the grown cache.
+    pub fn step(
+        &self,
+        x: Tensor<B, 2>,
+        state: Option<LatentCache<B>>,
+    ) -> (Tensor<B, 2>, LatentCache<B>) {
+        let (q, cache) = self.project(x.unsqueeze_dim(1), state);
+        let width = q.dims()[3];
+        let key = self.key_width;
+        let (_, _, up) = &self.kv_proj;
+        let up = up.weight.val();
+        let [rank, out] = up.dims();
+        let up = up.reshape([rank, self.heads, out / self.heads]).swap_dims(0, 1).unsqueeze::<4>();
+        let up_values = up.clone().narrow(3, key, out / self.heads - key);
+        let up_keys = up.narrow(3, 0, key);
+
+        let asked = q.clone().narrow(3, 0, key).matmul(up_keys.transpose()); // [B, H, 1, R]
+        let q = Tensor::cat(vec![asked, q.narrow(3, key, width - key)], 3);
+        let latents = cache.latents.clone().unsqueeze_dim::<4>(1);
+        let keys = Tensor::cat(vec![latents.clone(), cache.keys.clone().unsqueeze_dim(1)], 3);
+        let scores = scores(q * (width as f64).powf(-0.5), &keys);
+        let o = gather(scores, &latents).matmul(up_values);
+        (self.o_proj.forward(merge(o)).squeeze_dim(1), cache)
+    }
+
+    /// Queries, `[B, H, T, K + Kr]`, the last Kr rotated; and the cache with these tokens.
+    fn project(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<LatentCache<B>>,
+    ) -> (Tensor<B, 4>, LatentCache<B>) {
+        let position = state.as_ref().map_or(0, |cache| cache.latents.dims()[1]);
+        let q = split_heads(self.q_proj.forward(x.clone()), self.heads);
+        let rope_width = q.dims()[3] - self.key_width;
+        let rotated = self.rope.forward(q.clone().narrow(3, self.key_width, rope_width), position);
+        let q = Tensor::cat(vec![q.narrow(3, 0, self.key_width), rotated], 3);
+
+        let (down, norm, _) = &self.kv_proj;
+        let latents = norm.forward(down.forward(x.clone()));
+        let keys = self.rope.forward(self.k_rope.forward(x).unsqueeze_dim::<4>(2), position);
+        (q.swap_dims(1, 2), LatentCache::after(state, latents, keys.squeeze_dim(2)))
+    }
+}

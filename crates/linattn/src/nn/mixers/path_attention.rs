@@ -1,0 +1,295 @@
+//! PaTH attention: softmax attention whose positions are products of data-dependent reflections.
+//! ```text
+//! q, k, v = x W                                        [q, k of mean square 1 in each head]
+//! w       = silu(conv(x W_1 W_2)), of length 1         W_1: D -> 32
+//! beta    = 2 sigmoid(x W_b + b_b)                     a number for every head of keys
+//! H_t     = I - beta_t w_t^T w_t
+//! scores  = q_i H_i H_{i-1} .. H_{j+1} k_j^T / sqrt(K)  [+ log f_{j+1} + .. + log f_i]
+//! y       = softmax(scores + causal mask) v W_o        [f = sigmoid(x W_g + b_g)]
+//! ```
+//! With the rows of a piece of C tokens as matrices, all its products together are
+//! ```text
+//! R       = (I + strictly lower(diag(beta) W W^T))^-1 later(diag(beta) W K^T)
+//! scores  = Q K^T - lower(Q W^T) R
+//! K       = K - R^T W                                  behind the piece
+//! ```
+//! K being all keys so far, those before the piece as the last piece left them, and `later` zero
+//! but where a row's token comes after the column's. A single token is the case C = 1: each key is
+//! multiplied by H_t, and the scores are plain products. Source: arXiv 2505.16381; with the forget
+//! gate (PaTH-FoX) after arXiv 2503.02130, log gates unscaled, where flash-linear-attention divides
+//! them by sqrt(K) like the scores.
+
+use super::attention::{
+    causal_mask, check_shared, gather, head_norm, in_pieces, merge, pairs, project_heads, scores,
+};
+use super::forgetting_attention::forget;
+use super::{key_width, linear_flops};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
+use crate::nn::layers::{check_epsilon, l2_normalize, linear, linear_with_bias, split_heads};
+use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::ops::{DEFAULT_CHUNK, LinearAttentionBackend, solve_unit_lower};
+use burn::module::Module;
+use burn::nn::{Linear, RmsNorm};
+use burn::tensor::activation::{log_sigmoid, sigmoid};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// PaTH attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PathAttentionConfig {
+    /// Heads of queries.
+    pub heads: usize,
+    /// Heads of keys, values and reflections, a divisor of `heads`; as many by default.
+    pub key_value_heads: Option<usize>,
+    /// Width of a head; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// Inner width of the projection that makes w.
+    pub w_rank: usize,
+    /// Tokens the short convolution of w sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Whether scores decay by what the tokens in between say.
+    pub forget_gate: bool,
+    /// Whether each head's queries and keys are normalised.
+    pub qk_norm: bool,
+    /// Added to a mean square before its root, where queries and keys are normalised.
+    pub norm_eps: f64,
+    /// Tokens a piece. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for PathAttentionConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_value_heads: None,
+            key_width: None,
+            w_rank: 32,
+            conv_size: 3,
+            forget_gate: false,
+            qk_norm: false,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl PathAttentionConfig {
+    /// Width of a head, and heads of keys and values.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        let shared = check_shared(self.heads, self.key_value_heads)?;
+        let width = key_width(self.key_width, d_model, self.heads)?;
+        positive("w_rank", self.w_rank)?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((width, shared))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<PathAttention<B>, ConfigError> {
+        let (width, shared) = self.widths(d_model)?;
+        let (queries, keys) = (self.heads * width, shared * width);
+        let norm = || head_norm(self.qk_norm, width, self.norm_eps, device);
+        let gate = || linear_with_bias(d_model, self.heads, device);
+        Ok(PathAttention {
+            q_proj: linear(d_model, queries, device),
+            k_proj: linear(d_model, keys, device),
+            v_proj: linear(d_model, keys, device),
+            w_proj: (linear(d_model, self.w_rank, device), linear(self.w_rank, keys, device)),
+            w_conv1d: ShortConvolution::optional(keys, self.conv_size, device),
+            bt_proj: linear_with_bias(d_model, shared, device),
+            g_proj: self.forget_gate.then(gate),
+            maybe_q_norm: norm(),
+            maybe_k_norm: norm(),
+            o_proj: linear(queries, d_model, device),
+            heads: self.heads,
+            key_value_heads: shared,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`, over sequences of `length` tokens.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
+        let (width, shared) = self.widths(d_model)?;
+        let (queries, keys) = (self.heads * width, shared * width);
+        let gates = if self.forget_gate { self.heads } else { 0 };
+        // On average a token looks at half the sequence: scores, their sum over values, and a
+        // reflection of every key.
+        let look_back = 2 * 2 * (queries + keys) as u64 * length.div_ceil(2) as u64;
+        let inward = queries + 2 * keys + self.w_rank + shared + gates;
+        let mut cost = convolution_cost(self.conv_size, keys);
+        cost += Cost {
+            state_bytes: 4 * ((2 * keys + gates) * length) as u64,
+            flops_per_token: linear_flops(d_model, inward)
+                + linear_flops(self.w_rank, keys)
+                + linear_flops(queries, d_model)
+                + look_back,
+        };
+        Ok(cost)
+    }
+}
+
+/// Every key and value so far, the keys as the last token sees them: a state that grows with the
+/// sequence.
+#[derive(Debug, Clone)]
+pub struct PathCache<B: Backend> {
+    /// `[B, Hk, T, K]`, each multiplied by the reflections of all tokens after it.
+    pub keys: Tensor<B, 4>,
+    /// `[B, Hk, T, K]`.
+    pub values: Tensor<B, 4>,
+    /// With a forget gate, the sum of log gates up to each token, less that up to the last:
+    /// `[B, H, T]`.
+    pub gates: Option<Tensor<B, 3>>,
+    /// Last inputs of the short convolution, `[B, W - 1, channels]`; empty without one.
+    pub tails: Vec<Tensor<B, 3>>,
+}
+
+/// PaTH attention. `D -> D`.
+#[derive(Module, Debug)]
+pub struct PathAttention<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    w_proj: (Linear<B>, Linear<B>),
+    w_conv1d: Option<ShortConvolution<B>>,
+    bt_proj: Linear<B>,
+    g_proj: Option<Linear<B>>,
+    maybe_q_norm: Option<RmsNorm<B>>,
+    maybe_k_norm: Option<RmsNorm<B>>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    key_value_heads: usize,
+    #[module(skip)]
+    chunk: usize,
+}
+
+/// What each token brings: `q` is `[B, H, T, K]` and scaled; `k`, `v` and `w` are `[B, Hk, T, K]`,
+/// `beta` `[B, Hk, T, 1]`, log gates `[B, H, T]`.
+struct Tokens<B: Backend> {
+    q: Tensor<B, 4>,
+    k: Tensor<B, 4>,
+    v: Tensor<B, 4>,
+    w: Tensor<B, 4>,
+    beta: Tensor<B, 4>,
+    gates: Option<Tensor<B, 3>>,
+}
+
+impl<B: Backend> Tokens<B> {
+    fn part(&self, from: usize, size: usize) -> Self {
+        let part = |x: &Tensor<B, 4>| x.clone().narrow(2, from, size);
+        Self {
+            q: part(&self.q),
+            k: part(&self.k),
+            v: part(&self.v),
+            w: part(&self.w),
+            beta: part(&self.beta),
+            gates: self.gates.clone().map(|gates| gates.narrow(2, from, size)),
+        }
+    }
+}
+
+impl<B: LinearAttentionBackend> PathAttention<B> {
+    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<PathCache<B>>,
+    ) -> (Tensor<B, 3>, PathCache<B>) {
+        let tokens = x.dims()[1];
+        let tail = state.as_ref().and_then(|cache| cache.tails.first().cloned());
+        let (inputs, tails) = self.project(&x, tail);
+        let (o, cache) = in_pieces(tokens, self.chunk, state, |(from, size), before| {
+            attend(inputs.part(from, size), before)
+        });
+        (self.o_proj.forward(o), PathCache { tails, ..cache })
+    }
+
+    /// One token: `x` is `[B, D]`; gives `[B, D]` and the grown cache.
+    pub fn step(
+        &self,
+        x: Tensor<B, 2>,
+        state: Option<PathCache<B>>,
+    ) -> (Tensor<B, 2>, PathCache<B>) {
+        let (y, state) = self.forward(x.unsqueeze_dim(1), state);
+        (y.squeeze_dim(1), state)
+    }
+
+    /// What each token of `x` brings, and the next tail of the convolution, if there is one.
+    fn project(
+        &self,
+        x: &Tensor<B, 3>,
+        tail: Option<Tensor<B, 3>>,
+    ) -> (Tokens<B>, Vec<Tensor<B, 3>>) {
+        let rows = |proj: &Linear<B>, norm: Option<&RmsNorm<B>>, heads| {
+            project_heads(proj, norm, x, heads).swap_dims(1, 2)
+        };
+        let shared = self.key_value_heads;
+        let q = rows(&self.q_proj, self.maybe_q_norm.as_ref(), self.heads);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let (narrow, widen) = &self.w_proj;
+        let w = widen.forward(narrow.forward(x.clone()));
+        let mut tails = vec![];
+        let w = convolve_if_any(&self.w_conv1d, w, tail, &mut tails);
+        let beta = sigmoid(self.bt_proj.forward(x.clone())) * 2.0;
+        let log_gates = |proj: &Linear<B>| log_sigmoid(proj.forward(x.clone())).swap_dims(1, 2);
+        let inputs = Tokens {
+            q: q * scale,
+            k: rows(&self.k_proj, self.maybe_k_norm.as_ref(), shared),
+            v: rows(&self.v_proj, None, shared),
+            w: l2_normalize(split_heads(w, shared)).swap_dims(1, 2),
+            beta: beta.swap_dims(1, 2).unsqueeze_dim(3),
+            gates: self.g_proj.as_ref().map(log_gates),
+        };
+        (inputs, tails)
+    }
+}
+
+/// One piece of a sequence: `[B, C, H K]`, and the cache behind it, without tails.
+fn attend<B: Backend>(x: Tokens<B>, before: Option<PathCache<B>>) -> (Tensor<B, 3>, PathCache<B>) {
+    let Tokens { q, k, v, w, beta, gates } = x;
+    let [batch, shared, size, _] = w.dims();
+    let (keys, values, log_gates) = match before {
+        Some(before) => (
+            Tensor::cat(vec![before.keys, k], 2),
+            Tensor::cat(vec![before.values, v], 2),
+            before.gates,
+        ),
+        None => (k, v, None),
+    };
+    let seen = keys.dims()[2];
+
+    let weighted = w.clone() * beta;
+    let later = |columns: &Tensor<B, 4>| {
+        let seen = columns.dims()[2];
+        let mask = pairs(&w, seen, |back| if back > 0 { 1.0 } else { 0.0 });
+        let products = scores(weighted.clone(), columns) * mask;
+        products.reshape([batch, shared, size, seen])
+    };
+    let reflected = solve_unit_lower(later(&w), later(&keys)); // R
+    let mask = pairs(&q, size, |back| if back >= 0 { 1.0 } else { 0.0 });
+    let met = scores(q.clone(), &w) * mask;
+    let plain = scores(q.clone(), &keys) + causal_mask(&q, seen, None);
+    let scores = plain - met.matmul(reflected.clone().unsqueeze_dim::<5>(2));
+
+    let (scores, gates) = match gates {
+        Some(gates) => {
+            let (forgotten, gates) = forget(gates, log_gates, shared);
+            (scores + forgotten, Some(gates))
+        }
+        None => (scores, None),
+    };
+    let o = merge(gather(scores, &values));
+    let keys = keys - reflected.transpose().matmul(w);
+    (o, PathCache { keys, values, gates, tails: vec![] })
+}
