@@ -21,6 +21,19 @@ const MIXERS: &[&str] = &[
     "linear_attention = { heads = 2 }",
     "linear_attention = { heads = 2, feature_map = 'relu', normalize = true, conv_size = 3 }",
     "linear_attention = { heads = 1, value_heads = 2, feature_map = 'identity', expand_v = 0.5 }",
+    "linear_attention = { heads = 2, feature_map = 'taylor', key_width = 4, expand_v = 3.0, normalize = true }",
+    // Squares that are nearly zero are mostly rounding; the epsilon keeps the norm from blowing them up.
+    "linear_attention = { heads = 2, feature_map = 'learnable_square', norm_eps = 0.05 }",
+    "linear_attention = { heads = 2, feature_map = 'learnable_square', tie_feature_map_qk = true, norm_eps = 0.05, chunk = 16 }",
+    "linear_attention = { heads = 2, feature_map = { performer = { features = 10, seed = 3 } }, normalize = true }",
+    "linear_attention = { heads = 2, value_heads = 4, feature_map = { rfa = {} }, expand_v = 0.5 }",
+    "linear_attention = { heads = 1, value_heads = 2, feature_map = { cosformer = { length = 64 } }, normalize = true }",
+    "linear_attention = { heads = 2, feature_map = 'hedgehog', normalize = true }",
+    "linear_attention = { heads = 2, feature_map = 'hedgehog', tie_feature_map_qk = true, conv_size = 2 }",
+    "linear_attention = { heads = 2, feature_map = { dijiang = { seed = 1 } }, normalize = true }",
+    "linear_attention = { heads = 2, feature_map = { dpfp = { nu = 3 } }, norm_q = true, norm_k = true }",
+    "linear_attention = { heads = 2, feature_map = 'elementwise_product' }",
+    "linear_attention = { heads = 2, feature_map = 'elementwise_product', tie_feature_map_qk = true, chunk = 8 }",
     "retnet = { heads = 2, chunk = 16 }",
     "retnet = { heads = 1, value_heads = 2, output_gate = false, expand_v = 1.0 }",
     "mamba2 = { d_state = 10, head_width = 8 }",
@@ -34,6 +47,10 @@ const MIXERS: &[&str] = &[
     "hgrn2 = { heads = 2, key_width = 6, expand_v = 1.5, lower_bound = 0.6, conv_size = 3, chunk = 16 }",
     "rwkv6 = { heads = 2 }",
     "rwkv6 = { heads = 3, key_width = 6, expand_v = 0.5, mix_low_rank = 3, gate_low_rank = 5, norm_eps = 64e-5, chunk = 8 }",
+    "decaying_fast_weights = { heads = 2 }",
+    "decaying_fast_weights = { heads = 3, key_width = 5, expand_v = 2.0, gate_normalizer = 16.0, conv_size = 3 }",
+    "gateloop = { heads = 2 }",
+    "gateloop = { heads = 3, key_width = 6, expand_v = 0.5, gate_normalizer = 1.0, conv_size = 3, output_gate = false, chunk = 8 }",
     "gsa = { heads = 2 }",
     "gsa = { heads = 3, slots = 5, expand_v = 0.5, gate_normalizer = 1.0, conv_size = 3, chunk = 32 }",
     "metala = { heads = 2 }",
@@ -784,5 +801,107 @@ fn an_entry_of_layers_is_a_layer_or_a_group() {
     ] {
         let said = parse(layer).unwrap_err().to_string();
         assert!(said.contains(want), "{layer}: {said}");
+    }
+/// A module's parameters by path, and what its linear layers make of one token in f64.
+struct Weights(std::collections::HashMap<String, Vec<f64>>);
+
+impl Weights {
+    fn of<M: burn::module::Module<B>>(module: &M) -> Self {
+        let mut values = Values::default();
+        module.visit(&mut values);
+        Self(values.0.into_iter().collect())
+    }
+
+    fn linear(&self, name: &str, x: &[f64]) -> Vec<f64> {
+        let weight = &self.0[&format!("{name}.weight")];
+        let width = weight.len() / x.len();
+        let bias = self.0.get(&format!("{name}.bias"));
+        (0..width)
+            .map(|j| {
+                let products = x.iter().enumerate().map(|(i, x)| x * weight[i * width + j]);
+                bias.map_or(0.0, |bias| bias[j]) + products.sum::<f64>()
+            })
+            .collect()
+    }
+
+    /// RMSNorm with fresh weights, then the output projection.
+    fn output(&self, o: &[f64]) -> Vec<f64> {
+        let size = (o.iter().map(|o| o * o).sum::<f64>() / o.len() as f64 + 1e-5).sqrt();
+        self.linear("o_proj", &o.iter().map(|o| o / size).collect::<Vec<_>>())
+    }
+}
+
+fn log_sigmoid(x: f64) -> f64 {
+    -(-x).exp().ln_1p()
+}
+
+#[test]
+fn rows_and_columns_of_decaying_fast_weights_decay() {
+    let mixer = mixer("decaying_fast_weights = { key_width = 5, expand_v = 2.0 }");
+    let Mixer::DecayingFastWeights(layer) = &mixer else { panic!("another mixer") };
+    let (weights, x) = (Weights::of(layer), input(70).narrow(0, 0, 1));
+    let (mut memory, mut want) = (vec![0f64; 5 * 10], vec![]);
+    for x in download(x.clone()).chunks(D) {
+        let [q, k, v, f, z] =
+            ["q_proj", "k_proj", "v_proj", "f_proj", "z_proj"].map(|name| weights.linear(name, x));
+        let mut o = vec![0f64; 10];
+        for i in 0..5 {
+            for j in 0..10 {
+                let decay = (log_sigmoid(f[i]) + log_sigmoid(z[j]).max(-4.0)).exp();
+                let cell = &mut memory[i * 10 + j];
+                *cell = *cell * decay + k[i] * v[j];
+                o[j] += q[i] * *cell / 5f64.sqrt();
+            }
+        }
+        want.extend(weights.output(&o));
+    }
+    assert_close("the recurrence", &want, &download(mixer.forward(x, None).0), 1e-4);
+}
+
+#[test]
+fn closed_columns_of_decaying_fast_weights_overflow_nothing() {
+    let mixer = mixer("decaying_fast_weights = { heads = 2, gate_normalizer = 0.001 }");
+    let y = download(mixer.forward(input(70), None).0);
+    assert!(y.iter().all(|y| y.is_finite()), "{y:?}");
+    assert!(y.iter().any(|y| *y != 0.0));
+}
+
+#[test]
+fn the_memory_of_gateloop_decays_and_turns() {
+    let mixer = mixer("gateloop = { key_width = 6, output_gate = false, gate_normalizer = 4.0 }");
+    let Mixer::GateLoop(layer) = &mixer else { panic!("another mixer") };
+    let (weights, x) = (Weights::of(layer), input(70).narrow(0, 0, 1));
+    // Real and imaginary parts, [K / 2, V] each.
+    let (mut memory, mut want) = (vec![[0f64; 2]; 3 * 6], vec![]);
+    for x in download(x.clone()).chunks(D) {
+        let [q, k, v, a, theta] = ["q_proj", "k_proj", "v_proj", "a_proj", "theta_proj"]
+            .map(|name| weights.linear(name, x));
+        let mut o = vec![0f64; 6];
+        for i in 0..3 {
+            let decay = (log_sigmoid(a[i]) / 4.0).exp();
+            let (real, imaginary) = (decay * theta[i].cos(), decay * theta[i].sin());
+            for j in 0..6 {
+                let [x, y] = memory[i * 6 + j];
+                let x_next = real * x - imaginary * y + k[i] * v[j];
+                let y_next = real * y + imaginary * x + k[i + 3] * v[j];
+                memory[i * 6 + j] = [x_next, y_next];
+                o[j] += (q[i] * x_next + q[i + 3] * y_next) / 6f64.sqrt();
+            }
+        }
+        want.extend(weights.output(&o));
+    }
+    assert_close("the recurrence", &want, &download(mixer.forward(x, None).0), 1e-4);
+}
+
+#[test]
+fn the_angles_of_gateloop_stay_within_a_turn() {
+    use linattn::nn::mixers::MixerState;
+    let (mixer, mut state) = (mixer("gateloop = { heads = 2 }"), None);
+    for _ in 0..8 {
+        let (_, next) = mixer.forward(input(64) * 4.0, state);
+        let MixerState::Matrix(kept) = &next else { panic!("another state") };
+        let angles = download(kept.tails[0].clone());
+        assert!(angles.iter().all(|angle| angle.abs() < 3.15), "{angles:?}");
+        state = Some(next);
     }
 }

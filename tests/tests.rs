@@ -11,6 +11,8 @@ mod desk;
 mod fused;
 mod fixtures;
 #[cfg(feature = "cpu")]
+mod features;
+#[cfg(feature = "cpu")]
 mod layers;
 mod ops;
 #[cfg(feature = "cpu")]

@@ -355,7 +355,7 @@ impl RunConfig {
             return Err(ConfigError::value("name", format!("{name:?}"), "one folder's name"));
         }
         let task = self.task.build(self.seed)?;
-        self.model.cost(1)?;
+        self.check_model(task.as_ref())?;
         self.check_head(task.as_ref())?;
         self.train.check()?;
         self.optimizer.check()?;
@@ -373,6 +373,14 @@ impl RunConfig {
 }
 
 impl RunConfig {
+    /// The model can be built, and for the task's longest sequence too.
+    pub(crate) fn check_model(&self, task: &dyn Task) -> Result<(), ConfigError> {
+        let sets = [Split::Train, Split::Test].map(|split| task.sets(split));
+        let longest = sets.into_iter().flatten().map(|set| set.length).max().unwrap_or(1);
+        self.model.cost(longest)?;
+        Ok(())
+    }
+
     /// An auto-encoder sees its whole input before it answers: right where that is asked for, and
     /// nowhere else.
     fn check_head(&self, task: &dyn Task) -> Result<(), ConfigError> {

@@ -113,7 +113,7 @@ pub fn train<B: TrainBackend>(
 ) -> Result<Outcome, TrainError> {
     let root = run_folder(&job.output, &job.run);
     let task = job.run.task.build(job.run.seed).map_err(ConfigError::from)?;
-    job.run.model.cost(1).map_err(ConfigError::from)?;
+    job.run.check_model(task.as_ref())?;
     let (folder, checkpoint) = RunFolder::open(&root, &job.run, job.start)?;
     let mut training = Training::<B>::new(job, devices, task.as_ref(), folder, checkpoint)?;
     let status = training.run_on()?;

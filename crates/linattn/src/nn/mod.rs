@@ -8,6 +8,7 @@
 mod auto_encoder;
 mod block;
 mod convolution;
+mod features;
 mod layers;
 pub mod mixers;
 mod model;
@@ -20,6 +21,7 @@ pub use block::{
     LayerGroup, Mlp, MlpConfig, Rwkv6Mlp, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu, SwiGluConfig,
 };
 pub use convolution::ShortConvolution;
+pub use features::{FeatureMap, Features};
 pub use layers::{GatedRmsNorm, Norm, NormKind, l2_normalize};
 pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};
 pub use rope::Rope;

@@ -2,47 +2,22 @@
 //! ```text
 //! q, k = phi(x W_q), phi(x W_k);  v = x W_v
 //! S    = S + k^T v
-//! o    = q S / sqrt(K)      or, normalised, q S / (q . sum of k)
+//! o    = q S / sqrt(F)      or, normalised, q S / (q . sum of k)
 //! y    = rms_norm(o) W_o
 //! ```
-//! Source: Katharopoulos et al., arXiv 2006.16236; the norm in place of the denominator is from
-//! arXiv 2210.10340.
+//! F is the number of features that phi makes of K. Source: Katharopoulos et al., arXiv 2006.16236;
+//! the norm in place of the denominator is from arXiv 2210.10340; feature maps name their own.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::features::{FeatureMap, Features};
 use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
 use burn::nn::Linear;
-use burn::tensor::activation::relu;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
-
-/// What is done to queries and keys.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FeatureMap {
-    /// Nothing.
-    Identity,
-    /// `elu(x) + 1`, which is positive.
-    #[default]
-    Elu,
-    /// `max(x, 0)`.
-    Relu,
-}
-
-impl FeatureMap {
-    /// Elementwise.
-    pub fn apply<B: Backend, const D: usize>(self, x: Tensor<B, D>) -> Tensor<B, D> {
-        match self {
-            FeatureMap::Identity => x,
-            // e^min(x, 0) + max(x, 0): x + 1 above zero, e^x below.
-            FeatureMap::Elu => x.clone().clamp_max(0.0).exp() + relu(x),
-            FeatureMap::Relu => relu(x),
-        }
-    }
-}
 
 /// Linear attention.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -60,7 +35,13 @@ pub struct LinearAttentionConfig {
     pub conv_size: usize,
     /// phi.
     pub feature_map: FeatureMap,
-    /// Divides by the query's answer from the sum of keys; wants a positive feature map.
+    /// Whether queries and keys share what phi learns.
+    pub tie_feature_map_qk: bool,
+    /// Whether a query's features are divided by their sum; wants features that are not negative.
+    pub norm_q: bool,
+    /// The same of keys.
+    pub norm_k: bool,
+    /// Divides by the query's answer from the sum of keys; wants scores that are not negative.
     pub normalize: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
@@ -77,6 +58,9 @@ impl Default for LinearAttentionConfig {
             expand_v: 1.0,
             conv_size: 0,
             feature_map: FeatureMap::default(),
+            tie_feature_map_qk: false,
+            norm_q: false,
+            norm_k: false,
             normalize: false,
             norm_eps: 1e-5,
             chunk: DEFAULT_CHUNK,
@@ -84,22 +68,48 @@ impl Default for LinearAttentionConfig {
     }
 }
 
+/// Widths that follow from a config.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    /// K.
+    key: usize,
+    /// F, what phi makes of K.
+    features: usize,
+    /// V.
+    value: usize,
+    /// Heads of values.
+    heads: usize,
+}
+
 impl LinearAttentionConfig {
-    /// K, V and the number of value heads.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize, usize), ConfigError> {
+    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
         let heads = check_heads(self.heads, self.value_heads)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
+        let features = self.feature_map.check(key)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
-        if self.normalize && self.feature_map == FeatureMap::Identity {
-            return Err(ConfigError::new(
-                "feature_map",
-                "identity",
-                "elu or relu where `normalize` is true: the denominator has to be positive",
-            ));
+        self.check_signs()?;
+        Ok(Widths { key, features, value: value_width(key, self.expand_v)?, heads })
+    }
+
+    /// What is divided by has to be positive.
+    fn check_signs(&self) -> Result<(), ConfigError> {
+        let map = self.feature_map;
+        let refused = |want: &str| Err(ConfigError::new("feature_map", map.name(), want));
+        if self.normalize && !map.has_positive_scores() {
+            return refused(
+                "elu, relu, taylor, learnable_square, performer, cosformer, hedgehog, dijiang or \
+                 dpfp where `normalize` is true: the denominator has to be positive",
+            );
         }
-        Ok((key, value_width(key, self.expand_v)?, heads))
+        if (self.norm_q || self.norm_k) && !map.is_positive() {
+            return refused(
+                "elu, relu, performer, cosformer, hedgehog or dpfp where `norm_q` or `norm_k` is \
+                 true: the sum of features has to be positive",
+            );
+        }
+        Ok(())
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -110,8 +120,10 @@ impl LinearAttentionConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<LinearAttention<B>, ConfigError> {
-        let (key, value, heads) = self.widths(d_model)?;
+        let Widths { key, value, heads, .. } = self.widths(d_model)?;
         let (keys, values) = (self.heads * key, heads * value);
+        let features = || self.feature_map.init::<B>(self.heads, key, device);
+        let own = self.feature_map.may_differ() && !self.tie_feature_map_qk;
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(LinearAttention {
             q_proj: linear(d_model, keys, device),
@@ -124,7 +136,10 @@ impl LinearAttentionConfig {
             o_proj: linear(values, d_model, device),
             key_heads: self.heads,
             heads,
-            feature_map: self.feature_map,
+            feature_map_q: features()?,
+            feature_map_k: own.then(features).transpose()?,
+            norm_q: self.norm_q,
+            norm_k: self.norm_k,
             normalize: self.normalize,
             chunk: self.chunk,
         })
@@ -132,13 +147,15 @@ impl LinearAttentionConfig {
 
     /// What it costs in a model of width `d_model`.
     /// # Errors
-    /// As [`init`](Self::init).
-    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value, heads) = self.widths(d_model)?;
+    /// As [`init`](Self::init), and where the feature map does not reach over `length` tokens.
+    pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
+        let Widths { key, features, value, heads } = self.widths(d_model)?;
+        self.feature_map.check_length(length)?;
         let (keys, values) = (self.heads * key, heads * value);
-        let mut cost = memory_cost(heads, key, value + usize::from(self.normalize), false);
+        let mut cost = memory_cost(heads, features, value + usize::from(self.normalize), false);
         cost.flops_per_token +=
             linear_flops(d_model, 2 * keys + values) + linear_flops(values, d_model);
+        cost.flops_per_token += 2 * self.heads as u64 * self.feature_map.flops(key);
         cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
     }
@@ -153,6 +170,9 @@ pub struct LinearAttention<B: Backend> {
     q_conv1d: Option<ShortConvolution<B>>,
     k_conv1d: Option<ShortConvolution<B>>,
     v_conv1d: Option<ShortConvolution<B>>,
+    feature_map_q: Features<B>,
+    /// None where keys go through the queries' map.
+    feature_map_k: Option<Features<B>>,
     norm: GatedRmsNorm<B>,
     o_proj: Linear<B>,
     #[module(skip)]
@@ -160,7 +180,9 @@ pub struct LinearAttention<B: Backend> {
     #[module(skip)]
     heads: usize,
     #[module(skip)]
-    feature_map: FeatureMap,
+    norm_q: bool,
+    #[module(skip)]
+    norm_k: bool,
     #[module(skip)]
     normalize: bool,
     #[module(skip)]
@@ -188,9 +210,12 @@ impl<B: LinearAttentionBackend> LinearAttention<B> {
             }
             split_heads(y, heads)
         };
-        let q = self.feature_map.apply(project(&self.q_proj, &self.q_conv1d, self.key_heads));
-        let k = self.feature_map.apply(project(&self.k_proj, &self.k_conv1d, self.key_heads));
+        let q = project(&self.q_proj, &self.q_conv1d, self.key_heads);
+        let k = project(&self.k_proj, &self.k_conv1d, self.key_heads);
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);
+        let map_of_keys = self.feature_map_k.as_ref().unwrap_or(&self.feature_map_q);
+        let q = over_sum(self.feature_map_q.forward(q, position), self.norm_q);
+        let k = over_sum(map_of_keys.forward(k, position), self.norm_k);
         let (scale, value_width) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3]);
         // The sum of keys is one more column of the memory, written with a value of 1.
         let v = match self.normalize {
@@ -205,5 +230,13 @@ impl<B: LinearAttentionBackend> LinearAttention<B> {
         };
         let y = self.o_proj.forward(merge_heads(self.norm.forward(o, None)));
         (y, MatrixState { memory, tails, position: position + tokens })
+    }
+}
+
+/// Features as shares of their sum, where that is asked for.
+fn over_sum<B: Backend>(x: Tensor<B, 4>, asked: bool) -> Tensor<B, 4> {
+    match asked {
+        true => x.clone() / (x.sum_dim(3) + 1e-4),
+        false => x,
     }
 }

@@ -39,12 +39,14 @@ mod attention;
 mod base_conv;
 mod comba;
 mod cross_attention;
+mod decaying_fast_weights;
 mod delta_net;
 mod delta_product;
 mod deltaformer;
 mod forgetting_attention;
 mod gated_delta_net_2;
 mod gated_retention;
+mod gateloop;
 mod gla;
 mod gsa;
 mod hgrn2;
@@ -66,18 +68,20 @@ pub use attention::{Attention, AttentionConfig, KeyValueCache};
 pub use base_conv::{BaseConv, BaseConvConfig, ConvolutionTail};
 pub use comba::{Comba, CombaConfig};
 pub use cross_attention::{CrossAttention, CrossAttentionConfig, NoState};
+pub use decaying_fast_weights::{DecayingFastWeights, DecayingFastWeightsConfig};
 pub use delta_net::{DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig};
 pub use delta_product::{DeltaProduct, DeltaProductConfig};
 pub use deltaformer::{DeltaFormer, DeltaFormerConfig};
 pub use forgetting_attention::{ForgettingAttention, ForgettingAttentionConfig, ForgettingCache};
 pub use gated_delta_net_2::{GatedDeltaNet2, GatedDeltaNet2Config};
 pub use gated_retention::{GatedRetention, GatedRetentionConfig};
+pub use gateloop::{GateLoop, GateLoopConfig};
 pub use gla::{Gla, GlaConfig};
 pub use gsa::{Gsa, GsaConfig, SlotState};
 pub use hgrn2::{Hgrn2, Hgrn2Config};
 pub use kda::{Kda, KdaConfig};
 pub use lightning_attention::{LightningAttention, LightningAttentionConfig};
-pub use linear_attention::{FeatureMap, LinearAttention, LinearAttentionConfig};
+pub use linear_attention::{LinearAttention, LinearAttentionConfig};
 pub use longhorn::{Longhorn, LonghornConfig};
 pub use mamba2::{Mamba2, Mamba2Config};
 pub use mesa_net::{MesaNet, MesaNetConfig};
@@ -90,6 +94,8 @@ pub use rwkv6::{Rwkv6, Rwkv6Config};
 pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
 
 use super::{ConfigError, Cost, Shared};
+pub use super::FeatureMap;
+use super::{ConfigError, Cost};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
@@ -102,7 +108,8 @@ pub struct MatrixState<B: Backend> {
     pub memory: Tensor<B, 4>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
     /// fields; then what else a mixer needs of its last token: RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`,
-    /// mLSTM its running maximum, `[B, 1, H]`. Empty where there is nothing of the kind.
+    /// mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles, `[B, 1, H K / 2]`. Empty where there is
+    /// nothing of the kind.
     pub tails: Vec<Tensor<B, 3>>,
     /// Tokens seen.
     pub position: usize,
@@ -362,6 +369,10 @@ mixers! {
     "metala" MetaLa(MetaLaConfig);
     /// RWKV-6.
     "rwkv6" Rwkv6(Rwkv6Config);
+    /// Decaying fast weights.
+    "decaying_fast_weights" DecayingFastWeights(DecayingFastWeightsConfig);
+    /// GateLoop.
+    "gateloop" GateLoop(GateLoopConfig);
     /// Gated slot attention.
     "gsa" Gsa(GsaConfig);
     /// DeltaNet.

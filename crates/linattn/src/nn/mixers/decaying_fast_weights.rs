@@ -1,0 +1,248 @@
+//! Decaying fast weights: rows and columns of the memory both have a decay of their own, that depends
+//! on the data.
+//! ```text
+//! q, k, v = x W_q, x W_k, x W_v          (silu(conv(.)) where there are convolutions)
+//! f       = log_sigmoid(x W_f + b_f) / n        [K], of rows
+//! z       = max(log_sigmoid(x W_z + b_z) / n, -4)   [V], of columns
+//! S       = (e^f)^T e^z * S + k^T v             elementwise
+//! y       = rms_norm(q S / sqrt(K)) W_o
+//! ```
+//! Source: Mao, arXiv 2210.04243, with n = 1, and biases as in its gates: spread so that a head's
+//! channels start out by keeping every share from none to all. The bound of z is ours.
+//!
+//! Over a piece of few tokens the columns' decay is taken out of the memory: with Z_t the sum of z up
+//! to t, S_t e^{-Z_t} decays by rows alone, is written with v_t e^{-Z_t}, and answers q_t with
+//! o_t e^{-Z_t}. The bound keeps e^{-Z_t} within f32's range.
+
+use super::{
+    MatrixState, check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width,
+};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
+use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::{ConfigError, Cost};
+use crate::ops::{self, LinearAttentionBackend, OpResult};
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::log_sigmoid;
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Tokens a piece: one of the operations' chunks.
+const PIECE: usize = 16;
+/// Least log decay of a column: 16 tokens make e^64 at most, where f32 ends at e^88.
+const FASTEST_COLUMN: f64 = -4.0;
+
+/// Decaying fast weights.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DecayingFastWeightsConfig {
+    /// Heads.
+    pub heads: usize,
+    /// K, width of a key; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// n, what log decays are divided by: the larger, the longer a fresh layer remembers.
+    pub gate_normalizer: f64,
+    /// Tokens each short convolution sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+}
+
+impl Default for DecayingFastWeightsConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_width: None,
+            expand_v: 1.0,
+            gate_normalizer: 1.0,
+            conv_size: 0,
+            norm_eps: 1e-5,
+        }
+    }
+}
+
+impl DecayingFastWeightsConfig {
+    /// K and V.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        check_heads(self.heads, None)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        let value = value_width(key, self.expand_v)?;
+        check_divisor("gate_normalizer", self.gate_normalizer)?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        Ok((key, value))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<DecayingFastWeights<B>, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
+        let gate = |width| Linear {
+            bias: Some(spread_bias(self.heads, width, device)),
+            ..linear(d_model, self.heads * width, device)
+        };
+        Ok(DecayingFastWeights {
+            q_proj: linear(d_model, keys, device),
+            k_proj: linear(d_model, keys, device),
+            v_proj: linear(d_model, values, device),
+            f_proj: gate(key),
+            z_proj: gate(value),
+            q_conv1d: conv(keys),
+            k_conv1d: conv(keys),
+            v_conv1d: conv(values),
+            norm: GatedRmsNorm::new(value, self.norm_eps, device),
+            o_proj: linear(values, d_model, device),
+            heads: self.heads,
+            gate_normalizer: self.gate_normalizer,
+            chunk: PIECE,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let mut cost = memory_cost(self.heads, key, value, false);
+        cost.flops_per_token +=
+            linear_flops(d_model, 3 * keys + 2 * values) + linear_flops(values, d_model);
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
+        Ok(cost)
+    }
+}
+
+/// Biases of gates that keep the shares 1 / (width + 1), 2 / (width + 1) and so on, in every head.
+fn spread_bias<B: Backend>(heads: usize, width: usize, device: &B::Device) -> Param<Tensor<B, 1>> {
+    // The share is n / (width + 1): its odds are n to width + 1 - n.
+    let log_odds = |n: usize| (n as f64 / (width + 1 - n) as f64).ln() as f32;
+    let values: Vec<f32> = (0..heads).flat_map(|_| (1..=width).map(log_odds)).collect();
+    Param::from_tensor(Tensor::from_data(TensorData::new(values, [heads * width]), device))
+}
+
+/// Decaying fast weights. `D -> D`.
+#[derive(Module, Debug)]
+pub struct DecayingFastWeights<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    f_proj: Linear<B>,
+    z_proj: Linear<B>,
+    q_conv1d: Option<ShortConvolution<B>>,
+    k_conv1d: Option<ShortConvolution<B>>,
+    v_conv1d: Option<ShortConvolution<B>>,
+    norm: GatedRmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    gate_normalizer: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+/// What the memory takes in.
+struct Inputs<B: Backend> {
+    q: Tensor<B, 4>,
+    k: Tensor<B, 4>,
+    v: Tensor<B, 4>,
+    /// Log decay of rows, `[B, T, H, K]`.
+    rows: Tensor<B, 4>,
+    /// Log decay of columns, `[B, T, H, V]`.
+    columns: Tensor<B, 4>,
+}
+
+impl<B: LinearAttentionBackend> Inputs<B> {
+    /// Tokens `from` to `from + count`.
+    fn piece(&self, from: usize, count: usize) -> Self {
+        let part = |x: &Tensor<B, 4>| x.clone().narrow(1, from, count);
+        Self {
+            q: part(&self.q),
+            k: part(&self.k),
+            v: part(&self.v),
+            rows: part(&self.rows),
+            columns: part(&self.columns),
+        }
+    }
+
+    /// Through an operation whose columns do not decay.
+    fn run(
+        self,
+        state: Option<Tensor<B, 4>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> OpResult<B> {
+        let last = self.columns.dims()[1] - 1;
+        let kept = self.columns.cumsum(1);
+        let v = self.v * kept.clone().neg().exp();
+        let inputs = ops::LinearAttention::new(self.q, self.k, v).with_decay(self.rows);
+        let (o, state) = op(inputs, state)?;
+        let kept = kept.exp();
+        // [B, 1, H, V] to [B, H, 1, V].
+        let at_end = kept.clone().narrow(1, last, 1).swap_dims(1, 2);
+        Ok((o * kept, state * at_end))
+    }
+}
+
+/// Whole sequences, a piece at a time.
+fn in_pieces<B: LinearAttentionBackend>(
+    x: Inputs<B>,
+    mut state: Option<Tensor<B, 4>>,
+    size: usize,
+) -> OpResult<B> {
+    let tokens = x.q.dims()[1];
+    let mut outputs = vec![];
+    for from in (0..tokens).step_by(size) {
+        let piece = x.piece(from, size.min(tokens - from));
+        let (o, next) = piece.run(state, |x, state| ops::linear_attention(x, state, size))?;
+        outputs.push(o);
+        state = Some(next);
+    }
+    Ok((Tensor::cat(outputs, 1), state.expect("a sequence has a token")))
+}
+
+/// One token.
+fn one_token<B: LinearAttentionBackend>(x: Inputs<B>, state: Option<Tensor<B, 4>>) -> OpResult<B> {
+    x.run(state, ops::linear_attention_step)
+}
+
+forward_and_step!(DecayingFastWeights, in_pieces, one_token);
+
+impl<B: LinearAttentionBackend> DecayingFastWeights<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(Inputs<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
+            let tail = conv.as_ref().and_then(|_| before.next());
+            let y = convolve_if_any(conv, proj.forward(x.clone()), tail, &mut tails);
+            split_heads(y, self.heads)
+        };
+        let q = project(&self.q_proj, &self.q_conv1d);
+        let k = project(&self.k_proj, &self.k_conv1d);
+        let v = project(&self.v_proj, &self.v_conv1d);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let decay = |proj: &Linear<B>| {
+            let g = log_sigmoid(proj.forward(x.clone())) / self.gate_normalizer;
+            split_heads(g, self.heads)
+        };
+        let columns = decay(&self.z_proj).clamp_min(FASTEST_COLUMN);
+        let inputs = Inputs { q: q * scale, k, v, rows: decay(&self.f_proj), columns };
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let y = self.o_proj.forward(merge_heads(self.norm.forward(o, None)));
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+}

@@ -1,0 +1,221 @@
+//! GateLoop: every row of the memory has a complex decay of its own, that depends on the data.
+//! ```text
+//! q, k, v = x W_q, x W_k, x W_v          (silu(conv(.)) where there are convolutions)
+//! q, k as K / 2 complex numbers: channel i and channel i + K / 2
+//! g       = log_sigmoid(x W_a + b) / n          [K / 2]
+//! theta   = x W_theta                           [K / 2]
+//! S       = diag(e^{g + i theta}) S + k^T v     complex, [K / 2, V]
+//! y       = (rms_norm(Re(conj(q) S) / sqrt(K)) silu(x W_g)) W_o
+//! ```
+//! Source: Katsch, arXiv 2311.01927, with n = 1.
+//!
+//! Re(conj(q_t) e^{i (A_t - A_s)} k_s), with A_t the sum of theta up to t, is the product of q_t and
+//! k_s as pairs of real numbers, q_t turned by -A_t and k_s by -A_s: so the memory is real, `[K, V]`,
+//! and decays by rows. A is kept between -pi and pi, which changes no turn.
+
+use super::{
+    MatrixState, check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width,
+};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
+use crate::nn::layers::{
+    GatedRmsNorm, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
+};
+use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::activation::log_sigmoid;
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+use std::f64::consts::TAU;
+
+/// GateLoop.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GateLoopConfig {
+    /// Heads.
+    pub heads: usize,
+    /// K, width of a key, even; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// V / K.
+    pub expand_v: f64,
+    /// n, what log decays are divided by: the larger, the longer a fresh layer remembers.
+    pub gate_normalizer: f64,
+    /// Tokens each short convolution sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Whether a gate multiplies the output.
+    pub output_gate: bool,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for GateLoopConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_width: None,
+            expand_v: 1.0,
+            gate_normalizer: 16.0,
+            conv_size: 0,
+            output_gate: true,
+            norm_eps: 1e-5,
+            chunk: DEFAULT_CHUNK,
+        }
+    }
+}
+
+impl GateLoopConfig {
+    /// K and V.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        check_heads(self.heads, None)?;
+        let key = key_width(self.key_width, d_model, self.heads)?;
+        if !key.is_multiple_of(2) {
+            let want = "even: pairs of channels are complex numbers";
+            return Err(ConfigError::new("key_width", key, want));
+        }
+        let value = value_width(key, self.expand_v)?;
+        check_divisor("gate_normalizer", self.gate_normalizer)?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((key, value))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<GateLoop<B>, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
+        Ok(GateLoop {
+            q_proj: linear(d_model, keys, device),
+            k_proj: linear(d_model, keys, device),
+            v_proj: linear(d_model, values, device),
+            a_proj: linear_with_bias(d_model, keys / 2, device),
+            theta_proj: linear(d_model, keys / 2, device),
+            q_conv1d: conv(keys),
+            k_conv1d: conv(keys),
+            v_conv1d: conv(values),
+            g_proj: self.output_gate.then(|| linear(d_model, values, device)),
+            norm: GatedRmsNorm::new(value, self.norm_eps, device),
+            o_proj: linear(values, d_model, device),
+            heads: self.heads,
+            gate_normalizer: self.gate_normalizer,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (key, value) = self.widths(d_model)?;
+        let (keys, values) = (self.heads * key, self.heads * value);
+        let mut cost = memory_cost(self.heads, key, value, false);
+        let gates = if self.output_gate { values } else { 0 };
+        cost.flops_per_token +=
+            linear_flops(d_model, 3 * keys + values + gates) + linear_flops(values, d_model);
+        cost.state_bytes += 4 * (keys / 2) as u64;
+        cost += convolution_cost(self.conv_size, 2 * keys + values);
+        Ok(cost)
+    }
+}
+
+/// GateLoop. `D -> D`.
+#[derive(Module, Debug)]
+pub struct GateLoop<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    a_proj: Linear<B>,
+    theta_proj: Linear<B>,
+    q_conv1d: Option<ShortConvolution<B>>,
+    k_conv1d: Option<ShortConvolution<B>>,
+    v_conv1d: Option<ShortConvolution<B>>,
+    g_proj: Option<Linear<B>>,
+    norm: GatedRmsNorm<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    gate_normalizer: f64,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(GateLoop, ops::linear_attention, ops::linear_attention_step);
+
+impl<B: LinearAttentionBackend> GateLoop<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let tokens = x.dims()[1];
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
+        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
+            let tail = conv.as_ref().and_then(|_| before.next());
+            let y = convolve_if_any(conv, proj.forward(x.clone()), tail, &mut tails);
+            split_heads(y, self.heads)
+        };
+        let q = project(&self.q_proj, &self.q_conv1d);
+        let k = project(&self.k_proj, &self.k_conv1d);
+        let v = project(&self.v_proj, &self.v_conv1d);
+        let angles = sum_of_angles(self.theta_proj.forward(x.clone()), before.next());
+        tails.push(angles.clone().narrow(1, tokens - 1, 1));
+        let angles = split_heads(angles, self.heads);
+        let turn = Turn { cos: angles.clone().cos(), sin: angles.sin() };
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let g = log_sigmoid(self.a_proj.forward(x.clone())) / self.gate_normalizer;
+        let g = split_heads(g, self.heads);
+        // Both halves of a complex number decay alike.
+        let g = Tensor::cat(vec![g.clone(), g], 3);
+        let inputs = ops::LinearAttention::new(turn.back(q * scale), turn.back(k), v).with_decay(g);
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
+        let y = self.o_proj.forward(merge_heads(self.norm.forward(o, gate)));
+        (y, MatrixState { memory, tails, position: position + tokens })
+    }
+}
+
+/// Angles summed over tokens, `[B, T, C]`, going on from `before`, `[B, 1, C]`; whole turns are left
+/// out.
+fn sum_of_angles<B: Backend>(angles: Tensor<B, 3>, before: Option<Tensor<B, 3>>) -> Tensor<B, 3> {
+    let sums = angles.cumsum(1);
+    let sums = match before {
+        Some(before) => sums + before,
+        None => sums,
+    };
+    // Constant wherever it has a derivative.
+    let turns = (sums.clone().detach() / TAU).round();
+    sums - turns * TAU
+}
+
+/// Cosine and sine of angles, `[B, T, H, K / 2]`.
+struct Turn<B: Backend> {
+    cos: Tensor<B, 4>,
+    sin: Tensor<B, 4>,
+}
+
+impl<B: Backend> Turn<B> {
+    /// Pairs of channels i and i + K / 2 of `x`, `[B, T, H, K]`, turned by minus the angles.
+    fn back(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
+        let half = x.dims()[3] / 2;
+        let (real, imaginary) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
+        let (cos, sin) = (self.cos.clone(), self.sin.clone());
+        let turned = [
+            real.clone() * cos.clone() + imaginary.clone() * sin.clone(),
+            imaginary * cos - real * sin,
+        ];
+        Tensor::cat(turned.into(), 3)
+    }
+}
