@@ -15,7 +15,7 @@ use linattn_oracle::assert_close;
 use std::collections::VecDeque;
 
 type Plain = CubeBackend<WgpuRuntime, f32, i32, u32>;
-type Fused = burn_fusion::Fusion<Plain>;
+type Fused = burn::backend::Wgpu;
 
 /// Weights of a model, first to last.
 #[derive(Clone, Default)]
