@@ -18,7 +18,7 @@ pub use block::{
     Block, BlockState, LayerConfig, Mlp, MlpConfig, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu, SwiGluConfig,
 };
 pub use convolution::ShortConvolution;
-pub use layers::{GatedRmsNorm, Norm, NormKind, l2_normalize};
+pub use layers::{BlockDiagonal, GatedRmsNorm, Norm, NormKind, l2_normalize};
 pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};
 pub use rope::Rope;
 

@@ -181,7 +181,7 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
         // Matrices that no layer multiplies by: convolutions, and rows of numbers that are added to or
         // multiply each channel.
         let convolutions = ["q_conv1d", "k_conv1d", "v_conv1d", "f_conv1d", "i_conv1d", "conv1d"];
-        let rows = ["x_bias", "bonus", "r_k"];
+        let rows = ["x_bias", "bonus", "r_k", "a_log", "log_a_real", "a_imag"];
         let factor = match D {
             2 if named(&writes) => self.residual,
             2 if !named(&["embeddings"]) && !named(&convolutions) && !named(&rows) => self.linear,

@@ -7,6 +7,7 @@
 
 use super::backend::{Forward, LinearAttentionBackend, Operands, Path, Saved};
 use super::convolution::{self, Convolution};
+use super::scan::{self, Scan};
 use burn::backend::autodiff::{
     Autodiff, NodeId,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -151,6 +152,10 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
 
     fn short_convolution(c: Convolution<FloatTensor<Self>>) -> FloatTensor<Self> {
         convolution::track::<B, C>(c)
+    }
+
+    fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
+        scan::track::<B, C>(x)
     }
 
     fn path(device: &Self::Device) -> Path {
