@@ -77,6 +77,26 @@ const MIXERS: &[&str] = &[
     "rwkv7 = { heads = 3, key_width = 6, decay_rank = 4, rate_rank = 5, gate_rank = 6, chunk = 16 }",
     "mesa_net = { heads = 2 }",
     "mesa_net = { heads = 3, key_width = 6, lambda_lower_bound = 0.5, cg_steps = 20, conv_size = 0, output_gate = true, chunk = 8 }",
+    "hgrn = {}",
+    "hgrn = { expand = 2, lower_bound = 0.6, conv_size = 3 }",
+    "rg_lru = {}",
+    "rg_lru = { width = 30, heads = 3, conv_size = 2 }",
+    "lru = {}",
+    "lru = { width = 10, r_min = 0.0, r_max = 0.5, max_phase = 0.3 }",
+    "s4d = { d_state = 8 }",
+    "s4d = { d_state = 6, spectrum = 'inv', discretization = 'bilinear', dt_min = 0.01, dt_max = 0.5 }",
+    "mamba = {}",
+    "mamba = { d_state = 5, expand = 1, conv_size = 2, dt_rank = 3, allow_neg_eigval = true }",
+    "qrnn = {}",
+    "qrnn = { width = 10, window = 3 }",
+    "qrnn = { window = 1 }",
+    "rwkv4 = {}",
+    "lstm = {}",
+    "lstm = { width = 10 }",
+    "gru = {}",
+    "gru = { width = 10 }",
+    "slstm = { heads = 2 }",
+    "slstm = { heads = 3, conv_size = 0, norm_eps = 1e-3 }",
     "base_conv = {}",
     "attention = { heads = 4 }",
     "attention = { heads = 4, key_value_heads = 2, rope = false }",
@@ -172,6 +192,42 @@ fn an_input_gate_of_e_to_the_200_overflows_nothing() {
     let y = download(mixer.forward(input(21), None).0);
     assert!(y.iter().all(|y| y.is_finite()), "{y:?}");
     assert!(y.iter().any(|y| *y != 0.0));
+}
+
+#[test]
+fn exponentials_of_keys_and_gates_overflow_nothing() {
+    for text in ["rwkv4 = {}", "slstm = { heads = 2 }"] {
+        for size in [1e3, 1e-3] {
+            let (mixer, x) = (mixer(text), input(21) * size);
+            let y = download(mixer.forward(x, None).0);
+            assert!(y.iter().all(|y| y.is_finite()), "{text}: {y:?}");
+            assert!(y.iter().any(|y| *y != 0.0), "{text}");
+        }
+    }
+}
+
+#[test]
+fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
+    for (text, key) in [
+        ("hgrn = { lower_bound = 1.0 }", "hgrn.lower_bound"),
+        ("hgrn = { expand = 0 }", "hgrn.expand"),
+        ("rg_lru = { heads = 5 }", "rg_lru.heads"),
+        ("rg_lru = { conv_size = 1 }", "rg_lru.conv_size"),
+        ("lru = { r_min = 0.9, r_max = 0.5 }", "lru.r_max"),
+        ("lru = { max_phase = 7.0 }", "lru.max_phase"),
+        ("s4d = { d_state = 3 }", "s4d.d_state"),
+        ("s4d = { dt_max = 0.0001 }", "s4d.dt_max"),
+        ("mamba = { dt_rank = 0 }", "mamba.dt_rank"),
+        ("qrnn = { window = 0 }", "qrnn.window"),
+        ("lstm = { width = 0 }", "lstm.width"),
+        ("gru = { width = 0 }", "gru.width"),
+        ("slstm = { heads = 7 }", "slstm.heads"),
+    ] {
+        let config = config(text);
+        let error = config.init::<B>(D, &Default::default()).expect_err(text);
+        assert_eq!(error.key, key);
+        assert_eq!(config.cost(D, 30).expect_err(text).key, key);
+    }
 }
 
 #[test]
@@ -443,6 +499,9 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
             }
             MixerState::Tail(tail) => tail.0.shape().num_elements(),
             MixerState::Nothing(_) => 0,
+            MixerState::Vector(s) => {
+                s.memory.iter().chain(&s.tails).map(|x| x.shape().num_elements()).sum::<usize>()
+            }
             MixerState::Cache(c) => c.keys.shape().num_elements() + c.values.shape().num_elements(),
             MixerState::Forgetting(c) => {
                 c.keys.shape().num_elements()

@@ -5,8 +5,9 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};
 use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, OpResult};
 use linattn_oracle::{
-    Decay, Dims, Family, Gate, Gradients, Inputs, Output, Read, Recipe, Rng, Strength, Transition,
-    assert_close, backward, forward, slice_tokens,
+    Complex, Decay, Dims, Family, Gate, Gradients, Inputs, Output, Read, Recipe, Rng, ScanInputs,
+    Strength, Transition, assert_close, backward, forward, linear_scan, linear_scan_backward, normals,
+    slice_tokens,
 };
 
 /// Inputs on a device.
@@ -285,6 +286,68 @@ fn hold_steps<B: LinearAttentionBackend>(device: &B::Device) {
     }
 }
 
+/// The real parts, and the imaginary parts where numbers are complex.
+fn parts(x: &[Complex], complex: bool) -> Vec<Vec<f64>> {
+    let re = x.iter().map(|x| x.re).collect();
+    match complex {
+        true => vec![re, x.iter().map(|x| x.im).collect()],
+        false => vec![re],
+    }
+}
+
+/// A scan on a device, and each gradient of it, against the loop.
+fn hold_scan<B: AutodiffBackend + LinearAttentionBackend>(
+    device: &B::Device,
+    dims: [usize; 3],
+    complex: bool,
+    dtype: DType,
+    limit: f64,
+) {
+    let what = format!("{dims:?}, complex {complex}, {dtype:?}");
+    let [batch, tokens, width] = dims;
+    let x = ScanInputs::random(tokens as u64, dims, complex);
+    let d_h = normals(&mut Rng::named(7, "d_h"), x.b.len(), complex);
+    let want = linear_scan_backward(&x, &d_h);
+    let put = |x: &[Complex], tokens: usize| -> Vec<Tensor<B, 3>> {
+        let shape = [batch, tokens, width];
+        parts(x, complex)
+            .iter()
+            .map(|x| upload::<B, 3>(x, shape, dtype, device).require_grad())
+            .collect()
+    };
+    let (a, b, state) = (put(&x.a, tokens), put(&x.b, tokens), put(&x.state, 1));
+    let pair = |x: &[Tensor<B, 3>]| ops::Complex { re: x[0].clone(), im: x[1].clone() };
+    let (h, last) = match complex {
+        true => {
+            let (h, last) = ops::complex_scan(pair(&a), pair(&b), Some(pair(&state))).unwrap();
+            (vec![h.re, h.im], vec![last.re, last.im])
+        }
+        false => {
+            let state = Some(state[0].clone());
+            let (h, last) = ops::linear_scan(a[0].clone(), b[0].clone(), state).unwrap();
+            (vec![h], vec![last])
+        }
+    };
+    for ((want, h), last) in parts(&linear_scan(&x), complex).iter().zip(&h).zip(last) {
+        assert_close(&format!("{what}: h"), want, &download(h.clone()), limit);
+        let end = download(h.clone().narrow(1, tokens - 1, 1));
+        assert_close(&format!("{what}: last"), &end, &download(last), limit);
+    }
+    let weights = parts(&d_h, complex);
+    let terms = h.into_iter().zip(&weights);
+    let loss = terms
+        .map(|(h, w)| (h * upload::<B, 3>(w, dims, dtype, device)).sum())
+        .reduce(|x, y| x + y)
+        .unwrap();
+    let gradients = loss.backward();
+    for (name, inputs, want) in [("a", a, want.a), ("b", b, want.b), ("state", state, want.state)] {
+        for (input, want) in inputs.iter().zip(parts(&want, complex)) {
+            let got = download(input.grad(&gradients).expect("it has a gradient"));
+            assert_close(&format!("{what}: d{name}"), &want, &got, limit);
+        }
+    }
+}
+
 #[cfg(feature = "cpu")]
 mod on_cpu {
     use super::*;
@@ -448,6 +511,55 @@ mod on_cpu {
                 assert_close(&what, &truth.state, &download(s), F32_LIMIT);
             }
         }
+    }
+
+    #[test]
+    fn scans_agree_with_the_loop_at_every_length() {
+        for tokens in [1, 2, 3, 4, 5, 7, 8, 9, 31, 64, 65, 1000] {
+            for complex in [false, true] {
+                let device = Default::default();
+                hold_scan::<B>(&device, [2, tokens, 5], complex, DType::F32, F32_LIMIT);
+                hold_scan::<B>(&device, [1, tokens, 3], complex, DType::F64, 1e-12);
+            }
+        }
+    }
+
+    #[test]
+    fn a_scan_steps_as_it_runs() {
+        let device = Default::default();
+        let x = ScanInputs::random(2, [2, 6, 3], false);
+        let put = |x: &[Complex], tokens: usize| {
+            upload::<B, 3>(&parts(x, false)[0], [2, tokens, 3], DType::F32, &device)
+        };
+        let (a, b, mut state) = (put(&x.a, 6), put(&x.b, 6), put(&x.state, 1));
+        let (h, _) = ops::linear_scan(a.clone(), b.clone(), Some(state.clone())).unwrap();
+        for t in 0..6 {
+            let token = |x: &Tensor<B, 3>| x.clone().narrow(1, t, 1);
+            state = ops::linear_scan_step(token(&a), token(&b), Some(state)).unwrap();
+            let want = download(h.clone().narrow(1, t, 1));
+            assert_close("a step", &want, &download(state.clone()), F32_LIMIT);
+        }
+        let text = ops::linear_scan_step(a, b, None).expect_err("six tokens").to_string();
+        assert!(text.contains("one token, got 6"), "{text}");
+    }
+
+    #[test]
+    fn a_scan_over_a_hundred_thousand_tokens_counts_them() {
+        let ones = Tensor::<B, 3>::ones([1, 100_000, 1], &Default::default());
+        let (_, last) = ops::linear_scan(ones.clone(), ones.clone(), None).unwrap();
+        assert_eq!(download(last), [100_000.0]);
+        let (_, last) = ops::linear_scan(ones.clone().neg(), ones, None).unwrap();
+        assert_eq!(download(last), [0.0]);
+    }
+
+    #[test]
+    fn scans_refuse_shapes_by_name() {
+        let ones = |tokens| Tensor::<B, 3>::ones([2, tokens, 3], &Default::default());
+        let b = ops::linear_scan(ones(4), ones(5), None).expect_err("five tokens").to_string();
+        assert!(b.contains("`b` is [2, 5, 3]"), "{b}");
+        let state = ops::linear_scan(ones(4), ones(4), Some(ones(2)));
+        let state = state.expect_err("two tokens").to_string();
+        assert!(state.contains("`state` is [2, 2, 3]"), "{state}");
     }
 
     #[test]
@@ -708,6 +820,17 @@ macro_rules! on_gpu {
                         let what = format!("{family:?}");
                         let (limit, dtype) = (F32_LIMIT, DType::F32);
                         hold_on::<Autodiff<$backend>>(&device, &what, &x, 64, reads, limit, dtype);
+                    }
+                }
+            }
+
+            #[test]
+            fn scans_agree_with_the_loop() {
+                let Some(device) = $device() else { return };
+                for tokens in [1, 2, 33, 70] {
+                    for complex in [false, true] {
+                        let (dims, dtype) = ([2, tokens, 5], DType::F32);
+                        hold_scan::<Autodiff<$backend>>(&device, dims, complex, dtype, F32_LIMIT);
                     }
                 }
             }

@@ -35,6 +35,8 @@
 //!
 //! Some of these papers write S transposed, `[V, K]`.
 //!
+//! Memories that are vectors, each channel by itself, are [`linear_scan`].
+//!
 //! ```
 //! use linattn_oracle::{Dims, Family, Gate, Inputs, Recipe, assert_close, backward, forward};
 //!
@@ -55,6 +57,7 @@ mod close;
 mod inputs;
 mod random;
 mod recurrence;
+mod scan;
 #[cfg(test)]
 mod tests;
 mod token;
@@ -64,3 +67,4 @@ pub use close::{assert_close, relative_error};
 pub use inputs::{Decay, Dims, Inputs, Read, Transition, slice_tokens};
 pub use random::{Family, Gate, Recipe, Rng, Strength};
 pub use recurrence::{Output, forward};
+pub use scan::{Complex, ScanInputs, linear_scan, linear_scan_backward, normals};

@@ -393,3 +393,47 @@ fn the_delta_rule_has_no_bonus() {
 fn a_low_rank_transition_is_read_after() {
     Inputs::random(0, DIMS, &Recipe { read: Read::Before, ..Recipe::new(Family::LowRank) });
 }
+
+#[test]
+fn gradients_of_a_scan_are_central_differences() {
+    const STEP: f64 = 1e-5;
+    for complex in [false, true] {
+        let x = ScanInputs::random(3, [2, 5, 3], complex);
+        let weights = scan::normals(&mut Rng::new(4), x.b.len(), complex);
+        let loss = |x: &ScanInputs| -> f64 {
+            let h = linear_scan(x);
+            h.iter().zip(&weights).map(|(h, w)| h.re * w.re + h.im * w.im).sum()
+        };
+        let gradients = linear_scan_backward(&x, &weights);
+        type Part = fn(&mut ScanInputs) -> &mut Vec<Complex>;
+        let parts: [(&str, Part); 3] =
+            [("a", |x| &mut x.a), ("b", |x| &mut x.b), ("state", |x| &mut x.state)];
+        for (name, part) in parts {
+            for imaginary in [false, true].into_iter().filter(|imaginary| complex || !imaginary) {
+                let slope = |i: usize| {
+                    let at = |by: f64| {
+                        let mut x = x.clone();
+                        let number = &mut part(&mut x)[i];
+                        *(if imaginary { &mut number.im } else { &mut number.re }) += by;
+                        loss(&x)
+                    };
+                    (at(STEP) - at(-STEP)) / (2.0 * STEP)
+                };
+                let got = part(&mut gradients.clone()).clone();
+                let want: Vec<f64> = (0..got.len()).map(slope).collect();
+                let got: Vec<f64> =
+                    got.iter().map(|x| if imaginary { x.im } else { x.re }).collect();
+                assert_close(&format!("{name}, imaginary {imaginary}"), &want, &got, 1e-8);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_scan_of_ones_counts() {
+    let ones = vec![Complex { re: 1.0, im: 0.0 }; 4];
+    let start = vec![Complex { re: 10.0, im: 0.0 }];
+    let x = ScanInputs { dims: [1, 4, 1], a: ones.clone(), b: ones, state: start };
+    let h: Vec<f64> = linear_scan(&x).iter().map(|h| h.re).collect();
+    assert_eq!(h, [11.0, 12.0, 13.0, 14.0]);
+}

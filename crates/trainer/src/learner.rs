@@ -338,8 +338,9 @@ fn vectors_and_embeddings<B: TrainBackend>(learner: &Learner<B>) -> HashSet<Para
             self.path.pop();
         }
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            // RWKV-7 has vectors of other ranks.
-            let aside = |name: &String| name == "embeddings" || name == "r_k";
+            // Some mixers have vectors of other ranks.
+            let vectors = ["embeddings", "r_k", "a_log", "log_a_real", "a_imag"];
+            let aside = |name: &String| vectors.contains(&name.as_str());
             if D != 2 || self.path.iter().any(aside) {
                 self.found.insert(param.id);
             }

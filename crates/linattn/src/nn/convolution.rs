@@ -101,6 +101,23 @@ pub(crate) fn convolve_if_any<B: LinearAttentionBackend>(
     }
 }
 
+/// As [`convolve_if_any`], without SiLU; the tail comes from `before`, if there is a convolution.
+pub(crate) fn convolve_linearly<B: LinearAttentionBackend>(
+    convolution: &Option<ShortConvolution<B>>,
+    x: Tensor<B, 3>,
+    before: &mut impl Iterator<Item = Tensor<B, 3>>,
+    tails: &mut Vec<Tensor<B, 3>>,
+) -> Tensor<B, 3> {
+    match convolution {
+        Some(convolution) => {
+            let (y, tail) = convolution.linear(x, before.next());
+            tails.push(tail);
+            y
+        }
+        None => x,
+    }
+}
+
 /// A window of 0 stands for no convolution; one token would be no convolution either.
 pub(crate) fn check_window(size: usize, least: usize) -> Result<(), ConfigError> {
     match size >= least && size != 1 {

@@ -1,7 +1,7 @@
 //! Small parts that mixers and blocks share.
 
 use super::ConfigError;
-use burn::module::{Initializer, Module};
+use burn::module::{Initializer, Module, Param};
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
@@ -64,6 +64,54 @@ pub(crate) fn shift_tokens<B: Backend>(
         _ => Tensor::cat(vec![first, x.clone().narrow(1, 0, tokens - 1)], 1),
     };
     (before, x.clone().narrow(1, tokens - 1, 1))
+}
+
+/// Each token of `[B, T, D]` by itself, `[B, 1, D]`. Halved again and again, because the gradient of a
+/// slice is as large as what it was cut from: so all of them are O(T log T) numbers, not O(T^2).
+pub(crate) fn each_token<B: Backend>(x: Tensor<B, 3>) -> Vec<Tensor<B, 3>> {
+    let tokens = x.dims()[1];
+    if tokens == 1 {
+        return vec![x];
+    }
+    let half = tokens / 2;
+    let mut list = each_token(x.clone().narrow(1, 0, half));
+    list.extend(each_token(x.narrow(1, half, tokens - half)));
+    list
+}
+
+/// A linear layer of blocks: each of H heads has a matrix of its own, and sees nothing of the others.
+#[derive(Module, Debug)]
+pub struct BlockDiagonal<B: Backend> {
+    /// `[H, from, to]`.
+    weight: Param<Tensor<B, 3>>,
+    /// `[H to]`.
+    bias: Option<Param<Tensor<B, 1>>>,
+}
+
+impl<B: Backend> BlockDiagonal<B> {
+    /// Weights N(0, 1 / from), `from` and `to` being the widths of one head; no bias.
+    pub(crate) fn new(heads: usize, from: usize, to: usize, device: &B::Device) -> Self {
+        let normal = Initializer::Normal { mean: 0.0, std: (from as f64).powf(-0.5) };
+        Self { weight: normal.init([heads, from, to], device), bias: None }
+    }
+
+    /// The same with a bias.
+    pub(crate) fn with_bias(self, bias: Param<Tensor<B, 1>>) -> Self {
+        Self { bias: Some(bias), ..self }
+    }
+
+    /// `[B, T, H from]` to `[B, T, H to]`.
+    pub(crate) fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        let [batch, tokens, _] = x.dims();
+        let [heads, from, to] = self.weight.dims();
+        let rows: Tensor<B, 3> = x.reshape([batch * tokens, heads, from]);
+        let y = rows.swap_dims(0, 1).matmul(self.weight.val()).swap_dims(0, 1);
+        let y: Tensor<B, 3> = y.reshape([batch, tokens, heads * to]);
+        match &self.bias {
+            Some(bias) => y + bias.val().unsqueeze::<3>(),
+            None => y,
+        }
+    }
 }
 
 /// Rows of length 1: `x / sqrt(sum x^2 + 1e-6)` over the last dimension.

@@ -198,7 +198,7 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
         // Matrices that no layer multiplies by: convolutions, and rows of numbers that are added to or
         // multiply each channel.
         let convolution = self.path.iter().any(|name| name.ends_with("conv1d") || name == "canon");
-        let rows = ["x_bias", "bonus", "r_k"];
+        let rows = ["x_bias", "bonus", "r_k", "a_log", "log_a_real", "a_imag"];
         let factor = match D {
             2 if named(&writes) => self.residual,
             2 if !convolution && !named(&["embeddings"]) && !named(&rows) => self.linear,

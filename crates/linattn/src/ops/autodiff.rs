@@ -8,6 +8,7 @@
 use super::backend::{Forward, LinearAttentionBackend, Operands, Path, Saved};
 use super::convolution::{self, Convolution};
 use super::mesa::{self, Normal};
+use super::scan::{self, Scan};
 use burn::backend::autodiff::{
     Autodiff, NodeId,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -160,6 +161,10 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
 
     fn implicit(found: FloatTensor<Self>, x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
         mesa::track::<B, C>(found, x)
+    }
+
+    fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
+        scan::track::<B, C>(x)
     }
 
     fn path(device: &Self::Device) -> Path {

@@ -2,6 +2,7 @@
 
 use super::convolution::{self, Convolution};
 use super::mesa::{self, Normal};
+use super::scan::{self, Scan, Scanned};
 use super::{chunkwise, general, recurrent};
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend, ops::FloatTensor};
 use std::any::Any;
@@ -201,6 +202,19 @@ pub trait LinearAttentionBackend: Backend {
         found
     }
 
+    /// Every h of a linear recurrence of vectors, `[B, T, C]`.
+    fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
+        scan::forward::<Self>(x)
+    }
+
+    /// Gradients of all three inputs of the scan, from that of its output.
+    fn linear_scan_backward(
+        x: Scanned<FloatTensor<Self>>,
+        d_h: FloatTensor<Self>,
+    ) -> Scan<FloatTensor<Self>> {
+        scan::backward::<Self>(x, d_h)
+    }
+
     /// The way taken on this device.
     fn path(_device: &Self::Device) -> Path {
         Path::TensorOps
@@ -234,7 +248,11 @@ pub(super) fn backward<B: Backend>(
 }
 
 #[cfg(feature = "cpu")]
-impl LinearAttentionBackend for burn_flex::Flex {}
+impl LinearAttentionBackend for burn_flex::Flex {
+    fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
+        scan::on_cpu::<Self>(x)
+    }
+}
 
 /// The tensor around a backend's own.
 pub(super) fn tensor<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {

@@ -14,6 +14,8 @@
 //! Sequences are worked off in chunks, so that nearly all arithmetic is matrix products; results do
 //! not depend on the chunk beyond rounding. State, gates and sums are f32 whatever the inputs are
 //! (f64 for f64 inputs).
+//!
+//! Where the state is a vector and each channel goes by itself there is [`linear_scan`].
 
 mod autodiff;
 mod backend;
@@ -28,12 +30,14 @@ mod general;
 mod mask;
 mod mesa;
 mod recurrent;
+mod scan;
 mod triangular;
 
 pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Read, Saved};
 pub use convolution::Convolution;
 pub use mesa::{Mesa, Normal, mesa, mesa_step};
 pub(crate) use triangular::solve_unit_lower;
+pub use scan::{Complex, Scan, ScanField, Scanned, complex_scan, linear_scan, linear_scan_step};
 
 use backend::{primitive, tensor};
 use burn::tensor::{Tensor, backend::Backend};

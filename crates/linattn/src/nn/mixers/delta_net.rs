@@ -191,9 +191,12 @@ pub(super) fn fresh_a_log<B: Backend>(heads: usize, device: &B::Device) -> Tenso
 /// The inverse softplus of step sizes that are log-uniform in 0.001 to 0.1.
 pub(super) fn fresh_dt_bias<B: Backend>(heads: usize, device: &B::Device) -> Tensor<B, 1> {
     let log_steps = Distribution::Uniform(0.001f64.ln(), 0.1f64.ln());
-    let steps = Tensor::<B, 1>::random([heads], log_steps, device).exp();
-    // ln(e^x - 1) = x + ln(1 - e^-x), which does not overflow.
-    steps.clone() + (steps.neg().exp().neg() + 1.0).log()
+    inverse_softplus(Tensor::random([heads], log_steps, device).exp())
+}
+
+/// ln(e^x - 1), as x + ln(1 - e^-x), which does not overflow.
+pub(super) fn inverse_softplus<B: Backend>(x: Tensor<B, 1>) -> Tensor<B, 1> {
+    x.clone() + (x.neg().exp().neg() + 1.0).log()
 }
 
 /// DeltaNet, and Gated DeltaNet where `a_proj` is there. `D -> D`.

@@ -9,7 +9,7 @@
 //! they rise with depth; here each layer learns its own, from where its config lets it start.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_linearly};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
@@ -60,10 +60,7 @@ impl Hgrn2Config {
         check_heads(self.heads, None)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
         let value = value_width(key, self.expand_v)?;
-        if !(0.0..1.0).contains(&self.lower_bound) {
-            let want = "at least 0 and below 1";
-            return Err(ConfigError::new("lower_bound", self.lower_bound, want));
-        }
+        check_lower_bound(self.lower_bound)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
@@ -81,12 +78,11 @@ impl Hgrn2Config {
         let (key, value) = self.widths(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
-        let logit = Initializer::Constant { value: inverse_sigmoid(self.lower_bound) };
         Ok(Hgrn2 {
             q_proj: linear(d_model, keys, device),
             f_proj: linear(d_model, keys, device),
             i_proj: linear(d_model, values, device),
-            lower_bound: (self.lower_bound > 0.0).then(|| logit.init([keys], device)),
+            lower_bound: fresh_bound(self.lower_bound, keys, device),
             q_conv1d: conv(keys),
             f_conv1d: conv(keys),
             i_conv1d: conv(values),
@@ -111,9 +107,34 @@ impl Hgrn2Config {
     }
 }
 
-/// x where `sigmoid(x)` is `share`.
-fn inverse_sigmoid(share: f64) -> f64 {
-    (share / (1.0 - share)).ln()
+/// Refuses what a forget gate cannot be kept above.
+pub(super) fn check_lower_bound(share: f64) -> Result<(), ConfigError> {
+    match (0.0..1.0).contains(&share) {
+        true => Ok(()),
+        false => Err(ConfigError::new("lower_bound", share, "at least 0 and below 1")),
+    }
+}
+
+/// The inverse sigmoid of a bound, `[width]`; none for a bound of 0.
+pub(super) fn fresh_bound<B: Backend>(
+    share: f64,
+    width: usize,
+    device: &B::Device,
+) -> Option<Param<Tensor<B, 1>>> {
+    let logit = Initializer::Constant { value: (share / (1.0 - share)).ln() };
+    (share > 0.0).then(|| logit.init([width], device))
+}
+
+/// 1 - f of a forget gate f = b + (1 - b) sigmoid(x), in a form that keeps its small values exact.
+pub(super) fn forgotten<B: Backend>(
+    x: Tensor<B, 3>,
+    bound: &Option<Param<Tensor<B, 1>>>,
+) -> Tensor<B, 3> {
+    let written = sigmoid(x.neg());
+    match bound {
+        Some(bound) => written * sigmoid(bound.val().neg()).unsqueeze::<3>(), // times 1 - b
+        None => written,
+    }
 }
 
 /// HGRN2. `D -> D`.
@@ -148,15 +169,7 @@ impl<B: LinearAttentionBackend> Hgrn2<B> {
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
         let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
-            let y = proj.forward(x.clone());
-            match conv {
-                Some(conv) => {
-                    let (y, tail) = conv.linear(y, before.next());
-                    tails.push(tail);
-                    y
-                }
-                None => y,
-            }
+            convolve_linearly(conv, proj.forward(x.clone()), &mut before, &mut tails)
         };
         let q = split_heads(silu(project(&self.q_proj, &self.q_conv1d)), self.heads);
         let (g, k) = self.forget(project(&self.f_proj, &self.f_conv1d));
@@ -171,13 +184,9 @@ impl<B: LinearAttentionBackend> Hgrn2<B> {
 
     /// ln f and 1 - f, each from what keeps its small values exact.
     fn forget(&self, x: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        let written = sigmoid(x.clone().neg());
-        match &self.lower_bound {
-            Some(bound) => {
-                let room: Tensor<B, 3> = sigmoid(bound.val().neg()).unsqueeze(); // 1 - b
-                let written = written * room;
-                ((written.clone().neg() + 1.0).log(), written)
-            }
+        let written = forgotten(x.clone(), &self.lower_bound);
+        match self.lower_bound {
+            Some(_) => ((written.clone().neg() + 1.0).log(), written),
             None => (log_sigmoid(x), written),
         }
     }

@@ -112,10 +112,7 @@ impl MlstmConfig {
             igate_preact: gate(vec![self.input_gate_bias as f32; heads]),
             fgate_preact: gate(fresh_forget_bias(heads)),
             conv1d: ShortConvolution::optional(d_model, self.conv_size, device),
-            multihead_norm: MultiHeadNorm {
-                weight: Initializer::Ones.init([values], device),
-                epsilon: self.norm_eps,
-            },
+            multihead_norm: MultiHeadNorm::new(values, self.norm_eps, device),
             out_proj: linear(values, d_model, device),
             heads,
             gate_cap: self.gate_cap,
@@ -155,8 +152,13 @@ pub struct MultiHeadNorm<B: Backend> {
 }
 
 impl<B: Backend> MultiHeadNorm<B> {
+    /// Weights of one over `values` values of all heads.
+    pub(super) fn new(values: usize, epsilon: f64, device: &B::Device) -> Self {
+        Self { weight: Initializer::Ones.init([values], device), epsilon }
+    }
+
     /// `[B, T, H, V]` to `[B, T, H V]`.
-    fn forward(&self, x: Tensor<B, 4>) -> Tensor<B, 3> {
+    pub(super) fn forward(&self, x: Tensor<B, 4>) -> Tensor<B, 3> {
         merge_heads(standardize(x, self.epsilon)) * self.weight.val().unsqueeze::<3>()
     }
 }
@@ -227,19 +229,19 @@ impl<B: LinearAttentionBackend> Mlstm<B> {
 }
 
 /// Gates over e^m, `[B, T, H]`.
-struct Stabilised<B: Backend> {
+pub(super) struct Stabilised<B: Backend> {
     /// g: log decay of the memory.
-    keep: Tensor<B, 3>,
+    pub(super) keep: Tensor<B, 3>,
     /// What keys are multiplied by.
-    write: Tensor<B, 3>,
+    pub(super) write: Tensor<B, 3>,
     /// m.
-    largest: Tensor<B, 3>,
+    pub(super) largest: Tensor<B, 3>,
     /// m of the last token, `[B, 1, H]`.
-    last: Tensor<B, 3>,
+    pub(super) last: Tensor<B, 3>,
 }
 
-/// `before` is the last m so far, `[B, 1, H]`.
-fn stabilise<B: Backend>(
+/// `before` is the last m so far, `[B, 1, H]`, 0 if absent.
+pub(super) fn stabilise<B: Backend>(
     log_keep: Tensor<B, 3>,
     log_write: Tensor<B, 3>,
     before: Option<Tensor<B, 3>>,

@@ -8,6 +8,29 @@
 /// `forward` and `step` of a mixer whose `run` does both, with the operation over whole sequences or
 /// the one over a single token: so the two cannot drift apart.
 macro_rules! forward_and_step {
+    // Where one and the same operation runs over whole sequences and over one token.
+    ($mixer:ident) => {
+        impl<B: LinearAttentionBackend> $mixer<B> {
+            /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
+            pub fn forward(
+                &self,
+                x: Tensor<B, 3>,
+                state: Option<VectorState<B>>,
+            ) -> (Tensor<B, 3>, VectorState<B>) {
+                self.run(x, state)
+            }
+
+            /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+            pub fn step(
+                &self,
+                x: Tensor<B, 2>,
+                state: Option<VectorState<B>>,
+            ) -> (Tensor<B, 2>, VectorState<B>) {
+                let (y, state) = self.run(x.unsqueeze_dim(1), state);
+                (y.squeeze_dim(1), state)
+            }
+        }
+    };
     ($mixer:ident, $chunked:path, $step:path) => {
         forward_and_step!($mixer, MatrixState, $chunked, $step);
     };
@@ -48,21 +71,31 @@ mod gated_delta_net_2;
 mod gated_retention;
 mod gateloop;
 mod gla;
+mod gru;
 mod gsa;
+mod hgrn;
 mod hgrn2;
 mod kda;
 mod lightning_attention;
 mod linear_attention;
 mod longhorn;
+mod lru;
+mod lstm;
+mod mamba;
 mod mamba2;
 mod mesa_net;
 mod metala;
 mod mla;
 mod mlstm;
 mod path_attention;
+mod qrnn;
 mod retnet;
+mod rg_lru;
+mod rwkv4;
 mod rwkv6;
 mod rwkv7;
+mod s4d;
+mod slstm;
 
 pub use attention::{Attention, AttentionConfig, KeyValueCache};
 pub use base_conv::{BaseConv, BaseConvConfig, ConvolutionTail};
@@ -77,25 +110,34 @@ pub use gated_delta_net_2::{GatedDeltaNet2, GatedDeltaNet2Config};
 pub use gated_retention::{GatedRetention, GatedRetentionConfig};
 pub use gateloop::{GateLoop, GateLoopConfig};
 pub use gla::{Gla, GlaConfig};
+pub use gru::{Gru, GruConfig};
 pub use gsa::{Gsa, GsaConfig, SlotState};
+pub use hgrn::{Hgrn, HgrnConfig};
 pub use hgrn2::{Hgrn2, Hgrn2Config};
 pub use kda::{Kda, KdaConfig};
 pub use lightning_attention::{LightningAttention, LightningAttentionConfig};
 pub use linear_attention::{LinearAttention, LinearAttentionConfig};
 pub use longhorn::{Longhorn, LonghornConfig};
+pub use lru::{Lru, LruConfig};
+pub use lstm::{Lstm, LstmConfig};
+pub use mamba::{Mamba, MambaConfig};
 pub use mamba2::{Mamba2, Mamba2Config};
 pub use mesa_net::{MesaNet, MesaNetConfig};
 pub use metala::{MetaLa, MetaLaConfig};
 pub use mla::{LatentCache, Mla, MlaConfig};
 pub use mlstm::{Mlstm, MlstmConfig};
 pub use path_attention::{PathAttention, PathAttentionConfig, PathCache};
+pub use qrnn::{Qrnn, QrnnConfig};
 pub use retnet::{RetNet, RetNetConfig};
+pub use rg_lru::{RgLru, RgLruConfig};
+pub use rwkv4::{Rwkv4, Rwkv4Config};
 pub use rwkv6::{Rwkv6, Rwkv6Config};
 pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
+pub use s4d::{Discretization, S4d, S4dConfig, Spectrum};
+pub use slstm::{Slstm, SlstmConfig};
 
-use super::{ConfigError, Cost, Shared};
 pub use super::FeatureMap;
-use super::{ConfigError, Cost};
+use super::{ConfigError, Cost, Shared};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
@@ -123,6 +165,31 @@ impl<B: Backend> MatrixState<B> {
         match state {
             Some(s) => (Some(s.memory), s.tails.into_iter(), s.position),
             None => (None, vec![].into_iter(), 0),
+        }
+    }
+}
+
+/// What a mixer with a memory of vectors keeps between tokens. Its size does not grow.
+#[derive(Debug, Clone)]
+pub struct VectorState<B: Backend> {
+    /// Vectors, `[B, 1, channels]`: one as a rule; real and imaginary parts; numerator and denominator
+    /// over the exponential of a maximum, and that; hidden and cell state.
+    pub memory: Vec<Tensor<B, 3>>,
+    /// Last inputs of a convolution, `[B, W - 1, channels]`, or the last token, `[B, 1, D]`, where the
+    /// next one sees it.
+    pub tails: Vec<Tensor<B, 3>>,
+    /// Tokens seen.
+    pub position: usize,
+}
+
+/// A state taken apart: memory and tails to draw from, position.
+type VectorParts<B> = (std::vec::IntoIter<Tensor<B, 3>>, std::vec::IntoIter<Tensor<B, 3>>, usize);
+
+impl<B: Backend> VectorState<B> {
+    fn parts(state: Option<Self>) -> VectorParts<B> {
+        match state {
+            Some(s) => (s.memory.into_iter(), s.tails.into_iter(), s.position),
+            None => (vec![].into_iter(), vec![].into_iter(), 0),
         }
     }
 }
@@ -171,6 +238,8 @@ mixer_states! {
     Tail(ConvolutionTail);
     /// Nothing of its own.
     Nothing(NoState);
+    /// Vectors of fixed size.
+    Vector(VectorState);
 }
 
 /// Value heads, and heads of queries and keys, must divide.
@@ -236,6 +305,24 @@ fn value_width(key_width: usize, expand_v: f64) -> Result<usize, ConfigError> {
 fn memory_cost(heads: usize, key_width: usize, value_width: usize, delta: bool) -> Cost {
     let size = (heads * key_width * value_width) as u64;
     Cost { state_bytes: 4 * size, flops_per_token: size * if delta { 7 } else { 5 } }
+}
+
+/// State and arithmetic of a linear recurrence of `channels` numbers: decay and write.
+fn scan_cost(channels: usize) -> Cost {
+    Cost { state_bytes: 4 * channels as u64, flops_per_token: 2 * channels as u64 }
+}
+
+/// The width of a recurrence: as given, or the model's.
+fn recurrent_width(given: Option<usize>, d_model: usize) -> Result<usize, ConfigError> {
+    super::positive("width", given.unwrap_or(d_model))
+}
+
+/// Width of one of `heads` blocks that `width` falls into.
+fn block_width(heads: usize, width: usize) -> Result<usize, ConfigError> {
+    match super::positive("width", width)?.is_multiple_of(super::positive("heads", heads)?) {
+        true => Ok(width / heads),
+        false => Err(ConfigError::new("heads", heads, format!("a divisor of the width, {width}"))),
+    }
 }
 
 /// Multiplications and additions of a linear layer, for one token.
@@ -391,9 +478,28 @@ mixers! {
     "gated_deltanet2" GatedDeltaNet2(GatedDeltaNet2Config);
     /// RWKV-7's time mix.
     "rwkv7" Rwkv7(Rwkv7Config) shared;
-    "rwkv7" Rwkv7(Rwkv7Config);
     /// MesaNet.
     "mesa_net" MesaNet(MesaNetConfig);
+    /// HGRN.
+    "hgrn" Hgrn(HgrnConfig);
+    /// Griffin's real-gated linear recurrent unit.
+    "rg_lru" RgLru(RgLruConfig);
+    /// The linear recurrent unit.
+    "lru" Lru(LruConfig);
+    /// S4D, a diagonal state-space model.
+    "s4d" S4d(S4dConfig);
+    /// Mamba's selective state-space model.
+    "mamba" Mamba(MambaConfig);
+    /// The quasi-recurrent network.
+    "qrnn" Qrnn(QrnnConfig);
+    /// RWKV-4's time mix.
+    "rwkv4" Rwkv4(Rwkv4Config);
+    /// LSTM, one token after another.
+    "lstm" Lstm(LstmConfig);
+    /// GRU, one token after another.
+    "gru" Gru(GruConfig);
+    /// sLSTM, one token after another.
+    "slstm" Slstm(SlstmConfig);
     /// Zoology's gated short convolution.
     "base_conv" BaseConv(BaseConvConfig);
     /// Softmax attention, the reference.

@@ -1,0 +1,144 @@
+//! LRU, the linear recurrent unit: complex numbers that turn and shrink, the same at every token.
+//! ```text
+//! lambda = exp(-exp(nu) + i exp(theta))          inside the unit circle, whatever nu and theta
+//! h      = lambda h + exp(gamma) (x W_in)        [N] complex
+//! u      = Re(h W_c) + d x
+//! y      = glu(gelu(u) W_out)                    glu(a, b) = a sigmoid(b)
+//! ```
+//! lambda starts uniform on a ring, `r_min <= |lambda| <= r_max`, its angle uniform up to `max_phase`;
+//! gamma starts as ln sqrt(1 - |lambda|^2), which keeps the size of h about that of its inputs.
+//! Source: Orvieto et al., arXiv 2303.06349.
+
+use super::{VectorState, linear_flops, recurrent_width, scan_cost};
+use crate::nn::layers::{linear, linear_with_bias};
+use crate::nn::{ConfigError, Cost};
+use crate::ops::{self, Complex, LinearAttentionBackend};
+use burn::module::{Initializer, Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::{gelu, glu};
+use burn::tensor::{Distribution, Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+use std::f64::consts::TAU;
+
+/// Sizes nearer to 1 have no f32 of their own once squared.
+const LARGEST_SIZE: f64 = 0.99999;
+
+/// LRU.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LruConfig {
+    /// N, complex numbers in the memory; d_model by default.
+    pub width: Option<usize>,
+    /// Least size of an eigenvalue, where learning starts.
+    pub r_min: f64,
+    /// Largest size of an eigenvalue, where learning starts, at most 0.99999.
+    pub r_max: f64,
+    /// Largest angle of an eigenvalue, where learning starts, up to 2 pi.
+    pub max_phase: f64,
+}
+
+impl Default for LruConfig {
+    fn default() -> Self {
+        Self { width: None, r_min: 0.9, r_max: 0.999, max_phase: TAU }
+    }
+}
+
+impl LruConfig {
+    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+        let width = recurrent_width(self.width, d_model)?;
+        if !(0.0..1.0).contains(&self.r_min) {
+            return Err(ConfigError::new("r_min", self.r_min, "at least 0 and below 1"));
+        }
+        if !(self.r_min < self.r_max && self.r_max <= LARGEST_SIZE) {
+            let want = format!("above r_min = {} and at most {LARGEST_SIZE}", self.r_min);
+            return Err(ConfigError::new("r_max", self.r_max, want));
+        }
+        if !(self.max_phase > 0.0 && self.max_phase <= TAU) {
+            return Err(ConfigError::new("max_phase", self.max_phase, "above 0 and at most 2 pi"));
+        }
+        Ok(width)
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Lru<B>, ConfigError> {
+        let width = self.width(d_model)?;
+        let uniform =
+            |min, max| Tensor::<B, 1>::random([width], Distribution::Uniform(min, max), device);
+        // |lambda|^2 uniform makes lambda uniform over the ring; 0 has no logarithm.
+        let squares = uniform(self.r_min.powi(2), self.r_max.powi(2)).clamp_min(1e-12);
+        let phases = uniform(0.0, self.max_phase).clamp_min(1e-6);
+        Ok(Lru {
+            in_proj: linear(d_model, 2 * width, device),
+            nu_log: Param::from_tensor((squares.clone().log() * -0.5).log()),
+            theta_log: Param::from_tensor(phases.log()),
+            gamma_log: Param::from_tensor((squares.neg() + 1.0).log() * 0.5),
+            c_proj: linear(2 * width, d_model, device),
+            d: Initializer::Normal { mean: 0.0, std: 1.0 }.init([d_model], device),
+            out_proj: linear_with_bias(d_model, 2 * d_model, device),
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let width = self.width(d_model)?;
+        let mut cost = scan_cost(2 * width);
+        // A complex product has twice the products of two real ones.
+        cost.flops_per_token += 4 * width as u64;
+        cost.flops_per_token += 2 * linear_flops(d_model, 2 * width);
+        cost.flops_per_token += linear_flops(d_model, 2 * d_model);
+        Ok(cost)
+    }
+}
+
+/// LRU. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Lru<B: Backend> {
+    /// `D -> 2 N`: real parts, then imaginary ones.
+    in_proj: Linear<B>,
+    nu_log: Param<Tensor<B, 1>>,
+    theta_log: Param<Tensor<B, 1>>,
+    gamma_log: Param<Tensor<B, 1>>,
+    /// `2 N -> D`: the real part of a complex product; the sign of its second half is in the weights.
+    c_proj: Linear<B>,
+    d: Param<Tensor<B, 1>>,
+    out_proj: Linear<B>,
+}
+
+forward_and_step!(Lru);
+
+impl<B: LinearAttentionBackend> Lru<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<VectorState<B>>,
+    ) -> (Tensor<B, 3>, VectorState<B>) {
+        let [batch, tokens, _] = x.dims();
+        let (mut memory, _, position) = VectorState::parts(state);
+        let width = self.gamma_log.dims()[0];
+        let row = |x: Tensor<B, 1>| x.unsqueeze::<3>();
+        let always = |x: Tensor<B, 1>| row(x).expand([batch, tokens, width]);
+        let size = self.nu_log.val().exp().neg().exp();
+        let angle = self.theta_log.val().exp();
+        let lambda = Complex {
+            re: always(size.clone() * angle.clone().cos()),
+            im: always(size * angle.sin()),
+        };
+        let input = self.in_proj.forward(x.clone());
+        let part = |from| input.clone().narrow(2, from, width) * row(self.gamma_log.val().exp());
+        let before = memory.next().zip(memory.next()).map(|(re, im)| Complex { re, im });
+        let (h, last) = ops::complex_scan(lambda, Complex { re: part(0), im: part(width) }, before)
+            .expect("the projections made the shapes");
+        let u = self.c_proj.forward(Tensor::cat(vec![h.re, h.im], 2)) + x * row(self.d.val());
+        let y = glu(self.out_proj.forward(gelu(u)), 2);
+        let memory = vec![last.re, last.im];
+        (y, VectorState { memory, tails: vec![], position: position + tokens })
+    }
+}

@@ -1,0 +1,100 @@
+//! LSTM: the reference for what a recurrence can track that is not linear in its memory. Its gates see
+//! the last output, so tokens go one after another: time grows with T whatever the device.
+//! ```text
+//! i, f, g, o = x W_x + b + h W_h                      four parts
+//! c          = sigmoid(f) c + sigmoid(i) tanh(g)
+//! h          = sigmoid(o) tanh(c)
+//! y          = h W_out
+//! ```
+//! Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, whose bias starts
+//! at 1. The product with x is one for all tokens; that with h is one a token.
+
+use super::{VectorState, linear_flops, recurrent_width};
+use crate::nn::layers::{each_token, linear};
+use crate::nn::{ConfigError, Cost};
+use crate::ops::LinearAttentionBackend;
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// LSTM.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LstmConfig {
+    /// Width of the memory; d_model by default.
+    pub width: Option<usize>,
+}
+
+impl LstmConfig {
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] if the width is 0.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Lstm<B>, ConfigError> {
+        let width = recurrent_width(self.width, d_model)?;
+        let forget = width..2 * width;
+        let bias: Vec<f32> = (0..4 * width).map(|n| f32::from(forget.contains(&n))).collect();
+        let bias = Tensor::<B, 1>::from_data(TensorData::new(bias, [4 * width]), device);
+        Ok(Lstm {
+            x_proj: Linear {
+                bias: Some(Param::from_tensor(bias)),
+                ..linear(d_model, 4 * width, device)
+            },
+            h_proj: linear(width, 4 * width, device),
+            o_proj: linear(width, d_model, device),
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let width = recurrent_width(self.width, d_model)?;
+        Ok(Cost {
+            state_bytes: 2 * 4 * width as u64,
+            flops_per_token: linear_flops(d_model + width, 4 * width)
+                + linear_flops(width, d_model),
+        })
+    }
+}
+
+/// LSTM. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Lstm<B: Backend> {
+    x_proj: Linear<B>,
+    h_proj: Linear<B>,
+    o_proj: Linear<B>,
+}
+
+forward_and_step!(Lstm);
+
+impl<B: LinearAttentionBackend> Lstm<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<VectorState<B>>,
+    ) -> (Tensor<B, 3>, VectorState<B>) {
+        let tokens = x.dims()[1];
+        let (mut memory, _, position) = VectorState::parts(state);
+        let inward = self.x_proj.forward(x);
+        let width = inward.dims()[2] / 4;
+        let start = || inward.clone().detach().narrow(1, 0, 1).narrow(2, 0, width).zeros_like();
+        let mut h = memory.next().unwrap_or_else(start);
+        let mut c = memory.next().unwrap_or_else(start);
+        let mut outputs = Vec::with_capacity(tokens);
+        for token in each_token(inward.clone()) {
+            let gates = token + self.h_proj.forward(h);
+            let part = |j: usize| gates.clone().narrow(2, j * width, width);
+            c = sigmoid(part(1)) * c + sigmoid(part(0)) * part(2).tanh();
+            h = sigmoid(part(3)) * c.clone().tanh();
+            outputs.push(h.clone());
+        }
+        let y = self.o_proj.forward(Tensor::cat(outputs, 1));
+        (y, VectorState { memory: vec![h, c], tails: vec![], position: position + tokens })
+    }
+}

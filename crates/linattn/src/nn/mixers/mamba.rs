@@ -1,0 +1,164 @@
+//! Mamba: a state-space model whose step size, input and output vectors depend on the data.
+//! ```text
+//! x, z   = u W_in
+//! x      = silu(conv(x))
+//! dt     = softplus((x W_x)_dt W_dt + b_dt)                one number a channel
+//! B, C   = (x W_x)_B, (x W_x)_C                            [N], shared by all channels
+//! h      = exp(-dt exp(A_log)) h + dt x B                  [I, N]
+//! y      = ((h C^T + D x) silu(z)) W_out
+//! ```
+//! I is the inner width. With `allow_neg_eigval` the share kept is `2 exp(-dt exp(A_log)) - 1`, between
+//! -1 and 1, as in arXiv 2411.12537, and the rest is as before.
+//! Source: Gu and Dao, arXiv 2312.00752. A starts as 1 to N, dt log-uniform in 0.001 to 0.1.
+
+use super::delta_net::fresh_dt_bias;
+use super::{VectorState, linear_flops, scan_cost};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::layers::linear;
+use crate::nn::{ConfigError, Cost, positive};
+use crate::ops::{self, LinearAttentionBackend};
+use burn::module::{Initializer, Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::{silu, softplus};
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Mamba.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MambaConfig {
+    /// N, numbers in the memory of a channel.
+    pub d_state: usize,
+    /// Inner width over d_model.
+    pub expand: usize,
+    /// Tokens the short convolution sees, at least 2.
+    pub conv_size: usize,
+    /// Inner width of the projection that makes the step sizes; d_model / 16 by default, rounded up.
+    pub dt_rank: Option<usize>,
+    /// Lets a memory change its sign, as counting modulo 2 asks for.
+    pub allow_neg_eigval: bool,
+}
+
+impl Default for MambaConfig {
+    fn default() -> Self {
+        Self { d_state: 16, expand: 2, conv_size: 4, dt_rank: None, allow_neg_eigval: false }
+    }
+}
+
+impl MambaConfig {
+    /// Inner width and rank.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        positive("d_state", self.d_state)?;
+        let inner = positive("expand", self.expand)? * d_model;
+        let rank = positive("dt_rank", self.dt_rank.unwrap_or(d_model.div_ceil(16)))?;
+        check_window(self.conv_size, 2)?;
+        Ok((inner, rank))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Mamba<B>, ConfigError> {
+        let (inner, rank) = self.widths(d_model)?;
+        let bound = (rank as f64).powf(-0.5);
+        let steps = Initializer::Uniform { min: -bound, max: bound };
+        let a_log: Vec<f32> =
+            (0..inner * self.d_state).map(|i| ((i % self.d_state + 1) as f32).ln()).collect();
+        let a_log =
+            Tensor::<B, 2>::from_data(TensorData::new(a_log, [inner, self.d_state]), device);
+        Ok(Mamba {
+            in_proj: linear(d_model, 2 * inner, device),
+            conv1d: ShortConvolution::new(inner, self.conv_size, true, device),
+            x_proj: linear(inner, rank + 2 * self.d_state, device),
+            dt_proj: Linear {
+                weight: steps.init([rank, inner], device),
+                bias: Some(Param::from_tensor(fresh_dt_bias(inner, device))),
+            },
+            a_log: Param::from_tensor(a_log),
+            d: Initializer::Ones.init([inner], device),
+            out_proj: linear(inner, d_model, device),
+            allow_neg_eigval: self.allow_neg_eigval,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (inner, rank) = self.widths(d_model)?;
+        let mut cost = scan_cost(inner * self.d_state);
+        // The share kept, what is written, what is read.
+        cost.flops_per_token += 5 * (inner * self.d_state) as u64;
+        cost.flops_per_token += linear_flops(d_model, 2 * inner)
+            + linear_flops(inner, rank + 2 * self.d_state)
+            + linear_flops(rank, inner)
+            + linear_flops(inner, d_model);
+        cost += convolution_cost(self.conv_size, inner);
+        Ok(cost)
+    }
+}
+
+/// Mamba. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Mamba<B: Backend> {
+    in_proj: Linear<B>,
+    conv1d: ShortConvolution<B>,
+    x_proj: Linear<B>,
+    dt_proj: Linear<B>,
+    /// `[I, N]`.
+    a_log: Param<Tensor<B, 2>>,
+    d: Param<Tensor<B, 1>>,
+    out_proj: Linear<B>,
+    #[module(skip)]
+    allow_neg_eigval: bool,
+}
+
+forward_and_step!(Mamba);
+
+impl<B: LinearAttentionBackend> Mamba<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<VectorState<B>>,
+    ) -> (Tensor<B, 3>, VectorState<B>) {
+        let [batch, tokens, _] = x.dims();
+        let (mut memory, mut tails, position) = VectorState::parts(state);
+        let ([inner, size], rank) = (self.a_log.dims(), self.dt_proj.weight.dims()[0]);
+        let part = |x: &Tensor<B, 3>, from, width| x.clone().narrow(2, from, width);
+        let projected = self.in_proj.forward(x);
+        let (x, tail) = self.conv1d.forward(part(&projected, 0, inner), tails.next());
+        let z = part(&projected, inner, inner);
+        let low = self.x_proj.forward(x.clone());
+        let dt = softplus(self.dt_proj.forward(part(&low, 0, rank)), 1.0);
+
+        let flat = |x: Tensor<B, 4>| x.reshape([batch, tokens, inner * size]);
+        let write = part(&low, rank, size).unsqueeze_dim::<4>(2); // B: [B, T, 1, N]
+        let written = flat((dt.clone() * x.clone()).unsqueeze_dim::<4>(3) * write);
+        let kept = self.kept(flat(dt.unsqueeze_dim::<4>(3) * self.rates()));
+        let (h, last) = ops::linear_scan(kept, written, memory.next())
+            .expect("the projections made the shapes");
+        let h: Tensor<B, 4> = h.reshape([batch, tokens, inner, size]);
+        let read = part(&low, rank + size, size).unsqueeze_dim::<4>(3); // C: [B, T, N, 1]
+        let o = h.matmul(read).squeeze_dim::<3>(3) + x * self.d.val().unsqueeze::<3>();
+        let y = self.out_proj.forward(o * silu(z));
+        let state =
+            VectorState { memory: vec![last], tails: vec![tail], position: position + tokens };
+        (y, state)
+    }
+
+    /// A, `[1, 1, I, N]`.
+    fn rates(&self) -> Tensor<B, 4> {
+        self.a_log.val().exp().neg().unsqueeze()
+    }
+
+    fn kept(&self, log: Tensor<B, 3>) -> Tensor<B, 3> {
+        match self.allow_neg_eigval {
+            true => log.exp() * 2.0 - 1.0,
+            false => log.exp(),
+        }
+    }
+}

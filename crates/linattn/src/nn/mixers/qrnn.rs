@@ -1,0 +1,120 @@
+//! QRNN: gates from a convolution over the last few tokens, and pooling that forgets (fo-pooling).
+//! ```text
+//! z, f, o = tanh(s W_z + b_z), sigmoid(s W_f + b_f), sigmoid(s W_o + b_o)    s: the last W tokens
+//! c       = f c + (1 - f) z
+//! y       = (o c) W_out
+//! ```
+//! Source: Bradbury et al., arXiv 1611.01576. The projection out is an addition, so that the layer has
+//! a width of its own.
+
+use super::{VectorState, linear_flops, recurrent_width, scan_cost};
+use crate::nn::layers::{linear, linear_with_bias};
+use crate::nn::{ConfigError, Cost, positive};
+use crate::ops::{self, LinearAttentionBackend};
+use burn::module::Module;
+use burn::nn::Linear;
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// QRNN.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct QrnnConfig {
+    /// Width of the memory; d_model by default.
+    pub width: Option<usize>,
+    /// Tokens the gates see, itself counted.
+    pub window: usize,
+}
+
+impl Default for QrnnConfig {
+    fn default() -> Self {
+        Self { width: None, window: 2 }
+    }
+}
+
+impl QrnnConfig {
+    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+        positive("window", self.window)?;
+        recurrent_width(self.width, d_model)
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Qrnn<B>, ConfigError> {
+        let width = self.width(d_model)?;
+        Ok(Qrnn {
+            in_proj: linear_with_bias(self.window * d_model, 3 * width, device),
+            o_proj: linear(width, d_model, device),
+            window: self.window,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let width = self.width(d_model)?;
+        let mut cost = scan_cost(width);
+        cost.flops_per_token +=
+            linear_flops(self.window * d_model, 3 * width) + linear_flops(width, d_model);
+        cost.state_bytes += 4 * ((self.window - 1) * d_model) as u64;
+        Ok(cost)
+    }
+}
+
+/// QRNN. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Qrnn<B: Backend> {
+    /// `W D -> 3 width`, oldest token first: z, f, o.
+    in_proj: Linear<B>,
+    o_proj: Linear<B>,
+    #[module(skip)]
+    window: usize,
+}
+
+forward_and_step!(Qrnn);
+
+impl<B: LinearAttentionBackend> Qrnn<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<VectorState<B>>,
+    ) -> (Tensor<B, 3>, VectorState<B>) {
+        let tokens = x.dims()[1];
+        let (mut memory, mut before, position) = VectorState::parts(state);
+        let (seen, tails) = self.windows(x, before.next());
+        let gates = self.in_proj.forward(seen);
+        let width = gates.dims()[2] / 3;
+        let part = |j: usize| gates.clone().narrow(2, j * width, width);
+        let (z, f, o) = (part(0).tanh(), sigmoid(part(1)), sigmoid(part(2)));
+        let written = (f.clone().neg() + 1.0) * z;
+        let (c, last) =
+            ops::linear_scan(f, written, memory.next()).expect("the projection made the shapes");
+        let y = self.o_proj.forward(o * c);
+        (y, VectorState { memory: vec![last], tails, position: position + tokens })
+    }
+
+    /// The last W tokens of every token, `[B, T, W D]`, and what the next one needs of them.
+    fn windows(
+        &self,
+        x: Tensor<B, 3>,
+        tail: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 3>, Vec<Tensor<B, 3>>) {
+        let [batch, tokens, width] = x.dims();
+        let before = self.window - 1;
+        if before == 0 {
+            return (x, vec![]);
+        }
+        let tail =
+            tail.unwrap_or_else(|| Tensor::zeros([batch, before, width], (&x.device(), x.dtype())));
+        let all = Tensor::cat(vec![tail, x], 1);
+        let taps = (0..self.window).map(|w| all.clone().narrow(1, w, tokens)).collect();
+        (Tensor::cat(taps, 2), vec![all.narrow(1, tokens, before)])
+    }
+}

@@ -1,0 +1,151 @@
+//! RWKV-4's time mix: an average of all values so far, weighted by the exponential of their keys and
+//! less with every token since, and the token itself weighted anew.
+//! ```text
+//! x_c     = x mu_c + x_before (1 - mu_c)              for c in k, v, r
+//! k, v, r = x_k W_k, x_v W_v, sigmoid(x_r W_r)
+//! a_t     = e^{-w} a_{t-1} + e^{k_t} v_t              w = exp(time_decay), [D]
+//! b_t     = e^{-w} b_{t-1} + e^{k_t}
+//! wkv_t   = (a_{t-1} + e^{u + k_t} v_t) / (b_{t-1} + e^{u + k_t})       u = time_first, [D]
+//! y       = (r wkv) W_o
+//! ```
+//! e^k can be too large for a float, so a and b are kept as e^m times smaller numbers, with
+//! `m_t = max(m_{t-1} - w, k_t)`, which a whole sequence has by a running sum and a running maximum, as
+//! in mLSTM's memory here; the share kept becomes `e^{m_{t-1} - w - m_t}`, at most 1. Nothing depends on
+//! m beyond rounding, and no gradient is taken through it. b over e^m is at least 1.
+//! Source: Peng et al., arXiv 2305.13048. Decays, bonuses and shares start where the authors' code has
+//! them in its first layer.
+
+use super::mlstm::{Stabilised, stabilise};
+use super::{VectorState, linear_flops, scan_cost};
+use crate::nn::layers::{linear, shift_tokens};
+use crate::nn::{ConfigError, Cost, positive};
+use crate::ops::{self, LinearAttentionBackend};
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// m before the first token: lower than any key.
+pub(super) const LOWEST: f64 = -1e30;
+
+/// RWKV-4's time mix.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rwkv4Config {}
+
+impl Rwkv4Config {
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] if the width is 0.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Rwkv4<B>, ConfigError> {
+        positive("d_model", d_model)?;
+        let values = |f: &dyn Fn(usize) -> f64| {
+            let values: Vec<f32> = (0..d_model).map(|n| f(n) as f32).collect();
+            Tensor::<B, 1>::from_data(TensorData::new(values, [d_model]), device)
+        };
+        let share = |power: f64| {
+            let shares = values(&|n| (n as f64 / d_model as f64).powf(power));
+            Param::from_tensor(shares.reshape([1, 1, d_model]))
+        };
+        let last = (d_model - 1).max(1) as f64;
+        let bonus = |n: usize| 0.3f64.ln() + 0.5 * (((n + 1) % 3) as f64 - 1.0);
+        Ok(Rwkv4 {
+            time_decay: Param::from_tensor(values(&|n| -5.0 + 8.0 * (n as f64 / last).powf(0.7))),
+            time_first: Param::from_tensor(values(&bonus)),
+            time_mix_key: share(1.0),
+            time_mix_value: share(1.0),
+            time_mix_receptance: share(0.5),
+            key: linear(d_model, d_model, device),
+            value: linear(d_model, d_model, device),
+            receptance: linear(d_model, d_model, device),
+            o_proj: linear(d_model, d_model, device),
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let mut cost = scan_cost(2 * positive("d_model", d_model)?);
+        // m, and the last token.
+        cost.state_bytes += 2 * 4 * d_model as u64;
+        cost.flops_per_token += linear_flops(d_model, 4 * d_model);
+        Ok(cost)
+    }
+}
+
+/// RWKV-4's time mix. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Rwkv4<B: Backend> {
+    /// ln w, `[D]`.
+    time_decay: Param<Tensor<B, 1>>,
+    /// u, `[D]`.
+    time_first: Param<Tensor<B, 1>>,
+    time_mix_key: Param<Tensor<B, 3>>,
+    time_mix_value: Param<Tensor<B, 3>>,
+    time_mix_receptance: Param<Tensor<B, 3>>,
+    key: Linear<B>,
+    value: Linear<B>,
+    receptance: Linear<B>,
+    o_proj: Linear<B>,
+}
+
+forward_and_step!(Rwkv4);
+
+impl<B: LinearAttentionBackend> Rwkv4<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<VectorState<B>>,
+    ) -> (Tensor<B, 3>, VectorState<B>) {
+        let tokens = x.dims()[1];
+        let (mut memory, mut tails, position) = VectorState::parts(state);
+        let (before, last) = shift_tokens(&x, tails.next());
+        let delta = x - before.clone();
+        let mixed = |share: &Param<Tensor<B, 3>>| before.clone() + delta.clone() * share.val();
+        let k = self.key.forward(mixed(&self.time_mix_key));
+        let v = self.value.forward(mixed(&self.time_mix_value));
+        let r = sigmoid(self.receptance.forward(mixed(&self.time_mix_receptance)));
+        let (wkv, memory) = self.wkv(k, v, memory.next().zip(memory.next()));
+        let y = self.o_proj.forward(r * wkv);
+        (y, VectorState { memory, tails: vec![last], position: position + tokens })
+    }
+
+    /// wkv, `[B, T, D]`, and the next memory: a and b over e^m, `[B, 1, 2 D]`, and m, `[B, 1, D]`.
+    fn wkv(
+        &self,
+        k: Tensor<B, 3>,
+        v: Tensor<B, 3>,
+        memory: Option<(Tensor<B, 3>, Tensor<B, 3>)>,
+    ) -> (Tensor<B, 3>, Vec<Tensor<B, 3>>) {
+        let [batch, tokens, width] = k.dims();
+        let (sums, lowest) = memory.unwrap_or_else(|| {
+            let first = k.clone().detach().narrow(1, 0, 1);
+            (Tensor::cat(vec![first.zeros_like(); 2], 2), first.full_like(LOWEST))
+        });
+        let log_keep: Tensor<B, 3> = self.time_decay.val().exp().neg().unsqueeze();
+        let log_keep = log_keep.expand([batch, tokens, width]);
+        let Stabilised { keep, write, largest, last } =
+            stabilise(log_keep, k.clone(), Some(lowest.clone()));
+        let keep = keep.exp();
+        let written = Tensor::cat(vec![write.clone() * v.clone(), write], 2);
+        let (all, next) =
+            ops::linear_scan(Tensor::cat(vec![keep.clone(), keep], 2), written, Some(sums.clone()))
+                .expect("the projections made the shapes");
+
+        // The memory before each token, and the token itself, over the larger of their exponentials.
+        let (earlier, _) = shift_tokens(&all, Some(sums));
+        let (reached, _) = shift_tokens(&largest, Some(lowest));
+        let own = k + self.time_first.val().unsqueeze::<3>();
+        let top = reached.clone().max_pair(own.clone().detach());
+        let (past, now) = ((reached - top.clone()).exp(), (own - top).exp());
+        let above = earlier.clone().narrow(2, 0, width) * past.clone() + now.clone() * v;
+        let below = earlier.narrow(2, width, width) * past + now;
+        (above / below, vec![next, last])
+    }
+}

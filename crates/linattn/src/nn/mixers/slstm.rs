@@ -1,0 +1,185 @@
+//! sLSTM: an LSTM with an exponential input gate, a sum of what was written that cells are divided by,
+//! and gates that see the last output of their own head alone. Tokens go one after another: time grows
+//! with T whatever the device.
+//! ```text
+//! i, f  = u W_i + h R_i, u W_f + h R_f + b_f          u = silu(conv(x)), or x without convolution
+//! z, o  = x W_z + h R_z + b_z, x W_o + h R_o + b_o    W and R: H blocks on the diagonal
+//! c     = sigmoid(f) c + e^i tanh(z)                  n = sigmoid(f) n + e^i
+//! h     = sigmoid(o) c / n
+//! y     = layer_norm(h)                               over each head
+//! ```
+//! e^i can be too large for a float, so c and n are kept as e^m times smaller numbers, with
+//! `m_t = max(ln sigmoid(f_t) + m_{t-1}, i_t)`; no gradient is taken through m, since h does not depend
+//! on it. n over e^m is at least 1. The input gate has no bias: c / n would not depend on it.
+//! Source: Beck et al., arXiv 2405.04517, where no projection follows the norm. Forget gates' biases
+//! start from 3 for the first cell of a head to 6 for its last, recurrent weights small and random.
+
+use super::mlstm::MultiHeadNorm;
+use super::rwkv4::LOWEST;
+use super::{VectorState, block_width, linear_flops};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
+use crate::nn::layers::{BlockDiagonal, check_epsilon, each_token, merge_heads, split_heads};
+use crate::nn::{ConfigError, Cost};
+use crate::ops::LinearAttentionBackend;
+use burn::module::{Initializer, Module, Param};
+use burn::tensor::activation::{log_sigmoid, sigmoid};
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// sLSTM.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SlstmConfig {
+    /// Heads; a divisor of d_model.
+    pub heads: usize,
+    /// Tokens the short convolution before input and forget gates sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Added to a variance before its root.
+    pub norm_eps: f64,
+}
+
+impl Default for SlstmConfig {
+    fn default() -> Self {
+        Self { heads: 1, conv_size: 4, norm_eps: 1e-5 }
+    }
+}
+
+impl SlstmConfig {
+    /// Width of a head.
+    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+        let width = block_width(self.heads, d_model)?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        Ok(width)
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Slstm<B>, ConfigError> {
+        let width = self.width(d_model)?;
+        let gate = || BlockDiagonal::new(self.heads, width, width, device);
+        let zeros = || Initializer::Zeros.init([d_model], device);
+        let last = (width - 1).max(1) as f32;
+        let forget: Vec<f32> =
+            (0..d_model).map(|n| 3.0 + 3.0 * (n % width) as f32 / last).collect();
+        let forget = Tensor::<B, 1>::from_data(TensorData::new(forget, [d_model]), device);
+        Ok(Slstm {
+            conv1d: ShortConvolution::optional(d_model, self.conv_size, device),
+            igate: gate(),
+            fgate: gate().with_bias(Param::from_tensor(forget)),
+            zgate: gate().with_bias(zeros()),
+            ogate: gate().with_bias(zeros()),
+            recurrent: BlockDiagonal::new(self.heads, width, 4 * width, device),
+            group_norm: MultiHeadNorm::new(d_model, self.norm_eps, device),
+            heads: self.heads,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let width = self.width(d_model)?;
+        let mut cost = Cost {
+            state_bytes: 4 * 4 * d_model as u64,
+            flops_per_token: 2 * linear_flops(d_model, 4 * width),
+        };
+        cost += convolution_cost(self.conv_size, d_model);
+        Ok(cost)
+    }
+}
+
+/// sLSTM. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Slstm<B: Backend> {
+    conv1d: Option<ShortConvolution<B>>,
+    igate: BlockDiagonal<B>,
+    fgate: BlockDiagonal<B>,
+    zgate: BlockDiagonal<B>,
+    ogate: BlockDiagonal<B>,
+    /// R: of every head i, f, z and o.
+    recurrent: BlockDiagonal<B>,
+    group_norm: MultiHeadNorm<B>,
+    #[module(skip)]
+    heads: usize,
+}
+
+/// Vectors between two tokens, `[B, 1, H, D / H]`.
+struct Cells<B: Backend> {
+    h: Tensor<B, 4>,
+    /// c over e^m.
+    c: Tensor<B, 4>,
+    /// n over e^m.
+    n: Tensor<B, 4>,
+    m: Tensor<B, 4>,
+}
+
+forward_and_step!(Slstm);
+
+impl<B: LinearAttentionBackend> Slstm<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<VectorState<B>>,
+    ) -> (Tensor<B, 3>, VectorState<B>) {
+        let tokens = x.dims()[1];
+        let (mut memory, mut before, position) = VectorState::parts(state);
+        let zeros = x.clone().detach().narrow(1, 0, 1).zeros_like();
+        let lowest = zeros.full_like(LOWEST);
+        let mut next = |start: &Tensor<B, 3>| {
+            split_heads(memory.next().unwrap_or_else(|| start.clone()), self.heads)
+        };
+        let mut cells =
+            Cells { h: next(&zeros), c: next(&zeros), n: next(&zeros), m: next(&lowest) };
+        let mut tails = vec![];
+        let inward = self.inward(x, before.next(), &mut tails);
+        let mut outputs = Vec::with_capacity(tokens);
+        for token in each_token(inward) {
+            cells = self.advance(token, cells);
+            outputs.push(cells.h.clone());
+        }
+        let y = self.group_norm.forward(Tensor::cat(outputs, 1));
+        let memory = [cells.h, cells.c, cells.n, cells.m].map(merge_heads).into();
+        (y, VectorState { memory, tails, position: position + tokens })
+    }
+
+    /// What gates see of the inputs, `[B, T, H 4 D / H]`: of every head i, f, z and o.
+    fn inward(
+        &self,
+        x: Tensor<B, 3>,
+        tail: Option<Tensor<B, 3>>,
+        tails: &mut Vec<Tensor<B, 3>>,
+    ) -> Tensor<B, 3> {
+        let mixed = convolve_if_any(&self.conv1d, x.clone(), tail, tails);
+        let gates = vec![
+            self.igate.forward(mixed.clone()),
+            self.fgate.forward(mixed),
+            self.zgate.forward(x.clone()),
+            self.ogate.forward(x),
+        ];
+        let gates = gates.into_iter().map(|gate| split_heads(gate, self.heads)).collect();
+        merge_heads(Tensor::cat(gates, 3))
+    }
+
+    /// One token.
+    fn advance(&self, token: Tensor<B, 3>, cells: Cells<B>) -> Cells<B> {
+        let Cells { h, c, n, m } = cells;
+        let width = h.dims()[3];
+        let gates = split_heads(token + self.recurrent.forward(merge_heads(h)), self.heads);
+        let part = |j: usize| gates.clone().narrow(3, j * width, width);
+        let (log_write, log_keep) = (part(0), log_sigmoid(part(1)));
+        let largest = (log_keep.clone() + m.clone()).max_pair(log_write.clone()).detach();
+        // In this order: the difference of two m is exact where they are close.
+        let keep = (log_keep + (m - largest.clone())).exp();
+        let write = (log_write - largest.clone()).exp();
+        let c = keep.clone() * c + write.clone() * part(2).tanh();
+        let n = keep * n + write;
+        let h = sigmoid(part(3)) * c.clone() / n.clone();
+        Cells { h, c, n, m: largest }
+    }
+}
