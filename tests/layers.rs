@@ -861,6 +861,8 @@ fn an_entry_of_layers_is_a_layer_or_a_group() {
         let said = parse(layer).unwrap_err().to_string();
         assert!(said.contains(want), "{layer}: {said}");
     }
+}
+
 /// A module's parameters by path, and what its linear layers make of one token in f64.
 struct Weights(std::collections::HashMap<String, Vec<f64>>);
 

@@ -6,8 +6,8 @@ use burn::tensor::{DType, Tensor};
 use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, OpResult};
 use linattn_oracle::{
     Complex, Decay, Dims, Family, Gate, Gradients, Inputs, Output, Read, Recipe, Rng, ScanInputs,
-    Strength, Transition, assert_close, backward, forward, linear_scan, linear_scan_backward, normals,
-    slice_tokens,
+    Strength, Transition, assert_close, backward, forward, linear_scan, linear_scan_backward,
+    normals, slice_tokens,
 };
 
 /// Inputs on a device.

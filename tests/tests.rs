@@ -7,11 +7,11 @@ mod commands;
 mod configs;
 #[cfg(feature = "cpu")]
 mod desk;
-#[cfg(all(feature = "fusion", feature = "wgpu", feature = "cpu"))]
-mod fused;
-mod fixtures;
 #[cfg(feature = "cpu")]
 mod features;
+mod fixtures;
+#[cfg(all(feature = "fusion", feature = "wgpu", feature = "cpu"))]
+mod fused;
 #[cfg(feature = "cpu")]
 mod layers;
 mod ops;

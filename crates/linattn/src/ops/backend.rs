@@ -5,10 +5,11 @@ use super::mesa::{self, Normal};
 use super::scan::{self, Scan, Scanned};
 use super::{chunkwise, general, recurrent};
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend, ops::FloatTensor};
-use std::any::Any;
-use std::sync::Arc;
 #[cfg(feature = "fusion")]
-use std::sync::{Mutex, PoisonError};
+use std::{
+    any::Any,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 /// Which memory is read: the one after this token's decay, or the one before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -88,7 +89,8 @@ impl<T: TensorMetadata> Operands<T> {
 pub struct Saved<T> {
     /// The tensors.
     pub tensors: Vec<T>,
-    /// What a backend around another keeps for the one inside.
+    /// What a fused stream keeps for the backend inside.
+    #[cfg(feature = "fusion")]
     pub hidden: Option<Hidden>,
 }
 
@@ -100,17 +102,22 @@ impl<T> Default for Saved<T> {
 
 impl<T> From<Vec<T>> for Saved<T> {
     fn from(tensors: Vec<T>) -> Self {
-        Self { tensors, hidden: None }
+        Self {
+            tensors,
+            #[cfg(feature = "fusion")]
+            hidden: None,
+        }
     }
 }
 
 /// Something of a type that only the backend who kept it knows.
+#[cfg(feature = "fusion")]
 #[derive(Debug, Clone)]
 pub struct Hidden(pub(super) Arc<dyn Any + Send + Sync>);
 
+#[cfg(feature = "fusion")]
 impl Hidden {
     /// Takes out what was put in, an `Arc<Mutex<Option<T>>>`.
-    #[cfg(feature = "fusion")]
     pub(super) fn take<T: Send + 'static>(&self) -> T {
         let slot = self.0.downcast_ref::<Mutex<Option<T>>>().expect("its own backend's");
         let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);

@@ -36,8 +36,8 @@ mod triangular;
 pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Read, Saved};
 pub use convolution::Convolution;
 pub use mesa::{Mesa, Normal, mesa, mesa_step};
-pub(crate) use triangular::solve_unit_lower;
 pub use scan::{Complex, Scan, ScanField, Scanned, complex_scan, linear_scan, linear_scan_step};
+pub(crate) use triangular::solve_unit_lower;
 
 use backend::{primitive, tensor};
 use burn::tensor::{Tensor, backend::Backend};

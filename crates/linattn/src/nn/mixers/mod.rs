@@ -330,8 +330,8 @@ fn linear_flops(from: usize, to: usize) -> u64 {
     2 * from as u64 * to as u64
 }
 
-/// `forward` or `step` of a mixer; one that is marked `shared` in the list below also takes what layers
-/// share.
+/// `forward` or `step` of a mixer. In the list below, one that is marked `shared` also takes what layers
+/// share, and one that is marked `lends` leaves its keys and values to later layers.
 macro_rules! call_mixer {
     ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident)) => {
         $mixer.$method($x, $state.map(Into::into))
@@ -339,6 +339,11 @@ macro_rules! call_mixer {
     ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) shared) => {
         $mixer.$method($x, $state.map(Into::into), $shared)
     };
+    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) lends) => {{
+        let (y, state) = $mixer.$method($x, $state.map(Into::into));
+        $shared.keys_values = Some(state.clone());
+        (y, state)
+    }};
 }
 
 macro_rules! mixers {
@@ -403,14 +408,12 @@ pub enum Mixer<B: Backend> {
                 state: Option<MixerState<B>>,
                 shared: &mut Shared<B>,
             ) -> (Tensor<B, 3>, MixerState<B>) {
-                let (y, state): (_, MixerState<B>) = match self {
+                match self {
                     $(Self::$name(mixer) => {
                         let (y, state) = call_mixer!(mixer.forward(x, state, shared) $($mark)?);
                         (y, state.into())
                     })+
-                };
-                self.share(&state, shared);
-                (y, state)
+                }
             }
 
             /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
@@ -422,14 +425,35 @@ pub enum Mixer<B: Backend> {
                 state: Option<MixerState<B>>,
                 shared: &mut Shared<B>,
             ) -> (Tensor<B, 2>, MixerState<B>) {
-                let (y, state): (_, MixerState<B>) = match self {
+                match self {
                     $(Self::$name(mixer) => {
                         let (y, state) = call_mixer!(mixer.step(x, state, shared) $($mark)?);
                         (y, state.into())
                     })+
-                };
-                self.share(&state, shared);
-                (y, state)
+                }
+            }
+
+            /// Whole sequences through a mixer that reads of no other layer: `x` is `[B, T, D]`; gives
+            /// `[B, T, D]` and the state after token T.
+            /// # Panics
+            /// If `state` is another kind of mixer's, or the mixer does read of another layer.
+            pub fn forward(
+                &self,
+                x: Tensor<B, 3>,
+                state: Option<MixerState<B>>,
+            ) -> (Tensor<B, 3>, MixerState<B>) {
+                self.forward_shared(x, state, &mut Shared::default())
+            }
+
+            /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+            /// # Panics
+            /// As [`forward`](Self::forward).
+            pub fn step(
+                &self,
+                x: Tensor<B, 2>,
+                state: Option<MixerState<B>>,
+            ) -> (Tensor<B, 2>, MixerState<B>) {
+                self.step_shared(x, state, &mut Shared::default())
             }
         }
     };
@@ -503,7 +527,7 @@ mixers! {
     /// Zoology's gated short convolution.
     "base_conv" BaseConv(BaseConvConfig);
     /// Softmax attention, the reference.
-    "attention" Attention(AttentionConfig);
+    "attention" Attention(AttentionConfig) lends;
     /// Forgetting attention.
     "forgetting_attention" ForgettingAttention(ForgettingAttentionConfig);
     /// Attention over the keys and values of an earlier layer.
@@ -514,38 +538,6 @@ mixers! {
     "deltaformer" DeltaFormer(DeltaFormerConfig);
     /// PaTH attention.
     "path_attention" PathAttention(PathAttentionConfig);
-}
-
-impl<B: LinearAttentionBackend> Mixer<B> {
-    /// Whole sequences through a mixer that reads of no other layer: `x` is `[B, T, D]`; gives
-    /// `[B, T, D]` and the state after token T.
-    /// # Panics
-    /// If `state` is another kind of mixer's, or the mixer does read of another layer.
-    pub fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        state: Option<MixerState<B>>,
-    ) -> (Tensor<B, 3>, MixerState<B>) {
-        self.forward_shared(x, state, &mut Shared::default())
-    }
-
-    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
-    /// # Panics
-    /// As [`forward`](Self::forward).
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<MixerState<B>>,
-    ) -> (Tensor<B, 2>, MixerState<B>) {
-        self.step_shared(x, state, &mut Shared::default())
-    }
-
-    /// Leaves keys and values to later layers, where the state is made of them.
-    fn share(&self, state: &MixerState<B>, shared: &mut Shared<B>) {
-        if let (Mixer::Attention(_), MixerState::Cache(cache)) = (self, state) {
-            shared.keys_values = Some(cache.clone());
-        }
-    }
 }
 
 #[cfg(test)]
