@@ -8,6 +8,8 @@ mod configs;
 #[cfg(feature = "cpu")]
 mod desk;
 #[cfg(feature = "cpu")]
+mod generation;
+#[cfg(feature = "cpu")]
 mod layers;
 mod ops;
 #[cfg(feature = "cpu")]

@@ -254,6 +254,11 @@ impl LayerConfig {
 }
 
 impl<B: LinearAttentionBackend> Block<B> {
+    /// Its mixer.
+    pub fn mixer(&self) -> &Mixer<B> {
+        &self.attn
+    }
+
     /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
     /// # Panics
     /// If `state` is another kind of mixer's.

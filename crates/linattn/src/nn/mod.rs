@@ -12,6 +12,7 @@ mod layers;
 pub mod mixers;
 mod model;
 mod rope;
+pub(crate) mod state;
 
 pub use auto_encoder::Decoder;
 pub use block::{
@@ -21,6 +22,7 @@ pub use convolution::ShortConvolution;
 pub use layers::{GatedRmsNorm, Norm, NormKind, l2_normalize};
 pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};
 pub use rope::Rope;
+pub use state::{RecurrentState, StateError, StateTensors};
 
 use std::fmt::Display;
 

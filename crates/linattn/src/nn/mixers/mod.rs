@@ -79,7 +79,7 @@ pub use retnet::{RetNet, RetNetConfig};
 pub use rwkv6::{Rwkv6, Rwkv6Config};
 pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
 
-use super::{ConfigError, Cost};
+use super::{ConfigError, Cost, RecurrentState, StateTensors};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
@@ -110,12 +110,47 @@ impl<B: Backend> MatrixState<B> {
     }
 }
 
+impl<B: Backend> RecurrentState<B> for MatrixState<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(Some(self.position))
+            .with("memory", &self.memory)
+            .with_list("tails", &self.tails)
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        let position = tensors.position();
+        Self { memory: tensors.take("memory"), tails: tensors.take_list("tails"), position }
+    }
+}
+
 macro_rules! mixer_states {
     ($($(#[$doc:meta])* $name:ident($state:ident);)+) => {
         /// What any mixer keeps between tokens.
         #[derive(Debug, Clone)]
         pub enum MixerState<B: Backend> {
             $($(#[$doc])* $name($state<B>),)+
+        }
+
+        impl<B: Backend> MixerState<B> {
+            /// Which kind of state it is.
+            pub fn kind(&self) -> &'static str {
+                match self { $(Self::$name(_) => stringify!($name),)+ }
+            }
+
+            /// Its tensors.
+            pub fn tensors(&self) -> StateTensors<B> {
+                match self { $(Self::$name(state) => state.tensors(),)+ }
+            }
+
+            /// A state of the same kind, of other tensors.
+            /// # Panics
+            /// If they are not named as [`tensors`](Self::tensors) names its own.
+            #[must_use]
+            pub fn of(&self, tensors: StateTensors<B>) -> Self {
+                match self {
+                    $(Self::$name(_) => Self::$name(<$state<B>>::from_tensors(tensors)),)+
+                }
+            }
         }
 
         $(
@@ -352,4 +387,32 @@ mixers! {
     "attention" Attention(AttentionConfig);
     /// Forgetting attention.
     "forgetting_attention" ForgettingAttention(ForgettingAttentionConfig);
+}
+
+impl<B: Backend> Mixer<B> {
+    /// Whether what it gives depends on the tokens before through its tensors alone, and not on how many
+    /// they were. The tensors then keep their size, and sequences of different lengths can go on in
+    /// one batch. A mixer that is not listed is taken to count.
+    pub fn ignores_position(&self) -> bool {
+        matches!(
+            self,
+            Self::LightningAttention(_)
+                | Self::Mamba2(_)
+                | Self::Mlstm(_)
+                | Self::Gla(_)
+                | Self::Hgrn2(_)
+                | Self::MetaLa(_)
+                | Self::Rwkv6(_)
+                | Self::Gsa(_)
+                | Self::DeltaNet(_)
+                | Self::GatedDeltaNet(_)
+                | Self::DeltaProduct(_)
+                | Self::Kda(_)
+                | Self::Comba(_)
+                | Self::Longhorn(_)
+                | Self::GatedDeltaNet2(_)
+                | Self::Rwkv7(_)
+                | Self::BaseConv(_)
+        )
+    }
 }
