@@ -12,7 +12,7 @@ const D: usize = 24;
 const LIMIT: f64 = 1e-5;
 
 /// At least one config for each mixer, and one for each option.
-const MIXERS: &[&str] = &[
+pub(crate) const MIXERS: &[&str] = &[
     "gated_deltanet = { heads = 2 }",
     "gated_deltanet = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, chunk = 16 }",
     "gated_deltanet = { heads = 3, conv_size = 0, output_gate = false, allow_neg_eigval = true }",

@@ -12,6 +12,7 @@ mod features;
 mod fixtures;
 #[cfg(all(feature = "fusion", feature = "wgpu", feature = "cpu"))]
 mod fused;
+mod generation;
 #[cfg(feature = "cpu")]
 mod layers;
 mod ops;

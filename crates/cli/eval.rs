@@ -44,7 +44,7 @@ pub struct EvalArgs {
     json: Option<PathBuf>,
 }
 
-fn checkpoint(text: &str) -> Result<Which, String> {
+pub(crate) fn checkpoint(text: &str) -> Result<Which, String> {
     match text {
         "best" => Ok(Which::Best),
         "last" => Ok(Which::Last),

@@ -7,12 +7,14 @@ pub mod device;
 #[cfg(any(feature = "cuda", feature = "rocm"))]
 mod driver;
 mod eval;
+mod generate;
 mod report;
 mod sweep;
 mod train;
 
 pub use data::{DataArgs, data};
 pub use eval::{EvalArgs, eval};
+pub use generate::{GenerateArgs, generate};
 pub use report::{ReportArgs, report};
 pub use sweep::{SweepArgs, sweep};
 pub use train::{TrainArgs, train};

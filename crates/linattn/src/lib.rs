@@ -3,7 +3,8 @@
 //! [`ops`] holds the recurrences as functions over `[B, T, H, D]` tensors, differentiable on any
 //! Burn backend, each with a recurrent step for decoding. [`nn`] builds mixers, blocks and language
 //! models of them; every layer is a config, an `init`, a `forward` over whole sequences and a `step`
-//! over one token, which agree with each other.
+//! over one token, which agree with each other. [`generate`] writes with a language model, and keeps
+//! its recurrent state in files.
 //!
 //! One alphabet is used everywhere: B batch, T tokens, H heads, K key width, V value width, D model
 //! width. A head's memory S is `[K, V]`, keys are rows, and a query reads it as `o = q S`.
@@ -23,5 +24,6 @@
 //! ```
 #![deny(missing_docs)]
 
+pub mod generate;
 pub mod nn;
 pub mod ops;

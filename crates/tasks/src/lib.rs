@@ -53,7 +53,7 @@ pub use s_niah::{Needle, NeedleSet, SNiah, SNiahConfig, Track, TrainSet};
 pub use statistics::Statistic;
 pub use tally::Tally;
 pub use task::{Batch, Example, Goal, Question, SetInfo, Split, Task, Text};
-pub use tokenizer::TokenizerConfig;
+pub use tokenizer::{TextStream, Tokenizer, TokenizerConfig};
 
 /// Which task, as the TOML's table name: `[task.mqar]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -27,7 +27,7 @@ pub enum TokenizerConfig {
 
 /// A tokenizer that is ready for use.
 #[derive(Debug, Clone)]
-pub(crate) struct Tokenizer {
+pub struct Tokenizer {
     /// `None` is bytes.
     file: Option<Box<tokenizers::Tokenizer>>,
     /// Ids before the two of our own.
@@ -58,16 +58,21 @@ impl Tokenizer {
     /// Reads what the config names; `key` is where it stands in the run's TOML.
     pub(crate) fn new(config: &TokenizerConfig, key: &str) -> Result<Self, TaskError> {
         match config {
-            TokenizerConfig::Bytes => Ok(Self { file: None, ids: 256 }),
+            TokenizerConfig::Bytes => Ok(Self::bytes()),
             TokenizerConfig::File(path) => Self::read(path, &format!("{key}.file")),
         }
     }
 
-    fn read(path: &Path, key: &str) -> Result<Self, TaskError> {
-        let refused = |why: String| {
-            let why = format!("{why}; a `tokenizer.json` of the `tokenizers` library would do");
-            file_error(key, path, why)
-        };
+    /// Bytes and the two ids of our own.
+    pub fn bytes() -> Self {
+        Self { file: None, ids: 256 }
+    }
+
+    /// A `tokenizer.json` of any alphabet, and the two ids of our own; `key` is what errors call it.
+    /// # Errors
+    /// [`TaskError::File`] if it is no tokenizer.
+    pub fn open(path: &Path, key: &str) -> Result<Self, TaskError> {
+        let refused = |why: String| refusal(key, path, why);
         let text = std::fs::read(path).map_err(|error| refused(error.to_string()))?;
         let mut file = tokenizers::Tokenizer::from_bytes(text)
             .map_err(|error| refused(format!("it is no tokenizer: {error}")))?;
@@ -75,8 +80,13 @@ impl Tokenizer {
         file.with_truncation(None).map_err(|error| refused(error.to_string()))?;
         let last = file.get_vocab(true).into_values().max();
         let ids = last.ok_or_else(|| refused("it has no tokens".into()))? + 1;
-        let tokenizer = Self { file: Some(Box::new(file)), ids };
-        tokenizer.check_alphabet().map_err(refused)?;
+        Ok(Self { file: Some(Box::new(file)), ids })
+    }
+
+    /// As [`open`](Self::open); it has to have the alphabet that answers are made of, too.
+    fn read(path: &Path, key: &str) -> Result<Self, TaskError> {
+        let tokenizer = Self::open(path, key)?;
+        tokenizer.check_alphabet().map_err(|why| refusal(key, path, why))?;
         Ok(tokenizer)
     }
 
@@ -91,7 +101,7 @@ impl Tokenizer {
     }
 
     /// How many ids there are, with the two of our own.
-    pub(crate) fn vocab(&self) -> usize {
+    pub fn vocab(&self) -> usize {
         self.ids as usize + 2
     }
 
@@ -101,7 +111,7 @@ impl Tokenizer {
     }
 
     /// The id that ends an answer, and fills what is left after it.
-    pub(crate) fn end(&self) -> u32 {
+    pub fn end(&self) -> u32 {
         self.ids + 1
     }
 
@@ -114,6 +124,18 @@ impl Tokenizer {
         let encoding = file.encode(text, false).map_err(|error| error.to_string())?;
         let ends = encoding.get_offsets().iter().map(|&(_, end)| end).collect();
         Ok(Encoded { ids: encoding.get_ids().to_vec(), ends })
+    }
+
+    /// The ids of a text.
+    /// # Errors
+    /// What a file's normalizer or model says of a text that it cannot take.
+    pub fn ids(&self, text: &str) -> Result<Vec<u32>, String> {
+        Ok(self.encode(text)?.ids)
+    }
+
+    /// Turns ids to text as they come.
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream { tokenizer: self, ids: vec![], shown: 0 }
     }
 
     /// The ids of a text that is known to be fit for it: of the alphabet, or of files that were
@@ -129,7 +151,7 @@ impl Tokenizer {
 
     /// The text that ids stand for. Bytes that are no UTF-8 read `\xff`; the two ids of our own read
     /// as nothing.
-    pub(crate) fn decode(&self, ids: &[u32]) -> String {
+    pub fn decode(&self, ids: &[u32]) -> String {
         let known: Vec<u32> = ids.iter().copied().filter(|&id| id < self.ids).collect();
         match &self.file {
             None => show_bytes(&known.iter().map(|&id| id as u8).collect::<Vec<_>>()),
@@ -148,6 +170,62 @@ impl Tokenizer {
             None => id.to_string(),
         }
     }
+}
+
+fn refusal(key: &str, path: &Path, why: String) -> TaskError {
+    let why = format!("{why}; a `tokenizer.json` of the `tokenizers` library would do");
+    file_error(key, path, why)
+}
+
+/// Ids to text as they come, whole characters only. All pieces together are what the ids read at once.
+#[derive(Debug, Clone)]
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    /// Those that are not shown yet, and before them the last that were: what an id reads as can depend
+    /// on the one before it.
+    ids: Vec<u32>,
+    shown: usize,
+}
+
+impl TextStream<'_> {
+    /// What can be shown now that this id has come; nothing in the middle of a character.
+    pub fn push(&mut self, id: u32) -> String {
+        if id < self.tokenizer.ids {
+            self.ids.push(id);
+        }
+        match &self.tokenizer.file {
+            None => self.show(self.ids.len() - unfinished(&self.ids)),
+            Some(_) if self.tokenizer.decode(&self.ids).ends_with('\u{fffd}') => String::new(),
+            Some(_) => self.show(self.ids.len()),
+        }
+    }
+
+    /// What is left in the end: half a character, perhaps.
+    pub fn finish(mut self) -> String {
+        self.show(self.ids.len())
+    }
+
+    /// What the first `to` ids add to what is shown.
+    fn show(&mut self, to: usize) -> String {
+        let before = self.tokenizer.decode(&self.ids[..self.shown]);
+        let all = self.tokenizer.decode(&self.ids[..to]);
+        let new = all.get(before.len()..).unwrap_or_default().to_string();
+        if !new.is_empty() {
+            self.ids.drain(..self.shown);
+            self.shown = to - self.shown;
+        }
+        new
+    }
+}
+
+/// How many bytes at the end are the beginning of a character.
+fn unfinished(ids: &[u32]) -> usize {
+    let bytes: Vec<u8> = ids.iter().map(|&id| id as u8).collect();
+    let last = bytes.utf8_chunks().last();
+    let cut = last.map_or(&[][..], |chunk| chunk.invalid());
+    // Bytes that no others could make a character of are as finished as they will be.
+    let hopeless = std::str::from_utf8(cut).is_err_and(|e| e.error_len().is_some());
+    if hopeless { 0 } else { cut.len() }
 }
 
 fn show_bytes(bytes: &[u8]) -> String {
@@ -199,6 +277,40 @@ pub(crate) mod tests {
     #[test]
     fn bytes_that_are_no_text_are_shown_and_not_lost() {
         assert_eq!(bytes().decode(&[97, 0xff, 0xc3, 98]), "a\\xff\\xc3b");
+    }
+
+    /// The pieces that ids come in, and the rest.
+    fn pieces(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
+        let mut stream = tokenizer.stream();
+        let mut pieces: Vec<String> = ids.iter().map(|&id| stream.push(id)).collect();
+        pieces.push(stream.finish());
+        pieces
+    }
+
+    #[test]
+    fn a_stream_shows_whole_characters_and_loses_nothing() {
+        let read = pieces(&bytes(), &[97, 0xc3, 0xa9, 256, 98, 0xe2, 0x82, 0xac]);
+        assert_eq!(read, ["a", "", "é", "", "b", "", "", "€", ""]);
+        // A character that never ends, one that others cut short, and bytes that begin none.
+        for ids in [&[97, 0xe2, 0x82][..], &[0xe2, 0x82, 97], &[0xff, 0xc3, 98, 0x80], &[]] {
+            let read = pieces(&bytes(), ids);
+            assert_eq!(read.concat(), bytes().decode(ids), "{read:?}");
+        }
+        assert_eq!(pieces(&bytes(), &[97, 0xe2, 0x82]), ["a", "", "", "\\xe2\\x82"]);
+    }
+
+    #[test]
+    fn a_stream_of_a_files_ids_reads_as_they_do_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        write_small(&path);
+        let tokenizer = Tokenizer::open(&path, "tokenizer").unwrap();
+        let text = "the other the, then: no more of the\nrest";
+        let ids = tokenizer.ids(text).unwrap();
+        let read = pieces(&tokenizer, &ids);
+        assert_eq!(read.concat(), text);
+        assert_eq!(read[0], "the");
+        assert!(read.iter().filter(|piece| !piece.is_empty()).count() > 10, "{read:?}");
     }
 
     #[test]

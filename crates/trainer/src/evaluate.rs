@@ -2,9 +2,9 @@
 
 use crate::config::RunConfig;
 use crate::learner::{HostAnswers, Learner, TensorBatch};
-use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 use burn_train::{InferenceStep, ItemLazy};
-use linattn::nn::{LanguageModel, LanguageModelState};
+use linattn::generate::{GenerateConfig, GenerateError, Next, SamplingConfig, Sequence, generate};
+use linattn::nn::LanguageModel;
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::{Batch, Question, Split, Tally, Task};
 use serde_json::{Map, Value};
@@ -119,11 +119,8 @@ impl<'a> Testing<'a> {
         self.each_set(self.batch_size, |split, set, indices, count| {
             let question = |&index: &u64| Some((index, self.task.question(split, set, index)?));
             let mut questions: Vec<(u64, Question)> = indices.iter().filter_map(question).collect();
-            questions.sort_by_key(|(_, question)| (question.prompt.len(), question.new_tokens));
-            let alike = |a: &(u64, Question), b: &(u64, Question)| {
-                (a.1.prompt.len(), a.1.new_tokens) == (b.1.prompt.len(), b.1.new_tokens)
-            };
-            for group in questions.chunk_by(alike) {
+            questions.sort_by_key(|(_, question)| question.new_tokens);
+            for group in questions.chunk_by(|a, b| a.1.new_tokens == b.1.new_tokens) {
                 let prompts: Vec<&[u32]> = group.iter().map(|(_, q)| q.prompt.as_slice()).collect();
                 let new_tokens = group[0].1.new_tokens;
                 let answers = write(&learner.model, &prompts, new_tokens, self.window, device);
@@ -199,10 +196,10 @@ fn cut(batch: &Batch, from: usize, to: usize) -> (Batch, Vec<usize>) {
     (Batch { rows: batch.rows, length: to - from, input, scored, target }, places)
 }
 
-/// `new_tokens` ids after each of some prompts of one length, always the likeliest next one. The
-/// prompt is read `window` tokens at a time; then the recurrent state goes on by itself.
+/// `new_tokens` ids after each of some prompts, always the likeliest next one; nothing where the
+/// model's numbers have overflowed. The prompts are read `window` tokens at a time.
 /// # Panics
-/// If the prompts differ in length or are empty, or the model is an auto-encoder.
+/// If a prompt is empty or has ids that the model does not know, or the model is an auto-encoder.
 fn write<B: LinearAttentionBackend>(
     model: &LanguageModel<B>,
     prompts: &[&[u32]],
@@ -210,47 +207,14 @@ fn write<B: LinearAttentionBackend>(
     window: usize,
     device: &B::Device,
 ) -> Vec<Vec<u32>> {
-    if new_tokens == 0 {
-        return vec![vec![]; prompts.len()];
+    let sampling = SamplingConfig::greedy();
+    let config = GenerateConfig { sampling, new_tokens, window, keep_states: false };
+    let sequences = prompts.iter().map(|prompt| Sequence::new(prompt.to_vec())).collect();
+    match generate(model, sequences, &config, device, |_| Next::Continue) {
+        Ok(generated) => generated.rows.iter().map(|row| row.new_tokens().to_vec()).collect(),
+        Err(GenerateError::NotFinite { .. }) => vec![vec![]; prompts.len()],
+        Err(e) => panic!("the task's questions are for this model: {e}"),
     }
-    let (mut next, mut state) = read(model, prompts, window, device);
-    let mut written = vec![next.clone()];
-    for _ in 1..new_tokens {
-        let (logits, after) = model.step(next, Some(state));
-        (next, state) = (likeliest(logits), after);
-        written.push(next.clone());
-    }
-    let ids = Tensor::stack::<2>(written, 1).into_data();
-    let ids: Vec<u32> = ids.iter::<i64>().map(|id| id as u32).collect();
-    ids.chunks_exact(new_tokens).map(<[u32]>::to_vec).collect()
-}
-
-/// The likeliest id after each prompt, `[B]`, and the state there.
-fn read<B: LinearAttentionBackend>(
-    model: &LanguageModel<B>,
-    prompts: &[&[u32]],
-    window: usize,
-    device: &B::Device,
-) -> (Tensor<B, 1, Int>, LanguageModelState<B>) {
-    let length = prompts[0].len();
-    let mut state = None;
-    let mut last = None;
-    for from in (0..length).step_by(window) {
-        let to = (from + window).min(length);
-        let ids: Vec<i32> =
-            prompts.iter().flat_map(|p| p[from..to].iter().map(|&id| id as i32)).collect();
-        let ids = TensorData::new(ids, [prompts.len(), to - from]);
-        let (hidden, next) = model.hidden(Tensor::from_data(ids, device), state);
-        last = Some(hidden.narrow(1, to - from - 1, 1).squeeze_dim::<2>(1));
-        state = Some(next);
-    }
-    let (Some(last), Some(state)) = (last, state) else { panic!("a prompt has a token at least") };
-    (likeliest(model.logits(last)), state)
-}
-
-/// `[B, vocab]` to `[B]`.
-fn likeliest<B: Backend>(logits: Tensor<B, 2>) -> Tensor<B, 1, Int> {
-    logits.argmax(1).squeeze_dim(1)
 }
 
 #[cfg(test)]

@@ -647,6 +647,11 @@ impl LayerConfig {
 }
 
 impl<B: LinearAttentionBackend> Block<B> {
+    /// Its mixer.
+    pub fn mixer(&self) -> &Mixer<B> {
+        &self.attn
+    }
+
     /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T. What layers
     /// read of one another comes and goes by `shared`, which starts empty before the first layer.
     /// # Panics

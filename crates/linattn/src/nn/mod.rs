@@ -14,6 +14,7 @@ pub mod mixers;
 mod model;
 mod rope;
 mod shared;
+pub(crate) mod state;
 
 pub use auto_encoder::Decoder;
 pub use block::{
@@ -26,6 +27,7 @@ pub use layers::{BlockDiagonal, GatedRmsNorm, Norm, NormKind, l2_normalize};
 pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};
 pub use rope::Rope;
 pub use shared::Shared;
+pub use state::{RecurrentState, StateError, StateTensors};
 
 use std::fmt::Display;
 

@@ -268,6 +268,17 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         self.decoder.is_some()
     }
 
+    /// How many ids it knows.
+    pub fn vocab(&self) -> usize {
+        self.embeddings.weight.dims()[0]
+    }
+
+    /// Whether sequences of different lengths can go on in one batch: see
+    /// [`Mixer::ignores_position`](super::mixers::Mixer::ignores_position).
+    pub fn ignores_position(&self) -> bool {
+        self.layers.iter().all(|layer| layer.mixer().ignores_position())
+    }
+
     /// One id each, `[B]`. Gives logits, `[B, vocab]`, and the next state.
     /// # Panics
     /// If `state` is another model's, or the model is an auto-encoder.

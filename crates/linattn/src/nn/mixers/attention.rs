@@ -9,7 +9,7 @@
 use super::retnet::{check_rotated, check_theta};
 use super::{key_width, linear_flops};
 use crate::nn::layers::{check_epsilon, linear, linear_with_bias, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, Rope, positive};
+use crate::nn::{ConfigError, Cost, RecurrentState, Rope, StateTensors, positive};
 use burn::module::Module;
 use burn::nn::{Linear, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::softmax;
@@ -164,6 +164,21 @@ pub struct KeyValueCache<B: Backend> {
     pub values: Tensor<B, 4>,
     /// Tokens seen.
     pub position: usize,
+}
+
+impl<B: Backend> RecurrentState<B> for KeyValueCache<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(Some(self.position)).with_growing("keys", &self.keys, 2).with_growing(
+            "values",
+            &self.values,
+            2,
+        )
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        let position = tensors.position();
+        Self { keys: tensors.take("keys"), values: tensors.take("values"), position }
+    }
 }
 
 impl<B: Backend> KeyValueCache<B> {

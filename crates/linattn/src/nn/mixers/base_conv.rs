@@ -7,7 +7,7 @@
 use super::linear_flops;
 use crate::nn::convolution::check_window;
 use crate::nn::layers::linear_with_bias;
-use crate::nn::{ConfigError, Cost, ShortConvolution};
+use crate::nn::{ConfigError, Cost, RecurrentState, ShortConvolution, StateTensors};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::nn::Linear;
@@ -60,6 +60,16 @@ impl BaseConvConfig {
 /// What [`BaseConv`] keeps between tokens: the last inputs of its convolution, `[B, W - 1, D]`.
 #[derive(Debug, Clone)]
 pub struct ConvolutionTail<B: Backend>(pub Tensor<B, 3>);
+
+impl<B: Backend> RecurrentState<B> for ConvolutionTail<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(None).with("tail", &self.0)
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        Self(tensors.take("tail"))
+    }
+}
 
 /// BaseConv. `D -> D`.
 #[derive(Module, Debug)]

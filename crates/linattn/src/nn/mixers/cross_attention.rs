@@ -13,7 +13,7 @@ use super::attention::{causal_mask, check_shared, weigh};
 use super::retnet::{check_rotated, check_theta};
 use super::{AttentionConfig, key_width, linear_flops};
 use crate::nn::layers::{linear, split_heads};
-use crate::nn::{ConfigError, Cost, Rope, Shared, positive};
+use crate::nn::{ConfigError, Cost, RecurrentState, Rope, Shared, StateTensors, positive};
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::{Tensor, backend::Backend};
@@ -118,6 +118,16 @@ impl CrossAttentionConfig {
 /// Nothing: what the layer looks back at is another layer's.
 #[derive(Debug, Clone, Default)]
 pub struct NoState<B: Backend>(PhantomData<B>);
+
+impl<B: Backend> RecurrentState<B> for NoState<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(None)
+    }
+
+    fn from_tensors(_tensors: StateTensors<B>) -> Self {
+        Self::default()
+    }
+}
 
 /// Attention over the keys and values of an earlier layer. `D -> D`.
 #[derive(Module, Debug)]

@@ -10,7 +10,7 @@
 use super::attention::{causal_mask, check_shared, weigh};
 use super::{key_width, linear_flops};
 use crate::nn::layers::{check_epsilon, linear, linear_with_bias, split_heads};
-use crate::nn::{ConfigError, Cost};
+use crate::nn::{ConfigError, Cost, RecurrentState, StateTensors};
 use burn::module::Module;
 use burn::nn::{Linear, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{log_sigmoid, sigmoid};
@@ -112,6 +112,23 @@ pub struct ForgettingCache<B: Backend> {
     pub values: Tensor<B, 4>,
     /// The sum of log gates up to each token, less that up to the last: `[B, H, T]`, 0 at the end.
     pub gates: Tensor<B, 3>,
+}
+
+impl<B: Backend> RecurrentState<B> for ForgettingCache<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(None)
+            .with_growing("keys", &self.keys, 2)
+            .with_growing("values", &self.values, 2)
+            .with_growing("gates", &self.gates, 2)
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        Self {
+            keys: tensors.take("keys"),
+            values: tensors.take("values"),
+            gates: tensors.take("gates"),
+        }
+    }
 }
 
 /// Forgetting attention. `D -> D`.

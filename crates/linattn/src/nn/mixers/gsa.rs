@@ -17,7 +17,7 @@
 use super::{check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, RecurrentState, StateTensors, check_chunk, positive};
 use crate::ops::{self, LinearAttentionBackend, OpResult};
 use burn::module::Module;
 use burn::nn::{Linear, RmsNorm, RmsNormConfig};
@@ -147,6 +147,23 @@ impl<B: Backend> SlotState<B> {
         match state {
             Some(s) => (Some(s.keys), Some(s.values), s.tails.into_iter()),
             None => (None, None, vec![].into_iter()),
+        }
+    }
+}
+
+impl<B: Backend> RecurrentState<B> for SlotState<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(None)
+            .with("keys", &self.keys)
+            .with("values", &self.values)
+            .with_list("tails", &self.tails)
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        Self {
+            keys: tensors.take("keys"),
+            values: tensors.take("values"),
+            tails: tensors.take_list("tails"),
         }
     }
 }

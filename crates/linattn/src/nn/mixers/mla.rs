@@ -15,7 +15,7 @@ use super::attention::{causal_mask, gather, merge, scores, weigh};
 use super::retnet::{check_rotated, check_theta};
 use super::{key_width, linear_flops};
 use crate::nn::layers::{check_epsilon, linear, split_heads};
-use crate::nn::{ConfigError, Cost, Rope, positive};
+use crate::nn::{ConfigError, Cost, RecurrentState, Rope, StateTensors, positive};
 use burn::module::Module;
 use burn::nn::{Linear, RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, backend::Backend};
@@ -146,6 +146,18 @@ pub struct LatentCache<B: Backend> {
     pub latents: Tensor<B, 3>,
     /// `[B, T, Kr]`, rotated.
     pub keys: Tensor<B, 3>,
+}
+
+impl<B: Backend> RecurrentState<B> for LatentCache<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(None)
+            .with_growing("latents", &self.latents, 1)
+            .with_growing("keys", &self.keys, 1)
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        Self { latents: tensors.take("latents"), keys: tensors.take("keys") }
+    }
 }
 
 impl<B: Backend> LatentCache<B> {

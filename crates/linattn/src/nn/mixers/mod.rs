@@ -137,7 +137,7 @@ pub use s4d::{Discretization, S4d, S4dConfig, Spectrum};
 pub use slstm::{Slstm, SlstmConfig};
 
 pub use super::FeatureMap;
-use super::{ConfigError, Cost, Shared};
+use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
@@ -182,6 +182,19 @@ pub struct VectorState<B: Backend> {
     pub position: usize,
 }
 
+impl<B: Backend> RecurrentState<B> for VectorState<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(Some(self.position))
+            .with_list("memory", &self.memory)
+            .with_list("tails", &self.tails)
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        let position = tensors.position();
+        Self { memory: tensors.take_list("memory"), tails: tensors.take_list("tails"), position }
+    }
+}
+
 /// A state taken apart: memory and tails to draw from, position.
 type VectorParts<B> = (std::vec::IntoIter<Tensor<B, 3>>, std::vec::IntoIter<Tensor<B, 3>>, usize);
 
@@ -194,12 +207,47 @@ impl<B: Backend> VectorState<B> {
     }
 }
 
+impl<B: Backend> RecurrentState<B> for MatrixState<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(Some(self.position))
+            .with("memory", &self.memory)
+            .with_list("tails", &self.tails)
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        let position = tensors.position();
+        Self { memory: tensors.take("memory"), tails: tensors.take_list("tails"), position }
+    }
+}
+
 macro_rules! mixer_states {
     ($($(#[$doc:meta])* $name:ident($state:ident);)+) => {
         /// What any mixer keeps between tokens.
         #[derive(Debug, Clone)]
         pub enum MixerState<B: Backend> {
             $($(#[$doc])* $name($state<B>),)+
+        }
+
+        impl<B: Backend> MixerState<B> {
+            /// Which kind of state it is.
+            pub fn kind(&self) -> &'static str {
+                match self { $(Self::$name(_) => stringify!($name),)+ }
+            }
+
+            /// Its tensors.
+            pub fn tensors(&self) -> StateTensors<B> {
+                match self { $(Self::$name(state) => state.tensors(),)+ }
+            }
+
+            /// A state of the same kind, of other tensors.
+            /// # Panics
+            /// If they are not named as [`tensors`](Self::tensors) names its own.
+            #[must_use]
+            pub fn of(&self, tensors: StateTensors<B>) -> Self {
+                match self {
+                    $(Self::$name(_) => Self::$name(<$state<B>>::from_tensors(tensors)),)+
+                }
+            }
         }
 
         $(
@@ -538,6 +586,47 @@ mixers! {
     "deltaformer" DeltaFormer(DeltaFormerConfig);
     /// PaTH attention.
     "path_attention" PathAttention(PathAttentionConfig);
+}
+
+impl<B: Backend> Mixer<B> {
+    /// Whether what it gives depends on the tokens before through its tensors alone, and not on how many
+    /// they were. The tensors then keep their size, and sequences of different lengths can go on in
+    /// one batch. A mixer that is not listed is taken to count.
+    pub fn ignores_position(&self) -> bool {
+        matches!(
+            self,
+            Self::LightningAttention(_)
+                | Self::Mamba2(_)
+                | Self::Mlstm(_)
+                | Self::Gla(_)
+                | Self::Hgrn2(_)
+                | Self::MetaLa(_)
+                | Self::Rwkv6(_)
+                | Self::Gsa(_)
+                | Self::DeltaNet(_)
+                | Self::GatedDeltaNet(_)
+                | Self::DeltaProduct(_)
+                | Self::Kda(_)
+                | Self::Comba(_)
+                | Self::Longhorn(_)
+                | Self::GatedDeltaNet2(_)
+                | Self::Rwkv7(_)
+                | Self::DecayingFastWeights(_)
+                | Self::GateLoop(_)
+                | Self::MesaNet(_)
+                | Self::Hgrn(_)
+                | Self::RgLru(_)
+                | Self::Lru(_)
+                | Self::S4d(_)
+                | Self::Mamba(_)
+                | Self::Qrnn(_)
+                | Self::Rwkv4(_)
+                | Self::Lstm(_)
+                | Self::Gru(_)
+                | Self::Slstm(_)
+                | Self::BaseConv(_)
+        )
+    }
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ use super::forgetting_attention::forget;
 use super::{key_width, linear_flops};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
 use crate::nn::layers::{check_epsilon, l2_normalize, linear, linear_with_bias, split_heads};
-use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, RecurrentState, StateTensors, check_chunk, positive};
 use crate::ops::{DEFAULT_CHUNK, LinearAttentionBackend, solve_unit_lower};
 use burn::module::Module;
 use burn::nn::{Linear, RmsNorm};
@@ -151,6 +151,28 @@ pub struct PathCache<B: Backend> {
     pub gates: Option<Tensor<B, 3>>,
     /// Last inputs of the short convolution, `[B, W - 1, channels]`; empty without one.
     pub tails: Vec<Tensor<B, 3>>,
+}
+
+impl<B: Backend> RecurrentState<B> for PathCache<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        let tensors = StateTensors::new(None)
+            .with_growing("keys", &self.keys, 2)
+            .with_growing("values", &self.values, 2)
+            .with_list("tails", &self.tails);
+        match &self.gates {
+            Some(gates) => tensors.with_growing("gates", gates, 2),
+            None => tensors,
+        }
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        Self {
+            keys: tensors.take("keys"),
+            values: tensors.take("values"),
+            gates: tensors.take_if_any("gates"),
+            tails: tensors.take_list("tails"),
+        }
+    }
 }
 
 /// PaTH attention. `D -> D`.

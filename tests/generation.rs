@@ -1,0 +1,572 @@
+//! What models write: the same as one forward pass says, whatever stands beside it, wherever it is put
+//! away; chosen as the config says; and the command that does it.
+
+use crate::desk::{Desk, json, text};
+use crate::layers::MIXERS;
+use crate::support::download;
+use burn::backend::Flex;
+use burn::tensor::{Int, Tensor, TensorData};
+use linattn::generate::{
+    Finish, GenerateConfig, GenerateError, Generated, Next, SamplingConfig, Sequence, Written,
+    draw, generate,
+};
+use linattn::nn::{LanguageModel, LanguageModelConfig, LanguageModelState, StateError, force};
+use linattn_oracle::assert_close;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+use tempfile::TempDir;
+
+type B = Flex;
+const VOCAB: usize = 11;
+const LIMIT: f64 = 1e-5;
+
+/// A model of two such layers, drawn loudly enough for its words to vary.
+fn model(mixer: &str) -> LanguageModel<B> {
+    let text = format!(
+        "d_model = 24\ninitializer_range = 0.2\ntie_embeddings = false\n\
+         [[layers]]\nrepeat = 2\nmlp = {{ swiglu = {{}} }}\nmixer.{mixer}\n"
+    );
+    from_text(&text)
+}
+
+fn from_text(text: &str) -> LanguageModel<B> {
+    let config: LanguageModelConfig = toml::from_str(text).unwrap();
+    let model = config.init(VOCAB, &Default::default()).unwrap();
+    force::<B, _>(&model);
+    model
+}
+
+/// One of each kind of state, and of what stands beside it.
+const KINDS: &[&str] = &[
+    "[[layers]]\nmixer.gated_deltanet = { heads = 2 }\n[[layers]]\nmixer.mlstm = { heads = 2 }\n",
+    "[[layers]]\nmixer.gsa = { heads = 2, conv_size = 3 }\n[[layers]]\nmixer.base_conv = {}\n",
+    "[[layers]]\nmixer.attention = { heads = 4 }\n[[layers]]\nmixer.retnet = { heads = 2 }\n",
+    "[[layers]]\nmixer.attention = { heads = 4, window = 5 }\n",
+    "[[layers]]\nmixer.forgetting_attention = { heads = 4 }\n",
+    "[[layers]]\nrepeat = 2\nmixer.rwkv7 = { heads = 2 }\nmlp = { rwkv7 = { width = 40 } }\n",
+];
+
+fn of_kind(layers: &str) -> LanguageModel<B> {
+    from_text(&format!("d_model = 24\ninitializer_range = 0.2\ntie_embeddings = false\n{layers}"))
+}
+
+fn prompt(length: usize) -> Vec<u32> {
+    (0..length as u32).map(|i| (i * i * 7 + i) % VOCAB as u32).collect()
+}
+
+fn sampled(seed: u64) -> SamplingConfig {
+    SamplingConfig { seed, ..Default::default() }
+}
+
+fn run(
+    model: &LanguageModel<B>,
+    sequences: Vec<Sequence<B>>,
+    sampling: SamplingConfig,
+    new_tokens: usize,
+) -> Generated<B> {
+    let config = GenerateConfig { sampling, new_tokens, ..Default::default() };
+    generate(model, sequences, &config, &Default::default(), |_| Next::Continue).unwrap()
+}
+
+/// What is written after one prompt.
+fn alone(
+    model: &LanguageModel<B>,
+    sequence: Sequence<B>,
+    sampling: SamplingConfig,
+    new_tokens: usize,
+) -> Vec<u32> {
+    run(model, vec![sequence], sampling, new_tokens).rows[0].new_tokens().to_vec()
+}
+
+fn ids(tokens: &[u32]) -> Tensor<B, 2, Int> {
+    let ids: Vec<i32> = tokens.iter().map(|&id| id as i32).collect();
+    Tensor::from_data(TensorData::new(ids, [1, tokens.len()]), &Default::default())
+}
+
+/// Every tensor of a state.
+fn numbers(state: &LanguageModelState<B>) -> Vec<f64> {
+    let layers = state.tensors();
+    let data = layers.iter().flat_map(|layer| layer.data());
+    data.flat_map(|(_, data)| data.iter::<f64>().collect::<Vec<_>>()).collect()
+}
+
+#[test]
+fn a_prompt_and_64_tokens_are_what_one_forward_pass_says() {
+    for mixer in MIXERS {
+        let (model, prompt) = (model(mixer), prompt(21));
+        let config = GenerateConfig {
+            sampling: SamplingConfig::greedy(),
+            new_tokens: 64,
+            window: 8, // the prompt in three parts
+            ..Default::default()
+        };
+        let device = Default::default();
+        let start = vec![Sequence::new(prompt.clone())];
+        let mut generated = generate(&model, start, &config, &device, |_| Next::Continue).unwrap();
+        let row = generated.rows.remove(0);
+        assert_eq!((row.new_tokens().len(), row.finish), (64, Finish::Length), "{mixer}");
+        assert_eq!((row.sequence.tokens().len(), row.sequence.read()), (85, 84), "{mixer}");
+
+        let tokens = row.sequence.tokens().to_vec();
+        let logits = download(model.forward(ids(&tokens), None).0);
+        let rows: Vec<&[f64]> = logits.chunks(VOCAB).collect();
+        for (place, &id) in tokens.iter().enumerate().skip(prompt.len()) {
+            let before = rows[place - 1];
+            let largest = before.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let short = largest - before[id as usize];
+            assert!(short <= 1e-4 * largest.abs().max(1.0), "{mixer}: token {place} by {short}");
+        }
+        // The state goes on to the logits of the whole sequence.
+        let last = Tensor::from_data([tokens[84] as i32], &device);
+        let (next, _) = model.step(last, row.sequence.state().cloned());
+        assert_close(mixer, rows[84], &download(next), 10.0 * LIMIT);
+    }
+}
+
+#[test]
+fn a_text_that_is_put_away_goes_on_as_if_it_had_not_been() {
+    let folder = TempDir::new().unwrap();
+    for (i, kind) in KINDS.iter().enumerate() {
+        let (model, path) = (of_kind(kind), folder.path().join(format!("{i}.state")));
+        let sampling = SamplingConfig { repetition_penalty: 1.3, ..sampled(5) };
+        let start = || Sequence::new(prompt(9)).with_stream(3);
+        let whole = alone(&model, start(), sampling.clone(), 30);
+        let mut first = run(&model, vec![start()], sampling.clone(), 12);
+        let sequence = first.rows.remove(0).sequence;
+        sequence.save(&path).unwrap();
+
+        let loaded = Sequence::load(&path, &model, &Default::default()).unwrap();
+        assert_eq!(loaded.tokens(), sequence.tokens());
+        assert_eq!((loaded.read(), loaded.stream()), (20, 3));
+        let (kept, back) = (sequence.state().unwrap(), loaded.state().unwrap());
+        assert_eq!(numbers(kept), numbers(back), "{kind}: to the last bit");
+        assert_eq!(kept.bytes(), back.bytes());
+        let rest = alone(&model, loaded, sampling, 18);
+        assert_eq!([sequence.tokens()[9..].to_vec(), rest].concat(), whole, "{kind}");
+        // A state alone is a file too.
+        kept.save_state(&path).unwrap();
+        let alone = model.load_state(&path, &Default::default()).unwrap();
+        assert_eq!(numbers(kept), numbers(&alone), "{kind}");
+        let refused = Sequence::load(&path, &model, &Default::default()).unwrap_err();
+        assert!(refused.to_string().contains("no text"), "{refused}");
+    }
+}
+
+#[test]
+fn a_batch_of_states_is_taken_apart_and_joined_without_a_change() {
+    for kind in KINDS {
+        let model = of_kind(kind);
+        let tokens: Vec<i32> = (0..3 * 9).map(|i| i * 5 % VOCAB as i32).collect();
+        let tokens =
+            Tensor::<B, 2, Int>::from_data(TensorData::new(tokens, [3, 9]), &Default::default());
+        let state = model.hidden(tokens.clone(), None).1;
+        assert_eq!(state.rows(), 3);
+        let parts: Vec<_> = (0..3).map(|row| state.select(&[row])).collect();
+        assert_eq!(3 * parts[0].bytes(), state.bytes());
+        let joined = LanguageModelState::cat(parts).unwrap();
+        assert_eq!(numbers(&joined), numbers(&state), "{kind}");
+        let turned = state.select(&[2, 0]);
+        let own = tokens.clone().slice([2..3, 0..9]);
+        let own = model.hidden(own, None).1;
+        let (turned, own) = (numbers(&turned.select(&[0])), numbers(&own));
+        assert_close(kind, &own, &turned, LIMIT);
+        let shorter = model.hidden(tokens.slice([0..1, 0..4]), None).1;
+        let refused = LanguageModelState::cat(vec![state, shorter]);
+        if !model.ignores_position() {
+            assert!(matches!(refused, Err(StateError::Layer { .. })), "{kind}");
+        }
+    }
+}
+
+#[test]
+fn texts_of_a_batch_are_what_each_is_alone() {
+    for kind in KINDS {
+        let model = of_kind(kind);
+        let lengths = [5, 9, 5, 1, 14];
+        let start = |row: usize| Sequence::new(prompt(lengths[row])).with_stream(row as u64);
+        let sampling = sampled(11);
+        let batch: Vec<_> = (0..lengths.len()).map(start).collect();
+        let batch = run(&model, batch, sampling.clone(), 20);
+        for (row, got) in batch.rows.iter().enumerate() {
+            let mut own = run(&model, vec![start(row)], sampling.clone(), 20);
+            let own = own.rows.remove(0);
+            assert_eq!(got.new_tokens(), own.new_tokens(), "{kind}, text {row}");
+            let (got, own) = (&got.sequence, &own.sequence);
+            assert_eq!(got.read(), own.read());
+            let (got, own) = (got.state().unwrap(), own.state().unwrap());
+            assert_close(kind, &numbers(own), &numbers(got), 5.0 * LIMIT);
+        }
+        let (a, b) = (batch.rows[0].new_tokens(), batch.rows[2].new_tokens());
+        assert_ne!(a, b, "{kind}: one prompt, two streams");
+    }
+}
+
+#[test]
+fn texts_end_one_by_one_and_all_at_once() {
+    let model = of_kind(KINDS[0]);
+    let config =
+        GenerateConfig { sampling: sampled(1), new_tokens: 12, ..GenerateConfig::default() };
+    let texts = || (0..3).map(|row| Sequence::new(prompt(4 + row))).collect();
+    let device = Default::default();
+    let mut heard = vec![];
+    let some = generate(&model, texts(), &config, &device, |Written { row, id, new }| {
+        heard.push((row, id));
+        assert_eq!(new.last(), Some(&id));
+        if row == 1 && new.len() == 4 { Next::FinishRow } else { Next::Continue }
+    })
+    .unwrap();
+    let lengths = some.rows.iter().map(|row| row.new_tokens().len());
+    assert_eq!(lengths.collect::<Vec<_>>(), [12, 4, 12]);
+    assert_eq!(some.rows[1].finish, Finish::Stopped);
+    assert_eq!(heard.len(), 12 + 4 + 12);
+    assert_eq!((some.timing.prompt_tokens, some.timing.step_tokens), (4 + 5 + 6, 25));
+    // Its state is that of its own four tokens, however long the others went on.
+    let own = run(&model, vec![Sequence::new(prompt(5))], sampled(1), 4);
+    let state = |row: &linattn::generate::Row<B>| numbers(row.sequence.state().unwrap());
+    assert_close("state", &state(&own.rows[0]), &state(&some.rows[1]), LIMIT);
+
+    let all = generate(&model, texts(), &config, &device, |written| {
+        if written.row == 1 && written.new.len() == 3 { Next::FinishAll } else { Next::Continue }
+    })
+    .unwrap();
+    for row in &all.rows {
+        assert_eq!((row.new_tokens().len(), row.finish), (3, Finish::Interrupted));
+        assert_eq!(row.sequence.read() + 1, row.sequence.tokens().len());
+    }
+    let none = GenerateConfig { new_tokens: 0, ..config };
+    let none = generate(&model, texts(), &none, &device, |_| panic!("no token")).unwrap();
+    assert!(none.rows.iter().all(|row| row.new_tokens().is_empty()));
+}
+
+#[test]
+fn what_cannot_be_written_is_refused_by_name() {
+    let (model, device) = (of_kind(KINDS[0]), Default::default());
+    let refuse = |sequences: Vec<Sequence<B>>, config: &GenerateConfig| {
+        generate(&model, sequences, config, &device, |_| Next::Continue).unwrap_err().to_string()
+    };
+    let fine = GenerateConfig::default();
+    let with = |sampling| GenerateConfig { sampling, ..GenerateConfig::default() };
+    let some = || vec![Sequence::new(prompt(3))];
+    let two = vec![Sequence::new(prompt(3)), Sequence::new(vec![])];
+    assert!(refuse(two, &fine).contains("prompt 1 is empty"));
+    let unknown = refuse(vec![Sequence::new(vec![1, 11])], &fine);
+    assert!(unknown.contains("token 11") && unknown.contains("below 11"), "{unknown}");
+    for (key, sampling) in [
+        ("temperature", SamplingConfig { temperature: -1.0, ..Default::default() }),
+        ("temperature", SamplingConfig { temperature: f64::NAN, ..Default::default() }),
+        ("top_k", SamplingConfig { top_k: Some(0), ..Default::default() }),
+        ("top_p", SamplingConfig { top_p: 0.0, ..Default::default() }),
+        ("top_p", SamplingConfig { top_p: 1.1, ..Default::default() }),
+        ("repetition_penalty", SamplingConfig { repetition_penalty: 0.0, ..Default::default() }),
+    ] {
+        let refused = refuse(some(), &with(sampling));
+        assert!(refused.contains(&format!("`{key}`")), "{key}: {refused}");
+    }
+    let whole = from_text(
+        "d_model = 24\nhead = 'auto_encoder'\n[[layers]]\nmixer.deltanet = { heads = 2 }\n",
+    );
+    let refused = generate(&whole, some(), &fine, &device, |_| Next::Continue).unwrap_err();
+    assert_eq!(refused, GenerateError::AutoEncoder);
+    let loud = from_text(
+        "d_model = 24\ninitializer_range = 1e30\n[[layers]]\nmixer.deltanet = { heads = 2 }\n\
+         mlp = { swiglu = {} }\n",
+    );
+    let refused = generate(&loud, some(), &fine, &device, |_| Next::Continue).unwrap_err();
+    assert_eq!(refused, GenerateError::NotFinite { row: 0, place: 3 });
+}
+
+#[test]
+fn a_state_that_does_not_fit_is_refused_by_layer_and_tensor() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("text.state");
+    let own = of_kind(KINDS[0]);
+    let mut generated = run(&own, vec![Sequence::new(prompt(5))], sampled(0), 3);
+    generated.rows.remove(0).sequence.save(&path).unwrap();
+    let refuse = |layers: &str| {
+        let error = Sequence::load(&path, &of_kind(layers), &Default::default()).unwrap_err();
+        error.to_string()
+    };
+    let (delta, mlstm) =
+        ("[[layers]]\nmixer.gated_deltanet = { heads = 2", "[[layers]]\nmixer.mlstm = { heads = ");
+    let cases = [
+        (format!("{delta} }}\n{mlstm}3 }}\n"), vec!["layer 1", "mixer.memory", "[1, 2,"]),
+        (format!("{delta}, conv_size = 3 }}\n{mlstm}2 }}\n"), vec!["layer 0", "mixer.tails.0"]),
+        (format!("{delta}, conv_size = 0 }}\n{mlstm}2 }}\n"), vec!["layers.0.mixer.tails"]),
+        (
+            format!("{delta} }}\nmlp = {{ rwkv7 = {{}} }}\n{mlstm}2 }}\n"),
+            vec!["layer 0", "tails.0", "missing"],
+        ),
+        (format!("{delta} }}\n"), vec!["2 layers", "have 1"]),
+        (KINDS[1].to_string(), vec!["layer 0", "kind", "Matrix", "Slots"]),
+    ];
+    for (layers, parts) in cases {
+        let refused = refuse(&layers);
+        for part in parts {
+            assert!(refused.contains(part), "{layers}: {refused:?} does not say {part:?}");
+        }
+    }
+    let refuse = |path: &Path| {
+        let error = Sequence::load(path, &own, &Default::default()).unwrap_err().to_string();
+        assert!(error.contains(path.to_str().unwrap()), "{error}");
+    };
+    let bytes = fs::read(&path).unwrap();
+    for (name, bytes) in
+        [("cut", &bytes[..bytes.len() - 5]), ("empty", &[][..]), ("text", &b"hello"[..])]
+    {
+        let path = folder.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        refuse(&path);
+    }
+    refuse(&folder.path().join("nothing"));
+    let nowhere = folder.path().join("none/text.state");
+    let text = Sequence::load(&path, &own, &Default::default()).unwrap();
+    assert!(matches!(text.save(&nowhere), Err(StateError::Write { .. })));
+    let fresh = Sequence::<B>::new(prompt(2)).save(&path).unwrap_err();
+    assert!(fresh.to_string().contains("no state yet"), "{fresh}");
+    assert_eq!(fs::read(&path).unwrap(), bytes, "the file there is as it was");
+}
+
+const LOGITS: [f32; 6] = [0.5, -1.0, 2.0, 2.0, -0.25, 1.0];
+
+fn softmax(logits: &[f64]) -> Vec<f64> {
+    let sum: f64 = logits.iter().map(|x| x.exp()).sum();
+    logits.iter().map(|x| x.exp() / sum).collect()
+}
+
+fn ids_of(candidates: Vec<(u32, f64)>) -> Vec<u32> {
+    candidates.into_iter().map(|(id, _)| id).collect()
+}
+
+#[test]
+fn candidates_are_the_softmax_of_what_is_left() {
+    let candidates = |sampling: SamplingConfig| sampling.candidates(&LOGITS, []).unwrap();
+    let wide: Vec<f64> = LOGITS.iter().map(|&x| f64::from(x) / 0.7).collect();
+    let all = candidates(SamplingConfig { temperature: 0.7, ..Default::default() });
+    assert_eq!(ids_of(all.clone()), [0, 1, 2, 3, 4, 5]);
+    let p: Vec<f64> = all.iter().map(|(_, p)| *p).collect();
+    assert_close("temperature", &softmax(&wide), &p, 1e-12);
+
+    let three = candidates(SamplingConfig { top_k: Some(3), ..Default::default() });
+    assert_eq!(ids_of(three.clone()), [2, 3, 5], "of equals the lower id first");
+    let p: Vec<f64> = three.iter().map(|(_, p)| *p).collect();
+    assert_close("top_k", &softmax(&[2.0, 2.0, 1.0]), &p, 1e-12);
+    let one = candidates(SamplingConfig { top_k: Some(1), ..Default::default() });
+    assert_eq!(one, [(2, 1.0)]);
+    assert_eq!(candidates(SamplingConfig::greedy()), one, "top_k = 1 is greedy");
+    let many = candidates(SamplingConfig { top_k: Some(60), ..Default::default() });
+    assert_eq!(many.len(), 6);
+}
+
+#[test]
+fn top_p_keeps_the_fewest_that_are_enough() {
+    let all = softmax(&LOGITS.map(f64::from));
+    let order = [2, 3, 5, 0, 4, 1];
+    for top_p in [0.01, 0.2, 0.37, 0.5, 0.75, 0.9, 0.99, 0.999] {
+        let sampling = SamplingConfig { top_p, ..Default::default() };
+        let kept = sampling.candidates(&LOGITS, []).unwrap();
+        let ids = ids_of(kept.clone());
+        assert_eq!(ids, order[..ids.len()]);
+        let sum = |ids: &[u32]| ids.iter().map(|&id| all[id as usize]).sum::<f64>();
+        assert!(sum(&ids) >= top_p, "{top_p}: {ids:?} are too few");
+        assert!(sum(&ids[..ids.len() - 1]) < top_p, "{top_p}: {ids:?} are too many");
+        let shares: f64 = kept.iter().map(|(_, p)| p).sum();
+        assert!((shares - 1.0).abs() < 1e-12);
+    }
+    // After top_k, as shares of what that leaves.
+    let both = SamplingConfig { top_k: Some(3), top_p: 0.5, ..Default::default() };
+    assert_eq!(ids_of(both.candidates(&LOGITS, []).unwrap()), [2, 3]);
+}
+
+#[test]
+fn a_penalty_divides_what_is_above_zero_and_multiplies_what_is_below() {
+    let sampling = SamplingConfig { repetition_penalty: 1.5, ..Default::default() };
+    let p = |seen: &[u32]| -> Vec<f64> {
+        let candidates = sampling.candidates(&LOGITS, seen.iter().copied()).unwrap();
+        candidates.into_iter().map(|(_, p)| p).collect()
+    };
+    let want = softmax(&[0.5, -1.5, 2.0 / 1.5, 2.0, -0.25, 1.0]);
+    assert_close("seen once", &want, &p(&[2, 1]), 1e-7);
+    assert_close("seen often", &want, &p(&[2, 1, 2, 2, 1]), 1e-7);
+    let greedy = SamplingConfig { temperature: 0.0, ..sampling.clone() };
+    assert_eq!(ids_of(greedy.candidates(&LOGITS, [2]).unwrap()), [3]);
+    for bad in [f32::NAN, f32::INFINITY] {
+        assert_eq!(sampling.candidates(&[0.0, bad], []), None);
+    }
+    let never = [f32::NEG_INFINITY, 0.0];
+    assert_eq!(sampling.candidates(&never, []).unwrap(), [(0, 0.0), (1, 1.0)]);
+}
+
+#[test]
+fn samples_are_spread_as_their_probabilities() {
+    let sampling = SamplingConfig { temperature: 1.3, top_k: Some(5), ..sampled(17) };
+    let candidates = sampling.candidates(&LOGITS, []).unwrap();
+    let count = 40_000;
+    let mut seen = [0.0; LOGITS.len()];
+    for place in 0..count {
+        let draw = draw(sampling.seed, 2, place);
+        assert!((0.0..1.0).contains(&draw));
+        seen[sampling.choose(&LOGITS, [], draw).unwrap() as usize] += 1.0 / count as f64;
+    }
+    assert_eq!(seen[1], 0.0, "cut off by top_k");
+    for (id, p) in candidates {
+        let spread = (p * (1.0 - p) / count as f64).sqrt();
+        let share = seen[id as usize];
+        assert!((share - p).abs() < 5.0 * spread, "{id}: {share}, not {p}");
+    }
+    assert_eq!(sampling.choose(&LOGITS, [], 1.0 - f64::EPSILON), Some(4), "the last candidate");
+    let draws = [draw(1, 0, 0), draw(2, 0, 0), draw(1, 1, 0), draw(1, 0, 1), draw(1, 0, 0)];
+    assert_eq!(draws[0], draws[4]);
+    assert!((1..4).all(|i| draws[i] != draws[0]), "{draws:?}");
+}
+
+/// A run of bytes that takes seconds; too few steps to learn more than which letters there are.
+const BYTES: &str = r#"
+seed = 3
+[task.language_modelling]
+train = [{ text = ["text.txt"], length = 32, examples = 320 }]
+test = [{ text = ["text.txt"], length = 32, examples = 4 }]
+[model]
+d_model = 16
+[[model.layers]]
+mixer.gated_deltanet = { heads = 2 }
+[train]
+steps = 40
+batch_size = 8
+[optimizer]
+learning_rate = 1e-2
+[evaluate]
+every_steps = 40
+"#;
+
+fn of_bytes() -> Desk {
+    let desk = Desk::with(BYTES);
+    fs::write(desk.path("text.txt"), "a cat sat on a mat, and so on. ".repeat(40)).unwrap();
+    desk.run_well(&[]);
+    desk
+}
+
+fn command(desk: &Desk, args: &[&str]) -> Command {
+    let fixed = ["--run", "runs/tiny", "--device", "cpu"];
+    desk.program(env!("CARGO_BIN_EXE_generate"), &[&fixed, args].concat())
+}
+
+fn written(desk: &Desk, args: &[&str]) -> String {
+    let output = command(desk, args).output().unwrap();
+    assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+fn refused(output: &Output, parts: &[&str]) {
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.starts_with("error: ") && !said.contains("panicked"), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    assert_eq!(text(&output.stdout), "");
+    for part in parts {
+        assert!(said.contains(part), "{said:?} does not say {part:?}");
+    }
+}
+
+#[test]
+fn the_command_writes_text_and_goes_on_from_its_state() {
+    let desk = of_bytes();
+    let of = |args: &[&str]| -> Value {
+        serde_json::from_str(&written(&desk, &[args, &["--json"]].concat())).unwrap()
+    };
+    // Likely ids alone: letters.
+    let (prompt, sampling) = (["--prompt", "a cat "], ["--seed", "7", "--top-k", "6"]);
+    let whole = [&prompt[..], &sampling, &["--tokens", "40"]].concat();
+    let first = [&prompt[..], &sampling, &["--tokens", "15", "--save-state", "cat"]].concat();
+    let rest = [&["--state", "cat"][..], &sampling, &["--tokens", "25"]].concat();
+    let (whole_text, first_text) = (written(&desk, &whole), written(&desk, &first));
+    let rest_text = written(&desk, &rest);
+    assert_eq!(whole_text.len(), 41, "a line: {whole_text:?}");
+    assert_eq!(format!("{}{rest_text}", first_text.trim_end_matches('\n')), whole_text);
+    let (whole, rest) = (of(&whole), of(&rest));
+    assert_eq!(whole["texts"][0]["text"], whole_text.trim_end_matches('\n'));
+    let ids = |report: &Value| report["texts"][0]["ids"].as_array().unwrap().clone();
+    assert_eq!(ids(&whole)[15..], ids(&rest)[..]);
+
+    let two = ["--prompt", "a", "--prompt", "on a mat", "--tokens", "5", "--top-k", "6"];
+    let report = of(&two);
+    assert_eq!(report["texts"].as_array().unwrap().len(), 2);
+    assert_eq!(report["texts"][1]["prompt"], "on a mat");
+    assert_eq!((&report["prompt_tokens"], &report["path"]), (&9.into(), &"tensor ops".into()));
+    assert_eq!(report["texts"][0]["finish"], "length");
+    let state = json(&desk.path("runs/tiny/summary.json"))["state_bytes"].clone();
+    assert_eq!(report["state_bytes"], state);
+    fs::write(desk.path("prompt.txt"), "on a mat").unwrap();
+    let both = ["--prompt", "a", "--prompt-file", "prompt.txt", "--tokens", "5"];
+    let several = written(&desk, &both);
+    assert!(several.contains("[1] ") && several.contains("\n[2] "), "{several}");
+}
+
+#[test]
+fn the_command_ends_a_text_before_a_stop() {
+    let desk = of_bytes();
+    let greedy = ["--prompt", "a cat", "--tokens", "30", "--temperature", "0"];
+    let whole = written(&desk, &greedy);
+    let whole = whole.trim_end_matches('\n');
+    // Cut at a letter that comes somewhere in the middle.
+    let stop = whole.chars().nth(4).unwrap().to_string();
+    let cut = written(&desk, &[&greedy[..], &["--stop", &stop]].concat());
+    assert_eq!(cut, format!("{}\n", whole.split(&stop).next().unwrap()));
+    let cut = written(&desk, &[&greedy[..], &["--stop", &stop, "--json"]].concat());
+    let report: Value = serde_json::from_str(&cut).unwrap();
+    assert_eq!(report["texts"][0]["finish"], "stopped");
+}
+
+#[test]
+fn a_model_of_ids_takes_and_writes_ids() {
+    let desk = Desk::new();
+    desk.run_well(&[]);
+    let line = written(&desk, &["--prompt", "1, 2 40", "--tokens", "7", "--top-k", "5"]);
+    let ids: Vec<u32> = line.split_whitespace().map(|id| id.parse().unwrap()).collect();
+    assert!(ids.len() == 7 && ids.iter().all(|&id| id < 64), "{line}");
+    let refuse = |args: &[&str], parts: &[&str]| {
+        refused(&command(&desk, args).output().unwrap(), parts);
+    };
+    refuse(&["--prompt", "1 64"], &["token 64", "below 64"]);
+    refuse(&["--prompt", "1 two"], &["--prompt", "two", "0 to 63"]);
+    refuse(&["--prompt", " "], &["--prompt", "empty"]);
+    refuse(&[], &["--prompt", "--state"]);
+    refuse(&["--prompt", "1", "--stop", "2"], &["--stop"]);
+    refuse(&["--prompt", "1", "--top-p", "0"], &["top_p", "above 0"]);
+    refuse(&["--prompt", "1", "--temperature=-1"], &["temperature"]);
+    refuse(&["--prompt", "1", "--prompt", "2", "--save-state", "x"], &["--save-state"]);
+    refuse(&["--prompt", "1", "--state", "none.state"], &["none.state"]);
+    fs::write(desk.path("bad.state"), "no state").unwrap();
+    refuse(&["--prompt", "1", "--state", "bad.state"], &["bad.state"]);
+    refuse(&["--prompt-file", "none.txt"], &["none.txt"]);
+    refuse(&["--prompt", "1", "--checkpoint", "7"], &["step 7"]);
+    let elsewhere = ["--run", "runs/none", "--prompt", "1", "--device", "cpu"];
+    let program = env!("CARGO_BIN_EXE_generate");
+    refused(&desk.program(program, &elsewhere).output().unwrap(), &["runs/none"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_ends_a_text_and_saves_its_state() {
+    use std::io::Read;
+    use std::process::Stdio;
+
+    let desk = of_bytes();
+    let args = ["--prompt", "a", "--tokens", "100000000", "--temperature", "0"];
+    let mut child = command(&desk, &[&args[..], &["--save-state", "long.state"]].concat())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut out = child.stdout.take().unwrap();
+    out.read_exact(&mut [0]).unwrap(); // it has begun
+    let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+    let mut rest = vec![];
+    out.read_to_end(&mut rest).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", text(&output.stderr));
+    assert_eq!(rest.last(), Some(&b'\n'));
+    written(&desk, &["--state", "long.state", "--tokens", "3", "--top-k", "6"]);
+}
