@@ -44,7 +44,7 @@ pub struct EvalArgs {
     json: Option<PathBuf>,
 }
 
-fn checkpoint(text: &str) -> Result<Which, String> {
+pub(crate) fn checkpoint(text: &str) -> Result<Which, String> {
     match text {
         "best" => Ok(Which::Best),
         "last" => Ok(Which::Last),
@@ -141,7 +141,7 @@ fn report(
     json!({
         "run": args.run,
         "name": stored.run.name,
-        "checkpoint": stored.checkpoint.position.step,
+        "checkpoint": stored.model.checkpoint.position.step,
         "seed": stored.run.seed,
         "task": stored.run.task,
         "generated": args.generate,

@@ -2,6 +2,7 @@
 //!
 //! Backends are chosen here and nowhere else, and generic code is made for them once.
 
+mod convert;
 mod data;
 pub mod device;
 mod eval;
@@ -9,6 +10,7 @@ mod report;
 mod sweep;
 mod train;
 
+pub use convert::{ConvertArgs, convert};
 pub use data::{DataArgs, data};
 pub use eval::{EvalArgs, eval};
 pub use report::{ReportArgs, report};
