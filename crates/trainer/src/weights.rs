@@ -67,6 +67,11 @@ fn complaints(result: &ApplyResult) -> Option<String> {
     (!all.is_empty()).then(|| all.join("; "))
 }
 
+/// Whether a container is one of several kinds of the same thing, of which names say nothing.
+fn is_variant(container: &str) -> bool {
+    container.starts_with("Enum:")
+}
+
 /// `module` with ids that follow from its weights' names.
 pub(crate) fn with_stable_ids<B: Backend, M: Module<B>>(module: M) -> M {
     struct Rename(Vec<String>);
@@ -80,11 +85,15 @@ pub(crate) fn with_stable_ids<B: Backend, M: Module<B>>(module: M) -> M {
         }
     }
     impl<B: Backend> ModuleMapper<B> for Rename {
-        fn enter_module(&mut self, name: &str, _container: &str) {
-            self.0.push(name.to_string());
+        fn enter_module(&mut self, name: &str, container: &str) {
+            if !is_variant(container) {
+                self.0.push(name.to_string());
+            }
         }
-        fn exit_module(&mut self, _name: &str, _container: &str) {
-            self.0.pop();
+        fn exit_module(&mut self, _name: &str, container: &str) {
+            if !is_variant(container) {
+                self.0.pop();
+            }
         }
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
             let (_, weight, mapper) = param.consume();
