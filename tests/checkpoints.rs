@@ -1,6 +1,6 @@
 //! Checkpoints of flash-linear-attention: they answer as they did there, and go back as they came.
 
-use crate::desk::{Desk, text};
+use crate::desk::{Desk, TINY, text};
 use burn::backend::Flex;
 use burn::tensor::{Int, Tensor, TensorData};
 use linattn::ops::LinearAttentionBackend;
@@ -384,4 +384,23 @@ fn the_command_imports_tests_and_exports() {
     desk.run_well(&[]);
     failed(&convert(&["export", "runs/tiny", "--out", "tiny"]), &["mlp"]);
     assert!(!desk.path("tiny").exists() && !desk.path("x").exists());
+}
+
+#[test]
+fn a_trained_run_goes_there_and_comes_back_to_the_last_bit() {
+    let mixer = "mixer.gated_deltanet = { heads = 2 }";
+    let desk = Desk::with(&TINY.replace(mixer, &format!("{mixer}\nmlp.swiglu = {{}}")));
+    desk.run_well(&[]);
+    for args in [
+        ["export", "runs/tiny", "--out", "there", "--checkpoint", "last"].as_slice(),
+        &["import", "there", "--out", "runs/back"],
+    ] {
+        let output = desk.program(env!("CARGO_BIN_EXE_convert"), args).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+    let weights = |run: &str, step: u64| {
+        let folder = desk.path("runs").join(run).join("checkpoints");
+        fs::read(folder.join(format!("step-{step:010}")).join(WEIGHTS)).unwrap()
+    };
+    assert_eq!(weights("tiny", 60), weights("back", 0));
 }
