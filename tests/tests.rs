@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 
 #[cfg(feature = "cpu")]
+mod checkpoints;
+#[cfg(feature = "cpu")]
 mod commands;
 #[cfg(feature = "cpu")]
 mod configs;

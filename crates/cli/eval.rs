@@ -141,7 +141,7 @@ fn report(
     json!({
         "run": args.run,
         "name": stored.run.name,
-        "checkpoint": stored.checkpoint.position.step,
+        "checkpoint": stored.model.checkpoint.position.step,
         "seed": stored.run.seed,
         "task": stored.run.task,
         "generated": args.generate,

@@ -2,6 +2,7 @@
 //!
 //! Backends are chosen here and nowhere else, and generic code is made for them once.
 
+mod convert;
 mod data;
 pub mod device;
 #[cfg(any(feature = "cuda", feature = "rocm"))]
@@ -12,6 +13,7 @@ mod report;
 mod sweep;
 mod train;
 
+pub use convert::{ConvertArgs, convert};
 pub use data::{DataArgs, data};
 pub use eval::{EvalArgs, eval};
 pub use generate::{GenerateArgs, generate};

@@ -90,6 +90,15 @@ pub enum TaskConfig {
 }
 
 impl TaskConfig {
+    /// How text becomes ids, where the task is made of text.
+    pub fn tokenizer(&self) -> Option<&TokenizerConfig> {
+        match self {
+            Self::SNiah(config) => Some(&config.tokenizer),
+            Self::LanguageModelling(config) => Some(&config.tokenizer),
+            _ => None,
+        }
+    }
+
     /// Checks every value, then makes the task whose data follow from `seed`.
     /// # Errors
     /// [`TaskError`] names the first key that cannot be used.

@@ -313,29 +313,39 @@ impl RunConfig {
         let text = std::fs::read_to_string(path)
             .map_err(|source| ConfigError::Read { path: path.into(), source })?;
         let parse = |source| ConfigError::Parse { path: path.into(), source: Box::new(source) };
-        let mut run: Self = match overrides {
-            [] => toml::from_str(&text).map_err(parse)?,
-            _ => {
-                let mut table: Table = toml::from_str(&text).map_err(parse)?;
-                for given in overrides {
-                    set(&mut table, given)?;
-                }
-                table.try_into().map_err(|source| ConfigError::ParseOverrides {
-                    path: path.into(),
-                    overrides: overrides
-                        .iter()
-                        .map(|given| format!("`--set {given}`"))
-                        .collect::<Vec<_>>()
-                        .join(" "),
-                    source: Box::new(source),
-                })?
-            }
-        };
-        if run.name.is_empty() {
-            run.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        match overrides {
+            [] => toml::from_str::<Self>(&text).map_err(parse)?.checked(path),
+            _ => Self::from_table(path, toml::from_str(&text).map_err(parse)?, overrides),
         }
-        run.check()?;
-        Ok(run)
+    }
+
+    /// As [`read`](Self::read), from what the file `path` says.
+    pub(crate) fn from_table(
+        path: &Path,
+        mut table: Table,
+        overrides: &[String],
+    ) -> Result<Self, ConfigError> {
+        for given in overrides {
+            set(&mut table, given)?;
+        }
+        let wrong = |source| ConfigError::ParseOverrides {
+            path: path.into(),
+            overrides: overrides
+                .iter()
+                .map(|given| format!("`--set {given}`"))
+                .collect::<Vec<_>>()
+                .join(" "),
+            source: Box::new(source),
+        };
+        table.try_into::<Self>().map_err(wrong)?.checked(path)
+    }
+
+    fn checked(mut self, path: &Path) -> Result<Self, ConfigError> {
+        if self.name.is_empty() {
+            self.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        }
+        self.check()?;
+        Ok(self)
     }
 
     /// The file that makes this run again.

@@ -33,6 +33,17 @@ pub enum FolderError {
         /// How that run stands.
         status: String,
     },
+    /// The folder that a model is to be put into holds something already.
+    #[error(
+        "{path} holds a run already ({status}); add --overwrite to delete it first, or choose \
+         another folder"
+    )]
+    Taken {
+        /// The folder.
+        path: PathBuf,
+        /// How that run stands.
+        status: String,
+    },
     /// There is nothing to resume.
     #[error("{path} holds no checkpoint to resume from; leave out --resume to start the run")]
     Nothing {
@@ -41,7 +52,8 @@ pub enum FolderError {
     },
     /// The folder holds no trained run.
     #[error(
-        "{path} holds no run with a checkpoint; it has to be a folder that `train` has written"
+        "{path} holds no run with a checkpoint; it has to be a folder that `train` or \
+         `convert import` has written"
     )]
     NoRun {
         /// The folder.
@@ -128,14 +140,20 @@ struct Manifest {
     position: Position,
     /// CRC-32 of each file.
     model: u32,
-    optimizer: u32,
+    /// None where nothing was trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    optimizer: Option<u32>,
 }
 
-const MODEL: &str = "model.bin";
+const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.bin";
 const MANIFEST: &str = "state.json";
 const METRICS: &str = "metrics.jsonl";
-const CONFIG: &str = "config.toml";
+pub(crate) const CONFIG: &str = "config.toml";
+/// The tokenizer of a model that came from elsewhere.
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
+/// What else that model's own checkpoint held, for the way back.
+const KEPT: &str = "kept.safetensors";
 const SUMMARY: &str = "summary.json";
 /// TensorBoard's file, which the command writes where the config asks for it.
 const EVENTS: &str = "events.out.tfevents.0000000000.linattn";
@@ -158,7 +176,7 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// The model's record.
+    /// The model's weights, a safetensors file.
     pub fn model(&self) -> PathBuf {
         self.path.join(MODEL)
     }
@@ -168,10 +186,83 @@ impl Checkpoint {
         self.path.join(OPTIMIZER)
     }
 
+    /// What an imported model's own checkpoint held besides its weights, if there was anything.
+    pub fn kept(&self) -> Option<PathBuf> {
+        Some(self.path.join(KEPT)).filter(|path| path.exists())
+    }
+
     /// The error for a record that cannot be read although its checksum is right.
     pub fn corrupt(&self, path: PathBuf, why: impl ToString) -> FolderError {
         FolderError::Corrupt { path, why: why.to_string(), checkpoint: self.path.clone() }
     }
+}
+
+/// A model from elsewhere, to be put into a folder as if it had been trained there.
+pub(crate) struct Arrival<'a> {
+    /// `config.toml`.
+    pub(crate) config: String,
+    /// A file to be copied.
+    pub(crate) tokenizer: Option<&'a Path>,
+    /// Bytes to be kept beside the weights.
+    pub(crate) kept: Option<&'a [u8]>,
+}
+
+/// Writes the folder `root` of a model that was not trained here. `write` puts the weights where it is
+/// told. The config comes last: without it, the folder is none.
+/// # Errors
+/// [`FolderError`] says what stands in the way.
+pub(crate) fn write_arrival(
+    root: &Path,
+    overwrite: bool,
+    arrival: &Arrival<'_>,
+    write: impl FnOnce(&Path) -> Result<(), String>,
+) -> Result<(), FolderError> {
+    let used = root.join(CONFIG).exists();
+    match overwrite {
+        true if used => remove_run(root)?,
+        false if used => {
+            return Err(FolderError::Taken { path: root.into(), status: status(root) });
+        }
+        _ => {}
+    }
+    let position = Position::default();
+    let (draft, target) = new_checkpoint(root, position.step)?;
+    let model = draft.join(MODEL);
+    write(&model).map_err(|why| io_error("write", &draft)(io::Error::other(why)))?;
+    if let Some(kept) = arrival.kept {
+        write_synced(&draft.join(KEPT), kept)?;
+    }
+    write_manifest(&draft, &Manifest { position, model: checksum(&model)?, optimizer: None })?;
+    fs::rename(&draft, &target).map_err(io_error("write", &target))?;
+    if let Some(tokenizer) = arrival.tokenizer {
+        let bytes = fs::read(tokenizer).map_err(io_error("read", tokenizer))?;
+        write_synced(&root.join(TOKENIZER), &bytes)?;
+    }
+    replace(root, CONFIG, arrival.config.as_bytes())
+}
+
+/// Where a checkpoint is drafted, an empty folder, and where it belongs.
+fn new_checkpoint(root: &Path, step: u64) -> Result<(PathBuf, PathBuf), FolderError> {
+    let checkpoints = root.join("checkpoints");
+    let draft = checkpoints.join("unfinished");
+    if draft.exists() {
+        fs::remove_dir_all(&draft).map_err(io_error("remove", &draft))?;
+    }
+    fs::create_dir_all(&draft).map_err(io_error("create the folder", &draft))?;
+    Ok((draft, checkpoints.join(folder_name(step))))
+}
+
+fn write_manifest(draft: &Path, manifest: &Manifest) -> Result<(), FolderError> {
+    let path = draft.join(MANIFEST);
+    let text =
+        serde_json::to_vec_pretty(manifest).map_err(|e| io_error("write", &path)(e.into()))?;
+    write_synced(&path, &text)
+}
+
+fn replace(root: &Path, name: &str, bytes: &[u8]) -> Result<(), FolderError> {
+    let (path, draft) = (root.join(name), root.join(format!("{name}.unfinished")));
+    write_synced(&draft, bytes)?;
+    fs::rename(&draft, &path).map_err(io_error("write", &path))
 }
 
 impl RunFolder {
@@ -205,7 +296,7 @@ impl RunFolder {
         let metrics = open_metrics(&root.join(METRICS), metrics_bytes)?;
         let folder = Self { root: root.into(), metrics, metrics_bytes };
         if checkpoint.is_none() {
-            folder.replace(CONFIG, run.to_toml().as_bytes())?;
+            replace(root, CONFIG, run.to_toml().as_bytes())?;
         }
         Ok((folder, checkpoint))
     }
@@ -235,7 +326,7 @@ impl RunFolder {
         Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
     }
 
-    /// Writes a checkpoint; `write` puts the model's and the optimizer's record where it is told.
+    /// Writes a checkpoint; `write` puts the model's weights and the optimizer's record where it is told.
     /// # Errors
     /// [`FolderError::Io`]; earlier checkpoints are as they were.
     pub fn save(
@@ -243,27 +334,19 @@ impl RunFolder {
         position: &Position,
         write: impl FnOnce(&Path, &Path) -> Result<(), String>,
     ) -> Result<(), FolderError> {
-        let checkpoints = self.root.join("checkpoints");
-        let target = checkpoints.join(folder_name(position.step));
-        if target.exists() {
+        if self.root.join("checkpoints").join(folder_name(position.step)).exists() {
             return Ok(()); // a step has one state
         }
-        let draft = checkpoints.join("unfinished");
-        if draft.exists() {
-            fs::remove_dir_all(&draft).map_err(io_error("remove", &draft))?;
-        }
-        fs::create_dir(&draft).map_err(io_error("create the folder", &draft))?;
+        let (draft, target) = new_checkpoint(&self.root, position.step)?;
         let (model, optimizer) = (draft.join(MODEL), draft.join(OPTIMIZER));
         write(&model, &optimizer)
             .map_err(|why| io_error("write", &draft)(io::Error::other(why)))?;
         let manifest = Manifest {
             position: Position { metrics_bytes: self.metrics_bytes, ..position.clone() },
             model: checksum(&model)?,
-            optimizer: checksum(&optimizer)?,
+            optimizer: Some(checksum(&optimizer)?),
         };
-        let text = serde_json::to_vec_pretty(&manifest)
-            .map_err(|e| io_error("write", &draft.join(MANIFEST))(e.into()))?;
-        write_synced(&draft.join(MANIFEST), &text)?;
+        write_manifest(&draft, &manifest)?;
         self.metrics.sync_data().map_err(io_error("write", &self.root.join(METRICS)))?;
         fs::rename(&draft, &target).map_err(io_error("write", &target))
     }
@@ -285,13 +368,7 @@ impl RunFolder {
     /// # Errors
     /// [`FolderError::Io`].
     pub fn write_summary(&self, summary: &serde_json::Value) -> Result<(), FolderError> {
-        self.replace(SUMMARY, format!("{summary:#}\n").as_bytes())
-    }
-
-    fn replace(&self, name: &str, bytes: &[u8]) -> Result<(), FolderError> {
-        let (path, draft) = (self.root.join(name), self.root.join(format!("{name}.unfinished")));
-        write_synced(&draft, bytes)?;
-        fs::rename(&draft, &path).map_err(io_error("write", &path))
+        replace(&self.root, SUMMARY, format!("{summary:#}\n").as_bytes())
     }
 }
 
@@ -302,7 +379,8 @@ pub fn read_summary(root: &Path) -> Option<serde_json::Value> {
 
 fn status(root: &Path) -> String {
     let known = read_summary(root).and_then(|s| s["status"].as_str().map(str::to_string));
-    known.unwrap_or_else(|| "unfinished".to_string())
+    let imported = || root.join("checkpoints").join(folder_name(0)).exists();
+    known.unwrap_or_else(|| if imported() { "imported" } else { "unfinished" }.to_string())
 }
 
 /// Deletes what a run writes, and nothing else that a person may have put beside it.
@@ -311,7 +389,7 @@ fn remove_run(root: &Path) -> Result<(), FolderError> {
     if checkpoints.exists() {
         fs::remove_dir_all(&checkpoints).map_err(io_error("remove", &checkpoints))?;
     }
-    for name in [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, CONFIG] {
+    for name in [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, TOKENIZER, CONFIG] {
         let path = root.join(name);
         if path.exists() {
             fs::remove_file(&path).map_err(io_error("remove", &path))?;
@@ -390,7 +468,7 @@ pub fn find_checkpoint(root: &Path, which: Which) -> Result<Checkpoint, FolderEr
     if !path.exists() {
         let name = |path: &PathBuf| {
             let name = path.file_name()?.to_str()?;
-            Some(name.strip_prefix("step-")?.trim_start_matches('0').to_string())
+            Some(name.strip_prefix("step-")?.parse::<u64>().ok()?.to_string())
         };
         let have = checkpoints(root)?.iter().filter_map(name).collect::<Vec<_>>().join(", ");
         return Err(FolderError::NoCheckpoint { path: root.into(), step, have });
@@ -412,7 +490,8 @@ fn open_checkpoint(path: PathBuf) -> Result<Checkpoint, FolderError> {
     };
     let Manifest { position, model, optimizer } =
         serde_json::from_slice(&text).map_err(|e| corrupt(manifest, e.to_string()))?;
-    for (name, want) in [(MODEL, model), (OPTIMIZER, optimizer)] {
+    let optimizer = optimizer.map(|optimizer| (OPTIMIZER, optimizer));
+    for (name, want) in [(MODEL, model)].into_iter().chain(optimizer) {
         let file = path.join(name);
         let got = checksum(&file)?;
         if got != want {

@@ -17,6 +17,7 @@ mod progress;
 mod schedule;
 mod stored;
 mod train;
+mod weights;
 
 pub use burn_train::Interrupter;
 pub use config::{
@@ -30,5 +31,5 @@ pub use folder::{Checkpoint, FolderError, Position, Start, Which, read_summary};
 pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainBackend, TrainLoss};
 pub use progress::{Progress, ProgressStyle, dashboard_is_up, restore_terminal};
 pub use schedule::{Pick, Plan, learning_rate};
-pub use stored::{StoredError, StoredRun};
+pub use stored::{ImportedModel, StoredError, StoredModel, StoredRun, store_model};
 pub use train::{Outcome, Status, TrainError, TrainJob, build, run_folder, train};

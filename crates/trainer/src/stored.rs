@@ -1,28 +1,29 @@
-//! A run that was trained before: its config, and the model of one of its checkpoints.
+//! A model that is there already: of a run that was trained, or from elsewhere.
+//! ```toml
+//! # The config of a model from elsewhere: no task, no training.
+//! name = "gla"
+//! tokenizer = "tokenizer.json"    # beside this file; left out where there is none
+//! [model]
+//! d_model = 1024
+//! ```
 
-use crate::config::{ConfigError, RunConfig};
+use crate::config::{
+    AdamWConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, RunConfig, ScheduleConfig,
+    TrainConfig,
+};
 use crate::evaluate::{Evaluation, Testing};
-use crate::folder::{Checkpoint, FolderError, Which, find_checkpoint};
+use crate::folder::{
+    Arrival, CONFIG, Checkpoint, FolderError, TOKENIZER, Which, find_checkpoint, write_arrival,
+};
 use crate::learner::Learner;
-use crate::train::build;
-use burn::module::Module;
-use burn::record::{BinFileRecorder, FullPrecisionSettings, Recorder};
+use crate::weights;
+use burn::tensor::backend::Backend;
+use linattn::nn::{LanguageModel, LanguageModelConfig};
 use linattn::ops::LinearAttentionBackend;
-use linattn_tasks::Task;
-use std::path::Path;
-
-/// A trained run, opened to be looked at. Nothing in its folder changes.
-#[derive(Debug)]
-pub struct StoredRun {
-    /// Its config, with what is to be evaluated in place of what it was trained on.
-    pub run: RunConfig,
-    /// The task of `run`.
-    pub task: Box<dyn Task>,
-    /// Where the model comes from.
-    pub checkpoint: Checkpoint,
-    /// Ids that the model knows.
-    vocab: usize,
-}
+use linattn_tasks::{Task, TaskConfig, TokenizerConfig};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use toml::{Table, Value};
 
 /// Why a run cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +45,197 @@ pub enum StoredError {
         /// Of the model.
         model: usize,
     },
+    /// A model from elsewhere knows fewer ids than the task has.
+    #[error(
+        "the task has {task} token ids, and the model knows {model}; `task` has to have no more"
+    )]
+    UnknownIds {
+        /// Of the task.
+        task: usize,
+        /// Of the model.
+        model: usize,
+    },
+    /// A model from elsewhere has no task to be tested on.
+    #[error(
+        "{path} was imported and has no task of its own; name one with --task-from CONFIG or \
+         --set 'task.NAME={{ .. }}'"
+    )]
+    NoTask {
+        /// The model's folder.
+        path: PathBuf,
+    },
+}
+
+/// The config of a model that was not trained here.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ImportedConfig {
+    name: String,
+    /// A file in the same folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tokenizer: Option<PathBuf>,
+    model: LanguageModelConfig,
+}
+
+impl ImportedConfig {
+    /// A run of this model: a task is all that it lacks, and its training is nobody's concern.
+    fn table(&self) -> Table {
+        let value = |x: Result<Value, toml::ser::Error>| x.expect("a config is a table");
+        let mut table = Table::new();
+        table.insert("name".to_string(), Value::String(self.name.clone()));
+        table.insert("model".to_string(), value(Value::try_from(&self.model)));
+        table.insert("train".to_string(), value(Value::try_from(untrained())));
+        table
+    }
+
+    /// The same with a task.
+    fn run(&self, task: TaskConfig) -> RunConfig {
+        RunConfig {
+            name: self.name.clone(),
+            seed: 0,
+            tensorboard: false,
+            task,
+            model: self.model.clone(),
+            train: untrained(),
+            optimizer: AdamWConfig::default(),
+            schedule: ScheduleConfig::default(),
+            evaluate: EvaluateConfig::default(),
+            checkpoint: CheckpointConfig::default(),
+        }
+    }
+}
+
+fn untrained() -> TrainConfig {
+    TrainConfig {
+        epochs: None,
+        steps: Some(1),
+        batch_size: 8,
+        accumulate: 1,
+        order: Order::default(),
+        clip_norm: None,
+        log_every: 10,
+    }
+}
+
+/// What a run's `config.toml` may be.
+#[derive(Debug)]
+enum Origin {
+    Trained(Box<RunConfig>),
+    Imported(Box<ImportedConfig>),
+}
+
+impl Origin {
+    fn read(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: path.into(), source })?;
+        let parse = |source| ConfigError::Parse { path: path.into(), source: Box::new(source) };
+        let table: Table = toml::from_str(&text).map_err(parse)?;
+        if table.contains_key("task") || table.contains_key("train") {
+            return Ok(Origin::Trained(Box::new(RunConfig::read(path, &[])?)));
+        }
+        Ok(Origin::Imported(Box::new(toml::from_str(&text).map_err(parse)?)))
+    }
+}
+
+/// A model of a run's folder, opened to be looked at. Nothing in the folder changes.
+#[derive(Debug)]
+pub struct StoredModel {
+    /// Its config.
+    pub config: LanguageModelConfig,
+    /// Ids that it knows, from 0.
+    pub vocab: usize,
+    /// The `tokenizer.json` that made its ids from text; none where they are bytes, or no text at all.
+    pub tokenizer: Option<PathBuf>,
+    /// Where its weights come from.
+    pub checkpoint: Checkpoint,
+    origin: Origin,
+}
+
+impl StoredModel {
+    /// Opens the run in `root`.
+    /// # Errors
+    /// [`StoredError`] names the file or the key.
+    pub fn open(root: &Path, which: Which) -> Result<Self, StoredError> {
+        let checkpoint = find_checkpoint(root, which)?;
+        let origin = Origin::read(&root.join(CONFIG))?;
+        let (config, tokenizer) = match &origin {
+            Origin::Trained(run) => (run.model.clone(), file_of(run.task.tokenizer())),
+            Origin::Imported(imported) => {
+                let beside = imported.tokenizer.as_ref().map(|name| root.join(name));
+                (imported.model.clone(), beside)
+            }
+        };
+        let path = checkpoint.model();
+        let vocab =
+            weights::vocabulary(&path).map_err(|why| checkpoint.corrupt(path.clone(), why))?;
+        Ok(Self { config, vocab, tokenizer, checkpoint, origin })
+    }
+
+    /// The model, on a device.
+    /// # Errors
+    /// [`StoredError`] if the checkpoint is not what the config describes.
+    pub fn load<B: LinearAttentionBackend>(
+        &self,
+        device: &B::Device,
+    ) -> Result<LanguageModel<B>, StoredError> {
+        let fresh = self.config.init::<B>(self.vocab, device).map_err(ConfigError::from)?;
+        let path = self.checkpoint.model();
+        let loaded = weights::load(fresh, &path);
+        loaded.map_err(|why| self.checkpoint.corrupt(path, why).into())
+    }
+}
+
+fn file_of(tokenizer: Option<&TokenizerConfig>) -> Option<PathBuf> {
+    match tokenizer {
+        Some(TokenizerConfig::File(path)) => Some(path.clone()),
+        _ => None,
+    }
+}
+
+/// What [`store_model`] puts into a folder besides the weights.
+#[derive(Debug, Clone)]
+pub struct ImportedModel<'a> {
+    /// The model's config.
+    pub config: &'a LanguageModelConfig,
+    /// Its `tokenizer.json`, to be copied.
+    pub tokenizer: Option<&'a Path>,
+    /// Bytes of a safetensors file with what the checkpoint it came from held besides; see
+    /// [`Checkpoint::kept`].
+    pub kept: Option<&'a [u8]>,
+}
+
+/// Makes `root` a run's folder whose model was not trained here: [`StoredModel::open`] opens it.
+/// # Errors
+/// [`FolderError`] if there is a run already and it is not to be overwritten, or writing fails.
+pub fn store_model<B: Backend>(
+    root: &Path,
+    overwrite: bool,
+    imported: &ImportedModel<'_>,
+    model: &LanguageModel<B>,
+) -> Result<(), FolderError> {
+    let name = root.file_name().map_or("model".into(), |name| name.to_string_lossy().into_owned());
+    let config = ImportedConfig {
+        name,
+        tokenizer: imported.tokenizer.map(|_| TOKENIZER.into()),
+        model: imported.config.clone(),
+    };
+    let arrival = Arrival {
+        config: toml::to_string(&config).expect("a config is made of tables, numbers and strings"),
+        tokenizer: imported.tokenizer,
+        kept: imported.kept,
+    };
+    write_arrival(root, overwrite, &arrival, |path| weights::save(model, path))
+}
+
+/// A run, opened to be tested. Nothing in its folder changes.
+#[derive(Debug)]
+pub struct StoredRun {
+    /// Its config, with what is to be evaluated in place of what it was trained on.
+    pub run: RunConfig,
+    /// The task of `run`.
+    pub task: Box<dyn Task>,
+    /// The model.
+    pub model: StoredModel,
 }
 
 impl StoredRun {
@@ -57,30 +249,32 @@ impl StoredRun {
         task_from: Option<&Path>,
         overrides: &[String],
     ) -> Result<Self, StoredError> {
-        let checkpoint = find_checkpoint(root, which)?;
-        let path = root.join("config.toml");
-        let trained = RunConfig::read(&path, &[])?;
-        let run = match task_from {
-            None => RunConfig::read(&path, overrides)?,
-            Some(other) => {
-                let task = RunConfig::read(other, overrides)?.task;
-                RunConfig { task, ..RunConfig::read(&path, &without_tasks(overrides))? }
-            }
-        };
+        let model = StoredModel::open(root, which)?;
+        let run = model.run(root, task_from, overrides)?;
         let task = run.task.build(run.seed).map_err(ConfigError::from)?;
-        let evaluate = run.evaluate.clone();
-        let allowed =
-            RunConfig { task: run.task.clone(), seed: run.seed, evaluate, ..trained.clone() };
+        let trained = match &model.origin {
+            Origin::Trained(trained) => {
+                RunConfig { task: run.task.clone(), ..RunConfig::clone(trained) }
+            }
+            Origin::Imported(imported) => imported.run(run.task.clone()),
+        };
+        let allowed = RunConfig { seed: run.seed, evaluate: run.evaluate.clone(), ..trained };
         if let Some((key, got, there)) = run.difference(&allowed) {
             let want =
                 format!("{there}, as it was trained; `task`, `evaluate` and `seed` may change");
             return Err(ConfigError::Value { key, got, want }.into());
         }
-        let vocab = trained.task.build(trained.seed).map_err(ConfigError::from)?.vocab();
-        if task.vocab() != vocab {
-            return Err(StoredError::Vocabulary { task: task.vocab(), model: vocab });
+        let (ids, known) = (task.vocab(), model.vocab);
+        match &model.origin {
+            Origin::Trained(_) if ids != known => {
+                Err(StoredError::Vocabulary { task: ids, model: known })
+            }
+            // Released vocabularies are padded, and of any size.
+            Origin::Imported(_) if ids > known => {
+                Err(StoredError::UnknownIds { task: ids, model: known })
+            }
+            _ => Ok(Self { run, task, model }),
         }
-        Ok(Self { run, task, checkpoint, vocab })
     }
 
     /// The model, on a device.
@@ -90,12 +284,7 @@ impl StoredRun {
         &self,
         device: &B::Device,
     ) -> Result<Learner<B>, StoredError> {
-        let learner = build::<B>(&self.run, self.vocab, device)?;
-        let path = self.checkpoint.model();
-        let recorder = BinFileRecorder::<FullPrecisionSettings>::new();
-        let record = Recorder::<B>::load(&recorder, path.clone(), device)
-            .map_err(|e| self.checkpoint.corrupt(path, e))?;
-        Ok(learner.load_record(record))
+        Ok(Learner { model: self.model.load(device)? })
     }
 
     /// Tests the model on the sets of `testing`.
@@ -111,6 +300,40 @@ impl StoredRun {
         Ok(match writing {
             true => testing.evaluate_writing(&learner, device),
             false => testing.evaluate(&learner, device),
+        })
+    }
+}
+
+impl StoredModel {
+    /// The run to be tested: this model's, with what is put in place of its parts.
+    fn run(
+        &self,
+        root: &Path,
+        task_from: Option<&Path>,
+        overrides: &[String],
+    ) -> Result<RunConfig, StoredError> {
+        let path = root.join(CONFIG);
+        let other = match task_from {
+            Some(other) => Some(RunConfig::read(other, overrides)?.task),
+            None => None,
+        };
+        Ok(match (&self.origin, other) {
+            (Origin::Trained(_), None) => RunConfig::read(&path, overrides)?,
+            (Origin::Trained(_), Some(task)) => {
+                RunConfig { task, ..RunConfig::read(&path, &without_tasks(overrides))? }
+            }
+            (Origin::Imported(imported), None) => {
+                if overrides == without_tasks(overrides) {
+                    return Err(StoredError::NoTask { path: root.into() });
+                }
+                RunConfig::from_table(&path, imported.table(), overrides)?
+            }
+            (Origin::Imported(imported), Some(task)) => {
+                let mut table = imported.table();
+                let task = Value::try_from(&task).expect("a task's config is a table");
+                table.insert("task".to_string(), task);
+                RunConfig::from_table(&path, table, &without_tasks(overrides))?
+            }
         })
     }
 }

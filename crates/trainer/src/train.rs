@@ -9,8 +9,9 @@ use crate::learner::{
 };
 use crate::progress::{Progress, ProgressStyle};
 use crate::schedule::{Plan, learning_rate};
+use crate::weights;
 use burn::module::{AutodiffModule, Module};
-use burn::record::{BinFileRecorder, FullPrecisionSettings, Recorder, RecorderError};
+use burn::record::{BinFileRecorder, FullPrecisionSettings, Recorder};
 use burn::tensor::backend::Backend;
 use burn::tensor::{ElementConversion, Tensor};
 use burn_train::Interrupter;
@@ -131,7 +132,7 @@ pub fn build<B: LinearAttentionBackend>(
     B::seed(device, run.seed);
     let learner = Learner { model: run.model.init(vocab, device)? };
     force(&learner);
-    Ok(learner)
+    Ok(weights::with_stable_ids(learner))
 }
 
 /// A run under way.
@@ -370,12 +371,10 @@ impl<'a, B: TrainBackend> Training<'a, B> {
     fn save(&mut self) -> Result<(), TrainError> {
         self.position.wall_seconds = self.wall_seconds();
         self.folder.save(&self.position, |model, optimizer| {
+            weights::save(&self.learner.model, model)?;
             let recorder = BinFileRecorder::<FullPrecisionSettings>::new();
-            let text = |e: RecorderError| e.to_string();
-            Recorder::<B>::record(&recorder, self.learner.clone().into_record(), model.into())
-                .map_err(text)?;
             Recorder::<B>::record(&recorder, self.optimizer.to_record(), optimizer.into())
-                .map_err(text)
+                .map_err(|e| e.to_string())
         })?;
         self.folder.prune(self.job.run.checkpoint.keep, self.position.best_step)?;
         Ok(())
@@ -442,11 +441,10 @@ fn load<B: TrainBackend>(
     run: &RunConfig,
     device: &B::Device,
 ) -> Result<(Learner<B>, Grouped<B>), FolderError> {
-    let recorder = BinFileRecorder::<FullPrecisionSettings>::new();
     let (model, optimizer) = (checkpoint.model(), checkpoint.optimizer());
-    let record = Recorder::<B>::load(&recorder, model.clone(), device)
-        .map_err(|e| checkpoint.corrupt(model, e))?;
-    let learner = learner.load_record(record);
+    let model = weights::load(learner.model, &model).map_err(|e| checkpoint.corrupt(model, e))?;
+    let learner = Learner { model };
+    let recorder = BinFileRecorder::<FullPrecisionSettings>::new();
     let record: OptimizerRecord<B> = Recorder::<B>::load(&recorder, optimizer.clone(), device)
         .map_err(|e| checkpoint.corrupt(optimizer, e))?;
     let optimizer = Grouped::new(&run.optimizer, &learner).load_record(record);

@@ -44,6 +44,11 @@ pub struct CombaConfig {
     /// Where D starts, the share of the key that is taken off the query; 0 for none. Large models
     /// start at 1, small ones do better with 0.02.
     pub output_correction: f64,
+    /// Whether queries, keys and what erases are brought to length 1 only after the correction, as
+    /// released models have it: `q - D p` with `p = sigmoid(decay) k` of any length, and then all
+    /// three. Of the inner decay nothing is then left but its share in the correction.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub norm_last: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
     /// Tokens a chunk. Changes speed, and results by no more than rounding.
@@ -61,6 +66,7 @@ impl Default for CombaConfig {
             output_gate: true,
             inner_decay: true,
             output_correction: 0.02,
+            norm_last: false,
             norm_eps: 1e-5,
             chunk: DEFAULT_CHUNK,
         }
@@ -127,6 +133,7 @@ impl CombaConfig {
             o_proj: linear(values, d_model, device),
             key_heads: self.heads,
             heads,
+            norm_last: self.norm_last,
             chunk: self.chunk,
         })
     }
@@ -167,6 +174,8 @@ pub struct Comba<B: Backend> {
     #[module(skip)]
     heads: usize,
     #[module(skip)]
+    norm_last: bool,
+    #[module(skip)]
     chunk: usize,
 }
 
@@ -186,22 +195,14 @@ impl<B: LinearAttentionBackend> Comba<B> {
             let tail = conv.as_ref().and_then(|_| before.next());
             split_heads(convolve(conv, proj.forward(x.clone()), tail, &mut tails), heads)
         };
-        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
-        let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
+        let q = project(&self.q_proj, &self.q_conv1d, self.key_heads);
+        let k = project(&self.k_proj, &self.k_conv1d, self.key_heads);
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let beta = sigmoid(self.b_proj.forward(x.clone()));
         let g = log_decay(self.a_proj.forward(x.clone()), &self.a_log, &self.dt_bias);
-        let each_head =
-            |share: Tensor<B, 1>| -> Tensor<B, 4> { share.reshape([1, 1, self.key_heads, 1]) };
-        let q = match &self.d {
-            Some(d) => q - k.clone() * each_head(d.val()),
-            None => q,
-        };
-        let erase = self
-            .decay
-            .as_ref()
-            .map(|decay| share_heads(k.clone() * each_head(sigmoid(decay.val())), self.heads));
+        let (q, k, erase) = self.correct(q, k);
+        let erase = erase.map(|erase| share_heads(erase, self.heads));
         let inputs = DeltaRule {
             erase,
             g: Some(Decay::Scalar(g)),
@@ -215,5 +216,30 @@ impl<B: LinearAttentionBackend> Comba<B> {
         };
         let y = self.o_proj.forward(merge_heads(o));
         (y, MatrixState { memory, tails, position: position + tokens })
+    }
+
+    /// Queries less their correction, keys, and what erases where it is not the keys, `[B, T, H, K]`.
+    fn correct(
+        &self,
+        q: Tensor<B, 4>,
+        k: Tensor<B, 4>,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>, Option<Tensor<B, 4>>) {
+        let each_head =
+            |share: Tensor<B, 1>| -> Tensor<B, 4> { share.reshape([1, 1, self.key_heads, 1]) };
+        let erasing = |k: &Tensor<B, 4>| {
+            let decay = self.decay.as_ref()?;
+            Some(k.clone() * each_head(sigmoid(decay.val())))
+        };
+        let corrected = |q: Tensor<B, 4>, by: &Tensor<B, 4>| match &self.d {
+            Some(d) => q - by.clone() * each_head(d.val()),
+            None => q,
+        };
+        if self.norm_last {
+            let erase = erasing(&k);
+            let q = corrected(q, erase.as_ref().unwrap_or(&k));
+            return (l2_normalize(q), l2_normalize(k), erase.map(l2_normalize));
+        }
+        let k = l2_normalize(k);
+        (corrected(l2_normalize(q), &k), k.clone(), erasing(&k))
     }
 }

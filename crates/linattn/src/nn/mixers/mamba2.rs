@@ -11,7 +11,7 @@
 use super::delta_net::{fresh_a_log, fresh_dt_bias};
 use super::{MatrixState, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, check_window};
-use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_normalize, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::{Initializer, Module, Param};
@@ -34,6 +34,10 @@ pub struct Mamba2Config {
     pub groups: usize,
     /// Tokens the short convolution sees, at least 2.
     pub conv_size: usize,
+    /// Whether the norm takes each group's values by themselves, as released models of several groups
+    /// have it; else all together.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub group_norm: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
     /// Tokens a chunk. Changes speed, and results by no more than rounding.
@@ -48,6 +52,7 @@ impl Default for Mamba2Config {
             head_width: 64,
             groups: 1,
             conv_size: 4,
+            group_norm: false,
             norm_eps: 1e-5,
             chunk: DEFAULT_CHUNK,
         }
@@ -95,6 +100,7 @@ impl Mamba2Config {
             out_proj: linear(inner, d_model, device),
             heads,
             groups: self.groups,
+            group_norm: self.group_norm,
             d_state: self.d_state,
             chunk: self.chunk,
         })
@@ -130,6 +136,8 @@ pub struct Mamba2<B: Backend> {
     #[module(skip)]
     groups: usize,
     #[module(skip)]
+    group_norm: bool,
+    #[module(skip)]
     d_state: usize,
     #[module(skip)]
     chunk: usize,
@@ -163,8 +171,17 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         let inputs = ops::LinearAttention::new(q, k, v).with_decay(g);
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let skip = x * self.d.val().reshape([1, 1, self.heads, 1]);
-        let y = self.norm.forward(merge_heads(o + skip) * silu(z));
+        let y = self.normalize(merge_heads(o + skip) * silu(z));
         let state = MatrixState { memory, tails: vec![tail], position: position + tokens };
         (self.out_proj.forward(y), state)
+    }
+
+    /// Mean square taken out, over all values or over each group's, `[B, T, D]`.
+    fn normalize(&self, y: Tensor<B, 3>) -> Tensor<B, 3> {
+        if !self.group_norm {
+            return self.norm.forward(y);
+        }
+        let by_group = rms_normalize(split_heads(y, self.groups), self.norm.epsilon);
+        merge_heads(by_group) * self.norm.gamma.val().unsqueeze()
     }
 }

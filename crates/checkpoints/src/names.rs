@@ -1,0 +1,227 @@
+//! What a weight of ours is called in a checkpoint, and how it lies there.
+//! ```text
+//! linear        [in, out]     there [out, in]
+//! convolution   [W, D]        there [D, 1, W]
+//! norms         gamma, beta   there weight, bias
+//! ```
+
+use crate::families::{Channels, Family, Frame};
+
+/// How numbers lie in a checkpoint, by our own order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Layout {
+    /// In the same order.
+    Same,
+    /// As columns of ours.
+    Transposed,
+}
+
+/// A weight of ours, there.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Place {
+    /// Its name.
+    pub(crate) name: String,
+    /// Names that it had in older checkpoints.
+    pub(crate) old: Vec<String>,
+    /// Its shape.
+    pub(crate) shape: Vec<usize>,
+    pub(crate) layout: Layout,
+}
+
+/// Where the weight at `path` of a model stands in a checkpoint of `family`. `module` is what holds
+/// it, `shape` its shape with us, and `gated` whether its mixer has an output gate. None for what has
+/// no place of its own there.
+pub(crate) fn place(
+    family: &Family,
+    path: &[String],
+    module: &str,
+    shape: &[usize],
+    gated: bool,
+) -> Option<Place> {
+    let path: Vec<&str> = path.iter().map(String::as_str).collect();
+    let (name, old) = names(family, &path, gated)?;
+    let weight = path.last() == Some(&"weight");
+    let (layout, there) = match (module, shape) {
+        ("Struct:Linear", &[rows, columns]) if weight => (Layout::Transposed, vec![columns, rows]),
+        ("Struct:ShortConvolution", &[width, channels]) if weight => {
+            (Layout::Transposed, vec![channels, 1, width])
+        }
+        _ => (Layout::Same, shape.to_vec()),
+    };
+    Some(Place { name, old, shape: there, layout })
+}
+
+fn names(family: &Family, path: &[&str], gated: bool) -> Option<(String, Vec<String>)> {
+    let frame = &family.frame;
+    let root = frame.root;
+    let none = Vec::new;
+    Some(match path {
+        ["embeddings", kind] => {
+            (format!("{root}.embeddings.{kind}"), vec![format!("{root}.embedding.{kind}")])
+        }
+        ["norm", kind] => (format!("{root}.{}.{}", frame.norm, parameter(kind)), none()),
+        ["lm_head", kind] => (format!("lm_head.{kind}"), none()),
+        ["pre_norm", kind] => (format!("{root}.layers.0.pre_norm.{}", parameter(kind)), none()),
+        ["layers", i, "attn_norm", kind] => {
+            (format!("{root}.layers.{i}.{}.{}", frame.mixer_norm, parameter(kind)), none())
+        }
+        ["layers", i, "mlp", "0", kind] => {
+            (format!("{root}.layers.{i}.{}.{}", frame.mlp_norm, parameter(kind)), none())
+        }
+        ["layers", i, "mlp", "1", inner @ ..] => {
+            let inner = renamed(inner, frame.mlp_names);
+            (format!("{root}.layers.{i}.{}.{inner}", frame.mlp), none())
+        }
+        ["layers", _, "attn", "lower_bound"] => return None,
+        ["layers", i, "attn", inner @ ..] => {
+            let at = format!("{root}.layers.{i}.{}", frame.mixer);
+            let mut names: Vec<String> =
+                mixer_names(family, inner).iter().map(|name| format!("{at}.{name}")).collect();
+            // Where there is no gate, there is no norm that has one in it.
+            if !gated && family.name_without_gate.is_some() && names.len() > 1 {
+                names.swap(0, 1);
+            }
+            let name = names.remove(0);
+            (name, names)
+        }
+        _ => return None,
+    })
+}
+
+/// Names of a mixer's weight, the usual one first.
+fn mixer_names(family: &Family, inner: &[&str]) -> Vec<String> {
+    let usual = renamed(inner, family.names);
+    let mut names = vec![usual.clone()];
+    if let Some((gated, plain)) = family.name_without_gate
+        && let Some(kind) = usual.strip_prefix(gated)
+    {
+        names.push(format!("{plain}{kind}"));
+    }
+    for (new, old) in family.old_names {
+        if usual == *new {
+            names.push((*old).to_string());
+        }
+    }
+    names
+}
+
+/// A path with its first part renamed, and the last as PyTorch calls it.
+fn renamed(path: &[&str], names: &[(&str, &str)]) -> String {
+    let mut parts = path.to_vec();
+    // The norm inside of a norm with a gate is no part of the name.
+    if let [.., _, "norm", "gamma"] = parts[..] {
+        parts.remove(parts.len() - 2);
+    }
+    if let Some((_, name)) = names.iter().find(|(ours, _)| parts.first() == Some(ours)) {
+        parts[0] = name;
+    }
+    let last = parts.pop().unwrap_or_default();
+    parts.push(match (parts.is_empty(), last) {
+        (true, "a_log") => "A_log",
+        (true, "d") => "D",
+        (_, last) => parameter(last),
+    });
+    parts.join(".")
+}
+
+/// A norm's weights have names of their own here.
+fn parameter(name: &str) -> &str {
+    match name {
+        "gamma" => "weight",
+        "beta" => "bias",
+        other => other,
+    }
+}
+
+/// Where model, layers and their parts stand.
+impl Frame {
+    /// Mixer and SwiGLU in every layer.
+    pub(crate) const USUAL: Frame = Frame {
+        root: "model",
+        norm: "norm",
+        mixer_norm: "attn_norm",
+        mixer: "attn",
+        mlp_norm: "mlp_norm",
+        mlp: "mlp",
+        mlp_names: &[],
+        channels: Channels::SwiGlu,
+        layer_norm: false,
+    };
+    /// As Mamba has it: no MLP.
+    pub(crate) const MAMBA: Frame = Frame {
+        root: "backbone",
+        norm: "norm_f",
+        mixer_norm: "norm",
+        mixer: "mixer",
+        channels: Channels::None,
+        ..Frame::USUAL
+    };
+    /// As RWKV-7 has it: a channel mix, LayerNorm.
+    pub(crate) const RWKV: Frame = Frame {
+        mlp_norm: "ffn_norm",
+        mlp: "ffn",
+        mlp_names: &[("down_proj", "value")],
+        channels: Channels::Rwkv("rwkv7"),
+        layer_norm: true,
+        ..Frame::USUAL
+    };
+}
+
+/// Numbers of a matrix `[rows, columns]` as one of `[columns, rows]`.
+pub(crate) fn transpose(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+    let mut turned = Vec::with_capacity(values.len());
+    for column in 0..columns {
+        turned.extend((0..rows).map(|row| values[row * columns + column]));
+    }
+    turned
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::families::family;
+
+    fn name(model: &str, path: &str) -> (String, Vec<String>) {
+        let path: Vec<&str> = path.split('.').collect();
+        names(family(model).expect("known"), &path, true).expect("it has a place")
+    }
+
+    #[test]
+    fn names_are_the_published_ones() {
+        for (model, ours, theirs) in [
+            ("gla", "embeddings.weight", "model.embeddings.weight"),
+            ("gla", "norm.gamma", "model.norm.weight"),
+            ("gla", "layers.3.attn_norm.gamma", "model.layers.3.attn_norm.weight"),
+            ("gla", "layers.3.mlp.0.gamma", "model.layers.3.mlp_norm.weight"),
+            ("gla", "layers.3.mlp.1.up_proj.weight", "model.layers.3.mlp.up_proj.weight"),
+            ("gla", "layers.3.attn.gk_proj.1.bias", "model.layers.3.attn.gk_proj.1.bias"),
+            (
+                "retnet",
+                "layers.3.attn.g_norm.norm.gamma",
+                "model.layers.3.attn.g_norm_swish_gate.weight",
+            ),
+            ("gsa", "layers.3.attn.g_norm.gamma", "model.layers.3.attn.g_norm.weight"),
+            ("linear_attn", "layers.3.attn.norm.norm.gamma", "model.layers.3.attn.norm.weight"),
+            ("gated_deltanet", "layers.3.attn.a_log", "model.layers.3.attn.A_log"),
+            ("comba", "layers.3.attn.d", "model.layers.3.attn.D"),
+            ("mamba2", "layers.3.attn.norm.gamma", "backbone.layers.3.mixer.norm.weight"),
+            ("mamba2", "layers.3.attn_norm.gamma", "backbone.layers.3.norm.weight"),
+            ("mamba2", "norm.gamma", "backbone.norm_f.weight"),
+            ("rwkv7", "layers.3.mlp.1.down_proj.weight", "model.layers.3.ffn.value.weight"),
+            ("rwkv7", "layers.3.attn.w_lora.lora.2.bias", "model.layers.3.attn.w_lora.lora.2.bias"),
+            ("rwkv7", "pre_norm.beta", "model.layers.0.pre_norm.bias"),
+        ] {
+            assert_eq!(name(model, ours).0, theirs);
+        }
+        let (_, old) = name("delta_net", "layers.0.attn.o_norm.norm.gamma");
+        assert_eq!(old, ["model.layers.0.attn.norm.weight"]);
+    }
+
+    #[test]
+    fn a_matrix_turned_twice_is_itself() {
+        let values: Vec<f32> = (0..6).map(|x| x as f32).collect();
+        let turned = transpose(&values, 2, 3);
+        assert_eq!(turned, [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+        assert_eq!(transpose(&turned, 3, 2), values);
+    }
+}

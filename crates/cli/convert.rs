@@ -1,0 +1,164 @@
+//! `convert`: checkpoints of other projects to folders of runs, and back.
+
+use crate::device::{self, Job};
+use crate::eval::checkpoint;
+use crate::train::guarded;
+use crate::{BAD_INPUT, fail};
+use burn::module::Module;
+use linattn_checkpoints::{CheckpointError, Exported, Imported, Precision, export, import};
+use linattn_trainer::{
+    FolderError, ImportedModel, StoredError, StoredModel, TrainBackend, Which, store_model,
+};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Brings models of flash-linear-attention here, and takes ours there.
+#[derive(Debug, clap::Parser)]
+#[command(version, about)]
+pub struct ConvertArgs {
+    #[command(subcommand)]
+    direction: Direction,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Direction {
+    /// Makes a run's folder of a checkpoint, for `eval` and `generate`
+    Import(ImportArgs),
+    /// Makes a checkpoint of a run's model
+    Export(ExportArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct ImportArgs {
+    /// The folder with config.json and model.safetensors, or its parts with their index
+    folder: PathBuf,
+    /// The run's folder: runs/NAME
+    #[arg(long)]
+    out: PathBuf,
+    /// Deletes the run in that folder first
+    #[arg(long)]
+    overwrite: bool,
+    /// Where the model is put together: cpu, cuda:N, rocm:N, vulkan:N or metal:N
+    #[arg(long, default_value = "cpu")]
+    device: String,
+}
+
+#[derive(Debug, clap::Args)]
+struct ExportArgs {
+    /// The run's folder
+    run: PathBuf,
+    /// The checkpoint's folder
+    #[arg(long)]
+    out: PathBuf,
+    /// The checkpoint's `model_type`: gated_deltanet, gla, mamba2 ...; by default that of the run's mixer
+    #[arg(long)]
+    family: Option<String>,
+    /// What numbers are written as
+    #[arg(long, value_enum, default_value_t = Numbers::F32)]
+    dtype: Numbers,
+    /// Which of the run's checkpoints: best, last, or a step
+    #[arg(long, default_value = "best", value_parser = checkpoint)]
+    checkpoint: Which,
+    /// Replaces the checkpoint in that folder
+    #[arg(long)]
+    overwrite: bool,
+    /// Where the model is put together: cpu, cuda:N, rocm:N, vulkan:N or metal:N
+    #[arg(long, default_value = "cpu")]
+    device: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Numbers {
+    /// As they are
+    F32,
+    /// Rounded to 16 bits, of f32's range
+    Bf16,
+    /// Rounded to 16 bits, finer and of a smaller range
+    F16,
+}
+
+impl From<Numbers> for Precision {
+    fn from(numbers: Numbers) -> Self {
+        match numbers {
+            Numbers::F32 => Precision::F32,
+            Numbers::Bf16 => Precision::Bf16,
+            Numbers::F16 => Precision::F16,
+        }
+    }
+}
+
+/// Why a model stays where it is.
+#[derive(Debug, thiserror::Error)]
+enum ConvertError {
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Stored(#[from] StoredError),
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+}
+
+/// Runs the command and gives its exit code: 0 done, 1 failed, 2 bad input.
+pub fn convert(args: ConvertArgs) -> ExitCode {
+    match &args.direction {
+        Direction::Import(args) => carry(&args.device, args),
+        Direction::Export(args) => carry(&args.device, args),
+    }
+}
+
+/// Does a conversion on a device, and says what was done.
+fn carry<J: Job<Output = Result<String, ConvertError>>>(device: &str, job: J) -> ExitCode {
+    let choice = match device::choose(device) {
+        Ok(choice) => choice,
+        Err(e) => return fail(BAD_INPUT, &e),
+    };
+    match guarded(&choice, job) {
+        Ok(Ok(done)) => {
+            println!("{done}");
+            ExitCode::SUCCESS
+        }
+        Ok(Err(e)) => fail(BAD_INPUT, &e),
+        Err(code) => code,
+    }
+}
+
+impl Job for &ImportArgs {
+    type Output = Result<String, ConvertError>;
+
+    fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
+        let Imported { family, config, vocab, model, tokenizer, kept } =
+            import::<B::InnerBackend>(&self.folder, &devices[0])?;
+        let imported = ImportedModel {
+            config: &config,
+            tokenizer: tokenizer.as_deref(),
+            kept: kept.as_deref(),
+        };
+        store_model(&self.out, self.overwrite, &imported, &model)?;
+        let text = if tokenizer.is_some() { "with" } else { "without" };
+        Ok(format!(
+            "{family}, {} parameters, {vocab} token ids, {text} a tokenizer, into {}",
+            model.num_params(),
+            self.out.display()
+        ))
+    }
+}
+
+impl Job for &ExportArgs {
+    type Output = Result<String, ConvertError>;
+
+    fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
+        let stored = StoredModel::open(&self.run, self.checkpoint)?;
+        let model = stored.load::<B::InnerBackend>(&devices[0])?;
+        let kept = stored.checkpoint.kept();
+        let exported = Exported {
+            model: &model,
+            config: &stored.config,
+            vocab: stored.vocab,
+            tokenizer: stored.tokenizer.as_deref(),
+            kept: kept.as_deref(),
+        };
+        let (family, out) = (self.family.as_deref(), &self.out);
+        let family = export(&exported, family, self.dtype.into(), out, self.overwrite)?;
+        Ok(format!("{family}, {} parameters, into {}", model.num_params(), out.display()))
+    }
+}

@@ -1,0 +1,183 @@
+//! A model's weights in a file, each under its name: `layers.0.attn.q_proj.weight`.
+//!
+//! Names say where in the model a weight stands, and not which mixer holds it among those that there
+//! are, so that files outlive new mixers. An optimizer knows weights by their ids, which follow from
+//! the names.
+
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::{Element, Tensor, backend::Backend};
+use burn_store::{ApplyResult, ModuleSnapshot, ModuleStore, SafetensorsStore, TensorSnapshot};
+use linattn::nn::LanguageModel;
+use std::path::Path;
+use std::rc::Rc;
+
+/// Writes the weights of `model` to a safetensors file.
+pub(crate) fn save<B: Backend>(model: &LanguageModel<B>, path: &Path) -> Result<(), String> {
+    // One entry alone: of several, the order in the file would be drawn anew every time.
+    let mut store = SafetensorsStore::from_file(path)
+        .skip_enum_variants(true)
+        .overwrite(true)
+        .clear_metadata()
+        .metadata("format", "linattn");
+    ModuleSnapshot::<B>::save_into(model, &mut store).map_err(|e| e.to_string())
+}
+
+/// `model` with the weights of a file that [`save`] wrote, to the last bit.
+pub(crate) fn load<B: Backend>(
+    mut model: LanguageModel<B>,
+    path: &Path,
+) -> Result<LanguageModel<B>, String> {
+    let mut store = SafetensorsStore::from_file(path);
+    let stored = store.get_all_snapshots().map_err(|e| e.to_string())?;
+    let snapshots = stored.values().map(for_backend::<B>).collect();
+    let result = ModuleSnapshot::<B>::apply(&mut model, snapshots, None, None, true);
+    match complaints(&result) {
+        None => Ok(model),
+        Some(text) => Err(text),
+    }
+}
+
+/// How many ids the model in a file knows.
+pub(crate) fn vocabulary(path: &Path) -> Result<usize, String> {
+    let mut store = SafetensorsStore::from_file(path);
+    let embeddings = store.get_snapshot("embeddings.weight").map_err(|e| e.to_string())?;
+    let shape = embeddings.map(|snapshot| snapshot.shape.clone());
+    shape.and_then(|shape| shape.first().copied()).ok_or_else(|| "no embeddings.weight".into())
+}
+
+/// The same numbers as the backend keeps them.
+fn for_backend<B: Backend>(stored: &TensorSnapshot) -> TensorSnapshot {
+    let (read, dtype) = (stored.clone_data_fn(), <B::FloatElem as Element>::dtype());
+    TensorSnapshot::from_closure(
+        Rc::new(move || read().map(|data| data.convert_dtype(dtype))),
+        dtype,
+        stored.shape.clone(),
+        stored.path_stack.clone().unwrap_or_default(),
+        stored.container_stack.clone().unwrap_or_default(),
+        stored.tensor_id.unwrap_or_default(),
+    )
+}
+
+/// What kept a file's weights from being all of a model's, and no more.
+fn complaints(result: &ApplyResult) -> Option<String> {
+    let missing = result.missing.iter().map(|(name, _)| format!("{name} is missing"));
+    let unknown = result.unused.iter().map(|name| format!("{name} is none of the model's"));
+    let wrong = result.errors.iter().map(ToString::to_string);
+    let all: Vec<String> = missing.chain(unknown).chain(wrong).collect();
+    (!all.is_empty()).then(|| all.join("; "))
+}
+
+/// Whether a container is one of several kinds of the same thing, of which names say nothing.
+fn is_variant(container: &str) -> bool {
+    container.starts_with("Enum:")
+}
+
+/// `module` with ids that follow from its weights' names.
+pub(crate) fn with_stable_ids<B: Backend, M: Module<B>>(module: M) -> M {
+    struct Rename(Vec<String>);
+    impl Rename {
+        fn id(&self) -> ParamId {
+            // FNV-1a.
+            let hash = self.0.join(".").bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+                (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+            });
+            ParamId::from(hash)
+        }
+    }
+    impl<B: Backend> ModuleMapper<B> for Rename {
+        fn enter_module(&mut self, name: &str, container: &str) {
+            if !is_variant(container) {
+                self.0.push(name.to_string());
+            }
+        }
+        fn exit_module(&mut self, _name: &str, container: &str) {
+            if !is_variant(container) {
+                self.0.pop();
+            }
+        }
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+            let (_, weight, mapper) = param.consume();
+            Param::from_mapped_value(self.id(), weight, mapper)
+        }
+    }
+    module.map(&mut Rename(vec![]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::backend::Flex;
+    use burn::module::ModuleVisitor;
+    use linattn::nn::LanguageModelConfig;
+    use std::collections::BTreeMap;
+
+    fn model() -> LanguageModel<Flex> {
+        let config: LanguageModelConfig = toml::from_str(
+            "d_model = 8\ntie_embeddings = false\n\
+             layers = [{ mixer.gated_deltanet = { heads = 2 }, mlp.swiglu = {} },\
+                       { mixer.kda = { heads = 2 } }]",
+        )
+        .expect("a config");
+        config.init(11, &Default::default()).expect("a model")
+    }
+
+    fn weights(model: &LanguageModel<Flex>) -> BTreeMap<String, Vec<u8>> {
+        let list = ModuleSnapshot::<Flex>::collect(model, None, None, true);
+        list.iter()
+            .map(|s| (s.full_path(), s.to_data().expect("a weight").as_bytes().to_vec()))
+            .collect()
+    }
+
+    #[test]
+    fn weights_come_back_to_the_last_bit_under_names_without_the_mixers() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("model.safetensors");
+        let first = model();
+        save(&first, &path).expect("writable");
+        let second = load(model(), &path).expect("the same model");
+        assert_eq!(weights(&first), weights(&second));
+        let names: Vec<String> = weights(&first).into_keys().collect();
+        for name in ["layers.0.attn.q_proj.weight", "layers.0.mlp.0.gamma", "norm.gamma"] {
+            assert!(names.contains(&name.to_string()), "{name} is not in {names:?}");
+        }
+        assert_eq!(vocabulary(&path), Ok(11));
+        let bytes = std::fs::read(&path).expect("a file");
+        save(&second, &path).expect("writable");
+        assert_eq!(std::fs::read(&path).expect("a file"), bytes);
+    }
+
+    #[test]
+    fn another_models_weights_are_refused_by_name() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("model.safetensors");
+        save(&model(), &path).expect("writable");
+        let other: LanguageModelConfig =
+            toml::from_str("d_model = 8\nlayers = [{ mixer.retnet = { heads = 2 } }]")
+                .expect("a config");
+        let refused = load(other.init::<Flex>(11, &Default::default()).expect("a model"), &path);
+        let text = refused.expect_err("other weights");
+        assert!(text.contains("layers.0.attn.g_norm.norm.gamma is missing"), "{text}");
+        assert!(text.contains("lm_head.weight is none of the model's"), "{text}");
+    }
+
+    #[test]
+    fn ids_follow_from_names() {
+        struct Ids(Vec<ParamId>);
+        impl ModuleVisitor<Flex> for Ids {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Flex, D>>) {
+                self.0.push(param.id);
+            }
+        }
+        let ids = || {
+            let mut ids = Ids(vec![]);
+            with_stable_ids(model()).visit(&mut ids);
+            ids.0
+        };
+        let mut once = ids();
+        assert_eq!(once, ids());
+        let count = once.len();
+        once.sort_by_key(ParamId::val);
+        once.dedup();
+        assert_eq!(once.len(), count, "no two weights have one id");
+    }
+}
