@@ -743,7 +743,7 @@ mod tests {
                 "num_kv_heads": 2, "window_size": 16}}"#,
         );
         let config = config.unwrap_or_else(|| panic!("{faults:?}"));
-        let names: Vec<&str> = config.layers.iter().map(|layer| layer.mixer.name()).collect();
+        let names: Vec<&str> = config.each_layer().map(|(_, layer)| layer.mixer.name()).collect();
         assert_eq!(names, ["deltanet", "attention", "deltanet", "attention"]);
         let family = family("delta_net").expect("known");
         let table = export(&config, 7, family, Precision::F32).unwrap_or_default();

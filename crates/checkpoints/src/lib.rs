@@ -435,7 +435,7 @@ fn find_family(
     if let Some(name) = family {
         return families::family(name).ok_or_else(|| unknown(name));
     }
-    let mixers = || config.layers.iter().map(|layer| layer.mixer.name());
+    let mixers = || config.each_layer().map(|(_, layer)| layer.mixer.name());
     let of = |mixer: &str| families::FAMILIES.iter().find(|family| family.mixer == mixer);
     // Attention is a part of hybrids of any other family.
     let own = mixers().find(|&mixer| mixer != "attention").or_else(|| mixers().next());
@@ -489,7 +489,7 @@ fn joint<B: Backend>(
     bounds: BTreeMap<usize, Vec<f32>>,
     exported: &Exported<'_, B>,
 ) -> Result<Written, String> {
-    let layers: usize = exported.config.layers.iter().map(|layer| layer.repeat).sum();
+    let layers = exported.config.depth();
     if let Some(path) = exported.kept {
         let kept = tensors::read_one(path).map_err(|e| format!("{}: {e}", path.display()))?;
         if let Some((name, tensor)) = joint_bounds(family, &kept) {

@@ -72,7 +72,7 @@ fn small() -> f64 {
 
 impl LanguageModelConfig {
     /// Each layer with the key it stands under, repeated ones repeated.
-    fn each_layer(&self) -> impl Iterator<Item = (String, &LayerConfig)> {
+    pub fn each_layer(&self) -> impl Iterator<Item = (String, &LayerConfig)> {
         let entries = self.layers.iter().enumerate();
         entries.flat_map(|(i, entry)| entry.each_layer(format!("layers[{i}]")))
     }
