@@ -435,12 +435,11 @@ fn find_family(
     if let Some(name) = family {
         return families::family(name).ok_or_else(|| unknown(name));
     }
-    let mixers = || config.layers.iter().map(|layer| layer.mixer.name());
-    let of = |mixer: &str| families::FAMILIES.iter().find(|family| family.mixer == mixer);
+    let mixers = config::mixers(config);
     // Attention is a part of hybrids of any other family.
-    let own = mixers().find(|&mixer| mixer != "attention").or_else(|| mixers().next());
-    let own = own.unwrap_or_default();
-    of(own).ok_or_else(|| unknown(own))
+    let own = mixers.iter().find(|mixer| *mixer != "attention").or_else(|| mixers.first());
+    let own = own.map_or("", String::as_str);
+    families::FAMILIES.iter().find(|family| family.mixer == own).ok_or_else(|| unknown(own))
 }
 
 /// Every weight under its name there.
@@ -489,7 +488,7 @@ fn joint<B: Backend>(
     bounds: BTreeMap<usize, Vec<f32>>,
     exported: &Exported<'_, B>,
 ) -> Result<Written, String> {
-    let layers: usize = exported.config.layers.iter().map(|layer| layer.repeat).sum();
+    let layers = config::mixers(exported.config).len();
     if let Some(path) = exported.kept {
         let kept = tensors::read_one(path).map_err(|e| format!("{}: {e}", path.display()))?;
         if let Some((name, tensor)) = joint_bounds(family, &kept) {
