@@ -382,7 +382,8 @@ fn gradients_through_chunks_equal_gradients_through_steps() {
         assert_eq!(want.len(), got.len(), "{text}: the same parameters have gradients");
         for ((name, want), (_, got)) in want.iter().zip(&got) {
             assert!(want.iter().any(|x| *x != 0.0), "{text}: {name} has no gradient");
-            assert_close(&format!("{text}: {name}"), want, got, 5e-5);
+            // Sums of f32 in another order; what cancels most is S4D's gradient of its rates, 7e-5.
+            assert_close(&format!("{text}: {name}"), want, got, 1e-4);
         }
     }
 }

@@ -30,6 +30,12 @@ pub(crate) enum Rule {
     Shares(&'static str, &'static str),
     /// Theirs, default: our `key_width`, which says how many heads there are.
     Split(&'static str, &'static str),
+    /// Theirs, ours, what is known, default: one value under two names, if it is one of these.
+    OneOf(&'static str, &'static str, &'static [&'static str], &'static str),
+    /// One name: ours is there only where it is true.
+    Flag(&'static str),
+    /// Theirs has to be what ours is already.
+    Twin(&'static str, &'static str),
     /// Theirs has to be the model's width, in every layer.
     AllOfModel(&'static str),
     /// Theirs, ours, and our flag that is set where there are several.
@@ -287,8 +293,23 @@ impl Keys<'_> {
             match *rule {
                 Rule::Key(theirs, name, default) => {
                     let value = self.get(theirs, default);
-                    if !value.is_null() {
+                    if !value.is_null() && value != "auto" {
                         ours.insert(name.into(), value);
+                    }
+                }
+                Rule::OneOf(theirs, name, allowed, default) => {
+                    self.only(theirs, allowed);
+                    ours.insert(name.into(), self.get(theirs, default));
+                }
+                Rule::Flag(key) => {
+                    if self.flag(key, "false") {
+                        ours.insert(key.into(), true.into());
+                    }
+                }
+                Rule::Twin(theirs, name) => {
+                    let (value, own) = (self.get(theirs, "null"), ours.get(name));
+                    if let Some(own) = own.filter(|own| !value.is_null() && value != **own) {
+                        self.fault(theirs, &value, format!("{own}, as its like is"));
                     }
                 }
                 Rule::Same(key) => {
@@ -397,11 +418,13 @@ impl Keys<'_> {
 
     /// Our attention, from the table of a hybrid.
     fn hybrid(&mut self) -> Value {
-        self.only("qkv_bias", &["false"]);
         let heads = self.count("num_heads", "null");
         let mut attention = json!({
             "heads": heads, "rope": true, "rope_theta": self.number("rope_theta", "10000.0"),
         });
+        if self.flag("qkv_bias", "false") {
+            attention["qkv_bias"] = true.into();
+        }
         for (theirs, ours) in [("num_kv_heads", "key_value_heads"), ("window_size", "window")] {
             let value = self.get(theirs, "null");
             if !value.is_null() {
@@ -510,8 +533,11 @@ fn write_rule(
     let number = |key: &str| value(key).as_f64().unwrap_or(0.0);
     let mut put = |key: &str, value: Value| table.insert(key.to_string(), value);
     match *rule {
-        Rule::Key(theirs, name, _) => {
+        Rule::Key(theirs, name, _) | Rule::OneOf(theirs, name, ..) | Rule::Twin(theirs, name) => {
             put(theirs, value(name));
+        }
+        Rule::Flag(key) => {
+            put(key, (value(key) == json!(true)).into());
         }
         Rule::Only(key, allowed) => {
             let only = json_of(allowed[0]);
@@ -574,7 +600,7 @@ fn write_attention(layers: &[Value], table: &mut Map<String, Value>) {
                 "layers": places,
                 "num_heads": attention["heads"],
                 "num_kv_heads": attention["key_value_heads"],
-                "qkv_bias": false,
+                "qkv_bias": attention["qkv_bias"] == json!(true),
                 "window_size": attention["window"],
                 "rope_theta": attention["rope_theta"],
             })
@@ -597,14 +623,15 @@ fn canonical(config: &LanguageModelConfig, family: &Family) -> Value {
         table.shift_remove(key);
     }
     let mut layers = vec![];
-    for layer in table.get("layers").and_then(Value::as_array).into_iter().flatten() {
-        let mut layer = layer.clone();
-        let repeat = layer["repeat"].as_u64().unwrap_or(1);
-        layer["repeat"] = 1.into();
+    for mut layer in each_layer(table.get("layers").unwrap_or(&Value::Null)) {
         for (name, mlp) in layer["mlp"].as_object_mut().into_iter().flatten() {
             if mlp["width"].is_null() {
-                let swiglu = (8 * d_model).div_ceil(3).next_multiple_of(8);
-                mlp["width"] = if name == "swiglu" { swiglu } else { 4 * d_model }.into();
+                mlp["width"] = match name.as_str() {
+                    "swiglu" => (8 * d_model).div_ceil(3).next_multiple_of(8),
+                    "rwkv6" => (7 * d_model / 2).next_multiple_of(32),
+                    _ => 4 * d_model,
+                }
+                .into();
             }
         }
         for (name, mixer) in layer["mixer"].as_object_mut().into_iter().flatten() {
@@ -620,15 +647,39 @@ fn canonical(config: &LanguageModelConfig, family: &Family) -> Value {
                 spell_out(mixer, family, d_model);
             }
         }
-        layers.extend(std::iter::repeat_n(layer, repeat as usize));
+        layers.push(layer);
     }
     table.insert("layers".to_string(), layers.into());
     model
 }
 
+/// Layers in a list of them, repeated ones and groups spelled out.
+fn each_layer(list: &Value) -> Vec<Value> {
+    let mut layers = vec![];
+    for entry in list.as_array().into_iter().flatten() {
+        let repeat = entry["repeat"].as_u64().unwrap_or(1) as usize;
+        let once = match &entry["group"] {
+            Value::Null => {
+                let mut layer = entry.clone();
+                layer["repeat"] = 1.into();
+                vec![layer]
+            }
+            group => each_layer(group),
+        };
+        layers.extend(std::iter::repeat_n(once, repeat).flatten());
+    }
+    layers
+}
+
+/// Names of the mixers of every layer.
+pub(crate) fn mixers(config: &LanguageModelConfig) -> Vec<&'static str> {
+    config.each_layer().map(|(_, layer)| layer.mixer.name()).collect()
+}
+
 /// Widths that a mixer's config leaves to their defaults.
 fn spell_out(mixer: &mut Map<String, Value>, family: &Family, d_model: usize) {
     let heads = mixer.get("heads").and_then(whole).unwrap_or(1);
+    let root = (d_model as f64).sqrt();
     for (key, fallback) in family.defaults {
         let get = |key: &str| mixer.get(key).and_then(Value::as_f64).unwrap_or(0.0);
         let given = mixer.get(*key).cloned().unwrap_or(Value::Null);
@@ -641,6 +692,13 @@ fn spell_out(mixer: &mut Map<String, Value>, family: &Family, d_model: usize) {
             Fallback::KeyWidth => (get("key_width") as usize).into(),
             Fallback::ValueWidth => ((get("key_width") * get("expand_v")) as usize).into(),
             Fallback::Json(text) => json_of(text),
+            Fallback::Sixteenth => d_model.div_ceil(16).into(),
+            // Of the layers after the first alone.
+            _ if *key == "value_rank" && mixer.get("value_residual") != Some(&json!(true)) => {
+                continue;
+            }
+            Fallback::Rank(times) => near_32(times * root).into(),
+            Fallback::RankByKey(times) => near_32(times * root * get("key_width") / 64.0).into(),
         };
         mixer.insert((*key).to_string(), value);
     }
@@ -650,6 +708,11 @@ fn spell_out(mixer: &mut Map<String, Value>, family: &Family, d_model: usize) {
         let (key, some) = family.later[0];
         mixer.insert(key.to_string(), json_of(some));
     }
+}
+
+/// The nearest multiple of 32, at least 32.
+fn near_32(width: f64) -> usize {
+    (32.0 * (width / 32.0).round()).max(32.0) as usize
 }
 
 /// Every key that a checkpoint of the family would say otherwise.
@@ -743,8 +806,7 @@ mod tests {
                 "num_kv_heads": 2, "window_size": 16}}"#,
         );
         let config = config.unwrap_or_else(|| panic!("{faults:?}"));
-        let names: Vec<&str> = config.each_layer().map(|(_, layer)| layer.mixer.name()).collect();
-        assert_eq!(names, ["deltanet", "attention", "deltanet", "attention"]);
+        assert_eq!(mixers(&config), ["deltanet", "attention", "deltanet", "attention"]);
         let family = family("delta_net").expect("known");
         let table = export(&config, 7, family, Precision::F32).unwrap_or_default();
         assert_eq!(table["attn"]["layers"], json!([1, 3]));

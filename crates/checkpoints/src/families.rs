@@ -88,6 +88,12 @@ pub(crate) enum Fallback {
     Json(&'static str),
     /// Left out, where it is as many as `heads`.
     Heads,
+    /// A sixteenth of d_model, rounded up.
+    Sixteenth,
+    /// So many times the root of d_model, rounded to a multiple of 32 above 0.
+    Rank(f64),
+    /// The same, times K / 64.
+    RankByKey(f64),
 }
 
 const PLAIN: Family = Family {
@@ -118,6 +124,7 @@ pub(crate) fn known() -> Vec<&'static str> {
     FAMILIES.iter().map(|family| family.model_type).collect()
 }
 
+const MAPS: &[&str] = &["\"elementwise_product\"", "\"elu\"", "\"relu\"", "\"identity\""];
 const NO: &[&str] = &["false"];
 const NOTHING: &[&str] = &["null"];
 /// Where a learnt bound starts, which a checkpoint's own numbers replace.
@@ -251,7 +258,7 @@ pub(crate) static FAMILIES: &[Family] = &[
         rules: &[
             Key("num_heads", "heads", "4"),
             Shares("1.0", "1.0"),
-            Key("feature_map", "feature_map", "\"elementwise_product\""),
+            Rule::OneOf("feature_map", "feature_map", MAPS, "\"elementwise_product\""),
             Key("norm_feature_map", "normalize", "false"),
             Ours("conv_size", "0"),
             Same("norm_eps"),
@@ -361,8 +368,8 @@ pub(crate) static FAMILIES: &[Family] = &[
             Key("window_size", "window", "null"),
             Key("rope_theta", "rope_theta", "10000.0"),
             Ours("rope", "true"),
-            Only("qkv_bias", NO),
-            Only("qk_norm", NO),
+            Rule::Flag("qkv_bias"),
+            Rule::Flag("qk_norm"),
         ],
         defaults: &[("key_width", Fallback::Share), ("key_value_heads", Fallback::Heads)],
         ..PLAIN
@@ -388,6 +395,7 @@ pub(crate) static FAMILIES: &[Family] = &[
             Only("use_bias", NO),
             Only("use_conv_bias", &["true"]),
         ],
+        defaults: &[("dt_rank", Fallback::Sixteenth)],
         norm_eps: 1e-5,
         idle: &[
             "intermediate_size",
@@ -409,17 +417,18 @@ pub(crate) static FAMILIES: &[Family] = &[
             Key("head_dim", "key_width", "128"),
             Key("use_output_gate", "output_gate", "false"),
             Key("lambda_lower_bound", "lambda_lower_bound", "0.25"),
+            Key("max_cg_step_training", "cg_steps", "30"),
+            Rule::Twin("max_cg_step_decoding", "cg_steps"),
             Convolution("true"),
             Same("norm_eps"),
         ],
         defaults: &[("key_width", Fallback::Share)],
-        idle: &["max_cg_step_training", "max_cg_step_decoding"],
         ..PLAIN
     },
     Family {
         model_type: "rwkv6",
         mixer: "rwkv6",
-        frame: Frame { channels: Channels::Rwkv("rwkv6"), ..Frame::RWKV },
+        frame: Frame::RWKV6,
         rules: &[
             Key("num_heads", "heads", "4"),
             Shares("0.5", "1.0"),
@@ -444,7 +453,13 @@ pub(crate) static FAMILIES: &[Family] = &[
             Key("gate_low_rank_dim", "gate_rank", "128"),
             Same("norm_eps"),
         ],
-        defaults: &[("key_width", Fallback::Share)],
+        defaults: &[
+            ("key_width", Fallback::Share),
+            ("decay_rank", Fallback::RankByKey(2.5)),
+            ("rate_rank", Fallback::RankByKey(2.5)),
+            ("gate_rank", Fallback::Rank(5.0)),
+            ("value_rank", Fallback::RankByKey(1.7)),
+        ],
         norm_eps: 1e-5,
         later: &[("value_residual", "true")],
         later_keys: &[("v_low_rank_dim", "value_rank", "16")],

@@ -435,12 +435,11 @@ fn find_family(
     if let Some(name) = family {
         return families::family(name).ok_or_else(|| unknown(name));
     }
-    let mixers = || config.each_layer().map(|(_, layer)| layer.mixer.name());
-    let of = |mixer: &str| families::FAMILIES.iter().find(|family| family.mixer == mixer);
+    let mixers = config::mixers(config);
     // Attention is a part of hybrids of any other family.
-    let own = mixers().find(|&mixer| mixer != "attention").or_else(|| mixers().next());
-    let own = own.unwrap_or_default();
-    of(own).ok_or_else(|| unknown(own))
+    let own = mixers.iter().find(|mixer| **mixer != "attention").or_else(|| mixers.first());
+    let own = own.copied().unwrap_or_default();
+    families::FAMILIES.iter().find(|family| family.mixer == own).ok_or_else(|| unknown(own))
 }
 
 /// Every weight under its name there.

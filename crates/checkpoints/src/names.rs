@@ -165,6 +165,18 @@ impl Frame {
         layer_norm: true,
         ..Frame::USUAL
     };
+    /// As RWKV-6 has it: the same, and a gate on the channel mix.
+    pub(crate) const RWKV6: Frame = Frame {
+        mlp_names: &[
+            ("x_k", "key.mu"),
+            ("x_r", "receptance.mu"),
+            ("key", "key.linear"),
+            ("receptance", "receptance.linear"),
+            ("down_proj", "value"),
+        ],
+        channels: Channels::Rwkv("rwkv6"),
+        ..Frame::RWKV
+    };
 }
 
 /// Numbers of a matrix `[rows, columns]` as one of `[columns, rows]`.
@@ -209,6 +221,10 @@ mod tests {
             ("mamba2", "norm.gamma", "backbone.norm_f.weight"),
             ("rwkv7", "layers.3.mlp.1.down_proj.weight", "model.layers.3.ffn.value.weight"),
             ("rwkv7", "layers.3.attn.w_lora.lora.2.bias", "model.layers.3.attn.w_lora.lora.2.bias"),
+            ("rwkv6", "layers.3.mlp.1.x_k", "model.layers.3.ffn.key.mu"),
+            ("rwkv6", "layers.3.mlp.1.key.weight", "model.layers.3.ffn.key.linear.weight"),
+            ("hgrn", "layers.3.attn.g_norm.norm.gamma", "model.layers.3.attn.g_norm.weight"),
+            ("mamba", "layers.3.attn.dt_proj.bias", "backbone.layers.3.mixer.dt_proj.bias"),
             ("rwkv7", "pre_norm.beta", "model.layers.0.pre_norm.bias"),
         ] {
             assert_eq!(name(model, ours).0, theirs);
