@@ -7,8 +7,8 @@ use linattn::nn::mixers::{Mixer, MixerConfig};
 use linattn::nn::{LanguageModel, LanguageModelConfig, Rope, Shared, ShortConvolution, force};
 use linattn_oracle::assert_close;
 
-type B = Autodiff<Flex>;
-const D: usize = 24;
+pub(crate) type B = Autodiff<Flex>;
+pub(crate) const D: usize = 24;
 const LIMIT: f64 = 1e-5;
 
 /// At least one config for each mixer, and one for each option.
@@ -126,7 +126,7 @@ fn config(text: &str) -> MixerConfig {
 }
 
 /// The mixer with weights large enough for its gates to matter.
-fn mixer(text: &str) -> Mixer<B> {
+pub(crate) fn mixer(text: &str) -> Mixer<B> {
     use burn::module::{Module, ModuleMapper, Param};
     struct Louder;
     impl<B: Backend> ModuleMapper<B> for Louder {
@@ -140,7 +140,7 @@ fn mixer(text: &str) -> Mixer<B> {
     mixer.map(&mut Louder)
 }
 
-fn input(tokens: usize) -> Tensor<B, 3> {
+pub(crate) fn input(tokens: usize) -> Tensor<B, 3> {
     Tensor::random([2, tokens, D], Distribution::Normal(0.0, 1.0), &Default::default())
 }
 
@@ -867,16 +867,16 @@ fn an_entry_of_layers_is_a_layer_or_a_group() {
 }
 
 /// A module's parameters by path, and what its linear layers make of one token in f64.
-struct Weights(std::collections::HashMap<String, Vec<f64>>);
+pub(crate) struct Weights(pub(crate) std::collections::HashMap<String, Vec<f64>>);
 
 impl Weights {
-    fn of<M: burn::module::Module<B>>(module: &M) -> Self {
+    pub(crate) fn of<M: burn::module::Module<B>>(module: &M) -> Self {
         let mut values = Values::default();
         module.visit(&mut values);
         Self(values.0.into_iter().collect())
     }
 
-    fn linear(&self, name: &str, x: &[f64]) -> Vec<f64> {
+    pub(crate) fn linear(&self, name: &str, x: &[f64]) -> Vec<f64> {
         let weight = &self.0[&format!("{name}.weight")];
         let width = weight.len() / x.len();
         let bias = self.0.get(&format!("{name}.bias"));
@@ -895,7 +895,7 @@ impl Weights {
     }
 }
 
-fn log_sigmoid(x: f64) -> f64 {
+pub(crate) fn log_sigmoid(x: f64) -> f64 {
     -(-x).exp().ln_1p()
 }
 

@@ -12,6 +12,8 @@ mod desk;
 #[cfg(feature = "cpu")]
 mod features;
 mod fixtures;
+#[cfg(feature = "cpu")]
+mod formulas;
 #[cfg(all(feature = "fusion", feature = "wgpu", feature = "cpu"))]
 mod fused;
 mod generation;

@@ -18,7 +18,9 @@
 //! elementwise_product  (x W_1 + b_1) (x W_2 + b_2)
 //! ```
 //! Pairs i < j stand for their twins j > i as well. w and t are drawn from N(0, 1) once and for all,
-//! by a seed: all layers and heads have the same. gamma, beta, W, b and d are learnt.
+//! by a seed: all layers and heads have the same. gamma, beta, W, b and d are learnt. RFA's paper also
+//! learns a width for each number of w, which is 1 here. DiJiang's released code has the transpose of C
+//! and a softmax in place of d and the exponential; this is its paper's map.
 //!
 //! Sources: elu, arXiv 2006.16236; taylor, Based, arXiv 2402.18668; learnable_square, ReBased, arXiv
 //! 2402.10644; performer, arXiv 2009.14794; rfa, arXiv 2103.02143; cosformer, arXiv 2202.08791;

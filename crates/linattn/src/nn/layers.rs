@@ -91,8 +91,12 @@ pub struct BlockDiagonal<B: Backend> {
 impl<B: Backend> BlockDiagonal<B> {
     /// Weights N(0, 1 / from), `from` and `to` being the widths of one head; no bias.
     pub(crate) fn new(heads: usize, from: usize, to: usize, device: &B::Device) -> Self {
-        let normal = Initializer::Normal { mean: 0.0, std: (from as f64).powf(-0.5) };
-        Self { weight: normal.init([heads, from, to], device), bias: None }
+        Self::normal([heads, from, to], (from as f64).powf(-0.5), device)
+    }
+
+    /// Weights N(0, std^2), `[H, from, to]`; no bias.
+    pub(crate) fn normal(shape: [usize; 3], std: f64, device: &B::Device) -> Self {
+        Self { weight: Initializer::Normal { mean: 0.0, std }.init(shape, device), bias: None }
     }
 
     /// The same with a bias.

@@ -38,7 +38,8 @@ pub struct LanguageModelConfig {
     #[serde(default = "small")]
     pub norm_eps: f64,
     /// Standard deviation of fresh weights, embeddings and short convolutions aside (0.02 and
-    /// 1 / sqrt(window)). Narrow models learn sooner with more than the customary 0.02.
+    /// 1 / sqrt(window)), and what a mixer draws on a scale of its own: see its file. Narrow models
+    /// learn sooner with more than the customary 0.02.
     #[serde(default = "customary")]
     pub initializer_range: f64,
     /// Share of the embedded values that training sets to zero.
@@ -199,9 +200,11 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
         // multiply each channel.
         let convolution = self.path.iter().any(|name| name.ends_with("conv1d") || name == "canon");
         let rows = ["x_bias", "bonus", "r_k", "a_log", "log_a_real", "a_imag"];
+        // Drawn on a scale of their own: what makes Mamba's step sizes, and LRU's matrices.
+        let scaled = named(&["dt_proj", "c_proj"]) || (named(&["Lru"]) && named(&["in_proj"]));
         let factor = match D {
             2 if named(&writes) => self.residual,
-            2 if !convolution && !named(&["embeddings"]) && !named(&rows) => self.linear,
+            2 if !convolution && !scaled && !named(&["embeddings"]) && !named(&rows) => self.linear,
             _ => return param,
         };
         // The product is no leaf of the autodiff graph any more, and would not be learnt.

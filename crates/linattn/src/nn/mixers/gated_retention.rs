@@ -6,7 +6,8 @@
 //! y    = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o     over each head, without a weight
 //! ```
 //! Rotation pairs channel i with i + K/2, where the authors' code pairs neighbours: the same layer, the
-//! columns of `W_q` and `W_k` in another order.
+//! columns of `W_q` and `W_k` in another order. Its angles are RoPE's, theta^{-2 i / K} a token; the
+//! authors' code has theta^{-i / (K/2 - 1)}.
 //! Source: Sun et al., arXiv 2405.05254.
 
 use super::retnet::{check_rotated, check_theta};

@@ -7,7 +7,8 @@
 //! y       = (rms_norm(q S) [silu(x W_g)]) W_o
 //! ```
 //! Keys need no norm: `eps k k^T` is below 1 whatever their length. This is the exact solution, a
-//! delta rule; the released models approximate it by its diagonal. Source: arXiv 2407.14207.
+//! delta rule. The released models approximate it by its diagonal, with a beta for every channel, in
+//! Mamba's frame: one convolution before all, no norms, and `D x` added. Source: arXiv 2407.14207.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};

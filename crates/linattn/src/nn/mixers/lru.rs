@@ -6,11 +6,12 @@
 //! y      = glu(gelu(u) W_out)                    glu(a, b) = a sigmoid(b)
 //! ```
 //! lambda starts uniform on a ring, `r_min <= |lambda| <= r_max`, its angle uniform up to `max_phase`;
-//! gamma starts as ln sqrt(1 - |lambda|^2), which keeps the size of h about that of its inputs.
-//! Source: Orvieto et al., arXiv 2303.06349.
+//! gamma starts as ln sqrt(1 - |lambda|^2), which keeps the size of h about that of its inputs. W_in
+//! starts from N(0, 1 / (2 D)), W_c from N(0, 1 / N), in real and imaginary parts, d from N(0, 1).
+//! Source: Orvieto et al., arXiv 2303.06349, where the ring is a choice of each task.
 
 use super::{VectorState, linear_flops, recurrent_width, scan_cost};
-use crate::nn::layers::{linear, linear_with_bias};
+use crate::nn::layers::linear_with_bias;
 use crate::nn::{ConfigError, Cost};
 use crate::ops::{self, Complex, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
@@ -73,12 +74,17 @@ impl LruConfig {
         // |lambda|^2 uniform makes lambda uniform over the ring; 0 has no logarithm.
         let squares = uniform(self.r_min.powi(2), self.r_max.powi(2)).clamp_min(1e-12);
         let phases = uniform(0.0, self.max_phase).clamp_min(1e-6);
+        let normal = |from: usize, to: usize, variance: f64| Linear::<B> {
+            weight: Initializer::Normal { mean: 0.0, std: variance.sqrt() }
+                .init([from, to], device),
+            bias: None,
+        };
         Ok(Lru {
-            in_proj: linear(d_model, 2 * width, device),
+            in_proj: normal(d_model, 2 * width, 0.5 / d_model as f64),
             nu_log: Param::from_tensor((squares.clone().log() * -0.5).log()),
             theta_log: Param::from_tensor(phases.log()),
             gamma_log: Param::from_tensor((squares.neg() + 1.0).log() * 0.5),
-            c_proj: linear(2 * width, d_model, device),
+            c_proj: normal(2 * width, d_model, 1.0 / width as f64),
             d: Initializer::Normal { mean: 0.0, std: 1.0 }.init([d_model], device),
             out_proj: linear_with_bias(d_model, 2 * d_model, device),
         })

@@ -7,8 +7,9 @@
 //! h      = a h + sqrt(1 - a^2) (i u)
 //! y      = (h gelu(x W_y + b_y)) W_out + b_out
 //! ```
-//! Source: De et al., arXiv 2402.19427; e^{-8 softplus(A)} starts uniform in 0.9 to 0.999. The released
-//! models write the first token of a text without the root before it; here it is like any other.
+//! Source: De et al., arXiv 2402.19427; e^{-8 softplus(A)} starts uniform in 0.9 to 0.999, as the paper
+//! says. The authors' code has e^{-softplus(A)} there, which forgets sooner. The released models write
+//! the first token of a text without the root before it; here it is like any other.
 
 use super::delta_net::inverse_softplus;
 use super::{VectorState, block_width, linear_flops, recurrent_width, scan_cost};

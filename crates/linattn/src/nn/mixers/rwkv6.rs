@@ -10,15 +10,14 @@
 //! y       = (group_norm(o) silu((x + d m_g) W_g)) W_o       a group for each head
 //! ```
 //! The token before the first is zero; the last one is part of the state.
-//! Source: Peng et al., arXiv 2404.05892. Shares start small and random, and so does the bonus; the
-//! decays start where the authors' code has them in its first layer. Factors of low rank that it
-//! starts from zero are small and random here.
+//! Source: Peng et al., arXiv 2404.05892. Shares, decays and bonuses start where the authors' code has
+//! them in its first layer. Factors of low rank that it starts from zero are small and random here.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::layers::{INIT_STD, check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult, Read};
-use burn::module::{Initializer, Module, Param};
+use burn::module::{Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig, Linear, Tanh};
 use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -26,6 +25,8 @@ use serde::{Deserialize, Serialize};
 
 /// Projections that see a mixture of their own.
 const MIXTURES: usize = 5;
+/// How the fresh shares of the token before fall over the channels, for r, w, k, v and g.
+const SHARE_POWERS: [f64; MIXTURES] = [0.5, 1.0, 1.0, 1.0, 0.5];
 
 /// RWKV-6.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -84,19 +85,18 @@ impl Rwkv6Config {
     ) -> Result<Rwkv6<B>, ConfigError> {
         let (key, value) = self.widths(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
-        let small = Initializer::Normal { mean: 0.0, std: INIT_STD };
         let plain = |to| Projection { linear: linear(d_model, to, device) };
         let mixtures = MIXTURES * self.mix_low_rank;
         Ok(Rwkv6 {
             x_proj: (
                 MixedProjection {
                     linear: linear(d_model, mixtures, device),
-                    mu: small.init([d_model], device),
+                    mu: fresh_shares(&[1.0], [d_model], device),
                 },
                 Tanh::new(),
                 linear(mixtures, d_model, device),
             ),
-            x_bias: small.init([MIXTURES, d_model], device),
+            x_bias: fresh_shares(&SHARE_POWERS, [MIXTURES, d_model], device),
             r_proj: plain(keys),
             w_proj: LowRankProjection {
                 linear: LowRankLinear {
@@ -113,7 +113,7 @@ impl Rwkv6Config {
             k_proj: plain(keys),
             v_proj: plain(values),
             g_proj: plain(values),
-            bonus: small.init([self.heads, key], device),
+            bonus: fresh_bonus([self.heads, key], device),
             g_norm: GroupNormConfig::new(self.heads, values)
                 .with_epsilon(self.norm_eps)
                 .init(device),
@@ -147,6 +147,25 @@ fn fresh_decay<B: Backend>(keys: usize, device: &B::Device) -> Tensor<B, 1> {
     let values: Vec<f32> =
         (0..keys).map(|n| (-6.0 + 5.0 * (n as f64 / last).powf(0.7)) as f32).collect();
     Tensor::from_data(TensorData::new(values, [keys]), device)
+}
+
+/// `1 - (n / D)^p` for channel n and each of the powers p, in `shape`, whose last size is D.
+fn fresh_shares<B: Backend, const R: usize>(
+    powers: &[f64],
+    shape: [usize; R],
+    device: &B::Device,
+) -> Param<Tensor<B, R>> {
+    let width = shape[R - 1];
+    let share = |i: usize| 1.0 - ((i % width) as f64 / width as f64).powf(powers[i / width]);
+    let values: Vec<f32> = (0..powers.len() * width).map(|i| share(i) as f32).collect();
+    Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), device))
+}
+
+/// 0, 0.1 and -0.1 in turn, `[H, K]`.
+fn fresh_bonus<B: Backend>(shape: [usize; 2], device: &B::Device) -> Param<Tensor<B, 2>> {
+    let bonus = |n: usize| 0.1 * ((n + 1) % 3) as f32 - 0.1;
+    let values: Vec<f32> = (0..shape[0] * shape[1]).map(bonus).collect();
+    Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), device))
 }
 
 /// A linear layer.

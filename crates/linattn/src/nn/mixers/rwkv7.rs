@@ -10,8 +10,9 @@
 //! y      = ((group_norm(r S) + (r . k r_k) v) * sigmoid(x_g A_g) B_g) W_o
 //! ```
 //! Source: arXiv 2503.14456. By the value residual later layers fall back on the values v_first that
-//! the model's first RWKV-7 layer made of the same token. Fresh weights are the published ones of a
-//! first layer, but for the factors published as zeros, which are small random numbers here.
+//! the model's first RWKV-7 layer made of the same token. Fresh shares, biases, k_k, k_a and r_k are
+//! the published ones of a first layer; matrices, published as orthogonal or zero, are small random
+//! numbers here, and the group norm's weights start from 1 in every layer.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost};
 use crate::nn::layers::{

@@ -11,14 +11,17 @@
 //! e^i can be too large for a float, so c and n are kept as e^m times smaller numbers, with
 //! `m_t = max(ln sigmoid(f_t) + m_{t-1}, i_t)`; no gradient is taken through m, since h does not depend
 //! on it. n over e^m is at least 1. The input gate has no bias: c / n would not depend on it.
-//! Source: Beck et al., arXiv 2405.04517, where no projection follows the norm. Forget gates' biases
-//! start from 3 for the first cell of a head to 6 for its last, recurrent weights small and random.
+//! Source: Beck et al., arXiv 2405.04517, where no projection follows the norm. Weights W start from
+//! N(0, 2 / (5 D)), forget gates' biases from 5 for the first cell of a head to -7 for its last, as the
+//! authors' code has them in its first layer. R, which it starts from zero, is small and random here.
 
 use super::mlstm::MultiHeadNorm;
 use super::rwkv4::LOWEST;
 use super::{VectorState, block_width, linear_flops};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
-use crate::nn::layers::{BlockDiagonal, check_epsilon, each_token, merge_heads, split_heads};
+use crate::nn::layers::{
+    BlockDiagonal, INIT_STD, check_epsilon, each_token, merge_heads, split_heads,
+};
 use crate::nn::{ConfigError, Cost};
 use crate::ops::LinearAttentionBackend;
 use burn::module::{Initializer, Module, Param};
@@ -62,11 +65,13 @@ impl SlstmConfig {
         device: &B::Device,
     ) -> Result<Slstm<B>, ConfigError> {
         let width = self.width(d_model)?;
-        let gate = || BlockDiagonal::new(self.heads, width, width, device);
+        // As if all heads were one matrix.
+        let std = (0.4 / d_model as f64).sqrt();
+        let gate = || BlockDiagonal::normal([self.heads, width, width], std, device);
         let zeros = || Initializer::Zeros.init([d_model], device);
         let last = (width - 1).max(1) as f32;
         let forget: Vec<f32> =
-            (0..d_model).map(|n| 3.0 + 3.0 * (n % width) as f32 / last).collect();
+            (0..d_model).map(|n| 5.0 - 12.0 * ((n % width) as f32 / last).powf(0.3)).collect();
         let forget = Tensor::<B, 1>::from_data(TensorData::new(forget, [d_model]), device);
         Ok(Slstm {
             conv1d: ShortConvolution::optional(d_model, self.conv_size, device),
@@ -74,7 +79,7 @@ impl SlstmConfig {
             fgate: gate().with_bias(Param::from_tensor(forget)),
             zgate: gate().with_bias(zeros()),
             ogate: gate().with_bias(zeros()),
-            recurrent: BlockDiagonal::new(self.heads, width, 4 * width, device),
+            recurrent: BlockDiagonal::normal([self.heads, width, 4 * width], INIT_STD, device),
             group_norm: MultiHeadNorm::new(d_model, self.norm_eps, device),
             heads: self.heads,
         })
