@@ -8,7 +8,8 @@
 //! y    = h W_out
 //! ```
 //! Source: Cho et al., arXiv 1406.1078, with the reset gate behind the product, as is customary. The
-//! product with x is one for all tokens; that with h is one a token.
+//! product with x is one for all tokens; that with h is one a token. Weights start as N(0, 0.02^2), as
+//! everywhere here; elsewhere +-H^-1/2 is customary.
 
 use super::{VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{each_token, linear, linear_with_bias};

@@ -7,7 +7,8 @@
 //! y          = h W_out
 //! ```
 //! Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, whose bias starts
-//! at 1. The product with x is one for all tokens; that with h is one a token.
+//! at 1. The product with x is one for all tokens; that with h is one a token. Weights start as N(0,
+//! 0.02^2), as everywhere here; elsewhere +-H^-1/2 is customary.
 
 use super::{VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{each_token, linear};
