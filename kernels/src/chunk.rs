@@ -11,6 +11,8 @@ pub(crate) struct Sizes {
     pub heads: u32,
     pub key_heads: u32,
     pub chunks: u32,
+    /// Chunks of a segment.
+    pub segment: u32,
 }
 
 /// One chunk of one head of one sequence.

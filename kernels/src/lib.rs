@@ -9,6 +9,7 @@ mod launch;
 mod pass;
 mod plan;
 mod scores;
+mod segments;
 mod state;
 pub mod step;
 #[cfg(test)]

@@ -4,7 +4,7 @@ use crate::tile::{Engine, Grid, Mul, Window};
 
 /// Parts of the compiled code change with this: raise it whenever a kernel changes, because caches
 /// of compiled kernels know a kernel by its name and its compile-time values only.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// How much of its memory a head keeps from token to token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -144,6 +144,11 @@ impl Plan {
 
     pub fn value_tiles(&self) -> usize {
         self.value_width.div_ceil(self.value_tile)
+    }
+
+    /// Tiles of a matrix [K, K] where the state's are `value_tile` wide.
+    pub fn key_tiles(&self) -> usize {
+        self.key_width.div_ceil(self.value_tile)
     }
 
     /// From one row of a tile to the next, for rows of `columns` numbers.

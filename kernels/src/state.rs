@@ -273,16 +273,61 @@ pub(crate) fn state<X: Float, M: Size>(
     state
 }
 
-/// Writes the state to `[B, H, K, V]`.
+/// Sets a state to zeros, or (`diagonal`) to columns of the identity, unless it is to `stay`.
+#[cube]
+pub(crate) fn restart<X: Float, M: Size>(
+    state: &mut State<X, M>,
+    stay: bool,
+    diagonal: bool,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(plan.engine == Engine::Mma) {
+        #[unroll]
+        for f in 0..comptime!(plan.state_fragments()) {
+            #[unroll]
+            for h in 0..2usize {
+                let mut x = state.kept.index(f)[h];
+                #[unroll]
+                for l in 0..2usize {
+                    let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
+                    let one = diagonal && d == first + value(f, h, l, plan);
+                    x[l] = select(stay, x[l], select(one, 1.0f32, 0.0f32));
+                }
+                set(state.kept.index_mut(f), h, x);
+            }
+        }
+    } else {
+        let columns = comptime!(plan.value_tile);
+        let all = comptime!(plan.keys() * columns);
+        #[unroll]
+        for turn in 0..comptime!(all.div_ceil(plan.units)) {
+            let n = UNIT_POS as usize + comptime!(turn * plan.units);
+            if n < all && !stay {
+                let d = n / columns;
+                let one = diagonal && d == first + n % columns;
+                let at = d * comptime!(plan.stride(columns)) + n % columns;
+                state.tile[at] = Vector::<X, M>::cast_from(select(one, 1.0f32, 0.0f32));
+            }
+        }
+        sync_cube();
+    }
+}
+
+/// Writes the state, from number `start` on: [K, V], or `turned`, [V, K].
 #[cube]
 pub(crate) fn give<X: Float, M: Size>(
     state: &State<X, M>,
     to: &mut Array<f32>,
     start: usize,
     first: usize,
+    #[comptime] turned: bool,
     #[comptime] plan: Plan,
 ) {
     let width = comptime!(plan.value_width);
+    let keys = comptime!(plan.key_width);
+    let down = comptime!(if turned { 1 } else { width });
+    let right = comptime!(if turned { keys } else { 1 });
     if comptime!(plan.engine == Engine::Mma) {
         #[unroll]
         for f in 0..comptime!(plan.state_fragments()) {
@@ -291,8 +336,8 @@ pub(crate) fn give<X: Float, M: Size>(
                 #[unroll]
                 for l in 0..2usize {
                     let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
-                    to[start + d * width + first + value(f, h, l, plan)] =
-                        state.kept.index(f)[h][l];
+                    let v = first + value(f, h, l, plan);
+                    to[start + d * down + v * right] = state.kept.index(f)[h][l];
                 }
             }
         }
@@ -304,9 +349,9 @@ pub(crate) fn give<X: Float, M: Size>(
             let n = UNIT_POS as usize + comptime!(turn * plan.units);
             let d = n / columns;
             let v = first + n % columns;
-            if n < all && d < comptime!(plan.key_width) && v < width {
+            if n < all && d < keys && v < width {
                 let at = d * comptime!(plan.stride(columns)) + n % columns;
-                to[start + d * width + v] = f32::cast_from(state.tile[at]);
+                to[start + d * down + v * right] = f32::cast_from(state.tile[at]);
             }
         }
     }
