@@ -201,6 +201,33 @@ struct Plans {
     widths: [usize; 3],
 }
 
+impl Plans {
+    /// Chunks of a segment.
+    fn segment(&self, dims: Dims) -> usize {
+        dims.tokens.div_ceil(self.walk.chunk).div_ceil(self.segments)
+    }
+}
+
+/// Launches of a forward pass, and of one with a backward pass.
+///
+/// # Errors
+/// [`Refusal`] where the kernels cannot run.
+pub fn launches<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+) -> Result<[usize; 2], Refusal> {
+    let plans = plans(client, variant, dims, dtype)?;
+    // A summary, and what joins three segments or more.
+    let more = match dims.tokens.div_ceil(plans.walk.chunk).div_ceil(plans.segment(dims)) {
+        1 => 0,
+        2 => 1,
+        _ => 2,
+    };
+    Ok([2 + more, 4 + 2 * more])
+}
+
 /// Which engine a call would take.
 ///
 /// # Errors
@@ -591,7 +618,7 @@ impl<'a, R: Runtime> Call<'a, R> {
 
     /// Chunks of a segment.
     fn segment(&self) -> usize {
-        self.chunks().div_ceil(self.plans.segments)
+        self.plans.segment(self.dims)
     }
 
     fn segments(&self) -> usize {

@@ -18,7 +18,7 @@ mod tile;
 mod vector;
 
 pub use launch::{
-    Backward, Buffer, Forward, Given, Inputs, Refusal, WIDEST, backward, engine, forward,
+    Backward, Buffer, Forward, Given, Inputs, Refusal, WIDEST, backward, engine, forward, launches,
 };
 pub use plan::{Decay, Dims, Read, Transition, VERSION, Variant};
 pub use tile::Engine;

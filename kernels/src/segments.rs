@@ -61,14 +61,14 @@ pub(crate) fn stretch(sizes: &Sizes, #[comptime] task: Task, #[comptime] plan: P
     let mut chunks = all;
     let mut transfer = false;
     if comptime!(task.span != Span::Whole) {
-        segments = (all + length - 1) / length;
+        segments = (all - 1) / length + 1;
         segment = CUBE_POS_Z as usize;
         if comptime!(task.span == Span::Summary) {
             let tiles = comptime!(plan.value_tiles());
             let of_states = (segments - 1) * tiles;
             if tile < of_states {
                 segment = tile / tiles + comptime!(if task.backward { 1 } else { 0 });
-                tile = tile % tiles;
+                tile %= tiles;
             } else {
                 let n = tile - of_states;
                 let tiles = comptime!(plan.key_tiles());
