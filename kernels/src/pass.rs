@@ -102,11 +102,12 @@ impl Task {
         self.span == Span::Summary
     }
 
-    /// Whether queries, forward, or k, backward, play a part.
+    /// Whether queries play a part.
     fn reads(&self) -> bool {
         self.backward || !self.summary()
     }
 
+    /// Whether k does: back, for dS, only as the rows of a delta rule.
     fn keys(&self, variant: Variant) -> bool {
         !(self.backward && self.summary()) || variant.delta()
     }
