@@ -325,6 +325,7 @@ fn mma<R: Runtime>(
         value_tile,
         value_slice,
         halves: 2,
+        scorers: 0,
         units: value_tile * 2,
     };
     // A vector decay does not factor out of products: those stages multiply in f32.
@@ -344,8 +345,18 @@ fn mma<R: Runtime>(
             Plan { key_slice: part(key_width, 128)?, units: 512, ..walk },
         ),
     };
-    [2, 1].into_iter().find_map(|halves| {
-        let walk = Plan { halves, ..walk };
+    // Scores of linear attention need no state: where no other cube would make them again, and registers
+    // of that many planes hold the state, planes of the walk make them instead of stage 1.
+    let alone = !variant.solves() && !variant.vector() && value_tile == value_width;
+    let scorers = match alone && key_width <= 128 {
+        true if value_tile <= 64 => 8,
+        true => 4,
+        false => 0,
+    };
+    let with_scorers = (scorers > 0).then_some((3, scorers));
+    with_scorers.into_iter().chain([(2, 0), (1, 0)]).find_map(|(halves, scorers)| {
+        let units = (value_tile / 16 + scorers) * 32;
+        let walk = Plan { halves, scorers, units, ..walk };
         let plans = Plans { scores, walk, gradients, between: dtype, widths: [8, 8, 2] };
         fits(client, &plans).then_some(plans)
     })
@@ -375,6 +386,7 @@ fn plain<R: Runtime>(
                 value_tile,
                 value_slice: narrow(value_width),
                 halves: 1,
+                scorers: 0,
                 units: 256,
             };
             let plans = Plans { scores: plan, walk: plan, gradients: plan, between: F32, widths };
@@ -448,10 +460,14 @@ fn walk_memory(plan: &Plan) -> usize {
         Engine::Mma => {
             let asks = variant.own_a() || (variant.vector() && variant.solves());
             let low_rank = usize::from(variant.low_rank());
-            let all = rows * (2 + usize::from(asks) + low_rank)
-                + values * (1 + low_rank)
-                + square * (1 + usize::from(variant.solves()) + 2 * low_rank);
-            plan.halves * (all + scales) + 256
+            let all = rows * (2 + usize::from(asks) + low_rank) + values * (1 + low_rank);
+            let squares = square * (1 + usize::from(variant.solves()) + 2 * low_rank);
+            // Gates, and their sums for each scorer.
+            let scorers = match plan.scorers {
+                0 => 0,
+                scorers => 4 * plan.chunk * (plan.halves + 2 * scorers),
+            };
+            plan.halves * all + plan.squares() * (squares + scales) + scorers + 256
         }
     }
 }
@@ -604,8 +620,13 @@ impl<'a, R: Runtime> Call<'a, R> {
         )
     }
 
-    /// Stage 1.
+    /// Stage 1, unless the walk makes scores itself, forward and backward: then there is nothing to hand
+    /// over.
     fn scores(&self) -> [Buffer; SCORES] {
+        if self.plans.walk.scorers > 0 {
+            let none = self.buffer(&[16], F32);
+            return core::array::from_fn(|_| none.clone());
+        }
         let plan = self.plans.scores;
         let e = self.plans.between;
         let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
@@ -670,14 +691,15 @@ impl<'a, R: Runtime> Call<'a, R> {
         let (rows, values) = (numbers(&self.rows_shape()), numbers(&self.values_shape()));
         let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
         let vector = self.variant.vector();
+        let made = self.plans.walk.scorers == 0;
         let of = |n: usize, there, len| array(&scores[n], if there { len } else { 16 });
         LocalLaunch::new(
-            of(0, true, square),
+            of(0, made, square),
             of(1, low_rank, square),
             of(2, solves, square),
             of(3, low_rank, square),
             of(4, low_rank, values),
-            of(5, true, numbers(&self.own_shape(table::ROWS, chunk))),
+            of(5, made, numbers(&self.own_shape(table::ROWS, chunk))),
             of(6, vector, rows),
             of(7, vector && solves, rows),
             of(8, vector && low_rank, rows),

@@ -12,16 +12,19 @@
 //! the gradient of what the solve was given; in linear attention it is that of v. Low rank has
 //! `dv = reads^T dO + K^ dS' + coupling^T R` besides.
 //!
-//! Work:   a cube a `value_tile` columns of a (sequence, head): columns of S never meet.
+//! Work:   a cube a `value_tile` columns of a (sequence, head): columns of S never meet. In linear
+//!         attention, where one tile holds all values, the first planes of a cube are *scorers*: they
+//!         make the next chunk's scores and table, which need no state, while the others, the
+//!         walkers, are at work on the present one; stage 1 is not run.
 //! Source: DeltaNet's chunk form, arXiv 2406.06484, with the decay of arXiv 2412.06464; the adjoint
 //!         goes through the solve, so that neither dW nor dT is ever formed.
 
 use crate::chunk::{Place, Sizes, own, place};
 use crate::plan::Plan;
-use crate::scores::{Operands, table};
+use crate::scores::{Ahead, Operands, ahead, score_ahead, table};
 use crate::state::{
     Block, State, add, apply, apply_out, ask, block, fade, give, keep_state, output_column,
-    output_row, read_out, scale_tokens, settle, state, take, token, write,
+    output_row, own_columns, read_out, scale_tokens, settle, state, take, token, walks, write,
 };
 use crate::tile::{Acc, Pair, Rows, Window, load, load_async, put_four, put_out, tile, zeros};
 use crate::vector::set;
@@ -66,7 +69,8 @@ pub(crate) struct Task {
 
 /// Tiles of what a chunk brings along. The plain engine loads one slice at a time into one tile of
 /// each shape, right before it is used. With tensor cores every role has a tile of its own, twice: while
-/// one chunk is worked on, the next one is copied into the other half.
+/// one chunk is worked on, the next one is copied into the other half. With scorers rows and values
+/// have it three times.
 #[derive(CubeType)]
 struct Feed<E: Float, N: Size> {
     reads: SharedMemory<Vector<E, N>>,
@@ -83,16 +87,24 @@ struct Feed<E: Float, N: Size> {
     /// Low rank, backward: coupling.
     coupling: SharedMemory<Vector<E, N>>,
     scales: SharedMemory<f32>,
-    /// Where the chunk at work lies in tiles of rows, of values, of squares, and in the scales.
+    /// For scorers: gates.
+    gates: SharedMemory<f32>,
+    /// Where the chunk at work lies in tiles of rows, of values, of squares, in scales and in gates.
     at_rows: usize,
     at_values: usize,
     at_square: usize,
     at_scales: usize,
+    at_gates: usize,
 }
 
 impl Plan {
     fn staged(&self) -> bool {
         self.engine == crate::Engine::Mma
+    }
+
+    /// Whether the walk makes scores itself.
+    fn scores(&self) -> bool {
+        self.scorers > 0
     }
 
     fn row_numbers(&self) -> usize {
@@ -127,7 +139,8 @@ fn feed<E: Float, N: Size>(#[comptime] backward: bool, #[comptime] plan: Plan) -
     let halves = comptime!(plan.halves);
     let rows = tile::<E, N>(comptime!(halves * plan.row_numbers()));
     let values = tile::<E, N>(comptime!(halves * plan.value_numbers()));
-    let square = tile::<E, N>(comptime!(halves * plan.square_numbers()));
+    let copied = comptime!(if plan.scores() { 16 } else { halves * plan.square_numbers() });
+    let square = tile::<E, N>(copied);
     let own_asks = comptime!(variant.own_a() || (variant.vector() && variant.solves()));
     let low_rank = comptime!(plan.own_tile(variant.low_rank()));
     let reads = if comptime!(plan.staged()) {
@@ -170,13 +183,15 @@ fn feed<E: Float, N: Size>(#[comptime] backward: bool, #[comptime] plan: Plan) -
         mix_values,
         coupling,
         scales: SharedMemory::<f32>::new_aligned(
-            comptime!(halves * table::ROWS * plan.chunk),
+            comptime!(plan.squares() * table::ROWS * plan.chunk),
             16usize,
         ),
+        gates: SharedMemory::<f32>::new(comptime!(halves * plan.chunk)),
         at_rows: 0usize.runtime(),
         at_values: 0usize.runtime(),
         at_square: 0usize.runtime(),
         at_scales: 0usize.runtime(),
+        at_gates: 0usize.runtime(),
     }
 }
 
@@ -234,32 +249,83 @@ fn issue<F: Float, E: Float, G: Size, N: Size>(
             let from = &place.values;
             load_async::<E, G, E, N>(&mut feed.local, values_at, &local.local, from, first, wide);
         }
-    } else {
+    } else if comptime!(!plan.scores()) {
         load_async::<E, G, E, N>(&mut feed.mix, at, &local.reads, &own, 0usize, square);
     }
-    let all = comptime!(table::ROWS * plan.chunk / 4);
-    #[unroll]
-    for turn in 0..comptime!(all.div_ceil(plan.units)) {
-        let n = UNIT_POS as usize + comptime!(turn * plan.units);
-        if n < all {
-            let from = (place.index * all + n) * 4;
-            let to = (half * all + n) * 4;
-            copy_async(
-                &local.table.slice(from, from + 4),
-                &mut feed.scales.slice_mut(to, to + 4),
-                4u32,
-            );
+    if comptime!(plan.scores()) {
+        if comptime!(variant.scalar()) {
+            issue_gates(&mut feed.gates, &x.g, &place.gates, half, plan);
+        }
+    } else {
+        let all = comptime!(table::ROWS * plan.chunk / 4);
+        #[unroll]
+        for turn in 0..comptime!(all.div_ceil(plan.units)) {
+            let n = UNIT_POS as usize + comptime!(turn * plan.units);
+            if n < all {
+                let from = (place.index * all + n) * 4;
+                let to = (half * all + n) * 4;
+                copy_async(
+                    &local.table.slice(from, from + 4),
+                    &mut feed.scales.slice_mut(to, to + 4),
+                    4u32,
+                );
+            }
         }
     }
 }
 
-/// Points to a half of the tiles.
+/// Starts copying the scalar gates of a chunk, one a unit. There are scorers, so units enough.
 #[cube]
-fn turn_to<E: Float, N: Size>(feed: &mut Feed<E, N>, half: usize, #[comptime] plan: Plan) {
+fn issue_gates(
+    to: &mut SharedMemory<f32>,
+    from: &Array<f32>,
+    rows: &Rows,
+    half: usize,
+    #[comptime] plan: Plan,
+) {
+    let i = UNIT_POS as usize;
+    if i < comptime!(plan.chunk) {
+        let at = half * comptime!(plan.chunk) + i;
+        if i < rows.valid {
+            let from_at = rows.start + i * rows.stride;
+            copy_async(&from.slice(from_at, from_at + 1), &mut to.slice_mut(at, at + 1), 1u32);
+        } else {
+            to[at] = 0.0f32;
+        }
+    }
+}
+
+/// Points to chunk `c` of the walk.
+#[cube]
+fn turn_to<E: Float, N: Size>(feed: &mut Feed<E, N>, c: usize, #[comptime] plan: Plan) {
+    let half = c % comptime!(plan.halves);
+    let square = c % comptime!(plan.squares());
     feed.at_rows = half * comptime!(plan.row_numbers());
     feed.at_values = half * comptime!(plan.value_numbers());
-    feed.at_square = half * comptime!(plan.square_numbers());
-    feed.at_scales = half * comptime!(table::ROWS * plan.chunk);
+    feed.at_square = square * comptime!(plan.square_numbers());
+    feed.at_scales = square * comptime!(table::ROWS * plan.chunk);
+    feed.at_gates = half * comptime!(plan.chunk);
+}
+
+/// The scorers' part of a chunk.
+#[cube]
+fn score<E: Float, N: Size, M: Size>(
+    next: &mut Ahead<E, M>,
+    feed: &mut Feed<E, N>,
+    #[comptime] plan: Plan,
+) {
+    score_ahead::<E, N, M>(
+        next,
+        feed.at_square,
+        &mut feed.scales,
+        feed.at_scales,
+        &feed.reads,
+        &feed.keys,
+        feed.at_rows,
+        &feed.gates,
+        feed.at_gates,
+        plan,
+    );
 }
 
 /// The walk forward.
@@ -279,10 +345,45 @@ pub(crate) fn walk_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Siz
     let first = CUBE_POS_X as usize * comptime!(plan.value_tile);
     let start = memory * comptime!(plan.key_width * plan.value_width);
     let mut feed = feed::<E, N>(false, plan);
+    let mut next = ahead::<E, M>(plan);
     let mut u = block::<E, M>(plan);
     let mut s = state::<E, M>(&walk.start, start, first, task.given, plan);
     let chunks = sizes.chunks as usize;
-    if comptime!(plan.staged()) {
+    if comptime!(plan.scores()) {
+        let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+        sync_cube();
+        let here = place(sizes, memory, 0usize, plan);
+        issue::<F, E, G, N>(&mut feed, x, local, &x.v, &here, first, 0usize, false, plan);
+        barrier.commit_copy_async();
+        barrier.arrive();
+        // Scorers are a chunk ahead: of three chunks one is copied, one scored, one walked.
+        for c in 0..chunks + 1 {
+            if c < chunks {
+                barrier.wait_parity((c % 2) as u32);
+            }
+            sync_cube();
+            if c + 1 < chunks {
+                let after = place(sizes, memory, c + 1, plan);
+                let third = (c + 1) % 3;
+                issue::<F, E, G, N>(&mut feed, x, local, &x.v, &after, first, third, false, plan);
+                barrier.commit_copy_async();
+                barrier.arrive();
+            }
+            if walks(plan) {
+                if c > 0 {
+                    turn_to::<E, N>(&mut feed, c - 1, plan);
+                    let place = place(sizes, memory, c - 1, plan);
+                    step_forward::<F, E, G, N, M, W>(
+                        &mut s, &mut u, &mut feed, &next, x, local, walk, o, &place, first, task,
+                        plan,
+                    );
+                }
+            } else if c < chunks {
+                turn_to::<E, N>(&mut feed, c, plan);
+                score::<E, N, M>(&mut next, &mut feed, plan);
+            }
+        }
+    } else if comptime!(plan.staged()) {
         let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
         sync_cube();
         if comptime!(plan.halves == 2) {
@@ -303,7 +404,7 @@ pub(crate) fn walk_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Siz
                     barrier.commit_copy_async();
                     barrier.arrive();
                 }
-                turn_to::<E, N>(&mut feed, c % 2, plan);
+                turn_to::<E, N>(&mut feed, c, plan);
             } else {
                 sync_cube();
                 let here = place(sizes, memory, c, plan);
@@ -314,19 +415,21 @@ pub(crate) fn walk_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Siz
             }
             let place = place(sizes, memory, c, plan);
             step_forward::<F, E, G, N, M, W>(
-                &mut s, &mut u, &mut feed, x, local, walk, o, &place, first, task, plan,
+                &mut s, &mut u, &mut feed, &next, x, local, walk, o, &place, first, task, plan,
             );
         }
     } else {
         for c in 0..chunks {
             let place = place(sizes, memory, c, plan);
             step_forward::<F, E, G, N, M, W>(
-                &mut s, &mut u, &mut feed, x, local, walk, o, &place, first, task, plan,
+                &mut s, &mut u, &mut feed, &next, x, local, walk, o, &place, first, task, plan,
             );
         }
     }
     sync_cube();
-    give::<E, M>(&s, &mut walk.end, start, first, plan);
+    if walks(plan) {
+        give::<E, M>(&s, &mut walk.end, start, first, plan);
+    }
 }
 
 /// One chunk forward.
@@ -336,6 +439,7 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     s: &mut State<E, M>,
     u: &mut Block<E, M>,
     feed: &mut Feed<E, N>,
+    scored: &Ahead<E, M>,
     x: &Operands<F, G>,
     local: &Local<E, G>,
     walk: &mut Walk<E, W>,
@@ -387,7 +491,15 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     } else {
         ready_square::<E, G, N>(&mut feed.mix, &local.reads, place, plan);
     }
-    apply_out::<E, N, M>(&mut out, &feed.mix, feed.at_square, u, plan);
+    if comptime!(plan.scores()) {
+        apply_out::<E, M, M>(&mut out, &scored.reads, feed.at_square, u, plan);
+    } else {
+        apply_out::<E, N, M>(&mut out, &feed.mix, feed.at_square, u, plan);
+    }
+    if comptime!(!variant.low_rank()) {
+        // Before the write: its registers are free then.
+        keep_output::<F, W>(o, &out, &place.values, first, plan);
+    }
     fade::<E, M>(s, last_scale::<E, N>(feed, plan), &local.totals, total_start(place, plan), plan);
     scale::<E, N>(&mut u.acc, feed, comptime!(table::KEEPS), plan);
     settle::<E, M>(u, plan);
@@ -408,8 +520,8 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_keys::<F, E, G, N>(feed, x, local, place, slice, plan);
             write::<E, N, M>(s, &feed.keys, feed.at_rows, u, slice, plan);
         }
+        keep_output::<F, W>(o, &out, &place.values, first, plan);
     }
-    keep_output::<F, W>(o, &out, &place.values, first, plan);
 }
 
 /// The walk back. `walk.start` is the gradient of the last state, `walk.end` that of the first.
@@ -430,10 +542,45 @@ pub(crate) fn walk_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Si
     let first = CUBE_POS_X as usize * comptime!(plan.value_tile);
     let start = memory * comptime!(plan.key_width * plan.value_width);
     let mut feed = feed::<E, N>(true, plan);
+    let mut next = ahead::<E, M>(plan);
     let mut r = block::<E, M>(plan);
     let mut s = state::<E, M>(&walk.start, start, first, task.given, plan);
     let chunks = sizes.chunks as usize;
-    if comptime!(plan.staged()) {
+    if comptime!(plan.scores()) {
+        let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+        sync_cube();
+        let here = place(sizes, memory, chunks - 1, plan);
+        issue::<F, E, G, N>(&mut feed, x, local, d_o, &here, first, 0usize, true, plan);
+        barrier.commit_copy_async();
+        barrier.arrive();
+        // As forward.
+        for c in 0..chunks + 1 {
+            if c < chunks {
+                barrier.wait_parity((c % 2) as u32);
+            }
+            sync_cube();
+            if c + 1 < chunks {
+                let after = place(sizes, memory, chunks - 2 - c, plan);
+                let third = (c + 1) % 3;
+                issue::<F, E, G, N>(&mut feed, x, local, d_o, &after, first, third, true, plan);
+                barrier.commit_copy_async();
+                barrier.arrive();
+            }
+            if walks(plan) {
+                if c > 0 {
+                    turn_to::<E, N>(&mut feed, c - 1, plan);
+                    let place = place(sizes, memory, chunks - c, plan);
+                    step_backward::<F, E, G, N, M, W>(
+                        &mut s, &mut r, &mut feed, &next, x, local, walk, d_o, d_v, &place, first,
+                        plan,
+                    );
+                }
+            } else if c < chunks {
+                turn_to::<E, N>(&mut feed, c, plan);
+                score::<E, N, M>(&mut next, &mut feed, plan);
+            }
+        }
+    } else if comptime!(plan.staged()) {
         let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
         sync_cube();
         if comptime!(plan.halves == 2) {
@@ -454,7 +601,7 @@ pub(crate) fn walk_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Si
                     barrier.commit_copy_async();
                     barrier.arrive();
                 }
-                turn_to::<E, N>(&mut feed, c % 2, plan);
+                turn_to::<E, N>(&mut feed, c, plan);
             } else {
                 sync_cube();
                 let here = place(sizes, memory, chunks - 1 - c, plan);
@@ -465,19 +612,21 @@ pub(crate) fn walk_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Si
             }
             let place = place(sizes, memory, chunks - 1 - c, plan);
             step_backward::<F, E, G, N, M, W>(
-                &mut s, &mut r, &mut feed, x, local, walk, d_o, d_v, &place, first, plan,
+                &mut s, &mut r, &mut feed, &next, x, local, walk, d_o, d_v, &place, first, plan,
             );
         }
     } else {
         for c in 0..chunks {
             let place = place(sizes, memory, chunks - 1 - c, plan);
             step_backward::<F, E, G, N, M, W>(
-                &mut s, &mut r, &mut feed, x, local, walk, d_o, d_v, &place, first, plan,
+                &mut s, &mut r, &mut feed, &next, x, local, walk, d_o, d_v, &place, first, plan,
             );
         }
     }
     sync_cube();
-    give::<E, M>(&s, &mut walk.end, start, first, plan);
+    if walks(plan) {
+        give::<E, M>(&s, &mut walk.end, start, first, plan);
+    }
 }
 
 /// One chunk back.
@@ -487,6 +636,7 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     s: &mut State<E, M>,
     r: &mut Block<E, M>,
     feed: &mut Feed<E, N>,
+    scored: &Ahead<E, M>,
     x: &Operands<F, G>,
     local: &Local<E, G>,
     walk: &mut Walk<E, W>,
@@ -513,7 +663,15 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         ready_square::<E, G, N>(&mut feed.mix, &local.reads, place, plan);
     }
     settle::<E, M>(r, plan);
-    apply::<E, N, M>(&mut asked, &feed.mix, feed.at_square, r, true, plan);
+    if comptime!(plan.scores()) {
+        apply::<E, M, M>(&mut asked, &scored.reads, feed.at_square, r, true, plan);
+    } else {
+        apply::<E, N, M>(&mut asked, &feed.mix, feed.at_square, r, true, plan);
+    }
+    if comptime!(!variant.solves()) {
+        // Before the write: its registers are free then.
+        keep_block::<F, W>(d_v, &asked, &place.values, first, plan);
+    }
     // Low rank: v is also written as it is, with k.
     let mut plain = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
     if comptime!(variant.low_rank()) {
@@ -533,8 +691,8 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         ready_reads::<F, E, G, N>(feed, x, local, place, slice, plan);
         write::<E, N, M>(s, &feed.reads, feed.at_rows, r, slice, plan);
     }
-    replace(&mut r.acc, &asked, plan);
     if comptime!(variant.solves()) {
+        replace(&mut r.acc, &asked, plan);
         ready_square::<E, G, N>(&mut feed.inverse, &local.inverse, place, plan);
         settle::<E, M>(r, plan);
         let mut solved = zeros(fragments);
@@ -553,8 +711,6 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_asks::<F, E, G, N>(feed, x, local, place, slice, plan);
             write::<E, N, M>(s, &feed.asks, feed.at_rows, r, slice, plan);
         }
-    } else {
-        keep_block::<F, W>(d_v, &r.acc, &place.values, first, plan);
     }
 }
 
@@ -797,7 +953,7 @@ fn keep_output<F: Float, W: Size>(
     if comptime!(plan.staged()) {
         let lane = UNIT_POS as usize % 32;
         let row = output_row(0usize, 0usize, plan);
-        let column = UNIT_POS as usize / 32 * 16 + lane % 2 * 8 + lane % 4 / 2 * 4;
+        let column = own_columns(plan) + lane % 2 * 8 + lane % 4 / 2 * 4;
         let start = rows.start + row * rows.stride + first + column;
         #[unroll]
         for m in 0..comptime!(plan.chunk / 16) {
@@ -843,7 +999,7 @@ fn keep_block<E: Float, W: Size>(
         let odd = lane / 4 % 2;
         let second = lane / 8 % 2 == 1;
         let row = token(0usize, 0usize, 0usize, plan) + odd;
-        let column = UNIT_POS as usize / 32 * 16 + lane / 8 % 2 * 8 + lane / 16 * 4;
+        let column = own_columns(plan) + lane / 8 % 2 * 8 + lane / 16 * 4;
         let start = rows.start + row * rows.stride + first + column;
         #[unroll]
         for f in 0..comptime!(plan.block_fragments()) {
