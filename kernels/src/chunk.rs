@@ -136,8 +136,17 @@ pub(crate) fn sum_by_plane(sums: &mut Sums, at: usize, gates: &SharedMemory<f32>
     let coarse_second = f32::round(second * 16.0f32) * 0.0625f32;
     let fine_first = first - coarse_first;
     let fine_second = second - coarse_second;
-    let coarse = plane_inclusive_sum(coarse_first + coarse_second);
-    let fine = plane_inclusive_sum(fine_first + fine_second);
+    let mut coarse = coarse_first + coarse_second;
+    let mut fine = fine_first + fine_second;
+    #[unroll]
+    for n in 0..5usize {
+        let back = comptime!(1u32 << n);
+        let coarse_before = plane_shuffle_up(coarse, back);
+        let fine_before = plane_shuffle_up(fine, back);
+        let there = UNIT_POS % 32 >= back;
+        coarse += select(there, coarse_before, 0.0f32);
+        fine += select(there, fine_before, 0.0f32);
+    }
     sums.coarse[at + i] = coarse - coarse_second;
     sums.coarse[at + i + 1] = coarse;
     sums.fine[at + i] = fine - fine_second;
