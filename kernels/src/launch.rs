@@ -190,7 +190,7 @@ pub struct Backward {
 struct Plans {
     scores: Plan,
     walk: Plan,
-    /// The walk forward that sums segments up, where a system is solved.
+    /// The walk forward that sums segments up: where a system is solved, in tiles of its own.
     summary: Plan,
     gradients: Plan,
     /// Into how many segments each sequence is cut for stage 2, at most.
@@ -225,7 +225,8 @@ pub fn launches<R: Runtime>(
         2 => 1,
         _ => 2,
     };
-    Ok([2 + more, 4 + 2 * more])
+    let forward = usize::from(plans.walk.scorers == 0) + 1 + more;
+    Ok([forward, forward + 2 + more])
 }
 
 /// Which engine a call would take.
@@ -372,6 +373,7 @@ fn mma_cut<R: Runtime>(
         value_tile,
         value_slice,
         halves: 2,
+        scorers: 0,
         units: value_tile * 2,
     };
     // A vector decay does not factor out of products: those stages multiply in f32.
@@ -391,8 +393,19 @@ fn mma_cut<R: Runtime>(
             Plan { key_slice: part(key_width, 128)?, units: 512, ..walk },
         ),
     };
-    [2, 1].into_iter().find_map(|halves| {
-        let walk = Plan { halves, ..walk };
+    // Scores of linear attention need no state: where no other cube of a segment would make them again,
+    // and registers of that many planes hold the state, planes of the walk make them instead of stage 1.
+    let alone = !variant.solves() && !variant.vector() && value_tile == value_width;
+    let scorers = match alone && key_width <= 128 {
+        true if value_tile <= 64 => 8,
+        true => 4,
+        false => 0,
+    };
+    let with_scorers = (scorers > 0).then_some((3, scorers));
+    with_scorers.into_iter().chain([(2, 0), (1, 0)]).find_map(|(halves, scorers)| {
+        let units = (value_tile / 16 + scorers) * 32;
+        let walk = Plan { halves, scorers, units, ..walk };
+        // Where no system is solved, summaries are the walk's planes, its scorers for the table.
         let summary = match variant.solves() {
             true => Plan { value_tile: shared, units: shared * 2, ..walk },
             false => walk,
@@ -428,6 +441,7 @@ fn plain<R: Runtime>(
                 value_tile,
                 value_slice: narrow(value_width),
                 halves: 1,
+                scorers: 0,
                 units: 256,
             };
             let plans = Plans {
@@ -543,10 +557,14 @@ fn walk_memory(plan: &Plan, summary: bool) -> usize {
             let asks = variant.own_a() || (variant.vector() && variant.solves());
             let low_rank = usize::from(variant.low_rank());
             let outputs = usize::from(!summary);
-            let all = rows * (1 + outputs + usize::from(asks) + low_rank)
-                + values * (1 + low_rank)
-                + square * (usize::from(variant.solves()) + outputs * (1 + 2 * low_rank));
-            plan.halves * (all + scales) + 256
+            let all = rows * (1 + outputs + usize::from(asks) + low_rank) + values * (1 + low_rank);
+            let squares = square * (usize::from(variant.solves()) + outputs * (1 + 2 * low_rank));
+            // Gates, and their sums for each scorer.
+            let scorers = match plan.scorers {
+                0 => 0,
+                scorers => 4 * plan.chunk * (plan.halves + 2 * scorers),
+            };
+            plan.halves * all + plan.squares() * (squares + scales) + scorers + 256
         }
     }
 }
@@ -711,8 +729,13 @@ impl<'a, R: Runtime> Call<'a, R> {
         )
     }
 
-    /// Stage 1.
+    /// Stage 1, unless the walk makes scores itself, forward and backward: then there is nothing to hand
+    /// over.
     fn scores(&self) -> [Buffer; SCORES] {
+        if self.plans.walk.scorers > 0 {
+            let none = self.buffer(&[16], F32);
+            return core::array::from_fn(|_| none.clone());
+        }
         let plan = self.plans.scores;
         let e = self.plans.between;
         let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
@@ -777,14 +800,15 @@ impl<'a, R: Runtime> Call<'a, R> {
         let (rows, values) = (numbers(&self.rows_shape()), numbers(&self.values_shape()));
         let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
         let vector = self.variant.vector();
+        let made = self.plans.walk.scorers == 0;
         let of = |n: usize, there, len| array(&scores[n], if there { len } else { 16 });
         LocalLaunch::new(
-            of(0, true, square),
+            of(0, made, square),
             of(1, low_rank, square),
             of(2, solves, square),
             of(3, low_rank, square),
             of(4, low_rank, values),
-            of(5, true, numbers(&self.own_shape(table::ROWS, chunk))),
+            of(5, made, numbers(&self.own_shape(table::ROWS, chunk))),
             of(6, vector, rows),
             of(7, vector && solves, rows),
             of(8, vector && low_rank, rows),

@@ -13,17 +13,20 @@
 //! `dv = reads^T dO + K^ dS' + coupling^T R` besides.
 //!
 //! Work:   a cube a `value_tile` columns of a (sequence, head), or of a segment of it (segments.rs):
-//!         columns of S never meet.
+//!         columns of S never meet. In linear attention, where one tile holds all values, the first
+//!         planes of a cube are *scorers*: they make the next chunk's scores and table, which need no
+//!         state, while the others, the walkers, are at work on the present one; stage 1 is not run.
 //! Source: DeltaNet's chunk form, arXiv 2406.06484, with the decay of arXiv 2412.06464; the adjoint
 //!         goes through the solve, so that neither dW nor dT is ever formed.
 
 use crate::chunk::{Place, Sizes, own};
 use crate::plan::{Decay, Plan, Variant};
-use crate::scores::{Operands, table};
+use crate::scores::{Ahead, Operands, ahead, score_ahead, table};
 use crate::segments::{Stretch, nth, stretch};
 use crate::state::{
     Block, State, add, apply, apply_out, ask, block, fade, give, keep_state, output_column,
-    output_row, read_out, restart, scale_tokens, settle, state, take, token, write,
+    output_row, own_columns, read_out, restart, scale_tokens, settle, state, take, token, walks,
+    write,
 };
 use crate::tile::{Acc, Pair, Rows, Window, load, load_async, put_four, put_out, tile, zeros};
 use crate::vector::set;
@@ -120,7 +123,8 @@ impl Task {
 
 /// Tiles of what a chunk brings along. The plain engine loads one slice at a time into one tile of
 /// each shape, right before it is used. With tensor cores every role has a tile of its own, twice: while
-/// one chunk is worked on, the next one is copied into the other half.
+/// one chunk is worked on, the next one is copied into the other half. With scorers rows and values
+/// have it three times.
 #[derive(CubeType)]
 struct Feed<E: Float, N: Size> {
     reads: SharedMemory<Vector<E, N>>,
@@ -137,16 +141,24 @@ struct Feed<E: Float, N: Size> {
     /// Low rank, backward: coupling.
     coupling: SharedMemory<Vector<E, N>>,
     scales: SharedMemory<f32>,
-    /// Where the chunk at work lies in tiles of rows, of values, of squares, and in the scales.
+    /// For scorers: gates.
+    gates: SharedMemory<f32>,
+    /// Where the chunk at work lies in tiles of rows, of values, of squares, in scales and in gates.
     at_rows: usize,
     at_values: usize,
     at_square: usize,
     at_scales: usize,
+    at_gates: usize,
 }
 
 impl Plan {
     fn staged(&self) -> bool {
         self.engine == crate::Engine::Mma
+    }
+
+    /// Whether the walk makes scores itself.
+    fn scores(&self) -> bool {
+        self.scorers > 0
     }
 
     fn row_numbers(&self) -> usize {
@@ -181,7 +193,7 @@ fn feed<E: Float, N: Size>(#[comptime] task: Task, #[comptime] plan: Plan) -> Fe
     let halves = comptime!(plan.halves);
     let rows = tile::<E, N>(comptime!(halves * plan.row_numbers()));
     let values = tile::<E, N>(comptime!(halves * plan.value_numbers()));
-    let squares = comptime!(task.mixes(variant) || variant.solves());
+    let squares = comptime!(variant.solves() || (task.mixes(variant) && !plan.scores()));
     let square = tile::<E, N>(comptime!(if squares { halves * plan.square_numbers() } else { 16 }));
     let own_asks = comptime!(variant.own_a() || (variant.vector() && variant.solves()));
     let low_rank = comptime!(plan.own_tile(variant.low_rank()));
@@ -228,13 +240,19 @@ fn feed<E: Float, N: Size>(#[comptime] task: Task, #[comptime] plan: Plan) -> Fe
         mix_values,
         coupling,
         scales: SharedMemory::<f32>::new_aligned(
-            comptime!(halves * table::ROWS * plan.chunk),
+            comptime!(plan.squares() * table::ROWS * plan.chunk),
             16usize,
         ),
+        gates: SharedMemory::<f32>::new(comptime!(if plan.scores() {
+            halves * plan.chunk
+        } else {
+            1
+        })),
         at_rows: 0usize.runtime(),
         at_values: 0usize.runtime(),
         at_square: 0usize.runtime(),
         at_scales: 0usize.runtime(),
+        at_gates: 0usize.runtime(),
     }
 }
 
@@ -291,7 +309,7 @@ fn issue<F: Float, E: Float, G: Size, N: Size>(
     if comptime!(variant.solves()) {
         load_async::<E, G, E, N>(&mut feed.inverse, at, &local.inverse, &own, 0usize, square);
     }
-    if comptime!(task.mixes(variant)) {
+    if comptime!(task.mixes(variant) && !plan.scores()) {
         if comptime!(variant.low_rank()) {
             load_async::<E, G, E, N>(&mut feed.mix, at, &local.reads_b, &own, 0usize, square);
         } else {
@@ -308,29 +326,82 @@ fn issue<F: Float, E: Float, G: Size, N: Size>(
         let from = &place.values;
         load_async::<E, G, E, N>(&mut feed.local, values_at, &local.local, from, first, wide);
     }
-    let all = comptime!(table::ROWS * plan.chunk / 4);
-    #[unroll]
-    for turn in 0..comptime!(all.div_ceil(plan.units)) {
-        let n = UNIT_POS as usize + comptime!(turn * plan.units);
-        if n < all {
-            let from = (place.index * all + n) * 4;
-            let to = (half * all + n) * 4;
-            copy_async(
-                &local.table.slice(from, from + 4),
-                &mut feed.scales.slice_mut(to, to + 4),
-                4u32,
-            );
+    if comptime!(plan.scores()) {
+        if comptime!(variant.scalar()) {
+            issue_gates(&mut feed.gates, &x.g, &place.gates, half, plan);
+        }
+    } else {
+        let all = comptime!(table::ROWS * plan.chunk / 4);
+        #[unroll]
+        for turn in 0..comptime!(all.div_ceil(plan.units)) {
+            let n = UNIT_POS as usize + comptime!(turn * plan.units);
+            if n < all {
+                let from = (place.index * all + n) * 4;
+                let to = (half * all + n) * 4;
+                copy_async(
+                    &local.table.slice(from, from + 4),
+                    &mut feed.scales.slice_mut(to, to + 4),
+                    4u32,
+                );
+            }
         }
     }
 }
 
-/// Points to a half of the tiles.
+/// Starts copying the scalar gates of a chunk, one a unit. There are scorers, so units enough.
 #[cube]
-fn turn_to<E: Float, N: Size>(feed: &mut Feed<E, N>, half: usize, #[comptime] plan: Plan) {
+fn issue_gates(
+    to: &mut SharedMemory<f32>,
+    from: &Array<f32>,
+    rows: &Rows,
+    half: usize,
+    #[comptime] plan: Plan,
+) {
+    let i = UNIT_POS as usize;
+    if i < comptime!(plan.chunk) {
+        let at = half * comptime!(plan.chunk) + i;
+        if i < rows.valid {
+            let from_at = rows.start + i * rows.stride;
+            copy_async(&from.slice(from_at, from_at + 1), &mut to.slice_mut(at, at + 1), 1u32);
+        } else {
+            to[at] = 0.0f32;
+        }
+    }
+}
+
+/// Points to chunk `c` of the walk.
+#[cube]
+fn turn_to<E: Float, N: Size>(feed: &mut Feed<E, N>, c: usize, #[comptime] plan: Plan) {
+    let half = c % comptime!(plan.halves);
+    let square = c % comptime!(plan.squares());
     feed.at_rows = half * comptime!(plan.row_numbers());
     feed.at_values = half * comptime!(plan.value_numbers());
-    feed.at_square = half * comptime!(plan.square_numbers());
-    feed.at_scales = half * comptime!(table::ROWS * plan.chunk);
+    feed.at_square = square * comptime!(plan.square_numbers());
+    feed.at_scales = square * comptime!(table::ROWS * plan.chunk);
+    feed.at_gates = half * comptime!(plan.chunk);
+}
+
+/// The scorers' part of a chunk. Summaries of linear attention read the table alone.
+#[cube]
+fn score<E: Float, N: Size, M: Size>(
+    next: &mut Ahead<E, M>,
+    feed: &mut Feed<E, N>,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+) {
+    score_ahead::<E, N, M>(
+        next,
+        feed.at_square,
+        &mut feed.scales,
+        feed.at_scales,
+        &feed.reads,
+        &feed.keys,
+        feed.at_rows,
+        &feed.gates,
+        feed.at_gates,
+        comptime!(task.mixes(plan.variant)),
+        plan,
+    );
 }
 
 /// The walk forward.
@@ -384,6 +455,7 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     let first = stretch.first;
     let chunks = stretch.chunks;
     let mut feed = feed::<E, N>(task, plan);
+    let mut scored = ahead::<E, M>(comptime!(task.mixes(plan.variant)), plan);
     let mut block = block::<E, M>(plan);
     let mut s = begin_state::<E, M, W>(walk, &stretch, task, plan);
     let mut left = Left::new();
@@ -393,7 +465,41 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         one[0] = 1.0f32;
         left.push(one);
     }
-    if comptime!(plan.staged()) {
+    if comptime!(plan.scores()) {
+        let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+        sync_cube();
+        let here = nth(sizes, &stretch, 0usize, task, plan);
+        issue::<F, E, G, N>(&mut feed, x, local, values, &here, first, 0usize, task, plan);
+        barrier.commit_copy_async();
+        barrier.arrive();
+        // Scorers are a chunk ahead: of three chunks one is copied, one scored, one walked.
+        for c in 0..chunks + 1 {
+            if c < chunks {
+                barrier.wait_parity((c % 2) as u32);
+            }
+            sync_cube();
+            if c + 1 < chunks {
+                let next = nth(sizes, &stretch, c + 1, task, plan);
+                let third = (c + 1) % 3;
+                issue::<F, E, G, N>(&mut feed, x, local, values, &next, first, third, task, plan);
+                barrier.commit_copy_async();
+                barrier.arrive();
+            }
+            if walks(plan) {
+                if c > 0 {
+                    turn_to::<E, N>(&mut feed, c - 1, plan);
+                    let place = nth(sizes, &stretch, c - 1, task, plan);
+                    step::<F, E, G, N, M, W>(
+                        &mut s, &mut block, &mut feed, &scored, &mut left, x, local, walk, values,
+                        out, &place, first, task, plan,
+                    );
+                }
+            } else if c < chunks {
+                turn_to::<E, N>(&mut feed, c, plan);
+                score::<E, N, M>(&mut scored, &mut feed, task, plan);
+            }
+        }
+    } else if comptime!(plan.staged()) {
         let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
         sync_cube();
         if comptime!(plan.halves == 2) {
@@ -416,7 +522,7 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
                     barrier.commit_copy_async();
                     barrier.arrive();
                 }
-                turn_to::<E, N>(&mut feed, c % 2, plan);
+                turn_to::<E, N>(&mut feed, c, plan);
             } else {
                 sync_cube();
                 let here = nth(sizes, &stretch, c, task, plan);
@@ -427,21 +533,23 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             }
             let place = nth(sizes, &stretch, c, task, plan);
             step::<F, E, G, N, M, W>(
-                &mut s, &mut block, &mut feed, &mut left, x, local, walk, values, out, &place,
-                first, task, plan,
+                &mut s, &mut block, &mut feed, &scored, &mut left, x, local, walk, values, out,
+                &place, first, task, plan,
             );
         }
     } else {
         for c in 0..chunks {
             let place = nth(sizes, &stretch, c, task, plan);
             step::<F, E, G, N, M, W>(
-                &mut s, &mut block, &mut feed, &mut left, x, local, walk, values, out, &place,
-                first, task, plan,
+                &mut s, &mut block, &mut feed, &scored, &mut left, x, local, walk, values, out,
+                &place, first, task, plan,
             );
         }
     }
     sync_cube();
-    end_state::<E, M, W>(&s, &left, walk, &stretch, task, plan);
+    if walks(plan) {
+        end_state::<E, M, W>(&s, &left, walk, &stretch, task, plan);
+    }
 }
 
 /// One chunk of a walk.
@@ -451,6 +559,7 @@ fn step<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     s: &mut State<E, M>,
     block: &mut Block<E, M>,
     feed: &mut Feed<E, N>,
+    scored: &Ahead<E, M>,
     left: &mut Left,
     x: &Operands<F, G>,
     local: &Local<E, G>,
@@ -464,11 +573,11 @@ fn step<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
 ) {
     if comptime!(task.backward) {
         step_backward::<F, E, G, N, M, W>(
-            s, block, feed, x, local, walk, values, out, place, first, task, plan,
+            s, block, feed, scored, x, local, walk, values, out, place, first, task, plan,
         );
     } else {
         step_forward::<F, E, G, N, M, W>(
-            s, block, feed, x, local, walk, out, place, first, task, plan,
+            s, block, feed, scored, x, local, walk, out, place, first, task, plan,
         );
     }
     #[unroll]
@@ -514,8 +623,9 @@ fn begin_state<E: Float, M: Size, W: Size>(
         let foremost =
             if comptime!(task.backward) { stretch.segments - 1 } else { 0usize.runtime() };
         let stay = stretch.segment == foremost && !stretch.transfer;
+        // Scorers have registers for this as well, and never use them.
         restart::<E, M>(&mut s, stay, stretch.transfer, stretch.first, plan);
-        if stay {
+        if stay && walks(plan) {
             give::<E, M>(&s, &mut walk.end, slot, first, false, plan);
         }
     }
@@ -557,7 +667,9 @@ fn end_state<E: Float, M: Size, W: Size>(
             if first == 0 {
                 #[unroll]
                 for t in 0..comptime!(task.left(plan)) {
-                    let d = UNIT_POS as usize + comptime!(t * plan.units);
+                    // The first walkers, since scorers have not followed decay.
+                    let unit = UNIT_POS as usize - comptime!(plan.scorers * 32);
+                    let d = unit + comptime!(t * plan.units);
                     if comptime!(variant.vector()) {
                         if d < keys {
                             walk.transfers[segment * keys + d] = left.index(t)[0usize];
@@ -583,6 +695,7 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     s: &mut State<E, M>,
     u: &mut Block<E, M>,
     feed: &mut Feed<E, N>,
+    scored: &Ahead<E, M>,
     x: &Operands<F, G>,
     local: &Local<E, G>,
     walk: &mut Walk<E, W>,
@@ -636,7 +749,15 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         } else {
             ready_square::<E, G, N>(&mut feed.mix, &local.reads, place, plan);
         }
-        apply_out::<E, N, M>(&mut out, &feed.mix, feed.at_square, u, plan);
+        if comptime!(plan.scores()) {
+            apply_out::<E, M, M>(&mut out, &scored.reads, feed.at_square, u, plan);
+        } else {
+            apply_out::<E, N, M>(&mut out, &feed.mix, feed.at_square, u, plan);
+        }
+        if comptime!(!variant.low_rank()) {
+            // Before the write: its registers are free then.
+            keep_output::<F, W>(o, &out, &place.values, first, plan);
+        }
     }
     fade::<E, M>(s, last_scale::<E, N>(feed, plan), &local.totals, total_start(place, plan), plan);
     scale::<E, N>(&mut u.acc, feed, comptime!(table::KEEPS), plan);
@@ -660,9 +781,9 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_keys::<F, E, G, N>(feed, x, local, place, slice, plan);
             write::<E, N, M>(s, &feed.keys, feed.at_rows, u, slice, plan);
         }
-    }
-    if comptime!(answers) {
-        keep_output::<F, W>(o, &out, &place.values, first, plan);
+        if comptime!(answers) {
+            keep_output::<F, W>(o, &out, &place.values, first, plan);
+        }
     }
 }
 
@@ -673,6 +794,7 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     s: &mut State<E, M>,
     r: &mut Block<E, M>,
     feed: &mut Feed<E, N>,
+    scored: &Ahead<E, M>,
     x: &Operands<F, G>,
     local: &Local<E, G>,
     walk: &mut Walk<E, W>,
@@ -707,7 +829,15 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_square::<E, G, N>(&mut feed.mix, &local.reads, place, plan);
         }
         settle::<E, M>(r, plan);
-        apply::<E, N, M>(&mut asked, &feed.mix, feed.at_square, r, true, plan);
+        if comptime!(plan.scores()) {
+            apply::<E, M, M>(&mut asked, &scored.reads, feed.at_square, r, true, plan);
+        } else {
+            apply::<E, N, M>(&mut asked, &feed.mix, feed.at_square, r, true, plan);
+        }
+    }
+    if comptime!(answers && !variant.solves()) {
+        // Before the write: its registers are free then.
+        keep_block::<F, W>(d_v, &asked, &place.values, first, plan);
     }
     // Low rank: v is also written as it is, with k.
     let passes = comptime!(variant.low_rank() && answers);
@@ -729,10 +859,8 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         ready_reads::<F, E, G, N>(feed, x, local, place, slice, plan);
         write::<E, N, M>(s, &feed.reads, feed.at_rows, r, slice, plan);
     }
-    if comptime!(mixes) {
-        replace(&mut r.acc, &asked, plan);
-    }
     if comptime!(variant.solves()) {
+        replace(&mut r.acc, &asked, plan);
         ready_square::<E, G, N>(&mut feed.inverse, &local.inverse, place, plan);
         settle::<E, M>(r, plan);
         let mut solved = zeros(fragments);
@@ -753,8 +881,6 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_asks::<F, E, G, N>(feed, x, local, place, slice, plan);
             write::<E, N, M>(s, &feed.asks, feed.at_rows, r, slice, plan);
         }
-    } else if comptime!(answers) {
-        keep_block::<F, W>(d_v, &r.acc, &place.values, first, plan);
     }
 }
 
@@ -997,7 +1123,7 @@ fn keep_output<F: Float, W: Size>(
     if comptime!(plan.staged()) {
         let lane = UNIT_POS as usize % 32;
         let row = output_row(0usize, 0usize, plan);
-        let column = UNIT_POS as usize / 32 * 16 + lane % 2 * 8 + lane % 4 / 2 * 4;
+        let column = own_columns(plan) + lane % 2 * 8 + lane % 4 / 2 * 4;
         let start = rows.start + row * rows.stride + first + column;
         #[unroll]
         for m in 0..comptime!(plan.chunk / 16) {
@@ -1043,7 +1169,7 @@ fn keep_block<E: Float, W: Size>(
         let odd = lane / 4 % 2;
         let second = lane / 8 % 2 == 1;
         let row = token(0usize, 0usize, 0usize, plan) + odd;
-        let column = UNIT_POS as usize / 32 * 16 + lane / 8 % 2 * 8 + lane / 16 * 4;
+        let column = own_columns(plan) + lane / 8 % 2 * 8 + lane / 16 * 4;
         let start = rows.start + row * rows.stride + first + column;
         #[unroll]
         for f in 0..comptime!(plan.block_fragments()) {

@@ -73,6 +73,22 @@ impl Plan {
     }
 }
 
+/// Whether this unit has a share of the state: scorers have none.
+#[cube]
+pub(crate) fn walks(#[comptime] plan: Plan) -> bool {
+    if comptime!(plan.scorers == 0) {
+        true.runtime()
+    } else {
+        UNIT_POS as usize >= comptime!(plan.scorers * 32)
+    }
+}
+
+/// Mma: first of the 16 value columns of this unit's plane. The first planes are scorers.
+#[cube]
+pub(crate) fn own_columns(#[comptime] plan: Plan) -> usize {
+    (UNIT_POS as usize / 32 - comptime!(plan.scorers)) * 16
+}
+
 /// Token of element (h, l) of fragment `f` of a block.
 #[cube]
 pub(crate) fn token(
@@ -98,7 +114,7 @@ pub(crate) fn value(
     #[comptime] plan: Plan,
 ) -> usize {
     if comptime!(plan.engine == Engine::Mma) {
-        UNIT_POS as usize / 32 * 16 + UNIT_POS as usize % 32 / 4 + comptime!(h * 8)
+        own_columns(plan) + UNIT_POS as usize % 32 / 4 + comptime!(h * 8)
     } else {
         column(f, comptime!(plan.block_grid())) + comptime!(l)
     }
@@ -133,7 +149,7 @@ pub(crate) fn take<X: Float, N: Size, M: Size>(
 ) {
     let stride = comptime!(plan.stride(plan.value_tile));
     if comptime!(plan.engine == Engine::Mma) {
-        let first = UNIT_POS as usize / 32 * 16;
+        let first = own_columns(plan);
         #[unroll]
         for k in 0..comptime!(plan.chunk / 16) {
             let x = load_a::<X, N>(from, at, first, comptime!(k * 16), stride, true);
@@ -235,17 +251,19 @@ pub(crate) fn state<X: Float, M: Size>(
     let width = comptime!(plan.value_width);
     if comptime!(plan.engine == Engine::Mma) {
         if comptime!(given) {
-            #[unroll]
-            for f in 0..comptime!(plan.state_fragments()) {
+            if walks(plan) {
                 #[unroll]
-                for h in 0..2usize {
-                    let mut x = Pair::empty();
+                for f in 0..comptime!(plan.state_fragments()) {
                     #[unroll]
-                    for l in 0..2usize {
-                        let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
-                        x[l] = from[start + d * width + first + value(f, h, l, plan)];
+                    for h in 0..2usize {
+                        let mut x = Pair::empty();
+                        #[unroll]
+                        for l in 0..2usize {
+                            let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
+                            x[l] = from[start + d * width + first + value(f, h, l, plan)];
+                        }
+                        set(state.kept.index_mut(f), h, x);
                     }
-                    set(state.kept.index_mut(f), h, x);
                 }
             }
         }
@@ -370,7 +388,7 @@ pub(crate) fn keep_state<X: Float, E: Float, M: Size, W: Size>(
     let start = chunk * comptime!(plan.key_width * plan.value_width);
     if comptime!(plan.engine == Engine::Mma) {
         let lane = UNIT_POS as usize % 32;
-        let row = first + UNIT_POS as usize / 32 * 16 + lane / 4;
+        let row = first + own_columns(plan) + lane / 4;
         let at = start + row * keys + lane % 2 * 8 + lane % 4 / 2 * 4;
         #[unroll]
         for f in 0..comptime!(plan.state_fragments() / 2) {
@@ -689,7 +707,7 @@ pub(crate) fn output_row(
 #[cube]
 pub(crate) fn output_column(#[comptime] f: usize, #[comptime] plan: Plan) -> usize {
     if comptime!(plan.engine == Engine::Mma) {
-        UNIT_POS as usize / 32 * 16 + UNIT_POS as usize % 4 * 2 + comptime!(f % 2 * 8)
+        own_columns(plan) + UNIT_POS as usize % 4 * 2 + comptime!(f % 2 * 8)
     } else {
         column(f, comptime!(plan.block_grid()))
     }

@@ -298,7 +298,7 @@ fn every_cut<R: Runtime>(client: &ComputeClient<R>, family: Family, erase: bool)
 }
 
 /// Widths of all kinds, each with a length and heads: T, Hk, H, K, V.
-const SIZES: [[usize; 5]; 7] = [
+const SIZES: [[usize; 5]; 8] = [
     [1, 1, 1, 1, 1],
     [7, 1, 3, 5, 7],
     [65, 2, 4, 33, 1],
@@ -306,6 +306,7 @@ const SIZES: [[usize; 5]; 7] = [
     [17, 3, 3, 16, 256],
     [130, 1, 1, 64, 64],
     [64, 1, 2, 128, 48],
+    [330, 1, 2, 128, 128],
 ];
 
 fn sizes<R: Runtime>(client: &ComputeClient<R>, sizes: &[[usize; 5]], rows: Rows, limits: Limits) {
