@@ -4,7 +4,7 @@ use crate::tile::{Engine, Grid, Mul, Window};
 
 /// Parts of the compiled code change with this: raise it whenever a kernel changes, because caches
 /// of compiled kernels know a kernel by its name and its compile-time values only.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// How much of its memory a head keeps from token to token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -124,6 +124,7 @@ pub(crate) struct Plan {
     /// Columns of values in a tile elsewhere.
     pub value_slice: usize,
     /// Chunks whose tiles the state pass holds at once: with 2, one is copied while one is worked on.
+    /// Stage 3 with tensor cores: 1 if it holds a chunk's tiles at once, 0 if slice by slice.
     pub halves: usize,
     pub units: usize,
 }
