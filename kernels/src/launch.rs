@@ -1,7 +1,8 @@
 //! The host's side: checks, cuts and buffers, and the launches of one forward or backward pass.
 
 use crate::chunk::SizesLaunch;
-use crate::gradients::{GradientsLaunch, RowPairsLaunch, TracesLaunch, row_gradients};
+use crate::desk::RowPairsLaunch;
+use crate::gradients::{GradientsLaunch, TracesLaunch, row_gradients};
 use crate::pass::{LocalLaunch, Span, Task, WalkLaunch, walk_backward, walk_forward};
 use crate::plan::{Dims, Plan, Transition, VERSION, Variant};
 use crate::scores::{OperandsLaunch, ScoresLaunch, score_chunks, table};
@@ -385,12 +386,13 @@ fn mma_cut<R: Runtime>(
         units: 256,
         ..walk
     };
+    let most = client.properties().hardware.max_shared_memory_size;
     let (scores, gradients) = match variant.vector() {
         true => (plain, plain),
         false => (
             Plan { units: 256, ..walk },
             // Many units, so that few registers hold each one's share.
-            Plan { key_slice: part(key_width, 128)?, units: 512, ..walk },
+            roomy(most, Plan { key_slice: part(key_width, 128)?, halves: 0, units: 512, ..walk }),
         ),
     };
     // Scores of linear attention need no state: where no other cube of a segment would make them again,
@@ -471,7 +473,7 @@ fn fits<R: Runtime>(client: &ComputeClient<R>, plans: &Plans) -> bool {
     [
         (plans.scores, scores_memory(&plans.scores)),
         (plans.walk, walk_memory(&plans.walk, false)),
-        (plans.gradients, gradients_memory(&plans.gradients)),
+        (plans.gradients, plans.gradients.gradients_memory()),
     ]
     .into_iter()
     .all(|(plan, bytes)| bytes <= most && plan.units <= hardware.max_units_per_cube as usize)
@@ -569,27 +571,17 @@ fn walk_memory(plan: &Plan, summary: bool) -> usize {
     }
 }
 
-fn gradients_memory(plan: &Plan) -> usize {
-    let variant = plan.variant;
-    let number = match plan.engine {
-        Engine::Plain => 4,
-        Engine::Mma => 2,
-    };
-    let squares = 1
-        + usize::from(variant.solves())
-        + usize::from(variant.delta())
-        + 2 * usize::from(variant.low_rank());
-    let gates = match variant.vector() {
-        true => plan.chunk * plan.stride(plan.key_slice),
-        false => plan.chunk,
-    };
-    (plan.left_numbers() + plan.right_numbers()) * number
-        + squares * tile_bytes(plan, plan.chunk, plan.chunk)
-        + 4 * plan.chunk * 16
-        + 8 * gates
-        + 4 * plan.chunk * 5
-        + sums_memory(plan)
-        + 256
+/// Stage 3 on tensor cores: all tiles of a chunk in shared memory at once where there is room; where
+/// there is room for two chunks, two smaller cubes share a multiprocessor and cover each other's loads.
+fn roomy(most: usize, sliced: Plan) -> Plan {
+    let whole = Plan { halves: 1, ..sliced };
+    let bytes = whole.gradients_memory();
+    let one_slice = whole.key_slices() == 1 && whole.value_slices() == 1;
+    match one_slice && bytes <= most {
+        true if 2 * bytes + 1024 <= most => Plan { units: 256, ..whole },
+        true => whole,
+        false => sliced,
+    }
 }
 
 /// One call: what every launch needs.
@@ -1101,9 +1093,10 @@ impl<'a, R: Runtime> Call<'a, R> {
             whole(&out.beta),
         );
         let [g, n, m] = self.plans.widths;
-        let (tiles, n, m) = match plan.engine {
-            Engine::Plain => (F32, 1, 1),
-            Engine::Mma => (e, n, m),
+        // Four numbers a vector in what tensor cores write.
+        let (tiles, n, m, w) = match plan.engine {
+            Engine::Plain => (F32, 1, 1, 1),
+            Engine::Mma => (e, n, m, 4),
         };
         // SAFETY: as in `scores`.
         #[allow(unsafe_code)]
@@ -1119,7 +1112,7 @@ impl<'a, R: Runtime> Call<'a, R> {
                 self.sizes(),
                 plan,
                 [self.dtype, tiles, e],
-                [g, n, m],
+                [g, n, m, w],
             );
         }
         out

@@ -3,6 +3,8 @@
 #![allow(clippy::collapsible_if)] // the outer one is often decided when a kernel is compiled
 
 mod chunk;
+mod desk;
+mod gates;
 mod gradients;
 mod inverse;
 mod launch;

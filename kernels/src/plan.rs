@@ -124,7 +124,8 @@ pub(crate) struct Plan {
     /// Columns of values in a tile elsewhere.
     pub value_slice: usize,
     /// Chunks whose tiles the state pass holds at once: with 2, one is copied while one is worked on;
-    /// with scorers 3, since one is scored in between.
+    /// with scorers 3, since one is scored in between. Stage 3 with tensor cores: 1 if it holds a
+    /// chunk's tiles at once, 0 if slice by slice.
     pub halves: usize,
     /// Planes of the state pass that make scores, ahead of the others; 0 where stage 1 makes them.
     pub scorers: usize,

@@ -454,8 +454,9 @@ pub(crate) fn ahead<E: Float, M: Size>(
 }
 
 /// Stage 1 of one chunk of linear attention, by the scorers of a walk, [`Plan::scorers`] planes of 32:
-/// its [`table`] as far as it has one and, unless nothing is mixed, its reads. `rows`, `gates_at`, `square`
-/// and `scales_at` say where the chunk's numbers begin. No barrier: whoever reads this waits for one.
+/// its [`table`] as far as it has one, and its reads if the walk `mixes` values by them. `rows`,
+/// `gates_at`, `square` and `scales_at` say where the chunk's numbers begin. No barrier: whoever reads
+/// this waits for one.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn score_ahead<E: Float, N: Size, M: Size>(
