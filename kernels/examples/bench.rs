@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 use cubecl::wgpu::WgpuRuntime;
 use half::bf16;
 use linattn_kernels::{
-    Decay, Dims, Given, Inputs, Read, Transition, Variant, backward, engine, forward,
+    Decay, Dims, Given, Inputs, Read, Transition, Variant, backward, engine, forward, launches,
 };
 use linattn_oracle as oracle;
 use std::time::Instant;
@@ -209,8 +209,9 @@ fn one<R: Runtime>(
     let forward_only = |n: usize| drop(run_forward(n));
     let both = |n: usize| drop(run_both(n));
     let (floor, floor_both) = floors(op, dims, if half { 2 } else { 4 });
+    let [launched, launched_both] = launches(client, case.variant, dims, dtype).expect("it ran");
     println!(
-        "{op},{text},{},{device},{:.4},{:.4},{:.4},{:.4},{floor:.4},{floor_both:.4},2,4,{error_o:.1e},{worst:.1e}",
+        "{op},{text},{},{device},{:.4},{:.4},{:.4},{:.4},{floor:.4},{floor_both:.4},{launched},{launched_both},{error_o:.1e},{worst:.1e}",
         if half { "bf16" } else { "f32" },
         queue(&forward_only),
         queue(&both),

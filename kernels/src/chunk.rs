@@ -11,6 +11,8 @@ pub(crate) struct Sizes {
     pub heads: u32,
     pub key_heads: u32,
     pub chunks: u32,
+    /// Chunks of a segment.
+    pub segment: u32,
 }
 
 /// One chunk of one head of one sequence.
@@ -123,6 +125,35 @@ pub(crate) fn sum_scalars(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[compti
         sums.fine[i] = b;
     }
     sync_cube();
+}
+
+/// As [`sum_scalars`], by a plane of 32 for itself: two of 64 gates a unit, which begin at `gates_at`;
+/// the sums begin at `at`. Ends with everything visible to the plane.
+#[cube]
+pub(crate) fn sum_by_plane(sums: &mut Sums, at: usize, gates: &SharedMemory<f32>, gates_at: usize) {
+    let i = UNIT_POS as usize % 32 * 2;
+    let first = gates[gates_at + i];
+    let second = gates[gates_at + i + 1];
+    let coarse_first = f32::round(first * 16.0f32) * 0.0625f32;
+    let coarse_second = f32::round(second * 16.0f32) * 0.0625f32;
+    let fine_first = first - coarse_first;
+    let fine_second = second - coarse_second;
+    let mut coarse = coarse_first + coarse_second;
+    let mut fine = fine_first + fine_second;
+    #[unroll]
+    for n in 0..5usize {
+        let back = comptime!(1u32 << n);
+        let coarse_before = plane_shuffle_up(coarse, back);
+        let fine_before = plane_shuffle_up(fine, back);
+        let there = UNIT_POS % 32 >= back;
+        coarse += select(there, coarse_before, 0.0f32);
+        fine += select(there, fine_before, 0.0f32);
+    }
+    sums.coarse[at + i] = coarse - coarse_second;
+    sums.coarse[at + i + 1] = coarse;
+    sums.fine[at + i] = fine - fine_second;
+    sums.fine[at + i + 1] = fine;
+    sync_plane();
 }
 
 /// Sums of the gates of keys `first..first + key_slice`, [C, key_slice] in rows of the tiles'

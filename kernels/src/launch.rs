@@ -1,10 +1,12 @@
 //! The host's side: checks, cuts and buffers, and the launches of one forward or backward pass.
 
 use crate::chunk::SizesLaunch;
-use crate::gradients::{GradientsLaunch, RowPairsLaunch, TracesLaunch, row_gradients};
-use crate::pass::{LocalLaunch, Task, WalkLaunch, walk_backward, walk_forward};
+use crate::desk::RowPairsLaunch;
+use crate::gradients::{GradientsLaunch, TracesLaunch, row_gradients};
+use crate::pass::{LocalLaunch, Span, Task, WalkLaunch, walk_backward, walk_forward};
 use crate::plan::{Dims, Plan, Transition, VERSION, Variant};
 use crate::scores::{OperandsLaunch, ScoresLaunch, score_chunks, table};
+use crate::segments::{COLUMNS, UNITS, join_decays, join_matrices};
 use crate::tile::Engine;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
@@ -183,17 +185,49 @@ pub struct Backward {
     pub state: Buffer,
 }
 
-/// How one operation is cut up on one device: the same for the same device and widths, whatever the
-/// batch and the length.
+/// How one operation is cut up on one device. Batch and length decide only which of two widths the tiles
+/// of values have, and into how many segments sequences are cut, which is not compiled in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Plans {
     scores: Plan,
     walk: Plan,
+    /// The walk forward that sums segments up: where a system is solved, in tiles of its own.
+    summary: Plan,
     gradients: Plan,
+    /// Into how many segments each sequence is cut for stage 2, at most.
+    segments: usize,
     /// Type of what stages hand over to each other.
     between: StorageType,
     /// Numbers a vector in the tensors, in tiles that are loaded, in what is computed.
     widths: [usize; 3],
+}
+
+impl Plans {
+    /// Chunks of a segment.
+    fn segment(&self, dims: Dims) -> usize {
+        dims.tokens.div_ceil(self.walk.chunk).div_ceil(self.segments)
+    }
+}
+
+/// Launches of a forward pass, and of one with a backward pass.
+///
+/// # Errors
+/// [`Refusal`] where the kernels cannot run.
+pub fn launches<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+) -> Result<[usize; 2], Refusal> {
+    let plans = plans(client, variant, dims, dtype)?;
+    // A summary, and what joins three segments or more.
+    let more = match dims.tokens.div_ceil(plans.walk.chunk).div_ceil(plans.segment(dims)) {
+        1 => 0,
+        2 => 1,
+        _ => 2,
+    };
+    let forward = usize::from(plans.walk.scorers == 0) + 1 + more;
+    Ok([forward, forward + 2 + more])
 }
 
 /// Which engine a call would take.
@@ -287,6 +321,11 @@ fn has_mma<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> bool {
     planes && shape && matmul.ldmatrix.contains(&dtype)
 }
 
+/// The widest part of at most `most` columns, a multiple of 16, that a width falls into.
+fn part(width: usize, most: usize) -> Option<usize> {
+    (1..=most / 16).rev().map(|n| n * 16).find(|n| width.is_multiple_of(*n))
+}
+
 /// Tensor cores: chunks of 64, keys in one piece.
 fn mma<R: Runtime>(
     client: &ComputeClient<R>,
@@ -298,22 +337,32 @@ fn mma<R: Runtime>(
     if !key_width.is_multiple_of(16) || !value_width.is_multiple_of(16) {
         return None;
     }
-    // The widest part of at most `most` columns that a width falls into.
-    let part = |width: usize, most: usize| {
-        (1..=most / 16).rev().map(|n| n * 16).find(|n| width.is_multiple_of(*n))
-    };
-    // The walk has a cube for each tile of values: narrow tiles where there are too few sequences and
-    // heads to fill the device, wide ones otherwise, because every tile loads all keys. Below 64 too
-    // few units are left to load them.
+    // The walk has a cube for each tile of values: wide ones where those fill the device or sequences
+    // are cut until they do, because every tile loads all keys; else narrow ones. Below 64 too few
+    // units are left to load keys.
     let memories = dims.batch * dims.heads;
     let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
     let enough = multiprocessors.map_or(1, |n| n as usize * 3 / 4);
-    let value_slice = part(value_width, 128)?;
-    let value_tile = [128, 64]
-        .into_iter()
-        .filter_map(|most| part(value_width, most))
-        .find(|tile| memories * (value_width / tile) >= enough)
-        .or(part(value_width, 64))?;
+    let [wide, narrow] = [part(value_width, 128)?, part(value_width, 64)?];
+    // M of a segment has K columns and E has V, in tiles of one width. There are many of them, and three
+    // cubes of 64 columns a multiprocessor keep more planes busy than one of 128.
+    let both = |n: &usize| key_width.is_multiple_of(*n) && value_width.is_multiple_of(*n);
+    let shared = [64, 48, 32, 16].into_iter().find(both)?;
+    let cut = |value_tile| mma_cut(client, variant, dims, dtype, [value_tile, wide, shared]);
+    cut(wide)
+        .filter(|plans| plans.segments > 1 || memories * (value_width / wide) >= enough)
+        .or_else(|| cut(narrow))
+}
+
+/// As [`mma`], for tiles of so many values: in the walk, elsewhere, in summaries.
+fn mma_cut<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+    [value_tile, value_slice, shared]: [usize; 3],
+) -> Option<Plans> {
+    let Dims { key_width, value_width, .. } = dims;
     let walk = Plan {
         version: VERSION,
         variant,
@@ -325,6 +374,7 @@ fn mma<R: Runtime>(
         value_tile,
         value_slice,
         halves: 2,
+        scorers: 0,
         units: value_tile * 2,
     };
     // A vector decay does not factor out of products: those stages multiply in f32.
@@ -336,18 +386,36 @@ fn mma<R: Runtime>(
         units: 256,
         ..walk
     };
+    let most = client.properties().hardware.max_shared_memory_size;
     let (scores, gradients) = match variant.vector() {
         true => (plain, plain),
         false => (
             Plan { units: 256, ..walk },
             // Many units, so that few registers hold each one's share.
-            Plan { key_slice: part(key_width, 128)?, units: 512, ..walk },
+            roomy(most, Plan { key_slice: part(key_width, 128)?, halves: 0, units: 512, ..walk }),
         ),
     };
-    [2, 1].into_iter().find_map(|halves| {
-        let walk = Plan { halves, ..walk };
-        let plans = Plans { scores, walk, gradients, between: dtype, widths: [8, 8, 2] };
-        fits(client, &plans).then_some(plans)
+    // Scores of linear attention need no state: where no other cube of a segment would make them again,
+    // and registers of that many planes hold the state, planes of the walk make them instead of stage 1.
+    let alone = !variant.solves() && !variant.vector() && value_tile == value_width;
+    let scorers = match alone && key_width <= 128 {
+        true if value_tile <= 64 => 8,
+        true => 4,
+        false => 0,
+    };
+    let with_scorers = (scorers > 0).then_some((3, scorers));
+    with_scorers.into_iter().chain([(2, 0), (1, 0)]).find_map(|(halves, scorers)| {
+        let units = (value_tile / 16 + scorers) * 32;
+        let walk = Plan { halves, scorers, units, ..walk };
+        // Where no system is solved, summaries are the walk's planes, its scorers for the table.
+        let summary = match variant.solves() {
+            true => Plan { value_tile: shared, units: shared * 2, ..walk },
+            false => walk,
+        };
+        let (between, widths) = (dtype, [8, 8, 2]);
+        let plans = Plans { scores, walk, summary, gradients, segments: 1, between, widths };
+        let segments = segments(client, &plans, dims);
+        fits(client, &plans).then_some(Plans { segments, ..plans })
     })
 }
 
@@ -375,12 +443,21 @@ fn plain<R: Runtime>(
                 value_tile,
                 value_slice: narrow(value_width),
                 halves: 1,
+                scorers: 0,
                 units: 256,
             };
-            let plans = Plans { scores: plan, walk: plan, gradients: plan, between: F32, widths };
+            let plans = Plans {
+                scores: plan,
+                walk: plan,
+                summary: plan,
+                gradients: plan,
+                segments: 1,
+                between: F32,
+                widths,
+            };
             let useful = value_tile == 16 || value_width > 16;
             if useful && fits(client, &plans) {
-                return Ok(plans);
+                return Ok(Plans { segments: segments(client, &plans, dims), ..plans });
             }
         }
     }
@@ -395,11 +472,43 @@ fn fits<R: Runtime>(client: &ComputeClient<R>, plans: &Plans) -> bool {
     let most = hardware.max_shared_memory_size;
     [
         (plans.scores, scores_memory(&plans.scores)),
-        (plans.walk, walk_memory(&plans.walk)),
-        (plans.gradients, gradients_memory(&plans.gradients)),
+        (plans.walk, walk_memory(&plans.walk, false)),
+        (plans.gradients, plans.gradients.gradients_memory()),
     ]
     .into_iter()
     .all(|(plan, bytes)| bytes <= most && plan.units <= hardware.max_units_per_cube as usize)
+}
+
+/// Units of walks that a multiprocessor holds: 170 of 65536 registers each.
+const HELD: usize = 384;
+/// Shared memory that a cube takes besides its own.
+const OVERHEAD: usize = 1024;
+/// A segment's fewest chunks: below, its start is a good part of it.
+const SHORTEST: usize = 4;
+
+/// Into how many segments sequences are cut: as many as walk at once, as far as the device is known to
+/// hold their cubes and those that sum them up. Summing up costs about as much as walking where a system
+/// is solved, and less than half of that elsewhere, so that few segments would gain nothing.
+fn segments<R: Runtime>(client: &ComputeClient<R>, plans: &Plans, dims: Dims) -> usize {
+    let hardware = &client.properties().hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(0) as usize;
+    let held = |plan: &Plan, summary: bool| {
+        let memory = hardware.max_shared_memory_size + OVERHEAD;
+        let most = memory / (walk_memory(plan, summary) + OVERHEAD);
+        multiprocessors * most.min(HELD / plan.units).max(1)
+    };
+    let (walk, summary) = (&plans.walk, &plans.summary);
+    let solves = walk.variant.solves();
+    let memories = dims.batch * dims.heads;
+    let at_once = |n: &usize| {
+        let states = summary.value_tiles() * (n - 1);
+        let transfers = if solves { summary.key_tiles() * (n - 2) } else { 0 };
+        memories * walk.value_tiles() * n <= held(walk, false)
+            && memories * (states + transfers) <= held(summary, true)
+    };
+    let most = (dims.tokens.div_ceil(walk.chunk) / SHORTEST).min(held(walk, false));
+    let fewest = if solves { 3 } else { 2 };
+    (fewest..=most).rev().find(at_once).unwrap_or(1)
 }
 
 /// Bytes of a tile.
@@ -434,7 +543,8 @@ fn scores_memory(plan: &Plan) -> usize {
     rows + inverse + local + sums_memory(plan) + 256
 }
 
-fn walk_memory(plan: &Plan) -> usize {
+/// Of a walk, or of one forward that sums up: without queries and without outputs' matrices.
+fn walk_memory(plan: &Plan, summary: bool) -> usize {
     let variant = plan.variant;
     let rows = tile_bytes(plan, plan.chunk, plan.key_slice);
     let values = tile_bytes(plan, plan.chunk, plan.value_tile);
@@ -448,35 +558,30 @@ fn walk_memory(plan: &Plan) -> usize {
         Engine::Mma => {
             let asks = variant.own_a() || (variant.vector() && variant.solves());
             let low_rank = usize::from(variant.low_rank());
-            let all = rows * (2 + usize::from(asks) + low_rank)
-                + values * (1 + low_rank)
-                + square * (1 + usize::from(variant.solves()) + 2 * low_rank);
-            plan.halves * (all + scales) + 256
+            let outputs = usize::from(!summary);
+            let all = rows * (1 + outputs + usize::from(asks) + low_rank) + values * (1 + low_rank);
+            let squares = square * (usize::from(variant.solves()) + outputs * (1 + 2 * low_rank));
+            // Gates, and their sums for each scorer.
+            let scorers = match plan.scorers {
+                0 => 0,
+                scorers => 4 * plan.chunk * (plan.halves + 2 * scorers),
+            };
+            plan.halves * all + plan.squares() * (squares + scales) + scorers + 256
         }
     }
 }
 
-fn gradients_memory(plan: &Plan) -> usize {
-    let variant = plan.variant;
-    let number = match plan.engine {
-        Engine::Plain => 4,
-        Engine::Mma => 2,
-    };
-    let squares = 1
-        + usize::from(variant.solves())
-        + usize::from(variant.delta())
-        + 2 * usize::from(variant.low_rank());
-    let gates = match variant.vector() {
-        true => plan.chunk * plan.stride(plan.key_slice),
-        false => plan.chunk,
-    };
-    (plan.left_numbers() + plan.right_numbers()) * number
-        + squares * tile_bytes(plan, plan.chunk, plan.chunk)
-        + 4 * plan.chunk * 16
-        + 8 * gates
-        + 4 * plan.chunk * 5
-        + sums_memory(plan)
-        + 256
+/// Stage 3 on tensor cores: all tiles of a chunk in shared memory at once where there is room; where
+/// there is room for two chunks, two smaller cubes share a multiprocessor and cover each other's loads.
+fn roomy(most: usize, sliced: Plan) -> Plan {
+    let whole = Plan { halves: 1, ..sliced };
+    let bytes = whole.gradients_memory();
+    let one_slice = whole.key_slices() == 1 && whole.value_slices() == 1;
+    match one_slice && bytes <= most {
+        true if 2 * bytes + 1024 <= most => Plan { units: 256, ..whole },
+        true => whole,
+        false => sliced,
+    }
 }
 
 /// One call: what every launch needs.
@@ -499,6 +604,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         dims: Dims,
         dtype: StorageType,
         x: &'a Inputs,
+        segments: Option<usize>,
     ) -> Result<Self, Refusal> {
         let tensors = [
             ("a", x.a.is_some(), variant.own_a()),
@@ -511,12 +617,22 @@ impl<'a, R: Runtime> Call<'a, R> {
                 return Err(Refusal::Tensor { name, wanted });
             }
         }
-        let plans = plans(client, variant, dims, dtype)?;
+        let planned = plans(client, variant, dims, dtype)?;
+        let plans = Plans { segments: segments.unwrap_or(planned.segments), ..planned };
         Ok(Self { client, plans, variant, dims, dtype, x })
     }
 
     fn chunks(&self) -> usize {
         self.dims.tokens.div_ceil(self.plans.walk.chunk)
+    }
+
+    /// Chunks of a segment.
+    fn segment(&self) -> usize {
+        self.plans.segment(self.dims)
+    }
+
+    fn segments(&self) -> usize {
+        self.chunks().div_ceil(self.segment())
     }
 
     fn memories(&self) -> usize {
@@ -541,7 +657,8 @@ impl<'a, R: Runtime> Call<'a, R> {
 
     fn sizes(&self) -> SizesLaunch<R> {
         let Dims { tokens, heads, key_heads, .. } = self.dims;
-        SizesLaunch::new(tokens as u32, heads as u32, key_heads as u32, self.chunks() as u32)
+        let (chunks, segment) = (self.chunks() as u32, self.segment() as u32);
+        SizesLaunch::new(tokens as u32, heads as u32, key_heads as u32, chunks, segment)
     }
 
     fn keys_shape(&self) -> [usize; 4] {
@@ -604,8 +721,13 @@ impl<'a, R: Runtime> Call<'a, R> {
         )
     }
 
-    /// Stage 1.
+    /// Stage 1, unless the walk makes scores itself, forward and backward: then there is nothing to hand
+    /// over.
     fn scores(&self) -> [Buffer; SCORES] {
+        if self.plans.walk.scorers > 0 {
+            let none = self.buffer(&[16], F32);
+            return core::array::from_fn(|_| none.clone());
+        }
         let plan = self.plans.scores;
         let e = self.plans.between;
         let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
@@ -670,14 +792,15 @@ impl<'a, R: Runtime> Call<'a, R> {
         let (rows, values) = (numbers(&self.rows_shape()), numbers(&self.values_shape()));
         let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
         let vector = self.variant.vector();
+        let made = self.plans.walk.scorers == 0;
         let of = |n: usize, there, len| array(&scores[n], if there { len } else { 16 });
         LocalLaunch::new(
-            of(0, true, square),
+            of(0, made, square),
             of(1, low_rank, square),
             of(2, solves, square),
             of(3, low_rank, square),
             of(4, low_rank, values),
-            of(5, true, numbers(&self.own_shape(table::ROWS, chunk))),
+            of(5, made, numbers(&self.own_shape(table::ROWS, chunk))),
             of(6, vector, rows),
             of(7, vector && solves, rows),
             of(8, vector && low_rank, rows),
@@ -696,8 +819,168 @@ impl<'a, R: Runtime> Call<'a, R> {
         [g, n, m, w]
     }
 
+    /// One launch of stage 2: forward, or back from `d_o`.
+    fn walk(&self, scores: &[Handle], d_o: Option<&Handle>, task: Task, of: Walked<'_>) {
+        let segments = self.segments();
+        let (plan, across, deep) = match task.span {
+            Span::Whole => (self.plans.walk, self.plans.walk.value_tiles(), 1),
+            Span::Segment => (self.plans.walk, self.plans.walk.value_tiles(), segments),
+            Span::Summary if task.backward => {
+                (self.plans.walk, self.plans.walk.value_tiles() * (segments - 1), 1)
+            }
+            Span::Summary => {
+                let plan = self.plans.summary;
+                let matrices = if self.variant.solves() { segments - 2 } else { 0 };
+                let across = plan.value_tiles() * (segments - 1) + plan.key_tiles() * matrices;
+                (plan, across, 1)
+            }
+        };
+        let cubes = CubeCount::Static(across as u32, self.memories() as u32, deep as u32);
+        let units = CubeDim::new_1d(plan.units as u32);
+        let types = [self.dtype, self.plans.between];
+        let values = self.values_shape().iter().product();
+        // SAFETY: as in `scores`.
+        #[allow(unsafe_code)]
+        unsafe {
+            match d_o {
+                Some(d_o) => walk_backward::launch_unchecked::<R>(
+                    self.client,
+                    cubes,
+                    units,
+                    self.operands(),
+                    self.local(scores),
+                    of.launch(),
+                    array(d_o, values),
+                    whole(of.out),
+                    self.sizes(),
+                    task,
+                    plan,
+                    types,
+                    self.walk_widths(),
+                ),
+                None => walk_forward::launch_unchecked::<R>(
+                    self.client,
+                    cubes,
+                    units,
+                    self.operands(),
+                    self.local(scores),
+                    of.launch(),
+                    whole(of.out),
+                    self.sizes(),
+                    task,
+                    plan,
+                    types,
+                    self.walk_widths(),
+                ),
+            }
+        }
+    }
+
+    /// What each segment starts from, `[B, H, P, K, V]`, forward or back from `d_o`. `transfers` are
+    /// filled forward; back only where they are no matrices.
+    fn slots(
+        &self,
+        scores: &[Handle],
+        d_o: Option<&Handle>,
+        given: Option<(&Handle, usize)>,
+        keep: bool,
+        transfers: &Buffer,
+    ) -> Buffer {
+        let Dims { batch, heads, key_width, value_width, .. } = self.dims;
+        let (plan, segments) = (self.plans.walk, self.segments());
+        let backward = d_o.is_some();
+        let slots = self.buffer(&[batch, heads, segments, key_width, value_width], F32);
+        let unused = self.buffer(&[16], self.plans.between);
+        let out = self.buffer(&[16], self.dtype);
+        let task = Task { backward, span: Span::Summary, given: given.is_some(), keep };
+        let kept = [&unused, &unused];
+        self.walk(
+            scores,
+            d_o,
+            task,
+            Walked { start: given, end: &slots, kept, transfers, out: &out },
+        );
+        if segments < 3 {
+            return slots;
+        }
+        let units = CubeDim::new_1d(UNITS as u32);
+        let matrices = batch * heads * segments * key_width * key_width;
+        // SAFETY: as in `scores`.
+        #[allow(unsafe_code)]
+        unsafe {
+            if self.variant.solves() {
+                join_matrices::launch_unchecked::<R>(
+                    self.client,
+                    self.cubes(value_width.div_ceil(COLUMNS)),
+                    units,
+                    whole(transfers),
+                    whole(&slots),
+                    if backward { matrices as u32 } else { 0 },
+                    segments as u32,
+                    backward,
+                    plan,
+                    if key_width.is_multiple_of(4) { 4 } else { 1 },
+                );
+            } else {
+                join_decays::launch_unchecked::<R>(
+                    self.client,
+                    self.cubes((key_width * value_width).div_ceil(UNITS)),
+                    units,
+                    whole(transfers),
+                    whole(&slots),
+                    segments as u32,
+                    backward,
+                    plan,
+                );
+            }
+        }
+        slots
+    }
+
+    /// Shape of what segments do to a state besides adding to it. A backward pass needs the matrices
+    /// twice, as they are and transposed.
+    fn transfers_shape(&self, keep: bool) -> Vec<usize> {
+        let Dims { batch, heads, key_width, .. } = self.dims;
+        let segments = self.segments();
+        match self.variant.decay {
+            _ if segments == 1 => vec![16],
+            _ if self.variant.solves() => {
+                vec![1 + usize::from(keep), batch, heads, segments, key_width, key_width]
+            }
+            crate::Decay::None => vec![16],
+            crate::Decay::Scalar => vec![batch, heads, segments],
+            crate::Decay::Vector => vec![batch, heads, segments, key_width],
+        }
+    }
+
+    /// The walk over all of every sequence, in one piece or in segments.
+    fn walk_all(
+        &self,
+        scores: &[Handle],
+        d_o: Option<&Handle>,
+        given: Option<&Handle>,
+        keep: bool,
+        of: Walked<'_>,
+    ) {
+        let given = given.map(|given| (given, of.end.len()));
+        let task =
+            Task { backward: d_o.is_some(), span: Span::Whole, given: given.is_some(), keep };
+        if self.segments() == 1 {
+            self.walk(scores, d_o, task, Walked { start: given, ..of });
+        } else {
+            let slots = self.slots(scores, d_o, given, keep, of.transfers);
+            let task = Task { span: Span::Segment, given: true, ..task };
+            self.walk(
+                scores,
+                d_o,
+                task,
+                Walked { start: Some((&slots.handle, slots.len())), ..of },
+            );
+        }
+    }
+
     /// Stage 2, forward.
-    fn walk_forward(&self, scores: &[Handle], keep: bool) -> (Buffer, Buffer, [Buffer; 2]) {
+    fn walk_forward(&self, scores: &[Handle], keep: bool) -> (Buffer, Buffer, [Buffer; 3]) {
         let plan = self.plans.walk;
         let e = self.plans.between;
         let o = self.buffer(&self.values_shape(), self.dtype);
@@ -707,29 +990,17 @@ impl<'a, R: Runtime> Call<'a, R> {
             self.buffer_if(keep, &states, e),
             self.buffer_if(keep && self.variant.solves(), &self.values_shape(), e),
         ];
-        let start = self.x.state.as_ref().unwrap_or(&end.handle);
-        let walk =
-            WalkLaunch::new(array(start, end.len()), whole(&end), whole(&kept[0]), whole(&kept[1]));
-        let task = Task { given: self.x.state.is_some(), keep };
-        // SAFETY: as in `scores`.
-        #[allow(unsafe_code)]
-        unsafe {
-            walk_forward::launch_unchecked::<R>(
-                self.client,
-                self.cubes(plan.value_tiles()),
-                CubeDim::new_1d(plan.units as u32),
-                self.operands(),
-                self.local(scores),
-                walk,
-                whole(&o),
-                self.sizes(),
-                task,
-                plan,
-                [self.dtype, e],
-                self.walk_widths(),
-            );
-        }
-        (o, end, kept)
+        let transfers = self.buffer(&self.transfers_shape(keep), F32);
+        let of = Walked {
+            start: None,
+            end: &end,
+            kept: kept.each_ref(),
+            transfers: &transfers,
+            out: &o,
+        };
+        self.walk_all(scores, None, self.x.state.as_ref(), keep, of);
+        let [states, block] = kept;
+        (o, end, [states, block, transfers])
     }
 
     /// Stage 2, backward: dv of linear attention, dS of the start, and the states' and solves'
@@ -737,6 +1008,7 @@ impl<'a, R: Runtime> Call<'a, R> {
     fn walk_backward(
         &self,
         scores: &[Handle],
+        transfers: &Handle,
         d_o: &Handle,
         d_state: Option<&Handle>,
     ) -> (Buffer, Buffer, [Buffer; 2]) {
@@ -747,30 +1019,20 @@ impl<'a, R: Runtime> Call<'a, R> {
         let end = self.buffer(&self.state_shape(), F32);
         let states = self.own_shape(plan.value_width, plan.key_width);
         let kept = [self.buffer(&states, e), self.buffer_if(solves, &self.values_shape(), e)];
-        let start = d_state.unwrap_or(&end.handle);
-        let walk =
-            WalkLaunch::new(array(start, end.len()), whole(&end), whole(&kept[0]), whole(&kept[1]));
-        let task = Task { given: d_state.is_some(), keep: true };
-        let values = self.values_shape().iter().product();
-        // SAFETY: as in `scores`.
-        #[allow(unsafe_code)]
-        unsafe {
-            walk_backward::launch_unchecked::<R>(
-                self.client,
-                self.cubes(plan.value_tiles()),
-                CubeDim::new_1d(plan.units as u32),
-                self.operands(),
-                self.local(scores),
-                walk,
-                array(d_o, values),
-                whole(&d_v),
-                self.sizes(),
-                task,
-                plan,
-                [self.dtype, e],
-                self.walk_widths(),
-            );
-        }
+        let shape = self.transfers_shape(true);
+        let transfers = match solves {
+            true => Buffer { handle: transfers.clone(), shape, dtype: F32 },
+            // They are of segments that a walk back sums up: others than forward.
+            false => self.buffer(&shape, F32),
+        };
+        let of = Walked {
+            start: None,
+            end: &end,
+            kept: kept.each_ref(),
+            transfers: &transfers,
+            out: &d_v,
+        };
+        self.walk_all(scores, Some(d_o), d_state, true, of);
         (d_v, end, kept)
     }
 
@@ -831,9 +1093,10 @@ impl<'a, R: Runtime> Call<'a, R> {
             whole(&out.beta),
         );
         let [g, n, m] = self.plans.widths;
-        let (tiles, n, m) = match plan.engine {
-            Engine::Plain => (F32, 1, 1),
-            Engine::Mma => (e, n, m),
+        // Four numbers a vector in what tensor cores write.
+        let (tiles, n, m, w) = match plan.engine {
+            Engine::Plain => (F32, 1, 1, 1),
+            Engine::Mma => (e, n, m, 4),
         };
         // SAFETY: as in `scores`.
         #[allow(unsafe_code)]
@@ -849,10 +1112,36 @@ impl<'a, R: Runtime> Call<'a, R> {
                 self.sizes(),
                 plan,
                 [self.dtype, tiles, e],
-                [g, n, m],
+                [g, n, m, w],
             );
         }
         out
+    }
+}
+
+/// Memory of one launch of stage 2.
+struct Walked<'a> {
+    /// What it starts from, if anything.
+    start: Option<(&'a Handle, usize)>,
+    end: &'a Buffer,
+    /// States and blocks.
+    kept: [&'a Buffer; 2],
+    transfers: &'a Buffer,
+    /// o or dv.
+    out: &'a Buffer,
+}
+
+impl Walked<'_> {
+    fn launch<E: Float, W: Size, R: Runtime>(&self) -> WalkLaunch<E, W, R> {
+        let (start, numbers) = self.start.unwrap_or((&self.end.handle, self.end.len()));
+        let [states, block] = self.kept;
+        WalkLaunch::new(
+            array(start, numbers),
+            whole(self.end),
+            whole(states),
+            whole(block),
+            whole(self.transfers),
+        )
     }
 }
 
@@ -891,7 +1180,20 @@ pub fn forward<R: Runtime>(
     x: &Inputs,
     keep: bool,
 ) -> Result<Forward, Refusal> {
-    let call = Call::new(client, variant, dims, dtype, x)?;
+    forward_in(client, variant, dims, dtype, x, keep, None)
+}
+
+/// As [`forward`], cut into so many segments, or as many as the device asks for.
+pub(crate) fn forward_in<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+    x: &Inputs,
+    keep: bool,
+    segments: Option<usize>,
+) -> Result<Forward, Refusal> {
+    let call = Call::new(client, variant, dims, dtype, x, segments)?;
     let scores = call.scores();
     let handles: Vec<Handle> = scores.iter().map(|buffer| buffer.handle.clone()).collect();
     let (o, state, kept) = call.walk_forward(&handles, keep);
@@ -914,11 +1216,26 @@ pub fn backward<R: Runtime>(
     d_o: &Handle,
     d_state: Option<&Handle>,
 ) -> Result<Backward, Refusal> {
+    backward_in(client, variant, dims, dtype, given, d_o, d_state, None)
+}
+
+/// As [`backward`], cut as the forward pass was.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn backward_in<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+    given: Given<'_>,
+    d_o: &Handle,
+    d_state: Option<&Handle>,
+    segments: Option<usize>,
+) -> Result<Backward, Refusal> {
     let Given { x, saved } = given;
-    assert_eq!(saved.len(), SCORES + 2, "tensors that a forward pass saves");
-    let call = Call::new(client, variant, dims, dtype, x)?;
+    assert_eq!(saved.len(), SCORES + 3, "tensors that a forward pass saves");
+    let call = Call::new(client, variant, dims, dtype, x, segments)?;
     let (scores, kept) = saved.split_at(SCORES);
-    let (d_v, d_start, [d_states, r]) = call.walk_backward(scores, d_o, d_state);
+    let (d_v, d_start, [d_states, r]) = call.walk_backward(scores, &kept[2], d_o, d_state);
     let out = call.gradients(&kept[0], &kept[1], &d_states, &r, d_o, d_v);
     let own_a = variant.own_a();
     Ok(Backward {

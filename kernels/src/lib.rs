@@ -3,12 +3,15 @@
 #![allow(clippy::collapsible_if)] // the outer one is often decided when a kernel is compiled
 
 mod chunk;
+mod desk;
+mod gates;
 mod gradients;
 mod inverse;
 mod launch;
 mod pass;
 mod plan;
 mod scores;
+mod segments;
 mod state;
 pub mod step;
 #[cfg(test)]
@@ -17,7 +20,7 @@ mod tile;
 mod vector;
 
 pub use launch::{
-    Backward, Buffer, Forward, Given, Inputs, Refusal, WIDEST, backward, engine, forward,
+    Backward, Buffer, Forward, Given, Inputs, Refusal, WIDEST, backward, engine, forward, launches,
 };
 pub use plan::{Decay, Dims, Read, Transition, VERSION, Variant};
 pub use tile::Engine;

@@ -12,16 +12,21 @@
 //! the gradient of what the solve was given; in linear attention it is that of v. Low rank has
 //! `dv = reads^T dO + K^ dS' + coupling^T R` besides.
 //!
-//! Work:   a cube a `value_tile` columns of a (sequence, head): columns of S never meet.
+//! Work:   a cube a `value_tile` columns of a (sequence, head), or of a segment of it (segments.rs):
+//!         columns of S never meet. In linear attention, where one tile holds all values, the first
+//!         planes of a cube are *scorers*: they make the next chunk's scores and table, which need no
+//!         state, while the others, the walkers, are at work on the present one; stage 1 is not run.
 //! Source: DeltaNet's chunk form, arXiv 2406.06484, with the decay of arXiv 2412.06464; the adjoint
 //!         goes through the solve, so that neither dW nor dT is ever formed.
 
-use crate::chunk::{Place, Sizes, own, place};
-use crate::plan::Plan;
-use crate::scores::{Operands, table};
+use crate::chunk::{Place, Sizes, own};
+use crate::plan::{Decay, Plan, Variant};
+use crate::scores::{Ahead, Operands, ahead, score_ahead, table};
+use crate::segments::{Stretch, nth, stretch};
 use crate::state::{
     Block, State, add, apply, apply_out, ask, block, fade, give, keep_state, output_column,
-    output_row, read_out, scale_tokens, settle, state, take, token, write,
+    output_row, own_columns, read_out, restart, scale_tokens, settle, state, take, token, walks,
+    write,
 };
 use crate::tile::{Acc, Pair, Rows, Window, load, load_async, put_four, put_out, tile, zeros};
 use crate::vector::set;
@@ -44,29 +49,82 @@ pub(crate) struct Local<E: Float, G: Size> {
     pub totals: Array<f32>,
 }
 
-/// What the walk starts from, `[B, H, K, V]`, and where it is kept.
+/// What the walk starts from and where it is kept.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Walk<E: Float, W: Size> {
+    /// `[B, H, K, V]`; where segments walk, their slots, `[B, H, P, K, V]`.
     pub start: Array<f32>,
+    /// `[B, H, K, V]`; the slots, where segments are summed up.
     pub end: Array<f32>,
     /// [V, K] at the start of every chunk (forward), at its end (backward).
     pub states: Array<Vector<E, W>>,
     /// U or R, `[B, T, H, V]`.
     pub block: Array<Vector<E, W>>,
+    /// Summaries: M^T and, if it is kept, M, each `[B, H, P, K, K]`; where nothing is solved its
+    /// diagonal, `[B, H, P]` or `[B, H, P, K]`.
+    pub transfers: Array<f32>,
+}
+
+/// What cubes walk over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Span {
+    /// Sequences.
+    Whole,
+    /// Segments, each from its own start.
+    Segment,
+    /// Segments too, for nothing but what they do to a state.
+    Summary,
 }
 
 /// What a launch of this stage does, besides its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Task {
+    pub backward: bool,
+    pub span: Span,
     /// There is a state to start from.
     pub given: bool,
-    /// States and blocks are kept.
+    /// States and blocks are kept; of a summary, what a backward pass needs of it.
     pub keep: bool,
+}
+
+/// What decay has left of the state since a segment's start: this unit's share of it.
+type Left = Sequence<Array<f32>>;
+
+impl Task {
+    /// Numbers of [`Left`]: none where M is a matrix, or 1.
+    fn left(&self, plan: Plan) -> usize {
+        match plan.variant.decay {
+            _ if !self.summary() || plan.variant.solves() => 0,
+            Decay::None => 0,
+            Decay::Scalar => 1,
+            Decay::Vector => plan.key_width.div_ceil(plan.units),
+        }
+    }
+
+    fn summary(&self) -> bool {
+        self.span == Span::Summary
+    }
+
+    /// Whether queries play a part.
+    fn reads(&self) -> bool {
+        self.backward || !self.summary()
+    }
+
+    /// Whether k does: back, for dS, only as the rows of a delta rule.
+    fn keys(&self, variant: Variant) -> bool {
+        !(self.backward && self.summary()) || variant.delta()
+    }
+
+    /// Whether a block goes through the matrix that outputs were mixed by.
+    fn mixes(&self, variant: Variant) -> bool {
+        !self.summary() || (self.backward && variant.solves())
+    }
 }
 
 /// Tiles of what a chunk brings along. The plain engine loads one slice at a time into one tile of
 /// each shape, right before it is used. With tensor cores every role has a tile of its own, twice: while
-/// one chunk is worked on, the next one is copied into the other half.
+/// one chunk is worked on, the next one is copied into the other half. With scorers rows and values
+/// have it three times.
 #[derive(CubeType)]
 struct Feed<E: Float, N: Size> {
     reads: SharedMemory<Vector<E, N>>,
@@ -83,16 +141,24 @@ struct Feed<E: Float, N: Size> {
     /// Low rank, backward: coupling.
     coupling: SharedMemory<Vector<E, N>>,
     scales: SharedMemory<f32>,
-    /// Where the chunk at work lies in tiles of rows, of values, of squares, and in the scales.
+    /// For scorers: gates.
+    gates: SharedMemory<f32>,
+    /// Where the chunk at work lies in tiles of rows, of values, of squares, in scales and in gates.
     at_rows: usize,
     at_values: usize,
     at_square: usize,
     at_scales: usize,
+    at_gates: usize,
 }
 
 impl Plan {
     fn staged(&self) -> bool {
         self.engine == crate::Engine::Mma
+    }
+
+    /// Whether the walk makes scores itself.
+    fn scores(&self) -> bool {
+        self.scorers > 0
     }
 
     fn row_numbers(&self) -> usize {
@@ -122,15 +188,16 @@ impl Plan {
 }
 
 #[cube]
-fn feed<E: Float, N: Size>(#[comptime] backward: bool, #[comptime] plan: Plan) -> Feed<E, N> {
+fn feed<E: Float, N: Size>(#[comptime] task: Task, #[comptime] plan: Plan) -> Feed<E, N> {
     let variant = comptime!(plan.variant);
     let halves = comptime!(plan.halves);
     let rows = tile::<E, N>(comptime!(halves * plan.row_numbers()));
     let values = tile::<E, N>(comptime!(halves * plan.value_numbers()));
-    let square = tile::<E, N>(comptime!(halves * plan.square_numbers()));
+    let squares = comptime!(variant.solves() || (task.mixes(variant) && !plan.scores()));
+    let square = tile::<E, N>(comptime!(if squares { halves * plan.square_numbers() } else { 16 }));
     let own_asks = comptime!(variant.own_a() || (variant.vector() && variant.solves()));
     let low_rank = comptime!(plan.own_tile(variant.low_rank()));
-    let reads = if comptime!(plan.staged()) {
+    let reads = if comptime!(plan.own_tile(task.reads() && task.keys(variant))) {
         tile::<E, N>(comptime!(halves * plan.row_numbers()))
     } else {
         rows
@@ -141,19 +208,22 @@ fn feed<E: Float, N: Size>(#[comptime] backward: bool, #[comptime] plan: Plan) -
         rows
     };
     let writes = if low_rank { tile::<E, N>(comptime!(halves * plan.row_numbers())) } else { rows };
-    let local = if comptime!(low_rank && !backward) {
+    let local = if comptime!(low_rank && !task.backward) {
         tile::<E, N>(comptime!(halves * plan.value_numbers()))
     } else {
         values
     };
-    let inverse = if comptime!(plan.own_tile(variant.solves())) {
+    let inverse = if comptime!(plan.own_tile(variant.solves() && task.mixes(variant))) {
         tile::<E, N>(comptime!(halves * plan.square_numbers()))
     } else {
         square
     };
-    let mix_values =
-        if low_rank { tile::<E, N>(comptime!(halves * plan.square_numbers())) } else { square };
-    let coupling = if comptime!(low_rank && backward) {
+    let mix_values = if comptime!(low_rank && !task.summary()) {
+        tile::<E, N>(comptime!(halves * plan.square_numbers()))
+    } else {
+        square
+    };
+    let coupling = if comptime!(low_rank && task.backward && !task.summary()) {
         tile::<E, N>(comptime!(halves * plan.square_numbers()))
     } else {
         square
@@ -170,13 +240,19 @@ fn feed<E: Float, N: Size>(#[comptime] backward: bool, #[comptime] plan: Plan) -
         mix_values,
         coupling,
         scales: SharedMemory::<f32>::new_aligned(
-            comptime!(halves * table::ROWS * plan.chunk),
+            comptime!(plan.squares() * table::ROWS * plan.chunk),
             16usize,
         ),
+        gates: SharedMemory::<f32>::new(comptime!(if plan.scores() {
+            halves * plan.chunk
+        } else {
+            1
+        })),
         at_rows: 0usize.runtime(),
         at_values: 0usize.runtime(),
         at_square: 0usize.runtime(),
         at_scales: 0usize.runtime(),
+        at_gates: 0usize.runtime(),
     }
 }
 
@@ -191,7 +267,7 @@ fn issue<F: Float, E: Float, G: Size, N: Size>(
     place: &Place,
     first: usize,
     half: usize,
-    #[comptime] backward: bool,
+    #[comptime] task: Task,
     #[comptime] plan: Plan,
 ) {
     let variant = comptime!(plan.variant);
@@ -203,8 +279,12 @@ fn issue<F: Float, E: Float, G: Size, N: Size>(
     let at = half * comptime!(plan.square_numbers());
     let values_at = half * comptime!(plan.value_numbers());
     if comptime!(variant.vector()) {
-        load_async::<E, G, E, N>(&mut feed.keys, rows, &local.k, &place.rows, 0usize, keys);
-        load_async::<E, G, E, N>(&mut feed.reads, rows, &local.q, &place.rows, 0usize, keys);
+        if comptime!(task.keys(variant)) {
+            load_async::<E, G, E, N>(&mut feed.keys, rows, &local.k, &place.rows, 0usize, keys);
+        }
+        if comptime!(task.reads()) {
+            load_async::<E, G, E, N>(&mut feed.reads, rows, &local.q, &place.rows, 0usize, keys);
+        }
         if comptime!(variant.solves()) {
             load_async::<E, G, E, N>(&mut feed.asks, rows, &local.a, &place.rows, 0usize, keys);
         }
@@ -212,8 +292,12 @@ fn issue<F: Float, E: Float, G: Size, N: Size>(
             load_async::<E, G, E, N>(&mut feed.writes, rows, &local.b, &place.rows, 0usize, keys);
         }
     } else {
-        load_async::<F, G, E, N>(&mut feed.keys, rows, &x.k, &place.keys, 0usize, keys);
-        load_async::<F, G, E, N>(&mut feed.reads, rows, &x.q, &place.keys, 0usize, keys);
+        if comptime!(task.keys(variant)) {
+            load_async::<F, G, E, N>(&mut feed.keys, rows, &x.k, &place.keys, 0usize, keys);
+        }
+        if comptime!(task.reads()) {
+            load_async::<F, G, E, N>(&mut feed.reads, rows, &x.q, &place.keys, 0usize, keys);
+        }
         if comptime!(variant.own_a()) {
             load_async::<F, G, E, N>(&mut feed.asks, rows, &x.a, &place.rows, 0usize, keys);
         }
@@ -225,41 +309,99 @@ fn issue<F: Float, E: Float, G: Size, N: Size>(
     if comptime!(variant.solves()) {
         load_async::<E, G, E, N>(&mut feed.inverse, at, &local.inverse, &own, 0usize, square);
     }
-    if comptime!(variant.low_rank()) {
-        load_async::<E, G, E, N>(&mut feed.mix, at, &local.reads_b, &own, 0usize, square);
-        load_async::<E, G, E, N>(&mut feed.mix_values, at, &local.reads, &own, 0usize, square);
-        if comptime!(backward) {
-            load_async::<E, G, E, N>(&mut feed.coupling, at, &local.coupling, &own, 0usize, square);
+    if comptime!(task.mixes(variant) && !plan.scores()) {
+        if comptime!(variant.low_rank()) {
+            load_async::<E, G, E, N>(&mut feed.mix, at, &local.reads_b, &own, 0usize, square);
         } else {
-            let from = &place.values;
-            load_async::<E, G, E, N>(&mut feed.local, values_at, &local.local, from, first, wide);
+            load_async::<E, G, E, N>(&mut feed.mix, at, &local.reads, &own, 0usize, square);
+        }
+    }
+    if comptime!(variant.low_rank() && !task.summary()) {
+        load_async::<E, G, E, N>(&mut feed.mix_values, at, &local.reads, &own, 0usize, square);
+    }
+    if comptime!(variant.low_rank() && task.backward && !task.summary()) {
+        load_async::<E, G, E, N>(&mut feed.coupling, at, &local.coupling, &own, 0usize, square);
+    }
+    if comptime!(variant.low_rank() && !task.backward) {
+        let from = &place.values;
+        load_async::<E, G, E, N>(&mut feed.local, values_at, &local.local, from, first, wide);
+    }
+    if comptime!(plan.scores()) {
+        if comptime!(variant.scalar()) {
+            issue_gates(&mut feed.gates, &x.g, &place.gates, half, plan);
         }
     } else {
-        load_async::<E, G, E, N>(&mut feed.mix, at, &local.reads, &own, 0usize, square);
-    }
-    let all = comptime!(table::ROWS * plan.chunk / 4);
-    #[unroll]
-    for turn in 0..comptime!(all.div_ceil(plan.units)) {
-        let n = UNIT_POS as usize + comptime!(turn * plan.units);
-        if n < all {
-            let from = (place.index * all + n) * 4;
-            let to = (half * all + n) * 4;
-            copy_async(
-                &local.table.slice(from, from + 4),
-                &mut feed.scales.slice_mut(to, to + 4),
-                4u32,
-            );
+        let all = comptime!(table::ROWS * plan.chunk / 4);
+        #[unroll]
+        for turn in 0..comptime!(all.div_ceil(plan.units)) {
+            let n = UNIT_POS as usize + comptime!(turn * plan.units);
+            if n < all {
+                let from = (place.index * all + n) * 4;
+                let to = (half * all + n) * 4;
+                copy_async(
+                    &local.table.slice(from, from + 4),
+                    &mut feed.scales.slice_mut(to, to + 4),
+                    4u32,
+                );
+            }
         }
     }
 }
 
-/// Points to a half of the tiles.
+/// Starts copying the scalar gates of a chunk, one a unit. There are scorers, so units enough.
 #[cube]
-fn turn_to<E: Float, N: Size>(feed: &mut Feed<E, N>, half: usize, #[comptime] plan: Plan) {
+fn issue_gates(
+    to: &mut SharedMemory<f32>,
+    from: &Array<f32>,
+    rows: &Rows,
+    half: usize,
+    #[comptime] plan: Plan,
+) {
+    let i = UNIT_POS as usize;
+    if i < comptime!(plan.chunk) {
+        let at = half * comptime!(plan.chunk) + i;
+        if i < rows.valid {
+            let from_at = rows.start + i * rows.stride;
+            copy_async(&from.slice(from_at, from_at + 1), &mut to.slice_mut(at, at + 1), 1u32);
+        } else {
+            to[at] = 0.0f32;
+        }
+    }
+}
+
+/// Points to chunk `c` of the walk.
+#[cube]
+fn turn_to<E: Float, N: Size>(feed: &mut Feed<E, N>, c: usize, #[comptime] plan: Plan) {
+    let half = c % comptime!(plan.halves);
+    let square = c % comptime!(plan.squares());
     feed.at_rows = half * comptime!(plan.row_numbers());
     feed.at_values = half * comptime!(plan.value_numbers());
-    feed.at_square = half * comptime!(plan.square_numbers());
-    feed.at_scales = half * comptime!(table::ROWS * plan.chunk);
+    feed.at_square = square * comptime!(plan.square_numbers());
+    feed.at_scales = square * comptime!(table::ROWS * plan.chunk);
+    feed.at_gates = half * comptime!(plan.chunk);
+}
+
+/// The scorers' part of a chunk. Summaries of linear attention read the table alone.
+#[cube]
+fn score<E: Float, N: Size, M: Size>(
+    next: &mut Ahead<E, M>,
+    feed: &mut Feed<E, N>,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+) {
+    score_ahead::<E, N, M>(
+        next,
+        feed.at_square,
+        &mut feed.scales,
+        feed.at_scales,
+        &feed.reads,
+        &feed.keys,
+        feed.at_rows,
+        &feed.gates,
+        feed.at_gates,
+        comptime!(task.mixes(plan.variant)),
+        plan,
+    );
 }
 
 /// The walk forward.
@@ -275,19 +417,94 @@ pub(crate) fn walk_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Siz
     #[define(F, E)] _types: [StorageType; 2],
     #[define(G, N, M, W)] _widths: [usize; 4],
 ) {
-    let memory = CUBE_POS_Y as usize;
-    let first = CUBE_POS_X as usize * comptime!(plan.value_tile);
-    let start = memory * comptime!(plan.key_width * plan.value_width);
-    let mut feed = feed::<E, N>(false, plan);
-    let mut u = block::<E, M>(plan);
-    let mut s = state::<E, M>(&walk.start, start, first, task.given, plan);
-    let chunks = sizes.chunks as usize;
-    if comptime!(plan.staged()) {
+    over_chunks::<F, E, G, N, M, W>(x, local, walk, &x.v, o, sizes, task, plan);
+}
+
+/// The walk back. `walk.start` is the gradient of the last state, `walk.end` that of the first.
+#[cube(launch_unchecked)]
+pub(crate) fn walk_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    walk: &mut Walk<E, W>,
+    d_o: &Array<Vector<F, G>>,
+    d_v: &mut Array<Vector<F, W>>,
+    sizes: &Sizes,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+    #[define(F, E)] _types: [StorageType; 2],
+    #[define(G, N, M, W)] _widths: [usize; 4],
+) {
+    over_chunks::<F, E, G, N, M, W>(x, local, walk, d_o, d_v, sizes, task, plan);
+}
+
+/// A walk, from the state that it starts from to where its last state belongs. `values` come with
+/// every chunk, v or dO; `out` is o or dv.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    walk: &mut Walk<E, W>,
+    values: &Array<Vector<F, G>>,
+    out: &mut Array<Vector<F, W>>,
+    sizes: &Sizes,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+) {
+    let stretch = stretch(sizes, task, plan);
+    let first = stretch.first;
+    let chunks = stretch.chunks;
+    let mut feed = feed::<E, N>(task, plan);
+    let mut scored = ahead::<E, M>(comptime!(task.mixes(plan.variant)), plan);
+    let mut block = block::<E, M>(plan);
+    let mut s = begin_state::<E, M, W>(walk, &stretch, task, plan);
+    let mut left = Left::new();
+    #[unroll]
+    for _ in 0..comptime!(task.left(plan)) {
+        let mut one = Array::<f32>::new(1usize);
+        one[0] = 1.0f32;
+        left.push(one);
+    }
+    if comptime!(plan.scores()) {
+        let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+        sync_cube();
+        let here = nth(sizes, &stretch, 0usize, task, plan);
+        issue::<F, E, G, N>(&mut feed, x, local, values, &here, first, 0usize, task, plan);
+        barrier.commit_copy_async();
+        barrier.arrive();
+        // Scorers are a chunk ahead: of three chunks one is copied, one scored, one walked.
+        for c in 0..chunks + 1 {
+            if c < chunks {
+                barrier.wait_parity((c % 2) as u32);
+            }
+            sync_cube();
+            if c + 1 < chunks {
+                let next = nth(sizes, &stretch, c + 1, task, plan);
+                let third = (c + 1) % 3;
+                issue::<F, E, G, N>(&mut feed, x, local, values, &next, first, third, task, plan);
+                barrier.commit_copy_async();
+                barrier.arrive();
+            }
+            if walks(plan) {
+                if c > 0 {
+                    turn_to::<E, N>(&mut feed, c - 1, plan);
+                    let place = nth(sizes, &stretch, c - 1, task, plan);
+                    step::<F, E, G, N, M, W>(
+                        &mut s, &mut block, &mut feed, &scored, &mut left, x, local, walk, values,
+                        out, &place, first, task, plan,
+                    );
+                }
+            } else if c < chunks {
+                turn_to::<E, N>(&mut feed, c, plan);
+                score::<E, N, M>(&mut scored, &mut feed, task, plan);
+            }
+        }
+    } else if comptime!(plan.staged()) {
         let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
         sync_cube();
         if comptime!(plan.halves == 2) {
-            let here = place(sizes, memory, 0usize, plan);
-            issue::<F, E, G, N>(&mut feed, x, local, &x.v, &here, first, 0usize, false, plan);
+            let here = nth(sizes, &stretch, 0usize, task, plan);
+            issue::<F, E, G, N>(&mut feed, x, local, values, &here, first, 0usize, task, plan);
             barrier.commit_copy_async();
             barrier.arrive();
         }
@@ -297,36 +514,178 @@ pub(crate) fn walk_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Siz
                 // The other half is free when every plane is through with the chunk before.
                 sync_cube();
                 if c + 1 < chunks {
-                    let next = place(sizes, memory, c + 1, plan);
+                    let next = nth(sizes, &stretch, c + 1, task, plan);
                     let half = (c + 1) % 2;
-                    issue::<F, E, G, N>(&mut feed, x, local, &x.v, &next, first, half, false, plan);
+                    issue::<F, E, G, N>(
+                        &mut feed, x, local, values, &next, first, half, task, plan,
+                    );
                     barrier.commit_copy_async();
                     barrier.arrive();
                 }
-                turn_to::<E, N>(&mut feed, c % 2, plan);
+                turn_to::<E, N>(&mut feed, c, plan);
             } else {
                 sync_cube();
-                let here = place(sizes, memory, c, plan);
-                issue::<F, E, G, N>(&mut feed, x, local, &x.v, &here, first, 0usize, false, plan);
+                let here = nth(sizes, &stretch, c, task, plan);
+                issue::<F, E, G, N>(&mut feed, x, local, values, &here, first, 0usize, task, plan);
                 barrier.commit_copy_async();
                 barrier.arrive();
                 barrier.wait_parity((c % 2) as u32);
             }
-            let place = place(sizes, memory, c, plan);
-            step_forward::<F, E, G, N, M, W>(
-                &mut s, &mut u, &mut feed, x, local, walk, o, &place, first, task, plan,
+            let place = nth(sizes, &stretch, c, task, plan);
+            step::<F, E, G, N, M, W>(
+                &mut s, &mut block, &mut feed, &scored, &mut left, x, local, walk, values, out,
+                &place, first, task, plan,
             );
         }
     } else {
         for c in 0..chunks {
-            let place = place(sizes, memory, c, plan);
-            step_forward::<F, E, G, N, M, W>(
-                &mut s, &mut u, &mut feed, x, local, walk, o, &place, first, task, plan,
+            let place = nth(sizes, &stretch, c, task, plan);
+            step::<F, E, G, N, M, W>(
+                &mut s, &mut block, &mut feed, &scored, &mut left, x, local, walk, values, out,
+                &place, first, task, plan,
             );
         }
     }
     sync_cube();
-    give::<E, M>(&s, &mut walk.end, start, first, plan);
+    if walks(plan) {
+        end_state::<E, M, W>(&s, &left, walk, &stretch, task, plan);
+    }
+}
+
+/// One chunk of a walk.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn step<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+    s: &mut State<E, M>,
+    block: &mut Block<E, M>,
+    feed: &mut Feed<E, N>,
+    scored: &Ahead<E, M>,
+    left: &mut Left,
+    x: &Operands<F, G>,
+    local: &Local<E, G>,
+    walk: &mut Walk<E, W>,
+    values: &Array<Vector<F, G>>,
+    out: &mut Array<Vector<F, W>>,
+    place: &Place,
+    first: usize,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(task.backward) {
+        step_backward::<F, E, G, N, M, W>(
+            s, block, feed, scored, x, local, walk, values, out, place, first, task, plan,
+        );
+    } else {
+        step_forward::<F, E, G, N, M, W>(
+            s, block, feed, scored, x, local, walk, out, place, first, task, plan,
+        );
+    }
+    #[unroll]
+    for t in 0..comptime!(task.left(plan)) {
+        let mut share = last_scale::<E, N>(feed, plan);
+        if comptime!(plan.variant.vector()) {
+            let d = UNIT_POS as usize + comptime!(t * plan.units);
+            share = local.totals[total_start(place, plan) + min(d, comptime!(plan.key_width - 1))];
+        }
+        let old = left.index(t)[0usize];
+        fold(left.index_mut(t), old * share);
+    }
+}
+
+#[cube]
+fn fold(to: &mut Array<f32>, x: f32) {
+    to[0] = x;
+}
+
+/// The state that a walk starts from.
+#[cube]
+fn begin_state<E: Float, M: Size, W: Size>(
+    walk: &mut Walk<E, W>,
+    stretch: &Stretch,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+) -> State<E, M> {
+    let numbers = comptime!(plan.key_width * plan.value_width);
+    let slot = (stretch.memory * stretch.segments + stretch.segment) * numbers;
+    let mut start = stretch.memory * numbers;
+    let mut first = stretch.first;
+    if comptime!(task.span == Span::Segment) {
+        start = slot;
+    }
+    if comptime!(task.summary()) {
+        if stretch.transfer {
+            // M may be wider than S, and what is read here is not used.
+            first = 0usize;
+        }
+    }
+    let mut s = state::<E, M>(&walk.start, start, first, task.given, plan);
+    if comptime!(task.summary()) {
+        let foremost =
+            if comptime!(task.backward) { stretch.segments - 1 } else { 0usize.runtime() };
+        let stay = stretch.segment == foremost && !stretch.transfer;
+        // Scorers have registers for this as well, and never use them.
+        restart::<E, M>(&mut s, stay, stretch.transfer, stretch.first, plan);
+        if stay && walks(plan) {
+            give::<E, M>(&s, &mut walk.end, slot, first, false, plan);
+        }
+    }
+    s
+}
+
+/// Writes the state that a walk ends with to where it belongs.
+#[cube]
+fn end_state<E: Float, M: Size, W: Size>(
+    s: &State<E, M>,
+    left: &Left,
+    walk: &mut Walk<E, W>,
+    stretch: &Stretch,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
+    let keys = comptime!(plan.key_width);
+    let numbers = comptime!(keys * plan.value_width);
+    let first = stretch.first;
+    if comptime!(task.summary()) {
+        let segment = stretch.memory * stretch.segments + stretch.segment;
+        if stretch.transfer {
+            if comptime!(variant.solves() && !task.backward) {
+                let square = comptime!(Plan { value_width: keys, ..plan });
+                let at = segment * comptime!(keys * keys);
+                give::<E, M>(s, &mut walk.transfers, at, first, true, square);
+                if comptime!(task.keep) {
+                    let half = CUBE_COUNT_Y as usize * stretch.segments * comptime!(keys * keys);
+                    give::<E, M>(s, &mut walk.transfers, half + at, first, false, square);
+                }
+            }
+        } else {
+            if comptime!(task.backward) {
+                give::<E, M>(s, &mut walk.end, (segment - 1) * numbers, first, false, plan);
+            } else {
+                give::<E, M>(s, &mut walk.end, (segment + 1) * numbers, first, false, plan);
+            }
+            if first == 0 {
+                #[unroll]
+                for t in 0..comptime!(task.left(plan)) {
+                    // The first walkers, since scorers have not followed decay.
+                    let unit = UNIT_POS as usize - comptime!(plan.scorers * 32);
+                    let d = unit + comptime!(t * plan.units);
+                    if comptime!(variant.vector()) {
+                        if d < keys {
+                            walk.transfers[segment * keys + d] = left.index(t)[0usize];
+                        }
+                    } else if d == 0 {
+                        walk.transfers[segment] = left.index(t)[0usize];
+                    }
+                }
+            }
+        }
+    } else {
+        let last = if comptime!(task.backward) { 0usize.runtime() } else { stretch.segments - 1 };
+        if stretch.segment == last {
+            give::<E, M>(s, &mut walk.end, stretch.memory * numbers, first, false, plan);
+        }
+    }
 }
 
 /// One chunk forward.
@@ -336,6 +695,7 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     s: &mut State<E, M>,
     u: &mut Block<E, M>,
     feed: &mut Feed<E, N>,
+    scored: &Ahead<E, M>,
     x: &Operands<F, G>,
     local: &Local<E, G>,
     walk: &mut Walk<E, W>,
@@ -347,8 +707,9 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
 ) {
     let variant = comptime!(plan.variant);
     let fragments = comptime!(plan.block_fragments());
+    let answers = comptime!(!task.summary());
     begin::<F, E, G, N>(feed, local, &x.v, place, first, plan);
-    if comptime!(task.keep) {
+    if comptime!(task.keep && answers) {
         keep_state::<E, E, M, W>(s, &mut walk.states, place.index, first, plan);
     }
     take::<E, N, M>(u, &feed.values, feed.at_values, plan);
@@ -371,23 +732,33 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         let mut solved = zeros(fragments);
         apply::<E, N, M>(&mut solved, &feed.inverse, feed.at_square, u, false, plan);
         replace(&mut u.acc, &solved, plan);
-        if comptime!(task.keep) {
+        if comptime!(task.keep && answers) {
             keep_block::<E, W>(&mut walk.block, &u.acc, &place.values, first, plan);
         }
     }
     settle::<E, M>(u, plan);
-    let mut out = zeros(comptime!(plan.output_fragments()));
-    for slice in 0..comptime!(plan.key_slices()) {
-        ready_reads::<F, E, G, N>(feed, x, local, place, slice, plan);
-        read_out::<E, N, M>(&mut out, &feed.reads, feed.at_rows, s, slice, plan);
+    let mut out = zeros(comptime!(if answers { plan.output_fragments() } else { 0 }));
+    if comptime!(answers) {
+        for slice in 0..comptime!(plan.key_slices()) {
+            ready_reads::<F, E, G, N>(feed, x, local, place, slice, plan);
+            read_out::<E, N, M>(&mut out, &feed.reads, feed.at_rows, s, slice, plan);
+        }
+        scale_rows::<E, N>(&mut out, feed, plan);
+        if comptime!(variant.low_rank()) {
+            ready_square::<E, G, N>(&mut feed.mix, &local.reads_b, place, plan);
+        } else {
+            ready_square::<E, G, N>(&mut feed.mix, &local.reads, place, plan);
+        }
+        if comptime!(plan.scores()) {
+            apply_out::<E, M, M>(&mut out, &scored.reads, feed.at_square, u, plan);
+        } else {
+            apply_out::<E, N, M>(&mut out, &feed.mix, feed.at_square, u, plan);
+        }
+        if comptime!(!variant.low_rank()) {
+            // Before the write: its registers are free then.
+            keep_output::<F, W>(o, &out, &place.values, first, plan);
+        }
     }
-    scale_rows::<E, N>(&mut out, feed, plan);
-    if comptime!(variant.low_rank()) {
-        ready_square::<E, G, N>(&mut feed.mix, &local.reads_b, place, plan);
-    } else {
-        ready_square::<E, G, N>(&mut feed.mix, &local.reads, place, plan);
-    }
-    apply_out::<E, N, M>(&mut out, &feed.mix, feed.at_square, u, plan);
     fade::<E, M>(s, last_scale::<E, N>(feed, plan), &local.totals, total_start(place, plan), plan);
     scale::<E, N>(&mut u.acc, feed, comptime!(table::KEEPS), plan);
     settle::<E, M>(u, plan);
@@ -398,86 +769,22 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     if comptime!(variant.low_rank()) {
         // The write that does not pass through the memory: k and v.
         ready_values::<F, E, G, N>(feed, &x.v, place, first, plan);
-        ready_square::<E, G, N>(&mut feed.mix_values, &local.reads, place, plan);
         take::<E, N, M>(u, &feed.values, feed.at_values, plan);
         settle::<E, M>(u, plan);
-        apply_out::<E, N, M>(&mut out, &feed.mix_values, feed.at_square, u, plan);
+        if comptime!(answers) {
+            ready_square::<E, G, N>(&mut feed.mix_values, &local.reads, place, plan);
+            apply_out::<E, N, M>(&mut out, &feed.mix_values, feed.at_square, u, plan);
+        }
         scale::<E, N>(&mut u.acc, feed, comptime!(table::KEEPS), plan);
         settle::<E, M>(u, plan);
         for slice in 0..comptime!(plan.key_slices()) {
             ready_keys::<F, E, G, N>(feed, x, local, place, slice, plan);
             write::<E, N, M>(s, &feed.keys, feed.at_rows, u, slice, plan);
         }
-    }
-    keep_output::<F, W>(o, &out, &place.values, first, plan);
-}
-
-/// The walk back. `walk.start` is the gradient of the last state, `walk.end` that of the first.
-#[cube(launch_unchecked)]
-pub(crate) fn walk_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
-    x: &Operands<F, G>,
-    local: &Local<E, G>,
-    walk: &mut Walk<E, W>,
-    d_o: &Array<Vector<F, G>>,
-    d_v: &mut Array<Vector<F, W>>,
-    sizes: &Sizes,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
-    #[define(F, E)] _types: [StorageType; 2],
-    #[define(G, N, M, W)] _widths: [usize; 4],
-) {
-    let memory = CUBE_POS_Y as usize;
-    let first = CUBE_POS_X as usize * comptime!(plan.value_tile);
-    let start = memory * comptime!(plan.key_width * plan.value_width);
-    let mut feed = feed::<E, N>(true, plan);
-    let mut r = block::<E, M>(plan);
-    let mut s = state::<E, M>(&walk.start, start, first, task.given, plan);
-    let chunks = sizes.chunks as usize;
-    if comptime!(plan.staged()) {
-        let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
-        sync_cube();
-        if comptime!(plan.halves == 2) {
-            let here = place(sizes, memory, chunks - 1, plan);
-            issue::<F, E, G, N>(&mut feed, x, local, d_o, &here, first, 0usize, true, plan);
-            barrier.commit_copy_async();
-            barrier.arrive();
-        }
-        for c in 0..chunks {
-            if comptime!(plan.halves == 2) {
-                barrier.wait_parity((c % 2) as u32);
-                // The other half is free when every plane is through with the chunk before.
-                sync_cube();
-                if c + 1 < chunks {
-                    let next = place(sizes, memory, chunks - 2 - c, plan);
-                    let half = (c + 1) % 2;
-                    issue::<F, E, G, N>(&mut feed, x, local, d_o, &next, first, half, true, plan);
-                    barrier.commit_copy_async();
-                    barrier.arrive();
-                }
-                turn_to::<E, N>(&mut feed, c % 2, plan);
-            } else {
-                sync_cube();
-                let here = place(sizes, memory, chunks - 1 - c, plan);
-                issue::<F, E, G, N>(&mut feed, x, local, d_o, &here, first, 0usize, true, plan);
-                barrier.commit_copy_async();
-                barrier.arrive();
-                barrier.wait_parity((c % 2) as u32);
-            }
-            let place = place(sizes, memory, chunks - 1 - c, plan);
-            step_backward::<F, E, G, N, M, W>(
-                &mut s, &mut r, &mut feed, x, local, walk, d_o, d_v, &place, first, plan,
-            );
-        }
-    } else {
-        for c in 0..chunks {
-            let place = place(sizes, memory, chunks - 1 - c, plan);
-            step_backward::<F, E, G, N, M, W>(
-                &mut s, &mut r, &mut feed, x, local, walk, d_o, d_v, &place, first, plan,
-            );
+        if comptime!(answers) {
+            keep_output::<F, W>(o, &out, &place.values, first, plan);
         }
     }
-    sync_cube();
-    give::<E, M>(&s, &mut walk.end, start, first, plan);
 }
 
 /// One chunk back.
@@ -487,6 +794,7 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     s: &mut State<E, M>,
     r: &mut Block<E, M>,
     feed: &mut Feed<E, N>,
+    scored: &Ahead<E, M>,
     x: &Operands<F, G>,
     local: &Local<E, G>,
     walk: &mut Walk<E, W>,
@@ -494,29 +802,47 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     d_v: &mut Array<Vector<F, W>>,
     place: &Place,
     first: usize,
+    #[comptime] task: Task,
     #[comptime] plan: Plan,
 ) {
     let variant = comptime!(plan.variant);
     let fragments = comptime!(plan.block_fragments());
     begin::<F, E, G, N>(feed, local, d_o, place, first, plan);
-    keep_state::<E, E, M, W>(s, &mut walk.states, place.index, first, plan);
-    let mut asked = zeros(fragments);
-    for slice in 0..comptime!(plan.key_slices()) {
-        ready_writes::<F, E, G, N>(feed, x, local, place, slice, plan);
-        ask::<E, N, M>(&mut asked, &feed.writes, feed.at_rows, s, slice, plan);
+    let answers = comptime!(!task.summary());
+    let mixes = comptime!(task.mixes(variant));
+    if comptime!(answers) {
+        keep_state::<E, E, M, W>(s, &mut walk.states, place.index, first, plan);
     }
-    scale::<E, N>(&mut asked, feed, comptime!(table::KEEPS), plan);
+    let mut asked = zeros(comptime!(if mixes { fragments } else { 0 }));
+    if comptime!(mixes) {
+        for slice in 0..comptime!(plan.key_slices()) {
+            ready_writes::<F, E, G, N>(feed, x, local, place, slice, plan);
+            ask::<E, N, M>(&mut asked, &feed.writes, feed.at_rows, s, slice, plan);
+        }
+        scale::<E, N>(&mut asked, feed, comptime!(table::KEEPS), plan);
+    }
     take::<E, N, M>(r, &feed.values, feed.at_values, plan);
-    if comptime!(variant.low_rank()) {
-        ready_square::<E, G, N>(&mut feed.mix, &local.reads_b, place, plan);
-    } else {
-        ready_square::<E, G, N>(&mut feed.mix, &local.reads, place, plan);
+    if comptime!(mixes) {
+        if comptime!(variant.low_rank()) {
+            ready_square::<E, G, N>(&mut feed.mix, &local.reads_b, place, plan);
+        } else {
+            ready_square::<E, G, N>(&mut feed.mix, &local.reads, place, plan);
+        }
+        settle::<E, M>(r, plan);
+        if comptime!(plan.scores()) {
+            apply::<E, M, M>(&mut asked, &scored.reads, feed.at_square, r, true, plan);
+        } else {
+            apply::<E, N, M>(&mut asked, &feed.mix, feed.at_square, r, true, plan);
+        }
     }
-    settle::<E, M>(r, plan);
-    apply::<E, N, M>(&mut asked, &feed.mix, feed.at_square, r, true, plan);
+    if comptime!(answers && !variant.solves()) {
+        // Before the write: its registers are free then.
+        keep_block::<F, W>(d_v, &asked, &place.values, first, plan);
+    }
     // Low rank: v is also written as it is, with k.
-    let mut plain = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
-    if comptime!(variant.low_rank()) {
+    let passes = comptime!(variant.low_rank() && answers);
+    let mut plain = zeros(comptime!(if passes { fragments } else { 0 }));
+    if comptime!(passes) {
         for slice in 0..comptime!(plan.key_slices()) {
             ready_keys::<F, E, G, N>(feed, x, local, place, slice, plan);
             ask::<E, N, M>(&mut plain, &feed.keys, feed.at_rows, s, slice, plan);
@@ -533,15 +859,17 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         ready_reads::<F, E, G, N>(feed, x, local, place, slice, plan);
         write::<E, N, M>(s, &feed.reads, feed.at_rows, r, slice, plan);
     }
-    replace(&mut r.acc, &asked, plan);
     if comptime!(variant.solves()) {
+        replace(&mut r.acc, &asked, plan);
         ready_square::<E, G, N>(&mut feed.inverse, &local.inverse, place, plan);
         settle::<E, M>(r, plan);
         let mut solved = zeros(fragments);
         apply::<E, N, M>(&mut solved, &feed.inverse, feed.at_square, r, true, plan);
         replace(&mut r.acc, &solved, plan);
-        keep_block::<E, W>(&mut walk.block, &r.acc, &place.values, first, plan);
-        if comptime!(variant.low_rank()) {
+        if comptime!(answers) {
+            keep_block::<E, W>(&mut walk.block, &r.acc, &place.values, first, plan);
+        }
+        if comptime!(passes) {
             ready_square::<E, G, N>(&mut feed.coupling, &local.coupling, place, plan);
             settle::<E, M>(r, plan);
             apply::<E, N, M>(&mut plain, &feed.coupling, feed.at_square, r, true, plan);
@@ -553,8 +881,6 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_asks::<F, E, G, N>(feed, x, local, place, slice, plan);
             write::<E, N, M>(s, &feed.asks, feed.at_rows, r, slice, plan);
         }
-    } else {
-        keep_block::<F, W>(d_v, &r.acc, &place.values, first, plan);
     }
 }
 
@@ -797,7 +1123,7 @@ fn keep_output<F: Float, W: Size>(
     if comptime!(plan.staged()) {
         let lane = UNIT_POS as usize % 32;
         let row = output_row(0usize, 0usize, plan);
-        let column = UNIT_POS as usize / 32 * 16 + lane % 2 * 8 + lane % 4 / 2 * 4;
+        let column = own_columns(plan) + lane % 2 * 8 + lane % 4 / 2 * 4;
         let start = rows.start + row * rows.stride + first + column;
         #[unroll]
         for m in 0..comptime!(plan.chunk / 16) {
@@ -843,7 +1169,7 @@ fn keep_block<E: Float, W: Size>(
         let odd = lane / 4 % 2;
         let second = lane / 8 % 2 == 1;
         let row = token(0usize, 0usize, 0usize, plan) + odd;
-        let column = UNIT_POS as usize / 32 * 16 + lane / 8 % 2 * 8 + lane / 16 * 4;
+        let column = own_columns(plan) + lane / 8 % 2 * 8 + lane / 16 * 4;
         let start = rows.start + row * rows.stride + first + column;
         #[unroll]
         for f in 0..comptime!(plan.block_fragments()) {

@@ -4,7 +4,7 @@ use crate::tile::{Engine, Grid, Mul, Window};
 
 /// Parts of the compiled code change with this: raise it whenever a kernel changes, because caches
 /// of compiled kernels know a kernel by its name and its compile-time values only.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 3;
 
 /// How much of its memory a head keeps from token to token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -123,8 +123,12 @@ pub(crate) struct Plan {
     pub value_tile: usize,
     /// Columns of values in a tile elsewhere.
     pub value_slice: usize,
-    /// Chunks whose tiles the state pass holds at once: with 2, one is copied while one is worked on.
+    /// Chunks whose tiles the state pass holds at once: with 2, one is copied while one is worked on;
+    /// with scorers 3, since one is scored in between. Stage 3 with tensor cores: 1 if it holds a
+    /// chunk's tiles at once, 0 if slice by slice.
     pub halves: usize,
+    /// Planes of the state pass that make scores, ahead of the others; 0 where stage 1 makes them.
+    pub scorers: usize,
     pub units: usize,
 }
 
@@ -144,6 +148,21 @@ impl Plan {
 
     pub fn value_tiles(&self) -> usize {
         self.value_width.div_ceil(self.value_tile)
+    }
+
+    /// Chunks whose scores the state pass holds at once.
+    pub fn squares(&self) -> usize {
+        self.halves.min(2)
+    }
+
+    /// The same for the scorers alone.
+    pub fn scoring(&self) -> Self {
+        Self { units: self.scorers * 32, ..*self }
+    }
+
+    /// Tiles of a matrix [K, K] where the state's are `value_tile` wide.
+    pub fn key_tiles(&self) -> usize {
+        self.key_width.div_ceil(self.value_tile)
     }
 
     /// From one row of a tile to the next, for rows of `columns` numbers.

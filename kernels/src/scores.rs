@@ -9,11 +9,13 @@
 //! scalar decay: e^G, e^{G_C - G} for the stages after this one, [5, C] (see `table`)
 //! vector decay: q, a, b and k times these, and e^{G_C}, [K]
 //! ```
-//! Work:   a cube a chunk of a (sequence, head), over slices of keys.
+//! Work:   a cube a chunk of a (sequence, head), over slices of keys. Where the walk of stage 2 has
+//!         scorers there is no such stage: [`score_ahead`] does its work in the walk's cubes.
 //! Cost:   about C K multiplications a token and product; the inverse another C^2 / 3.
 
 use crate::chunk::{
-    Place, Sizes, Sums, between, own, place, since_start, sum_scalars, sum_vectors, sums,
+    Place, Sizes, Sums, between, own, place, since_start, sum_by_plane, sum_scalars, sum_vectors,
+    sums,
 };
 use crate::inverse::{invert, stride as inverse_stride};
 use crate::plan::{Plan, transposed, upright};
@@ -136,17 +138,17 @@ pub(crate) fn score_chunks<F: Float, X: Float, E: Float, G: Size, N: Size, M: Si
         }
     }
     let reads = comptime!(variant.reads_before());
-    weigh(&mut qk, &sums, reads, reads, plan);
+    weigh(&mut qk, &sums, 0usize, reads, reads, plan);
     keep_square::<E, M>(&mut out.reads, &qk, &place, plan);
     if comptime!(variant.low_rank()) {
-        weigh(&mut qb, &sums, reads, reads, plan);
+        weigh(&mut qb, &sums, 0usize, reads, reads, plan);
         keep_square::<E, M>(&mut out.reads_b, &qb, &place, plan);
-        weigh(&mut ak, &sums, true, true, plan);
+        weigh(&mut ak, &sums, 0usize, true, true, plan);
         keep_square::<E, M>(&mut out.coupling, &ak, &place, plan);
         keep_local::<F, X, E, G, N, M>(&mut out.local, &ak, &x.v, &place, plan);
     }
     if comptime!(variant.solves()) {
-        weigh(&mut ab, &sums, true, comptime!(variant.asks_before()), plan);
+        weigh(&mut ab, &sums, 0usize, true, comptime!(variant.asks_before()), plan);
         keep_inverse::<E, M>(&mut out.inverse, &ab, &x.beta, &place, plan);
     }
     keep_table(&mut out.table, &sums, &x.beta, &place, plan);
@@ -189,11 +191,12 @@ pub(crate) fn weight(
     if comptime!(strict) { select(i > j, kept, 0.0f32) } else { select(i >= j, kept, 0.0f32) }
 }
 
-/// Multiplies every score by its [`weight`].
+/// Multiplies every score by its [`weight`]; the chunk's sums begin at `at`.
 #[cube]
 fn weigh(
     acc: &mut Acc,
     sums: &Sums,
+    at: usize,
     #[comptime] strict: bool,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
@@ -201,10 +204,10 @@ fn weigh(
     let grid = comptime!(plan.pairs());
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
-        let j = column(f, grid);
+        let j = at + column(f, grid);
         #[unroll]
         for h in 0..2usize {
-            let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+            let i = at + min(row(f, h, grid), comptime!(plan.chunk - 1));
             let mut x = acc.index(f)[h];
             #[unroll]
             for l in 0..2usize {
@@ -295,13 +298,25 @@ pub(crate) fn store<X: Float, M: Size>(
     #[comptime] stride: usize,
     #[comptime] grid: Grid,
 ) {
+    store_at::<X, M>(tile, 0usize, acc, stride, grid);
+}
+
+/// As [`store`], `at` numbers into the tile.
+#[cube]
+fn store_at<X: Float, M: Size>(
+    tile: &mut SharedMemory<Vector<X, M>>,
+    at: usize,
+    acc: &Acc,
+    #[comptime] stride: usize,
+    #[comptime] grid: Grid,
+) {
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         if inside(f, grid) {
             #[unroll]
             for h in 0..2usize {
-                let at = row(f, h, grid) * stride + column(f, grid);
-                put::<X, M>(tile, at, acc.index(f)[h]);
+                let here = at + row(f, h, grid) * stride + column(f, grid);
+                put::<X, M>(tile, here, acc.index(f)[h]);
             }
         }
     }
@@ -413,6 +428,76 @@ fn keep_table(
         out[at + comptime!(table::KEEPS * chunk)] = left(sums, i, plan);
         out[at + comptime!(table::SINCE_START * chunk)] = reach(sums, i, false, plan);
         out[at + comptime!(table::GAINS * chunk)] = -ask_scale(beta, &place.gates, i, plan);
+    }
+}
+
+/// What the scorers of a walk leave for its other planes: [`plan.squares()`](Plan::squares) chunks of
+/// it, one being made while one is read.
+#[derive(CubeType)]
+pub(crate) struct Ahead<E: Float, M: Size> {
+    pub reads: SharedMemory<Vector<E, M>>,
+    /// Of the chunk being scored, a copy for each scorer.
+    sums: Sums,
+}
+
+#[cube]
+pub(crate) fn ahead<E: Float, M: Size>(
+    #[comptime] mixes: bool,
+    #[comptime] plan: Plan,
+) -> Ahead<E, M> {
+    let scores = comptime!(plan.scorers > 0);
+    let square = comptime!(plan.squares() * plan.chunk * plan.stride(plan.chunk));
+    Ahead::<E, M> {
+        reads: tile::<E, M>(comptime!(if scores && mixes { square } else { 16 })),
+        sums: sums(comptime!(if scores { plan.scorers * plan.chunk } else { 1 })),
+    }
+}
+
+/// Stage 1 of one chunk of linear attention, by the scorers of a walk, [`Plan::scorers`] planes of 32:
+/// its [`table`] as far as it has one, and its reads if the walk `mixes` values by them. `rows`,
+/// `gates_at`, `square` and `scales_at` say where the chunk's numbers begin. No barrier: whoever reads
+/// this waits for one.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn score_ahead<E: Float, N: Size, M: Size>(
+    out: &mut Ahead<E, M>,
+    square: usize,
+    scales: &mut SharedMemory<f32>,
+    scales_at: usize,
+    q: &SharedMemory<Vector<E, N>>,
+    k: &SharedMemory<Vector<E, N>>,
+    rows: usize,
+    gates: &SharedMemory<f32>,
+    gates_at: usize,
+    #[comptime] mixes: bool,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.scoring().pairs());
+    let slice = comptime!(plan.key_slice);
+    let before = comptime!(plan.variant.reads_before());
+    let own = UNIT_POS as usize / 32 * comptime!(plan.chunk);
+    if comptime!(plan.variant.scalar()) {
+        sum_by_plane(&mut out.sums, own, gates, gates_at);
+        if UNIT_POS < 32 {
+            // This scorer's sums are the first.
+            let i = UNIT_POS as usize * 2;
+            #[unroll]
+            for l in 0..2usize {
+                let at = scales_at + i + l;
+                scales[at + comptime!(table::READS * plan.chunk)] =
+                    reach(&out.sums, i + l, before, plan);
+                scales[at + comptime!(table::KEEPS * plan.chunk)] = left(&out.sums, i + l, plan);
+                scales[at + comptime!(table::SINCE_START * plan.chunk)] =
+                    reach(&out.sums, i + l, false, plan);
+            }
+        }
+    }
+    if comptime!(mixes) {
+        let mut qk = zeros(comptime!(grid.fragments()));
+        let spec = comptime!(plan.mul(grid, slice, upright(slice), transposed(slice)));
+        mul::<E, N, N>(&mut qk, q, rows, k, rows, spec);
+        weigh(&mut qk, &out.sums, own, before, before, comptime!(plan.scoring()));
+        store_at::<E, M>(&mut out.reads, square, &qk, comptime!(plan.stride(plan.chunk)), grid);
     }
 }
 

@@ -73,6 +73,22 @@ impl Plan {
     }
 }
 
+/// Whether this unit has a share of the state: scorers have none.
+#[cube]
+pub(crate) fn walks(#[comptime] plan: Plan) -> bool {
+    if comptime!(plan.scorers == 0) {
+        true.runtime()
+    } else {
+        UNIT_POS as usize >= comptime!(plan.scorers * 32)
+    }
+}
+
+/// Mma: first of the 16 value columns of this unit's plane. The first planes are scorers.
+#[cube]
+pub(crate) fn own_columns(#[comptime] plan: Plan) -> usize {
+    (UNIT_POS as usize / 32 - comptime!(plan.scorers)) * 16
+}
+
 /// Token of element (h, l) of fragment `f` of a block.
 #[cube]
 pub(crate) fn token(
@@ -98,7 +114,7 @@ pub(crate) fn value(
     #[comptime] plan: Plan,
 ) -> usize {
     if comptime!(plan.engine == Engine::Mma) {
-        UNIT_POS as usize / 32 * 16 + UNIT_POS as usize % 32 / 4 + comptime!(h * 8)
+        own_columns(plan) + UNIT_POS as usize % 32 / 4 + comptime!(h * 8)
     } else {
         column(f, comptime!(plan.block_grid())) + comptime!(l)
     }
@@ -133,7 +149,7 @@ pub(crate) fn take<X: Float, N: Size, M: Size>(
 ) {
     let stride = comptime!(plan.stride(plan.value_tile));
     if comptime!(plan.engine == Engine::Mma) {
-        let first = UNIT_POS as usize / 32 * 16;
+        let first = own_columns(plan);
         #[unroll]
         for k in 0..comptime!(plan.chunk / 16) {
             let x = load_a::<X, N>(from, at, first, comptime!(k * 16), stride, true);
@@ -235,17 +251,19 @@ pub(crate) fn state<X: Float, M: Size>(
     let width = comptime!(plan.value_width);
     if comptime!(plan.engine == Engine::Mma) {
         if comptime!(given) {
-            #[unroll]
-            for f in 0..comptime!(plan.state_fragments()) {
+            if walks(plan) {
                 #[unroll]
-                for h in 0..2usize {
-                    let mut x = Pair::empty();
+                for f in 0..comptime!(plan.state_fragments()) {
                     #[unroll]
-                    for l in 0..2usize {
-                        let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
-                        x[l] = from[start + d * width + first + value(f, h, l, plan)];
+                    for h in 0..2usize {
+                        let mut x = Pair::empty();
+                        #[unroll]
+                        for l in 0..2usize {
+                            let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
+                            x[l] = from[start + d * width + first + value(f, h, l, plan)];
+                        }
+                        set(state.kept.index_mut(f), h, x);
                     }
-                    set(state.kept.index_mut(f), h, x);
                 }
             }
         }
@@ -273,16 +291,61 @@ pub(crate) fn state<X: Float, M: Size>(
     state
 }
 
-/// Writes the state to `[B, H, K, V]`.
+/// Sets a state to zeros, or (`diagonal`) to columns of the identity, unless it is to `stay`.
+#[cube]
+pub(crate) fn restart<X: Float, M: Size>(
+    state: &mut State<X, M>,
+    stay: bool,
+    diagonal: bool,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(plan.engine == Engine::Mma) {
+        #[unroll]
+        for f in 0..comptime!(plan.state_fragments()) {
+            #[unroll]
+            for h in 0..2usize {
+                let mut x = state.kept.index(f)[h];
+                #[unroll]
+                for l in 0..2usize {
+                    let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
+                    let one = diagonal && d == first + value(f, h, l, plan);
+                    x[l] = select(stay, x[l], select(one, 1.0f32, 0.0f32));
+                }
+                set(state.kept.index_mut(f), h, x);
+            }
+        }
+    } else {
+        let columns = comptime!(plan.value_tile);
+        let all = comptime!(plan.keys() * columns);
+        #[unroll]
+        for turn in 0..comptime!(all.div_ceil(plan.units)) {
+            let n = UNIT_POS as usize + comptime!(turn * plan.units);
+            if n < all && !stay {
+                let d = n / columns;
+                let one = diagonal && d == first + n % columns;
+                let at = d * comptime!(plan.stride(columns)) + n % columns;
+                state.tile[at] = Vector::<X, M>::cast_from(select(one, 1.0f32, 0.0f32));
+            }
+        }
+        sync_cube();
+    }
+}
+
+/// Writes the state, from number `start` on: [K, V], or `turned`, [V, K].
 #[cube]
 pub(crate) fn give<X: Float, M: Size>(
     state: &State<X, M>,
     to: &mut Array<f32>,
     start: usize,
     first: usize,
+    #[comptime] turned: bool,
     #[comptime] plan: Plan,
 ) {
     let width = comptime!(plan.value_width);
+    let keys = comptime!(plan.key_width);
+    let down = comptime!(if turned { 1 } else { width });
+    let right = comptime!(if turned { keys } else { 1 });
     if comptime!(plan.engine == Engine::Mma) {
         #[unroll]
         for f in 0..comptime!(plan.state_fragments()) {
@@ -291,8 +354,8 @@ pub(crate) fn give<X: Float, M: Size>(
                 #[unroll]
                 for l in 0..2usize {
                     let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
-                    to[start + d * width + first + value(f, h, l, plan)] =
-                        state.kept.index(f)[h][l];
+                    let v = first + value(f, h, l, plan);
+                    to[start + d * down + v * right] = state.kept.index(f)[h][l];
                 }
             }
         }
@@ -304,9 +367,9 @@ pub(crate) fn give<X: Float, M: Size>(
             let n = UNIT_POS as usize + comptime!(turn * plan.units);
             let d = n / columns;
             let v = first + n % columns;
-            if n < all && d < comptime!(plan.key_width) && v < width {
+            if n < all && d < keys && v < width {
                 let at = d * comptime!(plan.stride(columns)) + n % columns;
-                to[start + d * width + v] = f32::cast_from(state.tile[at]);
+                to[start + d * down + v * right] = f32::cast_from(state.tile[at]);
             }
         }
     }
@@ -325,7 +388,7 @@ pub(crate) fn keep_state<X: Float, E: Float, M: Size, W: Size>(
     let start = chunk * comptime!(plan.key_width * plan.value_width);
     if comptime!(plan.engine == Engine::Mma) {
         let lane = UNIT_POS as usize % 32;
-        let row = first + UNIT_POS as usize / 32 * 16 + lane / 4;
+        let row = first + own_columns(plan) + lane / 4;
         let at = start + row * keys + lane % 2 * 8 + lane % 4 / 2 * 4;
         #[unroll]
         for f in 0..comptime!(plan.state_fragments() / 2) {
@@ -644,7 +707,7 @@ pub(crate) fn output_row(
 #[cube]
 pub(crate) fn output_column(#[comptime] f: usize, #[comptime] plan: Plan) -> usize {
     if comptime!(plan.engine == Engine::Mma) {
-        UNIT_POS as usize / 32 * 16 + UNIT_POS as usize % 4 * 2 + comptime!(f % 2 * 8)
+        own_columns(plan) + UNIT_POS as usize % 4 * 2 + comptime!(f % 2 * 8)
     } else {
         column(f, comptime!(plan.block_grid()))
     }

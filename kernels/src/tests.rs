@@ -1,6 +1,7 @@
 //! Every variant against the f64 recurrences, on whatever device is there.
 
-use crate::{Backward, Buffer, Dims, Given, Inputs, Refusal, Variant, backward, engine, forward};
+use crate::launch::{backward_in, forward_in};
+use crate::{Backward, Buffer, Dims, Given, Inputs, Refusal, Variant, engine, forward};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -150,11 +151,13 @@ struct Limits {
 const F32: Limits = Limits { outputs: 1e-5, gradients: 1e-5 };
 const HALF: Limits = Limits { outputs: 6e-3, gradients: 1.2e-2 };
 
-/// The worst relative errors of one case: outputs (and state), gradients.
+/// The worst relative errors of one case: outputs (and state), gradients. Sequences are cut into
+/// `segments`, or as the device asks for.
 fn errors<R: Runtime>(
     client: &ComputeClient<R>,
     x: &oracle::Inputs,
     rows: Rows,
+    segments: Option<usize>,
 ) -> Vec<(&'static str, f64)> {
     let mut x = x.clone();
     rows.round(&mut x.q);
@@ -181,13 +184,14 @@ fn errors<R: Runtime>(
 
     let up = Uploaded::new(client, &x, rows);
     let dtype = rows.dtype();
-    let got = forward(client, up.variant, up.dims, dtype, &up.x, true).expect("it fits");
+    let (variant, dims) = (up.variant, up.dims);
+    let got = forward_in(client, variant, dims, dtype, &up.x, true, segments).expect("it fits");
     let saved: Vec<Handle> = got.saved.iter().map(|b| b.handle.clone()).collect();
     let d_o = client.create_from_slice(&rows.bytes(&d_o));
     let d_state = client.create_from_slice(&Rows::F32.bytes(&d_state));
     let given = Given { x: &up.x, saved: &saved };
-    let d =
-        backward(client, up.variant, up.dims, dtype, given, &d_o, Some(&d_state)).expect("it fits");
+    let d = backward_in(client, variant, dims, dtype, given, &d_o, Some(&d_state), segments)
+        .expect("it fits");
     let Backward { q, k, v, a, b, g, beta, state } = d;
     let error = |want: &[f64], got: Vec<f64>| {
         let size = want.iter().map(|x| x * x).sum::<f64>().sqrt();
@@ -226,7 +230,19 @@ fn hold<R: Runtime>(
     rows: Rows,
     limits: Limits,
 ) {
-    for (name, error) in errors(client, x, rows) {
+    hold_cut(client, what, x, rows, limits, None);
+}
+
+#[track_caller]
+fn hold_cut<R: Runtime>(
+    client: &ComputeClient<R>,
+    what: &str,
+    x: &oracle::Inputs,
+    rows: Rows,
+    limits: Limits,
+    segments: Option<usize>,
+) {
+    for (name, error) in errors(client, x, rows, segments) {
         let limit = if ["o", "state"].contains(&name) { limits.outputs } else { limits.gradients };
         assert!(error <= limit, "{what}: {name} is off by {error:.2e}, limit {limit:.0e}");
     }
@@ -265,8 +281,24 @@ fn every_variant<R: Runtime>(client: &ComputeClient<R>, family: Family, erase: b
     }
 }
 
+/// Every variant of one transition, in f32, in segments: the last is shorter, or of one chunk. Keys are
+/// wider than values, so that M has more tiles than S.
+fn every_cut<R: Runtime>(client: &ComputeClient<R>, family: Family, erase: bool) {
+    let dims = oracle::Dims { key_width: 40, value_width: 20, ..dims(150) };
+    for gate in [Gate::None, Gate::Typical, Gate::Mixed] {
+        for recipe in recipes(family, erase, gate) {
+            let recipe = Recipe { state: gate != Gate::Mixed, ..recipe };
+            let x = oracle::Inputs::random(3, dims, &recipe);
+            for segments in [2, 3, 5] {
+                let what = format!("{segments} segments, {recipe:?}");
+                hold_cut(client, &what, &x, Rows::F32, F32, Some(segments));
+            }
+        }
+    }
+}
+
 /// Widths of all kinds, each with a length and heads: T, Hk, H, K, V.
-const SIZES: [[usize; 5]; 7] = [
+const SIZES: [[usize; 5]; 8] = [
     [1, 1, 1, 1, 1],
     [7, 1, 3, 5, 7],
     [65, 2, 4, 33, 1],
@@ -274,6 +306,7 @@ const SIZES: [[usize; 5]; 7] = [
     [17, 3, 3, 16, 256],
     [130, 1, 1, 64, 64],
     [64, 1, 2, 128, 48],
+    [330, 1, 2, 128, 128],
 ];
 
 fn sizes<R: Runtime>(client: &ComputeClient<R>, sizes: &[[usize; 5]], rows: Rows, limits: Limits) {
@@ -371,8 +404,18 @@ macro_rules! each_transition {
         }
 
         #[test]
+        fn linear_attention_is_right_in_segments() {
+            every_cut(&client(), Family::LinearAttention, false);
+        }
+
+        #[test]
         fn the_delta_rule_is_right() {
             every_variant(&client(), Family::DeltaRule, false);
+        }
+
+        #[test]
+        fn the_delta_rule_is_right_in_segments() {
+            every_cut(&client(), Family::DeltaRule, false);
         }
 
         #[test]
@@ -381,8 +424,18 @@ macro_rules! each_transition {
         }
 
         #[test]
+        fn the_delta_rule_with_erase_rows_is_right_in_segments() {
+            every_cut(&client(), Family::DeltaRule, true);
+        }
+
+        #[test]
         fn low_rank_transitions_are_right() {
             every_variant(&client(), Family::LowRank, false);
+        }
+
+        #[test]
+        fn low_rank_transitions_are_right_in_segments() {
+            every_cut(&client(), Family::LowRank, false);
         }
     };
 }
@@ -425,6 +478,38 @@ mod on_cuda {
                         hold(&client, &what, &x, rows, HALF);
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn segments_are_right_on_tensor_cores() {
+        let client = client();
+        // Tiles of 16, of 64 in summaries and 128 in walks, and several of both.
+        for [key_width, value_width] in [[64, 48], [128, 128], [64, 256]] {
+            let dims = oracle::Dims { batch: 1, key_width, value_width, ..dims(600) };
+            for (family, erase) in TRANSITIONS {
+                for recipe in recipes(family, erase, Gate::Typical) {
+                    let x = oracle::Inputs::random(3, dims, &recipe);
+                    for segments in [2, 4, 10] {
+                        let what = format!("{segments} segments, {key_width}, {recipe:?}");
+                        hold_cut(&client, &what, &x, Rows::Bf16, HALF, Some(segments));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn few_heads_are_right() {
+        // On a device of many multiprocessors these are cut without being told to.
+        for (tokens, rows, limits) in [(2500, Rows::F32, F32), (5000, Rows::Bf16, HALF)] {
+            let dims = oracle::Dims { batch: 1, heads: 1, ..dims(tokens) };
+            let dims = oracle::Dims { key_width: 64, value_width: 64, ..dims };
+            for family in [Family::LinearAttention, Family::DeltaRule] {
+                let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(family) };
+                let x = oracle::Inputs::random(5, dims, &recipe);
+                hold(&client(), &format!("{family:?}, {dims:?}"), &x, rows, limits);
             }
         }
     }

@@ -339,7 +339,7 @@ pub(crate) fn load_b<E: Float, N: Size>(
 
 /// Four 8 x 8 matrices; `at` is where this lane's row of 16 bytes starts.
 #[cube]
-fn load_matrix<E: Float, N: Size>(
+pub(crate) fn load_matrix<E: Float, N: Size>(
     tile: &SharedMemory<Vector<E, N>>,
     at: usize,
     #[comptime] transposed: bool,

@@ -1,0 +1,613 @@
+//! What stage 3 works on: the tiles of a chunk, how they are filled, and how sums over rows of
+//! gradients are collected.
+//!
+//! ```text
+//! whole    every matrix of a chunk has a tile of its own, filled once by asynchronous copies in three
+//!          groups, in the order of use: values | S, keys | dS'. Tensor cores work on one group while
+//!          the next arrives, and no barrier stands between two products.
+//! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
+//!          the plain engine, and tensor cores where a chunk is too large for shared memory.
+//! ```
+//! Everything else is the same: a product asks for a matrix by its name.
+
+use crate::chunk::Place;
+use crate::gradients::Traces;
+use crate::plan::Plan;
+use crate::scores::Operands;
+use crate::tile::{
+    Acc, Engine, Grid, Pair, Rows, Window, column, inside, load, load_async, load_matrix, row,
+    tile, zeros,
+};
+use crate::vector::set;
+use cubecl::prelude::*;
+
+/// Partial sums of a row.
+pub(crate) const SLOTS: usize = 16;
+/// From the partial sums of one row to those of the next: rows side by side do not share a bank.
+const NEXT: usize = SLOTS + 1;
+
+/// A value-wide matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Values {
+    V,
+    U,
+    R,
+    DO,
+}
+
+/// A key-wide matrix of a chunk's tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Keys {
+    Q,
+    K,
+    A,
+    B,
+}
+
+/// A state, stored [V, K].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum States {
+    Start,
+    /// The gradient of the one at the chunk's end.
+    End,
+}
+
+/// Which row a row is paired with where an exponent is empty.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Side {
+    Own,
+    Last,
+    Next,
+}
+
+/// Copies that are waited for together, in the order of use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Group {
+    Values,
+    Start,
+    End,
+}
+
+/// Rows again, two numbers a vector where accumulators hold pairs.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct RowPairs<F: Float, M: Size> {
+    pub q: Array<Vector<F, M>>,
+    pub k: Array<Vector<F, M>>,
+    pub a: Array<Vector<F, M>>,
+    pub b: Array<Vector<F, M>>,
+}
+
+/// Tiles, and scratch.
+#[derive(CubeType)]
+pub(crate) struct Desk<X: Float, N: Size> {
+    /// Sliced: left and right operands.
+    left: SharedMemory<Vector<X, N>>,
+    right: SharedMemory<Vector<X, N>>,
+    q: SharedMemory<Vector<X, N>>,
+    k: SharedMemory<Vector<X, N>>,
+    a: SharedMemory<Vector<X, N>>,
+    b: SharedMemory<Vector<X, N>>,
+    pub v: SharedMemory<Vector<X, N>>,
+    u: SharedMemory<Vector<X, N>>,
+    pub r: SharedMemory<Vector<X, N>>,
+    d_o: SharedMemory<Vector<X, N>>,
+    pub start: SharedMemory<Vector<X, N>>,
+    pub end: SharedMemory<Vector<X, N>>,
+    /// What stands before asking rows, [C].
+    pub scales: SharedMemory<f32>,
+    /// Partial sums of rows, [C, NEXT].
+    pub partial: SharedMemory<f32>,
+    /// dG, [C]; vector decay: [C, key_slice].
+    pub gates: SharedMemory<f32>,
+    /// Vector decay: what reaches the end of the chunk, shaped as `gates`.
+    pub ends: SharedMemory<f32>,
+}
+
+impl Plan {
+    /// Stage 3: whether all tiles of a chunk are in shared memory at once.
+    pub fn whole(&self) -> bool {
+        self.engine == Engine::Mma && self.halves > 0
+    }
+
+    pub fn rows_grid(&self) -> Grid {
+        self.grid(self.chunk, self.key_slice)
+    }
+
+    /// The values that k writes.
+    pub fn key_values(&self) -> Values {
+        if self.variant.delta() { Values::U } else { Values::V }
+    }
+
+    /// The rows that ask.
+    pub fn asking(&self) -> Keys {
+        if self.variant.own_a() { Keys::A } else { Keys::K }
+    }
+
+    /// The rows that U is written with.
+    pub fn writing(&self) -> Keys {
+        if self.variant.low_rank() { Keys::B } else { Keys::K }
+    }
+
+    fn values_numbers(&self) -> usize {
+        self.chunk * self.stride(self.value_slice)
+    }
+
+    fn keys_numbers(&self) -> usize {
+        self.chunk * self.stride(self.key_slice)
+    }
+
+    fn states_numbers(&self) -> usize {
+        self.value_slice * self.stride(self.key_slice)
+    }
+
+    /// Numbers of dG in shared memory, and of what reaches the chunk's end.
+    fn gate_numbers(&self) -> [usize; 2] {
+        let by_key = self.keys_numbers();
+        if self.variant.vector() { [by_key, by_key] } else { [self.chunk, 1] }
+    }
+
+    /// Numbers of all tiles of rows and states.
+    fn desk_numbers(&self) -> usize {
+        let variant = self.variant;
+        if self.whole() {
+            let keys = 2 + usize::from(variant.own_a()) + usize::from(variant.low_rank());
+            let values = 2 + 2 * usize::from(variant.solves());
+            keys * self.keys_numbers() + values * self.values_numbers() + 2 * self.states_numbers()
+        } else {
+            self.values_numbers() + self.right_numbers()
+        }
+    }
+
+    /// Sliced: [C, value_slice], [value_slice, key_slice] or [C, key_slice].
+    fn right_numbers(&self) -> usize {
+        self.values_numbers().max(self.keys_numbers()).max(self.states_numbers())
+    }
+
+    /// Bytes of shared memory of stage 3.
+    pub fn gradients_memory(&self) -> usize {
+        let variant = self.variant;
+        let number = match self.engine {
+            Engine::Plain => 4,
+            Engine::Mma => 2,
+        };
+        let squares = 1
+            + usize::from(variant.solves())
+            + usize::from(variant.delta())
+            + 2 * usize::from(variant.low_rank());
+        let sums = match variant.decay {
+            crate::Decay::None => 1,
+            crate::Decay::Scalar => self.chunk,
+            crate::Decay::Vector => self.keys_numbers(),
+        };
+        let [gates, ends] = self.gate_numbers();
+        // Scratch: partial sums, scales and four rows of what is kept apart from the gates.
+        let scratch = self.chunk * (NEXT + 5);
+        number * (self.desk_numbers() + squares * self.chunk * self.stride(self.chunk))
+            + 4 * (gates + ends + 2 * sums + scratch)
+            + 256
+    }
+
+    fn states_window(&self) -> Window {
+        self.window(self.value_slice, self.key_slice, self.key_width)
+    }
+
+    fn values_window(&self) -> Window {
+        self.window(self.chunk, self.value_slice, self.value_width)
+    }
+}
+
+/// The tiles of a plan: roles that it has not share a tile with others and are never filled.
+#[cube]
+pub(crate) fn desk<X: Float, N: Size>(#[comptime] plan: Plan) -> Desk<X, N> {
+    let variant = comptime!(plan.variant);
+    let whole = comptime!(plan.whole());
+    let solves = comptime!(whole && variant.solves());
+    let low_rank = comptime!(whole && variant.low_rank());
+    let own_a = comptime!(whole && variant.own_a());
+    let [gates, ends] = comptime!(plan.gate_numbers());
+    let left = tile::<X, N>(comptime!(plan.values_numbers()));
+    let right =
+        tile::<X, N>(comptime!(if whole { plan.states_numbers() } else { plan.right_numbers() }));
+    let end = if whole { tile::<X, N>(comptime!(plan.states_numbers())) } else { right };
+    let v = if whole { tile::<X, N>(comptime!(plan.values_numbers())) } else { left };
+    let u = if solves { tile::<X, N>(comptime!(plan.values_numbers())) } else { left };
+    let r = if solves { tile::<X, N>(comptime!(plan.values_numbers())) } else { left };
+    let q = if whole { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
+    let k = if whole { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
+    let a = if own_a { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
+    let b = if low_rank { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
+    Desk::<X, N> {
+        left,
+        right,
+        q,
+        k,
+        a,
+        b,
+        v,
+        u,
+        r,
+        d_o: left,
+        start: right,
+        end,
+        scales: SharedMemory::<f32>::new(comptime!(plan.chunk)),
+        partial: SharedMemory::<f32>::new(comptime!(plan.chunk * NEXT)),
+        gates: SharedMemory::<f32>::new(gates),
+        ends: SharedMemory::<f32>::new(ends),
+    }
+}
+
+/// The state's rows of a chunk, from value `first` on.
+#[cube]
+fn state_rows(place: &Place, first: usize, #[comptime] plan: Plan) -> Rows {
+    let width = comptime!(plan.key_width);
+    Rows {
+        start: (place.index * comptime!(plan.value_width) + first) * width,
+        stride: width,
+        valid: comptime!(plan.value_width) - first,
+    }
+}
+
+/// Whole: starts copying one group of tiles.
+#[cube]
+pub(crate) fn issue<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    desk: &mut Desk<X, N>,
+    x: &Operands<F, G>,
+    traces: &Traces<F, E, G>,
+    place: &Place,
+    #[comptime] group: Group,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
+    let keys = comptime!(plan.key_window());
+    let wide = comptime!(plan.values_window());
+    let square = comptime!(plan.states_window());
+    let to = 0usize;
+    if comptime!(group == Group::Values) {
+        load_async::<F, G, X, N>(&mut desk.d_o, to, &traces.d_o, &place.values, 0usize, wide);
+        if comptime!(variant.solves()) {
+            load_async::<E, G, X, N>(&mut desk.u, to, &traces.u, &place.values, 0usize, wide);
+            load_async::<E, G, X, N>(&mut desk.r, to, &traces.r, &place.values, 0usize, wide);
+        }
+    }
+    // A delta rule wants v for the gradient of beta alone, which comes last.
+    let values = comptime!(if variant.delta() { Group::End } else { Group::Values });
+    if comptime!(group == values) {
+        load_async::<F, G, X, N>(&mut desk.v, to, &x.v, &place.values, 0usize, wide);
+    }
+    let states = state_rows(place, 0usize, plan);
+    if comptime!(group == Group::Start) {
+        let from = &traces.states;
+        load_async::<E, G, X, N>(&mut desk.start, to, from, &states, 0usize, square);
+        load_async::<F, G, X, N>(&mut desk.k, to, &x.k, &place.keys, 0usize, keys);
+        load_async::<F, G, X, N>(&mut desk.q, to, &x.q, &place.keys, 0usize, keys);
+        if comptime!(variant.own_a()) {
+            load_async::<F, G, X, N>(&mut desk.a, to, &x.a, &place.rows, 0usize, keys);
+        }
+        if comptime!(variant.low_rank()) {
+            load_async::<F, G, X, N>(&mut desk.b, to, &x.b, &place.rows, 0usize, keys);
+        }
+    }
+    if comptime!(group == Group::End) {
+        let from = &traces.d_states;
+        load_async::<E, G, X, N>(&mut desk.end, to, from, &states, 0usize, square);
+    }
+}
+
+/// The tile of a value-wide matrix, as the left or right operand.
+#[cube]
+pub(crate) fn values_tile<X: Float, N: Size>(
+    desk: &Desk<X, N>,
+    #[comptime] which: Values,
+    #[comptime] right: bool,
+    #[comptime] plan: Plan,
+) -> SharedMemory<Vector<X, N>> {
+    if comptime!(!plan.whole()) {
+        if comptime!(right) { desk.right } else { desk.left }
+    } else if comptime!(which == Values::V) {
+        desk.v
+    } else if comptime!(which == Values::U) {
+        desk.u
+    } else if comptime!(which == Values::R) {
+        desk.r
+    } else {
+        desk.d_o
+    }
+}
+
+/// The tile of a key-wide matrix.
+#[cube]
+pub(crate) fn keys_tile<X: Float, N: Size>(
+    desk: &Desk<X, N>,
+    #[comptime] which: Keys,
+    #[comptime] plan: Plan,
+) -> SharedMemory<Vector<X, N>> {
+    if comptime!(!plan.whole()) {
+        desk.right
+    } else if comptime!(which == Keys::Q) {
+        desk.q
+    } else if comptime!(which == Keys::K) {
+        desk.k
+    } else if comptime!(which == Keys::A) {
+        desk.a
+    } else {
+        desk.b
+    }
+}
+
+/// The tile of a state.
+#[cube]
+pub(crate) fn state_tile<X: Float, N: Size>(
+    desk: &Desk<X, N>,
+    #[comptime] which: States,
+) -> SharedMemory<Vector<X, N>> {
+    // Sliced, both are the right tile.
+    if comptime!(which == States::Start) { desk.start } else { desk.end }
+}
+
+/// Sliced: loads columns `first..` of a value-wide matrix, [C, value_slice].
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn load_values<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    to: &mut SharedMemory<Vector<X, N>>,
+    x: &Operands<F, G>,
+    traces: &Traces<F, E, G>,
+    place: &Place,
+    first: usize,
+    #[comptime] which: Values,
+    #[comptime] plan: Plan,
+) {
+    let window = comptime!(plan.values_window());
+    if comptime!(which == Values::V) {
+        load::<F, G, X, N>(to, &x.v, &place.values, first, window);
+    } else if comptime!(which == Values::DO) {
+        load::<F, G, X, N>(to, &traces.d_o, &place.values, first, window);
+    } else if comptime!(which == Values::U) {
+        load::<E, G, X, N>(to, &traces.u, &place.values, first, window);
+    } else {
+        load::<E, G, X, N>(to, &traces.r, &place.values, first, window);
+    }
+}
+
+/// Sliced: loads two value-wide matrices between two barriers.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn ready_values<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    desk: &mut Desk<X, N>,
+    x: &Operands<F, G>,
+    traces: &Traces<F, E, G>,
+    place: &Place,
+    first: usize,
+    #[comptime] left: Values,
+    #[comptime] right: Values,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.whole()) {
+        sync_cube();
+        load_values::<F, X, E, G, N>(&mut desk.left, x, traces, place, first, left, plan);
+        load_values::<F, X, E, G, N>(&mut desk.right, x, traces, place, first, right, plan);
+        sync_cube();
+    }
+}
+
+/// Sliced: loads a value-wide matrix and a state, keys from `key` on, between two barriers.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn ready_state<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    desk: &mut Desk<X, N>,
+    x: &Operands<F, G>,
+    traces: &Traces<F, E, G>,
+    place: &Place,
+    first: usize,
+    key: usize,
+    #[comptime] left: Values,
+    #[comptime] right: States,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.whole()) {
+        sync_cube();
+        load_values::<F, X, E, G, N>(&mut desk.left, x, traces, place, first, left, plan);
+        let rows = state_rows(place, first, plan);
+        let window = comptime!(plan.states_window());
+        if comptime!(right == States::Start) {
+            load::<E, G, X, N>(&mut desk.right, &traces.states, &rows, key, window);
+        } else {
+            load::<E, G, X, N>(&mut desk.right, &traces.d_states, &rows, key, window);
+        }
+        sync_cube();
+    }
+}
+
+/// Sliced: loads one slice of rows of keys between two barriers.
+#[cube]
+pub(crate) fn ready_keys<F: Float, X: Float, G: Size, N: Size>(
+    desk: &mut Desk<X, N>,
+    x: &Operands<F, G>,
+    place: &Place,
+    first: usize,
+    #[comptime] which: Keys,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.whole()) {
+        let window = comptime!(plan.key_window());
+        sync_cube();
+        if comptime!(which == Keys::Q) {
+            load::<F, G, X, N>(&mut desk.right, &x.q, &place.keys, first, window);
+        } else if comptime!(which == Keys::K) {
+            load::<F, G, X, N>(&mut desk.right, &x.k, &place.keys, first, window);
+        } else if comptime!(which == Keys::A) {
+            load::<F, G, X, N>(&mut desk.right, &x.a, &place.rows, first, window);
+        } else {
+            load::<F, G, X, N>(&mut desk.right, &x.b, &place.rows, first, window);
+        }
+        sync_cube();
+    }
+}
+
+/// One slice of a key-wide matrix where the gradients of its rows lie in registers, or of the rows
+/// next to these. Whole: from its tile, by `ldmatrix`, which deals out a 16 x 16 block as two fragments
+/// side by side lie. Sliced: from the tensor.
+#[cube]
+pub(crate) fn held<F: Float, X: Float, N: Size, M: Size>(
+    desk: &Desk<X, N>,
+    pairs: &RowPairs<F, M>,
+    place: &Place,
+    first: usize,
+    #[comptime] which: Keys,
+    #[comptime] side: Side,
+    #[comptime] plan: Plan,
+) -> Acc {
+    let mut acc = zeros(comptime!(plan.rows_grid().fragments()));
+    if comptime!(plan.whole()) {
+        let from = keys_tile::<X, N>(desk, which, plan);
+        hold_tile::<X, N>(&mut acc, &from, side, plan);
+    } else if comptime!(which == Keys::Q) {
+        hold_rows::<F, M>(&mut acc, &pairs.q, &place.keys, first, side, plan);
+    } else if comptime!(which == Keys::K) {
+        hold_rows::<F, M>(&mut acc, &pairs.k, &place.keys, first, side, plan);
+    } else if comptime!(which == Keys::A) {
+        hold_rows::<F, M>(&mut acc, &pairs.a, &place.rows, first, side, plan);
+    } else {
+        hold_rows::<F, M>(&mut acc, &pairs.b, &place.rows, first, side, plan);
+    }
+    acc
+}
+
+#[cube]
+fn hold_tile<X: Float, N: Size>(
+    acc: &mut Acc,
+    from: &SharedMemory<Vector<X, N>>,
+    #[comptime] side: Side,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.rows_grid());
+    let across = comptime!(grid.fragment_columns());
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let lane = UNIT_POS as usize % 32;
+    let plane = UNIT_POS as usize / 32;
+    let columns =
+        plane / comptime!(grid.down()) * comptime!(grid.n / grid.across()) + lane / 16 * 8;
+    if inside(0usize, grid) {
+        #[unroll]
+        for r in 0..comptime!(grid.fragment_rows()) {
+            let i =
+                plane % comptime!(grid.down()) * 16 + lane % 16 + comptime!(r * grid.down() * 16);
+            let i = beside(i, side, plan);
+            #[unroll]
+            for c in 0..comptime!(across / 2) {
+                let x = load_matrix::<X, N>(from, i * stride + columns + comptime!(c * 16), false);
+                #[unroll]
+                for n in 0..2usize {
+                    let fragment = acc.index_mut(comptime!(r * across + 2 * c + n));
+                    set(fragment, 0usize, Pair::cast_from(x[comptime!(2 * n)]));
+                    set(fragment, 1usize, Pair::cast_from(x[comptime!(2 * n + 1)]));
+                }
+            }
+        }
+    }
+}
+
+/// The row beside row `i`, or the chunk's first or last where there is none.
+#[cube]
+fn beside(i: usize, #[comptime] side: Side, #[comptime] plan: Plan) -> usize {
+    if comptime!(side == Side::Last) {
+        max(i, 1usize) - 1
+    } else if comptime!(side == Side::Next) {
+        min(i + 1, comptime!(plan.chunk - 1))
+    } else {
+        i
+    }
+}
+
+#[cube]
+fn hold_rows<F: Float, M: Size>(
+    acc: &mut Acc,
+    from: &Array<Vector<F, M>>,
+    rows: &Rows,
+    first: usize,
+    #[comptime] side: Side,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.rows_grid());
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        let d = first + column(f, grid);
+        #[unroll]
+        for h in 0..2usize {
+            let i = beside(row(f, h, grid), side, plan);
+            set(acc.index_mut(f), h, pair_at::<F, M>(from, rows, i, d, plan));
+        }
+    }
+}
+
+/// Two numbers of a row; zeros where there is no row, or no such column.
+#[cube]
+fn pair_at<F: Float, M: Size>(
+    from: &Array<Vector<F, M>>,
+    rows: &Rows,
+    i: usize,
+    d: usize,
+    #[comptime] plan: Plan,
+) -> Pair {
+    let width = M::value();
+    let mut x = Pair::new(0.0f32);
+    if i < rows.valid && d < comptime!(plan.key_width) {
+        let at = rows.start + i * rows.stride + d;
+        if comptime!(width == 1) {
+            x[0] = f32::cast_from(from[at]);
+            if d + 1 < comptime!(plan.key_width) {
+                x[1] = f32::cast_from(from[at + 1]);
+            }
+        } else {
+            x = Pair::cast_from(from[at / 2]);
+        }
+    }
+    x
+}
+
+/// Sum of the first `slots` partial sums of row `i`; 0 where there is no such row.
+#[cube]
+pub(crate) fn row_sum(
+    partial: &SharedMemory<f32>,
+    i: usize,
+    valid: usize,
+    #[comptime] slots: usize,
+) -> f32 {
+    let mut sum = 0.0f32;
+    if i < valid {
+        #[unroll]
+        for n in 0..slots {
+            sum += partial[i * NEXT + n];
+        }
+    }
+    sum
+}
+
+/// Where a unit's partial sum of a row goes.
+#[cube]
+pub(crate) fn partial_at(i: usize, slot: usize) -> usize {
+    i * NEXT + slot
+}
+
+/// The sum of every unit's number. Barriers in between; `partial` is free before and after.
+#[cube]
+pub(crate) fn cube_sum(partial: &mut SharedMemory<f32>, x: f32, #[comptime] plan: Plan) -> f32 {
+    let unit = UNIT_POS as usize;
+    sync_cube();
+    partial[unit] = x;
+    sync_cube();
+    if unit < 16 {
+        let mut sum = 0.0f32;
+        for n in 0..comptime!(plan.units / 16) {
+            sum += partial[unit + n * 16];
+        }
+        partial[unit] = sum;
+    }
+    sync_cube();
+    let mut sum = 0.0f32;
+    #[unroll]
+    for n in 0..16usize {
+        sum += partial[n];
+    }
+    sync_cube();
+    sum
+}

@@ -1,0 +1,483 @@
+//! Gradients of gates and of beta, in stage 3.
+//!
+//! e^{G_i - G_j} feels g_t for j < t <= i, so that with inner products over keys (vector decay: for each
+//! key by itself)
+//! ```text
+//! dG_i = q_i dq_i + a_i da_i - k_i dk_i - b_i db_i     a row that reads or asks before: to dG_{i-1}
+//! dg_t = sum_{i >= t} dG_i + sum_j (k_j dk_j + b_j db_j, terms with dS' only) + e^{G_C} (S . dS')
+//! dbeta_i = v_i R_i - e_i da_i                        delta: a = -beta e
+//! ```
+//! Terms whose exponent is empty (a token's own score, the last token's write as the chunk ends) are
+//! left out of dG and added to the gradients afterwards (`apart`): they would cancel, and under a gate
+//! of -50 what they cancel to is all there is.
+//!
+//! Gradients of rows lie in one layout from the first to the last, so each unit adds up its share of
+//! its rows in registers (`Shares`); the cube meets once, at the end.
+
+use crate::chunk::{Place, Sums, since_start};
+use crate::desk::{Desk, SLOTS, Side, cube_sum, partial_at, row_sum};
+use crate::gradients::{Gradients, Scored, Traces};
+use crate::plan::Plan;
+use crate::scores::Operands;
+use crate::tile::{Acc, Engine, Grid, Pair, column, inside, row};
+use crate::vector::set;
+use cubecl::prelude::*;
+
+/// A unit's shares of sums over its rows: two for each row of fragments.
+#[derive(CubeType)]
+pub(crate) struct Shares {
+    /// dG of the row.
+    own: Array<f32>,
+    /// What the row adds to dG of the one before.
+    before: Array<f32>,
+    /// What reaches the end of the chunk.
+    ends: Array<f32>,
+    /// What the row takes off dbeta.
+    beta: Array<f32>,
+}
+
+/// Whose products [`gate_products`] adds up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Gate {
+    /// Rows that read; they may see the token before.
+    Reads { before: bool },
+    /// Rows that ask, times -beta.
+    Asks { before: bool },
+    /// Rows that write: subtracted, and nothing of the last one.
+    Writes,
+    /// What reaches the end of the chunk, and nothing of the last one.
+    Ends,
+}
+
+impl Gate {
+    fn before(self) -> bool {
+        matches!(self, Self::Reads { before: true } | Self::Asks { before: true })
+    }
+
+    fn asks(self) -> bool {
+        matches!(self, Self::Asks { .. })
+    }
+}
+
+impl Plan {
+    /// Whether empty exponents of queries' scores are kept apart.
+    pub fn reads_apart(&self) -> bool {
+        self.variant.decay != crate::Decay::None
+    }
+
+    pub fn asks_apart(&self) -> bool {
+        self.variant.decay != crate::Decay::None && self.variant.asks_before()
+    }
+
+    /// A unit's rows.
+    fn shares(&self) -> usize {
+        2 * self.rows_grid().fragment_rows()
+    }
+
+    /// Whether any row adds to dG of the one before.
+    fn looks_back(&self) -> bool {
+        self.variant.reads_before() || self.variant.asks_before()
+    }
+}
+
+#[cube]
+pub(crate) fn shares(#[comptime] plan: Plan) -> Shares {
+    Shares { own: share(plan), before: share(plan), ends: share(plan), beta: share(plan) }
+}
+
+#[cube]
+fn share(#[comptime] plan: Plan) -> Array<f32> {
+    let all = comptime!(plan.shares());
+    let mut share = Array::<f32>::new(all);
+    #[unroll]
+    for n in 0..all {
+        share[n] = 0.0f32;
+    }
+    share
+}
+
+/// `x_i acc_i` over this unit's columns of one of its rows.
+#[cube]
+fn dot(
+    acc: &Acc,
+    rows: &Acc,
+    #[comptime] r: usize,
+    #[comptime] h: usize,
+    #[comptime] grid: Grid,
+) -> f32 {
+    let across = comptime!(grid.fragment_columns());
+    let mut sum = Pair::new(0.0f32);
+    #[unroll]
+    for c in 0..across {
+        let f = comptime!(r * across + c);
+        sum += rows.index(f)[h] * acc.index(f)[h];
+    }
+    sum[0] + sum[1]
+}
+
+/// Adds inner products of rows and their gradients to dG.
+#[cube]
+pub(crate) fn gate_products<X: Float, N: Size>(
+    shares: &mut Shares,
+    desk: &mut Desk<X, N>,
+    acc: &Acc,
+    rows: &Acc,
+    valid: usize,
+    #[comptime] gate: Gate,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(plan.variant.vector()) {
+        vector_products::<X, N>(desk, acc, rows, valid, gate, plan);
+    } else if comptime!(plan.variant.scalar()) {
+        let grid = comptime!(plan.rows_grid());
+        #[unroll]
+        for r in 0..comptime!(grid.fragment_rows()) {
+            #[unroll]
+            for h in 0..2usize {
+                let at = comptime!(2 * r + h);
+                let i = row(comptime!(r * grid.fragment_columns()), h, grid);
+                let mut sum = dot(acc, rows, r, h, grid);
+                if comptime!(gate.asks()) {
+                    sum *= desk.scales[min(i, comptime!(plan.chunk - 1))];
+                }
+                if comptime!(gate == Gate::Ends) {
+                    shares.ends[at] += select(i + 1 < valid, sum, 0.0f32);
+                } else if comptime!(gate == Gate::Writes) {
+                    shares.own[at] -= select(i + 1 < valid, sum, 0.0f32);
+                } else if comptime!(gate.before()) {
+                    shares.before[at] += sum;
+                } else {
+                    shares.own[at] += sum;
+                }
+            }
+        }
+    }
+}
+
+/// As [`gate_products`] for a vector decay, whose gates are columns: in shared memory. Barriers before
+/// and after, since rows add to others'.
+#[cube]
+fn vector_products<X: Float, N: Size>(
+    desk: &mut Desk<X, N>,
+    acc: &Acc,
+    rows: &Acc,
+    valid: usize,
+    #[comptime] gate: Gate,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.rows_grid());
+    let stride = comptime!(plan.stride(plan.key_slice));
+    sync_cube();
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        let d = column(f, grid);
+        #[unroll]
+        for h in 0..2usize {
+            let i = row(f, h, grid);
+            if inside(f, grid) {
+                let mut x = rows.index(f)[h] * acc.index(f)[h];
+                if comptime!(gate.asks()) {
+                    x *= Pair::new(desk.scales[i]);
+                }
+                #[unroll]
+                for l in 0..2usize {
+                    if comptime!(gate == Gate::Ends) {
+                        if i + 1 < valid {
+                            desk.ends[i * stride + d + l] += x[l];
+                        }
+                    } else if comptime!(gate == Gate::Writes) {
+                        if i + 1 < valid {
+                            desk.gates[i * stride + d + l] -= x[l];
+                        }
+                    } else if comptime!(gate.before()) {
+                        if i > 0 {
+                            desk.gates[(i - 1) * stride + d + l] += x[l];
+                        }
+                    } else {
+                        desk.gates[i * stride + d + l] += x[l];
+                    }
+                }
+            }
+        }
+    }
+    sync_cube();
+}
+
+/// Delta: dbeta -= e (what da is before -beta).
+#[cube]
+pub(crate) fn beta_products(shares: &mut Shares, acc: &Acc, rows: &Acc, #[comptime] plan: Plan) {
+    let grid = comptime!(plan.rows_grid());
+    #[unroll]
+    for r in 0..comptime!(grid.fragment_rows()) {
+        #[unroll]
+        for h in 0..2usize {
+            shares.beta[comptime!(2 * r + h)] += dot(acc, rows, r, h, grid);
+        }
+    }
+}
+
+/// Adds what was kept apart: row i gets `apart_i` times its own row or the last one, or what was kept
+/// for the next row times that row, as `side` says. `rows` are those.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn add_apart(
+    acc: &mut Acc,
+    apart: &SharedMemory<f32>,
+    rows: &Acc,
+    scales: &SharedMemory<f32>,
+    valid: usize,
+    #[comptime] scored: Scored,
+    #[comptime] side: Side,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.rows_grid());
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        #[unroll]
+        for h in 0..2usize {
+            let mut reader = row(f, h, grid);
+            if comptime!(side == Side::Next) {
+                reader += 1;
+            }
+            let mut by = 0.0f32;
+            if reader < valid {
+                by = apart[comptime!(scored.apart() * plan.chunk) + reader];
+                if comptime!(scored == Scored::Scaled) {
+                    by *= scales[reader];
+                }
+            }
+            let x = acc.index(f)[h] + rows.index(f)[h] * Pair::new(by);
+            set(acc.index_mut(f), h, x);
+        }
+    }
+}
+
+/// Partial sums of a row.
+fn slots(grid: &Grid) -> usize {
+    match grid.engine {
+        Engine::Plain => grid.across(),
+        Engine::Mma => 4 * grid.across(),
+    }
+}
+
+/// Which of them is this unit's.
+#[cube]
+fn slot(#[comptime] grid: Grid) -> usize {
+    if comptime!(grid.engine == Engine::Mma) {
+        UNIT_POS as usize / comptime!(32 * grid.down()) * 4 + UNIT_POS as usize % 4
+    } else {
+        UNIT_POS as usize % comptime!(grid.across())
+    }
+}
+
+/// Every unit's shares of row `i`, which the caller picks; 0 from row `valid` on. Barriers before and
+/// after the shares are laid out.
+#[cube]
+fn collect(
+    partial: &mut SharedMemory<f32>,
+    shares: &Array<f32>,
+    i: usize,
+    valid: usize,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let grid = comptime!(plan.rows_grid());
+    sync_cube();
+    #[unroll]
+    for r in 0..comptime!(grid.fragment_rows()) {
+        let f = comptime!(r * grid.fragment_columns());
+        #[unroll]
+        for h in 0..2usize {
+            if inside(f, grid) {
+                partial[partial_at(row(f, h, grid), slot(grid))] = shares[comptime!(2 * r + h)];
+            }
+        }
+    }
+    sync_cube();
+    row_sum(partial, i, valid, comptime!(slots(&grid)))
+}
+
+/// dg of a scalar decay: sums of dG from each token on, and what reaches the end of the chunk.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn keep_scalar_gates<F: Float, X: Float, E: Float, G: Size, N: Size, W: Size>(
+    out: &mut Gradients<F, G, W>,
+    desk: &mut Desk<X, N>,
+    shares: &Shares,
+    traces: &Traces<F, E, G>,
+    sums: &Sums,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let unit = UNIT_POS as usize;
+    let grid = comptime!(plan.rows_grid());
+    let mut own = collect(&mut desk.partial, &shares.own, unit, place.valid, plan);
+    if comptime!(plan.looks_back()) {
+        own += collect(&mut desk.partial, &shares.before, unit + 1, place.valid, plan);
+    }
+    if unit < comptime!(plan.chunk) {
+        desk.gates[unit] = own;
+    }
+    let end = f32::exp(since_start(sums, comptime!(plan.chunk - 1)));
+    let mut through = through_chunk::<F, X, E, G, N>(desk, traces, place, plan) * end;
+    #[unroll]
+    for r in 0..comptime!(grid.fragment_rows()) {
+        if inside(comptime!(r * grid.fragment_columns()), grid) {
+            through += shares.ends[comptime!(2 * r)] + shares.ends[comptime!(2 * r + 1)];
+        }
+    }
+    let mut d = cube_sum(&mut desk.partial, through, plan);
+    if unit < place.valid {
+        for i in unit..place.valid {
+            d += desk.gates[i];
+        }
+        out.g[place.gates.start + unit * place.gates.stride] = d;
+    }
+}
+
+/// This unit's share of `S . dS'`.
+#[cube]
+fn through_chunk<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    desk: &Desk<X, N>,
+    traces: &Traces<F, E, G>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let read = G::value();
+    let across = comptime!(plan.key_width / read);
+    let all = comptime!(plan.key_width * plan.value_width / read);
+    let start = place.index * all;
+    let mut kept = Vector::<f32, G>::new(0.0);
+    for turn in 0..comptime!(all.div_ceil(plan.units)) {
+        let n = UNIT_POS as usize + turn * comptime!(plan.units);
+        if n < all {
+            if comptime!(plan.whole()) {
+                let stride = comptime!(plan.stride(plan.key_slice) / read);
+                let at = n / across * stride + n % across;
+                kept += Vector::<f32, G>::cast_from(desk.start[at])
+                    * Vector::<f32, G>::cast_from(desk.end[at]);
+            } else {
+                kept += Vector::<f32, G>::cast_from(traces.states[start + n])
+                    * Vector::<f32, G>::cast_from(traces.d_states[start + n]);
+            }
+        }
+    }
+    let mut sum = 0.0f32;
+    #[unroll]
+    for l in 0..read {
+        sum += kept[l];
+    }
+    sum
+}
+
+#[cube]
+pub(crate) fn clear_gates<X: Float, N: Size>(desk: &mut Desk<X, N>, #[comptime] plan: Plan) {
+    let all = comptime!(plan.chunk * plan.stride(plan.key_slice));
+    #[unroll]
+    for turn in 0..comptime!(all.div_ceil(plan.units)) {
+        let n = UNIT_POS as usize + comptime!(turn * plan.units);
+        if n < all {
+            desk.gates[n] = 0.0f32;
+            desk.ends[n] = 0.0f32;
+        }
+    }
+    sync_cube();
+}
+
+/// As [`keep_scalar_gates`], for one slice of a vector decay.
+#[cube]
+pub(crate) fn keep_vector_gates<F: Float, X: Float, E: Float, G: Size, N: Size, W: Size>(
+    out: &mut Gradients<F, G, W>,
+    desk: &mut Desk<X, N>,
+    traces: &Traces<F, E, G>,
+    sums: &Sums,
+    place: &Place,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    sync_cube();
+    let d = UNIT_POS as usize;
+    let read = G::value();
+    let stride = comptime!(plan.stride(plan.key_slice));
+    if d < comptime!(plan.key_slice / read) && first + d * read < comptime!(plan.key_width) {
+        let width = comptime!(plan.key_width);
+        let start = (place.index * comptime!(plan.key_width * plan.value_width) + first) / read + d;
+        let mut through = Vector::<f32, G>::new(0.0);
+        for v in 0..comptime!(plan.value_width) {
+            let at = start + v * width / read;
+            through += Vector::<f32, G>::cast_from(traces.states[at])
+                * Vector::<f32, G>::cast_from(traces.d_states[at]);
+        }
+        #[unroll]
+        for l in 0..read {
+            let column = d * read + l;
+            let end = comptime!((plan.chunk - 1) * stride) + column;
+            let mut sum = through[l] * f32::exp(since_start(sums, end));
+            for i in 0..place.valid {
+                sum += desk.ends[i * stride + column];
+            }
+            for back in 0..place.valid {
+                let i = place.valid - 1 - back;
+                sum += desk.gates[i * stride + column];
+                out.g[place.rows.start + i * place.rows.stride + first + column] = sum;
+            }
+        }
+    }
+    sync_cube();
+}
+
+/// Delta: dv = beta R, dbeta = v R - e da.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn keep_values<F: Float, X: Float, E: Float, G: Size, N: Size, W: Size>(
+    out: &mut Gradients<F, G, W>,
+    desk: &mut Desk<X, N>,
+    shares: &Shares,
+    x: &Operands<F, G>,
+    traces: &Traces<F, E, G>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let read = G::value();
+    let unit = UNIT_POS as usize;
+    let asked = collect(&mut desk.partial, &shares.beta, unit, place.valid, plan);
+    let side = comptime!((plan.units / plan.chunk).min(SLOTS));
+    let i = unit / side;
+    let vectors = comptime!(plan.value_width / read);
+    sync_cube();
+    if i < comptime!(plan.chunk) {
+        let mut dot = Vector::<f32, G>::new(0.0);
+        if i < place.valid {
+            let beta = x.beta[place.gates.start + i * place.gates.stride];
+            let start = (place.values.start + i * place.values.stride) / read;
+            for n in 0..comptime!(vectors.div_ceil(side)) {
+                let c = n * side + unit % side;
+                if c < vectors {
+                    let at = i * comptime!(plan.stride(plan.value_slice) / read) + c;
+                    let r = if comptime!(plan.whole()) {
+                        Vector::<f32, G>::cast_from(desk.r[at])
+                    } else {
+                        Vector::<f32, G>::cast_from(traces.r[start + c])
+                    };
+                    let v = if comptime!(plan.whole()) {
+                        Vector::<f32, G>::cast_from(desk.v[at])
+                    } else {
+                        Vector::<f32, G>::cast_from(x.v[start + c])
+                    };
+                    dot += r * v;
+                    out.v[start + c] = Vector::<F, G>::cast_from(r * Vector::new(beta));
+                }
+            }
+        }
+        let mut sum = 0.0f32;
+        #[unroll]
+        for l in 0..read {
+            sum += dot[l];
+        }
+        desk.partial[partial_at(i, unit % side)] = sum;
+    }
+    sync_cube();
+    if unit < place.valid {
+        let beta = row_sum(&desk.partial, unit, place.valid, side) - asked;
+        out.beta[place.gates.start + unit * place.gates.stride] = beta;
+    }
+}

@@ -1,0 +1,255 @@
+//! Long sequences of few heads: stage 2 cut into segments of whole chunks, which walk at once.
+//!
+//! ```text
+//! S_{p+1}  = M_p S_p + E_p              S_p: state at the start of segment p
+//! dS_{p-1} = M_p^T dS_p + dE_p          dS_p: gradient of the state at the end of segment p
+//!
+//! summary   E_p, dE_p: the walk of one segment from zeros, which only writes. The segment that the
+//!           sequence begins (ends) with starts from what the call was given.
+//!           M_p: where a system is solved, the same walk from the identity, with v = 0; else e^G
+//!           over the segment, a number or one for each key.
+//! join      the recurrence above, over segments
+//! walk      every segment from its own state (gradient)
+//! ```
+//! P segments have P states, in slots `[B, H, P, K, V]`. Slot 0 (backward: P - 1) is what was given.
+//! The summary of segment p fills slot p + 1 (p - 1) with E_p, so that the first needs no M, the last
+//! no summary at all, and `join` only adds M_p times slot p. M is kept for the backward pass.
+//!
+//! Work:   summary: a cube a `value_tile` columns of E_p or M_p; join: a cube a few columns of S.
+//! Cost:   summary: the walk without outputs, twice where M_p is a matrix; join: 2 K K V flops a
+//!         segment, in f32 throughout: what rounds is the walk, with or without a cut.
+//! Source: the summaries are those of a parallel scan, https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf,
+//!         one level deep.
+
+use crate::chunk::{Place, Sizes, place};
+use crate::pass::{Span, Task};
+use crate::plan::Plan;
+use crate::tile::Rows;
+use cubecl::prelude::*;
+
+/// Columns of S that a cube of [`join_matrices`] owns.
+pub(crate) const COLUMNS: usize = 16;
+/// Units of a cube that joins.
+pub(crate) const UNITS: usize = 256;
+
+/// What a cube of stage 2 walks over.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Stretch {
+    /// Which (sequence, head).
+    pub memory: usize,
+    /// First column of S, or of M.
+    pub first: usize,
+    /// Its first chunk.
+    pub from: usize,
+    /// How many there are.
+    pub chunks: usize,
+    pub segment: usize,
+    pub segments: usize,
+    /// Columns are those of M.
+    pub transfer: bool,
+}
+
+/// The share of this cube. A summary's cubes lie in a row: all of E, then all of M.
+#[cube]
+pub(crate) fn stretch(sizes: &Sizes, #[comptime] task: Task, #[comptime] plan: Plan) -> Stretch {
+    let all = sizes.chunks as usize;
+    let length = sizes.segment as usize;
+    let mut tile = CUBE_POS_X as usize;
+    let mut segment = 0usize;
+    let mut segments = 1usize;
+    let mut from = 0usize;
+    let mut chunks = all;
+    let mut transfer = false;
+    if comptime!(task.span != Span::Whole) {
+        segments = (all - 1) / length + 1;
+        segment = CUBE_POS_Z as usize;
+        if comptime!(task.span == Span::Summary) {
+            let tiles = comptime!(plan.value_tiles());
+            let of_states = (segments - 1) * tiles;
+            if tile < of_states {
+                segment = tile / tiles + comptime!(if task.backward { 1 } else { 0 });
+                tile %= tiles;
+            } else {
+                let n = tile - of_states;
+                let tiles = comptime!(plan.key_tiles());
+                transfer = true;
+                segment = n / tiles + 1;
+                tile = n % tiles;
+            }
+        }
+        from = segment * length;
+        chunks = min(length, all - from);
+    }
+    Stretch {
+        memory: CUBE_POS_Y as usize,
+        first: tile * comptime!(plan.value_tile),
+        from,
+        chunks,
+        segment,
+        segments,
+        transfer,
+    }
+}
+
+/// Chunk `n` of a walk. One that walks for M has no values.
+#[cube]
+pub(crate) fn nth(
+    sizes: &Sizes,
+    stretch: &Stretch,
+    n: usize,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+) -> Place {
+    let mut chunk = stretch.from + n;
+    if comptime!(task.backward) {
+        chunk = stretch.from + stretch.chunks - 1 - n;
+    }
+    let place = place(sizes, stretch.memory, chunk, plan);
+    if comptime!(task.span == Span::Summary) {
+        let mut valid = place.valid;
+        if stretch.transfer {
+            valid = 0usize;
+        }
+        Place {
+            keys: place.keys,
+            values: Rows { start: place.values.start, stride: place.values.stride, valid },
+            rows: place.rows,
+            gates: place.gates,
+            index: place.index,
+            valid: place.valid,
+        }
+    } else {
+        place
+    }
+}
+
+/// The slot that step `n` of the recurrence reads, and the segment whose M it takes. The next step's is
+/// the slot that it adds to.
+#[cube]
+fn source(n: usize, segments: usize, #[comptime] backward: bool) -> usize {
+    if comptime!(backward) { segments - 2 - n } else { n + 1 }
+}
+
+/// Adds M_p times slot p to the next slot, one segment after another. `transfers` holds M^T for the
+/// recurrence forward and M for that back, from number `start` on: either way rows are what is summed
+/// over, and neighbouring units read neighbouring numbers.
+#[cube(launch_unchecked)]
+pub(crate) fn join_matrices<N: Size>(
+    transfers: &Array<Vector<f32, N>>,
+    slots: &mut Array<f32>,
+    start: u32,
+    segments: u32,
+    #[comptime] backward: bool,
+    #[comptime] plan: Plan,
+    #[define(N)] _width: usize,
+) {
+    let keys = comptime!(plan.key_width);
+    let width = comptime!(plan.value_width);
+    let read = N::value();
+    let across = comptime!(keys / read);
+    let down = comptime!(UNITS / COLUMNS);
+    let turns = comptime!(across.div_ceil(down));
+    // Rows whose numbers are asked for before any is waited for.
+    let ahead = comptime!(if keys.is_multiple_of(8) { 8 } else { 1 });
+    let segments = segments as usize;
+    let memory = CUBE_POS_Y as usize * segments;
+    let own = UNIT_POS as usize / COLUMNS;
+    let v = UNIT_POS as usize % COLUMNS;
+    // Columns past V repeat the last one, and are not stored.
+    let column = min(CUBE_POS_X as usize * COLUMNS + v, comptime!(width - 1));
+    let there = CUBE_POS_X as usize * COLUMNS + v < width;
+    let mut carried = SharedMemory::<f32>::new(comptime!(keys * COLUMNS));
+    let begin = source(0usize, segments, backward);
+    #[unroll]
+    for t in 0..comptime!((keys * COLUMNS).div_ceil(UNITS)) {
+        let d = own + comptime!(t * down);
+        if d < keys {
+            carried[d * COLUMNS + v] = slots[((memory + begin) * keys + d) * width + column];
+        }
+    }
+    sync_cube();
+    for n in 0..segments - 2 {
+        let from = source(n, segments, backward);
+        let to = source(n + 1, segments, backward);
+        let matrix = (start as usize + (memory + from) * comptime!(keys * keys)) / read;
+        let mut sums = Sequence::<Array<Vector<f32, N>>>::new();
+        #[unroll]
+        for t in 0..turns {
+            let d = min(own + comptime!(t * down), comptime!(across - 1)) * read;
+            let mut x = Vector::<f32, N>::empty();
+            #[unroll]
+            for l in 0..read {
+                x[l] = slots[((memory + to) * keys + d + l) * width + column];
+            }
+            let mut sum = Array::<Vector<f32, N>>::new(1usize);
+            sum[0] = x;
+            sums.push(sum);
+        }
+        for rows in 0..comptime!(keys / ahead) {
+            #[unroll]
+            for row in 0..ahead {
+                let row = rows * ahead + row;
+                let x = Vector::<f32, N>::new(carried[row * COLUMNS + v]);
+                #[unroll]
+                for t in 0..turns {
+                    let d = min(own + comptime!(t * down), comptime!(across - 1));
+                    add_product(sums.index_mut(t), transfers[matrix + row * across + d], x);
+                }
+            }
+        }
+        sync_cube();
+        #[unroll]
+        for t in 0..turns {
+            let d = (own + comptime!(t * down)) * read;
+            if d < keys {
+                #[unroll]
+                for l in 0..read {
+                    let x = sums.index(t)[0usize][l];
+                    carried[(d + l) * COLUMNS + v] = x;
+                    if there {
+                        slots[((memory + to) * keys + d + l) * width + column] = x;
+                    }
+                }
+            }
+        }
+        sync_cube();
+    }
+}
+
+#[cube]
+fn add_product<N: Size>(sum: &mut Array<Vector<f32, N>>, x: Vector<f32, N>, y: Vector<f32, N>) {
+    sum[0] = sum[0] + x * y;
+}
+
+/// As [`join_matrices`] where M_p is what decay leaves: a unit a number of S.
+#[cube(launch_unchecked)]
+pub(crate) fn join_decays(
+    left: &Array<f32>,
+    slots: &mut Array<f32>,
+    segments: u32,
+    #[comptime] backward: bool,
+    #[comptime] plan: Plan,
+) {
+    let keys = comptime!(plan.key_width);
+    let width = comptime!(plan.value_width);
+    let segments = segments as usize;
+    let memory = CUBE_POS_Y as usize * segments;
+    let n = CUBE_POS_X as usize * UNITS + UNIT_POS as usize;
+    if n < comptime!(keys * width) {
+        let begin = source(0usize, segments, backward);
+        let mut carried = slots[(memory + begin) * comptime!(keys * width) + n];
+        for step in 0..segments - 2 {
+            let from = source(step, segments, backward);
+            let to = source(step + 1, segments, backward);
+            if comptime!(plan.variant.scalar()) {
+                carried *= left[memory + from];
+            }
+            if comptime!(plan.variant.vector()) {
+                carried *= left[(memory + from) * keys + n / width];
+            }
+            let at = (memory + to) * comptime!(keys * width) + n;
+            carried += slots[at];
+            slots[at] = carried;
+        }
+    }
+}
