@@ -118,6 +118,12 @@ impl<B: Backend> BlockDiagonal<B> {
     }
 }
 
+/// `ln(1 + e^x)`, to the last digits also where it is small, and no infinity where x is large.
+pub(crate) fn softplus<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    let low = x.clone().clamp_max(20.0);
+    low.clone().exp().log1p() + (x - low)
+}
+
 /// Rows of length 1: `x / sqrt(sum x^2 + 1e-6)` over the last dimension.
 pub fn l2_normalize<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     let length = (x.clone() * x.clone()).sum_dim(D - 1).add_scalar(1e-6).sqrt();

@@ -12,13 +12,13 @@
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads,
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, softplus, split_heads,
 };
 use crate::nn::{ConfigError, Cost, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
-use burn::tensor::activation::{sigmoid, softplus};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -269,5 +269,5 @@ pub(super) fn log_decay<B: Backend>(
     a_log: &Param<Tensor<B, 1>>,
     dt_bias: &Param<Tensor<B, 1>>,
 ) -> Tensor<B, 3> {
-    softplus(x + dt_bias.val().unsqueeze(), 1.0) * a_log.val().exp().neg().unsqueeze()
+    softplus(x + dt_bias.val().unsqueeze()) * a_log.val().exp().neg().unsqueeze()
 }

@@ -12,13 +12,14 @@ use super::delta_net::{fresh_a_log, fresh_dt_bias};
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, split_heads,
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, softplus,
+    split_heads,
 };
 use crate::nn::{ConfigError, Cost, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
-use burn::tensor::activation::{sigmoid, softplus};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -203,6 +204,6 @@ pub(super) fn row_decay<B: Backend>(
 ) -> Tensor<B, 4> {
     let rate = a_log.val().exp().neg();
     let heads = rate.dims()[0];
-    let step = softplus(x + dt_bias.val().unsqueeze(), 1.0);
+    let step = softplus(x + dt_bias.val().unsqueeze());
     split_heads(step, heads) * rate.reshape([1, 1, heads, 1])
 }

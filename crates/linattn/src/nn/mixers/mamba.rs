@@ -14,12 +14,12 @@
 use super::delta_net::fresh_dt_bias;
 use super::{VectorState, linear_flops, scan_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
-use crate::nn::layers::linear;
+use crate::nn::layers::{linear, softplus};
 use crate::nn::{ConfigError, Cost, positive};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::Linear;
-use burn::tensor::activation::{silu, softplus};
+use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -133,7 +133,7 @@ impl<B: LinearAttentionBackend> Mamba<B> {
         let (x, tail) = self.conv1d.forward(part(&projected, 0, inner), tails.next());
         let z = part(&projected, inner, inner);
         let low = self.x_proj.forward(x.clone());
-        let dt = softplus(self.dt_proj.forward(part(&low, 0, rank)), 1.0);
+        let dt = softplus(self.dt_proj.forward(part(&low, 0, rank)));
 
         let flat = |x: Tensor<B, 4>| x.reshape([batch, tokens, inner * size]);
         let write = part(&low, rank, size).unsqueeze_dim::<4>(2); // B: [B, T, 1, N]

@@ -11,12 +11,12 @@
 use super::delta_net::{fresh_a_log, fresh_dt_bias};
 use super::{MatrixState, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, check_window};
-use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_normalize, split_heads};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_normalize, softplus, split_heads};
 use crate::nn::{ConfigError, Cost, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Linear, RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{silu, softplus};
+use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -161,7 +161,7 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         let channels = inner + 2 * keys;
         let (mixed, tail) = self.conv1d.forward(part(&projected, inner, channels), tails.next());
         let dt = part(&projected, inner + channels, self.heads);
-        let dt = softplus(dt + self.dt_bias.val().unsqueeze(), 1.0);
+        let dt = softplus(dt + self.dt_bias.val().unsqueeze());
 
         let x = split_heads(part(&mixed, 0, inner), self.heads);
         let q = split_heads(part(&mixed, inner + keys, keys), self.groups);

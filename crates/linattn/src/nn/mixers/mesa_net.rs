@@ -18,13 +18,14 @@
 use super::{MatrixState, key_width, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, split_heads,
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, softplus,
+    split_heads,
 };
 use crate::nn::{ConfigError, Cost, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, Mesa, OpResult};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::Linear;
-use burn::tensor::activation::{log_sigmoid, sigmoid, softplus};
+use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -175,7 +176,7 @@ impl<B: LinearAttentionBackend> MesaNet<B> {
         let q = project(&self.q_proj, &self.q_conv1d);
         let k = project(&self.k_proj, &self.k_conv1d);
         let key_width = k.dims()[3];
-        let lambda = softplus(self.lambda_params.val(), 1.0) + self.lambda_lower_bound;
+        let lambda = softplus(self.lambda_params.val()) + self.lambda_lower_bound;
         let inputs = Mesa {
             q,
             k,

@@ -14,12 +14,12 @@
 use super::delta_net::inverse_softplus;
 use super::{VectorState, block_width, linear_flops, recurrent_width, scan_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
-use crate::nn::layers::{BlockDiagonal, linear_with_bias};
+use crate::nn::layers::{BlockDiagonal, linear_with_bias, softplus};
 use crate::nn::{ConfigError, Cost};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::Linear;
-use burn::tensor::activation::{gelu, sigmoid, softplus};
+use burn::tensor::activation::{gelu, sigmoid};
 use burn::tensor::{Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -123,7 +123,7 @@ impl<B: LinearAttentionBackend> RgLru<B> {
         let tokens = x.dims()[1];
         let (mut memory, mut tails, position) = VectorState::parts(state);
         let (u, tail) = self.conv1d.linear(self.linear_x.forward(x.clone()), tails.next());
-        let rate: Tensor<B, 3> = softplus(self.a_param.val(), 1.0).unsqueeze();
+        let rate: Tensor<B, 3> = softplus(self.a_param.val()).unsqueeze();
         let forget = sigmoid(self.a_gate.forward(u.clone())) * rate * DECAY_POWER; // -ln a
         let a = forget.clone().neg().exp();
         // 1 - a^2 = (1 + a^2) tanh(-ln a), which is exact where a is nearly 1.
