@@ -21,6 +21,8 @@ const ELSEWHERE: &[&str] =
     &["DeltaNet", "GSA", "GatedDeltaProduct", "HGRN", "LinearAttention", "MesaNet", "RetNet"];
 /// RMS error over RMS logits.
 const LIMIT: f64 = 1e-4;
+/// For MesaNet, whose equations are solved to the end here, and until a small residual there.
+const LIMIT_OF_SOLVES: f64 = 2e-3;
 
 fn here(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/checkpoints").join(name)
@@ -97,7 +99,8 @@ fn here_or(folder: &Path) -> PathBuf {
 fn answer_as_there<B: LinearAttentionBackend>(device: &B::Device) {
     for (name, folder) in models() {
         let (_, _, want) = expected(&folder);
-        assert_close(&name, &want, &answers::<B>(&folder, device), LIMIT);
+        let limit = if name == "MesaNet" { LIMIT_OF_SOLVES } else { LIMIT };
+        assert_close(&name, &want, &answers::<B>(&folder, device), limit);
     }
 }
 
