@@ -776,10 +776,12 @@ mod tests {
             config.cost(1).unwrap_or_else(|e| panic!("{name}: {e}"));
             let table = export(&config, 7, family, Precision::F32);
             let table = table.unwrap_or_else(|faults| panic!("{name}: {faults:?}"));
-            let text = Value::Object(table).to_string();
+            let text = Value::Object(table.clone()).to_string();
             let mut faults = Faults::default();
             let (_, again) = import(&text, &mut faults).expect("what was written can be read");
-            assert_eq!((again, faults.is_empty()), (config, true), "{name}");
+            assert!(faults.is_empty(), "{name}: {faults:?}");
+            // Widths that were left to their defaults are spelled out by now: what is said is the same.
+            assert_eq!(export(&again, 7, family, Precision::F32).ok(), Some(table), "{name}");
         }
     }
 
