@@ -18,7 +18,7 @@
 //! Work:   summary: a cube a `value_tile` columns of E_p or M_p; join: a cube a few columns of S.
 //! Cost:   summary: the walk without outputs, twice where M_p is a matrix; join: 2 K K V flops a
 //!         segment, in f32 throughout: what rounds is the walk, with or without a cut.
-//! Source: the summaries are those of a parallel scan, https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf,
+//! Source: the summaries are those of a parallel scan, <https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf>,
 //!         one level deep.
 
 use crate::chunk::{Place, Sizes, place};
