@@ -385,9 +385,9 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
 }
 
 /// A test for each transition, so that they run side by side: on a device that is a CPU, compiling is
-/// what takes time.
+/// what takes time. The slowest there can be marked.
 macro_rules! each_transition {
-    () => {
+    ($(#[$slow:meta])?) => {
         #[test]
         fn what_does_not_fit_is_refused() {
             refusals(&client());
@@ -414,6 +414,7 @@ macro_rules! each_transition {
         }
 
         #[test]
+        $(#[$slow])?
         fn the_delta_rule_is_right_in_segments() {
             every_cut(&client(), Family::DeltaRule, false);
         }
@@ -424,6 +425,7 @@ macro_rules! each_transition {
         }
 
         #[test]
+        $(#[$slow])?
         fn the_delta_rule_with_erase_rows_is_right_in_segments() {
             every_cut(&client(), Family::DeltaRule, true);
         }
@@ -434,6 +436,7 @@ macro_rules! each_transition {
         }
 
         #[test]
+        $(#[$slow])?
         fn low_rank_transitions_are_right_in_segments() {
             every_cut(&client(), Family::LowRank, false);
         }
@@ -537,7 +540,7 @@ mod on_wgpu {
         client
     }
 
-    each_transition!();
+    each_transition!(#[ignore = "half an hour of compilation on a CPU; run on a GPU, with --ignored"]);
 
     #[test]
     fn odd_sizes_are_right() {
