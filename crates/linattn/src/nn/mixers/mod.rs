@@ -348,6 +348,34 @@ fn value_width(key_width: usize, expand_v: f64) -> Result<usize, ConfigError> {
     Err(ConfigError::new("expand_v", expand_v, want))
 }
 
+/// Widths that follow from a config.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    /// Value heads.
+    heads: usize,
+    /// Of one head.
+    key: usize,
+    value: usize,
+    /// Of all heads.
+    keys: usize,
+    values: usize,
+}
+
+/// The widths of queries, keys and values, from the keys of a config that bear on them.
+fn head_widths(
+    heads: usize,
+    value_heads: Option<usize>,
+    given: Option<usize>,
+    expand_v: f64,
+    d_model: usize,
+) -> Result<Widths, ConfigError> {
+    let value_heads = check_heads(heads, value_heads)?;
+    let key = key_width(given, d_model, heads)?;
+    let value = value_width(key, expand_v)?;
+    let (keys, values) = (heads * key, value_heads * value);
+    Ok(Widths { heads: value_heads, key, value, keys, values })
+}
+
 /// State and arithmetic of a memory of `heads` matrices K x V: decay, write, read, and for a delta
 /// rule the answer that is subtracted.
 fn memory_cost(heads: usize, key_width: usize, value_width: usize, delta: bool) -> Cost {
