@@ -233,6 +233,35 @@ fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
 }
 
 #[test]
+fn a_mixer_that_ignores_position_steps_alike_wherever_it_stands() {
+    for text in MIXERS {
+        let model = model(&format!("[[layers]]\nmixer.{text}\n"));
+        if !model.ignores_position() {
+            continue;
+        }
+        let state = model.forward(ids(9), None).1;
+        let step = |state| {
+            let id = ids(9).narrow(1, 8, 1).squeeze_dim(1);
+            download(model.step(id, Some(state)).0)
+        };
+        assert_eq!(step(state.clone()), step(state.with_position(1000)), "{text}");
+        assert_eq!(state.bytes(), model.forward(ids(30), None).1.bytes(), "{text}");
+    }
+}
+
+#[test]
+fn the_mixers_that_count_their_tokens_are_these() {
+    let counts = |text: &&&str| !mixer(text).ignores_position();
+    let mut names: Vec<&str> =
+        MIXERS.iter().filter(counts).map(|text| config(text).name()).collect();
+    names.dedup();
+    // Linear attention for the sake of its feature maps that see positions.
+    let rotating = ["linear_attention", "retnet", "gated_retention"];
+    let growing = ["attention", "forgetting_attention", "mla", "deltaformer", "path_attention"];
+    assert_eq!(names, [&rotating[..], &growing[..]].concat());
+}
+
+#[test]
 fn nothing_looks_ahead() {
     for text in MIXERS {
         let (mixer, x) = (mixer(text), input(40));

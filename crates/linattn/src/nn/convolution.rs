@@ -1,8 +1,10 @@
 //! Short convolution: what lets a layer see its last few tokens.
 
+use super::layers::split_heads;
 use super::{ConfigError, Cost};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
+use burn::nn::Linear;
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
 
 /// Causal depthwise convolution over time, then SiLU.
@@ -71,16 +73,17 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
     }
 }
 
-/// Applies `convolution` if there is one, else SiLU alone; pushes the next tail.
+/// Applies `convolution` if there is one, else SiLU alone. The convolution's tail comes from `before`,
+/// the next goes to `tails`.
 pub(crate) fn convolve<B: LinearAttentionBackend>(
     convolution: &Option<ShortConvolution<B>>,
     x: Tensor<B, 3>,
-    tail: Option<Tensor<B, 3>>,
+    before: &mut impl Iterator<Item = Tensor<B, 3>>,
     tails: &mut Vec<Tensor<B, 3>>,
 ) -> Tensor<B, 3> {
     match convolution {
         Some(convolution) => {
-            let (y, tail) = convolution.forward(x, tail);
+            let (y, tail) = convolution.forward(x, before.next());
             tails.push(tail);
             y
         }
@@ -92,16 +95,16 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
 pub(crate) fn convolve_if_any<B: LinearAttentionBackend>(
     convolution: &Option<ShortConvolution<B>>,
     x: Tensor<B, 3>,
-    tail: Option<Tensor<B, 3>>,
+    before: &mut impl Iterator<Item = Tensor<B, 3>>,
     tails: &mut Vec<Tensor<B, 3>>,
 ) -> Tensor<B, 3> {
     match convolution {
-        Some(_) => convolve(convolution, x, tail, tails),
+        Some(_) => convolve(convolution, x, before, tails),
         None => x,
     }
 }
 
-/// As [`convolve_if_any`], without SiLU; the tail comes from `before`, if there is a convolution.
+/// As [`convolve_if_any`], without SiLU.
 pub(crate) fn convolve_linearly<B: LinearAttentionBackend>(
     convolution: &Option<ShortConvolution<B>>,
     x: Tensor<B, 3>,
@@ -116,6 +119,31 @@ pub(crate) fn convolve_linearly<B: LinearAttentionBackend>(
         }
         None => x,
     }
+}
+
+/// Queries, keys or values: `x`, `[B, T, D]`, projected, through [`convolve`], and taken apart into
+/// heads, `[B, T, heads, X]`.
+pub(crate) fn convolved_heads<B: LinearAttentionBackend>(
+    x: &Tensor<B, 3>,
+    projection: &Linear<B>,
+    convolution: &Option<ShortConvolution<B>>,
+    heads: usize,
+    before: &mut impl Iterator<Item = Tensor<B, 3>>,
+    tails: &mut Vec<Tensor<B, 3>>,
+) -> Tensor<B, 4> {
+    split_heads(convolve(convolution, projection.forward(x.clone()), before, tails), heads)
+}
+
+/// As [`convolved_heads`], through [`convolve_if_any`].
+pub(crate) fn convolved_heads_if_any<B: LinearAttentionBackend>(
+    x: &Tensor<B, 3>,
+    projection: &Linear<B>,
+    convolution: &Option<ShortConvolution<B>>,
+    heads: usize,
+    before: &mut impl Iterator<Item = Tensor<B, 3>>,
+    tails: &mut Vec<Tensor<B, 3>>,
+) -> Tensor<B, 4> {
+    split_heads(convolve_if_any(convolution, projection.forward(x.clone()), before, tails), heads)
 }
 
 /// A window of 0 stands for no convolution; one token would be no convolution either.

@@ -238,13 +238,10 @@ impl<B: Backend> Attention<B> {
     ) -> (Tensor<B, 3>, KeyValueCache<B>) {
         let tokens = x.dims()[1];
         let position = state.as_ref().map_or(0, |cache| cache.position);
-        let rotated = |proj: &Linear<B>, norm: &Option<RmsNorm<B>>, heads| {
-            let x = project_heads(proj, norm.as_ref(), &x, heads);
-            self.rope.map_or(x.clone(), |rope| rope.forward(x, position)).swap_dims(1, 2)
-        };
-        let q = rotated(&self.q_proj, &self.q_norm, self.heads);
-        let k = rotated(&self.k_proj, &self.k_norm, self.key_value_heads);
-        let v = project_heads(&self.v_proj, None, &x, self.key_value_heads).swap_dims(1, 2);
+        let (shared, rotation) = (self.key_value_heads, self.rope.map(|rope| (rope, position)));
+        let q = project_heads(&self.q_proj, &self.q_norm, &x, self.heads, rotation);
+        let k = project_heads(&self.k_proj, &self.k_norm, &x, shared, rotation);
+        let v = project_heads(&self.v_proj, &None, &x, shared, None);
 
         // Through a window, a long sequence is seen piece by piece: the scores outside are not formed.
         let piece = self.window.map_or(tokens, |window| window.max(PIECE));
@@ -296,19 +293,25 @@ pub(super) fn head_norm<B: Backend>(
     wanted.then(|| RmsNormConfig::new(width).with_epsilon(epsilon).init(device))
 }
 
-/// `x`, `[B, T, D]`, projected and taken apart, `[B, T, heads, X]`, each head normalised if there
-/// is a norm.
+/// `x`, `[B, T, D]`, projected and taken apart, `[B, heads, T, X]`. Each head is normalised if there is
+/// a norm, then rotated if there is a rotation, given with the position of the first token.
 pub(super) fn project_heads<B: Backend>(
     proj: &Linear<B>,
-    norm: Option<&RmsNorm<B>>,
+    norm: &Option<RmsNorm<B>>,
     x: &Tensor<B, 3>,
     heads: usize,
+    rotation: Option<(Rope, usize)>,
 ) -> Tensor<B, 4> {
     let x = split_heads(proj.forward(x.clone()), heads);
-    match norm {
+    let x = match norm {
         Some(norm) => norm.forward(x),
         None => x,
-    }
+    };
+    let x = match rotation {
+        Some((rope, position)) => rope.forward(x, position),
+        None => x,
+    };
+    x.swap_dims(1, 2)
 }
 
 /// Works `tokens` tokens off, `piece` at a time: `attend` is given a piece, `(first, how many)`,

@@ -10,8 +10,8 @@
 //! Source: arXiv 2506.02475.
 
 use super::delta_net::{fresh_a_log, fresh_dt_bias, log_decay};
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
+use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, share_heads, split_heads,
 };
@@ -73,31 +73,17 @@ impl Default for CombaConfig {
     }
 }
 
-/// Widths that follow from a config.
-#[derive(Debug, Clone, Copy)]
-struct Widths {
-    /// Value heads.
-    heads: usize,
-    /// Of one head.
-    key: usize,
-    value: usize,
-    /// Of all heads.
-    keys: usize,
-    values: usize,
-}
-
 impl CombaConfig {
     fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
-        let heads = check_heads(self.heads, self.value_heads)?;
-        let key = key_width(self.key_width, d_model, self.heads)?;
-        let value = value_width(key, self.expand_v)?;
+        let widths =
+            head_widths(self.heads, self.value_heads, self.key_width, self.expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
         if !self.output_correction.is_finite() {
             return Err(ConfigError::new("output_correction", self.output_correction, "finite"));
         }
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
-        Ok(Widths { heads, key, value, keys: self.heads * key, values: heads * value })
+        Ok(widths)
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -191,10 +177,8 @@ impl<B: LinearAttentionBackend> Comba<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, heads| {
-            let tail = conv.as_ref().and_then(|_| before.next());
-            split_heads(convolve(conv, proj.forward(x.clone()), tail, &mut tails), heads)
-        };
+        let mut project =
+            |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
         let q = project(&self.q_proj, &self.q_conv1d, self.key_heads);
         let k = project(&self.k_proj, &self.k_conv1d, self.key_heads);
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);

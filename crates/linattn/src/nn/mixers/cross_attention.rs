@@ -9,10 +9,10 @@
 //! `W_v` take in.
 //! Source: Sun et al., arXiv 2405.05254; among neighbouring layers, arXiv 2405.12981.
 
-use super::attention::{causal_mask, check_shared, weigh};
+use super::attention::{causal_mask, check_shared, project_heads, weigh};
 use super::retnet::{check_rotated, check_theta};
 use super::{AttentionConfig, key_width, linear_flops};
-use crate::nn::layers::{linear, split_heads};
+use crate::nn::layers::linear;
 use crate::nn::{ConfigError, Cost, RecurrentState, Rope, Shared, StateTensors, positive};
 use burn::module::Module;
 use burn::nn::Linear;
@@ -153,8 +153,8 @@ impl<B: Backend> CrossAttention<B> {
         let cache =
             shared.keys_values.as_ref().expect("a layer before this one made keys and values");
         let first = cache.position - x.dims()[1];
-        let q = split_heads(self.q_proj.forward(x), self.heads);
-        let q = self.rope.map_or(q.clone(), |rope| rope.forward(q, first)).swap_dims(1, 2);
+        let rotation = self.rope.map(|rope| (rope, first));
+        let q = project_heads(&self.q_proj, &None, &x, self.heads, rotation);
         let mask = causal_mask(&q, cache.keys.dims()[2], None);
         let o = weigh(q, &cache.keys, &cache.values, mask);
         (self.o_proj.forward(o), NoState::default())

@@ -14,10 +14,10 @@
 //! to t, S_t e^{-Z_t} decays by rows alone, is written with v_t e^{-Z_t}, and answers q_t with
 //! o_t e^{-Z_t}. The bound keeps e^{-Z_t} within f32's range.
 
-use super::{
-    MatrixState, check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width,
+use super::{MatrixState, Widths, check_divisor, head_widths, linear_flops, memory_cost};
+use crate::nn::convolution::{
+    ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
 };
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
 use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost};
 use crate::ops::{self, LinearAttentionBackend, OpResult};
@@ -64,15 +64,12 @@ impl Default for DecayingFastWeightsConfig {
 }
 
 impl DecayingFastWeightsConfig {
-    /// K and V.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
-        check_heads(self.heads, None)?;
-        let key = key_width(self.key_width, d_model, self.heads)?;
-        let value = value_width(key, self.expand_v)?;
+    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        let widths = head_widths(self.heads, None, self.key_width, self.expand_v, d_model)?;
         check_divisor("gate_normalizer", self.gate_normalizer)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        Ok((key, value))
+        Ok(widths)
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -83,8 +80,7 @@ impl DecayingFastWeightsConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<DecayingFastWeights<B>, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
-        let (keys, values) = (self.heads * key, self.heads * value);
+        let Widths { key, value, keys, values, .. } = self.widths(d_model)?;
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         let gate = |width| Linear {
             bias: Some(spread_bias(self.heads, width, device)),
@@ -111,8 +107,7 @@ impl DecayingFastWeightsConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
-        let (keys, values) = (self.heads * key, self.heads * value);
+        let Widths { key, value, keys, values, .. } = self.widths(d_model)?;
         let mut cost = memory_cost(self.heads, key, value, false);
         cost.flops_per_token +=
             linear_flops(d_model, 3 * keys + 2 * values) + linear_flops(values, d_model);
@@ -226,10 +221,8 @@ impl<B: LinearAttentionBackend> DecayingFastWeights<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
-            let tail = conv.as_ref().and_then(|_| before.next());
-            let y = convolve_if_any(conv, proj.forward(x.clone()), tail, &mut tails);
-            split_heads(y, self.heads)
+        let mut project = |proj, conv| {
+            convolved_heads_if_any(&x, proj, conv, self.heads, &mut before, &mut tails)
         };
         let q = project(&self.q_proj, &self.q_conv1d);
         let k = project(&self.k_proj, &self.k_conv1d);

@@ -9,8 +9,8 @@
 //! Sources: arXiv 2406.06484 (DeltaNet), 2412.06464 (Gated DeltaNet), 2411.12537 (negative
 //! eigenvalues).
 
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
+use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, softplus, split_heads,
 };
@@ -70,16 +70,6 @@ pub struct GatedDeltaNetConfig(pub DeltaNetConfig);
 /// A [`DeltaNet`] with a decay.
 pub type GatedDeltaNet<B> = DeltaNet<B>;
 
-/// Widths that follow from a config.
-#[derive(Debug, Clone, Copy)]
-struct Widths {
-    key_heads: usize,
-    heads: usize,
-    key: usize,
-    value: usize,
-    output_gate: bool,
-}
-
 impl DeltaNetConfig {
     /// `heads` heads of `key_width`, everything else as by default.
     pub fn new(heads: usize, key_width: usize) -> Self {
@@ -105,14 +95,12 @@ impl DeltaNetConfig {
     }
 
     fn widths(&self, d_model: usize, gated: bool) -> Result<Widths, ConfigError> {
-        let heads = check_heads(self.heads, self.value_heads)?;
-        let key = key_width(self.key_width, d_model, self.heads)?;
-        let value = value_width(key, self.expand_v.unwrap_or(if gated { 2.0 } else { 1.0 }))?;
+        let expand_v = self.expand_v.unwrap_or(if gated { 2.0 } else { 1.0 });
+        let widths = head_widths(self.heads, self.value_heads, self.key_width, expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
-        let output_gate = self.output_gate.unwrap_or(gated);
-        Ok(Widths { key_heads: self.heads, heads, key, value, output_gate })
+        Ok(widths)
     }
 
     fn build<B: Backend>(
@@ -121,37 +109,37 @@ impl DeltaNetConfig {
         gated: bool,
         device: &B::Device,
     ) -> Result<DeltaNet<B>, ConfigError> {
-        let w = self.widths(d_model, gated)?;
-        let (keys, values) = (w.key_heads * w.key, w.heads * w.value);
+        let Widths { heads, value, keys, values, .. } = self.widths(d_model, gated)?;
+        let output_gate = self.output_gate.unwrap_or(gated);
         let project = |to| linear(d_model, to, device);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(DeltaNet {
             q_proj: project(keys),
             k_proj: project(keys),
             v_proj: project(values),
-            b_proj: project(w.heads),
-            a_proj: gated.then(|| project(w.heads)),
-            a_log: gated.then(|| Param::from_tensor(fresh_a_log(w.heads, device))),
-            dt_bias: gated.then(|| Param::from_tensor(fresh_dt_bias(w.heads, device))),
+            b_proj: project(heads),
+            a_proj: gated.then(|| project(heads)),
+            a_log: gated.then(|| Param::from_tensor(fresh_a_log(heads, device))),
+            dt_bias: gated.then(|| Param::from_tensor(fresh_dt_bias(heads, device))),
             q_conv1d: conv(keys),
             k_conv1d: conv(keys),
             v_conv1d: conv(values),
-            g_proj: w.output_gate.then(|| project(values)),
-            o_norm: GatedRmsNorm::new(w.value, self.norm_eps, device),
+            g_proj: output_gate.then(|| project(values)),
+            o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
             o_proj: linear(values, d_model, device),
-            key_heads: w.key_heads,
-            heads: w.heads,
+            key_heads: self.heads,
+            heads,
             beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
             chunk: self.chunk,
         })
     }
 
     fn count(&self, d_model: usize, gated: bool) -> Result<Cost, ConfigError> {
-        let w = self.widths(d_model, gated)?;
-        let (keys, values) = (w.key_heads * w.key, w.heads * w.value);
-        let mut cost = memory_cost(w.heads, w.key, w.value, true);
-        let gates = w.heads * if gated { 2 } else { 1 };
-        let inward = 2 * keys + values * if w.output_gate { 2 } else { 1 } + gates;
+        let Widths { heads, key, value, keys, values } = self.widths(d_model, gated)?;
+        let output_gate = self.output_gate.unwrap_or(gated);
+        let mut cost = memory_cost(heads, key, value, true);
+        let gates = heads * if gated { 2 } else { 1 };
+        let inward = 2 * keys + values * if output_gate { 2 } else { 1 } + gates;
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
         cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
@@ -237,10 +225,8 @@ impl<B: LinearAttentionBackend> DeltaNet<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, heads| {
-            let tail = conv.as_ref().and_then(|_| before.next());
-            split_heads(convolve(conv, proj.forward(x.clone()), tail, &mut tails), heads)
-        };
+        let mut project =
+            |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
         let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
         let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);

@@ -9,7 +9,7 @@
 //! Source: arXiv 2502.10297.
 
 use super::delta_net::{fresh_a_log, fresh_dt_bias, log_decay};
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
+use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads,
@@ -65,27 +65,14 @@ impl Default for DeltaProductConfig {
     }
 }
 
-/// Widths that follow from a config.
-#[derive(Debug, Clone, Copy)]
-struct Widths {
-    /// Of one head.
-    key: usize,
-    value: usize,
-    /// Of all heads.
-    keys: usize,
-    values: usize,
-}
-
 impl DeltaProductConfig {
     fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
-        check_heads(self.heads, None)?;
         positive("householder_steps", self.householder_steps)?;
-        let key = key_width(self.key_width, d_model, self.heads)?;
-        let value = value_width(key, self.expand_v)?;
+        let widths = head_widths(self.heads, None, self.key_width, self.expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
-        Ok(Widths { key, value, keys: self.heads * key, values: self.heads * value })
+        Ok(widths)
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -126,7 +113,7 @@ impl DeltaProductConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let Widths { key, value, keys, values } = self.widths(d_model)?;
+        let Widths { key, value, keys, values, .. } = self.widths(d_model)?;
         let n = self.householder_steps;
         let mut cost = memory_cost(self.heads, key, value, true);
         cost.flops_per_token *= n as u64;
@@ -177,8 +164,8 @@ impl<B: LinearAttentionBackend> DeltaProduct<B> {
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
         let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, steps| {
-            let tail = conv.as_ref().and_then(|_| before.next());
-            self.split(convolve(conv, proj.forward(x.clone()), tail, &mut tails), steps)
+            let y = convolve(conv, proj.forward(x.clone()), &mut before, &mut tails);
+            self.split(y, steps)
         };
         let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, 1));
         let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.steps));

@@ -145,13 +145,10 @@ impl<B: Backend> DeltaFormer<B> {
     ) -> (Tensor<B, 3>, KeyValueCache<B>) {
         let tokens = x.dims()[1];
         let position = state.as_ref().map_or(0, |cache| cache.position);
-        let rotated = |proj: &Linear<B>, norm: &Option<RmsNorm<B>>, heads| {
-            let x = project_heads(proj, norm.as_ref(), &x, heads);
-            self.rope.map_or(x.clone(), |rope| rope.forward(x, position)).swap_dims(1, 2)
-        };
-        let q = rotated(&self.q_proj, &self.q_norm, self.heads);
-        let k = rotated(&self.k_proj, &self.k_norm, self.key_value_heads);
-        let v = project_heads(&self.v_proj, None, &x, self.key_value_heads).swap_dims(1, 2);
+        let (shared, rotation) = (self.key_value_heads, self.rope.map(|rope| (rope, position)));
+        let q = project_heads(&self.q_proj, &self.q_norm, &x, self.heads, rotation);
+        let k = project_heads(&self.k_proj, &self.k_norm, &x, shared, rotation);
+        let v = project_heads(&self.v_proj, &None, &x, shared, None);
         let (o, cache) = in_pieces(tokens, self.chunk, state, |(from, size), before| {
             let part = |x: &Tensor<B, 4>| x.clone().narrow(2, from, size);
             attend(part(&q), part(&k), part(&v), before)

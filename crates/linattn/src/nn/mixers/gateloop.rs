@@ -13,10 +13,10 @@
 //! k_s as pairs of real numbers, q_t turned by -A_t and k_s by -A_s: so the memory is real, `[K, V]`,
 //! and decays by rows. A is kept between -pi and pi, which changes no turn.
 
-use super::{
-    MatrixState, check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width,
+use super::{MatrixState, Widths, check_divisor, head_widths, linear_flops, memory_cost};
+use crate::nn::convolution::{
+    ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
 };
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
 };
@@ -67,20 +67,17 @@ impl Default for GateLoopConfig {
 }
 
 impl GateLoopConfig {
-    /// K and V.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
-        check_heads(self.heads, None)?;
-        let key = key_width(self.key_width, d_model, self.heads)?;
-        if !key.is_multiple_of(2) {
+    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        let widths = head_widths(self.heads, None, self.key_width, self.expand_v, d_model)?;
+        if !widths.key.is_multiple_of(2) {
             let want = "even: pairs of channels are complex numbers";
-            return Err(ConfigError::new("key_width", key, want));
+            return Err(ConfigError::new("key_width", widths.key, want));
         }
-        let value = value_width(key, self.expand_v)?;
         check_divisor("gate_normalizer", self.gate_normalizer)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
-        Ok((key, value))
+        Ok(widths)
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -91,8 +88,7 @@ impl GateLoopConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<GateLoop<B>, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
-        let (keys, values) = (self.heads * key, self.heads * value);
+        let Widths { value, keys, values, .. } = self.widths(d_model)?;
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(GateLoop {
             q_proj: linear(d_model, keys, device),
@@ -116,8 +112,7 @@ impl GateLoopConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
-        let (keys, values) = (self.heads * key, self.heads * value);
+        let Widths { key, value, keys, values, .. } = self.widths(d_model)?;
         let mut cost = memory_cost(self.heads, key, value, false);
         let gates = if self.output_gate { values } else { 0 };
         cost.flops_per_token +=
@@ -162,10 +157,8 @@ impl<B: LinearAttentionBackend> GateLoop<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
-            let tail = conv.as_ref().and_then(|_| before.next());
-            let y = convolve_if_any(conv, proj.forward(x.clone()), tail, &mut tails);
-            split_heads(y, self.heads)
+        let mut project = |proj, conv| {
+            convolved_heads_if_any(&x, proj, conv, self.heads, &mut before, &mut tails)
         };
         let q = project(&self.q_proj, &self.q_conv1d);
         let k = project(&self.k_proj, &self.k_conv1d);

@@ -9,7 +9,9 @@
 //! by default, and all values as wide.
 
 use super::{MatrixState, check_divisor, half_key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
+use crate::nn::convolution::{
+    ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
+};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
 };
@@ -156,10 +158,8 @@ impl<B: LinearAttentionBackend> Gla<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
-            let tail = conv.as_ref().and_then(|_| before.next());
-            let y = convolve_if_any(conv, proj.forward(x.clone()), tail, &mut tails);
-            split_heads(y, self.heads)
+        let mut project = |proj, conv| {
+            convolved_heads_if_any(&x, proj, conv, self.heads, &mut before, &mut tails)
         };
         let q = project(&self.q_proj, &self.q_conv1d);
         let k = project(&self.k_proj, &self.k_conv1d);

@@ -15,7 +15,9 @@
 //! Source: Zhang et al., arXiv 2409.07146.
 
 use super::{check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
+use crate::nn::convolution::{
+    ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
+};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, RecurrentState, StateTensors, check_chunk, positive};
 use crate::ops::{self, LinearAttentionBackend, OpResult};
@@ -200,10 +202,8 @@ impl<B: LinearAttentionBackend> Gsa<B> {
         let [batch, tokens, _] = x.dims();
         let (keys, values, mut before) = SlotState::parts(state);
         let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
-            let tail = conv.as_ref().and_then(|_| before.next());
-            let y = convolve_if_any(conv, proj.forward(x.clone()), tail, &mut tails);
-            split_heads(silu(y), self.heads)
+        let mut project = |proj, conv| {
+            silu(convolved_heads_if_any(&x, proj, conv, self.heads, &mut before, &mut tails))
         };
         let q = project(&self.q_proj, &self.q_conv1d);
         let k = project(&self.k_proj, &self.k_conv1d);

@@ -22,7 +22,7 @@ const GUIDE: &str = include_str!("../../../../../docs/add_a_mixer.md");
 
 mixers! {
     /// Linear attention with a learnt decay.
-    "learnt_decay" LearntDecay(LearntDecayConfig);
+    "learnt_decay" LearntDecay(LearntDecayConfig) ignores_position;
 }
 
 const MIXERS: &[&str] = &[
@@ -87,6 +87,7 @@ fn the_mixer_of_the_guide_keeps_its_promises() {
         let config = config(text);
         assert_eq!(MixerConfig::NAMES, [config.name()]);
         let mixer = config.init::<B>(WIDTH, &device).unwrap();
+        assert!(mixer.ignores_position(), "{text}: it is marked so");
         let x = Tensor::<B, 3>::random([2, 21, WIDTH], Distribution::Normal(0.0, 1.0), &device);
         let (whole, last) = mixer.forward(x.clone(), None);
         let (first, mut state) = mixer.forward(x.clone().narrow(1, 0, 9), None);

@@ -9,8 +9,8 @@
 //! Source: Kimi Linear, arXiv 2510.26692. Decays and beta belong to value heads; keys, to key heads.
 
 use super::delta_net::{fresh_a_log, fresh_dt_bias};
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
+use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, softplus,
     split_heads,
@@ -63,30 +63,16 @@ impl Default for KdaConfig {
     }
 }
 
-/// Widths that follow from a config.
-#[derive(Debug, Clone, Copy)]
-struct Widths {
-    /// Value heads.
-    heads: usize,
-    /// Of one head.
-    key: usize,
-    value: usize,
-    /// Of all heads.
-    keys: usize,
-    values: usize,
-    rank: usize,
-}
-
 impl KdaConfig {
-    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
-        let heads = check_heads(self.heads, self.value_heads)?;
-        let key = key_width(self.key_width, d_model, self.heads)?;
-        let value = value_width(key, self.expand_v)?;
-        let rank = positive("gate_rank", self.gate_rank.unwrap_or(value))?;
+    /// Widths, and the inner width of the two-layer projections.
+    fn widths(&self, d_model: usize) -> Result<(Widths, usize), ConfigError> {
+        let widths =
+            head_widths(self.heads, self.value_heads, self.key_width, self.expand_v, d_model)?;
+        let rank = positive("gate_rank", self.gate_rank.unwrap_or(widths.value))?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
-        Ok(Widths { heads, key, value, keys: self.heads * key, values: heads * value, rank })
+        Ok((widths, rank))
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -97,7 +83,7 @@ impl KdaConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Kda<B>, ConfigError> {
-        let Widths { heads, key, value, keys, values, rank } = self.widths(d_model)?;
+        let (Widths { heads, key, value, keys, values }, rank) = self.widths(d_model)?;
         let project = |to| linear(d_model, to, device);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Kda {
@@ -125,7 +111,7 @@ impl KdaConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let Widths { heads, key, value, keys, values, rank } = self.widths(d_model)?;
+        let (Widths { heads, key, value, keys, values }, rank) = self.widths(d_model)?;
         let mut cost = memory_cost(heads, key, value, true);
         cost.flops_per_token += linear_flops(d_model, 2 * keys + values + heads + 2 * rank)
             + linear_flops(rank, heads * key + values)
@@ -173,10 +159,8 @@ impl<B: LinearAttentionBackend> Kda<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, heads| {
-            let tail = conv.as_ref().and_then(|_| before.next());
-            split_heads(convolve(conv, proj.forward(x.clone()), tail, &mut tails), heads)
-        };
+        let mut project =
+            |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
         let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
         let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);

@@ -9,9 +9,11 @@
 //! the norm in place of the denominator is from arXiv 2210.10340; feature maps name their own.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::convolution::{
+    ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
+};
 use crate::nn::features::{FeatureMap, Features};
-use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads};
 use crate::nn::{ConfigError, Cost, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
@@ -201,14 +203,8 @@ impl<B: LinearAttentionBackend> LinearAttention<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, heads| {
-            let mut y = proj.forward(x.clone());
-            if let Some(conv) = conv {
-                let (convolved, tail) = conv.forward(y, before.next());
-                tails.push(tail);
-                y = convolved;
-            }
-            split_heads(y, heads)
+        let mut project = |proj, conv, heads| {
+            convolved_heads_if_any(&x, proj, conv, heads, &mut before, &mut tails)
         };
         let q = project(&self.q_proj, &self.q_conv1d, self.key_heads);
         let k = project(&self.k_proj, &self.k_conv1d, self.key_heads);

@@ -10,8 +10,8 @@
 //! delta rule. The released models approximate it by its diagonal, with a beta for every channel, in
 //! Mamba's frame: one convolution before all, no norms, and `D x` added. Source: arXiv 2407.14207.
 
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
+use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, share_heads, split_heads,
 };
@@ -61,15 +61,13 @@ impl Default for LonghornConfig {
 }
 
 impl LonghornConfig {
-    /// K, V and the number of value heads.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize, usize), ConfigError> {
-        let heads = check_heads(self.heads, self.value_heads)?;
-        let key = key_width(self.key_width, d_model, self.heads)?;
-        let value = value_width(key, self.expand_v)?;
+    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        let widths =
+            head_widths(self.heads, self.value_heads, self.key_width, self.expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
-        Ok((key, value, heads))
+        Ok(widths)
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -80,8 +78,7 @@ impl LonghornConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Longhorn<B>, ConfigError> {
-        let (key, value, heads) = self.widths(d_model)?;
-        let (keys, values) = (self.heads * key, heads * value);
+        let Widths { heads, value, keys, values, .. } = self.widths(d_model)?;
         let project = |to| linear(d_model, to, device);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Longhorn {
@@ -105,8 +102,7 @@ impl LonghornConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value, heads) = self.widths(d_model)?;
-        let (keys, values) = (self.heads * key, heads * value);
+        let Widths { heads, key, value, keys, values } = self.widths(d_model)?;
         let mut cost = memory_cost(heads, key, value, true);
         let inward = 2 * keys + values * if self.output_gate { 2 } else { 1 } + heads;
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
@@ -148,10 +144,8 @@ impl<B: LinearAttentionBackend> Longhorn<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, heads| {
-            let tail = conv.as_ref().and_then(|_| before.next());
-            split_heads(convolve(conv, proj.forward(x.clone()), tail, &mut tails), heads)
-        };
+        let mut project =
+            |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
         let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
         let k = project(&self.k_proj, &self.k_conv1d, self.key_heads);
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);

@@ -16,7 +16,7 @@
 //! more solve: see `ops::mesa`.
 
 use super::{MatrixState, key_width, linear_flops, memory_cost};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, softplus,
     split_heads,
@@ -168,10 +168,8 @@ impl<B: LinearAttentionBackend> MesaNet<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
-            let tail = conv.as_ref().and_then(|_| before.next());
-            let y = convolve(conv, proj.forward(x.clone()), tail, &mut tails);
-            l2_normalize(split_heads(y, self.heads))
+        let mut project = |proj, conv| {
+            l2_normalize(convolved_heads(&x, proj, conv, self.heads, &mut before, &mut tails))
         };
         let q = project(&self.q_proj, &self.q_conv1d);
         let k = project(&self.k_proj, &self.k_conv1d);

@@ -148,7 +148,7 @@ impl<B: LinearAttentionBackend> MetaLa<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let x = convolve_if_any(&self.conv1d, x, before.next(), &mut tails);
+        let x = convolve_if_any(&self.conv1d, x, &mut before, &mut tails);
         let q = split_heads(self.q_proj.forward(x.clone()), self.heads);
         let v = split_heads(self.v_proj.forward(x.clone()), self.heads);
         let g = log_sigmoid(self.k_gate.forward(x.clone())) / self.gate_normalizer;

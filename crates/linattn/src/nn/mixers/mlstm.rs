@@ -195,8 +195,7 @@ impl<B: LinearAttentionBackend> Mlstm<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let tail = self.conv1d.as_ref().and_then(|_| before.next());
-        let mixed = convolve_if_any(&self.conv1d, x.clone(), tail, &mut tails);
+        let mixed = convolve_if_any(&self.conv1d, x.clone(), &mut before, &mut tails);
         let q = split_heads(self.q.forward(mixed.clone()), self.heads);
         let k = split_heads(self.k.forward(mixed), self.heads);
         let v = split_heads(self.v.forward(x.clone()), self.heads);

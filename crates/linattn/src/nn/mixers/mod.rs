@@ -348,6 +348,34 @@ fn value_width(key_width: usize, expand_v: f64) -> Result<usize, ConfigError> {
     Err(ConfigError::new("expand_v", expand_v, want))
 }
 
+/// Widths that follow from a config.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    /// Value heads.
+    heads: usize,
+    /// Of one head.
+    key: usize,
+    value: usize,
+    /// Of all heads.
+    keys: usize,
+    values: usize,
+}
+
+/// The widths of queries, keys and values, from the keys of a config that bear on them.
+fn head_widths(
+    heads: usize,
+    value_heads: Option<usize>,
+    given: Option<usize>,
+    expand_v: f64,
+    d_model: usize,
+) -> Result<Widths, ConfigError> {
+    let value_heads = check_heads(heads, value_heads)?;
+    let key = key_width(given, d_model, heads)?;
+    let value = value_width(key, expand_v)?;
+    let (keys, values) = (heads * key, value_heads * value);
+    Ok(Widths { heads: value_heads, key, value, keys, values })
+}
+
 /// State and arithmetic of a memory of `heads` matrices K x V: decay, write, read, and for a delta
 /// rule the answer that is subtracted.
 fn memory_cost(heads: usize, key_width: usize, value_width: usize, delta: bool) -> Cost {
@@ -379,23 +407,44 @@ fn linear_flops(from: usize, to: usize) -> u64 {
 }
 
 /// `forward` or `step` of a mixer. In the list below, one that is marked `shared` also takes what layers
-/// share, and one that is marked `lends` leaves its keys and values to later layers.
+/// share, and one that is marked `lends` leaves its keys and values to later layers. The mark
+/// `ignores_position` says nothing of the call.
 macro_rules! call_mixer {
     ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident)) => {
         $mixer.$method($x, $state.map(Into::into))
     };
-    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) shared) => {
+    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) shared $($mark:ident)*) => {
         $mixer.$method($x, $state.map(Into::into), $shared)
     };
-    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) lends) => {{
+    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) lends $($mark:ident)*) => {{
         let (y, state) = $mixer.$method($x, $state.map(Into::into));
         $shared.keys_values = Some(state.clone());
         (y, state)
     }};
+    (
+        $mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident)
+        ignores_position $($mark:ident)*
+    ) => {
+        call_mixer!($mixer.$method($x, $state, $shared) $($mark)*)
+    };
+}
+
+/// Whether `ignores_position` is among the marks of a mixer in the list below. One that is not marked so
+/// is taken to count its tokens.
+macro_rules! ignores_position {
+    () => {
+        false
+    };
+    (ignores_position $($mark:ident)*) => {
+        true
+    };
+    ($other:ident $($mark:ident)*) => {
+        ignores_position!($($mark)*)
+    };
 }
 
 macro_rules! mixers {
-    ($($(#[$doc:meta])* $key:literal $name:ident($config:ident) $($mark:ident)?;)+) => {
+    ($($(#[$doc:meta])* $key:literal $name:ident($config:ident) $($mark:ident)*;)+) => {
         /// Which mixer, by its name in a config.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         pub enum MixerConfig {
@@ -445,6 +494,15 @@ pub enum Mixer<B: Backend> {
             $($(#[$doc])* $name($name<B>),)+
         }
 
+        impl<B: Backend> Mixer<B> {
+            /// Whether what it gives depends on the tokens before through its tensors alone, and not on
+            /// how many they were. The tensors then keep their size, and sequences of different lengths
+            /// can go on in one batch.
+            pub fn ignores_position(&self) -> bool {
+                match self { $(Self::$name(_) => ignores_position!($($mark)*),)+ }
+            }
+        }
+
         impl<B: LinearAttentionBackend> Mixer<B> {
             /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T. What
             /// layers read of one another comes and goes by `shared`.
@@ -458,7 +516,7 @@ pub enum Mixer<B: Backend> {
             ) -> (Tensor<B, 3>, MixerState<B>) {
                 match self {
                     $(Self::$name(mixer) => {
-                        let (y, state) = call_mixer!(mixer.forward(x, state, shared) $($mark)?);
+                        let (y, state) = call_mixer!(mixer.forward(x, state, shared) $($mark)*);
                         (y, state.into())
                     })+
                 }
@@ -475,7 +533,7 @@ pub enum Mixer<B: Backend> {
             ) -> (Tensor<B, 2>, MixerState<B>) {
                 match self {
                     $(Self::$name(mixer) => {
-                        let (y, state) = call_mixer!(mixer.step(x, state, shared) $($mark)?);
+                        let (y, state) = call_mixer!(mixer.step(x, state, shared) $($mark)*);
                         (y, state.into())
                     })+
                 }
@@ -513,67 +571,67 @@ mixers! {
     /// RetNet's multi-scale retention.
     "retnet" RetNet(RetNetConfig);
     /// Lightning attention.
-    "lightning_attention" LightningAttention(LightningAttentionConfig);
+    "lightning_attention" LightningAttention(LightningAttentionConfig) ignores_position;
     /// YOCO's gated retention.
     "gated_retention" GatedRetention(GatedRetentionConfig);
     /// Mamba-2 as state-space duality.
-    "mamba2" Mamba2(Mamba2Config);
+    "mamba2" Mamba2(Mamba2Config) ignores_position;
     /// mLSTM.
-    "mlstm" Mlstm(MlstmConfig);
+    "mlstm" Mlstm(MlstmConfig) ignores_position;
     /// Gated linear attention.
-    "gla" Gla(GlaConfig);
+    "gla" Gla(GlaConfig) ignores_position;
     /// HGRN2.
-    "hgrn2" Hgrn2(Hgrn2Config);
+    "hgrn2" Hgrn2(Hgrn2Config) ignores_position;
     /// MetaLA.
-    "metala" MetaLa(MetaLaConfig);
+    "metala" MetaLa(MetaLaConfig) ignores_position;
     /// RWKV-6.
-    "rwkv6" Rwkv6(Rwkv6Config);
+    "rwkv6" Rwkv6(Rwkv6Config) ignores_position;
     /// Decaying fast weights.
-    "decaying_fast_weights" DecayingFastWeights(DecayingFastWeightsConfig);
+    "decaying_fast_weights" DecayingFastWeights(DecayingFastWeightsConfig) ignores_position;
     /// GateLoop.
-    "gateloop" GateLoop(GateLoopConfig);
+    "gateloop" GateLoop(GateLoopConfig) ignores_position;
     /// Gated slot attention.
-    "gsa" Gsa(GsaConfig);
+    "gsa" Gsa(GsaConfig) ignores_position;
     /// DeltaNet.
-    "deltanet" DeltaNet(DeltaNetConfig);
+    "deltanet" DeltaNet(DeltaNetConfig) ignores_position;
     /// Gated DeltaNet.
-    "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig);
+    "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig) ignores_position;
     /// DeltaProduct.
-    "deltaproduct" DeltaProduct(DeltaProductConfig);
+    "deltaproduct" DeltaProduct(DeltaProductConfig) ignores_position;
     /// Kimi Delta Attention.
-    "kda" Kda(KdaConfig);
+    "kda" Kda(KdaConfig) ignores_position;
     /// Comba.
-    "comba" Comba(CombaConfig);
+    "comba" Comba(CombaConfig) ignores_position;
     /// Longhorn.
-    "longhorn" Longhorn(LonghornConfig);
+    "longhorn" Longhorn(LonghornConfig) ignores_position;
     /// Gated DeltaNet-2.
-    "gated_deltanet2" GatedDeltaNet2(GatedDeltaNet2Config);
+    "gated_deltanet2" GatedDeltaNet2(GatedDeltaNet2Config) ignores_position;
     /// RWKV-7's time mix.
-    "rwkv7" Rwkv7(Rwkv7Config) shared;
+    "rwkv7" Rwkv7(Rwkv7Config) shared ignores_position;
     /// MesaNet.
-    "mesa_net" MesaNet(MesaNetConfig);
+    "mesa_net" MesaNet(MesaNetConfig) ignores_position;
     /// HGRN.
-    "hgrn" Hgrn(HgrnConfig);
+    "hgrn" Hgrn(HgrnConfig) ignores_position;
     /// Griffin's real-gated linear recurrent unit.
-    "rg_lru" RgLru(RgLruConfig);
+    "rg_lru" RgLru(RgLruConfig) ignores_position;
     /// The linear recurrent unit.
-    "lru" Lru(LruConfig);
+    "lru" Lru(LruConfig) ignores_position;
     /// S4D, a diagonal state-space model.
-    "s4d" S4d(S4dConfig);
+    "s4d" S4d(S4dConfig) ignores_position;
     /// Mamba's selective state-space model.
-    "mamba" Mamba(MambaConfig);
+    "mamba" Mamba(MambaConfig) ignores_position;
     /// The quasi-recurrent network.
-    "qrnn" Qrnn(QrnnConfig);
+    "qrnn" Qrnn(QrnnConfig) ignores_position;
     /// RWKV-4's time mix.
-    "rwkv4" Rwkv4(Rwkv4Config);
+    "rwkv4" Rwkv4(Rwkv4Config) ignores_position;
     /// LSTM, one token after another.
-    "lstm" Lstm(LstmConfig);
+    "lstm" Lstm(LstmConfig) ignores_position;
     /// GRU, one token after another.
-    "gru" Gru(GruConfig);
+    "gru" Gru(GruConfig) ignores_position;
     /// sLSTM, one token after another.
-    "slstm" Slstm(SlstmConfig);
+    "slstm" Slstm(SlstmConfig) ignores_position;
     /// Zoology's gated short convolution.
-    "base_conv" BaseConv(BaseConvConfig);
+    "base_conv" BaseConv(BaseConvConfig) ignores_position;
     /// Softmax attention, the reference.
     "attention" Attention(AttentionConfig) lends;
     /// Forgetting attention.
@@ -586,47 +644,6 @@ mixers! {
     "deltaformer" DeltaFormer(DeltaFormerConfig);
     /// PaTH attention.
     "path_attention" PathAttention(PathAttentionConfig);
-}
-
-impl<B: Backend> Mixer<B> {
-    /// Whether what it gives depends on the tokens before through its tensors alone, and not on how many
-    /// they were. The tensors then keep their size, and sequences of different lengths can go on in
-    /// one batch. A mixer that is not listed is taken to count.
-    pub fn ignores_position(&self) -> bool {
-        matches!(
-            self,
-            Self::LightningAttention(_)
-                | Self::Mamba2(_)
-                | Self::Mlstm(_)
-                | Self::Gla(_)
-                | Self::Hgrn2(_)
-                | Self::MetaLa(_)
-                | Self::Rwkv6(_)
-                | Self::Gsa(_)
-                | Self::DeltaNet(_)
-                | Self::GatedDeltaNet(_)
-                | Self::DeltaProduct(_)
-                | Self::Kda(_)
-                | Self::Comba(_)
-                | Self::Longhorn(_)
-                | Self::GatedDeltaNet2(_)
-                | Self::Rwkv7(_)
-                | Self::DecayingFastWeights(_)
-                | Self::GateLoop(_)
-                | Self::MesaNet(_)
-                | Self::Hgrn(_)
-                | Self::RgLru(_)
-                | Self::Lru(_)
-                | Self::S4d(_)
-                | Self::Mamba(_)
-                | Self::Qrnn(_)
-                | Self::Rwkv4(_)
-                | Self::Lstm(_)
-                | Self::Gru(_)
-                | Self::Slstm(_)
-                | Self::BaseConv(_)
-        )
-    }
 }
 
 #[cfg(test)]

@@ -253,22 +253,22 @@ impl<B: LinearAttentionBackend> PathAttention<B> {
         x: &Tensor<B, 3>,
         tail: Option<Tensor<B, 3>>,
     ) -> (Tokens<B>, Vec<Tensor<B, 3>>) {
-        let rows = |proj: &Linear<B>, norm: Option<&RmsNorm<B>>, heads| {
-            project_heads(proj, norm, x, heads).swap_dims(1, 2)
+        let rows = |proj: &Linear<B>, norm: &Option<RmsNorm<B>>, heads| {
+            project_heads(proj, norm, x, heads, None)
         };
         let shared = self.key_value_heads;
-        let q = rows(&self.q_proj, self.maybe_q_norm.as_ref(), self.heads);
+        let q = rows(&self.q_proj, &self.maybe_q_norm, self.heads);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let (narrow, widen) = &self.w_proj;
         let w = widen.forward(narrow.forward(x.clone()));
         let mut tails = vec![];
-        let w = convolve_if_any(&self.w_conv1d, w, tail, &mut tails);
+        let w = convolve_if_any(&self.w_conv1d, w, &mut tail.into_iter(), &mut tails);
         let beta = sigmoid(self.bt_proj.forward(x.clone())) * 2.0;
         let log_gates = |proj: &Linear<B>| log_sigmoid(proj.forward(x.clone())).swap_dims(1, 2);
         let inputs = Tokens {
             q: q * scale,
-            k: rows(&self.k_proj, self.maybe_k_norm.as_ref(), shared),
-            v: rows(&self.v_proj, None, shared),
+            k: rows(&self.k_proj, &self.maybe_k_norm, shared),
+            v: rows(&self.v_proj, &None, shared),
             w: l2_normalize(split_heads(w, shared)).swap_dims(1, 2),
             beta: beta.swap_dims(1, 2).unsqueeze_dim(3),
             gates: self.g_proj.as_ref().map(log_gates),

@@ -142,7 +142,7 @@ impl<B: LinearAttentionBackend> Slstm<B> {
         let mut cells =
             Cells { h: next(&zeros), c: next(&zeros), n: next(&zeros), m: next(&lowest) };
         let mut tails = vec![];
-        let inward = self.inward(x, before.next(), &mut tails);
+        let inward = self.inward(x, &mut before, &mut tails);
         let mut outputs = Vec::with_capacity(tokens);
         for token in each_token(inward) {
             cells = self.advance(token, cells);
@@ -157,10 +157,10 @@ impl<B: LinearAttentionBackend> Slstm<B> {
     fn inward(
         &self,
         x: Tensor<B, 3>,
-        tail: Option<Tensor<B, 3>>,
+        before: &mut impl Iterator<Item = Tensor<B, 3>>,
         tails: &mut Vec<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
-        let mixed = convolve_if_any(&self.conv1d, x.clone(), tail, tails);
+        let mixed = convolve_if_any(&self.conv1d, x.clone(), before, tails);
         let gates = vec![
             self.igate.forward(mixed.clone()),
             self.fgate.forward(mixed),

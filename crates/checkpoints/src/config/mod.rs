@@ -1,0 +1,152 @@
+//! `config.json` as a model's config, and back.
+//!
+//! A family's [`Rule`]s are read in both directions. What is written is read again and compared with
+//! what it was made from, so that nothing that a checkpoint cannot say is lost in silence.
+
+mod export;
+mod import;
+
+use linattn::nn::LanguageModelConfig;
+use serde_json::Value;
+
+pub(crate) use export::export;
+pub(crate) use import::import;
+
+/// What a key of `config.json` says of our mixer. Defaults are JSON, for where the key is left out.
+#[derive(Debug)]
+pub(crate) enum Rule {
+    /// Theirs, ours, default: one value under two names.
+    Key(&'static str, &'static str, &'static str),
+    /// One name, and the family's own default.
+    Same(&'static str),
+    /// Ours has this value.
+    Ours(&'static str, &'static str),
+    /// Theirs has to be one of these: ours has no other way.
+    Only(&'static str, &'static [&'static str]),
+    /// Theirs has to be as many as the heads, or left out.
+    AsHeads(&'static str),
+    /// `use_short_conv`, of this default, and `conv_size`: our `conv_size`.
+    Convolution(&'static str),
+    /// `expand_k` and `expand_v`, of these defaults, shares of the model's width: our `key_width` and
+    /// `expand_v`.
+    Shares(&'static str, &'static str),
+    /// Theirs, default: our `key_width`, which says how many heads there are.
+    Split(&'static str, &'static str),
+    /// Theirs, ours, what is known, default: one value under two names, if it is one of these.
+    OneOf(&'static str, &'static str, &'static [&'static str], &'static str),
+    /// One name: ours is there only where it is true.
+    Flag(&'static str),
+    /// Theirs has to be what ours is already.
+    Twin(&'static str, &'static str),
+    /// Theirs has to be the model's width, in every layer.
+    AllOfModel(&'static str),
+    /// Theirs, ours, and our flag that is set where there are several.
+    Groups(&'static str, &'static str, &'static str),
+    /// `use_output_correction` and `correction_factor`: our `output_correction`.
+    Correction,
+}
+
+/// Names of the mixers of every layer.
+pub(crate) fn mixers(config: &LanguageModelConfig) -> Vec<&'static str> {
+    config.each_layer().map(|(_, layer)| layer.mixer.name()).collect()
+}
+
+fn json_of(text: &str) -> Value {
+    serde_json::from_str(text).expect("the tables of families are JSON")
+}
+
+/// A number without a fraction, above 0.
+fn whole(value: &Value) -> Option<usize> {
+    let number = value.as_f64().filter(|x| *x >= 1.0 && x.fract() == 0.0)?;
+    Some(number as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Faults;
+    use crate::families::family;
+    use crate::tensors::Precision;
+    use serde_json::json;
+
+    fn read(text: &str) -> (Option<LanguageModelConfig>, Faults) {
+        let mut faults = Faults::default();
+        let config = import(text, &mut faults).map(|(_, config)| config);
+        (config, faults)
+    }
+
+    #[test]
+    fn every_family_can_be_said_in_both_directions() {
+        for family in crate::families::FAMILIES {
+            if !linattn::nn::mixers::MixerConfig::NAMES.contains(&family.mixer) {
+                continue;
+            }
+            let name = family.model_type;
+            let text = format!(
+                r#"{{"model_type": "{name}", "hidden_size": 512, "num_hidden_layers": 3,
+                    "feature_map": {}, "num_heads": 8, "head_dim": 64}}"#,
+                match name {
+                    "linear_attn" => "\"elu\"",
+                    "gsa" => "\"swish\"",
+                    _ => "null",
+                }
+            );
+            let mut faults = Faults::default();
+            let read = import(&text, &mut faults);
+            faults.retain(|fault| !fault.contains("nothing is known"));
+            let (_, config) = read.unwrap_or_else(|| panic!("{name}: {faults:?}"));
+            assert!(faults.is_empty(), "{name}: {faults:?}");
+            config.cost(1).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let table = export(&config, 7, family, Precision::F32);
+            let table = table.unwrap_or_else(|faults| panic!("{name}: {faults:?}"));
+            let text = Value::Object(table.clone()).to_string();
+            let mut faults = Faults::default();
+            let (_, again) = import(&text, &mut faults).expect("what was written can be read");
+            assert!(faults.is_empty(), "{name}: {faults:?}");
+            // Widths that were left to their defaults are spelled out by now: what is said is the same.
+            assert_eq!(export(&again, 7, family, Precision::F32).ok(), Some(table), "{name}");
+        }
+    }
+
+    #[test]
+    fn all_that_is_wrong_is_said_at_once() {
+        let (_, faults) = read(
+            r#"{"model_type": "gla", "hidden_size": 64, "num_heads": 2, "use_gv": true,
+                "clamp_min": -3, "attnres_block_size": 4, "hidden_act": "gelu", "colour": "red",
+                "num_hidden_layers": "two"}"#,
+        );
+        let text = faults.join("; ");
+        for part in ["use_gv", "clamp_min", "attnres_block_size", "hidden_act", "colour", "two"] {
+            assert!(text.contains(part), "{part} is not in {text}");
+        }
+        let (config, faults) = read(r#"{"model_type": "gpt2"}"#);
+        assert!(config.is_none() && faults.join("").contains("gated_deltanet"));
+    }
+
+    #[test]
+    fn hybrids_have_attention_where_they_say() {
+        let (config, faults) = read(
+            r#"{"model_type": "delta_net", "hidden_size": 64, "num_heads": 2,
+                "num_hidden_layers": 4, "attn": {"layers": [1, 3], "num_heads": 4,
+                "num_kv_heads": 2, "window_size": 16}}"#,
+        );
+        let config = config.unwrap_or_else(|| panic!("{faults:?}"));
+        assert_eq!(mixers(&config), ["deltanet", "attention", "deltanet", "attention"]);
+        let family = family("delta_net").expect("known");
+        let table = export(&config, 7, family, Precision::F32).unwrap_or_default();
+        assert_eq!(table["attn"]["layers"], json!([1, 3]));
+        assert_eq!(table["attn"]["window_size"], 16);
+    }
+
+    #[test]
+    fn what_a_checkpoint_cannot_say_is_refused_by_name() {
+        let (config, _) = read(r#"{"model_type": "gla", "hidden_size": 64, "num_heads": 2}"#);
+        let mut value = serde_json::to_value(config.expect("a config")).expect("JSON");
+        value["layers"][0]["mixer"]["gla"]["gate_low_rank"] = 8.into();
+        let config = serde_json::from_value(value).expect("a config");
+        let family = family("gla").expect("known");
+        let faults = export(&config, 7, family, Precision::F32).expect_err("rank 16 is built in");
+        let text = faults.join("; ");
+        assert!(text.contains("layers[0].mixer.gla.gate_low_rank` is 8"), "{text}");
+    }
+}
