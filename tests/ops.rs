@@ -389,6 +389,37 @@ mod on_cpu {
     }
 
     #[test]
+    fn every_other_recurrence_is_exact_in_double_precision_at_every_chunk_and_width() {
+        for (key_width, value_width) in [(12, 20), (1, 1), (5, 7)] {
+            for chunk in [1, 2, 8, 16] {
+                for (what, recipe) in general_recipes(Gate::Mixed) {
+                    let what = format!("{what}, K={key_width}, V={value_width}, chunk {chunk}");
+                    let dims = Dims { key_heads: 1, key_width, value_width, ..dims(35) };
+                    let x = Inputs::random(41, dims, &recipe);
+                    hold_to_oracle::<B>(&what, &x, chunk, Reads::Both, 1e-12, DType::F64);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn small_gates_keep_their_digits_beside_large_ones() {
+        for (what, recipe) in general_recipes(Gate::Typical) {
+            let mut x = Inputs::random(37, dims(40), &recipe);
+            if let Some(Decay::Scalar(g) | Decay::Vector(g)) = &mut x.decay {
+                // The spacing of f32 at 3000 is 2e-4: a difference of sums with such a gate would be
+                // that far off. Columns forget at tokens of their own.
+                let columns = g.len() / (x.dims.batch * x.dims.tokens);
+                let forgets = |at: usize| (at / columns + at % columns).is_multiple_of(3);
+                for (at, g) in g.iter_mut().enumerate() {
+                    *g = if forgets(at) { -3000.0 } else { *g };
+                }
+            }
+            hold_to_oracle::<B>(&what, &x, 64, Reads::Both, F32_LIMIT, DType::F32);
+        }
+    }
+
+    #[test]
     fn the_algebra_is_exact_in_double_precision() {
         for family in FAMILIES {
             for gate in GATES {

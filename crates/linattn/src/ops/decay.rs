@@ -5,6 +5,8 @@
 //! never the difference of two long sums: after a gate of -50 such a difference would have lost the
 //! digits of all small gates behind it. For the same reason the gradient adds up each gate's own
 //! terms instead of cancelling q dq against k dk.
+//!
+//! Rows may also ask before their own token's decay, with `G_{i-1}` in the place of `G_i`: [`Asks`].
 
 use super::mask::Mask;
 use burn::tensor::{Tensor, backend::Backend};
@@ -60,10 +62,52 @@ impl<B: Backend> ExponentGradients<B> {
         let crossing = strict.apply(strict.apply(self.within).cumsum(3)).sum_dim(2);
         let behind = crossing.reshape([chunks, rows, size, 1]) + self.to_end.cumsum(2);
         let ahead = self.from_start.flip([2]).cumsum(2).flip([2]) + self.total;
-        if size == 1 {
-            return ahead; // nothing is behind the only token
+        ahead + later(behind, 0.0)
+    }
+}
+
+/// Whether a row asks before its own token's decay, or after it.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Asks {
+    After,
+    Before,
+}
+
+impl Asks {
+    /// Factors, `[.., C, X]`, as rows take them: asking before the decay is asking after that of the
+    /// token before, and the first row takes `first`.
+    pub(super) fn rows<B: Backend>(self, factors: Tensor<B, 4>, first: f64) -> Tensor<B, 4> {
+        match self {
+            Asks::After => factors,
+            Asks::Before => later(factors, first),
         }
-        let first = behind.clone().narrow(2, 0, 1).zeros_like();
-        ahead + Tensor::cat(vec![first, behind.narrow(2, 0, size - 1)], 2)
+    }
+
+    /// Gradients of what rows took, back at the tokens they took it from.
+    pub(super) fn factors<B: Backend>(self, rows: Tensor<B, 4>) -> Tensor<B, 4> {
+        match self {
+            Asks::After => rows,
+            Asks::Before => earlier(rows),
+        }
+    }
+}
+
+/// Row i of dimension 2 at i + 1, `first` in its place.
+fn later<B: Backend>(x: Tensor<B, 4>, first: f64) -> Tensor<B, 4> {
+    let size = x.dims()[2];
+    let first = x.clone().narrow(2, 0, 1).zeros_like() + first;
+    match size {
+        1 => first,
+        _ => Tensor::cat(vec![first, x.narrow(2, 0, size - 1)], 2),
+    }
+}
+
+/// Row i of dimension 2 at i - 1, zeros at the end.
+fn earlier<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
+    let size = x.dims()[2];
+    let last = x.clone().narrow(2, 0, 1).zeros_like();
+    match size {
+        1 => last,
+        _ => Tensor::cat(vec![x.narrow(2, 1, size - 1), last], 2),
     }
 }

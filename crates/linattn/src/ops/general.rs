@@ -21,10 +21,13 @@
 
 use super::backend::{Forward, Operands, Read, Saved, primitive, tensor};
 use super::chunkwise::{Sizes, accumulator};
+use super::decay::{self, Asks, Decay};
 use super::triangular::unit_lower_inverse;
+use super::vector_decay::{ExponentGradients, ScoreGradients, VectorDecay};
 use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 
-/// Scores with a decay of their own for every d take C C K numbers a chunk: short chunks cost least.
+/// A token costs K V / C numbers for states, and (C + K) log2 C for scores with vector decay: short
+/// chunks cost least, but not the shortest.
 const LONGEST_CHUNK: usize = 16;
 
 /// The log decay, `[B, T, H]` or `[B, T, H, K]`, as `[B, T, H, 1 or K]`.
@@ -35,107 +38,61 @@ pub(super) fn gates<B: Backend>(g: FloatTensor<B>) -> Tensor<B, 4> {
     }
 }
 
-/// Whether a row asks before its own token's decay, or after it.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Asks {
-    After,
-    Before,
-}
-
-/// Decay between the tokens of every chunk.
-struct Decays<B: Backend> {
-    /// `[M, N, C, C, 1 or K]`: `e^{G_i - G_j}` on and below the diagonal, 0 above.
-    after: Tensor<B, 5>,
-    /// The same with `G_{i-1}`: below the diagonal, 0 on it and above.
-    before: Tensor<B, 5>,
-    /// `[M, N, C, 1 or K]`: `e^{G_i}`, `e^{G_{i-1}}`, `e^{G_C - G_j}`.
-    start_after: Tensor<B, 4>,
-    start_before: Tensor<B, 4>,
-    to_end: Tensor<B, 4>,
-    /// `[M, N, 1 or K, 1]`: `e^{G_C}`.
-    total: Tensor<B, 4>,
-}
-
-/// `x` at and below the diagonal of its dimensions 2 and 3, or `offset` below it.
-fn lower<B: Backend>(x: Tensor<B, 5>, offset: i64) -> Tensor<B, 5> {
-    let size = x.dims()[2];
-    let mask = Tensor::<B, 2>::ones([size, size], (&x.device(), x.dtype())).tril(-offset);
-    x * mask.reshape([1, 1, size, size, 1])
-}
-
-/// Row i of dimension 2 at i + 1, `first` in its place.
-fn later<B: Backend, const D: usize>(x: Tensor<B, D>, first: f64) -> Tensor<B, D> {
-    let size = x.dims()[2];
-    let first = x.clone().narrow(2, 0, 1).zeros_like() + first;
-    match size {
-        1 => first,
-        _ => Tensor::cat(vec![first, x.narrow(2, 0, size - 1)], 2),
-    }
-}
-
-/// Row i of dimension 2 at i - 1, zeros at the end.
-fn earlier<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-    let size = x.dims()[2];
-    let last = x.clone().narrow(2, 0, 1).zeros_like();
-    match size {
-        1 => last,
-        _ => Tensor::cat(vec![x.narrow(2, 1, size - 1), last], 2),
-    }
+/// Decay between the tokens of every chunk: factors, scores, and the way back.
+enum Decays<B: Backend> {
+    /// One for every d.
+    Scalar(Decay<B>),
+    /// Every d has its own.
+    Vector(VectorDecay<B>),
 }
 
 impl<B: Backend> Decays<B> {
-    /// `g`: `[M, N, C, 1 or K]`. Exponents are sums of gates between two tokens and never differences
-    /// of long sums, which would have lost the small gates behind a large one.
+    /// `g`: `[M, N, C, 1 or K]`.
     fn new(g: Tensor<B, 4>) -> Self {
-        let [chunks, rows, size, width] = g.dims();
-        let between = g.clone().unsqueeze_dim::<5>(3).expand([chunks, rows, size, size, width]);
-        let after = lower(lower(between, 1).cumsum(2).exp(), 0);
-        let start_after = g.cumsum(2).exp();
-        let last = |x: &Tensor<B, 4>| x.clone().narrow(2, size - 1, 1);
-        Self {
-            before: later(after.clone(), 0.0),
-            to_end: after.clone().narrow(2, size - 1, 1).reshape([chunks, rows, size, width]),
-            start_before: later(start_after.clone(), 1.0),
-            total: last(&start_after).swap_dims(2, 3),
-            start_after,
-            after,
+        match g.dims()[3] {
+            1 => Self::Scalar(Decay::new(g)),
+            _ => Self::Vector(VectorDecay::new(g)),
         }
     }
 
-    fn pairs(&self, asks: Asks) -> Tensor<B, 5> {
-        match asks {
-            Asks::After => self.after.clone(),
-            Asks::Before => self.before.clone(),
-        }
-    }
-
+    /// `x_i e^{G_i}`, or with `G_{i-1}`.
     fn since_start(&self, x: &Tensor<B, 4>, asks: Asks) -> Tensor<B, 4> {
-        match asks {
-            Asks::After => x.clone() * self.start_after.clone(),
-            Asks::Before => x.clone() * self.start_before.clone(),
-        }
+        let factors = match self {
+            Self::Scalar(decay) => decay.from_start.clone(),
+            Self::Vector(decay) => decay.from_start(),
+        };
+        x.clone() * asks.rows(factors, 1.0)
     }
 
+    /// `x_j e^{G_C - G_j}`.
     fn to_end(&self, x: &Tensor<B, 4>) -> Tensor<B, 4> {
-        x.clone() * self.to_end.clone()
+        let factors = match self {
+            Self::Scalar(decay) => decay.to_end.clone(),
+            Self::Vector(decay) => decay.to_end(),
+        };
+        x.clone() * factors
     }
 
-    /// Whether every d has a decay of its own.
-    fn is_vector(&self) -> bool {
-        self.after.dims()[4] > 1
+    /// `[M, N, 1 or K, 1]`: `e^{G_C}`.
+    fn total(&self) -> Tensor<B, 4> {
+        match self {
+            Self::Scalar(decay) => decay.total.clone(),
+            Self::Vector(decay) => decay.total(),
+        }
     }
 
     /// Scores `[M, N, C, C]` of rows x against rows y.
     fn scores(&self, x: &Tensor<B, 4>, y: &Tensor<B, 4>, asks: Asks) -> Tensor<B, 4> {
-        if !self.is_vector() {
-            return x.clone().matmul(y.clone().transpose()) * self.pairs(asks).squeeze_dim(4);
+        match self {
+            Self::Scalar(decay) => {
+                let products = x.clone().matmul(y.clone().transpose());
+                products * asks.rows(decay.within.clone(), 0.0)
+            }
+            Self::Vector(decay) => decay.scores(x, y, asks),
         }
-        let products = x.clone().unsqueeze_dim::<5>(3) * y.clone().unsqueeze_dim::<5>(2);
-        (products * self.pairs(asks)).sum_dim(4).squeeze_dim(4)
     }
 
-    /// Gradients of x and y from that of their scores, `d`, and that of the exponents, `[.., C, C, 1
-    /// or K]`.
+    /// Gradients of x, y and the exponents from that of the scores.
     fn scores_backward(
         &self,
         x: &Tensor<B, 4>,
@@ -143,71 +100,35 @@ impl<B: Backend> Decays<B> {
         d: Tensor<B, 4>,
         asks: Asks,
     ) -> ScoreGradients<B> {
-        let decayed = d.unsqueeze_dim::<5>(4) * self.pairs(asks);
-        if !self.is_vector() {
-            let decayed = decayed.squeeze_dim::<4>(4);
-            let products = x.clone().matmul(y.clone().transpose());
-            return ScoreGradients {
-                x: decayed.clone().matmul(y.clone()),
-                y: decayed.clone().transpose().matmul(x.clone()),
-                exponents: (decayed * products).unsqueeze_dim(4),
-            };
-        }
-        let to_x = decayed.clone() * y.clone().unsqueeze_dim::<5>(2);
-        let to_y = decayed * x.clone().unsqueeze_dim::<5>(3);
-        let exponents = to_x.clone() * x.clone().unsqueeze_dim::<5>(3);
+        let decay = match self {
+            Self::Scalar(decay) => decay,
+            Self::Vector(decay) => return decay.scores_backward(x, y, &d, asks),
+        };
+        let products = x.clone().matmul(y.clone().transpose());
+        let d = d * asks.rows(decay.within.clone(), 0.0);
         ScoreGradients {
-            x: to_x.sum_dim(3).squeeze_dim(3),
-            y: to_y.sum_dim(2).squeeze_dim(2),
-            exponents,
+            x: d.clone().matmul(y.clone()),
+            y: d.clone().transpose().matmul(x.clone()),
+            within: vec![asks.factors(d * products)],
         }
     }
 
     /// The sum over d where there is one decay for all of them.
     fn own(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
-        if self.is_vector() { x } else { x.sum_dim(3) }
-    }
-}
-
-struct ScoreGradients<B: Backend> {
-    x: Tensor<B, 4>,
-    y: Tensor<B, 4>,
-    exponents: Tensor<B, 5>,
-}
-
-/// Gradients of the exponents of a chunk.
-struct ExponentGradients<B: Backend> {
-    /// Between tokens, of rows that ask after their decay and before it.
-    after: Tensor<B, 5>,
-    before: Option<Tensor<B, 5>>,
-    /// From the start, likewise.
-    start_after: Option<Tensor<B, 4>>,
-    start_before: Option<Tensor<B, 4>>,
-    /// To the end, and over the whole chunk, `[.., 1, 1 or K]`.
-    to_end: Tensor<B, 4>,
-    total: Tensor<B, 4>,
-}
-
-impl<B: Backend> ExponentGradients<B> {
-    /// Gradient of the log decay: gate m is in the exponents at (i, j) with j < m <= i, in those to the
-    /// end with j < m, and in those from the start with m <= i. Asking before the decay is asking after
-    /// that of the token before.
-    fn log_gates(self) -> Tensor<B, 4> {
-        let [chunks, rows, size, _, width] = self.after.dims();
-        let pairs = match self.before {
-            Some(before) => self.after + earlier(before),
-            None => self.after,
-        };
-        let crossing = lower(lower(pairs, 1).cumsum(3), 1).sum_dim(2);
-        let behind = crossing.reshape([chunks, rows, size, width]) + self.to_end.cumsum(2);
-        let starts = [self.start_after, self.start_before.map(earlier)];
-        let ahead = starts.into_iter().flatten().reduce(|sum, part| sum + part);
-        let ahead = ahead.map(|x| x.flip([2]).cumsum(2).flip([2]));
-        let sum = later(behind, 0.0) + self.total;
-        match ahead {
-            Some(ahead) => sum + ahead,
-            None => sum,
+        match self {
+            Self::Scalar(_) => x.sum_dim(3),
+            Self::Vector(_) => x,
         }
+    }
+
+    /// Gradient of the log decay, `[M, N, C, 1 or K]`.
+    fn log_gates(&self, d: ExponentGradients<B>) -> Tensor<B, 4> {
+        if let Self::Vector(decay) = self {
+            return decay.log_gates(d);
+        }
+        let ExponentGradients { within, from_start, to_end, total } = d;
+        let within = within.into_iter().next().expect("a scalar decay has one");
+        decay::ExponentGradients { within, from_start, to_end, total }.log_gates()
     }
 }
 
@@ -299,53 +220,107 @@ impl<B: Backend> Chunks<B> {
     }
 
     fn carry(&self, state: Tensor<B, 4>, c: usize) -> Tensor<B, 4> {
-        state * self.decays.total.clone().narrow(0, c, 1)
+        state * self.decays.total().narrow(0, c, 1)
     }
 
-    fn solve(&self) -> Option<Solved<B>> {
-        let Asked { a, b } = self.asked.as_ref()?;
-        let n = self.decays.scores(a, b, Asks::Before).neg();
-        let [chunks, rows, size, _] = n.dims();
-        let inverse = unit_lower_inverse(n.reshape([chunks * rows, size, size]))
-            .reshape([chunks, rows, size, size]);
+    fn scores(&self) -> Scores<B> {
+        let decays = &self.decays;
+        let answers = self.asked.as_ref().map(|Asked { a, b }| {
+            let n = decays.scores(a, b, Asks::Before).neg();
+            let [chunks, rows, size, _] = n.dims();
+            let inverse = unit_lower_inverse(n.reshape([chunks * rows, size, size]));
+            AnswerScores {
+                asked: decays.scores(a, &self.k, Asks::Before),
+                read: decays.scores(&self.q, b, Asks::After),
+                inverse: inverse.reshape([chunks, rows, size, size]),
+            }
+        });
+        Scores { read: decays.scores(&self.q, &self.k, self.reads), answers }
+    }
+
+    /// What Z is made of besides values, and where it goes.
+    fn answers(&self, scores: &Scores<B>) -> Option<Answers<B>> {
+        let (Asked { a, b }, scores) = self.asked.as_ref().zip(scores.answers.as_ref())?;
         let asking = self.decays.since_start(a, Asks::Before);
-        let values = self.decays.scores(a, &self.k, Asks::Before).matmul(self.v.clone());
-        Some(Solved {
-            asking: inverse.clone().matmul(asking),
-            values: inverse.clone().matmul(values),
-            inverse,
-        })
+        Some(Answers { asking: scores.inverse.clone().matmul(asking), kept: self.decays.to_end(b) })
     }
 
     /// States at the chunks' starts, Z, and the state after the last chunk.
-    fn scan(
-        &self,
-        solved: Option<&Solved<B>>,
-    ) -> (Tensor<B, 4>, Option<Tensor<B, 4>>, Tensor<B, 4>) {
+    fn scan(&self, scores: &Scores<B>) -> (Tensor<B, 4>, Option<Tensor<B, 4>>, Tensor<B, 4>) {
         let writes = self.decays.to_end(&self.k).transpose().matmul(self.v.clone());
-        let answers = self.asked.as_ref().map(|x| self.decays.to_end(&x.b).transpose());
+        let values = scores.answers.as_ref().map(|scores| {
+            scores.inverse.clone().matmul(scores.asked.clone().matmul(self.v.clone()))
+        });
+        let answers = self.answers(scores).zip(values);
         let (mut state, mut states, mut answered) = (self.start.clone(), vec![], vec![]);
         for c in 0..self.sizes.chunks() {
             let at = |x: &Tensor<B, 4>| x.clone().narrow(0, c, 1);
             states.push(state.clone());
             let mut next = self.carry(state.clone(), c) + at(&writes);
-            if let (Some(solved), Some(answers)) = (solved, &answers) {
-                let z = at(&solved.asking).matmul(state) + at(&solved.values);
-                next = next + at(answers).matmul(z.clone());
+            if let Some((Answers { asking, kept }, values)) = &answers {
+                let z = at(asking).matmul(state) + at(values);
+                next = next + at(kept).transpose().matmul(z.clone());
                 answered.push(z);
             }
             state = next;
         }
-        let answered = solved.map(|_| Tensor::cat(answered, 0));
+        let answered = answers.map(|_| Tensor::cat(answered, 0));
         (Tensor::cat(states, 0), answered, state)
     }
 }
 
-/// T a~, T (a|k)' v and T.
-struct Solved<B: Backend> {
-    asking: Tensor<B, 4>,
-    values: Tensor<B, 4>,
+/// Scores of every chunk, `[M, N, C, C]`. C numbers a token each: the backward pass is given them.
+struct Scores<B: Backend> {
+    /// `(q|k)`, primed where q reads before the decay.
+    read: Tensor<B, 4>,
+    answers: Option<AnswerScores<B>>,
+}
+
+struct AnswerScores<B: Backend> {
+    /// `(a|k)'`.
+    asked: Tensor<B, 4>,
+    /// `(q|b)`.
+    read: Tensor<B, 4>,
+    /// T.
     inverse: Tensor<B, 4>,
+}
+
+/// T a~ and b^.
+struct Answers<B: Backend> {
+    asking: Tensor<B, 4>,
+    kept: Tensor<B, 4>,
+}
+
+/// What the forward pass keeps for the backward pass.
+struct Kept<B: Backend> {
+    /// At the chunks' starts.
+    states: Tensor<B, 4>,
+    scores: Scores<B>,
+    z: Option<Tensor<B, 4>>,
+}
+
+impl<B: Backend> Kept<B> {
+    fn save(self) -> Saved<FloatTensor<B>> {
+        let Scores { read, answers } = self.scores;
+        let mut tensors = vec![self.states, read];
+        if let Some(AnswerScores { asked, read, inverse }) = answers {
+            tensors.extend([asked, read, inverse]);
+        }
+        tensors.extend(self.z);
+        Saved::from(tensors.into_iter().map(primitive).collect::<Vec<_>>())
+    }
+
+    fn restore(saved: Saved<FloatTensor<B>>) -> Self {
+        let mut tensors = saved.tensors.into_iter().map(tensor::<B, 4>);
+        let mut next = || tensors.next();
+        let missing = "a forward pass that keeps saves its states and scores";
+        let (states, read) = (next().expect(missing), next().expect(missing));
+        let answers = match (next(), next(), next()) {
+            (Some(asked), Some(read), Some(inverse)) => Some(AnswerScores { asked, read, inverse }),
+            _ => None,
+        };
+        Self { states, scores: Scores { read, answers }, z: next() }
+    }
 }
 
 pub(super) fn forward<B: Backend>(
@@ -355,20 +330,21 @@ pub(super) fn forward<B: Backend>(
 ) -> Forward<FloatTensor<B>> {
     let dtype = x.v.dtype();
     let x = Chunks::<B>::new(x, chunk);
-    let solved = x.solve();
-    let (states, z, last) = x.scan(solved.as_ref());
-    let decays = &x.decays;
-    let mut o = decays.since_start(&x.q, x.reads).matmul(states.clone())
-        + decays.scores(&x.q, &x.k, x.reads).matmul(x.v.clone());
-    if let (Some(asked), Some(z)) = (&x.asked, &z) {
-        o = o + decays.scores(&x.q, &asked.b, x.reads).matmul(z.clone());
+    let scores = x.scores();
+    let (states, z, last) = x.scan(&scores);
+    let mut o = x.decays.since_start(&x.q, x.reads).matmul(states.clone())
+        + scores.read.clone().matmul(x.v.clone());
+    if let (Some(answers), Some(z)) = (&scores.answers, &z) {
+        o = o + answers.read.clone().matmul(z.clone());
     }
     let Sizes { batch, heads, key_width, value_width, .. } = x.sizes;
-    let kept = [Some(states), z].into_iter().flatten().map(primitive).collect();
     Forward {
         o: primitive(x.sizes.join(o).cast(dtype)),
         state: primitive(last.reshape([batch, heads, key_width, value_width])),
-        saved: Saved::from(if keep { kept } else { vec![] }),
+        saved: match keep {
+            true => Kept { states, scores, z }.save(),
+            false => Saved::default(),
+        },
     }
 }
 
@@ -381,9 +357,7 @@ pub(super) fn backward<B: Backend>(
 ) -> Operands<FloatTensor<B>> {
     let x = Chunks::<B>::new(operands.clone(), chunk);
     let decays = &x.decays;
-    let mut saved = saved.tensors.into_iter().map(tensor::<B, 4>);
-    let states = saved.next().expect("a forward pass that keeps saves its states");
-    let z = saved.next();
+    let Kept { states, scores, z } = Kept::<B>::restore(saved);
     let d_o = match d_o {
         Some(d_o) => x.sizes.split(tensor::<B, 4>(d_o)),
         None => x.v.zeros_like(),
@@ -392,8 +366,7 @@ pub(super) fn backward<B: Backend>(
         Some(d) => accumulator(tensor::<B, 4>(d)).reshape(x.start.shape()),
         None => x.start.zeros_like(),
     };
-    let solved = x.solve();
-    let (d_states, d_z, d_start) = reverse(&x, &d_o, d_last, solved.as_ref());
+    let (d_states, d_z, d_start) = reverse(&x, &d_o, d_last, &scores);
 
     let transposed = states.clone().transpose();
     let read_of_state = decays.since_start(&d_o.clone().matmul(transposed.clone()), x.reads);
@@ -404,30 +377,23 @@ pub(super) fn backward<B: Backend>(
     let mut d = Gradients {
         q: reads.x + read_of_state.clone(),
         k: reads.y + kept.clone(),
-        v: decays.scores(&x.q, &x.k, x.reads).transpose().matmul(d_o.clone())
+        v: scores.read.transpose().matmul(d_o.clone())
             + decays.to_end(&x.k).matmul(d_states.clone()),
         asked: None,
     };
-    let total = (states * d_states.clone()).sum_dim(3) * decays.total.clone();
-    let total = total.swap_dims(2, 3); // [.., 1, K]
-    let read_start = decays.own(x.q.clone() * read_of_state);
-    let (start_after, start_before) = match x.reads {
-        Asks::After => (Some(read_start), None),
-        Asks::Before => (None, Some(read_start)),
+    let total = (states * d_states.clone()).sum_dim(3) * decays.total();
+    let mut exponents = ExponentGradients {
+        within: reads.within,
+        from_start: x.reads.factors(decays.own(x.q.clone() * read_of_state)),
+        to_end: decays.own(x.k.clone() * kept),
+        total: decays.own(total.swap_dims(2, 3)), // of [.., 1, K]
     };
-    let (after, before) = match x.reads {
-        Asks::After => (reads.exponents, None),
-        Asks::Before => (reads.exponents.zeros_like(), Some(reads.exponents)),
-    };
-    let to_end = decays.own(x.k.clone() * kept);
-    let total = decays.own(total);
-    let mut exponents =
-        ExponentGradients { after, before, start_after, start_before, to_end, total };
 
-    if let (Some(asked), Some(solved), Some(z), Some(d_z)) = (&x.asked, &solved, z, d_z) {
-        let Asked { a, b } = asked;
-        let r = solved.inverse.clone().transpose().matmul(d_z);
-        d.v = d.v + decays.scores(a, &x.k, Asks::Before).transpose().matmul(r.clone());
+    if let (Some(Asked { a, b }), Some(answers), Some(z), Some(d_z)) =
+        (&x.asked, scores.answers, z, d_z)
+    {
+        let r = answers.inverse.transpose().matmul(d_z);
+        d.v = d.v + answers.asked.transpose().matmul(r.clone());
         let z_t = z.clone().transpose();
         let by_q = decays.scores_backward(&x.q, b, d_o.matmul(z_t.clone()), Asks::After);
         let by_b = decays.scores_backward(a, b, r.clone().matmul(z_t), Asks::Before);
@@ -441,12 +407,14 @@ pub(super) fn backward<B: Backend>(
             a: by_b.x + by_k.x + asked_of_state.clone(),
             b: by_q.y + by_b.y + answers_kept.clone(),
         });
-        exponents.after = exponents.after + by_q.exponents;
-        exponents.before = Some(by_b.exponents + by_k.exponents);
-        exponents.start_before = Some(decays.own(a.clone() * asked_of_state));
+        for within in [by_q.within, by_b.within, by_k.within] {
+            exponents.add_within(within);
+        }
+        let asked_of_start = decays.own(a.clone() * asked_of_state);
+        exponents.from_start = exponents.from_start + Asks::Before.factors(asked_of_start);
         exponents.to_end = exponents.to_end + decays.own(b.clone() * answers_kept);
     }
-    let d_g = operands.g.is_some().then(|| exponents.log_gates());
+    let d_g = operands.g.is_some().then(|| decays.log_gates(exponents));
     hand_back(&x, operands, d, d_g, d_start)
 }
 
@@ -518,22 +486,19 @@ fn reverse<B: Backend>(
     x: &Chunks<B>,
     d_o: &Tensor<B, 4>,
     mut d_state: Tensor<B, 4>,
-    solved: Option<&Solved<B>>,
+    scores: &Scores<B>,
 ) -> (Tensor<B, 4>, Option<Tensor<B, 4>>, Tensor<B, 4>) {
-    let decays = &x.decays;
-    let by_outputs = decays.since_start(&x.q, x.reads).transpose().matmul(d_o.clone());
-    let answers = x.asked.as_ref().map(|asked| {
-        let scores = decays.scores(&x.q, &asked.b, Asks::After);
-        (scores.transpose().matmul(d_o.clone()), decays.to_end(&asked.b))
-    });
+    let by_outputs = x.decays.since_start(&x.q, x.reads).transpose().matmul(d_o.clone());
+    let by_reads = |answers: &AnswerScores<B>| answers.read.clone().transpose().matmul(d_o.clone());
+    let answers = x.answers(scores).zip(scores.answers.as_ref().map(by_reads));
     let (mut d_states, mut d_answers) = (vec![], vec![]);
     for c in (0..x.sizes.chunks()).rev() {
         let at = |x: &Tensor<B, 4>| x.clone().narrow(0, c, 1);
         d_states.push(d_state.clone());
         let mut before = x.carry(d_state.clone(), c) + at(&by_outputs);
-        if let (Some(solved), Some((by_reads, kept))) = (solved, &answers) {
+        if let Some((Answers { asking, kept }, by_reads)) = &answers {
             let d_z = at(by_reads) + at(kept).matmul(d_state);
-            before = before + at(&solved.asking).transpose().matmul(d_z.clone());
+            before = before + at(asking).transpose().matmul(d_z.clone());
             d_answers.push(d_z);
         }
         d_state = before;
@@ -542,6 +507,6 @@ fn reverse<B: Backend>(
         list.reverse();
         Tensor::cat(list, 0)
     };
-    let d_answers = solved.map(|_| forwards(d_answers));
+    let d_answers = answers.map(|_| forwards(d_answers));
     (forwards(d_states), d_answers, d_state)
 }

@@ -25,6 +25,12 @@ impl<B: Backend> Mask<B> {
         Self::new(like, size, |i, j| i >= j + offset)
     }
 
+    /// The mask as a matrix for products, `[1, 1, C, C]`.
+    pub(super) fn matrix(self) -> Tensor<B, 4> {
+        let size = self.0.dims()[1].isqrt();
+        self.0.reshape([1, 1, size, size])
+    }
+
     /// `[.., C, C]`, zero where the mask is.
     pub(super) fn apply<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         self.over(x, |x, mask| x * mask)

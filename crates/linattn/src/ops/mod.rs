@@ -32,6 +32,7 @@ mod mesa;
 mod recurrent;
 mod scan;
 mod triangular;
+mod vector_decay;
 
 pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Read, Saved};
 pub use convolution::Convolution;
