@@ -21,6 +21,8 @@ mod generation;
 mod layers;
 mod ops;
 #[cfg(feature = "cpu")]
+mod paths;
+#[cfg(feature = "cpu")]
 mod runs;
 mod support;
 
