@@ -266,14 +266,11 @@ fn dims(tokens: usize) -> Dims {
     Dims { batch: 2, tokens, key_heads: 2, heads: 2, key_width: 12, value_width: 20 }
 }
 
-/// Nine steps of every kind against the recurrence; `limit` is for those without a kernel, which go
-/// through products of Burn's.
-fn hold_steps<B: LinearAttentionBackend>(device: &B::Device, limit: f64) {
+/// Nine steps of every kind against the recurrence.
+fn hold_steps<B: LinearAttentionBackend>(device: &B::Device) {
     for gate in GATES {
-        let plain =
-            FAMILIES.map(|family| (format!("{family:?}"), recipe(family, gate, true), F32_LIMIT));
-        let general = general_recipes(gate).into_iter().map(|(name, recipe)| (name, recipe, limit));
-        for (name, recipe, limit) in plain.into_iter().chain(general) {
+        let plain = FAMILIES.map(|family| (format!("{family:?}"), recipe(family, gate, true)));
+        for (name, recipe) in plain.into_iter().chain(general_recipes(gate)) {
             for start in [false, true] {
                 let shared =
                     Dims { key_heads: 1, heads: 3, key_width: 12, value_width: 40, ..dims(9) };
@@ -282,8 +279,8 @@ fn hold_steps<B: LinearAttentionBackend>(device: &B::Device, limit: f64) {
                 let truth = forward(&x);
                 let got = stepped::<B>(device, &x);
                 let what = format!("{name}, {gate:?}, initial state {start}");
-                assert_close(&format!("{what}: o"), &truth.o, &got.o, limit);
-                assert_close(&format!("{what}: state"), &truth.state, &got.state, limit);
+                assert_close(&format!("{what}: o"), &truth.o, &got.o, F32_LIMIT);
+                assert_close(&format!("{what}: state"), &truth.state, &got.state, F32_LIMIT);
             }
         }
     }
@@ -484,7 +481,7 @@ mod on_cpu {
 
     #[test]
     fn steps_agree_with_the_recurrence() {
-        hold_steps::<B>(&Default::default(), F32_LIMIT);
+        hold_steps::<B>(&Default::default());
     }
 
     #[test]
@@ -826,7 +823,7 @@ macro_rules! on_gpu {
             #[test]
             fn the_step_kernel_agrees_with_the_recurrence() {
                 let Some(device) = $device() else { return };
-                hold_steps::<$backend>(&device, $limit);
+                hold_steps::<$backend>(&device);
             }
 
             #[test]

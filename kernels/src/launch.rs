@@ -24,6 +24,8 @@ pub enum Refusal {
         name: &'static str,
         /// Its size.
         got: usize,
+        /// The widest that would do.
+        most: usize,
     },
     /// There is nothing to compute.
     Empty {
@@ -72,8 +74,8 @@ pub enum Refusal {
 impl core::fmt::Display for Refusal {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
-            Self::Width { name, got } => {
-                write!(f, "{name} is {got}; the kernels take 1 to {WIDEST}")
+            Self::Width { name, got, most } => {
+                write!(f, "{name} is {got}; the kernels take 1 to {most}")
             }
             Self::Empty { batch, tokens } => {
                 write!(f, "{batch} sequences of {tokens} tokens; both have to be at least 1")
@@ -117,7 +119,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.shape.iter().product()
     }
 }
@@ -243,7 +245,7 @@ pub fn engine<R: Runtime>(
     plans(client, variant, dims, dtype).map(|plans| plans.walk.engine)
 }
 
-const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+pub(crate) const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
 
 fn plans<R: Runtime>(
     client: &ComputeClient<R>,
@@ -252,18 +254,8 @@ fn plans<R: Runtime>(
     dtype: StorageType,
 ) -> Result<Plans, Refusal> {
     check_sizes(client, dims)?;
-    let kind = match dtype {
-        StorageType::Scalar(ElemType::Float(kind)) => kind,
-        got => return Err(Refusal::Type { got }),
-    };
-    if !matches!(kind, FloatKind::F32 | FloatKind::F16 | FloatKind::BF16) {
-        return Err(Refusal::Type { got: dtype });
-    }
-    let usable = client.properties().type_usage(dtype);
-    if !usable.contains(cubecl::ir::features::TypeUsage::Conversion) {
-        return Err(Refusal::Type { got: dtype });
-    }
-    if kind != FloatKind::F32
+    check_type(client, dtype)?;
+    if dtype != F32
         && has_mma(client, dtype)
         && let Some(plans) = mma(client, variant, dims, dtype)
     {
@@ -272,19 +264,58 @@ fn plans<R: Runtime>(
     plain(client, variant, dims)
 }
 
-fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Refusal> {
-    let Dims { batch, tokens, key_heads, heads, key_width, value_width } = dims;
-    for (name, got) in [("K", key_width), ("V", value_width)] {
-        if !(1..=WIDEST).contains(&got) {
-            return Err(Refusal::Width { name, got });
+/// The device has the type of the rows, at least to convert it.
+pub(crate) fn check_type<R: Runtime>(
+    client: &ComputeClient<R>,
+    dtype: StorageType,
+) -> Result<(), Refusal> {
+    let known = match dtype {
+        StorageType::Scalar(ElemType::Float(kind)) => {
+            matches!(kind, FloatKind::F32 | FloatKind::F16 | FloatKind::BF16)
         }
+        _ => false,
+    };
+    let usable = client.properties().type_usage(dtype);
+    match known && usable.contains(cubecl::ir::features::TypeUsage::Conversion) {
+        true => Ok(()),
+        false => Err(Refusal::Type { got: dtype }),
     }
+}
+
+/// Key heads serve equally many value heads each, and there is something to compute.
+pub(crate) fn check_heads(dims: Dims) -> Result<(), Refusal> {
+    let Dims { batch, tokens, key_heads, heads, .. } = dims;
     if key_heads == 0 || !heads.is_multiple_of(key_heads) || heads == 0 {
         return Err(Refusal::Heads { heads, key_heads });
     }
     if batch == 0 || tokens == 0 {
         return Err(Refusal::Empty { batch, tokens });
     }
+    Ok(())
+}
+
+/// The tensors that the variant has are there, and no others.
+pub(crate) fn check_tensors(variant: Variant, x: &Inputs) -> Result<(), Refusal> {
+    let tensors = [
+        ("a", x.a.is_some(), variant.own_a()),
+        ("b", x.b.is_some(), variant.low_rank()),
+        ("g", x.g.is_some(), variant.decay != crate::Decay::None),
+        ("beta", x.beta.is_some(), variant.delta()),
+    ];
+    match tensors.into_iter().find(|(_, there, wanted)| there != wanted) {
+        Some((name, _, wanted)) => Err(Refusal::Tensor { name, wanted }),
+        None => Ok(()),
+    }
+}
+
+fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Refusal> {
+    let Dims { batch, tokens, heads, key_width, value_width, .. } = dims;
+    for (name, got) in [("K", key_width), ("V", value_width)] {
+        if !(1..=WIDEST).contains(&got) {
+            return Err(Refusal::Width { name, got, most: WIDEST });
+        }
+    }
+    check_heads(dims)?;
     // Rows, squares and states of chunks; a chunk has 16 to 64 tokens.
     let widest = key_width.max(value_width).max(64);
     let states = tokens.div_ceil(16) * batch * heads * key_width * value_width;
@@ -606,17 +637,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         x: &'a Inputs,
         segments: Option<usize>,
     ) -> Result<Self, Refusal> {
-        let tensors = [
-            ("a", x.a.is_some(), variant.own_a()),
-            ("b", x.b.is_some(), variant.low_rank()),
-            ("g", x.g.is_some(), variant.decay != crate::Decay::None),
-            ("beta", x.beta.is_some(), variant.delta()),
-        ];
-        for (name, there, wanted) in tensors {
-            if there != wanted {
-                return Err(Refusal::Tensor { name, wanted });
-            }
-        }
+        check_tensors(variant, x)?;
         let planned = plans(client, variant, dims, dtype)?;
         let plans = Plans { segments: segments.unwrap_or(planned.segments), ..planned };
         Ok(Self { client, plans, variant, dims, dtype, x })
@@ -640,14 +661,7 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 
     fn buffer(&self, shape: &[usize], dtype: StorageType) -> Buffer {
-        let numbers: usize = shape.iter().product();
-        let bytes = numbers * dtype.size();
-        // Tests fill every buffer with NaN, so that what a kernel forgets to write is seen.
-        let handle = match cfg!(test) {
-            true => self.client.create_from_slice(&vec![0xff; bytes]),
-            false => self.client.empty(bytes),
-        };
-        Buffer { handle, shape: shape.to_vec(), dtype }
+        buffer(self.client, shape, dtype)
     }
 
     fn buffer_if(&self, there: bool, shape: &[usize], dtype: StorageType) -> Buffer {
@@ -1155,12 +1169,28 @@ struct GradientBuffers {
     beta: Buffer,
 }
 
+/// Memory that a kernel is to fill.
+pub(crate) fn buffer<R: Runtime>(
+    client: &ComputeClient<R>,
+    shape: &[usize],
+    dtype: StorageType,
+) -> Buffer {
+    let numbers: usize = shape.iter().product();
+    let bytes = numbers * dtype.size();
+    // Tests fill every buffer with NaN, so that what a kernel forgets to write is seen.
+    let handle = match cfg!(test) {
+        true => client.create_from_slice(&vec![0xff; bytes]),
+        false => client.empty(bytes),
+    };
+    Buffer { handle, shape: shape.to_vec(), dtype }
+}
+
 /// A whole tensor, as an argument.
-fn whole<R: Runtime>(buffer: &Buffer) -> ArrayArg<R> {
+pub(crate) fn whole<R: Runtime>(buffer: &Buffer) -> ArrayArg<R> {
     array(&buffer.handle, buffer.len())
 }
 
-fn array<R: Runtime>(handle: &Handle, len: usize) -> ArrayArg<R> {
+pub(crate) fn array<R: Runtime>(handle: &Handle, len: usize) -> ArrayArg<R> {
     // SAFETY: callers pass the length that the memory was made for, or less.
     #[allow(unsafe_code)]
     unsafe {

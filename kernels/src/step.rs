@@ -1,161 +1,391 @@
-//! One token of linear attention or of the delta rule: decoding, in one launch.
+//! One token of any variant: decoding, in one launch.
 //! ```text
-//! Each (batch row, head) owns a memory S: [K, V].
-//!     S   = e^g S                      forget            decay
-//!     u   = v                          write value       no delta
-//!     u   = beta (v - k S)             [V] error to fix  delta
-//!     S   = S + k^T u                  write
-//!     o   = q S                        [V] read, after the write
+//! Each (sequence, head) owns a memory S: [K, V]. With D = 1, e^g or diag(e^g):
+//!     S' = D S + k^T v               identity
+//!     S' = D S + k^T u               delta       u = beta (v - e D S)    before: e S
+//!     S' = D S + k^T v + b^T z       low rank    z = a S
+//!     o  = q S'                      identity, before: q S
 //!
-//! q, k: [B, Hk, K]  F    value head j reads key head j / (H / Hk)
-//! v, o: [B, H, V]   F
-//! g, b: [B, H]      f32  natural log of the share kept; share of the error to correct
-//! s:    [B, H, K, V] f32 read from `s`, written to `s_next`
+//! q, k:  [B, Hk, K]    F    value head j reads key head j / (H / Hk)
+//! a, b:  [B, H, K]     F    a is also e, where that is not k
+//! v, o:  [B, H, V]     F
+//! g:     [B, H(, K)]   f32  natural log of the share kept, at most 0
+//! beta:  [B, H]        f32  share of the error to correct
+//! S, S': [B, H, K, V]  f32  two tensors
 //!
-//! Work:   a unit a column of S: cube x is (row, head), cube y a run of UNITS columns. Units share
-//!         nothing, so there is no barrier, no shared memory and no plane operation.
-//! Cost:   about 7 K V flops for 8 K V bytes of state, once more read from cache; bound by memory.
-//! Edges:  any K and V; columns past V return at once. K and V are run-time values: a new size
-//!         compiles nothing.
-//! Source: arXiv 2412.06464, whose S is ours transposed. No gradient: decoding has none.
+//! Work:   a cube COLUMNS columns of a (sequence, head); R slices of units, of which each has every
+//!         R-th row of S. Slices meet in shared memory, to sum up what S answers (not in identity) and
+//!         what q reads: there is no plane operation.
+//! Cost:   4 to 10 K V flops for 8 K V bytes of state, which all but identity read once more, from
+//!         cache; bound by memory, with few heads by its latency: a unit asks for ROWS numbers of S
+//!         before it waits for one.
+//! Edges:  any K and V. Columns past V and rows past K repeat the last one, and do not count: every
+//!         unit has to reach the barriers. K and V are run-time values: a new size compiles nothing,
+//!         but for the R that K leads to, one of five.
+//! Source: arXiv 2412.06464, whose S is ours transposed, for delta; arXiv 2503.14456 for low rank. No
+//!         gradient: decoding has none.
 //! ```
 
+use crate::launch::{
+    F32, Forward, Inputs, Refusal, array, buffer, check_heads, check_tensors, check_type, whole,
+};
+use crate::plan::{Decay, Dims, VERSION, Variant};
 use cubecl::prelude::*;
+use cubecl::server::Handle;
 
-/// Columns of a cube.
-const UNITS: u32 = 32;
+/// Columns of S that a cube owns.
+const COLUMNS: usize = 32;
+/// Rows of S that a unit asks for at once.
+const ROWS: usize = 8;
+/// Most slices of a cube.
+const SLICES: usize = 16;
 
-/// Sizes of one launch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Dims {
-    /// B, sequences.
-    pub batch: usize,
-    /// Hk, heads of queries and keys.
-    pub key_heads: usize,
-    /// H, heads of values, a multiple of `key_heads`.
-    pub heads: usize,
-    /// K, width of a key.
-    pub key_width: usize,
-    /// V, width of a value.
-    pub value_width: usize,
+/// What the kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Split {
+    pub version: u32,
+    pub variant: Variant,
+    /// R, units that share a column of S.
+    pub slices: usize,
 }
 
-impl Dims {
-    /// Cubes of a launch; `None` if the device's counters cannot hold them or an index into the
-    /// state would pass 32 bits.
-    pub fn cubes(&self, largest: (u32, u32, u32)) -> Option<CubeCount> {
-        let x = u32::try_from(self.batch * self.heads).ok()?;
-        let y = u32::try_from(self.value_width).ok()?.div_ceil(UNITS);
-        let state = self.batch * self.heads * self.key_width * self.value_width;
-        let fits = x <= largest.0 && y <= largest.1 && u32::try_from(state).is_ok();
-        fits.then_some(CubeCount::Static(x, y, 1))
+impl Split {
+    /// As many slices as have [`ROWS`] rows each, if there are not too many: a power of two, so that
+    /// there are few kernels.
+    fn new(variant: Variant, key_width: usize, most_units: u32) -> Self {
+        let wanted = key_width.div_ceil(ROWS).next_power_of_two();
+        let slices = wanted.min(SLICES).min(most_units as usize / COLUMNS);
+        Self { version: VERSION, variant, slices }
     }
 }
 
-/// Tensors of one launch, contiguous, shaped as the module says; `g` and `beta` where the operation
-/// has them.
-pub struct Args<R: Runtime> {
-    /// Queries.
-    pub q: TensorArg<R>,
-    /// Keys.
-    pub k: TensorArg<R>,
-    /// Values.
-    pub v: TensorArg<R>,
-    /// Log decay.
-    pub g: Option<TensorArg<R>>,
-    /// Share of the error to correct.
-    pub beta: Option<TensorArg<R>>,
-    /// State before.
-    pub s: TensorArg<R>,
-    /// State after; filled.
-    pub s_next: TensorArg<R>,
-    /// Output; filled.
-    pub o: TensorArg<R>,
+/// Whether [`launch`] takes tokens of these sizes: T is 1.
+///
+/// # Errors
+/// [`Refusal`] names what is too large, or of a type that the device does not have.
+pub fn check<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    dtype: StorageType,
+) -> Result<(), Refusal> {
+    check_type(client, dtype)?;
+    check_heads(dims)?;
+    let Dims { batch, tokens, heads, key_width, value_width, .. } = dims;
+    let numbers = u32::MAX as usize;
+    for (name, got) in [("K", key_width), ("V", value_width)] {
+        if !(1..=numbers).contains(&got) {
+            return Err(Refusal::Width { name, got, most: numbers });
+        }
+    }
+    let hardware = &client.properties().hardware;
+    let (x, y, _) = hardware.max_cube_count;
+    let memories = batch * heads;
+    for (what, got, most) in [
+        ("tokens of a step", tokens, 1),
+        ("numbers in a tensor", memories * key_width * value_width, numbers),
+        ("sequences x heads", memories, x as usize),
+        ("columns of a state", value_width, (y as usize).saturating_mul(COLUMNS)),
+    ] {
+        if got > most {
+            return Err(Refusal::TooLarge { what, got, most });
+        }
+    }
+    let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
+    match units as usize >= COLUMNS {
+        true => Ok(()),
+        false => Err(Refusal::Device { shared_memory, units }),
+    }
 }
 
-/// Launches one step on tensors of type `dtype` (gates and states are f32). `stand_in` is any f32
-/// tensor; it takes the place of gates that are not there, and is not read.
+/// One token: T is 1 in every tensor of `x`, and its state is there. Gives `o` and the next state;
+/// nothing is saved.
+///
+/// # Errors
+/// [`Refusal`] names what the kernel cannot take; then nothing was launched.
 pub fn launch<R: Runtime>(
     client: &ComputeClient<R>,
-    cubes: CubeCount,
+    variant: Variant,
     dims: Dims,
-    args: Args<R>,
-    stand_in: impl Fn() -> TensorArg<R>,
     dtype: StorageType,
-) {
-    let (decay, delta) = (args.g.is_some(), args.beta.is_some());
-    // SAFETY: units past the last column stop, and all else stays within the sizes of `dims`, which
-    // the caller promises; `decay` and `delta` say which stand-ins are not read.
+    x: &Inputs,
+) -> Result<Forward, Refusal> {
+    check(client, dims, dtype)?;
+    check_tensors(variant, x)?;
+    let state = x.state.as_ref().ok_or(Refusal::Tensor { name: "state", wanted: true })?;
+    let Dims { batch, tokens, key_heads, heads, key_width, value_width } = dims;
+    let o = buffer(client, &[batch, tokens, heads, value_width], dtype);
+    let next = buffer(client, &[batch, heads, key_width, value_width], F32);
+    let split = Split::new(variant, key_width, client.properties().hardware.max_units_per_cube);
+    let (x_cubes, y_cubes) = (batch * heads, value_width.div_ceil(COLUMNS));
+    // SAFETY: units read and write within the sizes of `dims`, which the caller promises; `split` says
+    // which tensors are not there.
     #[allow(unsafe_code)]
     unsafe {
         recurrent_step::launch_unchecked::<R>(
             client,
-            cubes,
-            CubeDim::new_1d(UNITS),
-            args.q,
-            args.k,
-            args.v,
-            args.g.unwrap_or_else(&stand_in),
-            args.beta.unwrap_or_else(&stand_in),
-            args.s,
-            args.s_next,
-            args.o,
-            (dims.heads / dims.key_heads) as u32,
-            dims.key_width as u32,
-            dims.value_width as u32,
-            decay,
-            delta,
+            CubeCount::Static(x_cubes as u32, y_cubes as u32, 1),
+            CubeDim::new_1d((COLUMNS * split.slices) as u32),
+            token(variant, dims, x, state),
+            whole(&next),
+            whole(&o),
+            SizesLaunch::new((heads / key_heads) as u32, key_width as u32, value_width as u32),
+            split,
             dtype,
         );
     }
+    Ok(Forward { o, state: next, saved: vec![] })
 }
 
-/// The kernel. `delta` and `decay` choose the parts that are compiled in; where a part is left out,
-/// its tensor is not read.
+/// The tensors of one launch.
+fn token<F: Float, R: Runtime>(
+    variant: Variant,
+    dims: Dims,
+    x: &Inputs,
+    state: &Handle,
+) -> TokenLaunch<F, R> {
+    let Dims { batch, key_heads, heads, key_width, value_width, .. } = dims;
+    let (keys, memories) = (batch * key_heads * key_width, batch * heads);
+    let (rows, values) = (memories * key_width, memories * value_width);
+    let gates = if variant.decay == Decay::Vector { rows } else { memories };
+    // What a variant does not have is bound to a number of another tensor that is not read.
+    let or = |handle: &Option<Handle>, len, other: &Handle| match handle {
+        Some(handle) => array(handle, len),
+        None => array(other, 1),
+    };
+    TokenLaunch::new(
+        array(&x.q, keys),
+        array(&x.k, keys),
+        or(&x.a, rows, &x.q),
+        or(&x.b, rows, &x.q),
+        array(&x.v, values),
+        or(&x.g, gates, state),
+        or(&x.beta, memories, state),
+        array(state, rows * value_width),
+    )
+}
+
+/// Tensors of one token, as the kernel sees them.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Token<F: Float> {
+    pub q: Array<F>,
+    pub k: Array<F>,
+    /// The erase rows of a delta rule, or a.
+    pub a: Array<F>,
+    pub b: Array<F>,
+    pub v: Array<F>,
+    /// Scalar or vector gates.
+    pub g: Array<f32>,
+    pub beta: Array<f32>,
+    /// S.
+    pub state: Array<f32>,
+}
+
+/// Sizes that are no part of the compiled code.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct Sizes {
+    /// Value heads of a key head.
+    pub group: u32,
+    pub key_width: u32,
+    pub value_width: u32,
+}
+
+/// What a unit works on: every R-th row of one column of S.
+#[derive(CubeType, Clone, Copy)]
+struct Share {
+    /// Which (sequence, head).
+    memory: usize,
+    /// Its slice, which is its first row too.
+    slice: usize,
+    /// Its column among those of the cube.
+    lane: usize,
+    /// Whether S has that column.
+    there: bool,
+    /// Where its numbers begin: q and k; a, b and vector gates; v and o; S.
+    keys: usize,
+    rows: usize,
+    value: usize,
+    state: usize,
+    /// K and V.
+    key_width: usize,
+    value_width: usize,
+    /// e^g of a scalar decay.
+    kept: f32,
+}
+
+/// The kernel.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
-fn recurrent_step<F: Float>(
-    q: &Tensor<F>,
-    k: &Tensor<F>,
-    v: &Tensor<F>,
-    g: &Tensor<f32>,
-    beta: &Tensor<f32>,
-    s: &Tensor<f32>,
-    s_next: &mut Tensor<f32>,
-    o: &mut Tensor<F>,
-    group: u32,
-    key_width: u32,
-    value_width: u32,
-    #[comptime] decay: bool,
-    #[comptime] delta: bool,
+pub(crate) fn recurrent_step<F: Float>(
+    x: &Token<F>,
+    next: &mut Array<f32>,
+    o: &mut Array<F>,
+    sizes: &Sizes,
+    #[comptime] split: Split,
     #[define(F)] _dtype: StorageType,
 ) {
-    let row = CUBE_POS_X as usize;
-    let column = (CUBE_POS_Y * CUBE_DIM_X + UNIT_POS_X) as usize;
-    let width = value_width as usize;
-    if column >= width {
-        terminate!();
+    let variant = comptime!(split.variant);
+    let share = share::<F>(x, sizes, split);
+    let mut parts = SharedMemory::<f32>::new(comptime!(split.slices * COLUMNS));
+    let mut answer = 0.0f32;
+    if comptime!(variant.solves()) {
+        let part = ask::<F>(x, &share, split);
+        answer = sum_slices(&mut parts, part, &share, split);
     }
-    let keys = row / group as usize * key_width as usize;
-    let start = row * key_width as usize * width + column;
+    let mut u = f32::cast_from(x.v[share.value]);
+    if comptime!(variant.delta()) {
+        u = x.beta[share.memory] * (u - answer);
+    }
+    let part = write::<F>(x, next, &share, u, answer, split);
+    let read = sum_slices(&mut parts, part, &share, split);
+    if share.there && share.slice == 0 {
+        o[share.value] = F::cast_from(read);
+    }
+}
+
+/// The share of this unit.
+#[cube]
+fn share<F: Float>(x: &Token<F>, sizes: &Sizes, #[comptime] split: Split) -> Share {
+    let memory = CUBE_POS_X as usize;
+    let key_width = sizes.key_width as usize;
+    let value_width = sizes.value_width as usize;
+    let lane = UNIT_POS as usize % COLUMNS;
+    let column = CUBE_POS_Y as usize * COLUMNS + lane;
+    let stored = min(column, value_width - 1);
     let mut kept = 1.0f32;
-    if comptime!(decay) {
-        kept = f32::exp(g[row]);
+    if comptime!(split.variant.scalar()) {
+        kept = f32::exp(x.g[memory]);
     }
-    let mut u = f32::cast_from(v[row * width + column]);
-    if comptime!(delta) {
-        let mut answer = 0.0f32;
-        for i in 0..key_width as usize {
-            answer += f32::cast_from(k[keys + i]) * (kept * s[start + i * width]);
+    Share {
+        memory,
+        slice: UNIT_POS as usize / COLUMNS,
+        lane,
+        there: column < value_width,
+        keys: memory / sizes.group as usize * key_width,
+        rows: memory * key_width,
+        value: memory * value_width + stored,
+        state: memory * key_width * value_width + stored,
+        key_width,
+        value_width,
+        kept,
+    }
+}
+
+/// How often a unit asks for [`ROWS`] rows. All do equally often.
+#[cube]
+fn turns(share: &Share, #[comptime] split: Split) -> usize {
+    (share.key_width - 1) / comptime!(split.slices * ROWS) + 1
+}
+
+/// Row `n` of a turn; it may be past K.
+#[cube]
+fn row(share: &Share, turn: usize, #[comptime] n: usize, #[comptime] split: Split) -> usize {
+    share.slice + (turn * ROWS + n) * comptime!(split.slices)
+}
+
+/// What decay leaves of `s`, in row `i`.
+#[cube]
+fn decayed<F: Float>(
+    x: &Token<F>,
+    share: &Share,
+    i: usize,
+    s: f32,
+    #[comptime] split: Split,
+) -> f32 {
+    let mut left = s;
+    if comptime!(split.variant.scalar()) {
+        left = share.kept * s;
+    }
+    if comptime!(split.variant.vector()) {
+        left = f32::exp(x.g[share.rows + i]) * s;
+    }
+    left
+}
+
+/// This unit's part of what S, or D S, answers to the row that asks.
+#[cube]
+fn ask<F: Float>(x: &Token<F>, share: &Share, #[comptime] split: Split) -> f32 {
+    let mut answer = 0.0f32;
+    let turns = turns(share, split);
+    for turn in 0..turns {
+        #[unroll]
+        for n in 0..ROWS {
+            let i = row(share, turn, n, split);
+            let at = min(i, share.key_width - 1);
+            let mut s = x.state[share.state + at * share.value_width];
+            if comptime!(!split.variant.asks_before()) {
+                s = decayed::<F>(x, share, at, s, split);
+            }
+            let a = if comptime!(split.variant.own_a()) {
+                f32::cast_from(x.a[share.rows + at])
+            } else {
+                f32::cast_from(x.k[share.keys + at])
+            };
+            answer += select(i < share.key_width, a * s, 0.0f32);
         }
-        u = beta[row] * (u - answer);
     }
+    answer
+}
+
+/// Fills this unit's rows of S', with `u` under k and, low rank, `answer` under b. Gives its part of
+/// what the query reads.
+#[cube]
+fn write<F: Float>(
+    x: &Token<F>,
+    next: &mut Array<f32>,
+    share: &Share,
+    u: f32,
+    answer: f32,
+    #[comptime] split: Split,
+) -> f32 {
     let mut read = 0.0f32;
-    for i in 0..key_width as usize {
-        let at = start + i * width;
-        let next = kept * s[at] + f32::cast_from(k[keys + i]) * u;
-        s_next[at] = next;
-        read += f32::cast_from(q[keys + i]) * next;
+    let turns = turns(share, split);
+    for turn in 0..turns {
+        // Stored when all are there: a store between two rows would keep the second one's loads waiting.
+        let mut written = Array::<f32>::new(ROWS);
+        #[unroll]
+        for n in 0..ROWS {
+            let i = row(share, turn, n, split);
+            let at = min(i, share.key_width - 1);
+            let before = x.state[share.state + at * share.value_width];
+            let mut after = decayed::<F>(x, share, at, before, split);
+            after += f32::cast_from(x.k[share.keys + at]) * u;
+            if comptime!(split.variant.low_rank()) {
+                after += f32::cast_from(x.b[share.rows + at]) * answer;
+            }
+            written[n] = after;
+            let q = f32::cast_from(x.q[share.keys + at]);
+            if comptime!(split.variant.reads_before()) {
+                read += select(i < share.key_width, q * before, 0.0f32);
+            } else {
+                read += select(i < share.key_width, q * after, 0.0f32);
+            }
+        }
+        #[unroll]
+        for n in 0..ROWS {
+            let i = row(share, turn, n, split);
+            if share.there && i < share.key_width {
+                next[share.state + i * share.value_width] = written[n];
+            }
+        }
     }
-    o[row * width + column] = F::cast_from(read);
+    read
+}
+
+/// The sum of a column's parts over all slices, for each of its units. Begins with a barrier, so that
+/// an earlier sum has been read by all.
+#[cube]
+fn sum_slices(
+    parts: &mut SharedMemory<f32>,
+    part: f32,
+    share: &Share,
+    #[comptime] split: Split,
+) -> f32 {
+    sync_cube();
+    parts[share.slice * COLUMNS + share.lane] = part;
+    sync_cube();
+    let mut sum = 0.0f32;
+    #[unroll]
+    for slice in 0..comptime!(split.slices) {
+        sum += parts[share.lane + comptime!(slice * COLUMNS)];
+    }
+    sum
 }

@@ -1,7 +1,7 @@
 //! Every variant against the f64 recurrences, on whatever device is there.
 
 use crate::launch::{backward_in, forward_in};
-use crate::{Backward, Buffer, Dims, Given, Inputs, Refusal, Variant, engine, forward};
+use crate::{Backward, Buffer, Dims, Given, Inputs, Refusal, Variant, engine, forward, step};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -151,14 +151,8 @@ struct Limits {
 const F32: Limits = Limits { outputs: 1e-5, gradients: 1e-5 };
 const HALF: Limits = Limits { outputs: 6e-3, gradients: 1.2e-2 };
 
-/// The worst relative errors of one case: outputs (and state), gradients. Sequences are cut into
-/// `segments`, or as the device asks for.
-fn errors<R: Runtime>(
-    client: &ComputeClient<R>,
-    x: &oracle::Inputs,
-    rows: Rows,
-    segments: Option<usize>,
-) -> Vec<(&'static str, f64)> {
+/// A case whose rows are what their type can hold.
+fn rounded(x: &oracle::Inputs, rows: Rows) -> oracle::Inputs {
     let mut x = x.clone();
     rows.round(&mut x.q);
     rows.round(&mut x.k);
@@ -175,6 +169,27 @@ fn errors<R: Runtime>(
             rows.round(b);
         }
     }
+    x
+}
+
+/// The relative error.
+fn error(want: &[f64], got: Vec<f64>) -> f64 {
+    assert_eq!(want.len(), got.len(), "numbers: wanted, got");
+    let size = want.iter().map(|x| x * x).sum::<f64>().sqrt();
+    // Where the truth is nothing, rounding counts as nothing.
+    let wrong = want.iter().zip(&got).map(|(w, g)| (w - g) * (w - g)).sum::<f64>().sqrt();
+    if wrong <= 1e-12 * (want.len() as f64).sqrt() { 0.0 } else { wrong / size }
+}
+
+/// The worst relative errors of one case: outputs (and state), gradients. Sequences are cut into
+/// `segments`, or as the device asks for.
+fn errors<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &oracle::Inputs,
+    rows: Rows,
+    segments: Option<usize>,
+) -> Vec<(&'static str, f64)> {
+    let x = rounded(x, rows);
     let truth = oracle::forward(&x);
     let mut rng = Rng::named(7, "gradients");
     let mut d_o: Vec<f64> = (0..truth.o.len()).map(|_| rng.normal()).collect();
@@ -193,12 +208,6 @@ fn errors<R: Runtime>(
     let d = backward_in(client, variant, dims, dtype, given, &d_o, Some(&d_state), segments)
         .expect("it fits");
     let Backward { q, k, v, a, b, g, beta, state } = d;
-    let error = |want: &[f64], got: Vec<f64>| {
-        let size = want.iter().map(|x| x * x).sum::<f64>().sqrt();
-        // Where the truth is nothing, rounding counts as nothing.
-        let wrong = want.iter().zip(&got).map(|(w, g)| (w - g) * (w - g)).sum::<f64>().sqrt();
-        if wrong <= 1e-12 * (want.len() as f64).sqrt() { 0.0 } else { wrong / size }
-    };
     let mut all = vec![
         ("o", error(&truth.o, up.get(&got.o))),
         ("state", error(&truth.state, up.get(&got.state))),
@@ -335,6 +344,108 @@ fn random_shapes<R: Runtime>(client: &ComputeClient<R>) {
     }
 }
 
+/// Sizes of steps, B, Hk, H, K, V: keys in one slice and in many, in two turns and in three; widths
+/// that end inside a slice's rows and inside a cube's columns.
+const STEPS: [[usize; 5]; 3] = [[2, 1, 3, 5, 37], [1, 2, 4, 130, 33], [1, 1, 1, 300, 5]];
+
+fn step_dims([batch, key_heads, heads, key_width, value_width]: [usize; 5]) -> oracle::Dims {
+    oracle::Dims { batch, tokens: 3, key_heads, heads, key_width, value_width }
+}
+
+/// One token after another, each from the state that the last one left: all outputs, the last state.
+fn stepped<R: Runtime>(client: &ComputeClient<R>, x: &oracle::Inputs, rows: Rows) -> [Vec<f64>; 2] {
+    let oracle::Dims { batch, tokens, heads, value_width, .. } = x.dims;
+    let (mut last, mut state, mut outputs) = (None, vec![], vec![]);
+    for t in 0..tokens {
+        let token = oracle::slice_tokens(x, t, t + 1, x.state.clone());
+        let mut up = Uploaded::new(client, &token, rows);
+        if last.is_some() {
+            up.x.state = last;
+        }
+        let next = step::launch(client, up.variant, up.dims, rows.dtype(), &up.x);
+        let next = next.expect("it fits");
+        outputs.push(up.get(&next.o));
+        state = up.get(&next.state);
+        last = Some(next.state.handle);
+    }
+    let row = heads * value_width;
+    let of_sequence = |b: usize| outputs.iter().flat_map(move |o| &o[b * row..][..row]);
+    [(0..batch).flat_map(of_sequence).copied().collect(), state]
+}
+
+/// Steps against the recurrence. States are f32 whatever rows are.
+#[track_caller]
+fn hold_steps<R: Runtime>(
+    client: &ComputeClient<R>,
+    what: &str,
+    x: &oracle::Inputs,
+    rows: Rows,
+    limits: Limits,
+) {
+    let x = rounded(x, rows);
+    let truth = oracle::forward(&x);
+    let [o, state] = stepped(client, &x, rows);
+    for (name, error, limit) in [
+        ("o", error(&truth.o, o), limits.outputs),
+        ("state", error(&truth.state, state), F32.outputs),
+    ] {
+        assert!(error <= limit, "{what}: {name} is off by {error:.2e}, limit {limit:.0e}");
+    }
+}
+
+/// Steps of every variant of one transition.
+fn every_step<R: Runtime>(
+    client: &ComputeClient<R>,
+    family: Family,
+    erase: bool,
+    rows: Rows,
+    limits: Limits,
+) {
+    for sizes in STEPS {
+        for gate in GATES {
+            for recipe in recipes(family, erase, gate) {
+                let x = oracle::Inputs::random(3, step_dims(sizes), &recipe);
+                let what = format!("{rows:?}, {sizes:?}, {recipe:?}");
+                hold_steps(client, &what, &x, rows, limits);
+            }
+        }
+    }
+}
+
+/// Gates whose exponential f32 does not hold.
+fn forgetting_steps<R: Runtime>(client: &ComputeClient<R>) {
+    for recipe in recipes(Family::DeltaRule, false, Gate::ForgetAll) {
+        let mut x = oracle::Inputs::random(3, step_dims(STEPS[0]), &recipe);
+        if let Some(Decay::Scalar(g) | Decay::Vector(g)) = &mut x.decay {
+            g.fill(-1000.0);
+        }
+        hold_steps(client, &format!("{recipe:?}"), &x, Rows::F32, F32);
+    }
+}
+
+/// As [`refusals`], of steps.
+fn step_refusals<R: Runtime>(client: &ComputeClient<R>) {
+    let x = oracle::Inputs::random(1, dims(1), &Recipe::new(Family::LinearAttention));
+    let up = Uploaded::new(client, &x, Rows::F32);
+    let (good, f32) = (up.dims, Rows::F32.dtype());
+    let f64 = StorageType::Scalar(ElemType::Float(FloatKind::F64));
+    for (dims, dtype, want) in [
+        (Dims { tokens: 2, ..good }, f32, "tokens of a step: 2; the most on this device is 1"),
+        (Dims { value_width: 0, ..good }, f32, "V is 0"),
+        (Dims { heads: 3, key_heads: 2, ..good }, f32, "3 value heads are no multiple of 2"),
+        (Dims { key_width: 1 << 31, ..good }, f32, "numbers in a tensor"),
+        (good, f64, "the kernels take f32"),
+    ] {
+        let got = step::check(client, dims, dtype).expect_err("refused").to_string();
+        assert!(got.contains(want), "{got:?} does not say {want:?}");
+    }
+    let why = step::launch(client, up.variant, good, f32, &up.x).expect_err("refused");
+    assert_eq!(why.to_string(), "`state` is missing");
+    let gated = Variant { decay: crate::Decay::Scalar, ..up.variant };
+    let why = step::launch(client, gated, good, f32, &up.x).expect_err("refused");
+    assert_eq!(why.to_string(), "`g` is missing");
+}
+
 /// Rows of 16 bits, where the device has the type: WGSL has no bf16, and f16 with some adapters only.
 fn half_rows<R: Runtime>(client: &ComputeClient<R>) {
     let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(Family::DeltaRule) };
@@ -343,8 +454,15 @@ fn half_rows<R: Runtime>(client: &ComputeClient<R>) {
         let oracle::Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
         let dims = Dims { batch, tokens, key_heads, heads, key_width, value_width };
         match engine(client, variant(&x), dims, rows.dtype()) {
-            Ok(_) => hold(client, &format!("{rows:?}"), &x, rows, HALF),
-            Err(why) => assert_eq!(why, Refusal::Type { got: rows.dtype() }),
+            Ok(_) => {
+                hold(client, &format!("{rows:?}"), &x, rows, HALF);
+                hold_steps(client, &format!("{rows:?}, steps"), &x, rows, HALF);
+            }
+            Err(why) => {
+                assert_eq!(why, Refusal::Type { got: rows.dtype() });
+                let one = Dims { tokens: 1, ..dims };
+                assert_eq!(step::check(client, one, rows.dtype()), Err(why));
+            }
         }
     }
 }
@@ -391,6 +509,28 @@ macro_rules! each_transition {
         #[test]
         fn what_does_not_fit_is_refused() {
             refusals(&client());
+            step_refusals(&client());
+        }
+
+        #[test]
+        fn steps_of_linear_attention_are_right() {
+            every_step(&client(), Family::LinearAttention, false, Rows::F32, F32);
+        }
+
+        #[test]
+        fn steps_of_the_delta_rule_are_right() {
+            every_step(&client(), Family::DeltaRule, false, Rows::F32, F32);
+            forgetting_steps(&client());
+        }
+
+        #[test]
+        fn steps_of_the_delta_rule_with_erase_rows_are_right() {
+            every_step(&client(), Family::DeltaRule, true, Rows::F32, F32);
+        }
+
+        #[test]
+        fn steps_of_low_rank_transitions_are_right() {
+            every_step(&client(), Family::LowRank, false, Rows::F32, F32);
         }
 
         #[test]
@@ -481,6 +621,15 @@ mod on_cuda {
                         hold(&client, &what, &x, rows, HALF);
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn steps_of_16_bits_are_right() {
+        for rows in [Rows::Bf16, Rows::F16] {
+            for (family, erase) in TRANSITIONS {
+                every_step(&client(), family, erase, rows, HALF);
             }
         }
     }

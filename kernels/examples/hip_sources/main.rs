@@ -15,7 +15,8 @@ use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::{
-    Decay, Dims, Engine, Given, Inputs, Read, Transition, Variant, backward, engine, forward, step,
+    Decay, Dims, Engine, Given, Inputs, Read, Refusal, Transition, Variant, backward, engine,
+    forward, step,
 };
 use runtime::{Arch, Recorder};
 use std::error::Error;
@@ -81,16 +82,8 @@ fn write(folder: &Path, shapes: &[[usize; 2]]) -> Result<(usize, usize), Box<dyn
                     let shape = format!("{keys}x{values}");
                     let page = Page { arch, rows, shape: &shape, variant: &name(variant) };
                     case.run(variant, |launched| book.enter(&page, launched, &client))?;
-                }
-            }
-            // A step's widths are no part of its code.
-            let case = Case::new(&client, dtype, 64, 64);
-            for decay in [false, true] {
-                for delta in [false, true] {
-                    case.step(decay, delta);
-                    let variant = ["identity", "delta"][usize::from(delta)];
-                    let variant = format!("{}-{variant}", ["none", "scalar"][usize::from(decay)]);
-                    let page = Page { arch, rows, shape: "any", variant: &variant };
+                    // Compiled once for all shapes whose keys a step cuts into equally many slices.
+                    case.step(variant)?;
                     book.enter(&page, "", &client)?;
                 }
             }
@@ -263,34 +256,9 @@ impl<'a> Case<'a> {
         Ok(())
     }
 
-    fn step(&self, decay: bool, delta: bool) {
-        let Dims { batch, key_heads, heads, key_width, value_width, .. } = self.dims;
-        let dims = step::Dims { batch, key_heads, heads, key_width, value_width };
-        let tensor = |shape: &[usize], bytes: usize| {
-            let handle = self.client.empty(shape.iter().product::<usize>() * bytes);
-            let strides: Vec<usize> =
-                (1..=shape.len()).map(|n| shape[n..].iter().product()).collect();
-            // SAFETY: nothing is run.
-            #[allow(unsafe_code)]
-            unsafe {
-                TensorArg::from_raw_parts(handle, strides.into(), shape.to_vec().into())
-            }
-        };
-        let size = self.dtype.size();
-        let gates = || tensor(&[batch, heads], F32);
-        let state = || tensor(&[batch, heads, key_width, value_width], F32);
-        let args = step::Args {
-            q: tensor(&[batch, key_heads, key_width], size),
-            k: tensor(&[batch, key_heads, key_width], size),
-            v: tensor(&[batch, heads, value_width], size),
-            g: decay.then(gates),
-            beta: delta.then(gates),
-            s: state(),
-            s_next: state(),
-            o: tensor(&[batch, heads, value_width], size),
-        };
-        let most = self.client.properties().hardware.max_cube_count;
-        let cubes = dims.cubes(most).expect("two heads fit every device");
-        step::launch(self.client, cubes, dims, args, state, self.dtype);
+    fn step(&self, variant: Variant) -> Result<(), Refusal> {
+        let case = Self { dims: Dims { tokens: 1, ..self.dims }, ..*self };
+        let x = case.inputs(variant, true);
+        step::launch(case.client, variant, case.dims, case.dtype, &x).map(|_| ())
     }
 }

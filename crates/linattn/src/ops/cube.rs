@@ -1,5 +1,5 @@
 //! The operations on Burn's CubeCL backends: as kernels, and as tensor operations where the kernels
-//! refuse (f64, or keys and values wider than 256).
+//! refuse (f64; over whole sequences keys and values wider than 256).
 
 use super::backend::{
     self, Forward, LinearAttentionBackend, Operands, Path, Read, Saved, primitive, tensor,
@@ -7,13 +7,11 @@ use super::backend::{
 use super::recurrent;
 use burn::tensor::{DType, FloatDType, Shape, ops::FloatTensor};
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
+use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
-use cubecl::CubeCount;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use linattn_kernels as kernels;
-use linattn_kernels::step::{self, Args, Dims};
 
 impl<R, F, I, BT> LinearAttentionBackend for CubeBackend<R, F, I, BT>
 where
@@ -81,17 +79,10 @@ where
     }
 
     fn recurrent_step(x: Operands<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let [batch, _, key_heads, key_width] = tensor::<Self, 4>(x.q.clone()).dims();
-        let [_, _, heads, value_width] = tensor::<Self, 4>(x.v.clone()).dims();
-        let sizes = Dims { batch, key_heads, heads, key_width, value_width };
-        let cubes = sizes.cubes(x.v.client.properties().hardware.max_cube_count);
-        let scalar = x.g.as_ref().is_none_or(|g| g.meta.shape.num_dims() == 3);
-        let written = scalar && x.a.is_none() && x.read == Read::After;
-        match cubes {
-            Some(cubes) if written && x.v.dtype != DType::F64 => {
-                run(one_type::<Self>(x), sizes, cubes)
-            }
-            _ => recurrent::step::<Self>(x),
+        let call = Call::new(&x);
+        match call.steps() {
+            true => call.step(one_type::<Self>(x)),
+            false => recurrent::step::<Self>(x),
         }
     }
 }
@@ -114,7 +105,7 @@ fn one_type<B: LinearAttentionBackend>(x: Operands<FloatTensor<B>>) -> Operands<
     }
 }
 
-/// One call of the chunked kernels.
+/// One call of the kernels.
 struct Call<R: CubeRuntime> {
     client: cubecl::client::ComputeClient<R>,
     device: R::Device,
@@ -157,11 +148,16 @@ impl<R: CubeRuntime> Call<R> {
         }
     }
 
-    /// Whether the kernels take this.
+    /// Whether the chunked kernels take this.
     fn runs(&self, x: &Operands<CubeTensor<R>>) -> bool {
         let float = matches!(x.v.dtype, DType::F32 | DType::F16 | DType::BF16);
         let dtype = self.dtype.into();
         float && kernels::engine(&self.client, self.variant, self.dims, dtype).is_ok()
+    }
+
+    /// Whether the kernel for one token takes this.
+    fn steps(&self) -> bool {
+        kernels::step::check(&self.client, self.dims, self.dtype.into()).is_ok()
     }
 
     fn inputs(x: Operands<CubeTensor<R>>) -> kernels::Inputs {
@@ -197,6 +193,19 @@ impl<R: CubeRuntime> Call<R> {
         let tensors: Vec<_> = done.saved.into_iter().map(|saved| self.tensor(saved)).collect();
         let (o, state) = (self.tensor(done.o), self.tensor(done.state));
         Forward { o, state, saved: Saved::from(tensors) }
+    }
+
+    fn step(&self, x: Operands<CubeTensor<R>>) -> (CubeTensor<R>, CubeTensor<R>) {
+        let kernels::Dims { batch, heads, key_width, value_width, .. } = self.dims;
+        let state = x.state.unwrap_or_else(|| {
+            let shape = Shape::from([batch, heads, key_width, value_width]);
+            zeros_client(self.client.clone(), self.device.clone(), shape, DType::F32)
+        });
+        let x = Self::inputs(Operands { state: Some(state), ..x });
+        let (variant, dims) = (self.variant, self.dims);
+        let done = kernels::step::launch(&self.client, variant, dims, self.dtype.into(), &x)
+            .expect("`steps` was asked");
+        (self.tensor(done.o), self.tensor(done.state))
     }
 
     fn backward(
@@ -243,38 +252,4 @@ impl<R: CubeRuntime> Call<R> {
             read,
         }
     }
-}
-
-/// One launch. Gates and state are f32, the rest of one type.
-fn run<R: CubeRuntime>(
-    x: Operands<CubeTensor<R>>,
-    sizes: Dims,
-    cubes: CubeCount,
-) -> (CubeTensor<R>, CubeTensor<R>) {
-    let Dims { batch, heads, key_width, value_width, .. } = sizes;
-    let [q, k, v] = [x.q, x.k, x.v].map(into_contiguous);
-    let (client, device, dtype) = (v.client.clone(), v.device.clone(), v.dtype);
-    // Not `empty_device_dtype`: on CUDA that pads rows, and the kernel counts in whole tensors.
-    let new = |shape: [usize; 4], dtype| {
-        let shape = Shape::from(shape);
-        empty_device_contiguous_dtype(client.clone(), device.clone(), shape, dtype)
-    };
-    let state_shape = [batch, heads, key_width, value_width];
-    let state = into_contiguous(x.state.unwrap_or_else(|| {
-        zeros_client(client.clone(), device.clone(), Shape::from(state_shape), DType::F32)
-    }));
-    let (next, o) = (new(state_shape, DType::F32), new([batch, 1, heads, value_width], dtype));
-    let args = Args {
-        q: q.into_tensor_arg(),
-        k: k.into_tensor_arg(),
-        v: v.into_tensor_arg(),
-        g: x.g.map(|g| into_contiguous(g).into_tensor_arg()),
-        beta: x.beta.map(|beta| into_contiguous(beta).into_tensor_arg()),
-        s: state.clone().into_tensor_arg(),
-        s_next: next.clone().into_tensor_arg(),
-        o: o.clone().into_tensor_arg(),
-    };
-    let stand_in = || state.clone().into_tensor_arg();
-    step::launch(&client, cubes, sizes, args, stand_in, dtype.into());
-    (o, next)
 }
