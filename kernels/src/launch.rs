@@ -60,6 +60,15 @@ pub enum Refusal {
         /// Units a cube may have.
         units: u32,
     },
+    /// A product that is empty, or of more rows than the kernel for a few is for.
+    Product {
+        /// Rows.
+        rows: usize,
+        /// What is summed over.
+        inner: usize,
+        /// Columns.
+        columns: usize,
+    },
     /// The variant asks for a tensor that is not there, or the other way round.
     Tensor {
         /// The tensor.
@@ -94,6 +103,12 @@ impl core::fmt::Display for Refusal {
                 f,
                 "a cube may have {shared_memory} bytes of shared memory and {units} units on this \
                  device; no plan is so small"
+            ),
+            Self::Product { rows, inner, columns } => write!(
+                f,
+                "[{rows}, {inner}] times [{inner}, {columns}]; rows have to be 1 to {}, the rest at \
+                 least 1",
+                crate::few_rows::MOST_ROWS
             ),
             Self::Tensor { name, wanted: true } => write!(f, "`{name}` is missing"),
             Self::Tensor { name, wanted: false } => {
@@ -252,24 +267,30 @@ fn plans<R: Runtime>(
     dtype: StorageType,
 ) -> Result<Plans, Refusal> {
     check_sizes(client, dims)?;
-    let kind = match dtype {
-        StorageType::Scalar(ElemType::Float(kind)) => kind,
-        got => return Err(Refusal::Type { got }),
-    };
-    if !matches!(kind, FloatKind::F32 | FloatKind::F16 | FloatKind::BF16) {
-        return Err(Refusal::Type { got: dtype });
-    }
-    let usable = client.properties().type_usage(dtype);
-    if !usable.contains(cubecl::ir::features::TypeUsage::Conversion) {
-        return Err(Refusal::Type { got: dtype });
-    }
-    if kind != FloatKind::F32
+    check_type(client, dtype)?;
+    if dtype != F32
         && has_mma(client, dtype)
         && let Some(plans) = mma(client, variant, dims, dtype)
     {
         return Ok(plans);
     }
     plain(client, variant, dims)
+}
+
+/// Whether tensors may be of this type.
+pub(crate) fn check_type<R: Runtime>(
+    client: &ComputeClient<R>,
+    dtype: StorageType,
+) -> Result<(), Refusal> {
+    let known = matches!(
+        dtype,
+        StorageType::Scalar(ElemType::Float(FloatKind::F32 | FloatKind::F16 | FloatKind::BF16))
+    );
+    let usable = client.properties().type_usage(dtype);
+    match known && usable.contains(cubecl::ir::features::TypeUsage::Conversion) {
+        true => Ok(()),
+        false => Err(Refusal::Type { got: dtype }),
+    }
 }
 
 fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Refusal> {
@@ -640,14 +661,7 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 
     fn buffer(&self, shape: &[usize], dtype: StorageType) -> Buffer {
-        let numbers: usize = shape.iter().product();
-        let bytes = numbers * dtype.size();
-        // Tests fill every buffer with NaN, so that what a kernel forgets to write is seen.
-        let handle = match cfg!(test) {
-            true => self.client.create_from_slice(&vec![0xff; bytes]),
-            false => self.client.empty(bytes),
-        };
-        Buffer { handle, shape: shape.to_vec(), dtype }
+        buffer(self.client, shape, dtype)
     }
 
     fn buffer_if(&self, there: bool, shape: &[usize], dtype: StorageType) -> Buffer {
@@ -1155,12 +1169,28 @@ struct GradientBuffers {
     beta: Buffer,
 }
 
+/// Memory to be filled.
+pub(crate) fn buffer<R: Runtime>(
+    client: &ComputeClient<R>,
+    shape: &[usize],
+    dtype: StorageType,
+) -> Buffer {
+    let numbers: usize = shape.iter().product();
+    let bytes = numbers * dtype.size();
+    // Tests fill every buffer with NaN, so that what a kernel forgets to write is seen.
+    let handle = match cfg!(test) {
+        true => client.create_from_slice(&vec![0xff; bytes]),
+        false => client.empty(bytes),
+    };
+    Buffer { handle, shape: shape.to_vec(), dtype }
+}
+
 /// A whole tensor, as an argument.
-fn whole<R: Runtime>(buffer: &Buffer) -> ArrayArg<R> {
+pub(crate) fn whole<R: Runtime>(buffer: &Buffer) -> ArrayArg<R> {
     array(&buffer.handle, buffer.len())
 }
 
-fn array<R: Runtime>(handle: &Handle, len: usize) -> ArrayArg<R> {
+pub(crate) fn array<R: Runtime>(handle: &Handle, len: usize) -> ArrayArg<R> {
     // SAFETY: callers pass the length that the memory was made for, or less.
     #[allow(unsafe_code)]
     unsafe {
