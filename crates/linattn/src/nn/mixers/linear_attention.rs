@@ -12,10 +12,9 @@ use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, valu
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::features::{FeatureMap, Features};
 use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::nn::{ConfigError, Cost, Linear, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
-use burn::nn::Linear;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
