@@ -348,6 +348,66 @@ fn hold_scan<B: AutodiffBackend + LinearAttentionBackend>(
     }
 }
 
+/// `[.., inner]` times `[inner, ..]`.
+fn multiply(a: &[f64], b: &[f64], inner: usize) -> Vec<f64> {
+    let columns = b.len() / inner;
+    let number = |row: &[f64], j: usize| -> f64 {
+        row.iter().enumerate().map(|(k, x)| x * b[k * columns + j]).sum()
+    };
+    let rows = a.chunks_exact(inner);
+    rows.flat_map(|row| (0..columns).map(|j| number(row, j)).collect::<Vec<_>>()).collect()
+}
+
+/// Rows of `columns` numbers as columns.
+fn turned(x: &[f64], columns: usize) -> Vec<f64> {
+    (0..columns).flat_map(|j| x.iter().skip(j).step_by(columns).copied()).collect()
+}
+
+/// A linear layer's product of few rows and of more, by a matrix that lies upright or turned, and its
+/// gradients; `limit` is for Burn's products.
+fn hold_affine<B: LinearAttentionBackend>(device: &B::Device, limit: f64) {
+    type Tracked<T> = burn::backend::Autodiff<T>;
+    for ([batch, tokens], from, to) in
+        [([1, 1], 64, 96), ([3, 1], 130, 37), ([2, 32], 40, 24), ([5, 13], 20, 12)]
+    {
+        let rows = batch * tokens;
+        let mut rng = Rng::named(to as u64, "affine");
+        let mut draw = |n: usize| -> Vec<f64> { (0..n).map(|_| rng.normal()).collect() };
+        let (x, d_y) = (draw(rows * from), draw(rows * to));
+        let (weight, bias) = (draw(from * to), draw(to));
+        let (shape, f32) = ([batch, tokens, from], DType::F32);
+        let mut truth = multiply(&x, &weight, from);
+        truth.chunks_exact_mut(to).for_each(|y| y.iter_mut().zip(&bias).for_each(|(y, b)| *y += b));
+
+        let run = |weight: Tensor<B, 2>| {
+            let bias = Some(upload(&bias, [to], f32, device));
+            download(ops::affine(upload(&x, shape, f32, device), weight, bias).unwrap())
+        };
+        let own = if rows <= 64 { F32_LIMIT } else { limit };
+        let what = format!("{rows} rows, {from} to {to}");
+        assert_close(&what, &truth, &run(upload(&weight, [from, to], f32, device)), own);
+        let lying = upload::<B, 2>(&turned(&weight, to), [to, from], f32, device).transpose();
+        assert_close(&format!("{what}, turned"), &truth, &run(lying), limit);
+
+        let input = upload::<Tracked<B>, 3>(&x, shape, f32, device).require_grad();
+        let matrix = upload::<Tracked<B>, 2>(&weight, [from, to], f32, device).require_grad();
+        let added = upload::<Tracked<B>, 1>(&bias, [to], f32, device).require_grad();
+        let y = ops::affine(input.clone(), matrix.clone(), Some(added.clone())).unwrap();
+        let weights = upload::<Tracked<B>, 3>(&d_y, [batch, tokens, to], f32, device);
+        let gradients = (y * weights).sum().backward();
+        let d_x = download(input.grad(&gradients).unwrap());
+        let d_weight = download(matrix.grad(&gradients).unwrap());
+        let d_bias = download(added.grad(&gradients).unwrap());
+        for (name, want, got) in [
+            ("x", multiply(&d_y, &turned(&weight, to), to), d_x),
+            ("weight", multiply(&turned(&x, from), &d_y, rows), d_weight),
+            ("bias", multiply(&vec![1.0; rows], &d_y, rows), d_bias),
+        ] {
+            assert_close(&format!("{what}: d{name}"), &want, &got, limit);
+        }
+    }
+}
+
 #[cfg(feature = "cpu")]
 mod on_cpu {
     use super::*;
@@ -594,6 +654,23 @@ mod on_cpu {
     }
 
     #[test]
+    fn linear_layers_multiply_and_pass_gradients_on() {
+        hold_affine::<Flex>(&Default::default(), F32_LIMIT);
+    }
+
+    #[test]
+    fn linear_layers_refuse_shapes_by_name() {
+        let device = Default::default();
+        let x = Tensor::<Flex, 3>::ones([2, 1, 3], &device);
+        let weight = |from| Tensor::<Flex, 2>::ones([from, 5], &device);
+        let narrow = ops::affine(x.clone(), weight(4), None).expect_err("3 of 4").to_string();
+        assert!(narrow.contains("`x` is [2, 1, 3], expected [2, 1, 4]"), "{narrow}");
+        let bias = Tensor::<Flex, 1>::ones([4], &device);
+        let short = ops::affine(x, weight(3), Some(bias)).expect_err("4 of 5").to_string();
+        assert!(short.contains("`bias` is [4], expected [5]"), "{short}");
+    }
+
+    #[test]
     fn shapes_that_do_not_fit_are_refused_by_name() {
         let device = Default::default();
         let good = || {
@@ -824,6 +901,12 @@ macro_rules! on_gpu {
             fn the_step_kernel_agrees_with_the_recurrence() {
                 let Some(device) = $device() else { return };
                 hold_steps::<$backend>(&device);
+            }
+
+            #[test]
+            fn linear_layers_multiply_and_pass_gradients_on() {
+                let Some(device) = $device() else { return };
+                hold_affine::<$backend>(&device, $limit);
             }
 
             #[test]

@@ -62,6 +62,15 @@ pub enum Refusal {
         /// Units a cube may have.
         units: u32,
     },
+    /// A product that is empty, or of more rows than the kernel for a few is for.
+    Product {
+        /// Rows.
+        rows: usize,
+        /// What is summed over.
+        inner: usize,
+        /// Columns.
+        columns: usize,
+    },
     /// The variant asks for a tensor that is not there, or the other way round.
     Tensor {
         /// The tensor.
@@ -96,6 +105,12 @@ impl core::fmt::Display for Refusal {
                 f,
                 "a cube may have {shared_memory} bytes of shared memory and {units} units on this \
                  device; no plan is so small"
+            ),
+            Self::Product { rows, inner, columns } => write!(
+                f,
+                "[{rows}, {inner}] times [{inner}, {columns}]; rows have to be 1 to {}, the rest at \
+                 least 1",
+                crate::few_rows::MOST_ROWS
             ),
             Self::Tensor { name, wanted: true } => write!(f, "`{name}` is missing"),
             Self::Tensor { name, wanted: false } => {
@@ -269,12 +284,10 @@ pub(crate) fn check_type<R: Runtime>(
     client: &ComputeClient<R>,
     dtype: StorageType,
 ) -> Result<(), Refusal> {
-    let known = match dtype {
-        StorageType::Scalar(ElemType::Float(kind)) => {
-            matches!(kind, FloatKind::F32 | FloatKind::F16 | FloatKind::BF16)
-        }
-        _ => false,
-    };
+    let known = matches!(
+        dtype,
+        StorageType::Scalar(ElemType::Float(FloatKind::F32 | FloatKind::F16 | FloatKind::BF16))
+    );
     let usable = client.properties().type_usage(dtype);
     match known && usable.contains(cubecl::ir::features::TypeUsage::Conversion) {
         true => Ok(()),

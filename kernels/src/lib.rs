@@ -4,6 +4,7 @@
 
 mod chunk;
 mod desk;
+pub mod few_rows;
 mod gates;
 mod gradients;
 mod inverse;

@@ -1,7 +1,9 @@
 //! Every variant against the f64 recurrences, on whatever device is there.
 
 use crate::launch::{backward_in, forward_in};
-use crate::{Backward, Buffer, Dims, Given, Inputs, Refusal, Variant, engine, forward, step};
+use crate::{
+    Backward, Buffer, Dims, Given, Inputs, Refusal, Variant, engine, few_rows, forward, step,
+};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -32,6 +34,16 @@ impl Rows {
             Rows::F32 => x.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
             Rows::F16 => x.iter().flat_map(|x| f16::from_f64(*x).to_le_bytes()).collect(),
             Rows::Bf16 => x.iter().flat_map(|x| bf16::from_f64(*x).to_le_bytes()).collect(),
+        }
+    }
+
+    fn numbers(self, bytes: &[u8]) -> Vec<f64> {
+        let two = bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
+        let four = bytes.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]);
+        match self {
+            Rows::F32 => four.map(|b| f64::from(f32::from_le_bytes(b))).collect(),
+            Rows::F16 => two.map(|b| f16::from_le_bytes(b).to_f64()).collect(),
+            Rows::Bf16 => two.map(|b| bf16::from_le_bytes(b).to_f64()).collect(),
         }
     }
 
@@ -113,18 +125,8 @@ impl<'a, R: Runtime> Uploaded<'a, R> {
 
     fn read(&self, handle: Handle, dtype: StorageType) -> Vec<f64> {
         let bytes = self.client.read_one(handle).expect("the kernels ran");
-        match dtype.size() {
-            4 => bytes
-                .chunks_exact(4)
-                .map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])))
-                .collect(),
-            _ if self.rows == Rows::F16 => {
-                bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f64()).collect()
-            }
-            _ => {
-                bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f64()).collect()
-            }
-        }
+        let rows = if dtype.size() == 4 { Rows::F32 } else { self.rows };
+        rows.numbers(&bytes)
     }
 
     /// Sums the heads that share a key head.
@@ -502,6 +504,87 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     assert_eq!(why.to_string(), "`g` is missing");
 }
 
+/// K, N, from one row of W to the next, and whether there is a bias.
+const MATRICES: [(usize, usize, usize, bool); 6] = [
+    (1, 1, 1, true),
+    (130, 37, 37, true),
+    (64, 96, 96, false),
+    (2048, 512, 512, false),
+    // Rows end in numbers that are not read.
+    (200, 10, 16, false),
+    // More columns of x than wait in shared memory at once.
+    (5000, 40, 40, true),
+];
+
+/// `x W + b` in f64.
+fn product(dims: few_rows::Dims, x: &[f64], weight: &[f64], bias: Option<&[f64]>) -> Vec<f64> {
+    let mut y = vec![];
+    for row in x.chunks_exact(dims.inner) {
+        let mut sums = bias.map_or_else(|| vec![0.0; dims.columns], <[f64]>::to_vec);
+        for (x, w) in row.iter().zip(weight.chunks_exact(dims.stride)) {
+            sums.iter_mut().zip(w).for_each(|(sum, w)| *sum += x * w);
+        }
+        y.extend(sums);
+    }
+    y
+}
+
+/// Products of few rows: tiles of every height, alone and several, of every matrix.
+fn few_rows_are_right<R: Runtime>(client: &ComputeClient<R>, rows: Rows, limit: f64) {
+    for (inner, columns, stride, biased) in MATRICES {
+        let mut rng = Rng::named(inner as u64, "product");
+        let mut draw = |n: usize| {
+            let mut x: Vec<f64> = (0..n).map(|_| rng.normal()).collect();
+            rows.round(&mut x);
+            x
+        };
+        let put = |x: &[f64]| client.create_from_slice(&rows.bytes(x));
+        let mut weight = draw(inner * stride);
+        weight.chunks_exact_mut(stride).for_each(|row| row[columns..].fill(f64::NAN));
+        let bias = biased.then(|| draw(columns));
+        let (of_weight, of_bias) = (put(&weight), bias.as_deref().map(put));
+        for count in [1, 2, 3, 8, 33, 64] {
+            let x = draw(count * inner);
+            let dims = few_rows::Dims { rows: count, inner, columns, stride };
+            let of_x = put(&x);
+            let args = few_rows::Args { x: &of_x, weight: &of_weight, bias: of_bias.as_ref() };
+            let y = few_rows::product(client, dims, rows.dtype(), args).expect("it fits");
+            assert_eq!(y.shape, [count, columns]);
+            let got = rows.numbers(&client.read_one(y.handle).expect("the kernel ran"));
+            let want = product(dims, &x, &weight, bias.as_deref());
+            oracle::assert_close(&format!("{rows:?}, {dims:?}"), &want, &got, limit);
+        }
+    }
+}
+
+/// The same in 16 bits, where the device has the type.
+fn few_half_rows<R: Runtime>(client: &ComputeClient<R>) {
+    let dims = few_rows::Dims { rows: 1, inner: 1, columns: 1, stride: 1 };
+    for rows in [Rows::F16, Rows::Bf16] {
+        match few_rows::check(client, dims, rows.dtype()) {
+            Ok(()) => few_rows_are_right(client, rows, HALF.outputs),
+            Err(why) => assert_eq!(why, Refusal::Type { got: rows.dtype() }),
+        }
+    }
+}
+
+/// Products that the kernel for few rows is not for.
+fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
+    let good = few_rows::Dims { rows: 1, inner: 8, columns: 8, stride: 8 };
+    let f32 = Rows::F32.dtype();
+    let f64 = StorageType::Scalar(ElemType::Float(FloatKind::F64));
+    for (dims, dtype, want) in [
+        (few_rows::Dims { rows: 0, ..good }, f32, "[0, 8] times [8, 8]; rows have to be 1 to 64"),
+        (few_rows::Dims { rows: 65, ..good }, f32, "[65, 8] times [8, 8]"),
+        (few_rows::Dims { inner: 0, ..good }, f32, "the rest at least 1"),
+        (few_rows::Dims { inner: 1 << 20, stride: 1 << 13, ..good }, f32, "numbers in a tensor"),
+        (good, f64, "the kernels take f32"),
+    ] {
+        let got = few_rows::check(client, dims, dtype).expect_err("refused").to_string();
+        assert!(got.contains(want), "{got:?} does not say {want:?}");
+    }
+}
+
 /// A test for each transition, so that they run side by side: on a device that is a CPU, compiling is
 /// what takes time. The slowest there can be marked.
 macro_rules! each_transition {
@@ -510,6 +593,7 @@ macro_rules! each_transition {
         fn what_does_not_fit_is_refused() {
             refusals(&client());
             step_refusals(&client());
+            refused_products(&client());
         }
 
         #[test]
@@ -531,6 +615,16 @@ macro_rules! each_transition {
         #[test]
         fn steps_of_low_rank_transitions_are_right() {
             every_step(&client(), Family::LowRank, false, Rows::F32, F32);
+        }
+
+        #[test]
+        fn products_of_few_rows_are_right() {
+            few_rows_are_right(&client(), Rows::F32, 1e-6);
+        }
+
+        #[test]
+        fn products_of_few_rows_of_16_bits_are_right_or_refused() {
+            few_half_rows(&client());
         }
 
         #[test]

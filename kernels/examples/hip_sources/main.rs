@@ -2,8 +2,8 @@
 //!
 //! `cargo run -p linattn-kernels --features hip-source --example hip_sources -- FOLDER [KxV ..]`
 //!
-//! Every variant is launched through the crate's own functions, forward, backward and one step, in
-//! f32, f16 and bf16, on a runtime that compiles what it is asked to launch, keeps the text, and runs
+//! Every variant is launched through the crate's own functions, forward, backward and one step, and
+//! products of few rows, in f32, f16 and bf16, on a runtime that compiles what it is asked to launch, keeps the text, and runs
 //! nothing. Its devices report what CubeCL's HIP runtime reports for an MI250 (gfx90a) and an RX 7900
 //! (gfx1100), so chunks, tiles and engines are those of a real launch. FOLDER gets one file a kernel
 //! and `manifest.csv`; `hip_check.sh` compiles them.
@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::{
     Decay, Dims, Engine, Given, Inputs, Read, Refusal, Transition, Variant, backward, engine,
-    forward, step,
+    few_rows, forward, step,
 };
 use runtime::{Arch, Recorder};
 use std::error::Error;
@@ -85,6 +85,14 @@ fn write(folder: &Path, shapes: &[[usize; 2]]) -> Result<(usize, usize), Box<dyn
                     // Compiled once for all shapes whose keys a step cuts into equally many slices.
                     case.step(variant)?;
                     book.enter(&page, "", &client)?;
+                }
+            }
+            // Nor are those of a product; how many rows a cube has, is.
+            for count in [1, 2, 4, 8] {
+                for (biased, launched) in [(false, ""), (true, "-bias")] {
+                    case.product(count, biased)?;
+                    let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows") };
+                    book.enter(&page, launched, &client)?;
                 }
             }
         }
@@ -254,6 +262,16 @@ impl<'a> Case<'a> {
             enter(launched)?;
         }
         Ok(())
+    }
+
+    /// A product of so many rows by a square matrix.
+    fn product(&self, rows: usize, biased: bool) -> Result<(), Refusal> {
+        let width = 2048;
+        let dims = few_rows::Dims { rows, inner: width, columns: width, stride: width };
+        let new = |numbers: usize| self.client.empty(numbers * self.dtype.size());
+        let (x, weight, bias) = (new(rows * width), new(width * width), new(width));
+        let args = few_rows::Args { x: &x, weight: &weight, bias: biased.then_some(&bias) };
+        few_rows::product(self.client, dims, self.dtype, args).map(drop)
     }
 
     fn step(&self, variant: Variant) -> Result<(), Refusal> {

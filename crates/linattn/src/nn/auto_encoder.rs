@@ -5,9 +5,9 @@
 //! ```
 //! Source: MAD, arXiv 2403.17844, whose compression task asks for it.
 
-use super::layers::{Norm, NormKind, linear_with_bias};
+use super::layers::{Linear, Norm, NormKind, linear_with_bias};
+use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
-use burn::nn::Linear;
 use burn::tensor::{Int, Tensor, activation::gelu, backend::Backend};
 
 /// Longest wave of the positions, in tokens over 2 pi.
@@ -22,7 +22,7 @@ pub struct Decoder<B: Backend> {
     linear_2: Linear<B>,
 }
 
-impl<B: Backend> Decoder<B> {
+impl<B: LinearAttentionBackend> Decoder<B> {
     /// Fresh weights for a model of width `d_model`, even and at least 4.
     pub(super) fn new(d_model: usize, norm: NormKind, epsilon: f64, device: &B::Device) -> Self {
         let norm = || Norm::new(norm, d_model, epsilon, device);

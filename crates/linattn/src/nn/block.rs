@@ -5,12 +5,11 @@
 //! ```
 
 use super::convolution::{ShortConvolution, convolution_cost};
-use super::layers::{Norm, NormKind, linear, linear_with_bias, shift_tokens};
+use super::layers::{Linear, Norm, NormKind, linear, linear_with_bias, shift_tokens};
 use super::mixers::{Mixer, MixerConfig, MixerState};
 use super::{ConfigError, Cost, LARGEST, Shared, positive};
 use crate::ops::LinearAttentionBackend;
 use burn::module::{Module, Param};
-use burn::nn::Linear;
 use burn::tensor::activation::{gelu, relu, sigmoid, silu};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -375,7 +374,9 @@ impl<B: Backend> SwiGlu<B> {
             smooth,
         }
     }
+}
 
+impl<B: LinearAttentionBackend> SwiGlu<B> {
     /// Token by token, over the last dimension.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         self.through(x, |x| x)
@@ -436,7 +437,9 @@ impl<B: Backend> GeluMlp<B> {
         };
         Self { up_proj: new(d_model, width), down_proj: new(width, d_model) }
     }
+}
 
+impl<B: LinearAttentionBackend> GeluMlp<B> {
     /// Token by token, over the last dimension.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         self.through(x, |x| x)
@@ -500,7 +503,9 @@ impl<B: Backend> Rwkv7Mlp<B> {
             down_proj: linear(width, d_model, device),
         }
     }
+}
 
+impl<B: LinearAttentionBackend> Rwkv7Mlp<B> {
     /// `x`: `[B, T, D]`, and the token before it, `[B, 1, D]`. Gives `[B, T, D]` and the last token.
     pub fn forward(
         &self,
@@ -535,7 +540,9 @@ impl<B: Backend> Rwkv6Mlp<B> {
             down_proj: linear(width, d_model, device),
         }
     }
+}
 
+impl<B: LinearAttentionBackend> Rwkv6Mlp<B> {
     /// `x`: `[B, T, D]`, and the token before it, `[B, 1, D]`. Gives `[B, T, D]` and the last token.
     pub fn forward(
         &self,

@@ -1,10 +1,10 @@
 //! Short convolution: what lets a layer see its last few tokens.
 
 use super::layers::split_heads;
-use super::{ConfigError, Cost};
+use super::{ConfigError, Cost, Linear};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
-use burn::nn::Linear;
+
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
 
 /// Causal depthwise convolution over time, then SiLU.

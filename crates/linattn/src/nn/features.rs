@@ -26,10 +26,11 @@
 //! 2402.10644; performer, arXiv 2009.14794; rfa, arXiv 2103.02143; cosformer, arXiv 2202.08791;
 //! hedgehog, arXiv 2402.04347; dijiang, arXiv 2403.19928; dpfp, arXiv 2102.11174.
 
-use super::layers::{l2_normalize, standardize};
+use super::layers::{Linear, l2_normalize, standardize};
 use super::{ConfigError, LARGEST, positive};
+use crate::ops::LinearAttentionBackend;
 use burn::module::{Initializer, Module, Param};
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::LinearConfig;
 use burn::tensor::activation::{relu, softmax};
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -204,7 +205,7 @@ impl FeatureMap {
         device: &B::Device,
     ) -> Result<Features<B>, ConfigError> {
         self.check(key_width)?;
-        let linear = || LinearConfig::new(key_width, key_width).init::<B>(device);
+        let linear = || Linear::from(LinearConfig::new(key_width, key_width).init::<B>(device));
         let is_square = self == Self::LearnableSquare;
         let is_product = self == Self::ElementwiseProduct;
         let is_dijiang = matches!(self, Self::Dijiang { .. });
@@ -268,7 +269,7 @@ fn made<T>(part: &Option<T>) -> &T {
     part.as_ref().expect("`init` made what the map needs")
 }
 
-impl<B: Backend> Features<B> {
+impl<B: LinearAttentionBackend> Features<B> {
     /// `x`: `[B, T, H, K]`, whose first token stands at `position`. Gives `[B, T, H, features]`.
     pub fn forward(&self, x: Tensor<B, 4>, position: usize) -> Tensor<B, 4> {
         match self.map {

@@ -1,8 +1,9 @@
 //! Small parts that mixers and blocks share.
 
 use super::ConfigError;
+use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
-use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
+use burn::nn::{LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -12,10 +13,8 @@ pub(crate) const INIT_STD: f64 = 0.02;
 
 /// A linear layer without bias, weights N(0, 0.02^2).
 pub(crate) fn linear<B: Backend>(from: usize, to: usize, device: &B::Device) -> Linear<B> {
-    LinearConfig::new(from, to)
-        .with_bias(false)
-        .with_initializer(Initializer::Normal { mean: 0.0, std: INIT_STD })
-        .init(device)
+    let normal = Initializer::Normal { mean: 0.0, std: INIT_STD };
+    Linear { weight: normal.init([from, to], device), bias: None }
 }
 
 /// As [`linear`], with a bias of zeros.
@@ -26,6 +25,32 @@ pub(crate) fn linear_with_bias<B: Backend>(
 ) -> Linear<B> {
     let bias = Initializer::Zeros.init([to], device);
     Linear { bias: Some(bias), ..linear(from, to, device) }
+}
+
+/// A linear layer, `x W + b`. Burn's own, in everything but the product of a few rows: that is
+/// [`ops::affine`]'s.
+#[derive(Module, Debug)]
+pub struct Linear<B: Backend> {
+    /// `[from, to]`.
+    pub weight: Param<Tensor<B, 2>>,
+    /// `[to]`.
+    pub bias: Option<Param<Tensor<B, 1>>>,
+}
+
+impl<B: LinearAttentionBackend> Linear<B> {
+    /// `[.., from]` to `[.., to]`.
+    /// # Panics
+    /// If `x` is not as wide as the layer was made for.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        ops::affine(x, self.weight.val(), self.bias.as_ref().map(Param::val))
+            .expect("`x` has the width that the layer was made for")
+    }
+}
+
+impl<B: Backend> From<burn::nn::Linear<B>> for Linear<B> {
+    fn from(layer: burn::nn::Linear<B>) -> Self {
+        Self { weight: layer.weight, bias: layer.bias }
+    }
 }
 
 /// `[B, T, H X]` to `[B, T, H, X]`.

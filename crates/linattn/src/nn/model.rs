@@ -2,12 +2,12 @@
 
 use super::auto_encoder::Decoder;
 use super::block::{Block, BlockState, LayerConfig, LayerEntry};
-use super::layers::{INIT_STD, Norm, NormKind, check_epsilon, linear, linear_with_bias};
+use super::layers::{INIT_STD, Linear, Norm, NormKind, check_epsilon, linear, linear_with_bias};
 use super::shared::{Shared, Sources};
 use super::{ConfigError, Cost, LARGEST, positive};
 use crate::ops::LinearAttentionBackend;
 use burn::module::{Initializer, Module, ModuleMapper, ModuleVisitor, Param};
-use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear};
+use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig};
 use burn::tensor::{Int, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 

@@ -222,6 +222,16 @@ pub trait LinearAttentionBackend: Backend {
         scan::backward::<Self>(x, d_h)
     }
 
+    /// `x W + b`, `[.., from]` to `[.., to]`: Burn's own, unless the backend has a faster one for a few
+    /// rows. Weights are `[from, to]`, the bias `[to]`.
+    fn affine(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: Option<FloatTensor<Self>>,
+    ) -> FloatTensor<Self> {
+        affine::<Self>(x, weight, bias)
+    }
+
     /// The way taken on this device.
     fn path(_device: &Self::Device) -> Path {
         Path::TensorOps
@@ -238,6 +248,15 @@ pub(super) fn forward<B: Backend>(
         true => chunkwise::forward::<B>(x, chunk, keep),
         false => general::forward::<B>(x, chunk, keep),
     }
+}
+
+/// [`LinearAttentionBackend::affine`] as Burn computes it.
+pub(super) fn affine<B: Backend>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    bias: Option<FloatTensor<B>>,
+) -> FloatTensor<B> {
+    B::linear(x, weight, bias)
 }
 
 /// [`LinearAttentionBackend::chunkwise_backward`] in tensor operations.

@@ -1,5 +1,5 @@
 //! The operations on Burn's CubeCL backends: as kernels, and as tensor operations where the kernels
-//! refuse (f64; over whole sequences keys and values wider than 256).
+//! refuse (f64; over whole sequences keys and values wider than 256; products of more than 64 rows).
 
 use super::backend::{
     self, Forward, LinearAttentionBackend, Operands, Path, Read, Saved, primitive, tensor,
@@ -12,6 +12,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use linattn_kernels as kernels;
+use linattn_kernels::few_rows;
 
 impl<R, F, I, BT> LinearAttentionBackend for CubeBackend<R, F, I, BT>
 where
@@ -85,6 +86,47 @@ where
             false => recurrent::step::<Self>(x),
         }
     }
+
+    fn affine(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: Option<FloatTensor<Self>>,
+    ) -> FloatTensor<Self> {
+        match affine_of_few_rows(&x, &weight, bias.as_ref()) {
+            Some(y) => y,
+            None => backend::affine::<Self>(x, weight, bias),
+        }
+    }
+}
+
+/// `x W + b` by the kernel for a few rows; None where there are more, or types or memory are not as the
+/// kernel takes them: W may be padded at the end of its rows, but not turned.
+fn affine_of_few_rows<R: CubeRuntime>(
+    x: &CubeTensor<R>,
+    weight: &CubeTensor<R>,
+    bias: Option<&CubeTensor<R>>,
+) -> Option<CubeTensor<R>> {
+    let (mut shape, dtype) = (x.meta.shape.clone(), x.dtype);
+    let last = shape.num_dims() - 1;
+    let (inner, columns) = (weight.meta.shape[0], weight.meta.shape[1]);
+    let (stride, step) = (weight.meta.strides[0], weight.meta.strides[1]);
+    let float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    let alike = weight.dtype == dtype && bias.is_none_or(|bias| bias.dtype == dtype);
+    if !float || !alike || step != 1 || stride < columns {
+        return None;
+    }
+    let rows = shape[..last].iter().product();
+    let dims = few_rows::Dims { rows, inner, columns, stride };
+    few_rows::check(&x.client, dims, dtype.into()).ok()?;
+    let (x, bias) = (into_contiguous(x.clone()), bias.cloned().map(into_contiguous));
+    let args = few_rows::Args {
+        x: &x.handle,
+        weight: &weight.handle,
+        bias: bias.as_ref().map(|bias| &bias.handle),
+    };
+    let y = few_rows::product(&x.client, dims, dtype.into(), args).expect("`check` was asked");
+    shape[last] = columns;
+    Some(CubeTensor::new_contiguous(x.client, x.device, shape, y.handle, dtype))
 }
 
 /// Everything in one type, that of v, but for gates and states, which are f32.

@@ -3,7 +3,7 @@
 //! Bodies stay off the stream on purpose: it promises shapes and types before it computes anything,
 //! and the kernels, or tensor operations that are not fused, are what the tests hold to the truth.
 
-use super::backend::{Forward, Hidden, LinearAttentionBackend, Operands, Path, Saved};
+use super::backend::{self, Forward, Hidden, LinearAttentionBackend, Operands, Path, Saved};
 use super::convolution::Convolution;
 use burn::tensor::{DType, Shape, TensorMetadata, ops::FloatTensor};
 use burn_fusion::{
@@ -11,6 +11,7 @@ use burn_fusion::{
     stream::{Operation, OperationStreams},
 };
 use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
+use linattn_kernels::few_rows::MOST_ROWS;
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -180,6 +181,29 @@ impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusio
         });
         let [x, weight, tail] = three(made.collect());
         Convolution { x, weight, tail }
+    }
+
+    /// A few rows are the affair of the backend inside. More of them are a product on the stream, which
+    /// what comes after it can be fused with.
+    fn affine(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: Option<FloatTensor<Self>>,
+    ) -> FloatTensor<Self> {
+        let (mut shape, dtype) = (x.shape(), x.dtype());
+        let last = shape.num_dims() - 1;
+        let rows: usize = shape[..last].iter().product();
+        if rows > MOST_ROWS || weight.dtype() != dtype {
+            return backend::affine::<Self>(x, weight, bias);
+        }
+        shape[last] = weight.shape()[1];
+        let inputs = [x, weight].into_iter().chain(bias).collect();
+        let mut made = node::<B, _>("affine", inputs, vec![(shape, dtype)], |tensors| {
+            let mut tensors = tensors.into_iter();
+            let (x, weight) = (tensors.next().expect(INPUTS), tensors.next().expect(INPUTS));
+            vec![B::affine(x, weight, tensors.next())]
+        });
+        made.next().expect(OUTPUTS)
     }
 
     fn path(device: &Self::Device) -> Path {

@@ -351,6 +351,31 @@ pub fn short_convolution<B: LinearAttentionBackend>(
     Ok((tensor(B::short_convolution(inputs)), next))
 }
 
+/// A linear layer's `x W + b` over the last dimension of `x`, which has two or more. Gradients reach all
+/// inputs.
+///
+/// `x` is `[.., from]`, `weight` `[from, to]`, `bias` `[to]`. Gives `[.., to]`.
+/// # Errors
+/// [`OpError`] names the first tensor that does not fit.
+pub fn affine<B: LinearAttentionBackend, const D: usize>(
+    x: Tensor<B, D>,
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+) -> Result<Tensor<B, D>, OpError> {
+    let [from, to] = weight.dims();
+    let mut wanted = x.dims();
+    wanted[D - 1] = from;
+    let of_bias = bias.as_ref().map(|bias| ("bias", bias.dims().to_vec(), vec![to]));
+    for (tensor, got, want) in
+        [("x", x.dims().to_vec(), wanted.to_vec())].into_iter().chain(of_bias)
+    {
+        if got != want {
+            return Err(OpError::Shape { op: "affine", tensor, got, want });
+        }
+    }
+    Ok(tensor(B::affine(primitive(x), primitive(weight), bias.map(primitive))))
+}
+
 /// The way the operations take on this backend: written kernels or tensor operations.
 pub fn path<B: LinearAttentionBackend>(device: &B::Device) -> Path {
     B::path(device)

@@ -9,9 +9,10 @@
 use super::retnet::{check_rotated, check_theta};
 use super::{key_width, linear_flops};
 use crate::nn::layers::{check_epsilon, linear, linear_with_bias, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, RecurrentState, Rope, StateTensors, positive};
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, StateTensors, positive};
+use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
-use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::softmax;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -229,7 +230,7 @@ pub struct Attention<B: Backend> {
     alibi: bool,
 }
 
-impl<B: Backend> Attention<B> {
+impl<B: LinearAttentionBackend> Attention<B> {
     /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
     pub fn forward(
         &self,
@@ -295,7 +296,7 @@ pub(super) fn head_norm<B: Backend>(
 
 /// `x`, `[B, T, D]`, projected and taken apart, `[B, heads, T, X]`. Each head is normalised if there is
 /// a norm, then rotated if there is a rotation, given with the position of the first token.
-pub(super) fn project_heads<B: Backend>(
+pub(super) fn project_heads<B: LinearAttentionBackend>(
     proj: &Linear<B>,
     norm: &Option<RmsNorm<B>>,
     x: &Tensor<B, 3>,

@@ -7,10 +7,9 @@
 use super::linear_flops;
 use crate::nn::convolution::check_window;
 use crate::nn::layers::linear_with_bias;
-use crate::nn::{ConfigError, Cost, RecurrentState, ShortConvolution, StateTensors};
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, ShortConvolution, StateTensors};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
-use burn::nn::Linear;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 

@@ -13,9 +13,9 @@ use super::attention::{causal_mask, check_shared, project_heads, weigh};
 use super::retnet::{check_rotated, check_theta};
 use super::{AttentionConfig, key_width, linear_flops};
 use crate::nn::layers::linear;
-use crate::nn::{ConfigError, Cost, RecurrentState, Rope, Shared, StateTensors, positive};
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
+use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
-use burn::nn::Linear;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
@@ -140,7 +140,7 @@ pub struct CrossAttention<B: Backend> {
     rope: Option<Rope>,
 }
 
-impl<B: Backend> CrossAttention<B> {
+impl<B: LinearAttentionBackend> CrossAttention<B> {
     /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]`.
     /// # Panics
     /// If no layer left keys and values in `shared`.

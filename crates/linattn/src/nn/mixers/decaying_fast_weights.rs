@@ -19,10 +19,9 @@ use crate::nn::convolution::{
     ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
 };
 use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost};
+use crate::nn::{ConfigError, Cost, Linear};
 use crate::ops::{self, LinearAttentionBackend, OpResult};
 use burn::module::{Module, Param};
-use burn::nn::Linear;
 use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};

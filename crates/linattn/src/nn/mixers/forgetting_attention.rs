@@ -10,9 +10,10 @@
 use super::attention::{causal_mask, check_shared, weigh};
 use super::{key_width, linear_flops};
 use crate::nn::layers::{check_epsilon, linear, linear_with_bias, split_heads};
-use crate::nn::{ConfigError, Cost, RecurrentState, StateTensors};
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, StateTensors};
+use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
-use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -148,7 +149,7 @@ pub struct ForgettingAttention<B: Backend> {
     key_value_heads: usize,
 }
 
-impl<B: Backend> ForgettingAttention<B> {
+impl<B: LinearAttentionBackend> ForgettingAttention<B> {
     /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
     pub fn forward(
         &self,

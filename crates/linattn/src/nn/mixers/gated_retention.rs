@@ -15,10 +15,9 @@ use super::{
     MatrixState, check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width,
 };
 use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_normalize, split_heads};
-use crate::nn::{ConfigError, Cost, Rope, check_chunk};
+use crate::nn::{ConfigError, Cost, Linear, Rope, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
-use burn::nn::Linear;
 use burn::tensor::activation::{log_sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};

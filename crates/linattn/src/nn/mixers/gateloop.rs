@@ -20,10 +20,9 @@ use crate::nn::convolution::{
 use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
 };
-use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::nn::{ConfigError, Cost, Linear, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
-use burn::nn::Linear;
 use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};

@@ -13,10 +13,9 @@
 
 use super::{VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{each_token, linear, linear_with_bias};
-use crate::nn::{ConfigError, Cost};
+use crate::nn::{ConfigError, Cost, Linear};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
-use burn::nn::Linear;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};

@@ -19,10 +19,10 @@ use crate::nn::convolution::{
     ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
 };
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, RecurrentState, StateTensors, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, StateTensors, check_chunk, positive};
 use crate::ops::{self, LinearAttentionBackend, OpResult};
 use burn::module::Module;
-use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{log_sigmoid, silu, softmax};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};

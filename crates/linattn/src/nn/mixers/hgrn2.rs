@@ -11,10 +11,10 @@
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_linearly};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::nn::{ConfigError, Cost, Linear, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::{Initializer, Module, Param};
-use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{log_sigmoid, sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};

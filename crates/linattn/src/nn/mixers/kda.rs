@@ -15,10 +15,9 @@ use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, softplus,
     split_heads,
 };
-use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
 use burn::module::{Module, Param};
-use burn::nn::Linear;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -176,7 +175,10 @@ impl<B: LinearAttentionBackend> Kda<B> {
 }
 
 /// Linear layers in a row.
-pub(super) fn one_after_other<B: Backend>(layers: &[Linear<B>], x: Tensor<B, 3>) -> Tensor<B, 3> {
+pub(super) fn one_after_other<B: LinearAttentionBackend>(
+    layers: &[Linear<B>],
+    x: Tensor<B, 3>,
+) -> Tensor<B, 3> {
     layers.iter().fold(x, |x, layer| layer.forward(x))
 }
 

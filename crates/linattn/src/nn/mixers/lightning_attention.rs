@@ -12,10 +12,10 @@
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::nn::{ConfigError, Cost, Linear, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
-use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};

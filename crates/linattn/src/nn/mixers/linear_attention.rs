@@ -14,10 +14,9 @@ use crate::nn::convolution::{
 };
 use crate::nn::features::{FeatureMap, Features};
 use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads};
-use crate::nn::{ConfigError, Cost, check_chunk};
+use crate::nn::{ConfigError, Cost, Linear, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
-use burn::nn::Linear;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 

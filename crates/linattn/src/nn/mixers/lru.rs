@@ -12,10 +12,9 @@
 
 use super::{VectorState, linear_flops, recurrent_width, scan_cost};
 use crate::nn::layers::linear_with_bias;
-use crate::nn::{ConfigError, Cost};
+use crate::nn::{ConfigError, Cost, Linear};
 use crate::ops::{self, Complex, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
-use burn::nn::Linear;
 use burn::tensor::activation::{gelu, glu};
 use burn::tensor::{Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};

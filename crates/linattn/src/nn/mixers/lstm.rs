@@ -12,10 +12,9 @@
 
 use super::{VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{each_token, linear};
-use crate::nn::{ConfigError, Cost};
+use crate::nn::{ConfigError, Cost, Linear};
 use crate::ops::LinearAttentionBackend;
 use burn::module::{Module, Param};
-use burn::nn::Linear;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};

@@ -21,10 +21,9 @@ use crate::nn::layers::{
     GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, softplus,
     split_heads,
 };
-use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, Mesa, OpResult};
 use burn::module::{Initializer, Module, Param};
-use burn::nn::Linear;
 use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};

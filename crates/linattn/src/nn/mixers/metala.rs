@@ -16,10 +16,9 @@ use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
 use crate::nn::layers::{
     INIT_STD, check_epsilon, linear, linear_with_bias, merge_heads, split_heads, standardize,
 };
-use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::{Initializer, Module, Param};
-use burn::nn::Linear;
 use burn::tensor::activation::{log_sigmoid, sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};

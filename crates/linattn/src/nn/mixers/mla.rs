@@ -15,9 +15,10 @@ use super::attention::{causal_mask, gather, merge, scores, weigh};
 use super::retnet::{check_rotated, check_theta};
 use super::{key_width, linear_flops};
 use crate::nn::layers::{check_epsilon, linear, split_heads};
-use crate::nn::{ConfigError, Cost, RecurrentState, Rope, StateTensors, positive};
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, StateTensors, positive};
+use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
-use burn::nn::{Linear, RmsNorm, RmsNormConfig};
+use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -182,7 +183,7 @@ pub enum QueryMap<B: Backend> {
     Compressed((Linear<B>, RmsNorm<B>, Linear<B>)),
 }
 
-impl<B: Backend> QueryMap<B> {
+impl<B: LinearAttentionBackend> QueryMap<B> {
     fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         match self {
             Self::Full(proj) => proj.forward(x),
@@ -206,7 +207,7 @@ pub struct Mla<B: Backend> {
     rope: Rope,
 }
 
-impl<B: Backend> Mla<B> {
+impl<B: LinearAttentionBackend> Mla<B> {
     /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
     pub fn forward(
         &self,

@@ -9,10 +9,9 @@
 
 use super::{VectorState, linear_flops, recurrent_width, scan_cost};
 use crate::nn::layers::{linear, linear_with_bias};
-use crate::nn::{ConfigError, Cost, positive};
+use crate::nn::{ConfigError, Cost, Linear, positive};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::Module;
-use burn::nn::Linear;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};

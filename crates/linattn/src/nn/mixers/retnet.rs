@@ -8,10 +8,9 @@
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, Rope, check_chunk};
+use crate::nn::{ConfigError, Cost, Linear, Rope, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
-use burn::nn::Linear;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 

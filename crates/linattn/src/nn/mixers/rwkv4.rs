@@ -18,10 +18,9 @@
 use super::mlstm::{Stabilised, stabilise};
 use super::{VectorState, linear_flops, scan_cost};
 use crate::nn::layers::{linear, shift_tokens};
-use crate::nn::{ConfigError, Cost, positive};
+use crate::nn::{ConfigError, Cost, Linear, positive};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Module, Param};
-use burn::nn::Linear;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};

@@ -15,10 +15,10 @@
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult, Read};
 use burn::module::{Module, Param};
-use burn::nn::{GroupNorm, GroupNormConfig, Linear, Tanh};
+use burn::nn::{GroupNorm, GroupNormConfig, Tanh};
 use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};

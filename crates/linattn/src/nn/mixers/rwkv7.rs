@@ -18,10 +18,10 @@ use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost};
 use crate::nn::layers::{
     check_epsilon, l2_normalize, linear, merge_heads, shift_tokens, split_heads,
 };
-use crate::nn::{ConfigError, Cost, Shared, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, LinearAttentionBackend, LowRank, OpResult};
 use burn::module::{Initializer, Module, Param};
-use burn::nn::{GroupNorm, GroupNormConfig, Linear};
+use burn::nn::{GroupNorm, GroupNormConfig};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -251,7 +251,9 @@ impl<B: Backend> LowRankMap<B> {
         let outer = outer.map(|outer| Linear { bias: Some(bias), ..outer });
         Self { lora: vec![inner, None, outer] }
     }
+}
 
+impl<B: LinearAttentionBackend> LowRankMap<B> {
     /// `[B, T, from]` to `[B, T, to]`, with `between` in the middle.
     fn forward(
         &self,

@@ -13,10 +13,9 @@
 
 use super::{VectorState, linear_flops, scan_cost};
 use crate::nn::layers::linear_with_bias;
-use crate::nn::{ConfigError, Cost, positive};
+use crate::nn::{ConfigError, Cost, Linear, positive};
 use crate::ops::{self, Complex, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
-use burn::nn::Linear;
 use burn::tensor::activation::{gelu, glu};
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};

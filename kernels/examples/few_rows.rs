@@ -1,0 +1,125 @@
+//! Times products of few rows by the matrices of a decoder of width 2048, with MLPs of 5632 and 32000
+//! ids, and holds the first numbers of each to f64 sums.
+//!
+//! `cargo run --release -p linattn-kernels --features cuda --example few_rows -- cuda`
+//! For `vulkan` in place of `cuda` build with `--features vulkan`, for `wgsl` without it.
+//!
+//! One CSV row a type, matrix and number of rows. `us` is a queue of calls over matrices that L2 does
+//! not hold together, and one wait, divided by the calls: the GPU's microseconds, or the host's where
+//! these are more. `gb_s` are the bytes of the matrix over that time.
+
+use cubecl::future::block_on;
+use cubecl::ir::{ElemType, FloatKind, StorageType};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use cubecl::wgpu::WgpuRuntime;
+use half::bf16;
+use linattn_kernels::few_rows::{Args, Dims, check, product};
+use std::time::Instant;
+
+/// K and N.
+const MATRICES: [[usize; 2]; 5] =
+    [[2048, 2048], [2048, 4096], [2048, 5632], [5632, 2048], [2048, 32_000]];
+const ROWS: [usize; 3] = [1, 8, 64];
+/// Bytes of matrices that calls take in turn.
+const ROTATED: usize = 256 << 20;
+/// Calls that are timed.
+const CALLS: usize = 400;
+
+fn main() {
+    let device = std::env::args().nth(1).unwrap_or_else(|| "cuda".to_string());
+    println!("type,rows,inner,columns,device,us,gb_s,error");
+    match device.as_str() {
+        #[cfg(feature = "cuda")]
+        "cuda" => all(&cubecl::cuda::CudaRuntime::client(&Default::default()), &device),
+        "vulkan" | "wgsl" => {
+            let client = WgpuRuntime::client(&Default::default());
+            let wanted = if device == "vulkan" { "wgpu<spirv>" } else { "wgpu<wgsl>" };
+            let name = WgpuRuntime::name(&client);
+            assert_eq!(name, wanted, "`--features vulkan` is for vulkan, and not for wgsl");
+            all(&client, &device);
+        }
+        other => panic!("no device {other:?} in this build"),
+    }
+}
+
+fn all<R: Runtime>(client: &ComputeClient<R>, device: &str) {
+    for kind in [FloatKind::F32, FloatKind::BF16] {
+        for [inner, columns] in MATRICES {
+            let matrix = bytes(kind, inner * columns);
+            let copies = (ROTATED / matrix.len() + 1).max(2);
+            let copies: Vec<Handle> =
+                (0..copies).map(|_| client.create_from_slice(&matrix)).collect();
+            for rows in ROWS {
+                let dims = Dims { rows, inner, columns, stride: columns };
+                one(client, device, kind, dims, &copies);
+            }
+        }
+    }
+}
+
+fn one<R: Runtime>(
+    client: &ComputeClient<R>,
+    device: &str,
+    kind: FloatKind,
+    dims: Dims,
+    copies: &[Handle],
+) {
+    let dtype = StorageType::Scalar(ElemType::Float(kind));
+    let Dims { rows, inner, columns, .. } = dims;
+    let row = format!("{kind:?},{rows},{inner},{columns},{device}");
+    if let Err(why) = check(client, dims, dtype) {
+        println!("{row},refused: {why}");
+        return;
+    }
+    let x = client.create_from_slice(&bytes(kind, rows * inner));
+    let run = |n: usize| {
+        let args = Args { x: &x, weight: &copies[n % copies.len()], bias: None };
+        product(client, dims, dtype, args).expect("`check` was asked").handle
+    };
+    let y = client.read_one(run(0)).expect("the kernel ran");
+    let error = error(kind, dims, &y);
+    (0..copies.len()).for_each(|n| drop(run(n)));
+    block_on(client.sync()).expect("the kernels ran");
+    let start = Instant::now();
+    (0..CALLS).for_each(|n| drop(run(n)));
+    block_on(client.sync()).expect("the kernels ran");
+    let seconds = start.elapsed().as_secs_f64() / CALLS as f64;
+    let read = (inner * columns * dtype.size()) as f64;
+    println!("{row},{:.2},{:.0},{error:.1e}", seconds * 1e6, read / seconds / 1e9);
+}
+
+/// Number `n` of any tensor: between -1 and 1, exact in bf16.
+fn number(n: usize) -> f64 {
+    ((n.wrapping_mul(2_654_435_761) >> 16) & 255) as f64 / 128.0 - 1.0
+}
+
+fn bytes(kind: FloatKind, numbers: usize) -> Vec<u8> {
+    let all = (0..numbers).map(number);
+    match kind {
+        FloatKind::F32 => all.flat_map(|x| (x as f32).to_le_bytes()).collect(),
+        _ => all.flat_map(|x| bf16::from_f64(x).to_le_bytes()).collect(),
+    }
+}
+
+/// Relative error of the first columns of the last row.
+fn error(kind: FloatKind, dims: Dims, y: &[u8]) -> f64 {
+    let Dims { rows, inner, columns, .. } = dims;
+    let row = rows - 1;
+    let (mut wrong, mut size) = (0.0, 0.0);
+    for column in 0..64 {
+        let term = |k: usize| number(row * inner + k) * number(k * columns + column);
+        let want: f64 = (0..inner).map(term).sum();
+        let at = row * columns + column;
+        let got = match kind {
+            FloatKind::F32 => {
+                let b = &y[4 * at..][..4];
+                f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+            }
+            _ => bf16::from_le_bytes([y[2 * at], y[2 * at + 1]]).to_f64(),
+        };
+        wrong += (want - got).powi(2);
+        size += want.powi(2);
+    }
+    f64::sqrt(wrong / size)
+}

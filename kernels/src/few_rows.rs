@@ -1,0 +1,424 @@
+//! A few rows times a matrix, `y = x W + b`: the linear layers of decoding.
+//! ```text
+//! y_mn = b_n + sum_k x_mk W_kn                     in f32
+//!
+//! x: [M, K]  F    M from 1 to 64
+//! W: [K, N]  F    rows lie `stride` numbers apart
+//! b: [N]     F    if there is one
+//! y: [M, N]  F
+//! ```
+//! Work:   a cube has up to 8 rows of x, and `lanes` vectors of columns side by side. Cube x counts
+//!         columns; cube z counts rows, and finds W in L2 where there are several. Units stand in groups
+//!         of `lanes`, which deal the rows of W out among them and add their sums up in shared memory.
+//! Bytes:  at 4.3 TB/s and 0.7 microseconds from question to answer 3 MB have to be on their way at any
+//!         time: 23 KB for each of 132 multiprocessors. A unit asks for 16 vectors of 16 bytes (8 from 3
+//!         rows on) before it multiplies the first, and for the next ones as soon as these are used up,
+//!         ahead of the barriers that x takes: 64 KB (32 KB) a cube. Cubes get narrower, down to 64 bytes
+//!         of a row of W, until three quarters of the multiprocessors have one.
+//! Cost:   2 M K N flops for K N numbers of W, once for each 8 rows: bound by memory up to about 8 rows.
+//!         No sum is split over cubes: that would take another launch, or additions in any order.
+//! Edges:  rows past K repeat the last one, times 0; columns past N repeat the last ones and are not
+//!         kept. Where 8, 4 or 2 do not divide N and `stride`, vectors are narrower. M, K and N are
+//!         run-time values: new ones compile nothing, unless they change `Split`.
+
+use crate::launch::{Buffer, Refusal, array, buffer, check_type, whole};
+use crate::plan::VERSION;
+use cubecl::ir::StorageType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+/// Most rows of x. Above, tensor cores are worth their tiles.
+pub const MOST_ROWS: usize = 64;
+
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Most rows of a cube.
+const TILE: usize = 8;
+/// Bytes of the widest load.
+const LOAD: usize = 16;
+/// Bytes of a row of W that a cube has at least: two sectors of memory.
+const NARROWEST: usize = 64;
+/// Numbers in shared memory, at least: 16 KB, which every device has.
+const FEWEST: usize = 4096;
+/// Most rows of W that a cube asks for at once.
+const LONGEST: usize = 1024;
+/// Multiprocessors of a device that does not tell.
+const UNKNOWN: usize = 64;
+
+/// Sizes of one product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dims {
+    /// M, rows of x.
+    pub rows: usize,
+    /// K, columns of x and rows of W.
+    pub inner: usize,
+    /// N, columns of W.
+    pub columns: usize,
+    /// Numbers from one row of W to the next, N or more.
+    pub stride: usize,
+}
+
+/// Tensors of one product, of one type, laid out as the module says.
+#[derive(Debug, Clone, Copy)]
+pub struct Args<'a> {
+    /// Rows.
+    pub x: &'a Handle,
+    /// The matrix.
+    pub weight: &'a Handle,
+    /// What is added to every row.
+    pub bias: Option<&'a Handle>,
+}
+
+/// How a product is shared out: what the kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Split {
+    pub version: u32,
+    /// Rows of x that a cube has: 1, 2, 4 or 8.
+    pub tile: usize,
+    /// Numbers of a vector.
+    pub width: usize,
+    /// Vectors side by side that a cube has.
+    pub lanes: usize,
+    /// Vectors that a unit asks for at once.
+    pub ahead: usize,
+    /// Numbers in shared memory.
+    pub numbers: usize,
+    pub biased: bool,
+}
+
+impl Split {
+    /// A fixed rule: nothing is timed.
+    fn new<R: Runtime>(
+        client: &ComputeClient<R>,
+        dims: Dims,
+        dtype: StorageType,
+        biased: bool,
+    ) -> Self {
+        let hardware = &client.properties().hardware;
+        let most = (LOAD / dtype.size()).min(hardware.max_vector_size);
+        let fits = |n: &usize| {
+            *n <= most && dims.columns.is_multiple_of(*n) && dims.stride.is_multiple_of(*n)
+        };
+        let width = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
+        let tile = dims.rows.next_power_of_two().min(TILE);
+        let multiprocessors = hardware.num_streaming_multiprocessors;
+        let enough = multiprocessors.map_or(UNKNOWN, |n| n as usize) * 3 / 4;
+        let narrowest = NARROWEST / (width * dtype.size());
+        let fills = |lanes: &usize| {
+            let cubes = dims.columns.div_ceil(lanes * width) * dims.rows.div_ceil(tile);
+            *lanes > narrowest && cubes >= enough
+        };
+        let lanes = [32, 16, 8].into_iter().find(fills).unwrap_or(narrowest);
+        // Room for all sums of a cube at once, where the device has it.
+        let sums = tile * width * (UNITS + lanes);
+        let numbers = sums.min(hardware.max_shared_memory_size / 4).max(FEWEST);
+        let ahead = if tile <= 2 { 16 } else { 8 };
+        Self { version: VERSION, tile, width, lanes, ahead, numbers, biased }
+    }
+
+    /// Columns of a cube.
+    fn columns(&self) -> usize {
+        self.lanes * self.width
+    }
+
+    /// Groups of units.
+    fn groups(&self) -> usize {
+        UNITS / self.lanes
+    }
+
+    /// Rows of W that a cube asks for at once.
+    fn batch(&self) -> usize {
+        self.groups() * self.ahead
+    }
+
+    /// Batches whose columns of x are in shared memory at once.
+    fn batches(&self) -> usize {
+        self.numbers / (self.tile * self.batch())
+    }
+
+    /// Columns of x in shared memory, from one row to the next.
+    fn span(&self) -> usize {
+        self.batches() * self.batch()
+    }
+
+    /// A number of every unit in shared memory, and as many more as keep neighbouring columns of one
+    /// group from lying in one bank.
+    fn line(&self) -> usize {
+        UNITS + self.lanes
+    }
+
+    /// Rows whose sums meet at once: 1, 2, 4 or 8.
+    fn joined(&self) -> usize {
+        let room = self.numbers / (self.width * self.line());
+        1 << room.min(self.tile).ilog2()
+    }
+
+    /// Cubes in x and in z.
+    fn cubes(&self, dims: Dims) -> [usize; 2] {
+        [dims.columns.div_ceil(self.columns()), dims.rows.div_ceil(self.tile)]
+    }
+}
+
+/// Whether [`product`] takes this.
+///
+/// # Errors
+/// [`Refusal`] names what is wrong.
+pub fn check<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    dtype: StorageType,
+) -> Result<(), Refusal> {
+    let Dims { rows, inner, columns, stride } = dims;
+    if !(1..=MOST_ROWS).contains(&rows) || inner == 0 || columns == 0 {
+        return Err(Refusal::Product { rows, inner, columns });
+    }
+    check_type(client, dtype)?;
+    let hardware = &client.properties().hardware;
+    let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
+    if shared_memory < 4 * FEWEST || units < UNITS as u32 {
+        return Err(Refusal::Device { shared_memory, units });
+    }
+    // Rows of W are counted up to whole batches.
+    let got = (inner.next_multiple_of(LONGEST) * stride.max(rows)).max(rows * columns);
+    let most = u32::MAX as usize;
+    if got > most {
+        return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
+    }
+    let split = Split::new(client, dims, dtype, false);
+    let [x, z] = split.cubes(dims);
+    let (most_x, _, most_z) = hardware.max_cube_count;
+    for (what, got, most, each) in
+        [("columns", x, most_x, split.columns()), ("rows", z, most_z, split.tile)]
+    {
+        if got > most as usize {
+            return Err(Refusal::TooLarge { what, got: got * each, most: most as usize * each });
+        }
+    }
+    Ok(())
+}
+
+/// `x W + b`, `[M, N]`, in one launch.
+///
+/// # Errors
+/// As [`check`]; then nothing was launched.
+pub fn product<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    dtype: StorageType,
+    args: Args<'_>,
+) -> Result<Buffer, Refusal> {
+    check(client, dims, dtype)?;
+    let Dims { rows, inner, columns, stride } = dims;
+    let split = Split::new(client, dims, dtype, args.bias.is_some());
+    let [across, deep] = split.cubes(dims);
+    let y = buffer(client, &[rows, columns], dtype);
+    // A bias that is not there: any tensor of this type would do, and none is read.
+    let (bias, biases) = args.bias.map_or((args.x, 1), |bias| (bias, columns));
+    // SAFETY: rows and columns past the ends are cut off or repeat the last ones, so that all stays
+    // within the sizes of `dims`, which the caller promises.
+    #[allow(unsafe_code)]
+    unsafe {
+        rows_by_matrix::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(across as u32, 1, deep as u32),
+            CubeDim::new_1d(UNITS as u32),
+            array(args.x, rows * inner),
+            array(args.weight, (inner - 1) * stride + columns),
+            array(bias, biases),
+            whole(&y),
+            rows as u32,
+            inner as u32,
+            columns as u32,
+            stride as u32,
+            split,
+            dtype,
+            split.width,
+        );
+    }
+    Ok(y)
+}
+
+/// The kernel.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
+fn rows_by_matrix<F: Float, N: Size>(
+    x: &Array<F>,
+    weight: &Array<Vector<F, N>>,
+    bias: &Array<F>,
+    y: &mut Array<F>,
+    rows: u32,
+    inner: u32,
+    columns: u32,
+    stride: u32,
+    #[comptime] split: Split,
+    #[define(F)] _dtype: StorageType,
+    #[define(N)] _width: usize,
+) {
+    let width = comptime!(split.width);
+    let batch = comptime!(split.batch());
+    let inner = inner as usize;
+    let last = inner - 1;
+    let stride = stride as usize / width;
+    let group = UNIT_POS as usize / comptime!(split.lanes);
+    let lane = UNIT_POS as usize % comptime!(split.lanes);
+    // Units past the last columns repeat these; nobody looks at what they get.
+    let own = CUBE_POS_X as usize * comptime!(split.columns()) + lane * width;
+    let column = min(own, columns as usize - width) / width;
+
+    let mut staged = SharedMemory::<f32>::new(comptime!(split.numbers));
+    let mut sums = Array::<Vector<f32, N>>::new(comptime!(split.tile));
+    #[unroll]
+    for m in 0..comptime!(split.tile) {
+        sums[m] = Vector::<f32, N>::new(0.0f32);
+    }
+    let mut asked = Array::<Vector<F, N>>::new(comptime!(split.ahead));
+    ask::<F, N>(&mut asked, weight, group, last, stride, column, split);
+
+    let batches = last / batch + 1;
+    let most = comptime!(split.batches());
+    for slice in 0..(batches - 1) / most + 1 {
+        let first = slice * most;
+        let count = min(batches - first, most);
+        stage::<F>(&mut staged, x, rows as usize, first * batch, inner, count, split);
+        sync_cube();
+        for n in 0..count {
+            add_products::<F, N>(&mut sums, &asked, &staged, n * batch + group, split);
+            let next = first + n + 1;
+            if next < batches {
+                let row = next * batch + group;
+                ask::<F, N>(&mut asked, weight, row, last, stride, column, split);
+            }
+        }
+        sync_cube();
+    }
+    join::<F, N>(y, &mut staged, &sums, bias, rows as usize, columns as usize, split);
+}
+
+/// This unit's vectors of one batch: those of every row that its group is dealt, from `row` on.
+#[cube]
+fn ask<F: Float, N: Size>(
+    asked: &mut Array<Vector<F, N>>,
+    weight: &Array<Vector<F, N>>,
+    row: usize,
+    last: usize,
+    stride: usize,
+    column: usize,
+    #[comptime] split: Split,
+) {
+    #[unroll]
+    for n in 0..comptime!(split.ahead) {
+        let at = min(row + comptime!(n * split.groups()), last);
+        asked[n] = weight[at * stride + column];
+    }
+}
+
+/// Fills shared memory with this cube's rows of x, `[tile, span]`: the columns of `count` batches, from
+/// column `first` on, and zeros past the ends.
+#[cube]
+fn stage<F: Float>(
+    staged: &mut SharedMemory<f32>,
+    x: &Array<F>,
+    rows: usize,
+    first: usize,
+    inner: usize,
+    count: usize,
+    #[comptime] split: Split,
+) {
+    let batch = comptime!(split.batch());
+    let all = comptime!(split.tile * batch);
+    let turns = comptime!(all.div_ceil(UNITS));
+    let row = CUBE_POS_Z as usize * comptime!(split.tile);
+    let mut values = Array::<f32>::new(turns);
+    for n in 0..count {
+        // All are asked for before the first is put down.
+        #[unroll]
+        for turn in 0..turns {
+            let at = UNIT_POS as usize + comptime!(turn * UNITS);
+            let m = row + at / batch;
+            let k = first + n * batch + at % batch;
+            let value = f32::cast_from(x[min(m, rows - 1) * inner + min(k, inner - 1)]);
+            values[turn] = select(m < rows, select(k < inner, value, 0.0f32), 0.0f32);
+        }
+        #[unroll]
+        for turn in 0..turns {
+            let at = UNIT_POS as usize + comptime!(turn * UNITS);
+            if at < all {
+                let to = at / batch * comptime!(split.span()) + n * batch + at % batch;
+                staged[to] = values[turn];
+            }
+        }
+    }
+}
+
+/// Adds one batch: `at` is the place of its first row in what is staged.
+#[cube]
+fn add_products<F: Float, N: Size>(
+    sums: &mut Array<Vector<f32, N>>,
+    asked: &Array<Vector<F, N>>,
+    staged: &SharedMemory<f32>,
+    at: usize,
+    #[comptime] split: Split,
+) {
+    #[unroll]
+    for n in 0..comptime!(split.ahead) {
+        let w = Vector::<f32, N>::cast_from(asked[n]);
+        #[unroll]
+        for m in 0..comptime!(split.tile) {
+            let value = staged[at + comptime!(m * split.span() + n * split.groups())];
+            sums[m] = sums[m] + Vector::<f32, N>::new(value) * w;
+        }
+    }
+}
+
+/// Adds up the sums of all groups, as many rows at once as there is room for, and writes y.
+#[cube]
+fn join<F: Float, N: Size>(
+    y: &mut Array<F>,
+    staged: &mut SharedMemory<f32>,
+    sums: &Array<Vector<f32, N>>,
+    bias: &Array<F>,
+    rows: usize,
+    columns: usize,
+    #[comptime] split: Split,
+) {
+    let width = comptime!(split.width);
+    let lanes = comptime!(split.lanes);
+    let line = comptime!(split.line());
+    let across = comptime!(split.columns());
+    let joined = comptime!(split.joined());
+    let all = comptime!(joined * across);
+    #[unroll]
+    for part in 0..comptime!(split.tile / joined) {
+        if comptime!(part > 0) {
+            sync_cube();
+        }
+        #[unroll]
+        for m in 0..joined {
+            let sum = sums[comptime!(part * joined + m)];
+            #[unroll]
+            for l in 0..width {
+                staged[UNIT_POS as usize + comptime!((m * width + l) * line)] = sum[l];
+            }
+        }
+        sync_cube();
+        #[unroll]
+        for turn in 0..comptime!(all.div_ceil(UNITS)) {
+            let n = UNIT_POS as usize + comptime!(turn * UNITS);
+            let c = n % across;
+            let column = CUBE_POS_X as usize * across + c;
+            let m = n / across + comptime!(part * joined);
+            let row = CUBE_POS_Z as usize * comptime!(split.tile) + m;
+            if n < all && row < rows && column < columns {
+                let from = (n / across * width + c % width) * line + c / width;
+                let mut sum = 0.0f32;
+                for group in 0..comptime!(split.groups()) {
+                    sum += staged[from + group * lanes];
+                }
+                if comptime!(split.biased) {
+                    sum += f32::cast_from(bias[column]);
+                }
+                y[row * columns + column] = F::cast_from(sum);
+            }
+        }
+    }
+}
