@@ -4,7 +4,6 @@ use super::layers::split_heads;
 use super::{ConfigError, Cost, Linear};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
-
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
 
 /// Causal depthwise convolution over time, then SiLU.
