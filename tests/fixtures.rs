@@ -254,7 +254,7 @@ impl<B: Backend> ModuleMapper<B> for Pick {
 }
 
 /// Softmax attention with forget gates, through its layer.
-fn hold_fox<B: AutodiffBackend>(device: &B::Device, limit: f64) {
+fn hold_fox<B: AutodiffBackend + LinearAttentionBackend>(device: &B::Device, limit: f64) {
     use burn::module::Module;
     let (given, want) = (file("inputs"), file("fox"));
     // The layer takes a sigmoid's logarithm: its inverse, and the inverse's slope.

@@ -1,7 +1,7 @@
 //! Where a chunk lies in the tensors, and how much is kept between its tokens.
 
 use crate::plan::Plan;
-use crate::tile::Rows;
+use crate::tile::{Engine, Rows};
 use cubecl::prelude::*;
 
 /// Sizes that are no part of the compiled code.
@@ -100,11 +100,32 @@ pub(crate) fn since_start(sums: &Sums, i: usize) -> f32 {
 /// Sums of scalar gates, [C]. Ends with everything visible to all.
 #[cube]
 pub(crate) fn sum_scalars(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan: Plan) {
-    let i = UNIT_POS as usize;
+    if comptime!(plan.engine == Engine::Mma) {
+        if UNIT_POS < 32 {
+            let i = UNIT_POS as usize * 2;
+            scan(sums, i, log_gate(g, rows, i), log_gate(g, rows, i + 1));
+        }
+        sync_cube();
+    } else {
+        sum_one_by_one(sums, g, rows, plan);
+    }
+}
+
+/// The log gate of token `i`; 0 behind the last.
+#[cube]
+fn log_gate(g: &Array<f32>, rows: &Rows, i: usize) -> f32 {
     let mut gate = 0.0f32;
     if i < rows.valid {
         gate = g[rows.start + i * rows.stride];
     }
+    gate
+}
+
+/// [`sum_scalars`] where nothing is known of planes.
+#[cube]
+fn sum_one_by_one(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan: Plan) {
+    let i = UNIT_POS as usize;
+    let gate = log_gate(g, rows, i);
     let coarse = f32::round(gate * 16.0f32) * 0.0625f32;
     if i < comptime!(plan.chunk) {
         sums.coarse[i] = coarse;
@@ -132,8 +153,13 @@ pub(crate) fn sum_scalars(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[compti
 #[cube]
 pub(crate) fn sum_by_plane(sums: &mut Sums, at: usize, gates: &SharedMemory<f32>, gates_at: usize) {
     let i = UNIT_POS as usize % 32 * 2;
-    let first = gates[gates_at + i];
-    let second = gates[gates_at + i + 1];
+    scan(sums, at + i, gates[gates_at + i], gates[gates_at + i + 1]);
+    sync_plane();
+}
+
+/// Sums of 64 gates by a plane of 32; this unit's two, `first` and `second`, have theirs at `at`.
+#[cube]
+fn scan(sums: &mut Sums, at: usize, first: f32, second: f32) {
     let coarse_first = f32::round(first * 16.0f32) * 0.0625f32;
     let coarse_second = f32::round(second * 16.0f32) * 0.0625f32;
     let fine_first = first - coarse_first;
@@ -149,11 +175,10 @@ pub(crate) fn sum_by_plane(sums: &mut Sums, at: usize, gates: &SharedMemory<f32>
         coarse += select(there, coarse_before, 0.0f32);
         fine += select(there, fine_before, 0.0f32);
     }
-    sums.coarse[at + i] = coarse - coarse_second;
-    sums.coarse[at + i + 1] = coarse;
-    sums.fine[at + i] = fine - fine_second;
-    sums.fine[at + i + 1] = fine;
-    sync_plane();
+    sums.coarse[at] = coarse - coarse_second;
+    sums.coarse[at + 1] = coarse;
+    sums.fine[at] = fine - fine_second;
+    sums.fine[at + 1] = fine;
 }
 
 /// Sums of the gates of keys `first..first + key_slice`, [C, key_slice] in rows of the tiles'

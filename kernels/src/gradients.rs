@@ -26,7 +26,7 @@ use crate::gates::{
     keep_values, keep_vector_gates, shares,
 };
 use crate::plan::{Plan, transposed, upright};
-use crate::scores::{Operands, ask_scale, keep, left, reach, store, vector_reach, weight};
+use crate::scores::{Operands, ask_scale, below, keep, left, reach, store, vector_reach, weight};
 use crate::state::add;
 use crate::tile::{Acc, Engine, Grid, Pair, Rows, column, inside, mul, put_four, row, tile, zeros};
 use crate::vector::{scores_adjoint, set};
@@ -478,20 +478,24 @@ fn weigh<F: Float, X: Float, E: Float, G: Size, N: Size>(
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         let j = column(f, grid);
+        let low = below(f, j, grid);
         #[unroll]
         for h in 0..2usize {
-            let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
-            let mut x = acc.index(f)[h];
-            #[unroll]
-            for l in 0..2usize {
-                x[l] = x[l] * weight(sums, i, j + l, strict, before, plan);
-                if comptime!(exclude) {
-                    let empty = if comptime!(before) { j + l + 1 == i } else { j + l == i };
-                    if empty {
-                        if inside(f, grid) {
-                            apart[comptime!(scored.apart() * plan.chunk) + i] = x[l];
+            let mut x = Pair::new(0.0);
+            if low {
+                let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+                x = acc.index(f)[h];
+                #[unroll]
+                for l in 0..2usize {
+                    x[l] = x[l] * weight(sums, i, j + l, strict, before, plan);
+                    if comptime!(exclude) {
+                        let empty = if comptime!(before) { j + l + 1 == i } else { j + l == i };
+                        if empty {
+                            if inside(f, grid) {
+                                apart[comptime!(scored.apart() * plan.chunk) + i] = x[l];
+                            }
+                            x[l] = 0.0f32;
                         }
-                        x[l] = 0.0f32;
                     }
                 }
             }

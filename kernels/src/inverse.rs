@@ -6,10 +6,12 @@
 //! [ I - M11        ]^-1   [ T11              ]
 //! [  -M21   I - M22]    = [ T22 M21 T11  T22 ]
 //! ```
-//! All in f32. A doubling series (I + M)(I + M^2).. would be shorter, and wrong: with equal keys the
-//! powers of M reach 1e17 before they cancel.
+//! All in f32, or in what is as good: tensor cores get each number as a sum of two of 16 bits, and leave
+//! out the product of the two small ones. A doubling series (I + M)(I + M^2).. would be shorter, and
+//! wrong: with equal keys the powers of M reach 1e17 before they cancel.
 
 use crate::plan::Plan;
+use crate::tile::{Engine, Pair, execute};
 use cubecl::prelude::*;
 
 /// Side of a block that is solved row by row.
@@ -20,15 +22,24 @@ pub(crate) fn stride(plan: &Plan) -> usize {
     plan.chunk + 1
 }
 
-/// `t = (I - m)^-1`, both [C, C]; `m` is used up. Starts and ends with a barrier.
+/// `t = (I - m)^-1`, both [C, C]; `m` is used up. E: what tensor cores multiply. Starts and ends with a
+/// barrier.
 #[cube]
-pub(crate) fn invert(m: &mut SharedMemory<f32>, t: &mut SharedMemory<f32>, #[comptime] plan: Plan) {
+pub(crate) fn invert<E: Float>(
+    m: &mut SharedMemory<f32>,
+    t: &mut SharedMemory<f32>,
+    #[comptime] plan: Plan,
+) {
     sync_cube();
     solve_blocks(m, t, plan);
     sync_cube();
     #[unroll]
     for level in 0..comptime!((plan.chunk / BLOCK).ilog2()) {
-        merge(m, t, comptime!(BLOCK << level), plan);
+        if comptime!(plan.engine == Engine::Mma) {
+            merge_by_planes::<E>(m, t, comptime!(BLOCK << level), plan);
+        } else {
+            merge(m, t, comptime!(BLOCK << level), plan);
+        }
     }
 }
 
@@ -110,6 +121,115 @@ fn merge(
         put_square(t, &x, i * stride + j, stride);
     }
     sync_cube();
+}
+
+/// As [`merge`], by tensor cores: a plane 16 rows by 8 columns.
+#[cube]
+fn merge_by_planes<E: Float>(
+    m: &mut SharedMemory<f32>,
+    t: &mut SharedMemory<f32>,
+    #[comptime] side: usize,
+    #[comptime] plan: Plan,
+) {
+    let stride = comptime!(stride(&plan));
+    let down = comptime!(side / 16);
+    let tiles = comptime!(down * (side / 8));
+    let used = comptime!(plan.chunk / side / 2 * tiles);
+    comptime!(assert!(used <= plan.units / 32, "a plane for each piece of the product"));
+    let plane = UNIT_POS as usize / 32;
+    let low = plane / tiles * comptime!(2 * side);
+    let i = low + side + plane % down * 16;
+    let j = low + plane % tiles / down * 8;
+    let works = plane < used;
+    let mut x = Array::<Pair>::new(2usize);
+    x[0] = Pair::new(0.0);
+    x[1] = Pair::new(0.0);
+    if works {
+        let a = i * stride + low;
+        add_product::<E>(&mut x, m, a, t, low * stride + j, side, stride);
+    }
+    sync_cube();
+    if works {
+        put_block(m, &x, i * stride + j, stride);
+    }
+    sync_cube();
+    x[0] = Pair::new(0.0);
+    x[1] = Pair::new(0.0);
+    if works {
+        let a = i * stride + low + side;
+        add_product::<E>(&mut x, t, a, m, (low + side) * stride + j, side, stride);
+        put_block(t, &x, i * stride + j, stride);
+    }
+    sync_cube();
+}
+
+/// `x += A B` for 16 rows of A and 8 columns of B, `depth` deep, which start `a_at` and `b_at` numbers
+/// into their matrices. Who holds which number: PTX, `mma.m16n8k16`.
+#[cube]
+fn add_product<E: Float>(
+    x: &mut Array<Pair>,
+    a: &SharedMemory<f32>,
+    a_at: usize,
+    b: &SharedMemory<f32>,
+    b_at: usize,
+    #[comptime] depth: usize,
+    #[comptime] stride: usize,
+) {
+    let lane = UNIT_POS as usize % 32;
+    let a_lane = a_at + lane / 4 * stride + lane % 4 * 2;
+    let b_lane = b_at + lane % 4 * 2 * stride + lane / 4;
+    #[unroll]
+    for k in 0..comptime!(depth / 16) {
+        let mut a_high = Array::<Vector<E, Const<2>>>::new(4usize);
+        let mut a_low = Array::<Vector<E, Const<2>>>::new(4usize);
+        let mut b_high = Array::<Vector<E, Const<2>>>::new(2usize);
+        let mut b_low = Array::<Vector<E, Const<2>>>::new(2usize);
+        #[unroll]
+        for n in 0..4usize {
+            let at = a_lane + comptime!(n % 2 * 8 * stride + n / 2 * 8 + k * 16);
+            split::<E>(&mut a_high, &mut a_low, n, a[at], a[at + 1]);
+        }
+        #[unroll]
+        for n in 0..2usize {
+            let at = b_lane + comptime!((n * 8 + k * 16) * stride);
+            split::<E>(&mut b_high, &mut b_low, n, b[at], b[at + stride]);
+        }
+        execute::<E>(&a_low, &b_high, x);
+        execute::<E>(&a_high, &b_low, x);
+        execute::<E>(&a_high, &b_high, x);
+    }
+}
+
+/// Two numbers as register `n` of two fragments, whose sum they are up to the square of what one of
+/// them rounds off.
+#[cube]
+fn split<E: Float>(
+    high: &mut Array<Vector<E, Const<2>>>,
+    low: &mut Array<Vector<E, Const<2>>>,
+    #[comptime] n: usize,
+    first: f32,
+    second: f32,
+) {
+    let mut large = Vector::<E, Const<2>>::empty();
+    large[0] = E::cast_from(first);
+    large[1] = E::cast_from(second);
+    let mut small = Vector::<E, Const<2>>::empty();
+    small[0] = E::cast_from(first - f32::cast_from(large[0]));
+    small[1] = E::cast_from(second - f32::cast_from(large[1]));
+    high[n] = large;
+    low[n] = small;
+}
+
+/// Writes a plane's 16 x 8 numbers, which begin at `at`.
+#[cube]
+fn put_block(to: &mut SharedMemory<f32>, x: &Array<Pair>, at: usize, #[comptime] stride: usize) {
+    let lane = UNIT_POS as usize % 32;
+    #[unroll]
+    for h in 0..2usize {
+        let here = at + lane / 4 * stride + lane % 4 * 2 + comptime!(h * 8 * stride);
+        to[here] = x[h][0];
+        to[here + 1] = x[h][1];
+    }
 }
 
 #[cube]

@@ -138,7 +138,12 @@ pub(crate) fn score_chunks<F: Float, X: Float, E: Float, G: Size, N: Size, M: Si
         }
     }
     let reads = comptime!(variant.reads_before());
-    weigh(&mut qk, &sums, 0usize, reads, reads, plan);
+    let alike = comptime!(variant.scalar() && variant.solves() && reads == variant.asks_before());
+    if comptime!(alike) {
+        weigh_both(&mut qk, &mut ab, &sums, reads, plan);
+    } else {
+        weigh(&mut qk, &sums, 0usize, reads, reads, plan);
+    }
     keep_square::<E, M>(&mut out.reads, &qk, &place, plan);
     if comptime!(variant.low_rank()) {
         weigh(&mut qb, &sums, 0usize, reads, reads, plan);
@@ -148,7 +153,9 @@ pub(crate) fn score_chunks<F: Float, X: Float, E: Float, G: Size, N: Size, M: Si
         keep_local::<F, X, E, G, N, M>(&mut out.local, &ak, &x.v, &place, plan);
     }
     if comptime!(variant.solves()) {
-        weigh(&mut ab, &sums, 0usize, true, comptime!(variant.asks_before()), plan);
+        if comptime!(!alike) {
+            weigh(&mut ab, &sums, 0usize, true, comptime!(variant.asks_before()), plan);
+        }
         keep_inverse::<E, M>(&mut out.inverse, &ab, &x.beta, &place, plan);
     }
     keep_table(&mut out.table, &sums, &x.beta, &place, plan);
@@ -205,15 +212,61 @@ fn weigh(
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         let j = at + column(f, grid);
+        let low = below(f, j - at, grid);
         #[unroll]
         for h in 0..2usize {
-            let i = at + min(row(f, h, grid), comptime!(plan.chunk - 1));
-            let mut x = acc.index(f)[h];
-            #[unroll]
-            for l in 0..2usize {
-                x[l] = x[l] * weight(sums, i, j + l, strict, before, plan);
+            let mut x = Pair::new(0.0);
+            if low {
+                let i = at + min(row(f, h, grid), comptime!(plan.chunk - 1));
+                x = acc.index(f)[h];
+                #[unroll]
+                for l in 0..2usize {
+                    x[l] = x[l] * weight(sums, i, j + l, strict, before, plan);
+                }
             }
             set(acc.index_mut(f), h, x);
+        }
+    }
+}
+
+/// Whether a unit has anything on or below the diagonal in fragment `f`, whose first column is `j`.
+/// Planes whose whole fragment lies above save its exponentials.
+#[cube]
+pub(crate) fn below(#[comptime] f: usize, j: usize, #[comptime] grid: Grid) -> bool {
+    row(f, 1usize, grid) >= j
+}
+
+/// [`weigh`] for scores and for what is solved, which decay alike: one exponential for both.
+#[cube]
+fn weigh_both(
+    reads: &mut Acc,
+    asks: &mut Acc,
+    sums: &Sums,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.pairs());
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        let j = column(f, grid);
+        let low = below(f, j, grid);
+        #[unroll]
+        for h in 0..2usize {
+            let mut x = Pair::new(0.0);
+            let mut y = Pair::new(0.0);
+            if low {
+                let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+                x = reads.index(f)[h];
+                y = asks.index(f)[h];
+                #[unroll]
+                for l in 0..2usize {
+                    let kept = weight(sums, i, j + l, before, before, plan);
+                    x[l] = x[l] * kept;
+                    y[l] = y[l] * select(i > j + l, kept, 0.0f32);
+                }
+            }
+            set(reads.index_mut(f), h, x);
+            set(asks.index_mut(f), h, y);
         }
     }
 }
@@ -348,7 +401,7 @@ fn keep_inverse<E: Float, M: Size>(
             }
         }
     }
-    invert(&mut m, &mut t, plan);
+    invert::<E>(&mut m, &mut t, plan);
     let rows = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
     let half = comptime!(plan.chunk / 2);
     let all = comptime!(plan.chunk * half);

@@ -59,7 +59,7 @@ impl<B: Backend> Decays<B> {
     fn since_start(&self, x: &Tensor<B, 4>, asks: Asks) -> Tensor<B, 4> {
         let factors = match self {
             Self::Scalar(decay) => decay.from_start.clone(),
-            Self::Vector(decay) => decay.from_start(),
+            Self::Vector(decay) => decay.since_start(),
         };
         x.clone() * asks.rows(factors, 1.0)
     }

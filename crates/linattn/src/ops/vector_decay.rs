@@ -157,7 +157,7 @@ impl<B: Backend> VectorDecay<B> {
     }
 
     /// `[.., C, K]`: `e^{G_i}`.
-    pub(super) fn from_start(&self) -> Tensor<B, 4> {
+    pub(super) fn since_start(&self) -> Tensor<B, 4> {
         self.from_start.factors.clone()
     }
 
