@@ -24,13 +24,16 @@
 use crate::chunk::{Place, Sizes, place};
 use crate::pass::{Span, Task};
 use crate::plan::Plan;
-use crate::tile::Rows;
+use crate::tile::{Rows, tile};
 use cubecl::prelude::*;
 
 /// Columns of S that a cube of [`join_matrices`] owns.
 pub(crate) const COLUMNS: usize = 16;
 /// Units of a cube that joins.
 pub(crate) const UNITS: usize = 256;
+/// Numbers of M that a cube of [`join_matrices`] holds in shared memory: one slab of rows is worked on
+/// while the next one is on its way to registers.
+const SLAB: usize = 2048;
 
 /// What a cube of stage 2 walks over.
 #[derive(CubeType, Clone, Copy)]
@@ -149,8 +152,7 @@ pub(crate) fn join_matrices<N: Size>(
     let across = comptime!(keys / read);
     let down = comptime!(UNITS / COLUMNS);
     let turns = comptime!(across.div_ceil(down));
-    // Rows whose numbers are asked for before any is waited for.
-    let ahead = comptime!(if keys.is_multiple_of(8) { 8 } else { 1 });
+    let slab = comptime!(slab(keys));
     let segments = segments as usize;
     let memory = CUBE_POS_Y as usize * segments;
     let own = UNIT_POS as usize / COLUMNS;
@@ -159,6 +161,8 @@ pub(crate) fn join_matrices<N: Size>(
     let column = min(CUBE_POS_X as usize * COLUMNS + v, comptime!(width - 1));
     let there = CUBE_POS_X as usize * COLUMNS + v < width;
     let mut carried = SharedMemory::<f32>::new(comptime!(keys * COLUMNS));
+    let mut rows = tile::<f32, N>(comptime!(slab * keys));
+    let mut coming = Array::<Vector<f32, N>>::new(comptime!((slab * across).div_ceil(UNITS)));
     let begin = source(0usize, segments, backward);
     #[unroll]
     for t in 0..comptime!((keys * COLUMNS).div_ceil(UNITS)) {
@@ -167,11 +171,13 @@ pub(crate) fn join_matrices<N: Size>(
             carried[d * COLUMNS + v] = slots[((memory + begin) * keys + d) * width + column];
         }
     }
-    sync_cube();
+    let matrix = (start as usize + (memory + begin) * comptime!(keys * keys)) / read;
+    fetch(&mut coming, transfers, matrix, plan);
     for n in 0..segments - 2 {
         let from = source(n, segments, backward);
         let to = source(n + 1, segments, backward);
         let matrix = (start as usize + (memory + from) * comptime!(keys * keys)) / read;
+        let after = (start as usize + (memory + to) * comptime!(keys * keys)) / read;
         let mut sums = Sequence::<Array<Vector<f32, N>>>::new();
         #[unroll]
         for t in 0..turns {
@@ -185,15 +191,21 @@ pub(crate) fn join_matrices<N: Size>(
             sum[0] = x;
             sums.push(sum);
         }
-        for rows in 0..comptime!(keys / ahead) {
+        for s in 0..comptime!(keys / slab) {
+            sync_cube();
+            lay_down(&mut rows, &coming, plan);
+            sync_cube();
+            // The slab after this one, or the first of the next matrix; behind the last nobody looks.
+            let last = s == comptime!(keys / slab - 1);
+            let next = matrix + (s + 1) * comptime!(slab * across);
+            fetch(&mut coming, transfers, select(last, after, next), plan);
             #[unroll]
-            for row in 0..ahead {
-                let row = rows * ahead + row;
-                let x = Vector::<f32, N>::new(carried[row * COLUMNS + v]);
+            for row in 0..slab {
+                let x = Vector::<f32, N>::new(carried[(s * slab + row) * COLUMNS + v]);
                 #[unroll]
                 for t in 0..turns {
                     let d = min(own + comptime!(t * down), comptime!(across - 1));
-                    add_product(sums.index_mut(t), transfers[matrix + row * across + d], x);
+                    add_product(sums.index_mut(t), rows[row * across + d], x);
                 }
             }
         }
@@ -212,7 +224,47 @@ pub(crate) fn join_matrices<N: Size>(
                 }
             }
         }
-        sync_cube();
+    }
+}
+
+/// Rows of M that [`join_matrices`] holds in shared memory: a divisor of K, about [`SLAB`] numbers.
+fn slab(keys: usize) -> usize {
+    let most = (SLAB / keys).max(1).ilog2();
+    (0..=most).rev().map(|n| 1 << n).find(|rows| keys.is_multiple_of(*rows)).unwrap_or(1)
+}
+
+/// Asks for the slab of M at vector `at`, a share for each unit.
+#[cube]
+fn fetch<N: Size>(
+    coming: &mut Array<Vector<f32, N>>,
+    transfers: &Array<Vector<f32, N>>,
+    at: usize,
+    #[comptime] plan: Plan,
+) {
+    let read = N::value();
+    let vectors = comptime!(slab(plan.key_width) * plan.key_width / read);
+    #[unroll]
+    for t in 0..comptime!(vectors.div_ceil(UNITS)) {
+        let n = min(UNIT_POS as usize + comptime!(t * UNITS), comptime!(vectors - 1));
+        coming[t] = transfers[at + n];
+    }
+}
+
+/// Puts what was asked for into shared memory.
+#[cube]
+fn lay_down<N: Size>(
+    rows: &mut SharedMemory<Vector<f32, N>>,
+    coming: &Array<Vector<f32, N>>,
+    #[comptime] plan: Plan,
+) {
+    let read = N::value();
+    let vectors = comptime!(slab(plan.key_width) * plan.key_width / read);
+    #[unroll]
+    for t in 0..comptime!(vectors.div_ceil(UNITS)) {
+        let n = UNIT_POS as usize + comptime!(t * UNITS);
+        if n < vectors {
+            rows[n] = coming[t];
+        }
     }
 }
 
