@@ -20,6 +20,8 @@ mod generation;
 #[cfg(feature = "cpu")]
 mod layers;
 mod ops;
+#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
+mod rowwise;
 #[cfg(feature = "cpu")]
 mod runs;
 mod support;

@@ -6,6 +6,7 @@
 //! Source: MAD, arXiv 2403.17844, whose compression task asks for it.
 
 use super::layers::{Norm, NormKind, linear_with_bias};
+use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::{Int, Tensor, activation::gelu, backend::Backend};
@@ -29,7 +30,9 @@ impl<B: Backend> Decoder<B> {
         let linear = || linear_with_bias(d_model, d_model, device);
         Self { norm_1: norm(), linear_1: linear(), norm_2: norm(), linear_2: linear() }
     }
+}
 
+impl<B: LinearAttentionBackend> Decoder<B> {
     /// `[B, T, D]` to `[B, T, D]`, of which only the last position is read.
     pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let [_, tokens, width] = x.dims();

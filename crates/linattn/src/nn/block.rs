@@ -8,10 +8,10 @@ use super::convolution::{ShortConvolution, convolution_cost};
 use super::layers::{Norm, NormKind, linear, linear_with_bias, shift_tokens};
 use super::mixers::{Mixer, MixerConfig, MixerState};
 use super::{ConfigError, Cost, LARGEST, Shared, positive};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
-use burn::tensor::activation::{gelu, relu, sigmoid, silu};
+use burn::tensor::activation::{gelu, relu, sigmoid};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -375,7 +375,9 @@ impl<B: Backend> SwiGlu<B> {
             smooth,
         }
     }
+}
 
+impl<B: LinearAttentionBackend> SwiGlu<B> {
     /// Token by token, over the last dimension.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         self.through(x, |x| x)
@@ -389,8 +391,11 @@ impl<B: Backend> SwiGlu<B> {
     ) -> Tensor<B, D> {
         let gate = canon(self.gate_proj.forward(x.clone()));
         let up = canon(self.up_proj.forward(x));
-        let gate = if self.smooth { gelu(gate) } else { silu(gate) };
-        self.down_proj.forward(gate * up)
+        let inner = match self.smooth {
+            true => gelu(gate) * up,
+            false => ops::gate(up, gate, Activation::Silu),
+        };
+        self.down_proj.forward(inner)
     }
 }
 

@@ -28,6 +28,7 @@
 
 use super::layers::{l2_normalize, standardize};
 use super::{ConfigError, LARGEST, positive};
+use crate::ops::LinearAttentionBackend;
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::activation::{relu, softmax};
@@ -268,7 +269,7 @@ fn made<T>(part: &Option<T>) -> &T {
     part.as_ref().expect("`init` made what the map needs")
 }
 
-impl<B: Backend> Features<B> {
+impl<B: LinearAttentionBackend> Features<B> {
     /// `x`: `[B, T, H, K]`, whose first token stands at `position`. Gives `[B, T, H, features]`.
     pub fn forward(&self, x: Tensor<B, 4>, position: usize) -> Tensor<B, 4> {
         match self.map {

@@ -8,8 +8,11 @@
 
 use super::retnet::{check_rotated, check_theta};
 use super::{key_width, linear_flops};
-use crate::nn::layers::{check_epsilon, linear, linear_with_bias, merge_heads, split_heads};
+use crate::nn::layers::{
+    check_epsilon, linear, linear_with_bias, merge_heads, rms_norm, split_heads,
+};
 use crate::nn::{ConfigError, Cost, RecurrentState, Rope, StateTensors, positive};
+use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::nn::{Linear, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::softmax;
@@ -229,7 +232,7 @@ pub struct Attention<B: Backend> {
     alibi: bool,
 }
 
-impl<B: Backend> Attention<B> {
+impl<B: LinearAttentionBackend> Attention<B> {
     /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
     pub fn forward(
         &self,
@@ -298,7 +301,7 @@ pub(super) fn head_norm<B: Backend>(
 
 /// `x`, `[B, T, D]`, projected and taken apart, `[B, T, heads, X]`, each head normalised if there
 /// is a norm.
-pub(super) fn project_heads<B: Backend>(
+pub(super) fn project_heads<B: LinearAttentionBackend>(
     proj: &Linear<B>,
     norm: Option<&RmsNorm<B>>,
     x: &Tensor<B, 3>,
@@ -306,7 +309,7 @@ pub(super) fn project_heads<B: Backend>(
 ) -> Tensor<B, 4> {
     let x = split_heads(proj.forward(x.clone()), heads);
     match norm {
-        Some(norm) => norm.forward(x),
+        Some(norm) => rms_norm(norm, x, None),
         None => x,
     }
 }

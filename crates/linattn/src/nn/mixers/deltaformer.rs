@@ -18,7 +18,7 @@ use super::retnet::{check_rotated, check_theta};
 use super::{key_width, linear_flops};
 use crate::nn::layers::{check_epsilon, linear};
 use crate::nn::{ConfigError, Cost, Rope, check_chunk};
-use crate::ops::{DEFAULT_CHUNK, solve_unit_lower};
+use crate::ops::{DEFAULT_CHUNK, LinearAttentionBackend, solve_unit_lower};
 use burn::module::Module;
 use burn::nn::{Linear, RmsNorm};
 use burn::tensor::activation::softmax;
@@ -136,7 +136,7 @@ pub struct DeltaFormer<B: Backend> {
     chunk: usize,
 }
 
-impl<B: Backend> DeltaFormer<B> {
+impl<B: LinearAttentionBackend> DeltaFormer<B> {
     /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
     pub fn forward(
         &self,
