@@ -9,7 +9,7 @@ fn main() -> io::Result<()> {
     let files: io::Result<Vec<PathBuf>> =
         fs::read_dir("src")?.map(|entry| entry.map(|entry| entry.path())).collect();
     let mut files = files?;
-    files.retain(|file| !file.ends_with("tests.rs"));
+    files.retain(|file| !file.to_string_lossy().ends_with("tests.rs"));
     files.sort();
     // FNV-1a, 64 bits.
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;

@@ -1,38 +1,20 @@
 //! Burn's fusion of elementwise operations changes no number: whole models, logits and gradients,
 //! fused against unfused on the same adapter.
 
-use crate::support::{download, wgpu};
+use crate::support::{Weights, download, wgpu};
 use burn::backend::wgpu::{CubeBackend, WgpuRuntime};
 use burn::backend::{Autodiff, Flex};
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::GradientsParams;
-use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor, TensorData};
 use linattn::nn::LanguageModelConfig;
 use linattn::ops::LinearAttentionBackend;
 use linattn_oracle::assert_close;
-use std::collections::VecDeque;
 
 type Plain = CubeBackend<WgpuRuntime, f32, i32, u32>;
 type Fused = burn::backend::Wgpu;
-
-/// Weights of a model, first to last.
-#[derive(Clone, Default)]
-struct Weights(VecDeque<TensorData>);
-
-impl<B: Backend> ModuleVisitor<B> for Weights {
-    fn visit_float<const R: usize>(&mut self, param: &Param<Tensor<B, R>>) {
-        self.0.push_back(param.val().into_data());
-    }
-}
-
-impl<B: Backend> ModuleMapper<B> for Weights {
-    fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
-        let weight = self.0.pop_front().unwrap();
-        param.map(|old| Tensor::from_data(weight, &old.device()).require_grad())
-    }
-}
 
 /// Gradients by path.
 struct Collect<'a, B: AutodiffBackend> {

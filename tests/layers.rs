@@ -4,7 +4,9 @@ use crate::support::download;
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Int, Tensor, TensorData, backend::Backend};
 use linattn::nn::mixers::{Mixer, MixerConfig};
-use linattn::nn::{LanguageModel, LanguageModelConfig, Rope, Shared, ShortConvolution, force};
+use linattn::nn::{
+    LanguageModel, LanguageModelConfig, Norm, NormKind, Rope, Shared, ShortConvolution, force,
+};
 use linattn_oracle::assert_close;
 
 pub(crate) type B = Autodiff<Flex>;
@@ -566,6 +568,15 @@ fn rotation_makes_scores_depend_on_distance_alone() {
         linattn_oracle::relative_error(&score(3, 0), &score(9, 0)) > 1e-2,
         "another distance gives another score"
     );
+}
+
+#[test]
+fn a_norm_is_what_burn_makes_of_it_to_the_last_bit() {
+    let (epsilon, device) = (1e-3, Default::default());
+    let norm = Norm::<B>::new(NormKind::Rms, D, epsilon, &device);
+    let of_burn = burn::nn::RmsNormConfig::new(D).with_epsilon(epsilon).init::<B>(&device);
+    let x = input(10) * 0.1;
+    assert_eq!(of_burn.forward(x.clone()).into_data(), norm.forward(x).into_data());
 }
 
 #[test]

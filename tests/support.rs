@@ -1,5 +1,7 @@
 //! What several tests need.
 
+#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
+use burn::module::{ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,6 +23,26 @@ pub fn upload<B: Backend, const D: usize>(
 /// The numbers of a tensor.
 pub fn download<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
     x.into_data().iter::<f64>().collect()
+}
+
+/// Weights of a model, first to last: taken from one by a visit, given to another by a map.
+#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
+#[derive(Clone, Default)]
+pub struct Weights(std::collections::VecDeque<TensorData>);
+
+#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
+impl<B: Backend> ModuleVisitor<B> for Weights {
+    fn visit_float<const R: usize>(&mut self, param: &Param<Tensor<B, R>>) {
+        self.0.push_back(param.val().into_data());
+    }
+}
+
+#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
+impl<B: Backend> ModuleMapper<B> for Weights {
+    fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
+        let weight = self.0.pop_front().unwrap();
+        param.map(|old| Tensor::from_data(weight, &old.device()).require_grad())
+    }
 }
 
 /// Numbers by name.

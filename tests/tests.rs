@@ -22,6 +22,8 @@ mod layers;
 mod ops;
 #[cfg(feature = "cpu")]
 mod paths;
+#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
+mod rowwise;
 #[cfg(feature = "cpu")]
 mod runs;
 mod support;

@@ -3,6 +3,7 @@
 #![allow(clippy::collapsible_if)] // the outer one is often decided when a kernel is compiled
 
 mod chunk;
+pub mod convolution;
 mod desk;
 pub mod few_rows;
 mod gates;
@@ -11,6 +12,9 @@ mod inverse;
 mod launch;
 mod pass;
 mod plan;
+pub mod rowwise;
+#[cfg(test)]
+mod rowwise_tests;
 mod scores;
 mod segments;
 mod state;

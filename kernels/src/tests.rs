@@ -13,14 +13,14 @@ use oracle::{Decay, Family, Gate, Read, Recipe, Rng, Strength, Transition};
 
 /// Type of the rows: gates and states are f32 always.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Rows {
+pub(crate) enum Rows {
     F32,
     F16,
     Bf16,
 }
 
 impl Rows {
-    fn dtype(self) -> StorageType {
+    pub(crate) fn dtype(self) -> StorageType {
         let kind = match self {
             Rows::F32 => FloatKind::F32,
             Rows::F16 => FloatKind::F16,
@@ -29,7 +29,7 @@ impl Rows {
         StorageType::Scalar(ElemType::Float(kind))
     }
 
-    fn bytes(self, x: &[f64]) -> Vec<u8> {
+    pub(crate) fn bytes(self, x: &[f64]) -> Vec<u8> {
         match self {
             Rows::F32 => x.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
             Rows::F16 => x.iter().flat_map(|x| f16::from_f64(*x).to_le_bytes()).collect(),
@@ -37,7 +37,7 @@ impl Rows {
         }
     }
 
-    fn numbers(self, bytes: &[u8]) -> Vec<f64> {
+    pub(crate) fn numbers(self, bytes: &[u8]) -> Vec<f64> {
         let two = bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
         let four = bytes.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]);
         match self {
@@ -47,7 +47,7 @@ impl Rows {
         }
     }
 
-    fn round(self, x: &mut [f64]) {
+    pub(crate) fn round(self, x: &mut [f64]) {
         for x in x {
             *x = match self {
                 Rows::F32 => f64::from(*x as f32),
@@ -678,11 +678,11 @@ macro_rules! each_transition {
 }
 
 #[cfg(feature = "cuda")]
-mod on_cuda {
+pub(crate) mod on_cuda {
     use super::*;
     use cubecl::cuda::CudaRuntime;
 
-    fn client() -> ComputeClient<CudaRuntime> {
+    pub(crate) fn client() -> ComputeClient<CudaRuntime> {
         CudaRuntime::client(&Default::default())
     }
 
@@ -769,13 +769,13 @@ mod on_cuda {
 
 /// The first adapter of wgpu: through SPIR-V with the feature `vulkan`, else through WGSL, which is what
 /// Metal, DirectX 12 and browsers are given.
-mod on_wgpu {
+pub(crate) mod on_wgpu {
     use super::*;
     use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
 
     /// Features are shared with whatever is built along with this crate, so a caller who wants one
     /// language of the two says so in `LINATTN_SHADERS`, `spirv` or `wgsl`.
-    fn client() -> ComputeClient<WgpuRuntime> {
+    pub(crate) fn client() -> ComputeClient<WgpuRuntime> {
         let client = WgpuRuntime::client(&WgpuDevice::default());
         if let Ok(wanted) = std::env::var("LINATTN_SHADERS") {
             assert_eq!(WgpuRuntime::name(&client), format!("wgpu<{wanted}>"), "this build");

@@ -2,11 +2,12 @@
 //!
 //! `cargo run -p linattn-kernels --features hip-source --example hip_sources -- FOLDER [KxV ..]`
 //!
-//! Every variant is launched through the crate's own functions, forward, backward and one step, and
-//! products of few rows, in f32, f16 and bf16, on a runtime that compiles what it is asked to launch, keeps the text, and runs
-//! nothing. Its devices report what CubeCL's HIP runtime reports for an MI250 (gfx90a) and an RX 7900
-//! (gfx1100), so chunks, tiles and engines are those of a real launch. FOLDER gets one file a kernel
-//! and `manifest.csv`; `hip_check.sh` compiles them.
+//! Every variant is launched through the crate's own functions, forward, backward and one step, and so
+//! are products of few rows and what stands around a recurrence, in f32, f16 and bf16, on a runtime that
+//! compiles what it is asked to launch, keeps the text, and runs nothing. Its devices report what
+//! CubeCL's HIP runtime reports for an MI250 (gfx90a) and an RX 7900 (gfx1100), so chunks, tiles and
+//! engines are those of a real launch. FOLDER gets one file a kernel and `manifest.csv`; `hip_check.sh`
+//! compiles them.
 
 mod runtime;
 
@@ -14,9 +15,10 @@ use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use linattn_kernels::rowwise::{self, Activation, Measure};
 use linattn_kernels::{
-    Decay, Dims, Engine, Given, Inputs, Read, Refusal, Transition, Variant, backward, engine,
-    few_rows, forward, step,
+    Decay, Dims, Engine, Given, Inputs, Read, Refusal, Transition, Variant, backward, convolution,
+    engine, few_rows, forward, step,
 };
 use runtime::{Arch, Recorder};
 use std::error::Error;
@@ -87,7 +89,8 @@ fn write(folder: &Path, shapes: &[[usize; 2]]) -> Result<(usize, usize), Box<dyn
                     book.enter(&page, "", &client)?;
                 }
             }
-            // Nor are those of a product; how many rows a cube has, is.
+            // Widths are no part of the rest's code; how many rows a cube of a product has, is.
+            let case = Case::new(&client, dtype, 64, 64);
             for count in [1, 2, 4, 8] {
                 for (biased, launched) in [(false, ""), (true, "-bias")] {
                     case.product(count, biased)?;
@@ -95,6 +98,8 @@ fn write(folder: &Path, shapes: &[[usize; 2]]) -> Result<(usize, usize), Box<dyn
                     book.enter(&page, launched, &client)?;
                 }
             }
+            let page = Page { arch, rows, shape: "any", variant: "around" };
+            case.around(|launched| book.enter(&page, launched, &client))?;
         }
     }
     std::fs::write(folder.join("manifest.csv"), &book.manifest)?;
@@ -278,5 +283,100 @@ impl<'a> Case<'a> {
         let case = Self { dims: Dims { tokens: 1, ..self.dims }, ..*self };
         let x = case.inputs(variant, true);
         step::launch(case.client, variant, case.dims, case.dtype, &x).map(|_| ())
+    }
+
+    /// What stands around a recurrence, in every form; `enter` is called after each launch.
+    fn around(
+        &self,
+        mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
+    ) -> Result<(), Box<dyn Error>> {
+        for width in [64, 2048] {
+            for weighted in [false, true] {
+                for gate in [None, Some(Activation::Silu), Some(Activation::Sigmoid)] {
+                    self.normalize(width, weighted, gate);
+                    let gate = gate.map_or("none".into(), |gate| format!("{gate:?}"));
+                    enter(&format!("-{width}-weight_{weighted}-gate_{gate}"))?;
+                }
+            }
+        }
+        for activation in [Activation::Identity, Activation::Silu] {
+            for biased in [false, true] {
+                self.convolve(activation, biased);
+                enter(&format!("-{activation:?}-bias_{biased}"))?;
+            }
+        }
+        self.log_decay();
+        enter("")?;
+        for activation in [Activation::Silu, Activation::Sigmoid] {
+            self.gated_product(activation);
+            enter(&format!("-{activation:?}"))?;
+        }
+        Ok(())
+    }
+
+    fn normalize(&self, width: usize, weighted: bool, gate: Option<Activation>) {
+        let x = || self.rows(width);
+        let rows = rowwise::Rows {
+            rows: 1,
+            width,
+            measure: Measure::RootMeanSquare,
+            epsilon: 1e-5,
+            factor: 1.0,
+            activation: gate.unwrap_or(Activation::Identity),
+        };
+        let args =
+            rowwise::RowArgs { x: x(), weight: weighted.then(x), gate: gate.map(|_| x()), y: x() };
+        let cubes = rows.cubes(self.most()).expect("a row fits every device");
+        rowwise::normalize(self.client, cubes, rows, args, x, self.dtype);
+    }
+
+    fn convolve(&self, activation: Activation, biased: bool) {
+        let dims = convolution::Dims { batch: 1, tokens: 1, channels: 64, window: 4, activation };
+        let args = convolution::Args {
+            x: self.rows(64),
+            weight: self.rows(4 * 64),
+            bias: biased.then(|| self.rows(64)),
+            tail: self.rows(3 * 64),
+            y: self.rows(64),
+            next: self.rows(3 * 64),
+        };
+        let cubes = dims.cubes(self.most()).expect("a token fits every device");
+        convolution::launch(self.client, cubes, dims, args, || self.rows(64), self.dtype);
+    }
+
+    fn log_decay(&self) {
+        let decays = rowwise::Decays { rows: 1, width: 64, heads: 64 };
+        let args = rowwise::DecayArgs {
+            x: self.rows(64),
+            a_log: self.rows(64),
+            dt_bias: self.rows(64),
+            g: self.flat(64, F32),
+        };
+        let cubes = decays.cubes(self.most()).expect("a token fits every device");
+        rowwise::log_decay(self.client, cubes, decays, args, self.dtype);
+    }
+
+    fn gated_product(&self, activation: Activation) {
+        let args = rowwise::ProductArgs { x: self.rows(64), gate: self.rows(64), y: self.rows(64) };
+        let cubes = rowwise::product_cubes(64, self.most()).expect("a row fits every device");
+        rowwise::gated_product(self.client, cubes, 64, activation, args, self.dtype);
+    }
+
+    fn most(&self) -> (u32, u32, u32) {
+        self.client.properties().hardware.max_cube_count
+    }
+
+    /// Numbers of the rows' type.
+    fn rows(&self, numbers: usize) -> TensorArg<Recorder> {
+        self.flat(numbers, self.dtype.size())
+    }
+
+    fn flat(&self, numbers: usize, bytes: usize) -> TensorArg<Recorder> {
+        let handle = self.client.empty(numbers * bytes);
+        // SAFETY: nothing is run.
+        #[allow(unsafe_code)]
+        unsafe {
+            TensorArg::from_raw_parts(handle, vec![1_usize].into(), vec![numbers].into())
+        }
     }
 }

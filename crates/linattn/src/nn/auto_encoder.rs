@@ -22,14 +22,16 @@ pub struct Decoder<B: Backend> {
     linear_2: Linear<B>,
 }
 
-impl<B: LinearAttentionBackend> Decoder<B> {
+impl<B: Backend> Decoder<B> {
     /// Fresh weights for a model of width `d_model`, even and at least 4.
     pub(super) fn new(d_model: usize, norm: NormKind, epsilon: f64, device: &B::Device) -> Self {
         let norm = || Norm::new(norm, d_model, epsilon, device);
         let linear = || linear_with_bias(d_model, d_model, device);
         Self { norm_1: norm(), linear_1: linear(), norm_2: norm(), linear_2: linear() }
     }
+}
 
+impl<B: LinearAttentionBackend> Decoder<B> {
     /// `[B, T, D]` to `[B, T, D]`, of which only the last position is read.
     pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let [_, tokens, width] = x.dims();

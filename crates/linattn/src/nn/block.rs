@@ -8,9 +8,9 @@ use super::convolution::{ShortConvolution, convolution_cost};
 use super::layers::{Linear, Norm, NormKind, linear, linear_with_bias, shift_tokens};
 use super::mixers::{Mixer, MixerConfig, MixerState};
 use super::{ConfigError, Cost, LARGEST, Shared, positive};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::{Module, Param};
-use burn::tensor::activation::{gelu, relu, sigmoid, silu};
+use burn::tensor::activation::{gelu, relu, sigmoid};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -390,8 +390,11 @@ impl<B: LinearAttentionBackend> SwiGlu<B> {
     ) -> Tensor<B, D> {
         let gate = canon(self.gate_proj.forward(x.clone()));
         let up = canon(self.up_proj.forward(x));
-        let gate = if self.smooth { gelu(gate) } else { silu(gate) };
-        self.down_proj.forward(gate * up)
+        let inner = match self.smooth {
+            true => gelu(gate) * up,
+            false => ops::gate(up, gate, Activation::Silu),
+        };
+        self.down_proj.forward(inner)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::layers::split_heads;
 use super::{ConfigError, Cost, Linear};
-use crate::ops::{self, LinearAttentionBackend};
+use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
 
@@ -53,8 +53,7 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         x: Tensor<B, 3>,
         tail: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        let (y, tail) = self.linear(x, tail);
-        (silu(y), tail)
+        self.run(x, tail, Some(Activation::Silu))
     }
 
     /// As [`forward`](Self::forward), without SiLU.
@@ -63,12 +62,18 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         x: Tensor<B, 3>,
         tail: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        let (mut y, tail) = ops::short_convolution(x, self.weight.val(), tail)
-            .expect("`x` has the channels that the layer was made for, and the tail is its own");
-        if let Some(bias) = &self.bias {
-            y = y + bias.val().unsqueeze::<3>();
-        }
-        (y, tail)
+        self.run(x, tail, None)
+    }
+
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        tail: Option<Tensor<B, 3>>,
+        activation: Option<Activation>,
+    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let bias = self.bias.as_ref().map(|bias| bias.val());
+        ops::convolve(x, self.weight.val(), bias, tail, activation)
+            .expect("`x` has the channels that the layer was made for, and the tail is its own")
     }
 }
 

@@ -1,10 +1,10 @@
 //! Small parts that mixers and blocks share.
 
 use super::ConfigError;
-use crate::ops::{self, LinearAttentionBackend};
+pub(crate) use crate::ops::softplus;
+use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -143,29 +143,36 @@ impl<B: Backend> BlockDiagonal<B> {
     }
 }
 
-/// `ln(1 + e^x)`, to the last digits also where it is small, and no infinity where x is large.
-pub(crate) fn softplus<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-    let low = x.clone().clamp_max(20.0);
-    low.clone().exp().log1p() + (x - low)
+/// Rows of length 1: `x / sqrt(sum x^2 + 1e-6)` over the last dimension.
+pub fn l2_normalize<B: LinearAttentionBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    ops::l2_normalize(x, 1.0)
 }
 
-/// Rows of length 1: `x / sqrt(sum x^2 + 1e-6)` over the last dimension.
-pub fn l2_normalize<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-    let length = (x.clone() * x.clone()).sum_dim(D - 1).add_scalar(1e-6).sqrt();
-    x / length
+/// Queries of length K^-1/2, the scale that scores have by custom: `[B, T, H, K]`.
+pub(crate) fn scaled_queries<B: LinearAttentionBackend>(q: Tensor<B, 4>) -> Tensor<B, 4> {
+    let scale = (q.dims()[3] as f64).powf(-0.5);
+    ops::l2_normalize(q, scale)
 }
 
 /// `x / sqrt(mean x^2 + epsilon)` over the last dimension: RMSNorm without a weight.
-pub(crate) fn rms_normalize<B: Backend, const D: usize>(
+pub(crate) fn rms_normalize<B: LinearAttentionBackend, const D: usize>(
     x: Tensor<B, D>,
     epsilon: f64,
 ) -> Tensor<B, D> {
-    let size = (x.clone() * x.clone()).mean_dim(D - 1).add_scalar(epsilon).sqrt();
-    x / size
+    ops::rms_normalize(x, epsilon, None, None)
+}
+
+/// [`RmsNorm`] over the last dimension of `x`, times an activated gate where there is one.
+pub(crate) fn rms_norm<B: LinearAttentionBackend, const D: usize>(
+    norm: &RmsNorm<B>,
+    x: Tensor<B, D>,
+    gate: Option<(Activation, Tensor<B, D>)>,
+) -> Tensor<B, D> {
+    ops::rms_normalize(x, norm.epsilon, Some(norm.gamma.val()), gate)
 }
 
 /// As [`rms_normalize`], the mean taken off first: LayerNorm without weight and bias.
-pub(crate) fn standardize<B: Backend, const D: usize>(
+pub(crate) fn standardize<B: LinearAttentionBackend, const D: usize>(
     x: Tensor<B, D>,
     epsilon: f64,
 ) -> Tensor<B, D> {
@@ -186,18 +193,16 @@ impl<B: Backend> GatedRmsNorm<B> {
     pub fn new(width: usize, epsilon: f64, device: &B::Device) -> Self {
         Self { norm: RmsNormConfig::new(width).with_epsilon(epsilon).init(device) }
     }
+}
 
+impl<B: LinearAttentionBackend> GatedRmsNorm<B> {
     /// Normalises `x`; multiplies by `silu(gate)` if there is a gate.
     pub fn forward<const D: usize>(
         &self,
         x: Tensor<B, D>,
         gate: Option<Tensor<B, D>>,
     ) -> Tensor<B, D> {
-        let x = self.norm.forward(x);
-        match gate {
-            Some(gate) => x * silu(gate),
-            None => x,
-        }
+        rms_norm(&self.norm, x, gate.map(|gate| (Activation::Silu, gate)))
     }
 
     /// Normalises `x`; multiplies by `sigmoid(gate)`.
@@ -206,7 +211,7 @@ impl<B: Backend> GatedRmsNorm<B> {
         x: Tensor<B, D>,
         gate: Tensor<B, D>,
     ) -> Tensor<B, D> {
-        self.norm.forward(x) * sigmoid(gate)
+        rms_norm(&self.norm, x, Some((Activation::Sigmoid, gate)))
     }
 }
 
@@ -242,11 +247,13 @@ impl<B: Backend> Norm<B> {
             }
         }
     }
+}
 
+impl<B: LinearAttentionBackend> Norm<B> {
     /// Normalises the last dimension.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         match self {
-            Norm::Rms(norm) => norm.forward(x),
+            Norm::Rms(norm) => rms_norm(norm, x, None),
             Norm::Layer(norm) => norm.forward(x),
         }
     }

@@ -2,6 +2,7 @@
 
 use super::convolution::{self, Convolution};
 use super::mesa::{self, Normal};
+use super::rowwise::{self, Activation, Gated, LogDecay, Normalization};
 use super::scan::{self, Scan, Scanned};
 use super::{chunkwise, general, recurrent};
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend, ops::FloatTensor};
@@ -195,6 +196,31 @@ pub trait LinearAttentionBackend: Backend {
         d_y: FloatTensor<Self>,
     ) -> Convolution<FloatTensor<Self>> {
         convolution::backward::<Self>(c, d_y)
+    }
+
+    /// The convolution, a bias `[D]` and an activation where they are given, and the next tail,
+    /// `[B, W - 1, D]`.
+    fn convolve(
+        c: Convolution<FloatTensor<Self>>,
+        bias: Option<FloatTensor<Self>>,
+        activation: Option<Activation>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        convolution::convolve::<Self>(c, bias, activation)
+    }
+
+    /// Normalised rows, shaped as `x.x`, which has D dimensions.
+    fn normalize<const D: usize>(x: Normalization<FloatTensor<Self>>) -> FloatTensor<Self> {
+        rowwise::normalize::<Self, D>(x)
+    }
+
+    /// Numbers and their gates, tensors of D dimensions.
+    fn gated_product<const D: usize>(x: Gated<FloatTensor<Self>>) -> FloatTensor<Self> {
+        rowwise::gated_product::<Self, D>(x)
+    }
+
+    /// Log gates, `[B, T, W]`, in f32, or f64 for f64 inputs.
+    fn log_decay(x: LogDecay<FloatTensor<Self>>) -> FloatTensor<Self> {
+        rowwise::log_decay::<Self>(x)
     }
 
     /// The solutions of `x`, `[B, T, H, K]`. No gradient flows through them.

@@ -5,6 +5,7 @@
 //! tensors of full size each, and their sums the dearest part of a small model's step.
 
 use super::backend::{LinearAttentionBackend, primitive, tensor};
+use super::rowwise::Activation;
 use burn::backend::autodiff::{
     Autodiff, NodeId,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -25,7 +26,7 @@ pub struct Convolution<T> {
 }
 
 /// The tail and then `x`: `[B, W - 1 + T, D]`.
-pub(super) fn seen<B: Backend>(tail: Tensor<B, 3>, x: Tensor<B, 3>) -> Tensor<B, 3> {
+fn seen<B: Backend>(tail: Tensor<B, 3>, x: Tensor<B, 3>) -> Tensor<B, 3> {
     Tensor::cat(vec![tail, x], 1)
 }
 
@@ -47,6 +48,33 @@ pub(super) fn forward<B: Backend>(c: Convolution<FloatTensor<B>>) -> FloatTensor
     let (x, weight) = (tensor::<B, 3>(c.x), tensor::<B, 2>(c.weight));
     let tokens = x.dims()[1];
     primitive(correlate(&seen(tensor(c.tail), x), &weight, tokens, |w| w))
+}
+
+/// The last W - 1 tokens of what was seen, which may reach back into the old tail.
+fn next_tail<B: Backend>(c: &Convolution<FloatTensor<B>>) -> FloatTensor<B> {
+    let (x, tail) = (tensor::<B, 3>(c.x.clone()), tensor::<B, 3>(c.tail.clone()));
+    let (tokens, before) = (x.dims()[1], tail.dims()[1]);
+    primitive(match tokens <= before {
+        true => seen(tail, x).narrow(1, tokens, before),
+        false => x.narrow(1, tokens - before, before),
+    })
+}
+
+/// The convolution, what follows it, and the next tail.
+pub(super) fn convolve<B: LinearAttentionBackend>(
+    c: Convolution<FloatTensor<B>>,
+    bias: Option<FloatTensor<B>>,
+    activation: Option<Activation>,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let next = next_tail::<B>(&c);
+    let mut y = tensor::<B, 3>(B::short_convolution(c));
+    if let Some(bias) = bias {
+        y = y + tensor::<B, 1>(bias).unsqueeze::<3>();
+    }
+    if let Some(activation) = activation {
+        y = activation.apply(y);
+    }
+    (primitive(y), next)
 }
 
 pub(super) fn backward<B: Backend>(

@@ -1,10 +1,13 @@
 //! The operations on Burn's CubeCL backends: as kernels, and as tensor operations where the kernels
 //! refuse (f64; over whole sequences keys and values wider than 256; products of more than 64 rows).
+//! cube_rowwise.rs has what stands around a recurrence.
 
 use super::backend::{
     self, Forward, LinearAttentionBackend, Operands, Path, Read, Saved, primitive, tensor,
 };
-use super::recurrent;
+use super::convolution::{self, Convolution};
+use super::rowwise::{self, Activation, Gated, LogDecay, Normalization};
+use super::{cube_rowwise, recurrent};
 use burn::tensor::{DType, FloatDType, Shape, ops::FloatTensor};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::zeros_client;
@@ -96,6 +99,27 @@ where
             Some(y) => y,
             None => backend::affine::<Self>(x, weight, bias),
         }
+    }
+
+    fn convolve(
+        c: Convolution<FloatTensor<Self>>,
+        bias: Option<FloatTensor<Self>>,
+        activation: Option<Activation>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        cube_rowwise::convolve(&c, bias.as_ref(), activation)
+            .unwrap_or_else(|| convolution::convolve::<Self>(c, bias, activation))
+    }
+
+    fn normalize<const D: usize>(x: Normalization<FloatTensor<Self>>) -> FloatTensor<Self> {
+        cube_rowwise::normalize(&x).unwrap_or_else(|| rowwise::normalize::<Self, D>(x))
+    }
+
+    fn gated_product<const D: usize>(x: Gated<FloatTensor<Self>>) -> FloatTensor<Self> {
+        cube_rowwise::gated_product(&x).unwrap_or_else(|| rowwise::gated_product::<Self, D>(x))
+    }
+
+    fn log_decay(x: LogDecay<FloatTensor<Self>>) -> FloatTensor<Self> {
+        cube_rowwise::log_decay(&x).unwrap_or_else(|| rowwise::log_decay::<Self>(x))
     }
 }
 

@@ -23,6 +23,8 @@ mod chunkwise;
 mod convolution;
 #[cfg(feature = "cubecl")]
 mod cube;
+#[cfg(feature = "cubecl")]
+mod cube_rowwise;
 mod decay;
 #[cfg(feature = "fusion")]
 mod fusion;
@@ -30,6 +32,7 @@ mod general;
 mod mask;
 mod mesa;
 mod recurrent;
+mod rowwise;
 mod scan;
 mod triangular;
 mod vector_decay;
@@ -37,6 +40,8 @@ mod vector_decay;
 pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Read, Saved};
 pub use convolution::Convolution;
 pub use mesa::{Mesa, Normal, mesa, mesa_step};
+pub use rowwise::{Activation, Gated, LogDecay, Measure, Normalization};
+pub(crate) use rowwise::{gate, l2_normalize, log_gates, rms_normalize, softplus};
 pub use scan::{Complex, Scan, ScanField, Scanned, complex_scan, linear_scan, linear_scan_step};
 pub(crate) use triangular::solve_unit_lower;
 
@@ -323,8 +328,19 @@ pub fn short_convolution<B: LinearAttentionBackend>(
     weight: Tensor<B, 2>,
     tail: Option<Tensor<B, 3>>,
 ) -> Result<(Tensor<B, 3>, Tensor<B, 3>), OpError> {
+    convolve(x, weight, None, tail, None)
+}
+
+/// As [`short_convolution`], then a bias, `[D]`, and an activation, where they are given.
+pub(crate) fn convolve<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+    tail: Option<Tensor<B, 3>>,
+    activation: Option<Activation>,
+) -> Result<(Tensor<B, 3>, Tensor<B, 3>), OpError> {
     let op = "short_convolution";
-    let ([batch, tokens, channels], [width, _]) = (x.dims(), weight.dims());
+    let ([batch, _, channels], [width, _]) = (x.dims(), weight.dims());
     for (tensor, dims) in [("x", x.dims().as_slice()), ("weight", weight.dims().as_slice())] {
         if dims.contains(&0) {
             return Err(OpError::Empty { op, tensor, got: dims.to_vec() });
@@ -335,20 +351,20 @@ pub fn short_convolution<B: LinearAttentionBackend>(
     }
     let before = [batch, width - 1, channels];
     let tail = tail.unwrap_or_else(|| Tensor::zeros(before, (&x.device(), x.dtype())));
-    let shapes: [(&str, &[usize], &[usize]); 2] =
-        [("weight", &weight.dims(), &[width, channels]), ("tail", &tail.dims(), &before)];
+    let bias_dims = bias.as_ref().map_or([channels], |bias| bias.dims());
+    let shapes: [(&str, &[usize], &[usize]); 3] = [
+        ("weight", &weight.dims(), &[width, channels]),
+        ("tail", &tail.dims(), &before),
+        ("bias", &bias_dims, &[channels]),
+    ];
     for (tensor, got, want) in shapes {
         if got != want {
             return Err(OpError::Shape { op, tensor, got: got.into(), want: want.into() });
         }
     }
-    // The last W - 1 tokens of what was seen, which may reach back into the old tail.
-    let next = match tokens < width {
-        true => convolution::seen(tail.clone(), x.clone()).narrow(1, tokens, width - 1),
-        false => x.clone().narrow(1, tokens + 1 - width, width - 1),
-    };
     let inputs = Convolution { x: primitive(x), weight: primitive(weight), tail: primitive(tail) };
-    Ok((tensor(B::short_convolution(inputs)), next))
+    let (y, next) = B::convolve(inputs, bias.map(primitive), activation);
+    Ok((tensor(y), tensor(next)))
 }
 
 /// A linear layer's `x W + b` over the last dimension of `x`, which has two or more. Gradients reach all

@@ -8,7 +8,9 @@
 
 use super::retnet::{check_rotated, check_theta};
 use super::{key_width, linear_flops};
-use crate::nn::layers::{check_epsilon, linear, linear_with_bias, merge_heads, split_heads};
+use crate::nn::layers::{
+    check_epsilon, linear, linear_with_bias, merge_heads, rms_norm, split_heads,
+};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, StateTensors, positive};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
@@ -305,7 +307,7 @@ pub(super) fn project_heads<B: LinearAttentionBackend>(
 ) -> Tensor<B, 4> {
     let x = split_heads(proj.forward(x.clone()), heads);
     let x = match norm {
-        Some(norm) => norm.forward(x),
+        Some(norm) => rms_norm(norm, x, None),
         None => x,
     };
     let x = match rotation {

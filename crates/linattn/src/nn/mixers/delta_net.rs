@@ -12,7 +12,7 @@
 use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, softplus, split_heads,
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, scaled_queries, split_heads,
 };
 use crate::nn::{ConfigError, Cost, Linear, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
@@ -226,15 +226,12 @@ impl<B: LinearAttentionBackend> DeltaNet<B> {
         let mut tails = vec![];
         let mut project =
             |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
-        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
+        let q = scaled_queries(project(&self.q_proj, &self.q_conv1d, self.key_heads));
         let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);
-        let scale = (q.dims()[3] as f64).powf(-0.5);
         let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
-        let inputs = DeltaRule {
-            g: self.log_decay(&x).map(Decay::Scalar),
-            ..DeltaRule::new(q * scale, k, v, beta)
-        };
+        let inputs =
+            DeltaRule { g: self.log_decay(&x).map(Decay::Scalar), ..DeltaRule::new(q, k, v, beta) };
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
         let y = self.o_proj.forward(merge_heads(self.o_norm.forward(o, gate)));
@@ -248,11 +245,11 @@ impl<B: LinearAttentionBackend> DeltaNet<B> {
     }
 }
 
-/// `-exp(a_log) softplus(x + dt_bias)`, `[B, T, H]`.
-pub(super) fn log_decay<B: Backend>(
+/// `-exp(a_log) softplus(x + dt_bias)`, `[B, T, H]`, f32 at least.
+pub(super) fn log_decay<B: LinearAttentionBackend>(
     x: Tensor<B, 3>,
     a_log: &Param<Tensor<B, 1>>,
     dt_bias: &Param<Tensor<B, 1>>,
 ) -> Tensor<B, 3> {
-    softplus(x + dt_bias.val().unsqueeze()) * a_log.val().exp().neg().unsqueeze()
+    ops::log_gates(x, a_log.val(), dt_bias.val())
 }

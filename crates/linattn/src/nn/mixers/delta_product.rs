@@ -12,7 +12,7 @@ use super::delta_net::{fresh_a_log, fresh_dt_bias, log_decay};
 use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, split_heads,
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, scaled_queries, split_heads,
 };
 use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
@@ -166,15 +166,14 @@ impl<B: LinearAttentionBackend> DeltaProduct<B> {
             let y = convolve(conv, proj.forward(x.clone()), &mut before, &mut tails);
             self.split(y, steps)
         };
-        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, 1));
+        let q = scaled_queries(project(&self.q_proj, &self.q_conv1d, 1));
         let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.steps));
         let v = project(&self.v_proj, &self.v_conv1d, self.steps);
-        let scale = (q.dims()[3] as f64).powf(-0.5);
         let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
         let beta = self.split(beta, self.steps).squeeze_dim(3);
         let g = self.log_decay(&x);
         let g = g.map(|g| Decay::Scalar(self.pad(g.unsqueeze_dim(3), false).squeeze_dim(3)));
-        let inputs = DeltaRule { g, ..DeltaRule::new(self.pad(q * scale, true), k, v, beta) };
+        let inputs = DeltaRule { g, ..DeltaRule::new(self.pad(q, true), k, v, beta) };
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
         let o = self.last_steps(o, tokens);

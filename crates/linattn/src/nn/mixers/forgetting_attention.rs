@@ -9,12 +9,12 @@
 
 use super::attention::{causal_mask, check_shared, weigh};
 use super::{key_width, linear_flops};
-use crate::nn::layers::{check_epsilon, linear, linear_with_bias, split_heads};
+use crate::nn::layers::{check_epsilon, linear, linear_with_bias, rms_normalize, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, StateTensors};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{log_sigmoid, sigmoid};
+use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -180,7 +180,7 @@ impl<B: LinearAttentionBackend> ForgettingAttention<B> {
         let bias = forgotten + causal_mask(&q, keys.dims()[2], None);
         let o = weigh(q, &keys, &values, bias);
         let o = match &self.g_proj {
-            Some(gate) => o * sigmoid(gate.forward(x)),
+            Some(gate) => ops::gate(o, gate.forward(x), Activation::Sigmoid),
             None => o,
         };
         let state = ForgettingCache { keys, values, gates };
@@ -219,8 +219,7 @@ pub(super) fn forget<B: Backend>(
 }
 
 /// RMSNorm over each head of `x`, `[B, T, H, K]`, with a weight for every channel of every head.
-fn normalize_heads<B: Backend>(norm: &RmsNorm<B>, x: Tensor<B, 4>) -> Tensor<B, 4> {
+fn normalize_heads<B: LinearAttentionBackend>(norm: &RmsNorm<B>, x: Tensor<B, 4>) -> Tensor<B, 4> {
     let [_, _, heads, width] = x.dims();
-    let size = (x.clone() * x.clone()).mean_dim(3).add_scalar(norm.epsilon).sqrt();
-    x / size * norm.gamma.val().reshape([1, 1, heads, width])
+    rms_normalize(x, norm.epsilon) * norm.gamma.val().reshape([1, 1, heads, width])
 }

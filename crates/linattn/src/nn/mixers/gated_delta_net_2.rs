@@ -14,8 +14,8 @@ use super::kda::{one_after_other, row_decay};
 use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, share_heads,
-    split_heads,
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads,
+    scaled_queries, share_heads, split_heads,
 };
 use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
@@ -164,10 +164,9 @@ impl<B: LinearAttentionBackend> GatedDeltaNet2<B> {
         let mut tails = vec![];
         let mut project =
             |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
-        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
+        let q = scaled_queries(project(&self.q_proj, &self.q_conv1d, self.key_heads));
         let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);
-        let scale = (q.dims()[3] as f64).powf(-0.5);
         let gate = |proj: &Linear<B>, heads| split_heads(sigmoid(proj.forward(x.clone())), heads);
         let erase = gate(&self.b_proj, self.key_heads) * k.clone() * self.erase_scale;
         let write = gate(&self.w_proj, self.heads) * v;
@@ -177,7 +176,7 @@ impl<B: LinearAttentionBackend> GatedDeltaNet2<B> {
         let inputs = DeltaRule {
             erase: Some(share_heads(erase, self.heads)),
             g: Some(Decay::Vector(share_heads(g, self.heads))),
-            ..DeltaRule::new(q * scale, k, write, beta)
+            ..DeltaRule::new(q, k, write, beta)
         };
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let gate = split_heads(one_after_other(&self.g_proj, x), self.heads);

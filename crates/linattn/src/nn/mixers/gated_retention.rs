@@ -16,9 +16,9 @@ use super::{
 };
 use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_normalize, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, Rope, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
-use burn::tensor::activation::{log_sigmoid, silu};
+use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -155,7 +155,7 @@ impl<B: LinearAttentionBackend> GatedRetention<B> {
         let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let o = merge_heads(rms_normalize(o, self.norm_eps));
-        let y = self.o_proj.forward(o * silu(self.g_proj.forward(x)));
+        let y = self.o_proj.forward(ops::gate(o, self.g_proj.forward(x), Activation::Silu));
         (y, MatrixState { memory, tails: vec![], position: position + tokens })
     }
 }

@@ -18,7 +18,7 @@ use super::{check_divisor, check_heads, key_width, linear_flops, memory_cost, va
 use crate::nn::convolution::{
     ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
 };
-use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_norm, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, StateTensors, check_chunk, positive};
 use crate::ops::{self, LinearAttentionBackend, OpResult};
 use burn::module::Module;
@@ -221,7 +221,7 @@ impl<B: LinearAttentionBackend> Gsa<B> {
         let (g, written) = (split_heads(g, self.heads), split_heads(written, self.heads));
         let inputs = ops::LinearAttention::new(softmax(scores, 3), written, v).with_decay(g);
         let (o, values) = op(inputs, values).expect("the projections made the shapes");
-        let y = self.o_proj.forward(self.g_norm.forward(merge_heads(silu(o))));
+        let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(silu(o)), None));
         let keys = keys.reshape([batch, self.heads, rows / self.heads, key_width]);
         (y, SlotState { keys, values, tails })
     }

@@ -10,7 +10,7 @@
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_linearly};
-use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_norm, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::{Initializer, Module, Param};
@@ -178,7 +178,7 @@ impl<B: LinearAttentionBackend> Hgrn2<B> {
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let y = self.o_proj.forward(self.g_norm.forward(merge_heads(o)));
+        let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(o), None));
         (y, MatrixState { memory, tails, position: position + tokens })
     }
 

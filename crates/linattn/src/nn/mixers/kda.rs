@@ -12,8 +12,8 @@ use super::delta_net::{fresh_a_log, fresh_dt_bias};
 use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, softplus,
-    split_heads,
+    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads,
+    scaled_queries, split_heads,
 };
 use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
@@ -160,13 +160,12 @@ impl<B: LinearAttentionBackend> Kda<B> {
         let mut tails = vec![];
         let mut project =
             |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
-        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
+        let q = scaled_queries(project(&self.q_proj, &self.q_conv1d, self.key_heads));
         let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
         let v = project(&self.v_proj, &self.v_conv1d, self.heads);
-        let scale = (q.dims()[3] as f64).powf(-0.5);
         let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
         let g = row_decay(one_after_other(&self.f_proj, x.clone()), &self.a_log, &self.dt_bias);
-        let inputs = DeltaRule::new(q * scale, k, v, beta).with_decay(Decay::Vector(g));
+        let inputs = DeltaRule::new(q, k, v, beta).with_decay(Decay::Vector(g));
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let gate = split_heads(one_after_other(&self.g_proj, x), self.heads);
         let y = self.o_proj.forward(merge_heads(self.o_norm.forward_sigmoid(o, gate)));
@@ -182,14 +181,14 @@ pub(super) fn one_after_other<B: LinearAttentionBackend>(
     layers.iter().fold(x, |x, layer| layer.forward(x))
 }
 
-/// `-exp(a_log) softplus(x + dt_bias)`: `[B, T, H K]` to `[B, T, H, K]`, with an A for each head.
-pub(super) fn row_decay<B: Backend>(
+/// `-exp(a_log) softplus(x + dt_bias)`: `[B, T, H K]` to `[B, T, H, K]`, with an A for each head; f32 at
+/// least.
+pub(super) fn row_decay<B: LinearAttentionBackend>(
     x: Tensor<B, 3>,
     a_log: &Param<Tensor<B, 1>>,
     dt_bias: &Param<Tensor<B, 1>>,
 ) -> Tensor<B, 4> {
-    let rate = a_log.val().exp().neg();
-    let heads = rate.dims()[0];
-    let step = softplus(x + dt_bias.val().unsqueeze());
-    split_heads(step, heads) * rate.reshape([1, 1, heads, 1])
+    let a_log = a_log.val();
+    let heads = a_log.dims()[0];
+    split_heads(ops::log_gates(x, a_log, dt_bias.val()), heads)
 }

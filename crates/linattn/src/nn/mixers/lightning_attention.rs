@@ -11,12 +11,12 @@
 //! Source: Qin et al., arXiv 2401.04658; the layer around it as in arXiv 2501.08313.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost};
-use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_norm, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{sigmoid, silu};
+use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -136,8 +136,8 @@ impl<B: LinearAttentionBackend> LightningAttention<B> {
         let g = self.log_decay(&x).expand([batch, tokens, self.heads]);
         let inputs = ops::LinearAttention::new(part(0), part(1), part(2)).with_decay(g);
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = sigmoid(self.output_gate.forward(x));
-        let y = self.out_proj.forward(self.norm.forward(merge_heads(o)) * gate);
+        let gate = (Activation::Sigmoid, self.output_gate.forward(x));
+        let y = self.out_proj.forward(rms_norm(&self.norm, merge_heads(o), Some(gate)));
         (y, MatrixState { memory, tails: vec![], position: position + tokens })
     }
 

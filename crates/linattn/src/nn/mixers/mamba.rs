@@ -16,9 +16,8 @@ use super::{VectorState, linear_flops, scan_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::layers::{linear, softplus};
 use crate::nn::{ConfigError, Cost, Linear, positive};
-use crate::ops::{self, LinearAttentionBackend};
+use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -143,7 +142,7 @@ impl<B: LinearAttentionBackend> Mamba<B> {
         let h: Tensor<B, 4> = h.reshape([batch, tokens, inner, size]);
         let read = part(&low, rank + size, size).unsqueeze_dim::<4>(3); // C: [B, T, N, 1]
         let o = h.matmul(read).squeeze_dim::<3>(3) + x * self.d.val().unsqueeze::<3>();
-        let y = self.out_proj.forward(o * silu(z));
+        let y = self.out_proj.forward(ops::gate(o, z, Activation::Silu));
         let state =
             VectorState { memory: vec![last], tails: vec![tail], position: position + tokens };
         (y, state)

@@ -11,12 +11,13 @@
 use super::delta_net::{fresh_a_log, fresh_dt_bias};
 use super::{MatrixState, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, check_window};
-use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_normalize, softplus, split_heads};
+use crate::nn::layers::{
+    check_epsilon, linear, merge_heads, rms_norm, rms_normalize, softplus, split_heads,
+};
 use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -171,7 +172,7 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         let inputs = ops::LinearAttention::new(q, k, v).with_decay(g);
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let skip = x * self.d.val().reshape([1, 1, self.heads, 1]);
-        let y = self.normalize(merge_heads(o + skip) * silu(z));
+        let y = self.normalize(ops::gate(merge_heads(o + skip), z, Activation::Silu));
         let state = MatrixState { memory, tails: vec![tail], position: position + tokens };
         (self.out_proj.forward(y), state)
     }
@@ -179,7 +180,7 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
     /// Mean square taken out, over all values or over each group's, `[B, T, D]`.
     fn normalize(&self, y: Tensor<B, 3>) -> Tensor<B, 3> {
         if !self.group_norm {
-            return self.norm.forward(y);
+            return rms_norm(&self.norm, y, None);
         }
         let by_group = rms_normalize(split_heads(y, self.groups), self.norm.epsilon);
         merge_heads(by_group) * self.norm.gamma.val().unsqueeze()

@@ -17,9 +17,9 @@ use crate::nn::layers::{
     INIT_STD, check_epsilon, linear, linear_with_bias, merge_heads, split_heads, standardize,
 };
 use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::{log_sigmoid, sigmoid, silu};
+use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -165,7 +165,7 @@ impl<B: LinearAttentionBackend> MetaLa<B> {
             None => o,
         };
         let o = merge_heads(standardize(o, self.norm_eps));
-        let y = self.out_proj.forward(o * silu(self.g_proj.forward(x)));
+        let y = self.out_proj.forward(ops::gate(o, self.g_proj.forward(x), Activation::Silu));
         (y, MatrixState { memory, tails, position: position + tokens })
     }
 }

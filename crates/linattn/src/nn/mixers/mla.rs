@@ -14,7 +14,7 @@
 use super::attention::{causal_mask, gather, merge, scores, weigh};
 use super::retnet::{check_rotated, check_theta};
 use super::{key_width, linear_flops};
-use crate::nn::layers::{check_epsilon, linear, split_heads};
+use crate::nn::layers::{check_epsilon, linear, rms_norm, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, StateTensors, positive};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
@@ -187,7 +187,7 @@ impl<B: LinearAttentionBackend> QueryMap<B> {
     fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         match self {
             Self::Full(proj) => proj.forward(x),
-            Self::Compressed((down, norm, up)) => up.forward(norm.forward(down.forward(x))),
+            Self::Compressed((down, norm, up)) => up.forward(rms_norm(norm, down.forward(x), None)),
         }
     }
 }
@@ -264,7 +264,7 @@ impl<B: LinearAttentionBackend> Mla<B> {
         let q = Tensor::cat(vec![q.narrow(3, 0, self.key_width), rotated], 3);
 
         let (down, norm, _) = &self.kv_proj;
-        let latents = norm.forward(down.forward(x.clone()));
+        let latents = rms_norm(norm, down.forward(x.clone()), None);
         let keys = self.rope.forward(self.k_rope.forward(x).unsqueeze_dim::<4>(2), position);
         (q.swap_dims(1, 2), LatentCache::after(state, latents, keys.squeeze_dim(2)))
     }

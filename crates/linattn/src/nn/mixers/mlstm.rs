@@ -27,9 +27,9 @@ use super::{MatrixState, half_key_width, linear_flops, memory_cost, value_width}
 use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads, standardize};
 use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::{log_sigmoid, sigmoid};
+use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -155,7 +155,9 @@ impl<B: Backend> MultiHeadNorm<B> {
     pub(super) fn new(values: usize, epsilon: f64, device: &B::Device) -> Self {
         Self { weight: Initializer::Ones.init([values], device), epsilon }
     }
+}
 
+impl<B: LinearAttentionBackend> MultiHeadNorm<B> {
     /// `[B, T, H, V]` to `[B, T, H V]`.
     pub(super) fn forward(&self, x: Tensor<B, 4>) -> Tensor<B, 3> {
         merge_heads(standardize(x, self.epsilon)) * self.weight.val().unsqueeze::<3>()
@@ -213,8 +215,9 @@ impl<B: LinearAttentionBackend> Mlstm<B> {
         let written = o.clone().narrow(3, value_width, 1).abs();
         let least = largest.neg().exp().unsqueeze_dim::<4>(3);
         let h = o.narrow(3, 0, value_width) / (written.max_pair(least) + 1e-6);
-        let gate = sigmoid(self.ogate_preact.forward(x));
-        let y = self.out_proj.forward(self.multihead_norm.forward(h) * gate);
+        let gate = self.ogate_preact.forward(x);
+        let y = ops::gate(self.multihead_norm.forward(h), gate, Activation::Sigmoid);
+        let y = self.out_proj.forward(y);
         (y, MatrixState { memory, tails, position: position + tokens })
     }
 

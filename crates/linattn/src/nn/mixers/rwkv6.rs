@@ -16,10 +16,9 @@
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult, Read};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult, Read};
 use burn::module::{Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig, Tanh};
-use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -243,7 +242,7 @@ impl<B: LinearAttentionBackend> Rwkv6<B> {
         let g = split_heads(g, self.heads);
         let k = split_heads(self.k_proj.linear.forward(mixed(2)), self.heads);
         let v = split_heads(self.v_proj.linear.forward(mixed(3)), self.heads);
-        let gate = silu(self.g_proj.linear.forward(mixed(4)));
+        let gate = self.g_proj.linear.forward(mixed(4));
 
         let u = self.bonus.val().unsqueeze::<4>(); // [1, 1, H, K]
         let own = (r.clone() * k.clone() * u).sum_dim(3) * v.clone();
@@ -252,7 +251,8 @@ impl<B: LinearAttentionBackend> Rwkv6<B> {
             ..ops::LinearAttention::new(r, k, v).with_decay(g)
         };
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let y = self.o_proj.forward(self.normalize(merge_heads(o + own)) * gate);
+        let y = ops::gate(self.normalize(merge_heads(o + own)), gate, Activation::Silu);
+        let y = self.o_proj.forward(y);
         (y, MatrixState { memory, tails: vec![last], position: position + tokens })
     }
 

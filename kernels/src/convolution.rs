@@ -1,0 +1,179 @@
+//! Short causal depthwise convolution over time, and the tail that it hands on, in one launch.
+//! ```text
+//! seen    the tail, and then x                                  [B, W - 1 + T, D]
+//! y_t     = f(bias + sum_w weight_w seen_{t+w})                 f: SiLU, sigmoid or nothing
+//! next    the last W - 1 tokens of `seen`
+//!
+//! x, y:       [B, T, D]      F
+//! tail, next: [B, W - 1, D]  F   the tokens before x; those before what comes next
+//! weight:     [W, D]         F   the last row meets the newest token
+//! bias:       [D]            F
+//!
+//! Work:   a unit for each number of y, and for each of `next`: (T + W - 1) D of them a sequence. Units
+//!         share nothing, so there is no barrier, no shared memory and no plane operation.
+//! Cost:   2 W flops a number of y, x read W times, from cache but for once; bound by memory. Sums are
+//!         f32 whatever F is.
+//! Edges:  any B, T, D and W >= 2; B, T and D are run-time values: a new size compiles nothing.
+//! Source: arXiv 2312.00752, whose W is 4. No gradient.
+//! ```
+
+use crate::plan::VERSION;
+use crate::rowwise::{Activation, UNITS, activate, spread};
+use cubecl::prelude::*;
+
+/// Widest window whose sum is written out: all of its tokens are then asked for at once.
+const UNROLLED: usize = 8;
+
+/// Sizes of one launch, and what follows the sum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dims {
+    /// B, sequences.
+    pub batch: usize,
+    /// T, tokens of a sequence.
+    pub tokens: usize,
+    /// D, channels.
+    pub channels: usize,
+    /// W, tokens that a channel sees, at least 2.
+    pub window: usize,
+    /// What the sum goes through.
+    pub activation: Activation,
+}
+
+impl Dims {
+    /// Cubes of a launch; `None` if there is nothing to do, the device's counters cannot hold them or
+    /// an index would pass 32 bits.
+    pub fn cubes(&self, largest: (u32, u32, u32)) -> Option<CubeCount> {
+        let units = self.batch * (self.tokens + self.window - 1) * self.channels;
+        let weights = u32::try_from(self.window * self.channels).is_ok();
+        spread(units.div_ceil(UNITS), largest).filter(|_| weights && self.tokens > 0)
+    }
+}
+
+/// Tensors of one launch, contiguous, of one type, shaped as the module says.
+pub struct Args<R: Runtime> {
+    /// Tokens.
+    pub x: TensorArg<R>,
+    /// Weights.
+    pub weight: TensorArg<R>,
+    /// Bias.
+    pub bias: Option<TensorArg<R>>,
+    /// What came before `x`.
+    pub tail: TensorArg<R>,
+    /// Output; filled.
+    pub y: TensorArg<R>,
+    /// The next tail; filled.
+    pub next: TensorArg<R>,
+}
+
+/// What the kernel is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Form {
+    version: u32,
+    window: usize,
+    biased: bool,
+    activation: Activation,
+}
+
+/// Launches the convolution on tensors of type `dtype`. `stand_in` is any tensor of that type; it takes
+/// the place of a bias that is not there, and is not read.
+pub fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    cubes: CubeCount,
+    dims: Dims,
+    args: Args<R>,
+    stand_in: impl FnOnce() -> TensorArg<R>,
+    dtype: StorageType,
+) {
+    let form = Form {
+        version: VERSION,
+        window: dims.window,
+        biased: args.bias.is_some(),
+        activation: dims.activation,
+    };
+    // SAFETY: units past the last sequence stop, and all else stays within `dims`, which the caller
+    // promises; `form` says whether the stand-in is read.
+    #[allow(unsafe_code)]
+    unsafe {
+        short_convolution::launch_unchecked::<R>(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS as u32),
+            args.x,
+            args.weight,
+            args.bias.unwrap_or_else(stand_in),
+            args.tail,
+            args.y,
+            args.next,
+            dims.batch as u32,
+            dims.tokens as u32,
+            dims.channels as u32,
+            form,
+            dtype,
+        );
+    }
+}
+
+/// The kernel. Units with a position past the last token copy the next tail.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
+pub(crate) fn short_convolution<F: Float>(
+    x: &Tensor<F>,
+    weight: &Tensor<F>,
+    bias: &Tensor<F>,
+    tail: &Tensor<F>,
+    y: &mut Tensor<F>,
+    next: &mut Tensor<F>,
+    batch: u32,
+    tokens: u32,
+    channels: u32,
+    #[comptime] form: Form,
+    #[define(F)] _dtype: StorageType,
+) {
+    let tokens = tokens as usize;
+    let channels = channels as usize;
+    let before = comptime!(form.window - 1);
+    let channel = ABSOLUTE_POS % channels;
+    let row = ABSOLUTE_POS / channels;
+    let position = row % (tokens + before);
+    let sequence = row / (tokens + before);
+    if sequence >= batch as usize {
+        terminate!();
+    }
+    let first = sequence * tokens * channels + channel;
+    let first_of_tail = sequence * before * channels + channel;
+    if position < tokens {
+        let mut sum = 0.0f32;
+        if comptime!(form.biased) {
+            sum = f32::cast_from(bias[channel]);
+        }
+        let written_out = comptime!(form.window <= UNROLLED);
+        #[unroll(written_out)]
+        for w in 0..comptime!(form.window) {
+            let value = seen::<F>(x, tail, first, first_of_tail, position + w, channels, before);
+            sum += value * f32::cast_from(weight[w * channels + channel]);
+        }
+        y[first + position * channels] = F::cast_from(activate(sum, comptime!(form.activation)));
+    } else {
+        let value = seen::<F>(x, tail, first, first_of_tail, position, channels, before);
+        next[first_of_tail + (position - tokens) * channels] = F::cast_from(value);
+    }
+}
+
+/// Token `position` of the tail and then `x`, of the channel that begins at `first` and
+/// `first_of_tail`.
+#[cube]
+fn seen<F: Float>(
+    x: &Tensor<F>,
+    tail: &Tensor<F>,
+    first: usize,
+    first_of_tail: usize,
+    position: usize,
+    channels: usize,
+    #[comptime] before: usize,
+) -> f32 {
+    let mut value = f32::cast_from(x[first + (max(position, before) - before) * channels]);
+    if position < before {
+        value = f32::cast_from(tail[first_of_tail + position * channels]);
+    }
+    value
+}
