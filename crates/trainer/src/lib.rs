@@ -3,8 +3,8 @@
 //!
 //! A run is a pure function of its config on one device: weights, data, order and dropout come from
 //! `(seed, purpose, index)` and nothing that happened to be drawn before, so that a run that was cut
-//! off goes on to the same bits. On GPUs Burn chooses kernels by timing them, and runs of one seed may
-//! part in the last bits.
+//! off goes on to the same bits. On GPUs Burn sums up whole tensors by atomic additions, in any order,
+//! and runs of one seed may part in the last bits.
 #![deny(missing_docs)]
 
 mod config;
