@@ -695,8 +695,8 @@ pub(crate) mod on_cuda {
         (Family::LowRank, false),
     ];
 
-    #[test]
-    fn every_variant_is_right_on_tensor_cores() {
+    /// Every variant of one transition in 16 bits.
+    fn variants(family: Family, erase: bool) {
         let client = client();
         let dims = oracle::Dims {
             batch: 2,
@@ -708,15 +708,53 @@ pub(crate) mod on_cuda {
         };
         for rows in [Rows::Bf16, Rows::F16] {
             for gate in [Gate::None, Gate::Typical, Gate::Mixed] {
-                for (family, erase) in TRANSITIONS {
-                    for recipe in recipes(family, erase, gate) {
-                        let x = oracle::Inputs::random(3, dims, &recipe);
-                        let what = format!("{rows:?} {recipe:?}");
-                        hold(&client, &what, &x, rows, HALF);
-                    }
+                for recipe in recipes(family, erase, gate) {
+                    let x = oracle::Inputs::random(3, dims, &recipe);
+                    hold(&client, &format!("{rows:?} {recipe:?}"), &x, rows, HALF);
                 }
             }
         }
+    }
+
+    /// The same in segments.
+    fn segments(family: Family, erase: bool) {
+        let client = client();
+        // Tiles of 16, of 64 in summaries and 128 in walks, and several of both.
+        for [key_width, value_width] in [[64, 48], [128, 128], [64, 256]] {
+            let dims = oracle::Dims { batch: 1, key_width, value_width, ..dims(600) };
+            for recipe in recipes(family, erase, Gate::Typical) {
+                let x = oracle::Inputs::random(3, dims, &recipe);
+                for segments in [2, 4, 10] {
+                    let what = format!("{segments} segments, {key_width}, {recipe:?}");
+                    hold_cut(&client, &what, &x, Rows::Bf16, HALF, Some(segments));
+                }
+            }
+        }
+    }
+
+    /// A test for each transition: there are many kernels to compile.
+    macro_rules! on_tensor_cores {
+        ($($name:ident: $family:ident, $erase:literal;)*) => {$(
+            mod $name {
+                use super::*;
+
+                #[test]
+                fn variants_are_right_on_tensor_cores() {
+                    variants(Family::$family, $erase);
+                }
+
+                #[test]
+                fn segments_are_right_on_tensor_cores() {
+                    segments(Family::$family, $erase);
+                }
+            }
+        )*};
+    }
+    on_tensor_cores! {
+        linear_attention: LinearAttention, false;
+        the_delta_rule: DeltaRule, false;
+        the_delta_rule_with_erase_rows: DeltaRule, true;
+        low_rank_transitions: LowRank, false;
     }
 
     #[test]
@@ -724,24 +762,6 @@ pub(crate) mod on_cuda {
         for rows in [Rows::Bf16, Rows::F16] {
             for (family, erase) in TRANSITIONS {
                 every_step(&client(), family, erase, rows, HALF);
-            }
-        }
-    }
-
-    #[test]
-    fn segments_are_right_on_tensor_cores() {
-        let client = client();
-        // Tiles of 16, of 64 in summaries and 128 in walks, and several of both.
-        for [key_width, value_width] in [[64, 48], [128, 128], [64, 256]] {
-            let dims = oracle::Dims { batch: 1, key_width, value_width, ..dims(600) };
-            for (family, erase) in TRANSITIONS {
-                for recipe in recipes(family, erase, Gate::Typical) {
-                    let x = oracle::Inputs::random(3, dims, &recipe);
-                    for segments in [2, 4, 10] {
-                        let what = format!("{segments} segments, {key_width}, {recipe:?}");
-                        hold_cut(&client, &what, &x, Rows::Bf16, HALF, Some(segments));
-                    }
-                }
             }
         }
     }
