@@ -32,35 +32,70 @@ pub(crate) struct Place {
     pub valid: usize,
 }
 
-/// Chunk `chunk` of (sequence, head) `memory`.
+/// Where one (sequence, head) lies: what its chunks share, and divisions are needed for.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Home {
+    tokens: usize,
+    heads: usize,
+    key_heads: usize,
+    head: usize,
+    key_head: usize,
+    /// Its sequence's first token, of all sequences' tokens.
+    first: usize,
+    /// Its first chunk, of all chunks.
+    chunks: usize,
+}
+
+/// (Sequence, head) `memory`.
 #[cube]
-pub(crate) fn place(sizes: &Sizes, memory: usize, chunk: usize, #[comptime] plan: Plan) -> Place {
+pub(crate) fn home(sizes: &Sizes, memory: usize) -> Home {
     let heads = sizes.heads as usize;
     let key_heads = sizes.key_heads as usize;
     let tokens = sizes.tokens as usize;
-    let key_head = memory % heads / (heads / key_heads);
+    let head = memory % heads;
+    Home {
+        tokens,
+        heads,
+        key_heads,
+        head,
+        key_head: head / (heads / key_heads),
+        first: memory / heads * tokens,
+        chunks: memory * sizes.chunks as usize,
+    }
+}
+
+/// Chunk `chunk` of (sequence, head) `memory`.
+#[cube]
+pub(crate) fn place(sizes: &Sizes, memory: usize, chunk: usize, #[comptime] plan: Plan) -> Place {
+    let home = home(sizes, memory);
+    place_in(&home, chunk, plan)
+}
+
+/// A chunk of a (sequence, head).
+#[cube]
+pub(crate) fn place_in(home: &Home, chunk: usize, #[comptime] plan: Plan) -> Place {
     let token = chunk * comptime!(plan.chunk);
-    let valid = min(tokens - token, comptime!(plan.chunk));
-    let first = memory / heads * tokens + token;
-    let gate = first * heads + memory % heads;
+    let valid = min(home.tokens - token, comptime!(plan.chunk));
+    let first = home.first + token;
+    let gate = first * home.heads + home.head;
     Place {
         keys: Rows {
-            start: (first * key_heads + key_head) * comptime!(plan.key_width),
-            stride: key_heads * comptime!(plan.key_width),
+            start: (first * home.key_heads + home.key_head) * comptime!(plan.key_width),
+            stride: home.key_heads * comptime!(plan.key_width),
             valid,
         },
         values: Rows {
             start: gate * comptime!(plan.value_width),
-            stride: heads * comptime!(plan.value_width),
+            stride: home.heads * comptime!(plan.value_width),
             valid,
         },
         rows: Rows {
             start: gate * comptime!(plan.key_width),
-            stride: heads * comptime!(plan.key_width),
+            stride: home.heads * comptime!(plan.key_width),
             valid,
         },
-        gates: Rows { start: gate, stride: heads, valid },
-        index: memory * sizes.chunks as usize + chunk,
+        gates: Rows { start: gate, stride: home.heads, valid },
+        index: home.chunks + chunk,
         valid,
     }
 }

@@ -57,13 +57,16 @@ fn solve_blocks(m: &SharedMemory<f32>, t: &mut SharedMemory<f32>, #[comptime] pl
         let mut x = Array::<f32>::new(BLOCK);
         #[unroll]
         for i in 0..BLOCK {
-            let mut sum = select(j % BLOCK == i, 1.0f32, 0.0f32);
+            x[i] = select(j % BLOCK == i, 1.0f32, 0.0f32);
+        }
+        // A row that is known goes into all rows below it at once: these do not wait for each other.
+        #[unroll]
+        for n in 0..BLOCK {
             #[unroll]
-            for n in 0..i {
-                sum += m[from + comptime!(i * stride + n)] * x[n];
+            for i in comptime!(n + 1)..BLOCK {
+                x[i] = x[i] + m[from + comptime!(i * stride + n)] * x[n];
             }
-            x[i] = sum;
-            t[(block + i) * stride + j] = sum;
+            t[(block + n) * stride + j] = x[n];
         }
     }
 }

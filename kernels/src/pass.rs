@@ -468,7 +468,7 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     if comptime!(plan.scores()) {
         let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
         sync_cube();
-        let here = nth(sizes, &stretch, 0usize, task, plan);
+        let here = nth(&stretch, 0usize, task, plan);
         issue::<F, E, G, N>(&mut feed, x, local, values, &here, first, 0usize, task, plan);
         barrier.commit_copy_async();
         barrier.arrive();
@@ -479,7 +479,7 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             }
             sync_cube();
             if c + 1 < chunks {
-                let next = nth(sizes, &stretch, c + 1, task, plan);
+                let next = nth(&stretch, c + 1, task, plan);
                 let third = (c + 1) % 3;
                 issue::<F, E, G, N>(&mut feed, x, local, values, &next, first, third, task, plan);
                 barrier.commit_copy_async();
@@ -488,7 +488,7 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             if walks(plan) {
                 if c > 0 {
                     turn_to::<E, N>(&mut feed, c - 1, plan);
-                    let place = nth(sizes, &stretch, c - 1, task, plan);
+                    let place = nth(&stretch, c - 1, task, plan);
                     step::<F, E, G, N, M, W>(
                         &mut s, &mut block, &mut feed, &scored, &mut left, x, local, walk, values,
                         out, &place, first, task, plan,
@@ -503,7 +503,7 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
         sync_cube();
         if comptime!(plan.halves == 2) {
-            let here = nth(sizes, &stretch, 0usize, task, plan);
+            let here = nth(&stretch, 0usize, task, plan);
             issue::<F, E, G, N>(&mut feed, x, local, values, &here, first, 0usize, task, plan);
             barrier.commit_copy_async();
             barrier.arrive();
@@ -514,7 +514,7 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
                 // The other half is free when every plane is through with the chunk before.
                 sync_cube();
                 if c + 1 < chunks {
-                    let next = nth(sizes, &stretch, c + 1, task, plan);
+                    let next = nth(&stretch, c + 1, task, plan);
                     let half = (c + 1) % 2;
                     issue::<F, E, G, N>(
                         &mut feed, x, local, values, &next, first, half, task, plan,
@@ -525,13 +525,13 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
                 turn_to::<E, N>(&mut feed, c, plan);
             } else {
                 sync_cube();
-                let here = nth(sizes, &stretch, c, task, plan);
+                let here = nth(&stretch, c, task, plan);
                 issue::<F, E, G, N>(&mut feed, x, local, values, &here, first, 0usize, task, plan);
                 barrier.commit_copy_async();
                 barrier.arrive();
                 barrier.wait_parity((c % 2) as u32);
             }
-            let place = nth(sizes, &stretch, c, task, plan);
+            let place = nth(&stretch, c, task, plan);
             step::<F, E, G, N, M, W>(
                 &mut s, &mut block, &mut feed, &scored, &mut left, x, local, walk, values, out,
                 &place, first, task, plan,
@@ -539,7 +539,7 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         }
     } else {
         for c in 0..chunks {
-            let place = nth(sizes, &stretch, c, task, plan);
+            let place = nth(&stretch, c, task, plan);
             step::<F, E, G, N, M, W>(
                 &mut s, &mut block, &mut feed, &scored, &mut left, x, local, walk, values, out,
                 &place, first, task, plan,

@@ -20,7 +20,7 @@ use crate::chunk::{
 use crate::inverse::{invert, stride as inverse_stride};
 use crate::plan::{Plan, transposed, upright};
 use crate::tile::{
-    Acc, Grid, Pair, Rows, column, inside, load, mul, put, put_out, row, tile, zeros,
+    Acc, Grid, Pair, Rows, column, fetch, inside, lay, load, mul, put, put_out, row, tile, zeros,
 };
 use crate::vector::{scores as decayed_scores, seen, set};
 use cubecl::prelude::*;
@@ -99,7 +99,7 @@ pub(crate) fn score_chunks<F: Float, X: Float, E: Float, G: Size, N: Size, M: Si
         crate::Decay::Scalar => plan.chunk,
         crate::Decay::Vector => numbers,
     }));
-    if comptime!(variant.scalar()) {
+    if comptime!(variant.scalar() && plan.key_slices() > 1) {
         sum_scalars(&mut sums, &x.g, &place.gates, plan);
     }
     let mut qk = zeros(fragments);
@@ -108,9 +108,15 @@ pub(crate) fn score_chunks<F: Float, X: Float, E: Float, G: Size, N: Size, M: Si
     let mut ak = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
     for slice in 0..comptime!(plan.key_slices()) {
         let first = slice * comptime!(plan.key_slice);
+        let queries = fetch::<F, G>(&x.q, &place.keys, first, comptime!(plan.key_window()));
+        let keys = fetch::<F, G>(&x.k, &place.keys, first, comptime!(plan.key_window()));
+        if comptime!(variant.scalar() && plan.key_slices() == 1) {
+            // While rows are on their way.
+            sum_scalars(&mut sums, &x.g, &place.gates, plan);
+        }
         sync_cube();
-        load::<F, G, X, N>(&mut q, &x.q, &place.keys, first, comptime!(plan.key_window()));
-        load::<F, G, X, N>(&mut k, &x.k, &place.keys, first, comptime!(plan.key_window()));
+        lay::<F, G, X, N>(&mut q, &queries, comptime!(plan.key_window()));
+        lay::<F, G, X, N>(&mut k, &keys, comptime!(plan.key_window()));
         if comptime!(variant.own_a()) {
             load::<F, G, X, N>(&mut a, &x.a, &place.rows, first, comptime!(plan.key_window()));
         }

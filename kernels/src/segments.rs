@@ -21,7 +21,7 @@
 //! Source: the summaries are those of a parallel scan, <https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf>,
 //!         one level deep.
 
-use crate::chunk::{Place, Sizes, place};
+use crate::chunk::{Home, Place, Sizes, home, place_in};
 use crate::pass::{Span, Task};
 use crate::plan::Plan;
 use crate::tile::{Rows, tile};
@@ -40,6 +40,8 @@ const SLAB: usize = 2048;
 pub(crate) struct Stretch {
     /// Which (sequence, head).
     pub memory: usize,
+    /// Where that lies.
+    pub home: Home,
     /// First column of S, or of M.
     pub first: usize,
     /// Its first chunk.
@@ -85,6 +87,7 @@ pub(crate) fn stretch(sizes: &Sizes, #[comptime] task: Task, #[comptime] plan: P
     }
     Stretch {
         memory: CUBE_POS_Y as usize,
+        home: home(sizes, CUBE_POS_Y as usize),
         first: tile * comptime!(plan.value_tile),
         from,
         chunks,
@@ -97,7 +100,6 @@ pub(crate) fn stretch(sizes: &Sizes, #[comptime] task: Task, #[comptime] plan: P
 /// Chunk `n` of a walk. One that walks for M has no values.
 #[cube]
 pub(crate) fn nth(
-    sizes: &Sizes,
     stretch: &Stretch,
     n: usize,
     #[comptime] task: Task,
@@ -107,7 +109,7 @@ pub(crate) fn nth(
     if comptime!(task.backward) {
         chunk = stretch.from + stretch.chunks - 1 - n;
     }
-    let place = place(sizes, stretch.memory, chunk, plan);
+    let place = place_in(&stretch.home, chunk, plan);
     if comptime!(task.span == Span::Summary) {
         let mut valid = place.valid;
         if stretch.transfer {

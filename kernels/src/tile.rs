@@ -389,6 +389,13 @@ pub(crate) struct Window {
     pub units: usize,
 }
 
+impl Window {
+    /// Vectors of `read` numbers that a unit loads.
+    fn turns(&self, read: usize) -> usize {
+        (self.rows * self.columns / read).div_ceil(self.units)
+    }
+}
+
 /// Fills a tile with rows of `source`, from column `first` on.
 #[cube]
 pub(crate) fn load<S: Float, G: Size, E: Float, N: Size>(
@@ -398,28 +405,84 @@ pub(crate) fn load<S: Float, G: Size, E: Float, N: Size>(
     first: usize,
     #[comptime] window: Window,
 ) {
+    #[unroll]
+    for turn in 0..comptime!(window.turns(G::value())) {
+        let x = ask_for::<S, G>(source, rows, first, turn, window);
+        lay_down::<S, G, E, N>(tile, x, turn, window);
+    }
+}
+
+/// This unit's vectors of [`load`], asked for and not yet waited for.
+#[cube]
+pub(crate) fn fetch<S: Float, G: Size>(
+    source: &Array<Vector<S, G>>,
+    rows: &Rows,
+    first: usize,
+    #[comptime] window: Window,
+) -> Array<Vector<S, G>> {
+    let turns = comptime!(window.turns(G::value()));
+    let mut coming = Array::<Vector<S, G>>::new(turns);
+    #[unroll]
+    for turn in 0..turns {
+        coming[turn] = ask_for::<S, G>(source, rows, first, turn, window);
+    }
+    coming
+}
+
+/// Puts what [`fetch`] asked for into a tile.
+#[cube]
+pub(crate) fn lay<S: Float, G: Size, E: Float, N: Size>(
+    tile: &mut SharedMemory<Vector<E, N>>,
+    coming: &Array<Vector<S, G>>,
+    #[comptime] window: Window,
+) {
+    #[unroll]
+    for turn in 0..comptime!(window.turns(G::value())) {
+        lay_down::<S, G, E, N>(tile, coming[turn], turn, window);
+    }
+}
+
+/// Vector `turn` of this unit's share of a window.
+#[cube]
+fn ask_for<S: Float, G: Size>(
+    source: &Array<Vector<S, G>>,
+    rows: &Rows,
+    first: usize,
+    #[comptime] turn: usize,
+    #[comptime] window: Window,
+) -> Vector<S, G> {
+    let read = G::value();
+    let across = comptime!(window.columns / read);
+    let n = UNIT_POS as usize + comptime!(turn * window.units);
+    let i = n / across;
+    let c = n % across * read;
+    let mut x = Vector::<S, G>::new(S::new(0.0));
+    if n < comptime!(window.rows * across) && i < rows.valid && first + c < comptime!(window.width)
+    {
+        x = source[(rows.start + i * rows.stride + first + c) / read];
+    }
+    x
+}
+
+#[cube]
+fn lay_down<S: Float, G: Size, E: Float, N: Size>(
+    tile: &mut SharedMemory<Vector<E, N>>,
+    x: Vector<S, G>,
+    #[comptime] turn: usize,
+    #[comptime] window: Window,
+) {
     let read = G::value();
     let kept = N::value();
     let across = comptime!(window.columns / read);
-    let all = comptime!(window.rows * across);
-    #[unroll]
-    for turn in 0..comptime!(all.div_ceil(window.units)) {
-        let n = UNIT_POS as usize + comptime!(turn * window.units);
-        if n < all {
-            let i = n / across;
-            let c = n % across * read;
-            let mut x = Vector::<S, G>::new(S::new(0.0));
-            if i < rows.valid && first + c < comptime!(window.width) {
-                x = source[(rows.start + i * rows.stride + first + c) / read];
-            }
-            let at = i * comptime!(window.stride) + c;
-            if comptime!(read == kept) {
-                tile[at / kept] = Vector::<E, N>::cast_from(x);
-            } else {
-                #[unroll]
-                for l in 0..read {
-                    tile[at + l] = Vector::<E, N>::cast_from(x[l]);
-                }
+    let n = UNIT_POS as usize + comptime!(turn * window.units);
+    if n < comptime!(window.rows * across) {
+        let at = n / across * comptime!(window.stride) + n % across * read;
+        if comptime!(read == kept) {
+            tile[at / kept] = Vector::<E, N>::cast_from(x);
+        } else {
+            #[unroll]
+            for l in 0..read {
+                tile[at + l] = Vector::<E, N>::cast_from(x[l]);
             }
         }
     }
