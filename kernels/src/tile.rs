@@ -405,8 +405,9 @@ pub(crate) fn load<S: Float, G: Size, E: Float, N: Size>(
     first: usize,
     #[comptime] window: Window,
 ) {
+    let read = G::value();
     #[unroll]
-    for turn in 0..comptime!(window.turns(G::value())) {
+    for turn in 0..comptime!(window.turns(read)) {
         let x = ask_for::<S, G>(source, rows, first, turn, window);
         lay_down::<S, G, E, N>(tile, x, turn, window);
     }
@@ -420,7 +421,8 @@ pub(crate) fn fetch<S: Float, G: Size>(
     first: usize,
     #[comptime] window: Window,
 ) -> Array<Vector<S, G>> {
-    let turns = comptime!(window.turns(G::value()));
+    let read = G::value();
+    let turns = comptime!(window.turns(read));
     let mut coming = Array::<Vector<S, G>>::new(turns);
     #[unroll]
     for turn in 0..turns {
@@ -436,8 +438,9 @@ pub(crate) fn lay<S: Float, G: Size, E: Float, N: Size>(
     coming: &Array<Vector<S, G>>,
     #[comptime] window: Window,
 ) {
+    let read = G::value();
     #[unroll]
-    for turn in 0..comptime!(window.turns(G::value())) {
+    for turn in 0..comptime!(window.turns(read)) {
         lay_down::<S, G, E, N>(tile, coming[turn], turn, window);
     }
 }
