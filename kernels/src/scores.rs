@@ -108,15 +108,22 @@ pub(crate) fn score_chunks<F: Float, X: Float, E: Float, G: Size, N: Size, M: Si
     let mut ak = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
     for slice in 0..comptime!(plan.key_slices()) {
         let first = slice * comptime!(plan.key_slice);
-        let queries = fetch::<F, G>(&x.q, &place.keys, first, comptime!(plan.key_window()));
-        let keys = fetch::<F, G>(&x.k, &place.keys, first, comptime!(plan.key_window()));
-        if comptime!(variant.scalar() && plan.key_slices() == 1) {
-            // While rows are on their way.
-            sum_scalars(&mut sums, &x.g, &place.gates, plan);
+        let window = comptime!(plan.key_window());
+        if comptime!(variant.vector()) {
+            sync_cube();
+            load::<F, G, X, N>(&mut q, &x.q, &place.keys, first, window);
+            load::<F, G, X, N>(&mut k, &x.k, &place.keys, first, window);
+        } else {
+            let queries = fetch::<F, G>(&x.q, &place.keys, first, window);
+            let keys = fetch::<F, G>(&x.k, &place.keys, first, window);
+            if comptime!(variant.scalar() && plan.key_slices() == 1) {
+                // While rows are on their way.
+                sum_scalars(&mut sums, &x.g, &place.gates, plan);
+            }
+            sync_cube();
+            lay::<F, G, X, N>(&mut q, &queries, window);
+            lay::<F, G, X, N>(&mut k, &keys, window);
         }
-        sync_cube();
-        lay::<F, G, X, N>(&mut q, &queries, comptime!(plan.key_window()));
-        lay::<F, G, X, N>(&mut k, &keys, comptime!(plan.key_window()));
         if comptime!(variant.own_a()) {
             load::<F, G, X, N>(&mut a, &x.a, &place.rows, first, comptime!(plan.key_window()));
         }
@@ -219,8 +226,8 @@ fn weigh(
     for f in 0..comptime!(grid.fragments()) {
         let j = at + column(f, grid);
         let mut low = true;
-        // Scorers wait for one another anyway.
-        if comptime!(plan.scorers == 0) {
+        // Scorers wait for one another anyway, and a vector decay has no exponentials here.
+        if comptime!(plan.scorers == 0 && !plan.variant.vector()) {
             low = below(f, j - at, grid);
         }
         #[unroll]
