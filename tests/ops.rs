@@ -659,6 +659,14 @@ mod on_cpu {
     }
 
     #[test]
+    fn linear_layers_take_a_vector_by_itself() {
+        let device = Default::default();
+        let x = Tensor::<Flex, 1>::from_floats([1.0, 2.0], &device);
+        let weight = Tensor::<Flex, 2>::from_floats([[1.0, 0.0, 3.0], [0.5, 2.0, 0.0]], &device);
+        assert_eq!(download(ops::affine(x, weight, None).unwrap()), [2.0, 4.0, 3.0]);
+    }
+
+    #[test]
     fn linear_layers_refuse_shapes_by_name() {
         let device = Default::default();
         let x = Tensor::<Flex, 3>::ones([2, 1, 3], &device);

@@ -63,7 +63,7 @@ pub struct Dims {
 pub struct Args<'a> {
     /// Rows.
     pub x: &'a Handle,
-    /// The matrix.
+    /// The matrix, which begins at a multiple of 16 bytes.
     pub weight: &'a Handle,
     /// What is added to every row.
     pub bias: Option<&'a Handle>,
@@ -178,8 +178,9 @@ pub fn check<R: Runtime>(
     if shared_memory < 4 * FEWEST || units < UNITS as u32 {
         return Err(Refusal::Device { shared_memory, units });
     }
-    // Rows of W are counted up to whole batches.
-    let got = (inner.next_multiple_of(LONGEST) * stride.max(rows)).max(rows * columns);
+    // Columns of x are counted up to whole batches.
+    let counted = inner.next_multiple_of(LONGEST).saturating_mul(rows);
+    let got = inner.saturating_mul(stride).max(counted).max(rows.saturating_mul(columns));
     let most = u32::MAX as usize;
     if got > most {
         return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });

@@ -1,4 +1,4 @@
-//! The inverse of a unit lower triangular matrix, by substitution in blocks of 16 and exact merges.
+//! The inverse of a unit lower triangular matrix, by substitution in blocks of 16 and merges.
 //!
 //! With T = (I - M)^-1 and M strictly lower triangular, T = I + M T gives the rows of a 16 x 16 block
 //! one after another; and of two neighbouring blocks,
@@ -6,8 +6,9 @@
 //! [ I - M11        ]^-1   [ T11              ]
 //! [  -M21   I - M22]    = [ T22 M21 T11  T22 ]
 //! ```
-//! All in f32, or in what is as good: tensor cores get each number as a sum of two of 16 bits, and leave
-//! out the product of the two small ones. A doubling series (I + M)(I + M^2).. would be shorter, and
+//! All in f32, or closer to it than the 16 bits that the result is kept in: tensor cores get each number
+//! as a sum of two of 16 bits, and leave out the product of the two small ones. In f16 such numbers
+//! end at 65504. A doubling series (I + M)(I + M^2).. would be shorter, and
 //! wrong: with equal keys the powers of M reach 1e17 before they cancel.
 
 use crate::plan::Plan;
@@ -203,8 +204,7 @@ fn add_product<E: Float>(
     }
 }
 
-/// Two numbers as register `n` of two fragments, whose sum they are up to the square of what one of
-/// them rounds off.
+/// Two numbers as register `n` of two fragments, whose sum they nearly are.
 #[cube]
 fn split<E: Float>(
     high: &mut Array<Vector<E, Const<2>>>,

@@ -14,10 +14,11 @@
 //! Cost:   one read of each input (normalize reads x again, from cache) and one write; all arithmetic
 //!         is f32 whatever F is.
 //! Edges:  any N and W; rows past the last one are computed and not stored. Sizes are run-time values:
-//!         a new one compiles nothing.
+//!         a new one compiles nothing, unless W passes 256.
 //! Source: RMSNorm, arXiv 1910.07467; the decay of Mamba-2, arXiv 2405.21060. No gradient.
 //! ```
 
+use crate::launch::check_type;
 use crate::plan::VERSION;
 use cubecl::prelude::*;
 
@@ -45,6 +46,12 @@ pub enum Measure {
     RootMeanSquare,
     /// `sqrt(sum x^2 + epsilon)`.
     Length,
+}
+
+/// Whether the device has cubes of [`UNITS`] and the type of the tensors.
+pub fn runs<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> bool {
+    let units = client.properties().hardware.max_units_per_cube as usize;
+    units >= UNITS && check_type(client, dtype).is_ok()
 }
 
 /// Cubes for `count` of them, or for as many runs of [`UNITS`] numbers; `None` if there are none, the

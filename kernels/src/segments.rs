@@ -31,7 +31,7 @@ use cubecl::prelude::*;
 pub(crate) const COLUMNS: usize = 16;
 /// Units of a cube that joins.
 pub(crate) const UNITS: usize = 256;
-/// Numbers of M that a cube of [`join_matrices`] holds in shared memory: one slab of rows is worked on
+/// Numbers of M that a cube of [`join_matrices`] holds in shared memory at most: one slab of rows is worked on
 /// while the next one is on its way to registers.
 const SLAB: usize = 2048;
 
@@ -229,7 +229,7 @@ pub(crate) fn join_matrices<N: Size>(
     }
 }
 
-/// Rows of M that [`join_matrices`] holds in shared memory: a divisor of K, about [`SLAB`] numbers.
+/// Rows of M that [`join_matrices`] holds in shared memory: a power of two that divides K, [`SLAB`] numbers at most.
 fn slab(keys: usize) -> usize {
     let most = (SLAB / keys).max(1).ilog2();
     (0..=most).rev().map(|n| 1 << n).find(|rows| keys.is_multiple_of(*rows)).unwrap_or(1)

@@ -721,7 +721,7 @@ pub(crate) mod on_cuda {
         let client = client();
         // Tiles of 16, of 64 in summaries and 128 in walks, and several of both.
         for [key_width, value_width] in [[64, 48], [128, 128], [64, 256]] {
-            let dims = oracle::Dims { batch: 1, key_width, value_width, ..dims(600) };
+            let dims = oracle::Dims { batch: 1, key_width, value_width, ..dims(800) };
             for recipe in recipes(family, erase, Gate::Typical) {
                 let x = oracle::Inputs::random(3, dims, &recipe);
                 for segments in [2, 4, 10] {

@@ -89,7 +89,7 @@ fn write(folder: &Path, shapes: &[[usize; 2]]) -> Result<(usize, usize), Box<dyn
                     book.enter(&page, "", &client)?;
                 }
             }
-            // Widths are no part of the rest's code; how many rows a cube of a product has, is.
+            // One width for the rest, though it decides how many numbers a unit of a product reads at once.
             let case = Case::new(&client, dtype, 64, 64);
             for count in [1, 2, 4, 8] {
                 for (biased, launched) in [(false, ""), (true, "-bias")] {

@@ -1,5 +1,6 @@
 //! What stands around a recurrence, on Burn's CubeCL backends: one launch each. `None` where the kernels
-//! refuse (f64, tensors of different types, nothing to do, or more than the device can count).
+//! refuse (f64, tensors of different types, a type or cubes that the device does not have, nothing to
+//! do, or more than it can count).
 
 use super::convolution::Convolution;
 use super::rowwise::{Activation, Gated, LogDecay, Measure, Normalization};
@@ -33,14 +34,15 @@ fn or_identity(activation: Option<Activation>) -> rowwise::Activation {
     activation.map_or(rowwise::Activation::Identity, Into::into)
 }
 
-/// The one type of these tensors, if the kernels take it.
+/// The one type of these tensors, if the kernels take it and the device runs them.
 fn one_type<'a, R: CubeRuntime>(
     tensors: impl IntoIterator<Item = &'a CubeTensor<R>>,
 ) -> Option<DType> {
-    let mut types = tensors.into_iter().map(|x| x.dtype);
-    let first = types.next()?;
-    let float = matches!(first, DType::F32 | DType::F16 | DType::BF16);
-    (float && types.all(|dtype| dtype == first)).then_some(first)
+    let mut tensors = tensors.into_iter();
+    let first = tensors.next()?;
+    let dtype = first.dtype;
+    let alike = tensors.all(|x| x.dtype == dtype);
+    (alike && rowwise::runs(&first.client, dtype.into())).then_some(dtype)
 }
 
 /// Contiguous, because the kernels count in whole tensors.

@@ -367,8 +367,7 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
     Ok((tensor(y), tensor(next)))
 }
 
-/// A linear layer's `x W + b` over the last dimension of `x`, which has two or more. Gradients reach all
-/// inputs.
+/// A linear layer's `x W + b` over the last dimension of `x`. Gradients reach all inputs.
 ///
 /// `x` is `[.., from]`, `weight` `[from, to]`, `bias` `[to]`. Gives `[.., to]`.
 /// # Errors
@@ -389,7 +388,13 @@ pub fn affine<B: LinearAttentionBackend, const D: usize>(
             return Err(OpError::Shape { op: "affine", tensor, got, want });
         }
     }
-    Ok(tensor(B::affine(primitive(x), primitive(weight), bias.map(primitive))))
+    let (weight, bias) = (primitive(weight), bias.map(primitive));
+    if D == 1 {
+        // Backends multiply matrices: a vector is one of one row.
+        let row = primitive(x.unsqueeze::<2>());
+        return Ok(tensor::<B, 2>(B::affine(row, weight, bias)).squeeze_dim(0));
+    }
+    Ok(tensor(B::affine(primitive(x), weight, bias)))
 }
 
 /// The way the operations take on this backend: written kernels or tensor operations.
