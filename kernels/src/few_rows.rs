@@ -21,7 +21,8 @@
 //!         kept. Where 8, 4 or 2 do not divide N and `stride`, vectors are narrower. M, K and N are
 //!         run-time values: new ones compile nothing, unless they change `Split`.
 
-use crate::launch::{Buffer, Refusal, array, buffer, check_type, whole};
+use crate::choice::{Refusal, check_type};
+use crate::launch::{Buffer, array, buffer, whole};
 use crate::plan::VERSION;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;

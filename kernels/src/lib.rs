@@ -2,9 +2,11 @@
 #![deny(missing_docs)]
 #![allow(clippy::collapsible_if)] // the outer one is often decided when a kernel is compiled
 
+mod choice;
 mod chunk;
 pub mod convolution;
 mod desk;
+mod feed;
 pub mod few_rows;
 mod gates;
 mod gradients;
@@ -24,9 +26,8 @@ mod tests;
 mod tile;
 mod vector;
 
-pub use launch::{
-    Backward, Buffer, Forward, Given, Inputs, Refusal, WIDEST, backward, engine, forward, launches,
-};
+pub use choice::{Refusal, WIDEST, engine, launches};
+pub use launch::{Backward, Buffer, Forward, Given, Inputs, backward, forward};
 pub use plan::{Decay, Dims, Read, Transition, VERSION, Variant};
 pub use tile::Engine;
 

@@ -18,7 +18,7 @@
 //! Source: RMSNorm, arXiv 1910.07467; the decay of Mamba-2, arXiv 2405.21060. No gradient.
 //! ```
 
-use crate::launch::check_type;
+use crate::choice::check_type;
 use crate::plan::VERSION;
 use cubecl::prelude::*;
 

@@ -26,9 +26,8 @@
 //!         gradient: decoding has none.
 //! ```
 
-use crate::launch::{
-    F32, Forward, Inputs, Refusal, array, buffer, check_heads, check_tensors, check_type, whole,
-};
+use crate::choice::{F32, Refusal, check_heads, check_tensors, check_type};
+use crate::launch::{Forward, Inputs, array, buffer, whole};
 use crate::plan::{Decay, Dims, VERSION, Variant};
 use cubecl::prelude::*;
 use cubecl::server::Handle;

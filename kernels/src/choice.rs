@@ -1,0 +1,546 @@
+//! Before a launch: what the kernels cannot take, and how an operation is cut up on a device, by what
+//! the device reports of itself. The engine comes first, then tiles with which every stage fits into
+//! shared memory, then segments, as many as walk at once. Nothing is timed.
+
+use crate::launch::Inputs;
+use crate::plan::{Dims, Plan, VERSION, Variant};
+use crate::scores::table;
+use crate::tile::Engine;
+use cubecl::ir::{ElemType, FloatKind, StorageType};
+use cubecl::prelude::*;
+
+/// Widest key and value.
+pub const WIDEST: usize = 256;
+
+/// Why nothing was launched.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Refusal {
+    /// A width that no plan covers.
+    Width {
+        /// `K` or `V`.
+        name: &'static str,
+        /// Its size.
+        got: usize,
+        /// The widest that would do.
+        most: usize,
+    },
+    /// There is nothing to compute.
+    Empty {
+        /// Sequences.
+        batch: usize,
+        /// Tokens of a sequence.
+        tokens: usize,
+    },
+    /// A size that the device's counters, or indices of 32 bits, cannot hold.
+    TooLarge {
+        /// What is too large.
+        what: &'static str,
+        /// Its size.
+        got: usize,
+        /// The largest that would do.
+        most: usize,
+    },
+    /// A type of number that the kernels do not take, or the device does not.
+    Type {
+        /// The type.
+        got: StorageType,
+    },
+    /// Value heads cannot be shared out over key heads.
+    Heads {
+        /// Heads of values.
+        heads: usize,
+        /// Heads of keys.
+        key_heads: usize,
+    },
+    /// The device has too little shared memory, or too few units a cube.
+    Device {
+        /// Bytes of shared memory a cube may have.
+        shared_memory: usize,
+        /// Units a cube may have.
+        units: u32,
+    },
+    /// A product that is empty, or of more rows than the kernel for a few is for.
+    Product {
+        /// Rows.
+        rows: usize,
+        /// What is summed over.
+        inner: usize,
+        /// Columns.
+        columns: usize,
+    },
+    /// The variant asks for a tensor that is not there, or the other way round.
+    Tensor {
+        /// The tensor.
+        name: &'static str,
+        /// Whether the variant has it.
+        wanted: bool,
+    },
+}
+
+impl core::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Self::Width { name, got, most } => {
+                write!(f, "{name} is {got}; the kernels take 1 to {most}")
+            }
+            Self::Empty { batch, tokens } => {
+                write!(f, "{batch} sequences of {tokens} tokens; both have to be at least 1")
+            }
+            Self::TooLarge { what, got, most } => {
+                write!(f, "{what}: {got}; the most on this device is {most}")
+            }
+            Self::Type { got } => {
+                write!(
+                    f,
+                    "numbers of type {got}; the kernels take f32, and f16 and bf16 where the device has them"
+                )
+            }
+            Self::Heads { heads, key_heads } => {
+                write!(f, "{heads} value heads are no multiple of {key_heads} key heads")
+            }
+            Self::Device { shared_memory, units } => write!(
+                f,
+                "a cube may have {shared_memory} bytes of shared memory and {units} units on this \
+                 device; no plan is so small"
+            ),
+            Self::Product { rows, inner, columns } => write!(
+                f,
+                "[{rows}, {inner}] times [{inner}, {columns}]; rows have to be 1 to {}, the rest at \
+                 least 1",
+                crate::few_rows::MOST_ROWS
+            ),
+            Self::Tensor { name, wanted: true } => write!(f, "`{name}` is missing"),
+            Self::Tensor { name, wanted: false } => {
+                write!(f, "`{name}` is given, and the variant has none")
+            }
+        }
+    }
+}
+
+impl core::error::Error for Refusal {}
+
+/// How one operation is cut up on one device. Batch and length decide only which of two widths the tiles
+/// of values have, and into how many segments sequences are cut, which is not compiled in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Plans {
+    pub scores: Plan,
+    pub walk: Plan,
+    /// The walk forward that sums segments up: where a system is solved, in tiles of its own.
+    pub summary: Plan,
+    pub gradients: Plan,
+    /// Into how many segments each sequence is cut for stage 2, at most.
+    pub segments: usize,
+    /// Type of what stages hand over to each other.
+    pub between: StorageType,
+    /// Numbers a vector in the tensors, in tiles that are loaded, in what is computed.
+    pub widths: [usize; 3],
+}
+
+impl Plans {
+    /// Chunks of a segment.
+    pub fn segment(&self, dims: Dims) -> usize {
+        dims.tokens.div_ceil(self.walk.chunk).div_ceil(self.segments)
+    }
+}
+
+/// Launches of a forward pass, and of one with a backward pass.
+///
+/// # Errors
+/// [`Refusal`] where the kernels cannot run.
+pub fn launches<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+) -> Result<[usize; 2], Refusal> {
+    let plans = plans(client, variant, dims, dtype)?;
+    // A summary, and what joins three segments or more.
+    let more = match dims.tokens.div_ceil(plans.walk.chunk).div_ceil(plans.segment(dims)) {
+        1 => 0,
+        2 => 1,
+        _ => 2,
+    };
+    let forward = usize::from(plans.walk.scorers == 0) + 1 + more;
+    Ok([forward, forward + 2 + more])
+}
+
+/// Which engine a call would take.
+///
+/// # Errors
+/// [`Refusal`] where the kernels cannot run.
+pub fn engine<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+) -> Result<Engine, Refusal> {
+    plans(client, variant, dims, dtype).map(|plans| plans.walk.engine)
+}
+
+pub(crate) const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+
+pub(crate) fn plans<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+) -> Result<Plans, Refusal> {
+    check_sizes(client, dims)?;
+    check_type(client, dtype)?;
+    if dtype != F32
+        && has_mma(client, dtype)
+        && let Some(plans) = mma(client, variant, dims, dtype)
+    {
+        return Ok(plans);
+    }
+    plain(client, variant, dims)
+}
+
+/// The device has the type of the rows, at least to convert it.
+pub(crate) fn check_type<R: Runtime>(
+    client: &ComputeClient<R>,
+    dtype: StorageType,
+) -> Result<(), Refusal> {
+    let known = matches!(
+        dtype,
+        StorageType::Scalar(ElemType::Float(FloatKind::F32 | FloatKind::F16 | FloatKind::BF16))
+    );
+    let usable = client.properties().type_usage(dtype);
+    match known && usable.contains(cubecl::ir::features::TypeUsage::Conversion) {
+        true => Ok(()),
+        false => Err(Refusal::Type { got: dtype }),
+    }
+}
+
+/// Key heads serve equally many value heads each, and there is something to compute.
+pub(crate) fn check_heads(dims: Dims) -> Result<(), Refusal> {
+    let Dims { batch, tokens, key_heads, heads, .. } = dims;
+    if key_heads == 0 || !heads.is_multiple_of(key_heads) || heads == 0 {
+        return Err(Refusal::Heads { heads, key_heads });
+    }
+    if batch == 0 || tokens == 0 {
+        return Err(Refusal::Empty { batch, tokens });
+    }
+    Ok(())
+}
+
+/// The tensors that the variant has are there, and no others.
+pub(crate) fn check_tensors(variant: Variant, x: &Inputs) -> Result<(), Refusal> {
+    let tensors = [
+        ("a", x.a.is_some(), variant.own_a()),
+        ("b", x.b.is_some(), variant.low_rank()),
+        ("g", x.g.is_some(), variant.decay != crate::Decay::None),
+        ("beta", x.beta.is_some(), variant.delta()),
+    ];
+    match tensors.into_iter().find(|(_, there, wanted)| there != wanted) {
+        Some((name, _, wanted)) => Err(Refusal::Tensor { name, wanted }),
+        None => Ok(()),
+    }
+}
+
+fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Refusal> {
+    let Dims { batch, tokens, heads, key_width, value_width, .. } = dims;
+    for (name, got) in [("K", key_width), ("V", value_width)] {
+        if !(1..=WIDEST).contains(&got) {
+            return Err(Refusal::Width { name, got, most: WIDEST });
+        }
+    }
+    check_heads(dims)?;
+    // Rows, squares and states of chunks; a chunk has 16 to 64 tokens.
+    let widest = key_width.max(value_width).max(64);
+    let states = tokens.div_ceil(16) * batch * heads * key_width * value_width;
+    let numbers = (batch * tokens.next_multiple_of(64) * heads * widest).max(states);
+    let most = u32::MAX as usize;
+    if numbers > most {
+        return Err(Refusal::TooLarge { what: "numbers in a tensor", got: numbers, most });
+    }
+    let (x, y, _) = client.properties().hardware.max_cube_count;
+    if tokens.div_ceil(16) > x as usize {
+        let most = x as usize * 16;
+        return Err(Refusal::TooLarge { what: "tokens of a sequence", got: tokens, most });
+    }
+    if batch * heads > y as usize {
+        return Err(Refusal::TooLarge {
+            what: "sequences x heads",
+            got: batch * heads,
+            most: y as usize,
+        });
+    }
+    Ok(())
+}
+
+/// Whether `mma.m16n8k16` and `ldmatrix` are there for this type.
+fn has_mma<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> bool {
+    let properties = client.properties();
+    let matmul = &properties.features.matmul;
+    let planes =
+        properties.hardware.plane_size_min == 32 && properties.hardware.plane_size_max == 32;
+    let shape = matmul
+        .mma
+        .iter()
+        .any(|c| (c.a_type, c.b_type, c.cd_type, c.m, c.n, c.k) == (dtype, dtype, F32, 16, 8, 16));
+    planes && shape && matmul.ldmatrix.contains(&dtype)
+}
+
+/// The widest part of at most `most` columns, a multiple of 16, that a width falls into.
+fn part(width: usize, most: usize) -> Option<usize> {
+    (1..=most / 16).rev().map(|n| n * 16).find(|n| width.is_multiple_of(*n))
+}
+
+/// Tensor cores: chunks of 64, keys in one piece.
+fn mma<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+) -> Option<Plans> {
+    let Dims { key_width, value_width, .. } = dims;
+    if !key_width.is_multiple_of(16) || !value_width.is_multiple_of(16) {
+        return None;
+    }
+    // The walk has a cube for each tile of values: wide ones where those fill the device or sequences
+    // are cut until they do, because every tile loads all keys; else narrow ones. Below 64 too few
+    // units are left to load keys.
+    let memories = dims.batch * dims.heads;
+    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
+    let enough = multiprocessors.map_or(1, |n| n as usize * 3 / 4);
+    let [wide, narrow] = [part(value_width, 128)?, part(value_width, 64)?];
+    // M of a segment has K columns and E has V, in tiles of one width. There are many of them, and three
+    // cubes of 64 columns a multiprocessor keep more planes busy than one of 128.
+    let both = |n: &usize| key_width.is_multiple_of(*n) && value_width.is_multiple_of(*n);
+    let shared = [64, 48, 32, 16].into_iter().find(both)?;
+    let cut = |value_tile| mma_cut(client, variant, dims, dtype, [value_tile, wide, shared]);
+    cut(wide)
+        .filter(|plans| plans.segments > 1 || memories * (value_width / wide) >= enough)
+        .or_else(|| cut(narrow))
+}
+
+/// As [`mma`], for tiles of so many values: in the walk, elsewhere, in summaries.
+fn mma_cut<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+    [value_tile, value_slice, shared]: [usize; 3],
+) -> Option<Plans> {
+    let Dims { key_width, value_width, .. } = dims;
+    let walk = Plan {
+        version: VERSION,
+        variant,
+        engine: Engine::Mma,
+        key_width,
+        value_width,
+        chunk: 64,
+        key_slice: key_width,
+        value_tile,
+        value_slice,
+        halves: 2,
+        scorers: 0,
+        units: value_tile * 2,
+    };
+    // A vector decay does not factor out of products: those stages multiply in f32.
+    let narrow = |width: usize| if width <= 16 { 16 } else { 32 };
+    let plain = Plan {
+        engine: Engine::Plain,
+        key_slice: narrow(key_width),
+        value_slice: narrow(value_width),
+        units: 256,
+        ..walk
+    };
+    let most = client.properties().hardware.max_shared_memory_size;
+    let (scores, gradients) = match variant.vector() {
+        true => (plain, plain),
+        false => (
+            Plan { units: 256, ..walk },
+            // Many units, so that few registers hold each one's share.
+            roomy(most, Plan { key_slice: part(key_width, 128)?, halves: 0, units: 512, ..walk }),
+        ),
+    };
+    // Scores of linear attention need no state: where no other cube of a segment would make them again,
+    // and registers of that many planes hold the state, planes of the walk make them instead of stage 1.
+    let alone = !variant.solves() && !variant.vector() && value_tile == value_width;
+    let scorers = match alone && key_width <= 128 {
+        true if value_tile <= 64 => 8,
+        true => 4,
+        false => 0,
+    };
+    let with_scorers = (scorers > 0).then_some((3, scorers));
+    with_scorers.into_iter().chain([(2, 0), (1, 0)]).find_map(|(halves, scorers)| {
+        let units = (value_tile / 16 + scorers) * 32;
+        let walk = Plan { halves, scorers, units, ..walk };
+        // Where no system is solved, summaries are the walk's planes, its scorers for the table.
+        let summary = match variant.solves() {
+            true => Plan { value_tile: shared, units: shared * 2, ..walk },
+            false => walk,
+        };
+        let (between, widths) = (dtype, [8, 8, 2]);
+        let plans = Plans { scores, walk, summary, gradients, segments: 1, between, widths };
+        let segments = segments(client, &plans, dims);
+        fits(client, &plans).then_some(Plans { segments, ..plans })
+    })
+}
+
+/// f32 arithmetic, in chunks as long as shared memory allows.
+fn plain<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+) -> Result<Plans, Refusal> {
+    let Dims { key_width, value_width, .. } = dims;
+    let narrow = |width: usize| if width <= 16 { 16 } else { 32 };
+    let whole = key_width.is_multiple_of(4) && value_width.is_multiple_of(4);
+    let widths = [if whole { 4 } else { 1 }, 1, 1];
+    let hardware = &client.properties().hardware;
+    for chunk in [32, 16] {
+        for value_tile in [32, 16] {
+            let plan = Plan {
+                version: VERSION,
+                variant,
+                engine: Engine::Plain,
+                key_width,
+                value_width,
+                chunk,
+                key_slice: narrow(key_width),
+                value_tile,
+                value_slice: narrow(value_width),
+                halves: 1,
+                scorers: 0,
+                units: 256,
+            };
+            let plans = Plans {
+                scores: plan,
+                walk: plan,
+                summary: plan,
+                gradients: plan,
+                segments: 1,
+                between: F32,
+                widths,
+            };
+            let useful = value_tile == 16 || value_width > 16;
+            if useful && fits(client, &plans) {
+                return Ok(Plans { segments: segments(client, &plans, dims), ..plans });
+            }
+        }
+    }
+    Err(Refusal::Device {
+        shared_memory: hardware.max_shared_memory_size,
+        units: hardware.max_units_per_cube,
+    })
+}
+
+fn fits<R: Runtime>(client: &ComputeClient<R>, plans: &Plans) -> bool {
+    let hardware = &client.properties().hardware;
+    let most = hardware.max_shared_memory_size;
+    [
+        (plans.scores, scores_memory(&plans.scores)),
+        (plans.walk, walk_memory(&plans.walk, false)),
+        (plans.gradients, plans.gradients.gradients_memory()),
+    ]
+    .into_iter()
+    .all(|(plan, bytes)| bytes <= most && plan.units <= hardware.max_units_per_cube as usize)
+}
+
+/// Units of walks that a multiprocessor holds: 170 of 65536 registers each.
+const HELD: usize = 384;
+/// Shared memory that a cube takes besides its own.
+const OVERHEAD: usize = 1024;
+/// A segment's fewest chunks: below, its start is a good part of it.
+const SHORTEST: usize = 4;
+
+/// Into how many segments sequences are cut: as many as walk at once, as far as the device is known to
+/// hold their cubes and those that sum them up. Summing up costs about as much as walking where a system
+/// is solved, and less than half of that elsewhere, so that few segments would gain nothing.
+fn segments<R: Runtime>(client: &ComputeClient<R>, plans: &Plans, dims: Dims) -> usize {
+    let hardware = &client.properties().hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(0) as usize;
+    let held = |plan: &Plan, summary: bool| {
+        let memory = hardware.max_shared_memory_size + OVERHEAD;
+        let most = memory / (walk_memory(plan, summary) + OVERHEAD);
+        multiprocessors * most.min(HELD / plan.units).max(1)
+    };
+    let (walk, summary) = (&plans.walk, &plans.summary);
+    let solves = walk.variant.solves();
+    let memories = dims.batch * dims.heads;
+    let at_once = |n: &usize| {
+        let states = summary.value_tiles() * (n - 1);
+        let transfers = if solves { summary.key_tiles() * (n - 2) } else { 0 };
+        memories * walk.value_tiles() * n <= held(walk, false)
+            && memories * (states + transfers) <= held(summary, true)
+    };
+    let most = (dims.tokens.div_ceil(walk.chunk) / SHORTEST).min(held(walk, false));
+    let fewest = if solves { 3 } else { 2 };
+    (fewest..=most).rev().find(at_once).unwrap_or(1)
+}
+
+/// Bytes of a tile.
+fn tile_bytes(plan: &Plan, rows: usize, columns: usize) -> usize {
+    let number = match plan.engine {
+        Engine::Plain => 4,
+        Engine::Mma => 2,
+    };
+    rows * plan.stride(columns) * number
+}
+
+fn sums_memory(plan: &Plan) -> usize {
+    match plan.variant.decay {
+        crate::Decay::None => 8,
+        crate::Decay::Scalar => 8 * plan.chunk,
+        crate::Decay::Vector => 8 * plan.chunk * plan.stride(plan.key_slice),
+    }
+}
+
+fn scores_memory(plan: &Plan) -> usize {
+    let variant = plan.variant;
+    let tiles = 2 + usize::from(variant.own_a()) + usize::from(variant.low_rank());
+    let rows = tiles * tile_bytes(plan, plan.chunk, plan.key_slice);
+    let inverse = if variant.solves() { 8 * plan.chunk * (plan.chunk + 1) } else { 0 };
+    let local = match variant.low_rank() {
+        true => {
+            tile_bytes(plan, plan.chunk, plan.chunk)
+                + tile_bytes(plan, plan.chunk, plan.value_slice)
+        }
+        false => 0,
+    };
+    rows + inverse + local + sums_memory(plan) + 256
+}
+
+/// Of a walk, or of one forward that sums up: without queries and without outputs' matrices.
+fn walk_memory(plan: &Plan, summary: bool) -> usize {
+    let variant = plan.variant;
+    let rows = tile_bytes(plan, plan.chunk, plan.key_slice);
+    let values = tile_bytes(plan, plan.chunk, plan.value_tile);
+    let square = tile_bytes(plan, plan.chunk, plan.chunk);
+    let scales = 4 * table::ROWS * plan.chunk;
+    match plan.engine {
+        Engine::Plain => {
+            let state = tile_bytes(plan, plan.keys(), plan.value_tile);
+            state + rows + 2 * values + square + scales
+        }
+        Engine::Mma => {
+            let asks = variant.own_a() || (variant.vector() && variant.solves());
+            let low_rank = usize::from(variant.low_rank());
+            let outputs = usize::from(!summary);
+            let all = rows * (1 + outputs + usize::from(asks) + low_rank) + values * (1 + low_rank);
+            let squares = square * (usize::from(variant.solves()) + outputs * (1 + 2 * low_rank));
+            // Gates, and their sums for each scorer.
+            let scorers = match plan.scorers {
+                0 => 0,
+                scorers => 4 * plan.chunk * (plan.halves + 2 * scorers),
+            };
+            plan.halves * all + plan.squares() * (squares + scales) + scorers + 256
+        }
+    }
+}
+
+/// Stage 3 on tensor cores: all tiles of a chunk in shared memory at once where there is room; where
+/// there is room for two chunks, two smaller cubes share a multiprocessor and cover each other's loads.
+fn roomy(most: usize, sliced: Plan) -> Plan {
+    let whole = Plan { halves: 1, ..sliced };
+    let bytes = whole.gradients_memory();
+    let one_slice = whole.key_slices() == 1 && whole.value_slices() == 1;
+    match one_slice && bytes <= most {
+        true if 2 * bytes + 1024 <= most => Plan { units: 256, ..whole },
+        true => whole,
+        false => sliced,
+    }
+}
