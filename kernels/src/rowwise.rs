@@ -48,7 +48,7 @@ pub enum Measure {
     Length,
 }
 
-/// Whether the device has cubes of [`UNITS`] and the type of the tensors.
+/// Whether the device has cubes of 256 units and the type of the tensors.
 pub fn runs<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> bool {
     let units = client.properties().hardware.max_units_per_cube as usize;
     units >= UNITS && check_type(client, dtype).is_ok()
