@@ -1,14 +1,16 @@
 //! Feature maps: each one's product of a query and a key is what its paper says.
 
-use crate::support::download;
+use crate::layers::wide;
+use crate::support::{download, upload};
 use burn::backend::Flex;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::DType;
 use linattn::nn::FeatureMap;
 use linattn::nn::mixers::MixerConfig;
 use linattn_oracle::{assert_close, relative_error};
 
 const K: usize = 6;
-const LIMIT: f64 = 1e-5;
+/// Features are computed in double precision here; their constants and angles are f32's.
+const LIMIT: f64 = 1e-6;
 
 fn map(text: &str) -> FeatureMap {
     #[derive(serde::Deserialize)]
@@ -29,11 +31,9 @@ fn vectors(size: f64, start: usize) -> Vec<Vec<f64>> {
 
 /// The features of each vector, all at `position`.
 fn features_at(map: FeatureMap, x: &[Vec<f64>], position: usize) -> Vec<Vec<f64>> {
-    let map_of = map.init::<Flex>(1, K, &Default::default()).unwrap();
+    let map_of = wide(map.init::<Flex>(1, K, &Default::default()).unwrap());
     let row = |x: &Vec<f64>| {
-        let values: Vec<f32> = x.iter().map(|&x| x as f32).collect();
-        let data = TensorData::new(values, [1, 1, 1, K]);
-        let x = Tensor::<Flex, 4>::from_data(data, &Default::default());
+        let x = upload::<Flex, 4>(x, [1, 1, 1, K], DType::F64, &Default::default());
         let features = download(map_of.forward(x, position));
         assert_eq!(features.len(), map.width(K), "{map:?}");
         features

@@ -36,7 +36,8 @@ impl<B: LinearAttentionBackend> Decoder<B> {
     pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let [_, tokens, width] = x.dims();
         let code = x.narrow(1, tokens - 1, 1);
-        let z = positions(tokens, width, &code.device()).unsqueeze::<3>() + code;
+        let positions = positions::<B>(tokens, width, &code.device()).cast(code.dtype());
+        let z = positions.unsqueeze::<3>() + code;
         let z = gelu(self.linear_1.forward(self.norm_1.forward(z)));
         gelu(self.linear_2.forward(self.norm_2.forward(z)))
     }
