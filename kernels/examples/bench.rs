@@ -8,7 +8,7 @@
 //! time a call, of calls over rotated inputs that were all queued while the GPU was kept busy, so that
 //! it never waits for the host. `call_..` is one call and a wait, median. `floor_..` is what the GPU would need
 //! to read each input and write each output once at 4.30 TB/s, or for the plain recurrence's arithmetic
-//! at 801 TFLOP/s, whichever is more.
+//! at 801 TFLOP/s, whichever is more. Bytes, FLOPs and how many times the floor a call takes go to stderr.
 
 use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
@@ -203,16 +203,22 @@ fn one<R: Runtime>(
     };
     let forward_only = |n: usize| drop(run_forward(n));
     let both = |n: usize| drop(run_both(n));
-    let (floor, floor_both) = floors(op, dims, if half { 2 } else { 4 });
+    let work = work(op, dims, if half { 2 } else { 4 });
     let [launched, launched_both] = launches(client, case.variant, dims, dtype).expect("it ran");
+    let (took, took_both) = (queue(&forward_only), queue(&both));
     println!(
-        "{op},{text},{},{device},{:.4},{:.4},{:.4},{:.4},{floor:.4},{floor_both:.4},{launched},{launched_both},{error_o:.1e},{worst:.1e}",
+        "{op},{text},{},{device},{took:.4},{took_both:.4},{:.4},{:.4},{:.4},{:.4},{launched},{launched_both},{error_o:.1e},{worst:.1e}",
         if half { "bf16" } else { "f32" },
-        queue(&forward_only),
-        queue(&both),
         call(&forward_only),
         call(&both),
+        work[0].floor(),
+        work[1].floor(),
     );
+    for (name, took, work) in [("fwd", took, work[0]), ("fwd_bwd", took_both, work[1])] {
+        let Work { bytes, flops } = work;
+        let times = took / work.floor();
+        eprintln!("  {op} {text} {name}: {bytes:.3e} bytes, {flops:.3e} FLOPs, {times:.1} x floor");
+    }
 }
 
 /// The GPU's milliseconds a call: `calls` of them wait behind a kernel that only takes time, until the
@@ -258,8 +264,23 @@ fn keep_busy(out: &mut Array<f32>, turns: u32) {
     out[0] = x;
 }
 
-/// Milliseconds that bytes or arithmetic take at least, forward and forward with backward.
-fn floors(op: &str, d: Dims, size: usize) -> (f64, f64) {
+/// What a call has to do at least: each input read and each output written once, and the arithmetic of
+/// the plain recurrence.
+#[derive(Clone, Copy)]
+struct Work {
+    bytes: f64,
+    flops: f64,
+}
+
+impl Work {
+    /// Milliseconds that an H200 takes for it.
+    fn floor(self) -> f64 {
+        (self.bytes / 4.30e9).max(self.flops / 801e9)
+    }
+}
+
+/// The work of a forward pass, and of a forward and a backward pass.
+fn work(op: &str, d: Dims, size: usize) -> [Work; 2] {
     let rows = (d.batch * d.tokens * d.heads) as f64;
     let wide = rows * d.key_width as f64;
     let variant = variant(op);
@@ -278,8 +299,7 @@ fn floors(op: &str, d: Dims, size: usize) -> (f64, f64) {
         Transition::LowRank => 4.0,
     };
     let flops = rows * products * 2.0 * (d.key_width * d.value_width) as f64;
-    let ms = |bytes: f64, flops: f64| (bytes / 4.30e9).max(flops / 801e9);
-    (ms(forward, flops), ms(both, 3.0 * flops))
+    [Work { bytes: forward, flops }, Work { bytes: both, flops: 3.0 * flops }]
 }
 
 fn rounded(x: impl Iterator<Item = f64>, half: bool) -> Vec<f64> {
@@ -306,29 +326,27 @@ struct Case<'a, R: Runtime> {
 
 impl<R: Runtime> Case<'_, R> {
     /// One head's numbers, for all heads of all sequences.
-    fn spread(&self, x: &[f64], width: usize) -> Vec<f64> {
-        let mut all = Vec::with_capacity(x.len() * self.dims.heads * self.dims.batch);
+    fn spread(&self, head: &[u8], row: usize) -> cubecl::server::Handle {
+        let mut all = Vec::with_capacity(head.len() * self.dims.heads * self.dims.batch);
         for _ in 0..self.dims.batch {
-            for token in x.chunks_exact(width) {
+            for token in head.chunks_exact(row) {
                 (0..self.dims.heads).for_each(|_| all.extend_from_slice(token));
             }
         }
-        all
+        self.client.create_from_slice(&all)
     }
 
     fn rows(&self, x: &[f64], width: usize) -> cubecl::server::Handle {
-        let all = self.spread(x, width);
-        let bytes: Vec<u8> = match self.half {
-            true => all.iter().flat_map(|x| bf16::from_f64(*x).to_le_bytes()).collect(),
-            false => all.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
-        };
-        self.client.create_from_slice(&bytes)
+        if !self.half {
+            return self.gates(x, width);
+        }
+        let bytes: Vec<u8> = x.iter().flat_map(|x| bf16::from_f64(*x).to_le_bytes()).collect();
+        self.spread(&bytes, 2 * width)
     }
 
     fn gates(&self, x: &[f64], width: usize) -> cubecl::server::Handle {
-        let all = self.spread(x, width);
-        let bytes: Vec<u8> = all.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect();
-        self.client.create_from_slice(&bytes)
+        let bytes: Vec<u8> = x.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect();
+        self.spread(&bytes, 4 * width)
     }
 
     fn upload(&self, x: &oracle::Inputs) -> Inputs {

@@ -356,7 +356,33 @@ pub(crate) fn ready_local<E: Float, G: Size, N: Size>(
     }
 }
 
-/// Plain engine: loads rows that read the state, q.
+/// Plain engine: loads one slice of rows of keys; `scaled` are those that stage 1 multiplied by a vector
+/// decay, `given` the tensor's own, which lie in `rows`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn ready_slice<F: Float, E: Float, G: Size, N: Size>(
+    to: &mut SharedMemory<Vector<E, N>>,
+    scaled: &Array<Vector<E, G>>,
+    given: &Array<Vector<F, G>>,
+    place: &Place,
+    rows: &Rows,
+    slice: usize,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!plan.staged()) {
+        sync_cube();
+        let first = slice * comptime!(plan.key_slice);
+        let window = comptime!(plan.key_window());
+        if comptime!(plan.variant.vector()) {
+            load::<E, G, E, N>(to, scaled, &place.rows, first, window);
+        } else {
+            load::<F, G, E, N>(to, given, rows, first, window);
+        }
+        sync_cube();
+    }
+}
+
+/// Rows that read the state, q.
 #[cube]
 pub(crate) fn ready_reads<F: Float, E: Float, G: Size, N: Size>(
     feed: &mut Feed<E, N>,
@@ -366,20 +392,10 @@ pub(crate) fn ready_reads<F: Float, E: Float, G: Size, N: Size>(
     slice: usize,
     #[comptime] plan: Plan,
 ) {
-    if comptime!(!plan.staged()) {
-        sync_cube();
-        let first = slice * comptime!(plan.key_slice);
-        let window = comptime!(plan.key_window());
-        if comptime!(plan.variant.vector()) {
-            load::<E, G, E, N>(&mut feed.reads, &local.q, &place.rows, first, window);
-        } else {
-            load::<F, G, E, N>(&mut feed.reads, &x.q, &place.keys, first, window);
-        }
-        sync_cube();
-    }
+    ready_slice::<F, E, G, N>(&mut feed.reads, &local.q, &x.q, place, &place.keys, slice, plan);
 }
 
-/// Plain engine: loads rows that ask the state: a, e or k.
+/// Rows that ask the state: a, e or k.
 #[cube]
 pub(crate) fn ready_asks<F: Float, E: Float, G: Size, N: Size>(
     feed: &mut Feed<E, N>,
@@ -389,22 +405,14 @@ pub(crate) fn ready_asks<F: Float, E: Float, G: Size, N: Size>(
     slice: usize,
     #[comptime] plan: Plan,
 ) {
-    if comptime!(!plan.staged()) {
-        sync_cube();
-        let first = slice * comptime!(plan.key_slice);
-        let window = comptime!(plan.key_window());
-        if comptime!(plan.variant.vector()) {
-            load::<E, G, E, N>(&mut feed.asks, &local.a, &place.rows, first, window);
-        } else if comptime!(plan.variant.own_a()) {
-            load::<F, G, E, N>(&mut feed.asks, &x.a, &place.rows, first, window);
-        } else {
-            load::<F, G, E, N>(&mut feed.asks, &x.k, &place.keys, first, window);
-        }
-        sync_cube();
+    if comptime!(plan.variant.own_a()) {
+        ready_slice::<F, E, G, N>(&mut feed.asks, &local.a, &x.a, place, &place.rows, slice, plan);
+    } else {
+        ready_slice::<F, E, G, N>(&mut feed.asks, &local.a, &x.k, place, &place.keys, slice, plan);
     }
 }
 
-/// Plain engine: loads rows where U is written: b, or k.
+/// Rows where U is written: b, or k.
 #[cube]
 pub(crate) fn ready_writes<F: Float, E: Float, G: Size, N: Size>(
     feed: &mut Feed<E, N>,
@@ -414,26 +422,30 @@ pub(crate) fn ready_writes<F: Float, E: Float, G: Size, N: Size>(
     slice: usize,
     #[comptime] plan: Plan,
 ) {
-    if comptime!(!plan.staged()) {
-        sync_cube();
-        let first = slice * comptime!(plan.key_slice);
-        let window = comptime!(plan.key_window());
-        if comptime!(plan.variant.low_rank()) {
-            if comptime!(plan.variant.vector()) {
-                load::<E, G, E, N>(&mut feed.writes, &local.b, &place.rows, first, window);
-            } else {
-                load::<F, G, E, N>(&mut feed.writes, &x.b, &place.rows, first, window);
-            }
-        } else if comptime!(plan.variant.vector()) {
-            load::<E, G, E, N>(&mut feed.writes, &local.k, &place.rows, first, window);
-        } else {
-            load::<F, G, E, N>(&mut feed.writes, &x.k, &place.keys, first, window);
-        }
-        sync_cube();
+    if comptime!(plan.variant.low_rank()) {
+        ready_slice::<F, E, G, N>(
+            &mut feed.writes,
+            &local.b,
+            &x.b,
+            place,
+            &place.rows,
+            slice,
+            plan,
+        );
+    } else {
+        ready_slice::<F, E, G, N>(
+            &mut feed.writes,
+            &local.k,
+            &x.k,
+            place,
+            &place.keys,
+            slice,
+            plan,
+        );
     }
 }
 
-/// Plain engine: loads rows where v is written, k.
+/// Rows where v is written, k.
 #[cube]
 pub(crate) fn ready_keys<F: Float, E: Float, G: Size, N: Size>(
     feed: &mut Feed<E, N>,
@@ -443,15 +455,5 @@ pub(crate) fn ready_keys<F: Float, E: Float, G: Size, N: Size>(
     slice: usize,
     #[comptime] plan: Plan,
 ) {
-    if comptime!(!plan.staged()) {
-        sync_cube();
-        let first = slice * comptime!(plan.key_slice);
-        let window = comptime!(plan.key_window());
-        if comptime!(plan.variant.vector()) {
-            load::<E, G, E, N>(&mut feed.keys, &local.k, &place.rows, first, window);
-        } else {
-            load::<F, G, E, N>(&mut feed.keys, &x.k, &place.keys, first, window);
-        }
-        sync_cube();
-    }
+    ready_slice::<F, E, G, N>(&mut feed.keys, &local.k, &x.k, place, &place.keys, slice, plan);
 }
