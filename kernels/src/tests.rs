@@ -67,6 +67,11 @@ struct Uploaded<'a, R: Runtime> {
     dims: Dims,
 }
 
+fn sizes_of(x: &oracle::Inputs) -> Dims {
+    let oracle::Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
+    Dims { batch, tokens, key_heads, heads, key_width, value_width }
+}
+
 fn variant(x: &oracle::Inputs) -> Variant {
     Variant {
         decay: match &x.decay {
@@ -100,7 +105,6 @@ impl<'a, R: Runtime> Uploaded<'a, R> {
                 (a, b) = (Some(put(ask, rows)), Some(put(write, rows)));
             }
         }
-        let oracle::Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
         Self {
             client,
             rows,
@@ -115,7 +119,7 @@ impl<'a, R: Runtime> Uploaded<'a, R> {
                 state: x.state.as_ref().map(|s| put(s, Rows::F32)),
             },
             variant: variant(x),
-            dims: Dims { batch, tokens, key_heads, heads, key_width, value_width },
+            dims: sizes_of(x),
         }
     }
 
@@ -292,19 +296,23 @@ fn every_variant<R: Runtime>(client: &ComputeClient<R>, family: Family, erase: b
     }
 }
 
-/// Every variant of one transition, in f32, in segments: the last is shorter, or of one chunk. Keys are
-/// wider than values, so that M has more tiles than S.
+/// Every variant of one transition, in f32, in segments.
 fn every_cut<R: Runtime>(client: &ComputeClient<R>, family: Family, erase: bool) {
-    let dims = oracle::Dims { key_width: 40, value_width: 20, ..dims(150) };
     for gate in [Gate::None, Gate::Typical, Gate::Mixed] {
         for recipe in recipes(family, erase, gate) {
-            let recipe = Recipe { state: gate != Gate::Mixed, ..recipe };
-            let x = oracle::Inputs::random(3, dims, &recipe);
-            for segments in [2, 3, 5] {
-                let what = format!("{segments} segments, {recipe:?}");
-                hold_cut(client, &what, &x, Rows::F32, F32, Some(segments));
-            }
+            cut(client, &Recipe { state: gate != Gate::Mixed, ..recipe });
         }
+    }
+}
+
+/// One variant in segments: the last is shorter, or of one chunk. Keys are wider than values, so that M
+/// has more tiles than S.
+fn cut<R: Runtime>(client: &ComputeClient<R>, recipe: &Recipe) {
+    let dims = oracle::Dims { key_width: 40, value_width: 20, ..dims(150) };
+    let x = oracle::Inputs::random(3, dims, recipe);
+    for segments in [2, 3, 5] {
+        let what = format!("{segments} segments, {recipe:?}");
+        hold_cut(client, &what, &x, Rows::F32, F32, Some(segments));
     }
 }
 
@@ -453,8 +461,7 @@ fn half_rows<R: Runtime>(client: &ComputeClient<R>) {
     let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(Family::DeltaRule) };
     let x = oracle::Inputs::random(3, dims(70), &recipe);
     for rows in [Rows::F16, Rows::Bf16] {
-        let oracle::Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
-        let dims = Dims { batch, tokens, key_heads, heads, key_width, value_width };
+        let dims = sizes_of(&x);
         match engine(client, variant(&x), dims, rows.dtype()) {
             Ok(_) => {
                 hold(client, &format!("{rows:?}"), &x, rows, HALF);
@@ -505,7 +512,7 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
 }
 
 /// K, N, from one row of W to the next, and whether there is a bias.
-const MATRICES: [(usize, usize, usize, bool); 6] = [
+const MATRICES: [(usize, usize, usize, bool); 7] = [
     (1, 1, 1, true),
     (130, 37, 37, true),
     (64, 96, 96, false),
@@ -514,6 +521,8 @@ const MATRICES: [(usize, usize, usize, bool); 6] = [
     (200, 10, 16, false),
     // More columns of x than wait in shared memory at once.
     (5000, 40, 40, true),
+    // Columns for all multiprocessors, and more a cube, of which the last has fewer.
+    (24, 13000, 13000, true),
 ];
 
 /// `x W + b` in f64.
@@ -680,6 +689,7 @@ macro_rules! each_transition {
 #[cfg(feature = "cuda")]
 pub(crate) mod on_cuda {
     use super::*;
+    use crate::Engine;
     use cubecl::cuda::CudaRuntime;
 
     pub(crate) fn client() -> ComputeClient<CudaRuntime> {
@@ -694,6 +704,12 @@ pub(crate) mod on_cuda {
         (Family::DeltaRule, true),
         (Family::LowRank, false),
     ];
+
+    #[track_caller]
+    fn has_tensor_cores(client: &ComputeClient<CudaRuntime>, x: &oracle::Inputs, rows: Rows) {
+        let used = engine(client, variant(x), sizes_of(x), rows.dtype());
+        assert_eq!(used, Ok(Engine::Mma), "this GPU has no tensor cores for {rows:?}");
+    }
 
     /// Every variant of one transition in 16 bits.
     fn variants(family: Family, erase: bool) {
@@ -710,6 +726,7 @@ pub(crate) mod on_cuda {
             for gate in [Gate::None, Gate::Typical, Gate::Mixed] {
                 for recipe in recipes(family, erase, gate) {
                     let x = oracle::Inputs::random(3, dims, &recipe);
+                    has_tensor_cores(&client, &x, rows);
                     hold(&client, &format!("{rows:?} {recipe:?}"), &x, rows, HALF);
                 }
             }
@@ -724,6 +741,7 @@ pub(crate) mod on_cuda {
             let dims = oracle::Dims { batch: 1, key_width, value_width, ..dims(800) };
             for recipe in recipes(family, erase, Gate::Typical) {
                 let x = oracle::Inputs::random(3, dims, &recipe);
+                has_tensor_cores(&client, &x, Rows::Bf16);
                 for segments in [2, 4, 10] {
                     let what = format!("{segments} segments, {key_width}, {recipe:?}");
                     hold_cut(&client, &what, &x, Rows::Bf16, HALF, Some(segments));
@@ -804,6 +822,18 @@ pub(crate) mod on_wgpu {
     }
 
     each_transition!(#[ignore = "half an hour of compilation on a CPU; run on a GPU, with --ignored"]);
+
+    #[test]
+    fn a_scalar_decay_with_a_solve_is_right_in_segments() {
+        cut(&client(), &Recipe { gate: Gate::Typical, ..Recipe::new(Family::DeltaRule) });
+    }
+
+    #[test]
+    fn a_vector_decay_with_a_solve_is_right_in_segments() {
+        let recipe =
+            Recipe { gate: Gate::Mixed, vector_decay: true, ..Recipe::new(Family::LowRank) };
+        cut(&client(), &recipe);
+    }
 
     #[test]
     fn odd_sizes_are_right() {
