@@ -115,7 +115,8 @@ fn a_prompt_and_64_tokens_are_what_one_forward_pass_says() {
             let before = rows[place - 1];
             let largest = before.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let short = largest - before[id as usize];
-            assert!(short <= LIMIT * largest.abs().max(1.0), "{mixer}: token {place} by {short}");
+            // Words are chosen by logits in f32.
+            assert!(short <= 3e-7 * largest.abs().max(1.0), "{mixer}: token {place} by {short}");
         }
         // The state goes on to the logits of the whole sequence.
         let last = Tensor::from_data([tokens[84] as i32], &device);
@@ -563,7 +564,9 @@ fn ctrl_c_ends_a_text_and_saves_its_state() {
         .unwrap();
     let mut out = child.stdout.take().unwrap();
     out.read_exact(&mut [0]).unwrap(); // it has begun
-    let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    let id = child.id().to_string();
+    let kill = ["-c", r#"kill -INT "$1""#, "sh", &id];
+    let killed = Command::new("sh").args(kill).status().unwrap();
     assert!(killed.success());
     let mut rest = vec![];
     out.read_to_end(&mut rest).unwrap();

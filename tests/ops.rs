@@ -605,6 +605,64 @@ mod on_cpu {
     }
 
     #[test]
+    fn half_precision_learns_from_outputs_and_states_at_once() {
+        let device = Default::default();
+        for dtype in [DType::F16, DType::BF16] {
+            for family in FAMILIES {
+                let x = Inputs::random(37, dims(20), &recipe(family, Gate::Typical, false));
+                let input = Uploaded::<Autodiff<Flex>>::new(&x, DType::F32, &device);
+                let [q, k, v] = [&input.q, &input.k, &input.v]
+                    .map(|rows| rows.clone().detach().cast(dtype).require_grad());
+                let leaf = v.clone();
+                let (o, s) = Uploaded { q, k, v, ..input }.run(16).unwrap();
+                let gradients = (o.cast(DType::F32).sum() + s.sum()).backward();
+                let Dims { batch, heads, key_width, value_width, tokens, .. } = x.dims;
+                let ones = |n: usize| vec![1.0; batch * heads * value_width * n];
+                let want = backward(&x, &ones(tokens), &ones(key_width)).v;
+                let got = leaf.grad(&gradients).unwrap();
+                assert_close(&format!("{family:?}, {dtype:?}"), &want, &download(got), 3e-2);
+            }
+        }
+    }
+
+    /// The gradient of `w . d_v`, where d_v is the gradient of all outputs' squares, against central
+    /// differences.
+    #[test]
+    fn gradients_have_gradients() {
+        type Once = Autodiff<Flex>;
+        type Twice = Autodiff<Once>;
+        let device = Default::default();
+        for family in FAMILIES {
+            let x = Inputs::random(43, dims(11), &recipe(family, Gate::Typical, false));
+            let normals = |name: &str, n: usize| {
+                let mut rng = Rng::named(1, name);
+                (0..n).map(|_| rng.normal()).collect::<Vec<f64>>()
+            };
+            let (w, way) = (normals("w", x.v.len()), normals("way", x.k.len()));
+            let d_v = |by: f64| {
+                let k = x.k.iter().zip(&way).map(|(k, way)| k + by * way).collect();
+                let moved = Uploaded::<Once>::new(&Inputs { k, ..x.clone() }, DType::F64, &device);
+                let v = moved.v.clone().require_grad();
+                let (o, _) = Uploaded { v: v.clone(), ..moved }.run(4).unwrap();
+                let d_v = download(v.grad(&o.square().sum().backward()).unwrap());
+                d_v.iter().zip(&w).map(|(d, w)| d * w).sum::<f64>()
+            };
+            let want = (d_v(1e-5) - d_v(-1e-5)) / 2e-5;
+
+            let input = Uploaded::<Twice>::new(&x, DType::F64, &device);
+            let k = upload::<Once, 4>(&x.k, input.k.dims(), DType::F64, &device).require_grad();
+            let v = input.v.clone().require_grad();
+            let there = Uploaded { k: Tensor::from_inner(k.clone()), v: v.clone(), ..input };
+            let (o, _) = there.run(4).unwrap();
+            let d_v = v.grad(&o.square().sum().backward()).unwrap();
+            let weights = upload::<Once, 4>(&w, d_v.dims(), DType::F64, &device);
+            let d_k = download(k.grad(&(d_v * weights).sum().backward()).unwrap());
+            let got: f64 = d_k.iter().zip(&way).map(|(d, way)| d * way).sum();
+            assert_close(&format!("{family:?}"), &[want], &[got], 1e-6);
+        }
+    }
+
+    #[test]
     fn scans_agree_with_the_loop_at_every_length() {
         for tokens in [1, 2, 3, 4, 5, 7, 8, 9, 31, 64, 65, 1000] {
             for complex in [false, true] {

@@ -174,11 +174,13 @@ fn wait(child: &mut Child, stop: &Stop) -> std::io::Result<Option<i32>> {
     }
 }
 
-/// As Ctrl-C would. The program saves its run.
+/// As Ctrl-C would. The program saves its run. Every `sh` has `kill` built in; as a program of its
+/// own it is missing from small images.
 #[cfg(unix)]
 fn ask_to_stop(child: &mut Child) -> std::io::Result<()> {
     let id = child.id().to_string();
-    let asked = Command::new("kill").args(["-INT", &id]).stderr(Stdio::null()).status();
+    let kill = ["-c", r#"kill -INT "$1""#, "sh", &id];
+    let asked = Command::new("sh").args(kill).stderr(Stdio::null()).status();
     match asked {
         Ok(status) if status.success() => Ok(()),
         _ => child.kill(),

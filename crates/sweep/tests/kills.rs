@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use linattn_sweep::{Row, RowsFile, Shard};
 
@@ -62,15 +62,32 @@ fn undisturbed(sweep: &str, runs: usize) -> BTreeSet<Vec<String>> {
     content(&rows)
 }
 
+/// How much the runs have noted that began.
+fn noted(folder: &Path) -> u64 {
+    folder.join("runs/starts").metadata().map_or(0, |file| file.len())
+}
+
+/// Waits until one more run has begun: on a slow machine that takes its time, and a kill before it
+/// would hit nothing.
+fn wait_for_a_start(folder: &Path, before: u64) {
+    let began = Instant::now();
+    while noted(folder) == before {
+        assert!(began.elapsed() < Duration::from_secs(30), "no run began within 30 seconds");
+        sleep(Duration::from_millis(1));
+    }
+}
+
 #[test]
 fn twenty_kills_lose_no_row_and_repeat_only_what_was_running() {
     let folder = tempfile::tempdir().unwrap();
     support::write(folder.path(), &long_sweep());
     let mut before = 0;
     for kill in 0..20u64 {
+        let noted_before = noted(folder.path());
         let mut child = start(folder.path(), "1/1", "12");
-        // Scattered over the start, which takes some milliseconds, and the runs after it.
-        sleep(Duration::from_millis(5 + kill * 7919 % 41));
+        wait_for_a_start(folder.path(), noted_before);
+        // Scattered over the first run, what is written after it, and the next.
+        sleep(Duration::from_millis(kill * 7919 % 16));
         child.kill().unwrap();
         child.wait().unwrap();
         let rows = rows(folder.path()).len();

@@ -3,9 +3,9 @@
 use super::ConfigError;
 pub(crate) use crate::ops::softplus;
 use crate::ops::{self, Activation, LinearAttentionBackend};
-use burn::module::{Initializer, Module, Param};
+use burn::module::{Initializer, Module, ModuleMapper, Param};
 use burn::nn::{LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::{Tensor, backend::Backend};
+use burn::tensor::{DType, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
 /// Standard deviation of fresh weights.
@@ -254,15 +254,64 @@ impl<B: LinearAttentionBackend> Norm<B> {
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         match self {
             Norm::Rms(norm) => rms_norm(norm, x, None),
-            Norm::Layer(norm) => norm.forward(x),
+            Norm::Layer(norm) => in_f32(norm, x, LayerNorm::forward),
         }
     }
 }
 
-/// Refuses an epsilon that would divide by zero.
+/// `x` through one of Burn's norms, which square numbers in their own type: squares of 16 bits overflow.
+pub(crate) fn in_f32<B: Backend, M: Module<B>, const D: usize>(
+    norm: &M,
+    x: Tensor<B, D>,
+    forward: impl FnOnce(&M, Tensor<B, D>) -> Tensor<B, D>,
+) -> Tensor<B, D> {
+    struct Widen;
+    impl<B: Backend> ModuleMapper<B> for Widen {
+        fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
+            param.map(|weight| weight.cast(DType::F32))
+        }
+    }
+    match x.dtype() {
+        dtype @ (DType::F16 | DType::BF16) => {
+            let wide = norm.clone().map(&mut Widen);
+            forward(&wide, x.cast(DType::F32)).cast(dtype)
+        }
+        _ => forward(norm, x),
+    }
+}
+
+/// Refuses an epsilon that would divide by zero, in f32 too.
 pub(crate) fn check_epsilon(epsilon: f64) -> Result<(), ConfigError> {
-    if epsilon > 0.0 && epsilon.is_finite() {
+    if epsilon >= f64::from(f32::MIN_POSITIVE) && epsilon.is_finite() {
         return Ok(());
     }
-    Err(ConfigError::new("norm_eps", epsilon, "above 0"))
+    Err(ConfigError::new("norm_eps", epsilon, "above 0, and 1e-37 or more"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // a test that cannot go on has failed
+mod tests {
+    use super::*;
+    use burn::backend::Flex;
+    use burn::nn::{GroupNorm, GroupNormConfig};
+
+    fn numbers<const D: usize>(x: Tensor<Flex, D>) -> Vec<f32> {
+        x.into_data().iter::<f32>().collect()
+    }
+
+    /// Squares of 300, 64 of them, and e^12 are more than f16 holds.
+    #[test]
+    fn large_numbers_of_16_bits_overflow_nothing() {
+        let device = Default::default();
+        let row = [300.0, -300.0].repeat(32);
+        let data = burn::tensor::TensorData::new(row, [1, 64]).convert_dtype(DType::F16);
+        let x = Tensor::<Flex, 2>::from_data(data, (&device, DType::F16));
+        let layer = Norm::<Flex>::new(NormKind::Layer, 64, 1e-5, &device);
+        let group = GroupNormConfig::new(1, 64).init::<Flex>(&device);
+        let ones = [1.0, -1.0].repeat(32);
+        assert_eq!(numbers(layer.forward(x.clone())), ones);
+        assert_eq!(numbers(in_f32(&group, x.clone(), GroupNorm::forward)), ones);
+        let y = softplus(x.narrow(1, 0, 1) / 25.0);
+        assert_eq!((y.dtype(), numbers(y)), (DType::F16, vec![12.0]));
+    }
 }

@@ -5,7 +5,7 @@
 //! slot and passes a dummy on, which makes the hub run once, after both. A slot left empty means that
 //! nobody used that output.
 
-use super::backend::{Forward, LinearAttentionBackend, Operands, Path, Saved};
+use super::backend::{self, Forward, LinearAttentionBackend, Operands, Path, Saved};
 use super::convolution::{self, Convolution};
 use super::mesa::{self, Normal};
 use super::scan::{self, Scan};
@@ -15,7 +15,7 @@ use burn::backend::autodiff::{
     grads::Gradients,
     ops::{Backward, Ops, OpsKind},
 };
-use burn::tensor::{TensorMetadata, backend::AutodiffBackend, ops::FloatTensor};
+use burn::tensor::{FloatDType, backend::AutodiffBackend, ops::FloatTensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Gradients of `o` and of the last state, as they arrive.
@@ -89,8 +89,9 @@ impl<B: LinearAttentionBackend> Backward<B, 1> for Leaf {
     }
 }
 
-fn dummy<B: LinearAttentionBackend>(like: &FloatTensor<B>) -> FloatTensor<B> {
-    B::float_zeros([1].into(), &B::float_device(like), like.dtype().into())
+/// Of one type, whatever that of the output is: the hub adds up what its two leaves pass on.
+fn dummy<B: LinearAttentionBackend>(on: &FloatTensor<B>) -> FloatTensor<B> {
+    B::float_zeros([1].into(), &B::float_device(on), FloatDType::F32)
 }
 
 type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
@@ -134,12 +135,16 @@ fn track<B: LinearAttentionBackend, C: CheckpointStrategy, const N: usize>(
 }
 
 impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend for Autodiff<B, C> {
-    /// Keeps what is needed in the graph, not in what it gives.
+    /// Keeps what is needed in the graph, not in what it gives; unless it is asked to `keep`, by another
+    /// graph around this one, whose backward pass is to have gradients too: tensor operations have.
     fn chunkwise(
         x: Operands<FloatTensor<Self>>,
         chunk: usize,
-        _keep: bool,
+        keep: bool,
     ) -> Forward<FloatTensor<Self>> {
+        if keep {
+            return backend::forward::<Self>(x, chunk, keep);
+        }
         match x.clone().into_vec().len() {
             3 => track::<B, C, 3>(x, chunk),
             4 => track::<B, C, 4>(x, chunk),

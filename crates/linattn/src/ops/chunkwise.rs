@@ -28,11 +28,17 @@ use super::triangular::unit_lower_inverse;
 use burn::tensor::{DType, Tensor, backend::Backend, ops::FloatTensor};
 
 /// f32 for everything narrower: states, gates and sums lose too much in 16 bits.
-pub(super) fn accumulator<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+pub(crate) fn accumulator<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     match x.dtype() {
         DType::F64 | DType::F32 => x,
         _ => x.cast(DType::F32),
     }
+}
+
+/// `x` in another type. Backends take two tensors of different types for two of one, so what meets has to
+/// be of one.
+pub(crate) fn typed<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: DType) -> Tensor<B, D> {
+    if x.dtype() == dtype { x } else { x.cast(dtype) }
 }
 
 /// Sizes of one call, and the two layouts: `[B, T, H, X]` outside, `[chunks, B H, C, X]` inside.

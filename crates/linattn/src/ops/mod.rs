@@ -47,6 +47,7 @@ pub(crate) use triangular::solve_unit_lower;
 
 use backend::{primitive, tensor};
 use burn::tensor::{Tensor, backend::Backend};
+pub(crate) use chunkwise::{accumulator, typed};
 
 /// Chunk length that suits most sizes, in tokens.
 pub const DEFAULT_CHUNK: usize = 64;
@@ -56,7 +57,7 @@ pub const CHUNKS: &[usize] = &[1, 2, 4, 8, 16, 32, 64, 128];
 /// What an operation gives: its outputs, and the state after the last token.
 pub type OpResult<B> = Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>;
 
-/// How much of its memory a head keeps: natural logs, at most 0 (0 keeps all, -0.69 half).
+/// How much of its memory a head keeps: natural logs, finite and at most 0 (0 keeps all, -0.69 half).
 #[derive(Debug, Clone)]
 pub enum Decay<B: Backend> {
     /// One number a token and head, `[B, T, H]`, as in Mamba-2, arXiv 2405.21060.
@@ -320,7 +321,7 @@ pub fn delta_rule_step<B: LinearAttentionBackend>(
 /// itself. Gradients reach all inputs.
 ///
 /// `x` is `[B, T, D]`, `weight` `[W, D]` with the newest token's row last, W at least 2, `tail` the W - 1 tokens
-/// before `x`, `[B, W - 1, D]`, zeros if absent. Gives `[B, T, D]` and the next tail.
+/// before `x`, `[B, W - 1, D]`, zeros if absent. Gives `[B, T, D]` and the next tail, in the type of `x`.
 /// # Errors
 /// [`OpError`] names the first tensor that does not fit.
 pub fn short_convolution<B: LinearAttentionBackend>(
@@ -362,14 +363,20 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
             return Err(OpError::Shape { op, tensor, got: got.into(), want: want.into() });
         }
     }
-    let inputs = Convolution { x: primitive(x), weight: primitive(weight), tail: primitive(tail) };
-    let (y, next) = B::convolve(inputs, bias.map(primitive), activation);
+    let dtype = x.dtype();
+    let inputs = Convolution {
+        x: primitive(x),
+        weight: primitive(typed(weight, dtype)),
+        tail: primitive(typed(tail, dtype)),
+    };
+    let bias = bias.map(|bias| primitive(typed(bias, dtype)));
+    let (y, next) = B::convolve(inputs, bias, activation);
     Ok((tensor(y), tensor(next)))
 }
 
 /// A linear layer's `x W + b` over the last dimension of `x`. Gradients reach all inputs.
 ///
-/// `x` is `[.., from]`, `weight` `[from, to]`, `bias` `[to]`. Gives `[.., to]`.
+/// `x` is `[.., from]`, `weight` `[from, to]`, `bias` `[to]`. Gives `[.., to]`, in the type of `x`.
 /// # Errors
 /// [`OpError`] names the first tensor that does not fit.
 pub fn affine<B: LinearAttentionBackend, const D: usize>(
@@ -388,7 +395,9 @@ pub fn affine<B: LinearAttentionBackend, const D: usize>(
             return Err(OpError::Shape { op: "affine", tensor, got, want });
         }
     }
-    let (weight, bias) = (primitive(weight), bias.map(primitive));
+    let dtype = x.dtype();
+    let weight = primitive(typed(weight, dtype));
+    let bias = bias.map(|bias| primitive(typed(bias, dtype)));
     if D == 1 {
         // Backends multiply matrices: a vector is one of one row.
         let row = primitive(x.unsqueeze::<2>());

@@ -6,7 +6,7 @@
 //! whose gradients Burn knows.
 
 use super::backend::{LinearAttentionBackend, primitive, tensor};
-use super::chunkwise::accumulator;
+use super::chunkwise::{accumulator, typed};
 use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
@@ -79,24 +79,28 @@ pub struct LogDecay<T> {
     pub dt_bias: T,
 }
 
-/// `ln(1 + e^x)`, to the last digits also where it is small, and no infinity where x is large.
+/// `ln(1 + e^x)`, to the last digits also where it is small, and no infinity where x is large. In f32 at
+/// least: e^12 is more than f16 holds.
 pub(crate) fn softplus<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    let dtype = x.dtype();
+    let x = accumulator(x);
     let low = x.clone().clamp_max(20.0);
-    low.clone().exp().log1p() + (x - low)
+    typed(low.clone().exp().log1p() + (x - low), dtype)
 }
 
-/// Squares are summed in f32, or f64 for f64 rows.
+/// Squares are summed in f32, or f64 for f64 rows, and the root is taken and divided by there.
 pub(super) fn normalize<B: Backend, const D: usize>(
     n: Normalization<FloatTensor<B>>,
 ) -> FloatTensor<B> {
     let x = tensor::<B, D>(n.x);
     let dtype = x.dtype();
-    let squares = accumulator(x.clone()).square();
+    let x = accumulator(x);
+    let squares = x.clone().square();
     let size = match n.measure {
         Measure::RootMeanSquare => squares.mean_dim(D - 1),
         Measure::Length => squares.sum_dim(D - 1),
     };
-    let mut y = x / size.add_scalar(n.epsilon).sqrt().cast(dtype);
+    let mut y = typed(x / size.add_scalar(n.epsilon).sqrt(), dtype);
     if let Some(weight) = n.weight {
         y = y * tensor::<B, 1>(weight).unsqueeze::<D>();
     }
@@ -130,7 +134,7 @@ pub(super) fn log_decay<B: Backend>(d: LogDecay<FloatTensor<B>>) -> FloatTensor<
 }
 
 /// RMSNorm over the last dimension, `x / sqrt(mean x^2 + epsilon)`, times a weight for each column and an
-/// activated gate, where they are given.
+/// activated gate, where they are given, in the type of `x`.
 /// # Panics
 /// If the weight has another width than `x`, or the gate another shape.
 pub(crate) fn rms_normalize<B: LinearAttentionBackend, const D: usize>(
@@ -146,12 +150,12 @@ pub(crate) fn rms_normalize<B: LinearAttentionBackend, const D: usize>(
         assert_eq!(gate.dims(), x.dims(), "a gate for each number of `x`");
     }
     tensor(B::normalize::<D>(Normalization {
-        x: primitive(x),
         measure: Measure::RootMeanSquare,
         epsilon,
-        weight: weight.map(primitive),
+        weight: weight.map(|weight| primitive(typed(weight, x.dtype()))),
         factor: 1.0,
-        gate: gate.map(|(activation, gate)| (activation, primitive(gate))),
+        gate: gate.map(|(activation, gate)| (activation, primitive(typed(gate, x.dtype())))),
+        x: primitive(x),
     }))
 }
 
@@ -170,7 +174,7 @@ pub(crate) fn l2_normalize<B: LinearAttentionBackend, const D: usize>(
     }))
 }
 
-/// `x * activation(gate)`.
+/// `x * activation(gate)`, in the type of `x`.
 /// # Panics
 /// If the shapes differ.
 pub(crate) fn gate<B: LinearAttentionBackend, const D: usize>(
@@ -179,7 +183,8 @@ pub(crate) fn gate<B: LinearAttentionBackend, const D: usize>(
     activation: Activation,
 ) -> Tensor<B, D> {
     assert_eq!(gate.dims(), x.dims(), "a gate for each number of `x`");
-    tensor(B::gated_product::<D>(Gated { x: primitive(x), gate: primitive(gate), activation }))
+    let gate = primitive(typed(gate, x.dtype()));
+    tensor(B::gated_product::<D>(Gated { x: primitive(x), gate, activation }))
 }
 
 /// `-e^{a_log} softplus(x + dt_bias)`: log gates, in f32 (f64 for f64 inputs), of `x`, `[B, T, W]`. There

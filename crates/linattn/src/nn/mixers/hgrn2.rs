@@ -12,12 +12,15 @@ use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, valu
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_linearly};
 use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_norm, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{log_sigmoid, sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
+
+/// Least f whose log is taken: a bound that small is none, and ln 0 no number.
+const LEAST_KEPT: f64 = 1e-30;
 
 /// HGRN2.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -132,7 +135,10 @@ pub(super) fn forgotten<B: Backend>(
 ) -> Tensor<B, 3> {
     let written = sigmoid(x.neg());
     match bound {
-        Some(bound) => written * sigmoid(bound.val().neg()).unsqueeze::<3>(), // times 1 - b
+        Some(bound) => {
+            let rest = sigmoid(typed(bound.val(), written.dtype()).neg()); // 1 - b
+            written * rest.unsqueeze::<3>()
+        }
         None => written,
     }
 }
@@ -182,12 +188,16 @@ impl<B: LinearAttentionBackend> Hgrn2<B> {
         (y, MatrixState { memory, tails, position: position + tokens })
     }
 
-    /// ln f and 1 - f, each from what keeps its small values exact.
+    /// ln f and 1 - f, each from what keeps its small values exact; in f32 at least, where f is not rounded
+    /// to 0 by as much as a bound has.
     fn forget(&self, x: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let dtype = x.dtype();
+        let x = accumulator(x);
         let written = forgotten(x.clone(), &self.lower_bound);
-        match self.lower_bound {
-            Some(_) => ((written.clone().neg() + 1.0).log(), written),
-            None => (log_sigmoid(x), written),
-        }
+        let g = match self.lower_bound {
+            Some(_) => (written.clone().neg() + 1.0).clamp_min(LEAST_KEPT).log(),
+            None => log_sigmoid(x),
+        };
+        (g, typed(written, dtype))
     }
 }
