@@ -20,7 +20,7 @@ use linattn::ops::LinearAttentionBackend;
 const WIDTH: usize = 32;
 const CLASSES: usize = 5;
 /// Enough for the loss to fall from whatever weights were drawn.
-const STEPS: usize = 30;
+const STEPS: usize = 10;
 
 #[derive(Module, Debug)]
 struct Classifier<B: Backend> {
