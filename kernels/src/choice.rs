@@ -31,7 +31,7 @@ pub enum Refusal {
         /// Tokens of a sequence.
         tokens: usize,
     },
-    /// A size that the device's counters, or indices of 32 bits, cannot hold.
+    /// More than the device takes at once, or than its counters or indices of 32 bits can hold.
     TooLarge {
         /// What is too large.
         what: &'static str,
@@ -238,6 +238,10 @@ pub(crate) fn check_tensors(variant: Variant, x: &Inputs) -> Result<(), Refusal>
     }
 }
 
+/// Buffers that a walk is given, whatever the variant, and one of sizes: more than any other stage. A
+/// browser may have a dozen, desktop drivers have dozens and more.
+const BUFFERS: usize = 27;
+
 fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Refusal> {
     let Dims { batch, tokens, heads, key_width, value_width, .. } = dims;
     for (name, got) in [("K", key_width), ("V", value_width)] {
@@ -254,7 +258,12 @@ fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), 
     if numbers > most {
         return Err(Refusal::TooLarge { what: "numbers in a tensor", got: numbers, most });
     }
-    let (x, y, _) = client.properties().hardware.max_cube_count;
+    let hardware = &client.properties().hardware;
+    let most = hardware.max_bindings as usize;
+    if BUFFERS > most {
+        return Err(Refusal::TooLarge { what: "buffers of a kernel", got: BUFFERS, most });
+    }
+    let (x, y, _) = hardware.max_cube_count;
     if tokens.div_ceil(16) > x as usize {
         let most = x as usize * 16;
         return Err(Refusal::TooLarge { what: "tokens of a sequence", got: tokens, most });

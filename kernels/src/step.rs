@@ -34,6 +34,8 @@ use cubecl::server::Handle;
 
 /// Columns of S that a cube owns.
 const COLUMNS: usize = 32;
+/// Buffers that the kernel is given, whatever the variant, and one of sizes.
+const BUFFERS: usize = 11;
 /// Rows of S that a unit asks for at once.
 const ROWS: usize = 8;
 /// Most slices of a cube.
@@ -84,6 +86,7 @@ pub fn check<R: Runtime>(
         ("numbers in a tensor", memories * key_width * value_width, numbers),
         ("sequences x heads", memories, x as usize),
         ("columns of a state", value_width, (y as usize).saturating_mul(COLUMNS)),
+        ("buffers of a kernel", BUFFERS, hardware.max_bindings as usize),
     ] {
         if got > most {
             return Err(Refusal::TooLarge { what, got, most });
