@@ -122,7 +122,6 @@ fn whole_checkpoint(entry: &std::io::Result<fs::DirEntry>) -> bool {
 }
 
 /// Whether a condition holds within a minute.
-#[cfg(unix)]
 fn comes(condition: impl Fn() -> bool) -> bool {
     let began = Instant::now();
     while !condition() {

@@ -6,7 +6,7 @@
 //! Source: MAD, arXiv 2403.17844, whose compression task asks for it.
 
 use super::layers::{Linear, Norm, NormKind, linear_with_bias};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{LinearAttentionBackend, typed};
 use burn::module::Module;
 use burn::tensor::{Int, Tensor, activation::gelu, backend::Backend};
 
@@ -36,7 +36,7 @@ impl<B: LinearAttentionBackend> Decoder<B> {
     pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let [_, tokens, width] = x.dims();
         let code = x.narrow(1, tokens - 1, 1);
-        let positions = positions::<B>(tokens, width, &code.device()).cast(code.dtype());
+        let positions = typed(positions(tokens, width, &code.device()), code.dtype());
         let z = positions.unsqueeze::<3>() + code;
         let z = gelu(self.linear_1.forward(self.norm_1.forward(z)));
         gelu(self.linear_2.forward(self.norm_2.forward(z)))
