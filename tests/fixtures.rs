@@ -2,7 +2,7 @@
 //! tests/fixtures/README.md says where the numbers come from, and what each file's inputs are.
 
 use crate::ops::{Reads, differentiate, stepped};
-use crate::support::{F32_LIMIT, Numbers, download, safetensors, upload};
+use crate::support::{F32_LIMIT, Numbers, alone, download, safetensors, upload};
 use burn::module::{ModuleMapper, Param};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};
@@ -260,6 +260,7 @@ impl<B: Backend> ModuleMapper<B> for Pick {
 /// Softmax attention with forget gates, through its layer.
 fn hold_fox<B: AutodiffBackend + LinearAttentionBackend>(device: &B::Device, limit: f64) {
     use burn::module::Module;
+    let _alone = alone();
     let (given, want) = (file("inputs"), file("fox"));
     // The layer takes a sigmoid's logarithm: its inverse, and the inverse's slope.
     let f: Vec<f64> = given["g"].iter().map(|g| -(-g).exp_m1().ln()).collect();

@@ -1,7 +1,7 @@
 //! Burn's fusion of elementwise operations changes no number: whole models, logits and gradients,
 //! fused against unfused on the same adapter.
 
-use crate::support::{Weights, download, wgpu};
+use crate::support::{Weights, alone, download, wgpu};
 use burn::backend::wgpu::{CubeBackend, WgpuRuntime};
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};
@@ -46,6 +46,7 @@ fn step<B>(
 where
     B: AutodiffBackend + LinearAttentionBackend,
 {
+    let _alone = alone();
     let (rows, tokens, vocab) = (3, 37, 11);
     let model = config.init::<B>(vocab, device).unwrap().map(&mut weights.clone());
     let ids: Vec<i32> = (0..rows * tokens).map(|i| i * i * 7 % vocab as i32).collect();

@@ -1,6 +1,6 @@
 //! Every mixer: forward equals steps, sequences can be cut, nothing looks ahead, gradients agree.
 
-use crate::support::{download, upload};
+use crate::support::{alone, download, upload};
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
@@ -127,14 +127,6 @@ fn config(text: &str) -> MixerConfig {
     }
     let holder: Holder = toml::from_str(&format!("mixer.{text}")).unwrap();
     holder.mixer
-}
-
-/// Held by tests that take gradients. Side by side, one of them was seen to get other gradients now and
-/// then; alone it never did.
-static GRADIENTS: std::sync::Mutex<()> = std::sync::Mutex::new(());
-
-fn alone() -> std::sync::MutexGuard<'static, ()> {
-    GRADIENTS.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 /// Weights in double precision, matrices so many times as large.

@@ -1,6 +1,6 @@
 //! The operations against the f64 recurrences: forward, every gradient, steps, cuts.
 
-use crate::support::{F32_LIMIT, download, upload};
+use crate::support::{F32_LIMIT, alone, download, upload};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};
 use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, OpResult};
@@ -127,6 +127,7 @@ pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
     (d_o, d_state): (&[f64], &[f64]),
     dtype: DType,
 ) -> (Output, Gradients) {
+    let _alone = alone();
     let input = Uploaded::<B>::new(x, dtype, device).require_grad();
     let (o, state) = input.clone().run(chunk).unwrap();
     let output = Output { o: download(o.clone()), state: download(state.clone()) };
@@ -303,6 +304,7 @@ fn hold_scan<B: AutodiffBackend + LinearAttentionBackend>(
     dtype: DType,
     limit: f64,
 ) {
+    let _alone = alone();
     let what = format!("{dims:?}, complex {complex}, {dtype:?}");
     let [batch, tokens, width] = dims;
     let x = ScanInputs::random(tokens as u64, dims, complex);
@@ -367,6 +369,7 @@ fn turned(x: &[f64], columns: usize) -> Vec<f64> {
 /// gradients; `limit` is for Burn's products.
 fn hold_affine<B: LinearAttentionBackend>(device: &B::Device, limit: f64) {
     type Tracked<T> = burn::backend::Autodiff<T>;
+    let _alone = alone();
     for ([batch, tokens], from, to) in
         [([1, 1], 64, 96), ([3, 1], 130, 37), ([2, 32], 40, 24), ([5, 13], 20, 12)]
     {
@@ -606,6 +609,7 @@ mod on_cpu {
 
     #[test]
     fn half_precision_learns_from_outputs_and_states_at_once() {
+        let _alone = alone();
         let device = Default::default();
         for dtype in [DType::F16, DType::BF16] {
             for family in FAMILIES {
@@ -629,6 +633,7 @@ mod on_cpu {
     /// differences.
     #[test]
     fn gradients_have_gradients() {
+        let _alone = alone();
         type Once = Autodiff<Flex>;
         type Twice = Autodiff<Once>;
         let device = Default::default();
@@ -907,6 +912,7 @@ mod mesa {
 
     #[test]
     fn gradients_are_those_of_exact_solutions() {
+        let _alone = alone();
         let values = values();
         let x = inputs::<Autodiff<Flex>>(&values, DType::F64);
         let x = Mesa {

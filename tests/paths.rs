@@ -6,7 +6,7 @@
 //! weights, batches and learning rates.
 
 use crate::desk::Desk;
-use crate::support::{Numbers, safetensors};
+use crate::support::{Numbers, alone, safetensors};
 use burn::backend::{Autodiff, Flex};
 use linattn::ops::Path;
 use linattn_trainer::{
@@ -108,7 +108,10 @@ impl Beginning {
             fs::copy(file.path(), desk.path(FIRST).join(file.file_name())).unwrap();
         }
         let job = job(&desk, run, Start::Resume);
-        let outcome = train::<B>(&job, std::slice::from_ref(device)).unwrap();
+        let outcome = {
+            let _alone = alone();
+            train::<B>(&job, std::slice::from_ref(device)).unwrap()
+        };
         assert_eq!(outcome.summary["steps"], STEPS);
         assert_eq!(outcome.summary["path"], path.to_string());
         Run::read(&desk)

@@ -1,7 +1,7 @@
 //! What stands around a recurrence, on GPUs as on the CPU: numbers, gradients, and the decoding of whole
 //! models.
 
-use crate::support::{F32_LIMIT, Weights, download, upload};
+use crate::support::{F32_LIMIT, Weights, alone, download, upload};
 use burn::backend::{Autodiff, Flex};
 use burn::module::Module;
 use burn::tensor::backend::{AutodiffBackend, Backend};
@@ -120,6 +120,7 @@ fn results<B: LinearAttentionBackend>(device: &B::Device) -> Found {
 
 /// Gradients of the sum of all results, each number with a weight of its own.
 fn gradients<B: AutodiffBackend + LinearAttentionBackend>(device: &B::Device) -> Found {
+    let _alone = alone();
     let Inputs { x, gate, tail, taps, weight, heads } = Inputs::<B>::new(3, 35, device);
     let inputs = Inputs {
         x: x.require_grad(),

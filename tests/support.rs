@@ -5,9 +5,18 @@ use burn::module::{ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Limits on RMS error over RMS truth.
 pub const F32_LIMIT: f64 = 1e-5;
+
+/// Held while a graph is built and gone back through. Burn 0.21 ends each backward pass by freeing what no
+/// tensor holds in any graph of the process, also what another test's thread has in hand between two
+/// operations, and that test's gradient is wrong then (tracel-ai/burn#5573).
+pub fn alone() -> MutexGuard<'static, ()> {
+    static GRAPHS: Mutex<()> = Mutex::new(());
+    GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A tensor of the oracle's numbers.
 pub fn upload<B: Backend, const D: usize>(

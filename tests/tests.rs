@@ -35,5 +35,6 @@ mod own_project;
 #[cfg(feature = "cpu")]
 #[test]
 fn the_example_of_library_use_runs() {
+    let _alone = support::alone();
     own_project::main().unwrap();
 }

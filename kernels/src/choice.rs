@@ -345,6 +345,7 @@ fn mma_cut<R: Runtime>(
         value_slice,
         halves: 2,
         scorers: 0,
+        sharers: 1,
         units: value_tile * 2,
     };
     // A vector decay does not factor out of products: those stages multiply in f32.
@@ -373,13 +374,19 @@ fn mma_cut<R: Runtime>(
         true => 4,
         false => 0,
     };
-    let with_scorers = (scorers > 0).then_some((3, scorers));
-    with_scorers.into_iter().chain([(2, 0), (1, 0)]).find_map(|(halves, scorers)| {
-        let units = (value_tile / 16 + scorers) * 32;
-        let walk = Plan { halves, scorers, units, ..walk };
+    // One plane's registers would be full of a wide state, and four planes leave tensor cores waiting.
+    let sharers = match key_width > 128 && key_width.is_multiple_of(32) && value_tile <= 64 {
+        true => 2,
+        false => 1,
+    };
+    let with_scorers = (scorers > 0).then_some((3, scorers, 1));
+    let without = [(2, 0, sharers), (2, 0, 1), (1, 0, sharers), (1, 0, 1)];
+    with_scorers.into_iter().chain(without).find_map(|(halves, scorers, sharers)| {
+        let units = (value_tile / 16 * sharers + scorers) * 32;
+        let walk = Plan { halves, scorers, sharers, units, ..walk };
         // Where no system is solved, summaries are the walk's planes, its scorers for the table.
         let summary = match variant.solves() {
-            true => Plan { value_tile: shared, units: shared * 2, ..walk },
+            true => Plan { value_tile: shared, units: shared * 2 * sharers, ..walk },
             false => walk,
         };
         let (between, widths) = (dtype, [8, 8, 2]);
@@ -414,6 +421,7 @@ fn plain<R: Runtime>(
                 value_slice: narrow(value_width),
                 halves: 1,
                 scorers: 0,
+                sharers: 1,
                 units: 256,
             };
             let plans = Plans {
@@ -536,7 +544,8 @@ fn walk_memory(plan: &Plan, summary: bool) -> usize {
                 0 => 0,
                 scorers => 4 * plan.chunk * (plan.halves + 2 * scorers),
             };
-            plan.halves * all + plan.squares() * (squares + scales) + scorers + 256
+            let exchanged = 8 * plan.exchanged();
+            plan.halves * all + plan.squares() * (squares + scales) + scorers + exchanged + 256
         }
     }
 }

@@ -30,8 +30,8 @@ use crate::scores::{Ahead, Operands, ahead, score_ahead, table};
 use crate::segments::{Stretch, nth, stretch};
 use crate::state::{
     Block, State, add, apply, apply_out, ask, block, fade, give, keep_state, output_column,
-    output_row, own_columns, read_out, restart, scale_tokens, settle, state, take, token, walks,
-    write,
+    output_row, own_columns, read_out, restart, scale_tokens, settle, share, share_out, state,
+    stores, take, token, walks, write,
 };
 use crate::tile::{Acc, Pair, Rows, put_four, put_out, zeros};
 use crate::vector::set;
@@ -464,6 +464,7 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_asks::<F, E, G, N>(feed, x, local, place, slice, plan);
             ask::<E, N, M>(&mut asked, &feed.asks, feed.at_rows, s, slice, plan);
         }
+        share::<E, M>(&mut asked, s, true, plan);
         scale::<E, N>(&mut asked, feed, comptime!(table::ASKS), plan);
         if comptime!(variant.low_rank()) {
             ready_local::<E, G, N>(feed, local, place, first, plan);
@@ -482,12 +483,13 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         }
     }
     settle::<E, M>(u, plan);
-    let mut out = zeros(comptime!(if answers { plan.output_fragments() } else { 0 }));
+    let mut out = zeros(comptime!(if answers { fragments } else { 0 }));
     if comptime!(answers) {
         for slice in 0..comptime!(plan.key_slices()) {
             ready_reads::<F, E, G, N>(feed, x, local, place, slice, plan);
             read_out::<E, N, M>(&mut out, &feed.reads, feed.at_rows, s, slice, plan);
         }
+        share_out::<E, M>(&mut out, s, comptime!(!variant.solves()), plan);
         scale_rows::<E, N>(&mut out, feed, plan);
         if comptime!(variant.low_rank()) {
             ready_square::<E, G, N>(&mut feed.mix, &local.reads_b, place, plan);
@@ -564,6 +566,7 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_writes::<F, E, G, N>(feed, x, local, place, slice, plan);
             ask::<E, N, M>(&mut asked, &feed.writes, feed.at_rows, s, slice, plan);
         }
+        share::<E, M>(&mut asked, s, true, plan);
         scale::<E, N>(&mut asked, feed, comptime!(table::KEEPS), plan);
     }
     take::<E, N, M>(r, &feed.values, feed.at_values, plan);
@@ -592,6 +595,7 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_keys::<F, E, G, N>(feed, x, local, place, slice, plan);
             ask::<E, N, M>(&mut plain, &feed.keys, feed.at_rows, s, slice, plan);
         }
+        share::<E, M>(&mut plain, s, false, plan);
         scale::<E, N>(&mut plain, feed, comptime!(table::KEEPS), plan);
         ready_square::<E, G, N>(&mut feed.mix_values, &local.reads, place, plan);
         apply::<E, N, M>(&mut plain, &feed.mix_values, feed.at_square, r, true, plan);
@@ -695,7 +699,7 @@ fn keep_output<F: Float, W: Size>(
         let column = own_columns(plan) + lane % 2 * 8 + lane % 4 / 2 * 4;
         let start = rows.start + row * rows.stride + first + column;
         #[unroll]
-        for m in 0..comptime!(plan.chunk / 16) {
+        for m in 0..comptime!(plan.output_fragments() / 2) {
             #[unroll]
             for h in 0..2usize {
                 let down = comptime!(m * 16 + h * 8);
@@ -744,7 +748,7 @@ fn keep_block<E: Float, W: Size>(
         for f in 0..comptime!(plan.block_fragments()) {
             let low = upright(acc.index(f)[0usize], odd == 1);
             let high = upright(acc.index(f)[1usize], odd == 1);
-            let there = row + comptime!(f * 8) < rows.valid;
+            let there = row + comptime!(f * 8) < rows.valid && stores(f, plan);
             let at = start + rows.stride * comptime!(f * 8);
             put_four::<E, W>(to, at, low, high, second, there, 8u32);
         }

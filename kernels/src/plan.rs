@@ -4,7 +4,7 @@ use crate::tile::{Engine, Grid, Mul, Window};
 
 /// Parts of the compiled code change with this: raise it whenever a kernel changes, because caches
 /// of compiled kernels know a kernel by its name and its compile-time values only.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 
 /// How much of its memory a head keeps from token to token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -129,6 +129,8 @@ pub(crate) struct Plan {
     pub halves: usize,
     /// Planes of the state pass that make scores, ahead of the others; 0 where stage 1 makes them.
     pub scorers: usize,
+    /// Planes of the state pass that share out the keys of the same columns of values; 1 on the plain engine.
+    pub sharers: usize,
     pub units: usize,
 }
 

@@ -12,7 +12,8 @@
 //! both in registers, transposed: a plane owns 16 columns of values, so that S^T [16, K] and
 //! block^T [16, C] are accumulators of the tensor cores and, rounded to 16 bits, at once their left
 //! operands (or, two fragments paired, right operands): nothing of either passes through shared memory,
-//! and planes never wait for each other within a chunk.
+//! and planes never wait for each other within a chunk. Where keys are wide, two planes own the same 16
+//! columns and half of the keys each; they [`share`] what they read from their halves.
 
 use crate::plan::{Plan, transposed, upright};
 use crate::tile::{
@@ -29,6 +30,8 @@ pub(crate) struct State<X: Float, M: Size> {
     kept: Acc,
     /// Plain: S, [K, value_tile].
     tile: SharedMemory<Vector<X, M>>,
+    /// What planes that share out keys tell each other.
+    exchange: SharedMemory<Pair>,
 }
 
 /// Tokens over value columns.
@@ -55,13 +58,24 @@ impl Plan {
         if self.mma() { self.chunk / 8 } else { self.block_grid().fragments() }
     }
 
-    /// Fragments of an output block, which lies upright on both engines.
+    /// Fragments of an output block, which lies upright on both engines. Planes that share out keys
+    /// share out its tokens as well.
     pub fn output_fragments(&self) -> usize {
-        if self.mma() { self.chunk / 8 } else { self.block_grid().fragments() }
+        self.block_fragments() / self.sharers
     }
 
     fn state_fragments(&self) -> usize {
-        if self.mma() { self.keys() / 8 } else { 0 }
+        if self.mma() { self.keys() / self.sharers / 8 } else { 0 }
+    }
+
+    /// Planes side by side, 16 columns of values each.
+    fn columns_of_planes(&self) -> usize {
+        self.value_tile / 16
+    }
+
+    /// Pairs of numbers that planes which share out keys have room for: a block each.
+    pub fn exchanged(&self) -> usize {
+        if self.sharers > 1 { self.units * self.block_fragments() * 2 } else { 0 }
     }
 
     fn state_numbers(&self) -> usize {
@@ -86,7 +100,115 @@ pub(crate) fn walks(#[comptime] plan: Plan) -> bool {
 /// Mma: first of the 16 value columns of this unit's plane. The first planes are scorers.
 #[cube]
 pub(crate) fn own_columns(#[comptime] plan: Plan) -> usize {
-    (UNIT_POS as usize / 32 - comptime!(plan.scorers)) * 16
+    let plane = UNIT_POS as usize / 32;
+    if comptime!(plan.sharers > 1) {
+        plane % comptime!(plan.columns_of_planes()) * 16
+    } else {
+        (plane - comptime!(plan.scorers)) * 16
+    }
+}
+
+/// Which of the planes of the same columns this unit's is.
+#[cube]
+fn own_share(#[comptime] plan: Plan) -> usize {
+    UNIT_POS as usize / comptime!(32 * plan.columns_of_planes())
+}
+
+/// `at`, moved to the first of this unit's plane's keys.
+#[cube]
+fn at_own_keys(at: usize, #[comptime] plan: Plan) -> usize {
+    if comptime!(plan.sharers > 1) {
+        at + own_share(plan) * comptime!(plan.keys() / plan.sharers)
+    } else {
+        at
+    }
+}
+
+/// First token of the 16 in row `m` of fragments of an output block, its own tokens first.
+#[cube]
+fn output_tokens(#[comptime] m: usize, #[comptime] plan: Plan) -> usize {
+    if comptime!(plan.sharers > 1) {
+        let own = own_share(plan) * comptime!(plan.chunk / plan.sharers);
+        (own + comptime!(m * 16)) % comptime!(plan.chunk)
+    } else {
+        comptime!(m * 16).runtime()
+    }
+}
+
+/// Whether fragment `f` of a block that planes have in common is this unit's plane's to store.
+#[cube]
+pub(crate) fn stores(#[comptime] f: usize, #[comptime] plan: Plan) -> bool {
+    if comptime!(plan.sharers > 1) {
+        own_share(plan) == comptime!(f * plan.sharers / plan.block_fragments())
+    } else {
+        true.runtime()
+    }
+}
+
+/// Adds up what planes of the same columns found over their shares of keys: the first `kept` fragments, with
+/// those that the other plane begins at `from`. What it has of the exchange is `fresh` if no plane has read
+/// there since the last barrier. A barrier.
+#[cube]
+fn exchange<X: Float, M: Size>(
+    acc: &mut Acc,
+    state: &mut State<X, M>,
+    #[comptime] from: usize,
+    #[comptime] kept: usize,
+    #[comptime] fresh: bool,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(!fresh) {
+        sync_cube();
+    }
+    let units = comptime!(plan.units);
+    let unit = UNIT_POS as usize;
+    #[unroll]
+    for f in 0..kept {
+        #[unroll]
+        for h in 0..2usize {
+            let at = comptime!((2 * f + h) * units) + unit;
+            state.exchange[at] = acc.index(comptime!(from + f))[h];
+        }
+    }
+    sync_cube();
+    let other = (unit + comptime!(units / 2)) % units;
+    #[unroll]
+    for f in 0..kept {
+        #[unroll]
+        for h in 0..2usize {
+            let at = comptime!((2 * f + h) * units) + other;
+            let x = acc.index(f)[h] + state.exchange[at];
+            set(acc.index_mut(f), h, x);
+        }
+    }
+}
+
+/// Makes what [`ask`] found over shares of keys whole. A barrier, before it another unless `fresh`: no plane
+/// has shared since the last.
+#[cube]
+pub(crate) fn share<X: Float, M: Size>(
+    acc: &mut Acc,
+    state: &mut State<X, M>,
+    #[comptime] fresh: bool,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(plan.sharers > 1) {
+        exchange::<X, M>(acc, state, 0usize, comptime!(plan.block_fragments()), fresh, plan);
+    }
+}
+
+/// The same for [`read_out`], each plane for its own tokens.
+#[cube]
+pub(crate) fn share_out<X: Float, M: Size>(
+    acc: &mut Acc,
+    state: &mut State<X, M>,
+    #[comptime] fresh: bool,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(plan.sharers > 1) {
+        let own = comptime!(plan.output_fragments());
+        exchange::<X, M>(acc, state, own, own, fresh, plan);
+    }
 }
 
 /// Token of element (h, l) of fragment `f` of a block.
@@ -247,6 +369,7 @@ pub(crate) fn state<X: Float, M: Size>(
     let mut state = State::<X, M> {
         kept: zeros(comptime!(plan.state_fragments())),
         tile: tile::<X, M>(comptime!(plan.state_numbers())),
+        exchange: SharedMemory::<Pair>::new(comptime!(plan.exchanged().max(1))),
     };
     let width = comptime!(plan.value_width);
     if comptime!(plan.engine == Engine::Mma) {
@@ -259,7 +382,8 @@ pub(crate) fn state<X: Float, M: Size>(
                         let mut x = Pair::empty();
                         #[unroll]
                         for l in 0..2usize {
-                            let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
+                            let d =
+                                at_own_keys(comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2, plan);
                             x[l] = from[start + d * width + first + value(f, h, l, plan)];
                         }
                         set(state.kept.index_mut(f), h, x);
@@ -308,7 +432,7 @@ pub(crate) fn restart<X: Float, M: Size>(
                 let mut x = state.kept.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {
-                    let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
+                    let d = at_own_keys(comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2, plan);
                     let one = diagonal && d == first + value(f, h, l, plan);
                     x[l] = select(stay, x[l], select(one, 1.0f32, 0.0f32));
                 }
@@ -353,7 +477,7 @@ pub(crate) fn give<X: Float, M: Size>(
             for h in 0..2usize {
                 #[unroll]
                 for l in 0..2usize {
-                    let d = comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2;
+                    let d = at_own_keys(comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2, plan);
                     let v = first + value(f, h, l, plan);
                     to[start + d * down + v * right] = state.kept.index(f)[h][l];
                 }
@@ -389,7 +513,7 @@ pub(crate) fn keep_state<X: Float, E: Float, M: Size, W: Size>(
     if comptime!(plan.engine == Engine::Mma) {
         let lane = UNIT_POS as usize % 32;
         let row = first + own_columns(plan) + lane / 4;
-        let at = start + row * keys + lane % 2 * 8 + lane % 4 / 2 * 4;
+        let at = at_own_keys(start + row * keys + lane % 2 * 8 + lane % 4 / 2 * 4, plan);
         #[unroll]
         for f in 0..comptime!(plan.state_fragments() / 2) {
             #[unroll]
@@ -428,8 +552,9 @@ pub(crate) fn ask<X: Float, N: Size, M: Size>(
     let columns = comptime!(plan.key_slice);
     if comptime!(plan.engine == Engine::Mma) {
         let stride = comptime!(plan.stride(columns));
+        let at = at_own_keys(at, plan);
         #[unroll]
-        for k in 0..comptime!(columns / 16) {
+        for k in 0..comptime!(plan.state_fragments() / 2) {
             let left = operand::<X>(&state.kept, k);
             #[unroll]
             for n in 0..comptime!(plan.chunk / 16) {
@@ -534,11 +659,12 @@ pub(crate) fn write<X: Float, N: Size, M: Size>(
     let columns = comptime!(plan.key_slice);
     if comptime!(plan.engine == Engine::Mma) {
         let stride = comptime!(plan.stride(columns));
+        let at = at_own_keys(at, plan);
         #[unroll]
         for k in 0..comptime!(plan.chunk / 16) {
             let left = operand::<X>(&block.acc, k);
             #[unroll]
-            for n in 0..comptime!(columns / 16) {
+            for n in 0..comptime!(plan.state_fragments() / 2) {
                 let right =
                     load_b::<X, N>(x, at, comptime!(k * 16), comptime!(n * 16), stride, false);
                 let f = comptime!(2 * n);
@@ -587,7 +713,7 @@ pub(crate) fn fade<X: Float, M: Size>(
         if comptime!(plan.engine == Engine::Mma) {
             #[unroll]
             for f in 0..comptime!(plan.state_fragments()) {
-                let d = comptime!(f * 8) + UNIT_POS as usize % 4 * 2;
+                let d = at_own_keys(comptime!(f * 8) + UNIT_POS as usize % 4 * 2, plan);
                 let mut by = Pair::new(total);
                 if comptime!(vector) {
                     by[0] = totals[start + d];
@@ -632,20 +758,15 @@ pub(crate) fn read_out<X: Float, N: Size, M: Size>(
 ) {
     if comptime!(plan.engine == Engine::Mma) {
         let stride = comptime!(plan.stride(plan.key_slice));
+        let at = at_own_keys(at, plan);
         #[unroll]
-        for k in 0..comptime!(plan.key_slice / 16) {
+        for k in 0..comptime!(plan.state_fragments() / 2) {
             let left_half = right_operand::<X>(&state.kept, k, 0usize);
             let right_half = right_operand::<X>(&state.kept, k, 1usize);
             #[unroll]
             for m in 0..comptime!(plan.chunk / 16) {
-                let left = load_a::<X, N>(
-                    x,
-                    at,
-                    comptime!(m * 16).runtime(),
-                    comptime!(k * 16),
-                    stride,
-                    false,
-                );
+                let left =
+                    load_a::<X, N>(x, at, output_tokens(m, plan), comptime!(k * 16), stride, false);
                 execute::<X>(&left, &left_half, acc.index_mut(comptime!(2 * m)));
                 execute::<X>(&left, &right_half, acc.index_mut(comptime!(2 * m + 1)));
             }
@@ -670,12 +791,14 @@ pub(crate) fn apply_out<X: Float, N: Size, M: Size>(
         for k in 0..comptime!(plan.chunk / 16) {
             let left_half = right_operand::<X>(&block.acc, k, 0usize);
             let right_half = right_operand::<X>(&block.acc, k, 1usize);
+            // Which rows have numbers at all is known of all planes alike only where each has all rows.
+            let from = comptime!(if plan.sharers > 1 { 0 } else { k });
             #[unroll]
-            for m in k..comptime!(plan.chunk / 16) {
+            for m in from..comptime!(plan.output_fragments() / 2) {
                 let left = load_a::<X, N>(
                     matrix,
                     at,
-                    comptime!(m * 16).runtime(),
+                    output_tokens(m, plan),
                     comptime!(k * 16),
                     stride,
                     false,
@@ -697,7 +820,7 @@ pub(crate) fn output_row(
     #[comptime] plan: Plan,
 ) -> usize {
     if comptime!(plan.engine == Engine::Mma) {
-        UNIT_POS as usize % 32 / 4 + comptime!(f / 2 * 16 + h * 8)
+        output_tokens(comptime!(f / 2), plan) + UNIT_POS as usize % 32 / 4 + comptime!(h * 8)
     } else {
         row(f, h, comptime!(plan.block_grid()))
     }

@@ -733,11 +733,26 @@ pub(crate) mod on_cuda {
         }
     }
 
+    /// Every variant of one transition where planes share out keys: heads of their own, and of 48 columns,
+    /// so that there are three planes to a share.
+    fn wide_keys(family: Family, erase: bool) {
+        let client = client();
+        for [heads, key_width, value_width] in [[1, 256, 64], [2, 160, 48]] {
+            let dims = oracle::Dims { heads, key_width, value_width, ..dims(150) };
+            for recipe in recipes(family, erase, Gate::Typical) {
+                let x = oracle::Inputs::random(3, dims, &recipe);
+                has_tensor_cores(&client, &x, Rows::Bf16);
+                hold(&client, &format!("{key_width}, {recipe:?}"), &x, Rows::Bf16, HALF);
+            }
+        }
+    }
+
     /// The same in segments.
     fn segments(family: Family, erase: bool) {
         let client = client();
         // Tiles of 16, of 64 in summaries and 128 in walks, and several of both.
-        for [key_width, value_width] in [[64, 48], [128, 128], [64, 256]] {
+        // Last: planes that share out keys.
+        for [key_width, value_width] in [[64, 48], [128, 128], [64, 256], [256, 64]] {
             let dims = oracle::Dims { batch: 1, key_width, value_width, ..dims(800) };
             for recipe in recipes(family, erase, Gate::Typical) {
                 let x = oracle::Inputs::random(3, dims, &recipe);
@@ -759,6 +774,11 @@ pub(crate) mod on_cuda {
                 #[test]
                 fn variants_are_right_on_tensor_cores() {
                     variants(Family::$family, $erase);
+                }
+
+                #[test]
+                fn wide_keys_are_right_on_tensor_cores() {
+                    wide_keys(Family::$family, $erase);
                 }
 
                 #[test]

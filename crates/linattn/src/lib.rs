@@ -22,6 +22,11 @@
 //! let (next, state) = mixer.step(x.narrow(1, 0, 1).squeeze_dim(1), Some(state)); // one token more
 //! # Ok::<(), linattn::nn::ConfigError>(())
 //! ```
+//!
+//! One graph at a time: at the end of a backward pass Burn 0.21 frees what no tensor holds in any graph of the
+//! process, and a forward pass on another thread may then lose gradients without a word
+//! ([tracel-ai/burn#5573](https://github.com/tracel-ai/burn/issues/5573)). Threads that learn side by side, tests
+//! among them, have to wait for each other between forward and backward.
 #![deny(missing_docs)]
 
 pub mod generate;

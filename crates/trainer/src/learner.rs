@@ -13,6 +13,7 @@ use linattn::nn::{LanguageModel, LanguageModelState};
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::Batch;
 use std::collections::HashSet;
+use std::sync::Barrier;
 
 /// The one bound that training code carries.
 pub trait TrainBackend:
@@ -141,14 +142,24 @@ impl<B: Backend> ItemLazy for Answers<B> {
     }
 }
 
+impl<B: TrainBackend> Learner<B> {
+    /// The mean loss of a batch, as heavy as the batch says.
+    fn weighed_loss(&self, batch: TensorBatch<B>) -> Tensor<B, 1> {
+        let logits = self.answers(&batch);
+        self.loss(logits, batch.target) * batch.weight
+    }
+
+    fn differentiate(&self, loss: Tensor<B, 1>) -> TrainOutput<TrainLoss<B::InnerBackend>> {
+        TrainOutput::new(self, loss.backward(), TrainLoss(loss.inner()))
+    }
+}
+
 impl<B: TrainBackend> TrainStep for Learner<B> {
     type Input = TensorBatch<B>;
     type Output = TrainLoss<B::InnerBackend>;
 
     fn step(&self, batch: TensorBatch<B>) -> TrainOutput<Self::Output> {
-        let logits = self.answers(&batch);
-        let loss = self.loss(logits, batch.target) * batch.weight;
-        TrainOutput::new(self, loss.backward(), TrainLoss(loss.inner()))
+        self.differentiate(self.weighed_loss(batch))
     }
 }
 
@@ -162,6 +173,19 @@ impl<B: LinearAttentionBackend> InferenceStep for Learner<B> {
     }
 }
 
+/// Waits for the other devices when it is dropped, so that a device that panics keeps none waiting.
+///
+/// No backward pass may end while another thread still builds its graph: at its end Burn 0.21 frees what
+/// no tensor holds in any graph, also steps of another thread's that are between two operations, and
+/// their gradients are lost without a word (tracel-ai/burn#5573).
+struct Meet<'a>(&'a Barrier);
+
+impl Drop for Meet<'_> {
+    fn drop(&mut self) {
+        self.0.wait();
+    }
+}
+
 /// Gradients and loss of one step, whose parts go round the devices. All end on the first device.
 /// Devices work at the same time if they `may_overlap`, which dropout must not: its random numbers
 /// are drawn from one stream in the process, and their order would be left to chance.
@@ -172,27 +196,30 @@ pub fn gradients<B: TrainBackend>(
     may_overlap: bool,
 ) -> (GradientsParams, Tensor<B::InnerBackend, 1>) {
     let scored: usize = parts.iter().map(|part| part.scored.len()).sum();
-    let run = |device: &B::Device, part: &Batch| {
+    let run = |device: &B::Device, part: &Batch, others: Option<&Barrier>| {
+        let forward = others.map(Meet);
         let weight = part.scored.len() as f64 / scored as f64;
         let batch = TensorBatch::new(part, weight, device);
-        match devices {
-            [_] => TrainStep::step(learner, batch),
-            _ => TrainStep::step(&learner.clone().fork(device), batch),
-        }
+        let own = (devices.len() > 1).then(|| learner.clone().fork(device));
+        let learner = own.as_ref().unwrap_or(learner);
+        let loss = learner.weighed_loss(batch);
+        drop(forward);
+        learner.differentiate(loss)
     };
     let mut sum = GradientsAccumulator::new();
     let mut loss: Option<Tensor<B::InnerBackend, 1>> = None;
     for round in parts.chunks(devices.len()) {
+        let others = Barrier::new(round.len());
         let outputs: Vec<_> = match round {
             round if round.len() == 1 || !may_overlap => {
-                devices.iter().zip(round).map(|(device, part)| run(device, part)).collect()
+                devices.iter().zip(round).map(|(device, part)| run(device, part, None)).collect()
             }
             round => std::thread::scope(|scope| {
-                let run = &run;
+                let (run, others) = (&run, &others);
                 let threads: Vec<_> = devices
                     .iter()
                     .zip(round)
-                    .map(|(device, part)| scope.spawn(move || run(device, part)))
+                    .map(|(device, part)| scope.spawn(move || run(device, part, Some(others))))
                     .collect();
                 let join = |thread: std::thread::ScopedJoinHandle<_>| {
                     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -380,5 +407,56 @@ fn take<B: TrainBackend>(
 impl<B: TrainBackend> std::fmt::Debug for Grouped<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Grouped").field("without_decay", &self.without_decay.len()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::backend::{Autodiff, Flex};
+    use linattn::nn::LanguageModelConfig;
+
+    type B = Autodiff<Flex>;
+
+    /// The gradients of one step, over all weights.
+    fn numbers(learner: &Learner<B>, gradients: &GradientsParams) -> Vec<f32> {
+        struct Numbers<'a>(&'a GradientsParams, Vec<f32>);
+        impl ModuleVisitor<B> for Numbers<'_> {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+                let gradient = self.0.get::<Flex, D>(param.id).expect("every weight is learnt");
+                self.1.extend(gradient.into_data().iter::<f32>());
+            }
+        }
+        let mut found = Numbers(gradients, vec![]);
+        Module::<B>::visit(learner, &mut found);
+        found.1
+    }
+
+    #[test]
+    fn devices_that_share_a_step_find_what_one_finds() {
+        let config: LanguageModelConfig = toml::from_str(
+            "d_model = 8\ntie_embeddings = false\nlayers = [{ repeat = 4, mixer.retnet = {} }]",
+        )
+        .expect("a config");
+        let learner = Learner::<B> { model: config.init(5, &Default::default()).expect("a model") };
+        let part = |n: u32| Batch {
+            rows: 1,
+            // Of several lengths, so that devices are not done at the same time.
+            length: 4 + 8 * n as usize,
+            input: (0..4 + 8 * n).map(|i| i * (n + 1) % 5).collect(),
+            scored: vec![1, 3],
+            target: vec![n, 2],
+        };
+        let parts: Vec<Batch> = (0..4).map(part).collect();
+        let device = burn::backend::flex::FlexDevice;
+        let of = |devices: usize| {
+            let (found, _) = gradients(&learner, &parts, &vec![device; devices], true);
+            numbers(&learner, &found)
+        };
+        let want = of(1);
+        for turn in 0..20 {
+            let far = want.iter().zip(of(4)).map(|(w, g)| (w - g).abs()).fold(0.0, f32::max);
+            assert!(far < 1e-5, "turn {turn}: {far}");
+        }
     }
 }

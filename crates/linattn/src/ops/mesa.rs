@@ -250,7 +250,9 @@ pub(super) fn track<B: LinearAttentionBackend, C: CheckpointStrategy>(
     found: FloatTensor<Autodiff<B, C>>,
     x: Normal<FloatTensor<Autodiff<B, C>>>,
 ) -> FloatTensor<Autodiff<B, C>> {
-    let prepared = Implicit.prepare::<C>([x.rows.node.clone()]).compute_bound().stateful();
+    // Held until the node is there: another thread's backward pass frees what no tensor holds.
+    let rows = x.rows.clone();
+    let prepared = Implicit.prepare::<C>([rows.node.clone()]).compute_bound().stateful();
     match prepared {
         OpsKind::Tracked(node) => node.finish(inner::<B, C>(x), found.primitive),
         OpsKind::UnTracked(node) => node.finish(found.primitive),
