@@ -11,8 +11,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub const F32_LIMIT: f64 = 1e-5;
 
 /// Held while a graph is built and gone back through. Burn 0.21 ends each backward pass by freeing what no
-/// tensor holds in any graph of the process, also what another test's thread has in hand between two
-/// operations, and that test's gradient is wrong then (tracel-ai/burn#5573).
+/// tensor holds in any graph of the process, including steps of a thread that is between two operations,
+/// and that thread's gradient is wrong then (tracel-ai/burn#5573).
 pub fn alone() -> MutexGuard<'static, ()> {
     static GRAPHS: Mutex<()> = Mutex::new(());
     GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)

@@ -8,7 +8,8 @@
 //! time a call, of calls over rotated inputs that were all queued while the GPU was kept busy, so that
 //! it never waits for the host. `call_..` is one call and a wait, median. `floor_..` is what the GPU would need
 //! to read each input and write each output once at 4.30 TB/s, or for the plain recurrence's arithmetic
-//! at 801 TFLOP/s, whichever is more. Bytes, FLOPs and how many times the floor a call takes go to stderr.
+//! at 801 TFLOP/s, whichever is more. Bytes, FLOPs, how many times the floor a call takes and the error of each
+//! gradient go to stderr.
 
 use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
@@ -163,18 +164,22 @@ fn one<R: Runtime>(
     let truth = oracle::forward(&sample);
     let error_o = error(&truth.o, &o, width);
     let want = oracle::backward(&sample, &d_o, &vec![0.0; width * width]);
-    let rows = [(&want.q, &d.q), (&want.k, &d.k), (&want.v, &d.v)];
-    let mut worst: f64 = rows.iter().map(|(w, g)| error(w, g, width)).fold(0.0, f64::max);
     let gate_width = if variant(op).decay == Decay::Vector { width } else { 1 };
-    let more = [
-        (&want.g, &d.g, gate_width),
-        (&want.beta, &d.beta, 1),
-        (&want.a, &d.a, width),
-        (&want.b, &d.b, width),
+    let gradients = [
+        ("dq", Some(&want.q), Some(&d.q), width),
+        ("dk", Some(&want.k), Some(&d.k), width),
+        ("dv", Some(&want.v), Some(&d.v), width),
+        ("dg", want.g.as_ref(), d.g.as_ref(), gate_width),
+        ("dbeta", want.beta.as_ref(), d.beta.as_ref(), 1),
+        ("da", want.a.as_ref(), d.a.as_ref(), width),
+        ("db", want.b.as_ref(), d.b.as_ref(), width),
     ];
-    for (want, got, width) in more {
+    let mut worst = 0.0_f64;
+    for (name, want, got, width) in gradients {
         if let (Some(want), Some(got)) = (want, got) {
-            worst = worst.max(error(want, got, width));
+            let error = error(want, got, width);
+            eprintln!("  {op} {text} {name}: off by {error:.2e}");
+            worst = worst.max(error);
         }
     }
     drop((o, d));

@@ -239,7 +239,7 @@ pub(crate) fn check_tensors(variant: Variant, x: &Inputs) -> Result<(), Refusal>
 }
 
 /// Buffers that a walk is given, whatever the variant, and one of sizes: more than any other stage. A
-/// browser may have a dozen, desktop drivers have dozens and more.
+/// browser may have 8 or 10, desktop drivers have dozens and more.
 const BUFFERS: usize = 27;
 
 fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Refusal> {

@@ -145,9 +145,9 @@ pub(crate) fn stores(#[comptime] f: usize, #[comptime] plan: Plan) -> bool {
     }
 }
 
-/// Adds up what planes of the same columns found over their shares of keys: the first `kept` fragments, with
-/// those that the other plane begins at `from`. What it has of the exchange is `fresh` if no plane has read
-/// there since the last barrier. A barrier.
+/// Adds the partial sums of two planes with the same columns: the first `kept` fragments of each; those of
+/// the other plane begin at its fragment `from`. `fresh`: a barrier has passed since the last exchange. One
+/// lies within, and one before unless `fresh`.
 #[cube]
 fn exchange<X: Float, M: Size>(
     acc: &mut Acc,
@@ -183,8 +183,7 @@ fn exchange<X: Float, M: Size>(
     }
 }
 
-/// Makes what [`ask`] found over shares of keys whole. A barrier, before it another unless `fresh`: no plane
-/// has shared since the last.
+/// Makes what [`ask`] found over shares of keys whole. Barriers as in [`exchange`].
 #[cube]
 pub(crate) fn share<X: Float, M: Size>(
     acc: &mut Acc,
@@ -791,7 +790,8 @@ pub(crate) fn apply_out<X: Float, N: Size, M: Size>(
         for k in 0..comptime!(plan.chunk / 16) {
             let left_half = right_operand::<X>(&block.acc, k, 0usize);
             let right_half = right_operand::<X>(&block.acc, k, 1usize);
-            // Which rows have numbers at all is known of all planes alike only where each has all rows.
+            // Which rows are above the diagonal depends on the share, which is known when the kernel runs:
+            // their zeros are multiplied too.
             let from = comptime!(if plan.sharers > 1 { 0 } else { k });
             #[unroll]
             for m in from..comptime!(plan.output_fragments() / 2) {

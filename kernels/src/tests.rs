@@ -690,6 +690,7 @@ macro_rules! each_transition {
 pub(crate) mod on_cuda {
     use super::*;
     use crate::Engine;
+    use crate::choice::plans;
     use cubecl::cuda::CudaRuntime;
 
     pub(crate) fn client() -> ComputeClient<CudaRuntime> {
@@ -733,15 +734,16 @@ pub(crate) mod on_cuda {
         }
     }
 
-    /// Every variant of one transition where planes share out keys: heads of their own, and of 48 columns,
-    /// so that there are three planes to a share.
+    /// Every variant of one transition where planes share out keys: one head, and two that share a key head,
+    /// of 48 columns, so that there are three planes to a share.
     fn wide_keys(family: Family, erase: bool) {
         let client = client();
         for [heads, key_width, value_width] in [[1, 256, 64], [2, 160, 48]] {
             let dims = oracle::Dims { heads, key_width, value_width, ..dims(150) };
             for recipe in recipes(family, erase, Gate::Typical) {
                 let x = oracle::Inputs::random(3, dims, &recipe);
-                has_tensor_cores(&client, &x, Rows::Bf16);
+                let plans = plans(&client, variant(&x), sizes_of(&x), Rows::Bf16.dtype());
+                assert_eq!(plans.map(|plans| plans.walk.sharers), Ok(2), "{recipe:?}");
                 hold(&client, &format!("{key_width}, {recipe:?}"), &x, Rows::Bf16, HALF);
             }
         }

@@ -23,10 +23,10 @@
 //! # Ok::<(), linattn::nn::ConfigError>(())
 //! ```
 //!
-//! One graph at a time: at the end of a backward pass Burn 0.21 frees what no tensor holds in any graph of the
-//! process, and a forward pass on another thread may then lose gradients without a word
-//! ([tracel-ai/burn#5573](https://github.com/tracel-ai/burn/issues/5573)). Threads that learn side by side, tests
-//! among them, have to wait for each other between forward and backward.
+//! No backward pass may end while another thread builds its graph: Burn 0.21 then frees what no tensor holds
+//! in any graph of the process, and the other thread may lose gradients without a word
+//! ([tracel-ai/burn#5573](https://github.com/tracel-ai/burn/issues/5573)). Threads that learn side by side meet
+//! before their backward passes and again after them; tests hold a lock over both passes.
 #![deny(missing_docs)]
 
 pub mod generate;
