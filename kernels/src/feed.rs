@@ -14,7 +14,7 @@ use crate::pass::{Local, Task};
 use crate::plan::Plan;
 use crate::scores::{Operands, table};
 use crate::tile::{Rows, Window, load, load_async, tile};
-use cubecl::prelude::barrier::copy_async;
+use cubecl::prelude::barrier::{Barrier, copy_async};
 use cubecl::prelude::*;
 
 /// Tiles of what a chunk brings along. The plain engine loads one slice at a time into one tile of
@@ -75,6 +75,11 @@ impl Plan {
 
     fn square_window(&self) -> Window {
         self.window(self.chunk, self.chunk, self.chunk)
+    }
+
+    /// A window as those units fill it that [`issue`] copies.
+    fn copied(&self, window: Window) -> Window {
+        Window { units: self.copiers(), ..window }
     }
 
     /// Whether a role has a tile of its own.
@@ -155,11 +160,13 @@ pub(crate) fn feed<E: Float, N: Size>(
     }
 }
 
-/// Starts copying everything that a chunk brings along into half `half` of the tiles.
+/// Starts copying everything that a chunk brings along into half `half` of the tiles, and promises it to
+/// `barrier`. Where there are scorers the others have more to do, and leave it to them.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn issue<F: Float, E: Float, G: Size, N: Size>(
     feed: &mut Feed<E, N>,
+    barrier: &Shared<Barrier>,
     x: &Operands<F, G>,
     local: &Local<E, G>,
     values: &Array<Vector<F, G>>,
@@ -170,9 +177,9 @@ pub(crate) fn issue<F: Float, E: Float, G: Size, N: Size>(
     #[comptime] plan: Plan,
 ) {
     let variant = comptime!(plan.variant);
-    let keys = comptime!(plan.key_window());
-    let wide = comptime!(plan.value_window());
-    let square = comptime!(plan.square_window());
+    let keys = comptime!(plan.copied(plan.key_window()));
+    let wide = comptime!(plan.copied(plan.value_window()));
+    let square = comptime!(plan.copied(plan.square_window()));
     let rows = half * comptime!(plan.row_numbers());
     let own = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
     let at = half * comptime!(plan.square_numbers());
@@ -245,9 +252,11 @@ pub(crate) fn issue<F: Float, E: Float, G: Size, N: Size>(
             }
         }
     }
+    barrier.commit_copy_async();
+    barrier.arrive();
 }
 
-/// Starts copying the scalar gates of a chunk, one a unit. There are scorers, so units enough.
+/// Starts copying the scalar gates of a chunk, one a unit. Scorers are units enough.
 #[cube]
 fn issue_gates(
     to: &mut SharedMemory<f32>,

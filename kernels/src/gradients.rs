@@ -584,9 +584,9 @@ fn scale_reach(
                     }
                 }
             } else if comptime!(ends) {
-                by = Pair::new(left(sums, i, plan));
+                by = Pair::new(left(sums, 0usize, i, plan));
             } else {
-                by = Pair::new(reach(sums, i, before, plan));
+                by = Pair::new(reach(sums, 0usize, i, before, plan));
             }
             let x = acc.index(f)[h] * by;
             set(acc.index_mut(f), h, x);

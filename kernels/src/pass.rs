@@ -30,8 +30,8 @@ use crate::scores::{Ahead, Operands, ahead, score_ahead, table};
 use crate::segments::{Stretch, nth, stretch};
 use crate::state::{
     Block, State, add, apply, apply_out, ask, block, fade, give, keep_state, output_column,
-    output_row, own_columns, read_out, restart, scale_tokens, settle, share, share_out, state,
-    stores, take, token, walks, write,
+    output_row, own_columns, read_out, restart, scale_tokens, settle, share, state, stores, take,
+    token, walks, write,
 };
 use crate::tile::{Acc, Pair, Rows, put_four, put_out, zeros};
 use crate::vector::set;
@@ -211,24 +211,26 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
         left.push(one);
     }
     if comptime!(plan.scores()) {
-        let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+        let barrier = Barrier::shared(comptime!(plan.copiers() as u32), UNIT_POS == 0);
         sync_cube();
-        let here = nth(&stretch, 0usize, task, plan);
-        issue::<F, E, G, N>(&mut feed, x, local, values, &here, first, 0usize, task, plan);
-        barrier.commit_copy_async();
-        barrier.arrive();
+        if !walks(plan) {
+            let here = nth(&stretch, 0usize, task, plan);
+            issue::<F, E, G, N>(
+                &mut feed, &barrier, x, local, values, &here, first, 0usize, task, plan,
+            );
+        }
         // Scorers are a chunk ahead: of three chunks one is copied, one scored, one walked.
         for c in 0..chunks + 1 {
             if c < chunks {
                 barrier.wait_parity((c % 2) as u32);
             }
             sync_cube();
-            if c + 1 < chunks {
+            if !walks(plan) && c + 1 < chunks {
                 let next = nth(&stretch, c + 1, task, plan);
                 let third = (c + 1) % 3;
-                issue::<F, E, G, N>(&mut feed, x, local, values, &next, first, third, task, plan);
-                barrier.commit_copy_async();
-                barrier.arrive();
+                issue::<F, E, G, N>(
+                    &mut feed, &barrier, x, local, values, &next, first, third, task, plan,
+                );
             }
             if walks(plan) {
                 if c > 0 {
@@ -245,13 +247,13 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             }
         }
     } else if comptime!(plan.staged()) {
-        let barrier = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+        let barrier = Barrier::shared(comptime!(plan.copiers() as u32), UNIT_POS == 0);
         sync_cube();
         if comptime!(plan.halves == 2) {
             let here = nth(&stretch, 0usize, task, plan);
-            issue::<F, E, G, N>(&mut feed, x, local, values, &here, first, 0usize, task, plan);
-            barrier.commit_copy_async();
-            barrier.arrive();
+            issue::<F, E, G, N>(
+                &mut feed, &barrier, x, local, values, &here, first, 0usize, task, plan,
+            );
         }
         for c in 0..chunks {
             if comptime!(plan.halves == 2) {
@@ -262,18 +264,16 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
                     let next = nth(&stretch, c + 1, task, plan);
                     let half = (c + 1) % 2;
                     issue::<F, E, G, N>(
-                        &mut feed, x, local, values, &next, first, half, task, plan,
+                        &mut feed, &barrier, x, local, values, &next, first, half, task, plan,
                     );
-                    barrier.commit_copy_async();
-                    barrier.arrive();
                 }
                 turn_to::<E, N>(&mut feed, c, plan);
             } else {
                 sync_cube();
                 let here = nth(&stretch, c, task, plan);
-                issue::<F, E, G, N>(&mut feed, x, local, values, &here, first, 0usize, task, plan);
-                barrier.commit_copy_async();
-                barrier.arrive();
+                issue::<F, E, G, N>(
+                    &mut feed, &barrier, x, local, values, &here, first, 0usize, task, plan,
+                );
                 barrier.wait_parity((c % 2) as u32);
             }
             let place = nth(&stretch, c, task, plan);
@@ -464,7 +464,7 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_asks::<F, E, G, N>(feed, x, local, place, slice, plan);
             ask::<E, N, M>(&mut asked, &feed.asks, feed.at_rows, s, slice, plan);
         }
-        share::<E, M>(&mut asked, s, true, plan);
+        share::<E, M>(&mut asked, s, 0usize, true, plan);
         scale::<E, N>(&mut asked, feed, comptime!(table::ASKS), plan);
         if comptime!(variant.low_rank()) {
             ready_local::<E, G, N>(feed, local, place, first, plan);
@@ -489,7 +489,8 @@ fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_reads::<F, E, G, N>(feed, x, local, place, slice, plan);
             read_out::<E, N, M>(&mut out, &feed.reads, feed.at_rows, s, slice, plan);
         }
-        share_out::<E, M>(&mut out, s, comptime!(!variant.solves()), plan);
+        let from = comptime!(plan.output_fragments());
+        share::<E, M>(&mut out, s, from, comptime!(!variant.solves()), plan);
         scale_rows::<E, N>(&mut out, feed, plan);
         if comptime!(variant.low_rank()) {
             ready_square::<E, G, N>(&mut feed.mix, &local.reads_b, place, plan);
@@ -566,7 +567,7 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_writes::<F, E, G, N>(feed, x, local, place, slice, plan);
             ask::<E, N, M>(&mut asked, &feed.writes, feed.at_rows, s, slice, plan);
         }
-        share::<E, M>(&mut asked, s, true, plan);
+        share::<E, M>(&mut asked, s, 0usize, true, plan);
         scale::<E, N>(&mut asked, feed, comptime!(table::KEEPS), plan);
     }
     take::<E, N, M>(r, &feed.values, feed.at_values, plan);
@@ -595,7 +596,7 @@ fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
             ready_keys::<F, E, G, N>(feed, x, local, place, slice, plan);
             ask::<E, N, M>(&mut plain, &feed.keys, feed.at_rows, s, slice, plan);
         }
-        share::<E, M>(&mut plain, s, false, plan);
+        share::<E, M>(&mut plain, s, 0usize, false, plan);
         scale::<E, N>(&mut plain, feed, comptime!(table::KEEPS), plan);
         ready_square::<E, G, N>(&mut feed.mix_values, &local.reads, place, plan);
         apply::<E, N, M>(&mut plain, &feed.mix_values, feed.at_square, r, true, plan);

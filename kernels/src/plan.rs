@@ -4,7 +4,7 @@ use crate::tile::{Engine, Grid, Mul, Window};
 
 /// Parts of the compiled code change with this: raise it whenever a kernel changes, because caches
 /// of compiled kernels know a kernel by its name and its compile-time values only.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 
 /// How much of its memory a head keeps from token to token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -160,6 +160,18 @@ impl Plan {
     /// The same for the scorers alone.
     pub fn scoring(&self) -> Self {
         Self { units: self.scorers * 32, ..*self }
+    }
+
+    /// The scorer that fills a chunk's table as well: that of a square's upper right corner, which has least
+    /// to score, or nothing where several lie side by side.
+    pub fn table_scorer(&self) -> usize {
+        let grid = self.scoring().pairs();
+        grid.down() * (grid.across() - 1)
+    }
+
+    /// Units that copy what a chunk brings along: all, or scorers alone.
+    pub fn copiers(&self) -> usize {
+        if self.scorers > 0 { self.scoring().units } else { self.units }
     }
 
     /// Tiles of a matrix [K, K] where the state's are `value_tile` wide.

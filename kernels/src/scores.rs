@@ -449,17 +449,19 @@ pub(crate) fn ask_scale(beta: &Array<f32>, gates: &Rows, i: usize, #[comptime] p
     scale
 }
 
-/// What is left at token `i` of what the chunk began with, as a reader sees it.
+/// What is left at token `i` of what the chunk began with, as a reader sees it. The chunk's sums begin at
+/// `at`.
 #[cube]
 pub(crate) fn reach(
     sums: &Sums,
+    at: usize,
     i: usize,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
 ) -> f32 {
     let mut kept = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(since_start(sums, seen(i, before)));
+        kept = f32::exp(since_start(sums, at + seen(i, before)));
         if comptime!(before) {
             kept = select(i == 0, 1.0f32, kept);
         }
@@ -467,12 +469,12 @@ pub(crate) fn reach(
     kept
 }
 
-/// What is left at the end of the chunk of what token `i` wrote.
+/// What is left at the end of the chunk, whose sums begin at `at`, of what token `i` wrote.
 #[cube]
-pub(crate) fn left(sums: &Sums, i: usize, #[comptime] plan: Plan) -> f32 {
+pub(crate) fn left(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> f32 {
     let mut kept = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(between(sums, comptime!(plan.chunk - 1), i));
+        kept = f32::exp(between(sums, at + comptime!(plan.chunk - 1), at + i));
     }
     kept
 }
@@ -492,11 +494,11 @@ fn keep_table(
         let at = place.index * comptime!(table::ROWS * chunk) + i;
         let asks = comptime!(plan.variant.asks_before());
         out[at + comptime!(table::READS * chunk)] =
-            reach(sums, i, comptime!(plan.variant.reads_before()), plan);
+            reach(sums, 0usize, i, comptime!(plan.variant.reads_before()), plan);
         out[at + comptime!(table::ASKS * chunk)] =
-            reach(sums, i, asks, plan) * ask_scale(beta, &place.gates, i, plan);
-        out[at + comptime!(table::KEEPS * chunk)] = left(sums, i, plan);
-        out[at + comptime!(table::SINCE_START * chunk)] = reach(sums, i, false, plan);
+            reach(sums, 0usize, i, asks, plan) * ask_scale(beta, &place.gates, i, plan);
+        out[at + comptime!(table::KEEPS * chunk)] = left(sums, 0usize, i, plan);
+        out[at + comptime!(table::SINCE_START * chunk)] = reach(sums, 0usize, i, false, plan);
         out[at + comptime!(table::GAINS * chunk)] = -ask_scale(beta, &place.gates, i, plan);
     }
 }
@@ -545,30 +547,48 @@ pub(crate) fn score_ahead<E: Float, N: Size, M: Size>(
     let grid = comptime!(plan.scoring().pairs());
     let slice = comptime!(plan.key_slice);
     let before = comptime!(plan.variant.reads_before());
-    let own = UNIT_POS as usize / 32 * comptime!(plan.chunk);
+    let plane = UNIT_POS as usize / 32;
+    let own = plane * comptime!(plan.chunk);
+    let tables = plane == comptime!(plan.table_scorer());
+    // Above the diagonal nobody reads reads.
+    let scores = comptime!(mixes) && reaches(grid);
     if comptime!(plan.variant.scalar()) {
-        sum_by_plane(&mut out.sums, own, gates, gates_at);
-        if UNIT_POS < 32 {
-            // This scorer's sums are the first.
-            let i = UNIT_POS as usize * 2;
+        if scores || tables {
+            sum_by_plane(&mut out.sums, own, gates, gates_at);
+        }
+        if tables {
+            let i = UNIT_POS as usize % 32 * 2;
             #[unroll]
             for l in 0..2usize {
                 let at = scales_at + i + l;
                 scales[at + comptime!(table::READS * plan.chunk)] =
-                    reach(&out.sums, i + l, before, plan);
-                scales[at + comptime!(table::KEEPS * plan.chunk)] = left(&out.sums, i + l, plan);
+                    reach(&out.sums, own, i + l, before, plan);
+                scales[at + comptime!(table::KEEPS * plan.chunk)] =
+                    left(&out.sums, own, i + l, plan);
                 scales[at + comptime!(table::SINCE_START * plan.chunk)] =
-                    reach(&out.sums, i + l, false, plan);
+                    reach(&out.sums, own, i + l, false, plan);
             }
         }
     }
     if comptime!(mixes) {
-        let mut qk = zeros(comptime!(grid.fragments()));
-        let spec = comptime!(plan.mul(grid, slice, upright(slice), transposed(slice)));
-        mul::<E, N, N>(&mut qk, q, rows, k, rows, spec);
-        weigh(&mut qk, &out.sums, own, before, before, comptime!(plan.scoring()));
-        store_at::<E, M>(&mut out.reads, square, &qk, comptime!(plan.stride(plan.chunk)), grid);
+        if scores {
+            let mut qk = zeros(comptime!(grid.fragments()));
+            let spec = comptime!(plan.mul(grid, slice, upright(slice), transposed(slice)));
+            mul::<E, N, N>(&mut qk, q, rows, k, rows, spec);
+            weigh(&mut qk, &out.sums, own, before, before, comptime!(plan.scoring()));
+            let stride = comptime!(plan.stride(plan.chunk));
+            store_at::<E, M>(&mut out.reads, square, &qk, stride, grid);
+        }
     }
+}
+
+/// Whether this unit's plane has anything on or below the diagonal of a square.
+#[cube]
+fn reaches(#[comptime] grid: Grid) -> bool {
+    let plane = UNIT_POS as usize / 32;
+    let down = comptime!(grid.down());
+    let last_row = (plane % down + comptime!((grid.fragment_rows() - 1) * down)) * 16 + 15;
+    last_row >= plane / down * comptime!(grid.n / grid.across())
 }
 
 /// One slice of q, a, b and k, each times its share of a vector decay.

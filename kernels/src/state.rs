@@ -145,68 +145,44 @@ pub(crate) fn stores(#[comptime] f: usize, #[comptime] plan: Plan) -> bool {
     }
 }
 
-/// Adds the partial sums of two planes with the same columns: the first `kept` fragments of each; those of
-/// the other plane begin at its fragment `from`. `fresh`: a barrier has passed since the last exchange. One
-/// lies within, and one before unless `fresh`.
-#[cube]
-fn exchange<X: Float, M: Size>(
-    acc: &mut Acc,
-    state: &mut State<X, M>,
-    #[comptime] from: usize,
-    #[comptime] kept: usize,
-    #[comptime] fresh: bool,
-    #[comptime] plan: Plan,
-) {
-    if comptime!(!fresh) {
-        sync_cube();
-    }
-    let units = comptime!(plan.units);
-    let unit = UNIT_POS as usize;
-    #[unroll]
-    for f in 0..kept {
-        #[unroll]
-        for h in 0..2usize {
-            let at = comptime!((2 * f + h) * units) + unit;
-            state.exchange[at] = acc.index(comptime!(from + f))[h];
-        }
-    }
-    sync_cube();
-    let other = (unit + comptime!(units / 2)) % units;
-    #[unroll]
-    for f in 0..kept {
-        #[unroll]
-        for h in 0..2usize {
-            let at = comptime!((2 * f + h) * units) + other;
-            let x = acc.index(f)[h] + state.exchange[at];
-            set(acc.index_mut(f), h, x);
-        }
-    }
-}
-
-/// Makes what [`ask`] found over shares of keys whole. Barriers as in [`exchange`].
+/// Makes whole what two planes of the same columns read over their shares of keys: each gets the sum of its
+/// own first fragments and the other plane's from `from` on, which after [`ask`] is 0, and after
+/// [`read_out`] the number of its own, so that each has the tokens that it writes. `fresh`: a barrier has
+/// passed since the last time. One lies within, and one before unless `fresh`.
 #[cube]
 pub(crate) fn share<X: Float, M: Size>(
     acc: &mut Acc,
     state: &mut State<X, M>,
+    #[comptime] from: usize,
     #[comptime] fresh: bool,
     #[comptime] plan: Plan,
 ) {
     if comptime!(plan.sharers > 1) {
-        exchange::<X, M>(acc, state, 0usize, comptime!(plan.block_fragments()), fresh, plan);
-    }
-}
-
-/// The same for [`read_out`], each plane for its own tokens.
-#[cube]
-pub(crate) fn share_out<X: Float, M: Size>(
-    acc: &mut Acc,
-    state: &mut State<X, M>,
-    #[comptime] fresh: bool,
-    #[comptime] plan: Plan,
-) {
-    if comptime!(plan.sharers > 1) {
-        let own = comptime!(plan.output_fragments());
-        exchange::<X, M>(acc, state, own, own, fresh, plan);
+        if comptime!(!fresh) {
+            sync_cube();
+        }
+        let kept = comptime!(plan.block_fragments() - from);
+        let units = comptime!(plan.units);
+        let unit = UNIT_POS as usize;
+        #[unroll]
+        for f in 0..kept {
+            #[unroll]
+            for h in 0..2usize {
+                let at = comptime!((2 * f + h) * units) + unit;
+                state.exchange[at] = acc.index(comptime!(from + f))[h];
+            }
+        }
+        sync_cube();
+        let other = (unit + comptime!(units / 2)) % units;
+        #[unroll]
+        for f in 0..kept {
+            #[unroll]
+            for h in 0..2usize {
+                let at = comptime!((2 * f + h) * units) + other;
+                let x = acc.index(f)[h] + state.exchange[at];
+                set(acc.index_mut(f), h, x);
+            }
+        }
     }
 }
 
