@@ -494,7 +494,8 @@ fn hold_tile<X: Float, N: Size>(
             let i = beside(i, side, plan);
             #[unroll]
             for c in 0..comptime!(across / 2) {
-                let x = load_matrix::<X, N>(from, i * stride + columns + comptime!(c * 16), false);
+                let at = i * stride + columns;
+                let x = load_matrix::<X, N>(from, at, comptime!(c * 16), false);
                 #[unroll]
                 for n in 0..2usize {
                     let fragment = acc.index_mut(comptime!(r * across + 2 * c + n));

@@ -774,7 +774,7 @@ fn keep_rows<F: Float, W: Size>(
             * comptime!(grid.n / grid.across())
             + lane % 2 * 8
             + lane % 4 / 2 * 4;
-        let start = rows.start + top * rows.stride + first + columns;
+        let start = (rows.start + top * rows.stride + first + columns) / 4;
         if inside(0usize, grid) {
             #[unroll]
             for r in 0..comptime!(grid.fragment_rows()) {
@@ -782,12 +782,12 @@ fn keep_rows<F: Float, W: Size>(
                 for h in 0..2usize {
                     let down = comptime!(r * grid.down() * 16 + h * 8);
                     let there = top + down < rows.valid;
-                    let at = start + rows.stride * down;
+                    let at = start + rows.stride / 4 * down;
                     #[unroll]
                     for c in 0..comptime!(across / 2) {
                         let left = acc.index(comptime!(r * across + 2 * c))[h];
                         let right = acc.index(comptime!(r * across + 2 * c + 1))[h];
-                        let at = at + comptime!(c * 16);
+                        let at = at + comptime!(c * 4);
                         put_four::<F, W>(out, at, left, right, lane % 2 == 1, there, 1u32);
                     }
                 }

@@ -219,7 +219,8 @@ fn over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
                 &mut feed, &barrier, x, local, values, &here, first, 0usize, task, plan,
             );
         }
-        // Scorers are a chunk ahead: of three chunks one is copied, one scored, one walked.
+        // Scorers are a chunk ahead: of three chunks one is copied, one scored, one walked. Copies start before
+        // the branch: within it they were seen to cost walkers registers.
         for c in 0..chunks + 1 {
             if c < chunks {
                 barrier.wait_parity((c % 2) as u32);
@@ -698,7 +699,7 @@ fn keep_output<F: Float, W: Size>(
         let lane = UNIT_POS as usize % 32;
         let row = output_row(0usize, 0usize, plan);
         let column = own_columns(plan) + lane % 2 * 8 + lane % 4 / 2 * 4;
-        let start = rows.start + row * rows.stride + first + column;
+        let start = (rows.start + row * rows.stride + first + column) / 4;
         #[unroll]
         for m in 0..comptime!(plan.output_fragments() / 2) {
             #[unroll]
@@ -707,7 +708,7 @@ fn keep_output<F: Float, W: Size>(
                 let left = acc.index(comptime!(2 * m))[h];
                 let right = acc.index(comptime!(2 * m + 1))[h];
                 let there = row + down < rows.valid;
-                let at = start + rows.stride * down;
+                let at = start + rows.stride / 4 * down;
                 put_four::<F, W>(o, at, left, right, lane % 2 == 1, there, 1u32);
             }
         }
@@ -744,13 +745,13 @@ fn keep_block<E: Float, W: Size>(
         let second = lane / 8 % 2 == 1;
         let row = token(0usize, 0usize, 0usize, plan) + odd;
         let column = own_columns(plan) + lane / 8 % 2 * 8 + lane / 16 * 4;
-        let start = rows.start + row * rows.stride + first + column;
+        let start = (rows.start + row * rows.stride + first + column) / 4;
         #[unroll]
         for f in 0..comptime!(plan.block_fragments()) {
             let low = upright(acc.index(f)[0usize], odd == 1);
             let high = upright(acc.index(f)[1usize], odd == 1);
             let there = row + comptime!(f * 8) < rows.valid && stores(f, plan);
-            let at = start + rows.stride * comptime!(f * 8);
+            let at = start + rows.stride / 4 * comptime!(f * 8);
             put_four::<E, W>(to, at, low, high, second, there, 8u32);
         }
     } else {

@@ -4,7 +4,7 @@ use crate::tile::{Engine, Grid, Mul, Window};
 
 /// Parts of the compiled code change with this: raise it whenever a kernel changes, because caches
 /// of compiled kernels know a kernel by its name and its compile-time values only.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// How much of its memory a head keeps from token to token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

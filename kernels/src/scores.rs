@@ -226,7 +226,7 @@ fn weigh(
     for f in 0..comptime!(grid.fragments()) {
         let j = at + column(f, grid);
         let mut low = true;
-        // Scorers wait for one another anyway, and a vector decay has no exponentials here.
+        // Scorers skip by the plane, and a vector decay has no exponentials here.
         if comptime!(plan.scorers == 0 && !plan.variant.vector()) {
             low = below(f, j - at, grid);
         }
@@ -380,13 +380,14 @@ fn store_at<X: Float, M: Size>(
     #[comptime] stride: usize,
     #[comptime] grid: Grid,
 ) {
+    let start = at + row(0usize, 0usize, grid) * stride + column(0usize, grid);
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         if inside(f, grid) {
             #[unroll]
             for h in 0..2usize {
-                let here = at + row(f, h, grid) * stride + column(f, grid);
-                put::<X, M>(tile, here, acc.index(f)[h]);
+                let [down, right] = comptime!(grid.step(f, h));
+                put::<X, M>(tile, start, comptime!(down * stride + right), acc.index(f)[h]);
             }
         }
     }

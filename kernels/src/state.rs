@@ -64,6 +64,11 @@ impl Plan {
         self.block_fragments() / self.sharers
     }
 
+    /// Tokens from the start of a share to the 16 in row `m` of fragments of an output block.
+    fn output_offset(&self, m: usize) -> usize {
+        m * 16 % (self.chunk / self.sharers)
+    }
+
     fn state_fragments(&self) -> usize {
         if self.mma() { self.keys() / self.sharers / 8 } else { 0 }
     }
@@ -124,14 +129,15 @@ fn at_own_keys(at: usize, #[comptime] plan: Plan) -> usize {
     }
 }
 
-/// First token of the 16 in row `m` of fragments of an output block, its own tokens first.
+/// First token of the share in which the 16 in row `m` of fragments of an output block lie, its own share
+/// first; [`Plan::output_offset`] tokens on, the 16 begin.
 #[cube]
 fn output_tokens(#[comptime] m: usize, #[comptime] plan: Plan) -> usize {
     if comptime!(plan.sharers > 1) {
-        let own = own_share(plan) * comptime!(plan.chunk / plan.sharers);
-        (own + comptime!(m * 16)) % comptime!(plan.chunk)
+        let tokens = comptime!(plan.chunk / plan.sharers);
+        (own_share(plan) * tokens + comptime!(m * 16 / tokens * tokens)) % comptime!(plan.chunk)
     } else {
-        comptime!(m * 16).runtime()
+        0usize.runtime()
     }
 }
 
@@ -249,7 +255,7 @@ pub(crate) fn take<X: Float, N: Size, M: Size>(
         let first = own_columns(plan);
         #[unroll]
         for k in 0..comptime!(plan.chunk / 16) {
-            let x = load_a::<X, N>(from, at, first, comptime!(k * 16), stride, true);
+            let x = load_a::<X, N>(from, at, first, 0usize, comptime!(k * 16), stride, true);
             #[unroll]
             for n in 0..2usize {
                 let fragment = block.acc.index_mut(comptime!(2 * k + n));
@@ -488,14 +494,14 @@ pub(crate) fn keep_state<X: Float, E: Float, M: Size, W: Size>(
     if comptime!(plan.engine == Engine::Mma) {
         let lane = UNIT_POS as usize % 32;
         let row = first + own_columns(plan) + lane / 4;
-        let at = at_own_keys(start + row * keys + lane % 2 * 8 + lane % 4 / 2 * 4, plan);
+        let at = at_own_keys(start + row * keys + lane % 2 * 8 + lane % 4 / 2 * 4, plan) / 4;
         #[unroll]
         for f in 0..comptime!(plan.state_fragments() / 2) {
             #[unroll]
             for h in 0..2usize {
                 let left = state.kept.index(comptime!(2 * f))[h];
                 let right = state.kept.index(comptime!(2 * f + 1))[h];
-                let at = at + comptime!(f * 16 + h * 8 * keys);
+                let at = at + comptime!((f * 16 + h * 8 * keys) / 4);
                 put_four::<E, W>(to, at, left, right, lane % 2 == 1, true, 1u32);
             }
         }
@@ -533,8 +539,8 @@ pub(crate) fn ask<X: Float, N: Size, M: Size>(
             let left = operand::<X>(&state.kept, k);
             #[unroll]
             for n in 0..comptime!(plan.chunk / 16) {
-                let right =
-                    load_b::<X, N>(x, at, comptime!(k * 16), comptime!(n * 16), stride, true);
+                let [inner, across] = comptime!([k * 16, n * 16]);
+                let right = load_b::<X, N>(x, at, inner, 0usize, across, stride, true);
                 let f = comptime!(2 * n);
                 execute::<X>(&left, &pair(&right, 0usize, 1usize), acc.index_mut(f));
                 let f = comptime!(2 * n + 1);
@@ -599,14 +605,8 @@ pub(crate) fn apply<X: Float, N: Size, M: Size>(
             let to = comptime!(if adjoint { k + 1 } else { chunk / 16 });
             #[unroll]
             for n in from..to {
-                let right = load_b::<X, N>(
-                    matrix,
-                    at,
-                    comptime!(k * 16),
-                    comptime!(n * 16),
-                    stride,
-                    turned,
-                );
+                let [inner, across] = comptime!([k * 16, n * 16]);
+                let right = load_b::<X, N>(matrix, at, inner, 0usize, across, stride, turned);
                 let f = comptime!(2 * n);
                 execute::<X>(&left, &pair(&right, 0usize, 1usize), acc.index_mut(f));
                 let f = comptime!(2 * n + 1);
@@ -640,8 +640,8 @@ pub(crate) fn write<X: Float, N: Size, M: Size>(
             let left = operand::<X>(&block.acc, k);
             #[unroll]
             for n in 0..comptime!(plan.state_fragments() / 2) {
-                let right =
-                    load_b::<X, N>(x, at, comptime!(k * 16), comptime!(n * 16), stride, false);
+                let [inner, across] = comptime!([k * 16, n * 16]);
+                let right = load_b::<X, N>(x, at, inner, 0usize, across, stride, false);
                 let f = comptime!(2 * n);
                 execute::<X>(&left, &pair(&right, 0usize, 1usize), state.kept.index_mut(f));
                 let f = comptime!(2 * n + 1);
@@ -740,8 +740,9 @@ pub(crate) fn read_out<X: Float, N: Size, M: Size>(
             let right_half = right_operand::<X>(&state.kept, k, 1usize);
             #[unroll]
             for m in 0..comptime!(plan.chunk / 16) {
-                let left =
-                    load_a::<X, N>(x, at, output_tokens(m, plan), comptime!(k * 16), stride, false);
+                let i = output_tokens(m, plan);
+                let [down, inner] = comptime!([plan.output_offset(m), k * 16]);
+                let left = load_a::<X, N>(x, at, i, down, inner, stride, false);
                 execute::<X>(&left, &left_half, acc.index_mut(comptime!(2 * m)));
                 execute::<X>(&left, &right_half, acc.index_mut(comptime!(2 * m + 1)));
             }
@@ -771,14 +772,9 @@ pub(crate) fn apply_out<X: Float, N: Size, M: Size>(
             let from = comptime!(if plan.sharers > 1 { 0 } else { k });
             #[unroll]
             for m in from..comptime!(plan.output_fragments() / 2) {
-                let left = load_a::<X, N>(
-                    matrix,
-                    at,
-                    output_tokens(m, plan),
-                    comptime!(k * 16),
-                    stride,
-                    false,
-                );
+                let i = output_tokens(m, plan);
+                let [down, inner] = comptime!([plan.output_offset(m), k * 16]);
+                let left = load_a::<X, N>(matrix, at, i, down, inner, stride, false);
                 execute::<X>(&left, &left_half, acc.index_mut(comptime!(2 * m)));
                 execute::<X>(&left, &right_half, acc.index_mut(comptime!(2 * m + 1)));
             }
@@ -796,7 +792,10 @@ pub(crate) fn output_row(
     #[comptime] plan: Plan,
 ) -> usize {
     if comptime!(plan.engine == Engine::Mma) {
-        output_tokens(comptime!(f / 2), plan) + UNIT_POS as usize % 32 / 4 + comptime!(h * 8)
+        let lane = UNIT_POS as usize % 32;
+        output_tokens(comptime!(f / 2), plan)
+            + lane / 4
+            + comptime!(plan.output_offset(f / 2) + h * 8)
     } else {
         row(f, h, comptime!(plan.block_grid()))
     }

@@ -79,6 +79,15 @@ impl Grid {
     pub fn fragments(&self) -> usize {
         self.fragment_rows() * self.fragment_columns()
     }
+
+    /// Rows and columns from a unit's first pair to pair `h` of fragment `f`.
+    pub fn step(&self, f: usize, h: usize) -> [usize; 2] {
+        let [r, c] = [f / self.fragment_columns(), f % self.fragment_columns()];
+        match self.engine {
+            Engine::Plain => [r * self.down() * 2 + h, c * self.across() * 2],
+            Engine::Mma => [r * self.down() * 16 + h * 8, c * 8],
+        }
+    }
 }
 
 /// Nothing yet.
@@ -98,26 +107,26 @@ pub(crate) fn zeros(#[comptime] fragments: usize) -> Acc {
 /// Row of pair `h` of fragment `f`.
 #[cube]
 pub(crate) fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: Grid) -> usize {
-    let r = comptime!(f / grid.fragment_columns());
+    let down = comptime!(grid.step(f, h)[0]);
     if comptime!(grid.engine == Engine::Mma) {
         let plane = UNIT_POS as usize / 32 % comptime!(grid.down());
         let lane = UNIT_POS as usize % 32;
-        plane * 16 + lane / 4 + comptime!(r * grid.down() * 16 + h * 8)
+        plane * 16 + lane / 4 + down
     } else {
-        UNIT_POS as usize / comptime!(grid.across()) * 2 + comptime!(r * grid.down() * 2 + h)
+        UNIT_POS as usize / comptime!(grid.across()) * 2 + down
     }
 }
 
 /// First column of the pairs of fragment `f`.
 #[cube]
 pub(crate) fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {
-    let c = comptime!(f % grid.fragment_columns());
+    let right = comptime!(grid.step(f, 0)[1]);
     if comptime!(grid.engine == Engine::Mma) {
         let plane = UNIT_POS as usize / 32 / comptime!(grid.down());
         let lane = UNIT_POS as usize % 32;
-        plane * comptime!(grid.n / grid.across()) + lane % 4 * 2 + comptime!(c * 8)
+        plane * comptime!(grid.n / grid.across()) + lane % 4 * 2 + right
     } else {
-        UNIT_POS as usize % comptime!(grid.across()) * 2 + comptime!(c * grid.across() * 2)
+        UNIT_POS as usize % comptime!(grid.across()) * 2 + right
     }
 }
 
@@ -237,11 +246,11 @@ fn mul_mma<E: Float, NA: Size, NB: Size>(
             let mut left = Sequence::<Array<Vector<E, Const<2>>>>::new();
             #[unroll]
             for r in 0..rows {
-                let i = m0 + comptime!(r * grid.down() * 16);
                 left.push(load_a::<E, NA>(
                     a,
                     a_at,
-                    i,
+                    m0,
+                    comptime!(r * grid.down() * 16),
                     comptime!(k * 16),
                     comptime!(spec.a_stride),
                     comptime!(spec.a_transposed),
@@ -249,12 +258,12 @@ fn mul_mma<E: Float, NA: Size, NB: Size>(
             }
             #[unroll]
             for c in 0..comptime!(columns / 2) {
-                let j = n0 + comptime!(c * 16);
                 let right = load_b::<E, NB>(
                     b,
                     b_at,
                     comptime!(k * 16),
-                    j,
+                    n0,
+                    comptime!(c * 16),
                     comptime!(spec.b_stride),
                     comptime!(spec.b_transposed),
                 );
@@ -297,12 +306,13 @@ pub(crate) fn pair<E: Float>(
     two
 }
 
-/// The 16 x 16 block of A at (i, k), as four registers.
+/// The 16 x 16 block of A at (i + down, k), as four registers.
 #[cube]
 pub(crate) fn load_a<E: Float, N: Size>(
     tile: &SharedMemory<Vector<E, N>>,
     at: usize,
     i: usize,
+    #[comptime] down: usize,
     #[comptime] k: usize,
     #[comptime] stride: usize,
     #[comptime] transposed: bool,
@@ -310,42 +320,47 @@ pub(crate) fn load_a<E: Float, N: Size>(
     let lane = UNIT_POS as usize % 32;
     if comptime!(transposed) {
         let stored = (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8;
-        load_matrix::<E, N>(tile, at + stored + i + comptime!(k * stride), true)
+        load_matrix::<E, N>(tile, at + stored + i, comptime!(k * stride + down), true)
     } else {
         let stored = (i + lane % 16) * stride + lane / 16 * 8;
-        load_matrix::<E, N>(tile, at + stored + k, false)
+        load_matrix::<E, N>(tile, at + stored, comptime!(down * stride + k), false)
     }
 }
 
-/// The 16 x 16 block of B at (k, j): registers 0 and 1 are its left half, 2 and 3 its right half.
+/// The 16 x 16 block of B at (k, j + right): registers 0 and 1 are its left half, 2 and 3 its right half.
 #[cube]
 pub(crate) fn load_b<E: Float, N: Size>(
     tile: &SharedMemory<Vector<E, N>>,
     at: usize,
     #[comptime] k: usize,
     j: usize,
+    #[comptime] right: usize,
     #[comptime] stride: usize,
     #[comptime] transposed: bool,
 ) -> Array<Vector<E, Const<2>>> {
     let lane = UNIT_POS as usize % 32;
     if comptime!(transposed) {
         let stored = (j + lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8;
-        load_matrix::<E, N>(tile, at + stored + k, false)
+        load_matrix::<E, N>(tile, at + stored, comptime!(right * stride + k), false)
     } else {
         let stored = lane % 16 * stride + lane / 16 * 8;
-        load_matrix::<E, N>(tile, at + stored + j + comptime!(k * stride), true)
+        load_matrix::<E, N>(tile, at + stored + j, comptime!(k * stride + right), true)
     }
 }
 
-/// Four 8 x 8 matrices; `at` is where this lane's row of 16 bytes starts.
+/// Four 8 x 8 matrices; this lane's row of 16 bytes starts `offset` numbers after `at`. What is known when
+/// a kernel is compiled comes apart from what is not, here and in [`put`]: of a sum that is divided by the
+/// numbers of a vector no compiler can tell them apart, and each load would have an address of its own.
 #[cube]
 pub(crate) fn load_matrix<E: Float, N: Size>(
     tile: &SharedMemory<Vector<E, N>>,
     at: usize,
+    #[comptime] offset: usize,
     #[comptime] transposed: bool,
 ) -> Array<Vector<E, Const<2>>> {
     let mma = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
-    let at = at / N::value();
+    let width = N::value();
+    let at = at / width + comptime!(offset / width);
     mma.load_matrix::<Vector<E, N>, Const<2>>(
         &tile.slice(at, at + 1),
         MatrixIdent::A,
@@ -530,16 +545,21 @@ pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
     }
 }
 
-/// Writes a pair into a tile or a tensor, `at` numbers from its start: as it is where vectors hold
-/// two, one by one where they hold one.
+/// Writes a pair into a tile, `offset` numbers after `at`, both even: as it is where vectors hold two, one by
+/// one where they hold one.
 #[cube]
-pub(crate) fn put<E: Float, M: Size>(tile: &mut SharedMemory<Vector<E, M>>, at: usize, x: Pair) {
+pub(crate) fn put<E: Float, M: Size>(
+    tile: &mut SharedMemory<Vector<E, M>>,
+    at: usize,
+    #[comptime] offset: usize,
+    x: Pair,
+) {
     let width = M::value();
     if comptime!(width == 1) {
-        tile[at] = Vector::<E, M>::cast_from(x[0usize]);
-        tile[at + 1] = Vector::<E, M>::cast_from(x[1usize]);
+        tile[at + offset] = Vector::<E, M>::cast_from(x[0usize]);
+        tile[at + comptime!(offset + 1)] = Vector::<E, M>::cast_from(x[1usize]);
     } else {
-        tile[at / 2] = Vector::<E, M>::cast_from(x);
+        tile[at / 2 + comptime!(offset / 2)] = Vector::<E, M>::cast_from(x);
     }
 }
 
@@ -565,8 +585,8 @@ pub(crate) fn put_out<S: Float, M: Size>(
 }
 
 /// Two pairs of this unit and of its neighbour across `lanes`, exchanged so that each writes four
-/// neighbouring numbers: the unit with `second` the second pairs, the other one the first. Planes that
-/// write whole sectors of 32 bytes write half as often.
+/// neighbouring numbers, vector `at` of the tensor: the unit with `second` the second pairs, the other one
+/// the first. Planes that write whole sectors of 32 bytes write half as often.
 #[cube]
 pub(crate) fn put_four<S: Float, W: Size>(
     tensor: &mut Array<Vector<S, W>>,
@@ -588,6 +608,6 @@ pub(crate) fn put_four<S: Float, W: Size>(
     x[2] = high[0];
     x[3] = high[1];
     if there {
-        tensor[at / 4] = x;
+        tensor[at] = x;
     }
 }
