@@ -77,7 +77,7 @@ impl Plan {
         self.window(self.chunk, self.chunk, self.chunk)
     }
 
-    /// A window as those units fill it that [`issue`] copies.
+    /// A window, shared out over the units that call [`issue`].
     fn copied(&self, window: Window) -> Window {
         Window { units: self.copiers(), ..window }
     }
@@ -161,7 +161,7 @@ pub(crate) fn feed<E: Float, N: Size>(
 }
 
 /// Starts copying everything that a chunk brings along into half `half` of the tiles, and promises it to
-/// `barrier`. Where there are scorers the others have more to do, and leave it to them.
+/// `barrier`, which counts the [`Plan::copiers`]: they call this, and no others.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn issue<F: Float, E: Float, G: Size, N: Size>(

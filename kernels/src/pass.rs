@@ -14,8 +14,9 @@
 //!
 //! Work:   a cube a `value_tile` columns of a (sequence, head), or of a segment of it (segments.rs):
 //!         columns of S never meet. In linear attention, where one tile holds all values, the first
-//!         planes of a cube are *scorers*: they make the next chunk's scores and table, which need no
-//!         state, while the others, the walkers, are at work on the present one; stage 1 is not run.
+//!         planes of a cube are *scorers*: they copy what chunks bring along and make the next chunk's
+//!         scores and table, which need no state, while the others, the walkers, are at work on the
+//!         present one; stage 1 is not run.
 //!         Tiles, and how they are filled: feed.rs.
 //! Source: DeltaNet's chunk form, arXiv 2406.06484, with the decay of arXiv 2412.06464; the adjoint
 //!         goes through the solve, so that neither dW nor dT is ever formed.

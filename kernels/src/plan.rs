@@ -157,19 +157,19 @@ impl Plan {
         self.halves.min(2)
     }
 
-    /// The same for the scorers alone.
+    /// This plan with no units but the scorers.
     pub fn scoring(&self) -> Self {
         Self { units: self.scorers * 32, ..*self }
     }
 
-    /// The scorer that fills a chunk's table as well: that of a square's upper right corner, which has least
-    /// to score, or nothing where several lie side by side.
+    /// The scorer that fills a chunk's table as well: that of a square's upper right corner. Of eight it has
+    /// nothing to score, of four as much as the others.
     pub fn table_scorer(&self) -> usize {
         let grid = self.scoring().pairs();
         grid.down() * (grid.across() - 1)
     }
 
-    /// Units that copy what a chunk brings along: all, or scorers alone.
+    /// Units that copy what a chunk brings along: scorers alone, because walkers have more to do, or all.
     pub fn copiers(&self) -> usize {
         if self.scorers > 0 { self.scoring().units } else { self.units }
     }

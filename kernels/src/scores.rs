@@ -226,7 +226,7 @@ fn weigh(
     for f in 0..comptime!(grid.fragments()) {
         let j = at + column(f, grid);
         let mut low = true;
-        // Scorers skip by the plane, and a vector decay has no exponentials here.
+        // Scorers skip whole planes or nothing, and a vector decay has no exponentials here.
         if comptime!(plan.scorers == 0 && !plan.variant.vector()) {
             low = below(f, j - at, grid);
         }
@@ -509,7 +509,7 @@ fn keep_table(
 #[derive(CubeType)]
 pub(crate) struct Ahead<E: Float, M: Size> {
     pub reads: SharedMemory<Vector<E, M>>,
-    /// Of the chunk being scored, a copy for each scorer.
+    /// Of the chunk being scored, room for each scorer's own.
     sums: Sums,
 }
 
@@ -551,7 +551,7 @@ pub(crate) fn score_ahead<E: Float, N: Size, M: Size>(
     let plane = UNIT_POS as usize / 32;
     let own = plane * comptime!(plan.chunk);
     let tables = plane == comptime!(plan.table_scorer());
-    // Above the diagonal nobody reads reads.
+    // Nobody reads blocks of reads above the diagonal.
     let scores = comptime!(mixes) && reaches(grid);
     if comptime!(plan.variant.scalar()) {
         if scores || tables {

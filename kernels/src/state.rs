@@ -600,7 +600,7 @@ pub(crate) fn apply<X: Float, N: Size, M: Size>(
         #[unroll]
         for k in 0..comptime!(chunk / 16) {
             let left = operand::<X>(&block.acc, k);
-            // The rest of the matrix is zero.
+            // The rest of the matrix is zero, or was never written.
             let from = comptime!(if adjoint { 0 } else { k });
             let to = comptime!(if adjoint { k + 1 } else { chunk / 16 });
             #[unroll]
@@ -768,7 +768,7 @@ pub(crate) fn apply_out<X: Float, N: Size, M: Size>(
             let left_half = right_operand::<X>(&block.acc, k, 0usize);
             let right_half = right_operand::<X>(&block.acc, k, 1usize);
             // Which rows are above the diagonal depends on the share, which is known when the kernel runs:
-            // their zeros are multiplied too.
+            // their zeros are multiplied too. Scorers would leave those unwritten, and share with nobody.
             let from = comptime!(if plan.sharers > 1 { 0 } else { k });
             #[unroll]
             for m in from..comptime!(plan.output_fragments() / 2) {

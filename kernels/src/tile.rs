@@ -348,9 +348,9 @@ pub(crate) fn load_b<E: Float, N: Size>(
     }
 }
 
-/// Four 8 x 8 matrices; this lane's row of 16 bytes starts `offset` numbers after `at`. What is known when
-/// a kernel is compiled comes apart from what is not, here and in [`put`]: of a sum that is divided by the
-/// numbers of a vector no compiler can tell them apart, and each load would have an address of its own.
+/// Four 8 x 8 matrices; this lane's row of 16 bytes starts `offset` numbers after `at`, whole vectors both.
+/// What is known when a kernel is compiled comes apart from what is not, here and in [`put`]: once the sum
+/// of both is divided by a vector's width no compiler parts them again, and each load computes an address.
 #[cube]
 pub(crate) fn load_matrix<E: Float, N: Size>(
     tile: &SharedMemory<Vector<E, N>>,
@@ -545,8 +545,8 @@ pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
     }
 }
 
-/// Writes a pair into a tile, `offset` numbers after `at`, both even: as it is where vectors hold two, one by
-/// one where they hold one.
+/// Writes a pair into a tile, `offset` numbers after `at`: as it is where vectors hold two (both are even
+/// then), one by one where they hold one.
 #[cube]
 pub(crate) fn put<E: Float, M: Size>(
     tile: &mut SharedMemory<Vector<E, M>>,
