@@ -537,15 +537,7 @@ pub(crate) fn ask<X: Float, N: Size, M: Size>(
         #[unroll]
         for k in 0..comptime!(plan.state_fragments() / 2) {
             let left = operand::<X>(&state.kept, k);
-            #[unroll]
-            for n in 0..comptime!(plan.chunk / 16) {
-                let [inner, across] = comptime!([k * 16, n * 16]);
-                let right = load_b::<X, N>(x, at, inner, 0usize, across, stride, true);
-                let f = comptime!(2 * n);
-                execute::<X>(&left, &pair(&right, 0usize, 1usize), acc.index_mut(f));
-                let f = comptime!(2 * n + 1);
-                execute::<X>(&left, &pair(&right, 2usize, 3usize), acc.index_mut(f));
-            }
+            add_sideways::<X, N>(acc, &left, x, at, k, [0, plan.chunk / 16], stride, true);
         }
     } else {
         let tile = comptime!(plan.value_tile);
@@ -583,6 +575,58 @@ fn right_operand<X: Float>(
     right
 }
 
+/// Mma: `acc += left X` for one step of 16, `k`, of what is summed over, and 16 columns of X at a time, those
+/// from the first of `range` on and before its second.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn add_sideways<X: Float, N: Size>(
+    acc: &mut Acc,
+    left: &Array<Vector<X, Const<2>>>,
+    x: &SharedMemory<Vector<X, N>>,
+    at: usize,
+    #[comptime] k: usize,
+    #[comptime] range: [usize; 2],
+    #[comptime] stride: usize,
+    #[comptime] transposed: bool,
+) {
+    let [from, to] = range;
+    #[unroll]
+    for n in from..to {
+        let [inner, across] = comptime!([k * 16, n * 16]);
+        let right = load_b::<X, N>(x, at, inner, 0usize, across, stride, transposed);
+        let f = comptime!(2 * n);
+        execute::<X>(left, &pair(&right, 0usize, 1usize), acc.index_mut(f));
+        let f = comptime!(2 * n + 1);
+        execute::<X>(left, &pair(&right, 2usize, 3usize), acc.index_mut(f));
+    }
+}
+
+/// Mma: the same for an output block, `acc += X right`, 16 rows of X at a time; `right` lies on its side.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn add_upright<X: Float, N: Size>(
+    acc: &mut Acc,
+    x: &SharedMemory<Vector<X, N>>,
+    at: usize,
+    right: &Acc,
+    #[comptime] k: usize,
+    #[comptime] range: [usize; 2],
+    #[comptime] stride: usize,
+    #[comptime] plan: Plan,
+) {
+    let left_half = right_operand::<X>(right, k, 0usize);
+    let right_half = right_operand::<X>(right, k, 1usize);
+    let [from, to] = range;
+    #[unroll]
+    for m in from..to {
+        let i = output_tokens(m, plan);
+        let [down, inner] = comptime!([plan.output_offset(m), k * 16]);
+        let left = load_a::<X, N>(x, at, i, down, inner, stride, false);
+        execute::<X>(&left, &left_half, acc.index_mut(comptime!(2 * m)));
+        execute::<X>(&left, &right_half, acc.index_mut(comptime!(2 * m + 1)));
+    }
+}
+
 /// `acc += M block`, or M^T block (`adjoint`), with M lower triangular, [C, C]. The block is settled.
 #[cube]
 pub(crate) fn apply<X: Float, N: Size, M: Size>(
@@ -603,15 +647,7 @@ pub(crate) fn apply<X: Float, N: Size, M: Size>(
             // The rest of the matrix is zero, or was never written.
             let from = comptime!(if adjoint { 0 } else { k });
             let to = comptime!(if adjoint { k + 1 } else { chunk / 16 });
-            #[unroll]
-            for n in from..to {
-                let [inner, across] = comptime!([k * 16, n * 16]);
-                let right = load_b::<X, N>(matrix, at, inner, 0usize, across, stride, turned);
-                let f = comptime!(2 * n);
-                execute::<X>(&left, &pair(&right, 0usize, 1usize), acc.index_mut(f));
-                let f = comptime!(2 * n + 1);
-                execute::<X>(&left, &pair(&right, 2usize, 3usize), acc.index_mut(f));
-            }
+            add_sideways::<X, N>(acc, &left, matrix, at, k, [from, to], stride, turned);
         }
     } else {
         let tile = comptime!(plan.value_tile);
@@ -638,15 +674,8 @@ pub(crate) fn write<X: Float, N: Size, M: Size>(
         #[unroll]
         for k in 0..comptime!(plan.chunk / 16) {
             let left = operand::<X>(&block.acc, k);
-            #[unroll]
-            for n in 0..comptime!(plan.state_fragments() / 2) {
-                let [inner, across] = comptime!([k * 16, n * 16]);
-                let right = load_b::<X, N>(x, at, inner, 0usize, across, stride, false);
-                let f = comptime!(2 * n);
-                execute::<X>(&left, &pair(&right, 0usize, 1usize), state.kept.index_mut(f));
-                let f = comptime!(2 * n + 1);
-                execute::<X>(&left, &pair(&right, 2usize, 3usize), state.kept.index_mut(f));
-            }
+            let to = comptime!(plan.state_fragments() / 2);
+            add_sideways::<X, N>(&mut state.kept, &left, x, at, k, [0, to], stride, false);
         }
     } else {
         let tile = comptime!(plan.value_tile);
@@ -736,16 +765,8 @@ pub(crate) fn read_out<X: Float, N: Size, M: Size>(
         let at = at_own_keys(at, plan);
         #[unroll]
         for k in 0..comptime!(plan.state_fragments() / 2) {
-            let left_half = right_operand::<X>(&state.kept, k, 0usize);
-            let right_half = right_operand::<X>(&state.kept, k, 1usize);
-            #[unroll]
-            for m in 0..comptime!(plan.chunk / 16) {
-                let i = output_tokens(m, plan);
-                let [down, inner] = comptime!([plan.output_offset(m), k * 16]);
-                let left = load_a::<X, N>(x, at, i, down, inner, stride, false);
-                execute::<X>(&left, &left_half, acc.index_mut(comptime!(2 * m)));
-                execute::<X>(&left, &right_half, acc.index_mut(comptime!(2 * m + 1)));
-            }
+            let rows = comptime!([0, plan.chunk / 16]);
+            add_upright::<X, N>(acc, x, at, &state.kept, k, rows, stride, plan);
         }
     } else {
         ask::<X, N, M>(acc, x, at, state, slice, plan);
@@ -765,19 +786,11 @@ pub(crate) fn apply_out<X: Float, N: Size, M: Size>(
         let stride = comptime!(plan.stride(plan.chunk));
         #[unroll]
         for k in 0..comptime!(plan.chunk / 16) {
-            let left_half = right_operand::<X>(&block.acc, k, 0usize);
-            let right_half = right_operand::<X>(&block.acc, k, 1usize);
             // Which rows are above the diagonal depends on the share, which is known when the kernel runs:
             // their zeros are multiplied too. Scorers would leave those unwritten, and share with nobody.
             let from = comptime!(if plan.sharers > 1 { 0 } else { k });
-            #[unroll]
-            for m in from..comptime!(plan.output_fragments() / 2) {
-                let i = output_tokens(m, plan);
-                let [down, inner] = comptime!([plan.output_offset(m), k * 16]);
-                let left = load_a::<X, N>(matrix, at, i, down, inner, stride, false);
-                execute::<X>(&left, &left_half, acc.index_mut(comptime!(2 * m)));
-                execute::<X>(&left, &right_half, acc.index_mut(comptime!(2 * m + 1)));
-            }
+            let rows = comptime!([from, plan.output_fragments() / 2]);
+            add_upright::<X, N>(acc, matrix, at, &block.acc, k, rows, stride, plan);
         }
     } else {
         apply::<X, N, M>(acc, matrix, at, block, false, plan);
