@@ -489,8 +489,9 @@ fn hold_tile<X: Float, N: Size>(
     if inside(0usize, grid) {
         #[unroll]
         for r in 0..comptime!(grid.fragment_rows()) {
-            let i =
-                plane % comptime!(grid.down()) * 16 + lane % 16 + comptime!(r * grid.down() * 16);
+            let i = plane % comptime!(grid.down()) * 16
+                + lane % 16
+                + comptime!(grid.step(r * across, 0)[0]);
             let i = beside(i, side, plan);
             #[unroll]
             for c in 0..comptime!(across / 2) {

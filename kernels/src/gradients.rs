@@ -780,7 +780,7 @@ fn keep_rows<F: Float, W: Size>(
             for r in 0..comptime!(grid.fragment_rows()) {
                 #[unroll]
                 for h in 0..2usize {
-                    let down = comptime!(r * grid.down() * 16 + h * 8);
+                    let down = comptime!(grid.step(r * across, h)[0]);
                     let there = top + down < rows.valid;
                     let at = start + rows.stride / 4 * down;
                     #[unroll]

@@ -250,7 +250,7 @@ fn mul_mma<E: Float, NA: Size, NB: Size>(
                     a,
                     a_at,
                     m0,
-                    comptime!(r * grid.down() * 16),
+                    comptime!(grid.step(r * columns, 0)[0]),
                     comptime!(k * 16),
                     comptime!(spec.a_stride),
                     comptime!(spec.a_transposed),
