@@ -237,6 +237,8 @@ fn queued<R: Runtime>(client: &ComputeClient<R>, calls: usize, run: &dyn Fn(usiz
         #[allow(unsafe_code)]
         let out = unsafe { ArrayArg::from_raw_parts(out, 1) };
         keep_busy::launch(client, CubeCount::Static(1, 1, 1), CubeDim::new_1d(1), out, turns);
+        // wgpu would send it only with the first calls behind it.
+        client.flush().expect("it was launched");
         start
     };
     // What it takes to compile is no part of what it takes.

@@ -1,6 +1,6 @@
 """GPU time of flash-linear-attention's chunkwise operations, in a CUDA graph over three copies of the inputs.
 
-python experiments/speed/fla.py OPERATION:BxTxHxD:WHAT ..     with fla, torch and Triton installed
+python experiments/speed/rival.py OPERATION:BxTxHxD:WHAT ..     with fla, torch and Triton installed
 OPERATION is scalar_decay, delta or gated_delta; WHAT is f (forward), b (forward and backward) or fb.
 """
 
