@@ -1,6 +1,7 @@
 //! Checkpoints of flash-linear-attention: they answer as they did there, and go back as they came.
 
 use crate::desk::{Desk, TINY, text};
+use crate::support::skipped;
 use burn::backend::Flex;
 use burn::tensor::{Int, Tensor, TensorData};
 use linattn::ops::LinearAttentionBackend;
@@ -33,14 +34,14 @@ fn models() -> Vec<(String, PathBuf)> {
     let mut list: Vec<(String, PathBuf)> =
         HERE.iter().map(|name| ((*name).to_string(), here(name))).collect();
     let Some(folder) = std::env::var_os("LINATTN_FIXTURES").map(PathBuf::from) else {
-        eprintln!("skipped: {ELSEWHERE:?}; LINATTN_FIXTURES names no folder");
+        skipped(format_args!("{ELSEWHERE:?}; LINATTN_FIXTURES names no folder"));
         return list;
     };
     for name in ELSEWHERE {
         let paths = [folder.join(name), folder.join(format!("model_a_{name}"))];
         match paths.into_iter().find(|path| path.exists()) {
             Some(path) => list.push(((*name).to_string(), path)),
-            None => eprintln!("skipped: {name} is not in {}", folder.display()),
+            None => skipped(format_args!("{name} is not in {}", folder.display())),
         }
     }
     list

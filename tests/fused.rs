@@ -87,15 +87,11 @@ fn a_training_step_is_the_same_fused_and_unfused() {
         let cpu = step::<Autodiff<Flex>>(&config, &weights, &Default::default());
         let plain = step::<Autodiff<Plain>>(&config, &weights, &device);
         let fused = step::<Autodiff<Fused>>(&config, &weights, &device);
-        for (((name, want), (_, plain)), (_, fused)) in cpu.iter().zip(&plain).zip(&fused) {
-            println!(
-                "{mixer:<34} {name:<34} plain {:.1e} fused {:.1e}",
-                linattn_oracle::relative_error(want, plain),
-                linattn_oracle::relative_error(want, fused)
-            );
+        for ((name, want), (_, got)) in cpu.iter().zip(&plain) {
+            assert_close(&format!("{mixer}: {name}, on the adapter"), want, got, 1e-3);
         }
         for ((name, want), (_, got)) in plain.iter().zip(&fused) {
-            assert_close(&format!("{mixer}: {name}"), want, got, 1e-4);
+            assert_close(&format!("{mixer}: {name}, fused"), want, got, 1e-4);
         }
     }
 }

@@ -307,34 +307,42 @@ macro_rules! each_kernel {
     () => {
         #[test]
         fn rows_of_any_width_are_normalised() {
-            everywhere(&client(), |desk| CASES.iter().for_each(|case| rows_are_right(desk, case)));
+            with_client(|client| {
+                everywhere(client, |desk| CASES.iter().for_each(|case| rows_are_right(desk, case)))
+            });
         }
 
         #[test]
         fn small_steps_decay_as_exactly_as_large_ones() {
-            everywhere(&client(), |desk| {
-                for [rows, width, heads] in [[1, 3, 3], [5, 37, 37], [7, 130, 10]] {
-                    decays_are_right(desk, rows, width, heads);
-                }
+            with_client(|client| {
+                everywhere(client, |desk| {
+                    for [rows, width, heads] in [[1, 3, 3], [5, 37, 37], [7, 130, 10]] {
+                        decays_are_right(desk, rows, width, heads);
+                    }
+                })
             });
         }
 
         #[test]
         fn gates_multiply() {
-            everywhere(&client(), |desk| {
-                for numbers in [5, 256, 2049] {
-                    products_are_right(desk, numbers, Activation::Silu);
-                    products_are_right(desk, numbers, Activation::Sigmoid);
-                }
+            with_client(|client| {
+                everywhere(client, |desk| {
+                    for numbers in [5, 256, 2049] {
+                        products_are_right(desk, numbers, Activation::Silu);
+                        products_are_right(desk, numbers, Activation::Sigmoid);
+                    }
+                })
             });
         }
 
         #[test]
         fn convolutions_of_any_size_hand_their_tail_on() {
-            everywhere(&client(), |desk| {
-                for (dims, biased) in convolutions() {
-                    convolutions_are_right(desk, dims, biased);
-                }
+            with_client(|client| {
+                everywhere(client, |desk| {
+                    for (dims, biased) in convolutions() {
+                        convolutions_are_right(desk, dims, biased);
+                    }
+                })
             });
         }
     };
@@ -343,14 +351,14 @@ macro_rules! each_kernel {
 #[cfg(feature = "cuda")]
 mod on_cuda {
     use super::*;
-    use crate::tests::on_cuda::client;
+    use crate::tests::on_cuda::with_client;
 
     each_kernel!();
 }
 
 mod on_wgpu {
     use super::*;
-    use crate::tests::on_wgpu::client;
+    use crate::tests::on_wgpu::with_client;
 
     each_kernel!();
 }

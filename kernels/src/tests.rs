@@ -600,88 +600,92 @@ macro_rules! each_transition {
     ($(#[$slow:meta])?) => {
         #[test]
         fn what_does_not_fit_is_refused() {
-            refusals(&client());
-            step_refusals(&client());
-            refused_products(&client());
+            with_client(|client| {
+                refusals(client);
+                step_refusals(client);
+                refused_products(client);
+            });
         }
 
         #[test]
         fn steps_of_linear_attention_are_right() {
-            every_step(&client(), Family::LinearAttention, false, Rows::F32, F32);
+            with_client(|client| every_step(client, Family::LinearAttention, false, Rows::F32, F32));
         }
 
         #[test]
         fn steps_of_the_delta_rule_are_right() {
-            every_step(&client(), Family::DeltaRule, false, Rows::F32, F32);
-            forgetting_steps(&client());
+            with_client(|client| {
+                every_step(client, Family::DeltaRule, false, Rows::F32, F32);
+                forgetting_steps(client);
+            });
         }
 
         #[test]
         fn steps_of_the_delta_rule_with_erase_rows_are_right() {
-            every_step(&client(), Family::DeltaRule, true, Rows::F32, F32);
+            with_client(|client| every_step(client, Family::DeltaRule, true, Rows::F32, F32));
         }
 
         #[test]
         fn steps_of_low_rank_transitions_are_right() {
-            every_step(&client(), Family::LowRank, false, Rows::F32, F32);
+            with_client(|client| every_step(client, Family::LowRank, false, Rows::F32, F32));
         }
 
         #[test]
         fn products_of_few_rows_are_right() {
-            few_rows_are_right(&client(), Rows::F32, 1e-6);
+            with_client(|client| few_rows_are_right(client, Rows::F32, 1e-6));
         }
 
         #[test]
         fn products_of_few_rows_of_16_bits_are_right_or_refused() {
-            few_half_rows(&client());
+            with_client(|client| few_half_rows(client));
         }
 
         #[test]
         fn any_length_batch_and_heads_are_right() {
-            random_shapes(&client());
+            with_client(|client| random_shapes(client));
         }
 
         #[test]
         fn linear_attention_is_right() {
-            every_variant(&client(), Family::LinearAttention, false);
+            with_client(|client| every_variant(client, Family::LinearAttention, false));
         }
 
         #[test]
         fn linear_attention_is_right_in_segments() {
-            every_cut(&client(), Family::LinearAttention, false);
+            with_client(|client| every_cut(client, Family::LinearAttention, false));
         }
 
         #[test]
         fn the_delta_rule_is_right() {
-            every_variant(&client(), Family::DeltaRule, false);
+            with_client(|client| every_variant(client, Family::DeltaRule, false));
         }
 
         #[test]
         $(#[$slow])?
         fn the_delta_rule_is_right_in_segments() {
-            every_cut(&client(), Family::DeltaRule, false);
+            with_client(|client| every_cut(client, Family::DeltaRule, false));
         }
 
         #[test]
         fn the_delta_rule_with_erase_rows_is_right() {
-            every_variant(&client(), Family::DeltaRule, true);
+            with_client(|client| every_variant(client, Family::DeltaRule, true));
         }
 
         #[test]
         $(#[$slow])?
         fn the_delta_rule_with_erase_rows_is_right_in_segments() {
-            every_cut(&client(), Family::DeltaRule, true);
+            with_client(|client| every_cut(client, Family::DeltaRule, true));
         }
 
         #[test]
         fn low_rank_transitions_are_right() {
-            every_variant(&client(), Family::LowRank, false);
+            with_client(|client| every_variant(client, Family::LowRank, false));
         }
 
         #[test]
         $(#[$slow])?
         fn low_rank_transitions_are_right_in_segments() {
-            every_cut(&client(), Family::LowRank, false);
+            with_client(|client| every_cut(client, Family::LowRank, false));
         }
     };
 }
@@ -693,8 +697,12 @@ pub(crate) mod on_cuda {
     use crate::choice::plans;
     use cubecl::cuda::CudaRuntime;
 
-    pub(crate) fn client() -> ComputeClient<CudaRuntime> {
+    fn client() -> ComputeClient<CudaRuntime> {
         CudaRuntime::client(&Default::default())
+    }
+
+    pub(crate) fn with_client(test: impl FnOnce(&ComputeClient<CudaRuntime>)) {
+        test(&client());
     }
 
     each_transition!();
@@ -822,8 +830,9 @@ pub(crate) mod on_cuda {
 
     #[test]
     fn odd_sizes_are_right() {
-        sizes(&client(), &SIZES, Rows::F32, F32);
-        sizes(&client(), &SIZES, Rows::Bf16, HALF);
+        let client = client();
+        sizes(&client, &SIZES, Rows::F32, F32);
+        sizes(&client, &SIZES, Rows::Bf16, HALF);
     }
 }
 
@@ -831,40 +840,56 @@ pub(crate) mod on_cuda {
 /// Metal, DirectX 12 and browsers are given.
 pub(crate) mod on_wgpu {
     use super::*;
-    use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
+    use cubecl::wgpu::{AutoGraphicsApi, GraphicsApi, WgpuDevice, WgpuRuntime};
+    use std::io::Write;
 
+    /// Without an adapter a test is skipped, visibly; where `LINATTN_REQUIRE_GPU` is set, it fails.
     /// Features are shared with whatever is built along with this crate, so a caller who wants one
     /// language of the two says so in `LINATTN_SHADERS`, `spirv` or `wgsl`.
-    pub(crate) fn client() -> ComputeClient<WgpuRuntime> {
+    pub(crate) fn with_client(test: impl FnOnce(&ComputeClient<WgpuRuntime>)) {
+        if WgpuRuntime::enumerate_all_devices(&AutoGraphicsApi::backend()).is_empty() {
+            assert!(
+                std::env::var_os("LINATTN_REQUIRE_GPU").is_none(),
+                "LINATTN_REQUIRE_GPU is set, and there is no adapter"
+            );
+            // Not `eprintln!`, which the test harness hides where a test passes.
+            let thread = std::thread::current();
+            let test = thread.name().unwrap_or("a test");
+            let mut terminal = std::io::stderr();
+            writeln!(terminal, "{test}, skipped: no adapter").unwrap();
+            return;
+        }
         let client = WgpuRuntime::client(&WgpuDevice::default());
         if let Ok(wanted) = std::env::var("LINATTN_SHADERS") {
             assert_eq!(WgpuRuntime::name(&client), format!("wgpu<{wanted}>"), "this build");
         }
-        client
+        test(&client);
     }
 
     each_transition!(#[ignore = "half an hour of compilation on a CPU; run on a GPU, with --ignored"]);
 
     #[test]
     fn a_scalar_decay_with_a_solve_is_right_in_segments() {
-        cut(&client(), &Recipe { gate: Gate::Typical, ..Recipe::new(Family::DeltaRule) });
+        with_client(|client| {
+            cut(client, &Recipe { gate: Gate::Typical, ..Recipe::new(Family::DeltaRule) })
+        });
     }
 
     #[test]
     fn a_vector_decay_with_a_solve_is_right_in_segments() {
         let recipe =
             Recipe { gate: Gate::Mixed, vector_decay: true, ..Recipe::new(Family::LowRank) };
-        cut(&client(), &recipe);
+        with_client(|client| cut(client, &recipe));
     }
 
     #[test]
     fn odd_sizes_are_right() {
         // Each width is compiled anew, which a device that is a CPU takes its time for.
-        sizes(&client(), &SIZES[..5], Rows::F32, F32);
+        with_client(|client| sizes(client, &SIZES[..5], Rows::F32, F32));
     }
 
     #[test]
     fn rows_of_16_bits_are_right_or_refused() {
-        half_rows(&client());
+        with_client(half_rows);
     }
 }
