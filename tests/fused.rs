@@ -1,5 +1,5 @@
 //! Burn's fusion of elementwise operations changes no number: whole models, logits and gradients,
-//! fused against unfused on the same adapter.
+//! fused against unfused on the same adapter, and unfused against the processor.
 
 use crate::support::{Weights, alone, download, wgpu};
 use burn::backend::wgpu::{CubeBackend, WgpuRuntime};

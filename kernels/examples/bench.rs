@@ -8,8 +8,8 @@
 //! time a call, of calls over rotated inputs that were all queued while the GPU was kept busy, so that
 //! it never waits for the host. `call_..` is one call and a wait, median. `floor_..` is what the GPU would need
 //! to read each input and write each output once at 4.30 TB/s, or for the plain recurrence's arithmetic
-//! at 801 TFLOP/s, whichever is more. Bytes, FLOPs, how many times the floor a call takes and the error of each
-//! gradient go to stderr.
+//! at 801 TFLOP/s, whichever is more. Bytes, FLOPs, how many times the floor a call takes, what one takes in a
+//! row of calls without waits, and the error of each gradient go to stderr.
 
 use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
@@ -190,27 +190,28 @@ fn one<R: Runtime>(
         run(1);
         wait();
         let calls = (0.15 / start.elapsed().as_secs_f64()).clamp(5.0, QUEUED as f64) as usize;
-        let mut times: Vec<f64> = (0..5).map(|_| queued(client, calls, run)).collect();
-        times.sort_by(f64::total_cmp);
-        times[2]
+        let in_a_row = || {
+            let start = Instant::now();
+            (0..calls).for_each(run);
+            wait();
+            start.elapsed().as_secs_f64() * 1e3 / calls as f64
+        };
+        let queued = median((0..5).map(|_| queued(client, calls, run)));
+        [queued, median((0..5).map(|_| in_a_row()))]
     };
     let call = |run: &dyn Fn(usize)| {
-        let mut times: Vec<f64> = (0..21)
-            .map(|n| {
-                let start = Instant::now();
-                run(n);
-                wait();
-                start.elapsed().as_secs_f64() * 1e3
-            })
-            .collect();
-        times.sort_by(f64::total_cmp);
-        times[10]
+        median((0..21).map(|n| {
+            let start = Instant::now();
+            run(n);
+            wait();
+            start.elapsed().as_secs_f64() * 1e3
+        }))
     };
     let forward_only = |n: usize| drop(run_forward(n));
     let both = |n: usize| drop(run_both(n));
     let work = work(op, dims, if half { 2 } else { 4 });
     let [launched, launched_both] = launches(client, case.variant, dims, dtype).expect("it ran");
-    let (took, took_both) = (queue(&forward_only), queue(&both));
+    let ([took, in_a_row], [took_both, both_in_a_row]) = (queue(&forward_only), queue(&both));
     println!(
         "{op},{text},{},{device},{took:.4},{took_both:.4},{:.4},{:.4},{:.4},{:.4},{launched},{launched_both},{error_o:.1e},{worst:.1e}",
         if half { "bf16" } else { "f32" },
@@ -219,11 +220,22 @@ fn one<R: Runtime>(
         work[0].floor(),
         work[1].floor(),
     );
-    for (name, took, work) in [("fwd", took, work[0]), ("fwd_bwd", took_both, work[1])] {
+    let passes = [("fwd", took, in_a_row, work[0]), ("fwd_bwd", took_both, both_in_a_row, work[1])];
+    for (name, took, in_a_row, work) in passes {
         let Work { bytes, flops } = work;
         let times = took / work.floor();
-        eprintln!("  {op} {text} {name}: {bytes:.3e} bytes, {flops:.3e} FLOPs, {times:.1} x floor");
+        eprintln!(
+            "  {op} {text} {name}: {bytes:.3e} bytes, {flops:.3e} FLOPs, {times:.1} x floor; \
+             {in_a_row:.4} ms a call in a row, the host's time included"
+        );
     }
+}
+
+/// The upper one, of an even number.
+fn median(times: impl Iterator<Item = f64>) -> f64 {
+    let mut times: Vec<f64> = times.collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
 }
 
 /// The GPU's milliseconds a call: `calls` of them wait behind a kernel that only takes time, until the
