@@ -1,12 +1,11 @@
 //! Checkpoints of flash-linear-attention: they answer as they did there, and go back as they came.
 
 use crate::desk::{Desk, TINY, text};
-use crate::support::skipped;
 use burn::backend::Flex;
 use burn::tensor::{Int, Tensor, TensorData};
 use linattn::ops::LinearAttentionBackend;
 use linattn_checkpoints::{CheckpointError, Exported, Precision, export, import, known};
-use linattn_oracle::assert_close;
+use linattn_oracle::{assert_close, skipped};
 use linattn_trainer::{ImportedModel, StoredModel, Which, store_model};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};

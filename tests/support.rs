@@ -4,8 +4,6 @@
 use burn::module::{ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
 use std::collections::BTreeMap;
-use std::fmt::Display;
-use std::io::Write;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -18,14 +16,6 @@ pub const F32_LIMIT: f64 = 1e-5;
 pub fn alone() -> MutexGuard<'static, ()> {
     static GRAPHS: Mutex<()> = Mutex::new(());
     GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Says what a test leaves out. Not `eprintln!`, which the test harness hides where a test passes.
-pub fn skipped(why: impl Display) {
-    let thread = std::thread::current();
-    let test = thread.name().unwrap_or("a test");
-    let mut terminal = std::io::stderr();
-    writeln!(terminal, "{test}, skipped: {why}").unwrap();
 }
 
 /// A tensor of the oracle's numbers.
@@ -92,11 +82,7 @@ pub fn safetensors(path: &Path) -> Numbers {
 pub fn wgpu() -> Option<burn::backend::wgpu::WgpuDevice> {
     let first = linattn_cli::device::wgpu_devices().into_iter().next();
     if first.is_none() {
-        assert!(
-            std::env::var_os("LINATTN_REQUIRE_GPU").is_none(),
-            "LINATTN_REQUIRE_GPU is set, and there is no adapter"
-        );
-        skipped("no adapter");
+        linattn_oracle::skipped_without_adapter();
     }
     first
 }
@@ -107,7 +93,7 @@ pub fn cuda() -> Option<burn::backend::cuda::CudaDevice> {
     match linattn_cli::device::choose("cuda:0") {
         Ok(_) => Some(burn::backend::cuda::CudaDevice::new(0)),
         Err(why) => {
-            skipped(why);
+            linattn_oracle::skipped(why);
             None
         }
     }

@@ -302,47 +302,43 @@ fn what_no_launch_can_hold_is_refused() {
     assert!(convolution::Dims { tokens: 1 << 31, ..dims }.cubes(large).is_none(), "too many");
 }
 
-/// The tests of one device.
+/// The tests of one device, whose client `with_client` has.
 macro_rules! each_kernel {
-    () => {
+    ($runtime:ty) => {
+        fn on_desks(test: impl Fn(&Desk<'_, $runtime>)) {
+            with_client(|client| everywhere(client, test));
+        }
+
         #[test]
         fn rows_of_any_width_are_normalised() {
-            with_client(|client| {
-                everywhere(client, |desk| CASES.iter().for_each(|case| rows_are_right(desk, case)))
-            });
+            on_desks(|desk| CASES.iter().for_each(|case| rows_are_right(desk, case)));
         }
 
         #[test]
         fn small_steps_decay_as_exactly_as_large_ones() {
-            with_client(|client| {
-                everywhere(client, |desk| {
-                    for [rows, width, heads] in [[1, 3, 3], [5, 37, 37], [7, 130, 10]] {
-                        decays_are_right(desk, rows, width, heads);
-                    }
-                })
+            on_desks(|desk| {
+                for [rows, width, heads] in [[1, 3, 3], [5, 37, 37], [7, 130, 10]] {
+                    decays_are_right(desk, rows, width, heads);
+                }
             });
         }
 
         #[test]
         fn gates_multiply() {
-            with_client(|client| {
-                everywhere(client, |desk| {
-                    for numbers in [5, 256, 2049] {
-                        products_are_right(desk, numbers, Activation::Silu);
-                        products_are_right(desk, numbers, Activation::Sigmoid);
-                    }
-                })
+            on_desks(|desk| {
+                for numbers in [5, 256, 2049] {
+                    products_are_right(desk, numbers, Activation::Silu);
+                    products_are_right(desk, numbers, Activation::Sigmoid);
+                }
             });
         }
 
         #[test]
         fn convolutions_of_any_size_hand_their_tail_on() {
-            with_client(|client| {
-                everywhere(client, |desk| {
-                    for (dims, biased) in convolutions() {
-                        convolutions_are_right(desk, dims, biased);
-                    }
-                })
+            on_desks(|desk| {
+                for (dims, biased) in convolutions() {
+                    convolutions_are_right(desk, dims, biased);
+                }
             });
         }
     };
@@ -353,12 +349,12 @@ mod on_cuda {
     use super::*;
     use crate::tests::on_cuda::with_client;
 
-    each_kernel!();
+    each_kernel!(cubecl::cuda::CudaRuntime);
 }
 
 mod on_wgpu {
     use super::*;
     use crate::tests::on_wgpu::with_client;
 
-    each_kernel!();
+    each_kernel!(cubecl::wgpu::WgpuRuntime);
 }

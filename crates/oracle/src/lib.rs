@@ -58,6 +58,7 @@ mod inputs;
 mod random;
 mod recurrence;
 mod scan;
+mod skip;
 #[cfg(test)]
 mod tests;
 mod token;
@@ -68,3 +69,4 @@ pub use inputs::{Decay, Dims, Inputs, Read, Transition, slice_tokens};
 pub use random::{Family, Gate, Recipe, Rng, Strength};
 pub use recurrence::{Output, forward};
 pub use scan::{Complex, ScanInputs, linear_scan, linear_scan_backward, normals};
+pub use skip::{skipped, skipped_without_adapter};
