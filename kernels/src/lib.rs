@@ -14,6 +14,7 @@ mod inverse;
 mod launch;
 mod pass;
 mod plan;
+mod products;
 pub mod rowwise;
 #[cfg(test)]
 mod rowwise_tests;

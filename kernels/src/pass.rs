@@ -27,12 +27,12 @@ use crate::feed::{
     ready_values, ready_writes, turn_to,
 };
 use crate::plan::{Decay, Plan, Variant};
+use crate::products::{apply, apply_out, ask, read_out, write};
 use crate::scores::{Ahead, Operands, ahead, score_ahead, table};
 use crate::segments::{Stretch, nth, stretch};
 use crate::state::{
-    Block, State, add, apply, apply_out, ask, block, fade, give, keep_state, output_column,
-    output_row, own_columns, read_out, restart, scale_tokens, settle, share, state, stores, take,
-    token, walks, write,
+    Block, State, add, block, fade, give, keep_state, output_column, output_row, own_columns,
+    restart, scale_tokens, settle, share, state, stores, take, token, walks,
 };
 use crate::tile::{Acc, Pair, Rows, put_four, put_out, zeros};
 use crate::vector::set;

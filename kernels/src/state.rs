@@ -1,13 +1,9 @@
 //! The state of one (sequence, head) while a cube walks over its chunks, and what tokens of a chunk
-//! read from it and write to it.
+//! read from it and write to it: here where they are kept, in products.rs what is computed with them.
 //!
 //! A cube owns `value_tile` columns of S, [K, V]. A *block* is a matrix of a chunk's tokens over
 //! those columns: values, errors, writes.
-//! ```text
-//! ask       block += X S              read S for every token of a chunk
-//! apply     block  = M block'         mix tokens by a [C, C] matrix
-//! write     S     += X^T block        add every token's outer product
-//! ```
+//!
 //! [`Engine::Plain`] keeps S and the block that is read last in shared memory. [`Engine::Mma`] keeps
 //! both in registers, transposed: a plane owns 16 columns of values, so that S^T [16, K] and
 //! block^T [16, C] are accumulators of the tensor cores and, rounded to 16 bits, at once their left
@@ -15,11 +11,8 @@
 //! and planes never wait for each other within a chunk. Where keys are wide, two planes own the same 16
 //! columns and half of the keys each; they [`share`] what they read from their halves.
 
-use crate::plan::{Plan, transposed, upright};
-use crate::tile::{
-    Acc, Engine, Grid, Pair, column, execute, inside, load_a, load_b, mul, pair, put_four, row,
-    tile, zeros,
-};
+use crate::plan::Plan;
+use crate::tile::{Acc, Engine, Grid, Pair, column, inside, load_a, put_four, row, tile, zeros};
 use crate::vector::set;
 use cubecl::prelude::*;
 
@@ -27,9 +20,9 @@ use cubecl::prelude::*;
 #[derive(CubeType)]
 pub(crate) struct State<X: Float, M: Size> {
     /// Mma: S^T.
-    kept: Acc,
+    pub kept: Acc,
     /// Plain: S, [K, value_tile].
-    tile: SharedMemory<Vector<X, M>>,
+    pub tile: SharedMemory<Vector<X, M>>,
     /// What planes that share out keys tell each other.
     exchange: SharedMemory<Pair>,
 }
@@ -40,7 +33,7 @@ pub(crate) struct Block<X: Float, M: Size> {
     /// The numbers, wherever [`token`] and [`value`] say.
     pub acc: Acc,
     /// Plain: the same as an operand, [C, value_tile].
-    tile: SharedMemory<Vector<X, M>>,
+    pub tile: SharedMemory<Vector<X, M>>,
 }
 
 impl Plan {
@@ -49,7 +42,7 @@ impl Plan {
     }
 
     /// A block's grid on the plain engine.
-    fn block_grid(&self) -> Grid {
+    pub fn block_grid(&self) -> Grid {
         self.grid(self.chunk, self.value_tile)
     }
 
@@ -65,11 +58,11 @@ impl Plan {
     }
 
     /// Tokens from the start of a share to the 16 in row `m` of fragments of an output block.
-    fn output_offset(&self, m: usize) -> usize {
+    pub fn output_offset(&self, m: usize) -> usize {
         m * 16 % (self.chunk / self.sharers)
     }
 
-    fn state_fragments(&self) -> usize {
+    pub fn state_fragments(&self) -> usize {
         if self.mma() { self.keys() / self.sharers / 8 } else { 0 }
     }
 
@@ -121,7 +114,7 @@ fn own_share(#[comptime] plan: Plan) -> usize {
 
 /// `at`, moved to the first of this unit's plane's keys.
 #[cube]
-fn at_own_keys(at: usize, #[comptime] plan: Plan) -> usize {
+pub(crate) fn at_own_keys(at: usize, #[comptime] plan: Plan) -> usize {
     if comptime!(plan.sharers > 1) {
         at + own_share(plan) * comptime!(plan.keys() / plan.sharers)
     } else {
@@ -132,7 +125,7 @@ fn at_own_keys(at: usize, #[comptime] plan: Plan) -> usize {
 /// First token of the share in which the 16 in row `m` of fragments of an output block lie, its own share
 /// first; [`Plan::output_offset`] tokens on, the 16 begin.
 #[cube]
-fn output_tokens(#[comptime] m: usize, #[comptime] plan: Plan) -> usize {
+pub(crate) fn output_tokens(#[comptime] m: usize, #[comptime] plan: Plan) -> usize {
     if comptime!(plan.sharers > 1) {
         let tokens = comptime!(plan.chunk / plan.sharers);
         (own_share(plan) * tokens + comptime!(m * 16 / tokens * tokens)) % comptime!(plan.chunk)
@@ -520,188 +513,6 @@ pub(crate) fn keep_state<X: Float, E: Float, M: Size, W: Size>(
     }
 }
 
-/// `acc += X S`, over slice `slice` of keys; `x` holds [C, key_slice].
-#[cube]
-pub(crate) fn ask<X: Float, N: Size, M: Size>(
-    acc: &mut Acc,
-    x: &SharedMemory<Vector<X, N>>,
-    at: usize,
-    state: &State<X, M>,
-    slice: usize,
-    #[comptime] plan: Plan,
-) {
-    let columns = comptime!(plan.key_slice);
-    if comptime!(plan.engine == Engine::Mma) {
-        let stride = comptime!(plan.stride(columns));
-        let at = at_own_keys(at, plan);
-        #[unroll]
-        for k in 0..comptime!(plan.state_fragments() / 2) {
-            let left = operand::<X>(&state.kept, k);
-            add_sideways::<X, N>(acc, &left, x, at, k, [0, plan.chunk / 16], stride, true);
-        }
-    } else {
-        let tile = comptime!(plan.value_tile);
-        let spec = comptime!(plan.mul(plan.block_grid(), columns, upright(columns), upright(tile)));
-        let from = slice * comptime!(columns * plan.stride(tile));
-        mul::<X, N, M>(acc, x, at, &state.tile, from, spec);
-    }
-}
-
-/// Two fragments of a transposed accumulator as a left operand, [16, 16], in 16 bits.
-#[cube]
-fn operand<X: Float>(acc: &Acc, #[comptime] k: usize) -> Array<Vector<X, Const<2>>> {
-    let low = acc.index(comptime!(2 * k));
-    let high = acc.index(comptime!(2 * k + 1));
-    let mut left = Array::<Vector<X, Const<2>>>::new(4usize);
-    left[0] = Vector::<X, Const<2>>::cast_from(low[0usize]);
-    left[1] = Vector::<X, Const<2>>::cast_from(low[1usize]);
-    left[2] = Vector::<X, Const<2>>::cast_from(high[0usize]);
-    left[3] = Vector::<X, Const<2>>::cast_from(high[1usize]);
-    left
-}
-
-/// Two fragments of a transposed accumulator as a right operand, [16, 8]: columns `8 half..`.
-#[cube]
-fn right_operand<X: Float>(
-    acc: &Acc,
-    #[comptime] k: usize,
-    #[comptime] half: usize,
-) -> Array<Vector<X, Const<2>>> {
-    let low = acc.index(comptime!(2 * k));
-    let high = acc.index(comptime!(2 * k + 1));
-    let mut right = Array::<Vector<X, Const<2>>>::new(2usize);
-    right[0] = Vector::<X, Const<2>>::cast_from(low[half]);
-    right[1] = Vector::<X, Const<2>>::cast_from(high[half]);
-    right
-}
-
-/// Mma: `acc += left X` for one step of 16, `k`, of what is summed over, and 16 columns of X at a time, those
-/// from the first of `range` on and before its second.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn add_sideways<X: Float, N: Size>(
-    acc: &mut Acc,
-    left: &Array<Vector<X, Const<2>>>,
-    x: &SharedMemory<Vector<X, N>>,
-    at: usize,
-    #[comptime] k: usize,
-    #[comptime] range: [usize; 2],
-    #[comptime] stride: usize,
-    #[comptime] transposed: bool,
-) {
-    let [from, to] = range;
-    #[unroll]
-    for n in from..to {
-        let [inner, across] = comptime!([k * 16, n * 16]);
-        let right = load_b::<X, N>(x, at, inner, 0usize, across, stride, transposed);
-        let f = comptime!(2 * n);
-        execute::<X>(left, &pair(&right, 0usize, 1usize), acc.index_mut(f));
-        let f = comptime!(2 * n + 1);
-        execute::<X>(left, &pair(&right, 2usize, 3usize), acc.index_mut(f));
-    }
-}
-
-/// Mma: the same for an output block, `acc += X right`, 16 rows of X at a time; `right` lies on its side.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn add_upright<X: Float, N: Size>(
-    acc: &mut Acc,
-    x: &SharedMemory<Vector<X, N>>,
-    at: usize,
-    right: &Acc,
-    #[comptime] k: usize,
-    #[comptime] range: [usize; 2],
-    #[comptime] stride: usize,
-    #[comptime] plan: Plan,
-) {
-    let left_half = right_operand::<X>(right, k, 0usize);
-    let right_half = right_operand::<X>(right, k, 1usize);
-    let [from, to] = range;
-    #[unroll]
-    for m in from..to {
-        let i = output_tokens(m, plan);
-        let [down, inner] = comptime!([plan.output_offset(m), k * 16]);
-        let left = load_a::<X, N>(x, at, i, down, inner, stride, false);
-        execute::<X>(&left, &left_half, acc.index_mut(comptime!(2 * m)));
-        execute::<X>(&left, &right_half, acc.index_mut(comptime!(2 * m + 1)));
-    }
-}
-
-/// `acc += M block`, or M^T block (`adjoint`), with M lower triangular, [C, C]. The block is settled.
-#[cube]
-pub(crate) fn apply<X: Float, N: Size, M: Size>(
-    acc: &mut Acc,
-    matrix: &SharedMemory<Vector<X, N>>,
-    at: usize,
-    block: &Block<X, M>,
-    #[comptime] adjoint: bool,
-    #[comptime] plan: Plan,
-) {
-    let chunk = comptime!(plan.chunk);
-    if comptime!(plan.engine == Engine::Mma) {
-        let stride = comptime!(plan.stride(chunk));
-        let turned = comptime!(!adjoint);
-        #[unroll]
-        for k in 0..comptime!(chunk / 16) {
-            let left = operand::<X>(&block.acc, k);
-            // The rest of the matrix is zero, or was never written.
-            let from = comptime!(if adjoint { 0 } else { k });
-            let to = comptime!(if adjoint { k + 1 } else { chunk / 16 });
-            add_sideways::<X, N>(acc, &left, matrix, at, k, [from, to], stride, turned);
-        }
-    } else {
-        let tile = comptime!(plan.value_tile);
-        let how = comptime!(if adjoint { transposed(chunk) } else { upright(chunk) });
-        let spec = comptime!(plan.mul(plan.block_grid(), chunk, how, upright(tile)));
-        mul::<X, N, M>(acc, matrix, at, &block.tile, 0usize, spec);
-    }
-}
-
-/// `S += X^T block` over slice `slice` of keys. The block is settled.
-#[cube]
-pub(crate) fn write<X: Float, N: Size, M: Size>(
-    state: &mut State<X, M>,
-    x: &SharedMemory<Vector<X, N>>,
-    at: usize,
-    block: &Block<X, M>,
-    slice: usize,
-    #[comptime] plan: Plan,
-) {
-    let columns = comptime!(plan.key_slice);
-    if comptime!(plan.engine == Engine::Mma) {
-        let stride = comptime!(plan.stride(columns));
-        let at = at_own_keys(at, plan);
-        #[unroll]
-        for k in 0..comptime!(plan.chunk / 16) {
-            let left = operand::<X>(&block.acc, k);
-            let to = comptime!(plan.state_fragments() / 2);
-            add_sideways::<X, N>(&mut state.kept, &left, x, at, k, [0, to], stride, false);
-        }
-    } else {
-        let tile = comptime!(plan.value_tile);
-        let stride = comptime!(plan.stride(tile));
-        let grid = comptime!(plan.grid(columns, tile));
-        let mut sum = zeros(comptime!(grid.fragments()));
-        let spec = comptime!(plan.mul(grid, plan.chunk, transposed(columns), upright(tile)));
-        mul::<X, N, M>(&mut sum, x, at, &block.tile, 0usize, spec);
-        #[unroll]
-        for f in 0..comptime!(grid.fragments()) {
-            if inside(f, grid) {
-                #[unroll]
-                for h in 0..2usize {
-                    #[unroll]
-                    for l in 0..2usize {
-                        let d = slice * columns + row(f, h, grid);
-                        let at = d * stride + column(f, grid) + l;
-                        let old = f32::cast_from(state.tile[at]);
-                        state.tile[at] = Vector::<X, M>::cast_from(old + sum.index(f)[h][l]);
-                    }
-                }
-            }
-        }
-    }
-}
-
 /// Multiplies the state by `total`, or its rows by `totals` where the decay is a vector. A barrier on
 /// the plain engine, before and after.
 #[cube]
@@ -747,53 +558,6 @@ pub(crate) fn fade<X: Float, M: Size>(
             }
             sync_cube();
         }
-    }
-}
-
-/// `acc += X S` for an output block, over slice `slice` of keys.
-#[cube]
-pub(crate) fn read_out<X: Float, N: Size, M: Size>(
-    acc: &mut Acc,
-    x: &SharedMemory<Vector<X, N>>,
-    at: usize,
-    state: &State<X, M>,
-    slice: usize,
-    #[comptime] plan: Plan,
-) {
-    if comptime!(plan.engine == Engine::Mma) {
-        let stride = comptime!(plan.stride(plan.key_slice));
-        let at = at_own_keys(at, plan);
-        #[unroll]
-        for k in 0..comptime!(plan.state_fragments() / 2) {
-            let rows = comptime!([0, plan.chunk / 16]);
-            add_upright::<X, N>(acc, x, at, &state.kept, k, rows, stride, plan);
-        }
-    } else {
-        ask::<X, N, M>(acc, x, at, state, slice, plan);
-    }
-}
-
-/// `acc += M block` for an output block, M lower triangular. The block is settled.
-#[cube]
-pub(crate) fn apply_out<X: Float, N: Size, M: Size>(
-    acc: &mut Acc,
-    matrix: &SharedMemory<Vector<X, N>>,
-    at: usize,
-    block: &Block<X, M>,
-    #[comptime] plan: Plan,
-) {
-    if comptime!(plan.engine == Engine::Mma) {
-        let stride = comptime!(plan.stride(plan.chunk));
-        #[unroll]
-        for k in 0..comptime!(plan.chunk / 16) {
-            // Which rows are above the diagonal depends on the share, which is known when the kernel runs:
-            // their zeros are multiplied too. Scorers would leave those unwritten, and share with nobody.
-            let from = comptime!(if plan.sharers > 1 { 0 } else { k });
-            let rows = comptime!([from, plan.output_fragments() / 2]);
-            add_upright::<X, N>(acc, matrix, at, &block.acc, k, rows, stride, plan);
-        }
-    } else {
-        apply::<X, N, M>(acc, matrix, at, block, false, plan);
     }
 }
 
