@@ -1,14 +1,13 @@
-//! Gives the library a number of its kernels' source, for `source_hash`.
+//! Gives the library a number of its kernels' source, for `source_hash` and every kernel's cache key.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 fn main() -> io::Result<()> {
     println!("cargo::rerun-if-changed=src");
     println!("cargo::rerun-if-changed=build.rs");
-    let files: io::Result<Vec<PathBuf>> =
-        fs::read_dir("src")?.map(|entry| entry.map(|entry| entry.path())).collect();
-    let mut files = files?;
+    let mut files = vec![];
+    collect(Path::new("src"), &mut files)?;
     files.retain(|file| !file.to_string_lossy().ends_with("tests.rs"));
     files.sort();
     // FNV-1a, 64 bits.
@@ -20,5 +19,17 @@ fn main() -> io::Result<()> {
         }
     }
     println!("cargo::rustc-env=LINATTN_KERNELS_SOURCE={hash:016x}");
+    Ok(())
+}
+
+/// All files under `folder`, in folders of folders too.
+fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        match path.is_dir() {
+            true => collect(&path, files)?,
+            false => files.push(path),
+        }
+    }
     Ok(())
 }

@@ -8,6 +8,7 @@ pub mod convolution;
 mod desk;
 mod feed;
 pub mod few_rows;
+pub mod fused;
 mod gates;
 mod gradients;
 mod inverse;

@@ -1,0 +1,1 @@
+//! AdamW over many tensors in few launches, and the global gradient norm.

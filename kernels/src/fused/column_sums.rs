@@ -1,0 +1,1 @@
+//! Sums over rows in two stages.

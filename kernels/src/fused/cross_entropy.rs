@@ -1,0 +1,1 @@
+//! Cross-entropy of logits, and its gradient in their place.

@@ -1,0 +1,1 @@
+//! Rows of a table by id, and the gradient of the table.

@@ -1,0 +1,1 @@
+//! Products with an activated gate, and their gradients.

@@ -1,0 +1,17 @@
+//! The layers around a recurrence, each one launch forward and one or two backward.
+//!
+//! All arithmetic is f32 whatever the tensors are. Sums over rows go in two stages with a fixed order, and
+//! nothing is added by atomics: the same inputs give the same bits. Tensors are contiguous. Gradients of
+//! weights are in the type of the weights.
+
+pub mod adamw;
+pub mod column_sums;
+pub mod conv_split;
+pub mod cross_entropy;
+pub mod embedding;
+pub mod gated_product;
+pub mod norm;
+
+/// Cache key of every kernel here: CubeCL knows a compiled kernel by its name and compile-time values
+/// alone.
+pub(crate) const SOURCE: &str = env!("LINATTN_KERNELS_SOURCE");
