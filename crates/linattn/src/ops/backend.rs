@@ -1,11 +1,15 @@
 //! What a backend provides, and the default that every backend gets: tensor operations.
 
-use super::convolution::{self, Convolution};
+use super::autodiff::Pass;
+use super::fused::{
+    self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
+    Moments, Normalization,
+};
 use super::mesa::{self, Normal};
-use super::rowwise::{self, Activation, Gated, LogDecay, Normalization};
 use super::scan::{self, Scan, Scanned};
 use super::{chunkwise, general, recurrent};
-use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend, ops::FloatTensor};
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend};
 #[cfg(feature = "fusion")]
 use std::{
     any::Any,
@@ -185,42 +189,62 @@ pub trait LinearAttentionBackend: Backend {
         recurrent::step::<Self>(x)
     }
 
-    /// Short causal depthwise convolution, `[B, T, D]`.
-    fn short_convolution(c: Convolution<FloatTensor<Self>>) -> FloatTensor<Self> {
-        convolution::forward::<Self>(c)
+    /// Rows normalised in one piece: `y`, and the sum where there is a residual. As every method that
+    /// begins with `fused`: None where this backend, or the device, has no such piece for these tensors,
+    /// and a backward pass where `keep` asks for one.
+    fn fused_normalize(
+        _x: Normalization<FloatTensor<Self>>,
+        _keep: bool,
+    ) -> Option<Pass<Self>> {
+        None
     }
 
-    /// Gradients of all three inputs of the convolution, from that of its output.
-    fn short_convolution_backward(
-        c: Convolution<FloatTensor<Self>>,
-        d_y: FloatTensor<Self>,
-    ) -> Convolution<FloatTensor<Self>> {
-        convolution::backward::<Self>(c, d_y)
+    /// A packed projection made into the inputs of a recurrence: one output for each entry of `columns`.
+    fn fused_conv_split(_x: ConvSplit<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+        None
     }
 
-    /// The convolution, a bias `[D]` and an activation where they are given, and the next tail,
-    /// `[B, W - 1, D]`.
-    fn convolve(
-        c: Convolution<FloatTensor<Self>>,
-        bias: Option<FloatTensor<Self>>,
-        activation: Option<Activation>,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        convolution::convolve::<Self>(c, bias, activation)
+    /// A product with an activated gate.
+    fn fused_gated_product(
+        _x: GatedProduct<FloatTensor<Self>>,
+        _keep: bool,
+    ) -> Option<Pass<Self>> {
+        None
     }
 
-    /// Normalised rows, shaped as `x.x`, which has D dimensions.
-    fn normalize<const D: usize>(x: Normalization<FloatTensor<Self>>) -> FloatTensor<Self> {
-        rowwise::normalize::<Self, D>(x)
+    /// A linear layer.
+    fn fused_linear(_x: LinearLayer<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+        None
     }
 
-    /// Numbers and their gates, tensors of D dimensions.
-    fn gated_product<const D: usize>(x: Gated<FloatTensor<Self>>) -> FloatTensor<Self> {
-        rowwise::gated_product::<Self, D>(x)
+    /// Rows of a table.
+    fn fused_embedding(
+        _x: Embedding<FloatTensor<Self>, IntTensor<Self>>,
+        _keep: bool,
+    ) -> Option<Pass<Self>> {
+        None
     }
 
-    /// Log gates, `[B, T, W]`, in f32, or f64 for f64 inputs.
-    fn log_decay(x: LogDecay<FloatTensor<Self>>) -> FloatTensor<Self> {
-        rowwise::log_decay::<Self>(x)
+    /// The loss of a last product.
+    fn fused_cross_entropy(
+        _x: LinearCrossEntropy<FloatTensor<Self>, IntTensor<Self>>,
+        _keep: bool,
+    ) -> Option<Pass<Self>> {
+        None
+    }
+
+    /// Parameters after one step of AdamW.
+    fn adamw_step(
+        steps: Vec<AdamWStep<FloatTensor<Self>>>,
+        adamw: AdamW,
+        clip: Option<Clip<FloatTensor<Self>>>,
+    ) -> Vec<(FloatTensor<Self>, Moments<FloatTensor<Self>>)> {
+        fused::step_in_tensor_ops::<Self>(steps, adamw, clip)
+    }
+
+    /// The root of the sum of all squares, `[1]`.
+    fn global_norm(gradients: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
+        fused::norm_in_tensor_ops::<Self>(gradients)
     }
 
     /// The solutions of `x`, `[B, T, H, K]`. No gradient flows through them.
@@ -248,16 +272,6 @@ pub trait LinearAttentionBackend: Backend {
         scan::backward::<Self>(x, d_h)
     }
 
-    /// `x W + b`, `[.., from]` to `[.., to]`: Burn's own, unless the backend has a faster one for a few
-    /// rows. Weights are `[from, to]`, the bias `[to]`.
-    fn affine(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        bias: Option<FloatTensor<Self>>,
-    ) -> FloatTensor<Self> {
-        affine::<Self>(x, weight, bias)
-    }
-
     /// The way taken on this device.
     fn path(_device: &Self::Device) -> Path {
         Path::TensorOps
@@ -274,15 +288,6 @@ pub(super) fn forward<B: Backend>(
         true => chunkwise::forward::<B>(x, chunk, keep),
         false => general::forward::<B>(x, chunk, keep),
     }
-}
-
-/// [`LinearAttentionBackend::affine`] as Burn computes it.
-pub(super) fn affine<B: Backend>(
-    x: FloatTensor<B>,
-    weight: FloatTensor<B>,
-    bias: Option<FloatTensor<B>>,
-) -> FloatTensor<B> {
-    B::linear(x, weight, bias)
 }
 
 /// [`LinearAttentionBackend::chunkwise_backward`] in tensor operations.

@@ -3,8 +3,9 @@
 //! Bodies stay off the stream on purpose: it promises shapes and types before it computes anything,
 //! and the kernels, or tensor operations that are not fused, are what the tests hold to the truth.
 
-use super::backend::{self, Forward, Hidden, LinearAttentionBackend, Operands, Path, Saved};
-use super::convolution::Convolution;
+use super::backend::{Forward, Hidden, LinearAttentionBackend, Operands, Path, Saved};
+use super::autodiff::Pass;
+use super::fused::{self, LinearLayer};
 use burn::tensor::{DType, Shape, TensorMetadata, ops::FloatTensor};
 use burn_fusion::{
     Fusion, FusionBackend, FusionRuntime, FusionTensor,
@@ -157,61 +158,28 @@ impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusio
         (made.next().expect(OUTPUTS), made.next().expect(OUTPUTS))
     }
 
-    fn short_convolution(c: Convolution<FloatTensor<Self>>) -> FloatTensor<Self> {
-        let promises = alike([&c.x]);
-        let inputs = vec![c.x, c.weight, c.tail];
-        let mut made = node::<B, _>("short_convolution", inputs, promises, |tensors| {
-            let [x, weight, tail] = three(tensors);
-            vec![B::short_convolution(Convolution { x, weight, tail })]
-        });
-        made.next().expect(OUTPUTS)
-    }
-
-    fn short_convolution_backward(
-        c: Convolution<FloatTensor<Self>>,
-        d_y: FloatTensor<Self>,
-    ) -> Convolution<FloatTensor<Self>> {
-        let inputs = vec![c.x, c.weight, c.tail, d_y];
-        let promises = alike(&inputs[..3]);
-        let made = node::<B, _>("short_convolution_backward", inputs, promises, |mut tensors| {
-            let d_y = tensors.pop().expect(INPUTS);
-            let [x, weight, tail] = three(tensors);
-            let d = B::short_convolution_backward(Convolution { x, weight, tail }, d_y);
-            vec![d.x, d.weight, d.tail]
-        });
-        let [x, weight, tail] = three(made.collect());
-        Convolution { x, weight, tail }
-    }
-
     /// A few rows are the affair of the backend inside. More of them are a product on the stream, which
     /// what comes after it can be fused with.
-    fn affine(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        bias: Option<FloatTensor<Self>>,
-    ) -> FloatTensor<Self> {
+    fn fused_linear(l: LinearLayer<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        let LinearLayer { x, weight, bias } = l;
         let (mut shape, dtype) = (x.shape(), x.dtype());
         let last = shape.num_dims() - 1;
         let rows: usize = shape[..last].iter().product();
-        if rows > MOST_ROWS || weight.dtype() != dtype {
-            return backend::affine::<Self>(x, weight, bias);
+        if keep || rows > MOST_ROWS || weight.dtype() != dtype {
+            return None;
         }
         shape[last] = weight.shape()[1];
         let inputs = [x, weight].into_iter().chain(bias).collect();
-        let mut made = node::<B, _>("affine", inputs, vec![(shape, dtype)], |tensors| {
+        let made = node::<B, _>("linear", inputs, vec![(shape, dtype)], |tensors| {
             let mut tensors = tensors.into_iter();
             let (x, weight) = (tensors.next().expect(INPUTS), tensors.next().expect(INPUTS));
-            vec![B::affine(x, weight, tensors.next())]
+            let l = LinearLayer { x, weight, bias: tensors.next() };
+            vec![fused::linear_primitive::<B>(l)]
         });
-        made.next().expect(OUTPUTS)
+        Some(Pass::forward(made.collect()))
     }
 
     fn path(device: &Self::Device) -> Path {
         B::path(device)
     }
-}
-
-fn three<T>(tensors: Vec<T>) -> [T; 3] {
-    let mut tensors = tensors.into_iter();
-    std::array::from_fn(|_| tensors.next().expect("three tensors"))
 }

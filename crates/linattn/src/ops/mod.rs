@@ -20,28 +20,33 @@
 mod autodiff;
 mod backend;
 mod chunkwise;
-mod convolution;
 #[cfg(feature = "cubecl")]
 mod cube;
 #[cfg(feature = "cubecl")]
-mod cube_rowwise;
+mod cube_fused;
 mod decay;
+mod fused;
 #[cfg(feature = "fusion")]
 mod fusion;
 mod general;
 mod mask;
 mod mesa;
 mod recurrent;
-mod rowwise;
 mod scan;
 mod triangular;
 mod vector_decay;
 
 pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Read, Saved};
-pub use convolution::Convolution;
 pub use mesa::{Mesa, Normal, mesa, mesa_step};
-pub use rowwise::{Activation, Gated, LogDecay, Measure, Normalization};
-pub(crate) use rowwise::{gate, l2_normalize, log_gates, rms_normalize, softplus};
+pub use autodiff::{BackwardPass, Pass};
+pub use fused::{
+    Activation, AdamW, AdamWStep, Clip, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
+    LinearCrossEntropy, LinearLayer, Measure, Moments, Normalization, adamw_step, global_norm,
+};
+pub(crate) use fused::{
+    add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy,
+    next_conv_state, rms_normalize, select_rows,
+};
 pub use scan::{Complex, Scan, ScanField, Scanned, complex_scan, linear_scan, linear_scan_step};
 pub(crate) use triangular::solve_unit_lower;
 
@@ -351,11 +356,11 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
         return Err(OpError::Window { op, window: width });
     }
     let before = [batch, width - 1, channels];
-    let tail = tail.unwrap_or_else(|| Tensor::zeros(before, (&x.device(), x.dtype())));
+    let tail_dims = tail.as_ref().map_or(before, |tail| tail.dims());
     let bias_dims = bias.as_ref().map_or([channels], |bias| bias.dims());
     let shapes: [(&str, &[usize], &[usize]); 3] = [
         ("weight", &weight.dims(), &[width, channels]),
-        ("tail", &tail.dims(), &before),
+        ("tail", &tail_dims, &before),
         ("bias", &bias_dims, &[channels]),
     ];
     for (tensor, got, want) in shapes {
@@ -363,15 +368,52 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
             return Err(OpError::Shape { op, tensor, got: got.into(), want: want.into() });
         }
     }
-    let dtype = x.dtype();
-    let inputs = Convolution {
+    let tail = tail.map(|tail| typed(tail, x.dtype()));
+    let next = next_conv_state(&x, tail.clone(), channels, width);
+    let kind = ColumnKind::Conv { activation, norm: None };
+    let mut outputs = conv_split::<B>(ConvSplit {
         x: primitive(x),
-        weight: primitive(typed(weight, dtype)),
-        tail: primitive(typed(tail, dtype)),
-    };
-    let bias = bias.map(|bias| primitive(typed(bias, dtype)));
-    let (y, next) = B::convolve(inputs, bias, activation);
-    Ok((tensor(y), tensor(next)))
+        weight: Some(primitive(weight)),
+        bias: bias.map(primitive),
+        tail: tail.map(primitive),
+        a_log: None,
+        dt_bias: None,
+        columns: vec![Column { width: channels, kind }],
+    });
+    Ok((outputs.remove(0), next))
+}
+
+/// `-e^{a_log} softplus(x + dt_bias)`: log decays, in f32 (f64 for f64 inputs), of `x`, `[B, T, W]`. There
+/// is a bias for each column, `[W]`, and a number `a_log` for each head, `[H]`, W / H columns of `x`.
+/// # Panics
+/// If the widths do not go together.
+pub(crate) fn log_gates<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    a_log: Tensor<B, 1>,
+    dt_bias: Tensor<B, 1>,
+) -> Tensor<B, 3> {
+    let ([_, _, width], [heads]) = (x.dims(), a_log.dims());
+    assert_eq!(dt_bias.dims(), [width], "a bias for each column of `x`");
+    assert!(width.is_multiple_of(heads), "{width} columns are no multiple of {heads} heads");
+    let mut outputs = conv_split::<B>(ConvSplit {
+        x: primitive(x),
+        weight: None,
+        bias: None,
+        tail: None,
+        a_log: Some(primitive(a_log)),
+        dt_bias: Some(primitive(dt_bias)),
+        columns: vec![Column { width, kind: ColumnKind::LogDecay }],
+    });
+    outputs.remove(0)
+}
+
+/// `ln(1 + e^x)`, to the last digits also where it is small, and no infinity where x is large. In f32 at
+/// least: e^12 is more than f16 holds.
+pub(crate) fn softplus<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    let dtype = x.dtype();
+    let x = accumulator(x);
+    let low = x.clone().clamp_max(20.0);
+    typed(low.clone().exp().log1p() + (x - low), dtype)
 }
 
 /// A linear layer's `x W + b` over the last dimension of `x`. Gradients reach all inputs.
@@ -395,15 +437,13 @@ pub fn affine<B: LinearAttentionBackend, const D: usize>(
             return Err(OpError::Shape { op: "affine", tensor, got, want });
         }
     }
-    let dtype = x.dtype();
-    let weight = primitive(typed(weight, dtype));
-    let bias = bias.map(|bias| primitive(typed(bias, dtype)));
+    let (weight, bias) = (primitive(weight), bias.map(primitive));
     if D == 1 {
         // Backends multiply matrices: a vector is one of one row.
-        let row = primitive(x.unsqueeze::<2>());
-        return Ok(tensor::<B, 2>(B::affine(row, weight, bias)).squeeze_dim(0));
+        let x = primitive(x.unsqueeze::<2>());
+        return Ok(fused::linear::<B, 2>(LinearLayer { x, weight, bias }).squeeze_dim(0));
     }
-    Ok(tensor(B::affine(primitive(x), weight, bias)))
+    Ok(fused::linear(LinearLayer { x: primitive(x), weight, bias }))
 }
 
 /// The way the operations take on this backend: written kernels or tensor operations.

@@ -1,0 +1,212 @@
+//! From a mixer's packed projection to the inputs of its recurrence: short convolution, activation, L2
+//! norm of heads, beta and log decay.
+
+use super::{Activation, normalize::l2_normalize};
+use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::{accumulator, softplus, typed};
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
+
+/// Heads of unit length: rows of `width` consecutive columns.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HeadNorm {
+    /// Columns of a head.
+    pub width: usize,
+    /// Length that rows get.
+    pub factor: f64,
+}
+
+/// Treatment of some columns of a packed projection.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ColumnKind {
+    /// Convolved over time where there is a weight, then activated, then normalised.
+    Conv {
+        /// Applied to the convolution's sum.
+        activation: Option<Activation>,
+        /// The norm of its heads.
+        norm: Option<HeadNorm>,
+    },
+    /// As they are.
+    Copy,
+    /// `scale * sigmoid(x)`, in f32 at least.
+    Beta {
+        /// 1, or 2 for negative eigenvalues.
+        scale: f64,
+    },
+    /// `-e^{a_log} softplus(x + dt_bias)`, in f32 at least.
+    LogDecay,
+}
+
+/// Some columns of a packed projection, which become a tensor of their own.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Column {
+    /// How many there are.
+    pub width: usize,
+    /// Their treatment.
+    pub kind: ColumnKind,
+}
+
+/// A packed projection and the parameters of what follows it. Columns that are convolved come first;
+/// there are C of them.
+#[derive(Debug, Clone)]
+pub struct ConvSplit<T> {
+    /// `[B, T, P]`.
+    pub x: T,
+    /// `[W, C]`; the last row meets the newest token. Without it W is 1.
+    pub weight: Option<T>,
+    /// `[C]`.
+    pub bias: Option<T>,
+    /// The W - 1 tokens before `x`, `[B, W - 1, C]`; zeros if absent.
+    pub tail: Option<T>,
+    /// ln A, `[H]`; columns of the log decay share a number in groups.
+    pub a_log: Option<T>,
+    /// The bias of step sizes, one for each column of the log decay.
+    pub dt_bias: Option<T>,
+    /// All P columns, first to last.
+    pub columns: Vec<Column>,
+}
+
+impl<T> ConvSplit<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        let Self { x, weight, bias, tail, a_log, dt_bias, columns: _ } = self;
+        [Some(x), weight, bias, tail, a_log, dt_bias].into_iter().flatten().collect()
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> ConvSplit<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        ConvSplit {
+            x: next(),
+            weight: self.weight.is_some().then(&mut next),
+            bias: self.bias.is_some().then(&mut next),
+            tail: self.tail.is_some().then(&mut next),
+            a_log: self.a_log.is_some().then(&mut next),
+            dt_bias: self.dt_bias.is_some().then(&mut next),
+            columns: self.columns.clone(),
+        }
+    }
+
+    /// C, columns that are convolved.
+    pub fn convolved(&self) -> usize {
+        let convolved = |column: &&Column| matches!(column.kind, ColumnKind::Conv { .. });
+        self.columns.iter().filter(convolved).map(|column| column.width).sum()
+    }
+}
+
+/// A tensor `[B, T, width]` for each entry of `columns`.
+pub(crate) fn conv_split<B: LinearAttentionBackend>(
+    x: ConvSplit<FloatTensor<B>>,
+) -> Vec<Tensor<B, 3>> {
+    match B::fused_conv_split(x.clone(), false) {
+        Some(pass) => pass.outputs.into_iter().map(tensor).collect(),
+        None => reference::<B>(x),
+    }
+}
+
+/// The last `window - 1` tokens of the tail and the first `columns` columns of `x`, `[B, window - 1,
+/// columns]`: the tail of what comes next.
+pub(crate) fn next_conv_state<B: Backend>(
+    x: &Tensor<B, 3>,
+    tail: Option<Tensor<B, 3>>,
+    columns: usize,
+    window: usize,
+) -> Tensor<B, 3> {
+    let ([batch, tokens, _], before) = (x.dims(), window - 1);
+    let x = x.clone().narrow(2, 0, columns);
+    if tokens >= before {
+        return x.narrow(1, tokens - before, before);
+    }
+    let zeros = || Tensor::zeros([batch, before, columns], (&x.device(), x.dtype()));
+    let tail = tail.unwrap_or_else(zeros);
+    Tensor::cat(vec![tail.narrow(1, tokens, before - tokens), x], 1)
+}
+
+/// The convolution's sum over the first C columns of `x`, `[B, T, C]`.
+fn convolved<B: Backend>(
+    x: &ConvSplit<FloatTensor<B>>,
+    packed: &Tensor<B, 3>,
+    channels: usize,
+) -> Tensor<B, 3> {
+    let rows = packed.clone().narrow(2, 0, channels);
+    let ([batch, tokens, _], dtype) = (rows.dims(), rows.dtype());
+    let mut sum = match &x.weight {
+        None => rows,
+        Some(weight) => {
+            let weight = typed(tensor::<B, 2>(weight.clone()), dtype);
+            let window = weight.dims()[0];
+            let zeros = || Tensor::zeros([batch, window - 1, channels], (&rows.device(), dtype));
+            let tail = x.tail.clone().map_or_else(zeros, |tail| typed(tensor(tail), dtype));
+            let seen = Tensor::cat(vec![tail, rows.clone()], 1);
+            let tap = |w: usize| {
+                let weight = weight.clone().narrow(0, w, 1).unsqueeze::<3>();
+                seen.clone().narrow(1, w, tokens) * weight
+            };
+            (1..window).fold(tap(0), |sum, w| sum + tap(w))
+        }
+    };
+    if let Some(bias) = &x.bias {
+        sum = sum + typed(tensor::<B, 1>(bias.clone()), dtype).unsqueeze::<3>();
+    }
+    sum
+}
+
+/// In tensor operations.
+fn reference<B: LinearAttentionBackend>(x: ConvSplit<FloatTensor<B>>) -> Vec<Tensor<B, 3>> {
+    let packed = tensor::<B, 3>(x.x.clone());
+    let channels = x.convolved();
+    let sum = (channels > 0).then(|| convolved(&x, &packed, channels));
+    let mut from = 0;
+    let mut take = |column: &Column| {
+        let start = from;
+        from += column.width;
+        let of = |x: &Tensor<B, 3>| x.clone().narrow(2, start, column.width);
+        match column.kind {
+            ColumnKind::Conv { activation, norm } => {
+                let z = of(sum.as_ref().expect("there are convolved columns"));
+                let y = activation.map_or(z.clone(), |activation| activation.apply(z));
+                norm.map_or(y.clone(), |norm| normalized_heads(y, norm))
+            }
+            ColumnKind::Copy => of(&packed),
+            ColumnKind::Beta { scale } => sigmoid(accumulator(of(&packed))) * scale,
+            ColumnKind::LogDecay => {
+                let given = |x: &Option<FloatTensor<B>>| {
+                    tensor::<B, 1>(x.clone().expect("a log decay has its parameters"))
+                };
+                log_decay(of(&packed), given(&x.a_log), given(&x.dt_bias))
+            }
+        }
+    };
+    x.columns.iter().map(&mut take).collect()
+}
+
+fn normalized_heads<B: LinearAttentionBackend>(y: Tensor<B, 3>, norm: HeadNorm) -> Tensor<B, 3> {
+    let [batch, tokens, width] = y.dims();
+    let heads: Tensor<B, 4> = y.reshape([batch, tokens, width / norm.width, norm.width]);
+    l2_normalize(heads, norm.factor).reshape([batch, tokens, width])
+}
+
+/// In f32, or f64 for f64 rows: 16 bits hold too little of a logarithm near 0.
+fn log_decay<B: Backend>(
+    x: Tensor<B, 3>,
+    a_log: Tensor<B, 1>,
+    dt_bias: Tensor<B, 1>,
+) -> Tensor<B, 3> {
+    let x = accumulator(x);
+    let rate = typed(a_log, x.dtype()).exp().neg();
+    let step = softplus(x.clone() + typed(dt_bias, x.dtype()).unsqueeze::<3>());
+    let ([batch, tokens, width], [heads]) = (step.dims(), rate.dims());
+    if width == heads {
+        return step * rate.unsqueeze::<3>();
+    }
+    let by_head: Tensor<B, 4> = step.reshape([batch, tokens, heads, width / heads]);
+    let g = by_head * rate.reshape([1, 1, heads, 1]);
+    g.reshape([batch, tokens, width])
+}
+
+/// Checks that `columns` fill `x`.
+pub(in crate::ops) fn fills<T: TensorMetadata>(x: &ConvSplit<T>) -> bool {
+    let width: usize = x.columns.iter().map(|column| column.width).sum();
+    x.x.shape()[2] == width
+}

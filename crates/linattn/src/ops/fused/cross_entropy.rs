@@ -1,0 +1,60 @@
+//! The loss of a language model's last product, without keeping its logits.
+
+use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::{accumulator, typed};
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{Int, Tensor, ops::{FloatTensor, IntTensor}};
+
+/// `scale * sum_m (logsumexp(z_m) - z_m[target_m])` of the logits `z = hidden W + bias`.
+#[derive(Debug, Clone)]
+pub struct LinearCrossEntropy<T, I> {
+    /// Rows that are scored, `[M, D]`.
+    pub hidden: T,
+    /// `[V, D]` where `by_rows`, an embedding's table; else `[D, V]`, a linear layer's.
+    pub weight: T,
+    /// Whether a row of the weight belongs to an id.
+    pub by_rows: bool,
+    /// `[V]`.
+    pub bias: Option<T>,
+    /// The right ids, `[M]`.
+    pub target: I,
+    /// Multiplies the sum; 1 / M for a mean.
+    pub scale: f64,
+}
+
+/// The loss, `[1]`, in f32 (f64 for f64 rows). Logits are products in the type of `hidden`.
+pub(crate) fn linear_cross_entropy<B: LinearAttentionBackend>(
+    hidden: Tensor<B, 2>,
+    (weight, by_rows): (Tensor<B, 2>, bool),
+    bias: Option<Tensor<B, 1>>,
+    target: Tensor<B, 1, Int>,
+    scale: f64,
+) -> Tensor<B, 1> {
+    let x = LinearCrossEntropy {
+        hidden: primitive(hidden),
+        weight: primitive(weight),
+        by_rows,
+        bias: bias.map(primitive),
+        target: target.into_primitive(),
+        scale,
+    };
+    match B::fused_cross_entropy(x.clone(), false) {
+        Some(pass) => tensor(pass.outputs.into_iter().next().expect("a loss")),
+        None => reference::<B>(x),
+    }
+}
+
+fn reference<B: LinearAttentionBackend>(
+    x: LinearCrossEntropy<FloatTensor<B>, IntTensor<B>>,
+) -> Tensor<B, 1> {
+    let hidden = tensor::<B, 2>(x.hidden);
+    let weight = typed(tensor::<B, 2>(x.weight), hidden.dtype());
+    let weight = if x.by_rows { weight.transpose() } else { weight };
+    let mut logits = accumulator(hidden.matmul(weight));
+    if let Some(bias) = x.bias {
+        logits = logits.clone() + typed(tensor::<B, 1>(bias), logits.dtype()).unsqueeze::<2>();
+    }
+    let target = Tensor::<B, 1, Int>::from_primitive(x.target).unsqueeze_dim::<2>(1);
+    let chosen = log_softmax(logits, 1).gather(1, target);
+    chosen.sum().neg() * x.scale
+}

@@ -1,0 +1,75 @@
+//! Products with an activated gate: SwiGLU and the gates of mixers.
+
+use super::Activation;
+use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::typed;
+use burn::tensor::{Tensor, ops::FloatTensor};
+
+/// `activation(gate) * value`: two tensors of one shape and type, or one of twice the width whose first
+/// half is the gate.
+#[derive(Debug, Clone)]
+pub struct GatedProduct<T> {
+    /// The gate, `[.., W]`; or gate and value side by side, `[.., 2 W]`.
+    pub gate: T,
+    /// The value, `[.., W]`, where it is a tensor of its own.
+    pub value: Option<T>,
+    /// Applied to the gate.
+    pub activation: Activation,
+}
+
+impl<T> GatedProduct<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        std::iter::once(self.gate).chain(self.value).collect()
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> GatedProduct<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        let gate = next();
+        let value = self.value.is_some().then(next);
+        GatedProduct { gate, value, activation: self.activation }
+    }
+}
+
+fn gated<B: LinearAttentionBackend, const D: usize>(
+    p: GatedProduct<FloatTensor<B>>,
+) -> Tensor<B, D> {
+    if let Some(pass) = B::fused_gated_product(p.clone(), false) {
+        return tensor(pass.outputs.into_iter().next().expect("a product has an output"));
+    }
+    let gate = tensor::<B, D>(p.gate);
+    let (gate, value) = match p.value {
+        Some(value) => (gate, tensor::<B, D>(value)),
+        None => {
+            let width = gate.dims()[D - 1] / 2;
+            (gate.clone().narrow(D - 1, 0, width), gate.narrow(D - 1, width, width))
+        }
+    };
+    p.activation.apply(gate) * value
+}
+
+/// `x * activation(gate)`, in the type of `x`.
+/// # Panics
+/// If the shapes differ.
+pub(crate) fn gate<B: LinearAttentionBackend, const D: usize>(
+    x: Tensor<B, D>,
+    gate: Tensor<B, D>,
+    activation: Activation,
+) -> Tensor<B, D> {
+    assert_eq!(gate.dims(), x.dims(), "a gate for each number of `x`");
+    let gate = primitive(typed(gate, x.dtype()));
+    gated(GatedProduct { gate, value: Some(primitive(x)), activation })
+}
+
+/// `activation(first half) * second half` of the last dimension: `[.., 2 W]` to `[.., W]`.
+/// # Panics
+/// If the width is odd.
+pub(crate) fn gated_halves<B: LinearAttentionBackend, const D: usize>(
+    packed: Tensor<B, D>,
+    activation: Activation,
+) -> Tensor<B, D> {
+    assert!(packed.dims()[D - 1].is_multiple_of(2), "a gate and a value, of one width");
+    gated(GatedProduct { gate: primitive(packed), value: None, activation })
+}

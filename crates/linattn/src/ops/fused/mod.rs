@@ -1,0 +1,52 @@
+//! The layers around a recurrence, each one operation with a backward pass of its own.
+//!
+//! A backend that computes an operation in one piece says so by giving a [`Pass`]; where it gives none
+//! (other types, sizes or devices), Burn's tensor operations do the same and Burn differentiates them.
+//! Weights may be of another type than activations: `train.precision = "bf16"` keeps weights, residual
+//! stream, statistics, gates and losses in f32.
+
+mod conv_split;
+mod cross_entropy;
+mod embedding;
+mod gated_product;
+mod linear;
+mod normalize;
+mod optimizer;
+
+pub use conv_split::{Column, ColumnKind, ConvSplit, HeadNorm};
+pub(crate) use conv_split::{conv_split, next_conv_state};
+pub use cross_entropy::LinearCrossEntropy;
+pub(crate) use cross_entropy::linear_cross_entropy;
+pub use embedding::Embedding;
+pub(crate) use embedding::{embedding, select_rows};
+pub use gated_product::GatedProduct;
+pub(crate) use gated_product::{gate, gated_halves};
+pub use linear::LinearLayer;
+pub(crate) use linear::linear;
+#[cfg(feature = "fusion")]
+pub(super) use linear::linear_primitive;
+pub(crate) use normalize::{add_normalize, l2_normalize, normalize, rms_normalize};
+pub use normalize::{Measure, Normalization};
+pub use optimizer::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
+pub(super) use optimizer::{norm_in_tensor_ops, step_in_tensor_ops};
+
+/// A gate's or a convolution's activation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `z sigmoid(z)`.
+    Silu,
+    /// `1 / (1 + e^-z)`.
+    Sigmoid,
+}
+
+impl Activation {
+    pub(super) fn apply<B: burn::tensor::backend::Backend, const D: usize>(
+        self,
+        z: burn::tensor::Tensor<B, D>,
+    ) -> burn::tensor::Tensor<B, D> {
+        match self {
+            Self::Silu => burn::tensor::activation::silu(z),
+            Self::Sigmoid => burn::tensor::activation::sigmoid(z),
+        }
+    }
+}

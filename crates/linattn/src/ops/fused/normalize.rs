@@ -1,0 +1,207 @@
+//! Normalised rows: RMSNorm, LayerNorm and L2 norm, with a residual sum before and a gate behind.
+
+use super::Activation;
+use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::{accumulator, typed};
+use burn::tensor::{DType, Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
+
+/// Added to a sum of squares before its root.
+const LENGTH_EPSILON: f64 = 1e-6;
+
+/// What a row is divided by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Measure {
+    /// `sqrt(mean h^2 + epsilon)`.
+    RootMeanSquare,
+    /// `sqrt(sum h^2 + epsilon)`.
+    Length,
+    /// The mean is taken off first, then `sqrt(variance + epsilon)`: LayerNorm.
+    Standard,
+}
+
+/// `h = x + residual`, and `y = h / size(h) * factor * weight + bias`, times `activation(gate)`, over the
+/// last dimension.
+#[derive(Debug, Clone)]
+pub struct Normalization<T> {
+    /// Rows.
+    pub x: T,
+    /// Added to `x` first; shaped as `x`, of any type.
+    pub residual: Option<T>,
+    /// A weight for each column, a tensor of one dimension of any type.
+    pub weight: Option<T>,
+    /// A bias for each column, likewise.
+    pub bias: Option<T>,
+    /// A gate for each number, shaped as `x`.
+    pub gate: Option<T>,
+    /// Applied to the gate.
+    pub activation: Activation,
+    /// What a row is divided by.
+    pub measure: Measure,
+    /// Added to the mean or the sum of squares, above 0.
+    pub epsilon: f64,
+    /// Multiplies every number.
+    pub factor: f64,
+    /// Type of `y`; `h` has the type of the residual.
+    pub dtype: DType,
+}
+
+impl<T> Normalization<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        let Self { x, residual, weight, bias, gate, .. } = self;
+        [Some(x), residual, weight, bias, gate].into_iter().flatten().collect()
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> Normalization<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        Normalization {
+            x: next(),
+            residual: self.residual.is_some().then(&mut next),
+            weight: self.weight.is_some().then(&mut next),
+            bias: self.bias.is_some().then(&mut next),
+            gate: self.gate.is_some().then(&mut next),
+            activation: self.activation,
+            measure: self.measure,
+            epsilon: self.epsilon,
+            factor: self.factor,
+            dtype: self.dtype,
+        }
+    }
+}
+
+/// In tensor operations: `y`, and `h` where there is a residual. Squares are summed in f32, or f64 for f64
+/// rows, and the root is taken and divided by there.
+fn reference<B: Backend, const D: usize>(
+    n: Normalization<FloatTensor<B>>,
+) -> (Tensor<B, D>, Option<Tensor<B, D>>) {
+    let x = tensor::<B, D>(n.x);
+    let h = n.residual.map(|residual| {
+        let residual = tensor::<B, D>(residual);
+        typed(x.clone(), residual.dtype()) + residual
+    });
+    let mut rows = accumulator(h.clone().unwrap_or(x));
+    if n.measure == Measure::Standard {
+        rows = rows.clone() - rows.mean_dim(D - 1);
+    }
+    let squares = rows.clone().square();
+    let size = match n.measure {
+        Measure::RootMeanSquare | Measure::Standard => squares.mean_dim(D - 1),
+        Measure::Length => squares.sum_dim(D - 1),
+    };
+    let mut y = typed(rows / size.add_scalar(n.epsilon).sqrt(), n.dtype);
+    if let Some(weight) = n.weight {
+        y = y * typed(tensor::<B, 1>(weight), n.dtype).unsqueeze::<D>();
+    }
+    if n.factor != 1.0 {
+        y = y * n.factor;
+    }
+    if let Some(bias) = n.bias {
+        y = y + typed(tensor::<B, 1>(bias), n.dtype).unsqueeze::<D>();
+    }
+    if let Some(gate) = n.gate {
+        y = y * n.activation.apply(typed(tensor::<B, D>(gate), n.dtype));
+    }
+    (y, h)
+}
+
+/// `y`, and `h` where there is a residual.
+/// # Panics
+/// If weight, bias, gate or residual do not have the shape that goes with `x`.
+pub(crate) fn normalize<B: LinearAttentionBackend, const D: usize>(
+    n: Normalization<FloatTensor<B>>,
+) -> (Tensor<B, D>, Option<Tensor<B, D>>) {
+    let shape = n.x.shape();
+    for (what, row) in [("weight", &n.weight), ("bias", &n.bias)] {
+        let fits = row.as_ref().is_none_or(|row| row.shape()[0] == shape[D - 1]);
+        assert!(fits, "a {what} for each column of `x`");
+    }
+    for (what, rows) in [("gate", &n.gate), ("residual", &n.residual)] {
+        let fits = rows.as_ref().is_none_or(|rows| rows.shape() == shape);
+        assert!(fits, "a {what} for each number of `x`");
+    }
+    match B::fused_normalize(n.clone(), false) {
+        Some(pass) => {
+            let mut outputs = pass.outputs.into_iter().map(tensor);
+            let y = outputs.next().expect("every norm has an output");
+            (y, outputs.next())
+        }
+        None => reference::<B, D>(n),
+    }
+}
+
+/// RMSNorm over the last dimension, `x / sqrt(mean x^2 + epsilon)`, times a weight for each column and an
+/// activated gate, where they are given, in the type of `x`.
+/// # Panics
+/// If the weight has another width than `x`, or the gate another shape.
+pub(crate) fn rms_normalize<B: LinearAttentionBackend, const D: usize>(
+    x: Tensor<B, D>,
+    epsilon: f64,
+    weight: Option<Tensor<B, 1>>,
+    gate: Option<(Activation, Tensor<B, D>)>,
+) -> Tensor<B, D> {
+    let dtype = x.dtype();
+    let activation = gate.as_ref().map_or(Activation::Silu, |(activation, _)| *activation);
+    let n = Normalization {
+        x: primitive(x),
+        residual: None,
+        weight: weight.map(primitive),
+        bias: None,
+        gate: gate.map(|(_, gate)| primitive(typed(gate, dtype))),
+        activation,
+        measure: Measure::RootMeanSquare,
+        epsilon,
+        factor: 1.0,
+        dtype,
+    };
+    normalize(n).0
+}
+
+/// Rows of length `factor`: `factor x / sqrt(sum x^2 + 1e-6)` over the last dimension.
+pub(crate) fn l2_normalize<B: LinearAttentionBackend, const D: usize>(
+    x: Tensor<B, D>,
+    factor: f64,
+) -> Tensor<B, D> {
+    let dtype = x.dtype();
+    let n = Normalization {
+        x: primitive(x),
+        residual: None,
+        weight: None,
+        bias: None,
+        gate: None,
+        activation: Activation::Silu,
+        measure: Measure::Length,
+        epsilon: LENGTH_EPSILON,
+        factor,
+        dtype,
+    };
+    normalize(n).0
+}
+
+/// A norm with weight and bias in front of a layer: `h = x + residual` and `y`, its normalised rows in
+/// type `dtype`. Without a residual `h` is `x`.
+/// # Panics
+/// If shapes do not go together.
+pub(crate) fn add_normalize<B: LinearAttentionBackend, const D: usize>(
+    x: Tensor<B, D>,
+    residual: Option<Tensor<B, D>>,
+    (measure, epsilon): (Measure, f64),
+    (weight, bias): (Tensor<B, 1>, Option<Tensor<B, 1>>),
+    dtype: DType,
+) -> (Tensor<B, D>, Tensor<B, D>) {
+    let n = Normalization {
+        x: primitive(x.clone()),
+        residual: residual.map(primitive),
+        weight: Some(primitive(weight)),
+        bias: bias.map(primitive),
+        gate: None,
+        activation: Activation::Silu,
+        measure,
+        epsilon,
+        factor: 1.0,
+        dtype,
+    };
+    let (y, h) = normalize(n);
+    (y, h.unwrap_or(x))
+}
