@@ -315,6 +315,21 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         }
     }
 
+    /// Rows of `hidden`, `[B, T, D]`, at flat positions, `[M]`: `[M, D]`. All of them, in their order,
+    /// where no positions are given.
+    pub fn rows_at(
+        &self,
+        hidden: Tensor<B, 3>,
+        positions: Option<Tensor<B, 1, Int>>,
+    ) -> Tensor<B, 2> {
+        let [batch, tokens, width] = hidden.dims();
+        let rows = hidden.reshape([batch * tokens, width]);
+        match positions {
+            Some(positions) => ops::select_rows(rows, positions),
+            None => rows,
+        }
+    }
+
     /// `scale` times the sum of the cross-entropies of rows from [`hidden`](Self::hidden), `[M, D]`, in
     /// nats, against the right ids, `[M]`: `[1]`, in f32 (f64 for f64 rows). Logits are not kept.
     pub fn cross_entropy(
