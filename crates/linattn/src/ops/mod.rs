@@ -23,7 +23,6 @@ mod chunkwise;
 #[cfg(feature = "cubecl")]
 mod cube;
 #[cfg(feature = "cubecl")]
-mod cube_fused;
 mod decay;
 mod fused;
 #[cfg(feature = "fusion")]
