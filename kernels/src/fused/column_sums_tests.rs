@@ -76,7 +76,7 @@ fn every_row_is_in_one_run() {
             }
         }
     }
-    let f32 = |rows, columns| Split::new(132, rows, columns / 4, 16);
+    let f32 = |rows: usize, columns: usize| Split::new(132, rows, columns / 4, 16);
     assert_eq!(f32(32, 1_000_000), Split { lanes: 256, run: 32, runs: 1 });
     assert_eq!(f32(2048, 1536), Split { lanes: 4, run: 2048, runs: 1 });
     assert_eq!(f32(65_536, 4), Split { lanes: 1, run: 2048, runs: 32 });
