@@ -152,16 +152,14 @@ pub(super) fn differentiate<X: Float, H: Float, Y: Float, P: Float, N: Size>(
             }
         }
     }
-    if comptime!(form.partials() > 0) {
-        let to = CUBE_POS * comptime!(form.partials());
-        let there = first < rows;
-        if comptime!(form.weighted) {
-            store_sums::<N>(partial, &weight_sums, to, there, form);
-        }
-        if comptime!(form.biased) {
-            let before = comptime!(if form.weighted { form.vectors() } else { 0usize });
-            store_sums::<N>(partial, &bias_sums, to + before, there, form);
-        }
+    let to = CUBE_POS * comptime!(form.partials());
+    let there = first < rows;
+    if comptime!(form.weighted) {
+        store_sums::<N>(partial, &weight_sums, to, there, form);
+    }
+    if comptime!(form.biased) {
+        let before = comptime!(form.partials() - form.vectors());
+        store_sums::<N>(partial, &bias_sums, to + before, there, form);
     }
 }
 
