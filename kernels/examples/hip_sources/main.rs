@@ -10,6 +10,7 @@
 //! compiles them.
 
 mod fused;
+mod norms;
 mod runtime;
 
 use cubecl::future::block_on;
@@ -103,6 +104,9 @@ fn write(folder: &Path, shapes: &[[usize; 2]]) -> Result<(usize, usize), Box<dyn
             case.around(|launched| book.enter(&page, launched, &client))?;
             let page = Page { arch, rows, shape: "any", variant: "fused" };
             let layers = fused::Fused { client: &client, dtype };
+            layers.all(|launched| book.enter(&page, launched, &client))?;
+            let page = Page { arch, rows, shape: "any", variant: "norms" };
+            let layers = norms::Norms { client: &client, dtype };
             layers.all(|launched| book.enter(&page, launched, &client))?;
         }
     }
