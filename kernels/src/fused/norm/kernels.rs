@@ -67,8 +67,8 @@ pub(super) fn normalize<X: Float, H: Float, Y: Float, P: Float, N: Size>(
     }
 }
 
-/// The kernel of [`super::backward`]. `run` is the rows of a team; X is the narrow type of the gradient, H the
-/// type of h.
+/// The kernel of [`super::backward`]. `run` is the rows of a team; X is the narrow type of the gradient,
+/// H the type of h.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 pub(super) fn differentiate<X: Float, H: Float, Y: Float, P: Float, N: Size>(
