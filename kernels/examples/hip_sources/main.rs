@@ -3,12 +3,14 @@
 //! `cargo run -p linattn-kernels --features hip-source --example hip_sources -- FOLDER [KxV ..]`
 //!
 //! Every variant is launched through the crate's own functions, forward, backward and one step, and so
-//! are products of few rows and what stands around a recurrence, in f32, f16 and bf16, on a runtime that
+//! are products of few rows and the layers around a recurrence, in f32, f16 and bf16, on a runtime that
 //! compiles what it is asked to launch, keeps the text, and runs nothing. Its devices report what
 //! CubeCL's HIP runtime reports for an MI250 (gfx90a) and an RX 7900 (gfx1100), so chunks, tiles and
 //! engines are those of a real launch. FOLDER gets one file a kernel and `manifest.csv`; `hip_check.sh`
 //! compiles them.
 
+mod fused;
+mod norms;
 mod runtime;
 
 use cubecl::future::block_on;
@@ -100,6 +102,12 @@ fn write(folder: &Path, shapes: &[[usize; 2]]) -> Result<(usize, usize), Box<dyn
             }
             let page = Page { arch, rows, shape: "any", variant: "around" };
             case.around(|launched| book.enter(&page, launched, &client))?;
+            let page = Page { arch, rows, shape: "any", variant: "fused" };
+            let layers = fused::Fused { client: &client, dtype };
+            layers.all(|launched| book.enter(&page, launched, &client))?;
+            let page = Page { arch, rows, shape: "any", variant: "norms" };
+            let layers = norms::Norms { client: &client, dtype };
+            layers.all(|launched| book.enter(&page, launched, &client))?;
         }
     }
     std::fs::write(folder.join("manifest.csv"), &book.manifest)?;
