@@ -73,8 +73,7 @@ impl Fused<'_> {
         let (param, moment) = (self.memory(len, F32), self.memory(len, F32));
         let gradient = self.memory(len, self.dtype);
         let (m, v) = (&moment, &moment);
-        let tensor =
-            adamw::Tensors { param: &param, gradient: &gradient, m, v, len, decay: 0.1 };
+        let tensor = adamw::Tensors { param: &param, gradient: &gradient, m, v, len, decay: 0.1 };
         let hyper = adamw::Hyper {
             learning_rate: 1e-3,
             beta_1: 0.9,
