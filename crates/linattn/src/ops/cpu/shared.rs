@@ -48,6 +48,15 @@ pub(super) struct RowsMut<'a, R> {
 }
 
 impl<R> RowsMut<'_, R> {
+    /// Where the first row begins.
+    pub(super) fn start(&mut self) -> *mut R {
+        // SAFETY: `rows` has checked that the first row is within the buffer.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.shared.start.add(self.first)
+        }
+    }
+
     /// Row `i`.
     #[inline(always)]
     pub(super) fn at(&mut self, i: usize) -> &mut [R] {

@@ -1,5 +1,6 @@
 //! Flex's tensors as slices, and back.
 
+use super::product::Matrix;
 use super::real::Real;
 use burn::tensor::{Bytes, DType, Element, Shape, TensorMetadata};
 use burn_flex::{FlexTensor, Layout};
@@ -43,6 +44,19 @@ pub(super) fn slice<R: Number>(x: &FlexTensor) -> &[R] {
 /// The numbers of a tensor that went through [`contiguous`], if there is one.
 pub(super) fn maybe<R: Number>(x: &Option<FlexTensor>) -> Option<&[R]> {
     x.as_ref().map(slice)
+}
+
+/// A tensor of two dimensions whose rows and columns are any steps apart.
+pub(super) fn strided(x: FlexTensor) -> FlexTensor {
+    if x.layout().has_positive_strides() { x } else { x.to_contiguous() }
+}
+
+/// A tensor that went through [`strided`].
+pub(super) fn matrix<R: Number>(x: &FlexTensor) -> Matrix<'_, R> {
+    let (layout, shape) = (x.layout(), x.shape());
+    let strides = [layout.strides()[0], layout.strides()[1]].map(|stride| stride as usize);
+    let data = &x.storage::<R>()[layout.start_offset()..];
+    Matrix::with_strides(data, [shape[0], shape[1]], strides)
 }
 
 /// A tensor of these numbers.

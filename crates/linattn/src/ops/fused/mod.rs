@@ -13,6 +13,8 @@ mod linear;
 mod normalize;
 mod optimizer;
 
+#[cfg(feature = "cpu")]
+pub(super) use conv_split::fills;
 pub use conv_split::{Column, ColumnKind, ConvSplit, HeadNorm};
 pub(crate) use conv_split::{conv_split, next_conv_state};
 pub use cross_entropy::LinearCrossEntropy;
