@@ -1,18 +1,13 @@
-//! The model as something that learns: batches as tensors, the loss, gradients over several devices,
-//! and the optimizer.
+//! The model as something that learns: batches as tensors, the loss, and gradients over several devices.
 
-use crate::config::{AdamWConfig, Decay};
-use burn::module::{AutodiffModule, Module, ModuleVisitor, Param, ParamId};
-use burn::nn::loss::CrossEntropyLossConfig;
-use burn::optim::adaptor::OptimizerAdaptor;
-use burn::optim::{AdamW, GradientsAccumulator, GradientsParams, Optimizer};
+use burn::module::{AutodiffModule, Module};
+use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData, Transaction};
 use burn_train::{InferenceStep, ItemLazy, TrainOutput, TrainStep};
 use linattn::nn::{LanguageModel, LanguageModelState};
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::Batch;
-use std::collections::HashSet;
 use std::sync::Barrier;
 
 /// The one bound that training code carries.
@@ -38,8 +33,8 @@ pub struct Learner<B: Backend> {
 pub struct TensorBatch<B: Backend> {
     /// Ids, `[rows, T]`.
     pub ids: Tensor<B, 2, Int>,
-    /// Flat positions that are scored, `[M]`.
-    pub scored: Tensor<B, 1, Int>,
+    /// Flat positions that are scored, `[M]`; none where all are, in their order.
+    pub scored: Option<Tensor<B, 1, Int>>,
     /// The right ids there, `[M]`.
     pub target: Tensor<B, 1, Int>,
     /// Factor of the mean loss: this batch's share of the step's scored positions.
@@ -54,9 +49,10 @@ impl<B: Backend> TensorBatch<B> {
             let length = list.len();
             Tensor::<B, 1, Int>::from_data(TensorData::new(list, [length]), device)
         };
+        let all = batch.scored.iter().map(|&i| i as usize).eq(0..batch.input.len());
         Self {
             ids: ints(&batch.input).reshape([batch.rows, batch.length]),
-            scored: ints(&batch.scored),
+            scored: (!all).then(|| ints(&batch.scored)),
             target: ints(&batch.target),
             weight,
         }
@@ -64,12 +60,11 @@ impl<B: Backend> TensorBatch<B> {
 }
 
 impl<B: LinearAttentionBackend> Learner<B> {
-    /// Logits at the scored positions alone, `[M, vocab]`: with large vocabularies the last product
-    /// is most of the work.
-    fn answers(&self, batch: &TensorBatch<B>) -> Tensor<B, 2> {
+    /// Normalised rows at the scored positions, `[M, D]`: with large vocabularies the last product is
+    /// most of the work.
+    fn scored_rows(&self, batch: &TensorBatch<B>) -> Tensor<B, 2> {
         let (hidden, _) = self.model.hidden(batch.ids.clone(), None);
-        let [rows, tokens, width] = hidden.dims();
-        self.model.logits(hidden.reshape([rows * tokens, width]).select(0, batch.scored.clone()))
+        self.model.rows_at(hidden, batch.scored.clone())
     }
 
     /// Answers to a part of longer sequences, and the state after it; nothing where none of the part
@@ -80,22 +75,23 @@ impl<B: LinearAttentionBackend> Learner<B> {
         state: Option<LanguageModelState<B>>,
     ) -> (Option<Answers<B>>, LanguageModelState<B>) {
         let (hidden, state) = self.model.hidden(part.ids, state);
-        if part.scored.dims()[0] == 0 {
+        if part.target.dims()[0] == 0 {
             return (None, state);
         }
-        let [rows, tokens, width] = hidden.dims();
-        let chosen = hidden.reshape([rows * tokens, width]).select(0, part.scored);
-        (Some(self.judge(self.model.logits(chosen), part.target)), state)
+        let rows = self.model.rows_at(hidden, part.scored);
+        (Some(self.judge(rows, part.target)), state)
     }
 
-    fn judge(&self, logits: Tensor<B, 2>, target: Tensor<B, 1, Int>) -> Answers<B> {
-        let count = logits.dims()[0];
-        let predicted = logits.clone().argmax(1).reshape([count]);
-        Answers { loss: self.loss(logits, target), predicted }
+    fn judge(&self, rows: Tensor<B, 2>, target: Tensor<B, 1, Int>) -> Answers<B> {
+        let count = rows.dims()[0];
+        let predicted = self.model.logits(rows.clone()).argmax(1).reshape([count]);
+        Answers { loss: self.loss(rows, target, 1.0), predicted }
     }
 
-    fn loss(&self, logits: Tensor<B, 2>, target: Tensor<B, 1, Int>) -> Tensor<B, 1> {
-        CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, target)
+    /// `weight` times the mean loss.
+    fn loss(&self, rows: Tensor<B, 2>, target: Tensor<B, 1, Int>, weight: f64) -> Tensor<B, 1> {
+        let scale = weight / rows.dims()[0] as f64;
+        self.model.cross_entropy(rows, target, scale)
     }
 }
 
@@ -144,9 +140,9 @@ impl<B: Backend> ItemLazy for Answers<B> {
 
 impl<B: TrainBackend> Learner<B> {
     /// The mean loss of a batch, as heavy as the batch says.
-    fn weighed_loss(&self, batch: TensorBatch<B>) -> Tensor<B, 1> {
-        let logits = self.answers(&batch);
-        self.loss(logits, batch.target) * batch.weight
+    fn weighted_loss(&self, batch: TensorBatch<B>) -> Tensor<B, 1> {
+        let rows = self.scored_rows(&batch);
+        self.loss(rows, batch.target, batch.weight)
     }
 
     fn differentiate(&self, loss: Tensor<B, 1>) -> TrainOutput<TrainLoss<B::InnerBackend>> {
@@ -159,7 +155,7 @@ impl<B: TrainBackend> TrainStep for Learner<B> {
     type Output = TrainLoss<B::InnerBackend>;
 
     fn step(&self, batch: TensorBatch<B>) -> TrainOutput<Self::Output> {
-        self.differentiate(self.weighed_loss(batch))
+        self.differentiate(self.weighted_loss(batch))
     }
 }
 
@@ -168,8 +164,8 @@ impl<B: LinearAttentionBackend> InferenceStep for Learner<B> {
     type Output = Answers<B>;
 
     fn step(&self, batch: TensorBatch<B>) -> Answers<B> {
-        let logits = self.answers(&batch);
-        self.judge(logits, batch.target)
+        let rows = self.scored_rows(&batch);
+        self.judge(rows, batch.target)
     }
 }
 
@@ -203,7 +199,7 @@ pub fn gradients<B: TrainBackend>(
         let batch = TensorBatch::new(part, weight, device);
         let own = (devices.len() > 1).then(|| learner.clone().fork(device));
         let learner = own.as_ref().unwrap_or(learner);
-        let loss = learner.weighed_loss(batch);
+        let loss = learner.weighted_loss(batch);
         drop(forward);
         learner.differentiate(loss)
     };
@@ -240,181 +236,11 @@ pub fn gradients<B: TrainBackend>(
     (sum.grads(), loss.expect("a step has at least one part"))
 }
 
-/// Length of the gradient over all parameters together.
-pub fn gradient_norm<B: AutodiffBackend, M: AutodiffModule<B>>(
-    module: &M,
-    gradients: &GradientsParams,
-) -> Tensor<B::InnerBackend, 1> {
-    struct Sum<'a, B: AutodiffBackend> {
-        gradients: &'a GradientsParams,
-        squares: Option<Tensor<B::InnerBackend, 1>>,
-    }
-    impl<B: AutodiffBackend> ModuleVisitor<B> for Sum<'_, B> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            if let Some(gradient) = self.gradients.get::<B::InnerBackend, D>(param.id) {
-                let square = gradient.square().sum();
-                self.squares = Some(match self.squares.take() {
-                    Some(sum) => sum + square,
-                    None => square,
-                });
-            }
-        }
-    }
-    let mut sum = Sum::<B> { gradients, squares: None };
-    module.visit(&mut sum);
-    sum.squares.expect("every model has parameters that its loss depends on").sqrt()
-}
-
-/// Shortens the gradient to `longest`, if it is longer. Burn's own clipping would shorten each
-/// parameter's gradient by itself, and so turn the whole. Stays on the device.
-pub fn clip<B: AutodiffBackend, M: AutodiffModule<B>>(
-    module: &M,
-    mut gradients: GradientsParams,
-    norm: &Tensor<B::InnerBackend, 1>,
-    longest: f64,
-) -> GradientsParams {
-    struct Scale<'a, B: AutodiffBackend> {
-        gradients: &'a mut GradientsParams,
-        factor: Tensor<B::InnerBackend, 1>,
-    }
-    impl<B: AutodiffBackend> ModuleVisitor<B> for Scale<'_, B> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            if let Some(gradient) = self.gradients.remove::<B::InnerBackend, D>(param.id) {
-                let scaled = gradient * self.factor.clone().reshape([1; D]);
-                self.gradients.register::<B::InnerBackend, D>(param.id, scaled);
-            }
-        }
-    }
-    let factor = (norm.clone() + 1e-6).recip().mul_scalar(longest).clamp_max(1.0);
-    module.visit(&mut Scale::<B> { gradients: &mut gradients, factor });
-    gradients
-}
-
-type Adaptor<B> = OptimizerAdaptor<AdamW, Learner<B>, B>;
-/// What an optimizer remembers, as Burn records it.
-pub type OptimizerRecord<B> = (
-    <Adaptor<B> as Optimizer<Learner<B>, B>>::Record,
-    <Adaptor<B> as Optimizer<Learner<B>, B>>::Record,
-);
-
-/// AdamW in two groups: weights that decay and weights that do not.
-#[derive(Clone)]
-pub struct Grouped<B: TrainBackend> {
-    decaying: Adaptor<B>,
-    plain: Adaptor<B>,
-    /// Which weights do not decay.
-    without_decay: HashSet<ParamId>,
-}
-
-impl<B: TrainBackend> Grouped<B> {
-    /// A fresh optimizer for `learner`.
-    pub fn new(config: &AdamWConfig, learner: &Learner<B>) -> Self {
-        let adamw = |decay: f64| {
-            burn::optim::AdamWConfig::new()
-                .with_beta_1(config.beta_1 as f32)
-                .with_beta_2(config.beta_2 as f32)
-                .with_epsilon(config.epsilon as f32)
-                .with_weight_decay(decay as f32)
-                .init()
-        };
-        let without_decay = match config.decay {
-            Decay::All => HashSet::new(),
-            Decay::Matrices => vectors_and_embeddings(learner),
-        };
-        Self { decaying: adamw(config.weight_decay), plain: adamw(0.0), without_decay }
-    }
-
-    /// One step.
-    pub fn step(
-        &mut self,
-        learning_rate: f64,
-        learner: Learner<B>,
-        mut gradients: GradientsParams,
-    ) -> Learner<B> {
-        if self.without_decay.is_empty() {
-            return self.decaying.step(learning_rate, learner, gradients);
-        }
-        let plain = take(&learner, &mut gradients, &self.without_decay);
-        let learner = self.decaying.step(learning_rate, learner, gradients);
-        self.plain.step(learning_rate, learner, plain)
-    }
-
-    /// What it remembers.
-    pub fn to_record(&self) -> OptimizerRecord<B> {
-        (self.decaying.to_record(), self.plain.to_record())
-    }
-
-    /// Goes on from what another remembered.
-    pub fn load_record(mut self, (decaying, plain): OptimizerRecord<B>) -> Self {
-        self.decaying = self.decaying.load_record(decaying);
-        self.plain = self.plain.load_record(plain);
-        self
-    }
-}
-
-/// Weights that customarily do not decay: everything that is no matrix, and embeddings.
-fn vectors_and_embeddings<B: TrainBackend>(learner: &Learner<B>) -> HashSet<ParamId> {
-    struct Collect {
-        path: Vec<String>,
-        found: HashSet<ParamId>,
-    }
-    impl<B: Backend> ModuleVisitor<B> for Collect {
-        fn enter_module(&mut self, name: &str, _container: &str) {
-            self.path.push(name.to_string());
-        }
-        fn exit_module(&mut self, _name: &str, _container: &str) {
-            self.path.pop();
-        }
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            // Some mixers have vectors of other ranks.
-            let vectors = ["embeddings", "r_k", "a_log", "log_a_real", "a_imag"];
-            let aside = |name: &String| vectors.contains(&name.as_str());
-            if D != 2 || self.path.iter().any(aside) {
-                self.found.insert(param.id);
-            }
-        }
-    }
-    let mut collect = Collect { path: vec![], found: HashSet::new() };
-    Module::<B>::visit(learner, &mut collect);
-    collect.found
-}
-
-/// Moves the gradients of `chosen` out of `from`.
-fn take<B: TrainBackend>(
-    learner: &Learner<B>,
-    from: &mut GradientsParams,
-    chosen: &HashSet<ParamId>,
-) -> GradientsParams {
-    struct Take<'a> {
-        from: &'a mut GradientsParams,
-        to: GradientsParams,
-        chosen: &'a HashSet<ParamId>,
-    }
-    impl<B: AutodiffBackend> ModuleVisitor<B> for Take<'_> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            if !self.chosen.contains(&param.id) {
-                return;
-            }
-            if let Some(gradient) = self.from.remove::<B::InnerBackend, D>(param.id) {
-                self.to.register::<B::InnerBackend, D>(param.id, gradient);
-            }
-        }
-    }
-    let mut take = Take { from, to: GradientsParams::new(), chosen };
-    Module::<B>::visit(learner, &mut take);
-    take.to
-}
-
-impl<B: TrainBackend> std::fmt::Debug for Grouped<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Grouped").field("without_decay", &self.without_decay.len()).finish()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use burn::backend::{Autodiff, Flex};
+    use burn::module::{ModuleVisitor, Param};
     use linattn::nn::LanguageModelConfig;
 
     type B = Autodiff<Flex>;

@@ -13,6 +13,7 @@ mod curve;
 mod evaluate;
 mod folder;
 mod learner;
+mod optimizer;
 mod progress;
 mod schedule;
 mod stored;

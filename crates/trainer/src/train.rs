@@ -4,14 +4,12 @@ use crate::config::{ConfigError, RunConfig};
 use crate::curve::{Curve, CurveError};
 use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{Checkpoint, FolderError, Position, RunFolder, Start};
-use crate::learner::{
-    Grouped, Learner, OptimizerRecord, TrainBackend, clip, gradient_norm, gradients,
-};
+use crate::learner::{Learner, TrainBackend, gradients};
+use crate::optimizer::Optimizer;
 use crate::progress::{Progress, ProgressStyle};
 use crate::schedule::{Plan, learning_rate};
 use crate::weights;
 use burn::module::{AutodiffModule, Module};
-use burn::record::{BinFileRecorder, FullPrecisionSettings, Recorder};
 use burn::tensor::backend::Backend;
 use burn::tensor::{ElementConversion, Tensor};
 use burn_train::Interrupter;
@@ -143,7 +141,7 @@ struct Training<'a, B: TrainBackend> {
     plan: Plan,
     folder: RunFolder,
     learner: Learner<B>,
-    optimizer: Grouped<B>,
+    optimizer: Optimizer<B>,
     position: Position,
     progress: Option<Progress>,
     /// Metrics of the last evaluation, and its step.
@@ -167,7 +165,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         checkpoint: Option<Checkpoint>,
     ) -> Result<Self, TrainError> {
         let mut learner = build::<B>(&job.run, task.vocab(), &devices[0])?;
-        let mut optimizer = Grouped::new(&job.run.optimizer, &learner);
+        let mut optimizer = Optimizer::new(&job.run.optimizer);
         let mut position = Position::default();
         if let Some(checkpoint) = checkpoint {
             (learner, optimizer) = load(&checkpoint, learner, &job.run, &devices[0])?;
@@ -275,14 +273,12 @@ impl<'a, B: TrainBackend> Training<'a, B> {
             // Dropout is a function of seed and step, so that a resumed run draws the same.
             B::seed(device, run.seed.wrapping_add((self.position.step + 1) << 20));
         }
-        let (mut gradients, loss) =
+        let (gradients, loss) =
             gradients(&self.learner, parts, self.devices, run.model.embedding_dropout == 0.0);
-        let norm = gradient_norm::<B, _>(&self.learner, &gradients);
-        if let Some(longest) = run.train.clip_norm {
-            gradients = clip::<B, _>(&self.learner, gradients, &norm, longest);
-        }
         let rate = self.learning_rate(self.position.step);
-        self.learner = self.optimizer.step(rate, self.learner.clone(), gradients);
+        let (learner, clip) = (self.learner.clone(), run.train.clip_norm);
+        let (learner, norm) = self.optimizer.step(rate, learner, gradients, clip);
+        self.learner = learner;
         self.position.step += 1;
         self.position.tokens += parts.iter().map(|part| part.input.len() as u64).sum::<u64>();
         StepNumbers { loss, norm }
@@ -372,9 +368,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         self.position.wall_seconds = self.wall_seconds();
         self.folder.save(&self.position, |model, optimizer| {
             weights::save(&self.learner.model, model)?;
-            let recorder = BinFileRecorder::<FullPrecisionSettings>::new();
-            Recorder::<B>::record(&recorder, self.optimizer.to_record(), optimizer.into())
-                .map_err(|e| e.to_string())
+            self.optimizer.save(optimizer)
         })?;
         self.folder.prune(self.job.run.checkpoint.keep, self.position.best_step)?;
         Ok(())
@@ -440,14 +434,12 @@ fn load<B: TrainBackend>(
     learner: Learner<B>,
     run: &RunConfig,
     device: &B::Device,
-) -> Result<(Learner<B>, Grouped<B>), FolderError> {
-    let (model, optimizer) = (checkpoint.model(), checkpoint.optimizer());
+) -> Result<(Learner<B>, Optimizer<B>), FolderError> {
+    let (model, path) = (checkpoint.model(), checkpoint.optimizer());
     let model = weights::load(learner.model, &model).map_err(|e| checkpoint.corrupt(model, e))?;
     let learner = Learner { model };
-    let recorder = BinFileRecorder::<FullPrecisionSettings>::new();
-    let record: OptimizerRecord<B> = Recorder::<B>::load(&recorder, optimizer.clone(), device)
-        .map_err(|e| checkpoint.corrupt(optimizer, e))?;
-    let optimizer = Grouped::new(&run.optimizer, &learner).load_record(record);
+    let optimizer = Optimizer::load(&run.optimizer, &learner, &path, device)
+        .map_err(|e| checkpoint.corrupt(path, e))?;
     Ok((learner, optimizer))
 }
 

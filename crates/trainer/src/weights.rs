@@ -68,7 +68,7 @@ fn complaints(result: &ApplyResult) -> Option<String> {
 }
 
 /// Whether a container is one of several kinds of the same thing, of which names say nothing.
-fn is_variant(container: &str) -> bool {
+pub(crate) fn is_variant(container: &str) -> bool {
     container.starts_with("Enum:")
 }
 

@@ -1,1 +1,513 @@
 //! The packed projection of a mixer: short convolution, SiLU, L2 norm of heads, beta and log decay.
+//! One launch makes every input of a recurrence from the columns of one matrix product.
+//! ```text
+//! x         [B, T, P]       F    the packed projection; parts lie side by side in its columns
+//! Conv      z_t = bias + sum_w weight_w seen_{t+w}     seen: the tail, and then x
+//!           y = f(z)                                   f: SiLU, sigmoid or nothing
+//!           y = factor y / sqrt(sum y^2 + epsilon)     over the columns of a head, if there are heads
+//! Copy      y = x
+//! Beta      y = scale sigmoid(x)                                          f32
+//! LogDecay  y = -e^{a_log} softplus(x + dt_bias)                          f32
+//!
+//! y         [B, T, width]   F or f32, a tensor for each part
+//! tail      [B, W - 1, C]   F    C: columns of all Conv parts, which are the first ones
+//! weight    [W, C]          G    the last row meets the newest token
+//! bias      [C]             G
+//! a_log     [H]             G    width / H columns share a number
+//! dt_bias   [width]         G
+//! ```
+//! Backward: dz is what the norm and f make of dy, from z computed again.
+//! ```text
+//! dx_t = sum_w weight_w dz_{t+W-1-w}     dweight_w = sum_t dz_t seen_{t+w}     dbias = sum_t dz_t
+//! ```
+//! Work:   a cube has a chunk of tokens and one part, or some of its heads. A group of `lanes` units walks
+//!         a run of tokens, with the last W - 1 tokens (backward: and their dz) in registers. A team
+//!         within the group has a head, and adds squares up by shuffles, or through shared memory where
+//!         planes are not 32 or 64 units.
+//! Bytes:  forward one read of x and one write; backward a read of x, of dy, and a write. A run reads
+//!         W - 1 tokens of its neighbours again, from cache.
+//! Sums:   of weight gradients: in registers over a run, in shared memory over the runs of a cube, and
+//!         by a second launch over cubes, each in a fixed order.
+//! Edges:  any T, also below W; a window past [`UNROLLED`] is not kept in registers. B and T are run-time
+//!         values; widths and W are compiled in.
+
+mod backward;
+mod forward;
+mod parts;
+mod runs;
+
+#[cfg(test)]
+#[path = "conv_split_tests.rs"]
+mod tests;
+
+use crate::choice::{F32, Refusal, check_type};
+use crate::launch::{Buffer, array, buffer, whole};
+use crate::rowwise::{Activation, UNITS, spread};
+use backward::{COLUMNS, SumForm, XGradientsLaunch, add_rows, column_gradients};
+use cubecl::ir::StorageType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use forward::split_columns;
+use parts::{Form, Pass};
+use runs::{OperandsLaunch, SizesLaunch};
+
+/// Widest window that is kept in registers.
+pub const UNROLLED: usize = 8;
+/// Multiprocessors of a device that does not tell.
+const UNKNOWN: usize = 64;
+
+/// Sizes of the projection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dims {
+    /// B, sequences.
+    pub batch: usize,
+    /// T, tokens of a sequence.
+    pub tokens: usize,
+    /// W, tokens that a channel of a convolution sees; 1 without weights.
+    pub window: usize,
+}
+
+/// Heads whose rows are divided by their length.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Head {
+    /// Columns of a head, from 1 to 256, a divisor of the part's.
+    pub width: usize,
+    /// What rows of length 1 are multiplied by.
+    pub factor: f64,
+    /// Added to the sum of squares.
+    pub epsilon: f64,
+}
+
+/// What becomes of columns.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Kind {
+    /// Convolution over time, if there are weights; then an activation; then a norm.
+    Conv {
+        /// What the sum goes through.
+        activation: Activation,
+        /// What is normalised.
+        head: Option<Head>,
+    },
+    /// Nothing.
+    Copy,
+    /// `scale sigmoid(x)`, f32.
+    Beta {
+        /// What the sigmoid is multiplied by.
+        scale: f64,
+    },
+    /// `-e^{a_log} softplus(x + dt_bias)`, f32.
+    LogDecay {
+        /// Numbers of `a_log`, a divisor of the width.
+        heads: usize,
+    },
+}
+
+/// A part of the columns.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Columns {
+    /// How many there are.
+    pub width: usize,
+    /// What becomes of them.
+    pub kind: Kind,
+}
+
+/// Tensors, contiguous, shaped as the module says.
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs<'a> {
+    /// The packed projection.
+    pub x: &'a Handle,
+    /// Weights of the convolution; without them z is x, plus the bias if there is one.
+    pub weight: Option<&'a Handle>,
+    /// Bias of the convolution.
+    pub bias: Option<&'a Handle>,
+    /// Tokens before x; zeros if absent.
+    pub tail: Option<&'a Handle>,
+    /// Logarithms of the decay rates.
+    pub a_log: Option<&'a Handle>,
+    /// Bias of the step sizes.
+    pub dt_bias: Option<&'a Handle>,
+}
+
+/// Types of the tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Types {
+    /// F, of x, the tail and the rows made from them.
+    pub rows: StorageType,
+    /// G, of weights and biases.
+    pub weights: StorageType,
+}
+
+/// Gradients, shaped and typed as what they belong to.
+#[derive(Debug, Clone)]
+pub struct Gradients {
+    /// Of the packed projection, all columns.
+    pub x: Buffer,
+    /// Of the weights.
+    pub weight: Option<Buffer>,
+    /// Of the bias.
+    pub bias: Option<Buffer>,
+    /// Of the tail; `None` also where the window is 1.
+    pub tail: Option<Buffer>,
+    /// Of the logarithms of the decay rates.
+    pub a_log: Option<Buffer>,
+    /// Of the bias of step sizes.
+    pub dt_bias: Option<Buffer>,
+}
+
+/// One call: what a launch needs.
+struct Call<'a, R: Runtime> {
+    client: &'a ComputeClient<R>,
+    dims: Dims,
+    columns: &'a [Columns],
+    x: Inputs<'a>,
+    types: Types,
+    form: Form,
+    /// Tokens of a chunk, and chunks of a sequence.
+    chunk: usize,
+    chunks: usize,
+    cubes: CubeCount,
+}
+
+/// The outputs of all parts, in their order.
+///
+/// # Errors
+/// [`Refusal`] names what the kernels cannot take; then nothing was launched.
+/// # Panics
+/// If a convolution follows another kind, or heads do not divide their columns.
+pub fn forward<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    columns: &[Columns],
+    inputs: Inputs<'_>,
+    types: Types,
+) -> Result<Vec<Buffer>, Refusal> {
+    let form = form(client, dims, columns, &inputs, types, Pass::Forward)?;
+    forward_as(client, dims, columns, inputs, types, form)
+}
+
+fn forward_as<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    columns: &[Columns],
+    inputs: Inputs<'_>,
+    types: Types,
+    form: Form,
+) -> Result<Vec<Buffer>, Refusal> {
+    let call = Call::new(client, dims, columns, inputs, types, form)?;
+    let out: Vec<Buffer> = columns
+        .iter()
+        .map(|part| {
+            let dtype = if part.is_gate() { F32 } else { types.rows };
+            buffer(client, &[dims.batch, dims.tokens, part.width], dtype)
+        })
+        .collect();
+    let of = |gates: bool| {
+        let parts = columns.iter().zip(&out).filter(move |(part, _)| part.is_gate() == gates);
+        parts.map(|(_, buffer)| whole(buffer))
+    };
+    let vector = call.form.vector;
+    // SAFETY: units past the last token or column load and store nothing, and all else stays within
+    // the sizes of `dims` and `columns`, which the caller promises.
+    #[allow(unsafe_code)]
+    unsafe {
+        split_columns::launch_unchecked::<R>(
+            client,
+            call.cubes.clone(),
+            CubeDim::new_1d(UNITS as u32),
+            call.operands(),
+            of(false).collect(),
+            of(true).collect(),
+            call.sizes(),
+            call.form,
+            [types.rows, types.weights],
+            vector,
+        );
+    }
+    Ok(out)
+}
+
+/// Gradients of every input, from those of the outputs, in the order of the parts; an absent one counts
+/// as zeros.
+///
+/// # Errors
+/// As [`forward`].
+/// # Panics
+/// As [`forward`], and if there are more or fewer gradients than parts.
+pub fn backward<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    columns: &[Columns],
+    inputs: Inputs<'_>,
+    d_out: &[Option<&Handle>],
+    types: Types,
+) -> Result<Gradients, Refusal> {
+    assert_eq!(columns.len(), d_out.len(), "parts, and gradients of their outputs");
+    let given: Vec<bool> = d_out.iter().map(Option::is_some).collect();
+    let form = form(client, dims, columns, &inputs, types, Pass::Backward { given: &given })?;
+    backward_as(client, dims, columns, inputs, d_out, types, form)
+}
+
+fn backward_as<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    columns: &[Columns],
+    inputs: Inputs<'_>,
+    d_out: &[Option<&Handle>],
+    types: Types,
+    form: Form,
+) -> Result<Gradients, Refusal> {
+    let call = Call::new(client, dims, columns, inputs, types, form)?;
+    let rows = dims.batch * call.chunks;
+    let partials = (call.form.sums > 0).then(|| buffer(client, &[rows, call.form.sums], F32));
+    let out = call.gradients();
+    let vector = call.form.vector;
+    let of = |gates: bool| {
+        let parts = columns.iter().zip(d_out).filter(move |(part, _)| part.is_gate() == gates);
+        let numbers = dims.batch * dims.tokens;
+        parts.filter_map(move |(part, d)| d.map(|d| array(d, numbers * part.width)))
+    };
+    let x = XGradientsLaunch::new(
+        whole(&out.x),
+        call.form.has_numbers().then(|| whole(&out.x)).into_iter().collect(),
+        out.tail.iter().map(whole).collect(),
+        partials.iter().map(whole).collect(),
+    );
+    // SAFETY: as in `forward_as`. Where x has two views, their numbers are different ones.
+    #[allow(unsafe_code)]
+    unsafe {
+        column_gradients::launch_unchecked::<R>(
+            client,
+            call.cubes.clone(),
+            CubeDim::new_1d(UNITS as u32),
+            call.operands(),
+            of(false).collect(),
+            of(true).collect(),
+            x,
+            call.sizes(),
+            call.form.clone(),
+            [types.rows, types.weights],
+            vector,
+        );
+    }
+    if let Some(partials) = &partials {
+        call.add_partials(partials, &out, rows)?;
+    }
+    Ok(out)
+}
+
+/// What a launch is compiled for.
+fn form<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    columns: &[Columns],
+    inputs: &Inputs<'_>,
+    types: Types,
+    pass: Pass<'_>,
+) -> Result<Form, Refusal> {
+    check_tensors(dims, columns, inputs)?;
+    check_type(client, types.rows)?;
+    check_type(client, types.weights)?;
+    let hardware = &client.properties().hardware;
+    let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
+    if units < UNITS as u32 {
+        return Err(Refusal::Device { shared_memory, units });
+    }
+    let gates = columns.iter().any(Columns::is_gate);
+    // Gates are no vectors: their numbers in x are reached through a second view of the same memory, and
+    // WebGPU forbids two of what is written.
+    let one = gates && R::name(client).starts_with("wgpu");
+    let widest = if one { 1 } else { hardware.max_vector_size.min(4) };
+    let form = Form::new(dims, columns, inputs, pass, widest, has_planes(client));
+    let (got, most) = (form.bindings(inputs), hardware.max_bindings as usize);
+    if got > most {
+        return Err(Refusal::TooLarge { what: "tensors of a launch", got, most });
+    }
+    Ok(form)
+}
+
+/// Whether 32 units that lie side by side are in one plane, which can shuffle.
+fn has_planes<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    let properties = client.properties();
+    let (least, most) = (properties.hardware.plane_size_min, properties.hardware.plane_size_max);
+    let shuffles = properties.features.plane.contains(cubecl::ir::features::Plane::Ops);
+    let name = R::name(client);
+    // Vulkan and WebGPU leave open which units a plane has.
+    shuffles && least == most && most.is_multiple_of(32) && most > 0 && !name.starts_with("wgpu")
+}
+
+/// The tensors that the parts ask for are there.
+fn check_tensors(dims: Dims, columns: &[Columns], x: &Inputs<'_>) -> Result<(), Refusal> {
+    let Dims { batch, tokens, window } = dims;
+    if batch == 0 || tokens == 0 || window == 0 || columns.iter().any(|part| part.width == 0) {
+        return Err(Refusal::Empty { batch, tokens });
+    }
+    let convolved = columns.iter().take_while(|part| part.is_conv()).count();
+    assert!(!columns[convolved..].iter().any(Columns::is_conv), "convolutions are the first parts");
+    let decays = columns.iter().filter(|part| part.is_decay()).count();
+    assert!(decays <= 1, "one part of log decays");
+    let needs = [
+        ("weight", x.weight.is_some(), convolved > 0 && window > 1, convolved > 0),
+        ("bias", x.bias.is_some(), false, convolved > 0),
+        ("tail", x.tail.is_some(), false, convolved > 0),
+        ("a_log", x.a_log.is_some(), decays > 0, decays > 0),
+        ("dt_bias", x.dt_bias.is_some(), decays > 0, decays > 0),
+    ];
+    for (name, there, needed, taken) in needs {
+        if there && !taken || needed && !there {
+            return Err(Refusal::Tensor { name, wanted: needed });
+        }
+    }
+    for part in columns {
+        part.check()?;
+    }
+    Ok(())
+}
+
+impl Columns {
+    fn is_conv(&self) -> bool {
+        matches!(self.kind, Kind::Conv { .. })
+    }
+
+    fn is_decay(&self) -> bool {
+        matches!(self.kind, Kind::LogDecay { .. })
+    }
+
+    /// Whether outputs are f32.
+    fn is_gate(&self) -> bool {
+        matches!(self.kind, Kind::Beta { .. } | Kind::LogDecay { .. })
+    }
+
+    fn check(&self) -> Result<(), Refusal> {
+        let heads = match self.kind {
+            Kind::Conv { head: Some(Head { width, .. }), .. } => {
+                if !(1..=crate::WIDEST).contains(&width) {
+                    return Err(Refusal::Width { name: "head", got: width, most: crate::WIDEST });
+                }
+                width
+            }
+            Kind::LogDecay { heads } => heads,
+            _ => 1,
+        };
+        assert!(heads > 0 && self.width.is_multiple_of(heads), "{heads} divides {}", self.width);
+        Ok(())
+    }
+}
+
+impl<'a, R: Runtime> Call<'a, R> {
+    fn new(
+        client: &'a ComputeClient<R>,
+        dims: Dims,
+        columns: &'a [Columns],
+        x: Inputs<'a>,
+        types: Types,
+        form: Form,
+    ) -> Result<Self, Refusal> {
+        let Dims { batch, tokens, window } = dims;
+        let rows = batch.saturating_mul(tokens.saturating_add(window));
+        // A run may end a chunk past the last token.
+        let got = rows.saturating_mul(form.columns).max(form.sums.saturating_mul(batch));
+        let most = u32::MAX as usize / 2;
+        if got > most {
+            return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
+        }
+        let hardware = &client.properties().hardware;
+        let multiprocessors = hardware.num_streaming_multiprocessors;
+        let enough = multiprocessors.map_or(UNKNOWN, |n| n as usize) * 8;
+        let fills = |chunk: &usize| batch * tokens.div_ceil(*chunk) * form.slots >= enough;
+        let longest = [256, 128, 64].into_iter().find(fills).unwrap_or(32);
+        // Chunks of one sequence are of equal lengths.
+        let chunk = tokens.div_ceil(tokens.div_ceil(longest));
+        let chunks = tokens.div_ceil(chunk);
+        let count = batch * chunks * form.slots;
+        let Some(cubes) = spread(count, hardware.max_cube_count) else {
+            return Err(Refusal::TooLarge { what: "cubes", got: count, most: most / UNITS });
+        };
+        Ok(Self { client, dims, columns, x, types, form, chunk, chunks, cubes })
+    }
+
+    fn sizes(&self) -> SizesLaunch<R> {
+        let cubes = self.dims.batch * self.chunks * self.form.slots;
+        let [tokens, chunk, chunks, cubes] =
+            [self.dims.tokens, self.chunk, self.chunks, cubes].map(|size| size as u32);
+        SizesLaunch::new(tokens, chunk, chunks, cubes)
+    }
+
+    fn operands<F: Float, G: Float, N: Size>(&self) -> OperandsLaunch<F, G, N, R> {
+        let Dims { batch, tokens, window } = self.dims;
+        let Form { columns, convolved, .. } = self.form;
+        let all = batch * tokens * columns;
+        let numbers = self.form.has_numbers();
+        let (rates, steps) = self.decays().unwrap_or((0, 0));
+        let of = |handle: Option<&Handle>, len: usize| handle.map(|handle| array(handle, len));
+        let tail = self.x.tail.filter(|_| window > 1);
+        OperandsLaunch::new(
+            array(self.x.x, all),
+            numbers.then(|| array(self.x.x, all)).into_iter().collect(),
+            of(self.x.weight, window * convolved).into_iter().collect(),
+            of(self.x.bias, convolved).into_iter().collect(),
+            of(tail, batch * (window - 1) * convolved).into_iter().collect(),
+            of(self.x.a_log, rates).into_iter().collect(),
+            of(self.x.dt_bias, steps).into_iter().collect(),
+        )
+    }
+
+    /// Heads and columns of the log decays.
+    fn decays(&self) -> Option<(usize, usize)> {
+        self.columns.iter().find_map(|part| match part.kind {
+            Kind::LogDecay { heads } => Some((heads, part.width)),
+            _ => None,
+        })
+    }
+
+    /// Memory of all gradients.
+    fn gradients(&self) -> Gradients {
+        let Dims { batch, tokens, window } = self.dims;
+        let Form { columns, convolved, .. } = self.form;
+        let Types { rows, weights } = self.types;
+        let (heads, steps) = self.decays().unwrap_or((0, 0));
+        let new =
+            |there: bool, shape: &[usize], dtype| there.then(|| buffer(self.client, shape, dtype));
+        let has = |handle: Option<&Handle>| handle.is_some();
+        Gradients {
+            x: buffer(self.client, &[batch, tokens, columns], rows),
+            weight: new(has(self.x.weight), &[window, convolved], weights),
+            bias: new(has(self.x.bias), &[convolved], weights),
+            tail: new(has(self.x.tail) && window > 1, &[batch, window - 1, convolved], rows),
+            a_log: new(has(self.x.a_log), &[heads], weights),
+            dt_bias: new(has(self.x.dt_bias), &[steps], weights),
+        }
+    }
+
+    /// The second launch backward. `a_log` comes last: its columns are added up by heads.
+    fn add_partials(&self, partials: &Buffer, out: &Gradients, rows: usize) -> Result<(), Refusal> {
+        let tensors = [&out.weight, &out.bias, &out.dt_bias, &out.a_log];
+        let (heads, steps) = self.decays().unwrap_or((1, 1));
+        let form = SumForm {
+            source: super::SOURCE,
+            lengths: tensors.into_iter().flatten().map(Buffer::len).collect(),
+            columns: self.form.sums,
+            last: if out.a_log.is_some() { heads } else { 0 },
+            group: steps / heads,
+        };
+        let largest = self.client.properties().hardware.max_cube_count;
+        let count = form.all().div_ceil(COLUMNS);
+        let most = u32::MAX as usize / UNITS;
+        let cubes = spread(count, largest);
+        let cubes = cubes.ok_or(Refusal::TooLarge { what: "cubes", got: count, most })?;
+        // SAFETY: units past the last column or row read and store nothing.
+        #[allow(unsafe_code)]
+        unsafe {
+            add_rows::launch_unchecked::<R>(
+                self.client,
+                cubes,
+                CubeDim::new_1d(UNITS as u32),
+                whole(partials),
+                tensors.into_iter().flatten().map(whole).collect(),
+                rows as u32,
+                form,
+                self.types.weights,
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,1 +1,382 @@
 //! Cross-entropy of logits, and its gradient in their place.
+//! ```text
+//! z_m      = logits_m + bias
+//! loss_m   = scale (logsumexp(z_m) - z_m[target_m])
+//! dz_m     = scale (softmax(z_m) - onehot(target_m))           overwrites logits_m
+//!
+//! logits: [M, V]    bias: [V]    target: [M]  integers    loss: [M]  f32
+//!
+//! Work:   a team of 8 to 256 units a row, so many that their registers hold the row where 256 can. Each
+//!         unit keeps a maximum and a sum of e^{z - maximum}; those of a team meet in shared memory.
+//! Cost:   one launch. logits are read once (a row too long for registers: twice, from cache) and
+//!         written once. e^{z - maximum} is computed once for a row in registers.
+//! Order:  fixed by V: the same inputs give the same bits.
+//! Edges:  a target outside [0, V) gives a loss and a gradient of NaN. A gradient in f16 needs a `scale`
+//!         that keeps it above 6e-8. M is a run-time value.
+//! ```
+
+use super::embedding::{check_ids, check_numbers, grid, index_of, vector_width};
+use crate::choice::{F32, Refusal, check_type};
+use crate::launch::{Buffer, array, buffer, whole};
+use crate::rowwise::UNITS;
+use cubecl::ir::StorageType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+/// Numbers of a row that a unit's registers hold, and most vectors.
+const HELD: usize = 32;
+const MOST_VECTORS: usize = 8;
+/// Fewest units of a team: their vectors fill a sector of memory or more.
+const FEWEST: usize = 8;
+/// What stands for no logit: below all others, and finite.
+const LOWEST: f32 = -3.0e38;
+
+/// Sizes of logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dims {
+    /// M, rows.
+    pub rows: usize,
+    /// V, logits of a row.
+    pub vocab: usize,
+}
+
+/// Types of the tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Types {
+    /// Of logits, and of their gradient.
+    pub logits: StorageType,
+    /// Of the bias; not looked at where there is none.
+    pub bias: StorageType,
+    /// Of target ids: an integer.
+    pub target: StorageType,
+}
+
+/// What [`loss_rows`] is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Form {
+    source: &'static str,
+    /// Numbers of a vector.
+    width: usize,
+    /// Units of a row.
+    team: usize,
+    /// Vectors that a unit holds at once.
+    held: usize,
+    /// Whether a team holds a whole row at once.
+    whole: bool,
+    biased: bool,
+    gradient: bool,
+}
+
+impl Form {
+    fn new(vocab: usize, width: usize, biased: bool, gradient: bool) -> Self {
+        let vectors = vocab / width;
+        let most = (HELD / width).min(MOST_VECTORS);
+        let team = vectors.div_ceil(most).next_power_of_two().clamp(FEWEST, UNITS);
+        let held = vectors.div_ceil(team).min(most);
+        let whole = vectors <= team * held;
+        Self { source: super::SOURCE, width, team, held, whole, biased, gradient }
+    }
+
+    /// Rows of a cube.
+    fn rows(&self) -> usize {
+        UNITS / self.team
+    }
+}
+
+/// Losses of all rows, `[M]`, f32, in one launch. `gradient` overwrites `logits` with their gradient.
+///
+/// # Errors
+/// [`Refusal`] names what the kernel cannot take; then nothing was launched.
+#[allow(clippy::too_many_arguments)] // the formula's symbols, one by one
+pub fn rows<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    logits: &Handle,
+    bias: Option<&Handle>,
+    target: &Handle,
+    scale: f32,
+    gradient: bool,
+    types: Types,
+) -> Result<Buffer, Refusal> {
+    let Dims { rows, vocab } = dims;
+    check_numbers(rows, vocab)?;
+    check_type(client, types.logits)?;
+    check_ids(client, types.target)?;
+    // A bias that is not there: any tensor would do, and none is read.
+    let (bias_type, biases) = if bias.is_some() { (types.bias, vocab) } else { (types.logits, 1) };
+    check_type(client, bias_type)?;
+    let given = bias.unwrap_or(logits);
+    let width = vector_width(client, vocab, &[(logits, types.logits), (given, bias_type)]);
+    let form = Form::new(vocab, width, bias.is_some(), gradient);
+    let cubes = grid(client, rows.div_ceil(form.rows()))?;
+    let loss = buffer(client, &[rows], F32);
+    // SAFETY: units past the last row or vector repeat it and store nothing, and no target outside the
+    // row is looked up.
+    #[allow(unsafe_code)]
+    unsafe {
+        loss_rows::launch_unchecked::<R>(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS as u32),
+            array(logits, rows * vocab),
+            array(given, biases.max(width)),
+            array(target, rows),
+            whole(&loss),
+            rows as u32,
+            (vocab / width) as u32,
+            scale,
+            f32::NAN,
+            form,
+            [types.logits, bias_type, types.target],
+            width,
+        );
+    }
+    Ok(loss)
+}
+
+/// The sum of the first `len` numbers of `x`, f32: `[1]`. One launch, or two for a long vector.
+///
+/// # Errors
+/// [`Refusal`] names what the kernels cannot take; then nothing was launched.
+pub fn total<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: &Handle,
+    len: usize,
+) -> Result<Buffer, Refusal> {
+    super::adamw::total(client, x, len)
+}
+
+/// The kernel of [`rows`]. `vectors` are those of a row.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
+fn loss_rows<F: Float, B: Float, I: Int, N: Size>(
+    logits: &mut Array<Vector<F, N>>,
+    bias: &Array<Vector<B, N>>,
+    target: &Array<I>,
+    loss: &mut Array<f32>,
+    rows: u32,
+    vectors: u32,
+    scale: f32,
+    nan: f32,
+    #[comptime] form: Form,
+    #[define(F, B, I)] _types: [StorageType; 3],
+    #[define(N)] _width: usize,
+) {
+    let team = comptime!(form.team);
+    let width = comptime!(form.width);
+    let vectors = vectors as usize;
+    let own = UNIT_POS as usize % team;
+    let row = CUBE_POS * comptime!(form.rows()) + UNIT_POS as usize / team;
+    // Units past the last row repeat it: none may miss a barrier.
+    let row_read = min(row, rows as usize - 1);
+    let start = row_read * vectors;
+    let count = (vectors * width) as u32;
+    let index = index_of::<I>(target[row_read], count);
+    let valid = index < count;
+    let goal = min(index, count - 1) as usize;
+    let scale = select(valid, scale, nan);
+
+    // Read before any unit writes: barriers follow.
+    let at_goal = value_at::<F, B, N>(logits, bias, start, goal, form);
+    let mut held = Array::<Vector<f32, N>>::new(comptime!(form.held));
+    let mut maximum = f32::new(LOWEST);
+    let mut sum = 0.0f32;
+    let stride = comptime!(form.team * form.held);
+    let turns = if comptime!(form.whole) { 1usize.runtime() } else { (vectors - 1) / stride + 1 };
+    for turn in 0..turns {
+        let place = Place { start, first: turn * stride + own, vectors };
+        load::<F, B, N>(&mut held, logits, bias, place, form);
+        let larger = largest::<N>(&held, maximum, form);
+        sum *= f32::exp(maximum - larger);
+        maximum = larger;
+        sum += exponentials::<N>(&mut held, maximum, form);
+    }
+    let joined = join(maximum, sum, form);
+    if own == 0 && row < rows as usize {
+        loss[row] = scale * (joined.maximum - at_goal + f32::ln(joined.sum));
+    }
+    if comptime!(form.gradient) {
+        let mut factor = scale / joined.sum;
+        if comptime!(form.whole) {
+            factor *= f32::exp(maximum - joined.maximum);
+        }
+        let slope = Slope { factor, scale, goal };
+        // Rows past the last one store nothing.
+        let stored = select(row < rows as usize, vectors, 0usize);
+        for turn in 0..turns {
+            let first = turn * stride + own;
+            if comptime!(!form.whole) {
+                load::<F, B, N>(&mut held, logits, bias, Place { start, first, vectors }, form);
+                exponentials::<N>(&mut held, joined.maximum, form);
+            }
+            let place = Place { start, first, vectors: stored };
+            store::<F, N>(logits, &held, place, slope, form);
+        }
+    }
+}
+
+/// Vectors of a row that a unit has at once.
+#[derive(CubeType, Clone, Copy)]
+struct Place {
+    /// The first vector of the row.
+    start: usize,
+    /// The unit's first vector, in the row; the others are a team apart.
+    first: usize,
+    /// Vectors of the row.
+    vectors: usize,
+}
+
+/// A maximum, and the sum of all e^{z - maximum}.
+#[derive(CubeType, Clone, Copy)]
+struct Joined {
+    maximum: f32,
+    sum: f32,
+}
+
+/// What makes a gradient of exponentials.
+#[derive(CubeType, Clone, Copy)]
+struct Slope {
+    /// What an exponential is multiplied by.
+    factor: f32,
+    /// What is taken off at the target.
+    scale: f32,
+    goal: usize,
+}
+
+/// The logit, with its bias, at one place of a row.
+#[cube]
+fn value_at<F: Float, B: Float, N: Size>(
+    logits: &Array<Vector<F, N>>,
+    bias: &Array<Vector<B, N>>,
+    start: usize,
+    at: usize,
+    #[comptime] form: Form,
+) -> f32 {
+    let width = comptime!(form.width);
+    let mut around = Vector::<f32, N>::cast_from(logits[start + at / width]);
+    if comptime!(form.biased) {
+        around += Vector::<f32, N>::cast_from(bias[at / width]);
+    }
+    let mut value = 0.0f32;
+    #[unroll]
+    for l in 0..width {
+        value = select(at % width == l, around[l], value);
+    }
+    value
+}
+
+/// Fills `held` with a unit's logits, and the lowest number past the row's end.
+#[cube]
+fn load<F: Float, B: Float, N: Size>(
+    held: &mut Array<Vector<f32, N>>,
+    logits: &Array<Vector<F, N>>,
+    bias: &Array<Vector<B, N>>,
+    place: Place,
+    #[comptime] form: Form,
+) {
+    #[unroll]
+    for n in 0..comptime!(form.held) {
+        let at = min(place.first + comptime!(n * form.team), place.vectors - 1);
+        held[n] = Vector::<f32, N>::cast_from(logits[place.start + at]);
+    }
+    #[unroll]
+    for n in 0..comptime!(form.held) {
+        let at = place.first + comptime!(n * form.team);
+        if comptime!(form.biased) {
+            held[n] += Vector::<f32, N>::cast_from(bias[min(at, place.vectors - 1)]);
+        }
+        if at >= place.vectors {
+            held[n] = Vector::<f32, N>::new(LOWEST);
+        }
+    }
+}
+
+/// The largest of `held` and `least`.
+#[cube]
+fn largest<N: Size>(held: &Array<Vector<f32, N>>, least: f32, #[comptime] form: Form) -> f32 {
+    let mut most = least;
+    #[unroll]
+    for n in 0..comptime!(form.held) {
+        let vector = held[n];
+        #[unroll]
+        for l in 0..comptime!(form.width) {
+            most = max(most, vector[l]);
+        }
+    }
+    most
+}
+
+/// Makes `held` e^{held - maximum}, and returns the sum.
+#[cube]
+fn exponentials<N: Size>(
+    held: &mut Array<Vector<f32, N>>,
+    maximum: f32,
+    #[comptime] form: Form,
+) -> f32 {
+    let mut sum = 0.0f32;
+    #[unroll]
+    for n in 0..comptime!(form.held) {
+        let powers = Vector::exp(held[n] - Vector::<f32, N>::new(maximum));
+        #[unroll]
+        for l in 0..comptime!(form.width) {
+            sum += powers[l];
+        }
+        held[n] = powers;
+    }
+    sum
+}
+
+/// The maximum and sum of a team, from those of its units.
+#[cube]
+fn join(maximum: f32, sum: f32, #[comptime] form: Form) -> Joined {
+    let unit = UNIT_POS as usize;
+    let own = unit % comptime!(form.team);
+    let mut maxima = SharedMemory::<f32>::new(UNITS);
+    let mut sums = SharedMemory::<f32>::new(UNITS);
+    maxima[unit] = maximum;
+    sums[unit] = sum;
+    sync_cube();
+    #[unroll]
+    for level in 0..comptime!(form.team.ilog2()) {
+        let half = comptime!(form.team >> (level + 1));
+        if own < half {
+            let most = max(maxima[unit], maxima[unit + half]);
+            let mine = sums[unit] * f32::exp(maxima[unit] - most);
+            sums[unit] = mine + sums[unit + half] * f32::exp(maxima[unit + half] - most);
+            maxima[unit] = most;
+        }
+        sync_cube();
+    }
+    Joined { maximum: maxima[unit - own], sum: sums[unit - own] }
+}
+
+/// Writes a unit's gradients, from its exponentials.
+#[cube]
+fn store<F: Float, N: Size>(
+    logits: &mut Array<Vector<F, N>>,
+    held: &Array<Vector<f32, N>>,
+    place: Place,
+    slope: Slope,
+    #[comptime] form: Form,
+) {
+    let width = comptime!(form.width);
+    #[unroll]
+    for n in 0..comptime!(form.held) {
+        let at = place.first + comptime!(n * form.team);
+        let powers = held[n];
+        let mut out = Vector::<F, N>::empty();
+        #[unroll]
+        for l in 0..width {
+            let value = powers[l] * slope.factor;
+            let is_goal = at * width + l == slope.goal;
+            out[l] = F::cast_from(select(is_goal, value - slope.scale, value));
+        }
+        if at < place.vectors {
+            logits[place.start + at] = out;
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "cross_entropy_tests.rs"]
+mod tests;

@@ -11,7 +11,7 @@ use super::{ConfigError, Cost, LARGEST, Shared, positive};
 use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::activation::{gelu, relu, sigmoid};
-use burn::tensor::{Tensor, TensorData, backend::Backend};
+use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
 /// An entry of a model's list of layers: a layer, or several that are repeated together.
@@ -396,6 +396,20 @@ impl<B: LinearAttentionBackend> SwiGlu<B> {
         };
         self.down_proj.forward(inner)
     }
+
+    /// Whether [`packed`](Self::packed) does the same, and is faster.
+    fn packs(&self, canon: &Canon<B>, x: &Tensor<B, 3>) -> bool {
+        !self.smooth && canon.inside_mlp.is_empty() && x.dims()[1] > 1
+    }
+
+    /// As [`forward`](Self::forward), gate and value by one product. For a few rows that would only read
+    /// all weights twice.
+    fn packed<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        let weights = vec![self.gate_proj.weight.val(), self.up_proj.weight.val()];
+        let both = ops::affine(x.clone(), ops::pack(weights, x.dtype()), None)
+            .expect("`x` has the width that the layer was made for");
+        self.down_proj.forward(ops::gated_halves(both, Activation::Silu))
+    }
 }
 
 /// Two linear layers with GELU between them.
@@ -579,6 +593,11 @@ pub enum Mlp<B: Backend> {
 }
 
 impl<B: Backend> Mlp<B> {
+    /// Whether it takes rows of a narrower type than its weights.
+    fn takes_bf16(&self) -> bool {
+        matches!(self, Mlp::Identity(_) | Mlp::SwiGlu(_) | Mlp::Gelu(_))
+    }
+
     fn norm(&self) -> &Norm<B> {
         match self {
             Mlp::Identity(norm)
@@ -591,12 +610,13 @@ impl<B: Backend> Mlp<B> {
 }
 
 impl<B: LinearAttentionBackend> Mlp<B> {
-    /// What is added to the residual, `[B, T, D]`.
+    /// What is added to the residual, `[B, T, D]`, from normalised rows.
     fn forward(&self, x: Tensor<B, 3>, canon: &Canon<B>, tails: &mut Tails<B>) -> Tensor<B, 3> {
-        let x = tails.canon(canon.before_mlp.as_ref(), self.norm().forward(x));
+        let x = tails.canon(canon.before_mlp.as_ref(), x);
         let mut inside = canon.inside_mlp.iter();
         match self {
             Mlp::Identity(_) => x,
+            Mlp::SwiGlu((_, mlp)) if mlp.packs(canon, &x) => mlp.packed(x),
             Mlp::SwiGlu((_, mlp)) => mlp.through(x, |x| tails.canon(inside.next(), x)),
             Mlp::Gelu((_, mlp)) => mlp.through(x, |x| tails.canon(inside.next(), x)),
             Mlp::Rwkv7((_, mlp)) => tails.through(|last| mlp.forward(x, last)),
@@ -672,6 +692,17 @@ impl<B: LinearAttentionBackend> Block<B> {
         state: Option<BlockState<B>>,
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, BlockState<B>) {
+        let (x, state) = self.forward_residual(Residual::new(x), state, shared);
+        (x.sum(), state)
+    }
+
+    /// As [`forward`](Self::forward); what the layer adds last waits for the next norm.
+    pub(super) fn forward_residual(
+        &self,
+        x: Residual<B>,
+        state: Option<BlockState<B>>,
+        shared: &mut Shared<B>,
+    ) -> (Residual<B>, BlockState<B>) {
         self.run(x, state, |x, state| self.attn.forward_shared(x, state, shared))
     }
 
@@ -684,31 +715,84 @@ impl<B: LinearAttentionBackend> Block<B> {
         state: Option<BlockState<B>>,
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 2>, BlockState<B>) {
-        let (y, state) = self.run(x.unsqueeze_dim(1), state, |x, state| {
+        let (x, state) = self.step_residual(Residual::new(x.unsqueeze_dim(1)), state, shared);
+        (x.sum().squeeze_dim(1), state)
+    }
+
+    /// As [`step`](Self::step), over `[B, 1, D]`.
+    pub(super) fn step_residual(
+        &self,
+        x: Residual<B>,
+        state: Option<BlockState<B>>,
+        shared: &mut Shared<B>,
+    ) -> (Residual<B>, BlockState<B>) {
+        self.run(x, state, |x, state| {
             let (y, state) = self.attn.step_shared(x.squeeze_dim(1), state, shared);
             (y.unsqueeze_dim(1), state)
-        });
-        (y.squeeze_dim(1), state)
+        })
     }
 
     fn run(
         &self,
-        x: Tensor<B, 3>,
+        x: Residual<B>,
         state: Option<BlockState<B>>,
         mix: impl FnOnce(Tensor<B, 3>, Option<MixerState<B>>) -> (Tensor<B, 3>, MixerState<B>),
-    ) -> (Tensor<B, 3>, BlockState<B>) {
+    ) -> (Residual<B>, BlockState<B>) {
         let (mixer, before) = match state {
             Some(state) => (Some(state.mixer), state.tails),
             None => (None, vec![]),
         };
         let mut tails = Tails { before: before.into_iter(), next: vec![] };
-        let h = tails.canon(self.canon.before_mixer.as_ref(), self.attn_norm.forward(x.clone()));
-        let (y, mixer) = mix(h, mixer);
-        let x = x + y;
-        let x = match &self.mlp {
-            Some(mlp) => x.clone() + mlp.forward(x, &self.canon, &mut tails),
-            None => x,
-        };
+        let (h, mut x) = x.normalized(&self.attn_norm, self.attn.takes_bf16());
+        let (y, mixer) = mix(tails.canon(self.canon.before_mixer.as_ref(), h), mixer);
+        x.addend = Some(y);
+        if let Some(mlp) = &self.mlp {
+            let (h, sum) = x.normalized(mlp.norm(), mlp.takes_bf16());
+            let y = mlp.forward(h, &self.canon, &mut tails);
+            x = Residual { addend: Some(y), ..sum };
+        }
         (x, BlockState { mixer, tails: tails.next })
+    }
+}
+
+/// The residual stream between layers. The sum with the last layer's output is left to the next norm,
+/// which does both at once.
+#[derive(Debug, Clone)]
+pub(super) struct Residual<B: Backend> {
+    /// The sum so far, `[B, T, D]`.
+    stream: Tensor<B, 3>,
+    /// Added to it before anything reads it; of any type.
+    addend: Option<Tensor<B, 3>>,
+    /// Type of products and recurrences, for layers that take it.
+    dtype: DType,
+}
+
+impl<B: LinearAttentionBackend> Residual<B> {
+    /// A stream whose layers compute in its own type.
+    pub(super) fn new(stream: Tensor<B, 3>) -> Self {
+        let dtype = stream.dtype();
+        Self { stream, addend: None, dtype }
+    }
+
+    /// A stream whose layers compute in type `dtype` where they can.
+    pub(super) fn computed_in(stream: Tensor<B, 3>, dtype: DType) -> Self {
+        Self { stream, addend: None, dtype }
+    }
+
+    /// The sum through `norm`, and the stream with nothing left to add.
+    pub(super) fn normalized(self, norm: &Norm<B>, narrow: bool) -> (Tensor<B, 3>, Self) {
+        let Self { stream, addend, dtype } = self;
+        let own = if narrow { dtype } else { stream.dtype() };
+        let (y, stream) = norm.add_forward(stream, addend, own);
+        (y, Self { stream, addend: None, dtype })
+    }
+
+    /// The sum, with nothing left to add.
+    pub(super) fn sum(self) -> Tensor<B, 3> {
+        let dtype = self.stream.dtype();
+        match self.addend {
+            Some(addend) => self.stream + ops::typed(addend, dtype),
+            None => self.stream,
+        }
     }
 }

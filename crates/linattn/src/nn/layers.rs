@@ -2,9 +2,9 @@
 
 use super::ConfigError;
 pub(crate) use crate::ops::softplus;
-use crate::ops::{self, Activation, LinearAttentionBackend};
+use crate::ops::{self, Activation, LinearAttentionBackend, Measure};
 use burn::module::{Initializer, Module, ModuleMapper, Param};
-use burn::nn::{LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig};
+use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -176,8 +176,7 @@ pub(crate) fn standardize<B: LinearAttentionBackend, const D: usize>(
     x: Tensor<B, D>,
     epsilon: f64,
 ) -> Tensor<B, D> {
-    let mean = x.clone().mean_dim(D - 1);
-    rms_normalize(x - mean, epsilon)
+    ops::standardize(x, epsilon)
 }
 
 /// RMSNorm over each head's values, times SiLU (or a sigmoid) of a gate where there is one.
@@ -226,6 +225,18 @@ pub enum NormKind {
     Layer,
 }
 
+/// LayerNorm, `(x - mean) / sqrt(variance + epsilon) * gamma + beta` over the last dimension. Source:
+/// arXiv 1607.06450.
+#[derive(Module, Debug)]
+pub struct LayerNorm<B: Backend> {
+    /// `[D]`.
+    pub gamma: Param<Tensor<B, 1>>,
+    /// `[D]`.
+    pub beta: Param<Tensor<B, 1>>,
+    #[module(skip)]
+    epsilon: f64,
+}
+
 /// A normalisation over the last dimension.
 #[derive(Module, Debug)]
 pub enum Norm<B: Backend> {
@@ -242,9 +253,11 @@ impl<B: Backend> Norm<B> {
             NormKind::Rms => {
                 Norm::Rms(RmsNormConfig::new(width).with_epsilon(epsilon).init(device))
             }
-            NormKind::Layer => {
-                Norm::Layer(LayerNormConfig::new(width).with_epsilon(epsilon).init(device))
-            }
+            NormKind::Layer => Norm::Layer(LayerNorm {
+                gamma: Initializer::Ones.init([width], device),
+                beta: Initializer::Zeros.init([width], device),
+                epsilon,
+            }),
         }
     }
 }
@@ -252,9 +265,27 @@ impl<B: Backend> Norm<B> {
 impl<B: LinearAttentionBackend> Norm<B> {
     /// Normalises the last dimension.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        match self {
-            Norm::Rms(norm) => rms_norm(norm, x, None),
-            Norm::Layer(norm) => in_f32(norm, x, LayerNorm::forward),
+        let dtype = x.dtype();
+        self.add_forward(x, None, dtype).0
+    }
+
+    /// Adds `addend` to `x`, where there is one: gives the sum normalised, in type `dtype`, and the sum
+    /// itself, in the type of `x`.
+    pub(crate) fn add_forward<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        addend: Option<Tensor<B, D>>,
+        dtype: DType,
+    ) -> (Tensor<B, D>, Tensor<B, D>) {
+        let (measure, weight, bias) = match self {
+            Norm::Rms(norm) => ((Measure::RootMeanSquare, norm.epsilon), norm.gamma.val(), None),
+            Norm::Layer(norm) => {
+                ((Measure::Standard, norm.epsilon), norm.gamma.val(), Some(norm.beta.val()))
+            }
+        };
+        match addend {
+            Some(addend) => ops::add_normalize(addend, Some(x), measure, (weight, bias), dtype),
+            None => ops::add_normalize(x, None, measure, (weight, bias), dtype),
         }
     }
 }

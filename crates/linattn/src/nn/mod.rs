@@ -12,6 +12,7 @@ mod features;
 mod layers;
 pub mod mixers;
 mod model;
+mod projection;
 mod rope;
 mod shared;
 pub(crate) mod state;

@@ -1,14 +1,14 @@
 //! A language model: token embedding, layers, norm, and logits over the vocabulary.
 
 use super::auto_encoder::Decoder;
-use super::block::{Block, BlockState, LayerConfig, LayerEntry};
+use super::block::{Block, BlockState, LayerConfig, LayerEntry, Residual};
 use super::layers::{INIT_STD, Linear, Norm, NormKind, check_epsilon, linear, linear_with_bias};
 use super::shared::{Shared, Sources};
 use super::{ConfigError, Cost, LARGEST, positive};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig};
-use burn::tensor::{Int, Tensor, backend::Backend};
+use burn::tensor::{DType, Int, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
 /// A language model, as TOML spells it.
@@ -155,6 +155,7 @@ impl LanguageModelConfig {
             }),
             decoder: (self.head == HeadKind::AutoEncoder)
                 .then(|| Decoder::new(self.d_model, self.norm, self.norm_eps, device)),
+            precision: None,
         };
         let linear = self.initializer_range / INIT_STD;
         let residual = linear / (residual_writes as f64).sqrt();
@@ -222,6 +223,9 @@ pub struct LanguageModel<B: Backend> {
     norm: Norm<B>,
     lm_head: Option<Linear<B>>,
     decoder: Option<Decoder<B>>,
+    /// Type of products and recurrences; the weights' own if absent.
+    #[module(skip)]
+    precision: Option<DType>,
 }
 
 /// What every layer keeps between tokens.
@@ -254,15 +258,16 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         ids: Tensor<B, 2, Int>,
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 3>, LanguageModelState<B>) {
-        let x = self.dropout.forward(self.embeddings.forward(ids));
-        let run =
-            |block: &Block<B>, x, state, shared: &mut Shared<B>| block.forward(x, state, shared);
-        let (x, state) = self.through_layers(x, state, run);
+        let x = ops::embedding(self.embeddings.weight.val(), ids);
+        let run = |block: &Block<B>, x, state, shared: &mut Shared<B>| {
+            block.forward_residual(x, state, shared)
+        };
+        let (x, state) = self.through_layers(self.dropout.forward(x), state, run);
         let x = match &self.decoder {
-            Some(decoder) => decoder.forward(x),
+            Some(decoder) => Residual::new(decoder.forward(x.sum())),
             None => x,
         };
-        (self.norm.forward(x), state)
+        (x.normalized(&self.norm, true).0, state)
     }
 
     /// Whether the logits of a position depend on what comes after it, as an auto-encoder's do: then
@@ -291,10 +296,12 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 2>, LanguageModelState<B>) {
         assert!(!self.needs_whole_sequences(), "an auto-encoder answers whole sequences");
-        let x = self.embeddings.forward(ids.unsqueeze_dim(1)).squeeze_dim::<2>(1);
-        let run = |block: &Block<B>, x, state, shared: &mut Shared<B>| block.step(x, state, shared);
+        let x = ops::embedding(self.embeddings.weight.val(), ids.unsqueeze_dim(1));
+        let run = |block: &Block<B>, x, state, shared: &mut Shared<B>| {
+            block.step_residual(x, state, shared)
+        };
         let (x, state) = self.through_layers(x, state, run);
-        (self.logits(self.norm.forward(x)), state)
+        (self.logits(x.normalized(&self.norm, true).0).squeeze_dim(1), state)
     }
 
     /// `[.., D]` from [`hidden`](Self::hidden) to `[.., vocab]`.
@@ -302,25 +309,66 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         match &self.lm_head {
             Some(head) => head.forward(hidden),
             None => {
-                burn::tensor::module::linear(hidden, self.embeddings.weight.val().transpose(), None)
+                let table = ops::typed(self.embeddings.weight.val(), hidden.dtype());
+                burn::tensor::module::linear(hidden, table.transpose(), None)
             }
         }
     }
 
-    fn through_layers<const D: usize>(
+    /// Rows of `hidden`, `[B, T, D]`, at flat positions, `[M]`: `[M, D]`. All of them, in their order,
+    /// where no positions are given.
+    pub fn rows_at(
         &self,
-        mut x: Tensor<B, D>,
+        hidden: Tensor<B, 3>,
+        positions: Option<Tensor<B, 1, Int>>,
+    ) -> Tensor<B, 2> {
+        let [batch, tokens, width] = hidden.dims();
+        let rows = hidden.reshape([batch * tokens, width]);
+        match positions {
+            Some(positions) => ops::select_rows(rows, positions),
+            None => rows,
+        }
+    }
+
+    /// `scale` times the sum of the cross-entropies of rows from [`hidden`](Self::hidden), `[M, D]`, in
+    /// nats, against the right ids, `[M]`: `[1]`, in f32 (f64 for f64 rows). Logits are not kept.
+    pub fn cross_entropy(
+        &self,
+        hidden: Tensor<B, 2>,
+        target: Tensor<B, 1, Int>,
+        scale: f64,
+    ) -> Tensor<B, 1> {
+        let (weight, bias) = match &self.lm_head {
+            Some(head) => ((head.weight.val(), false), head.bias.as_ref().map(Param::val)),
+            None => ((self.embeddings.weight.val(), true), None),
+        };
+        ops::linear_cross_entropy(hidden, weight, bias, target, scale)
+    }
+
+    /// The same model with products and recurrences in type `precision` wherever a layer takes it: today
+    /// DeltaNet, Gated DeltaNet, SwiGLU and GELU MLPs, and the logits. Weights, residual stream, norms'
+    /// statistics, gates, states and losses stay in the weights' type.
+    #[must_use]
+    pub fn with_precision(self, precision: DType) -> Self {
+        Self { precision: Some(precision), ..self }
+    }
+
+    fn through_layers(
+        &self,
+        mut x: Tensor<B, 3>,
         state: Option<LanguageModelState<B>>,
         run: impl Fn(
             &Block<B>,
-            Tensor<B, D>,
+            Residual<B>,
             Option<BlockState<B>>,
             &mut Shared<B>,
-        ) -> (Tensor<B, D>, BlockState<B>),
-    ) -> (Tensor<B, D>, LanguageModelState<B>) {
+        ) -> (Residual<B>, BlockState<B>),
+    ) -> (Residual<B>, LanguageModelState<B>) {
         if let Some(norm) = &self.pre_norm {
             x = norm.forward(x);
         }
+        let dtype = self.precision.unwrap_or(x.dtype());
+        let mut x = Residual::computed_in(x, dtype);
         let mut before = match state {
             Some(state) => {
                 assert_eq!(state.layers.len(), self.layers.len(), "the state of another model");

@@ -2,8 +2,8 @@
 
 use super::autodiff::Pass;
 use super::fused::{
-    self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
-    Moments, Normalization,
+    self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
+    LinearLayer, Moments, Normalization, Pack,
 };
 use super::mesa::{self, Normal};
 use super::scan::{self, Scan, Scanned};
@@ -192,10 +192,7 @@ pub trait LinearAttentionBackend: Backend {
     /// Rows normalised in one piece: `y`, and the sum where there is a residual. As every method that
     /// begins with `fused`: None where this backend, or the device, has no such piece for these tensors,
     /// and a backward pass where `keep` asks for one.
-    fn fused_normalize(
-        _x: Normalization<FloatTensor<Self>>,
-        _keep: bool,
-    ) -> Option<Pass<Self>> {
+    fn fused_normalize(_x: Normalization<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }
 
@@ -205,10 +202,7 @@ pub trait LinearAttentionBackend: Backend {
     }
 
     /// A product with an activated gate.
-    fn fused_gated_product(
-        _x: GatedProduct<FloatTensor<Self>>,
-        _keep: bool,
-    ) -> Option<Pass<Self>> {
+    fn fused_gated_product(_x: GatedProduct<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }
 
@@ -230,6 +224,11 @@ pub trait LinearAttentionBackend: Backend {
         _x: LinearCrossEntropy<FloatTensor<Self>, IntTensor<Self>>,
         _keep: bool,
     ) -> Option<Pass<Self>> {
+        None
+    }
+
+    /// Matrices side by side.
+    fn fused_pack(_x: Pack<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }
 

@@ -3,8 +3,8 @@
 //! Bodies stay off the stream on purpose: it promises shapes and types before it computes anything,
 //! and the kernels, or tensor operations that are not fused, are what the tests hold to the truth.
 
-use super::backend::{Forward, Hidden, LinearAttentionBackend, Operands, Path, Saved};
 use super::autodiff::Pass;
+use super::backend::{Forward, Hidden, LinearAttentionBackend, Operands, Path, Saved};
 use super::fused::{self, LinearLayer};
 use burn::tensor::{DType, Shape, TensorMetadata, ops::FloatTensor};
 use burn_fusion::{

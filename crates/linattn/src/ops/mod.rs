@@ -38,17 +38,18 @@ mod scan;
 mod triangular;
 mod vector_decay;
 
-pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Read, Saved};
-pub use mesa::{Mesa, Normal, mesa, mesa_step};
 pub use autodiff::{BackwardPass, Pass};
+pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Read, Saved};
 pub use fused::{
-    Activation, AdamW, AdamWStep, Clip, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
-    LinearCrossEntropy, LinearLayer, Measure, Moments, Normalization, adamw_step, global_norm,
+    Activation, AdamW, AdamWStep, Clip, Column, ColumnKind, ConvSplit, Embedding, GatedProduct,
+    HeadNorm, LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Moments, Normalization, Pack,
+    adamw_step, global_norm,
 };
 pub(crate) use fused::{
     add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy,
-    next_conv_state, rms_normalize, select_rows,
+    next_conv_state, pack, rms_normalize, select_rows, standardize,
 };
+pub use mesa::{Mesa, Normal, mesa, mesa_step};
 pub use scan::{Complex, Scan, ScanField, Scanned, complex_scan, linear_scan, linear_scan_step};
 pub(crate) use triangular::solve_unit_lower;
 
@@ -371,7 +372,7 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
         }
     }
     let tail = tail.map(|tail| typed(tail, x.dtype()));
-    let next = next_conv_state(&x, tail.clone(), channels, width);
+    let next = next_conv_state(&x, tail.clone(), (0, channels), width);
     let kind = ColumnKind::Conv { activation, norm: None };
     let mut outputs = conv_split::<B>(ConvSplit {
         x: primitive(x),

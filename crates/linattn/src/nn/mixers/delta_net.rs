@@ -10,14 +10,14 @@
 //! eigenvalues).
 
 use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
-use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, scaled_queries, split_heads,
-};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
+use crate::nn::projection::{DecayParams, Projection, head_norm, project};
 use crate::nn::{ConfigError, Cost, Linear, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
+use crate::ops::{
+    self, ColumnKind, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult,
+};
 use burn::module::{Module, Param};
-use burn::tensor::activation::sigmoid;
 use burn::tensor::{Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -224,24 +224,41 @@ impl<B: LinearAttentionBackend> DeltaNet<B> {
         let tokens = x.dims()[1];
         let (memory, mut before, position) = MatrixState::parts(state);
         let mut tails = vec![];
-        let mut project =
-            |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
-        let q = scaled_queries(project(&self.q_proj, &self.q_conv1d, self.key_heads));
-        let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
-        let v = project(&self.v_proj, &self.v_conv1d, self.heads);
-        let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
         let inputs =
-            DeltaRule { g: self.log_decay(&x).map(Decay::Scalar), ..DeltaRule::new(q, k, v, beta) };
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
+            project(&x, &self.projections(), self.decay().as_ref(), &mut before, &mut tails);
+        let mut inputs = inputs.into_iter();
+        let mut next = || inputs.next().expect("an output for each projection");
+        let heads = |x, heads| split_heads(x, heads);
+        let (q, k) = (heads(next(), self.key_heads), heads(next(), self.key_heads));
+        let (v, beta) = (heads(next(), self.heads), next());
+        let g = self.a_proj.as_ref().map(|_| Decay::Scalar(next()));
+        let gate = self.g_proj.as_ref().map(|_| heads(next(), self.heads));
+        let (o, memory) = op(DeltaRule { g, ..DeltaRule::new(q, k, v, beta) }, memory)
+            .expect("the projections made the shapes");
         let y = self.o_proj.forward(merge_heads(self.o_norm.forward(o, gate)));
         (y, MatrixState { memory, tails, position: position + tokens })
     }
 
-    fn log_decay(&self, x: &Tensor<B, 3>) -> Option<Tensor<B, 3>> {
-        let (a_proj, a_log, dt_bias) =
-            (self.a_proj.as_ref()?, self.a_log.as_ref()?, self.dt_bias.as_ref()?);
-        Some(log_decay(a_proj.forward(x.clone()), a_log, dt_bias))
+    /// q, k, v, beta, then log decay and output gate where there are any.
+    fn projections(&self) -> Vec<Projection<'_, B>> {
+        let keys = self.q_proj.weight.dims()[1];
+        let scale = ((keys / self.key_heads) as f64).powf(-0.5);
+        let norm = |factor| head_norm(keys, self.key_heads, factor);
+        let beta = ColumnKind::Beta { scale: self.beta_scale };
+        let convolved = [
+            Projection::silu(&self.q_proj, &self.q_conv1d, norm(scale)),
+            Projection::silu(&self.k_proj, &self.k_conv1d, norm(1.0)),
+            Projection::silu(&self.v_proj, &self.v_conv1d, None),
+            Projection::plain(&self.b_proj, beta),
+        ];
+        let decay = self.a_proj.as_ref().map(|a| Projection::plain(a, ColumnKind::LogDecay));
+        let gate = self.g_proj.as_ref().map(|g| Projection::plain(g, ColumnKind::Copy));
+        convolved.into_iter().chain(decay).chain(gate).collect()
+    }
+
+    fn decay(&self) -> Option<DecayParams<'_, B>> {
+        let (a_log, dt_bias) = (self.a_log.as_ref()?, self.dt_bias.as_ref()?);
+        Some(DecayParams { a_log, dt_bias })
     }
 }
 

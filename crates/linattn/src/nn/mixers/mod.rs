@@ -427,6 +427,9 @@ macro_rules! call_mixer {
     ) => {
         call_mixer!($mixer.$method($x, $state, $shared) $($mark)*)
     };
+    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) bf16 $($mark:ident)*) => {
+        call_mixer!($mixer.$method($x, $state, $shared) $($mark)*)
+    };
 }
 
 /// Whether `ignores_position` is among the marks of a mixer in the list below. One that is not marked so
@@ -440,6 +443,19 @@ macro_rules! ignores_position {
     };
     ($other:ident $($mark:ident)*) => {
         ignores_position!($($mark)*)
+    };
+}
+
+/// Whether `bf16` is among the marks of a mixer in the list below.
+macro_rules! takes_bf16 {
+    () => {
+        false
+    };
+    (bf16 $($mark:ident)*) => {
+        true
+    };
+    ($other:ident $($mark:ident)*) => {
+        takes_bf16!($($mark)*)
     };
 }
 
@@ -500,6 +516,14 @@ pub enum Mixer<B: Backend> {
             /// can go on in one batch.
             pub fn ignores_position(&self) -> bool {
                 match self { $(Self::$name(_) => ignores_position!($($mark)*),)+ }
+            }
+        }
+
+        impl<B: Backend> Mixer<B> {
+            /// Whether it takes activations of 16 bits beside weights of 32. The others work in the type of
+            /// their weights.
+            pub fn takes_bf16(&self) -> bool {
+                match self { $(Self::$name(_) => takes_bf16!($($mark)*),)+ }
             }
         }
 
@@ -593,9 +617,9 @@ mixers! {
     /// Gated slot attention.
     "gsa" Gsa(GsaConfig) ignores_position;
     /// DeltaNet.
-    "deltanet" DeltaNet(DeltaNetConfig) ignores_position;
+    "deltanet" DeltaNet(DeltaNetConfig) ignores_position bf16;
     /// Gated DeltaNet.
-    "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig) ignores_position;
+    "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig) ignores_position bf16;
     /// DeltaProduct.
     "deltaproduct" DeltaProduct(DeltaProductConfig) ignores_position;
     /// Kimi Delta Attention.

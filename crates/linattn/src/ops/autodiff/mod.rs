@@ -6,7 +6,7 @@ pub use node::{BackwardPass, Pass};
 
 use super::backend::{self, Forward, LinearAttentionBackend, Operands, Path, Saved};
 use super::fused::{
-    ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization,
+    ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
 };
 use super::mesa::{self, Normal};
 use super::scan::{self, Scan};
@@ -92,6 +92,13 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         let places = x.refill(std::iter::repeat(()));
         tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
             B::fused_linear(places.refill(tensors), keep)
+        })
+    }
+
+    fn fused_pack(x: Pack<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        let dtype = x.dtype;
+        tracked::<B, C>(x.matrices, keep, |matrices, keep| {
+            B::fused_pack(Pack { matrices, dtype }, keep)
         })
     }
 

@@ -164,7 +164,8 @@ fn of<B: Backend, C: CheckpointStrategy, const N: usize>(
         OpsKind::Tracked(prepared) => prepared,
     };
     let Pass { mut outputs, backward } = forward(plain, true)?;
-    let backward = Kept::new(Some(backward.expect("a forward pass that is asked for one gives it")));
+    let backward =
+        Kept::new(Some(backward.expect("a forward pass that is asked for one gives it")));
     if outputs.len() == 1 {
         let state = OperationState { backward, slots: None };
         return Some(vec![prepared.finish(state, outputs.remove(0))]);

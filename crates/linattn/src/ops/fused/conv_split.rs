@@ -2,10 +2,10 @@
 //! norm of heads, beta and log decay.
 
 use super::{Activation, normalize::l2_normalize};
-use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::backend::{LinearAttentionBackend, tensor};
 use crate::ops::{accumulator, softplus, typed};
 use burn::tensor::activation::sigmoid;
-use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
+use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
 /// Heads of unit length: rows of `width` consecutive columns.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -105,22 +105,24 @@ pub(crate) fn conv_split<B: LinearAttentionBackend>(
     }
 }
 
-/// The last `window - 1` tokens of the tail and the first `columns` columns of `x`, `[B, window - 1,
-/// columns]`: the tail of what comes next.
+/// The last `window - 1` tokens of the tail and of some columns of `x` (the first, and how many),
+/// `[B, window - 1, columns]`: the tail of what comes next.
 pub(crate) fn next_conv_state<B: Backend>(
     x: &Tensor<B, 3>,
     tail: Option<Tensor<B, 3>>,
-    columns: usize,
+    (first, columns): (usize, usize),
     window: usize,
 ) -> Tensor<B, 3> {
     let ([batch, tokens, _], before) = (x.dims(), window - 1);
-    let x = x.clone().narrow(2, 0, columns);
-    if tokens >= before {
-        return x.narrow(1, tokens - before, before);
+    let new = before.min(tokens);
+    let part = [0..batch, tokens - new..tokens, first..first + columns];
+    let x = x.clone().slice(part);
+    if new == before {
+        return x;
     }
     let zeros = || Tensor::zeros([batch, before, columns], (&x.device(), x.dtype()));
-    let tail = tail.unwrap_or_else(zeros);
-    Tensor::cat(vec![tail.narrow(1, tokens, before - tokens), x], 1)
+    let tail = typed(tail.unwrap_or_else(zeros), x.dtype());
+    Tensor::cat(vec![tail.narrow(1, new, before - new), x], 1)
 }
 
 /// The convolution's sum over the first C columns of `x`, `[B, T, C]`.
@@ -203,10 +205,4 @@ fn log_decay<B: Backend>(
     let by_head: Tensor<B, 4> = step.reshape([batch, tokens, heads, width / heads]);
     let g = by_head * rate.reshape([1, 1, heads, 1]);
     g.reshape([batch, tokens, width])
-}
-
-/// Checks that `columns` fill `x`.
-pub(in crate::ops) fn fills<T: TensorMetadata>(x: &ConvSplit<T>) -> bool {
-    let width: usize = x.columns.iter().map(|column| column.width).sum();
-    x.x.shape()[2] == width
 }

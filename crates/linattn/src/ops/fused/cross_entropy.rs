@@ -3,7 +3,10 @@
 use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
 use crate::ops::{accumulator, typed};
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{Int, Tensor, ops::{FloatTensor, IntTensor}};
+use burn::tensor::{
+    Int, Tensor,
+    ops::{FloatTensor, IntTensor},
+};
 
 /// `scale * sum_m (logsumexp(z_m) - z_m[target_m])` of the logits `z = hidden W + bias`.
 #[derive(Debug, Clone)]

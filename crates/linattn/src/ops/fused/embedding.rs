@@ -2,7 +2,10 @@
 
 use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
 use crate::ops::typed;
-use burn::tensor::{DType, Int, Tensor, TensorMetadata, ops::{FloatTensor, IntTensor}};
+use burn::tensor::{
+    DType, Int, Tensor, TensorMetadata,
+    ops::{FloatTensor, IntTensor},
+};
 
 /// Rows of a table by number. A number may come several times.
 #[derive(Debug, Clone)]
@@ -15,9 +18,7 @@ pub struct Embedding<T, I> {
     pub dtype: DType,
 }
 
-fn rows<B: LinearAttentionBackend>(
-    e: Embedding<FloatTensor<B>, IntTensor<B>>,
-) -> Tensor<B, 2> {
+fn rows<B: LinearAttentionBackend>(e: Embedding<FloatTensor<B>, IntTensor<B>>) -> Tensor<B, 2> {
     if let Some(pass) = B::fused_embedding(e.clone(), false) {
         return tensor(pass.outputs.into_iter().next().expect("a table has rows"));
     }

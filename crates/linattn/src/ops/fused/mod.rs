@@ -12,6 +12,7 @@ mod gated_product;
 mod linear;
 mod normalize;
 mod optimizer;
+mod pack;
 
 #[cfg(feature = "cpu")]
 pub(super) use conv_split::fills;
@@ -27,10 +28,12 @@ pub use linear::LinearLayer;
 pub(crate) use linear::linear;
 #[cfg(feature = "fusion")]
 pub(super) use linear::linear_primitive;
-pub(crate) use normalize::{add_normalize, l2_normalize, normalize, rms_normalize};
 pub use normalize::{Measure, Normalization};
+pub(crate) use normalize::{add_normalize, l2_normalize, rms_normalize, standardize};
 pub use optimizer::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
 pub(super) use optimizer::{norm_in_tensor_ops, step_in_tensor_ops};
+pub(crate) use pack::pack;
+pub use pack::{MOST_PACKED, Pack};
 
 /// A gate's or a convolution's activation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

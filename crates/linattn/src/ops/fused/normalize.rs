@@ -131,6 +131,27 @@ pub(crate) fn normalize<B: LinearAttentionBackend, const D: usize>(
     }
 }
 
+/// Rows of `x` normalised in its own type, without residual, weight, bias or gate.
+fn plain<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    measure: Measure,
+    epsilon: f64,
+) -> Normalization<FloatTensor<B>> {
+    let dtype = x.dtype();
+    Normalization {
+        x: primitive(x),
+        residual: None,
+        weight: None,
+        bias: None,
+        gate: None,
+        activation: Activation::Silu,
+        measure,
+        epsilon,
+        factor: 1.0,
+        dtype,
+    }
+}
+
 /// RMSNorm over the last dimension, `x / sqrt(mean x^2 + epsilon)`, times a weight for each column and an
 /// activated gate, where they are given, in the type of `x`.
 /// # Panics
@@ -143,19 +164,21 @@ pub(crate) fn rms_normalize<B: LinearAttentionBackend, const D: usize>(
 ) -> Tensor<B, D> {
     let dtype = x.dtype();
     let activation = gate.as_ref().map_or(Activation::Silu, |(activation, _)| *activation);
-    let n = Normalization {
-        x: primitive(x),
-        residual: None,
+    normalize(Normalization {
         weight: weight.map(primitive),
-        bias: None,
         gate: gate.map(|(_, gate)| primitive(typed(gate, dtype))),
         activation,
-        measure: Measure::RootMeanSquare,
-        epsilon,
-        factor: 1.0,
-        dtype,
-    };
-    normalize(n).0
+        ..plain(x, Measure::RootMeanSquare, epsilon)
+    })
+    .0
+}
+
+/// LayerNorm over the last dimension without weight and bias.
+pub(crate) fn standardize<B: LinearAttentionBackend, const D: usize>(
+    x: Tensor<B, D>,
+    epsilon: f64,
+) -> Tensor<B, D> {
+    normalize(plain(x, Measure::Standard, epsilon)).0
 }
 
 /// Rows of length `factor`: `factor x / sqrt(sum x^2 + 1e-6)` over the last dimension.
@@ -163,20 +186,7 @@ pub(crate) fn l2_normalize<B: LinearAttentionBackend, const D: usize>(
     x: Tensor<B, D>,
     factor: f64,
 ) -> Tensor<B, D> {
-    let dtype = x.dtype();
-    let n = Normalization {
-        x: primitive(x),
-        residual: None,
-        weight: None,
-        bias: None,
-        gate: None,
-        activation: Activation::Silu,
-        measure: Measure::Length,
-        epsilon: LENGTH_EPSILON,
-        factor,
-        dtype,
-    };
-    normalize(n).0
+    normalize(Normalization { factor, ..plain(x, Measure::Length, LENGTH_EPSILON) }).0
 }
 
 /// A norm with weight and bias in front of a layer: `h = x + residual` and `y`, its normalised rows in
@@ -191,16 +201,11 @@ pub(crate) fn add_normalize<B: LinearAttentionBackend, const D: usize>(
     dtype: DType,
 ) -> (Tensor<B, D>, Tensor<B, D>) {
     let n = Normalization {
-        x: primitive(x.clone()),
         residual: residual.map(primitive),
         weight: Some(primitive(weight)),
         bias: bias.map(primitive),
-        gate: None,
-        activation: Activation::Silu,
-        measure,
-        epsilon,
-        factor: 1.0,
         dtype,
+        ..plain(x.clone(), measure, epsilon)
     };
     let (y, h) = normalize(n);
     (y, h.unwrap_or(x))

@@ -1,0 +1,118 @@
+//! Gated products and their gradients against f64.
+
+use super::*;
+use crate::fused::norm::tests::{Desk, everywhere};
+use crate::tests::Rows;
+use linattn_oracle::assert_close;
+
+fn sigmoid(z: f64) -> f64 {
+    1.0 / (1.0 + (-z).exp())
+}
+
+pub(crate) fn activated(z: f64, activation: Activation) -> f64 {
+    match activation {
+        Activation::Identity => z,
+        Activation::Silu => z * sigmoid(z),
+        Activation::Sigmoid => sigmoid(z),
+    }
+}
+
+/// The derivative of [`activated`], as a central difference with an error of 1e-12 or so.
+pub(crate) fn slope(z: f64, activation: Activation) -> f64 {
+    const STEP: f64 = 1e-3;
+    let f = |n: f64| activated(z + n * STEP, activation);
+    (8.0 * (f(1.0) - f(-1.0)) - (f(2.0) - f(-2.0))) / (12.0 * STEP)
+}
+
+/// Halves of packed rows.
+fn halves(x: &[f64], width: usize) -> [Vec<f64>; 2] {
+    let half = |from: usize| {
+        x.chunks_exact(2 * width).flat_map(|row| row[from..from + width].to_vec()).collect()
+    };
+    [half(0), half(width)]
+}
+
+fn limit(rows: Rows) -> f64 {
+    if rows == Rows::F32 { 1e-6 } else { 8e-3 }
+}
+
+fn products_are_right<R: Runtime>(desk: &Desk<'_, R>, product: GatedProduct) {
+    let GatedProduct { rows, width, activation } = product;
+    let (client, dtype) = (desk.client, desk.rows.dtype());
+    let mut both = desk.draw("both", 2 * rows * width, desk.rows);
+    both[0] = -100.0;
+    both[2 * width * (rows - 1)] = 100.0;
+    let [gate, value] = halves(&both, width);
+    let d_y = desk.draw("d_y", rows * width, desk.rows);
+    let zip = || gate.iter().zip(&value).zip(&d_y);
+    let want: Vec<f64> = zip().map(|((z, x), _)| activated(*z, activation) * x).collect();
+    let want_gate: Vec<f64> = zip().map(|((z, x), d)| slope(*z, activation) * x * d).collect();
+    let want_value: Vec<f64> = zip().map(|((z, _), d)| activated(*z, activation) * d).collect();
+
+    let [on_both, on_gate, on_value, on_d_y] =
+        [&both, &gate, &value, &d_y].map(|x| desk.put(x, desk.rows));
+    let separate = Operands::Separate { gate: &on_gate, value: &on_value };
+    for operands in [Operands::Packed(&on_both), separate] {
+        let what = format!("{product:?}, {:?}, packed {}", desk.rows, operands.packed());
+        let run = || forward(client, product, operands, dtype).expect("it is taken");
+        let y = desk.get(&run());
+        assert_close(&what, &want, &y, limit(desk.rows));
+        assert_eq!(y, desk.get(&run()), "{what}: the same bits");
+        let [d_gate, d_value] = match backward(client, product, operands, &on_d_y, dtype) {
+            Ok(Operands::Packed(both)) => halves(&desk.get(&both), width),
+            Ok(Operands::Separate { gate, value }) => [desk.get(&gate), desk.get(&value)],
+            Err(refusal) => panic!("{what}: {refusal}"),
+        };
+        assert_close(&format!("{what}: d_gate"), &want_gate, &d_gate, limit(desk.rows));
+        assert_close(&format!("{what}: d_value"), &want_value, &d_value, limit(desk.rows));
+    }
+}
+
+const ACTIVATIONS: [Activation; 3] = [Activation::Silu, Activation::Sigmoid, Activation::Identity];
+
+fn all_are_right<R: Runtime>(desk: &Desk<'_, R>) {
+    for (n, [rows, width]) in [[1, 1], [3, 5], [7, 128], [33, 18], [70, 36]].into_iter().enumerate()
+    {
+        let activation = ACTIVATIONS[n % 3];
+        products_are_right(desk, GatedProduct { rows, width, activation });
+    }
+}
+
+fn refusals<R: Runtime>(client: &ComputeClient<R>) {
+    let x = client.empty(16);
+    for [rows, width] in [[0, 4], [4, 0], [1 << 16, 1 << 15]] {
+        let product = GatedProduct { rows, width, activation: Activation::Silu };
+        let got = forward(client, product, Operands::Packed(&x), Rows::F32.dtype());
+        assert!(got.is_err(), "{rows} x {width}");
+    }
+}
+
+/// The tests of one device, whose client `with_client` has.
+macro_rules! each_kernel {
+    ($runtime:ty) => {
+        #[test]
+        fn gated_products_and_their_gradients_are_right() {
+            with_client(|client: &ComputeClient<$runtime>| everywhere(client, all_are_right));
+        }
+
+        #[test]
+        fn what_cannot_be_multiplied_is_refused() {
+            with_client(refusals::<$runtime>);
+        }
+    };
+}
+
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    use super::*;
+    use crate::tests::on_cuda::with_client;
+
+    each_kernel!(cubecl::cuda::CudaRuntime);
+}
+
+mod on_wgpu {
+    use super::*;
+    use crate::tests::on_wgpu::with_client;
+
+    each_kernel!(cubecl::wgpu::WgpuRuntime);
+}
