@@ -7,10 +7,9 @@ use super::gated_product::activated;
 use super::linear::sum_of_rows;
 use super::parallel::for_each;
 use super::product::Matrix;
-use super::real::{Job, Machine, Real, add, add_scaled, dispatch, dot};
+use super::real::{Job, Machine, Real, add, dispatch, dot};
 use super::shared::{RowsMut, Shared};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
-use crate::ops::fused::fills;
 use crate::ops::{Activation, BackwardPass, Column, ColumnKind, ConvSplit, HeadNorm, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
@@ -74,7 +73,8 @@ pub(super) fn conv_split(x: Split, keep: bool) -> Option<Pass<Flex>> {
         ColumnKind::Conv { norm: Some(norm), .. } => column.width.is_multiple_of(norm.width),
         _ => true,
     };
-    if decays > 1 || !fills(&x) || !x.columns.iter().all(fits) {
+    let width: usize = x.columns.iter().map(|column| column.width).sum();
+    if decays > 1 || x.x.shape()[2] != width || !x.columns.iter().all(fits) {
         return None;
     }
     let x = x.refill(x.clone().into_vec().into_iter().map(contiguous));

@@ -9,7 +9,7 @@ use super::shared::Shared;
 use super::tensors::{
     Number, contiguous, indices, matrix, maybe, one_type, slice, strided, tensor, typed, zeros,
 };
-use crate::ops::{BackwardPass, LinearCrossEntropy, Pass};
+use crate::ops::{LinearCrossEntropy, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 

@@ -11,18 +11,21 @@ mod linear;
 mod memory;
 mod normalize;
 mod optimizer;
+mod pack;
 mod parallel;
 mod product;
 mod real;
 mod recurrence;
 mod shared;
 mod tensors;
+#[cfg(test)]
+mod tests;
 
 use super::backend::{self, Forward, LinearAttentionBackend, Operands, Saved};
 use super::scan::{self, Scan};
 use super::{
     AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Moments,
-    Normalization, Pass, fused, recurrent,
+    Normalization, Pack, Pass, fused, recurrent,
 };
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexTensor};
@@ -75,6 +78,10 @@ impl LinearAttentionBackend for Flex {
         keep: bool,
     ) -> Option<Pass<Self>> {
         cross_entropy::cross_entropy(x, keep)
+    }
+
+    fn fused_pack(x: Pack<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        pack::pack(x, keep)
     }
 
     fn adamw_step(

@@ -320,7 +320,7 @@ fn normalize_backward<R: Number>(
     for_each(pieces, 24 * some * width, |i| {
         let (first, count) = (i * some, some.min(rows - i * some));
         let (place, own) = ((first * width, [count, width, width]), (i * width, [1, width, width]));
-        let read = |d: &'_ [R]| Rows::new(d, first * width, [width, width]);
+        let read = |d| Rows::new(d, first * width, [width, width]);
         // SAFETY: pieces do not overlap, and each has sums of its own.
         #[allow(unsafe_code)]
         let (d_x, d_weight, d_bias, d_gate) = unsafe {

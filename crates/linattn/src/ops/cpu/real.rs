@@ -300,14 +300,6 @@ pub(super) fn sum<R: Real>(x: &[R]) -> R {
     total(&lanes)
 }
 
-/// `to += by x`.
-#[inline(always)]
-pub(super) fn add_scaled<M: Machine, R: Real>(to: &mut [R], by: R, x: &[R]) {
-    for (to, &x) in to.iter_mut().zip(x) {
-        *to = M::mul_add(by, x, *to);
-    }
-}
-
 /// `to += x`.
 #[inline(always)]
 pub(super) fn add<R: Real>(to: &mut [R], x: &[R]) {
@@ -315,3 +307,4 @@ pub(super) fn add<R: Real>(to: &mut [R], x: &[R]) {
         *to += x;
     }
 }
+

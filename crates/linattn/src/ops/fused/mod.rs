@@ -14,8 +14,6 @@ mod normalize;
 mod optimizer;
 mod pack;
 
-#[cfg(feature = "cpu")]
-pub(super) use conv_split::fills;
 pub use conv_split::{Column, ColumnKind, ConvSplit, HeadNorm};
 pub(crate) use conv_split::{conv_split, next_conv_state};
 pub use cross_entropy::LinearCrossEntropy;
@@ -34,6 +32,12 @@ pub use optimizer::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
 pub(super) use optimizer::{norm_in_tensor_ops, step_in_tensor_ops};
 pub(crate) use pack::pack;
 pub use pack::{MOST_PACKED, Pack};
+
+#[cfg(all(test, feature = "cpu"))]
+pub(super) use {
+    conv_split::conv_split_in_tensor_ops, cross_entropy::cross_entropy_in_tensor_ops,
+    gated_product::gated_in_tensor_ops, normalize::normalize_in_tensor_ops,
+};
 
 /// A gate's or a convolution's activation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
