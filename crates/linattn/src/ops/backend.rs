@@ -303,13 +303,6 @@ pub(super) fn backward<B: Backend>(
     }
 }
 
-#[cfg(feature = "cpu")]
-impl LinearAttentionBackend for burn_flex::Flex {
-    fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
-        scan::on_cpu::<Self>(x)
-    }
-}
-
 /// The tensor around a backend's own.
 pub(super) fn tensor<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(x))

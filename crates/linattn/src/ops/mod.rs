@@ -20,6 +20,8 @@
 mod autodiff;
 mod backend;
 mod chunkwise;
+#[cfg(feature = "cpu")]
+mod cpu;
 #[cfg(feature = "cubecl")]
 mod cube;
 #[cfg(feature = "cubecl")]

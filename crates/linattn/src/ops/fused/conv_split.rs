@@ -101,7 +101,7 @@ pub(crate) fn conv_split<B: LinearAttentionBackend>(
 ) -> Vec<Tensor<B, 3>> {
     match B::fused_conv_split(x.clone(), false) {
         Some(pass) => pass.outputs.into_iter().map(tensor).collect(),
-        None => reference::<B>(x),
+        None => conv_split_in_tensor_ops::<B>(x),
     }
 }
 
@@ -154,8 +154,10 @@ fn convolved<B: Backend>(
     sum
 }
 
-/// In tensor operations.
-fn reference<B: LinearAttentionBackend>(x: ConvSplit<FloatTensor<B>>) -> Vec<Tensor<B, 3>> {
+/// [`conv_split`] in tensor operations.
+pub(in crate::ops) fn conv_split_in_tensor_ops<B: LinearAttentionBackend>(
+    x: ConvSplit<FloatTensor<B>>,
+) -> Vec<Tensor<B, 3>> {
     let packed = tensor::<B, 3>(x.x.clone());
     let channels = x.convolved();
     let sum = (channels > 0).then(|| convolved(&x, &packed, channels));

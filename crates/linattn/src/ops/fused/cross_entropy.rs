@@ -43,11 +43,12 @@ pub(crate) fn linear_cross_entropy<B: LinearAttentionBackend>(
     };
     match B::fused_cross_entropy(x.clone(), false) {
         Some(pass) => tensor(pass.outputs.into_iter().next().expect("a loss")),
-        None => reference::<B>(x),
+        None => cross_entropy_in_tensor_ops::<B>(x),
     }
 }
 
-fn reference<B: LinearAttentionBackend>(
+/// [`linear_cross_entropy`] in tensor operations.
+pub(in crate::ops) fn cross_entropy_in_tensor_ops<B: LinearAttentionBackend>(
     x: LinearCrossEntropy<FloatTensor<B>, IntTensor<B>>,
 ) -> Tensor<B, 1> {
     let hidden = tensor::<B, 2>(x.hidden);

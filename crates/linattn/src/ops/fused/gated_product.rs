@@ -3,7 +3,7 @@
 use super::Activation;
 use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
 use crate::ops::typed;
-use burn::tensor::{Tensor, ops::FloatTensor};
+use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
 /// `activation(gate) * value`: two tensors of one shape and type, or one of twice the width whose first
 /// half is the gate.
@@ -39,6 +39,13 @@ fn gated<B: LinearAttentionBackend, const D: usize>(
     if let Some(pass) = B::fused_gated_product(p.clone(), false) {
         return tensor(pass.outputs.into_iter().next().expect("a product has an output"));
     }
+    gated_in_tensor_ops(p)
+}
+
+/// [`gated`] in tensor operations.
+pub(in crate::ops) fn gated_in_tensor_ops<B: Backend, const D: usize>(
+    p: GatedProduct<FloatTensor<B>>,
+) -> Tensor<B, D> {
     let gate = tensor::<B, D>(p.gate);
     let (gate, value) = match p.value {
         Some(value) => (gate, tensor::<B, D>(value)),

@@ -33,6 +33,12 @@ pub(super) use optimizer::{norm_in_tensor_ops, step_in_tensor_ops};
 pub(crate) use pack::pack;
 pub use pack::{MOST_PACKED, Pack};
 
+#[cfg(all(test, feature = "cpu"))]
+pub(super) use {
+    conv_split::conv_split_in_tensor_ops, cross_entropy::cross_entropy_in_tensor_ops,
+    gated_product::gated_in_tensor_ops, normalize::normalize_in_tensor_ops,
+};
+
 /// A gate's or a convolution's activation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {

@@ -73,7 +73,7 @@ impl<T> Normalization<T> {
 
 /// In tensor operations: `y`, and `h` where there is a residual. Squares are summed in f32, or f64 for f64
 /// rows, and the root is taken and divided by there.
-fn reference<B: Backend, const D: usize>(
+pub(in crate::ops) fn normalize_in_tensor_ops<B: Backend, const D: usize>(
     n: Normalization<FloatTensor<B>>,
 ) -> (Tensor<B, D>, Option<Tensor<B, D>>) {
     let x = tensor::<B, D>(n.x);
@@ -127,7 +127,7 @@ pub(crate) fn normalize<B: LinearAttentionBackend, const D: usize>(
             let y = outputs.next().expect("every norm has an output");
             (y, outputs.next())
         }
-        None => reference::<B, D>(n),
+        None => normalize_in_tensor_ops::<B, D>(n),
     }
 }
 

@@ -1,0 +1,477 @@
+//! From a packed projection to the inputs of a recurrence.
+//!
+//! Work is cut into units, some tokens of one batch row. A unit's gradients need those of the sums of the
+//! W - 1 tokens behind it, which are computed again.
+
+use super::gated_product::activated;
+use super::linear::sum_of_rows;
+use super::parallel::for_each;
+use super::product::Matrix;
+use super::real::{Job, Machine, Real, add, dispatch, dot};
+use super::shared::{RowsMut, Shared};
+use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
+use crate::ops::{Activation, BackwardPass, Column, ColumnKind, ConvSplit, HeadNorm, Pass};
+use burn::tensor::TensorMetadata;
+use burn_flex::{Flex, FlexTensor};
+
+/// Tokens of a unit.
+const TOKENS: usize = 64;
+/// Slices of units, each with sums of its own, at most.
+const SLICES: usize = 32;
+/// Added to a sum of squares before its root.
+const EPSILON: f64 = 1e-6;
+
+type Split = ConvSplit<FlexTensor>;
+
+/// Sizes of one call.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    tokens: usize,
+    /// P, columns of the projection.
+    packed: usize,
+    /// C, columns that are convolved.
+    channels: usize,
+    /// W.
+    window: usize,
+}
+
+impl Sizes {
+    fn blocks(self) -> usize {
+        self.tokens.div_ceil(TOKENS)
+    }
+
+    fn units(self) -> usize {
+        self.batch * self.blocks()
+    }
+
+    /// Batch row, first token, and the token behind the last.
+    fn unit(self, n: usize) -> [usize; 3] {
+        let first = n % self.blocks() * TOKENS;
+        [n / self.blocks(), first, (first + TOKENS).min(self.tokens)]
+    }
+}
+
+/// Everything that is read.
+#[derive(Clone, Copy)]
+struct Given<'a, R> {
+    sizes: Sizes,
+    columns: &'a [Column],
+    x: &'a [R],
+    weight: Option<&'a [R]>,
+    bias: Option<&'a [R]>,
+    tail: Option<&'a [R]>,
+    a_log: Option<&'a [R]>,
+    dt_bias: Option<&'a [R]>,
+}
+
+/// All of it in one type, in columns that fill the projection.
+pub(super) fn conv_split(x: Split, keep: bool) -> Option<Pass<Flex>> {
+    let dtype = one_type(x.clone().into_vec().iter())?;
+    let decays = x.columns.iter().filter(|column| column.kind == ColumnKind::LogDecay).count();
+    let fits = |column: &Column| match column.kind {
+        ColumnKind::Conv { norm: Some(norm), .. } => column.width.is_multiple_of(norm.width),
+        _ => true,
+    };
+    let width: usize = x.columns.iter().map(|column| column.width).sum();
+    if decays > 1 || x.x.shape()[2] != width || !x.columns.iter().all(fits) {
+        return None;
+    }
+    let x = x.refill(x.clone().into_vec().into_iter().map(contiguous));
+    typed!(dtype, conv_split_of(x, keep))
+}
+
+impl<'a, R: Number> Given<'a, R> {
+    fn new(x: &'a Split) -> Self {
+        let shape = x.x.shape();
+        let sizes = Sizes {
+            batch: shape[0],
+            tokens: shape[1],
+            packed: shape[2],
+            channels: x.convolved(),
+            window: x.weight.as_ref().map_or(1, |weight| weight.shape()[0]),
+        };
+        Self {
+            sizes,
+            columns: &x.columns,
+            x: slice(&x.x),
+            weight: maybe(&x.weight),
+            bias: maybe(&x.bias),
+            tail: maybe(&x.tail),
+            a_log: maybe(&x.a_log),
+            dt_bias: maybe(&x.dt_bias),
+        }
+    }
+}
+
+impl<'a, R: Real> Given<'a, R> {
+    /// Token `t` of batch row `b`, all columns.
+    #[inline(always)]
+    fn token(&self, b: usize, t: usize) -> &'a [R] {
+        let packed = self.sizes.packed;
+        &self.x[(b * self.sizes.tokens + t) * packed..][..packed]
+    }
+
+    /// What tap `w` of token `t` meets, `[C]`: nothing before the first token where there is no tail.
+    #[inline(always)]
+    fn met(&self, b: usize, t: usize, w: usize) -> Option<&'a [R]> {
+        let Sizes { channels, window, .. } = self.sizes;
+        match (t + w + 1).checked_sub(window) {
+            Some(t) => Some(&self.token(b, t)[..channels]),
+            None => self.tail.map(|tail| &tail[(b * (window - 1) + t + w) * channels..][..channels]),
+        }
+    }
+
+    /// The convolution's sum of one token, `[C]`.
+    #[inline(always)]
+    fn convolve<M: Machine>(&self, b: usize, t: usize, z: &mut [R]) {
+        let Sizes { channels, window, .. } = self.sizes;
+        match self.bias {
+            Some(bias) => z.copy_from_slice(bias),
+            None => z.fill(R::ZERO),
+        }
+        let Some(weight) = self.weight else {
+            return add(z, &self.token(b, t)[..channels]);
+        };
+        for (w, weight) in weight.chunks_exact(channels.max(1)).enumerate().take(window) {
+            if let Some(x) = self.met(b, t, w) {
+                add_products::<M, R>(z, weight, x);
+            }
+        }
+    }
+
+    /// Columns that share one number `a_log`.
+    fn group(&self, width: usize) -> usize {
+        width / self.a_log.map_or(1, <[R]>::len).max(1)
+    }
+
+    fn decay_parameters(&self) -> (&'a [R], &'a [R]) {
+        (self.a_log.expect("a log decay has its rates"), self.dt_bias.expect("and its biases"))
+    }
+}
+
+/// `to += x y`.
+#[inline(always)]
+fn add_products<M: Machine, R: Real>(to: &mut [R], x: &[R], y: &[R]) {
+    for ((to, &x), &y) in to.iter_mut().zip(x).zip(y) {
+        *to = M::mul_add(x, y, *to);
+    }
+}
+
+/// `y = activation(z)`.
+#[inline(always)]
+fn activate<R: Real>(activation: Option<Activation>, z: &[R], y: &mut [R]) {
+    match activation {
+        Some(activation) => {
+            for (y, &z) in y.iter_mut().zip(z) {
+                *y = activated(activation, z).0;
+            }
+        }
+        None => y.copy_from_slice(z),
+    }
+}
+
+/// What heads of unit length are multiplied with.
+#[inline(always)]
+fn size<M: Machine, R: Real>(head: &[R]) -> R {
+    R::ONE / (dot::<M, R>(head, head) + R::of(EPSILON)).sqrt()
+}
+
+/// Makes every head as long as `norm` says.
+#[inline(always)]
+fn normalize<M: Machine, R: Real>(y: &mut [R], norm: HeadNorm) {
+    for head in y.chunks_exact_mut(norm.width) {
+        let by = size::<M, R>(head) * R::of(norm.factor);
+        head.iter_mut().for_each(|y| *y *= by);
+    }
+}
+
+/// `ln(1 + e^x)`.
+#[inline(always)]
+fn softplus<R: Real>(x: R) -> R {
+    let low = x.smaller(R::of(20.0));
+    low.exp().ln_1p() + (x - low)
+}
+
+struct Forward<'a, 's, R> {
+    given: Given<'a, R>,
+    unit: [usize; 3],
+    /// Rows of each output, from the unit's first token on.
+    outputs: &'s mut [RowsMut<'a, R>],
+}
+
+impl<R: Real> Job for Forward<'_, '_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(self) {
+        let (given, [b, first, end]) = (self.given, self.unit);
+        let mut z = vec![R::ZERO; given.sizes.channels];
+        for t in first..end {
+            given.convolve::<M>(b, t, &mut z);
+            let (x, mut from) = (given.token(b, t), 0);
+            for (column, output) in given.columns.iter().zip(self.outputs.iter_mut()) {
+                let at = from..from + column.width;
+                from += column.width;
+                let y = output.at(t - first);
+                match column.kind {
+                    ColumnKind::Conv { activation, norm } => {
+                        activate(activation, &z[at], y);
+                        if let Some(norm) = norm {
+                            normalize::<M, R>(y, norm);
+                        }
+                    }
+                    ColumnKind::Copy => y.copy_from_slice(&x[at]),
+                    ColumnKind::Beta { scale } => {
+                        let scale = R::of(scale);
+                        y.iter_mut().zip(&x[at]).for_each(|(y, x)| *y = scale * x.sigmoid());
+                    }
+                    ColumnKind::LogDecay => decay(&given, &x[at], y),
+                }
+            }
+        }
+    }
+}
+
+/// Log decays of one token.
+#[inline(always)]
+fn decay<R: Real>(given: &Given<'_, R>, x: &[R], y: &mut [R]) {
+    let ((a_log, dt_bias), group) = (given.decay_parameters(), given.group(x.len()));
+    for (i, (y, &x)) in y.iter_mut().zip(x).enumerate() {
+        *y = -(a_log[i / group].exp() * softplus(x + dt_bias[i]));
+    }
+}
+
+fn conv_split_of<R: Number>(x: Split, keep: bool) -> Pass<Flex> {
+    let given = Given::<R>::new(&x);
+    let sizes = given.sizes;
+    let rows = sizes.batch * sizes.tokens;
+    let mut outputs: Vec<Vec<R>> = x.columns.iter().map(|c| zeros(rows * c.width)).collect();
+    let shared: Vec<_> = outputs.iter_mut().map(|y| Shared::new(y)).collect();
+    for_each(sizes.units(), 16 * TOKENS.min(sizes.tokens) * sizes.packed, |n| {
+        let unit @ [b, first, end] = sizes.unit(n);
+        let place = |width| ((b * sizes.tokens + first) * width, [end - first, width, width]);
+        let columns = shared.iter().zip(&x.columns);
+        // SAFETY: units do not overlap.
+        #[allow(unsafe_code)]
+        let rows = columns.map(|(y, column)| unsafe { y.rows(place(column.width)) });
+        let mut outputs: Vec<_> = rows.collect();
+        dispatch(Forward { given, unit, outputs: &mut outputs });
+    });
+    let shape = |width| [sizes.batch, sizes.tokens, width];
+    let columns = outputs.into_iter().zip(&x.columns);
+    let outputs = columns.map(|(y, column)| tensor(y, shape(column.width))).collect();
+    let backward = keep.then(|| -> BackwardPass<Flex> {
+        Box::new(move |gradients, _| {
+            let gradients: Vec<_> = gradients.into_iter().map(|d| d.map(contiguous)).collect();
+            conv_split_backward::<R>(&x, &gradients)
+        })
+    });
+    Pass { outputs, backward }
+}
+
+/// Gradients of parameters, of one slice of units.
+struct Sums<'a, R> {
+    weight: &'a mut [R],
+    bias: &'a mut [R],
+    a_log: &'a mut [R],
+    dt_bias: &'a mut [R],
+}
+
+struct Backward<'a, 's, R> {
+    given: Given<'a, R>,
+    unit: [usize; 3],
+    /// Of each output, all rows.
+    d_outputs: &'s [Option<&'a [R]>],
+    /// Rows of the unit.
+    d_x: RowsMut<'a, R>,
+    /// The batch row's tail.
+    d_tail: Option<RowsMut<'a, R>>,
+    sums: &'s mut Sums<'s, R>,
+}
+
+impl<R: Real> Job for Backward<'_, '_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(mut self) {
+        let (given, [b, first, end]) = (self.given, self.unit);
+        let Sizes { tokens, channels, window, .. } = given.sizes;
+        let behind = (end + window - 1).min(tokens);
+        // Gradients of the convolution's sums, of the unit's tokens and those that see them.
+        let mut d_z = vec![R::ZERO; (behind - first) * channels];
+        let mut spare = [(); 2].map(|()| vec![R::ZERO; channels]);
+        for (t, d_z) in (first..behind).zip(d_z.chunks_exact_mut(channels.max(1))) {
+            self.sum_gradients::<M>(t, d_z, &mut spare);
+        }
+        for t in first..end {
+            self.other_columns(t);
+            if channels == 0 {
+                continue;
+            }
+            let of = |t: usize| &d_z[(t - first) * channels..][..channels];
+            let d_x = &mut self.d_x.at(t - first)[..channels];
+            match given.weight {
+                None => add(d_x, of(t)),
+                Some(weight) => {
+                    for (w, weight) in weight.chunks_exact(channels).enumerate() {
+                        let seen = t + window - 1 - w;
+                        if seen < tokens {
+                            add_products::<M, R>(d_x, weight, of(seen));
+                        }
+                        if let Some(x) = given.met(b, t, w) {
+                            let sum = &mut self.sums.weight[w * channels..][..channels];
+                            add_products::<M, R>(sum, of(t), x);
+                        }
+                    }
+                }
+            }
+            if given.bias.is_some() {
+                add(self.sums.bias, of(t));
+            }
+        }
+        if let (Some(d_tail), Some(weight), 0) = (&mut self.d_tail, given.weight, first) {
+            for (w, weight) in weight.chunks_exact(channels.max(1)).enumerate() {
+                for t in 0..(window - 1 - w).min(tokens) {
+                    add_products::<M, R>(d_tail.at(t + w), weight, &d_z[t * channels..][..channels]);
+                }
+            }
+        }
+    }
+}
+
+impl<R: Real> Backward<'_, '_, R> {
+    /// Gradients of one token's sums, `[C]`.
+    #[inline(always)]
+    fn sum_gradients<M: Machine>(&self, t: usize, d_z: &mut [R], [z, y]: &mut [Vec<R>; 2]) {
+        let (given, b) = (self.given, self.unit[0]);
+        given.convolve::<M>(b, t, z);
+        let mut from = 0;
+        for (column, d_y) in given.columns.iter().zip(self.d_outputs) {
+            let ColumnKind::Conv { activation, norm } = column.kind else { continue };
+            let at = from..from + column.width;
+            from += column.width;
+            let Some(d_y) = d_y else { continue };
+            let d_y = &d_y[(b * given.sizes.tokens + t) * column.width..][..column.width];
+            let (z, y, d_z) = (&z[at.clone()], &mut y[at.clone()], &mut d_z[at]);
+            d_z.copy_from_slice(d_y);
+            if let Some(norm) = norm {
+                activate(activation, z, y);
+                normalize_backward::<M, R>(norm, y, d_z);
+            }
+            if let Some(activation) = activation {
+                for (d, &z) in d_z.iter_mut().zip(z) {
+                    *d *= activated(activation, z).1;
+                }
+            }
+        }
+    }
+
+    /// Gradients of one token's columns that are not convolved.
+    #[inline(always)]
+    fn other_columns(&mut self, t: usize) {
+        let (given, [b, first, _]) = (self.given, self.unit);
+        let (x, d_x, mut from) = (given.token(b, t), self.d_x.at(t - first), 0);
+        for (column, d_y) in given.columns.iter().zip(self.d_outputs) {
+            let at = from..from + column.width;
+            from += column.width;
+            let Some(d_y) = d_y else { continue };
+            let d_y = &d_y[(b * given.sizes.tokens + t) * column.width..][..column.width];
+            let (x, d_x) = (&x[at.clone()], &mut d_x[at]);
+            match column.kind {
+                ColumnKind::Conv { .. } => {}
+                ColumnKind::Copy => d_x.copy_from_slice(d_y),
+                ColumnKind::Beta { scale } => {
+                    for ((d_x, &x), &d_y) in d_x.iter_mut().zip(x).zip(d_y) {
+                        *d_x = R::of(scale) * d_y * activated(Activation::Sigmoid, x).1;
+                    }
+                }
+                ColumnKind::LogDecay => decay_backward(&given, x, d_y, d_x, self.sums),
+            }
+        }
+    }
+}
+
+/// From the gradient of normalised heads to that of heads, in `d`.
+#[inline(always)]
+fn normalize_backward<M: Machine, R: Real>(norm: HeadNorm, y: &[R], d: &mut [R]) {
+    for (y, d) in y.chunks_exact(norm.width).zip(d.chunks_exact_mut(norm.width)) {
+        let size = size::<M, R>(y);
+        let along = dot::<M, R>(y, d) * size * size;
+        let by = size * R::of(norm.factor);
+        for (d, &y) in d.iter_mut().zip(y) {
+            *d = by * (*d - along * y);
+        }
+    }
+}
+
+#[inline(always)]
+fn decay_backward<R: Real>(
+    given: &Given<'_, R>,
+    x: &[R],
+    d_y: &[R],
+    d_x: &mut [R],
+    sums: &mut Sums<'_, R>,
+) {
+    let ((a_log, dt_bias), group) = (given.decay_parameters(), given.group(x.len()));
+    for i in 0..x.len() {
+        let (step, rate) = (x[i] + dt_bias[i], -a_log[i / group].exp());
+        d_x[i] = d_y[i] * rate * step.sigmoid();
+        sums.dt_bias[i] += d_x[i];
+        sums.a_log[i / group] += d_y[i] * rate * softplus(step);
+    }
+}
+
+fn conv_split_backward<R: Number>(
+    x: &Split,
+    d_outputs: &[Option<FlexTensor>],
+) -> Vec<Option<FlexTensor>> {
+    let given = Given::<R>::new(x);
+    let sizes @ Sizes { tokens, packed, channels, window, .. } = given.sizes;
+    let d_outputs: Vec<_> = d_outputs.iter().map(maybe::<R>).collect();
+    let widths = [&x.weight, &x.bias, &x.a_log, &x.dt_bias]
+        .map(|x| x.as_ref().map_or(0, |x| x.shape().num_elements()));
+    let width: usize = widths.iter().sum();
+    let some = sizes.units().div_ceil(SLICES).max(1);
+    let slices = sizes.units().div_ceil(some);
+    let mut d_x = zeros::<R>(given.x.len());
+    let mut d_tail = given.tail.map(|tail| zeros::<R>(tail.len()));
+    let mut sums = zeros::<R>(slices * width);
+    let to_tail = d_tail.as_mut().map(|d| Shared::new(d));
+    let (to_x, to_sums) = (Shared::new(&mut d_x), Shared::new(&mut sums));
+    for_each(slices, 32 * some * TOKENS.min(tokens) * packed, |slice| {
+        // SAFETY: every slice has sums of its own.
+        #[allow(unsafe_code)]
+        let mut sums = unsafe { to_sums.rows((slice * width, [1, width, width])) };
+        let (weight, rest) = sums.at(0).split_at_mut(widths[0]);
+        let (bias, rest) = rest.split_at_mut(widths[1]);
+        let (a_log, dt_bias) = rest.split_at_mut(widths[2]);
+        for n in slice * some..((slice + 1) * some).min(sizes.units()) {
+            let unit @ [b, first, end] = sizes.unit(n);
+            let place = ((b * tokens + first) * packed, [end - first, packed, packed]);
+            let tail = (b * (window - 1) * channels, [window - 1, channels, channels]);
+            // SAFETY: units do not overlap, and a batch row's first one alone has its tail.
+            #[allow(unsafe_code)]
+            let (d_x, d_tail) = unsafe {
+                let d_tail = to_tail.as_ref().filter(|_| first == 0);
+                (to_x.rows(place), d_tail.map(|d| d.rows(tail)))
+            };
+            let sums = &mut Sums { weight, bias, a_log, dt_bias };
+            dispatch(Backward { given, unit, d_outputs: &d_outputs, d_x, d_tail, sums });
+        }
+    });
+    let sums = sum_of_rows(Matrix::new(&sums, [slices, width]));
+    let mut found = vec![Some(tensor(d_x, x.x.shape()))];
+    let mut from = 0;
+    let mut part = |like: &Option<FlexTensor>| {
+        let like = like.as_ref()?;
+        let count = like.shape().num_elements();
+        from += count;
+        Some(Some(tensor(sums[from - count..from].to_vec(), like.shape())))
+    };
+    let [weight, bias, a_log, dt_bias] =
+        [&x.weight, &x.bias, &x.a_log, &x.dt_bias].map(&mut part);
+    let tail = d_tail.zip(x.tail.as_ref()).map(|(d, like)| Some(tensor(d, like.shape())));
+    found.extend([weight, bias, tail, a_log, dt_bias].into_iter().flatten());
+    found
+}

@@ -1,0 +1,104 @@
+//! Loops for Burn's CPU backend, Flex: whole operations over slices, on all cores.
+//!
+//! Work is cut by its sizes and added up in a fixed order, so that results are the same to the bit on any
+//! number of threads.
+
+mod conv_split;
+mod cross_entropy;
+mod embedding;
+mod gated_product;
+mod linear;
+mod memory;
+mod normalize;
+mod optimizer;
+mod pack;
+mod parallel;
+mod product;
+mod real;
+mod recurrence;
+mod shared;
+mod tensors;
+#[cfg(test)]
+mod tests;
+
+use super::backend::{self, Forward, LinearAttentionBackend, Operands, Saved};
+use super::scan::{self, Scan};
+use super::{
+    AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Moments,
+    Normalization, Pack, Pass, fused, recurrent,
+};
+use burn::tensor::ops::FloatTensor;
+use burn_flex::{Flex, FlexTensor};
+
+impl LinearAttentionBackend for Flex {
+    fn chunkwise(x: Operands<FlexTensor>, chunk: usize, keep: bool) -> Forward<FlexTensor> {
+        memory::forward(&x, keep).unwrap_or_else(|| backend::forward::<Self>(x, chunk, keep))
+    }
+
+    fn chunkwise_backward(
+        x: Operands<FlexTensor>,
+        saved: Saved<FlexTensor>,
+        d_o: Option<FlexTensor>,
+        d_state: Option<FlexTensor>,
+        chunk: usize,
+    ) -> Operands<FlexTensor> {
+        memory::backward(&x, &saved, d_o.clone(), d_state.clone())
+            .unwrap_or_else(|| backend::backward::<Self>(x, saved, d_o, d_state, chunk))
+    }
+
+    fn recurrent_step(x: Operands<FlexTensor>) -> (FlexTensor, FlexTensor) {
+        match memory::forward(&x, false) {
+            Some(Forward { o, state, .. }) => (o, state),
+            None => recurrent::step::<Self>(x),
+        }
+    }
+
+    fn fused_normalize(x: Normalization<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        normalize::normalize(x, keep)
+    }
+
+    fn fused_conv_split(x: ConvSplit<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        conv_split::conv_split(x, keep)
+    }
+
+    fn fused_gated_product(x: GatedProduct<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        gated_product::gated_product(x, keep)
+    }
+
+    fn fused_linear(x: LinearLayer<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        linear::linear(x, keep)
+    }
+
+    fn fused_embedding(x: Embedding<FlexTensor, FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        embedding::embedding(x, keep)
+    }
+
+    fn fused_cross_entropy(
+        x: LinearCrossEntropy<FlexTensor, FlexTensor>,
+        keep: bool,
+    ) -> Option<Pass<Self>> {
+        cross_entropy::cross_entropy(x, keep)
+    }
+
+    fn fused_pack(x: Pack<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        pack::pack(x, keep)
+    }
+
+    fn adamw_step(
+        steps: Vec<AdamWStep<FlexTensor>>,
+        adamw: AdamW,
+        clip: Option<Clip<FlexTensor>>,
+    ) -> Vec<(FlexTensor, Moments<FlexTensor>)> {
+        optimizer::adamw_step(&steps, adamw, clip.as_ref())
+            .unwrap_or_else(|| fused::step_in_tensor_ops::<Self>(steps, adamw, clip))
+    }
+
+    fn global_norm(gradients: Vec<FlexTensor>) -> FlexTensor {
+        optimizer::global_norm(&gradients)
+            .unwrap_or_else(|| fused::norm_in_tensor_ops::<Self>(gradients))
+    }
+
+    fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
+        scan::on_cpu::<Self>(x)
+    }
+}

@@ -1,0 +1,310 @@
+//! Floating-point numbers, generic, and the widest instructions that the processor has.
+//!
+//! The program is built for the least processor of its kind. A [`Job`] is compiled several times, and
+//! [`dispatch`] takes the best copy that runs here. Everything that a job calls has to be inlined into it,
+//! or else it is compiled for the least processor again.
+
+use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
+
+/// f32 or f64.
+pub(super) trait Real:
+    Copy
+    + Send
+    + Sync
+    + 'static
+    + PartialOrd
+    + Neg<Output = Self>
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + AddAssign
+    + SubAssign
+    + MulAssign
+{
+    /// 0.
+    const ZERO: Self;
+    /// 1.
+    const ONE: Self;
+
+    /// The nearest number of this type.
+    fn of(x: f64) -> Self;
+    /// In f64, exactly.
+    fn wide(self) -> f64;
+    /// `self * a + b`, rounded once.
+    fn mul_add(self, a: Self, b: Self) -> Self;
+    /// The square root.
+    fn sqrt(self) -> Self;
+    /// `e^self`, in loops of f32 without a call.
+    fn exp(self) -> Self;
+    /// `ln(1 + self)`.
+    fn ln_1p(self) -> Self;
+    /// The natural logarithm.
+    fn ln(self) -> Self;
+
+    /// The larger of two.
+    #[inline(always)]
+    fn larger(self, other: Self) -> Self {
+        if other > self { other } else { self }
+    }
+
+    /// The smaller of two.
+    #[inline(always)]
+    fn smaller(self, other: Self) -> Self {
+        if other < self { other } else { self }
+    }
+
+    /// `1 / (1 + e^-self)`.
+    #[inline(always)]
+    fn sigmoid(self) -> Self {
+        Self::ONE / (Self::ONE + (-self).exp())
+    }
+}
+
+impl Real for f64 {
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+
+    #[inline(always)]
+    fn of(x: f64) -> Self {
+        x
+    }
+
+    #[inline(always)]
+    fn wide(self) -> f64 {
+        self
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Self, b: Self) -> Self {
+        f64::mul_add(self, a, b)
+    }
+
+    #[inline(always)]
+    fn sqrt(self) -> Self {
+        f64::sqrt(self)
+    }
+
+    #[inline(always)]
+    fn exp(self) -> Self {
+        f64::exp(self)
+    }
+
+    #[inline(always)]
+    fn ln_1p(self) -> Self {
+        f64::ln_1p(self)
+    }
+
+    #[inline(always)]
+    fn ln(self) -> Self {
+        f64::ln(self)
+    }
+}
+
+impl Real for f32 {
+    const ZERO: Self = 0.0;
+    const ONE: Self = 1.0;
+
+    #[inline(always)]
+    fn of(x: f64) -> Self {
+        x as f32
+    }
+
+    #[inline(always)]
+    fn wide(self) -> f64 {
+        f64::from(self)
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Self, b: Self) -> Self {
+        f32::mul_add(self, a, b)
+    }
+
+    #[inline(always)]
+    fn sqrt(self) -> Self {
+        f32::sqrt(self)
+    }
+
+    #[inline(always)]
+    fn exp(self) -> Self {
+        exp(self)
+    }
+
+    #[inline(always)]
+    fn ln_1p(self) -> Self {
+        f32::ln_1p(self)
+    }
+
+    #[inline(always)]
+    fn ln(self) -> Self {
+        f32::ln(self)
+    }
+}
+
+/// `e^x` within 2 units in the last place, without branches. 0 below e^-86.9, 2 e-38.
+#[inline(always)]
+fn exp(x: f32) -> f32 {
+    /// 1.5 times 2^23: the sum with a small number has that number, rounded, in its last bits.
+    const ROUND: f32 = 12_582_912.0;
+    /// ln 2 in two parts: the first has so few digits that whole multiples of it are exact.
+    const LN_2: [f32; 2] = [0.693_359_375, -2.121_944_4e-4];
+    /// Of `(e^r - 1 - r) / r^2` on -ln 2 / 2 to ln 2 / 2, the highest power first.
+    const POLYNOMIAL: [f32; 6] = [
+        1.987_569_1e-4,
+        1.398_199_9e-3,
+        8.333_452e-3,
+        4.166_579_6e-2,
+        1.666_666_5e-1,
+        5.000_000_1e-1,
+    ];
+    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let times = shifted - ROUND;
+    let r = (x - times * LN_2[0]) - times * LN_2[1];
+    let p = POLYNOMIAL.into_iter().reduce(|sum, c| sum * r + c).unwrap_or(0.0);
+    let fraction = p * (r * r) + r + 1.0;
+    // Half of the power of two: the power itself may be too large where the result is not.
+    let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(126);
+    let half = f32::from_bits(exponent << 23);
+    let found = fraction * half * 2.0;
+    // Comparisons that are false for NaN, which went through all of the above.
+    let found = if x > 88.722_84 { f32::INFINITY } else { found };
+    if x < -86.9 { 0.0 } else { found }
+}
+
+/// How one kind of processor multiplies and adds.
+pub(super) trait Machine: Copy {
+    /// `a * b + c`.
+    fn mul_add<R: Real>(a: R, b: R, c: R) -> R;
+}
+
+/// In one instruction.
+#[derive(Clone, Copy)]
+pub(super) struct Fused;
+
+/// In two.
+#[derive(Clone, Copy)]
+pub(super) struct Separate;
+
+impl Machine for Fused {
+    #[inline(always)]
+    fn mul_add<R: Real>(a: R, b: R, c: R) -> R {
+        a.mul_add(b, c)
+    }
+}
+
+impl Machine for Separate {
+    #[inline(always)]
+    fn mul_add<R: Real>(a: R, b: R, c: R) -> R {
+        a * b + c
+    }
+}
+
+/// Something that is compiled for every kind of processor.
+pub(super) trait Job {
+    /// What it gives.
+    type Output;
+
+    /// Does it. To be marked `#[inline(always)]`, as everything that it calls.
+    fn run<M: Machine>(self) -> Self::Output;
+}
+
+/// Does a job with the best instructions there are.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn dispatch<J: Job>(job: J) -> J::Output {
+    #[target_feature(enable = "avx512f,avx512vl,avx512dq,avx512bw,avx2,fma")]
+    fn widest<J: Job>(job: J) -> J::Output {
+        job.run::<Fused>()
+    }
+    #[target_feature(enable = "avx2,fma")]
+    fn wide<J: Job>(job: J) -> J::Output {
+        job.run::<Fused>()
+    }
+    let has_wide = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+    let has_widest = has_wide
+        && is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512bw");
+    if has_widest {
+        // SAFETY: the processor has just been asked for all of these features.
+        #[allow(unsafe_code)]
+        return unsafe { widest(job) };
+    }
+    if has_wide {
+        // SAFETY: the processor has just been asked for both features.
+        #[allow(unsafe_code)]
+        return unsafe { wide(job) };
+    }
+    job.run::<Separate>()
+}
+
+/// Does a job with the best instructions there are.
+#[cfg(target_arch = "aarch64")]
+pub(super) fn dispatch<J: Job>(job: J) -> J::Output {
+    job.run::<Fused>()
+}
+
+/// Does a job with the best instructions there are.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+pub(super) fn dispatch<J: Job>(job: J) -> J::Output {
+    job.run::<Separate>()
+}
+
+/// Numbers that are added up side by side: as many as the widest register holds of f32.
+pub(super) const LANES: usize = 16;
+
+/// The sum of a row of partial sums, in a fixed order.
+#[inline(always)]
+pub(super) fn total<R: Real>(lanes: &[R; LANES]) -> R {
+    let mut eight = [R::ZERO; 8];
+    for i in 0..8 {
+        eight[i] = lanes[i] + lanes[i + 8];
+    }
+    let mut four = [R::ZERO; 4];
+    for i in 0..4 {
+        four[i] = eight[i] + eight[i + 4];
+    }
+    (four[0] + four[2]) + (four[1] + four[3])
+}
+
+/// `sum_i x_i y_i`, in a fixed order.
+#[inline(always)]
+pub(super) fn dot<M: Machine, R: Real>(x: &[R], y: &[R]) -> R {
+    let mut lanes = [R::ZERO; LANES];
+    let (x, x_rest) = x.as_chunks::<LANES>();
+    let (y, y_rest) = y.as_chunks::<LANES>();
+    for (x, y) in x.iter().zip(y) {
+        for i in 0..LANES {
+            lanes[i] = M::mul_add(x[i], y[i], lanes[i]);
+        }
+    }
+    for i in 0..x_rest.len().min(y_rest.len()) {
+        lanes[i] = M::mul_add(x_rest[i], y_rest[i], lanes[i]);
+    }
+    total(&lanes)
+}
+
+/// `sum_i x_i`, in a fixed order.
+#[inline(always)]
+pub(super) fn sum<R: Real>(x: &[R]) -> R {
+    let mut lanes = [R::ZERO; LANES];
+    let (x, rest) = x.as_chunks::<LANES>();
+    for x in x {
+        for i in 0..LANES {
+            lanes[i] += x[i];
+        }
+    }
+    for i in 0..rest.len() {
+        lanes[i] += rest[i];
+    }
+    total(&lanes)
+}
+
+/// `to += x`.
+#[inline(always)]
+pub(super) fn add<R: Real>(to: &mut [R], x: &[R]) {
+    for (to, &x) in to.iter_mut().zip(x) {
+        *to += x;
+    }
+}
+

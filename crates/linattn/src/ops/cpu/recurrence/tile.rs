@@ -1,0 +1,268 @@
+//! Some columns of one head's state, token by token: the arithmetic of the recurrences.
+//!
+//! Columns of a state do not meet in any recurrence, so that [`TILE`] of them at a time stay in the first
+//! cache whatever the state's size is. Every rule is one form, with P the state before the token:
+//! ```text
+//! z = a P                          a: rows that ask, with the decay where they ask after it
+//! S = d P + k^T u + b^T z          d: e^g; without b the answer is in u = beta (v - z) alone
+//! o = q S, or q P
+//! ```
+//! Backwards, with D the gradient of S:
+//! ```text
+//! D += q^T do         dq = do P^T d + (u do) k + (z do) b
+//! du = k D            dk = u D^T           db = z D^T
+//! w  = -beta du, or dz = b D               da = w P^T
+//! dP = d D + a^T w    dd = rows of P D
+//! ```
+
+use super::super::real::{LANES, Machine, Real};
+
+/// Columns of a tile.
+pub(super) const TILE: usize = 2 * LANES;
+
+/// One row of a tile.
+pub(super) type Row<R> = [R; TILE];
+
+/// Which rule of the module's form it is.
+pub(super) trait Rule {
+    /// Whether anything asks the state.
+    const ASKS: bool;
+    /// Whether the answer is written to rows of its own.
+    const LOW_RANK: bool;
+    /// Whether the output is taken from the state before the token.
+    const BEFORE: bool;
+}
+
+pub(super) struct Linear;
+pub(super) struct LinearBefore;
+pub(super) struct Delta;
+pub(super) struct LowRank;
+
+impl Rule for Linear {
+    const ASKS: bool = false;
+    const LOW_RANK: bool = false;
+    const BEFORE: bool = false;
+}
+
+impl Rule for LinearBefore {
+    const ASKS: bool = false;
+    const LOW_RANK: bool = false;
+    const BEFORE: bool = true;
+}
+
+impl Rule for Delta {
+    const ASKS: bool = true;
+    const LOW_RANK: bool = false;
+    const BEFORE: bool = false;
+}
+
+impl Rule for LowRank {
+    const ASKS: bool = true;
+    const LOW_RANK: bool = true;
+    const BEFORE: bool = false;
+}
+
+/// What a token multiplies the rows of the state with, K numbers each.
+#[derive(Clone, Copy)]
+pub(super) struct Token<'a, R> {
+    /// d.
+    pub(super) kept: &'a [R],
+    /// a; empty where nothing asks.
+    pub(super) asks: &'a [R],
+    pub(super) q: &'a [R],
+    pub(super) k: &'a [R],
+    /// Empty unless the transition is of low rank.
+    pub(super) b: &'a [R],
+    /// 1 where there is none.
+    pub(super) beta: R,
+    /// Whether `asks` has the decay in it.
+    pub(super) asks_after: bool,
+}
+
+/// What a token of a tile made on its way.
+#[derive(Clone, Copy)]
+pub(super) struct Written<R> {
+    /// z.
+    pub(super) answer: Row<R>,
+    /// v - z, which beta multiplies.
+    pub(super) error: Row<R>,
+    /// u.
+    pub(super) update: Row<R>,
+}
+
+impl<R: Real> Written<R> {
+    pub(super) const NONE: Self =
+        Self { answer: [R::ZERO; TILE], error: [R::ZERO; TILE], update: [R::ZERO; TILE] };
+}
+
+/// `sum_i x_i rows_i`.
+#[inline(always)]
+fn read<M: Machine, R: Real>(x: &[R], rows: &[Row<R>]) -> Row<R> {
+    let mut sum = [R::ZERO; TILE];
+    for (&x, row) in x.iter().zip(rows) {
+        for w in 0..TILE {
+            sum[w] = M::mul_add(x, row[w], sum[w]);
+        }
+    }
+    sum
+}
+
+/// From the state before a token to the one after it, with the token's output.
+#[inline(always)]
+pub(super) fn advance<M: Machine, R: Real, U: Rule>(
+    before: &[Row<R>],
+    after: &mut [Row<R>],
+    token: Token<'_, R>,
+    v: &Row<R>,
+) -> (Row<R>, Written<R>) {
+    let width = before.len();
+    let (after, kept) = (&mut after[..width], &token.kept[..width]);
+    let (q, k) = (&token.q[..width], &token.k[..width]);
+    let mut written = Written { answer: [R::ZERO; TILE], error: *v, update: *v };
+    if U::ASKS {
+        written.answer = read::<M, R>(token.asks, before);
+    }
+    if U::ASKS && !U::LOW_RANK {
+        for w in 0..TILE {
+            written.error[w] = v[w] - written.answer[w];
+            written.update[w] = token.beta * written.error[w];
+        }
+    }
+    let mut o = [R::ZERO; TILE];
+    for i in 0..width {
+        let (old, new) = (&before[i], &mut after[i]);
+        for w in 0..TILE {
+            let mut s = M::mul_add(k[i], written.update[w], kept[i] * old[w]);
+            if U::LOW_RANK {
+                s = M::mul_add(token.b[i], written.answer[w], s);
+            }
+            o[w] = M::mul_add(q[i], if U::BEFORE { old[w] } else { s }, o[w]);
+            new[w] = s;
+        }
+    }
+    (o, written)
+}
+
+/// Partial sums over the columns of a tile, one row for each row of the state.
+pub(super) struct Partial<R> {
+    /// Of `P do`.
+    pub(super) read: Vec<[R; LANES]>,
+    /// Of `D u`.
+    pub(super) written: Vec<[R; LANES]>,
+    /// Of `D z`.
+    pub(super) answered: Vec<[R; LANES]>,
+    /// Of `P w`.
+    pub(super) asked: Vec<[R; LANES]>,
+    /// Of `P D`.
+    pub(super) kept: Vec<[R; LANES]>,
+    /// Of all rows together: the gradient of a log decay that they share.
+    pub(super) decay: [R; LANES],
+}
+
+impl<R: Real> Partial<R> {
+    pub(super) fn new(width: usize) -> Self {
+        let new = || vec![[R::ZERO; LANES]; width];
+        Self {
+            read: new(),
+            written: new(),
+            answered: new(),
+            asked: new(),
+            kept: new(),
+            decay: [R::ZERO; LANES],
+        }
+    }
+}
+
+/// Back through one token: `d` is the gradient of the state after it, and then of the one before it.
+/// Gives du, and w.
+#[inline(always)]
+pub(super) fn reverse<M: Machine, R: Real, U: Rule>(
+    before: &[Row<R>],
+    d: &mut [Row<R>],
+    token: Token<'_, R>,
+    (d_o, written): (&Row<R>, &Written<R>),
+    partial: &mut Partial<R>,
+) -> (Row<R>, Row<R>) {
+    let width = before.len();
+    let (d, kept) = (&mut d[..width], &token.kept[..width]);
+    let (q, k) = (&token.q[..width], &token.k[..width]);
+    let [reads, writes] = [&mut partial.read[..width], &mut partial.written[..width]];
+    let [keeps, answers] = [&mut partial.kept[..width], &mut partial.answered[..width]];
+    let (mut d_update, mut d_answer) = ([R::ZERO; TILE], [R::ZERO; TILE]);
+    // Sums over rows also keep the compiler from computing several rows at once, a column at a time.
+    let mut decay = [R::ZERO; LANES];
+    for i in 0..width {
+        // Rows are taken out and put back whole: the compiler cannot know that they are apart.
+        let (p, mut s) = (before[i], d[i]);
+        let [mut read, mut write, mut keep, mut answer] = [[R::ZERO; LANES]; 4];
+        let (kept, q, k) = (kept[i], q[i], k[i]);
+        for l in 0..LANES {
+            for w in [l, l + LANES] {
+                if !U::BEFORE {
+                    s[w] = M::mul_add(q, d_o[w], s[w]);
+                }
+                d_update[w] = M::mul_add(k, s[w], d_update[w]);
+                read[l] = M::mul_add(p[w], d_o[w], read[l]);
+                write[l] = M::mul_add(s[w], written.update[w], write[l]);
+                keep[l] = M::mul_add(p[w], s[w], keep[l]);
+                if U::LOW_RANK {
+                    d_answer[w] = M::mul_add(token.b[i], s[w], d_answer[w]);
+                    answer[l] = M::mul_add(s[w], written.answer[w], answer[l]);
+                }
+                if !U::ASKS {
+                    s[w] = kept * s[w];
+                }
+                if U::BEFORE {
+                    s[w] = M::mul_add(q, d_o[w], s[w]);
+                }
+            }
+            decay[l] = M::mul_add(kept, keep[l], decay[l]);
+        }
+        (d[i], reads[i], writes[i], keeps[i]) = (s, read, write, keep);
+        if U::LOW_RANK {
+            answers[i] = answer;
+        }
+    }
+    if U::ASKS {
+        if !U::LOW_RANK {
+            d_answer = d_update.map(|d| -(token.beta * d));
+        }
+        let (asks, asked) = (&token.asks[..width], &mut partial.asked[..width]);
+        let decays = if token.asks_after { R::ONE } else { R::ZERO };
+        for i in 0..width {
+            let (p, mut s, mut ask) = (before[i], d[i], [R::ZERO; LANES]);
+            let (kept, by, share) = (kept[i], asks[i], decays * asks[i]);
+            for l in 0..LANES {
+                for w in [l, l + LANES] {
+                    ask[l] = M::mul_add(p[w], d_answer[w], ask[l]);
+                    s[w] = M::mul_add(by, d_answer[w], kept * s[w]);
+                }
+                decay[l] = M::mul_add(share, ask[l], decay[l]);
+            }
+            (d[i], asked[i]) = (s, ask);
+        }
+    }
+    partial.decay = decay;
+    (d_update, d_answer)
+}
+
+/// The sum of each row of partial sums, in a fixed order.
+#[inline(always)]
+pub(super) fn totals<R: Real>(rows: &[[R; LANES]], sums: &mut [R]) {
+    const SOME: usize = 16;
+    let mut four = [[R::ZERO; 4]; SOME];
+    for (rows, sums) in rows.chunks(SOME).zip(sums.chunks_mut(SOME)) {
+        for (four, row) in four.iter_mut().zip(rows) {
+            let mut eight = [R::ZERO; 8];
+            for i in 0..8 {
+                eight[i] = row[i] + row[i + 8];
+            }
+            for i in 0..4 {
+                four[i] = eight[i] + eight[i + 4];
+            }
+        }
+        for (sum, four) in sums.iter_mut().zip(&four) {
+            *sum = (four[0] + four[2]) + (four[1] + four[3]);
+        }
+    }
+}
