@@ -44,11 +44,34 @@ pub enum FolderError {
         /// How that run stands.
         status: String,
     },
-    /// There is nothing to resume.
+    /// There is nothing to resume, and nothing in the way of a start.
     #[error("{path} holds no checkpoint to resume from; leave out --resume to start the run")]
     Nothing {
         /// The folder.
         path: PathBuf,
+    },
+    /// The folder holds a run that cannot be gone on with.
+    #[error(
+        "{path} holds a run without a checkpoint ({status}), which nothing can go on from; \
+         --overwrite, and no --resume, starts it again, or choose another folder with \
+         --set name=NAME"
+    )]
+    Barren {
+        /// The folder.
+        path: PathBuf,
+        /// How that run stands.
+        status: String,
+    },
+    /// The folder holds parts of a run, and nothing says of which.
+    #[error(
+        "{path} holds {what} of a run whose config.toml is gone; put that file back, add \
+         --overwrite to delete what is left, or choose another folder with --set name=NAME"
+    )]
+    Remains {
+        /// The folder.
+        path: PathBuf,
+        /// What is left.
+        what: &'static str,
     },
     /// The folder holds no trained run.
     #[error(
@@ -217,13 +240,10 @@ pub(crate) fn write_arrival(
     arrival: &Arrival<'_>,
     write: impl FnOnce(&Path) -> Result<(), String>,
 ) -> Result<(), FolderError> {
-    let used = root.join(CONFIG).exists();
-    match overwrite {
-        true if used => remove_run(root)?,
-        false if used => {
-            return Err(FolderError::Taken { path: root.into(), status: status(root) });
-        }
-        _ => {}
+    match Holding::of(root)? {
+        Holding::Nothing => {}
+        _ if overwrite => remove_run(root)?,
+        _ => return Err(FolderError::Taken { path: root.into(), status: status(root) }),
     }
     let position = Position::default();
     let (draft, target) = new_checkpoint(root, position.step)?;
@@ -274,21 +294,31 @@ impl RunFolder {
         run: &RunConfig,
         start: Start,
     ) -> Result<(Self, Option<Checkpoint>), FolderError> {
-        let used = root.join(CONFIG).exists();
-        let checkpoint = match start {
-            Start::Resume => {
-                same_run(root, run)?;
-                let nothing = || FolderError::Nothing { path: root.into() };
-                Some(newest_checkpoint(root)?.ok_or_else(nothing)?)
-            }
-            Start::New if used => {
-                return Err(FolderError::Exists { path: root.into(), status: status(root) });
-            }
-            Start::Overwrite if used => {
+        let checkpoint = match (start, Holding::of(root)?) {
+            (Start::Overwrite, Holding::Nothing) | (Start::New, Holding::Nothing) => None,
+            (Start::Overwrite, _) => {
                 remove_run(root)?;
                 None
             }
-            Start::New | Start::Overwrite => None,
+            (Start::Resume, Holding::Nothing) => {
+                return Err(FolderError::Nothing { path: root.into() });
+            }
+            (_, Holding::Remains(what)) => {
+                return Err(FolderError::Remains { path: root.into(), what });
+            }
+            (Start::New, Holding::Run) => {
+                return Err(FolderError::Exists { path: root.into(), status: status(root) });
+            }
+            (start, Holding::Barren) => {
+                if start == Start::Resume {
+                    same_run(root, run)?;
+                }
+                return Err(FolderError::Barren { path: root.into(), status: status(root) });
+            }
+            (Start::Resume, Holding::Run) => {
+                same_run(root, run)?;
+                newest_checkpoint(root)?
+            }
         };
         let checkpoints = root.join("checkpoints");
         fs::create_dir_all(&checkpoints).map_err(io_error("create the folder", &checkpoints))?;
@@ -375,6 +405,34 @@ impl RunFolder {
 /// The summary that a run left, if it ended in any way.
 pub fn read_summary(root: &Path) -> Option<serde_json::Value> {
     serde_json::from_slice(&fs::read(root.join(SUMMARY)).ok()?).ok()
+}
+
+/// What a folder holds before a run begins there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Holding {
+    /// Nothing of a run.
+    Nothing,
+    /// A run with a checkpoint.
+    Run,
+    /// A run without one.
+    Barren,
+    /// Parts of a run, and no config that says of which.
+    Remains(&'static str),
+}
+
+impl Holding {
+    fn of(root: &Path) -> Result<Self, FolderError> {
+        // A run that was cut off while it began may have left this file with nothing in it.
+        let metrics = root.join(METRICS).metadata().is_ok_and(|file| file.len() > 0);
+        let checkpoints = !checkpoints(root)?.is_empty();
+        Ok(match (root.join(CONFIG).exists(), checkpoints) {
+            (true, true) => Self::Run,
+            (true, false) => Self::Barren,
+            (false, true) => Self::Remains("checkpoints"),
+            (false, false) if metrics => Self::Remains("metrics"),
+            (false, false) => Self::Nothing,
+        })
+    }
 }
 
 fn status(root: &Path) -> String {
@@ -503,13 +561,7 @@ fn open_checkpoint(path: PathBuf) -> Result<Checkpoint, FolderError> {
 
 fn same_run(root: &Path, run: &RunConfig) -> Result<(), FolderError> {
     let path = root.join(CONFIG);
-    let text = match fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Err(FolderError::Nothing { path: root.into() });
-        }
-        Err(e) => return Err(io_error("read", &path)(e)),
-    };
+    let text = fs::read_to_string(&path).map_err(io_error("read", &path))?;
     let other = |key: String, there: String, here: String| FolderError::OtherRun {
         path: path.clone(),
         key,
@@ -523,3 +575,7 @@ fn same_run(root: &Path, run: &RunConfig) -> Result<(), FolderError> {
         None => Ok(()),
     }
 }
+
+#[cfg(test)]
+#[path = "folder_tests.rs"]
+mod tests;
