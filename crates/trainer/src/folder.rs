@@ -4,6 +4,7 @@
 //! checkpoint remembers how long they were, so that resuming cuts off what came after it.
 
 use crate::config::RunConfig;
+use crate::lock::FolderLock;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -43,6 +44,20 @@ pub enum FolderError {
         path: PathBuf,
         /// How that run stands.
         status: String,
+    },
+    /// Another process writes to the folder.
+    #[error("{owner} is writing to {path}; wait for its end, or choose another folder")]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+        /// `process 123`.
+        owner: String,
+    },
+    /// The folder was taken away from under a run.
+    #[error("{path} was deleted or made anew while the run wrote to it; the run ends here")]
+    Lost {
+        /// The folder.
+        path: PathBuf,
     },
     /// There is nothing to resume, and nothing in the way of a start.
     #[error("{path} holds no checkpoint to resume from; leave out --resume to start the run")]
@@ -187,6 +202,7 @@ pub struct RunFolder {
     root: PathBuf,
     metrics: File,
     metrics_bytes: u64,
+    lock: FolderLock,
 }
 
 /// A checkpoint that was found whole.
@@ -240,6 +256,8 @@ pub(crate) fn write_arrival(
     arrival: &Arrival<'_>,
     write: impl FnOnce(&Path) -> Result<(), String>,
 ) -> Result<(), FolderError> {
+    fs::create_dir_all(root).map_err(io_error("create the folder", root))?;
+    let _lock = FolderLock::take(root)?;
     match Holding::of(root)? {
         Holding::Nothing => {}
         _ if overwrite => remove_run(root)?,
@@ -294,6 +312,11 @@ impl RunFolder {
         run: &RunConfig,
         start: Start,
     ) -> Result<(Self, Option<Checkpoint>), FolderError> {
+        if start == Start::Resume && !root.exists() {
+            return Err(FolderError::Nothing { path: root.into() });
+        }
+        fs::create_dir_all(root).map_err(io_error("create the folder", root))?;
+        let lock = FolderLock::take(root)?;
         let checkpoint = match (start, Holding::of(root)?) {
             (Start::Overwrite, Holding::Nothing) | (Start::New, Holding::Nothing) => None,
             (Start::Overwrite, _) => {
@@ -324,7 +347,7 @@ impl RunFolder {
         fs::create_dir_all(&checkpoints).map_err(io_error("create the folder", &checkpoints))?;
         let metrics_bytes = checkpoint.as_ref().map_or(0, |c| c.position.metrics_bytes);
         let metrics = open_metrics(&root.join(METRICS), metrics_bytes)?;
-        let folder = Self { root: root.into(), metrics, metrics_bytes };
+        let folder = Self { root: root.into(), metrics, metrics_bytes, lock };
         if checkpoint.is_none() {
             replace(root, CONFIG, run.to_toml().as_bytes())?;
         }
@@ -334,6 +357,14 @@ impl RunFolder {
     /// The folder.
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Refuses to write where another run may be by now.
+    fn check_lock(&self) -> Result<(), FolderError> {
+        match self.lock.holds() {
+            true => Ok(()),
+            false => Err(FolderError::Lost { path: self.root.clone() }),
+        }
     }
 
     /// Adds a line to `metrics.jsonl`.
@@ -358,12 +389,13 @@ impl RunFolder {
 
     /// Writes a checkpoint; `write` puts the model's weights and the optimizer's record where it is told.
     /// # Errors
-    /// [`FolderError::Io`]; earlier checkpoints are as they were.
+    /// [`FolderError::Io`] or [`FolderError::Lost`]; earlier checkpoints are as they were.
     pub fn save(
         &self,
         position: &Position,
         write: impl FnOnce(&Path, &Path) -> Result<(), String>,
     ) -> Result<(), FolderError> {
+        self.check_lock()?;
         if self.root.join("checkpoints").join(folder_name(position.step)).exists() {
             return Ok(()); // a step has one state
         }
@@ -385,6 +417,7 @@ impl RunFolder {
     /// # Errors
     /// [`FolderError::Io`].
     pub fn prune(&self, keep: usize, best: u64) -> Result<(), FolderError> {
+        self.check_lock()?;
         let list = checkpoints(&self.root)?;
         for path in list.iter().rev().skip(keep) {
             if path.file_name().is_none_or(|name| *name != *folder_name(best)) {
@@ -396,8 +429,9 @@ impl RunFolder {
 
     /// Writes `summary.json`.
     /// # Errors
-    /// [`FolderError::Io`].
+    /// [`FolderError::Io`] or [`FolderError::Lost`].
     pub fn write_summary(&self, summary: &serde_json::Value) -> Result<(), FolderError> {
+        self.check_lock()?;
         replace(&self.root, SUMMARY, format!("{summary:#}\n").as_bytes())
     }
 }
@@ -460,7 +494,7 @@ fn folder_name(step: u64) -> String {
     format!("step-{step:010}")
 }
 
-fn io_error<'a>(doing: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> FolderError + 'a {
+pub(crate) fn io_error<'a>(doing: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> FolderError + 'a {
     move |source| FolderError::Io { doing, path: path.into(), source }
 }
 

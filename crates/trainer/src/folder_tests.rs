@@ -70,3 +70,33 @@ fn advice_leads_to_a_start_and_not_in_a_circle() {
     }
     RunFolder::open(desk.path(), &run, Start::Overwrite).unwrap();
 }
+
+#[test]
+fn a_folder_has_one_writer_and_the_others_are_told_who_it_is() {
+    let (desk, run, other) = desk();
+    let (folder, _) = RunFolder::open(desk.path(), &run, Start::New).unwrap();
+    save(&folder, 1, "weights").unwrap();
+    for start in [Start::New, Start::Resume, Start::Overwrite] {
+        let why = refusal(desk.path(), &other, start);
+        assert!(why.contains(&format!("process {} is writing", std::process::id())), "{why}");
+    }
+    let arrival = Arrival { config: String::new(), tokenizer: None, kept: None };
+    let why = write_arrival(desk.path(), true, &arrival, |_| Ok(())).unwrap_err().to_string();
+    assert!(why.contains("is writing"), "{why}");
+    drop(folder);
+    RunFolder::open(desk.path(), &run, Start::Resume).unwrap();
+}
+
+#[cfg(unix)] // elsewhere files that are open stay
+#[test]
+fn a_run_whose_folder_was_deleted_writes_nothing_into_the_next_ones() {
+    let (desk, run, other) = desk();
+    let root = desk.path().join("run");
+    let (folder, _) = RunFolder::open(&root, &run, Start::New).unwrap();
+    fs::remove_dir_all(&root).unwrap();
+    assert!(matches!(save(&folder, 1, "weights"), Err(FolderError::Lost { .. })));
+    let (_theirs, _) = RunFolder::open(&root, &other, Start::New).unwrap();
+    assert!(matches!(save(&folder, 1, "weights"), Err(FolderError::Lost { .. })));
+    assert!(folder.write_summary(&serde_json::json!({})).is_err());
+    assert!(checkpoints(&root).unwrap().is_empty() && read_summary(&root).is_none());
+}

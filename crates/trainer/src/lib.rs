@@ -13,6 +13,7 @@ mod curve;
 mod evaluate;
 mod folder;
 mod learner;
+mod lock;
 mod progress;
 mod schedule;
 mod stored;
