@@ -7,14 +7,13 @@
 //! d_model = 1024
 //! ```
 
+use crate::checkpoint::{Checkpoint, Which, find_checkpoint};
 use crate::config::{
     AdamWConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, RunConfig, ScheduleConfig,
     TrainConfig,
 };
 use crate::evaluate::{Evaluation, Testing};
-use crate::folder::{
-    Arrival, CONFIG, Checkpoint, FolderError, TOKENIZER, Which, find_checkpoint, write_arrival,
-};
+use crate::folder::{Arrival, CONFIG, FolderError, TOKENIZER, write_arrival};
 use crate::learner::Learner;
 use crate::weights;
 use burn::tensor::backend::Backend;
