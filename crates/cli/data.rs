@@ -66,12 +66,20 @@ pub fn data(args: DataArgs) -> ExitCode {
     output::ended(written.and_then(|()| out.flush()))
 }
 
+/// Where examples end.
+const MOST: u64 = 1 << 48;
+
 fn read_task(args: &DataArgs) -> Result<Box<dyn Task>, ConfigError> {
     let run = RunConfig::read(&args.config, &args.overrides)?;
     Ok(run.task.build(run.seed)?)
 }
 
 fn find_set(args: &DataArgs, task: &dyn Task) -> Result<usize, String> {
+    let most = MOST - args.count.min(MOST);
+    if args.count > MOST || args.first > most {
+        let DataArgs { first, count, .. } = args;
+        return Err(format!("`--first` and `--count` are {first} and {count}; {MOST} is the last"));
+    }
     let sets = task.sets(args.split);
     if sets.is_empty() {
         return Err(format!("`--split`: the task has no sets of {:?}", args.split).to_lowercase());

@@ -166,13 +166,18 @@ fn on_signal(stop: &Stop) -> impl FnMut(Asked) + Send + 'static {
 }
 
 fn conclude(job: &SweepJob, done: Done) -> ExitCode {
-    let Done { runs, skipped, finished, failed, elsewhere } = done;
+    let Done { runs, skipped, failed_before, finished, failed, elsewhere } = done;
     let folder = job.sweep.folder.display();
     let rows = skipped + finished + elsewhere;
+    let before = match failed_before {
+        0 => String::new(),
+        count => format!(" and {count} before, which --retry-failed does again"),
+    };
     let shown = output::show(&format!(
-        "{rows} of {runs} runs have a row, {failed} failed now; report {folder} makes tables\n"
+        "{rows} of {runs} runs have a row, {failed} failed now{before}; report {folder} makes \
+         tables\n"
     ));
-    match (failed, job.stop.no_more() && !done.complete()) {
+    match (failed + failed_before, job.stop.no_more() && !done.complete()) {
         (_, true) => ExitCode::from(INTERRUPTED),
         (0, false) => shown,
         (_, false) => ExitCode::from(FAILED),

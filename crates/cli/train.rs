@@ -6,8 +6,8 @@ use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail, output};
 use linattn_sweep::write_events;
 use linattn_trainer::{
     ConfigError, DryRun, Interrupter, Outcome, ProgressStyle, RunConfig, Start, Status,
-    TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, least_memory, restore_terminal,
-    run_folder, train as run_training,
+    TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, host_memory, least_memory,
+    restore_terminal, run_folder, train as run_training,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -94,14 +94,23 @@ pub fn train(args: TrainArgs) -> ExitCode {
 }
 
 /// Refuses a run that this computer's memory cannot hold: the allocator would end the program
-/// without a word about why. GPUs say so themselves.
+/// without a word about why. GPUs say so themselves of what is on them.
 fn fits_in_memory(run: &RunConfig, choice: &Choice) -> Result<(), String> {
-    let (Kind::Cpu, Some(free)) = (choice.kind, free_memory()) else { return Ok(()) };
+    let Some(free) = free_memory() else { return Ok(()) };
+    let gibibytes = |bytes: f64| bytes / f64::from(1 << 30);
+    let (host, remedy) = host_memory(run).map_err(|e| e.to_string())?;
+    if host > free {
+        return Err(format!(
+            "the run's data need {:.1} GiB of memory at the least, and {:.1} GiB are free; {remedy} \
+             would do",
+            gibibytes(host),
+            gibibytes(free)
+        ));
+    }
     let needed = least_memory(run).map_err(|e| e.to_string())?;
-    if needed <= free {
+    if choice.kind != Kind::Cpu || needed <= free {
         return Ok(());
     }
-    let gibibytes = |bytes: f64| bytes / f64::from(1 << 30);
     Err(format!(
         "the run needs {:.1} GiB of memory at the least, and {:.1} GiB are free; a smaller \
          `model.d_model`, `model.layers` or `train.batch_size`, or a larger `train.accumulate`, \

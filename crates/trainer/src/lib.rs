@@ -8,6 +8,7 @@
 #![deny(missing_docs)]
 #![deny(clippy::print_stdout, clippy::print_stderr)] // they panic where nobody reads
 
+mod bounds;
 mod checkpoint;
 mod config;
 mod cost;
@@ -23,6 +24,7 @@ mod terminal;
 mod train;
 mod weights;
 
+pub use bounds::host_memory;
 pub use burn_train::Interrupter;
 pub use checkpoint::{Checkpoint, Position, Which};
 pub use config::{
