@@ -18,6 +18,8 @@ mod formulas;
 mod fused;
 mod generation;
 #[cfg(feature = "cpu")]
+mod hostile;
+#[cfg(feature = "cpu")]
 mod layers;
 mod ops;
 #[cfg(feature = "cpu")]

@@ -24,8 +24,8 @@ mod tests;
 use super::backend::{self, Forward, LinearAttentionBackend, Operands, Saved};
 use super::scan::{self, Scan};
 use super::{
-    AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Moments,
-    Normalization, Pack, Pass, fused, recurrent,
+    AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
+    Moments, Normalization, Pack, Pass, fused, recurrent,
 };
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexTensor};

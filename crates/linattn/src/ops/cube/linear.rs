@@ -160,7 +160,7 @@ fn choose(problem: &Problem, device: Device) -> Option<(Reader, Tiling)> {
 
 /// cubek's name for a row of the table.
 fn strategy(problem: &Problem, reader: Reader, tiling: Tiling) -> Option<Strategy> {
-    let blueprint = blueprint(problem, tiling)?;
+    let blueprint = blueprint(problem, reader, tiling)?;
     Some(match reader {
         Reader::Simple => Strategy::SimpleCyclicMma(BlueprintStrategy::Forced(blueprint)),
         Reader::Double => Strategy::DoubleCyclicMma(BlueprintStrategy::Forced(blueprint)),
@@ -168,7 +168,7 @@ fn strategy(problem: &Problem, reader: Reader, tiling: Tiling) -> Option<Strateg
     })
 }
 
-fn blueprint(problem: &Problem, tiling: Tiling) -> Option<TilingBlueprint> {
+fn blueprint(problem: &Problem, reader: Reader, tiling: Tiling) -> Option<TilingBlueprint> {
     let [m, n, k] = instruction(problem.dtype)?;
     let [along_m, along_n, along_k] = tiling.tiles;
     let scheme = TilingScheme::builder()
@@ -201,7 +201,12 @@ fn blueprint(problem: &Problem, tiling: Tiling) -> Option<TilingBlueprint> {
         .partition_buffering(PartitionBuffering::Single)
         .hypercube_blueprint(hypercube)
         .shared_swizzle(swizzles(problem, [m, n, k]));
-    Some(builder.build())
+    let mut blueprint = builder.build();
+    // Kernels with two stages load an even number of them; cubek checks bounds as if for one at a time.
+    let stages = if reader == Reader::Simple { 1 } else { 2 };
+    let depth = stages * tiling.sizes([m, n, k])[2];
+    blueprint.check_k_bounds = !problem.k.is_multiple_of(depth);
+    Some(blueprint)
 }
 
 /// Swizzles with which the rows of a tile meet no bank conflicts.
