@@ -62,9 +62,30 @@ pub struct TrainConfig {
     /// Largest length of the gradient over all parameters together; longer ones are shortened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
+    /// Type of matrix products and recurrences.
+    #[serde(default, skip_serializing_if = "Precision::is_f32")]
+    pub precision: Precision,
     /// Steps between two lines of metrics.
     #[serde(default = "ten")]
     pub log_every: u64,
+}
+
+/// Type of matrix products and recurrences in training. Weights, residual stream, statistics of norms,
+/// gates, states, losses and the optimizer are f32 in any case.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// f32; on CUDA matrix products are TF32, with 10 bits of mantissa.
+    #[default]
+    F32,
+    /// bf16, in the layers that take it: see `LanguageModel::with_precision`.
+    Bf16,
+}
+
+impl Precision {
+    fn is_f32(&self) -> bool {
+        *self == Self::F32
+    }
 }
 
 fn one() -> usize {

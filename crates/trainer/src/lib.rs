@@ -29,8 +29,8 @@ pub use bounds::host_memory;
 pub use burn_train::Interrupter;
 pub use checkpoint::{Checkpoint, Position, Which};
 pub use config::{
-    AdamWConfig, CheckpointConfig, ConfigError, Decay, EvaluateConfig, Order, Per, RunConfig,
-    ScheduleConfig, Shape, TrainConfig,
+    AdamWConfig, CheckpointConfig, ConfigError, Decay, EvaluateConfig, Order, Per, Precision,
+    RunConfig, ScheduleConfig, Shape, TrainConfig,
 };
 pub use cost::{DryRun, dry_run, least_memory};
 pub use curve::{Curve, CurveError};

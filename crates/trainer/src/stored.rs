@@ -9,8 +9,8 @@
 
 use crate::checkpoint::{Checkpoint, Which, find_checkpoint};
 use crate::config::{
-    AdamWConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, RunConfig, ScheduleConfig,
-    TrainConfig, parse_error,
+    AdamWConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, Precision, RunConfig,
+    ScheduleConfig, TrainConfig, parse_error,
 };
 use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{Arrival, CONFIG, FolderError, TOKENIZER, write_arrival};
@@ -112,6 +112,7 @@ fn untrained() -> TrainConfig {
         accumulate: 1,
         order: Order::default(),
         clip_norm: None,
+        precision: Precision::default(),
         log_every: 10,
     }
 }

@@ -1,7 +1,7 @@
 //! The loop: batches, steps, evaluations, checkpoints, and what is left when it ends.
 
 use crate::checkpoint::{Checkpoint, Position};
-use crate::config::{ConfigError, RunConfig};
+use crate::config::{ConfigError, Precision, RunConfig};
 use crate::curve::{Curve, CurveError};
 use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{FolderError, RunFolder, Start};
@@ -12,7 +12,7 @@ use crate::schedule::{Plan, learning_rate};
 use crate::weights;
 use burn::module::{AutodiffModule, Module};
 use burn::tensor::backend::Backend;
-use burn::tensor::{ElementConversion, Tensor};
+use burn::tensor::{DType, ElementConversion, Tensor};
 use burn_train::Interrupter;
 use linattn::nn::force;
 use linattn::ops::LinearAttentionBackend;
@@ -147,8 +147,13 @@ pub fn build<B: LinearAttentionBackend>(
     device: &B::Device,
 ) -> Result<Learner<B>, ConfigError> {
     B::seed(device, run.seed);
-    let learner = Learner { model: run.model.init(vocab, device)? };
-    force(&learner);
+    let model = run.model.init(vocab, device)?;
+    force(&model);
+    let model = match run.train.precision {
+        Precision::F32 => model,
+        Precision::Bf16 => model.with_precision(DType::BF16),
+    };
+    let learner = Learner { model };
     Ok(weights::with_stable_ids(learner))
 }
 

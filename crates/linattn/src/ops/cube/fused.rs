@@ -10,6 +10,7 @@ use crate::ops::fused::{
 };
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::{cast, into_contiguous};
+use burn_cubecl::ops::numeric::add;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
 use cubecl::ir::StorageType;
@@ -381,8 +382,8 @@ pub(super) fn linear_layer<R: CubeRuntime>(
     let LinearLayer { x, weight, bias } = l;
     let dtype = x.dtype;
     let (count, inner) = rows(&x)?;
-    // A bias wants a sum of its own; layers with one are few, and Burn's are right.
-    if !is_float(dtype) || !is_float(weight.dtype) || bias.is_some() {
+    let of_bias = bias.as_ref().map_or(dtype, |bias| bias.dtype);
+    if ![dtype, weight.dtype, of_bias].into_iter().all(is_float) {
         return None;
     }
     let columns = weight.meta.shape()[1];
@@ -392,15 +393,26 @@ pub(super) fn linear_layer<R: CubeRuntime>(
     let (own, of_x) = (weight.dtype, x.meta.shape().clone());
     let weight = if own == dtype { weight } else { cast(weight, dtype) };
     let x = matrix(x, count, inner);
-    let y = linear::linear(x.clone(), weight.clone(), dtype);
+    let mut y = linear::linear(x.clone(), weight.clone(), dtype);
+    if let Some(bias) = &bias {
+        let row = as_given(bias.clone(), dtype);
+        y = add(y, reshaped(row, Shape::from([1, columns])));
+    }
     let outputs = vec![reshaped(y, shape)];
     let backward = keep.then(|| -> Backward<R> {
         Box::new(move |gradients, wanted| {
             let d_y = matrix(as_given(only(gradients), dtype), count, columns);
             let d_x = wanted[0]
                 .then(|| reshaped(linear::linear_x_gradient(d_y.clone(), weight, dtype), of_x));
+            let d_bias = bias.map(|bias| {
+                let (from, to) = (dtype.into(), bias.dtype.into());
+                let sums =
+                    column_sums::column_sums(&d_y.client, &d_y.handle, count, columns, from, to)
+                        .expect("the product took these sizes and types");
+                Some(shaped(&d_y, sums, Shape::from([columns]), bias.dtype))
+            });
             let d_weight = wanted[1].then(|| linear::linear_weight_gradient(x, d_y, own));
-            vec![d_x, d_weight]
+            [d_x, d_weight].into_iter().chain(d_bias).collect()
         })
     });
     Some(CubePass { outputs, backward })
