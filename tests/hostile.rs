@@ -2,12 +2,22 @@
 #![cfg(unix)]
 
 use crate::desk::{Desk, TINY, comes, signal, text};
+#[cfg(target_os = "linux")]
+use nix::{
+    fcntl::OFlag,
+    pty::{grantpt, posix_openpt, ptsname_r, unlockpt},
+};
 use serde_json::Value;
-use std::fs::{self, File, OpenOptions};
-use std::io::Read;
-use std::process::{Child, Command, Output, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::fs::{self, OpenOptions};
+use std::process::{Child, Output, Stdio};
+#[cfg(target_os = "linux")]
+use std::{
+    fs::File,
+    io::Read,
+    process::Command,
+    sync::Arc,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 /// A run that lasts until somebody ends it.
 fn endless() -> Desk {
@@ -84,19 +94,28 @@ fn two_processes_never_write_to_one_folder() {
     assert!(!owner.exists(), "it leaves nothing of its lock");
 }
 
-/// A terminal's two ends. Dropping the first, as a window's closing does, kills the terminal.
+#[cfg(target_os = "linux")]
+/// A terminal's two ends. Closing the first, as a window's closing does, kills the terminal.
 struct Terminal {
     open: Arc<AtomicBool>,
     reader: Option<std::thread::JoinHandle<Vec<u8>>>,
     end: File,
 }
 
+#[cfg(target_os = "linux")]
 impl Terminal {
     fn new() -> Self {
-        let size = nix::pty::Winsize { ws_row: 40, ws_col: 120, ws_xpixel: 0, ws_ypixel: 0 };
-        let pty = nix::pty::openpty(&size, None).unwrap();
+        // No child may hold its other end, or it never closes.
+        let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
+        let mut master = posix_openpt(flags).unwrap();
+        grantpt(&master).and_then(|()| unlockpt(&master)).unwrap();
+        let end = OpenOptions::new().read(true).write(true).open(ptsname_r(&master).unwrap());
+        let end = end.unwrap();
+        let size = ["rows", "40", "cols", "120"];
+        let sized = Command::new("stty").args(size).stdin(end.try_clone().unwrap()).status();
+        assert!(sized.unwrap().success());
         let open = Arc::new(AtomicBool::new(true));
-        let (mut master, reading) = (File::from(pty.master), open.clone());
+        let reading = open.clone();
         // The dashboard draws all the time, so that no read lasts.
         let reader = std::thread::spawn(move || {
             let (mut seen, mut bytes) = (vec![], [0; 4096]);
@@ -108,7 +127,7 @@ impl Terminal {
             }
             seen
         });
-        Self { open, reader: Some(reader), end: File::from(pty.slave) }
+        Self { open, reader: Some(reader), end }
     }
 
     fn stdio(&self) -> Stdio {
@@ -124,6 +143,7 @@ impl Terminal {
     }
 }
 
+#[cfg(target_os = "linux")]
 fn on_a_terminal(mut command: Command, terminal: &Terminal) -> Child {
     command.stdin(terminal.stdio()).stdout(terminal.stdio()).stderr(terminal.stdio());
     command.env("TERM", "xterm").spawn().unwrap()

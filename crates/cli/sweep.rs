@@ -5,7 +5,8 @@ use crate::signals::{self, Asked};
 use crate::train::commit;
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, device, fail, output};
 use linattn_sweep::{
-    Assignment, ChildProcess, Done, Ending, Plan, Runner, Shard, Stop, Sweep, SweepJob, dry_run,
+    Assignment, ChildProcess, Done, Ending, Plan, Runner, Shard, Stop, Sweep, SweepError, SweepJob,
+    dry_run,
 };
 use linattn_trainer::RunConfig;
 use std::path::{Path, PathBuf};
@@ -138,6 +139,8 @@ fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, runner: &TrainRuns) -> Exi
     };
     match job.run(runner, &mut output::note) {
         Ok(done) => conclude(&job, done),
+        // A disk that is full is nobody's mistake.
+        Err(e @ SweepError::Io { doing: "write", .. }) => fail(FAILED, &e),
         Err(e) => fail(BAD_INPUT, &e),
     }
 }

@@ -395,9 +395,9 @@ mod tests {
     #[test]
     fn a_look_at_a_cut_file_leaves_it_as_it_is() {
         let (_folder, file) = folder(&[row("a", &[])]);
-        fs::write(file.path(), "run,status\na,comp").unwrap();
+        fs::write(file.path(), "run,status\na").unwrap();
         assert!(file.view().unwrap().rows.is_empty());
-        assert_eq!(text(&file), "run,status\na,comp");
+        assert_eq!(text(&file), "run,status\na");
     }
 
     #[test]

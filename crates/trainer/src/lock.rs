@@ -130,6 +130,6 @@ mod tests {
                 });
             }
         });
-        assert!(taken.into_inner() > 300);
+        assert!(taken.into_inner() > 0);
     }
 }

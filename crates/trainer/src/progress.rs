@@ -17,6 +17,7 @@ use std::fmt;
 use std::io::{IsTerminal, Write, stderr, stdin, stdout};
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook, take_hook};
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// How a run shows itself.
@@ -324,9 +325,13 @@ impl Dashboard {
 
     fn put_hook_back(&mut self) {
         drop(take_hook());
-        // Ours and the renderer's are gone, and with them their shares of it.
-        let before = self.hook_before.take().and_then(Arc::into_inner);
-        before.into_iter().for_each(set_hook);
+        // Ours and the renderer's are gone, and with them their shares of it, unless that was left
+        // alone.
+        match self.hook_before.take().map(Arc::try_unwrap) {
+            Some(Ok(before)) => set_hook(before),
+            Some(Err(shared)) => set_hook(Box::new(move |panic| shared(panic))),
+            None => {}
+        }
     }
 
     fn renderer(&mut self) -> &mut TuiMetricsRendererWrapper {
@@ -336,14 +341,12 @@ impl Dashboard {
 
 impl Drop for Dashboard {
     fn drop(&mut self) {
-        let renderer = self.renderer.take();
-        // The renderer's own `drop` says a last word to its thread, and may panic as all its calls.
-        let _closed = catch_unwind(AssertUnwindSafe(|| drop(renderer)));
-        match std::thread::panicking() {
-            // Then it does not wait for its thread, which is about to leave the screen and to put
-            // the cursor back: over what we print, if we do not wait.
-            true => std::thread::sleep(Duration::from_millis(50)),
-            false => self.put_hook_back(),
+        if !self.renderer.take().is_none_or(close) {
+            // Whatever that thread still comes to, it must find where to say so.
+            std::mem::forget(self.hushed.take());
+        }
+        if !std::thread::panicking() {
+            self.put_hook_back();
         }
         terminal::forget();
         drop(self.hushed.take());
@@ -353,6 +356,24 @@ impl Drop for Dashboard {
 
 /// The thread that Burn's renderer draws in.
 const RENDERER: &str = "train-renderer";
+
+/// Has the renderer leave the screen, and waits for it. Once the terminal is gone it may read for ever
+/// what never comes: then it is left alone, and the answer is false.
+fn close(renderer: TuiMetricsRendererWrapper) -> bool {
+    let (closed, waiting) = channel();
+    let closing = std::thread::Builder::new().name("close".into()).spawn(move || {
+        // Its `drop` says a last word to the renderer's thread, and may panic as all its calls.
+        let _gone = catch_unwind(AssertUnwindSafe(|| drop(renderer)));
+        let _nobody_waits = closed.send(());
+    });
+    let patience = Duration::from_millis(50);
+    while closing.is_ok() && waiting.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+        if terminal::is_gone() {
+            return waiting.recv_timeout(patience).is_ok();
+        }
+    }
+    true
+}
 
 /// Makes of "kill" a request to stop, without the message of a panic. What else the renderer's thread
 /// panics with is that the terminal is gone, and no failure of the run. Gives the hook from before.
