@@ -21,7 +21,10 @@ repeat = 2
 mixer.gated_deltanet = { heads = 4, expand_v = 2.0, output_gate = false }
 ";
 const VOCAB: usize = 512;
-const [BATCH, TOKENS, SCORED]: [usize; 3] = [64, 32, 4];
+const BATCH: usize = 64;
+const TOKENS: usize = 32;
+/// Scored positions of a sequence.
+const SCORED: usize = 4;
 const STEPS: usize = 300;
 
 /// Takes the gradient of every weight, or puts a new weight in its place.

@@ -118,7 +118,9 @@ impl<'a, R: Real> Given<'a, R> {
         let Sizes { channels, window, .. } = self.sizes;
         match (t + w + 1).checked_sub(window) {
             Some(t) => Some(&self.token(b, t)[..channels]),
-            None => self.tail.map(|tail| &tail[(b * (window - 1) + t + w) * channels..][..channels]),
+            None => {
+                self.tail.map(|tail| &tail[(b * (window - 1) + t + w) * channels..][..channels])
+            }
         }
     }
 
@@ -333,7 +335,11 @@ impl<R: Real> Job for Backward<'_, '_, R> {
         if let (Some(d_tail), Some(weight), 0) = (&mut self.d_tail, given.weight, first) {
             for (w, weight) in weight.chunks_exact(channels.max(1)).enumerate() {
                 for t in 0..(window - 1 - w).min(tokens) {
-                    add_products::<M, R>(d_tail.at(t + w), weight, &d_z[t * channels..][..channels]);
+                    add_products::<M, R>(
+                        d_tail.at(t + w),
+                        weight,
+                        &d_z[t * channels..][..channels],
+                    );
                 }
             }
         }
@@ -469,8 +475,7 @@ fn conv_split_backward<R: Number>(
         from += count;
         Some(Some(tensor(sums[from - count..from].to_vec(), like.shape())))
     };
-    let [weight, bias, a_log, dt_bias] =
-        [&x.weight, &x.bias, &x.a_log, &x.dt_bias].map(&mut part);
+    let [weight, bias, a_log, dt_bias] = [&x.weight, &x.bias, &x.a_log, &x.dt_bias].map(&mut part);
     let tail = d_tail.zip(x.tail.as_ref()).map(|(d, like)| Some(tensor(d, like.shape())));
     found.extend([weight, bias, tail, a_log, dt_bias].into_iter().flatten());
     found

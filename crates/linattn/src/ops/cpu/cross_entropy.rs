@@ -1,9 +1,9 @@
 //! The loss of a last product, with its gradients in the forward pass: logits live for some rows at a
 //! time.
 
+use super::linear::sum_of_rows;
 use super::parallel::for_each;
 use super::product::{Matrix, Put, product_here};
-use super::linear::sum_of_rows;
 use super::real::{Job, LANES, Machine, Real, add, dispatch, sum};
 use super::shared::Shared;
 use super::tensors::{

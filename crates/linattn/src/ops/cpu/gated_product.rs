@@ -2,7 +2,7 @@
 
 use super::parallel::for_each;
 use super::real::{Job, Machine, Real, dispatch};
-use super::shared::{RowsMut, Shared, Rows};
+use super::shared::{Rows, RowsMut, Shared};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
 use crate::ops::{Activation, BackwardPass, GatedProduct, Pass};
 use burn::tensor::TensorMetadata;

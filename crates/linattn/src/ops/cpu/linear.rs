@@ -2,7 +2,9 @@
 
 use super::product::{Matrix, Put, product, sum_of_products, sum_of_slices};
 use super::real::{Job, Machine, Real, add, dispatch};
-use super::tensors::{Number, contiguous, matrix, maybe, one_type, slice, strided, tensor, typed, zeros};
+use super::tensors::{
+    Number, contiguous, matrix, maybe, one_type, slice, strided, tensor, typed, zeros,
+};
 use crate::ops::{BackwardPass, LinearLayer, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};

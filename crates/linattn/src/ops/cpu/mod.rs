@@ -2,6 +2,8 @@
 //!
 //! Work is cut by its sizes and added up in a fixed order, so that results are the same to the bit on any
 //! number of threads.
+// Counted loops over arrays are what becomes vector instructions.
+#![allow(clippy::needless_range_loop)]
 
 mod conv_split;
 mod cross_entropy;
@@ -24,8 +26,8 @@ mod tests;
 use super::backend::{self, Forward, LinearAttentionBackend, Operands, Saved};
 use super::scan::{self, Scan};
 use super::{
-    AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Moments,
-    Normalization, Pack, Pass, fused, recurrent,
+    AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
+    Moments, Normalization, Pack, Pass, fused, recurrent,
 };
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexTensor};

@@ -1,9 +1,9 @@
 //! Normalised rows.
 
 use super::gated_product::activated;
+use super::linear::sum_of_rows;
 use super::parallel::for_each;
 use super::product::Matrix;
-use super::linear::sum_of_rows;
 use super::real::{Job, Machine, Real, add, dispatch, dot, sum};
 use super::shared::{Rows, RowsMut, Shared};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};

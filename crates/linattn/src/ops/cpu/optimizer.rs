@@ -139,8 +139,7 @@ fn adamw_step_of<R: Number>(
     let count = |step: &Step| step.parameter.shape().num_elements();
     let mut found: Vec<[Vec<R>; 3]> =
         steps.iter().map(|step| [(); 3].map(|()| zeros(count(step)))).collect();
-    let shared: Vec<_> =
-        found.iter_mut().map(|x| x.each_mut().map(|x| Shared::new(x))).collect();
+    let shared: Vec<_> = found.iter_mut().map(|x| x.each_mut().map(|x| Shared::new(x))).collect();
     let pieces: Vec<(usize, usize)> = steps
         .iter()
         .enumerate()
@@ -153,9 +152,8 @@ fn adamw_step_of<R: Number>(
         let part = |x| &slice::<R>(x)[at.clone()];
         // SAFETY: pieces do not overlap.
         #[allow(unsafe_code)]
-        let mut to = shared[i]
-            .each_ref()
-            .map(|x| unsafe { x.rows((first, [1, at.len(), at.len()])) });
+        let mut to =
+            shared[i].each_ref().map(|x| unsafe { x.rows((first, [1, at.len(), at.len()])) });
         let [next, first, second] = to.each_mut().map(|rows| rows.at(0));
         dispatch(Piece {
             factors: Factors::new(adamw, time(&steps[i]), steps[i].decay, scale),

@@ -124,12 +124,7 @@ unsafe fn multiply<R: Real>(to: Target<R>, x: Matrix<'_, R>, y: Matrix<'_, R>, p
 /// `to = x y`, or `to += x y`, on this thread.
 /// # Panics
 /// If sizes do not go together.
-pub(super) fn product_here<R: Real>(
-    to: &mut [R],
-    x: Matrix<'_, R>,
-    y: Matrix<'_, R>,
-    put: Put,
-) {
+pub(super) fn product_here<R: Real>(to: &mut [R], x: Matrix<'_, R>, y: Matrix<'_, R>, put: Put) {
     assert_eq!(to.len(), x.size[0] * y.size[1], "rows of x times columns of y");
     let to = Target { first: to.as_mut_ptr(), stride: y.size[1] };
     // SAFETY: `to` has a row for every row of `x`, each as wide as `y`.

@@ -307,4 +307,3 @@ pub(super) fn add<R: Real>(to: &mut [R], x: &[R]) {
         *to += x;
     }
 }
-

@@ -73,7 +73,10 @@ pub(super) fn zeros<R: Number>(count: usize) -> Vec<R> {
 
 /// Row numbers, of any type that Flex has for them.
 pub(super) fn indices(x: FlexTensor) -> Option<Vec<usize>> {
-    fn of<I: Element + bytemuck::Pod>(x: &FlexTensor, to: impl Fn(I) -> usize) -> Option<Vec<usize>> {
+    fn of<I: Element + bytemuck::Pod>(
+        x: &FlexTensor,
+        to: impl Fn(I) -> usize,
+    ) -> Option<Vec<usize>> {
         Some(x.as_slice::<I>()?.iter().map(|&i| to(i)).collect())
     }
     let x = contiguous(x);

@@ -4,8 +4,10 @@ use super::super::autodiff::Pass;
 use super::super::backend::{Forward, LinearAttentionBackend, Operands};
 use super::super::fused::*;
 use burn::backend::autodiff::Autodiff;
-use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive, backend::Backend};
+use burn::tensor::ops::{FloatTensor, FloatTensorOps, ModuleOps};
+use burn::tensor::{
+    DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive, backend::Backend,
+};
 use burn_flex::Flex;
 use linattn_oracle::{Rng, assert_close};
 
@@ -54,7 +56,8 @@ pub(super) fn input(rng: &mut Rng, shape: &[usize], lies: Lies, dtype: DType) ->
 
 fn values<B: Backend>(x: FloatTensor<B>) -> Vec<f64> {
     let count = x.shape().num_elements();
-    let x = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(B::float_reshape(x, [count].into())));
+    let x =
+        Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(B::float_reshape(x, [count].into())));
     x.into_data().iter::<f64>().collect()
 }
 
@@ -127,10 +130,13 @@ fn some_of(mut x: impl Iterator<Item = Node>, there: bool) -> Option<Node> {
 #[test]
 fn norms_are_those_of_tensor_operations() {
     for measure in [Measure::RootMeanSquare, Measure::Length, Measure::Standard] {
-        for (rows, width, parts) in [(3, 5, 0b0000), (67, 33, 0b1111), (500, 16, 0b0010), (9, 64, 0b1001)] {
+        for (rows, width, parts) in
+            [(3, 5, 0b0000), (67, 33, 0b1111), (500, 16, 0b0010), (9, 64, 0b1001)]
+        {
             let has = |i: usize| parts >> i & 1 == 1;
-            let all = [&[2, rows, width][..], &[width][..], &[width][..], &[2, rows, width][..]];
-            let mut shapes = vec![&[2, rows, width][..]];
+            let (all_rows, row) = ([2, rows, width], [width]);
+            let all = [&all_rows[..], &row[..], &row[..], &all_rows[..]];
+            let mut shapes = vec![&all_rows[..]];
             shapes.extend((0..4).filter(|&i| has(i)).map(|i| all[i]));
             let norm = |x: Vec<Node>| {
                 let mut x = x.into_iter();
@@ -149,10 +155,16 @@ fn norms_are_those_of_tensor_operations() {
             };
             let outputs = 1 + usize::from(has(0));
             let name = format!("{measure:?} of {rows} x {width}, {parts:b}");
-            check(&name, &shapes, outputs, |x| Graph::fused_normalize(norm(x), false), |x| {
-                let (y, h) = normalize_in_tensor_ops::<Graph, 3>(norm(x));
-                std::iter::once(y).chain(h).map(of).collect()
-            });
+            check(
+                &name,
+                &shapes,
+                outputs,
+                |x| Graph::fused_normalize(norm(x), false),
+                |x| {
+                    let (y, h) = normalize_in_tensor_ops::<Graph, 3>(norm(x));
+                    std::iter::once(y).chain(h).map(of).collect()
+                },
+            );
         }
     }
 }
@@ -192,10 +204,16 @@ fn linear_layers_are_those_of_tensor_operations() {
         let mut shapes = vec![&x[..], &weight[..]];
         shapes.extend(biased.then_some(&bias[..]));
         let name = format!("{rows} rows, {from} to {to}");
-        check(&name, &shapes, 1, |x| Graph::fused_linear(layer(x), false), |x| {
-            let LinearLayer { x, weight, bias } = layer(x);
-            vec![Graph::linear(x, weight, bias)]
-        });
+        check(
+            &name,
+            &shapes,
+            1,
+            |x| Graph::fused_linear(layer(x), false),
+            |x| {
+                let LinearLayer { x, weight, bias } = layer(x);
+                vec![Graph::linear(x, weight, bias)]
+            },
+        );
     }
 }
 
@@ -216,16 +234,23 @@ fn rows_of_a_table_are_those_of_tensor_operations() {
     for (count, width, many) in [(7, 3, 20), (100, 16, 700), (3, 1, 1)] {
         let mut rng = Rng::new(5);
         let ids: Vec<i32> = (0..many).map(|_| (rng.uniform() * count as f64) as i32).collect();
-        let ids = Tensor::<Graph, 1, Int>::from_data(TensorData::new(ids, [many]), &Default::default());
+        let ids =
+            Tensor::<Graph, 1, Int>::from_data(TensorData::new(ids, [many]), &Default::default());
         let rows = |mut x: Vec<Node>| {
             let ids = ids.clone().into_primitive();
             Embedding { table: x.remove(0), ids, dtype: DType::F64 }
         };
         let name = format!("{many} rows of {count} x {width}");
-        check(&name, &[&[count, width]], 1, |x| Graph::fused_embedding(rows(x), false), |x| {
-            let e = rows(x);
-            vec![Graph::float_select(e.table, 0, e.ids)]
-        });
+        check(
+            &name,
+            &[&[count, width]],
+            1,
+            |x| Graph::fused_embedding(rows(x), false),
+            |x| {
+                let e = rows(x);
+                vec![Graph::float_select(e.table, 0, e.ids)]
+            },
+        );
     }
 }
 
@@ -249,9 +274,13 @@ fn losses_are_those_of_tensor_operations() {
         let mut shapes = vec![&hidden[..], &weight[..]];
         shapes.extend(biased.then_some(&bias[..]));
         let name = format!("loss of {many} x {vocab} x {width}");
-        check(&name, &shapes, 1, |x| Graph::fused_cross_entropy(loss(x), false), |x| {
-            vec![of(cross_entropy_in_tensor_ops::<Graph>(loss(x)))]
-        });
+        check(
+            &name,
+            &shapes,
+            1,
+            |x| Graph::fused_cross_entropy(loss(x), false),
+            |x| vec![of(cross_entropy_in_tensor_ops::<Graph>(loss(x)))],
+        );
     }
 }
 
@@ -274,9 +303,13 @@ fn columns(heads: usize) -> Vec<Column> {
 fn packed_projections_are_split_as_by_tensor_operations() {
     let heads = 3;
     let (channels, packed) = (23, 26 + 3 * heads);
-    for (batch, tokens, window, biased, tailed) in
-        [(2, 5, 4, true, true), (3, 70, 3, false, false), (70, 2, 4, true, true), (1, 1, 4, false, true), (2, 3, 1, true, false)]
-    {
+    for (batch, tokens, window, biased, tailed) in [
+        (2, 5, 4, true, true),
+        (3, 70, 3, false, false),
+        (70, 2, 4, true, true),
+        (1, 1, 4, false, true),
+        (2, 3, 1, true, false),
+    ] {
         let split = |x: Vec<Node>| {
             let mut x = x.into_iter();
             ConvSplit {
@@ -297,9 +330,13 @@ fn packed_projections_are_split_as_by_tensor_operations() {
         shapes.extend(tailed.then_some(&tail[..]));
         shapes.extend([&a_log[..], &dt_bias[..]]);
         let name = format!("{batch} x {tokens}, window {window}");
-        check(&name, &shapes, 7, |x| Graph::fused_conv_split(split(x), false), |x| {
-            conv_split_in_tensor_ops::<Graph>(split(x)).into_iter().map(of).collect()
-        });
+        check(
+            &name,
+            &shapes,
+            7,
+            |x| Graph::fused_conv_split(split(x), false),
+            |x| conv_split_in_tensor_ops::<Graph>(split(x)).into_iter().map(of).collect(),
+        );
     }
 }
 
@@ -324,7 +361,9 @@ fn steps_of_adamw_are_those_of_tensor_operations() {
     let norm = Flex::global_norm(gradients.clone());
     let want = norm_in_tensor_ops::<Flex>(gradients);
     assert_close("norm", &values::<Flex>(want), &values::<Flex>(norm.clone()), 1e-12);
-    for clip in [None, Some(Clip { norm: norm.clone(), longest: 3.0 }), Some(Clip { norm, longest: 1e9 })] {
+    for clip in
+        [None, Some(Clip { norm: norm.clone(), longest: 3.0 }), Some(Clip { norm, longest: 1e9 })]
+    {
         let want = step_in_tensor_ops::<Flex>(steps.clone(), adamw, clip.clone());
         let got = Flex::adamw_step(steps.clone(), adamw, clip);
         for ((want, want_moments), (got, moments)) in want.into_iter().zip(got) {
@@ -386,7 +425,8 @@ fn everything() -> Vec<Vec<f64>> {
     });
     one(&[&[5, 40, 2, 16], &[5, 40, 2, 16], &[5, 40, 6, 40], &[5, 40, 6], &[5, 40, 6]], &|x| {
         let [q, k, v, g, beta] = x.try_into().unwrap();
-        let (g, beta) = (Some(Graph::float_neg(Graph::float_abs(g))), Some(Graph::float_tanh(beta)));
+        let (g, beta) =
+            (Some(Graph::float_neg(Graph::float_abs(g))), Some(Graph::float_tanh(beta)));
         let (a, b, state, read) = (None, None, None, Default::default());
         let x = Operands { q, k: Graph::float_tanh(k), v, a, b, g, beta, state, read };
         let Forward { o, state, .. } = Graph::chunkwise(x, 16, false);

@@ -4,8 +4,8 @@ use super::super::parallel::for_each;
 use super::super::real::{Job, Machine, Real, add, dispatch, dot, total};
 use super::super::shared::{Rows, RowsMut, Shared};
 use super::tile::{
-    Delta, Linear, LinearBefore, LowRank, Partial, Row, Rule, TILE, Token, Written, advance, reverse,
-    totals,
+    Delta, Linear, LinearBefore, LowRank, Partial, Row, Rule, TILE, Token, Written, advance,
+    reverse, totals,
 };
 use super::{BLOCK, Factors, Head, Inputs, Kind, load, load_state, store, store_state};
 use std::marker::PhantomData;
