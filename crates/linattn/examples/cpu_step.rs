@@ -23,6 +23,7 @@ mixer.gated_deltanet = { heads = 4, expand_v = 2.0, output_gate = false }
 const VOCAB: usize = 512;
 const BATCH: usize = 64;
 const TOKENS: usize = 32;
+/// Scored positions of a sequence.
 const SCORED: usize = 4;
 const STEPS: usize = 300;
 

@@ -4,7 +4,7 @@ use super::super::autodiff::Pass;
 use super::super::backend::{Forward, LinearAttentionBackend, Operands};
 use super::super::fused::*;
 use burn::backend::autodiff::Autodiff;
-use burn::tensor::ops::{FloatTensor, FloatTensorOps};
+use burn::tensor::ops::{FloatTensor, FloatTensorOps, ModuleOps};
 use burn::tensor::{
     DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive, backend::Backend,
 };
@@ -134,8 +134,9 @@ fn norms_are_those_of_tensor_operations() {
             [(3, 5, 0b0000), (67, 33, 0b1111), (500, 16, 0b0010), (9, 64, 0b1001)]
         {
             let has = |i: usize| parts >> i & 1 == 1;
-            let all = [&[2, rows, width][..], &[width][..], &[width][..], &[2, rows, width][..]];
-            let mut shapes = vec![&[2, rows, width][..]];
+            let (all_rows, row) = ([2, rows, width], [width]);
+            let all = [&all_rows[..], &row[..], &row[..], &all_rows[..]];
+            let mut shapes = vec![&all_rows[..]];
             shapes.extend((0..4).filter(|&i| has(i)).map(|i| all[i]));
             let norm = |x: Vec<Node>| {
                 let mut x = x.into_iter();
