@@ -3,7 +3,13 @@
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
+#[cfg(unix)]
+use std::process::Child;
 use std::process::{Command, Output, Stdio};
+#[cfg(unix)]
+use std::thread::sleep;
+#[cfg(unix)]
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// A run of seconds.
@@ -115,6 +121,27 @@ impl Desk {
         list.sort();
         list
     }
+}
+
+/// Whether a condition holds within a minute.
+#[cfg(unix)]
+pub fn comes(mut condition: impl FnMut() -> bool) -> bool {
+    let began = Instant::now();
+    while !condition() {
+        if began.elapsed() > Duration::from_secs(60) {
+            return false;
+        }
+        sleep(Duration::from_millis(2));
+    }
+    true
+}
+
+/// Sends a signal, `INT` for instance, to a child.
+#[cfg(unix)]
+pub fn signal(name: &str, child: &Child) {
+    let (name, id) = (format!("-{name}"), child.id().to_string());
+    let kill = ["-c", r#"kill "$1" "$2""#, "sh", &name, &id];
+    assert!(Command::new("sh").args(kill).status().unwrap().success());
 }
 
 pub fn text(bytes: &[u8]) -> String {

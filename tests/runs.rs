@@ -1,10 +1,10 @@
 //! The command as a person uses it: runs, cuts, resumes, and every mistake they can make.
 
-use crate::desk::{Desk, TINY, text};
+use crate::desk::{Desk, TINY, comes, signal, text};
 use std::fs;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 #[test]
 fn a_run_leaves_everything_it_should() {
@@ -121,18 +121,6 @@ fn whole_checkpoint(entry: &std::io::Result<fs::DirEntry>) -> bool {
     entry.as_ref().is_ok_and(|e| e.file_name().to_string_lossy().starts_with("step-"))
 }
 
-/// Whether a condition holds within a minute.
-fn comes(condition: impl Fn() -> bool) -> bool {
-    let began = Instant::now();
-    while !condition() {
-        if began.elapsed() > Duration::from_secs(60) {
-            return false;
-        }
-        sleep(Duration::from_millis(2));
-    }
-    true
-}
-
 #[cfg(unix)]
 #[test]
 fn ctrl_c_saves_and_resuming_gives_the_same_bits() {
@@ -143,10 +131,7 @@ fn ctrl_c_saves_and_resuming_gives_the_same_bits() {
     let metrics = desk.path("runs/broken/metrics.jsonl");
     let lines = || fs::read_to_string(&metrics).map_or(0, |text| text.lines().count());
     assert!(comes(|| lines() > 8), "{} lines of metrics after a minute", lines());
-    let id = child.id().to_string();
-    let kill = ["-c", r#"kill -INT "$1""#, "sh", &id];
-    let killed = Command::new("sh").args(kill).status().unwrap();
-    assert!(killed.success());
+    signal("INT", &child);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains("--resume"), "{}", text(&output.stdout));

@@ -16,14 +16,16 @@ mod fixtures;
 mod formulas;
 #[cfg(all(feature = "fusion", feature = "wgpu", feature = "cpu"))]
 mod fused;
+#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
+mod fused_ops;
 mod generation;
+#[cfg(feature = "cpu")]
+mod hostile;
 #[cfg(feature = "cpu")]
 mod layers;
 mod ops;
 #[cfg(feature = "cpu")]
 mod paths;
-#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
-mod rowwise;
 #[cfg(feature = "cpu")]
 mod runs;
 mod support;

@@ -3,7 +3,7 @@
 use crate::device::{self, Job};
 use crate::eval::checkpoint;
 use crate::train::guarded;
-use crate::{BAD_INPUT, fail};
+use crate::{BAD_INPUT, FAILED, fail, output};
 use burn::module::Module;
 use linattn_checkpoints::{CheckpointError, Exported, Imported, Precision, export, import};
 use linattn_trainer::{
@@ -113,9 +113,10 @@ fn carry<J: Job<Output = Result<String, ConvertError>>>(device: &str, job: J) ->
         Err(e) => return fail(BAD_INPUT, &e),
     };
     match guarded(&choice, job) {
-        Ok(Ok(done)) => {
-            println!("{done}");
-            ExitCode::SUCCESS
+        Ok(Ok(done)) => output::show(&format!("{done}\n")),
+        // A disk that is full is nobody's mistake.
+        Ok(Err(e @ ConvertError::Folder(FolderError::Io { doing: "write", .. }))) => {
+            fail(FAILED, &e)
         }
         Ok(Err(e)) => fail(BAD_INPUT, &e),
         Err(code) => code,

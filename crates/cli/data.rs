@@ -1,11 +1,11 @@
 //! `data`: what a task asks, for people to look at and for other programs to use.
 
 use crate::eval::split;
-use crate::{BAD_INPUT, FAILED, fail};
+use crate::{BAD_INPUT, fail, output};
 use linattn_tasks::{Example, Split, Statistic, Task};
 use linattn_trainer::{ConfigError, RunConfig};
 use serde_json::json;
-use std::io::{self, BufWriter, ErrorKind, Write};
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -58,19 +58,16 @@ pub fn data(args: DataArgs) -> ExitCode {
         Ok(set) => set,
         Err(e) => return fail(BAD_INPUT, &e),
     };
-    let mut out = BufWriter::new(io::stdout().lock());
+    let mut out = output::buffered();
     let written = match args.stats {
         true => show_statistics(&args, task.as_ref(), set, &mut out),
         false => show_examples(&args, task.as_ref(), set, &mut out),
     };
-    match written.and_then(|()| out.flush()) {
-        // A reader that has seen enough, such as `head`, is no failure.
-        Err(e) if e.kind() != ErrorKind::BrokenPipe => {
-            fail(FAILED, &format!("can't write the examples: {e}"))
-        }
-        _ => ExitCode::SUCCESS,
-    }
+    output::ended(written.and_then(|()| out.flush()))
 }
+
+/// Where examples end.
+const MOST: u64 = 1 << 48;
 
 fn read_task(args: &DataArgs) -> Result<Box<dyn Task>, ConfigError> {
     let run = RunConfig::read(&args.config, &args.overrides)?;
@@ -78,6 +75,11 @@ fn read_task(args: &DataArgs) -> Result<Box<dyn Task>, ConfigError> {
 }
 
 fn find_set(args: &DataArgs, task: &dyn Task) -> Result<usize, String> {
+    let most = MOST - args.count.min(MOST);
+    if args.count > MOST || args.first > most {
+        let DataArgs { first, count, .. } = args;
+        return Err(format!("`--first` and `--count` are {first} and {count}; {MOST} is the last"));
+    }
     let sets = task.sets(args.split);
     if sets.is_empty() {
         return Err(format!("`--split`: the task has no sets of {:?}", args.split).to_lowercase());
@@ -90,7 +92,8 @@ fn find_set(args: &DataArgs, task: &dyn Task) -> Result<usize, String> {
             .ok_or_else(|| format!("`--subset` is {wanted}; it has to be one of {names:?}")),
         None => {
             if names.len() > 1 && !args.stats {
-                eprintln!("set {} of {names:?}; `--subset NAME` shows another", names[0]);
+                let first = names[0];
+                output::note(&format!("set {first} of {names:?}; `--subset NAME` shows another"));
             }
             Ok(0)
         }

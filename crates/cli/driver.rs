@@ -123,7 +123,9 @@ pub(crate) fn keep_compiled(driver: &Driver, indices: &[usize]) {
     if config.compilation.cache.is_none() {
         match caches().and_then(|caches| folder(&caches, &model(driver, indices)?)) {
             Ok(folder) => config.compilation.cache = Some(CacheConfig::File(folder)),
-            Err(why) => eprintln!("warning: compiled kernels are not kept: {why}"),
+            Err(why) => {
+                crate::output::note(&format!("warning: compiled kernels are not kept: {why}"));
+            }
         }
     }
     *slot = Some(Arc::new(config));

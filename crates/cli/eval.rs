@@ -2,7 +2,7 @@
 
 use crate::device::{self, Choice, Job};
 use crate::train::guarded;
-use crate::{BAD_INPUT, FAILED, fail};
+use crate::{BAD_INPUT, FAILED, fail, output};
 use linattn_tasks::Split;
 use linattn_trainer::{Evaluation, StoredError, StoredRun, Testing, TrainBackend, Which};
 use serde_json::{Value, json};
@@ -83,14 +83,13 @@ pub fn eval(args: EvalArgs) -> ExitCode {
         Err(code) => return code,
     };
     let report = report(&args, &stored, &choice, evaluation, started.elapsed().as_secs_f64());
-    show(&report);
-    match &args.json {
-        None => ExitCode::SUCCESS,
-        Some(path) => match std::fs::write(path, format!("{report:#}\n")) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(e) => fail(FAILED, &format!("can't write {}: {e}", path.display())),
-        },
+    // The file first: there may be nobody who reads the rest.
+    if let Some(path) = &args.json
+        && let Err(e) = std::fs::write(path, format!("{report:#}\n"))
+    {
+        return fail(FAILED, &format!("can't write {}: {e}", path.display()));
     }
+    output::show(&table(&report))
 }
 
 /// Refuses what would end in an empty table.
@@ -155,9 +154,9 @@ fn report(
 }
 
 /// One line a metric, under a line for each set.
-fn show(report: &Value) {
-    println!(
-        "{} after {} steps, on {}, {:.1} s",
+fn table(report: &Value) -> String {
+    let mut text = format!(
+        "{} after {} steps, on {}, {:.1} s\n",
         report["name"].as_str().unwrap_or("?"),
         report["checkpoint"],
         report["device"].as_str().unwrap_or("?"),
@@ -167,9 +166,11 @@ fn show(report: &Value) {
     for (key, value) in report["metrics"].as_object().into_iter().flatten() {
         let (set, metric) = key.rsplit_once('/').unwrap_or(("", key));
         if set != last {
-            println!("{set}");
+            text.push_str(&format!("{set}\n"));
             last = set;
         }
-        println!("  {metric:<28} {:.4}", value.as_f64().unwrap_or(f64::NAN));
+        let value = value.as_f64().unwrap_or(f64::NAN);
+        text.push_str(&format!("  {metric:<28} {value:.4}\n"));
     }
+    text
 }

@@ -2,8 +2,9 @@
 
 use crate::device::{self, Choice, Job};
 use crate::eval::checkpoint;
+use crate::signals::{self, Asked};
 use crate::train::guarded;
-use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail};
+use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail, output};
 use linattn::generate::{
     Finish, GenerateConfig, GenerateError, Generated, Next, SamplingConfig, Sequence, Timing,
     Written, generate as write_texts,
@@ -13,7 +14,7 @@ use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::{TextStream, Tokenizer};
 use linattn_trainer::{Interrupter, StoredError, StoredModel, TrainBackend, Which};
 use serde_json::{Value, json};
-use std::io::{self, ErrorKind, Write};
+use std::io;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -119,7 +120,16 @@ pub fn generate(args: GenerateArgs) -> ExitCode {
         Err(e) => return fail(BAD_INPUT, &e),
     };
     let stop = Interrupter::new();
-    if let Err(e) = stop_on_ctrl_c(&stop) {
+    // The first Ctrl-C ends the texts after their token, the second ends the program at once.
+    let (stopped, mut pressed) = (stop.clone(), false);
+    let watched = signals::watch(move |asked| {
+        stopped.stop(Some("Ctrl-C"));
+        if pressed && asked == Asked::Key {
+            std::process::exit(INTERRUPTED.into());
+        }
+        pressed |= asked == Asked::Key;
+    });
+    if let Err(e) = watched {
         return fail(FAILED, &format!("can't watch for Ctrl-C: {e}"));
     }
     let done = match guarded(&choice, Generate { request: &request, stop: &stop }) {
@@ -134,17 +144,6 @@ pub fn generate(args: GenerateArgs) -> ExitCode {
         true => ExitCode::from(INTERRUPTED),
         false => ExitCode::SUCCESS,
     }
-}
-
-/// The first Ctrl-C ends the texts after their token, the second ends the program at once.
-fn stop_on_ctrl_c(stop: &Interrupter) -> Result<(), ctrlc::Error> {
-    let stop = stop.clone();
-    ctrlc::set_handler(move || {
-        if stop.should_stop() {
-            std::process::exit(INTERRUPTED.into());
-        }
-        stop.stop(Some("Ctrl-C"));
-    })
 }
 
 /// A call of the command, checked as far as it can be without a device.
@@ -240,11 +239,10 @@ impl<'a> Request<'a> {
                 lines.map(|(i, text)| format!("[{}] {}\n", i + 1, text.shown)).collect()
             }
         };
-        let mut out = io::stdout().lock();
-        written(out.write_all(text.as_bytes()).and_then(|()| out.flush()))?;
+        written(output::write(&text))?;
         let timing = &done.timing;
         let speed = |rate: Option<f64>| rate.map_or("-".to_string(), |rate| format!("{rate:.1}"));
-        eprintln!(
+        output::note(&format!(
             "prompt {} tokens, {} tokens/s; decoding {} tokens/s; state {} bytes a text; \
              {choice}, {}",
             timing.prompt_tokens,
@@ -252,7 +250,7 @@ impl<'a> Request<'a> {
             speed(rate(timing.step_tokens, timing.step_seconds)),
             timing.state_bytes,
             done.path,
-        );
+        ));
         Ok(())
     }
 
@@ -384,7 +382,7 @@ impl Generate<'_> {
                 return Next::FinishRow;
             }
             let new = page.push(id);
-            if streams && let Err(e) = print(&new) {
+            if streams && let Err(e) = output::write(&new) {
                 failed = Some(e);
                 return Next::FinishAll;
             }
@@ -401,7 +399,7 @@ impl Generate<'_> {
         for page in pages.iter_mut() {
             let rest = page.finish();
             if streams && failed.is_none() {
-                failed = print(&format!("{rest}\n")).err();
+                failed = output::write(&format!("{rest}\n")).err();
             }
         }
         written(failed.map_or(Ok(()), Err))?;
@@ -416,16 +414,10 @@ impl Generate<'_> {
     }
 }
 
-/// Shows a piece of text at once.
-fn print(text: &str) -> io::Result<()> {
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush())
-}
-
 /// A reader that has seen enough, such as `head`, is no failure.
 fn written(result: io::Result<()>) -> Result<(), Failure> {
     match result {
-        Err(e) if e.kind() != ErrorKind::BrokenPipe => {
+        Err(e) if !output::nobody_reads(&e) => {
             Err(Failure::Output(format!("can't write the text: {e}")))
         }
         _ => Ok(()),

@@ -1,6 +1,7 @@
 //! The commands' common part: arguments to jobs, devices to backends, errors to exit codes.
 //!
 //! Backends are chosen here and nowhere else, and generic code is made for them once.
+#![deny(clippy::print_stdout, clippy::print_stderr)] // `output` writes, and cannot panic
 
 mod convert;
 mod data;
@@ -9,7 +10,9 @@ pub mod device;
 mod driver;
 mod eval;
 mod generate;
+mod output;
 mod report;
+mod signals;
 mod sweep;
 mod train;
 
@@ -31,6 +34,6 @@ pub(crate) const FAILED: u8 = 1;
 pub(crate) const INTERRUPTED: u8 = 130;
 
 pub(crate) fn fail(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
-    eprintln!("error: {error}");
+    output::note(&format!("error: {error}"));
     ExitCode::from(code)
 }

@@ -1,6 +1,6 @@
 //! `report`: a sweep's rows as tables and pictures.
 
-use crate::{BAD_INPUT, FAILED, fail};
+use crate::{BAD_INPUT, FAILED, fail, output};
 use linattn_sweep::{
     Mode, Report, RowsFile, Sweep, SweepError, report as make_report, write_events,
 };
@@ -28,16 +28,23 @@ pub struct ReportArgs {
 
 /// Runs the command and gives its exit code: 0 done, 1 `--check` found a change, 2 bad input.
 pub fn report(args: ReportArgs) -> ExitCode {
-    let mut changed = false;
+    let (mut changed, mut said) = (false, String::new());
     for folder in &args.folders {
         match one(&args, folder) {
-            Ok(report) => changed |= show(&args, folder, &report),
-            Err(e) => return fail(BAD_INPUT, &e),
+            Ok(report) => {
+                said.push_str(&summary(&args, folder, &report));
+                changed |= !report.changed.is_empty();
+            }
+            Err(e) => {
+                let _the_error_counts = output::write(&said);
+                return fail(BAD_INPUT, &e);
+            }
         }
     }
+    let code = output::show(&said);
     match changed && args.check {
         true => ExitCode::from(FAILED),
-        false => ExitCode::SUCCESS,
+        false => code,
     }
 }
 
@@ -58,17 +65,15 @@ fn one(args: &ReportArgs, folder: &Path) -> Result<Report, SweepError> {
     }
 }
 
-/// Says what changed, or would; tells whether anything did.
-fn show(args: &ReportArgs, folder: &Path, report: &Report) -> bool {
+/// What changed, or would.
+fn summary(args: &ReportArgs, folder: &Path, report: &Report) -> String {
     for note in &report.notes {
-        eprintln!("{note}");
+        output::note(note);
     }
     let verb = if args.check { "would change" } else { "wrote" };
-    for path in &report.changed {
-        println!("{verb} {}", path.display());
+    let changed = report.changed.iter().map(|path| format!("{verb} {}\n", path.display()));
+    match report.changed.is_empty() {
+        true => format!("{} says what its rows say\n", folder.display()),
+        false => changed.collect(),
     }
-    if report.changed.is_empty() {
-        println!("{} says what its rows say", folder.display());
-    }
-    !report.changed.is_empty()
 }

@@ -1,10 +1,12 @@
 //! `sweep`: one TOML file, many runs.
 
 use crate::device::Kind;
+use crate::signals::{self, Asked};
 use crate::train::commit;
-use crate::{BAD_INPUT, FAILED, INTERRUPTED, device, fail};
+use crate::{BAD_INPUT, FAILED, INTERRUPTED, device, fail, output};
 use linattn_sweep::{
-    Assignment, ChildProcess, Done, Ending, Plan, Runner, Shard, Stop, Sweep, SweepJob, dry_run,
+    Assignment, ChildProcess, Done, Ending, Plan, Runner, Shard, Stop, Sweep, SweepError, SweepJob,
+    dry_run,
 };
 use linattn_trainer::RunConfig;
 use std::path::{Path, PathBuf};
@@ -81,13 +83,17 @@ pub fn sweep(args: SweepArgs) -> ExitCode {
 }
 
 fn join(files: &[PathBuf], sweep: &Sweep, plan: &Plan) -> ExitCode {
+    let mut said = String::new();
     for file in files {
         match sweep.join(plan, file) {
-            Ok(new) => println!("{new} rows of {}", file.display()),
-            Err(e) => return fail(BAD_INPUT, &e),
+            Ok(new) => said.push_str(&format!("{new} rows of {}\n", file.display())),
+            Err(e) => {
+                let _the_error_counts = output::write(&said);
+                return fail(BAD_INPUT, &e);
+            }
         }
     }
-    ExitCode::SUCCESS
+    output::show(&said)
 }
 
 /// The program's file. It may be built anew while a sweep goes on; Linux still finds the one that
@@ -102,8 +108,8 @@ fn this_program() -> std::io::Result<PathBuf> {
 fn show_plan(sweep: &Sweep, plan: &Plan) -> ExitCode {
     match sweep.rows(plan) {
         Ok(rows) => {
-            print!("{}", dry_run(plan, &rows.rows, &sweep.config.select));
-            ExitCode::SUCCESS
+            rows.repair.iter().for_each(|repair| output::note(repair));
+            output::show(&dry_run(plan, &rows.rows, &sweep.config.select))
         }
         Err(e) => fail(BAD_INPUT, &e),
     }
@@ -117,7 +123,7 @@ fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, runner: &TrainRuns) -> Exi
         Err(e) => return fail(BAD_INPUT, &e),
     };
     let stop = Stop::default();
-    if let Err(e) = stop_on_ctrl_c(&stop) {
+    if let Err(e) = signals::watch(on_signal(&stop)) {
         return fail(FAILED, &format!("can't watch for Ctrl-C: {e}"));
     }
     let job = SweepJob {
@@ -131,33 +137,52 @@ fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, runner: &TrainRuns) -> Exi
         commit: commit(),
         stop,
     };
-    match job.run(runner, &mut |line| eprintln!("{line}")) {
+    match job.run(runner, &mut output::note) {
         Ok(done) => conclude(&job, done),
+        // A disk that is full is nobody's mistake.
+        Err(e @ SweepError::Io { doing: "write", .. }) => fail(FAILED, &e),
         Err(e) => fail(BAD_INPUT, &e),
     }
 }
 
 /// The first Ctrl-C lets runs end and starts no more, the second interrupts them, saved; the third
-/// ends the program at once.
-fn stop_on_ctrl_c(stop: &Stop) -> Result<(), ctrlc::Error> {
+/// ends the program at once. A closed terminal interrupts them too.
+fn on_signal(stop: &Stop) -> impl FnMut(Asked) + Send + 'static {
     let stop = stop.clone();
-    ctrlc::set_handler(move || match stop.press() {
-        0 => eprintln!(
-            "no more runs start; those at work go on to their end. Once more to stop them"
-        ),
-        1 => eprintln!("stopping the runs at work; they are saved. Once more to leave them alone"),
-        _ => std::process::exit(INTERRUPTED.into()),
-    })
+    move |asked| {
+        while asked == Asked::End && !stop.interrupt() {
+            stop.press();
+        }
+        if asked == Asked::End {
+            return;
+        }
+        match stop.press() {
+            0 => output::note(
+                "no more runs start; those at work go on to their end. Once more to stop them",
+            ),
+            1 => output::note(
+                "stopping the runs at work; they are saved. Once more to leave them alone",
+            ),
+            _ => std::process::exit(INTERRUPTED.into()),
+        }
+    }
 }
 
 fn conclude(job: &SweepJob, done: Done) -> ExitCode {
-    let Done { runs, skipped, finished, failed, elsewhere } = done;
+    let Done { runs, skipped, failed_before, finished, failed, elsewhere } = done;
     let folder = job.sweep.folder.display();
     let rows = skipped + finished + elsewhere;
-    println!("{rows} of {runs} runs have a row, {failed} failed now; report {folder} makes tables");
-    match (failed, job.stop.no_more() && !done.complete()) {
+    let before = match failed_before {
+        0 => String::new(),
+        count => format!(" and {count} before, which --retry-failed does again"),
+    };
+    let shown = output::show(&format!(
+        "{rows} of {runs} runs have a row, {failed} failed now{before}; report {folder} makes \
+         tables\n"
+    ));
+    match (failed + failed_before, job.stop.no_more() && !done.complete()) {
         (_, true) => ExitCode::from(INTERRUPTED),
-        (0, false) => ExitCode::SUCCESS,
+        (0, false) => shown,
         (_, false) => ExitCode::from(FAILED),
     }
 }

@@ -1,12 +1,13 @@
 //! `train`: one TOML file, one run.
 
 use crate::device::{self, Choice, Job, Kind};
-use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail};
+use crate::signals::{self, Asked};
+use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail, output};
 use linattn_sweep::write_events;
 use linattn_trainer::{
     ConfigError, DryRun, Interrupter, Outcome, ProgressStyle, RunConfig, Start, Status,
-    TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, least_memory, restore_terminal,
-    run_folder, train as run_training,
+    TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, host_memory, least_memory,
+    restore_terminal, run_folder, train as run_training,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -77,8 +78,7 @@ pub fn train(args: TrainArgs) -> ExitCode {
         Err(e) => return fail(BAD_INPUT, &e),
     };
     if args.print_config {
-        print!("{}", run.to_toml());
-        return ExitCode::SUCCESS;
+        return output::show(&run.to_toml());
     }
     let choice = match device::choose(&args.device) {
         Ok(choice) => choice,
@@ -94,14 +94,23 @@ pub fn train(args: TrainArgs) -> ExitCode {
 }
 
 /// Refuses a run that this computer's memory cannot hold: the allocator would end the program
-/// without a word about why. GPUs say so themselves.
+/// without a word about why. GPUs say so themselves of what is on them.
 fn fits_in_memory(run: &RunConfig, choice: &Choice) -> Result<(), String> {
-    let (Kind::Cpu, Some(free)) = (choice.kind, free_memory()) else { return Ok(()) };
+    let Some(free) = free_memory() else { return Ok(()) };
+    let gibibytes = |bytes: f64| bytes / f64::from(1 << 30);
+    let (host, remedy) = host_memory(run).map_err(|e| e.to_string())?;
+    if host > free {
+        return Err(format!(
+            "the run's data need {:.1} GiB of memory at the least, and {:.1} GiB are free; {remedy} \
+             would do",
+            gibibytes(host),
+            gibibytes(free)
+        ));
+    }
     let needed = least_memory(run).map_err(|e| e.to_string())?;
-    if needed <= free {
+    if choice.kind != Kind::Cpu || needed <= free {
         return Ok(());
     }
-    let gibibytes = |bytes: f64| bytes / f64::from(1 << 30);
     Err(format!(
         "the run needs {:.1} GiB of memory at the least, and {:.1} GiB are free; a smaller \
          `model.d_model`, `model.layers` or `train.batch_size`, or a larger `train.accumulate`, \
@@ -121,12 +130,12 @@ fn free_memory() -> Option<f64> {
 
 fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {
     let stop = Interrupter::new();
-    if let Err(e) = stop_on_ctrl_c(&stop) {
+    if let Err(e) = signals::watch(on_signal(&stop)) {
         return fail(FAILED, &format!("can't watch for Ctrl-C: {e}"));
     }
     let folder = run_folder(&args.out, &run);
     if args.progress != Show::Quiet {
-        eprintln!("{} on {choice}, into {}", run.name, folder.display());
+        output::note(&format!("{} on {choice}, into {}", run.name, folder.display()));
     }
     let job = TrainJob {
         run,
@@ -146,25 +155,26 @@ fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {
             Some(Err(e)) => fail(FAILED, &e),
             _ => conclude(&outcome),
         },
-        Ok(Err(e @ TrainError::Diverged { .. })) => fail(FAILED, &e),
-        Ok(Err(e)) => fail(BAD_INPUT, &e),
+        Ok(Err(e)) => fail(if e.is_input() { BAD_INPUT } else { FAILED }, &e),
         Err(code) => code,
     }
 }
 
-/// The first Ctrl-C ends the run after its step, saved; the second ends the program at once.
-fn stop_on_ctrl_c(stop: &Interrupter) -> Result<(), ctrlc::Error> {
-    let stop = stop.clone();
-    ctrlc::set_handler(move || {
-        if stop.should_stop() {
+/// The first Ctrl-C ends the run after its step, saved; the second ends the program at once. A closed
+/// terminal is a first Ctrl-C, however often it is told.
+fn on_signal(stop: &Interrupter) -> impl FnMut(Asked) + Send + 'static {
+    let (stop, mut pressed) = (stop.clone(), false);
+    move |asked| {
+        stop.stop(Some("a signal"));
+        if pressed && asked == Asked::Key {
             restore_terminal();
             std::process::exit(INTERRUPTED.into());
         }
-        if !dashboard_is_up() {
-            eprintln!("stopping after this step; everything is saved. Once more to stop at once");
+        if !pressed && !dashboard_is_up() {
+            output::note("stopping after this step and saving it; Ctrl-C once more stops at once");
         }
-        stop.stop(Some("Ctrl-C"));
-    })
+        pressed |= asked == Asked::Key;
+    }
 }
 
 fn conclude(outcome: &Outcome) -> ExitCode {
@@ -172,19 +182,20 @@ fn conclude(outcome: &Outcome) -> ExitCode {
     let folder = outcome.folder.display();
     match outcome.status {
         Status::Interrupted => {
-            println!("interrupted at step {}; --resume goes on: {folder}", summary["steps"]);
+            let steps = &summary["steps"];
+            let text = format!("interrupted at step {steps}; --resume goes on: {folder}\n");
+            let _said_by_the_exit_code_too = output::write(&text);
             ExitCode::from(INTERRUPTED)
         }
         status => {
             let score = summary["score"].as_f64().unwrap_or(f64::NAN);
-            println!(
-                "{}: test {} {score:.4} after {} steps, {:.0} s; curve and summary in {folder}",
+            output::show(&format!(
+                "{}: test {} {score:.4} after {} steps, {:.0} s; curve and summary in {folder}\n",
                 status.name().replace('_', " "),
                 summary["score_name"].as_str().unwrap_or("score"),
                 summary["steps"],
                 summary["wall_seconds"].as_f64().unwrap_or(f64::NAN),
-            );
-            ExitCode::SUCCESS
+            ))
         }
     }
 }
@@ -216,15 +227,17 @@ fn show_cost(run: RunConfig, choice: &Choice) -> ExitCode {
         Ok(Err(e)) => return fail(BAD_INPUT, &e),
         Err(code) => return code,
     };
-    println!("{name} on {choice}");
-    println!("  parameters          {}", cost.parameters);
-    println!("  state               {} bytes a sequence", cost.state_bytes);
-    println!("  forward pass        {} FLOPs a token", cost.flops_per_token);
-    println!("  first batch         {} tokens, {} scored", cost.batch_tokens, cost.batch_scored);
-    println!("  steps               {}", cost.steps);
-    println!("  weights, gradients and optimizer  {}", mebibytes(cost.parameter_memory));
-    println!("  intermediate results, roughly     {}", mebibytes(cost.activation_memory));
-    ExitCode::SUCCESS
+    let lines = [
+        format!("{name} on {choice}"),
+        format!("  parameters          {}", cost.parameters),
+        format!("  state               {} bytes a sequence", cost.state_bytes),
+        format!("  forward pass        {} FLOPs a token", cost.flops_per_token),
+        format!("  first batch         {} tokens, {} scored", cost.batch_tokens, cost.batch_scored),
+        format!("  steps               {}", cost.steps),
+        format!("  weights, gradients and optimizer  {}", mebibytes(cost.parameter_memory)),
+        format!("  intermediate results, roughly     {}", mebibytes(cost.activation_memory)),
+    ];
+    output::show(&(lines.join("\n") + "\n"))
 }
 
 fn mebibytes(bytes: u64) -> String {

@@ -8,6 +8,7 @@
 //! Numbers that are not comparable never meet unlabelled: see [`Published`] and [`Sweep::label`].
 
 #![deny(missing_docs)]
+#![deny(clippy::print_stdout, clippy::print_stderr)] // they panic where nobody reads
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 

@@ -111,12 +111,12 @@ impl Sweep {
         Ok(self.combinations()?.iter().map(|choices| settings(choices)).collect())
     }
 
-    /// The folder's rows. A cut is repaired.
+    /// The folder's rows. Nothing is changed.
     /// # Errors
     /// [`SweepError::OtherRows`] where they are of another base config or protocol.
     pub fn rows(&self, plan: &Plan) -> Result<Rows, SweepError> {
         let file = RowsFile::new(&self.folder);
-        let rows = file.load()?;
+        let rows = file.view()?;
         same(&file, &rows, "base", "base config", &plan.base)?;
         same(&file, &rows, "protocol", "protocol", &self.label())?;
         Ok(rows)

@@ -1,11 +1,11 @@
 //! `rows.csv`: a line for every run that ended, whole or not at all.
 //!
-//! Whoever reads or writes holds the lock of `.rows.lock`. A row is one write at the end of the
-//! file; a new column, or a row in place of a failed one, writes a new file that takes the old
-//! one's name. So a cut leaves at most one line without its end, which whoever comes next removes.
+//! Whoever writes holds the lock of `.rows.lock`, and writes a new file that takes the old one's
+//! name: no cut leaves a part of a line here. A last line without its end, as a copy that broke off
+//! or an editor leaves it, is a row if it has all columns; else whoever writes next removes it.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
@@ -103,7 +103,7 @@ pub struct Rows {
     pub columns: Vec<String>,
     /// The rows, in the order in which they were written.
     pub rows: Vec<Row>,
-    /// What was removed, for a person.
+    /// What was wrong with the last line, for a person.
     pub repair: Option<String>,
 }
 
@@ -132,19 +132,51 @@ impl RowsFile {
         &self.path
     }
 
-    /// Reads all rows, after removing what a cut left.
+    /// Reads all rows, and mends the last line where that is needed.
     /// # Errors
     /// [`SweepError::Rows`] names a line that no cut explains.
     pub fn load(&self) -> Result<Rows, SweepError> {
         let _lock = self.lock()?;
-        self.read(true)
+        let rows = self.view()?;
+        if rows.repair.is_some() {
+            self.rewrite(&rows)?;
+        }
+        Ok(rows)
     }
 
-    /// Reads all rows and changes nothing; a line without its end is left out.
+    /// Reads all rows and changes nothing.
     /// # Errors
     /// [`SweepError::Rows`] names a line that no cut explains.
     pub fn view(&self) -> Result<Rows, SweepError> {
-        self.read(false)
+        let bytes = match fs::read(&self.path) {
+            Ok(bytes) => bytes,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Rows::default()),
+            Err(e) => return Err(SweepError::io("read", &self.path)(e)),
+        };
+        let (lines, last) = split(&bytes);
+        let mut rows = self.parse(lines)?;
+        if last.is_empty() {
+            return Ok(rows);
+        }
+        let (path, count) = (self.path.display(), rows.rows.len());
+        let whole = self.parse(&[lines, last, b"\n"].concat()).ok();
+        // Read and written again it is the same, or its quotes have no end.
+        let is_whole = |all: &Rows| {
+            let row = all.rows.last().filter(|_| all.rows.len() == count + 1);
+            row.is_some_and(|row| record(&all.columns, row).strip_suffix(b"\n") == Some(last))
+        };
+        if let Some(all) = whole.filter(is_whole) {
+            rows = all;
+            let text = String::from_utf8_lossy(last);
+            rows.repair = Some(format!("{path}: the last line has no end and counts: {text}"));
+        } else {
+            rows.repair = Some(format!(
+                "{path} broke off in the middle of a line; its last {} bytes do not count, {count} \
+                 rows are whole",
+                last.len(),
+            ));
+        }
+        Ok(rows)
     }
 
     /// Adds a row unless the run has one that did not fail. The row is on disk when this returns.
@@ -152,20 +184,17 @@ impl RowsFile {
     /// [`SweepError`]; then the file is as it was.
     pub fn add(&self, row: &Row) -> Result<Added, SweepError> {
         let _lock = self.lock()?;
-        let mut known = self.read(true)?;
+        let mut known = self.view()?;
         let place = known.rows.iter().position(|other| other.id() == row.id());
         if place.is_some_and(|place| !known.rows[place].failed()) {
             return Ok(Added::Known);
         }
-        let wider = widen(&mut known.columns, row);
+        widen(&mut known.columns, row);
         match place {
             Some(place) => known.rows[place] = row.clone(),
             None => known.rows.push(row.clone()),
         }
-        match wider || place.is_some() {
-            true => self.rewrite(&known)?,
-            false => self.append(&record(&known.columns, row))?,
-        }
+        self.rewrite(&known)?;
         Ok(Added::New)
     }
 
@@ -176,29 +205,6 @@ impl RowsFile {
         let file = options.map_err(error())?;
         file.lock().map_err(error())?;
         Ok(file)
-    }
-
-    fn read(&self, mend: bool) -> Result<Rows, SweepError> {
-        let bytes = match fs::read(&self.path) {
-            Ok(bytes) => bytes,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Rows::default()),
-            Err(e) => return Err(SweepError::io("read", &self.path)(e)),
-        };
-        let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
-        let mut rows = self.parse(&bytes[..whole])?;
-        if whole < bytes.len() {
-            rows.repair = Some(format!(
-                "{} broke off in the middle of a line; its last {} bytes are removed, {} rows are \
-                 whole",
-                self.path.display(),
-                bytes.len() - whole,
-                rows.rows.len()
-            ));
-            if mend {
-                self.cut(whole as u64)?;
-            }
-        }
-        Ok(rows)
     }
 
     fn parse(&self, bytes: &[u8]) -> Result<Rows, SweepError> {
@@ -231,26 +237,11 @@ impl RowsFile {
         Ok(rows)
     }
 
-    fn cut(&self, length: u64) -> Result<(), SweepError> {
-        let file = OpenOptions::new().write(true).open(&self.path);
-        file.and_then(|file| {
-            file.set_len(length)?;
-            file.sync_all()
-        })
-        .map_err(SweepError::io("repair", &self.path))
-    }
-
-    fn append(&self, line: &[u8]) -> Result<(), SweepError> {
-        let file = OpenOptions::new().append(true).open(&self.path);
-        file.and_then(|mut file| {
-            file.write_all(line)?;
-            file.sync_data()
-        })
-        .map_err(SweepError::io("write", &self.path))
-    }
-
     fn rewrite(&self, rows: &Rows) -> Result<(), SweepError> {
-        let mut text = header(&rows.columns);
+        let mut text = match rows.columns.is_empty() {
+            true => vec![],
+            false => header(&rows.columns),
+        };
         for row in &rows.rows {
             text.extend(record(&rows.columns, row));
         }
@@ -277,15 +268,18 @@ fn check_header(columns: &[String]) -> Result<(), String> {
     twice.map_or(Ok(()), |(_, column)| Err(format!("the column `{column}` is there twice")))
 }
 
-/// Adds the columns that a row brings; tells whether there were any.
-fn widen(columns: &mut Vec<String>, row: &Row) -> bool {
-    let before = columns.len();
+/// Whole lines, and what comes after them.
+fn split(bytes: &[u8]) -> (&[u8], &[u8]) {
+    bytes.split_at(bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1))
+}
+
+/// Adds the columns that a row brings.
+fn widen(columns: &mut Vec<String>, row: &Row) {
     for (name, _) in &row.0 {
         if !columns.contains(name) {
             columns.push(name.clone());
         }
     }
-    columns.len() > before
 }
 
 fn header(columns: &[String]) -> Vec<u8> {
@@ -350,11 +344,18 @@ mod tests {
         let whole = fs::read(file.path()).unwrap();
         for length in 0..whole.len() {
             fs::write(file.path(), &whole[..length]).unwrap();
-            let lines = whole[..length].iter().filter(|&&byte| byte == b'\n').count();
-            let at_an_end = length == 0 || whole[length - 1] == b'\n';
+            let (lines, last) = split(&whole[..length]);
             let read = file.load().unwrap();
-            assert_eq!(read.rows.len(), lines.saturating_sub(1), "cut at {length}");
-            assert_eq!(read.repair.is_none(), at_an_end, "cut at {length}");
+            let lines = lines.iter().filter(|&&byte| byte == b'\n').count();
+            // Where all columns are there, nobody can tell that the last value is not whole.
+            let counts = lines > 0 && last.iter().filter(|&&byte| byte == b',').count() >= 2;
+            let wanted = lines.saturating_sub(1);
+            let wanted = wanted..=wanted + usize::from(counts);
+            assert!(wanted.contains(&read.rows.len()), "cut at {length}: {}", read.rows.len());
+            if whole[length..].starts_with(b"\n") && lines > 0 {
+                assert_eq!(read.rows.len(), lines, "cut at {length}");
+            }
+            assert_eq!(read.repair.is_none(), last.is_empty(), "cut at {length}");
             assert_eq!(file.load().unwrap().repair, None, "repaired once, cut at {length}");
             for row in &rows {
                 file.add(row).unwrap();
@@ -364,11 +365,39 @@ mod tests {
     }
 
     #[test]
+    fn a_last_row_that_lacks_its_end_alone_is_kept_and_gets_it() {
+        let (_folder, file) =
+            folder(&[row("a", &[("error", "x, y")]), row("b", &[("test/x", "1")])]);
+        let whole = text(&file);
+        fs::write(file.path(), whole.trim_end()).unwrap();
+        let read = file.view().unwrap();
+        assert_eq!((read.rows.len(), text(&file).as_str()), (2, whole.trim_end()));
+        assert!(read.repair.is_some_and(|said| said.contains("b,completed,,1")));
+        file.load().unwrap();
+        assert_eq!(text(&file), whole);
+    }
+
+    #[test]
+    fn a_file_is_whole_at_every_moment_in_which_a_row_is_added() {
+        let (folder, file) = folder(&[row("a", &[])]);
+        let add = |i: usize| file.add(&row(&format!("r{i}"), &[("test/x", "0.25")])).unwrap();
+        std::thread::scope(|scope| {
+            let adding = scope.spawn(|| (0..60).for_each(|i| assert_eq!(add(i), Added::New)));
+            while !adding.is_finished() {
+                assert_eq!(file.view().unwrap().repair, None);
+            }
+        });
+        assert_eq!(file.load().unwrap().rows.len(), 61);
+        let left = fs::read_dir(folder.path()).unwrap().count();
+        assert_eq!(left, 2, "the table and its lock");
+    }
+
+    #[test]
     fn a_look_at_a_cut_file_leaves_it_as_it_is() {
         let (_folder, file) = folder(&[row("a", &[])]);
-        fs::write(file.path(), "run,status\na,comp").unwrap();
+        fs::write(file.path(), "run,status\na").unwrap();
         assert!(file.view().unwrap().rows.is_empty());
-        assert_eq!(text(&file), "run,status\na,comp");
+        assert_eq!(text(&file), "run,status\na");
     }
 
     #[test]

@@ -102,7 +102,7 @@ impl ChildProcess {
         }
         let config = run.out.join(format!("{}.toml", run.id));
         let text = toml::to_string(run.config).map_err(|e| e.to_string())?;
-        fs::write(&config, text).map_err(|e| format!("can't write {}: {e}", config.display()))?;
+        crate::rows::replace(&config, text.as_bytes()).map_err(|e| e.to_string())?;
         let log = run.out.join(format!("{}.log", run.id));
         let mut child = self.start(run, &config, &folder, &log)?;
         let code = wait(&mut child, stop).map_err(|e| format!("can't wait for the run: {e}"))?;
@@ -199,7 +199,11 @@ fn finished(folder: &Path) -> Option<Json> {
     matches!(summary["status"].as_str(), Some("completed" | "stopped_early")).then_some(summary)
 }
 
+/// Whether there is a run that can be gone on with.
 fn has_checkpoint(folder: &Path) -> bool {
+    if !folder.join("config.toml").exists() {
+        return false;
+    }
     let entries = fs::read_dir(folder.join("checkpoints"));
     let step = |name: std::ffi::OsString| name.to_string_lossy().starts_with("step-");
     entries.is_ok_and(|list| list.flatten().any(|entry| step(entry.file_name())))

@@ -78,6 +78,8 @@ pub struct Done {
     pub runs: usize,
     /// Those that had a row before.
     pub skipped: usize,
+    /// Of those, the failed: they are not tried again.
+    pub failed_before: usize,
     /// Those that got a row now, failed ones too.
     pub finished: usize,
     /// Of those, the failed.
@@ -125,7 +127,13 @@ impl SweepJob<'_> {
             rows.rows.iter().any(|row| row.id() == id && !(row.failed() && self.retry_failed))
         };
         let (skipped, open): (Vec<usize>, Vec<usize>) = mine.iter().partition(|i| done(i));
-        let tally = Done { runs: mine.len(), skipped: skipped.len(), ..Done::default() };
+        let failed = |i: &&usize| {
+            let id = &self.plan.runs[**i].id;
+            rows.rows.iter().any(|row| row.id() == id && row.failed())
+        };
+        let failed_before = skipped.iter().filter(failed).count();
+        let skipped = skipped.len();
+        let tally = Done { runs: mine.len(), skipped, failed_before, ..Done::default() };
         let estimates = Estimates::new(&self.sweep.config.select, &rows.rows);
         let mut watch = Watch { job: self, tally, estimates, open, began: Instant::now(), show };
         watch.begin();
@@ -361,7 +369,7 @@ impl Watch<'_> {
 
     /// How far it is, how fast it goes, and how long it will take.
     fn progress(&mut self) {
-        let Done { runs, skipped, finished, failed, elsewhere } = self.tally;
+        let Done { runs, skipped, finished, failed, elsewhere, failed_before: _ } = self.tally;
         let minutes = self.began.elapsed().as_secs_f64() / 60.0;
         let runs_open = self.open.iter().map(|&place| &self.job.plan.runs[place]);
         let workers = (self.job.devices.len() * self.job.jobs) as f64;

@@ -434,11 +434,29 @@ mod children {
     #[test]
     fn an_interrupted_program_has_no_row_and_goes_on_next_time() {
         let folder = folder(ONE_RUN);
-        let cut = "mkdir -p \"$run/checkpoints/step-0000000005\"; exit 130";
+        let cut =
+            "mkdir -p \"$run/checkpoints/step-0000000005\"; : > \"$run/config.toml\"; exit 130";
         let done = go(folder.path(), &runner(folder.path(), cut));
         assert_eq!((done.finished, done.complete()), (0, false));
         assert!(go(folder.path(), &runner(folder.path(), "finish")).complete());
         assert_eq!(calls(folder.path()), "cpu --overwrite\ncpu --resume\n");
+    }
+
+    #[test]
+    fn checkpoints_whose_config_is_gone_are_nothing_to_go_on_from() {
+        let folder = folder(ONE_RUN);
+        let cut = "mkdir -p \"$run/checkpoints/step-0000000005\"; exit 130";
+        assert!(!go(folder.path(), &runner(folder.path(), cut)).complete());
+        assert!(go(folder.path(), &runner(folder.path(), "finish")).complete());
+        assert_eq!(calls(folder.path()), "cpu --overwrite\ncpu --overwrite\n");
+    }
+
+    #[test]
+    fn runs_that_failed_before_are_counted_as_failures_of_the_sweep() {
+        let folder = folder(ONE_RUN);
+        go(folder.path(), &runner(folder.path(), "exit 3"));
+        let done = go(folder.path(), &runner(folder.path(), "finish"));
+        assert_eq!((done.failed, done.failed_before, done.complete()), (0, 1, true));
     }
 
     /// Whether a file is there within half a minute.

@@ -1,5 +1,6 @@
 //! One run, complete, as one TOML file.
 
+use crate::bounds;
 use linattn::nn::{ConfigError as ModelError, HeadKind, LanguageModelConfig};
 use linattn_tasks::{Goal, Split, Task, TaskConfig, TaskError};
 use serde::{Deserialize, Serialize};
@@ -61,9 +62,30 @@ pub struct TrainConfig {
     /// Largest length of the gradient over all parameters together; longer ones are shortened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
+    /// Type of matrix products and recurrences.
+    #[serde(default, skip_serializing_if = "Precision::is_f32")]
+    pub precision: Precision,
     /// Steps between two lines of metrics.
     #[serde(default = "ten")]
     pub log_every: u64,
+}
+
+/// Type of matrix products and recurrences in training. Weights, residual stream, statistics of norms,
+/// gates, states, losses and the optimizer are f32 in any case.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// f32; on CUDA matrix products are TF32, with 10 bits of mantissa.
+    #[default]
+    F32,
+    /// bf16, in the layers that take it: see `LanguageModel::with_precision`.
+    Bf16,
+}
+
+impl Precision {
+    fn is_f32(&self) -> bool {
+        *self == Self::F32
+    }
 }
 
 fn one() -> usize {
@@ -244,12 +266,12 @@ pub enum ConfigError {
         source: std::io::Error,
     },
     /// The file is no TOML, or no run config.
-    #[error("{path} is no run config\n{source}")]
+    #[error("{path} is no run config\n{why}")]
     Parse {
         /// The file.
         path: PathBuf,
         /// Where, and what would do.
-        source: Box<toml::de::Error>,
+        why: String,
     },
     /// An override is not of the form `key=value`.
     #[error("`--set {given}`: {want}")]
@@ -260,14 +282,14 @@ pub enum ConfigError {
         want: String,
     },
     /// An override makes the config wrong.
-    #[error("{path} with {overrides} is no run config\n{source}")]
+    #[error("{path} with {overrides} is no run config\n{why}")]
     ParseOverrides {
         /// The file.
         path: PathBuf,
         /// All overrides.
         overrides: String,
         /// What is wrong, and what would do.
-        source: Box<toml::de::Error>,
+        why: String,
     },
     /// A file or folder that the config names cannot be used.
     #[error(transparent)]
@@ -285,9 +307,23 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    fn value(key: &str, got: impl ToString, want: impl ToString) -> Self {
+    pub(crate) fn value(key: &str, got: impl ToString, want: impl ToString) -> Self {
         Self::Value { key: key.to_string(), got: got.to_string(), want: want.to_string() }
     }
+}
+
+/// What a parser says, in the terms of a config.
+pub(crate) fn parse_error(e: &toml::de::Error) -> String {
+    e.to_string()
+        .replace(
+            "invalid type: unit variant, expected newtype variant",
+            "a name alone; it has to be a table: NAME = {}, for instance mixer.deltanet = {}",
+        )
+        .replace(
+            "invalid type: unit variant, expected struct variant",
+            "a name alone; it has to be a table",
+        )
+        .replace("wanted exactly 1 element, ", "exactly one name has to stand here, ")
 }
 
 impl From<ModelError> for ConfigError {
@@ -312,10 +348,13 @@ impl RunConfig {
     pub fn read(path: &Path, overrides: &[String]) -> Result<Self, ConfigError> {
         let text = std::fs::read_to_string(path)
             .map_err(|source| ConfigError::Read { path: path.into(), source })?;
-        let parse = |source| ConfigError::Parse { path: path.into(), source: Box::new(source) };
+        let parse =
+            |e: toml::de::Error| ConfigError::Parse { path: path.into(), why: parse_error(&e) };
+        let table = toml::from_str::<Table>(&text).map_err(parse)?;
         match overrides {
-            [] => toml::from_str::<Self>(&text).map_err(parse)?.checked(path),
-            _ => Self::from_table(path, toml::from_str(&text).map_err(parse)?, overrides),
+            // From the text, of which the error shows the line.
+            [] => toml::from_str::<Self>(&text).map_err(parse)?.checked(path, &table),
+            _ => Self::from_table(path, table, overrides),
         }
     }
 
@@ -328,22 +367,26 @@ impl RunConfig {
         for given in overrides {
             set(&mut table, given)?;
         }
-        let wrong = |source| ConfigError::ParseOverrides {
+        let wrong = |e: toml::de::Error| ConfigError::ParseOverrides {
             path: path.into(),
             overrides: overrides
                 .iter()
                 .map(|given| format!("`--set {given}`"))
                 .collect::<Vec<_>>()
                 .join(" "),
-            source: Box::new(source),
+            why: parse_error(&e),
         };
-        table.try_into::<Self>().map_err(wrong)?.checked(path)
+        table.clone().try_into::<Self>().map_err(wrong)?.checked(path, &table)
     }
 
-    fn checked(mut self, path: &Path) -> Result<Self, ConfigError> {
+    /// Checks what was made of `given`.
+    fn checked(mut self, path: &Path, given: &Table) -> Result<Self, ConfigError> {
         if self.name.is_empty() {
             self.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         }
+        bounds::check_task(&self.task)?;
+        let made = Value::try_from(&self).expect("a run config is a table");
+        check_shape("", &Value::Table(given.clone()), &made)?;
         self.check()?;
         Ok(self)
     }
@@ -361,13 +404,15 @@ impl RunConfig {
 
     fn check(&self) -> Result<(), ConfigError> {
         let name = &self.name;
-        if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\\', '\0']) {
+        let no_name = |c: char| c == '/' || c == '\\' || c.is_control();
+        if name.is_empty() || name == "." || name == ".." || name.contains(no_name) {
             return Err(ConfigError::value("name", format!("{name:?}"), "one folder's name"));
         }
         let task = self.task.build(self.seed)?;
         self.check_model(task.as_ref())?;
         self.check_head(task.as_ref())?;
         self.train.check()?;
+        bounds::check_batches(self, task.as_ref())?;
         self.optimizer.check()?;
         if !(0.0..=1.0).contains(&self.schedule.floor) {
             return Err(ConfigError::value("schedule.floor", self.schedule.floor, "0 to 1"));
@@ -505,7 +550,7 @@ fn set(table: &mut Table, given: &str) -> Result<(), ConfigError> {
     let (key, value) = given.split_once('=').ok_or_else(|| {
         wrong("it has to be key=value, for instance optimizer.learning_rate=1e-3".into())
     })?;
-    let value = parse_value(value.trim());
+    let value = parse_value(value.trim()).map_err(&wrong)?;
     let keys: Vec<&str> = key.trim().split('.').collect();
     let Some((last, parents)) = keys.split_last() else { unreachable!("split gives one at least") };
     let mut root = Value::Table(std::mem::take(table));
@@ -539,10 +584,34 @@ fn element<'a>(list: &'a mut [Value], index: &str) -> Result<&'a mut Value, Stri
         .ok_or_else(|| format!("`{index}` has to be a place in a list of {length}, from 0"))
 }
 
-fn parse_value(text: &str) -> Value {
+fn parse_value(text: &str) -> Result<Value, String> {
     match toml::from_str::<Table>(&format!("value = {text}")) {
-        Ok(mut table) => table.remove("value").unwrap_or_else(|| Value::String(text.to_string())),
-        Err(_) => Value::String(text.to_string()),
+        Ok(table) if table.len() > 1 => {
+            Err("it has to be one value; --set once more is for another key".into())
+        }
+        Ok(mut table) => Ok(table.remove("value").unwrap_or_else(|| text.into())),
+        Err(_) => Ok(text.into()),
+    }
+}
+
+/// Refuses lists of values in place of tables, which name their values.
+fn check_shape(key: &str, given: &Value, made: &Value) -> Result<(), ConfigError> {
+    let below = |name: &str| match key {
+        "" => name.to_string(),
+        key => format!("{key}.{name}"),
+    };
+    match (given, made) {
+        (Value::Array(_), Value::Table(_)) => {
+            Err(ConfigError::value(key, given, "a table: { key = value }"))
+        }
+        (Value::Table(given), Value::Table(made)) => given
+            .iter()
+            .filter_map(|(name, given)| Some((name, given, made.get(name)?)))
+            .try_for_each(|(name, given, made)| check_shape(&below(name), given, made)),
+        (Value::Array(given), Value::Array(made)) => (0..)
+            .zip(given.iter().zip(made))
+            .try_for_each(|(i, (given, made))| check_shape(&format!("{key}[{i}]"), given, made)),
+        _ => Ok(()),
     }
 }
 
@@ -568,5 +637,45 @@ fn first_difference(key: &str, a: &Value, b: &Value) -> Option<(String, String, 
             .enumerate()
             .find_map(|(i, (a, b))| first_difference(&below(&i.to_string()), a, b)),
         _ => Some((key.to_string(), a.to_string(), b.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "[task.mqar]\nvocab = 64\n\
+                        train = [{ length = 16, pairs = 2, examples = 8 }]\n\
+                        test = [{ length = 16, pairs = 2, examples = 8 }]\n\
+                        [model]\nd_model = 8\n[[model.layers]]\nmixer.deltanet = {}\n\
+                        [train]\nbatch_size = 4\nsteps = 3\n";
+
+    fn refusal(change: &str) -> String {
+        let table = toml::from_str(TEXT).unwrap();
+        let run = RunConfig::from_table(Path::new("x.toml"), table, &[change.to_string()]);
+        run.map(|run| run.to_toml()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn nothing_is_taken_in_silence() {
+        for (change, want) in [
+            ("seed=1\nmodel.d_model=3", "it has to be one value"),
+            ("name=a\nb", "`name`"),
+            ("optimizer=[5.0]", "`optimizer` is [5.0]; it has to be a table"),
+            ("train=[4]", "train"),
+            ("task.mqar.test=[[16, 2, 8]]", "`task.mqar.test[0]` is [16, 2, 8]"),
+            ("model.layers.0.mixer={ deltanet = [2] }", "`model.layers[0].mixer.deltanet` is [2]"),
+        ] {
+            let why = refusal(change);
+            assert!(why.contains(want), "{change:?}: {why}");
+        }
+    }
+
+    #[test]
+    fn a_name_where_a_table_belongs_is_answered_with_the_table() {
+        let why = refusal("model.layers.0.mixer=deltanet");
+        assert!(why.contains("mixer.deltanet = {}") && !why.contains("variant"), "{why}");
+        let why = refusal("model.layers.0.mixer={}");
+        assert!(why.contains("one name has to stand here") && !why.contains("element,"), "{why}");
     }
 }

@@ -46,12 +46,13 @@ pub fn dry_run<B: LinearAttentionBackend>(
     let (cost, at_length) = (run.model.cost(longest)?, run.model.cost(batch.length)?);
     let parameters = learner.num_params();
     let (tokens, scored) = (batch.input.len(), batch.scored.len());
-    let head = 2 * run.model.d_model as u64 * task.vocab() as u64 * scored as u64 / tokens as u64;
+    let width = run.model.d_model as u128;
+    let head = (2 * width * task.vocab() as u128 * scored as u128 / tokens.max(1) as u128) as u64;
     let part = (tokens / run.train.accumulate) as u64;
     // Each result of a projection is kept for the backward pass, and about as much again for norms,
     // gates and convolutions; logits exist three times: as such, normalised, and as a gradient.
     let per_token = 4 * 4 * at_length.flops_per_token / (2 * run.model.d_model as u64);
-    let logits = 3 * 4 * (scored / run.train.accumulate) as u64 * task.vocab() as u64;
+    let logits = (12 * (scored / run.train.accumulate) as u64).saturating_mul(task.vocab() as u64);
     Ok(DryRun {
         parameters,
         state_bytes: cost.state_bytes,
@@ -60,7 +61,7 @@ pub fn dry_run<B: LinearAttentionBackend>(
         batch_scored: scored,
         steps: plan.total_steps,
         parameter_memory: 4 * 4 * parameters as u64,
-        activation_memory: part * per_token + logits,
+        activation_memory: part.saturating_mul(per_token).saturating_add(logits),
     })
 }
 

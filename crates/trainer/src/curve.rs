@@ -626,7 +626,7 @@ fn replace(
 ) -> Result<(), CurveError> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     // The name keeps its ending: by it the format is chosen.
-    let draft = path.with_file_name(format!(".{}-{name}", std::process::id()));
+    let draft = path.with_file_name(format!(".unfinished-{name}"));
     let done = write(&draft).and_then(|()| Ok(std::fs::rename(&draft, path)?));
     done.map_err(|source| {
         let _nothing_left = std::fs::remove_file(&draft);

@@ -2,7 +2,7 @@
 
 use crate::config::RunConfig;
 use crate::learner::{HostAnswers, Learner, TensorBatch};
-use burn_train::{InferenceStep, ItemLazy};
+use burn_train::{InferenceStep, Interrupter, ItemLazy};
 use linattn::generate::{GenerateConfig, GenerateError, Next, SamplingConfig, Sequence, generate};
 use linattn::nn::LanguageModel;
 use linattn::ops::LinearAttentionBackend;
@@ -92,8 +92,19 @@ impl<'a> Testing<'a> {
         learner: &Learner<B>,
         device: &B::Device,
     ) -> Evaluation {
+        let never = Interrupter::new();
+        self.evaluate_until(&never, learner, device).expect("nobody stops it")
+    }
+
+    /// As [`evaluate`](Self::evaluate); nothing if someone asks to stop before the end.
+    pub(crate) fn evaluate_until<B: LinearAttentionBackend>(
+        &self,
+        stop: &Interrupter,
+        learner: &Learner<B>,
+        device: &B::Device,
+    ) -> Option<Evaluation> {
         let rows = self.batch_size.next_multiple_of(self.task.rows_of_a_score());
-        self.each_set(rows, |split, set, indices, count| {
+        self.each_set(rows, stop, |split, set, indices, count| {
             let batch = self.task.batch(split, set, indices);
             if batch.scored.is_empty() {
                 return; // a mean over nothing
@@ -116,7 +127,7 @@ impl<'a> Testing<'a> {
         learner: &Learner<B>,
         device: &B::Device,
     ) -> Evaluation {
-        self.each_set(self.batch_size, |split, set, indices, count| {
+        let each = |split, set, indices: &[u64], count: &mut Count| {
             let question = |&index: &u64| Some((index, self.task.question(split, set, index)?));
             let mut questions: Vec<(u64, Question)> = indices.iter().filter_map(question).collect();
             questions.sort_by_key(|(_, question)| question.new_tokens);
@@ -128,31 +139,38 @@ impl<'a> Testing<'a> {
                     self.task.tally_answer(split, set, *index, answer, &mut count.tally);
                 }
             }
-        })
+        };
+        let never = Interrupter::new();
+        self.each_set(self.batch_size, &never, each).expect("nobody stops it")
     }
 
-    /// Goes through the sets, `rows` examples at a time.
+    /// Goes through the sets, `rows` examples at a time; nothing if someone asks to stop before the
+    /// end.
     fn each_set(
         &self,
         rows: usize,
+        stop: &Interrupter,
         mut test: impl FnMut(Split, usize, &[u64], &mut Count),
-    ) -> Evaluation {
+    ) -> Option<Evaluation> {
         let mut evaluation = Evaluation::default();
         for &split in &self.splits {
             let mut all = Count::default();
             for (set, info) in self.task.sets(split).iter().enumerate() {
                 let mut count = Count::default();
                 let examples = info.examples.min(self.limit.unwrap_or(u64::MAX));
-                let indices: Vec<u64> = (0..examples).collect();
-                for indices in indices.chunks(rows) {
-                    test(split, set, indices, &mut count);
+                for from in (0..examples).step_by(rows) {
+                    if stop.should_stop() {
+                        return None;
+                    }
+                    let to = examples.min(from.saturating_add(rows as u64));
+                    test(split, set, &(from..to).collect::<Vec<_>>(), &mut count);
                 }
                 evaluation.insert(&format!("{}/{}", split_name(split), info.name), &count);
                 all.merge(&count);
             }
             evaluation.insert(split_name(split), &all);
         }
-        evaluation
+        Some(evaluation)
     }
 
     fn answers<B: LinearAttentionBackend>(

@@ -1,6 +1,6 @@
 //! The model as something that learns: batches as tensors, the loss, and gradients over several devices.
 
-use burn::module::{AutodiffModule, Module};
+use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData, Transaction};

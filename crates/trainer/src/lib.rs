@@ -6,31 +6,40 @@
 //! off goes on to the same bits. On GPUs Burn sums up whole tensors by atomic additions, in any order,
 //! and runs of one seed may part in the last bits.
 #![deny(missing_docs)]
+#![deny(clippy::print_stdout, clippy::print_stderr)] // they panic where nobody reads
 
+mod bounds;
+mod checkpoint;
 mod config;
 mod cost;
 mod curve;
 mod evaluate;
 mod folder;
 mod learner;
+mod lock;
 mod optimizer;
 mod progress;
 mod schedule;
 mod stored;
+mod terminal;
 mod train;
 mod weights;
 
+pub use bounds::host_memory;
 pub use burn_train::Interrupter;
+pub use checkpoint::{Checkpoint, Position, Which};
 pub use config::{
-    AdamWConfig, CheckpointConfig, ConfigError, Decay, EvaluateConfig, Order, Per, RunConfig,
-    ScheduleConfig, Shape, TrainConfig,
+    AdamWConfig, CheckpointConfig, ConfigError, Decay, EvaluateConfig, Order, Per, Precision,
+    RunConfig, ScheduleConfig, Shape, TrainConfig,
 };
 pub use cost::{DryRun, dry_run, least_memory};
 pub use curve::{Curve, CurveError};
 pub use evaluate::{Evaluation, Testing};
-pub use folder::{Checkpoint, FolderError, Position, Start, Which, read_summary};
-pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainBackend, TrainLoss};
-pub use progress::{Progress, ProgressStyle, dashboard_is_up, restore_terminal};
+pub use folder::{FolderError, Start, read_summary};
+pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainBackend, TrainLoss, gradients};
+pub use optimizer::Optimizer;
+pub use progress::{Progress, ProgressStyle};
 pub use schedule::{Pick, Plan, learning_rate};
 pub use stored::{ImportedModel, StoredError, StoredModel, StoredRun, store_model};
+pub use terminal::{dashboard_is_up, restore_terminal};
 pub use train::{Outcome, Status, TrainError, TrainJob, build, run_folder, train};

@@ -1,5 +1,6 @@
 //! What a person sees while a run goes on: Burn's dashboard on a terminal, plain lines elsewhere.
 
+use crate::terminal;
 use burn::data::dataloader::Progress as Part;
 use burn_train::Interrupter;
 use burn_train::metric::{
@@ -11,13 +12,13 @@ use burn_train::renderer::{
     MetricsRendererTraining, ProgressType, TrainingProgress,
 };
 use std::collections::{BTreeSet, HashSet};
+use std::ffi::OsStr;
 use std::fmt;
 use std::io::{IsTerminal, Write, stderr, stdin, stdout};
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook, take_hook};
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
-
-pub use terminal::{dashboard_is_up, restore_terminal};
 
 /// How a run shows itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -41,6 +42,11 @@ pub struct Progress {
     stop: Interrupter,
 }
 
+/// Whether a terminal of this kind has a screen to draw on. Windows names none, and draws.
+fn can_draw(kind: Option<&OsStr>) -> bool {
+    cfg!(windows) || kind.is_some_and(|kind| !kind.is_empty() && kind != "dumb")
+}
+
 enum View {
     /// The dashboard opens with the first numbers. Before them there is nothing to see, and its
     /// arrow keys would panic for want of a plot.
@@ -60,7 +66,8 @@ impl Progress {
     /// Shows a run of `total_steps`, of which `start_step` were done before. The training loop
     /// watches `stop`; the dashboard sets it when someone asks it to quit.
     pub fn new(total_steps: u64, start_step: u64, style: ProgressStyle, stop: Interrupter) -> Self {
-        let terminal = stdin().is_terminal() && stdout().is_terminal();
+        let draws = can_draw(std::env::var_os("TERM").as_deref());
+        let terminal = draws && stdin().is_terminal() && stdout().is_terminal();
         let view = match style {
             ProgressStyle::Quiet => View::Quiet,
             ProgressStyle::Auto | ProgressStyle::Tui if terminal => View::Soon,
@@ -131,6 +138,10 @@ impl Progress {
             return true;
         }
         self.view = View::Lines(Lines::default());
+        if terminal::is_gone() {
+            // Where the system sends a signal too, this is the same wish again.
+            self.stop.stop(Some("the terminal was closed"));
+        }
         false
     }
 }
@@ -220,6 +231,8 @@ struct Dashboard {
     renderer: Option<TuiMetricsRendererWrapper>,
     known: HashSet<String>,
     hook_before: Option<Arc<Hook>>,
+    /// Goes when the renderer has gone.
+    hushed: Option<terminal::Hushed>,
     /// What stays when the dashboard goes: the last lines on training and on evaluation, and notes.
     last: [Option<String>; 3],
 }
@@ -227,10 +240,11 @@ struct Dashboard {
 impl Dashboard {
     fn open(stop: &Interrupter) -> Option<Self> {
         terminal::remember();
+        let hushed = Some(terminal::hush());
         let hook_before = Some(quiet_kills(stop));
         let renderer = Some(TuiMetricsRendererWrapper::new(stop.clone(), None));
-        let dashboard =
-            Self { renderer, known: HashSet::new(), hook_before, last: [const { None }; 3] };
+        let (known, last) = (HashSet::new(), [const { None }; 3]);
+        let dashboard = Self { renderer, known, hook_before, hushed, last };
         terminal::let_signals_through().then_some(dashboard)
     }
 
@@ -311,9 +325,13 @@ impl Dashboard {
 
     fn put_hook_back(&mut self) {
         drop(take_hook());
-        // Ours and the renderer's are gone, and with them their shares of it.
-        let before = self.hook_before.take().and_then(Arc::into_inner);
-        before.into_iter().for_each(set_hook);
+        // Ours and the renderer's are gone, and with them their shares of it, unless that was left
+        // alone.
+        match self.hook_before.take().map(Arc::try_unwrap) {
+            Some(Ok(before)) => set_hook(before),
+            Some(Err(shared)) => set_hook(Box::new(move |panic| shared(panic))),
+            None => {}
+        }
     }
 
     fn renderer(&mut self) -> &mut TuiMetricsRendererWrapper {
@@ -323,26 +341,48 @@ impl Dashboard {
 
 impl Drop for Dashboard {
     fn drop(&mut self) {
-        let renderer = self.renderer.take();
-        // The renderer's own `drop` says a last word to its thread, and may panic as all its calls.
-        let _closed = catch_unwind(AssertUnwindSafe(|| drop(renderer)));
-        match std::thread::panicking() {
-            // Then it does not wait for its thread, which is about to leave the screen and to put
-            // the cursor back: over what we print, if we do not wait.
-            true => std::thread::sleep(Duration::from_millis(50)),
-            false => self.put_hook_back(),
+        if !self.renderer.take().is_none_or(close) {
+            // Whatever that thread still comes to, it must find where to say so.
+            std::mem::forget(self.hushed.take());
+        }
+        if !std::thread::panicking() {
+            self.put_hook_back();
         }
         terminal::forget();
+        drop(self.hushed.take());
         self.last.iter().flatten().for_each(|line| say(line));
     }
 }
 
-/// Makes of "kill" a request to stop, without the message of a panic. Gives the hook from before.
+/// The thread that Burn's renderer draws in.
+const RENDERER: &str = "train-renderer";
+
+/// Has the renderer leave the screen, and waits for it. Once the terminal is gone it may read for ever
+/// what never comes: then it is left alone, and the answer is false.
+fn close(renderer: TuiMetricsRendererWrapper) -> bool {
+    let (closed, waiting) = channel();
+    let closing = std::thread::Builder::new().name("close".into()).spawn(move || {
+        // Its `drop` says a last word to the renderer's thread, and may panic as all its calls.
+        let _gone = catch_unwind(AssertUnwindSafe(|| drop(renderer)));
+        let _nobody_waits = closed.send(());
+    });
+    let patience = Duration::from_millis(50);
+    while closing.is_ok() && waiting.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+        if terminal::is_gone() {
+            return waiting.recv_timeout(patience).is_ok();
+        }
+    }
+    true
+}
+
+/// Makes of "kill" a request to stop, without the message of a panic. What else the renderer's thread
+/// panics with is that the terminal is gone, and no failure of the run. Gives the hook from before.
 fn quiet_kills(stop: &Interrupter) -> Arc<Hook> {
     let before: Arc<Hook> = Arc::new(take_hook());
     let (stop, others) = (stop.clone(), before.clone());
     set_hook(Box::new(move |panic| match panic.payload_as_str() {
         Some(KILL) => stop.stop(Some("Stopping training at once from user input.")),
+        _ if std::thread::current().name() == Some(RENDERER) => {}
         _ => others(panic),
     }));
     before
@@ -414,108 +454,6 @@ fn duration(duration: Duration) -> String {
         (0, 0, minutes) => format!("{minutes}m {:02}s", seconds % 60),
         (0, _, minutes) => format!("{hours}h {minutes:02}m"),
         _ => format!("{days}d {hours:02}h"),
-    }
-}
-
-/// The dashboard switches the terminal to raw mode, in which Ctrl-C is a key like any other, and
-/// knows no such key. Here it becomes a signal again.
-#[cfg(unix)]
-mod terminal {
-    use nix::libc::_POSIX_VDISABLE;
-    use nix::sys::termios::{
-        LocalFlags, SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr,
-    };
-    use std::io::{Write, stdin, stdout};
-    use std::sync::{Mutex, MutexGuard, PoisonError};
-    use std::time::{Duration, Instant};
-
-    /// The terminal's settings from before the dashboard, while there is one.
-    static BEFORE: Mutex<Option<Termios>> = Mutex::new(None);
-
-    fn before() -> MutexGuard<'static, Option<Termios>> {
-        BEFORE.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn remember() {
-        *before() = tcgetattr(stdin()).ok();
-    }
-
-    /// After the dashboard has closed. Had its thread died badly, the terminal would still be raw.
-    pub(super) fn forget() {
-        if is_raw() {
-            restore_terminal();
-        }
-        *before() = None;
-    }
-
-    /// Whether a dashboard has the terminal. What is printed meanwhile spoils it.
-    pub fn dashboard_is_up() -> bool {
-        before().is_some()
-    }
-
-    /// Gives the terminal back to the shell, if a dashboard has it. For a signal handler that is
-    /// about to end the process; [`Progress`](super::Progress) does it by itself.
-    pub fn restore_terminal() {
-        if let Some(settings) = before().take() {
-            let leave_screen_and_show_cursor = b"\x1b[?1049l\x1b[?25h";
-            let mut screen = stdout();
-            // There is nobody to tell if the terminal is gone.
-            let _set = tcsetattr(stdin(), SetArg::TCSANOW, &settings);
-            let _left = screen.write_all(leave_screen_and_show_cursor);
-            let _flushed = screen.flush();
-        }
-    }
-
-    /// Whether the dashboard is alive: its thread sets raw mode, and leaves it when it ends or dies.
-    pub(super) fn is_raw() -> bool {
-        tcgetattr(stdin()).is_ok_and(|now| !now.local_flags.contains(LocalFlags::ICANON))
-    }
-
-    /// Waits for raw mode, then lets Ctrl-C through. False if the dashboard did not come up.
-    pub(super) fn let_signals_through() -> bool {
-        let patience = Instant::now() + Duration::from_millis(500);
-        while !is_raw() {
-            if Instant::now() > patience {
-                return false;
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        let _without_it_q_still_stops = enable_interrupt();
-        true
-    }
-
-    fn enable_interrupt() -> nix::Result<()> {
-        let mut settings = tcgetattr(stdin())?;
-        settings.local_flags.insert(LocalFlags::ISIG | LocalFlags::NOFLSH);
-        // Ctrl-Z and Ctrl-\ would leave the shell a terminal in raw mode.
-        for key in [SpecialCharacterIndices::VSUSP, SpecialCharacterIndices::VQUIT] {
-            settings.control_chars[key as usize] = _POSIX_VDISABLE;
-        }
-        tcsetattr(stdin(), SetArg::TCSANOW, &settings)
-    }
-}
-
-/// Elsewhere the dashboard's `q` is the way to stop a run.
-#[cfg(not(unix))]
-mod terminal {
-    /// Whether a dashboard has the terminal, as far as is known.
-    pub fn dashboard_is_up() -> bool {
-        false
-    }
-
-    /// Gives the terminal back to the shell; here the dashboard does so by itself.
-    pub fn restore_terminal() {}
-
-    pub(super) fn remember() {}
-
-    pub(super) fn forget() {}
-
-    pub(super) fn is_raw() -> bool {
-        true
-    }
-
-    pub(super) fn let_signals_through() -> bool {
-        true
     }
 }
 
@@ -592,6 +530,14 @@ mod tests {
         assert_eq!([950.0, 12_340.0, 4.56e6].map(count), ["950", "12.3k", "4.56M"]);
         let times = [0.4, 41.0, 307.0, 9000.0, 273_600.0].map(Duration::from_secs_f64);
         assert_eq!(times.map(duration), ["0s", "41s", "5m 07s", "2h 30m", "3d 04h"]);
+    }
+
+    #[cfg(not(windows))]
+    #[test]
+    fn a_terminal_without_a_screen_is_not_drawn_on() {
+        let kinds = [None, Some(""), Some("dumb"), Some("xterm-256color"), Some("screen")];
+        let draws = kinds.map(|kind| can_draw(kind.map(OsStr::new)));
+        assert_eq!(draws, [false, false, false, true, true]);
     }
 
     #[test]

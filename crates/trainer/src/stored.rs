@@ -7,14 +7,13 @@
 //! d_model = 1024
 //! ```
 
+use crate::checkpoint::{Checkpoint, Which, find_checkpoint};
 use crate::config::{
-    AdamWConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, RunConfig, ScheduleConfig,
-    TrainConfig,
+    AdamWConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, Precision, RunConfig,
+    ScheduleConfig, TrainConfig, parse_error,
 };
 use crate::evaluate::{Evaluation, Testing};
-use crate::folder::{
-    Arrival, CONFIG, Checkpoint, FolderError, TOKENIZER, Which, find_checkpoint, write_arrival,
-};
+use crate::folder::{Arrival, CONFIG, FolderError, TOKENIZER, write_arrival};
 use crate::learner::Learner;
 use crate::weights;
 use burn::tensor::backend::Backend;
@@ -113,6 +112,7 @@ fn untrained() -> TrainConfig {
         accumulate: 1,
         order: Order::default(),
         clip_norm: None,
+        precision: Precision::default(),
         log_every: 10,
     }
 }
@@ -128,7 +128,8 @@ impl Origin {
     fn read(path: &Path) -> Result<Self, ConfigError> {
         let text = std::fs::read_to_string(path)
             .map_err(|source| ConfigError::Read { path: path.into(), source })?;
-        let parse = |source| ConfigError::Parse { path: path.into(), source: Box::new(source) };
+        let parse =
+            |e: toml::de::Error| ConfigError::Parse { path: path.into(), why: parse_error(&e) };
         let table: Table = toml::from_str(&text).map_err(parse)?;
         if table.contains_key("task") || table.contains_key("train") {
             return Ok(Origin::Trained(Box::new(RunConfig::read(path, &[])?)));

@@ -1,9 +1,10 @@
 //! The loop: batches, steps, evaluations, checkpoints, and what is left when it ends.
 
-use crate::config::{ConfigError, RunConfig};
+use crate::checkpoint::{Checkpoint, Position};
+use crate::config::{ConfigError, Precision, RunConfig};
 use crate::curve::{Curve, CurveError};
 use crate::evaluate::{Evaluation, Testing};
-use crate::folder::{Checkpoint, FolderError, Position, RunFolder, Start};
+use crate::folder::{FolderError, RunFolder, Start};
 use crate::learner::{Learner, TrainBackend, gradients};
 use crate::optimizer::Optimizer;
 use crate::progress::{Progress, ProgressStyle};
@@ -11,7 +12,7 @@ use crate::schedule::{Plan, learning_rate};
 use crate::weights;
 use burn::module::{AutodiffModule, Module};
 use burn::tensor::backend::Backend;
-use burn::tensor::{ElementConversion, Tensor};
+use burn::tensor::{DType, ElementConversion, Tensor};
 use burn_train::Interrupter;
 use linattn::nn::force;
 use linattn::ops::LinearAttentionBackend;
@@ -84,11 +85,18 @@ pub enum TrainError {
     /// The picture cannot be drawn.
     #[error(transparent)]
     Curve(#[from] CurveError),
+    /// Something could not be written in the middle of the run.
+    #[error("{source}; {kept}")]
+    Cut {
+        /// What, and why.
+        source: FolderError,
+        /// What there is to go on with.
+        kept: String,
+    },
     /// The loss or its gradient is no number any more.
     #[error(
-        "the loss is {loss} and the gradient's length {norm} at step {step}: training has diverged. \
-         The last good checkpoint is kept in {checkpoints}; a lower optimizer.learning_rate or a \
-         train.clip_norm may help"
+        "the loss is {loss} and the gradient's length {norm} at step {step}: training has diverged; \
+         {kept}. A lower optimizer.learning_rate or a train.clip_norm may help"
     )]
     Diverged {
         /// The loss.
@@ -97,9 +105,16 @@ pub enum TrainError {
         norm: f64,
         /// The step it was seen at.
         step: u64,
-        /// Where checkpoints are.
-        checkpoints: PathBuf,
+        /// Where the last good checkpoint is, if there is one.
+        kept: String,
     },
+}
+
+impl TrainError {
+    /// Whether nothing was begun: it is for a person to put right what was asked for.
+    pub fn is_input(&self) -> bool {
+        matches!(self, Self::Config(_) | Self::Folder(_))
+    }
 }
 
 /// Carries a run out. The first device holds the weights; a step's parts go round all of them. One
@@ -115,8 +130,12 @@ pub fn train<B: TrainBackend>(
     job.run.check_model(task.as_ref())?;
     let (folder, checkpoint) = RunFolder::open(&root, &job.run, job.start)?;
     let mut training = Training::<B>::new(job, devices, task.as_ref(), folder, checkpoint)?;
-    let status = training.run_on()?;
-    training.conclude(status)
+    let status = training.run_on();
+    let kept = training.kept();
+    status.and_then(|status| training.conclude(status)).map_err(|e| match e {
+        TrainError::Folder(source) => TrainError::Cut { source, kept },
+        e => e,
+    })
 }
 
 /// Builds the model of a run as training would, for ids 0 to `vocab` - 1.
@@ -128,8 +147,13 @@ pub fn build<B: LinearAttentionBackend>(
     device: &B::Device,
 ) -> Result<Learner<B>, ConfigError> {
     B::seed(device, run.seed);
-    let learner = Learner { model: run.model.init(vocab, device)? };
-    force(&learner);
+    let model = run.model.init(vocab, device)?;
+    force(&model);
+    let model = match run.train.precision {
+        Precision::F32 => model,
+        Precision::Bf16 => model.with_precision(DType::BF16),
+    };
+    let learner = Learner { model };
     Ok(weights::with_stable_ids(learner))
 }
 
@@ -195,6 +219,15 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         if self.position.stopped_early {
             return Ok(Status::StoppedEarly);
         }
+        if self.position.evaluation_due {
+            let enough = self.evaluate()?;
+            self.save()?;
+            match enough {
+                None => return Ok(Status::Interrupted),
+                Some(true) if from < to => return Ok(Status::StoppedEarly),
+                Some(_) => {}
+            }
+        }
         std::thread::scope(|scope| {
             let (sender, batches) = sync_channel(2);
             let mut plan = Plan::new(&self.job.run, self.task);
@@ -255,7 +288,14 @@ impl<'a, B: TrainBackend> Training<'a, B> {
             if let Some(values) = values.filter(|_| log || last) {
                 self.log(values)?;
             }
-            let good_enough = if evaluate || last { self.evaluate()? } else { false };
+            let good_enough = match evaluate || last {
+                true => self.evaluate()?,
+                false => Some(false),
+            };
+            let Some(good_enough) = good_enough else {
+                self.save()?;
+                return Ok(Status::Interrupted);
+            };
             if save || good_enough || last {
                 self.save()?;
             }
@@ -296,13 +336,28 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         if loss.is_finite() && norm.is_finite() {
             return Ok((loss, norm));
         }
-        let checkpoints = self.folder.root().join("checkpoints");
+        let kept = match self.folder.has_checkpoint() {
+            true => format!("the last good checkpoint is kept in {}", self.checkpoints().display()),
+            false => "there was no checkpoint yet".into(),
+        };
         self.folder.write_summary(&json!({
             "status": "diverged", "step": self.position.step, "seed": self.job.run.seed,
             "best_score": self.position.best_score, "best_step": self.position.best_step,
             "device": self.job.device, "commit": self.job.commit,
         }))?;
-        Err(TrainError::Diverged { loss, norm, step: self.position.step, checkpoints })
+        Err(TrainError::Diverged { loss, norm, step: self.position.step, kept })
+    }
+
+    fn checkpoints(&self) -> PathBuf {
+        self.folder.root().join("checkpoints")
+    }
+
+    /// What there is to go on with after a failure, in words.
+    fn kept(&self) -> String {
+        match self.folder.has_checkpoint() {
+            true => format!("--resume goes on from the last of {}", self.checkpoints().display()),
+            false => "there is no checkpoint yet, and --overwrite starts the run again".into(),
+        }
     }
 
     fn log(&mut self, (loss, norm): (f64, f64)) -> Result<(), TrainError> {
@@ -320,9 +375,12 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         Ok(())
     }
 
-    /// Tests the model and takes note of the best. Tells whether training should end.
-    fn evaluate(&mut self) -> Result<bool, TrainError> {
-        let evaluation = self.test();
+    /// Tests the model and takes note of the best. Tells whether training should end; nothing if
+    /// someone asked to stop before the test was over.
+    fn evaluate(&mut self) -> Result<Option<bool>, TrainError> {
+        let tested = self.test();
+        self.position.evaluation_due = tested.is_none();
+        let Some(evaluation) = tested else { return Ok(None) };
         let score = evaluation.score(self.job.run.evaluate.select_on, self.task);
         let better = self.position.best_score.is_none_or(|best| match self.task.goal() {
             Goal::Highest => score > best,
@@ -355,13 +413,13 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         if better {
             self.save()?;
         }
-        Ok(good || stale)
+        Ok(Some(good || stale))
     }
 
-    fn test(&self) -> Evaluation {
+    fn test(&self) -> Option<Evaluation> {
         let run = &self.job.run;
         let testing = Testing::new(run, self.task, &[Split::Validation, Split::Test]);
-        testing.evaluate(&self.learner.valid(), &self.devices[0])
+        testing.evaluate_until(&self.job.stop, &self.learner.valid(), &self.devices[0])
     }
 
     fn save(&mut self) -> Result<(), TrainError> {
@@ -383,19 +441,22 @@ impl<'a, B: TrainBackend> Training<'a, B> {
     }
 
     /// Evaluates if the last step was not, draws the curve, writes the summary.
-    fn conclude(mut self, status: Status) -> Result<Outcome, TrainError> {
+    fn conclude(mut self, mut status: Status) -> Result<Outcome, TrainError> {
         let current = self.evaluated.as_ref().is_some_and(|(step, _)| *step == self.position.step);
         // Someone who has pressed Ctrl-C does not want to wait for one more evaluation.
         if !current && status != Status::Interrupted {
-            self.evaluated = Some((self.position.step, self.test().metrics));
+            match self.test() {
+                Some(tested) => self.evaluated = Some((self.position.step, tested.metrics)),
+                None => status = Status::Interrupted,
+            }
         }
         if let Some(progress) = self.progress.take() {
             progress.finish();
         }
         let metrics = self.evaluated.take().map(|(_, metrics)| metrics).unwrap_or_default();
         let summary = self.summary(status, metrics);
-        curve(&self.job.run, &self.folder.metrics()?, &summary).draw(self.folder.root())?;
         self.folder.write_summary(&summary)?;
+        curve(&self.job.run, &self.folder.metrics()?, &summary).draw(self.folder.root())?;
         Ok(Outcome { status, folder: self.folder.root().into(), summary })
     }
 

@@ -3,18 +3,21 @@
 //! `cargo run -p linattn-kernels --features hip-source --example hip_sources -- FOLDER [KxV ..]`
 //!
 //! Every variant is launched through the crate's own functions, forward, backward and one step, and so
-//! are products of few rows and what stands around a recurrence, in f32, f16 and bf16, on a runtime that
+//! are products of few rows and the layers around a recurrence, in f32, f16 and bf16, on a runtime that
 //! compiles what it is asked to launch, keeps the text, and runs nothing. Its devices report what
 //! CubeCL's HIP runtime reports for an MI250 (gfx90a) and an RX 7900 (gfx1100), so chunks, tiles and
 //! engines are those of a real launch. FOLDER gets one file a kernel and `manifest.csv`; `hip_check.sh`
 //! compiles them.
 
+mod fused;
+mod norms;
 mod runtime;
 
 use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use linattn_kernels::fused::conv_split;
 use linattn_kernels::rowwise::{self, Activation, Measure};
 use linattn_kernels::{
     Decay, Dims, Engine, Given, Inputs, Read, Refusal, Transition, Variant, backward, convolution,
@@ -100,6 +103,14 @@ fn write(folder: &Path, shapes: &[[usize; 2]]) -> Result<(usize, usize), Box<dyn
             }
             let page = Page { arch, rows, shape: "any", variant: "around" };
             case.around(|launched| book.enter(&page, launched, &client))?;
+            let page = Page { arch, rows, shape: "any", variant: "fused" };
+            let layers = fused::Fused { client: &client, dtype };
+            layers.all(|launched| book.enter(&page, launched, &client))?;
+            let page = Page { arch, rows, shape: "any", variant: "norms" };
+            let layers = norms::Norms { client: &client, dtype };
+            layers.all(|launched| book.enter(&page, launched, &client))?;
+            let page = Page { arch, rows, shape: "any", variant: "conv_split" };
+            case.conv_split(|launched| book.enter(&page, launched, &client))?;
         }
     }
     std::fs::write(folder.join("manifest.csv"), &book.manifest)?;
@@ -310,6 +321,46 @@ impl<'a> Case<'a> {
         for activation in [Activation::Silu, Activation::Sigmoid] {
             self.gated_product(activation);
             enter(&format!("-{activation:?}"))?;
+        }
+        Ok(())
+    }
+
+    /// The columns of a packed projection, forward and backward, with all tensors and with the fewest;
+    /// `enter` is called after each launch.
+    fn conv_split(
+        &self,
+        mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
+    ) -> Result<(), Box<dyn Error>> {
+        use conv_split::{Columns, Dims, Head, Inputs, Kind, Types};
+        let head = Some(Head { width: 64, factor: 1.0, epsilon: 1e-6 });
+        let conv = |head| Kind::Conv { activation: Activation::Silu, head };
+        let columns = [
+            (128, conv(head)),
+            (128, conv(head)),
+            (128, conv(None)),
+            (2, Kind::Beta { scale: 1.0 }),
+            (2, Kind::LogDecay { heads: 2 }),
+            (128, Kind::Copy),
+        ]
+        .map(|(width, kind)| Columns { width, kind });
+        let dims = Dims { batch: 1, tokens: 64, window: 4 };
+        // The largest tensor is x.
+        let [x, weight] = [self.dtype.size(), F32].map(|size| self.client.empty(64 * 516 * size));
+        let weights = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+        let types = Types { rows: self.dtype, weights };
+        for (all, launched) in [(true, "-all"), (false, "")] {
+            let inputs = Inputs {
+                x: &x,
+                weight: Some(&weight),
+                bias: all.then_some(&weight),
+                tail: all.then_some(&x),
+                a_log: Some(&weight),
+                dt_bias: Some(&weight),
+            };
+            let d_out = [Some(&weight); 6];
+            conv_split::forward(self.client, dims, &columns, inputs, types)?;
+            conv_split::backward(self.client, dims, &columns, inputs, &d_out, types)?;
+            enter(launched)?;
         }
         Ok(())
     }

@@ -24,11 +24,11 @@ use cubecl::server::Handle;
 const NARROWEST: usize = 64;
 /// Vectors side by side of a cube that has a run of rows.
 const LANES: usize = 32;
-/// Most rows of a unit that one launch sums, where columns are too few to fill the device.
-const MOST_ROWS: usize = 32;
+/// Most times that a unit asks for rows in one launch, where columns are too few to fill the device.
+const MOST_TURNS: usize = 4;
 /// Fewest rows of a unit in a run.
 const RUN_ROWS: usize = 8;
-/// Most runs: their sums are then summed in one launch, with at most [`MOST_ROWS`] a unit.
+/// Most runs: one launch sums their sums in [`MOST_TURNS`].
 const MOST_RUNS: usize = 512;
 /// Bytes of one column that a unit asks for at once.
 const AHEAD: usize = 32;
@@ -97,26 +97,22 @@ impl Split {
         Self { lanes, run: rows, runs: 1 }
     }
 
-    /// A fixed rule: nothing is timed. `bytes` are those of a vector, `vectors` those of a row.
-    fn new(multiprocessors: usize, rows: usize, vectors: usize, bytes: usize) -> Self {
+    /// A fixed rule: nothing is timed.
+    fn new(multiprocessors: usize, x: &Matrix<'_>) -> Self {
+        let (rows, vectors) = (x.rows, x.vectors());
         let enough = 2 * multiprocessors;
         let fills = |lanes: &usize| vectors.div_ceil(*lanes) >= enough;
         if let Some(lanes) = [256, 128, 64, 32].into_iter().find(fills) {
             return Self::whole(lanes, rows);
         }
-        let narrowest = Self::narrowest(vectors, bytes);
-        if rows <= MOST_ROWS * UNITS / narrowest {
+        let narrowest = x.narrowest();
+        if rows <= MOST_TURNS * x.ahead() * UNITS / narrowest {
             return Self::whole(narrowest, rows);
         }
         let lanes = vectors.next_power_of_two().min(LANES);
         let wanted = (2 * enough).div_ceil(vectors.div_ceil(lanes)).min(MOST_RUNS);
         let run = rows.div_ceil(wanted).max(RUN_ROWS * UNITS / lanes);
         Self { lanes, run, runs: rows.div_ceil(run) }
-    }
-
-    /// Fewest vectors side by side that a cube should have.
-    fn narrowest(vectors: usize, bytes: usize) -> usize {
-        vectors.next_power_of_two().min((NARROWEST / bytes).max(1))
     }
 
     /// Cubes side by side.
@@ -152,9 +148,8 @@ pub fn column_sums<R: Runtime>(
     check_type(client, to)?;
     check_matrix(client, rows, columns)?;
     let width = vector_width(client, columns);
-    let vectors = columns / width;
-    let split = Split::new(multiprocessors(client), rows, vectors, width * from.size());
     let x = Matrix { x, rows, columns, dtype: from, width };
+    let split = Split::new(multiprocessors(client), &x);
     if split.runs == 1 {
         let y = buffer(client, &[columns], to);
         x.sum(client, split, [&y, &y], false)?;
@@ -211,10 +206,25 @@ struct Matrix<'a> {
 }
 
 impl Matrix<'_> {
+    /// Vectors of a row.
+    fn vectors(&self) -> usize {
+        self.columns / self.width
+    }
+
+    /// Fewest vectors side by side that a cube should have.
+    fn narrowest(&self) -> usize {
+        let least = NARROWEST / (self.width * self.dtype.size());
+        self.vectors().next_power_of_two().min(least.max(1))
+    }
+
+    /// Rows that a unit asks for at once.
+    fn ahead(&self) -> usize {
+        AHEAD / self.dtype.size()
+    }
+
     /// One launch, of as many cubes as there can be.
     fn narrow(&self) -> Split {
-        let bytes = self.width * self.dtype.size();
-        Split::whole(Split::narrowest(self.columns / self.width, bytes), self.rows)
+        Split::whole(self.narrowest(), self.rows)
     }
 
     /// One launch. `y` are `[runs, columns]`; where `parted`, the second has the columns that the first
@@ -226,10 +236,9 @@ impl Matrix<'_> {
         y: [&Buffer; 2],
         parted: bool,
     ) -> Result<(), Refusal> {
-        let vectors = self.columns / self.width;
+        let vectors = self.vectors();
         let cubes = grid(client, split.tiles(vectors) * split.runs)?;
-        let ahead = AHEAD / self.dtype.size();
-        let form = Form { source: SOURCE, lanes: split.lanes, ahead, parted };
+        let form = Form { source: SOURCE, lanes: split.lanes, ahead: self.ahead(), parted };
         let [first, second] = y;
         // WebGPU has no two bindings of memory that is written.
         let none = buffer(client, &[16], first.dtype);

@@ -63,12 +63,16 @@ fn parts_are_right<R: Runtime>(desk: &Desk<'_, R>) {
     }
 }
 
-#[test]
-fn every_row_is_in_one_run() {
+fn every_row_is_in_one_run<R: Runtime>(client: &ComputeClient<R>) {
+    let x = client.empty(16);
+    let split = |multiprocessors, rows, columns, width, dtype: Rows| {
+        let x = Matrix { x: &x, rows, columns, dtype: dtype.dtype(), width };
+        Split::new(multiprocessors, &x)
+    };
     for multiprocessors in [1, 64, 132] {
         for [rows, columns] in [[1, 1], [65_536, 4], [65_536, 128], [32, 1_000_000], [2048, 1536]] {
-            for width in [1, 4] {
-                let split = Split::new(multiprocessors, rows, columns / width, 4 * width);
+            for (width, dtype) in [(1, Rows::F32), (4, Rows::F32), (1, Rows::Bf16)] {
+                let split = split(multiprocessors, rows, columns.max(width), width, dtype);
                 let Split { lanes, run, runs } = split;
                 assert!(lanes.is_power_of_two() && lanes <= UNITS, "{split:?}");
                 assert!(run * runs >= rows && run * (runs - 1) < rows, "{split:?}");
@@ -76,11 +80,13 @@ fn every_row_is_in_one_run() {
             }
         }
     }
-    let f32 = |rows, columns| Split::new(132, rows, columns / 4, 16);
+    let f32 = |rows, columns| split(132, rows, columns, 4, Rows::F32);
     assert_eq!(f32(32, 1_000_000), Split { lanes: 256, run: 32, runs: 1 });
     assert_eq!(f32(2048, 1536), Split { lanes: 4, run: 2048, runs: 1 });
     assert_eq!(f32(65_536, 4), Split { lanes: 1, run: 2048, runs: 32 });
     assert_eq!(f32(65_536, 128), Split { lanes: 32, run: 128, runs: 512 });
+    let bf16 = split(132, 2048, 1536, 4, Rows::Bf16);
+    assert_eq!(bf16, Split { lanes: 8, run: 2048, runs: 1 });
 }
 
 fn refusals<R: Runtime>(client: &ComputeClient<R>) {
@@ -112,6 +118,11 @@ macro_rules! each_kernel {
         #[test]
         fn two_parts_are_summed() {
             with_client(|client: &ComputeClient<$runtime>| everywhere(client, parts_are_right));
+        }
+
+        #[test]
+        fn runs_have_every_row() {
+            with_client(every_row_is_in_one_run::<$runtime>);
         }
 
         #[test]

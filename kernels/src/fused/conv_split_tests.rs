@@ -513,6 +513,16 @@ macro_rules! each_kernel {
         }
 
         #[test]
+        fn gradients_of_weights_are_sums_over_many_cubes() {
+            with_client(|client| {
+                let desk = Desk { client, rows: Rows::F32, weights: Rows::F32 };
+                let columns = vec![conv(4, Activation::Silu, 4), decay(6, 2)];
+                let dims = Dims { batch: 150, tokens: 2, window: 2 };
+                desk.is_right(&Case { dims, columns, ..mixer() }, None);
+            });
+        }
+
+        #[test]
         fn weights_may_have_the_type_of_the_rows() {
             on_desks(|desk| {
                 let desk = Desk { weights: desk.rows, ..*desk };

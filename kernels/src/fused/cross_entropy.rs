@@ -364,15 +364,15 @@ fn store<F: Float, N: Size>(
     for n in 0..comptime!(form.held) {
         let at = place.first + comptime!(n * form.team);
         let powers = held[n];
-        let mut out = Vector::<F, N>::empty();
+        let mut out = Vector::<f32, N>::empty();
         #[unroll]
         for l in 0..width {
             let value = powers[l] * slope.factor;
             let is_goal = at * width + l == slope.goal;
-            out[l] = F::cast_from(select(is_goal, value - slope.scale, value));
+            out[l] = select(is_goal, value - slope.scale, value);
         }
         if at < place.vectors {
-            logits[place.start + at] = out;
+            logits[place.start + at] = Vector::<F, N>::cast_from(out);
         }
     }
 }

@@ -93,7 +93,7 @@ impl GatedProduct {
     }
 }
 
-impl<'a> Operands<&'a Handle> {
+impl Operands<&Handle> {
     fn packed(&self) -> bool {
         matches!(self, Self::Packed(_))
     }

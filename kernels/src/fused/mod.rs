@@ -11,6 +11,7 @@ pub mod cross_entropy;
 pub mod embedding;
 pub mod gated_product;
 pub mod norm;
+pub mod pack;
 
 /// Cache key of every kernel here: CubeCL knows a compiled kernel by its name and compile-time values
 /// alone.

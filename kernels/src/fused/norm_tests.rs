@@ -242,7 +242,8 @@ fn the_adjoint_is_that_of_the_forward_pass() {
         let [weight, bias] = [(); 2].map(|()| draw(5));
         let x = Numbers { x, residual, gate, weight, bias, d_y, d_h };
         let truth = case.truth(&x, |_| {});
-        let fields: [(&str, &[f64], fn(&mut Numbers) -> &mut Vec<f64>); 4] = [
+        type Field = fn(&mut Numbers) -> &mut Vec<f64>;
+        let fields: [(&str, &[f64], Field); 4] = [
             ("x", &truth.d_h, |x| &mut x.x),
             ("gate", &truth.d_gate, |x| &mut x.gate),
             ("weight", &truth.d_weight, |x| &mut x.weight),

@@ -25,7 +25,6 @@ mod cpu;
 #[cfg(feature = "cubecl")]
 mod cube;
 #[cfg(feature = "cubecl")]
-mod cube_fused;
 mod decay;
 mod fused;
 #[cfg(feature = "fusion")]

@@ -3,8 +3,8 @@
 use super::forward::clipped;
 use super::parts::{Form, Part};
 use super::runs::{
-    Operands, Place, Sizes, Taps, add_across, convolved, in_part, in_tail, in_x, load, look_back,
-    move_on, number, place, put, rate_and_bias, softplus, store, taps,
+    Operands, Place, Sizes, Taps, activated, add_across, convolved, in_part, in_tail, in_x, load,
+    look_back, move_on, number, place, put, rate_and_bias, softplus, store, taps,
 };
 use crate::rowwise::{Activation, UNITS, activate};
 use cubecl::prelude::*;
@@ -96,9 +96,11 @@ fn rows_backward<F: Float, G: Float, N: Size>(
         }
         if comptime!(part.tensor.is_some() && part.reads_x()) {
             through_activation(&mut d_z, &seen, &taps, shared, at, part);
-            #[unroll]
-            for j in 0..tile {
-                drop_past(&mut d_z, first + j < past, comptime!((before + j) * own), own);
+            if comptime!(part.norm().is_some_and(|norm| norm.epsilon() == 0.0)) {
+                #[unroll]
+                for j in 0..tile {
+                    drop_past(&mut d_z, first + j < past, comptime!((before + j) * own), own);
+                }
             }
         }
         #[unroll]
@@ -152,7 +154,7 @@ fn through_activation(
         for i in 0..own {
             let n = comptime!(j * own + i);
             let z = convolved(seen, taps, j, i, part);
-            let (value, rise) = rise(z, comptime!(part.activation()));
+            let (value, rise) = activated(z, comptime!(part.activation()));
             y[n] = clipped(value, comptime!(i / part.vector), at, part);
             slope[n] = rise;
         }
@@ -164,24 +166,6 @@ fn through_activation(
     for n in 0..comptime!(tile * own) {
         d_z[comptime!(start + n)] *= slope[n];
     }
-}
-
-/// An activation and its derivative.
-#[cube]
-fn rise(z: f32, #[comptime] activation: Activation) -> (f32, f32) {
-    let mut value = z;
-    let mut slope = 1.0f32;
-    if comptime!(activation != Activation::Identity) {
-        let open = activate(z, Activation::Sigmoid);
-        if comptime!(activation == Activation::Silu) {
-            value = z * open;
-            slope = open + value * (1.0f32 - open);
-        } else {
-            value = open;
-            slope = open * (1.0f32 - open);
-        }
-    }
-    (value, slope)
 }
 
 /// The part of the norm in [`through_activation`].
@@ -211,9 +195,9 @@ fn through_norm(
     add_across(&mut sums, shared, comptime!(2 * tile), part);
     #[unroll]
     for j in 0..tile {
-        let square = sums[j] + epsilon;
-        let share = sums[comptime!(tile + j)] / square;
-        let scale = factor / f32::sqrt(square);
+        let inverse = f32::inverse_sqrt(sums[j] + epsilon);
+        let share = sums[comptime!(tile + j)] * inverse * inverse;
+        let scale = factor * inverse;
         #[unroll]
         for i in 0..own {
             let n = comptime!(start + j * own + i);

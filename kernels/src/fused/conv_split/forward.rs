@@ -2,8 +2,8 @@
 
 use super::parts::{Form, Part};
 use super::runs::{
-    Operands, Place, Sizes, add_across, convolved, in_part, in_x, inside, load, look_back, move_on,
-    number, place, put, rate_and_bias, softplus, store, taps,
+    Operands, Place, Sizes, activated, add_across, convolved, in_part, in_x, inside, load,
+    look_back, move_on, number, place, put, rate_and_bias, softplus, store, taps,
 };
 use crate::rowwise::{Activation, activate};
 use cubecl::prelude::*;
@@ -65,7 +65,8 @@ fn rows_forward<F: Float, G: Float, N: Size>(
             #[unroll]
             for i in 0..own {
                 let z = convolved(&seen, &taps, j, i, part);
-                values[comptime!(j * own + i)] = activate(z, comptime!(part.activation()));
+                let (value, _) = activated(z, comptime!(part.activation()));
+                values[comptime!(j * own + i)] = value;
             }
         }
         if comptime!(part.norm().is_some()) {
@@ -108,7 +109,7 @@ fn normalize(
     add_across(&mut squares, shared, tile, part);
     #[unroll]
     for j in 0..tile {
-        let scale = factor / f32::sqrt(squares[j] + epsilon);
+        let scale = factor * f32::inverse_sqrt(squares[j] + epsilon);
         #[unroll]
         for i in 0..own {
             values[comptime!(j * own + i)] *= scale;

@@ -1,7 +1,7 @@
 //! The tensors and the place of a unit, and what forward and backward have in common.
 
 use super::parts::Part;
-use crate::rowwise::UNITS;
+use crate::rowwise::{Activation, UNITS};
 use cubecl::prelude::*;
 
 /// The inputs; those that are not there are empty.
@@ -344,6 +344,36 @@ pub(super) fn rate_and_bias<F: Float, G: Float, N: Size>(
         bias = f32::cast_from(x.dt_bias.index(0usize)[column]);
     }
     (rate, bias)
+}
+
+/// An activation and its derivative.
+#[cube]
+pub(super) fn activated(z: f32, #[comptime] activation: Activation) -> (f32, f32) {
+    let mut value = z;
+    let mut slope = 1.0f32;
+    if comptime!(activation != Activation::Identity) {
+        let open = sigmoid(z);
+        if comptime!(activation == Activation::Silu) {
+            value = z * open;
+            slope = open + value * (1.0f32 - open);
+        } else {
+            value = open;
+            slope = open * (1.0f32 - open);
+        }
+    }
+    (value, slope)
+}
+
+/// `1 / (1 + e^-z)` by the device's short exponential and division, which are right to 2e-7 (1 + |z|). The
+/// exponent is never above 0: nothing overflows.
+#[cube(fast_math = FastMath::ReducedPrecision
+    | FastMath::AllowReciprocal
+    | FastMath::UnsignedZero
+    | FastMath::NotNaN
+    | FastMath::NotInf)]
+fn sigmoid(z: f32) -> f32 {
+    let e = f32::exp(-f32::abs(z));
+    select(z >= 0.0f32, 1.0f32, e) / (e + 1.0f32)
 }
 
 /// `ln(1 + e^z)`, as `max(z, 0) + ln(1 + e^-|z|)`: nothing overflows. The logarithm is 2 artanh(s) with

@@ -67,8 +67,8 @@ pub(super) fn normalize<X: Float, H: Float, Y: Float, P: Float, N: Size>(
     }
 }
 
-/// The kernel of [`super::backward`]. `run` is the rows of a team; X is the narrow type of the gradient, H the
-/// type of h.
+/// The kernel of [`super::backward`]. `run` is the rows of a team; X is the narrow type of the gradient,
+/// H the type of h.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 pub(super) fn differentiate<X: Float, H: Float, Y: Float, P: Float, N: Size>(
@@ -126,7 +126,7 @@ pub(super) fn differentiate<X: Float, H: Float, Y: Float, P: Float, N: Size>(
             let normal = values[turn] * Vector::<f32, N>::new(scale * factor);
             let mut change = d_n[turn] - values[turn] * along;
             if comptime!(form.centered()) {
-                change = change - Vector::<f32, N>::new(sums[2] * share);
+                change -= Vector::<f32, N>::new(sums[2] * share);
             }
             d[turn] = d[turn] + change * scales;
             if comptime!(form.gate.is_some()) {
@@ -152,16 +152,14 @@ pub(super) fn differentiate<X: Float, H: Float, Y: Float, P: Float, N: Size>(
             }
         }
     }
-    if comptime!(form.partials() > 0) {
-        let to = CUBE_POS * comptime!(form.partials());
-        let there = first < rows;
-        if comptime!(form.weighted) {
-            store_sums::<N>(partial, &weight_sums, to, there, form);
-        }
-        if comptime!(form.biased) {
-            let before = comptime!(if form.weighted { form.vectors() } else { 0usize });
-            store_sums::<N>(partial, &bias_sums, to + before, there, form);
-        }
+    let to = CUBE_POS * comptime!(form.partials());
+    let there = first < rows;
+    if comptime!(form.weighted) {
+        store_sums::<N>(partial, &weight_sums, to, there, form);
+    }
+    if comptime!(form.biased) {
+        let before = comptime!(form.partials() - form.vectors());
+        store_sums::<N>(partial, &bias_sums, to + before, there, form);
     }
 }
 
@@ -231,9 +229,7 @@ fn load<F: Float, N: Size>(
         #[unroll]
         for turn in 0..comptime!(form.turns()) {
             let further = comptime!(turn * form.team);
-            if comptime!(form.fills(turn)) {
-                values[turn] = Vector::<f32, N>::cast_from(from[start + further]);
-            } else if own + further < comptime!(form.vectors()) {
+            if inside(own, turn, form) {
                 values[turn] = Vector::<f32, N>::cast_from(from[start + further]);
             }
         }
@@ -253,14 +249,23 @@ fn store<F: Float, N: Size>(
     #[unroll]
     for turn in 0..comptime!(form.turns()) {
         let further = comptime!(turn * form.team);
-        if comptime!(form.fills(turn)) {
-            to[start + further] = Vector::<F, N>::cast_from(values[turn]);
-        } else if own + further < comptime!(form.vectors()) {
+        if inside(own, turn, form) {
             to[start + further] = Vector::<F, N>::cast_from(values[turn]);
         }
     }
 }
 
+/// Whether a unit has a vector in this turn.
+#[cube]
+fn inside(own: usize, #[comptime] turn: usize, #[comptime] form: Form) -> bool {
+    if comptime!(form.fills(turn)) {
+        true.runtime()
+    } else {
+        own + comptime!(turn * form.team) < comptime!(form.vectors())
+    }
+}
+
+/// A row of zeros.
 #[cube]
 fn zeros<N: Size>(#[comptime] form: Form) -> Array<Vector<f32, N>> {
     let mut values = Array::<Vector<f32, N>>::new(comptime!(form.turns()));
@@ -286,10 +291,8 @@ fn center<N: Size>(
         let mean = Vector::<f32, N>::new(sums[0] * comptime!(form.share()));
         #[unroll]
         for turn in 0..comptime!(form.turns()) {
-            if comptime!(form.fills(turn)) {
-                values[turn] = values[turn] - mean;
-            } else if own + comptime!(turn * form.team) < comptime!(form.vectors()) {
-                values[turn] = values[turn] - mean;
+            if inside(own, turn, form) {
+                values[turn] -= mean;
             }
         }
     }
@@ -305,10 +308,10 @@ fn affine<N: Size>(
 ) -> Vector<f32, N> {
     let mut z = normal;
     if comptime!(form.weighted) {
-        z = z * weight;
+        z *= weight;
     }
     if comptime!(form.biased) {
-        z = z + bias;
+        z += bias;
     }
     z
 }
@@ -417,7 +420,7 @@ fn sums_of_planes(
     let unit = UNIT_POS as usize;
     #[unroll]
     for n in 0..count {
-        if unit % PLANE == 0 {
+        if unit.is_multiple_of(PLANE) {
             scratch[comptime!(n * planes) + unit / PLANE] = values[n];
         }
     }

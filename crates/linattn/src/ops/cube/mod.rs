@@ -1,14 +1,23 @@
 //! The operations on Burn's CubeCL backends: as kernels, and as tensor operations where the kernels
 //! refuse (f64; over whole sequences keys and values wider than 256; products of more than 64 rows).
-//! cube_rowwise.rs has what stands around a recurrence.
+//! fused.rs has the layers around a recurrence, linear.rs matrix products.
 
+mod fused;
+mod linear;
+mod optimizer;
+mod rows;
+
+use super::autodiff::Pass;
 use super::backend::{
     self, Forward, LinearAttentionBackend, Operands, Path, Read, Saved, primitive, tensor,
 };
-use super::convolution::{self, Convolution};
-use super::rowwise::{self, Activation, Gated, LogDecay, Normalization};
-use super::{cube_rowwise, recurrent};
-use burn::tensor::{DType, FloatDType, Shape, ops::FloatTensor};
+use super::fused::{
+    AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
+    Moments, Normalization, Pack, norm_in_tensor_ops, step_in_tensor_ops,
+};
+use super::recurrent;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
@@ -90,46 +99,63 @@ where
         }
     }
 
-    fn affine(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        bias: Option<FloatTensor<Self>>,
-    ) -> FloatTensor<Self> {
-        match affine_of_few_rows(&x, &weight, bias.as_ref()) {
-            Some(y) => y,
-            None => backend::affine::<Self>(x, weight, bias),
+    fn fused_linear(l: LinearLayer<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        // A gradient wants more than the product of a few rows.
+        if !keep && let Some(y) = linear_of_few_rows(&l) {
+            return Some(Pass::forward(vec![y]));
         }
+        fused::linear_layer(l, keep).map(fused::CubePass::of)
     }
 
-    fn convolve(
-        c: Convolution<FloatTensor<Self>>,
-        bias: Option<FloatTensor<Self>>,
-        activation: Option<Activation>,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        cube_rowwise::convolve(&c, bias.as_ref(), activation)
-            .unwrap_or_else(|| convolution::convolve::<Self>(c, bias, activation))
+    fn fused_conv_split(x: ConvSplit<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        fused::conv_split(x, keep).map(fused::CubePass::of)
     }
 
-    fn normalize<const D: usize>(x: Normalization<FloatTensor<Self>>) -> FloatTensor<Self> {
-        cube_rowwise::normalize(&x).unwrap_or_else(|| rowwise::normalize::<Self, D>(x))
+    fn fused_normalize(x: Normalization<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        fused::normalize(x, keep).map(fused::CubePass::of)
     }
 
-    fn gated_product<const D: usize>(x: Gated<FloatTensor<Self>>) -> FloatTensor<Self> {
-        cube_rowwise::gated_product(&x).unwrap_or_else(|| rowwise::gated_product::<Self, D>(x))
+    fn fused_gated_product(x: GatedProduct<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        fused::gated(x, keep).map(fused::CubePass::of)
     }
 
-    fn log_decay(x: LogDecay<FloatTensor<Self>>) -> FloatTensor<Self> {
-        cube_rowwise::log_decay(&x).unwrap_or_else(|| rowwise::log_decay::<Self>(x))
+    fn fused_embedding(
+        x: Embedding<FloatTensor<Self>, IntTensor<Self>>,
+        keep: bool,
+    ) -> Option<Pass<Self>> {
+        fused::embedding(x, keep).map(fused::CubePass::of)
+    }
+
+    fn fused_pack(x: Pack<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        fused::pack(x, keep).map(fused::CubePass::of)
+    }
+
+    fn fused_cross_entropy(
+        x: LinearCrossEntropy<FloatTensor<Self>, IntTensor<Self>>,
+        keep: bool,
+    ) -> Option<Pass<Self>> {
+        fused::cross_entropy(x, keep).map(fused::CubePass::of)
+    }
+
+    fn adamw_step(
+        steps: Vec<AdamWStep<FloatTensor<Self>>>,
+        adamw: AdamW,
+        clip: Option<Clip<FloatTensor<Self>>>,
+    ) -> Vec<(FloatTensor<Self>, Moments<FloatTensor<Self>>)> {
+        optimizer::step(&steps, adamw, clip.as_ref())
+            .unwrap_or_else(|| step_in_tensor_ops::<Self>(steps, adamw, clip))
+    }
+
+    fn global_norm(gradients: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
+        optimizer::norm(&gradients).unwrap_or_else(|| norm_in_tensor_ops::<Self>(gradients))
     }
 }
 
 /// `x W + b` by the kernel for a few rows; None where there are more, or types or memory are not as the
 /// kernel takes them: W may be padded at the end of its rows, but not turned.
-fn affine_of_few_rows<R: CubeRuntime>(
-    x: &CubeTensor<R>,
-    weight: &CubeTensor<R>,
-    bias: Option<&CubeTensor<R>>,
-) -> Option<CubeTensor<R>> {
+fn linear_of_few_rows<R: CubeRuntime>(l: &LinearLayer<CubeTensor<R>>) -> Option<CubeTensor<R>> {
+    let LinearLayer { x, weight, bias } = l;
+    let bias = bias.as_ref();
     let (mut shape, dtype) = (x.meta.shape.clone(), x.dtype);
     let last = shape.num_dims() - 1;
     let (inner, columns) = (weight.meta.shape[0], weight.meta.shape[1]);

@@ -1,5 +1,5 @@
-//! What stands around a recurrence, on GPUs as on the CPU: numbers, gradients, and the decoding of whole
-//! models.
+//! The fused layers around a recurrence, on GPUs as on the CPU: numbers, gradients, and the decoding of
+//! whole models.
 
 use crate::support::{F32_LIMIT, Weights, alone, download, upload};
 use burn::backend::{Autodiff, Flex};
@@ -9,7 +9,8 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use linattn::nn::{LanguageModel, LanguageModelConfig, force};
 use linattn::ops::{
-    Activation, Convolution, Gated, LinearAttentionBackend, LogDecay, Measure, Normalization,
+    Activation, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
+    LinearAttentionBackend, LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass,
 };
 use linattn_oracle::{Rng, assert_close};
 
@@ -62,47 +63,158 @@ impl<B: Backend> Inputs<B> {
 impl<B: LinearAttentionBackend> Inputs<B> {
     /// Every operation, by name.
     fn run(&self) -> Vec<(&'static str, Tensor<B, 3>)> {
-        let gate = |activation| Some((activation, inside(&self.gate)));
-        let root_mean_square = Normalization {
-            x: inside(&self.x),
-            measure: Measure::RootMeanSquare,
-            epsilon: 1e-5,
-            weight: Some(inside(&self.weight)),
-            factor: 1.0,
-            gate: None,
-        };
-        let length = Normalization {
-            measure: Measure::Length,
-            weight: None,
-            factor: -0.3,
-            ..root_mean_square.clone()
-        };
-        let silu = Normalization { gate: gate(Activation::Silu), ..root_mean_square.clone() };
-        let sigmoid = Normalization { gate: gate(Activation::Sigmoid), ..root_mean_square.clone() };
-        let mut found: Vec<(&'static str, Tensor<B, 3>)> =
-            [("rms", root_mean_square), ("l2", length), ("silu", silu), ("sigmoid", sigmoid)]
-                .map(|(name, n)| (name, outside::<B, 3>(B::normalize::<3>(n))))
-                .into();
-
-        let (x, gate) = (inside(&self.x), inside(&self.gate));
-        let gated = Gated { x: x.clone(), gate, activation: Activation::Silu };
-        found.push(("product", outside::<B, 3>(B::gated_product::<3>(gated))));
-
-        let dt_bias = inside(&self.weight);
-        for (name, a_log) in [("one gate a head", &self.weight), ("five", &self.heads)] {
-            let decay = LogDecay { x: x.clone(), a_log: inside(a_log), dt_bias: dt_bias.clone() };
-            found.push((name, outside::<B, 3>(B::log_decay(decay))));
-        }
-
-        let convolution = Convolution { x, weight: inside(&self.taps), tail: inside(&self.tail) };
-        let (y, next) = B::convolve(convolution.clone(), Some(dt_bias), Some(Activation::Silu));
-        found.push(("convolution, bias, SiLU", outside::<B, 3>(y)));
-        found.push(("its tail", outside::<B, 3>(next)));
-        let (y, next) = B::convolve(convolution, None, None);
-        found.push(("convolution", outside::<B, 3>(y)));
-        found.push(("the tail", outside::<B, 3>(next)));
+        let mut found = self.norms();
+        found.extend(self.products());
+        found.extend(self.convolutions());
+        found.extend(self.losses());
         found
     }
+
+    fn norms(&self) -> Vec<(&'static str, Tensor<B, 3>)> {
+        let root_mean_square = Normalization {
+            x: inside(&self.x),
+            residual: None,
+            weight: Some(inside(&self.weight)),
+            bias: None,
+            gate: None,
+            activation: Activation::Silu,
+            measure: Measure::RootMeanSquare,
+            epsilon: 1e-5,
+            factor: 1.0,
+            dtype: DType::F32,
+        };
+        let (plain, gate) = (root_mean_square.clone(), || Some(inside(&self.gate)));
+        let length =
+            Normalization { measure: Measure::Length, weight: None, factor: -0.3, ..plain.clone() };
+        let silu = Normalization { gate: gate(), ..plain.clone() };
+        let sigmoid =
+            Normalization { gate: gate(), activation: Activation::Sigmoid, ..plain.clone() };
+        let layer = Normalization {
+            measure: Measure::Standard,
+            residual: gate(),
+            bias: Some(inside(&self.weight)),
+            ..plain
+        };
+        let all = [
+            ("rms", root_mean_square),
+            ("l2", length),
+            ("silu", silu),
+            ("sigmoid", sigmoid),
+            ("layer norm of a sum", layer),
+        ];
+        let run = |(name, n)| outputs::<B>(B::fused_normalize(n, false)).map(move |y| (name, y));
+        all.into_iter().flat_map(run).collect()
+    }
+
+    fn products(&self) -> Vec<(&'static str, Tensor<B, 3>)> {
+        let activation = Activation::Silu;
+        let (gate, value) = (inside(&self.gate), Some(inside(&self.x)));
+        let separate = GatedProduct { gate, value, activation };
+        let both = Tensor::cat(vec![self.x.clone(), self.gate.clone()], 2);
+        let packed = GatedProduct { gate: inside(&both), value: None, activation };
+        let matrix = inside(&self.taps);
+        let pack = Pack { matrices: vec![matrix.clone(), matrix], dtype: DType::F32 };
+        let [_, _, width] = self.x.dims();
+        let square = draw::<B, 2>("square", [width, 3], &self.x.device());
+        let linear = LinearLayer { x: inside(&self.x), weight: inside(&square), bias: None };
+        let packed_taps = outside::<B, 2>(only(B::fused_pack(pack, false)));
+        let mut found = vec![("packed matrices", packed_taps.unsqueeze::<3>())];
+        let passes = [
+            ("product", B::fused_gated_product(separate, false)),
+            ("product of halves", B::fused_gated_product(packed, false)),
+            ("linear layer", B::fused_linear(linear, false)),
+        ];
+        for (name, pass) in passes {
+            found.extend(outputs::<B>(pass).map(|y| (name, y)));
+        }
+        found
+    }
+
+    fn convolutions(&self) -> Vec<(&'static str, Tensor<B, 3>)> {
+        let [_, _, width] = self.x.dims();
+        let bare = ConvSplit {
+            x: inside(&self.x),
+            weight: None,
+            bias: None,
+            tail: None,
+            a_log: None,
+            dt_bias: None,
+            columns: vec![],
+        };
+        let column = |width, kind| Column { width, kind };
+        let mut found = vec![];
+        for (name, a_log) in [("one rate a column", &self.weight), ("five", &self.heads)] {
+            let decay = ConvSplit {
+                a_log: Some(inside(a_log)),
+                dt_bias: Some(inside(&self.weight)),
+                columns: vec![column(width, ColumnKind::LogDecay)],
+                ..bare.clone()
+            };
+            found.extend(outputs::<B>(B::fused_conv_split(decay, false)).map(|y| (name, y)));
+        }
+        let kind = |activation, norm| ColumnKind::Conv { activation, norm };
+        let convolution = ConvSplit {
+            weight: Some(inside(&self.taps)),
+            bias: Some(inside(&self.weight)),
+            tail: Some(inside(&self.tail)),
+            columns: vec![column(width, kind(Some(Activation::Silu), None))],
+            ..bare.clone()
+        };
+        let pass = B::fused_conv_split(convolution, false);
+        found.extend(outputs::<B>(pass).map(|y| ("convolution, bias, SiLU", y)));
+        // A fifth each: normalised heads, a convolution alone, beta, copies, and copies again.
+        let fifth = width / 5;
+        let norm = Some(HeadNorm { width: fifth, factor: 0.7 });
+        let split = ConvSplit {
+            weight: Some(inside(&self.taps.clone().narrow(1, 0, 2 * fifth))),
+            columns: vec![
+                column(fifth, kind(Some(Activation::Sigmoid), norm)),
+                column(fifth, kind(None, None)),
+                column(fifth, ColumnKind::Beta { scale: 2.0 }),
+                column(2 * fifth, ColumnKind::Copy),
+            ],
+            ..bare
+        };
+        let pass = B::fused_conv_split(split, false);
+        found.extend(outputs::<B>(pass).map(|y| ("columns of all kinds", y)));
+        found
+    }
+
+    fn losses(&self) -> Vec<(&'static str, Tensor<B, 3>)> {
+        let device = self.x.device();
+        let [batch, tokens, width] = self.x.dims();
+        let count = batch * tokens;
+        let rows: Tensor<B, 2> = self.gate.clone().reshape([count, width]);
+        let ids = |modulus: usize| -> Tensor<B, 1, Int> {
+            let ids: Vec<i32> = (0..count).map(|n| (n * n % modulus) as i32).collect();
+            Tensor::from_data(TensorData::new(ids, [count]), &device)
+        };
+        let embedding = Embedding {
+            table: inside(&self.taps),
+            ids: ids(4).into_primitive(),
+            dtype: DType::F32,
+        };
+        let embedded = outside::<B, 2>(only(B::fused_embedding(embedding, false)));
+        let loss = LinearCrossEntropy {
+            hidden: inside(&rows),
+            weight: inside(&self.taps),
+            by_rows: true,
+            bias: None,
+            target: ids(3).into_primitive(),
+            scale: 0.3,
+        };
+        let loss = outside::<B, 1>(only(B::fused_cross_entropy(loss, false)));
+        vec![("embeddings", embedded.unsqueeze()), ("cross-entropy", loss.unsqueeze())]
+    }
+}
+
+/// What an operation in one piece gives: every backend here has such a piece for f32.
+fn outputs<B: Backend>(pass: Option<Pass<B>>) -> impl Iterator<Item = Tensor<B, 3>> {
+    pass.expect("an operation in one piece").outputs.into_iter().map(outside::<B, 3>)
+}
+
+fn only<B: Backend>(pass: Option<Pass<B>>) -> FloatTensor<B> {
+    pass.expect("an operation in one piece").outputs.remove(0)
 }
 
 /// Tokens and widths, multiples of 5 and of nothing that kernels are fond of.

@@ -1,0 +1,596 @@
+//! The layers around a recurrence on Burn's CubeCL backends. `None` where the kernels refuse: f64, a type
+//! or cubes that the device does not have, nothing to do, or more than it can count.
+
+use super::linear;
+use super::rows::{entries_of, joined, rows_of, scaled, sum};
+use crate::ops::autodiff::{BackwardPass, Pass};
+use crate::ops::fused::{
+    Activation, ColumnKind, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
+    Measure, Normalization, Pack,
+};
+use burn::tensor::{DType, Shape};
+use burn_cubecl::kernel::{cast, into_contiguous};
+use burn_cubecl::ops::numeric::add;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
+use cubecl::ir::StorageType;
+use cubecl::server::Handle;
+use linattn_kernels::fused::{
+    column_sums, conv_split as conv, cross_entropy as loss, embedding as table, gated_product,
+    norm, pack as packing,
+};
+use linattn_kernels::{Buffer, rowwise};
+
+impl From<Activation> for rowwise::Activation {
+    fn from(activation: Activation) -> Self {
+        match activation {
+            Activation::Silu => Self::Silu,
+            Activation::Sigmoid => Self::Sigmoid,
+        }
+    }
+}
+
+impl From<Measure> for norm::Measure {
+    fn from(measure: Measure) -> Self {
+        match measure {
+            Measure::RootMeanSquare => Self::RootMeanSquare,
+            Measure::Length => Self::Length,
+            Measure::Standard => Self::Standard,
+        }
+    }
+}
+
+/// Numbers of logits that are made at once: 256 MB of bf16.
+const LOGITS: usize = 1 << 27;
+
+type Tensors<R> = Vec<CubeTensor<R>>;
+
+/// A pass of CubeCL tensors, whatever the backend's element types.
+pub(super) struct CubePass<R: CubeRuntime> {
+    outputs: Tensors<R>,
+    backward: Option<Backward<R>>,
+}
+
+type Backward<R> =
+    Box<dyn FnOnce(Vec<Option<CubeTensor<R>>>, &[bool]) -> Vec<Option<CubeTensor<R>>> + Send>;
+
+impl<R: CubeRuntime> CubePass<R> {
+    pub(super) fn of<F, I, BT>(self) -> Pass<CubeBackend<R, F, I, BT>>
+    where
+        F: FloatElement,
+        I: IntElement,
+        BT: BoolElement,
+    {
+        let Self { outputs, backward } = self;
+        let backward = backward.map(|backward| -> BackwardPass<CubeBackend<R, F, I, BT>> {
+            Box::new(move |gradients, wanted| backward(gradients, wanted))
+        });
+        Pass { outputs, backward }
+    }
+}
+
+/// A contiguous tensor, as the kernels count in whole tensors.
+fn flat<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    into_contiguous(x)
+}
+
+/// A buffer as a tensor of another shape, on the device of `like`.
+fn shaped<R: CubeRuntime>(
+    like: &CubeTensor<R>,
+    buffer: Buffer,
+    shape: Shape,
+    dtype: DType,
+) -> CubeTensor<R> {
+    CubeTensor::new_contiguous(
+        like.client.clone(),
+        like.device.clone(),
+        shape,
+        buffer.handle,
+        dtype,
+    )
+}
+
+/// Rows and width of a tensor.
+fn rows<R: CubeRuntime>(x: &CubeTensor<R>) -> Option<(usize, usize)> {
+    let width = *x.meta.shape().last()?;
+    Some((x.meta.shape().num_elements().checked_div(width)?, width))
+}
+
+fn handle<R: CubeRuntime>(x: &Option<CubeTensor<R>>) -> Option<&Handle> {
+    x.as_ref().map(|x| &x.handle)
+}
+
+fn is_float(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+}
+
+/// The one type of weights, f32 where there are none; None where they differ.
+fn one_type<'a, R: CubeRuntime>(
+    weights: impl IntoIterator<Item = &'a Option<CubeTensor<R>>>,
+) -> Option<DType> {
+    let mut types = weights.into_iter().flatten().map(|x| x.dtype);
+    let first = types.next().unwrap_or(DType::F32);
+    (is_float(first) && types.all(|dtype| dtype == first)).then_some(first)
+}
+
+/// A gradient in the type that the kernels take it in, contiguous.
+fn as_given<R: CubeRuntime>(gradient: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
+    flat(if gradient.dtype == dtype { gradient } else { cast(gradient, dtype) })
+}
+
+pub(super) fn normalize<R: CubeRuntime>(
+    n: Normalization<CubeTensor<R>>,
+    keep: bool,
+) -> Option<CubePass<R>> {
+    let places = n.refill(std::iter::repeat(()));
+    let n = places.refill(n.into_vec().into_iter().map(flat));
+    let (count, width) = rows(&n.x)?;
+    let weights = one_type([&n.weight, &n.bias])?;
+    let of_h = n.residual.as_ref().map_or(n.x.dtype, |residual| residual.dtype);
+    let gate = n.gate.as_ref().map_or(n.dtype, |gate| gate.dtype);
+    if ![n.x.dtype, of_h, n.dtype].into_iter().all(is_float) || gate != n.dtype {
+        return None;
+    }
+    let sizes = norm::Norm {
+        rows: count,
+        width,
+        measure: n.measure.into(),
+        epsilon: n.epsilon as f32,
+        factor: n.factor as f32,
+        activation: n.activation.into(),
+    };
+    let types = norm::Types {
+        x: n.x.dtype.into(),
+        residual: of_h.into(),
+        y: n.dtype.into(),
+        weights: weights.into(),
+    };
+    let inputs = norm::Inputs {
+        x: &n.x.handle,
+        residual: handle(&n.residual),
+        gate: handle(&n.gate),
+        weight: handle(&n.weight),
+        bias: handle(&n.bias),
+    };
+    let client = n.x.client.clone();
+    let done = norm::forward(&client, sizes, types, inputs).ok()?;
+    let shape = n.x.meta.shape().clone();
+    let y = shaped(&n.x, done.y, shape.clone(), n.dtype);
+    let h = done.h.map(|h| shaped(&n.x, h, shape.clone(), of_h));
+    let outputs = std::iter::once(y).chain(h.clone()).collect();
+    let backward = keep.then(|| -> Backward<R> {
+        let of_x = n.x.dtype;
+        let saved = Saved { h: h.unwrap_or_else(|| n.x.clone()), of_x, n, sizes, types };
+        Box::new(move |gradients, _| saved.backward(gradients))
+    });
+    Some(CubePass { outputs, backward })
+}
+
+/// A norm's forward pass, as its backward pass needs it.
+struct Saved<R: CubeRuntime> {
+    n: Normalization<CubeTensor<R>>,
+    h: CubeTensor<R>,
+    of_x: DType,
+    sizes: norm::Norm,
+    types: norm::Types,
+}
+
+impl<R: CubeRuntime> Saved<R> {
+    fn backward(self, gradients: Vec<Option<CubeTensor<R>>>) -> Vec<Option<CubeTensor<R>>> {
+        let Self { n, h, of_x, sizes, types } = self;
+        let mut gradients = gradients.into_iter();
+        let (d_y, d_h) = (gradients.next().flatten(), gradients.next().flatten());
+        let d_h = d_h.map(|d_h| as_given(d_h, h.dtype));
+        let Some(d_y) = d_y else {
+            // Nobody used the normalised rows: the sum's gradient goes on to both of its terms.
+            let narrow = d_h.clone().map(|d_h| as_given(d_h, of_x));
+            let rest = n.refill(std::iter::repeat(())).into_vec().len() - 2;
+            return [narrow, d_h].into_iter().chain((0..rest).map(|_| None)).collect();
+        };
+        let d_y = as_given(d_y, n.dtype);
+        let given = norm::Given {
+            h: &h.handle,
+            residual: n.residual.is_some(),
+            gate: handle(&n.gate),
+            weight: handle(&n.weight),
+            bias: handle(&n.bias),
+            d_y: &d_y.handle,
+            d_h: handle(&d_h),
+        };
+        let done = norm::backward(&h.client, sizes, types, given)
+            .expect("the forward pass took these sizes and types");
+        let shape = h.meta.shape().clone();
+        let rows = |buffer: Buffer, dtype| shaped(&h, buffer, shape.clone(), dtype);
+        let columns = |buffer: Option<Buffer>, like: &Option<CubeTensor<R>>| {
+            let like = like.as_ref()?;
+            Some(shaped(like, buffer?, like.meta.shape().clone(), like.dtype))
+        };
+        let x = rows(done.x, h.dtype);
+        let narrow = done.x_narrow.map_or_else(|| x.clone(), |narrow| rows(narrow, of_x));
+        let gate = done.gate.map(|gate| rows(gate, n.dtype));
+        let mut found = vec![Some(narrow)];
+        found.extend(n.residual.as_ref().map(|_| Some(x)));
+        found.extend(n.weight.as_ref().map(|_| columns(done.weight, &n.weight)));
+        found.extend(n.bias.as_ref().map(|_| columns(done.bias, &n.bias)));
+        found.extend(n.gate.as_ref().map(|_| gate));
+        found
+    }
+}
+
+/// The parts of a packed projection, in the kernels' words.
+fn parts<R: CubeRuntime>(x: &ConvSplit<CubeTensor<R>>) -> Vec<conv::Columns> {
+    let heads = x.a_log.as_ref().map_or(1, |a_log| a_log.meta.shape()[0]);
+    let kind = |kind: ColumnKind| match kind {
+        ColumnKind::Conv { activation, norm } => conv::Kind::Conv {
+            activation: activation.map_or(rowwise::Activation::Identity, Into::into),
+            head: norm.map(|norm| conv::Head {
+                width: norm.width,
+                factor: norm.factor,
+                epsilon: 1e-6,
+            }),
+        },
+        ColumnKind::Copy => conv::Kind::Copy,
+        ColumnKind::Beta { scale } => conv::Kind::Beta { scale },
+        ColumnKind::LogDecay => conv::Kind::LogDecay { heads },
+    };
+    let part = |c: &crate::ops::Column| conv::Columns { width: c.width, kind: kind(c.kind) };
+    x.columns.iter().map(part).collect()
+}
+
+fn output_type(kind: ColumnKind, rows: DType) -> DType {
+    match kind {
+        ColumnKind::Conv { .. } | ColumnKind::Copy => rows,
+        ColumnKind::Beta { .. } | ColumnKind::LogDecay => DType::F32,
+    }
+}
+
+fn conv_inputs<R: CubeRuntime>(x: &ConvSplit<CubeTensor<R>>) -> conv::Inputs<'_> {
+    conv::Inputs {
+        x: &x.x.handle,
+        weight: handle(&x.weight),
+        bias: handle(&x.bias),
+        tail: handle(&x.tail),
+        a_log: handle(&x.a_log),
+        dt_bias: handle(&x.dt_bias),
+    }
+}
+
+pub(super) fn conv_split<R: CubeRuntime>(
+    x: ConvSplit<CubeTensor<R>>,
+    keep: bool,
+) -> Option<CubePass<R>> {
+    let places = x.refill(std::iter::repeat(()));
+    let x = places.refill(x.into_vec().into_iter().map(flat));
+    let dtype = x.x.dtype;
+    let weights = one_type([&x.weight, &x.bias, &x.a_log, &x.dt_bias])?;
+    let tail = x.tail.as_ref().map_or(dtype, |tail| tail.dtype);
+    if !is_float(dtype) || tail != dtype {
+        return None;
+    }
+    let (batch, tokens) = (x.x.meta.shape()[0], x.x.meta.shape()[1]);
+    let window = x.weight.as_ref().map_or(1, |weight| weight.meta.shape()[0]);
+    let dims = conv::Dims { batch, tokens, window };
+    let types = conv::Types { rows: dtype.into(), weights: weights.into() };
+    let columns = parts(&x);
+    let client = x.x.client.clone();
+    let done = conv::forward(&client, dims, &columns, conv_inputs(&x), types).ok()?;
+    let output = |(buffer, column): (Buffer, &crate::ops::Column)| {
+        let shape = Shape::from([batch, tokens, column.width]);
+        shaped(&x.x, buffer, shape, output_type(column.kind, dtype))
+    };
+    let outputs = done.into_iter().zip(&x.columns).map(output).collect();
+    let backward = keep.then(|| -> Backward<R> {
+        Box::new(move |gradients, _| conv_split_backward(x, dims, types, gradients))
+    });
+    Some(CubePass { outputs, backward })
+}
+
+fn conv_split_backward<R: CubeRuntime>(
+    x: ConvSplit<CubeTensor<R>>,
+    dims: conv::Dims,
+    types: conv::Types,
+    gradients: Vec<Option<CubeTensor<R>>>,
+) -> Vec<Option<CubeTensor<R>>> {
+    let rows = x.x.dtype;
+    let given: Vec<Option<CubeTensor<R>>> = gradients
+        .into_iter()
+        .zip(&x.columns)
+        .map(|(d, column)| d.map(|d| as_given(d, output_type(column.kind, rows))))
+        .collect();
+    let d_out: Vec<Option<&Handle>> = given.iter().map(handle).collect();
+    let done = conv::backward(&x.x.client, dims, &parts(&x), conv_inputs(&x), &d_out, types)
+        .expect("the forward pass took these sizes and types");
+    let like = |like: &Option<CubeTensor<R>>, buffer: Option<Buffer>| {
+        let like = like.as_ref()?;
+        Some(buffer.map(|buffer| shaped(like, buffer, like.meta.shape().clone(), like.dtype)))
+    };
+    let d_x = shaped(&x.x, done.x, x.x.meta.shape().clone(), rows);
+    let mut found = vec![Some(d_x)];
+    found.extend(like(&x.weight, done.weight));
+    found.extend(like(&x.bias, done.bias));
+    found.extend(like(&x.tail, done.tail));
+    found.extend(like(&x.a_log, done.a_log));
+    found.extend(like(&x.dt_bias, done.dt_bias));
+    found
+}
+
+pub(super) fn gated<R: CubeRuntime>(
+    x: GatedProduct<CubeTensor<R>>,
+    keep: bool,
+) -> Option<CubePass<R>> {
+    let (gate, value) = (flat(x.gate), x.value.map(flat));
+    let dtype = gate.dtype;
+    if !is_float(dtype) || value.as_ref().is_some_and(|value| value.dtype != dtype) {
+        return None;
+    }
+    let (count, width) = rows(&gate)?;
+    let width = if value.is_some() { width } else { width / 2 };
+    let sizes = gated_product::GatedProduct { rows: count, width, activation: x.activation.into() };
+    let storage: StorageType = dtype.into();
+    let done =
+        gated_product::forward(&gate.client, sizes, operands(&gate, &value), storage).ok()?;
+    let mut shape = gate.meta.shape().clone();
+    let last = shape.num_dims() - 1;
+    shape[last] = width;
+    let outputs = vec![shaped(&gate, done, shape, dtype)];
+    let backward = keep.then(|| -> Backward<R> {
+        Box::new(move |gradients, _| {
+            let d_y = as_given(only(gradients), dtype);
+            let given = operands(&gate, &value);
+            let done = gated_product::backward(&gate.client, sizes, given, &d_y.handle, storage)
+                .expect("the forward pass took these sizes and this type");
+            let like = |buffer| Some(shaped(&gate, buffer, gate.meta.shape().clone(), dtype));
+            match done {
+                gated_product::Operands::Packed(packed) => vec![like(packed)],
+                gated_product::Operands::Separate { gate, value } => {
+                    vec![like(gate), like(value)]
+                }
+            }
+        })
+    });
+    Some(CubePass { outputs, backward })
+}
+
+fn operands<'a, R: CubeRuntime>(
+    gate: &'a CubeTensor<R>,
+    value: &'a Option<CubeTensor<R>>,
+) -> gated_product::Operands<&'a Handle> {
+    match value {
+        Some(value) => {
+            gated_product::Operands::Separate { gate: &gate.handle, value: &value.handle }
+        }
+        None => gated_product::Operands::Packed(&gate.handle),
+    }
+}
+
+/// The gradient of an operation's only output.
+fn only<R: CubeRuntime>(gradients: Vec<Option<CubeTensor<R>>>) -> CubeTensor<R> {
+    gradients.into_iter().next().flatten().expect("its output was used")
+}
+
+/// `[.., W]` as `[N, W]`: the same memory.
+fn matrix<R: CubeRuntime>(x: CubeTensor<R>, count: usize, width: usize) -> CubeTensor<R> {
+    let x = flat(x);
+    let shape = Shape::from([count, width]);
+    CubeTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
+}
+
+pub(super) fn linear_layer<R: CubeRuntime>(
+    l: LinearLayer<CubeTensor<R>>,
+    keep: bool,
+) -> Option<CubePass<R>> {
+    let LinearLayer { x, weight, bias } = l;
+    let dtype = x.dtype;
+    let (count, inner) = rows(&x)?;
+    let of_bias = bias.as_ref().map_or(dtype, |bias| bias.dtype);
+    if ![dtype, weight.dtype, of_bias].into_iter().all(is_float) {
+        return None;
+    }
+    let columns = weight.meta.shape()[1];
+    let mut shape = x.meta.shape().clone();
+    let last = shape.num_dims() - 1;
+    shape[last] = columns;
+    let (own, of_x) = (weight.dtype, x.meta.shape().clone());
+    let weight = if own == dtype { weight } else { cast(weight, dtype) };
+    let x = matrix(x, count, inner);
+    let mut y = linear::linear(x.clone(), weight.clone(), dtype);
+    if let Some(bias) = &bias {
+        let row = as_given(bias.clone(), dtype);
+        y = add(y, reshaped(row, Shape::from([1, columns])));
+    }
+    let outputs = vec![reshaped(y, shape)];
+    let backward = keep.then(|| -> Backward<R> {
+        Box::new(move |gradients, wanted| {
+            let d_y = matrix(as_given(only(gradients), dtype), count, columns);
+            let d_x = wanted[0]
+                .then(|| reshaped(linear::linear_x_gradient(d_y.clone(), weight, dtype), of_x));
+            let d_bias = bias.map(|bias| {
+                let (from, to) = (dtype.into(), bias.dtype.into());
+                let sums =
+                    column_sums::column_sums(&d_y.client, &d_y.handle, count, columns, from, to)
+                        .expect("the product took these sizes and types");
+                Some(shaped(&d_y, sums, Shape::from([columns]), bias.dtype))
+            });
+            let d_weight = wanted[1].then(|| linear::linear_weight_gradient(x, d_y, own));
+            [d_x, d_weight].into_iter().chain(d_bias).collect()
+        })
+    });
+    Some(CubePass { outputs, backward })
+}
+
+fn reshaped<R: CubeRuntime>(x: CubeTensor<R>, shape: Shape) -> CubeTensor<R> {
+    let x = flat(x);
+    CubeTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
+}
+
+pub(super) fn embedding<R: CubeRuntime>(
+    e: Embedding<CubeTensor<R>, CubeTensor<R>>,
+    keep: bool,
+) -> Option<CubePass<R>> {
+    let (rows, ids) = (flat(e.table), flat(e.ids));
+    let (own, dtype) = (rows.dtype, e.dtype);
+    if !is_float(own) || !is_float(dtype) {
+        return None;
+    }
+    let (vocab, width) = (rows.meta.shape()[0], rows.meta.shape()[1]);
+    let count = ids.meta.shape().num_elements();
+    let dims = table::Dims { rows: count, vocab, width };
+    let (id, to) = (ids.dtype.into(), dtype.into());
+    let types = table::Types { rows: own.into(), ids: id, out: to };
+    let done = table::gather(&rows.client, &rows.handle, &ids.handle, dims, types).ok()?;
+    let outputs = vec![shaped(&rows, done, Shape::from([count, width]), dtype)];
+    let backward = keep.then(|| -> Backward<R> {
+        Box::new(move |gradients, _| {
+            let d_y = as_given(only(gradients), dtype);
+            let types = table::Types { rows: to, ids: id, out: own.into() };
+            let (d_y, ids) = (&d_y.handle, &ids.handle);
+            let done = table::table_gradient(&rows.client, d_y, ids, dims, types)
+                .expect("the forward pass took these sizes and types");
+            vec![Some(shaped(&rows, done, rows.meta.shape().clone(), own))]
+        })
+    });
+    Some(CubePass { outputs, backward })
+}
+
+pub(super) fn pack<R: CubeRuntime>(x: Pack<CubeTensor<R>>, keep: bool) -> Option<CubePass<R>> {
+    let matrices: Vec<CubeTensor<R>> = x.matrices.into_iter().map(flat).collect();
+    let first = matrices.first()?.clone();
+    let own = first.dtype;
+    let alike = matrices.iter().all(|matrix| matrix.dtype == own);
+    if !alike || !is_float(own) || !is_float(x.dtype) {
+        return None;
+    }
+    let rows = first.meta.shape()[0];
+    let width = |matrix: &CubeTensor<R>| matrix.meta.shape()[1];
+    let widths: Vec<usize> = matrices.iter().map(width).collect();
+    let given: Vec<_> = matrices.iter().map(|m| (&m.handle, width(m))).collect();
+    let types = packing::Types { matrices: own.into(), packed: x.dtype.into() };
+    let done = packing::pack(&first.client, rows, &given, types).ok()?;
+    let shape = Shape::from([rows, widths.iter().sum()]);
+    let outputs = vec![shaped(&first, done, shape, x.dtype)];
+    let backward = keep.then(|| -> Backward<R> {
+        // A gradient of full precision stays so on its way to the weights.
+        Box::new(move |gradients, _| {
+            let d_y = flat(only(gradients));
+            let types = packing::Types { matrices: own.into(), packed: d_y.dtype.into() };
+            let done = packing::unpack(&d_y.client, rows, &widths, &d_y.handle, types)
+                .expect("the forward pass took these sizes and types");
+            let shaped = |(buffer, width): (Buffer, &usize)| {
+                Some(shaped(&d_y, buffer, Shape::from([rows, *width]), own))
+            };
+            done.into_iter().zip(&widths).map(shaped).collect()
+        })
+    });
+    Some(CubePass { outputs, backward })
+}
+
+/// One piece of rows: their losses, and gradients where they are asked for.
+struct Piece<R: CubeRuntime> {
+    losses: Buffer,
+    hidden: Option<CubeTensor<R>>,
+    weight: Option<CubeTensor<R>>,
+    bias: Option<CubeTensor<R>>,
+}
+
+pub(super) fn cross_entropy<R: CubeRuntime>(
+    x: LinearCrossEntropy<CubeTensor<R>, CubeTensor<R>>,
+    keep: bool,
+) -> Option<CubePass<R>> {
+    let LinearCrossEntropy { hidden, weight, by_rows, bias, target, scale } = x;
+    let (hidden, weight, target) = (flat(hidden), flat(weight), flat(target));
+    let (dtype, own) = (hidden.dtype, weight.dtype);
+    let of_bias = bias.as_ref().map_or(DType::F32, |bias| bias.dtype);
+    if ![dtype, own, of_bias].into_iter().all(is_float) {
+        return None;
+    }
+    let (count, width) = (hidden.meta.shape()[0], hidden.meta.shape()[1]);
+    let vocab = weight.meta.shape()[usize::from(!by_rows)];
+    let most = (LOGITS / vocab).max(1).min(count);
+    let narrow = if own == dtype { weight.clone() } else { cast(weight.clone(), dtype) };
+    // `[D, V]`, whichever way it lies.
+    let columns = if by_rows { linear::transposed(narrow) } else { narrow };
+    let call = Loss { columns, bias: bias.map(flat), by_rows, own, scale: scale as f32, keep };
+    let (mut d_hidden, mut losses) = (vec![], vec![]);
+    let (mut d_weight, mut d_bias) = (None, None);
+    for from in (0..count).step_by(most) {
+        let rows = most.min(count - from);
+        let part = rows_of(&hidden, from, rows);
+        let piece = call.piece(part, &entries_of(&target, from, rows), [rows, vocab])?;
+        losses.push((piece.losses, rows));
+        d_hidden.extend(piece.hidden);
+        d_weight = sum(d_weight, piece.weight);
+        d_bias = sum(d_bias, piece.bias);
+    }
+    let total = |(buffer, rows): (Buffer, usize)| {
+        let sum = loss::total(&hidden.client, &buffer.handle, rows).ok()?;
+        Some(shaped(&hidden, sum, Shape::from([1]), DType::F32))
+    };
+    let losses: Option<Vec<_>> = losses.into_iter().map(total).collect();
+    let loss = losses?.into_iter().fold(None, |all, part| sum(all, Some(part)))?;
+    let backward = keep.then(|| -> Backward<R> {
+        let d_hidden = joined(d_hidden, Shape::from([count, width]));
+        Box::new(move |gradients, _| {
+            let factor = only(gradients);
+            let times = |d: CubeTensor<R>| Some(scaled(d, &factor));
+            let mut found = vec![times(d_hidden), d_weight.and_then(&times)];
+            found.extend(d_bias.map(times));
+            found
+        })
+    });
+    Some(CubePass { outputs: vec![loss], backward })
+}
+
+/// The last product and its loss.
+struct Loss<R: CubeRuntime> {
+    columns: CubeTensor<R>,
+    bias: Option<CubeTensor<R>>,
+    by_rows: bool,
+    /// Type of the weight itself.
+    own: DType,
+    scale: f32,
+    keep: bool,
+}
+
+impl<R: CubeRuntime> Loss<R> {
+    fn piece(
+        &self,
+        hidden: CubeTensor<R>,
+        target: &CubeTensor<R>,
+        [rows, vocab]: [usize; 2],
+    ) -> Option<Piece<R>> {
+        let dtype = hidden.dtype;
+        let of_bias = self.bias.as_ref().map_or(DType::F32, |bias| bias.dtype);
+        let types =
+            loss::Types { logits: dtype.into(), bias: of_bias.into(), target: target.dtype.into() };
+        let logits = flat(linear::product(hidden.clone(), self.columns.clone(), dtype));
+        let losses = loss::rows(
+            &hidden.client,
+            loss::Dims { rows, vocab },
+            &logits.handle,
+            handle(&self.bias),
+            &target.handle,
+            self.scale,
+            self.keep,
+            types,
+        )
+        .ok()?;
+        if !self.keep {
+            return Some(Piece { losses, hidden: None, weight: None, bias: None });
+        }
+        let weight = match self.by_rows {
+            true => linear::linear_weight_gradient(logits.clone(), hidden.clone(), self.own),
+            false => linear::linear_weight_gradient(hidden.clone(), logits.clone(), self.own),
+        };
+        let bias = match &self.bias {
+            Some(bias) => {
+                let (from, to) = (dtype.into(), bias.dtype.into());
+                let sums =
+                    column_sums::column_sums(&hidden.client, &logits.handle, rows, vocab, from, to);
+                Some(shaped(bias, sums.ok()?, Shape::from([vocab]), bias.dtype))
+            }
+            None => None,
+        };
+        let hidden = linear::linear_x_gradient(logits, self.columns.clone(), dtype);
+        Some(Piece { losses, hidden: Some(hidden), weight: Some(weight), bias })
+    }
+}

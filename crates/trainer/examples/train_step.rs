@@ -1,0 +1,172 @@
+//! Times training steps of a model on random ids: forward, backward, global gradient norm and AdamW, as the
+//! trainer does them.
+//!
+//! `cargo run --release -p linattn-trainer --features cuda --example train_step -- --device cuda`
+//!
+//! Prints one line of `experiments/speed/step_h200.csv`: milliseconds and tokens per second.
+
+use burn::tensor::DType;
+use clap::Parser;
+use linattn::nn::{LanguageModelConfig, force};
+use linattn_tasks::Batch;
+use linattn_trainer::{AdamWConfig, Learner, Optimizer, TrainBackend, gradients};
+use std::error::Error;
+use std::time::Instant;
+
+#[derive(Debug, Parser, Clone)]
+struct Args {
+    /// cuda, vulkan or cpu, as far as compiled in.
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// Type of products and recurrences: f32 or bf16.
+    #[arg(long, default_value = "f32")]
+    precision: String,
+    #[arg(long, default_value_t = 2)]
+    layers: usize,
+    #[arg(long, default_value_t = 128)]
+    width: usize,
+    #[arg(long, default_value_t = 8192)]
+    vocab: usize,
+    /// A mixer and its keys, as in a config.
+    #[arg(long, default_value = "gated_deltanet = { heads = 2, expand_v = 1.0 }")]
+    mixer: String,
+    /// An MLP and its keys, as in a config; `"none"` for none.
+    #[arg(long, default_value = "{ swiglu = {} }")]
+    mlp: String,
+    #[arg(long, default_value_t = 256)]
+    batch: usize,
+    #[arg(long, default_value_t = 256)]
+    length: usize,
+    /// Scored positions a sequence; 0 is all.
+    #[arg(long, default_value_t = 0)]
+    scored: usize,
+    /// Steps that are timed, after as many as it takes to warm up.
+    #[arg(long, default_value_t = 30)]
+    steps: usize,
+    /// Threads that train a model each, on the same device.
+    #[arg(long, default_value_t = 1)]
+    jobs: usize,
+    /// Leaves out the optimizer.
+    #[arg(long)]
+    no_optimizer: bool,
+}
+
+const WARM_UP: usize = 10;
+
+/// One model that learns, and what it learns from.
+struct Run<B: TrainBackend> {
+    learner: Learner<B>,
+    optimizer: Optimizer<B>,
+    batches: Vec<Batch>,
+    device: B::Device,
+    last: f64,
+}
+
+impl<B: TrainBackend> Run<B> {
+    fn new(args: &Args, seed: usize, device: &B::Device) -> Result<Self, Box<dyn Error>> {
+        let text = format!(
+            "d_model = {}\n[[layers]]\nrepeat = {}\nmlp = {}\nmixer.{}\n",
+            args.width, args.layers, args.mlp, args.mixer
+        );
+        let config: LanguageModelConfig = toml::from_str(&text)?;
+        let mut model = config.init::<B>(args.vocab, device)?;
+        force(&model);
+        match args.precision.as_str() {
+            "f32" => {}
+            "bf16" => model = model.with_precision(DType::BF16),
+            other => return Err(format!("--precision {other}: f32 or bf16").into()),
+        }
+        let adamw = AdamWConfig { learning_rate: 1e-3, ..toml::from_str("learning_rate = 1e-3")? };
+        let batches = (0..4).map(|n| batch(args, 4 * seed + n)).collect();
+        let (learner, optimizer) = (Learner { model }, Optimizer::new(&adamw));
+        Ok(Self { learner, optimizer, batches, device: device.clone(), last: f64::NAN })
+    }
+
+    fn steps(&mut self, args: &Args, count: usize) {
+        for n in 0..count {
+            let part = std::slice::from_ref(&self.batches[n % 4]);
+            let devices = std::slice::from_ref(&self.device);
+            let (found, loss) = gradients(&self.learner, part, devices, true);
+            if !args.no_optimizer {
+                let learner = self.learner.clone();
+                (self.learner, _) = self.optimizer.step(1e-3, learner, found, Some(1.0));
+            }
+            if n + 1 == count {
+                self.last = loss.into_data().iter::<f64>().next().unwrap_or(f64::NAN);
+            }
+        }
+    }
+}
+
+/// Random ids, the same every time.
+fn batch(args: &Args, seed: usize) -> Batch {
+    let (rows, length) = (args.batch, args.length);
+    let count = rows * length;
+    let mut state = seed as u64 * 2 + 1;
+    let mut draw = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 33) % args.vocab as u64) as u32
+    };
+    let input = (0..count).map(|_| draw()).collect();
+    let scored: Vec<u32> = match args.scored {
+        0 => (0..count as u32).collect(),
+        some => {
+            (0..rows * length).filter(|i| i % length >= length - some).map(|i| i as u32).collect()
+        }
+    };
+    let target = scored.iter().map(|_| draw()).collect();
+    Batch { rows, length, input, scored, target }
+}
+
+fn time<B: TrainBackend>(args: &Args, device: &B::Device) -> Result<(), Box<dyn Error>> {
+    let start = Instant::now();
+    let mut runs =
+        (0..args.jobs).map(|n| Run::<B>::new(args, n, device)).collect::<Result<Vec<_>, _>>()?;
+    for run in &mut runs {
+        run.steps(args, WARM_UP);
+    }
+    B::sync(device)?;
+    let first = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for run in &mut runs {
+            scope.spawn(|| run.steps(args, args.steps));
+        }
+    });
+    B::sync(device)?;
+    let seconds = start.elapsed().as_secs_f64() / (args.steps * args.jobs) as f64;
+    let tokens = (args.batch * args.length) as f64;
+    let name = args.mixer.split(' ').next().unwrap_or_default();
+    println!(
+        "{name},{},{},{},{},{},{},{},{},{},{:.4},{:.0} # first {} steps {first:.1} s, loss {:.4}",
+        args.batch,
+        args.length,
+        args.width,
+        args.layers,
+        args.vocab,
+        if args.scored == 0 { args.length } else { args.scored },
+        args.precision,
+        args.device,
+        args.jobs,
+        1e3 * seconds,
+        tokens / seconds,
+        WARM_UP,
+        runs[0].last,
+    );
+    Ok(())
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let args = Args::parse();
+    match args.device.as_str() {
+        #[cfg(feature = "cuda")]
+        "cuda" => time::<burn::backend::Autodiff<burn::backend::Cuda>>(&args, &Default::default()),
+        #[cfg(feature = "wgpu")]
+        "vulkan" => {
+            time::<burn::backend::Autodiff<burn::backend::Wgpu>>(&args, &Default::default())
+        }
+        "cpu" => time::<burn::backend::Autodiff<burn::backend::Flex>>(&args, &Default::default()),
+        other => Err(format!("--device {other}: cpu, or cuda and vulkan where compiled in").into()),
+    }
+}

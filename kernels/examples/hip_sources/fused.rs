@@ -1,0 +1,95 @@
+//! The layers around a recurrence in training.
+
+use crate::runtime::Recorder;
+use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use linattn_kernels::fused::{adamw, cross_entropy, embedding};
+use std::error::Error;
+
+const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+const I32: StorageType = StorageType::Scalar(ElemType::Int(IntKind::I32));
+/// Positions, and the width of a layer.
+const ROWS: usize = 65_536;
+const WIDTH: usize = 128;
+
+/// Layers around a recurrence, launched in one type.
+pub struct Fused<'a> {
+    pub client: &'a ComputeClient<Recorder>,
+    pub dtype: StorageType,
+}
+
+impl Fused<'_> {
+    /// Launches all; `enter` is called after each.
+    pub fn all(
+        &self,
+        mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
+    ) -> Result<(), Box<dyn Error>> {
+        // Rows that a few units hold, that a cube holds, and that are longer.
+        for vocab in [16, 8192, 50_257] {
+            for (biased, gradient) in [(false, true), (true, true), (false, false)] {
+                self.losses(vocab, biased, gradient)?;
+                enter(&format!("-{vocab}-bias_{biased}-gradient_{gradient}"))?;
+            }
+        }
+        cross_entropy::total(self.client, &self.memory(ROWS, F32), ROWS)?;
+        enter("")?;
+        for vocab in [16, 8192] {
+            self.look_up(vocab)?;
+            enter(&format!("-{vocab}"))?;
+        }
+        for count in [1, 8] {
+            for len in [WIDTH, WIDTH + 1] {
+                for clipped in [false, true] {
+                    self.update(count, len, clipped)?;
+                    enter(&format!("-{count}x{len}-clip_{clipped}"))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn losses(&self, vocab: usize, biased: bool, gradient: bool) -> Result<(), Box<dyn Error>> {
+        let dims = cross_entropy::Dims { rows: 16, vocab };
+        let (logits, bias) = (self.memory(16 * vocab, self.dtype), self.memory(vocab, self.dtype));
+        let target = self.memory(16, I32);
+        let types = cross_entropy::Types { logits: self.dtype, bias: self.dtype, target: I32 };
+        let bias = biased.then_some(&bias);
+        cross_entropy::rows(self.client, dims, &logits, bias, &target, 1.0, gradient, types)?;
+        Ok(())
+    }
+
+    fn look_up(&self, vocab: usize) -> Result<(), Box<dyn Error>> {
+        let dims = embedding::Dims { rows: ROWS, vocab, width: WIDTH };
+        let (table, ids) = (self.memory(vocab * WIDTH, F32), self.memory(ROWS, I32));
+        let types = embedding::Types { rows: F32, ids: I32, out: self.dtype };
+        let y = embedding::gather(self.client, &table, &ids, dims, types)?;
+        let types = embedding::Types { rows: self.dtype, ids: I32, out: F32 };
+        embedding::table_gradient(self.client, &y.handle, &ids, dims, types)?;
+        Ok(())
+    }
+
+    fn update(&self, count: usize, len: usize, clipped: bool) -> Result<(), Box<dyn Error>> {
+        let (param, moment) = (self.memory(len, F32), self.memory(len, F32));
+        let gradient = self.memory(len, self.dtype);
+        let (m, v) = (&moment, &moment);
+        let tensor = adamw::Tensors { param: &param, gradient: &gradient, m, v, len, decay: 0.1 };
+        let hyper = adamw::Hyper {
+            learning_rate: 1e-3,
+            beta_1: 0.9,
+            beta_2: 0.95,
+            epsilon: 1e-8,
+            correction_1: 0.1,
+            correction_2: 0.05,
+        };
+        let norm = adamw::norm(self.client, &vec![(&gradient, len); count], self.dtype)?;
+        let types = adamw::Types { param: F32, gradient: self.dtype };
+        let clip = clipped.then_some(adamw::Clip { norm: &norm.handle, longest: 1.0 });
+        adamw::step(self.client, &vec![tensor; count], hyper, clip, types)?;
+        Ok(())
+    }
+
+    fn memory(&self, numbers: usize, dtype: StorageType) -> Handle {
+        self.client.empty(numbers * dtype.size())
+    }
+}

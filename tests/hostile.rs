@@ -1,0 +1,263 @@
+//! What must not lose or spoil a run: other processes, dead readers, closed terminals, kills.
+#![cfg(unix)]
+
+use crate::desk::{Desk, TINY, comes, signal, text};
+#[cfg(target_os = "linux")]
+use nix::{
+    fcntl::OFlag,
+    pty::{grantpt, posix_openpt, ptsname_r, unlockpt},
+};
+use serde_json::Value;
+use std::fs::{self, OpenOptions};
+use std::process::{Child, Output, Stdio};
+#[cfg(target_os = "linux")]
+use std::{
+    fs::File,
+    io::Read,
+    process::Command,
+    sync::Arc,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+/// A run that lasts until somebody ends it.
+fn endless() -> Desk {
+    Desk::with(&TINY.replace("epochs = 3", "epochs = 100_000"))
+}
+
+const RUN: [&str; 4] = ["--config", "tiny.toml", "--device", "cpu"];
+
+/// Waits until the run has something to lose.
+fn has_begun(desk: &Desk, child: &mut Child) {
+    let metrics = desk.path("runs/tiny/metrics.jsonl");
+    let lines = || fs::read_to_string(&metrics).map_or(0, |text| text.lines().count());
+    let begun = comes(|| lines() > 12);
+    assert!(begun, "{} lines after a minute, ended: {:?}", lines(), child.try_wait());
+}
+
+/// Exit code 130, a summary, and a checkpoint of the very last step.
+fn ended_orderly(desk: &Desk, child: &mut Child) {
+    let mut ended = None;
+    let over = comes(|| {
+        ended = child.try_wait().unwrap();
+        ended.is_some()
+    });
+    if !over {
+        child.kill().unwrap();
+    }
+    assert_eq!(ended.and_then(|status| status.code()), Some(130));
+    let summary = desk.summary("tiny");
+    assert_eq!(summary["status"], "interrupted");
+    let step = summary["steps"].as_u64().unwrap();
+    assert!(desk.path(&format!("runs/tiny/checkpoints/step-{step:010}")).exists(), "step {step}");
+    let last = desk.metrics("tiny").iter().filter_map(|line| line["step"].as_u64()).max();
+    assert_eq!(last, Some(step), "no step is lost");
+}
+
+fn refused(output: &Output, parts: &[&str]) {
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{said}");
+    parts.iter().for_each(|part| assert!(said.contains(part), "{said:?} does not say {part:?}"));
+}
+
+#[test]
+fn checkpoints_whose_config_is_gone_are_not_taken_for_a_new_runs() {
+    let desk = Desk::new();
+    desk.run_well(&[]);
+    fs::remove_file(desk.path("runs/tiny/config.toml")).unwrap();
+    for how in [&["--set", "seed=9"][..], &["--resume"]] {
+        refused(&desk.run(how), &["config.toml is gone", "--overwrite"]);
+    }
+    desk.run_well(&["--set", "seed=9", "--overwrite"]);
+    desk.run_well(&["--set", "seed=9", "--set", "name=fresh"]);
+    assert_eq!(desk.metrics("tiny"), desk.metrics("fresh"));
+}
+
+#[test]
+fn two_processes_never_write_to_one_folder() {
+    let desk = endless();
+    let mut first = desk.command(&RUN).stderr(Stdio::null()).spawn().unwrap();
+    has_begun(&desk, &mut first);
+    let owner = format!("process {} is writing", first.id());
+    for how in ["--overwrite", "--resume"] {
+        refused(&desk.run(&[how]), &[&owner, "runs/tiny"]);
+    }
+    refused(&desk.run(&[]), &[&owner]);
+    first.kill().unwrap();
+    first.wait().unwrap();
+    let mut second = desk.command(&[&RUN[..], &["--resume"]].concat()).spawn().unwrap();
+    let owner = desk.path("runs/tiny/.run.pid");
+    let id = second.id().to_string();
+    assert!(comes(|| fs::read_to_string(&owner).is_ok_and(|owner| owner == id)));
+    signal("INT", &second);
+    ended_orderly(&desk, &mut second);
+    assert!(!owner.exists(), "it leaves nothing of its lock");
+}
+
+#[cfg(target_os = "linux")]
+/// A terminal's two ends. Closing the first, as a window's closing does, kills the terminal.
+struct Terminal {
+    open: Arc<AtomicBool>,
+    reader: Option<std::thread::JoinHandle<Vec<u8>>>,
+    end: File,
+}
+
+#[cfg(target_os = "linux")]
+impl Terminal {
+    fn new() -> Self {
+        // No child may hold its other end, or it never closes.
+        let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
+        let mut master = posix_openpt(flags).unwrap();
+        grantpt(&master).and_then(|()| unlockpt(&master)).unwrap();
+        let end = OpenOptions::new().read(true).write(true).open(ptsname_r(&master).unwrap());
+        let end = end.unwrap();
+        let size = ["rows", "40", "cols", "120"];
+        let sized = Command::new("stty").args(size).stdin(end.try_clone().unwrap()).status();
+        assert!(sized.unwrap().success());
+        let open = Arc::new(AtomicBool::new(true));
+        let reading = open.clone();
+        // The dashboard draws all the time, so that no read lasts.
+        let reader = std::thread::spawn(move || {
+            let (mut seen, mut bytes) = (vec![], [0; 4096]);
+            while reading.load(Ordering::SeqCst) {
+                match master.read(&mut bytes) {
+                    Ok(count) if count > 0 => seen.extend(&bytes[..count]),
+                    _ => break,
+                }
+            }
+            seen
+        });
+        Self { open, reader: Some(reader), end }
+    }
+
+    fn stdio(&self) -> Stdio {
+        self.end.try_clone().unwrap().into()
+    }
+
+    /// Closes it; gives what stood on it.
+    fn close(mut self) -> Vec<u8> {
+        self.open.store(false, Ordering::SeqCst);
+        let reader = self.reader.take().unwrap();
+        drop(self);
+        reader.join().unwrap()
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn on_a_terminal(mut command: Command, terminal: &Terminal) -> Child {
+    command.stdin(terminal.stdio()).stdout(terminal.stdio()).stderr(terminal.stdio());
+    command.env("TERM", "xterm").spawn().unwrap()
+}
+
+/// Closed under the dashboard, with a signal where the process is the terminal's own, and without.
+#[cfg(target_os = "linux")] // for `setsid`
+#[test]
+fn a_closed_terminal_ends_a_run_saved() {
+    for own in [true, false] {
+        let desk = endless();
+        let terminal = Terminal::new();
+        let setsid = ["--ctty", "--wait", env!("CARGO_BIN_EXE_train")];
+        let command = match own {
+            true => desk.program("setsid", &[&setsid[..], &RUN].concat()),
+            false => desk.command(&RUN),
+        };
+        let mut child = on_a_terminal(command, &terminal);
+        has_begun(&desk, &mut child);
+        let seen = terminal.close();
+        assert!(text(&seen).contains("\x1b[?1049h"), "the dashboard was up");
+        ended_orderly(&desk, &mut child);
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_terminal_that_can_show_nothing_gets_lines() {
+    let desk = Desk::new();
+    let terminal = Terminal::new();
+    let mut command = desk.command(&RUN);
+    command.stdin(terminal.stdio()).stdout(terminal.stdio()).stderr(Stdio::piped());
+    let output = command.env("TERM", "dumb").spawn().unwrap().wait_with_output().unwrap();
+    assert!(text(&output.stderr).contains("step"), "{}", text(&output.stderr));
+    drop(terminal);
+}
+
+/// The end of a pipe that nobody reads.
+fn dead_pipe() -> Stdio {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    writer.into()
+}
+
+#[test]
+fn a_run_that_nobody_reads_can_be_ended_and_goes_to_its_end() {
+    for name in ["INT", "TERM", "HUP"] {
+        let desk = endless();
+        let mut command = desk.command(&[&RUN[..], &["--progress", "lines"]].concat());
+        let mut child = command.stdout(dead_pipe()).stderr(dead_pipe()).spawn().unwrap();
+        has_begun(&desk, &mut child);
+        signal(name, &child);
+        ended_orderly(&desk, &mut child);
+    }
+    let desk = Desk::new();
+    let mut command = desk.command(&[&RUN[..], &["--progress", "lines"]].concat());
+    let status = command.stdout(dead_pipe()).stderr(dead_pipe()).status().unwrap();
+    assert_eq!((status.code(), &desk.summary("tiny")["status"]), (Some(0), &"completed".into()));
+}
+
+#[test]
+fn a_shell_that_tells_of_a_closed_terminal_again_costs_no_step() {
+    let desk = endless();
+    let mut child = desk.command(&RUN).stderr(dead_pipe()).spawn().unwrap();
+    has_begun(&desk, &mut child);
+    for _ in 0..20 {
+        signal("HUP", &child);
+    }
+    ended_orderly(&desk, &mut child);
+}
+
+#[test]
+fn nohup_keeps_a_run_alive() {
+    let desk = Desk::new();
+    let program = env!("CARGO_BIN_EXE_train");
+    let script = ["-c", r#"trap "" HUP; exec "$0" "$@""#, program];
+    let mut command = desk.program("sh", &[&script[..], &RUN].concat());
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    has_begun(&desk, &mut child);
+    signal("HUP", &child);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert_eq!(desk.summary("tiny")["status"], "completed");
+}
+
+#[test]
+fn output_that_nobody_reads_or_no_disk_holds_is_no_panic() {
+    let desk = Desk::new();
+    desk.run_well(&[]);
+    let run = ["--run", "runs/tiny", "--device", "cpu", "--json", "out.json"];
+    let commands: [(&str, &[&str]); 4] = [
+        (env!("CARGO_BIN_EXE_eval"), &run),
+        (env!("CARGO_BIN_EXE_train"), &["--config", "tiny.toml", "--device", "cpu", "--dry-run"]),
+        (env!("CARGO_BIN_EXE_train"), &["--config", "tiny.toml", "--print-config"]),
+        (env!("CARGO_BIN_EXE_data"), &["--config", "tiny.toml"]),
+    ];
+    for (program, args) in commands {
+        let status = |stdout: Stdio, stderr: Stdio| {
+            let child = desk.program(program, args).stdout(stdout).stderr(stderr).spawn().unwrap();
+            let output = child.wait_with_output().unwrap();
+            (output.status.code(), text(&output.stderr))
+        };
+        let (code, said) = status(dead_pipe(), Stdio::piped());
+        assert_eq!(code, Some(0), "{args:?}: {said}");
+        assert!(!said.contains("panicked") && !said.contains("error"), "{args:?}: {said}");
+        assert_eq!(status(dead_pipe(), dead_pipe()).0, Some(0), "{args:?}");
+        let full = || OpenOptions::new().write(true).open("/dev/full").unwrap().into();
+        if cfg!(target_os = "linux") {
+            let (code, said) = status(full(), Stdio::piped());
+            assert_eq!(code, Some(1), "{args:?}: {said}");
+            assert!(said.contains("error: can't write the output: No space left"), "{said}");
+        }
+    }
+    let written: Value = crate::desk::json(&desk.path("out.json"));
+    assert!(written["metrics"].is_object(), "the file is whole whoever reads the rest");
+    let wrong = desk.program(env!("CARGO_BIN_EXE_train"), &["--config", "absent.toml"]);
+    assert_eq!({ wrong }.stderr(dead_pipe()).status().unwrap().code(), Some(2));
+}
