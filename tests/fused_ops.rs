@@ -164,7 +164,9 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         found.extend(outputs::<B>(pass).map(|y| ("convolution, bias, SiLU", y)));
         // A fifth each: normalised heads, a convolution alone, beta, copies, and copies again.
         let fifth = width / 5;
-        let norm = Some(HeadNorm { width: fifth, factor: 0.7 });
+        // Kernels take heads of up to 256 columns.
+        let norm =
+            Some(HeadNorm { width: if fifth > 256 { fifth / 2 } else { fifth }, factor: 0.7 });
         let split = ConvSplit {
             weight: Some(inside(&self.taps.clone().narrow(1, 0, 2 * fifth))),
             columns: vec![

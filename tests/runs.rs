@@ -330,7 +330,7 @@ fn a_folder_with_another_run_or_a_broken_one_is_left_alone() {
         fs::write(&path, good).unwrap();
     };
     damage("model.safetensors", &|bytes| bytes[1000] ^= 1);
-    damage("optimizer.bin", &|bytes| bytes.truncate(50));
+    damage("optimizer.safetensors", &|bytes| bytes.truncate(50));
     damage("state.json", &|bytes| bytes.truncate(20));
     desk.run_well(&["--resume"]);
     desk.run_well(&["--overwrite"]);

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! model.safetensors    weights
-//! optimizer.bin        the optimizer's record
+//! optimizer.safetensors  the optimizer's record
 //! state.json           where the run stood, with checksums of both files, of metrics.jsonl up to
 //!                      there, and of itself
 //! ```
@@ -75,7 +75,7 @@ impl Manifest {
 }
 
 const MODEL: &str = "model.safetensors";
-const OPTIMIZER: &str = "optimizer.bin";
+const OPTIMIZER: &str = "optimizer.safetensors";
 const MANIFEST: &str = "state.json";
 /// What else an imported model's own checkpoint held, for the way back.
 const KEPT: &str = "kept.safetensors";

@@ -176,9 +176,9 @@ fn a_checkpoint_that_lacks_a_file_is_named_with_what_would_do() {
     save(&folder, 2, "weights").unwrap();
     drop(folder);
     let second = desk.path().join("checkpoints/step-0000000002");
-    fs::remove_file(second.join("optimizer.bin")).unwrap();
+    fs::remove_file(second.join("optimizer.safetensors")).unwrap();
     let why = refusal(desk.path(), &run, Start::Resume);
-    assert!(why.contains("optimizer.bin is corrupt: it is missing"), "{why}");
+    assert!(why.contains("optimizer.safetensors is corrupt: it is missing"), "{why}");
     assert!(why.contains("step-0000000002 to resume from the checkpoint before it"), "{why}");
     fs::remove_dir_all(second).unwrap();
     let (_, found) = RunFolder::open(desk.path(), &run, Start::Resume).unwrap();

@@ -109,7 +109,9 @@ impl<B: TrainBackend> Optimizer<B> {
             format!("{e}; optimizer states of linattn before 0.2 are no safetensors files")
         })?;
         let mut moments = BTreeMap::new();
-        for (name, shape) in names(learner) {
+        // Before the first step there is no state; after it every weight has one.
+        let weights = if tensors.is_empty() { vec![] } else { names(learner) };
+        for (name, shape) in weights {
             let one = |kind: &str| -> Result<Vec<f32>, String> {
                 let key = format!("{kind}/{name}");
                 let found = tensors.tensor(&key).map_err(|_| format!("{key} is missing"))?;
