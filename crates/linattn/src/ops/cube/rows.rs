@@ -28,7 +28,7 @@ pub(super) fn entries_of<R: CubeRuntime>(
 ) -> CubeTensor<R> {
     match entries == x.meta.shape()[0] {
         true => x.clone(),
-        false => slice(x.clone(), &[from..from + entries]),
+        false => slice(x.clone(), std::slice::from_ref(&(from..from + entries))),
     }
 }
 
