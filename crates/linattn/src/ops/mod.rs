@@ -24,7 +24,6 @@ mod chunkwise;
 mod cpu;
 #[cfg(feature = "cubecl")]
 mod cube;
-#[cfg(feature = "cubecl")]
 mod decay;
 mod fused;
 #[cfg(feature = "fusion")]
