@@ -13,6 +13,7 @@ mod gates;
 mod gradients;
 mod inverse;
 mod launch;
+pub mod matmul;
 mod pass;
 mod plan;
 mod products;

@@ -1,14 +1,15 @@
 //! The device's side: inputs, launches, the check against f64, and times.
 
-use crate::cases::{Case, Types, globals, storage};
+use crate::cases::{Case, Types, storage};
 use cubecl::future::block_on;
 use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use cubek::matmul::definition::MatmulElems;
+use cubek::matmul::definition::{MatmulElems, MatmulGlobalElems};
 use cubek::matmul::launch::{Strategy, launch_ref};
 use cubek::std::InputBinding;
 use half::bf16;
+use linattn_kernels::matmul::{Tiling, matmul, matmul_with};
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,7 +24,18 @@ const QUEUED: f64 = 60.0;
 /// Seconds of calls in a row.
 const ROW: f64 = 0.01;
 /// Samples of a check, in rows and columns.
-const SAMPLES: [usize; 2] = [6, 512];
+const SAMPLES: [usize; 2] = [4, 96];
+
+/// How a product is computed.
+#[derive(Debug, Clone, Copy)]
+pub enum Way {
+    /// As the library chooses.
+    Table,
+    /// A tiling, and slices of K.
+    Tiling(Tiling, usize),
+    /// As Burn would: cubek's own choice.
+    Cubek,
+}
 
 pub struct Gpu<R: Runtime> {
     client: ComputeClient<R>,
@@ -98,15 +110,6 @@ impl<R: Runtime> Gpu<R> {
         block_on(self.client.sync()).map_err(|why| format!("{why:?}"))
     }
 
-    /// The device still answers.
-    pub fn healthy(&self) -> bool {
-        let asked = catch_unwind(AssertUnwindSafe(|| {
-            let words = self.client.create_from_slice(&7_u32.to_le_bytes());
-            self.client.read_one(words).is_ok_and(|bytes| bytes[..4] == 7_u32.to_le_bytes())
-        }));
-        asked.unwrap_or(false)
-    }
-
     fn fill(&self, words: &[u32], out: &Handle, bytes: usize) {
         let raw: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let block = self.client.create_from_slice(&raw);
@@ -135,69 +138,69 @@ impl<R: Runtime> Gpu<R> {
 
     fn launch(
         &self,
-        strategy: &Strategy,
+        way: Way,
         case: &Case,
-        kinds: [FloatKind; 2],
+        types: &Types,
         handles: &[Handle; 3],
-    ) -> Result<(), String> {
+    ) -> Result<Handle, String> {
+        let product = case.product(types);
+        let [lhs, rhs, out] = handles;
+        let made = match way {
+            Way::Cubek => {
+                let run = || self.cubek(case, types, handles);
+                let done = catch_unwind(AssertUnwindSafe(run));
+                return done.unwrap_or(Err("it panicked".into())).map(|()| out.clone());
+            }
+            Way::Table => matmul(&self.client, lhs, rhs, product),
+            Way::Tiling(tiling, slices) => {
+                matmul_with(&self.client, lhs, rhs, product, tiling, slices)
+            }
+        };
+        let made = made.map_err(|why| why.to_string())?;
+        made.map(|y| y.handle).ok_or("not for this shape or device".to_string())
+    }
+
+    /// What Burn would run.
+    fn cubek(&self, case: &Case, types: &Types, handles: &[Handle; 3]) -> Result<(), String> {
         let Case { m, k, n, .. } = *case;
         let binding = |handle: &Handle, rows, columns, transposed| {
-            let (shape, strides) = case.view(rows, columns, transposed);
+            let (shape, strides) = Case::view(rows, columns, transposed);
             let handle = handle.clone().binding();
             TensorBinding::<R> { handle, strides, shape, runtime: PhantomData }
         };
-        let input = storage(kinds[0]);
+        let [input, output] = [types.input, types.output].map(storage);
         let lhs = InputBinding::new(binding(&handles[0], m, k, case.lhs_transposed), input);
         let rhs = InputBinding::new(binding(&handles[1], k, n, case.rhs_transposed), input);
         let out = binding(&handles[2], m, n, false);
-        let mut types = MatmulElems::from_globals(&globals(kinds[0], kinds[1]));
-        let run = || launch_ref(strategy, &self.client, lhs, rhs, out, &mut types);
-        match catch_unwind(AssertUnwindSafe(run)) {
-            Ok(done) => done.map_err(|why| format!("{why}").trim().to_string()),
-            Err(_) => Err("it panicked".to_string()),
-        }
+        let globals = MatmulGlobalElems { lhs: input, rhs: input, out: output };
+        let mut elems = MatmulElems::from_globals(&globals);
+        launch_ref(&Strategy::default(), &self.client, lhs, rhs, out, &mut elems)
+            .map_err(|why| format!("{why}").trim().to_string())
     }
 
-    /// Compiles and runs it once. The output was NaN before.
-    pub fn first(
-        &self,
-        strategy: &Strategy,
-        case: &Case,
-        kinds: [FloatKind; 2],
-        x: &Tensors,
-    ) -> Result<(), String> {
-        let bytes = (case.lens()[2] * storage(kinds[1]).size()).next_multiple_of(4);
-        self.fill(&[u32::MAX], &x.copies[0][2], bytes);
-        self.wait()?;
-        self.launch(strategy, case, kinds, &x.copies[0])?;
-        self.wait()
-    }
-
-    /// Checks the output of [`Gpu::first`] and times more calls. `best` is the shortest time of others.
+    /// Compiles and runs it once, checks the output, and times more calls.
     pub fn measure(
         &self,
-        strategy: &Strategy,
+        way: Way,
         case: &Case,
-        kinds: [FloatKind; 2],
+        types: &Types,
         x: &Tensors,
-        best: f64,
     ) -> Result<Measured, String> {
-        let error = self.error(case, kinds[1], x)?;
-        let start = Instant::now();
-        self.launch(strategy, case, kinds, &x.copies[1])?;
+        let out = self.launch(way, case, types, &x.copies[0])?;
         self.wait()?;
-        let once = start.elapsed().as_secs_f64();
-        if once * 1e3 > 4.0 * best + 0.3 {
-            return Ok(Measured { milliseconds: once * 1e3, error });
-        }
-        let calls = (ROW / once).clamp(3.0, QUEUED) as usize;
-        let run = |n: usize| self.launch(strategy, case, kinds, &x.copies[n % x.copies.len()]);
+        let error = self.error(case, types.output, &out, x)?;
+        drop(out);
+        let start = Instant::now();
+        self.launch(way, case, types, &x.copies[1])?;
+        self.wait()?;
+        let calls = (ROW / start.elapsed().as_secs_f64()).clamp(3.0, QUEUED) as usize;
+        let run = |n: usize| self.launch(way, case, types, &x.copies[n % x.copies.len()]).map(drop);
         let mut times = Vec::new();
-        for _ in 0..5 {
+        for _ in 0..3 {
             times.push(self.queued(calls, &run)?);
         }
         times.sort_by(f64::total_cmp);
-        Ok(Measured { milliseconds: times[2], error })
+        Ok(Measured { milliseconds: times[1], error })
     }
 
     /// Milliseconds a call: `calls` of them wait behind a kernel that only takes time.
@@ -233,18 +236,23 @@ impl<R: Runtime> Gpu<R> {
     }
 
     /// The largest error of sampled entries of the first output, over the RMS of an f64 product.
-    fn error(&self, case: &Case, output: FloatKind, x: &Tensors) -> Result<f64, String> {
+    fn error(
+        &self,
+        case: &Case,
+        output: FloatKind,
+        out: &Handle,
+        x: &Tensors,
+    ) -> Result<f64, String> {
         let [rows, columns] = SAMPLES;
         let columns = columns.min(case.n);
         let (mut worst, mut squares) = (0.0_f64, 0.0);
         for sample in 0..rows {
-            let batch = sample * (case.batch - 1) / (rows - 1);
             let row = sample * (case.m - 1) / (rows - 1);
-            let got = self.row(case, output, &x.copies[0][2], batch * case.m + row)?;
-            let lhs = lhs_row(case, &x.blocks[0], batch, row);
+            let got = self.row(case, output, out, row)?;
+            let lhs = lhs_row(case, &x.blocks[0], row);
             for nth in 0..columns {
                 let column = nth * (case.n - 1) / (columns - 1).max(1);
-                let want = dot_column(case, &x.blocks[1], &lhs, batch, column);
+                let want = dot_column(case, &x.blocks[1], &lhs, column);
                 // Not `max`, which would lose a NaN.
                 let off = (got[column] - want).abs();
                 worst = if off <= worst { worst } else { off };
@@ -254,7 +262,7 @@ impl<R: Runtime> Gpu<R> {
         Ok(worst / (squares / (rows * columns) as f64).sqrt())
     }
 
-    /// Row `row` of the output, over all of the batch.
+    /// Row `row` of the output.
     fn row(
         &self,
         case: &Case,
@@ -277,17 +285,17 @@ impl<R: Runtime> Gpu<R> {
 }
 
 /// A row of the left side.
-fn lhs_row(case: &Case, block: &[f64], batch: usize, row: usize) -> Vec<f64> {
+fn lhs_row(case: &Case, block: &[f64], row: usize) -> Vec<f64> {
     let Case { m, k, .. } = *case;
     let place = |inner| if case.lhs_transposed { inner * m + row } else { row * k + inner };
-    (0..k).map(|inner| block[(batch * m * k + place(inner)) % block.len()]).collect()
+    (0..k).map(|inner| block[place(inner) % block.len()]).collect()
 }
 
 /// A row times a column of the right side.
-fn dot_column(case: &Case, block: &[f64], lhs: &[f64], batch: usize, column: usize) -> f64 {
+fn dot_column(case: &Case, block: &[f64], lhs: &[f64], column: usize) -> f64 {
     let Case { k, n, .. } = *case;
     let (first, step) = if case.rhs_transposed { (column * k, 1) } else { (column, n) };
-    let (mut place, step) = ((batch * k * n + first) % block.len(), step % block.len());
+    let (mut place, step) = (first % block.len(), step % block.len());
     let mut sum = 0.0;
     for x in lhs {
         sum += x * block[place];
