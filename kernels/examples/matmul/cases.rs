@@ -1,4 +1,4 @@
-//! What is multiplied: shapes, layouts and types.
+//! Matrix products to time: shapes, layouts and types.
 
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::zspace::{Shape, Strides};
@@ -93,7 +93,7 @@ pub struct Types {
     pub input: FloatKind,
     /// Of the output, in memory.
     pub output: FloatKind,
-    /// What forced blueprints call the inputs: they convert nothing, and tensor cores read f32 as TF32.
+    /// Type of the inputs in forced blueprints: they convert nothing, and tensor cores read f32 as TF32.
     pub forced: FloatKind,
     /// No tensor cores.
     pub exact: bool,

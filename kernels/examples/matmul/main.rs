@@ -161,7 +161,7 @@ fn main() {
     }
 }
 
-/// What the thread that looks out for hanging jobs has to know.
+/// State for the thread that looks out for hanging jobs.
 struct Progress {
     began: Instant,
     /// Jobs of this part done, those of earlier processes too.

@@ -55,7 +55,7 @@ struct Problem {
     aligned: bool,
 }
 
-/// What [`choose`] asks of a device.
+/// Properties of a device that [`choose`] reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Device {
     multiprocessors: usize,
@@ -84,7 +84,7 @@ enum Reader {
     DoubleAsync,
 }
 
-/// What a cube computes: `tiles` instructions along m, n and k for each of `planes` along m and n.
+/// Tile of a cube: `tiles` instructions along m, n and k for each of `planes` along m and n.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tiling {
     tiles: [u32; 3],
