@@ -35,7 +35,7 @@ struct Args {
     /// The mixer, as a config spells it
     #[arg(long, default_value = "gated_deltanet = { heads = 8, expand_v = 1.0 }")]
     mixer: String,
-    /// What comes after it, as a config spells it
+    /// Channel mixer after it, as a config spells it
     #[arg(long, default_value = "{ swiglu = {} }")]
     mlp: String,
     /// Sequences in a batch; several are timed one after another

@@ -71,7 +71,7 @@ fn floats(bytes: &[u8]) -> Vec<f64> {
     bytes.chunks_exact(4).map(four).collect()
 }
 
-/// What a model was asked, and what it answered there.
+/// Ids that a model was given, and its logits there.
 fn expected(folder: &Path) -> (Vec<i32>, [usize; 2], Vec<f64>) {
     let tensors = contents(&folder.join("expected.safetensors"));
     let (dtype, shape, bytes) = &tensors["input_ids"];

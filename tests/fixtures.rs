@@ -18,7 +18,7 @@ const TOKENS: usize = 70;
 const HEADS: usize = 2;
 const KEY: usize = 16;
 const VALUE: usize = 24;
-/// What rounding to f32 leaves of the files themselves.
+/// Rounding of the files themselves to f32.
 const FILE_LIMIT: f64 = 1e-6;
 
 /// Every file that is a recurrence; `fox` is softmax attention.

@@ -36,8 +36,8 @@ fn outside<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(x))
 }
 
-/// What an operation is given: rows that lie as `[T, B, W]`, so that they are not contiguous, what is
-/// shaped as they are, and vectors.
+/// Inputs of an operation: rows that lie as `[T, B, W]`, so that they are not contiguous, tensors of their
+/// shape, and vectors.
 struct Inputs<B: Backend> {
     x: Tensor<B, 3>,
     gate: Tensor<B, 3>,
@@ -210,7 +210,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
     }
 }
 
-/// What an operation in one piece gives: every backend here has such a piece for f32.
+/// Outputs of an operation in one piece: every backend here has such a piece for f32.
 fn outputs<B: Backend>(pass: Option<Pass<B>>) -> impl Iterator<Item = Tensor<B, 3>> {
     pass.expect("an operation in one piece").outputs.into_iter().map(outside::<B, 3>)
 }

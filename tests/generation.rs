@@ -1,5 +1,5 @@
-//! What models write: the same as one forward pass says, whatever stands beside it, wherever it is put
-//! away; chosen as the config says; and the command that does it.
+//! Text that models write: the same as one forward pass gives, whatever stands beside it, wherever it is
+//! put away; chosen as the config says; and the command that does it.
 
 use crate::desk::{Desk, json, text};
 use crate::layers::{MIXERS, wide};
@@ -69,7 +69,7 @@ fn run(
     generate(model, sequences, &config, &Default::default(), |_| Next::Continue).unwrap()
 }
 
-/// What is written after one prompt.
+/// Text that is written after one prompt.
 fn alone(
     model: &LanguageModel<B>,
     sequence: Sequence<B>,

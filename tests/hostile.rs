@@ -1,4 +1,4 @@
-//! What must not lose or spoil a run: other processes, dead readers, closed terminals, kills.
+//! Events that must not lose or spoil a run: other processes, dead readers, closed terminals, kills.
 #![cfg(unix)]
 
 use crate::desk::{Desk, TINY, comes, signal, text};

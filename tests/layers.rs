@@ -621,7 +621,7 @@ fn a_short_convolution_is_the_sum_it_says() {
     assert_close("silu of the convolution", &want, &download(y), LIMIT);
 }
 
-/// What only shows in whole models: layers that read of one another, groups, every MLP, Canon layers.
+/// Models for promises about whole models: layers that read of one another, groups, MLPs, Canon layers.
 /// Weights are large enough for gates to matter.
 const MODELS: &[&str] = &[
     "norm = 'layer'\npre_norm = true\n\

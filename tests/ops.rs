@@ -117,8 +117,8 @@ pub enum Reads {
     Both,
 }
 
-/// What whole sequences give, and the gradients of as much of `sum(d_o * o) + sum(d_state * state)`
-/// as is read; of the state before the first token only if `x` has one.
+/// Outputs over whole sequences, and the gradients of as much of `sum(d_o * o) + sum(d_state * state)` as
+/// is read; of the state before the first token only if `x` has one.
 pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
     device: &B::Device,
     x: &Inputs,
@@ -163,7 +163,7 @@ pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
     (output, gradients)
 }
 
-/// What one token after another gives.
+/// Outputs of one token after another.
 pub fn stepped<B: LinearAttentionBackend>(device: &B::Device, x: &Inputs) -> Output {
     let mut state = Uploaded::<B>::new(x, DType::F32, device).state;
     let mut outputs = vec![];

@@ -122,7 +122,7 @@ impl Beginning {
     }
 }
 
-/// What is left of a run.
+/// Losses and weights of a run.
 struct Run {
     /// Loss of each step, in nats.
     losses: Vec<f64>,

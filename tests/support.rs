@@ -1,4 +1,4 @@
-//! What several tests need.
+//! Parts that several tests need.
 
 #[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
 use burn::module::{ModuleMapper, ModuleVisitor, Param};

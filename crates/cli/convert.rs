@@ -53,7 +53,7 @@ struct ExportArgs {
     /// The checkpoint's `model_type`: gated_deltanet, gla, mamba2 ...; by default that of the run's mixer
     #[arg(long)]
     family: Option<String>,
-    /// What numbers are written as
+    /// Type that numbers are written as
     #[arg(long, value_enum, default_value_t = Numbers::F32)]
     dtype: Numbers,
     /// Which of the run's checkpoints: best, last, or a step

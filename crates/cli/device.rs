@@ -7,7 +7,7 @@ use std::fmt;
 
 /// A job for whichever backend a device's name asks for. (A closure cannot be generic.)
 pub trait Job {
-    /// What it gives.
+    /// Its result.
     type Output;
     /// Runs it; there is at least one device.
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output;
@@ -40,7 +40,7 @@ pub enum Kind {
     Wgpu,
 }
 
-/// What wgpu is called where this was compiled.
+/// Name of wgpu's devices where this was compiled.
 #[cfg(feature = "wgpu")]
 const WGPU_NAME: &str = if cfg!(target_vendor = "apple") { "metal" } else { "vulkan" };
 

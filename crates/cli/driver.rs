@@ -1,4 +1,4 @@
-//! What the drivers of NVIDIA and AMD say of their GPUs, and where kernels compiled for them are kept.
+//! GPUs as the drivers of NVIDIA and AMD report them, and the folder of kernels compiled for them.
 
 use cubecl::config::cache::CacheConfig;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};

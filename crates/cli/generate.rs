@@ -26,7 +26,7 @@ pub struct GenerateArgs {
     /// The folder that `train` or `convert import` wrote
     #[arg(long)]
     run: PathBuf,
-    /// What to go on from; several are written in one batch
+    /// Text to go on from; several are written in one batch
     #[arg(long = "prompt", value_name = "TEXT")]
     prompts: Vec<String>,
     /// One prompt more, from a file
@@ -35,7 +35,7 @@ pub struct GenerateArgs {
     /// The most tokens to write for each prompt
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     tokens: u64,
-    /// What logits are divided by; 0 always takes the likeliest token
+    /// Divisor of the logits; 0 always takes the likeliest token
     #[arg(long, default_value_t = 1.0)]
     temperature: f64,
     /// Only so many of the likeliest tokens can come next
@@ -156,7 +156,7 @@ struct Request<'a> {
     config: GenerateConfig,
 }
 
-/// What a text goes on from.
+/// Beginning of a text.
 struct Prompt {
     text: String,
     ids: Vec<u32>,
@@ -229,7 +229,7 @@ impl<'a> Request<'a> {
         Ok(self.prompts.iter().enumerate().map(after).collect())
     }
 
-    /// What was written, unless it was shown as it came, and how fast.
+    /// Prints the text, unless it was shown as it came, and the speed.
     fn show(&self, done: &Done, choice: &Choice) -> Result<(), Failure> {
         let text = match (self.args.json, self.streams()) {
             (true, _) => format!("{:#}\n", self.report(done, choice)),
@@ -346,7 +346,7 @@ struct Generate<'a> {
     stop: &'a Interrupter,
 }
 
-/// What it leaves.
+/// Result of the command.
 struct Done {
     texts: Vec<Text>,
     timing: Timing,
@@ -429,7 +429,7 @@ struct Page<'a> {
     /// `None` for ids.
     stream: Option<TextStream<'a>>,
     stops: &'a [String],
-    /// What may be shown, and behind it what may be the beginning of a stop.
+    /// Text that may be shown, and behind it a possible beginning of a stop.
     text: String,
     shown: usize,
     stopped: bool,
@@ -501,7 +501,7 @@ fn begun(text: &str, stops: &[String]) -> usize {
 mod tests {
     use super::*;
 
-    /// What is shown of pieces, one by one, and in the end.
+    /// The text shown after each piece, and in the end.
     fn shown(stops: &[&str], pieces: &[&str]) -> (Vec<String>, bool) {
         let stops: Vec<String> = stops.iter().map(|stop| stop.to_string()).collect();
         let mut page =

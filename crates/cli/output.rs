@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 /// Writes `text` to standard output, at once.
 /// # Errors
-/// What the system says; [`nobody_reads`] tells whether it matters.
+/// The system's error; [`nobody_reads`] tells whether it matters.
 pub(crate) fn write(text: &str) -> io::Result<()> {
     let mut out = stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush())

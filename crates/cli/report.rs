@@ -65,7 +65,7 @@ fn one(args: &ReportArgs, folder: &Path) -> Result<Report, SweepError> {
     }
 }
 
-/// What changed, or would.
+/// The files that changed, or would.
 fn summary(args: &ReportArgs, folder: &Path, report: &Report) -> String {
     for note in &report.notes {
         output::note(note);

@@ -1,6 +1,6 @@
 //! Signals that ask a command to end.
 
-/// What came.
+/// Kind of signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Asked {
     /// Ctrl-C. A person may press it again.
@@ -13,7 +13,7 @@ pub(crate) enum Asked {
 /// Calls `on` in a thread of its own for each signal. What `on` does first is to take note of it: what
 /// it prints may find no reader.
 /// # Errors
-/// What the system says.
+/// The system's error.
 #[cfg(unix)]
 pub(crate) fn watch(mut on: impl FnMut(Asked) + Send + 'static) -> std::io::Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -47,7 +47,7 @@ fn is_ignored(signal: i32) -> bool {
 
 /// As elsewhere; every signal is Ctrl-C here.
 /// # Errors
-/// What the system says.
+/// The system's error.
 #[cfg(not(unix))]
 pub(crate) fn watch(mut on: impl FnMut(Asked) + Send + 'static) -> Result<(), ctrlc::Error> {
     ctrlc::set_handler(move || on(Asked::Key))

@@ -43,7 +43,7 @@ pub struct TrainArgs {
     /// Builds model and first batch, prints what the run would cost, and ends
     #[arg(long)]
     dry_run: bool,
-    /// What to show: a dashboard on a terminal, or lines
+    /// Display: a dashboard on a terminal, or lines
     #[arg(long, value_enum, default_value_t = Show::Auto)]
     progress: Show,
 }

@@ -283,8 +283,8 @@ fn keep_busy(out: &mut Array<f32>, turns: u32) {
     out[0] = x;
 }
 
-/// What a call has to do at least: each input read and each output written once, and the arithmetic of
-/// the plain recurrence.
+/// Least work of a call: each input read and each output written once, and the arithmetic of the plain
+/// recurrence.
 #[derive(Clone, Copy)]
 struct Work {
     bytes: f64,

@@ -10,7 +10,7 @@ pub(crate) struct Family {
     /// Our mixer.
     pub(crate) mixer: &'static str,
     pub(crate) frame: Frame,
-    /// What the config says of the mixer.
+    /// Keys of the config that are about the mixer.
     pub(crate) rules: &'static [Rule],
     /// Widths that ours takes where its config does not say, as `[key, meaning]`.
     pub(crate) defaults: &'static [(&'static str, Fallback)],
@@ -22,7 +22,7 @@ pub(crate) struct Family {
     pub(crate) idle: &'static [&'static str],
     /// First parts of weights' names that differ: ours, theirs.
     pub(crate) names: &'static [(&'static str, &'static str)],
-    /// What a norm is called with an output gate, and without.
+    /// Names of a norm with an output gate, and without.
     pub(crate) name_without_gate: Option<(&'static str, &'static str)>,
     /// Names as they are, and as they were once.
     pub(crate) old_names: &'static [(&'static str, &'static str)],
@@ -51,7 +51,7 @@ pub(crate) struct Frame {
     pub(crate) layer_norm: bool,
 }
 
-/// What mixes channels after the mixer.
+/// Channel mixer that follows the mixer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Channels {
     /// Nothing.
@@ -73,7 +73,7 @@ impl Channels {
     }
 }
 
-/// What a key of ours is where a config leaves it out.
+/// Value of a key of ours where a config leaves it out.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Fallback {
     /// d_model / heads.

@@ -291,7 +291,7 @@ impl Found<'_> {
             .collect()
     }
 
-    /// What no weight of ours says in the same words.
+    /// Tensors of the checkpoint that no weight of ours holds in the same form.
     fn kept(&mut self, family: &Family) -> Option<Vec<u8>> {
         let (name, tensor) = joint_bounds(family, self.tensors)?;
         self.used.insert(name.clone());

@@ -1,4 +1,4 @@
-//! What a weight of ours is called in a checkpoint, and how it lies there.
+//! Names and layouts of weights: ours, and those of a checkpoint.
 //! ```text
 //! linear        [in, out]     there [out, in]
 //! convolution   [W, D]        there [D, 1, W]

@@ -56,14 +56,14 @@ use std::time::Instant;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SamplingConfig {
-    /// What logits are divided by; 0 always takes the likeliest token.
+    /// Divisor of the logits; 0 always takes the likeliest token.
     pub temperature: f64,
     /// How many of the likeliest tokens can be chosen; all by default.
     pub top_k: Option<usize>,
     /// Only the fewest likeliest tokens whose probabilities add up to this can be chosen.
     pub top_p: f64,
-    /// What the logits of tokens that the text has already are divided by where they are above 0, and
-    /// multiplied by elsewhere; 1 for no penalty.
+    /// Penalty on tokens that the text has already: their logits are divided by it where they are above 0,
+    /// and multiplied elsewhere; 1 for none.
     pub repetition_penalty: f64,
     /// Where the random numbers start from.
     pub seed: u64,
@@ -211,7 +211,7 @@ pub fn draw(seed: u64, stream: u64, place: u64) -> f64 {
 #[derive(Debug, Clone)]
 pub struct Sequence<B: Backend> {
     tokens: Vec<u32>,
-    /// What the state has seen: its first tokens, and how many. Of one row.
+    /// The state, of one row, and how many of the first tokens it has seen.
     state: Option<(LanguageModelState<B>, usize)>,
     stream: u64,
 }
@@ -288,7 +288,7 @@ impl<B: LinearAttentionBackend> Sequence<B> {
     }
 }
 
-/// What to write.
+/// Length and sampling of the text to write.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GenerateConfig {
@@ -324,7 +324,7 @@ pub struct Written<'a> {
     pub new: &'a [u32],
 }
 
-/// What comes after a token.
+/// Decision after a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
     /// The next one, if there are any left to write.
@@ -359,13 +359,13 @@ pub struct Row<B: Backend> {
 }
 
 impl<B: Backend> Row<B> {
-    /// What was written.
+    /// The tokens that were written.
     pub fn new_tokens(&self) -> &[u32] {
         &self.sequence.tokens[self.prompt..]
     }
 }
 
-/// What [`generate`] gives.
+/// Result of [`generate`].
 #[derive(Debug, Clone)]
 pub struct Generated<B: Backend> {
     /// The texts, in the order given.

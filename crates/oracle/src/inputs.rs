@@ -1,4 +1,4 @@
-//! What goes into a recurrence, and what it has to agree on.
+//! Inputs of a recurrence, and the sizes on which they have to agree.
 
 use std::ops::Range;
 
@@ -105,7 +105,7 @@ pub enum Read {
     Before,
 }
 
-/// What a token does to its memory besides decay.
+/// Change of the memory by one token, besides decay.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Transition {
     /// Adds `k^T v`: linear attention with or without decay.

@@ -63,7 +63,7 @@ pub enum Family {
     LowRank,
 }
 
-/// What the log decay looks like.
+/// Distribution of the log decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Gate {
     /// There is none.
@@ -95,7 +95,7 @@ impl Gate {
     }
 }
 
-/// What the delta rule's beta, or the in-context learning rate in the low-rank b, looks like.
+/// Distribution of the delta rule's beta, or of the in-context learning rate in the low-rank b.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Strength {
     /// All 0: nothing is erased, and the delta rule writes nothing.
@@ -121,7 +121,7 @@ impl Strength {
     }
 }
 
-/// What [`Inputs::random`] makes. The default is linear attention without any extra.
+/// Recipe of [`Inputs::random`]. The default is linear attention without any extra.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Recipe {
     /// The recurrence.

@@ -3,7 +3,7 @@
 use crate::inputs::{Inputs, Read, Transition};
 use crate::token::{Token, add_scaled, decayed, dot, read, times, write};
 
-/// What a recurrence gives.
+/// Result of a recurrence.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Output {
     /// Outputs, `[B, T, H, V]`.

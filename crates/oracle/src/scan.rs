@@ -37,14 +37,14 @@ impl Mul for Complex {
     }
 }
 
-/// What goes into a scan, or its gradients.
+/// Inputs of a scan, or their gradients.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScanInputs {
     /// B, T and D.
     pub dims: [usize; 3],
-    /// What is kept, `[B, T, D]`.
+    /// Factors of the state, `[B, T, D]`.
     pub a: Vec<Complex>,
-    /// What is added, `[B, T, D]`.
+    /// Additions to the state, `[B, T, D]`.
     pub b: Vec<Complex>,
     /// h before the first token, `[B, D]`.
     pub state: Vec<Complex>,

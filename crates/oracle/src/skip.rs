@@ -1,4 +1,4 @@
-//! What a test leaves out, said aloud.
+//! Messages about parts that a test leaves out.
 
 use std::fmt::Display;
 use std::io::Write;

@@ -78,7 +78,7 @@ pub(crate) struct Delta<'a> {
 }
 
 impl Delta<'_> {
-    /// What is written, `u = y - e S`, `[V]`.
+    /// The value to write, `u = y - e S`, `[V]`.
     pub(crate) fn correction(&self, s: &[f64]) -> Vec<f64> {
         let answer = read(&self.e, s);
         self.y.iter().zip(answer).map(|(y, answer)| y - answer).collect()

@@ -38,7 +38,7 @@ pub struct SweepConfig {
     /// it says what was scaled down. Either this or `scaled_down`, or both.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protocol: Option<String>,
-    /// What was cut from the published protocol.
+    /// Cuts from the published protocol.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scaled_down: Option<String>,
     /// Keys of the run config, each with a list of values; every combination is a run.
@@ -55,7 +55,7 @@ pub struct SweepConfig {
     /// When to stop.
     #[serde(default)]
     pub limits: Limits,
-    /// What is made of the rows.
+    /// Tables and pictures of the rows.
     #[serde(default)]
     pub report: ReportConfig,
 }
@@ -132,7 +132,7 @@ impl VariantsFrom {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SelectConfig {
-    /// What the choice is made on.
+    /// Split that the choice is made on.
     pub rule: Rule,
     /// Keys of the grid, or axes, among whose values the best is chosen.
     #[serde(default)]
@@ -151,7 +151,7 @@ pub struct SelectConfig {
     pub lowest: bool,
 }
 
-/// What the best setting is chosen on.
+/// Split that the best setting is chosen on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Rule {
@@ -207,7 +207,7 @@ pub struct Limits {
     pub runs: Option<usize>,
 }
 
-/// What is made of the rows.
+/// Tables and pictures of the rows.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ReportConfig {
@@ -235,7 +235,7 @@ pub struct ReportConfig {
     /// Numbers of the rows that get a column too, the mean over replicates: `steps`, `tokens`,
     /// `tokens_per_second`, `wall_seconds`.
     pub also: Vec<String>,
-    /// What people call the values of keys and axes, for instance `deltanet = "DeltaNet"`.
+    /// Names of the values of keys and axes, for people: `deltanet = "DeltaNet"`.
     pub names: Table,
     /// Pictures.
     pub figures: Vec<Figure>,
@@ -264,7 +264,7 @@ pub enum Unit {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Figure {
-    /// What it shows.
+    /// Kind of picture.
     pub kind: FigureKind,
     /// The file's name without its ending; by default the kind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -278,7 +278,7 @@ pub struct Figure {
     pub metric: Option<String>,
 }
 
-/// What a picture shows.
+/// Kind of picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FigureKind {
@@ -365,7 +365,7 @@ impl Dimension {
 pub(crate) struct Choice {
     /// As the rows have it: the dimension's column first, then those of labels.
     pub(crate) settings: Vec<(String, String)>,
-    /// What is put in place of the base's values.
+    /// Values in place of the base's.
     pub(crate) overrides: Vec<(String, Value)>,
 }
 
@@ -519,7 +519,7 @@ impl ReportConfig {
         Ok(())
     }
 
-    /// What people call a value.
+    /// Name of a value, for people.
     pub(crate) fn called<'a>(&'a self, text: &'a str) -> &'a str {
         self.names.get(text).and_then(Value::as_str).unwrap_or(text)
     }

@@ -1,4 +1,4 @@
-//! What can go wrong, said in one line.
+//! Errors, each said in one line.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ pub enum SweepError {
     /// Reading or writing failed.
     #[error("can't {doing} {path}: {source}")]
     Io {
-        /// What was tried.
+        /// The action that was tried.
         doing: &'static str,
         /// The file or folder.
         path: PathBuf,
@@ -19,7 +19,7 @@ pub enum SweepError {
     /// A file is no TOML, or not the TOML it should be.
     #[error("{path} is no {what}\n{source}")]
     Parse {
-        /// What it should be.
+        /// The kind of file that it should be.
         what: &'static str,
         /// The file.
         path: PathBuf,
@@ -31,9 +31,9 @@ pub enum SweepError {
     Value {
         /// Where it stands in the sweep's TOML, for instance `grid.seed`.
         key: String,
-        /// What stands there.
+        /// The value that stands there.
         got: String,
-        /// What would be accepted.
+        /// The values that would be accepted.
         want: String,
     },
     /// The base config with a run's settings in place makes no run.
@@ -41,9 +41,9 @@ pub enum SweepError {
     Resolve {
         /// The base config.
         base: PathBuf,
-        /// What was put in place.
+        /// The settings that were put in place.
         settings: String,
-        /// What the run's own check says.
+        /// The error of the run's own check.
         why: String,
     },
     /// The folder's rows were made from something else.
@@ -54,11 +54,11 @@ pub enum SweepError {
     OtherRows {
         /// The table of rows.
         path: PathBuf,
-        /// What differs.
+        /// The label that differs.
         what: &'static str,
-        /// What the rows have.
+        /// The rows' value.
         there: String,
-        /// What the sweep has.
+        /// The sweep's value.
         here: String,
     },
     /// The table of rows is not what was written.
@@ -68,7 +68,7 @@ pub enum SweepError {
         path: PathBuf,
         /// From 1, the header.
         line: usize,
-        /// What is wrong, and what would do.
+        /// The fault, and the remedy.
         why: String,
     },
     /// A README's marks for the report are not a pair.
@@ -76,7 +76,7 @@ pub enum SweepError {
     Readme {
         /// The README.
         path: PathBuf,
-        /// What is wrong, and what would do.
+        /// The fault, and the remedy.
         why: String,
     },
     /// A picture that could not be drawn or written.

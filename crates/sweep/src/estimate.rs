@@ -51,7 +51,7 @@ fn mean<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<f64> {
     (!times.is_empty()).then(|| times.iter().sum::<f64>() / times.len() as f64)
 }
 
-/// What `--dry-run` prints: every run with its time, and their sum.
+/// Text of `--dry-run`: every run with its time, and their sum.
 pub fn dry_run(plan: &Plan, rows: &[Row], select: &SelectConfig) -> String {
     let estimates = Estimates::new(select, rows);
     let done: BTreeMap<&str, &Row> = rows.iter().map(|row| (row.id(), row)).collect();

@@ -96,7 +96,7 @@ impl Draft<'_> {
         Picture { file, title, drawing }
     }
 
-    /// What is under the title: a scaled-down number never goes without saying so.
+    /// Text under the title: a scaled-down number never goes without saying so.
     fn label(&self, more: &str) -> String {
         match &self.sweep.config.scaled_down {
             Some(cut) => format!("scaled down: {cut}{more}"),

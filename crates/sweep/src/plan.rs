@@ -13,7 +13,7 @@ use crate::{Runner, SweepConfig, SweepError};
 /// A sweep's file, with the folder that holds its rows and report.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sweep {
-    /// What the file says.
+    /// Contents of the file.
     pub config: SweepConfig,
     /// The file's folder.
     pub folder: PathBuf,
@@ -78,8 +78,8 @@ impl Sweep {
         folder.file_name().map_or_else(|| "sweep".into(), |name| name.to_string_lossy().into())
     }
 
-    /// What stands in the rows about the protocol: its name, and whether it was scaled down. A
-    /// report refuses rows with another label.
+    /// Label of the rows about the protocol: its name, and whether it was scaled down. A report refuses rows
+    /// with another label.
     pub fn label(&self) -> String {
         match (&self.config.protocol, &self.config.scaled_down) {
             (Some(protocol), None) => protocol.clone(),

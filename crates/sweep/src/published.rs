@@ -32,13 +32,13 @@ pub struct Protocol {
     pub source: String,
     /// How many seeds, and what the number reported was chosen on.
     pub selection: String,
-    /// What it takes, where that is more than a sweep can do.
+    /// Resources that it takes, where they are more than a sweep can have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub out_of_reach: Option<String>,
     /// How many settings its numbers are averaged over, or stand for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings: Option<usize>,
-    /// What else has to be known.
+    /// Remarks for the reader.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
     /// Keys of a run's config that have to stand as they do here; a list names what may stand
@@ -67,7 +67,7 @@ pub struct PublishedTable {
     /// The value of a report's `section` that they belong to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub section: Option<String>,
-    /// What else has to be known.
+    /// Remarks for the reader.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
     /// Headings, as a report's columns have them.
@@ -114,7 +114,7 @@ impl Tag {
 }
 
 impl Published {
-    /// What comes with this library.
+    /// The protocols and tables that come with this library.
     pub fn embedded() -> &'static Self {
         static ALL: OnceLock<Published> = OnceLock::new();
         ALL.get_or_init(|| {

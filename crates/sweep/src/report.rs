@@ -24,7 +24,7 @@ mod table;
 pub(crate) use curves::Curves;
 pub(crate) use table::{Cell, Layout, MEAN, Section, beside, comparable_value, line_name};
 
-/// What to do about a report that is not what the rows make of it.
+/// Treatment of a report that differs from the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     /// Write it.
@@ -33,12 +33,12 @@ pub enum Mode {
     Check,
 }
 
-/// What a report found.
+/// Result of a report.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     /// Files that differ from what the rows make, or differed before they were written.
     pub changed: Vec<PathBuf>,
-    /// What a person should know: a broken line, rows of other runs.
+    /// Notes for a person: a broken line, rows of other runs.
     pub notes: Vec<String>,
 }
 
@@ -186,7 +186,7 @@ fn failure(sweep: &Sweep, row: &Row) -> String {
     format!("- {}: {}\n", settings.join(", "), row.text("error").replace('|', "\\|"))
 }
 
-/// What one has to know before reading a number.
+/// Facts to know before reading a number.
 fn facts(sweep: &Sweep, selection: &Selection) -> String {
     let Selection { done, wanted, .. } = selection;
     let failed = done.iter().filter(|row| row.failed()).count();

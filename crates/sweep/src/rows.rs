@@ -12,7 +12,7 @@ use serde_json::Value as Json;
 
 use crate::SweepError;
 
-/// What a summary says of a run as a whole; its metrics follow, by their own names.
+/// Keys of a summary about a run as a whole; its metrics follow, by their own names.
 const SUMMARY: [&str; 11] = [
     "seed",
     "device",
@@ -35,7 +35,7 @@ pub const FAILED: &str = "failed";
 pub struct Row(Vec<(String, String)>);
 
 impl Row {
-    /// What stands in a column; empty if nothing.
+    /// Text of a column; empty if there is none.
     pub fn text(&self, column: &str) -> &str {
         self.0.iter().find(|(name, _)| name == column).map_or("", |(_, value)| value)
     }
@@ -103,11 +103,11 @@ pub struct Rows {
     pub columns: Vec<String>,
     /// The rows, in the order in which they were written.
     pub rows: Vec<Row>,
-    /// What was wrong with the last line, for a person.
+    /// The fault of the last line, for a person.
     pub repair: Option<String>,
 }
 
-/// What became of a row.
+/// Outcome of adding a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Added {
     /// It stands in the file now.

@@ -12,7 +12,7 @@ use std::time::Duration;
 use serde_json::Value as Json;
 use toml::{Table, Value};
 
-/// What a sweep has to know about runs.
+/// Operations on runs that a sweep needs.
 pub trait Runner: Sync {
     /// The run config at `base` with `overrides` in place, checked, and with every default filled
     /// in.
@@ -53,7 +53,7 @@ pub enum Ending {
     Interrupted,
 }
 
-/// What the person at the keyboard wants: nothing, no more runs, or no run at all.
+/// Wish of the person at the keyboard: nothing, no more runs, or no run at all.
 #[derive(Debug, Clone, Default)]
 pub struct Stop(Arc<AtomicU8>);
 
@@ -82,7 +82,7 @@ impl Stop {
 pub struct ChildProcess {
     /// The program.
     pub program: PathBuf,
-    /// What comes before the arguments named above.
+    /// Arguments before those named above.
     pub arguments: Vec<String>,
 }
 

@@ -13,9 +13,9 @@ pub(crate) type Settings = Vec<(String, String)>;
 /// replicate.
 #[derive(Debug, Clone)]
 pub(crate) struct Chosen {
-    /// What the runs of the group have in common.
+    /// Settings that all runs of the group share.
     pub(crate) group: Settings,
-    /// What was chosen; empty if nothing is there.
+    /// Settings that were chosen; empty if nothing is there.
     pub(crate) choice: Settings,
     /// Its replicates that are done.
     pub(crate) rows: Vec<Row>,
@@ -61,7 +61,7 @@ pub(crate) fn select(sweep: &Sweep, rows: &[Row]) -> Result<Selection, SweepErro
     Ok(Selection { groups, wanted: wanted.len(), done, strangers })
 }
 
-/// What a run is known by in the report, and what is chosen among. The replicate is in neither.
+/// Settings that name a run in the report, and those to choose among. The replicate is in neither.
 fn split(config: &SelectConfig, settings: &Settings) -> (Settings, Settings) {
     let replicate = |name: &String| config.replicate.as_ref() == Some(name);
     let settings = settings.iter().filter(|(name, _)| !replicate(name)).cloned();
@@ -92,7 +92,7 @@ impl Candidate {
         }
     }
 
-    /// What it is chosen by. Without a value for every row there is no choice.
+    /// Sort key of the choice. Without a value for every row there is no choice.
     fn merit(&self, config: &SelectConfig) -> Result<f64, SweepError> {
         let mut values = vec![];
         for row in &self.rows {

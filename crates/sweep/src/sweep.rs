@@ -22,7 +22,7 @@ use crate::{Plan, PlannedRun, Runner, Stop, Sweep, SweepError};
 /// A sweep and how to go about it.
 #[derive(Debug)]
 pub struct SweepJob<'a> {
-    /// What is asked for.
+    /// The sweep to do.
     pub sweep: &'a Sweep,
     /// Its runs.
     pub plan: &'a Plan,
@@ -71,7 +71,7 @@ impl FromStr for Shard {
     }
 }
 
-/// What became of a sweep.
+/// Counts of a sweep's runs, after it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Done {
     /// Runs of this shard.
@@ -95,7 +95,7 @@ impl Done {
     }
 }
 
-/// What a worker says.
+/// Message of a worker.
 enum Event {
     Started(usize, String),
     Finished(usize, Box<Row>, Added),
@@ -180,7 +180,7 @@ struct Worker<'a> {
     queue: &'a Queue,
 }
 
-/// What a worker found to do.
+/// Next action of a worker.
 enum Next {
     Run(usize),
     Later,

@@ -84,7 +84,7 @@ fn check_answers(key: &str, answers: u32) -> Result<(), TaskError> {
     require((2..=64).contains(&answers), key, answers, "between 2 and 64")
 }
 
-/// What a language has of its own; [`Formal`] does the rest.
+/// The part of a language that differs from the others; [`Formal`] does the rest.
 pub(crate) trait Language: Debug + Send + Sync {
     /// Marks the language's random numbers.
     const TAG: [u8; 8];
@@ -98,7 +98,7 @@ pub(crate) trait Language: Debug + Send + Sync {
 
     fn token(&self, id: u32) -> String;
 
-    /// What is drawn, every number with the same weight, for sizes from `low` to `high`.
+    /// Numbers to draw from, all with the same weight, for sizes from `low` to `high`.
     fn drawn(&self, [low, high]: [usize; 2]) -> RangeInclusive<usize> {
         low..=high
     }
@@ -138,7 +138,7 @@ pub(crate) struct Formal<L> {
     sets: Splits<Shape>,
 }
 
-/// What the examples of one set have in common.
+/// Values that all examples of one set share.
 #[derive(Debug, Clone)]
 struct Shape {
     drawn: RangeInclusive<usize>,
@@ -177,7 +177,7 @@ impl<L: Language> Formal<L> {
         Example { input: row, target }
     }
 
-    /// What `accuracy` is on the scale where guessing is 0.
+    /// `accuracy` on the scale where guessing is 0.
     fn scaled(&self, accuracy: f64) -> f64 {
         let chance = 1.0 / f64::from(self.language.answer_ids().1);
         (accuracy - chance) / (1.0 - chance)

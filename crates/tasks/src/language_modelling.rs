@@ -37,7 +37,7 @@ mod tests;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LanguageModellingConfig {
-    /// What a token is. Default `bytes`.
+    /// Unit of text that is a token. Default `bytes`.
     #[serde(default)]
     pub tokenizer: TokenizerConfig,
     /// Sets to learn from.
@@ -82,7 +82,7 @@ impl TextSet {
     }
 }
 
-/// What the windows of one set have in common.
+/// Values that all windows of one set share.
 #[derive(Debug, Clone)]
 struct Shape {
     length: usize,

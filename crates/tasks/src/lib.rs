@@ -1,5 +1,5 @@
-//! What is asked and what counts as right: synthetic benchmarks for sequence models, without
-//! tensors.
+//! Synthetic benchmarks for sequence models, without tensors: the tokens of each example, and which
+//! answers count as right.
 //!
 //! A [`TaskConfig`] and a seed make a [`Task`]. A task hands out [`Batch`]es of tokens with their
 //! targets, and counts predictions into a [`Tally`]. Any example can be made on its own, in any
@@ -136,9 +136,9 @@ pub enum TaskError {
     Value {
         /// Where it stands in the run's TOML, for instance `task.mqar.train[0].pairs`.
         key: String,
-        /// What stands there.
+        /// The value that stands there.
         got: String,
-        /// What would be accepted.
+        /// The values that would be accepted.
         want: String,
     },
     /// A file or folder that a task is made from cannot be used.
@@ -148,7 +148,7 @@ pub enum TaskError {
         key: String,
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong with it, and what would do.
+        /// The fault, and the remedy.
         why: String,
     },
 }

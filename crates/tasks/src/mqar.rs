@@ -44,7 +44,7 @@ pub struct MqarConfig {
     /// Token ids, V; more than the longest `length`. Default 8192.
     #[serde(default = "default_vocab")]
     pub vocab: u32,
-    /// What stands between the queries. Default `zero`.
+    /// Tokens between the queries. Default `zero`.
     #[serde(default)]
     pub filler: Filler,
     /// How evenly queries spread: slot i, from 1, has weight i^(power - 1), so 1 is even and less
@@ -72,7 +72,7 @@ pub struct Cell {
     pub examples: u64,
 }
 
-/// What stands after the context where no query does.
+/// Tokens after the context where no query stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Filler {
@@ -168,7 +168,7 @@ pub struct Mqar {
     sets: Splits<Shape>,
 }
 
-/// What the examples of one set have in common.
+/// Values that all examples of one set share.
 #[derive(Debug, Clone)]
 struct Shape {
     length: usize,
@@ -227,7 +227,7 @@ impl Shape {
     }
 }
 
-/// What is random in an example.
+/// Random part of an example.
 #[derive(Debug)]
 struct Draws {
     /// Of the pairs, in the order of the context; `slots[j]` is where `keys[j]` is asked.

@@ -64,9 +64,9 @@ use words::Words;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SNiahConfig {
-    /// What training is scored on. Evaluation is scored on the answer alone.
+    /// Tokens that training is scored on. Evaluation is scored on the answer alone.
     pub track: Track,
-    /// What a token is. Default `bytes`, where lengths are bytes.
+    /// Unit of text that is a token. Default `bytes`, where lengths are bytes.
     #[serde(default)]
     pub tokenizer: TokenizerConfig,
     /// A folder of essays, `.txt` and sorted by name, for evaluation. Only the first eight are used;
@@ -89,7 +89,7 @@ pub struct SNiahConfig {
     pub test: Vec<NeedleSet>,
 }
 
-/// What training is scored on.
+/// Tokens that training is scored on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Track {
@@ -109,7 +109,7 @@ pub struct TrainSet {
     /// Samples are sized for a length uniform from this on. Default `length`.
     #[serde(default)]
     pub shortest: Option<usize>,
-    /// What is hidden; each entry is as likely.
+    /// Needles to hide; each entry is as likely.
     pub needles: Vec<Needle>,
     /// The share of examples that are windows of plain text. Default 0.5 on the track `everything`,
     /// else 0.
@@ -123,7 +123,7 @@ pub struct TrainSet {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NeedleSet {
-    /// What is hidden.
+    /// The needle to hide.
     pub needle: Needle,
     /// Tokens of the longest sample: start, prompt and answer.
     pub length: usize,
@@ -135,7 +135,7 @@ pub struct NeedleSet {
     pub examples: u64,
 }
 
-/// What the examples of one set have in common.
+/// Values that all examples of one set share.
 #[derive(Debug, Clone, PartialEq)]
 struct Shape {
     length: usize,
@@ -198,7 +198,7 @@ impl Shape {
         self.text_share > 0.0 || self.in_essays()
     }
 
-    /// What no set can do without, whatever files there are.
+    /// Checks that every set has to pass, whatever files there are.
     fn check(&self, at: &str, track: Track) -> Result<(), TaskError> {
         let needles = format!("{at}.needles");
         require(!self.needles.is_empty(), needles, "empty", "a list of one needle or more")?;
@@ -229,7 +229,7 @@ impl SNiahConfig {
     }
 }
 
-/// What a sample takes at the least.
+/// Least numbers of tokens that a sample takes.
 #[derive(Debug)]
 struct Sizes<'a> {
     tokenizer: &'a Tokenizer,
@@ -265,9 +265,9 @@ pub struct SNiah {
     seed: u64,
     tokenizer: Tokenizer,
     words: Words,
-    /// What evaluation hides needles in.
+    /// Haystacks of evaluation.
     essays: Essays,
-    /// What training hides needles in, and the same text as ids.
+    /// Haystacks of training, and the same text as ids.
     text: Option<(Prose, Windows)>,
     sets: Splits<Shape>,
 }
@@ -395,7 +395,7 @@ fn middle(text: &str) -> String {
     text.chars().skip(skipped).take(200).collect()
 }
 
-/// What training reads, if any of its sets does; text of the evaluation's essays is left out.
+/// Text that training reads, if any of its sets does; text of the evaluation's essays is left out.
 fn training_text(
     config: &SNiahConfig,
     tokenizer: &Tokenizer,
@@ -442,7 +442,7 @@ fn allowed(config: &SNiahConfig, essays: &Essays, key: &str) -> Result<Vec<TextF
     Ok(files)
 }
 
-/// What an example is made from.
+/// Source of an example.
 #[derive(Debug)]
 enum Sample {
     /// A window of the training text, by its first token.

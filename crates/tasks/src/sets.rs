@@ -35,12 +35,12 @@ impl<S> Splits<S> {
         Self { sets: [train, validation, sets(Split::Test, test)] }
     }
 
-    /// What a split's sets are called and how large they are.
+    /// Names and sizes of a split's sets.
     pub(crate) fn infos(&self, split: Split) -> &[SetInfo] {
         &self.sets[split as usize].infos
     }
 
-    /// What is drawn for a set.
+    /// Values from which the examples of a set are drawn.
     pub(crate) fn shape(&self, split: Split, set: usize) -> &S {
         &self.sets[split as usize].shapes[set]
     }

@@ -7,7 +7,7 @@ use crate::Example;
 /// One figure of a sample of examples.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Statistic {
-    /// What was counted.
+    /// Name of the figure.
     pub name: String,
     /// As counted.
     pub value: f64,

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Statistic, Tally, statistics};
 
-/// What a set of examples is for. The splits of a task share no random numbers.
+/// Purpose of a set of examples. The splits of a task share no random numbers.
 // The numbers are part of the key that examples are drawn with: changing one changes the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -40,8 +40,7 @@ pub struct SetInfo {
 pub struct Example {
     /// Token ids.
     pub input: Vec<u32>,
-    /// What the model is to answer at the same position; nothing is shifted afterwards. `None` is
-    /// not scored.
+    /// The model's answer at the same position; nothing is shifted afterwards. `None` is not scored.
     pub target: Vec<Option<u32>>,
 }
 
@@ -139,9 +138,9 @@ pub enum Goal {
 /// An example as text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Text {
-    /// What the model reads.
+    /// Text that the model reads.
     pub prompt: String,
-    /// What it is to write; empty where nothing is asked.
+    /// Text to write after it; empty where nothing is asked.
     pub answer: String,
 }
 
@@ -214,7 +213,7 @@ pub trait Task: Send + Sync + Debug {
         false
     }
 
-    /// What a person calls an id.
+    /// Name of an id, for people.
     fn token(&self, id: u32) -> String {
         id.to_string()
     }

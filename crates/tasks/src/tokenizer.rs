@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::TaskError;
 use crate::corpus::file_error;
 
-/// What a token is, as TOML spells it: `tokenizer = "bytes"`, or
+/// Unit of text that is a token, as TOML spells it: `tokenizer = "bytes"`, or
 /// `tokenizer = { file = "tokenizer.json" }`.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -128,7 +128,7 @@ impl Tokenizer {
 
     /// The ids of a text.
     /// # Errors
-    /// What a file's normalizer or model says of a text that it cannot take.
+    /// Error of a file's normalizer or model about a text that it cannot take.
     pub fn ids(&self, text: &str) -> Result<Vec<u32>, String> {
         Ok(self.encode(text)?.ids)
     }
@@ -188,7 +188,7 @@ pub struct TextStream<'a> {
 }
 
 impl TextStream<'_> {
-    /// What can be shown now that this id has come; nothing in the middle of a character.
+    /// Text that can be shown now that this id has come; nothing in the middle of a character.
     pub fn push(&mut self, id: u32) -> String {
         if id < self.tokenizer.ids {
             self.ids.push(id);
@@ -200,12 +200,12 @@ impl TextStream<'_> {
         }
     }
 
-    /// What is left in the end: half a character, perhaps.
+    /// The rest of the text: half a character, perhaps.
     pub fn finish(mut self) -> String {
         self.show(self.ids.len())
     }
 
-    /// What the first `to` ids add to what is shown.
+    /// Text that the first `to` ids add to the text shown so far.
     fn show(&mut self, to: usize) -> String {
         let before = self.tokenizer.decode(&self.ids[..self.shown]);
         let all = self.tokenizer.decode(&self.ids[..to]);

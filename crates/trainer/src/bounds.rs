@@ -1,4 +1,4 @@
-//! What no run can be larger than, looked at before anything is made of it.
+//! Upper bounds of a run's sizes, checked before anything is made of it.
 
 use crate::config::{ConfigError, RunConfig};
 use linattn_tasks::{Split, Task, TaskConfig};

@@ -77,7 +77,7 @@ impl Manifest {
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const MANIFEST: &str = "state.json";
-/// What else an imported model's own checkpoint held, for the way back.
+/// File with the other contents of an imported model's own checkpoint, for the way back.
 const KEPT: &str = "kept.safetensors";
 /// A checkpoint that is being written.
 const DRAFT: &str = "unfinished";
@@ -106,7 +106,7 @@ impl Checkpoint {
         self.path.join(OPTIMIZER)
     }
 
-    /// What an imported model's own checkpoint held besides its weights, if there was anything.
+    /// Contents of an imported model's own checkpoint besides its weights, if there were any.
     pub fn kept(&self) -> Option<PathBuf> {
         Some(self.path.join(KEPT)).filter(|path| path.exists())
     }
@@ -132,7 +132,7 @@ fn corrupt(checkpoint: &Path, path: PathBuf, why: impl ToString) -> FolderError 
     FolderError::Corrupt { path, why: why.to_string(), remedy }
 }
 
-/// What is written into a checkpoint besides its manifest.
+/// Contents of a checkpoint besides its manifest.
 pub(crate) struct Contents<'a, W> {
     /// Writes weights and optimizer where it is told.
     pub(crate) write: W,
@@ -178,7 +178,7 @@ pub(crate) fn write<W: FnOnce(&Path, &Path) -> Result<(), String>>(
     Ok(())
 }
 
-/// What the system said, of a text that wraps it in that of a library.
+/// The system's own error, out of a text in which a library wrapped it.
 fn plain(why: String) -> io::Error {
     let code = ["os error ", "Os { code: "].iter().find_map(|mark| {
         let code = why.split(mark).nth(1)?;

@@ -20,9 +20,9 @@ pub struct RunConfig {
     /// Whether the metrics are also written as TensorBoard's event files when the run ends.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub tensorboard: bool,
-    /// What is learnt.
+    /// The benchmark.
     pub task: TaskConfig,
-    /// What learns.
+    /// The model.
     pub model: LanguageModelConfig,
     /// How.
     pub train: TrainConfig,
@@ -184,7 +184,7 @@ pub enum Shape {
     Linear,
 }
 
-/// What a schedule counts.
+/// Unit that a schedule counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Per {
@@ -278,7 +278,7 @@ pub enum ConfigError {
     Override {
         /// As given.
         given: String,
-        /// What would do.
+        /// The values that would be accepted.
         want: String,
     },
     /// An override makes the config wrong.
@@ -288,7 +288,7 @@ pub enum ConfigError {
         path: PathBuf,
         /// All overrides.
         overrides: String,
-        /// What is wrong, and what would do.
+        /// The fault, and the remedy.
         why: String,
     },
     /// A file or folder that the config names cannot be used.
@@ -301,7 +301,7 @@ pub enum ConfigError {
         key: String,
         /// Its value.
         got: String,
-        /// What would do.
+        /// The values that would be accepted.
         want: String,
     },
 }
@@ -312,7 +312,7 @@ impl ConfigError {
     }
 }
 
-/// What a parser says, in the terms of a config.
+/// A parser's error, in the terms of a config.
 pub(crate) fn parse_error(e: &toml::de::Error) -> String {
     e.to_string()
         .replace(

@@ -1,4 +1,4 @@
-//! What a run would cost, counted before it starts.
+//! Cost of a run, counted before it starts.
 
 use crate::config::{ConfigError, RunConfig};
 use crate::learner::TensorBatch;
@@ -8,7 +8,7 @@ use burn::module::Module;
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::Split;
 
-/// What a run would cost, without training.
+/// Cost of a run, without training.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct DryRun {
     /// Weights that are learnt.

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 
-/// What the picture shows. Points that are not finite numbers are left out.
+/// Contents of the picture. Points that are not finite numbers are left out.
 #[derive(Debug, Clone)]
 pub struct Curve {
     /// First line: as a rule the run's name.
@@ -19,7 +19,7 @@ pub struct Curve {
     /// Training loss, by step. Where it spans more than a decade and a half the scale is
     /// logarithmic, and a loss of zero or less is left out.
     pub loss: Vec<(u64, f64)>,
-    /// What the score is called.
+    /// Name of the score.
     pub score_name: String,
     /// The score, 0 to 1, by step, for each test set. A name may start with `test/`.
     pub scores: Vec<(String, Vec<(u64, f64)>)>,
@@ -197,7 +197,7 @@ impl Set {
     }
 }
 
-/// What stands beside the end of a line.
+/// Label beside the end of a line.
 struct Name {
     text: String,
     end: Point,
@@ -239,7 +239,7 @@ impl Axis {
     }
 }
 
-/// What the picture is drawn on. Places are in pixels of a page, a text's is the middle of its height.
+/// Drawing surface. Places are in pixels of a page, a text's is the middle of its height.
 struct Page<DB: DrawingBackend> {
     canvas: DrawingArea<DB, Shift>,
     /// Whether plotters makes the pixels itself.

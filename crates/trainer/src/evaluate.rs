@@ -34,7 +34,7 @@ impl Evaluation {
     }
 }
 
-/// What was counted of a set, or of several.
+/// Counts over a set, or over several.
 #[derive(Debug, Default)]
 struct Count {
     tally: Tally,
@@ -59,7 +59,7 @@ pub(crate) fn split_name(split: Split) -> &'static str {
     }
 }
 
-/// What is tested, and in which portions.
+/// Sets to test, and in which portions.
 #[derive(Debug, Clone)]
 pub struct Testing<'a> {
     /// The task.

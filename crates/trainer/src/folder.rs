@@ -17,7 +17,7 @@ pub enum FolderError {
     /// Reading or writing failed.
     #[error("can't {doing} {path}: {source}")]
     Io {
-        /// What was tried.
+        /// The action that was tried.
         doing: &'static str,
         /// The file or folder.
         path: PathBuf,
@@ -86,7 +86,7 @@ pub enum FolderError {
     Remains {
         /// The folder.
         path: PathBuf,
-        /// What is left.
+        /// The files that are left.
         what: &'static str,
     },
     /// The folder holds no trained run.
@@ -128,9 +128,9 @@ pub enum FolderError {
     Corrupt {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         why: String,
-        /// What would do.
+        /// The remedy.
         remedy: String,
     },
     /// The metrics are not those that the checkpoint was written beside.
@@ -141,12 +141,12 @@ pub enum FolderError {
     Metrics {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         why: String,
     },
 }
 
-/// What to do with a folder that holds a run.
+/// Treatment of a folder that holds a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
     /// Refuse.
@@ -363,7 +363,7 @@ pub fn read_summary(root: &Path) -> Option<serde_json::Value> {
     serde_json::from_slice(&fs::read(root.join(SUMMARY)).ok()?).ok()
 }
 
-/// What a folder holds before a run begins there.
+/// Contents of a folder before a run begins there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Holding {
     /// Nothing of a run.

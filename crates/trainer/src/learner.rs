@@ -95,7 +95,7 @@ impl<B: LinearAttentionBackend> Learner<B> {
     }
 }
 
-/// What a training step leaves: the loss, on the device until it is asked for.
+/// Result of a training step: the loss, on the device until it is asked for.
 #[derive(Debug)]
 pub struct TrainLoss<B: Backend>(pub Tensor<B, 1>);
 
@@ -107,7 +107,7 @@ impl<B: Backend> ItemLazy for TrainLoss<B> {
     }
 }
 
-/// What an inference step leaves.
+/// Result of an inference step.
 #[derive(Debug)]
 pub struct Answers<B: Backend> {
     loss: Tensor<B, 1>,

@@ -1,4 +1,4 @@
-//! What a person sees while a run goes on: Burn's dashboard on a terminal, plain lines elsewhere.
+//! Display of a run under way: Burn's dashboard on a terminal, plain lines elsewhere.
 
 use crate::terminal;
 use burn::data::dataloader::Progress as Part;
@@ -222,7 +222,7 @@ impl Pace {
 
 type Hook = Box<dyn Fn(&PanicHookInfo<'_>) + Send + Sync>;
 
-/// What Burn's renderer panics with, in its own thread and in its caller's, after `q` and `k`.
+/// Message that Burn's renderer panics with, in its own thread and in its caller's, after `q` and `k`.
 const KILL: &str = "Killing training from user input.";
 
 /// Burn's terminal dashboard, driven from our own loop.
@@ -233,7 +233,7 @@ struct Dashboard {
     hook_before: Option<Arc<Hook>>,
     /// Goes when the renderer has gone.
     hushed: Option<terminal::Hushed>,
-    /// What stays when the dashboard goes: the last lines on training and on evaluation, and notes.
+    /// Lines that stay when the dashboard goes: the last on training and on evaluation, and notes.
     last: [Option<String>; 3],
 }
 

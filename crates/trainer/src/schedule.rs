@@ -1,4 +1,4 @@
-//! What happens at which step: pure functions of the config, so that a resumed run needs no memory.
+//! Batches and learning rates by step: pure functions of the config, so that a resumed run needs no memory.
 
 use crate::config::{Order, Per, RunConfig, ScheduleConfig, Shape};
 use linattn_tasks::{SetInfo, Split, Task};

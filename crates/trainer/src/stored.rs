@@ -117,7 +117,7 @@ fn untrained() -> TrainConfig {
     }
 }
 
-/// What a run's `config.toml` may be.
+/// Kinds of `config.toml` that a run may have.
 #[derive(Debug)]
 enum Origin {
     Trained(Box<RunConfig>),
@@ -193,7 +193,7 @@ fn file_of(tokenizer: Option<&TokenizerConfig>) -> Option<PathBuf> {
     }
 }
 
-/// What [`store_model`] puts into a folder besides the weights.
+/// Contents of a folder that [`store_model`] writes, besides the weights.
 #[derive(Debug, Clone)]
 pub struct ImportedModel<'a> {
     /// The model's config.

@@ -28,13 +28,13 @@ pub struct TrainJob {
     pub run: RunConfig,
     /// Folder that holds one folder a run.
     pub output: PathBuf,
-    /// What to do if that folder is there.
+    /// Treatment of that folder if it is there.
     pub start: Start,
     /// The devices, as a person names them.
     pub device: String,
     /// The commit that the program was started in, if it is known.
     pub commit: Option<String>,
-    /// What a person sees meanwhile.
+    /// Display of the run under way.
     pub progress: ProgressStyle,
     /// Ends the run after the current step, with everything saved.
     pub stop: Interrupter,
@@ -62,14 +62,14 @@ impl Status {
     }
 }
 
-/// What a run left.
+/// Result of a run.
 #[derive(Debug)]
 pub struct Outcome {
     /// How it ended.
     pub status: Status,
     /// Its folder.
     pub folder: PathBuf,
-    /// What stands in `summary.json`.
+    /// Contents of `summary.json`.
     pub summary: Value,
 }
 
@@ -88,9 +88,9 @@ pub enum TrainError {
     /// Something could not be written in the middle of the run.
     #[error("{source}; {kept}")]
     Cut {
-        /// What, and why.
+        /// The action that failed, and why.
         source: FolderError,
-        /// What there is to go on with.
+        /// The checkpoints to go on from.
         kept: String,
     },
     /// The loss or its gradient is no number any more.
@@ -352,7 +352,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         self.folder.root().join("checkpoints")
     }
 
-    /// What there is to go on with after a failure, in words.
+    /// The checkpoints to go on from after a failure, in words.
     fn kept(&self) -> String {
         match self.folder.has_checkpoint() {
             true => format!("--resume goes on from the last of {}", self.checkpoints().display()),

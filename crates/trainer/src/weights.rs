@@ -58,7 +58,7 @@ fn for_backend<B: Backend>(stored: &TensorSnapshot) -> TensorSnapshot {
     )
 }
 
-/// What kept a file's weights from being all of a model's, and no more.
+/// Differences between a file's weights and a model's.
 fn complaints(result: &ApplyResult) -> Option<String> {
     let missing = result.missing.iter().map(|(name, _)| format!("{name} is missing"));
     let unknown = result.unused.iter().map(|name| format!("{name} is none of the model's"));

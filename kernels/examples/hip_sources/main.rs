@@ -296,7 +296,7 @@ impl<'a> Case<'a> {
         step::launch(case.client, variant, case.dims, case.dtype, &x).map(|_| ())
     }
 
-    /// What stands around a recurrence, in every form; `enter` is called after each launch.
+    /// Layers around a recurrence, in every form; `enter` is called after each launch.
     fn around(
         &self,
         mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,

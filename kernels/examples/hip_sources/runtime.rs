@@ -64,7 +64,7 @@ impl Arch {
         AMDArchitecture::parse(self.name()).expect("CubeCL knows it")
     }
 
-    /// What CubeCL's HIP runtime makes of what the driver says of such a GPU.
+    /// Properties that CubeCL's HIP runtime derives from the driver's report on such a GPU.
     fn properties(self) -> DeviceProperties {
         let arch = self.parsed();
         let wmma = WmmaIntrinsicCompiler::supported_wmma_combinations(&arch);
@@ -117,7 +117,7 @@ pub struct Compiled {
     pub shared_bytes: usize,
 }
 
-/// What was compiled, or why not, in the order of launches.
+/// Sources that were compiled, or the errors, in the order of launches.
 #[derive(Debug, Default)]
 pub struct Records(Mutex<Vec<Result<Compiled, String>>>);
 

@@ -57,7 +57,7 @@ pub struct Tensors<'a> {
     pub decay: f32,
 }
 
-/// What all tensors of a step share.
+/// Numbers that all tensors of a step share.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Hyper {
     /// The learning rate.
@@ -103,7 +103,7 @@ pub struct Updated {
     pub v: Buffer,
 }
 
-/// What a kernel over several tensors is compiled for.
+/// Compile-time values of a kernel over several tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     source: &'static str,

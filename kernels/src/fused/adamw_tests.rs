@@ -52,7 +52,7 @@ impl Numbers {
         Tensors { param, gradient, m, v, len: self.values[0].len(), decay: self.decay }
     }
 
-    /// What the step should give: parameters and moments.
+    /// The expected result of the step: parameters and moments.
     fn stepped(&self, factor: f64) -> [Vec<f64>; 3] {
         let single = |x: f32| f64::from(x);
         let mut all = [vec![], vec![], vec![]];

@@ -121,7 +121,7 @@ impl Split {
     }
 }
 
-/// What the kernel is compiled for.
+/// Compile-time values of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     source: &'static str,

@@ -72,27 +72,27 @@ pub struct Dims {
 pub struct Head {
     /// Columns of a head, from 1 to 256, a divisor of the part's.
     pub width: usize,
-    /// What rows of length 1 are multiplied by.
+    /// Factor of rows of length 1.
     pub factor: f64,
     /// Added to the sum of squares.
     pub epsilon: f64,
 }
 
-/// What becomes of columns.
+/// Treatment of columns.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
     /// Convolution over time, if there are weights; then an activation; then a norm.
     Conv {
-        /// What the sum goes through.
+        /// Activation of the sum.
         activation: Activation,
-        /// What is normalised.
+        /// Heads to normalise.
         head: Option<Head>,
     },
     /// Nothing.
     Copy,
     /// `scale sigmoid(x)`, f32.
     Beta {
-        /// What the sigmoid is multiplied by.
+        /// Factor of the sigmoid.
         scale: f64,
     },
     /// `-e^{a_log} softplus(x + dt_bias)`, f32.
@@ -107,7 +107,7 @@ pub enum Kind {
 pub struct Columns {
     /// How many there are.
     pub width: usize,
-    /// What becomes of them.
+    /// Their treatment.
     pub kind: Kind,
 }
 
@@ -295,7 +295,7 @@ fn backward_as<R: Runtime>(
     Ok(out)
 }
 
-/// What a launch is compiled for.
+/// Compile-time values of a launch.
 fn form<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,

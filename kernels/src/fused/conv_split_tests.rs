@@ -220,7 +220,7 @@ impl Case {
         }
     }
 
-    /// What a gradient of z adds to others.
+    /// Adds the share of one gradient of z to the other gradients.
     fn add(&self, of: &Tensors, d: &mut Tensors, [b, t, column]: [usize; 3], d_z: f64) {
         if self.biased {
             d.bias[column] += d_z;

@@ -28,7 +28,7 @@ const HELD: usize = 32;
 const MOST_VECTORS: usize = 8;
 /// Fewest units of a team: their vectors fill a sector of memory or more.
 const FEWEST: usize = 8;
-/// What stands for no logit: below all others, and finite.
+/// Stands for no logit: below all others, and finite.
 const LOWEST: f32 = -3.0e38;
 
 /// Sizes of logits.
@@ -51,7 +51,7 @@ pub struct Types {
     pub target: StorageType,
 }
 
-/// What [`loss_rows`] is compiled for.
+/// Compile-time values of [`loss_rows`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     source: &'static str,
@@ -233,12 +233,12 @@ struct Joined {
     sum: f32,
 }
 
-/// What makes a gradient of exponentials.
+/// Numbers that make a gradient of exponentials.
 #[derive(CubeType, Clone, Copy)]
 struct Slope {
-    /// What an exponential is multiplied by.
+    /// Factor of an exponential.
     factor: f32,
-    /// What is taken off at the target.
+    /// Taken off at the target.
     scale: f32,
     goal: usize,
 }

@@ -190,7 +190,7 @@ pub fn gather<R: Runtime>(
     Ok(y)
 }
 
-/// What [`gather_rows`] is compiled for, besides types.
+/// Compile-time values of [`gather_rows`], besides types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct GatherForm {
     source: &'static str,
@@ -224,7 +224,7 @@ fn gather_rows<T: Float, F: Float, I: Int, N: Size>(
     y[n] = Vector::<F, N>::cast_from(value);
 }
 
-/// What [`tile_sums`] is compiled for.
+/// Compile-time values of [`tile_sums`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     source: &'static str,
@@ -482,7 +482,7 @@ fn add_rows<F: Float>(
     sums[open * units + unit] += sum;
 }
 
-/// What [`sum_splits`] is compiled for.
+/// Compile-time values of [`sum_splits`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct SumForm {
     source: &'static str,

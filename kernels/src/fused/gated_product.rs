@@ -51,7 +51,7 @@ pub enum Operands<T> {
     },
 }
 
-/// What the kernels are compiled for.
+/// Compile-time values of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     source: &'static str,

@@ -151,7 +151,7 @@ pub struct Backward {
     pub bias: Option<Buffer>,
 }
 
-/// What the kernels are compiled for.
+/// Compile-time values of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     source: &'static str,

@@ -19,7 +19,7 @@ use cubecl::server::Handle;
 /// Most matrices of a launch.
 pub const MOST: usize = 8;
 
-/// What the kernels are compiled for.
+/// Compile-time values of the kernels.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Form {
     source: &'static str,

@@ -216,7 +216,7 @@ impl Keys<'_> {
         model
     }
 
-    /// What all layers' mixers have but the first's.
+    /// Keys that all layers' mixers have but the first's.
     fn later(&mut self, family: &Family) -> Map<String, Value> {
         let mut later = Map::new();
         if family.bounds && !self.flag("use_lower_bound", "true") {

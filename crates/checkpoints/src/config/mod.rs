@@ -12,7 +12,7 @@ use serde_json::Value;
 pub(crate) use export::export;
 pub(crate) use import::import;
 
-/// What a key of `config.json` says of our mixer. Defaults are JSON, for where the key is left out.
+/// Meaning of a key of `config.json` for our mixer. Defaults are JSON, for where the key is left out.
 #[derive(Debug)]
 pub(crate) enum Rule {
     /// Theirs, ours, default: one value under two names.

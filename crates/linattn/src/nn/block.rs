@@ -118,7 +118,7 @@ impl From<LayerConfig> for LayerEntry {
     }
 }
 
-/// What a layer is made of.
+/// Parts of a layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayerConfig {
@@ -127,7 +127,7 @@ pub struct LayerConfig {
     pub repeat: usize,
     /// The token mixer.
     pub mixer: MixerConfig,
-    /// What comes after it.
+    /// The channel mixer that follows the mixer.
     #[serde(default)]
     pub mlp: MlpConfig,
     /// Short convolutions before the mixer and in the MLP.
@@ -249,7 +249,7 @@ impl<B: LinearAttentionBackend> Tails<B> {
     }
 }
 
-/// What comes after the mixer.
+/// Channel mixer that follows the mixer.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MlpConfig {
@@ -610,7 +610,7 @@ impl<B: Backend> Mlp<B> {
 }
 
 impl<B: LinearAttentionBackend> Mlp<B> {
-    /// What is added to the residual, `[B, T, D]`, from normalised rows.
+    /// Addition to the residual, `[B, T, D]`, from normalised rows.
     fn forward(&self, x: Tensor<B, 3>, canon: &Canon<B>, tails: &mut Tails<B>) -> Tensor<B, 3> {
         let x = tails.canon(canon.before_mlp.as_ref(), x);
         let mut inside = canon.inside_mlp.iter();
@@ -625,7 +625,7 @@ impl<B: LinearAttentionBackend> Mlp<B> {
     }
 }
 
-/// What a layer keeps between tokens.
+/// State of a layer between two tokens.
 #[derive(Debug, Clone)]
 pub struct BlockState<B: Backend> {
     /// The mixer's.
@@ -665,7 +665,7 @@ impl LayerConfig {
         })
     }
 
-    /// What one such layer costs.
+    /// Cost of one such layer.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {

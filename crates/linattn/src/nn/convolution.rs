@@ -38,7 +38,7 @@ impl<B: Backend> ShortConvolution<B> {
     }
 }
 
-/// What convolutions of `channels` channels in all cost; nothing for a window of 0.
+/// Cost of convolutions of `channels` channels in all; nothing for a window of 0.
 pub(crate) fn convolution_cost(width: usize, channels: usize) -> Cost {
     Cost {
         state_bytes: 4 * (width.saturating_sub(1) * channels) as u64,

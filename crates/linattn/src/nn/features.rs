@@ -264,7 +264,7 @@ pub struct Features<B: Backend> {
     fixed: Vec<f32>,
 }
 
-/// What [`FeatureMap::init`] made for this map.
+/// Weights that [`FeatureMap::init`] made for this map.
 fn made<T>(part: &Option<T>) -> &T {
     part.as_ref().expect("`init` made what the map needs")
 }

@@ -76,8 +76,8 @@ pub(crate) fn share_heads<B: Backend>(x: Tensor<B, 4>, heads: usize) -> Tensor<B
         .reshape([batch, tokens, heads, width])
 }
 
-/// What stood before each token of `x`, `[B, T, D]`, zeros before the first of all; and the last
-/// token, `[B, 1, D]`, which is `last` to what comes next.
+/// The token before each token of `x`, `[B, T, D]`, zeros before the first of all; and the last token,
+/// `[B, 1, D]`, which is the `last` of the next call.
 pub(crate) fn shift_tokens<B: Backend>(
     x: &Tensor<B, 3>,
     last: Option<Tensor<B, 3>>,

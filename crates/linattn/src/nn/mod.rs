@@ -40,7 +40,7 @@ pub struct ConfigError {
     pub key: String,
     /// Its value.
     pub got: String,
-    /// What would do.
+    /// The values that would be accepted.
     pub want: String,
 }
 
@@ -58,7 +58,7 @@ impl ConfigError {
     }
 }
 
-/// What a layer costs, for one sequence.
+/// Cost of a layer, for one sequence.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Bytes that have to be kept between two steps, in f32, after `length` tokens.

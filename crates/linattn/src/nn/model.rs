@@ -25,7 +25,7 @@ pub struct LanguageModelConfig {
     /// Whether a bias is added to the logits; only where embeddings are not tied.
     #[serde(default)]
     pub head_bias: bool,
-    /// What logits are made from.
+    /// Source of the logits.
     #[serde(default)]
     pub head: HeadKind,
     /// The norm before mixers, MLPs and logits.
@@ -47,15 +47,15 @@ pub struct LanguageModelConfig {
     pub embedding_dropout: f64,
 }
 
-/// What the logits of a position are made from.
+/// Source of the logits of a position.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HeadKind {
-    /// What the layers give at that position.
+    /// The layers' output at that position.
     #[default]
     Position,
-    /// What the layers give at the last position alone, and the position's number: the sequence has
-    /// to fit into one vector. Source: MAD, arXiv 2403.17844.
+    /// The layers' output at the last position alone, and the position's number: the sequence has to fit
+    /// into one vector. Source: MAD, arXiv 2403.17844.
     AutoEncoder,
 }
 
@@ -162,7 +162,7 @@ impl LanguageModelConfig {
         Ok(model.map(&mut Rescale { linear, residual, path: vec![] }))
     }
 
-    /// What the layers cost over sequences of `length` tokens, embedding and logits aside.
+    /// Cost of the layers over sequences of `length` tokens, embedding and logits aside.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, length: usize) -> Result<Cost, ConfigError> {
@@ -228,7 +228,7 @@ pub struct LanguageModel<B: Backend> {
     precision: Option<DType>,
 }
 
-/// What every layer keeps between tokens.
+/// States of all layers between two tokens.
 #[derive(Debug, Clone)]
 pub struct LanguageModelState<B: Backend> {
     /// First layer first.

@@ -1,11 +1,11 @@
-//! What layers read of one another: handed from the first to the last, once through the model. It is
-//! no state: nothing of it is kept for the next token.
+//! Tensors that layers read of one another: handed from the first to the last, once through the model.
+//! They are no state: nothing of them is kept for the next token.
 
 use super::ConfigError;
 use super::mixers::{AttentionConfig, KeyValueCache, MixerConfig, Rwkv7Config};
 use burn::tensor::{Tensor, backend::Backend};
 
-/// What the layers so far have left for later ones, of the tokens that are being worked off.
+/// Tensors that earlier layers left for later ones, of the tokens that are being computed.
 #[derive(Debug, Clone, Default)]
 pub struct Shared<B: Backend> {
     /// Values of the first `rwkv7` layer, `[B, T, H V]`.

@@ -198,7 +198,7 @@ pub enum StateError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         why: String,
     },
     /// A file that cannot be written.
@@ -206,7 +206,7 @@ pub enum StateError {
     Write {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         why: String,
     },
     /// A state of more layers, or fewer.
@@ -224,9 +224,9 @@ pub enum StateError {
         layer: usize,
         /// Its tensor, or what else of it.
         tensor: String,
-        /// What it is.
+        /// The state that was given.
         got: String,
-        /// What would do.
+        /// The state that would be accepted.
         want: String,
     },
 }
@@ -369,7 +369,7 @@ const TOKENS: &str = "tokens";
 /// Of the format.
 const VERSION: u32 = 1;
 
-/// What a file says of its state.
+/// A file's metadata about its state.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Header {
@@ -379,7 +379,7 @@ struct Header {
     text: Option<TextHeader>,
 }
 
-/// What a file says of a layer.
+/// A file's metadata about a layer.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct LayerHeader {
@@ -389,7 +389,7 @@ struct LayerHeader {
     position: Option<usize>,
 }
 
-/// What a file says of its text.
+/// A file's metadata about its text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct TextHeader {
@@ -611,7 +611,7 @@ impl<B: Backend> Reading<'_, B> {
     }
 }
 
-/// What grows in a layer grows together.
+/// Checks that tensors of a layer that grow have grown together.
 fn check_grown<B: Backend>(layer: usize, list: &[Named<B>]) -> Result<(), StateError> {
     let mut growing = list.iter().filter_map(|t| Some((t, t.shape[t.grows?])));
     let Some((_, tokens)) = growing.next() else { return Ok(()) };

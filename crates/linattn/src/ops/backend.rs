@@ -1,4 +1,4 @@
-//! What a backend provides, and the default that every backend gets: tensor operations.
+//! The trait of a backend, and the default that every backend gets: tensor operations.
 
 use super::autodiff::Pass;
 use super::fused::{
@@ -88,13 +88,13 @@ impl<T: TensorMetadata> Operands<T> {
     }
 }
 
-/// What the forward pass keeps for the backward pass: which tensors, and how they lie, is the
-/// backend's own affair. Empty if nothing was to be kept.
+/// Saved tensors: those that the forward pass keeps for the backward pass. Which, and how they lie, is
+/// the backend's own affair. Empty if nothing was to be kept.
 #[derive(Debug, Clone)]
 pub struct Saved<T> {
     /// The tensors.
     pub tensors: Vec<T>,
-    /// What a fused stream keeps for the backend inside.
+    /// Saved tensors of the backend inside a fused stream.
     #[cfg(feature = "fusion")]
     pub hidden: Option<Hidden>,
 }

@@ -123,7 +123,7 @@ impl Sizes {
     }
 }
 
-/// What both passes are made of, for all chunks at once.
+/// Operands of both passes, for all chunks at once.
 struct Chunks<B: Backend> {
     sizes: Sizes,
     q: Tensor<B, 4>,

@@ -99,8 +99,8 @@ const OUTPUTS: &str = "as many outputs as were promised";
 const INPUTS: &str = "as many inputs as were given";
 
 impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusion<B> {
-    /// What the backend inside keeps for the backward pass never enters the stream, which would have
-    /// to know its shapes: it waits where the backward pass's node finds it.
+    /// Saved tensors of the backend inside never enter the stream, which would have to know their shapes:
+    /// they wait where the backward pass's node finds them.
     fn chunkwise(
         x: Operands<FloatTensor<Self>>,
         chunk: usize,

@@ -138,7 +138,7 @@ struct Asked<B: Backend> {
     b: Tensor<B, 4>,
 }
 
-/// What a delta rule was made of, in chunks: kept to take its gradients apart again.
+/// Inputs of a delta rule, in chunks: kept to take its gradients apart again.
 struct Delta<B: Backend> {
     beta: Tensor<B, 4>,
     /// The row that asks, before beta; the keys where there is none of its own.
@@ -238,7 +238,7 @@ impl<B: Backend> Chunks<B> {
         Scores { read: decays.scores(&self.q, &self.k, self.reads), answers }
     }
 
-    /// What Z is made of besides values, and where it goes.
+    /// T a~ and b^: how Z reads the state, and how it is written.
     fn answers(&self, scores: &Scores<B>) -> Option<Answers<B>> {
         let (Asked { a, b }, scores) = self.asked.as_ref().zip(scores.answers.as_ref())?;
         let asking = self.decays.since_start(a, Asks::Before);
@@ -291,7 +291,7 @@ struct Answers<B: Backend> {
     kept: Tensor<B, 4>,
 }
 
-/// What the forward pass keeps for the backward pass.
+/// Saved tensors.
 struct Kept<B: Backend> {
     /// At the chunks' starts.
     states: Tensor<B, 4>,

@@ -60,7 +60,7 @@ pub const DEFAULT_CHUNK: usize = 64;
 /// Chunk lengths that the operations take.
 pub const CHUNKS: &[usize] = &[1, 2, 4, 8, 16, 32, 64, 128];
 
-/// What an operation gives: its outputs, and the state after the last token.
+/// Result of an operation: its outputs, and the state after the last token.
 pub type OpResult<B> = Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>;
 
 /// How much of its memory a head keeps: natural logs, finite and at most 0 (0 keeps all, -0.69 half).

@@ -26,7 +26,7 @@ use burn::backend::autodiff::{
 };
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
-/// What a scan's numbers are.
+/// Kind of numbers of a scan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScanField {
     /// Real.
@@ -39,24 +39,24 @@ pub enum ScanField {
 /// parts and then all imaginary parts of a token: C is 2 D for them, and D if real.
 #[derive(Debug, Clone)]
 pub struct Scan<T> {
-    /// What is kept, `[B, T, C]`.
+    /// Factors of the state, `[B, T, C]`.
     pub a: T,
-    /// What is added, `[B, T, C]`.
+    /// Additions to the state, `[B, T, C]`.
     pub b: T,
-    /// What came before the first token, `[B, 1, C]`.
+    /// The state before the first token, `[B, 1, C]`.
     pub state: T,
     /// Real or complex.
     pub field: ScanField,
 }
 
-/// What the backward pass of a scan needs; shapes as in [`Scan`].
+/// Arguments of the backward pass of a scan; shapes as in [`Scan`].
 #[derive(Debug, Clone)]
 pub struct Scanned<T> {
-    /// What is kept.
+    /// Factors of the state.
     pub a: T,
-    /// What came before the first token.
+    /// The state before the first token.
     pub state: T,
-    /// What the scan gave, `[B, T, C]`.
+    /// Output of the scan, `[B, T, C]`.
     pub h: T,
     /// Real or complex.
     pub field: ScanField,
@@ -237,7 +237,7 @@ impl<B: Backend> Numbers<B> {
         self.clone().map(|x| x.narrow(1, from, tokens))
     }
 
-    /// What comes after, in time.
+    /// These tokens, and those of `later` after them.
     fn then(self, later: Self) -> Self {
         self.zip(later, |x, y| Tensor::cat(vec![x, y], 1))
     }
@@ -371,7 +371,7 @@ fn looped<B: Backend, E: Number>(x: Scan<FloatTensor<B>>) -> FloatTensor<B> {
     primitive(Tensor::<B, 3>::from_data(h, (&device, dtype)))
 }
 
-/// What the loop reckons with.
+/// Numbers of the loop.
 #[cfg(feature = "cpu")]
 trait Number:
     burn::tensor::Element
@@ -405,7 +405,7 @@ impl Number for f64 {}
 #[derive(Debug)]
 struct ScanNode;
 
-/// What a node keeps: where its inputs are found again, and its output.
+/// Saved tensors of a node: where its inputs are found again, and its output.
 #[derive(Debug, Clone)]
 struct Kept<B: LinearAttentionBackend> {
     a: NodeId,

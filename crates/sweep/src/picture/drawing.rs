@@ -58,7 +58,7 @@ enum Mark {
     Text { text: String, at: Point, size: f64, colour: RGBColor, anchor: HPos },
 }
 
-/// What a picture is made of, in the order of drawing.
+/// Marks of a picture, in the order of drawing.
 #[derive(Clone)]
 pub(crate) struct Drawing {
     size: (f64, f64),

@@ -30,7 +30,7 @@ pub(crate) struct Line {
     pub(crate) cells: Vec<Cell>,
 }
 
-/// What stands in one place.
+/// One cell of a table.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Cell {
     /// By replicate.
@@ -192,7 +192,7 @@ fn columns(sweep: &Sweep, groups: &[&Chosen]) -> Vec<Column> {
     }
 }
 
-/// Whatever tells a group from others in its table, but for its column.
+/// Name of a line: everything that tells a group from others in its table, except its column.
 pub(crate) fn line_name(report: &ReportConfig, group: &Chosen) -> String {
     let elsewhere = |name: &String| {
         report.columns.as_ref() == Some(name)
@@ -281,7 +281,7 @@ impl Cell {
     }
 }
 
-/// What a number of the rows is called in a table.
+/// Heading of a number of the rows in a table.
 fn also_heading(name: &str) -> &str {
     ALSO.iter().find(|(known, _)| *known == name).map_or(name, |(_, heading)| *heading)
 }
@@ -301,7 +301,7 @@ fn common_mean(lists: &[BTreeMap<String, f64>]) -> BTreeMap<String, f64> {
     first.keys().filter_map(mean).collect()
 }
 
-/// What was chosen; where cells are averaged, only whether all chose the same.
+/// The setting that was chosen; where cells are averaged, only whether all chose the same.
 fn choices(groups: &[&&Chosen]) -> String {
     let write = |group: &&&Chosen| {
         let parts = group.choice.iter().map(|(name, value)| format!("{} {value}", last(name)));
@@ -405,7 +405,7 @@ impl<'a> Beside<'a> {
     }
 }
 
-/// What a table has for a model in a column, if that is the same thing beside our columns.
+/// A published table's value for a model in a column, if it is the same thing beside our columns.
 pub(crate) fn comparable_value(
     table: &PublishedTable,
     model: &str,

@@ -248,7 +248,7 @@ enum Part {
     Expression(usize),
 }
 
-/// What stands before an operand: `left operator`, then perhaps a minus of the operand's own.
+/// Prefix of an operand: `left operator`, then perhaps a minus of the operand's own.
 #[derive(Clone, Copy)]
 struct Pending {
     left: u32,

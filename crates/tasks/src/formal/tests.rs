@@ -39,7 +39,7 @@ fn end(example: &Example) -> (usize, u32) {
     answers[0]
 }
 
-/// What a person reads up to the answer.
+/// An example as text, up to the answer.
 fn text<L: Language>(task: &Formal<L>, example: &Example) -> String {
     example.input[..=end(example).0].iter().map(|&id| task.token(id)).collect()
 }

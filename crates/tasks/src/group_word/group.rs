@@ -13,7 +13,7 @@ use std::collections::HashMap;
 /// A finite group whose elements are `0..order`, 0 the identity.
 #[derive(Debug, Clone)]
 pub(super) struct Group {
-    /// What a person calls each element.
+    /// Name of each element, for people.
     names: Vec<String>,
     /// How many points each element moves.
     moved: Vec<usize>,
@@ -25,7 +25,7 @@ pub(super) struct Group {
 const MOST: usize = 1024;
 
 impl Group {
-    /// What [`Group::parse`] reads.
+    /// Syntax that [`Group::parse`] reads.
     pub(super) const SYNTAX: &str =
         "S<n>, A<n>, Z<n> or some of them joined by `_x_`, with 2 to 1024 elements together";
 

@@ -96,7 +96,7 @@ impl Compression {
     }
 }
 
-/// What is random in an example: the ids before the last.
+/// Random part of an example: the ids before the last.
 #[derive(Debug)]
 struct Draws {
     ids: Vec<u32>,

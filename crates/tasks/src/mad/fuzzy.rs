@@ -123,7 +123,7 @@ pub struct FuzzyInContextRecall {
     sets: Splits<usize>,
 }
 
-/// What motifs are made of.
+/// Ids and widths that motifs are made of.
 #[derive(Debug, Clone, Copy)]
 struct Motifs {
     /// Ids of keys, `0..keys`.
@@ -291,7 +291,7 @@ impl Motifs {
     }
 }
 
-/// What is random in an example.
+/// Random part of an example.
 #[derive(Debug)]
 struct Draws {
     /// With different keys. The first is the probe.

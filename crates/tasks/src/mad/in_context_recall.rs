@@ -160,7 +160,7 @@ impl NoisyInContextRecallConfig {
 /// In-context recall, plain or among noise, checked and ready to draw from.
 #[derive(Debug, Clone)]
 pub struct InContextRecall {
-    /// What its random numbers are for: the two tasks share none.
+    /// Tag of its random numbers: the two tasks share none.
     purpose: [u8; 8],
     seed: u64,
     ids: Ids,
@@ -175,7 +175,7 @@ struct Ids {
     vocab: u32,
 }
 
-/// What the examples of one set have in common.
+/// Values that all examples of one set share.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     /// With the probe.
@@ -318,7 +318,7 @@ impl Shown {
     }
 }
 
-/// What is random in an example: a key with its value, or noise with noise. The last is the probe.
+/// Random part of an example: a key with its value, or noise with noise. The last is the probe.
 #[derive(Debug)]
 struct Draws {
     pairs: Vec<[u32; 2]>,

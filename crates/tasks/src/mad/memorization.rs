@@ -124,7 +124,7 @@ fn draw_values(vocab: u32, seed: u64) -> Vec<u32> {
     values
 }
 
-/// What is random in an example.
+/// Random part of an example.
 #[derive(Debug)]
 struct Draws {
     keys: Vec<u32>,

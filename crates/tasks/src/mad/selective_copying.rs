@@ -113,7 +113,7 @@ pub struct SelectiveCopying {
     sets: Splits<Shape>,
 }
 
-/// What the examples of one set have in common.
+/// Values that all examples of one set share.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     copy: usize,
@@ -148,7 +148,7 @@ impl SelectiveCopying {
     }
 }
 
-/// What is random in an example.
+/// Random part of an example.
 #[derive(Debug)]
 struct Draws {
     tokens: Vec<u32>,

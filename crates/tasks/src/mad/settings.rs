@@ -25,7 +25,7 @@ pub fn published_settings() -> Vec<Setting> {
     GRIDS.iter().flat_map(Grid::settings).collect()
 }
 
-/// What settings differ in. A task ignores the knobs that it does not have.
+/// Numbers in which settings differ. A task ignores the knobs that it does not have.
 #[derive(Clone, Copy)]
 struct Knobs {
     vocab: u32,

@@ -1,4 +1,4 @@
-//! What the six tasks have in common. Each has tests of its own besides.
+//! Promises that all six tasks share. Each has tests of its own besides.
 
 use std::collections::HashSet;
 

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::corpus::Prose;
 use crate::tokenizer::Tokenizer;
 
-/// What is hidden, and where.
+/// Kind of needle, and of the haystack around it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Needle {
@@ -34,7 +34,7 @@ impl Needle {
         self != Self::NumberInNoise
     }
 
-    /// What the value is called, in the singular.
+    /// Noun for the value, in the singular.
     fn kind(self) -> &'static str {
         if self == Self::UuidInEssays { "uuid" } else { "number" }
     }
@@ -60,7 +60,7 @@ fn depth_in_percent(place: f64) -> u32 {
     (100.0 * step as f64 / (DEPTHS - 1) as f64).round() as u32
 }
 
-/// What is random in a needle sample.
+/// Random part of a needle sample.
 #[derive(Debug, Clone)]
 pub(super) struct Hidden {
     pub(super) needle: Needle,
@@ -73,7 +73,7 @@ pub(super) struct Hidden {
 }
 
 impl Hidden {
-    /// What is to be written after the prompt, which ends without a space.
+    /// Text to write after the prompt, which ends without a space.
     pub(super) fn answer(&self) -> String {
         format!(" {}", self.value)
     }

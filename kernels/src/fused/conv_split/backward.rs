@@ -15,7 +15,7 @@ const SHARERS: usize = UNITS / COLUMNS;
 /// Numbers that a unit asks for at once.
 const AHEAD: usize = 4;
 
-/// What is filled.
+/// Outputs of the kernel.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct XGradients<F: Float, N: Size> {
     pub x: Array<Vector<F, N>>,
@@ -385,7 +385,7 @@ fn keep_number<F: Float, N: Size>(
     }
 }
 
-/// What [`add_rows`] is compiled for.
+/// Compile-time values of [`add_rows`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct SumForm {
     pub source: &'static str,

@@ -198,7 +198,7 @@ impl Part {
     }
 }
 
-/// What a kernel is compiled for.
+/// Compile-time values of a kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Form {
     pub source: &'static str,
@@ -306,7 +306,7 @@ impl Form {
         }
     }
 
-    /// What parts know of each other. The sums: W C of weights, C of the bias, then of `dt_bias` and, by
+    /// Offsets of parts among each other. The sums: W C of weights, C of the bias, then of `dt_bias` and, by
     /// columns, of `a_log`.
     fn finish(&mut self, x: &Inputs<'_>) {
         let (backward, convolved) = (self.backward, self.convolved);

@@ -28,7 +28,7 @@ pub(super) struct Sizes {
     pub cubes: u32,
 }
 
-/// What a unit has to do.
+/// Work of a unit.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Place {
     /// Which sequence, and which chunk of all.

@@ -138,7 +138,7 @@ impl AttentionConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`, over sequences of `length` tokens.
+    /// Cost in a model of width `d_model`, over sequences of `length` tokens.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
@@ -198,7 +198,7 @@ impl<B: Backend> KeyValueCache<B> {
         }
     }
 
-    /// What the tokens after these see through `window`.
+    /// The part of the cache that later tokens see through `window`.
     fn within(self, window: Option<usize>) -> Self {
         let tokens = self.keys.dims()[2];
         match window {

@@ -43,7 +43,7 @@ impl BaseConvConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
@@ -56,7 +56,7 @@ impl BaseConvConfig {
     }
 }
 
-/// What [`BaseConv`] keeps between tokens: the last inputs of its convolution, `[B, W - 1, D]`.
+/// Conv state of [`BaseConv`]: the last inputs of its convolution, `[B, W - 1, D]`.
 #[derive(Debug, Clone)]
 pub struct ConvolutionTail<B: Backend>(pub Tensor<B, 3>);
 

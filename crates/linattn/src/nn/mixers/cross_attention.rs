@@ -102,7 +102,7 @@ impl CrossAttentionConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`, over sequences of `length` tokens. Keys and values
+    /// Cost in a model of width `d_model`, over sequences of `length` tokens. Keys and values
     /// are counted where they are made.
     /// # Errors
     /// As [`init`](Self::init).

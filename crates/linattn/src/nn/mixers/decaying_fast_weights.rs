@@ -102,7 +102,7 @@ impl DecayingFastWeightsConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
@@ -144,7 +144,7 @@ pub struct DecayingFastWeights<B: Backend> {
     chunk: usize,
 }
 
-/// What the memory takes in.
+/// Inputs of the recurrence.
 struct Inputs<B: Backend> {
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,

@@ -86,7 +86,7 @@ impl DeltaNetConfig {
         self.build(d_model, false, device)
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
@@ -162,7 +162,7 @@ impl GatedDeltaNetConfig {
         self.0.build(d_model, true, device)
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {

@@ -100,7 +100,7 @@ impl DeltaFormerConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`, over sequences of `length` tokens.
+    /// Cost in a model of width `d_model`, over sequences of `length` tokens.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {

@@ -34,7 +34,7 @@ pub struct GatedRetentionConfig {
     pub key_width: Option<usize>,
     /// V / K.
     pub expand_v: f64,
-    /// What log decays are divided by: the larger, the longer a fresh layer remembers.
+    /// Divisor of the log decays: the larger, the longer a fresh layer remembers.
     pub gate_normalizer: f64,
     /// Base of the rotation's wavelengths.
     pub rope_theta: f64,
@@ -98,7 +98,7 @@ impl GatedRetentionConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {

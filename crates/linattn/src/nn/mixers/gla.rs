@@ -34,7 +34,7 @@ pub struct GlaConfig {
     pub expand_v: f64,
     /// Inner width of the projection that makes the decay.
     pub gate_low_rank: usize,
-    /// What log decays are divided by: the larger, the longer a fresh layer remembers.
+    /// Divisor of the log decays: the larger, the longer a fresh layer remembers.
     pub gate_normalizer: f64,
     /// Tokens each short convolution sees, at least 2; 0 for none.
     pub conv_size: usize,
@@ -107,7 +107,7 @@ impl GlaConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {

@@ -39,7 +39,7 @@ pub struct GsaConfig {
     pub key_width: Option<usize>,
     /// V / K.
     pub expand_v: f64,
-    /// What log decays are divided by: the larger, the longer a fresh layer remembers.
+    /// Divisor of the log decays: the larger, the longer a fresh layer remembers.
     pub gate_normalizer: f64,
     /// Tokens each short convolution sees, at least 2; 0 for none.
     pub conv_size: usize,
@@ -114,7 +114,7 @@ impl GsaConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
@@ -129,7 +129,7 @@ impl GsaConfig {
     }
 }
 
-/// What [`Gsa`] keeps between tokens: its slots. Its size does not grow.
+/// State of [`Gsa`] between two tokens: its slots. Its size does not grow.
 #[derive(Debug, Clone)]
 pub struct SlotState<B: Backend> {
     /// `[B, H, M, K]`.

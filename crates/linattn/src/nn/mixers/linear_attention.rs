@@ -94,7 +94,7 @@ impl LinearAttentionConfig {
         Ok(Widths { key, features, value: value_width(key, self.expand_v)?, heads })
     }
 
-    /// What is divided by has to be positive.
+    /// Refuses maps whose sums, by which outputs are divided, may not be positive.
     fn check_signs(&self) -> Result<(), ConfigError> {
         let map = self.feature_map;
         let refused = |want: &str| Err(ConfigError::new("feature_map", map.name(), want));
@@ -146,7 +146,7 @@ impl LinearAttentionConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init), and where the feature map does not reach over `length` tokens.
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {

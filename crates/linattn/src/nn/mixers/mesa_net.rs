@@ -36,7 +36,7 @@ pub struct MesaNetConfig {
     pub heads: usize,
     /// K, width of a key and of a value; d_model / heads by default.
     pub key_width: Option<usize>,
-    /// What lambda is always above; it starts at 1.
+    /// Lower bound of lambda, which starts at 1.
     pub lambda_lower_bound: f64,
     /// Iterations of the conjugate gradients.
     pub cg_steps: usize,
@@ -114,7 +114,7 @@ impl MesaNetConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {

@@ -33,7 +33,7 @@ pub struct MetaLaConfig {
     pub key_width: Option<usize>,
     /// V / K.
     pub expand_v: f64,
-    /// What log decays are divided by: the larger, the longer a fresh layer remembers.
+    /// Divisor of the log decays: the larger, the longer a fresh layer remembers.
     pub gate_normalizer: f64,
     /// Whether a token sees itself once more.
     pub self_augmentation: bool,
@@ -99,7 +99,7 @@ impl MetaLaConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {

@@ -115,7 +115,7 @@ impl MlaConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`, over sequences of `length` tokens: steps from
+    /// Cost in a model of width `d_model`, over sequences of `length` tokens: steps from
     /// the latents.
     /// # Errors
     /// As [`init`](Self::init).
@@ -139,8 +139,7 @@ impl MlaConfig {
     }
 }
 
-/// What [`Mla`] keeps: for every token so far its latent and one rotated key. It grows with the
-/// sequence.
+/// Cache of [`Mla`]: for every token so far its latent and one rotated key. It grows with the sequence.
 #[derive(Debug, Clone)]
 pub struct LatentCache<B: Backend> {
     /// `[B, T, R]`, normalised.
@@ -174,7 +173,7 @@ impl<B: Backend> LatentCache<B> {
     }
 }
 
-/// What makes queries.
+/// The projection, or the two, that make queries.
 #[derive(Module, Debug)]
 pub enum QueryMap<B: Backend> {
     /// One projection.

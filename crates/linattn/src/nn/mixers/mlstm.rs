@@ -119,7 +119,7 @@ impl MlstmConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
@@ -233,7 +233,7 @@ impl<B: LinearAttentionBackend> Mlstm<B> {
 pub(super) struct Stabilised<B: Backend> {
     /// g: log decay of the memory.
     pub(super) keep: Tensor<B, 3>,
-    /// What keys are multiplied by.
+    /// Factor of the keys.
     pub(super) write: Tensor<B, 3>,
     /// m.
     pub(super) largest: Tensor<B, 3>,

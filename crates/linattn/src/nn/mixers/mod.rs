@@ -143,7 +143,7 @@ use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// What a mixer with a matrix memory keeps between tokens. Its size does not grow.
+/// State of a mixer with a matrix memory between two tokens. Its size does not grow.
 #[derive(Debug, Clone)]
 pub struct MatrixState<B: Backend> {
     /// `[B, H, K, V]`.
@@ -169,7 +169,7 @@ impl<B: Backend> MatrixState<B> {
     }
 }
 
-/// What a mixer with a memory of vectors keeps between tokens. Its size does not grow.
+/// State of a mixer with a memory of vectors between two tokens. Its size does not grow.
 #[derive(Debug, Clone)]
 pub struct VectorState<B: Backend> {
     /// Vectors, `[B, 1, channels]`: one as a rule; real and imaginary parts; numerator and denominator
@@ -222,7 +222,7 @@ impl<B: Backend> RecurrentState<B> for MatrixState<B> {
 
 macro_rules! mixer_states {
     ($($(#[$doc:meta])* $name:ident($state:ident);)+) => {
-        /// What any mixer keeps between tokens.
+        /// State of any mixer between two tokens.
         #[derive(Debug, Clone)]
         pub enum MixerState<B: Backend> {
             $($(#[$doc])* $name($state<B>),)+
@@ -492,7 +492,7 @@ macro_rules! mixers {
                 }
             }
 
-            /// What it costs in a model of width `d_model`, over sequences of `length` tokens.
+            /// Cost in a model of width `d_model`, over sequences of `length` tokens.
             /// # Errors
             /// As [`init`](Self::init).
             pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {

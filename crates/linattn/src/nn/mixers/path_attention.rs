@@ -115,7 +115,7 @@ impl PathAttentionConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`, over sequences of `length` tokens.
+    /// Cost in a model of width `d_model`, over sequences of `length` tokens.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
@@ -196,7 +196,7 @@ pub struct PathAttention<B: Backend> {
     chunk: usize,
 }
 
-/// What each token brings: `q` is `[B, H, T, K]` and scaled; `k`, `v` and `w` are `[B, Hk, T, K]`,
+/// Rows of each token: `q` is `[B, H, T, K]` and scaled; `k`, `v` and `w` are `[B, Hk, T, K]`,
 /// `beta` `[B, Hk, T, 1]`, log gates `[B, H, T]`.
 struct Tokens<B: Backend> {
     q: Tensor<B, 4>,
@@ -247,7 +247,7 @@ impl<B: LinearAttentionBackend> PathAttention<B> {
         (y.squeeze_dim(1), state)
     }
 
-    /// What each token of `x` brings, and the next tail of the convolution, if there is one.
+    /// Rows of each token of `x`, and the next conv state, if there is a convolution.
     fn project(
         &self,
         x: &Tensor<B, 3>,

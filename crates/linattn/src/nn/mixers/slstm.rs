@@ -85,7 +85,7 @@ impl SlstmConfig {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
@@ -153,7 +153,7 @@ impl<B: LinearAttentionBackend> Slstm<B> {
         (y, VectorState { memory, tails, position: position + tokens })
     }
 
-    /// What gates see of the inputs, `[B, T, H 4 D / H]`: of every head i, f, z and o.
+    /// The inputs' part of the gates, `[B, T, H 4 D / H]`: of every head i, f, z and o.
     fn inward(
         &self,
         x: Tensor<B, 3>,

@@ -112,7 +112,7 @@ impl<'a, R: Real> Given<'a, R> {
         &self.x[(b * self.sizes.tokens + t) * packed..][..packed]
     }
 
-    /// What tap `w` of token `t` meets, `[C]`: nothing before the first token where there is no tail.
+    /// The token that tap `w` of token `t` reads, `[C]`: nothing before the first where there is no tail.
     #[inline(always)]
     fn met(&self, b: usize, t: usize, w: usize) -> Option<&'a [R]> {
         let Sizes { channels, window, .. } = self.sizes;
@@ -173,7 +173,7 @@ fn activate<R: Real>(activation: Option<Activation>, z: &[R], y: &mut [R]) {
     }
 }
 
-/// What heads of unit length are multiplied with.
+/// The factor that gives a head unit length.
 #[inline(always)]
 fn size<M: Machine, R: Real>(head: &[R]) -> R {
     R::ONE / (dot::<M, R>(head, head) + R::of(EPSILON)).sqrt()

@@ -46,7 +46,7 @@ struct Given<'a, R> {
     rows: usize,
 }
 
-/// What a slice of rows gives.
+/// Results of a slice of rows.
 struct Found<'a, R> {
     loss: &'a mut R,
     d_hidden: &'a mut [R],

@@ -18,7 +18,7 @@ const SLICES: usize = 32;
 
 type Norm = Normalization<FlexTensor>;
 
-/// What is done with every row.
+/// Treatment of every row.
 #[derive(Clone, Copy)]
 struct Plan<R> {
     measure: Measure,
@@ -59,7 +59,7 @@ impl<R: Real> Plan<R> {
         }
     }
 
-    /// What is taken off a row, and what it is multiplied with then.
+    /// The number to take off a row, and the factor to multiply it by then.
     #[inline(always)]
     fn measure<M: Machine>(self, h: &[R], spare: &mut [R]) -> (R, R) {
         let count = R::of(h.len() as f64);
@@ -127,7 +127,7 @@ fn apply_gate<R: Real>(activation: Activation, y: &mut [R], gate: &[R]) {
     }
 }
 
-/// What is put out before the gate, from normalised rows.
+/// Scales and shifts normalised rows: the output before the gate.
 #[inline(always)]
 fn affine<R: Real>(y: &mut [R], factor: R, weight: Option<&[R]>, bias: Option<&[R]>) {
     if factor != R::ONE {

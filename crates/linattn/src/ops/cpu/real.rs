@@ -202,7 +202,7 @@ impl Machine for Separate {
 
 /// Something that is compiled for every kind of processor.
 pub(super) trait Job {
-    /// What it gives.
+    /// Its result.
     type Output;
 
     /// Does it. To be marked `#[inline(always)]`, as everything that it calls.

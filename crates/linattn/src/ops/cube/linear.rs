@@ -22,7 +22,211 @@ use cubek::matmul::definition::{MatmulElems, MatmulGlobalElems};
 use cubek::matmul::launch::{Strategy, launch_ref};
 use cubek::std::{InputBinding, MatrixLayout};
 use linattn_kernels::fused::column_sums::column_sums;
+<<<<<<< HEAD
 use linattn_kernels::matmul::{Layout, Product, matmul};
+=======
+
+const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+const TF32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::TF32));
+
+/// Multiprocessors of a device that does not say how many it has.
+const MULTIPROCESSORS: usize = 132;
+
+/// The sizes of a product `[m, k] x [k, n]`, how both sides lie in memory, and their type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Problem {
+    batch: usize,
+    m: usize,
+    n: usize,
+    k: usize,
+    lhs: MatrixLayout,
+    rhs: MatrixLayout,
+    /// Of both sides.
+    dtype: StorageType,
+    /// The rows of both sides, along what is not contiguous, start at multiples of 16 bytes.
+    aligned: bool,
+}
+
+/// Properties of a device that [`choose`] reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Device {
+    multiprocessors: usize,
+    shared_memory: usize,
+}
+
+impl Device {
+    fn of<R: Runtime>(client: &ComputeClient<R>) -> Self {
+        let hardware = &client.properties().hardware;
+        let count = hardware.num_streaming_multiprocessors;
+        Self {
+            multiprocessors: count.map_or(MULTIPROCESSORS, |count| count as usize),
+            shared_memory: hardware.max_shared_memory_size,
+        }
+    }
+}
+
+/// How tiles come from global to shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reader {
+    /// Through registers, one stage.
+    Simple,
+    /// Through registers, two stages.
+    Double,
+    /// By asynchronous copies of 16 bytes, two stages.
+    DoubleAsync,
+}
+
+/// Tile of a cube: `tiles` instructions along m, n and k for each of `planes` along m and n.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Tiling {
+    tiles: [u32; 3],
+    planes: [u32; 2],
+}
+
+impl Tiling {
+    /// Numbers along m, n and k of one stage.
+    fn sizes(&self, instruction: [u32; 3]) -> [usize; 3] {
+        let planes = [self.planes[0], self.planes[1], 1];
+        [0, 1, 2].map(|axis| (instruction[axis] * self.tiles[axis] * planes[axis]) as usize)
+    }
+
+    /// Bytes of shared memory, with 16-row fragments of each plane's output.
+    fn shared_memory(&self, reader: Reader, instruction: [u32; 3], size: usize) -> usize {
+        let [m, n, k] = self.sizes(instruction);
+        let stages = if reader == Reader::Simple { 1 } else { 2 };
+        let planes = (self.planes[0] * self.planes[1]) as usize;
+        stages * (m + n) * k * size + planes * 16 * 16 * 4
+    }
+}
+
+/// 128 x 128 with 4 planes: the least traffic to shared memory.
+const SQUARE: Tiling = Tiling { tiles: [4, 8, 4], planes: [2, 2] };
+/// 128 x 128 with 8 planes: two cubes fit on a multiprocessor.
+const EIGHT: Tiling = Tiling { tiles: [4, 4, 4], planes: [2, 4] };
+/// 128 x 176 with 8 planes, for widths of which 176 is a divisor, or nearly.
+const ODD: Tiling = Tiling { tiles: [2, 11, 4], planes: [4, 2] };
+/// 64 x 64 with 4 planes, where larger ones would be too few.
+const SMALL: Tiling = Tiling { tiles: [2, 4, 4], planes: [2, 2] };
+
+/// The instruction of a type: m, n and k.
+fn instruction(dtype: StorageType) -> Option<[u32; 3]> {
+    match dtype {
+        StorageType::Scalar(ElemType::Float(FloatKind::BF16 | FloatKind::F16)) => Some([16, 8, 16]),
+        StorageType::Scalar(ElemType::Float(FloatKind::F32)) => Some([16, 8, 8]),
+        _ => None,
+    }
+}
+
+/// Cubes of a tiling.
+fn cubes(problem: &Problem, instruction: [u32; 3], tiling: Tiling) -> usize {
+    let [m, n, _] = tiling.sizes(instruction);
+    problem.batch * problem.m.div_ceil(m) * problem.n.div_ceil(n)
+}
+
+/// Columns that a tiling computes, the ones past the last too.
+fn padded_columns(problem: &Problem, instruction: [u32; 3], tiling: Tiling) -> usize {
+    problem.n.next_multiple_of(tiling.sizes(instruction)[1])
+}
+
+/// The table: the tiling and the reader of a product; `None` leaves it to cubek.
+fn choose(problem: &Problem, device: Device) -> Option<(Reader, Tiling)> {
+    let instruction = instruction(problem.dtype)?;
+    let enough = |tiling| cubes(problem, instruction, tiling) >= device.multiprocessors;
+    let columns = |tiling| padded_columns(problem, instruction, tiling);
+    let tiling = match () {
+        () if !enough(EIGHT) => SMALL,
+        () if columns(ODD) < columns(EIGHT) => ODD,
+        // Long sums pay for a slower start.
+        () if problem.k >= 512 => SQUARE,
+        () => EIGHT,
+    };
+    let reader = match problem.aligned {
+        true => Reader::DoubleAsync,
+        false if problem.k >= 512 => Reader::Double,
+        false => Reader::Simple,
+    };
+    let size = problem.dtype.size();
+    let fits = tiling.shared_memory(reader, instruction, size) <= device.shared_memory;
+    fits.then_some((reader, tiling))
+}
+
+/// cubek's name for a row of the table.
+fn strategy(problem: &Problem, reader: Reader, tiling: Tiling) -> Option<Strategy> {
+    let blueprint = blueprint(problem, reader, tiling)?;
+    Some(match reader {
+        Reader::Simple => Strategy::SimpleCyclicMma(BlueprintStrategy::Forced(blueprint)),
+        Reader::Double => Strategy::DoubleCyclicMma(BlueprintStrategy::Forced(blueprint)),
+        Reader::DoubleAsync => Strategy::DoubleAsyncCyclicMma(BlueprintStrategy::Forced(blueprint)),
+    })
+}
+
+fn blueprint(problem: &Problem, reader: Reader, tiling: Tiling) -> Option<TilingBlueprint> {
+    let [m, n, k] = instruction(problem.dtype)?;
+    let [along_m, along_n, along_k] = tiling.tiles;
+    let scheme = TilingScheme::builder()
+        .with_tile_size(TileSize::new(m, n, k))
+        .with_partition_size(PartitionSize::new(along_m, along_n, along_k))
+        .with_stage_size(StageSize::new(tiling.planes[0], tiling.planes[1], 1))
+        .build()
+        .ok()?;
+    let batches = || Shape::from(vec![problem.batch]);
+    let described = MatmulProblem::from_parameters(
+        problem.m,
+        problem.n,
+        problem.k,
+        batches(),
+        batches(),
+        problem.lhs,
+        problem.rhs,
+        MatrixLayout::RowMajor,
+        None,
+        None,
+        MatmulGlobalElems { lhs: problem.dtype, rhs: problem.dtype, out: F32 },
+        AddressType::U32,
+    );
+    // Cubes in strips of 4 rows of tiles share what they read through the L2 cache.
+    let hypercube = HypercubeBlueprint::builder()
+        .global_order(GlobalOrder::SwizzleRow(4))
+        .cube_count_strategy(CubeCountStrategy::Flattened)
+        .build();
+    let builder = TilingBlueprint::builder(TileMatmulKind::Mma, scheme, 32, &described)
+        .partition_buffering(PartitionBuffering::Single)
+        .hypercube_blueprint(hypercube)
+        .shared_swizzle(swizzles(problem, [m, n, k]));
+    let mut blueprint = builder.build();
+    // Kernels with two stages load an even number of them; cubek checks bounds as if for one at a time.
+    let stages = if reader == Reader::Simple { 1 } else { 2 };
+    let depth = stages * tiling.sizes([m, n, k])[2];
+    blueprint.check_k_bounds = !problem.k.is_multiple_of(depth);
+    Some(blueprint)
+}
+
+/// Swizzles with which the rows of a tile meet no bank conflicts.
+fn swizzles(problem: &Problem, [m, n, k]: [u32; 3]) -> SwizzleModes {
+    let size = problem.dtype.size();
+    let mode = |row: u32| match row as usize * size {
+        32 => SwizzleMode::B32,
+        64 => SwizzleMode::B64,
+        _ => SwizzleMode::None,
+    };
+    SwizzleModes {
+        lhs: mode(if problem.lhs == MatrixLayout::RowMajor { k } else { m }),
+        rhs: mode(if problem.rhs == MatrixLayout::RowMajor { n } else { k }),
+        ..SwizzleModes::default()
+    }
+}
+
+/// The device has the instruction that the table is made for, and loads of 16 bytes.
+fn has_instruction<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> bool {
+    let features = client.features();
+    let Some([m, n, k]) = instruction(dtype) else { return false };
+    let a_type = if dtype == F32 { TF32 } else { dtype };
+    let wanted = MmaConfig { a_type, b_type: a_type, cd_type: F32, m, n, k };
+    features.matmul.mma.contains(&wanted)
+        && features.copy_async
+        && client.properties().hardware.plane_size_max == 32
+}
+>>>>>>> docs
 
 /// A view with one contiguous axis among the last two, which is `x` itself where it has one.
 fn readable<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Tensor, TensorMetadata, backend::Backend, ops::FloatTe
 /// Added to a sum of squares before its root.
 const LENGTH_EPSILON: f64 = 1e-6;
 
-/// What a row is divided by.
+/// Divisor of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Measure {
     /// `sqrt(mean h^2 + epsilon)`.
@@ -35,7 +35,7 @@ pub struct Normalization<T> {
     pub gate: Option<T>,
     /// Applied to the gate.
     pub activation: Activation,
-    /// What a row is divided by.
+    /// Divisor of a row.
     pub measure: Measure,
     /// Added to the mean or the sum of squares, above 0.
     pub epsilon: f64,

@@ -10,7 +10,7 @@ use super::tile::{
 use super::{BLOCK, Factors, Head, Inputs, Kind, load, load_state, store, store_state};
 use std::marker::PhantomData;
 
-/// What comes from outside.
+/// Arguments of the backward pass.
 #[derive(Clone, Copy)]
 pub(in crate::ops::cpu) struct Given<'a, R> {
     /// States that the forward pass kept.

@@ -141,7 +141,7 @@ enum Kind {
     LowRank,
 }
 
-/// What every token of a block multiplies the state's rows with.
+/// Decay factors of every token of a block.
 struct Factors<R> {
     width: usize,
     kept: Vec<R>,

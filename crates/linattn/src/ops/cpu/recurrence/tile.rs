@@ -62,7 +62,7 @@ impl Rule for LowRank {
     const BEFORE: bool = false;
 }
 
-/// What a token multiplies the rows of the state with, K numbers each.
+/// Rows of a token that multiply the rows of the state, K numbers each.
 #[derive(Clone, Copy)]
 pub(super) struct Token<'a, R> {
     /// d.
@@ -79,7 +79,7 @@ pub(super) struct Token<'a, R> {
     pub(super) asks_after: bool,
 }
 
-/// What a token of a tile made on its way.
+/// Intermediate results of a token of a tile.
 #[derive(Clone, Copy)]
 pub(super) struct Written<R> {
     /// z.
