@@ -26,6 +26,9 @@ pub use train::{TrainArgs, train};
 
 use std::process::ExitCode;
 
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Someone's mistake, said in one line; exit code 2.
 pub(crate) const BAD_INPUT: u8 = 2;
 /// The run itself failed; exit code 1.

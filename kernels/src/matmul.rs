@@ -171,13 +171,12 @@ impl Tiling {
     /// The table; `None` where the device has too little shared memory for any.
     fn choose(product: &Product, multiprocessors: usize, shared_memory: usize) -> Option<Self> {
         let size = product.input.size();
-        let [square, deep, rows, small] =
-            [SQUARE, DEEP, ROWS, SMALL].map(|tiling| Self { k: tiling.k / size, ..tiling });
+        let [square, deep, small] =
+            [SQUARE, DEEP, SMALL].map(|tiling| Self { k: tiling.k / size, ..tiling });
         let cubes = product.tiles(square) * product.slices(square, multiprocessors);
         let wanted = match () {
             () if cubes < multiprocessors * 3 / 4 => small,
-            () if !product.lhs.along_k => rows,
-            () if product.n <= deep.n => deep,
+            () if product.lhs.along_k && product.n <= deep.n => deep,
             () => square,
         };
         let fits = |tiling: &Self| product.form(*tiling).shared_memory() <= shared_memory;
@@ -189,8 +188,6 @@ impl Tiling {
 const SQUARE: Tiling = Tiling::new([128, 128], 128, [2, 2], 2);
 /// For one column of tiles, which may be too few for three cubes each.
 const DEEP: Tiling = Tiling::new([128, 128], 128, [2, 2], 3);
-/// For gradients of weights, whose stages are rows of both sides.
-const ROWS: Tiling = Tiling::new([128, 128], 64, [2, 2], 4);
 /// Where larger ones would be too few.
 const SMALL: Tiling = Tiling::new([64, 64], 128, [2, 2], 3);
 

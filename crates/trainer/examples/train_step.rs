@@ -9,9 +9,14 @@ use burn::tensor::DType;
 use clap::Parser;
 use linattn::nn::{LanguageModelConfig, force};
 use linattn_tasks::Batch;
-use linattn_trainer::{AdamWConfig, Learner, Optimizer, TrainBackend, gradients};
+use linattn_trainer::{AdamWConfig, Learner, Optimizer, Step, TrainBackend, gradients};
 use std::error::Error;
+use std::sync::Barrier;
 use std::time::Instant;
+
+/// As in the commands.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Debug, Parser, Clone)]
 struct Args {
@@ -84,13 +89,20 @@ impl<B: TrainBackend> Run<B> {
 
     fn steps(&mut self, args: &Args, count: usize) {
         for n in 0..count {
-            let part = std::slice::from_ref(&self.batches[n % 4]);
-            let devices = std::slice::from_ref(&self.device);
-            let (found, loss) = gradients(&self.learner, part, devices, true);
-            if !args.no_optimizer {
-                let learner = self.learner.clone();
-                (self.learner, _) = self.optimizer.step(1e-3, learner, found, Some(1.0));
-            }
+            let step = Step {
+                parts: std::slice::from_ref(&self.batches[n % 4]),
+                devices: std::slice::from_ref(&self.device),
+                may_overlap: true,
+                learning_rate: 1e-3,
+                clip: Some(1.0),
+            };
+            let loss = if args.no_optimizer {
+                gradients(&self.learner, step.parts, step.devices, true).1
+            } else {
+                let (learner, numbers) = step.take(&self.learner, &mut self.optimizer);
+                self.learner = learner;
+                numbers.loss
+            };
             if n + 1 == count {
                 self.last = loss.into_data().iter::<f64>().next().unwrap_or(f64::NAN);
             }
@@ -123,19 +135,23 @@ fn time<B: TrainBackend>(args: &Args, device: &B::Device) -> Result<(), Box<dyn 
     let start = Instant::now();
     let mut runs =
         (0..args.jobs).map(|n| Run::<B>::new(args, n, device)).collect::<Result<Vec<_>, _>>()?;
-    for run in &mut runs {
-        run.steps(args, WARM_UP);
-    }
-    B::sync(device)?;
-    let first = start.elapsed().as_secs_f64();
-    let start = Instant::now();
+    // Each thread has a stream and memory of its own, so it warms up itself.
+    let warm = Barrier::new(args.jobs + 1);
+    let mut first = 0.0;
+    let mut timed = start;
     std::thread::scope(|scope| {
         for run in &mut runs {
-            scope.spawn(|| run.steps(args, args.steps));
+            scope.spawn(|| {
+                run.steps(args, WARM_UP);
+                warm.wait();
+                run.steps(args, args.steps);
+            });
         }
+        warm.wait();
+        first = start.elapsed().as_secs_f64();
+        timed = Instant::now();
     });
-    B::sync(device)?;
-    let seconds = start.elapsed().as_secs_f64() / (args.steps * args.jobs) as f64;
+    let seconds = timed.elapsed().as_secs_f64() / (args.steps * args.jobs) as f64;
     let tokens = (args.batch * args.length) as f64;
     let name = args.mixer.split(' ').next().unwrap_or_default();
     println!(

@@ -203,6 +203,10 @@ pub fn gradients<B: TrainBackend>(
         drop(forward);
         learner.differentiate(loss)
     };
+    if let ([part], [device, ..]) = (parts, devices) {
+        let output = run(device, part, None);
+        return (output.grads, output.item.0);
+    }
     let mut sum = GradientsAccumulator::new();
     let mut loss: Option<Tensor<B::InnerBackend, 1>> = None;
     for round in parts.chunks(devices.len()) {

@@ -20,6 +20,7 @@ mod lock;
 mod optimizer;
 mod progress;
 mod schedule;
+mod step;
 mod stored;
 mod terminal;
 mod train;
@@ -40,6 +41,7 @@ pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainBackend, Trai
 pub use optimizer::Optimizer;
 pub use progress::{Progress, ProgressStyle};
 pub use schedule::{Pick, Plan, learning_rate};
+pub use step::{Step, StepNumbers};
 pub use stored::{ImportedModel, StoredError, StoredModel, StoredRun, store_model};
 pub use terminal::{dashboard_is_up, restore_terminal};
 pub use train::{Outcome, Status, TrainError, TrainJob, build, run_folder, train};

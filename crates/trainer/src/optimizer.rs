@@ -21,6 +21,8 @@ pub struct Optimizer<B: TrainBackend> {
     config: AdamWConfig,
     /// By a weight's name.
     moments: BTreeMap<String, Moments<InnerTensor<B>>>,
+    /// Shapes of the parts of the first step.
+    usual: Option<Vec<[usize; 3]>>,
 }
 
 /// A weight and its gradient.
@@ -35,7 +37,12 @@ struct Slot<B: TrainBackend> {
 impl<B: TrainBackend> Optimizer<B> {
     /// A fresh optimizer.
     pub fn new(config: &AdamWConfig) -> Self {
-        Self { config: config.clone(), moments: BTreeMap::new() }
+        Self { config: config.clone(), moments: BTreeMap::new(), usual: None }
+    }
+
+    /// Whether the parts of a step have the shapes of the first step's.
+    pub(crate) fn is_usual(&mut self, shapes: &[[usize; 3]]) -> bool {
+        self.usual.get_or_insert_with(|| shapes.to_vec()) == shapes
     }
 
     /// One step, and the global gradient norm before it. The gradient is scaled down to `longest`, if it
@@ -131,7 +138,7 @@ impl<B: TrainBackend> Optimizer<B> {
         if let Some(name) = tensors.names().into_iter().find(|name| !belongs(name, &moments)) {
             return Err(format!("{name} is of no weight of the model"));
         }
-        Ok(Self { config: config.clone(), moments })
+        Ok(Self { config: config.clone(), moments, usual: None })
     }
 }
 

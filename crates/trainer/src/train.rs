@@ -5,14 +5,14 @@ use crate::config::{ConfigError, Precision, RunConfig};
 use crate::curve::{Curve, CurveError};
 use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{FolderError, RunFolder, Start};
-use crate::learner::{Learner, TrainBackend, gradients};
+use crate::learner::{Learner, TrainBackend};
 use crate::optimizer::Optimizer;
 use crate::progress::{Progress, ProgressStyle};
 use crate::schedule::{Plan, learning_rate};
+use crate::step::{Step, StepNumbers};
 use crate::weights;
 use burn::module::{AutodiffModule, Module};
-use burn::tensor::backend::Backend;
-use burn::tensor::{DType, ElementConversion, Tensor};
+use burn::tensor::{DType, ElementConversion};
 use burn_train::Interrupter;
 use linattn::nn::force;
 use linattn::ops::LinearAttentionBackend;
@@ -174,12 +174,6 @@ struct Training<'a, B: TrainBackend> {
     wall_before: f64,
 }
 
-/// Loss and gradient length of a step, on the device until they are asked for.
-struct StepNumbers<B: Backend> {
-    loss: Tensor<B, 1>,
-    norm: Tensor<B, 1>,
-}
-
 impl<'a, B: TrainBackend> Training<'a, B> {
     fn new(
         job: &'a TrainJob,
@@ -313,15 +307,18 @@ impl<'a, B: TrainBackend> Training<'a, B> {
             // Dropout is a function of seed and step, so that a resumed run draws the same.
             B::seed(device, run.seed.wrapping_add((self.position.step + 1) << 20));
         }
-        let (gradients, loss) =
-            gradients(&self.learner, parts, self.devices, run.model.embedding_dropout == 0.0);
-        let rate = self.learning_rate(self.position.step);
-        let (learner, clip) = (self.learner.clone(), run.train.clip_norm);
-        let (learner, norm) = self.optimizer.step(rate, learner, gradients, clip);
+        let step = Step {
+            parts,
+            devices: self.devices,
+            may_overlap: run.model.embedding_dropout == 0.0,
+            learning_rate: self.learning_rate(self.position.step),
+            clip: run.train.clip_norm,
+        };
+        let (learner, numbers) = step.take(&self.learner, &mut self.optimizer);
         self.learner = learner;
         self.position.step += 1;
         self.position.tokens += parts.iter().map(|part| part.input.len() as u64).sum::<u64>();
-        StepNumbers { loss, norm }
+        numbers
     }
 
     fn learning_rate(&self, step: u64) -> f64 {

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 //! Products to time: shapes, layouts and types.
-=======
-//! Matrix products to time: shapes, layouts and types.
->>>>>>> docs
 
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::zspace::{Shape, Strides};
@@ -103,13 +99,6 @@ pub struct Types {
     /// Of both sides.
     pub input: FloatKind,
     pub output: FloatKind,
-<<<<<<< HEAD
-=======
-    /// Type of the inputs in forced blueprints: they convert nothing, and tensor cores read f32 as TF32.
-    pub forced: FloatKind,
-    /// No tensor cores.
-    pub exact: bool,
->>>>>>> docs
 }
 
 impl Types {

@@ -50,7 +50,7 @@ pub struct Tensors {
     blocks: [Vec<f64>; 2],
 }
 
-/// Measurements of a strategy.
+/// What was measured of a strategy.
 pub struct Measured {
     pub milliseconds: f64,
     pub error: f64,

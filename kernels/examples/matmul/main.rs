@@ -7,6 +7,7 @@
 //! --filter A|B   only rows whose `shape,layout,types,way` contains A or B; may be given several times
 //! --tilings      every tiling too, and for gradients of weights several numbers of slices
 //! --seconds N    starts no row after N seconds (240)
+//! --peak         only what `mma.sync` reaches with both sides in registers
 //! ```
 //!
 //! One CSV row a product and way. `shape` is MxKxN. `layout` is n or t for each side: t is a transposed
@@ -16,6 +17,7 @@
 
 mod cases;
 mod gpu;
+mod peak;
 
 use cases::{Case, Types, cases, storage};
 use cubecl::cuda::CudaRuntime;
@@ -41,17 +43,19 @@ struct Options {
     filters: Vec<String>,
     tilings: bool,
     seconds: f64,
+    peak: bool,
 }
 
 impl Options {
     fn read() -> Self {
-        let mut options = Self { filters: Vec::new(), tilings: false, seconds: 240.0 };
+        let mut options = Self { filters: Vec::new(), tilings: false, seconds: 240.0, peak: false };
         let mut args = std::env::args().skip(1);
         while let Some(name) = args.next() {
             let mut value = || args.next().unwrap_or_else(|| panic!("{name} takes a value"));
             match name.as_str() {
                 "--filter" => options.filters.push(value()),
                 "--tilings" => options.tilings = true,
+                "--peak" => options.peak = true,
                 "--seconds" => options.seconds = value().parse().expect("seconds are a number"),
                 other => panic!("no option {other}"),
             }
@@ -89,7 +93,11 @@ impl Options {
 
 fn main() {
     let options = Options::read();
-    let gpu = Gpu::new(CudaRuntime::client(&Default::default()));
+    let client = CudaRuntime::client(&Default::default());
+    if options.peak {
+        return peak::print(&client);
+    }
+    let gpu = Gpu::new(client);
     let began = Instant::now();
     println!("shape,layout,types,way,ms,tflops,max_relative_error");
     for case in cases() {

@@ -1,6 +1,6 @@
 //! Matrices side by side in one launch, and one launch back: weights that read one input make one product.
 //! ```text
-//! y [R, C]    = [x_1 | x_2 | ..]      x_i: [R, C_i], type P; y: type F
+//! y [R, C]    = [x_1 | x_2 | .. | 0]  x_i: [R, C_i], type P; y: type F, padded with columns of zeros
 //! dx_i        = columns of dy         back: dy of type F, dx_i of type P
 //!
 //! Work:   a unit a number of y. Bytes: one read and one write of each.
@@ -24,11 +24,13 @@ pub const MOST: usize = 8;
 struct Form {
     source: &'static str,
     widths: Vec<usize>,
+    /// Columns of zeros after the last matrix.
+    padding: usize,
 }
 
 impl Form {
     fn columns(&self) -> usize {
-        self.widths.iter().sum()
+        self.widths.iter().sum::<usize>() + self.padding
     }
 
     /// Columns before matrix n.
@@ -49,7 +51,7 @@ pub struct Types {
 fn plan<R: Runtime>(
     client: &ComputeClient<R>,
     rows: usize,
-    widths: &[usize],
+    (widths, padding): (&[usize], usize),
     types: Types,
 ) -> Result<(Form, CubeCount), Refusal> {
     check_type(client, types.matrices)?;
@@ -58,13 +60,13 @@ fn plan<R: Runtime>(
     if got > most {
         return Err(Refusal::TooLarge { what: "matrices to pack", got, most });
     }
-    let form = Form { source: SOURCE, widths: widths.to_vec() };
+    let form = Form { source: SOURCE, widths: widths.to_vec(), padding };
     check_matrix(client, rows, form.columns())?;
     let cubes = grid(client, (rows * form.columns()).div_ceil(UNITS))?;
     Ok((form, cubes))
 }
 
-/// `[R, C]` of matrices and their widths.
+/// `[R, C]` of matrices and their widths, and of `padding` columns of zeros.
 ///
 /// # Errors
 /// [`Refusal`] names what the kernel cannot take; then nothing was launched.
@@ -72,10 +74,11 @@ pub fn pack<R: Runtime>(
     client: &ComputeClient<R>,
     rows: usize,
     matrices: &[(&Handle, usize)],
+    padding: usize,
     types: Types,
 ) -> Result<Buffer, Refusal> {
     let widths: Vec<usize> = matrices.iter().map(|(_, width)| *width).collect();
-    let (form, cubes) = plan(client, rows, &widths, types)?;
+    let (form, cubes) = plan(client, rows, (&widths, padding), types)?;
     let y = buffer(client, &[rows, form.columns()], types.packed);
     let mut given = SequenceArg::new();
     for (matrix, width) in matrices {
@@ -105,11 +108,11 @@ pub fn pack<R: Runtime>(
 pub fn unpack<R: Runtime>(
     client: &ComputeClient<R>,
     rows: usize,
-    widths: &[usize],
+    (widths, padding): (&[usize], usize),
     packed: &Handle,
     types: Types,
 ) -> Result<Vec<Buffer>, Refusal> {
-    let (form, cubes) = plan(client, rows, widths, types)?;
+    let (form, cubes) = plan(client, rows, (widths, padding), types)?;
     let new = |width: &usize| buffer(client, &[rows, *width], types.matrices);
     let matrices: Vec<Buffer> = widths.iter().map(new).collect();
     let mut found = SequenceArg::new();
@@ -154,6 +157,9 @@ fn put_together<P: Float, F: Float>(
                 let matrix = matrices.index(n);
                 packed[ABSOLUTE_POS] = F::cast_from(matrix[row * width + column - before]);
             }
+        }
+        if column >= comptime!(form.before(form.widths.len())) {
+            packed[ABSOLUTE_POS] = F::new(0.0);
         }
     }
 }
@@ -202,7 +208,7 @@ mod tests {
     }
 
     fn there_and_back<R: Runtime>(client: &ComputeClient<R>) {
-        let (rows, widths) = (5, [3, 1, 70]);
+        let (rows, widths, padding) = (5, [3, 1, 70], 6);
         let matrix = |n: usize| -> Vec<f32> {
             (0..rows * widths[n]).map(|i| (1000 * n + i) as f32).collect()
         };
@@ -211,18 +217,20 @@ mod tests {
         let handles: Vec<Handle> =
             (0..3).map(|n| client.create_from_slice(&bytes(&matrix(n)))).collect();
         let given: Vec<_> = handles.iter().zip(widths).collect();
-        let packed = pack(client, rows, &given, TYPES).expect("a small matrix");
+        let packed = pack(client, rows, &given, padding, TYPES).expect("a small matrix");
         let numbers = |handle: &Handle| client.read_one(handle.clone()).expect("the kernel ran");
         let want: Vec<f32> = (0..rows)
             .flat_map(|row| {
-                (0..3).flat_map(move |n| {
+                let of = move |n: usize| {
                     let width = widths[n];
                     (0..width).map(move |c| (1000 * n + row * width + c) as f32)
-                })
+                };
+                (0..3).flat_map(of).chain([0.0; 6])
             })
             .collect();
         assert_eq!(numbers(&packed.handle).to_vec(), bytes(&want));
-        let back = unpack(client, rows, &widths, &packed.handle, TYPES).expect("the same");
+        let back =
+            unpack(client, rows, (&widths, padding), &packed.handle, TYPES).expect("the same");
         for (n, found) in back.iter().enumerate() {
             assert_eq!(numbers(&found.handle).to_vec(), bytes(&matrix(n)));
         }

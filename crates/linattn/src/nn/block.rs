@@ -406,7 +406,7 @@ impl<B: LinearAttentionBackend> SwiGlu<B> {
     /// all weights twice.
     fn packed<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         let weights = vec![self.gate_proj.weight.val(), self.up_proj.weight.val()];
-        let both = ops::affine(x.clone(), ops::pack(weights, x.dtype()), None)
+        let both = ops::affine(x.clone(), ops::pack(weights, 0, x.dtype()), None)
             .expect("`x` has the width that the layer was made for");
         self.down_proj.forward(ops::gated_halves(both, Activation::Silu))
     }

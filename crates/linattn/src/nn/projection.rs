@@ -44,6 +44,9 @@ impl<'a, B: Backend> Projection<'a, B> {
     }
 }
 
+/// Columns of a packed projection are a multiple of this: matrix products read and write 16 bytes at once.
+const ALIGNED: usize = 8;
+
 /// Rows of one head, of length `factor`.
 pub(crate) fn head_norm(columns: usize, heads: usize, factor: f64) -> Option<HeadNorm> {
     Some(HeadNorm { width: columns / heads, factor })
@@ -100,11 +103,16 @@ fn packed<B: LinearAttentionBackend>(
     tails: &mut Vec<Tensor<B, 3>>,
 ) -> Vec<Tensor<B, 3>> {
     let weights = projections.iter().map(|p| p.linear.weight.val()).collect();
-    let weight = ops::pack(weights, x.dtype());
+    let width: usize = projections.iter().map(Projection::width).sum();
+    let padding = width.next_multiple_of(ALIGNED) - width;
+    let weight = ops::pack(weights, padding, x.dtype());
     let y = ops::affine(x.clone(), weight, None).expect("every projection reads `x`");
     let convolutions: Vec<_> = projections.iter().filter_map(|p| p.convolution).collect();
     let taps: Vec<_> = convolutions.iter().map(|c| c.weight.val()).collect();
-    let columns: Vec<Column> = parts.iter().map(|(column, _)| *column).collect();
+    let mut columns: Vec<Column> = parts.iter().map(|(column, _)| *column).collect();
+    if padding > 0 {
+        columns.push(Column { width: padding, kind: ColumnKind::Copy });
+    }
     let mut tail = None;
     if let Some(first) = taps.first() {
         let window = first.dims()[0];
@@ -119,9 +127,9 @@ fn packed<B: LinearAttentionBackend>(
     let dtype = x.dtype();
     let weight = (!taps.is_empty()).then(|| {
         let own = taps[0].dtype();
-        inside(ops::pack(taps, own))
+        inside(ops::pack(taps, 0, own))
     });
-    ops::conv_split::<B>(ConvSplit {
+    let mut outputs = ops::conv_split::<B>(ConvSplit {
         x: inside(y),
         weight,
         bias: None,
@@ -129,7 +137,9 @@ fn packed<B: LinearAttentionBackend>(
         a_log: decay.map(|decay| inside(decay.a_log.val())),
         dt_bias: decay.map(|decay| inside(decay.dt_bias.val())),
         columns,
-    })
+    });
+    outputs.truncate(projections.len());
+    outputs
 }
 
 fn one_by_one<B: LinearAttentionBackend>(

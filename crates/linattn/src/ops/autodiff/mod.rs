@@ -96,9 +96,9 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
     }
 
     fn fused_pack(x: Pack<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
-        let dtype = x.dtype;
-        tracked::<B, C>(x.matrices, keep, |matrices, keep| {
-            B::fused_pack(Pack { matrices, dtype }, keep)
+        let Pack { matrices, padding, dtype } = x;
+        tracked::<B, C>(matrices, keep, |matrices, keep| {
+            B::fused_pack(Pack { matrices, padding, dtype }, keep)
         })
     }
 

@@ -219,7 +219,7 @@ fn linear_layers_are_those_of_tensor_operations() {
 
 #[test]
 fn packed_matrices_are_those_of_tensor_operations() {
-    let pack = |matrices| Pack { matrices, dtype: DType::F64 };
+    let pack = |matrices| Pack { matrices, padding: 0, dtype: DType::F64 };
     check(
         "pack",
         &[&[5, 3], &[5, 1], &[5, 40]],

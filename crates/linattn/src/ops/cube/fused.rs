@@ -465,15 +465,16 @@ pub(super) fn pack<R: CubeRuntime>(x: Pack<CubeTensor<R>>, keep: bool) -> Option
     let widths: Vec<usize> = matrices.iter().map(width).collect();
     let given: Vec<_> = matrices.iter().map(|m| (&m.handle, width(m))).collect();
     let types = packing::Types { matrices: own.into(), packed: x.dtype.into() };
-    let done = packing::pack(&first.client, rows, &given, types).ok()?;
-    let shape = Shape::from([rows, widths.iter().sum()]);
+    let done = packing::pack(&first.client, rows, &given, x.padding, types).ok()?;
+    let shape = Shape::from([rows, widths.iter().sum::<usize>() + x.padding]);
     let outputs = vec![shaped(&first, done, shape, x.dtype)];
     let backward = keep.then(|| -> Backward<R> {
         // A gradient of full precision stays so on its way to the weights.
         Box::new(move |gradients, _| {
             let d_y = flat(only(gradients));
             let types = packing::Types { matrices: own.into(), packed: d_y.dtype.into() };
-            let done = packing::unpack(&d_y.client, rows, &widths, &d_y.handle, types)
+            let packed = (&widths[..], x.padding);
+            let done = packing::unpack(&d_y.client, rows, packed, &d_y.handle, types)
                 .expect("the forward pass took these sizes and types");
             let shaped = |(buffer, width): (Buffer, &usize)| {
                 Some(shaped(&d_y, buffer, Shape::from([rows, *width]), own))

@@ -9,6 +9,8 @@ use burn::tensor::{DType, Tensor, ops::FloatTensor};
 pub struct Pack<T> {
     /// The matrices, first columns first; at most [`MOST_PACKED`].
     pub matrices: Vec<T>,
+    /// Columns of zeros after the last matrix.
+    pub padding: usize,
     /// Type of the result.
     pub dtype: DType,
 }
@@ -16,12 +18,13 @@ pub struct Pack<T> {
 /// Matrices that a pack can hold.
 pub const MOST_PACKED: usize = 8;
 
-/// `[R, C_1 + C_2 + ..]`, in type `dtype`.
+/// `[R, C_1 + C_2 + .. + padding]`, in type `dtype`.
 pub(crate) fn pack<B: LinearAttentionBackend>(
     matrices: Vec<Tensor<B, 2>>,
+    padding: usize,
     dtype: DType,
 ) -> Tensor<B, 2> {
-    let pack = Pack { matrices: matrices.into_iter().map(primitive).collect(), dtype };
+    let pack = Pack { matrices: matrices.into_iter().map(primitive).collect(), padding, dtype };
     match B::fused_pack(pack.clone(), false) {
         Some(pass) => tensor(pass.outputs.into_iter().next().expect("a matrix")),
         None => reference::<B>(pack),
@@ -30,5 +33,11 @@ pub(crate) fn pack<B: LinearAttentionBackend>(
 
 fn reference<B: LinearAttentionBackend>(pack: Pack<FloatTensor<B>>) -> Tensor<B, 2> {
     let of = |matrix| typed(tensor::<B, 2>(matrix), pack.dtype);
-    Tensor::cat(pack.matrices.into_iter().map(of).collect(), 1)
+    let mut matrices: Vec<_> = pack.matrices.into_iter().map(of).collect();
+    if pack.padding > 0 {
+        let [rows, _] = matrices[0].dims();
+        let zeros = Tensor::zeros([rows, pack.padding], (&matrices[0].device(), pack.dtype));
+        matrices.push(zeros);
+    }
+    Tensor::cat(matrices, 1)
 }
