@@ -40,8 +40,8 @@ impl From<Measure> for norm::Measure {
     }
 }
 
-/// Numbers of logits that are made at once: 256 MB of bf16.
-const LOGITS: usize = 1 << 27;
+/// Numbers of logits that are made at once: 512 MB of bf16.
+const LOGITS: usize = 1 << 28;
 
 type Tensors<R> = Vec<CubeTensor<R>>;
 
