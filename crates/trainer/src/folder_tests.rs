@@ -194,10 +194,19 @@ fn what_a_cut_left_is_cleared_away_by_the_next_run() {
         fs::create_dir_all(desk.path().join(folder)).unwrap();
         fs::write(desk.path().join(folder).join("model.safetensors"), "half").unwrap();
     }
-    let file = "summary.json.unfinished";
-    fs::write(desk.path().join(file), "{").unwrap();
+    let files = [
+        "summary.json.unfinished",
+        "config.toml.unfinished",
+        "tokenizer.json.unfinished",
+        ".unfinished-curve.png",
+        ".unfinished-curve.svg",
+        "checkpoints/step-0000000001/state.json.unfinished",
+    ];
+    for file in files {
+        fs::write(desk.path().join(file), "{").unwrap();
+    }
     RunFolder::open(desk.path(), &run, Start::Resume).unwrap();
-    for left in litter.iter().chain([&file]) {
+    for left in litter.iter().chain(&files) {
         assert!(!desk.path().join(left).exists(), "{left}");
     }
 }
