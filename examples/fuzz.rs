@@ -275,7 +275,7 @@ impl Case {
         let mut x = Inputs::random(self.seed, self.dims, &self.recipe);
         for rows in [&mut x.q, &mut x.k, &mut x.v] {
             // The truth starts from what the device gets.
-            let data = TensorData::new(std::mem::take(rows), [rows.len()]);
+            let data = TensorData::new(rows.clone(), [rows.len()]);
             *rows = data.convert_dtype(self.dtype).iter::<f64>().collect();
         }
         match &self.form {

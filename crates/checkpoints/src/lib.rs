@@ -504,7 +504,10 @@ pub fn export<B: LinearAttentionBackend>(
     for (name, bytes) in [(WEIGHTS, bytes), (CONFIG, text.into_bytes())] {
         let (path, draft) = (folder.join(name), folder.join(format!("{name}.unfinished")));
         let done = fs::write(&draft, bytes).and_then(|()| fs::rename(&draft, &path));
-        done.map_err(|e| failed(&path, e.to_string()))?;
+        done.map_err(|e| {
+            let _on_a_full_disk_it_is_in_the_way = fs::remove_file(&draft);
+            failed(&path, e.to_string())
+        })?;
     }
     Ok(family.model_type)
 }

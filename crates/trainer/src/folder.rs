@@ -210,7 +210,7 @@ pub(crate) fn write_arrival(
     fs::create_dir_all(root).map_err(io_error("create the folder", root))?;
     let _lock = FolderLock::take(root)?;
     match Holding::of(root)? {
-        Holding::Nothing => {}
+        Holding::Nothing => tidy(root)?,
         _ if overwrite => remove_run(root)?,
         _ => return Err(FolderError::Taken { path: root.into(), status: status(root) }),
     }
@@ -416,7 +416,7 @@ fn status(root: &Path) -> String {
 
 /// Deletes what a run writes, and nothing else that a person may have put beside it.
 fn remove_run(root: &Path) -> Result<(), FolderError> {
-    checkpoint::tidy(root)?;
+    tidy(root)?;
     checkpoint::prune(root, 0, u64::MAX)?;
     for name in [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, TOKENIZER, CONFIG] {
         let path = root.join(name);
@@ -466,7 +466,7 @@ fn open_metrics(
 fn tidy(root: &Path) -> Result<(), FolderError> {
     let files = [SUMMARY, CONFIG, TOKENIZER].map(|name| format!("{name}.unfinished"));
     let pictures = ["curve.svg", "curve.png"].map(|name| format!(".unfinished-{name}"));
-    for name in files.iter().chain(&pictures) {
+    for name in files.iter().chain(&pictures).chain([&format!(".{EVENTS}.unfinished")]) {
         let _there_is_none = fs::remove_file(root.join(name));
     }
     checkpoint::tidy(root)
