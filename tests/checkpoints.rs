@@ -317,6 +317,93 @@ fn all_that_is_wrong_with_a_checkpoint_is_said_at_once() {
 }
 
 #[test]
+fn sizes_that_are_not_the_tensors_are_refused_before_there_is_a_model() {
+    for (key, value, parts) in [
+        (
+            "hidden_size",
+            json!(65536),
+            ["embeddings.weight is [97, 64]", "65536], as `hidden_size`"],
+        ),
+        (
+            "num_hidden_layers",
+            json!(60000),
+            ["`num_hidden_layers` is 60000", "the tensors have 2 layers"],
+        ),
+        (
+            "num_hidden_layers",
+            json!(3),
+            ["model.layers.2.attn.q_proj.weight is missing", "layers.2.mlp"],
+        ),
+        ("num_hidden_layers", json!(1e15), ["`num_hidden_layers` is", "65536 at most"]),
+        ("intermediate_size", json!(1 << 20), ["weights at the least", "`intermediate_size`"]),
+        ("expand_v", json!(1e6), ["`expand_v` is", "at most"]),
+        ("vocab_size", json!(5), ["`vocab_size` is 5", "model.embeddings.weight has 97 rows"]),
+        ("vocab_size", json!("many"), ["`vocab_size` is \"many\"", "whole number"]),
+    ] {
+        let wrong = changed("GLA", |_, _| {});
+        set(wrong.path(), key, value);
+        refused(wrong.path(), &parts);
+    }
+}
+
+/// Four GiB would not hold a matrix of that width.
+#[cfg(target_os = "linux")]
+#[test]
+fn the_command_refuses_a_model_that_no_memory_holds_in_one_line() {
+    let wrong = changed("GatedDeltaNet", |_, _| {});
+    set(wrong.path(), "hidden_size", 65536.into());
+    let desk = Desk::new();
+    let limited = r#"ulimit -v 4194304 && exec "$0" "$@""#;
+    let convert = env!("CARGO_BIN_EXE_convert");
+    let from = wrong.path().to_str().unwrap();
+    let args = ["-c", limited, convert, "import", from, "--out", "runs/x"];
+    let output = desk.program("sh", &args).output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.starts_with("error: ") && said.lines().count() == 1, "{said}");
+    assert!(said.contains("model.embeddings.weight") && said.contains("`hidden_size`"), "{said}");
+    assert!(!desk.path("runs/x").exists());
+}
+
+#[test]
+fn weights_that_are_not_finite_are_refused_by_name_in_both_directions() {
+    let name = "model.layers.1.attn.q_proj.weight";
+    for (value, says) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
+        let wrong = changed("GLA", |_, tensors| {
+            tensors.get_mut(name).unwrap().2[28..32].copy_from_slice(&value.to_le_bytes());
+        });
+        refused(wrong.path(), &[&format!("{name} is {says} at place 7; it has to be finite")]);
+    }
+    let large = changed("GLA", |_, tensors| {
+        tensors.get_mut(name).unwrap().2[28..32].copy_from_slice(&1e6_f32.to_le_bytes());
+    });
+    let imported = import::<Flex>(large.path(), &Default::default()).unwrap();
+    let exported = Exported {
+        model: &imported.model,
+        config: &imported.config,
+        vocab: imported.vocab,
+        tokenizer: None,
+        kept: None,
+    };
+    let desk = TempDir::new().unwrap();
+    let out = |precision: Precision| {
+        export(
+            &exported,
+            Some("gla"),
+            precision,
+            &desk.path().join(format!("{precision:?}")),
+            false,
+        )
+    };
+    let why = out(Precision::F16).unwrap_err().to_string();
+    for part in [name, "is 1000000 at place 7", "the largest float16 is 65504"] {
+        assert!(why.contains(part), "{part:?} is not in {why}");
+    }
+    assert!(!desk.path().join("F16").exists());
+    assert!(out(Precision::Bf16).is_ok() && out(Precision::F32).is_ok());
+}
+
+#[test]
 fn a_model_that_no_checkpoint_can_hold_is_not_exported() {
     let device = Default::default();
     let config: linattn::nn::LanguageModelConfig = toml::from_str(

@@ -331,6 +331,60 @@ fn a_state_that_does_not_fit_is_refused_by_layer_and_tensor() {
     assert_eq!(fs::read(&path).unwrap(), bytes, "the file there is as it was");
 }
 
+/// Every eleventh byte of a state, a bit of each: refused, or nothing that counts.
+#[test]
+fn a_bit_that_flips_in_a_state_is_no_other_text() {
+    let folder = TempDir::new().unwrap();
+    let (path, other) = (folder.path().join("text.state"), folder.path().join("flipped.state"));
+    let model = of_kind(KINDS[0]);
+    let mut generated = run(&model, vec![Sequence::new(prompt(5))], sampled(0), 3);
+    let right = generated.rows.remove(0).sequence;
+    right.save(&path).unwrap();
+    let bytes = fs::read(&path).unwrap();
+    let mut refused = 0;
+    for place in (0..bytes.len()).step_by(11) {
+        let mut flipped = bytes.clone();
+        flipped[place] ^= 1 << (place % 8);
+        fs::write(&other, flipped).unwrap();
+        match Sequence::load(&other, &model, &Default::default()) {
+            Ok(read) => {
+                let (read_state, state) = (read.state().unwrap(), right.state().unwrap());
+                assert_eq!((read.tokens(), read.read()), (right.tokens(), right.read()), "{place}");
+                assert_eq!(read.stream(), right.stream(), "{place}");
+                assert_eq!(numbers(read_state), numbers(state), "{place}");
+            }
+            Err(_) => refused += 1,
+        }
+    }
+    let tried = bytes.len().div_ceil(11);
+    assert!(refused * 10 > tried * 9, "{refused} of {tried} refused");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_state_takes_the_place_of_nothing_but_a_file() {
+    use std::os::unix::fs::FileTypeExt;
+    let desk = of_bytes();
+    let args = |path: &'static str| ["--prompt", "a", "--tokens", "3", "--save-state", path];
+    let made = desk.program("mkfifo", &["pipe"]).status().unwrap();
+    assert!(made.success());
+    fs::create_dir(desk.path("folder")).unwrap();
+    std::os::unix::fs::symlink("/dev/null", desk.path("null")).unwrap();
+    std::os::unix::fs::symlink("kept", desk.path("link")).unwrap();
+    std::os::unix::fs::symlink("nothing", desk.path("dangling")).unwrap();
+    fs::write(desk.path("kept"), "").unwrap();
+    for path in ["pipe", "folder", "null", "dangling", "/dev/null"] {
+        let output = command(&desk, &args(path)).output().unwrap();
+        refused(&output, &[path, "it is no file"]);
+    }
+    assert!(fs::symlink_metadata(desk.path("pipe")).unwrap().file_type().is_fifo());
+    assert!(fs::symlink_metadata(desk.path("null")).unwrap().is_symlink());
+    assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
+    written(&desk, &args("link"));
+    assert!(fs::symlink_metadata(desk.path("link")).unwrap().is_symlink());
+    written(&desk, &["--state", "kept", "--tokens", "3"]);
+}
+
 const LOGITS: [f32; 6] = [0.5, -1.0, 2.0, 2.0, -0.25, 1.0];
 
 fn softmax(logits: &[f64]) -> Vec<f64> {

@@ -261,3 +261,101 @@ fn output_that_nobody_reads_or_no_disk_holds_is_no_panic() {
     let wrong = desk.program(env!("CARGO_BIN_EXE_train"), &["--config", "absent.toml"]);
     assert_eq!({ wrong }.stderr(dead_pipe()).status().unwrap().code(), Some(2));
 }
+
+/// A language model with a tokenizer of its own, trained on a text, and a mixer that has a family.
+fn speaks() -> Desk {
+    let lm = TINY
+        .replace("vocab = 64", "tokenizer = { file = \"data/tokenizer.json\" }")
+        .replace("[task.mqar]", "[task.language_modelling]")
+        .replace("{ length = 16, pairs = 2, examples = 160 }", &window("text.txt"))
+        .replace(
+            "{ length = 16, pairs = 2, examples = 40 }, { length = 24, pairs = 3, examples = 20 }",
+            &window("text.txt"),
+        )
+        .replace(
+            "gated_deltanet = { heads = 2 }",
+            "gated_deltanet = { heads = 2 }\nmlp.swiglu = {}",
+        )
+        .replace("epochs = 3", "steps = 10");
+    let desk = Desk::with(&lm);
+    fs::create_dir(desk.path("data")).unwrap();
+    fs::write(desk.path("data/tokenizer.json"), crate::untrusted::tokenizer_json()).unwrap();
+    for name in ["text.txt", "other.txt"] {
+        let text = "the cat sat on the mat, and so on. ".repeat(20);
+        fs::write(desk.path("data").join(name), text).unwrap();
+    }
+    desk
+}
+
+fn window(name: &str) -> String {
+    format!("{{ text = [\"data/{name}\"], length = 16, examples = 16 }}")
+}
+
+#[test]
+fn a_model_outlives_the_texts_that_it_was_trained_on() {
+    let desk = speaks();
+    desk.run_well(&["--set", "train.steps=5"]);
+    let other = crate::untrusted::tokenizer_json() + "\n";
+    let resume = || desk.run(&["--set", "train.steps=5", "--resume"]);
+    for file in ["text.txt", "tokenizer.json"] {
+        fs::rename(desk.path("data").join(file), desk.path(file)).unwrap();
+    }
+    let run = ["--run", "runs/tiny", "--device", "cpu"];
+    let generate = env!("CARGO_BIN_EXE_generate");
+    let args = [&run[..], &["--prompt", "the cat", "--tokens", "8"]].concat();
+    let output = desk.program(generate, &args).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let convert = env!("CARGO_BIN_EXE_convert");
+    let output =
+        desk.program(convert, &["export", "runs/tiny", "--out", "there"]).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let exported = fs::read_to_string(desk.path("there/tokenizer.json")).unwrap();
+    assert_eq!(exported, crate::untrusted::tokenizer_json());
+
+    let eval = env!("CARGO_BIN_EXE_eval");
+    refused(&desk.program(eval, &run).output().unwrap(), &["data/text.txt"]);
+    let set = |split: &str| format!("task.language_modelling.{split}=[{}]", window("other.txt"));
+    let (train, test) = (set("train"), set("test"));
+    let args = [&run[..], &["--set", &train, "--set", &test]].concat();
+    let output = desk.program(eval, &args).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+
+    // Going on with training needs both, and the tokenizer as it was.
+    refused(&resume(), &["data/"]);
+    fs::rename(desk.path("text.txt"), desk.path("data/text.txt")).unwrap();
+    fs::write(desk.path("data/tokenizer.json"), other).unwrap();
+    refused(&resume(), &["runs/tiny/tokenizer.json", "data/tokenizer.json"]);
+    fs::rename(desk.path("tokenizer.json"), desk.path("data/tokenizer.json")).unwrap();
+    let output = resume();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+/// A run's config that was changed by hand is held against the weights before a model is made of it.
+#[test]
+fn a_runs_config_of_another_size_is_refused_by_key() {
+    let desk = Desk::new();
+    desk.run_well(&["--set", "train.epochs=1"]);
+    let path = desk.path("runs/tiny/config.toml");
+    let right = fs::read_to_string(&path).unwrap();
+    for (from, to, key) in [
+        ("d_model = 16", "d_model = 1048576", "`model.d_model` is 1048576"),
+        ("repeat = 2", "repeat = 1000000", "`model.layers` is 1000000"),
+        ("heads = 2", "heads = 2, key_width = 100000", "weights at the least"),
+    ] {
+        let to = to.replace(", ", "\n");
+        assert!(right.contains(from), "{right}");
+        fs::write(&path, right.replace(from, &to)).unwrap();
+        let run = ["--run", "runs/tiny", "--device", "cpu"];
+        refused(&desk.program(env!("CARGO_BIN_EXE_eval"), &run).output().unwrap(), &[key]);
+    }
+}
+
+#[cfg(all(feature = "wgpu", target_os = "linux"))]
+#[test]
+fn a_machine_without_a_display_gets_no_lines_about_one() {
+    let desk = Desk::new();
+    let mut command = desk.command(&["--config", "tiny.toml", "--device", "auto", "--dry-run"]);
+    command.env_remove("XDG_RUNTIME_DIR").env_remove("NODEVICE_SELECT");
+    let output = command.output().unwrap();
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), String::new()));
+}

@@ -1027,3 +1027,22 @@ fn the_angles_of_gateloop_stay_within_a_turn() {
         state = Some(next);
     }
 }
+
+/// Their group norms are over two numbers then, which Burn's own refuses.
+#[test]
+fn models_of_two_channels_take_one_token() {
+    for mixer in ["rwkv6 = { heads = 1 }", "rwkv6 = { heads = 2 }", "rwkv7 = { heads = 1 }"] {
+        let text = format!("d_model = 2\n[[layers]]\nmixer.{mixer}\n");
+        let config: LanguageModelConfig = toml::from_str(&text).unwrap();
+        let model: LanguageModel<Flex> = config.init(5, &Default::default()).unwrap();
+        let ids = |ids: &[i32]| {
+            let data = TensorData::new(ids.to_vec(), [1, ids.len()]);
+            Tensor::<Flex, 2, Int>::from_data(data, &Default::default())
+        };
+        let (whole, _) = model.forward(ids(&[3, 1]), None);
+        let (first, state) = model.forward(ids(&[3]), None);
+        let (second, _) = model.step(ids(&[1]).squeeze_dim(0), Some(state));
+        let parts = [download(first), download(second)].concat();
+        assert_close(mixer, &download(whole), &parts, 1e-5);
+    }
+}

@@ -29,6 +29,8 @@ mod paths;
 #[cfg(feature = "cpu")]
 mod runs;
 mod support;
+#[cfg(feature = "cpu")]
+mod untrusted;
 
 #[cfg(feature = "cpu")]
 #[path = "../examples/own_project.rs"]

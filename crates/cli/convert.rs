@@ -3,13 +3,13 @@
 use crate::device::{self, Job};
 use crate::eval::checkpoint;
 use crate::train::guarded;
-use crate::{BAD_INPUT, FAILED, fail, output};
+use crate::{BAD_INPUT, FAILED, fail, memory, output};
 use burn::module::Module;
 use linattn_checkpoints::{CheckpointError, Exported, Imported, Precision, export, import};
 use linattn_trainer::{
     FolderError, ImportedModel, StoredError, StoredModel, TrainBackend, Which, store_model,
 };
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Brings models of flash-linear-attention here, and takes ours there.
@@ -53,7 +53,7 @@ struct ExportArgs {
     /// The checkpoint's `model_type`: gated_deltanet, gla, mamba2 ...; by default that of the run's mixer
     #[arg(long)]
     family: Option<String>,
-    /// Type that numbers are written as
+    /// Type that numbers are written as; a number that the type does not have is refused
     #[arg(long, value_enum, default_value_t = Numbers::F32)]
     dtype: Numbers,
     /// Which of the run's checkpoints: best, last, or a step
@@ -101,8 +101,29 @@ enum ConvertError {
 /// Runs the command and gives its exit code: 0 done, 1 failed, 2 bad input.
 pub fn convert(args: ConvertArgs) -> ExitCode {
     match &args.direction {
-        Direction::Import(args) => carry(&args.device, args),
+        Direction::Import(args) => match fits_in_memory(&args.folder, memory::free()) {
+            Ok(()) => carry(&args.device, args),
+            Err(e) => fail(BAD_INPUT, &e),
+        },
         Direction::Export(args) => carry(&args.device, args),
+    }
+}
+
+/// Refuses a checkpoint whose files, and the model beside them, do not fit into `free` bytes.
+fn fits_in_memory(folder: &Path, free: Option<f64>) -> Result<(), String> {
+    let length = |file: PathBuf| Some(std::fs::metadata(file).ok()?.len() as f64);
+    let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|file| file.path());
+    let tensors = files.filter(|file| file.extension().is_some_and(|end| end == "safetensors"));
+    let needed = 2.0 * tensors.filter_map(length).sum::<f64>();
+    match free.filter(|free| needed > *free) {
+        None => Ok(()),
+        Some(free) => Err(format!(
+            "{} needs {:.1} GiB of memory at the least, twice its .safetensors files, and {:.1} GiB are \
+             free; a computer with more would do",
+            folder.display(),
+            memory::gibibytes(needed),
+            memory::gibibytes(free)
+        )),
     }
 }
 
@@ -161,5 +182,22 @@ impl Job for &ExportArgs {
         let (family, out) = (self.family.as_deref(), &self.out);
         let family = export(&exported, family, self.dtype.into(), out, self.overwrite)?;
         Ok(format!("{family}, {} parameters, into {}", model.num_params(), out.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checkpoint_that_is_larger_than_the_memory_is_refused_by_folder() {
+        let desk = tempfile::tempdir().expect("a folder");
+        let part = desk.path().join("model-00001-of-00002.safetensors");
+        std::fs::write(&part, [0; 600]).expect("writable");
+        std::fs::write(desk.path().join("tokenizer.json"), [0; 600]).expect("writable");
+        let fits = |free| fits_in_memory(desk.path(), free);
+        assert_eq!((fits(Some(1200.0)), fits(None)), (Ok(()), Ok(())));
+        let why = fits(Some(1199.0)).expect_err("too large");
+        assert!(why.starts_with(&desk.path().display().to_string()), "{why}");
     }
 }

@@ -189,6 +189,29 @@ fn within(index: usize, count: usize, what: &str) -> Result<(), String> {
     }
 }
 
+/// Starts the program again without Mesa's choice among devices where there is no display to choose by.
+/// The layer asks Wayland, whose library writes two lines about a missing `XDG_RUNTIME_DIR` to standard
+/// error whenever adapters are listed; and a process cannot change its own environment safely. Comes back
+/// where nothing has to change.
+pub fn without_display() {
+    #[cfg(all(feature = "wgpu", target_os = "linux"))]
+    {
+        use std::os::unix::process::CommandExt;
+        const LAYER_OFF: &str = "NODEVICE_SELECT";
+        let known = |name: &str| std::env::var_os(name).is_some();
+        if known("XDG_RUNTIME_DIR") || known(LAYER_OFF) {
+            return;
+        }
+        let mut args = std::env::args_os();
+        let name = args.next().unwrap_or_default();
+        if let Ok(program) = std::env::current_exe() {
+            let mut again = std::process::Command::new(program);
+            // Only a failure comes back: then the lines are seen, and nothing else is lost.
+            let _why = again.arg0(name).args(args).env(LAYER_OFF, "1").exec();
+        }
+    }
+}
+
 /// Adapters of the API that Burn's wgpu backend uses here.
 #[cfg(feature = "wgpu")]
 fn adapters() -> Vec<wgpu::AdapterInfo> {

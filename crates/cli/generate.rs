@@ -9,7 +9,7 @@ use linattn::generate::{
     Finish, GenerateConfig, GenerateError, Generated, Next, SamplingConfig, Sequence, Timing,
     Written, generate as write_texts,
 };
-use linattn::nn::{HeadKind, StateError};
+use linattn::nn::{HeadKind, StateError, state_file};
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::{TextStream, Tokenizer};
 use linattn_trainer::{Interrupter, StoredError, StoredModel, TrainBackend, Which};
@@ -178,6 +178,10 @@ impl<'a> Request<'a> {
         };
         config.sampling.check().map_err(|e| Failure::Input(e.to_string()))?;
         let texts = prompts(args)?;
+        if let Some(path) = &args.save_state {
+            // Before the text is written, and not after.
+            state_file(path).map_err(|e| Failure::Input(e.to_string()))?;
+        }
         let model = StoredModel::open(&args.run, args.checkpoint)?;
         if model.config.head == HeadKind::AutoEncoder {
             return Err(GenerateError::AutoEncoder.into());

@@ -10,6 +10,7 @@ pub mod device;
 mod driver;
 mod eval;
 mod generate;
+mod memory;
 mod output;
 mod report;
 mod signals;

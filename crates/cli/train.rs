@@ -2,7 +2,7 @@
 
 use crate::device::{self, Choice, Job, Kind};
 use crate::signals::{self, Asked};
-use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail, output};
+use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail, memory, output};
 use linattn_sweep::write_events;
 use linattn_trainer::{
     ConfigError, DryRun, Interrupter, Outcome, ProgressStyle, RunConfig, Start, Status,
@@ -96,15 +96,14 @@ pub fn train(args: TrainArgs) -> ExitCode {
 /// Refuses a run that this computer's memory cannot hold: the allocator would end the program
 /// without a word about why. GPUs say so themselves of what is on them.
 fn fits_in_memory(run: &RunConfig, choice: &Choice) -> Result<(), String> {
-    let Some(free) = free_memory() else { return Ok(()) };
-    let gibibytes = |bytes: f64| bytes / f64::from(1 << 30);
+    let Some(free) = memory::free() else { return Ok(()) };
     let (host, remedy) = host_memory(run).map_err(|e| e.to_string())?;
     if host > free {
         return Err(format!(
             "the run's data need {:.1} GiB of memory at the least, and {:.1} GiB are free; {remedy} \
              would do",
-            gibibytes(host),
-            gibibytes(free)
+            memory::gibibytes(host),
+            memory::gibibytes(free)
         ));
     }
     let needed = least_memory(run).map_err(|e| e.to_string())?;
@@ -115,17 +114,9 @@ fn fits_in_memory(run: &RunConfig, choice: &Choice) -> Result<(), String> {
         "the run needs {:.1} GiB of memory at the least, and {:.1} GiB are free; a smaller \
          `model.d_model`, `model.layers` or `train.batch_size`, or a larger `train.accumulate`, \
          would do",
-        gibibytes(needed),
-        gibibytes(free)
+        memory::gibibytes(needed),
+        memory::gibibytes(free)
     ))
-}
-
-/// Bytes of memory that can be had, where the system tells.
-fn free_memory() -> Option<f64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kibibytes: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kibibytes * 1024.0)
 }
 
 fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {

@@ -5,6 +5,10 @@
 //! `model.safetensors.index.json`; its numbers are f32, bf16 or f16. [`import`] takes it whole or
 //! refuses it with everything that is wrong at once. [`export`] writes one that says exactly what the
 //! model is, or refuses. Numbers of 32 bits go there and back to the last bit.
+//!
+//! Nobody vouches for the files that are read. A model is put together only if its sizes go with those
+//! of the tensors, so that an import holds no more than the files and 16 bytes for each of their numbers,
+//! and 16 MiB.
 #![deny(missing_docs)]
 
 mod bounds;
@@ -18,6 +22,7 @@ pub use tensors::Precision;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Element, TensorData};
 use burn_store::{ModuleSnapshot, TensorSnapshot, TensorSnapshotError};
+use config::Said;
 use families::Family;
 use linattn::nn::{LanguageModel, LanguageModelConfig};
 use linattn::ops::LinearAttentionBackend;
@@ -129,12 +134,12 @@ fn read<B: LinearAttentionBackend>(
             return None;
         }
     };
-    let (family, config) = config::import(&text, faults)?;
-    let vocab = vocabulary(family, &tensors);
+    let (family, said, config) = config::import(&text, faults)?;
+    let vocab = check_sizes(family, said, &config, &tensors, faults)?;
     let mut model = match config.init::<B>(vocab, device) {
         Ok(model) => model,
         Err(e) => {
-            faults.push(format!("{CONFIG} makes a model that cannot be: {e}"));
+            faults.push(impossible(e));
             return None;
         }
     };
@@ -142,6 +147,7 @@ fn read<B: LinearAttentionBackend>(
     let snapshots = found.all::<B>(family, &model);
     let kept = found.kept(family);
     found.complain_of_the_rest(family, config.tie_embeddings);
+    found.complain_of_what_is_not_finite();
     if !faults.is_empty() {
         return None;
     }
@@ -151,12 +157,76 @@ fn read<B: LinearAttentionBackend>(
     Some(Imported { family: family.model_type, config, vocab, model, tokenizer, kept })
 }
 
-/// Rows of the embedding. One where there is none, so that the other tensors can be looked at.
-fn vocabulary(family: &Family, tensors: &Tensors) -> usize {
+/// A config that no model has.
+fn impossible(e: impl std::fmt::Display) -> String {
+    format!("{CONFIG} makes a model that cannot be: {e}")
+}
+
+/// Ids that the model knows: rows of the embedding, or one where there is none, so that the other tensors
+/// can be looked at. None, with the reason among `faults`, where the config's sizes are not those of the
+/// tensors: then there is no model to hold the tensors against, and its memory may be more than there is.
+fn check_sizes(
+    family: &Family,
+    said: Said,
+    config: &LanguageModelConfig,
+    tensors: &Tensors,
+    faults: &mut Faults,
+) -> Option<usize> {
     let root = family.frame.root;
     let names = [format!("{root}.embeddings.weight"), format!("{root}.embedding.weight")];
-    let embedding = names.iter().find_map(|name| tensors.get(name));
-    embedding.and_then(|tensor| tensor.shape.first().copied()).unwrap_or(1)
+    let embedding = names.iter().find_map(|name| Some((name, &tensors.get(name)?.shape)));
+    let mut vocab = 1;
+    if let Some((name, shape)) = embedding {
+        let &[rows, width] = &shape[..] else {
+            faults.push(format!("{name} is {shape:?}; it has to be [ids, {}]", config.d_model));
+            return None;
+        };
+        if width != config.d_model {
+            let want = format!("[{rows}, {}], as `hidden_size` says", config.d_model);
+            faults.push(format!("{name} is {shape:?}; it has to be {want}"));
+            return None;
+        }
+        if said.vocab.is_some_and(|said| said != rows) {
+            let said = said.vocab.unwrap_or_default();
+            faults.push(format!("{CONFIG}: `vocab_size` is {said}; {name} has {rows} rows"));
+        }
+        vocab = rows;
+    }
+    let last = tensors.keys().filter_map(|name| {
+        let rest = name.strip_prefix(root)?.strip_prefix(".layers.")?;
+        rest.split('.').next()?.parse::<usize>().ok()
+    });
+    let (depth, there) = (config.depth(), last.max().map_or(0, |last| last.saturating_add(1)));
+    // A few that are missing are named one by one.
+    if depth > there.max(4).saturating_mul(4) {
+        let there = format!("the tensors have {there} layers");
+        faults.push(format!("{CONFIG}: `num_hidden_layers` is {depth}; {there}"));
+        return None;
+    }
+    check_count(config, vocab, tensors).map_err(|fault| faults.push(fault)).ok()?;
+    Some(vocab)
+}
+
+/// Refuses a config whose model has many more weights than there are numbers.
+fn check_count(
+    config: &LanguageModelConfig,
+    vocab: usize,
+    tensors: &Tensors,
+) -> Result<(), String> {
+    let cost = config.cost(1).map_err(impossible)?;
+    let sizes = tensors.values().map(|t| t.shape.iter().map(|&size| size as f64).product::<f64>());
+    let numbers: f64 = sizes.sum();
+    // A weight is a multiplication and an addition; up to half of the rest is the recurrence.
+    let layers = cost.flops_per_token as f64 / 4.0;
+    let weights = layers + vocab as f64 * config.d_model as f64;
+    if weights <= 4.0 * numbers + f64::from(1 << 22) {
+        return Ok(());
+    }
+    Err(format!(
+        "{CONFIG} makes a model of {weights:.0} weights at the least, and the tensors have {numbers:.0} \
+         numbers; `hidden_size`, `num_heads`, `head_dim`, `intermediate_size` and the like have to be \
+         those of the tensors"
+    ))
 }
 
 /// Weights of a model as the files have them.
@@ -305,6 +375,18 @@ impl Found<'_> {
         }
     }
 
+    /// A weight that is no number makes every answer none.
+    fn complain_of_what_is_not_finite(&mut self) {
+        for name in &self.used {
+            let values = self.tensors.get(name).map(Stored::values).unwrap_or_default();
+            if let Some(place) = values.iter().position(|x| !x.is_finite()) {
+                let value = values[place];
+                self.faults
+                    .push(format!("{name} is {value} at place {place}; it has to be finite"));
+            }
+        }
+    }
+
     fn complain_of_the_rest(&mut self, family: &Family, tied: bool) {
         for name in self.tensors.keys().filter(|name| !self.used.contains(*name)) {
             let idle = name.ends_with(".rotary.inv_freq")
@@ -422,7 +504,10 @@ pub fn export<B: LinearAttentionBackend>(
     for (name, bytes) in [(WEIGHTS, bytes), (CONFIG, text.into_bytes())] {
         let (path, draft) = (folder.join(name), folder.join(format!("{name}.unfinished")));
         let done = fs::write(&draft, bytes).and_then(|()| fs::rename(&draft, &path));
-        done.map_err(|e| failed(&path, e.to_string()))?;
+        done.map_err(|e| {
+            let _on_a_full_disk_it_is_in_the_way = fs::remove_file(&draft);
+            failed(&path, e.to_string())
+        })?;
     }
     Ok(family.model_type)
 }

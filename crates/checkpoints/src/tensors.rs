@@ -41,6 +41,40 @@ impl Precision {
         }
     }
 
+    /// The number nearest to `x`, infinite where `x` is too large.
+    fn round(self, x: f32) -> f32 {
+        match self {
+            Precision::F32 => x,
+            Precision::Bf16 => bf16::from_f32(x).to_f32(),
+            Precision::F16 => f16::from_f32(x).to_f32(),
+        }
+    }
+
+    /// Refuses numbers that are not finite, or would not be any more. Small ones lose digits, which is
+    /// what rounding is.
+    fn check(self, name: &str, values: &[f32]) -> Result<(), String> {
+        let Some(place) = values.iter().position(|&x| !self.round(x).is_finite()) else {
+            return Ok(());
+        };
+        let (value, most) = (values[place], self.largest());
+        let numbers = self.name();
+        Err(match value.is_finite() {
+            true => format!(
+                "{name} is {value} at place {place}, and the largest {numbers} is {most}; a --dtype \
+                 of a larger range would do"
+            ),
+            false => format!("{name} is {value} at place {place}; it has to be finite"),
+        })
+    }
+
+    fn largest(self) -> f32 {
+        match self {
+            Precision::F32 => f32::MAX,
+            Precision::Bf16 => bf16::MAX.to_f32(),
+            Precision::F16 => f16::MAX.to_f32(),
+        }
+    }
+
     fn bytes(self, values: &[f32]) -> Vec<u8> {
         match self {
             Precision::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -142,7 +176,10 @@ fn read_file(folder: &Path, name: &str, tensors: &mut Tensors, faults: &mut Faul
 pub(crate) type Written = (String, Vec<usize>, Vec<f32>);
 
 /// The bytes of a file with these tensors.
+/// # Errors
+/// Names the first tensor with a number that `precision` does not have.
 pub(crate) fn to_bytes(tensors: &[Written], precision: Precision) -> Result<Vec<u8>, String> {
+    tensors.iter().try_for_each(|(name, _, values)| precision.check(name, values))?;
     let data: Vec<Vec<u8>> = tensors.iter().map(|(_, _, values)| precision.bytes(values)).collect();
     let mut views = vec![];
     for ((name, shape, _), bytes) in tensors.iter().zip(&data) {

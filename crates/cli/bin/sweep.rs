@@ -5,6 +5,7 @@ use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    linattn_cli::device::without_display();
     let mut args: Vec<_> = std::env::args_os().collect();
     match args.get(1).is_some_and(|first| first == "train") {
         true => {

@@ -27,6 +27,9 @@ const SUMMARY: [&str; 11] = [
     "score_name",
 ];
 
+/// Bytes of a column's name.
+const LONGEST_NAME: usize = 1000;
+
 /// A failed run's `status`. It has no metrics, and says why in `error`.
 pub const FAILED: &str = "failed";
 
@@ -263,6 +266,13 @@ pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<(), SweepError> {
 fn check_header(columns: &[String]) -> Result<(), String> {
     if !columns.iter().any(|column| column == "run") {
         return Err("there is no column `run`; this is no table of a sweep's rows".into());
+    }
+    // Every row names its columns: names without bounds would be memory without bounds.
+    if let Some(long) = columns.iter().find(|column| column.len() > LONGEST_NAME) {
+        let length = long.len();
+        return Err(format!(
+            "a column's name has {length} bytes; it has to have {LONGEST_NAME} at most"
+        ));
     }
     let twice = columns.iter().enumerate().find(|(i, column)| columns[..*i].contains(column));
     twice.map_or(Ok(()), |(_, column)| Err(format!("the column `{column}` is there twice")))

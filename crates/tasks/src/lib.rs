@@ -99,6 +99,15 @@ impl TaskConfig {
         }
     }
 
+    /// The same, to be changed.
+    pub fn tokenizer_mut(&mut self) -> Option<&mut TokenizerConfig> {
+        match self {
+            Self::SNiah(config) => Some(&mut config.tokenizer),
+            Self::LanguageModelling(config) => Some(&mut config.tokenizer),
+            _ => None,
+        }
+    }
+
     /// Checks every value, then makes the task whose data follow from `seed`.
     /// # Errors
     /// [`TaskError`] names the first key that cannot be used.

@@ -25,6 +25,9 @@ pub enum TokenizerConfig {
     File(PathBuf),
 }
 
+/// Ids of a file; a model has a row of weights for each.
+const MOST_IDS: u32 = 1 << 24;
+
 /// A tokenizer that is ready for use.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
@@ -74,13 +77,19 @@ impl Tokenizer {
     pub fn open(path: &Path, key: &str) -> Result<Self, TaskError> {
         let refused = |why: String| refusal(key, path, why);
         let text = std::fs::read(path).map_err(|error| refused(error.to_string()))?;
-        let mut file = tokenizers::Tokenizer::from_bytes(text)
-            .map_err(|error| refused(format!("it is no tokenizer: {error}")))?;
+        let none = |error: &dyn std::fmt::Display| refused(format!("it is no tokenizer: {error}"));
+        // The library takes JSON that ends early for a mistake of its own, and panics.
+        let _whole: serde_json::Value =
+            serde_json::from_slice(&text).map_err(|error| none(&error))?;
+        let mut file = tokenizers::Tokenizer::from_bytes(text).map_err(|error| none(&error))?;
         file.with_padding(None);
         file.with_truncation(None).map_err(|error| refused(error.to_string()))?;
         let last = file.get_vocab(true).into_values().max();
-        let ids = last.ok_or_else(|| refused("it has no tokens".into()))? + 1;
-        Ok(Self { file: Some(Box::new(file)), ids })
+        let last = last.ok_or_else(|| refused("it has no tokens".into()))?;
+        if last >= MOST_IDS {
+            return Err(refused(format!("its last id is {last}; it has to be below {MOST_IDS}")));
+        }
+        Ok(Self { file: Some(Box::new(file)), ids: last + 1 })
     }
 
     /// As [`open`](Self::open); it has to have the alphabet that answers are made of, too.
@@ -346,6 +355,12 @@ pub(crate) mod tests {
         let refused = || Tokenizer::new(&config, "task.x.tokenizer").unwrap_err();
         assert!(matches!(refused(), TaskError::File { key, path: named, .. }
             if key == "task.x.tokenizer.file" && named == path));
+        write_small(&path);
+        let text = std::fs::read(&path).unwrap();
+        for end in (0..text.len()).step_by(37) {
+            std::fs::write(&path, &text[..end]).unwrap();
+            assert!(refused().to_string().contains("it is no tokenizer: "), "{end}");
+        }
         std::fs::write(&path, "not even JSON").unwrap();
         assert!(refused().to_string().contains("notes.txt: it is no tokenizer: "));
         assert!(refused().to_string().ends_with("of the `tokenizers` library would do"));

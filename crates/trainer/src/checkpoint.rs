@@ -274,6 +274,9 @@ fn remove(root: &Path, path: &Path) -> Result<(), FolderError> {
 /// # Errors
 /// [`FolderError::Io`].
 pub(crate) fn tidy(root: &Path) -> Result<(), FolderError> {
+    for (_, checkpoint) in list(root)? {
+        let _there_is_none = fs::remove_file(checkpoint.join(format!("{MANIFEST}.unfinished")));
+    }
     [DRAFT, REMOVED].iter().try_for_each(|name| clear(&folder(root).join(name)))
 }
 

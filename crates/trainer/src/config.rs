@@ -353,13 +353,22 @@ impl RunConfig {
         let table = toml::from_str::<Table>(&text).map_err(parse)?;
         match overrides {
             // From the text, of which the error shows the line.
-            [] => toml::from_str::<Self>(&text).map_err(parse)?.checked(path, &table),
+            [] => toml::from_str::<Self>(&text).map_err(parse)?.shaped(path, &table)?.checked(),
             _ => Self::from_table(path, table, overrides),
         }
     }
 
     /// As [`read`](Self::read), from what the file `path` says.
     pub(crate) fn from_table(
+        path: &Path,
+        table: Table,
+        overrides: &[String],
+    ) -> Result<Self, ConfigError> {
+        Self::parsed(path, table, overrides)?.checked()
+    }
+
+    /// As [`from_table`](Self::from_table), before the task is made of the files that it names.
+    pub(crate) fn parsed(
         path: &Path,
         mut table: Table,
         overrides: &[String],
@@ -376,18 +385,28 @@ impl RunConfig {
                 .join(" "),
             why: parse_error(&e),
         };
-        table.clone().try_into::<Self>().map_err(wrong)?.checked(path, &table)
+        table.clone().try_into::<Self>().map_err(wrong)?.shaped(path, &table)
     }
 
-    /// Checks what was made of `given`.
-    fn checked(mut self, path: &Path, given: &Table) -> Result<Self, ConfigError> {
+    /// With a name, and nothing in the wrong place of `given`, which it was made of.
+    fn shaped(mut self, path: &Path, given: &Table) -> Result<Self, ConfigError> {
         if self.name.is_empty() {
             self.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         }
         bounds::check_task(&self.task)?;
         let made = Value::try_from(&self).expect("a run config is a table");
         check_shape("", &Value::Table(given.clone()), &made)?;
-        self.check()?;
+        Ok(self)
+    }
+
+    /// Checks every value, and makes the task once.
+    pub(crate) fn checked(self) -> Result<Self, ConfigError> {
+        self.check_alone()?;
+        let task = self.task.build(self.seed)?;
+        self.check_model(task.as_ref())?;
+        self.check_head(task.as_ref())?;
+        bounds::check_batches(&self, task.as_ref())?;
+        self.evaluate.check(task.as_ref())?;
         Ok(self)
     }
 
@@ -402,22 +421,19 @@ impl RunConfig {
         first_difference("", &value(self), &value(other))
     }
 
-    fn check(&self) -> Result<(), ConfigError> {
+    /// Checks what no task has a part in.
+    pub(crate) fn check_alone(&self) -> Result<(), ConfigError> {
         let name = &self.name;
         let no_name = |c: char| c == '/' || c == '\\' || c.is_control();
         if name.is_empty() || name == "." || name == ".." || name.contains(no_name) {
             return Err(ConfigError::value("name", format!("{name:?}"), "one folder's name"));
         }
-        let task = self.task.build(self.seed)?;
-        self.check_model(task.as_ref())?;
-        self.check_head(task.as_ref())?;
         self.train.check()?;
-        bounds::check_batches(self, task.as_ref())?;
         self.optimizer.check()?;
         if !(0.0..=1.0).contains(&self.schedule.floor) {
             return Err(ConfigError::value("schedule.floor", self.schedule.floor, "0 to 1"));
         }
-        self.evaluate.check(task.as_ref())?;
+        self.evaluate.check_counts()?;
         let at_least_one = |key, value| match value {
             Some(0) => Err(ConfigError::value(key, 0, "at least 1")),
             _ => Ok(()),
@@ -509,16 +525,20 @@ impl EvaluateConfig {
             || self.stop_below.is_some_and(|enough| score < enough)
     }
 
-    fn check(&self, task: &dyn Task) -> Result<(), ConfigError> {
+    fn check_counts(&self) -> Result<(), ConfigError> {
         let counts = [
             ("evaluate.every_steps", self.every_steps),
             ("evaluate.batch_size", self.batch_size.map(|n| n as u64)),
             ("evaluate.window", Some(self.window as u64)),
             ("evaluate.patience", self.patience),
         ];
-        if let Some((key, _)) = counts.into_iter().find(|&(_, value)| value == Some(0)) {
-            return Err(ConfigError::value(key, 0, "at least 1"));
+        match counts.into_iter().find(|&(_, value)| value == Some(0)) {
+            Some((key, _)) => Err(ConfigError::value(key, 0, "at least 1")),
+            None => Ok(()),
         }
+    }
+
+    fn check(&self, task: &dyn Task) -> Result<(), ConfigError> {
         let name = task.score_name();
         let (right, wrong) = match task.goal() {
             Goal::Highest => (self.stop_above, ("evaluate.stop_below", self.stop_below)),

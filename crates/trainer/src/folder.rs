@@ -7,6 +7,7 @@
 use crate::checkpoint::{self, Checkpoint, Contents, Position};
 use crate::config::RunConfig;
 use crate::lock::FolderLock;
+use linattn_tasks::TokenizerConfig;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -123,6 +124,16 @@ pub enum FolderError {
         /// Its value now.
         here: String,
     },
+    /// The run was trained with another tokenizer so far.
+    #[error(
+        "{path} is not what it was when the run began; {kept} is, and has to be in its place to resume"
+    )]
+    OtherTokenizer {
+        /// The tokenizer that the config names.
+        path: PathBuf,
+        /// The run's own copy.
+        kept: PathBuf,
+    },
     /// A checkpoint's file is not what was written.
     #[error("{path} is corrupt: {why}; {remedy}")]
     Corrupt {
@@ -159,7 +170,7 @@ pub enum Start {
 
 const METRICS: &str = "metrics.jsonl";
 pub(crate) const CONFIG: &str = "config.toml";
-/// The tokenizer of a model that came from elsewhere.
+/// The tokenizer of a model that came from elsewhere, or a copy of the one that a run is trained with.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 const SUMMARY: &str = "summary.json";
 /// TensorBoard's file, which the command writes where the config asks for it.
@@ -199,7 +210,7 @@ pub(crate) fn write_arrival(
     fs::create_dir_all(root).map_err(io_error("create the folder", root))?;
     let _lock = FolderLock::take(root)?;
     match Holding::of(root)? {
-        Holding::Nothing => {}
+        Holding::Nothing => tidy(root)?,
         _ if overwrite => remove_run(root)?,
         _ => return Err(FolderError::Taken { path: root.into(), status: status(root) }),
     }
@@ -214,7 +225,7 @@ pub(crate) fn write_arrival(
     checkpoint::write(root, Position::default(), contents)?;
     if let Some(tokenizer) = arrival.tokenizer {
         let bytes = fs::read(tokenizer).map_err(io_error("read", tokenizer))?;
-        write_synced(&root.join(TOKENIZER), &bytes)?;
+        replace(root, TOKENIZER, &bytes)?;
     }
     replace(root, CONFIG, arrival.config.as_bytes())
 }
@@ -269,6 +280,7 @@ impl RunFolder {
             }
             (Start::Resume, Holding::Run) => {
                 same_run(root, run)?;
+                same_tokenizer(root, run)?;
                 checkpoint::newest(root)?
             }
         };
@@ -278,6 +290,10 @@ impl RunFolder {
         tidy(root)?;
         let folder = Self { root: root.into(), metrics, metrics_bytes, hasher, lock };
         if checkpoint.is_none() {
+            if let Some(TokenizerConfig::File(tokenizer)) = run.task.tokenizer() {
+                let bytes = fs::read(tokenizer).map_err(io_error("read", tokenizer))?;
+                replace(root, TOKENIZER, &bytes)?;
+            }
             replace(root, CONFIG, run.to_toml().as_bytes())?;
         }
         Ok((folder, checkpoint))
@@ -400,7 +416,7 @@ fn status(root: &Path) -> String {
 
 /// Deletes what a run writes, and nothing else that a person may have put beside it.
 fn remove_run(root: &Path) -> Result<(), FolderError> {
-    checkpoint::tidy(root)?;
+    tidy(root)?;
     checkpoint::prune(root, 0, u64::MAX)?;
     for name in [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, TOKENIZER, CONFIG] {
         let path = root.join(name);
@@ -448,9 +464,9 @@ fn open_metrics(
 
 /// Deletes what a cut left of files that were being written.
 fn tidy(root: &Path) -> Result<(), FolderError> {
-    let files = [SUMMARY, CONFIG].map(|name| format!("{name}.unfinished"));
+    let files = [SUMMARY, CONFIG, TOKENIZER].map(|name| format!("{name}.unfinished"));
     let pictures = ["curve.svg", "curve.png"].map(|name| format!(".unfinished-{name}"));
-    for name in files.iter().chain(&pictures) {
+    for name in files.iter().chain(&pictures).chain([&format!(".{EVENTS}.unfinished")]) {
         let _there_is_none = fs::remove_file(root.join(name));
     }
     checkpoint::tidy(root)
@@ -478,6 +494,20 @@ fn same_run(root: &Path, run: &RunConfig) -> Result<(), FolderError> {
     match stored.difference(run) {
         Some((key, there, here)) => Err(other(key, there, here)),
         None => Ok(()),
+    }
+}
+
+/// Refuses to go on with ids of another meaning. Runs of older versions kept no tokenizer.
+fn same_tokenizer(root: &Path, run: &RunConfig) -> Result<(), FolderError> {
+    let kept = root.join(TOKENIZER);
+    let Some(TokenizerConfig::File(path)) = run.task.tokenizer() else { return Ok(()) };
+    if !kept.exists() {
+        return Ok(());
+    }
+    let bytes = |path: &Path| fs::read(path).map_err(io_error("read", path));
+    match bytes(&kept)? == bytes(path)? {
+        true => Ok(()),
+        false => Err(FolderError::OtherTokenizer { path: path.clone(), kept }),
     }
 }
 

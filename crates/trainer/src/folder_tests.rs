@@ -190,15 +190,27 @@ fn what_a_cut_left_is_cleared_away_by_the_next_run() {
     let (desk, run, _) = desk();
     run_in(desk.path(), &run);
     let litter = ["checkpoints/unfinished", "checkpoints/removed"];
-    for folder in litter {
-        fs::create_dir_all(desk.path().join(folder)).unwrap();
-        fs::write(desk.path().join(folder).join("model.safetensors"), "half").unwrap();
-    }
-    let file = "summary.json.unfinished";
-    fs::write(desk.path().join(file), "{").unwrap();
-    RunFolder::open(desk.path(), &run, Start::Resume).unwrap();
-    for left in litter.iter().chain([&file]) {
-        assert!(!desk.path().join(left).exists(), "{left}");
+    let files = [
+        "summary.json.unfinished",
+        "config.toml.unfinished",
+        "tokenizer.json.unfinished",
+        ".unfinished-curve.png",
+        ".unfinished-curve.svg",
+        ".events.out.tfevents.0000000000.linattn.unfinished",
+        "checkpoints/step-0000000001/state.json.unfinished",
+    ];
+    for start in [Start::Resume, Start::Overwrite] {
+        for folder in litter {
+            fs::create_dir_all(desk.path().join(folder)).unwrap();
+            fs::write(desk.path().join(folder).join("model.safetensors"), "half").unwrap();
+        }
+        for file in files {
+            fs::write(desk.path().join(file), "{").unwrap();
+        }
+        RunFolder::open(desk.path(), &run, start).unwrap();
+        for left in litter.iter().chain(&files) {
+            assert!(!desk.path().join(left).exists(), "{start:?}: {left}");
+        }
     }
 }
 

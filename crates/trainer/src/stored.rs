@@ -15,7 +15,7 @@ use crate::config::{
 use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{Arrival, CONFIG, FolderError, TOKENIZER, write_arrival};
 use crate::learner::Learner;
-use crate::weights;
+use crate::weights::{self, Sizes};
 use burn::tensor::backend::Backend;
 use linattn::nn::{LanguageModel, LanguageModelConfig};
 use linattn::ops::LinearAttentionBackend;
@@ -132,7 +132,10 @@ impl Origin {
             |e: toml::de::Error| ConfigError::Parse { path: path.into(), why: parse_error(&e) };
         let table: Table = toml::from_str(&text).map_err(parse)?;
         if table.contains_key("task") || table.contains_key("train") {
-            return Ok(Origin::Trained(Box::new(RunConfig::read(path, &[])?)));
+            // The texts that it was trained on may be anywhere by now, and its model needs none.
+            let run = toml::from_str::<RunConfig>(&text).map_err(parse)?;
+            run.check_alone()?;
+            return Ok(Origin::Trained(Box::new(run)));
         }
         Ok(Origin::Imported(Box::new(toml::from_str(&text).map_err(parse)?)))
     }
@@ -160,15 +163,19 @@ impl StoredModel {
         let checkpoint = find_checkpoint(root, which)?;
         let origin = Origin::read(&root.join(CONFIG))?;
         let (config, tokenizer) = match &origin {
-            Origin::Trained(run) => (run.model.clone(), file_of(run.task.tokenizer())),
+            Origin::Trained(run) => {
+                let theirs = file_of(run.task.tokenizer());
+                (run.model.clone(), theirs.map(|path| kept_tokenizer(root).unwrap_or(path)))
+            }
             Origin::Imported(imported) => {
                 let beside = imported.tokenizer.as_ref().map(|name| root.join(name));
                 (imported.model.clone(), beside)
             }
         };
         let path = checkpoint.model();
-        let vocab =
-            weights::vocabulary(&path).map_err(|why| checkpoint.corrupt(path.clone(), why))?;
+        let sizes = weights::sizes(&path).map_err(|why| checkpoint.corrupt(path.clone(), why))?;
+        check_sizes(&config, &sizes, &path)?;
+        let vocab = sizes.vocab;
         Ok(Self { config, vocab, tokenizer, checkpoint, origin })
     }
 
@@ -184,6 +191,38 @@ impl StoredModel {
         let loaded = weights::load(fresh, &path);
         loaded.map_err(|why| self.checkpoint.corrupt(path, why).into())
     }
+}
+
+/// Refuses a config of another model than that of the file `path`, before any memory is asked for it.
+fn check_sizes(
+    config: &LanguageModelConfig,
+    sizes: &Sizes,
+    path: &Path,
+) -> Result<(), ConfigError> {
+    let want = |want: String| format!("{want}, as in {}", path.display());
+    for (key, got, there) in [
+        ("model.d_model", config.d_model, sizes.width),
+        ("model.layers", config.depth(), sizes.layers),
+    ] {
+        if got != there {
+            return Err(ConfigError::value(key, got, want(there.to_string())));
+        }
+    }
+    // A weight is a multiplication and an addition; up to half of the rest is the recurrence.
+    let least = config.cost(1)?.flops_per_token as f64 / 4.0;
+    let numbers = sizes.numbers as f64;
+    match least <= 4.0 * numbers + f64::from(1 << 22) {
+        true => Ok(()),
+        false => {
+            let got = format!("a model of {least:.0} weights at the least");
+            Err(ConfigError::value("model", got, want(format!("one of {numbers:.0}"))))
+        }
+    }
+}
+
+/// The tokenizer that a run keeps beside its config.
+fn kept_tokenizer(root: &Path) -> Option<PathBuf> {
+    Some(root.join(TOKENIZER)).filter(|path| path.exists())
 }
 
 fn file_of(tokenizer: Option<&TokenizerConfig>) -> Option<PathBuf> {
@@ -319,9 +358,21 @@ impl StoredModel {
             None => None,
         };
         Ok(match (&self.origin, other) {
-            (Origin::Trained(_), None) => RunConfig::read(&path, overrides)?,
-            (Origin::Trained(_), Some(task)) => {
-                RunConfig { task, ..RunConfig::read(&path, &without_tasks(overrides))? }
+            (Origin::Trained(trained), None) => {
+                let mut run = RunConfig::parsed(&path, table_of(trained), overrides)?;
+                // Its own tokenizer is the one that it was trained with, wherever the first is now.
+                let own = trained.task.tokenizer();
+                if let (Some(tokenizer), Some(kept)) = (run.task.tokenizer_mut(), &self.tokenizer)
+                    && own == Some(&*tokenizer)
+                {
+                    *tokenizer = TokenizerConfig::File(kept.clone());
+                }
+                run.checked()?
+            }
+            (Origin::Trained(trained), Some(task)) => {
+                let own = RunConfig::parsed(&path, table_of(trained), &without_tasks(overrides))?;
+                own.check_alone()?;
+                RunConfig { task, ..own }
             }
             (Origin::Imported(imported), None) => {
                 if overrides == without_tasks(overrides) {
@@ -337,6 +388,10 @@ impl StoredModel {
             }
         })
     }
+}
+
+fn table_of(run: &RunConfig) -> Table {
+    Table::try_from(run).expect("a run config is a table")
 }
 
 /// Overrides that a run takes whose task comes from elsewhere.

@@ -8,6 +8,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Element, Tensor, backend::Backend};
 use burn_store::{ApplyResult, ModuleSnapshot, ModuleStore, SafetensorsStore, TensorSnapshot};
 use linattn::nn::LanguageModel;
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::rc::Rc;
 
@@ -37,12 +38,34 @@ pub(crate) fn load<B: Backend>(
     }
 }
 
-/// How many ids the model in a file knows.
-pub(crate) fn vocabulary(path: &Path) -> Result<usize, String> {
+/// Sizes of the model in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    /// Ids that it knows.
+    pub(crate) vocab: usize,
+    pub(crate) width: usize,
+    pub(crate) layers: usize,
+    /// Numbers in all.
+    pub(crate) numbers: usize,
+}
+
+/// What a file says of its model before there is a model.
+pub(crate) fn sizes(path: &Path) -> Result<Sizes, String> {
     let mut store = SafetensorsStore::from_file(path);
-    let embeddings = store.get_snapshot("embeddings.weight").map_err(|e| e.to_string())?;
-    let shape = embeddings.map(|snapshot| snapshot.shape.clone());
-    shape.and_then(|shape| shape.first().copied()).ok_or_else(|| "no embeddings.weight".into())
+    let all = store.get_all_snapshots().map_err(|e| e.to_string())?;
+    let &[vocab, width] = (match all.get("embeddings.weight") {
+        Some(embeddings) => &embeddings.shape[..],
+        None => return Err("no embeddings.weight".into()),
+    }) else {
+        return Err("embeddings.weight is no matrix".into());
+    };
+    let layers: BTreeSet<&str> =
+        all.keys().filter_map(|name| name.strip_prefix("layers.")?.split('.').next()).collect();
+    let size = |tensor: &TensorSnapshot| {
+        tensor.shape.iter().fold(1_usize, |size, &side| size.saturating_mul(side))
+    };
+    let numbers = all.values().fold(0_usize, |sum, tensor| sum.saturating_add(size(tensor)));
+    Ok(Sizes { vocab, width, layers: layers.len(), numbers })
 }
 
 /// The same numbers as the backend keeps them.
@@ -140,7 +163,9 @@ mod tests {
         for name in ["layers.0.attn.q_proj.weight", "layers.0.mlp.0.gamma", "norm.gamma"] {
             assert!(names.contains(&name.to_string()), "{name} is not in {names:?}");
         }
-        assert_eq!(vocabulary(&path), Ok(11));
+        let sizes = sizes(&path).expect("a model");
+        let numbers = weights(&first).values().map(|bytes| bytes.len() / 4).sum();
+        assert_eq!(sizes, Sizes { vocab: 11, width: 8, layers: 2, numbers });
         let bytes = std::fs::read(&path).expect("a file");
         save(&second, &path).expect("writable");
         assert_eq!(std::fs::read(&path).expect("a file"), bytes);

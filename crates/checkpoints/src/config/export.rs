@@ -64,7 +64,7 @@ pub(crate) fn export(
     let text = Value::Object(table.clone()).to_string();
     let mut faults = Faults::default();
     let back = import(&text, &mut faults);
-    if let Some((_, back)) = back {
+    if let Some((_, _, back)) = back {
         differences("", &model, &canonical(&back, family), family, &mut faults);
     }
     match faults.is_empty() {

@@ -48,8 +48,14 @@ const IDLE: &[&str] = &[
     "use_bfloat16",
     "use_cache",
     "use_l2warp",
-    "vocab_size",
 ];
+
+/// Larger sizes are slips of the pen, and their products would not fit a number.
+const LARGEST: f64 = (1 << 24) as f64;
+/// Layers are tables of the config, and fewer.
+const MOST_LAYERS: usize = 1 << 16;
+/// Whole numbers of JSON are exact up to here.
+const LARGEST_EXACT: f64 = (1_u64 << 53) as f64;
 
 /// Keys that any family may have, and must have so.
 const EVERYWHERE: &[(&str, &[&str])] = &[
@@ -61,11 +67,18 @@ const EVERYWHERE: &[(&str, &[&str])] = &[
     ("use_rope", &["false"]),
 ];
 
-/// Reads a `config.json`. None where not even the family is known.
+/// What a config says of the tensors and no config of ours does.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Said {
+    /// Rows of the embedding, where it says so.
+    pub(crate) vocab: Option<usize>,
+}
+
+/// Reads a `config.json`. None where not even the family is known, or no model could be so large.
 pub(crate) fn import(
     text: &str,
     faults: &mut Faults,
-) -> Option<(&'static Family, LanguageModelConfig)> {
+) -> Option<(&'static Family, Said, LanguageModelConfig)> {
     let table: Map<String, Value> = match serde_json::from_str(&without_infinities(text)) {
         Ok(table) => table,
         Err(e) => {
@@ -83,9 +96,10 @@ pub(crate) fn import(
     };
     let mut keys = Keys { table: &table, seen: BTreeSet::new(), faults: &mut *faults };
     let config = keys.model(family);
+    let said = Said { vocab: keys.vocabulary() };
     keys.complain_of_the_rest(family);
-    match serde_json::from_value(config) {
-        Ok(config) => Some((family, config)),
+    match serde_json::from_value(config?) {
+        Ok(config) => Some((family, said, config)),
         Err(e) => {
             faults.push(format!("config.json: {e}"));
             None
@@ -117,6 +131,11 @@ fn inner_width(d_model: usize, ratio: f64) -> usize {
     ((d_model as f64 * ratio * 2.0 / 3.0) as usize).div_ceil(256) * 256
 }
 
+/// Whether a size is one that a model can have.
+fn possible(size: f64) -> bool {
+    (0.0..=LARGEST).contains(&size)
+}
+
 /// A config under reading.
 struct Keys<'a> {
     table: &'a Map<String, Value>,
@@ -146,11 +165,36 @@ impl Keys<'_> {
     }
 
     fn count(&mut self, key: &str, default: &str) -> usize {
+        self.count_to(LARGEST as usize, key, default)
+    }
+
+    fn count_to(&mut self, most: usize, key: &str, default: &str) -> usize {
         let value = self.get(key, default);
-        whole(&value).unwrap_or_else(|| {
-            self.fault(key, &value, "a whole number above 0");
+        whole(&value).filter(|count| *count <= most).unwrap_or_else(|| {
+            self.fault(key, &value, format!("a whole number above 0, and {most} at most"));
             1
         })
+    }
+
+    /// A share of the model's width.
+    fn share(&mut self, key: &str, default: &str, d_model: usize) -> f64 {
+        let share = self.number(key, default);
+        if possible(share * d_model as f64) {
+            return share;
+        }
+        let value = self.get(key, default);
+        self.fault(key, &value, format!("at least 0, and at most {LARGEST} / {d_model}"));
+        1.0
+    }
+
+    /// `vocab_size`, where it is there.
+    fn vocabulary(&mut self) -> Option<usize> {
+        let value = self.get("vocab_size", "null");
+        let vocab = whole(&value);
+        if vocab.is_none() && !value.is_null() {
+            self.fault("vocab_size", &value, "a whole number above 0");
+        }
+        vocab
     }
 
     fn flag(&mut self, key: &str, default: &str) -> bool {
@@ -170,10 +214,12 @@ impl Keys<'_> {
         }
     }
 
-    /// The whole model, as our config spells it.
-    fn model(&mut self, family: &Family) -> Value {
+    /// The whole model, as our config spells it. None where its sizes have no bounds.
+    fn model(&mut self, family: &Family) -> Option<Value> {
+        let before = self.faults.len();
         let d_model = self.count("hidden_size", "2048");
-        let layers = self.count("num_hidden_layers", "24");
+        let layers = self.count_to(MOST_LAYERS, "num_hidden_layers", "24");
+        let bounded = self.faults.len() == before;
         let norm_eps = self.number("norm_eps", &family.norm_eps.to_string());
         let tied = self.flag("tie_word_embeddings", "false");
         for (key, allowed) in EVERYWHERE {
@@ -213,7 +259,7 @@ impl Keys<'_> {
                 model["pre_norm"] = true.into();
             }
         }
-        model
+        bounded.then_some(model)
     }
 
     /// Keys that all layers' mixers have but the first's.
@@ -239,7 +285,7 @@ impl Keys<'_> {
         }
         let allowed: &[&str] = if swiglu { &["\"swish\"", "\"silu\""] } else { &["\"sqrelu\""] };
         self.only("hidden_act", allowed);
-        let ratio = self.number("hidden_ratio", &family.hidden_ratio.to_string());
+        let ratio = self.share("hidden_ratio", &family.hidden_ratio.to_string(), d_model);
         let width = match self.get("intermediate_size", "null").is_null() {
             true if swiglu => inner_width(d_model, ratio),
             true => ((d_model as f64 * ratio) as usize).next_multiple_of(32),
@@ -256,7 +302,9 @@ impl Keys<'_> {
             match *rule {
                 Rule::Key(theirs, name, default) => {
                     let value = self.get(theirs, default);
-                    if !value.is_null() && value != "auto" {
+                    if value.as_f64().is_some_and(|x| x.abs() > LARGEST_EXACT) {
+                        self.fault(theirs, &value, format!("at most {LARGEST_EXACT}"));
+                    } else if !value.is_null() && value != "auto" {
                         ours.insert(name.into(), value);
                     }
                 }
@@ -296,8 +344,8 @@ impl Keys<'_> {
                 }
                 Rule::Shares(keys, values) => {
                     let share = |x: f64| (d_model as f64 * x) as usize;
-                    let keys = share(self.number("expand_k", keys));
-                    let values = share(self.number("expand_v", values));
+                    let keys = share(self.share("expand_k", keys, d_model));
+                    let values = share(self.share("expand_v", values, d_model));
                     if keys == 0 || keys % heads != 0 {
                         let given = self.get("expand_k", "null");
                         let want =

@@ -10,7 +10,7 @@ use linattn::nn::LanguageModelConfig;
 use serde_json::Value;
 
 pub(crate) use export::export;
-pub(crate) use import::import;
+pub(crate) use import::{Said, import};
 
 /// Meaning of a key of `config.json` for our mixer. Defaults are JSON, for where the key is left out.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ mod tests {
 
     fn read(text: &str) -> (Option<LanguageModelConfig>, Faults) {
         let mut faults = Faults::default();
-        let config = import(text, &mut faults).map(|(_, config)| config);
+        let config = import(text, &mut faults).map(|(_, _, config)| config);
         (config, faults)
     }
 
@@ -94,17 +94,33 @@ mod tests {
             let mut faults = Faults::default();
             let read = import(&text, &mut faults);
             faults.retain(|fault| !fault.contains("nothing is known"));
-            let (_, config) = read.unwrap_or_else(|| panic!("{name}: {faults:?}"));
+            let (_, _, config) = read.unwrap_or_else(|| panic!("{name}: {faults:?}"));
             assert!(faults.is_empty(), "{name}: {faults:?}");
             config.cost(1).unwrap_or_else(|e| panic!("{name}: {e}"));
             let table = export(&config, 7, family, Precision::F32);
             let table = table.unwrap_or_else(|faults| panic!("{name}: {faults:?}"));
             let text = Value::Object(table.clone()).to_string();
             let mut faults = Faults::default();
-            let (_, again) = import(&text, &mut faults).expect("what was written can be read");
+            let (_, _, again) = import(&text, &mut faults).expect("what was written can be read");
             assert!(faults.is_empty(), "{name}: {faults:?}");
             // Widths that were left to their defaults are spelled out by now: what is said is the same.
             assert_eq!(export(&again, 7, family, Precision::F32).ok(), Some(table), "{name}");
+        }
+    }
+
+    #[test]
+    fn sizes_without_bounds_are_refused_by_key() {
+        for (key, value) in [
+            ("num_hidden_layers", "1e18"),
+            ("hidden_size", "1e18"),
+            ("hidden_ratio", "1e300"),
+            ("expand_k", "1e300"),
+            ("num_heads", "1e19"),
+            ("intermediate_size", "1e12"),
+        ] {
+            let (_, faults) = read(&format!(r#"{{"model_type": "gla", "{key}": {value}}}"#));
+            let text = faults.join("; ");
+            assert!(text.contains(&format!("`{key}` is")), "{key}: {text}");
         }
     }
 

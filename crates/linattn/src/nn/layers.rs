@@ -4,7 +4,7 @@ use super::ConfigError;
 pub(crate) use crate::ops::softplus;
 use crate::ops::{self, Activation, LinearAttentionBackend, Measure};
 use burn::module::{Initializer, Module, ModuleMapper, Param};
-use burn::nn::{RmsNorm, RmsNormConfig};
+use burn::nn::{GroupNorm, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -311,6 +311,18 @@ pub(crate) fn in_f32<B: Backend, M: Module<B>, const D: usize>(
     }
 }
 
+/// Burn's group norm over rows, `[N, C]`. It refuses two numbers or fewer, which two rows of zeros beside
+/// them change: every row is normalised by itself.
+pub(crate) fn group_norm<B: Backend>(norm: &GroupNorm<B>, rows: Tensor<B, 2>) -> Tensor<B, 2> {
+    let [count, channels] = rows.dims();
+    if count * channels > 2 {
+        return in_f32(norm, rows, GroupNorm::forward);
+    }
+    let zeros = rows.zeros_like();
+    let rows = Tensor::cat(vec![rows, zeros.clone(), zeros], 0);
+    in_f32(norm, rows, GroupNorm::forward).narrow(0, 0, count)
+}
+
 /// Refuses an epsilon that would divide by zero, in f32 too.
 pub(crate) fn check_epsilon(epsilon: f64) -> Result<(), ConfigError> {
     if epsilon >= f64::from(f32::MIN_POSITIVE) && epsilon.is_finite() {
@@ -324,7 +336,7 @@ pub(crate) fn check_epsilon(epsilon: f64) -> Result<(), ConfigError> {
 mod tests {
     use super::*;
     use burn::backend::Flex;
-    use burn::nn::{GroupNorm, GroupNormConfig};
+    use burn::nn::GroupNormConfig;
 
     fn numbers<const D: usize>(x: Tensor<Flex, D>) -> Vec<f32> {
         x.into_data().iter::<f32>().collect()
@@ -342,6 +354,12 @@ mod tests {
         let ones = [1.0, -1.0].repeat(32);
         assert_eq!(numbers(layer.forward(x.clone())), ones);
         assert_eq!(numbers(in_f32(&group, x.clone(), GroupNorm::forward)), ones);
+        let pair = Tensor::<Flex, 2>::from_data([[3.0, -1.0]], &device);
+        let two = GroupNormConfig::new(1, 2).init::<Flex>(&device);
+        let (once, twice) = (pair.clone(), Tensor::cat(vec![pair.clone(), pair], 0));
+        let (once, twice) = (numbers(group_norm(&two, once)), numbers(group_norm(&two, twice)));
+        assert_eq!(once, twice[..2], "two numbers alone are normalised as beside others");
+        assert!((once[0] - 1.0).abs() < 1e-5 && (once[1] + 1.0).abs() < 1e-5, "{once:?}");
         let y = softplus(x.narrow(1, 0, 1) / 25.0);
         assert_eq!((y.dtype(), numbers(y)), (DType::F16, vec![12.0]));
     }

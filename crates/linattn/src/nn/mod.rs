@@ -28,7 +28,7 @@ pub use layers::{BlockDiagonal, GatedRmsNorm, Linear, Norm, NormKind, l2_normali
 pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};
 pub use rope::Rope;
 pub use shared::Shared;
-pub use state::{RecurrentState, StateError, StateTensors};
+pub use state::{RecurrentState, StateError, StateTensors, state_file};
 
 use std::fmt::Display;
 

@@ -7,8 +7,9 @@
 //! tokens                   [T]               ids of a text in the making, where the file has one
 //! ```
 //! A file is safetensors, its numbers f32 (f64 where the state is), so that f32 comes back to the last
-//! bit. Its metadata has the key `linattn_state`: JSON with the kind of each layer's state and the
-//! tokens that it has seen.
+//! bit. Its metadata has the key `linattn_state`: JSON with the kind of each layer's state, the tokens
+//! that it has seen, and a CRC-32 of the rest of the file. Reading takes no more memory than the file,
+//! the state and one tensor of it once more.
 
 use super::block::BlockState;
 use super::model::{LanguageModel, LanguageModelState};
@@ -17,7 +18,9 @@ use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 use safetensors::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
 /// A kind of mixer state that can be taken apart into tensors and put together again. That is all that
@@ -368,19 +371,38 @@ const KEY: &str = "linattn_state";
 const TOKENS: &str = "tokens";
 /// Of the format.
 const VERSION: u32 = 1;
+/// Tokens that a state can have seen; no text is as long.
+const MOST_TOKENS: usize = 1 << 48;
 
 /// A file's metadata about its state.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Header {
     version: u32,
     layers: Vec<LayerHeader>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     text: Option<TextHeader>,
+    /// CRC-32 of the header without it, as JSON, and of every tensor. Files of older versions have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    checksum: Option<u32>,
+}
+
+impl Header {
+    /// The checksum of a file with this header and these tensors.
+    fn checksum<V: View>(&self, tensors: &BTreeMap<String, V>) -> Result<u32, serde_json::Error> {
+        let bare = Self { checksum: None, ..self.clone() };
+        let mut hasher = crc32fast::Hasher::new();
+        hasher.update(&serde_json::to_vec(&bare)?);
+        for (name, tensor) in tensors {
+            hasher.update(format!("{name} {} {:?}", tensor.dtype(), tensor.shape()).as_bytes());
+            hasher.update(&tensor.data());
+        }
+        Ok(hasher.finalize())
+    }
 }
 
 /// A file's metadata about a layer.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct LayerHeader {
     /// Kind of the mixer's state.
@@ -448,6 +470,7 @@ pub(crate) fn write<B: Backend>(
 ) -> Result<(), StateError> {
     let refused = |why: String| StateError::Write { path: path.into(), why };
     let layers = state.tensors();
+    let target = state_file(path)?;
     let header = Header {
         version: VERSION,
         layers: state
@@ -460,22 +483,55 @@ pub(crate) fn write<B: Backend>(
             })
             .collect(),
         text: text.map(|(_, header)| header),
+        checksum: None,
     };
-    let mut list: Vec<(String, Stored)> = vec![];
+    let mut list: BTreeMap<String, Stored> = BTreeMap::new();
     for (i, layer) in layers.iter().enumerate() {
         let named = |t: &Named<B>| (format!("layers.{i}.{}", t.name), Stored::new(t));
         list.extend(layer.list.iter().map(named));
     }
     list.extend(text.map(|(ids, _)| (TOKENS.to_string(), Stored::ids(ids))));
+    let checksum = header.checksum(&list).map_err(|e| refused(e.to_string()))?;
+    let header = Header { checksum: Some(checksum), ..header };
     let header = serde_json::to_string(&header).map_err(|e| refused(e.to_string()))?;
     let metadata = HashMap::from([(KEY.to_string(), header)]);
+    let bytes = safetensors::serialize(list, Some(metadata)).map_err(|e| refused(e.to_string()))?;
+    replace(&target, &bytes).map_err(|e| refused(e.to_string()))
+}
 
+/// The file that a state is written to where `path` is asked for: `path`, or where a link leads.
+/// # Errors
+/// [`StateError::Write`] if something else than a file is there, a device or a folder: a new file would
+/// take its place.
+pub fn state_file(path: &Path) -> Result<PathBuf, StateError> {
+    let refused = |why: &str| StateError::Write { path: path.into(), why: why.into() };
+    let target = match fs::canonicalize(path) {
+        Ok(target) => target,
+        Err(e) if e.kind() == ErrorKind::NotFound => path.into(),
+        Err(e) => return Err(refused(&e.to_string())),
+    };
+    match fs::symlink_metadata(&target) {
+        Ok(there) if !there.is_file() => Err(refused("it is no file; another name would do")),
+        _ => Ok(target),
+    }
+}
+
+/// Writes a file beside `path` and gives it that name.
+fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let mut draft = path.as_os_str().to_owned();
     draft.push(".unfinished");
-    let draft = PathBuf::from(draft);
-    safetensors::serialize_to_file(list, Some(metadata), &draft)
-        .map_err(|e| refused(e.to_string()))?;
-    std::fs::rename(&draft, path).map_err(|e| refused(e.to_string()))
+    // What a cut left; never what a link of that name leads to.
+    if let Err(e) = fs::remove_file(&draft)
+        && e.kind() != ErrorKind::NotFound
+    {
+        return Err(e);
+    }
+    let write = |mut file: File| file.write_all(bytes).and_then(|()| file.sync_all());
+    let written = File::create_new(&draft).and_then(write).and_then(|()| fs::rename(&draft, path));
+    if written.is_err() {
+        let _on_a_full_disk_it_is_in_the_way = fs::remove_file(&draft);
+    }
+    written
 }
 
 /// A state that was read, and the text that goes with it.
@@ -501,7 +557,7 @@ pub(crate) fn read<B: LinearAttentionBackend>(
     device: &B::Device,
 ) -> Result<Loaded<B>, StateError> {
     let refused = |why: String| StateError::Read { path: path.into(), why };
-    let bytes = std::fs::read(path).map_err(|e| refused(e.to_string()))?;
+    let bytes = fs::read(path).map_err(|e| refused(e.to_string()))?;
     let whole = |e: safetensors::SafeTensorError| refused(format!("it is no whole file: {e}"));
     let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(whole)?;
     let file = SafeTensors::deserialize(&bytes).map_err(whole)?;
@@ -510,6 +566,14 @@ pub(crate) fn read<B: LinearAttentionBackend>(
     let header: Header = serde_json::from_str(header).map_err(|e| refused(e.to_string()))?;
     if header.version != VERSION {
         return Err(refused(format!("its version is {}, not {VERSION}", header.version)));
+    }
+    if header.checksum.is_some() {
+        let tensors = BTreeMap::from_iter(file.tensors());
+        let got = header.checksum(&tensors).map_err(|e| refused(e.to_string()))?;
+        if Some(got) != header.checksum {
+            let want = header.checksum.unwrap_or_default();
+            return Err(refused(format!("its checksum is {got:08x}, not {want:08x}")));
+        }
     }
 
     // What a state of this model looks like.
@@ -567,10 +631,14 @@ impl<B: Backend> Reading<'_, B> {
             }
             let wanted = fresh.tensors();
             let position = header.position;
+            let counted = |p: Option<usize>| p.map_or("absent".into(), |p| p.to_string());
             if position.is_some() != wanted.position.is_some() {
-                let counted = |p: Option<usize>| p.map_or("absent".into(), |p| p.to_string());
                 let want = if wanted.position.is_some() { "a number" } else { "absent" };
                 return Err(StateError::layer(i, "position", counted(position), want));
+            }
+            if position.is_some_and(|position| position > MOST_TOKENS) {
+                let (got, want) = (counted(position), format!("at most {MOST_TOKENS}"));
+                return Err(StateError::layer(i, "position", got, want));
             }
             let list = wanted.list.iter().map(|tensor| self.tensor(i, tensor));
             let list = list.collect::<Result<Vec<_>, _>>()?;

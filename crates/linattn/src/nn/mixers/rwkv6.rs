@@ -14,7 +14,7 @@
 //! them in its first layer. Factors of low rank that it starts from zero are small and random here.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::layers::{check_epsilon, in_f32, linear, merge_heads, split_heads};
+use crate::nn::layers::{check_epsilon, group_norm, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
 use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult, Read};
 use burn::module::{Module, Param};
@@ -272,6 +272,6 @@ impl<B: LinearAttentionBackend> Rwkv6<B> {
     fn normalize(&self, o: Tensor<B, 3>) -> Tensor<B, 3> {
         let [batch, tokens, values] = o.dims();
         let rows: Tensor<B, 2> = o.reshape([batch * tokens, values]);
-        in_f32(&self.g_norm, rows, GroupNorm::forward).reshape([batch, tokens, values])
+        group_norm(&self.g_norm, rows).reshape([batch, tokens, values])
     }
 }

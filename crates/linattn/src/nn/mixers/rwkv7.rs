@@ -16,7 +16,7 @@
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost};
 use crate::nn::layers::{
-    check_epsilon, in_f32, l2_normalize, linear, merge_heads, shift_tokens, split_heads,
+    check_epsilon, group_norm, l2_normalize, linear, merge_heads, shift_tokens, split_heads,
 };
 use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
 use crate::ops::{self, DEFAULT_CHUNK, Decay, LinearAttentionBackend, LowRank, OpResult};
@@ -373,7 +373,7 @@ impl<B: LinearAttentionBackend> Rwkv7<B> {
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let keys = self.g_norm.num_channels;
         let rows: Tensor<B, 2> = merge_heads(o).reshape([batch * tokens, keys]);
-        let o = in_f32(&self.g_norm, rows, GroupNorm::forward);
+        let o = group_norm(&self.g_norm, rows);
         let bonus = (r * k * self.r_k.val().unsqueeze::<4>()).sum_dim(3) * v;
         let y = (o.reshape([batch, tokens, keys]) + merge_heads(bonus)) * gate;
         let state = MatrixState { memory, tails: vec![last], position: position + tokens };
