@@ -34,6 +34,9 @@ pub(crate) fn figures(
     curves: &Curves,
 ) -> Result<Vec<Picture>, SweepError> {
     let mut pictures: Vec<Picture> = vec![];
+    if selection.done.is_empty() {
+        return Ok(pictures); // an empty table says as much
+    }
     for figure in &sweep.config.report.figures {
         for section in &layout.sections {
             let draft = Draft { sweep, selection, section, figure, curves, column: None };

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::config::Unit;
+use crate::config::{Statistic, Unit};
 use crate::requirements::number;
 
 /// Everything in `published.toml`.
@@ -95,6 +95,9 @@ pub struct PublishedTable {
     /// The score, as rows call it without its split; `*` stands for the column. A number stands beside
     /// no other score.
     pub metric: String,
+    /// What stands for several replicates, where that is known: it stands beside no other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub statistic: Option<Statistic>,
     /// Whether they are shares or percent.
     pub unit: Unit,
     /// How far they may be off, in `unit`, where they were read off a picture.

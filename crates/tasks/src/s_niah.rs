@@ -38,7 +38,7 @@ use rand::Rng;
 use rand::seq::IndexedRandom;
 use serde::{Deserialize, Serialize};
 
-use crate::corpus::{Prose, TextFile, Windows, collapse, encode, file_error, join};
+use crate::corpus::{Prose, TextFile, Windows, encode, file_error, join};
 use crate::corpus::{read_folder, read_texts};
 use crate::rng::example_rng;
 use crate::sets::{Splits, check_sets, require};

@@ -488,12 +488,14 @@ fn signed(unit: Unit, difference: f64) -> String {
     if text.starts_with('-') { text } else { format!("+{text}") }
 }
 
-/// The published tables that belong beside a section: those of the sweep's protocol, and none where
-/// the sweep names none.
+/// The published tables that belong beside a section: those of the sweep's protocol whose numbers
+/// stand for replicates as ours do, and none where the sweep names none.
 pub(crate) fn beside<'a>(sweep: &'a Sweep, section: Option<&str>) -> Vec<&'a PublishedTable> {
     let Some(protocol) = &sweep.config.protocol else { return vec![] };
     let named = sweep.config.report.compare.as_deref();
+    let ours = sweep.config.report.statistic;
     let tables = Published::embedded().tables_of(protocol, named);
+    let tables = tables.filter(|table| table.statistic.is_none_or(|theirs| theirs == ours));
     tables.filter(|table| table.section.as_deref() == section || table.section.is_none()).collect()
 }
 

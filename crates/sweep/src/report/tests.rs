@@ -200,6 +200,30 @@ fn a_published_number_stands_beside_no_other_score() {
 }
 
 #[test]
+fn a_published_median_stands_beside_a_median_alone() {
+    let label = "protocol = \"formal_languages\"\nscaled_down = \"2 steps\"";
+    let tables = |statistic: &str| {
+        let folder = folder(label, "published", &format!("statistic = \"{statistic}\""));
+        let sweep = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
+        let tables = table::beside(&sweep, None).into_iter();
+        tables.map(|table| table.name.clone()).collect::<Vec<_>>()
+    };
+    let has = |statistic: &str, name: &str| tables(statistic).iter().any(|table| table == name);
+    assert!(has("best", "formal_languages_best") && !has("best", "formal_languages_median"));
+    assert!(has("median", "formal_languages_median") && !has("median", "formal_languages_best"));
+    assert_eq!(tables("mean"), ["formal_languages_best_xlstm"]);
+}
+
+#[test]
+fn a_picture_waits_for_the_first_row() {
+    let folder = folder(OWN, "published", "[[report.figures]]\nkind = \"over_state\"");
+    assert!(readme(&folder).contains("no rows yet") && !readme(&folder).contains(".svg"));
+    assert!(!folder.path().join("over_state.svg").exists());
+    add_two_rates(&folder);
+    assert!(readme(&folder).contains("](over_state.svg)"));
+}
+
+#[test]
 fn what_departs_is_said_with_its_reason() {
     let label = format!("{BOTH}\ndeparts = {{ \"train.epochs\" = \"2, for the time it takes.\" }}");
     let folder = folder(&label, "published", "");

@@ -9,6 +9,7 @@ use tempfile::TempDir;
 use super::prompt::{depth, largest};
 use super::*;
 use crate::TaskConfig;
+use crate::corpus::collapse;
 use crate::tokenizer::tests::write_small;
 
 const EVERY: [Needle; 3] = [Needle::NumberInNoise, Needle::NumberInEssays, Needle::UuidInEssays];
