@@ -1,7 +1,8 @@
-//! `eval` and `data` as a person uses them.
+//! `eval`, `data` and `sweep` as a person uses them.
 
 use crate::desk::{Desk, TINY, json, text};
 use serde_json::Value;
+use std::fs;
 use std::process::Output;
 
 /// A desk with the tiny run trained.
@@ -134,4 +135,54 @@ fn figures_and_mistakes_of_data() {
     refused(&data(&desk, &["--subset", "8x1"]), &["--subset", "8x1", "16x2"]);
     refused(&data(&desk, &["--split", "validation"]), &["validation"]);
     refused(&data(&desk, &["--set", "task.mqar.vocab=3"]), &["task.mqar"]);
+}
+
+/// Four runs, two of them with dropout, whose random numbers come with every step.
+const SWEEP: &str = r#"
+base = "../tiny.toml"
+scaled_down = "a test"
+
+[grid]
+model.embedding_dropout = [0.1, 0.0]
+seed = [0, 1]
+
+[select]
+rule = "published"
+replicate = "seed"
+"#;
+
+/// The rows of a sweep by so many jobs, without what depends on the clock, and what it said.
+fn swept(desk: &Desk, jobs: &str) -> (Vec<String>, String) {
+    let folder = desk.path(&format!("jobs_{jobs}"));
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("sweep.toml"), SWEEP).unwrap();
+    let config = format!("jobs_{jobs}/sweep.toml");
+    let args = ["--config", &config, "--devices", "cpu", "--jobs", jobs];
+    let output = desk.program(env!("CARGO_BIN_EXE_sweep"), &args).output().unwrap();
+    let said = text(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    let rows = fs::read_to_string(folder.join("rows.csv")).unwrap();
+    let columns: Vec<&str> = rows.lines().next().unwrap().split(',').collect();
+    let timed = |i: &usize| ["wall_seconds", "tokens_per_second"].contains(&columns[*i]);
+    let line = |line: &str| {
+        let values: Vec<&str> = line.split(',').collect();
+        assert_eq!(values.len(), columns.len(), "{line}");
+        let kept = (0..values.len()).filter(|i| !timed(i)).map(|i| values[i]);
+        kept.collect::<Vec<_>>().join(",")
+    };
+    (rows.lines().map(line).collect(), said)
+}
+
+#[test]
+fn rows_are_the_same_however_many_runs_go_on_at_once() {
+    let desk = Desk::new();
+    let (one, _) = swept(&desk, "1");
+    let (three, said) = swept(&desk, "3");
+    assert_eq!(one.len(), 5, "{one:?}");
+    assert_eq!(one, three);
+    for seed in [0, 1] {
+        let run = format!("model.embedding_dropout = 0.1, seed = {seed}");
+        assert!(said.contains(&format!("started on cpu: {run}\n")), "{said}");
+        assert!(said.contains(&format!("{run}: accuracy ")), "{said}");
+    }
 }

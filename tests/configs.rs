@@ -2,7 +2,8 @@
 
 use crate::desk::{json, text};
 use linattn::nn::mixers::MixerConfig;
-use linattn_trainer::{ConfigError, RunConfig};
+use linattn_sweep::Published;
+use linattn_trainer::RunConfig;
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -57,26 +58,109 @@ fn train(config: &Path, out: &Path, more: &[&str]) -> Output {
 fn every_config_is_a_run_of_its_own_name() {
     let mut names: HashMap<String, PathBuf> = HashMap::new();
     for path in configs() {
-        match RunConfig::read(&path, &[]) {
-            Ok(run) => {
-                let twin = names.insert(run.name.clone(), path.clone());
-                let main_job = path.parent() == Some(&root().join("configs"));
-                let of_main_job =
-                    twin.as_ref().is_some_and(|t| t.parent() == Some(&root().join("configs")));
-                assert!(
-                    twin.is_none() || main_job || of_main_job,
-                    "{} and {twin:?} both write runs/{}",
-                    path.display(),
-                    run.name
-                );
-            }
-            // Text that is not ours to keep here: the error says where it would have to be.
-            Err(ConfigError::File(e)) => {
-                let said = e.to_string();
-                assert!(said.contains("data/"), "{}: {said}", path.display());
-            }
-            Err(e) => panic!("{}: {e}", path.display()),
+        let text = fs::read_to_string(&path).unwrap();
+        let name = match text.contains("\"data/") {
+            true => toml::from_str::<toml::Table>(&text).unwrap()["name"].as_str().unwrap().into(),
+            false => RunConfig::read(&path, &[]).unwrap_or_else(|e| panic!("{e}")).name,
+        };
+        let twin = names.insert(name.clone(), path.clone());
+        let main_job = path.parent() == Some(&root().join("configs"));
+        let of_main_job =
+            twin.as_ref().is_some_and(|t| t.parent() == Some(&root().join("configs")));
+        assert!(
+            twin.is_none() || main_job || of_main_job,
+            "{} and {twin:?} both write runs/{name}",
+            path.display(),
+        );
+    }
+}
+
+/// The folders that configs/README.md names, with stand-ins of the least that the real ones have: the
+/// longest adjective and noun, essays for the longest haystack, and text.
+fn stand_ins(folder: &Path) {
+    let data = folder.join("data");
+    for name in ["essays", "words", "text"] {
+        fs::create_dir_all(data.join(name)).unwrap();
+    }
+    let put = |name: &str, text: String| fs::write(data.join(name), text).unwrap();
+    let sentences = |topic: &str, count: usize| -> String {
+        (0..count).map(|i| format!("Sentence {i} of {topic} says what it means. ")).collect()
+    };
+    for essay in 0..10 {
+        put(&format!("essays/{essay}.txt"), sentences(&format!("essay {essay}"), 60));
+    }
+    for text in ["tinyshakespeare", "wikitext2-valid", "wikitext2-test"] {
+        put(&format!("text/{text}.txt"), sentences(text, 200));
+    }
+    put("words/adjectivelist.txt", "heartbreaking\nold\n".into());
+    let nouns: String = (0..20).map(|i| format!("noun{i}\n")).collect();
+    put("words/nounlist.txt", format!("{nouns}cross-contamination\n"));
+}
+
+#[test]
+fn configs_that_want_folders_run_where_these_are() {
+    let folder = tempfile::tempdir().unwrap();
+    stand_ins(folder.path());
+    let train = |config: &Path, more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_train"));
+        command.current_dir(folder.path()).args(["--device", "cpu", "--progress", "quiet"]);
+        let output = command.arg("--config").arg(config).args(more).output().unwrap();
+        assert!(output.status.success(), "{}: {}", config.display(), text(&output.stderr));
+    };
+    let mut count = 0;
+    for path in configs() {
+        let config = fs::read_to_string(&path).unwrap();
+        if !config.contains("\"data/") {
+            continue;
         }
+        train(&path, &["--dry-run"]);
+        let sets = match config.contains("[task.s_niah]") {
+            true => {
+                "task.s_niah.test=[{ needle = \"uuid_in_essays\", length = 1024, examples = 1 }]"
+            }
+            false => {
+                "task.language_modelling.test=[{ text = [\"data/text/wikitext2-test.txt\"], \
+                      length = 1024, examples = 1 }]"
+            }
+        };
+        let validation = match config.contains("validation =") {
+            true => "task.s_niah.validation=[]",
+            false => "seed=1",
+        };
+        let few = "train={ steps = 1, batch_size = 1 }";
+        let narrow = "model.d_model=32";
+        train(&path, &["--set", few, "--set", narrow, "--set", sets, "--set", validation]);
+        count += 1;
+    }
+    assert!(count >= 7, "{count} configs");
+}
+
+/// `sweep` itself says what it would run, and whether that is what the sweep says of it.
+#[test]
+fn every_sweep_of_the_repository_can_be_planned() {
+    let mut sweeps = vec![];
+    for entry in fs::read_dir(root().join("experiments")).unwrap() {
+        let sweep = entry.unwrap().path().join("sweep.toml");
+        sweeps.extend(sweep.exists().then_some(sweep));
+    }
+    assert!(sweeps.len() >= 3, "{sweeps:?}");
+    for sweep in sweeps {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sweep"));
+        let output = command.args(["--dry-run", "--config"]).arg(&sweep).output().unwrap();
+        let said = text(&output.stderr);
+        assert!(output.status.success(), "{}: {said}", sweep.display());
+    }
+}
+
+/// The settings of MAD in `published.toml` and in the tasks are one list.
+#[test]
+fn the_published_settings_of_mad_are_the_tasks_own() {
+    let protocol = Published::embedded().protocol("mad").unwrap();
+    let tasks = linattn_tasks::mad::published_settings();
+    assert_eq!((protocol.settings.len(), tasks.len()), (66, 66));
+    for (ours, theirs) in tasks.iter().zip(&protocol.settings) {
+        let theirs: linattn_tasks::TaskConfig = theirs.clone().try_into().unwrap();
+        assert_eq!(ours.task, theirs, "{}", ours.name);
     }
 }
 

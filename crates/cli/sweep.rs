@@ -23,8 +23,9 @@ pub struct SweepArgs {
     /// Devices with commas between; each does runs of its own: cpu, or cuda:0,cuda:1
     #[arg(long, default_value = "auto", value_delimiter = ',')]
     devices: Vec<String>,
-    /// Runs at once on one device; 2 on the CPU, 1 on a GPU. Six small runs on two cores took 40 s
-    /// one by one, 30 s two at once and 29 s three at once; on a GPU it has not been measured
+    /// Runs at once on one device; 2 on the CPU, where each gets its share of the cores, 1 on a GPU.
+    /// Rows are the same with any number. Six small runs on two cores took 40 s one by one, 30 s two
+    /// at once and 29 s three at once; on a GPU it has not been measured
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     jobs: Option<u16>,
     /// Folder that gets a folder with the runs
@@ -117,11 +118,12 @@ fn show_plan(sweep: &Sweep, plan: &Plan) -> ExitCode {
 
 fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, runner: &TrainRuns) -> ExitCode {
     let choices: Result<Vec<_>, _> = args.devices.iter().map(|name| device::choose(name)).collect();
-    let by_default = match choices {
-        Ok(choices) if choices.iter().all(|choice| choice.kind == Kind::Cpu) => 2,
-        Ok(_) => 1,
+    let on_processor = match choices {
+        Ok(choices) => choices.iter().all(|choice| choice.kind == Kind::Cpu),
         Err(e) => return fail(BAD_INPUT, &e),
     };
+    let jobs = args.jobs.map_or(if on_processor { 2 } else { 1 }, usize::from);
+    let threads = on_processor.then(|| share_of_cores(jobs * args.devices.len()));
     let stop = Stop::default();
     if let Err(e) = signals::watch(on_signal(&stop)) {
         return fail(FAILED, &format!("can't watch for Ctrl-C: {e}"));
@@ -130,7 +132,8 @@ fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, runner: &TrainRuns) -> Exi
         sweep,
         plan,
         devices: args.devices,
-        jobs: usize::from(args.jobs.unwrap_or(by_default)),
+        jobs,
+        threads,
         shard: args.shard.unwrap_or(Shard::WHOLE),
         out: args.out.join(sweep.name()),
         retry_failed: args.retry_failed,
@@ -143,6 +146,12 @@ fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, runner: &TrainRuns) -> Exi
         Err(e @ SweepError::Io { doing: "write", .. }) => fail(FAILED, &e),
         Err(e) => fail(BAD_INPUT, &e),
     }
+}
+
+/// Cores for each of so many runs at once, 1 at the least.
+fn share_of_cores(runs: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    (cores / runs).max(1)
 }
 
 /// The first Ctrl-C lets runs end and starts no more, the second interrupts them, saved; the third

@@ -20,6 +20,7 @@
 //! replicate = "seed"
 //! ```
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -27,6 +28,8 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use crate::SweepError;
+use crate::plan::lookup;
+use crate::state_size::PUBLISHED_BYTES;
 
 /// A grid of runs around one config, and what is made of them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -41,6 +44,14 @@ pub struct SweepConfig {
     /// Cuts from the published protocol.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scaled_down: Option<String>,
+    /// Keys in which runs depart from the protocol, each with why; with both keys above. A sweep that
+    /// departs in another, or not in one of these, is refused.
+    #[serde(default)]
+    pub departs: Table,
+    /// Why mixers are compared at one learning rate for all, where they are. Such a comparison says
+    /// so, or it is refused: what one mixer lacks there it may have at a rate of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub one_learning_rate: Option<String>,
     /// Keys of the run config, each with a list of values; every combination is a run.
     #[serde(default)]
     pub grid: Table,
@@ -324,7 +335,7 @@ impl Figure {
 }
 
 /// Columns of the rows that no axis can be called.
-pub(crate) const RESERVED: [&str; 18] = [
+pub(crate) const RESERVED: [&str; 19] = [
     "run",
     "base",
     "protocol",
@@ -335,6 +346,7 @@ pub(crate) const RESERVED: [&str; 18] = [
     "commit",
     "parameters",
     "state_bytes",
+    PUBLISHED_BYTES,
     "steps",
     "tokens",
     "tokens_per_second",
@@ -391,6 +403,8 @@ impl SweepConfig {
             config.variants.extend(variants);
         }
         config.check()?;
+        let base = path.parent().unwrap_or(Path::new("")).join(&config.base);
+        config.check_learning_rate(&base)?;
         Ok(config)
     }
 
@@ -430,6 +444,7 @@ impl SweepConfig {
         if empty {
             return Err(SweepError::value("scaled_down", "empty", "what was cut, in words"));
         }
+        self.check_departs()?;
         match (&self.protocol, &self.scaled_down) {
             (None, None) => {
                 let want = "given, or `scaled_down`: nothing is reported without a label";
@@ -437,6 +452,80 @@ impl SweepConfig {
             }
             _ => Ok(()),
         }
+    }
+
+    fn check_departs(&self) -> Result<(), SweepError> {
+        if !self.departs.is_empty() && (self.protocol.is_none() || self.scaled_down.is_none()) {
+            let want = "left out but where `protocol` and `scaled_down` are both given";
+            return Err(SweepError::value("departs", "given", want));
+        }
+        let silent = |value: &Value| value.as_str().is_none_or(|why| why.trim().is_empty());
+        match self.departs.iter().find(|(_, value)| silent(value)) {
+            None => Ok(()),
+            Some((key, value)) => {
+                let want = "a string that says why";
+                Err(SweepError::value(format!("departs.{key}"), value, want))
+            }
+        }
+    }
+
+    /// Mixers that are compared at one learning rate say so, and others do not.
+    fn check_learning_rate(&self, base: &Path) -> Result<(), SweepError> {
+        let one_rate = self.compares_mixers()? && self.learning_rates(base)? <= 1;
+        let key = "one_learning_rate";
+        match (&self.one_learning_rate, one_rate) {
+            (None, true) => {
+                let want = "given, with why mixers are compared at one learning rate for all; or \
+                            `select.over` has `optimizer.learning_rate`, with several in the grid";
+                Err(SweepError::value(key, "missing", want))
+            }
+            (Some(_), false) => {
+                let want = "left out: no mixers are compared at one learning rate here";
+                Err(SweepError::value(key, "given", want))
+            }
+            (Some(why), true) if why.trim().is_empty() => {
+                Err(SweepError::value(key, "empty", "why, in words"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the values of a dimension have different mixers.
+    fn compares_mixers(&self) -> Result<bool, SweepError> {
+        Ok(self.dimensions()?.iter().any(|dimension| {
+            let mixers = |choice: &Choice| {
+                let mut names = BTreeSet::new();
+                choice.overrides.iter().for_each(|(key, value)| mixers(key, value, &mut names));
+                names
+            };
+            let all: BTreeSet<_> = dimension.choices.iter().map(mixers).collect();
+            all.len() > 1
+        }))
+    }
+
+    /// How many learning rates a mixer could have been given: those that the best is chosen among,
+    /// or those that variants bring along.
+    fn learning_rates(&self, base: &Path) -> Result<usize, SweepError> {
+        let key = "optimizer.learning_rate";
+        let usual = match base.exists() {
+            true => lookup(&read_toml(base, "run config")?, key).map(value_text),
+            false => None,
+        };
+        let mut rates: BTreeSet<Option<String>> = BTreeSet::new();
+        for dimension in self.dimensions()? {
+            let of = |choice: &Choice| {
+                let set: Table = choice.overrides.iter().cloned().collect();
+                let within = set.get("optimizer").and_then(|o| o.get("learning_rate"));
+                set.get(key).or(within).map(value_text)
+            };
+            let brought: Vec<_> = dimension.choices.iter().map(of).collect();
+            let chosen = self.select.over.contains(&dimension.name);
+            let own = dimension.name != key || chosen;
+            if brought.iter().any(Option::is_some) && own {
+                rates.extend(brought.into_iter().map(|rate| rate.or_else(|| usual.clone())));
+            }
+        }
+        Ok(rates.len())
     }
 
     fn check_limits(&self) -> Result<(), SweepError> {
@@ -522,6 +611,17 @@ impl ReportConfig {
     /// Name of a value, for people.
     pub(crate) fn called<'a>(&'a self, text: &'a str) -> &'a str {
         self.names.get(text).and_then(Value::as_str).unwrap_or(text)
+    }
+}
+
+/// The names of mixers that a key with its value sets.
+fn mixers(key: &str, value: &Value, names: &mut BTreeSet<String>) {
+    let last = key.rsplit('.').next().unwrap_or(key);
+    match value {
+        Value::Table(table) if last == "mixer" => names.extend(table.keys().cloned()),
+        Value::Table(table) => table.iter().for_each(|(key, value)| mixers(key, value, names)),
+        Value::Array(list) => list.iter().for_each(|value| mixers(key, value, names)),
+        _ => {}
     }
 }
 

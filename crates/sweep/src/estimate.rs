@@ -2,7 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use toml::{Table, Value};
+
 use crate::config::SelectConfig;
+use crate::plan::lookup;
 use crate::rows::Row;
 use crate::{Plan, PlannedRun};
 
@@ -51,7 +54,8 @@ fn mean<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<f64> {
     (!times.is_empty()).then(|| times.iter().sum::<f64>() / times.len() as f64)
 }
 
-/// Text of `--dry-run`: every run with its time, and their sum.
+/// Text of `--dry-run`: every run with its time, and their sum; and, as long as times are
+/// unknown, the steps of all of them.
 pub fn dry_run(plan: &Plan, rows: &[Row], select: &SelectConfig) -> String {
     let estimates = Estimates::new(select, rows);
     let done: BTreeMap<&str, &Row> = rows.iter().map(|row| (row.id(), row)).collect();
@@ -74,8 +78,29 @@ pub fn dry_run(plan: &Plan, rows: &[Row], select: &SelectConfig) -> String {
         0 => String::new(),
         runs => format!(" and {runs} whose time is unknown"),
     };
-    let left = plan.runs.iter().filter(|run| !done.contains_key(run.id.as_str())).count();
-    text + &format!("{left} of {} runs to do: {}{unknown}\n", plan.runs.len(), duration(sum))
+    let left = plan.runs.iter().filter(|run| !done.contains_key(run.id.as_str()));
+    let (left, steps): (Vec<_>, Vec<_>) = left.map(|run| (run, steps(&run.config))).unzip();
+    let steps: u64 = steps.into_iter().flatten().sum();
+    let (left, all) = (left.len(), plan.runs.len());
+    text + &format!(
+        "{left} of {all} runs to do: {}{unknown}; {steps} steps at the most, {} at 5 ms each\n",
+        duration(sum),
+        duration(0.005 * steps as f64),
+    )
+}
+
+/// Optimizer steps of a run that does not stop early, if its config says.
+fn steps(config: &Table) -> Option<u64> {
+    let number = |key: &str| lookup(config, key).and_then(Value::as_integer);
+    if let Some(steps) = number("train.steps") {
+        return u64::try_from(steps).ok();
+    }
+    let (_, task) = config.get("task")?.as_table()?.iter().next()?;
+    let sets = task.get("train")?.as_array()?;
+    let examples = sets.iter().map(|set| set.get("examples").and_then(Value::as_integer));
+    let examples = u64::try_from(examples.sum::<Option<i64>>()?).ok()?;
+    let batch = u64::try_from(number("train.batch_size")?).ok().filter(|&batch| batch > 0)?;
+    Some(u64::try_from(number("train.epochs")?).ok()? * examples.div_ceil(batch))
 }
 
 /// 41s, 5m 07s, 2h 30m, 3d 04h.
@@ -87,5 +112,22 @@ pub(crate) fn duration(seconds: f64) -> String {
         (0, 0, minutes) => format!("{minutes}m {:02}s", seconds % 60),
         (0, hours, minutes) => format!("{hours}h {minutes:02}m"),
         (days, hours, _) => format!("{days}d {hours:02}h"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_follow_from_steps_or_from_epochs_over_all_sets() {
+        let of = |train: &str| {
+            let sets = "task.mqar.train = [{ examples = 100 }, { examples = 30 }]";
+            steps(&toml::from_str(&format!("{sets}\ntrain = {{ {train} }}")).unwrap())
+        };
+        assert_eq!(of("steps = 700, batch_size = 8"), Some(700));
+        assert_eq!(of("epochs = 3, batch_size = 64"), Some(9), "3 times 130 / 64, rounded up");
+        assert_eq!(of("epochs = 3, batch_size = 0"), None);
+        assert_eq!(of("batch_size = 8"), None);
     }
 }

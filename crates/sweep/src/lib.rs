@@ -13,6 +13,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 mod config;
+mod departures;
 mod error;
 mod estimate;
 mod events;
@@ -20,9 +21,11 @@ mod picture;
 mod plan;
 mod published;
 mod report;
+mod requirements;
 mod rows;
 mod runner;
 mod select;
+mod state_size;
 mod sweep;
 
 pub use config::{
@@ -33,7 +36,7 @@ pub use error::SweepError;
 pub use estimate::{Estimates, dry_run};
 pub use events::write_events;
 pub use plan::{Plan, PlannedRun, Sweep};
-pub use published::{Protocol, Published, PublishedTable, Tag};
+pub use published::{Cells, Protocol, Published, PublishedTable, Tag};
 pub use report::{Mode, Report, experiments, report};
 pub use rows::{Added, FAILED, Row, Rows, RowsFile};
 pub use runner::{Assignment, ChildProcess, Ending, Runner, Stop};

@@ -9,7 +9,7 @@ mod heat;
 use std::collections::BTreeMap;
 
 use crate::config::Figure;
-use crate::report::{Cell, Curves, Layout, MEAN, Section, beside, comparable_value, line_name};
+use crate::report::{Cell, Curves, Layout, MEAN, Section, beside, line_name};
 use crate::rows::Row;
 use crate::select::{Chosen, Selection};
 use crate::{FigureKind, Sweep, SweepError};
@@ -34,6 +34,9 @@ pub(crate) fn figures(
     curves: &Curves,
 ) -> Result<Vec<Picture>, SweepError> {
     let mut pictures: Vec<Picture> = vec![];
+    if selection.done.is_empty() {
+        return Ok(pictures); // an empty table says as much
+    }
     for figure in &sweep.config.report.figures {
         for section in &layout.sections {
             let draft = Draft { sweep, selection, section, figure, curves, column: None };
@@ -98,9 +101,12 @@ impl Draft<'_> {
 
     /// Text under the title: a scaled-down number never goes without saying so.
     fn label(&self, more: &str) -> String {
-        match &self.sweep.config.scaled_down {
-            Some(cut) => format!("scaled down: {cut}{more}"),
-            None => format!("protocol {}{more}", self.sweep.label()),
+        let config = &self.sweep.config;
+        let rate = config.one_learning_rate.as_ref().map(|_| "; one learning rate for all mixers");
+        let rate = rate.unwrap_or_default();
+        match &config.scaled_down {
+            Some(cut) => format!("scaled down: {cut}{rate}{more}"),
+            None => format!("protocol {}{rate}{more}", self.sweep.label()),
         }
     }
 
@@ -121,7 +127,7 @@ impl Draft<'_> {
         let columns = report.columns.iter().filter(|_| self.column.is_none());
         let columns = columns.chain(&report.average);
         let values = columns.filter_map(|key| group.value(key)).map(|value| report.called(value));
-        let line = line_name(report, group);
+        let line = line_name(report, &group.group);
         std::iter::once(line.as_str()).chain(values).collect::<Vec<_>>().join(", ")
     }
 
@@ -156,12 +162,15 @@ impl Draft<'_> {
         for (place, line) in self.section.lines.iter().enumerate() {
             let tables = beside(self.sweep, self.section.name.as_deref());
             for table in tables.into_iter().filter(|_| full) {
-                let points = table.over_state(&line.name).into_iter();
+                let points = self.section.comparable_points(table, &line.name).into_iter();
                 let points =
                     points.map(|(bytes, value)| (bytes, table.unit.share(value))).collect();
                 series.push(Series { name: None, place, points, stroke: Stroke::Rings });
             }
-            let point = |cell: &Cell| Some((cell.state_bytes?, cell.value(self.sweep)?));
+            let point = |cell: &Cell| {
+                let bytes = if full { cell.bytes_beside_published() } else { cell.state_bytes };
+                Some((bytes?, cell.value(self.sweep)?))
+            };
             let points = line.cells.iter().filter_map(point).collect();
             let name = Some(line.name.clone());
             series.push(Series { name, place, points, stroke: Stroke::Dots });
@@ -171,7 +180,10 @@ impl Draft<'_> {
         let chart = Chart {
             title: title.into(),
             label: self.label(if published { "; rings are published" } else { "" }),
-            across: "bytes of state, a sequence".into(),
+            across: match full {
+                true => "bytes of state, a sequence, as published sizes count".into(),
+                false => "bytes of state, a sequence".into(),
+            },
             up: format!("test {}", self.score()),
             log: true,
             series,
@@ -187,7 +199,7 @@ impl Draft<'_> {
             let values = line.cells.iter().map(|cell| cell.value(self.sweep)).collect();
             let published = self.section.columns.iter().map(|column| {
                 let table = table?;
-                let value = comparable_value(table, &line.name, column, &self.section.columns)?;
+                let value = self.section.comparable(table, &line.name, column)?;
                 Some(table.unit.share(value))
             });
             (line.name.clone(), values, published.collect())

@@ -6,7 +6,9 @@ use sha2::{Digest, Sha256};
 use toml::{Table, Value};
 
 use crate::config::{Choice, Dimension, Rule, value_text};
+use crate::departures::departures;
 use crate::published::{Protocol, Published, PublishedTable};
+use crate::requirements::Departure;
 use crate::rows::{Added, Row, Rows, RowsFile};
 use crate::{Runner, SweepConfig, SweepError};
 
@@ -51,7 +53,7 @@ impl PlannedRun {
     }
 }
 
-fn describe(settings: &[(String, String)]) -> String {
+pub(crate) fn describe(settings: &[(String, String)]) -> String {
     let parts: Vec<String> =
         settings.iter().map(|(key, value)| format!("{key} = {value}")).collect();
     if parts.is_empty() { "no changes".into() } else { parts.join(", ") }
@@ -136,7 +138,8 @@ impl Sweep {
         let known = |row: &Row| known.iter().any(|other| other.id() == row.id());
         let mut new = 0;
         for row in rows.rows.iter().filter(|row| !(row.failed() && known(row))) {
-            new += usize::from(RowsFile::new(&self.folder).add(row)? == Added::New);
+            let here = RowsFile::new(&self.folder).in_order_of(plan);
+            new += usize::from(here.add(row)? == Added::New);
         }
         Ok(new)
     }
@@ -186,27 +189,7 @@ impl Sweep {
             let got = format!("{name}, which needs {why}");
             return Err(SweepError::value("protocol", got, "given together with `scaled_down`"));
         }
-        self.check_settings(protocol)?;
         self.check_compare(published)
-    }
-
-    /// A protocol that averages over many settings is not followed by a few of them.
-    fn check_settings(&self, protocol: &Protocol) -> Result<(), SweepError> {
-        let (Some(wanted), None) = (protocol.settings, &self.config.scaled_down) else {
-            return Ok(());
-        };
-        let report = &self.config.report;
-        let keys: Vec<&String> =
-            report.columns.iter().chain(&report.section).chain(&report.average).collect();
-        let mut found: Vec<Vec<(String, String)>> = self.settings()?;
-        found.iter_mut().for_each(|settings| settings.retain(|(name, _)| keys.contains(&name)));
-        found.sort();
-        found.dedup();
-        if found.len() < wanted {
-            let got = format!("{} with {} of its {wanted} settings", protocol.name, found.len());
-            return Err(SweepError::value("protocol", got, "given together with `scaled_down`"));
-        }
-        Ok(())
     }
 
     /// Published numbers stand beside rows of their own protocol and of no other.
@@ -228,18 +211,57 @@ impl Sweep {
     }
 
     fn check_runs(&self, runs: &[PlannedRun]) -> Result<(), SweepError> {
-        let published = Published::embedded();
-        let protocol = self.config.protocol.as_deref().and_then(|name| published.protocol(name));
-        for run in runs {
-            if self.config.select.rule == Rule::Honest {
-                check_honest(run)?;
-            }
-            if let (Some(protocol), None) = (protocol, &self.config.scaled_down) {
-                protocol.check(run)?;
+        if self.config.select.rule == Rule::Honest {
+            runs.iter().try_for_each(check_honest)?;
+        }
+        let protocol = self.config.protocol.as_deref().and_then(crate::published::protocol);
+        let Some(protocol) = protocol else { return Ok(()) };
+        let found = departures(self, protocol, runs);
+        match self.config.scaled_down {
+            None => check_none(protocol, &found),
+            Some(_) => self.check_named(protocol, &found),
+        }
+    }
+
+    /// Every departure is named, and nothing else is.
+    fn check_named(
+        &self,
+        protocol: &Protocol,
+        found: &[(Departure, String)],
+    ) -> Result<(), SweepError> {
+        let named = &self.config.departs;
+        let silent = found.iter().filter(|(departure, _)| !named.contains_key(&departure.key));
+        let silent: Vec<String> = silent
+            .map(|(Departure { key, got, want }, at)| format!("`{key}` ({got}, not {want}, {at})"))
+            .collect();
+        if !silent.is_empty() {
+            let got = format!("without {}", silent.join(", "));
+            let want = format!("a word on each key in which runs depart from `{}`", protocol.name);
+            return Err(SweepError::value("departs", got, want));
+        }
+        let departs = |key: &String| found.iter().any(|(departure, _)| departure.key == *key);
+        match named.keys().find(|key| !departs(key)) {
+            None => Ok(()),
+            Some(key) => {
+                let want = format!("left out: every run is as `{}` says there", protocol.name);
+                Err(SweepError::value("departs", format!("given for `{key}`"), want))
             }
         }
-        Ok(())
     }
+}
+
+fn check_none(protocol: &Protocol, found: &[(Departure, String)]) -> Result<(), SweepError> {
+    let Some((Departure { key, got, want }, at)) = found.first() else { return Ok(()) };
+    let others: Vec<String> = found[1..].iter().map(|(d, _)| format!("`{}`", d.key)).collect();
+    let others = match others.is_empty() {
+        true => String::new(),
+        false => format!(" (as {} would have to be too)", others.join(", ")),
+    };
+    let want = format!(
+        "{want} under the protocol `{}`{others}, or `scaled_down` and `departs` say what is not",
+        protocol.name
+    );
+    Err(SweepError::value(key, format!("{got} {at}"), want))
 }
 
 fn settings(choices: &[Choice]) -> Vec<(String, String)> {

@@ -6,14 +6,15 @@ use std::sync::OnceLock;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::config::{Unit, value_text};
-use crate::plan::lookup;
-use crate::{PlannedRun, SweepError};
+use crate::config::{Statistic, Unit};
+use crate::requirements::number;
 
 /// Everything in `published.toml`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Published {
+    /// Defaults of keys that a resolved run config leaves out; `*` stands for any part of a key.
+    pub absent: Table,
     /// How numbers come about.
     pub protocols: Vec<Protocol>,
     /// The numbers.
@@ -35,15 +36,47 @@ pub struct Protocol {
     /// Resources that it takes, where they are more than a sweep can have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub out_of_reach: Option<String>,
-    /// How many settings its numbers are averaged over, or stand for.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub settings: Option<usize>,
     /// Remarks for the reader.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
-    /// Keys of a run's config that have to stand as they do here; a list names what may stand
-    /// there.
+    /// How many replicates stand behind a number, at the least.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicates: Option<usize>,
+    /// Keys of a run's config, each with the values that the best was chosen among: every cell of a
+    /// table needs a run with each.
     #[serde(default)]
+    pub grid: Table,
+    /// Keys of every run's config, with what has to stand there: a value, a list of values that may,
+    /// `"any"` or `"none"`. A number in a key is a place in a list, `*` is every place and `#` their
+    /// number; in `model.layers` repeated layers count one by one.
+    #[serde(default)]
+    pub requires: Table,
+    /// What some runs have to say besides, or in place of `requires`.
+    #[serde(default)]
+    pub cells: Vec<Cells>,
+    /// The tasks that its numbers are averaged over. Every model of a table needs a run of each, and
+    /// has none of another.
+    #[serde(default)]
+    pub settings: Vec<Table>,
+}
+
+/// Runs of a protocol by where they stand in a table and what they are. Runs that fit every list
+/// that is not empty have to be as `requires` says; later cells come before earlier ones.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Cells {
+    /// Names of lines, as a report has them.
+    pub models: Vec<String>,
+    /// Headings.
+    pub columns: Vec<String>,
+    /// Names of a report's sections.
+    pub sections: Vec<String>,
+    /// Mixers, any of which the model has.
+    pub mixers: Vec<String>,
+    /// Keys, as in a protocol's `requires`.
+    #[serde(rename = "where")]
+    pub fits: Table,
+    /// As a protocol's.
     pub requires: Table,
 }
 
@@ -59,6 +92,12 @@ pub struct PublishedTable {
     pub source: String,
     /// How they were read.
     pub tag: Tag,
+    /// The score, as rows call it without its split; `*` stands for the column. A number stands beside
+    /// no other score.
+    pub metric: String,
+    /// What stands for several replicates, where that is known: it stands beside no other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub statistic: Option<Statistic>,
     /// Whether they are shares or percent.
     pub unit: Unit,
     /// How far they may be off, in `unit`, where they were read off a picture.
@@ -148,41 +187,6 @@ pub(crate) fn protocol(name: &str) -> Option<&'static Protocol> {
     Published::embedded().protocol(name)
 }
 
-impl Protocol {
-    /// Refuses a run that departs from the protocol.
-    pub(crate) fn check(&self, run: &PlannedRun) -> Result<(), SweepError> {
-        for (key, want) in &self.requires {
-            let got = lookup(&run.config, key);
-            if !got.is_some_and(|got| accepts(want, got)) {
-                let got = got.map_or_else(|| "missing".into(), value_text);
-                return Err(SweepError::Value {
-                    key: key.clone(),
-                    got: format!("{got} in the run {}", run.describe()),
-                    want: format!(
-                        "{} under the protocol `{}`, or `scaled_down` says what was cut",
-                        value_text(want),
-                        self.name
-                    ),
-                });
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Numbers may differ in the third digit: 4.64e-4 and 10^(-10/3) are one learning rate.
-fn accepts(want: &Value, got: &Value) -> bool {
-    match (want, number(want), number(got)) {
-        (Value::Array(list), ..) => list.iter().any(|want| accepts(want, got)),
-        (_, Some(want), Some(got)) => (want - got).abs() <= 2e-3 * want.abs(),
-        _ => want == got,
-    }
-}
-
-fn number(value: &Value) -> Option<f64> {
-    value.as_float().or(value.as_integer().map(|n| n as f64))
-}
-
 impl PublishedTable {
     /// The number of a model in a column, in `unit`.
     pub fn value(&self, model: &str, column: &str) -> Option<f64> {
@@ -192,6 +196,11 @@ impl PublishedTable {
     /// Its spread.
     pub fn spread(&self, model: &str, column: &str) -> Option<f64> {
         self.entry(&self.spread, model, column)
+    }
+
+    /// Whether its numbers are of this score; an unknown one is nobody's yet.
+    pub(crate) fn measures(&self, metric: Option<&str>, column: &str) -> bool {
+        metric.is_none_or(|metric| self.metric.replace('*', column) == metric)
     }
 
     fn entry(&self, table: &Table, model: &str, column: &str) -> Option<f64> {

@@ -3,9 +3,10 @@
 //! ```text
 //! sweep.toml says            ours       beside it
 //! scaled_down alone          a label    nothing
-//! protocol and scaled_down   a label    published numbers with a label of their own, no difference
+//! protocol and scaled_down   a label    published numbers with a label of their own, no difference,
+//!                                       and every key in which runs depart, as `departs` has them
 //! protocol alone             no label   published numbers and the difference; every run was held
-//!                                       to the protocol's `requires` before it started
+//!                                       to the protocol before it started
 //! ```
 
 use std::collections::BTreeSet;
@@ -22,7 +23,9 @@ mod curves;
 mod table;
 
 pub(crate) use curves::Curves;
-pub(crate) use table::{Cell, Layout, MEAN, Section, beside, comparable_value, line_name};
+#[cfg(test)]
+use table::comparable_value;
+pub(crate) use table::{Cell, Layout, MEAN, Section, beside, line_name};
 
 /// Treatment of a report that differs from the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -195,6 +198,8 @@ fn facts(sweep: &Sweep, selection: &Selection) -> String {
         protocol(sweep),
         choice(sweep),
     ];
+    lines.extend(one_rate(sweep));
+    lines.extend(departures(sweep));
     lines.extend(published_choice(sweep));
     let fine: Vec<&Row> = done.iter().filter(|row| !row.failed()).collect();
     if !fine.is_empty() {
@@ -252,6 +257,24 @@ fn choice(sweep: &Sweep) -> String {
         _ => String::new(),
     };
     chosen + &replicates.unwrap_or_else(|| " One run a setting.".into()) + &by
+}
+
+fn one_rate(sweep: &Sweep) -> Option<String> {
+    let why = sweep.config.one_learning_rate.as_deref()?.trim_end_matches('.');
+    Some(format!(
+        "- **One learning rate for all mixers**: {why}. What one of them lacks here it may have at a \
+         rate of its own."
+    ))
+}
+
+fn departures(sweep: &Sweep) -> Option<String> {
+    let departs = &sweep.config.departs;
+    let word = |(key, why): (&String, &toml::Value)| {
+        let why = why.as_str().unwrap_or_default().trim_end_matches('.');
+        format!("`{key}` ({why})")
+    };
+    let list: Vec<String> = departs.iter().map(word).collect();
+    (!list.is_empty()).then(|| format!("- Departs from the protocol in {}.", list.join("; ")))
 }
 
 fn published_choice(sweep: &Sweep) -> Option<String> {

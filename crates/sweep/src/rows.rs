@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 
-use crate::SweepError;
+use crate::{Plan, SweepError};
 
 /// Keys of a summary about a run as a whole; its metrics follow, by their own names.
 const SUMMARY: [&str; 11] = [
@@ -97,6 +97,8 @@ fn json_text(value: &Json) -> String {
 #[derive(Debug, Clone)]
 pub struct RowsFile {
     path: PathBuf,
+    /// Runs whose rows stand first, in this order.
+    order: Vec<String>,
 }
 
 /// The rows of a file, and what had to be mended to read them.
@@ -104,7 +106,7 @@ pub struct RowsFile {
 pub struct Rows {
     /// Columns, as the first line has them.
     pub columns: Vec<String>,
-    /// The rows, in the order in which they were written.
+    /// The rows, as they stand there.
     pub rows: Vec<Row>,
     /// The fault of the last line, for a person.
     pub repair: Option<String>,
@@ -122,12 +124,18 @@ pub enum Added {
 impl RowsFile {
     /// The table in a folder, whether or not it is there yet.
     pub fn new(folder: &Path) -> Self {
-        Self { path: folder.join("rows.csv") }
+        Self::at(&folder.join("rows.csv"))
+    }
+
+    /// Has rows stand in the order of a plan's runs, whichever ends first. Rows of other runs come
+    /// after them, in the order in which they were written.
+    pub fn in_order_of(self, plan: &Plan) -> Self {
+        Self { order: plan.runs.iter().map(|run| run.id.clone()).collect(), ..self }
     }
 
     /// A table by its own path.
     pub(crate) fn at(path: &Path) -> Self {
-        Self { path: path.into() }
+        Self { path: path.into(), order: vec![] }
     }
 
     /// Where it is.
@@ -197,6 +205,9 @@ impl RowsFile {
             Some(place) => known.rows[place] = row.clone(),
             None => known.rows.push(row.clone()),
         }
+        let last = self.order.len();
+        let place = |row: &Row| self.order.iter().position(|id| id == row.id()).unwrap_or(last);
+        known.rows.sort_by_cached_key(place);
         self.rewrite(&known)?;
         Ok(Added::New)
     }

@@ -1,5 +1,9 @@
 //! How a run is checked and how it is done: by whoever starts the sweep, or by a program of its
 //! own.
+//!
+//! Burn draws weights and dropout from one generator a process, which training sets anew at every
+//! step. Two runs in one process would draw from each other's numbers; in processes of their own
+//! they give the same numbers however many run at once.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -37,6 +41,8 @@ pub struct Assignment<'a> {
     pub out: &'a Path,
     /// The device, as the command line had it.
     pub device: &'a str,
+    /// Threads of the processor for its products; by default as many as there are cores.
+    pub threads: Option<usize>,
     /// Held while the run lasts. Whoever else holds a copy of it, as a child process does, keeps
     /// others from starting the run.
     pub lock: &'a File,
@@ -85,6 +91,9 @@ pub struct ChildProcess {
     /// Arguments before those named above.
     pub arguments: Vec<String>,
 }
+
+/// Where Rayon, which shares a matrix product out among cores, reads the number of its threads.
+const THREADS: &str = "RAYON_NUM_THREADS";
 
 /// The exit code of a program that was interrupted, as shells have it.
 const INTERRUPTED: i32 = 130;
@@ -135,6 +144,9 @@ impl ChildProcess {
             .arg("--out")
             .arg(run.out);
         command.arg(if resume { "--resume" } else { "--overwrite" }).args(["--progress", "quiet"]);
+        if let Some(threads) = run.threads {
+            command.env(THREADS, threads.to_string());
+        }
         // Nobody reads it there: it is how the process gets a copy of the lock.
         command.stdin(run.lock.try_clone().map_err(error)?);
         command.stdout(output.try_clone().map_err(error)?).stderr(output);

@@ -62,7 +62,7 @@ pub(crate) fn select(sweep: &Sweep, rows: &[Row]) -> Result<Selection, SweepErro
 }
 
 /// Settings that name a run in the report, and those to choose among. The replicate is in neither.
-fn split(config: &SelectConfig, settings: &Settings) -> (Settings, Settings) {
+pub(crate) fn split(config: &SelectConfig, settings: &[(String, String)]) -> (Settings, Settings) {
     let replicate = |name: &String| config.replicate.as_ref() == Some(name);
     let settings = settings.iter().filter(|(name, _)| !replicate(name)).cloned();
     let (choice, group) = settings.partition(|(name, _)| config.over.contains(name));

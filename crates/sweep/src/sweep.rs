@@ -3,20 +3,25 @@
 //!
 //! Runs are known by the hash of their config, so nothing is remembered but rows and run folders. A
 //! worker takes a run by the lock of `OUT/ID.lock`, which ends with the last process that holds it,
-//! looks once more whether it has a row, does it, and adds its row. Shards take every n-th run.
+//! looks once more whether it has a row, does it, and adds its row in the plan's place. Shards take
+//! every n-th run. Workers are threads; what a run computes depends on none of the others.
 
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::path::PathBuf;
+use std::io::{Read as _, Seek as _, SeekFrom};
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use serde_json::Value as Json;
+
 use crate::estimate::{Estimates, duration};
 use crate::rows::{Added, FAILED, Row, RowsFile};
 use crate::runner::{Assignment, Ending};
+use crate::state_size::{PUBLISHED_BYTES, published_state_bytes};
 use crate::{Plan, PlannedRun, Runner, Stop, Sweep, SweepError};
 
 /// A sweep and how to go about it.
@@ -30,6 +35,8 @@ pub struct SweepJob<'a> {
     pub devices: Vec<String>,
     /// Runs at once on one device.
     pub jobs: usize,
+    /// Threads of the processor for one run's products; by default as many as there are cores.
+    pub threads: Option<usize>,
     /// Which of the runs are done here.
     pub shard: Shard,
     /// The folder that gets one folder a run.
@@ -135,7 +142,8 @@ impl SweepJob<'_> {
         let skipped = skipped.len();
         let tally = Done { runs: mine.len(), skipped, failed_before, ..Done::default() };
         let estimates = Estimates::new(&self.sweep.config.select, &rows.rows);
-        let mut watch = Watch { job: self, tally, estimates, open, began: Instant::now(), show };
+        let began = Instant::now();
+        let mut watch = Watch { job: self, tally, estimates, open, running: vec![], began, show };
         watch.begin();
         self.work(runner, &mut watch)?;
         Ok(watch.tally)
@@ -155,7 +163,7 @@ impl SweepJob<'_> {
             loop {
                 match events.recv_timeout(Duration::from_secs(30)) {
                     Ok(event) => watch.note(event)?,
-                    Err(RecvTimeoutError::Timeout) => watch.progress(),
+                    Err(RecvTimeoutError::Timeout) => watch.look(),
                     Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 }
             }
@@ -232,7 +240,7 @@ impl Worker<'_> {
             self.waiting().push_back((place, Instant::now() + PATIENCE));
             return Ok(None);
         };
-        let rows = RowsFile::new(&self.job.sweep.folder);
+        let rows = RowsFile::new(&self.job.sweep.folder).in_order_of(self.job.plan);
         let known = rows.load()?.rows.into_iter().find(|row| row.id() == run.id);
         let anew = known.as_ref().is_some_and(Row::failed) && self.job.retry_failed;
         if known.is_some() && !anew {
@@ -263,13 +271,16 @@ impl Worker<'_> {
         let mut config = run.config.clone();
         config.insert("name".into(), run.id.clone().into());
         let began = Instant::now();
-        let (id, out, device) = (&run.id, &self.job.out, self.device);
-        let assignment = Assignment { config: &config, id, out, device, lock, anew };
+        let (id, out, device, threads) = (&run.id, &self.job.out, self.device, self.job.threads);
+        let assignment = Assignment { config: &config, id, out, device, threads, lock, anew };
         let mut row = self.job.start_row(run);
         match self.runner.run(&assignment, &self.job.stop) {
             Ok(Ending::Done(summary)) => {
                 row.set("status", summary["status"].as_str().unwrap_or("completed"));
                 row.add_summary(&summary);
+                if let Some(bytes) = published_state_bytes(&run.config) {
+                    row.set(PUBLISHED_BYTES, bytes);
+                }
             }
             Ok(Ending::Interrupted) => return None,
             Err(why) => {
@@ -310,6 +321,8 @@ struct Watch<'a> {
     estimates: Estimates,
     /// Runs that have no row yet.
     open: Vec<usize>,
+    /// Runs at work.
+    running: Vec<usize>,
     began: Instant,
     show: &'a mut dyn FnMut(&str),
 }
@@ -327,6 +340,7 @@ impl Watch<'_> {
     fn note(&mut self, event: Event) -> Result<(), SweepError> {
         match event {
             Event::Started(place, device) => {
+                self.running.push(place);
                 let run = self.job.plan.runs[place].describe();
                 (self.show)(&format!("started on {device}: {run}"));
             }
@@ -336,6 +350,7 @@ impl Watch<'_> {
                 self.open.retain(|&open| open != place);
             }
             Event::Interrupted(place) => {
+                self.running.retain(|&running| running != place);
                 let run = self.job.plan.runs[place].describe();
                 (self.show)(&format!("interrupted, it goes on next time: {run}"));
             }
@@ -351,6 +366,7 @@ impl Watch<'_> {
         }
         self.tally.failed += usize::from(row.failed());
         self.open.retain(|&open| open != place);
+        self.running.retain(|&running| running != place);
         self.estimates.add(row);
         let run = self.job.plan.runs[place].describe();
         let text = match row.failed() {
@@ -364,6 +380,17 @@ impl Watch<'_> {
             ),
         };
         (self.show)(&text);
+        self.progress();
+    }
+
+    /// Where each run at work is, then the sweep as a whole.
+    fn look(&mut self) {
+        for &place in &self.running {
+            let run = &self.job.plan.runs[place];
+            if let Some(at) = last_metrics(&self.job.out.join(&run.id).join("metrics.jsonl")) {
+                (self.show)(&format!("{at}: {}", run.describe()));
+            }
+        }
         self.progress();
     }
 
@@ -385,6 +412,40 @@ impl Watch<'_> {
     }
 }
 
+/// `at step 300, loss 0.5230`, from the last line of a run's metrics; nothing where there is none.
+fn last_metrics(path: &Path) -> Option<String> {
+    const TAIL: u64 = 1 << 14;
+    let mut file = File::open(path).ok()?;
+    let length = file.metadata().ok()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(TAIL))).ok()?;
+    let mut tail = vec![];
+    file.read_to_end(&mut tail).ok()?;
+    let tail = String::from_utf8_lossy(&tail);
+    // The run may be in the middle of its last line, and the first one begins before the tail.
+    let mut lines = tail.lines().rev().filter_map(|l| serde_json::from_str::<Json>(l).ok());
+    let line = lines.find(|line| line["step"].is_u64())?;
+    let loss = line["loss"].as_f64().map(|loss| format!(", loss {loss:.4}")).unwrap_or_default();
+    Some(format!("at step {}{loss}", line["step"]))
+}
+
 fn short(value: Option<f64>) -> String {
     value.map_or_else(|| "unknown".into(), |value| format!("{value:.4}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_is_where_its_last_whole_line_says() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        assert_eq!(last_metrics(&path), None, "no file yet");
+        let line = |step: usize| format!("{{\"kind\":\"train\",\"step\":{step},\"loss\":0.5}}\n");
+        let long: String = (1..=2000).map(line).collect();
+        fs::write(&path, format!("{long}{{\"step\":9")).unwrap();
+        assert_eq!(last_metrics(&path).as_deref(), Some("at step 2000, loss 0.5000"));
+        fs::write(&path, "{\"step\":7,\"test/accuracy\":0.25}\n").unwrap();
+        assert_eq!(last_metrics(&path).as_deref(), Some("at step 7"));
+    }
 }

@@ -49,6 +49,12 @@ fn a_mistake_in_the_sweep_is_named_with_its_key() {
             "protocol = \"mda\"\nscaled_down",
             "`protocol` is mda; it has to be one of mqar",
         ),
+        (
+            "[grid]",
+            "departs = { seed = \"x\" }\n[grid]",
+            "`departs` is given; it has to be left out",
+        ),
+        ("[grid]", "one_learning_rate = \"x\"\n[grid]", "`one_learning_rate` is given"),
         ("rule =", "rul =", "unknown field `rul`"),
         ("\"published\"", "\"best\"", "unknown variant `best`"),
         ("\"published\"", "\"honest\"", "`evaluate.select_on` is missing"),
@@ -125,14 +131,17 @@ fn a_protocol_that_is_named_is_followed_or_scaled_down() {
         1,
     );
     let message = plan_error(&full);
+    assert!(message.contains("`task.mqar.vocab` is none in the run mixer = plain"), "{message}");
+    assert!(message.contains("it has to be 8192 under the protocol `mqar_mix`"), "{message}");
+    assert!(message.contains("(as `task.mqar.filler`, "), "{message}");
+    let cut = full.replacen("\n\n[grid]", "\nscaled_down = \"a test\"\n\n[grid]", 1);
+    let message = plan_error(&cut);
     assert!(
-        message.contains("`task.mqar.vocab` is missing") && message.contains("8192"),
+        message.contains("`departs` is without `task.mqar.vocab` (none, not 8192"),
         "{message}"
     );
     let message = plan_error(&full.replacen("mqar_mix", "s_niah", 1));
     assert!(message.contains("7.8e20 FLOPs") && message.contains("`scaled_down`"), "{message}");
-    let message = plan_error(&full.replacen("mqar_mix", "mad", 1));
-    assert!(message.contains("mad with 1 of its 66 settings"), "{message}");
     let message = plan_error(
         &SWEEP.replacen("[select]", "[report]\ncompare = [\"mad_x\"]\n[select]", 1).replacen(
             "scaled",
@@ -164,6 +173,19 @@ fn a_second_go_skips_what_has_a_row_and_a_failed_run_is_a_row_until_it_is_retrie
 }
 
 #[test]
+fn rows_stand_in_the_order_of_the_plan_whichever_run_ends_first() {
+    let folder = folder(SWEEP);
+    for shard in ["2/3", "3/3", "1/3"] {
+        sweep(folder.path(), 5, shard.parse().unwrap(), 1).unwrap();
+    }
+    let read = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
+    let plan = read.plan(&Fake { milliseconds: 0 }).unwrap();
+    let wanted: Vec<&str> = plan.runs.iter().map(|run| run.id.as_str()).collect();
+    let rows = RowsFile::new(folder.path()).load().unwrap().rows;
+    assert_eq!(rows.iter().map(Row::id).collect::<Vec<_>>(), wanted);
+}
+
+#[test]
 fn rows_of_another_base_config_are_refused() {
     let folder = folder(SWEEP);
     sweep(folder.path(), 2, Shard::WHOLE, 0).unwrap();
@@ -181,7 +203,7 @@ fn rows_of_another_base_config_are_refused() {
 fn rows_of_another_protocol_are_refused_by_sweep_and_report() {
     let folder = folder(SWEEP);
     sweep(folder.path(), 2, Shard::WHOLE, 0).unwrap();
-    let other = SWEEP.replacen("scaled_down", "protocol = \"mad\"\nscaled_down", 1);
+    let other = SWEEP.replacen("scaled_down", "protocol = \"mqar_512x80\"\nscaled_down", 1);
     write(folder.path(), &other);
     let errors = [
         sweep(folder.path(), 2, Shard::WHOLE, 0).unwrap_err(),
@@ -190,7 +212,7 @@ fn rows_of_another_protocol_are_refused_by_sweep_and_report() {
     for error in errors {
         let message = error.to_string();
         assert!(
-            message.contains("protocol is scaled down, this sweep has mad, scaled down"),
+            message.contains("protocol is scaled down, this sweep has mqar_512x80, scaled down"),
             "{message}"
         );
     }

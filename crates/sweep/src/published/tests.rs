@@ -96,10 +96,42 @@ fn a_number_is_found_by_model_and_column_and_nothing_else_is() {
 }
 
 #[test]
-fn a_rate_written_with_more_digits_is_the_same_rate() {
-    let list = Value::Array(vec![Value::Float(1e-4), Value::Float(4.64e-4)]);
-    assert!(accepts(&list, &Value::Float(10f64.powf(-10.0 / 3.0))));
-    assert!(accepts(&Value::Integer(0), &Value::Float(0.0)));
-    assert!(!accepts(&list, &Value::Float(5e-4)));
-    assert!(!accepts(&Value::String("fixed".into()), &Value::String("fresh".into())));
+fn every_requirement_names_what_a_run_config_has_at_its_top() {
+    for protocol in &Published::embedded().protocols {
+        let cells = protocol.cells.iter().flat_map(|c| c.requires.keys().chain(c.fits.keys()));
+        for key in protocol.requires.keys().chain(protocol.grid.keys()).chain(cells) {
+            let top = key.split('.').next().unwrap();
+            let known = ["seed", "task", "model", "train", "optimizer", "schedule", "evaluate"];
+            assert!(known.contains(&top), "{}: {key}", protocol.name);
+        }
+        for cells in &protocol.cells {
+            assert!(!cells.requires.is_empty(), "{}: {cells:?}", protocol.name);
+            let all = Cells { requires: cells.requires.clone(), ..Cells::default() };
+            assert!(*cells != all, "{}: belongs into `requires`: {all:?}", protocol.name);
+        }
+    }
+}
+
+/// A model or column of a protocol's tables that no cell speaks of would bind nothing to its name.
+#[test]
+fn cells_name_models_and_columns_that_are_published() {
+    let all = Published::embedded();
+    for protocol in &all.protocols {
+        let tables: Vec<_> = all.tables.iter().filter(|t| t.protocol == protocol.name).collect();
+        for cells in &protocol.cells {
+            for column in &cells.columns {
+                let known = tables.iter().any(|table| table.columns.contains(column));
+                assert!(known, "{}: column {column}", protocol.name);
+            }
+            for section in &cells.sections {
+                let known = tables.iter().any(|table| table.section.as_ref() == Some(section));
+                assert!(known, "{}: section {section}", protocol.name);
+            }
+        }
+        let reachable = protocol.out_of_reach.is_none();
+        for model in tables.iter().flat_map(|table| table.models()).filter(|_| reachable) {
+            let named = protocol.cells.iter().any(|cells| cells.models.contains(model));
+            assert!(named, "{}: nothing holds a line called {model} to anything", protocol.name);
+        }
+    }
 }

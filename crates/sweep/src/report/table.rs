@@ -6,6 +6,7 @@ use crate::Sweep;
 use crate::config::{ALSO, ReportConfig, Unit};
 use crate::published::{Published, PublishedTable};
 use crate::select::{Chosen, Selection, deviation, statistic};
+use crate::state_size::PUBLISHED_BYTES;
 
 /// All tables of a report.
 #[derive(Debug, Clone)]
@@ -19,6 +20,8 @@ pub(crate) struct Section {
     /// The value of the report's `section`, if it has one.
     pub(crate) name: Option<String>,
     pub(crate) columns: Vec<String>,
+    /// The score in each column, without its split; nothing as long as no run says it.
+    metrics: Vec<Option<String>>,
     pub(crate) lines: Vec<Line>,
 }
 
@@ -41,6 +44,8 @@ pub(crate) struct Cell {
     failed: usize,
     choice: String,
     pub(crate) state_bytes: Option<f64>,
+    /// As published sizes count them.
+    published_bytes: Option<f64>,
     parameters: Option<f64>,
     /// As the report's `also` has them.
     also: Vec<Option<f64>>,
@@ -83,7 +88,7 @@ impl Section {
         let columns = columns(sweep, groups);
         let mut lines: Vec<(String, Vec<&Chosen>)> = vec![];
         for group in groups {
-            let name = line_name(report, group);
+            let name = line_name(report, &group.group);
             match lines.iter_mut().find(|(known, _)| *known == name) {
                 Some((_, groups)) => groups.push(group),
                 None => lines.push((name, vec![group])),
@@ -97,18 +102,49 @@ impl Section {
         if report.sort {
             lines.sort_by(|a, b| b.merit(sweep).total_cmp(&a.merit(sweep)));
         }
+        let row = groups.iter().flat_map(|group| &group.rows).next();
+        let usual = row.map(|row| crate::select::metric(&sweep.config.select, row));
+        let metric = |column: &Column| match &column.metric {
+            Some(metric) => Some(last_of(metric, '/').to_string()),
+            None => usual.clone(),
+        };
+        let metrics = columns.iter().map(metric).collect();
         let columns = columns.into_iter().map(|column| column.heading).collect();
-        let section = Self { name, columns, lines };
+        let section = Self { name, columns, metrics, lines };
         if report.mean { section.with_mean() } else { section }
     }
 
     fn with_mean(mut self) -> Self {
         self.columns.push(MEAN.into());
+        self.metrics.push(self.metrics.first().cloned().flatten());
         for line in &mut self.lines {
             let mean = Cell::mean(&line.cells);
             line.cells.push(mean);
         }
         self
+    }
+
+    /// What a table has for a model in a column, if that is the same thing beside ours.
+    pub(crate) fn comparable(
+        &self,
+        table: &PublishedTable,
+        model: &str,
+        column: &str,
+    ) -> Option<f64> {
+        let place = self.columns.iter().position(|known| known == column)?;
+        let metric = self.metrics[place].as_deref();
+        let value = comparable_value(table, model, column, &self.columns);
+        value.filter(|_| table.measures(metric, column))
+    }
+
+    /// Pairs of a state's bytes and a model's number, where the table's score is ours.
+    pub(crate) fn comparable_points(&self, table: &PublishedTable, model: &str) -> Vec<(f64, f64)> {
+        let metric = self.metrics.first().and_then(Option::as_deref);
+        let column = self.columns.first().map_or("", String::as_str);
+        match table.measures(metric, column) {
+            true => table.over_state(model),
+            false => vec![],
+        }
     }
 
     pub(crate) fn markdown(&self, sweep: &Sweep) -> String {
@@ -138,12 +174,19 @@ impl Section {
         let first = ["model", "at", &heading(sweep), "least to most", "replicates", "chosen"];
         let mut head: Vec<String> = first.iter().map(|text| text.to_string()).collect();
         head.extend(["parameters", "state, bytes"].map(String::from));
+        let two_counts = self.lines.iter().flat_map(|line| &line.cells);
+        let two_counts = two_counts.into_iter().any(|cell| cell.published_bytes.is_some());
+        if two_counts {
+            head.push("as published sizes count".into());
+        }
         head.extend(sweep.config.report.also.iter().map(|name| also_heading(name).to_string()));
         head.extend(beside.headings());
         let mut rows = vec![head];
         for line in &self.lines {
             for (column, cell) in self.columns.iter().zip(&line.cells) {
-                let ours = [vec![line.name.clone(), column.clone()], cell.details(sweep)].concat();
+                let ours =
+                    [vec![line.name.clone(), column.clone()], cell.details(sweep, two_counts)]
+                        .concat();
                 rows.push([ours, beside.cells(sweep, &line.name, column, cell)].concat());
             }
         }
@@ -193,13 +236,13 @@ fn columns(sweep: &Sweep, groups: &[&Chosen]) -> Vec<Column> {
 }
 
 /// Name of a line: everything that tells a group from others in its table, except its column.
-pub(crate) fn line_name(report: &ReportConfig, group: &Chosen) -> String {
+pub(crate) fn line_name(report: &ReportConfig, group: &[(String, String)]) -> String {
     let elsewhere = |name: &String| {
         report.columns.as_ref() == Some(name)
             || report.section.as_ref() == Some(name)
             || report.average.contains(name)
     };
-    let values = group.group.iter().filter(|(name, _)| !elsewhere(name));
+    let values = group.iter().filter(|(name, _)| !elsewhere(name));
     let values: Vec<&str> = values.map(|(_, value)| report.called(value)).collect();
     if values.is_empty() { "all".into() } else { values.join(", ") }
 }
@@ -225,6 +268,7 @@ impl Cell {
             failed: groups.iter().map(|group| group.failed.len()).sum(),
             choice: choices(&groups),
             state_bytes: mean("state_bytes"),
+            published_bytes: mean(PUBLISHED_BYTES),
             parameters: mean("parameters"),
             also: config.report.also.iter().map(|name| mean(name)).collect(),
         }
@@ -261,7 +305,13 @@ impl Cell {
         }
     }
 
-    fn details(&self, sweep: &Sweep) -> Vec<String> {
+    /// The state where published sizes would have it, which leave parts out; all of it if nobody
+    /// says how they count.
+    pub(crate) fn bytes_beside_published(&self) -> Option<f64> {
+        self.published_bytes.or(self.state_bytes)
+    }
+
+    fn details(&self, sweep: &Sweep, two_counts: bool) -> Vec<String> {
         let unit = sweep.config.report.unit;
         let values = || self.values.values().copied();
         let ends = values().reduce(f64::min).zip(values().reduce(f64::max));
@@ -273,7 +323,10 @@ impl Cell {
         };
         let done = format!("{} of {}{failed}", self.values.len(), self.wanted);
         let choice = if self.choice.is_empty() { dash() } else { self.choice.clone() };
-        let counts = [count(self.parameters), count(self.state_bytes)];
+        let mut counts = vec![count(self.parameters), count(self.state_bytes)];
+        if two_counts {
+            counts.push(count(self.published_bytes));
+        }
         let also = 0..sweep.config.report.also.len();
         let also = also.map(|i| count(self.also.get(i).copied().flatten()));
         let first = [self.number(sweep), ends.unwrap_or_else(dash), done, choice];
@@ -318,7 +371,11 @@ fn choices(groups: &[&&Chosen]) -> String {
 
 /// The last part of a key.
 fn last(name: &str) -> &str {
-    name.rsplit('.').next().unwrap_or(name)
+    last_of(name, '.')
+}
+
+fn last_of(name: &str, between: char) -> &str {
+    name.rsplit(between).next().unwrap_or(name)
 }
 
 impl Unit {
@@ -342,10 +399,9 @@ impl Unit {
 /// Ours never goes without its label.
 fn heading(sweep: &Sweep) -> String {
     let statistic = sweep.config.report.statistic.name();
-    match sweep.config.scaled_down {
-        Some(_) => format!("ours, scaled down, {statistic} ± sd"),
-        None => format!("ours, {statistic} ± sd"),
-    }
+    let cut = sweep.config.scaled_down.as_ref().map(|_| ", scaled down");
+    let rate = sweep.config.one_learning_rate.as_ref().map(|_| ", one learning rate");
+    format!("ours{}{}, {statistic} ± sd", cut.unwrap_or_default(), rate.unwrap_or_default())
 }
 
 /// Published numbers that may stand beside a table.
@@ -353,19 +409,20 @@ pub(crate) struct Beside<'a> {
     tables: Vec<&'a PublishedTable>,
     /// Whether they may be compared.
     full: bool,
-    columns: &'a [String],
+    section: &'a Section,
 }
 
 impl<'a> Beside<'a> {
     fn new(sweep: &'a Sweep, section: &'a Section) -> Self {
-        let columns = &section.columns;
         let tables = beside(sweep, section.name.as_deref());
         let useful = |table: &&PublishedTable| {
-            let models = table.models().any(|model| section.lines.iter().any(|l| l.name == *model));
-            models && table.columns.iter().any(|column| columns.contains(column))
+            section.columns.iter().any(|column| {
+                let lines = section.lines.iter();
+                lines.into_iter().any(|l| section.comparable(table, &l.name, column).is_some())
+            })
         };
         let full = sweep.config.scaled_down.is_none();
-        Self { tables: tables.into_iter().filter(useful).collect(), full, columns }
+        Self { tables: tables.into_iter().filter(useful).collect(), full, section }
     }
 
     fn headings(&self) -> Vec<String> {
@@ -379,7 +436,7 @@ impl<'a> Beside<'a> {
     fn cells(&self, sweep: &Sweep, model: &str, column: &str, cell: &Cell) -> Vec<String> {
         let unit = sweep.config.report.unit;
         let cells = |table: &&PublishedTable| {
-            let value = comparable_value(table, model, column, self.columns);
+            let value = self.section.comparable(table, model, column);
             let share = value.map(|value| table.unit.share(value));
             let spread = table.spread(model, column).map(|spread| table.unit.share(spread));
             let mut number = share.map_or_else(|| "none published".into(), |v| unit.write(v));
@@ -431,12 +488,14 @@ fn signed(unit: Unit, difference: f64) -> String {
     if text.starts_with('-') { text } else { format!("+{text}") }
 }
 
-/// The published tables that belong beside a section: those of the sweep's protocol, and none where
-/// the sweep names none.
+/// The published tables that belong beside a section: those of the sweep's protocol whose numbers
+/// stand for replicates as ours do, and none where the sweep names none.
 pub(crate) fn beside<'a>(sweep: &'a Sweep, section: Option<&str>) -> Vec<&'a PublishedTable> {
     let Some(protocol) = &sweep.config.protocol else { return vec![] };
     let named = sweep.config.report.compare.as_deref();
+    let ours = sweep.config.report.statistic;
     let tables = Published::embedded().tables_of(protocol, named);
+    let tables = tables.filter(|table| table.statistic.is_none_or(|theirs| theirs == ours));
     tables.filter(|table| table.section.as_deref() == section || table.section.is_none()).collect()
 }
 

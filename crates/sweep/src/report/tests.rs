@@ -181,6 +181,100 @@ fn a_scaled_down_number_has_its_label_and_no_difference() {
 }
 
 #[test]
+fn a_published_number_stands_beside_no_other_score() {
+    let label = "protocol = \"formal_languages_tagged\"\nscaled_down = \"2 steps\"";
+    for (metric, beside) in [("scaled_accuracy", false), ("accuracy", true)] {
+        let more = "metrics = { parity = \"test/METRIC\" }".replace("METRIC", metric);
+        let folder = folder(label, "published", &more);
+        let path = folder.path().join("sweep.toml");
+        let text = fs::read_to_string(&path).unwrap().replace("columns = \"d_model\"\n", "");
+        let text = text.replace("d_model = [64, 128]", "d_model = [64]");
+        let text = text.replace("[report]", "[report]\nsection = \"d_model\"");
+        fs::write(&path, text.replace("\"Mamba-2\"", "\"Mamba\"")).unwrap();
+        add_two_rates(&folder);
+        add(&folder, "mamba2", "64", "0.001", "0", Some((0.5, 0.5)));
+        let text = readme(&folder);
+        assert_eq!(text.contains("54.2") || text.contains("0.542"), beside, "{metric}: {text}");
+        assert_eq!(text.contains("SLiCEs, table 2 (a third"), beside, "{metric}: {text}");
+    }
+}
+
+#[test]
+fn a_published_median_stands_beside_a_median_alone() {
+    let label = "protocol = \"formal_languages\"\nscaled_down = \"2 steps\"";
+    let tables = |statistic: &str| {
+        let folder = folder(label, "published", &format!("statistic = \"{statistic}\""));
+        let sweep = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
+        let tables = table::beside(&sweep, None).into_iter();
+        tables.map(|table| table.name.clone()).collect::<Vec<_>>()
+    };
+    let has = |statistic: &str, name: &str| tables(statistic).iter().any(|table| table == name);
+    assert!(has("best", "formal_languages_best") && !has("best", "formal_languages_median"));
+    assert!(has("median", "formal_languages_median") && !has("median", "formal_languages_best"));
+    assert_eq!(tables("mean"), ["formal_languages_best_xlstm"]);
+}
+
+#[test]
+fn a_picture_waits_for_the_first_row() {
+    let folder = folder(OWN, "published", "[[report.figures]]\nkind = \"over_state\"");
+    assert!(readme(&folder).contains("no rows yet") && !readme(&folder).contains(".svg"));
+    assert!(!folder.path().join("over_state.svg").exists());
+    add_two_rates(&folder);
+    assert!(readme(&folder).contains("](over_state.svg)"));
+}
+
+#[test]
+fn what_departs_is_said_with_its_reason() {
+    let label = format!("{BOTH}\ndeparts = {{ \"train.epochs\" = \"2, for the time it takes.\" }}");
+    let folder = folder(&label, "published", "");
+    add_two_rates(&folder);
+    let wanted = "- Departs from the protocol in `train.epochs` (2, for the time it takes).\n";
+    assert!(readme(&folder).contains(wanted));
+}
+
+#[test]
+fn mixers_at_one_learning_rate_say_so_in_table_and_picture_or_are_refused() {
+    let figure = "[[report.figures]]\nkind = \"over_state\"";
+    let label = format!("{OWN}\none_learning_rate = \"a cell that all of them learn\"");
+    for (label, fine) in [(OWN, false), (label.as_str(), true)] {
+        let folder = folder(label, "published", figure);
+        let path = folder.path().join("sweep.toml");
+        let text = fs::read_to_string(&path).unwrap();
+        let text = text.replace("set = { mixer = \"", "set = { \"model.layers.0.mixer\" = { ");
+        let text = text.replace("net\" }", "net = {} } }").replace("mamba2\" }", "mamba2 = {} } }");
+        let text = text.replace("over = [\"optimizer.learning_rate\"]\n", "");
+        fs::write(&path, text.replace("[1e-3, 1e-2]", "[1e-3]")).unwrap();
+        if !fine {
+            let message = report(folder.path(), Mode::Write, None).unwrap_err().to_string();
+            assert!(message.contains("`one_learning_rate` is missing"), "{message}");
+            continue;
+        }
+        add(&folder, "deltanet", "64", "0.001", "0", Some((0.70, 0.9)));
+        let text = readme(&folder);
+        assert!(text.contains("| ours, scaled down, one learning rate, mean ± sd |"), "{text}");
+        assert!(text.contains("**One learning rate for all mixers**: a cell that all"), "{text}");
+        let svg = fs::read_to_string(folder.path().join("over_state.svg")).unwrap();
+        assert!(svg.contains("one learning rate for all mixers"), "{svg}");
+    }
+}
+
+#[test]
+fn state_has_two_counts_where_rows_have_them() {
+    let folder = folder(FULL, "published", "[[report.figures]]\nkind = \"over_state\"");
+    add_two_rates(&folder);
+    let path = folder.path().join("rows.csv");
+    assert!(!readme(&folder).contains("as published sizes count"));
+    let rows = fs::read_to_string(&path).unwrap();
+    let rows = rows.replace("state_bytes", "state_bytes,published_state_bytes");
+    fs::write(&path, rows.replace("8960", "11008,8960")).unwrap();
+    let text = readme(&folder);
+    assert!(text.contains("| state, bytes | as published sizes count |"), "{text}");
+    assert_eq!(line(&text, &["DeltaNet", "64"])[7..9], ["11008", "8960"]);
+    let svg = fs::read_to_string(folder.path().join("over_state.svg")).unwrap();
+    assert!(svg.contains("as published sizes count"), "{svg}");
+}
+
+#[test]
 fn a_number_of_our_own_protocol_has_nothing_beside_it() {
     let folder = folder(OWN, "published", "");
     add_two_rates(&folder);

@@ -91,6 +91,7 @@ pub fn job<'a>(sweep: &'a Sweep, plan: &'a Plan, jobs: usize, shard: Shard) -> S
         plan,
         devices: vec!["cpu".into()],
         jobs,
+        threads: None,
         shard,
         out: sweep.folder.join("runs"),
         retry_failed: false,
