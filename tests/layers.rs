@@ -154,7 +154,9 @@ pub(crate) fn wide<B: Backend, M: Module<B>>(module: M) -> M {
 pub(crate) fn mixer(text: &str) -> Mixer<B> {
     let mixer = config(text).init::<B>(D, &Default::default()).unwrap();
     force(&mixer);
-    mixer.map(&mut Wide(8.0))
+    // Those that start by the fan-in are as large as it takes.
+    let by_fan_in = ["mamba", "rg_lru", "mlstm_v1"].iter().any(|name| text.starts_with(name));
+    mixer.map(&mut Wide(if by_fan_in { 1.5 } else { 8.0 }))
 }
 
 pub(crate) fn input(tokens: usize) -> Tensor<B, 3> {
