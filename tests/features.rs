@@ -218,6 +218,13 @@ fn refused(options: &str, length: usize) -> String {
 }
 
 #[test]
+fn a_denominator_and_a_norm_do_not_go_together() {
+    assert_eq!(refused("normalize = true", 1), "linear_attention.normalize");
+    let small = "normalize = true, output_norm = 'none', denominator_eps = 0.0";
+    assert_eq!(refused(small, 1), "linear_attention.denominator_eps");
+}
+
+#[test]
 fn only_positive_scores_are_divided_by_their_sum() {
     for map in ["'identity'", "{ rfa = {} }", "'elementwise_product'"] {
         let key = refused(&format!("normalize = true, feature_map = {map}"), 1);

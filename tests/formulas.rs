@@ -4,7 +4,7 @@
 use crate::layers::{B, D, Weights, input, log_sigmoid, mixer, wide};
 use crate::support::download;
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{Tensor, backend::Backend};
+use burn::tensor::{Distribution, ElementConversion, Tensor, backend::Backend};
 use linattn::nn::Rwkv7MlpConfig;
 use linattn::nn::mixers::Mixer;
 use linattn_oracle::assert_close;
@@ -525,6 +525,93 @@ fn mlstm_divides_its_answers_by_what_was_written() {
             outputs.push(w.linear("out_proj", &times(&o, &gate)));
         }
         outputs
+    });
+}
+
+/// Gates' weights, which start from zero, are numbers.
+struct Open;
+
+impl<B: Backend> ModuleMapper<B> for Open {
+    fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
+        param.map(|weight| {
+            let closed = weight.clone().abs().max().into_scalar().elem::<f64>() == 0.0;
+            let noise = weight.random_like(Distribution::Normal(0.0, 0.02));
+            (if closed { noise } else { weight }).detach().require_grad()
+        })
+    }
+}
+
+#[test]
+fn the_first_mlstm_goes_around_its_memory_and_gates_what_comes_of_it() {
+    let text = "mlstm_v1 = { heads = 2, conv_size = 3 }";
+    hold(text, &mixer(text).map(&mut Open), |w, rows| {
+        const I: usize = 64;
+        let half = I / 2;
+        let mut memories = vec![vec![0f64; half * half]; 2];
+        let mut sums = vec![vec![0f64; half]; 2];
+        let up: Vec<Vec<f64>> = rows.iter().map(|x| w.linear("up_proj", x)).collect();
+        let inner: Vec<Vec<f64>> = up.iter().map(|x| x[..I].to_vec()).collect();
+        let mut outputs = vec![];
+        for t in 0..rows.len() {
+            let mixed = each(&w.convolution("conv1d", &inner[..=t]), silu);
+            let (q, k) = (w.blocks("q", I / 4, &mixed), w.blocks("k", I / 4, &mixed));
+            let v = w.blocks("v", I / 4, &inner[t]);
+            let all = [q.clone(), k.clone(), v.clone()].concat();
+            let (i, f) = (w.linear("igate_preact", &all), w.linear("fgate_preact", &all));
+            let mut o = vec![];
+            for head in 0..2 {
+                let part = |x: &[f64]| x[head * half..][..half].to_vec();
+                let (v, keep) = (part(&v), vec![sigmoid(f[head]); half]);
+                let q = each(&part(&q), |q| q / (half as f64).sqrt());
+                let k = each(&part(&k), |k| i[head].exp() * k);
+                let above = remember(&mut memories[head], &keep, &k, &v, &q);
+                let below = remember(&mut sums[head], &keep, &k, &[1.0], &q)[0];
+                o.extend(standardized(&each(&above, |h| h / below.abs().max(1.0)), 1e-5));
+            }
+            // The skip's weights are ones, as the norm's are.
+            let o: Vec<f64> = o.iter().zip(&mixed).map(|(o, c)| o + c).collect();
+            outputs.push(w.linear("down_proj", &times(&o, &each(&up[t][I..], silu))));
+        }
+        outputs
+    });
+}
+
+#[test]
+fn linear_attention_divides_by_the_sum_of_scores_and_no_norm_comes_after() {
+    let text =
+        "linear_attention = { normalize = true, denominator_eps = 0.25, output_norm = 'none' }";
+    check(text, |w, rows| {
+        let elu = |x: f64| if x > 0.0 { x + 1.0 } else { x.exp() };
+        let (mut memory, mut sum) = (vec![0f64; D * D], vec![0f64; D]);
+        let token = |x: &Vec<f64>| {
+            let (q, k) = (each(&w.linear("q_proj", x), elu), each(&w.linear("k_proj", x), elu));
+            let above = remember(&mut memory, &[1.0; D], &k, &w.linear("v_proj", x), &q);
+            let below = remember(&mut sum, &[1.0; D], &k, &[1.0], &q)[0] + 0.25;
+            w.linear("o_proj", &each(&above, |o| o / below))
+        };
+        rows.iter().map(token).collect()
+    });
+}
+
+#[test]
+fn one_tap_is_a_factor_and_a_bias() {
+    check("mamba2 = { head_width = 48, d_state = 4, conv_size = 1 }", |w, rows| {
+        const I: usize = 48;
+        let mut memory = vec![0f64; 4 * I];
+        let token = |x: &Vec<f64>| {
+            let projected = w.linear("in_proj", x);
+            let (z, rest) = projected.split_at(I);
+            let (taps, bias) = (w.get("conv1d.weight"), w.get("conv1d.bias"));
+            let mixed: Vec<f64> = (0..I + 8).map(|c| silu(rest[c] * taps[c] + bias[c])).collect();
+            let dt = softplus(rest[I + 8] + w.get("dt_bias")[0]);
+            let keep = (-dt * w.get("a_log")[0].exp()).exp();
+            let (v, b, c) = (each(&mixed[..I], |x| x * dt), &mixed[I..I + 4], &mixed[I + 4..]);
+            let o = remember(&mut memory, &[keep; 4], b, &v, c);
+            let o: Vec<f64> = o.iter().zip(&mixed).map(|(o, x)| o + w.get("d")[0] * x).collect();
+            let y = normalized(&times(&o, &each(z, silu)), 1e-5);
+            w.linear("out_proj", &y)
+        };
+        rows.iter().map(token).collect()
     });
 }
 

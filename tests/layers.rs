@@ -2,7 +2,7 @@
 
 use crate::support::{alone, download, upload};
 use burn::backend::{Autodiff, Flex};
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 use linattn::nn::mixers::{Mixer, MixerConfig};
 use linattn::nn::{
@@ -24,17 +24,18 @@ pub(crate) const MIXERS: &[&str] = &[
     "deltanet = { heads = 2, chunk = 8 }",
     "deltanet = { heads = 1, value_heads = 3, conv_size = 2, output_gate = true, allow_neg_eigval = true }",
     "linear_attention = { heads = 2 }",
-    "linear_attention = { heads = 2, feature_map = 'relu', normalize = true, conv_size = 3 }",
+    "linear_attention = { heads = 2, feature_map = 'relu', normalize = true, output_norm = 'none', conv_size = 3 }",
     "linear_attention = { heads = 1, value_heads = 2, feature_map = 'identity', expand_v = 0.5 }",
-    "linear_attention = { heads = 2, feature_map = 'taylor', key_width = 4, expand_v = 3.0, normalize = true }",
+    "linear_attention = { heads = 2, feature_map = 'taylor', key_width = 4, expand_v = 3.0, normalize = true, output_norm = 'none', denominator_eps = 1e-3 }",
     "linear_attention = { heads = 2, feature_map = 'learnable_square' }",
+    "linear_attention = { heads = 2, output_norm = 'none' }",
     "linear_attention = { heads = 2, feature_map = 'learnable_square', tie_feature_map_qk = true, norm_eps = 1e-3, chunk = 16 }",
-    "linear_attention = { heads = 2, feature_map = { performer = { features = 10, seed = 3 } }, normalize = true }",
+    "linear_attention = { heads = 2, feature_map = { performer = { features = 10, seed = 3 } }, normalize = true, output_norm = 'none' }",
     "linear_attention = { heads = 2, value_heads = 4, feature_map = { rfa = {} }, expand_v = 0.5 }",
-    "linear_attention = { heads = 1, value_heads = 2, feature_map = { cosformer = { length = 64 } }, normalize = true }",
-    "linear_attention = { heads = 2, feature_map = 'hedgehog', normalize = true }",
+    "linear_attention = { heads = 1, value_heads = 2, feature_map = { cosformer = { length = 64 } }, normalize = true, output_norm = 'none' }",
+    "linear_attention = { heads = 2, feature_map = 'hedgehog', normalize = true, output_norm = 'none' }",
     "linear_attention = { heads = 2, feature_map = 'hedgehog', tie_feature_map_qk = true, conv_size = 2 }",
-    "linear_attention = { heads = 2, feature_map = { dijiang = { seed = 1 } }, normalize = true }",
+    "linear_attention = { heads = 2, feature_map = { dijiang = { seed = 1 } }, normalize = true, output_norm = 'none' }",
     "linear_attention = { heads = 2, feature_map = { dpfp = { nu = 3 } }, norm_q = true, norm_k = true }",
     "linear_attention = { heads = 2, feature_map = 'elementwise_product' }",
     "linear_attention = { heads = 2, feature_map = 'elementwise_product', tie_feature_map_qk = true, chunk = 8 }",
@@ -43,6 +44,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "mamba2 = { d_state = 10, head_width = 8 }",
     "mamba2 = { d_state = 7, head_width = 12, groups = 2, conv_size = 2, chunk = 16 }",
     "mamba2 = { d_state = 6, head_width = 8, groups = 2, group_norm = true }",
+    "mamba2 = { d_state = 5, head_width = 8, conv_size = 1 }",
     "deltaproduct = { heads = 2, allow_neg_eigval = false }",
     "deltaproduct = { heads = 2, householder_steps = 3, key_width = 6, expand_v = 0.5, conv_size = 0, forget_gate = true, output_gate = true }",
     "deltaproduct = { heads = 3, householder_steps = 1, conv_size = 2, chunk = 8 }",
@@ -67,6 +69,8 @@ pub(crate) const MIXERS: &[&str] = &[
     // Norms behind the denominator hide the input gates' bias unless the epsilon is felt.
     "mlstm = { heads = 2, input_gate_bias = -10.0, conv_size = 3 }",
     "mlstm = { heads = 3, key_width = 5, expand_v = 1.0, gate_cap = 0.0, norm_eps = 0.5, chunk = 8 }",
+    "mlstm_v1 = { heads = 2 }",
+    "mlstm_v1 = { heads = 8, expand = 2.5, conv_size = 3, norm_eps = 0.5, chunk = 8 }",
     "kda = { heads = 2 }",
     "kda = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, gate_rank = 5, conv_size = 0, chunk = 16 }",
     "kda = { heads = 3, conv_size = 2, allow_neg_eigval = true }",
@@ -93,6 +97,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "s4d = { d_state = 6, spectrum = 'inv', discretization = 'bilinear', dt_min = 0.01, dt_max = 0.5 }",
     "mamba = {}",
     "mamba = { d_state = 5, expand = 1, conv_size = 2, dt_rank = 3, allow_neg_eigval = true }",
+    "mamba = { d_state = 3, conv_size = 1 }",
     "qrnn = {}",
     "qrnn = { width = 10, window = 3 }",
     "qrnn = { window = 1 }",
@@ -109,7 +114,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "attention = { heads = 4, window = 5 }",
     "attention = { heads = 6, key_value_heads = 2, rope = false, alibi = true }",
     "attention = { heads = 4, rope = false, alibi = true, window = 2 }",
-    "attention = { heads = 4, key_value_heads = 2, qk_norm = true, norm_eps = 1e-4, qkv_bias = true }",
+    "attention = { heads = 4, key_value_heads = 2, qk_norm = true, norm_eps = 1e-4, qkv_bias = true, output_bias = true }",
     "forgetting_attention = { heads = 4 }",
     "forgetting_attention = { heads = 4, key_value_heads = 2, key_width = 5, qk_norm = true, output_gate = true }",
     "mla = { heads = 2 }",
@@ -149,7 +154,9 @@ pub(crate) fn wide<B: Backend, M: Module<B>>(module: M) -> M {
 pub(crate) fn mixer(text: &str) -> Mixer<B> {
     let mixer = config(text).init::<B>(D, &Default::default()).unwrap();
     force(&mixer);
-    mixer.map(&mut Wide(8.0))
+    // Those that start by the fan-in are as large as it takes.
+    let by_fan_in = ["mamba", "rg_lru", "mlstm_v1"].iter().any(|name| text.starts_with(name));
+    mixer.map(&mut Wide(if by_fan_in { 1.5 } else { 8.0 }))
 }
 
 pub(crate) fn input(tokens: usize) -> Tensor<B, 3> {
@@ -241,6 +248,12 @@ fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
         ("s4d = { d_state = 3 }", "s4d.d_state"),
         ("s4d = { dt_max = 0.0001 }", "s4d.dt_max"),
         ("mamba = { dt_rank = 0 }", "mamba.dt_rank"),
+        ("mamba = { conv_size = 0 }", "mamba.conv_size"),
+        ("mamba2 = { conv_size = 0 }", "mamba2.conv_size"),
+        ("mlstm_v1 = { heads = 3 }", "mlstm_v1.heads"),
+        ("mlstm_v1 = { conv_size = 1 }", "mlstm_v1.conv_size"),
+        ("mlstm_v1 = { expand = 1e9 }", "mlstm_v1.expand"),
+        ("attention = { dropout = 1.0 }", "attention.dropout"),
         ("qrnn = { window = 0 }", "qrnn.window"),
         ("lstm = { width = 0 }", "lstm.width"),
         ("gru = { width = 0 }", "gru.width"),
@@ -599,6 +612,49 @@ fn a_norm_is_what_burn_makes_of_it() {
     assert_close("norm", &want, &got, 1e-6);
 }
 
+/// Training sets shares of the weights to zero and makes the others larger for it; nothing else does.
+#[test]
+fn dropout_of_attention_weights_is_for_training_and_keeps_the_mean() {
+    let dropped = mixer("attention = { heads = 2, dropout = 0.3 }");
+    let mut values = Values::default();
+    dropped.visit(&mut values);
+    let whole = mixer("attention = { heads = 2 }").map(&mut values);
+    let x = input(5);
+    let want = download(whole.forward(x.clone(), None).0);
+    let tested = dropped.valid().forward(x.clone().inner(), None).0;
+    assert_close("a test", &want, &download(tested), LIMIT);
+
+    let mut mean = vec![0.0; want.len()];
+    let draws = 3_000;
+    for draw in 0..draws {
+        let y = download(dropped.forward(x.clone(), None).0);
+        if draw == 0 {
+            assert!(linattn_oracle::relative_error(&want, &y) > 0.05, "something is dropped");
+        }
+        mean.iter_mut().zip(y).for_each(|(mean, y)| *mean += y / f64::from(draws));
+    }
+    assert_close("the mean of many", &want, &mean, 0.05);
+}
+
+#[test]
+fn learnt_positions_tell_the_same_token_apart() {
+    let text = "[[layers]]\nmixer.attention = { rope = false }\n";
+    let same = Tensor::<B, 2, Int>::zeros([1, 6], &Default::default());
+    let logits = |model: LanguageModel<B>| {
+        let y = download(model.forward(same.clone(), None).0);
+        linattn_oracle::relative_error(&y[..11], &y[55..])
+    };
+    assert!(logits(model(text)) < LIMIT, "without positions every place is alike");
+    assert!(logits(model(&format!("positions = 6\n{text}"))) > 1e-2, "with them none is");
+}
+
+#[test]
+#[should_panic(expected = "position 7 of 6")]
+fn what_lies_beyond_the_learnt_positions_is_no_number() {
+    let model = model("positions = 6\n[[layers]]\nmixer.attention = { rope = false }\n");
+    let _ = model.forward(Tensor::zeros([1, 7], &Default::default()), None);
+}
+
 #[test]
 fn a_short_convolution_is_the_sum_it_says() {
     let layer = wide(ShortConvolution::<B>::new(3, 4, true, &Default::default()));
@@ -627,6 +683,9 @@ const MODELS: &[&str] = &[
     "norm = 'layer'\npre_norm = true\n\
      [[layers]]\nmixer.rwkv7 = { heads = 2 }\nmlp = { rwkv7 = {} }\n\
      [[layers]]\nrepeat = 2\nmixer.rwkv7 = { heads = 2, value_residual = true }\nmlp = { rwkv7 = { width = 40 } }\n",
+    "positions = 40\nfinal_norm = 'layer'\n\
+     [[layers]]\nrepeat = 2\nmixer.attention = { heads = 2, rope = false }\n",
+    "final_norm = 'none'\n[[layers]]\nrepeat = 2\nmixer.mamba = { conv_size = 1 }\n",
     "[[layers]]\nmixer.attention = { heads = 2 }\n\
      [[layers]]\nmixer.rwkv7 = { heads = 2, chunk = 16 }\n\
      [[layers]]\nmixer.rwkv7 = { heads = 4, value_residual = true, value_rank = 3 }\n",

@@ -22,6 +22,8 @@ mod generation;
 #[cfg(feature = "cpu")]
 mod hostile;
 #[cfg(feature = "cpu")]
+mod initialization;
+#[cfg(feature = "cpu")]
 mod layers;
 mod ops;
 #[cfg(feature = "cpu")]

@@ -417,6 +417,18 @@ pub enum GenerateError {
         /// How many ids the model knows.
         vocab: usize,
     },
+    /// The text would be longer than the model's table of learnt positions.
+    #[error(
+        "text {row} would have {tokens} tokens read; it has to be at most {positions}, which the model has positions for"
+    )]
+    Positions {
+        /// Which of the texts.
+        row: usize,
+        /// Tokens that the model would read.
+        tokens: usize,
+        /// Positions that it has learnt.
+        positions: usize,
+    },
     /// The model's numbers have overflowed, or its weights are no numbers.
     #[error("the model's logits for token {place} of text {row} are no finite numbers")]
     NotFinite {
@@ -484,6 +496,11 @@ fn check<B: LinearAttentionBackend>(
         }
         if let Some(&id) = sequence.tokens.iter().find(|&&id| id as usize >= vocab) {
             return Err(GenerateError::Vocabulary { row, id, vocab });
+        }
+        // The last token that is written is not read.
+        let tokens = sequence.tokens.len() + config.new_tokens.saturating_sub(1);
+        if let Some(positions) = model.positions().filter(|&positions| tokens > positions) {
+            return Err(GenerateError::Positions { row, tokens, positions });
         }
     }
     Ok(())

@@ -446,7 +446,7 @@ impl RunConfig {
 impl RunConfig {
     /// The model can be built, and for the task's longest sequence too.
     pub(crate) fn check_model(&self, task: &dyn Task) -> Result<(), ConfigError> {
-        let sets = [Split::Train, Split::Test].map(|split| task.sets(split));
+        let sets = [Split::Train, Split::Validation, Split::Test].map(|split| task.sets(split));
         let longest = sets.into_iter().flatten().map(|set| set.length).max().unwrap_or(1);
         self.model.cost(longest)?;
         Ok(())

@@ -240,7 +240,7 @@ fn take<B: TrainBackend>(
 /// Weights that customarily do not decay: everything that is no matrix, and embeddings.
 fn is_vector_or_table(path: &[String], rank: usize) -> bool {
     // Some mixers have vectors of other ranks.
-    let vectors = ["embeddings", "r_k", "a_log", "log_a_real", "a_imag"];
+    let vectors = ["embeddings", "positions", "r_k", "a_log", "log_a_real", "a_imag"];
     rank != 2 || path.iter().any(|name| vectors.contains(&name.as_str()))
 }
 

@@ -164,13 +164,22 @@ fn write_attention(layers: &[Value], table: &mut Map<String, Value>) {
     table.insert("attn".to_string(), attn);
 }
 
+/// Keys of a model that only its fresh weights and its training go by.
+const OF_TRAINING: &[&str] = &[
+    "initializer",
+    "initializer_range",
+    "embedding_initializer_range",
+    "rescale_residual",
+    "embedding_dropout",
+];
+
 /// A config with every layer by itself, every width spelled out, and nothing of training.
 fn canonical(config: &LanguageModelConfig, family: &Family) -> Value {
     let mut model = serde_json::to_value(config).expect("a config is JSON");
     let d_model = config.d_model;
     let Some(table) = model.as_object_mut() else { return model };
-    for key in ["initializer_range", "embedding_dropout"] {
-        table.shift_remove(key);
+    for key in OF_TRAINING {
+        table.shift_remove(*key);
     }
     let mut layers = vec![];
     for mut layer in each_layer(table.get("layers").unwrap_or(&Value::Null)) {
@@ -187,6 +196,7 @@ fn canonical(config: &LanguageModelConfig, family: &Family) -> Value {
         for (name, mixer) in layer["mixer"].as_object_mut().into_iter().flatten() {
             let Some(mixer) = mixer.as_object_mut() else { continue };
             mixer.shift_remove("chunk");
+            mixer.shift_remove("dropout");
             let attention = crate::families::family("transformer");
             let spelled = match name.as_str() {
                 name if name == family.mixer => Some(family),

@@ -9,7 +9,8 @@ use burn::tensor::{Tensor, activation::silu, backend::Backend};
 /// Causal depthwise convolution over time, then SiLU.
 ///
 /// `y_t = silu(sum_w weight_w * x_{t-W+1+w} + bias)`: each channel sees itself, W tokens wide. The
-/// state is the last W - 1 inputs, `[B, W - 1, D]`.
+/// state is the last W - 1 inputs, `[B, W - 1, D]`. A window of one token is a factor and a bias for each
+/// channel, and has no state: [`forward`](Self::forward) and [`linear`](Self::linear) are of two and more.
 #[derive(Module, Debug)]
 pub struct ShortConvolution<B: Backend> {
     /// `[W, D]`; the last row meets the newest token.
@@ -20,7 +21,7 @@ pub struct ShortConvolution<B: Backend> {
 
 impl<B: Backend> ShortConvolution<B> {
     /// Fresh weights, uniform within 1 / sqrt(W), for `channels` channels and a window of `width`
-    /// tokens, at least 2.
+    /// tokens.
     pub fn new(channels: usize, width: usize, bias: bool, device: &B::Device) -> Self {
         let bound = 1.0 / (width as f64).sqrt();
         let uniform = Initializer::Uniform { min: -bound, max: bound };
@@ -65,6 +66,26 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         self.run(x, tail, None)
     }
 
+    /// As [`forward`](Self::forward). The tail comes from `before`, the next goes to `tails`; a window of one
+    /// token has none.
+    pub(crate) fn forward_between(
+        &self,
+        x: Tensor<B, 3>,
+        before: &mut impl Iterator<Item = Tensor<B, 3>>,
+        tails: &mut Vec<Tensor<B, 3>>,
+    ) -> Tensor<B, 3> {
+        if self.weight.dims()[0] == 1 {
+            let scaled = x * self.weight.val().unsqueeze::<3>();
+            return silu(match &self.bias {
+                Some(bias) => scaled + bias.val().unsqueeze::<3>(),
+                None => scaled,
+            });
+        }
+        let (y, tail) = self.forward(x, before.next());
+        tails.push(tail);
+        y
+    }
+
     fn run(
         &self,
         x: Tensor<B, 3>,
@@ -86,11 +107,7 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
     tails: &mut Vec<Tensor<B, 3>>,
 ) -> Tensor<B, 3> {
     match convolution {
-        Some(convolution) => {
-            let (y, tail) = convolution.forward(x, before.next());
-            tails.push(tail);
-            y
-        }
+        Some(convolution) => convolution.forward_between(x, before, tails),
         None => silu(x),
     }
 }

@@ -5,7 +5,7 @@ pub(crate) use crate::ops::softplus;
 use crate::ops::{self, Activation, LinearAttentionBackend, Measure};
 use burn::module::{Initializer, Module, ModuleMapper, Param};
 use burn::nn::{GroupNorm, RmsNorm, RmsNormConfig};
-use burn::tensor::{DType, Tensor, backend::Backend};
+use burn::tensor::{DType, Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
 /// Standard deviation of fresh weights.
@@ -25,6 +25,46 @@ pub(crate) fn linear_with_bias<B: Backend>(
 ) -> Linear<B> {
     let bias = Initializer::Zeros.init([to], device);
     Linear { bias: Some(bias), ..linear(from, to, device) }
+}
+
+/// A linear layer without bias, weights N(0, std^2), for layers that start on a scale of their own.
+pub(crate) fn normal_linear<B: Backend>(
+    from: usize,
+    to: usize,
+    std: f64,
+    device: &B::Device,
+) -> Linear<B> {
+    Linear { weight: Initializer::Normal { mean: 0.0, std }.init([from, to], device), bias: None }
+}
+
+/// A linear layer without bias, weights as PyTorch draws them by default: see [`torch_uniform`].
+pub(crate) fn torch_linear<B: Backend>(from: usize, to: usize, device: &B::Device) -> Linear<B> {
+    let bound = torch_bound(from);
+    let uniform = Initializer::Uniform { min: -bound, max: bound };
+    Linear { weight: uniform.init([from, to], device), bias: None }
+}
+
+/// Fresh numbers in place of `weight`, `[from, to]`: uniform within 1 / sqrt(from), which has the
+/// standard deviation 1 / sqrt(3 from). That is what PyTorch draws for a linear layer that nobody asks
+/// it to draw otherwise.
+pub(crate) fn torch_uniform<B: Backend, const D: usize>(weight: &Tensor<B, D>) -> Tensor<B, D> {
+    let bound = torch_bound(weight.dims()[0]);
+    weight.random_like(Distribution::Uniform(-bound, bound))
+}
+
+fn torch_bound(from: usize) -> f64 {
+    (from as f64).powf(-0.5)
+}
+
+/// How linear layers start that do not draw their weights on a scale of their own.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum InitializerKind {
+    /// Weights normal, of standard deviation `initializer_range`; biases zero.
+    #[default]
+    Normal,
+    /// Weights uniform within 1 / sqrt(fan-in), as PyTorch draws them by default; biases zero.
+    Torch,
 }
 
 /// A linear layer, `x W + b`. Burn's own, in everything but the product of a few rows: that is
@@ -225,6 +265,29 @@ pub enum NormKind {
     Layer,
 }
 
+/// The norm before the logits, where it is another than that of the layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinalNormKind {
+    /// Root mean square, with a weight.
+    Rms,
+    /// Mean and variance, with weight and bias.
+    Layer,
+    /// None at all.
+    None,
+}
+
+impl FinalNormKind {
+    /// The norm that it stands for.
+    pub(crate) fn norm(self) -> Option<NormKind> {
+        match self {
+            Self::Rms => Some(NormKind::Rms),
+            Self::Layer => Some(NormKind::Layer),
+            Self::None => None,
+        }
+    }
+}
+
 /// LayerNorm, `(x - mean) / sqrt(variance + epsilon) * gamma + beta` over the last dimension. Source:
 /// arXiv 1607.06450.
 #[derive(Module, Debug)]
@@ -325,10 +388,15 @@ pub(crate) fn group_norm<B: Backend>(norm: &GroupNorm<B>, rows: Tensor<B, 2>) ->
 
 /// Refuses an epsilon that would divide by zero, in f32 too.
 pub(crate) fn check_epsilon(epsilon: f64) -> Result<(), ConfigError> {
+    check_small("norm_eps", epsilon)
+}
+
+/// As [`check_epsilon`], of the key `key`.
+pub(crate) fn check_small(key: &str, epsilon: f64) -> Result<(), ConfigError> {
     if epsilon >= f64::from(f32::MIN_POSITIVE) && epsilon.is_finite() {
         return Ok(());
     }
-    Err(ConfigError::new("norm_eps", epsilon, "above 0, and 1e-37 or more"))
+    Err(ConfigError::new(key, epsilon, "above 0, and 1e-37 or more"))
 }
 
 #[cfg(test)]

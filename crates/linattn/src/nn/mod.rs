@@ -24,7 +24,10 @@ pub use block::{
 };
 pub use convolution::ShortConvolution;
 pub use features::{FeatureMap, Features};
-pub use layers::{BlockDiagonal, GatedRmsNorm, Linear, Norm, NormKind, l2_normalize};
+pub use layers::{
+    BlockDiagonal, FinalNormKind, GatedRmsNorm, InitializerKind, Linear, Norm, NormKind,
+    l2_normalize,
+};
 pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};
 pub use rope::Rope;
 pub use shared::Shared;

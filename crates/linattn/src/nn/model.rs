@@ -1,8 +1,12 @@
 //! A language model: token embedding, layers, norm, and logits over the vocabulary.
 
 use super::auto_encoder::Decoder;
-use super::block::{Block, BlockState, LayerConfig, LayerEntry, Residual};
-use super::layers::{INIT_STD, Linear, Norm, NormKind, check_epsilon, linear, linear_with_bias};
+use super::block::{Block, BlockState, LayerConfig, LayerEntry, MlpConfig, Residual};
+use super::layers::{
+    FinalNormKind, INIT_STD, InitializerKind, Linear, Norm, NormKind, check_epsilon, linear,
+    linear_with_bias, torch_uniform,
+};
+use super::mixers::OwnStart;
 use super::shared::{Shared, Sources};
 use super::{ConfigError, Cost, LARGEST, positive};
 use crate::ops::{self, LinearAttentionBackend};
@@ -31,17 +35,34 @@ pub struct LanguageModelConfig {
     /// The norm before mixers, MLPs and logits.
     #[serde(default)]
     pub norm: NormKind,
+    /// The norm before the logits, where it is another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub final_norm: Option<FinalNormKind>,
     /// Whether such a norm also stands between the embedding and the first layer, as in RWKV.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub pre_norm: bool,
     /// Added to a variance before its root.
     #[serde(default = "small")]
     pub norm_eps: f64,
-    /// Standard deviation of fresh weights, embeddings and short convolutions aside (0.02 and
-    /// 1 / sqrt(window)), and what a mixer draws on a scale of its own: see its file. Narrow models
-    /// learn sooner with more than the customary 0.02.
+    /// How linear layers start. What a mixer draws on a scale of its own is its own affair: see its
+    /// file.
+    #[serde(default)]
+    pub initializer: InitializerKind,
+    /// Standard deviation of fresh linear layers, where they are normal. Narrow models learn sooner with
+    /// more than the customary 0.02.
     #[serde(default = "customary")]
     pub initializer_range: f64,
+    /// Standard deviation of fresh embeddings, of ids and of positions, which are normal.
+    #[serde(default = "customary")]
+    pub embedding_initializer_range: f64,
+    /// Whether projections into the residual stream start smaller, by the root of the number of writes
+    /// to it: one a mixer, one an MLP.
+    #[serde(default = "yes")]
+    pub rescale_residual: bool,
+    /// How many positions have a learnt vector that is added to the embeddings, which is the longest
+    /// sequence there may be; 0 for none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub positions: usize,
     /// Share of the embedded values that training sets to zero.
     #[serde(default)]
     pub embedding_dropout: f64,
@@ -61,6 +82,10 @@ pub enum HeadKind {
 
 fn yes() -> bool {
     true
+}
+
+fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 fn customary() -> f64 {
@@ -97,8 +122,15 @@ impl LanguageModelConfig {
             let got = format!("{} layers in all", self.depth());
             return Err(ConfigError::new("layers", got, format!("at most {LARGEST}")));
         }
-        if !(self.initializer_range > 0.0 && self.initializer_range.is_finite()) {
-            return Err(ConfigError::new("initializer_range", self.initializer_range, "above 0"));
+        check_range("initializer_range", self.initializer_range)?;
+        check_range("embedding_initializer_range", self.embedding_initializer_range)?;
+        if self.initializer == InitializerKind::Torch && self.initializer_range != INIT_STD {
+            let want = "left out where `initializer` is \"torch\", whose range the fan-in says";
+            return Err(ConfigError::new("initializer_range", self.initializer_range, want));
+        }
+        if self.positions > LARGEST {
+            let want = format!("at most {LARGEST}");
+            return Err(ConfigError::new("positions", self.positions, want));
         }
         if self.head_bias && self.tie_embeddings {
             let want = "false, unless tie_embeddings is false";
@@ -120,8 +152,14 @@ impl LanguageModelConfig {
         Ok(())
     }
 
+    /// The norm before the logits, if there is one.
+    fn last_norm(&self) -> Option<NormKind> {
+        self.final_norm.map_or(Some(self.norm), FinalNormKind::norm)
+    }
+
     /// Builds the model for ids 0 to `vocab` - 1. Weights that write to the residual stream start
-    /// smaller by the root of the number of writes, so that the stream does not grow with depth.
+    /// smaller by the root of the number of writes, so that the stream does not grow with depth, unless
+    /// `rescale_residual` is false.
     /// # Errors
     /// [`ConfigError`] names the first key that does not fit.
     pub fn init<B: LinearAttentionBackend>(
@@ -138,17 +176,23 @@ impl LanguageModelConfig {
                     .map_err(|e| e.within(key))
             })
             .collect::<Result<Vec<_>, _>>()?;
-        let residual_writes = 2 * layers.len();
+        let table = |rows| {
+            EmbeddingConfig::new(rows, self.d_model)
+                .with_initializer(Initializer::Normal {
+                    mean: 0.0,
+                    std: self.embedding_initializer_range,
+                })
+                .init(device)
+        };
         let model = LanguageModel {
-            embeddings: EmbeddingConfig::new(vocab, self.d_model)
-                .with_initializer(Initializer::Normal { mean: 0.0, std: INIT_STD })
-                .init(device),
+            embeddings: table(vocab),
+            positions: (self.positions > 0).then(|| table(self.positions)),
             dropout: DropoutConfig::new(self.embedding_dropout).init(),
             pre_norm: self
                 .pre_norm
                 .then(|| Norm::new(self.norm, self.d_model, self.norm_eps, device)),
             layers,
-            norm: Norm::new(self.norm, self.d_model, self.norm_eps, device),
+            norm: self.last_norm().map(|norm| Norm::new(norm, self.d_model, self.norm_eps, device)),
             lm_head: (!self.tie_embeddings).then(|| match self.head_bias {
                 true => linear_with_bias(self.d_model, vocab, device),
                 false => linear(self.d_model, vocab, device),
@@ -157,9 +201,19 @@ impl LanguageModelConfig {
                 .then(|| Decoder::new(self.d_model, self.norm, self.norm_eps, device)),
             precision: None,
         };
-        let linear = self.initializer_range / INIT_STD;
-        let residual = linear / (residual_writes as f64).sqrt();
-        Ok(model.map(&mut Rescale { linear, residual, path: vec![] }))
+        Ok(model.map(&mut self.start()))
+    }
+
+    fn start(&self) -> Start {
+        let writes =
+            self.each_layer().map(|(_, layer)| 1 + usize::from(layer.mlp != MlpConfig::None));
+        let stack = Stack { layers: self.depth(), writes: writes.sum() };
+        Start {
+            initializer: self.initializer,
+            scale: self.initializer_range / INIT_STD,
+            stack: self.rescale_residual.then_some(stack),
+            path: vec![],
+        }
     }
 
     /// Cost of the layers over sequences of `length` tokens, embedding and logits aside.
@@ -167,6 +221,10 @@ impl LanguageModelConfig {
     /// As [`init`](Self::init).
     pub fn cost(&self, length: usize) -> Result<Cost, ConfigError> {
         self.check()?;
+        if self.positions > 0 && self.positions < length {
+            let want = format!("0, or at least {length}, the length of the longest sequence");
+            return Err(ConfigError::new("positions", self.positions, want));
+        }
         let (mut sum, mut sources) = (Cost::default(), Sources::default());
         for (key, layer) in self.each_layer() {
             sum += layer.cost(self.d_model, length).map_err(|e| e.within(&key))?;
@@ -177,15 +235,61 @@ impl LanguageModelConfig {
     }
 }
 
-/// Scales fresh weights: those of projections whose output is added to the residual stream by
-/// `residual`, those of other linear layers by `linear`.
-struct Rescale {
-    linear: f64,
-    residual: f64,
+fn check_range(key: &str, range: f64) -> Result<(), ConfigError> {
+    match range > 0.0 && range.is_finite() {
+        true => Ok(()),
+        false => Err(ConfigError::new(key, range, "above 0")),
+    }
+}
+
+/// What the residual stream passes.
+#[derive(Clone, Copy)]
+struct Stack {
+    layers: usize,
+    /// Mixers and MLPs that add to it.
+    writes: usize,
+}
+
+/// Gives fresh linear layers the weights that a model starts from. Mixers are built with weights
+/// N(0, 0.02^2), but for those that they draw on a scale of their own.
+struct Start {
+    initializer: InitializerKind,
+    /// Factor of normal weights.
+    scale: f64,
+    /// None where projections into the residual stream are as any other.
+    stack: Option<Stack>,
     path: Vec<String>,
 }
 
-impl<B: Backend> ModuleMapper<B> for Rescale {
+impl Start {
+    fn named(&self, names: &[&str]) -> bool {
+        self.path.iter().any(|name| names.contains(&name.as_str()))
+    }
+
+    /// Whether it is no matrix of a layer that the model starts: no matrix that a layer multiplies by,
+    /// or one that is drawn on a scale of its own.
+    fn is_left_alone(&self) -> bool {
+        let convolution = self.path.iter().any(|name| name.ends_with("conv1d") || name == "canon");
+        // Rows of numbers that are added to or multiply each channel.
+        let rows = ["x_bias", "bonus", "r_k", "a_log", "log_a_real", "a_imag"];
+        // LRU's matrices, and what makes step sizes elsewhere than in Mamba.
+        let scaled = self.named(&["dt_proj", "c_proj"])
+            || (self.named(&["Lru"]) && self.named(&["in_proj"]))
+            || OwnStart::ALL.iter().any(|own| self.named(&[own.mixer]));
+        convolution || scaled || self.named(&["embeddings", "positions"]) || self.named(&rows)
+    }
+
+    /// Factor of what is added to the residual stream.
+    fn shrink(&self) -> f64 {
+        let Some(Stack { layers, writes }) = self.stack else { return 1.0 };
+        match OwnStart::ALL.iter().find(|own| self.named(&[own.mixer])) {
+            Some(own) => (own.shrink)(layers, writes),
+            None => (writes as f64).powf(-0.5),
+        }
+    }
+}
+
+impl<B: Backend> ModuleMapper<B> for Start {
     fn enter_module(&mut self, name: &str, _container: &str) {
         self.path.push(name.to_string());
     }
@@ -195,21 +299,21 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let named = |names: &[&str]| self.path.iter().any(|name| names.contains(&name.as_str()));
-        let writes = ["o_proj", "out_proj", "down_proj"];
-        // Matrices that no layer multiplies by: convolutions, and rows of numbers that are added to or
-        // multiply each channel.
-        let convolution = self.path.iter().any(|name| name.ends_with("conv1d") || name == "canon");
-        let rows = ["x_bias", "bonus", "r_k", "a_log", "log_a_real", "a_imag"];
-        // Drawn on a scale of their own: what makes Mamba's step sizes, and LRU's matrices.
-        let scaled = named(&["dt_proj", "c_proj"]) || (named(&["Lru"]) && named(&["in_proj"]));
-        let factor = match D {
-            2 if named(&writes) => self.residual,
-            2 if !convolution && !scaled && !named(&["embeddings"]) && !named(&rows) => self.linear,
-            _ => return param,
-        };
+        let writes = self.named(&["o_proj", "out_proj", "down_proj"]);
+        let alone = self.is_left_alone();
+        if D != 2 || (alone && !writes) {
+            return param;
+        }
+        let factor = if writes { self.shrink() } else { 1.0 };
         // The product is no leaf of the autodiff graph any more, and would not be learnt.
-        param.map(|weight| (weight * factor).detach().require_grad())
+        param.map(|weight| {
+            let fresh = match self.initializer {
+                _ if alone => weight,
+                InitializerKind::Normal => weight * self.scale,
+                InitializerKind::Torch => torch_uniform(&weight),
+            };
+            (fresh * factor).detach().require_grad()
+        })
     }
 }
 
@@ -217,10 +321,11 @@ impl<B: Backend> ModuleMapper<B> for Rescale {
 #[derive(Module, Debug)]
 pub struct LanguageModel<B: Backend> {
     embeddings: Embedding<B>,
+    positions: Option<Embedding<B>>,
     dropout: Dropout,
     pre_norm: Option<Norm<B>>,
     layers: Vec<Block<B>>,
-    norm: Norm<B>,
+    norm: Option<Norm<B>>,
     lm_head: Option<Linear<B>>,
     decoder: Option<Decoder<B>>,
     /// Type of products and recurrences; the weights' own if absent.
@@ -233,6 +338,8 @@ pub struct LanguageModel<B: Backend> {
 pub struct LanguageModelState<B: Backend> {
     /// First layer first.
     pub layers: Vec<BlockState<B>>,
+    /// Tokens seen, where the model has learnt positions.
+    pub position: Option<usize>,
 }
 
 impl<B: LinearAttentionBackend> LanguageModel<B> {
@@ -258,7 +365,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         ids: Tensor<B, 2, Int>,
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 3>, LanguageModelState<B>) {
-        let x = ops::embedding(self.embeddings.weight.val(), ids);
+        let x = self.embed(ids, &state);
         let run = |block: &Block<B>, x, state, shared: &mut Shared<B>| {
             block.forward_residual(x, state, shared)
         };
@@ -267,7 +374,27 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
             Some(decoder) => Residual::new(decoder.forward(x.sum())),
             None => x,
         };
-        (x.normalized(&self.norm, true).0, state)
+        (self.normalized(x), state)
+    }
+
+    /// Ids, `[B, T]`, as vectors, `[B, T, D]`, which know their position where that is learnt.
+    fn embed(&self, ids: Tensor<B, 2, Int>, state: &Option<LanguageModelState<B>>) -> Tensor<B, 3> {
+        let (tokens, device) = (ids.dims()[1], ids.device());
+        let x = ops::embedding(self.embeddings.weight.val(), ids);
+        let Some(positions) = &self.positions else { return x };
+        let (first, table) = (seen(state), positions.weight.val());
+        let (last, known) = (first + tokens, table.dims()[0]);
+        assert!(last <= known, "position {last} of {known} that the model has learnt");
+        let places = Tensor::<B, 1, Int>::arange(first as i64..last as i64, &device);
+        x + ops::embedding(table, places.unsqueeze_dim(0))
+    }
+
+    /// What the layers give, through the last norm where there is one.
+    fn normalized(&self, x: Residual<B>) -> Tensor<B, 3> {
+        match &self.norm {
+            Some(norm) => x.normalized(norm, true).0,
+            None => x.sum(),
+        }
     }
 
     /// Whether the logits of a position depend on what comes after it, as an auto-encoder's do: then
@@ -281,10 +408,16 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         self.embeddings.weight.dims()[0]
     }
 
+    /// How many positions it has learnt, where it has: no sequence may be longer.
+    pub fn positions(&self) -> Option<usize> {
+        self.positions.as_ref().map(|table| table.weight.dims()[0])
+    }
+
     /// Whether sequences of different lengths can go on in one batch: see
     /// [`Mixer::ignores_position`](super::mixers::Mixer::ignores_position).
     pub fn ignores_position(&self) -> bool {
-        self.layers.iter().all(|layer| layer.mixer().ignores_position())
+        let counted = self.positions.is_some();
+        !counted && self.layers.iter().all(|layer| layer.mixer().ignores_position())
     }
 
     /// One id each, `[B]`. Gives logits, `[B, vocab]`, and the next state.
@@ -296,12 +429,12 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 2>, LanguageModelState<B>) {
         assert!(!self.needs_whole_sequences(), "an auto-encoder answers whole sequences");
-        let x = ops::embedding(self.embeddings.weight.val(), ids.unsqueeze_dim(1));
+        let x = self.embed(ids.unsqueeze_dim(1), &state);
         let run = |block: &Block<B>, x, state, shared: &mut Shared<B>| {
             block.step_residual(x, state, shared)
         };
         let (x, state) = self.through_layers(x, state, run);
-        (self.logits(x.normalized(&self.norm, true).0).squeeze_dim(1), state)
+        (self.logits(self.normalized(x)).squeeze_dim(1), state)
     }
 
     /// `[.., D]` from [`hidden`](Self::hidden) to `[.., vocab]`.
@@ -364,6 +497,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
             &mut Shared<B>,
         ) -> (Residual<B>, BlockState<B>),
     ) -> (Residual<B>, LanguageModelState<B>) {
+        let position = self.positions.as_ref().map(|_| seen(&state) + x.dims()[1]);
         if let Some(norm) = &self.pre_norm {
             x = norm.forward(x);
         }
@@ -383,8 +517,13 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
             x = y;
             layers.push(state);
         }
-        (x, LanguageModelState { layers })
+        (x, LanguageModelState { layers, position })
     }
+}
+
+/// Tokens that a model with learnt positions has seen.
+fn seen<B: Backend>(state: &Option<LanguageModelState<B>>) -> usize {
+    state.as_ref().and_then(|state| state.position).unwrap_or(0)
 }
 
 /// Draws every weight that is still to be drawn. Burn draws a weight at its first use; after this,

@@ -220,6 +220,14 @@ pub enum StateError {
         /// Layers that would do.
         want: usize,
     },
+    /// A state of other learnt positions.
+    #[error("the state's position is {got}; it has to be {want}")]
+    Position {
+        /// Tokens that it has seen, where the model has learnt positions.
+        got: String,
+        /// What would do.
+        want: String,
+    },
     /// A layer whose state does not fit.
     #[error("layer {layer} of the state: `{tensor}` is {got}; it has to be {want}")]
     Layer {
@@ -253,7 +261,8 @@ impl<B: Backend> LanguageModelState<B> {
 
     /// A state of the same kind whose layers have other tensors.
     fn of(&self, tensors: impl IntoIterator<Item = StateTensors<B>>) -> Self {
-        Self { layers: self.layers.iter().zip(tensors).map(|(layer, t)| layer.of(t)).collect() }
+        let layers = self.layers.iter().zip(tensors).map(|(layer, t)| layer.of(t)).collect();
+        Self { layers, position: self.position }
     }
 
     /// Sequences in the batch.
@@ -295,6 +304,10 @@ impl<B: Backend> LanguageModelState<B> {
         if let [_] = states.as_slice() {
             return Ok(first.clone());
         }
+        if let Some(other) = states.iter().find(|state| state.position != first.position) {
+            let (got, want) = (counted(other.position), counted(first.position));
+            return Err(StateError::Position { got, want });
+        }
         let parts: Vec<Vec<StateTensors<B>>> = states.iter().map(Self::tensors).collect();
         for other in &parts[1..] {
             check_alike(&parts[0], other)?;
@@ -316,7 +329,8 @@ impl<B: Backend> LanguageModelState<B> {
             layer.position = layer.position.map(|_| position);
             layer
         };
-        self.of(self.tensors().into_iter().map(moved))
+        let state = self.of(self.tensors().into_iter().map(moved));
+        Self { position: self.position.map(|_| position), ..state }
     }
 
     /// Writes the state to a file. It comes back with [`LanguageModel::load_state`].
@@ -380,6 +394,9 @@ const MOST_TOKENS: usize = 1 << 48;
 struct Header {
     version: u32,
     layers: Vec<LayerHeader>,
+    /// Tokens seen, where the model has learnt positions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    position: Option<usize>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     text: Option<TextHeader>,
     /// CRC-32 of the header without it, as JSON, and of every tensor. Files of older versions have none.
@@ -482,6 +499,7 @@ pub(crate) fn write<B: Backend>(
                 position: tensors.position,
             })
             .collect(),
+        position: state.position,
         text: text.map(|(_, header)| header),
         checksum: None,
     };
@@ -580,7 +598,12 @@ pub(crate) fn read<B: LinearAttentionBackend>(
     let ids = Tensor::<B, 2, Int>::zeros([1, 1], device);
     let (_, fresh) = model.hidden(ids, None);
     let mut reading = Reading { file: &file, rows: None, used: BTreeSet::new(), device };
-    let state = reading.state(&header.layers, &fresh)?;
+    if header.position.is_some() != fresh.position.is_some() {
+        let want = wanted_position(fresh.position).to_string();
+        return Err(StateError::Position { got: counted(header.position), want });
+    }
+    let layers = reading.state(&header.layers, &fresh)?;
+    let state = LanguageModelState { position: header.position, ..layers };
     let text = match header.text {
         None => None,
         Some(text) => {
@@ -633,7 +656,7 @@ impl<B: Backend> Reading<'_, B> {
             let position = header.position;
             let counted = |p: Option<usize>| p.map_or("absent".into(), |p| p.to_string());
             if position.is_some() != wanted.position.is_some() {
-                let want = if wanted.position.is_some() { "a number" } else { "absent" };
+                let want = wanted_position(wanted.position);
                 return Err(StateError::layer(i, "position", counted(position), want));
             }
             if position.is_some_and(|position| position > MOST_TOKENS) {
@@ -677,6 +700,16 @@ impl<B: Backend> Reading<'_, B> {
         let rows = Tensor::from_data(data.convert_dtype(dtype), (self.device, dtype));
         Ok(Named { shape, rows, ..fresh.clone() })
     }
+}
+
+/// Tokens seen, for an error.
+fn counted(position: Option<usize>) -> String {
+    position.map_or("absent".into(), |position| position.to_string())
+}
+
+/// A file's entry that a fresh state with `position` asks for.
+fn wanted_position(position: Option<usize>) -> &'static str {
+    if position.is_some() { "a number" } else { "absent" }
 }
 
 /// Checks that tensors of a layer that grow have grown together.

@@ -1,7 +1,8 @@
 //! Causal softmax attention with rotary positions: the reference that linear attention is held to.
 //! ```text
 //! q, k = rope(x W_q), rope(x W_k);  v = x W_v      biases, and norms before rope, where asked for
-//! y    = softmax(q k^T / sqrt(K) - slope (i - j) + causal mask) v W_o      the slope where asked for
+//! y    = softmax(q k^T / sqrt(K) - slope (i - j) + causal mask) v W_o      the slope, a bias after W_o
+//!                                                                         and dropout where asked for
 //! ```
 //! Source: Vaswani et al., arXiv 1706.03762; fewer key than query heads as in arXiv 2305.13245, a
 //! window as in arXiv 2004.05150, slopes (ALiBi) as in arXiv 2108.12409.
@@ -14,7 +15,7 @@ use crate::nn::layers::{
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, StateTensors, positive};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
-use burn::nn::{RmsNorm, RmsNormConfig};
+use burn::nn::{Dropout, DropoutConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::softmax;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -51,6 +52,16 @@ pub struct AttentionConfig {
     /// Whether queries, keys and values have a bias.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub qkv_bias: bool,
+    /// Whether the output has a bias.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub output_bias: bool,
+    /// Share of the weights of keys that training sets to zero.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub dropout: f64,
+}
+
+fn is_zero(share: &f64) -> bool {
+    *share == 0.0
 }
 
 const USUAL_EPSILON: f64 = 1e-5;
@@ -72,6 +83,8 @@ impl Default for AttentionConfig {
             qk_norm: false,
             norm_eps: USUAL_EPSILON,
             qkv_bias: false,
+            output_bias: false,
+            dropout: 0.0,
         }
     }
 }
@@ -97,6 +110,9 @@ impl AttentionConfig {
             check_theta(self.rope_theta)?;
         }
         check_epsilon(self.norm_eps)?;
+        if !(0.0..1.0).contains(&self.dropout) {
+            return Err(ConfigError::new("dropout", self.dropout, "at least 0 and below 1"));
+        }
         if self.rope && self.alibi {
             return Err(ConfigError::new("rope", true, "false where `alibi` is true"));
         }
@@ -118,10 +134,11 @@ impl AttentionConfig {
         device: &B::Device,
     ) -> Result<Attention<B>, ConfigError> {
         let (width, shared) = self.widths(d_model)?;
-        let project = |to| match self.qkv_bias {
-            true => linear_with_bias(d_model, to, device),
-            false => linear(d_model, to, device),
+        let biased = |bias, from, to| match bias {
+            true => linear_with_bias(from, to, device),
+            false => linear(from, to, device),
         };
+        let project = |to| biased(self.qkv_bias, d_model, to);
         let norm = || head_norm(self.qk_norm, width, self.norm_eps, device);
         Ok(Attention {
             q_proj: project(self.heads * width),
@@ -129,7 +146,8 @@ impl AttentionConfig {
             v_proj: project(shared * width),
             q_norm: norm(),
             k_norm: norm(),
-            o_proj: linear(self.heads * width, d_model, device),
+            o_proj: biased(self.output_bias, self.heads * width, d_model),
+            dropout: DropoutConfig::new(self.dropout).init(),
             heads: self.heads,
             key_value_heads: shared,
             rope: self.rope.then_some(Rope { theta: self.rope_theta }),
@@ -220,6 +238,7 @@ pub struct Attention<B: Backend> {
     q_norm: Option<RmsNorm<B>>,
     k_norm: Option<RmsNorm<B>>,
     o_proj: Linear<B>,
+    dropout: Dropout,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -281,7 +300,8 @@ impl<B: LinearAttentionBackend> Attention<B> {
             true => hidden - distances(&q, keys) * slopes(&q, self.key_value_heads),
             false => hidden,
         };
-        let o = weigh(q, &cache.keys, &cache.values, bias);
+        let shares = softmax(scaled_scores(q, &cache.keys) + bias, 4);
+        let o = merge(blend(self.dropout.forward(shares), &cache.values));
         (o, cache.within(self.window))
     }
 }
@@ -342,8 +362,13 @@ pub(super) fn weigh<B: Backend>(
     values: &Tensor<B, 4>,
     bias: Tensor<B, 5>,
 ) -> Tensor<B, 3> {
+    merge(gather(scaled_scores(q, keys) + bias, values))
+}
+
+/// As [`scores`], over sqrt(K).
+fn scaled_scores<B: Backend>(q: Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor<B, 5> {
     let scale = (q.dims()[3] as f64).powf(-0.5);
-    merge(gather(scores(q * scale, keys) + bias, values))
+    scores(q * scale, keys)
 }
 
 /// Products of `q`, `[B, H, T, K]`, with keys, `[B, Hk, S, K]`: `[B, Hk, H / Hk, T, S]`.
@@ -356,8 +381,13 @@ pub(super) fn scores<B: Backend>(q: Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor
 
 /// Values, `[B, Hk, S, V]`, weighed by the softmax of [`scores`]: `[B, H, T, V]`.
 pub(super) fn gather<B: Backend>(scores: Tensor<B, 5>, values: &Tensor<B, 4>) -> Tensor<B, 4> {
-    let [batch, shared, group, tokens, _] = scores.dims();
-    let o = softmax(scores, 4).matmul(values.clone().unsqueeze_dim::<5>(2));
+    blend(softmax(scores, 4), values)
+}
+
+/// Values, `[B, Hk, S, V]`, in shares, `[B, Hk, H / Hk, T, S]`: `[B, H, T, V]`.
+fn blend<B: Backend>(shares: Tensor<B, 5>, values: &Tensor<B, 4>) -> Tensor<B, 4> {
+    let [batch, shared, group, tokens, _] = shares.dims();
+    let o = shares.matmul(values.clone().unsqueeze_dim::<5>(2));
     o.reshape([batch, shared * group, tokens, values.dims()[3]])
 }
 

@@ -108,7 +108,7 @@ impl CombaConfig {
             b_proj: project(heads),
             decay: self.inner_decay.then(|| constant(1.0)),
             d: (correction != 0.0).then(|| constant(correction)),
-            a_log: Param::from_tensor(fresh_a_log(heads, device)),
+            a_log: Param::from_tensor(fresh_a_log(heads, 0.0, device)),
             dt_bias: Param::from_tensor(fresh_dt_bias(heads, device)),
             q_conv1d: conv(keys),
             k_conv1d: conv(keys),

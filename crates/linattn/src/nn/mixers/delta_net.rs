@@ -7,7 +7,8 @@
 //! y       = (rms_norm(q S) [silu(x W_g)]) W_o
 //! ```
 //! Sources: arXiv 2406.06484 (DeltaNet), 2412.06464 (Gated DeltaNet), 2411.12537 (negative
-//! eigenvalues).
+//! eigenvalues). A starts uniform in 0 to 16, as the authors' code has it, steps log-uniform in 0.001 to
+//! 0.1.
 
 use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
@@ -20,6 +21,9 @@ use crate::ops::{
 use burn::module::{Module, Param};
 use burn::tensor::{Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
+
+/// Least A: the logarithm of 0 is no number.
+const LEAST_A: f64 = 1e-6;
 
 /// DeltaNet.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -118,7 +122,7 @@ impl DeltaNetConfig {
             v_proj: project(values),
             b_proj: project(heads),
             a_proj: gated.then(|| project(heads)),
-            a_log: gated.then(|| Param::from_tensor(fresh_a_log(heads, device))),
+            a_log: gated.then(|| Param::from_tensor(fresh_a_log(heads, 0.0, device))),
             dt_bias: gated.then(|| Param::from_tensor(fresh_dt_bias(heads, device))),
             q_conv1d: conv(keys),
             k_conv1d: conv(keys),
@@ -170,9 +174,15 @@ impl GatedDeltaNetConfig {
     }
 }
 
-/// ln A, A uniform in 1 to 16: how fast a head forgets at most.
-pub(super) fn fresh_a_log<B: Backend>(heads: usize, device: &B::Device) -> Tensor<B, 1> {
-    Tensor::random([heads], Distribution::Uniform(1.0, 16.0), device).log()
+/// ln A, A uniform in `least` to 16: how fast a head forgets at most. Where it is in 0 to 16, one head in
+/// sixteen hardly forgets.
+pub(super) fn fresh_a_log<B: Backend>(
+    heads: usize,
+    least: f64,
+    device: &B::Device,
+) -> Tensor<B, 1> {
+    let a = Tensor::random([heads], Distribution::Uniform(least, 16.0), device);
+    a.clamp_min(LEAST_A).log()
 }
 
 /// The inverse softplus of step sizes that are log-uniform in 0.001 to 0.1.

@@ -93,7 +93,7 @@ impl DeltaProductConfig {
             v_proj: project(n * values),
             b_proj: project(n * self.heads),
             a_proj: gated.then(|| project(self.heads)),
-            a_log: gated.then(|| Param::from_tensor(fresh_a_log(self.heads, device))),
+            a_log: gated.then(|| Param::from_tensor(fresh_a_log(self.heads, 0.0, device))),
             dt_bias: gated.then(|| Param::from_tensor(fresh_dt_bias(self.heads, device))),
             q_conv1d: conv(keys),
             k_conv1d: conv(n * keys),

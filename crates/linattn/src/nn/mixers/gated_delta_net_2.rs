@@ -97,7 +97,7 @@ impl GatedDeltaNet2Config {
             f_proj: vec![project(rank), linear(rank, keys, device)],
             b_proj: project(keys),
             w_proj: project(values),
-            a_log: Param::from_tensor(fresh_a_log(self.heads, device)),
+            a_log: Param::from_tensor(fresh_a_log(self.heads, 1.0, device)),
             dt_bias: Param::from_tensor(fresh_dt_bias(keys, device)),
             g_proj: vec![project(rank), linear_with_bias(rank, values, device)],
             o_norm: GatedRmsNorm::new(value, self.norm_eps, device),

@@ -56,7 +56,7 @@ impl Default for GateLoopConfig {
             heads: 1,
             key_width: None,
             expand_v: 1.0,
-            gate_normalizer: 16.0,
+            gate_normalizer: 1.0,
             conv_size: 0,
             output_gate: true,
             norm_eps: 1e-5,

@@ -94,7 +94,7 @@ impl KdaConfig {
             v_conv1d: conv(values),
             f_proj: vec![project(rank), linear(rank, heads * key, device)],
             b_proj: project(heads),
-            a_log: Param::from_tensor(fresh_a_log(heads, device)),
+            a_log: Param::from_tensor(fresh_a_log(heads, 1.0, device)),
             dt_bias: Param::from_tensor(fresh_dt_bias(heads * key, device)),
             g_proj: vec![project(rank), linear_with_bias(rank, values, device)],
             o_norm: GatedRmsNorm::new(value, self.norm_eps, device),

@@ -2,18 +2,19 @@
 //! ```text
 //! q, k = phi(x W_q), phi(x W_k);  v = x W_v
 //! S    = S + k^T v
-//! o    = q S / sqrt(F)      or, normalised, q S / (q . sum of k)
-//! y    = rms_norm(o) W_o
+//! o    = q S / sqrt(F)      or, normalised, q S / (q . sum of k + epsilon)
+//! y    = rms_norm(o) W_o    or o W_o
 //! ```
 //! F is the number of features that phi makes of K. Source: Katharopoulos et al., arXiv 2006.16236;
-//! the norm in place of the denominator is from arXiv 2210.10340; feature maps name their own.
+//! the norm in place of the denominator is from arXiv 2210.10340; feature maps name their own. A norm
+//! takes any factor of a head's output out again, so there is either the one or the other.
 
 use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
 use crate::nn::convolution::{
     ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
 };
 use crate::nn::features::{FeatureMap, Features};
-use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads};
+use crate::nn::layers::{GatedRmsNorm, check_epsilon, check_small, linear, merge_heads};
 use crate::nn::{ConfigError, Cost, Linear, check_chunk};
 use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
 use burn::module::Module;
@@ -42,8 +43,13 @@ pub struct LinearAttentionConfig {
     pub norm_q: bool,
     /// The same of keys.
     pub norm_k: bool,
-    /// Divides by the query's answer from the sum of keys; wants scores that are not negative.
+    /// Divides by the query's answer from the sum of keys; wants scores that are not negative, and no
+    /// norm after it.
     pub normalize: bool,
+    /// Added to that denominator.
+    pub denominator_eps: f64,
+    /// The norm over each head's output.
+    pub output_norm: OutputNorm,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
     /// Tokens a chunk. Changes speed, and results by no more than rounding.
@@ -63,10 +69,23 @@ impl Default for LinearAttentionConfig {
             norm_q: false,
             norm_k: false,
             normalize: false,
+            denominator_eps: 1e-6,
+            output_norm: OutputNorm::default(),
             norm_eps: 1e-5,
             chunk: DEFAULT_CHUNK,
         }
     }
+}
+
+/// What is done to each head's output before the last projection.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OutputNorm {
+    /// RMSNorm, its weight shared by the heads.
+    #[default]
+    Rms,
+    /// Nothing.
+    None,
 }
 
 /// Widths that follow from a config.
@@ -89,8 +108,14 @@ impl LinearAttentionConfig {
         let features = self.feature_map.check(key)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
+        check_small("denominator_eps", self.denominator_eps)?;
         check_chunk(self.chunk)?;
         self.check_signs()?;
+        if self.normalize && self.output_norm == OutputNorm::Rms {
+            let want = "false where `output_norm` is \"rms\", which takes the denominator out again; \
+                        it may be true where `output_norm` is \"none\"";
+            return Err(ConfigError::new("normalize", true, want));
+        }
         Ok(Widths { key, features, value: value_width(key, self.expand_v)?, heads })
     }
 
@@ -133,7 +158,8 @@ impl LinearAttentionConfig {
             q_conv1d: conv(keys),
             k_conv1d: conv(keys),
             v_conv1d: conv(values),
-            norm: GatedRmsNorm::new(value, self.norm_eps, device),
+            norm: (self.output_norm == OutputNorm::Rms)
+                .then(|| GatedRmsNorm::new(value, self.norm_eps, device)),
             o_proj: linear(values, d_model, device),
             key_heads: self.heads,
             heads,
@@ -141,7 +167,7 @@ impl LinearAttentionConfig {
             feature_map_k: own.then(features).transpose()?,
             norm_q: self.norm_q,
             norm_k: self.norm_k,
-            normalize: self.normalize,
+            denominator_eps: self.normalize.then_some(self.denominator_eps),
             chunk: self.chunk,
         })
     }
@@ -174,7 +200,7 @@ pub struct LinearAttention<B: Backend> {
     feature_map_q: Features<B>,
     /// None where keys go through the queries' map.
     feature_map_k: Option<Features<B>>,
-    norm: GatedRmsNorm<B>,
+    norm: Option<GatedRmsNorm<B>>,
     o_proj: Linear<B>,
     #[module(skip)]
     key_heads: usize,
@@ -184,8 +210,9 @@ pub struct LinearAttention<B: Backend> {
     norm_q: bool,
     #[module(skip)]
     norm_k: bool,
+    /// None where nothing is divided.
     #[module(skip)]
-    normalize: bool,
+    denominator_eps: Option<f64>,
     #[module(skip)]
     chunk: usize,
 }
@@ -211,19 +238,26 @@ impl<B: LinearAttentionBackend> LinearAttention<B> {
         let map_of_keys = self.feature_map_k.as_ref().unwrap_or(&self.feature_map_q);
         let q = over_sum(self.feature_map_q.forward(q, position), self.norm_q);
         let k = over_sum(map_of_keys.forward(k, position), self.norm_k);
-        let (scale, value_width) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3]);
-        // The sum of keys is one more column of the memory, written with a value of 1.
-        let v = match self.normalize {
-            true => Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3),
-            false => v,
+        let (features, value_width) = (q.dims()[3] as f64, v.dims()[3]);
+        // The sum of keys is one more column of the memory, written with a value of 1. What is divided
+        // wants no scale.
+        let (q, v) = match self.denominator_eps {
+            Some(_) => (q, Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3)),
+            None => (q * features.powf(-0.5), v),
         };
-        let inputs = ops::LinearAttention::new(q * scale, k, v);
+        let inputs = ops::LinearAttention::new(q, k, v);
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let o = match self.normalize {
-            true => o.clone().narrow(3, 0, value_width) / (o.narrow(3, value_width, 1) + 1e-6),
-            false => o,
+        let o = match self.denominator_eps {
+            Some(epsilon) => {
+                o.clone().narrow(3, 0, value_width) / (o.narrow(3, value_width, 1) + epsilon)
+            }
+            None => o,
         };
-        let y = self.o_proj.forward(merge_heads(self.norm.forward(o, None)));
+        let o = match &self.norm {
+            Some(norm) => norm.forward(o, None),
+            None => o,
+        };
+        let y = self.o_proj.forward(merge_heads(o));
         (y, MatrixState { memory, tails, position: position + tokens })
     }
 }

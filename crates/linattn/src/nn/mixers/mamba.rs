@@ -9,12 +9,13 @@
 //! ```
 //! I is the inner width. With `allow_neg_eigval` the share kept is `2 exp(-dt exp(A_log)) - 1`, between
 //! -1 and 1, as in arXiv 2411.12537, and the rest is as before.
-//! Source: Gu and Dao, arXiv 2312.00752. A starts as 1 to N, dt log-uniform in 0.001 to 0.1.
+//! Source: Gu and Dao, arXiv 2312.00752. A starts as 1 to N, dt log-uniform in 0.001 to 0.1, D as 1; linear
+//! layers as PyTorch draws them, uniform within 1 / sqrt(fan-in), as the authors' code leaves them.
 
 use super::delta_net::fresh_dt_bias;
 use super::{VectorState, linear_flops, scan_cost};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
-use crate::nn::layers::{linear, softplus};
+use crate::nn::convolution::{ShortConvolution, convolution_cost};
+use crate::nn::layers::{softplus, torch_linear};
 use crate::nn::{ConfigError, Cost, Linear, positive};
 use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
@@ -29,7 +30,7 @@ pub struct MambaConfig {
     pub d_state: usize,
     /// Inner width over d_model.
     pub expand: usize,
-    /// Tokens the short convolution sees, at least 2.
+    /// Tokens the short convolution sees; 1 for a factor and a bias for each channel.
     pub conv_size: usize,
     /// Inner width of the projection that makes the step sizes; d_model / 16 by default, rounded up.
     pub dt_rank: Option<usize>,
@@ -49,7 +50,7 @@ impl MambaConfig {
         positive("d_state", self.d_state)?;
         let inner = positive("expand", self.expand)? * d_model;
         let rank = positive("dt_rank", self.dt_rank.unwrap_or(d_model.div_ceil(16)))?;
-        check_window(self.conv_size, 2)?;
+        positive("conv_size", self.conv_size)?;
         Ok((inner, rank))
     }
 
@@ -62,23 +63,21 @@ impl MambaConfig {
         device: &B::Device,
     ) -> Result<Mamba<B>, ConfigError> {
         let (inner, rank) = self.widths(d_model)?;
-        let bound = (rank as f64).powf(-0.5);
-        let steps = Initializer::Uniform { min: -bound, max: bound };
         let a_log: Vec<f32> =
             (0..inner * self.d_state).map(|i| ((i % self.d_state + 1) as f32).ln()).collect();
         let a_log =
             Tensor::<B, 2>::from_data(TensorData::new(a_log, [inner, self.d_state]), device);
         Ok(Mamba {
-            in_proj: linear(d_model, 2 * inner, device),
+            in_proj: torch_linear(d_model, 2 * inner, device),
             conv1d: ShortConvolution::new(inner, self.conv_size, true, device),
-            x_proj: linear(inner, rank + 2 * self.d_state, device),
+            x_proj: torch_linear(inner, rank + 2 * self.d_state, device),
             dt_proj: Linear {
-                weight: steps.init([rank, inner], device),
                 bias: Some(Param::from_tensor(fresh_dt_bias(inner, device))),
+                ..torch_linear(rank, inner, device)
             },
             a_log: Param::from_tensor(a_log),
             d: Initializer::Ones.init([inner], device),
-            out_proj: linear(inner, d_model, device),
+            out_proj: torch_linear(inner, d_model, device),
             allow_neg_eigval: self.allow_neg_eigval,
         })
     }
@@ -124,11 +123,13 @@ impl<B: LinearAttentionBackend> Mamba<B> {
         state: Option<VectorState<B>>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let [batch, tokens, _] = x.dims();
-        let (mut memory, mut tails, position) = VectorState::parts(state);
+        let (mut memory, mut before, position) = VectorState::parts(state);
+        let mut tails = vec![];
         let ([inner, size], rank) = (self.a_log.dims(), self.dt_proj.weight.dims()[0]);
         let part = |x: &Tensor<B, 3>, from, width| x.clone().narrow(2, from, width);
         let projected = self.in_proj.forward(x);
-        let (x, tail) = self.conv1d.forward(part(&projected, 0, inner), tails.next());
+        let x = part(&projected, 0, inner);
+        let x = self.conv1d.forward_between(x, &mut before, &mut tails);
         let z = part(&projected, inner, inner);
         let low = self.x_proj.forward(x.clone());
         let dt = softplus(self.dt_proj.forward(part(&low, 0, rank)));
@@ -143,9 +144,7 @@ impl<B: LinearAttentionBackend> Mamba<B> {
         let read = part(&low, rank + size, size).unsqueeze_dim::<4>(3); // C: [B, T, N, 1]
         let o = h.matmul(read).squeeze_dim::<3>(3) + x * self.d.val().unsqueeze::<3>();
         let y = self.out_proj.forward(ops::gate(o, z, Activation::Silu));
-        let state =
-            VectorState { memory: vec![last], tails: vec![tail], position: position + tokens };
-        (y, state)
+        (y, VectorState { memory: vec![last], tails, position: position + tokens })
     }
 
     /// A, `[1, 1, I, N]`.

@@ -6,13 +6,15 @@
 //! S          = e^g S + B^T (dt x)
 //! y          = rms_norm((C S + D x) silu(z)) W_out
 //! ```
-//! Source: Dao and Gu, arXiv 2405.21060. C takes the query's place, B the key's, unscaled.
+//! Source: Dao and Gu, arXiv 2405.21060. C takes the query's place, B the key's, unscaled. A starts uniform
+//! in 1 to 16, dt log-uniform in 0.001 to 0.1, D as 1; linear layers as PyTorch draws them, uniform within
+//! 1 / sqrt(fan-in), as the authors' code leaves them.
 
 use super::delta_net::{fresh_a_log, fresh_dt_bias};
 use super::{MatrixState, linear_flops, memory_cost};
-use crate::nn::convolution::{ShortConvolution, check_window};
+use crate::nn::convolution::ShortConvolution;
 use crate::nn::layers::{
-    check_epsilon, linear, merge_heads, rms_norm, rms_normalize, softplus, split_heads,
+    check_epsilon, merge_heads, rms_norm, rms_normalize, softplus, split_heads, torch_linear,
 };
 use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
 use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
@@ -33,7 +35,7 @@ pub struct Mamba2Config {
     pub head_width: usize,
     /// Groups of heads that share B and C.
     pub groups: usize,
-    /// Tokens the short convolution sees, at least 2.
+    /// Tokens the short convolution sees; 1 for a factor and a bias for each channel.
     pub conv_size: usize,
     /// Whether the norm takes each group's values by themselves, as released models of several groups
     /// have it; else all together.
@@ -75,7 +77,7 @@ impl Mamba2Config {
             let want = format!("a divisor of the {heads} heads");
             return Err(ConfigError::new("groups", self.groups, want));
         }
-        check_window(self.conv_size, 2)?;
+        positive("conv_size", self.conv_size)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
         Ok((inner, heads))
@@ -92,13 +94,13 @@ impl Mamba2Config {
         let (inner, heads) = self.widths(d_model)?;
         let channels = inner + 2 * self.groups * self.d_state;
         Ok(Mamba2 {
-            in_proj: linear(d_model, inner + channels + heads, device),
+            in_proj: torch_linear(d_model, inner + channels + heads, device),
             conv1d: ShortConvolution::new(channels, self.conv_size, true, device),
             dt_bias: Param::from_tensor(fresh_dt_bias(heads, device)),
-            a_log: Param::from_tensor(fresh_a_log(heads, device)),
+            a_log: Param::from_tensor(fresh_a_log(heads, 1.0, device)),
             d: Initializer::Ones.init([heads], device),
             norm: RmsNormConfig::new(inner).with_epsilon(self.norm_eps).init(device),
-            out_proj: linear(inner, d_model, device),
+            out_proj: torch_linear(inner, d_model, device),
             heads,
             groups: self.groups,
             group_norm: self.group_norm,
@@ -154,13 +156,15 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let tokens = x.dims()[1];
-        let (memory, mut tails, position) = MatrixState::parts(state);
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let mut tails = vec![];
         let (inner, keys) = (self.norm.gamma.dims()[0], self.groups * self.d_state);
         let projected = self.in_proj.forward(x);
         let part = |x: &Tensor<B, 3>, from, width| x.clone().narrow(2, from, width);
         let z = part(&projected, 0, inner);
         let channels = inner + 2 * keys;
-        let (mixed, tail) = self.conv1d.forward(part(&projected, inner, channels), tails.next());
+        let mixed = part(&projected, inner, channels);
+        let mixed = self.conv1d.forward_between(mixed, &mut before, &mut tails);
         let dt = part(&projected, inner + channels, self.heads);
         let dt = softplus(dt + self.dt_bias.val().unsqueeze());
 
@@ -173,8 +177,7 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
         let skip = x * self.d.val().reshape([1, 1, self.heads, 1]);
         let y = self.normalize(ops::gate(merge_heads(o + skip), z, Activation::Silu));
-        let state = MatrixState { memory, tails: vec![tail], position: position + tokens };
-        (self.out_proj.forward(y), state)
+        (self.out_proj.forward(y), MatrixState { memory, tails, position: position + tokens })
     }
 
     /// Mean square taken out, over all values or over each group's, `[B, T, D]`.

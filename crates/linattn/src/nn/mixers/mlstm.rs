@@ -21,7 +21,8 @@
 //! depend on m but for the 1e-6, and no gradient is taken through it.
 //! Source: Beck et al., arXiv 2405.04517; caps, the sigmoid of the output and the order of layers as in
 //! arXiv 2503.13427, where the input gates' bias starts at -10. The weights of the gates, which the
-//! authors start from zero, are small and random here.
+//! authors start from zero, are small and random here. The block of arXiv 2405.04517 itself is another
+//! mixer, `mlstm_v1`.
 
 use super::{MatrixState, half_key_width, linear_flops, memory_cost, value_width};
 use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
@@ -136,7 +137,7 @@ impl MlstmConfig {
 }
 
 /// From 3 for the first head to 6 for the last.
-fn fresh_forget_bias(heads: usize) -> Vec<f32> {
+pub(super) fn fresh_forget_bias(heads: usize) -> Vec<f32> {
     let last = (heads - 1).max(1) as f32;
     (0..heads).map(|h| 3.0 + 3.0 * h as f32 / last).collect()
 }
@@ -202,19 +203,9 @@ impl<B: LinearAttentionBackend> Mlstm<B> {
         let v = split_heads(self.v.forward(x.clone()), self.heads);
         let log_write = self.capped(self.igate_preact.forward(x.clone()));
         let log_keep = log_sigmoid(self.capped(self.fgate_preact.forward(x.clone())));
-        let Stabilised { keep, write, largest, last } =
-            stabilise(log_keep, log_write, before.next());
+        let asked = Asked { q, k, v, log_write, log_keep };
+        let (h, memory, last) = asked.of(memory, before.next(), op);
         tails.push(last);
-
-        let (scale, value_width) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3]);
-        let k = k * write.unsqueeze_dim::<4>(3);
-        // n is one more column of the memory, written with a value of 1.
-        let v = Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(keep);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let written = o.clone().narrow(3, value_width, 1).abs();
-        let least = largest.neg().exp().unsqueeze_dim::<4>(3);
-        let h = o.narrow(3, 0, value_width) / (written.max_pair(least) + 1e-6);
         let gate = self.ogate_preact.forward(x);
         let y = ops::gate(self.multihead_norm.forward(h), gate, Activation::Sigmoid);
         let y = self.out_proj.forward(y);
@@ -226,6 +217,41 @@ impl<B: LinearAttentionBackend> Mlstm<B> {
             true => (x / self.gate_cap).tanh() * self.gate_cap,
             false => x,
         }
+    }
+}
+
+/// What mLSTM's memory is told and asked: `[B, T, H, ..]`.
+pub(super) struct Asked<B: Backend> {
+    /// Before it is divided by sqrt(K).
+    pub(super) q: Tensor<B, 4>,
+    pub(super) k: Tensor<B, 4>,
+    pub(super) v: Tensor<B, 4>,
+    /// i.
+    pub(super) log_write: Tensor<B, 3>,
+    /// ln sigmoid(f).
+    pub(super) log_keep: Tensor<B, 3>,
+}
+
+impl<B: LinearAttentionBackend> Asked<B> {
+    /// h, `[B, T, H, V]`, the memory after token T and its m, of what they were before: `[B, H, K, V + 1]`
+    /// and `[B, 1, H]`.
+    pub(super) fn of(
+        self,
+        memory: Option<Tensor<B, 4>>,
+        last: Option<Tensor<B, 3>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>, Tensor<B, 3>) {
+        let Self { q, k, v, log_write, log_keep } = self;
+        let Stabilised { keep, write, largest, last } = stabilise(log_keep, log_write, last);
+        let (scale, value_width) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3]);
+        let k = k * write.unsqueeze_dim::<4>(3);
+        // n is one more column of the memory, written with a value of 1.
+        let v = Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
+        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(keep);
+        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let written = o.clone().narrow(3, value_width, 1).abs();
+        let least = largest.neg().exp().unsqueeze_dim::<4>(3);
+        (o.narrow(3, 0, value_width) / (written.max_pair(least) + 1e-6), memory, last)
     }
 }
 

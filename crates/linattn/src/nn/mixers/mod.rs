@@ -87,6 +87,7 @@ mod mesa_net;
 mod metala;
 mod mla;
 mod mlstm;
+mod mlstm_v1;
 mod path_attention;
 mod qrnn;
 mod retnet;
@@ -116,7 +117,7 @@ pub use hgrn::{Hgrn, HgrnConfig};
 pub use hgrn2::{Hgrn2, Hgrn2Config};
 pub use kda::{Kda, KdaConfig};
 pub use lightning_attention::{LightningAttention, LightningAttentionConfig};
-pub use linear_attention::{LinearAttention, LinearAttentionConfig};
+pub use linear_attention::{LinearAttention, LinearAttentionConfig, OutputNorm};
 pub use longhorn::{Longhorn, LonghornConfig};
 pub use lru::{Lru, LruConfig};
 pub use lstm::{Lstm, LstmConfig};
@@ -126,6 +127,7 @@ pub use mesa_net::{MesaNet, MesaNetConfig};
 pub use metala::{MetaLa, MetaLaConfig};
 pub use mla::{LatentCache, Mla, MlaConfig};
 pub use mlstm::{Mlstm, MlstmConfig};
+pub use mlstm_v1::{MlstmV1, MlstmV1Config};
 pub use path_attention::{PathAttention, PathAttentionConfig, PathCache};
 pub use qrnn::{Qrnn, QrnnConfig};
 pub use retnet::{RetNet, RetNetConfig};
@@ -288,6 +290,26 @@ mixer_states! {
     Nothing(NoState);
     /// Vectors of fixed size.
     Vector(VectorState);
+}
+
+/// A mixer that draws the weights of its linear layers on the scale of its source, which the keys
+/// `initializer` and `initializer_range` of a model then leave alone.
+pub(super) struct OwnStart {
+    /// Its type, as modules spell it.
+    pub(super) mixer: &'static str,
+    /// Factor of its output's weights in a stack of so many layers, which write to the residual stream so
+    /// many times.
+    pub(super) shrink: fn(layers: usize, writes: usize) -> f64,
+}
+
+impl OwnStart {
+    /// All there are.
+    pub(super) const ALL: &'static [Self] = &[
+        Self { mixer: "Mamba", shrink: |_, writes| (writes as f64).powf(-0.5) },
+        Self { mixer: "Mamba2", shrink: |_, writes| (writes as f64).powf(-0.5) },
+        Self { mixer: "RgLru", shrink: |layers, _| (2.0 / layers as f64).sqrt() },
+        Self { mixer: "MlstmV1", shrink: |layers, _| (layers as f64).recip() },
+    ];
 }
 
 /// Value heads, and heads of queries and keys, must divide.
@@ -603,6 +625,8 @@ mixers! {
     "mamba2" Mamba2(Mamba2Config) ignores_position;
     /// mLSTM.
     "mlstm" Mlstm(MlstmConfig) ignores_position;
+    /// mLSTM in the block of the first xLSTM.
+    "mlstm_v1" MlstmV1(MlstmV1Config) ignores_position;
     /// Gated linear attention.
     "gla" Gla(GlaConfig) ignores_position;
     /// HGRN2.

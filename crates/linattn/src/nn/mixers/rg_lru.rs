@@ -9,12 +9,14 @@
 //! ```
 //! Source: De et al., arXiv 2402.19427; e^{-8 softplus(A)} starts uniform in 0.9 to 0.999, as the paper
 //! says. The authors' code has e^{-softplus(A)} there, which forgets sooner. The released models write
-//! the first token of a text without the root before it; here it is like any other.
+//! the first token of a text without the root before it; here it is like any other. Matrices start normal,
+//! of variance 1 / fan-in, that of the output 2 / layers times as much where a model rescales what is added
+//! to its residual stream; the convolution N(0, 0.01 / W), biases from zero.
 
 use super::delta_net::inverse_softplus;
 use super::{VectorState, block_width, linear_flops, recurrent_width, scan_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
-use crate::nn::layers::{BlockDiagonal, linear_with_bias, softplus};
+use crate::nn::layers::{BlockDiagonal, normal_linear, softplus};
 use crate::nn::{ConfigError, Cost, Linear};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
@@ -24,6 +26,8 @@ use serde::{Deserialize, Serialize};
 
 /// c: how much stronger than its parameter the decay is where its gate is open.
 const DECAY_POWER: f64 = 8.0;
+/// Variance of the convolution's fresh taps, all of a channel's together.
+const CONVOLUTION_VARIANCE: f64 = 0.01;
 /// Least 1 - a^2 that a root is taken of: below it the root's slope has no bound.
 const LEAST_SQUARE: f64 = 1e-8;
 
@@ -63,18 +67,26 @@ impl RgLruConfig {
         device: &B::Device,
     ) -> Result<RgLru<B>, ConfigError> {
         let (width, block) = self.widths(d_model)?;
-        let gate = || {
-            BlockDiagonal::new(self.heads, block, block, device)
-                .with_bias(Initializer::Zeros.init([width], device))
+        let zeros = |width: usize| Initializer::Zeros.init([width], device);
+        let gate = || BlockDiagonal::new(self.heads, block, block, device).with_bias(zeros(width));
+        let linear = |from: usize, to| Linear {
+            bias: Some(zeros(to)),
+            ..normal_linear(from, to, (from as f64).powf(-0.5), device)
+        };
+        let std = (CONVOLUTION_VARIANCE / self.conv_size as f64).sqrt();
+        let taps = Initializer::Normal { mean: 0.0, std };
+        let conv1d = ShortConvolution {
+            weight: taps.init([self.conv_size, width], device),
+            bias: Some(zeros(width)),
         };
         Ok(RgLru {
-            linear_y: linear_with_bias(d_model, width, device),
-            linear_x: linear_with_bias(d_model, width, device),
-            conv1d: ShortConvolution::new(width, self.conv_size, true, device),
+            linear_y: linear(d_model, width),
+            linear_x: linear(d_model, width),
+            conv1d,
             input_gate: gate(),
             a_gate: gate(),
             a_param: Param::from_tensor(fresh_decay(width, device)),
-            out_proj: linear_with_bias(width, d_model, device),
+            out_proj: linear(width, d_model),
         })
     }
 

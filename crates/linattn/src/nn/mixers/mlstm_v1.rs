@@ -1,0 +1,173 @@
+//! mLSTM in the block of the first xLSTM: twice as wide as the model, between two projections, behind a
+//! short convolution, with a way around the memory and a gate of the block's own.
+//! ```text
+//! u, z  = x W_up                                  [I] each, I twice D, rounded up to a multiple of 64
+//! c     = silu(conv(u))
+//! q, k  = c W_q, c W_k;  v = u W_v                 blocks of 4 channels on the diagonal
+//! i, f  = (q, k, v) W_i + b_i, (q, k, v) W_f + b_f a number a head
+//! h     = mLSTM's answer to q, k, v, i and f       as in `mlstm`, gates not capped
+//! y     = ((layer_norm(h) + s c) silu(z)) W_down   over each head; s: a learnt number a channel
+//! ```
+//! Source: Beck et al., arXiv 2405.04517, whose residual block has neither an MLP nor an output gate
+//! besides. As in the authors' code W_up, W_q, W_k and W_v start from N(0, 2 / (5 D)), W_down from
+//! N(0, 4 / D) over the square of the number of layers, W_i and W_f from zero, b_i from N(0, 0.01), b_f
+//! from 3 for the first head to 6 for the last, s from 1.
+
+use super::mlstm::{Asked, MultiHeadNorm, fresh_forget_bias};
+use super::{MatrixState, block_width, check_divisor, linear_flops, memory_cost};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::layers::{BlockDiagonal, check_epsilon, normal_linear, split_heads};
+use crate::nn::{ConfigError, Cost, LARGEST, Linear, check_chunk};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use burn::module::{Initializer, Module, Param};
+use burn::tensor::activation::log_sigmoid;
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Channels of a block of W_q, W_k and W_v.
+const BLOCK: usize = 4;
+/// The inner width is a multiple of it.
+const MULTIPLE: usize = 64;
+/// Standard deviation of the input gates' fresh biases.
+const INPUT_BIAS_STD: f64 = 0.1;
+
+/// mLSTM in the block of the first xLSTM.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MlstmV1Config {
+    /// Heads; a divisor of the inner width.
+    pub heads: usize,
+    /// Inner width over d_model; what comes out is rounded up to a multiple of 64.
+    pub expand: f64,
+    /// Tokens the short convolution sees, at least 2.
+    pub conv_size: usize,
+    /// Added to a variance before its root.
+    pub norm_eps: f64,
+    /// Tokens a chunk. Changes speed, and results by no more than rounding.
+    pub chunk: usize,
+}
+
+impl Default for MlstmV1Config {
+    fn default() -> Self {
+        Self { heads: 4, expand: 2.0, conv_size: 4, norm_eps: 1e-5, chunk: DEFAULT_CHUNK }
+    }
+}
+
+impl MlstmV1Config {
+    /// I, and the width of a head.
+    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        check_divisor("expand", self.expand)?;
+        let inner = (self.expand * d_model as f64 / MULTIPLE as f64).ceil() * MULTIPLE as f64;
+        if inner > LARGEST as f64 {
+            let want = format!("such that the inner width is at most {LARGEST}");
+            return Err(ConfigError::new("expand", self.expand, want));
+        }
+        let width = block_width(self.heads, inner as usize)?;
+        check_window(self.conv_size, 2)?;
+        check_epsilon(self.norm_eps)?;
+        check_chunk(self.chunk)?;
+        Ok((inner as usize, width))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<MlstmV1<B>, ConfigError> {
+        let (inner, _) = self.widths(d_model)?;
+        let heads = self.heads;
+        let std = (0.4 / d_model as f64).sqrt();
+        let blocks = || BlockDiagonal::normal([inner / BLOCK, BLOCK, BLOCK], std, device);
+        let gate = |bias| Linear {
+            weight: Initializer::Zeros.init([3 * inner, heads], device),
+            bias: Some(bias),
+        };
+        let forget = TensorData::new(fresh_forget_bias(heads), [heads]);
+        let input = Initializer::Normal { mean: 0.0, std: INPUT_BIAS_STD };
+        Ok(MlstmV1 {
+            up_proj: normal_linear(d_model, 2 * inner, std, device),
+            conv1d: ShortConvolution::new(inner, self.conv_size, true, device),
+            q: blocks(),
+            k: blocks(),
+            v: blocks(),
+            igate_preact: gate(input.init([heads], device)),
+            fgate_preact: gate(Param::from_tensor(Tensor::from_data(forget, device))),
+            multihead_norm: MultiHeadNorm::new(inner, self.norm_eps, device),
+            skip: Initializer::Ones.init([inner], device),
+            down_proj: normal_linear(inner, d_model, 2.0 * (d_model as f64).powf(-0.5), device),
+            heads,
+            chunk: self.chunk,
+        })
+    }
+
+    /// What it costs in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let (inner, width) = self.widths(d_model)?;
+        let mut cost = memory_cost(self.heads, width, width + 1, false);
+        cost.flops_per_token += linear_flops(d_model, 2 * inner)
+            + 3 * linear_flops(inner, BLOCK)
+            + linear_flops(3 * inner, 2 * self.heads)
+            + linear_flops(inner, d_model);
+        cost.state_bytes += 4 * self.heads as u64;
+        cost += convolution_cost(self.conv_size, inner);
+        Ok(cost)
+    }
+}
+
+/// mLSTM in the block of the first xLSTM. `D -> D`.
+#[derive(Module, Debug)]
+pub struct MlstmV1<B: Backend> {
+    up_proj: Linear<B>,
+    conv1d: ShortConvolution<B>,
+    q: BlockDiagonal<B>,
+    k: BlockDiagonal<B>,
+    v: BlockDiagonal<B>,
+    igate_preact: Linear<B>,
+    fgate_preact: Linear<B>,
+    multihead_norm: MultiHeadNorm<B>,
+    /// s, `[I]`.
+    skip: Param<Tensor<B, 1>>,
+    down_proj: Linear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    chunk: usize,
+}
+
+forward_and_step!(MlstmV1, ops::linear_attention, ops::linear_attention_step);
+
+impl<B: LinearAttentionBackend> MlstmV1<B> {
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<MatrixState<B>>,
+        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let (tokens, [inner]) = (x.dims()[1], self.skip.dims());
+        let (memory, mut before, position) = MatrixState::parts(state);
+        let both = self.up_proj.forward(x);
+        let (u, z) = (both.clone().narrow(2, 0, inner), both.narrow(2, inner, inner));
+        let (c, tail) = self.conv1d.forward(u.clone(), before.next());
+        let (q, k) = (self.q.forward(c.clone()), self.k.forward(c.clone()));
+        let v = self.v.forward(u);
+        let all = Tensor::cat(vec![q.clone(), k.clone(), v.clone()], 2);
+        let heads = |x| split_heads(x, self.heads);
+        let asked = Asked {
+            q: heads(q),
+            k: heads(k),
+            v: heads(v),
+            log_write: self.igate_preact.forward(all.clone()),
+            log_keep: log_sigmoid(self.fgate_preact.forward(all)),
+        };
+        let (h, memory, last) = asked.of(memory, before.next(), op);
+        let around = c * self.skip.val().unsqueeze::<3>();
+        let y = ops::gate(self.multihead_norm.forward(h) + around, z, Activation::Silu);
+        let state = MatrixState { memory, tails: vec![tail, last], position: position + tokens };
+        (self.down_proj.forward(y), state)
+    }
+}
