@@ -113,7 +113,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         let both = Tensor::cat(vec![self.x.clone(), self.gate.clone()], 2);
         let packed = GatedProduct { gate: inside(&both), value: None, activation };
         let matrix = inside(&self.taps);
-        let pack = Pack { matrices: vec![matrix.clone(), matrix], dtype: DType::F32 };
+        let pack = Pack { matrices: vec![matrix.clone(), matrix], padding: 0, dtype: DType::F32 };
         let [_, _, width] = self.x.dims();
         let square = draw::<B, 2>("square", [width, 3], &self.x.device());
         let linear = LinearLayer { x: inside(&self.x), weight: inside(&square), bias: None };

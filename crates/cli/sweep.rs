@@ -2,15 +2,18 @@
 
 use crate::device::Kind;
 use crate::signals::{self, Asked};
-use crate::train::commit;
+use crate::train::{Train, commit};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, device, fail, output};
 use linattn_sweep::{
     Assignment, ChildProcess, Done, Ending, Plan, Runner, Shard, Stop, Sweep, SweepError, SweepJob,
-    dry_run,
+    dry_run, finished, has_checkpoint,
 };
-use linattn_trainer::RunConfig;
+use linattn_trainer::{Interrupter, ProgressStyle, RunConfig, Start, Status, TrainJob};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use toml::{Table, Value};
 
 /// Does every run of a grid that has no row yet, and adds a row to the sweep's folder for each.
@@ -23,9 +26,8 @@ pub struct SweepArgs {
     /// Devices with commas between; each does runs of its own: cpu, or cuda:0,cuda:1
     #[arg(long, default_value = "auto", value_delimiter = ',')]
     devices: Vec<String>,
-    /// Runs at once on one device; 2 on the CPU, where each gets its share of the cores, 1 on a GPU.
-    /// Rows are the same with any number. Six small runs on two cores took 40 s one by one, 30 s two
-    /// at once and 29 s three at once; on a GPU it has not been measured
+    /// Runs at once on one device; 2 on the CPU, where each gets its share of the cores, 1 on a GPU,
+    /// where several are threads of this process. Rows are the same with any number
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     jobs: Option<u16>,
     /// Folder that gets a folder with the runs
@@ -45,8 +47,13 @@ pub struct SweepArgs {
     dry_run: bool,
 }
 
-/// Runs are processes of this program, which therefore is of one commit with them.
-struct TrainRuns(ChildProcess);
+/// Runs are of this program, and therefore of one commit with it.
+enum TrainRuns {
+    /// Each in a process of its own.
+    Processes(ChildProcess),
+    /// Each in a thread of this process.
+    Threads,
+}
 
 impl Runner for TrainRuns {
     fn resolve(&self, base: &Path, overrides: &[(String, Value)]) -> Result<Table, String> {
@@ -57,7 +64,57 @@ impl Runner for TrainRuns {
     }
 
     fn run(&self, run: &Assignment, stop: &Stop) -> Result<Ending, String> {
-        self.0.run(run, stop)
+        match self {
+            Self::Processes(child) => child.run(run, stop),
+            Self::Threads => run_here(run, stop),
+        }
+    }
+}
+
+/// Does a run in this thread; takes over the result of one that ended unseen, and goes on with one that
+/// was cut off.
+fn run_here(run: &Assignment, stop: &Stop) -> Result<Ending, String> {
+    let folder = run.out.join(run.id);
+    if let Some(summary) = finished(&folder).filter(|_| !run.anew) {
+        return Ok(Ending::Done(summary));
+    }
+    let name = run.out.join(format!("{}.toml", run.id));
+    let resume = has_checkpoint(&folder) && !run.anew;
+    let choice = device::choose(run.device).map_err(|e| e.to_string())?;
+    let job = TrainJob {
+        run: RunConfig::from_table(&name, run.config.clone(), &[]).map_err(|e| e.to_string())?,
+        output: run.out.to_path_buf(),
+        start: if resume { Start::Resume } else { Start::Overwrite },
+        device: choice.to_string(),
+        commit: commit(),
+        progress: ProgressStyle::Quiet,
+        stop: Interrupter::new(),
+    };
+    let ended = AtomicBool::new(false);
+    let outcome = std::thread::scope(|scope| {
+        scope.spawn(|| pass_on(stop, &job.stop, &ended));
+        let outcome = catch_unwind(AssertUnwindSafe(|| device::dispatch(&choice, Train(&job))));
+        ended.store(true, Ordering::SeqCst);
+        outcome
+    });
+    match outcome {
+        Ok(Ok(Ok(outcome))) if outcome.status == Status::Interrupted => Ok(Ending::Interrupted),
+        Ok(Ok(Ok(_))) => finished(&folder)
+            .map(Ending::Done)
+            .ok_or_else(|| format!("it ended well and left no summary in {}", folder.display())),
+        Ok(Ok(Err(e))) => Err(e.to_string()),
+        Ok(Err(e)) => Err(e.to_string()),
+        Err(_) => Err(format!("{choice} failed; standard error says how")),
+    }
+}
+
+/// Asks a run to stop as soon as the sweep's runs should, until it has ended.
+fn pass_on(stop: &Stop, run: &Interrupter, ended: &AtomicBool) {
+    while !ended.load(Ordering::SeqCst) {
+        if stop.interrupt() {
+            return run.stop(Some("the sweep stops"));
+        }
+        std::thread::sleep(Duration::from_millis(50));
     }
 }
 
@@ -65,7 +122,9 @@ impl Runner for TrainRuns {
 /// the end.
 pub fn sweep(args: SweepArgs) -> ExitCode {
     let runner = match this_program() {
-        Ok(program) => TrainRuns(ChildProcess { program, arguments: vec!["train".into()] }),
+        Ok(program) => {
+            TrainRuns::Processes(ChildProcess { program, arguments: vec!["train".into()] })
+        }
         Err(e) => return fail(FAILED, &format!("can't find this program's own file: {e}")),
     };
     let planned = Sweep::read(&args.config).and_then(|sweep| {
@@ -79,7 +138,7 @@ pub fn sweep(args: SweepArgs) -> ExitCode {
     match (args.join.is_empty(), args.dry_run) {
         (false, _) => join(&args.join, &sweep, &plan),
         (true, true) => show_plan(&sweep, &plan),
-        (true, false) => start(args, &sweep, &plan, &runner),
+        (true, false) => start(args, &sweep, &plan, runner),
     }
 }
 
@@ -116,13 +175,14 @@ fn show_plan(sweep: &Sweep, plan: &Plan) -> ExitCode {
     }
 }
 
-fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, runner: &TrainRuns) -> ExitCode {
+fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, processes: TrainRuns) -> ExitCode {
     let choices: Result<Vec<_>, _> = args.devices.iter().map(|name| device::choose(name)).collect();
     let on_processor = match choices {
         Ok(choices) => choices.iter().all(|choice| choice.kind == Kind::Cpu),
         Err(e) => return fail(BAD_INPUT, &e),
     };
     let jobs = args.jobs.map_or(if on_processor { 2 } else { 1 }, usize::from);
+    let runner = if on_processor || jobs == 1 { processes } else { TrainRuns::Threads };
     let threads = on_processor.then(|| share_of_cores(jobs * args.devices.len()));
     let stop = Stop::default();
     if let Err(e) = signals::watch(on_signal(&stop)) {
@@ -140,7 +200,7 @@ fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, runner: &TrainRuns) -> Exi
         commit: commit(),
         stop,
     };
-    match job.run(runner, &mut output::note) {
+    match job.run(&runner, &mut output::note) {
         Ok(done) => conclude(&job, done),
         // A disk that is full is nobody's mistake.
         Err(e @ SweepError::Io { doing: "write", .. }) => fail(FAILED, &e),

@@ -191,7 +191,7 @@ fn conclude(outcome: &Outcome) -> ExitCode {
     }
 }
 
-struct Train<'a>(&'a TrainJob);
+pub(crate) struct Train<'a>(pub(crate) &'a TrainJob);
 
 impl Job for Train<'_> {
     type Output = Result<Outcome, TrainError>;

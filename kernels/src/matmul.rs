@@ -282,13 +282,7 @@ pub fn matmul_with<R: Runtime>(
     tiling: Tiling,
     slices: usize,
 ) -> Result<Option<Buffer>, Refusal> {
-    let begins = [lhs, rhs].map(|handle| handle.offset_start.unwrap_or(0));
-    let aligned = begins.iter().all(|begin| begin.is_multiple_of(PIECE as u64));
-    let fits =
-        product.form(tiling).shared_memory() <= client.properties().hardware.max_shared_memory_size;
-    if !supports(client, product.input)
-        || !(aligned && product.aligned() && product.indexable(slices) && fits)
-    {
+    if !takes(client, [lhs, rhs], &product, tiling, slices) {
         return Ok(None);
     }
     let each = product.k.div_ceil(slices).next_multiple_of(tiling.k);
@@ -304,6 +298,24 @@ pub fn matmul_with<R: Runtime>(
     let numbers = product.m * product.n;
     let sums = column_sums(client, &parts.handle, slices, numbers, F32, product.output)?;
     Ok(Some(Buffer { shape: vec![product.m, product.n], ..sums }))
+}
+
+/// The device, the sides' memory and the sizes suit the kernel.
+fn takes<R: Runtime>(
+    client: &ComputeClient<R>,
+    sides: [&Handle; 2],
+    product: &Product,
+    tiling: Tiling,
+    slices: usize,
+) -> bool {
+    let begins = sides.map(|handle| handle.offset_start.unwrap_or(0));
+    let aligned = begins.iter().all(|begin| begin.is_multiple_of(PIECE as u64));
+    let most = client.properties().hardware.max_shared_memory_size;
+    supports(client, product.input)
+        && aligned
+        && product.aligned()
+        && product.indexable(slices)
+        && product.form(tiling).shared_memory() <= most
 }
 
 fn launch<R: Runtime>(

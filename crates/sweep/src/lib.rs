@@ -39,5 +39,5 @@ pub use plan::{Plan, PlannedRun, Sweep};
 pub use published::{Cells, Protocol, Published, PublishedTable, Tag};
 pub use report::{Mode, Report, experiments, report};
 pub use rows::{Added, FAILED, Row, Rows, RowsFile};
-pub use runner::{Assignment, ChildProcess, Ending, Runner, Stop};
+pub use runner::{Assignment, ChildProcess, Ending, Runner, Stop, finished, has_checkpoint};
 pub use sweep::{Done, Shard, SweepJob};

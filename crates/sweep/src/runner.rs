@@ -1,9 +1,8 @@
 //! How a run is checked and how it is done: by whoever starts the sweep, or by a program of its
 //! own.
 //!
-//! Burn draws weights and dropout from one generator a process, which training sets anew at every
-//! step. Two runs in one process would draw from each other's numbers; in processes of their own
-//! they give the same numbers however many run at once.
+//! A run in a process of its own takes nothing else down when it fails. Processes on one GPU take turns,
+//! so small runs that share one are threads of one process.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -205,14 +204,14 @@ fn ask_to_stop(child: &mut Child) -> std::io::Result<()> {
 }
 
 /// The summary of a run that came to its end.
-fn finished(folder: &Path) -> Option<Json> {
+pub fn finished(folder: &Path) -> Option<Json> {
     let summary: Json =
         serde_json::from_slice(&fs::read(folder.join("summary.json")).ok()?).ok()?;
     matches!(summary["status"].as_str(), Some("completed" | "stopped_early")).then_some(summary)
 }
 
 /// Whether there is a run that can be gone on with.
-fn has_checkpoint(folder: &Path) -> bool {
+pub fn has_checkpoint(folder: &Path) -> bool {
     if !folder.join("config.toml").exists() {
         return false;
     }

@@ -358,8 +358,10 @@ impl RunConfig {
         }
     }
 
-    /// As [`read`](Self::read), from what the file `path` says.
-    pub(crate) fn from_table(
+    /// As [`read`](Self::read), from the text of the file `path`, already parsed.
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn from_table(
         path: &Path,
         table: Table,
         overrides: &[String],

@@ -20,6 +20,7 @@ use linattn_tasks::{Batch, Goal, Split, Task};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 /// A run, and how it is to be carried out.
@@ -138,6 +139,10 @@ pub fn train<B: TrainBackend>(
     })
 }
 
+/// Held from a seed to the last number that is drawn from it: Burn has one generator a process, and runs
+/// may be threads of one.
+static RANDOM: Mutex<()> = Mutex::new(());
+
 /// Builds the model of a run as training would, for ids 0 to `vocab` - 1.
 /// # Errors
 /// [`ConfigError`] names the first key that does not fit.
@@ -146,9 +151,11 @@ pub fn build<B: LinearAttentionBackend>(
     vocab: usize,
     device: &B::Device,
 ) -> Result<Learner<B>, ConfigError> {
+    let drawing = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
     B::seed(device, run.seed);
     let model = run.model.init(vocab, device)?;
     force(&model);
+    drop(drawing);
     let model = match run.train.precision {
         Precision::F32 => model,
         Precision::Bf16 => model.with_precision(DType::BF16),
@@ -303,18 +310,21 @@ impl<'a, B: TrainBackend> Training<'a, B> {
     /// One optimizer step.
     fn step(&mut self, parts: &[Batch]) -> StepNumbers<B::InnerBackend> {
         let run = &self.job.run;
-        for device in self.devices {
+        let drops = run.model.has_dropout();
+        let drawing = drops.then(|| RANDOM.lock().unwrap_or_else(PoisonError::into_inner));
+        for device in self.devices.iter().filter(|_| drops) {
             // Dropout is a function of seed and step, so that a resumed run draws the same.
             B::seed(device, run.seed.wrapping_add((self.position.step + 1) << 20));
         }
         let step = Step {
             parts,
             devices: self.devices,
-            may_overlap: run.model.embedding_dropout == 0.0,
+            may_overlap: !drops,
             learning_rate: self.learning_rate(self.position.step),
             clip: run.train.clip_norm,
         };
         let (learner, numbers) = step.take(&self.learner, &mut self.optimizer);
+        drop(drawing);
         self.learner = learner;
         self.position.step += 1;
         self.position.tokens += parts.iter().map(|part| part.input.len() as u64).sum::<u64>();

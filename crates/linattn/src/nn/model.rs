@@ -6,6 +6,7 @@ use super::layers::{
     FinalNormKind, INIT_STD, InitializerKind, Linear, Norm, NormKind, check_epsilon, linear,
     linear_with_bias, torch_uniform,
 };
+use super::mixers::MixerConfig;
 use super::mixers::OwnStart;
 use super::shared::{Shared, Sources};
 use super::{ConfigError, Cost, LARGEST, positive};
@@ -106,6 +107,13 @@ impl LanguageModelConfig {
     /// How many layers there are, repeated ones counted.
     pub fn depth(&self) -> usize {
         self.layers.iter().fold(0, |sum, entry| sum.saturating_add(entry.depth()))
+    }
+
+    /// Whether training draws random numbers.
+    pub fn has_dropout(&self) -> bool {
+        let drops =
+            |mixer: &MixerConfig| matches!(mixer, MixerConfig::Attention(a) if a.dropout > 0.0);
+        self.embedding_dropout > 0.0 || self.each_layer().any(|(_, layer)| drops(&layer.mixer))
     }
 
     /// Checks what needs no device.
