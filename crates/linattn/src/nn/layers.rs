@@ -67,6 +67,12 @@ pub enum InitializerKind {
     Torch,
 }
 
+impl InitializerKind {
+    pub(crate) fn is_normal(&self) -> bool {
+        *self == Self::Normal
+    }
+}
+
 /// A linear layer, `x W + b`. Burn's own, in everything but the product of a few rows: that is
 /// [`ops::affine`]'s.
 #[derive(Module, Debug)]

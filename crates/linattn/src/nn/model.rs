@@ -47,18 +47,18 @@ pub struct LanguageModelConfig {
     pub norm_eps: f64,
     /// How linear layers start. What a mixer draws on a scale of its own is its own affair: see its
     /// file.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "InitializerKind::is_normal")]
     pub initializer: InitializerKind,
     /// Standard deviation of fresh linear layers, where they are normal. Narrow models learn sooner with
     /// more than the customary 0.02.
     #[serde(default = "customary")]
     pub initializer_range: f64,
     /// Standard deviation of fresh embeddings, of ids and of positions, which are normal.
-    #[serde(default = "customary")]
+    #[serde(default = "customary", skip_serializing_if = "is_customary")]
     pub embedding_initializer_range: f64,
     /// Whether projections into the residual stream start smaller, by the root of the number of writes
     /// to it: one a mixer, one an MLP.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", skip_serializing_if = "Clone::clone")]
     pub rescale_residual: bool,
     /// How many positions have a learnt vector that is added to the embeddings, which is the longest
     /// sequence there may be; 0 for none.
@@ -87,6 +87,10 @@ fn yes() -> bool {
 
 fn is_zero(count: &usize) -> bool {
     *count == 0
+}
+
+fn is_customary(range: &f64) -> bool {
+    *range == customary()
 }
 
 fn customary() -> f64 {
