@@ -11,7 +11,7 @@
 //! Work:     a cube has a tile of y and walks K in steps through `stages` buffers in shared memory, which
 //!           asynchronous copies fill ahead. Where tiles are fewer than the device can hold, K is cut
 //!           into slices (split-K) whose f32 sums a second launch adds up in a fixed order.
-//! Tilings:  a fixed table by shape, [`Tiling::choose`], made of rows measured on an H200
+//! Tilings:  a fixed table by shape, `Tiling::choose`, made of rows measured on an H200
 //!           (`experiments/speed/matmul.md`). Nothing is timed when a program runs.
 //! Edges:    any M, N and K whose contiguous axes are multiples of 16 bytes and whose rows begin at such;
 //!           N is a multiple of 4. They are run-time values: new ones compile nothing.
