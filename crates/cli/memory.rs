@@ -1,4 +1,4 @@
-//! What does not fit into this computer's memory is refused before it is read: the allocator, or the
+//! Free memory of this computer. Data that do not fit are refused before they are read: the allocator, or the
 //! system, would end the program without a word about why.
 
 /// Bytes of memory that can be had, where the system tells.

@@ -5,7 +5,7 @@ use crate::optimizer::Optimizer;
 use burn::tensor::{Tensor, backend::AutodiffBackend, backend::Backend};
 use linattn_tasks::Batch;
 
-/// What a step learns from, and how.
+/// Batch, devices and rates of one step.
 #[derive(Debug, Clone, Copy)]
 pub struct Step<'a, B: TrainBackend> {
     /// The batch, in parts that go round the devices.

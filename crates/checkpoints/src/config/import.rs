@@ -67,7 +67,7 @@ const EVERYWHERE: &[(&str, &[&str])] = &[
     ("use_rope", &["false"]),
 ];
 
-/// What a config says of the tensors and no config of ours does.
+/// Facts about the tensors that a foreign config has and ours do not.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Said {
     /// Rows of the embedding, where it says so.

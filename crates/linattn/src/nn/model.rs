@@ -254,7 +254,7 @@ fn check_range(key: &str, range: f64) -> Result<(), ConfigError> {
     }
 }
 
-/// What the residual stream passes.
+/// Layers that the residual stream passes.
 #[derive(Clone, Copy)]
 struct Stack {
     layers: usize,
@@ -401,7 +401,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         x + ops::embedding(table, places.unsqueeze_dim(0))
     }
 
-    /// What the layers give, through the last norm where there is one.
+    /// Output of the layers, through the last norm where there is one.
     fn normalized(&self, x: Residual<B>) -> Tensor<B, 3> {
         match &self.norm {
             Some(norm) => x.normalized(norm, true).0,

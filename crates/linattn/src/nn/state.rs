@@ -225,7 +225,7 @@ pub enum StateError {
     Position {
         /// Tokens that it has seen, where the model has learnt positions.
         got: String,
-        /// What would do.
+        /// Values that would be accepted.
         want: String,
     },
     /// A layer whose state does not fit.

@@ -77,7 +77,7 @@ impl Default for LinearAttentionConfig {
     }
 }
 
-/// What is done to each head's output before the last projection.
+/// Norm of each head's output before the last projection.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OutputNorm {

@@ -220,7 +220,7 @@ impl<B: LinearAttentionBackend> Mlstm<B> {
     }
 }
 
-/// What mLSTM's memory is told and asked: `[B, T, H, ..]`.
+/// Inputs of mLSTM's recurrence: `[B, T, H, ..]`.
 pub(super) struct Asked<B: Backend> {
     /// Before it is divided by sqrt(K).
     pub(super) q: Tensor<B, 4>,

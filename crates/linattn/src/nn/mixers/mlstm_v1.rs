@@ -103,7 +103,7 @@ impl MlstmV1Config {
         })
     }
 
-    /// What it costs in a model of width `d_model`.
+    /// Cost in a model of width `d_model`.
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
