@@ -1,7 +1,7 @@
 //! Times every operation on the shapes that its rivals are measured on, and holds one head of each to
 //! the f64 recurrence.
 //!
-//! `cargo run --release -p linattn-kernels --features cuda --example bench -- cuda bf16 [op] [shape]`
+//! `cargo run --release -p linattn-kernels --features cuda --example bench -- cuda bf16 [op] [BxTxHxD,..]`
 //! For `vulkan` in place of `cuda` build with `--features vulkan`, for `wgsl` without it.
 //!
 //! One CSV row an operation and shape. Times are in milliseconds: `fwd_ms` and `fwd_bwd_ms` are the GPU's
@@ -93,13 +93,22 @@ fn main() {
 
 fn all<R: Runtime>(client: ComputeClient<R>, device: &str, half: bool, op: &str, shape: &str) {
     for name in OPS.into_iter().filter(|name| op.is_empty() || *name == op) {
-        for dims in SHAPES {
+        for dims in shapes(shape) {
             let [b, t, h, d] = dims;
-            let text = format!("{b}x{t}x{h}x{d}");
-            if shape.is_empty() || text == shape {
-                one(&client, device, half, name, &text, dims);
-            }
+            one(&client, device, half, name, &format!("{b}x{t}x{h}x{d}"), dims);
         }
+    }
+}
+
+/// The shapes of an argument, `BxTxHxD,..`; all of [`SHAPES`] where it is empty.
+fn shapes(text: &str) -> Vec<[usize; 4]> {
+    let shape = |text: &str| {
+        let sizes: Vec<usize> = text.split('x').map_while(|size| size.parse().ok()).collect();
+        sizes.try_into().unwrap_or_else(|_| panic!("{text:?} is no shape; write BxTxHxD"))
+    };
+    match text {
+        "" => SHAPES.to_vec(),
+        text => text.split(',').map(shape).collect(),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Where a chunk lies in the tensors, and how much is kept between its tokens.
 
 use crate::plan::Plan;
-use crate::tile::{Engine, Rows};
+use crate::tile::Rows;
 use cubecl::prelude::*;
 
 /// Sizes that are no part of the compiled code.
@@ -135,10 +135,11 @@ pub(crate) fn since_start(sums: &Sums, i: usize) -> f32 {
 /// Sums of scalar gates, [C]. Ends with everything visible to all.
 #[cube]
 pub(crate) fn sum_scalars(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan: Plan) {
-    if comptime!(plan.engine == Engine::Mma) {
+    if comptime!(plan.engine.by_planes()) {
         if UNIT_POS < 32 {
             let i = UNIT_POS as usize * 2;
-            scan(sums, i, log_gate(g, rows, i), log_gate(g, rows, i + 1));
+            let (first, second) = (log_gate(g, rows, i), log_gate(g, rows, i + 1));
+            scan(sums, i, first, second, i < comptime!(plan.chunk));
         }
         sync_cube();
     } else {
@@ -188,13 +189,14 @@ fn sum_one_by_one(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan
 #[cube]
 pub(crate) fn sum_by_plane(sums: &mut Sums, at: usize, gates: &SharedMemory<f32>, gates_at: usize) {
     let i = UNIT_POS as usize % 32 * 2;
-    scan(sums, at + i, gates[gates_at + i], gates[gates_at + i + 1]);
+    scan(sums, at + i, gates[gates_at + i], gates[gates_at + i + 1], true);
     sync_plane();
 }
 
-/// Sums of 64 gates by a plane of 32; this unit's two, `first` and `second`, have theirs at `at`.
+/// Sums of up to 64 gates by a plane of 32; this unit's two, `first` and `second`, have theirs at `at`, if
+/// they are there.
 #[cube]
-fn scan(sums: &mut Sums, at: usize, first: f32, second: f32) {
+fn scan(sums: &mut Sums, at: usize, first: f32, second: f32, there: bool) {
     let coarse_first = f32::round(first * 16.0f32) * 0.0625f32;
     let coarse_second = f32::round(second * 16.0f32) * 0.0625f32;
     let fine_first = first - coarse_first;
@@ -206,18 +208,22 @@ fn scan(sums: &mut Sums, at: usize, first: f32, second: f32) {
         let back = comptime!(1u32 << n);
         let coarse_before = plane_shuffle_up(coarse, back);
         let fine_before = plane_shuffle_up(fine, back);
-        let there = UNIT_POS % 32 >= back;
-        coarse += select(there, coarse_before, 0.0f32);
-        fine += select(there, fine_before, 0.0f32);
+        let before = UNIT_POS % 32 >= back;
+        coarse += select(before, coarse_before, 0.0f32);
+        fine += select(before, fine_before, 0.0f32);
     }
-    sums.coarse[at] = coarse - coarse_second;
-    sums.coarse[at + 1] = coarse;
-    sums.fine[at] = fine - fine_second;
-    sums.fine[at + 1] = fine;
+    if there {
+        sums.coarse[at] = coarse - coarse_second;
+        sums.coarse[at + 1] = coarse;
+        sums.fine[at] = fine - fine_second;
+        sums.fine[at + 1] = fine;
+    }
 }
 
 /// Sums of the gates of keys `first..first + key_slice`, [C, key_slice] in rows of the tiles'
-/// stride. Ends with everything visible to all.
+/// stride. Starts and ends with a barrier.
+///
+/// Every unit loads; then each sums a run of tokens of one key, and adds what the runs before it sum to.
 #[cube]
 pub(crate) fn sum_vectors<G: Size>(
     sums: &mut Sums,
@@ -227,24 +233,68 @@ pub(crate) fn sum_vectors<G: Size>(
     #[comptime] plan: Plan,
 ) {
     let stride = comptime!(plan.stride(plan.key_slice));
-    let d = UNIT_POS as usize;
     let read = G::value();
-    if d < comptime!(plan.key_slice / read) {
-        let mut a = Vector::<f32, G>::new(0.0);
-        let mut b = Vector::<f32, G>::new(0.0);
-        for i in 0..comptime!(plan.chunk) {
-            if i < rows.valid && first + d * read < comptime!(plan.key_width) {
-                let gate = g[(rows.start + i * rows.stride + first) / read + d];
-                let coarse = Vector::round(gate * Vector::new(16.0f32)) * Vector::new(0.0625f32);
-                a += coarse;
-                b += gate - coarse;
-            }
+    let across = comptime!(plan.key_slice / read);
+    sync_cube();
+    #[unroll]
+    for turn in 0..comptime!((plan.chunk * across).div_ceil(plan.units)) {
+        let n = UNIT_POS as usize + comptime!(turn * plan.units);
+        let i = n / across;
+        let d = n % across;
+        let mut gate = Vector::<f32, G>::new(0.0);
+        if i < rows.valid && first + d * read < comptime!(plan.key_width) {
+            gate = g[(rows.start + i * rows.stride + first) / read + d];
+        }
+        let coarse = Vector::round(gate * Vector::new(16.0f32)) * Vector::new(0.0625f32);
+        let fine = gate - coarse;
+        if n < comptime!(plan.chunk * across) {
             #[unroll]
             for l in 0..read {
-                sums.coarse[i * stride + d * read + l] = a[l];
-                sums.fine[i * stride + d * read + l] = b[l];
+                sums.coarse[i * stride + d * read + l] = coarse[l];
+                sums.fine[i * stride + d * read + l] = fine[l];
             }
         }
     }
     sync_cube();
+    let runs = comptime!(plan.runs());
+    let length = comptime!(plan.chunk / runs);
+    let d = UNIT_POS as usize % comptime!(plan.key_slice);
+    let run = UNIT_POS as usize / comptime!(plan.key_slice);
+    let start = run * comptime!(length * stride) + d;
+    if run < runs {
+        #[unroll]
+        for i in 1..length {
+            let [here, last] = comptime!([i * stride, (i - 1) * stride]);
+            sums.coarse[start + here] += sums.coarse[start + last];
+            sums.fine[start + here] += sums.fine[start + last];
+        }
+    }
+    sync_cube();
+    let mut coarse = 0.0f32;
+    let mut fine = 0.0f32;
+    #[unroll]
+    for before in 0..runs {
+        if before < run {
+            let last = d + comptime!(((before + 1) * length - 1) * stride);
+            coarse += sums.coarse[last];
+            fine += sums.fine[last];
+        }
+    }
+    sync_cube();
+    if run < runs {
+        #[unroll]
+        for i in 0..length {
+            let here = start + comptime!(i * stride);
+            sums.coarse[here] += coarse;
+            sums.fine[here] += fine;
+        }
+    }
+    sync_cube();
+}
+
+impl Plan {
+    /// Runs of tokens that units sum a key's gates in.
+    fn runs(&self) -> usize {
+        (1..=self.units / self.key_slice).rev().find(|n| self.chunk.is_multiple_of(*n)).unwrap_or(1)
+    }
 }

@@ -166,10 +166,7 @@ impl Plan {
     /// Bytes of shared memory of stage 3.
     pub fn gradients_memory(&self) -> usize {
         let variant = self.variant;
-        let number = match self.engine {
-            Engine::Plain => 4,
-            Engine::Mma => 2,
-        };
+        let number = self.engine.bytes();
         let squares = 1
             + usize::from(variant.solves())
             + usize::from(variant.delta())

@@ -256,14 +256,14 @@ pub(crate) fn add_apart(
 fn slots(grid: &Grid) -> usize {
     match grid.engine {
         Engine::Plain => grid.across(),
-        Engine::Mma => 4 * grid.across(),
+        Engine::Tf32 | Engine::Mma => 4 * grid.across(),
     }
 }
 
 /// Which of them is this unit's.
 #[cube]
 fn slot(#[comptime] grid: Grid) -> usize {
-    if comptime!(grid.engine == Engine::Mma) {
+    if comptime!(grid.engine.by_planes()) {
         UNIT_POS as usize / comptime!(32 * grid.down()) * 4 + UNIT_POS as usize % 4
     } else {
         UNIT_POS as usize % comptime!(grid.across())

@@ -12,7 +12,7 @@
 //! wrong: with equal keys the powers of M reach 1e17 before they cancel.
 
 use crate::plan::Plan;
-use crate::tile::{Engine, Pair, execute};
+use crate::tile::{Engine, Pair, execute, execute_tf32, halves, put_halves};
 use cubecl::prelude::*;
 
 /// Side of a block that is solved row by row.
@@ -36,7 +36,7 @@ pub(crate) fn invert<E: Float>(
     sync_cube();
     #[unroll]
     for level in 0..comptime!((plan.chunk / BLOCK).ilog2()) {
-        if comptime!(plan.engine == Engine::Mma) {
+        if comptime!(plan.engine.by_planes()) {
             merge_by_planes::<E>(m, t, comptime!(BLOCK << level), plan);
         } else {
             merge(m, t, comptime!(BLOCK << level), plan);
@@ -150,7 +150,7 @@ fn merge_by_planes<E: Float>(
     x[1] = Pair::new(0.0);
     if works {
         let a = i * stride + low;
-        add_product::<E>(&mut x, m, a, t, low * stride + j, side, stride);
+        add_product::<E>(&mut x, m, a, t, low * stride + j, side, plan);
     }
     sync_cube();
     if works {
@@ -161,16 +161,69 @@ fn merge_by_planes<E: Float>(
     x[1] = Pair::new(0.0);
     if works {
         let a = i * stride + low + side;
-        add_product::<E>(&mut x, t, a, m, (low + side) * stride + j, side, stride);
+        add_product::<E>(&mut x, t, a, m, (low + side) * stride + j, side, plan);
         put_block(t, &x, i * stride + j, stride);
     }
     sync_cube();
 }
 
 /// `x += A B` for 16 rows of A and 8 columns of B, `depth` deep, which start `a_at` and `b_at` numbers
-/// into their matrices. Who holds which number: PTX, `mma.m16n8k16`.
+/// into their matrices.
 #[cube]
 fn add_product<E: Float>(
+    x: &mut Array<Pair>,
+    a: &SharedMemory<f32>,
+    a_at: usize,
+    b: &SharedMemory<f32>,
+    b_at: usize,
+    #[comptime] depth: usize,
+    #[comptime] plan: Plan,
+) {
+    let stride = comptime!(stride(&plan));
+    if comptime!(plan.engine == Engine::Tf32) {
+        add_tf32(x, a, a_at, b, b_at, depth, stride);
+    } else {
+        add_16_bits::<E>(x, a, a_at, b, b_at, depth, stride);
+    }
+}
+
+/// As [`add_product`]. Who holds which number: PTX, `mma.m16n8k8`.
+#[cube]
+fn add_tf32(
+    x: &mut Array<Pair>,
+    a: &SharedMemory<f32>,
+    a_at: usize,
+    b: &SharedMemory<f32>,
+    b_at: usize,
+    #[comptime] depth: usize,
+    #[comptime] stride: usize,
+) {
+    let lane = UNIT_POS as usize % 32;
+    let a_lane = a_at + lane / 4 * stride + lane % 4;
+    let b_lane = b_at + lane % 4 * stride + lane / 4;
+    #[unroll]
+    for k in 0..comptime!(depth / 8) {
+        let mut left = halves(4usize);
+        #[unroll]
+        for n in 0..4usize {
+            let at = comptime!(n % 2 * 8 * stride + n / 2 * 4 + k * 8);
+            put_halves(&mut left, n, a[a_lane + at]);
+        }
+        let mut right = halves(2usize);
+        #[unroll]
+        for n in 0..2usize {
+            put_halves(&mut right, n, b[b_lane + comptime!((n * 4 + k * 8) * stride)]);
+        }
+        #[unroll]
+        for term in 0..3usize {
+            execute_tf32(&left, &right, x, term);
+        }
+    }
+}
+
+/// As [`add_product`]. Who holds which number: PTX, `mma.m16n8k16`.
+#[cube]
+fn add_16_bits<E: Float>(
     x: &mut Array<Pair>,
     a: &SharedMemory<f32>,
     a_at: usize,

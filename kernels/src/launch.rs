@@ -243,7 +243,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         let [g, n, m] = self.plans.widths;
         // Tiles of this stage hold f32 where it multiplies in f32.
         let (tiles, n, m_tiles) = match plan.engine {
-            Engine::Plain => (F32, 1, 1),
+            Engine::Plain | Engine::Tf32 => (F32, 1, 1),
             Engine::Mma => (e, n, m),
         };
         let launched = ScoresLaunch::new(
@@ -305,7 +305,7 @@ impl<'a, R: Runtime> Call<'a, R> {
     fn walk_widths(&self) -> [usize; 4] {
         let [g, n, m] = self.plans.widths;
         let w = match self.plans.walk.engine {
-            Engine::Plain => 1,
+            Engine::Plain | Engine::Tf32 => 1,
             Engine::Mma => 4,
         };
         [g, n, m, w]
@@ -587,7 +587,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         let [g, n, m] = self.plans.widths;
         // Four numbers a vector in what tensor cores write.
         let (tiles, n, m, w) = match plan.engine {
-            Engine::Plain => (F32, 1, 1, 1),
+            Engine::Plain | Engine::Tf32 => (F32, 1, 1, 1),
             Engine::Mma => (e, n, m, 4),
         };
         // SAFETY: as in `scores`.

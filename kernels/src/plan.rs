@@ -4,7 +4,7 @@ use crate::tile::{Engine, Grid, Mul, Window};
 
 /// Parts of the compiled code change with this: raise it whenever a kernel changes, because caches
 /// of compiled kernels know a kernel by its name and its compile-time values only.
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;
 
 /// How much of its memory a head keeps from token to token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -184,6 +184,8 @@ impl Plan {
         columns
             + match self.engine {
                 Engine::Plain => 1,
+                // Eight rows of four numbers meet 32 banks.
+                Engine::Tf32 => 4,
                 Engine::Mma => 8,
             }
     }

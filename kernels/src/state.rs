@@ -277,7 +277,7 @@ pub(crate) fn take<X: Float, N: Size, M: Size>(
 /// plain engine.
 #[cube]
 pub(crate) fn settle<X: Float, M: Size>(block: &mut Block<X, M>, #[comptime] plan: Plan) {
-    if comptime!(plan.engine == Engine::Plain) {
+    if comptime!(plan.engine != Engine::Mma) {
         let stride = comptime!(plan.stride(plan.value_tile));
         sync_cube();
         #[unroll]

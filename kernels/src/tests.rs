@@ -806,6 +806,17 @@ pub(crate) mod on_cuda {
     }
 
     #[test]
+    fn f32_takes_tensor_cores() {
+        for (family, erase) in TRANSITIONS {
+            for recipe in recipes(family, erase, Gate::Typical) {
+                let x = oracle::Inputs::random(3, dims(150), &recipe);
+                let used = engine(&client(), variant(&x), sizes_of(&x), Rows::F32.dtype());
+                assert_eq!(used, Ok(Engine::Tf32), "{recipe:?}");
+            }
+        }
+    }
+
+    #[test]
     fn steps_of_16_bits_are_right() {
         for rows in [Rows::Bf16, Rows::F16] {
             for (family, erase) in TRANSITIONS {

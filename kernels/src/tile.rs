@@ -8,7 +8,8 @@
 //! mul    Acc += A B, with A and B as they lie or transposed
 //! ```
 //! [`Engine::Plain`] multiplies numbers; [`Engine::Mma`] lets a plane's tensor cores multiply
-//! 16 x 8 x 16 blocks (`mma.m16n8k16`, whose fragments `ldmatrix` loads). Who holds which element is
+//! 16 x 8 x 16 blocks (`mma.m16n8k16`, whose fragments `ldmatrix` loads); [`Engine::Tf32`] multiplies f32 on
+//! tensor cores, 16 x 8 x 8 at a time and each number as a sum of two. Who holds which element is
 //! [`Grid`]'s secret: a kernel asks [`row`] and [`column`].
 
 use cubecl::prelude::barrier::copy_async;
@@ -25,8 +26,26 @@ pub(crate) type Acc = Sequence<Array<Pair>>;
 pub enum Engine {
     /// f32 arithmetic, on every device.
     Plain,
+    /// f32 on tensor cores through `mma.m16n8k8`, three products of TF32 parts for each product of f32
+    /// (relative error 2^-21): NVIDIA from sm_80 on.
+    Tf32,
     /// Tensor cores through `mma.m16n8k16`, bf16 or f16 in and f32 out: NVIDIA from sm_80 on.
     Mma,
+}
+
+impl Engine {
+    /// Whether a plane has fragments of tensor cores, 16 rows high, and not each unit its own.
+    pub(crate) fn by_planes(self) -> bool {
+        self != Engine::Plain
+    }
+
+    /// Bytes of a number in a tile.
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Engine::Plain | Engine::Tf32 => 4,
+            Engine::Mma => 2,
+        }
+    }
 }
 
 /// How an [m, n] product is shared out over the units of a cube. `m` and `n` are multiples of 16.
@@ -47,7 +66,7 @@ impl Grid {
     pub fn down(&self) -> usize {
         match self.engine {
             Engine::Plain => self.units / self.across(),
-            Engine::Mma => gcd(self.units / 32, self.m / 16),
+            Engine::Tf32 | Engine::Mma => gcd(self.units / 32, self.m / 16),
         }
     }
 
@@ -55,7 +74,7 @@ impl Grid {
     pub fn across(&self) -> usize {
         match self.engine {
             Engine::Plain => gcd(16, self.n / 2),
-            Engine::Mma => gcd(self.units / 32 / self.down(), self.n / 16),
+            Engine::Tf32 | Engine::Mma => gcd(self.units / 32 / self.down(), self.n / 16),
         }
     }
 
@@ -63,7 +82,7 @@ impl Grid {
     pub fn fragment_rows(&self) -> usize {
         match self.engine {
             Engine::Plain => (self.m / 2).div_ceil(self.down()),
-            Engine::Mma => self.m / 16 / self.down(),
+            Engine::Tf32 | Engine::Mma => self.m / 16 / self.down(),
         }
     }
 
@@ -71,7 +90,7 @@ impl Grid {
     pub fn fragment_columns(&self) -> usize {
         match self.engine {
             Engine::Plain => self.n / 2 / self.across(),
-            Engine::Mma => self.n / 8 / self.across(),
+            Engine::Tf32 | Engine::Mma => self.n / 8 / self.across(),
         }
     }
 
@@ -85,7 +104,7 @@ impl Grid {
         let [r, c] = [f / self.fragment_columns(), f % self.fragment_columns()];
         match self.engine {
             Engine::Plain => [r * self.down() * 2 + h, c * self.across() * 2],
-            Engine::Mma => [r * self.down() * 16 + h * 8, c * 8],
+            Engine::Tf32 | Engine::Mma => [r * self.down() * 16 + h * 8, c * 8],
         }
     }
 }
@@ -108,7 +127,7 @@ pub(crate) fn zeros(#[comptime] fragments: usize) -> Acc {
 #[cube]
 pub(crate) fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: Grid) -> usize {
     let down = comptime!(grid.step(f, h)[0]);
-    if comptime!(grid.engine == Engine::Mma) {
+    if comptime!(grid.engine.by_planes()) {
         let plane = UNIT_POS as usize / 32 % comptime!(grid.down());
         let lane = UNIT_POS as usize % 32;
         plane * 16 + lane / 4 + down
@@ -121,7 +140,7 @@ pub(crate) fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: 
 #[cube]
 pub(crate) fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {
     let right = comptime!(grid.step(f, 0)[1]);
-    if comptime!(grid.engine == Engine::Mma) {
+    if comptime!(grid.engine.by_planes()) {
         let plane = UNIT_POS as usize / 32 / comptime!(grid.down());
         let lane = UNIT_POS as usize % 32;
         plane * comptime!(grid.n / grid.across()) + lane % 4 * 2 + right
@@ -133,7 +152,7 @@ pub(crate) fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {
 /// Whether fragment `f` belongs to the product: there may be more units than work.
 #[cube]
 pub(crate) fn inside(#[comptime] f: usize, #[comptime] grid: Grid) -> bool {
-    if comptime!(grid.engine == Engine::Mma) {
+    if comptime!(grid.engine.by_planes()) {
         UNIT_POS as usize / comptime!(32 * grid.down()) < comptime!(grid.across())
     } else {
         row(f, 0usize, grid) < comptime!(grid.m)
@@ -152,6 +171,18 @@ pub(crate) struct Mul {
     pub b_transposed: bool,
 }
 
+impl Mul {
+    /// Numbers from one row of A to the next, and from one column to the next.
+    fn a_steps(&self) -> [usize; 2] {
+        if self.a_transposed { [1, self.a_stride] } else { [self.a_stride, 1] }
+    }
+
+    /// The same of B.
+    fn b_steps(&self) -> [usize; 2] {
+        if self.b_transposed { [1, self.b_stride] } else { [self.b_stride, 1] }
+    }
+}
+
 /// `acc += A B`. `a` and `b` start `a_at` and `b_at` numbers into their tiles.
 #[cube]
 pub(crate) fn mul<E: Float, NA: Size, NB: Size>(
@@ -162,10 +193,10 @@ pub(crate) fn mul<E: Float, NA: Size, NB: Size>(
     b_at: usize,
     #[comptime] spec: Mul,
 ) {
-    if comptime!(spec.grid.engine == Engine::Mma) {
-        mul_mma::<E, NA, NB>(acc, a, a_at, b, b_at, spec);
-    } else {
-        mul_plain::<E, NA, NB>(acc, a, a_at, b, b_at, spec);
+    match comptime!(spec.grid.engine) {
+        Engine::Plain => mul_plain::<E, NA, NB>(acc, a, a_at, b, b_at, spec),
+        Engine::Tf32 => mul_tf32::<E, NA, NB>(acc, a, a_at, b, b_at, spec),
+        Engine::Mma => mul_mma::<E, NA, NB>(acc, a, a_at, b, b_at, spec),
     }
 }
 
@@ -180,10 +211,8 @@ fn mul_plain<E: Float, NA: Size, NB: Size>(
 ) {
     let rows = comptime!(spec.grid.fragment_rows());
     let columns = comptime!(spec.grid.fragment_columns());
-    let a_row = comptime!(if spec.a_transposed { 1 } else { spec.a_stride });
-    let a_k = comptime!(if spec.a_transposed { spec.a_stride } else { 1 });
-    let b_k = comptime!(if spec.b_transposed { 1 } else { spec.b_stride });
-    let b_column = comptime!(if spec.b_transposed { spec.b_stride } else { 1 });
+    let [a_row, a_k] = comptime!(spec.a_steps());
+    let [b_k, b_column] = comptime!(spec.b_steps());
     let mut a_from = Array::<usize>::new(comptime!(2 * rows));
     #[unroll]
     for r in 0..rows {
@@ -223,6 +252,100 @@ fn mul_plain<E: Float, NA: Size, NB: Size>(
 fn add_outer(acc: &mut Array<Pair>, x0: f32, x1: f32, y: Pair) {
     acc[0] = acc[0] + Pair::new(x0) * y;
     acc[1] = acc[1] + Pair::new(x1) * y;
+}
+
+/// A left or right operand of `mma.m16n8k8`: its numbers as sums of two of TF32.
+#[derive(CubeType)]
+pub(crate) struct Halves {
+    high: Array<Vector<tf32, Const<1>>>,
+    low: Array<Vector<tf32, Const<1>>>,
+}
+
+/// Room for an operand of so many registers.
+#[cube]
+pub(crate) fn halves(#[comptime] registers: usize) -> Halves {
+    Halves {
+        high: Array::<Vector<tf32, Const<1>>>::new(registers),
+        low: Array::<Vector<tf32, Const<1>>>::new(registers),
+    }
+}
+
+/// Number `n` of an operand: `high` is x to 11 bits, `low` the rest, which tensor cores read to 11 bits.
+#[cube]
+pub(crate) fn put_halves(to: &mut Halves, #[comptime] n: usize, x: f32) {
+    let high = (u32::reinterpret(x) + 0x1000u32) & 0xffff_e000u32;
+    to.high[n] = Vector::<tf32, Const<1>>::reinterpret(high);
+    to.low[n] = Vector::<tf32, Const<1>>::reinterpret(x - f32::reinterpret(high));
+}
+
+/// `c +=` one of the three products that `a b` is made of, for one 16 x 8 x 8 block; the least comes first.
+#[cube]
+pub(crate) fn execute_tf32(a: &Halves, b: &Halves, c: &mut Array<Pair>, #[comptime] term: usize) {
+    let mma = MmaDefinition::<tf32, tf32, f32>::new(16usize, 8usize, 8usize);
+    match comptime!(term) {
+        0usize => mma.execute_inplace(&a.low, &b.high, c),
+        1usize => mma.execute_inplace(&a.high, &b.low, c),
+        _ => mma.execute_inplace(&a.high, &b.high, c),
+    }
+}
+
+/// f32 on tensor cores.
+#[cube]
+fn mul_tf32<E: Float, NA: Size, NB: Size>(
+    acc: &mut Acc,
+    a: &SharedMemory<Vector<E, NA>>,
+    a_at: usize,
+    b: &SharedMemory<Vector<E, NB>>,
+    b_at: usize,
+    #[comptime] spec: Mul,
+) {
+    let grid = comptime!(spec.grid);
+    let rows = comptime!(grid.fragment_rows());
+    let columns = comptime!(grid.fragment_columns());
+    let [a_row, a_k] = comptime!(spec.a_steps());
+    let [b_k, b_column] = comptime!(spec.b_steps());
+    let lane = UNIT_POS as usize % 32;
+    let left_column = column(0usize, grid) - lane % 4 * 2;
+    let a_from = a_at + row(0usize, 0usize, grid) * a_row + lane % 4 * a_k;
+    let b_from = b_at + (left_column + lane / 4) * b_column + lane % 4 * b_k;
+    if inside(0usize, grid) {
+        #[unroll]
+        for step in 0..comptime!(spec.k / 8) {
+            let mut left = Sequence::<Halves>::new();
+            #[unroll]
+            for r in 0..rows {
+                let mut block = halves(4usize);
+                #[unroll]
+                for n in 0..4usize {
+                    let down = comptime!(grid.step(r * columns, 0)[0] + n % 2 * 8);
+                    let at = comptime!(down * a_row + (step * 8 + n / 2 * 4) * a_k);
+                    put_halves(&mut block, n, f32::cast_from(a[a_from + at]));
+                }
+                left.push(block);
+            }
+            let mut right = Sequence::<Halves>::new();
+            #[unroll]
+            for c in 0..columns {
+                let mut block = halves(2usize);
+                #[unroll]
+                for n in 0..2usize {
+                    let at = comptime!(c * 8 * b_column + (step * 8 + n * 4) * b_k);
+                    put_halves(&mut block, n, f32::cast_from(b[b_from + at]));
+                }
+                right.push(block);
+            }
+            // Fragments in the inner loop: products into one fragment wait for each other.
+            #[unroll]
+            for term in 0..3usize {
+                #[unroll]
+                for f in 0..comptime!(rows * columns) {
+                    let x = left.index(comptime!(f / columns));
+                    let y = right.index(comptime!(f % columns));
+                    execute_tf32(x, y, acc.index_mut(f), term);
+                }
+            }
+        }
+    }
 }
 
 #[cube]

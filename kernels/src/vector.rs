@@ -3,13 +3,24 @@
 //! ```text
 //! (X|Y)_ij = sum_d x_id y_jd e^{G_id - G_jd}
 //! ```
-//! Each term is weighted by itself, in f32, with an exponent that is never above 0: nothing can
-//! overflow, whatever the gates are.
+//! The plain engine weights each term by itself. Planes with tensor cores cut a chunk into blocks of 16
+//! tokens and put a row r between readers i and writers j, j <= r <= i:
+//! ```text
+//! e^{G_i - G_j} = e^{G_i - G_r} e^{G_r - G_j}
+//! ```
+//! so that all but blocks on the diagonal are products of scaled rows. Within these 16 tokens the same is done
+//! once more with 8, and what is left of 8 x 8 is weighted term by term. No exponent is ever above 0, in either
+//! way: nothing can overflow, whatever the gates are.
 
-use crate::chunk::Sums;
+use crate::chunk::{Sums, between};
 use crate::plan::Plan;
-use crate::tile::{Acc, Pair, column, row};
+use crate::tile::{
+    Acc, Grid, Halves, Pair, column, execute_tf32, halves, inside, put_halves, row, zeros,
+};
 use cubecl::prelude::*;
+
+/// Tokens of a block of rows, as many as a fragment of tensor cores has.
+const BLOCK: usize = 16;
 
 /// The row of sums that reader `i` sees: its own, or the one before it.
 #[cube]
@@ -17,9 +28,25 @@ pub(crate) fn seen(i: usize, #[comptime] before: bool) -> usize {
     if comptime!(before) { max(i, 1usize) - 1 } else { i }
 }
 
-/// `acc[i, j] += (X|Y)_ij` for one slice of keys.
+/// `acc[i, j] += (X|Y)_ij` for one slice of keys; what is above the diagonal is not to be looked at.
 #[cube]
 pub(crate) fn scores<X: Float, N: Size>(
+    acc: &mut Acc,
+    x: &SharedMemory<Vector<X, N>>,
+    y: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) {
+    if comptime!(plan.engine.by_planes()) {
+        scores_by_blocks::<X, N>(acc, x, y, sums, before, plan);
+    } else {
+        scores_by_terms::<X, N>(acc, x, y, sums, before, plan);
+    }
+}
+
+#[cube]
+fn scores_by_terms<X: Float, N: Size>(
     acc: &mut Acc,
     x: &SharedMemory<Vector<X, N>>,
     y: &SharedMemory<Vector<X, N>>,
@@ -66,6 +93,23 @@ pub(crate) fn scores_adjoint<X: Float, N: Size, M: Size>(
     #[comptime] before: bool,
     #[comptime] plan: Plan,
 ) {
+    if comptime!(plan.engine.by_planes()) {
+        adjoint_by_blocks::<X, N, M>(acc, weights, rows, sums, of_y, before, plan);
+    } else {
+        adjoint_by_terms::<X, N, M>(acc, weights, rows, sums, of_y, before, plan);
+    }
+}
+
+#[cube]
+fn adjoint_by_terms<X: Float, N: Size, M: Size>(
+    acc: &mut Acc,
+    weights: &SharedMemory<Vector<X, M>>,
+    rows: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    #[comptime] of_y: bool,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) {
     let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
     let stride = comptime!(plan.stride(plan.key_slice));
     let pairs = comptime!(plan.stride(plan.chunk));
@@ -91,6 +135,341 @@ pub(crate) fn scores_adjoint<X: Float, N: Size, M: Size>(
                     w[l] = f32::exp(min(coarse + fine, 0.0f32)) * y;
                 }
                 sum += Pair::new(weight) * w;
+            }
+            set(acc.index_mut(f), h, sum);
+        }
+    }
+}
+
+/// The 16 rows of this unit's plane, and its first column.
+#[derive(CubeType, Clone, Copy)]
+struct Corner {
+    top: usize,
+    left: usize,
+}
+
+#[cube]
+fn corner(#[comptime] grid: Grid) -> Corner {
+    comptime!(assert!(grid.down() * BLOCK == grid.m, "a plane has one block of rows"));
+    let lane = UNIT_POS as usize % 32;
+    Corner { top: row(0usize, 0usize, grid) - lane / 4, left: column(0usize, grid) - lane % 4 * 2 }
+}
+
+/// [`scores`] by planes with tensor cores.
+#[cube]
+fn scores_by_blocks<X: Float, N: Size>(
+    acc: &mut Acc,
+    x: &SharedMemory<Vector<X, N>>,
+    y: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.pairs());
+    let columns = comptime!(grid.fragment_columns());
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let corner = corner(grid);
+    let lane = UNIT_POS as usize % 32;
+    let own = lane / 4 * stride + lane % 4;
+    let reader = corner.top * stride + own;
+    // Writers before the block; and its own first 8, for its last 8.
+    let link = seen(corner.top, true) * stride + lane % 4;
+    let inner = (corner.top + 7) * stride + lane % 4;
+    if inside(0usize, grid) {
+        #[unroll]
+        for step in 0..comptime!(plan.key_slice / 8) {
+            let far = readers::<X, N>(x, sums, reader, link, [true, true], step, before, plan);
+            let near = readers::<X, N>(x, sums, reader, inner, [false, true], step, before, plan);
+            #[unroll]
+            for c in 0..columns {
+                let first = corner.left + comptime!(c * 8);
+                let writer = first * stride + own;
+                if first < corner.top {
+                    let right = writers::<X, N>(y, sums, writer, link, step);
+                    add_halves(acc, &far, &right, c);
+                } else if first == corner.top {
+                    let right = writers::<X, N>(y, sums, writer, inner, step);
+                    add_halves(acc, &near, &right, c);
+                }
+            }
+        }
+        #[unroll]
+        for c in 0..columns {
+            #[unroll]
+            for h in 0..2usize {
+                if corner.left + comptime!(c * 8) == corner.top + comptime!(h * 8) {
+                    let i = row(c, h, grid);
+                    let from = seen(i, before) * stride;
+                    let j = column(c, grid) * stride;
+                    let mut sum = acc.index(c)[h];
+                    for d in 0..comptime!(plan.key_slice) {
+                        let mut w = Pair::empty();
+                        #[unroll]
+                        for l in 0..2usize {
+                            let at = j + comptime!(l * stride) + d;
+                            w[l] = f32::exp(between(sums, from + d, at)) * f32::cast_from(y[at]);
+                        }
+                        sum += Pair::new(f32::cast_from(x[i * stride + d])) * w;
+                    }
+                    set(acc.index_mut(c), h, sum);
+                }
+            }
+        }
+    }
+}
+
+/// Rows of X, times what is left of row `link` at each, as a left operand; `halves`: which of the first and
+/// the last 8 rows, zeros for the others.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn readers<X: Float, N: Size>(
+    x: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    at: usize,
+    link: usize,
+    #[comptime] filled: [bool; 2],
+    #[comptime] step: usize,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) -> Halves {
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let mut left = halves(4usize);
+    #[unroll]
+    for n in 0..4usize {
+        let right = comptime!(step * 8 + n / 2 * 4);
+        let mut number = 0.0f32;
+        if comptime!(filled[n % 2]) {
+            let here = at + comptime!(n % 2 * 8 * stride + right);
+            let mut from = here;
+            if comptime!(before) {
+                // The first row of all sees itself.
+                from = select(here < stride, here, here - min(here, stride));
+            }
+            let kept = f32::exp(between(sums, from, link + right));
+            number = f32::cast_from(x[here]) * kept;
+        }
+        put_halves(&mut left, n, number);
+    }
+    left
+}
+
+/// Rows of Y, times what is left of each at row `link`, as a right operand.
+#[cube]
+fn writers<X: Float, N: Size>(
+    y: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    at: usize,
+    link: usize,
+    #[comptime] step: usize,
+) -> Halves {
+    let mut right = halves(2usize);
+    #[unroll]
+    for n in 0..2usize {
+        let along = comptime!(step * 8 + n * 4);
+        let kept = f32::exp(between(sums, link + along, at + along));
+        put_halves(&mut right, n, f32::cast_from(y[at + along]) * kept);
+    }
+    right
+}
+
+/// Fragment `f` of `acc += left right`.
+#[cube]
+fn add_halves(acc: &mut Acc, left: &Halves, right: &Halves, #[comptime] f: usize) {
+    #[unroll]
+    for term in 0..3usize {
+        execute_tf32(left, right, acc.index_mut(f), term);
+    }
+}
+
+/// [`scores_adjoint`] by planes with tensor cores.
+#[cube]
+fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
+    acc: &mut Acc,
+    weights: &SharedMemory<Vector<X, M>>,
+    rows: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    #[comptime] of_y: bool,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
+    let corner = corner(grid);
+    if inside(0usize, grid) {
+        // Tokens on the other side of the row between, the last before the block or the last in it.
+        let (link, from, to) = if of_y {
+            (corner.top + 15, corner.top + 16, comptime!(plan.chunk).runtime())
+        } else {
+            (seen(corner.top, true), 0usize.runtime(), corner.top)
+        };
+        let mut sum = zeros(comptime!(grid.fragments()));
+        for step in from / 8..to / 8 {
+            let both = comptime!([true, true]);
+            add_linked::<X, N, M>(
+                &mut sum,
+                weights,
+                rows,
+                sums,
+                &corner,
+                step * 8,
+                link,
+                both,
+                of_y,
+                before,
+                plan,
+            );
+        }
+        scale_linked(&mut sum, sums, link, [true, true], of_y, before, plan);
+        add_fragments(acc, &sum, grid);
+        // The other 8 tokens of the block.
+        let link = corner.top + 7;
+        let other = if of_y { corner.top + 8 } else { corner.top };
+        let half = comptime!([of_y, !of_y]);
+        let mut sum = zeros(comptime!(grid.fragments()));
+        add_linked::<X, N, M>(
+            &mut sum, weights, rows, sums, &corner, other, link, half, of_y, before, plan,
+        );
+        scale_linked(&mut sum, sums, link, half, of_y, before, plan);
+        add_fragments(acc, &sum, grid);
+        add_own::<X, N, M>(acc, weights, rows, sums, &corner, of_y, before, plan);
+    }
+}
+
+/// `sum += weights rows` over 8 tokens from `first` on, whose rows are scaled to row `link`; `filled`: which of
+/// the first and the last 8 rows of the block take part.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn add_linked<X: Float, N: Size, M: Size>(
+    sum: &mut Acc,
+    weights: &SharedMemory<Vector<X, M>>,
+    rows: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    corner: &Corner,
+    first: usize,
+    link: usize,
+    #[comptime] filled: [bool; 2],
+    #[comptime] of_y: bool,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) {
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let pairs = comptime!(plan.stride(plan.chunk));
+    let columns = comptime!(plan.grid(plan.chunk, plan.key_slice).fragment_columns());
+    let lane = UNIT_POS as usize % 32;
+    let mut left = halves(4usize);
+    #[unroll]
+    for n in 0..4usize {
+        let mut number = 0.0f32;
+        if comptime!(filled[n % 2]) {
+            let own = corner.top + lane / 4 + comptime!(n % 2 * 8);
+            let other = first + lane % 4 + comptime!(n / 2 * 4);
+            let at = if of_y { other * pairs + own } else { own * pairs + other };
+            number = f32::cast_from(weights[at]);
+        }
+        put_halves(&mut left, n, number);
+    }
+    #[unroll]
+    for c in 0..columns {
+        let d = corner.left + comptime!(c * 8) + lane / 4;
+        let mut right = halves(2usize);
+        #[unroll]
+        for n in 0..2usize {
+            let other = first + lane % 4 + comptime!(n * 4);
+            let kept = if of_y {
+                f32::exp(between(sums, seen(other, before) * stride + d, link * stride + d))
+            } else {
+                f32::exp(between(sums, link * stride + d, other * stride + d))
+            };
+            put_halves(&mut right, n, f32::cast_from(rows[other * stride + d]) * kept);
+        }
+        add_halves(sum, &left, &right, c);
+    }
+}
+
+/// Scales what [`add_linked`] has summed up from row `link` to the plane's own rows.
+#[cube]
+fn scale_linked(
+    sum: &mut Acc,
+    sums: &Sums,
+    link: usize,
+    #[comptime] filled: [bool; 2],
+    #[comptime] of_y: bool,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
+    let stride = comptime!(plan.stride(plan.key_slice));
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        let d = column(f, grid);
+        #[unroll]
+        for h in 0..2usize {
+            if comptime!(filled[h]) {
+                let i = row(f, h, grid);
+                let mut x = sum.index(f)[h];
+                #[unroll]
+                for l in 0..2usize {
+                    let middle = link * stride + d + l;
+                    let kept = if of_y {
+                        f32::exp(between(sums, middle, i * stride + d + l))
+                    } else {
+                        f32::exp(between(sums, seen(i, before) * stride + d + l, middle))
+                    };
+                    x[l] = x[l] * kept;
+                }
+                set(sum.index_mut(f), h, x);
+            }
+        }
+    }
+}
+
+#[cube]
+fn add_fragments(acc: &mut Acc, sum: &Acc, #[comptime] grid: Grid) {
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        #[unroll]
+        for h in 0..2usize {
+            let x = acc.index(f)[h] + sum.index(f)[h];
+            set(acc.index_mut(f), h, x);
+        }
+    }
+}
+
+/// The terms of the 8 tokens that a row stands among.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn add_own<X: Float, N: Size, M: Size>(
+    acc: &mut Acc,
+    weights: &SharedMemory<Vector<X, M>>,
+    rows: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    corner: &Corner,
+    #[comptime] of_y: bool,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let pairs = comptime!(plan.stride(plan.chunk));
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        let d = column(f, grid);
+        #[unroll]
+        for h in 0..2usize {
+            let n = row(f, h, grid);
+            let mut sum = acc.index(f)[h];
+            for other in 0..8usize {
+                let m = corner.top + comptime!(h * 8) + other;
+                let i = if of_y { m } else { n };
+                let j = if of_y { n } else { m };
+                let reader = seen(i, before) * stride + d;
+                let writer = j * stride + d;
+                let mut w = Pair::empty();
+                #[unroll]
+                for l in 0..2usize {
+                    let y = f32::cast_from(rows[m * stride + d + l]);
+                    w[l] = f32::exp(between(sums, reader + l, writer + l)) * y;
+                }
+                sum += Pair::new(f32::cast_from(weights[i * pairs + j])) * w;
             }
             set(acc.index_mut(f), h, sum);
         }
