@@ -198,7 +198,7 @@ impl SweepJob<'_> {
     }
 }
 
-/// What a shard has to do.
+/// Work of a shard.
 struct Left {
     /// Before anything is done.
     tally: Done,

@@ -124,7 +124,7 @@ impl Section {
         self
     }
 
-    /// What a table has for a model in a column, if that is the same thing beside ours.
+    /// A table's number for a model in a column, if that is the same thing beside ours.
     pub(crate) fn comparable(
         &self,
         table: &PublishedTable,
