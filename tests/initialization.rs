@@ -99,6 +99,7 @@ fn mamba_starts_as_pytorch_draws_it() {
     w.uniform("dt_proj.weight", 0.5);
     w.steps("dt_proj.bias");
     w.uniform("conv1d.weight", 0.5);
+    w.each("conv1d.bias", |x| x != 0.0 && x.abs() <= 0.5);
     w.each("Mamba.d", |d| d == 1.0);
     let rates = w.all("a_log");
     let near = |x: f64, n: usize| (x - (n as f64).ln()).abs() < 1e-6;
@@ -119,6 +120,7 @@ fn mamba_2_starts_as_pytorch_draws_it() {
     let w = mixers("mamba2 = { head_width = 1, d_state = 16 }");
     w.uniform("in_proj.weight", 0.125);
     w.uniform("conv1d.weight", 0.5);
+    w.each("conv1d.bias", |x| x != 0.0 && x.abs() <= 0.5);
     w.uniform("out_proj.weight", (128f64 * 2.0).powf(-0.5));
     w.steps("dt_bias");
     w.rates(1.0);
@@ -214,7 +216,9 @@ fn pytorchs_start_goes_by_the_fan_in() {
     }
     w.uniform("down_proj.weight", 160f64.powf(-0.5));
     w.normal("embeddings.weight", 0.02);
+    // MAD's code sets them to zero after PyTorch drew them, Zoology's too.
     w.each("lm_head.bias", |x| x == 0.0);
+    w.each("o_proj.bias", |x| x == 0.0);
     let rescaled = fresh(&format!("initializer = 'torch'\n{TRANSFORMER}"));
     rescaled.uniform("down_proj.weight", 160f64.powf(-0.5) / 2.0);
 }

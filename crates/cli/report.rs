@@ -2,7 +2,8 @@
 
 use crate::{BAD_INPUT, FAILED, fail, output};
 use linattn_sweep::{
-    Mode, Report, RowsFile, Sweep, SweepError, report as make_report, write_events,
+    Mode, Report, RowsFile, Sweep, SweepError, page as make_page, report as make_report,
+    write_events,
 };
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -13,8 +14,11 @@ use std::process::ExitCode;
 #[command(version, about)]
 pub struct ReportArgs {
     /// Folders with a sweep.toml and its rows
-    #[arg(required = true)]
+    #[arg(required_unless_present = "page")]
     folders: Vec<PathBuf>,
+    /// A page that gathers the tables of several folders, as docs/results.md does; it is made last
+    #[arg(long, value_name = "PAGE.MD")]
+    page: Option<PathBuf>,
     /// Writes nothing, and fails where anything would change
     #[arg(long)]
     check: bool,
@@ -33,6 +37,19 @@ pub fn report(args: ReportArgs) -> ExitCode {
         match one(&args, folder) {
             Ok(report) => {
                 said.push_str(&summary(&args, folder, &report));
+                changed |= !report.changed.is_empty();
+            }
+            Err(e) => {
+                let _the_error_counts = output::write(&said);
+                return fail(BAD_INPUT, &e);
+            }
+        }
+    }
+    if let Some(page) = &args.page {
+        let mode = if args.check { Mode::Check } else { Mode::Write };
+        match make_page(page, mode) {
+            Ok(report) => {
+                said.push_str(&summary(&args, page, &report));
                 changed |= !report.changed.is_empty();
             }
             Err(e) => {

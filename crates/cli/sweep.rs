@@ -5,8 +5,8 @@ use crate::signals::{self, Asked};
 use crate::train::{Train, commit};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, device, fail, output};
 use linattn_sweep::{
-    Assignment, ChildProcess, Done, Ending, Plan, Runner, Shard, Stop, Sweep, SweepError, SweepJob,
-    dry_run, finished, has_checkpoint,
+    Assignment, ChildProcess, Done, Ending, Only, Plan, Runner, Shard, Stop, Sweep, SweepError,
+    SweepJob, dry_run, finished, has_checkpoint,
 };
 use linattn_trainer::{Interrupter, ProgressStyle, RunConfig, Start, Status, TrainJob};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -36,6 +36,10 @@ pub struct SweepArgs {
     /// Only every N-th run from the I-th: I/N, one for each of N machines
     #[arg(long, value_name = "I/N")]
     shard: Option<Shard>,
+    /// Only runs with this value of a key of the grid or an axis, for instance seed=0; given twice for
+    /// one key, either
+    #[arg(long, value_name = "KEY=VALUE")]
+    only: Vec<String>,
     /// Does runs again that failed before, from their start
     #[arg(long)]
     retry_failed: bool,
@@ -129,16 +133,17 @@ pub fn sweep(args: SweepArgs) -> ExitCode {
     };
     let planned = Sweep::read(&args.config).and_then(|sweep| {
         let plan = sweep.plan(&runner)?;
-        Ok((sweep, plan))
+        let only = Only::new(&args.only, &plan.runs)?;
+        Ok((sweep, plan, only))
     });
-    let (sweep, plan) = match planned {
+    let (sweep, plan, only) = match planned {
         Ok(planned) => planned,
         Err(e) => return fail(BAD_INPUT, &e),
     };
     match (args.join.is_empty(), args.dry_run) {
         (false, _) => join(&args.join, &sweep, &plan),
-        (true, true) => show_plan(&sweep, &plan),
-        (true, false) => start(args, &sweep, &plan, runner),
+        (true, true) => show_plan(&sweep, &plan, &only),
+        (true, false) => start(args, &sweep, &plan, only, runner),
     }
 }
 
@@ -165,17 +170,24 @@ fn this_program() -> std::io::Result<PathBuf> {
     }
 }
 
-fn show_plan(sweep: &Sweep, plan: &Plan) -> ExitCode {
-    match sweep.rows(plan) {
-        Ok(rows) => {
-            rows.repair.iter().for_each(|repair| output::note(repair));
-            output::show(&dry_run(plan, &rows.rows, &sweep.config.select))
-        }
+fn show_plan(sweep: &Sweep, plan: &Plan, only: &Only) -> ExitCode {
+    let shown = sweep.rows(plan).and_then(|rows| {
+        rows.repair.iter().for_each(|repair| output::note(repair));
+        dry_run(sweep, plan, &rows.rows, only)
+    });
+    match shown {
+        Ok(text) => output::show(&text),
         Err(e) => fail(BAD_INPUT, &e),
     }
 }
 
-fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, processes: TrainRuns) -> ExitCode {
+fn start(
+    args: SweepArgs,
+    sweep: &Sweep,
+    plan: &Plan,
+    only: Only,
+    processes: TrainRuns,
+) -> ExitCode {
     let choices: Result<Vec<_>, _> = args.devices.iter().map(|name| device::choose(name)).collect();
     let on_processor = match choices {
         Ok(choices) => choices.iter().all(|choice| choice.kind == Kind::Cpu),
@@ -195,6 +207,7 @@ fn start(args: SweepArgs, sweep: &Sweep, plan: &Plan, processes: TrainRuns) -> E
         jobs,
         threads,
         shard: args.shard.unwrap_or(Shard::WHOLE),
+        only,
         out: args.out.join(sweep.name()),
         retry_failed: args.retry_failed,
         commit: commit(),

@@ -103,6 +103,10 @@ pub struct VariantsFrom {
     /// As a variant's.
     #[serde(default = "default_axis")]
     pub axis: String,
+    /// The keys at the top of each config that are taken from it, all others being the base's; by
+    /// default all.
+    #[serde(default)]
+    pub keys: Vec<String>,
 }
 
 impl VariantsFrom {
@@ -128,12 +132,18 @@ impl VariantsFrom {
 
     fn variant(&self, file: &Path, base: &Table) -> Result<Variant, SweepError> {
         let mut set: Table = read_toml(file, "run config")?;
+        if let Some(key) = self.keys.iter().find(|key| !set.contains_key(*key)) {
+            let want = "a list of keys that every config of the folder has at its top";
+            let got = format!("{key}, which {} has not", file.display());
+            return Err(SweepError::value("variants_from.keys", got, want));
+        }
         if let Some(key) = base.keys().find(|key| *key != "name" && !set.contains_key(*key)) {
             let got = format!("{}, which has no `{key}`", file.display());
             let want = "a folder of configs with every key that the base has at its top";
             return Err(SweepError::value("variants_from.folder", got, want));
         }
-        set.retain(|key, value| key != "name" && base.get(key) != Some(&*value));
+        let taken = |key: &str| self.keys.is_empty() || self.keys.iter().any(|known| known == key);
+        set.retain(|key, value| key != "name" && taken(key) && base.get(key) != Some(&*value));
         let name = file.file_stem().unwrap_or_default().to_string_lossy().into();
         Ok(Variant { axis: self.axis.clone(), name, labels: Table::new(), set })
     }
@@ -151,6 +161,10 @@ pub struct SelectConfig {
     /// The key whose values only repeat a run, as a rule `seed`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replicate: Option<String>,
+    /// Whether the choice is made on the first replicate, and the others repeat the chosen setting
+    /// alone.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub repeat_chosen: bool,
     /// How replicates are seen as one when choosing.
     #[serde(default)]
     pub by: Statistic,
@@ -542,6 +556,11 @@ impl SweepConfig {
     fn check_select(&self, dimensions: &[Dimension]) -> Result<(), SweepError> {
         for name in &self.select.over {
             known("select.over", name, dimensions)?;
+        }
+        let can_choose = !self.select.over.is_empty() && self.select.replicate.is_some();
+        if self.select.repeat_chosen && !can_choose {
+            let want = "left out but where `select.over` and `select.replicate` are both given";
+            return Err(SweepError::value("select.repeat_chosen", true, want));
         }
         let Some(replicate) = &self.select.replicate else { return Ok(()) };
         known("select.replicate", replicate, dimensions)?;

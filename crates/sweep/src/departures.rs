@@ -140,7 +140,15 @@ fn of_group(sweep: &Sweep, protocol: &Protocol, runs: &[&PlannedRun]) -> Vec<Dep
             });
         }
     }
-    let replicate = sweep.config.select.replicate.as_deref();
+    let select = &sweep.config.select;
+    if select.repeat_chosen && protocol.replicates.unwrap_or(1) > 1 {
+        found.push(Departure {
+            key: "select.repeat_chosen".into(),
+            got: "true".into(),
+            want: "left out: all replicates choose".into(),
+        });
+    }
+    let replicate = select.replicate.as_deref();
     let replicates: BTreeSet<_> =
         runs.iter().map(|run| replicate.and_then(|key| run.setting(key))).collect();
     let wanted = protocol.replicates.unwrap_or(1);

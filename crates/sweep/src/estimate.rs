@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use toml::{Table, Value};
 
 use crate::config::SelectConfig;
-use crate::plan::lookup;
+use crate::order::{Asked, Only, Order};
+use crate::plan::{describe, lookup};
 use crate::rows::Row;
-use crate::{Plan, PlannedRun};
+use crate::{Plan, PlannedRun, Sweep, SweepError};
 
 /// Measured times, by what a run's time depends on: its settings but for the seed and for what the
 /// best is chosen among, as a rule the learning rate.
@@ -56,11 +57,24 @@ fn mean<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<f64> {
 
 /// Text of `--dry-run`: every run with its time, and their sum; and, as long as times are
 /// unknown, the steps of all of them.
-pub fn dry_run(plan: &Plan, rows: &[Row], select: &SelectConfig) -> String {
+/// # Errors
+/// [`SweepError`] where rows have no score to choose by.
+pub fn dry_run(
+    sweep: &Sweep,
+    plan: &Plan,
+    rows: &[Row],
+    only: &Only,
+) -> Result<String, SweepError> {
+    let select = &sweep.config.select;
     let estimates = Estimates::new(select, rows);
     let done: BTreeMap<&str, &Row> = rows.iter().map(|row| (row.id(), row)).collect();
+    let settings: Vec<_> = plan.runs.iter().map(|run| run.settings.clone()).collect();
+    let order = Order::new(sweep, &settings, rows)?;
+    let taken = (0..settings.len()).filter(|&i| only.takes(&plan.runs[i]));
+    let runs = order.sorted(taken);
     let (mut text, mut sum, mut unknown) = (String::new(), 0.0, 0);
-    for run in &plan.runs {
+    for &i in &runs {
+        let run = &plan.runs[i];
         let time = match (done.get(run.id.as_str()), estimates.seconds(run)) {
             (Some(row), _) => row.text("status").to_string(),
             (None, Some(seconds)) => {
@@ -72,20 +86,36 @@ pub fn dry_run(plan: &Plan, rows: &[Row], select: &SelectConfig) -> String {
                 "time unknown".into()
             }
         };
-        text.push_str(&format!("{}  {time:>14}  {}\n", run.id, run.describe()));
+        let (id, what) = match order.asked(i) {
+            Asked::Later => ("            ", chosen_later(select, run)),
+            _ => (run.id.as_str(), run.describe()),
+        };
+        text.push_str(&format!("{id}  {time:>14}  {what}\n"));
     }
     let unknown = match unknown {
         0 => String::new(),
         runs => format!(" and {runs} whose time is unknown"),
     };
-    let left = plan.runs.iter().filter(|run| !done.contains_key(run.id.as_str()));
+    let left = runs.iter().map(|&i| &plan.runs[i]);
+    let left = left.filter(|run| !done.contains_key(run.id.as_str()));
     let (left, steps): (Vec<_>, Vec<_>) = left.map(|run| (run, steps(&run.config))).unzip();
     let steps: u64 = steps.into_iter().flatten().sum();
-    let (left, all) = (left.len(), plan.runs.len());
-    text + &format!(
-        "{left} of {all} runs to do: {}{unknown}; {steps} steps at the most, {} at 5 ms each\n",
-        duration(sum),
-        duration(0.005 * steps as f64),
+    let (left, all) = (left.len(), runs.len());
+    Ok(text
+        + &format!(
+            "{left} of {all} runs to do: {}{unknown}; {steps} steps at the most, {} at 5 ms each\n",
+            duration(sum),
+            duration(0.005 * steps as f64),
+        ))
+}
+
+/// A run at a setting that is not chosen yet.
+fn chosen_later(select: &SelectConfig, run: &PlannedRun) -> String {
+    let known = run.settings.iter().filter(|(key, _)| !select.over.contains(key));
+    format!(
+        "{}, {} as chosen",
+        describe(&known.cloned().collect::<Vec<_>>()),
+        select.over.join(", ")
     )
 }
 

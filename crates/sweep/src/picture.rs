@@ -13,7 +13,7 @@ use crate::report::{Cell, Curves, Layout, MEAN, Section, beside, line_name};
 use crate::rows::Row;
 use crate::select::{Chosen, Selection};
 use crate::{FigureKind, Sweep, SweepError};
-use bars::Bars;
+use bars::{BarLine, Bars};
 use chart::{Chart, Series, Stroke};
 use drawing::Drawing;
 use heat::{Heat, HeatPanel};
@@ -204,15 +204,19 @@ impl Draft<'_> {
             });
             (line.name.clone(), values, published.collect())
         });
-        let more = table
+        let lines: Vec<BarLine> = lines.collect();
+        let mut more = table
             .map(|table| format!("; ticks are published: {}", table.source))
             .unwrap_or_default();
+        if lines.iter().any(|(_, ours, _)| ours.iter().any(Option::is_none)) {
+            more.push_str("; a cross has no rows yet");
+        }
         let bars = Bars {
             title: title.into(),
             label: self.label(&more),
             up: format!("test {}", self.score()),
             columns: self.section.columns.clone(),
-            lines: lines.collect(),
+            lines,
         };
         bars.draw()
     }

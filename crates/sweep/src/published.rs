@@ -51,7 +51,7 @@ pub struct Protocol {
     /// number; in `model.layers` repeated layers count one by one.
     #[serde(default)]
     pub requires: Table,
-    /// What some runs have to say besides, or in place of `requires`.
+    /// Requirements on some runs besides `requires`, or in its place.
     #[serde(default)]
     pub cells: Vec<Cells>,
     /// The tasks that its numbers are averaged over. Every model of a table needs a run of each, and
@@ -95,7 +95,7 @@ pub struct PublishedTable {
     /// The score, as rows call it without its split; `*` stands for the column. A number stands beside
     /// no other score.
     pub metric: String,
-    /// What stands for several replicates, where that is known: it stands beside no other.
+    /// The number that stands for several replicates, where that is known: it stands beside no other.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub statistic: Option<Statistic>,
     /// Whether they are shares or percent.

@@ -20,9 +20,11 @@ use crate::select::{Selection, select};
 use crate::{Rule, Sweep, SweepError};
 
 mod curves;
+mod page;
 mod table;
 
 pub(crate) use curves::Curves;
+pub use page::page;
 #[cfg(test)]
 use table::comparable_value;
 pub(crate) use table::{Cell, Layout, MEAN, Section, beside, line_name};
@@ -253,6 +255,9 @@ fn choice(sweep: &Sweep) -> String {
     };
     let replicates = config.replicate.as_ref().map(|name| format!(" Replicates: {}.", list(name)));
     let by = match (over.is_empty(), &replicates) {
+        (false, Some(_)) if config.repeat_chosen => {
+            " The first of them chooses, the others repeat what it chose.".into()
+        }
         (false, Some(_)) => format!(" Replicates count by their {}.", config.by.name()),
         _ => String::new(),
     };

@@ -1,4 +1,4 @@
-//! What a run's config has to say, by dotted keys.
+//! Requirements on a run's config, by dotted keys.
 //! ```text
 //! model.d_model                   a key; numbers are places in a list
 //! model.layers.#                  how many entries a list or table has

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::config::{SelectConfig, Statistic};
+use crate::order::{Asked, Order};
 use crate::rows::Row;
 use crate::{Sweep, SweepError};
 
@@ -46,7 +47,7 @@ pub(crate) fn select(sweep: &Sweep, rows: &[Row]) -> Result<Selection, SweepErro
     let mut done = vec![];
     let wanted = sweep.settings()?;
     for settings in &wanted {
-        let row = rows.iter().find(|row| settings.iter().all(|(k, v)| row.text(k) == v));
+        let row = row_of(rows, settings);
         done.extend(row.cloned());
         let (group, choice) = split(config, settings);
         let place = groups.iter().position(|(known, _)| *known == group).unwrap_or_else(|| {
@@ -58,7 +59,42 @@ pub(crate) fn select(sweep: &Sweep, rows: &[Row]) -> Result<Selection, SweepErro
     let groups = groups.into_iter().map(|(group, list)| choose(config, group, list));
     let groups = groups.collect::<Result<_, _>>()?;
     let strangers = rows.len() - done.len();
-    Ok(Selection { groups, wanted: wanted.len(), done, strangers })
+    let order = Order::new(sweep, &wanted, rows)?;
+    let counts =
+        |run: &usize| order.asked(*run) != Asked::No || row_of(rows, &wanted[*run]).is_some();
+    let wanted = (0..wanted.len()).filter(counts).count();
+    Ok(Selection { groups, wanted, done, strangers })
+}
+
+fn row_of<'a>(rows: &'a [Row], settings: &Settings) -> Option<&'a Row> {
+    rows.iter().find(|row| settings.iter().all(|(key, value)| row.text(key) == value))
+}
+
+/// The setting that the first replicate of each group is best at, for groups in which each of its
+/// settings has a row. `runs` are the settings of all runs, in the plan's order.
+pub(crate) fn first_choices(
+    sweep: &Sweep,
+    runs: &[Settings],
+    rows: &[Row],
+) -> Result<BTreeMap<Settings, Settings>, SweepError> {
+    let config = &sweep.config.select;
+    let replicate = |settings: &Settings| {
+        let found = settings.iter().find(|(key, _)| config.replicate.as_ref() == Some(key));
+        found.map(|(_, value)| value.clone())
+    };
+    let first = runs.first().and_then(replicate);
+    let mut groups: BTreeMap<Settings, Vec<Candidate>> = BTreeMap::new();
+    for settings in runs.iter().filter(|settings| replicate(settings) == first) {
+        let (group, choice) = split(config, settings);
+        Candidate::add(groups.entry(group).or_default(), choice, row_of(rows, settings));
+    }
+    let whole = |candidate: &Candidate| candidate.rows.len() + candidate.failed.len() == 1;
+    groups.retain(|_, candidates| candidates.iter().all(whole));
+    let chosen = groups.into_iter().map(|(group, candidates)| {
+        let chosen = choose(config, group, candidates)?;
+        Ok((chosen.group, chosen.choice))
+    });
+    chosen.collect()
 }
 
 /// Settings that name a run in the report, and those to choose among. The replicate is in neither.

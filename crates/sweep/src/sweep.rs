@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value as Json;
 
 use crate::estimate::{Estimates, duration};
+use crate::order::{Asked, Only, Order};
 use crate::rows::{Added, FAILED, Row, RowsFile};
 use crate::runner::{Assignment, Ending};
 use crate::state_size::{PUBLISHED_BYTES, published_state_bytes};
@@ -39,6 +40,8 @@ pub struct SweepJob<'a> {
     pub threads: Option<usize>,
     /// Which of the runs are done here.
     pub shard: Shard,
+    /// The runs that are done here, by their settings.
+    pub only: Only,
     /// The folder that gets one folder a run.
     pub out: PathBuf,
     /// Whether runs that failed before are tried again, from their start.
@@ -128,34 +131,52 @@ impl SweepJob<'_> {
             show(repair);
         }
         fs::create_dir_all(&self.out).map_err(SweepError::io("create", &self.out))?;
-        let mine: Vec<usize> = (0..self.plan.runs.len()).filter(|&i| self.shard.takes(i)).collect();
-        let done = |i: &usize| {
-            let id = &self.plan.runs[*i].id;
-            rows.rows.iter().any(|row| row.id() == id && !(row.failed() && self.retry_failed))
-        };
-        let (skipped, open): (Vec<usize>, Vec<usize>) = mine.iter().partition(|i| done(i));
-        let failed = |i: &&usize| {
-            let id = &self.plan.runs[**i].id;
-            rows.rows.iter().any(|row| row.id() == id && row.failed())
-        };
-        let failed_before = skipped.iter().filter(failed).count();
-        let skipped = skipped.len();
-        let tally = Done { runs: mine.len(), skipped, failed_before, ..Done::default() };
+        let left = self.left(&rows.rows)?;
         let estimates = Estimates::new(&self.sweep.config.select, &rows.rows);
-        let began = Instant::now();
+        let (tally, open, began) = (left.tally, left.open, Instant::now());
         let mut watch = Watch { job: self, tally, estimates, open, running: vec![], began, show };
         watch.begin();
-        self.work(runner, &mut watch)?;
+        self.work(runner, &left.now, &mut watch)?;
+        if self.sweep.config.select.repeat_chosen && !self.over(began) {
+            let repeats = watch.repeats(self.left(&self.sweep.rows(self.plan)?.rows)?);
+            self.work(runner, &repeats, &mut watch)?;
+        }
         Ok(watch.tally)
     }
 
-    /// Has workers do what is open, and listens to them until they are gone.
-    fn work(&self, runner: &dyn Runner, watch: &mut Watch) -> Result<(), SweepError> {
-        let queue: Queue = Mutex::new(watch.open.iter().map(|&i| (i, Instant::now())).collect());
+    /// The runs of this shard, as the rows have them.
+    fn left(&self, rows: &[Row]) -> Result<Left, SweepError> {
+        let runs: Vec<_> = self.plan.runs.iter().map(|run| run.settings.clone()).collect();
+        let order = Order::new(self.sweep, &runs, rows)?;
+        let here = |i: &usize| self.shard.takes(*i) && self.only.takes(&self.plan.runs[*i]);
+        let mine = order.sorted((0..runs.len()).filter(here));
+        let row = |i: &usize| rows.iter().find(|row| row.id() == self.plan.runs[*i].id);
+        let again = |row: &Row| row.failed() && self.retry_failed;
+        let (done, open): (Vec<usize>, Vec<usize>) =
+            mine.iter().partition(|i| row(i).is_some_and(|row| !again(row)));
+        let failed_before = done.iter().filter(|i| row(i).is_some_and(Row::failed)).count();
+        let tally =
+            Done { runs: mine.len(), skipped: done.len(), failed_before, ..Done::default() };
+        let wait = self.sweep.config.select.repeat_chosen;
+        let (repeats, now) = open.iter().partition(|i| wait && order.repeats(**i));
+        let repeats: Vec<usize> = repeats;
+        let repeats = repeats.into_iter().filter(|&i| order.asked(i) == Asked::Yes).collect();
+        Ok(Left { tally, open, now, repeats })
+    }
+
+    /// Has workers do these runs, and listens to them until they are gone.
+    fn work(
+        &self,
+        runner: &dyn Runner,
+        runs: &[usize],
+        watch: &mut Watch,
+    ) -> Result<(), SweepError> {
+        let queue: Queue = Mutex::new(runs.iter().map(|&i| (i, Instant::now())).collect());
+        let began = watch.began;
         thread::scope(|scope| {
             let (sender, events) = mpsc::channel();
             for device in self.devices.iter().flat_map(|d| std::iter::repeat_n(d, self.jobs)) {
-                let worker = Worker { job: self, runner, device, queue: &queue };
+                let worker = Worker { job: self, runner, device, queue: &queue, began };
                 let sender = sender.clone();
                 scope.spawn(move || worker.work(&sender));
             }
@@ -177,6 +198,18 @@ impl SweepJob<'_> {
     }
 }
 
+/// Work of a shard.
+struct Left {
+    /// Before anything is done.
+    tally: Done,
+    /// All runs without a row.
+    open: Vec<usize>,
+    /// Those to do first.
+    now: Vec<usize>,
+    /// Those that repeat a setting that was chosen, to do after.
+    repeats: Vec<usize>,
+}
+
 /// Runs that wait.
 type Queue = Mutex<VecDeque<Waiting>>;
 
@@ -186,6 +219,8 @@ struct Worker<'a> {
     runner: &'a dyn Runner,
     device: &'a str,
     queue: &'a Queue,
+    /// When the sweep did.
+    began: Instant,
 }
 
 /// Next action of a worker.
@@ -197,8 +232,7 @@ enum Next {
 
 impl Worker<'_> {
     fn work(&self, events: &Sender<Event>) {
-        let began = Instant::now();
-        while !self.job.over(began) {
+        while !self.job.over(self.began) {
             let event = match self.next() {
                 Next::Nothing => return,
                 Next::Later => {
@@ -335,6 +369,15 @@ impl Watch<'_> {
         (self.show)(&format!(
             "{runs} runs, {skipped} of them done before; {workers} at once on {devices}"
         ));
+    }
+
+    /// Takes up the runs that repeat what was chosen meanwhile.
+    fn repeats(&mut self, left: Left) -> Vec<usize> {
+        let known = self.tally.finished + self.tally.elsewhere;
+        self.tally.runs = left.tally.runs;
+        self.tally.skipped = left.tally.skipped.saturating_sub(known);
+        self.open = left.open;
+        left.repeats
     }
 
     fn note(&mut self, event: Event) -> Result<(), SweepError> {

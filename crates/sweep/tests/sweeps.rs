@@ -5,8 +5,8 @@ use std::fs;
 use std::path::Path;
 
 use linattn_sweep::{
-    ChildProcess, Mode, Row, RowsFile, Runner, Shard, Stop, Sweep, SweepError, dry_run,
-    experiments, report,
+    ChildProcess, Mode, Only, Row, RowsFile, Runner, Shard, Stop, Sweep, SweepError, dry_run,
+    experiments, page, report,
 };
 use support::{BASE, Fake, SWEEP, job, sweep, write};
 use tempfile::TempDir;
@@ -66,6 +66,11 @@ fn a_mistake_in_the_sweep_is_named_with_its_key() {
         ("[select]", "[report]\nalso = [\"loss\"]\n[select]", "`report.also` is loss"),
         ("[select]", "[variants_from]\nfolder = \"x\"\n[select]", "can't read"),
         (
+            "over = [\"rate\"]",
+            "repeat_chosen = true",
+            "`select.repeat_chosen` is true; it has to be left out",
+        ),
+        (
             "[select]",
             "[[report.figures]]\nkind = \"over_length\"\n[select]",
             "`report.figures[0].metric` is missing; it has to be a metric with 1 `*`",
@@ -106,6 +111,16 @@ fn the_configs_of_a_folder_are_variants() {
     assert_eq!(runs[0].1["width"].as_integer(), Some(16));
     assert_eq!(runs[0].1["gate"].as_bool(), Some(true));
     assert_eq!((runs[1].0.as_str(), runs[1].1["width"].as_integer()), ("mixer = plain", Some(4)));
+
+    let keys = FILES.replace("axis =", "keys = [\"width\"]\naxis =");
+    fs::write(folder.path().join("sweep.toml"), &keys).unwrap();
+    let plan = read().unwrap().plan(&Fake { milliseconds: 0 }).unwrap();
+    let gated = &plan.runs[0].config;
+    assert_eq!((gated["width"].as_integer(), gated["gate"].as_bool()), (Some(16), Some(false)));
+    fs::write(folder.path().join("sweep.toml"), keys.replace("width", "depth")).unwrap();
+    let message = read().unwrap_err().to_string();
+    assert!(message.contains("`variants_from.keys` is depth, which "), "{message}");
+    fs::write(folder.path().join("sweep.toml"), FILES).unwrap();
 
     put("short.toml", "seed = 0\nwidth = 8\ngate = true\n");
     let message = read().unwrap_err().to_string();
@@ -183,6 +198,84 @@ fn rows_stand_in_the_order_of_the_plan_whichever_run_ends_first() {
     let wanted: Vec<&str> = plan.runs.iter().map(|run| run.id.as_str()).collect();
     let rows = RowsFile::new(folder.path()).load().unwrap().rows;
     assert_eq!(rows.iter().map(Row::id).collect::<Vec<_>>(), wanted);
+}
+
+/// The settings of the runs in the order in which they began.
+fn starts(folder: &Path) -> Vec<String> {
+    let read = Sweep::read(&folder.join("sweep.toml")).unwrap();
+    let plan = read.plan(&Fake { milliseconds: 0 }).unwrap();
+    let text = fs::read_to_string(folder.join("runs/starts")).unwrap();
+    let run = |id: &str| plan.runs.iter().find(|run| run.id == id).unwrap();
+    text.lines().map(|id| run(id).describe()).collect()
+}
+
+#[test]
+fn every_model_runs_once_before_any_runs_again() {
+    let folder = folder(SWEEP);
+    sweep(folder.path(), 1, Shard::WHOLE, 0).unwrap();
+    let starts = starts(folder.path());
+    assert_eq!(starts[0], "mixer = plain, rate = 0.1, seed = 0");
+    assert_eq!(starts[1], "mixer = gated, rate = 0.1, seed = 0");
+    assert_eq!(starts[2], "mixer = plain, rate = 0.2, seed = 0");
+    assert_eq!(starts[8], "mixer = plain, rate = 0.1, seed = 1");
+    assert_eq!(starts.len(), 24);
+}
+
+#[test]
+fn further_seeds_repeat_the_chosen_setting_alone() {
+    let folder = folder(&SWEEP.replacen("replicate", "repeat_chosen = true\nreplicate", 1));
+    let read = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
+    let plan = read.plan(&Fake { milliseconds: 0 }).unwrap();
+    let text = dry_run(&read, &plan, &[], &Only::default()).unwrap();
+    assert!(text.contains("12 of 12 runs to do"), "{text}");
+    assert!(text.contains("mixer = gated, seed = 2, rate as chosen"), "{text}");
+    let done = sweep(folder.path(), 2, Shard::WHOLE, 0).unwrap();
+    assert_eq!((done.runs, done.finished, done.failed, done.complete()), (12, 12, 0, true));
+    let last: Vec<String> = starts(folder.path()).split_off(8);
+    assert!(last.iter().all(|run| run.contains("rate = 0.1, seed = ")), "{last:?}");
+    let again = sweep(folder.path(), 2, Shard::WHOLE, 0).unwrap();
+    assert_eq!((again.skipped, again.finished, again.complete()), (12, 0, true));
+    report(folder.path(), Mode::Write, None).unwrap();
+    let text = fs::read_to_string(folder.path().join("README.md")).unwrap();
+    assert!(text.contains("- Runs: 12 of 12, 0 of them failed."), "{text}");
+    assert!(text.contains("the others repeat what it chose"), "{text}");
+    assert!(text.contains("0.910 ± 0.010 | 0.900 to 0.920 | 3 of 3 | rate 0.1 |"), "{text}");
+}
+
+#[test]
+fn a_choice_that_waits_for_a_run_is_not_repeated() {
+    let folder = folder(&SWEEP.replacen("replicate", "repeat_chosen = true\nreplicate", 1));
+    let done = sweep(folder.path(), 2, "1/2".parse().unwrap(), 0).unwrap();
+    assert!(!starts(folder.path()).iter().any(|run| !run.ends_with("seed = 0")));
+    assert!(!done.complete(), "{done:?}");
+    let rest = sweep(folder.path(), 2, Shard::WHOLE, 0).unwrap();
+    assert!(rest.complete(), "{rest:?}");
+    assert_eq!(RowsFile::new(folder.path()).load().unwrap().rows.len(), 12);
+}
+
+#[test]
+fn a_part_is_named_by_what_its_runs_have() {
+    let folder = folder(SWEEP);
+    let read = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
+    let runner = Fake { milliseconds: 0 };
+    let plan = read.plan(&runner).unwrap();
+    let only = |texts: &[&str]| {
+        let texts: Vec<String> = texts.iter().map(|text| text.to_string()).collect();
+        Only::new(&texts, &plan.runs)
+    };
+    let mut part = job(&read, &plan, 2, Shard::WHOLE);
+    part.only = only(&["mixer=plain", "seed=0", "seed=1"]).unwrap();
+    assert_eq!(part.run(&runner, &mut |_| {}).unwrap().finished, 8);
+    let text = dry_run(&read, &plan, &[], &part.only).unwrap();
+    assert!(text.contains("8 of 8 runs to do"), "{text}");
+    for (text, wanted) in [
+        ("mixer=plane", "it has to be mixer= and one of gated; plain"),
+        ("mixr=plain", "one of the keys mixer, rate, seed"),
+        ("plain", "one of the keys mixer, rate, seed"),
+    ] {
+        let message = only(&[text]).unwrap_err().to_string();
+        assert!(message.contains(wanted), "{text}: {message}");
+    }
 }
 
 #[test]
@@ -268,7 +361,7 @@ fn a_dry_run_says_unknown_until_something_was_measured() {
     let folder = folder(SWEEP);
     let read = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
     let plan = read.plan(&Fake { milliseconds: 0 }).unwrap();
-    let text = dry_run(&plan, &[], &read.config.select);
+    let text = dry_run(&read, &plan, &[], &Only::default()).unwrap();
     assert!(text.contains("24 of 24 runs to do: 0s and 24 whose time is unknown"), "{text}");
     let mut row = Row::default();
     let run = &plan.runs[0];
@@ -276,7 +369,7 @@ fn a_dry_run_says_unknown_until_something_was_measured() {
     row.set("run", &run.id);
     row.set("status", "completed");
     row.set("wall_seconds", 90.0);
-    let text = dry_run(&plan, &[row], &read.config.select);
+    let text = dry_run(&read, &plan, &[row], &Only::default()).unwrap();
     assert!(text.contains("23 of 24 runs to do: 16m 30s and 12 whose time is unknown"), "{text}");
 }
 
@@ -358,6 +451,33 @@ fn every_experiment_of_the_repository_says_what_its_rows_say() {
         assert!(report.changed.is_empty(), "make it anew: {:?}", report.changed);
         assert!(report.notes.is_empty(), "{}: {:?}", folder.display(), report.notes);
     }
+}
+
+#[test]
+fn the_page_of_results_says_what_the_rows_say() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results.md");
+    let changed = page(&file, Mode::Check).unwrap().changed;
+    assert!(changed.is_empty(), "make it anew: report --page docs/results.md");
+}
+
+#[test]
+fn a_page_has_the_tables_of_the_folders_that_it_names() {
+    let folder = folder(SWEEP);
+    let file = folder.path().join("page.md");
+    let marks = "# Page\n<!-- results:begin . -->\nold\n<!-- results:end -->\nafter\n";
+    fs::write(&file, marks).unwrap();
+    page(&file, Mode::Write).unwrap();
+    let text = fs::read_to_string(&file).unwrap();
+    assert!(text.contains("0 of 24 runs are done.") && text.contains("| plain | – |"), "{text}");
+    sweep(folder.path(), 2, Shard::WHOLE, 0).unwrap();
+    assert_eq!(page(&file, Mode::Check).unwrap().changed, [file.clone()]);
+    page(&file, Mode::Write).unwrap();
+    let text = fs::read_to_string(&file).unwrap();
+    assert!(text.contains("| plain | 0.910 ± 0.010 |"), "{text}");
+    assert!(text.starts_with("# Page\n") && text.ends_with("-->\nafter\n"), "{text}");
+    fs::write(&file, marks.replace("results:end", "results:and")).unwrap();
+    let message = page(&file, Mode::Write).unwrap_err().to_string();
+    assert!(message.contains("has no `<!-- results:end -->` of its own"), "{message}");
 }
 
 /// A run as a program: `sh` with a script that does as `train` does.

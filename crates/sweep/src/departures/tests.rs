@@ -16,7 +16,7 @@ fn run(settings: &[(&str, &str)], config: &str) -> PlannedRun {
     PlannedRun { id: "x".into(), settings: settings.collect(), config }
 }
 
-/// What departs at a key.
+/// The departure at a key.
 fn at(protocol: &str, key: &str, runs: &[PlannedRun]) -> Option<String> {
     let protocol = Published::embedded().protocol(protocol).unwrap();
     let found = departures(&sweep(""), protocol, runs);
@@ -124,4 +124,18 @@ fn fewer_replicates_than_published_depart() {
     assert_eq!(at("group_words", "replicates", &runs(&["0", "1", "2"])), None);
     let why = at("group_words", "replicates", &runs(&["0", "1"])).unwrap();
     assert_eq!(why, "2, not 3, at model = X");
+}
+
+#[test]
+fn a_choice_by_one_replicate_departs_where_all_of_them_chose() {
+    let mut sweep = sweep("");
+    let runs = [run(&[("model", "X"), ("seed", "0")], "")];
+    let mut departs = |protocol: &str, repeat_chosen: bool| {
+        sweep.config.select.repeat_chosen = repeat_chosen;
+        let protocol = Published::embedded().protocol(protocol).unwrap();
+        let found = departures(&sweep, protocol, &runs);
+        found.iter().any(|(departure, _)| departure.key == "select.repeat_chosen")
+    };
+    assert!(departs("formal_languages", true) && !departs("formal_languages", false));
+    assert!(!departs("mqar_mix", true), "one seed chose there");
 }

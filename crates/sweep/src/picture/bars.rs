@@ -1,10 +1,10 @@
-//! Bars side by side: a group a column, a bar a line of the table.
+//! Bars side by side: a group a column, a bar a line of the table, a cross where it has no value.
 
 use plotters::style::text_anchor::HPos;
 
 use super::axis::Axis;
 use super::chart::{Panel, list};
-use super::drawing::{Drawing, INK, colour, room, shorten};
+use super::drawing::{Drawing, INK, Point, colour, room, shorten};
 
 /// A name, its values and the published ones, one for each column.
 pub(crate) type BarLine = (String, Vec<Option<f64>>, Vec<Option<f64>>);
@@ -19,6 +19,17 @@ pub(crate) struct Bars {
 }
 
 const SIZE: (f64, f64) = (900.0, 440.0);
+
+/// Height of a bar for a zero, which is not nothing.
+const THINNEST: f64 = 1.6;
+
+/// A mark for a value that is not there.
+fn cross(drawing: &mut Drawing, (x, y): Point, place: usize) {
+    let arm = 3.2;
+    for (left, right) in [(y - arm, y + arm), (y + arm, y - arm)] {
+        drawing.line(&[(x - arm, left), (x + arm, right)], colour(place), 1.6);
+    }
+}
 
 impl Bars {
     pub(crate) fn draw(self) -> Drawing {
@@ -47,9 +58,13 @@ impl Bars {
             let left = panel.left + slot * (i as f64 + 0.1);
             for (j, (_, ours, theirs)) in self.lines.iter().enumerate() {
                 let (from, to) = (left + bar * j as f64, left + bar * (j as f64 + 0.88));
-                if let Some(value) = ours[i] {
-                    let (top, bottom) = (panel.height(value), panel.height(0.0));
-                    drawing.fill((from, top.min(bottom)), (to, top.max(bottom)), colour(j));
+                match ours[i] {
+                    Some(value) => {
+                        let (top, zero) = (panel.height(value), panel.height(0.0));
+                        let (top, bottom) = (top.min(zero - THINNEST), top.max(zero));
+                        drawing.fill((from, top), (to, bottom), colour(j));
+                    }
+                    None => cross(drawing, ((from + to) / 2.0, panel.height(0.0) - 7.0), j),
                 }
                 if let Some(value) = theirs[i] {
                     let y = panel.height(value);

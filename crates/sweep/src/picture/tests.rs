@@ -79,6 +79,20 @@ fn more_names_than_fit_are_counted() {
 }
 
 #[test]
+fn a_missing_bar_is_a_cross_and_a_zero_is_a_bar() {
+    let svg = |ours: Option<f64>| {
+        let lines =
+            vec![("a".into(), vec![ours], vec![None]), ("b".into(), vec![Some(1.0)], vec![None])];
+        let (title, label, up) = ("t".into(), "l".into(), "accuracy".into());
+        Bars { title, label, up, columns: vec!["parity".into()], lines }.draw().svg()
+    };
+    let [zero, none] = [Some(0.0), None].map(svg);
+    let count = |svg: &str, mark: &str| svg.matches(mark).count();
+    assert_eq!(count(&zero, "<rect"), count(&none, "<rect") + 1);
+    assert_eq!(count(&zero, "<polyline") + 2, count(&none, "<polyline"));
+}
+
+#[test]
 fn a_heat_map_sorts_by_number_averages_and_marks_what_is_missing() {
     let found = [
         (vec!["1024".to_string(), "00_10".into()], 0.25),

@@ -124,7 +124,7 @@ impl Section {
         self
     }
 
-    /// What a table has for a model in a column, if that is the same thing beside ours.
+    /// A table's number for a model in a column, if that is the same thing beside ours.
     pub(crate) fn comparable(
         &self,
         table: &PublishedTable,
@@ -166,6 +166,28 @@ impl Section {
             rows.push([vec![line.name.clone()], cells.collect()].concat());
         }
         markdown(&rows)
+    }
+
+    /// Models by columns, ours with what is published in brackets.
+    pub(crate) fn beside_published(&self, sweep: &Sweep) -> String {
+        let beside = Beside::new(sweep, self);
+        let title = self.name.as_ref().map(|name| format!("\n**{name}**\n")).unwrap_or_default();
+        let ours = match beside.tables.is_empty() {
+            true => heading(sweep),
+            false => format!("{} (published)", heading(sweep)),
+        };
+        let mut rows = vec![[vec![ours], self.columns.clone()].concat()];
+        for line in &self.lines {
+            let cells = self.columns.iter().zip(&line.cells).map(|(column, cell)| {
+                let ours = if cell.values.is_empty() { dash() } else { cell.number(sweep) };
+                match beside.numbers(sweep, &line.name, column) {
+                    published if published.is_empty() => ours,
+                    published => format!("{ours} ({published})"),
+                }
+            });
+            rows.push([vec![line.name.clone()], cells.collect()].concat());
+        }
+        title + &markdown(&rows) + &beside.sources()
     }
 
     /// A line for every cell: how it came about, and what is published.
@@ -450,6 +472,17 @@ impl<'a> Beside<'a> {
             }
         };
         self.tables.iter().flat_map(cells).collect()
+    }
+
+    /// The published numbers of a cell, each with its source's.
+    fn numbers(&self, sweep: &Sweep, model: &str, column: &str) -> String {
+        let unit = sweep.config.report.unit;
+        let number = |(i, table): (usize, &&PublishedTable)| {
+            let value = self.section.comparable(table, model, column)?;
+            Some(format!("{} [{}]", unit.write(table.unit.share(value)), i + 1))
+        };
+        let numbers: Vec<String> = self.tables.iter().enumerate().filter_map(number).collect();
+        numbers.join(", ")
     }
 
     fn sources(&self) -> String {

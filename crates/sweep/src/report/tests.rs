@@ -224,6 +224,15 @@ fn a_picture_waits_for_the_first_row() {
 }
 
 #[test]
+fn a_picture_says_that_something_has_no_rows() {
+    let folder = folder(OWN, "published", "[[report.figures]]\nkind = \"bars\"");
+    add_two_rates(&folder);
+    report(folder.path(), Mode::Write, None).unwrap();
+    let svg = fs::read_to_string(folder.path().join("bars.svg")).unwrap();
+    assert!(svg.contains("a cross has no rows yet"), "{svg}");
+}
+
+#[test]
 fn what_departs_is_said_with_its_reason() {
     let label = format!("{BOTH}\ndeparts = {{ \"train.epochs\" = \"2, for the time it takes.\" }}");
     let folder = folder(&label, "published", "");

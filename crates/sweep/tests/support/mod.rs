@@ -7,7 +7,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use linattn_sweep::{
-    Assignment, Done, Ending, Plan, Runner, Shard, Stop, Sweep, SweepError, SweepJob,
+    Assignment, Done, Ending, Only, Plan, Runner, Shard, Stop, Sweep, SweepError, SweepJob,
 };
 use serde_json::json;
 use toml::{Table, Value};
@@ -93,6 +93,7 @@ pub fn job<'a>(sweep: &'a Sweep, plan: &'a Plan, jobs: usize, shard: Shard) -> S
         jobs,
         threads: None,
         shard,
+        only: Only::default(),
         out: sweep.folder.join("runs"),
         retry_failed: false,
         commit: Some("abc".into()),
