@@ -194,7 +194,9 @@ pub(crate) fn plans<R: Runtime>(
     {
         return Ok(plans);
     }
+    // Low rank was held to f64 on tensor cores with rows of 16 bits alone.
     if has_tf32(client)
+        && !variant.low_rank()
         && let Some(plans) = tf32(client, variant, dims)
     {
         return Ok(plans);
@@ -448,7 +450,7 @@ fn tf32<R: Runtime>(client: &ComputeClient<R>, variant: Variant, dims: Dims) -> 
         units: chunk * 4,
     };
     let outer = if variant.vector() { in_f32(client, plan) } else { plan };
-    let units = if light && plan.key_slice == 64 { 512 } else { outer.units };
+    let units = if light && (33..=64).contains(&key_width) { 512 } else { outer.units };
     let tiles = [64, 32].into_iter().filter(|n| *n <= plan.value_tile);
     tiles.map(|value_tile| Plan { value_tile, ..plan }).find_map(|walk| {
         let plans = Plans {
