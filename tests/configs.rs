@@ -167,6 +167,152 @@ fn the_published_settings_of_mad_are_the_tasks_own() {
     }
 }
 
+/// Configs of published rows: of each protocol its models, each with its file. A file `-` says that there is no layer for it, or
+/// that nobody knows how it was trained.
+const PUBLISHED_ROWS: &[(&str, &[(&str, &str)])] = &[
+    (
+        "mqar_mix",
+        &[
+            ("DeltaNet", "mqar/mix/deltanet"),
+            ("Gated DeltaNet", "mqar/mix/gated_deltanet"),
+            ("GLA", "mqar/mix/gla"),
+            ("RWKV-7", "mqar/mix/rwkv7"),
+            ("Mamba-2", "mqar/mix/mamba2"),
+            ("Mamba", "mqar/mix/mamba"),
+            ("Based", "mqar/mix/based"),
+            ("Attention", "mqar/mix/attention"),
+            ("Sliding window", "mqar/mix/sliding_window"),
+            ("H3", "-"),
+            ("Hyena", "-"),
+        ],
+    ),
+    (
+        "mqar_figure2",
+        &[
+            ("Attention", "mqar/512x64/attention"),
+            ("RWKV-4", "mqar/512x64/rwkv4"),
+            ("BaseConv", "-"),
+            ("H3", "-"),
+            ("Hyena", "-"),
+        ],
+    ),
+    ("mqar_512x80", &[("Mamba", "mqar/512x80/mamba"), ("MetaLA", "mqar/512x80/metala")]),
+    ("mqar_256_pairs", &[("RWKV-7", "-")]),
+    (
+        "mad",
+        &[
+            ("Transformer", "mad/*/attention"),
+            ("Mamba", "mad/*/mamba"),
+            ("Mamba-2", "mad/*/mamba2"),
+            ("GLA", "mad/*/gla"),
+            ("DeltaNet", "mad/*/deltanet"),
+            ("Gated DeltaNet", "mad/*/gated_deltanet"),
+            ("Gated DeltaProduct", "mad/*/deltaproduct_6"),
+            ("RWKV-7", "mad/*/rwkv7"),
+            ("PaTH attention", "mad/*/path_attention"),
+            ("MesaNet", "mad/*/mesa_net"),
+            ("mLSTM (fla)", "mad/*/mlstm"),
+            ("mLSTM (NX-AI)", "mad/*/mlstm_v1"),
+            ("xLSTM", "mad/*/mlstm"),
+            ("GSA", "mad/*/gsa"),
+            ("Hawk", "mad/*/hawk"),
+            ("Hawk-MesaNet", "mad/*/hawk_mesa_net"),
+            ("MetaLA", "mad/*/metala"),
+            ("Hyena", "-"),
+            ("Multihead Hyena", "-"),
+            ("Titans", "-"),
+            ("OmegaNet", "-"),
+            ("Atlas", "-"),
+            ("EFLA", "-"),
+        ],
+    ),
+    (
+        "formal_languages",
+        &[
+            ("Transformer", "state_tracking/parity/attention"),
+            ("mLSTM", "state_tracking/parity/mlstm"),
+            ("sLSTM", "state_tracking/parity/slstm"),
+            ("Mamba [0, 1]", "state_tracking/parity/mamba"),
+            ("Mamba [-1, 1]", "state_tracking/parity/mamba_neg_eigval"),
+            ("DeltaNet [0, 1]", "state_tracking/parity/deltanet_no_neg_eigval"),
+            ("DeltaNet [-1, 1]", "state_tracking/parity/deltanet"),
+        ],
+    ),
+    (
+        "formal_languages_curriculum",
+        &[
+            ("Mamba-2", "state_tracking/parity/mamba2"),
+            ("Gated DeltaNet [-1, 1]", "state_tracking/parity/gated_deltanet"),
+            ("Mamba-3", "-"),
+            ("Mamba-3, standard RoPE", "-"),
+            ("Mamba-3 without RoPE", "-"),
+        ],
+    ),
+    (
+        "formal_languages_tagged",
+        &[
+            ("LSTM", "state_tracking/tagged/lstm"),
+            ("sLSTM", "state_tracking/tagged/slstm"),
+            ("mLSTM", "state_tracking/tagged/mlstm"),
+            ("xLSTM[1:1]", "state_tracking/tagged/xlstm"),
+            ("DeltaNet [0, 1]", "state_tracking/tagged/deltanet"),
+            ("DeltaNet [-1, 1]", "state_tracking/tagged/deltanet_neg_eigval"),
+            ("Gated DeltaNet [0, 1]", "state_tracking/tagged/gated_deltanet"),
+            ("Gated DeltaProduct [-1, 1], 2 steps", "state_tracking/tagged/gated_deltaproduct"),
+            ("RWKV-7", "state_tracking/tagged/rwkv7"),
+            ("Mamba", "state_tracking/tagged/mamba"),
+            ("Transformer", "state_tracking/tagged/attention"),
+            ("S4D", "state_tracking/tagged/s4d"),
+            ("D-SLiCE", "-"),
+        ],
+    ),
+    (
+        "group_words",
+        &[
+            ("1 step", "state_tracking/s5/deltanet"),
+            ("2 steps", "state_tracking/s3/deltaproduct"),
+            ("3 steps", "state_tracking/s5/deltaproduct"),
+            ("4 steps", "state_tracking/s5/deltaproduct"),
+        ],
+    ),
+    (
+        "s_niah",
+        &[
+            ("DeltaNet", "s_niah/scaled_down/deltanet"),
+            ("Mamba-2", "s_niah/scaled_down/mamba2"),
+            ("Gated DeltaNet", "s_niah/scaled_down/gated_deltanet"),
+            ("Gated DeltaNet-2", "s_niah/scaled_down/gated_deltanet2"),
+            ("KDA", "s_niah/scaled_down/kda"),
+            ("Mamba-3 MIMO", "-"),
+            ("Mamba-2, log-linear", "-"),
+        ],
+    ),
+];
+
+#[test]
+fn every_published_row_has_a_config_or_no_layer() {
+    let rows =
+        |protocol: &str| PUBLISHED_ROWS.iter().find(|(name, _)| *name == protocol).unwrap().1;
+    for table in &Published::embedded().tables {
+        for model in table.values.keys().chain(table.points.keys()) {
+            let known = rows(&table.protocol).iter().any(|(name, _)| name == model);
+            assert!(known, "{model} of {} has no config and no word on it", table.name);
+        }
+    }
+    let tasks: Vec<PathBuf> =
+        fs::read_dir(root().join("configs/mad")).unwrap().map(|e| e.unwrap().path()).collect();
+    assert_eq!(tasks.len(), 6);
+    let files = PUBLISHED_ROWS.iter().flat_map(|(_, rows)| rows.iter().map(|(_, file)| *file));
+    for file in files.filter(|file| *file != "-") {
+        match file.strip_prefix("mad/*/") {
+            None => assert!(root().join(format!("configs/{file}.toml")).exists(), "{file}"),
+            Some(name) => tasks.iter().for_each(|task| {
+                assert!(task.join(format!("{name}.toml")).exists(), "{}: {name}", task.display());
+            }),
+        }
+    }
+}
+
 /// `sweep` itself says what it would run: every config of the cell, and so every mixer there is.
 #[test]
 fn the_zoo_runs_every_mixer() {

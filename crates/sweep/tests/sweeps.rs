@@ -470,7 +470,7 @@ fn a_page_has_the_tables_of_the_folders_that_it_names() {
     let text = fs::read_to_string(&file).unwrap();
     assert!(text.contains("0 of 24 runs are done.") && text.contains("| plain | – |"), "{text}");
     sweep(folder.path(), 2, Shard::WHOLE, 0).unwrap();
-    assert_eq!(page(&file, Mode::Check).unwrap().changed, [file.clone()]);
+    assert_eq!(page(&file, Mode::Check).unwrap().changed, std::slice::from_ref(&file));
     page(&file, Mode::Write).unwrap();
     let text = fs::read_to_string(&file).unwrap();
     assert!(text.contains("| plain | 0.910 ± 0.010 |"), "{text}");
