@@ -7,10 +7,13 @@
 //! ```
 //! RetNet's recurrence, arXiv 2307.08621, without its rotation and with rates that are learnt.
 
-use super::{MatrixState, key_width, linear_flops, memory_cost};
-use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use super::{MatrixPast, MatrixState, TokenMixer, key_width, linear_flops, memory_cost};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::gated_output::GatedOutput;
+use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -38,7 +41,7 @@ impl Default for LearntDecayConfig {
 
 impl LearntDecayConfig {
     /// K.
-    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
         positive("heads", self.heads)?;
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
@@ -53,7 +56,7 @@ impl LearntDecayConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<LearntDecay<B>, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         let inner = self.heads * width;
         Ok(LearntDecay {
             q_proj: linear(d_model, inner, device),
@@ -61,7 +64,7 @@ impl LearntDecayConfig {
             v_proj: linear(d_model, inner, device),
             decay: Param::from_tensor(fresh_decay(self.heads, device)),
             norm: GatedRmsNorm::new(width, self.norm_eps, device),
-            o_proj: linear(inner, d_model, device),
+            o_proj: linear(inner, d_model, device).into(),
             heads: self.heads,
             chunk: self.chunk,
         })
@@ -71,7 +74,7 @@ impl LearntDecayConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         let inner = self.heads * width;
         let mut cost = memory_cost(self.heads, width, width, false);
         cost.flops_per_token += linear_flops(d_model, 3 * inner) + linear_flops(inner, d_model);
@@ -94,32 +97,33 @@ pub struct LearntDecay<B: Backend> {
     v_proj: Linear<B>,
     decay: Param<Tensor<B, 1>>,
     norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
     chunk: usize,
 }
 
-forward_and_step!(LearntDecay, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for LearntDecay<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> LearntDecay<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let [batch, tokens, _] = x.dims();
-        let (memory, _, position) = MatrixState::parts(state);
-        let project = |proj: &Linear<B>| split_heads(proj.forward(x.clone()), self.heads);
-        let (q, k, v) = (project(&self.q_proj), project(&self.k_proj), project(&self.v_proj));
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let qkv = ConvQkv::plain(projections, [self.heads; 3]);
+        let (Qkv { q, k, v }, []) = qkv.project(&x, [], &mut past.tails);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_sigmoid(self.decay.val()).reshape([1, 1, self.heads]);
         let g = g.expand([batch, tokens, self.heads]);
         let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let y = self.o_proj.forward(merge_heads(self.norm.forward(o, None)));
-        (y, MatrixState { memory, tails: vec![], position: position + tokens })
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, None);
+        (y, past.then(memory, tokens))
     }
 }

@@ -14,7 +14,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::{Distribution, ElementConversion, Int, Tensor, backend::Backend};
 use linattn::nn::ConfigError;
-use linattn::nn::mixers::{GatedDeltaNet, GatedDeltaNetConfig, MatrixState};
+use linattn::nn::mixers::{GatedDeltaNet, GatedDeltaNetConfig, MatrixState, TokenMixer};
 use linattn::ops::LinearAttentionBackend;
 
 const WIDTH: usize = 32;

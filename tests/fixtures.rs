@@ -6,7 +6,7 @@ use crate::support::{F32_LIMIT, Numbers, alone, download, safetensors, upload};
 use burn::module::{ModuleMapper, Param};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};
-use linattn::nn::mixers::ForgettingAttentionConfig;
+use linattn::nn::mixers::{ForgettingAttentionConfig, TokenMixer};
 use linattn::ops::LinearAttentionBackend;
 use linattn_oracle::{
     Decay, Dims, Gradients, Inputs, Output, Read, Transition, assert_close, backward, forward,

@@ -375,6 +375,7 @@ fn an_auto_encoder_answers_every_position_from_the_last_vector() {
 
 #[test]
 fn one_householder_step_is_deltanet() {
+    use linattn::nn::mixers::TokenMixer;
     let text = "key_width = 6, heads = 2, conv_size = 3, allow_neg_eigval = true";
     let delta = mixer(&format!("deltanet = {{ {text} }}"));
     let product = mixer(&format!("deltaproduct = {{ {text}, householder_steps = 1 }}"));
@@ -679,7 +680,7 @@ fn a_short_convolution_is_the_sum_it_says() {
 
 /// Models for promises about whole models: layers that read of one another, groups, MLPs, Canon layers.
 /// Weights are large enough for gates to matter.
-const MODELS: &[&str] = &[
+pub(crate) const MODELS: &[&str] = &[
     "norm = 'layer'\npre_norm = true\n\
      [[layers]]\nmixer.rwkv7 = { heads = 2 }\nmlp = { rwkv7 = {} }\n\
      [[layers]]\nrepeat = 2\nmixer.rwkv7 = { heads = 2, value_residual = true }\nmlp = { rwkv7 = { width = 40 } }\n",

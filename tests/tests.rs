@@ -27,7 +27,11 @@ mod initialization;
 mod layers;
 mod ops;
 #[cfg(feature = "cpu")]
+mod parameters;
+#[cfg(feature = "cpu")]
 mod paths;
+#[cfg(feature = "cpu")]
+mod precision;
 #[cfg(feature = "cpu")]
 mod runs;
 mod support;

@@ -6,6 +6,7 @@
 //! ```
 
 use crate::families::{Channels, Family, Frame};
+use linattn::nn::ParamKind;
 
 /// How numbers lie in a checkpoint, by our own order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,9 +41,12 @@ pub(crate) fn place(
 ) -> Option<Place> {
     let path: Vec<&str> = path.iter().map(String::as_str).collect();
     let (name, old) = names(family, &path, gated)?;
+    let kind = ParamKind::of(module, path.last()?);
     let weight = path.last() == Some(&"weight");
     let (layout, there) = match (module, shape) {
-        ("Struct:Linear", &[rows, columns]) if weight => (Layout::Transposed, vec![columns, rows]),
+        (_, &[rows, columns]) if kind == ParamKind::Matrix => {
+            (Layout::Transposed, vec![columns, rows])
+        }
         ("Struct:ShortConvolution", &[width, channels]) if weight => {
             (Layout::Transposed, vec![channels, 1, width])
         }

@@ -11,7 +11,7 @@
 //!
 //! ```
 //! use burn::{backend::{Autodiff, Flex}, tensor::{Distribution, Tensor}};
-//! use linattn::nn::mixers::GatedDeltaNetConfig;
+//! use linattn::nn::mixers::{GatedDeltaNetConfig, TokenMixer};
 //!
 //! type B = Autodiff<Flex>;
 //! let device = Default::default();

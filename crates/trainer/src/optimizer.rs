@@ -8,6 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use linattn::nn::ParamKind;
 use linattn::ops::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::collections::{BTreeMap, HashMap};
@@ -159,14 +160,16 @@ fn upload<B: Backend>(values: Vec<f32>, shape: &[usize], device: &B::Device) -> 
     B::float_from_data(TensorData::new(values, shape.to_vec()).convert_dtype(DType::F32), device)
 }
 
-/// Calls `each` with every weight and its name, which says nothing of kinds of mixers.
+/// Calls `each` with every weight, its name, which says nothing of kinds of mixers, and its kind.
 fn visit<B: TrainBackend>(learner: &Learner<B>, each: &mut dyn Each<B>) {
     struct Walk<'a, B: TrainBackend> {
         path: Vec<String>,
+        kind: ParamKind,
         each: &'a mut dyn Each<B>,
     }
     impl<B: TrainBackend> ModuleVisitor<B> for Walk<'_, B> {
         fn enter_module(&mut self, name: &str, container: &str) {
+            self.kind = ParamKind::of(container, name);
             if !is_variant(container) {
                 self.path.push(name.to_string());
             }
@@ -178,27 +181,28 @@ fn visit<B: TrainBackend>(learner: &Learner<B>, each: &mut dyn Each<B>) {
         }
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
             let weight = param.val().inner().into_primitive().tensor();
-            self.each.weight(&self.path, param.id, D, weight);
+            self.each.weight(&self.path, param.id, self.kind, weight);
         }
     }
     // The model alone: a file says nothing of what trains it.
-    Module::<B>::visit(&learner.model, &mut Walk { path: vec![], each });
+    let mut walk = Walk { path: vec![], kind: ParamKind::Vector, each };
+    Module::<B>::visit(&learner.model, &mut walk);
 }
 
 trait Each<B: TrainBackend> {
-    fn weight(&mut self, path: &[String], id: ParamId, rank: usize, weight: InnerTensor<B>);
+    fn weight(&mut self, path: &[String], id: ParamId, kind: ParamKind, weight: InnerTensor<B>);
 }
 
-impl<B: TrainBackend, F: FnMut(&[String], ParamId, usize, InnerTensor<B>)> Each<B> for F {
-    fn weight(&mut self, path: &[String], id: ParamId, rank: usize, weight: InnerTensor<B>) {
-        self(path, id, rank, weight);
+impl<B: TrainBackend, F: FnMut(&[String], ParamId, ParamKind, InnerTensor<B>)> Each<B> for F {
+    fn weight(&mut self, path: &[String], id: ParamId, kind: ParamKind, weight: InnerTensor<B>) {
+        self(path, id, kind, weight);
     }
 }
 
 /// Names and shapes of all weights.
 fn names<B: TrainBackend>(learner: &Learner<B>) -> Vec<(String, Vec<usize>)> {
     let mut found = vec![];
-    let mut each = |path: &[String], _id: ParamId, _rank: usize, weight: InnerTensor<B>| {
+    let mut each = |path: &[String], _id: ParamId, _kind: ParamKind, weight: InnerTensor<B>| {
         found.push((path.join("."), weight.shape().iter().copied().collect()));
     };
     visit::<B>(learner, &mut each);
@@ -209,9 +213,9 @@ fn names<B: TrainBackend>(learner: &Learner<B>) -> Vec<(String, Vec<usize>)> {
 fn slots<B: TrainBackend>(learner: &Learner<B>, gradients: GradientsParams) -> Vec<Slot<B>> {
     let mut gradients = take::<B>(learner, gradients);
     let mut slots = vec![];
-    let mut each = |path: &[String], id: ParamId, rank: usize, weight: InnerTensor<B>| {
+    let mut each = |path: &[String], id: ParamId, kind: ParamKind, weight: InnerTensor<B>| {
         if let Some(gradient) = gradients.remove(&id) {
-            let decays = !is_vector_or_table(path, rank);
+            let decays = kind == ParamKind::Matrix;
             slots.push(Slot { id, name: path.join("."), decays, weight, gradient });
         }
     };
@@ -235,13 +239,6 @@ fn take<B: TrainBackend>(
     let mut take = Take::<B>(gradients, HashMap::new());
     Module::<B>::visit(learner, &mut take);
     take.1
-}
-
-/// Weights that customarily do not decay: everything that is no matrix, and embeddings.
-fn is_vector_or_table(path: &[String], rank: usize) -> bool {
-    // Some mixers have vectors of other ranks.
-    let vectors = ["embeddings", "positions", "r_k", "a_log", "log_a_real", "a_imag"];
-    rank != 2 || path.iter().any(|name| vectors.contains(&name.as_str()))
 }
 
 /// Puts new numbers in the place of weights.

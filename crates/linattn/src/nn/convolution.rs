@@ -1,7 +1,6 @@
 //! Short convolution: what lets a layer see its last few tokens.
 
-use super::layers::split_heads;
-use super::{ConfigError, Cost, Linear};
+use super::{ConfigError, Cost};
 use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
@@ -66,24 +65,22 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         self.run(x, tail, None)
     }
 
-    /// As [`forward`](Self::forward). The tail comes from `before`, the next goes to `tails`; a window of one
-    /// token has none.
-    pub(crate) fn forward_between(
-        &self,
-        x: Tensor<B, 3>,
-        before: &mut impl Iterator<Item = Tensor<B, 3>>,
-        tails: &mut Vec<Tensor<B, 3>>,
-    ) -> Tensor<B, 3> {
+    /// As [`forward`](Self::forward), between a layer's tails; a window of one token has none.
+    pub(crate) fn forward_between(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Tensor<B, 3> {
         if self.weight.dims()[0] == 1 {
-            let scaled = x * self.weight.val().unsqueeze::<3>();
-            return silu(match &self.bias {
-                Some(bias) => scaled + bias.val().unsqueeze::<3>(),
-                None => scaled,
-            });
+            return silu(self.scaled(x));
         }
-        let (y, tail) = self.forward(x, before.next());
-        tails.push(tail);
-        y
+        tails.through(|tail| self.forward(x, tail))
+    }
+
+    /// A window of one token: a factor and a bias for each channel.
+    fn scaled(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        let dtype = x.dtype();
+        let scaled = x * ops::typed(self.weight.val(), dtype).unsqueeze::<3>();
+        match &self.bias {
+            Some(bias) => scaled + ops::typed(bias.val(), dtype).unsqueeze::<3>(),
+            None => scaled,
+        }
     }
 
     fn run(
@@ -98,73 +95,61 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
     }
 }
 
-/// Applies `convolution` if there is one, else SiLU alone. The convolution's tail comes from `before`,
-/// the next goes to `tails`.
-pub(crate) fn convolve<B: LinearAttentionBackend>(
-    convolution: &Option<ShortConvolution<B>>,
-    x: Tensor<B, 3>,
-    before: &mut impl Iterator<Item = Tensor<B, 3>>,
-    tails: &mut Vec<Tensor<B, 3>>,
-) -> Tensor<B, 3> {
-    match convolution {
-        Some(convolution) => convolution.forward_between(x, before, tails),
-        None => silu(x),
+/// The last inputs of whatever in a layer looks back a few tokens: those from before, to draw from, and
+/// those for what comes next, in the same order.
+#[derive(Debug)]
+pub(crate) struct Tails<B: Backend> {
+    before: std::vec::IntoIter<Tensor<B, 3>>,
+    next: Vec<Tensor<B, 3>>,
+}
+
+impl<B: Backend> Tails<B> {
+    /// With those of earlier tokens.
+    pub(crate) fn after(before: Vec<Tensor<B, 3>>) -> Self {
+        Self { before: before.into_iter(), next: vec![] }
+    }
+
+    /// At the start of a sequence, or of a layer that has none.
+    pub(crate) fn none() -> Self {
+        Self::after(vec![])
+    }
+
+    /// The next tail of earlier tokens.
+    pub(crate) fn draw(&mut self) -> Option<Tensor<B, 3>> {
+        self.before.next()
+    }
+
+    /// Leaves a tail for the next token.
+    pub(crate) fn push(&mut self, tail: Tensor<B, 3>) {
+        self.next.push(tail);
+    }
+
+    /// The output of `layer`, which takes its tail and gives the next.
+    pub(crate) fn through<T>(
+        &mut self,
+        layer: impl FnOnce(Option<Tensor<B, 3>>) -> (T, Tensor<B, 3>),
+    ) -> T {
+        let (y, tail) = layer(self.draw());
+        self.push(tail);
+        y
+    }
+
+    /// Those for what comes next.
+    pub(crate) fn into_next(self) -> Vec<Tensor<B, 3>> {
+        self.next
     }
 }
 
-/// As [`convolve`], but nothing at all where there is no convolution.
+/// `x` through `convolution` and SiLU where there is a convolution, else `x` itself.
 pub(crate) fn convolve_if_any<B: LinearAttentionBackend>(
     convolution: &Option<ShortConvolution<B>>,
     x: Tensor<B, 3>,
-    before: &mut impl Iterator<Item = Tensor<B, 3>>,
-    tails: &mut Vec<Tensor<B, 3>>,
+    tails: &mut Tails<B>,
 ) -> Tensor<B, 3> {
     match convolution {
-        Some(_) => convolve(convolution, x, before, tails),
+        Some(convolution) => convolution.forward_between(x, tails),
         None => x,
     }
-}
-
-/// As [`convolve_if_any`], without SiLU.
-pub(crate) fn convolve_linearly<B: LinearAttentionBackend>(
-    convolution: &Option<ShortConvolution<B>>,
-    x: Tensor<B, 3>,
-    before: &mut impl Iterator<Item = Tensor<B, 3>>,
-    tails: &mut Vec<Tensor<B, 3>>,
-) -> Tensor<B, 3> {
-    match convolution {
-        Some(convolution) => {
-            let (y, tail) = convolution.linear(x, before.next());
-            tails.push(tail);
-            y
-        }
-        None => x,
-    }
-}
-
-/// Queries, keys or values: `x`, `[B, T, D]`, projected, through [`convolve`], and taken apart into
-/// heads, `[B, T, heads, X]`.
-pub(crate) fn convolved_heads<B: LinearAttentionBackend>(
-    x: &Tensor<B, 3>,
-    projection: &Linear<B>,
-    convolution: &Option<ShortConvolution<B>>,
-    heads: usize,
-    before: &mut impl Iterator<Item = Tensor<B, 3>>,
-    tails: &mut Vec<Tensor<B, 3>>,
-) -> Tensor<B, 4> {
-    split_heads(convolve(convolution, projection.forward(x.clone()), before, tails), heads)
-}
-
-/// As [`convolved_heads`], through [`convolve_if_any`].
-pub(crate) fn convolved_heads_if_any<B: LinearAttentionBackend>(
-    x: &Tensor<B, 3>,
-    projection: &Linear<B>,
-    convolution: &Option<ShortConvolution<B>>,
-    heads: usize,
-    before: &mut impl Iterator<Item = Tensor<B, 3>>,
-    tails: &mut Vec<Tensor<B, 3>>,
-) -> Tensor<B, 4> {
-    split_heads(convolve_if_any(convolution, projection.forward(x.clone()), before, tails), heads)
 }
 
 /// A window of 0 stands for no convolution; one token would be no convolution either.

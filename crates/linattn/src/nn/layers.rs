@@ -2,7 +2,7 @@
 
 use super::ConfigError;
 pub(crate) use crate::ops::softplus;
-use crate::ops::{self, Activation, LinearAttentionBackend, Measure};
+use crate::ops::{self, Activation, LinearAttentionBackend, Measure, typed};
 use burn::module::{Initializer, Module, ModuleMapper, Param};
 use burn::nn::{GroupNorm, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Distribution, Tensor, backend::Backend};
@@ -73,8 +73,8 @@ impl InitializerKind {
     }
 }
 
-/// A linear layer, `x W + b`. Burn's own, in everything but the product of a few rows: that is
-/// [`ops::affine`]'s.
+/// A linear layer, `x W + b`, which starts as its model says. Burn's own, in everything but the product of a
+/// few rows: that is [`ops::affine`]'s.
 #[derive(Module, Debug)]
 pub struct Linear<B: Backend> {
     /// `[from, to]`.
@@ -91,6 +91,46 @@ impl<B: LinearAttentionBackend> Linear<B> {
         ops::affine(x, self.weight.val(), self.bias.as_ref().map(Param::val))
             .expect("`x` has the width that the layer was made for")
     }
+}
+
+/// A [`Linear`] layer whose type says how a model starts it.
+macro_rules! kind_of_linear {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Module, Debug)]
+        pub struct $name<B: Backend> {
+            /// `[from, to]`.
+            pub weight: Param<Tensor<B, 2>>,
+            /// `[to]`.
+            pub bias: Option<Param<Tensor<B, 1>>>,
+        }
+
+        impl<B: LinearAttentionBackend> $name<B> {
+            /// `[.., from]` to `[.., to]`.
+            /// # Panics
+            /// If `x` is not as wide as the layer was made for.
+            pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+                ops::affine(x, self.weight.val(), self.bias.as_ref().map(Param::val))
+                    .expect("`x` has the width that the layer was made for")
+            }
+        }
+
+        impl<B: Backend> From<Linear<B>> for $name<B> {
+            fn from(layer: Linear<B>) -> Self {
+                Self { weight: layer.weight, bias: layer.bias }
+            }
+        }
+    };
+}
+
+kind_of_linear! {
+    /// A linear layer that writes to the residual stream: a model of many layers starts it smaller.
+    ResidualLinear
+}
+
+kind_of_linear! {
+    /// A linear layer that starts on a scale of its source, which a model leaves as it is.
+    ScaledLinear
 }
 
 impl<B: Backend> From<burn::nn::Linear<B>> for Linear<B> {
@@ -129,7 +169,8 @@ pub(crate) fn shift_tokens<B: Backend>(
     last: Option<Tensor<B, 3>>,
 ) -> (Tensor<B, 3>, Tensor<B, 3>) {
     let [batch, tokens, width] = x.dims();
-    let first = last.unwrap_or_else(|| Tensor::zeros([batch, 1, width], (&x.device(), x.dtype())));
+    let zeros = || Tensor::zeros([batch, 1, width], (&x.device(), x.dtype()));
+    let first = last.map_or_else(zeros, |last| typed(last, x.dtype()));
     let before = match tokens {
         1 => first,
         _ => Tensor::cat(vec![first, x.clone().narrow(1, 0, tokens - 1)], 1),
@@ -180,10 +221,12 @@ impl<B: Backend> BlockDiagonal<B> {
         let [batch, tokens, _] = x.dims();
         let [heads, from, to] = self.weight.dims();
         let rows: Tensor<B, 3> = x.reshape([batch * tokens, heads, from]);
-        let y = rows.swap_dims(0, 1).matmul(self.weight.val()).swap_dims(0, 1);
+        let dtype = rows.dtype();
+        let weight = typed(self.weight.val(), dtype);
+        let y = rows.swap_dims(0, 1).matmul(weight).swap_dims(0, 1);
         let y: Tensor<B, 3> = y.reshape([batch, tokens, heads * to]);
         match &self.bias {
-            Some(bias) => y + bias.val().unsqueeze::<3>(),
+            Some(bias) => y + typed(bias.val(), dtype).unsqueeze::<3>(),
             None => y,
         }
     }
@@ -194,10 +237,12 @@ pub fn l2_normalize<B: LinearAttentionBackend, const D: usize>(x: Tensor<B, D>) 
     ops::l2_normalize(x, 1.0)
 }
 
-/// Queries of length K^-1/2, the scale that scores have by custom: `[B, T, H, K]`.
-pub(crate) fn scaled_queries<B: LinearAttentionBackend>(q: Tensor<B, 4>) -> Tensor<B, 4> {
-    let scale = (q.dims()[3] as f64).powf(-0.5);
-    ops::l2_normalize(q, scale)
+/// The type of gates, scores and sums beside rows of type `dtype`: f32 at least.
+pub(crate) fn wide_type(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 | DType::BF16 => DType::F32,
+        dtype => dtype,
+    }
 }
 
 /// `x / sqrt(mean x^2 + epsilon)` over the last dimension: RMSNorm without a weight.
@@ -247,7 +292,7 @@ impl<B: LinearAttentionBackend> GatedRmsNorm<B> {
         x: Tensor<B, D>,
         gate: Option<Tensor<B, D>>,
     ) -> Tensor<B, D> {
-        rms_norm(&self.norm, x, gate.map(|gate| (Activation::Silu, gate)))
+        self.gated(x, gate.map(|gate| (Activation::Silu, gate)))
     }
 
     /// Normalises `x`; multiplies by `sigmoid(gate)`.
@@ -256,7 +301,16 @@ impl<B: LinearAttentionBackend> GatedRmsNorm<B> {
         x: Tensor<B, D>,
         gate: Tensor<B, D>,
     ) -> Tensor<B, D> {
-        rms_norm(&self.norm, x, Some((Activation::Sigmoid, gate)))
+        self.gated(x, Some((Activation::Sigmoid, gate)))
+    }
+
+    /// As [`forward`](Self::forward), with the activation of the gate.
+    pub(crate) fn gated<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        gate: Option<(Activation, Tensor<B, D>)>,
+    ) -> Tensor<B, D> {
+        rms_norm(&self.norm, x, gate)
     }
 }
 

@@ -7,28 +7,41 @@
 
 mod auto_encoder;
 mod block;
+mod canon;
+mod conv_qkv;
 mod convolution;
 mod features;
+mod gated_output;
+mod layer_list;
 mod layers;
+mod log_decay;
 pub mod mixers;
+mod mlp;
 mod model;
+mod parameter;
 mod projection;
+mod recurrence;
+mod residual;
 mod rope;
 mod shared;
 pub(crate) mod state;
 
 pub use auto_encoder::Decoder;
-pub use block::{
-    Block, BlockState, Canon, CanonConfig, GeluMlp, GeluMlpConfig, LayerConfig, LayerEntry,
-    LayerGroup, Mlp, MlpConfig, Rwkv6Mlp, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu, SwiGluConfig,
-};
+pub use block::{Block, BlockState, LayerConfig};
+pub use canon::{Canon, CanonConfig};
 pub use convolution::ShortConvolution;
 pub use features::{FeatureMap, Features};
+pub use layer_list::{LayerEntry, LayerGroup};
 pub use layers::{
     BlockDiagonal, FinalNormKind, GatedRmsNorm, InitializerKind, Linear, Norm, NormKind,
-    l2_normalize,
+    ResidualLinear, ScaledLinear, l2_normalize,
+};
+pub use mlp::{
+    GeluMlp, GeluMlpConfig, Mlp, MlpConfig, Rwkv6Mlp, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu,
+    SwiGluConfig,
 };
 pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};
+pub use parameter::ParamKind;
 pub use rope::Rope;
 pub use shared::Shared;
 pub use state::{RecurrentState, StateError, StateTensors, state_file};

@@ -1,13 +1,15 @@
 //! A language model: token embedding, layers, norm, and logits over the vocabulary.
 
 use super::auto_encoder::Decoder;
-use super::block::{Block, BlockState, LayerConfig, LayerEntry, MlpConfig, Residual};
+use super::block::{Block, BlockState, LayerConfig};
+use super::layer_list::LayerEntry;
 use super::layers::{
     FinalNormKind, INIT_STD, InitializerKind, Linear, Norm, NormKind, check_epsilon, linear,
     linear_with_bias, torch_uniform,
 };
-use super::mixers::MixerConfig;
-use super::mixers::OwnStart;
+use super::mixers::{Mixer, MixerConfig, Stack};
+use super::mlp::MlpConfig;
+use super::residual::Residual;
 use super::shared::{Shared, Sources};
 use super::{ConfigError, Cost, LARGEST, positive};
 use crate::ops::{self, LinearAttentionBackend};
@@ -120,8 +122,22 @@ impl LanguageModelConfig {
         self.embedding_dropout > 0.0 || self.each_layer().any(|(_, layer)| drops(&layer.mixer))
     }
 
-    /// Checks what needs no device.
-    fn check(&self) -> Result<(), ConfigError> {
+    /// Checks every key, those of the layers too.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        self.check_own()?;
+        let mut sources = Sources::default();
+        for (key, layer) in self.each_layer() {
+            layer.check(self.d_model).map_err(|e| e.within(&key))?;
+            let read = sources.add(&layer.mixer, self.d_model);
+            read.map_err(|e| e.within("mixer").within(&key))?;
+        }
+        Ok(())
+    }
+
+    /// Checks the keys beside the layers.
+    fn check_own(&self) -> Result<(), ConfigError> {
         positive("d_model", self.d_model)?;
         check_epsilon(self.norm_eps)?;
         if self.layers.is_empty() {
@@ -179,7 +195,7 @@ impl LanguageModelConfig {
         vocab: usize,
         device: &B::Device,
     ) -> Result<LanguageModel<B>, ConfigError> {
-        self.cost(1)?; // every check of every layer, before anything is allocated
+        self.check()?;
         let layers = self
             .each_layer()
             .map(|(key, layer)| {
@@ -213,7 +229,7 @@ impl LanguageModelConfig {
                 .then(|| Decoder::new(self.d_model, self.norm, self.norm_eps, device)),
             precision: None,
         };
-        Ok(model.map(&mut self.start()))
+        Ok(model.started(&self.start()))
     }
 
     fn start(&self) -> Start {
@@ -224,7 +240,6 @@ impl LanguageModelConfig {
             initializer: self.initializer,
             scale: self.initializer_range / INIT_STD,
             stack: self.rescale_residual.then_some(stack),
-            path: vec![],
         }
     }
 
@@ -237,11 +252,9 @@ impl LanguageModelConfig {
             let want = format!("0, or at least {length}, the length of the longest sequence");
             return Err(ConfigError::new("positions", self.positions, want));
         }
-        let (mut sum, mut sources) = (Cost::default(), Sources::default());
+        let mut sum = Cost::default();
         for (key, layer) in self.each_layer() {
             sum += layer.cost(self.d_model, length).map_err(|e| e.within(&key))?;
-            let read = sources.add(&layer.mixer, self.d_model);
-            read.map_err(|e| e.within("mixer").within(&key))?;
         }
         Ok(sum)
     }
@@ -254,78 +267,70 @@ fn check_range(key: &str, range: f64) -> Result<(), ConfigError> {
     }
 }
 
-/// Layers that the residual stream passes.
-#[derive(Clone, Copy)]
-struct Stack {
-    layers: usize,
-    /// Mixers and MLPs that add to it.
-    writes: usize,
-}
-
-/// Gives fresh linear layers the weights that a model starts from. Mixers are built with weights
-/// N(0, 0.02^2), but for those that they draw on a scale of their own.
-struct Start {
+/// Start of the linear layers of a model. They are built with weights N(0, 0.02^2), or on a scale of their
+/// own.
+pub(super) struct Start {
     initializer: InitializerKind,
     /// Factor of normal weights.
     scale: f64,
     /// None where projections into the residual stream are as any other.
     stack: Option<Stack>,
-    path: Vec<String>,
 }
 
 impl Start {
-    fn named(&self, names: &[&str]) -> bool {
-        self.path.iter().any(|name| names.contains(&name.as_str()))
+    /// Layers that start as the model says.
+    pub(super) fn usual<B: Backend, M: Module<B>>(&self, module: M) -> M {
+        let shrink = self.stack.map_or(1.0, |stack| (stack.writes as f64).powf(-0.5));
+        module.map(&mut StartMapper { start: self, own_scale: false, shrink, place: vec![] })
     }
 
-    /// Whether it is no matrix of a layer that the model starts: no matrix that a layer multiplies by,
-    /// or one that is drawn on a scale of its own.
-    fn is_left_alone(&self) -> bool {
-        let convolution = self.path.iter().any(|name| name.ends_with("conv1d") || name == "canon");
-        // Rows of numbers that are added to or multiply each channel.
-        let rows = ["x_bias", "bonus", "r_k", "a_log", "log_a_real", "a_imag"];
-        // LRU's matrices, and what makes step sizes elsewhere than in Mamba.
-        let scaled = self.named(&["dt_proj", "c_proj"])
-            || (self.named(&["Lru"]) && self.named(&["in_proj"]))
-            || OwnStart::ALL.iter().any(|own| self.named(&[own.mixer]));
-        convolution || scaled || self.named(&["embeddings", "positions"]) || self.named(&rows)
+    /// A mixer, which may start on a scale of its own.
+    pub(super) fn mixer<B: LinearAttentionBackend>(&self, mixer: Mixer<B>) -> Mixer<B> {
+        let shrink = self.stack.map_or(1.0, |stack| mixer.shrink(stack));
+        let own_scale = mixer.scales_itself();
+        mixer.map(&mut StartMapper { start: self, own_scale, shrink, place: vec![] })
     }
+}
 
-    /// Factor of what is added to the residual stream.
-    fn shrink(&self) -> f64 {
-        let Some(Stack { layers, writes }) = self.stack else { return 1.0 };
-        match OwnStart::ALL.iter().find(|own| self.named(&[own.mixer])) {
-            Some(own) => (own.shrink)(layers, writes),
-            None => (writes as f64).powf(-0.5),
+/// Gives linear layers their start.
+struct StartMapper<'a> {
+    start: &'a Start,
+    /// Whether all of them have a scale of their own.
+    own_scale: bool,
+    /// Factor of weights that write to the residual stream.
+    shrink: f64,
+    /// Names, and the containers that they stand in.
+    place: Vec<(String, String)>,
+}
+
+impl StartMapper<'_> {
+    fn matrix<B: Backend, const D: usize>(&self, fresh: Tensor<B, D>) -> Tensor<B, D> {
+        match self.start.initializer {
+            _ if self.own_scale => fresh,
+            InitializerKind::Normal => fresh * self.start.scale,
+            InitializerKind::Torch => torch_uniform(&fresh),
         }
     }
 }
 
-impl<B: Backend> ModuleMapper<B> for Start {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_string());
+impl<B: Backend> ModuleMapper<B> for StartMapper<'_> {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        self.place.push((name.to_string(), container.to_string()));
     }
 
     fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
+        self.place.pop();
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let writes = self.named(&["o_proj", "out_proj", "down_proj"]);
-        let alone = self.is_left_alone();
-        if D != 2 || (alone && !writes) {
-            return param;
-        }
-        let factor = if writes { self.shrink() } else { 1.0 };
+        let place = self.place.last().map(|(name, holder)| (name.as_str(), holder.as_str()));
+        let factor = match place {
+            Some(("weight", "Struct:ResidualLinear")) => self.shrink,
+            Some(("weight", "Struct:Linear")) if !self.own_scale => 1.0,
+            _ => return param,
+        };
         // The product is no leaf of the autodiff graph any more, and would not be learnt.
-        param.map(|weight| {
-            let fresh = match self.initializer {
-                _ if alone => weight,
-                InitializerKind::Normal => weight * self.scale,
-                InitializerKind::Torch => torch_uniform(&weight),
-            };
-            (fresh * factor).detach().require_grad()
-        })
+        param.map(|fresh| (self.matrix(fresh) * factor).detach().require_grad())
     }
 }
 
@@ -355,6 +360,17 @@ pub struct LanguageModelState<B: Backend> {
 }
 
 impl<B: LinearAttentionBackend> LanguageModel<B> {
+    /// The same model with its linear layers started.
+    fn started(self, start: &Start) -> Self {
+        let Self { layers, lm_head, decoder, .. } = self;
+        Self {
+            layers: layers.into_iter().map(|block| block.started(start)).collect(),
+            lm_head: lm_head.map(|head| start.usual(head)),
+            decoder: decoder.map(|decoder| start.usual(decoder)),
+            ..self
+        }
+    }
+
     /// Whole sequences of ids, `[B, T]`. Gives logits, `[B, T, vocab]`, and the state after token T.
     /// # Panics
     /// If `state` is another model's.
@@ -378,10 +394,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 3>, LanguageModelState<B>) {
         let x = self.embed(ids, &state);
-        let run = |block: &Block<B>, x, state, shared: &mut Shared<B>| {
-            block.forward_residual(x, state, shared)
-        };
-        let (x, state) = self.through_layers(self.dropout.forward(x), state, run);
+        let (x, state) = self.through_layers(self.dropout.forward(x), state);
         let x = match &self.decoder {
             Some(decoder) => Residual::new(decoder.forward(x.sum())),
             None => x,
@@ -442,10 +455,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     ) -> (Tensor<B, 2>, LanguageModelState<B>) {
         assert!(!self.needs_whole_sequences(), "an auto-encoder answers whole sequences");
         let x = self.embed(ids.unsqueeze_dim(1), &state);
-        let run = |block: &Block<B>, x, state, shared: &mut Shared<B>| {
-            block.step_residual(x, state, shared)
-        };
-        let (x, state) = self.through_layers(x, state, run);
+        let (x, state) = self.through_layers(x, state);
         (self.logits(self.normalized(x)).squeeze_dim(1), state)
     }
 
@@ -490,9 +500,9 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         ops::linear_cross_entropy(hidden, weight, bias, target, scale)
     }
 
-    /// The same model with products and recurrences in type `precision` wherever a layer takes it: today
-    /// DeltaNet, Gated DeltaNet, SwiGLU and GELU MLPs, and the logits. Weights, residual stream, norms'
-    /// statistics, gates, states and losses stay in the weights' type.
+    /// The same model with products and recurrences in type `precision` in the logits, in MLPs and in every
+    /// mixer that takes it: see [`Mixer::takes_bf16`](super::mixers::Mixer::takes_bf16). Weights, residual
+    /// stream, norms' statistics, gates, memories and losses stay in the weights' type.
     #[must_use]
     pub fn with_precision(self, precision: DType) -> Self {
         Self { precision: Some(precision), ..self }
@@ -502,12 +512,6 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         &self,
         mut x: Tensor<B, 3>,
         state: Option<LanguageModelState<B>>,
-        run: impl Fn(
-            &Block<B>,
-            Residual<B>,
-            Option<BlockState<B>>,
-            &mut Shared<B>,
-        ) -> (Residual<B>, BlockState<B>),
     ) -> (Residual<B>, LanguageModelState<B>) {
         let position = self.positions.as_ref().map(|_| seen(&state) + x.dims()[1]);
         if let Some(norm) = &self.pre_norm {
@@ -525,7 +529,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         let mut shared = Shared::default();
         let mut layers = Vec::with_capacity(self.layers.len());
         for (block, state) in self.layers.iter().zip(before.drain(..)) {
-            let (y, state) = run(block, x, state, &mut shared);
+            let (y, state) = block.run(x, state, &mut shared);
             x = y;
             layers.push(state);
         }

@@ -1,34 +1,57 @@
 //! Projections that read one input: the queries, keys, values and gates of a mixer.
+//! ```text
+//! y       = x [W_1 W_2 ..] + [b_1 b_2 ..]       one product, of weights packed side by side
+//! outputs = conv_split(y)                       convolution, activation, norm of heads, beta, log decay
+//! ```
 
 use super::Linear;
-use super::convolution::ShortConvolution;
+use super::convolution::{ShortConvolution, Tails};
+use super::log_decay::LogDecay;
 use crate::ops::{
     self, Activation, Column, ColumnKind, ConvSplit, HeadNorm, LinearAttentionBackend,
 };
 use burn::module::Param;
-use burn::tensor::{Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
+use burn::tensor::{DType, Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
+
+/// Columns of a packed projection are a multiple of this: matrix products read and write 16 bytes at once.
+const ALIGNED: usize = 8;
 
 /// A projection, its short convolution where it has one, and the treatment of its columns.
 pub(crate) struct Projection<'a, B: Backend> {
-    pub(crate) linear: &'a Linear<B>,
-    pub(crate) convolution: Option<&'a ShortConvolution<B>>,
-    pub(crate) kind: ColumnKind,
+    linear: &'a Linear<B>,
+    convolution: Option<&'a ShortConvolution<B>>,
+    kind: ColumnKind,
+    decay: Option<LogDecay<B>>,
 }
 
 impl<'a, B: Backend> Projection<'a, B> {
-    /// SiLU after the convolution, or after the projection alone.
-    pub(crate) fn silu(
-        linear: &'a Linear<B>,
-        convolution: &'a Option<ShortConvolution<B>>,
-        norm: Option<HeadNorm>,
-    ) -> Self {
-        let kind = ColumnKind::Conv { activation: Some(Activation::Silu), norm };
-        Self { linear, convolution: convolution.as_ref(), kind }
+    /// `x W`, as it is.
+    pub(crate) fn plain(linear: &'a Linear<B>) -> Self {
+        Self { linear, convolution: None, kind: ColumnKind::Copy, decay: None }
     }
 
-    /// Columns that no convolution sees.
-    pub(crate) fn plain(linear: &'a Linear<B>, kind: ColumnKind) -> Self {
-        Self { linear, convolution: None, kind }
+    /// `activation(conv(x W))`, with heads of some length where `norm` asks for it.
+    pub(crate) fn convolved(
+        linear: &'a Linear<B>,
+        convolution: Option<&'a ShortConvolution<B>>,
+        activation: Option<Activation>,
+        norm: Option<HeadNorm>,
+    ) -> Self {
+        let kind = match (convolution, activation, norm) {
+            (None, None, None) => ColumnKind::Copy,
+            _ => ColumnKind::Conv { activation, norm },
+        };
+        Self { linear, convolution, kind, decay: None }
+    }
+
+    /// `scale * sigmoid(x W)`, in f32 at least.
+    pub(crate) fn beta(linear: &'a Linear<B>, scale: f64) -> Self {
+        Self { kind: ColumnKind::Beta { scale }, ..Self::plain(linear) }
+    }
+
+    /// The log decay of `x W`, in f32 at least. A mixer has one.
+    pub(crate) fn log_decay(linear: &'a Linear<B>, decay: LogDecay<B>) -> Self {
+        Self { kind: ColumnKind::LogDecay, decay: Some(decay), ..Self::plain(linear) }
     }
 
     fn width(&self) -> usize {
@@ -42,141 +65,196 @@ impl<'a, B: Backend> Projection<'a, B> {
     fn is_convolved(&self) -> bool {
         matches!(self.kind, ColumnKind::Conv { .. })
     }
+
+    /// W of its convolution.
+    fn window(&self) -> Option<usize> {
+        self.convolution.map(|convolution| convolution.weight.dims()[0])
+    }
 }
 
-/// Columns of a packed projection are a multiple of this: matrix products read and write 16 bytes at once.
-const ALIGNED: usize = 8;
-
-/// Rows of one head, of length `factor`.
+/// Heads of length `factor`, of `columns` columns in all.
 pub(crate) fn head_norm(columns: usize, heads: usize, factor: f64) -> Option<HeadNorm> {
     Some(HeadNorm { width: columns / heads, factor })
 }
 
-/// ln A and the bias of step sizes, which a log decay goes by.
-pub(crate) struct DecayParams<'a, B: Backend> {
-    pub(crate) a_log: &'a Param<Tensor<B, 1>>,
-    pub(crate) dt_bias: &'a Param<Tensor<B, 1>>,
+/// The projections of `x`, `[B, T, D]`, each through its convolution and treatment: `[B, T, width]` each.
+pub(crate) fn project<B: LinearAttentionBackend, const N: usize>(
+    x: &Tensor<B, 3>,
+    projections: [Projection<'_, B>; N],
+    tails: &mut Tails<B>,
+) -> [Tensor<B, 3>; N] {
+    let mut outputs = project_all(x, projections.into(), tails).into_iter();
+    std::array::from_fn(|_| outputs.next().expect("an output for each projection"))
 }
 
-/// The projections of `x`, `[B, T, D]`, each through its convolution and treatment: `[B, T, width]` each.
-/// Tails of convolutions come from `before`, the next ones go to `tails`, in the order of `projections`.
+/// As [`project`], of any number of projections.
 ///
-/// Over several tokens the projections are one product and one operation after it, if all convolutions have
-/// one window. A single token goes through each projection by itself: packing would read all weights
-/// twice.
-pub(crate) fn project<B: LinearAttentionBackend>(
+/// Over several tokens they are one product and one operation after it, if all convolutions have one
+/// window. A single token goes through each projection by itself: packing would read all weights twice.
+pub(crate) fn project_all<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
-    projections: &[Projection<'_, B>],
-    decay: Option<&DecayParams<'_, B>>,
-    before: &mut impl Iterator<Item = Tensor<B, 3>>,
-    tails: &mut Vec<Tensor<B, 3>>,
+    projections: Vec<Projection<'_, B>>,
+    tails: &mut Tails<B>,
 ) -> Vec<Tensor<B, 3>> {
-    let parts: Vec<(Column, Option<Tensor<B, 3>>)> = projections
-        .iter()
-        .map(|p| (p.column(), p.convolution.and_then(|_| before.next())))
-        .collect();
-    match x.dims()[1] > 1 && can_pack(projections) {
-        true => packed(x, projections, decay, parts, tails),
-        false => one_by_one(x, projections, decay, parts, tails),
+    match x.dims()[1] > 1 && can_pack(&projections) {
+        true => packed(x, &projections, tails),
+        false => projections.iter().map(|projection| alone(x, projection, tails)).collect(),
     }
 }
 
-/// Convolved columns come first, and all of them have a convolution of one window, or none has.
+/// Convolved projections have a convolution of one window, or none has; there is one log decay.
 fn can_pack<B: Backend>(projections: &[Projection<'_, B>]) -> bool {
-    let convolved = projections.iter().take_while(|p| p.is_convolved()).count();
-    let window = |p: &Projection<'_, B>| p.convolution.map(|c| c.weight.dims()[0]);
-    let first = projections.first().and_then(window);
+    let mut windows = projections.iter().filter(|p| p.is_convolved()).map(Projection::window);
+    let first = windows.next();
     projections.len() <= ops::MOST_PACKED
-        && projections[convolved..].iter().all(|p| !p.is_convolved())
-        && projections[..convolved].iter().all(|p| window(p) == first)
-        && projections.iter().all(|p| p.linear.bias.is_none())
-        && projections.iter().all(|p| p.convolution.is_none_or(|c| c.bias.is_none()))
+        && windows.all(|window| Some(window) == first)
+        && projections.iter().filter(|p| p.decay.is_some()).count() <= 1
 }
 
-type Part<B> = (Column, Option<Tensor<B, 3>>);
-
+/// All projections as one product.
 fn packed<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
     projections: &[Projection<'_, B>],
-    decay: Option<&DecayParams<'_, B>>,
-    parts: Vec<Part<B>>,
-    tails: &mut Vec<Tensor<B, 3>>,
+    tails: &mut Tails<B>,
 ) -> Vec<Tensor<B, 3>> {
-    let weights = projections.iter().map(|p| p.linear.weight.val()).collect();
-    let width: usize = projections.iter().map(Projection::width).sum();
-    let padding = width.next_multiple_of(ALIGNED) - width;
+    // Columns that are convolved come first.
+    let mut order: Vec<usize> = (0..projections.len()).collect();
+    order.sort_by_key(|&i| !projections[i].is_convolved());
+    let sorted: Vec<_> = order.iter().map(|&i| &projections[i]).collect();
+
+    let columns: Vec<Column> = sorted.iter().map(|p| p.column()).collect();
+    let padding = padding(&columns);
+    let weights = sorted.iter().map(|p| p.linear.weight.val()).collect();
     let weight = ops::pack(weights, padding, x.dtype());
-    let y = ops::affine(x.clone(), weight, None).expect("every projection reads `x`");
-    let convolutions: Vec<_> = projections.iter().filter_map(|p| p.convolution).collect();
-    let taps: Vec<_> = convolutions.iter().map(|c| c.weight.val()).collect();
-    let mut columns: Vec<Column> = parts.iter().map(|(column, _)| *column).collect();
-    if padding > 0 {
-        columns.push(Column { width: padding, kind: ColumnKind::Copy });
-    }
-    let mut tail = None;
-    if let Some(first) = taps.first() {
-        let window = first.dims()[0];
-        let mut from = 0;
-        for ((column, tail), _) in parts.iter().zip(&convolutions) {
-            tails.push(ops::next_conv_state(&y, tail.clone(), (from, column.width), window));
-            from += column.width;
-        }
-        let before: Vec<_> = parts.into_iter().filter_map(|(_, tail)| tail).collect();
-        tail = (!before.is_empty()).then(|| Tensor::cat(before, 2));
-    }
-    let dtype = x.dtype();
-    let weight = (!taps.is_empty()).then(|| {
-        let own = taps[0].dtype();
-        inside(ops::pack(taps, 0, own))
-    });
-    let mut outputs = ops::conv_split::<B>(ConvSplit {
-        x: inside(y),
-        weight,
-        bias: None,
-        tail: tail.map(|tail| inside(ops::typed(tail, dtype))),
-        a_log: decay.map(|decay| inside(decay.a_log.val())),
-        dt_bias: decay.map(|decay| inside(decay.dt_bias.val())),
-        columns,
-    });
-    outputs.truncate(projections.len());
-    outputs
+    let biases = sorted.iter().map(|p| (p.linear.bias.as_ref(), p.width()));
+    let bias = packed_bias(biases, padding, x.dtype());
+    let y = ops::affine(x.clone(), weight, bias).expect("every projection reads `x`");
+    let convolution = packed_convolution(&y, &sorted, tails);
+    let decay = sorted.iter().find_map(|p| p.decay.clone());
+    let outputs = Split { y, columns, convolution, decay }.outputs();
+    let mut sorted: Vec<_> = order.into_iter().zip(outputs).collect();
+    sorted.sort_by_key(|(place, _)| *place);
+    sorted.into_iter().map(|(_, output)| output).collect()
 }
 
-fn one_by_one<B: LinearAttentionBackend>(
+/// Columns of zeros behind `columns`, for the product's sake.
+pub(crate) fn padding(columns: &[Column]) -> usize {
+    let width: usize = columns.iter().map(|column| column.width).sum();
+    width.next_multiple_of(ALIGNED) - width
+}
+
+/// Biases side by side, zeros where there is none; nothing where none has one.
+fn packed_bias<'a, B: LinearAttentionBackend>(
+    biases: impl Iterator<Item = (Option<&'a Param<Tensor<B, 1>>>, usize)> + Clone,
+    padding: usize,
+    dtype: DType,
+) -> Option<Tensor<B, 1>> {
+    let given = biases.clone().find_map(|(bias, _)| bias)?.val();
+    let row = |(bias, width): (Option<&Param<Tensor<B, 1>>>, usize)| match bias {
+        Some(bias) => bias.val().unsqueeze::<2>(),
+        None => Tensor::zeros([1, width], (&given.device(), given.dtype())),
+    };
+    Some(ops::pack(biases.map(row).collect(), padding, dtype).squeeze_dim(0))
+}
+
+/// The convolutions of the first columns of `y` as one, where there are any.
+fn packed_convolution<B: LinearAttentionBackend>(
+    y: &Tensor<B, 3>,
+    projections: &[&Projection<'_, B>],
+    tails: &mut Tails<B>,
+) -> Option<Convolution<B>> {
+    let convolutions: Vec<_> = projections.iter().filter_map(|p| p.convolution).collect();
+    let [window, _] = convolutions.first()?.weight.dims();
+    let (mut first, mut before) = (0, vec![]);
+    for convolution in &convolutions {
+        let width = convolution.weight.dims()[1];
+        tails.through(|tail| {
+            before.extend(tail.clone());
+            ((), ops::next_conv_state(y, tail, (first, width), window))
+        });
+        first += width;
+    }
+    let weights: Vec<_> = convolutions.iter().map(|c| c.weight.val()).collect();
+    let dtype = weights[0].dtype();
+    let biases = convolutions.iter().map(|c| (c.bias.as_ref(), c.weight.dims()[1]));
+    Some(Convolution {
+        bias: packed_bias(biases, 0, dtype),
+        weight: ops::pack(weights, 0, dtype),
+        tail: (!before.is_empty()).then(|| Tensor::cat(before, 2)),
+    })
+}
+
+/// One projection by itself.
+fn alone<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
-    projections: &[Projection<'_, B>],
-    decay: Option<&DecayParams<'_, B>>,
-    parts: Vec<Part<B>>,
-    tails: &mut Vec<Tensor<B, 3>>,
-) -> Vec<Tensor<B, 3>> {
-    let mut one = |p: &Projection<'_, B>, (column, tail): Part<B>| {
-        let y = p.linear.forward(x.clone());
-        let weight = p.convolution.map(|c| c.weight.val());
-        if let Some(weight) = &weight {
-            let part = (0, column.width);
-            tails.push(ops::next_conv_state(&y, tail.clone(), part, weight.dims()[0]));
+    projection: &Projection<'_, B>,
+    tails: &mut Tails<B>,
+) -> Tensor<B, 3> {
+    let y = projection.linear.forward(x.clone());
+    if projection.kind == ColumnKind::Copy {
+        return y;
+    }
+    let convolution = projection.convolution.map(|c| Convolution::of(c, &y, tails));
+    let (columns, decay) = (vec![projection.column()], projection.decay.clone());
+    Split { y, columns, convolution, decay }.outputs().remove(0)
+}
+
+/// A convolution's weights, and the tokens before.
+pub(crate) struct Convolution<B: Backend> {
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+    tail: Option<Tensor<B, 3>>,
+}
+
+impl<B: LinearAttentionBackend> Convolution<B> {
+    /// Of the first columns of `y`, between a layer's tails.
+    pub(crate) fn of(layer: &ShortConvolution<B>, y: &Tensor<B, 3>, tails: &mut Tails<B>) -> Self {
+        let weight = layer.weight.val();
+        let [window, width] = weight.dims();
+        let tail =
+            tails.through(|tail| (tail.clone(), ops::next_conv_state(y, tail, (0, width), window)));
+        Self { weight, bias: layer.bias.as_ref().map(Param::val), tail }
+    }
+}
+
+/// A packed projection, `[B, T, P]`, and the treatment of its columns; convolved ones come first, and columns
+/// behind the last are padding.
+pub(crate) struct Split<B: Backend> {
+    pub(crate) y: Tensor<B, 3>,
+    pub(crate) columns: Vec<Column>,
+    pub(crate) convolution: Option<Convolution<B>>,
+    pub(crate) decay: Option<LogDecay<B>>,
+}
+
+impl<B: LinearAttentionBackend> Split<B> {
+    /// `[B, T, width]` for each entry of `columns`.
+    pub(crate) fn outputs(self) -> Vec<Tensor<B, 3>> {
+        let Self { y, mut columns, convolution, decay } = self;
+        let (dtype, asked) = (y.dtype(), columns.len());
+        let padding = y.dims()[2] - columns.iter().map(|column| column.width).sum::<usize>();
+        if padding > 0 {
+            columns.push(Column { width: padding, kind: ColumnKind::Copy });
         }
-        if column.kind == ColumnKind::Copy {
-            return y;
-        }
-        let decay = decay.filter(|_| column.kind == ColumnKind::LogDecay);
-        let dtype = y.dtype();
+        let (weight, bias, tail) = match convolution {
+            Some(Convolution { weight, bias, tail }) => (Some(weight), bias, tail),
+            None => (None, None, None),
+        };
+        let (a_log, dt_bias) = match decay {
+            Some(LogDecay { a_log, dt_bias }) => (Some(a_log), Some(dt_bias)),
+            None => (None, None),
+        };
         let mut outputs = ops::conv_split::<B>(ConvSplit {
             x: inside(y),
             weight: weight.map(inside),
-            bias: p.convolution.and_then(|c| c.bias.as_ref()).map(|bias| inside(bias.val())),
+            bias: bias.map(inside),
             tail: tail.map(|tail| inside(ops::typed(tail, dtype))),
-            a_log: decay.map(|decay| inside(decay.a_log.val())),
-            dt_bias: decay.map(|decay| inside(decay.dt_bias.val())),
-            columns: vec![column],
+            a_log: a_log.map(inside),
+            dt_bias: dt_bias.map(inside),
+            columns,
         });
-        outputs.remove(0)
-    };
-    let mut outputs = vec![];
-    for (projection, part) in projections.iter().zip(parts) {
-        outputs.push(one(projection, part));
+        outputs.truncate(asked);
+        outputs
     }
-    outputs
 }
 
 fn inside<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {

@@ -1,5 +1,6 @@
 //! Rotary position encoding.
 
+use crate::ops::{accumulator, typed};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 /// Rotates pairs of channels by an angle that grows with the position, so that a query and a key
@@ -15,7 +16,8 @@ pub struct Rope {
 impl Rope {
     /// `x`: `[B, T, H, K]`, K even, whose first token stands at position `offset`.
     pub fn forward<B: Backend>(&self, x: Tensor<B, 4>, offset: usize) -> Tensor<B, 4> {
-        let [_, tokens, _, width] = x.dims();
+        let ([_, tokens, _, width], dtype) = (x.dims(), x.dtype());
+        let x = accumulator(x);
         let half = width / 2;
         let angles: Vec<f64> = (offset..offset + tokens)
             .flat_map(|t| (0..half).map(move |i| (t, i)))
@@ -30,6 +32,6 @@ impl Rope {
         let (a, b) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
         let real = a.clone() * cos.clone() - b.clone() * sin.clone();
         let imaginary = a * sin + b * cos;
-        Tensor::cat(vec![real, imaginary], 3)
+        typed(Tensor::cat(vec![real, imaginary], 3), dtype)
     }
 }

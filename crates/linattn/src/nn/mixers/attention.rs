@@ -8,12 +8,14 @@
 //! window as in arXiv 2004.05150, slopes (ALiBi) as in arXiv 2108.12409.
 
 use super::retnet::{check_rotated, check_theta};
-use super::{key_width, linear_flops};
+use super::{TokenMixer, key_width, linear_flops};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::Tails;
 use crate::nn::layers::{
-    check_epsilon, linear, linear_with_bias, merge_heads, rms_norm, split_heads,
+    ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, rms_norm, wide_type,
 };
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, StateTensors, positive};
-use crate::ops::LinearAttentionBackend;
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
+use crate::ops::{LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::softmax;
@@ -102,7 +104,7 @@ pub(super) fn check_shared(heads: usize, shared: Option<usize>) -> Result<usize,
 
 impl AttentionConfig {
     /// Width of a head, and heads of keys and values.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         let shared = check_shared(self.heads, self.key_value_heads)?;
         let width = key_width(self.key_width, d_model, self.heads)?;
         if self.rope {
@@ -133,7 +135,7 @@ impl AttentionConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Attention<B>, ConfigError> {
-        let (width, shared) = self.widths(d_model)?;
+        let (width, shared) = self.resolve(d_model)?;
         let biased = |bias, from, to| match bias {
             true => linear_with_bias(from, to, device),
             false => linear(from, to, device),
@@ -146,7 +148,7 @@ impl AttentionConfig {
             v_proj: project(shared * width),
             q_norm: norm(),
             k_norm: norm(),
-            o_proj: biased(self.output_bias, self.heads * width, d_model),
+            o_proj: biased(self.output_bias, self.heads * width, d_model).into(),
             dropout: DropoutConfig::new(self.dropout).init(),
             heads: self.heads,
             key_value_heads: shared,
@@ -160,7 +162,7 @@ impl AttentionConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
-        let (width, shared) = self.widths(d_model)?;
+        let (width, shared) = self.resolve(d_model)?;
         let (queries, keys) = (self.heads * width, shared * width);
         // On average a token looks at half the sequence: scores and their sum over values.
         let seen = self.window.unwrap_or(length).min(length.div_ceil(2));
@@ -237,7 +239,7 @@ pub struct Attention<B: Backend> {
     v_proj: Linear<B>,
     q_norm: Option<RmsNorm<B>>,
     k_norm: Option<RmsNorm<B>>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     dropout: Dropout,
     #[module(skip)]
     heads: usize,
@@ -251,37 +253,39 @@ pub struct Attention<B: Backend> {
     alibi: bool,
 }
 
-impl<B: LinearAttentionBackend> Attention<B> {
-    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
-    pub fn forward(
+impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
+    type State = KeyValueCache<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
+
+    /// Leaves its cache in `shared`.
+    fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<KeyValueCache<B>>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, KeyValueCache<B>) {
         let tokens = x.dims()[1];
         let position = state.as_ref().map_or(0, |cache| cache.position);
-        let (shared, rotation) = (self.key_value_heads, self.rope.map(|rope| (rope, position)));
-        let q = project_heads(&self.q_proj, &self.q_norm, &x, self.heads, rotation);
-        let k = project_heads(&self.k_proj, &self.k_norm, &x, shared, rotation);
-        let v = project_heads(&self.v_proj, &None, &x, shared, None);
+        let rotation = self.rope.map(|rope| (rope, position));
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let heads = [self.heads, self.key_value_heads, self.key_value_heads];
+        let (Qkv { q, k, v }, []) =
+            ConvQkv::plain(projections, heads).project(&x, [], &mut Tails::none());
+        let q = turned(q, &self.q_norm, rotation);
+        let k = turned(k, &self.k_norm, rotation);
+        let v = v.swap_dims(1, 2);
 
         // Through a window, a long sequence is seen piece by piece: the scores outside are not formed.
         let piece = self.window.map_or(tokens, |window| window.max(PIECE));
         let (o, cache) =
             in_pieces(tokens, piece, state, |part, before| self.attend(&q, &k, &v, part, before));
+        shared.keys_values = Some(cache.clone());
         (self.o_proj.forward(o), cache)
     }
+}
 
-    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next cache.
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<KeyValueCache<B>>,
-    ) -> (Tensor<B, 2>, KeyValueCache<B>) {
-        let (y, state) = self.forward(x.unsqueeze_dim(1), state);
-        (y.squeeze_dim(1), state)
-    }
-
+impl<B: LinearAttentionBackend> Attention<B> {
     /// The tokens of a part, `(first, how many)`, and what of the cache is left after them.
     fn attend(
         &self,
@@ -316,16 +320,13 @@ pub(super) fn head_norm<B: Backend>(
     wanted.then(|| RmsNormConfig::new(width).with_epsilon(epsilon).init(device))
 }
 
-/// `x`, `[B, T, D]`, projected and taken apart, `[B, heads, T, X]`. Each head is normalised if there is
-/// a norm, then rotated if there is a rotation, given with the position of the first token.
-pub(super) fn project_heads<B: LinearAttentionBackend>(
-    proj: &Linear<B>,
+/// Heads `x`, `[B, T, heads, X]`, as `[B, heads, T, X]`: normalised if there is a norm, then rotated if
+/// there is a rotation, given with the position of the first token.
+pub(super) fn turned<B: LinearAttentionBackend>(
+    x: Tensor<B, 4>,
     norm: &Option<RmsNorm<B>>,
-    x: &Tensor<B, 3>,
-    heads: usize,
     rotation: Option<(Rope, usize)>,
 ) -> Tensor<B, 4> {
-    let x = split_heads(proj.forward(x.clone()), heads);
     let x = match norm {
         Some(norm) => rms_norm(norm, x, None),
         None => x,
@@ -371,12 +372,12 @@ fn scaled_scores<B: Backend>(q: Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor<B, 
     scores(q * scale, keys)
 }
 
-/// Products of `q`, `[B, H, T, K]`, with keys, `[B, Hk, S, K]`: `[B, Hk, H / Hk, T, S]`.
+/// Products of `q`, `[B, H, T, K]`, with keys, `[B, Hk, S, K]`: `[B, Hk, H / Hk, T, S]`, in f32 at least.
 pub(super) fn scores<B: Backend>(q: Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor<B, 5> {
     let [batch, heads, tokens, width] = q.dims();
     let shared = keys.dims()[1];
     let q = q.reshape([batch, shared, heads / shared, tokens, width]);
-    q.matmul(keys.clone().unsqueeze_dim::<5>(2).transpose())
+    accumulator(q.matmul(keys.clone().unsqueeze_dim::<5>(2).transpose()))
 }
 
 /// Values, `[B, Hk, S, V]`, weighed by the softmax of [`scores`]: `[B, H, T, V]`.
@@ -384,10 +385,10 @@ pub(super) fn gather<B: Backend>(scores: Tensor<B, 5>, values: &Tensor<B, 4>) ->
     blend(softmax(scores, 4), values)
 }
 
-/// Values, `[B, Hk, S, V]`, in shares, `[B, Hk, H / Hk, T, S]`: `[B, H, T, V]`.
+/// Values, `[B, Hk, S, V]`, in shares, `[B, Hk, H / Hk, T, S]`: `[B, H, T, V]`, in the type of the values.
 fn blend<B: Backend>(shares: Tensor<B, 5>, values: &Tensor<B, 4>) -> Tensor<B, 4> {
     let [batch, shared, group, tokens, _] = shares.dims();
-    let o = shares.matmul(values.clone().unsqueeze_dim::<5>(2));
+    let o = typed(shares, values.dtype()).matmul(values.clone().unsqueeze_dim::<5>(2));
     o.reshape([batch, shared * group, tokens, values.dims()[3]])
 }
 
@@ -397,7 +398,8 @@ pub(super) fn merge<B: Backend>(o: Tensor<B, 4>) -> Tensor<B, 3> {
 }
 
 /// A number for each query of `q`, the last of as many tokens as there are keys, and each key; given
-/// how many tokens the key lies back (the key's own lead, if it is ahead). `[1, 1, 1, T, S]`.
+/// how many tokens the key lies back (the key's own lead, if it is ahead). `[1, 1, 1, T, S]`, in the type of
+/// scores.
 pub(super) fn pairs<B: Backend>(
     q: &Tensor<B, 4>,
     keys: usize,
@@ -408,7 +410,7 @@ pub(super) fn pairs<B: Backend>(
     let values: Vec<f32> =
         (0..queries * keys).map(|x| f(first + (x / keys) as isize - (x % keys) as isize)).collect();
     let data = TensorData::new(values, [1, 1, 1, queries, keys]);
-    Tensor::from_data(data, (&q.device(), q.dtype()))
+    Tensor::from_data(data, (&q.device(), wide_type(q.dtype())))
 }
 
 /// Zero where a query may see a key, and very negative where not.
@@ -438,5 +440,5 @@ fn slopes<B: Backend>(q: &Tensor<B, 4>, shared: usize) -> Tensor<B, 5> {
         .map(|slope| slope as f32)
         .collect();
     let data = TensorData::new(values, [1, shared, heads / shared, 1, 1]);
-    Tensor::from_data(data, (&q.device(), q.dtype()))
+    Tensor::from_data(data, (&q.device(), wide_type(q.dtype())))
 }

@@ -4,10 +4,10 @@
 //! ```
 //! Source: Zoology, arXiv 2312.04927, which sets it before the mixer under test.
 
-use super::linear_flops;
-use crate::nn::convolution::check_window;
+use super::{TokenMixer, linear_flops};
+use crate::nn::convolution::{ShortConvolution, check_window};
 use crate::nn::layers::linear_with_bias;
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, ShortConvolution, StateTensors};
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
@@ -28,6 +28,10 @@ impl Default for BaseConvConfig {
 }
 
 impl BaseConvConfig {
+    pub(super) fn resolve(&self, _d_model: usize) -> Result<(), ConfigError> {
+        check_window(self.conv_size, 2)
+    }
+
     /// Builds the layer for a model of width `d_model`.
     /// # Errors
     /// [`ConfigError`] names the first key that does not fit.
@@ -36,7 +40,7 @@ impl BaseConvConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<BaseConv<B>, ConfigError> {
-        check_window(self.conv_size, 2)?;
+        self.resolve(d_model)?;
         Ok(BaseConv {
             projection: linear_with_bias(d_model, d_model, device),
             conv1d: ShortConvolution::new(d_model, self.conv_size, true, device),
@@ -47,7 +51,7 @@ impl BaseConvConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        check_window(self.conv_size, 2)?;
+        self.resolve(d_model)?;
         let taps = (self.conv_size * d_model) as u64;
         Ok(Cost {
             state_bytes: 4 * (taps - d_model as u64),
@@ -77,26 +81,19 @@ pub struct BaseConv<B: Backend> {
     conv1d: ShortConvolution<B>,
 }
 
-impl<B: LinearAttentionBackend> BaseConv<B> {
-    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
-    pub fn forward(
+impl<B: LinearAttentionBackend> TokenMixer<B> for BaseConv<B> {
+    type State = ConvolutionTail<B>;
+    const TAKES_BF16: bool = true;
+
+    fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<ConvolutionTail<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, ConvolutionTail<B>) {
         let tail = state.map(|state| state.0);
         let (seen, tail) = self.conv1d.linear(x.clone(), tail);
         let y = seen * self.projection.forward(x.clone()) + x;
         (y, ConvolutionTail(tail))
-    }
-
-    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<ConvolutionTail<B>>,
-    ) -> (Tensor<B, 2>, ConvolutionTail<B>) {
-        let (y, state) = self.forward(x.unsqueeze_dim(1), state);
-        (y.squeeze_dim(1), state)
     }
 }

@@ -9,14 +9,18 @@
 //! ```
 //! Source: arXiv 2506.02475.
 
-use super::delta_net::{fresh_a_log, fresh_dt_bias, log_decay};
-use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
+use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, share_heads, split_heads,
+    GatedRmsNorm, ResidualLinear, check_epsilon, l2_normalize, linear, share_heads,
 };
-use crate::nn::{ConfigError, Cost, Linear, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult, Read};
+use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::delta_rule;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
+use crate::ops::{DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, Read, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
@@ -73,7 +77,7 @@ impl Default for CombaConfig {
 }
 
 impl CombaConfig {
-    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
         let widths =
             head_widths(self.heads, self.value_heads, self.key_width, self.expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
@@ -93,7 +97,7 @@ impl CombaConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Comba<B>, ConfigError> {
-        let Widths { heads, value, keys, values, .. } = self.widths(d_model)?;
+        let Widths { heads, value, keys, values, .. } = self.resolve(d_model)?;
         let project = |to| linear(d_model, to, device);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         let correction = self.output_correction;
@@ -108,14 +112,14 @@ impl CombaConfig {
             b_proj: project(heads),
             decay: self.inner_decay.then(|| constant(1.0)),
             d: (correction != 0.0).then(|| constant(correction)),
-            a_log: Param::from_tensor(fresh_a_log(heads, 0.0, device)),
-            dt_bias: Param::from_tensor(fresh_dt_bias(heads, device)),
+            a_log: fresh_a_log(heads, 0.0, device),
+            dt_bias: fresh_dt_bias(heads, device),
             q_conv1d: conv(keys),
             k_conv1d: conv(keys),
             v_conv1d: conv(values),
             g_proj: self.output_gate.then(|| project(values)),
             o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
             norm_last: self.norm_last,
@@ -127,7 +131,7 @@ impl CombaConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let Widths { heads, key, value, keys, values } = self.widths(d_model)?;
+        let Widths { heads, key, value, keys, values } = self.resolve(d_model)?;
         let mut cost = memory_cost(heads, key, value, true);
         let inward = 2 * keys + values * if self.output_gate { 2 } else { 1 } + 2 * heads;
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
@@ -153,7 +157,7 @@ pub struct Comba<B: Backend> {
     v_conv1d: Option<ShortConvolution<B>>,
     g_proj: Option<Linear<B>>,
     o_norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
@@ -164,26 +168,24 @@ pub struct Comba<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(Comba, ops::delta_rule, ops::delta_rule_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Comba<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Comba<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project =
-            |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
-        let q = project(&self.q_proj, &self.q_conv1d, self.key_heads);
-        let k = project(&self.k_proj, &self.k_conv1d, self.key_heads);
-        let v = project(&self.v_proj, &self.v_conv1d, self.heads);
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let decay = LogDecay::new(&self.a_log, &self.dt_bias);
+        let gates =
+            [Projection::log_decay(&self.a_proj, decay), Projection::beta(&self.b_proj, 1.0)];
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let (Qkv { q, k, v }, [g, beta], [gate]) =
+            self.qkv().project_some(&x, gates, [gate], &mut past.tails);
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let beta = sigmoid(self.b_proj.forward(x.clone()));
-        let g = log_decay(self.a_proj.forward(x.clone()), &self.a_log, &self.dt_bias);
         let (q, k, erase) = self.correct(q, k);
         let erase = erase.map(|erase| share_heads(erase, self.heads));
         let inputs = DeltaRule {
@@ -192,37 +194,42 @@ impl<B: LinearAttentionBackend> Comba<B> {
             read: Read::Before,
             ..DeltaRule::new(q * scale, k, v, beta)
         };
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let o = match &self.g_proj {
-            Some(g) => self.o_norm.forward_sigmoid(o, split_heads(g.forward(x), self.heads)),
-            None => self.o_norm.forward(o, None),
-        };
-        let y = self.o_proj.forward(merge_heads(o));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let (o, memory) = delta_rule(inputs, past.memory.take(), self.chunk);
+        let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, gate);
+        (y, past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> Comba<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        let heads = [self.key_heads, self.key_heads, self.heads];
+        let qkv = ConvQkv::convolved(projections, convolutions, heads).silu();
+        if self.norm_last { qkv } else { qkv.unit(1.0) }
     }
 
-    /// Queries less their correction, keys, and what erases where it is not the keys, `[B, T, H, K]`.
+    /// Queries less their correction, keys, and the rows that erase where these are not the keys,
+    /// `[B, T, H, K]`. Lengths are 1 already, unless that comes last.
     fn correct(
         &self,
         q: Tensor<B, 4>,
         k: Tensor<B, 4>,
     ) -> (Tensor<B, 4>, Tensor<B, 4>, Option<Tensor<B, 4>>) {
-        let each_head =
-            |share: Tensor<B, 1>| -> Tensor<B, 4> { share.reshape([1, 1, self.key_heads, 1]) };
-        let erasing = |k: &Tensor<B, 4>| {
-            let decay = self.decay.as_ref()?;
-            Some(k.clone() * each_head(sigmoid(decay.val())))
+        let dtype = q.dtype();
+        let each_head = |share: Tensor<B, 1>| -> Tensor<B, 4> {
+            typed(share, dtype).reshape([1, 1, self.key_heads, 1])
         };
+        let decay = self.decay.as_ref().map(|decay| each_head(sigmoid(decay.val())));
+        let erase = decay.map(|decay| k.clone() * decay);
         let corrected = |q: Tensor<B, 4>, by: &Tensor<B, 4>| match &self.d {
             Some(d) => q - by.clone() * each_head(d.val()),
             None => q,
         };
         if self.norm_last {
-            let erase = erasing(&k);
             let q = corrected(q, erase.as_ref().unwrap_or(&k));
             return (l2_normalize(q), l2_normalize(k), erase.map(l2_normalize));
         }
-        let k = l2_normalize(k);
-        (corrected(l2_normalize(q), &k), k.clone(), erasing(&k))
+        (corrected(q, &k), k, erase)
     }
 }

@@ -9,10 +9,10 @@
 //! `W_v` take in.
 //! Source: Sun et al., arXiv 2405.05254; among neighbouring layers, arXiv 2405.12981.
 
-use super::attention::{causal_mask, check_shared, project_heads, weigh};
+use super::attention::{AttentionConfig, causal_mask, check_shared, turned, weigh};
 use super::retnet::{check_rotated, check_theta};
-use super::{AttentionConfig, key_width, linear_flops};
-use crate::nn::layers::linear;
+use super::{TokenMixer, key_width, linear_flops};
+use crate::nn::layers::{ResidualLinear, linear, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
@@ -41,7 +41,7 @@ impl Default for CrossAttentionConfig {
 }
 
 impl CrossAttentionConfig {
-    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
         positive("heads", self.heads)?;
         let width = key_width(self.key_width, d_model, self.heads)?;
         if self.rope {
@@ -62,7 +62,7 @@ impl CrossAttentionConfig {
             return Err(ConfigError::new("cross_attention", "without keys and values", want));
         };
         let shared = check_shared(source.heads, source.key_value_heads)?;
-        let own = self.width(d_model)?;
+        let own = self.resolve(d_model)?;
         let width = key_width(source.key_width, d_model, source.heads)?;
         let refuse = |key: &str, got: String, want: String| {
             let want = format!("{want} the `attention` layer before");
@@ -93,10 +93,10 @@ impl CrossAttentionConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<CrossAttention<B>, ConfigError> {
-        let queries = self.heads * self.width(d_model)?;
+        let queries = self.heads * self.resolve(d_model)?;
         Ok(CrossAttention {
             q_proj: linear(d_model, queries, device),
-            o_proj: linear(queries, d_model, device),
+            o_proj: linear(queries, d_model, device).into(),
             heads: self.heads,
             rope: self.rope.then_some(Rope { theta: self.rope_theta }),
         })
@@ -107,7 +107,7 @@ impl CrossAttentionConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
-        let queries = self.heads * self.width(d_model)?;
+        let queries = self.heads * self.resolve(d_model)?;
         // On average a token looks at half the sequence: scores and their sum over values.
         let look_back = 2 * 2 * queries as u64 * length.div_ceil(2) as u64;
         let products = linear_flops(d_model, queries) + linear_flops(queries, d_model);
@@ -133,43 +133,31 @@ impl<B: Backend> RecurrentState<B> for NoState<B> {
 #[derive(Module, Debug)]
 pub struct CrossAttention<B: Backend> {
     q_proj: Linear<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
     rope: Option<Rope>,
 }
 
-impl<B: LinearAttentionBackend> CrossAttention<B> {
-    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]`.
-    /// # Panics
-    /// If no layer left keys and values in `shared`.
-    pub fn forward(
+impl<B: LinearAttentionBackend> TokenMixer<B> for CrossAttention<B> {
+    type State = NoState<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
+
+    fn run(
         &self,
         x: Tensor<B, 3>,
         _state: Option<NoState<B>>,
-        shared: &Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, NoState<B>) {
         let cache =
             shared.keys_values.as_ref().expect("a layer before this one made keys and values");
         let first = cache.position - x.dims()[1];
         let rotation = self.rope.map(|rope| (rope, first));
-        let q = project_heads(&self.q_proj, &None, &x, self.heads, rotation);
+        let q = turned(split_heads(self.q_proj.forward(x), self.heads), &None, rotation);
         let mask = causal_mask(&q, cache.keys.dims()[2], None);
         let o = weigh(q, &cache.keys, &cache.values, mask);
         (self.o_proj.forward(o), NoState::default())
-    }
-
-    /// One token: `x` is `[B, D]`; gives `[B, D]`.
-    /// # Panics
-    /// As [`forward`](Self::forward).
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<NoState<B>>,
-        shared: &Shared<B>,
-    ) -> (Tensor<B, 2>, NoState<B>) {
-        let (y, state) = self.forward(x.unsqueeze_dim(1), state, shared);
-        (y.squeeze_dim(1), state)
     }
 }

@@ -14,15 +14,21 @@
 //! to t, S_t e^{-Z_t} decays by rows alone, is written with v_t e^{-Z_t}, and answers q_t with
 //! o_t e^{-Z_t}. The bound keeps e^{-Z_t} within f32's range.
 
-use super::{MatrixState, Widths, check_divisor, head_widths, linear_flops, memory_cost};
-use crate::nn::convolution::{
-    ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
+use super::{
+    MatrixPast, MatrixState, TokenMixer, Widths, check_divisor, head_widths, linear_flops,
+    memory_cost,
 };
-use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, Linear};
-use crate::ops::{self, LinearAttentionBackend, OpResult};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::layers::{
+    GatedRmsNorm, ResidualLinear, check_epsilon, linear, merge_heads, split_heads,
+};
+use crate::nn::log_decay::log_gate;
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Module, Param};
-use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -63,7 +69,7 @@ impl Default for DecayingFastWeightsConfig {
 }
 
 impl DecayingFastWeightsConfig {
-    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
         let widths = head_widths(self.heads, None, self.key_width, self.expand_v, d_model)?;
         check_divisor("gate_normalizer", self.gate_normalizer)?;
         check_window(self.conv_size, 0)?;
@@ -79,7 +85,7 @@ impl DecayingFastWeightsConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<DecayingFastWeights<B>, ConfigError> {
-        let Widths { key, value, keys, values, .. } = self.widths(d_model)?;
+        let Widths { key, value, keys, values, .. } = self.resolve(d_model)?;
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         let gate = |width| Linear {
             bias: Some(spread_bias(self.heads, width, device)),
@@ -95,10 +101,9 @@ impl DecayingFastWeightsConfig {
             k_conv1d: conv(keys),
             v_conv1d: conv(values),
             norm: GatedRmsNorm::new(value, self.norm_eps, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             gate_normalizer: self.gate_normalizer,
-            chunk: PIECE,
         })
     }
 
@@ -106,7 +111,7 @@ impl DecayingFastWeightsConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let Widths { key, value, keys, values, .. } = self.widths(d_model)?;
+        let Widths { key, value, keys, values, .. } = self.resolve(d_model)?;
         let mut cost = memory_cost(self.heads, key, value, false);
         cost.flops_per_token +=
             linear_flops(d_model, 3 * keys + 2 * values) + linear_flops(values, d_model);
@@ -135,13 +140,11 @@ pub struct DecayingFastWeights<B: Backend> {
     k_conv1d: Option<ShortConvolution<B>>,
     v_conv1d: Option<ShortConvolution<B>>,
     norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
     gate_normalizer: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 /// Inputs of the recurrence.
@@ -168,73 +171,64 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         }
     }
 
-    /// Through an operation whose columns do not decay.
-    fn run(
-        self,
-        state: Option<Tensor<B, 4>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
-    ) -> OpResult<B> {
+    /// Through an operation whose columns do not decay: the outputs, and the next memory.
+    fn run(self, memory: Option<Tensor<B, 4>>) -> (Tensor<B, 4>, Tensor<B, 4>) {
         let last = self.columns.dims()[1] - 1;
         let kept = self.columns.cumsum(1);
         let v = self.v * kept.clone().neg().exp();
         let inputs = ops::LinearAttention::new(self.q, self.k, v).with_decay(self.rows);
-        let (o, state) = op(inputs, state)?;
+        let (o, memory) = linear_attention(inputs, memory, PIECE);
         let kept = kept.exp();
         // [B, 1, H, V] to [B, H, 1, V].
         let at_end = kept.clone().narrow(1, last, 1).swap_dims(1, 2);
-        Ok((o * kept, state * at_end))
+        (o * kept, memory * at_end)
     }
 }
 
 /// Whole sequences, a piece at a time.
 fn in_pieces<B: LinearAttentionBackend>(
     x: Inputs<B>,
-    mut state: Option<Tensor<B, 4>>,
-    size: usize,
-) -> OpResult<B> {
+    mut memory: Option<Tensor<B, 4>>,
+) -> (Tensor<B, 4>, Tensor<B, 4>) {
     let tokens = x.q.dims()[1];
     let mut outputs = vec![];
-    for from in (0..tokens).step_by(size) {
-        let piece = x.piece(from, size.min(tokens - from));
-        let (o, next) = piece.run(state, |x, state| ops::linear_attention(x, state, size))?;
+    for from in (0..tokens).step_by(PIECE) {
+        let (o, next) = x.piece(from, PIECE.min(tokens - from)).run(memory);
         outputs.push(o);
-        state = Some(next);
+        memory = Some(next);
     }
-    Ok((Tensor::cat(outputs, 1), state.expect("a sequence has a token")))
+    (Tensor::cat(outputs, 1), memory.expect("a sequence has a token"))
 }
 
-/// One token.
-fn one_token<B: LinearAttentionBackend>(x: Inputs<B>, state: Option<Tensor<B, 4>>) -> OpResult<B> {
-    x.run(state, ops::linear_attention_step)
-}
+impl<B: LinearAttentionBackend> TokenMixer<B> for DecayingFastWeights<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-forward_and_step!(DecayingFastWeights, in_pieces, one_token);
-
-impl<B: LinearAttentionBackend> DecayingFastWeights<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(Inputs<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project = |proj, conv| {
-            convolved_heads_if_any(&x, proj, conv, self.heads, &mut before, &mut tails)
-        };
-        let q = project(&self.q_proj, &self.q_conv1d);
-        let k = project(&self.k_proj, &self.k_conv1d);
-        let v = project(&self.v_proj, &self.v_conv1d);
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let gates = [&self.f_proj, &self.z_proj].map(Projection::plain);
+        let (Qkv { q, k, v }, [f, z]) = self.qkv().project(&x, gates, &mut past.tails);
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let decay = |proj: &Linear<B>| {
-            let g = log_sigmoid(proj.forward(x.clone())) / self.gate_normalizer;
-            split_heads(g, self.heads)
-        };
-        let columns = decay(&self.z_proj).clamp_min(FASTEST_COLUMN);
-        let inputs = Inputs { q: q * scale, k, v, rows: decay(&self.f_proj), columns };
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let y = self.o_proj.forward(merge_heads(self.norm.forward(o, None)));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let decay = |x| split_heads(log_gate(x, self.gate_normalizer), self.heads);
+        let columns = decay(z).clamp_min(FASTEST_COLUMN);
+        // Values go over what is left of their columns: 16 bits would hold too little of that.
+        let [q, k, v] = [q * scale, k, v].map(accumulator);
+        let inputs = Inputs { q, k, v, rows: decay(f), columns };
+        let (o, memory) = in_pieces(inputs, past.memory.take());
+        let o = typed(o, x.dtype());
+        (self.o_proj.forward(merge_heads(self.norm.forward(o, None))), past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> DecayingFastWeights<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        ConvQkv::convolved(projections, convolutions, [self.heads; 3])
     }
 }

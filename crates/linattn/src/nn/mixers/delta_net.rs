@@ -10,20 +10,19 @@
 //! eigenvalues). A starts uniform in 0 to 16, as the authors' code has it, steps log-uniform in 0.001 to
 //! 0.1.
 
-use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
+use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
-use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::projection::{DecayParams, Projection, head_norm, project};
-use crate::nn::{ConfigError, Cost, Linear, check_chunk};
-use crate::ops::{
-    self, ColumnKind, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult,
-};
+use crate::nn::gated_output::GatedOutput;
+use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
+use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::delta_rule;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
+use crate::ops::{DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend};
 use burn::module::{Module, Param};
-use burn::tensor::{Distribution, Tensor, backend::Backend};
+use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
-
-/// Least A: the logarithm of 0 is no number.
-const LEAST_A: f64 = 1e-6;
 
 /// DeltaNet.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -97,7 +96,12 @@ impl DeltaNetConfig {
         self.count(d_model, false)
     }
 
-    fn widths(&self, d_model: usize, gated: bool) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        self.resolve_as(d_model, false)
+    }
+
+    /// `gated` sets defaults.
+    fn resolve_as(&self, d_model: usize, gated: bool) -> Result<Widths, ConfigError> {
         let expand_v = self.expand_v.unwrap_or(if gated { 2.0 } else { 1.0 });
         let widths = head_widths(self.heads, self.value_heads, self.key_width, expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
@@ -112,7 +116,7 @@ impl DeltaNetConfig {
         gated: bool,
         device: &B::Device,
     ) -> Result<DeltaNet<B>, ConfigError> {
-        let Widths { heads, value, keys, values, .. } = self.widths(d_model, gated)?;
+        let Widths { heads, value, keys, values, .. } = self.resolve_as(d_model, gated)?;
         let output_gate = self.output_gate.unwrap_or(gated);
         let project = |to| linear(d_model, to, device);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
@@ -122,14 +126,14 @@ impl DeltaNetConfig {
             v_proj: project(values),
             b_proj: project(heads),
             a_proj: gated.then(|| project(heads)),
-            a_log: gated.then(|| Param::from_tensor(fresh_a_log(heads, 0.0, device))),
-            dt_bias: gated.then(|| Param::from_tensor(fresh_dt_bias(heads, device))),
+            a_log: gated.then(|| fresh_a_log(heads, 0.0, device)),
+            dt_bias: gated.then(|| fresh_dt_bias(heads, device)),
             q_conv1d: conv(keys),
             k_conv1d: conv(keys),
             v_conv1d: conv(values),
             g_proj: output_gate.then(|| project(values)),
             o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
             beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
@@ -138,7 +142,7 @@ impl DeltaNetConfig {
     }
 
     fn count(&self, d_model: usize, gated: bool) -> Result<Cost, ConfigError> {
-        let Widths { heads, key, value, keys, values } = self.widths(d_model, gated)?;
+        let Widths { heads, key, value, keys, values } = self.resolve_as(d_model, gated)?;
         let output_gate = self.output_gate.unwrap_or(gated);
         let mut cost = memory_cost(heads, key, value, true);
         let gates = heads * if gated { 2 } else { 1 };
@@ -153,6 +157,10 @@ impl GatedDeltaNetConfig {
     /// `heads` heads of `key_width`, everything else as by default.
     pub fn new(heads: usize, key_width: usize) -> Self {
         Self(DeltaNetConfig::new(heads, key_width))
+    }
+
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
+        self.0.resolve_as(d_model, true)
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -174,28 +182,6 @@ impl GatedDeltaNetConfig {
     }
 }
 
-/// ln A, A uniform in `least` to 16: how fast a head forgets at most. Where it is in 0 to 16, one head in
-/// sixteen hardly forgets.
-pub(super) fn fresh_a_log<B: Backend>(
-    heads: usize,
-    least: f64,
-    device: &B::Device,
-) -> Tensor<B, 1> {
-    let a = Tensor::random([heads], Distribution::Uniform(least, 16.0), device);
-    a.clamp_min(LEAST_A).log()
-}
-
-/// The inverse softplus of step sizes that are log-uniform in 0.001 to 0.1.
-pub(super) fn fresh_dt_bias<B: Backend>(heads: usize, device: &B::Device) -> Tensor<B, 1> {
-    let log_steps = Distribution::Uniform(0.001f64.ln(), 0.1f64.ln());
-    inverse_softplus(Tensor::random([heads], log_steps, device).exp())
-}
-
-/// ln(e^x - 1), as x + ln(1 - e^-x), which does not overflow.
-pub(super) fn inverse_softplus<B: Backend>(x: Tensor<B, 1>) -> Tensor<B, 1> {
-    x.clone() + (x.neg().exp().neg() + 1.0).log()
-}
-
 /// DeltaNet, and Gated DeltaNet where `a_proj` is there. `D -> D`.
 #[derive(Module, Debug)]
 pub struct DeltaNet<B: Backend> {
@@ -211,7 +197,7 @@ pub struct DeltaNet<B: Backend> {
     v_conv1d: Option<ShortConvolution<B>>,
     g_proj: Option<Linear<B>>,
     o_norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
@@ -222,61 +208,41 @@ pub struct DeltaNet<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(DeltaNet, ops::delta_rule, ops::delta_rule_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> DeltaNet<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let inputs =
-            project(&x, &self.projections(), self.decay().as_ref(), &mut before, &mut tails);
-        let mut inputs = inputs.into_iter();
-        let mut next = || inputs.next().expect("an output for each projection");
-        let heads = |x, heads| split_heads(x, heads);
-        let (q, k) = (heads(next(), self.key_heads), heads(next(), self.key_heads));
-        let (v, beta) = (heads(next(), self.heads), next());
-        let g = self.a_proj.as_ref().map(|_| Decay::Scalar(next()));
-        let gate = self.g_proj.as_ref().map(|_| heads(next(), self.heads));
-        let (o, memory) = op(DeltaRule { g, ..DeltaRule::new(q, k, v, beta) }, memory)
-            .expect("the projections made the shapes");
-        let y = self.o_proj.forward(merge_heads(self.o_norm.forward(o, gate)));
-        (y, MatrixState { memory, tails, position: position + tokens })
-    }
-
-    /// q, k, v, beta, then log decay and output gate where there are any.
-    fn projections(&self) -> Vec<Projection<'_, B>> {
-        let keys = self.q_proj.weight.dims()[1];
-        let scale = ((keys / self.key_heads) as f64).powf(-0.5);
-        let norm = |factor| head_norm(keys, self.key_heads, factor);
-        let beta = ColumnKind::Beta { scale: self.beta_scale };
-        let convolved = [
-            Projection::silu(&self.q_proj, &self.q_conv1d, norm(scale)),
-            Projection::silu(&self.k_proj, &self.k_conv1d, norm(1.0)),
-            Projection::silu(&self.v_proj, &self.v_conv1d, None),
-            Projection::plain(&self.b_proj, beta),
-        ];
-        let decay = self.a_proj.as_ref().map(|a| Projection::plain(a, ColumnKind::LogDecay));
-        let gate = self.g_proj.as_ref().map(|g| Projection::plain(g, ColumnKind::Copy));
-        convolved.into_iter().chain(decay).chain(gate).collect()
-    }
-
-    fn decay(&self) -> Option<DecayParams<'_, B>> {
-        let (a_log, dt_bias) = (self.a_log.as_ref()?, self.dt_bias.as_ref()?);
-        Some(DecayParams { a_log, dt_bias })
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let beta = Projection::beta(&self.b_proj, self.beta_scale);
+        let (Qkv { q, k, v }, [beta], [g, gate]) =
+            self.qkv().project_some(&x, [beta], [self.decay(), self.gate()], &mut past.tails);
+        let inputs = DeltaRule { g: g.map(Decay::Scalar), ..DeltaRule::new(q, k, v, beta) };
+        let (o, memory) = delta_rule(inputs, past.memory.take(), self.chunk);
+        let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
+        (y, past.then(memory, tokens))
     }
 }
 
-/// `-exp(a_log) softplus(x + dt_bias)`, `[B, T, H]`, f32 at least.
-pub(super) fn log_decay<B: LinearAttentionBackend>(
-    x: Tensor<B, 3>,
-    a_log: &Param<Tensor<B, 1>>,
-    dt_bias: &Param<Tensor<B, 1>>,
-) -> Tensor<B, 3> {
-    ops::log_gates(x, a_log.val(), dt_bias.val())
+impl<B: LinearAttentionBackend> DeltaNet<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        let heads = [self.key_heads, self.key_heads, self.heads];
+        ConvQkv::convolved(projections, convolutions, heads).silu().scaled()
+    }
+
+    fn decay(&self) -> Option<Projection<'_, B>> {
+        let parameters = LogDecay::optional(&self.a_log, &self.dt_bias)?;
+        Some(Projection::log_decay(self.a_proj.as_ref()?, parameters))
+    }
+
+    fn gate(&self) -> Option<Projection<'_, B>> {
+        self.g_proj.as_ref().map(Projection::plain)
+    }
 }

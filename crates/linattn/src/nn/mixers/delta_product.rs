@@ -8,16 +8,17 @@
 //! The n steps are n tokens to the operation, of which only the last is read.
 //! Source: arXiv 2502.10297.
 
-use super::delta_net::{fresh_a_log, fresh_dt_bias, log_decay};
-use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve};
-use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, scaled_queries, split_heads,
-};
-use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
+use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::gated_output::GatedOutput;
+use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
+use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::delta_rule;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::ops::{DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend};
 use burn::module::{Module, Param};
-use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -65,7 +66,7 @@ impl Default for DeltaProductConfig {
 }
 
 impl DeltaProductConfig {
-    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
         positive("householder_steps", self.householder_steps)?;
         let widths = head_widths(self.heads, None, self.key_width, self.expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
@@ -82,7 +83,7 @@ impl DeltaProductConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<DeltaProduct<B>, ConfigError> {
-        let Widths { value, keys, values, .. } = self.widths(d_model)?;
+        let Widths { value, keys, values, .. } = self.resolve(d_model)?;
         let n = self.householder_steps;
         let project = |to| linear(d_model, to, device);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
@@ -93,14 +94,14 @@ impl DeltaProductConfig {
             v_proj: project(n * values),
             b_proj: project(n * self.heads),
             a_proj: gated.then(|| project(self.heads)),
-            a_log: gated.then(|| Param::from_tensor(fresh_a_log(self.heads, 0.0, device))),
-            dt_bias: gated.then(|| Param::from_tensor(fresh_dt_bias(self.heads, device))),
+            a_log: gated.then(|| fresh_a_log(self.heads, 0.0, device)),
+            dt_bias: gated.then(|| fresh_dt_bias(self.heads, device)),
             q_conv1d: conv(keys),
             k_conv1d: conv(n * keys),
             v_conv1d: conv(n * values),
             g_proj: self.output_gate.then(|| project(values)),
             o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             steps: n,
             beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
@@ -112,7 +113,7 @@ impl DeltaProductConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let Widths { key, value, keys, values, .. } = self.widths(d_model)?;
+        let Widths { key, value, keys, values, .. } = self.resolve(d_model)?;
         let n = self.householder_steps;
         let mut cost = memory_cost(self.heads, key, value, true);
         cost.flops_per_token *= n as u64;
@@ -139,7 +140,7 @@ pub struct DeltaProduct<B: Backend> {
     v_conv1d: Option<ShortConvolution<B>>,
     g_proj: Option<Linear<B>>,
     o_norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -150,41 +151,54 @@ pub struct DeltaProduct<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(DeltaProduct, ops::delta_rule, one_after_another);
+impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaProduct<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> DeltaProduct<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>, steps| {
-            let y = convolve(conv, proj.forward(x.clone()), &mut before, &mut tails);
-            self.split(y, steps)
-        };
-        let q = scaled_queries(project(&self.q_proj, &self.q_conv1d, 1));
-        let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.steps));
-        let v = project(&self.v_proj, &self.v_conv1d, self.steps);
-        let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
-        let beta = self.split(beta, self.steps).squeeze_dim(3);
-        let g = self.log_decay(&x);
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let beta = Projection::beta(&self.b_proj, self.beta_scale);
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let (Qkv { q, k, v }, [beta], [g, gate]) =
+            self.qkv().project_some(&x, [beta], [self.decay(), gate], &mut past.tails);
+        let (k, v) = (self.each_step(k), self.each_step(v));
+        let beta = self.each_step(beta.unsqueeze_dim(3)).squeeze_dim(3);
         let g = g.map(|g| Decay::Scalar(self.pad(g.unsqueeze_dim(3), false).squeeze_dim(3)));
         let inputs = DeltaRule { g, ..DeltaRule::new(self.pad(q, true), k, v, beta) };
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
+        let memory = past.memory.take();
+        let (o, memory) = match tokens {
+            1 => one_after_another(inputs, memory),
+            _ => delta_rule(inputs, memory, self.chunk),
+        };
         let o = self.last_steps(o, tokens);
-        let y = self.o_proj.forward(merge_heads(self.o_norm.forward(o, gate)));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
+        (y, past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> DeltaProduct<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        let several = self.steps * self.heads;
+        let heads = [self.heads, several, several];
+        ConvQkv::convolved(projections, convolutions, heads).silu().scaled()
     }
 
-    /// `[B, T, n H X]` to `[B, T n, H, X]`.
-    fn split(&self, x: Tensor<B, 3>, steps: usize) -> Tensor<B, 4> {
-        let [batch, tokens, width] = x.dims();
-        x.reshape([batch, tokens * steps, self.heads, width / (steps * self.heads)])
+    fn decay(&self) -> Option<Projection<'_, B>> {
+        let parameters = LogDecay::optional(&self.a_log, &self.dt_bias)?;
+        Some(Projection::log_decay(self.a_proj.as_ref()?, parameters))
+    }
+
+    /// `[B, T, n H, X]` to `[B, T n, H, X]`.
+    fn each_step(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
+        let [batch, tokens, _, width] = x.dims();
+        x.reshape([batch, tokens * self.steps, self.heads, width])
     }
 
     /// `[B, T, H, X]` to `[B, T n, H, X]`, zeros at every step but the last of a token, or the first.
@@ -206,19 +220,13 @@ impl<B: LinearAttentionBackend> DeltaProduct<B> {
         let o = o.reshape([batch, tokens, self.steps, heads, width]);
         o.narrow(2, self.steps - 1, 1).squeeze_dim(2)
     }
-
-    fn log_decay(&self, x: &Tensor<B, 3>) -> Option<Tensor<B, 3>> {
-        let (a_proj, a_log, dt_bias) =
-            (self.a_proj.as_ref()?, self.a_log.as_ref()?, self.dt_bias.as_ref()?);
-        Some(log_decay(a_proj.forward(x.clone()), a_log, dt_bias))
-    }
 }
 
 /// The steps of one token, each by the recurrence.
 fn one_after_another<B: LinearAttentionBackend>(
     x: DeltaRule<B>,
     mut state: Option<Tensor<B, 4>>,
-) -> OpResult<B> {
+) -> (Tensor<B, 4>, Tensor<B, 4>) {
     let mut outputs = vec![];
     for j in 0..x.k.dims()[1] {
         let at = |x: &Tensor<B, 4>| x.clone().narrow(1, j, 1);
@@ -228,10 +236,10 @@ fn one_after_another<B: LinearAttentionBackend>(
         });
         let beta = x.beta.clone().narrow(1, j, 1);
         let step = DeltaRule { g, ..DeltaRule::new(at(&x.q), at(&x.k), at(&x.v), beta) };
-        let (o, next) = ops::delta_rule_step(step, state)?;
+        let (o, next) = delta_rule(step, state, DEFAULT_CHUNK);
         outputs.push(o);
         state = Some(next);
     }
     let state = state.expect("a token has at least one step");
-    Ok((Tensor::cat(outputs, 1), state))
+    (Tensor::cat(outputs, 1), state)
 }

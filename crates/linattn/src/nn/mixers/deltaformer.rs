@@ -11,14 +11,15 @@
 //! by a number for every token and head, x W_b + b.
 
 use super::attention::{
-    KeyValueCache, causal_mask, check_shared, head_norm, in_pieces, pairs, project_heads, scores,
-    weigh,
+    KeyValueCache, causal_mask, check_shared, head_norm, in_pieces, pairs, scores, turned, weigh,
 };
 use super::retnet::{check_rotated, check_theta};
-use super::{key_width, linear_flops};
-use crate::nn::layers::{check_epsilon, linear};
-use crate::nn::{ConfigError, Cost, Linear, Rope, check_chunk};
-use crate::ops::{DEFAULT_CHUNK, LinearAttentionBackend, solve_unit_lower};
+use super::{TokenMixer, key_width, linear_flops};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::Tails;
+use crate::nn::layers::{ResidualLinear, check_epsilon, linear};
+use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, check_chunk};
+use crate::ops::{DEFAULT_CHUNK, LinearAttentionBackend, accumulator, solve_unit_lower, typed};
 use burn::module::Module;
 use burn::nn::RmsNorm;
 use burn::tensor::activation::softmax;
@@ -64,7 +65,7 @@ impl Default for DeltaFormerConfig {
 
 impl DeltaFormerConfig {
     /// Width of a head, and heads of keys and values.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         let shared = check_shared(self.heads, self.key_value_heads)?;
         let width = key_width(self.key_width, d_model, self.heads)?;
         if self.rope {
@@ -84,7 +85,7 @@ impl DeltaFormerConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<DeltaFormer<B>, ConfigError> {
-        let (width, shared) = self.widths(d_model)?;
+        let (width, shared) = self.resolve(d_model)?;
         let norm = || head_norm(self.qk_norm, width, self.norm_eps, device);
         Ok(DeltaFormer {
             q_proj: linear(d_model, self.heads * width, device),
@@ -92,7 +93,7 @@ impl DeltaFormerConfig {
             v_proj: linear(d_model, shared * width, device),
             q_norm: norm(),
             k_norm: norm(),
-            o_proj: linear(self.heads * width, d_model, device),
+            o_proj: linear(self.heads * width, d_model, device).into(),
             heads: self.heads,
             key_value_heads: shared,
             rope: self.rope.then_some(Rope { theta: self.rope_theta }),
@@ -104,7 +105,7 @@ impl DeltaFormerConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
-        let (width, shared) = self.widths(d_model)?;
+        let (width, shared) = self.resolve(d_model)?;
         let (queries, keys) = (self.heads * width, shared * width);
         // On average a token looks at half the sequence, once to read and once to write.
         let look_back = 2 * 2 * (queries + keys) as u64 * length.div_ceil(2) as u64;
@@ -125,7 +126,7 @@ pub struct DeltaFormer<B: Backend> {
     v_proj: Linear<B>,
     q_norm: Option<RmsNorm<B>>,
     k_norm: Option<RmsNorm<B>>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -136,34 +137,33 @@ pub struct DeltaFormer<B: Backend> {
     chunk: usize,
 }
 
-impl<B: LinearAttentionBackend> DeltaFormer<B> {
-    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
-    pub fn forward(
+impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaFormer<B> {
+    type State = KeyValueCache<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
+
+    fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<KeyValueCache<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, KeyValueCache<B>) {
-        let tokens = x.dims()[1];
+        let (tokens, dtype) = (x.dims()[1], x.dtype());
         let position = state.as_ref().map_or(0, |cache| cache.position);
-        let (shared, rotation) = (self.key_value_heads, self.rope.map(|rope| (rope, position)));
-        let q = project_heads(&self.q_proj, &self.q_norm, &x, self.heads, rotation);
-        let k = project_heads(&self.k_proj, &self.k_norm, &x, shared, rotation);
-        let v = project_heads(&self.v_proj, &None, &x, shared, None);
+        let rotation = self.rope.map(|rope| (rope, position));
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let heads = [self.heads, self.key_value_heads, self.key_value_heads];
+        let (Qkv { q, k, v }, []) =
+            ConvQkv::plain(projections, heads).project(&x, [], &mut Tails::none());
+        // Values are solved for in f32 at least.
+        let q = accumulator(turned(q, &self.q_norm, rotation));
+        let k = accumulator(turned(k, &self.k_norm, rotation));
+        let v = accumulator(v.swap_dims(1, 2));
         let (o, cache) = in_pieces(tokens, self.chunk, state, |(from, size), before| {
             let part = |x: &Tensor<B, 4>| x.clone().narrow(2, from, size);
             attend(part(&q), part(&k), part(&v), before)
         });
-        (self.o_proj.forward(o), cache)
-    }
-
-    /// One token: `x` is `[B, D]`; gives `[B, D]` and the grown cache.
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<KeyValueCache<B>>,
-    ) -> (Tensor<B, 2>, KeyValueCache<B>) {
-        let (y, state) = self.forward(x.unsqueeze_dim(1), state);
-        (y.squeeze_dim(1), state)
+        (self.o_proj.forward(typed(o, dtype)), cache)
     }
 }
 

@@ -8,13 +8,16 @@
 //! Positions need no other encoding. Source: arXiv 2503.02130.
 
 use super::attention::{causal_mask, check_shared, weigh};
-use super::{key_width, linear_flops};
-use crate::nn::layers::{check_epsilon, linear, linear_with_bias, rms_normalize, split_heads};
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, StateTensors};
-use crate::ops::{self, Activation, LinearAttentionBackend};
+use super::{TokenMixer, key_width, linear_flops};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::Tails;
+use crate::nn::layers::{ResidualLinear, check_epsilon, linear, linear_with_bias, rms_normalize};
+use crate::nn::log_decay::log_gate;
+use crate::nn::projection::Projection;
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors};
+use crate::ops::{self, Activation, LinearAttentionBackend, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -51,7 +54,7 @@ impl Default for ForgettingAttentionConfig {
 
 impl ForgettingAttentionConfig {
     /// Width of a head, and heads of keys and values.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         let shared = check_shared(self.heads, self.key_value_heads)?;
         let width = key_width(self.key_width, d_model, self.heads)?;
         check_epsilon(self.norm_eps)?;
@@ -66,7 +69,7 @@ impl ForgettingAttentionConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<ForgettingAttention<B>, ConfigError> {
-        let (width, shared) = self.widths(d_model)?;
+        let (width, shared) = self.resolve(d_model)?;
         let (queries, keys) = (self.heads * width, shared * width);
         let norm = |width| -> Option<RmsNorm<B>> {
             let config = RmsNormConfig::new(width).with_epsilon(self.norm_eps);
@@ -80,7 +83,7 @@ impl ForgettingAttentionConfig {
             g_proj: self.output_gate.then(|| linear(d_model, queries, device)),
             q_norm: norm(queries),
             k_norm: norm(keys),
-            o_proj: linear(queries, d_model, device),
+            o_proj: linear(queries, d_model, device).into(),
             heads: self.heads,
             key_value_heads: shared,
         })
@@ -90,7 +93,7 @@ impl ForgettingAttentionConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
-        let (width, shared) = self.widths(d_model)?;
+        let (width, shared) = self.resolve(d_model)?;
         let (queries, keys) = (self.heads * width, shared * width);
         // On average a token looks at half the sequence: scores and their sum over values.
         let look_back = 2 * 2 * queries as u64 * (length as u64).div_ceil(2);
@@ -142,32 +145,34 @@ pub struct ForgettingAttention<B: Backend> {
     g_proj: Option<Linear<B>>,
     q_norm: Option<RmsNorm<B>>,
     k_norm: Option<RmsNorm<B>>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
     key_value_heads: usize,
 }
 
-impl<B: LinearAttentionBackend> ForgettingAttention<B> {
-    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
-    pub fn forward(
+impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
+    type State = ForgettingCache<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
+
+    fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<ForgettingCache<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, ForgettingCache<B>) {
-        let project = |proj: &Linear<B>, norm: &Option<RmsNorm<B>>, heads| {
-            let x = split_heads(proj.forward(x.clone()), heads);
-            let x = match norm {
-                Some(norm) => normalize_heads(norm, x),
-                None => x,
-            };
-            x.swap_dims(1, 2)
-        };
-        let q = project(&self.q_proj, &self.q_norm, self.heads);
-        let k = project(&self.k_proj, &self.k_norm, self.key_value_heads);
-        let v = project(&self.v_proj, &None, self.key_value_heads);
-        let gates = log_sigmoid(self.f_proj.forward(x.clone())).swap_dims(1, 2);
+        let shared = self.key_value_heads;
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let qkv = ConvQkv::plain(projections, [self.heads, shared, shared]);
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let f = Projection::plain(&self.f_proj);
+        let (Qkv { q, k, v }, [f], [gate]) = qkv.project_some(&x, [f], [gate], &mut Tails::none());
+        let q = normalize_heads(&self.q_norm, q).swap_dims(1, 2);
+        let k = normalize_heads(&self.k_norm, k).swap_dims(1, 2);
+        let v = v.swap_dims(1, 2);
+        let gates = log_gate(f, 1.0).swap_dims(1, 2);
         let (keys, values, before) = match state {
             Some(before) => (
                 Tensor::cat(vec![before.keys, k], 2),
@@ -179,22 +184,12 @@ impl<B: LinearAttentionBackend> ForgettingAttention<B> {
         let (forgotten, gates) = forget(gates, before, self.key_value_heads);
         let bias = forgotten + causal_mask(&q, keys.dims()[2], None);
         let o = weigh(q, &keys, &values, bias);
-        let o = match &self.g_proj {
-            Some(gate) => ops::gate(o, gate.forward(x), Activation::Sigmoid),
+        let o = match gate {
+            Some(gate) => ops::gate(o, gate, Activation::Sigmoid),
             None => o,
         };
         let state = ForgettingCache { keys, values, gates };
         (self.o_proj.forward(o), state)
-    }
-
-    /// One token: `x` is `[B, D]`; gives `[B, D]` and the grown cache.
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<ForgettingCache<B>>,
-    ) -> (Tensor<B, 2>, ForgettingCache<B>) {
-        let (y, state) = self.forward(x.unsqueeze_dim(1), state);
-        (y.squeeze_dim(1), state)
     }
 }
 
@@ -218,8 +213,14 @@ pub(super) fn forget<B: Backend>(
     (forgotten.reshape(grouped), all - last)
 }
 
-/// RMSNorm over each head of `x`, `[B, T, H, K]`, with a weight for every channel of every head.
-fn normalize_heads<B: LinearAttentionBackend>(norm: &RmsNorm<B>, x: Tensor<B, 4>) -> Tensor<B, 4> {
+/// RMSNorm over each head of `x`, `[B, T, H, K]`, with a weight for every channel of every head; nothing
+/// without a norm.
+fn normalize_heads<B: LinearAttentionBackend>(
+    norm: &Option<RmsNorm<B>>,
+    x: Tensor<B, 4>,
+) -> Tensor<B, 4> {
+    let Some(norm) = norm else { return x };
     let [_, _, heads, width] = x.dims();
-    rms_normalize(x, norm.epsilon) * norm.gamma.val().reshape([1, 1, heads, width])
+    let weight = typed(norm.gamma.val(), x.dtype()).reshape([1, 1, heads, width]);
+    rms_normalize(x, norm.epsilon) * weight
 }

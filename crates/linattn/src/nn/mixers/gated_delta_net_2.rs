@@ -9,18 +9,19 @@
 //! ```
 //! With b and w equal to one number it is Kimi Delta Attention. Source: arXiv 2605.22791.
 
-use super::delta_net::{fresh_a_log, fresh_dt_bias};
-use super::kda::{one_after_other, row_decay};
-use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
+use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads,
-    scaled_queries, share_heads, split_heads,
+    GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, share_heads, split_heads,
 };
-use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
+use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::delta_rule;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend};
 use burn::module::{Module, Param};
-use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -66,7 +67,7 @@ impl Default for GatedDeltaNet2Config {
 
 impl GatedDeltaNet2Config {
     /// Widths, and the inner width of the two-layer projections.
-    fn widths(&self, d_model: usize) -> Result<(Widths, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(Widths, usize), ConfigError> {
         let widths =
             head_widths(self.heads, self.value_heads, self.key_width, self.expand_v, d_model)?;
         let rank = positive("gate_rank", self.gate_rank.unwrap_or(widths.value))?;
@@ -84,7 +85,7 @@ impl GatedDeltaNet2Config {
         d_model: usize,
         device: &B::Device,
     ) -> Result<GatedDeltaNet2<B>, ConfigError> {
-        let (Widths { heads, value, keys, values, .. }, rank) = self.widths(d_model)?;
+        let (Widths { heads, value, keys, values, .. }, rank) = self.resolve(d_model)?;
         let project = |to| linear(d_model, to, device);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(GatedDeltaNet2 {
@@ -97,11 +98,11 @@ impl GatedDeltaNet2Config {
             f_proj: vec![project(rank), linear(rank, keys, device)],
             b_proj: project(keys),
             w_proj: project(values),
-            a_log: Param::from_tensor(fresh_a_log(self.heads, 1.0, device)),
-            dt_bias: Param::from_tensor(fresh_dt_bias(keys, device)),
+            a_log: fresh_a_log(self.heads, 1.0, device),
+            dt_bias: fresh_dt_bias(keys, device),
             g_proj: vec![project(rank), linear_with_bias(rank, values, device)],
             o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
             erase_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
@@ -113,7 +114,7 @@ impl GatedDeltaNet2Config {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (Widths { heads, key, value, keys, values }, rank) = self.widths(d_model)?;
+        let (Widths { heads, key, value, keys, values }, rank) = self.resolve(d_model)?;
         let mut cost = memory_cost(heads, key, value, true);
         cost.flops_per_token += linear_flops(d_model, 3 * keys + 2 * values + 2 * rank)
             + linear_flops(rank, keys + values)
@@ -139,7 +140,7 @@ pub struct GatedDeltaNet2<B: Backend> {
     dt_bias: Param<Tensor<B, 1>>,
     g_proj: Vec<Linear<B>>,
     o_norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
@@ -150,37 +151,45 @@ pub struct GatedDeltaNet2<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(GatedDeltaNet2, ops::delta_rule, ops::delta_rule_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for GatedDeltaNet2<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> GatedDeltaNet2<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let [batch, tokens, _] = x.dims();
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project =
-            |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
-        let q = scaled_queries(project(&self.q_proj, &self.q_conv1d, self.key_heads));
-        let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
-        let v = project(&self.v_proj, &self.v_conv1d, self.heads);
-        let gate = |proj: &Linear<B>, heads| split_heads(sigmoid(proj.forward(x.clone())), heads);
-        let erase = gate(&self.b_proj, self.key_heads) * k.clone() * self.erase_scale;
-        let write = gate(&self.w_proj, self.heads) * v;
-        let g = row_decay(one_after_other(&self.f_proj, x.clone()), &self.a_log, &self.dt_bias);
-        // Erasing and writing have their gates already: all of the rest is corrected.
-        let beta = Tensor::ones([batch, tokens, self.heads], (&x.device(), x.dtype()));
-        let inputs = DeltaRule {
-            erase: Some(share_heads(erase, self.heads)),
-            g: Some(Decay::Vector(share_heads(g, self.heads))),
-            ..DeltaRule::new(q, k, write, beta)
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let gates = [&self.b_proj, &self.w_proj, &self.f_proj[0], &self.g_proj[0]];
+        let (Qkv { q, k, v }, [erase, write, f, gate]) =
+            self.qkv().project(&x, gates.map(Projection::plain), &mut past.tails);
+        let gated = |x: Tensor<B, 4>, gate| {
+            let heads = x.dims()[2];
+            ops::gate(x, split_heads(gate, heads), Activation::Sigmoid)
         };
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = split_heads(one_after_other(&self.g_proj, x), self.heads);
-        let y = self.o_proj.forward(merge_heads(self.o_norm.forward_sigmoid(o, gate)));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let erase = share_heads(gated(k.clone(), erase) * self.erase_scale, self.heads);
+        let g = LogDecay::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
+        // Erasing and writing have their gates already: all of the rest is corrected.
+        let beta = Tensor::ones([batch, tokens, self.heads], (&x.device(), g.dtype()));
+        let inputs = DeltaRule {
+            erase: Some(erase),
+            g: Some(Decay::Vector(share_heads(g, self.heads))),
+            ..DeltaRule::new(q, k, gated(v, write), beta)
+        };
+        let (o, memory) = delta_rule(inputs, past.memory.take(), self.chunk);
+        let gate = self.g_proj[1].forward(gate);
+        let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, Some(gate));
+        (y, past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> GatedDeltaNet2<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        let heads = [self.key_heads, self.key_heads, self.heads];
+        ConvQkv::convolved(projections, convolutions, heads).silu().scaled()
     }
 }

@@ -12,13 +12,17 @@
 
 use super::retnet::{check_rotated, check_theta};
 use super::{
-    MatrixState, check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width,
+    MatrixPast, MatrixState, TokenMixer, check_divisor, check_heads, key_width, linear_flops,
+    memory_cost, value_width,
 };
-use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_normalize, split_heads};
-use crate::nn::{ConfigError, Cost, Linear, Rope, check_chunk};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::layers::{ResidualLinear, check_epsilon, linear, merge_heads, rms_normalize};
+use crate::nn::log_decay::log_gate;
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, check_chunk};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend};
 use burn::module::Module;
-use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -61,7 +65,7 @@ impl Default for GatedRetentionConfig {
 
 impl GatedRetentionConfig {
     /// K, V and the number of value heads.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize, usize), ConfigError> {
         let heads = check_heads(self.heads, self.value_heads)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
         check_rotated("key_width", key)?;
@@ -80,7 +84,7 @@ impl GatedRetentionConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<GatedRetention<B>, ConfigError> {
-        let (key, value, heads) = self.widths(d_model)?;
+        let (key, value, heads) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, heads * value);
         Ok(GatedRetention {
             q_proj: linear(d_model, keys, device),
@@ -88,7 +92,7 @@ impl GatedRetentionConfig {
             v_proj: linear(d_model, values, device),
             g_proj: linear(d_model, values, device),
             gk_proj: linear(d_model, heads, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
             rope: Rope { theta: self.rope_theta },
@@ -102,7 +106,7 @@ impl GatedRetentionConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value, heads) = self.widths(d_model)?;
+        let (key, value, heads) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, heads * value);
         let mut cost = memory_cost(heads, key, value, false);
         cost.flops_per_token +=
@@ -119,7 +123,7 @@ pub struct GatedRetention<B: Backend> {
     v_proj: Linear<B>,
     g_proj: Linear<B>,
     gk_proj: Linear<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
@@ -134,28 +138,33 @@ pub struct GatedRetention<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(GatedRetention, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for GatedRetention<B> {
+    type State = MatrixState<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> GatedRetention<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, _, position) = MatrixState::parts(state);
-        let rotated = |proj: &Linear<B>| {
-            self.rope.forward(split_heads(proj.forward(x.clone()), self.key_heads), position)
-        };
-        let (q, k) = (rotated(&self.q_proj), rotated(&self.k_proj));
-        let v = split_heads(self.v_proj.forward(x.clone()), self.heads);
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let gates = [&self.gk_proj, &self.g_proj].map(Projection::plain);
+        let (Qkv { q, k, v }, [g, gate]) = ConvQkv::plain(
+            projections,
+            [self.key_heads, self.key_heads, self.heads],
+        )
+        .project(&x, gates, &mut past.tails);
+        let rotated = |x| self.rope.forward(x, past.position);
+        let (q, k) = (rotated(q), rotated(k));
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let g = log_sigmoid(self.gk_proj.forward(x.clone())) / self.gate_normalizer;
+        let g = log_gate(g, self.gate_normalizer);
         let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
         let o = merge_heads(rms_normalize(o, self.norm_eps));
-        let y = self.o_proj.forward(ops::gate(o, self.g_proj.forward(x), Activation::Silu));
-        (y, MatrixState { memory, tails: vec![], position: position + tokens })
+        let y = self.o_proj.forward(ops::gate(o, gate, Activation::Silu));
+        (y, past.then(memory, tokens))
     }
 }

@@ -13,17 +13,22 @@
 //! k_s as pairs of real numbers, q_t turned by -A_t and k_s by -A_s: so the memory is real, `[K, V]`,
 //! and decays by rows. A is kept between -pi and pi, which changes no turn.
 
-use super::{MatrixState, Widths, check_divisor, head_widths, linear_flops, memory_cost};
-use crate::nn::convolution::{
-    ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
+use super::{
+    MatrixPast, MatrixState, TokenMixer, Widths, check_divisor, head_widths, linear_flops,
+    memory_cost,
 };
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
+    GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, split_heads,
 };
-use crate::nn::{ConfigError, Cost, Linear, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::nn::log_decay::log_gate;
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
-use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::TAU;
@@ -66,7 +71,7 @@ impl Default for GateLoopConfig {
 }
 
 impl GateLoopConfig {
-    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
         let widths = head_widths(self.heads, None, self.key_width, self.expand_v, d_model)?;
         if !widths.key.is_multiple_of(2) {
             let want = "even: pairs of channels are complex numbers";
@@ -87,7 +92,7 @@ impl GateLoopConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<GateLoop<B>, ConfigError> {
-        let Widths { value, keys, values, .. } = self.widths(d_model)?;
+        let Widths { value, keys, values, .. } = self.resolve(d_model)?;
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(GateLoop {
             q_proj: linear(d_model, keys, device),
@@ -100,7 +105,7 @@ impl GateLoopConfig {
             v_conv1d: conv(values),
             g_proj: self.output_gate.then(|| linear(d_model, values, device)),
             norm: GatedRmsNorm::new(value, self.norm_eps, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             gate_normalizer: self.gate_normalizer,
             chunk: self.chunk,
@@ -111,7 +116,7 @@ impl GateLoopConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let Widths { key, value, keys, values, .. } = self.widths(d_model)?;
+        let Widths { key, value, keys, values, .. } = self.resolve(d_model)?;
         let mut cost = memory_cost(self.heads, key, value, false);
         let gates = if self.output_gate { values } else { 0 };
         cost.flops_per_token +=
@@ -135,7 +140,7 @@ pub struct GateLoop<B: Backend> {
     v_conv1d: Option<ShortConvolution<B>>,
     g_proj: Option<Linear<B>>,
     norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -144,38 +149,43 @@ pub struct GateLoop<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(GateLoop, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> GateLoop<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project = |proj, conv| {
-            convolved_heads_if_any(&x, proj, conv, self.heads, &mut before, &mut tails)
-        };
-        let q = project(&self.q_proj, &self.q_conv1d);
-        let k = project(&self.k_proj, &self.k_conv1d);
-        let v = project(&self.v_proj, &self.v_conv1d);
-        let angles = sum_of_angles(self.theta_proj.forward(x.clone()), before.next());
-        tails.push(angles.clone().narrow(1, tokens - 1, 1));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let gates = [&self.a_proj, &self.theta_proj].map(Projection::plain);
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let (Qkv { q, k, v }, [a, theta], [gate]) =
+            self.qkv().project_some(&x, gates, [gate], &mut past.tails);
+        let angles = past.tails.through(|before| {
+            let angles = sum_of_angles(accumulator(theta), before);
+            (angles.clone(), angles.narrow(1, tokens - 1, 1))
+        });
         let angles = split_heads(angles, self.heads);
         let turn = Turn { cos: angles.clone().cos(), sin: angles.sin() };
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let g = log_sigmoid(self.a_proj.forward(x.clone())) / self.gate_normalizer;
-        let g = split_heads(g, self.heads);
+        let g = split_heads(log_gate(a, self.gate_normalizer), self.heads);
         // Both halves of a complex number decay alike.
         let g = Tensor::cat(vec![g.clone(), g], 3);
         let inputs = ops::LinearAttention::new(turn.back(q * scale), turn.back(k), v).with_decay(g);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
-        let y = self.o_proj.forward(merge_heads(self.norm.forward(o, gate)));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, gate);
+        (y, past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> GateLoop<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        ConvQkv::convolved(projections, convolutions, [self.heads; 3])
     }
 }
 
@@ -201,13 +211,14 @@ struct Turn<B: Backend> {
 impl<B: Backend> Turn<B> {
     /// Pairs of channels i and i + K / 2 of `x`, `[B, T, H, K]`, turned by minus the angles.
     fn back(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
-        let half = x.dims()[3] / 2;
+        let (half, dtype) = (x.dims()[3] / 2, x.dtype());
+        let x = accumulator(x);
         let (real, imaginary) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
         let (cos, sin) = (self.cos.clone(), self.sin.clone());
         let turned = [
             real.clone() * cos.clone() + imaginary.clone() * sin.clone(),
             imaginary * cos - real * sin,
         ];
-        Tensor::cat(turned.into(), 3)
+        typed(Tensor::cat(turned.into(), 3), dtype)
     }
 }

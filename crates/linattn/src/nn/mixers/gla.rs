@@ -8,17 +8,22 @@
 //! Source: Yang et al., arXiv 2312.06635. As there, all keys together are half as wide as the model
 //! by default, and all values as wide.
 
-use super::{MatrixState, check_divisor, half_key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{
-    ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
+use super::{
+    MatrixPast, MatrixState, TokenMixer, check_divisor, half_key_width, linear_flops, memory_cost,
+    value_width,
 };
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
+    GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, split_heads,
 };
-use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::nn::log_decay::log_gate;
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend};
 use burn::module::Module;
-use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -64,7 +69,7 @@ impl Default for GlaConfig {
 
 impl GlaConfig {
     /// K and V.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         positive("heads", self.heads)?;
         let key = half_key_width(self.key_width, d_model, self.heads)?;
         let value = value_width(key, self.expand_v)?;
@@ -84,7 +89,7 @@ impl GlaConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Gla<B>, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
+        let (key, value) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Gla {
@@ -100,7 +105,7 @@ impl GlaConfig {
             v_conv1d: conv(values),
             g_proj: self.output_gate.then(|| linear(d_model, values, device)),
             g_norm_swish_gate: GatedRmsNorm::new(value, self.norm_eps, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             gate_normalizer: self.gate_normalizer,
             chunk: self.chunk,
@@ -111,7 +116,7 @@ impl GlaConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
+        let (key, value) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let mut cost = memory_cost(self.heads, key, value, false);
         let gates = if self.output_gate { values } else { 0 };
@@ -136,7 +141,7 @@ pub struct Gla<B: Backend> {
     v_conv1d: Option<ShortConvolution<B>>,
     g_proj: Option<Linear<B>>,
     g_norm_swish_gate: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -145,32 +150,34 @@ pub struct Gla<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(Gla, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Gla<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Gla<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project = |proj, conv| {
-            convolved_heads_if_any(&x, proj, conv, self.heads, &mut before, &mut tails)
-        };
-        let q = project(&self.q_proj, &self.q_conv1d);
-        let k = project(&self.k_proj, &self.k_conv1d);
-        let v = project(&self.v_proj, &self.v_conv1d);
-        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
         let (narrow, widen) = &self.gk_proj;
-        let g = log_sigmoid(widen.forward(narrow.forward(x.clone()))) / self.gate_normalizer;
-        let g = split_heads(g, self.heads);
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let (Qkv { q, k, v }, [g], [gate]) =
+            self.qkv().project_some(&x, [Projection::plain(narrow)], [gate], &mut past.tails);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let g = split_heads(log_gate(widen.forward(g), self.gate_normalizer), self.heads);
         let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
-        let y = self.o_proj.forward(merge_heads(self.g_norm_swish_gate.forward(o, gate)));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let y = GatedOutput::silu(&self.g_norm_swish_gate, &self.o_proj).forward(o, gate);
+        (y, past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> Gla<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        ConvQkv::convolved(projections, convolutions, [self.heads; 3])
     }
 }

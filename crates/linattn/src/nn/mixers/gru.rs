@@ -11,9 +11,9 @@
 //! product with x is one for all tokens; that with h is one a token. Weights start as N(0, 0.02^2), as
 //! everywhere here; elsewhere +-H^-1/2 is customary.
 
-use super::{VectorState, linear_flops, recurrent_width};
-use crate::nn::layers::{each_token, linear, linear_with_bias};
-use crate::nn::{ConfigError, Cost, Linear};
+use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
+use crate::nn::layers::{ResidualLinear, each_token, linear, linear_with_bias};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::activation::sigmoid;
@@ -29,6 +29,10 @@ pub struct GruConfig {
 }
 
 impl GruConfig {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
+        recurrent_width(self.width, d_model)
+    }
+
     /// Builds the layer for a model of width `d_model`.
     /// # Errors
     /// [`ConfigError`] if the width is 0.
@@ -37,11 +41,11 @@ impl GruConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Gru<B>, ConfigError> {
-        let width = recurrent_width(self.width, d_model)?;
+        let width = self.resolve(d_model)?;
         Ok(Gru {
             x_proj: linear_with_bias(d_model, 3 * width, device),
             h_proj: linear_with_bias(width, 3 * width, device),
-            o_proj: linear(width, d_model, device),
+            o_proj: linear(width, d_model, device).into(),
         })
     }
 
@@ -49,7 +53,7 @@ impl GruConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let width = recurrent_width(self.width, d_model)?;
+        let width = self.resolve(d_model)?;
         Ok(Cost {
             state_bytes: 4 * width as u64,
             flops_per_token: linear_flops(d_model + width, 3 * width)
@@ -63,23 +67,24 @@ impl GruConfig {
 pub struct Gru<B: Backend> {
     x_proj: Linear<B>,
     h_proj: Linear<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
 }
 
-forward_and_step!(Gru);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Gru<B> {
+    type State = VectorState<B>;
 
-impl<B: LinearAttentionBackend> Gru<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let tokens = x.dims()[1];
-        let (mut memory, _, position) = VectorState::parts(state);
+        let mut past = VectorPast::of(state);
         let inward = self.x_proj.forward(x);
         let width = inward.dims()[2] / 3;
         let start = || inward.clone().detach().narrow(1, 0, 1).narrow(2, 0, width).zeros_like();
-        let mut h = memory.next().unwrap_or_else(start);
+        let mut h = past.draw().unwrap_or_else(start);
         let mut outputs = Vec::with_capacity(tokens);
         for token in each_token(inward.clone()) {
             let recurrent = self.h_proj.forward(h.clone());
@@ -90,6 +95,6 @@ impl<B: LinearAttentionBackend> Gru<B> {
             outputs.push(h.clone());
         }
         let y = self.o_proj.forward(Tensor::cat(outputs, 1));
-        (y, VectorState { memory: vec![h], tails: vec![], position: position + tokens })
+        (y, past.then(vec![h], tokens))
     }
 }

@@ -14,16 +14,24 @@
 //! queries.
 //! Source: Zhang et al., arXiv 2409.07146.
 
-use super::{check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{
-    ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
+use super::{
+    TokenMixer, check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width,
 };
-use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_norm, split_heads};
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, StateTensors, check_chunk, positive};
-use crate::ops::{self, LinearAttentionBackend, OpResult};
+use crate::nn::conv_qkv::ConvQkv;
+use crate::nn::convolution::{ShortConvolution, Tails, check_window, convolution_cost};
+use crate::nn::layers::{
+    ResidualLinear, check_epsilon, linear, merge_heads, rms_norm, split_heads,
+};
+use crate::nn::log_decay::log_gate;
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{
+    ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors, check_chunk, positive,
+};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{log_sigmoid, silu, softmax};
+use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -68,14 +76,14 @@ impl Default for GsaConfig {
 
 /// Widths of one head that follow from a config.
 #[derive(Debug, Clone, Copy)]
-struct Widths {
+pub(super) struct Widths {
     slots: usize,
     key: usize,
     value: usize,
 }
 
 impl GsaConfig {
-    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
         check_heads(self.heads, None)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
         let value = value_width(key, self.expand_v)?;
@@ -95,7 +103,7 @@ impl GsaConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Gsa<B>, ConfigError> {
-        let Widths { slots, key, value } = self.widths(d_model)?;
+        let Widths { slots, key, value } = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Gsa {
@@ -107,7 +115,7 @@ impl GsaConfig {
             k_conv1d: conv(keys),
             v_conv1d: conv(values),
             g_norm: RmsNormConfig::new(values).with_epsilon(self.norm_eps).init(device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             gate_normalizer: self.gate_normalizer,
             chunk: self.chunk,
@@ -118,7 +126,7 @@ impl GsaConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let Widths { slots, key, value } = self.widths(d_model)?;
+        let Widths { slots, key, value } = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let mut cost = memory_cost(self.heads, slots, key, false);
         cost += memory_cost(self.heads, slots, value, false);
@@ -141,14 +149,14 @@ pub struct SlotState<B: Backend> {
     pub tails: Vec<Tensor<B, 3>>,
 }
 
-/// A state taken apart: slots of keys and of values, tails to draw from.
-type Parts<B> = (Option<Tensor<B, 4>>, Option<Tensor<B, 4>>, std::vec::IntoIter<Tensor<B, 3>>);
+/// A state taken apart: slots of keys and of values, and tails.
+type Parts<B> = (Option<Tensor<B, 4>>, Option<Tensor<B, 4>>, Vec<Tensor<B, 3>>);
 
 impl<B: Backend> SlotState<B> {
     fn parts(state: Option<Self>) -> Parts<B> {
         match state {
-            Some(s) => (Some(s.keys), Some(s.values), s.tails.into_iter()),
-            None => (None, None, vec![].into_iter()),
+            Some(s) => (Some(s.keys), Some(s.values), s.tails),
+            None => (None, None, vec![]),
         }
     }
 }
@@ -181,7 +189,7 @@ pub struct Gsa<B: Backend> {
     k_conv1d: Option<ShortConvolution<B>>,
     v_conv1d: Option<ShortConvolution<B>>,
     g_norm: RmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -190,39 +198,51 @@ pub struct Gsa<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(Gsa, SlotState, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
+    type State = SlotState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Gsa<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<SlotState<B>>,
-        op: impl Fn(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, SlotState<B>) {
         let [batch, tokens, _] = x.dims();
-        let (keys, values, mut before) = SlotState::parts(state);
-        let mut tails = vec![];
-        let mut project = |proj, conv| {
-            silu(convolved_heads_if_any(&x, proj, conv, self.heads, &mut before, &mut tails))
-        };
-        let q = project(&self.q_proj, &self.q_conv1d);
-        let k = project(&self.k_proj, &self.k_conv1d);
-        let v = project(&self.v_proj, &self.v_conv1d);
-        let g = log_sigmoid(self.f_proj.forward(x)) / self.gate_normalizer; // [B, T, H M]
-        let written = g.clone().exp().neg() + 1.0;
+        let (keys, values, tails) = SlotState::parts(state);
+        let mut tails = Tails::after(tails);
+        let (qkv, [f]) = self.qkv().project(&x, [Projection::plain(&self.f_proj)], &mut tails);
+        let [q, k, v] = [qkv.q, qkv.k, qkv.v].map(|x| self.activated(x));
+        let dtype = q.dtype();
+        let g = log_gate(f, self.gate_normalizer); // [B, T, H M]
+        let written = typed(g.clone().exp().neg() + 1.0, dtype);
 
         let [rows, key_width] = [g.dims()[2], k.dims()[3]];
         let keys = keys.map(|keys| keys.reshape([batch, rows, key_width, 1]));
         let slots = written.clone().unsqueeze_dim::<4>(3);
         let inputs = ops::LinearAttention::new(q, k, slots).with_decay(g.clone());
-        let (scores, keys) = op(inputs, keys).expect("the projections made the shapes");
+        let (scores, keys) = linear_attention(inputs, keys, self.chunk);
         let scores = scores.reshape([batch, tokens, self.heads, rows / self.heads]);
+        let shares = typed(softmax(accumulator(scores), 3), dtype);
 
         let (g, written) = (split_heads(g, self.heads), split_heads(written, self.heads));
-        let inputs = ops::LinearAttention::new(softmax(scores, 3), written, v).with_decay(g);
-        let (o, values) = op(inputs, values).expect("the projections made the shapes");
+        let inputs = ops::LinearAttention::new(shares, written, v).with_decay(g);
+        let (o, values) = linear_attention(inputs, values, self.chunk);
         let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(silu(o)), None));
         let keys = keys.reshape([batch, self.heads, rows / self.heads, key_width]);
-        (y, SlotState { keys, values, tails })
+        (y, SlotState { keys, values, tails: tails.into_next() })
+    }
+}
+
+impl<B: LinearAttentionBackend> Gsa<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        ConvQkv::convolved(projections, convolutions, [self.heads; 3]).silu()
+    }
+
+    /// SiLU once more behind a convolution, which has one of its own.
+    fn activated(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
+        if self.q_conv1d.is_some() { silu(x) } else { x }
     }
 }

@@ -11,13 +11,13 @@
 //! that any bound can be written into it.
 
 use super::hgrn2::{check_lower_bound, forgotten, fresh_bound};
-use super::{VectorState, linear_flops, scan_cost};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_linearly};
-use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear};
-use crate::nn::{ConfigError, Cost, Linear, positive};
-use crate::ops::{self, LinearAttentionBackend};
+use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
+use crate::nn::projection::{Projection, project};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Module, Param};
-use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -42,7 +42,7 @@ impl Default for HgrnConfig {
 }
 
 impl HgrnConfig {
-    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
         let width = positive("expand", self.expand)? * d_model;
         check_lower_bound(self.lower_bound)?;
         check_window(self.conv_size, 0)?;
@@ -58,7 +58,7 @@ impl HgrnConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Hgrn<B>, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         Ok(Hgrn {
             i_proj: linear(d_model, width, device),
             f_proj: linear(d_model, width, device),
@@ -67,7 +67,7 @@ impl HgrnConfig {
             i_conv1d: ShortConvolution::optional(width, self.conv_size, device),
             f_conv1d: ShortConvolution::optional(width, self.conv_size, device),
             g_norm: GatedRmsNorm::new(width, self.norm_eps, device),
-            o_proj: linear(width, d_model, device),
+            o_proj: linear(width, d_model, device).into(),
         })
     }
 
@@ -75,7 +75,7 @@ impl HgrnConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         let mut cost = scan_cost(width);
         cost.flops_per_token += linear_flops(d_model, 3 * width) + linear_flops(width, d_model);
         cost += convolution_cost(self.conv_size, 2 * width);
@@ -94,29 +94,37 @@ pub struct Hgrn<B: Backend> {
     i_conv1d: Option<ShortConvolution<B>>,
     f_conv1d: Option<ShortConvolution<B>>,
     g_norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
 }
 
-forward_and_step!(Hgrn);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Hgrn<B> {
+    type State = VectorState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Hgrn<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
-        let tokens = x.dims()[1];
-        let (mut memory, mut before, position) = VectorState::parts(state);
-        let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
-            convolve_linearly(conv, proj.forward(x.clone()), &mut before, &mut tails)
-        };
-        let input = silu(project(&self.i_proj, &self.i_conv1d));
-        let written = forgotten(project(&self.f_proj, &self.f_conv1d), &self.lower_bound);
+        let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
+        let projections = [
+            Projection::convolved(
+                &self.i_proj,
+                self.i_conv1d.as_ref(),
+                Some(Activation::Silu),
+                None,
+            ),
+            Projection::convolved(&self.f_proj, self.f_conv1d.as_ref(), None, None),
+            Projection::plain(&self.g_proj),
+        ];
+        let [input, f, gate] = project(&x, projections, &mut past.tails);
+        let dtype = input.dtype();
+        let written = forgotten(accumulator(f), &self.lower_bound);
         let kept = written.clone().neg() + 1.0;
-        let (h, last) = ops::linear_scan(kept, written * input, memory.next())
+        let (h, last) = ops::linear_scan(kept, written * accumulator(input), past.draw())
             .expect("the projections made the shapes");
-        let y = self.o_proj.forward(self.g_norm.forward(h, Some(self.g_proj.forward(x))));
-        (y, VectorState { memory: vec![last], tails, position: position + tokens })
+        let y = self.o_proj.forward(self.g_norm.forward(typed(h, dtype), Some(gate)));
+        (y, past.then(vec![last], tokens))
     }
 }

@@ -8,14 +8,21 @@
 //! Source: Qin et al., arXiv 2404.07904. There the bounds of all layers are learnt together so that
 //! they rise with depth; here each layer learns its own, from where its config lets it start.
 
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_linearly};
-use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_norm, split_heads};
-use crate::nn::{ConfigError, Cost, Linear, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult, accumulator, typed};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
+    value_width,
+};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::layers::{
+    ResidualLinear, check_epsilon, linear, merge_heads, rms_norm, split_heads,
+};
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{log_sigmoid, sigmoid, silu};
+use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -59,7 +66,7 @@ impl Default for Hgrn2Config {
 
 impl Hgrn2Config {
     /// K and V.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         check_heads(self.heads, None)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
         let value = value_width(key, self.expand_v)?;
@@ -78,7 +85,7 @@ impl Hgrn2Config {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Hgrn2<B>, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
+        let (key, value) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Hgrn2 {
@@ -90,7 +97,7 @@ impl Hgrn2Config {
             f_conv1d: conv(keys),
             i_conv1d: conv(values),
             g_norm: RmsNormConfig::new(values).with_epsilon(self.norm_eps).init(device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             chunk: self.chunk,
         })
@@ -100,7 +107,7 @@ impl Hgrn2Config {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
+        let (key, value) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let mut cost = memory_cost(self.heads, key, value, false);
         cost.flops_per_token +=
@@ -155,39 +162,40 @@ pub struct Hgrn2<B: Backend> {
     f_conv1d: Option<ShortConvolution<B>>,
     i_conv1d: Option<ShortConvolution<B>>,
     g_norm: RmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
     chunk: usize,
 }
 
-forward_and_step!(Hgrn2, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Hgrn2<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Hgrn2<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project = |proj: &Linear<B>, conv: &Option<ShortConvolution<B>>| {
-            convolve_linearly(conv, proj.forward(x.clone()), &mut before, &mut tails)
-        };
-        let q = split_heads(silu(project(&self.q_proj, &self.q_conv1d)), self.heads);
-        let (g, k) = self.forget(project(&self.f_proj, &self.f_conv1d));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let projections = [&self.q_proj, &self.f_proj, &self.i_proj];
+        let convolutions = [&self.q_conv1d, &self.f_conv1d, &self.i_conv1d];
+        let qfi = ConvQkv::convolved(projections, convolutions, [self.heads; 3]);
+        let (Qkv { q, k: f, v }, []) =
+            qfi.activated([Some(Activation::Silu), None, None]).project(&x, [], &mut past.tails);
+        let (g, k) = self.forget(merge_heads(f));
         let (g, k) = (split_heads(g, self.heads), split_heads(k, self.heads));
-        let v = split_heads(project(&self.i_proj, &self.i_conv1d), self.heads);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
         let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(o), None));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        (y, past.then(memory, tokens))
     }
+}
 
+impl<B: LinearAttentionBackend> Hgrn2<B> {
     /// ln f and 1 - f, each from what keeps its small values exact; in f32 at least, where f is not rounded
     /// to 0 by as much as a bound has.
     fn forget(&self, x: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {

@@ -8,17 +8,17 @@
 //! ```
 //! Source: Kimi Linear, arXiv 2510.26692. Decays and beta belong to value heads; keys, to key heads.
 
-use super::delta_net::{fresh_a_log, fresh_dt_bias};
-use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
-use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads,
-    scaled_queries, split_heads,
-};
-use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, OpResult};
+use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::gated_output::GatedOutput;
+use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias};
+use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::delta_rule;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::ops::{DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend};
 use burn::module::{Module, Param};
-use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -64,7 +64,7 @@ impl Default for KdaConfig {
 
 impl KdaConfig {
     /// Widths, and the inner width of the two-layer projections.
-    fn widths(&self, d_model: usize) -> Result<(Widths, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(Widths, usize), ConfigError> {
         let widths =
             head_widths(self.heads, self.value_heads, self.key_width, self.expand_v, d_model)?;
         let rank = positive("gate_rank", self.gate_rank.unwrap_or(widths.value))?;
@@ -82,7 +82,7 @@ impl KdaConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Kda<B>, ConfigError> {
-        let (Widths { heads, key, value, keys, values }, rank) = self.widths(d_model)?;
+        let (Widths { heads, key, value, keys, values }, rank) = self.resolve(d_model)?;
         let project = |to| linear(d_model, to, device);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Kda {
@@ -94,11 +94,11 @@ impl KdaConfig {
             v_conv1d: conv(values),
             f_proj: vec![project(rank), linear(rank, heads * key, device)],
             b_proj: project(heads),
-            a_log: Param::from_tensor(fresh_a_log(heads, 1.0, device)),
-            dt_bias: Param::from_tensor(fresh_dt_bias(heads * key, device)),
+            a_log: fresh_a_log(heads, 1.0, device),
+            dt_bias: fresh_dt_bias(heads * key, device),
             g_proj: vec![project(rank), linear_with_bias(rank, values, device)],
             o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
             beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
@@ -110,7 +110,7 @@ impl KdaConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (Widths { heads, key, value, keys, values }, rank) = self.widths(d_model)?;
+        let (Widths { heads, key, value, keys, values }, rank) = self.resolve(d_model)?;
         let mut cost = memory_cost(heads, key, value, true);
         cost.flops_per_token += linear_flops(d_model, 2 * keys + values + heads + 2 * rank)
             + linear_flops(rank, heads * key + values)
@@ -135,7 +135,7 @@ pub struct Kda<B: Backend> {
     dt_bias: Param<Tensor<B, 1>>,
     g_proj: Vec<Linear<B>>,
     o_norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
@@ -146,49 +146,35 @@ pub struct Kda<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(Kda, ops::delta_rule, ops::delta_rule_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Kda<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Kda<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project =
-            |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
-        let q = scaled_queries(project(&self.q_proj, &self.q_conv1d, self.key_heads));
-        let k = l2_normalize(project(&self.k_proj, &self.k_conv1d, self.key_heads));
-        let v = project(&self.v_proj, &self.v_conv1d, self.heads);
-        let beta = sigmoid(self.b_proj.forward(x.clone())) * self.beta_scale;
-        let g = row_decay(one_after_other(&self.f_proj, x.clone()), &self.a_log, &self.dt_bias);
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let beta = Projection::beta(&self.b_proj, self.beta_scale);
+        let [f, gate] = [&self.f_proj[0], &self.g_proj[0]].map(Projection::plain);
+        let (Qkv { q, k, v }, [beta, f, gate]) =
+            self.qkv().project(&x, [beta, f, gate], &mut past.tails);
+        let g = LogDecay::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
         let inputs = DeltaRule::new(q, k, v, beta).with_decay(Decay::Vector(g));
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = split_heads(one_after_other(&self.g_proj, x), self.heads);
-        let y = self.o_proj.forward(merge_heads(self.o_norm.forward_sigmoid(o, gate)));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let (o, memory) = delta_rule(inputs, past.memory.take(), self.chunk);
+        let gate = self.g_proj[1].forward(gate);
+        let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, Some(gate));
+        (y, past.then(memory, tokens))
     }
 }
 
-/// Linear layers in a row.
-pub(super) fn one_after_other<B: LinearAttentionBackend>(
-    layers: &[Linear<B>],
-    x: Tensor<B, 3>,
-) -> Tensor<B, 3> {
-    layers.iter().fold(x, |x, layer| layer.forward(x))
-}
-
-/// `-exp(a_log) softplus(x + dt_bias)`: `[B, T, H K]` to `[B, T, H, K]`, with an A for each head; f32 at
-/// least.
-pub(super) fn row_decay<B: LinearAttentionBackend>(
-    x: Tensor<B, 3>,
-    a_log: &Param<Tensor<B, 1>>,
-    dt_bias: &Param<Tensor<B, 1>>,
-) -> Tensor<B, 4> {
-    let a_log = a_log.val();
-    let heads = a_log.dims()[0];
-    split_heads(ops::log_gates(x, a_log, dt_bias.val()), heads)
+impl<B: LinearAttentionBackend> Kda<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        let heads = [self.key_heads, self.key_heads, self.heads];
+        ConvQkv::convolved(projections, convolutions, heads).silu().scaled()
+    }
 }

@@ -10,13 +10,18 @@
 //! 1 - l / (L - 1) + 1e-5.
 //! Source: Qin et al., arXiv 2401.04658; the layer around it as in arXiv 2501.08313.
 
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost};
-use crate::nn::layers::{check_epsilon, linear, merge_heads, rms_norm, split_heads};
-use crate::nn::{ConfigError, Cost, Linear, check_chunk};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
+};
+use crate::nn::layers::{
+    ResidualLinear, check_epsilon, linear, merge_heads, rms_norm, split_heads, wide_type,
+};
+use crate::nn::projection::{Projection, project};
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -44,7 +49,7 @@ impl Default for LightningAttentionConfig {
 
 impl LightningAttentionConfig {
     /// Width of a head.
-    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
         check_heads(self.heads, None)?;
         let width = key_width(self.key_width, d_model, self.heads)?;
         if !(self.decay_scale >= 0.0 && self.decay_scale.is_finite()) {
@@ -63,12 +68,12 @@ impl LightningAttentionConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<LightningAttention<B>, ConfigError> {
-        let values = self.heads * self.width(d_model)?;
+        let values = self.heads * self.resolve(d_model)?;
         Ok(LightningAttention {
             qkv_proj: linear(d_model, 3 * values, device),
             output_gate: linear(d_model, values, device),
             norm: RmsNormConfig::new(values).with_epsilon(self.norm_eps).init(device),
-            out_proj: linear(values, d_model, device),
+            out_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             decay_scale: self.decay_scale,
             chunk: self.chunk,
@@ -79,7 +84,7 @@ impl LightningAttentionConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         let values = self.heads * width;
         let mut cost = memory_cost(self.heads, width, width, false);
         cost.flops_per_token += linear_flops(d_model, 4 * values) + linear_flops(values, d_model);
@@ -110,7 +115,7 @@ pub struct LightningAttention<B: Backend> {
     qkv_proj: Linear<B>,
     output_gate: Linear<B>,
     norm: RmsNorm<B>,
-    out_proj: Linear<B>,
+    out_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -119,33 +124,41 @@ pub struct LightningAttention<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(LightningAttention, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for LightningAttention<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> LightningAttention<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let [batch, tokens, _] = x.dims();
-        let (memory, _, position) = MatrixState::parts(state);
-        let qkv = split_heads(silu(self.qkv_proj.forward(x.clone())), self.heads);
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let silu = Some(Activation::Silu);
+        let projections = [
+            Projection::convolved(&self.qkv_proj, None, silu, None),
+            Projection::plain(&self.output_gate),
+        ];
+        let [qkv, gate] = project(&x, projections, &mut past.tails);
+        let qkv = split_heads(qkv, self.heads);
         let width = qkv.dims()[3] / 3;
         let part = |i: usize| qkv.clone().narrow(3, i * width, width);
         let g = self.log_decay(&x).expand([batch, tokens, self.heads]);
         let inputs = ops::LinearAttention::new(part(0), part(1), part(2)).with_decay(g);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = (Activation::Sigmoid, self.output_gate.forward(x));
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let gate = (Activation::Sigmoid, gate);
         let y = self.out_proj.forward(rms_norm(&self.norm, merge_heads(o), Some(gate)));
-        (y, MatrixState { memory, tails: vec![], position: position + tokens })
+        (y, past.then(memory, tokens))
     }
+}
 
+impl<B: LinearAttentionBackend> LightningAttention<B> {
     /// `[1, 1, H]`.
     fn log_decay(&self, like: &Tensor<B, 3>) -> Tensor<B, 3> {
         let logs: Vec<f32> =
             slopes(self.heads).iter().map(|slope| (-slope * self.decay_scale) as f32).collect();
         let data = TensorData::new(logs, [1, 1, self.heads]);
-        Tensor::from_data(data, (&like.device(), like.dtype()))
+        Tensor::from_data(data, (&like.device(), wide_type(like.dtype())))
     }
 }

@@ -9,14 +9,19 @@
 //! the norm in place of the denominator is from arXiv 2210.10340; feature maps name their own. A norm
 //! takes any factor of a head's output out again, so there is either the one or the other.
 
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{
-    ShortConvolution, check_window, convolution_cost, convolved_heads_if_any,
+use super::{
+    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
+    value_width,
 };
-use crate::nn::features::{FeatureMap, Features};
-use crate::nn::layers::{GatedRmsNorm, check_epsilon, check_small, linear, merge_heads};
-use crate::nn::{ConfigError, Cost, Linear, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::features::Features;
+use crate::nn::layers::{
+    GatedRmsNorm, ResidualLinear, check_epsilon, check_small, linear, merge_heads,
+};
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, FeatureMap, Linear, Shared, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -90,7 +95,7 @@ pub enum OutputNorm {
 
 /// Widths that follow from a config.
 #[derive(Debug, Clone, Copy)]
-struct Widths {
+pub(super) struct Widths {
     /// K.
     key: usize,
     /// F, what phi makes of K.
@@ -102,7 +107,7 @@ struct Widths {
 }
 
 impl LinearAttentionConfig {
-    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
         let heads = check_heads(self.heads, self.value_heads)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
         let features = self.feature_map.check(key)?;
@@ -146,7 +151,7 @@ impl LinearAttentionConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<LinearAttention<B>, ConfigError> {
-        let Widths { key, value, heads, .. } = self.widths(d_model)?;
+        let Widths { key, value, heads, .. } = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, heads * value);
         let features = || self.feature_map.init::<B>(self.heads, key, device);
         let own = self.feature_map.may_differ() && !self.tie_feature_map_qk;
@@ -160,7 +165,7 @@ impl LinearAttentionConfig {
             v_conv1d: conv(values),
             norm: (self.output_norm == OutputNorm::Rms)
                 .then(|| GatedRmsNorm::new(value, self.norm_eps, device)),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
             feature_map_q: features()?,
@@ -176,7 +181,7 @@ impl LinearAttentionConfig {
     /// # Errors
     /// As [`init`](Self::init), and where the feature map does not reach over `length` tokens.
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
-        let Widths { key, features, value, heads } = self.widths(d_model)?;
+        let Widths { key, features, value, heads } = self.resolve(d_model)?;
         self.feature_map.check_length(length)?;
         let (keys, values) = (self.heads * key, heads * value);
         let mut cost = memory_cost(heads, features, value + usize::from(self.normalize), false);
@@ -201,7 +206,7 @@ pub struct LinearAttention<B: Backend> {
     /// None where keys go through the queries' map.
     feature_map_k: Option<Features<B>>,
     norm: Option<GatedRmsNorm<B>>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
@@ -217,36 +222,31 @@ pub struct LinearAttention<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(LinearAttention, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
+    type State = MatrixState<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> LinearAttention<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project = |proj, conv, heads| {
-            convolved_heads_if_any(&x, proj, conv, heads, &mut before, &mut tails)
-        };
-        let q = project(&self.q_proj, &self.q_conv1d, self.key_heads);
-        let k = project(&self.k_proj, &self.k_conv1d, self.key_heads);
-        let v = project(&self.v_proj, &self.v_conv1d, self.heads);
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (Qkv { q, k, v }, []) = self.qkv().project(&x, [], &mut past.tails);
         let map_of_keys = self.feature_map_k.as_ref().unwrap_or(&self.feature_map_q);
-        let q = over_sum(self.feature_map_q.forward(q, position), self.norm_q);
-        let k = over_sum(map_of_keys.forward(k, position), self.norm_k);
-        let (features, value_width) = (q.dims()[3] as f64, v.dims()[3]);
+        let q = features(&self.feature_map_q, q, past.position, self.norm_q);
+        let k = features(map_of_keys, k, past.position, self.norm_k);
+        let (width, value_width) = (q.dims()[3] as f64, v.dims()[3]);
         // The sum of keys is one more column of the memory, written with a value of 1. What is divided
         // wants no scale.
         let (q, v) = match self.denominator_eps {
             Some(_) => (q, Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3)),
-            None => (q * features.powf(-0.5), v),
+            None => (q * width.powf(-0.5), v),
         };
         let inputs = ops::LinearAttention::new(q, k, v);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
         let o = match self.denominator_eps {
             Some(epsilon) => {
                 o.clone().narrow(3, 0, value_width) / (o.narrow(3, value_width, 1) + epsilon)
@@ -257,9 +257,28 @@ impl<B: LinearAttentionBackend> LinearAttention<B> {
             Some(norm) => norm.forward(o, None),
             None => o,
         };
-        let y = self.o_proj.forward(merge_heads(o));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        (self.o_proj.forward(merge_heads(o)), past.then(memory, tokens))
     }
+}
+
+impl<B: LinearAttentionBackend> LinearAttention<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        let heads = [self.key_heads, self.key_heads, self.heads];
+        ConvQkv::convolved(projections, convolutions, heads)
+    }
+}
+
+/// Features of queries or keys from `position` on; exponentials and squares want more than 16 bits.
+fn features<B: LinearAttentionBackend>(
+    map: &Features<B>,
+    x: Tensor<B, 4>,
+    position: usize,
+    shares: bool,
+) -> Tensor<B, 4> {
+    let dtype = x.dtype();
+    typed(over_sum(map.forward(accumulator(x), position), shares), dtype)
 }
 
 /// Features as shares of their sum, where that is asked for.

@@ -10,15 +10,16 @@
 //! delta rule. The released models approximate it by its diagonal, with a beta for every channel, in
 //! Mamba's frame: one convolution before all, no norms, and `D x` added. Source: arXiv 2407.14207.
 
-use super::{MatrixState, Widths, head_widths, linear_flops, memory_cost};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
-use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, merge_heads, share_heads, split_heads,
-};
-use crate::nn::{ConfigError, Cost, Linear, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, OpResult};
+use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::gated_output::GatedOutput;
+use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, share_heads};
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::delta_rule;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
+use crate::ops::{DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, accumulator};
 use burn::module::Module;
-use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -60,7 +61,7 @@ impl Default for LonghornConfig {
 }
 
 impl LonghornConfig {
-    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
         let widths =
             head_widths(self.heads, self.value_heads, self.key_width, self.expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
@@ -77,7 +78,7 @@ impl LonghornConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Longhorn<B>, ConfigError> {
-        let Widths { heads, value, keys, values, .. } = self.widths(d_model)?;
+        let Widths { heads, value, keys, values, .. } = self.resolve(d_model)?;
         let project = |to| linear(d_model, to, device);
         let conv = |channels| ShortConvolution::optional(channels, self.conv_size, device);
         Ok(Longhorn {
@@ -90,7 +91,7 @@ impl LonghornConfig {
             v_conv1d: conv(values),
             g_proj: self.output_gate.then(|| project(values)),
             o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
             chunk: self.chunk,
@@ -101,7 +102,7 @@ impl LonghornConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let Widths { heads, key, value, keys, values } = self.widths(d_model)?;
+        let Widths { heads, key, value, keys, values } = self.resolve(d_model)?;
         let mut cost = memory_cost(heads, key, value, true);
         let inward = 2 * keys + values * if self.output_gate { 2 } else { 1 } + heads;
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
@@ -122,7 +123,7 @@ pub struct Longhorn<B: Backend> {
     v_conv1d: Option<ShortConvolution<B>>,
     g_proj: Option<Linear<B>>,
     o_norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
@@ -131,30 +132,35 @@ pub struct Longhorn<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(Longhorn, ops::delta_rule, ops::delta_rule_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Longhorn<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Longhorn<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(DeltaRule<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project =
-            |proj, conv, heads| convolved_heads(&x, proj, conv, heads, &mut before, &mut tails);
-        let q = l2_normalize(project(&self.q_proj, &self.q_conv1d, self.key_heads));
-        let k = project(&self.k_proj, &self.k_conv1d, self.key_heads);
-        let v = project(&self.v_proj, &self.v_conv1d, self.heads);
-        let beta = sigmoid(self.b_proj.forward(x.clone()));
-        let length = share_heads((k.clone() * k.clone()).sum_dim(3), self.heads);
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let beta = Projection::beta(&self.b_proj, 1.0);
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let (Qkv { q, k, v }, [beta], [gate]) =
+            self.qkv().project_some(&x, [beta], [gate], &mut past.tails);
+        let length = share_heads(accumulator(k.clone()).square().sum_dim(3), self.heads);
         let eps = beta.clone() / (beta * length.squeeze_dim::<3>(3) + 1.0);
         let inputs = DeltaRule::new(q, k, v, eps);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
-        let y = self.o_proj.forward(merge_heads(self.o_norm.forward(o, gate)));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let (o, memory) = delta_rule(inputs, past.memory.take(), self.chunk);
+        let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
+        (y, past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> Longhorn<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        let heads = [self.key_heads, self.key_heads, self.heads];
+        ConvQkv::convolved(projections, convolutions, heads).silu().unit_queries()
     }
 }

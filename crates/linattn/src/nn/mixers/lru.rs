@@ -10,9 +10,9 @@
 //! starts from N(0, 1 / (2 D)), W_c from N(0, 1 / N), in real and imaginary parts, d from N(0, 1).
 //! Source: Orvieto et al., arXiv 2303.06349, where the ring is a choice of each task.
 
-use super::{VectorState, linear_flops, recurrent_width, scan_cost};
-use crate::nn::layers::linear_with_bias;
-use crate::nn::{ConfigError, Cost, Linear};
+use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, scan_cost};
+use crate::nn::layers::{ResidualLinear, ScaledLinear, linear_with_bias};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
 use crate::ops::{self, Complex, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::{gelu, glu};
@@ -44,7 +44,7 @@ impl Default for LruConfig {
 }
 
 impl LruConfig {
-    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
         let width = recurrent_width(self.width, d_model)?;
         if !(0.0..1.0).contains(&self.r_min) {
             return Err(ConfigError::new("r_min", self.r_min, "at least 0 and below 1"));
@@ -67,7 +67,7 @@ impl LruConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Lru<B>, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         let uniform =
             |min, max| Tensor::<B, 1>::random([width], Distribution::Uniform(min, max), device);
         // |lambda|^2 uniform makes lambda uniform over the ring; 0 has no logarithm.
@@ -79,13 +79,13 @@ impl LruConfig {
             bias: None,
         };
         Ok(Lru {
-            in_proj: normal(d_model, 2 * width, 0.5 / d_model as f64),
+            in_proj: normal(d_model, 2 * width, 0.5 / d_model as f64).into(),
             nu_log: Param::from_tensor((squares.clone().log() * -0.5).log()),
             theta_log: Param::from_tensor(phases.log()),
             gamma_log: Param::from_tensor((squares.neg() + 1.0).log() * 0.5),
-            c_proj: normal(2 * width, d_model, 1.0 / width as f64),
+            c_proj: normal(2 * width, d_model, 1.0 / width as f64).into(),
             d: Initializer::Normal { mean: 0.0, std: 1.0 }.init([d_model], device),
-            out_proj: linear_with_bias(d_model, 2 * d_model, device),
+            out_proj: linear_with_bias(d_model, 2 * d_model, device).into(),
         })
     }
 
@@ -93,7 +93,7 @@ impl LruConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         let mut cost = scan_cost(2 * width);
         // A complex product has twice the products of two real ones.
         cost.flops_per_token += 4 * width as u64;
@@ -107,26 +107,27 @@ impl LruConfig {
 #[derive(Module, Debug)]
 pub struct Lru<B: Backend> {
     /// `D -> 2 N`: real parts, then imaginary ones.
-    in_proj: Linear<B>,
+    in_proj: ScaledLinear<B>,
     nu_log: Param<Tensor<B, 1>>,
     theta_log: Param<Tensor<B, 1>>,
     gamma_log: Param<Tensor<B, 1>>,
     /// `2 N -> D`: the real part of a complex product; the sign of its second half is in the weights.
-    c_proj: Linear<B>,
+    c_proj: ScaledLinear<B>,
     d: Param<Tensor<B, 1>>,
-    out_proj: Linear<B>,
+    out_proj: ResidualLinear<B>,
 }
 
-forward_and_step!(Lru);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Lru<B> {
+    type State = VectorState<B>;
 
-impl<B: LinearAttentionBackend> Lru<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let [batch, tokens, _] = x.dims();
-        let (mut memory, _, position) = VectorState::parts(state);
+        let mut past = VectorPast::of(state);
         let width = self.gamma_log.dims()[0];
         let row = |x: Tensor<B, 1>| x.unsqueeze::<3>();
         let always = |x: Tensor<B, 1>| row(x).expand([batch, tokens, width]);
@@ -138,12 +139,11 @@ impl<B: LinearAttentionBackend> Lru<B> {
         };
         let input = self.in_proj.forward(x.clone());
         let part = |from| input.clone().narrow(2, from, width) * row(self.gamma_log.val().exp());
-        let before = memory.next().zip(memory.next()).map(|(re, im)| Complex { re, im });
+        let before = past.draw_pair().map(|(re, im)| Complex { re, im });
         let (h, last) = ops::complex_scan(lambda, Complex { re: part(0), im: part(width) }, before)
             .expect("the projections made the shapes");
         let u = self.c_proj.forward(Tensor::cat(vec![h.re, h.im], 2)) + x * row(self.d.val());
         let y = glu(self.out_proj.forward(gelu(u)), 2);
-        let memory = vec![last.re, last.im];
-        (y, VectorState { memory, tails: vec![], position: position + tokens })
+        (y, past.then(vec![last.re, last.im], tokens))
     }
 }

@@ -10,9 +10,9 @@
 //! at 1. The product with x is one for all tokens; that with h is one a token. Weights start as N(0,
 //! 0.02^2), as everywhere here; elsewhere +-H^-1/2 is customary.
 
-use super::{VectorState, linear_flops, recurrent_width};
-use crate::nn::layers::{each_token, linear};
-use crate::nn::{ConfigError, Cost, Linear};
+use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
+use crate::nn::layers::{ResidualLinear, each_token, linear};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
 use crate::ops::LinearAttentionBackend;
 use burn::module::{Module, Param};
 use burn::tensor::activation::sigmoid;
@@ -28,6 +28,10 @@ pub struct LstmConfig {
 }
 
 impl LstmConfig {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
+        recurrent_width(self.width, d_model)
+    }
+
     /// Builds the layer for a model of width `d_model`.
     /// # Errors
     /// [`ConfigError`] if the width is 0.
@@ -36,7 +40,7 @@ impl LstmConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Lstm<B>, ConfigError> {
-        let width = recurrent_width(self.width, d_model)?;
+        let width = self.resolve(d_model)?;
         let forget = width..2 * width;
         let bias: Vec<f32> = (0..4 * width).map(|n| f32::from(forget.contains(&n))).collect();
         let bias = Tensor::<B, 1>::from_data(TensorData::new(bias, [4 * width]), device);
@@ -46,7 +50,7 @@ impl LstmConfig {
                 ..linear(d_model, 4 * width, device)
             },
             h_proj: linear(width, 4 * width, device),
-            o_proj: linear(width, d_model, device),
+            o_proj: linear(width, d_model, device).into(),
         })
     }
 
@@ -54,7 +58,7 @@ impl LstmConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let width = recurrent_width(self.width, d_model)?;
+        let width = self.resolve(d_model)?;
         Ok(Cost {
             state_bytes: 2 * 4 * width as u64,
             flops_per_token: linear_flops(d_model + width, 4 * width)
@@ -68,24 +72,25 @@ impl LstmConfig {
 pub struct Lstm<B: Backend> {
     x_proj: Linear<B>,
     h_proj: Linear<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
 }
 
-forward_and_step!(Lstm);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Lstm<B> {
+    type State = VectorState<B>;
 
-impl<B: LinearAttentionBackend> Lstm<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let tokens = x.dims()[1];
-        let (mut memory, _, position) = VectorState::parts(state);
+        let mut past = VectorPast::of(state);
         let inward = self.x_proj.forward(x);
         let width = inward.dims()[2] / 4;
         let start = || inward.clone().detach().narrow(1, 0, 1).narrow(2, 0, width).zeros_like();
-        let mut h = memory.next().unwrap_or_else(start);
-        let mut c = memory.next().unwrap_or_else(start);
+        let mut h = past.draw().unwrap_or_else(start);
+        let mut c = past.draw().unwrap_or_else(start);
         let mut outputs = Vec::with_capacity(tokens);
         for token in each_token(inward.clone()) {
             let gates = token + self.h_proj.forward(h);
@@ -95,6 +100,6 @@ impl<B: LinearAttentionBackend> Lstm<B> {
             outputs.push(h.clone());
         }
         let y = self.o_proj.forward(Tensor::cat(outputs, 1));
-        (y, VectorState { memory: vec![h, c], tails: vec![], position: position + tokens })
+        (y, past.then(vec![h, c], tokens))
     }
 }

@@ -12,12 +12,15 @@
 //! Source: Gu and Dao, arXiv 2312.00752. A starts as 1 to N, dt log-uniform in 0.001 to 0.1, D as 1; linear
 //! layers as PyTorch draws them, uniform within 1 / sqrt(fan-in), as the authors' code leaves them.
 
-use super::delta_net::fresh_dt_bias;
-use super::{VectorState, linear_flops, scan_cost};
-use crate::nn::convolution::{ShortConvolution, convolution_cost};
-use crate::nn::layers::{softplus, torch_linear};
-use crate::nn::{ConfigError, Cost, Linear, positive};
-use crate::ops::{self, Activation, LinearAttentionBackend};
+use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
+use crate::nn::convolution::{ShortConvolution, Tails, convolution_cost};
+use crate::nn::layers::{ResidualLinear, softplus, torch_linear};
+use crate::nn::log_decay::fresh_dt_bias;
+use crate::nn::projection::{Convolution, Split};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{
+    self, Activation, Column, ColumnKind, LinearAttentionBackend, accumulator, typed,
+};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -46,7 +49,7 @@ impl Default for MambaConfig {
 
 impl MambaConfig {
     /// Inner width and rank.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         positive("d_state", self.d_state)?;
         let inner = positive("expand", self.expand)? * d_model;
         let rank = positive("dt_rank", self.dt_rank.unwrap_or(d_model.div_ceil(16)))?;
@@ -62,7 +65,7 @@ impl MambaConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Mamba<B>, ConfigError> {
-        let (inner, rank) = self.widths(d_model)?;
+        let (inner, rank) = self.resolve(d_model)?;
         let a_log: Vec<f32> =
             (0..inner * self.d_state).map(|i| ((i % self.d_state + 1) as f32).ln()).collect();
         let a_log =
@@ -72,12 +75,12 @@ impl MambaConfig {
             conv1d: ShortConvolution::new(inner, self.conv_size, true, device),
             x_proj: torch_linear(inner, rank + 2 * self.d_state, device),
             dt_proj: Linear {
-                bias: Some(Param::from_tensor(fresh_dt_bias(inner, device))),
+                bias: Some(fresh_dt_bias(inner, device)),
                 ..torch_linear(rank, inner, device)
             },
             a_log: Param::from_tensor(a_log),
             d: Initializer::Ones.init([inner], device),
-            out_proj: torch_linear(inner, d_model, device),
+            out_proj: torch_linear(inner, d_model, device).into(),
             allow_neg_eigval: self.allow_neg_eigval,
         })
     }
@@ -86,7 +89,7 @@ impl MambaConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (inner, rank) = self.widths(d_model)?;
+        let (inner, rank) = self.resolve(d_model)?;
         let mut cost = scan_cost(inner * self.d_state);
         // The share kept, what is written, what is read.
         cost.flops_per_token += 5 * (inner * self.d_state) as u64;
@@ -109,42 +112,61 @@ pub struct Mamba<B: Backend> {
     /// `[I, N]`.
     a_log: Param<Tensor<B, 2>>,
     d: Param<Tensor<B, 1>>,
-    out_proj: Linear<B>,
+    out_proj: ResidualLinear<B>,
     #[module(skip)]
     allow_neg_eigval: bool,
 }
 
-forward_and_step!(Mamba);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba<B> {
+    type State = VectorState<B>;
+    const TAKES_BF16: bool = true;
+    const SCALES_ITSELF: bool = true;
 
-impl<B: LinearAttentionBackend> Mamba<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
-        let [batch, tokens, _] = x.dims();
-        let (mut memory, mut before, position) = VectorState::parts(state);
-        let mut tails = vec![];
+        let ([batch, tokens, _], mut past) = (x.dims(), VectorPast::of(state));
         let ([inner, size], rank) = (self.a_log.dims(), self.dt_proj.weight.dims()[0]);
-        let part = |x: &Tensor<B, 3>, from, width| x.clone().narrow(2, from, width);
-        let projected = self.in_proj.forward(x);
-        let x = part(&projected, 0, inner);
-        let x = self.conv1d.forward_between(x, &mut before, &mut tails);
-        let z = part(&projected, inner, inner);
+        let (x, z) = self.halves(x, &mut past.tails);
         let low = self.x_proj.forward(x.clone());
-        let dt = softplus(self.dt_proj.forward(part(&low, 0, rank)));
-
+        let part = |from, width| low.clone().narrow(2, from, width);
+        let dt = softplus(accumulator(self.dt_proj.forward(part(0, rank))));
+        // The state and what goes into it are f32 at least.
+        let [write, read] = [rank, rank + size].map(|from| accumulator(part(from, size)));
+        let wide = accumulator(x);
         let flat = |x: Tensor<B, 4>| x.reshape([batch, tokens, inner * size]);
-        let write = part(&low, rank, size).unsqueeze_dim::<4>(2); // B: [B, T, 1, N]
-        let written = flat((dt.clone() * x.clone()).unsqueeze_dim::<4>(3) * write);
+        let write = write.unsqueeze_dim::<4>(2); // B: [B, T, 1, N]
+        let written = flat((dt.clone() * wide.clone()).unsqueeze_dim::<4>(3) * write);
         let kept = self.kept(flat(dt.unsqueeze_dim::<4>(3) * self.rates()));
-        let (h, last) = ops::linear_scan(kept, written, memory.next())
-            .expect("the projections made the shapes");
+        let (h, last) =
+            ops::linear_scan(kept, written, past.draw()).expect("the projections made the shapes");
         let h: Tensor<B, 4> = h.reshape([batch, tokens, inner, size]);
-        let read = part(&low, rank + size, size).unsqueeze_dim::<4>(3); // C: [B, T, N, 1]
-        let o = h.matmul(read).squeeze_dim::<3>(3) + x * self.d.val().unsqueeze::<3>();
+        let read = read.unsqueeze_dim::<4>(3); // C: [B, T, N, 1]
+        let o = h.matmul(read).squeeze_dim::<3>(3) + wide * self.d.val().unsqueeze::<3>();
+        let o = typed(o, z.dtype());
         let y = self.out_proj.forward(ops::gate(o, z, Activation::Silu));
-        (y, VectorState { memory: vec![last], tails, position: position + tokens })
+        (y, past.then(vec![last], tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> Mamba<B> {
+    /// The projected input: convolved, and the gate z.
+    fn halves(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let [inner, _] = self.a_log.dims();
+        let y = self.in_proj.forward(x);
+        if self.conv1d.weight.dims()[0] == 1 {
+            let part = |from| y.clone().narrow(2, from, inner);
+            return (self.conv1d.forward_between(part(0), tails), part(inner));
+        }
+        let convolution = Some(Convolution::of(&self.conv1d, &y, tails));
+        let silu = ColumnKind::Conv { activation: Some(Activation::Silu), norm: None };
+        let columns = [silu, ColumnKind::Copy].map(|kind| Column { width: inner, kind }).into();
+        let halves = Split { y, columns, convolution, decay: None }.outputs();
+        let [x, z] = halves.try_into().expect("an output for each of two columns");
+        (x, z)
     }
 
     /// A, `[1, 1, I, N]`.

@@ -10,14 +10,19 @@
 //! in 1 to 16, dt log-uniform in 0.001 to 0.1, D as 1; linear layers as PyTorch draws them, uniform within
 //! 1 / sqrt(fan-in), as the authors' code leaves them.
 
-use super::delta_net::{fresh_a_log, fresh_dt_bias};
-use super::{MatrixState, linear_flops, memory_cost};
-use crate::nn::convolution::ShortConvolution;
+use super::{MatrixPast, MatrixState, TokenMixer, linear_flops, memory_cost};
+use crate::nn::convolution::{ShortConvolution, Tails};
 use crate::nn::layers::{
-    check_epsilon, merge_heads, rms_norm, rms_normalize, softplus, split_heads, torch_linear,
+    ResidualLinear, check_epsilon, merge_heads, rms_norm, rms_normalize, softplus, split_heads,
+    torch_linear,
 };
-use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::projection::{Convolution, Split, padding};
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::ops::{
+    self, Activation, Column, ColumnKind, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed,
+};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, backend::Backend};
@@ -64,7 +69,7 @@ impl Default for Mamba2Config {
 
 impl Mamba2Config {
     /// Inner width and heads.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         positive("d_state", self.d_state)?;
         positive("groups", self.groups)?;
         let inner = positive("expand", self.expand)? * d_model;
@@ -91,16 +96,16 @@ impl Mamba2Config {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Mamba2<B>, ConfigError> {
-        let (inner, heads) = self.widths(d_model)?;
+        let (inner, heads) = self.resolve(d_model)?;
         let channels = inner + 2 * self.groups * self.d_state;
         Ok(Mamba2 {
             in_proj: torch_linear(d_model, inner + channels + heads, device),
             conv1d: ShortConvolution::new(channels, self.conv_size, true, device),
-            dt_bias: Param::from_tensor(fresh_dt_bias(heads, device)),
-            a_log: Param::from_tensor(fresh_a_log(heads, 1.0, device)),
+            dt_bias: fresh_dt_bias(heads, device),
+            a_log: fresh_a_log(heads, 1.0, device),
             d: Initializer::Ones.init([heads], device),
             norm: RmsNormConfig::new(inner).with_epsilon(self.norm_eps).init(device),
-            out_proj: torch_linear(inner, d_model, device),
+            out_proj: torch_linear(inner, d_model, device).into(),
             heads,
             groups: self.groups,
             group_norm: self.group_norm,
@@ -113,7 +118,7 @@ impl Mamba2Config {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (inner, heads) = self.widths(d_model)?;
+        let (inner, heads) = self.resolve(d_model)?;
         let channels = (inner + 2 * self.groups * self.d_state) as u64;
         let mut cost = memory_cost(heads, self.d_state, self.head_width, false);
         cost.flops_per_token += linear_flops(d_model, inner + channels as usize + heads)
@@ -133,7 +138,7 @@ pub struct Mamba2<B: Backend> {
     a_log: Param<Tensor<B, 1>>,
     d: Param<Tensor<B, 1>>,
     norm: RmsNorm<B>,
-    out_proj: Linear<B>,
+    out_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -146,38 +151,94 @@ pub struct Mamba2<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(Mamba2, ops::linear_attention, ops::linear_attention_step);
+/// Parts of the projected input, `[B, T, ..]`.
+struct Parts<B: Backend> {
+    /// Gate, all heads'.
+    z: Tensor<B, 3>,
+    /// Values, all heads'.
+    x: Tensor<B, 3>,
+    /// B, all groups'.
+    k: Tensor<B, 3>,
+    /// C, all groups'.
+    q: Tensor<B, 3>,
+    /// dt, a number a head, in f32 at least.
+    step: Tensor<B, 3>,
+}
 
-impl<B: LinearAttentionBackend> Mamba2<B> {
+impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
+    const SCALES_ITSELF: bool = true;
+
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let (inner, keys) = (self.norm.gamma.dims()[0], self.groups * self.d_state);
-        let projected = self.in_proj.forward(x);
-        let part = |x: &Tensor<B, 3>, from, width| x.clone().narrow(2, from, width);
-        let z = part(&projected, 0, inner);
-        let channels = inner + 2 * keys;
-        let mixed = part(&projected, inner, channels);
-        let mixed = self.conv1d.forward_between(mixed, &mut before, &mut tails);
-        let dt = part(&projected, inner + channels, self.heads);
-        let dt = softplus(dt + self.dt_bias.val().unsqueeze());
-
-        let x = split_heads(part(&mixed, 0, inner), self.heads);
-        let q = split_heads(part(&mixed, inner + keys, keys), self.groups);
-        let k = split_heads(part(&mixed, inner, keys), self.groups);
-        let v = x.clone() * dt.clone().unsqueeze_dim(3);
-        let g: Tensor<B, 3> = dt * self.a_log.val().exp().neg().unsqueeze();
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let Parts { z, x, k, q, step } = self.parts(x, &mut past.tails);
+        let (q, k) = (split_heads(q, self.groups), split_heads(k, self.groups));
+        let (dtype, x) = (x.dtype(), split_heads(x, self.heads));
+        let v = x.clone() * typed(step.clone(), dtype).unsqueeze_dim(3);
+        let g: Tensor<B, 3> = step * self.a_log.val().exp().neg().unsqueeze();
         let inputs = ops::LinearAttention::new(q, k, v).with_decay(g);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let skip = x * self.d.val().reshape([1, 1, self.heads, 1]);
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let skip = x * typed(self.d.val(), dtype).reshape([1, 1, self.heads, 1]);
         let y = self.normalize(ops::gate(merge_heads(o + skip), z, Activation::Silu));
-        (self.out_proj.forward(y), MatrixState { memory, tails, position: position + tokens })
+        (self.out_proj.forward(y), past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> Mamba2<B> {
+    /// The input's parts. Over several tokens the projection's columns are put in the order in which one
+    /// operation splits them: those of the convolution, those of the steps, and z.
+    fn parts(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Parts<B> {
+        let (inner, keys) = (self.norm.gamma.dims()[0], self.groups * self.d_state);
+        let behind = inner + 2 * keys + self.heads;
+        if x.dims()[1] == 1 || self.conv1d.weight.dims()[0] == 1 {
+            return self.parts_of_token(x, tails);
+        }
+        let silu = ColumnKind::Conv { activation: Some(Activation::Silu), norm: None };
+        let column = |width, kind| Column { width, kind };
+        let columns = vec![
+            column(inner, silu),
+            column(keys, silu),
+            column(keys, silu),
+            column(self.heads, ColumnKind::LogDecay),
+            column(inner, ColumnKind::Copy),
+        ];
+        let weight = self.in_proj.weight.val();
+        let part = |from, width| weight.clone().narrow(1, from, width);
+        let weights = vec![part(inner, behind), part(0, inner)];
+        let weight = ops::pack(weights, padding(&columns), x.dtype());
+        let y = ops::affine(x, weight, None).expect("the projection reads `x`");
+        let convolution = Some(Convolution::of(&self.conv1d, &y, tails));
+        // With rates of 1 a log decay is less than 0 by the step.
+        let decay = Some(LogDecay {
+            a_log: self.a_log.val().detach().zeros_like(),
+            dt_bias: self.dt_bias.val(),
+        });
+        let outputs = Split { y, columns, convolution, decay }.outputs();
+        let [x, k, q, less, z] = outputs.try_into().expect("an output for each of five columns");
+        Parts { z, x, k, q, step: less.neg() }
+    }
+
+    /// As [`parts`](Self::parts), in the projection's own order.
+    fn parts_of_token(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Parts<B> {
+        let (inner, keys) = (self.norm.gamma.dims()[0], self.groups * self.d_state);
+        let channels = inner + 2 * keys;
+        let part = |x: &Tensor<B, 3>, from, width| x.clone().narrow(2, from, width);
+        let projected = self.in_proj.forward(x);
+        let mixed = self.conv1d.forward_between(part(&projected, inner, channels), tails);
+        let step = accumulator(part(&projected, inner + channels, self.heads));
+        Parts {
+            z: part(&projected, 0, inner),
+            x: part(&mixed, 0, inner),
+            k: part(&mixed, inner, keys),
+            q: part(&mixed, inner + keys, keys),
+            step: softplus(step + self.dt_bias.val().unsqueeze()),
+        }
     }
 
     /// Mean square taken out, over all values or over each group's, `[B, T, D]`.
@@ -185,7 +246,8 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         if !self.group_norm {
             return rms_norm(&self.norm, y, None);
         }
+        let dtype = y.dtype();
         let by_group = rms_normalize(split_heads(y, self.groups), self.norm.epsilon);
-        merge_heads(by_group) * self.norm.gamma.val().unsqueeze()
+        merge_heads(by_group) * typed(self.norm.gamma.val(), dtype).unsqueeze()
     }
 }

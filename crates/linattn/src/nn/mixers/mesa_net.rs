@@ -15,16 +15,19 @@
 //! stops short of the solution; these go on to it. The gradient is that of the solution, by one
 //! more solve: see `ops::mesa`.
 
-use super::{MatrixState, key_width, linear_flops, memory_cost};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolved_heads};
+use super::{MatrixPast, MatrixState, TokenMixer, key_width, linear_flops, memory_cost};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
-    GatedRmsNorm, check_epsilon, l2_normalize, linear, linear_with_bias, merge_heads, softplus,
-    split_heads,
+    GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, softplus,
 };
-use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, Mesa, OpResult};
+use crate::nn::log_decay::log_gate;
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::mesa;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::ops::{Activation, DEFAULT_CHUNK, LinearAttentionBackend, Mesa, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -67,7 +70,7 @@ impl Default for MesaNetConfig {
 
 impl MesaNetConfig {
     /// K.
-    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
         positive("heads", self.heads)?;
         let width = key_width(self.key_width, d_model, self.heads)?;
         if !(0.0..1.0).contains(&self.lambda_lower_bound) {
@@ -89,7 +92,7 @@ impl MesaNetConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<MesaNet<B>, ConfigError> {
-        let keys = self.heads * self.width(d_model)?;
+        let keys = self.heads * self.resolve(d_model)?;
         let project = || linear(d_model, keys, device);
         let gate = || linear_with_bias(d_model, self.heads, device);
         let conv = || ShortConvolution::optional(keys, self.conv_size, device);
@@ -106,7 +109,7 @@ impl MesaNetConfig {
             k_conv1d: conv(),
             g_proj: self.output_gate.then(project),
             o_norm: GatedRmsNorm::new(keys / self.heads, self.norm_eps, device),
-            o_proj: linear(keys, d_model, device),
+            o_proj: linear(keys, d_model, device).into(),
             heads: self.heads,
             lambda_lower_bound: self.lambda_lower_bound,
             cg_steps: self.cg_steps,
@@ -118,7 +121,7 @@ impl MesaNetConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         let keys = self.heads * width;
         let mut cost = memory_cost(self.heads, width, 2 * width, false);
         // Of each iteration: the product with H, and five passes over rows.
@@ -144,7 +147,7 @@ pub struct MesaNet<B: Backend> {
     k_conv1d: Option<ShortConvolution<B>>,
     g_proj: Option<Linear<B>>,
     o_norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -155,37 +158,47 @@ pub struct MesaNet<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(MesaNet, ops::mesa, ops::mesa_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for MesaNet<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> MesaNet<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(Mesa<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mut project = |proj, conv| {
-            l2_normalize(convolved_heads(&x, proj, conv, self.heads, &mut before, &mut tails))
-        };
-        let q = project(&self.q_proj, &self.q_conv1d);
-        let k = project(&self.k_proj, &self.k_conv1d);
-        let key_width = k.dims()[3];
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let gates = [Projection::beta(&self.b_proj, 1.0), Projection::plain(&self.a_proj)];
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let (Qkv { q, k, v }, [beta, g], [gate]) =
+            self.qkv().project_some(&x, gates, [gate], &mut past.tails);
+        let (key_width, dtype) = (k.dims()[3], v.dtype());
         let lambda = softplus(self.lambda_params.val()) + self.lambda_lower_bound;
+        // The equations are solved in f32 at least.
         let inputs = Mesa {
-            q,
-            k,
-            v: split_heads(self.v_proj.forward(x.clone()), self.heads),
-            beta: sigmoid(self.b_proj.forward(x.clone())),
-            g: log_sigmoid(self.a_proj.forward(x.clone())),
+            q: accumulator(q),
+            k: accumulator(k),
+            v: accumulator(v),
+            beta,
+            g: log_gate(g, 1.0),
             lambda: lambda.reshape([self.heads, key_width]),
             iterations: self.cg_steps,
         };
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
-        let y = self.o_proj.forward(merge_heads(self.o_norm.forward(o, gate)));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let (o, memory) = mesa(inputs, past.memory.take(), self.chunk);
+        let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(typed(o, dtype), gate);
+        (y, past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> MesaNet<B> {
+    /// Values have neither convolution nor activation.
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &None];
+        let silu = Some(Activation::Silu);
+        ConvQkv::convolved(projections, convolutions, [self.heads; 3])
+            .activated([silu, silu, None])
+            .unit(1.0)
     }
 }

@@ -11,15 +11,22 @@
 //! Source: Chou et al., arXiv 2411.10741, details as in the authors' code. There w starts from zero;
 //! here it is small and random.
 
-use super::{MatrixState, check_divisor, half_key_width, linear_flops, memory_cost, value_width};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, check_divisor, half_key_width, linear_flops, memory_cost,
+    value_width,
+};
 use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
 use crate::nn::layers::{
-    INIT_STD, check_epsilon, linear, linear_with_bias, merge_heads, split_heads, standardize,
+    INIT_STD, ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
+    standardize,
 };
-use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::nn::log_decay::log_gate;
+use crate::nn::projection::{Projection, project};
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::{log_sigmoid, sigmoid};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -62,7 +69,7 @@ impl Default for MetaLaConfig {
 
 impl MetaLaConfig {
     /// K and V.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         positive("heads", self.heads)?;
         let key = half_key_width(self.key_width, d_model, self.heads)?;
         let value = value_width(key, self.expand_v)?;
@@ -81,7 +88,7 @@ impl MetaLaConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<MetaLa<B>, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
+        let (key, value) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let small = Initializer::Normal { mean: 0.0, std: INIT_STD };
         Ok(MetaLa {
@@ -91,7 +98,7 @@ impl MetaLaConfig {
             g_proj: linear_with_bias(d_model, values, device),
             aug_balance: self.self_augmentation.then(|| small.init([keys], device)),
             conv1d: ShortConvolution::optional(d_model, self.conv_size, device),
-            out_proj: linear(values, d_model, device),
+            out_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             gate_normalizer: self.gate_normalizer,
             norm_eps: self.norm_eps,
@@ -103,7 +110,7 @@ impl MetaLaConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
+        let (key, value) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let mut cost = memory_cost(self.heads, key, value, false);
         cost.flops_per_token +=
@@ -124,7 +131,7 @@ pub struct MetaLa<B: Backend> {
     /// w, `[H K]`.
     aug_balance: Option<Param<Tensor<B, 1>>>,
     conv1d: Option<ShortConvolution<B>>,
-    out_proj: Linear<B>,
+    out_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -135,37 +142,38 @@ pub struct MetaLa<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(MetaLa, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> MetaLa<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let x = convolve_if_any(&self.conv1d, x, &mut before, &mut tails);
-        let q = split_heads(self.q_proj.forward(x.clone()), self.heads);
-        let v = split_heads(self.v_proj.forward(x.clone()), self.heads);
-        let g = log_sigmoid(self.k_gate.forward(x.clone())) / self.gate_normalizer;
-        let g = split_heads(g, self.heads);
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let x = convolve_if_any(&self.conv1d, x, &mut past.tails);
+        let projections = [&self.q_proj, &self.v_proj, &self.k_gate, &self.g_proj];
+        let [q, v, g, gate] = project(&x, projections.map(Projection::plain), &mut past.tails);
+        let dtype = q.dtype();
+        let (q, v) = (split_heads(q, self.heads), split_heads(v, self.heads));
+        let g = split_heads(log_gate(g, self.gate_normalizer), self.heads);
         let k = g.clone().exp().neg() + 1.0;
         let own = self.aug_balance.as_ref().map(|w| {
             let w: Tensor<B, 4> = w.val().reshape([1, 1, self.heads, q.dims()[3]]);
-            sigmoid((q.clone() * k.clone() * w).sum_dim(3) * v.clone())
+            let share = (accumulator(q.clone()) * k.clone() * w).sum_dim(3);
+            typed(sigmoid(share * accumulator(v.clone())), dtype)
         });
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let inputs = ops::LinearAttention::new(q * scale, typed(k, dtype), v).with_decay(g);
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
         let o = match own {
             Some(own) => o + own,
             None => o,
         };
         let o = merge_heads(standardize(o, self.norm_eps));
-        let y = self.out_proj.forward(ops::gate(o, self.g_proj.forward(x), Activation::Silu));
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let y = self.out_proj.forward(ops::gate(o, gate, Activation::Silu));
+        (y, past.then(memory, tokens))
     }
 }

@@ -13,10 +13,10 @@
 
 use super::attention::{causal_mask, gather, merge, scores, weigh};
 use super::retnet::{check_rotated, check_theta};
-use super::{key_width, linear_flops};
-use crate::nn::layers::{check_epsilon, linear, rms_norm, split_heads};
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, StateTensors, positive};
-use crate::ops::LinearAttentionBackend;
+use super::{TokenMixer, key_width, linear_flops};
+use crate::nn::layers::{ResidualLinear, check_epsilon, linear, rms_norm, split_heads};
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
+use crate::ops::{LinearAttentionBackend, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, backend::Backend};
@@ -61,7 +61,7 @@ impl Default for MlaConfig {
 
 /// Widths that follow from a config.
 #[derive(Debug, Clone, Copy)]
-struct Widths {
+pub(super) struct Widths {
     key: usize,
     rope: usize,
     value: usize,
@@ -70,7 +70,7 @@ struct Widths {
 }
 
 impl MlaConfig {
-    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
         positive("heads", self.heads)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
         let rope = self.rope_width.unwrap_or((key / 4 * 2).max(2));
@@ -95,7 +95,7 @@ impl MlaConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Mla<B>, ConfigError> {
-        let Widths { key, rope, value, kv_rank, q_rank } = self.widths(d_model)?;
+        let Widths { key, rope, value, kv_rank, q_rank } = self.resolve(d_model)?;
         let through = |rank, to| {
             let norm = RmsNormConfig::new(rank).with_epsilon(self.norm_eps).init(device);
             (linear(d_model, rank, device), norm, linear(rank, to, device))
@@ -108,7 +108,7 @@ impl MlaConfig {
             },
             k_rope: linear(d_model, rope, device),
             kv_proj: through(kv_rank, self.heads * (key + value)),
-            o_proj: linear(self.heads * value, d_model, device),
+            o_proj: linear(self.heads * value, d_model, device).into(),
             heads: self.heads,
             key_width: key,
             rope: Rope { theta: self.rope_theta },
@@ -120,7 +120,7 @@ impl MlaConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
-        let Widths { key, rope, value, kv_rank, q_rank } = self.widths(d_model)?;
+        let Widths { key, rope, value, kv_rank, q_rank } = self.resolve(d_model)?;
         let queries = self.heads * (key + rope);
         let ask = match q_rank {
             Some(rank) => linear_flops(d_model, rank) + linear_flops(rank, queries),
@@ -197,7 +197,7 @@ pub struct Mla<B: Backend> {
     q_proj: QueryMap<B>,
     k_rope: Linear<B>,
     kv_proj: (Linear<B>, RmsNorm<B>, Linear<B>),
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -206,14 +206,30 @@ pub struct Mla<B: Backend> {
     rope: Rope,
 }
 
-impl<B: LinearAttentionBackend> Mla<B> {
-    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
-    pub fn forward(
+impl<B: LinearAttentionBackend> TokenMixer<B> for Mla<B> {
+    type State = LatentCache<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
+
+    fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<LatentCache<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, LatentCache<B>) {
+        let tokens = x.dims()[1];
         let (q, cache) = self.project(x, state);
+        let o = match tokens {
+            1 => self.attend_to_latents(q, &cache),
+            _ => self.attend(q, &cache),
+        };
+        (self.o_proj.forward(o), cache)
+    }
+}
+
+impl<B: LinearAttentionBackend> Mla<B> {
+    /// Queries over keys and values made of all latents, `[B, T, H V]`.
+    fn attend(&self, q: Tensor<B, 4>, cache: &LatentCache<B>) -> Tensor<B, 3> {
         let (_, _, up) = &self.kv_proj;
         let both = split_heads(up.forward(cache.latents.clone()), self.heads).swap_dims(1, 2);
         let [batch, heads, seen, width] = both.dims();
@@ -222,20 +238,15 @@ impl<B: LinearAttentionBackend> Mla<B> {
         let k = Tensor::cat(vec![both.clone().narrow(3, 0, self.key_width), rotated], 3);
         let v = both.narrow(3, self.key_width, width - self.key_width);
         let mask = causal_mask(&q, seen, None);
-        (self.o_proj.forward(weigh(q, &k, &v, mask)), cache)
+        weigh(q, &k, &v, mask)
     }
 
-    /// One token: `x` is `[B, D]`; gives `[B, D]` and the grown cache.
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<LatentCache<B>>,
-    ) -> (Tensor<B, 2>, LatentCache<B>) {
-        let (q, cache) = self.project(x.unsqueeze_dim(1), state);
+    /// As [`attend`](Self::attend), of one token's queries: over the latents themselves.
+    fn attend_to_latents(&self, q: Tensor<B, 4>, cache: &LatentCache<B>) -> Tensor<B, 3> {
         let width = q.dims()[3];
         let key = self.key_width;
         let (_, _, up) = &self.kv_proj;
-        let up = up.weight.val();
+        let up = typed(up.weight.val(), q.dtype());
         let [rank, out] = up.dims();
         let up = up.reshape([rank, self.heads, out / self.heads]).swap_dims(0, 1).unsqueeze::<4>();
         let up_values = up.clone().narrow(3, key, out / self.heads - key);
@@ -246,8 +257,7 @@ impl<B: LinearAttentionBackend> Mla<B> {
         let latents = cache.latents.clone().unsqueeze_dim::<4>(1);
         let keys = Tensor::cat(vec![latents.clone(), cache.keys.clone().unsqueeze_dim(1)], 3);
         let scores = scores(q * (width as f64).powf(-0.5), &keys);
-        let o = gather(scores, &latents).matmul(up_values);
-        (self.o_proj.forward(merge(o)).squeeze_dim(1), cache)
+        merge(gather(scores, &latents).matmul(up_values))
     }
 
     /// Queries, `[B, H, T, K + Kr]`, the last Kr rotated; and the cache with these tokens.

@@ -24,11 +24,17 @@
 //! authors start from zero, are small and random here. The block of arXiv 2405.04517 itself is another
 //! mixer, `mlstm_v1`.
 
-use super::{MatrixState, half_key_width, linear_flops, memory_cost, value_width};
-use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
-use crate::nn::layers::{check_epsilon, linear, merge_heads, split_heads, standardize};
-use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, half_key_width, linear_flops, memory_cost, value_width,
+};
+use crate::nn::convolution::{ShortConvolution, Tails, check_window, convolve_if_any};
+use crate::nn::layers::{
+    ResidualLinear, check_epsilon, linear, merge_heads, split_heads, standardize,
+};
+use crate::nn::projection::{Projection, project};
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -73,7 +79,7 @@ impl Default for MlstmConfig {
 
 impl MlstmConfig {
     /// K and V.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         positive("heads", self.heads)?;
         let key = half_key_width(self.key_width, d_model, self.heads)?;
         let value = value_width(key, self.expand_v)?;
@@ -97,7 +103,7 @@ impl MlstmConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Mlstm<B>, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
+        let (key, value) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let heads = self.heads;
         let gate = |bias: Vec<f32>| {
@@ -113,7 +119,7 @@ impl MlstmConfig {
             fgate_preact: gate(fresh_forget_bias(heads)),
             conv1d: ShortConvolution::optional(d_model, self.conv_size, device),
             multihead_norm: MultiHeadNorm::new(values, self.norm_eps, device),
-            out_proj: linear(values, d_model, device),
+            out_proj: linear(values, d_model, device).into(),
             heads,
             gate_cap: self.gate_cap,
             chunk: self.chunk,
@@ -124,7 +130,7 @@ impl MlstmConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
+        let (key, value) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let mut cost = memory_cost(self.heads, key, value + 1, false);
         let inward = 2 * keys + 2 * values + 2 * self.heads;
@@ -161,7 +167,8 @@ impl<B: Backend> MultiHeadNorm<B> {
 impl<B: LinearAttentionBackend> MultiHeadNorm<B> {
     /// `[B, T, H, V]` to `[B, T, H V]`.
     pub(super) fn forward(&self, x: Tensor<B, 4>) -> Tensor<B, 3> {
-        merge_heads(standardize(x, self.epsilon)) * self.weight.val().unsqueeze::<3>()
+        let weight = typed(self.weight.val(), x.dtype());
+        merge_heads(standardize(x, self.epsilon)) * weight.unsqueeze::<3>()
     }
 }
 
@@ -176,7 +183,7 @@ pub struct Mlstm<B: Backend> {
     fgate_preact: Linear<B>,
     conv1d: Option<ShortConvolution<B>>,
     multihead_norm: MultiHeadNorm<B>,
-    out_proj: Linear<B>,
+    out_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -185,31 +192,42 @@ pub struct Mlstm<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(Mlstm, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Mlstm<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Mlstm<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let tokens = x.dims()[1];
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let mut tails = vec![];
-        let mixed = convolve_if_any(&self.conv1d, x.clone(), &mut before, &mut tails);
-        let q = split_heads(self.q.forward(mixed.clone()), self.heads);
-        let k = split_heads(self.k.forward(mixed), self.heads);
-        let v = split_heads(self.v.forward(x.clone()), self.heads);
-        let log_write = self.capped(self.igate_preact.forward(x.clone()));
-        let log_keep = log_sigmoid(self.capped(self.fgate_preact.forward(x.clone())));
-        let asked = Asked { q, k, v, log_write, log_keep };
-        let (h, memory, last) = asked.of(memory, before.next(), op);
-        tails.push(last);
-        let gate = self.ogate_preact.forward(x);
-        let y = ops::gate(self.multihead_norm.forward(h), gate, Activation::Sigmoid);
-        let y = self.out_proj.forward(y);
-        (y, MatrixState { memory, tails, position: position + tokens })
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let Preactivations { q, k, v, i, f, o } = self.project(x, &mut past.tails);
+        let heads = |x| split_heads(x, self.heads);
+        let log_write = self.capped(accumulator(i));
+        let log_keep = log_sigmoid(self.capped(accumulator(f)));
+        let asked = Asked { q: heads(q), k: heads(k), v: heads(v), log_write, log_keep };
+        let (h, memory) = asked.answer(past.memory.take(), &mut past.tails, self.chunk);
+        let y = ops::gate(self.multihead_norm.forward(h), o, Activation::Sigmoid);
+        (self.out_proj.forward(y), past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> Mlstm<B> {
+    /// All projections of `x`; queries and keys see the convolution, where there is one.
+    fn project(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Preactivations<B> {
+        let asking = [&self.q, &self.k];
+        let others = [&self.v, &self.igate_preact, &self.fgate_preact, &self.ogate_preact];
+        if self.conv1d.is_some() {
+            let mixed = convolve_if_any(&self.conv1d, x.clone(), tails);
+            let [q, k] = project(&mixed, asking.map(Projection::plain), tails);
+            let [v, i, f, o] = project(&x, others.map(Projection::plain), tails);
+            return Preactivations { q, k, v, i, f, o };
+        }
+        let ([q, k], [v, i, f, o]) = (asking, others);
+        let [q, k, v, i, f, o] = project(&x, [q, k, v, i, f, o].map(Projection::plain), tails);
+        Preactivations { q, k, v, i, f, o }
     }
 
     fn capped(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
@@ -218,6 +236,16 @@ impl<B: LinearAttentionBackend> Mlstm<B> {
             false => x,
         }
     }
+}
+
+/// Projections of the input, `[B, T, ..]`: queries, keys, values; of the gates, input, forget and output.
+struct Preactivations<B: Backend> {
+    q: Tensor<B, 3>,
+    k: Tensor<B, 3>,
+    v: Tensor<B, 3>,
+    i: Tensor<B, 3>,
+    f: Tensor<B, 3>,
+    o: Tensor<B, 3>,
 }
 
 /// Inputs of mLSTM's recurrence: `[B, T, H, ..]`.
@@ -233,25 +261,28 @@ pub(super) struct Asked<B: Backend> {
 }
 
 impl<B: LinearAttentionBackend> Asked<B> {
-    /// h, `[B, T, H, V]`, the memory after token T and its m, of what they were before: `[B, H, K, V + 1]`
-    /// and `[B, 1, H]`.
-    pub(super) fn of(
+    /// h, `[B, T, H, V]`, and the memory after token T, `[B, H, K, V + 1]`. m, `[B, 1, H]`, is a tail.
+    pub(super) fn answer(
         self,
         memory: Option<Tensor<B, 4>>,
-        last: Option<Tensor<B, 3>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
-    ) -> (Tensor<B, 4>, Tensor<B, 4>, Tensor<B, 3>) {
+        tails: &mut Tails<B>,
+        chunk: usize,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
         let Self { q, k, v, log_write, log_keep } = self;
-        let Stabilised { keep, write, largest, last } = stabilise(log_keep, log_write, last);
-        let (scale, value_width) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3]);
-        let k = k * write.unsqueeze_dim::<4>(3);
+        let Stabilised { keep, write, largest, last } =
+            stabilise(log_keep, log_write, tails.draw());
+        tails.push(last);
+        let (scale, value_width, dtype) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3], v.dtype());
+        let k = k * typed(write, dtype).unsqueeze_dim::<4>(3);
         // n is one more column of the memory, written with a value of 1.
         let v = Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
         let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(keep);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let (o, memory) = linear_attention(inputs, memory, chunk);
+        let o = accumulator(o);
         let written = o.clone().narrow(3, value_width, 1).abs();
         let least = largest.neg().exp().unsqueeze_dim::<4>(3);
-        (o.narrow(3, 0, value_width) / (written.max_pair(least) + 1e-6), memory, last)
+        let h = o.narrow(3, 0, value_width) / (written.max_pair(least) + 1e-6);
+        (typed(h, dtype), memory)
     }
 }
 

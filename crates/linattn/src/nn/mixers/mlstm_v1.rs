@@ -14,11 +14,15 @@
 //! from 3 for the first head to 6 for the last, s from 1.
 
 use super::mlstm::{Asked, MultiHeadNorm, fresh_forget_bias};
-use super::{MatrixState, block_width, check_divisor, linear_flops, memory_cost};
+use super::{
+    MatrixPast, MatrixState, Stack, TokenMixer, block_width, check_divisor, linear_flops,
+    memory_cost,
+};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
-use crate::nn::layers::{BlockDiagonal, check_epsilon, normal_linear, split_heads};
-use crate::nn::{ConfigError, Cost, LARGEST, Linear, check_chunk};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use crate::nn::layers::{BlockDiagonal, ResidualLinear, check_epsilon, normal_linear, split_heads};
+use crate::nn::projection::{Projection, project};
+use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared, check_chunk};
+use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -55,7 +59,7 @@ impl Default for MlstmV1Config {
 
 impl MlstmV1Config {
     /// I, and the width of a head.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         check_divisor("expand", self.expand)?;
         let inner = (self.expand * d_model as f64 / MULTIPLE as f64).ceil() * MULTIPLE as f64;
         if inner > LARGEST as f64 {
@@ -77,7 +81,7 @@ impl MlstmV1Config {
         d_model: usize,
         device: &B::Device,
     ) -> Result<MlstmV1<B>, ConfigError> {
-        let (inner, _) = self.widths(d_model)?;
+        let (inner, _) = self.resolve(d_model)?;
         let heads = self.heads;
         let std = (0.4 / d_model as f64).sqrt();
         let blocks = || BlockDiagonal::normal([inner / BLOCK, BLOCK, BLOCK], std, device);
@@ -97,7 +101,8 @@ impl MlstmV1Config {
             fgate_preact: gate(Param::from_tensor(Tensor::from_data(forget, device))),
             multihead_norm: MultiHeadNorm::new(inner, self.norm_eps, device),
             skip: Initializer::Ones.init([inner], device),
-            down_proj: normal_linear(inner, d_model, 2.0 * (d_model as f64).powf(-0.5), device),
+            down_proj: normal_linear(inner, d_model, 2.0 * (d_model as f64).powf(-0.5), device)
+                .into(),
             heads,
             chunk: self.chunk,
         })
@@ -107,7 +112,7 @@ impl MlstmV1Config {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (inner, width) = self.widths(d_model)?;
+        let (inner, width) = self.resolve(d_model)?;
         let mut cost = memory_cost(self.heads, width, width + 1, false);
         cost.flops_per_token += linear_flops(d_model, 2 * inner)
             + 3 * linear_flops(inner, BLOCK)
@@ -132,42 +137,44 @@ pub struct MlstmV1<B: Backend> {
     multihead_norm: MultiHeadNorm<B>,
     /// s, `[I]`.
     skip: Param<Tensor<B, 1>>,
-    down_proj: Linear<B>,
+    down_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
     chunk: usize,
 }
 
-forward_and_step!(MlstmV1, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
+    const SCALES_ITSELF: bool = true;
 
-impl<B: LinearAttentionBackend> MlstmV1<B> {
+    fn shrink(stack: Stack) -> f64 {
+        (stack.layers as f64).recip()
+    }
+
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, [inner]) = (x.dims()[1], self.skip.dims());
-        let (memory, mut before, position) = MatrixState::parts(state);
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let [inner] = self.skip.dims();
         let both = self.up_proj.forward(x);
         let (u, z) = (both.clone().narrow(2, 0, inner), both.narrow(2, inner, inner));
-        let (c, tail) = self.conv1d.forward(u.clone(), before.next());
+        let c = self.conv1d.forward_between(u.clone(), &mut past.tails);
         let (q, k) = (self.q.forward(c.clone()), self.k.forward(c.clone()));
         let v = self.v.forward(u);
         let all = Tensor::cat(vec![q.clone(), k.clone(), v.clone()], 2);
+        let gates = [&self.igate_preact, &self.fgate_preact].map(Projection::plain);
+        let [i, f] = project(&all, gates, &mut past.tails).map(accumulator);
         let heads = |x| split_heads(x, self.heads);
-        let asked = Asked {
-            q: heads(q),
-            k: heads(k),
-            v: heads(v),
-            log_write: self.igate_preact.forward(all.clone()),
-            log_keep: log_sigmoid(self.fgate_preact.forward(all)),
-        };
-        let (h, memory, last) = asked.of(memory, before.next(), op);
-        let around = c * self.skip.val().unsqueeze::<3>();
+        let asked =
+            Asked { q: heads(q), k: heads(k), v: heads(v), log_write: i, log_keep: log_sigmoid(f) };
+        let (h, memory) = asked.answer(past.memory.take(), &mut past.tails, self.chunk);
+        let around = c * typed(self.skip.val(), z.dtype()).unsqueeze::<3>();
         let y = ops::gate(self.multihead_norm.forward(h) + around, z, Activation::Silu);
-        let state = MatrixState { memory, tails: vec![tail, last], position: position + tokens };
-        (self.down_proj.forward(y), state)
+        (self.down_proj.forward(y), past.then(memory, tokens))
     }
 }

@@ -5,59 +5,6 @@
 // Of any mixer a model holds a few, whose tensors are on the heap already.
 #![allow(clippy::large_enum_variant)]
 
-/// `forward` and `step` of a mixer whose `run` does both, with the operation over whole sequences or
-/// the one over a single token: so the two cannot drift apart.
-macro_rules! forward_and_step {
-    // Where one and the same operation runs over whole sequences and over one token.
-    ($mixer:ident) => {
-        impl<B: LinearAttentionBackend> $mixer<B> {
-            /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
-            pub fn forward(
-                &self,
-                x: Tensor<B, 3>,
-                state: Option<VectorState<B>>,
-            ) -> (Tensor<B, 3>, VectorState<B>) {
-                self.run(x, state)
-            }
-
-            /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
-            pub fn step(
-                &self,
-                x: Tensor<B, 2>,
-                state: Option<VectorState<B>>,
-            ) -> (Tensor<B, 2>, VectorState<B>) {
-                let (y, state) = self.run(x.unsqueeze_dim(1), state);
-                (y.squeeze_dim(1), state)
-            }
-        }
-    };
-    ($mixer:ident, $chunked:path, $step:path) => {
-        forward_and_step!($mixer, MatrixState, $chunked, $step);
-    };
-    ($mixer:ident, $state:ident, $chunked:path, $step:path) => {
-        impl<B: LinearAttentionBackend> $mixer<B> {
-            /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T.
-            pub fn forward(
-                &self,
-                x: Tensor<B, 3>,
-                state: Option<$state<B>>,
-            ) -> (Tensor<B, 3>, $state<B>) {
-                self.run(x, state, |x, memory| $chunked(x, memory, self.chunk))
-            }
-
-            /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
-            pub fn step(
-                &self,
-                x: Tensor<B, 2>,
-                state: Option<$state<B>>,
-            ) -> (Tensor<B, 2>, $state<B>) {
-                let (y, state) = self.run(x.unsqueeze_dim(1), state, $step);
-                (y.squeeze_dim(1), state)
-            }
-        }
-    };
-}
-
 mod attention;
 mod base_conv;
 mod comba;
@@ -139,11 +86,69 @@ pub use s4d::{Discretization, S4d, S4dConfig, Spectrum};
 pub use slstm::{Slstm, SlstmConfig};
 
 pub use super::FeatureMap;
+use super::convolution::Tails;
 use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
+
+/// Layers that the residual stream passes.
+#[derive(Debug, Clone, Copy)]
+pub struct Stack {
+    /// How many there are.
+    pub layers: usize,
+    /// Mixers and MLPs that add to the stream.
+    pub writes: usize,
+}
+
+/// A token mixer. Whole sequences and single tokens go through [`run`](Self::run), so that they cannot
+/// differ.
+pub trait TokenMixer<B: LinearAttentionBackend> {
+    /// Its memory between two tokens.
+    type State;
+    /// Whether its output depends on how many tokens came before, or its state grows with them. The others
+    /// can go on with sequences of different lengths in one batch.
+    const COUNTS_TOKENS: bool = false;
+    /// Whether it takes activations of 16 bits beside weights of 32. The others work in the type of their
+    /// weights.
+    const TAKES_BF16: bool = false;
+    /// Whether it draws the weights of its linear layers on the scale of its source, which a model's keys
+    /// `initializer` and `initializer_range` then leave alone.
+    const SCALES_ITSELF: bool = false;
+
+    /// Factor of its [`ResidualLinear`](super::ResidualLinear) weights in a stack of layers.
+    fn shrink(stack: Stack) -> f64 {
+        (stack.writes as f64).powf(-0.5)
+    }
+
+    /// One or more tokens: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T. Tensors that
+    /// layers read of one another come and go by `shared`.
+    /// # Panics
+    /// If `shared` lacks a tensor that the mixer reads.
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<Self::State>,
+        shared: &mut Shared<B>,
+    ) -> (Tensor<B, 3>, Self::State);
+
+    /// Whole sequences through a mixer that reads of no other layer: `x` is `[B, T, D]`; gives `[B, T, D]`
+    /// and the state after token T.
+    /// # Panics
+    /// If the mixer does read of another layer.
+    fn forward(&self, x: Tensor<B, 3>, state: Option<Self::State>) -> (Tensor<B, 3>, Self::State) {
+        self.run(x, state, &mut Shared::default())
+    }
+
+    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    fn step(&self, x: Tensor<B, 2>, state: Option<Self::State>) -> (Tensor<B, 2>, Self::State) {
+        let (y, state) = self.forward(x.unsqueeze_dim(1), state);
+        (y.squeeze_dim(1), state)
+    }
+}
 
 /// State of a mixer with a matrix memory between two tokens. Its size does not grow.
 #[derive(Debug, Clone)]
@@ -159,15 +164,27 @@ pub struct MatrixState<B: Backend> {
     pub position: usize,
 }
 
-/// A state taken apart: memory, tails to draw from, position.
-type Parts<B> = (Option<Tensor<B, 4>>, std::vec::IntoIter<Tensor<B, 3>>, usize);
+/// A [`MatrixState`] taken apart, to become the next.
+struct MatrixPast<B: Backend> {
+    memory: Option<Tensor<B, 4>>,
+    tails: Tails<B>,
+    position: usize,
+}
 
-impl<B: Backend> MatrixState<B> {
-    fn parts(state: Option<Self>) -> Parts<B> {
+impl<B: Backend> MatrixPast<B> {
+    /// Of a state, or of the start of a sequence.
+    fn of(state: Option<MatrixState<B>>) -> Self {
         match state {
-            Some(s) => (Some(s.memory), s.tails.into_iter(), s.position),
-            None => (None, vec![].into_iter(), 0),
+            Some(MatrixState { memory, tails, position }) => {
+                Self { memory: Some(memory), tails: Tails::after(tails), position }
+            }
+            None => Self { memory: None, tails: Tails::none(), position: 0 },
         }
+    }
+
+    /// The state `tokens` tokens later.
+    fn then(self, memory: Tensor<B, 4>, tokens: usize) -> MatrixState<B> {
+        MatrixState { memory, tails: self.tails.into_next(), position: self.position + tokens }
     }
 }
 
@@ -197,15 +214,36 @@ impl<B: Backend> RecurrentState<B> for VectorState<B> {
     }
 }
 
-/// A state taken apart: memory and tails to draw from, position.
-type VectorParts<B> = (std::vec::IntoIter<Tensor<B, 3>>, std::vec::IntoIter<Tensor<B, 3>>, usize);
+/// A [`VectorState`] taken apart, to become the next.
+struct VectorPast<B: Backend> {
+    memory: std::vec::IntoIter<Tensor<B, 3>>,
+    tails: Tails<B>,
+    position: usize,
+}
 
-impl<B: Backend> VectorState<B> {
-    fn parts(state: Option<Self>) -> VectorParts<B> {
-        match state {
-            Some(s) => (s.memory.into_iter(), s.tails.into_iter(), s.position),
-            None => (vec![].into_iter(), vec![].into_iter(), 0),
-        }
+impl<B: Backend> VectorPast<B> {
+    /// Of a state, or of the start of a sequence.
+    fn of(state: Option<VectorState<B>>) -> Self {
+        let (memory, tails, position) = match state {
+            Some(state) => (state.memory, state.tails, state.position),
+            None => (vec![], vec![], 0),
+        };
+        Self { memory: memory.into_iter(), tails: Tails::after(tails), position }
+    }
+
+    /// The next of its vectors.
+    fn draw(&mut self) -> Option<Tensor<B, 3>> {
+        self.memory.next()
+    }
+
+    /// The next two of its vectors.
+    fn draw_pair(&mut self) -> Option<(Tensor<B, 3>, Tensor<B, 3>)> {
+        self.draw().zip(self.draw())
+    }
+
+    /// The state `tokens` tokens later.
+    fn then(self, memory: Vec<Tensor<B, 3>>, tokens: usize) -> VectorState<B> {
+        VectorState { memory, tails: self.tails.into_next(), position: self.position + tokens }
     }
 }
 
@@ -290,26 +328,6 @@ mixer_states! {
     Nothing(NoState);
     /// Vectors of fixed size.
     Vector(VectorState);
-}
-
-/// A mixer that draws the weights of its linear layers on the scale of its source, which the keys
-/// `initializer` and `initializer_range` of a model then leave alone.
-pub(super) struct OwnStart {
-    /// Its type, as modules spell it.
-    pub(super) mixer: &'static str,
-    /// Factor of its output's weights in a stack of so many layers, which write to the residual stream so
-    /// many times.
-    pub(super) shrink: fn(layers: usize, writes: usize) -> f64,
-}
-
-impl OwnStart {
-    /// All there are.
-    pub(super) const ALL: &'static [Self] = &[
-        Self { mixer: "Mamba", shrink: |_, writes| (writes as f64).powf(-0.5) },
-        Self { mixer: "Mamba2", shrink: |_, writes| (writes as f64).powf(-0.5) },
-        Self { mixer: "RgLru", shrink: |layers, _| (2.0 / layers as f64).sqrt() },
-        Self { mixer: "MlstmV1", shrink: |layers, _| (layers as f64).recip() },
-    ];
 }
 
 /// Value heads, and heads of queries and keys, must divide.
@@ -428,61 +446,8 @@ fn linear_flops(from: usize, to: usize) -> u64 {
     2 * from as u64 * to as u64
 }
 
-/// `forward` or `step` of a mixer. In the list below, one that is marked `shared` also takes what layers
-/// share, and one that is marked `lends` leaves its keys and values to later layers. The mark
-/// `ignores_position` says nothing of the call.
-macro_rules! call_mixer {
-    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident)) => {
-        $mixer.$method($x, $state.map(Into::into))
-    };
-    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) shared $($mark:ident)*) => {
-        $mixer.$method($x, $state.map(Into::into), $shared)
-    };
-    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) lends $($mark:ident)*) => {{
-        let (y, state) = $mixer.$method($x, $state.map(Into::into));
-        $shared.keys_values = Some(state.clone());
-        (y, state)
-    }};
-    (
-        $mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident)
-        ignores_position $($mark:ident)*
-    ) => {
-        call_mixer!($mixer.$method($x, $state, $shared) $($mark)*)
-    };
-    ($mixer:ident.$method:ident($x:ident, $state:ident, $shared:ident) bf16 $($mark:ident)*) => {
-        call_mixer!($mixer.$method($x, $state, $shared) $($mark)*)
-    };
-}
-
-/// Whether `ignores_position` is among the marks of a mixer in the list below. One that is not marked so
-/// is taken to count its tokens.
-macro_rules! ignores_position {
-    () => {
-        false
-    };
-    (ignores_position $($mark:ident)*) => {
-        true
-    };
-    ($other:ident $($mark:ident)*) => {
-        ignores_position!($($mark)*)
-    };
-}
-
-/// Whether `bf16` is among the marks of a mixer in the list below.
-macro_rules! takes_bf16 {
-    () => {
-        false
-    };
-    (bf16 $($mark:ident)*) => {
-        true
-    };
-    ($other:ident $($mark:ident)*) => {
-        takes_bf16!($($mark)*)
-    };
-}
-
 macro_rules! mixers {
-    ($($(#[$doc:meta])* $key:literal $name:ident($config:ident) $($mark:ident)*;)+) => {
+    ($($(#[$doc:meta])* $key:literal $name:ident($config:ident);)+) => {
         /// Which mixer, by its name in a config.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         pub enum MixerConfig {
@@ -498,9 +463,20 @@ macro_rules! mixers {
                 match self { $(Self::$name(_) => $key,)+ }
             }
 
-            /// Builds the mixer for a model of width `d_model`.
+            /// Checks every key, in a model of width `d_model`.
             /// # Errors
             /// [`ConfigError`] names the first key that does not fit.
+            pub fn check(&self, d_model: usize) -> Result<(), ConfigError> {
+                match self {
+                    $(Self::$name(config) => {
+                        config.resolve(d_model).map(drop).map_err(|e| e.within($key))
+                    })+
+                }
+            }
+
+            /// Builds the mixer for a model of width `d_model`.
+            /// # Errors
+            /// As [`check`](Self::check).
             pub fn init<B: LinearAttentionBackend>(
                 &self,
                 d_model: usize,
@@ -528,33 +504,38 @@ macro_rules! mixers {
 
         /// Any mixer.
         #[derive(Module, Debug)]
-pub enum Mixer<B: Backend> {
+        pub enum Mixer<B: Backend> {
             $($(#[$doc])* $name($name<B>),)+
         }
 
-        impl<B: Backend> Mixer<B> {
-            /// Whether what it gives depends on the tokens before through its tensors alone, and not on
+        impl<B: LinearAttentionBackend> Mixer<B> {
+            /// Whether its output depends on the tokens before through its state's tensors alone, and not on
             /// how many they were. The tensors then keep their size, and sequences of different lengths
             /// can go on in one batch.
             pub fn ignores_position(&self) -> bool {
-                match self { $(Self::$name(_) => ignores_position!($($mark)*),)+ }
+                match self { $(Self::$name(_) => !<$name<B> as TokenMixer<B>>::COUNTS_TOKENS,)+ }
             }
-        }
 
-        impl<B: Backend> Mixer<B> {
             /// Whether it takes activations of 16 bits beside weights of 32. The others work in the type of
             /// their weights.
-            #[cfg_attr(test, allow(dead_code))] // the guide's own list, in tests, is asked by nobody
             pub fn takes_bf16(&self) -> bool {
-                match self { $(Self::$name(_) => takes_bf16!($($mark)*),)+ }
+                match self { $(Self::$name(_) => <$name<B> as TokenMixer<B>>::TAKES_BF16,)+ }
             }
-        }
 
-        impl<B: LinearAttentionBackend> Mixer<B> {
-            /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T. What
-            /// layers read of one another comes and goes by `shared`.
+            /// Whether its linear layers start on a scale of their own.
+            pub(in crate::nn) fn scales_itself(&self) -> bool {
+                match self { $(Self::$name(_) => <$name<B> as TokenMixer<B>>::SCALES_ITSELF,)+ }
+            }
+
+            /// Factor of the weights that write to the residual stream.
+            pub(in crate::nn) fn shrink(&self, stack: Stack) -> f64 {
+                match self { $(Self::$name(_) => <$name<B> as TokenMixer<B>>::shrink(stack),)+ }
+            }
+
+            /// One or more tokens: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T. Tensors
+            /// that layers read of one another come and go by `shared`.
             /// # Panics
-            /// If `state` is another kind of mixer's, or `shared` lacks what the mixer reads.
+            /// If `state` is another kind of mixer's, or `shared` lacks a tensor that the mixer reads.
             pub fn forward_shared(
                 &self,
                 x: Tensor<B, 3>,
@@ -563,24 +544,7 @@ pub enum Mixer<B: Backend> {
             ) -> (Tensor<B, 3>, MixerState<B>) {
                 match self {
                     $(Self::$name(mixer) => {
-                        let (y, state) = call_mixer!(mixer.forward(x, state, shared) $($mark)*);
-                        (y, state.into())
-                    })+
-                }
-            }
-
-            /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
-            /// # Panics
-            /// As [`forward_shared`](Self::forward_shared).
-            pub fn step_shared(
-                &self,
-                x: Tensor<B, 2>,
-                state: Option<MixerState<B>>,
-                shared: &mut Shared<B>,
-            ) -> (Tensor<B, 2>, MixerState<B>) {
-                match self {
-                    $(Self::$name(mixer) => {
-                        let (y, state) = call_mixer!(mixer.step(x, state, shared) $($mark)*);
+                        let (y, state) = mixer.run(x, state.map(Into::into), shared);
                         (y, state.into())
                     })+
                 }
@@ -606,7 +570,8 @@ pub enum Mixer<B: Backend> {
                 x: Tensor<B, 2>,
                 state: Option<MixerState<B>>,
             ) -> (Tensor<B, 2>, MixerState<B>) {
-                self.step_shared(x, state, &mut Shared::default())
+                let (y, state) = self.forward(x.unsqueeze_dim(1), state);
+                (y.squeeze_dim(1), state)
             }
         }
     };
@@ -618,75 +583,75 @@ mixers! {
     /// RetNet's multi-scale retention.
     "retnet" RetNet(RetNetConfig);
     /// Lightning attention.
-    "lightning_attention" LightningAttention(LightningAttentionConfig) ignores_position;
+    "lightning_attention" LightningAttention(LightningAttentionConfig);
     /// YOCO's gated retention.
     "gated_retention" GatedRetention(GatedRetentionConfig);
     /// Mamba-2 as state-space duality.
-    "mamba2" Mamba2(Mamba2Config) ignores_position;
+    "mamba2" Mamba2(Mamba2Config);
     /// mLSTM.
-    "mlstm" Mlstm(MlstmConfig) ignores_position;
+    "mlstm" Mlstm(MlstmConfig);
     /// mLSTM in the block of the first xLSTM.
-    "mlstm_v1" MlstmV1(MlstmV1Config) ignores_position;
+    "mlstm_v1" MlstmV1(MlstmV1Config);
     /// Gated linear attention.
-    "gla" Gla(GlaConfig) ignores_position;
+    "gla" Gla(GlaConfig);
     /// HGRN2.
-    "hgrn2" Hgrn2(Hgrn2Config) ignores_position;
+    "hgrn2" Hgrn2(Hgrn2Config);
     /// MetaLA.
-    "metala" MetaLa(MetaLaConfig) ignores_position;
+    "metala" MetaLa(MetaLaConfig);
     /// RWKV-6.
-    "rwkv6" Rwkv6(Rwkv6Config) ignores_position;
+    "rwkv6" Rwkv6(Rwkv6Config);
     /// Decaying fast weights.
-    "decaying_fast_weights" DecayingFastWeights(DecayingFastWeightsConfig) ignores_position;
+    "decaying_fast_weights" DecayingFastWeights(DecayingFastWeightsConfig);
     /// GateLoop.
-    "gateloop" GateLoop(GateLoopConfig) ignores_position;
+    "gateloop" GateLoop(GateLoopConfig);
     /// Gated slot attention.
-    "gsa" Gsa(GsaConfig) ignores_position;
+    "gsa" Gsa(GsaConfig);
     /// DeltaNet.
-    "deltanet" DeltaNet(DeltaNetConfig) ignores_position bf16;
+    "deltanet" DeltaNet(DeltaNetConfig);
     /// Gated DeltaNet.
-    "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig) ignores_position bf16;
+    "gated_deltanet" GatedDeltaNet(GatedDeltaNetConfig);
     /// DeltaProduct.
-    "deltaproduct" DeltaProduct(DeltaProductConfig) ignores_position;
+    "deltaproduct" DeltaProduct(DeltaProductConfig);
     /// Kimi Delta Attention.
-    "kda" Kda(KdaConfig) ignores_position;
+    "kda" Kda(KdaConfig);
     /// Comba.
-    "comba" Comba(CombaConfig) ignores_position;
+    "comba" Comba(CombaConfig);
     /// Longhorn.
-    "longhorn" Longhorn(LonghornConfig) ignores_position;
+    "longhorn" Longhorn(LonghornConfig);
     /// Gated DeltaNet-2.
-    "gated_deltanet2" GatedDeltaNet2(GatedDeltaNet2Config) ignores_position;
+    "gated_deltanet2" GatedDeltaNet2(GatedDeltaNet2Config);
     /// RWKV-7's time mix.
-    "rwkv7" Rwkv7(Rwkv7Config) shared ignores_position;
+    "rwkv7" Rwkv7(Rwkv7Config);
     /// MesaNet.
-    "mesa_net" MesaNet(MesaNetConfig) ignores_position;
+    "mesa_net" MesaNet(MesaNetConfig);
     /// HGRN.
-    "hgrn" Hgrn(HgrnConfig) ignores_position;
+    "hgrn" Hgrn(HgrnConfig);
     /// Griffin's real-gated linear recurrent unit.
-    "rg_lru" RgLru(RgLruConfig) ignores_position;
+    "rg_lru" RgLru(RgLruConfig);
     /// The linear recurrent unit.
-    "lru" Lru(LruConfig) ignores_position;
+    "lru" Lru(LruConfig);
     /// S4D, a diagonal state-space model.
-    "s4d" S4d(S4dConfig) ignores_position;
+    "s4d" S4d(S4dConfig);
     /// Mamba's selective state-space model.
-    "mamba" Mamba(MambaConfig) ignores_position;
+    "mamba" Mamba(MambaConfig);
     /// The quasi-recurrent network.
-    "qrnn" Qrnn(QrnnConfig) ignores_position;
+    "qrnn" Qrnn(QrnnConfig);
     /// RWKV-4's time mix.
-    "rwkv4" Rwkv4(Rwkv4Config) ignores_position;
+    "rwkv4" Rwkv4(Rwkv4Config);
     /// LSTM, one token after another.
-    "lstm" Lstm(LstmConfig) ignores_position;
+    "lstm" Lstm(LstmConfig);
     /// GRU, one token after another.
-    "gru" Gru(GruConfig) ignores_position;
+    "gru" Gru(GruConfig);
     /// sLSTM, one token after another.
-    "slstm" Slstm(SlstmConfig) ignores_position;
+    "slstm" Slstm(SlstmConfig);
     /// Zoology's gated short convolution.
-    "base_conv" BaseConv(BaseConvConfig) ignores_position;
+    "base_conv" BaseConv(BaseConvConfig);
     /// Softmax attention, the reference.
-    "attention" Attention(AttentionConfig) lends;
+    "attention" Attention(AttentionConfig);
     /// Forgetting attention.
     "forgetting_attention" ForgettingAttention(ForgettingAttentionConfig);
     /// Attention over the keys and values of an earlier layer.
-    "cross_attention" CrossAttention(CrossAttentionConfig) shared;
+    "cross_attention" CrossAttention(CrossAttentionConfig);
     /// Multi-head latent attention.
     "mla" Mla(MlaConfig);
     /// DeltaFormer.

@@ -20,17 +20,25 @@
 //! them by sqrt(K) like the scores.
 
 use super::attention::{
-    causal_mask, check_shared, gather, head_norm, in_pieces, merge, pairs, project_heads, scores,
+    causal_mask, check_shared, gather, head_norm, in_pieces, merge, pairs, scores, turned,
 };
 use super::forgetting_attention::forget;
-use super::{key_width, linear_flops};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
-use crate::nn::layers::{check_epsilon, l2_normalize, linear, linear_with_bias, split_heads};
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, StateTensors, check_chunk, positive};
-use crate::ops::{DEFAULT_CHUNK, LinearAttentionBackend, solve_unit_lower};
+use super::{TokenMixer, key_width, linear_flops};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{
+    ShortConvolution, Tails, check_window, convolution_cost, convolve_if_any,
+};
+use crate::nn::layers::{
+    ResidualLinear, check_epsilon, l2_normalize, linear, linear_with_bias, split_heads,
+};
+use crate::nn::log_decay::log_gate;
+use crate::nn::projection::Projection;
+use crate::nn::{
+    ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors, check_chunk, positive,
+};
+use crate::ops::{DEFAULT_CHUNK, LinearAttentionBackend, accumulator, solve_unit_lower, typed};
 use burn::module::Module;
 use burn::nn::RmsNorm;
-use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -76,7 +84,7 @@ impl Default for PathAttentionConfig {
 
 impl PathAttentionConfig {
     /// Width of a head, and heads of keys and values.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         let shared = check_shared(self.heads, self.key_value_heads)?;
         let width = key_width(self.key_width, d_model, self.heads)?;
         positive("w_rank", self.w_rank)?;
@@ -94,7 +102,7 @@ impl PathAttentionConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<PathAttention<B>, ConfigError> {
-        let (width, shared) = self.widths(d_model)?;
+        let (width, shared) = self.resolve(d_model)?;
         let (queries, keys) = (self.heads * width, shared * width);
         let norm = || head_norm(self.qk_norm, width, self.norm_eps, device);
         let gate = || linear_with_bias(d_model, self.heads, device);
@@ -108,7 +116,7 @@ impl PathAttentionConfig {
             g_proj: self.forget_gate.then(gate),
             maybe_q_norm: norm(),
             maybe_k_norm: norm(),
-            o_proj: linear(queries, d_model, device),
+            o_proj: linear(queries, d_model, device).into(),
             heads: self.heads,
             key_value_heads: shared,
             chunk: self.chunk,
@@ -119,7 +127,7 @@ impl PathAttentionConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
-        let (width, shared) = self.widths(d_model)?;
+        let (width, shared) = self.resolve(d_model)?;
         let (queries, keys) = (self.heads * width, shared * width);
         let gates = if self.forget_gate { self.heads } else { 0 };
         // On average a token looks at half the sequence: scores, their sum over values, and a
@@ -187,7 +195,7 @@ pub struct PathAttention<B: Backend> {
     g_proj: Option<Linear<B>>,
     maybe_q_norm: Option<RmsNorm<B>>,
     maybe_k_norm: Option<RmsNorm<B>>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -221,59 +229,53 @@ impl<B: Backend> Tokens<B> {
     }
 }
 
-impl<B: LinearAttentionBackend> PathAttention<B> {
-    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the cache after token T.
-    pub fn forward(
+impl<B: LinearAttentionBackend> TokenMixer<B> for PathAttention<B> {
+    type State = PathCache<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
+
+    fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<PathCache<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, PathCache<B>) {
-        let tokens = x.dims()[1];
-        let tail = state.as_ref().and_then(|cache| cache.tails.first().cloned());
-        let (inputs, tails) = self.project(&x, tail);
+        let (tokens, dtype) = (x.dims()[1], x.dtype());
+        let tails = state.as_ref().map_or_else(Vec::new, |cache| cache.tails.clone());
+        let mut tails = Tails::after(tails);
+        let inputs = self.project(&x, &mut tails);
         let (o, cache) = in_pieces(tokens, self.chunk, state, |(from, size), before| {
             attend(inputs.part(from, size), before)
         });
-        (self.o_proj.forward(o), PathCache { tails, ..cache })
+        let tails = tails.into_next();
+        (self.o_proj.forward(typed(o, dtype)), PathCache { tails, ..cache })
     }
+}
 
-    /// One token: `x` is `[B, D]`; gives `[B, D]` and the grown cache.
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<PathCache<B>>,
-    ) -> (Tensor<B, 2>, PathCache<B>) {
-        let (y, state) = self.forward(x.unsqueeze_dim(1), state);
-        (y.squeeze_dim(1), state)
-    }
-
-    /// Rows of each token of `x`, and the next conv state, if there is a convolution.
-    fn project(
-        &self,
-        x: &Tensor<B, 3>,
-        tail: Option<Tensor<B, 3>>,
-    ) -> (Tokens<B>, Vec<Tensor<B, 3>>) {
-        let rows = |proj: &Linear<B>, norm: &Option<RmsNorm<B>>, heads| {
-            project_heads(proj, norm, x, heads, None)
-        };
-        let shared = self.key_value_heads;
-        let q = rows(&self.q_proj, &self.maybe_q_norm, self.heads);
-        let scale = (q.dims()[3] as f64).powf(-0.5);
+impl<B: LinearAttentionBackend> PathAttention<B> {
+    /// Rows of each token of `x`, in f32 at least: reflections are solved for.
+    fn project(&self, x: &Tensor<B, 3>, tails: &mut Tails<B>) -> Tokens<B> {
+        let (heads, shared) = (self.heads, self.key_value_heads);
         let (narrow, widen) = &self.w_proj;
-        let w = widen.forward(narrow.forward(x.clone()));
-        let mut tails = vec![];
-        let w = convolve_if_any(&self.w_conv1d, w, &mut tail.into_iter(), &mut tails);
-        let beta = sigmoid(self.bt_proj.forward(x.clone())) * 2.0;
-        let log_gates = |proj: &Linear<B>| log_sigmoid(proj.forward(x.clone())).swap_dims(1, 2);
-        let inputs = Tokens {
-            q: q * scale,
-            k: rows(&self.k_proj, &self.maybe_k_norm, shared),
-            v: rows(&self.v_proj, &None, shared),
-            w: l2_normalize(split_heads(w, shared)).swap_dims(1, 2),
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let gates = [Projection::plain(narrow), Projection::beta(&self.bt_proj, 2.0)];
+        let log_gates = self.g_proj.as_ref().map(Projection::plain);
+        let (Qkv { q, k, v }, [w, beta], [log_gates]) = ConvQkv::plain(
+            projections,
+            [heads, shared, shared],
+        )
+        .project_some(x, gates, [log_gates], tails);
+        let scale = (q.dims()[3] as f64).powf(-0.5);
+        let w = convolve_if_any(&self.w_conv1d, widen.forward(w), tails);
+        let w = l2_normalize(split_heads(w, shared)).swap_dims(1, 2);
+        Tokens {
+            q: accumulator(turned(q, &self.maybe_q_norm, None)) * scale,
+            k: accumulator(turned(k, &self.maybe_k_norm, None)),
+            v: accumulator(v.swap_dims(1, 2)),
+            w: accumulator(w),
             beta: beta.swap_dims(1, 2).unsqueeze_dim(3),
-            gates: self.g_proj.as_ref().map(log_gates),
-        };
-        (inputs, tails)
+            gates: log_gates.map(|gates| log_gate(gates, 1.0).swap_dims(1, 2)),
+        }
     }
 }
 

@@ -7,10 +7,11 @@
 //! Source: Bradbury et al., arXiv 1611.01576. The projection out is an addition, so that the layer has
 //! a width of its own.
 
-use super::{VectorState, linear_flops, recurrent_width, scan_cost};
-use crate::nn::layers::{linear, linear_with_bias};
-use crate::nn::{ConfigError, Cost, Linear, positive};
-use crate::ops::{self, LinearAttentionBackend};
+use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, scan_cost};
+use crate::nn::convolution::Tails;
+use crate::nn::layers::{ResidualLinear, linear, linear_with_bias};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
@@ -33,7 +34,7 @@ impl Default for QrnnConfig {
 }
 
 impl QrnnConfig {
-    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
         positive("window", self.window)?;
         recurrent_width(self.width, d_model)
     }
@@ -46,10 +47,10 @@ impl QrnnConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Qrnn<B>, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         Ok(Qrnn {
             in_proj: linear_with_bias(self.window * d_model, 3 * width, device),
-            o_proj: linear(width, d_model, device),
+            o_proj: linear(width, d_model, device).into(),
             window: self.window,
         })
     }
@@ -58,7 +59,7 @@ impl QrnnConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         let mut cost = scan_cost(width);
         cost.flops_per_token +=
             linear_flops(self.window * d_model, 3 * width) + linear_flops(width, d_model);
@@ -72,48 +73,49 @@ impl QrnnConfig {
 pub struct Qrnn<B: Backend> {
     /// `W D -> 3 width`, oldest token first: z, f, o.
     in_proj: Linear<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     window: usize,
 }
 
-forward_and_step!(Qrnn);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Qrnn<B> {
+    type State = VectorState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Qrnn<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
-        let tokens = x.dims()[1];
-        let (mut memory, mut before, position) = VectorState::parts(state);
-        let (seen, tails) = self.windows(x, before.next());
-        let gates = self.in_proj.forward(seen);
+        let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
+        let dtype = x.dtype();
+        let gates = accumulator(self.in_proj.forward(self.windows(x, &mut past.tails)));
         let width = gates.dims()[2] / 3;
         let part = |j: usize| gates.clone().narrow(2, j * width, width);
         let (z, f, o) = (part(0).tanh(), sigmoid(part(1)), sigmoid(part(2)));
         let written = (f.clone().neg() + 1.0) * z;
         let (c, last) =
-            ops::linear_scan(f, written, memory.next()).expect("the projection made the shapes");
-        let y = self.o_proj.forward(o * c);
-        (y, VectorState { memory: vec![last], tails, position: position + tokens })
+            ops::linear_scan(f, written, past.draw()).expect("the projection made the shapes");
+        let y = self.o_proj.forward(typed(o * c, dtype));
+        (y, past.then(vec![last], tokens))
     }
+}
 
-    /// The last W tokens of every token, `[B, T, W D]`, and what the next one needs of them.
-    fn windows(
-        &self,
-        x: Tensor<B, 3>,
-        tail: Option<Tensor<B, 3>>,
-    ) -> (Tensor<B, 3>, Vec<Tensor<B, 3>>) {
+impl<B: LinearAttentionBackend> Qrnn<B> {
+    /// The last W tokens of every token, `[B, T, W D]`.
+    fn windows(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Tensor<B, 3> {
         let [batch, tokens, width] = x.dims();
         let before = self.window - 1;
         if before == 0 {
-            return (x, vec![]);
+            return x;
         }
-        let tail =
-            tail.unwrap_or_else(|| Tensor::zeros([batch, before, width], (&x.device(), x.dtype())));
-        let all = Tensor::cat(vec![tail, x], 1);
-        let taps = (0..self.window).map(|w| all.clone().narrow(1, w, tokens)).collect();
-        (Tensor::cat(taps, 2), vec![all.narrow(1, tokens, before)])
+        let zeros = || Tensor::zeros([batch, before, width], (&x.device(), x.dtype()));
+        tails.through(|tail| {
+            let tail = typed(tail.unwrap_or_else(zeros), x.dtype());
+            let all = Tensor::cat(vec![tail, x.clone()], 1);
+            let taps = (0..self.window).map(|w| all.clone().narrow(1, w, tokens)).collect();
+            (Tensor::cat(taps, 2), all.narrow(1, tokens, before))
+        })
     }
 }

@@ -6,10 +6,17 @@
 //! ```
 //! Source: Sun et al., arXiv 2307.08621.
 
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::layers::{GatedRmsNorm, check_epsilon, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, Linear, Rope, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, OpResult};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
+    value_width,
+};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::gated_output::GatedOutput;
+use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, wide_type};
+use crate::nn::projection::Projection;
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, check_chunk};
+use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend};
 use burn::module::Module;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -53,7 +60,7 @@ impl Default for RetNetConfig {
 
 impl RetNetConfig {
     /// K, V and the number of value heads.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize, usize), ConfigError> {
         let heads = check_heads(self.heads, self.value_heads)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
         check_rotated("key_width", key)?;
@@ -71,7 +78,7 @@ impl RetNetConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<RetNet<B>, ConfigError> {
-        let (key, value, heads) = self.widths(d_model)?;
+        let (key, value, heads) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, heads * value);
         Ok(RetNet {
             q_proj: linear(d_model, keys, device),
@@ -79,7 +86,7 @@ impl RetNetConfig {
             v_proj: linear(d_model, values, device),
             g_proj: self.output_gate.then(|| linear(d_model, values, device)),
             g_norm: GatedRmsNorm::new(value, self.norm_eps, device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
             rope: Rope { theta: self.rope_theta },
@@ -91,7 +98,7 @@ impl RetNetConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value, heads) = self.widths(d_model)?;
+        let (key, value, heads) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, heads * value);
         let mut cost = memory_cost(heads, key, value, false);
         let gates = if self.output_gate { values } else { 0 };
@@ -125,7 +132,7 @@ pub struct RetNet<B: Backend> {
     v_proj: Linear<B>,
     g_proj: Option<Linear<B>>,
     g_norm: GatedRmsNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
@@ -136,34 +143,41 @@ pub struct RetNet<B: Backend> {
     chunk: usize,
 }
 
-forward_and_step!(RetNet, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for RetNet<B> {
+    type State = MatrixState<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> RetNet<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let [batch, tokens, _] = x.dims();
-        let (memory, _, position) = MatrixState::parts(state);
-        let rotated = |proj: &Linear<B>| {
-            self.rope.forward(split_heads(proj.forward(x.clone()), self.key_heads), position)
-        };
-        let (q, k) = (rotated(&self.q_proj), rotated(&self.k_proj));
-        let v = split_heads(self.v_proj.forward(x.clone()), self.heads);
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let (Qkv { q, k, v }, [], [gate]) = ConvQkv::plain(
+            projections,
+            [self.key_heads, self.key_heads, self.heads],
+        )
+        .project_some(&x, [], [gate], &mut past.tails);
+        let rotated = |x| self.rope.forward(x, past.position);
+        let (q, k) = (rotated(q), rotated(k));
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_decay(&x, self.heads).expand([batch, tokens, self.heads]);
         let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
-        let gate = self.g_proj.as_ref().map(|g| split_heads(g.forward(x), self.heads));
-        let y = self.o_proj.forward(merge_heads(self.g_norm.forward(o, gate)));
-        (y, MatrixState { memory, tails: vec![], position: position + tokens })
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let y = GatedOutput::silu(&self.g_norm, &self.o_proj).forward(o, gate);
+        (y, past.then(memory, tokens))
     }
 }
 
 /// ln(1 - 2^{-5-h}) for head h, `[1, 1, H]`.
 fn log_decay<B: Backend>(like: &Tensor<B, 3>, heads: usize) -> Tensor<B, 3> {
     let logs: Vec<f32> = (0..heads).map(|h| (-(2f64.powi(-5 - h as i32))).ln_1p() as f32).collect();
-    Tensor::from_data(TensorData::new(logs, [1, 1, heads]), (&like.device(), like.dtype()))
+    Tensor::from_data(
+        TensorData::new(logs, [1, 1, heads]),
+        (&like.device(), wide_type(like.dtype())),
+    )
 }

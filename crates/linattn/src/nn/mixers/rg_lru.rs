@@ -13,12 +13,16 @@
 //! of variance 1 / fan-in, that of the output 2 / layers times as much where a model rescales what is added
 //! to its residual stream; the convolution N(0, 0.01 / W), biases from zero.
 
-use super::delta_net::inverse_softplus;
-use super::{VectorState, block_width, linear_flops, recurrent_width, scan_cost};
+use super::{
+    Stack, TokenMixer, VectorPast, VectorState, block_width, linear_flops, recurrent_width,
+    scan_cost,
+};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
-use crate::nn::layers::{BlockDiagonal, normal_linear, softplus};
-use crate::nn::{ConfigError, Cost, Linear};
-use crate::ops::{self, LinearAttentionBackend};
+use crate::nn::layers::{BlockDiagonal, ResidualLinear, normal_linear, softplus};
+use crate::nn::log_decay::inverse_softplus;
+use crate::nn::projection::{Projection, project};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::{gelu, sigmoid};
 use burn::tensor::{Distribution, Tensor, backend::Backend};
@@ -51,7 +55,7 @@ impl Default for RgLruConfig {
 
 impl RgLruConfig {
     /// Widths of the memory and of a block.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         let width = recurrent_width(self.width, d_model)?;
         let block = block_width(self.heads, width)?;
         check_window(self.conv_size, 2)?;
@@ -66,7 +70,7 @@ impl RgLruConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<RgLru<B>, ConfigError> {
-        let (width, block) = self.widths(d_model)?;
+        let (width, block) = self.resolve(d_model)?;
         let zeros = |width: usize| Initializer::Zeros.init([width], device);
         let gate = || BlockDiagonal::new(self.heads, block, block, device).with_bias(zeros(width));
         let linear = |from: usize, to| Linear {
@@ -86,7 +90,7 @@ impl RgLruConfig {
             input_gate: gate(),
             a_gate: gate(),
             a_param: Param::from_tensor(fresh_decay(width, device)),
-            out_proj: linear(width, d_model),
+            out_proj: linear(width, d_model).into(),
         })
     }
 
@@ -94,7 +98,7 @@ impl RgLruConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (width, block) = self.widths(d_model)?;
+        let (width, block) = self.resolve(d_model)?;
         let mut cost = scan_cost(width);
         cost.flops_per_token += linear_flops(d_model, 2 * width)
             + linear_flops(width, d_model)
@@ -120,32 +124,41 @@ pub struct RgLru<B: Backend> {
     a_gate: BlockDiagonal<B>,
     /// A, `[width]`.
     a_param: Param<Tensor<B, 1>>,
-    out_proj: Linear<B>,
+    out_proj: ResidualLinear<B>,
 }
 
-forward_and_step!(RgLru);
+impl<B: LinearAttentionBackend> TokenMixer<B> for RgLru<B> {
+    type State = VectorState<B>;
+    const TAKES_BF16: bool = true;
+    const SCALES_ITSELF: bool = true;
 
-impl<B: LinearAttentionBackend> RgLru<B> {
+    fn shrink(stack: Stack) -> f64 {
+        (2.0 / stack.layers as f64).sqrt()
+    }
+
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
-        let tokens = x.dims()[1];
-        let (mut memory, mut tails, position) = VectorState::parts(state);
-        let (u, tail) = self.conv1d.linear(self.linear_x.forward(x.clone()), tails.next());
+        let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
+        let projections = [
+            Projection::convolved(&self.linear_x, Some(&self.conv1d), None, None),
+            Projection::plain(&self.linear_y),
+        ];
+        let [u, gate] = project(&x, projections, &mut past.tails);
+        let gates = [&self.a_gate, &self.input_gate].map(|gate| gate.forward(u.clone()));
+        let [forget, input] = gates.map(|gate| sigmoid(accumulator(gate)));
         let rate: Tensor<B, 3> = softplus(self.a_param.val()).unsqueeze();
-        let forget = sigmoid(self.a_gate.forward(u.clone())) * rate * DECAY_POWER; // -ln a
+        let forget = forget * rate * DECAY_POWER; // -ln a
         let a = forget.clone().neg().exp();
         // 1 - a^2 = (1 + a^2) tanh(-ln a), which is exact where a is nearly 1.
         let square = (a.clone() * a.clone() + 1.0) * forget.tanh();
-        let input = sigmoid(self.input_gate.forward(u.clone())) * u;
-        let written = square.clamp_min(LEAST_SQUARE).sqrt() * input;
+        let written = square.clamp_min(LEAST_SQUARE).sqrt() * (input * accumulator(u));
         let (h, last) =
-            ops::linear_scan(a, written, memory.next()).expect("the projections made the shapes");
-        let y = self.out_proj.forward(h * gelu(self.linear_y.forward(x)));
-        let state =
-            VectorState { memory: vec![last], tails: vec![tail], position: position + tokens };
-        (y, state)
+            ops::linear_scan(a, written, past.draw()).expect("the projections made the shapes");
+        let y = self.out_proj.forward(typed(h, gate.dtype()) * gelu(gate));
+        (y, past.then(vec![last], tokens))
     }
 }

@@ -16,10 +16,10 @@
 //! them in its first layer.
 
 use super::mlstm::{Stabilised, stabilise};
-use super::{VectorState, linear_flops, scan_cost};
-use crate::nn::layers::{linear, shift_tokens};
-use crate::nn::{ConfigError, Cost, Linear, positive};
-use crate::ops::{self, LinearAttentionBackend};
+use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
+use crate::nn::layers::{ResidualLinear, linear, shift_tokens};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -34,6 +34,10 @@ pub(super) const LOWEST: f64 = -1e30;
 pub struct Rwkv4Config {}
 
 impl Rwkv4Config {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
+        positive("d_model", d_model)
+    }
+
     /// Builds the layer for a model of width `d_model`.
     /// # Errors
     /// [`ConfigError`] if the width is 0.
@@ -42,7 +46,7 @@ impl Rwkv4Config {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Rwkv4<B>, ConfigError> {
-        positive("d_model", d_model)?;
+        self.resolve(d_model)?;
         let values = |f: &dyn Fn(usize) -> f64| {
             let values: Vec<f32> = (0..d_model).map(|n| f(n) as f32).collect();
             Tensor::<B, 1>::from_data(TensorData::new(values, [d_model]), device)
@@ -62,7 +66,7 @@ impl Rwkv4Config {
             key: linear(d_model, d_model, device),
             value: linear(d_model, d_model, device),
             receptance: linear(d_model, d_model, device),
-            o_proj: linear(d_model, d_model, device),
+            o_proj: linear(d_model, d_model, device).into(),
         })
     }
 
@@ -70,7 +74,7 @@ impl Rwkv4Config {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let mut cost = scan_cost(2 * positive("d_model", d_model)?);
+        let mut cost = scan_cost(2 * self.resolve(d_model)?);
         // m, and the last token.
         cost.state_bytes += 2 * 4 * d_model as u64;
         cost.flops_per_token += linear_flops(d_model, 4 * d_model);
@@ -91,30 +95,36 @@ pub struct Rwkv4<B: Backend> {
     key: Linear<B>,
     value: Linear<B>,
     receptance: Linear<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
 }
 
-forward_and_step!(Rwkv4);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv4<B> {
+    type State = VectorState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Rwkv4<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
-        let tokens = x.dims()[1];
-        let (mut memory, mut tails, position) = VectorState::parts(state);
-        let (before, last) = shift_tokens(&x, tails.next());
+        let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
+        let dtype = x.dtype();
+        let before = past.tails.through(|last| shift_tokens(&x, last));
         let delta = x - before.clone();
-        let mixed = |share: &Param<Tensor<B, 3>>| before.clone() + delta.clone() * share.val();
+        let mixed = |share: &Param<Tensor<B, 3>>| {
+            before.clone() + delta.clone() * typed(share.val(), dtype)
+        };
         let k = self.key.forward(mixed(&self.time_mix_key));
         let v = self.value.forward(mixed(&self.time_mix_value));
         let r = sigmoid(self.receptance.forward(mixed(&self.time_mix_receptance)));
-        let (wkv, memory) = self.wkv(k, v, memory.next().zip(memory.next()));
-        let y = self.o_proj.forward(r * wkv);
-        (y, VectorState { memory, tails: vec![last], position: position + tokens })
+        let (wkv, memory) = self.wkv(accumulator(k), accumulator(v), past.draw_pair());
+        let y = self.o_proj.forward(r * typed(wkv, dtype));
+        (y, past.then(memory, tokens))
     }
+}
 
+impl<B: LinearAttentionBackend> Rwkv4<B> {
     /// wkv, `[B, T, D]`, and the next memory: a and b over e^m, `[B, 1, 2 D]`, and m, `[B, 1, D]`.
     fn wkv(
         &self,

@@ -13,10 +13,18 @@
 //! Source: Peng et al., arXiv 2404.05892. Shares, decays and bonuses start where the authors' code has
 //! them in its first layer. Factors of low rank that it starts from zero are small and random here.
 
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost, value_width};
-use crate::nn::layers::{check_epsilon, group_norm, linear, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, Linear, check_chunk, positive};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, OpResult, Read};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
+    value_width,
+};
+use crate::nn::layers::{
+    ResidualLinear, check_epsilon, group_norm, linear, merge_heads, shift_tokens, split_heads,
+};
+use crate::nn::recurrence::linear_attention;
+use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::ops::{
+    self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, Read, accumulator, typed,
+};
 use burn::module::{Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig, Tanh};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -63,7 +71,7 @@ impl Default for Rwkv6Config {
 
 impl Rwkv6Config {
     /// K and V.
-    fn widths(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         check_heads(self.heads, None)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
         let value = value_width(key, self.expand_v)?;
@@ -82,7 +90,7 @@ impl Rwkv6Config {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Rwkv6<B>, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
+        let (key, value) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let plain = |to| Projection { linear: linear(d_model, to, device) };
         let mixtures = MIXTURES * self.mix_low_rank;
@@ -116,7 +124,7 @@ impl Rwkv6Config {
             g_norm: GroupNormConfig::new(self.heads, values)
                 .with_epsilon(self.norm_eps)
                 .init(device),
-            o_proj: linear(values, d_model, device),
+            o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             chunk: self.chunk,
         })
@@ -126,7 +134,7 @@ impl Rwkv6Config {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let (key, value) = self.widths(d_model)?;
+        let (key, value) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, self.heads * value);
         let mut cost = memory_cost(self.heads, key, value, false);
         cost.state_bytes += 4 * d_model as u64;
@@ -205,30 +213,26 @@ pub struct Rwkv6<B: Backend> {
     /// u, `[H, K]`.
     bonus: Param<Tensor<B, 2>>,
     g_norm: GroupNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
     chunk: usize,
 }
 
-forward_and_step!(Rwkv6, ops::linear_attention, ops::linear_attention_step);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
 
-impl<B: LinearAttentionBackend> Rwkv6<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        op: impl FnOnce(ops::LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let [batch, tokens, width] = x.dims();
-        let (memory, mut before, position) = MatrixState::parts(state);
-        let first = before
-            .next()
-            .unwrap_or_else(|| Tensor::zeros([batch, 1, width], (&x.device(), x.dtype())));
-        let last = x.clone().narrow(1, tokens - 1, 1);
-        let shifted = Tensor::cat(vec![first, x.clone()], 1).narrow(1, 0, tokens);
-        let delta = shifted - x.clone();
+        let ([batch, tokens, width], mut past) = (x.dims(), MatrixPast::of(state));
+        let before = past.tails.through(|last| shift_tokens(&x, last));
+        let delta = before - x.clone();
 
         let shares = self.shares(x.clone(), delta.clone());
         let mixed = |j| {
@@ -238,34 +242,38 @@ impl<B: LinearAttentionBackend> Rwkv6<B> {
         };
         let r = split_heads(self.r_proj.linear.forward(mixed(0)), self.heads);
         let (narrow, tanh, widen) = &self.w_proj.linear.lora;
-        let g = widen.forward(tanh.forward(narrow.forward(mixed(1)))).exp().neg();
-        let g = split_heads(g, self.heads);
+        let g = widen.forward(tanh.forward(narrow.forward(mixed(1))));
+        let g = split_heads(accumulator(g).exp().neg(), self.heads);
         let k = split_heads(self.k_proj.linear.forward(mixed(2)), self.heads);
         let v = split_heads(self.v_proj.linear.forward(mixed(3)), self.heads);
         let gate = self.g_proj.linear.forward(mixed(4));
 
-        let u = self.bonus.val().unsqueeze::<4>(); // [1, 1, H, K]
+        let u = typed(self.bonus.val(), r.dtype()).unsqueeze::<4>(); // [1, 1, H, K]
         let own = (r.clone() * k.clone() * u).sum_dim(3) * v.clone();
         let inputs = ops::LinearAttention {
             read: Read::Before,
             ..ops::LinearAttention::new(r, k, v).with_decay(g)
         };
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
         let y = ops::gate(self.normalize(merge_heads(o + own)), gate, Activation::Silu);
-        let y = self.o_proj.forward(y);
-        (y, MatrixState { memory, tails: vec![last], position: position + tokens })
+        (self.o_proj.forward(y), past.then(memory, tokens))
     }
+}
 
+impl<B: LinearAttentionBackend> Rwkv6<B> {
     /// Shares of the token before in what each projection sees, `[5, B T, D]`.
     fn shares(&self, x: Tensor<B, 3>, delta: Tensor<B, 3>) -> Tensor<B, 3> {
         let [batch, tokens, width] = x.dims();
         let (narrow, tanh, widen) = &self.x_proj;
-        let seen = x + delta * narrow.mu.val().unsqueeze::<3>();
+        let dtype = x.dtype();
+        let seen = x + delta * typed(narrow.mu.val(), dtype).unsqueeze::<3>();
         let low = tanh.forward(narrow.linear.forward(seen)); // [B, T, 5 R]
         let rank = low.dims()[2] / MIXTURES;
         let low: Tensor<B, 3> = low.reshape([batch * tokens, MIXTURES, rank]);
-        let widen: Tensor<B, 3> = widen.weight.val().reshape([MIXTURES, rank, width]);
-        low.swap_dims(0, 1).matmul(widen) + self.x_bias.val().unsqueeze_dim::<3>(1)
+        let widen = typed(widen.weight.val(), dtype);
+        let widen: Tensor<B, 3> = widen.reshape([MIXTURES, rank, width]);
+        let shares = low.swap_dims(0, 1).matmul(widen);
+        shares + typed(self.x_bias.val(), dtype).unsqueeze_dim::<3>(1)
     }
 
     /// Mean and variance of each head taken out, `[B, T, H V]`.

@@ -14,12 +14,16 @@
 //! the published ones of a first layer; matrices, published as orthogonal or zero, are small random
 //! numbers here, and the group norm's weights start from 1 in every layer.
 
-use super::{MatrixState, check_heads, key_width, linear_flops, memory_cost};
-use crate::nn::layers::{
-    check_epsilon, group_norm, l2_normalize, linear, merge_heads, shift_tokens, split_heads,
+use super::{
+    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
 };
+use crate::nn::layers::{
+    ResidualLinear, check_epsilon, group_norm, l2_normalize, linear, merge_heads, shift_tokens,
+    split_heads,
+};
+use crate::nn::recurrence::low_rank;
 use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, Decay, LinearAttentionBackend, LowRank, OpResult};
+use crate::ops::{DEFAULT_CHUNK, Decay, LinearAttentionBackend, LowRank, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig};
 use burn::tensor::activation::sigmoid;
@@ -75,7 +79,7 @@ impl Default for Rwkv7Config {
 
 /// Widths that follow from a config.
 #[derive(Debug, Clone, Copy)]
-struct Widths {
+pub(super) struct Widths {
     /// Of one head.
     key: usize,
     /// Of all heads.
@@ -93,7 +97,7 @@ fn near_32(width: f64) -> usize {
 }
 
 impl Rwkv7Config {
-    fn widths(&self, d_model: usize) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
         check_heads(self.heads, None)?;
         let key = key_width(self.key_width, d_model, self.heads)?;
         let root = (d_model as f64).sqrt();
@@ -131,7 +135,7 @@ impl Rwkv7Config {
             let want = "false in the model's first `rwkv7` layer, whose values later ones mix in";
             return Err(ConfigError::new("value_residual", true, want).within("rwkv7"));
         };
-        let (own, first) = (self.widths(d_model)?, first.widths(d_model)?);
+        let (own, first) = (self.resolve(d_model)?, first.resolve(d_model)?);
         if own.keys == first.keys {
             return Ok(());
         }
@@ -150,7 +154,7 @@ impl Rwkv7Config {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Rwkv7<B>, ConfigError> {
-        let Widths { key, keys, decay, rate, gate, value } = self.widths(d_model)?;
+        let Widths { key, keys, decay, rate, gate, value } = self.resolve(d_model)?;
         let share = |power| fresh_share(d_model, power, device);
         let values = |f: &dyn Fn(usize) -> f64| from_places(keys, f, device);
         let place = |n: usize| ramp(n, keys);
@@ -180,7 +184,7 @@ impl Rwkv7Config {
             g_norm: GroupNormConfig::new(self.heads, keys)
                 .with_epsilon(self.norm_eps * key as f64)
                 .init(device),
-            o_proj: linear(keys, d_model, device),
+            o_proj: linear(keys, d_model, device).into(),
             heads: self.heads,
             chunk: self.chunk,
         })
@@ -190,7 +194,7 @@ impl Rwkv7Config {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let Widths { key, keys, decay, rate, gate, value } = self.widths(d_model)?;
+        let Widths { key, keys, decay, rate, gate, value } = self.resolve(d_model)?;
         let mut cost = memory_cost(self.heads, key, key, true);
         // A write of its own besides the delta rule's.
         cost.flops_per_token += 2 * (keys * key) as u64;
@@ -286,7 +290,7 @@ pub struct Rwkv7<B: Backend> {
     v_lora: Option<LowRankMap<B>>,
     g_lora: LowRankMap<B>,
     g_norm: GroupNorm<B>,
-    o_proj: Linear<B>,
+    o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -294,32 +298,6 @@ pub struct Rwkv7<B: Backend> {
 }
 
 impl<B: LinearAttentionBackend> Rwkv7<B> {
-    /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T. Leaves its
-    /// values in `shared` if it is the first.
-    /// # Panics
-    /// With a value residual, if no layer left its values in `shared`.
-    pub fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        state: Option<MatrixState<B>>,
-        shared: &mut Shared<B>,
-    ) -> (Tensor<B, 3>, MatrixState<B>) {
-        self.run(x, state, shared, |x, memory| ops::low_rank(x, memory, self.chunk))
-    }
-
-    /// One token: `x` is `[B, D]`; gives `[B, D]` and the next state.
-    /// # Panics
-    /// As [`forward`](Self::forward).
-    pub fn step(
-        &self,
-        x: Tensor<B, 2>,
-        state: Option<MatrixState<B>>,
-        shared: &mut Shared<B>,
-    ) -> (Tensor<B, 2>, MatrixState<B>) {
-        let (y, state) = self.run(x.unsqueeze_dim(1), state, shared, ops::low_rank_step);
-        (y.squeeze_dim(1), state)
-    }
-
     /// Values of `x`, `[B, T, D]`: `[B, T, H V]`, those of the first layer mixed in where asked for.
     fn values(&self, x: Tensor<B, 3>, shared: &mut Shared<B>) -> Tensor<B, 3> {
         let own = self.v_proj.forward(x.clone());
@@ -335,48 +313,54 @@ impl<B: LinearAttentionBackend> Rwkv7<B> {
             }
         }
     }
+}
 
-    /// The state's only tail is the last token.
+impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
+    type State = MatrixState<B>;
+    const TAKES_BF16: bool = true;
+
+    /// The state's only tail is the last token. The first of these layers leaves its values in `shared`.
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
         shared: &mut Shared<B>,
-        op: impl FnOnce(LowRank<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let [batch, tokens, _] = x.dims();
-        let (memory, mut tails, position) = MatrixState::parts(state);
-        let (before, last) = shift_tokens(&x, tails.next());
+        let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
+        let mut past = MatrixPast::of(state);
+        let before = past.tails.through(|last| shift_tokens(&x, last));
         let back = before - x.clone();
-        let mixed = |share: &Param<Tensor<B, 3>>| x.clone() + back.clone() * share.val();
+        let mixed =
+            |share: &Param<Tensor<B, 3>>| x.clone() + back.clone() * typed(share.val(), dtype);
+        let row = |x: &Param<Tensor<B, 1>>| typed(x.val(), dtype).unsqueeze::<3>();
         let split = |x: Tensor<B, 3>| split_heads(x, self.heads);
 
         let r = split(self.r_proj.forward(mixed(&self.x_r)));
         let v = split(self.values(mixed(&self.x_v), shared));
-        let decay = self.w_lora.forward(mixed(&self.x_w), |x| x.tanh());
+        let decay = accumulator(self.w_lora.forward(mixed(&self.x_w), |x| x.tanh()));
         let decay = split(sigmoid(decay) * -FASTEST_DECAY);
         let rate = sigmoid(self.a_lora.forward(mixed(&self.x_a), |x| x));
         let gate = self.g_lora.forward(mixed(&self.x_g), sigmoid);
         let k = self.k_proj.forward(mixed(&self.x_k));
-        let row = l2_normalize(split(k.clone() * self.k_k.val().unsqueeze::<3>()));
-        let slower: Tensor<B, 3> = (rate.clone() - 1.0) * self.k_a.val().unsqueeze::<3>();
+        let removed = l2_normalize(split(k.clone() * row(&self.k_k)));
+        let slower: Tensor<B, 3> = (rate.clone() - 1.0) * row(&self.k_a);
         let k = split(k * (slower + 1.0));
 
         let inputs = LowRank {
             q: r.clone(),
             k: k.clone(),
             v: v.clone(),
-            a: row.clone().neg(),
-            b: row * split(rate),
+            a: removed.clone().neg(),
+            b: removed * split(rate),
             g: Some(Decay::Vector(decay)),
         };
-        let (o, memory) = op(inputs, memory).expect("the projections made the shapes");
+        let (o, memory) = low_rank(inputs, past.memory.take(), self.chunk);
         let keys = self.g_norm.num_channels;
         let rows: Tensor<B, 2> = merge_heads(o).reshape([batch * tokens, keys]);
         let o = group_norm(&self.g_norm, rows);
-        let bonus = (r * k * self.r_k.val().unsqueeze::<4>()).sum_dim(3) * v;
+        let bonus = typed(self.r_k.val(), dtype).unsqueeze::<4>();
+        let bonus = (r * k * bonus).sum_dim(3) * v;
         let y = (o.reshape([batch, tokens, keys]) + merge_heads(bonus)) * gate;
-        let state = MatrixState { memory, tails: vec![last], position: position + tokens };
-        (self.o_proj.forward(y), state)
+        (self.o_proj.forward(y), past.then(memory, tokens))
     }
 }

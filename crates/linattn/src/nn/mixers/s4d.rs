@@ -11,9 +11,9 @@
 //! A starts as `-1/2 + i pi n` (S4D-Lin) or `-1/2 + i (N / pi) (N / (2 n + 1) - 1)` (S4D-Inv).
 //! Source: Gu et al., arXiv 2206.11893. The input vector B, which only scales C, is 1 throughout.
 
-use super::{VectorState, linear_flops, scan_cost};
-use crate::nn::layers::linear_with_bias;
-use crate::nn::{ConfigError, Cost, Linear, positive};
+use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
+use crate::nn::layers::{ResidualLinear, linear_with_bias};
+use crate::nn::{ConfigError, Cost, Shared, positive};
 use crate::ops::{self, Complex, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::{gelu, glu};
@@ -84,7 +84,7 @@ impl Default for S4dConfig {
 
 impl S4dConfig {
     /// Modes of a channel, N / 2.
-    fn modes(&self) -> Result<usize, ConfigError> {
+    pub(super) fn resolve(&self, _d_model: usize) -> Result<usize, ConfigError> {
         if !positive("d_state", self.d_state)?.is_multiple_of(2) {
             return Err(ConfigError::new("d_state", self.d_state, "even"));
         }
@@ -106,7 +106,7 @@ impl S4dConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<S4d<B>, ConfigError> {
-        let modes = self.modes()?;
+        let modes = self.resolve(d_model)?;
         let log_steps = Distribution::Uniform(self.dt_min.ln(), self.dt_max.ln());
         let frequencies: Vec<f32> = (0..d_model * modes)
             .map(|i| self.spectrum.frequency(i % modes, modes) as f32)
@@ -121,7 +121,7 @@ impl S4dConfig {
             a_imag: Param::from_tensor(frequencies),
             c: unit.init([2, d_model, modes], device),
             d: Initializer::Normal { mean: 0.0, std: 1.0 }.init([d_model], device),
-            out_proj: linear_with_bias(d_model, 2 * d_model, device),
+            out_proj: linear_with_bias(d_model, 2 * d_model, device).into(),
             discretization: self.discretization,
         })
     }
@@ -130,7 +130,7 @@ impl S4dConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let modes = self.modes()?;
+        let modes = self.resolve(d_model)?;
         let mut cost = scan_cost(2 * modes * d_model);
         // The rest of a complex product; b x; C h.
         cost.flops_per_token += (4 + 2 + 4) * (modes * d_model) as u64;
@@ -168,21 +168,22 @@ pub struct S4d<B: Backend> {
     /// `[2, D, N / 2]`: real parts, imaginary parts.
     c: Param<Tensor<B, 3>>,
     d: Param<Tensor<B, 1>>,
-    out_proj: Linear<B>,
+    out_proj: ResidualLinear<B>,
     #[module(skip)]
     discretization: Discretization,
 }
 
-forward_and_step!(S4d);
+impl<B: LinearAttentionBackend> TokenMixer<B> for S4d<B> {
+    type State = VectorState<B>;
 
-impl<B: LinearAttentionBackend> S4d<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let [batch, tokens, width] = x.dims();
-        let (mut memory, _, position) = VectorState::parts(state);
+        let mut past = VectorPast::of(state);
         let channels = width * self.a_imag.dims()[1];
         let (a, b) = self.steps();
         let always =
@@ -191,7 +192,7 @@ impl<B: LinearAttentionBackend> S4d<B> {
         let driven = |b: Tensor<B, 2>| {
             (input.clone() * b.unsqueeze::<4>()).reshape([batch, tokens, channels])
         };
-        let before = memory.next().zip(memory.next()).map(|(re, im)| Complex { re, im });
+        let before = past.draw_pair().map(|(re, im)| Complex { re, im });
         let a = Complex { re: always(a.re), im: always(a.im) };
         let b = Complex { re: driven(b.re), im: driven(b.im) };
         let (h, last) = ops::complex_scan(a, b, before).expect("`steps` made the shapes");
@@ -200,10 +201,11 @@ impl<B: LinearAttentionBackend> S4d<B> {
             (h.re * c(0) - h.im * c(1)).reshape([batch, tokens, width, channels / width]);
         let u = modes.sum_dim(3).squeeze_dim::<3>(3) * 2.0 + x * self.d.val().unsqueeze::<3>();
         let y = glu(self.out_proj.forward(gelu(u)), 2);
-        let memory = vec![last.re, last.im];
-        (y, VectorState { memory, tails: vec![], position: position + tokens })
+        (y, past.then(vec![last.re, last.im], tokens))
     }
+}
 
+impl<B: LinearAttentionBackend> S4d<B> {
     /// a and b of one time step.
     fn steps(&self) -> (Pair<B>, Pair<B>) {
         let dt = self.log_dt.val().exp().unsqueeze_dim::<2>(1); // [D, 1]

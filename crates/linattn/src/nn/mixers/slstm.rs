@@ -17,12 +17,14 @@
 
 use super::mlstm::MultiHeadNorm;
 use super::rwkv4::LOWEST;
-use super::{VectorState, block_width, linear_flops};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, convolve_if_any};
+use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
+use crate::nn::convolution::{
+    ShortConvolution, Tails, check_window, convolution_cost, convolve_if_any,
+};
 use crate::nn::layers::{
     BlockDiagonal, INIT_STD, check_epsilon, each_token, merge_heads, split_heads,
 };
-use crate::nn::{ConfigError, Cost};
+use crate::nn::{ConfigError, Cost, Shared};
 use crate::ops::LinearAttentionBackend;
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::{log_sigmoid, sigmoid};
@@ -49,7 +51,7 @@ impl Default for SlstmConfig {
 
 impl SlstmConfig {
     /// Width of a head.
-    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
         let width = block_width(self.heads, d_model)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
@@ -64,7 +66,7 @@ impl SlstmConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<Slstm<B>, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         // As if all heads were one matrix.
         let std = (0.4 / d_model as f64).sqrt();
         let gate = || BlockDiagonal::normal([self.heads, width, width], std, device);
@@ -89,7 +91,7 @@ impl SlstmConfig {
     /// # Errors
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        let width = self.width(d_model)?;
+        let width = self.resolve(d_model)?;
         let mut cost = Cost {
             state_bytes: 4 * 4 * d_model as u64,
             flops_per_token: 2 * linear_flops(d_model, 4 * width),
@@ -124,25 +126,25 @@ struct Cells<B: Backend> {
     m: Tensor<B, 4>,
 }
 
-forward_and_step!(Slstm);
+impl<B: LinearAttentionBackend> TokenMixer<B> for Slstm<B> {
+    type State = VectorState<B>;
 
-impl<B: LinearAttentionBackend> Slstm<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
+        _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let tokens = x.dims()[1];
-        let (mut memory, mut before, position) = VectorState::parts(state);
+        let mut past = VectorPast::of(state);
         let zeros = x.clone().detach().narrow(1, 0, 1).zeros_like();
         let lowest = zeros.full_like(LOWEST);
         let mut next = |start: &Tensor<B, 3>| {
-            split_heads(memory.next().unwrap_or_else(|| start.clone()), self.heads)
+            split_heads(past.draw().unwrap_or_else(|| start.clone()), self.heads)
         };
         let mut cells =
             Cells { h: next(&zeros), c: next(&zeros), n: next(&zeros), m: next(&lowest) };
-        let mut tails = vec![];
-        let inward = self.inward(x, &mut before, &mut tails);
+        let inward = self.inward(x, &mut past.tails);
         let mut outputs = Vec::with_capacity(tokens);
         for token in each_token(inward) {
             cells = self.advance(token, cells);
@@ -150,17 +152,14 @@ impl<B: LinearAttentionBackend> Slstm<B> {
         }
         let y = self.group_norm.forward(Tensor::cat(outputs, 1));
         let memory = [cells.h, cells.c, cells.n, cells.m].map(merge_heads).into();
-        (y, VectorState { memory, tails, position: position + tokens })
+        (y, past.then(memory, tokens))
     }
+}
 
+impl<B: LinearAttentionBackend> Slstm<B> {
     /// The inputs' part of the gates, `[B, T, H 4 D / H]`: of every head i, f, z and o.
-    fn inward(
-        &self,
-        x: Tensor<B, 3>,
-        before: &mut impl Iterator<Item = Tensor<B, 3>>,
-        tails: &mut Vec<Tensor<B, 3>>,
-    ) -> Tensor<B, 3> {
-        let mixed = convolve_if_any(&self.conv1d, x.clone(), before, tails);
+    fn inward(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Tensor<B, 3> {
+        let mixed = convolve_if_any(&self.conv1d, x.clone(), tails);
         let gates = vec![
             self.igate.forward(mixed.clone()),
             self.fgate.forward(mixed),

@@ -1,0 +1,104 @@
+//! Canon layers: short convolutions around a layer's norms.
+
+use super::convolution::{ShortConvolution, Tails, convolution_cost};
+use super::mlp::MlpConfig;
+use super::{ConfigError, Cost, LARGEST};
+use crate::ops::LinearAttentionBackend;
+use burn::module::Module;
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Canon layers: how many tokens each short convolution sees, at least 2, or 0 for none. Inside a
+/// mixer (point B of the paper) the mixer's own `conv_size` does the like.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CanonConfig {
+    /// Point A: between the norm and the mixer.
+    pub before_mixer: usize,
+    /// Point C: between the norm and the MLP.
+    pub before_mlp: usize,
+    /// Point D: inside the MLP, before its activation.
+    pub inside_mlp: usize,
+}
+
+impl CanonConfig {
+    pub(super) fn is_none(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Window and channels of points A, C and D.
+    pub(super) fn points(
+        &self,
+        mlp: &MlpConfig,
+        d_model: usize,
+    ) -> Result<[(usize, usize); 3], ConfigError> {
+        let inside = match mlp {
+            MlpConfig::Swiglu(_) | MlpConfig::Geglu(_) | MlpConfig::Gelu(_) => {
+                let (width, projections) = mlp.inner(d_model)?;
+                width * projections
+            }
+            _ => 0,
+        };
+        let before_mlp = if *mlp == MlpConfig::None { 0 } else { d_model };
+        let points = [
+            ("before_mixer", self.before_mixer, d_model, ""),
+            ("before_mlp", self.before_mlp, before_mlp, "0 where there is no `mlp`"),
+            ("inside_mlp", self.inside_mlp, inside, "0, unless `mlp` is swiglu, geglu or gelu"),
+        ];
+        for (key, window, channels, want) in points {
+            let fits = window == 0 || (2..=LARGEST).contains(&window);
+            if !fits || (window > 0 && channels == 0) {
+                let range = format!("0, or from 2 to {LARGEST}");
+                let want = if fits { want } else { range.as_str() };
+                return Err(ConfigError::new(key, window, want).within("canon"));
+            }
+        }
+        Ok(points.map(|(_, window, channels, _)| (window, channels)))
+    }
+
+    pub(super) fn init<B: Backend>(
+        &self,
+        mlp: &MlpConfig,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Canon<B>, ConfigError> {
+        let [(before_mixer, _), (before_mlp, _), (inside, _)] = self.points(mlp, d_model)?;
+        let (width, projections) = mlp.inner(d_model)?;
+        let convolution = |channels, window| ShortConvolution::optional(channels, window, device);
+        Ok(Canon {
+            before_mixer: convolution(d_model, before_mixer),
+            before_mlp: convolution(d_model, before_mlp),
+            inside_mlp: (0..projections).filter_map(|_| convolution(width, inside)).collect(),
+        })
+    }
+
+    pub(super) fn cost(&self, mlp: &MlpConfig, d_model: usize) -> Result<Cost, ConfigError> {
+        let mut cost = Cost::default();
+        for (window, channels) in self.points(mlp, d_model)? {
+            cost += convolution_cost(window, channels);
+        }
+        Ok(cost)
+    }
+}
+
+/// Canon layers, `h + conv(h)`, a convolution of each channel over the last few tokens without
+/// activation. Source: Allen-Zhu, Physics of Language Models, part 4.1, arXiv 2512.17351.
+#[derive(Module, Debug)]
+pub struct Canon<B: Backend> {
+    pub(super) before_mixer: Option<ShortConvolution<B>>,
+    pub(super) before_mlp: Option<ShortConvolution<B>>,
+    /// One for each projection in front of the activation, or none.
+    pub(super) inside_mlp: Vec<ShortConvolution<B>>,
+}
+
+/// `x` through a Canon layer, where there is one.
+pub(super) fn canon<B: LinearAttentionBackend>(
+    convolution: Option<&ShortConvolution<B>>,
+    x: Tensor<B, 3>,
+    tails: &mut Tails<B>,
+) -> Tensor<B, 3> {
+    match convolution {
+        Some(convolution) => x.clone() + tails.through(|tail| convolution.linear(x, tail)),
+        None => x,
+    }
+}

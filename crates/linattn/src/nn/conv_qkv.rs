@@ -1,0 +1,126 @@
+//! Queries, keys and values: a projection and a short convolution of each.
+//! ```text
+//! q, k, v = f(conv(x W))        f: SiLU, or nothing; heads of k and q of length 1 where asked for
+//! ```
+
+use super::Linear;
+use super::convolution::{ShortConvolution, Tails};
+use super::layers::split_heads;
+use super::projection::{Projection, head_norm, project_all};
+use crate::ops::{Activation, HeadNorm, LinearAttentionBackend};
+use burn::tensor::{Tensor, backend::Backend};
+
+/// A projection, and its convolution where it has one.
+type Convolved<'a, B> = (&'a Linear<B>, Option<&'a ShortConvolution<B>>);
+
+/// The layers that make queries, keys and values of one input.
+pub(crate) struct ConvQkv<'a, B: Backend> {
+    layers: [Convolved<'a, B>; 3],
+    /// Of queries, of keys, of values.
+    heads: [usize; 3],
+    activations: [Option<Activation>; 3],
+    norms: [Option<HeadNorm>; 3],
+}
+
+/// Queries, keys and values, `[B, T, heads, X]` each.
+pub(crate) struct Qkv<B: Backend> {
+    pub(crate) q: Tensor<B, 4>,
+    pub(crate) k: Tensor<B, 4>,
+    pub(crate) v: Tensor<B, 4>,
+}
+
+impl<'a, B: Backend> ConvQkv<'a, B> {
+    /// Projections alone, of so many heads of queries, of keys and of values.
+    pub(crate) fn plain(projections: [&'a Linear<B>; 3], heads: [usize; 3]) -> Self {
+        Self {
+            layers: projections.map(|linear| (linear, None)),
+            heads,
+            activations: [None; 3],
+            norms: [None; 3],
+        }
+    }
+
+    /// Projections with their convolutions, which SiLU follows; a projection without one is left as it is.
+    pub(crate) fn convolved(
+        projections: [&'a Linear<B>; 3],
+        convolutions: [&'a Option<ShortConvolution<B>>; 3],
+        heads: [usize; 3],
+    ) -> Self {
+        let [q, k, v] = convolutions.map(Option::as_ref);
+        let [of_q, of_k, of_v] = projections;
+        Self {
+            layers: [(of_q, q), (of_k, k), (of_v, v)],
+            activations: [q, k, v].map(|convolution| convolution.map(|_| Activation::Silu)),
+            ..Self::plain(projections, heads)
+        }
+    }
+
+    /// Activations in the place of the usual ones.
+    pub(crate) fn activated(self, activations: [Option<Activation>; 3]) -> Self {
+        Self { activations, ..self }
+    }
+
+    /// SiLU also where there is no convolution.
+    pub(crate) fn silu(self) -> Self {
+        self.activated([Some(Activation::Silu); 3])
+    }
+
+    /// Heads of queries of length `q`, those of keys of length 1.
+    pub(crate) fn unit(self, q: f64) -> Self {
+        let norm = |i: usize, factor| head_norm(self.width(i), self.heads[i], factor);
+        Self { norms: [norm(0, q), norm(1, 1.0), None], ..self }
+    }
+
+    /// Heads of keys of length 1 and those of queries of length K^-1/2, the scale that scores have by
+    /// custom.
+    pub(crate) fn scaled(self) -> Self {
+        let scale = ((self.width(0) / self.heads[0]) as f64).powf(-0.5);
+        self.unit(scale)
+    }
+
+    /// Heads of queries of length 1, keys as they are.
+    pub(crate) fn unit_queries(self) -> Self {
+        let norm = head_norm(self.width(0), self.heads[0], 1.0);
+        Self { norms: [norm, None, None], ..self }
+    }
+
+    /// Columns of queries, keys or values.
+    fn width(&self, i: usize) -> usize {
+        self.layers[i].0.weight.dims()[1]
+    }
+}
+
+impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
+    /// Of `x`, `[B, T, D]`; and its other projections, `gates`, `[B, T, width]` each.
+    pub(crate) fn project<const N: usize>(
+        self,
+        x: &Tensor<B, 3>,
+        gates: [Projection<'a, B>; N],
+        tails: &mut Tails<B>,
+    ) -> (Qkv<B>, [Tensor<B, 3>; N]) {
+        let (qkv, gates, []) = self.project_some(x, gates, [], tails);
+        (qkv, gates)
+    }
+
+    /// As [`project`](Self::project), with `optional` projections where they are there.
+    pub(crate) fn project_some<const N: usize, const M: usize>(
+        self,
+        x: &Tensor<B, 3>,
+        gates: [Projection<'a, B>; N],
+        optional: [Option<Projection<'a, B>>; M],
+        tails: &mut Tails<B>,
+    ) -> (Qkv<B>, [Tensor<B, 3>; N], [Option<Tensor<B, 3>>; M]) {
+        let Self { layers, heads, activations, norms } = self;
+        let of = |i: usize| {
+            let (linear, convolution) = layers[i];
+            Projection::convolved(linear, convolution, activations[i], norms[i])
+        };
+        let there = optional.each_ref().map(Option::is_some);
+        let all = (0..3).map(of).chain(gates).chain(optional.into_iter().flatten()).collect();
+        let mut outputs = project_all(x, all, tails).into_iter();
+        let mut next = || outputs.next().expect("an output for each projection");
+        let [q, k, v] = heads.map(|heads| split_heads(next(), heads));
+        let gates = std::array::from_fn(|_| next());
+        (Qkv { q, k, v }, gates, there.map(|there| there.then(&mut next)))
+    }
+}

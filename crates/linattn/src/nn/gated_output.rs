@@ -1,0 +1,39 @@
+//! From what a memory answers to a mixer's output: a norm of heads, a gate and a projection.
+//! ```text
+//! y = (rms_norm(o) [f(gate)]) W_o        f: SiLU or a sigmoid
+//! ```
+
+use super::layers::{GatedRmsNorm, ResidualLinear, merge_heads, split_heads};
+use crate::ops::{Activation, LinearAttentionBackend};
+use burn::tensor::{Tensor, backend::Backend};
+
+/// The layers behind a memory.
+pub(crate) struct GatedOutput<'a, B: Backend> {
+    /// Over each head's values.
+    pub(crate) norm: &'a GatedRmsNorm<B>,
+    /// Applied to the gate.
+    pub(crate) activation: Activation,
+    /// `H V -> D`.
+    pub(crate) projection: &'a ResidualLinear<B>,
+}
+
+impl<'a, B: Backend> GatedOutput<'a, B> {
+    /// With SiLU of the gate.
+    pub(crate) fn silu(norm: &'a GatedRmsNorm<B>, projection: &'a ResidualLinear<B>) -> Self {
+        Self { norm, activation: Activation::Silu, projection }
+    }
+
+    /// With a sigmoid of the gate.
+    pub(crate) fn sigmoid(norm: &'a GatedRmsNorm<B>, projection: &'a ResidualLinear<B>) -> Self {
+        Self { norm, activation: Activation::Sigmoid, projection }
+    }
+}
+
+impl<B: LinearAttentionBackend> GatedOutput<'_, B> {
+    /// Of answers, `[B, T, H, V]`, and a gate, `[B, T, H V]`, where there is one: `[B, T, D]`.
+    pub(crate) fn forward(&self, o: Tensor<B, 4>, gate: Option<Tensor<B, 3>>) -> Tensor<B, 3> {
+        let heads = o.dims()[2];
+        let gate = gate.map(|gate| (self.activation, split_heads(gate, heads)));
+        self.projection.forward(merge_heads(self.norm.gated(o, gate)))
+    }
+}

@@ -1,0 +1,389 @@
+//! Channel mixers: what follows the token mixer in a layer.
+
+use super::canon::{Canon, canon};
+use super::convolution::Tails;
+use super::layers::{Linear, Norm, ResidualLinear, linear, linear_with_bias, shift_tokens};
+use super::{ConfigError, Cost, positive};
+use crate::ops::{self, Activation, LinearAttentionBackend, typed};
+use burn::module::{Module, Param};
+use burn::tensor::activation::{gelu, relu, sigmoid};
+use burn::tensor::{Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Channel mixer that follows the mixer.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MlpConfig {
+    /// Nothing.
+    #[default]
+    None,
+    /// The norm alone, added to the residual: what an MLP of identity amounts to.
+    Identity,
+    /// `(silu(x W_gate) * x W_up) W_down`.
+    Swiglu(SwiGluConfig),
+    /// RWKV-7's channel mix, `relu((x + (x_before - x) mu) W_key)^2 W_value`.
+    Rwkv7(Rwkv7MlpConfig),
+    /// RWKV-6's: RWKV-7's times `sigmoid((x + (x_before - x) mu_r) W_receptance)`. Its width is 3.5
+    /// d_model by default, rounded up to a multiple of 32.
+    Rwkv6(Rwkv7MlpConfig),
+    /// RWKV-4's: as RWKV-6's, 4 d_model wide by default. The paper's mu counts the share of the token
+    /// itself, which is 1 less ours.
+    Rwkv4(Rwkv7MlpConfig),
+    /// `(gelu(x W_gate) * x W_up) W_down`.
+    Geglu(SwiGluConfig),
+    /// `gelu(x W_up) W_down`.
+    Gelu(GeluMlpConfig),
+}
+
+impl MlpConfig {
+    /// The inner width, and how many projections lead there; zeros without an inner part.
+    pub(super) fn inner(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        let (key, width, projections) = match self {
+            Self::None | Self::Identity => return Ok((0, 0)),
+            Self::Swiglu(config) => ("swiglu", config.width(d_model), 2),
+            Self::Geglu(config) => ("geglu", config.width(d_model), 2),
+            Self::Gelu(config) => ("gelu", config.width(d_model), 1),
+            Self::Rwkv7(config) => ("rwkv7", config.width(4 * d_model), 1),
+            Self::Rwkv6(config) => {
+                ("rwkv6", config.width((7 * d_model / 2).next_multiple_of(32)), 1)
+            }
+            Self::Rwkv4(config) => ("rwkv4", config.width(4 * d_model), 1),
+        };
+        Ok((width.map_err(|e| e.within(key).within("mlp"))?, projections))
+    }
+
+    pub(super) fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        new_norm: impl Fn() -> Norm<B>,
+        device: &B::Device,
+    ) -> Result<Option<Mlp<B>>, ConfigError> {
+        let (width, _) = self.inner(d_model)?;
+        Ok(match self {
+            Self::None => None,
+            Self::Identity => Some(Mlp::Identity(new_norm())),
+            Self::Swiglu(_) | Self::Geglu(_) => {
+                let smooth = matches!(self, Self::Geglu(_));
+                Some(Mlp::SwiGlu((new_norm(), SwiGlu::new(d_model, width, smooth, device))))
+            }
+            Self::Rwkv7(_) => Some(Mlp::Rwkv7((new_norm(), Rwkv7Mlp::new(d_model, width, device)))),
+            Self::Rwkv6(_) | Self::Rwkv4(_) => {
+                Some(Mlp::Rwkv6((new_norm(), Rwkv6Mlp::new(d_model, width, device))))
+            }
+            Self::Gelu(config) => {
+                Some(Mlp::Gelu((new_norm(), GeluMlp::new(d_model, width, config.bias, device))))
+            }
+        })
+    }
+
+    pub(super) fn cost(&self, d_model: usize) -> Result<Cost, ConfigError> {
+        let (width, projections) = self.inner(d_model)?;
+        let (model, width) = (d_model as u64, width as u64);
+        let products = 2 * model * width * (projections as u64 + u64::from(projections > 0));
+        let (receptance, tail) = match self {
+            Self::Rwkv4(_) | Self::Rwkv6(_) => (2 * model * model, 4 * model),
+            Self::Rwkv7(_) => (0, 4 * model),
+            _ => (0, 0),
+        };
+        Ok(Cost { state_bytes: tail, flops_per_token: products + receptance })
+    }
+}
+
+/// SwiGLU.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SwiGluConfig {
+    /// Inner width; by default 8/3 of d_model, rounded up to a multiple of 8.
+    pub width: Option<usize>,
+}
+
+impl SwiGluConfig {
+    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+        positive("width", self.width.unwrap_or((8 * d_model).div_ceil(3).next_multiple_of(8)))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] if the width is 0.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<SwiGlu<B>, ConfigError> {
+        Ok(SwiGlu::new(d_model, self.width(d_model)?, false, device))
+    }
+}
+
+/// `(silu(x W_gate) * x W_up) W_down`, or GELU in place of SiLU: GEGLU. Source: Shazeer, arXiv
+/// 2002.05202.
+#[derive(Module, Debug)]
+pub struct SwiGlu<B: Backend> {
+    gate_proj: Linear<B>,
+    up_proj: Linear<B>,
+    down_proj: ResidualLinear<B>,
+    /// Whether it is GELU.
+    #[module(skip)]
+    smooth: bool,
+}
+
+impl<B: Backend> SwiGlu<B> {
+    fn new(d_model: usize, width: usize, smooth: bool, device: &B::Device) -> Self {
+        Self {
+            gate_proj: linear(d_model, width, device),
+            up_proj: linear(d_model, width, device),
+            down_proj: linear(width, d_model, device).into(),
+            smooth,
+        }
+    }
+}
+
+impl<B: LinearAttentionBackend> SwiGlu<B> {
+    /// Token by token, over the last dimension.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        self.through(x, |x| x)
+    }
+
+    /// As [`forward`](Self::forward), with `canon` after each of the two inner projections.
+    fn through<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        mut canon: impl FnMut(Tensor<B, D>) -> Tensor<B, D>,
+    ) -> Tensor<B, D> {
+        let gate = canon(self.gate_proj.forward(x.clone()));
+        let up = canon(self.up_proj.forward(x));
+        let inner = match self.smooth {
+            true => gelu(gate) * up,
+            false => ops::gate(up, gate, Activation::Silu),
+        };
+        self.down_proj.forward(inner)
+    }
+
+    /// Whether [`packed`](Self::packed) does the same, and is faster.
+    fn packs(&self, canon: &Canon<B>, x: &Tensor<B, 3>) -> bool {
+        !self.smooth && canon.inside_mlp.is_empty() && x.dims()[1] > 1
+    }
+
+    /// As [`forward`](Self::forward), gate and value by one product. For a few rows that would only read
+    /// all weights twice.
+    fn packed<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        let weights = vec![self.gate_proj.weight.val(), self.up_proj.weight.val()];
+        let both = ops::affine(x.clone(), ops::pack(weights, 0, x.dtype()), None)
+            .expect("`x` has the width that the layer was made for");
+        self.down_proj.forward(ops::gated_halves(both, Activation::Silu))
+    }
+}
+
+/// Two linear layers with GELU between them.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GeluMlpConfig {
+    /// Inner width; by default 4 d_model.
+    pub width: Option<usize>,
+    /// Whether both layers have a bias.
+    pub bias: bool,
+}
+
+impl GeluMlpConfig {
+    fn width(&self, d_model: usize) -> Result<usize, ConfigError> {
+        positive("width", self.width.unwrap_or(4 * d_model))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] if the width is 0.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<GeluMlp<B>, ConfigError> {
+        Ok(GeluMlp::new(d_model, self.width(d_model)?, self.bias, device))
+    }
+}
+
+/// `gelu(x W_up) W_down`, the MLP of Vaswani et al., arXiv 1706.03762, with GELU, arXiv 1606.08415.
+#[derive(Module, Debug)]
+pub struct GeluMlp<B: Backend> {
+    up_proj: Linear<B>,
+    down_proj: ResidualLinear<B>,
+}
+
+impl<B: Backend> GeluMlp<B> {
+    fn new(d_model: usize, width: usize, bias: bool, device: &B::Device) -> Self {
+        let new = |from, to| match bias {
+            true => linear_with_bias(from, to, device),
+            false => linear(from, to, device),
+        };
+        Self { up_proj: new(d_model, width), down_proj: new(width, d_model).into() }
+    }
+}
+
+impl<B: LinearAttentionBackend> GeluMlp<B> {
+    /// Token by token, over the last dimension.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        self.through(x, |x| x)
+    }
+
+    /// As [`forward`](Self::forward), with `canon` after the inner projection.
+    fn through<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        canon: impl FnOnce(Tensor<B, D>) -> Tensor<B, D>,
+    ) -> Tensor<B, D> {
+        self.down_proj.forward(gelu(canon(self.up_proj.forward(x))))
+    }
+}
+
+/// RWKV's channel mix.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Rwkv7MlpConfig {
+    /// Inner width; by default 4 d_model.
+    pub width: Option<usize>,
+}
+
+impl Rwkv7MlpConfig {
+    fn width(&self, by_default: usize) -> Result<usize, ConfigError> {
+        positive("width", self.width.unwrap_or(by_default))
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] if the width is 0.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Rwkv7Mlp<B>, ConfigError> {
+        Ok(Rwkv7Mlp::new(d_model, self.width(4 * d_model)?, device))
+    }
+}
+
+/// From the token before alone in the first channel, to hardly any of it in the last: `[D]`.
+fn fresh_shares<B: Backend>(d_model: usize, device: &B::Device) -> Param<Tensor<B, 1>> {
+    let shares: Vec<f32> = (0..d_model).map(|n| 1.0 - n as f32 / d_model as f32).collect();
+    Param::from_tensor(Tensor::from_data(TensorData::new(shares, [d_model]), device))
+}
+
+/// RWKV-7's channel mix: `relu((x + (x_before - x) mu) W_key)^2 W_value`, where `W_value` is
+/// `down_proj`. Source: arXiv 2503.14456.
+#[derive(Module, Debug)]
+pub struct Rwkv7Mlp<B: Backend> {
+    x_k: Param<Tensor<B, 1>>,
+    key: Linear<B>,
+    down_proj: ResidualLinear<B>,
+}
+
+impl<B: Backend> Rwkv7Mlp<B> {
+    fn new(d_model: usize, width: usize, device: &B::Device) -> Self {
+        Self {
+            x_k: fresh_shares(d_model, device),
+            key: linear(d_model, width, device),
+            down_proj: linear(width, d_model, device).into(),
+        }
+    }
+}
+
+impl<B: LinearAttentionBackend> Rwkv7Mlp<B> {
+    /// `x`: `[B, T, D]`, and the token before it, `[B, 1, D]`. Gives `[B, T, D]` and the last token.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        last: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let (before, last) = shift_tokens(&x, last);
+        let back = before - x.clone();
+        let share = typed(self.x_k.val(), x.dtype()).unsqueeze::<3>();
+        let hidden = relu(self.key.forward(x + back * share));
+        (self.down_proj.forward(hidden.clone() * hidden), last)
+    }
+}
+
+/// The channel mix of RWKV-4 to RWKV-6: RWKV-7's, and a gate for every channel,
+/// `sigmoid((x + (x_before - x) mu_r) W_receptance)`. Source: arXiv 2305.13048, 2404.05892.
+#[derive(Module, Debug)]
+pub struct Rwkv6Mlp<B: Backend> {
+    x_k: Param<Tensor<B, 1>>,
+    x_r: Param<Tensor<B, 1>>,
+    key: Linear<B>,
+    receptance: Linear<B>,
+    down_proj: ResidualLinear<B>,
+}
+
+impl<B: Backend> Rwkv6Mlp<B> {
+    fn new(d_model: usize, width: usize, device: &B::Device) -> Self {
+        Self {
+            x_k: fresh_shares(d_model, device),
+            x_r: fresh_shares(d_model, device),
+            key: linear(d_model, width, device),
+            receptance: linear(d_model, d_model, device),
+            down_proj: linear(width, d_model, device).into(),
+        }
+    }
+}
+
+impl<B: LinearAttentionBackend> Rwkv6Mlp<B> {
+    /// `x`: `[B, T, D]`, and the token before it, `[B, 1, D]`. Gives `[B, T, D]` and the last token.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        last: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let (before, last) = shift_tokens(&x, last);
+        let back = before - x.clone();
+        let mixed = |share: &Param<Tensor<B, 1>>| {
+            x.clone() + back.clone() * typed(share.val(), x.dtype()).unsqueeze::<3>()
+        };
+        let gate = sigmoid(self.receptance.forward(mixed(&self.x_r)));
+        let hidden = relu(self.key.forward(mixed(&self.x_k)));
+        (gate * self.down_proj.forward(hidden.clone() * hidden), last)
+    }
+}
+
+/// Any MLP, with the norm before it.
+#[allow(clippy::large_enum_variant)] // a model holds a few
+#[derive(Module, Debug)]
+pub enum Mlp<B: Backend> {
+    /// The norm alone.
+    Identity(Norm<B>),
+    /// The norm, then SwiGLU or GEGLU.
+    SwiGlu((Norm<B>, SwiGlu<B>)),
+    /// The norm, then RWKV-7's channel mix.
+    Rwkv7((Norm<B>, Rwkv7Mlp<B>)),
+    /// The norm, then RWKV-6's or RWKV-4's channel mix.
+    Rwkv6((Norm<B>, Rwkv6Mlp<B>)),
+    /// The norm, then two linear layers.
+    Gelu((Norm<B>, GeluMlp<B>)),
+}
+
+impl<B: Backend> Mlp<B> {
+    pub(super) fn norm(&self) -> &Norm<B> {
+        match self {
+            Mlp::Identity(norm)
+            | Mlp::SwiGlu((norm, _))
+            | Mlp::Rwkv7((norm, _))
+            | Mlp::Rwkv6((norm, _))
+            | Mlp::Gelu((norm, _)) => norm,
+        }
+    }
+}
+
+impl<B: LinearAttentionBackend> Mlp<B> {
+    /// Addition to the residual, `[B, T, D]`, from normalised rows.
+    pub(super) fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        layers: &Canon<B>,
+        tails: &mut Tails<B>,
+    ) -> Tensor<B, 3> {
+        let x = canon(layers.before_mlp.as_ref(), x, tails);
+        let mut inside = layers.inside_mlp.iter();
+        match self {
+            Mlp::Identity(_) => x,
+            Mlp::SwiGlu((_, mlp)) if mlp.packs(layers, &x) => mlp.packed(x),
+            Mlp::SwiGlu((_, mlp)) => mlp.through(x, |x| canon(inside.next(), x, tails)),
+            Mlp::Gelu((_, mlp)) => mlp.through(x, |x| canon(inside.next(), x, tails)),
+            Mlp::Rwkv7((_, mlp)) => tails.through(|last| mlp.forward(x, last)),
+            Mlp::Rwkv6((_, mlp)) => tails.through(|last| mlp.forward(x, last)),
+        }
+    }
+}

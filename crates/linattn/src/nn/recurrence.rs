@@ -1,0 +1,65 @@
+//! The operations as layers call them: a single token by the recurrence, several chunk by chunk.
+
+use crate::ops::{
+    self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, Mesa, OpResult,
+};
+use burn::tensor::{Tensor, backend::Backend};
+
+/// Outputs, `[B, T, H, V]`, and the memory after the last token.
+type Outputs<B> = (Tensor<B, 4>, Tensor<B, 4>);
+
+/// [`ops::linear_attention`], or its step.
+pub(crate) fn linear_attention<B: LinearAttentionBackend>(
+    x: LinearAttention<B>,
+    memory: Option<Tensor<B, 4>>,
+    chunk: usize,
+) -> Outputs<B> {
+    made(match is_step(&x.q) {
+        true => ops::linear_attention_step(x, memory),
+        false => ops::linear_attention(x, memory, chunk),
+    })
+}
+
+/// [`ops::delta_rule`], or its step.
+pub(crate) fn delta_rule<B: LinearAttentionBackend>(
+    x: DeltaRule<B>,
+    memory: Option<Tensor<B, 4>>,
+    chunk: usize,
+) -> Outputs<B> {
+    made(match is_step(&x.q) {
+        true => ops::delta_rule_step(x, memory),
+        false => ops::delta_rule(x, memory, chunk),
+    })
+}
+
+/// [`ops::low_rank`], or its step.
+pub(crate) fn low_rank<B: LinearAttentionBackend>(
+    x: LowRank<B>,
+    memory: Option<Tensor<B, 4>>,
+    chunk: usize,
+) -> Outputs<B> {
+    made(match is_step(&x.q) {
+        true => ops::low_rank_step(x, memory),
+        false => ops::low_rank(x, memory, chunk),
+    })
+}
+
+/// [`ops::mesa`], or its step.
+pub(crate) fn mesa<B: LinearAttentionBackend>(
+    x: Mesa<B>,
+    memory: Option<Tensor<B, 4>>,
+    chunk: usize,
+) -> Outputs<B> {
+    made(match is_step(&x.q) {
+        true => ops::mesa_step(x, memory),
+        false => ops::mesa(x, memory, chunk),
+    })
+}
+
+fn is_step<B: Backend>(q: &Tensor<B, 4>) -> bool {
+    q.dims()[1] == 1
+}
+
+fn made<B: Backend>(result: OpResult<B>) -> Outputs<B> {
+    result.expect("the projections made the shapes")
+}

@@ -1,0 +1,52 @@
+//! The residual stream.
+
+use super::layers::Norm;
+use crate::ops::{self, LinearAttentionBackend};
+use burn::tensor::{DType, Tensor, backend::Backend};
+
+/// The residual stream between layers. The sum with the last layer's output is left to the next norm,
+/// which does both at once.
+#[derive(Debug, Clone)]
+pub(super) struct Residual<B: Backend> {
+    /// The sum so far, `[B, T, D]`.
+    stream: Tensor<B, 3>,
+    /// Added to it before anything reads it; of any type.
+    addend: Option<Tensor<B, 3>>,
+    /// Type of products and recurrences, for layers that take it.
+    dtype: DType,
+}
+
+impl<B: LinearAttentionBackend> Residual<B> {
+    /// A stream whose layers compute in its own type.
+    pub(super) fn new(stream: Tensor<B, 3>) -> Self {
+        let dtype = stream.dtype();
+        Self { stream, addend: None, dtype }
+    }
+
+    /// A stream whose layers compute in type `dtype` where they can.
+    pub(super) fn computed_in(stream: Tensor<B, 3>, dtype: DType) -> Self {
+        Self { stream, addend: None, dtype }
+    }
+
+    /// The sum through `norm`, and the stream with nothing left to add.
+    pub(super) fn normalized(self, norm: &Norm<B>, narrow: bool) -> (Tensor<B, 3>, Self) {
+        let Self { stream, addend, dtype } = self;
+        let own = if narrow { dtype } else { stream.dtype() };
+        let (y, stream) = norm.add_forward(stream, addend, own);
+        (y, Self { stream, addend: None, dtype })
+    }
+
+    /// The stream with `addend` to be added next; nothing else is left to add.
+    pub(super) fn plus(self, addend: Tensor<B, 3>) -> Self {
+        Self { addend: Some(addend), ..self }
+    }
+
+    /// The sum, with nothing left to add.
+    pub(super) fn sum(self) -> Tensor<B, 3> {
+        let dtype = self.stream.dtype();
+        match self.addend {
+            Some(addend) => self.stream + ops::typed(addend, dtype),
+            None => self.stream,
+        }
+    }
+}

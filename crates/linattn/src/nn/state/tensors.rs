@@ -1,0 +1,300 @@
+//! States as named tensors: taken apart, put together, joined with others along the batch.
+
+use super::StateError;
+use crate::nn::block::BlockState;
+use crate::nn::model::LanguageModelState;
+use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
+
+/// A kind of mixer state that can be taken apart into tensors and put together again. That is all that
+/// saving, joining and selecting ask of it.
+pub trait RecurrentState<B: Backend>: Sized {
+    /// Its tensors, the batch first in each, under names that no two of them share; and the tokens
+    /// it has seen, where it counts them.
+    fn tensors(&self) -> StateTensors<B>;
+
+    /// The state of such tensors.
+    /// # Panics
+    /// If they are not named as [`tensors`](Self::tensors) names them.
+    fn from_tensors(tensors: StateTensors<B>) -> Self;
+}
+
+/// One tensor of a state, whatever its rank.
+#[derive(Debug, Clone)]
+pub(super) struct Named<B: Backend> {
+    pub(super) name: String,
+    /// `[B, ..]`.
+    pub(super) shape: Vec<usize>,
+    /// The dimension that is longer the more tokens were seen.
+    pub(super) grows: Option<usize>,
+    /// The numbers, a row for each sequence of the batch.
+    pub(super) rows: Tensor<B, 2>,
+}
+
+impl<B: Backend> Named<B> {
+    /// Whether another has the same name and shape, however many sequences each has. Growing
+    /// dimensions may differ where `grown` says so.
+    pub(super) fn fits(&self, name: &str, shape: &[usize], grown: bool) -> bool {
+        let same = |(dim, (a, b)): (usize, (&usize, &usize))| {
+            a == b || dim == 0 || (grown && self.grows == Some(dim) && *b > 0)
+        };
+        self.name == name
+            && self.shape.len() == shape.len()
+            && self.shape.iter().zip(shape).enumerate().all(same)
+    }
+
+    /// The same tensor with other sequences in it.
+    fn with_rows(&self, rows: Tensor<B, 2>) -> Self {
+        let mut shape = self.shape.clone();
+        shape[0] = rows.dims()[0];
+        Self { name: self.name.clone(), shape, grows: self.grows, rows }
+    }
+}
+
+/// The tensors of a state, by name.
+#[derive(Debug, Clone)]
+pub struct StateTensors<B: Backend> {
+    pub(super) list: Vec<Named<B>>,
+    pub(super) position: Option<usize>,
+}
+
+impl<B: Backend> StateTensors<B> {
+    /// No tensors yet, of a state that has seen `position` tokens; `None` if it does not count them.
+    pub fn new(position: Option<usize>) -> Self {
+        Self { list: vec![], position }
+    }
+
+    /// Adds a tensor, `[B, ..]`, whose size does not depend on the tokens seen.
+    #[must_use]
+    pub fn with<const D: usize>(self, name: &str, tensor: &Tensor<B, D>) -> Self {
+        self.push(name.to_string(), tensor, None)
+    }
+
+    /// Adds a tensor, `[B, ..]`, whose dimension `dim` is longer the more tokens were seen.
+    #[must_use]
+    pub fn with_growing<const D: usize>(
+        self,
+        name: &str,
+        tensor: &Tensor<B, D>,
+        dim: usize,
+    ) -> Self {
+        self.push(name.to_string(), tensor, Some(dim))
+    }
+
+    /// Adds the tensors of a list, as `name.0`, `name.1` and so on.
+    #[must_use]
+    pub fn with_list<const D: usize>(self, name: &str, tensors: &[Tensor<B, D>]) -> Self {
+        let one = |all: Self, (i, tensor): (usize, &Tensor<B, D>)| {
+            all.push(format!("{name}.{i}"), tensor, None)
+        };
+        tensors.iter().enumerate().fold(self, one)
+    }
+
+    fn push<const D: usize>(
+        mut self,
+        name: String,
+        tensor: &Tensor<B, D>,
+        grows: Option<usize>,
+    ) -> Self {
+        let shape = tensor.dims();
+        let row: usize = shape[1..].iter().product();
+        let rows = tensor.clone().reshape([shape[0], row]);
+        self.list.push(Named { name, shape: shape.to_vec(), grows, rows });
+        self
+    }
+
+    /// Tokens seen; 0 if they are not counted.
+    pub fn position(&self) -> usize {
+        self.position.unwrap_or(0)
+    }
+
+    /// Names and numbers of all tensors, the numbers with a row for each sequence, `[B, ..]` made flat.
+    pub fn data(&self) -> impl Iterator<Item = (&str, TensorData)> {
+        self.list.iter().map(|tensor| (tensor.name.as_str(), tensor.rows.to_data()))
+    }
+
+    /// Takes a tensor out.
+    /// # Panics
+    /// If there is none of that name, or it has another rank.
+    pub fn take<const D: usize>(&mut self, name: &str) -> Tensor<B, D> {
+        self.take_if_any(name).unwrap_or_else(|| panic!("a state has a tensor `{name}`"))
+    }
+
+    /// As [`take`](Self::take), where there is one of that name.
+    /// # Panics
+    /// If it has another rank.
+    pub fn take_if_any<const D: usize>(&mut self, name: &str) -> Option<Tensor<B, D>> {
+        let place = self.list.iter().position(|tensor| tensor.name == name)?;
+        let Named { shape, rows, .. } = self.list.remove(place);
+        let shape: [usize; D] = shape.try_into().expect("a state's tensor keeps its rank");
+        Some(rows.reshape(shape))
+    }
+
+    /// Takes the tensors of a list out.
+    pub fn take_list<const D: usize>(&mut self, name: &str) -> Vec<Tensor<B, D>> {
+        (0..).map_while(|i| self.take_if_any(&format!("{name}.{i}"))).collect()
+    }
+
+    /// The same, every name below `table`.
+    fn within(mut self, table: &str) -> Self {
+        self.list.iter_mut().for_each(|tensor| tensor.name = format!("{table}.{}", tensor.name));
+        self
+    }
+
+    /// Those below `table`, by their names there.
+    fn out_of(mut self, table: &str) -> Self {
+        self.list.retain_mut(|tensor| {
+            let rest = tensor.name.strip_prefix(table).and_then(|rest| rest.strip_prefix('.'));
+            match rest.map(str::to_string) {
+                Some(rest) => {
+                    tensor.name = rest;
+                    true
+                }
+                None => false,
+            }
+        });
+        self
+    }
+
+    /// Every tensor, given its place in the list, with other sequences in it.
+    fn map(&self, f: impl Fn(usize, &Named<B>) -> Tensor<B, 2>) -> Self {
+        let one = |(place, tensor): (usize, &Named<B>)| tensor.with_rows(f(place, tensor));
+        Self { list: self.list.iter().enumerate().map(one).collect(), position: self.position }
+    }
+}
+
+impl<B: Backend> BlockState<B> {
+    /// Its tensors: those of the mixer below `mixer`, and `tails`.
+    pub fn tensors(&self) -> StateTensors<B> {
+        self.mixer.tensors().within("mixer").with_list("tails", &self.tails)
+    }
+
+    /// A state of the same kind, of other tensors.
+    fn of(&self, mut tensors: StateTensors<B>) -> Self {
+        let tails = tensors.take_list("tails");
+        Self { mixer: self.mixer.of(tensors.out_of("mixer")), tails }
+    }
+}
+
+impl<B: Backend> LanguageModelState<B> {
+    /// The tensors of each layer.
+    pub fn tensors(&self) -> Vec<StateTensors<B>> {
+        self.layers.iter().map(BlockState::tensors).collect()
+    }
+
+    /// A state of the same kind whose layers have other tensors.
+    pub(super) fn of(&self, tensors: impl IntoIterator<Item = StateTensors<B>>) -> Self {
+        let layers = self.layers.iter().zip(tensors).map(|(layer, t)| layer.of(t)).collect();
+        Self { layers, position: self.position }
+    }
+
+    /// Sequences in the batch.
+    pub fn rows(&self) -> usize {
+        let first = self.layers.iter().find_map(|layer| layer.tensors().list.into_iter().next());
+        first.map_or(0, |tensor| tensor.shape[0])
+    }
+
+    /// Bytes of all its tensors.
+    pub fn bytes(&self) -> u64 {
+        let size = |t: &Named<B>| (t.rows.shape().num_elements() * t.rows.dtype().size()) as u64;
+        self.tensors().iter().flat_map(|layer| layer.list.iter().map(size)).sum()
+    }
+
+    /// The states of some sequences of the batch, in that order.
+    /// # Panics
+    /// If there is no such row.
+    #[must_use]
+    pub fn select(&self, rows: &[usize]) -> Self {
+        let have = self.rows();
+        assert!(rows.iter().all(|&row| row < have), "rows {rows:?} of a batch of {have}");
+        let ids: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
+        let take = |_: usize, tensor: &Named<B>| {
+            let data = TensorData::new(ids.clone(), [ids.len()]);
+            let ids = Tensor::<B, 1, Int>::from_data(data, &tensor.rows.device());
+            tensor.rows.clone().select(0, ids)
+        };
+        self.of(self.tensors().iter().map(|layer| layer.map(take)))
+    }
+
+    /// The sequences of several states in one batch, in order.
+    /// # Errors
+    /// [`StateError::Layer`] if they are of different models, or have seen different numbers of
+    /// tokens and count them.
+    /// # Panics
+    /// If there are none.
+    pub fn cat(states: Vec<Self>) -> Result<Self, StateError> {
+        let [first, ..] = states.as_slice() else { panic!("a batch is of one state at least") };
+        if let [_] = states.as_slice() {
+            return Ok(first.clone());
+        }
+        if let Some(other) = states.iter().find(|state| state.position != first.position) {
+            let (got, want) = (counted(other.position), counted(first.position));
+            return Err(StateError::Position { got, want });
+        }
+        let parts: Vec<Vec<StateTensors<B>>> = states.iter().map(Self::tensors).collect();
+        for other in &parts[1..] {
+            check_alike(&parts[0], other)?;
+        }
+        let layer = |i: usize| {
+            parts[0][i].map(|place, _| {
+                Tensor::cat(parts.iter().map(|p| p[i].list[place].rows.clone()).collect(), 0)
+            })
+        };
+        Ok(first.of((0..first.layers.len()).map(layer)))
+    }
+
+    /// The same state, which says it has seen `position` tokens. It then goes with states of other
+    /// lengths, which is right only if every mixer of the model
+    /// [`ignores_position`](crate::nn::LanguageModel::ignores_position).
+    #[must_use]
+    pub fn with_position(&self, position: usize) -> Self {
+        let moved = |mut layer: StateTensors<B>| {
+            layer.position = layer.position.map(|_| position);
+            layer
+        };
+        let state = self.of(self.tensors().into_iter().map(moved));
+        Self { position: self.position.map(|_| position), ..state }
+    }
+}
+
+/// Refuses states that cannot stand in one batch.
+fn check_alike<B: Backend>(
+    first: &[StateTensors<B>],
+    other: &[StateTensors<B>],
+) -> Result<(), StateError> {
+    if first.len() != other.len() {
+        return Err(StateError::Layers { got: other.len(), want: first.len() });
+    }
+    for (layer, (a, b)) in first.iter().zip(other).enumerate() {
+        if a.position != b.position {
+            let seen = |x: &StateTensors<B>| format!("{} tokens", x.position());
+            return Err(StateError::layer(layer, "position", seen(b), seen(a)));
+        }
+        if a.list.len() != b.list.len() {
+            let count = |x: &StateTensors<B>| format!("{} tensors", x.list.len());
+            return Err(StateError::layer(layer, "mixer", count(b), count(a)));
+        }
+        for (a, b) in a.list.iter().zip(&b.list) {
+            if !a.fits(&b.name, &b.shape, false) {
+                let got = format!("{:?}", b.shape);
+                return Err(StateError::layer(layer, &b.name, got, like(a)));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The shape that would do, the batch and growing dimensions left open.
+pub(super) fn like<B: Backend>(tensor: &Named<B>) -> String {
+    let open = |(dim, size): (usize, &usize)| match dim {
+        0 => "rows".to_string(),
+        dim if tensor.grows == Some(dim) => "tokens".to_string(),
+        _ => size.to_string(),
+    };
+    let sizes: Vec<String> = tensor.shape.iter().enumerate().map(open).collect();
+    format!("[{}]", sizes.join(", "))
+}
+
+/// Tokens seen, for an error.
+pub(super) fn counted(position: Option<usize>) -> String {
+    position.map_or("absent".into(), |position| position.to_string())
+}
