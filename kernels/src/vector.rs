@@ -155,6 +155,11 @@ fn corner(#[comptime] grid: Grid) -> Corner {
     Corner { top: row(0usize, 0usize, grid) - lane / 4, left: column(0usize, grid) - lane % 4 * 2 }
 }
 
+/// Whether the first or the last 8 rows of a block, `half`, are among those that are `filled`.
+fn takes_part(filled: [bool; 2], half: usize) -> bool {
+    filled[half]
+}
+
 /// [`scores`] by planes with tensor cores.
 #[cube]
 fn scores_by_blocks<X: Float, N: Size>(
@@ -238,7 +243,7 @@ fn readers<X: Float, N: Size>(
     for n in 0..4usize {
         let right = comptime!(step * 8 + n / 2 * 4);
         let mut number = 0.0f32;
-        if comptime!(filled[n % 2]) {
+        if comptime!(takes_part(filled, n % 2)) {
             let here = at + comptime!(n % 2 * 8 * stride + right);
             let mut from = here;
             if comptime!(before) {
@@ -359,7 +364,7 @@ fn add_linked<X: Float, N: Size, M: Size>(
     #[unroll]
     for n in 0..4usize {
         let mut number = 0.0f32;
-        if comptime!(filled[n % 2]) {
+        if comptime!(takes_part(filled, n % 2)) {
             let own = corner.top + lane / 4 + comptime!(n % 2 * 8);
             let other = first + lane % 4 + comptime!(n / 2 * 4);
             let at = if of_y { other * pairs + own } else { own * pairs + other };
@@ -403,7 +408,7 @@ fn scale_linked(
         let d = column(f, grid);
         #[unroll]
         for h in 0..2usize {
-            if comptime!(filled[h]) {
+            if comptime!(takes_part(filled, h)) {
                 let i = row(f, h, grid);
                 let mut x = sum.index(f)[h];
                 #[unroll]
