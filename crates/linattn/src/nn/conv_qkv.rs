@@ -13,6 +13,9 @@ use burn::tensor::{Tensor, backend::Backend};
 /// A projection, and its convolution where it has one.
 type Convolved<'a, B> = (&'a Linear<B>, Option<&'a ShortConvolution<B>>);
 
+/// Outputs of projections that a layer may lack.
+type Optional<B, const M: usize> = [Option<Tensor<B, 3>>; M];
+
 /// The layers that make queries, keys and values of one input.
 pub(crate) struct ConvQkv<'a, B: Backend> {
     layers: [Convolved<'a, B>; 3],
@@ -109,7 +112,7 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         gates: [Projection<'a, B>; N],
         optional: [Option<Projection<'a, B>>; M],
         tails: &mut Tails<B>,
-    ) -> (Qkv<B>, [Tensor<B, 3>; N], [Option<Tensor<B, 3>>; M]) {
+    ) -> (Qkv<B>, [Tensor<B, 3>; N], Optional<B, M>) {
         let Self { layers, heads, activations, norms } = self;
         let of = |i: usize| {
             let (linear, convolution) = layers[i];
