@@ -3,6 +3,8 @@
 
 mod call;
 #[cfg(feature = "cpu")]
+mod campaign;
+#[cfg(feature = "cpu")]
 mod checkpoints;
 #[cfg(feature = "cpu")]
 mod commands;
