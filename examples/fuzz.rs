@@ -12,16 +12,19 @@
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
+use call::{Call, download, upload};
 use clap::Parser;
-use linattn::ops::{self, DeltaRule, LinearAttention, LowRank, OpResult};
+use linattn::ops::{self, OpResult};
 use linattn_cli::device::{self, Job};
 use linattn_oracle::{
-    Decay, Dims, Family, Gate, Inputs, Read, Recipe, Rng, Strength, Transition, backward, forward,
-    slice_tokens,
+    Dims, Family, Gate, Inputs, Read, Recipe, Rng, Strength, backward, forward, slice_tokens,
 };
 use linattn_trainer::TrainBackend;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
+
+#[path = "../tests/call.rs"]
+mod call;
 
 /// Widths of keys and of values: powers of two, one beside them, and odd ones.
 const WIDTHS: [(usize, usize); 24] = [
@@ -180,90 +183,78 @@ struct Case {
     form: Form,
 }
 
-/// Draws from a seed.
-struct Draw(Rng);
+fn width(draw: &mut Rng) -> usize {
+    let most = draw.of(&[16, 70, 130, 256]);
+    draw.between(1, most)
+}
 
-impl Draw {
-    fn between(&mut self, from: usize, to: usize) -> usize {
-        from + ((self.0.uniform() * (to - from + 1) as f64) as usize).min(to - from)
+/// Around the edges of chunks as often as anywhere.
+fn tokens(draw: &mut Rng) -> usize {
+    match draw.between(0, 4) {
+        0 => draw.between(1, 5),
+        1 => draw.between(1, 130),
+        2 => draw.of(&[15, 16, 17, 31, 32, 33, 63, 65, 127, 128, 129]),
+        3 => draw.between(130, 400),
+        _ => 64,
     }
+}
 
-    fn of<T: Clone>(&mut self, list: &[T]) -> T {
-        list[self.between(0, list.len() - 1)].clone()
+fn recipe(draw: &mut Rng) -> Recipe {
+    let family = draw.of(&[Family::LinearAttention, Family::DeltaRule, Family::LowRank]);
+    let gates = [Gate::None, Gate::KeepAll, Gate::Typical, Gate::ForgetAll, Gate::Mixed];
+    let strengths = [Strength::Zero, Strength::One, Strength::Typical, Strength::Typical];
+    let before = family != Family::LowRank && draw.chance(0.3);
+    Recipe {
+        gate: draw.of(&gates),
+        vector_decay: draw.chance(0.4),
+        strength: draw.of(&strengths),
+        erase: family == Family::DeltaRule && draw.chance(0.3),
+        read: if before { Read::Before } else { Read::After },
+        state: draw.chance(0.5),
+        ..Recipe::new(family)
     }
+}
 
-    fn chance(&mut self, share: f64) -> bool {
-        self.0.uniform() < share
-    }
-
-    fn width(&mut self) -> usize {
-        let most = self.of(&[16, 70, 130, 256]);
-        self.between(1, most)
-    }
-
-    /// Around the edges of chunks as often as anywhere.
-    fn tokens(&mut self) -> usize {
-        match self.between(0, 4) {
-            0 => self.between(1, 5),
-            1 => self.between(1, 130),
-            2 => self.of(&[15, 16, 17, 31, 32, 33, 63, 65, 127, 128, 129]),
-            3 => self.between(130, 400),
-            _ => 64,
+fn form(draw: &mut Rng, tokens: usize) -> Form {
+    match draw.between(0, 9) {
+        0 => Form::Steps,
+        1 | 2 if tokens > 1 => {
+            let count = draw.between(1, 3);
+            let mut cuts: Vec<usize> =
+                (0..count).map(|_| draw.between(1, tokens - 1)).chain([tokens]).collect();
+            cuts.sort_unstable();
+            cuts.dedup();
+            Form::Cut(cuts)
         }
-    }
-
-    fn recipe(&mut self) -> Recipe {
-        let family = self.of(&[Family::LinearAttention, Family::DeltaRule, Family::LowRank]);
-        let gates = [Gate::None, Gate::KeepAll, Gate::Typical, Gate::ForgetAll, Gate::Mixed];
-        let strengths = [Strength::Zero, Strength::One, Strength::Typical, Strength::Typical];
-        let before = family != Family::LowRank && self.chance(0.3);
-        Recipe {
-            gate: self.of(&gates),
-            vector_decay: self.chance(0.4),
-            strength: self.of(&strengths),
-            erase: family == Family::DeltaRule && self.chance(0.3),
-            read: if before { Read::Before } else { Read::After },
-            state: self.chance(0.5),
-            ..Recipe::new(family)
-        }
-    }
-
-    fn form(&mut self, tokens: usize) -> Form {
-        match self.between(0, 9) {
-            0 => Form::Steps,
-            1 | 2 if tokens > 1 => {
-                let count = self.between(1, 3);
-                let mut cuts: Vec<usize> =
-                    (0..count).map(|_| self.between(1, tokens - 1)).chain([tokens]).collect();
-                cuts.sort_unstable();
-                cuts.dedup();
-                Form::Cut(cuts)
-            }
-            3 => Form::Whole { outputs: true, state: false },
-            4 => Form::Whole { outputs: false, state: true },
-            _ => Form::Whole { outputs: true, state: true },
-        }
+        3 => Form::Whole { outputs: true, state: false },
+        4 => Form::Whole { outputs: false, state: true },
+        _ => Form::Whole { outputs: true, state: true },
     }
 }
 
 impl Case {
     fn draw(seed: u64, args: &Args, dtypes: &[DType]) -> Self {
-        let mut draw = Draw(Rng::named(seed, "case"));
+        let mut draw = Rng::named(seed, "case");
         let (key_width, value_width) = match args.free_widths {
-            true => (draw.width(), draw.width()),
+            true => (width(&mut draw), width(&mut draw)),
             false => draw.of(&WIDTHS),
         };
         let key_heads = draw.between(1, 3);
         let heads = key_heads * draw.between(1, 2);
-        let (batch, tokens) = (draw.between(1, args.batch as usize), draw.tokens());
+        let (batch, tokens) = (draw.between(1, args.batch as usize), tokens(&mut draw));
         Self {
             seed,
             dims: Dims { batch, tokens, key_heads, heads, key_width, value_width },
-            recipe: draw.recipe(),
+            recipe: recipe(&mut draw),
             chunk: draw.of(ops::CHUNKS),
             dtype: draw.of(dtypes),
-            form: draw.form(tokens),
+            form: form(&mut draw, tokens),
         }
+    }
+
+    /// Of q, k and v, and of the rest.
+    fn dtypes(&self) -> [DType; 2] {
+        [self.dtype, DType::F32]
     }
 
     fn limit(&self) -> f64 {
@@ -282,9 +273,9 @@ impl Case {
             Form::Whole { outputs, state } => {
                 self.differentiate::<B>(device, &x, (*outputs, *state))
             }
-            Form::Cut(ends) => self.pieces::<B::InnerBackend>(device, &x, ends, |call, state| {
-                call.run(state, self.chunk)
-            }),
+            Form::Cut(ends) => {
+                self.pieces::<B::InnerBackend>(device, &x, ends, |call| call.run(self.chunk))
+            }
             Form::Steps => {
                 let ends: Vec<usize> = (1..=self.dims.tokens).collect();
                 self.pieces::<B::InnerBackend>(device, &x, &ends, Call::step)
@@ -298,14 +289,14 @@ impl Case {
         device: &B::Device,
         x: &Inputs,
         ends: &[usize],
-        run: impl Fn(Call<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+        run: impl Fn(Call<B>) -> OpResult<B>,
     ) -> Result<Vec<Compared>, String> {
-        let mut state = Call::<B>::state(x, device);
+        let mut state = Call::<B>::new(x, self.dtypes(), device).state;
         let (mut outputs, mut from) = (vec![], 0);
         for &to in ends {
             let piece = slice_tokens(x, from, to, None);
-            let call = Call::<B>::new(&piece, self.dtype, device);
-            let (o, next) = run(call, state).map_err(|e| e.to_string())?;
+            let call = Call { state, ..Call::<B>::new(&piece, self.dtypes(), device) };
+            let (o, next) = run(call).map_err(|e| e.to_string())?;
             outputs.push(o);
             (state, from) = (Some(next), to);
         }
@@ -332,10 +323,8 @@ impl Case {
         let d_state = weights("d_state", truth.state.len(), states);
         let want = backward(x, &d_o, &d_state);
 
-        let call = Call::<B>::new(x, self.dtype, device).require_grad();
-        let start = Call::<B>::state(x, device).map(Tensor::require_grad);
-        let result = call.clone().run(start.clone(), self.chunk);
-        let (o, state) = result.map_err(|e| e.to_string())?;
+        let call = Call::<B>::new(x, self.dtypes(), device).require_grad();
+        let (o, state) = call.clone().run(self.chunk).map_err(|e| e.to_string())?;
         let weigh = |y: &Tensor<B, 4>, d: &[f64]| {
             let d = upload::<B, 4>(d, y.dims(), DType::F32, device);
             (y.clone().cast(DType::F32) * d).sum()
@@ -361,7 +350,7 @@ impl Case {
             gradient("dg", want.g.clone(), scalar.as_ref(), &found),
             gradient("dg", want.g, vector.as_ref(), &found),
             gradient("dbeta", want.beta, call.beta.as_ref(), &found),
-            gradient("dstate", Some(want.state), start.as_ref(), &found),
+            gradient("dstate", Some(want.state), call.state.as_ref(), &found),
         ];
         let outputs = [
             Compared::new("o", truth.o, o.inner()),
@@ -380,118 +369,6 @@ fn gradient<B: TrainBackend, const D: usize>(
 ) -> Option<Compared> {
     let got = input?.grad(found).map(download).unwrap_or_default();
     Some(Compared { name, want: want.unwrap_or_default(), got })
-}
-
-fn upload<B: Backend, const D: usize>(
-    values: &[f64],
-    shape: [usize; D],
-    dtype: DType,
-    device: &B::Device,
-) -> Tensor<B, D> {
-    let data = TensorData::new(values.to_vec(), shape).convert_dtype(dtype);
-    Tensor::from_data(data, (device, dtype))
-}
-
-fn download<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
-    x.into_data().iter::<f64>().collect()
-}
-
-/// A call's inputs on a device: q, k and v of the case's type, the rest in f32.
-#[derive(Debug, Clone)]
-struct Call<B: Backend> {
-    q: Tensor<B, 4>,
-    k: Tensor<B, 4>,
-    v: Tensor<B, 4>,
-    /// The delta rule's erase keys, or a.
-    a: Option<Tensor<B, 4>>,
-    b: Option<Tensor<B, 4>>,
-    g: Option<ops::Decay<B>>,
-    beta: Option<Tensor<B, 3>>,
-    read: ops::Read,
-}
-
-impl<B: Backend> Call<B> {
-    fn new(x: &Inputs, dtype: DType, device: &B::Device) -> Self {
-        let Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
-        let gates =
-            |values: &[f64]| upload::<B, 3>(values, [batch, tokens, heads], DType::F32, device);
-        let rows = |values: &[f64]| {
-            upload::<B, 4>(values, [batch, tokens, heads, key_width], DType::F32, device)
-        };
-        let keys = [batch, tokens, key_heads, key_width];
-        let (a, b, beta) = match &x.transition {
-            Transition::Identity => (None, None, None),
-            Transition::Delta { beta, erase } => {
-                (erase.as_deref().map(rows), None, Some(gates(beta)))
-            }
-            Transition::LowRank { a, b } => (Some(rows(a)), Some(rows(b)), None),
-        };
-        Self {
-            q: upload(&x.q, keys, dtype, device),
-            k: upload(&x.k, keys, dtype, device),
-            v: upload(&x.v, [batch, tokens, heads, value_width], dtype, device),
-            a,
-            b,
-            g: x.decay.as_ref().map(|decay| match decay {
-                Decay::Scalar(g) => gates(g).into(),
-                Decay::Vector(g) => rows(g).into(),
-            }),
-            beta,
-            read: match x.read {
-                Read::After => ops::Read::After,
-                Read::Before => ops::Read::Before,
-            },
-        }
-    }
-
-    /// The state before the first token, where there is one.
-    fn state(x: &Inputs, device: &B::Device) -> Option<Tensor<B, 4>> {
-        let Dims { batch, heads, key_width, value_width, .. } = x.dims;
-        let shape = [batch, heads, key_width, value_width];
-        x.state.as_ref().map(|state| upload(state, shape, DType::F32, device))
-    }
-}
-
-impl<B: ops::LinearAttentionBackend> Call<B> {
-    fn run(self, state: Option<Tensor<B, 4>>, chunk: usize) -> OpResult<B> {
-        let Self { q, k, v, a, b, g, beta, read } = self;
-        match (beta, a, b) {
-            (Some(beta), erase, _) => {
-                ops::delta_rule(DeltaRule { q, k, v, beta, erase, g, read }, state, chunk)
-            }
-            (None, Some(a), Some(b)) => ops::low_rank(LowRank { q, k, v, a, b, g }, state, chunk),
-            _ => ops::linear_attention(LinearAttention { q, k, v, g, read }, state, chunk),
-        }
-    }
-
-    fn step(self, state: Option<Tensor<B, 4>>) -> OpResult<B> {
-        let Self { q, k, v, a, b, g, beta, read } = self;
-        match (beta, a, b) {
-            (Some(beta), erase, _) => {
-                ops::delta_rule_step(DeltaRule { q, k, v, beta, erase, g, read }, state)
-            }
-            (None, Some(a), Some(b)) => ops::low_rank_step(LowRank { q, k, v, a, b, g }, state),
-            _ => ops::linear_attention_step(LinearAttention { q, k, v, g, read }, state),
-        }
-    }
-}
-
-impl<B: TrainBackend> Call<B> {
-    fn require_grad(self) -> Self {
-        Self {
-            q: self.q.require_grad(),
-            k: self.k.require_grad(),
-            v: self.v.require_grad(),
-            a: self.a.map(Tensor::require_grad),
-            b: self.b.map(Tensor::require_grad),
-            g: self.g.map(|g| match g {
-                ops::Decay::Scalar(g) => g.require_grad().into(),
-                ops::Decay::Vector(g) => g.require_grad().into(),
-            }),
-            beta: self.beta.map(Tensor::require_grad),
-            read: self.read,
-        }
-    }
 }
 
 /// A tensor that was computed, and what it has to be.

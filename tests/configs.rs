@@ -3,12 +3,13 @@
 use crate::desk::{json, text};
 use linattn::nn::mixers::MixerConfig;
 use linattn_sweep::Published;
-use linattn_trainer::RunConfig;
+use linattn_trainer::{RunConfig, host_memory, least_memory};
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
+use toml::Value;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -32,7 +33,7 @@ fn configs() -> Vec<PathBuf> {
 }
 
 /// Those that two cores train in minutes: one for every task, and every mixer and hybrid on one cell.
-fn small() -> Vec<PathBuf> {
+pub(crate) fn small() -> Vec<PathBuf> {
     let cells = ["configs/mqar", "configs/hybrids"].map(|folder| root().join(folder));
     let is_small = |path: &PathBuf| {
         path.file_name().is_some_and(|name| name == "small.toml")
@@ -136,6 +137,41 @@ fn configs_that_want_folders_run_where_these_are() {
 }
 
 /// `sweep` itself says what it would run, and whether that is what the sweep says of it.
+/// Sets the whole number at `place`, counted through a config, and tells whether there is one.
+fn enlarge(value: &mut Value, place: &mut usize, number: i64) -> bool {
+    match value {
+        Value::Integer(here) if *place == 0 => {
+            *here = number;
+            true
+        }
+        Value::Integer(_) => {
+            *place -= 1;
+            false
+        }
+        Value::Table(table) => table.iter_mut().any(|(_, value)| enlarge(value, place, number)),
+        Value::Array(list) => list.iter_mut().any(|value| enlarge(value, place, number)),
+        _ => false,
+    }
+}
+
+/// Their products would overflow, or ask for more memory than there is.
+#[test]
+fn no_whole_number_of_a_config_is_too_large_to_be_refused_in_words() {
+    for path in small() {
+        let text = RunConfig::read(&path, &[]).unwrap().to_toml();
+        for (place, number) in (0..).flat_map(|place| [1 << 40, i64::MAX].map(|n| (place, n))) {
+            let mut changed: Value = toml::from_str(&text).unwrap();
+            if !enlarge(&mut changed, &mut { place }, number) {
+                break;
+            }
+            let Value::Table(table) = changed else { unreachable!("a file is a table") };
+            if let Ok(run) = RunConfig::from_table(&path, table, &[]) {
+                host_memory(&run).and_then(|_| least_memory(&run)).unwrap();
+            }
+        }
+    }
+}
+
 #[test]
 fn every_sweep_of_the_repository_can_be_planned() {
     let mut sweeps = vec![];

@@ -1,7 +1,7 @@
 //! Feature maps: each one's product of a query and a key is what its paper says.
 
+use crate::call::{download, upload};
 use crate::layers::wide;
-use crate::support::{download, upload};
 use burn::backend::Flex;
 use burn::tensor::DType;
 use linattn::nn::FeatureMap;

@@ -1,8 +1,9 @@
 //! The operations against another library's own results: outputs, last state, every gradient.
 //! tests/fixtures/README.md says where the numbers come from, and what each file's inputs are.
 
+use crate::call::{download, upload};
 use crate::ops::{Reads, differentiate, stepped};
-use crate::support::{F32_LIMIT, Numbers, alone, download, safetensors, upload};
+use crate::support::{F32_LIMIT, Numbers, alone, safetensors};
 use burn::module::{ModuleMapper, Param};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};

@@ -1,8 +1,8 @@
 //! Mixers are what their papers say: loops over tokens in double precision, written from the
 //! formulas, with the weights of the mixer that they are compared with.
 
+use crate::call::download;
 use crate::layers::{B, D, Weights, input, log_sigmoid, mixer, wide};
-use crate::support::download;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Distribution, ElementConversion, Tensor, backend::Backend};
 use linattn::nn::Rwkv7MlpConfig;

@@ -1,7 +1,8 @@
 //! Burn's fusion of elementwise operations changes no number: whole models, logits and gradients,
 //! fused against unfused on the same adapter, and unfused against the processor.
 
-use crate::support::{Weights, alone, download, wgpu};
+use crate::call::download;
+use crate::support::{Weights, alone, wgpu};
 use burn::backend::wgpu::{CubeBackend, WgpuRuntime};
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};

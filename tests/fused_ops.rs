@@ -1,7 +1,8 @@
 //! The fused layers around a recurrence, on GPUs as on the CPU: numbers, gradients, and the decoding of
 //! whole models.
 
-use crate::support::{F32_LIMIT, Weights, alone, download, upload};
+use crate::call::{download, upload};
+use crate::support::{F32_LIMIT, Weights, alone};
 use burn::backend::{Autodiff, Flex};
 use burn::module::Module;
 use burn::tensor::backend::{AutodiffBackend, Backend};

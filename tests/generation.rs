@@ -1,9 +1,9 @@
 //! Text that models write: the same as one forward pass gives, whatever stands beside it, wherever it is
 //! put away; chosen as the config says; and the command that does it.
 
+use crate::call::download;
 use crate::desk::{Desk, json, text};
 use crate::layers::{MIXERS, wide};
-use crate::support::download;
 use burn::backend::Flex;
 use burn::tensor::{Int, Tensor, TensorData};
 use linattn::generate::{

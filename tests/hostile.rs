@@ -9,7 +9,7 @@ use nix::{
 };
 use serde_json::Value;
 use std::fs::{self, OpenOptions};
-use std::process::{Child, Output, Stdio};
+use std::process::{Child, ExitStatus, Output, Stdio};
 #[cfg(target_os = "linux")]
 use std::{
     fs::File,
@@ -24,7 +24,7 @@ fn endless() -> Desk {
     Desk::with(&TINY.replace("epochs = 3", "epochs = 100_000"))
 }
 
-const RUN: [&str; 4] = ["--config", "tiny.toml", "--device", "cpu"];
+pub(crate) const RUN: [&str; 4] = ["--config", "tiny.toml", "--device", "cpu"];
 
 /// Waits until the run has something to lose.
 fn has_begun(desk: &Desk, child: &mut Child) {
@@ -34,8 +34,8 @@ fn has_begun(desk: &Desk, child: &mut Child) {
     assert!(begun, "{} lines after a minute, ended: {:?}", lines(), child.try_wait());
 }
 
-/// Exit code 130, a summary, and a checkpoint of the very last step.
-fn ended_orderly(desk: &Desk, child: &mut Child) {
+/// Waits for a process to end, and kills one that does not within a minute.
+pub(crate) fn ended(child: &mut Child) -> ExitStatus {
     let mut ended = None;
     let over = comes(|| {
         ended = child.try_wait().unwrap();
@@ -44,16 +44,27 @@ fn ended_orderly(desk: &Desk, child: &mut Child) {
     if !over {
         child.kill().unwrap();
     }
-    assert_eq!(ended.and_then(|status| status.code()), Some(130));
+    ended.expect("it ends within a minute")
+}
+
+/// A summary that says `interrupted`, and a checkpoint of the very last step.
+pub(crate) fn lost_nothing(desk: &Desk) {
     let summary = desk.summary("tiny");
     assert_eq!(summary["status"], "interrupted");
     let step = summary["steps"].as_u64().unwrap();
     assert!(desk.path(&format!("runs/tiny/checkpoints/step-{step:010}")).exists(), "step {step}");
     let last = desk.metrics("tiny").iter().filter_map(|line| line["step"].as_u64()).max();
-    assert_eq!(last, Some(step), "no step is lost");
+    assert_eq!(last.unwrap_or(0), step, "no step is lost");
 }
 
-fn refused(output: &Output, parts: &[&str]) {
+/// Exit code 130, and nothing is lost.
+fn ended_orderly(desk: &Desk, child: &mut Child) {
+    assert_eq!(ended(child).code(), Some(130));
+    lost_nothing(desk);
+}
+
+/// Exit code 2, and one line of error that says all of this.
+pub(crate) fn refused(output: &Output, parts: &[&str]) {
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{said}");
@@ -94,9 +105,9 @@ fn two_processes_never_write_to_one_folder() {
     assert!(!owner.exists(), "it leaves nothing of its lock");
 }
 
-#[cfg(target_os = "linux")]
 /// A terminal's two ends. Closing the first, as a window's closing does, kills the terminal.
-struct Terminal {
+#[cfg(target_os = "linux")]
+pub(crate) struct Terminal {
     open: Arc<AtomicBool>,
     reader: Option<std::thread::JoinHandle<Vec<u8>>>,
     end: File,
@@ -104,7 +115,7 @@ struct Terminal {
 
 #[cfg(target_os = "linux")]
 impl Terminal {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         // No child may hold its other end, or it never closes.
         let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;
         let mut master = posix_openpt(flags).unwrap();
@@ -135,7 +146,7 @@ impl Terminal {
     }
 
     /// Closes it; gives what stood on it.
-    fn close(mut self) -> Vec<u8> {
+    pub(crate) fn close(mut self) -> Vec<u8> {
         self.open.store(false, Ordering::SeqCst);
         let reader = self.reader.take().unwrap();
         drop(self);
@@ -143,25 +154,25 @@ impl Terminal {
     }
 }
 
-#[cfg(target_os = "linux")]
-fn on_a_terminal(mut command: Command, terminal: &Terminal) -> Child {
+/// A run under the dashboard: with a terminal of its own, to whose closing belongs a signal, or without.
+#[cfg(target_os = "linux")] // for `setsid`
+pub(crate) fn on_a_terminal(desk: &Desk, terminal: &Terminal, own: bool) -> Child {
+    let setsid = ["--ctty", "--wait", env!("CARGO_BIN_EXE_train")];
+    let mut command = match own {
+        true => desk.program("setsid", &[&setsid[..], &RUN].concat()),
+        false => desk.command(&RUN),
+    };
     command.stdin(terminal.stdio()).stdout(terminal.stdio()).stderr(terminal.stdio());
     command.env("TERM", "xterm").spawn().unwrap()
 }
 
-/// Closed under the dashboard, with a signal where the process is the terminal's own, and without.
-#[cfg(target_os = "linux")] // for `setsid`
+#[cfg(target_os = "linux")]
 #[test]
 fn a_closed_terminal_ends_a_run_saved() {
     for own in [true, false] {
         let desk = endless();
         let terminal = Terminal::new();
-        let setsid = ["--ctty", "--wait", env!("CARGO_BIN_EXE_train")];
-        let command = match own {
-            true => desk.program("setsid", &[&setsid[..], &RUN].concat()),
-            false => desk.command(&RUN),
-        };
-        let mut child = on_a_terminal(command, &terminal);
+        let mut child = on_a_terminal(&desk, &terminal, own);
         has_begun(&desk, &mut child);
         let seen = terminal.close();
         assert!(text(&seen).contains("\x1b[?1049h"), "the dashboard was up");
@@ -182,7 +193,7 @@ fn a_terminal_that_can_show_nothing_gets_lines() {
 }
 
 /// The end of a pipe that nobody reads.
-fn dead_pipe() -> Stdio {
+pub(crate) fn dead_pipe() -> Stdio {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     writer.into()
@@ -348,6 +359,33 @@ fn a_runs_config_of_another_size_is_refused_by_key() {
         let run = ["--run", "runs/tiny", "--device", "cpu"];
         refused(&desk.program(env!("CARGO_BIN_EXE_eval"), &run).output().unwrap(), &[key]);
     }
+}
+
+/// An evaluation that needs more memory than the training before it.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_whose_memory_ends_says_so_in_a_line_and_goes_on_to_the_same_bits() {
+    let desk = Desk::with(
+        &TINY
+            .replace("vocab = 64", "vocab = 8200")
+            .replace("{ length = 16, pairs = 2, examples = 40 }, ", "")
+            .replace(
+                "length = 24, pairs = 3, examples = 20",
+                "length = 4096, pairs = 3, examples = 256",
+            )
+            .replace("epochs = 3", "epochs = 1")
+            .replace("every_steps = 7", "every_steps = 20\nbatch_size = 256"),
+    );
+    let limited = ["-c", r#"ulimit -v 655360 && exec "$0" "$@""#, env!("CARGO_BIN_EXE_train")];
+    let mut command = desk.program("sh", &[&limited, &RUN[..], &["--progress", "quiet"]].concat());
+    let output = command.env("RAYON_NUM_THREADS", "2").output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.starts_with("error: out of memory") && said.contains("--resume"), "{said}");
+    desk.run_well(&["--resume"]);
+    desk.run_well(&["--set", "name=whole"]);
+    assert_eq!(desk.metrics("tiny"), desk.metrics("whole"));
+    assert_eq!(desk.summary("tiny")["metrics"], desk.summary("whole")["metrics"]);
 }
 
 #[cfg(all(feature = "wgpu", target_os = "linux"))]

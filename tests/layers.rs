@@ -1,6 +1,7 @@
 //! Every mixer: forward equals steps, sequences can be cut, nothing looks ahead, gradients agree.
 
-use crate::support::{alone, download, upload};
+use crate::call::{download, upload};
+use crate::support::alone;
 use burn::backend::{Autodiff, Flex};
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};

@@ -1,113 +1,15 @@
 //! The operations against the f64 recurrences: forward, every gradient, steps, cuts.
 
-use crate::support::{F32_LIMIT, alone, download, upload};
-use burn::tensor::backend::{AutodiffBackend, Backend};
+use crate::call::{Call, download, upload};
+use crate::support::{F32_LIMIT, alone};
+use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor};
-use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, OpResult};
+use linattn::ops::{self, LinearAttentionBackend};
 use linattn_oracle::{
     Complex, Decay, Dims, Family, Gate, Gradients, Inputs, Output, Read, Recipe, Rng, ScanInputs,
     Strength, Transition, assert_close, backward, forward, linear_scan, linear_scan_backward,
     normals, slice_tokens,
 };
-
-/// Inputs on a device.
-#[derive(Clone)]
-struct Uploaded<B: Backend> {
-    q: Tensor<B, 4>,
-    k: Tensor<B, 4>,
-    v: Tensor<B, 4>,
-    /// Erase rows, or a.
-    a: Option<Tensor<B, 4>>,
-    b: Option<Tensor<B, 4>>,
-    g: Option<ops::Decay<B>>,
-    beta: Option<Tensor<B, 3>>,
-    state: Option<Tensor<B, 4>>,
-    read: ops::Read,
-}
-
-impl<B: Backend> Uploaded<B> {
-    fn new(x: &Inputs, dtype: DType, device: &B::Device) -> Self {
-        let Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
-        let keys = [batch, tokens, key_heads, key_width];
-        let gates = [batch, tokens, heads];
-        let put3 = |values: &[f64]| upload::<B, 3>(values, gates, dtype, device);
-        let rows = [batch, tokens, heads, key_width];
-        let put_rows = |values: &[f64]| upload::<B, 4>(values, rows, dtype, device);
-        Self {
-            q: upload(&x.q, keys, dtype, device),
-            k: upload(&x.k, keys, dtype, device),
-            v: upload(&x.v, [batch, tokens, heads, value_width], dtype, device),
-            g: x.decay.as_ref().map(|decay| match decay {
-                Decay::Scalar(g) => put3(g).into(),
-                Decay::Vector(g) => put_rows(g).into(),
-            }),
-            a: match &x.transition {
-                Transition::Delta { erase, .. } => erase.as_deref().map(put_rows),
-                Transition::LowRank { a, .. } => Some(put_rows(a)),
-                Transition::Identity => None,
-            },
-            b: match &x.transition {
-                Transition::LowRank { b, .. } => Some(put_rows(b)),
-                _ => None,
-            },
-            read: match x.read {
-                Read::After => ops::Read::After,
-                Read::Before => ops::Read::Before,
-            },
-            beta: match &x.transition {
-                Transition::Delta { beta, .. } => Some(put3(beta)),
-                _ => None,
-            },
-            state: x
-                .state
-                .as_ref()
-                .map(|s| upload(s, [batch, heads, key_width, value_width], dtype, device)),
-        }
-    }
-}
-
-impl<B: LinearAttentionBackend> Uploaded<B> {
-    fn run(self, chunk: usize) -> OpResult<B> {
-        let Self { q, k, v, a, b, g, beta, state, read } = self;
-        match (beta, a, b) {
-            (Some(beta), erase, _) => {
-                ops::delta_rule(DeltaRule { q, k, v, beta, erase, g, read }, state, chunk)
-            }
-            (None, Some(a), Some(b)) => ops::low_rank(LowRank { q, k, v, a, b, g }, state, chunk),
-            _ => ops::linear_attention(LinearAttention { q, k, v, g, read }, state, chunk),
-        }
-    }
-
-    fn step(self) -> OpResult<B> {
-        let Self { q, k, v, a, b, g, beta, state, read } = self;
-        match (beta, a, b) {
-            (Some(beta), erase, _) => {
-                ops::delta_rule_step(DeltaRule { q, k, v, beta, erase, g, read }, state)
-            }
-            (None, Some(a), Some(b)) => ops::low_rank_step(LowRank { q, k, v, a, b, g }, state),
-            _ => ops::linear_attention_step(LinearAttention { q, k, v, g, read }, state),
-        }
-    }
-}
-
-impl<B: AutodiffBackend> Uploaded<B> {
-    fn require_grad(self) -> Self {
-        Self {
-            q: self.q.require_grad(),
-            k: self.k.require_grad(),
-            v: self.v.require_grad(),
-            a: self.a.map(Tensor::require_grad),
-            b: self.b.map(Tensor::require_grad),
-            g: self.g.map(|g| match g {
-                ops::Decay::Scalar(g) => g.require_grad().into(),
-                ops::Decay::Vector(g) => g.require_grad().into(),
-            }),
-            beta: self.beta.map(Tensor::require_grad),
-            state: self.state.map(Tensor::require_grad),
-            read: self.read,
-        }
-    }
-}
 
 /// Which outputs the loss reads.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -128,7 +30,7 @@ pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
     dtype: DType,
 ) -> (Output, Gradients) {
     let _alone = alone();
-    let input = Uploaded::<B>::new(x, dtype, device).require_grad();
+    let input = Call::<B>::new(x, [dtype; 2], device).require_grad();
     let (o, state) = input.clone().run(chunk).unwrap();
     let output = Output { o: download(o.clone()), state: download(state.clone()) };
     let part = |y: Tensor<B, 4>, d: &[f64]| {
@@ -165,11 +67,11 @@ pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
 
 /// Outputs of one token after another.
 pub fn stepped<B: LinearAttentionBackend>(device: &B::Device, x: &Inputs) -> Output {
-    let mut state = Uploaded::<B>::new(x, DType::F32, device).state;
+    let mut state = Call::<B>::new(x, [DType::F32; 2], device).state;
     let mut outputs = vec![];
     for t in 0..x.dims.tokens {
         let token = slice_tokens(x, t, t + 1, None);
-        let token = Uploaded { state, ..Uploaded::new(&token, DType::F32, device) };
+        let token = Call { state, ..Call::new(&token, [DType::F32; 2], device) };
         let (o, next) = token.step().unwrap();
         outputs.push(o);
         state = Some(next);
@@ -555,10 +457,10 @@ mod on_cpu {
             let truth = forward(&x);
             for cut in [1, 15, 16, 17, 64, 69] {
                 let first = slice_tokens(&x, 0, cut, x.state.clone());
-                let (o1, s) = Uploaded::<B>::new(&first, DType::F32, &device).run(32).unwrap();
+                let (o1, s) = Call::<B>::new(&first, [DType::F32; 2], &device).run(32).unwrap();
                 let rest = slice_tokens(&x, cut, 70, None);
-                let rest = Uploaded::<B>::new(&rest, DType::F32, &device);
-                let (o2, s) = Uploaded { state: Some(s), ..rest }.run(32).unwrap();
+                let rest = Call::<B>::new(&rest, [DType::F32; 2], &device);
+                let (o2, s) = Call { state: Some(s), ..rest }.run(32).unwrap();
                 let what = format!("{family:?}, cut at {cut}");
                 let o = download(Tensor::cat(vec![o1, o2], 1));
                 assert_close(&what, &truth.o, &o, F32_LIMIT);
@@ -573,7 +475,7 @@ mod on_cpu {
         for family in FAMILIES {
             let run = |gate| {
                 let x = Inputs::random(29, dims(130), &recipe(family, gate, true));
-                let (o, s) = Uploaded::<B>::new(&x, DType::F32, &device).run(64).unwrap();
+                let (o, s) = Call::<B>::new(&x, [DType::F32; 2], &device).run(64).unwrap();
                 (o.into_data(), s.into_data())
             };
             assert_eq!(run(Gate::KeepAll), run(Gate::None), "{family:?}");
@@ -594,7 +496,7 @@ mod on_cpu {
                 round(&mut x.k);
                 round(&mut x.v);
                 let truth = forward(&x);
-                let mut input = Uploaded::<B>::new(&x, DType::F32, &device);
+                let mut input = Call::<B>::new(&x, [DType::F32; 2], &device);
                 input.q = input.q.cast(dtype);
                 input.k = input.k.cast(dtype);
                 input.v = input.v.cast(dtype);
@@ -614,11 +516,11 @@ mod on_cpu {
         for dtype in [DType::F16, DType::BF16] {
             for family in FAMILIES {
                 let x = Inputs::random(37, dims(20), &recipe(family, Gate::Typical, false));
-                let input = Uploaded::<Autodiff<Flex>>::new(&x, DType::F32, &device);
+                let input = Call::<Autodiff<Flex>>::new(&x, [DType::F32; 2], &device);
                 let [q, k, v] = [&input.q, &input.k, &input.v]
                     .map(|rows| rows.clone().detach().cast(dtype).require_grad());
                 let leaf = v.clone();
-                let (o, s) = Uploaded { q, k, v, ..input }.run(16).unwrap();
+                let (o, s) = Call { q, k, v, ..input }.run(16).unwrap();
                 let gradients = (o.cast(DType::F32).sum() + s.sum()).backward();
                 let Dims { batch, heads, key_width, value_width, tokens, .. } = x.dims;
                 let ones = |n: usize| vec![1.0; batch * heads * value_width * n];
@@ -646,18 +548,18 @@ mod on_cpu {
             let (w, way) = (normals("w", x.v.len()), normals("way", x.k.len()));
             let d_v = |by: f64| {
                 let k = x.k.iter().zip(&way).map(|(k, way)| k + by * way).collect();
-                let moved = Uploaded::<Once>::new(&Inputs { k, ..x.clone() }, DType::F64, &device);
+                let moved = Call::<Once>::new(&Inputs { k, ..x.clone() }, [DType::F64; 2], &device);
                 let v = moved.v.clone().require_grad();
-                let (o, _) = Uploaded { v: v.clone(), ..moved }.run(4).unwrap();
+                let (o, _) = Call { v: v.clone(), ..moved }.run(4).unwrap();
                 let d_v = download(v.grad(&o.square().sum().backward()).unwrap());
                 d_v.iter().zip(&w).map(|(d, w)| d * w).sum::<f64>()
             };
             let want = (d_v(1e-5) - d_v(-1e-5)) / 2e-5;
 
-            let input = Uploaded::<Twice>::new(&x, DType::F64, &device);
+            let input = Call::<Twice>::new(&x, [DType::F64; 2], &device);
             let k = upload::<Once, 4>(&x.k, input.k.dims(), DType::F64, &device).require_grad();
             let v = input.v.clone().require_grad();
-            let there = Uploaded { k: Tensor::from_inner(k.clone()), v: v.clone(), ..input };
+            let there = Call { k: Tensor::from_inner(k.clone()), v: v.clone(), ..input };
             let (o, _) = there.run(4).unwrap();
             let d_v = v.grad(&o.square().sum().backward()).unwrap();
             let weights = upload::<Once, 4>(&w, d_v.dims(), DType::F64, &device);
@@ -746,18 +648,18 @@ mod on_cpu {
         let device = Default::default();
         let good = || {
             let x = Inputs::random(1, dims(8), &recipe(Family::DeltaRule, Gate::Typical, true));
-            Uploaded::<Flex>::new(&x, DType::F32, &device)
+            Call::<Flex>::new(&x, [DType::F32; 2], &device)
         };
-        let refused = |change: &dyn Fn(&mut Uploaded<Flex>), chunk: usize| {
+        let refused = |change: &dyn Fn(&mut Call<Flex>), chunk: usize| {
             let mut input = good();
             change(&mut input);
             input.run(chunk).expect_err("it does not fit").to_string()
         };
-        let scalar = |x: &Uploaded<Flex>| match x.g.clone() {
+        let scalar = |x: &Call<Flex>| match x.g.clone() {
             Some(ops::Decay::Scalar(g)) => g,
             _ => panic!("the recipe has a scalar decay"),
         };
-        type Change<'a> = &'a dyn Fn(&mut Uploaded<Flex>);
+        type Change<'a> = &'a dyn Fn(&mut Call<Flex>);
         let cases: [(&str, Change<'_>, usize); 7] = [
             ("`k` is [2, 8, 2, 5]", &|x| x.k = x.k.clone().narrow(3, 0, 5), 64),
             ("`v` is [1, 8, 2, 20]", &|x| x.v = x.v.clone().narrow(0, 0, 1), 64),
@@ -785,6 +687,7 @@ mod on_cpu {
 mod mesa {
     use super::*;
     use burn::backend::{Autodiff, Flex};
+    use burn::tensor::backend::Backend;
     use ops::Mesa;
 
     const BATCH: usize = 2;

@@ -2,7 +2,7 @@
 
 #[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
 use burn::module::{ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
+use burn::tensor::{Tensor, TensorData, backend::Backend};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,22 +16,6 @@ pub const F32_LIMIT: f64 = 1e-5;
 pub fn alone() -> MutexGuard<'static, ()> {
     static GRAPHS: Mutex<()> = Mutex::new(());
     GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A tensor of the oracle's numbers.
-pub fn upload<B: Backend, const D: usize>(
-    values: &[f64],
-    shape: [usize; D],
-    dtype: DType,
-    device: &B::Device,
-) -> Tensor<B, D> {
-    let data = TensorData::new(values.to_vec(), shape).convert_dtype(dtype);
-    Tensor::from_data(data, (device, dtype))
-}
-
-/// The numbers of a tensor.
-pub fn download<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
-    x.into_data().iter::<f64>().collect()
 }
 
 /// Weights of a model, first to last: taken from one by a visit, given to another by a map.

@@ -1,6 +1,9 @@
 //! Promises that cross crates. One binary: one link, and one file to carry to a GPU.
 #![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 
+mod call;
+#[cfg(feature = "cpu")]
+mod campaign;
 #[cfg(feature = "cpu")]
 mod checkpoints;
 #[cfg(feature = "cpu")]

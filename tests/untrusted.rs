@@ -15,9 +15,12 @@ use linattn_sweep::{RowsFile, Sweep, write_events};
 use linattn_tasks::Tokenizer;
 use linattn_trainer::{RunConfig, StoredModel, Which, read_summary};
 use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 use safetensors::tensor::{SafeTensors, TensorView};
 use std::collections::HashMap;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -36,13 +39,17 @@ fn cases(usual: u32) -> ProptestConfig {
 
 /// A change of a file, at a share of its length.
 #[derive(Debug, Clone)]
-enum Change {
+pub(crate) enum Change {
     Flip(f64, u8),
     Delete(f64, usize),
     Repeat(f64, usize),
     Insert(f64, &'static str),
     Number(f64, &'static str),
     Cut(f64),
+    /// A copy of one word in place of another, both at shares of their number.
+    Word(f64, f64),
+    /// A copy of one line before another.
+    Line(f64, f64),
 }
 
 const PIECES: &[&str] = &[
@@ -112,6 +119,8 @@ fn change() -> impl Strategy<Value = Change> {
         2 => (at(), prop::sample::select(PIECES)).prop_map(|(at, piece)| Change::Insert(at, piece)),
         6 => (at(), number()).prop_map(|(at, number)| Change::Number(at, number)),
         1 => at().prop_map(Change::Cut),
+        2 => (at(), at()).prop_map(|(from, to)| Change::Word(from, to)),
+        1 => (at(), at()).prop_map(|(from, to)| Change::Line(from, to)),
     ]
 }
 
@@ -119,7 +128,16 @@ fn changes() -> impl Strategy<Value = Vec<Change>> {
     prop::collection::vec(change(), 1..4)
 }
 
-fn apply(bytes: &[u8], changes: &[Change]) -> Vec<u8> {
+/// Changes out of a seed.
+pub(crate) fn some_changes(seed: u64) -> Vec<Change> {
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed.to_le_bytes());
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
+    let mut runner = TestRunner::new_with_rng(ProptestConfig::default(), rng);
+    changes().new_tree(&mut runner).unwrap().current()
+}
+
+pub(crate) fn apply(bytes: &[u8], changes: &[Change]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     for change in changes {
         let place = |share: &f64| ((share * bytes.len() as f64) as usize).min(bytes.len());
@@ -144,27 +162,45 @@ fn apply(bytes: &[u8], changes: &[Change]) -> Vec<u8> {
                 bytes.splice(at..at, piece.bytes());
             }
             Change::Number(at, number) => {
-                let found = numbers(&bytes);
-                if let Some(span) = found.get((at * found.len() as f64) as usize) {
-                    bytes.splice(span.clone(), number.bytes());
+                let found = spans(&bytes, |byte| byte.is_ascii_digit());
+                if let Some(span) = at_share(&found, *at) {
+                    bytes.splice(span, number.bytes());
                 }
             }
             Change::Cut(at) => bytes.truncate(place(at)),
+            Change::Word(from, to) => {
+                let found = spans(&bytes, |byte| byte.is_ascii_alphanumeric() || byte == b'_');
+                if let (Some(from), Some(to)) = (at_share(&found, *from), at_share(&found, *to)) {
+                    let word = bytes[from].to_vec();
+                    bytes.splice(to, word);
+                }
+            }
+            Change::Line(from, to) => {
+                let found = spans(&bytes, |byte| byte != b'\n');
+                if let (Some(from), Some(to)) = (at_share(&found, *from), at_share(&found, *to)) {
+                    let line = [&bytes[from], b"\n"].concat();
+                    bytes.splice(to.start..to.start, line);
+                }
+            }
         }
     }
     bytes
 }
 
-/// Where numbers stand.
-fn numbers(bytes: &[u8]) -> Vec<std::ops::Range<usize>> {
-    let mut found: Vec<std::ops::Range<usize>> = vec![];
-    for (i, _) in bytes.iter().enumerate().filter(|(_, byte)| byte.is_ascii_digit()) {
+/// Where bytes of a kind stand.
+fn spans(bytes: &[u8], kind: impl Fn(u8) -> bool) -> Vec<Range<usize>> {
+    let mut found: Vec<Range<usize>> = vec![];
+    for (i, _) in bytes.iter().enumerate().filter(|(_, byte)| kind(**byte)) {
         match found.last_mut() {
             Some(last) if last.end == i => last.end += 1,
             _ => found.push(i..i + 1),
         }
     }
     found
+}
+
+fn at_share(spans: &[Range<usize>], share: f64) -> Option<Range<usize>> {
+    spans.get((share * spans.len() as f64) as usize).cloned()
 }
 
 /// A text that numbers are changed in, before its binary rest.
@@ -179,12 +215,22 @@ fn root(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// A file in a folder of its own.
-fn file(name: &str, bytes: &[u8]) -> (TempDir, PathBuf) {
-    let desk = TempDir::new().unwrap();
-    let path = desk.path().join(name);
-    fs::write(&path, bytes).unwrap();
-    (desk, path)
+/// A file in a folder of its own, which is written anew for each case.
+struct Place {
+    folder: TempDir,
+    file: PathBuf,
+}
+
+impl Place {
+    fn of(name: &str) -> Self {
+        let folder = TempDir::new().unwrap();
+        Self { file: folder.path().join(name), folder }
+    }
+
+    fn put(&self, bytes: &[u8]) -> &Path {
+        fs::write(&self.file, bytes).unwrap();
+        &self.file
+    }
 }
 
 /// One line, or what a parser of TOML shows: nothing of Rust's.
@@ -209,9 +255,9 @@ const CONFIGS: &[&str] = &[
 #[test]
 fn run_configs_are_taken_or_refused() {
     let texts: Vec<Vec<u8>> = CONFIGS.iter().map(|name| fs::read(root(name)).unwrap()).collect();
+    let place = Place::of("run.toml");
     proptest!(cases(60), |(which in 0..texts.len(), changes in changes())| {
-        let (_desk, path) = file("run.toml", &apply(&texts[which], &changes));
-        match RunConfig::read(&path, &[]) {
+        match RunConfig::read(place.put(&apply(&texts[which], &changes)), &[]) {
             Ok(run) => {
                 let again: RunConfig = toml::from_str(&run.to_toml()).unwrap();
                 prop_assert_eq!(again.to_toml(), run.to_toml());
@@ -225,9 +271,9 @@ fn run_configs_are_taken_or_refused() {
 #[test]
 fn sweeps_are_taken_or_refused() {
     let text = fs::read(root("experiments/smoke/sweep.toml")).unwrap();
+    let place = Place::of("sweep.toml");
     proptest!(cases(60), |(changes in changes())| {
-        let (_desk, path) = file("sweep.toml", &apply(&text, &changes));
-        if let Err(e) = Sweep::read(&path) {
+        if let Err(e) = Sweep::read(place.put(&apply(&text, &changes))) {
             prop_assert!(is_for_people(&e.to_string()), "{}", e);
         }
     });
@@ -238,9 +284,10 @@ fn sweeps_are_taken_or_refused() {
 fn rows_are_taken_or_refused() {
     let text = b"run,status,seed,task/length,test/a,error\n\
         a-1,completed,1,64,0.5,\nb-2,failed,2,64,,\"no, \"\"never\"\"\"\nc-3,completed,3,64,1e-3,\n";
+    let place = Place::of("rows.csv");
     proptest!(cases(200), |(changes in changes())| {
-        let (desk, _) = file("rows.csv", &apply(text, &changes));
-        let rows = RowsFile::new(desk.path());
+        place.put(&apply(text, &changes));
+        let rows = RowsFile::new(place.folder.path());
         match rows.load() {
             // What was mended stays as it is.
             Ok(first) => prop_assert_eq!(first.rows, rows.load().unwrap().rows),
@@ -269,10 +316,9 @@ pub(crate) fn tokenizer_json() -> String {
 #[cfg_attr(target_os = "linux", ignore = "run under a limit of memory")]
 #[test]
 fn tokenizers_are_taken_or_refused() {
-    let text = tokenizer_json();
+    let (text, place) = (tokenizer_json(), Place::of("tokenizer.json"));
     proptest!(cases(200), |(changes in changes())| {
-        let (_desk, path) = file("tokenizer.json", &apply(text.as_bytes(), &changes));
-        match Tokenizer::open(&path, "tokenizer") {
+        match Tokenizer::open(place.put(&apply(text.as_bytes(), &changes)), "tokenizer") {
             Ok(tokenizer) => {
                 let ids = tokenizer.ids("the cat, 12 é\n").unwrap_or_default();
                 prop_assert!(ids.iter().all(|&id| (id as usize) < tokenizer.vocab()));
@@ -283,28 +329,34 @@ fn tokenizers_are_taken_or_refused() {
     });
 }
 
-/// Imports a copy of a checkpoint with one file changed.
-fn import_changed(name: &str, file: &str, bytes: &[u8]) -> Result<(), String> {
-    let (from, desk) = (root("tests/checkpoints").join(name), TempDir::new().unwrap());
-    for other in ["config.json", "model.safetensors"] {
-        if other != file {
-            fs::copy(from.join(other), desk.path().join(other)).unwrap();
+const CHECKPOINTS: [&str; 4] = ["GLA", "GatedDeltaNet", "Mamba2", "RWKV7"];
+
+/// Copies of the checkpoints in which `name` is to be changed, and that file's right contents.
+fn checkpoints(name: &str) -> Vec<(Place, Vec<u8>)> {
+    let copy = |checkpoint| {
+        let (from, place) = (root("tests/checkpoints").join(checkpoint), Place::of(name));
+        for file in ["config.json", "model.safetensors"] {
+            fs::copy(from.join(file), place.folder.path().join(file)).unwrap();
         }
-    }
-    fs::write(desk.path().join(file), bytes).unwrap();
-    let imported = import::<Flex>(desk.path(), &Default::default());
-    imported.map(|_| ()).map_err(|e| e.to_string())
+        let right = fs::read(&place.file).unwrap();
+        (place, right)
+    };
+    CHECKPOINTS.map(copy).into()
 }
 
-const CHECKPOINTS: [&str; 4] = ["GLA", "GatedDeltaNet", "Mamba2", "RWKV7"];
+fn import_from(place: &Place) -> Result<(), String> {
+    let imported = import::<Flex>(place.folder.path(), &Default::default());
+    imported.map(|_| ()).map_err(|e| e.to_string())
+}
 
 #[cfg_attr(target_os = "linux", ignore = "run under a limit of memory")]
 #[test]
 fn configs_of_checkpoints_are_taken_or_refused() {
-    proptest!(cases(40), |(which in 0..CHECKPOINTS.len(), changes in changes())| {
-        let name = CHECKPOINTS[which];
-        let text = fs::read(root("tests/checkpoints").join(name).join("config.json")).unwrap();
-        if let Err(e) = import_changed(name, "config.json", &apply(&text, &changes)) {
+    let copies = checkpoints("config.json");
+    proptest!(cases(40), |(which in 0..copies.len(), changes in changes())| {
+        let (place, right) = &copies[which];
+        place.put(&apply(right, &changes));
+        if let Err(e) = import_from(place) {
             prop_assert!(is_for_people(&e) && !e.contains('\n'), "{}", e);
         }
     });
@@ -313,11 +365,11 @@ fn configs_of_checkpoints_are_taken_or_refused() {
 #[cfg_attr(target_os = "linux", ignore = "run under a limit of memory")]
 #[test]
 fn weights_of_checkpoints_are_taken_or_refused() {
-    proptest!(cases(40), |(which in 0..CHECKPOINTS.len(), changes in changes())| {
-        let name = CHECKPOINTS[which];
-        let bytes =
-            fs::read(root("tests/checkpoints").join(name).join("model.safetensors")).unwrap();
-        if let Err(e) = import_changed(name, "model.safetensors", &with_header(&bytes, &changes)) {
+    let copies = checkpoints("model.safetensors");
+    proptest!(cases(40), |(which in 0..copies.len(), changes in changes())| {
+        let (place, right) = &copies[which];
+        place.put(&with_header(right, &changes));
+        if let Err(e) = import_from(place) {
             prop_assert!(is_for_people(&e), "{}", e);
         }
     });
@@ -348,7 +400,7 @@ fn without_checksum(bytes: &[u8], changes: &[Change]) -> Option<Vec<u8>> {
 #[cfg_attr(target_os = "linux", ignore = "run under a limit of memory")]
 #[test]
 fn states_are_taken_or_refused() {
-    let (model, device) = (small_model(), Default::default());
+    let (model, device, place) = (small_model(), Default::default(), Place::of("state"));
     let folder = TempDir::new().unwrap();
     let right = folder.path().join("right");
     let config = GenerateConfig { new_tokens: 3, keep_states: true, ..Default::default() };
@@ -363,8 +415,7 @@ fn states_are_taken_or_refused() {
             _ => without_checksum(&bytes, &changes),
         };
         let Some(changed) = changed else { return Ok(()) };
-        let (_desk, path) = file("state", &changed);
-        match Sequence::load(&path, &model, &device) {
+        match Sequence::load(place.put(&changed), &model, &device) {
             Ok(text) => {
                 let config = GenerateConfig { new_tokens: 2, ..Default::default() };
                 let _any = generate(&model, vec![text], &config, &device, |_| Next::Continue);

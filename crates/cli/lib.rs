@@ -28,7 +28,7 @@ pub use train::{TrainArgs, train};
 use std::process::ExitCode;
 
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: memory::Allocator = memory::Allocator;
 
 /// Someone's mistake, said in one line; exit code 2.
 pub(crate) const BAD_INPUT: u8 = 2;

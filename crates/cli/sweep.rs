@@ -8,7 +8,7 @@ use linattn_sweep::{
     Assignment, ChildProcess, Done, Ending, Only, Plan, Runner, Shard, Stop, Sweep, SweepError,
     SweepJob, dry_run, finished, has_checkpoint,
 };
-use linattn_trainer::{Interrupter, ProgressStyle, RunConfig, Start, Status, TrainJob};
+use linattn_trainer::{Interrupter, ProgressStyle, RunConfig, Start, Status, TrainJob, note_panic};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -194,7 +194,7 @@ fn start(
         Err(e) => return fail(BAD_INPUT, &e),
     };
     let jobs = args.jobs.map_or(if on_processor { 2 } else { 1 }, usize::from);
-    let runner = if on_processor || jobs == 1 { processes } else { TrainRuns::Threads };
+    let runner = if on_processor || jobs == 1 { processes } else { threads_of_this_process() };
     let threads = on_processor.then(|| share_of_cores(jobs * args.devices.len()));
     let stop = Stop::default();
     if let Err(e) = signals::watch(on_signal(&stop)) {
@@ -219,6 +219,16 @@ fn start(
         Err(e @ SweepError::Io { doing: "write", .. }) => fail(FAILED, &e),
         Err(e) => fail(BAD_INPUT, &e),
     }
+}
+
+/// Threads of this process, whose runs have to know of panics in each other's.
+fn threads_of_this_process() -> TrainRuns {
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        note_panic(panic);
+        print(panic);
+    }));
+    TrainRuns::Threads
 }
 
 /// Cores for each of so many runs at once, 1 at the least.

@@ -5,14 +5,13 @@ use crate::signals::{self, Asked};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail, memory, output};
 use linattn_sweep::write_events;
 use linattn_trainer::{
-    ConfigError, DryRun, Interrupter, Outcome, ProgressStyle, RunConfig, Start, Status,
+    ConfigError, DryRun, Interrupter, Outcome, Panics, ProgressStyle, RunConfig, Start, Status,
     TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, host_memory, least_memory,
-    restore_terminal, run_folder, train as run_training,
+    note_panic, restore_terminal, run_folder, train as run_training,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// Trains a model from a TOML file; writes a folder with its config, metrics, checkpoints, summary
 /// and learning curve.
@@ -120,6 +119,10 @@ fn fits_in_memory(run: &RunConfig, choice: &Choice) -> Result<(), String> {
 }
 
 fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {
+    memory::advise(
+        "--resume goes on from the last checkpoint where more can be had; a run with a smaller \
+         train.batch_size or a larger train.accumulate needs less",
+    );
     let stop = Interrupter::new();
     if let Err(e) = signals::watch(on_signal(&stop)) {
         return fail(FAILED, &format!("can't watch for Ctrl-C: {e}"));
@@ -235,27 +238,43 @@ fn mebibytes(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Runs a job. A device that fails in the middle of one panics; that too becomes one line.
+/// Runs a job. A device that fails in the middle of one panics, in whichever thread; that too becomes one
+/// line.
 pub(crate) fn guarded<J: Job>(choice: &Choice, job: J) -> Result<J::Output, ExitCode> {
-    let first = Arc::new(Mutex::new(None::<String>));
-    let store = first.clone();
-    std::panic::set_hook(Box::new(move |info| {
-        store.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(info.to_string());
-    }));
+    let panics = Panics::from_now();
+    std::panic::set_hook(Box::new(note_panic));
     let result = catch_unwind(AssertUnwindSafe(|| device::dispatch(choice, job)));
     let _ours = std::panic::take_hook();
-    match result {
-        Ok(Ok(output)) => Ok(output),
-        Ok(Err(e)) => Err(fail(BAD_INPUT, &e)),
-        Err(_) => {
-            let first = first.lock().unwrap_or_else(PoisonError::into_inner);
-            let what = first.as_deref().unwrap_or("an unknown failure");
-            let text = format!(
-                "{choice} failed: {what}\nWhat was saved before is kept. If its memory ran out, a \
-                 smaller train.batch_size or a larger train.accumulate helps; else this is a bug"
-            );
-            Err(fail(FAILED, &text))
+    match (result, panics.first()) {
+        (Ok(Ok(output)), None) => Ok(output),
+        (Ok(Err(e)), _) => Err(fail(BAD_INPUT, &e)),
+        (_, why) => {
+            let why = why.as_deref().unwrap_or("an unknown failure");
+            Err(fail(FAILED, &device_failure(choice, why)))
         }
+    }
+}
+
+/// Words of drivers and libraries for too little memory, in small letters.
+const NO_MEMORY: [&str; 6] = [
+    "out of memory",
+    "out_of_memory",
+    "outofmemory",
+    "can't allocate",
+    "not enough memory",
+    "maximum buffer size",
+];
+
+/// One line about a device that panicked.
+fn device_failure(choice: &Choice, what: &str) -> String {
+    let what = what.split_whitespace().collect::<Vec<_>>().join(" ");
+    let small = what.to_lowercase();
+    match NO_MEMORY.iter().any(|words| small.contains(words)) {
+        true => format!("{choice} is out of memory: {what}; {}", memory::advice()),
+        false => format!(
+            "{choice} failed: {what}; what was saved before is kept, and unless the device was lost, \
+             this is a bug"
+        ),
     }
 }
 

@@ -33,6 +33,23 @@ impl Rng {
         (bits as f64 + 0.5) / (1u64 << 23) as f64
     }
 
+    /// A whole number, both ends included.
+    pub fn between(&mut self, from: usize, to: usize) -> usize {
+        from + ((self.uniform() * (to - from + 1) as f64) as usize).min(to - from)
+    }
+
+    /// One of a list.
+    /// # Panics
+    /// If it is empty.
+    pub fn of<T: Clone>(&mut self, list: &[T]) -> T {
+        list[self.between(0, list.len() - 1)].clone()
+    }
+
+    /// True in that share of the calls.
+    pub fn chance(&mut self, share: f64) -> bool {
+        self.uniform() < share
+    }
+
     /// Standard normal, rounded to f32.
     pub fn normal(&mut self) -> f64 {
         let radius = (-2.0 * self.uniform().ln()).sqrt();

@@ -5,6 +5,7 @@ use linattn::nn::{ConfigError as ModelError, HeadKind, LanguageModelConfig};
 use linattn_tasks::{Goal, Split, Task, TaskConfig, TaskError};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+use std::string::FromUtf8Error;
 use toml::{Table, Value};
 
 /// One run. With the commit and the device it can be repeated.
@@ -313,6 +314,13 @@ impl ConfigError {
 }
 
 /// A parser's error, in the terms of a config.
+/// Where a file ceases to be text.
+fn no_text(e: &FromUtf8Error) -> String {
+    let before = &e.as_bytes()[..e.utf8_error().valid_up_to()];
+    let line = 1 + before.iter().filter(|byte| **byte == b'\n').count();
+    format!("TOML parse error at line {line}: it is no text in UTF-8")
+}
+
 pub(crate) fn parse_error(e: &toml::de::Error) -> String {
     e.to_string()
         .replace(
@@ -346,10 +354,11 @@ impl RunConfig {
     /// # Errors
     /// [`ConfigError`] names the file, the key, or the override, and what would do.
     pub fn read(path: &Path, overrides: &[String]) -> Result<Self, ConfigError> {
-        let text = std::fs::read_to_string(path)
+        let bytes = std::fs::read(path)
             .map_err(|source| ConfigError::Read { path: path.into(), source })?;
-        let parse =
-            |e: toml::de::Error| ConfigError::Parse { path: path.into(), why: parse_error(&e) };
+        let wrong = |why: String| ConfigError::Parse { path: path.into(), why };
+        let text = String::from_utf8(bytes).map_err(|e| wrong(no_text(&e)))?;
+        let parse = |e: toml::de::Error| wrong(parse_error(&e));
         let table = toml::from_str::<Table>(&text).map_err(parse)?;
         match overrides {
             // From the text, of which the error shows the line.
@@ -676,6 +685,15 @@ mod tests {
         let table = toml::from_str(TEXT).unwrap();
         let run = RunConfig::from_table(Path::new("x.toml"), table, &[change.to_string()]);
         run.map(|run| run.to_toml()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_config_that_is_no_text_is_refused_by_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.toml");
+        std::fs::write(&path, b"seed = 3\n\n[task\xff.mqar]\n").unwrap();
+        let why = RunConfig::read(&path, &[]).unwrap_err().to_string();
+        assert!(why.contains("at line 3: it is no text"), "{why}");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Display of a run under way: Burn's dashboard on a terminal, plain lines elsewhere.
 
+use crate::health::harmless;
 use crate::terminal;
 use burn::data::dataloader::Progress as Part;
 use burn_train::Interrupter;
@@ -15,7 +16,7 @@ use std::collections::{BTreeSet, HashSet};
 use std::ffi::OsStr;
 use std::fmt;
 use std::io::{IsTerminal, Write, stderr, stdin, stdout};
-use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook, take_hook};
+use std::panic::{PanicHookInfo, set_hook, take_hook};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
@@ -134,7 +135,7 @@ impl Progress {
         }
         let View::Dashboard(dashboard) = &mut self.view else { return false };
         // Burn's renderer panics in its caller's thread once someone chose to kill the run.
-        if terminal::is_raw() && catch_unwind(AssertUnwindSafe(|| tell(dashboard))).is_ok() {
+        if terminal::is_raw() && harmless(|| tell(dashboard)).is_some() {
             return true;
         }
         self.view = View::Lines(Lines::default());
@@ -355,7 +356,7 @@ impl Drop for Dashboard {
 }
 
 /// The thread that Burn's renderer draws in.
-const RENDERER: &str = "train-renderer";
+pub(crate) const RENDERER: &str = "train-renderer";
 
 /// Has the renderer leave the screen, and waits for it. Once the terminal is gone it may read for ever
 /// what never comes: then it is left alone, and the answer is false.
@@ -363,7 +364,7 @@ fn close(renderer: TuiMetricsRendererWrapper) -> bool {
     let (closed, waiting) = channel();
     let closing = std::thread::Builder::new().name("close".into()).spawn(move || {
         // Its `drop` says a last word to the renderer's thread, and may panic as all its calls.
-        let _gone = catch_unwind(AssertUnwindSafe(|| drop(renderer)));
+        let _gone = harmless(|| drop(renderer));
         let _nobody_waits = closed.send(());
     });
     let patience = Duration::from_millis(50);

@@ -12,9 +12,9 @@ mod system {
     use nix::sys::termios::{
         LocalFlags, SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr,
     };
-    use nix::unistd::dup2_stderr;
+    use nix::unistd::{dup2_stderr, write};
     use std::fs::{File, OpenOptions};
-    use std::io::{Write, stderr, stdin, stdout};
+    use std::io::{stderr, stdin, stdout};
     use std::os::fd::{AsFd, OwnedFd};
     use std::sync::{Mutex, MutexGuard, PoisonError};
     use std::time::{Duration, Instant};
@@ -48,11 +48,10 @@ mod system {
     pub fn restore_terminal() {
         if let Some(settings) = before().take() {
             let leave_screen_and_show_cursor = b"\x1b[?1049l\x1b[?25h";
-            let mut screen = stdout();
-            // There is nobody to tell if the terminal is gone.
+            // There is nobody to tell if the terminal is gone. Straight to it, since memory may be
+            // gone too, while this thread writes through the standard library.
             let _set = tcsetattr(stdin(), SetArg::TCSANOW, &settings);
-            let _left = screen.write_all(leave_screen_and_show_cursor);
-            let _flushed = screen.flush();
+            let _left = write(stdout(), leave_screen_and_show_cursor);
         }
     }
 

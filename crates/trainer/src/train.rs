@@ -5,6 +5,7 @@ use crate::config::{ConfigError, Precision, RunConfig};
 use crate::curve::{Curve, CurveError};
 use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{FolderError, RunFolder, Start};
+use crate::health::Panics;
 use crate::learner::{Learner, TrainBackend};
 use crate::optimizer::Optimizer;
 use crate::progress::{Progress, ProgressStyle};
@@ -179,6 +180,8 @@ struct Training<'a, B: TrainBackend> {
     evaluated: Option<(u64, Map<String, Value>)>,
     started: Instant,
     wall_before: f64,
+    /// From the run's beginning.
+    panics: Panics,
 }
 
 impl<'a, B: TrainBackend> Training<'a, B> {
@@ -189,6 +192,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         folder: RunFolder,
         checkpoint: Option<Checkpoint>,
     ) -> Result<Self, TrainError> {
+        let panics = Panics::from_now();
         let mut learner = build::<B>(&job.run, task.vocab(), &devices[0])?;
         let mut optimizer = Optimizer::new(&job.run.optimizer);
         let mut position = Position::default();
@@ -212,6 +216,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
             progress: Some(progress),
             evaluated: None,
             started: Instant::now(),
+            panics,
         })
     }
 
@@ -429,7 +434,10 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         testing.evaluate_until(&self.job.stop, &self.learner.valid(), &self.devices[0])
     }
 
+    /// # Panics
+    /// If a device has failed: what it computed since is not to be kept.
     fn save(&mut self) -> Result<(), TrainError> {
+        self.panics.settle::<B>(self.devices);
         self.position.wall_seconds = self.wall_seconds();
         self.folder.save(&self.position, |model, optimizer| {
             weights::save(&self.learner.model, model)?;
@@ -461,6 +469,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
             progress.finish();
         }
         let metrics = self.evaluated.take().map(|(_, metrics)| metrics).unwrap_or_default();
+        self.panics.settle::<B>(self.devices);
         let summary = self.summary(status, metrics);
         self.folder.write_summary(&summary)?;
         curve(&self.job.run, &self.folder.metrics()?, &summary).draw(self.folder.root())?;

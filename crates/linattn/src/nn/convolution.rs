@@ -1,6 +1,6 @@
 //! Short convolution: what lets a layer see its last few tokens.
 
-use super::{ConfigError, Cost};
+use super::{ConfigError, Cost, LARGEST};
 use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
@@ -154,9 +154,12 @@ pub(crate) fn convolve_if_any<B: LinearAttentionBackend>(
 
 /// A window of 0 stands for no convolution; one token would be no convolution either.
 pub(crate) fn check_window(size: usize, least: usize) -> Result<(), ConfigError> {
-    match size >= least && size != 1 {
-        true => Ok(()),
-        false if least == 0 => Err(ConfigError::new("conv_size", size, "0, or at least 2")),
-        false => Err(ConfigError::new("conv_size", size, "at least 2")),
+    match size {
+        0 if least == 0 => Ok(()),
+        2..=LARGEST => Ok(()),
+        _ => {
+            let none = if least == 0 { "0, or " } else { "" };
+            Err(ConfigError::new("conv_size", size, format!("{none}from 2 to {LARGEST}")))
+        }
     }
 }
