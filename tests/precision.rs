@@ -1,7 +1,8 @@
 //! Mixers and MLPs in 16 bits beside weights of 32: outputs and gradients stay near those of f32.
 
+use crate::call::{download, upload};
 use crate::layers::{D, MIXERS, MODELS};
-use crate::support::{alone, download, upload};
+use crate::support::alone;
 use burn::backend::{Autodiff, Flex};
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
