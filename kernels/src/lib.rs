@@ -2,36 +2,22 @@
 #![deny(missing_docs)]
 #![allow(clippy::collapsible_if)] // the outer one is often decided when a kernel is compiled
 
-mod choice;
-mod chunk;
+mod chunkwise;
 pub mod convolution;
-mod desk;
-mod feed;
 pub mod few_rows;
 pub mod fused;
-mod gates;
-mod gradients;
-mod inverse;
-mod launch;
 pub mod matmul;
-mod pass;
-mod plan;
-mod products;
 pub mod rowwise;
 #[cfg(test)]
 mod rowwise_tests;
-mod scores;
-mod segments;
-mod state;
 pub mod step;
 #[cfg(test)]
 mod tests;
 mod tile;
-mod vector;
 
-pub use choice::{Refusal, WIDEST, engine, launches};
-pub use launch::{Backward, Buffer, Forward, Given, Inputs, backward, forward};
-pub use plan::{Decay, Dims, Read, Transition, VERSION, Variant};
+pub use chunkwise::choose::{Refusal, WIDEST, engine, launches};
+pub use chunkwise::launch::{Backward, Buffer, Forward, Given, Inputs, backward, forward};
+pub use chunkwise::plan::{Decay, Dims, Read, Transition, VERSION, Variant};
 pub use tile::Engine;
 
 /// A number of these kernels' source. CubeCL's caches of compiled kernels know a kernel by its name and

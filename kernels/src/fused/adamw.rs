@@ -19,8 +19,8 @@
 //! ```
 
 use super::embedding::{check_numbers, grid, vector_width};
-use crate::choice::{F32, Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::chunkwise::choose::{F32, Refusal, check_type};
+use crate::chunkwise::launch::{Buffer, array, buffer, whole};
 use crate::rowwise::UNITS;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -32,7 +32,7 @@ const MOST: usize = 24;
 const BINDINGS: usize = 7;
 /// Numbers of a vector, where lengths are multiples of it.
 const WIDTH: usize = 4;
-/// Vectors that a unit asks for at once in a sum.
+/// Vectors that a unit requests at once in a sum.
 const AHEAD: usize = 4;
 /// Vectors that a unit adds before another cube is worth having, and most cubes of a tensor.
 const DEEP: usize = 8;
@@ -115,7 +115,7 @@ struct Form {
     special: bool,
 }
 
-/// Which tensors go together: lists of places in `widths` whose numbers are equal, at most `most` and
+/// Groups of tensors: lists of places in `widths` whose numbers are equal, at most `most` and
 /// nearly equally many in each.
 fn launches(widths: &[usize], most: usize) -> Vec<(usize, Vec<usize>)> {
     let mut all = vec![];
@@ -343,7 +343,7 @@ fn update<P: Float, G: Float, N: Size>(
     next.v[at] = v;
 }
 
-/// The global gradient norm, `[1]`, f32: the root of the sum of all squares.
+/// The global gradient norm, `[1]`, f32: the root of the sum of all g^2.
 ///
 /// # Errors
 /// [`Refusal`] names what the kernels cannot take; then nothing was launched.
@@ -406,7 +406,7 @@ fn sum_cubes(vectors: usize) -> usize {
     vectors.div_ceil(UNITS * DEEP).clamp(1, MOST_CUBES)
 }
 
-/// Sums of parts of all tensors, or (`squared`) of their squares.
+/// Sums of parts of all tensors, or (`squared`) of x^2.
 fn partial_sums<R: Runtime>(
     client: &ComputeClient<R>,
     tensors: &[(&Handle, usize)],

@@ -15,8 +15,8 @@
 //!         N is a run-time value.
 //! ```
 
-use crate::choice::{F32, Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::chunkwise::choose::{F32, Refusal, check_type};
+use crate::chunkwise::launch::{Buffer, array, buffer, whole};
 use crate::rowwise::{UNITS, spread};
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{ElemType, IntKind, StorageType, UIntKind};
@@ -27,7 +27,7 @@ use cubecl::server::Handle;
 const LOAD: usize = 16;
 /// Positions whose ids a cube looks at at once, and entries of its list.
 const BLOCK: usize = 1024;
-/// Rows that a unit asks for at once.
+/// Rows that a unit requests at once.
 const AHEAD: usize = 8;
 /// Bits of an entry of the list that hold the row of the tile.
 const ROW_BITS: u32 = 12;

@@ -16,8 +16,8 @@
 
 use super::SOURCE;
 use super::column_sums::{check_matrix, grid};
-use crate::choice::{Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::chunkwise::choose::{Refusal, check_type};
+use crate::chunkwise::launch::{Buffer, array, buffer, whole};
 use crate::rowwise::{Activation, UNITS, activate};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;

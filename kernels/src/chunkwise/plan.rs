@@ -1,4 +1,4 @@
-//! What is computed, on what sizes, and how it is cut up.
+//! Variants, sizes, and the compile-time plan of a kernel.
 
 use crate::tile::{Engine, Grid, Mul, Window};
 
@@ -6,7 +6,7 @@ use crate::tile::{Engine, Grid, Mul, Window};
 /// of compiled kernels know a kernel by its name and its compile-time values only.
 pub const VERSION: u32 = 12;
 
-/// How much of its memory a head keeps from token to token.
+/// Decay of the state from token to token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Decay {
     /// All of it.
@@ -17,27 +17,27 @@ pub enum Decay {
     Vector,
 }
 
-/// What a token does to its memory besides decay.
+/// Transition of the state by a token, besides decay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Transition {
     /// Adds `k^T v`.
     Identity,
-    /// Moves what the memory answers to a row toward v by the share beta, and writes with k.
+    /// Corrects the value retrieved by the erase key toward v by the share beta, and writes with k.
     Delta {
-        /// The row has a tensor of its own; else it is k.
+        /// The erase key has a tensor of its own; else it is k.
         erase: bool,
     },
     /// Adds `k^T v + b^T (a S)`.
     LowRank,
 }
 
-/// Which memory is read.
+/// Read position: the state that is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Read {
-    /// The one after this token's decay.
+    /// The state after this token's decay.
     After,
-    /// The one that the last token left: the output of [`Transition::Identity`], what
-    /// [`Transition::Delta`] erases. [`Transition::LowRank`] always asks that one.
+    /// The state that the last token left: for the output of [`Transition::Identity`] and the erase key of
+    /// [`Transition::Delta`]. The `a` of [`Transition::LowRank`] always reads that one.
     Before,
 }
 
@@ -79,13 +79,13 @@ impl Variant {
         self.decay == Decay::Scalar
     }
 
-    /// Whether a query reads what the last token left, and so not this token's own write.
+    /// Whether a query reads the state that the last token left, and so not this token's own write.
     pub(crate) fn reads_before(&self) -> bool {
         self.transition == Transition::Identity && self.read == Read::Before
     }
 
-    /// Whether the row `a` asks what the last token left.
-    pub(crate) fn asks_before(&self) -> bool {
+    /// Whether the erase key `a` reads the state that the last token left.
+    pub(crate) fn erases_before(&self) -> bool {
         self.low_rank() || (self.delta() && self.read == Read::Before)
     }
 }
@@ -107,7 +107,7 @@ pub struct Dims {
     pub value_width: usize,
 }
 
-/// What a kernel is compiled for. Neither batch nor length is part of it.
+/// Compile-time values of a kernel. Neither batch nor length is part of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Plan {
     pub version: u32,
@@ -123,14 +123,14 @@ pub(crate) struct Plan {
     pub value_tile: usize,
     /// Columns of values in a tile elsewhere.
     pub value_slice: usize,
-    /// Chunks whose tiles the state pass holds at once: with 2, one is copied while one is worked on;
-    /// with scorers 3, since one is scored in between. Stage 3 with tensor cores: 1 if it holds a
-    /// chunk's tiles at once, 0 if slice by slice.
-    pub halves: usize,
-    /// Planes of the state pass that make scores, ahead of the others; 0 where stage 1 makes them.
-    pub scorers: usize,
-    /// Planes of the state pass that share out the keys of the same columns of values; 1 on the plain engine.
-    pub sharers: usize,
+    /// Pipeline stages of the state pass, a chunk's tiles each: with 2, one is copied while one is in use; with
+    /// producers 3, since one is scored in between. Input gradients on tensor cores: 1 if a chunk's tiles are held
+    /// at once, 0 if slice by slice.
+    pub stages: usize,
+    /// Producer planes of the state pass, which make scores ahead of the others; 0 where the intra-chunk stage does.
+    pub producers: usize,
+    /// Planes of the state pass that split the keys of the same columns of values; 1 on the f32 engines.
+    pub split_k: usize,
     pub units: usize,
 }
 
@@ -153,25 +153,25 @@ impl Plan {
     }
 
     /// Chunks whose scores the state pass holds at once.
-    pub fn squares(&self) -> usize {
-        self.halves.min(2)
+    pub fn score_stages(&self) -> usize {
+        self.stages.min(2)
     }
 
-    /// This plan with no units but the scorers.
-    pub fn scoring(&self) -> Self {
-        Self { units: self.scorers * 32, ..*self }
+    /// This plan with no units but the producers.
+    pub fn of_producers(&self) -> Self {
+        Self { units: self.producers * 32, ..*self }
     }
 
-    /// The scorer that fills a chunk's table as well: that of a square's upper right corner. Of eight it has
-    /// nothing to score, of four as much as the others.
-    pub fn table_scorer(&self) -> usize {
-        let grid = self.scoring().pairs();
+    /// The producer that makes a chunk's decay factors as well: that of the upper right corner of A_qk. Of eight
+    /// it has nothing else to make, of four as much as the others.
+    pub fn decay_factor_producer(&self) -> usize {
+        let grid = self.of_producers().pairs();
         grid.down() * (grid.across() - 1)
     }
 
-    /// Units that copy what a chunk brings along: scorers alone, because walkers have more to do, or all.
-    pub fn copiers(&self) -> usize {
-        if self.scorers > 0 { self.scoring().units } else { self.units }
+    /// Units that copy a chunk's tiles: producers alone, because consumers have more to do, or all.
+    pub fn copying_units(&self) -> usize {
+        if self.producers > 0 { self.of_producers().units } else { self.units }
     }
 
     /// Tiles of a matrix [K, K] where the state's are `value_tile` wide.
@@ -229,12 +229,12 @@ pub(crate) struct Stored {
     pub transposed: bool,
 }
 
-/// As the product wants it.
-pub(crate) fn upright(columns: usize) -> Stored {
+/// Row-major, as the product reads it.
+pub(crate) fn row_major(columns: usize) -> Stored {
     Stored { columns, transposed: false }
 }
 
-/// Rows for columns.
+/// Transposed: rows for columns.
 pub(crate) fn transposed(columns: usize) -> Stored {
     Stored { columns, transposed: true }
 }

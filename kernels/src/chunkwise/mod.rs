@@ -1,0 +1,28 @@
+//! The chunkwise algorithm: three stages on the device, and the host's side of them.
+//!
+//! ```text
+//! intra_chunk        A_qk, T and decay factors of every chunk      triangular_inverse, vector_decay
+//! state_pass         S from chunk to chunk, and the outputs        state, state_products, state_tiles,
+//!                                                                  sequence_parallel
+//! input_gradients    dq, dk, da, db, and dg, dbeta                 gradient_tiles, gate_gradients
+//!
+//! chunk              offsets of a chunk, cumulative decay          all stages
+//! plan, choose       compile-time sizes, and how they are chosen   host
+//! launch             buffers and launches                          host
+//! ```
+
+pub(crate) mod choose;
+mod chunk;
+mod gate_gradients;
+mod gradient_tiles;
+mod input_gradients;
+mod intra_chunk;
+pub(crate) mod launch;
+pub(crate) mod plan;
+mod sequence_parallel;
+mod state;
+mod state_pass;
+mod state_products;
+mod state_tiles;
+mod triangular_inverse;
+mod vector_decay;
