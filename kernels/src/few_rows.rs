@@ -21,9 +21,9 @@
 //!         kept. Where 8, 4 or 2 do not divide N and `stride`, vectors are narrower. M, K and N are
 //!         run-time values: new ones compile nothing, unless they change `Split`.
 
-use crate::chunkwise::choose::{Refusal, check_type};
-use crate::chunkwise::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
 use crate::chunkwise::plan::VERSION;
+use crate::refusal::{Refusal, check_type};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -171,7 +171,7 @@ pub fn check<R: Runtime>(
 ) -> Result<(), Refusal> {
     let Dims { rows, inner, columns, stride } = dims;
     if !(1..=MOST_ROWS).contains(&rows) || inner == 0 || columns == 0 {
-        return Err(Refusal::Product { rows, inner, columns });
+        return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
     }
     check_type(client, dtype)?;
     let hardware = &client.properties().hardware;

@@ -2,23 +2,31 @@
 #![deny(missing_docs)]
 #![allow(clippy::collapsible_if)] // the outer one is often decided when a kernel is compiled
 
+mod buffer;
 mod chunkwise;
 pub mod convolution;
 pub mod few_rows;
 pub mod fused;
 pub mod matmul;
+mod refusal;
 pub mod rowwise;
 #[cfg(test)]
 mod rowwise_tests;
 pub mod step;
+mod tensors;
 #[cfg(test)]
 mod tests;
 mod tile;
+mod variant;
 
-pub use chunkwise::choose::{Refusal, WIDEST, engine, launches};
-pub use chunkwise::launch::{Backward, Buffer, Forward, Given, Inputs, backward, forward};
-pub use chunkwise::plan::{Decay, Dims, Read, Transition, VERSION, Variant};
+pub use buffer::Buffer;
+pub use chunkwise::choose::{WIDEST, engine, launches};
+pub use chunkwise::launch::{backward, forward};
+pub use chunkwise::plan::VERSION;
+pub use refusal::Refusal;
+pub use tensors::{Backward, Forward, Given, Inputs};
 pub use tile::Engine;
+pub use variant::{Decay, Dims, Read, Transition, Variant};
 
 /// A number of these kernels' source. CubeCL's caches of compiled kernels know a kernel by its name and
 /// its compile-time values only: a cache in a folder named by this never gives the code of another

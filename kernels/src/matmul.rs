@@ -19,10 +19,10 @@
 
 mod kernel;
 
-use crate::chunkwise::choose::{F32, Refusal};
-use crate::chunkwise::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
 use crate::fused::SOURCE;
 use crate::fused::column_sums::{column_sums, multiprocessors};
+use crate::refusal::{F32, Refusal};
 use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;

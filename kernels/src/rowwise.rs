@@ -18,8 +18,8 @@
 //! Source: RMSNorm, arXiv 1910.07467; the decay of Mamba-2, arXiv 2405.21060. No gradient.
 //! ```
 
-use crate::chunkwise::choose::check_type;
 use crate::chunkwise::plan::VERSION;
+use crate::refusal::check_type;
 use cubecl::prelude::*;
 
 /// Units of a cube.

@@ -26,9 +26,11 @@
 //!         gradient: decoding has none.
 //! ```
 
-use crate::chunkwise::choose::{F32, Refusal, check_heads, check_tensors, check_type};
-use crate::chunkwise::launch::{Forward, Inputs, array, buffer, whole};
-use crate::chunkwise::plan::{Decay, Dims, VERSION, Variant};
+use crate::buffer::{array, buffer, whole};
+use crate::chunkwise::plan::VERSION;
+use crate::refusal::{F32, Refusal, check_heads, check_type};
+use crate::tensors::{Forward, Inputs, check_tensors};
+use crate::variant::{Decay, Dims, Variant};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 

@@ -734,3 +734,9 @@ pub(crate) fn put_four<S: Float, W: Size>(
         tensor[at] = x;
     }
 }
+
+/// Puts a pair into a fragment.
+#[cube]
+pub(crate) fn set(fragment: &mut Array<Pair>, #[comptime] h: usize, x: Pair) {
+    fragment[h] = x;
+}

@@ -14,15 +14,12 @@
 //! Gradients of rows lie in one layout from the first to the last, so each unit keeps partial sums of its
 //! rows in registers (`PartialSums`); the cube sums once, at the end.
 
+use crate::chunkwise::arguments::{Gradients, Operands, SavedTensors};
 use crate::chunkwise::chunk::{Place, Sums, since_start};
-use crate::chunkwise::gradient_tiles::{
-    GradientTiles, SLOTS, TokenOffset, cube_sum, partial_at, row_sum,
-};
-use crate::chunkwise::input_gradients::{Gradients, SavedTensors, Scored};
-use crate::chunkwise::intra_chunk::Operands;
+use crate::chunkwise::gradient_tiles::{GradientTiles, SLOTS, cube_sum, partial_at, row_sum};
 use crate::chunkwise::plan::Plan;
-use crate::chunkwise::vector_decay::set;
-use crate::tile::{Acc, Engine, Grid, Pair, column, inside, row};
+use crate::chunkwise::roles::{Scored, TokenOffset};
+use crate::tile::{Acc, Engine, Grid, Pair, column, inside, row, set};
 use cubecl::prelude::*;
 
 /// A unit's partial sums over its rows: two for each row of fragments.

@@ -10,13 +10,12 @@
 //! ```
 //! Everything else is the same: a product takes a matrix by its name.
 
+use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors};
 use crate::chunkwise::chunk::Place;
-use crate::chunkwise::input_gradients::SavedTensors;
-use crate::chunkwise::intra_chunk::Operands;
 use crate::chunkwise::plan::Plan;
-use crate::chunkwise::vector_decay::set;
+use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Engine, Grid, Pair, Rows, Window, column, inside, load, load_async, load_matrix, row,
+    Acc, Engine, Grid, Pair, Rows, Window, column, inside, load, load_async, load_matrix, row, set,
     tile, zeros,
 };
 use cubecl::prelude::*;
@@ -25,57 +24,6 @@ use cubecl::prelude::*;
 pub(crate) const SLOTS: usize = 16;
 /// From the partial sums of one row to those of the next: rows side by side do not share a bank.
 const NEXT: usize = SLOTS + 1;
-
-/// A value-wide matrix.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Values {
-    V,
-    U,
-    R,
-    DO,
-}
-
-/// A key-wide matrix of a chunk's tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Keys {
-    Q,
-    K,
-    A,
-    B,
-}
-
-/// A state, stored [V, K].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum States {
-    Start,
-    /// The gradient of the one at the chunk's end.
-    End,
-}
-
-/// Offset from a row to the row it is paired with in a zero-exponent term: 0, -1 or 1.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum TokenOffset {
-    Same,
-    Previous,
-    Next,
-}
-
-/// Copies that are waited for together, in the order of use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum CopyGroup {
-    Values,
-    Start,
-    End,
-}
-
-/// Rows again, two numbers a vector where accumulators hold pairs.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct RowPairs<F: Float, M: Size> {
-    pub q: Array<Vector<F, M>>,
-    pub k: Array<Vector<F, M>>,
-    pub a: Array<Vector<F, M>>,
-    pub b: Array<Vector<F, M>>,
-}
 
 /// Tiles, and scratch.
 #[derive(CubeType)]

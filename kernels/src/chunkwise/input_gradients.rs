@@ -16,53 +16,28 @@
 //! Work: a cube a chunk of a (sequence, head), over slices of keys where its tiles are not in shared
 //! memory whole (gradient_tiles.rs). dg and dbeta: gate_gradients.rs.
 
+use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors};
 use crate::chunkwise::chunk::{Place, Sizes, Sums, between, place, sum_scalars, sum_vectors, sums};
 use crate::chunkwise::gate_gradients::{
     Gate, PartialSums, add_zero_exponents, beta_products, clear_gates, gate_products,
     keep_scalar_gates, keep_values, keep_vector_gates, partial_sums,
 };
 use crate::chunkwise::gradient_tiles::{
-    CopyGroup, GradientTiles, Keys, RowPairs, States, TokenOffset, Values, copy_group_async,
-    gradient_tiles, keys_tile, load_fragments, load_key_rows, load_state_operands,
-    load_value_operands, state_tile, values_tile,
+    GradientTiles, copy_group_async, gradient_tiles, keys_tile, load_fragments, load_key_rows,
+    load_state_operands, load_value_operands, state_tile, values_tile,
 };
 use crate::chunkwise::intra_chunk::{
-    Operands, decay_mask, erase_scale, intersects_lower_triangle, keep, left, reach, store,
-    vector_reach,
+    decay_mask, erase_scale, intersects_lower_triangle, keep, left, reach, store, vector_reach,
 };
 use crate::chunkwise::plan::{Plan, row_major, transposed};
+use crate::chunkwise::roles::{CopyGroup, Keys, Scored, States, TokenOffset, Values};
 use crate::chunkwise::state::add;
-use crate::chunkwise::vector_decay::{scores_adjoint, set};
-use crate::tile::{Acc, Engine, Grid, Pair, Rows, column, inside, mul, put_four, row, tile, zeros};
+use crate::chunkwise::vector_decay::scores_adjoint;
+use crate::tile::{
+    Acc, Engine, Grid, Pair, Rows, column, inside, mul, put_four, row, set, tile, zeros,
+};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
-
-/// Saved tensors of the state passes, and the gradient of the outputs.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct SavedTensors<F: Float, E: Float, G: Size> {
-    pub d_o: Array<Vector<F, G>>,
-    /// U, `[B, T, H, V]`; not read in linear attention.
-    pub u: Array<Vector<E, G>>,
-    /// R, `[B, T, H, V]`; not read in linear attention.
-    pub r: Array<Vector<E, G>>,
-    /// [V, K] at the start of every chunk.
-    pub states: Array<Vector<E, G>>,
-    /// Gradients of the states at the end of every chunk.
-    pub d_states: Array<Vector<E, G>>,
-}
-
-/// Outputs of this stage: all `[B, T, H, ..]`, key heads not yet summed up.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct Gradients<F: Float, G: Size, W: Size> {
-    pub q: Array<Vector<F, W>>,
-    pub k: Array<Vector<F, W>>,
-    pub a: Array<Vector<F, W>>,
-    pub b: Array<Vector<F, W>>,
-    pub v: Array<Vector<F, G>>,
-    /// Scalar or vector gates.
-    pub g: Array<f32>,
-    pub beta: Array<f32>,
-}
 
 /// Gradients of the score blocks. Their zero-exponent terms lie apart: no gate touches them.
 #[derive(CubeType)]
@@ -75,34 +50,6 @@ struct ScoreGradients<X: Float, M: Size> {
     scaled: SharedMemory<Vector<X, M>>,
     /// [4, C], in the order of [`Scored::zero_exponent_row`].
     zero_exponent: SharedMemory<f32>,
-}
-
-/// A [C, C] block of scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Scored {
-    Qk,
-    Qb,
-    Ab,
-    Ak,
-    /// Delta: ab times -beta.
-    Scaled,
-}
-
-impl Scored {
-    /// Row of `ScoreGradients::zero_exponent`.
-    pub fn zero_exponent_row(self) -> usize {
-        match self {
-            Self::Qk => 0,
-            Self::Qb => 1,
-            Self::Ab | Self::Scaled => 2,
-            Self::Ak => 3,
-        }
-    }
-
-    /// Whether the row on the left is a query, and not an erase key.
-    fn reads(self) -> bool {
-        matches!(self, Self::Qk | Self::Qb)
-    }
 }
 
 /// A row whose gradient is computed, by its part in the recurrence.

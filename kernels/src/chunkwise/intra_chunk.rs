@@ -13,15 +13,17 @@
 //!         producer planes this stage is not launched: [`produce_scores`] does its work in their cubes.
 //! Cost:   about C K multiplications a token and product; T another C^2 / 3.
 
+use crate::chunkwise::arguments::{IntraChunkOut, Operands};
 use crate::chunkwise::chunk::{
     Place, Sizes, Sums, between, own, place, since_start, sum_by_plane, sum_scalars, sum_vectors,
     sums,
 };
 use crate::chunkwise::plan::{Plan, row_major, transposed};
 use crate::chunkwise::triangular_inverse::{invert, stride as inverse_stride};
-use crate::chunkwise::vector_decay::{scores as decayed_scores, seen, set};
+use crate::chunkwise::vector_decay::{scores as decayed_scores, seen};
 use crate::tile::{
-    Acc, Grid, Pair, Rows, column, fetch, inside, lay, load, mul, put, put_out, row, tile, zeros,
+    Acc, Grid, Pair, Rows, column, fetch, inside, lay, load, mul, put, put_out, row, set, tile,
+    zeros,
 };
 use cubecl::prelude::*;
 
@@ -39,40 +41,6 @@ pub(crate) mod decay_factors {
     pub const BETA: usize = 4;
     /// How many there are.
     pub const ROWS: usize = 5;
-}
-
-/// Tensors of the operation, as the kernels see them.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct Operands<F: Float, G: Size> {
-    pub q: Array<Vector<F, G>>,
-    pub k: Array<Vector<F, G>>,
-    /// The erase rows of a delta rule, or a.
-    pub a: Array<Vector<F, G>>,
-    pub b: Array<Vector<F, G>>,
-    pub v: Array<Vector<F, G>>,
-    /// Scalar gates.
-    pub g: Array<f32>,
-    /// Vector gates.
-    pub gates: Array<Vector<f32, G>>,
-    pub beta: Array<f32>,
-}
-
-/// Outputs of this stage; two numbers a vector where the engine is [`Mma`](crate::Engine::Mma).
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct IntraChunkOut<E: Float, M: Size> {
-    pub a_qk: Array<Vector<E, M>>,
-    pub a_qb: Array<Vector<E, M>>,
-    pub inverse: Array<Vector<E, M>>,
-    pub a_ak: Array<Vector<E, M>>,
-    pub a_ak_v: Array<Vector<E, M>>,
-    pub decay_factors: Array<f32>,
-    /// Vector decay: q e^G, a e^G, b e^{G_C - G}, k e^{G_C - G}; `[B, T, H, K]`.
-    pub q: Array<Vector<E, M>>,
-    pub a: Array<Vector<E, M>>,
-    pub b: Array<Vector<E, M>>,
-    pub k: Array<Vector<E, M>>,
-    /// Vector decay: e^{G_C}, `[B, H, chunks, K]`.
-    pub chunk_decay: Array<f32>,
 }
 
 /// The kernel. F: the tensors' type; X: what tiles hold; E: what is kept for the next stages.

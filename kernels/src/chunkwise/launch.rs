@@ -1,101 +1,24 @@
 //! The host's side: tensors in and out, buffers, and the launches of one forward or backward pass.
 
-use crate::chunkwise::choose::{F32, Plans, Refusal, check_tensors, plans};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::chunkwise::arguments::{
+    GradientsLaunch, IntraChunkLaunch, IntraChunkOutLaunch, OperandsLaunch, RowPairsLaunch,
+    SavedTensorsLaunch, StatePassLaunch,
+};
+use crate::chunkwise::choose::{Plans, plans};
 use crate::chunkwise::chunk::SizesLaunch;
-use crate::chunkwise::gradient_tiles::RowPairsLaunch;
-use crate::chunkwise::input_gradients::{GradientsLaunch, SavedTensorsLaunch, input_gradients};
-use crate::chunkwise::intra_chunk::{
-    IntraChunkOutLaunch, OperandsLaunch, decay_factors, intra_chunk,
-};
-use crate::chunkwise::plan::{Dims, Transition, Variant};
+use crate::chunkwise::input_gradients::input_gradients;
+use crate::chunkwise::intra_chunk::{decay_factors, intra_chunk};
 use crate::chunkwise::sequence_parallel::{COLUMNS, UNITS, combine_decays, combine_matrices};
-use crate::chunkwise::state_pass::{
-    IntraChunkLaunch, Span, StatePassLaunch, Task, state_pass_backward, state_pass_forward,
-};
+use crate::chunkwise::state_pass::{state_pass_backward, state_pass_forward};
+use crate::chunkwise::task::{Span, Task};
+use crate::refusal::{F32, Refusal};
+use crate::tensors::{Backward, Forward, Given, Inputs, check_tensors};
 use crate::tile::Engine;
+use crate::variant::{Dims, Transition, Variant};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-
-/// A tensor that was made here: contiguous.
-#[derive(Debug, Clone)]
-pub struct Buffer {
-    /// The memory.
-    pub handle: Handle,
-    /// The shape.
-    pub shape: Vec<usize>,
-    /// The type.
-    pub dtype: StorageType,
-}
-
-impl Buffer {
-    pub(crate) fn len(&self) -> usize {
-        self.shape.iter().product()
-    }
-}
-
-/// Tensors of an operation, contiguous. Rows are of one type; gates and states are f32.
-#[derive(Debug, Clone)]
-pub struct Inputs {
-    /// Queries, `[B, T, Hk, K]`.
-    pub q: Handle,
-    /// Keys, `[B, T, Hk, K]`.
-    pub k: Handle,
-    /// Values, `[B, T, H, V]`.
-    pub v: Handle,
-    /// Erase rows of a delta rule, or a of a low rank transition: `[B, T, H, K]`.
-    pub a: Option<Handle>,
-    /// b of a low rank transition, `[B, T, H, K]`.
-    pub b: Option<Handle>,
-    /// Log decay, `[B, T, H]` or `[B, T, H, K]`.
-    pub g: Option<Handle>,
-    /// Share of the error to correct, `[B, T, H]`.
-    pub beta: Option<Handle>,
-    /// State before the first token, `[B, H, K, V]`; zeros if absent.
-    pub state: Option<Handle>,
-}
-
-/// Results of a forward pass.
-#[derive(Debug, Clone)]
-pub struct Forward {
-    /// Outputs, `[B, T, H, V]`.
-    pub o: Buffer,
-    /// State after the last token, `[B, H, K, V]`, f32.
-    pub state: Buffer,
-    /// For [`backward`], in its order; empty if nothing was to be kept.
-    pub saved: Vec<Buffer>,
-}
-
-/// Tensors that a backward pass starts from, besides gradients.
-#[derive(Debug, Clone, Copy)]
-pub struct Given<'a> {
-    /// The inputs of the forward pass.
-    pub x: &'a Inputs,
-    /// Memory of [`Forward::saved`].
-    pub saved: &'a [Handle],
-}
-
-/// Results of a backward pass. Rows are per value head: where heads share keys, those of q and k are
-/// still to be added up.
-#[derive(Debug, Clone)]
-pub struct Backward {
-    /// `[B, T, H, K]`.
-    pub q: Buffer,
-    /// `[B, T, H, K]`.
-    pub k: Buffer,
-    /// `[B, T, H, V]`.
-    pub v: Buffer,
-    /// `[B, T, H, K]`.
-    pub a: Option<Buffer>,
-    /// `[B, T, H, K]`.
-    pub b: Option<Buffer>,
-    /// As the gates, f32.
-    pub g: Option<Buffer>,
-    /// `[B, T, H]`, f32.
-    pub beta: Option<Buffer>,
-    /// Of the state before the first token, `[B, H, K, V]`, f32.
-    pub state: Buffer,
-}
 
 /// One call: what every launch needs.
 struct Call<'a, R: Runtime> {
@@ -649,35 +572,6 @@ struct GradientBuffers {
     v: Buffer,
     g: Buffer,
     beta: Buffer,
-}
-
-/// A buffer that a kernel is to fill.
-pub(crate) fn buffer<R: Runtime>(
-    client: &ComputeClient<R>,
-    shape: &[usize],
-    dtype: StorageType,
-) -> Buffer {
-    let numbers: usize = shape.iter().product();
-    let bytes = numbers * dtype.size();
-    // Tests fill every buffer with NaN, so that what a kernel forgets to write is seen.
-    let handle = match cfg!(test) {
-        true => client.create_from_slice(&vec![0xff; bytes]),
-        false => client.empty(bytes),
-    };
-    Buffer { handle, shape: shape.to_vec(), dtype }
-}
-
-/// A whole tensor, as an argument.
-pub(crate) fn whole<R: Runtime>(buffer: &Buffer) -> ArrayArg<R> {
-    array(&buffer.handle, buffer.len())
-}
-
-pub(crate) fn array<R: Runtime>(handle: &Handle, len: usize) -> ArrayArg<R> {
-    // SAFETY: callers pass the length that the memory was made for, or less.
-    #[allow(unsafe_code)]
-    unsafe {
-        ArrayArg::from_raw_parts(handle.clone(), len)
-    }
 }
 
 /// Whole sequences. `keep` leaves in `saved` what [`backward`] needs.

@@ -7,10 +7,12 @@
 //! input_gradients    dq, dk, da, db, and dg, dbeta                 gradient_tiles, gate_gradients
 //!
 //! chunk              offsets of a chunk, cumulative decay          all stages
-//! plan, choose       compile-time sizes, and how they are chosen   host
-//! launch             buffers and launches                          host
+//! arguments, roles   tensors of the kernels, names of matrices     all stages
+//! plan, task         compile-time values                           all stages
+//! choose, launch     plans of a device, buffers and launches       host
 //! ```
 
+mod arguments;
 pub(crate) mod choose;
 mod chunk;
 mod gate_gradients;
@@ -19,10 +21,12 @@ mod input_gradients;
 mod intra_chunk;
 pub(crate) mod launch;
 pub(crate) mod plan;
+mod roles;
 mod sequence_parallel;
 mod state;
 mod state_pass;
 mod state_products;
 mod state_tiles;
+mod task;
 mod triangular_inverse;
 mod vector_decay;

@@ -24,7 +24,7 @@
 
 use crate::chunkwise::chunk::{HeadOffsets, Place, Sizes, head_offsets, place_in};
 use crate::chunkwise::plan::Plan;
-use crate::chunkwise::state_pass::{Span, Task};
+use crate::chunkwise::task::{Span, Task};
 use crate::tile::{Rows, tile};
 use cubecl::prelude::*;
 

@@ -12,8 +12,9 @@
 //! columns and half of the keys each (split-K); [`reduce_split_k`] adds their partial products.
 
 use crate::chunkwise::plan::Plan;
-use crate::chunkwise::vector_decay::set;
-use crate::tile::{Acc, Engine, Grid, Pair, column, inside, load_a, put_four, row, tile, zeros};
+use crate::tile::{
+    Acc, Engine, Grid, Pair, column, inside, load_a, put_four, row, set, tile, zeros,
+};
 use cubecl::prelude::*;
 
 /// The state.

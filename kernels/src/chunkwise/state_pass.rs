@@ -20,11 +20,10 @@
 //! Source: DeltaNet's chunk form, arXiv 2406.06484, with the decay of arXiv 2412.06464; the adjoint
 //!         goes through the solve, so that neither dW nor dT is ever formed.
 
+use crate::chunkwise::arguments::{IntraChunk, Operands, StatePass};
 use crate::chunkwise::chunk::{Place, Sizes};
-use crate::chunkwise::intra_chunk::{
-    Operands, ProducerTiles, decay_factors, produce_scores, producer_tiles,
-};
-use crate::chunkwise::plan::{Decay, Plan, Variant};
+use crate::chunkwise::intra_chunk::{ProducerTiles, decay_factors, produce_scores, producer_tiles};
+use crate::chunkwise::plan::Plan;
 use crate::chunkwise::sequence_parallel::{WorkRange, nth_chunk, work_range};
 use crate::chunkwise::state::{
     Block, State, add, block, decay_state, is_consumer, load_block, output_column, output_row,
@@ -38,98 +37,13 @@ use crate::chunkwise::state_tiles::{
     StateTiles, copy_chunk_async, load_a_ak_v, load_chunk, load_erase_rows, load_key_rows,
     load_query_rows, load_square, load_values, load_write_rows, select_chunk, state_tiles,
 };
-use crate::chunkwise::vector_decay::set;
-use crate::tile::{Acc, Pair, Rows, put_four, put_out, zeros};
+use crate::chunkwise::task::{Span, Task};
+use crate::tile::{Acc, Pair, Rows, put_four, put_out, set, zeros};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-/// Outputs of the intra-chunk stage, as this stage reads them.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct IntraChunk<E: Float, G: Size> {
-    pub a_qk: Array<Vector<E, G>>,
-    pub a_qb: Array<Vector<E, G>>,
-    pub inverse: Array<Vector<E, G>>,
-    pub a_ak: Array<Vector<E, G>>,
-    pub a_ak_v: Array<Vector<E, G>>,
-    pub decay_factors: Array<f32>,
-    pub q: Array<Vector<E, G>>,
-    pub a: Array<Vector<E, G>>,
-    pub b: Array<Vector<E, G>>,
-    pub k: Array<Vector<E, G>>,
-    pub chunk_decay: Array<f32>,
-}
-
-/// States and saved tensors of a pass.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct StatePass<E: Float, W: Size> {
-    /// First state, `[B, H, K, V]`; of segments, one each, `[B, H, P, K, V]`.
-    pub start: Array<f32>,
-    /// Last state, `[B, H, K, V]`; in a local pass, the segments' first states.
-    pub end: Array<f32>,
-    /// [V, K] at the start of every chunk (forward), at its end (backward).
-    pub states: Array<Vector<E, W>>,
-    /// U or R, `[B, T, H, V]`.
-    pub block: Array<Vector<E, W>>,
-    /// Local passes: M^T and, if it is kept, M, each `[B, H, P, K, K]`; where nothing is solved its
-    /// diagonal, `[B, H, P]` or `[B, H, P, K]`.
-    pub transitions: Array<f32>,
-}
-
-/// The range of tokens of a cube.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Span {
-    /// Sequences.
-    Sequence,
-    /// Segments, each from its own start.
-    Segment,
-    /// Segments too, for E_p and M_p alone: the local pass.
-    Local,
-}
-
-/// Direction and range of a launch, besides its plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Task {
-    pub backward: bool,
-    pub span: Span,
-    /// There is a state to start from.
-    pub given: bool,
-    /// States and blocks are saved; of a local pass, what the backward pass needs of it.
-    pub keep: bool,
-}
-
 /// Cumulative decay since a segment's start: this unit's part of it.
 type Left = Sequence<Array<f32>>;
-
-impl Task {
-    /// Numbers of [`Left`]: none where M is a matrix, or 1.
-    fn left(&self, plan: Plan) -> usize {
-        match plan.variant.decay {
-            _ if !self.local() || plan.variant.solves() => 0,
-            Decay::None => 0,
-            Decay::Scalar => 1,
-            Decay::Vector => plan.key_width.div_ceil(plan.units),
-        }
-    }
-
-    pub fn local(&self) -> bool {
-        self.span == Span::Local
-    }
-
-    /// Whether queries are used.
-    pub fn queries(&self) -> bool {
-        self.backward || !self.local()
-    }
-
-    /// Whether k is: a backward local pass needs it as the erase key of a delta rule alone.
-    pub fn has_keys(&self, variant: Variant) -> bool {
-        !(self.backward && self.local()) || variant.delta()
-    }
-
-    /// Whether a block is multiplied by A_qk (low rank: A_qb).
-    pub fn applies_a_qk(&self, variant: Variant) -> bool {
-        !self.local() || (self.backward && variant.solves())
-    }
-}
 
 /// The producers' part of a chunk. A local pass of linear attention reads the decay factors alone.
 #[cube]

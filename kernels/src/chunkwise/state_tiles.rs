@@ -9,10 +9,11 @@
 //! ```
 //! Either way the state pass takes a tile by its role.
 
+use crate::chunkwise::arguments::{IntraChunk, Operands};
 use crate::chunkwise::chunk::{Place, own};
-use crate::chunkwise::intra_chunk::{Operands, decay_factors};
+use crate::chunkwise::intra_chunk::decay_factors;
 use crate::chunkwise::plan::Plan;
-use crate::chunkwise::state_pass::{IntraChunk, Task};
+use crate::chunkwise::task::Task;
 use crate::tile::{Rows, Window, load, load_async, tile};
 use cubecl::prelude::barrier::{Barrier, copy_async};
 use cubecl::prelude::*;

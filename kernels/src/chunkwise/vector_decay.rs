@@ -14,7 +14,7 @@
 use crate::chunkwise::chunk::{Sums, between};
 use crate::chunkwise::plan::Plan;
 use crate::tile::{
-    Acc, Grid, Pair, Parts, column, execute_tf32, inside, parts, put_parts, row, zeros,
+    Acc, Grid, Pair, Parts, column, execute_tf32, inside, parts, put_parts, row, set, zeros,
 };
 use cubecl::prelude::*;
 
@@ -473,10 +473,4 @@ fn add_own<X: Float, N: Size, M: Size>(
             set(acc.index_mut(f), h, sum);
         }
     }
-}
-
-/// Puts a pair into a fragment.
-#[cube]
-pub(crate) fn set(fragment: &mut Array<Pair>, #[comptime] h: usize, x: Pair) {
-    fragment[h] = x;
 }

@@ -19,8 +19,8 @@
 //! ```
 
 use super::embedding::{check_numbers, grid, vector_width};
-use crate::chunkwise::choose::{F32, Refusal, check_type};
-use crate::chunkwise::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::UNITS;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;

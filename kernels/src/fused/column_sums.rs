@@ -13,8 +13,8 @@
 //! x begins at a multiple of 16 bytes.
 
 use super::SOURCE;
-use crate::chunkwise::choose::{F32, Refusal, check_type};
-use crate::chunkwise::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{UNITS, spread};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;

@@ -40,8 +40,8 @@ mod runs;
 #[path = "conv_split_tests.rs"]
 mod tests;
 
-use crate::chunkwise::choose::{F32, Refusal, check_type};
-use crate::chunkwise::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{Activation, UNITS, spread};
 use backward::{COLUMNS, SumForm, XGradientsLaunch, add_rows, column_gradients};
 use cubecl::ir::StorageType;

@@ -15,8 +15,8 @@
 //!         N is a run-time value.
 //! ```
 
-use crate::chunkwise::choose::{F32, Refusal, check_type};
-use crate::chunkwise::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{UNITS, spread};
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{ElemType, IntKind, StorageType, UIntKind};

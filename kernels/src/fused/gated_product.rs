@@ -16,8 +16,8 @@
 
 use super::SOURCE;
 use super::column_sums::{check_matrix, grid};
-use crate::chunkwise::choose::{Refusal, check_type};
-use crate::chunkwise::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{Refusal, check_type};
 use crate::rowwise::{Activation, UNITS, activate};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;

@@ -32,8 +32,8 @@ use super::SOURCE;
 use super::column_sums::{
     check_matrix, column_sums_at_once, column_sums_in_two, grid, multiprocessors, vector_width,
 };
-use crate::chunkwise::choose::{F32, Refusal, check_type};
-use crate::chunkwise::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{Activation, UNITS};
 use cubecl::ir::StorageType;
 use cubecl::ir::features::Plane;

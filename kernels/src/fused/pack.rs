@@ -9,8 +9,8 @@
 
 use super::SOURCE;
 use super::column_sums::{check_matrix, grid};
-use crate::chunkwise::choose::{Refusal, check_type};
-use crate::chunkwise::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{Refusal, check_type};
 use crate::rowwise::UNITS;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
