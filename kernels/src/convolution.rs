@@ -17,7 +17,7 @@
 //! Source: arXiv 2312.00752, whose W is 4. No gradient.
 //! ```
 
-use crate::chunkwise::plan::VERSION;
+use crate::SOURCE;
 use crate::rowwise::{Activation, UNITS, activate, spread};
 use cubecl::prelude::*;
 
@@ -68,7 +68,7 @@ pub struct Args<R: Runtime> {
 /// Compile-time values of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Form {
-    version: u32,
+    source: &'static str,
     window: usize,
     biased: bool,
     activation: Activation,
@@ -85,7 +85,7 @@ pub fn launch<R: Runtime>(
     dtype: StorageType,
 ) {
     let form = Form {
-        version: VERSION,
+        source: SOURCE,
         window: dims.window,
         biased: args.bias.is_some(),
         activation: dims.activation,

@@ -21,8 +21,8 @@
 //!         kept. Where 8, 4 or 2 do not divide N and `stride`, vectors are narrower. M, K and N are
 //!         run-time values: new ones compile nothing, unless they change `Split`.
 
+use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
-use crate::chunkwise::plan::VERSION;
 use crate::refusal::{Refusal, check_type};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -73,7 +73,7 @@ pub struct Args<'a> {
 /// How a product is split over cubes and units: compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Split {
-    pub version: u32,
+    pub source: &'static str,
     /// Rows of x that a cube has: 1, 2, 4 or 8.
     pub tile: usize,
     /// Numbers of a vector.
@@ -114,7 +114,7 @@ impl Split {
         let sums = tile * width * (UNITS + lanes);
         let numbers = sums.min(hardware.max_shared_memory_size / 4).max(FEWEST);
         let ahead = if tile <= 2 { 16 } else { 8 };
-        Self { version: VERSION, tile, width, lanes, ahead, numbers, biased }
+        Self { source: SOURCE, tile, width, lanes, ahead, numbers, biased }
     }
 
     /// Columns of a cube.

@@ -22,15 +22,16 @@ mod variant;
 pub use buffer::Buffer;
 pub use chunkwise::choose::{WIDEST, engine, launches};
 pub use chunkwise::launch::{backward, forward};
-pub use chunkwise::plan::VERSION;
 pub use refusal::Refusal;
 pub use tensors::{Backward, Forward, Given, Inputs};
 pub use tile::Engine;
 pub use variant::{Decay, Dims, Read, Transition, Variant};
 
-/// A number of these kernels' source. CubeCL's caches of compiled kernels know a kernel by its name and
-/// its compile-time values only: a cache in a folder named by this never gives the code of another
-/// source.
+/// A compile-time value of every kernel: CubeCL's caches of compiled kernels know a kernel by its name and its
+/// compile-time values alone.
+pub(crate) const SOURCE: &str = env!("LINATTN_KERNELS_SOURCE");
+
+/// A number of these kernels' source, by which a cache of compiled kernels can be named.
 pub fn source_hash() -> &'static str {
-    env!("LINATTN_KERNELS_SOURCE")
+    SOURCE
 }

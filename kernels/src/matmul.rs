@@ -19,8 +19,8 @@
 
 mod kernel;
 
+use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
-use crate::fused::SOURCE;
 use crate::fused::column_sums::{column_sums, multiprocessors};
 use crate::refusal::{F32, Refusal};
 use cubecl::features::MmaConfig;

@@ -18,7 +18,7 @@
 //! Source: RMSNorm, arXiv 1910.07467; the decay of Mamba-2, arXiv 2405.21060. No gradient.
 //! ```
 
-use crate::chunkwise::plan::VERSION;
+use crate::SOURCE;
 use crate::refusal::check_type;
 use cubecl::prelude::*;
 
@@ -107,10 +107,14 @@ pub struct RowArgs<R: Runtime> {
     pub y: TensorArg<R>,
 }
 
+/// Compile-time values of kernels that have no others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Source(&'static str);
+
 /// Compile-time values of [`normalize_rows`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Form {
-    version: u32,
+    source: &'static str,
     team: usize,
     weighted: bool,
     gated: bool,
@@ -128,7 +132,7 @@ pub fn normalize<R: Runtime>(
     dtype: StorageType,
 ) {
     let form = Form {
-        version: VERSION,
+        source: SOURCE,
         team: rows.team(),
         weighted: args.weight.is_some(),
         gated: args.gate.is_some(),
@@ -277,7 +281,7 @@ pub fn log_decay<R: Runtime>(
             (decays.rows * decays.width) as u32,
             decays.width as u32,
             (decays.width / decays.heads) as u32,
-            VERSION,
+            Source(SOURCE),
             dtype,
         );
     }
@@ -294,7 +298,7 @@ pub(crate) fn decay_rates<F: Float>(
     count: u32,
     width: u32,
     group: u32,
-    #[comptime] _version: u32,
+    #[comptime] _source: Source,
     #[define(F)] _dtype: StorageType,
 ) {
     let n = ABSOLUTE_POS;
@@ -343,7 +347,7 @@ pub fn gated_product<R: Runtime>(
             args.y,
             count as u32,
             activation,
-            VERSION,
+            Source(SOURCE),
             dtype,
         );
     }
@@ -357,7 +361,7 @@ pub(crate) fn multiply_by_gates<F: Float>(
     y: &mut Tensor<F>,
     count: u32,
     #[comptime] activation: Activation,
-    #[comptime] _version: u32,
+    #[comptime] _source: Source,
     #[define(F)] _dtype: StorageType,
 ) {
     let n = ABSOLUTE_POS;

@@ -26,8 +26,8 @@
 //!         gradient: decoding has none.
 //! ```
 
+use crate::SOURCE;
 use crate::buffer::{array, buffer, whole};
-use crate::chunkwise::plan::VERSION;
 use crate::refusal::{F32, Refusal, check_heads, check_type};
 use crate::tensors::{Forward, Inputs, check_tensors};
 use crate::variant::{Decay, Dims, Variant};
@@ -46,7 +46,7 @@ const SLICES: usize = 16;
 /// Compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Split {
-    pub version: u32,
+    pub source: &'static str,
     pub variant: Variant,
     /// R, units that share a column of S.
     pub slices: usize,
@@ -58,7 +58,7 @@ impl Split {
     fn new(variant: Variant, key_width: usize, most_units: u32) -> Self {
         let wanted = key_width.div_ceil(ROWS).next_power_of_two();
         let slices = wanted.min(SLICES).min(most_units as usize / COLUMNS);
-        Self { version: VERSION, variant, slices }
+        Self { source: SOURCE, variant, slices }
     }
 }
 

@@ -1,8 +1,9 @@
 //! Plans of an operation on a device, from the device's own report: the engine first, then tiles with which
 //! every stage fits into shared memory, then segments, as many as run at once. Nothing is timed.
 
+use crate::SOURCE;
 use crate::chunkwise::intra_chunk::decay_factors;
-use crate::chunkwise::plan::{Plan, VERSION};
+use crate::chunkwise::plan::Plan;
 use crate::refusal::{F32, Refusal, check_heads, check_type};
 use crate::tile::Engine;
 use crate::variant::{Dims, Variant};
@@ -197,7 +198,7 @@ fn mma_cut<R: Runtime>(
 ) -> Option<Plans> {
     let Dims { key_width, value_width, .. } = dims;
     let state_pass = Plan {
-        version: VERSION,
+        source: SOURCE,
         variant,
         engine: Engine::Mma,
         key_width,
@@ -294,7 +295,7 @@ fn tf32<R: Runtime>(client: &ComputeClient<R>, variant: Variant, dims: Dims) -> 
     let light = !variant.solves() && !variant.vector();
     let chunk = if light { 64 } else { 32 };
     let plan = Plan {
-        version: VERSION,
+        source: SOURCE,
         variant,
         engine: Engine::Tf32,
         key_width,
@@ -339,7 +340,7 @@ fn plain<R: Runtime>(
     for chunk in [32, 16] {
         for value_tile in [32, 16] {
             let plan = Plan {
-                version: VERSION,
+                source: SOURCE,
                 variant,
                 engine: Engine::Plain,
                 key_width,

@@ -20,7 +20,7 @@ mod gradient_tiles;
 mod input_gradients;
 mod intra_chunk;
 pub(crate) mod launch;
-pub(crate) mod plan;
+mod plan;
 mod roles;
 mod sequence_parallel;
 mod state;

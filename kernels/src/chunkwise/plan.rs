@@ -3,14 +3,10 @@
 use crate::tile::{Engine, Grid, Mul, Window};
 use crate::variant::Variant;
 
-/// Parts of the compiled code change with this: raise it whenever a kernel changes, because caches
-/// of compiled kernels know a kernel by its name and its compile-time values only.
-pub const VERSION: u32 = 12;
-
 /// Compile-time values of a kernel. Neither batch nor length is part of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Plan {
-    pub version: u32,
+    pub source: &'static str,
     pub variant: Variant,
     pub engine: Engine,
     pub key_width: usize,

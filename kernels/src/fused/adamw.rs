@@ -234,7 +234,7 @@ fn step_part<R: Runtime>(
         hyper.correction_2,
         clip.map_or(0.0, |clip| clip.longest),
     );
-    let form = Form { source: super::SOURCE, count: part.len(), width, special: clip.is_some() };
+    let form = Form { source: crate::SOURCE, count: part.len(), width, special: clip.is_some() };
     // A norm that is not there: any f32 tensor would do, and none is read.
     let norm = clip.map_or(part[0].0.m, |clip| clip.norm);
     // SAFETY: units past the last vector of a tensor do nothing; the caller promises the lengths.
@@ -384,7 +384,7 @@ fn sum<R: Runtime>(
 /// One cube's sum of `len` numbers. `root`: its root.
 fn finish<R: Runtime>(client: &ComputeClient<R>, x: &Handle, len: usize, root: bool) -> Buffer {
     let out = buffer(client, &[1], F32);
-    let form = Form { source: super::SOURCE, count: 1, width: 1, special: root };
+    let form = Form { source: crate::SOURCE, count: 1, width: 1, special: root };
     // SAFETY: numbers past the last one repeat it and are not added.
     #[allow(unsafe_code)]
     unsafe {
@@ -438,7 +438,7 @@ fn partial_sums<R: Runtime>(
             args.push(SummandLaunch::new(array(x, len), first, cubes, (len / width) as u32));
             first += cubes;
         }
-        let form = Form { source: super::SOURCE, count: part.len(), width, special: squared };
+        let form = Form { source: crate::SOURCE, count: part.len(), width, special: squared };
         // SAFETY: vectors past the last one repeat it and are not added; cubes of no tensor write
         // nothing.
         #[allow(unsafe_code)]

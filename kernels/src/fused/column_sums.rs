@@ -12,7 +12,7 @@
 //! ```
 //! x begins at a multiple of 16 bytes.
 
-use super::SOURCE;
+use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
 use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{UNITS, spread};

@@ -483,7 +483,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         let tensors = [&out.weight, &out.bias, &out.dt_bias, &out.a_log];
         let (heads, steps) = self.decays().unwrap_or((1, 1));
         let form = SumForm {
-            source: super::SOURCE,
+            source: crate::SOURCE,
             lengths: tensors.into_iter().flatten().map(Buffer::len).collect(),
             columns: self.form.sums,
             last: if out.a_log.is_some() { heads } else { 0 },

@@ -74,7 +74,7 @@ impl Form {
         let team = vectors.div_ceil(most).next_power_of_two().clamp(FEWEST, UNITS);
         let held = vectors.div_ceil(team).min(most);
         let whole = vectors <= team * held;
-        Self { source: super::SOURCE, width, team, held, whole, biased, gradient }
+        Self { source: crate::SOURCE, width, team, held, whole, biased, gradient }
     }
 
     /// Rows of a cube.

@@ -14,8 +14,8 @@
 //! ```
 //! Tensors begin at multiples of 16 bytes.
 
-use super::SOURCE;
 use super::column_sums::{check_matrix, grid};
+use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
 use crate::refusal::{Refusal, check_type};
 use crate::rowwise::{Activation, UNITS, activate};

@@ -28,10 +28,10 @@
 
 mod kernels;
 
-use super::SOURCE;
 use super::column_sums::{
     check_matrix, column_sums_at_once, column_sums_in_two, grid, multiprocessors, vector_width,
 };
+use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
 use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{Activation, UNITS};

@@ -1,7 +1,7 @@
 //! How the columns are shared out over units: all of it is known when a kernel is compiled.
 
 use super::{Columns, Dims, Head, Inputs, Kind, UNROLLED};
-use crate::fused::SOURCE;
+use crate::SOURCE;
 use crate::rowwise::{Activation, UNITS};
 
 /// Most units of a run, all of one plane.
