@@ -383,8 +383,8 @@ impl<R: Runtime> Case<'_, R> {
         match &x.transition {
             oracle::Transition::Identity => {}
             oracle::Transition::Delta { beta: share, .. } => beta = Some(self.gates(share, 1)),
-            oracle::Transition::LowRank { a: ask, b: write } => {
-                (a, b) = (Some(self.rows(ask, width)), Some(self.rows(write, width)));
+            oracle::Transition::LowRank { a: of_a, b: of_b } => {
+                (a, b) = (Some(self.rows(of_a, width)), Some(self.rows(of_b, width)));
             }
         }
         let gate = if self.variant.decay == Decay::Vector { width } else { 1 };

@@ -17,7 +17,7 @@
 //! Source: arXiv 2312.00752, whose W is 4. No gradient.
 //! ```
 
-use crate::plan::VERSION;
+use crate::SOURCE;
 use crate::rowwise::{Activation, UNITS, activate, spread};
 use cubecl::prelude::*;
 
@@ -35,7 +35,7 @@ pub struct Dims {
     pub channels: usize,
     /// W, tokens that a channel sees, at least 2.
     pub window: usize,
-    /// What the sum goes through.
+    /// Applied to the sum.
     pub activation: Activation,
 }
 
@@ -57,7 +57,7 @@ pub struct Args<R: Runtime> {
     pub weight: TensorArg<R>,
     /// Bias.
     pub bias: Option<TensorArg<R>>,
-    /// What came before `x`.
+    /// Tokens before `x`.
     pub tail: TensorArg<R>,
     /// Output; filled.
     pub y: TensorArg<R>,
@@ -65,10 +65,10 @@ pub struct Args<R: Runtime> {
     pub next: TensorArg<R>,
 }
 
-/// What the kernel is compiled for.
+/// Compile-time values of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Form {
-    version: u32,
+    source: &'static str,
     window: usize,
     biased: bool,
     activation: Activation,
@@ -85,7 +85,7 @@ pub fn launch<R: Runtime>(
     dtype: StorageType,
 ) {
     let form = Form {
-        version: VERSION,
+        source: SOURCE,
         window: dims.window,
         biased: args.bias.is_some(),
         activation: dims.activation,

@@ -10,8 +10,8 @@
 //! Work:   a cube has up to 8 rows of x, and `lanes` vectors of columns side by side. Cube x counts
 //!         columns; cube z counts rows, and finds W in L2 where there are several. Units stand in groups
 //!         of `lanes`, which deal the rows of W out among them and add their sums up in shared memory.
-//! Bytes:  at 4.3 TB/s and 0.7 microseconds from question to answer 3 MB have to be on their way at any
-//!         time: 23 KB for each of 132 multiprocessors. A unit asks for 16 vectors of 16 bytes (8 from 3
+//! Bytes:  at 4.3 TB/s and 0.7 microseconds of latency 3 MB have to be on their way at any
+//!         time: 23 KB for each of 132 multiprocessors. A unit requests 16 vectors of 16 bytes (8 from 3
 //!         rows on) before it multiplies the first, and for the next ones as soon as these are used up,
 //!         ahead of the barriers that x takes: 64 KB (32 KB) a cube. Cubes get narrower, down to 64 bytes
 //!         of a row of W, until three quarters of the multiprocessors have one.
@@ -21,9 +21,9 @@
 //!         kept. Where 8, 4 or 2 do not divide N and `stride`, vectors are narrower. M, K and N are
 //!         run-time values: new ones compile nothing, unless they change `Split`.
 
-use crate::choice::{Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
-use crate::plan::VERSION;
+use crate::SOURCE;
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{Refusal, check_type};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -41,7 +41,7 @@ const LOAD: usize = 16;
 const NARROWEST: usize = 64;
 /// Numbers in shared memory, at least: 16 KB, which every device has.
 const FEWEST: usize = 4096;
-/// Most rows of W that a cube asks for at once.
+/// Most rows of W that a cube requests at once.
 const LONGEST: usize = 1024;
 /// Multiprocessors of a device that does not tell.
 const UNKNOWN: usize = 64;
@@ -66,21 +66,21 @@ pub struct Args<'a> {
     pub x: &'a Handle,
     /// The matrix, which begins at a multiple of 16 bytes.
     pub weight: &'a Handle,
-    /// What is added to every row.
+    /// Added to every row.
     pub bias: Option<&'a Handle>,
 }
 
-/// How a product is shared out: what the kernel is compiled for.
+/// How a product is split over cubes and units: compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Split {
-    pub version: u32,
+    pub source: &'static str,
     /// Rows of x that a cube has: 1, 2, 4 or 8.
     pub tile: usize,
     /// Numbers of a vector.
     pub width: usize,
     /// Vectors side by side that a cube has.
     pub lanes: usize,
-    /// Vectors that a unit asks for at once.
+    /// Vectors that a unit requests at once.
     pub ahead: usize,
     /// Numbers in shared memory.
     pub numbers: usize,
@@ -114,7 +114,7 @@ impl Split {
         let sums = tile * width * (UNITS + lanes);
         let numbers = sums.min(hardware.max_shared_memory_size / 4).max(FEWEST);
         let ahead = if tile <= 2 { 16 } else { 8 };
-        Self { version: VERSION, tile, width, lanes, ahead, numbers, biased }
+        Self { source: SOURCE, tile, width, lanes, ahead, numbers, biased }
     }
 
     /// Columns of a cube.
@@ -127,7 +127,7 @@ impl Split {
         UNITS / self.lanes
     }
 
-    /// Rows of W that a cube asks for at once.
+    /// Rows of W that a cube requests at once.
     fn batch(&self) -> usize {
         self.groups() * self.ahead
     }
@@ -171,7 +171,7 @@ pub fn check<R: Runtime>(
 ) -> Result<(), Refusal> {
     let Dims { rows, inner, columns, stride } = dims;
     if !(1..=MOST_ROWS).contains(&rows) || inner == 0 || columns == 0 {
-        return Err(Refusal::Product { rows, inner, columns });
+        return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
     }
     check_type(client, dtype)?;
     let hardware = &client.properties().hardware;
@@ -263,7 +263,7 @@ fn rows_by_matrix<F: Float, N: Size>(
     let stride = stride as usize / width;
     let group = UNIT_POS as usize / comptime!(split.lanes);
     let lane = UNIT_POS as usize % comptime!(split.lanes);
-    // Units past the last columns repeat these; nobody looks at what they get.
+    // Units past the last columns repeat these; their results are not used.
     let own = CUBE_POS_X as usize * comptime!(split.columns()) + lane * width;
     let column = min(own, columns as usize - width) / width;
 
@@ -273,8 +273,8 @@ fn rows_by_matrix<F: Float, N: Size>(
     for m in 0..comptime!(split.tile) {
         sums[m] = Vector::<f32, N>::new(0.0f32);
     }
-    let mut asked = Array::<Vector<F, N>>::new(comptime!(split.ahead));
-    ask::<F, N>(&mut asked, weight, group, last, stride, column, split);
+    let mut requested = Array::<Vector<F, N>>::new(comptime!(split.ahead));
+    request::<F, N>(&mut requested, weight, group, last, stride, column, split);
 
     let batches = last / batch + 1;
     let most = comptime!(split.batches());
@@ -284,11 +284,11 @@ fn rows_by_matrix<F: Float, N: Size>(
         stage::<F>(&mut staged, x, rows as usize, first * batch, inner, count, split);
         sync_cube();
         for n in 0..count {
-            add_products::<F, N>(&mut sums, &asked, &staged, n * batch + group, split);
+            add_products::<F, N>(&mut sums, &requested, &staged, n * batch + group, split);
             let next = first + n + 1;
             if next < batches {
                 let row = next * batch + group;
-                ask::<F, N>(&mut asked, weight, row, last, stride, column, split);
+                request::<F, N>(&mut requested, weight, row, last, stride, column, split);
             }
         }
         sync_cube();
@@ -298,8 +298,8 @@ fn rows_by_matrix<F: Float, N: Size>(
 
 /// This unit's vectors of one batch: those of every row that its group is dealt, from `row` on.
 #[cube]
-fn ask<F: Float, N: Size>(
-    asked: &mut Array<Vector<F, N>>,
+fn request<F: Float, N: Size>(
+    requested: &mut Array<Vector<F, N>>,
     weight: &Array<Vector<F, N>>,
     row: usize,
     last: usize,
@@ -310,7 +310,7 @@ fn ask<F: Float, N: Size>(
     #[unroll]
     for n in 0..comptime!(split.ahead) {
         let at = min(row + comptime!(n * split.groups()), last);
-        asked[n] = weight[at * stride + column];
+        requested[n] = weight[at * stride + column];
     }
 }
 
@@ -332,7 +332,7 @@ fn stage<F: Float>(
     let row = CUBE_POS_Z as usize * comptime!(split.tile);
     let mut values = Array::<f32>::new(turns);
     for n in 0..count {
-        // All are asked for before the first is put down.
+        // All are requested before the first is stored.
         #[unroll]
         for turn in 0..turns {
             let at = UNIT_POS as usize + comptime!(turn * UNITS);
@@ -356,14 +356,14 @@ fn stage<F: Float>(
 #[cube]
 fn add_products<F: Float, N: Size>(
     sums: &mut Array<Vector<f32, N>>,
-    asked: &Array<Vector<F, N>>,
+    requested: &Array<Vector<F, N>>,
     staged: &SharedMemory<f32>,
     at: usize,
     #[comptime] split: Split,
 ) {
     #[unroll]
     for n in 0..comptime!(split.ahead) {
-        let w = Vector::<f32, N>::cast_from(asked[n]);
+        let w = Vector::<f32, N>::cast_from(requested[n]);
         #[unroll]
         for m in 0..comptime!(split.tile) {
             let value = staged[at + comptime!(m * split.span() + n * split.groups())];

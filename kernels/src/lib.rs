@@ -2,41 +2,36 @@
 #![deny(missing_docs)]
 #![allow(clippy::collapsible_if)] // the outer one is often decided when a kernel is compiled
 
-mod choice;
-mod chunk;
+mod buffer;
+mod chunkwise;
 pub mod convolution;
-mod desk;
-mod feed;
 pub mod few_rows;
 pub mod fused;
-mod gates;
-mod gradients;
-mod inverse;
-mod launch;
 pub mod matmul;
-mod pass;
-mod plan;
-mod products;
+mod refusal;
 pub mod rowwise;
 #[cfg(test)]
 mod rowwise_tests;
-mod scores;
-mod segments;
-mod state;
 pub mod step;
+mod tensors;
 #[cfg(test)]
 mod tests;
 mod tile;
-mod vector;
+mod variant;
 
-pub use choice::{Refusal, WIDEST, engine, launches};
-pub use launch::{Backward, Buffer, Forward, Given, Inputs, backward, forward};
-pub use plan::{Decay, Dims, Read, Transition, VERSION, Variant};
+pub use buffer::Buffer;
+pub use chunkwise::choose::{WIDEST, engine, launches};
+pub use chunkwise::launch::{backward, forward};
+pub use refusal::Refusal;
+pub use tensors::{Backward, Forward, Given, Inputs};
 pub use tile::Engine;
+pub use variant::{Decay, Dims, Read, Transition, Variant};
 
-/// A number of these kernels' source. CubeCL's caches of compiled kernels know a kernel by its name and
-/// its compile-time values only: a cache in a folder named by this never gives the code of another
-/// source.
+/// A compile-time value of every kernel: CubeCL's caches of compiled kernels know a kernel by its name and its
+/// compile-time values alone.
+pub(crate) const SOURCE: &str = env!("LINATTN_KERNELS_SOURCE");
+
+/// A number of these kernels' source, by which a cache of compiled kernels can be named.
 pub fn source_hash() -> &'static str {
-    env!("LINATTN_KERNELS_SOURCE")
+    SOURCE
 }

@@ -8,7 +8,7 @@
 //! Either side lies with K or with its other axis contiguous, so that `y = x W`, `dx = dy W^T` and
 //! `dW = x^T dy` read their tensors where they lie.
 //!
-//! Work:     a cube has a tile of y and walks K in steps through `stages` buffers in shared memory, which
+//! Work:     a cube has a tile of y and goes over K in steps through `stages` buffers in shared memory, which
 //!           asynchronous copies fill ahead. Where tiles are fewer than the device can hold, K is cut
 //!           into slices (split-K) whose f32 sums a second launch adds up in a fixed order.
 //! Tilings:  a fixed table by shape, `Tiling::choose`, made of rows measured on an H200
@@ -19,10 +19,10 @@
 
 mod kernel;
 
-use crate::choice::{F32, Refusal};
-use crate::fused::SOURCE;
+use crate::SOURCE;
+use crate::buffer::{Buffer, array, buffer, whole};
 use crate::fused::column_sums::{column_sums, multiprocessors};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal};
 use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
@@ -78,7 +78,7 @@ pub struct Tiling {
     pub stages: usize,
 }
 
-/// What the kernel is compiled for.
+/// Compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Form {
     source: &'static str,

@@ -1,4 +1,4 @@
-//! What stands around a recurrence, token by token: each of these is one launch, which is what decoding
+//! Norm, log decay, gate and convolution around a recurrence, token by token: each is one launch, which is what decoding
 //! waits for. In tensor operations they are three to six.
 //! ```text
 //! normalize       y = x / size(x) * factor [* weight] [* f(gate)]       over rows of W numbers
@@ -9,7 +9,7 @@
 //! x, gate, y: [N, W]  F     weight, dt_bias: [W]  F     a_log: [H]  F   W / H columns share a number
 //! g:          [N, W]  f32   gates stay f32 whatever the rows are
 //!
-//! Work:   normalize: a team of units a row, several rows a cube where rows are short; sums of squares
+//! Work:   normalize: a team of units a row, several rows a cube where rows are short; sums of x^2
 //!         meet in shared memory. The others: a unit a number. No plane operations.
 //! Cost:   one read of each input (normalize reads x again, from cache) and one write; all arithmetic
 //!         is f32 whatever F is.
@@ -18,8 +18,8 @@
 //! Source: RMSNorm, arXiv 1910.07467; the decay of Mamba-2, arXiv 2405.21060. No gradient.
 //! ```
 
-use crate::choice::check_type;
-use crate::plan::VERSION;
+use crate::SOURCE;
+use crate::refusal::check_type;
 use cubecl::prelude::*;
 
 /// Units of a cube.
@@ -28,7 +28,7 @@ pub(crate) const UNITS: usize = 256;
 const FEW: usize = 32;
 const SHORT: usize = 256;
 
-/// What a gate, or a finished sum, goes through.
+/// Activation of a gate, or of a finished sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// Nothing.
@@ -39,7 +39,7 @@ pub enum Activation {
     Sigmoid,
 }
 
-/// What a row is divided by.
+/// Divisor of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Measure {
     /// `sqrt(mean x^2 + epsilon)`.
@@ -71,13 +71,13 @@ pub struct Rows {
     pub rows: usize,
     /// W, numbers of a row.
     pub width: usize,
-    /// What a row is divided by.
+    /// Divisor of a row.
     pub measure: Measure,
-    /// Added to the mean or the sum of squares.
+    /// Added to the mean or the sum of x^2.
     pub epsilon: f64,
-    /// What all is multiplied by.
+    /// Multiplies all.
     pub factor: f64,
-    /// What the gate goes through, where there is one.
+    /// Activation of the gate, where there is one.
     pub activation: Activation,
 }
 
@@ -107,10 +107,14 @@ pub struct RowArgs<R: Runtime> {
     pub y: TensorArg<R>,
 }
 
-/// What [`normalize_rows`] is compiled for.
+/// Compile-time values of kernels that have no others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Source(&'static str);
+
+/// Compile-time values of [`normalize_rows`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Form {
-    version: u32,
+    source: &'static str,
     team: usize,
     weighted: bool,
     gated: bool,
@@ -128,7 +132,7 @@ pub fn normalize<R: Runtime>(
     dtype: StorageType,
 ) {
     let form = Form {
-        version: VERSION,
+        source: SOURCE,
         team: rows.team(),
         weighted: args.weight.is_some(),
         gated: args.gate.is_some(),
@@ -161,7 +165,7 @@ pub fn normalize<R: Runtime>(
     }
 }
 
-/// The kernel of [`normalize`]. `share` makes of a sum of squares what the measure asks for.
+/// The kernel of [`normalize`]. `share` turns a sum of x^2 into the divisor of the measure.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 pub(crate) fn normalize_rows<F: Float>(
@@ -244,7 +248,7 @@ impl Decays {
 
 /// Tensors of [`log_decay`], contiguous, shaped as the module says.
 pub struct DecayArgs<R: Runtime> {
-    /// What the layer says.
+    /// Outputs of the layer's projection.
     pub x: TensorArg<R>,
     /// ln A.
     pub a_log: TensorArg<R>,
@@ -277,7 +281,7 @@ pub fn log_decay<R: Runtime>(
             (decays.rows * decays.width) as u32,
             decays.width as u32,
             (decays.width / decays.heads) as u32,
-            VERSION,
+            Source(SOURCE),
             dtype,
         );
     }
@@ -294,7 +298,7 @@ pub(crate) fn decay_rates<F: Float>(
     count: u32,
     width: u32,
     group: u32,
-    #[comptime] _version: u32,
+    #[comptime] _source: Source,
     #[define(F)] _dtype: StorageType,
 ) {
     let n = ABSOLUTE_POS;
@@ -314,7 +318,7 @@ pub fn product_cubes(count: usize, largest: (u32, u32, u32)) -> Option<CubeCount
 
 /// Tensors of [`gated_product`], contiguous, of one type and shape.
 pub struct ProductArgs<R: Runtime> {
-    /// What is gated.
+    /// Rows.
     pub x: TensorArg<R>,
     /// The gate.
     pub gate: TensorArg<R>,
@@ -343,7 +347,7 @@ pub fn gated_product<R: Runtime>(
             args.y,
             count as u32,
             activation,
-            VERSION,
+            Source(SOURCE),
             dtype,
         );
     }
@@ -357,7 +361,7 @@ pub(crate) fn multiply_by_gates<F: Float>(
     y: &mut Tensor<F>,
     count: u32,
     #[comptime] activation: Activation,
-    #[comptime] _version: u32,
+    #[comptime] _source: Source,
     #[define(F)] _dtype: StorageType,
 ) {
     let n = ABSOLUTE_POS;

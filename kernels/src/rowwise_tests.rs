@@ -15,13 +15,13 @@ const HALF: f64 = 6e-3;
 const TOWARD_ZERO: f64 = 8e-3;
 
 /// A device, a type of rows, and the largest grid of cubes that a launch may have.
-struct Desk<'a, R: Runtime> {
+struct Sandbox<'a, R: Runtime> {
     client: &'a ComputeClient<R>,
     rows: Rows,
     largest: (u32, u32, u32),
 }
 
-impl<R: Runtime> Desk<'_, R> {
+impl<R: Runtime> Sandbox<'_, R> {
     fn put(&self, values: &[f64]) -> Handle {
         self.client.create_from_slice(&self.rows.bytes(values))
     }
@@ -61,14 +61,14 @@ impl<R: Runtime> Desk<'_, R> {
 }
 
 /// `test` in every type that the device has, in one row of cubes and in several.
-fn everywhere<R: Runtime>(client: &ComputeClient<R>, test: impl Fn(&Desk<'_, R>)) {
+fn everywhere<R: Runtime>(client: &ComputeClient<R>, test: impl Fn(&Sandbox<'_, R>)) {
     let properties = client.properties();
     for rows in [Rows::F32, Rows::F16, Rows::Bf16] {
         let usable = properties.type_usage(rows.dtype()).contains(TypeUsage::Conversion);
         assert!(usable || rows != Rows::F32, "every device has f32");
         for largest in [properties.hardware.max_cube_count, (2, 65_535, 1)] {
             if usable {
-                test(&Desk { client, rows, largest });
+                test(&Sandbox { client, rows, largest });
             }
         }
     }
@@ -135,16 +135,16 @@ fn normalized(case: &Case, x: &[f64], weight: &[f64], gate: &[f64]) -> Vec<f64> 
     y
 }
 
-fn rows_are_right<R: Runtime>(desk: &Desk<'_, R>, case: &Case) {
+fn rows_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>, case: &Case) {
     let &Case { rows, width, measure, factor, weighted, gate: activation } = case;
     let all = rows * width;
     let (mut x, weight, gate) =
-        (desk.draw("x", all), desk.draw("weight", width), desk.draw("gate", all));
+        (sandbox.draw("x", all), sandbox.draw("weight", width), sandbox.draw("gate", all));
     if rows > 1 {
         x[..width].fill(0.0); // nothing to divide by but epsilon
     }
-    let [on_x, on_weight, on_gate] = [&x, &weight, &gate].map(|values| desk.put(values));
-    let y = desk.poisoned(desk.rows, all);
+    let [on_x, on_weight, on_gate] = [&x, &weight, &gate].map(|values| sandbox.put(values));
+    let y = sandbox.poisoned(sandbox.rows, all);
     let sizes = rowwise::Rows {
         rows,
         width,
@@ -154,66 +154,71 @@ fn rows_are_right<R: Runtime>(desk: &Desk<'_, R>, case: &Case) {
         activation: activation.unwrap_or(Activation::Identity),
     };
     let args = rowwise::RowArgs {
-        x: desk.arg(&on_x, all),
-        weight: weighted.then(|| desk.arg(&on_weight, width)),
-        gate: activation.map(|_| desk.arg(&on_gate, all)),
-        y: desk.arg(&y, all),
+        x: sandbox.arg(&on_x, all),
+        weight: weighted.then(|| sandbox.arg(&on_weight, width)),
+        gate: activation.map(|_| sandbox.arg(&on_gate, all)),
+        y: sandbox.arg(&y, all),
     };
-    let cubes = sizes.cubes(desk.largest).expect("it fits");
-    let stand_in = || desk.arg(&on_x, all);
-    rowwise::normalize(desk.client, cubes, sizes, args, stand_in, desk.rows.dtype());
+    let cubes = sizes.cubes(sandbox.largest).expect("it fits");
+    let stand_in = || sandbox.arg(&on_x, all);
+    rowwise::normalize(sandbox.client, cubes, sizes, args, stand_in, sandbox.rows.dtype());
     let want = normalized(case, &x, &weight, &gate);
-    let what = format!("{case:?}, {:?}, {:?}", desk.rows, desk.largest);
-    assert_close(&what, &want, &desk.get(desk.rows, y), desk.limit());
+    let what = format!("{case:?}, {:?}, {:?}", sandbox.rows, sandbox.largest);
+    assert_close(&what, &want, &sandbox.get(sandbox.rows, y), sandbox.limit());
 }
 
 /// Also for step sizes of 6e-6, which are all digits that `1 + e^z` has no place for.
-fn decays_are_right<R: Runtime>(desk: &Desk<'_, R>, rows: usize, width: usize, heads: usize) {
+fn decays_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>, rows: usize, width: usize, heads: usize) {
     let mut x: Vec<f64> =
         (0..rows * width).map(|n| -12.0 + 40.0 * n as f64 / (rows * width) as f64).collect();
-    desk.rows.round(&mut x);
-    let (a_log, dt_bias) = (desk.draw("a_log", heads), desk.draw("dt_bias", width));
-    let [on_x, on_a_log, on_bias] = [&x, &a_log, &dt_bias].map(|values| desk.put(values));
-    let g = desk.poisoned(Rows::F32, x.len());
+    sandbox.rows.round(&mut x);
+    let (a_log, dt_bias) = (sandbox.draw("a_log", heads), sandbox.draw("dt_bias", width));
+    let [on_x, on_a_log, on_bias] = [&x, &a_log, &dt_bias].map(|values| sandbox.put(values));
+    let g = sandbox.poisoned(Rows::F32, x.len());
     let sizes = rowwise::Decays { rows, width, heads };
     let args = rowwise::DecayArgs {
-        x: desk.arg(&on_x, x.len()),
-        a_log: desk.arg(&on_a_log, heads),
-        dt_bias: desk.arg(&on_bias, width),
-        g: desk.arg(&g, x.len()),
+        x: sandbox.arg(&on_x, x.len()),
+        a_log: sandbox.arg(&on_a_log, heads),
+        dt_bias: sandbox.arg(&on_bias, width),
+        g: sandbox.arg(&g, x.len()),
     };
-    let cubes = sizes.cubes(desk.largest).expect("it fits");
-    rowwise::log_decay(desk.client, cubes, sizes, args, desk.rows.dtype());
+    let cubes = sizes.cubes(sandbox.largest).expect("it fits");
+    rowwise::log_decay(sandbox.client, cubes, sizes, args, sandbox.rows.dtype());
     let want = |(n, x): (usize, &f64)| {
         let column = n % width;
         let z = x + dt_bias[column];
         -a_log[column / (width / heads)].exp() * (z.max(0.0) + (-z.abs()).exp().ln_1p())
     };
     let want: Vec<f64> = x.iter().enumerate().map(want).collect();
-    let got = desk.get(Rows::F32, g);
-    let what = format!("{rows} x {width}, {heads} heads, {:?}, {:?}", desk.rows, desk.largest);
+    let got = sandbox.get(Rows::F32, g);
+    let what =
+        format!("{rows} x {width}, {heads} heads, {:?}, {:?}", sandbox.rows, sandbox.largest);
     assert_close(&what, &want, &got, F32);
     for (want, got) in want.iter().zip(&got) {
         assert!((want - got).abs() <= 1e-5 * want.abs(), "{what}: {got:e} for {want:e}");
     }
 }
 
-fn products_are_right<R: Runtime>(desk: &Desk<'_, R>, numbers: usize, activation: Activation) {
-    let (x, mut gate) = (desk.draw("x", numbers), desk.draw("gate", numbers));
+fn products_are_right<R: Runtime>(
+    sandbox: &Sandbox<'_, R>,
+    numbers: usize,
+    activation: Activation,
+) {
+    let (x, mut gate) = (sandbox.draw("x", numbers), sandbox.draw("gate", numbers));
     gate[0] = -100.0;
     gate[numbers - 1] = 100.0;
-    let [on_x, on_gate] = [&x, &gate].map(|values| desk.put(values));
-    let y = desk.poisoned(desk.rows, numbers);
+    let [on_x, on_gate] = [&x, &gate].map(|values| sandbox.put(values));
+    let y = sandbox.poisoned(sandbox.rows, numbers);
     let args = rowwise::ProductArgs {
-        x: desk.arg(&on_x, numbers),
-        gate: desk.arg(&on_gate, numbers),
-        y: desk.arg(&y, numbers),
+        x: sandbox.arg(&on_x, numbers),
+        gate: sandbox.arg(&on_gate, numbers),
+        y: sandbox.arg(&y, numbers),
     };
-    let cubes = rowwise::product_cubes(numbers, desk.largest).expect("it fits");
-    rowwise::gated_product(desk.client, cubes, numbers, activation, args, desk.rows.dtype());
+    let cubes = rowwise::product_cubes(numbers, sandbox.largest).expect("it fits");
+    rowwise::gated_product(sandbox.client, cubes, numbers, activation, args, sandbox.rows.dtype());
     let want: Vec<f64> = x.iter().zip(&gate).map(|(x, z)| x * activated(*z, activation)).collect();
-    let what = format!("{numbers}, {activation:?}, {:?}, {:?}", desk.rows, desk.largest);
-    assert_close(&what, &want, &desk.get(desk.rows, y), desk.limit());
+    let what = format!("{numbers}, {activation:?}, {:?}, {:?}", sandbox.rows, sandbox.largest);
+    assert_close(&what, &want, &sandbox.get(sandbox.rows, y), sandbox.limit());
 }
 
 /// Sizes of a convolution, and whether it has a bias.
@@ -235,25 +240,31 @@ fn convolutions() -> Vec<(convolution::Dims, bool)> {
     ]
 }
 
-fn convolutions_are_right<R: Runtime>(desk: &Desk<'_, R>, dims: convolution::Dims, biased: bool) {
+fn convolutions_are_right<R: Runtime>(
+    sandbox: &Sandbox<'_, R>,
+    dims: convolution::Dims,
+    biased: bool,
+) {
     let convolution::Dims { batch, tokens, channels, window, activation } = dims;
     let before = window - 1;
     let [all, tail_size] = [tokens, before].map(|tokens| batch * tokens * channels);
-    let (x, tail) = (desk.draw("x", all), desk.draw("tail", tail_size));
-    let (weight, bias) = (desk.draw("weight", window * channels), desk.draw("bias", channels));
-    let [on_x, on_tail, on_weight, on_bias] = [&x, &tail, &weight, &bias].map(|v| desk.put(v));
-    let (y, next) = (desk.poisoned(desk.rows, all), desk.poisoned(desk.rows, tail_size));
+    let (x, tail) = (sandbox.draw("x", all), sandbox.draw("tail", tail_size));
+    let (weight, bias) =
+        (sandbox.draw("weight", window * channels), sandbox.draw("bias", channels));
+    let [on_x, on_tail, on_weight, on_bias] = [&x, &tail, &weight, &bias].map(|v| sandbox.put(v));
+    let (y, next) =
+        (sandbox.poisoned(sandbox.rows, all), sandbox.poisoned(sandbox.rows, tail_size));
     let args = convolution::Args {
-        x: desk.arg(&on_x, all),
-        weight: desk.arg(&on_weight, weight.len()),
-        bias: biased.then(|| desk.arg(&on_bias, channels)),
-        tail: desk.arg(&on_tail, tail_size),
-        y: desk.arg(&y, all),
-        next: desk.arg(&next, tail_size),
+        x: sandbox.arg(&on_x, all),
+        weight: sandbox.arg(&on_weight, weight.len()),
+        bias: biased.then(|| sandbox.arg(&on_bias, channels)),
+        tail: sandbox.arg(&on_tail, tail_size),
+        y: sandbox.arg(&y, all),
+        next: sandbox.arg(&next, tail_size),
     };
-    let cubes = dims.cubes(desk.largest).expect("it fits");
-    let stand_in = || desk.arg(&on_x, all);
-    convolution::launch(desk.client, cubes, dims, args, stand_in, desk.rows.dtype());
+    let cubes = dims.cubes(sandbox.largest).expect("it fits");
+    let stand_in = || sandbox.arg(&on_x, all);
+    convolution::launch(sandbox.client, cubes, dims, args, stand_in, sandbox.rows.dtype());
 
     let seen = |b: usize, at: usize, channel: usize| match at.checked_sub(before) {
         Some(t) => x[(b * tokens + t) * channels + channel],
@@ -273,9 +284,9 @@ fn convolutions_are_right<R: Runtime>(desk: &Desk<'_, R>, dims: convolution::Dim
             want.push(activated(sum, activation));
         }
     }
-    let what = format!("{dims:?}, bias {biased}, {:?}, {:?}", desk.rows, desk.largest);
-    assert_close(&what, &want, &desk.get(desk.rows, y), desk.limit());
-    assert_eq!(want_next, desk.get(desk.rows, next), "{what}: the next tail");
+    let what = format!("{dims:?}, bias {biased}, {:?}, {:?}", sandbox.rows, sandbox.largest);
+    assert_close(&what, &want, &sandbox.get(sandbox.rows, y), sandbox.limit());
+    assert_eq!(want_next, sandbox.get(sandbox.rows, next), "{what}: the next tail");
 }
 
 #[test]
@@ -305,39 +316,39 @@ fn what_no_launch_can_hold_is_refused() {
 /// The tests of one device, whose client `with_client` has.
 macro_rules! each_kernel {
     ($runtime:ty) => {
-        fn on_desks(test: impl Fn(&Desk<'_, $runtime>)) {
+        fn on_devices(test: impl Fn(&Sandbox<'_, $runtime>)) {
             with_client(|client| everywhere(client, test));
         }
 
         #[test]
         fn rows_of_any_width_are_normalised() {
-            on_desks(|desk| CASES.iter().for_each(|case| rows_are_right(desk, case)));
+            on_devices(|sandbox| CASES.iter().for_each(|case| rows_are_right(sandbox, case)));
         }
 
         #[test]
         fn small_steps_decay_as_exactly_as_large_ones() {
-            on_desks(|desk| {
+            on_devices(|sandbox| {
                 for [rows, width, heads] in [[1, 3, 3], [5, 37, 37], [7, 130, 10]] {
-                    decays_are_right(desk, rows, width, heads);
+                    decays_are_right(sandbox, rows, width, heads);
                 }
             });
         }
 
         #[test]
         fn gates_multiply() {
-            on_desks(|desk| {
+            on_devices(|sandbox| {
                 for numbers in [5, 256, 2049] {
-                    products_are_right(desk, numbers, Activation::Silu);
-                    products_are_right(desk, numbers, Activation::Sigmoid);
+                    products_are_right(sandbox, numbers, Activation::Silu);
+                    products_are_right(sandbox, numbers, Activation::Sigmoid);
                 }
             });
         }
 
         #[test]
         fn convolutions_of_any_size_hand_their_tail_on() {
-            on_desks(|desk| {
+            on_devices(|sandbox| {
                 for (dims, biased) in convolutions() {
-                    convolutions_are_right(desk, dims, biased);
+                    convolutions_are_right(sandbox, dims, biased);
                 }
             });
         }

@@ -1,6 +1,6 @@
 //! One token of any variant: decoding, in one launch.
 //! ```text
-//! Each (sequence, head) owns a memory S: [K, V]. With D = 1, e^g or diag(e^g):
+//! Each (sequence, head) owns a state S: [K, V]. With D = 1, e^g or diag(e^g):
 //!     S' = D S + k^T v               identity
 //!     S' = D S + k^T u               delta       u = beta (v - e D S)    before: e S
 //!     S' = D S + k^T v + b^T z       low rank    z = a S
@@ -14,10 +14,10 @@
 //! S, S': [B, H, K, V]  f32  two tensors
 //!
 //! Work:   a cube COLUMNS columns of a (sequence, head); R slices of units, of which each has every
-//!         R-th row of S. Slices meet in shared memory, to sum up what S answers (not in identity) and
-//!         what q reads: there is no plane operation.
+//!         R-th row of S. Slices meet in shared memory, to sum up the retrieved value (not in identity) and
+//!         the output: there is no plane operation.
 //! Cost:   4 to 10 K V flops for 8 K V bytes of state, which all but identity read once more, from
-//!         cache; bound by memory, with few heads by its latency: a unit asks for ROWS numbers of S
+//!         cache; bound by memory, with few heads by its latency: a unit requests ROWS numbers of S
 //!         before it waits for one.
 //! Edges:  any K and V. Columns past V and rows past K repeat the last one, and do not count: every
 //!         unit has to reach the barriers. K and V are run-time values: a new size compiles nothing,
@@ -26,9 +26,11 @@
 //!         gradient: decoding has none.
 //! ```
 
-use crate::choice::{F32, Refusal, check_heads, check_tensors, check_type};
-use crate::launch::{Forward, Inputs, array, buffer, whole};
-use crate::plan::{Decay, Dims, VERSION, Variant};
+use crate::SOURCE;
+use crate::buffer::{array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_heads, check_type};
+use crate::tensors::{Forward, Inputs, check_tensors};
+use crate::variant::{Decay, Dims, Variant};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -36,15 +38,15 @@ use cubecl::server::Handle;
 const COLUMNS: usize = 32;
 /// Buffers that the kernel is given, whatever the variant, and one of sizes.
 const BUFFERS: usize = 11;
-/// Rows of S that a unit asks for at once.
+/// Rows of S that a unit requests at once.
 const ROWS: usize = 8;
 /// Most slices of a cube.
 const SLICES: usize = 16;
 
-/// What the kernel is compiled for.
+/// Compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Split {
-    pub version: u32,
+    pub source: &'static str,
     pub variant: Variant,
     /// R, units that share a column of S.
     pub slices: usize,
@@ -56,7 +58,7 @@ impl Split {
     fn new(variant: Variant, key_width: usize, most_units: u32) -> Self {
         let wanted = key_width.div_ceil(ROWS).next_power_of_two();
         let slices = wanted.min(SLICES).min(most_units as usize / COLUMNS);
-        Self { version: VERSION, variant, slices }
+        Self { source: SOURCE, variant, slices }
     }
 }
 
@@ -149,7 +151,7 @@ fn token<F: Float, R: Runtime>(
     let (keys, memories) = (batch * key_heads * key_width, batch * heads);
     let (rows, values) = (memories * key_width, memories * value_width);
     let gates = if variant.decay == Decay::Vector { rows } else { memories };
-    // What a variant does not have is bound to a number of another tensor that is not read.
+    // A tensor that the variant does not have is bound to a number of another one that is not read.
     let or = |handle: &Option<Handle>, len, other: &Handle| match handle {
         Some(handle) => array(handle, len),
         None => array(other, 1),
@@ -191,10 +193,10 @@ pub(crate) struct Sizes {
     pub value_width: u32,
 }
 
-/// What a unit works on: every R-th row of one column of S.
+/// Work of a unit: every R-th row of one column of S.
 #[derive(CubeType, Clone, Copy)]
 struct Share {
-    /// Which (sequence, head).
+    /// Number of the (sequence, head).
     memory: usize,
     /// Its slice, which is its first row too.
     slice: usize,
@@ -227,16 +229,16 @@ pub(crate) fn recurrent_step<F: Float>(
     let variant = comptime!(split.variant);
     let share = share::<F>(x, sizes, split);
     let mut parts = SharedMemory::<f32>::new(comptime!(split.slices * COLUMNS));
-    let mut answer = 0.0f32;
+    let mut retrieved = 0.0f32;
     if comptime!(variant.solves()) {
-        let part = ask::<F>(x, &share, split);
-        answer = sum_slices(&mut parts, part, &share, split);
+        let part = retrieve::<F>(x, &share, split);
+        retrieved = sum_slices(&mut parts, part, &share, split);
     }
     let mut u = f32::cast_from(x.v[share.value]);
     if comptime!(variant.delta()) {
-        u = x.beta[share.memory] * (u - answer);
+        u = x.beta[share.memory] * (u - retrieved);
     }
-    let part = write::<F>(x, next, &share, u, answer, split);
+    let part = write::<F>(x, next, &share, u, retrieved, split);
     let read = sum_slices(&mut parts, part, &share, split);
     if share.there && share.slice == 0 {
         o[share.value] = F::cast_from(read);
@@ -271,7 +273,7 @@ fn share<F: Float>(x: &Token<F>, sizes: &Sizes, #[comptime] split: Split) -> Sha
     }
 }
 
-/// How often a unit asks for [`ROWS`] rows. All do equally often.
+/// How often a unit requests [`ROWS`] rows. All do equally often.
 #[cube]
 fn turns(share: &Share, #[comptime] split: Split) -> usize {
     (share.key_width - 1) / comptime!(split.slices * ROWS) + 1
@@ -283,7 +285,7 @@ fn row(share: &Share, turn: usize, #[comptime] n: usize, #[comptime] split: Spli
     share.slice + (turn * ROWS + n) * comptime!(split.slices)
 }
 
-/// What decay leaves of `s`, in row `i`.
+/// `s` of row `i` after this token's decay.
 #[cube]
 fn decayed<F: Float>(
     x: &Token<F>,
@@ -302,10 +304,10 @@ fn decayed<F: Float>(
     left
 }
 
-/// This unit's part of what S, or D S, answers to the row that asks.
+/// This unit's part of the retrieved value: a S, or a D S.
 #[cube]
-fn ask<F: Float>(x: &Token<F>, share: &Share, #[comptime] split: Split) -> f32 {
-    let mut answer = 0.0f32;
+fn retrieve<F: Float>(x: &Token<F>, share: &Share, #[comptime] split: Split) -> f32 {
+    let mut retrieved = 0.0f32;
     let turns = turns(share, split);
     for turn in 0..turns {
         #[unroll]
@@ -313,7 +315,7 @@ fn ask<F: Float>(x: &Token<F>, share: &Share, #[comptime] split: Split) -> f32 {
             let i = row(share, turn, n, split);
             let at = min(i, share.key_width - 1);
             let mut s = x.state[share.state + at * share.value_width];
-            if comptime!(!split.variant.asks_before()) {
+            if comptime!(!split.variant.erases_before()) {
                 s = decayed::<F>(x, share, at, s, split);
             }
             let a = if comptime!(split.variant.own_a()) {
@@ -321,21 +323,21 @@ fn ask<F: Float>(x: &Token<F>, share: &Share, #[comptime] split: Split) -> f32 {
             } else {
                 f32::cast_from(x.k[share.keys + at])
             };
-            answer += select(i < share.key_width, a * s, 0.0f32);
+            retrieved += select(i < share.key_width, a * s, 0.0f32);
         }
     }
-    answer
+    retrieved
 }
 
-/// Fills this unit's rows of S', with `u` under k and, low rank, `answer` under b. Gives its part of
-/// what the query reads.
+/// Fills this unit's rows of S', with `u` under k and, low rank, `retrieved` under b. Gives its part of
+/// the output.
 #[cube]
 fn write<F: Float>(
     x: &Token<F>,
     next: &mut Array<f32>,
     share: &Share,
     u: f32,
-    answer: f32,
+    retrieved: f32,
     #[comptime] split: Split,
 ) -> f32 {
     let mut read = 0.0f32;
@@ -351,7 +353,7 @@ fn write<F: Float>(
             let mut after = decayed::<F>(x, share, at, before, split);
             after += f32::cast_from(x.k[share.keys + at]) * u;
             if comptime!(split.variant.low_rank()) {
-                after += f32::cast_from(x.b[share.rows + at]) * answer;
+                after += f32::cast_from(x.b[share.rows + at]) * retrieved;
             }
             written[n] = after;
             let q = f32::cast_from(x.q[share.keys + at]);

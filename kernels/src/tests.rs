@@ -1,6 +1,6 @@
 //! Every variant against the f64 recurrences, on whatever device is there.
 
-use crate::launch::{backward_in, forward_in};
+use crate::chunkwise::launch::{backward_in, forward_in};
 use crate::{
     Backward, Buffer, Dims, Given, Inputs, Refusal, Variant, engine, few_rows, forward, step,
 };
@@ -101,8 +101,8 @@ impl<'a, R: Runtime> Uploaded<'a, R> {
                 beta = Some(put(share, Rows::F32));
                 a = erase.as_ref().map(|erase| put(erase, rows));
             }
-            Transition::LowRank { a: ask, b: write } => {
-                (a, b) = (Some(put(ask, rows)), Some(put(write, rows)));
+            Transition::LowRank { a: of_a, b: of_b } => {
+                (a, b) = (Some(put(of_a, rows)), Some(put(of_b, rows)));
             }
         }
         Self {
@@ -188,7 +188,7 @@ fn error(want: &[f64], got: Vec<f64>) -> f64 {
 }
 
 /// The worst relative errors of one case: outputs (and state), gradients. Sequences are cut into
-/// `segments`, or as the device asks for.
+/// `segments`, or as fits the device.
 fn errors<R: Runtime>(
     client: &ComputeClient<R>,
     x: &oracle::Inputs,
@@ -694,7 +694,7 @@ macro_rules! each_transition {
 pub(crate) mod on_cuda {
     use super::*;
     use crate::Engine;
-    use crate::choice::plans;
+    use crate::chunkwise::choose::plans;
     use cubecl::cuda::CudaRuntime;
 
     fn client() -> ComputeClient<CudaRuntime> {
@@ -742,7 +742,7 @@ pub(crate) mod on_cuda {
         }
     }
 
-    /// Every variant of one transition where planes share out keys: one head, and two that share a key head,
+    /// Every variant of one transition with split-K: one head, and two that share a key head,
     /// of 48 columns, so that there are three planes to a share.
     fn wide_keys(family: Family, erase: bool) {
         let client = client();
@@ -751,7 +751,7 @@ pub(crate) mod on_cuda {
             for recipe in recipes(family, erase, Gate::Typical) {
                 let x = oracle::Inputs::random(3, dims, &recipe);
                 let plans = plans(&client, variant(&x), sizes_of(&x), Rows::Bf16.dtype());
-                assert_eq!(plans.map(|plans| plans.walk.sharers), Ok(2), "{recipe:?}");
+                assert_eq!(plans.map(|plans| plans.state_pass.split_k), Ok(2), "{recipe:?}");
                 hold(&client, &format!("{key_width}, {recipe:?}"), &x, Rows::Bf16, HALF);
             }
         }
@@ -760,8 +760,8 @@ pub(crate) mod on_cuda {
     /// The same in segments.
     fn segments(family: Family, erase: bool) {
         let client = client();
-        // Tiles of 16, of 64 in summaries and 128 in walks, and several of both.
-        // Last: planes that share out keys.
+        // Tiles of 16, of 64 in local passes and 128 in state passes, and several of both.
+        // Last: split-K.
         for [key_width, value_width] in [[64, 48], [128, 128], [64, 256], [256, 64]] {
             let dims = oracle::Dims { batch: 1, key_width, value_width, ..dims(800) };
             for recipe in recipes(family, erase, Gate::Typical) {

@@ -1,16 +1,16 @@
 //! Tiles in shared memory, and their products in registers: all that differs between GPUs.
 //!
 //! ```text
-//! Tile   rows of a matrix in shared memory, a little longer than they need to be, so that walking
-//!        down a column does not hit one bank again and again
+//! Tile   rows of a matrix in shared memory, a little longer than they need to be, so that the
+//!        numbers of a column do not share one bank
 //! Acc    this unit's share of an [m, n] product in f32: a sequence of 2 x 2 fragments, each two
 //!        pairs of neighbouring columns
 //! mul    Acc += A B, with A and B as they lie or transposed
 //! ```
 //! [`Engine::Plain`] multiplies numbers; [`Engine::Mma`] lets a plane's tensor cores multiply
 //! 16 x 8 x 16 blocks (`mma.m16n8k16`, whose fragments `ldmatrix` loads); [`Engine::Tf32`] multiplies f32 on
-//! tensor cores, 16 x 8 x 8 at a time and each number as a sum of two. Who holds which element is
-//! [`Grid`]'s secret: a kernel asks [`row`] and [`column`].
+//! tensor cores, 16 x 8 x 8 at a time and each number as a sum of two. Only
+//! [`Grid`] knows which unit holds which element: a kernel calls [`row`] and [`column`].
 
 use cubecl::prelude::barrier::copy_async;
 use cubecl::prelude::cmma::{MatrixIdent, MmaDefinition};
@@ -21,7 +21,7 @@ pub(crate) type Pair = Vector<f32, Const<2>>;
 /// A unit's share of a product: fragments of two [`Pair`]s.
 pub(crate) type Acc = Sequence<Array<Pair>>;
 
-/// What multiplies tiles.
+/// Engine: the arithmetic that multiplies tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Engine {
     /// f32 arithmetic, on every device.
@@ -48,7 +48,7 @@ impl Engine {
     }
 }
 
-/// How an [m, n] product is shared out over the units of a cube. `m` and `n` are multiples of 16.
+/// How an [m, n] product is split over the units of a cube. `m` and `n` are multiples of 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Grid {
     pub engine: Engine,
@@ -219,7 +219,7 @@ fn mul_plain<E: Float, NA: Size, NB: Size>(
         #[unroll]
         for h in 0..2usize {
             let i = row(comptime!(r * columns), h, spec.grid);
-            // Units without work repeat the last row; nobody looks at what they get.
+            // Units without work repeat the last row; their results are not used.
             a_from[comptime!(2 * r + h)] =
                 a_at + min(i, comptime!(spec.grid.m - 1)) * comptime!(a_row);
         }
@@ -256,15 +256,15 @@ fn add_outer(acc: &mut Array<Pair>, x0: f32, x1: f32, y: Pair) {
 
 /// A left or right operand of `mma.m16n8k8`: its numbers as sums of two of TF32.
 #[derive(CubeType)]
-pub(crate) struct Halves {
+pub(crate) struct Parts {
     high: Array<Vector<tf32, Const<1>>>,
     low: Array<Vector<tf32, Const<1>>>,
 }
 
 /// Room for an operand of so many registers.
 #[cube]
-pub(crate) fn halves(#[comptime] registers: usize) -> Halves {
-    Halves {
+pub(crate) fn parts(#[comptime] registers: usize) -> Parts {
+    Parts {
         high: Array::<Vector<tf32, Const<1>>>::new(registers),
         low: Array::<Vector<tf32, Const<1>>>::new(registers),
     }
@@ -272,7 +272,7 @@ pub(crate) fn halves(#[comptime] registers: usize) -> Halves {
 
 /// Number `n` of an operand: `high` is x to 11 bits, `low` the rest, which tensor cores read to 11 bits.
 #[cube]
-pub(crate) fn put_halves(to: &mut Halves, #[comptime] n: usize, x: f32) {
+pub(crate) fn put_parts(to: &mut Parts, #[comptime] n: usize, x: f32) {
     let high = (u32::reinterpret(x) + 0x1000u32) & 0xffff_e000u32;
     to.high[n] = Vector::<tf32, Const<1>>::reinterpret(high);
     to.low[n] = Vector::<tf32, Const<1>>::reinterpret(x - f32::reinterpret(high));
@@ -280,7 +280,7 @@ pub(crate) fn put_halves(to: &mut Halves, #[comptime] n: usize, x: f32) {
 
 /// `c +=` one of the three products that `a b` is made of, for one 16 x 8 x 8 block; the least comes first.
 #[cube]
-pub(crate) fn execute_tf32(a: &Halves, b: &Halves, c: &mut Array<Pair>, #[comptime] term: usize) {
+pub(crate) fn execute_tf32(a: &Parts, b: &Parts, c: &mut Array<Pair>, #[comptime] term: usize) {
     let mma = MmaDefinition::<tf32, tf32, f32>::new(16usize, 8usize, 8usize);
     match comptime!(term) {
         0usize => mma.execute_inplace(&a.low, &b.high, c),
@@ -311,26 +311,26 @@ fn mul_tf32<E: Float, NA: Size, NB: Size>(
     if inside(0usize, grid) {
         #[unroll]
         for step in 0..comptime!(spec.k / 8) {
-            let mut left = Sequence::<Halves>::new();
+            let mut left = Sequence::<Parts>::new();
             #[unroll]
             for r in 0..rows {
-                let mut block = halves(4usize);
+                let mut block = parts(4usize);
                 #[unroll]
                 for n in 0..4usize {
                     let down = comptime!(grid.step(r * columns, 0)[0] + n % 2 * 8);
                     let at = comptime!(down * a_row + (step * 8 + n / 2 * 4) * a_k);
-                    put_halves(&mut block, n, f32::cast_from(a[a_from + at]));
+                    put_parts(&mut block, n, f32::cast_from(a[a_from + at]));
                 }
                 left.push(block);
             }
-            let mut right = Sequence::<Halves>::new();
+            let mut right = Sequence::<Parts>::new();
             #[unroll]
             for c in 0..columns {
-                let mut block = halves(2usize);
+                let mut block = parts(2usize);
                 #[unroll]
                 for n in 0..2usize {
                     let at = comptime!(c * 8 * b_column + (step * 8 + n * 4) * b_k);
-                    put_halves(&mut block, n, f32::cast_from(b[b_from + at]));
+                    put_parts(&mut block, n, f32::cast_from(b[b_from + at]));
                 }
                 right.push(block);
             }
@@ -472,8 +472,8 @@ pub(crate) fn load_b<E: Float, N: Size>(
 }
 
 /// Four 8 x 8 matrices; this lane's row of 16 bytes starts `offset` numbers after `at`, whole vectors both.
-/// What is known when a kernel is compiled comes apart from what is not, here and in [`put`]: once the sum
-/// of both is divided by a vector's width no compiler parts them again, and each load computes an address.
+/// Compile-time offsets come apart from run-time ones, here and in [`put`]: once the sum of both is divided by a
+/// vector's width no compiler parts them again, and each load computes an address.
 #[cube]
 pub(crate) fn load_matrix<E: Float, N: Size>(
     tile: &SharedMemory<Vector<E, N>>,
@@ -546,12 +546,12 @@ pub(crate) fn load<S: Float, G: Size, E: Float, N: Size>(
     let read = G::value();
     #[unroll]
     for turn in 0..comptime!(window.turns(read)) {
-        let x = ask_for::<S, G>(source, rows, first, turn, window);
+        let x = request::<S, G>(source, rows, first, turn, window);
         lay_down::<S, G, E, N>(tile, x, turn, window);
     }
 }
 
-/// This unit's vectors of [`load`], asked for and not yet waited for.
+/// This unit's vectors of [`load`], requested and not yet waited for.
 #[cube]
 pub(crate) fn fetch<S: Float, G: Size>(
     source: &Array<Vector<S, G>>,
@@ -564,12 +564,12 @@ pub(crate) fn fetch<S: Float, G: Size>(
     let mut coming = Array::<Vector<S, G>>::new(turns);
     #[unroll]
     for turn in 0..turns {
-        coming[turn] = ask_for::<S, G>(source, rows, first, turn, window);
+        coming[turn] = request::<S, G>(source, rows, first, turn, window);
     }
     coming
 }
 
-/// Puts what [`fetch`] asked for into a tile.
+/// Writes the vectors of [`fetch`] to a tile.
 #[cube]
 pub(crate) fn lay<S: Float, G: Size, E: Float, N: Size>(
     tile: &mut SharedMemory<Vector<E, N>>,
@@ -585,7 +585,7 @@ pub(crate) fn lay<S: Float, G: Size, E: Float, N: Size>(
 
 /// Vector `turn` of this unit's share of a window.
 #[cube]
-fn ask_for<S: Float, G: Size>(
+fn request<S: Float, G: Size>(
     source: &Array<Vector<S, G>>,
     rows: &Rows,
     first: usize,
@@ -733,4 +733,10 @@ pub(crate) fn put_four<S: Float, W: Size>(
     if there {
         tensor[at] = x;
     }
+}
+
+/// Puts a pair into a fragment.
+#[cube]
+pub(crate) fn set(fragment: &mut Array<Pair>, #[comptime] h: usize, x: Pair) {
+    fragment[h] = x;
 }

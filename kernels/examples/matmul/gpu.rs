@@ -50,7 +50,7 @@ pub struct Tensors {
     blocks: [Vec<f64>; 2],
 }
 
-/// What was measured of a strategy.
+/// Figures of a strategy.
 pub struct Measured {
     pub milliseconds: f64,
     pub error: f64,
@@ -160,7 +160,7 @@ impl<R: Runtime> Gpu<R> {
         made.map(|y| y.handle).ok_or("not for this shape or device".to_string())
     }
 
-    /// What Burn would run.
+    /// The product that Burn would run.
     fn cubek(&self, case: &Case, types: &Types, handles: &[Handle; 3]) -> Result<(), String> {
         let Case { m, k, n, .. } = *case;
         let binding = |handle: &Handle, rows, columns, transposed| {
@@ -245,7 +245,7 @@ impl<R: Runtime> Gpu<R> {
     ) -> Result<f64, String> {
         let [rows, columns] = SAMPLES;
         let columns = columns.min(case.n);
-        let (mut worst, mut squares) = (0.0_f64, 0.0);
+        let (mut worst, mut power) = (0.0_f64, 0.0);
         for sample in 0..rows {
             let row = sample * (case.m - 1) / (rows - 1);
             let got = self.row(case, output, out, row)?;
@@ -256,10 +256,10 @@ impl<R: Runtime> Gpu<R> {
                 // Not `max`, which would lose a NaN.
                 let off = (got[column] - want).abs();
                 worst = if off <= worst { worst } else { off };
-                squares += want * want;
+                power += want * want;
             }
         }
-        Ok(worst / (squares / (rows * columns) as f64).sqrt())
+        Ok(worst / (power / (rows * columns) as f64).sqrt())
     }
 
     /// Row `row` of the output.

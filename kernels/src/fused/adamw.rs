@@ -19,8 +19,8 @@
 //! ```
 
 use super::embedding::{check_numbers, grid, vector_width};
-use crate::choice::{F32, Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::UNITS;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -32,7 +32,7 @@ const MOST: usize = 24;
 const BINDINGS: usize = 7;
 /// Numbers of a vector, where lengths are multiples of it.
 const WIDTH: usize = 4;
-/// Vectors that a unit asks for at once in a sum.
+/// Vectors that a unit requests at once in a sum.
 const AHEAD: usize = 4;
 /// Vectors that a unit adds before another cube is worth having, and most cubes of a tensor.
 const DEEP: usize = 8;
@@ -115,7 +115,7 @@ struct Form {
     special: bool,
 }
 
-/// Which tensors go together: lists of places in `widths` whose numbers are equal, at most `most` and
+/// Groups of tensors: lists of places in `widths` whose numbers are equal, at most `most` and
 /// nearly equally many in each.
 fn launches(widths: &[usize], most: usize) -> Vec<(usize, Vec<usize>)> {
     let mut all = vec![];
@@ -234,7 +234,7 @@ fn step_part<R: Runtime>(
         hyper.correction_2,
         clip.map_or(0.0, |clip| clip.longest),
     );
-    let form = Form { source: super::SOURCE, count: part.len(), width, special: clip.is_some() };
+    let form = Form { source: crate::SOURCE, count: part.len(), width, special: clip.is_some() };
     // A norm that is not there: any f32 tensor would do, and none is read.
     let norm = clip.map_or(part[0].0.m, |clip| clip.norm);
     // SAFETY: units past the last vector of a tensor do nothing; the caller promises the lengths.
@@ -343,7 +343,7 @@ fn update<P: Float, G: Float, N: Size>(
     next.v[at] = v;
 }
 
-/// The global gradient norm, `[1]`, f32: the root of the sum of all squares.
+/// The global gradient norm, `[1]`, f32: the root of the sum of all g^2.
 ///
 /// # Errors
 /// [`Refusal`] names what the kernels cannot take; then nothing was launched.
@@ -384,7 +384,7 @@ fn sum<R: Runtime>(
 /// One cube's sum of `len` numbers. `root`: its root.
 fn finish<R: Runtime>(client: &ComputeClient<R>, x: &Handle, len: usize, root: bool) -> Buffer {
     let out = buffer(client, &[1], F32);
-    let form = Form { source: super::SOURCE, count: 1, width: 1, special: root };
+    let form = Form { source: crate::SOURCE, count: 1, width: 1, special: root };
     // SAFETY: numbers past the last one repeat it and are not added.
     #[allow(unsafe_code)]
     unsafe {
@@ -406,7 +406,7 @@ fn sum_cubes(vectors: usize) -> usize {
     vectors.div_ceil(UNITS * DEEP).clamp(1, MOST_CUBES)
 }
 
-/// Sums of parts of all tensors, or (`squared`) of their squares.
+/// Sums of parts of all tensors, or (`squared`) of x^2.
 fn partial_sums<R: Runtime>(
     client: &ComputeClient<R>,
     tensors: &[(&Handle, usize)],
@@ -438,7 +438,7 @@ fn partial_sums<R: Runtime>(
             args.push(SummandLaunch::new(array(x, len), first, cubes, (len / width) as u32));
             first += cubes;
         }
-        let form = Form { source: super::SOURCE, count: part.len(), width, special: squared };
+        let form = Form { source: crate::SOURCE, count: part.len(), width, special: squared };
         // SAFETY: vectors past the last one repeat it and are not added; cubes of no tensor write
         // nothing.
         #[allow(unsafe_code)]

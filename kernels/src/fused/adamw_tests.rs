@@ -167,7 +167,7 @@ macro_rules! each_kernel {
         }
 
         #[test]
-        fn norms_are_roots_of_sums_of_squares() {
+        fn gradient_norms_are_right() {
             with_client(|client| {
                 for lens in LENS {
                     norms_are_right(client, lens, Rows::F32);

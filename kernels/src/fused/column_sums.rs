@@ -12,9 +12,9 @@
 //! ```
 //! x begins at a multiple of 16 bytes.
 
-use super::SOURCE;
-use crate::choice::{F32, Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::SOURCE;
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{UNITS, spread};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -24,13 +24,13 @@ use cubecl::server::Handle;
 const NARROWEST: usize = 64;
 /// Vectors side by side of a cube that has a run of rows.
 const LANES: usize = 32;
-/// Most times that a unit asks for rows in one launch, where columns are too few to fill the device.
+/// Most times that a unit requests rows in one launch, where columns are too few to fill the device.
 const MOST_TURNS: usize = 4;
 /// Fewest rows of a unit in a run.
 const RUN_ROWS: usize = 8;
 /// Most runs: one launch sums their sums in [`MOST_TURNS`].
 const MOST_RUNS: usize = 512;
-/// Bytes of one column that a unit asks for at once.
+/// Bytes of one column that a unit requests at once.
 const AHEAD: usize = 32;
 /// Multiprocessors of a device that does not report them.
 const UNKNOWN: usize = 64;
@@ -126,7 +126,7 @@ impl Split {
 struct Form {
     source: &'static str,
     lanes: usize,
-    /// Rows that a unit asks for at once.
+    /// Rows that a unit requests at once.
     ahead: usize,
     /// Whether the last columns have an output of their own.
     parted: bool,
@@ -217,7 +217,7 @@ impl Matrix<'_> {
         self.vectors().next_power_of_two().min(least.max(1))
     }
 
-    /// Rows that a unit asks for at once.
+    /// Rows that a unit requests at once.
     fn ahead(&self) -> usize {
         AHEAD / self.dtype.size()
     }

@@ -1,7 +1,7 @@
 //! Sums of columns against f64.
 
 use super::*;
-use crate::fused::norm::tests::{Desk, everywhere};
+use crate::fused::norm::tests::{Sandbox, everywhere};
 use crate::tests::Rows;
 use linattn_oracle::assert_close;
 
@@ -32,34 +32,34 @@ const SIZES: [[usize; 2]; 12] = [
     [2600, 130],
 ];
 
-fn sums_are_right<R: Runtime>(desk: &Desk<'_, R>, rows: usize, columns: usize, to: Rows) {
-    let x = desk.draw("x", rows * columns, desk.rows);
-    let on_x = desk.put(&x, desk.rows);
+fn sums_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>, rows: usize, columns: usize, to: Rows) {
+    let x = sandbox.draw("x", rows * columns, sandbox.rows);
+    let on_x = sandbox.put(&x, sandbox.rows);
     let [y, again] = [(); 2].map(|()| {
-        column_sums(desk.client, &on_x, rows, columns, desk.rows.dtype(), to.dtype())
+        column_sums(sandbox.client, &on_x, rows, columns, sandbox.rows.dtype(), to.dtype())
             .expect("it is taken")
     });
-    let what = format!("[{rows}, {columns}], {:?} to {to:?}", desk.rows);
+    let what = format!("[{rows}, {columns}], {:?} to {to:?}", sandbox.rows);
     assert_eq!((&y.shape, y.dtype), (&vec![columns], to.dtype()), "{what}");
     let limit = if to == Rows::F32 { SUMS } else { HALF };
-    let got = desk.get(&y);
+    let got = sandbox.get(&y);
     assert_close(&what, &truth(&x, columns), &got, limit);
-    assert_eq!(got, desk.get(&again), "{what}: the same bits");
+    assert_eq!(got, sandbox.get(&again), "{what}: the same bits");
 }
 
-fn parts_are_right<R: Runtime>(desk: &Desk<'_, R>) {
+fn parts_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
     for (rows, [first, second]) in [(5, [12, 12]), (600, [7, 7]), (33, [4, 300])] {
         let columns = first + second;
-        let x = desk.draw("x", rows * columns, Rows::F32);
-        let on_x = desk.put(&x, Rows::F32);
-        let to = desk.rows.dtype();
-        let y = column_sums_in_two(desk.client, &on_x, rows, [first, second], to);
+        let x = sandbox.draw("x", rows * columns, Rows::F32);
+        let on_x = sandbox.put(&x, Rows::F32);
+        let to = sandbox.rows.dtype();
+        let y = column_sums_in_two(sandbox.client, &on_x, rows, [first, second], to);
         let [a, b] = y.expect("it is taken");
-        let limit = if desk.rows == Rows::F32 { SUMS } else { HALF };
-        let got = [desk.get(&a), desk.get(&b)].concat();
+        let limit = if sandbox.rows == Rows::F32 { SUMS } else { HALF };
+        let got = [sandbox.get(&a), sandbox.get(&b)].concat();
         assert_close(&format!("{rows}, {first} and {second}"), &truth(&x, columns), &got, limit);
-        let y = column_sums_at_once(desk.client, &on_x, rows, columns, to).expect("it is taken");
-        assert_close("at once", &truth(&x, columns), &desk.get(&y), limit);
+        let y = column_sums_at_once(sandbox.client, &on_x, rows, columns, to).expect("it is taken");
+        assert_close("at once", &truth(&x, columns), &sandbox.get(&y), limit);
     }
 }
 
@@ -103,12 +103,12 @@ macro_rules! each_kernel {
         #[test]
         fn columns_are_summed() {
             with_client(|client: &ComputeClient<$runtime>| {
-                everywhere(client, |desk| {
-                    let most = if desk.rows == Rows::F32 { SIZES.len() } else { 5 };
+                everywhere(client, |sandbox| {
+                    let most = if sandbox.rows == Rows::F32 { SIZES.len() } else { 5 };
                     for [rows, columns] in &SIZES[..most] {
-                        sums_are_right(desk, *rows, *columns, Rows::F32);
-                        if desk.rows != Rows::F32 {
-                            sums_are_right(desk, *rows, *columns, desk.rows);
+                        sums_are_right(sandbox, *rows, *columns, Rows::F32);
+                        if sandbox.rows != Rows::F32 {
+                            sums_are_right(sandbox, *rows, *columns, sandbox.rows);
                         }
                     }
                 });

@@ -20,9 +20,9 @@
 //! ```text
 //! dx_t = sum_w weight_w dz_{t+W-1-w}     dweight_w = sum_t dz_t seen_{t+w}     dbias = sum_t dz_t
 //! ```
-//! Work:   a cube has a chunk of tokens and one part, or some of its heads. A group of `lanes` units walks
+//! Work:   a cube has a chunk of tokens and one part, or some of its heads. A group of `lanes` units goes
 //!         a run of tokens, with the last W - 1 tokens (backward: and their dz) in registers. A team
-//!         within the group has a head, and adds squares up by shuffles, or through shared memory where
+//!         within the group has a head, and sums y^2 by shuffles, or through shared memory where
 //!         planes are not 32 or 64 units.
 //! Bytes:  forward one read of x and one write; backward a read of x, of dy, and a write. A run reads
 //!         W - 1 tokens of its neighbours again, from cache.
@@ -40,8 +40,8 @@ mod runs;
 #[path = "conv_split_tests.rs"]
 mod tests;
 
-use crate::choice::{F32, Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{Activation, UNITS, spread};
 use backward::{COLUMNS, SumForm, XGradientsLaunch, add_rows, column_gradients};
 use cubecl::ir::StorageType;
@@ -74,7 +74,7 @@ pub struct Head {
     pub width: usize,
     /// Factor of rows of length 1.
     pub factor: f64,
-    /// Added to the sum of squares.
+    /// Added to the sum of y^2.
     pub epsilon: f64,
 }
 
@@ -483,7 +483,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         let tensors = [&out.weight, &out.bias, &out.dt_bias, &out.a_log];
         let (heads, steps) = self.decays().unwrap_or((1, 1));
         let form = SumForm {
-            source: super::SOURCE,
+            source: crate::SOURCE,
             lengths: tensors.into_iter().flatten().map(Buffer::len).collect(),
             columns: self.form.sums,
             last: if out.a_log.is_some() { heads } else { 0 },

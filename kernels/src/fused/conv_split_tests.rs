@@ -349,13 +349,13 @@ fn cases() -> Vec<Case> {
 }
 
 /// A device and types.
-struct Desk<'a, R: Runtime> {
+struct Sandbox<'a, R: Runtime> {
     client: &'a ComputeClient<R>,
     rows: Rows,
     weights: Rows,
 }
 
-impl<R: Runtime> Desk<'_, R> {
+impl<R: Runtime> Sandbox<'_, R> {
     fn put(&self, rows: Rows, values: &[f64]) -> Option<Handle> {
         (!values.is_empty()).then(|| self.client.create_from_slice(&rows.bytes(values)))
     }
@@ -444,11 +444,11 @@ impl<R: Runtime> Desk<'_, R> {
 }
 
 /// `test` for every type that the device has.
-fn everywhere<R: Runtime>(client: &ComputeClient<R>, test: impl Fn(&Desk<'_, R>)) {
+fn everywhere<R: Runtime>(client: &ComputeClient<R>, test: impl Fn(&Sandbox<'_, R>)) {
     let has =
         |rows: &Rows| client.properties().type_usage(rows.dtype()).contains(TypeUsage::Conversion);
     for rows in [Rows::F32, Rows::F16, Rows::Bf16].into_iter().filter(has) {
-        test(&Desk { client, rows, weights: Rows::F32 });
+        test(&Sandbox { client, rows, weights: Rows::F32 });
     }
 }
 
@@ -486,17 +486,17 @@ fn the_truth_is_a_gradient() {
 /// The tests of one device, whose client `with_client` has.
 macro_rules! each_kernel {
     ($runtime:ty) => {
-        fn on_desks(test: impl Fn(&Desk<'_, $runtime>)) {
+        fn on_devices(test: impl Fn(&Sandbox<'_, $runtime>)) {
             with_client(|client| everywhere(client, test));
         }
 
         #[test]
         fn columns_of_any_kind_and_their_gradients_are_right() {
-            on_desks(|desk| {
+            on_devices(|sandbox| {
                 for case in cases() {
                     for tokens in LENGTHS {
                         let dims = Dims { tokens, ..case.dims };
-                        desk.is_right(&Case { dims, ..case.clone() }, None);
+                        sandbox.is_right(&Case { dims, ..case.clone() }, None);
                     }
                 }
             });
@@ -505,9 +505,9 @@ macro_rules! each_kernel {
         #[test]
         fn vectors_and_numbers_of_one_matrix_are_right() {
             with_client(|client| {
-                let desk = Desk { client, rows: Rows::F32, weights: Rows::F32 };
+                let sandbox = Sandbox { client, rows: Rows::F32, weights: Rows::F32 };
                 for widest in [1, 2, 4] {
-                    desk.is_right(&mixer(), Some(widest));
+                    sandbox.is_right(&mixer(), Some(widest));
                 }
             });
         }
@@ -515,29 +515,29 @@ macro_rules! each_kernel {
         #[test]
         fn gradients_of_weights_are_sums_over_many_cubes() {
             with_client(|client| {
-                let desk = Desk { client, rows: Rows::F32, weights: Rows::F32 };
+                let sandbox = Sandbox { client, rows: Rows::F32, weights: Rows::F32 };
                 let columns = vec![conv(4, Activation::Silu, 4), decay(6, 2)];
                 let dims = Dims { batch: 150, tokens: 2, window: 2 };
-                desk.is_right(&Case { dims, columns, ..mixer() }, None);
+                sandbox.is_right(&Case { dims, columns, ..mixer() }, None);
             });
         }
 
         #[test]
         fn weights_may_have_the_type_of_the_rows() {
-            on_desks(|desk| {
-                let desk = Desk { weights: desk.rows, ..*desk };
-                desk.is_right(&Case { biased: true, ..mixer() }, None);
+            on_devices(|sandbox| {
+                let sandbox = Sandbox { weights: sandbox.rows, ..*sandbox };
+                sandbox.is_right(&Case { biased: true, ..mixer() }, None);
             });
         }
 
         #[test]
         fn the_same_inputs_give_the_same_bits() {
-            on_desks(|desk| {
+            on_devices(|sandbox| {
                 let case = Case { biased: true, ..mixer() };
-                let of = case.draw(desk.rows, desk.weights);
-                let d_out = case.draw_gradients(desk.rows);
-                let first = desk.run(&case, &of, &d_out, None);
-                assert_eq!(first, desk.run(&case, &of, &d_out, None));
+                let of = case.draw(sandbox.rows, sandbox.weights);
+                let d_out = case.draw_gradients(sandbox.rows);
+                let first = sandbox.run(&case, &of, &d_out, None);
+                assert_eq!(first, sandbox.run(&case, &of, &d_out, None));
             });
         }
 

@@ -16,8 +16,8 @@
 //! ```
 
 use super::embedding::{check_ids, check_numbers, grid, index_of, vector_width};
-use crate::choice::{F32, Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::UNITS;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -74,7 +74,7 @@ impl Form {
         let team = vectors.div_ceil(most).next_power_of_two().clamp(FEWEST, UNITS);
         let held = vectors.div_ceil(team).min(most);
         let whole = vectors <= team * held;
-        Self { source: super::SOURCE, width, team, held, whole, biased, gradient }
+        Self { source: crate::SOURCE, width, team, held, whole, biased, gradient }
     }
 
     /// Rows of a cube.

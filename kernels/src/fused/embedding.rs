@@ -15,8 +15,8 @@
 //!         N is a run-time value.
 //! ```
 
-use crate::choice::{F32, Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{UNITS, spread};
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{ElemType, IntKind, StorageType, UIntKind};
@@ -27,7 +27,7 @@ use cubecl::server::Handle;
 const LOAD: usize = 16;
 /// Positions whose ids a cube looks at at once, and entries of its list.
 const BLOCK: usize = 1024;
-/// Rows that a unit asks for at once.
+/// Rows that a unit requests at once.
 const AHEAD: usize = 8;
 /// Bits of an entry of the list that hold the row of the tile.
 const ROW_BITS: u32 = 12;
@@ -182,7 +182,7 @@ pub fn gather<R: Runtime>(
             vectors as u32,
             vocab as u32,
             f32::NAN,
-            GatherForm { source: super::SOURCE },
+            GatherForm { source: crate::SOURCE },
             [types.rows, types.out, types.ids],
             vector,
         );
@@ -241,7 +241,7 @@ impl Form {
         let sums = if hardware.max_shared_memory_size >= ROOMY { SUMS } else { FEW_SUMS };
         let padded = |units: &usize| dims.width.next_multiple_of(*units);
         let units = [256, 128, 64, 32].into_iter().min_by_key(padded).unwrap_or(32);
-        Self { source: super::SOURCE, units, tile: (sums / units).min(dims.vocab) }
+        Self { source: crate::SOURCE, units, tile: (sums / units).min(dims.vocab) }
     }
 
     /// Ids of a block that each unit looks at.
@@ -516,7 +516,7 @@ fn add_splits<R: Runtime>(
             whole(&out),
             splits as u32,
             vectors as u32,
-            SumForm { source: super::SOURCE, groups },
+            SumForm { source: crate::SOURCE, groups },
             dtype,
             vector,
         );

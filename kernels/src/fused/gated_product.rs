@@ -14,10 +14,10 @@
 //! ```
 //! Tensors begin at multiples of 16 bytes.
 
-use super::SOURCE;
 use super::column_sums::{check_matrix, grid};
-use crate::choice::{Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::SOURCE;
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{Refusal, check_type};
 use crate::rowwise::{Activation, UNITS, activate};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;

@@ -1,7 +1,7 @@
 //! Gated products and their gradients against f64.
 
 use super::*;
-use crate::fused::norm::tests::{Desk, everywhere};
+use crate::fused::norm::tests::{Sandbox, everywhere};
 use crate::tests::Rows;
 use linattn_oracle::assert_close;
 
@@ -24,8 +24,8 @@ pub(crate) fn slope(z: f64, activation: Activation) -> f64 {
     (8.0 * (f(1.0) - f(-1.0)) - (f(2.0) - f(-2.0))) / (12.0 * STEP)
 }
 
-/// Halves of packed rows.
-fn halves(x: &[f64], width: usize) -> [Vec<f64>; 2] {
+/// Gate and value of packed rows.
+fn unpacked(x: &[f64], width: usize) -> [Vec<f64>; 2] {
     let half = |from: usize| {
         x.chunks_exact(2 * width).flat_map(|row| row[from..from + width].to_vec()).collect()
     };
@@ -36,45 +36,45 @@ fn limit(rows: Rows) -> f64 {
     if rows == Rows::F32 { 1e-6 } else { 8e-3 }
 }
 
-fn products_are_right<R: Runtime>(desk: &Desk<'_, R>, product: GatedProduct) {
+fn products_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>, product: GatedProduct) {
     let GatedProduct { rows, width, activation } = product;
-    let (client, dtype) = (desk.client, desk.rows.dtype());
-    let mut both = desk.draw("both", 2 * rows * width, desk.rows);
+    let (client, dtype) = (sandbox.client, sandbox.rows.dtype());
+    let mut both = sandbox.draw("both", 2 * rows * width, sandbox.rows);
     both[0] = -100.0;
     both[2 * width * (rows - 1)] = 100.0;
-    let [gate, value] = halves(&both, width);
-    let d_y = desk.draw("d_y", rows * width, desk.rows);
+    let [gate, value] = unpacked(&both, width);
+    let d_y = sandbox.draw("d_y", rows * width, sandbox.rows);
     let zip = || gate.iter().zip(&value).zip(&d_y);
     let want: Vec<f64> = zip().map(|((z, x), _)| activated(*z, activation) * x).collect();
     let want_gate: Vec<f64> = zip().map(|((z, x), d)| slope(*z, activation) * x * d).collect();
     let want_value: Vec<f64> = zip().map(|((z, _), d)| activated(*z, activation) * d).collect();
 
     let [on_both, on_gate, on_value, on_d_y] =
-        [&both, &gate, &value, &d_y].map(|x| desk.put(x, desk.rows));
+        [&both, &gate, &value, &d_y].map(|x| sandbox.put(x, sandbox.rows));
     let separate = Operands::Separate { gate: &on_gate, value: &on_value };
     for operands in [Operands::Packed(&on_both), separate] {
-        let what = format!("{product:?}, {:?}, packed {}", desk.rows, operands.packed());
+        let what = format!("{product:?}, {:?}, packed {}", sandbox.rows, operands.packed());
         let run = || forward(client, product, operands, dtype).expect("it is taken");
-        let y = desk.get(&run());
-        assert_close(&what, &want, &y, limit(desk.rows));
-        assert_eq!(y, desk.get(&run()), "{what}: the same bits");
+        let y = sandbox.get(&run());
+        assert_close(&what, &want, &y, limit(sandbox.rows));
+        assert_eq!(y, sandbox.get(&run()), "{what}: the same bits");
         let [d_gate, d_value] = match backward(client, product, operands, &on_d_y, dtype) {
-            Ok(Operands::Packed(both)) => halves(&desk.get(&both), width),
-            Ok(Operands::Separate { gate, value }) => [desk.get(&gate), desk.get(&value)],
+            Ok(Operands::Packed(both)) => unpacked(&sandbox.get(&both), width),
+            Ok(Operands::Separate { gate, value }) => [sandbox.get(&gate), sandbox.get(&value)],
             Err(refusal) => panic!("{what}: {refusal}"),
         };
-        assert_close(&format!("{what}: d_gate"), &want_gate, &d_gate, limit(desk.rows));
-        assert_close(&format!("{what}: d_value"), &want_value, &d_value, limit(desk.rows));
+        assert_close(&format!("{what}: d_gate"), &want_gate, &d_gate, limit(sandbox.rows));
+        assert_close(&format!("{what}: d_value"), &want_value, &d_value, limit(sandbox.rows));
     }
 }
 
 const ACTIVATIONS: [Activation; 3] = [Activation::Silu, Activation::Sigmoid, Activation::Identity];
 
-fn all_are_right<R: Runtime>(desk: &Desk<'_, R>) {
+fn all_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
     for (n, [rows, width]) in [[1, 1], [3, 5], [7, 128], [33, 18], [70, 36]].into_iter().enumerate()
     {
         let activation = ACTIVATIONS[n % 3];
-        products_are_right(desk, GatedProduct { rows, width, activation });
+        products_are_right(sandbox, GatedProduct { rows, width, activation });
     }
 }
 

@@ -12,7 +12,3 @@ pub mod embedding;
 pub mod gated_product;
 pub mod norm;
 pub mod pack;
-
-/// Cache key of every kernel here: CubeCL knows a compiled kernel by its name and compile-time values
-/// alone.
-pub(crate) const SOURCE: &str = env!("LINATTN_KERNELS_SOURCE");

@@ -3,7 +3,7 @@
 //! ```text
 //! h     = x + residual                                 [N, W]; x itself where there is no residual
 //! c     = h                                            LayerNorm: h - mean h
-//! r     = 1 / sqrt(mean c^2 + epsilon)                 L2 norm: the sum of squares
+//! r     = 1 / sqrt(mean c^2 + epsilon)                 L2 norm: the sum of c^2
 //! z     = c r factor weight + bias                     weight, bias: [W]
 //! y     = z f(gate)                                    f: SiLU, sigmoid or the identity
 //!
@@ -16,7 +16,7 @@
 //! Work:   a team of 1 to 256 units a row, two vectors a unit while that is enough, several rows a cube
 //!         where rows are short. A row stays in registers between its sums and its output. Sums of a
 //!         team meet through plane shuffles on devices whose planes have 32 units, else in shared
-//!         memory. Backward, a team walks a run of rows and keeps its sums for weight and bias in
+//!         memory. Backward, a team goes over a run of rows and keeps its sums for weight and bias in
 //!         registers; a cube writes one row of partial sums, and a second launch sums these.
 //! Cost:   forward, one read of each input and one write of each output; backward likewise, and
 //!         statistics are computed again.
@@ -28,12 +28,12 @@
 
 mod kernels;
 
-use super::SOURCE;
 use super::column_sums::{
     check_matrix, column_sums_at_once, column_sums_in_two, grid, multiprocessors, vector_width,
 };
-use crate::choice::{F32, Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::SOURCE;
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{Activation, UNITS};
 use cubecl::ir::StorageType;
 use cubecl::ir::features::Plane;
@@ -72,7 +72,7 @@ pub struct Norm {
     pub width: usize,
     /// Divisor of a row.
     pub measure: Measure,
-    /// Added to the mean or the sum of squares.
+    /// Added to the mean or the sum of c^2.
     pub epsilon: f32,
     /// Multiplies all but the bias.
     pub factor: f32,

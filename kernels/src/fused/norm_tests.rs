@@ -11,12 +11,12 @@ const HALF: f64 = 8e-3;
 const EPSILON: f64 = 1e-3;
 
 /// A device, and a type of rows.
-pub(crate) struct Desk<'a, R: Runtime> {
+pub(crate) struct Sandbox<'a, R: Runtime> {
     pub(crate) client: &'a ComputeClient<R>,
     pub(crate) rows: Rows,
 }
 
-impl<R: Runtime> Desk<'_, R> {
+impl<R: Runtime> Sandbox<'_, R> {
     pub(crate) fn put(&self, values: &[f64], rows: Rows) -> Handle {
         self.client.create_from_slice(&rows.bytes(values))
     }
@@ -44,11 +44,11 @@ fn kind(dtype: StorageType) -> Rows {
 }
 
 /// `test` in every type that the device has.
-pub(crate) fn everywhere<R: Runtime>(client: &ComputeClient<R>, test: impl Fn(&Desk<'_, R>)) {
+pub(crate) fn everywhere<R: Runtime>(client: &ComputeClient<R>, test: impl Fn(&Sandbox<'_, R>)) {
     for rows in [Rows::F32, Rows::F16, Rows::Bf16] {
         let usage = client.properties().type_usage(rows.dtype());
         if usage.contains(TypeUsage::Conversion) {
-            test(&Desk { client, rows });
+            test(&Sandbox { client, rows });
         } else {
             assert_ne!(rows, Rows::F32, "every device has f32");
         }
@@ -142,22 +142,22 @@ impl Case {
 
     fn draw<R: Runtime>(
         &self,
-        desk: &Desk<'_, R>,
+        sandbox: &Sandbox<'_, R>,
         [x, residual, y, weights]: [Rows; 4],
     ) -> Numbers {
         let all = self.rows * self.width;
         let or = |there: bool, name: &str, numbers: usize, rows: Rows, neutral: f64| match there {
-            true => desk.draw(name, numbers, rows),
+            true => sandbox.draw(name, numbers, rows),
             false => vec![neutral; numbers],
         };
         let wide = if self.residual { residual } else { x };
         let mut numbers = Numbers {
-            x: desk.draw("x", all, x),
+            x: sandbox.draw("x", all, x),
             residual: or(self.residual, "residual", all, residual, 0.0),
             gate: or(self.gate.is_some(), "gate", all, y, 0.0),
             weight: or(self.weighted, "weight", self.width, weights, 1.0),
             bias: or(self.biased, "bias", self.width, weights, 0.0),
-            d_y: desk.draw("d_y", all, y),
+            d_y: sandbox.draw("d_y", all, y),
             d_h: or(self.given, "d_h", all, wide, 0.0),
         };
         if self.rows > 1 {
@@ -270,18 +270,18 @@ fn limit(dtype: StorageType) -> f64 {
     if dtype == F32 { F32_LIMIT } else { HALF }
 }
 
-fn case_is_right<R: Runtime>(desk: &Desk<'_, R>, case: &Case, kinds: [Rows; 4]) {
-    let numbers = case.draw(desk, kinds);
+fn case_is_right<R: Runtime>(sandbox: &Sandbox<'_, R>, case: &Case, kinds: [Rows; 4]) {
+    let numbers = case.draw(sandbox, kinds);
     let [x, residual, y, weights] = kinds.map(Rows::dtype);
     let types = Types { x, residual, y, weights };
     let wide = if case.residual { kinds[1] } else { kinds[0] };
     let truth = case.truth(&numbers, |h| wide.round(h));
-    let if_there = |there: bool, values: &[f64], rows| there.then(|| desk.put(values, rows));
+    let if_there = |there: bool, values: &[f64], rows| there.then(|| sandbox.put(values, rows));
     let gate = if_there(case.gate.is_some(), &numbers.gate, kinds[2]);
     let residual = if_there(case.residual, &numbers.residual, kinds[1]);
     let weight = if_there(case.weighted, &numbers.weight, kinds[3]);
     let bias = if_there(case.biased, &numbers.bias, kinds[3]);
-    let on_x = desk.put(&numbers.x, kinds[0]);
+    let on_x = sandbox.put(&numbers.x, kinds[0]);
     let inputs = Inputs {
         x: &on_x,
         residual: residual.as_ref(),
@@ -291,21 +291,21 @@ fn case_is_right<R: Runtime>(desk: &Desk<'_, R>, case: &Case, kinds: [Rows; 4]) 
     };
     let what = format!("{case:?}, {kinds:?}");
     let check = |name: &str, want: &[f64], got: &Buffer| {
-        let numbers = desk.get(got);
+        let numbers = sandbox.get(got);
         assert_close(&format!("{what}: {name}"), want, &numbers, limit(got.dtype));
         numbers
     };
-    let run = || forward(desk.client, case.norm(), types, inputs).expect("it is taken");
+    let run = || forward(sandbox.client, case.norm(), types, inputs).expect("it is taken");
     let out = run();
     assert_eq!((out.y.dtype, out.h.is_some()), (types.y, case.residual), "{what}");
     let got = check("y", &truth.y, &out.y);
-    assert_eq!(got, desk.get(&run().y), "{what}: the same bits");
+    assert_eq!(got, sandbox.get(&run().y), "{what}: the same bits");
     if let Some(h) = &out.h {
         assert_eq!(h.dtype, types.residual, "{what}");
         check("h", &truth.h, h);
     }
 
-    let d_y = desk.put(&numbers.d_y, kinds[2]);
+    let d_y = sandbox.put(&numbers.d_y, kinds[2]);
     let d_h = if_there(case.given, &numbers.d_h, wide);
     let given = Given {
         h: out.h.as_ref().map_or(&on_x, |h| &h.handle),
@@ -316,11 +316,11 @@ fn case_is_right<R: Runtime>(desk: &Desk<'_, R>, case: &Case, kinds: [Rows; 4]) 
         d_y: &d_y,
         d_h: d_h.as_ref(),
     };
-    let run = || backward(desk.client, case.norm(), types, given).expect("it is taken");
+    let run = || backward(sandbox.client, case.norm(), types, given).expect("it is taken");
     let back = run();
     let again = run();
     assert_eq!(back.x.dtype, wide.dtype(), "{what}");
-    assert_eq!(check("d_x", &truth.d_h, &back.x), desk.get(&again.x), "{what}: the same bits");
+    assert_eq!(check("d_x", &truth.d_h, &back.x), sandbox.get(&again.x), "{what}: the same bits");
     assert_eq!(back.x_narrow.is_some(), wide != kinds[0], "{what}");
     let optional = [
         ("d_x, narrow", &truth.d_h, &back.x_narrow, &again.x_narrow),
@@ -330,7 +330,7 @@ fn case_is_right<R: Runtime>(desk: &Desk<'_, R>, case: &Case, kinds: [Rows; 4]) 
     ];
     for (name, want, got, again) in optional {
         if let (Some(got), Some(again)) = (got, again) {
-            assert_eq!(check(name, want, got), desk.get(again), "{what}, {name}: the same bits");
+            assert_eq!(check(name, want, got), sandbox.get(again), "{what}, {name}: the same bits");
         }
     }
     assert_eq!(back.gate.is_some(), case.gate.is_some(), "{what}");
@@ -342,24 +342,24 @@ fn case_is_right<R: Runtime>(desk: &Desk<'_, R>, case: &Case, kinds: [Rows; 4]) 
 }
 
 /// All in one type, and rows of 16 bits beside a residual and weights of f32.
-fn all_are_right<R: Runtime>(desk: &Desk<'_, R>) {
-    let rows = desk.rows;
+fn all_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
+    let rows = sandbox.rows;
     if rows == Rows::F32 {
-        CASES.iter().for_each(|case| case_is_right(desk, case, [rows; 4]));
+        CASES.iter().for_each(|case| case_is_right(sandbox, case, [rows; 4]));
         return;
     }
     for case in [CASES[1], CASES[3], CASES[9]] {
-        case_is_right(desk, &case, [rows, Rows::F32, rows, Rows::F32]);
-        case_is_right(desk, &case, [rows; 4]);
+        case_is_right(sandbox, &case, [rows, Rows::F32, rows, Rows::F32]);
+        case_is_right(sandbox, &case, [rows; 4]);
     }
-    case_is_right(desk, &FULL, [Rows::F32, rows, Rows::F32, rows]);
+    case_is_right(sandbox, &FULL, [Rows::F32, rows, Rows::F32, rows]);
 }
 
 /// More rows than one round of the cubes that write partial sums.
-fn long_runs_are_right<R: Runtime>(desk: &Desk<'_, R>) {
-    if desk.rows == Rows::F32 {
-        let rows = 2 * CUBES * multiprocessors(desk.client) * 4 + 3;
-        case_is_right(desk, &Case { rows, width: 300, ..STANDARD }, [Rows::F32; 4]);
+fn long_runs_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
+    if sandbox.rows == Rows::F32 {
+        let rows = 2 * CUBES * multiprocessors(sandbox.client) * 4 + 3;
+        case_is_right(sandbox, &Case { rows, width: 300, ..STANDARD }, [Rows::F32; 4]);
     }
 }
 

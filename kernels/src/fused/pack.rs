@@ -7,10 +7,10 @@
 //! Edges:  1 to 8 matrices of any widths, which are compiled in; R is a run-time value.
 //! ```
 
-use super::SOURCE;
 use super::column_sums::{check_matrix, grid};
-use crate::choice::{Refusal, check_type};
-use crate::launch::{Buffer, array, buffer, whole};
+use crate::SOURCE;
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::refusal::{Refusal, check_type};
 use crate::rowwise::UNITS;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;

@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 /// Columns of sums that a cube has, and units that share one.
 pub(super) const COLUMNS: usize = 8;
 const SHARERS: usize = UNITS / COLUMNS;
-/// Numbers that a unit asks for at once.
+/// Numbers that a unit requests at once.
 const AHEAD: usize = 4;
 
 /// Outputs of the kernel.
@@ -181,7 +181,7 @@ fn through_norm(
     let norm = comptime!(part.norm());
     let factor = comptime!(norm.map_or(1.0, |norm| norm.factor()));
     let epsilon = comptime!(norm.map_or(0.0, |norm| norm.epsilon()));
-    // Squares, and then products with dy.
+    // Sums of y^2, and then of products with dy.
     let mut sums = zeros(comptime!(2 * tile));
     #[unroll]
     for j in 0..tile {

@@ -95,7 +95,7 @@ fn normalize(
     let norm = comptime!(part.norm());
     let factor = comptime!(norm.map_or(1.0, |norm| norm.factor()));
     let epsilon = comptime!(norm.map_or(0.0, |norm| norm.epsilon()));
-    let mut squares = Array::<f32>::new(tile);
+    let mut norms = Array::<f32>::new(tile);
     #[unroll]
     for j in 0..tile {
         let mut sum = 0.0f32;
@@ -104,12 +104,12 @@ fn normalize(
             let value = values[comptime!(j * own + i)];
             sum += clipped(value, comptime!(i / part.vector), at, part) * value;
         }
-        squares[j] = sum;
+        norms[j] = sum;
     }
-    add_across(&mut squares, shared, tile, part);
+    add_across(&mut norms, shared, tile, part);
     #[unroll]
     for j in 0..tile {
-        let scale = factor * f32::inverse_sqrt(squares[j] + epsilon);
+        let scale = factor * f32::inverse_sqrt(norms[j] + epsilon);
         #[unroll]
         for i in 0..own {
             values[comptime!(j * own + i)] *= scale;

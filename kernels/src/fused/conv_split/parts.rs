@@ -1,7 +1,7 @@
 //! How the columns are shared out over units: all of it is known when a kernel is compiled.
 
 use super::{Columns, Dims, Head, Inputs, Kind, UNROLLED};
-use crate::fused::SOURCE;
+use crate::SOURCE;
 use crate::rowwise::{Activation, UNITS};
 
 /// Most units of a run, all of one plane.
@@ -77,7 +77,7 @@ pub(super) struct Part {
     pub slots: usize,
     /// Cubes of a chunk, of all parts.
     pub all_slots: usize,
-    /// Which of the outputs (backward: of their gradients) of its type this is. Zeros if `None`.
+    /// Number of this output (backward: of its gradient) among those of its type. Zeros if `None`.
     pub tensor: Option<usize>,
     pub window: usize,
     pub weighted: bool,
@@ -141,7 +141,7 @@ impl Part {
         self.window - 1
     }
 
-    /// Tokens that a unit asks for at once.
+    /// Tokens that a unit requests at once.
     pub fn tile(&self, backward: bool) -> usize {
         match (self.window <= UNROLLED, backward) {
             (false, _) => 1,

@@ -31,7 +31,7 @@ pub(super) struct Sizes {
 /// Work of a unit.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Place {
-    /// Which sequence, and which chunk of all.
+    /// Number of the sequence, and of the chunk among all.
     pub sequence: usize,
     pub chunk: usize,
     /// T.

@@ -11,8 +11,8 @@
 //! end at 65504. A doubling series (I + M)(I + M^2).. would be shorter, and
 //! wrong: with equal keys the powers of M reach 1e17 before they cancel.
 
-use crate::plan::Plan;
-use crate::tile::{Engine, Pair, execute, execute_tf32, halves, put_halves};
+use crate::chunkwise::plan::Plan;
+use crate::tile::{Engine, Pair, execute, execute_tf32, parts, put_parts};
 use cubecl::prelude::*;
 
 /// Side of a block that is solved row by row.
@@ -203,16 +203,16 @@ fn add_tf32(
     let b_lane = b_at + lane % 4 * stride + lane / 4;
     #[unroll]
     for k in 0..comptime!(depth / 8) {
-        let mut left = halves(4usize);
+        let mut left = parts(4usize);
         #[unroll]
         for n in 0..4usize {
             let at = comptime!(n % 2 * 8 * stride + n / 2 * 4 + k * 8);
-            put_halves(&mut left, n, a[a_lane + at]);
+            put_parts(&mut left, n, a[a_lane + at]);
         }
-        let mut right = halves(2usize);
+        let mut right = parts(2usize);
         #[unroll]
         for n in 0..2usize {
-            put_halves(&mut right, n, b[b_lane + comptime!((n * 4 + k * 8) * stride)]);
+            put_parts(&mut right, n, b[b_lane + comptime!((n * 4 + k * 8) * stride)]);
         }
         #[unroll]
         for term in 0..3usize {

@@ -1,6 +1,6 @@
-//! Where a chunk lies in the tensors, and how much is kept between its tokens.
+//! Offsets of a chunk in the tensors, and cumulative decay within it.
 
-use crate::plan::Plan;
+use crate::chunkwise::plan::Plan;
 use crate::tile::Rows;
 use cubecl::prelude::*;
 
@@ -26,15 +26,15 @@ pub(crate) struct Place {
     pub rows: Rows,
     /// Gates, `[B, T, H]`.
     pub gates: Rows,
-    /// Which chunk it is of all, `[B, H, chunks]`.
+    /// Number of the chunk among all, `[B, H, chunks]`.
     pub index: usize,
     /// Tokens it has.
     pub valid: usize,
 }
 
-/// Where one (sequence, head) lies: what its chunks share, and divisions are needed for.
+/// Offsets of one (sequence, head), common to its chunks: divisions are needed for them.
 #[derive(CubeType, Clone, Copy)]
-pub(crate) struct Home {
+pub(crate) struct HeadOffsets {
     tokens: usize,
     heads: usize,
     key_heads: usize,
@@ -48,12 +48,12 @@ pub(crate) struct Home {
 
 /// (Sequence, head) `memory`.
 #[cube]
-pub(crate) fn home(sizes: &Sizes, memory: usize) -> Home {
+pub(crate) fn head_offsets(sizes: &Sizes, memory: usize) -> HeadOffsets {
     let heads = sizes.heads as usize;
     let key_heads = sizes.key_heads as usize;
     let tokens = sizes.tokens as usize;
     let head = memory % heads;
-    Home {
+    HeadOffsets {
         tokens,
         heads,
         key_heads,
@@ -67,35 +67,36 @@ pub(crate) fn home(sizes: &Sizes, memory: usize) -> Home {
 /// Chunk `chunk` of (sequence, head) `memory`.
 #[cube]
 pub(crate) fn place(sizes: &Sizes, memory: usize, chunk: usize, #[comptime] plan: Plan) -> Place {
-    let home = home(sizes, memory);
-    place_in(&home, chunk, plan)
+    let head_offsets = head_offsets(sizes, memory);
+    place_in(&head_offsets, chunk, plan)
 }
 
 /// A chunk of a (sequence, head).
 #[cube]
-pub(crate) fn place_in(home: &Home, chunk: usize, #[comptime] plan: Plan) -> Place {
+pub(crate) fn place_in(head_offsets: &HeadOffsets, chunk: usize, #[comptime] plan: Plan) -> Place {
     let token = chunk * comptime!(plan.chunk);
-    let valid = min(home.tokens - token, comptime!(plan.chunk));
-    let first = home.first + token;
-    let gate = first * home.heads + home.head;
+    let valid = min(head_offsets.tokens - token, comptime!(plan.chunk));
+    let first = head_offsets.first + token;
+    let gate = first * head_offsets.heads + head_offsets.head;
     Place {
         keys: Rows {
-            start: (first * home.key_heads + home.key_head) * comptime!(plan.key_width),
-            stride: home.key_heads * comptime!(plan.key_width),
+            start: (first * head_offsets.key_heads + head_offsets.key_head)
+                * comptime!(plan.key_width),
+            stride: head_offsets.key_heads * comptime!(plan.key_width),
             valid,
         },
         values: Rows {
             start: gate * comptime!(plan.value_width),
-            stride: home.heads * comptime!(plan.value_width),
+            stride: head_offsets.heads * comptime!(plan.value_width),
             valid,
         },
         rows: Rows {
             start: gate * comptime!(plan.key_width),
-            stride: home.heads * comptime!(plan.key_width),
+            stride: head_offsets.heads * comptime!(plan.key_width),
             valid,
         },
-        gates: Rows { start: gate, stride: home.heads, valid },
-        index: home.chunks + chunk,
+        gates: Rows { start: gate, stride: head_offsets.heads, valid },
+        index: head_offsets.chunks + chunk,
         valid,
     }
 }
@@ -120,13 +121,13 @@ pub(crate) fn sums(#[comptime] numbers: usize) -> Sums {
     Sums { coarse: SharedMemory::<f32>::new(numbers), fine: SharedMemory::<f32>::new(numbers) }
 }
 
-/// Log of what is left at token `i` of what token `j` had, never above 0.
+/// `G_i - G_j`, the log decay from token `j` to token `i`; never above 0.
 #[cube]
 pub(crate) fn between(sums: &Sums, i: usize, j: usize) -> f32 {
     min((sums.coarse[i] - sums.coarse[j]) + (sums.fine[i] - sums.fine[j]), 0.0f32)
 }
 
-/// Log of what is left at token `i` of what the chunk began with.
+/// `G_i`, the log decay from the chunk's start to token `i`.
 #[cube]
 pub(crate) fn since_start(sums: &Sums, i: usize) -> f32 {
     sums.coarse[i] + sums.fine[i]
@@ -157,7 +158,7 @@ fn log_gate(g: &Array<f32>, rows: &Rows, i: usize) -> f32 {
     gate
 }
 
-/// [`sum_scalars`] where nothing is known of planes.
+/// [`sum_scalars`] on devices whose planes are not known to be of 32.
 #[cube]
 fn sum_one_by_one(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan: Plan) {
     let i = UNIT_POS as usize;

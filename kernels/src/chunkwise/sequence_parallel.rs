@@ -1,47 +1,48 @@
-//! Long sequences of few heads: stage 2 cut into segments of whole chunks, which walk at once.
+//! Sequence-parallel scan: a state pass cut into segments of whole chunks that run at once, for long sequences
+//! of few heads.
 //!
 //! ```text
 //! S_{p+1}  = M_p S_p + E_p              S_p: state at the start of segment p
 //! dS_{p-1} = M_p^T dS_p + dE_p          dS_p: gradient of the state at the end of segment p
 //!
-//! summary   E_p, dE_p: the walk of one segment from zeros, which only writes. The segment that the
-//!           sequence begins (ends) with starts from what the call was given.
-//!           M_p: where a system is solved, the same walk from the identity, with v = 0; else e^G
-//!           over the segment, a number or one for each key.
-//! join      the recurrence above, over segments
-//! walk      every segment from its own state (gradient)
+//! local pass   E_p, dE_p: the pass over one segment from zeros, without outputs. The segment that the
+//!              sequence begins (ends) with starts from the state that the call was given.
+//!              M_p, the transition matrix: where a system is solved, the same pass from the identity, with
+//!              v = 0; else e^G over the segment, a number or one for each key.
+//! combine      the recurrence above, over segments
+//! state pass   every segment from its own state (gradient)
 //! ```
-//! P segments have P states, in slots `[B, H, P, K, V]`. Slot 0 (backward: P - 1) is what was given.
-//! The summary of segment p fills slot p + 1 (p - 1) with E_p, so that the first needs no M, the last
-//! no summary at all, and `join` only adds M_p times slot p. M is kept for the backward pass.
+//! P segments have P initial states, `[B, H, P, K, V]`. State 0 (backward: P - 1) is the one that was given.
+//! The local pass of segment p fills state p + 1 (p - 1) with E_p, so that the first needs no M, the last
+//! no local pass at all, and `combine` only adds M_p times state p. M is kept for the backward pass.
 //!
-//! Work:   summary: a cube a `value_tile` columns of E_p or M_p; join: a cube a few columns of S.
-//! Cost:   summary: the walk without outputs, twice where M_p is a matrix; join: 2 K K V flops a
-//!         segment, in f32 throughout: what rounds is the walk, with or without a cut.
-//! Source: the summaries are those of a parallel scan, <https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf>,
+//! Work:   local pass: a cube a `value_tile` columns of E_p or M_p; combine: a cube a few columns of S.
+//! Cost:   local pass: the pass without outputs, twice where M_p is a matrix; combine: 2 K K V flops a
+//!         segment, in f32 throughout: rounding is that of the state pass, with or without a cut.
+//! Source: local passes and combine are those of a parallel scan, <https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf>,
 //!         one level deep.
 
-use crate::chunk::{Home, Place, Sizes, home, place_in};
-use crate::pass::{Span, Task};
-use crate::plan::Plan;
+use crate::chunkwise::chunk::{HeadOffsets, Place, Sizes, head_offsets, place_in};
+use crate::chunkwise::plan::Plan;
+use crate::chunkwise::task::{Span, Task};
 use crate::tile::{Rows, tile};
 use cubecl::prelude::*;
 
-/// Columns of S that a cube of [`join_matrices`] owns.
+/// Columns of S that a cube of [`combine_matrices`] owns.
 pub(crate) const COLUMNS: usize = 16;
-/// Units of a cube that joins.
+/// Units of a cube that combines.
 pub(crate) const UNITS: usize = 256;
-/// Numbers of M that a cube of [`join_matrices`] holds in shared memory at most: one slab of rows is worked on
+/// Numbers of M that a cube of [`combine_matrices`] holds in shared memory at most: one slab of rows is worked on
 /// while the next one is on its way to registers.
 const SLAB: usize = 2048;
 
-/// What a cube of stage 2 walks over.
+/// Work range of a cube of the state pass: a run of chunks of a (sequence, head).
 #[derive(CubeType, Clone, Copy)]
-pub(crate) struct Stretch {
-    /// Which (sequence, head).
+pub(crate) struct WorkRange {
+    /// Number of the (sequence, head).
     pub memory: usize,
-    /// Where that lies.
-    pub home: Home,
+    /// Its offsets.
+    pub head_offsets: HeadOffsets,
     /// First column of S, or of M.
     pub first: usize,
     /// Its first chunk.
@@ -51,12 +52,16 @@ pub(crate) struct Stretch {
     pub segment: usize,
     pub segments: usize,
     /// Columns are those of M.
-    pub transfer: bool,
+    pub transition: bool,
 }
 
-/// The share of this cube. A summary's cubes lie in a row: all of E, then all of M.
+/// The work range of this cube. Cubes of a local pass lie in a row: all of E, then all of M.
 #[cube]
-pub(crate) fn stretch(sizes: &Sizes, #[comptime] task: Task, #[comptime] plan: Plan) -> Stretch {
+pub(crate) fn work_range(
+    sizes: &Sizes,
+    #[comptime] task: Task,
+    #[comptime] plan: Plan,
+) -> WorkRange {
     let all = sizes.chunks as usize;
     let length = sizes.segment as usize;
     let mut tile = CUBE_POS_X as usize;
@@ -64,11 +69,11 @@ pub(crate) fn stretch(sizes: &Sizes, #[comptime] task: Task, #[comptime] plan: P
     let mut segments = 1usize;
     let mut from = 0usize;
     let mut chunks = all;
-    let mut transfer = false;
-    if comptime!(task.span != Span::Whole) {
+    let mut transition = false;
+    if comptime!(task.span != Span::Sequence) {
         segments = (all - 1) / length + 1;
         segment = CUBE_POS_Z as usize;
-        if comptime!(task.span == Span::Summary) {
+        if comptime!(task.span == Span::Local) {
             let tiles = comptime!(plan.value_tiles());
             let of_states = (segments - 1) * tiles;
             if tile < of_states {
@@ -77,7 +82,7 @@ pub(crate) fn stretch(sizes: &Sizes, #[comptime] task: Task, #[comptime] plan: P
             } else {
                 let n = tile - of_states;
                 let tiles = comptime!(plan.key_tiles());
-                transfer = true;
+                transition = true;
                 segment = n / tiles + 1;
                 tile = n % tiles;
             }
@@ -85,34 +90,34 @@ pub(crate) fn stretch(sizes: &Sizes, #[comptime] task: Task, #[comptime] plan: P
         from = segment * length;
         chunks = min(length, all - from);
     }
-    Stretch {
+    WorkRange {
         memory: CUBE_POS_Y as usize,
-        home: home(sizes, CUBE_POS_Y as usize),
+        head_offsets: head_offsets(sizes, CUBE_POS_Y as usize),
         first: tile * comptime!(plan.value_tile),
         from,
         chunks,
         segment,
         segments,
-        transfer,
+        transition,
     }
 }
 
-/// Chunk `n` of a walk. One that walks for M has no values.
+/// Chunk `n` of a range. A pass for M has no values.
 #[cube]
-pub(crate) fn nth(
-    stretch: &Stretch,
+pub(crate) fn nth_chunk(
+    range: &WorkRange,
     n: usize,
     #[comptime] task: Task,
     #[comptime] plan: Plan,
 ) -> Place {
-    let mut chunk = stretch.from + n;
+    let mut chunk = range.from + n;
     if comptime!(task.backward) {
-        chunk = stretch.from + stretch.chunks - 1 - n;
+        chunk = range.from + range.chunks - 1 - n;
     }
-    let place = place_in(&stretch.home, chunk, plan);
-    if comptime!(task.span == Span::Summary) {
+    let place = place_in(&range.head_offsets, chunk, plan);
+    if comptime!(task.span == Span::Local) {
         let mut valid = place.valid;
-        if stretch.transfer {
+        if range.transition {
             valid = 0usize;
         }
         Place {
@@ -128,20 +133,20 @@ pub(crate) fn nth(
     }
 }
 
-/// The slot that step `n` of the recurrence reads, and the segment whose M it takes. The next step's is
-/// the slot that it adds to.
+/// The state that step `n` of the recurrence reads, and the segment whose M it takes. The next step's is
+/// the state that it adds to.
 #[cube]
 fn source(n: usize, segments: usize, #[comptime] backward: bool) -> usize {
     if comptime!(backward) { segments - 2 - n } else { n + 1 }
 }
 
-/// Adds M_p times slot p to the next slot, one segment after another. `transfers` holds M^T for the
+/// Adds M_p times state p to the next state, one segment after another. `transitions` holds M^T for the
 /// recurrence forward and M for that back, from number `start` on: either way rows are what is summed
 /// over, and neighbouring units read neighbouring numbers.
 #[cube(launch_unchecked)]
-pub(crate) fn join_matrices<N: Size>(
-    transfers: &Array<Vector<f32, N>>,
-    slots: &mut Array<f32>,
+pub(crate) fn combine_matrices<N: Size>(
+    transitions: &Array<Vector<f32, N>>,
+    states: &mut Array<f32>,
     start: u32,
     segments: u32,
     #[comptime] backward: bool,
@@ -170,11 +175,11 @@ pub(crate) fn join_matrices<N: Size>(
     for t in 0..comptime!((keys * COLUMNS).div_ceil(UNITS)) {
         let d = own + comptime!(t * down);
         if d < keys {
-            carried[d * COLUMNS + v] = slots[((memory + begin) * keys + d) * width + column];
+            carried[d * COLUMNS + v] = states[((memory + begin) * keys + d) * width + column];
         }
     }
     let matrix = (start as usize + (memory + begin) * comptime!(keys * keys)) / read;
-    fetch(&mut coming, transfers, matrix, plan);
+    fetch(&mut coming, transitions, matrix, plan);
     for n in 0..segments - 2 {
         let from = source(n, segments, backward);
         let to = source(n + 1, segments, backward);
@@ -187,7 +192,7 @@ pub(crate) fn join_matrices<N: Size>(
             let mut x = Vector::<f32, N>::empty();
             #[unroll]
             for l in 0..read {
-                x[l] = slots[((memory + to) * keys + d + l) * width + column];
+                x[l] = states[((memory + to) * keys + d + l) * width + column];
             }
             let mut sum = Array::<Vector<f32, N>>::new(1usize);
             sum[0] = x;
@@ -200,7 +205,7 @@ pub(crate) fn join_matrices<N: Size>(
             // The slab after this one, or the first of the next matrix; behind the last nobody looks.
             let last = s == comptime!(keys / slab - 1);
             let next = matrix + (s + 1) * comptime!(slab * across);
-            fetch(&mut coming, transfers, select(last, after, next), plan);
+            fetch(&mut coming, transitions, select(last, after, next), plan);
             #[unroll]
             for row in 0..slab {
                 let x = Vector::<f32, N>::new(carried[(s * slab + row) * COLUMNS + v]);
@@ -221,7 +226,7 @@ pub(crate) fn join_matrices<N: Size>(
                     let x = sums.index(t)[0usize][l];
                     carried[(d + l) * COLUMNS + v] = x;
                     if there {
-                        slots[((memory + to) * keys + d + l) * width + column] = x;
+                        states[((memory + to) * keys + d + l) * width + column] = x;
                     }
                 }
             }
@@ -229,17 +234,17 @@ pub(crate) fn join_matrices<N: Size>(
     }
 }
 
-/// Rows of M that [`join_matrices`] holds in shared memory: a power of two that divides K, [`SLAB`] numbers at most.
+/// Rows of M that [`combine_matrices`] holds in shared memory: a power of two that divides K, [`SLAB`] numbers at most.
 fn slab(keys: usize) -> usize {
     let most = (SLAB / keys).max(1).ilog2();
     (0..=most).rev().map(|n| 1 << n).find(|rows| keys.is_multiple_of(*rows)).unwrap_or(1)
 }
 
-/// Asks for the slab of M at vector `at`, a share for each unit.
+/// Loads the slab of M at vector `at` into registers, a part for each unit.
 #[cube]
 fn fetch<N: Size>(
     coming: &mut Array<Vector<f32, N>>,
-    transfers: &Array<Vector<f32, N>>,
+    transitions: &Array<Vector<f32, N>>,
     at: usize,
     #[comptime] plan: Plan,
 ) {
@@ -248,11 +253,11 @@ fn fetch<N: Size>(
     #[unroll]
     for t in 0..comptime!(vectors.div_ceil(UNITS)) {
         let n = min(UNIT_POS as usize + comptime!(t * UNITS), comptime!(vectors - 1));
-        coming[t] = transfers[at + n];
+        coming[t] = transitions[at + n];
     }
 }
 
-/// Puts what was asked for into shared memory.
+/// Writes a loaded slab to shared memory.
 #[cube]
 fn lay_down<N: Size>(
     rows: &mut SharedMemory<Vector<f32, N>>,
@@ -275,11 +280,11 @@ fn add_product<N: Size>(sum: &mut Array<Vector<f32, N>>, x: Vector<f32, N>, y: V
     sum[0] = sum[0] + x * y;
 }
 
-/// As [`join_matrices`] where M_p is what decay leaves: a unit a number of S.
+/// As [`combine_matrices`] where M_p is a cumulative decay: a unit a number of S.
 #[cube(launch_unchecked)]
-pub(crate) fn join_decays(
-    left: &Array<f32>,
-    slots: &mut Array<f32>,
+pub(crate) fn combine_decays(
+    decay: &Array<f32>,
+    states: &mut Array<f32>,
     segments: u32,
     #[comptime] backward: bool,
     #[comptime] plan: Plan,
@@ -291,19 +296,19 @@ pub(crate) fn join_decays(
     let n = CUBE_POS_X as usize * UNITS + UNIT_POS as usize;
     if n < comptime!(keys * width) {
         let begin = source(0usize, segments, backward);
-        let mut carried = slots[(memory + begin) * comptime!(keys * width) + n];
+        let mut carried = states[(memory + begin) * comptime!(keys * width) + n];
         for step in 0..segments - 2 {
             let from = source(step, segments, backward);
             let to = source(step + 1, segments, backward);
             if comptime!(plan.variant.scalar()) {
-                carried *= left[memory + from];
+                carried *= decay[memory + from];
             }
             if comptime!(plan.variant.vector()) {
-                carried *= left[(memory + from) * keys + n / width];
+                carried *= decay[(memory + from) * keys + n / width];
             }
             let at = (memory + to) * comptime!(keys * width) + n;
-            carried += slots[at];
-            slots[at] = carried;
+            carried += states[at];
+            states[at] = carried;
         }
     }
 }

@@ -1,97 +1,24 @@
 //! The host's side: tensors in and out, buffers, and the launches of one forward or backward pass.
 
-use crate::choice::{F32, Plans, Refusal, check_tensors, plans};
-use crate::chunk::SizesLaunch;
-use crate::desk::RowPairsLaunch;
-use crate::gradients::{GradientsLaunch, TracesLaunch, row_gradients};
-use crate::pass::{LocalLaunch, Span, Task, WalkLaunch, walk_backward, walk_forward};
-use crate::plan::{Dims, Transition, Variant};
-use crate::scores::{OperandsLaunch, ScoresLaunch, score_chunks, table};
-use crate::segments::{COLUMNS, UNITS, join_decays, join_matrices};
+use crate::buffer::{Buffer, array, buffer, whole};
+use crate::chunkwise::arguments::{
+    GradientsLaunch, IntraChunkLaunch, IntraChunkOutLaunch, OperandsLaunch, RowPairsLaunch,
+    SavedTensorsLaunch, StatePassLaunch,
+};
+use crate::chunkwise::choose::{Plans, plans};
+use crate::chunkwise::chunk::SizesLaunch;
+use crate::chunkwise::input_gradients::input_gradients;
+use crate::chunkwise::intra_chunk::{decay_factors, intra_chunk};
+use crate::chunkwise::sequence_parallel::{COLUMNS, UNITS, combine_decays, combine_matrices};
+use crate::chunkwise::state_pass::{state_pass_backward, state_pass_forward};
+use crate::chunkwise::task::{Span, Task};
+use crate::refusal::{F32, Refusal};
+use crate::tensors::{Backward, Forward, Given, Inputs, check_tensors};
 use crate::tile::Engine;
+use crate::variant::{Dims, Transition, Variant};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-
-/// A tensor that was made here: contiguous.
-#[derive(Debug, Clone)]
-pub struct Buffer {
-    /// The memory.
-    pub handle: Handle,
-    /// The shape.
-    pub shape: Vec<usize>,
-    /// The type.
-    pub dtype: StorageType,
-}
-
-impl Buffer {
-    pub(crate) fn len(&self) -> usize {
-        self.shape.iter().product()
-    }
-}
-
-/// Tensors of an operation, contiguous. Rows are of one type; gates and states are f32.
-#[derive(Debug, Clone)]
-pub struct Inputs {
-    /// Queries, `[B, T, Hk, K]`.
-    pub q: Handle,
-    /// Keys, `[B, T, Hk, K]`.
-    pub k: Handle,
-    /// Values, `[B, T, H, V]`.
-    pub v: Handle,
-    /// Erase rows of a delta rule, or a of a low rank transition: `[B, T, H, K]`.
-    pub a: Option<Handle>,
-    /// b of a low rank transition, `[B, T, H, K]`.
-    pub b: Option<Handle>,
-    /// Log decay, `[B, T, H]` or `[B, T, H, K]`.
-    pub g: Option<Handle>,
-    /// Share of the error to correct, `[B, T, H]`.
-    pub beta: Option<Handle>,
-    /// State before the first token, `[B, H, K, V]`; zeros if absent.
-    pub state: Option<Handle>,
-}
-
-/// What a forward pass gives.
-#[derive(Debug, Clone)]
-pub struct Forward {
-    /// Outputs, `[B, T, H, V]`.
-    pub o: Buffer,
-    /// State after the last token, `[B, H, K, V]`, f32.
-    pub state: Buffer,
-    /// For [`backward`], in its order; empty if nothing was to be kept.
-    pub saved: Vec<Buffer>,
-}
-
-/// What a backward pass starts from, besides gradients.
-#[derive(Debug, Clone, Copy)]
-pub struct Given<'a> {
-    /// The inputs of the forward pass.
-    pub x: &'a Inputs,
-    /// Memory of [`Forward::saved`].
-    pub saved: &'a [Handle],
-}
-
-/// What a backward pass gives. Rows are per value head: where heads share keys, those of q and k are
-/// still to be added up.
-#[derive(Debug, Clone)]
-pub struct Backward {
-    /// `[B, T, H, K]`.
-    pub q: Buffer,
-    /// `[B, T, H, K]`.
-    pub k: Buffer,
-    /// `[B, T, H, V]`.
-    pub v: Buffer,
-    /// `[B, T, H, K]`.
-    pub a: Option<Buffer>,
-    /// `[B, T, H, K]`.
-    pub b: Option<Buffer>,
-    /// As the gates, f32.
-    pub g: Option<Buffer>,
-    /// `[B, T, H]`, f32.
-    pub beta: Option<Buffer>,
-    /// Of the state before the first token, `[B, H, K, V]`, f32.
-    pub state: Buffer,
-}
 
 /// One call: what every launch needs.
 struct Call<'a, R: Runtime> {
@@ -103,7 +30,7 @@ struct Call<'a, R: Runtime> {
     x: &'a Inputs,
 }
 
-/// What stage 1 leaves, in the order of the kernel's fields.
+/// Outputs of the intra-chunk stage, in the order of the kernel's fields.
 const SCORES: usize = 11;
 
 impl<'a, R: Runtime> Call<'a, R> {
@@ -122,7 +49,7 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 
     fn chunks(&self) -> usize {
-        self.dims.tokens.div_ceil(self.plans.walk.chunk)
+        self.dims.tokens.div_ceil(self.plans.state_pass.chunk)
     }
 
     /// Chunks of a segment.
@@ -143,7 +70,7 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 
     fn buffer_if(&self, there: bool, shape: &[usize], dtype: StorageType) -> Buffer {
-        // What a variant does not have is bound to a few numbers that are neither read nor written.
+        // A tensor that the variant does not have is bound to a few numbers that are neither read nor written.
         if there { self.buffer(shape, dtype) } else { self.buffer(&[16], dtype) }
     }
 
@@ -213,14 +140,14 @@ impl<'a, R: Runtime> Call<'a, R> {
         )
     }
 
-    /// Stage 1, unless the walk makes scores itself, forward and backward: then there is nothing to hand
-    /// over.
-    fn scores(&self) -> [Buffer; SCORES] {
-        if self.plans.walk.scorers > 0 {
+    /// The intra-chunk stage. With producer planes the state pass computes these matrices itself, forward and
+    /// backward, and the buffers are placeholders.
+    fn intra_chunk(&self) -> [Buffer; SCORES] {
+        if self.plans.state_pass.producers > 0 {
             let none = self.buffer(&[16], F32);
             return core::array::from_fn(|_| none.clone());
         }
-        let plan = self.plans.scores;
+        let plan = self.plans.intra_chunk;
         let e = self.plans.between;
         let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
         let vector = self.variant.vector();
@@ -233,7 +160,7 @@ impl<'a, R: Runtime> Call<'a, R> {
             self.buffer_if(solves, &square, e),
             self.buffer_if(low_rank, &square, e),
             self.buffer_if(low_rank, &self.values_shape(), e),
-            self.buffer(&self.own_shape(table::ROWS, plan.chunk), F32),
+            self.buffer(&self.own_shape(decay_factors::ROWS, plan.chunk), F32),
             scaled(vector),
             scaled(vector && solves),
             scaled(vector && low_rank),
@@ -246,7 +173,7 @@ impl<'a, R: Runtime> Call<'a, R> {
             Engine::Plain | Engine::Tf32 => (F32, 1, 1),
             Engine::Mma => (e, n, m),
         };
-        let launched = ScoresLaunch::new(
+        let launched = IntraChunkOutLaunch::new(
             whole(&out[0]),
             whole(&out[1]),
             whole(&out[2]),
@@ -262,7 +189,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         // SAFETY: every index is below the lengths that `check_sizes` and the shapes above fix.
         #[allow(unsafe_code)]
         unsafe {
-            score_chunks::launch_unchecked::<R>(
+            intra_chunk::launch_unchecked::<R>(
                 self.client,
                 self.cubes(self.chunks()),
                 CubeDim::new_1d(plan.units as u32),
@@ -277,22 +204,22 @@ impl<'a, R: Runtime> Call<'a, R> {
         out
     }
 
-    fn local<E: Float, G: Size>(&self, scores: &[Handle]) -> LocalLaunch<E, G, R> {
-        let chunk = self.plans.walk.chunk;
+    fn local<E: Float, G: Size>(&self, scores: &[Handle]) -> IntraChunkLaunch<E, G, R> {
+        let chunk = self.plans.state_pass.chunk;
         let numbers = |shape: &[usize]| shape.iter().product::<usize>();
         let square = numbers(&self.own_shape(chunk, chunk));
         let (rows, values) = (numbers(&self.rows_shape()), numbers(&self.values_shape()));
         let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
         let vector = self.variant.vector();
-        let made = self.plans.walk.scorers == 0;
+        let made = self.plans.state_pass.producers == 0;
         let of = |n: usize, there, len| array(&scores[n], if there { len } else { 16 });
-        LocalLaunch::new(
+        IntraChunkLaunch::new(
             of(0, made, square),
             of(1, low_rank, square),
             of(2, solves, square),
             of(3, low_rank, square),
             of(4, low_rank, values),
-            of(5, made, numbers(&self.own_shape(table::ROWS, chunk))),
+            of(5, made, numbers(&self.own_shape(decay_factors::ROWS, chunk))),
             of(6, vector, rows),
             of(7, vector && solves, rows),
             of(8, vector && low_rank, rows),
@@ -302,26 +229,26 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 
     /// Tensor cores leave four numbers in a row to a unit, arithmetic any number.
-    fn walk_widths(&self) -> [usize; 4] {
+    fn pass_widths(&self) -> [usize; 4] {
         let [g, n, m] = self.plans.widths;
-        let w = match self.plans.walk.engine {
+        let w = match self.plans.state_pass.engine {
             Engine::Plain | Engine::Tf32 => 1,
             Engine::Mma => 4,
         };
         [g, n, m, w]
     }
 
-    /// One launch of stage 2: forward, or back from `d_o`.
-    fn walk(&self, scores: &[Handle], d_o: Option<&Handle>, task: Task, of: Walked<'_>) {
+    /// One launch of the state pass: forward, or backward from `d_o`.
+    fn state_pass(&self, scores: &[Handle], d_o: Option<&Handle>, task: Task, of: PassBuffers<'_>) {
         let segments = self.segments();
         let (plan, across, deep) = match task.span {
-            Span::Whole => (self.plans.walk, self.plans.walk.value_tiles(), 1),
-            Span::Segment => (self.plans.walk, self.plans.walk.value_tiles(), segments),
-            Span::Summary if task.backward => {
-                (self.plans.walk, self.plans.walk.value_tiles() * (segments - 1), 1)
+            Span::Sequence => (self.plans.state_pass, self.plans.state_pass.value_tiles(), 1),
+            Span::Segment => (self.plans.state_pass, self.plans.state_pass.value_tiles(), segments),
+            Span::Local if task.backward => {
+                (self.plans.state_pass, self.plans.state_pass.value_tiles() * (segments - 1), 1)
             }
-            Span::Summary => {
-                let plan = self.plans.summary;
+            Span::Local => {
+                let plan = self.plans.local_pass;
                 let matrices = if self.variant.solves() { segments - 2 } else { 0 };
                 let across = plan.value_tiles() * (segments - 1) + plan.key_tiles() * matrices;
                 (plan, across, 1)
@@ -331,11 +258,11 @@ impl<'a, R: Runtime> Call<'a, R> {
         let units = CubeDim::new_1d(plan.units as u32);
         let types = [self.dtype, self.plans.between];
         let values = self.values_shape().iter().product();
-        // SAFETY: as in `scores`.
+        // SAFETY: as in `intra_chunk`.
         #[allow(unsafe_code)]
         unsafe {
             match d_o {
-                Some(d_o) => walk_backward::launch_unchecked::<R>(
+                Some(d_o) => state_pass_backward::launch_unchecked::<R>(
                     self.client,
                     cubes,
                     units,
@@ -348,9 +275,9 @@ impl<'a, R: Runtime> Call<'a, R> {
                     task,
                     plan,
                     types,
-                    self.walk_widths(),
+                    self.pass_widths(),
                 ),
-                None => walk_forward::launch_unchecked::<R>(
+                None => state_pass_forward::launch_unchecked::<R>(
                     self.client,
                     cubes,
                     units,
@@ -362,51 +289,51 @@ impl<'a, R: Runtime> Call<'a, R> {
                     task,
                     plan,
                     types,
-                    self.walk_widths(),
+                    self.pass_widths(),
                 ),
             }
         }
     }
 
-    /// What each segment starts from, `[B, H, P, K, V]`, forward or back from `d_o`. `transfers` are
-    /// filled forward; back only where they are no matrices.
-    fn slots(
+    /// The initial state of each segment, `[B, H, P, K, V]`, forward or backward from `d_o`. `transitions` are
+    /// filled forward; backward only where they are no matrices.
+    fn initial_states(
         &self,
         scores: &[Handle],
         d_o: Option<&Handle>,
         given: Option<(&Handle, usize)>,
         keep: bool,
-        transfers: &Buffer,
+        transitions: &Buffer,
     ) -> Buffer {
         let Dims { batch, heads, key_width, value_width, .. } = self.dims;
-        let (plan, segments) = (self.plans.walk, self.segments());
+        let (plan, segments) = (self.plans.state_pass, self.segments());
         let backward = d_o.is_some();
-        let slots = self.buffer(&[batch, heads, segments, key_width, value_width], F32);
+        let states = self.buffer(&[batch, heads, segments, key_width, value_width], F32);
         let unused = self.buffer(&[16], self.plans.between);
         let out = self.buffer(&[16], self.dtype);
-        let task = Task { backward, span: Span::Summary, given: given.is_some(), keep };
+        let task = Task { backward, span: Span::Local, given: given.is_some(), keep };
         let kept = [&unused, &unused];
-        self.walk(
+        self.state_pass(
             scores,
             d_o,
             task,
-            Walked { start: given, end: &slots, kept, transfers, out: &out },
+            PassBuffers { start: given, end: &states, kept, transitions, out: &out },
         );
         if segments < 3 {
-            return slots;
+            return states;
         }
         let units = CubeDim::new_1d(UNITS as u32);
         let matrices = batch * heads * segments * key_width * key_width;
-        // SAFETY: as in `scores`.
+        // SAFETY: as in `intra_chunk`.
         #[allow(unsafe_code)]
         unsafe {
             if self.variant.solves() {
-                join_matrices::launch_unchecked::<R>(
+                combine_matrices::launch_unchecked::<R>(
                     self.client,
                     self.cubes(value_width.div_ceil(COLUMNS)),
                     units,
-                    whole(transfers),
-                    whole(&slots),
+                    whole(transitions),
+                    whole(&states),
                     if backward { matrices as u32 } else { 0 },
                     segments as u32,
                     backward,
@@ -414,24 +341,24 @@ impl<'a, R: Runtime> Call<'a, R> {
                     if key_width.is_multiple_of(4) { 4 } else { 1 },
                 );
             } else {
-                join_decays::launch_unchecked::<R>(
+                combine_decays::launch_unchecked::<R>(
                     self.client,
                     self.cubes((key_width * value_width).div_ceil(UNITS)),
                     units,
-                    whole(transfers),
-                    whole(&slots),
+                    whole(transitions),
+                    whole(&states),
                     segments as u32,
                     backward,
                     plan,
                 );
             }
         }
-        slots
+        states
     }
 
-    /// Shape of what segments do to a state besides adding to it. A backward pass needs the matrices
-    /// twice, as they are and transposed.
-    fn transfers_shape(&self, keep: bool) -> Vec<usize> {
+    /// Shape of the segments' transition matrices. A backward pass needs the matrices twice, as they are and
+    /// transposed.
+    fn transitions_shape(&self, keep: bool) -> Vec<usize> {
         let Dims { batch, heads, key_width, .. } = self.dims;
         let segments = self.segments();
         match self.variant.decay {
@@ -445,35 +372,35 @@ impl<'a, R: Runtime> Call<'a, R> {
         }
     }
 
-    /// The walk over all of every sequence, in one piece or in segments.
-    fn walk_all(
+    /// The state pass over all of every sequence, in one piece or in segments.
+    fn pass_all(
         &self,
         scores: &[Handle],
         d_o: Option<&Handle>,
         given: Option<&Handle>,
         keep: bool,
-        of: Walked<'_>,
+        of: PassBuffers<'_>,
     ) {
         let given = given.map(|given| (given, of.end.len()));
         let task =
-            Task { backward: d_o.is_some(), span: Span::Whole, given: given.is_some(), keep };
+            Task { backward: d_o.is_some(), span: Span::Sequence, given: given.is_some(), keep };
         if self.segments() == 1 {
-            self.walk(scores, d_o, task, Walked { start: given, ..of });
+            self.state_pass(scores, d_o, task, PassBuffers { start: given, ..of });
         } else {
-            let slots = self.slots(scores, d_o, given, keep, of.transfers);
+            let states = self.initial_states(scores, d_o, given, keep, of.transitions);
             let task = Task { span: Span::Segment, given: true, ..task };
-            self.walk(
+            self.state_pass(
                 scores,
                 d_o,
                 task,
-                Walked { start: Some((&slots.handle, slots.len())), ..of },
+                PassBuffers { start: Some((&states.handle, states.len())), ..of },
             );
         }
     }
 
-    /// Stage 2, forward.
-    fn walk_forward(&self, scores: &[Handle], keep: bool) -> (Buffer, Buffer, [Buffer; 3]) {
-        let plan = self.plans.walk;
+    /// The state pass forward.
+    fn state_pass_forward(&self, scores: &[Handle], keep: bool) -> (Buffer, Buffer, [Buffer; 3]) {
+        let plan = self.plans.state_pass;
         let e = self.plans.between;
         let o = self.buffer(&self.values_shape(), self.dtype);
         let end = self.buffer(&self.state_shape(), F32);
@@ -482,53 +409,53 @@ impl<'a, R: Runtime> Call<'a, R> {
             self.buffer_if(keep, &states, e),
             self.buffer_if(keep && self.variant.solves(), &self.values_shape(), e),
         ];
-        let transfers = self.buffer(&self.transfers_shape(keep), F32);
-        let of = Walked {
+        let transitions = self.buffer(&self.transitions_shape(keep), F32);
+        let of = PassBuffers {
             start: None,
             end: &end,
             kept: kept.each_ref(),
-            transfers: &transfers,
+            transitions: &transitions,
             out: &o,
         };
-        self.walk_all(scores, None, self.x.state.as_ref(), keep, of);
+        self.pass_all(scores, None, self.x.state.as_ref(), keep, of);
         let [states, block] = kept;
-        (o, end, [states, block, transfers])
+        (o, end, [states, block, transitions])
     }
 
-    /// Stage 2, backward: dv of linear attention, dS of the start, and the states' and solves'
+    /// The state pass backward: dv of linear attention, dS of the start, and the states' and solves'
     /// gradients.
-    fn walk_backward(
+    fn state_pass_backward(
         &self,
         scores: &[Handle],
-        transfers: &Handle,
+        transitions: &Handle,
         d_o: &Handle,
         d_state: Option<&Handle>,
     ) -> (Buffer, Buffer, [Buffer; 2]) {
-        let plan = self.plans.walk;
+        let plan = self.plans.state_pass;
         let e = self.plans.between;
         let solves = self.variant.solves();
         let d_v = self.buffer_if(!self.variant.delta(), &self.values_shape(), self.dtype);
         let end = self.buffer(&self.state_shape(), F32);
         let states = self.own_shape(plan.value_width, plan.key_width);
         let kept = [self.buffer(&states, e), self.buffer_if(solves, &self.values_shape(), e)];
-        let shape = self.transfers_shape(true);
-        let transfers = match solves {
-            true => Buffer { handle: transfers.clone(), shape, dtype: F32 },
-            // They are of segments that a walk back sums up: others than forward.
+        let shape = self.transitions_shape(true);
+        let transitions = match solves {
+            true => Buffer { handle: transitions.clone(), shape, dtype: F32 },
+            // They are of the segments of a local pass backward: others than forward.
             false => self.buffer(&shape, F32),
         };
-        let of = Walked {
+        let of = PassBuffers {
             start: None,
             end: &end,
             kept: kept.each_ref(),
-            transfers: &transfers,
+            transitions: &transitions,
             out: &d_v,
         };
-        self.walk_all(scores, Some(d_o), d_state, true, of);
+        self.pass_all(scores, Some(d_o), d_state, true, of);
         (d_v, end, kept)
     }
 
-    /// Stage 3.
+    /// The input gradients.
     fn gradients(
         &self,
         states: &Handle,
@@ -538,7 +465,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         d_o: &Handle,
         d_v: Buffer,
     ) -> GradientBuffers {
-        let plan = self.plans.gradients;
+        let plan = self.plans.input_gradients;
         let (variant, e) = (self.variant, self.plans.between);
         let rows = self.rows_shape();
         let gated = variant.decay != crate::Decay::None;
@@ -557,7 +484,7 @@ impl<'a, R: Runtime> Call<'a, R> {
             beta: self.buffer_if(variant.delta(), &self.gates_shape(), F32),
         };
         let blocks = if variant.solves() { values } else { 16 };
-        let traces = TracesLaunch::new(
+        let saved = SavedTensorsLaunch::new(
             array(d_o, values),
             array(u, blocks),
             array(&r.handle, blocks),
@@ -590,16 +517,16 @@ impl<'a, R: Runtime> Call<'a, R> {
             Engine::Plain | Engine::Tf32 => (F32, 1, 1, 1),
             Engine::Mma => (e, n, m, 4),
         };
-        // SAFETY: as in `scores`.
+        // SAFETY: as in `intra_chunk`.
         #[allow(unsafe_code)]
         unsafe {
-            row_gradients::launch_unchecked::<R>(
+            input_gradients::launch_unchecked::<R>(
                 self.client,
                 self.cubes(self.chunks()),
                 CubeDim::new_1d(plan.units as u32),
                 self.operands(),
                 pairs,
-                traces,
+                saved,
                 launched,
                 self.sizes(),
                 plan,
@@ -611,28 +538,28 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 }
 
-/// Memory of one launch of stage 2.
-struct Walked<'a> {
-    /// What it starts from, if anything.
+/// Buffers of one launch of the state pass.
+struct PassBuffers<'a> {
+    /// The first state, if one is given.
     start: Option<(&'a Handle, usize)>,
     end: &'a Buffer,
     /// States and blocks.
     kept: [&'a Buffer; 2],
-    transfers: &'a Buffer,
+    transitions: &'a Buffer,
     /// o or dv.
     out: &'a Buffer,
 }
 
-impl Walked<'_> {
-    fn launch<E: Float, W: Size, R: Runtime>(&self) -> WalkLaunch<E, W, R> {
+impl PassBuffers<'_> {
+    fn launch<E: Float, W: Size, R: Runtime>(&self) -> StatePassLaunch<E, W, R> {
         let (start, numbers) = self.start.unwrap_or((&self.end.handle, self.end.len()));
         let [states, block] = self.kept;
-        WalkLaunch::new(
+        StatePassLaunch::new(
             array(start, numbers),
             whole(self.end),
             whole(states),
             whole(block),
-            whole(self.transfers),
+            whole(self.transitions),
         )
     }
 }
@@ -645,35 +572,6 @@ struct GradientBuffers {
     v: Buffer,
     g: Buffer,
     beta: Buffer,
-}
-
-/// Memory that a kernel is to fill.
-pub(crate) fn buffer<R: Runtime>(
-    client: &ComputeClient<R>,
-    shape: &[usize],
-    dtype: StorageType,
-) -> Buffer {
-    let numbers: usize = shape.iter().product();
-    let bytes = numbers * dtype.size();
-    // Tests fill every buffer with NaN, so that what a kernel forgets to write is seen.
-    let handle = match cfg!(test) {
-        true => client.create_from_slice(&vec![0xff; bytes]),
-        false => client.empty(bytes),
-    };
-    Buffer { handle, shape: shape.to_vec(), dtype }
-}
-
-/// A whole tensor, as an argument.
-pub(crate) fn whole<R: Runtime>(buffer: &Buffer) -> ArrayArg<R> {
-    array(&buffer.handle, buffer.len())
-}
-
-pub(crate) fn array<R: Runtime>(handle: &Handle, len: usize) -> ArrayArg<R> {
-    // SAFETY: callers pass the length that the memory was made for, or less.
-    #[allow(unsafe_code)]
-    unsafe {
-        ArrayArg::from_raw_parts(handle.clone(), len)
-    }
 }
 
 /// Whole sequences. `keep` leaves in `saved` what [`backward`] needs.
@@ -691,7 +589,7 @@ pub fn forward<R: Runtime>(
     forward_in(client, variant, dims, dtype, x, keep, None)
 }
 
-/// As [`forward`], cut into so many segments, or as many as the device asks for.
+/// As [`forward`], cut into so many segments, or as many as fit the device.
 pub(crate) fn forward_in<R: Runtime>(
     client: &ComputeClient<R>,
     variant: Variant,
@@ -702,9 +600,9 @@ pub(crate) fn forward_in<R: Runtime>(
     segments: Option<usize>,
 ) -> Result<Forward, Refusal> {
     let call = Call::new(client, variant, dims, dtype, x, segments)?;
-    let scores = call.scores();
+    let scores = call.intra_chunk();
     let handles: Vec<Handle> = scores.iter().map(|buffer| buffer.handle.clone()).collect();
-    let (o, state, kept) = call.walk_forward(&handles, keep);
+    let (o, state, kept) = call.state_pass_forward(&handles, keep);
     let saved = if keep { scores.into_iter().chain(kept).collect() } else { vec![] };
     Ok(Forward { o, state, saved })
 }
@@ -743,7 +641,7 @@ pub(crate) fn backward_in<R: Runtime>(
     assert_eq!(saved.len(), SCORES + 3, "tensors that a forward pass saves");
     let call = Call::new(client, variant, dims, dtype, x, segments)?;
     let (scores, kept) = saved.split_at(SCORES);
-    let (d_v, d_start, [d_states, r]) = call.walk_backward(scores, &kept[2], d_o, d_state);
+    let (d_v, d_start, [d_states, r]) = call.state_pass_backward(scores, &kept[2], d_o, d_state);
     let out = call.gradients(&kept[0], &kept[1], &d_states, &r, d_o, d_v);
     let own_a = variant.own_a();
     Ok(Backward {

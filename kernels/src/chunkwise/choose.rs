@@ -1,136 +1,30 @@
-//! Before a launch: what the kernels cannot take, and how an operation is cut up on a device, by what
-//! the device reports of itself. The engine comes first, then tiles with which every stage fits into
-//! shared memory, then segments, as many as walk at once. Nothing is timed.
+//! Plans of an operation on a device, from the device's own report: the engine first, then tiles with which
+//! every stage fits into shared memory, then segments, as many as run at once. Nothing is timed.
 
-use crate::launch::Inputs;
-use crate::plan::{Dims, Plan, VERSION, Variant};
-use crate::scores::table;
+use crate::SOURCE;
+use crate::chunkwise::intra_chunk::decay_factors;
+use crate::chunkwise::plan::Plan;
+use crate::refusal::{F32, Refusal, check_heads, check_type};
 use crate::tile::Engine;
+use crate::variant::{Dims, Variant};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 
 /// Widest key and value.
 pub const WIDEST: usize = 256;
 
-/// Why nothing was launched.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Refusal {
-    /// A width that no plan covers.
-    Width {
-        /// `K` or `V`.
-        name: &'static str,
-        /// Its size.
-        got: usize,
-        /// The widest that would do.
-        most: usize,
-    },
-    /// There is nothing to compute.
-    Empty {
-        /// Sequences.
-        batch: usize,
-        /// Tokens of a sequence.
-        tokens: usize,
-    },
-    /// More than the device takes at once, or than its counters or indices of 32 bits can hold.
-    TooLarge {
-        /// What is too large.
-        what: &'static str,
-        /// Its size.
-        got: usize,
-        /// The largest that would do.
-        most: usize,
-    },
-    /// A type of number that the kernels do not take, or the device does not.
-    Type {
-        /// The type.
-        got: StorageType,
-    },
-    /// Value heads cannot be shared out over key heads.
-    Heads {
-        /// Heads of values.
-        heads: usize,
-        /// Heads of keys.
-        key_heads: usize,
-    },
-    /// The device has too little shared memory, or too few units a cube.
-    Device {
-        /// Bytes of shared memory a cube may have.
-        shared_memory: usize,
-        /// Units a cube may have.
-        units: u32,
-    },
-    /// A product that is empty, or of more rows than the kernel for a few is for.
-    Product {
-        /// Rows.
-        rows: usize,
-        /// What is summed over.
-        inner: usize,
-        /// Columns.
-        columns: usize,
-    },
-    /// The variant asks for a tensor that is not there, or the other way round.
-    Tensor {
-        /// The tensor.
-        name: &'static str,
-        /// Whether the variant has it.
-        wanted: bool,
-    },
-}
-
-impl core::fmt::Display for Refusal {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        match self {
-            Self::Width { name, got, most } => {
-                write!(f, "{name} is {got}; the kernels take 1 to {most}")
-            }
-            Self::Empty { batch, tokens } => {
-                write!(f, "{batch} sequences of {tokens} tokens; both have to be at least 1")
-            }
-            Self::TooLarge { what, got, most } => {
-                write!(f, "{what}: {got}; the most on this device is {most}")
-            }
-            Self::Type { got } => {
-                write!(
-                    f,
-                    "numbers of type {got}; the kernels take f32, and f16 and bf16 where the device has them"
-                )
-            }
-            Self::Heads { heads, key_heads } => {
-                write!(f, "{heads} value heads are no multiple of {key_heads} key heads")
-            }
-            Self::Device { shared_memory, units } => write!(
-                f,
-                "a cube may have {shared_memory} bytes of shared memory and {units} units on this \
-                 device; no plan is so small"
-            ),
-            Self::Product { rows, inner, columns } => write!(
-                f,
-                "[{rows}, {inner}] times [{inner}, {columns}]; rows have to be 1 to {}, the rest at \
-                 least 1",
-                crate::few_rows::MOST_ROWS
-            ),
-            Self::Tensor { name, wanted: true } => write!(f, "`{name}` is missing"),
-            Self::Tensor { name, wanted: false } => {
-                write!(f, "`{name}` is given, and the variant has none")
-            }
-        }
-    }
-}
-
-impl core::error::Error for Refusal {}
-
 /// How one operation is cut up on one device. Batch and length decide only which of two widths the tiles
 /// of values have, and into how many segments sequences are cut, which is not compiled in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Plans {
-    pub scores: Plan,
-    pub walk: Plan,
-    /// The walk forward that sums segments up: where a system is solved, in tiles of its own.
-    pub summary: Plan,
-    pub gradients: Plan,
-    /// Into how many segments each sequence is cut for stage 2, at most.
+    pub intra_chunk: Plan,
+    pub state_pass: Plan,
+    /// The local pass forward: where a system is solved, in tiles of its own.
+    pub local_pass: Plan,
+    pub input_gradients: Plan,
+    /// Segments of each sequence in the state pass, at most.
     pub segments: usize,
-    /// Type of what stages hand over to each other.
+    /// Type of tensors between stages.
     pub between: StorageType,
     /// Numbers a vector in the tensors, in tiles that are loaded, in what is computed.
     pub widths: [usize; 3],
@@ -139,7 +33,7 @@ pub(crate) struct Plans {
 impl Plans {
     /// Chunks of a segment.
     pub fn segment(&self, dims: Dims) -> usize {
-        dims.tokens.div_ceil(self.walk.chunk).div_ceil(self.segments)
+        dims.tokens.div_ceil(self.state_pass.chunk).div_ceil(self.segments)
     }
 }
 
@@ -154,17 +48,17 @@ pub fn launches<R: Runtime>(
     dtype: StorageType,
 ) -> Result<[usize; 2], Refusal> {
     let plans = plans(client, variant, dims, dtype)?;
-    // A summary, and what joins three segments or more.
-    let more = match dims.tokens.div_ceil(plans.walk.chunk).div_ceil(plans.segment(dims)) {
+    // The local pass, and the combine of three segments or more.
+    let more = match dims.tokens.div_ceil(plans.state_pass.chunk).div_ceil(plans.segment(dims)) {
         1 => 0,
         2 => 1,
         _ => 2,
     };
-    let forward = usize::from(plans.walk.scorers == 0) + 1 + more;
+    let forward = usize::from(plans.state_pass.producers == 0) + 1 + more;
     Ok([forward, forward + 2 + more])
 }
 
-/// Which engine a call would take.
+/// The engine that a call would take.
 ///
 /// # Errors
 /// [`Refusal`] where the kernels cannot run.
@@ -174,10 +68,9 @@ pub fn engine<R: Runtime>(
     dims: Dims,
     dtype: StorageType,
 ) -> Result<Engine, Refusal> {
-    plans(client, variant, dims, dtype).map(|plans| plans.walk.engine)
+    plans(client, variant, dims, dtype).map(|plans| plans.state_pass.engine)
 }
 
-pub(crate) const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
 const TF32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::TF32));
 
 pub(crate) fn plans<R: Runtime>(
@@ -204,50 +97,8 @@ pub(crate) fn plans<R: Runtime>(
     plain(client, variant, dims)
 }
 
-/// The device has the type of the rows, at least to convert it.
-pub(crate) fn check_type<R: Runtime>(
-    client: &ComputeClient<R>,
-    dtype: StorageType,
-) -> Result<(), Refusal> {
-    let known = matches!(
-        dtype,
-        StorageType::Scalar(ElemType::Float(FloatKind::F32 | FloatKind::F16 | FloatKind::BF16))
-    );
-    let usable = client.properties().type_usage(dtype);
-    match known && usable.contains(cubecl::ir::features::TypeUsage::Conversion) {
-        true => Ok(()),
-        false => Err(Refusal::Type { got: dtype }),
-    }
-}
-
-/// Key heads serve equally many value heads each, and there is something to compute.
-pub(crate) fn check_heads(dims: Dims) -> Result<(), Refusal> {
-    let Dims { batch, tokens, key_heads, heads, .. } = dims;
-    if key_heads == 0 || !heads.is_multiple_of(key_heads) || heads == 0 {
-        return Err(Refusal::Heads { heads, key_heads });
-    }
-    if batch == 0 || tokens == 0 {
-        return Err(Refusal::Empty { batch, tokens });
-    }
-    Ok(())
-}
-
-/// The tensors that the variant has are there, and no others.
-pub(crate) fn check_tensors(variant: Variant, x: &Inputs) -> Result<(), Refusal> {
-    let tensors = [
-        ("a", x.a.is_some(), variant.own_a()),
-        ("b", x.b.is_some(), variant.low_rank()),
-        ("g", x.g.is_some(), variant.decay != crate::Decay::None),
-        ("beta", x.beta.is_some(), variant.delta()),
-    ];
-    match tensors.into_iter().find(|(_, there, wanted)| there != wanted) {
-        Some((name, _, wanted)) => Err(Refusal::Tensor { name, wanted }),
-        None => Ok(()),
-    }
-}
-
-/// Buffers that a walk is given, whatever the variant, and one of sizes: more than any other stage. A
-/// browser may have 8 or 10, desktop drivers have dozens and more.
+/// Buffers that a state pass is given, whatever the variant, and one of sizes: more than any other stage. A
+/// browser may have 8 or 10, native drivers have dozens and more.
 const BUFFERS: usize = 27;
 
 fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Refusal> {
@@ -258,7 +109,7 @@ fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), 
         }
     }
     check_heads(dims)?;
-    // Rows, squares and states of chunks; a chunk has 16 to 64 tokens.
+    // Rows, [C, C] matrices and states of chunks; a chunk has 16 to 64 tokens.
     let widest = key_width.max(value_width).max(64);
     let states = tokens.div_ceil(16) * batch * heads * key_width * value_width;
     let numbers = (batch * tokens.next_multiple_of(64) * heads * widest).max(states);
@@ -322,7 +173,7 @@ fn mma<R: Runtime>(
     if !key_width.is_multiple_of(16) || !value_width.is_multiple_of(16) {
         return None;
     }
-    // The walk has a cube for each tile of values: wide ones where those fill the device or sequences
+    // The state pass has a cube for each tile of values: wide ones where those fill the device or sequences
     // are cut until they do, because every tile loads all keys; else narrow ones. Below 64 too few
     // units are left to load keys.
     let memories = dims.batch * dims.heads;
@@ -339,7 +190,7 @@ fn mma<R: Runtime>(
         .or_else(|| cut(narrow))
 }
 
-/// As [`mma`], for tiles of so many values: in the walk, elsewhere, in summaries.
+/// As [`mma`], for tiles of so many values: in the state pass, elsewhere, in local passes.
 fn mma_cut<R: Runtime>(
     client: &ComputeClient<R>,
     variant: Variant,
@@ -348,8 +199,8 @@ fn mma_cut<R: Runtime>(
     [value_tile, value_slice, shared]: [usize; 3],
 ) -> Option<Plans> {
     let Dims { key_width, value_width, .. } = dims;
-    let walk = Plan {
-        version: VERSION,
+    let state_pass = Plan {
+        source: SOURCE,
         variant,
         engine: Engine::Mma,
         key_width,
@@ -358,69 +209,80 @@ fn mma_cut<R: Runtime>(
         key_slice: key_width,
         value_tile,
         value_slice,
-        halves: 2,
-        scorers: 0,
-        sharers: 1,
+        stages: 2,
+        producers: 0,
+        split_k: 1,
         units: value_tile * 2,
     };
     let most = client.properties().hardware.max_shared_memory_size;
-    let (scores, gradients) = match variant.vector() {
-        true => (in_f32(client, walk), in_f32(client, walk)),
+    let (intra_chunk, input_gradients) = match variant.vector() {
+        true => (in_f32(client, state_pass), in_f32(client, state_pass)),
         false => (
-            Plan { units: 256, ..walk },
+            Plan { units: 256, ..state_pass },
             // Many units, so that few registers hold each one's share.
-            roomy(most, Plan { key_slice: part(key_width, 128)?, halves: 0, units: 512, ..walk }),
+            roomy(
+                most,
+                Plan { key_slice: part(key_width, 128)?, stages: 0, units: 512, ..state_pass },
+            ),
         ),
     };
     // Scores of linear attention need no state: where no other cube of a segment would make them again,
-    // and registers of that many planes hold the state, planes of the walk make them instead of stage 1.
+    // and registers of that many planes hold the state, producer planes of the state pass make them.
     let alone = !variant.solves() && !variant.vector() && value_tile == value_width;
-    let scorers = match alone && key_width <= 128 {
+    let producers = match alone && key_width <= 128 {
         true if value_tile <= 64 => 8,
         true => 4,
         false => 0,
     };
     // One plane's registers would be full of a wide state, and four planes leave tensor cores waiting.
-    let sharers = match key_width > 128 && key_width.is_multiple_of(32) && value_tile <= 64 {
+    let split_k = match key_width > 128 && key_width.is_multiple_of(32) && value_tile <= 64 {
         true => 2,
         false => 1,
     };
-    let with_scorers = (scorers > 0).then_some((3, scorers, 1));
-    let without = [(2, 0, sharers), (2, 0, 1), (1, 0, sharers), (1, 0, 1)];
-    with_scorers.into_iter().chain(without).find_map(|(halves, scorers, sharers)| {
-        let units = (value_tile / 16 * sharers + scorers) * 32;
-        let walk = Plan { halves, scorers, sharers, units, ..walk };
-        // Where no system is solved, summaries are the walk's planes, its scorers for the table.
-        let summary = match variant.solves() {
-            true => Plan { value_tile: shared, units: shared * 2 * sharers, ..walk },
-            false => walk,
+    let with_producers = (producers > 0).then_some((3, producers, 1));
+    let without = [(2, 0, split_k), (2, 0, 1), (1, 0, split_k), (1, 0, 1)];
+    with_producers.into_iter().chain(without).find_map(|(stages, producers, split_k)| {
+        let units = (value_tile / 16 * split_k + producers) * 32;
+        let state_pass = Plan { stages, producers, split_k, units, ..state_pass };
+        // Where no system is solved, a local pass has the state pass's planes, producers for the decay factors.
+        let local_pass = match variant.solves() {
+            true => Plan { value_tile: shared, units: shared * 2 * split_k, ..state_pass },
+            false => state_pass,
         };
         let (between, widths) = (dtype, [8, 8, 2]);
-        let plans = Plans { scores, walk, summary, gradients, segments: 1, between, widths };
+        let plans = Plans {
+            intra_chunk,
+            state_pass,
+            local_pass,
+            input_gradients,
+            segments: 1,
+            between,
+            widths,
+        };
         let segments = segments(client, &plans, dims);
         fits(client, &plans).then_some(Plans { segments, ..plans })
     })
 }
 
-/// The stages around a walk where a vector decay weights rows before they are multiplied: in f32.
-fn in_f32<R: Runtime>(client: &ComputeClient<R>, walk: Plan) -> Plan {
+/// The stages around a state pass where a vector decay weights rows before they are multiplied: in f32.
+fn in_f32<R: Runtime>(client: &ComputeClient<R>, state_pass: Plan) -> Plan {
     if has_tf32(client) {
         // Planes of 16 rows in two columns: every plane has a part of every product.
         return Plan {
             engine: Engine::Tf32,
             key_slice: 32,
             value_slice: 32,
-            units: walk.chunk * 4,
-            ..walk
+            units: state_pass.chunk * 4,
+            ..state_pass
         };
     }
     let narrow = |width: usize| if width <= 16 { 16 } else { 32 };
     Plan {
         engine: Engine::Plain,
-        key_slice: narrow(walk.key_width),
-        value_slice: narrow(walk.value_width),
+        key_slice: narrow(state_pass.key_width),
+        value_slice: narrow(state_pass.value_width),
         units: 256,
-        ..walk
+        ..state_pass
     }
 }
 
@@ -435,7 +297,7 @@ fn tf32<R: Runtime>(client: &ComputeClient<R>, variant: Variant, dims: Dims) -> 
     let light = !variant.solves() && !variant.vector();
     let chunk = if light { 64 } else { 32 };
     let plan = Plan {
-        version: VERSION,
+        source: SOURCE,
         variant,
         engine: Engine::Tf32,
         key_width,
@@ -444,20 +306,20 @@ fn tf32<R: Runtime>(client: &ComputeClient<R>, variant: Variant, dims: Dims) -> 
         key_slice: narrow(key_width),
         value_tile: narrow(value_width),
         value_slice: narrow(value_width),
-        halves: 1,
-        scorers: 0,
-        sharers: 1,
+        stages: 1,
+        producers: 0,
+        split_k: 1,
         units: chunk * 4,
     };
     let outer = if variant.vector() { in_f32(client, plan) } else { plan };
     let units = if light && (33..=64).contains(&key_width) { 512 } else { outer.units };
     let tiles = [64, 32].into_iter().filter(|n| *n <= plan.value_tile);
-    tiles.map(|value_tile| Plan { value_tile, ..plan }).find_map(|walk| {
+    tiles.map(|value_tile| Plan { value_tile, ..plan }).find_map(|state_pass| {
         let plans = Plans {
-            scores: outer,
-            walk,
-            summary: walk,
-            gradients: Plan { units, ..outer },
+            intra_chunk: outer,
+            state_pass,
+            local_pass: state_pass,
+            input_gradients: Plan { units, ..outer },
             segments: 1,
             between: F32,
             widths: [if whole { 4 } else { 1 }, 1, 1],
@@ -480,7 +342,7 @@ fn plain<R: Runtime>(
     for chunk in [32, 16] {
         for value_tile in [32, 16] {
             let plan = Plan {
-                version: VERSION,
+                source: SOURCE,
                 variant,
                 engine: Engine::Plain,
                 key_width,
@@ -489,16 +351,16 @@ fn plain<R: Runtime>(
                 key_slice: narrow(key_width),
                 value_tile,
                 value_slice: narrow(value_width),
-                halves: 1,
-                scorers: 0,
-                sharers: 1,
+                stages: 1,
+                producers: 0,
+                split_k: 1,
                 units: 256,
             };
             let plans = Plans {
-                scores: plan,
-                walk: plan,
-                summary: plan,
-                gradients: plan,
+                intra_chunk: plan,
+                state_pass: plan,
+                local_pass: plan,
+                input_gradients: plan,
                 segments: 1,
                 between: F32,
                 widths,
@@ -519,42 +381,42 @@ fn fits<R: Runtime>(client: &ComputeClient<R>, plans: &Plans) -> bool {
     let hardware = &client.properties().hardware;
     let most = hardware.max_shared_memory_size;
     [
-        (plans.scores, scores_memory(&plans.scores)),
-        (plans.walk, walk_memory(&plans.walk, false)),
-        (plans.gradients, plans.gradients.gradients_memory()),
+        (plans.intra_chunk, intra_chunk_memory(&plans.intra_chunk)),
+        (plans.state_pass, state_pass_memory(&plans.state_pass, false)),
+        (plans.input_gradients, plans.input_gradients.gradients_memory()),
     ]
     .into_iter()
     .all(|(plan, bytes)| bytes <= most && plan.units <= hardware.max_units_per_cube as usize)
 }
 
-/// Units of walks that a multiprocessor holds: 170 of 65536 registers each.
+/// Units of state passes that a multiprocessor holds: 170 of 65536 registers each.
 const HELD: usize = 384;
 /// Shared memory that a cube takes besides its own.
 const OVERHEAD: usize = 1024;
 /// A segment's fewest chunks: below, its start is a good part of it.
 const SHORTEST: usize = 4;
 
-/// Into how many segments sequences are cut: as many as walk at once, as far as the device is known to
-/// hold their cubes and those that sum them up. Summing up costs about as much as walking where a system
-/// is solved, and less than half of that elsewhere, so that few segments would gain nothing.
+/// Segments of a sequence: as many as run at once, as far as the device is known to hold their cubes and those
+/// of the local pass. A local pass costs about as much as a state pass where a system is solved, and less than
+/// half of that elsewhere, so that few segments would gain nothing.
 fn segments<R: Runtime>(client: &ComputeClient<R>, plans: &Plans, dims: Dims) -> usize {
     let hardware = &client.properties().hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(0) as usize;
-    let held = |plan: &Plan, summary: bool| {
+    let held = |plan: &Plan, local: bool| {
         let memory = hardware.max_shared_memory_size + OVERHEAD;
-        let most = memory / (walk_memory(plan, summary) + OVERHEAD);
+        let most = memory / (state_pass_memory(plan, local) + OVERHEAD);
         multiprocessors * most.min(HELD / plan.units).max(1)
     };
-    let (walk, summary) = (&plans.walk, &plans.summary);
-    let solves = walk.variant.solves();
+    let (state_pass, local_pass) = (&plans.state_pass, &plans.local_pass);
+    let solves = state_pass.variant.solves();
     let memories = dims.batch * dims.heads;
     let at_once = |n: &usize| {
-        let states = summary.value_tiles() * (n - 1);
-        let transfers = if solves { summary.key_tiles() * (n - 2) } else { 0 };
-        memories * walk.value_tiles() * n <= held(walk, false)
-            && memories * (states + transfers) <= held(summary, true)
+        let states = local_pass.value_tiles() * (n - 1);
+        let transitions = if solves { local_pass.key_tiles() * (n - 2) } else { 0 };
+        memories * state_pass.value_tiles() * n <= held(state_pass, false)
+            && memories * (states + transitions) <= held(local_pass, true)
     };
-    let most = (dims.tokens.div_ceil(walk.chunk) / SHORTEST).min(held(walk, false));
+    let most = (dims.tokens.div_ceil(state_pass.chunk) / SHORTEST).min(held(state_pass, false));
     let fewest = if solves { 3 } else { 2 };
     (fewest..=most).rev().find(at_once).unwrap_or(1)
 }
@@ -572,7 +434,7 @@ fn sums_memory(plan: &Plan) -> usize {
     }
 }
 
-fn scores_memory(plan: &Plan) -> usize {
+fn intra_chunk_memory(plan: &Plan) -> usize {
     let variant = plan.variant;
     let tiles = 2 + usize::from(variant.own_a()) + usize::from(variant.low_rank());
     let rows = tiles * tile_bytes(plan, plan.chunk, plan.key_slice);
@@ -587,39 +449,45 @@ fn scores_memory(plan: &Plan) -> usize {
     rows + inverse + local + sums_memory(plan) + 256
 }
 
-/// Of a walk, or of one forward that sums up: without queries and without outputs' matrices.
-fn walk_memory(plan: &Plan, summary: bool) -> usize {
+/// Of a state pass, or (`local`) of a local pass forward: without queries and without outputs' matrices.
+fn state_pass_memory(plan: &Plan, local: bool) -> usize {
     let variant = plan.variant;
     let rows = tile_bytes(plan, plan.chunk, plan.key_slice);
     let values = tile_bytes(plan, plan.chunk, plan.value_tile);
     let square = tile_bytes(plan, plan.chunk, plan.chunk);
-    let scales = 4 * table::ROWS * plan.chunk;
+    let scales = 4 * decay_factors::ROWS * plan.chunk;
     match plan.engine {
         Engine::Plain | Engine::Tf32 => {
             let state = tile_bytes(plan, plan.keys(), plan.value_tile);
             state + rows + 2 * values + square + scales
         }
         Engine::Mma => {
-            let asks = variant.own_a() || (variant.vector() && variant.solves());
+            let own_erase = variant.own_a() || (variant.vector() && variant.solves());
             let low_rank = usize::from(variant.low_rank());
-            let outputs = usize::from(!summary);
-            let all = rows * (1 + outputs + usize::from(asks) + low_rank) + values * (1 + low_rank);
-            let squares = square * (usize::from(variant.solves()) + outputs * (1 + 2 * low_rank));
-            // Gates, and their sums for each scorer.
-            let scorers = match plan.scorers {
+            let outputs = usize::from(!local);
+            let all =
+                rows * (1 + outputs + usize::from(own_erase) + low_rank) + values * (1 + low_rank);
+            let square_tiles =
+                square * (usize::from(variant.solves()) + outputs * (1 + 2 * low_rank));
+            // Gates, and their sums for each producer.
+            let producers = match plan.producers {
                 0 => 0,
-                scorers => 4 * plan.chunk * (plan.halves + 2 * scorers),
+                producers => 4 * plan.chunk * (plan.stages + 2 * producers),
             };
-            let exchanged = 8 * plan.exchanged();
-            plan.halves * all + plan.squares() * (squares + scales) + scorers + exchanged + 256
+            let scratch = 8 * plan.split_k_scratch();
+            plan.stages * all
+                + plan.score_stages() * (square_tiles + scales)
+                + producers
+                + scratch
+                + 256
         }
     }
 }
 
-/// Stage 3 on tensor cores: all tiles of a chunk in shared memory at once where there is room; where
+/// Input gradients on tensor cores: all tiles of a chunk in shared memory at once where there is room; where
 /// there is room for two chunks, two smaller cubes share a multiprocessor and cover each other's loads.
 fn roomy(most: usize, sliced: Plan) -> Plan {
-    let whole = Plan { halves: 1, ..sliced };
+    let whole = Plan { stages: 1, ..sliced };
     let bytes = whole.gradients_memory();
     let one_slice = whole.key_slices() == 1 && whole.value_slices() == 1;
     match one_slice && bytes <= most {

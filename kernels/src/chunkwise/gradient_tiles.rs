@@ -1,5 +1,5 @@
-//! What stage 3 works on: the tiles of a chunk, how they are filled, and how sums over rows of
-//! gradients are collected.
+//! Shared-memory tiles of the input gradients: a chunk's matrices, how they are filled, and how sums over
+//! rows of gradients are collected.
 //!
 //! ```text
 //! whole    every matrix of a chunk has a tile of its own, filled once by asynchronous copies in three
@@ -8,17 +8,16 @@
 //! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
 //!          the plain engine, and tensor cores where a chunk is too large for shared memory.
 //! ```
-//! Everything else is the same: a product asks for a matrix by its name.
+//! Everything else is the same: a product takes a matrix by its name.
 
-use crate::chunk::Place;
-use crate::gradients::Traces;
-use crate::plan::Plan;
-use crate::scores::Operands;
+use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors};
+use crate::chunkwise::chunk::Place;
+use crate::chunkwise::plan::Plan;
+use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Engine, Grid, Pair, Rows, Window, column, inside, load, load_async, load_matrix, row,
+    Acc, Engine, Grid, Pair, Rows, Window, column, inside, load, load_async, load_matrix, row, set,
     tile, zeros,
 };
-use crate::vector::set;
 use cubecl::prelude::*;
 
 /// Partial sums of a row.
@@ -26,60 +25,9 @@ pub(crate) const SLOTS: usize = 16;
 /// From the partial sums of one row to those of the next: rows side by side do not share a bank.
 const NEXT: usize = SLOTS + 1;
 
-/// A value-wide matrix.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Values {
-    V,
-    U,
-    R,
-    DO,
-}
-
-/// A key-wide matrix of a chunk's tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Keys {
-    Q,
-    K,
-    A,
-    B,
-}
-
-/// A state, stored [V, K].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum States {
-    Start,
-    /// The gradient of the one at the chunk's end.
-    End,
-}
-
-/// Which row a row is paired with where an exponent is empty.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Side {
-    Own,
-    Last,
-    Next,
-}
-
-/// Copies that are waited for together, in the order of use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Group {
-    Values,
-    Start,
-    End,
-}
-
-/// Rows again, two numbers a vector where accumulators hold pairs.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct RowPairs<F: Float, M: Size> {
-    pub q: Array<Vector<F, M>>,
-    pub k: Array<Vector<F, M>>,
-    pub a: Array<Vector<F, M>>,
-    pub b: Array<Vector<F, M>>,
-}
-
 /// Tiles, and scratch.
 #[derive(CubeType)]
-pub(crate) struct Desk<X: Float, N: Size> {
+pub(crate) struct GradientTiles<X: Float, N: Size> {
     /// Sliced: left and right operands.
     left: SharedMemory<Vector<X, N>>,
     right: SharedMemory<Vector<X, N>>,
@@ -93,20 +41,20 @@ pub(crate) struct Desk<X: Float, N: Size> {
     d_o: SharedMemory<Vector<X, N>>,
     pub start: SharedMemory<Vector<X, N>>,
     pub end: SharedMemory<Vector<X, N>>,
-    /// What stands before asking rows, [C].
+    /// -beta in a delta rule, else 1, [C].
     pub scales: SharedMemory<f32>,
     /// Partial sums of rows, [C, NEXT].
     pub partial: SharedMemory<f32>,
     /// dG, [C]; vector decay: [C, key_slice].
     pub gates: SharedMemory<f32>,
-    /// Vector decay: what reaches the end of the chunk, shaped as `gates`.
+    /// Vector decay: terms of dG that reach the end of the chunk, shaped as `gates`.
     pub ends: SharedMemory<f32>,
 }
 
 impl Plan {
-    /// Stage 3: whether all tiles of a chunk are in shared memory at once.
+    /// Whether all tiles of a chunk are in shared memory at once.
     pub fn whole(&self) -> bool {
-        self.engine == Engine::Mma && self.halves > 0
+        self.engine == Engine::Mma && self.stages > 0
     }
 
     pub fn rows_grid(&self) -> Grid {
@@ -118,13 +66,13 @@ impl Plan {
         if self.variant.delta() { Values::U } else { Values::V }
     }
 
-    /// The rows that ask.
-    pub fn asking(&self) -> Keys {
+    /// The erase key: e or a, or k.
+    pub fn erase_key(&self) -> Keys {
         if self.variant.own_a() { Keys::A } else { Keys::K }
     }
 
     /// The rows that U is written with.
-    pub fn writing(&self) -> Keys {
+    pub fn write_key(&self) -> Keys {
         if self.variant.low_rank() { Keys::B } else { Keys::K }
     }
 
@@ -140,14 +88,14 @@ impl Plan {
         self.value_slice * self.stride(self.key_slice)
     }
 
-    /// Numbers of dG in shared memory, and of what reaches the chunk's end.
+    /// Numbers of dG in shared memory, and of its terms that reach the chunk's end.
     fn gate_numbers(&self) -> [usize; 2] {
         let by_key = self.keys_numbers();
         if self.variant.vector() { [by_key, by_key] } else { [self.chunk, 1] }
     }
 
     /// Numbers of all tiles of rows and states.
-    fn desk_numbers(&self) -> usize {
+    fn tile_numbers(&self) -> usize {
         let variant = self.variant;
         if self.whole() {
             let keys = 2 + usize::from(variant.own_a()) + usize::from(variant.low_rank());
@@ -163,11 +111,11 @@ impl Plan {
         self.values_numbers().max(self.keys_numbers()).max(self.states_numbers())
     }
 
-    /// Bytes of shared memory of stage 3.
+    /// Bytes of shared memory of the input gradients.
     pub fn gradients_memory(&self) -> usize {
         let variant = self.variant;
         let number = self.engine.bytes();
-        let squares = 1
+        let square_tiles = 1
             + usize::from(variant.solves())
             + usize::from(variant.delta())
             + 2 * usize::from(variant.low_rank());
@@ -177,9 +125,9 @@ impl Plan {
             crate::Decay::Vector => self.keys_numbers(),
         };
         let [gates, ends] = self.gate_numbers();
-        // Scratch: partial sums, scales and four rows of what is kept apart from the gates.
+        // Scratch: partial sums, scales and four rows of zero-exponent terms.
         let scratch = self.chunk * (NEXT + 5);
-        number * (self.desk_numbers() + squares * self.chunk * self.stride(self.chunk))
+        number * (self.tile_numbers() + square_tiles * self.chunk * self.stride(self.chunk))
             + 4 * (gates + ends + 2 * sums + scratch)
             + 256
     }
@@ -195,7 +143,7 @@ impl Plan {
 
 /// The tiles of a plan: roles that it has not share a tile with others and are never filled.
 #[cube]
-pub(crate) fn desk<X: Float, N: Size>(#[comptime] plan: Plan) -> Desk<X, N> {
+pub(crate) fn gradient_tiles<X: Float, N: Size>(#[comptime] plan: Plan) -> GradientTiles<X, N> {
     let variant = comptime!(plan.variant);
     let whole = comptime!(plan.whole());
     let solves = comptime!(whole && variant.solves());
@@ -213,7 +161,7 @@ pub(crate) fn desk<X: Float, N: Size>(#[comptime] plan: Plan) -> Desk<X, N> {
     let k = if whole { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
     let a = if own_a { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
     let b = if low_rank { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
-    Desk::<X, N> {
+    GradientTiles::<X, N> {
         left,
         right,
         q,
@@ -246,12 +194,12 @@ fn state_rows(place: &Place, first: usize, #[comptime] plan: Plan) -> Rows {
 
 /// Whole: starts copying one group of tiles.
 #[cube]
-pub(crate) fn issue<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    desk: &mut Desk<X, N>,
+pub(crate) fn copy_group_async<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
-    traces: &Traces<F, E, G>,
+    saved: &SavedTensors<F, E, G>,
     place: &Place,
-    #[comptime] group: Group,
+    #[comptime] group: CopyGroup,
     #[comptime] plan: Plan,
 ) {
     let variant = comptime!(plan.variant);
@@ -259,95 +207,95 @@ pub(crate) fn issue<F: Float, X: Float, E: Float, G: Size, N: Size>(
     let wide = comptime!(plan.values_window());
     let square = comptime!(plan.states_window());
     let to = 0usize;
-    if comptime!(group == Group::Values) {
-        load_async::<F, G, X, N>(&mut desk.d_o, to, &traces.d_o, &place.values, 0usize, wide);
+    if comptime!(group == CopyGroup::Values) {
+        load_async::<F, G, X, N>(&mut tiles.d_o, to, &saved.d_o, &place.values, 0usize, wide);
         if comptime!(variant.solves()) {
-            load_async::<E, G, X, N>(&mut desk.u, to, &traces.u, &place.values, 0usize, wide);
-            load_async::<E, G, X, N>(&mut desk.r, to, &traces.r, &place.values, 0usize, wide);
+            load_async::<E, G, X, N>(&mut tiles.u, to, &saved.u, &place.values, 0usize, wide);
+            load_async::<E, G, X, N>(&mut tiles.r, to, &saved.r, &place.values, 0usize, wide);
         }
     }
     // A delta rule wants v for the gradient of beta alone, which comes last.
-    let values = comptime!(if variant.delta() { Group::End } else { Group::Values });
+    let values = comptime!(if variant.delta() { CopyGroup::End } else { CopyGroup::Values });
     if comptime!(group == values) {
-        load_async::<F, G, X, N>(&mut desk.v, to, &x.v, &place.values, 0usize, wide);
+        load_async::<F, G, X, N>(&mut tiles.v, to, &x.v, &place.values, 0usize, wide);
     }
     let states = state_rows(place, 0usize, plan);
-    if comptime!(group == Group::Start) {
-        let from = &traces.states;
-        load_async::<E, G, X, N>(&mut desk.start, to, from, &states, 0usize, square);
-        load_async::<F, G, X, N>(&mut desk.k, to, &x.k, &place.keys, 0usize, keys);
-        load_async::<F, G, X, N>(&mut desk.q, to, &x.q, &place.keys, 0usize, keys);
+    if comptime!(group == CopyGroup::Start) {
+        let from = &saved.states;
+        load_async::<E, G, X, N>(&mut tiles.start, to, from, &states, 0usize, square);
+        load_async::<F, G, X, N>(&mut tiles.k, to, &x.k, &place.keys, 0usize, keys);
+        load_async::<F, G, X, N>(&mut tiles.q, to, &x.q, &place.keys, 0usize, keys);
         if comptime!(variant.own_a()) {
-            load_async::<F, G, X, N>(&mut desk.a, to, &x.a, &place.rows, 0usize, keys);
+            load_async::<F, G, X, N>(&mut tiles.a, to, &x.a, &place.rows, 0usize, keys);
         }
         if comptime!(variant.low_rank()) {
-            load_async::<F, G, X, N>(&mut desk.b, to, &x.b, &place.rows, 0usize, keys);
+            load_async::<F, G, X, N>(&mut tiles.b, to, &x.b, &place.rows, 0usize, keys);
         }
     }
-    if comptime!(group == Group::End) {
-        let from = &traces.d_states;
-        load_async::<E, G, X, N>(&mut desk.end, to, from, &states, 0usize, square);
+    if comptime!(group == CopyGroup::End) {
+        let from = &saved.d_states;
+        load_async::<E, G, X, N>(&mut tiles.end, to, from, &states, 0usize, square);
     }
 }
 
 /// The tile of a value-wide matrix, as the left or right operand.
 #[cube]
 pub(crate) fn values_tile<X: Float, N: Size>(
-    desk: &Desk<X, N>,
+    tiles: &GradientTiles<X, N>,
     #[comptime] which: Values,
     #[comptime] right: bool,
     #[comptime] plan: Plan,
 ) -> SharedMemory<Vector<X, N>> {
     if comptime!(!plan.whole()) {
-        if comptime!(right) { desk.right } else { desk.left }
+        if comptime!(right) { tiles.right } else { tiles.left }
     } else if comptime!(which == Values::V) {
-        desk.v
+        tiles.v
     } else if comptime!(which == Values::U) {
-        desk.u
+        tiles.u
     } else if comptime!(which == Values::R) {
-        desk.r
+        tiles.r
     } else {
-        desk.d_o
+        tiles.d_o
     }
 }
 
 /// The tile of a key-wide matrix.
 #[cube]
 pub(crate) fn keys_tile<X: Float, N: Size>(
-    desk: &Desk<X, N>,
+    tiles: &GradientTiles<X, N>,
     #[comptime] which: Keys,
     #[comptime] plan: Plan,
 ) -> SharedMemory<Vector<X, N>> {
     if comptime!(!plan.whole()) {
-        desk.right
+        tiles.right
     } else if comptime!(which == Keys::Q) {
-        desk.q
+        tiles.q
     } else if comptime!(which == Keys::K) {
-        desk.k
+        tiles.k
     } else if comptime!(which == Keys::A) {
-        desk.a
+        tiles.a
     } else {
-        desk.b
+        tiles.b
     }
 }
 
 /// The tile of a state.
 #[cube]
 pub(crate) fn state_tile<X: Float, N: Size>(
-    desk: &Desk<X, N>,
+    tiles: &GradientTiles<X, N>,
     #[comptime] which: States,
 ) -> SharedMemory<Vector<X, N>> {
     // Sliced, both are the right tile.
-    if comptime!(which == States::Start) { desk.start } else { desk.end }
+    if comptime!(which == States::Start) { tiles.start } else { tiles.end }
 }
 
 /// Sliced: loads columns `first..` of a value-wide matrix, [C, value_slice].
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn load_values<F: Float, X: Float, E: Float, G: Size, N: Size>(
+pub(crate) fn fill_values<F: Float, X: Float, E: Float, G: Size, N: Size>(
     to: &mut SharedMemory<Vector<X, N>>,
     x: &Operands<F, G>,
-    traces: &Traces<F, E, G>,
+    saved: &SavedTensors<F, E, G>,
     place: &Place,
     first: usize,
     #[comptime] which: Values,
@@ -357,21 +305,21 @@ pub(crate) fn load_values<F: Float, X: Float, E: Float, G: Size, N: Size>(
     if comptime!(which == Values::V) {
         load::<F, G, X, N>(to, &x.v, &place.values, first, window);
     } else if comptime!(which == Values::DO) {
-        load::<F, G, X, N>(to, &traces.d_o, &place.values, first, window);
+        load::<F, G, X, N>(to, &saved.d_o, &place.values, first, window);
     } else if comptime!(which == Values::U) {
-        load::<E, G, X, N>(to, &traces.u, &place.values, first, window);
+        load::<E, G, X, N>(to, &saved.u, &place.values, first, window);
     } else {
-        load::<E, G, X, N>(to, &traces.r, &place.values, first, window);
+        load::<E, G, X, N>(to, &saved.r, &place.values, first, window);
     }
 }
 
 /// Sliced: loads two value-wide matrices between two barriers.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn ready_values<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    desk: &mut Desk<X, N>,
+pub(crate) fn load_value_operands<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
-    traces: &Traces<F, E, G>,
+    saved: &SavedTensors<F, E, G>,
     place: &Place,
     first: usize,
     #[comptime] left: Values,
@@ -380,8 +328,8 @@ pub(crate) fn ready_values<F: Float, X: Float, E: Float, G: Size, N: Size>(
 ) {
     if comptime!(!plan.whole()) {
         sync_cube();
-        load_values::<F, X, E, G, N>(&mut desk.left, x, traces, place, first, left, plan);
-        load_values::<F, X, E, G, N>(&mut desk.right, x, traces, place, first, right, plan);
+        fill_values::<F, X, E, G, N>(&mut tiles.left, x, saved, place, first, left, plan);
+        fill_values::<F, X, E, G, N>(&mut tiles.right, x, saved, place, first, right, plan);
         sync_cube();
     }
 }
@@ -389,10 +337,10 @@ pub(crate) fn ready_values<F: Float, X: Float, E: Float, G: Size, N: Size>(
 /// Sliced: loads a value-wide matrix and a state, keys from `key` on, between two barriers.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn ready_state<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    desk: &mut Desk<X, N>,
+pub(crate) fn load_state_operands<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
-    traces: &Traces<F, E, G>,
+    saved: &SavedTensors<F, E, G>,
     place: &Place,
     first: usize,
     key: usize,
@@ -402,13 +350,13 @@ pub(crate) fn ready_state<F: Float, X: Float, E: Float, G: Size, N: Size>(
 ) {
     if comptime!(!plan.whole()) {
         sync_cube();
-        load_values::<F, X, E, G, N>(&mut desk.left, x, traces, place, first, left, plan);
+        fill_values::<F, X, E, G, N>(&mut tiles.left, x, saved, place, first, left, plan);
         let rows = state_rows(place, first, plan);
         let window = comptime!(plan.states_window());
         if comptime!(right == States::Start) {
-            load::<E, G, X, N>(&mut desk.right, &traces.states, &rows, key, window);
+            load::<E, G, X, N>(&mut tiles.right, &saved.states, &rows, key, window);
         } else {
-            load::<E, G, X, N>(&mut desk.right, &traces.d_states, &rows, key, window);
+            load::<E, G, X, N>(&mut tiles.right, &saved.d_states, &rows, key, window);
         }
         sync_cube();
     }
@@ -416,8 +364,8 @@ pub(crate) fn ready_state<F: Float, X: Float, E: Float, G: Size, N: Size>(
 
 /// Sliced: loads one slice of rows of keys between two barriers.
 #[cube]
-pub(crate) fn ready_keys<F: Float, X: Float, G: Size, N: Size>(
-    desk: &mut Desk<X, N>,
+pub(crate) fn load_key_rows<F: Float, X: Float, G: Size, N: Size>(
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
     place: &Place,
     first: usize,
@@ -428,13 +376,13 @@ pub(crate) fn ready_keys<F: Float, X: Float, G: Size, N: Size>(
         let window = comptime!(plan.key_window());
         sync_cube();
         if comptime!(which == Keys::Q) {
-            load::<F, G, X, N>(&mut desk.right, &x.q, &place.keys, first, window);
+            load::<F, G, X, N>(&mut tiles.right, &x.q, &place.keys, first, window);
         } else if comptime!(which == Keys::K) {
-            load::<F, G, X, N>(&mut desk.right, &x.k, &place.keys, first, window);
+            load::<F, G, X, N>(&mut tiles.right, &x.k, &place.keys, first, window);
         } else if comptime!(which == Keys::A) {
-            load::<F, G, X, N>(&mut desk.right, &x.a, &place.rows, first, window);
+            load::<F, G, X, N>(&mut tiles.right, &x.a, &place.rows, first, window);
         } else {
-            load::<F, G, X, N>(&mut desk.right, &x.b, &place.rows, first, window);
+            load::<F, G, X, N>(&mut tiles.right, &x.b, &place.rows, first, window);
         }
         sync_cube();
     }
@@ -444,36 +392,36 @@ pub(crate) fn ready_keys<F: Float, X: Float, G: Size, N: Size>(
 /// next to these. Whole: from its tile, by `ldmatrix`, which deals out a 16 x 16 block as two fragments
 /// side by side lie. Sliced: from the tensor.
 #[cube]
-pub(crate) fn held<F: Float, X: Float, N: Size, M: Size>(
-    desk: &Desk<X, N>,
+pub(crate) fn load_fragments<F: Float, X: Float, N: Size, M: Size>(
+    tiles: &GradientTiles<X, N>,
     pairs: &RowPairs<F, M>,
     place: &Place,
     first: usize,
     #[comptime] which: Keys,
-    #[comptime] side: Side,
+    #[comptime] offset: TokenOffset,
     #[comptime] plan: Plan,
 ) -> Acc {
     let mut acc = zeros(comptime!(plan.rows_grid().fragments()));
     if comptime!(plan.whole()) {
-        let from = keys_tile::<X, N>(desk, which, plan);
-        hold_tile::<X, N>(&mut acc, &from, side, plan);
+        let from = keys_tile::<X, N>(tiles, which, plan);
+        fragments_of_tile::<X, N>(&mut acc, &from, offset, plan);
     } else if comptime!(which == Keys::Q) {
-        hold_rows::<F, M>(&mut acc, &pairs.q, &place.keys, first, side, plan);
+        fragments_of_tensor::<F, M>(&mut acc, &pairs.q, &place.keys, first, offset, plan);
     } else if comptime!(which == Keys::K) {
-        hold_rows::<F, M>(&mut acc, &pairs.k, &place.keys, first, side, plan);
+        fragments_of_tensor::<F, M>(&mut acc, &pairs.k, &place.keys, first, offset, plan);
     } else if comptime!(which == Keys::A) {
-        hold_rows::<F, M>(&mut acc, &pairs.a, &place.rows, first, side, plan);
+        fragments_of_tensor::<F, M>(&mut acc, &pairs.a, &place.rows, first, offset, plan);
     } else {
-        hold_rows::<F, M>(&mut acc, &pairs.b, &place.rows, first, side, plan);
+        fragments_of_tensor::<F, M>(&mut acc, &pairs.b, &place.rows, first, offset, plan);
     }
     acc
 }
 
 #[cube]
-fn hold_tile<X: Float, N: Size>(
+fn fragments_of_tile<X: Float, N: Size>(
     acc: &mut Acc,
     from: &SharedMemory<Vector<X, N>>,
-    #[comptime] side: Side,
+    #[comptime] offset: TokenOffset,
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.rows_grid());
@@ -489,7 +437,7 @@ fn hold_tile<X: Float, N: Size>(
             let i = plane % comptime!(grid.down()) * 16
                 + lane % 16
                 + comptime!(grid.step(r * across, 0)[0]);
-            let i = beside(i, side, plan);
+            let i = at_offset(i, offset, plan);
             #[unroll]
             for c in 0..comptime!(across / 2) {
                 let at = i * stride + columns;
@@ -505,12 +453,12 @@ fn hold_tile<X: Float, N: Size>(
     }
 }
 
-/// The row beside row `i`, or the chunk's first or last where there is none.
+/// Row `i` plus the offset, or the chunk's first or last row where there is none.
 #[cube]
-fn beside(i: usize, #[comptime] side: Side, #[comptime] plan: Plan) -> usize {
-    if comptime!(side == Side::Last) {
+fn at_offset(i: usize, #[comptime] offset: TokenOffset, #[comptime] plan: Plan) -> usize {
+    if comptime!(offset == TokenOffset::Previous) {
         max(i, 1usize) - 1
-    } else if comptime!(side == Side::Next) {
+    } else if comptime!(offset == TokenOffset::Next) {
         min(i + 1, comptime!(plan.chunk - 1))
     } else {
         i
@@ -518,12 +466,12 @@ fn beside(i: usize, #[comptime] side: Side, #[comptime] plan: Plan) -> usize {
 }
 
 #[cube]
-fn hold_rows<F: Float, M: Size>(
+fn fragments_of_tensor<F: Float, M: Size>(
     acc: &mut Acc,
     from: &Array<Vector<F, M>>,
     rows: &Rows,
     first: usize,
-    #[comptime] side: Side,
+    #[comptime] offset: TokenOffset,
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.rows_grid());
@@ -532,7 +480,7 @@ fn hold_rows<F: Float, M: Size>(
         let d = first + column(f, grid);
         #[unroll]
         for h in 0..2usize {
-            let i = beside(row(f, h, grid), side, plan);
+            let i = at_offset(row(f, h, grid), offset, plan);
             set(acc.index_mut(f), h, pair_at::<F, M>(from, rows, i, d, plan));
         }
     }

@@ -1,99 +1,103 @@
-//! Gradients of gates and of beta, in stage 3.
+//! Gradients of log decays and of beta: dg and dbeta, beside the input gradients.
 //!
-//! e^{G_i - G_j} feels g_t for j < t <= i, so that with inner products over keys (vector decay: for each
-//! key by itself)
+//! e^{G_i - G_j} depends on g_t for j < t <= i. With inner products over keys (vector decay: for each key by
+//! itself)
 //! ```text
-//! dG_i = q_i dq_i + a_i da_i - k_i dk_i - b_i db_i     a row that reads or asks before: to dG_{i-1}
+//! dG_i = q_i dq_i + a_i da_i - k_i dk_i - b_i db_i     a row that sees S before its decay: to dG_{i-1}
 //! dg_t = sum_{i >= t} dG_i + sum_j (k_j dk_j + b_j db_j, terms with dS' only) + e^{G_C} (S . dS')
 //! dbeta_i = v_i R_i - e_i da_i                        delta: a = -beta e
 //! ```
-//! Terms whose exponent is empty (a token's own score, the last token's write as the chunk ends) are
-//! left out of dG and added to the gradients afterwards (`apart`): they would cancel, and under a gate
-//! of -50 what they cancel to is all there is.
+//! Zero-exponent terms (a token's own score, the last token's write at the chunk's end) would enter dG twice
+//! with opposite signs; next to a gate near -50 the rounding error of that cancellation is larger than every
+//! other term. They are left out of dG and added to the gradients afterwards (`zero_exponent`).
 //!
-//! Gradients of rows lie in one layout from the first to the last, so each unit adds up its share of
-//! its rows in registers (`Shares`); the cube meets once, at the end.
+//! Gradients of rows lie in one layout from the first to the last, so each unit keeps partial sums of its
+//! rows in registers (`PartialSums`); the cube sums once, at the end.
 
-use crate::chunk::{Place, Sums, since_start};
-use crate::desk::{Desk, SLOTS, Side, cube_sum, partial_at, row_sum};
-use crate::gradients::{Gradients, Scored, Traces};
-use crate::plan::Plan;
-use crate::scores::Operands;
-use crate::tile::{Acc, Engine, Grid, Pair, column, inside, row};
-use crate::vector::set;
+use crate::chunkwise::arguments::{Gradients, Operands, SavedTensors};
+use crate::chunkwise::chunk::{Place, Sums, since_start};
+use crate::chunkwise::gradient_tiles::{GradientTiles, SLOTS, cube_sum, partial_at, row_sum};
+use crate::chunkwise::plan::Plan;
+use crate::chunkwise::roles::{Scored, TokenOffset};
+use crate::tile::{Acc, Engine, Grid, Pair, column, inside, row, set};
 use cubecl::prelude::*;
 
-/// A unit's shares of sums over its rows: two for each row of fragments.
+/// A unit's partial sums over its rows: two for each row of fragments.
 #[derive(CubeType)]
-pub(crate) struct Shares {
+pub(crate) struct PartialSums {
     /// dG of the row.
     own: Array<f32>,
-    /// What the row adds to dG of the one before.
+    /// The row's terms of dG of the row before.
     before: Array<f32>,
-    /// What reaches the end of the chunk.
+    /// Terms that reach the end of the chunk.
     ends: Array<f32>,
-    /// What the row takes off dbeta.
+    /// e da, subtracted from dbeta.
     beta: Array<f32>,
 }
 
-/// Whose products [`gate_products`] adds up.
+/// The rows whose products [`gate_products`] adds up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Gate {
     /// Rows that read; they may see the token before.
-    Reads { before: bool },
-    /// Rows that ask, times -beta.
-    Asks { before: bool },
+    Query { before: bool },
+    /// Erase keys, times -beta.
+    Erase { before: bool },
     /// Rows that write: subtracted, and nothing of the last one.
-    Writes,
-    /// What reaches the end of the chunk, and nothing of the last one.
-    Ends,
+    Write,
+    /// Terms that reach the end of the chunk, without the last row's.
+    ChunkEnd,
 }
 
 impl Gate {
     fn before(self) -> bool {
-        matches!(self, Self::Reads { before: true } | Self::Asks { before: true })
+        matches!(self, Self::Query { before: true } | Self::Erase { before: true })
     }
 
-    fn asks(self) -> bool {
-        matches!(self, Self::Asks { .. })
+    fn erases(self) -> bool {
+        matches!(self, Self::Erase { .. })
     }
 }
 
 impl Plan {
-    /// Whether empty exponents of queries' scores are kept apart.
-    pub fn reads_apart(&self) -> bool {
+    /// Whether zero-exponent terms of queries' scores are kept out of dG.
+    pub fn excludes_query_terms(&self) -> bool {
         self.variant.decay != crate::Decay::None
     }
 
-    pub fn asks_apart(&self) -> bool {
-        self.variant.decay != crate::Decay::None && self.variant.asks_before()
+    pub fn excludes_erase_terms(&self) -> bool {
+        self.variant.decay != crate::Decay::None && self.variant.erases_before()
     }
 
     /// A unit's rows.
-    fn shares(&self) -> usize {
+    fn rows_of_unit(&self) -> usize {
         2 * self.rows_grid().fragment_rows()
     }
 
     /// Whether any row adds to dG of the one before.
     fn looks_back(&self) -> bool {
-        self.variant.reads_before() || self.variant.asks_before()
+        self.variant.reads_before() || self.variant.erases_before()
     }
 }
 
 #[cube]
-pub(crate) fn shares(#[comptime] plan: Plan) -> Shares {
-    Shares { own: share(plan), before: share(plan), ends: share(plan), beta: share(plan) }
+pub(crate) fn partial_sums(#[comptime] plan: Plan) -> PartialSums {
+    PartialSums {
+        own: zero_sums(plan),
+        before: zero_sums(plan),
+        ends: zero_sums(plan),
+        beta: zero_sums(plan),
+    }
 }
 
 #[cube]
-fn share(#[comptime] plan: Plan) -> Array<f32> {
-    let all = comptime!(plan.shares());
-    let mut share = Array::<f32>::new(all);
+fn zero_sums(#[comptime] plan: Plan) -> Array<f32> {
+    let all = comptime!(plan.rows_of_unit());
+    let mut zeros = Array::<f32>::new(all);
     #[unroll]
     for n in 0..all {
-        share[n] = 0.0f32;
+        zeros[n] = 0.0f32;
     }
-    share
+    zeros
 }
 
 /// `x_i acc_i` over this unit's columns of one of its rows.
@@ -118,8 +122,8 @@ fn dot(
 /// Adds inner products of rows and their gradients to dG.
 #[cube]
 pub(crate) fn gate_products<X: Float, N: Size>(
-    shares: &mut Shares,
-    desk: &mut Desk<X, N>,
+    sums_of_unit: &mut PartialSums,
+    tiles: &mut GradientTiles<X, N>,
     acc: &Acc,
     rows: &Acc,
     valid: usize,
@@ -127,7 +131,7 @@ pub(crate) fn gate_products<X: Float, N: Size>(
     #[comptime] plan: Plan,
 ) {
     if comptime!(plan.variant.vector()) {
-        vector_products::<X, N>(desk, acc, rows, valid, gate, plan);
+        vector_products::<X, N>(tiles, acc, rows, valid, gate, plan);
     } else if comptime!(plan.variant.scalar()) {
         let grid = comptime!(plan.rows_grid());
         #[unroll]
@@ -137,17 +141,17 @@ pub(crate) fn gate_products<X: Float, N: Size>(
                 let at = comptime!(2 * r + h);
                 let i = row(comptime!(r * grid.fragment_columns()), h, grid);
                 let mut sum = dot(acc, rows, r, h, grid);
-                if comptime!(gate.asks()) {
-                    sum *= desk.scales[min(i, comptime!(plan.chunk - 1))];
+                if comptime!(gate.erases()) {
+                    sum *= tiles.scales[min(i, comptime!(plan.chunk - 1))];
                 }
-                if comptime!(gate == Gate::Ends) {
-                    shares.ends[at] += select(i + 1 < valid, sum, 0.0f32);
-                } else if comptime!(gate == Gate::Writes) {
-                    shares.own[at] -= select(i + 1 < valid, sum, 0.0f32);
+                if comptime!(gate == Gate::ChunkEnd) {
+                    sums_of_unit.ends[at] += select(i + 1 < valid, sum, 0.0f32);
+                } else if comptime!(gate == Gate::Write) {
+                    sums_of_unit.own[at] -= select(i + 1 < valid, sum, 0.0f32);
                 } else if comptime!(gate.before()) {
-                    shares.before[at] += sum;
+                    sums_of_unit.before[at] += sum;
                 } else {
-                    shares.own[at] += sum;
+                    sums_of_unit.own[at] += sum;
                 }
             }
         }
@@ -158,7 +162,7 @@ pub(crate) fn gate_products<X: Float, N: Size>(
 /// and after, since rows add to others'.
 #[cube]
 fn vector_products<X: Float, N: Size>(
-    desk: &mut Desk<X, N>,
+    tiles: &mut GradientTiles<X, N>,
     acc: &Acc,
     rows: &Acc,
     valid: usize,
@@ -176,25 +180,25 @@ fn vector_products<X: Float, N: Size>(
             let i = row(f, h, grid);
             if inside(f, grid) {
                 let mut x = rows.index(f)[h] * acc.index(f)[h];
-                if comptime!(gate.asks()) {
-                    x *= Pair::new(desk.scales[i]);
+                if comptime!(gate.erases()) {
+                    x *= Pair::new(tiles.scales[i]);
                 }
                 #[unroll]
                 for l in 0..2usize {
-                    if comptime!(gate == Gate::Ends) {
+                    if comptime!(gate == Gate::ChunkEnd) {
                         if i + 1 < valid {
-                            desk.ends[i * stride + d + l] += x[l];
+                            tiles.ends[i * stride + d + l] += x[l];
                         }
-                    } else if comptime!(gate == Gate::Writes) {
+                    } else if comptime!(gate == Gate::Write) {
                         if i + 1 < valid {
-                            desk.gates[i * stride + d + l] -= x[l];
+                            tiles.gates[i * stride + d + l] -= x[l];
                         }
                     } else if comptime!(gate.before()) {
                         if i > 0 {
-                            desk.gates[(i - 1) * stride + d + l] += x[l];
+                            tiles.gates[(i - 1) * stride + d + l] += x[l];
                         }
                     } else {
-                        desk.gates[i * stride + d + l] += x[l];
+                        tiles.gates[i * stride + d + l] += x[l];
                     }
                 }
             }
@@ -205,29 +209,34 @@ fn vector_products<X: Float, N: Size>(
 
 /// Delta: dbeta -= e (what da is before -beta).
 #[cube]
-pub(crate) fn beta_products(shares: &mut Shares, acc: &Acc, rows: &Acc, #[comptime] plan: Plan) {
+pub(crate) fn beta_products(
+    sums_of_unit: &mut PartialSums,
+    acc: &Acc,
+    rows: &Acc,
+    #[comptime] plan: Plan,
+) {
     let grid = comptime!(plan.rows_grid());
     #[unroll]
     for r in 0..comptime!(grid.fragment_rows()) {
         #[unroll]
         for h in 0..2usize {
-            shares.beta[comptime!(2 * r + h)] += dot(acc, rows, r, h, grid);
+            sums_of_unit.beta[comptime!(2 * r + h)] += dot(acc, rows, r, h, grid);
         }
     }
 }
 
-/// Adds what was kept apart: row i gets `apart_i` times its own row or the last one, or what was kept
-/// for the next row times that row, as `side` says. `rows` are those.
+/// Adds zero-exponent terms: to row i the term of reader i, or (`offset` Next) of reader i + 1, times row
+/// i + offset. `rows` are those rows.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn add_apart(
+pub(crate) fn add_zero_exponents(
     acc: &mut Acc,
-    apart: &SharedMemory<f32>,
+    zero_exponent: &SharedMemory<f32>,
     rows: &Acc,
     scales: &SharedMemory<f32>,
     valid: usize,
     #[comptime] scored: Scored,
-    #[comptime] side: Side,
+    #[comptime] offset: TokenOffset,
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.rows_grid());
@@ -236,12 +245,12 @@ pub(crate) fn add_apart(
         #[unroll]
         for h in 0..2usize {
             let mut reader = row(f, h, grid);
-            if comptime!(side == Side::Next) {
+            if comptime!(offset == TokenOffset::Next) {
                 reader += 1;
             }
             let mut by = 0.0f32;
             if reader < valid {
-                by = apart[comptime!(scored.apart() * plan.chunk) + reader];
+                by = zero_exponent[comptime!(scored.zero_exponent_row() * plan.chunk) + reader];
                 if comptime!(scored == Scored::Scaled) {
                     by *= scales[reader];
                 }
@@ -260,7 +269,7 @@ fn slots(grid: &Grid) -> usize {
     }
 }
 
-/// Which of them is this unit's.
+/// This unit's slot among them.
 #[cube]
 fn slot(#[comptime] grid: Grid) -> usize {
     if comptime!(grid.engine.by_planes()) {
@@ -270,12 +279,12 @@ fn slot(#[comptime] grid: Grid) -> usize {
     }
 }
 
-/// Every unit's shares of row `i`, which the caller picks; 0 from row `valid` on. Barriers before and
-/// after the shares are laid out.
+/// Sum over units of their partial sums of row `i`, which the caller picks; 0 from row `valid` on. Barriers before and
+/// after the partial sums are laid out.
 #[cube]
 fn collect(
     partial: &mut SharedMemory<f32>,
-    shares: &Array<f32>,
+    sums_of_unit: &Array<f32>,
     i: usize,
     valid: usize,
     #[comptime] plan: Plan,
@@ -288,7 +297,8 @@ fn collect(
         #[unroll]
         for h in 0..2usize {
             if inside(f, grid) {
-                partial[partial_at(row(f, h, grid), slot(grid))] = shares[comptime!(2 * r + h)];
+                partial[partial_at(row(f, h, grid), slot(grid))] =
+                    sums_of_unit[comptime!(2 * r + h)];
             }
         }
     }
@@ -301,44 +311,45 @@ fn collect(
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn keep_scalar_gates<F: Float, X: Float, E: Float, G: Size, N: Size, W: Size>(
     out: &mut Gradients<F, G, W>,
-    desk: &mut Desk<X, N>,
-    shares: &Shares,
-    traces: &Traces<F, E, G>,
+    tiles: &mut GradientTiles<X, N>,
+    sums_of_unit: &PartialSums,
+    saved: &SavedTensors<F, E, G>,
     sums: &Sums,
     place: &Place,
     #[comptime] plan: Plan,
 ) {
     let unit = UNIT_POS as usize;
     let grid = comptime!(plan.rows_grid());
-    let mut own = collect(&mut desk.partial, &shares.own, unit, place.valid, plan);
+    let mut own = collect(&mut tiles.partial, &sums_of_unit.own, unit, place.valid, plan);
     if comptime!(plan.looks_back()) {
-        own += collect(&mut desk.partial, &shares.before, unit + 1, place.valid, plan);
+        own += collect(&mut tiles.partial, &sums_of_unit.before, unit + 1, place.valid, plan);
     }
     if unit < comptime!(plan.chunk) {
-        desk.gates[unit] = own;
+        tiles.gates[unit] = own;
     }
     let end = f32::exp(since_start(sums, comptime!(plan.chunk - 1)));
-    let mut through = through_chunk::<F, X, E, G, N>(desk, traces, place, plan) * end;
+    let mut through = through_chunk::<F, X, E, G, N>(tiles, saved, place, plan) * end;
     #[unroll]
     for r in 0..comptime!(grid.fragment_rows()) {
         if inside(comptime!(r * grid.fragment_columns()), grid) {
-            through += shares.ends[comptime!(2 * r)] + shares.ends[comptime!(2 * r + 1)];
+            through +=
+                sums_of_unit.ends[comptime!(2 * r)] + sums_of_unit.ends[comptime!(2 * r + 1)];
         }
     }
-    let mut d = cube_sum(&mut desk.partial, through, plan);
+    let mut d = cube_sum(&mut tiles.partial, through, plan);
     if unit < place.valid {
         for i in unit..place.valid {
-            d += desk.gates[i];
+            d += tiles.gates[i];
         }
         out.g[place.gates.start + unit * place.gates.stride] = d;
     }
 }
 
-/// This unit's share of `S . dS'`.
+/// This unit's part of `S . dS'`.
 #[cube]
 fn through_chunk<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    desk: &Desk<X, N>,
-    traces: &Traces<F, E, G>,
+    tiles: &GradientTiles<X, N>,
+    saved: &SavedTensors<F, E, G>,
     place: &Place,
     #[comptime] plan: Plan,
 ) -> f32 {
@@ -353,11 +364,11 @@ fn through_chunk<F: Float, X: Float, E: Float, G: Size, N: Size>(
             if comptime!(plan.whole()) {
                 let stride = comptime!(plan.stride(plan.key_slice) / read);
                 let at = n / across * stride + n % across;
-                kept += Vector::<f32, G>::cast_from(desk.start[at])
-                    * Vector::<f32, G>::cast_from(desk.end[at]);
+                kept += Vector::<f32, G>::cast_from(tiles.start[at])
+                    * Vector::<f32, G>::cast_from(tiles.end[at]);
             } else {
-                kept += Vector::<f32, G>::cast_from(traces.states[start + n])
-                    * Vector::<f32, G>::cast_from(traces.d_states[start + n]);
+                kept += Vector::<f32, G>::cast_from(saved.states[start + n])
+                    * Vector::<f32, G>::cast_from(saved.d_states[start + n]);
             }
         }
     }
@@ -370,14 +381,17 @@ fn through_chunk<F: Float, X: Float, E: Float, G: Size, N: Size>(
 }
 
 #[cube]
-pub(crate) fn clear_gates<X: Float, N: Size>(desk: &mut Desk<X, N>, #[comptime] plan: Plan) {
+pub(crate) fn clear_gates<X: Float, N: Size>(
+    tiles: &mut GradientTiles<X, N>,
+    #[comptime] plan: Plan,
+) {
     let all = comptime!(plan.chunk * plan.stride(plan.key_slice));
     #[unroll]
     for turn in 0..comptime!(all.div_ceil(plan.units)) {
         let n = UNIT_POS as usize + comptime!(turn * plan.units);
         if n < all {
-            desk.gates[n] = 0.0f32;
-            desk.ends[n] = 0.0f32;
+            tiles.gates[n] = 0.0f32;
+            tiles.ends[n] = 0.0f32;
         }
     }
     sync_cube();
@@ -387,8 +401,8 @@ pub(crate) fn clear_gates<X: Float, N: Size>(desk: &mut Desk<X, N>, #[comptime] 
 #[cube]
 pub(crate) fn keep_vector_gates<F: Float, X: Float, E: Float, G: Size, N: Size, W: Size>(
     out: &mut Gradients<F, G, W>,
-    desk: &mut Desk<X, N>,
-    traces: &Traces<F, E, G>,
+    tiles: &mut GradientTiles<X, N>,
+    saved: &SavedTensors<F, E, G>,
     sums: &Sums,
     place: &Place,
     first: usize,
@@ -404,8 +418,8 @@ pub(crate) fn keep_vector_gates<F: Float, X: Float, E: Float, G: Size, N: Size, 
         let mut through = Vector::<f32, G>::new(0.0);
         for v in 0..comptime!(plan.value_width) {
             let at = start + v * width / read;
-            through += Vector::<f32, G>::cast_from(traces.states[at])
-                * Vector::<f32, G>::cast_from(traces.d_states[at]);
+            through += Vector::<f32, G>::cast_from(saved.states[at])
+                * Vector::<f32, G>::cast_from(saved.d_states[at]);
         }
         #[unroll]
         for l in 0..read {
@@ -413,11 +427,11 @@ pub(crate) fn keep_vector_gates<F: Float, X: Float, E: Float, G: Size, N: Size, 
             let end = comptime!((plan.chunk - 1) * stride) + column;
             let mut sum = through[l] * f32::exp(since_start(sums, end));
             for i in 0..place.valid {
-                sum += desk.ends[i * stride + column];
+                sum += tiles.ends[i * stride + column];
             }
             for back in 0..place.valid {
                 let i = place.valid - 1 - back;
-                sum += desk.gates[i * stride + column];
+                sum += tiles.gates[i * stride + column];
                 out.g[place.rows.start + i * place.rows.stride + first + column] = sum;
             }
         }
@@ -430,16 +444,16 @@ pub(crate) fn keep_vector_gates<F: Float, X: Float, E: Float, G: Size, N: Size, 
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn keep_values<F: Float, X: Float, E: Float, G: Size, N: Size, W: Size>(
     out: &mut Gradients<F, G, W>,
-    desk: &mut Desk<X, N>,
-    shares: &Shares,
+    tiles: &mut GradientTiles<X, N>,
+    sums_of_unit: &PartialSums,
     x: &Operands<F, G>,
-    traces: &Traces<F, E, G>,
+    saved: &SavedTensors<F, E, G>,
     place: &Place,
     #[comptime] plan: Plan,
 ) {
     let read = G::value();
     let unit = UNIT_POS as usize;
-    let asked = collect(&mut desk.partial, &shares.beta, unit, place.valid, plan);
+    let from_erase = collect(&mut tiles.partial, &sums_of_unit.beta, unit, place.valid, plan);
     let side = comptime!((plan.units / plan.chunk).min(SLOTS));
     let i = unit / side;
     let vectors = comptime!(plan.value_width / read);
@@ -454,12 +468,12 @@ pub(crate) fn keep_values<F: Float, X: Float, E: Float, G: Size, N: Size, W: Siz
                 if c < vectors {
                     let at = i * comptime!(plan.stride(plan.value_slice) / read) + c;
                     let r = if comptime!(plan.whole()) {
-                        Vector::<f32, G>::cast_from(desk.r[at])
+                        Vector::<f32, G>::cast_from(tiles.r[at])
                     } else {
-                        Vector::<f32, G>::cast_from(traces.r[start + c])
+                        Vector::<f32, G>::cast_from(saved.r[start + c])
                     };
                     let v = if comptime!(plan.whole()) {
-                        Vector::<f32, G>::cast_from(desk.v[at])
+                        Vector::<f32, G>::cast_from(tiles.v[at])
                     } else {
                         Vector::<f32, G>::cast_from(x.v[start + c])
                     };
@@ -473,11 +487,11 @@ pub(crate) fn keep_values<F: Float, X: Float, E: Float, G: Size, N: Size, W: Siz
         for l in 0..read {
             sum += dot[l];
         }
-        desk.partial[partial_at(i, unit % side)] = sum;
+        tiles.partial[partial_at(i, unit % side)] = sum;
     }
     sync_cube();
     if unit < place.valid {
-        let beta = row_sum(&desk.partial, unit, place.valid, side) - asked;
+        let beta = row_sum(&tiles.partial, unit, place.valid, side) - from_erase;
         out.beta[place.gates.start + unit * place.gates.stride] = beta;
     }
 }

@@ -1,5 +1,5 @@
-//! The state of one (sequence, head) while a cube walks over its chunks, and what tokens of a chunk
-//! read from it and write to it: here where they are kept, in products.rs what is computed with them.
+//! The state of one (sequence, head) during a state pass, and blocks of a chunk's tokens: here their layout and
+//! storage, in state_products.rs their products.
 //!
 //! A cube owns `value_tile` columns of S, [K, V]. A *block* is a matrix of a chunk's tokens over
 //! those columns: values, errors, writes.
@@ -9,22 +9,23 @@
 //! block^T [16, C] are accumulators of the tensor cores and, rounded to 16 bits, at once their left
 //! operands (or, two fragments paired, right operands): nothing of either passes through shared memory,
 //! and planes never wait for each other within a chunk. Where keys are wide, two planes own the same 16
-//! columns and half of the keys each; they [`share`] what they read from their halves.
+//! columns and half of the keys each (split-K); [`reduce_split_k`] adds their partial products.
 
-use crate::plan::Plan;
-use crate::tile::{Acc, Engine, Grid, Pair, column, inside, load_a, put_four, row, tile, zeros};
-use crate::vector::set;
+use crate::chunkwise::plan::Plan;
+use crate::tile::{
+    Acc, Engine, Grid, Pair, column, inside, load_a, put_four, row, set, tile, zeros,
+};
 use cubecl::prelude::*;
 
 /// The state.
 #[derive(CubeType)]
 pub(crate) struct State<X: Float, M: Size> {
     /// Mma: S^T.
-    pub kept: Acc,
+    pub acc: Acc,
     /// Plain: S, [K, value_tile].
     pub tile: SharedMemory<Vector<X, M>>,
-    /// What planes that share out keys tell each other.
-    exchange: SharedMemory<Pair>,
+    /// Split-K: partial products of the other plane.
+    scratch: SharedMemory<Pair>,
 }
 
 /// Tokens over value columns.
@@ -51,19 +52,19 @@ impl Plan {
         if self.mma() { self.chunk / 8 } else { self.block_grid().fragments() }
     }
 
-    /// Fragments of an output block, which lies upright on both engines. Planes that share out keys
-    /// share out its tokens as well.
+    /// Fragments of an output block, which is row-major on all engines. With split-K each plane has a part of
+    /// its tokens.
     pub fn output_fragments(&self) -> usize {
-        self.block_fragments() / self.sharers
+        self.block_fragments() / self.split_k
     }
 
-    /// Tokens from the start of a share to the 16 in row `m` of fragments of an output block.
+    /// Tokens from the start of a plane's part to the 16 in row `m` of fragments of an output block.
     pub fn output_offset(&self, m: usize) -> usize {
-        m * 16 % (self.chunk / self.sharers)
+        m * 16 % (self.chunk / self.split_k)
     }
 
     pub fn state_fragments(&self) -> usize {
-        if self.mma() { self.keys() / self.sharers / 8 } else { 0 }
+        if self.mma() { self.keys() / self.split_k / 8 } else { 0 }
     }
 
     /// Planes side by side, 16 columns of values each.
@@ -71,9 +72,9 @@ impl Plan {
         self.value_tile / 16
     }
 
-    /// Pairs of numbers that planes which share out keys have room for: a block each.
-    pub fn exchanged(&self) -> usize {
-        if self.sharers > 1 { self.units * self.block_fragments() * 2 } else { 0 }
+    /// Split-K: pairs of numbers in scratch, a block for each plane.
+    pub fn split_k_scratch(&self) -> usize {
+        if self.split_k > 1 { self.units * self.block_fragments() * 2 } else { 0 }
     }
 
     fn state_numbers(&self) -> usize {
@@ -85,50 +86,50 @@ impl Plan {
     }
 }
 
-/// Whether this unit has a share of the state: scorers have none.
+/// Whether this unit has a part of the state: producers have none.
 #[cube]
-pub(crate) fn walks(#[comptime] plan: Plan) -> bool {
-    if comptime!(plan.scorers == 0) {
+pub(crate) fn is_consumer(#[comptime] plan: Plan) -> bool {
+    if comptime!(plan.producers == 0) {
         true.runtime()
     } else {
-        UNIT_POS as usize >= comptime!(plan.scorers * 32)
+        UNIT_POS as usize >= comptime!(plan.producers * 32)
     }
 }
 
-/// Mma: first of the 16 value columns of this unit's plane. The first planes are scorers.
+/// Mma: first of the 16 value columns of this unit's plane. The first planes are producers.
 #[cube]
 pub(crate) fn own_columns(#[comptime] plan: Plan) -> usize {
     let plane = UNIT_POS as usize / 32;
-    if comptime!(plan.sharers > 1) {
+    if comptime!(plan.split_k > 1) {
         plane % comptime!(plan.columns_of_planes()) * 16
     } else {
-        (plane - comptime!(plan.scorers)) * 16
+        (plane - comptime!(plan.producers)) * 16
     }
 }
 
-/// Which of the planes of the same columns this unit's is.
+/// Number of this unit's plane among those of the same columns.
 #[cube]
-fn own_share(#[comptime] plan: Plan) -> usize {
+fn own_split(#[comptime] plan: Plan) -> usize {
     UNIT_POS as usize / comptime!(32 * plan.columns_of_planes())
 }
 
 /// `at`, moved to the first of this unit's plane's keys.
 #[cube]
 pub(crate) fn at_own_keys(at: usize, #[comptime] plan: Plan) -> usize {
-    if comptime!(plan.sharers > 1) {
-        at + own_share(plan) * comptime!(plan.keys() / plan.sharers)
+    if comptime!(plan.split_k > 1) {
+        at + own_split(plan) * comptime!(plan.keys() / plan.split_k)
     } else {
         at
     }
 }
 
-/// First token of the share in which the 16 in row `m` of fragments of an output block lie, its own share
+/// First token of the part in which the 16 in row `m` of fragments of an output block lie, the plane's own part
 /// first; [`Plan::output_offset`] tokens on, the 16 begin.
 #[cube]
 pub(crate) fn output_tokens(#[comptime] m: usize, #[comptime] plan: Plan) -> usize {
-    if comptime!(plan.sharers > 1) {
-        let tokens = comptime!(plan.chunk / plan.sharers);
-        (own_share(plan) * tokens + comptime!(m * 16 / tokens * tokens)) % comptime!(plan.chunk)
+    if comptime!(plan.split_k > 1) {
+        let tokens = comptime!(plan.chunk / plan.split_k);
+        (own_split(plan) * tokens + comptime!(m * 16 / tokens * tokens)) % comptime!(plan.chunk)
     } else {
         0usize.runtime()
     }
@@ -137,26 +138,27 @@ pub(crate) fn output_tokens(#[comptime] m: usize, #[comptime] plan: Plan) -> usi
 /// Whether fragment `f` of a block that planes have in common is this unit's plane's to store.
 #[cube]
 pub(crate) fn stores(#[comptime] f: usize, #[comptime] plan: Plan) -> bool {
-    if comptime!(plan.sharers > 1) {
-        own_share(plan) == comptime!(f * plan.sharers / plan.block_fragments())
+    if comptime!(plan.split_k > 1) {
+        own_split(plan) == comptime!(f * plan.split_k / plan.block_fragments())
     } else {
         true.runtime()
     }
 }
 
-/// Makes whole what two planes of the same columns read over their shares of keys: each gets the sum of its
-/// own first fragments and the other plane's from `from` on, which after [`ask`] is 0, and after
-/// [`read_out`] the number of its own, so that each has the tokens that it writes. `fresh`: a barrier has
-/// passed since the last time. One lies within, and one before unless `fresh`.
+/// Split-K reduction between the two planes that own the same value columns. After
+/// [`state_product`](super::state_products::state_product) both need all tokens (`from` is 0), after
+/// [`state_product_out`](super::state_products::state_product_out) only the tokens they store (`from` is the number
+/// of their own fragments). One barrier; a second one first unless `fresh`: none is needed if one has passed since
+/// the scratch was last used.
 #[cube]
-pub(crate) fn share<X: Float, M: Size>(
+pub(crate) fn reduce_split_k<X: Float, M: Size>(
     acc: &mut Acc,
     state: &mut State<X, M>,
     #[comptime] from: usize,
     #[comptime] fresh: bool,
     #[comptime] plan: Plan,
 ) {
-    if comptime!(plan.sharers > 1) {
+    if comptime!(plan.split_k > 1) {
         if comptime!(!fresh) {
             sync_cube();
         }
@@ -168,7 +170,7 @@ pub(crate) fn share<X: Float, M: Size>(
             #[unroll]
             for h in 0..2usize {
                 let at = comptime!((2 * f + h) * units) + unit;
-                state.exchange[at] = acc.index(comptime!(from + f))[h];
+                state.scratch[at] = acc.index(comptime!(from + f))[h];
             }
         }
         sync_cube();
@@ -178,7 +180,7 @@ pub(crate) fn share<X: Float, M: Size>(
             #[unroll]
             for h in 0..2usize {
                 let at = comptime!((2 * f + h) * units) + other;
-                let x = acc.index(f)[h] + state.exchange[at];
+                let x = acc.index(f)[h] + state.scratch[at];
                 set(acc.index_mut(f), h, x);
             }
         }
@@ -196,7 +198,7 @@ pub(crate) fn token(
     if comptime!(plan.engine == Engine::Mma) {
         UNIT_POS as usize % 4 * 2 + comptime!(f * 8 + l)
     } else {
-        // Units without work repeat the last token; nobody looks at what they get.
+        // Units without work repeat the last token; their results are not used.
         min(row(f, h, comptime!(plan.block_grid())), comptime!(plan.chunk - 1))
     }
 }
@@ -235,9 +237,9 @@ pub(crate) fn block<X: Float, M: Size>(#[comptime] plan: Plan) -> Block<X, M> {
     }
 }
 
-/// Sets a block to what a tile [C, value_tile] holds.
+/// Loads a block from a tile [C, value_tile].
 #[cube]
-pub(crate) fn take<X: Float, N: Size, M: Size>(
+pub(crate) fn load_block<X: Float, N: Size, M: Size>(
     block: &mut Block<X, M>,
     from: &SharedMemory<Vector<X, N>>,
     at: usize,
@@ -273,10 +275,10 @@ pub(crate) fn take<X: Float, N: Size, M: Size>(
     }
 }
 
-/// Makes a block ready to be an operand of [`apply`] and [`write`]. A barrier before and after on the
-/// plain engine.
+/// Publishes a block to shared memory, as an operand of products. A barrier before and after; on `Engine::Mma`
+/// registers are the operand, and nothing is done.
 #[cube]
-pub(crate) fn settle<X: Float, M: Size>(block: &mut Block<X, M>, #[comptime] plan: Plan) {
+pub(crate) fn publish<X: Float, M: Size>(block: &mut Block<X, M>, #[comptime] plan: Plan) {
     if comptime!(plan.engine != Engine::Mma) {
         let stride = comptime!(plan.stride(plan.value_tile));
         sync_cube();
@@ -341,14 +343,14 @@ pub(crate) fn state<X: Float, M: Size>(
     #[comptime] plan: Plan,
 ) -> State<X, M> {
     let mut state = State::<X, M> {
-        kept: zeros(comptime!(plan.state_fragments())),
+        acc: zeros(comptime!(plan.state_fragments())),
         tile: tile::<X, M>(comptime!(plan.state_numbers())),
-        exchange: SharedMemory::<Pair>::new(comptime!(plan.exchanged().max(1))),
+        scratch: SharedMemory::<Pair>::new(comptime!(plan.split_k_scratch().max(1))),
     };
     let width = comptime!(plan.value_width);
     if comptime!(plan.engine == Engine::Mma) {
         if comptime!(given) {
-            if walks(plan) {
+            if is_consumer(plan) {
                 #[unroll]
                 for f in 0..comptime!(plan.state_fragments()) {
                     #[unroll]
@@ -360,7 +362,7 @@ pub(crate) fn state<X: Float, M: Size>(
                                 at_own_keys(comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2, plan);
                             x[l] = from[start + d * width + first + value(f, h, l, plan)];
                         }
-                        set(state.kept.index_mut(f), h, x);
+                        set(state.acc.index_mut(f), h, x);
                     }
                 }
             }
@@ -391,7 +393,7 @@ pub(crate) fn state<X: Float, M: Size>(
 
 /// Sets a state to zeros, or (`diagonal`) to columns of the identity, unless it is to `stay`.
 #[cube]
-pub(crate) fn restart<X: Float, M: Size>(
+pub(crate) fn reset_state<X: Float, M: Size>(
     state: &mut State<X, M>,
     stay: bool,
     diagonal: bool,
@@ -403,14 +405,14 @@ pub(crate) fn restart<X: Float, M: Size>(
         for f in 0..comptime!(plan.state_fragments()) {
             #[unroll]
             for h in 0..2usize {
-                let mut x = state.kept.index(f)[h];
+                let mut x = state.acc.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {
                     let d = at_own_keys(comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2, plan);
                     let one = diagonal && d == first + value(f, h, l, plan);
                     x[l] = select(stay, x[l], select(one, 1.0f32, 0.0f32));
                 }
-                set(state.kept.index_mut(f), h, x);
+                set(state.acc.index_mut(f), h, x);
             }
         }
     } else {
@@ -430,20 +432,20 @@ pub(crate) fn restart<X: Float, M: Size>(
     }
 }
 
-/// Writes the state, from number `start` on: [K, V], or `turned`, [V, K].
+/// Writes the state, from number `start` on: [K, V], or `transposed`, [V, K].
 #[cube]
-pub(crate) fn give<X: Float, M: Size>(
+pub(crate) fn store_state<X: Float, M: Size>(
     state: &State<X, M>,
     to: &mut Array<f32>,
     start: usize,
     first: usize,
-    #[comptime] turned: bool,
+    #[comptime] transposed: bool,
     #[comptime] plan: Plan,
 ) {
     let width = comptime!(plan.value_width);
     let keys = comptime!(plan.key_width);
-    let down = comptime!(if turned { 1 } else { width });
-    let right = comptime!(if turned { keys } else { 1 });
+    let down = comptime!(if transposed { 1 } else { width });
+    let right = comptime!(if transposed { keys } else { 1 });
     if comptime!(plan.engine == Engine::Mma) {
         #[unroll]
         for f in 0..comptime!(plan.state_fragments()) {
@@ -453,7 +455,7 @@ pub(crate) fn give<X: Float, M: Size>(
                 for l in 0..2usize {
                     let d = at_own_keys(comptime!(f * 8 + l) + UNIT_POS as usize % 4 * 2, plan);
                     let v = first + value(f, h, l, plan);
-                    to[start + d * down + v * right] = state.kept.index(f)[h][l];
+                    to[start + d * down + v * right] = state.acc.index(f)[h][l];
                 }
             }
         }
@@ -473,9 +475,9 @@ pub(crate) fn give<X: Float, M: Size>(
     }
 }
 
-/// Keeps the state for the other stages, transposed: [V, K] for every chunk.
+/// Saves the state for the other stages, transposed: [V, K] for every chunk.
 #[cube]
-pub(crate) fn keep_state<X: Float, E: Float, M: Size, W: Size>(
+pub(crate) fn save_chunk_state<X: Float, E: Float, M: Size, W: Size>(
     state: &State<X, M>,
     to: &mut Array<Vector<E, W>>,
     chunk: usize,
@@ -492,8 +494,8 @@ pub(crate) fn keep_state<X: Float, E: Float, M: Size, W: Size>(
         for f in 0..comptime!(plan.state_fragments() / 2) {
             #[unroll]
             for h in 0..2usize {
-                let left = state.kept.index(comptime!(2 * f))[h];
-                let right = state.kept.index(comptime!(2 * f + 1))[h];
+                let left = state.acc.index(comptime!(2 * f))[h];
+                let right = state.acc.index(comptime!(2 * f + 1))[h];
                 let at = at + comptime!((f * 16 + h * 8 * keys) / 4);
                 put_four::<E, W>(to, at, left, right, lane % 2 == 1, true, 1u32);
             }
@@ -513,10 +515,10 @@ pub(crate) fn keep_state<X: Float, E: Float, M: Size, W: Size>(
     }
 }
 
-/// Multiplies the state by `total`, or its rows by `totals` where the decay is a vector. A barrier on
-/// the plain engine, before and after.
+/// Decays the state over a chunk: all of it by `total`, or its rows by `totals` where the decay is a vector. A
+/// barrier on the plain engine, before and after.
 #[cube]
-pub(crate) fn fade<X: Float, M: Size>(
+pub(crate) fn decay_state<X: Float, M: Size>(
     state: &mut State<X, M>,
     total: f32,
     totals: &Array<f32>,
@@ -534,10 +536,10 @@ pub(crate) fn fade<X: Float, M: Size>(
                     by[0] = totals[start + d];
                     by[1] = totals[start + d + 1];
                 }
-                let x = state.kept.index(f)[0usize] * by;
-                let y = state.kept.index(f)[1usize] * by;
-                set(state.kept.index_mut(f), 0usize, x);
-                set(state.kept.index_mut(f), 1usize, y);
+                let x = state.acc.index(f)[0usize] * by;
+                let y = state.acc.index(f)[1usize] * by;
+                set(state.acc.index_mut(f), 0usize, x);
+                set(state.acc.index_mut(f), 1usize, y);
             }
         } else {
             sync_cube();

@@ -1,7 +1,7 @@
-//! Stage 3 of the backward pass, for all chunks at once: gradients of every row and gate.
+//! Input gradients, the last stage of the backward pass: dq, dk, da, db of all chunks at once.
 //!
-//! With D_ij the decay from j to i, `weights` the gradients of scores and S, dS' the state at the
-//! chunk's start and the gradient of the one at its end:
+//! D_ij is the decay from j to i, S the state at the chunk's start, dS' the gradient of the state at its end.
+//! dqk is the gradient of A_qk, dab that of strict(a|b), and so on (`d_scores`):
 //! ```text
 //! dqk = tril(dO U^T)        dab = strict(R U^T)          [C, C]   (low rank: dqk with v, and
 //! dqb = tril(dO U^T)        dak = strict(R v^T)                    U in dqb and dab)
@@ -14,104 +14,55 @@
 //! `de = -beta da`, `dbeta = -e da + v R`, `dv = beta R`.
 //!
 //! Work: a cube a chunk of a (sequence, head), over slices of keys where its tiles are not in shared
-//! memory whole (desk.rs). Gradients of gates and beta: gates.rs.
+//! memory whole (gradient_tiles.rs). dg and dbeta: gate_gradients.rs.
 
-use crate::chunk::{Place, Sizes, Sums, between, place, sum_scalars, sum_vectors, sums};
-use crate::desk::{
-    Desk, Group, Keys, RowPairs, Side, States, Values, desk, held, issue, keys_tile, ready_keys,
-    ready_state, ready_values, state_tile, values_tile,
+use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors};
+use crate::chunkwise::chunk::{Place, Sizes, Sums, between, place, sum_scalars, sum_vectors, sums};
+use crate::chunkwise::gate_gradients::{
+    Gate, PartialSums, add_zero_exponents, beta_products, clear_gates, gate_products,
+    keep_scalar_gates, keep_values, keep_vector_gates, partial_sums,
 };
-use crate::gates::{
-    Gate, Shares, add_apart, beta_products, clear_gates, gate_products, keep_scalar_gates,
-    keep_values, keep_vector_gates, shares,
+use crate::chunkwise::gradient_tiles::{
+    GradientTiles, copy_group_async, gradient_tiles, keys_tile, load_fragments, load_key_rows,
+    load_state_operands, load_value_operands, state_tile, values_tile,
 };
-use crate::plan::{Plan, transposed, upright};
-use crate::scores::{Operands, ask_scale, below, keep, left, reach, store, vector_reach, weight};
-use crate::state::add;
-use crate::tile::{Acc, Engine, Grid, Pair, Rows, column, inside, mul, put_four, row, tile, zeros};
-use crate::vector::{scores_adjoint, set};
+use crate::chunkwise::intra_chunk::{
+    decay_mask, erase_scale, intersects_lower_triangle, keep, left, reach, store, vector_reach,
+};
+use crate::chunkwise::plan::{Plan, row_major, transposed};
+use crate::chunkwise::roles::{CopyGroup, Keys, Scored, States, TokenOffset, Values};
+use crate::chunkwise::state::add;
+use crate::chunkwise::vector_decay::scores_adjoint;
+use crate::tile::{
+    Acc, Engine, Grid, Pair, Rows, column, inside, mul, put_four, row, set, tile, zeros,
+};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-/// Everything the stages before left, and the gradient of the outputs.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct Traces<F: Float, E: Float, G: Size> {
-    pub d_o: Array<Vector<F, G>>,
-    /// U, `[B, T, H, V]`; not read in linear attention.
-    pub u: Array<Vector<E, G>>,
-    /// R, `[B, T, H, V]`; not read in linear attention.
-    pub r: Array<Vector<E, G>>,
-    /// [V, K] at the start of every chunk.
-    pub states: Array<Vector<E, G>>,
-    /// Gradients of the states at the end of every chunk.
-    pub d_states: Array<Vector<E, G>>,
-}
-
-/// What is filled: all `[B, T, H, ..]`, key heads not yet summed up.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct Gradients<F: Float, G: Size, W: Size> {
-    pub q: Array<Vector<F, W>>,
-    pub k: Array<Vector<F, W>>,
-    pub a: Array<Vector<F, W>>,
-    pub b: Array<Vector<F, W>>,
-    pub v: Array<Vector<F, G>>,
-    /// Scalar or vector gates.
-    pub g: Array<f32>,
-    pub beta: Array<f32>,
-}
-
-/// Gradients of the scores, and what is kept apart from the gates.
+/// Gradients of the score blocks. Their zero-exponent terms lie apart: no gate touches them.
 #[derive(CubeType)]
-struct Weights<X: Float, M: Size> {
+struct ScoreGradients<X: Float, M: Size> {
     qk: SharedMemory<Vector<X, M>>,
     qb: SharedMemory<Vector<X, M>>,
     ab: SharedMemory<Vector<X, M>>,
     ak: SharedMemory<Vector<X, M>>,
     /// Delta: ab times -beta.
     scaled: SharedMemory<Vector<X, M>>,
-    /// [4, C], in the order of [`Scored::apart`].
-    apart: SharedMemory<f32>,
+    /// [4, C], in the order of [`Scored::zero_exponent_row`].
+    zero_exponent: SharedMemory<f32>,
 }
 
-/// A [C, C] block of scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Scored {
-    Qk,
-    Qb,
-    Ab,
-    Ak,
-    /// Delta: ab times -beta.
-    Scaled,
-}
-
-impl Scored {
-    /// Row of `Weights::apart`.
-    pub fn apart(self) -> usize {
-        match self {
-            Self::Qk => 0,
-            Self::Qb => 1,
-            Self::Ab | Self::Scaled => 2,
-            Self::Ak => 3,
-        }
-    }
-
-    /// Whether queries read, rather than rows ask.
-    fn reads(self) -> bool {
-        matches!(self, Self::Qk | Self::Qb)
-    }
-}
-
-/// A row whose gradient is computed, by what it does.
+/// A row whose gradient is computed, by its part in the recurrence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Role {
     /// q.
-    Reads,
+    Query,
     /// a, or e of a delta rule.
-    Asks,
+    Erase,
     /// k, as it writes.
-    Keys,
+    Key,
     /// Low rank: b.
-    Writes,
+    Write,
 }
 
 /// A term of a row's gradient: gradients of scores times the rows on their other side.
@@ -128,16 +79,16 @@ impl Plan {
 
     /// Whether the row on the left of these scores sees the token before it.
     fn before(&self, scored: Scored) -> bool {
-        if scored.reads() { self.variant.reads_before() } else { self.variant.asks_before() }
+        if scored.reads() { self.variant.reads_before() } else { self.variant.erases_before() }
     }
 
-    /// Whether scores with an empty exponent are kept apart.
-    fn apart(&self, scored: Scored) -> bool {
-        if scored.reads() { self.reads_apart() } else { self.asks_apart() }
+    /// Whether zero-exponent terms are taken out of the block.
+    fn excludes_zero_exponents(&self, scored: Scored) -> bool {
+        if scored.reads() { self.excludes_query_terms() } else { self.excludes_erase_terms() }
     }
 
     /// The value-wide matrices whose product is the gradient of scores.
-    fn sides(&self, scored: Scored) -> [Values; 2] {
+    fn factors(&self, scored: Scored) -> [Values; 2] {
         match scored {
             Scored::Qk => [Values::DO, self.key_values()],
             Scored::Qb => [Values::DO, Values::U],
@@ -150,53 +101,53 @@ impl Plan {
         let low_rank = self.variant.low_rank();
         let term = |scored, rows| Term { scored, rows };
         match role {
-            Role::Reads if low_rank => vec![term(Scored::Qk, Keys::K), term(Scored::Qb, Keys::B)],
-            Role::Reads => vec![term(Scored::Qk, Keys::K)],
-            Role::Asks if low_rank => vec![term(Scored::Ab, Keys::B), term(Scored::Ak, Keys::K)],
-            Role::Asks => vec![term(Scored::Ab, self.writing())],
-            Role::Keys if low_rank => vec![term(Scored::Qk, Keys::Q), term(Scored::Ak, Keys::A)],
-            Role::Keys if self.variant.delta() => {
-                vec![term(Scored::Qk, Keys::Q), term(Scored::Scaled, self.asking())]
+            Role::Query if low_rank => vec![term(Scored::Qk, Keys::K), term(Scored::Qb, Keys::B)],
+            Role::Query => vec![term(Scored::Qk, Keys::K)],
+            Role::Erase if low_rank => vec![term(Scored::Ab, Keys::B), term(Scored::Ak, Keys::K)],
+            Role::Erase => vec![term(Scored::Ab, self.write_key())],
+            Role::Key if low_rank => vec![term(Scored::Qk, Keys::Q), term(Scored::Ak, Keys::A)],
+            Role::Key if self.variant.delta() => {
+                vec![term(Scored::Qk, Keys::Q), term(Scored::Scaled, self.erase_key())]
             }
-            Role::Keys => vec![term(Scored::Qk, Keys::Q)],
-            Role::Writes => vec![term(Scored::Qb, Keys::Q), term(Scored::Ab, Keys::A)],
+            Role::Key => vec![term(Scored::Qk, Keys::Q)],
+            Role::Write => vec![term(Scored::Qb, Keys::Q), term(Scored::Ab, Keys::A)],
         }
     }
 
     /// The row itself.
     fn rows(&self, role: Role) -> Keys {
         match role {
-            Role::Reads => Keys::Q,
-            Role::Asks => self.asking(),
-            Role::Keys => Keys::K,
-            Role::Writes => Keys::B,
+            Role::Query => Keys::Q,
+            Role::Erase => self.erase_key(),
+            Role::Key => Keys::K,
+            Role::Write => Keys::B,
         }
     }
 
-    /// What the row is multiplied with in its term with a state.
-    fn met(&self, role: Role) -> Values {
+    /// Left factor X of the row's term with a state, `X S^T`.
+    fn state_factor(&self, role: Role) -> Values {
         match role {
-            Role::Reads => Values::DO,
-            Role::Asks => Values::R,
-            Role::Keys => self.key_values(),
-            Role::Writes => Values::U,
+            Role::Query => Values::DO,
+            Role::Erase => Values::R,
+            Role::Key => self.key_values(),
+            Role::Write => Values::U,
         }
     }
 
     fn gate(&self, role: Role) -> Gate {
         match role {
-            Role::Reads => Gate::Reads { before: self.variant.reads_before() },
-            Role::Asks => Gate::Asks { before: self.variant.asks_before() },
-            Role::Keys | Role::Writes => Gate::Writes,
+            Role::Query => Gate::Query { before: self.variant.reads_before() },
+            Role::Erase => Gate::Erase { before: self.variant.erases_before() },
+            Role::Key | Role::Write => Gate::Write,
         }
     }
 
-    /// The row that a term's own row is paired with where the exponent is empty.
-    fn side(&self, term: Term, writes: bool) -> Side {
+    /// Offset to the row that a term's own row is paired with in a zero-exponent term.
+    fn offset(&self, term: Term, writes: bool) -> TokenOffset {
         match (self.before(term.scored), writes) {
-            (false, _) => Side::Own,
-            (true, false) => Side::Last,
-            (true, true) => Side::Next,
+            (false, _) => TokenOffset::Same,
+            (true, false) => TokenOffset::Previous,
+            (true, true) => TokenOffset::Next,
         }
     }
 }
@@ -204,7 +155,7 @@ impl Plan {
 impl Role {
     /// Whether the row writes: its gradient comes from rows after it, and from the state's at the end.
     fn writes(self) -> bool {
-        matches!(self, Self::Keys | Self::Writes)
+        matches!(self, Self::Key | Self::Write)
     }
 
     fn states(self) -> States {
@@ -214,10 +165,10 @@ impl Role {
 
 /// The kernel. F: the tensors' type; E: what the stages before kept; X: what tiles hold.
 #[cube(launch_unchecked)]
-pub(crate) fn row_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     x: &Operands<F, G>,
     pairs: &RowPairs<F, M>,
-    traces: &Traces<F, E, G>,
+    saved: &SavedTensors<F, E, G>,
     out: &mut Gradients<F, G, W>,
     sizes: &Sizes,
     #[comptime] plan: Plan,
@@ -232,101 +183,101 @@ pub(crate) fn row_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: S
         crate::Decay::Scalar => chunk,
         crate::Decay::Vector => chunk * plan.stride(plan.key_slice),
     }));
-    let mut desk = desk::<X, N>(plan);
+    let mut tiles = gradient_tiles::<X, N>(plan);
     let square = comptime!(chunk * plan.stride(chunk));
     let low_rank = comptime!(if variant.low_rank() { square } else { 16 });
     let solves = comptime!(if variant.solves() { square } else { 16 });
     let delta = comptime!(if variant.delta() { square } else { 16 });
-    let mut weights = Weights::<X, M> {
+    let mut d_scores = ScoreGradients::<X, M> {
         qk: tile::<X, M>(square),
         qb: tile::<X, M>(low_rank),
         ab: tile::<X, M>(solves),
         ak: tile::<X, M>(low_rank),
         scaled: tile::<X, M>(delta),
-        apart: SharedMemory::<f32>::new(comptime!(4 * chunk)),
+        zero_exponent: SharedMemory::<f32>::new(comptime!(4 * chunk)),
     };
-    let mut shares = shares(plan);
+    let mut sums_of_unit = partial_sums(plan);
     if comptime!(plan.whole()) {
         let values = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
         let start = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
         let end = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
         sync_cube();
-        let group = comptime!(Group::Values);
-        issue::<F, X, E, G, N>(&mut desk, x, traces, &place, group, plan);
+        let group = comptime!(CopyGroup::Values);
+        copy_group_async::<F, X, E, G, N>(&mut tiles, x, saved, &place, group, plan);
         values.commit_copy_async();
         values.arrive();
-        let group = comptime!(Group::Start);
-        issue::<F, X, E, G, N>(&mut desk, x, traces, &place, group, plan);
+        let group = comptime!(CopyGroup::Start);
+        copy_group_async::<F, X, E, G, N>(&mut tiles, x, saved, &place, group, plan);
         start.commit_copy_async();
         start.arrive();
-        let group = comptime!(Group::End);
-        issue::<F, X, E, G, N>(&mut desk, x, traces, &place, group, plan);
+        let group = comptime!(CopyGroup::End);
+        copy_group_async::<F, X, E, G, N>(&mut tiles, x, saved, &place, group, plan);
         end.commit_copy_async();
         end.arrive();
-        prepare::<F, X, G, N, M>(&mut weights, &mut desk, &mut sums, x, &place, plan);
+        prepare::<F, X, G, N, M>(&mut d_scores, &mut tiles, &mut sums, x, &place, plan);
         values.wait_parity(0u32);
-        fill_weights::<F, X, E, G, N, M>(&mut weights, &mut desk, x, traces, &sums, &place, plan);
+        fill_weights::<F, X, E, G, N, M>(&mut d_scores, &mut tiles, x, saved, &sums, &place, plan);
         start.wait_parity(0u32);
-        let asked = before_writes::<F, X, E, G, N, M, W>(
+        let d_erase = query_and_erase_gradients::<F, X, E, G, N, M, W>(
             out,
-            &mut shares,
-            &mut desk,
+            &mut sums_of_unit,
+            &mut tiles,
             x,
             pairs,
-            traces,
-            &weights,
+            saved,
+            &d_scores,
             &sums,
             &place,
             0usize,
             plan,
         );
         end.wait_parity(0u32);
-        writes::<F, X, E, G, N, M, W>(
-            &asked,
+        key_and_write_gradients::<F, X, E, G, N, M, W>(
+            &d_erase,
             out,
-            &mut shares,
-            &mut desk,
+            &mut sums_of_unit,
+            &mut tiles,
             x,
             pairs,
-            traces,
-            &weights,
+            saved,
+            &d_scores,
             &sums,
             &place,
             0usize,
             plan,
         );
     } else {
-        prepare::<F, X, G, N, M>(&mut weights, &mut desk, &mut sums, x, &place, plan);
-        fill_weights::<F, X, E, G, N, M>(&mut weights, &mut desk, x, traces, &sums, &place, plan);
+        prepare::<F, X, G, N, M>(&mut d_scores, &mut tiles, &mut sums, x, &place, plan);
+        fill_weights::<F, X, E, G, N, M>(&mut d_scores, &mut tiles, x, saved, &sums, &place, plan);
         for slice in 0..comptime!(plan.key_slices()) {
             let first = slice * comptime!(plan.key_slice);
             if comptime!(variant.vector()) {
                 sync_cube();
                 sum_vectors::<G>(&mut sums, &x.gates, &place.rows, first, plan);
-                clear_gates::<X, N>(&mut desk, plan);
+                clear_gates::<X, N>(&mut tiles, plan);
             }
-            let asked = before_writes::<F, X, E, G, N, M, W>(
+            let d_erase = query_and_erase_gradients::<F, X, E, G, N, M, W>(
                 out,
-                &mut shares,
-                &mut desk,
+                &mut sums_of_unit,
+                &mut tiles,
                 x,
                 pairs,
-                traces,
-                &weights,
+                saved,
+                &d_scores,
                 &sums,
                 &place,
                 first,
                 plan,
             );
-            writes::<F, X, E, G, N, M, W>(
-                &asked,
+            key_and_write_gradients::<F, X, E, G, N, M, W>(
+                &d_erase,
                 out,
-                &mut shares,
-                &mut desk,
+                &mut sums_of_unit,
+                &mut tiles,
                 x,
                 pairs,
-                traces,
-                &weights,
+                saved,
+                &d_scores,
                 &sums,
                 &place,
                 first,
@@ -334,24 +285,32 @@ pub(crate) fn row_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: S
             );
             if comptime!(variant.vector()) {
                 keep_vector_gates::<F, X, E, G, N, W>(
-                    out, &mut desk, traces, &sums, &place, first, plan,
+                    out, &mut tiles, saved, &sums, &place, first, plan,
                 );
             }
         }
     }
     if comptime!(variant.scalar()) {
-        keep_scalar_gates::<F, X, E, G, N, W>(out, &mut desk, &shares, traces, &sums, &place, plan);
+        keep_scalar_gates::<F, X, E, G, N, W>(
+            out,
+            &mut tiles,
+            &sums_of_unit,
+            saved,
+            &sums,
+            &place,
+            plan,
+        );
     }
     if comptime!(variant.delta()) {
-        keep_values::<F, X, E, G, N, W>(out, &mut desk, &shares, x, traces, &place, plan);
+        keep_values::<F, X, E, G, N, W>(out, &mut tiles, &sums_of_unit, x, saved, &place, plan);
     }
 }
 
-/// What products need besides tiles. Ends with everything visible to all.
+/// Fills scales, sums of g and zero-exponent terms. Ends with everything visible to all.
 #[cube]
 fn prepare<F: Float, X: Float, G: Size, N: Size, M: Size>(
-    weights: &mut Weights<X, M>,
-    desk: &mut Desk<X, N>,
+    d_scores: &mut ScoreGradients<X, M>,
+    tiles: &mut GradientTiles<X, N>,
     sums: &mut Sums,
     x: &Operands<F, G>,
     place: &Place,
@@ -360,10 +319,10 @@ fn prepare<F: Float, X: Float, G: Size, N: Size, M: Size>(
     let chunk = comptime!(plan.chunk);
     let unit = UNIT_POS as usize;
     if unit < chunk {
-        desk.scales[unit] = ask_scale(&x.beta, &place.gates, unit, plan);
+        tiles.scales[unit] = erase_scale(&x.beta, &place.gates, unit, plan);
         #[unroll]
         for n in 0..4usize {
-            weights.apart[unit + comptime!(n * chunk)] = 0.0f32;
+            d_scores.zero_exponent[unit + comptime!(n * chunk)] = 0.0f32;
         }
     }
     sync_cube();
@@ -375,10 +334,10 @@ fn prepare<F: Float, X: Float, G: Size, N: Size, M: Size>(
 /// Gradients of the scores: `[C, C]` products of value-wide matrices.
 #[cube]
 fn fill_weights<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
-    weights: &mut Weights<X, M>,
-    desk: &mut Desk<X, N>,
+    d_scores: &mut ScoreGradients<X, M>,
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
-    traces: &Traces<F, E, G>,
+    saved: &SavedTensors<F, E, G>,
     sums: &Sums,
     place: &Place,
     #[comptime] plan: Plan,
@@ -386,33 +345,69 @@ fn fill_weights<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
     let variant = comptime!(plan.variant);
     let grid = comptime!(plan.pairs());
     let stride = comptime!(plan.stride(plan.chunk));
-    let apart = &mut weights.apart;
+    let zero_exponent = &mut d_scores.zero_exponent;
     let scored = comptime!(Scored::Qk);
-    let acc = weigh::<F, X, E, G, N>(apart, desk, x, traces, sums, place, scored, plan);
-    store::<X, M>(&mut weights.qk, &acc, stride, grid);
+    let acc = masked_score_gradient::<F, X, E, G, N>(
+        zero_exponent,
+        tiles,
+        x,
+        saved,
+        sums,
+        place,
+        scored,
+        plan,
+    );
+    store::<X, M>(&mut d_scores.qk, &acc, stride, grid);
     if comptime!(variant.low_rank()) {
         let scored = comptime!(Scored::Qb);
-        let acc = weigh::<F, X, E, G, N>(apart, desk, x, traces, sums, place, scored, plan);
-        store::<X, M>(&mut weights.qb, &acc, stride, grid);
+        let acc = masked_score_gradient::<F, X, E, G, N>(
+            zero_exponent,
+            tiles,
+            x,
+            saved,
+            sums,
+            place,
+            scored,
+            plan,
+        );
+        store::<X, M>(&mut d_scores.qb, &acc, stride, grid);
         let scored = comptime!(Scored::Ak);
-        let acc = weigh::<F, X, E, G, N>(apart, desk, x, traces, sums, place, scored, plan);
-        store::<X, M>(&mut weights.ak, &acc, stride, grid);
+        let acc = masked_score_gradient::<F, X, E, G, N>(
+            zero_exponent,
+            tiles,
+            x,
+            saved,
+            sums,
+            place,
+            scored,
+            plan,
+        );
+        store::<X, M>(&mut d_scores.ak, &acc, stride, grid);
     }
     if comptime!(variant.solves()) {
         let scored = comptime!(Scored::Ab);
-        let mut acc = weigh::<F, X, E, G, N>(apart, desk, x, traces, sums, place, scored, plan);
-        store::<X, M>(&mut weights.ab, &acc, stride, grid);
+        let mut acc = masked_score_gradient::<F, X, E, G, N>(
+            zero_exponent,
+            tiles,
+            x,
+            saved,
+            sums,
+            place,
+            scored,
+            plan,
+        );
+        store::<X, M>(&mut d_scores.ab, &acc, stride, grid);
         if comptime!(variant.delta()) {
-            scale_asks(&mut acc, &desk.scales, grid, plan);
-            store::<X, M>(&mut weights.scaled, &acc, stride, grid);
+            scale_erase_rows(&mut acc, &tiles.scales, grid, plan);
+            store::<X, M>(&mut d_scores.scaled, &acc, stride, grid);
         }
     }
     sync_cube();
 }
 
-/// Multiplies rows by what stands before asking rows.
+/// Multiplies rows by -beta.
 #[cube]
-fn scale_asks(
+fn scale_erase_rows(
     acc: &mut Acc,
     scales: &SharedMemory<f32>,
     #[comptime] grid: Grid,
@@ -432,53 +427,53 @@ fn scale_asks(
 /// `X Y^T` over slices of values, [C, C].
 #[cube]
 fn value_product<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    desk: &mut Desk<X, N>,
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
-    traces: &Traces<F, E, G>,
+    saved: &SavedTensors<F, E, G>,
     place: &Place,
-    #[comptime] sides: [Values; 2],
+    #[comptime] factors: [Values; 2],
     #[comptime] plan: Plan,
 ) -> Acc {
     let columns = comptime!(plan.value_slice);
     let grid = comptime!(plan.pairs());
-    let a = comptime!(sides[0]);
-    let b = comptime!(sides[1]);
+    let a = comptime!(factors[0]);
+    let b = comptime!(factors[1]);
     let mut acc = zeros(comptime!(grid.fragments()));
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
-        ready_values::<F, X, E, G, N>(desk, x, traces, place, first, a, b, plan);
-        let left = values_tile::<X, N>(desk, a, false, plan);
-        let right = values_tile::<X, N>(desk, b, true, plan);
-        let spec = comptime!(plan.mul(grid, columns, upright(columns), transposed(columns)));
+        load_value_operands::<F, X, E, G, N>(tiles, x, saved, place, first, a, b, plan);
+        let left = values_tile::<X, N>(tiles, a, false, plan);
+        let right = values_tile::<X, N>(tiles, b, true, plan);
+        let spec = comptime!(plan.mul(grid, columns, row_major(columns), transposed(columns)));
         mul::<X, N, N>(&mut acc, &left, 0usize, &right, 0usize, spec);
     }
     acc
 }
 
-/// Gradients of scores, masked and weighed by a scalar decay. Those of empty exponents go to `apart`
-/// where a gate would feel them.
+/// Gradient of a score block, times the decay mask. Zero-exponent terms go to `zero_exponent` where there is
+/// a gate whose gradient they would enter.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn weigh<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    apart: &mut SharedMemory<f32>,
-    desk: &mut Desk<X, N>,
+fn masked_score_gradient<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    zero_exponent: &mut SharedMemory<f32>,
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
-    traces: &Traces<F, E, G>,
+    saved: &SavedTensors<F, E, G>,
     sums: &Sums,
     place: &Place,
     #[comptime] scored: Scored,
     #[comptime] plan: Plan,
 ) -> Acc {
-    let sides = comptime!(plan.sides(scored));
+    let factors = comptime!(plan.factors(scored));
     let before = comptime!(plan.before(scored));
     let strict = comptime!(before || !scored.reads());
-    let exclude = comptime!(plan.apart(scored));
+    let exclude = comptime!(plan.excludes_zero_exponents(scored));
     let grid = comptime!(plan.pairs());
-    let mut acc = value_product::<F, X, E, G, N>(desk, x, traces, place, sides, plan);
+    let mut acc = value_product::<F, X, E, G, N>(tiles, x, saved, place, factors, plan);
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         let j = column(f, grid);
-        let low = below(f, j, grid);
+        let low = intersects_lower_triangle(f, j, grid);
         #[unroll]
         for h in 0..2usize {
             let mut x = Pair::new(0.0);
@@ -487,12 +482,13 @@ fn weigh<F: Float, X: Float, E: Float, G: Size, N: Size>(
                 x = acc.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {
-                    x[l] = x[l] * weight(sums, i, j + l, strict, before, plan);
+                    x[l] = x[l] * decay_mask(sums, i, j + l, strict, before, plan);
                     if comptime!(exclude) {
-                        let empty = if comptime!(before) { j + l + 1 == i } else { j + l == i };
-                        if empty {
+                        let zero = if comptime!(before) { j + l + 1 == i } else { j + l == i };
+                        if zero {
                             if inside(f, grid) {
-                                apart[comptime!(scored.apart() * plan.chunk) + i] = x[l];
+                                zero_exponent
+                                    [comptime!(scored.zero_exponent_row() * plan.chunk) + i] = x[l];
                             }
                             x[l] = 0.0f32;
                         }
@@ -508,10 +504,10 @@ fn weigh<F: Float, X: Float, E: Float, G: Size, N: Size>(
 /// `X S^T` over slices of values for one slice of keys: [C, key_slice], where S^T is stored [V, K].
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn state_product<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    desk: &mut Desk<X, N>,
+fn state_term<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
-    traces: &Traces<F, E, G>,
+    saved: &SavedTensors<F, E, G>,
     place: &Place,
     key: usize,
     #[comptime] values: Values,
@@ -523,20 +519,23 @@ fn state_product<F: Float, X: Float, E: Float, G: Size, N: Size>(
     let mut acc = zeros(comptime!(grid.fragments()));
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
-        ready_state::<F, X, E, G, N>(desk, x, traces, place, first, key, values, states, plan);
-        let left = values_tile::<X, N>(desk, values, false, plan);
-        let right = state_tile::<X, N>(desk, states);
-        let spec = comptime!(plan.mul(grid, columns, upright(columns), upright(plan.key_slice)));
+        load_state_operands::<F, X, E, G, N>(
+            tiles, x, saved, place, first, key, values, states, plan,
+        );
+        let left = values_tile::<X, N>(tiles, values, false, plan);
+        let right = state_tile::<X, N>(tiles, states);
+        let spec =
+            comptime!(plan.mul(grid, columns, row_major(columns), row_major(plan.key_slice)));
         mul::<X, N, N>(&mut acc, &left, 0usize, &right, 0usize, spec);
     }
     acc
 }
 
-/// `acc += weights rows`, or `weights^T rows` for gradients of what was written (`of_y`).
+/// `acc += d_scores rows`, or `d_scores^T rows` for gradients of the rows on the right (`of_y`).
 #[cube]
 fn adjoint<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
-    weights: &SharedMemory<Vector<X, M>>,
+    d_scores: &SharedMemory<Vector<X, M>>,
     rows: &SharedMemory<Vector<X, N>>,
     sums: &Sums,
     #[comptime] of_y: bool,
@@ -544,18 +543,17 @@ fn adjoint<X: Float, N: Size, M: Size>(
     #[comptime] plan: Plan,
 ) {
     if comptime!(plan.variant.vector()) {
-        scores_adjoint::<X, N, M>(acc, weights, rows, sums, of_y, before, plan);
+        scores_adjoint::<X, N, M>(acc, d_scores, rows, sums, of_y, before, plan);
     } else {
         let chunk = comptime!(plan.chunk);
         let slice = comptime!(plan.key_slice);
-        let how = comptime!(if of_y { transposed(chunk) } else { upright(chunk) });
-        let spec = comptime!(plan.mul(plan.rows_grid(), chunk, how, upright(slice)));
-        mul::<X, M, N>(acc, weights, 0usize, rows, 0usize, spec);
+        let how = comptime!(if of_y { transposed(chunk) } else { row_major(chunk) });
+        let spec = comptime!(plan.mul(plan.rows_grid(), chunk, how, row_major(slice)));
+        mul::<X, M, N>(acc, d_scores, 0usize, rows, 0usize, spec);
     }
 }
 
-/// Multiplies gradients by what reaches row i from the chunk's start (`ends`: by what is left of
-/// row i at its end).
+/// Multiplies gradients by e^{G_i}, or (`ends`) by e^{G_C - G_i}.
 #[cube]
 fn scale_reach(
     acc: &mut Acc,
@@ -598,12 +596,12 @@ fn scale_reach(
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn gradient<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
-    shares: &mut Shares,
-    desk: &mut Desk<X, N>,
+    sums_of_unit: &mut PartialSums,
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
     pairs: &RowPairs<F, M>,
-    traces: &Traces<F, E, G>,
-    weights: &Weights<X, M>,
+    saved: &SavedTensors<F, E, G>,
+    d_scores: &ScoreGradients<X, M>,
     sums: &Sums,
     place: &Place,
     first: usize,
@@ -611,86 +609,126 @@ fn gradient<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
     #[comptime] plan: Plan,
 ) -> Acc {
     let writes = comptime!(role.writes());
-    let values = comptime!(plan.met(role));
+    let values = comptime!(plan.state_factor(role));
     let states = comptime!(role.states());
     let own = comptime!(plan.rows(role));
     let gated = comptime!(plan.gated());
-    let mut acc =
-        state_product::<F, X, E, G, N>(desk, x, traces, place, first, values, states, plan);
+    let mut acc = state_term::<F, X, E, G, N>(tiles, x, saved, place, first, values, states, plan);
     let before = comptime!(
-        role == Role::Reads && plan.variant.reads_before()
-            || role == Role::Asks && plan.variant.asks_before()
+        role == Role::Query && plan.variant.reads_before()
+            || role == Role::Erase && plan.variant.erases_before()
     );
     scale_reach(&mut acc, sums, writes, before, plan);
     let valid = place.valid;
     if comptime!(gated && writes) {
-        let rows = held::<F, X, N, M>(desk, pairs, place, first, own, comptime!(Side::Own), plan);
-        gate_products::<X, N>(shares, desk, &acc, &rows, valid, comptime!(Gate::Ends), plan);
+        let rows = load_fragments::<F, X, N, M>(
+            tiles,
+            pairs,
+            place,
+            first,
+            own,
+            comptime!(TokenOffset::Same),
+            plan,
+        );
+        gate_products::<X, N>(
+            sums_of_unit,
+            tiles,
+            &acc,
+            &rows,
+            valid,
+            comptime!(Gate::ChunkEnd),
+            plan,
+        );
     }
     #[unroll]
     for n in 0..comptime!(plan.terms(role).len()) {
         let term = comptime!(plan.terms(role)[n]);
         let of = comptime!(term.rows);
-        ready_keys::<F, X, G, N>(desk, x, place, first, of, plan);
-        let rows = keys_tile::<X, N>(desk, of, plan);
-        let scores = scored_tile::<X, M>(weights, comptime!(term.scored));
+        load_key_rows::<F, X, G, N>(tiles, x, place, first, of, plan);
+        let rows = keys_tile::<X, N>(tiles, of, plan);
+        let scores = scored_tile::<X, M>(d_scores, comptime!(term.scored));
         let before = comptime!(plan.before(term.scored));
         adjoint::<X, N, M>(&mut acc, &scores, &rows, sums, writes, before, plan);
     }
     if gated {
-        let rows = held::<F, X, N, M>(desk, pairs, place, first, own, comptime!(Side::Own), plan);
+        let rows = load_fragments::<F, X, N, M>(
+            tiles,
+            pairs,
+            place,
+            first,
+            own,
+            comptime!(TokenOffset::Same),
+            plan,
+        );
         let gate = comptime!(plan.gate(role));
-        gate_products::<X, N>(shares, desk, &acc, &rows, valid, gate, plan);
+        gate_products::<X, N>(sums_of_unit, tiles, &acc, &rows, valid, gate, plan);
     }
     #[unroll]
     for n in 0..comptime!(plan.terms(role).len()) {
         let term = comptime!(plan.terms(role)[n]);
-        if comptime!(plan.apart(term.scored)) {
-            let side = comptime!(plan.side(term, role.writes()));
+        if comptime!(plan.excludes_zero_exponents(term.scored)) {
+            let offset = comptime!(plan.offset(term, role.writes()));
             let of = comptime!(term.rows);
-            let rows = held::<F, X, N, M>(desk, pairs, place, first, of, side, plan);
+            let rows = load_fragments::<F, X, N, M>(tiles, pairs, place, first, of, offset, plan);
             let scored = comptime!(term.scored);
-            let apart = &weights.apart;
-            add_apart(&mut acc, apart, &rows, &desk.scales, valid, scored, side, plan);
+            let zero_exponent = &d_scores.zero_exponent;
+            add_zero_exponents(
+                &mut acc,
+                zero_exponent,
+                &rows,
+                &tiles.scales,
+                valid,
+                scored,
+                offset,
+                plan,
+            );
         }
     }
-    if comptime!(role == Role::Asks && plan.variant.delta()) {
-        let rows = held::<F, X, N, M>(desk, pairs, place, first, own, comptime!(Side::Own), plan);
-        beta_products(shares, &acc, &rows, plan);
+    if comptime!(role == Role::Erase && plan.variant.delta()) {
+        let rows = load_fragments::<F, X, N, M>(
+            tiles,
+            pairs,
+            place,
+            first,
+            own,
+            comptime!(TokenOffset::Same),
+            plan,
+        );
+        beta_products(sums_of_unit, &acc, &rows, plan);
     }
     acc
 }
 
 #[cube]
 fn scored_tile<X: Float, M: Size>(
-    weights: &Weights<X, M>,
+    d_scores: &ScoreGradients<X, M>,
     #[comptime] which: Scored,
 ) -> SharedMemory<Vector<X, M>> {
     if comptime!(which == Scored::Qk) {
-        weights.qk
+        d_scores.qk
     } else if comptime!(which == Scored::Qb) {
-        weights.qb
+        d_scores.qb
     } else if comptime!(which == Scored::Ab) {
-        weights.ab
+        d_scores.ab
     } else if comptime!(which == Scored::Ak) {
-        weights.ak
+        d_scores.ak
     } else {
-        weights.scaled
+        d_scores.scaled
     }
 }
 
-/// dq and da: what the state at the chunk's start has to do with. de of a delta rule whose erase rows
-/// are k is handed on.
+/// Gradients of the rows that read the chunk's first state: dq and da. If the erase key is k, de is returned,
+/// to be added to dk.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn before_writes<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+fn query_and_erase_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
     out: &mut Gradients<F, G, W>,
-    shares: &mut Shares,
-    desk: &mut Desk<X, N>,
+    sums_of_unit: &mut PartialSums,
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
     pairs: &RowPairs<F, M>,
-    traces: &Traces<F, E, G>,
-    weights: &Weights<X, M>,
+    saved: &SavedTensors<F, E, G>,
+    d_scores: &ScoreGradients<X, M>,
     sums: &Sums,
     place: &Place,
     first: usize,
@@ -698,58 +736,98 @@ fn before_writes<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Siz
 ) -> Acc {
     let variant = comptime!(plan.variant);
     let grid = comptime!(plan.rows_grid());
-    let role = comptime!(Role::Reads);
-    let read = gradient::<F, X, E, G, N, M>(
-        shares, desk, x, pairs, traces, weights, sums, place, first, role, plan,
+    let role = comptime!(Role::Query);
+    let d_query = gradient::<F, X, E, G, N, M>(
+        sums_of_unit,
+        tiles,
+        x,
+        pairs,
+        saved,
+        d_scores,
+        sums,
+        place,
+        first,
+        role,
+        plan,
     );
-    keep_rows::<F, W>(&mut out.q, &read, &place.rows, first, plan);
+    keep_rows::<F, W>(&mut out.q, &d_query, &place.rows, first, plan);
     if comptime!(variant.solves()) {
-        let role = comptime!(Role::Asks);
-        let mut asked = gradient::<F, X, E, G, N, M>(
-            shares, desk, x, pairs, traces, weights, sums, place, first, role, plan,
+        let role = comptime!(Role::Erase);
+        let mut d_erase = gradient::<F, X, E, G, N, M>(
+            sums_of_unit,
+            tiles,
+            x,
+            pairs,
+            saved,
+            d_scores,
+            sums,
+            place,
+            first,
+            role,
+            plan,
         );
         if comptime!(variant.delta()) {
-            scale_asks(&mut asked, &desk.scales, grid, plan);
+            scale_erase_rows(&mut d_erase, &tiles.scales, grid, plan);
         }
         if comptime!(variant.own_a()) {
-            keep_rows::<F, W>(&mut out.a, &asked, &place.rows, first, plan);
+            keep_rows::<F, W>(&mut out.a, &d_erase, &place.rows, first, plan);
         }
-        asked
+        d_erase
     } else {
         zeros(0usize)
     }
 }
 
-/// dk, to which `asked` is added where k is also the erase row, and db.
+/// Gradients of the rows that write: dk, to which `d_erase` is added if the erase key is k, and db.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn writes<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
-    asked: &Acc,
+fn key_and_write_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+    d_erase: &Acc,
     out: &mut Gradients<F, G, W>,
-    shares: &mut Shares,
-    desk: &mut Desk<X, N>,
+    sums_of_unit: &mut PartialSums,
+    tiles: &mut GradientTiles<X, N>,
     x: &Operands<F, G>,
     pairs: &RowPairs<F, M>,
-    traces: &Traces<F, E, G>,
-    weights: &Weights<X, M>,
+    saved: &SavedTensors<F, E, G>,
+    d_scores: &ScoreGradients<X, M>,
     sums: &Sums,
     place: &Place,
     first: usize,
     #[comptime] plan: Plan,
 ) {
     let variant = comptime!(plan.variant);
-    let role = comptime!(Role::Keys);
+    let role = comptime!(Role::Key);
     let mut written = gradient::<F, X, E, G, N, M>(
-        shares, desk, x, pairs, traces, weights, sums, place, first, role, plan,
+        sums_of_unit,
+        tiles,
+        x,
+        pairs,
+        saved,
+        d_scores,
+        sums,
+        place,
+        first,
+        role,
+        plan,
     );
     if comptime!(variant.delta() && !variant.own_a()) {
-        add(&mut written, asked, comptime!(plan.rows_grid().fragments()));
+        add(&mut written, d_erase, comptime!(plan.rows_grid().fragments()));
     }
     keep_rows::<F, W>(&mut out.k, &written, &place.rows, first, plan);
     if comptime!(variant.low_rank()) {
-        let role = comptime!(Role::Writes);
+        let role = comptime!(Role::Write);
         let written = gradient::<F, X, E, G, N, M>(
-            shares, desk, x, pairs, traces, weights, sums, place, first, role, plan,
+            sums_of_unit,
+            tiles,
+            x,
+            pairs,
+            saved,
+            d_scores,
+            sums,
+            place,
+            first,
+            role,
+            plan,
         );
         keep_rows::<F, W>(&mut out.b, &written, &place.rows, first, plan);
     }

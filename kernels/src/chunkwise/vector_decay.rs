@@ -1,5 +1,4 @@
-//! Score blocks under a decay of its own for every key column, where the decay does not factor out
-//! of the product:
+//! Score blocks under a vector decay, which does not factor out of the product:
 //! ```text
 //! (X|Y)_ij = sum_d x_id y_jd e^{G_id - G_jd}
 //! ```
@@ -12,10 +11,10 @@
 //! once more with 8, and what is left of 8 x 8 is weighted term by term. No exponent is ever above 0, in either
 //! way: nothing can overflow, whatever the gates are.
 
-use crate::chunk::{Sums, between};
-use crate::plan::Plan;
+use crate::chunkwise::chunk::{Sums, between};
+use crate::chunkwise::plan::Plan;
 use crate::tile::{
-    Acc, Grid, Halves, Pair, column, execute_tf32, halves, inside, put_halves, row, zeros,
+    Acc, Grid, Pair, Parts, column, execute_tf32, inside, parts, put_parts, row, set, zeros,
 };
 use cubecl::prelude::*;
 
@@ -28,7 +27,7 @@ pub(crate) fn seen(i: usize, #[comptime] before: bool) -> usize {
     if comptime!(before) { max(i, 1usize) - 1 } else { i }
 }
 
-/// `acc[i, j] += (X|Y)_ij` for one slice of keys; what is above the diagonal is not to be looked at.
+/// `acc[i, j] += (X|Y)_ij` for one slice of keys; numbers above the diagonal are not to be used.
 #[cube]
 pub(crate) fn scores<X: Float, N: Size>(
     acc: &mut Acc,
@@ -191,10 +190,10 @@ fn scores_by_blocks<X: Float, N: Size>(
                 let writer = first * stride + own;
                 if first < corner.top {
                     let right = writers::<X, N>(y, sums, writer, link, step);
-                    add_halves(acc, &far, &right, c);
+                    add_parts(acc, &far, &right, c);
                 } else if first == corner.top {
                     let right = writers::<X, N>(y, sums, writer, inner, step);
-                    add_halves(acc, &near, &right, c);
+                    add_parts(acc, &near, &right, c);
                 }
             }
         }
@@ -223,7 +222,7 @@ fn scores_by_blocks<X: Float, N: Size>(
     }
 }
 
-/// Rows of X, times what is left of row `link` at each, as a left operand; `halves`: which of the first and
+/// Rows of X, times what is left of row `link` at each, as a left operand; `filled`: which of the first and
 /// the last 8 rows, zeros for the others.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -236,9 +235,9 @@ fn readers<X: Float, N: Size>(
     #[comptime] step: usize,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
-) -> Halves {
+) -> Parts {
     let stride = comptime!(plan.stride(plan.key_slice));
-    let mut left = halves(4usize);
+    let mut left = parts(4usize);
     #[unroll]
     for n in 0..4usize {
         let right = comptime!(step * 8 + n / 2 * 4);
@@ -253,7 +252,7 @@ fn readers<X: Float, N: Size>(
             let kept = f32::exp(between(sums, from, link + right));
             number = f32::cast_from(x[here]) * kept;
         }
-        put_halves(&mut left, n, number);
+        put_parts(&mut left, n, number);
     }
     left
 }
@@ -266,20 +265,20 @@ fn writers<X: Float, N: Size>(
     at: usize,
     link: usize,
     #[comptime] step: usize,
-) -> Halves {
-    let mut right = halves(2usize);
+) -> Parts {
+    let mut right = parts(2usize);
     #[unroll]
     for n in 0..2usize {
         let along = comptime!(step * 8 + n * 4);
         let kept = f32::exp(between(sums, link + along, at + along));
-        put_halves(&mut right, n, f32::cast_from(y[at + along]) * kept);
+        put_parts(&mut right, n, f32::cast_from(y[at + along]) * kept);
     }
     right
 }
 
 /// Fragment `f` of `acc += left right`.
 #[cube]
-fn add_halves(acc: &mut Acc, left: &Halves, right: &Halves, #[comptime] f: usize) {
+fn add_parts(acc: &mut Acc, left: &Parts, right: &Parts, #[comptime] f: usize) {
     #[unroll]
     for term in 0..3usize {
         execute_tf32(left, right, acc.index_mut(f), term);
@@ -360,7 +359,7 @@ fn add_linked<X: Float, N: Size, M: Size>(
     let pairs = comptime!(plan.stride(plan.chunk));
     let columns = comptime!(plan.grid(plan.chunk, plan.key_slice).fragment_columns());
     let lane = UNIT_POS as usize % 32;
-    let mut left = halves(4usize);
+    let mut left = parts(4usize);
     #[unroll]
     for n in 0..4usize {
         let mut number = 0.0f32;
@@ -370,12 +369,12 @@ fn add_linked<X: Float, N: Size, M: Size>(
             let at = if of_y { other * pairs + own } else { own * pairs + other };
             number = f32::cast_from(weights[at]);
         }
-        put_halves(&mut left, n, number);
+        put_parts(&mut left, n, number);
     }
     #[unroll]
     for c in 0..columns {
         let d = corner.left + comptime!(c * 8) + lane / 4;
-        let mut right = halves(2usize);
+        let mut right = parts(2usize);
         #[unroll]
         for n in 0..2usize {
             let other = first + lane % 4 + comptime!(n * 4);
@@ -384,9 +383,9 @@ fn add_linked<X: Float, N: Size, M: Size>(
             } else {
                 f32::exp(between(sums, link * stride + d, other * stride + d))
             };
-            put_halves(&mut right, n, f32::cast_from(rows[other * stride + d]) * kept);
+            put_parts(&mut right, n, f32::cast_from(rows[other * stride + d]) * kept);
         }
-        add_halves(sum, &left, &right, c);
+        add_parts(sum, &left, &right, c);
     }
 }
 
@@ -479,10 +478,4 @@ fn add_own<X: Float, N: Size, M: Size>(
             set(acc.index_mut(f), h, sum);
         }
     }
-}
-
-/// Puts a pair into a fragment.
-#[cube]
-pub(crate) fn set(fragment: &mut Array<Pair>, #[comptime] h: usize, x: Pair) {
-    fragment[h] = x;
 }

@@ -1,85 +1,53 @@
-//! Stage 1, for all chunks at once: what tokens of one chunk have to do with each other.
+//! Intra-chunk: attention matrices and the UT transform of every chunk, all chunks at once.
 //!
 //! ```text
-//! reads    = tril(q|k)                           [C, C]   strict where queries read before the decay
-//! inverse  = (I - strict(a|b))^-1                [C, C]   delta: a = -beta e, b = k
-//! low rank: reads_b  = tril(q|b)                 [C, C]
-//!           coupling = strict(a|k)               [C, C]
-//!           local    = coupling v                [C, V]
-//! scalar decay: e^G, e^{G_C - G} for the stages after this one, [5, C] (see `table`)
+//! A_qk = tril(q|k)                               [C, C]   strict where queries read before the decay
+//! T    = (I - strict(a|b))^-1                    [C, C]   UT transform; delta: a = -beta e, b = k
+//! low rank: A_qb   = tril(q|b)                   [C, C]
+//!           A_ak   = strict(a|k)                 [C, C]
+//!           A_ak V                               [C, V]
+//! scalar decay: e^G, e^{G_C - G} for the stages after this one, [5, C] (see `decay_factors`)
 //! vector decay: q, a, b and k times these, and e^{G_C}, [K]
 //! ```
-//! Work:   a cube a chunk of a (sequence, head), over slices of keys. Where the walk of stage 2 has
-//!         scorers there is no such stage: [`score_ahead`] does its work in the walk's cubes.
-//! Cost:   about C K multiplications a token and product; the inverse another C^2 / 3.
+//! Work:   a cube a chunk of a (sequence, head), over slices of keys. Where the state pass has
+//!         producer planes this stage is not launched: [`produce_scores`] does its work in their cubes.
+//! Cost:   about C K multiplications a token and product; T another C^2 / 3.
 
-use crate::chunk::{
+use crate::chunkwise::arguments::{IntraChunkOut, Operands};
+use crate::chunkwise::chunk::{
     Place, Sizes, Sums, between, own, place, since_start, sum_by_plane, sum_scalars, sum_vectors,
     sums,
 };
-use crate::inverse::{invert, stride as inverse_stride};
-use crate::plan::{Plan, transposed, upright};
+use crate::chunkwise::plan::{Plan, row_major, transposed};
+use crate::chunkwise::triangular_inverse::{invert, stride as inverse_stride};
+use crate::chunkwise::vector_decay::{scores as decayed_scores, seen};
 use crate::tile::{
-    Acc, Grid, Pair, Rows, column, fetch, inside, lay, load, mul, put, put_out, row, tile, zeros,
+    Acc, Grid, Pair, Rows, column, fetch, inside, lay, load, mul, put, put_out, row, set, tile,
+    zeros,
 };
-use crate::vector::{scores as decayed_scores, seen, set};
 use cubecl::prelude::*;
 
-/// Rows of the table of a chunk, C numbers each.
-pub(crate) mod table {
-    /// What a query's row of the state is multiplied by.
-    pub const READS: usize = 0;
-    /// What an asking row is multiplied by, the delta rule's -beta included.
-    pub const ASKS: usize = 1;
-    /// What is left of a write at the end of the chunk.
-    pub const KEEPS: usize = 2;
-    /// What is left of the chunk's start; the last entry is what the state is multiplied by.
-    pub const SINCE_START: usize = 3;
-    /// What a value is multiplied by: a delta rule's beta.
-    pub const GAINS: usize = 4;
+/// Rows of a chunk's decay factors, C numbers each.
+pub(crate) mod decay_factors {
+    /// e^G of queries: factor of q S.
+    pub const QUERY: usize = 0;
+    /// e^G of erase keys: factor of a S, the delta rule's -beta included.
+    pub const ERASE: usize = 1;
+    /// e^{G_C - G}: share of a token's write that is left at the end of the chunk.
+    pub const KEY_TO_END: usize = 2;
+    /// e^G: share of the chunk's first state; the last entry is the chunk decay e^{G_C}.
+    pub const FROM_START: usize = 3;
+    /// beta: factor of v in a delta rule.
+    pub const BETA: usize = 4;
     /// How many there are.
     pub const ROWS: usize = 5;
 }
 
-/// Tensors of the operation, as the kernels see them.
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct Operands<F: Float, G: Size> {
-    pub q: Array<Vector<F, G>>,
-    pub k: Array<Vector<F, G>>,
-    /// The erase rows of a delta rule, or a.
-    pub a: Array<Vector<F, G>>,
-    pub b: Array<Vector<F, G>>,
-    pub v: Array<Vector<F, G>>,
-    /// Scalar gates.
-    pub g: Array<f32>,
-    /// Vector gates.
-    pub gates: Array<Vector<f32, G>>,
-    pub beta: Array<f32>,
-}
-
-/// What this stage fills; two numbers a vector where the engine is [`Mma`](crate::Engine::Mma).
-#[derive(CubeType, CubeLaunch)]
-pub(crate) struct Scores<E: Float, M: Size> {
-    pub reads: Array<Vector<E, M>>,
-    pub reads_b: Array<Vector<E, M>>,
-    pub inverse: Array<Vector<E, M>>,
-    pub coupling: Array<Vector<E, M>>,
-    pub local: Array<Vector<E, M>>,
-    pub table: Array<f32>,
-    /// Vector decay: q e^G, a e^G, b e^{G_C - G}, k e^{G_C - G}; `[B, T, H, K]`.
-    pub q: Array<Vector<E, M>>,
-    pub a: Array<Vector<E, M>>,
-    pub b: Array<Vector<E, M>>,
-    pub k: Array<Vector<E, M>>,
-    /// Vector decay: e^{G_C}, `[B, H, chunks, K]`.
-    pub totals: Array<f32>,
-}
-
 /// The kernel. F: the tensors' type; X: what tiles hold; E: what is kept for the next stages.
 #[cube(launch_unchecked)]
-pub(crate) fn score_chunks<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
+pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
     x: &Operands<F, G>,
-    out: &mut Scores<E, M>,
+    out: &mut IntraChunkOut<E, M>,
     sizes: &Sizes,
     #[comptime] plan: Plan,
     #[define(F, X, E)] _types: [StorageType; 3],
@@ -134,44 +102,52 @@ pub(crate) fn score_chunks<F: Float, X: Float, E: Float, G: Size, N: Size, M: Si
             sum_vectors::<G>(&mut sums, &x.gates, &place.rows, first, plan);
         }
         sync_cube();
-        let reads = comptime!(variant.reads_before());
-        let asks = comptime!(variant.asks_before());
-        product::<X, N>(&mut qk, &q, &k, &sums, reads, plan);
+        let query_before = comptime!(variant.reads_before());
+        let erase_before = comptime!(variant.erases_before());
+        product::<X, N>(&mut qk, &q, &k, &sums, query_before, plan);
         if comptime!(variant.low_rank()) {
-            product::<X, N>(&mut qb, &q, &b, &sums, reads, plan);
-            product::<X, N>(&mut ab, &a, &b, &sums, asks, plan);
-            product::<X, N>(&mut ak, &a, &k, &sums, asks, plan);
+            product::<X, N>(&mut qb, &q, &b, &sums, query_before, plan);
+            product::<X, N>(&mut ab, &a, &b, &sums, erase_before, plan);
+            product::<X, N>(&mut ak, &a, &k, &sums, erase_before, plan);
         } else if comptime!(variant.own_a()) {
-            product::<X, N>(&mut ab, &a, &k, &sums, asks, plan);
+            product::<X, N>(&mut ab, &a, &k, &sums, erase_before, plan);
         } else if comptime!(variant.solves()) {
-            product::<X, N>(&mut ab, &k, &k, &sums, asks, plan);
+            product::<X, N>(&mut ab, &k, &k, &sums, erase_before, plan);
         }
         if comptime!(variant.vector()) {
             keep_scaled::<X, E, N, M>(out, &q, &k, &a, &b, &sums, &place, first, plan);
         }
     }
-    let reads = comptime!(variant.reads_before());
-    let alike = comptime!(variant.scalar() && variant.solves() && reads == variant.asks_before());
+    let query_before = comptime!(variant.reads_before());
+    let alike =
+        comptime!(variant.scalar() && variant.solves() && query_before == variant.erases_before());
     if comptime!(alike) {
-        weigh_both(&mut qk, &mut ab, &sums, reads, plan);
+        apply_decay_mask_to_both(&mut qk, &mut ab, &sums, query_before, plan);
     } else {
-        weigh(&mut qk, &sums, 0usize, reads, reads, plan);
+        apply_decay_mask(&mut qk, &sums, 0usize, query_before, query_before, plan);
     }
-    keep_square::<E, M>(&mut out.reads, &qk, &place, plan);
+    keep_square::<E, M>(&mut out.a_qk, &qk, &place, plan);
     if comptime!(variant.low_rank()) {
-        weigh(&mut qb, &sums, 0usize, reads, reads, plan);
-        keep_square::<E, M>(&mut out.reads_b, &qb, &place, plan);
-        weigh(&mut ak, &sums, 0usize, true, true, plan);
-        keep_square::<E, M>(&mut out.coupling, &ak, &place, plan);
-        keep_local::<F, X, E, G, N, M>(&mut out.local, &ak, &x.v, &place, plan);
+        apply_decay_mask(&mut qb, &sums, 0usize, query_before, query_before, plan);
+        keep_square::<E, M>(&mut out.a_qb, &qb, &place, plan);
+        apply_decay_mask(&mut ak, &sums, 0usize, true, true, plan);
+        keep_square::<E, M>(&mut out.a_ak, &ak, &place, plan);
+        keep_a_ak_v::<F, X, E, G, N, M>(&mut out.a_ak_v, &ak, &x.v, &place, plan);
     }
     if comptime!(variant.solves()) {
         if comptime!(!alike) {
-            weigh(&mut ab, &sums, 0usize, true, comptime!(variant.asks_before()), plan);
+            apply_decay_mask(
+                &mut ab,
+                &sums,
+                0usize,
+                true,
+                comptime!(variant.erases_before()),
+                plan,
+            );
         }
         keep_inverse::<E, M>(&mut out.inverse, &ab, &x.beta, &place, plan);
     }
-    keep_table(&mut out.table, &sums, &x.beta, &place, plan);
+    keep_decay_factors(&mut out.decay_factors, &sums, &x.beta, &place, plan);
 }
 
 /// `acc += X Y^T` over one slice of keys, decayed term by term if the decay is a vector.
@@ -188,15 +164,15 @@ fn product<X: Float, N: Size>(
         decayed_scores::<X, N>(acc, x, y, sums, before, plan);
     } else {
         let slice = comptime!(plan.key_slice);
-        let spec = comptime!(plan.mul(plan.pairs(), slice, upright(slice), transposed(slice)));
+        let spec = comptime!(plan.mul(plan.pairs(), slice, row_major(slice), transposed(slice)));
         mul::<X, N, N>(acc, x, 0usize, y, 0usize, spec);
     }
 }
 
-/// What a score at (i, j) is multiplied by: its decay if that is a scalar, 0 above the diagonal
-/// (`strict`: and on it). `before`: row i sees the sums of the token before it.
+/// Decay mask at (i, j): e^{G_i - G_j} of a scalar decay, 1 of another, 0 above the diagonal (`strict`: and on
+/// it). `before`: row i sees the sums of the token before it.
 #[cube]
-pub(crate) fn weight(
+pub(crate) fn decay_mask(
     sums: &Sums,
     i: usize,
     j: usize,
@@ -211,9 +187,9 @@ pub(crate) fn weight(
     if comptime!(strict) { select(i > j, kept, 0.0f32) } else { select(i >= j, kept, 0.0f32) }
 }
 
-/// Multiplies every score by its [`weight`]; the chunk's sums begin at `at`.
+/// Multiplies every score by its [`decay_mask`]; the chunk's sums begin at `at`.
 #[cube]
-fn weigh(
+fn apply_decay_mask(
     acc: &mut Acc,
     sums: &Sums,
     at: usize,
@@ -226,9 +202,9 @@ fn weigh(
     for f in 0..comptime!(grid.fragments()) {
         let j = at + column(f, grid);
         let mut low = true;
-        // Scorers skip whole planes or nothing, and a vector decay has no exponentials here.
-        if comptime!(plan.scorers == 0 && !plan.variant.vector()) {
-            low = below(f, j - at, grid);
+        // Producers skip whole planes or nothing, and a vector decay has no exponentials here.
+        if comptime!(plan.producers == 0 && !plan.variant.vector()) {
+            low = intersects_lower_triangle(f, j - at, grid);
         }
         #[unroll]
         for h in 0..2usize {
@@ -238,7 +214,7 @@ fn weigh(
                 x = acc.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {
-                    x[l] = x[l] * weight(sums, i, j + l, strict, before, plan);
+                    x[l] = x[l] * decay_mask(sums, i, j + l, strict, before, plan);
                 }
             }
             set(acc.index_mut(f), h, x);
@@ -249,15 +225,19 @@ fn weigh(
 /// Whether a unit has anything on or below the diagonal in fragment `f`, whose first column is `j`.
 /// Planes whose whole fragment lies above save its exponentials.
 #[cube]
-pub(crate) fn below(#[comptime] f: usize, j: usize, #[comptime] grid: Grid) -> bool {
+pub(crate) fn intersects_lower_triangle(
+    #[comptime] f: usize,
+    j: usize,
+    #[comptime] grid: Grid,
+) -> bool {
     row(f, 1usize, grid) >= j
 }
 
-/// [`weigh`] for scores and for what is solved, which decay alike: one exponential for both.
+/// [`apply_decay_mask`] for A_qk and for strict(a|b), which decay alike: one exponential for both.
 #[cube]
-fn weigh_both(
-    reads: &mut Acc,
-    asks: &mut Acc,
+fn apply_decay_mask_to_both(
+    qk: &mut Acc,
+    ab: &mut Acc,
     sums: &Sums,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
@@ -266,24 +246,24 @@ fn weigh_both(
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         let j = column(f, grid);
-        let low = below(f, j, grid);
+        let low = intersects_lower_triangle(f, j, grid);
         #[unroll]
         for h in 0..2usize {
             let mut x = Pair::new(0.0);
             let mut y = Pair::new(0.0);
             if low {
                 let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
-                x = reads.index(f)[h];
-                y = asks.index(f)[h];
+                x = qk.index(f)[h];
+                y = ab.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {
-                    let kept = weight(sums, i, j + l, before, before, plan);
+                    let kept = decay_mask(sums, i, j + l, before, before, plan);
                     x[l] = x[l] * kept;
                     y[l] = y[l] * select(i > j + l, kept, 0.0f32);
                 }
             }
-            set(reads.index_mut(f), h, x);
-            set(asks.index_mut(f), h, y);
+            set(qk.index_mut(f), h, x);
+            set(ab.index_mut(f), h, y);
         }
     }
 }
@@ -333,7 +313,7 @@ pub(crate) fn keep<E: Float, M: Size>(
 
 /// strict(a|k) v, over slices of values.
 #[cube]
-fn keep_local<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
+fn keep_a_ak_v<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
     out: &mut Array<Vector<E, M>>,
     acc: &Acc,
     v: &Array<Vector<F, G>>,
@@ -354,7 +334,7 @@ fn keep_local<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
         sync_cube();
         let grid = comptime!(plan.grid(chunk, columns));
         let mut local = zeros(comptime!(grid.fragments()));
-        let spec = comptime!(plan.mul(grid, chunk, upright(chunk), upright(columns)));
+        let spec = comptime!(plan.mul(grid, chunk, row_major(chunk), row_major(columns)));
         mul::<X, M, N>(&mut local, &square, 0usize, &values, 0usize, spec);
         keep::<E, M>(out, &local, &place.values, first, comptime!(plan.value_width), grid);
     }
@@ -413,7 +393,7 @@ fn keep_inverse<E: Float, M: Size>(
             #[unroll]
             for h in 0..2usize {
                 let i = row(f, h, grid);
-                let x = acc.index(f)[h] * Pair::new(ask_scale(beta, &place.gates, i, plan));
+                let x = acc.index(f)[h] * Pair::new(erase_scale(beta, &place.gates, i, plan));
                 m[i * stride + j] = x[0];
                 m[i * stride + j + 1] = x[1];
             }
@@ -437,9 +417,14 @@ fn keep_inverse<E: Float, M: Size>(
     }
 }
 
-/// What stands before the asking row of token `i`: -beta in a delta rule.
+/// Factor of the erase key of token `i`: -beta in a delta rule.
 #[cube]
-pub(crate) fn ask_scale(beta: &Array<f32>, gates: &Rows, i: usize, #[comptime] plan: Plan) -> f32 {
+pub(crate) fn erase_scale(
+    beta: &Array<f32>,
+    gates: &Rows,
+    i: usize,
+    #[comptime] plan: Plan,
+) -> f32 {
     let mut scale = 1.0f32;
     if comptime!(plan.variant.delta()) {
         scale = 0.0f32;
@@ -450,8 +435,7 @@ pub(crate) fn ask_scale(beta: &Array<f32>, gates: &Rows, i: usize, #[comptime] p
     scale
 }
 
-/// What is left at token `i` of what the chunk began with, as a reader sees it. The chunk's sums begin at
-/// `at`.
+/// e^{G_i}, or e^{G_{i-1}} for a row that reads before its decay. The chunk's sums begin at `at`.
 #[cube]
 pub(crate) fn reach(
     sums: &Sums,
@@ -470,7 +454,7 @@ pub(crate) fn reach(
     kept
 }
 
-/// What is left at the end of the chunk, whose sums begin at `at`, of what token `i` wrote.
+/// e^{G_C - G_i}. The chunk's sums begin at `at`.
 #[cube]
 pub(crate) fn left(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> f32 {
     let mut kept = 1.0f32;
@@ -480,9 +464,9 @@ pub(crate) fn left(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> 
     kept
 }
 
-/// Fills the chunk's [`table`].
+/// Fills the chunk's [`decay_factors`].
 #[cube]
-fn keep_table(
+fn keep_decay_factors(
     out: &mut Array<f32>,
     sums: &Sums,
     beta: &Array<f32>,
@@ -492,48 +476,49 @@ fn keep_table(
     let chunk = comptime!(plan.chunk);
     let i = UNIT_POS as usize;
     if i < chunk {
-        let at = place.index * comptime!(table::ROWS * chunk) + i;
-        let asks = comptime!(plan.variant.asks_before());
-        out[at + comptime!(table::READS * chunk)] =
+        let at = place.index * comptime!(decay_factors::ROWS * chunk) + i;
+        let erase_before = comptime!(plan.variant.erases_before());
+        out[at + comptime!(decay_factors::QUERY * chunk)] =
             reach(sums, 0usize, i, comptime!(plan.variant.reads_before()), plan);
-        out[at + comptime!(table::ASKS * chunk)] =
-            reach(sums, 0usize, i, asks, plan) * ask_scale(beta, &place.gates, i, plan);
-        out[at + comptime!(table::KEEPS * chunk)] = left(sums, 0usize, i, plan);
-        out[at + comptime!(table::SINCE_START * chunk)] = reach(sums, 0usize, i, false, plan);
-        out[at + comptime!(table::GAINS * chunk)] = -ask_scale(beta, &place.gates, i, plan);
+        out[at + comptime!(decay_factors::ERASE * chunk)] =
+            reach(sums, 0usize, i, erase_before, plan) * erase_scale(beta, &place.gates, i, plan);
+        out[at + comptime!(decay_factors::KEY_TO_END * chunk)] = left(sums, 0usize, i, plan);
+        out[at + comptime!(decay_factors::FROM_START * chunk)] =
+            reach(sums, 0usize, i, false, plan);
+        out[at + comptime!(decay_factors::BETA * chunk)] =
+            -erase_scale(beta, &place.gates, i, plan);
     }
 }
 
-/// What the scorers of a walk leave for its other planes: [`plan.squares()`](Plan::squares) chunks of
-/// it, one being made while one is read.
+/// Scores that producer planes leave for consumers: [`plan.score_stages()`](Plan::score_stages) chunks of them,
+/// one being made while one is read.
 #[derive(CubeType)]
-pub(crate) struct Ahead<E: Float, M: Size> {
-    pub reads: SharedMemory<Vector<E, M>>,
-    /// Of the chunk being scored, room for each scorer's own.
+pub(crate) struct ProducerTiles<E: Float, M: Size> {
+    pub a_qk: SharedMemory<Vector<E, M>>,
+    /// Sums of g of the chunk whose scores are made, room for each producer's own.
     sums: Sums,
 }
 
 #[cube]
-pub(crate) fn ahead<E: Float, M: Size>(
-    #[comptime] mixes: bool,
+pub(crate) fn producer_tiles<E: Float, M: Size>(
+    #[comptime] with_a_qk: bool,
     #[comptime] plan: Plan,
-) -> Ahead<E, M> {
-    let scores = comptime!(plan.scorers > 0);
-    let square = comptime!(plan.squares() * plan.chunk * plan.stride(plan.chunk));
-    Ahead::<E, M> {
-        reads: tile::<E, M>(comptime!(if scores && mixes { square } else { 16 })),
-        sums: sums(comptime!(if scores { plan.scorers * plan.chunk } else { 1 })),
+) -> ProducerTiles<E, M> {
+    let scores = comptime!(plan.producers > 0);
+    let square = comptime!(plan.score_stages() * plan.chunk * plan.stride(plan.chunk));
+    ProducerTiles::<E, M> {
+        a_qk: tile::<E, M>(comptime!(if scores && with_a_qk { square } else { 16 })),
+        sums: sums(comptime!(if scores { plan.producers * plan.chunk } else { 1 })),
     }
 }
 
-/// Stage 1 of one chunk of linear attention, by the scorers of a walk, [`Plan::scorers`] planes of 32:
-/// its [`table`] as far as it has one, and its reads if the walk `mixes` values by them. `rows`,
-/// `gates_at`, `square` and `scales_at` say where the chunk's numbers begin. No barrier: whoever reads
-/// this waits for one.
+/// The intra-chunk stage of one chunk of linear attention, by [`Plan::producers`] planes of 32 of the state pass:
+/// its [`decay_factors`] under a scalar decay, and A_qk if the pass multiplies by it (`with_a_qk`). `rows`,
+/// `gates_at`, `square` and `scales_at` say where the chunk's numbers begin. No barrier: a reader waits for one.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub(crate) fn score_ahead<E: Float, N: Size, M: Size>(
-    out: &mut Ahead<E, M>,
+pub(crate) fn produce_scores<E: Float, N: Size, M: Size>(
+    out: &mut ProducerTiles<E, M>,
     square: usize,
     scales: &mut SharedMemory<f32>,
     scales_at: usize,
@@ -542,61 +527,68 @@ pub(crate) fn score_ahead<E: Float, N: Size, M: Size>(
     rows: usize,
     gates: &SharedMemory<f32>,
     gates_at: usize,
-    #[comptime] mixes: bool,
+    #[comptime] with_a_qk: bool,
     #[comptime] plan: Plan,
 ) {
-    let grid = comptime!(plan.scoring().pairs());
+    let grid = comptime!(plan.of_producers().pairs());
     let slice = comptime!(plan.key_slice);
     let before = comptime!(plan.variant.reads_before());
     let plane = UNIT_POS as usize / 32;
     let own = plane * comptime!(plan.chunk);
-    let tables = plane == comptime!(plan.table_scorer());
-    // Nobody reads blocks of reads above the diagonal.
-    let scores = comptime!(mixes) && reaches(grid);
+    let makes_decay_factors = plane == comptime!(plan.decay_factor_producer());
+    // No consumer reads blocks of A_qk above the diagonal.
+    let scores = comptime!(with_a_qk) && plane_intersects_lower_triangle(grid);
     if comptime!(plan.variant.scalar()) {
-        if scores || tables {
+        if scores || makes_decay_factors {
             sum_by_plane(&mut out.sums, own, gates, gates_at);
         }
-        if tables {
+        if makes_decay_factors {
             let i = UNIT_POS as usize % 32 * 2;
             #[unroll]
             for l in 0..2usize {
                 let at = scales_at + i + l;
-                scales[at + comptime!(table::READS * plan.chunk)] =
+                scales[at + comptime!(decay_factors::QUERY * plan.chunk)] =
                     reach(&out.sums, own, i + l, before, plan);
-                scales[at + comptime!(table::KEEPS * plan.chunk)] =
+                scales[at + comptime!(decay_factors::KEY_TO_END * plan.chunk)] =
                     left(&out.sums, own, i + l, plan);
-                scales[at + comptime!(table::SINCE_START * plan.chunk)] =
+                scales[at + comptime!(decay_factors::FROM_START * plan.chunk)] =
                     reach(&out.sums, own, i + l, false, plan);
             }
         }
     }
-    if comptime!(mixes) {
+    if comptime!(with_a_qk) {
         if scores {
             let mut qk = zeros(comptime!(grid.fragments()));
-            let spec = comptime!(plan.mul(grid, slice, upright(slice), transposed(slice)));
+            let spec = comptime!(plan.mul(grid, slice, row_major(slice), transposed(slice)));
             mul::<E, N, N>(&mut qk, q, rows, k, rows, spec);
-            weigh(&mut qk, &out.sums, own, before, before, comptime!(plan.scoring()));
+            apply_decay_mask(
+                &mut qk,
+                &out.sums,
+                own,
+                before,
+                before,
+                comptime!(plan.of_producers()),
+            );
             let stride = comptime!(plan.stride(plan.chunk));
-            store_at::<E, M>(&mut out.reads, square, &qk, stride, grid);
+            store_at::<E, M>(&mut out.a_qk, square, &qk, stride, grid);
         }
     }
 }
 
-/// Whether this unit's plane has anything on or below the diagonal of a square.
+/// Whether this unit's plane has anything on or below the diagonal of a [C, C] tile.
 #[cube]
-fn reaches(#[comptime] grid: Grid) -> bool {
+fn plane_intersects_lower_triangle(#[comptime] grid: Grid) -> bool {
     let plane = UNIT_POS as usize / 32;
     let down = comptime!(grid.down());
     let last_row = (plane % down + comptime!((grid.fragment_rows() - 1) * down)) * 16 + 15;
     last_row >= plane / down * comptime!(grid.n / grid.across())
 }
 
-/// One slice of q, a, b and k, each times its share of a vector decay.
+/// One slice of q, a, b and k, each times its factor of a vector decay.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn keep_scaled<X: Float, E: Float, N: Size, M: Size>(
-    out: &mut Scores<E, M>,
+    out: &mut IntraChunkOut<E, M>,
     q: &SharedMemory<Vector<X, N>>,
     k: &SharedMemory<Vector<X, N>>,
     a: &SharedMemory<Vector<X, N>>,
@@ -617,43 +609,43 @@ fn keep_scaled<X: Float, E: Float, N: Size, M: Size>(
         let i = n / half;
         let d = n % half * 2;
         if n < all && i < place.valid && first + d < comptime!(plan.key_width) {
-            let mut reads = Pair::empty();
-            let mut asks = Pair::empty();
-            let mut writes = Pair::empty();
-            let mut keys = Pair::empty();
+            let mut scaled_q = Pair::empty();
+            let mut scaled_a = Pair::empty();
+            let mut scaled_b = Pair::empty();
+            let mut scaled_k = Pair::empty();
             #[unroll]
             for l in 0..2usize {
                 let at = i * stride + d + l;
                 let from_q = vector_reach(sums, i, d + l, comptime!(variant.reads_before()), plan);
-                let from_a = vector_reach(sums, i, d + l, comptime!(variant.asks_before()), plan);
+                let from_a = vector_reach(sums, i, d + l, comptime!(variant.erases_before()), plan);
                 let left = f32::exp(between(sums, end + d + l, at));
-                reads[l] = f32::cast_from(q[at]) * from_q;
-                keys[l] = f32::cast_from(k[at]) * left;
+                scaled_q[l] = f32::cast_from(q[at]) * from_q;
+                scaled_k[l] = f32::cast_from(k[at]) * left;
                 if comptime!(variant.own_a()) {
-                    asks[l] = f32::cast_from(a[at]) * from_a;
+                    scaled_a[l] = f32::cast_from(a[at]) * from_a;
                 } else {
-                    asks[l] = f32::cast_from(k[at]) * from_a;
+                    scaled_a[l] = f32::cast_from(k[at]) * from_a;
                 }
                 if comptime!(variant.low_rank()) {
-                    writes[l] = f32::cast_from(b[at]) * left;
+                    scaled_b[l] = f32::cast_from(b[at]) * left;
                 }
             }
             let at = place.rows.start + i * place.rows.stride + first + d;
             let room = comptime!(plan.key_width) - first - d;
-            put_out::<E, M>(&mut out.q, at, reads, room);
-            put_out::<E, M>(&mut out.k, at, keys, room);
+            put_out::<E, M>(&mut out.q, at, scaled_q, room);
+            put_out::<E, M>(&mut out.k, at, scaled_k, room);
             if comptime!(variant.solves()) {
-                put_out::<E, M>(&mut out.a, at, asks, room);
+                put_out::<E, M>(&mut out.a, at, scaled_a, room);
             }
             if comptime!(variant.low_rank()) {
-                put_out::<E, M>(&mut out.b, at, writes, room);
+                put_out::<E, M>(&mut out.b, at, scaled_b, room);
             }
         }
     }
     let d = UNIT_POS as usize;
     if d < comptime!(plan.key_slice) && first + d < comptime!(plan.key_width) {
         let total = f32::exp(since_start(sums, end + d));
-        out.totals[place.index * comptime!(plan.key_width) + first + d] = total;
+        out.chunk_decay[place.index * comptime!(plan.key_width) + first + d] = total;
     }
 }
 

@@ -1,20 +1,21 @@
-//! Products of a chunk's rows and matrices with the state and with blocks, which state.rs keeps.
+//! Products of a chunk's rows and matrices with the state and with blocks, which state.rs holds.
 //!
 //! ```text
-//! ask       block += X S              read S for every token of a chunk
-//! apply     block  = M block'         mix tokens by a [C, C] matrix
-//! write     S     += X^T block        add every token's outer product
+//! state_product     block += X S            retrieved values of every token of a chunk
+//! block_product     block += M block'       M is [C, C]: T, A_qk, ..
+//! outer_update      S     += X^T block      every token's outer product
 //! ```
-//! `read_out` and `apply_out` are the first two for an output block, which lies upright on both engines.
+//! `state_product_out` and `block_product_out` are the first two for an output block, which is row-major on all
+//! engines.
 
-use crate::plan::{Plan, transposed, upright};
-use crate::state::{Block, State, at_own_keys, output_tokens};
+use crate::chunkwise::plan::{Plan, row_major, transposed};
+use crate::chunkwise::state::{Block, State, at_own_keys, output_tokens};
 use crate::tile::{Acc, Engine, column, execute, inside, load_a, load_b, mul, pair, row, zeros};
 use cubecl::prelude::*;
 
 /// `acc += X S`, over slice `slice` of keys; `x` holds [C, key_slice].
 #[cube]
-pub(crate) fn ask<X: Float, N: Size, M: Size>(
+pub(crate) fn state_product<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
     x: &SharedMemory<Vector<X, N>>,
     at: usize,
@@ -28,20 +29,21 @@ pub(crate) fn ask<X: Float, N: Size, M: Size>(
         let at = at_own_keys(at, plan);
         #[unroll]
         for k in 0..comptime!(plan.state_fragments() / 2) {
-            let left = operand::<X>(&state.kept, k);
-            add_sideways::<X, N>(acc, &left, x, at, k, [0, plan.chunk / 16], stride, true);
+            let left = operand::<X>(&state.acc, k);
+            add_transposed::<X, N>(acc, &left, x, at, k, [0, plan.chunk / 16], stride, true);
         }
     } else {
         let tile = comptime!(plan.value_tile);
-        let spec = comptime!(plan.mul(plan.block_grid(), columns, upright(columns), upright(tile)));
+        let spec =
+            comptime!(plan.mul(plan.block_grid(), columns, row_major(columns), row_major(tile)));
         let from = slice * comptime!(columns * plan.stride(tile));
         mul::<X, N, M>(acc, x, at, &state.tile, from, spec);
     }
 }
 
-/// `acc += M block`, or M^T block (`adjoint`), with M lower triangular, [C, C]. The block is settled.
+/// `acc += M block`, or M^T block (`adjoint`), with M lower triangular, [C, C]. The block is published.
 #[cube]
-pub(crate) fn apply<X: Float, N: Size, M: Size>(
+pub(crate) fn block_product<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
     matrix: &SharedMemory<Vector<X, N>>,
     at: usize,
@@ -52,26 +54,26 @@ pub(crate) fn apply<X: Float, N: Size, M: Size>(
     let chunk = comptime!(plan.chunk);
     if comptime!(plan.engine == Engine::Mma) {
         let stride = comptime!(plan.stride(chunk));
-        let turned = comptime!(!adjoint);
+        let transposed = comptime!(!adjoint);
         #[unroll]
         for k in 0..comptime!(chunk / 16) {
             let left = operand::<X>(&block.acc, k);
             // The rest of the matrix is zero, or was never written.
             let from = comptime!(if adjoint { 0 } else { k });
             let to = comptime!(if adjoint { k + 1 } else { chunk / 16 });
-            add_sideways::<X, N>(acc, &left, matrix, at, k, [from, to], stride, turned);
+            add_transposed::<X, N>(acc, &left, matrix, at, k, [from, to], stride, transposed);
         }
     } else {
         let tile = comptime!(plan.value_tile);
-        let how = comptime!(if adjoint { transposed(chunk) } else { upright(chunk) });
-        let spec = comptime!(plan.mul(plan.block_grid(), chunk, how, upright(tile)));
+        let how = comptime!(if adjoint { transposed(chunk) } else { row_major(chunk) });
+        let spec = comptime!(plan.mul(plan.block_grid(), chunk, how, row_major(tile)));
         mul::<X, N, M>(acc, matrix, at, &block.tile, 0usize, spec);
     }
 }
 
-/// `S += X^T block` over slice `slice` of keys. The block is settled.
+/// `S += X^T block` over slice `slice` of keys. The block is published.
 #[cube]
-pub(crate) fn write<X: Float, N: Size, M: Size>(
+pub(crate) fn outer_update<X: Float, N: Size, M: Size>(
     state: &mut State<X, M>,
     x: &SharedMemory<Vector<X, N>>,
     at: usize,
@@ -87,14 +89,14 @@ pub(crate) fn write<X: Float, N: Size, M: Size>(
         for k in 0..comptime!(plan.chunk / 16) {
             let left = operand::<X>(&block.acc, k);
             let to = comptime!(plan.state_fragments() / 2);
-            add_sideways::<X, N>(&mut state.kept, &left, x, at, k, [0, to], stride, false);
+            add_transposed::<X, N>(&mut state.acc, &left, x, at, k, [0, to], stride, false);
         }
     } else {
         let tile = comptime!(plan.value_tile);
         let stride = comptime!(plan.stride(tile));
         let grid = comptime!(plan.grid(columns, tile));
         let mut sum = zeros(comptime!(grid.fragments()));
-        let spec = comptime!(plan.mul(grid, plan.chunk, transposed(columns), upright(tile)));
+        let spec = comptime!(plan.mul(grid, plan.chunk, transposed(columns), row_major(tile)));
         mul::<X, N, M>(&mut sum, x, at, &block.tile, 0usize, spec);
         #[unroll]
         for f in 0..comptime!(grid.fragments()) {
@@ -116,7 +118,7 @@ pub(crate) fn write<X: Float, N: Size, M: Size>(
 
 /// `acc += X S` for an output block, over slice `slice` of keys.
 #[cube]
-pub(crate) fn read_out<X: Float, N: Size, M: Size>(
+pub(crate) fn state_product_out<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
     x: &SharedMemory<Vector<X, N>>,
     at: usize,
@@ -130,16 +132,16 @@ pub(crate) fn read_out<X: Float, N: Size, M: Size>(
         #[unroll]
         for k in 0..comptime!(plan.state_fragments() / 2) {
             let rows = comptime!([0, plan.chunk / 16]);
-            add_upright::<X, N>(acc, x, at, &state.kept, k, rows, stride, plan);
+            add_row_major::<X, N>(acc, x, at, &state.acc, k, rows, stride, plan);
         }
     } else {
-        ask::<X, N, M>(acc, x, at, state, slice, plan);
+        state_product::<X, N, M>(acc, x, at, state, slice, plan);
     }
 }
 
-/// `acc += M block` for an output block, M lower triangular. The block is settled.
+/// `acc += M block` for an output block, M lower triangular. The block is published.
 #[cube]
-pub(crate) fn apply_out<X: Float, N: Size, M: Size>(
+pub(crate) fn block_product_out<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
     matrix: &SharedMemory<Vector<X, N>>,
     at: usize,
@@ -150,14 +152,14 @@ pub(crate) fn apply_out<X: Float, N: Size, M: Size>(
         let stride = comptime!(plan.stride(plan.chunk));
         #[unroll]
         for k in 0..comptime!(plan.chunk / 16) {
-            // Which rows are above the diagonal depends on the share, which is known when the kernel runs:
-            // their zeros are multiplied too. Scorers would leave those unwritten, and share with nobody.
-            let from = comptime!(if plan.sharers > 1 { 0 } else { k });
+            // With split-K the rows above the diagonal depend on the plane, which is known at run time: their zeros
+            // are multiplied too. Producers would leave those unwritten, and never meet split-K.
+            let from = comptime!(if plan.split_k > 1 { 0 } else { k });
             let rows = comptime!([from, plan.output_fragments() / 2]);
-            add_upright::<X, N>(acc, matrix, at, &block.acc, k, rows, stride, plan);
+            add_row_major::<X, N>(acc, matrix, at, &block.acc, k, rows, stride, plan);
         }
     } else {
-        apply::<X, N, M>(acc, matrix, at, block, false, plan);
+        block_product::<X, N, M>(acc, matrix, at, block, false, plan);
     }
 }
 
@@ -193,7 +195,7 @@ fn right_operand<X: Float>(
 /// from the first of `range` on and before its second.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn add_sideways<X: Float, N: Size>(
+fn add_transposed<X: Float, N: Size>(
     acc: &mut Acc,
     left: &Array<Vector<X, Const<2>>>,
     x: &SharedMemory<Vector<X, N>>,
@@ -215,10 +217,10 @@ fn add_sideways<X: Float, N: Size>(
     }
 }
 
-/// Mma: the same for an output block, `acc += X right`, 16 rows of X at a time; `right` lies on its side.
+/// Mma: the same for an output block, `acc += X right`, 16 rows of X at a time; `right` is transposed.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-fn add_upright<X: Float, N: Size>(
+fn add_row_major<X: Float, N: Size>(
     acc: &mut Acc,
     x: &SharedMemory<Vector<X, N>>,
     at: usize,

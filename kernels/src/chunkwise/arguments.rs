@@ -1,0 +1,115 @@
+//! Arguments of the kernels: groups of tensors that one stage writes and the next ones read.
+//!
+//! ```text
+//! Operands        all stages          q, k, v, a, b, g, beta
+//! IntraChunkOut   intra-chunk, out    A_qk, T, decay factors, ..
+//! IntraChunk      state pass, in      the same
+//! StatePass       state pass, out     S of every chunk, U or R, last state
+//! SavedTensors    gradients, in       S, dS, U, R, dO
+//! RowPairs        gradients, in       q, k, a, b again, two numbers a vector
+//! Gradients       gradients, out      dq, dk, da, db, dv, dg, dbeta
+//! ```
+
+use cubecl::prelude::*;
+
+/// Tensors of the operation, as the kernels see them.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Operands<F: Float, G: Size> {
+    pub q: Array<Vector<F, G>>,
+    pub k: Array<Vector<F, G>>,
+    /// The erase rows of a delta rule, or a.
+    pub a: Array<Vector<F, G>>,
+    pub b: Array<Vector<F, G>>,
+    pub v: Array<Vector<F, G>>,
+    /// Scalar gates.
+    pub g: Array<f32>,
+    /// Vector gates.
+    pub gates: Array<Vector<f32, G>>,
+    pub beta: Array<f32>,
+}
+
+/// Outputs of the intra-chunk stage; two numbers a vector where the engine is [`Mma`](crate::Engine::Mma).
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct IntraChunkOut<E: Float, M: Size> {
+    pub a_qk: Array<Vector<E, M>>,
+    pub a_qb: Array<Vector<E, M>>,
+    pub inverse: Array<Vector<E, M>>,
+    pub a_ak: Array<Vector<E, M>>,
+    pub a_ak_v: Array<Vector<E, M>>,
+    pub decay_factors: Array<f32>,
+    /// Vector decay: q e^G, a e^G, b e^{G_C - G}, k e^{G_C - G}; `[B, T, H, K]`.
+    pub q: Array<Vector<E, M>>,
+    pub a: Array<Vector<E, M>>,
+    pub b: Array<Vector<E, M>>,
+    pub k: Array<Vector<E, M>>,
+    /// Vector decay: e^{G_C}, `[B, H, chunks, K]`.
+    pub chunk_decay: Array<f32>,
+}
+
+/// [`IntraChunkOut`], as the state pass reads it.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct IntraChunk<E: Float, G: Size> {
+    pub a_qk: Array<Vector<E, G>>,
+    pub a_qb: Array<Vector<E, G>>,
+    pub inverse: Array<Vector<E, G>>,
+    pub a_ak: Array<Vector<E, G>>,
+    pub a_ak_v: Array<Vector<E, G>>,
+    pub decay_factors: Array<f32>,
+    pub q: Array<Vector<E, G>>,
+    pub a: Array<Vector<E, G>>,
+    pub b: Array<Vector<E, G>>,
+    pub k: Array<Vector<E, G>>,
+    pub chunk_decay: Array<f32>,
+}
+
+/// States and saved tensors of a pass.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct StatePass<E: Float, W: Size> {
+    /// First state, `[B, H, K, V]`; of segments, one each, `[B, H, P, K, V]`.
+    pub start: Array<f32>,
+    /// Last state, `[B, H, K, V]`; in a local pass, the segments' first states.
+    pub end: Array<f32>,
+    /// [V, K] at the start of every chunk (forward), at its end (backward).
+    pub states: Array<Vector<E, W>>,
+    /// U or R, `[B, T, H, V]`.
+    pub block: Array<Vector<E, W>>,
+    /// Local passes: M^T and, if it is kept, M, each `[B, H, P, K, K]`; where nothing is solved its
+    /// diagonal, `[B, H, P]` or `[B, H, P, K]`.
+    pub transitions: Array<f32>,
+}
+
+/// Saved tensors of the state passes, and the gradient of the outputs.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct SavedTensors<F: Float, E: Float, G: Size> {
+    pub d_o: Array<Vector<F, G>>,
+    /// U, `[B, T, H, V]`; not read in linear attention.
+    pub u: Array<Vector<E, G>>,
+    /// R, `[B, T, H, V]`; not read in linear attention.
+    pub r: Array<Vector<E, G>>,
+    /// [V, K] at the start of every chunk.
+    pub states: Array<Vector<E, G>>,
+    /// Gradients of the states at the end of every chunk.
+    pub d_states: Array<Vector<E, G>>,
+}
+
+/// Rows again, two numbers a vector where accumulators hold pairs.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct RowPairs<F: Float, M: Size> {
+    pub q: Array<Vector<F, M>>,
+    pub k: Array<Vector<F, M>>,
+    pub a: Array<Vector<F, M>>,
+    pub b: Array<Vector<F, M>>,
+}
+
+/// Outputs of the input gradients: all `[B, T, H, ..]`, key heads not yet summed up.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Gradients<F: Float, G: Size, W: Size> {
+    pub q: Array<Vector<F, W>>,
+    pub k: Array<Vector<F, W>>,
+    pub a: Array<Vector<F, W>>,
+    pub b: Array<Vector<F, W>>,
+    pub v: Array<Vector<F, G>>,
+    /// Scalar or vector gates.
+    pub g: Array<f32>,
+    pub beta: Array<f32>,
+}

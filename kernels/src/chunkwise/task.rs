@@ -1,0 +1,57 @@
+//! Direction and range of a launch of the state pass.
+
+use crate::chunkwise::plan::Plan;
+use crate::variant::{Decay, Variant};
+
+/// The range of tokens of a cube.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Span {
+    /// Sequences.
+    Sequence,
+    /// Segments, each from its own start.
+    Segment,
+    /// Segments too, for E_p and M_p alone: the local pass.
+    Local,
+}
+
+/// Direction and range of a launch, besides its plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Task {
+    pub backward: bool,
+    pub span: Span,
+    /// There is a state to start from.
+    pub given: bool,
+    /// States and blocks are saved; of a local pass, what the backward pass needs of it.
+    pub keep: bool,
+}
+
+impl Task {
+    /// Numbers of a unit that hold a segment's cumulative decay: none where M is a matrix, or 1.
+    pub fn left(&self, plan: Plan) -> usize {
+        match plan.variant.decay {
+            _ if !self.local() || plan.variant.solves() => 0,
+            Decay::None => 0,
+            Decay::Scalar => 1,
+            Decay::Vector => plan.key_width.div_ceil(plan.units),
+        }
+    }
+
+    pub fn local(&self) -> bool {
+        self.span == Span::Local
+    }
+
+    /// Whether queries are used.
+    pub fn queries(&self) -> bool {
+        self.backward || !self.local()
+    }
+
+    /// Whether k is: a backward local pass needs it as the erase key of a delta rule alone.
+    pub fn has_keys(&self, variant: Variant) -> bool {
+        !(self.backward && self.local()) || variant.delta()
+    }
+
+    /// Whether a block is multiplied by A_qk (low rank: A_qb).
+    pub fn applies_a_qk(&self, variant: Variant) -> bool {
+        !self.local() || (self.backward && variant.solves())
+    }
+}
