@@ -12,6 +12,7 @@ mod refusal;
 pub mod rowwise;
 #[cfg(test)]
 mod rowwise_tests;
+pub mod simple;
 pub mod step;
 mod tensors;
 #[cfg(test)]

@@ -2,7 +2,8 @@
 
 use crate::chunkwise::launch::{backward_in, forward_in};
 use crate::{
-    Backward, Buffer, Dims, Given, Inputs, Refusal, Variant, engine, few_rows, forward, step,
+    Backward, Buffer, Dims, Forward, Given, Inputs, Refusal, Variant, engine, few_rows, forward,
+    simple, step,
 };
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
@@ -594,6 +595,77 @@ fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
     }
 }
 
+/// The simple kernels against the recurrence, and the fast ones against the simple ones, on the same buffers.
+fn simple_is_right<R: Runtime>(client: &ComputeClient<R>) {
+    for [tokens, key_heads, heads, key_width, value_width] in
+        [[1, 1, 1, 1, 1], [40, 1, 2, 20, 12], [65, 2, 4, 33, 64], [70, 1, 1, 64, 5]]
+    {
+        let dims = oracle::Dims { batch: 2, tokens, key_heads, heads, key_width, value_width };
+        for (gate, state) in [(Gate::Typical, true), (Gate::Mixed, true), (Gate::KeepAll, false)] {
+            let recipe = Recipe { gate, state, ..Recipe::new(Family::DeltaRule) };
+            let x = rounded(&oracle::Inputs::random(3, dims, &recipe), Rows::F32);
+            let what = format!("{dims:?}, {recipe:?}");
+            simple_case_is_right(client, &what, &x);
+        }
+    }
+    let dims = Dims { key_width: 65, ..sizes_of(&oracle::Inputs::random(1, dims(8), &gated())) };
+    let up = Uploaded::new(client, &oracle::Inputs::random(1, self::dims(8), &gated()), Rows::F32);
+    let why = simple::forward(client, dims, &up.x).expect_err("refused").to_string();
+    assert_eq!(why, "K is 65; the kernels take 1 to 64");
+}
+
+fn gated() -> Recipe {
+    Recipe { gate: Gate::Typical, ..Recipe::new(Family::DeltaRule) }
+}
+
+fn simple_case_is_right<R: Runtime>(client: &ComputeClient<R>, what: &str, x: &oracle::Inputs) {
+    let up = Uploaded::new(client, x, Rows::F32);
+    assert_eq!(up.variant, simple::VARIANT, "{what}");
+    let mut rng = Rng::named(7, "gradients");
+    let mut draw = |n: usize| {
+        let mut x: Vec<f64> = (0..n).map(|_| rng.normal()).collect();
+        Rows::F32.round(&mut x);
+        x
+    };
+    let truth = oracle::forward(x);
+    let (d_o, d_state) = (draw(truth.o.len()), draw(truth.state.len()));
+    let want = oracle::backward(x, &d_o, &d_state);
+    let put = |x: &[f64]| client.create_from_slice(&Rows::F32.bytes(x));
+    let (d_o, d_state) = (put(&d_o), put(&d_state));
+    let handles = |saved: &[Buffer]| saved.iter().map(|b| b.handle.clone()).collect::<Vec<_>>();
+
+    let f = simple::forward(client, up.dims, &up.x).expect("it fits");
+    let saved = handles(&f.saved);
+    let given = Given { x: &up.x, saved: &saved };
+    let d = simple::backward(client, up.dims, given, &d_o, Some(&d_state)).expect("it fits");
+    let simple = results(&up, &f, d);
+    let dtype = Rows::F32.dtype();
+    let f = forward(client, up.variant, up.dims, dtype, &up.x, true).expect("it fits");
+    let saved = handles(&f.saved);
+    let given = Given { x: &up.x, saved: &saved };
+    let d = backward_in(client, up.variant, up.dims, dtype, given, &d_o, Some(&d_state), None);
+    let fast = results(&up, &f, d.expect("it fits"));
+
+    let g = want.g.expect("it has a decay");
+    let beta = want.beta.expect("it is a delta rule");
+    let wanted = [truth.o, truth.state, want.q, want.k, want.v, g, beta, want.state];
+    let names = ["o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"];
+    for (((name, want), simple), fast) in names.iter().zip(&wanted).zip(&simple).zip(fast) {
+        let by = error(want, simple.clone());
+        assert!(by <= 1e-5, "{what}: {name} of the simple kernels is off by {by:.2e}");
+        let by = error(simple, fast);
+        assert!(by <= 1e-5, "{what}: {name} of the fast kernels is off by {by:.2e}");
+    }
+}
+
+/// o, the last state and all gradients.
+fn results<R: Runtime>(up: &Uploaded<'_, R>, f: &Forward, d: Backward) -> [Vec<f64>; 8] {
+    let of = |buffer: Option<Buffer>| up.get(&buffer.expect("the variant has it"));
+    let (q, k) = (up.key_heads(up.get(&d.q)), up.key_heads(up.get(&d.k)));
+    let (v, state) = (up.get(&d.v), up.get(&d.state));
+    [up.get(&f.o), up.get(&f.state), q, k, v, of(d.g), of(d.beta), state]
+}
+
 /// A test for each transition, so that they run side by side: on a device that is a CPU, compiling is
 /// what takes time. The slowest there can be marked.
 macro_rules! each_transition {
@@ -653,6 +725,11 @@ macro_rules! each_transition {
         #[test]
         fn linear_attention_is_right_in_segments() {
             with_client(|client| every_cut(client, Family::LinearAttention, false));
+        }
+
+        #[test]
+        fn the_simple_kernels_are_right() {
+            with_client(simple_is_right);
         }
 
         #[test]
