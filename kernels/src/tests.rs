@@ -598,7 +598,7 @@ fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
 /// The simple kernels against the recurrence, and the fast ones against the simple ones, on the same buffers.
 fn simple_is_right<R: Runtime>(client: &ComputeClient<R>) {
     for [tokens, key_heads, heads, key_width, value_width] in
-        [[1, 1, 1, 1, 1], [40, 1, 2, 20, 12], [65, 2, 4, 33, 64], [70, 1, 1, 64, 5]]
+        [[40, 1, 2, 20, 12], [65, 2, 4, 33, 64]]
     {
         let dims = oracle::Dims { batch: 2, tokens, key_heads, heads, key_width, value_width };
         for (gate, state) in [(Gate::Typical, true), (Gate::Mixed, true), (Gate::KeepAll, false)] {
