@@ -5,7 +5,10 @@
 //! A case is a function of its own seed: the family, its gates, corrections and reads, sizes, the type of
 //! q, k and v, the chunk, and how the sequence is run: whole with every gradient, in pieces that hand the
 //! state over, or token by token. Widths of keys and values come from [`WIDTHS`], since a GPU compiles a
-//! pair of widths for seconds; `--free-widths` draws them all. An error is RMS over the RMS of the truth.
+//! pair of widths for seconds; `--widths` names others, `--free-widths` draws them all. An error is RMS over
+//! the RMS of the truth.
+//!
+//! `--shard 1/4` runs the cases of a quarter of the kernels, so that four processes compile no kernel twice.
 //!
 //! The last line counts cases and numbers and says the largest error. A wrong case is shown with the
 //! command that repeats it, and makes the exit code 1.
@@ -19,7 +22,9 @@ use linattn_cli::device::{self, Job};
 use linattn_oracle::{
     Dims, Family, Gate, Inputs, Read, Recipe, Rng, Strength, backward, forward, slice_tokens,
 };
+use linattn_sweep::Shard;
 use linattn_trainer::TrainBackend;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
@@ -71,14 +76,30 @@ struct Args {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Draws widths of keys and values from 1 to 256
-    #[arg(long)]
+    #[arg(long, conflicts_with = "widths")]
     free_widths: bool,
+    /// Widths of keys and values to draw from, such as 64x64,128x256
+    #[arg(long, value_delimiter = ',', value_parser = widths)]
+    widths: Vec<(usize, usize)>,
+    /// Runs the cases of one part of the kernels, I/N
+    #[arg(long, default_value = "1/1")]
+    shard: Shard,
     /// Types of q, k and v to draw from: f32, bf16, f16
     #[arg(long, value_delimiter = ',', default_values_t = [String::from("f32")])]
     types: Vec<String>,
     /// The most sequences in a batch
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1 << 16))]
     batch: u64,
+}
+
+/// Widths of keys and values, such as 64x128.
+fn widths(text: &str) -> Result<(usize, usize), String> {
+    let (k, v) = text.split_once('x').ok_or("it has to be two widths, such as 64x128")?;
+    let width = |text: &str| match text.parse() {
+        Ok(width @ 1..=256) => Ok(width),
+        _ => Err(format!("a width is 1 to 256, not `{text}`")),
+    };
+    Ok((width(k)?, width(v)?))
 }
 
 impl Args {
@@ -94,12 +115,17 @@ impl Args {
 
     /// The command that runs the case of `seed` alone.
     fn again(&self, seed: u64) -> String {
-        let free = if self.free_widths { " --free-widths" } else { "" };
+        let named: Vec<String> = self.widths.iter().map(|(k, v)| format!("{k}x{v}")).collect();
+        let widths = match self.free_widths {
+            true => " --free-widths".into(),
+            false if named.is_empty() => String::new(),
+            false => format!(" --widths {}", named.join(",")),
+        };
         let features = if cfg!(feature = "cuda") { " --features cuda" } else { "" };
         let (device, types, batch) = (&self.device, self.types.join(","), self.batch);
         format!(
             "cargo run --release --example fuzz{features} -- --device {device} --types {types} \
-             --batch {batch} --cases 1 --seed {seed}{free}"
+             --batch {batch} --cases 1 --seed {seed}{widths}"
         )
     }
 }
@@ -141,12 +167,15 @@ impl Job for Fuzz<'_> {
         std::panic::set_hook(Box::new(|_| {}));
         for seed in self.args.seed..self.args.seed.saturating_add(self.args.cases) {
             let case = Case::draw(seed, self.args, &self.dtypes);
+            if !case.is_of(self.args.shard) {
+                continue;
+            }
             let found = catch_unwind(AssertUnwindSafe(|| case.run::<B>(&devices[0])));
             let found = found.unwrap_or_else(|panic| Err(said(panic.as_ref())));
             if let Err(why) = tally.add(&case, found) {
                 println!("WRONG {case:?}\n  {why}\n  again: {}", self.args.again(seed));
             }
-            if tally.cases.is_multiple_of(500) {
+            if tally.cases.is_multiple_of(100) {
                 eprintln!("{}", tally.line(self.args));
             }
         }
@@ -237,7 +266,8 @@ impl Case {
         let mut draw = Rng::named(seed, "case");
         let (key_width, value_width) = match args.free_widths {
             true => (width(&mut draw), width(&mut draw)),
-            false => draw.of(&WIDTHS),
+            false if args.widths.is_empty() => draw.of(&WIDTHS),
+            false => draw.of(&args.widths),
         };
         let key_heads = draw.between(1, 3);
         let heads = key_heads * draw.between(1, 2);
@@ -250,6 +280,18 @@ impl Case {
             dtype: draw.of(dtypes),
             form: form(&mut draw, tokens),
         }
+    }
+
+    /// Whether the kernels that it takes are of this part.
+    fn is_of(&self, shard: Shard) -> bool {
+        let Recipe { family, gate, vector_decay, erase, read, .. } = self.recipe;
+        let Dims { key_width, value_width, .. } = self.dims;
+        let decay = (gate != Gate::None).then_some(vector_decay);
+        let kernels =
+            format!("{family:?} {decay:?} {erase} {read:?} {key_width} {value_width} {:?}", self.dtype);
+        let mut hash = DefaultHasher::new();
+        kernels.hash(&mut hash);
+        shard.takes(hash.finish() as usize)
     }
 
     /// Of q, k and v, and of the rest.

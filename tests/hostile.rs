@@ -31,10 +31,10 @@ fn has_begun(desk: &Desk, child: &mut Child) {
     let metrics = desk.path("runs/tiny/metrics.jsonl");
     let lines = || fs::read_to_string(&metrics).map_or(0, |text| text.lines().count());
     let begun = comes(|| lines() > 12);
-    assert!(begun, "{} lines after a minute, ended: {:?}", lines(), child.try_wait());
+    assert!(begun, "{} lines after five minutes, ended: {:?}", lines(), child.try_wait());
 }
 
-/// Waits for a process to end, and kills one that does not within a minute.
+/// Waits for a process to end, and kills one that does not within five minutes.
 pub(crate) fn ended(child: &mut Child) -> ExitStatus {
     let mut ended = None;
     let over = comes(|| {
@@ -44,7 +44,7 @@ pub(crate) fn ended(child: &mut Child) -> ExitStatus {
     if !over {
         child.kill().unwrap();
     }
-    ended.expect("it ends within a minute")
+    ended.expect("it ends within five minutes")
 }
 
 /// A summary that says `interrupted`, and a checkpoint of the very last step.

@@ -97,7 +97,7 @@ fn a_killed_run_goes_on_to_the_same_bits() {
             .spawn()
             .unwrap();
         match attempt {
-            0 => assert!(comes(has_checkpoint), "there is no checkpoint after a minute"),
+            0 => assert!(comes(has_checkpoint), "there is no checkpoint after five minutes"),
             _ => sleep(Duration::from_millis(150 + 90 * attempt)),
         }
         if child.try_wait().unwrap().is_some() {
@@ -130,7 +130,7 @@ fn ctrl_c_saves_and_resuming_gives_the_same_bits() {
     let child = desk.command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let metrics = desk.path("runs/broken/metrics.jsonl");
     let lines = || fs::read_to_string(&metrics).map_or(0, |text| text.lines().count());
-    assert!(comes(|| lines() > 8), "{} lines of metrics after a minute", lines());
+    assert!(comes(|| lines() > 8), "{} lines of metrics after five minutes", lines());
     signal("INT", &child);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", text(&output.stderr));

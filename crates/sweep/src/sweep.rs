@@ -52,7 +52,7 @@ pub struct SweepJob<'a> {
     pub stop: Stop,
 }
 
-/// One of `count` parts of a sweep: every `count`-th run from the `index`-th, from 1.
+/// One of `count` parts of something that is numbered: every `count`-th from the `index`-th, from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
     index: usize,
@@ -63,7 +63,8 @@ impl Shard {
     /// All of it.
     pub const WHOLE: Self = Self { index: 1, count: 1 };
 
-    fn takes(self, place: usize) -> bool {
+    /// Whether what stands at `place`, from 0, is of this part.
+    pub fn takes(self, place: usize) -> bool {
         place % self.count == self.index - 1
     }
 }
@@ -76,7 +77,7 @@ impl FromStr for Shard {
             text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
         match parts {
             Some((index, count)) if (1..=count).contains(&index) => Ok(Self { index, count }),
-            _ => Err(format!("`{text}` is no part of a sweep; 1/4 is the first of four")),
+            _ => Err(format!("`{text}` is no shard; 1/4 is the first of four")),
         }
     }
 }
