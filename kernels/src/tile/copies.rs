@@ -1,0 +1,248 @@
+//! Rows of tensors to tiles in shared memory, and pairs of numbers to tiles and tensors.
+
+use super::Pair;
+use cubecl::prelude::barrier::copy_async;
+use cubecl::prelude::*;
+
+/// A tile in shared memory, `numbers` long.
+#[cube]
+pub(crate) fn tile<E: Float, N: Size>(#[comptime] numbers: usize) -> SharedMemory<Vector<E, N>> {
+    let width = N::value();
+    if comptime!(width == 1) {
+        SharedMemory::<Vector<E, N>>::new(numbers)
+    } else {
+        // `ldmatrix` reads rows of 16 bytes, aligned.
+        SharedMemory::<Vector<E, N>>::new_aligned(comptime!(numbers / width), 16usize)
+    }
+}
+
+/// Where rows of one matrix lie in a tensor, all counted in numbers.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Rows {
+    /// First number of the first row.
+    pub start: usize,
+    /// From one row to the next.
+    pub stride: usize,
+    /// Rows that exist; those after are read as zeros.
+    pub valid: usize,
+}
+
+/// The part of a matrix that a tile holds. `columns` is a multiple of 16; columns of the tensor end
+/// at `width`, and those after are read as zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Window {
+    pub rows: usize,
+    pub columns: usize,
+    pub width: usize,
+    /// Numbers from one row of the tile to the next.
+    pub stride: usize,
+    pub units: usize,
+}
+
+impl Window {
+    /// Vectors of `read` numbers that a unit loads.
+    fn turns(&self, read: usize) -> usize {
+        (self.rows * self.columns / read).div_ceil(self.units)
+    }
+}
+
+/// Fills a tile with rows of `source`, from column `first` on.
+#[cube]
+pub(crate) fn load<S: Float, G: Size, E: Float, N: Size>(
+    tile: &mut SharedMemory<Vector<E, N>>,
+    source: &Array<Vector<S, G>>,
+    rows: &Rows,
+    first: usize,
+    #[comptime] window: Window,
+) {
+    let read = G::value();
+    #[unroll]
+    for turn in 0..comptime!(window.turns(read)) {
+        let x = request::<S, G>(source, rows, first, turn, window);
+        lay_down::<S, G, E, N>(tile, x, turn, window);
+    }
+}
+
+/// This unit's vectors of [`load`], requested and not yet waited for.
+#[cube]
+pub(crate) fn fetch<S: Float, G: Size>(
+    source: &Array<Vector<S, G>>,
+    rows: &Rows,
+    first: usize,
+    #[comptime] window: Window,
+) -> Array<Vector<S, G>> {
+    let read = G::value();
+    let turns = comptime!(window.turns(read));
+    let mut coming = Array::<Vector<S, G>>::new(turns);
+    #[unroll]
+    for turn in 0..turns {
+        coming[turn] = request::<S, G>(source, rows, first, turn, window);
+    }
+    coming
+}
+
+/// Writes the vectors of [`fetch`] to a tile.
+#[cube]
+pub(crate) fn lay<S: Float, G: Size, E: Float, N: Size>(
+    tile: &mut SharedMemory<Vector<E, N>>,
+    coming: &Array<Vector<S, G>>,
+    #[comptime] window: Window,
+) {
+    let read = G::value();
+    #[unroll]
+    for turn in 0..comptime!(window.turns(read)) {
+        lay_down::<S, G, E, N>(tile, coming[turn], turn, window);
+    }
+}
+
+/// Vector `turn` of this unit's share of a window.
+#[cube]
+fn request<S: Float, G: Size>(
+    source: &Array<Vector<S, G>>,
+    rows: &Rows,
+    first: usize,
+    #[comptime] turn: usize,
+    #[comptime] window: Window,
+) -> Vector<S, G> {
+    let read = G::value();
+    let across = comptime!(window.columns / read);
+    let n = UNIT_POS as usize + comptime!(turn * window.units);
+    let i = n / across;
+    let c = n % across * read;
+    let mut x = Vector::<S, G>::new(S::new(0.0));
+    if n < comptime!(window.rows * across) && i < rows.valid && first + c < comptime!(window.width)
+    {
+        x = source[(rows.start + i * rows.stride + first + c) / read];
+    }
+    x
+}
+
+#[cube]
+fn lay_down<S: Float, G: Size, E: Float, N: Size>(
+    tile: &mut SharedMemory<Vector<E, N>>,
+    x: Vector<S, G>,
+    #[comptime] turn: usize,
+    #[comptime] window: Window,
+) {
+    let read = G::value();
+    let kept = N::value();
+    let across = comptime!(window.columns / read);
+    let n = UNIT_POS as usize + comptime!(turn * window.units);
+    if n < comptime!(window.rows * across) {
+        let at = n / across * comptime!(window.stride) + n % across * read;
+        if comptime!(read == kept) {
+            tile[at / kept] = Vector::<E, N>::cast_from(x);
+        } else {
+            #[unroll]
+            for l in 0..read {
+                tile[at + l] = Vector::<E, N>::cast_from(x[l]);
+            }
+        }
+    }
+}
+
+/// As [`load`], from `at` numbers into the tile on and without waiting: 16 bytes a copy, which the
+/// barrier that they are committed to waits for. Tensor and tile are of one type.
+#[cube]
+pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
+    tile: &mut SharedMemory<Vector<E, N>>,
+    at: usize,
+    source: &Array<Vector<S, G>>,
+    rows: &Rows,
+    first: usize,
+    #[comptime] window: Window,
+) {
+    let read = G::value();
+    let across = comptime!(window.columns / read);
+    // Every unit stays in its column, so that addresses only ever grow by whole rows.
+    let down = comptime!(window.units / across);
+    let i = UNIT_POS as usize / across;
+    let c = UNIT_POS as usize % across;
+    let from = (rows.start + first) / read + i * (rows.stride / read) + c;
+    let step = rows.stride / read * down;
+    let to = at / read + i * comptime!(window.stride / read) + c;
+    #[unroll]
+    for turn in 0..comptime!(window.rows.div_ceil(down)) {
+        let row = i + comptime!(turn * down);
+        let to = to + comptime!(turn * down * window.stride / read);
+        if i < down && row < comptime!(window.rows) {
+            if row < rows.valid {
+                let from = from + step * turn;
+                copy_async(
+                    &source.slice(from, from + 1).downcast::<Vector<E, N>>(),
+                    &mut tile.slice_mut(to, to + 1),
+                    comptime!(read as u32),
+                );
+            } else {
+                tile[to] = Vector::<E, N>::new(E::new(0.0));
+            }
+        }
+    }
+}
+
+/// Writes a pair into a tile, `offset` numbers after `at`: as it is where vectors hold two (both are even
+/// then), one by one where they hold one.
+#[cube]
+pub(crate) fn put<E: Float, M: Size>(
+    tile: &mut SharedMemory<Vector<E, M>>,
+    at: usize,
+    #[comptime] offset: usize,
+    x: Pair,
+) {
+    let width = M::value();
+    if comptime!(width == 1) {
+        tile[at + offset] = Vector::<E, M>::cast_from(x[0usize]);
+        tile[at + comptime!(offset + 1)] = Vector::<E, M>::cast_from(x[1usize]);
+    } else {
+        tile[at / 2 + comptime!(offset / 2)] = Vector::<E, M>::cast_from(x);
+    }
+}
+
+/// As [`put`], into a tensor whose rows may end before the pair does: `room` numbers are left.
+#[cube]
+pub(crate) fn put_out<S: Float, M: Size>(
+    tensor: &mut Array<Vector<S, M>>,
+    at: usize,
+    x: Pair,
+    room: usize,
+) {
+    let width = M::value();
+    if comptime!(width == 1) {
+        if room > 0 {
+            tensor[at] = Vector::<S, M>::cast_from(x[0usize]);
+        }
+        if room > 1 {
+            tensor[at + 1] = Vector::<S, M>::cast_from(x[1usize]);
+        }
+    } else if room > 0 {
+        tensor[at / 2] = Vector::<S, M>::cast_from(x);
+    }
+}
+
+/// Two pairs of this unit and of its neighbour across `lanes`, exchanged so that each writes four
+/// neighbouring numbers, vector `at` of the tensor: the unit with `second` the second pairs, the other one
+/// the first. Planes that write whole sectors of 32 bytes write half as often.
+#[cube]
+pub(crate) fn put_four<S: Float, W: Size>(
+    tensor: &mut Array<Vector<S, W>>,
+    at: usize,
+    first: Pair,
+    other: Pair,
+    second: bool,
+    there: bool,
+    #[comptime] lanes: u32,
+) {
+    let a = u32::reinterpret(Vector::<S, Const<2>>::cast_from(first));
+    let b = u32::reinterpret(Vector::<S, Const<2>>::cast_from(other));
+    let got = plane_shuffle_xor(select(second, a, b), lanes);
+    let low = Vector::<S, Const<2>>::reinterpret(select(second, got, a));
+    let high = Vector::<S, Const<2>>::reinterpret(select(second, b, got));
+    let mut x = Vector::<S, W>::empty();
+    x[0] = low[0];
+    x[1] = low[1];
+    x[2] = high[0];
+    x[3] = high[1];
+    if there {
+        tensor[at] = x;
+    }
+}
