@@ -87,9 +87,7 @@ pub(crate) fn plans<R: Runtime>(
     {
         return Ok(plans);
     }
-    // Low rank was held to f64 on tensor cores with rows of 16 bits alone.
     if has_tf32(client)
-        && !variant.low_rank()
         && let Some(plans) = tf32(client, variant, dims)
     {
         return Ok(plans);
@@ -426,14 +424,6 @@ fn tile_bytes(plan: &Plan, rows: usize, columns: usize) -> usize {
     rows * plan.stride(columns) * plan.engine.bytes()
 }
 
-fn sums_memory(plan: &Plan) -> usize {
-    match plan.variant.decay {
-        crate::Decay::None => 8,
-        crate::Decay::Scalar => 8 * plan.chunk,
-        crate::Decay::Vector => 8 * plan.chunk * plan.stride(plan.key_slice),
-    }
-}
-
 fn intra_chunk_memory(plan: &Plan) -> usize {
     let variant = plan.variant;
     let tiles = 2 + usize::from(variant.own_a()) + usize::from(variant.low_rank());
@@ -446,7 +436,8 @@ fn intra_chunk_memory(plan: &Plan) -> usize {
         }
         false => 0,
     };
-    rows + inverse + local + sums_memory(plan) + 256
+    let sums = plan.sums_memory(plan.has_near_scores());
+    rows + inverse + local + sums + plan.near_memory() + 256
 }
 
 /// Of a state pass, or (`local`) of a local pass forward: without queries and without outputs' matrices.

@@ -114,11 +114,26 @@ pub(crate) fn own(place: &Place, #[comptime] rows: usize, #[comptime] columns: u
 pub(crate) struct Sums {
     pub coarse: SharedMemory<f32>,
     pub fine: SharedMemory<f32>,
+    /// Where a stage asks for them under a vector decay: e^g of each token, shaped as the sums. A decay over a few
+    /// tokens is a product of these, without an exponential.
+    pub decays: SharedMemory<f32>,
 }
 
+/// Room for so many sums and decays.
 #[cube]
-pub(crate) fn sums(#[comptime] numbers: usize) -> Sums {
-    Sums { coarse: SharedMemory::<f32>::new(numbers), fine: SharedMemory::<f32>::new(numbers) }
+pub(crate) fn sums(#[comptime] numbers: usize, #[comptime] decays: usize) -> Sums {
+    Sums {
+        coarse: SharedMemory::<f32>::new(numbers),
+        fine: SharedMemory::<f32>::new(numbers),
+        decays: SharedMemory::<f32>::new(decays),
+    }
+}
+
+/// Room for the sums of a chunk, under a vector decay those of one slice of keys.
+#[cube]
+pub(crate) fn chunk_sums(#[comptime] with_decays: bool, #[comptime] plan: Plan) -> Sums {
+    let [numbers, decays] = comptime!(plan.sums_numbers(with_decays));
+    sums(numbers, decays)
 }
 
 /// `G_i - G_j`, the log decay from token `j` to token `i`; never above 0.
@@ -231,6 +246,7 @@ pub(crate) fn sum_vectors<G: Size>(
     g: &Array<Vector<f32, G>>,
     rows: &Rows,
     first: usize,
+    #[comptime] with_decays: bool,
     #[comptime] plan: Plan,
 ) {
     let stride = comptime!(plan.stride(plan.key_slice));
@@ -251,8 +267,12 @@ pub(crate) fn sum_vectors<G: Size>(
         if n < comptime!(plan.chunk * across) {
             #[unroll]
             for l in 0..read {
-                sums.coarse[i * stride + d * read + l] = coarse[l];
-                sums.fine[i * stride + d * read + l] = fine[l];
+                let at = i * stride + d * read + l;
+                sums.coarse[at] = coarse[l];
+                sums.fine[at] = fine[l];
+                if with_decays {
+                    sums.decays[at] = f32::exp(min(gate[l], 0.0f32));
+                }
             }
         }
     }
@@ -294,8 +314,25 @@ pub(crate) fn sum_vectors<G: Size>(
 }
 
 impl Plan {
+    /// Numbers of a chunk's [`Sums`] in each of their two parts, and of its decays.
+    pub fn sums_numbers(&self, with_decays: bool) -> [usize; 2] {
+        let by_key = self.chunk * self.stride(self.key_slice);
+        match self.variant.decay {
+            crate::Decay::None => [1, 1],
+            crate::Decay::Scalar => [self.chunk, 1],
+            crate::Decay::Vector if with_decays => [by_key, by_key],
+            crate::Decay::Vector => [by_key, 1],
+        }
+    }
+
+    /// Bytes of [`chunk_sums`].
+    pub fn sums_memory(&self, with_decays: bool) -> usize {
+        let [numbers, decays] = self.sums_numbers(with_decays);
+        4 * (2 * numbers + decays)
+    }
+
     /// Runs of tokens that units sum a key's gates in.
-    fn runs(&self) -> usize {
+    pub fn runs(&self) -> usize {
         (1..=self.units / self.key_slice).rev().find(|n| self.chunk.is_multiple_of(*n)).unwrap_or(1)
     }
 }

@@ -171,9 +171,13 @@ fn vector_products<X: Float, N: Size>(
 ) {
     let grid = comptime!(plan.rows_grid());
     let stride = comptime!(plan.stride(plan.key_slice));
+    let sum_ends = comptime!(gate == Gate::ChunkEnd && plan.engine.by_planes());
     sync_cube();
+    if sum_ends {
+        plane_ends::<X, N>(tiles, acc, rows, valid, plan);
+    }
     #[unroll]
-    for f in 0..comptime!(grid.fragments()) {
+    for f in 0..comptime!(if sum_ends { 0 } else { grid.fragments() }) {
         let d = column(f, grid);
         #[unroll]
         for h in 0..2usize {
@@ -205,6 +209,45 @@ fn vector_products<X: Float, N: Size>(
         }
     }
     sync_cube();
+}
+
+/// Terms that reach the end of the chunk, summed over the 16 tokens of a plane.
+#[cube]
+fn plane_ends<X: Float, N: Size>(
+    tiles: &mut GradientTiles<X, N>,
+    acc: &Acc,
+    rows: &Acc,
+    valid: usize,
+    #[comptime] plan: Plan,
+) {
+    let grid = comptime!(plan.rows_grid());
+    comptime!(assert!(grid.fragment_rows() == 1, "a plane has 16 tokens"));
+    let block = row(0usize, 0usize, grid) / 16;
+    if inside(0usize, grid) {
+        #[unroll]
+        for f in 0..comptime!(grid.fragments()) {
+            let mut sum = Pair::new(0.0f32);
+            #[unroll]
+            for h in 0..2usize {
+                let x = rows.index(f)[h] * acc.index(f)[h];
+                if row(f, h, grid) + 1 < valid {
+                    sum += x;
+                }
+            }
+            let at = block * comptime!(plan.stride(plan.key_slice)) + column(f, grid);
+            #[unroll]
+            for l in 0..2usize {
+                let mut end = sum[l];
+                // Lanes four apart hold the same columns.
+                end += plane_shuffle_xor(end, 4u32);
+                end += plane_shuffle_xor(end, 8u32);
+                end += plane_shuffle_xor(end, 16u32);
+                if UNIT_POS % 32 < 4 {
+                    tiles.ends[at + l] += end;
+                }
+            }
+        }
+    }
 }
 
 /// Delta: dbeta -= e (what da is before -beta).
@@ -386,18 +429,22 @@ pub(crate) fn clear_gates<X: Float, N: Size>(
     #[comptime] plan: Plan,
 ) {
     let all = comptime!(plan.chunk * plan.stride(plan.key_slice));
+    let ends = comptime!(plan.end_rows() * plan.stride(plan.key_slice));
     #[unroll]
     for turn in 0..comptime!(all.div_ceil(plan.units)) {
         let n = UNIT_POS as usize + comptime!(turn * plan.units);
         if n < all {
             tiles.gates[n] = 0.0f32;
+        }
+        if n < ends {
             tiles.ends[n] = 0.0f32;
         }
     }
     sync_cube();
 }
 
-/// As [`keep_scalar_gates`], for one slice of a vector decay.
+/// As [`keep_scalar_gates`], for one slice of a vector decay. Every unit takes part: each first sums a share of
+/// `S . dS'`, then a run of tokens of one key, as in [`sum_vectors`](crate::chunkwise::chunk::sum_vectors).
 #[cube]
 pub(crate) fn keep_vector_gates<F: Float, X: Float, E: Float, G: Size, N: Size, W: Size>(
     out: &mut Gradients<F, G, W>,
@@ -408,35 +455,112 @@ pub(crate) fn keep_vector_gates<F: Float, X: Float, E: Float, G: Size, N: Size, 
     first: usize,
     #[comptime] plan: Plan,
 ) {
-    sync_cube();
-    let d = UNIT_POS as usize;
+    let slice = comptime!(plan.key_slice);
+    let stride = comptime!(plan.stride(slice));
+    let runs = comptime!(plan.runs());
+    let length = comptime!(plan.chunk / runs);
     let read = G::value();
-    let stride = comptime!(plan.stride(plan.key_slice));
-    if d < comptime!(plan.key_slice / read) && first + d * read < comptime!(plan.key_width) {
-        let width = comptime!(plan.key_width);
-        let start = (place.index * comptime!(plan.key_width * plan.value_width) + first) / read + d;
-        let mut through = Vector::<f32, G>::new(0.0);
-        for v in 0..comptime!(plan.value_width) {
-            let at = start + v * width / read;
-            through += Vector::<f32, G>::cast_from(saved.states[at])
-                * Vector::<f32, G>::cast_from(saved.d_states[at]);
+    let shares = comptime!(plan.state_shares(read));
+    sync_cube();
+    lay_state_shares::<F, X, E, G, N>(tiles, saved, place, first, plan);
+    sync_cube();
+    let column = UNIT_POS as usize % slice;
+    let run = UNIT_POS as usize / slice;
+    let start = run * length;
+    let mut through = 0.0f32;
+    let mut own = 0.0f32;
+    if run < runs {
+        #[unroll]
+        for n in 0..comptime!(shares.div_ceil(runs)) {
+            let share = run + comptime!(n * runs);
+            if share < shares {
+                through += f32::cast_from(tiles.left[share * slice + column]);
+            }
+        }
+        through *= f32::exp(since_start(sums, comptime!((plan.chunk - 1) * stride) + column));
+        #[unroll]
+        for n in 0..comptime!(plan.end_rows().div_ceil(runs)) {
+            let row = run + comptime!(n * runs);
+            if row < comptime!(plan.end_rows()) {
+                through += tiles.ends[row * stride + column];
+            }
         }
         #[unroll]
-        for l in 0..read {
-            let column = d * read + l;
-            let end = comptime!((plan.chunk - 1) * stride) + column;
-            let mut sum = through[l] * f32::exp(since_start(sums, end));
-            for i in 0..place.valid {
-                sum += tiles.ends[i * stride + column];
+        for i in 0..length {
+            if start + i < place.valid {
+                own += tiles.gates[(start + i) * stride + column];
             }
-            for back in 0..place.valid {
-                let i = place.valid - 1 - back;
+        }
+        tiles.partial[run * slice + column] = own;
+        tiles.right[run * slice + column] = Vector::<X, N>::cast_from(through);
+    }
+    sync_cube();
+    if run < runs && first + column < comptime!(plan.key_width) {
+        let mut sum = 0.0f32;
+        #[unroll]
+        for n in 0..runs {
+            sum += f32::cast_from(tiles.right[comptime!(n * slice) + column]);
+            if n > run {
+                sum += tiles.partial[comptime!(n * slice) + column];
+            }
+        }
+        #[unroll]
+        for back in 0..length {
+            let i = start + comptime!(length - 1 - back);
+            if i < place.valid {
                 sum += tiles.gates[i * stride + column];
                 out.g[place.rows.start + i * place.rows.stride + first + column] = sum;
             }
         }
     }
     sync_cube();
+}
+
+impl Plan {
+    /// Shares that units sum `S . dS'` of a slice of keys in, of vectors of `read` numbers: as many as the tile they
+    /// are laid into has room for.
+    fn state_shares(&self, read: usize) -> usize {
+        let room = self.chunk * self.stride(self.value_slice) / self.key_slice;
+        (self.units / (self.key_slice / read)).min(room)
+    }
+}
+
+/// Lays shares of `S . dS'` over the values, [shares, key_slice], into the left tile.
+#[cube]
+fn lay_state_shares<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    tiles: &mut GradientTiles<X, N>,
+    saved: &SavedTensors<F, E, G>,
+    place: &Place,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    let read = G::value();
+    let width = comptime!(plan.key_width);
+    let across = comptime!(plan.key_slice / read);
+    let shares = comptime!(plan.state_shares(read));
+    let d = UNIT_POS as usize % across;
+    let share = UNIT_POS as usize / across;
+    if share < shares {
+        let mut through = Vector::<f32, G>::new(0.0);
+        if first + d * read < width {
+            let start =
+                (place.index * comptime!(plan.key_width * plan.value_width) + first) / read + d;
+            #[unroll]
+            for turn in 0..comptime!(plan.value_width.div_ceil(shares)) {
+                let v = share + comptime!(turn * shares);
+                if v < comptime!(plan.value_width) {
+                    let at = start + v * (width / read);
+                    through += Vector::<f32, G>::cast_from(saved.states[at])
+                        * Vector::<f32, G>::cast_from(saved.d_states[at]);
+                }
+            }
+        }
+        #[unroll]
+        for l in 0..read {
+            let at = share * comptime!(plan.key_slice) + d * read + l;
+            tiles.left[at] = Vector::<X, N>::cast_from(through[l]);
+        }
+    }
 }
 
 /// Delta: dv = beta R, dbeta = v R - e da.

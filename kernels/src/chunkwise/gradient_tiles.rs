@@ -29,8 +29,8 @@ const NEXT: usize = SLOTS + 1;
 #[derive(CubeType)]
 pub(crate) struct GradientTiles<X: Float, N: Size> {
     /// Sliced: left and right operands.
-    left: SharedMemory<Vector<X, N>>,
-    right: SharedMemory<Vector<X, N>>,
+    pub left: SharedMemory<Vector<X, N>>,
+    pub right: SharedMemory<Vector<X, N>>,
     q: SharedMemory<Vector<X, N>>,
     k: SharedMemory<Vector<X, N>>,
     a: SharedMemory<Vector<X, N>>,
@@ -47,7 +47,7 @@ pub(crate) struct GradientTiles<X: Float, N: Size> {
     pub partial: SharedMemory<f32>,
     /// dG, [C]; vector decay: [C, key_slice].
     pub gates: SharedMemory<f32>,
-    /// Vector decay: terms of dG that reach the end of the chunk, shaped as `gates`.
+    /// Vector decay: terms of dG that reach the end of the chunk, [`Plan::end_rows`] rows of key_slice.
     pub ends: SharedMemory<f32>,
 }
 
@@ -91,7 +91,16 @@ impl Plan {
     /// Numbers of dG in shared memory, and of its terms that reach the chunk's end.
     fn gate_numbers(&self) -> [usize; 2] {
         let by_key = self.keys_numbers();
-        if self.variant.vector() { [by_key, by_key] } else { [self.chunk, 1] }
+        if self.variant.vector() {
+            [by_key, self.end_rows() * self.stride(self.key_slice)]
+        } else {
+            [self.chunk, 1]
+        }
+    }
+
+    /// Rows of terms that reach the end of the chunk: a plane sums up those of its 16 tokens.
+    pub fn end_rows(&self) -> usize {
+        if self.engine.by_planes() { self.chunk / 16 } else { self.chunk }
     }
 
     /// Numbers of all tiles of rows and states.
@@ -119,16 +128,12 @@ impl Plan {
             + usize::from(variant.solves())
             + usize::from(variant.delta())
             + 2 * usize::from(variant.low_rank());
-        let sums = match variant.decay {
-            crate::Decay::None => 1,
-            crate::Decay::Scalar => self.chunk,
-            crate::Decay::Vector => self.keys_numbers(),
-        };
         let [gates, ends] = self.gate_numbers();
         // Scratch: partial sums, scales and four rows of zero-exponent terms.
         let scratch = self.chunk * (NEXT + 5);
         number * (self.tile_numbers() + square_tiles * self.chunk * self.stride(self.chunk))
-            + 4 * (gates + ends + 2 * sums + scratch)
+            + 4 * (gates + ends + scratch)
+            + self.sums_memory(self.adjoint_takes_decays())
             + 256
     }
 

@@ -17,40 +17,26 @@
 //! memory whole (gradient_tiles.rs). dg and dbeta: gate_gradients.rs.
 
 use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors};
-use crate::chunkwise::chunk::{Place, Sizes, Sums, between, place, sum_scalars, sum_vectors, sums};
+use crate::chunkwise::chunk::{Place, Sizes, Sums, between, chunk_sums, place, sum_vectors};
 use crate::chunkwise::gate_gradients::{
     Gate, PartialSums, add_zero_exponents, beta_products, clear_gates, gate_products,
     keep_scalar_gates, keep_values, keep_vector_gates, partial_sums,
 };
 use crate::chunkwise::gradient_tiles::{
     GradientTiles, copy_group_async, gradient_tiles, keys_tile, load_fragments, load_key_rows,
-    load_state_operands, load_value_operands, state_tile, values_tile,
+    load_state_operands, state_tile, values_tile,
 };
-use crate::chunkwise::intra_chunk::{
-    decay_mask, erase_scale, intersects_lower_triangle, keep, left, reach, store, vector_reach,
-};
+use crate::chunkwise::intra_chunk::{keep, left, reach, vector_reach};
 use crate::chunkwise::plan::{Plan, row_major, transposed};
 use crate::chunkwise::roles::{CopyGroup, Keys, Scored, States, TokenOffset, Values};
+use crate::chunkwise::score_gradients::{
+    ScoreGradients, fill_weights, prepare, scale_erase_rows, score_gradients, scored_tile,
+};
 use crate::chunkwise::state::add;
 use crate::chunkwise::vector_decay::scores_adjoint;
-use crate::tile::{
-    Acc, Engine, Grid, Pair, Rows, column, inside, mul, put_four, row, set, tile, zeros,
-};
+use crate::tile::{Acc, Engine, Pair, Rows, column, inside, mul, put_four, row, set, zeros};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
-
-/// Gradients of the score blocks. Their zero-exponent terms lie apart: no gate touches them.
-#[derive(CubeType)]
-struct ScoreGradients<X: Float, M: Size> {
-    qk: SharedMemory<Vector<X, M>>,
-    qb: SharedMemory<Vector<X, M>>,
-    ab: SharedMemory<Vector<X, M>>,
-    ak: SharedMemory<Vector<X, M>>,
-    /// Delta: ab times -beta.
-    scaled: SharedMemory<Vector<X, M>>,
-    /// [4, C], in the order of [`Scored::zero_exponent_row`].
-    zero_exponent: SharedMemory<f32>,
-}
 
 /// A row whose gradient is computed, by its part in the recurrence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,26 +61,6 @@ struct Term {
 impl Plan {
     fn gated(&self) -> bool {
         self.variant.decay != crate::Decay::None
-    }
-
-    /// Whether the row on the left of these scores sees the token before it.
-    fn before(&self, scored: Scored) -> bool {
-        if scored.reads() { self.variant.reads_before() } else { self.variant.erases_before() }
-    }
-
-    /// Whether zero-exponent terms are taken out of the block.
-    fn excludes_zero_exponents(&self, scored: Scored) -> bool {
-        if scored.reads() { self.excludes_query_terms() } else { self.excludes_erase_terms() }
-    }
-
-    /// The value-wide matrices whose product is the gradient of scores.
-    fn factors(&self, scored: Scored) -> [Values; 2] {
-        match scored {
-            Scored::Qk => [Values::DO, self.key_values()],
-            Scored::Qb => [Values::DO, Values::U],
-            Scored::Ab | Scored::Scaled => [Values::R, Values::U],
-            Scored::Ak => [Values::R, Values::V],
-        }
     }
 
     fn terms(&self, role: Role) -> Vec<Term> {
@@ -176,26 +142,10 @@ pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M:
     #[define(G, N, M, W)] _widths: [usize; 4],
 ) {
     let variant = comptime!(plan.variant);
-    let chunk = comptime!(plan.chunk);
     let place = place(sizes, CUBE_POS_Y as usize, CUBE_POS_X as usize, plan);
-    let mut sums = sums(comptime!(match variant.decay {
-        crate::Decay::None => 1,
-        crate::Decay::Scalar => chunk,
-        crate::Decay::Vector => chunk * plan.stride(plan.key_slice),
-    }));
+    let mut sums = chunk_sums(comptime!(plan.adjoint_takes_decays()), plan);
     let mut tiles = gradient_tiles::<X, N>(plan);
-    let square = comptime!(chunk * plan.stride(chunk));
-    let low_rank = comptime!(if variant.low_rank() { square } else { 16 });
-    let solves = comptime!(if variant.solves() { square } else { 16 });
-    let delta = comptime!(if variant.delta() { square } else { 16 });
-    let mut d_scores = ScoreGradients::<X, M> {
-        qk: tile::<X, M>(square),
-        qb: tile::<X, M>(low_rank),
-        ab: tile::<X, M>(solves),
-        ak: tile::<X, M>(low_rank),
-        scaled: tile::<X, M>(delta),
-        zero_exponent: SharedMemory::<f32>::new(comptime!(4 * chunk)),
-    };
+    let mut d_scores = score_gradients::<X, M>(plan);
     let mut sums_of_unit = partial_sums(plan);
     if comptime!(plan.whole()) {
         let values = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
@@ -253,7 +203,8 @@ pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M:
             let first = slice * comptime!(plan.key_slice);
             if comptime!(variant.vector()) {
                 sync_cube();
-                sum_vectors::<G>(&mut sums, &x.gates, &place.rows, first, plan);
+                let decays = comptime!(plan.adjoint_takes_decays());
+                sum_vectors::<G>(&mut sums, &x.gates, &place.rows, first, decays, plan);
                 clear_gates::<X, N>(&mut tiles, plan);
             }
             let d_erase = query_and_erase_gradients::<F, X, E, G, N, M, W>(
@@ -304,201 +255,6 @@ pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M:
     if comptime!(variant.delta()) {
         keep_values::<F, X, E, G, N, W>(out, &mut tiles, &sums_of_unit, x, saved, &place, plan);
     }
-}
-
-/// Fills scales, sums of g and zero-exponent terms. Ends with everything visible to all.
-#[cube]
-fn prepare<F: Float, X: Float, G: Size, N: Size, M: Size>(
-    d_scores: &mut ScoreGradients<X, M>,
-    tiles: &mut GradientTiles<X, N>,
-    sums: &mut Sums,
-    x: &Operands<F, G>,
-    place: &Place,
-    #[comptime] plan: Plan,
-) {
-    let chunk = comptime!(plan.chunk);
-    let unit = UNIT_POS as usize;
-    if unit < chunk {
-        tiles.scales[unit] = erase_scale(&x.beta, &place.gates, unit, plan);
-        #[unroll]
-        for n in 0..4usize {
-            d_scores.zero_exponent[unit + comptime!(n * chunk)] = 0.0f32;
-        }
-    }
-    sync_cube();
-    if comptime!(plan.variant.scalar()) {
-        sum_scalars(sums, &x.g, &place.gates, plan);
-    }
-}
-
-/// Gradients of the scores: `[C, C]` products of value-wide matrices.
-#[cube]
-fn fill_weights<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
-    d_scores: &mut ScoreGradients<X, M>,
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
-    sums: &Sums,
-    place: &Place,
-    #[comptime] plan: Plan,
-) {
-    let variant = comptime!(plan.variant);
-    let grid = comptime!(plan.pairs());
-    let stride = comptime!(plan.stride(plan.chunk));
-    let zero_exponent = &mut d_scores.zero_exponent;
-    let scored = comptime!(Scored::Qk);
-    let acc = masked_score_gradient::<F, X, E, G, N>(
-        zero_exponent,
-        tiles,
-        x,
-        saved,
-        sums,
-        place,
-        scored,
-        plan,
-    );
-    store::<X, M>(&mut d_scores.qk, &acc, stride, grid);
-    if comptime!(variant.low_rank()) {
-        let scored = comptime!(Scored::Qb);
-        let acc = masked_score_gradient::<F, X, E, G, N>(
-            zero_exponent,
-            tiles,
-            x,
-            saved,
-            sums,
-            place,
-            scored,
-            plan,
-        );
-        store::<X, M>(&mut d_scores.qb, &acc, stride, grid);
-        let scored = comptime!(Scored::Ak);
-        let acc = masked_score_gradient::<F, X, E, G, N>(
-            zero_exponent,
-            tiles,
-            x,
-            saved,
-            sums,
-            place,
-            scored,
-            plan,
-        );
-        store::<X, M>(&mut d_scores.ak, &acc, stride, grid);
-    }
-    if comptime!(variant.solves()) {
-        let scored = comptime!(Scored::Ab);
-        let mut acc = masked_score_gradient::<F, X, E, G, N>(
-            zero_exponent,
-            tiles,
-            x,
-            saved,
-            sums,
-            place,
-            scored,
-            plan,
-        );
-        store::<X, M>(&mut d_scores.ab, &acc, stride, grid);
-        if comptime!(variant.delta()) {
-            scale_erase_rows(&mut acc, &tiles.scales, grid, plan);
-            store::<X, M>(&mut d_scores.scaled, &acc, stride, grid);
-        }
-    }
-    sync_cube();
-}
-
-/// Multiplies rows by -beta.
-#[cube]
-fn scale_erase_rows(
-    acc: &mut Acc,
-    scales: &SharedMemory<f32>,
-    #[comptime] grid: Grid,
-    #[comptime] plan: Plan,
-) {
-    #[unroll]
-    for f in 0..comptime!(grid.fragments()) {
-        #[unroll]
-        for h in 0..2usize {
-            let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
-            let scaled = acc.index(f)[h] * Pair::new(scales[i]);
-            set(acc.index_mut(f), h, scaled);
-        }
-    }
-}
-
-/// `X Y^T` over slices of values, [C, C].
-#[cube]
-fn value_product<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
-    place: &Place,
-    #[comptime] factors: [Values; 2],
-    #[comptime] plan: Plan,
-) -> Acc {
-    let columns = comptime!(plan.value_slice);
-    let grid = comptime!(plan.pairs());
-    let a = comptime!(factors[0]);
-    let b = comptime!(factors[1]);
-    let mut acc = zeros(comptime!(grid.fragments()));
-    for slice in 0..comptime!(plan.value_slices()) {
-        let first = slice * columns;
-        load_value_operands::<F, X, E, G, N>(tiles, x, saved, place, first, a, b, plan);
-        let left = values_tile::<X, N>(tiles, a, false, plan);
-        let right = values_tile::<X, N>(tiles, b, true, plan);
-        let spec = comptime!(plan.mul(grid, columns, row_major(columns), transposed(columns)));
-        mul::<X, N, N>(&mut acc, &left, 0usize, &right, 0usize, spec);
-    }
-    acc
-}
-
-/// Gradient of a score block, times the decay mask. Zero-exponent terms go to `zero_exponent` where there is
-/// a gate whose gradient they would enter.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn masked_score_gradient<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    zero_exponent: &mut SharedMemory<f32>,
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
-    sums: &Sums,
-    place: &Place,
-    #[comptime] scored: Scored,
-    #[comptime] plan: Plan,
-) -> Acc {
-    let factors = comptime!(plan.factors(scored));
-    let before = comptime!(plan.before(scored));
-    let strict = comptime!(before || !scored.reads());
-    let exclude = comptime!(plan.excludes_zero_exponents(scored));
-    let grid = comptime!(plan.pairs());
-    let mut acc = value_product::<F, X, E, G, N>(tiles, x, saved, place, factors, plan);
-    #[unroll]
-    for f in 0..comptime!(grid.fragments()) {
-        let j = column(f, grid);
-        let low = intersects_lower_triangle(f, j, grid);
-        #[unroll]
-        for h in 0..2usize {
-            let mut x = Pair::new(0.0);
-            if low {
-                let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
-                x = acc.index(f)[h];
-                #[unroll]
-                for l in 0..2usize {
-                    x[l] = x[l] * decay_mask(sums, i, j + l, strict, before, plan);
-                    if comptime!(exclude) {
-                        let zero = if comptime!(before) { j + l + 1 == i } else { j + l == i };
-                        if zero {
-                            if inside(f, grid) {
-                                zero_exponent
-                                    [comptime!(scored.zero_exponent_row() * plan.chunk) + i] = x[l];
-                            }
-                            x[l] = 0.0f32;
-                        }
-                    }
-                }
-            }
-            set(acc.index_mut(f), h, x);
-        }
-    }
-    acc
 }
 
 /// `X S^T` over slices of values for one slice of keys: [C, key_slice], where S^T is stored [V, K].
@@ -697,24 +453,6 @@ fn gradient<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
         beta_products(sums_of_unit, &acc, &rows, plan);
     }
     acc
-}
-
-#[cube]
-fn scored_tile<X: Float, M: Size>(
-    d_scores: &ScoreGradients<X, M>,
-    #[comptime] which: Scored,
-) -> SharedMemory<Vector<X, M>> {
-    if comptime!(which == Scored::Qk) {
-        d_scores.qk
-    } else if comptime!(which == Scored::Qb) {
-        d_scores.qb
-    } else if comptime!(which == Scored::Ab) {
-        d_scores.ab
-    } else if comptime!(which == Scored::Ak) {
-        d_scores.ak
-    } else {
-        d_scores.scaled
-    }
 }
 
 /// Gradients of the rows that read the chunk's first state: dq and da. If the erase key is k, de is returned,

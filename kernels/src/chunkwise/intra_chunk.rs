@@ -15,12 +15,12 @@
 
 use crate::chunkwise::arguments::{IntraChunkOut, Operands};
 use crate::chunkwise::chunk::{
-    Place, Sizes, Sums, between, own, place, since_start, sum_by_plane, sum_scalars, sum_vectors,
-    sums,
+    Place, Sizes, Sums, between, chunk_sums, own, place, since_start, sum_by_plane, sum_scalars,
+    sum_vectors, sums,
 };
 use crate::chunkwise::plan::{Plan, row_major, transposed};
 use crate::chunkwise::triangular_inverse::{invert, stride as inverse_stride};
-use crate::chunkwise::vector_decay::{scores as decayed_scores, seen};
+use crate::chunkwise::vector_decay::{add_near, near_scores, scores as decayed_scores, seen};
 use crate::tile::{
     Acc, Grid, Pair, Rows, column, fetch, inside, lay, load, mul, put, put_out, row, set, tile,
     zeros,
@@ -62,11 +62,7 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
     let mut k = tile::<X, N>(numbers);
     let mut a = tile::<X, N>(comptime!(if variant.own_a() { numbers } else { 16 }));
     let mut b = tile::<X, N>(comptime!(if variant.low_rank() { numbers } else { 16 }));
-    let mut sums = sums(comptime!(match variant.decay {
-        crate::Decay::None => 1,
-        crate::Decay::Scalar => plan.chunk,
-        crate::Decay::Vector => numbers,
-    }));
+    let mut sums = chunk_sums(comptime!(plan.has_near_scores()), plan);
     if comptime!(variant.scalar() && plan.key_slices() > 1) {
         sum_scalars(&mut sums, &x.g, &place.gates, plan);
     }
@@ -74,6 +70,10 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
     let mut ab = zeros(comptime!(if variant.solves() { fragments } else { 0 }));
     let mut qb = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
     let mut ak = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
+    let mut near_qk = near_scores(true, plan);
+    let mut near_ab = near_scores(comptime!(variant.solves()), plan);
+    let mut near_qb = near_scores(comptime!(variant.low_rank()), plan);
+    let mut near_ak = near_scores(comptime!(variant.low_rank()), plan);
     for slice in 0..comptime!(plan.key_slices()) {
         let first = slice * comptime!(plan.key_slice);
         let window = comptime!(plan.key_window());
@@ -99,23 +99,35 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
             load::<F, G, X, N>(&mut b, &x.b, &place.rows, first, comptime!(plan.key_window()));
         }
         if comptime!(variant.vector()) {
-            sum_vectors::<G>(&mut sums, &x.gates, &place.rows, first, plan);
+            let decays = comptime!(plan.has_near_scores());
+            sum_vectors::<G>(&mut sums, &x.gates, &place.rows, first, decays, plan);
         }
         sync_cube();
         let query_before = comptime!(variant.reads_before());
         let erase_before = comptime!(variant.erases_before());
-        product::<X, N>(&mut qk, &q, &k, &sums, query_before, plan);
+        product::<X, N>(&mut qk, &mut near_qk, &q, &k, &sums, query_before, plan);
         if comptime!(variant.low_rank()) {
-            product::<X, N>(&mut qb, &q, &b, &sums, query_before, plan);
-            product::<X, N>(&mut ab, &a, &b, &sums, erase_before, plan);
-            product::<X, N>(&mut ak, &a, &k, &sums, erase_before, plan);
+            product::<X, N>(&mut qb, &mut near_qb, &q, &b, &sums, query_before, plan);
+            product::<X, N>(&mut ab, &mut near_ab, &a, &b, &sums, erase_before, plan);
+            product::<X, N>(&mut ak, &mut near_ak, &a, &k, &sums, erase_before, plan);
         } else if comptime!(variant.own_a()) {
-            product::<X, N>(&mut ab, &a, &k, &sums, erase_before, plan);
+            product::<X, N>(&mut ab, &mut near_ab, &a, &k, &sums, erase_before, plan);
         } else if comptime!(variant.solves()) {
-            product::<X, N>(&mut ab, &k, &k, &sums, erase_before, plan);
+            product::<X, N>(&mut ab, &mut near_ab, &k, &k, &sums, erase_before, plan);
         }
         if comptime!(variant.vector()) {
             keep_scaled::<X, E, N, M>(out, &q, &k, &a, &b, &sums, &place, first, plan);
+        }
+    }
+    if comptime!(plan.has_near_scores()) {
+        let mut exchange = SharedMemory::<f32>::new(comptime!(plan.near_memory() / 4));
+        add_near(&mut qk, &mut near_qk, &mut exchange, plan);
+        if comptime!(variant.solves()) {
+            add_near(&mut ab, &mut near_ab, &mut exchange, plan);
+        }
+        if comptime!(variant.low_rank()) {
+            add_near(&mut qb, &mut near_qb, &mut exchange, plan);
+            add_near(&mut ak, &mut near_ak, &mut exchange, plan);
         }
     }
     let query_before = comptime!(variant.reads_before());
@@ -154,6 +166,7 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
 #[cube]
 fn product<X: Float, N: Size>(
     acc: &mut Acc,
+    near: &mut Array<f32>,
     x: &SharedMemory<Vector<X, N>>,
     y: &SharedMemory<Vector<X, N>>,
     sums: &Sums,
@@ -161,7 +174,7 @@ fn product<X: Float, N: Size>(
     #[comptime] plan: Plan,
 ) {
     if comptime!(plan.variant.vector()) {
-        decayed_scores::<X, N>(acc, x, y, sums, before, plan);
+        decayed_scores::<X, N>(acc, near, x, y, sums, before, plan);
     } else {
         let slice = comptime!(plan.key_slice);
         let spec = comptime!(plan.mul(plan.pairs(), slice, row_major(slice), transposed(slice)));
@@ -508,7 +521,7 @@ pub(crate) fn producer_tiles<E: Float, M: Size>(
     let square = comptime!(plan.score_stages() * plan.chunk * plan.stride(plan.chunk));
     ProducerTiles::<E, M> {
         a_qk: tile::<E, M>(comptime!(if scores && with_a_qk { square } else { 16 })),
-        sums: sums(comptime!(if scores { plan.producers * plan.chunk } else { 1 })),
+        sums: sums(comptime!(if scores { plan.producers * plan.chunk } else { 1 }), 1usize),
     }
 }
 

@@ -2,9 +2,10 @@
 //!
 //! ```text
 //! intra_chunk        A_qk, T and decay factors of every chunk      triangular_inverse, vector_decay
-//! state_pass         S from chunk to chunk, and the outputs        state, state_products, state_tiles,
-//!                                                                  sequence_parallel
-//! input_gradients    dq, dk, da, db, and dg, dbeta                 gradient_tiles, gate_gradients
+//! state_pass         S from chunk to chunk, and the outputs        state_step, state, state_products,
+//!                                                                  state_tiles, sequence_parallel
+//! input_gradients    dq, dk, da, db, and dg, dbeta                 score_gradients, gradient_tiles,
+//!                                                                  gate_gradients
 //!
 //! chunk              offsets of a chunk, cumulative decay          all stages
 //! arguments, roles   tensors of the kernels, names of matrices     all stages
@@ -22,10 +23,12 @@ mod intra_chunk;
 pub(crate) mod launch;
 mod plan;
 mod roles;
+mod score_gradients;
 mod sequence_parallel;
 mod state;
 mod state_pass;
 mod state_products;
+mod state_step;
 mod state_tiles;
 mod task;
 mod triangular_inverse;

@@ -1,0 +1,277 @@
+//! Gradients of the score blocks: products of value-wide matrices under the decay mask.
+
+use crate::chunkwise::arguments::{Operands, SavedTensors};
+use crate::chunkwise::chunk::{Place, Sums, sum_scalars};
+use crate::chunkwise::gradient_tiles::{GradientTiles, load_value_operands, values_tile};
+use crate::chunkwise::intra_chunk::{decay_mask, erase_scale, intersects_lower_triangle, store};
+use crate::chunkwise::plan::{Plan, row_major, transposed};
+use crate::chunkwise::roles::{Scored, Values};
+use crate::tile::{Acc, Grid, Pair, column, inside, mul, row, set, tile, zeros};
+use cubecl::prelude::*;
+
+/// Gradients of the score blocks. Their zero-exponent terms lie apart: no gate touches them.
+#[derive(CubeType)]
+pub(crate) struct ScoreGradients<X: Float, M: Size> {
+    qk: SharedMemory<Vector<X, M>>,
+    qb: SharedMemory<Vector<X, M>>,
+    ab: SharedMemory<Vector<X, M>>,
+    ak: SharedMemory<Vector<X, M>>,
+    /// Delta: ab times -beta.
+    scaled: SharedMemory<Vector<X, M>>,
+    /// [4, C], in the order of [`Scored::zero_exponent_row`].
+    pub zero_exponent: SharedMemory<f32>,
+}
+
+impl Plan {
+    /// Whether the row on the left of these scores sees the token before it.
+    pub fn before(&self, scored: Scored) -> bool {
+        if scored.reads() { self.variant.reads_before() } else { self.variant.erases_before() }
+    }
+
+    /// Whether zero-exponent terms are taken out of the block.
+    pub fn excludes_zero_exponents(&self, scored: Scored) -> bool {
+        if scored.reads() { self.excludes_query_terms() } else { self.excludes_erase_terms() }
+    }
+
+    /// The value-wide matrices whose product is the gradient of scores.
+    fn factors(&self, scored: Scored) -> [Values; 2] {
+        match scored {
+            Scored::Qk => [Values::DO, self.key_values()],
+            Scored::Qb => [Values::DO, Values::U],
+            Scored::Ab | Scored::Scaled => [Values::R, Values::U],
+            Scored::Ak => [Values::R, Values::V],
+        }
+    }
+}
+
+/// Tiles of score gradients.
+#[cube]
+pub(crate) fn score_gradients<X: Float, M: Size>(#[comptime] plan: Plan) -> ScoreGradients<X, M> {
+    let variant = comptime!(plan.variant);
+    let chunk = comptime!(plan.chunk);
+    let square = comptime!(chunk * plan.stride(chunk));
+    let low_rank = comptime!(if variant.low_rank() { square } else { 16 });
+    let solves = comptime!(if variant.solves() { square } else { 16 });
+    let delta = comptime!(if variant.delta() { square } else { 16 });
+    ScoreGradients::<X, M> {
+        qk: tile::<X, M>(square),
+        qb: tile::<X, M>(low_rank),
+        ab: tile::<X, M>(solves),
+        ak: tile::<X, M>(low_rank),
+        scaled: tile::<X, M>(delta),
+        zero_exponent: SharedMemory::<f32>::new(comptime!(4 * chunk)),
+    }
+}
+
+/// Fills scales, sums of g and zero-exponent terms. Ends with everything visible to all.
+#[cube]
+pub(crate) fn prepare<F: Float, X: Float, G: Size, N: Size, M: Size>(
+    d_scores: &mut ScoreGradients<X, M>,
+    tiles: &mut GradientTiles<X, N>,
+    sums: &mut Sums,
+    x: &Operands<F, G>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let chunk = comptime!(plan.chunk);
+    let unit = UNIT_POS as usize;
+    if unit < chunk {
+        tiles.scales[unit] = erase_scale(&x.beta, &place.gates, unit, plan);
+        #[unroll]
+        for n in 0..4usize {
+            d_scores.zero_exponent[unit + comptime!(n * chunk)] = 0.0f32;
+        }
+    }
+    sync_cube();
+    if comptime!(plan.variant.scalar()) {
+        sum_scalars(sums, &x.g, &place.gates, plan);
+    }
+}
+
+/// Gradients of the scores: `[C, C]` products of value-wide matrices.
+#[cube]
+pub(crate) fn fill_weights<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
+    d_scores: &mut ScoreGradients<X, M>,
+    tiles: &mut GradientTiles<X, N>,
+    x: &Operands<F, G>,
+    saved: &SavedTensors<F, E, G>,
+    sums: &Sums,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
+    let grid = comptime!(plan.pairs());
+    let stride = comptime!(plan.stride(plan.chunk));
+    let zero_exponent = &mut d_scores.zero_exponent;
+    let scored = comptime!(Scored::Qk);
+    let acc = masked_score_gradient::<F, X, E, G, N>(
+        zero_exponent,
+        tiles,
+        x,
+        saved,
+        sums,
+        place,
+        scored,
+        plan,
+    );
+    store::<X, M>(&mut d_scores.qk, &acc, stride, grid);
+    if comptime!(variant.low_rank()) {
+        let scored = comptime!(Scored::Qb);
+        let acc = masked_score_gradient::<F, X, E, G, N>(
+            zero_exponent,
+            tiles,
+            x,
+            saved,
+            sums,
+            place,
+            scored,
+            plan,
+        );
+        store::<X, M>(&mut d_scores.qb, &acc, stride, grid);
+        let scored = comptime!(Scored::Ak);
+        let acc = masked_score_gradient::<F, X, E, G, N>(
+            zero_exponent,
+            tiles,
+            x,
+            saved,
+            sums,
+            place,
+            scored,
+            plan,
+        );
+        store::<X, M>(&mut d_scores.ak, &acc, stride, grid);
+    }
+    if comptime!(variant.solves()) {
+        let scored = comptime!(Scored::Ab);
+        let mut acc = masked_score_gradient::<F, X, E, G, N>(
+            zero_exponent,
+            tiles,
+            x,
+            saved,
+            sums,
+            place,
+            scored,
+            plan,
+        );
+        store::<X, M>(&mut d_scores.ab, &acc, stride, grid);
+        if comptime!(variant.delta()) {
+            scale_erase_rows(&mut acc, &tiles.scales, grid, plan);
+            store::<X, M>(&mut d_scores.scaled, &acc, stride, grid);
+        }
+    }
+    sync_cube();
+}
+
+/// Multiplies rows by -beta.
+#[cube]
+pub(crate) fn scale_erase_rows(
+    acc: &mut Acc,
+    scales: &SharedMemory<f32>,
+    #[comptime] grid: Grid,
+    #[comptime] plan: Plan,
+) {
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        #[unroll]
+        for h in 0..2usize {
+            let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+            let scaled = acc.index(f)[h] * Pair::new(scales[i]);
+            set(acc.index_mut(f), h, scaled);
+        }
+    }
+}
+
+/// `X Y^T` over slices of values, [C, C].
+#[cube]
+fn value_product<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    tiles: &mut GradientTiles<X, N>,
+    x: &Operands<F, G>,
+    saved: &SavedTensors<F, E, G>,
+    place: &Place,
+    #[comptime] factors: [Values; 2],
+    #[comptime] plan: Plan,
+) -> Acc {
+    let columns = comptime!(plan.value_slice);
+    let grid = comptime!(plan.pairs());
+    let a = comptime!(factors[0]);
+    let b = comptime!(factors[1]);
+    let mut acc = zeros(comptime!(grid.fragments()));
+    for slice in 0..comptime!(plan.value_slices()) {
+        let first = slice * columns;
+        load_value_operands::<F, X, E, G, N>(tiles, x, saved, place, first, a, b, plan);
+        let left = values_tile::<X, N>(tiles, a, false, plan);
+        let right = values_tile::<X, N>(tiles, b, true, plan);
+        let spec = comptime!(plan.mul(grid, columns, row_major(columns), transposed(columns)));
+        mul::<X, N, N>(&mut acc, &left, 0usize, &right, 0usize, spec);
+    }
+    acc
+}
+
+/// Gradient of a score block, times the decay mask. Zero-exponent terms go to `zero_exponent` where there is
+/// a gate whose gradient they would enter.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn masked_score_gradient<F: Float, X: Float, E: Float, G: Size, N: Size>(
+    zero_exponent: &mut SharedMemory<f32>,
+    tiles: &mut GradientTiles<X, N>,
+    x: &Operands<F, G>,
+    saved: &SavedTensors<F, E, G>,
+    sums: &Sums,
+    place: &Place,
+    #[comptime] scored: Scored,
+    #[comptime] plan: Plan,
+) -> Acc {
+    let factors = comptime!(plan.factors(scored));
+    let before = comptime!(plan.before(scored));
+    let strict = comptime!(before || !scored.reads());
+    let exclude = comptime!(plan.excludes_zero_exponents(scored));
+    let grid = comptime!(plan.pairs());
+    let mut acc = value_product::<F, X, E, G, N>(tiles, x, saved, place, factors, plan);
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        let j = column(f, grid);
+        let low = intersects_lower_triangle(f, j, grid);
+        #[unroll]
+        for h in 0..2usize {
+            let mut x = Pair::new(0.0);
+            if low {
+                let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+                x = acc.index(f)[h];
+                #[unroll]
+                for l in 0..2usize {
+                    x[l] = x[l] * decay_mask(sums, i, j + l, strict, before, plan);
+                    if comptime!(exclude) {
+                        let zero = if comptime!(before) { j + l + 1 == i } else { j + l == i };
+                        if zero {
+                            if inside(f, grid) {
+                                zero_exponent
+                                    [comptime!(scored.zero_exponent_row() * plan.chunk) + i] = x[l];
+                            }
+                            x[l] = 0.0f32;
+                        }
+                    }
+                }
+            }
+            set(acc.index_mut(f), h, x);
+        }
+    }
+    acc
+}
+
+#[cube]
+pub(crate) fn scored_tile<X: Float, M: Size>(
+    d_scores: &ScoreGradients<X, M>,
+    #[comptime] which: Scored,
+) -> SharedMemory<Vector<X, M>> {
+    if comptime!(which == Scored::Qk) {
+        d_scores.qk
+    } else if comptime!(which == Scored::Qb) {
+        d_scores.qb
+    } else if comptime!(which == Scored::Ab) {
+        d_scores.ab
+    } else if comptime!(which == Scored::Ak) {
+        d_scores.ak
+    } else {
+        d_scores.scaled
+    }
+}
