@@ -287,8 +287,10 @@ impl Case {
         let Recipe { family, gate, vector_decay, erase, read, .. } = self.recipe;
         let Dims { key_width, value_width, .. } = self.dims;
         let decay = (gate != Gate::None).then_some(vector_decay);
-        let kernels =
-            format!("{family:?} {decay:?} {erase} {read:?} {key_width} {value_width} {:?}", self.dtype);
+        let kernels = format!(
+            "{family:?} {decay:?} {erase} {read:?} {key_width} {value_width} {:?}",
+            self.dtype
+        );
         let mut hash = DefaultHasher::new();
         kernels.hash(&mut hash);
         shard.takes(hash.finish() as usize)
