@@ -46,6 +46,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "mamba2 = { d_state = 7, head_width = 12, groups = 2, conv_size = 2, chunk = 16 }",
     "mamba2 = { d_state = 6, head_width = 8, groups = 2, group_norm = true }",
     "mamba2 = { d_state = 5, head_width = 8, conv_size = 1 }",
+    "mamba2 = { d_state = 4, head_width = 6, heads = 6, groups = 3, group_norm = true, step_min = 0.02 }",
     "deltaproduct = { heads = 2, allow_neg_eigval = false }",
     "deltaproduct = { heads = 2, householder_steps = 3, key_width = 6, expand_v = 0.5, conv_size = 0, forget_gate = true, output_gate = true }",
     "deltaproduct = { heads = 3, householder_steps = 1, conv_size = 2, chunk = 8 }",
@@ -92,6 +93,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "hgrn = { expand = 2, lower_bound = 0.6, conv_size = 3 }",
     "rg_lru = {}",
     "rg_lru = { width = 30, heads = 3, conv_size = 2 }",
+    "rg_lru = { heads = 2, gelu_tanh = true, first_unscaled = true }",
     "lru = {}",
     "lru = { width = 10, r_min = 0.0, r_max = 0.5, max_phase = 0.3 }",
     "s4d = { d_state = 8 }",
@@ -116,6 +118,8 @@ pub(crate) const MIXERS: &[&str] = &[
     "attention = { heads = 6, key_value_heads = 2, rope = false, alibi = true }",
     "attention = { heads = 4, rope = false, alibi = true, window = 2 }",
     "attention = { heads = 4, key_value_heads = 2, qk_norm = true, norm_eps = 1e-4, qkv_bias = true, output_bias = true }",
+    "attention = { heads = 3, rope_width = 4, qk_norm = true, qk_norm_kind = 'zero_centered_rms', output_gate = true }",
+    "attention = { heads = 4, key_value_heads = 2, rope = false, qk_norm = true, qk_norm_span = 'projection', output_gate = true }",
     "forgetting_attention = { heads = 4 }",
     "forgetting_attention = { heads = 4, key_value_heads = 2, key_width = 5, qk_norm = true, output_gate = true }",
     "mla = { heads = 2 }",
@@ -327,7 +331,7 @@ fn a_window_hides_what_lies_before_it_however_long_the_sequence() {
 }
 
 /// Ids of a sequence, the same in every test.
-fn ids(length: usize) -> Tensor<B, 2, Int> {
+pub(crate) fn ids(length: usize) -> Tensor<B, 2, Int> {
     let ids: Vec<i32> = (0..length as i32).map(|i| i * i * 7 % 11).collect();
     Tensor::from_data(TensorData::new(ids, [1, length]), &Default::default())
 }
@@ -397,7 +401,7 @@ fn one_householder_step_is_deltanet() {
 
 /// Values of parameters by path, read from one module and written into another.
 #[derive(Default)]
-struct Values(Vec<(String, Vec<f64>)>, Vec<String>);
+pub(crate) struct Values(Vec<(String, Vec<f64>)>, Vec<String>);
 
 impl ModuleVisitor<B> for Values {
     fn enter_module(&mut self, name: &str, _container: &str) {
@@ -591,7 +595,7 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
 
 #[test]
 fn rotation_makes_scores_depend_on_distance_alone() {
-    let rope = Rope { theta: 10_000.0 };
+    let rope = Rope::whole(10_000.0);
     let (q, k) = (input(1).reshape([2, 1, 1, D]), input(1).reshape([2, 1, 1, D]));
     let score =
         |i, j| download((rope.forward(q.clone(), i) * rope.forward(k.clone(), j)).sum_dim(3));
@@ -708,14 +712,26 @@ pub(crate) const MODELS: &[&str] = &[
      { repeat = 2, mixer.lightning_attention = { heads = 2 }, mlp = { geglu = {} } },\n\
      { mixer.attention = { heads = 2 }, mlp = { rwkv4 = { width = 30 } } },\n\
      { mixer.longhorn = { heads = 2 }, mlp = { gelu = { width = 30 } } },\n]\n",
+    "norm = 'zero_centered_rms'\n\
+     [[layers]]\nmixer.gated_deltanet = { heads = 2, value_heads = 4 }\nmlp = { swiglu = {} }\n\
+     [[layers]]\nmixer.attention = { heads = 2, qk_norm = true, output_gate = true, rope_width = 4 }\nmlp = { swiglu = { bias = true } }\n",
+    "[[layers]]\nmixer.deltanet = { heads = 2 }\nmlp = { swiglu = {} }\n\
+     [[layers]]\nmixer.attention = { heads = 2 }\nmlp = { swiglu = {} }\npost_norm = true\n\
+     [[layers]]\nmixer.deltanet = { heads = 2 }\npost_norm = true\ncanon = { before_mixer = 3 }\n",
+    "embedding_scale = 4.9\nlogit_soft_cap = 3.0\nfinal_norm = 'zero_centered_rms'\n\
+     [[layers]]\nmixer.rg_lru = { heads = 2, first_unscaled = true }\nmlp = { geglu = { bias = true, gelu_tanh = true } }\n\
+     [[layers]]\nmixer.attention = { heads = 2, window = 4 }\nmlp = { geglu = { bias = true, gelu_tanh = true } }\n",
+    "[[layers]]\nmixer.mamba2 = { d_state = 4, head_width = 8 }\n\
+     [[layers]]\nmixer = 'none'\nmlp = { relu2 = { width = 30, bias = true } }\n\
+     [[layers]]\nmixer.attention = { heads = 2, rope = false }\n",
 ];
 
-fn model_config(text: &str) -> LanguageModelConfig {
+pub(crate) fn model_config(text: &str) -> LanguageModelConfig {
     let head = "d_model = 24\ntie_embeddings = false\ninitializer_range = 0.1\n";
     toml::from_str(&format!("{head}{text}")).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
-fn model(text: &str) -> LanguageModel<B> {
+pub(crate) fn model(text: &str) -> LanguageModel<B> {
     let model = wide(model_config(text).init::<B>(11, &Default::default()).unwrap());
     force(&model);
     model
