@@ -960,6 +960,45 @@ fn layers_that_do_not_fit_together_are_refused_with_the_key() {
             "`layers[0].canon.inside_mlp` is 4; it has to be 0, unless",
         ),
         (format!("{delta}mlp = {{ gelu = {{ width = 0 }} }}\n"), "`layers[0].mlp.gelu.width` is 0"),
+        (
+            attention("rope_width = 3"),
+            "`layers[0].mixer.attention.rope_width` is 3; it has to be even",
+        ),
+        (
+            attention("rope_width = 8"),
+            "`layers[0].mixer.attention.rope_width` is 8; it has to be from 2 to 6",
+        ),
+        (
+            attention("rope = false, rope_width = 2"),
+            "`layers[0].mixer.attention.rope_width` is 2; it has to be left out",
+        ),
+        (
+            attention("qk_norm_span = 'projection'"),
+            "`layers[0].mixer.attention.qk_norm` is false; it has to be true where",
+        ),
+        (
+            both("rope_width = 2", "heads = 4"),
+            "`layers[1].mixer.cross_attention.rope` is true; it has to be false after rotation of 2",
+        ),
+        (
+            "[[layers]]\nmixer = 'none'\n".into(),
+            "`layers[0].mixer` is none; it has to be a mixer, where `mlp`",
+        ),
+        (
+            "[[layers]]\nmixer = 'none'\nmlp = { relu2 = {} }\ncanon = { before_mixer = 3 }\n"
+                .into(),
+            "`layers[0].canon.before_mixer` is 3; it has to be 0 where `mixer`",
+        ),
+        (
+            format!("{delta}mlp = {{ swiglu = {{ gelu_tanh = true }} }}\n"),
+            "`layers[0].mlp.swiglu.gelu_tanh` is true",
+        ),
+        (
+            "[[layers]]\nmixer.mamba2 = { head_width = 8, step_min = -1.0 }\n".into(),
+            "`layers[0].mixer.mamba2.step_min` is -1; it has to be at least 0",
+        ),
+        (format!("embedding_scale = 0.0\n{delta}"), "`embedding_scale` is 0; it has to be above 0"),
+        (format!("logit_soft_cap = -3.0\n{delta}"), "`logit_soft_cap` is -3; it has to be above 0"),
         ("[[layers]]\ngroup = []\n".into(), "`layers[0].group` is empty"),
         (
             format!("{delta}[[layers]]\ngroup = [{{ repeat = 0, mixer.deltanet = {{}} }}]\n"),

@@ -136,7 +136,8 @@ fn rg_lru_writes_the_first_token_as_it_is() {
 fn mamba2_has_as_many_heads_as_asked_for_norms_of_groups_and_a_least_step() {
     let text = "mamba2 = { d_state = 4, head_width = 6, heads = 4, groups = 2, group_norm = true, \
                 step_min = 0.05 }";
-    check(text, |w, rows| {
+    // Noise of that size makes steps on both sides of the least.
+    hold(text, &nudged(mixer(text), 1.0), |w, rows| {
         const I: usize = 24;
         let (mut memories, mut seen, mut outputs) = (vec![vec![0f64; 4 * 6]; 4], vec![], vec![]);
         let mut raised = 0;

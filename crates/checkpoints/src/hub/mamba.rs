@@ -226,7 +226,8 @@ fn read_original(keys: &mut Keys<'_>) -> Option<Read> {
         "norm_eps": EPS, "tie_embeddings": keys.flag("tie_embeddings", "true"),
     });
     let multiple = keys.count("pad_vocab_size_multiple", "8");
-    let vocab = keys.vocabulary().map(|vocab| vocab.next_multiple_of(multiple));
+    let padded = |vocab: usize| vocab.checked_next_multiple_of(multiple).unwrap_or(usize::MAX);
+    let vocab = keys.vocabulary().map(padded);
     bounded.then_some(Read { config, vocab })
 }
 

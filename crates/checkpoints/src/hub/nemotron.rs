@@ -107,7 +107,12 @@ fn read(keys: &mut Keys<'_>) -> Option<Read> {
         "tie_embeddings": keys.flag("tie_word_embeddings", "false"),
     });
     let vocab = keys.vocabulary();
-    (bounded && kinds.len() <= MOST_LAYERS).then_some(Read { config, vocab })
+    if kinds.len() > MOST_LAYERS {
+        let want = format!("at most {MOST_LAYERS} words");
+        keys.fault("layers_block_type", &json!(format!("{} words", kinds.len())), want);
+        return None;
+    }
+    bounded.then_some(Read { config, vocab })
 }
 
 /// The kind of each layer, from the list or from the older pattern.

@@ -54,6 +54,9 @@ fn read(keys: &mut Keys<'_>) -> Option<Read> {
     keys.only("hidden_act", SILU);
     keys.only("attention_bias", NO);
     let rope = keys.rotation("1.0");
+    if let Some((_, share)) = rope.filter(|(_, share)| *share != 1.0) {
+        keys.fault("partial_rotary_factor", &share.into(), "1.0: all of a head is rotated");
+    }
     let mut attention = keys.attention_heads(None, rope);
     for (key, value) in
         [("qk_norm", true.into()), ("qk_norm_span", "projection".into()), ("norm_eps", json!(eps))]
