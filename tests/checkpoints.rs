@@ -47,16 +47,16 @@ fn models() -> Vec<(String, PathBuf)> {
 }
 
 /// Name, shape and bytes of each tensor of a file.
-type Contents = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+pub(crate) type Contents = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-fn contents(path: &Path) -> Contents {
+pub(crate) fn contents(path: &Path) -> Contents {
     let bytes = fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let owned = |view: &TensorView<'_>| (view.dtype(), view.shape().to_vec(), view.data().to_vec());
     file.tensors().iter().map(|(name, view)| (name.clone(), owned(view))).collect()
 }
 
-fn write(path: &Path, contents: &Contents) {
+pub(crate) fn write(path: &Path, contents: &Contents) {
     let views: Vec<(&String, TensorView<'_>)> = contents
         .iter()
         .map(|(name, (dtype, shape, bytes))| {
@@ -66,13 +66,13 @@ fn write(path: &Path, contents: &Contents) {
     fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-fn floats(bytes: &[u8]) -> Vec<f64> {
+pub(crate) fn floats(bytes: &[u8]) -> Vec<f64> {
     let four = |b: &[u8]| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
     bytes.chunks_exact(4).map(four).collect()
 }
 
 /// Ids that a model was given, and its logits there.
-fn expected(folder: &Path) -> (Vec<i32>, [usize; 2], Vec<f64>) {
+pub(crate) fn expected(folder: &Path) -> (Vec<i32>, [usize; 2], Vec<f64>) {
     let tensors = contents(&folder.join("expected.safetensors"));
     let (dtype, shape, bytes) = &tensors["input_ids"];
     assert_eq!(*dtype, Dtype::I32);
@@ -81,7 +81,7 @@ fn expected(folder: &Path) -> (Vec<i32>, [usize; 2], Vec<f64>) {
     (ids, [shape[0], shape[1]], floats(&tensors["logits"].2))
 }
 
-fn answers<B: LinearAttentionBackend>(folder: &Path, device: &B::Device) -> Vec<f64> {
+pub(crate) fn answers<B: LinearAttentionBackend>(folder: &Path, device: &B::Device) -> Vec<f64> {
     let imported = import::<B>(folder, device).unwrap_or_else(|e| panic!("{e}"));
     let (ids, shape, _) = expected(&here_or(folder));
     let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, shape), device);
@@ -121,7 +121,7 @@ mod on_wgpu {
 }
 
 /// Puts a model into a run's folder and takes it out again.
-fn there_and_back(folder: &Path, precision: Precision) -> TempDir {
+pub(crate) fn there_and_back(folder: &Path, precision: Precision) -> TempDir {
     let device = Default::default();
     let desk = TempDir::new().unwrap();
     let run = desk.path().join("run");
@@ -145,7 +145,7 @@ fn there_and_back(folder: &Path, precision: Precision) -> TempDir {
     };
     let out = TempDir::new().unwrap();
     let family = export(&exported, Some(imported.family), precision, out.path(), false);
-    assert_eq!(family.unwrap_or_else(|e| panic!("{e}")), imported.family);
+    assert_eq!(family.unwrap_or_else(|e| panic!("{e}")).family, imported.family);
     fs::write(out.path().join("origin"), folder.to_str().unwrap()).unwrap();
     out
 }
@@ -164,7 +164,7 @@ fn weights_go_there_and_back_to_the_last_bit() {
     }
 }
 
-const WEIGHTS: &str = "model.safetensors";
+pub(crate) const WEIGHTS: &str = "model.safetensors";
 
 #[test]
 fn half_precision_is_written_and_read() {
@@ -184,7 +184,12 @@ fn half_precision_is_written_and_read() {
 
 /// A copy of a model, changed.
 fn changed(name: &str, change: impl FnOnce(&Path, &mut Contents)) -> TempDir {
-    let (from, desk) = (here(name), TempDir::new().unwrap());
+    altered(&here(name), change)
+}
+
+/// A copy of the model in a folder, changed.
+pub(crate) fn altered(from: &Path, change: impl FnOnce(&Path, &mut Contents)) -> TempDir {
+    let desk = TempDir::new().unwrap();
     let mut tensors = contents(&from.join(WEIGHTS));
     fs::copy(from.join("config.json"), desk.path().join("config.json")).unwrap();
     fs::write(desk.path().join("origin"), from.to_str().unwrap()).unwrap();
@@ -249,7 +254,7 @@ fn a_checkpoint_in_several_files_is_one() {
 }
 
 /// The one error holds all of these.
-fn refused(folder: &Path, parts: &[&str]) {
+pub(crate) fn refused(folder: &Path, parts: &[&str]) {
     let refusal = import::<Flex>(folder, &Default::default());
     let error = refusal.err().unwrap_or_else(|| panic!("nothing of {parts:?}")).to_string();
     for part in parts {
@@ -258,7 +263,7 @@ fn refused(folder: &Path, parts: &[&str]) {
     assert!(!error.contains('\n'), "{error}");
 }
 
-fn set(folder: &Path, key: &str, value: Value) {
+pub(crate) fn set(folder: &Path, key: &str, value: Value) {
     let path = folder.join("config.json");
     let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     config[key] = value;

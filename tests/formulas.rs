@@ -15,14 +15,18 @@ const LIMIT: f64 = 1e-6;
 const TOKENS: usize = 40;
 
 /// A sequence, a row for each token.
-type Rows = Vec<Vec<f64>>;
+pub(crate) type Rows = Vec<Vec<f64>>;
 
 fn rows(x: Tensor<B, 3>) -> Rows {
     download(x).chunks(D).map(<[f64]>::to_vec).collect()
 }
 
 /// Holds `mixer` to what `formula` makes of its weights and a sequence.
-fn hold(what: &str, mixer: &Mixer<B>, formula: impl FnOnce(&Weights, &[Vec<f64>]) -> Rows) {
+pub(crate) fn hold(
+    what: &str,
+    mixer: &Mixer<B>,
+    formula: impl FnOnce(&Weights, &[Vec<f64>]) -> Rows,
+) {
     let x = input(TOKENS).narrow(0, 0, 1);
     // Names inside the mixer, without the mixer's own.
     let named = Weights::of(mixer).0.into_iter();
@@ -32,17 +36,17 @@ fn hold(what: &str, mixer: &Mixer<B>, formula: impl FnOnce(&Weights, &[Vec<f64>]
     assert_close(what, &want, &download(mixer.forward(x, None).0), LIMIT);
 }
 
-fn check(text: &str, formula: impl FnOnce(&Weights, &[Vec<f64>]) -> Rows) {
+pub(crate) fn check(text: &str, formula: impl FnOnce(&Weights, &[Vec<f64>]) -> Rows) {
     hold(text, &mixer(text), formula);
 }
 
 impl Weights {
-    fn get(&self, name: &str) -> &[f64] {
+    pub(crate) fn get(&self, name: &str) -> &[f64] {
         &self.0[name]
     }
 
     /// The causal convolution of all rows, at the last of them.
-    fn convolution(&self, name: &str, rows: &[Vec<f64>]) -> Vec<f64> {
+    pub(crate) fn convolution(&self, name: &str, rows: &[Vec<f64>]) -> Vec<f64> {
         let channels = rows[0].len();
         let weight = self.get(&format!("{name}.weight"));
         let window = weight.len() / channels;
@@ -58,7 +62,7 @@ impl Weights {
     }
 
     /// A linear layer of `heads` blocks on the diagonal.
-    fn blocks(&self, name: &str, heads: usize, x: &[f64]) -> Vec<f64> {
+    pub(crate) fn blocks(&self, name: &str, heads: usize, x: &[f64]) -> Vec<f64> {
         let weight = self.get(&format!("{name}.weight"));
         let (from, to) = (x.len() / heads, weight.len() / x.len());
         let bias = self.0.get(&format!("{name}.bias"));
@@ -72,15 +76,15 @@ impl Weights {
     }
 }
 
-fn sigmoid(x: f64) -> f64 {
+pub(crate) fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-fn silu(x: f64) -> f64 {
+pub(crate) fn silu(x: f64) -> f64 {
     x * sigmoid(x)
 }
 
-fn softplus(x: f64) -> f64 {
+pub(crate) fn softplus(x: f64) -> f64 {
     x.exp().ln_1p()
 }
 
@@ -98,20 +102,20 @@ fn gelu(x: f64) -> f64 {
     0.5 * x * (1.0 + sum * 2.0 / PI.sqrt())
 }
 
-fn each(x: &[f64], f: impl Fn(f64) -> f64) -> Vec<f64> {
+pub(crate) fn each(x: &[f64], f: impl Fn(f64) -> f64) -> Vec<f64> {
     x.iter().map(|&x| f(x)).collect()
 }
 
-fn times(a: &[f64], b: &[f64]) -> Vec<f64> {
+pub(crate) fn times(a: &[f64], b: &[f64]) -> Vec<f64> {
     a.iter().zip(b).map(|(a, b)| a * b).collect()
 }
 
-fn dot(a: &[f64], b: &[f64]) -> f64 {
+pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
 /// Of mean square 1.
-fn normalized(x: &[f64], epsilon: f64) -> Vec<f64> {
+pub(crate) fn normalized(x: &[f64], epsilon: f64) -> Vec<f64> {
     let size = (dot(x, x) / x.len() as f64 + epsilon).sqrt();
     each(x, |x| x / size)
 }
@@ -134,7 +138,7 @@ fn by_head(x: &[f64], heads: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> Vec<f64> 
 }
 
 /// Numbers i and i + K / 2 turned by `t theta^{-2 i / K}`.
-fn rotated(x: &[f64], t: usize) -> Vec<f64> {
+pub(crate) fn rotated(x: &[f64], t: usize) -> Vec<f64> {
     let half = x.len() / 2;
     let mut y = vec![0.0; x.len()];
     for i in 0..half {
@@ -146,7 +150,7 @@ fn rotated(x: &[f64], t: usize) -> Vec<f64> {
 }
 
 /// Values weighed by the softmax of scores.
-fn weighed(scores: &[f64], values: &[Vec<f64>]) -> Vec<f64> {
+pub(crate) fn weighed(scores: &[f64], values: &[Vec<f64>]) -> Vec<f64> {
     let most = scores.iter().fold(f64::MIN, |a, &b| a.max(b));
     let shares = each(scores, |s| (s - most).exp());
     let sum: f64 = shares.iter().sum();
@@ -156,7 +160,13 @@ fn weighed(scores: &[f64], values: &[Vec<f64>]) -> Vec<f64> {
 }
 
 /// A memory K x V, whose row i keeps `keep[i]` and is written `k[i] v`; gives `q S`.
-fn remember(memory: &mut [f64], keep: &[f64], k: &[f64], v: &[f64], q: &[f64]) -> Vec<f64> {
+pub(crate) fn remember(
+    memory: &mut [f64],
+    keep: &[f64],
+    k: &[f64],
+    v: &[f64],
+    q: &[f64],
+) -> Vec<f64> {
     let mut o = vec![0.0; v.len()];
     for (i, row) in memory.chunks_mut(v.len()).enumerate() {
         for ((cell, v), o) in row.iter_mut().zip(v).zip(&mut o) {

@@ -46,6 +46,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "mamba2 = { d_state = 7, head_width = 12, groups = 2, conv_size = 2, chunk = 16 }",
     "mamba2 = { d_state = 6, head_width = 8, groups = 2, group_norm = true }",
     "mamba2 = { d_state = 5, head_width = 8, conv_size = 1 }",
+    "mamba2 = { d_state = 4, head_width = 6, heads = 6, groups = 3, group_norm = true, step_min = 0.02 }",
     "deltaproduct = { heads = 2, allow_neg_eigval = false }",
     "deltaproduct = { heads = 2, householder_steps = 3, key_width = 6, expand_v = 0.5, conv_size = 0, forget_gate = true, output_gate = true }",
     "deltaproduct = { heads = 3, householder_steps = 1, conv_size = 2, chunk = 8 }",
@@ -92,6 +93,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "hgrn = { expand = 2, lower_bound = 0.6, conv_size = 3 }",
     "rg_lru = {}",
     "rg_lru = { width = 30, heads = 3, conv_size = 2 }",
+    "rg_lru = { heads = 2, gelu_tanh = true, first_unscaled = true }",
     "lru = {}",
     "lru = { width = 10, r_min = 0.0, r_max = 0.5, max_phase = 0.3 }",
     "s4d = { d_state = 8 }",
@@ -116,6 +118,8 @@ pub(crate) const MIXERS: &[&str] = &[
     "attention = { heads = 6, key_value_heads = 2, rope = false, alibi = true }",
     "attention = { heads = 4, rope = false, alibi = true, window = 2 }",
     "attention = { heads = 4, key_value_heads = 2, qk_norm = true, norm_eps = 1e-4, qkv_bias = true, output_bias = true }",
+    "attention = { heads = 3, rope_width = 4, qk_norm = true, qk_norm_kind = 'zero_centered_rms', output_gate = true }",
+    "attention = { heads = 4, key_value_heads = 2, rope = false, qk_norm = true, qk_norm_span = 'projection', output_gate = true }",
     "forgetting_attention = { heads = 4 }",
     "forgetting_attention = { heads = 4, key_value_heads = 2, key_width = 5, qk_norm = true, output_gate = true }",
     "mla = { heads = 2 }",
@@ -327,7 +331,7 @@ fn a_window_hides_what_lies_before_it_however_long_the_sequence() {
 }
 
 /// Ids of a sequence, the same in every test.
-fn ids(length: usize) -> Tensor<B, 2, Int> {
+pub(crate) fn ids(length: usize) -> Tensor<B, 2, Int> {
     let ids: Vec<i32> = (0..length as i32).map(|i| i * i * 7 % 11).collect();
     Tensor::from_data(TensorData::new(ids, [1, length]), &Default::default())
 }
@@ -397,7 +401,7 @@ fn one_householder_step_is_deltanet() {
 
 /// Values of parameters by path, read from one module and written into another.
 #[derive(Default)]
-struct Values(Vec<(String, Vec<f64>)>, Vec<String>);
+pub(crate) struct Values(Vec<(String, Vec<f64>)>, Vec<String>);
 
 impl ModuleVisitor<B> for Values {
     fn enter_module(&mut self, name: &str, _container: &str) {
@@ -591,7 +595,7 @@ fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
 
 #[test]
 fn rotation_makes_scores_depend_on_distance_alone() {
-    let rope = Rope { theta: 10_000.0 };
+    let rope = Rope::whole(10_000.0);
     let (q, k) = (input(1).reshape([2, 1, 1, D]), input(1).reshape([2, 1, 1, D]));
     let score =
         |i, j| download((rope.forward(q.clone(), i) * rope.forward(k.clone(), j)).sum_dim(3));
@@ -708,14 +712,26 @@ pub(crate) const MODELS: &[&str] = &[
      { repeat = 2, mixer.lightning_attention = { heads = 2 }, mlp = { geglu = {} } },\n\
      { mixer.attention = { heads = 2 }, mlp = { rwkv4 = { width = 30 } } },\n\
      { mixer.longhorn = { heads = 2 }, mlp = { gelu = { width = 30 } } },\n]\n",
+    "norm = 'zero_centered_rms'\n\
+     [[layers]]\nmixer.gated_deltanet = { heads = 2, value_heads = 4 }\nmlp = { swiglu = {} }\n\
+     [[layers]]\nmixer.attention = { heads = 2, qk_norm = true, output_gate = true, rope_width = 4 }\nmlp = { swiglu = { bias = true } }\n",
+    "[[layers]]\nmixer.deltanet = { heads = 2 }\nmlp = { swiglu = {} }\n\
+     [[layers]]\nmixer.attention = { heads = 2 }\nmlp = { swiglu = {} }\npost_norm = true\n\
+     [[layers]]\nmixer.deltanet = { heads = 2 }\npost_norm = true\ncanon = { before_mixer = 3 }\n",
+    "embedding_scale = 4.9\nlogit_soft_cap = 3.0\nfinal_norm = 'zero_centered_rms'\n\
+     [[layers]]\nmixer.rg_lru = { heads = 2, first_unscaled = true }\nmlp = { geglu = { bias = true, gelu_tanh = true } }\n\
+     [[layers]]\nmixer.attention = { heads = 2, window = 4 }\nmlp = { geglu = { bias = true, gelu_tanh = true } }\n",
+    "[[layers]]\nmixer.mamba2 = { d_state = 4, head_width = 8 }\n\
+     [[layers]]\nmixer = 'none'\nmlp = { relu2 = { width = 30, bias = true } }\n\
+     [[layers]]\nmixer.attention = { heads = 2, rope = false }\n",
 ];
 
-fn model_config(text: &str) -> LanguageModelConfig {
+pub(crate) fn model_config(text: &str) -> LanguageModelConfig {
     let head = "d_model = 24\ntie_embeddings = false\ninitializer_range = 0.1\n";
     toml::from_str(&format!("{head}{text}")).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
-fn model(text: &str) -> LanguageModel<B> {
+pub(crate) fn model(text: &str) -> LanguageModel<B> {
     let model = wide(model_config(text).init::<B>(11, &Default::default()).unwrap());
     force(&model);
     model
@@ -944,6 +960,45 @@ fn layers_that_do_not_fit_together_are_refused_with_the_key() {
             "`layers[0].canon.inside_mlp` is 4; it has to be 0, unless",
         ),
         (format!("{delta}mlp = {{ gelu = {{ width = 0 }} }}\n"), "`layers[0].mlp.gelu.width` is 0"),
+        (
+            attention("rope_width = 3"),
+            "`layers[0].mixer.attention.rope_width` is 3; it has to be even",
+        ),
+        (
+            attention("rope_width = 8"),
+            "`layers[0].mixer.attention.rope_width` is 8; it has to be from 2 to 6",
+        ),
+        (
+            attention("rope = false, rope_width = 2"),
+            "`layers[0].mixer.attention.rope_width` is 2; it has to be left out",
+        ),
+        (
+            attention("qk_norm_span = 'projection'"),
+            "`layers[0].mixer.attention.qk_norm` is false; it has to be true where",
+        ),
+        (
+            both("rope_width = 2", "heads = 4"),
+            "`layers[1].mixer.cross_attention.rope` is true; it has to be false after rotation of 2",
+        ),
+        (
+            "[[layers]]\nmixer = 'none'\n".into(),
+            "`layers[0].mixer` is none; it has to be a mixer, where `mlp`",
+        ),
+        (
+            "[[layers]]\nmixer = 'none'\nmlp = { relu2 = {} }\ncanon = { before_mixer = 3 }\n"
+                .into(),
+            "`layers[0].canon.before_mixer` is 3; it has to be 0 where `mixer`",
+        ),
+        (
+            format!("{delta}mlp = {{ swiglu = {{ gelu_tanh = true }} }}\n"),
+            "`layers[0].mlp.swiglu.gelu_tanh` is true",
+        ),
+        (
+            "[[layers]]\nmixer.mamba2 = { head_width = 8, step_min = -1.0 }\n".into(),
+            "`layers[0].mixer.mamba2.step_min` is -1; it has to be at least 0",
+        ),
+        (format!("embedding_scale = 0.0\n{delta}"), "`embedding_scale` is 0; it has to be above 0"),
+        (format!("logit_soft_cap = -3.0\n{delta}"), "`logit_soft_cap` is -3; it has to be above 0"),
         ("[[layers]]\ngroup = []\n".into(), "`layers[0].group` is empty"),
         (
             format!("{delta}[[layers]]\ngroup = [{{ repeat = 0, mixer.deltanet = {{}} }}]\n"),

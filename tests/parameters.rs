@@ -48,7 +48,7 @@ fn kinds<M: Module<B>>(module: &M) -> Kinds {
 
 /// Layers of each mixer whose `weight` is a matrix, in any of its configs; every other parameter is a vector.
 const MATRICES: &[(&str, &str)] = &[
-    ("attention", "k_proj o_proj q_proj v_proj"),
+    ("attention", "g_proj k_proj o_proj q_proj v_proj"),
     ("base_conv", "projection"),
     ("comba", "a_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
     ("decaying_fast_weights", "f_proj k_proj o_proj q_proj v_proj z_proj"),

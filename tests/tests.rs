@@ -25,6 +25,8 @@ mod generation;
 #[cfg(feature = "cpu")]
 mod hostile;
 #[cfg(feature = "cpu")]
+mod hub_checkpoints;
+#[cfg(feature = "cpu")]
 mod initialization;
 #[cfg(feature = "cpu")]
 mod layers;
@@ -40,6 +42,8 @@ mod runs;
 mod support;
 #[cfg(feature = "cpu")]
 mod untrusted;
+#[cfg(feature = "cpu")]
+mod variants;
 
 #[cfg(feature = "cpu")]
 #[path = "../examples/own_project.rs"]

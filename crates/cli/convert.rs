@@ -5,14 +5,17 @@ use crate::eval::checkpoint;
 use crate::train::guarded;
 use crate::{BAD_INPUT, FAILED, fail, memory, output};
 use burn::module::Module;
-use linattn_checkpoints::{CheckpointError, Exported, Imported, Precision, export, import};
+use linattn_checkpoints::{
+    CheckpointError, Exported, Imported, Outcome, Precision, export, import,
+};
 use linattn_trainer::{
     FolderError, ImportedModel, StoredError, StoredModel, TrainBackend, Which, store_model,
 };
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Brings models of flash-linear-attention here, and takes ours there.
+/// Brings models of flash-linear-attention and of the Hugging Face hub here, and takes ours there.
 #[derive(Debug, clap::Parser)]
 #[command(version, about)]
 pub struct ConvertArgs {
@@ -50,7 +53,8 @@ struct ExportArgs {
     /// The checkpoint's folder
     #[arg(long)]
     out: PathBuf,
-    /// The checkpoint's `model_type`: gated_deltanet, gla, mamba2 ...; by default that of the run's mixer
+    /// The checkpoint's kind: gated_deltanet, gla, qwen3_5 ...; by default the one that the model came from,
+    /// else the first that can say it
     #[arg(long)]
     family: Option<String>,
     /// Type that numbers are written as; a number that the type does not have is refused
@@ -148,7 +152,7 @@ impl Job for &ImportArgs {
     type Output = Result<String, ConvertError>;
 
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
-        let Imported { family, config, vocab, model, tokenizer, kept } =
+        let Imported { family, config, vocab, model, tokenizer, kept, left_out } =
             import::<B::InnerBackend>(&self.folder, &devices[0])?;
         let imported = ImportedModel {
             config: &config,
@@ -158,9 +162,10 @@ impl Job for &ImportArgs {
         store_model(&self.out, self.overwrite, &imported, &model)?;
         let text = if tokenizer.is_some() { "with" } else { "without" };
         Ok(format!(
-            "{family}, {} parameters, {vocab} token ids, {text} a tokenizer, into {}",
+            "{family}, {} parameters, {vocab} token ids, {text} a tokenizer, into {}{}",
             model.num_params(),
-            self.out.display()
+            self.out.display(),
+            without(&left_out)
         ))
     }
 }
@@ -180,8 +185,26 @@ impl Job for &ExportArgs {
             kept: kept.as_deref(),
         };
         let (family, out) = (self.family.as_deref(), &self.out);
-        let family = export(&exported, family, self.dtype.into(), out, self.overwrite)?;
-        Ok(format!("{family}, {} parameters, into {}", model.num_params(), out.display()))
+        let Outcome { family, left_out } =
+            export(&exported, family, self.dtype.into(), out, self.overwrite)?;
+        let (parameters, rest) = (model.num_params(), without(&left_out));
+        Ok(format!("{family}, {parameters} parameters, into {}{rest}", out.display()))
+    }
+}
+
+/// Says which parts of a checkpoint are missing: the first two words of their tensors' names, and how many
+/// tensors each has.
+fn without(left_out: &[String]) -> String {
+    let mut parts: BTreeMap<String, usize> = BTreeMap::new();
+    for name in left_out {
+        let part: Vec<&str> = name.split('.').take(2).collect();
+        *parts.entry(part.join(".")).or_default() += 1;
+    }
+    let parts: Vec<String> =
+        parts.iter().map(|(part, tensors)| format!("{part} ({tensors} tensors)")).collect();
+    match parts.is_empty() {
+        true => String::new(),
+        false => format!("; without {}", parts.join(", ")),
     }
 }
 

@@ -119,16 +119,11 @@ pub(crate) fn family(model_type: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|family| family.model_type == model_type)
 }
 
-/// Every `model_type` that is known.
-pub(crate) fn known() -> Vec<&'static str> {
-    FAMILIES.iter().map(|family| family.model_type).collect()
-}
-
 const MAPS: &[&str] = &["\"elementwise_product\"", "\"elu\"", "\"relu\"", "\"identity\""];
 const NO: &[&str] = &["false"];
 const NOTHING: &[&str] = &["null"];
 /// Where a learnt bound starts, which a checkpoint's own numbers replace.
-const BOUND: &[(&str, &str)] = &[("lower_bound", "0.5")];
+pub(crate) const BOUND: &[(&str, &str)] = &[("lower_bound", "0.5")];
 const SWISH: &[&str] = &["\"swish\"", "\"silu\""];
 
 pub(crate) static FAMILIES: &[Family] = &[

@@ -6,7 +6,9 @@
 //! ```
 
 use crate::families::{Channels, Family, Frame};
-use linattn::nn::ParamKind;
+use crate::format::Format;
+use crate::hub::{Form, Rows, Theirs};
+use linattn::nn::{LayerConfig, ParamKind};
 
 /// How numbers lie in a checkpoint, by our own order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,39 +22,73 @@ pub(crate) enum Layout {
 /// A weight of ours, there.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Place {
-    /// Its name.
+    /// Its tensor's name.
     pub(crate) name: String,
-    /// Names that it had in older checkpoints.
+    /// Names that the tensor had in older checkpoints.
     pub(crate) old: Vec<String>,
-    /// Its shape.
+    /// The weight's shape.
     pub(crate) shape: Vec<usize>,
     pub(crate) layout: Layout,
+    /// Rows of the tensor that are the weight; all of them if absent.
+    pub(crate) rows: Option<Rows>,
+    /// Tensors which, one after another, hold it in these rows, however they are cut.
+    pub(crate) cut: Option<(Vec<String>, Rows)>,
 }
 
-/// Where the weight at `path` of a model stands in a checkpoint of `family`. `module` is what holds
-/// it, `shape` its shape with us, and `gated` whether its mixer has an output gate. None for what has
-/// no place of its own there.
-pub(crate) fn place(
-    family: &Family,
-    path: &[String],
-    module: &str,
-    shape: &[usize],
-    gated: bool,
-) -> Option<Place> {
-    let path: Vec<&str> = path.iter().map(String::as_str).collect();
-    let (name, old) = names(family, &path, gated)?;
-    let kind = ParamKind::of(module, path.last()?);
-    let weight = path.last() == Some(&"weight");
-    let (layout, there) = match (module, shape) {
-        (_, &[rows, columns]) if kind == ParamKind::Matrix => {
-            (Layout::Transposed, vec![columns, rows])
+impl Place {
+    /// Shape of the tensor.
+    pub(crate) fn whole(&self) -> Vec<usize> {
+        let mut shape = self.shape.clone();
+        if let (Some(rows), Some(first)) = (&self.rows, shape.first_mut()) {
+            *first = rows.total;
         }
-        ("Struct:ShortConvolution", &[width, channels]) if weight => {
-            (Layout::Transposed, vec![channels, 1, width])
-        }
-        _ => (Layout::Same, shape.to_vec()),
-    };
-    Some(Place { name, old, shape: there, layout })
+        shape
+    }
+}
+
+/// The model that names are looked up for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Names<'a> {
+    pub(crate) format: Format,
+    /// Every layer's config.
+    pub(crate) layers: &'a [&'a LayerConfig],
+    pub(crate) d_model: usize,
+}
+
+impl Names<'_> {
+    /// Where the weight at `path` of the model stands. `module` is what holds it, `shape` its shape with
+    /// us, and `gated` whether its mixer has an output gate. None for what has no place of its own there.
+    pub(crate) fn place(
+        &self,
+        path: &[String],
+        module: &str,
+        shape: &[usize],
+        gated: bool,
+    ) -> Option<Place> {
+        let path: Vec<&str> = path.iter().map(String::as_str).collect();
+        let theirs = match self.format {
+            Format::Fla(family) => {
+                let (name, old) = names(family, &path, gated)?;
+                Theirs { old, ..Theirs::plain(name) }
+            }
+            Format::Hub(hub) => hub.find(self.layers, self.d_model, &path)?,
+        };
+        let kind = ParamKind::of(module, path.last()?);
+        let weight = path.last() == Some(&"weight");
+        let (layout, shape) = match (theirs.form, module, shape) {
+            (Form::Heads(heads), _, &[width]) => (Layout::Same, vec![heads, width / heads.max(1)]),
+            (Form::Channels, _, &[width]) => (Layout::Same, vec![1, 1, width]),
+            (Form::Usual, _, &[rows, columns]) if kind == ParamKind::Matrix => {
+                (Layout::Transposed, vec![columns, rows])
+            }
+            (_, "Struct:ShortConvolution", &[width, channels]) if weight => {
+                (Layout::Transposed, vec![channels, 1, width])
+            }
+            _ => (Layout::Same, shape.to_vec()),
+        };
+        let Theirs { name, old, rows, cut, .. } = theirs;
+        Some(Place { name, old, shape, layout, rows, cut })
+    }
 }
 
 fn names(family: &Family, path: &[&str], gated: bool) -> Option<(String, Vec<String>)> {
@@ -110,7 +146,7 @@ fn mixer_names(family: &Family, inner: &[&str]) -> Vec<String> {
 }
 
 /// A path with its first part renamed, and the last as PyTorch calls it.
-fn renamed(path: &[&str], names: &[(&str, &str)]) -> String {
+pub(crate) fn renamed(path: &[&str], names: &[(&str, &str)]) -> String {
     let mut parts = path.to_vec();
     // The norm inside of a norm with a gate is no part of the name.
     if let [.., _, "norm", "gamma"] = parts[..] {
@@ -129,7 +165,7 @@ fn renamed(path: &[&str], names: &[(&str, &str)]) -> String {
 }
 
 /// A norm's weights have names of their own here.
-fn parameter(name: &str) -> &str {
+pub(crate) fn parameter(name: &str) -> &str {
     match name {
         "gamma" => "weight",
         "beta" => "bias",

@@ -98,7 +98,18 @@ pub(crate) struct Stored {
 impl Stored {
     /// All its numbers; widening is exact.
     pub(crate) fn values(&self) -> Vec<f32> {
+        self.numbers(&self.file[self.place.clone()])
+    }
+
+    /// The numbers of these rows, in this order.
+    pub(crate) fn rows(&self, ranges: &[Range<usize>]) -> Vec<f32> {
         let bytes = &self.file[self.place.clone()];
+        let width = bytes.len() / self.shape.first().copied().unwrap_or(1).max(1);
+        let rows = ranges.iter().map(|range| &bytes[range.start * width..range.end * width]);
+        rows.flat_map(|bytes| self.numbers(bytes)).collect()
+    }
+
+    fn numbers(&self, bytes: &[u8]) -> Vec<f32> {
         let pair = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
         match self.dtype {
             Dtype::BF16 => {
@@ -175,10 +186,14 @@ fn read_file(folder: &Path, name: &str, tensors: &mut Tensors, faults: &mut Faul
 /// Name, shape and numbers of a tensor to be written.
 pub(crate) type Written = (String, Vec<usize>, Vec<f32>);
 
-/// The bytes of a file with these tensors.
+/// The bytes of a file with these tensors, and with `words` beside them.
 /// # Errors
 /// Names the first tensor with a number that `precision` does not have.
-pub(crate) fn to_bytes(tensors: &[Written], precision: Precision) -> Result<Vec<u8>, String> {
+pub(crate) fn to_bytes(
+    tensors: &[Written],
+    precision: Precision,
+    words: &[(&str, String)],
+) -> Result<Vec<u8>, String> {
     tensors.iter().try_for_each(|(name, _, values)| precision.check(name, values))?;
     let data: Vec<Vec<u8>> = tensors.iter().map(|(_, _, values)| precision.bytes(values)).collect();
     let mut views = vec![];
@@ -186,18 +201,21 @@ pub(crate) fn to_bytes(tensors: &[Written], precision: Precision) -> Result<Vec<
         let view = TensorView::new(precision.dtype(), shape.clone(), bytes);
         views.push((name.as_str(), view.map_err(|e| format!("{name}: {e}"))?));
     }
-    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    let mut metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    metadata.extend(words.iter().map(|(key, word)| ((*key).to_string(), word.clone())));
     safetensors::serialize(views, Some(metadata)).map_err(|e| e.to_string())
 }
 
-/// The tensors of one file.
-pub(crate) fn read_one(path: &Path) -> Result<Tensors, String> {
+/// The tensors of one file, and the words beside them.
+pub(crate) fn read_one(path: &Path) -> Result<(Tensors, HashMap<String, String>), String> {
     let (mut tensors, mut faults) = (Tensors::new(), Faults::default());
     let (folder, name) = (path.parent(), path.file_name());
     let (Some(folder), Some(name)) = (folder, name) else { return Err("it is no file".into()) };
     read_file(folder, &name.to_string_lossy(), &mut tensors, &mut faults);
-    match faults.is_empty() {
-        true => Ok(tensors),
-        false => Err(faults.join("; ")),
+    if !faults.is_empty() {
+        return Err(faults.join("; "));
     }
+    let file = fs::read(path).map_err(|e| e.to_string())?;
+    let (_, metadata) = SafeTensors::read_metadata(&file).map_err(|e| e.to_string())?;
+    Ok((tensors, metadata.metadata().clone().unwrap_or_default()))
 }

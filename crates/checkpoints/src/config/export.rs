@@ -1,29 +1,62 @@
 //! `config.json` written, read again, and compared with the config that it was made from.
 
-use super::import::import;
-use super::{Rule, json_of, whole};
+use super::{Rule, json_of, read, whole};
 use crate::Faults;
-use crate::families::{Channels, Fallback, Family};
+use crate::families::{BOUND, Channels, FAMILIES, Fallback, Family};
+use crate::format::Format;
+use crate::hub::View;
 use crate::tensors::Precision;
 use linattn::nn::LanguageModelConfig;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 
-/// A model's config as the checkpoint of a family says it, `config.json`.
+/// A model's config as a checkpoint of that layout says it, `config.json`.
 pub(crate) fn export(
     config: &LanguageModelConfig,
     vocab: usize,
-    family: &Family,
+    format: Format,
     precision: Precision,
 ) -> Result<Map<String, Value>, Faults> {
-    let model = canonical(config, family);
+    let model = canonical(config, format);
     let layers = model["layers"].as_array().cloned().unwrap_or_default();
-    let mixer = layers.iter().find_map(|layer| layer["mixer"][family.mixer].as_object());
-    let Some(mixer) = mixer else {
-        let text = format!("`{}` has layers of {}", family.model_type, family.mixer);
+    let mixers = format.mixers();
+    let has = |mixer: &str| layers.iter().any(|layer| layer["mixer"][mixer].is_object());
+    if !mixers.iter().any(|mixer| has(mixer)) {
+        let text = format!("`{}` has layers of {}", format.name(), mixers.join(" or "));
         let text = format!("{text}; the model has none");
         return Err(vec![text]);
+    }
+    let table = match format {
+        Format::Fla(family) => fla(family, &model, &layers, vocab, precision),
+        Format::Hub(hub) => {
+            let view = View { model: &model, layers: &layers, vocab, dtype: precision.name() };
+            let mut table = (hub.write)(&view);
+            if !hub.model_type.is_empty() {
+                table.insert("model_type".into(), hub.model_type.into());
+            }
+            table
+        }
     };
+    let mut faults = Faults::default();
+    if let Some((.., back)) = read(format, &table, &mut faults) {
+        differences("", &model, &canonical(&back, format), format, &mut faults);
+    }
+    match faults.is_empty() {
+        true => Ok(table),
+        false => Err(faults),
+    }
+}
+
+/// The config of flash-linear-attention.
+fn fla(
+    family: &Family,
+    model: &Value,
+    layers: &[Value],
+    vocab: usize,
+    precision: Precision,
+) -> Map<String, Value> {
+    let mixer = layers.iter().find_map(|layer| layer["mixer"][family.mixer].as_object());
+    let mixer = mixer.cloned().unwrap_or_default();
     let mut table = Map::new();
     let mut put = |key: &str, value: Value| table.insert(key.to_string(), value);
     put("model_type", family.model_type.into());
@@ -54,23 +87,14 @@ pub(crate) fn export(
         });
         put("use_lower_bound", bounded.into());
     }
-    let d_model = config.d_model;
+    let d_model = model["d_model"].as_u64().unwrap_or(0) as usize;
     for rule in family.rules {
-        write_rule(rule, mixer, d_model, &mut table);
+        write_rule(rule, &mixer, d_model, &mut table);
     }
     if family.mixer != "attention" {
-        write_attention(&layers, &mut table);
+        write_attention(layers, &mut table);
     }
-    let text = Value::Object(table.clone()).to_string();
-    let mut faults = Faults::default();
-    let back = import(&text, &mut faults);
-    if let Some((_, _, back)) = back {
-        differences("", &model, &canonical(&back, family), family, &mut faults);
-    }
-    match faults.is_empty() {
-        true => Ok(table),
-        false => Err(faults),
-    }
+    table
 }
 
 fn write_rule(
@@ -174,7 +198,7 @@ const OF_TRAINING: &[&str] = &[
 ];
 
 /// A config with every layer by itself, every width spelled out, and nothing of training.
-fn canonical(config: &LanguageModelConfig, family: &Family) -> Value {
+fn canonical(config: &LanguageModelConfig, format: Format) -> Value {
     let mut model = serde_json::to_value(config).expect("a config is JSON");
     let d_model = config.d_model;
     let Some(table) = model.as_object_mut() else { return model };
@@ -186,7 +210,7 @@ fn canonical(config: &LanguageModelConfig, family: &Family) -> Value {
         for (name, mlp) in layer["mlp"].as_object_mut().into_iter().flatten() {
             if mlp["width"].is_null() {
                 mlp["width"] = match name.as_str() {
-                    "swiglu" => (8 * d_model).div_ceil(3).next_multiple_of(8),
+                    "swiglu" | "geglu" => (8 * d_model).div_ceil(3).next_multiple_of(8),
                     "rwkv6" => (7 * d_model / 2).next_multiple_of(32),
                     _ => 4 * d_model,
                 }
@@ -197,14 +221,12 @@ fn canonical(config: &LanguageModelConfig, family: &Family) -> Value {
             let Some(mixer) = mixer.as_object_mut() else { continue };
             mixer.shift_remove("chunk");
             mixer.shift_remove("dropout");
-            let attention = crate::families::family("transformer");
-            let spelled = match name.as_str() {
-                name if name == family.mixer => Some(family),
-                "attention" => attention,
-                _ => None,
-            };
-            if let Some(family) = spelled {
+            if let Some(family) = FAMILIES.iter().find(|family| family.mixer == name) {
                 spell_out(mixer, family, d_model);
+            }
+            spell_out_alone(name, mixer, d_model);
+            if format.bounds().is_some() {
+                spell_out_bound(mixer);
             }
         }
         layers.push(layer);
@@ -257,11 +279,33 @@ fn spell_out(mixer: &mut Map<String, Value>, family: &Family, d_model: usize) {
         };
         mixer.insert((*key).to_string(), value);
     }
-    if family.bounds
-        && mixer.get("lower_bound").and_then(Value::as_f64).is_some_and(|bound| bound > 0.0)
-    {
-        let (key, some) = family.later[0];
+}
+
+/// A bound above 0 is learnt, and only says so.
+fn spell_out_bound(mixer: &mut Map<String, Value>) {
+    if mixer.get("lower_bound").and_then(Value::as_f64).is_some_and(|bound| bound > 0.0) {
+        let (key, some) = BOUND[0];
         mixer.insert(key.to_string(), json_of(some));
+    }
+}
+
+/// Widths of mixers that are said in more than one way.
+fn spell_out_alone(name: &str, mixer: &mut Map<String, Value>, d_model: usize) {
+    let get = |key: &str| mixer.get(key).and_then(Value::as_u64);
+    match name {
+        "rg_lru" if get("width").is_none() => {
+            mixer.insert("width".into(), d_model.into());
+        }
+        "mamba2" => {
+            let (expand, width) =
+                (get("expand").unwrap_or(2), get("head_width").unwrap_or(1).max(1));
+            let model = d_model.max(1) as u64;
+            let inner = get("heads").map_or(expand * model, |heads| heads * width);
+            let expand = inner.is_multiple_of(model).then_some(inner / model);
+            mixer.insert("expand".into(), expand.into());
+            mixer.insert("heads".into(), (inner / width).into());
+        }
+        _ => {}
     }
 }
 
@@ -271,7 +315,7 @@ fn near_32(width: f64) -> usize {
 }
 
 /// Every key that a checkpoint of the family would say otherwise.
-fn differences(key: &str, ours: &Value, theirs: &Value, family: &Family, faults: &mut Faults) {
+fn differences(key: &str, ours: &Value, theirs: &Value, format: Format, faults: &mut Faults) {
     if ours == theirs {
         return;
     }
@@ -282,17 +326,17 @@ fn differences(key: &str, ours: &Value, theirs: &Value, family: &Family, faults:
                 let at = if key.is_empty() { name.clone() } else { format!("{key}.{name}") };
                 let (a, b) = (a.get(name), b.get(name));
                 let null = Value::Null;
-                differences(&at, a.unwrap_or(&null), b.unwrap_or(&null), family, faults);
+                differences(&at, a.unwrap_or(&null), b.unwrap_or(&null), format, faults);
             }
         }
         (Value::Array(a), Value::Array(b)) if a.len() == b.len() => {
             for (i, (a, b)) in a.iter().zip(b).enumerate() {
-                differences(&format!("{key}[{i}]"), a, b, family, faults);
+                differences(&format!("{key}[{i}]"), a, b, format, faults);
             }
         }
         _ => faults.push(format!(
             "`{key}` is {ours}; a checkpoint of `{}` can only have {theirs}",
-            family.model_type
+            format.name()
         )),
     }
 }

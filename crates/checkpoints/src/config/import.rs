@@ -1,61 +1,10 @@
 //! `config.json` read: a model's config, and everything in the file that is wrong or not known here.
 
+use super::keys::{Keys, LARGEST_EXACT, MOST_LAYERS};
 use super::{Rule, json_of, whole};
-use crate::Faults;
-use crate::families::{Channels, Family, family, known};
-use linattn::nn::LanguageModelConfig;
+use crate::families::{Channels, Family};
+use crate::hub::Read;
 use serde_json::{Map, Value, json};
-use std::collections::BTreeSet;
-
-/// Keys that say nothing of what is computed.
-const IDLE: &[&str] = &[
-    "add_cross_attention",
-    "architectures",
-    "attn_mode",
-    "auto_map",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "cross_attention_hidden_size",
-    "decoder_start_token_id",
-    "dtype",
-    "eos_token_id",
-    "finetuning_task",
-    "fuse_cross_entropy",
-    "fuse_linear_cross_entropy",
-    "fuse_norm",
-    "fuse_swiglu",
-    "id2label",
-    "initializer_range",
-    "is_decoder",
-    "is_encoder_decoder",
-    "label2id",
-    "max_position_embeddings",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "prefix",
-    "problem_type",
-    "pruned_heads",
-    "return_dict",
-    "sep_token_id",
-    "task_specific_params",
-    "tie_encoder_decoder",
-    "tokenizer_class",
-    "torch_dtype",
-    "torchscript",
-    "transformers_version",
-    "use_bfloat16",
-    "use_cache",
-    "use_l2warp",
-];
-
-/// Larger sizes are slips of the pen, and their products would not fit a number.
-const LARGEST: f64 = (1 << 24) as f64;
-/// Layers are tables of the config, and fewer.
-const MOST_LAYERS: usize = 1 << 16;
-/// Whole numbers of JSON are exact up to here.
-const LARGEST_EXACT: f64 = (1_u64 << 53) as f64;
 
 /// Keys that any family may have, and must have so.
 const EVERYWHERE: &[(&str, &[&str])] = &[
@@ -67,63 +16,12 @@ const EVERYWHERE: &[(&str, &[&str])] = &[
     ("use_rope", &["false"]),
 ];
 
-/// Facts about the tensors that a foreign config has and ours do not.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Said {
-    /// Rows of the embedding, where it says so.
-    pub(crate) vocab: Option<usize>,
-}
-
-/// Reads a `config.json`. None where not even the family is known, or no model could be so large.
-pub(crate) fn import(
-    text: &str,
-    faults: &mut Faults,
-) -> Option<(&'static Family, Said, LanguageModelConfig)> {
-    let table: Map<String, Value> = match serde_json::from_str(&without_infinities(text)) {
-        Ok(table) => table,
-        Err(e) => {
-            faults.push(format!("config.json: {e}"));
-            return None;
-        }
-    };
-    let model_type = table.get("model_type").and_then(Value::as_str).unwrap_or_default();
-    let Some(family) = family(model_type) else {
-        faults.push(format!(
-            "config.json: `model_type` is {model_type:?}; it has to be one of {}",
-            known().join(", ")
-        ));
-        return None;
-    };
-    let mut keys = Keys { table: &table, seen: BTreeSet::new(), faults: &mut *faults };
+/// Reads the table of a `config.json` of flash-linear-attention. None where no model could be so large.
+pub(super) fn read(keys: &mut Keys<'_>, family: &Family) -> Option<Read> {
+    keys.idle(family.idle);
     let config = keys.model(family);
-    let said = Said { vocab: keys.vocabulary() };
-    keys.complain_of_the_rest(family);
-    match serde_json::from_value(config?) {
-        Ok(config) => Some((family, said, config)),
-        Err(e) => {
-            faults.push(format!("config.json: {e}"));
-            None
-        }
-    }
-}
-
-/// Python writes infinities into JSON, which has none: null in their place.
-fn without_infinities(text: &str) -> String {
-    let mut parts: Vec<String> = text.split('"').map(str::to_string).collect();
-    // What stands between two quotes is a string; an escaped quote ends in a backslash.
-    let mut inside = false;
-    for part in &mut parts {
-        if !inside {
-            for number in ["-Infinity", "Infinity", "NaN"] {
-                *part = part.replace(number, "null");
-            }
-        }
-        let slashes = part.chars().rev().take_while(|&c| c == '\\').count();
-        if !(inside && slashes % 2 == 1) {
-            inside = !inside;
-        }
-    }
-    parts.join("\"")
+    let vocab = keys.vocabulary();
+    Some(Read { config: config?, vocab })
 }
 
 /// `256 ceil(int(d_model * ratio * 2 / 3) / 256)`, as the published models have it.
@@ -131,95 +29,13 @@ fn inner_width(d_model: usize, ratio: f64) -> usize {
     ((d_model as f64 * ratio * 2.0 / 3.0) as usize).div_ceil(256) * 256
 }
 
-/// Whether a size is one that a model can have.
-fn possible(size: f64) -> bool {
-    (0.0..=LARGEST).contains(&size)
-}
-
-/// A config under reading.
-struct Keys<'a> {
-    table: &'a Map<String, Value>,
-    seen: BTreeSet<String>,
-    faults: &'a mut Faults,
-}
-
 impl Keys<'_> {
-    fn fault(&mut self, key: &str, got: &Value, want: impl std::fmt::Display) {
-        self.faults.push(format!("config.json: `{key}` is {got}; it has to be {want}"));
-    }
-
-    fn get(&mut self, key: &str, default: &str) -> Value {
-        self.seen.insert(key.to_string());
-        match self.table.get(key) {
-            None | Some(Value::Null) => json_of(default),
-            Some(value) => value.clone(),
-        }
-    }
-
-    fn number(&mut self, key: &str, default: &str) -> f64 {
-        let value = self.get(key, default);
-        value.as_f64().unwrap_or_else(|| {
-            self.fault(key, &value, "a number");
-            1.0
-        })
-    }
-
-    fn count(&mut self, key: &str, default: &str) -> usize {
-        self.count_to(LARGEST as usize, key, default)
-    }
-
-    fn count_to(&mut self, most: usize, key: &str, default: &str) -> usize {
-        let value = self.get(key, default);
-        whole(&value).filter(|count| *count <= most).unwrap_or_else(|| {
-            self.fault(key, &value, format!("a whole number above 0, and {most} at most"));
-            1
-        })
-    }
-
-    /// A share of the model's width.
-    fn share(&mut self, key: &str, default: &str, d_model: usize) -> f64 {
-        let share = self.number(key, default);
-        if possible(share * d_model as f64) {
-            return share;
-        }
-        let value = self.get(key, default);
-        self.fault(key, &value, format!("at least 0, and at most {LARGEST} / {d_model}"));
-        1.0
-    }
-
-    /// `vocab_size`, where it is there.
-    fn vocabulary(&mut self) -> Option<usize> {
-        let value = self.get("vocab_size", "null");
-        let vocab = whole(&value);
-        if vocab.is_none() && !value.is_null() {
-            self.fault("vocab_size", &value, "a whole number above 0");
-        }
-        vocab
-    }
-
-    fn flag(&mut self, key: &str, default: &str) -> bool {
-        let value = self.get(key, default);
-        value.as_bool().unwrap_or_else(|| {
-            self.fault(key, &value, "true or false");
-            false
-        })
-    }
-
-    fn only(&mut self, key: &str, allowed: &[&str]) {
-        self.seen.insert(key.to_string());
-        if let Some(value) = self.table.get(key)
-            && !allowed.iter().any(|text| json_of(text) == *value)
-        {
-            self.fault(key, value, format!("{}: nothing else is known here", allowed.join(" or ")));
-        }
-    }
-
     /// The whole model, as our config spells it. None where its sizes have no bounds.
     fn model(&mut self, family: &Family) -> Option<Value> {
-        let before = self.faults.len();
+        let before = self.faults();
         let d_model = self.count("hidden_size", "2048");
         let layers = self.count_to(MOST_LAYERS, "num_hidden_layers", "24");
-        let bounded = self.faults.len() == before;
+        let bounded = self.faults() == before;
         let norm_eps = self.number("norm_eps", &family.norm_eps.to_string());
         let tied = self.flag("tie_word_embeddings", "false");
         for (key, allowed) in EVERYWHERE {
@@ -406,12 +222,10 @@ impl Keys<'_> {
                 self.fault("attn", &spec, "a table, or a list of tables");
                 continue;
             };
-            let mut before = std::mem::take(self.faults);
-            let mut keys = Keys { table, seen: BTreeSet::new(), faults: &mut before };
+            let mut keys = Keys::new(table, &mut *self.faults);
             let attention = keys.hybrid();
             let places = keys.get("layers", "null");
-            keys.complain_of_unseen(&[]);
-            *self.faults = before;
+            keys.complain_of_unseen();
             for place in places.as_array().into_iter().flatten() {
                 match place.as_u64().and_then(|i| list.get_mut(i as usize)) {
                     Some(layer) => *layer = Some(attention.clone()),
@@ -443,32 +257,5 @@ impl Keys<'_> {
             }
         }
         attention
-    }
-
-    fn complain_of_the_rest(&mut self, family: &Family) {
-        self.complain_of_unseen(family.idle);
-    }
-
-    fn complain_of_unseen(&mut self, idle: &[&str]) {
-        for (key, value) in self.table {
-            let seen = self.seen.contains(key) || key.starts_with('_');
-            if !seen && !IDLE.contains(&key.as_str()) && !idle.contains(&key.as_str()) {
-                let text = format!("config.json: `{key}` is {value}; nothing is known of this key");
-                self.faults.push(text);
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn infinities_outside_strings_are_null() {
-        assert_eq!(
-            without_infinities(r#"{"a\"Infinity": [0.0, Infinity], "b": "NaN"}"#),
-            r#"{"a\"Infinity": [0.0, null], "b": "NaN"}"#
-        );
     }
 }

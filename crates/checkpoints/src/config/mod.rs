@@ -5,12 +5,56 @@
 
 mod export;
 mod import;
+mod keys;
 
+use crate::Faults;
+use crate::format::Format;
+use crate::tensors::Tensors;
 use linattn::nn::LanguageModelConfig;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 pub(crate) use export::export;
-pub(crate) use import::{Said, import};
+pub(crate) use keys::{Keys, MOST_LAYERS};
+
+/// What a `config.json` says: the layout, rows of the embedding where it says so, and the model.
+pub(crate) type Said = (Format, Option<usize>, LanguageModelConfig);
+
+/// Reads a `config.json` beside `tensors`. None where not even the layout is known, or no model could be
+/// so large.
+pub(crate) fn import(text: &str, tensors: &Tensors, faults: &mut Faults) -> Option<Said> {
+    let table: Map<String, Value> = match serde_json::from_str(&keys::without_infinities(text)) {
+        Ok(table) => table,
+        Err(e) => {
+            faults.push(format!("config.json: {e}"));
+            return None;
+        }
+    };
+    match Format::of(&table, tensors) {
+        Ok(format) => read(format, &table, faults),
+        Err(fault) => {
+            faults.push(fault);
+            None
+        }
+    }
+}
+
+/// Reads the table of a `config.json` of a layout.
+fn read(format: Format, table: &Map<String, Value>, faults: &mut Faults) -> Option<Said> {
+    let mut keys = Keys::new(table, faults);
+    let read = match format {
+        Format::Fla(family) => import::read(&mut keys, family),
+        Format::Hub(hub) => (hub.read)(&mut keys),
+    };
+    keys.complain_of_unseen();
+    let read = read?;
+    match serde_json::from_value(read.config) {
+        Ok(config) => Some((format, read.vocab, config)),
+        Err(e) => {
+            faults.push(format!("config.json: {e}"));
+            None
+        }
+    }
+}
 
 /// Meaning of a key of `config.json` for our mixer. Defaults are JSON, for where the key is left out.
 #[derive(Debug)]
@@ -71,7 +115,7 @@ mod tests {
 
     fn read(text: &str) -> (Option<LanguageModelConfig>, Faults) {
         let mut faults = Faults::default();
-        let config = import(text, &mut faults).map(|(_, _, config)| config);
+        let config = import(text, &Tensors::new(), &mut faults).map(|(_, _, config)| config);
         (config, faults)
     }
 
@@ -92,19 +136,24 @@ mod tests {
                 }
             );
             let mut faults = Faults::default();
-            let read = import(&text, &mut faults);
+            let read = import(&text, &Tensors::new(), &mut faults);
             faults.retain(|fault| !fault.contains("nothing is known"));
             let (_, _, config) = read.unwrap_or_else(|| panic!("{name}: {faults:?}"));
             assert!(faults.is_empty(), "{name}: {faults:?}");
             config.cost(1).unwrap_or_else(|e| panic!("{name}: {e}"));
-            let table = export(&config, 7, family, Precision::F32);
+            let table = export(&config, 7, Format::Fla(family), Precision::F32);
             let table = table.unwrap_or_else(|faults| panic!("{name}: {faults:?}"));
             let text = Value::Object(table.clone()).to_string();
             let mut faults = Faults::default();
-            let (_, _, again) = import(&text, &mut faults).expect("what was written can be read");
+            let (_, _, again) =
+                import(&text, &Tensors::new(), &mut faults).expect("what was written can be read");
             assert!(faults.is_empty(), "{name}: {faults:?}");
             // Widths that were left to their defaults are spelled out by now: what is said is the same.
-            assert_eq!(export(&again, 7, family, Precision::F32).ok(), Some(table), "{name}");
+            assert_eq!(
+                export(&again, 7, Format::Fla(family), Precision::F32).ok(),
+                Some(table),
+                "{name}"
+            );
         }
     }
 
@@ -149,7 +198,7 @@ mod tests {
         let config = config.unwrap_or_else(|| panic!("{faults:?}"));
         assert_eq!(mixers(&config), ["deltanet", "attention", "deltanet", "attention"]);
         let family = family("delta_net").expect("known");
-        let table = export(&config, 7, family, Precision::F32).unwrap_or_default();
+        let table = export(&config, 7, Format::Fla(family), Precision::F32).unwrap_or_default();
         assert_eq!(table["attn"]["layers"], json!([1, 3]));
         assert_eq!(table["attn"]["window_size"], 16);
     }
@@ -161,7 +210,8 @@ mod tests {
         value["layers"][0]["mixer"]["gla"]["gate_low_rank"] = 8.into();
         let config = serde_json::from_value(value).expect("a config");
         let family = family("gla").expect("known");
-        let faults = export(&config, 7, family, Precision::F32).expect_err("rank 16 is built in");
+        let faults = export(&config, 7, Format::Fla(family), Precision::F32)
+            .expect_err("rank 16 is built in");
         let text = faults.join("; ");
         assert!(text.contains("layers[0].mixer.gla.gate_low_rank` is 8"), "{text}");
     }

@@ -2,12 +2,16 @@
 //! ```text
 //! x = x + mixer(canon(norm(x)))
 //! x = x + mlp(canon(norm(x)))          canon(h) = h + conv(h), where asked for
+//!
+//! x = x + norm(mixer(canon(x)))        with `post_norm`: the norm behind, arXiv 2501.00656
+//! x = x + norm(mlp(canon(x)))
 //! ```
+//! Either part may be missing.
 
 use super::canon::{Canon, CanonConfig, canon};
 use super::convolution::Tails;
 use super::layers::{Norm, NormKind};
-use super::mixers::{Mixer, MixerConfig, MixerState};
+use super::mixers::{Mixer, MixerConfig, MixerState, NoState};
 use super::mlp::{Mlp, MlpConfig};
 use super::model::Start;
 use super::residual::Residual;
@@ -29,6 +33,9 @@ pub struct LayerConfig {
     /// The channel mixer that follows the mixer.
     #[serde(default)]
     pub mlp: MlpConfig,
+    /// Whether norms stand behind mixer and MLP, before their outputs are added, and not before them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub post_norm: bool,
     /// Short convolutions before the mixer and in the MLP.
     #[serde(default, skip_serializing_if = "CanonConfig::is_none")]
     pub canon: CanonConfig,
@@ -53,10 +60,12 @@ pub struct BlockState<B: Backend> {
 /// A mixer and an MLP, each with a norm before and a residual around. `D -> D`.
 #[derive(Module, Debug)]
 pub struct Block<B: Backend> {
-    attn_norm: Norm<B>,
-    attn: Mixer<B>,
+    attn_norm: Option<Norm<B>>,
+    attn: Option<Mixer<B>>,
     mlp: Option<Mlp<B>>,
     canon: Canon<B>,
+    #[module(skip)]
+    post_norm: bool,
 }
 
 impl LayerConfig {
@@ -66,7 +75,24 @@ impl LayerConfig {
     pub fn check(&self, d_model: usize) -> Result<(), ConfigError> {
         self.mixer.check(d_model).map_err(|e| e.within("mixer"))?;
         self.mlp.inner(d_model)?;
+        if self.mixer == MixerConfig::None {
+            self.check_alone()?;
+        }
         self.canon.points(&self.mlp, d_model).map(drop)
+    }
+
+    /// Checks a layer without a mixer.
+    fn check_alone(&self) -> Result<(), ConfigError> {
+        if self.mlp == MlpConfig::None {
+            return Err(ConfigError::new("mixer", "none", "a mixer, where `mlp` is \"none\" too"));
+        }
+        match self.canon.before_mixer {
+            0 => Ok(()),
+            given => {
+                let want = "0 where `mixer` is \"none\"";
+                Err(ConfigError::new("before_mixer", given, want).within("canon"))
+            }
+        }
     }
 
     /// Builds one such layer.
@@ -80,11 +106,16 @@ impl LayerConfig {
         device: &B::Device,
     ) -> Result<Block<B>, ConfigError> {
         let new_norm = || Norm::new(norm, d_model, norm_eps, device);
+        let attn = match &self.mixer {
+            MixerConfig::None => None,
+            mixer => Some(mixer.init(d_model, device).map_err(|e| e.within("mixer"))?),
+        };
         Ok(Block {
-            attn_norm: new_norm(),
-            attn: self.mixer.init(d_model, device).map_err(|e| e.within("mixer"))?,
+            attn_norm: attn.is_some().then(new_norm),
+            attn,
             mlp: self.mlp.init(d_model, new_norm, device)?,
             canon: self.canon.init(&self.mlp, d_model, device)?,
+            post_norm: self.post_norm,
         })
     }
 
@@ -102,13 +133,14 @@ impl LayerConfig {
 impl<B: LinearAttentionBackend> Block<B> {
     /// The same layer with its linear layers started.
     pub(super) fn started(self, start: &Start) -> Self {
-        let (attn, mlp) = (start.mixer(self.attn), self.mlp.map(|mlp| start.usual(mlp)));
+        let attn = self.attn.map(|mixer| start.mixer(mixer));
+        let mlp = self.mlp.map(|mlp| start.usual(mlp));
         Self { attn, mlp, ..self }
     }
 
-    /// Its mixer.
-    pub fn mixer(&self) -> &Mixer<B> {
-        &self.attn
+    /// Its mixer, where it has one.
+    pub fn mixer(&self) -> Option<&Mixer<B>> {
+        self.attn.as_ref()
     }
 
     /// Whole sequences: `x` is `[B, T, D]`; gives `[B, T, D]` and the state after token T. What layers
@@ -150,15 +182,34 @@ impl<B: LinearAttentionBackend> Block<B> {
             None => (None, vec![]),
         };
         let mut tails = Tails::after(before);
-        let (h, x) = x.normalized(&self.attn_norm, self.attn.takes_bf16());
-        let h = canon(self.canon.before_mixer.as_ref(), h, &mut tails);
-        let (y, mixer) = self.attn.forward_shared(h, mixer, shared);
-        let mut x = x.plus(y);
-        if let Some(mlp) = &self.mlp {
-            let (h, sum) = x.normalized(mlp.norm(), true);
-            let y = mlp.forward(h, &self.canon, &mut tails);
-            x = sum.plus(y);
+        let (mut x, mut mixed) = (x, NoState::default().into());
+        if let (Some(norm), Some(attn)) = (&self.attn_norm, &self.attn) {
+            let (h, sum) = self.read(x, norm, attn.takes_bf16());
+            let h = canon(self.canon.before_mixer.as_ref(), h, &mut tails);
+            let (y, next) = attn.forward_shared(h, mixer, shared);
+            (x, mixed) = (self.write(sum, norm, y), next);
         }
-        (x, BlockState { mixer, tails: tails.into_next() })
+        if let Some(mlp) = &self.mlp {
+            let (h, sum) = self.read(x, mlp.norm(), true);
+            let y = mlp.forward(h, &self.canon, &mut tails);
+            x = self.write(sum, mlp.norm(), y);
+        }
+        (x, BlockState { mixer: mixed, tails: tails.into_next() })
+    }
+
+    /// Input of a part, and the stream that its output is added to.
+    fn read(&self, x: Residual<B>, norm: &Norm<B>, narrow: bool) -> (Tensor<B, 3>, Residual<B>) {
+        match self.post_norm {
+            true => x.summed(narrow),
+            false => x.normalized(norm, narrow),
+        }
+    }
+
+    /// The stream with the output of a part.
+    fn write(&self, x: Residual<B>, norm: &Norm<B>, y: Tensor<B, 3>) -> Residual<B> {
+        match self.post_norm {
+            true => x.plus(norm.forward(y)),
+            false => x.plus(y),
+        }
     }
 }

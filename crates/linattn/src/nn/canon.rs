@@ -33,7 +33,10 @@ impl CanonConfig {
         d_model: usize,
     ) -> Result<[(usize, usize); 3], ConfigError> {
         let inside = match mlp {
-            MlpConfig::Swiglu(_) | MlpConfig::Geglu(_) | MlpConfig::Gelu(_) => {
+            MlpConfig::Swiglu(_)
+            | MlpConfig::Geglu(_)
+            | MlpConfig::Gelu(_)
+            | MlpConfig::Relu2(_) => {
                 let (width, projections) = mlp.inner(d_model)?;
                 width * projections
             }

@@ -35,6 +35,7 @@ struct Spelled {
     repeat: usize,
     mixer: Option<MixerConfig>,
     mlp: Option<MlpConfig>,
+    post_norm: Option<bool>,
     canon: Option<CanonConfig>,
     group: Option<Vec<LayerConfig>>,
 }
@@ -43,15 +44,15 @@ impl TryFrom<Spelled> for LayerEntry {
     type Error = &'static str;
 
     fn try_from(entry: Spelled) -> Result<Self, Self::Error> {
-        let Spelled { repeat, mixer, mlp, canon, group } = entry;
+        let Spelled { repeat, mixer, mlp, post_norm, canon, group } = entry;
+        let alone = mlp.is_none() && post_norm.is_none() && canon.is_none();
         match (mixer, group) {
             (Some(mixer), None) => {
                 let (mlp, canon) = (mlp.unwrap_or_default(), canon.unwrap_or_default());
-                Ok(Self::Layer(LayerConfig { repeat, mixer, mlp, canon }))
+                let post_norm = post_norm.unwrap_or_default();
+                Ok(Self::Layer(LayerConfig { repeat, mixer, mlp, post_norm, canon }))
             }
-            (None, Some(group)) if mlp.is_none() && canon.is_none() => {
-                Ok(Self::Group(LayerGroup { repeat, group }))
-            }
+            (None, Some(group)) if alone => Ok(Self::Group(LayerGroup { repeat, group })),
             (None, None) => Err("a layer wants a `mixer`, or a `group` of layers"),
             _ => Err("beside `group` only `repeat` may stand: each layer of it has its own keys"),
         }

@@ -5,6 +5,7 @@ pub(crate) use crate::ops::softplus;
 use crate::ops::{self, Activation, LinearAttentionBackend, Measure, typed};
 use burn::module::{Initializer, Module, ModuleMapper, Param};
 use burn::nn::{GroupNorm, RmsNorm, RmsNormConfig};
+use burn::tensor::activation::{gelu, gelu_approximate};
 use burn::tensor::{DType, Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -323,6 +324,8 @@ pub enum NormKind {
     Rms,
     /// Mean and variance, with weight and bias.
     Layer,
+    /// Root mean square, with a weight that counts from 1: times 1 + w, where w starts from 0.
+    ZeroCenteredRms,
 }
 
 /// The norm before the logits, where it is another than that of the layers.
@@ -333,6 +336,8 @@ pub enum FinalNormKind {
     Rms,
     /// Mean and variance, with weight and bias.
     Layer,
+    /// Root mean square, with a weight that counts from 1.
+    ZeroCenteredRms,
     /// None at all.
     None,
 }
@@ -343,6 +348,7 @@ impl FinalNormKind {
         match self {
             Self::Rms => Some(NormKind::Rms),
             Self::Layer => Some(NormKind::Layer),
+            Self::ZeroCenteredRms => Some(NormKind::ZeroCenteredRms),
             Self::None => None,
         }
     }
@@ -360,6 +366,16 @@ pub struct LayerNorm<B: Backend> {
     epsilon: f64,
 }
 
+/// RMSNorm whose weight counts from 1: `x / sqrt(mean x^2 + epsilon) * (1 + gamma)` over the last
+/// dimension. Weight decay then draws the factor to 1, not to 0.
+#[derive(Module, Debug)]
+pub struct ZeroCenteredRmsNorm<B: Backend> {
+    /// `[D]`.
+    pub gamma: Param<Tensor<B, 1>>,
+    #[module(skip)]
+    epsilon: f64,
+}
+
 /// A normalisation over the last dimension.
 #[derive(Module, Debug)]
 pub enum Norm<B: Backend> {
@@ -367,6 +383,8 @@ pub enum Norm<B: Backend> {
     Rms(RmsNorm<B>),
     /// Mean and variance.
     Layer(LayerNorm<B>),
+    /// Root mean square, times 1 + w.
+    ZeroCenteredRms(ZeroCenteredRmsNorm<B>),
 }
 
 impl<B: Backend> Norm<B> {
@@ -379,6 +397,10 @@ impl<B: Backend> Norm<B> {
             NormKind::Layer => Norm::Layer(LayerNorm {
                 gamma: Initializer::Ones.init([width], device),
                 beta: Initializer::Zeros.init([width], device),
+                epsilon,
+            }),
+            NormKind::ZeroCenteredRms => Norm::ZeroCenteredRms(ZeroCenteredRmsNorm {
+                gamma: Initializer::Zeros.init([width], device),
                 epsilon,
             }),
         }
@@ -405,10 +427,31 @@ impl<B: LinearAttentionBackend> Norm<B> {
             Norm::Layer(norm) => {
                 ((Measure::Standard, norm.epsilon), norm.gamma.val(), Some(norm.beta.val()))
             }
+            Norm::ZeroCenteredRms(norm) => {
+                ((Measure::RootMeanSquare, norm.epsilon), norm.gamma.val() + 1.0, None)
+            }
         };
         match addend {
             Some(addend) => ops::add_normalize(addend, Some(x), measure, (weight, bias), dtype),
             None => ops::add_normalize(x, None, measure, (weight, bias), dtype),
+        }
+    }
+}
+
+/// How GELU is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Gelu {
+    /// `x` times the normal distribution's share below it.
+    Exact,
+    /// `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2`.
+    Tanh,
+}
+
+impl Gelu {
+    pub(crate) fn forward<B: Backend, const D: usize>(self, x: Tensor<B, D>) -> Tensor<B, D> {
+        match self {
+            Gelu::Exact => gelu(x),
+            Gelu::Tanh => gelu_approximate(x),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::canon::{Canon, canon};
 use super::convolution::Tails;
-use super::layers::{Linear, Norm, ResidualLinear, linear, linear_with_bias, shift_tokens};
+use super::layers::{Gelu, Linear, Norm, ResidualLinear, linear, linear_with_bias, shift_tokens};
 use super::{ConfigError, Cost, positive};
 use crate::ops::{self, Activation, LinearAttentionBackend, typed};
 use burn::module::{Module, Param};
@@ -33,6 +33,8 @@ pub enum MlpConfig {
     Geglu(SwiGluConfig),
     /// `gelu(x W_up) W_down`.
     Gelu(GeluMlpConfig),
+    /// `relu(x W_up)^2 W_down`.
+    Relu2(GeluMlpConfig),
 }
 
 impl MlpConfig {
@@ -43,12 +45,17 @@ impl MlpConfig {
             Self::Swiglu(config) => ("swiglu", config.width(d_model), 2),
             Self::Geglu(config) => ("geglu", config.width(d_model), 2),
             Self::Gelu(config) => ("gelu", config.width(d_model), 1),
+            Self::Relu2(config) => ("relu2", config.width(d_model), 1),
             Self::Rwkv7(config) => ("rwkv7", config.width(4 * d_model), 1),
             Self::Rwkv6(config) => {
                 ("rwkv6", config.width((7 * d_model / 2).next_multiple_of(32)), 1)
             }
             Self::Rwkv4(config) => ("rwkv4", config.width(4 * d_model), 1),
         };
+        if let Self::Swiglu(SwiGluConfig { gelu_tanh: true, .. }) = self {
+            let error = ConfigError::new("gelu_tanh", true, "left out: there is no GELU in it");
+            return Err(error.within(key).within("mlp"));
+        }
         Ok((width.map_err(|e| e.within(key).within("mlp"))?, projections))
     }
 
@@ -62,16 +69,27 @@ impl MlpConfig {
         Ok(match self {
             Self::None => None,
             Self::Identity => Some(Mlp::Identity(new_norm())),
-            Self::Swiglu(_) | Self::Geglu(_) => {
-                let smooth = matches!(self, Self::Geglu(_));
-                Some(Mlp::SwiGlu((new_norm(), SwiGlu::new(d_model, width, smooth, device))))
+            Self::Swiglu(config) => {
+                let mlp = SwiGlu::new(d_model, width, GluActivation::Silu, config.bias, device);
+                Some(Mlp::SwiGlu((new_norm(), mlp)))
+            }
+            Self::Geglu(config) => {
+                let gelu = if config.gelu_tanh { Gelu::Tanh } else { Gelu::Exact };
+                let activation = GluActivation::Gelu(gelu);
+                let mlp = SwiGlu::new(d_model, width, activation, config.bias, device);
+                Some(Mlp::SwiGlu((new_norm(), mlp)))
             }
             Self::Rwkv7(_) => Some(Mlp::Rwkv7((new_norm(), Rwkv7Mlp::new(d_model, width, device)))),
             Self::Rwkv6(_) | Self::Rwkv4(_) => {
                 Some(Mlp::Rwkv6((new_norm(), Rwkv6Mlp::new(d_model, width, device))))
             }
             Self::Gelu(config) => {
-                Some(Mlp::Gelu((new_norm(), GeluMlp::new(d_model, width, config.bias, device))))
+                let mlp = GeluMlp::new(d_model, width, config.bias, false, device);
+                Some(Mlp::Gelu((new_norm(), mlp)))
+            }
+            Self::Relu2(config) => {
+                let mlp = GeluMlp::new(d_model, width, config.bias, true, device);
+                Some(Mlp::Gelu((new_norm(), mlp)))
             }
         })
     }
@@ -95,6 +113,12 @@ impl MlpConfig {
 pub struct SwiGluConfig {
     /// Inner width; by default 8/3 of d_model, rounded up to a multiple of 8.
     pub width: Option<usize>,
+    /// Whether all three layers have a bias.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub bias: bool,
+    /// Whether GELU is its approximation by a tanh; of GEGLU alone.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub gelu_tanh: bool,
 }
 
 impl SwiGluConfig {
@@ -110,7 +134,7 @@ impl SwiGluConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<SwiGlu<B>, ConfigError> {
-        Ok(SwiGlu::new(d_model, self.width(d_model)?, false, device))
+        Ok(SwiGlu::new(d_model, self.width(d_model)?, GluActivation::Silu, self.bias, device))
     }
 }
 
@@ -121,19 +145,38 @@ pub struct SwiGlu<B: Backend> {
     gate_proj: Linear<B>,
     up_proj: Linear<B>,
     down_proj: ResidualLinear<B>,
-    /// Whether it is GELU.
     #[module(skip)]
-    smooth: bool,
+    activation: GluActivation,
+}
+
+/// Function of the gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum GluActivation {
+    Silu,
+    Gelu(Gelu),
 }
 
 impl<B: Backend> SwiGlu<B> {
-    fn new(d_model: usize, width: usize, smooth: bool, device: &B::Device) -> Self {
+    fn new(
+        d_model: usize,
+        width: usize,
+        activation: GluActivation,
+        bias: bool,
+        device: &B::Device,
+    ) -> Self {
         Self {
-            gate_proj: linear(d_model, width, device),
-            up_proj: linear(d_model, width, device),
-            down_proj: linear(width, d_model, device).into(),
-            smooth,
+            gate_proj: maybe_biased(d_model, width, bias, device),
+            up_proj: maybe_biased(d_model, width, bias, device),
+            down_proj: maybe_biased(width, d_model, bias, device).into(),
+            activation,
         }
+    }
+}
+
+fn maybe_biased<B: Backend>(from: usize, to: usize, bias: bool, device: &B::Device) -> Linear<B> {
+    match bias {
+        true => linear_with_bias(from, to, device),
+        false => linear(from, to, device),
     }
 }
 
@@ -151,16 +194,17 @@ impl<B: LinearAttentionBackend> SwiGlu<B> {
     ) -> Tensor<B, D> {
         let gate = canon(self.gate_proj.forward(x.clone()));
         let up = canon(self.up_proj.forward(x));
-        let inner = match self.smooth {
-            true => gelu(gate) * up,
-            false => ops::gate(up, gate, Activation::Silu),
+        let inner = match self.activation {
+            GluActivation::Gelu(gelu) => gelu.forward(gate) * up,
+            GluActivation::Silu => ops::gate(up, gate, Activation::Silu),
         };
         self.down_proj.forward(inner)
     }
 
     /// Whether [`packed`](Self::packed) does the same, and is faster.
     fn packs(&self, canon: &Canon<B>, x: &Tensor<B, 3>) -> bool {
-        !self.smooth && canon.inside_mlp.is_empty() && x.dims()[1] > 1
+        let plain = self.activation == GluActivation::Silu && self.gate_proj.bias.is_none();
+        plain && canon.inside_mlp.is_empty() && x.dims()[1] > 1
     }
 
     /// As [`forward`](Self::forward), gate and value by one product. For a few rows that would only read
@@ -173,7 +217,7 @@ impl<B: LinearAttentionBackend> SwiGlu<B> {
     }
 }
 
-/// Two linear layers with GELU between them.
+/// Two linear layers with GELU, or a squared ReLU, between them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GeluMlpConfig {
@@ -196,24 +240,28 @@ impl GeluMlpConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<GeluMlp<B>, ConfigError> {
-        Ok(GeluMlp::new(d_model, self.width(d_model)?, self.bias, device))
+        Ok(GeluMlp::new(d_model, self.width(d_model)?, self.bias, false, device))
     }
 }
 
-/// `gelu(x W_up) W_down`, the MLP of Vaswani et al., arXiv 1706.03762, with GELU, arXiv 1606.08415.
+/// `gelu(x W_up) W_down`, the MLP of Vaswani et al., arXiv 1706.03762, with GELU, arXiv 1606.08415; or
+/// `relu(x W_up)^2 W_down`, arXiv 2109.08668.
 #[derive(Module, Debug)]
 pub struct GeluMlp<B: Backend> {
     up_proj: Linear<B>,
     down_proj: ResidualLinear<B>,
+    /// Whether it is a squared ReLU.
+    #[module(skip)]
+    squared: bool,
 }
 
 impl<B: Backend> GeluMlp<B> {
-    fn new(d_model: usize, width: usize, bias: bool, device: &B::Device) -> Self {
-        let new = |from, to| match bias {
-            true => linear_with_bias(from, to, device),
-            false => linear(from, to, device),
-        };
-        Self { up_proj: new(d_model, width), down_proj: new(width, d_model).into() }
+    fn new(d_model: usize, width: usize, bias: bool, squared: bool, device: &B::Device) -> Self {
+        Self {
+            up_proj: maybe_biased(d_model, width, bias, device),
+            down_proj: maybe_biased(width, d_model, bias, device).into(),
+            squared,
+        }
     }
 }
 
@@ -229,7 +277,15 @@ impl<B: LinearAttentionBackend> GeluMlp<B> {
         x: Tensor<B, D>,
         canon: impl FnOnce(Tensor<B, D>) -> Tensor<B, D>,
     ) -> Tensor<B, D> {
-        self.down_proj.forward(gelu(canon(self.up_proj.forward(x))))
+        let inner = canon(self.up_proj.forward(x));
+        let inner = match self.squared {
+            true => {
+                let inner = relu(inner);
+                inner.clone() * inner
+            }
+            false => gelu(inner),
+        };
+        self.down_proj.forward(inner)
     }
 }
 

@@ -34,7 +34,7 @@ pub use features::{FeatureMap, Features};
 pub use layer_list::{LayerEntry, LayerGroup};
 pub use layers::{
     BlockDiagonal, FinalNormKind, GatedRmsNorm, InitializerKind, Linear, Norm, NormKind,
-    ResidualLinear, ScaledLinear, l2_normalize,
+    ResidualLinear, ScaledLinear, ZeroCenteredRmsNorm, l2_normalize,
 };
 pub use mlp::{
     GeluMlp, GeluMlpConfig, Mlp, MlpConfig, Rwkv6Mlp, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu,

@@ -15,6 +15,7 @@ use super::{ConfigError, Cost, LARGEST, positive};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig};
+use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Int, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -69,6 +70,12 @@ pub struct LanguageModelConfig {
     /// Share of the embedded values that training sets to zero.
     #[serde(default)]
     pub embedding_dropout: f64,
+    /// Factor of the embedded values; logits from the same weights know nothing of it.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub embedding_scale: f64,
+    /// Bound c of the logits, which become c tanh(l / c); none by default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub logit_soft_cap: Option<f64>,
 }
 
 /// Source of the logits of a position.
@@ -89,6 +96,14 @@ fn yes() -> bool {
 
 fn is_zero(count: &usize) -> bool {
     *count == 0
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+fn is_one(factor: &f64) -> bool {
+    *factor == 1.0
 }
 
 fn is_customary(range: &f64) -> bool {
@@ -152,6 +167,8 @@ impl LanguageModelConfig {
         }
         check_range("initializer_range", self.initializer_range)?;
         check_range("embedding_initializer_range", self.embedding_initializer_range)?;
+        check_range("embedding_scale", self.embedding_scale)?;
+        self.logit_soft_cap.map_or(Ok(()), |cap| check_range("logit_soft_cap", cap))?;
         if self.initializer == InitializerKind::Torch && self.initializer_range != INIT_STD {
             let want = "left out where `initializer` is \"torch\", whose range the fan-in says";
             return Err(ConfigError::new("initializer_range", self.initializer_range, want));
@@ -227,14 +244,18 @@ impl LanguageModelConfig {
             }),
             decoder: (self.head == HeadKind::AutoEncoder)
                 .then(|| Decoder::new(self.d_model, self.norm, self.norm_eps, device)),
+            embedding_scale: self.embedding_scale,
+            logit_soft_cap: self.logit_soft_cap,
             precision: None,
         };
         Ok(model.started(&self.start()))
     }
 
     fn start(&self) -> Start {
-        let writes =
-            self.each_layer().map(|(_, layer)| 1 + usize::from(layer.mlp != MlpConfig::None));
+        let writes = self.each_layer().map(|(_, layer)| {
+            usize::from(layer.mixer != MixerConfig::None)
+                + usize::from(layer.mlp != MlpConfig::None)
+        });
         let stack = Stack { layers: self.depth(), writes: writes.sum() };
         Start {
             initializer: self.initializer,
@@ -345,6 +366,10 @@ pub struct LanguageModel<B: Backend> {
     norm: Option<Norm<B>>,
     lm_head: Option<Linear<B>>,
     decoder: Option<Decoder<B>>,
+    #[module(skip)]
+    embedding_scale: f64,
+    #[module(skip)]
+    logit_soft_cap: Option<f64>,
     /// Type of products and recurrences; the weights' own if absent.
     #[module(skip)]
     precision: Option<DType>,
@@ -406,6 +431,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     fn embed(&self, ids: Tensor<B, 2, Int>, state: &Option<LanguageModelState<B>>) -> Tensor<B, 3> {
         let (tokens, device) = (ids.dims()[1], ids.device());
         let x = ops::embedding(self.embeddings.weight.val(), ids);
+        let x = if self.embedding_scale == 1.0 { x } else { x * self.embedding_scale };
         let Some(positions) = &self.positions else { return x };
         let (first, table) = (seen(state), positions.weight.val());
         let (last, known) = (first + tokens, table.dims()[0]);
@@ -442,7 +468,8 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     /// [`Mixer::ignores_position`](super::mixers::Mixer::ignores_position).
     pub fn ignores_position(&self) -> bool {
         let counted = self.positions.is_some();
-        !counted && self.layers.iter().all(|layer| layer.mixer().ignores_position())
+        let mut mixers = self.layers.iter().filter_map(Block::mixer);
+        !counted && mixers.all(Mixer::ignores_position)
     }
 
     /// One id each, `[B]`. Gives logits, `[B, vocab]`, and the next state.
@@ -461,12 +488,16 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
 
     /// `[.., D]` from [`hidden`](Self::hidden) to `[.., vocab]`.
     pub fn logits<const D: usize>(&self, hidden: Tensor<B, D>) -> Tensor<B, D> {
-        match &self.lm_head {
+        let logits = match &self.lm_head {
             Some(head) => head.forward(hidden),
             None => {
                 let table = ops::typed(self.embeddings.weight.val(), hidden.dtype());
                 burn::tensor::module::linear(hidden, table.transpose(), None)
             }
+        };
+        match self.logit_soft_cap {
+            Some(cap) => (logits / cap).tanh() * cap,
+            None => logits,
         }
     }
 
@@ -486,13 +517,19 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     }
 
     /// `scale` times the sum of the cross-entropies of rows from [`hidden`](Self::hidden), `[M, D]`, in
-    /// nats, against the right ids, `[M]`: `[1]`, in f32 (f64 for f64 rows). Logits are not kept.
+    /// nats, against the right ids, `[M]`: `[1]`, in f32 (f64 for f64 rows). Logits are not kept, unless
+    /// they have a soft cap.
     pub fn cross_entropy(
         &self,
         hidden: Tensor<B, 2>,
         target: Tensor<B, 1, Int>,
         scale: f64,
     ) -> Tensor<B, 1> {
+        if self.logit_soft_cap.is_some() {
+            let logits = ops::accumulator(self.logits(hidden));
+            let right = log_softmax(logits, 1).gather(1, target.unsqueeze_dim(1));
+            return right.sum() * -scale;
+        }
         let (weight, bias) = match &self.lm_head {
             Some(head) => ((head.weight.val(), false), head.bias.as_ref().map(Param::val)),
             None => ((self.embeddings.weight.val(), true), None),

@@ -36,6 +36,14 @@ impl<B: LinearAttentionBackend> Residual<B> {
         (y, Self { stream, addend: None, dtype })
     }
 
+    /// The sum itself, and the stream with nothing left to add.
+    pub(super) fn summed(self, narrow: bool) -> (Tensor<B, 3>, Self) {
+        let dtype = self.dtype;
+        let stream = self.sum();
+        let own = if narrow { dtype } else { stream.dtype() };
+        (ops::typed(stream.clone(), own), Self { stream, addend: None, dtype })
+    }
+
     /// The stream with `addend` to be added next; nothing else is left to add.
     pub(super) fn plus(self, addend: Tensor<B, 3>) -> Self {
         Self { addend: Some(addend), ..self }

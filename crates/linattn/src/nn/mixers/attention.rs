@@ -1,21 +1,23 @@
 //! Causal softmax attention with rotary positions: the reference that linear attention is held to.
 //! ```text
 //! q, k = rope(x W_q), rope(x W_k);  v = x W_v      biases, and norms before rope, where asked for
-//! y    = softmax(q k^T / sqrt(K) - slope (i - j) + causal mask) v W_o      the slope, a bias after W_o
-//!                                                                         and dropout where asked for
+//! o    = softmax(q k^T / sqrt(K) - slope (i - j) + causal mask) v      slope and dropout where asked for
+//! y    = (o * sigmoid(x W_g)) W_o                                      gate and bias where asked for
 //! ```
 //! Source: Vaswani et al., arXiv 1706.03762; fewer key than query heads as in arXiv 2305.13245, a
-//! window as in arXiv 2004.05150, slopes (ALiBi) as in arXiv 2108.12409.
+//! window as in arXiv 2004.05150, slopes (ALiBi) as in arXiv 2108.12409, the gate as in arXiv 2505.06708.
 
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::Tails;
 use crate::nn::layers::{
-    ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, rms_norm, wide_type,
+    Norm, NormKind, ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, rms_norm,
+    split_heads, wide_type,
 };
+use crate::nn::projection::Projection;
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::softmax;
@@ -39,27 +41,54 @@ pub struct AttentionConfig {
     pub rope: bool,
     /// Base of the rotation's wavelengths.
     pub rope_theta: f64,
+    /// Channels of a head that are rotated, the first ones, an even number; all by default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rope_width: Option<usize>,
     /// Tokens that a query sees, itself and those just before it, at least 2; all by default. The
     /// state then stops growing.
     pub window: Option<usize>,
     /// Whether scores fall with the distance, at a fixed rate for each head; in place of rotation.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub alibi: bool,
-    /// Whether each head's queries and keys are normalised, before rotation.
+    /// Whether queries and keys are normalised, before rotation.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub qk_norm: bool,
+    /// The norm of queries and keys.
+    #[serde(skip_serializing_if = "is_default")]
+    pub qk_norm_kind: NormKind,
+    /// Channels that such a norm takes together.
+    #[serde(skip_serializing_if = "is_default")]
+    pub qk_norm_span: QkNormSpan,
     /// Added to a mean square before its root, where queries and keys are normalised.
     #[serde(skip_serializing_if = "is_usual")]
     pub norm_eps: f64,
     /// Whether queries, keys and values have a bias.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub qkv_bias: bool,
+    /// Whether the answers of the heads are multiplied by the sigmoid of a projection, before the last one.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub output_gate: bool,
     /// Whether the output has a bias.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub output_bias: bool,
     /// Share of the weights of keys that training sets to zero.
     #[serde(skip_serializing_if = "is_zero")]
     pub dropout: f64,
+}
+
+/// Channels of queries and keys that are normalised together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QkNormSpan {
+    /// Those of a head; the heads share their weights.
+    #[default]
+    Head,
+    /// Those of all heads, with a weight for each.
+    Projection,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 fn is_zero(share: &f64) -> bool {
@@ -80,11 +109,15 @@ impl Default for AttentionConfig {
             key_width: None,
             rope: true,
             rope_theta: 10_000.0,
+            rope_width: None,
             window: None,
             alibi: false,
             qk_norm: false,
+            qk_norm_kind: NormKind::Rms,
+            qk_norm_span: QkNormSpan::Head,
             norm_eps: USUAL_EPSILON,
             qkv_bias: false,
+            output_gate: false,
             output_bias: false,
             dropout: 0.0,
         }
@@ -107,11 +140,13 @@ impl AttentionConfig {
     pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         let shared = check_shared(self.heads, self.key_value_heads)?;
         let width = key_width(self.key_width, d_model, self.heads)?;
-        if self.rope {
-            check_rotated("key_width", width)?;
-            check_theta(self.rope_theta)?;
-        }
+        self.check_rope(width)?;
         check_epsilon(self.norm_eps)?;
+        let normed = self.qk_norm_kind != NormKind::Rms || self.qk_norm_span != QkNormSpan::Head;
+        if normed && !self.qk_norm {
+            let want = "true where `qk_norm_kind` or `qk_norm_span` is given";
+            return Err(ConfigError::new("qk_norm", false, want));
+        }
         if !(0.0..1.0).contains(&self.dropout) {
             return Err(ConfigError::new("dropout", self.dropout, "at least 0 and below 1"));
         }
@@ -125,6 +160,27 @@ impl AttentionConfig {
                 Ok((width, shared))
             }
         }
+    }
+
+    /// Checks the keys of the rotation, for heads of `width` channels.
+    fn check_rope(&self, width: usize) -> Result<(), ConfigError> {
+        match self.rope_width {
+            Some(part) if !self.rope => {
+                Err(ConfigError::new("rope_width", part, "left out, unless `rope` is true"))
+            }
+            Some(part) if part == 0 || part > width => {
+                let want = format!("from 2 to {width}, the width of a head");
+                Err(ConfigError::new("rope_width", part, want))
+            }
+            Some(part) => check_rotated("rope_width", part),
+            None if self.rope => check_rotated("key_width", width),
+            None => Ok(()),
+        }?;
+        if self.rope { check_theta(self.rope_theta) } else { Ok(()) }
+    }
+
+    fn rotation(&self) -> Option<Rope> {
+        self.rope.then_some(Rope { theta: self.rope_theta, width: self.rope_width })
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -141,20 +197,28 @@ impl AttentionConfig {
             false => linear(from, to, device),
         };
         let project = |to| biased(self.qkv_bias, d_model, to);
-        let norm = || head_norm(self.qk_norm, width, self.norm_eps, device);
+        let norm = |heads: usize| {
+            let together = match self.qk_norm_span {
+                QkNormSpan::Head => width,
+                QkNormSpan::Projection => heads * width,
+            };
+            self.qk_norm.then(|| Norm::new(self.qk_norm_kind, together, self.norm_eps, device))
+        };
         Ok(Attention {
             q_proj: project(self.heads * width),
             k_proj: project(shared * width),
             v_proj: project(shared * width),
-            q_norm: norm(),
-            k_norm: norm(),
+            q_norm: norm(self.heads),
+            k_norm: norm(shared),
+            g_proj: self.output_gate.then(|| linear(d_model, self.heads * width, device)),
             o_proj: biased(self.output_bias, self.heads * width, d_model).into(),
             dropout: DropoutConfig::new(self.dropout).init(),
             heads: self.heads,
             key_value_heads: shared,
-            rope: self.rope.then_some(Rope { theta: self.rope_theta }),
+            rope: self.rotation(),
             window: self.window,
             alibi: self.alibi,
+            norm_span: self.qk_norm_span,
         })
     }
 
@@ -168,9 +232,10 @@ impl AttentionConfig {
         let seen = self.window.unwrap_or(length).min(length.div_ceil(2));
         let look_back = 2 * 2 * queries as u64 * seen as u64;
         let kept = self.window.map_or(length, |window| length.min(window - 1));
+        let gate = if self.output_gate { queries } else { 0 };
         Ok(Cost {
             state_bytes: 4 * 2 * (keys * kept) as u64,
-            flops_per_token: linear_flops(d_model, queries + 2 * keys)
+            flops_per_token: linear_flops(d_model, queries + 2 * keys + gate)
                 + linear_flops(queries, d_model)
                 + look_back,
         })
@@ -237,8 +302,9 @@ pub struct Attention<B: Backend> {
     q_proj: Linear<B>,
     k_proj: Linear<B>,
     v_proj: Linear<B>,
-    q_norm: Option<RmsNorm<B>>,
-    k_norm: Option<RmsNorm<B>>,
+    q_norm: Option<Norm<B>>,
+    k_norm: Option<Norm<B>>,
+    g_proj: Option<Linear<B>>,
     o_proj: ResidualLinear<B>,
     dropout: Dropout,
     #[module(skip)]
@@ -251,6 +317,8 @@ pub struct Attention<B: Backend> {
     window: Option<usize>,
     #[module(skip)]
     alibi: bool,
+    #[module(skip)]
+    norm_span: QkNormSpan,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
@@ -270,10 +338,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
         let rotation = self.rope.map(|rope| (rope, position));
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let heads = [self.heads, self.key_value_heads, self.key_value_heads];
-        let (Qkv { q, k, v }, []) =
-            ConvQkv::plain(projections, heads).project(&x, [], &mut Tails::none());
-        let q = turned(q, &self.q_norm, rotation);
-        let k = turned(k, &self.k_norm, rotation);
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let (Qkv { q, k, v }, [], [gate]) =
+            ConvQkv::plain(projections, heads).project_some(&x, [], [gate], &mut Tails::none());
+        let q = turned(self.normalized(q, &self.q_norm), &None, rotation);
+        let k = turned(self.normalized(k, &self.k_norm), &None, rotation);
         let v = v.swap_dims(1, 2);
 
         // Through a window, a long sequence is seen piece by piece: the scores outside are not formed.
@@ -281,11 +350,27 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
         let (o, cache) =
             in_pieces(tokens, piece, state, |part, before| self.attend(&q, &k, &v, part, before));
         shared.keys_values = Some(cache.clone());
+        let o = match gate {
+            Some(gate) => ops::gate(o, gate, Activation::Sigmoid),
+            None => o,
+        };
         (self.o_proj.forward(o), cache)
     }
 }
 
 impl<B: LinearAttentionBackend> Attention<B> {
+    /// Queries or keys, `[B, T, heads, K]`, through their norm where there is one.
+    fn normalized(&self, x: Tensor<B, 4>, norm: &Option<Norm<B>>) -> Tensor<B, 4> {
+        let heads = x.dims()[2];
+        match norm {
+            Some(norm) if self.norm_span == QkNormSpan::Projection => {
+                split_heads(norm.forward(merge_heads(x)), heads)
+            }
+            Some(norm) => norm.forward(x),
+            None => x,
+        }
+    }
+
     /// The tokens of a part, `(first, how many)`, and what of the cache is left after them.
     fn attend(
         &self,

@@ -78,6 +78,10 @@ impl CrossAttentionConfig {
         if self.rope != source.rope {
             return refuse("rope", self.rope.to_string(), format!("{}, as in", source.rope));
         }
+        if let Some(part) = source.rope_width.filter(|_| self.rope) {
+            let want = format!("false after rotation of {part} channels alone, as in");
+            return refuse("rope", self.rope.to_string(), want);
+        }
         if self.rope && self.rope_theta != source.rope_theta {
             let want = format!("{}, as in", source.rope_theta);
             return refuse("rope_theta", self.rope_theta.to_string(), want);
@@ -98,7 +102,7 @@ impl CrossAttentionConfig {
             q_proj: linear(d_model, queries, device),
             o_proj: linear(queries, d_model, device).into(),
             heads: self.heads,
-            rope: self.rope.then_some(Rope { theta: self.rope_theta }),
+            rope: self.rope.then_some(Rope::whole(self.rope_theta)),
         })
     }
 

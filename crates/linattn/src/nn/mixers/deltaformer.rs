@@ -96,7 +96,7 @@ impl DeltaFormerConfig {
             o_proj: linear(self.heads * width, d_model, device).into(),
             heads: self.heads,
             key_value_heads: shared,
-            rope: self.rope.then_some(Rope { theta: self.rope_theta }),
+            rope: self.rope.then_some(Rope::whole(self.rope_theta)),
             chunk: self.chunk,
         })
     }

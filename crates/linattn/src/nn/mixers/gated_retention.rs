@@ -95,7 +95,7 @@ impl GatedRetentionConfig {
             o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
-            rope: Rope { theta: self.rope_theta },
+            rope: Rope::whole(self.rope_theta),
             gate_normalizer: self.gate_normalizer,
             norm_eps: self.norm_eps,
             chunk: self.chunk,

@@ -34,10 +34,13 @@ use serde::{Deserialize, Serialize};
 pub struct Mamba2Config {
     /// K, width of B and C.
     pub d_state: usize,
-    /// Inner width over d_model.
+    /// Inner width over d_model, where `heads` does not say it.
     pub expand: usize,
     /// V, width of a head; the inner width must be a multiple of it.
     pub head_width: usize,
+    /// Heads, which make the inner width heads times `head_width`; as many as `expand` gives by default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub heads: Option<usize>,
     /// Groups of heads that share B and C.
     pub groups: usize,
     /// Tokens the short convolution sees; 1 for a factor and a bias for each channel.
@@ -46,10 +49,17 @@ pub struct Mamba2Config {
     /// have it; else all together.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub group_norm: bool,
+    /// Least step size: smaller ones are raised to it; 0 for none.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub step_min: f64,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
     /// Tokens a chunk. Changes speed, and results by no more than rounding.
     pub chunk: usize,
+}
+
+fn is_zero(step: &f64) -> bool {
+    *step == 0.0
 }
 
 impl Default for Mamba2Config {
@@ -58,9 +68,11 @@ impl Default for Mamba2Config {
             d_state: 128,
             expand: 2,
             head_width: 64,
+            heads: None,
             groups: 1,
             conv_size: 4,
             group_norm: false,
+            step_min: 0.0,
             norm_eps: 1e-5,
             chunk: DEFAULT_CHUNK,
         }
@@ -72,12 +84,10 @@ impl Mamba2Config {
     pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         positive("d_state", self.d_state)?;
         positive("groups", self.groups)?;
-        let inner = positive("expand", self.expand)? * d_model;
-        if !inner.is_multiple_of(positive("head_width", self.head_width)?) {
-            let want = format!("a divisor of expand * d_model = {inner}");
-            return Err(ConfigError::new("head_width", self.head_width, want));
+        let (inner, heads) = self.inner(d_model)?;
+        if !(self.step_min >= 0.0 && self.step_min.is_finite()) {
+            return Err(ConfigError::new("step_min", self.step_min, "at least 0"));
         }
-        let heads = inner / self.head_width;
         if !heads.is_multiple_of(self.groups) {
             let want = format!("a divisor of the {heads} heads");
             return Err(ConfigError::new("groups", self.groups, want));
@@ -86,6 +96,20 @@ impl Mamba2Config {
         check_epsilon(self.norm_eps)?;
         check_chunk(self.chunk)?;
         Ok((inner, heads))
+    }
+
+    /// Inner width and heads, from `heads` or from `expand`.
+    fn inner(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
+        let width = positive("head_width", self.head_width)?;
+        if let Some(heads) = self.heads {
+            return Ok((positive("heads", heads)? * width, heads));
+        }
+        let inner = positive("expand", self.expand)? * d_model;
+        if !inner.is_multiple_of(width) {
+            let want = format!("a divisor of expand * d_model = {inner}");
+            return Err(ConfigError::new("head_width", width, want));
+        }
+        Ok((inner, inner / width))
     }
 
     /// Builds the layer for a model of width `d_model`.
@@ -110,6 +134,7 @@ impl Mamba2Config {
             groups: self.groups,
             group_norm: self.group_norm,
             d_state: self.d_state,
+            step_min: self.step_min,
             chunk: self.chunk,
         })
     }
@@ -148,6 +173,8 @@ pub struct Mamba2<B: Backend> {
     #[module(skip)]
     d_state: usize,
     #[module(skip)]
+    step_min: f64,
+    #[module(skip)]
     chunk: usize,
 }
 
@@ -178,6 +205,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
         let Parts { z, x, k, q, step } = self.parts(x, &mut past.tails);
+        let step = if self.step_min > 0.0 { step.clamp_min(self.step_min) } else { step };
         let (q, k) = (split_heads(q, self.groups), split_heads(k, self.groups));
         let (dtype, x) = (x.dtype(), split_heads(x, self.heads));
         let v = x.clone() * typed(step.clone(), dtype).unsqueeze_dim(3);

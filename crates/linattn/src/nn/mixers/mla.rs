@@ -111,7 +111,7 @@ impl MlaConfig {
             o_proj: linear(self.heads * value, d_model, device).into(),
             heads: self.heads,
             key_width: key,
-            rope: Rope { theta: self.rope_theta },
+            rope: Rope::whole(self.rope_theta),
         })
     }
 

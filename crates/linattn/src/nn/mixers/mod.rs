@@ -45,7 +45,7 @@ mod rwkv7;
 mod s4d;
 mod slstm;
 
-pub use attention::{Attention, AttentionConfig, KeyValueCache};
+pub use attention::{Attention, AttentionConfig, KeyValueCache, QkNormSpan};
 pub use base_conv::{BaseConv, BaseConvConfig, ConvolutionTail};
 pub use comba::{Comba, CombaConfig};
 pub use cross_attention::{CrossAttention, CrossAttentionConfig, NoState};
@@ -451,16 +451,19 @@ macro_rules! mixers {
         /// Which mixer, by its name in a config.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         pub enum MixerConfig {
+            /// None: a layer of an MLP alone.
+            #[serde(rename = "none")]
+            None,
             $($(#[$doc])* #[serde(rename = $key)] $name($config),)+
         }
 
         impl MixerConfig {
-            /// Names that a config may use.
+            /// Names of the mixers that a config may use.
             pub const NAMES: &'static [&'static str] = &[$($key),+];
 
             /// Its name in a config.
             pub fn name(&self) -> &'static str {
-                match self { $(Self::$name(_) => $key,)+ }
+                match self { Self::None => "none", $(Self::$name(_) => $key,)+ }
             }
 
             /// Checks every key, in a model of width `d_model`.
@@ -468,6 +471,7 @@ macro_rules! mixers {
             /// [`ConfigError`] names the first key that does not fit.
             pub fn check(&self, d_model: usize) -> Result<(), ConfigError> {
                 match self {
+                    Self::None => Ok(()),
                     $(Self::$name(config) => {
                         config.resolve(d_model).map(drop).map_err(|e| e.within($key))
                     })+
@@ -476,13 +480,14 @@ macro_rules! mixers {
 
             /// Builds the mixer for a model of width `d_model`.
             /// # Errors
-            /// As [`check`](Self::check).
+            /// As [`check`](Self::check); and where there is none to be built.
             pub fn init<B: LinearAttentionBackend>(
                 &self,
                 d_model: usize,
                 device: &B::Device,
             ) -> Result<Mixer<B>, ConfigError> {
                 match self {
+                    Self::None => Err(ConfigError::new("mixer", "none", "a mixer")),
                     $(Self::$name(config) => config
                         .init(d_model, device)
                         .map(Mixer::$name)
@@ -495,6 +500,7 @@ macro_rules! mixers {
             /// As [`init`](Self::init).
             pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
                 match self {
+                    Self::None => Ok(Cost::default()),
                     $(Self::$name(config) => {
                         config.cost(d_model, length).map_err(|e| e.within($key))
                     })+

@@ -89,7 +89,7 @@ impl RetNetConfig {
             o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
-            rope: Rope { theta: self.rope_theta },
+            rope: Rope::whole(self.rope_theta),
             chunk: self.chunk,
         })
     }

@@ -9,7 +9,8 @@
 //! ```
 //! Source: De et al., arXiv 2402.19427; e^{-8 softplus(A)} starts uniform in 0.9 to 0.999, as the paper
 //! says. The authors' code has e^{-softplus(A)} there, which forgets sooner. The released models write
-//! the first token of a text without the root before it; here it is like any other. Matrices start normal,
+//! the first token of a text without the root before it, as `first_unscaled` asks for; by default it is like
+//! any other. Matrices start normal,
 //! of variance 1 / fan-in, that of the output 2 / layers times as much where a model rescales what is added
 //! to its residual stream; the convolution N(0, 0.01 / W), biases from zero.
 
@@ -18,13 +19,13 @@ use super::{
     scan_cost,
 };
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
-use crate::nn::layers::{BlockDiagonal, ResidualLinear, normal_linear, softplus};
+use crate::nn::layers::{BlockDiagonal, Gelu, ResidualLinear, normal_linear, softplus};
 use crate::nn::log_decay::inverse_softplus;
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, Linear, Shared};
 use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::{gelu, sigmoid};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -45,11 +46,17 @@ pub struct RgLruConfig {
     pub heads: usize,
     /// Tokens the short convolution sees, at least 2.
     pub conv_size: usize,
+    /// Whether GELU is its approximation by a tanh.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub gelu_tanh: bool,
+    /// Whether the first token of a text is written as it is, without the root of 1 - a^2.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub first_unscaled: bool,
 }
 
 impl Default for RgLruConfig {
     fn default() -> Self {
-        Self { width: None, heads: 1, conv_size: 4 }
+        Self { width: None, heads: 1, conv_size: 4, gelu_tanh: false, first_unscaled: false }
     }
 }
 
@@ -91,6 +98,8 @@ impl RgLruConfig {
             a_gate: gate(),
             a_param: Param::from_tensor(fresh_decay(width, device)),
             out_proj: linear(width, d_model).into(),
+            gelu: if self.gelu_tanh { Gelu::Tanh } else { Gelu::Exact },
+            first_unscaled: self.first_unscaled,
         })
     }
 
@@ -125,6 +134,10 @@ pub struct RgLru<B: Backend> {
     /// A, `[width]`.
     a_param: Param<Tensor<B, 1>>,
     out_proj: ResidualLinear<B>,
+    #[module(skip)]
+    gelu: Gelu,
+    #[module(skip)]
+    first_unscaled: bool,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for RgLru<B> {
@@ -155,10 +168,25 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RgLru<B> {
         let a = forget.clone().neg().exp();
         // 1 - a^2 = (1 + a^2) tanh(-ln a), which is exact where a is nearly 1.
         let square = (a.clone() * a.clone() + 1.0) * forget.tanh();
-        let written = square.clamp_min(LEAST_SQUARE).sqrt() * (input * accumulator(u));
+        let scale = square.clamp_min(LEAST_SQUARE).sqrt();
+        let scale = match self.first_unscaled && past.position == 0 {
+            true => after_one(scale),
+            false => scale,
+        };
+        let written = scale * (input * accumulator(u));
         let (h, last) =
             ops::linear_scan(a, written, past.draw()).expect("the projections made the shapes");
-        let y = self.out_proj.forward(typed(h, gate.dtype()) * gelu(gate));
+        let y = self.out_proj.forward(typed(h, gate.dtype()) * self.gelu.forward(gate));
         (y, past.then(vec![last], tokens))
+    }
+}
+
+/// `[B, T, D]` with ones in place of the first token.
+fn after_one<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 3> {
+    let tokens = x.dims()[1];
+    let first = x.clone().narrow(1, 0, 1).ones_like();
+    match tokens {
+        1 => first,
+        _ => Tensor::cat(vec![first, x.narrow(1, 1, tokens - 1)], 1),
     }
 }
