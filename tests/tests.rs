@@ -22,12 +22,15 @@ mod fused;
 #[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
 mod fused_ops;
 mod generation;
+mod guide;
 #[cfg(feature = "cpu")]
 mod hostile;
 #[cfg(feature = "cpu")]
 mod initialization;
 #[cfg(feature = "cpu")]
 mod layers;
+mod layers_page;
+mod newcomer;
 mod ops;
 #[cfg(feature = "cpu")]
 mod parameters;
@@ -35,6 +38,7 @@ mod parameters;
 mod paths;
 #[cfg(feature = "cpu")]
 mod precision;
+mod results;
 #[cfg(feature = "cpu")]
 mod runs;
 mod support;

@@ -601,3 +601,8 @@ fn joint<B: Backend>(
     })?;
     Ok((format!("{}.{BOUNDS}", family.frame.root), vec![layers, width], values))
 }
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
