@@ -3,19 +3,18 @@
 //!
 //! In another project's Cargo.toml:
 //! ```toml
-//! burn = { version = "=0.21.0", default-features = false, features = ["std", "autodiff", "flex"] }
+//! burn = { version = "=0.21.0", default-features = false }
 //! linattn = { path = "linattn/crates/linattn" } # a clone; features = ["cuda"], ["wgpu"], ["rocm"]
 //! ```
 
-use burn::backend::{Autodiff, Flex};
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::{Distribution, ElementConversion, Int, Tensor, backend::Backend};
+use linattn::backend::{Autodiff, Flex, LinearAttentionBackend, TrainBackend};
 use linattn::nn::ConfigError;
 use linattn::nn::mixers::{GatedDeltaNet, GatedDeltaNetConfig, MatrixState, TokenMixer};
-use linattn::ops::LinearAttentionBackend;
 
 const WIDTH: usize = 32;
 const CLASSES: usize = 5;
@@ -55,10 +54,7 @@ impl<B: LinearAttentionBackend> Classifier<B> {
     }
 }
 
-fn train_and_stream<B>(device: &B::Device) -> Result<(f32, f32), ConfigError>
-where
-    B: burn::tensor::backend::AutodiffBackend + LinearAttentionBackend,
-{
+fn train_and_stream<B: TrainBackend>(device: &B::Device) -> Result<(f32, f32), ConfigError> {
     let mut model = Classifier::<B>::new(device)?;
     let mut optimizer = AdamWConfig::new().init();
     let x = Tensor::random([8, 100, WIDTH], Distribution::Default, device);
@@ -86,7 +82,7 @@ where
     Ok((first, last))
 }
 
-/// Swap `Flex` for `burn::backend::{Cuda, Wgpu, Rocm}` to run the same on a GPU. Through CUDA, Burn
+/// Swap `Flex` for `Cuda`, `Wgpu` or `Rocm` of `linattn::backend` to run the same on a GPU. Through CUDA, Burn
 /// multiplies in TF32: there the stream needs a wider limit.
 pub fn main() -> Result<(), ConfigError> {
     let (first, last) = train_and_stream::<Autodiff<Flex>>(&Default::default())?;

@@ -137,6 +137,120 @@ fn figures_and_mistakes_of_data() {
     refused(&data(&desk, &["--set", "task.mqar.vocab=3"]), &["task.mqar"]);
 }
 
+/// What a command prints, as JSON.
+fn printed(desk: &Desk, program: &str, args: &[&str]) -> Value {
+    let output = desk.program(program, args).output().unwrap();
+    assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{args:?}: {e}"))
+}
+
+#[test]
+fn scripts_get_the_figures_that_people_get() {
+    let desk = Desk::new();
+    let train = |args: &[&str]| {
+        let fixed = ["--config", "tiny.toml", "--device", "cpu", "--json"];
+        printed(&desk, env!("CARGO_BIN_EXE_train"), &[&fixed, args].concat())
+    };
+    let cost = train(&["--dry-run"]);
+    assert_eq!((&cost["name"], &cost["device"]), (&"tiny".into(), &"cpu".into()));
+    assert_eq!(cost["cost"]["steps"], 60, "{cost}");
+    let summary = train(&["--progress", "quiet"]);
+    assert_eq!(summary, desk.summary("tiny"));
+    assert_eq!(summary["parameters"], cost["cost"]["parameters"]);
+    let fixed = ["--run", "runs/tiny", "--device", "cpu"];
+    let evaluated = [&fixed[..], &["--checkpoint", "last", "--json", "-"]].concat();
+    let evaluated = printed(&desk, env!("CARGO_BIN_EXE_eval"), &evaluated);
+    assert_eq!(evaluated["metrics"]["test/accuracy"], summary["metrics"]["test/accuracy"]);
+    let figures = data(&desk, &["--stats", "--format", "jsonl"]);
+    let figures = text(&figures.stdout);
+    let lines: Vec<Value> = figures.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let scored = lines.iter().find(|line| line["name"] == "scored positions, mean").unwrap();
+    assert_eq!(scored["value"], 2.0, "two pairs are asked for");
+}
+
+#[test]
+fn a_plan_for_scripts_says_what_is_done_and_what_is_left() {
+    let desk = Desk::new();
+    let plan = |folder: &str| {
+        let config = format!("{folder}/sweep.toml");
+        let args = ["--config", &config, "--dry-run", "--json"];
+        printed(&desk, env!("CARGO_BIN_EXE_sweep"), &args)
+    };
+    fs::create_dir(desk.path("fresh")).unwrap();
+    fs::write(desk.path("fresh/sweep.toml"), SWEEP).unwrap();
+    let fresh = plan("fresh");
+    assert_eq!(
+        (&fresh["left"], &fresh["unknown"], &fresh["steps"]),
+        (&4.into(), &4.into(), &240.into())
+    );
+    assert_eq!(fresh["runs"][0]["status"], Value::Null);
+    let (_rows, _said) = swept(&desk, "1");
+    let done = plan("jobs_1");
+    assert_eq!((&done["left"], &done["steps"]), (&0.into(), &0.into()));
+    let runs = done["runs"].as_array().unwrap();
+    assert_eq!(runs.len(), 4);
+    assert!(runs.iter().all(|run| run["status"] == "completed"), "{done}");
+    assert_eq!(runs[0]["settings"]["seed"], "0");
+}
+
+#[test]
+fn a_report_is_also_one_page_that_loads_nothing() {
+    let desk = Desk::new();
+    let (_rows, _said) = swept(&desk, "1");
+    let figure = "\n[[report.figures]]\nkind = \"bars\"\n";
+    let sweep = fs::read_to_string(desk.path("jobs_1/sweep.toml")).unwrap() + figure;
+    fs::write(desk.path("jobs_1/sweep.toml"), sweep).unwrap();
+    let args = ["jobs_1", "--html", "page.html"];
+    let output = desk.program(env!("CARGO_BIN_EXE_report"), &args).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("wrote page.html"), "{}", text(&output.stdout));
+    let page = fs::read_to_string(desk.path("page.html")).unwrap();
+    assert!(
+        page.contains("<table>") && page.contains("src=\"data:image/svg+xml;base64,"),
+        "{page}"
+    );
+    for source in page.split("src=\"").skip(1) {
+        assert!(source.starts_with("data:"), "{:?}", &source[..40]);
+    }
+}
+
+#[test]
+fn the_doctor_tries_the_processor() {
+    let desk = Desk::new();
+    let doctor = |args: &[&str]| printed(&desk, env!("CARGO_BIN_EXE_doctor"), args);
+    let tried = doctor(&["--devices", "cpu", "--json"]);
+    let cpu = &tried["devices"][0];
+    assert_eq!(cpu["name"], "cpu");
+    let found = &cpu["found"];
+    assert!(found["types"].as_array().unwrap().contains(&"f32".into()), "{found}");
+    for figure in ["product_gflops", "first_step_seconds", "step_seconds", "tokens_per_second"] {
+        assert!(found[figure].as_f64().unwrap() > 0.0, "{figure}: {found}");
+    }
+    let listed = doctor(&["--list", "--json"]);
+    assert_eq!(listed["devices"][0]["name"], "cpu");
+    assert!(listed["devices"].as_array().unwrap().iter().all(|d| d["found"] == Value::Null));
+    let missing = |feature: &str| {
+        listed["without"].as_array().unwrap().iter().any(|w| w["feature"] == feature)
+    };
+    assert_eq!(missing("rocm"), cfg!(not(feature = "rocm")));
+    let program = env!("CARGO_BIN_EXE_doctor");
+    let wrong = desk.program(program, &["--devices", "gpu"]).output().unwrap();
+    refused(&wrong, &["`gpu`", "cuda:N"]);
+}
+
+#[test]
+fn a_command_writes_its_own_pages() {
+    let desk = Desk::new();
+    let page = |program: &str, kind: &str| {
+        let output = desk.program(program, &["--generate-page", kind]).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    assert!(page(env!("CARGO_BIN_EXE_train"), "man").contains(".TH train 1"));
+    assert!(page(env!("CARGO_BIN_EXE_convert"), "man").contains(".TH convert-import 1"));
+    assert!(page(env!("CARGO_BIN_EXE_sweep"), "complete-fish").contains("retry-failed"));
+}
+
 /// Four runs, two of them with dropout, whose random numbers come with every step.
 const SWEEP: &str = r#"
 base = "../tiny.toml"

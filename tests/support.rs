@@ -2,6 +2,7 @@
 
 #[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
 use burn::module::{ModuleMapper, ModuleVisitor, Param};
+#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use std::collections::BTreeMap;
 use std::path::Path;

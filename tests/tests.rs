@@ -22,6 +22,7 @@ mod fused;
 #[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
 mod fused_ops;
 mod generation;
+mod guide;
 #[cfg(feature = "cpu")]
 mod hostile;
 #[cfg(feature = "cpu")]
@@ -30,6 +31,8 @@ mod hub_checkpoints;
 mod initialization;
 #[cfg(feature = "cpu")]
 mod layers;
+mod layers_page;
+mod newcomer;
 mod ops;
 #[cfg(feature = "cpu")]
 mod parameters;
@@ -37,6 +40,7 @@ mod parameters;
 mod paths;
 #[cfg(feature = "cpu")]
 mod precision;
+mod results;
 #[cfg(feature = "cpu")]
 mod runs;
 mod support;

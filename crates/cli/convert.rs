@@ -17,7 +17,7 @@ use std::process::ExitCode;
 
 /// Brings models of flash-linear-attention and of the Hugging Face hub here, and takes ours there.
 #[derive(Debug, clap::Parser)]
-#[command(version, about)]
+#[command(name = "convert", version, about)]
 pub struct ConvertArgs {
     #[command(subcommand)]
     direction: Direction,
@@ -137,6 +137,7 @@ fn carry<J: Job<Output = Result<String, ConvertError>>>(device: &str, job: J) ->
         Ok(choice) => choice,
         Err(e) => return fail(BAD_INPUT, &e),
     };
+    choice.advise();
     match guarded(&choice, job) {
         Ok(Ok(done)) => output::show(&format!("{done}\n")),
         // A disk that is full is nobody's mistake.

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 /// Shows examples of a run's task as a person wants to see them, or writes them for another program.
 #[derive(Debug, clap::Parser)]
-#[command(version, about)]
+#[command(name = "data", version, about)]
 pub struct DataArgs {
     /// The run's TOML file
     #[arg(long)]
@@ -32,7 +32,7 @@ pub struct DataArgs {
     #[arg(long, default_value_t = 0)]
     first: u64,
     /// For people, or one JSON object a line: index, input, target (-100 where nothing is scored), and
-    /// prompt and answer as text where there are any
+    /// prompt and answer as text where there are any; of `--stats` name, value, expected
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
     /// Figures of `--count` examples beside what they should be, instead of the examples
@@ -178,6 +178,12 @@ fn show_statistics(
     set: usize,
     out: &mut impl Write,
 ) -> io::Result<()> {
+    let figures = task.statistics(args.split, set, args.count);
+    if args.format == Format::Jsonl {
+        return figures.into_iter().try_for_each(|Statistic { name, value, expected }| {
+            writeln!(out, "{}", json!({ "name": name, "value": value, "expected": expected }))
+        });
+    }
     let info = &task.sets(args.split)[set];
     writeln!(
         out,
@@ -188,7 +194,7 @@ fn show_statistics(
         task.vocab()
     )?;
     writeln!(out, "{:<48} {:>12} {:>12}", "", "counted", "expected")?;
-    for Statistic { name, value, expected } in task.statistics(args.split, set, args.count) {
+    for Statistic { name, value, expected } in figures {
         let expected = expected.map_or(String::new(), |x| format!("{x:.4}"));
         writeln!(out, "{name:<48} {value:>12.4} {expected:>12}")?;
     }

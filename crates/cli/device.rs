@@ -2,7 +2,8 @@
 
 #[cfg(any(feature = "cuda", feature = "rocm"))]
 use crate::driver;
-use linattn_trainer::TrainBackend;
+use crate::gpus;
+use linattn::backend::TrainBackend;
 use std::fmt;
 
 /// A job for whichever backend a device's name asks for. (A closure cannot be generic.)
@@ -53,6 +54,21 @@ pub struct Choice {
     pub indices: Vec<usize>,
     /// As in `summary.json`: the name asked for and what it turned out to be.
     pub name: String,
+    /// Where `auto` came to the processor and a GPU is there: what to build with.
+    pub advice: Option<String>,
+}
+
+impl Choice {
+    fn one(kind: Kind, index: usize, name: String) -> Self {
+        Self { kind, indices: vec![index], name, advice: None }
+    }
+
+    /// Says what to build with, if there is something to say.
+    pub(crate) fn advise(&self) {
+        if let Some(advice) = &self.advice {
+            crate::output::note(&format!("note: {advice}"));
+        }
+    }
 }
 
 impl fmt::Display for Choice {
@@ -73,7 +89,7 @@ pub fn choose(text: &str) -> Result<Choice, DeviceError> {
         let (kind, index) = parse(name)?;
         let label = look_up(name, kind, index)?;
         match &mut chosen {
-            None => chosen = Some(Choice { kind, indices: vec![index], name: label }),
+            None => chosen = Some(Choice::one(kind, index, label)),
             Some(choice) if choice.kind != kind => {
                 return Err(DeviceError::new(text, "several devices have to be of one kind"));
             }
@@ -115,11 +131,11 @@ fn parse(name: &str) -> Result<(Kind, usize), DeviceError> {
 fn automatic() -> Result<Choice, DeviceError> {
     #[cfg(feature = "cuda")]
     if let Ok(label) = look_up("cuda:0", Kind::Cuda, 0) {
-        return Ok(Choice { kind: Kind::Cuda, indices: vec![0], name: label });
+        return Ok(Choice::one(Kind::Cuda, 0, label));
     }
     #[cfg(feature = "rocm")]
     if let Ok(label) = look_up("rocm:0", Kind::Rocm, 0) {
-        return Ok(Choice { kind: Kind::Rocm, indices: vec![0], name: label });
+        return Ok(Choice::one(Kind::Rocm, 0, label));
     }
     #[cfg(feature = "wgpu")]
     {
@@ -128,14 +144,15 @@ fn automatic() -> Result<Choice, DeviceError> {
         for wanted in [DiscreteGpu, IntegratedGpu, VirtualGpu] {
             if let Some(index) = adapters.iter().position(|a| a.device_type == wanted) {
                 let name = format!("{WGPU_NAME}:{index} ({})", adapters[index].name);
-                return Ok(Choice { kind: Kind::Wgpu, indices: vec![index], name });
+                return Ok(Choice::one(Kind::Wgpu, index, name));
             }
         }
     }
     let label = look_up("cpu", Kind::Cpu, 0).map_err(|_| {
         DeviceError::new("auto", "no GPU answers, and this program was built without `cpu`")
     })?;
-    Ok(Choice { kind: Kind::Cpu, indices: vec![0], name: label })
+    let advice = gpus::advice(&gpus::vendors(), gpus::COMPILED_IN);
+    Ok(Choice { advice, ..Choice::one(Kind::Cpu, 0, label) })
 }
 
 /// Makes sure of one device, and gives the name to report.
@@ -187,6 +204,67 @@ fn within(index: usize, count: usize, what: &str) -> Result<(), String> {
         true => Ok(()),
         false => Err(format!("{count} {what} are there, numbered from 0")),
     }
+}
+
+/// A device that this build can use, as `doctor` lists it.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub(crate) struct Listed {
+    /// As `--device` takes it.
+    pub name: String,
+    /// The chip, as its driver or the system names it.
+    pub model: String,
+    /// The driver, as far as it tells.
+    pub driver: Option<String>,
+    /// An adapter that is a program: slower than `cpu`.
+    pub software: bool,
+}
+
+/// Devices of each feature, or why there are none.
+pub(crate) fn list() -> Vec<(&'static str, Result<Vec<Listed>, String>)> {
+    let missing = |feature| Err(format!("not compiled in; build with --features {feature}"));
+    let mut kinds: Vec<(&str, Result<Vec<Listed>, String>)> =
+        ["cpu", "cuda", "rocm", "wgpu"].map(|feature| (feature, missing(feature))).into();
+    if cfg!(feature = "cpu") {
+        kinds[0].1 = Ok(vec![Listed {
+            name: "cpu".into(),
+            model: gpus::processor(),
+            driver: None,
+            software: false,
+        }]);
+    }
+    #[cfg(feature = "cuda")]
+    {
+        kinds[1].1 = of_driver(&driver::CUDA, "cuda");
+    }
+    #[cfg(feature = "rocm")]
+    {
+        kinds[2].1 = of_driver(&driver::ROCM, "rocm");
+    }
+    #[cfg(feature = "wgpu")]
+    {
+        let adapters = adapters().into_iter().enumerate().map(|(index, adapter)| Listed {
+            name: format!("{WGPU_NAME}:{index}"),
+            model: adapter.name,
+            driver: Some(format!("{} {}", adapter.driver, adapter.driver_info)),
+            software: adapter.device_type == wgpu::DeviceType::Cpu,
+        });
+        kinds[3].1 = Ok(adapters.collect());
+    }
+    kinds
+}
+
+#[cfg(any(feature = "cuda", feature = "rocm"))]
+fn of_driver(driver: &driver::Driver, name: &str) -> Result<Vec<Listed>, String> {
+    let listed = |index| {
+        let model = driver.model(index)?;
+        Ok(Listed {
+            name: format!("{name}:{index}"),
+            model: model.name,
+            driver: Some(model.driver),
+            software: false,
+        })
+    };
+    (0..driver.count()?).map(listed).collect()
 }
 
 /// Starts the program again without Mesa's choice among devices where there is no display to choose by.

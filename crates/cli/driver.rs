@@ -21,6 +21,24 @@ pub(crate) struct Driver {
     device: &'static str,
     name: &'static str,
     version: &'static str,
+    /// For people.
+    readable: fn(i32) -> String,
+}
+
+/// A GPU as its driver tells of it.
+pub(crate) struct Model {
+    pub(crate) name: String,
+    version: i32,
+    /// The newest CUDA or HIP that the driver knows.
+    pub(crate) driver: String,
+}
+
+impl Model {
+    /// The name of a folder for it. What was compiled for one GPU and driver need not run on another.
+    fn folder(&self) -> String {
+        let name = self.name.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
+        format!("{name}-{}", self.version)
+    }
 }
 
 #[cfg(feature = "cuda")]
@@ -32,6 +50,7 @@ pub(crate) const CUDA: Driver = Driver {
     device: "cuDeviceGet",
     name: "cuDeviceGetName",
     version: "cuDriverGetVersion",
+    readable: |version| format!("CUDA {}.{}", version / 1000, version % 1000 / 10),
 };
 
 #[cfg(feature = "rocm")]
@@ -43,6 +62,7 @@ pub(crate) const ROCM: Driver = Driver {
     device: "hipDeviceGet",
     name: "hipDeviceGetName",
     version: "hipDriverGetVersion",
+    readable: |version| format!("HIP {}.{}", version / 10_000_000, version / 100_000 % 100),
 };
 
 #[allow(unsafe_code)] // a library that is only there with a driver can only be asked this way
@@ -83,9 +103,8 @@ impl Driver {
         Ok(usize::try_from(found).unwrap_or(0))
     }
 
-    /// A GPU's model and the driver's version, as a folder's name. What was compiled for one such pair
-    /// need not run on another.
-    fn model(&self, index: usize) -> Result<String, String> {
+    /// A GPU's model, and the driver's version.
+    pub(crate) fn model(&self, index: usize) -> Result<Model, String> {
         let library = self.library()?;
         let index = i32::try_from(index).map_err(|e| e.to_string())?;
         let (mut device, mut version, mut name) = (0, 0, [0_u8; 256]);
@@ -105,8 +124,8 @@ impl Driver {
         };
         self.check(&codes)?;
         let name = CStr::from_bytes_until_nul(&name).map_err(|e| e.to_string())?;
-        let name = name.to_string_lossy().replace(|c: char| !c.is_ascii_alphanumeric(), "_");
-        Ok(format!("{name}-{version}"))
+        let name = name.to_string_lossy().into_owned();
+        Ok(Model { name, version, driver: (self.readable)(version) })
     }
 }
 
@@ -133,7 +152,8 @@ pub(crate) fn keep_compiled(driver: &Driver, indices: &[usize]) {
 
 /// The model of all of them.
 fn model(driver: &Driver, indices: &[usize]) -> Result<String, String> {
-    let models: Result<Vec<_>, _> = indices.iter().map(|&index| driver.model(index)).collect();
+    let model = |&index| driver.model(index).map(|model| model.folder());
+    let models: Result<Vec<_>, _> = indices.iter().map(model).collect();
     let mut models = models?;
     models.dedup();
     match models.as_slice() {

@@ -6,14 +6,14 @@ use crate::{BAD_INPUT, FAILED, fail, output};
 use linattn_tasks::Split;
 use linattn_trainer::{Evaluation, StoredError, StoredRun, Testing, TrainBackend, Which};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
 /// Tests a trained model on any task or length. Long sequences are worked off in parts, with the
 /// recurrent state between them, so that memory does not grow with their length.
 #[derive(Debug, clap::Parser)]
-#[command(version, about)]
+#[command(name = "eval", version, about)]
 pub struct EvalArgs {
     /// The folder that `train` wrote
     #[arg(long)]
@@ -39,7 +39,7 @@ pub struct EvalArgs {
     /// Lets the model write its answers, and scores what it writes
     #[arg(long)]
     generate: bool,
-    /// Also writes the figures to this file, as JSON
+    /// Also writes the figures to this file, as JSON; `-` prints them in place of the table
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -75,6 +75,7 @@ pub fn eval(args: EvalArgs) -> ExitCode {
         Ok(choice) => choice,
         Err(e) => return fail(BAD_INPUT, &e),
     };
+    choice.advise();
     let started = Instant::now();
     let job = Evaluate { args: &args, stored: &stored };
     let evaluation = match guarded(&choice, job) {
@@ -83,6 +84,9 @@ pub fn eval(args: EvalArgs) -> ExitCode {
         Err(code) => return code,
     };
     let report = report(&args, &stored, &choice, evaluation, started.elapsed().as_secs_f64());
+    if args.json.as_deref() == Some(Path::new("-")) {
+        return output::show(&format!("{report:#}\n"));
+    }
     // The file first: there may be nobody who reads the rest.
     if let Some(path) = &args.json
         && let Err(e) = std::fs::write(path, format!("{report:#}\n"))

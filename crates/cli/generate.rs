@@ -21,7 +21,7 @@ use std::process::ExitCode;
 /// Lets a trained model write, token by token with its recurrent state. Where the model knows no
 /// text, prompts are ids with spaces between, and so is what it writes.
 #[derive(Debug, clap::Parser)]
-#[command(version, about)]
+#[command(name = "generate", version, about)]
 pub struct GenerateArgs {
     /// The folder that `train` or `convert import` wrote
     #[arg(long)]
@@ -119,6 +119,7 @@ pub fn generate(args: GenerateArgs) -> ExitCode {
         Ok(choice) => choice,
         Err(e) => return fail(BAD_INPUT, &e),
     };
+    choice.advise();
     let stop = Interrupter::new();
     // The first Ctrl-C ends the texts after their token, the second ends the program at once.
     let (stopped, mut pressed) = (stop.clone(), false);

@@ -6,10 +6,13 @@
 mod convert;
 mod data;
 pub mod device;
+mod doctor;
 #[cfg(any(feature = "cuda", feature = "rocm"))]
 mod driver;
 mod eval;
 mod generate;
+mod gpus;
+mod manual;
 mod memory;
 mod output;
 mod report;
@@ -19,8 +22,10 @@ mod train;
 
 pub use convert::{ConvertArgs, convert};
 pub use data::{DataArgs, data};
+pub use doctor::{DoctorArgs, doctor};
 pub use eval::{EvalArgs, eval};
 pub use generate::{GenerateArgs, generate};
+pub use manual::{run, run_from};
 pub use report::{ReportArgs, report};
 pub use sweep::{SweepArgs, sweep};
 pub use train::{TrainArgs, train};

@@ -3,7 +3,7 @@
 use crate::{BAD_INPUT, FAILED, fail, output};
 use linattn_sweep::{
     Mode, Report, RowsFile, Sweep, SweepError, page as make_page, report as make_report,
-    write_events,
+    write_events, write_html,
 };
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -11,7 +11,7 @@ use std::process::ExitCode;
 /// Makes tables and pictures of a sweep's rows, beside published numbers, and puts them into its
 /// folder's README.md.
 #[derive(Debug, clap::Parser)]
-#[command(version, about)]
+#[command(name = "report", version, about)]
 pub struct ReportArgs {
     /// Folders with a sweep.toml and its rows
     #[arg(required_unless_present = "page")]
@@ -19,6 +19,9 @@ pub struct ReportArgs {
     /// A page that gathers the tables of several folders, as docs/results.md does; it is made last
     #[arg(long, value_name = "PAGE.MD")]
     page: Option<PathBuf>,
+    /// Also writes this one HTML page, with the READMEs of the folders, their pictures, and `--page`
+    #[arg(long, value_name = "FILE.HTML", conflicts_with = "check")]
+    html: Option<PathBuf>,
     /// Writes nothing, and fails where anything would change
     #[arg(long)]
     check: bool,
@@ -32,37 +35,41 @@ pub struct ReportArgs {
 
 /// Runs the command and gives its exit code: 0 done, 1 `--check` found a change, 2 bad input.
 pub fn report(args: ReportArgs) -> ExitCode {
-    let (mut changed, mut said) = (false, String::new());
-    for folder in &args.folders {
-        match one(&args, folder) {
-            Ok(report) => {
-                said.push_str(&summary(&args, folder, &report));
-                changed |= !report.changed.is_empty();
-            }
-            Err(e) => {
-                let _the_error_counts = output::write(&said);
-                return fail(BAD_INPUT, &e);
-            }
+    let mut said = String::new();
+    let changed = match all(&args, &mut said) {
+        Ok(changed) => changed,
+        Err(e) => {
+            let _the_error_counts = output::write(&said);
+            return fail(BAD_INPUT, &e);
         }
-    }
-    if let Some(page) = &args.page {
-        let mode = if args.check { Mode::Check } else { Mode::Write };
-        match make_page(page, mode) {
-            Ok(report) => {
-                said.push_str(&summary(&args, page, &report));
-                changed |= !report.changed.is_empty();
-            }
-            Err(e) => {
-                let _the_error_counts = output::write(&said);
-                return fail(BAD_INPUT, &e);
-            }
-        }
-    }
+    };
     let code = output::show(&said);
     match changed && args.check {
         true => ExitCode::from(FAILED),
         false => code,
     }
+}
+
+/// Makes all that is asked for, adds to `said` what was made, and gives whether anything changed.
+fn all(args: &ReportArgs, said: &mut String) -> Result<bool, SweepError> {
+    let mut changed = false;
+    for folder in &args.folders {
+        let report = one(args, folder)?;
+        said.push_str(&summary(args, folder, &report));
+        changed |= !report.changed.is_empty();
+    }
+    if let Some(page) = &args.page {
+        let report = make_page(page, if args.check { Mode::Check } else { Mode::Write })?;
+        said.push_str(&summary(args, page, &report));
+        changed |= !report.changed.is_empty();
+    }
+    if let Some(to) = &args.html {
+        let readmes = args.folders.iter().map(|folder| folder.join("README.md"));
+        let sources: Vec<PathBuf> = readmes.chain(args.page.clone()).collect();
+        write_html(&sources, to)?;
+        said.push_str(&format!("wrote {}\n", to.display()));
+    }
+    Ok(changed)
 }
 
 fn one(args: &ReportArgs, folder: &Path) -> Result<Report, SweepError> {

@@ -1,6 +1,6 @@
 //! `sweep`: one TOML file, many runs.
 
-use crate::device::Kind;
+use crate::device::{Choice, Kind};
 use crate::signals::{self, Asked};
 use crate::train::{Train, commit};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, device, fail, output};
@@ -18,7 +18,7 @@ use toml::{Table, Value};
 
 /// Does every run of a grid that has no row yet, and adds a row to the sweep's folder for each.
 #[derive(Debug, clap::Parser)]
-#[command(version, about)]
+#[command(name = "sweep", version, about)]
 pub struct SweepArgs {
     /// The sweep's TOML file; its folder gets rows.csv
     #[arg(long)]
@@ -49,6 +49,9 @@ pub struct SweepArgs {
     /// Lists the runs with their times, as far as others of their kind were measured, and ends
     #[arg(long)]
     dry_run: bool,
+    /// With `--dry-run`: one JSON object
+    #[arg(long, requires = "dry_run")]
+    json: bool,
 }
 
 /// Runs are of this program, and therefore of one commit with it.
@@ -142,7 +145,7 @@ pub fn sweep(args: SweepArgs) -> ExitCode {
     };
     match (args.join.is_empty(), args.dry_run) {
         (false, _) => join(&args.join, &sweep, &plan),
-        (true, true) => show_plan(&sweep, &plan, &only),
+        (true, true) => show_plan(&sweep, &plan, &only, args.json),
         (true, false) => start(args, &sweep, &plan, only, runner),
     }
 }
@@ -170,13 +173,14 @@ fn this_program() -> std::io::Result<PathBuf> {
     }
 }
 
-fn show_plan(sweep: &Sweep, plan: &Plan, only: &Only) -> ExitCode {
+fn show_plan(sweep: &Sweep, plan: &Plan, only: &Only, json: bool) -> ExitCode {
     let shown = sweep.rows(plan).and_then(|rows| {
         rows.repair.iter().for_each(|repair| output::note(repair));
         dry_run(sweep, plan, &rows.rows, only)
     });
     match shown {
-        Ok(text) => output::show(&text),
+        Ok(ahead) if json => output::show(&format!("{:#}\n", serde_json::json!(ahead))),
+        Ok(ahead) => output::show(&ahead.to_string()),
         Err(e) => fail(BAD_INPUT, &e),
     }
 }
@@ -190,7 +194,10 @@ fn start(
 ) -> ExitCode {
     let choices: Result<Vec<_>, _> = args.devices.iter().map(|name| device::choose(name)).collect();
     let on_processor = match choices {
-        Ok(choices) => choices.iter().all(|choice| choice.kind == Kind::Cpu),
+        Ok(choices) => {
+            choices.iter().for_each(Choice::advise);
+            choices.iter().all(|choice| choice.kind == Kind::Cpu)
+        }
         Err(e) => return fail(BAD_INPUT, &e),
     };
     let jobs = args.jobs.map_or(if on_processor { 2 } else { 1 }, usize::from);

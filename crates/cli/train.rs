@@ -16,7 +16,7 @@ use std::process::{Command, ExitCode};
 /// Trains a model from a TOML file; writes a folder with its config, metrics, checkpoints, summary
 /// and learning curve.
 #[derive(Debug, clap::Parser)]
-#[command(version, about)]
+#[command(name = "train", version, about)]
 pub struct TrainArgs {
     /// The run's TOML file
     #[arg(long)]
@@ -45,6 +45,9 @@ pub struct TrainArgs {
     /// Display: a dashboard on a terminal, or lines
     #[arg(long, value_enum, default_value_t = Show::Auto)]
     progress: Show,
+    /// Prints the summary in the end, or the cost that `--dry-run` finds, as one JSON object
+    #[arg(long, conflicts_with = "print_config")]
+    json: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -87,7 +90,7 @@ pub fn train(args: TrainArgs) -> ExitCode {
         return fail(BAD_INPUT, &e);
     }
     match args.dry_run {
-        true => show_cost(run, &choice),
+        true => show_cost(run, &choice, args.json),
         false => start(args, run, &choice),
     }
 }
@@ -129,6 +132,7 @@ fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {
     }
     let folder = run_folder(&args.out, &run);
     if args.progress != Show::Quiet {
+        choice.advise();
         output::note(&format!("{} on {choice}, into {}", run.name, folder.display()));
     }
     let job = TrainJob {
@@ -147,7 +151,7 @@ fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {
     match guarded(choice, Train(&job)) {
         Ok(Ok(outcome)) => match job.run.tensorboard.then(|| write_events(&outcome.folder)) {
             Some(Err(e)) => fail(FAILED, &e),
-            _ => conclude(&outcome),
+            _ => conclude(&outcome, args.json),
         },
         Ok(Err(e)) => fail(if e.is_input() { BAD_INPUT } else { FAILED }, &e),
         Err(code) => code,
@@ -171,26 +175,27 @@ fn on_signal(stop: &Interrupter) -> impl FnMut(Asked) + Send + 'static {
     }
 }
 
-fn conclude(outcome: &Outcome) -> ExitCode {
+fn conclude(outcome: &Outcome, json: bool) -> ExitCode {
     let summary = &outcome.summary;
     let folder = outcome.folder.display();
-    match outcome.status {
-        Status::Interrupted => {
-            let steps = &summary["steps"];
-            let text = format!("interrupted at step {steps}; --resume goes on: {folder}\n");
-            let _said_by_the_exit_code_too = output::write(&text);
-            ExitCode::from(INTERRUPTED)
+    let interrupted = outcome.status == Status::Interrupted;
+    let text = match (json, interrupted) {
+        (true, _) => format!("{summary:#}\n"),
+        (false, true) => {
+            format!("interrupted at step {}; --resume goes on: {folder}\n", summary["steps"])
         }
-        status => {
-            let score = summary["score"].as_f64().unwrap_or(f64::NAN);
-            output::show(&format!(
-                "{}: test {} {score:.4} after {} steps, {:.0} s; curve and summary in {folder}\n",
-                status.name().replace('_', " "),
-                summary["score_name"].as_str().unwrap_or("score"),
-                summary["steps"],
-                summary["wall_seconds"].as_f64().unwrap_or(f64::NAN),
-            ))
-        }
+        (false, false) => format!(
+            "{}: test {} {:.4} after {} steps, {:.0} s; curve and summary in {folder}\n",
+            outcome.status.name().replace('_', " "),
+            summary["score_name"].as_str().unwrap_or("score"),
+            summary["score"].as_f64().unwrap_or(f64::NAN),
+            summary["steps"],
+            summary["wall_seconds"].as_f64().unwrap_or(f64::NAN),
+        ),
+    };
+    match (output::show(&text), interrupted) {
+        (_, true) => ExitCode::from(INTERRUPTED),
+        (shown, false) => shown,
     }
 }
 
@@ -214,13 +219,18 @@ impl Job for Cost {
     }
 }
 
-fn show_cost(run: RunConfig, choice: &Choice) -> ExitCode {
+fn show_cost(run: RunConfig, choice: &Choice, json: bool) -> ExitCode {
     let name = run.name.clone();
     let cost = match guarded(choice, Cost(run)) {
         Ok(Ok(cost)) => cost,
         Ok(Err(e)) => return fail(BAD_INPUT, &e),
         Err(code) => return code,
     };
+    if json {
+        let mut object = serde_json::json!({ "name": name, "device": choice.to_string() });
+        object["cost"] = serde_json::json!(cost);
+        return output::show(&format!("{object:#}\n"));
+    }
     let lines = [
         format!("{name} on {choice}"),
         format!("  parameters          {}", cost.parameters),

@@ -36,3 +36,8 @@ pub(crate) const SOURCE: &str = env!("LINATTN_KERNELS_SOURCE");
 pub fn source_hash() -> &'static str {
     SOURCE
 }
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

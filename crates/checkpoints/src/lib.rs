@@ -247,3 +247,8 @@ fn bound_names(weights: &[(TensorSnapshot, Option<Place>)]) -> BTreeMap<String, 
 fn layer_of(name: &str) -> usize {
     name.split('.').nth(1).and_then(|i| i.parse().ok()).unwrap_or(0)
 }
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,8 +1,7 @@
 //! Shows what a task asks.
 
-use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    linattn_cli::data(linattn_cli::DataArgs::parse())
+    linattn_cli::run(linattn_cli::data)
 }

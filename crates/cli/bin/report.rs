@@ -1,8 +1,7 @@
 //! Makes tables and pictures of a sweep's rows.
 
-use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    linattn_cli::report(linattn_cli::ReportArgs::parse())
+    linattn_cli::run(linattn_cli::report)
 }

@@ -1,7 +1,6 @@
 //! Does the runs of a grid. Each is a process of this same program, called with `train` and that
 //! command's arguments.
 
-use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -10,8 +9,8 @@ fn main() -> ExitCode {
     match args.get(1).is_some_and(|first| first == "train") {
         true => {
             args.remove(1);
-            linattn_cli::train(linattn_cli::TrainArgs::parse_from(args))
+            linattn_cli::run_from(args, linattn_cli::train)
         }
-        false => linattn_cli::sweep(linattn_cli::SweepArgs::parse_from(args)),
+        false => linattn_cli::run_from(args, linattn_cli::sweep),
     }
 }

@@ -1,9 +1,8 @@
 //! Trains a model from a TOML file.
 
-use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     linattn_cli::device::without_display();
-    linattn_cli::train(linattn_cli::TrainArgs::parse())
+    linattn_cli::run(linattn_cli::train)
 }

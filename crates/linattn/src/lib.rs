@@ -1,16 +1,17 @@
 //! Linear-attention operations and layers for [Burn](https://burn.dev).
 //!
-//! [`ops`] holds the recurrences as functions over `[B, T, H, D]` tensors, differentiable on any
-//! Burn backend, each with a recurrent step for decoding. [`nn`] builds mixers, blocks and language
+//! [`ops`] holds the recurrences as functions over `[B, T, H, D]` tensors, differentiable, each with
+//! a recurrent step for decoding. [`nn`] builds mixers, blocks and language
 //! models of them; every layer is a config, an `init`, a `forward` over whole sequences and a `step`
 //! over one token, which agree with each other. [`generate`] writes with a language model, and keeps
-//! its recurrent state in files.
+//! its recurrent state in files. [`backend`] has Burn's backends that a build was given by its features.
 //!
 //! One alphabet is used everywhere: B batch, T tokens, H heads, K key width, V value width, D model
 //! width. A head's memory S is `[K, V]`, keys are rows, and a query reads it as `o = q S`.
 //!
 //! ```
-//! use burn::{backend::{Autodiff, Flex}, tensor::{Distribution, Tensor}};
+//! use burn::tensor::{Distribution, Tensor};
+//! use linattn::backend::{Autodiff, Flex};
 //! use linattn::nn::mixers::{GatedDeltaNetConfig, TokenMixer};
 //!
 //! type B = Autodiff<Flex>;
@@ -29,6 +30,12 @@
 //! before their backward passes and again after them; tests hold a lock over both passes.
 #![deny(missing_docs)]
 
+pub mod backend;
 pub mod generate;
 pub mod nn;
 pub mod ops;
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -70,3 +70,8 @@ pub use random::{Family, Gate, Recipe, Rng, Strength};
 pub use recurrence::{Output, forward};
 pub use scan::{Complex, ScanInputs, linear_scan, linear_scan_backward, normals};
 pub use skip::{skipped, skipped_without_adapter};
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,7 +1,9 @@
 //! How long runs take, from those that were measured.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
+use serde::{Serialize, Serializer};
 use toml::{Table, Value};
 
 use crate::config::SelectConfig;
@@ -55,8 +57,72 @@ fn mean<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<f64> {
     (!times.is_empty()).then(|| times.iter().sum::<f64>() / times.len() as f64)
 }
 
-/// Text of `--dry-run`: every run with its time, and their sum; and, as long as times are
-/// unknown, the steps of all of them.
+/// What a sweep's runs would take. As text, a line for each run, and their sum.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct DryRun {
+    /// Every run, in the order in which they are done.
+    pub runs: Vec<ExpectedRun>,
+    /// Runs without a row.
+    pub left: usize,
+    /// Seconds of those whose time is known.
+    pub seconds: f64,
+    /// How many have no time that is known.
+    pub unknown: usize,
+    /// Optimizer steps of all that are left, at the most.
+    pub steps: u64,
+}
+
+/// One of them.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ExpectedRun {
+    /// Nothing where its setting is chosen later.
+    pub id: Option<String>,
+    /// Keys and axes of the sweep, with their values as far as they are chosen.
+    #[serde(serialize_with = "as_map")]
+    pub settings: Vec<(String, String)>,
+    /// Of its row, if it has one.
+    pub status: Option<String>,
+    /// Of one without a row, if others of its kind were measured.
+    pub seconds: Option<f64>,
+    #[serde(skip)]
+    what: String,
+}
+
+fn as_map<S: Serializer>(pairs: &[(String, String)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(pairs.iter().map(|(key, value)| (key, value)))
+}
+
+impl fmt::Display for ExpectedRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let time = match (&self.status, self.seconds) {
+            (Some(status), _) => status.clone(),
+            (None, Some(seconds)) => format!("about {}", duration(seconds)),
+            (None, None) => "time unknown".into(),
+        };
+        writeln!(f, "{:12}  {time:>14}  {}", self.id.as_deref().unwrap_or_default(), self.what)
+    }
+}
+
+impl fmt::Display for DryRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.runs.iter().try_for_each(|run| run.fmt(f))?;
+        let unknown = match self.unknown {
+            0 => String::new(),
+            runs => format!(" and {runs} whose time is unknown"),
+        };
+        writeln!(
+            f,
+            "{} of {} runs to do: {}{unknown}; {} steps at the most, {} at 5 ms each",
+            self.left,
+            self.runs.len(),
+            duration(self.seconds),
+            self.steps,
+            duration(0.005 * self.steps as f64),
+        )
+    }
+}
+
+/// Looks ahead.
 /// # Errors
 /// [`SweepError`] where rows have no score to choose by.
 pub fn dry_run(
@@ -64,59 +130,35 @@ pub fn dry_run(
     plan: &Plan,
     rows: &[Row],
     only: &Only,
-) -> Result<String, SweepError> {
+) -> Result<DryRun, SweepError> {
     let select = &sweep.config.select;
     let estimates = Estimates::new(select, rows);
     let done: BTreeMap<&str, &Row> = rows.iter().map(|row| (row.id(), row)).collect();
     let settings: Vec<_> = plan.runs.iter().map(|run| run.settings.clone()).collect();
     let order = Order::new(sweep, &settings, rows)?;
     let taken = (0..settings.len()).filter(|&i| only.takes(&plan.runs[i]));
-    let runs = order.sorted(taken);
-    let (mut text, mut sum, mut unknown) = (String::new(), 0.0, 0);
-    for &i in &runs {
+    let mut all = DryRun { runs: vec![], left: 0, seconds: 0.0, unknown: 0, steps: 0 };
+    for i in order.sorted(taken) {
         let run = &plan.runs[i];
-        let time = match (done.get(run.id.as_str()), estimates.seconds(run)) {
-            (Some(row), _) => row.text("status").to_string(),
-            (None, Some(seconds)) => {
-                sum += seconds;
-                format!("about {}", duration(seconds))
-            }
-            (None, None) => {
-                unknown += 1;
-                "time unknown".into()
-            }
+        let status = done.get(run.id.as_str()).map(|row| row.text("status").to_string());
+        let seconds = estimates.seconds(run).filter(|_| status.is_none());
+        if status.is_none() {
+            all.left += 1;
+            all.seconds += seconds.unwrap_or(0.0);
+            all.unknown += usize::from(seconds.is_none());
+            all.steps += steps(&run.config).unwrap_or(0);
+        }
+        let later = order.asked(i) == Asked::Later;
+        let known = |(key, _): &&(String, String)| !later || !select.over.contains(key);
+        let settings: Vec<_> = run.settings.iter().filter(known).cloned().collect();
+        let what = match later {
+            true => format!("{}, {} as chosen", describe(&settings), select.over.join(", ")),
+            false => run.describe(),
         };
-        let (id, what) = match order.asked(i) {
-            Asked::Later => ("            ", chosen_later(select, run)),
-            _ => (run.id.as_str(), run.describe()),
-        };
-        text.push_str(&format!("{id}  {time:>14}  {what}\n"));
+        let id = (!later).then(|| run.id.clone());
+        all.runs.push(ExpectedRun { id, settings, status, seconds, what });
     }
-    let unknown = match unknown {
-        0 => String::new(),
-        runs => format!(" and {runs} whose time is unknown"),
-    };
-    let left = runs.iter().map(|&i| &plan.runs[i]);
-    let left = left.filter(|run| !done.contains_key(run.id.as_str()));
-    let (left, steps): (Vec<_>, Vec<_>) = left.map(|run| (run, steps(&run.config))).unzip();
-    let steps: u64 = steps.into_iter().flatten().sum();
-    let (left, all) = (left.len(), runs.len());
-    Ok(text
-        + &format!(
-            "{left} of {all} runs to do: {}{unknown}; {steps} steps at the most, {} at 5 ms each\n",
-            duration(sum),
-            duration(0.005 * steps as f64),
-        ))
-}
-
-/// A run at a setting that is not chosen yet.
-fn chosen_later(select: &SelectConfig, run: &PlannedRun) -> String {
-    let known = run.settings.iter().filter(|(key, _)| !select.over.contains(key));
-    format!(
-        "{}, {} as chosen",
-        describe(&known.cloned().collect::<Vec<_>>()),
-        select.over.join(", ")
-    )
+    Ok(all)
 }
 
 /// Optimizer steps of a run that does not stop early, if its config says.

@@ -34,12 +34,17 @@ pub use config::{
     Variant, VariantsFrom,
 };
 pub use error::SweepError;
-pub use estimate::{Estimates, dry_run};
+pub use estimate::{DryRun, Estimates, ExpectedRun, dry_run};
 pub use events::write_events;
 pub use order::Only;
 pub use plan::{Plan, PlannedRun, Sweep};
 pub use published::{Cells, Protocol, Published, PublishedTable, Tag};
-pub use report::{Mode, Report, experiments, page, report};
+pub use report::{Mode, Report, experiments, page, report, write_html};
 pub use rows::{Added, FAILED, Row, Rows, RowsFile};
 pub use runner::{Assignment, ChildProcess, Ending, Runner, Stop, finished, has_checkpoint};
 pub use sweep::{Done, Shard, SweepJob};
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

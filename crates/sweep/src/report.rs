@@ -20,10 +20,12 @@ use crate::select::{Selection, select};
 use crate::{Rule, Sweep, SweepError};
 
 mod curves;
+mod html;
 mod page;
 mod table;
 
 pub(crate) use curves::Curves;
+pub use html::write_html;
 pub use page::page;
 #[cfg(test)]
 use table::comparable_value;

@@ -5,8 +5,8 @@ use std::fs;
 use std::path::Path;
 
 use linattn_sweep::{
-    ChildProcess, Mode, Only, Row, RowsFile, Runner, Shard, Stop, Sweep, SweepError, dry_run,
-    experiments, page, report,
+    ChildProcess, Mode, Only, Row, RowsFile, Runner, Shard, Stop, Sweep, SweepError, dry_run, page,
+    report,
 };
 use support::{BASE, Fake, SWEEP, job, sweep, write};
 use tempfile::TempDir;
@@ -226,7 +226,7 @@ fn further_seeds_repeat_the_chosen_setting_alone() {
     let folder = folder(&SWEEP.replacen("replicate", "repeat_chosen = true\nreplicate", 1));
     let read = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
     let plan = read.plan(&Fake { milliseconds: 0 }).unwrap();
-    let text = dry_run(&read, &plan, &[], &Only::default()).unwrap();
+    let text = dry_run(&read, &plan, &[], &Only::default()).unwrap().to_string();
     assert!(text.contains("12 of 12 runs to do"), "{text}");
     assert!(text.contains("mixer = gated, seed = 2, rate as chosen"), "{text}");
     let done = sweep(folder.path(), 2, Shard::WHOLE, 0).unwrap();
@@ -266,7 +266,7 @@ fn a_part_is_named_by_what_its_runs_have() {
     let mut part = job(&read, &plan, 2, Shard::WHOLE);
     part.only = only(&["mixer=plain", "seed=0", "seed=1"]).unwrap();
     assert_eq!(part.run(&runner, &mut |_| {}).unwrap().finished, 8);
-    let text = dry_run(&read, &plan, &[], &part.only).unwrap();
+    let text = dry_run(&read, &plan, &[], &part.only).unwrap().to_string();
     assert!(text.contains("8 of 8 runs to do"), "{text}");
     for (text, wanted) in [
         ("mixer=plane", "it has to be mixer= and one of gated; plain"),
@@ -361,7 +361,7 @@ fn a_dry_run_says_unknown_until_something_was_measured() {
     let folder = folder(SWEEP);
     let read = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
     let plan = read.plan(&Fake { milliseconds: 0 }).unwrap();
-    let text = dry_run(&read, &plan, &[], &Only::default()).unwrap();
+    let text = dry_run(&read, &plan, &[], &Only::default()).unwrap().to_string();
     assert!(text.contains("24 of 24 runs to do: 0s and 24 whose time is unknown"), "{text}");
     let mut row = Row::default();
     let run = &plan.runs[0];
@@ -369,7 +369,7 @@ fn a_dry_run_says_unknown_until_something_was_measured() {
     row.set("run", &run.id);
     row.set("status", "completed");
     row.set("wall_seconds", 90.0);
-    let text = dry_run(&read, &plan, &[row], &Only::default()).unwrap();
+    let text = dry_run(&read, &plan, &[row], &Only::default()).unwrap().to_string();
     assert!(text.contains("23 of 24 runs to do: 16m 30s and 12 whose time is unknown"), "{text}");
 }
 
@@ -438,26 +438,6 @@ fn a_report_made_anew_changes_nothing_until_a_row_does() {
         report(folder.path(), Mode::Check, None).unwrap().changed,
         [folder.path().join("README.md")]
     );
-}
-
-#[test]
-fn every_experiment_of_the_repository_says_what_its_rows_say() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments");
-    for folder in experiments(&root).unwrap() {
-        if !folder.join("rows.csv").exists() {
-            continue; // it has not run
-        }
-        let report = report(&folder, Mode::Check, None).unwrap();
-        assert!(report.changed.is_empty(), "make it anew: {:?}", report.changed);
-        assert!(report.notes.is_empty(), "{}: {:?}", folder.display(), report.notes);
-    }
-}
-
-#[test]
-fn the_page_of_results_says_what_the_rows_say() {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results.md");
-    let changed = page(&file, Mode::Check).unwrap().changed;
-    assert!(changed.is_empty(), "make it anew: report --page docs/results.md");
 }
 
 #[test]

@@ -161,3 +161,8 @@ pub enum TaskError {
         why: String,
     },
 }
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

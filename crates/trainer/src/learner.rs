@@ -2,24 +2,14 @@
 
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::backend::Backend;
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData, Transaction};
 use burn_train::{InferenceStep, ItemLazy, TrainOutput, TrainStep};
+use linattn::backend::TrainBackend;
 use linattn::nn::{LanguageModel, LanguageModelState};
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::Batch;
 use std::sync::Barrier;
-
-/// The one bound that training code carries.
-pub trait TrainBackend:
-    AutodiffBackend<InnerBackend: LinearAttentionBackend> + LinearAttentionBackend
-{
-}
-
-impl<B> TrainBackend for B where
-    B: AutodiffBackend<InnerBackend: LinearAttentionBackend> + LinearAttentionBackend
-{
-}
 
 /// A language model with Burn's train and inference steps: it works in a `burn_train::Learner` too.
 #[derive(Module, Debug)]

@@ -39,7 +39,8 @@ pub use curve::{Curve, CurveError};
 pub use evaluate::{Evaluation, Testing};
 pub use folder::{FolderError, Start, read_summary};
 pub use health::{Panics, note_panic};
-pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainBackend, TrainLoss, gradients};
+pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainLoss, gradients};
+pub use linattn::backend::TrainBackend;
 pub use optimizer::Optimizer;
 pub use progress::{Progress, ProgressStyle};
 pub use schedule::{Pick, Plan, learning_rate};
@@ -47,3 +48,8 @@ pub use step::{Step, StepNumbers};
 pub use stored::{ImportedModel, StoredError, StoredModel, StoredRun, store_model};
 pub use terminal::{dashboard_is_up, restore_terminal};
 pub use train::{Outcome, Status, TrainError, TrainJob, build, run_folder, train};
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

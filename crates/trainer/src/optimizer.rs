@@ -1,13 +1,14 @@
 //! AdamW over a model's weights: its state by their names, its groups, and its file.
 
 use crate::config::{AdamWConfig, Decay};
-use crate::learner::{Learner, TrainBackend};
+use crate::learner::Learner;
 use crate::weights::is_variant;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use linattn::backend::TrainBackend;
 use linattn::nn::ParamKind;
 use linattn::ops::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};

@@ -1,8 +1,9 @@
 //! One training step: gradients, global gradient norm, clipping and AdamW.
 
-use crate::learner::{Learner, TrainBackend, gradients};
+use crate::learner::{Learner, gradients};
 use crate::optimizer::Optimizer;
 use burn::tensor::{Tensor, backend::AutodiffBackend, backend::Backend};
+use linattn::backend::TrainBackend;
 use linattn_tasks::Batch;
 
 /// Batch, devices and rates of one step.

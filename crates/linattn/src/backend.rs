@@ -1,0 +1,38 @@
+//! Backends that this build runs on, by the crate's features, and the bounds of code that is generic
+//! over them.
+//!
+//! | feature | backend | device |
+//! |---|---|---|
+//! | `cpu`, on by default | `Flex` | the processor |
+//! | `cuda` | `Cuda` | NVIDIA GPUs; CUDA's libraries are found when the program runs |
+//! | `wgpu` | `Wgpu` | any GPU, through Vulkan, or Metal on Apple's systems |
+//! | `rocm` | `Rocm` | AMD GPUs; ROCm's libraries are found when the program runs |
+//!
+//! A feature of this crate switches on Burn's of the same backend: nothing else is needed. `Autodiff`
+//! around any of them makes it learn. Burn's other backends are left out: `LibTorch` and the `Cpu` of
+//! CubeCL download libraries while they are built, and `Candle` and `NdArray` have no
+//! [`LinearAttentionBackend`] yet.
+
+pub use crate::ops::LinearAttentionBackend;
+pub use burn::backend::Autodiff;
+#[cfg(feature = "cuda")]
+pub use burn::backend::{Cuda, cuda::CudaDevice};
+#[cfg(feature = "cpu")]
+pub use burn::backend::{Flex, flex::FlexDevice};
+#[cfg(feature = "rocm")]
+pub use burn::backend::{Rocm, rocm::RocmDevice};
+#[cfg(feature = "wgpu")]
+pub use burn::backend::{Wgpu, wgpu::WgpuDevice};
+use burn::tensor::backend::AutodiffBackend;
+
+/// The one bound that training code carries: operations with gradients, and without them on the backend
+/// inside.
+pub trait TrainBackend:
+    AutodiffBackend<InnerBackend: LinearAttentionBackend> + LinearAttentionBackend
+{
+}
+
+impl<B> TrainBackend for B where
+    B: AutodiffBackend<InnerBackend: LinearAttentionBackend> + LinearAttentionBackend
+{
+}
