@@ -80,13 +80,8 @@ pub enum SweepError {
         why: String,
     },
     /// A picture that could not be drawn or written.
-    #[error("can't draw {path}: {why}")]
-    Picture {
-        /// The picture.
-        path: PathBuf,
-        /// Why.
-        why: String,
-    },
+    #[error(transparent)]
+    Picture(#[from] linattn_plot::PictureError),
 }
 
 impl SweepError {

@@ -1,11 +1,5 @@
 //! The pictures of a report: what each kind shows, from the rows that were chosen.
 
-mod axis;
-mod bars;
-mod chart;
-mod drawing;
-mod heat;
-
 use std::collections::BTreeMap;
 
 use crate::config::Figure;
@@ -13,10 +7,7 @@ use crate::report::{Cell, Curves, Layout, MEAN, Section, beside, line_name};
 use crate::rows::Row;
 use crate::select::{Chosen, Selection};
 use crate::{FigureKind, Sweep, SweepError};
-use bars::{BarLine, Bars};
-use chart::{Chart, Series, Stroke};
-use drawing::Drawing;
-use heat::{Heat, HeatPanel};
+use linattn_plot::{BarLine, Bars, Chart, Drawing, Heat, HeatPanel, Series, Stroke};
 
 /// A picture and the name of its files.
 pub(crate) struct Picture {

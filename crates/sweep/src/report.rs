@@ -130,7 +130,7 @@ impl Report {
             self.changed.push(png.clone());
         }
         match (changed || missing) && mode == Mode::Write {
-            true => picture.drawing.write_png(&png),
+            true => Ok(picture.drawing.write_png(&png)?),
             false => Ok(()),
         }
     }

@@ -12,7 +12,6 @@ mod bounds;
 mod checkpoint;
 mod config;
 mod cost;
-mod curve;
 mod evaluate;
 mod folder;
 mod health;
@@ -35,7 +34,6 @@ pub use config::{
     RunConfig, ScheduleConfig, Shape, TrainConfig,
 };
 pub use cost::{DryRun, dry_run, least_memory};
-pub use curve::{Curve, CurveError};
 pub use evaluate::{Evaluation, Testing};
 pub use folder::{FolderError, Start, read_summary};
 pub use health::{Panics, note_panic};

@@ -2,7 +2,6 @@
 
 use crate::checkpoint::{Checkpoint, Position};
 use crate::config::{ConfigError, Precision, RunConfig};
-use crate::curve::{Curve, CurveError};
 use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{FolderError, RunFolder, Start};
 use crate::health::Panics;
@@ -18,6 +17,7 @@ use burn_train::Interrupter;
 use linattn::backend::TrainBackend;
 use linattn::nn::force;
 use linattn::ops::LinearAttentionBackend;
+use linattn_plot::{Curve, PictureError};
 use linattn_tasks::{Batch, Goal, Split, Task};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -87,7 +87,7 @@ pub enum TrainError {
     Folder(#[from] FolderError),
     /// The picture cannot be drawn.
     #[error(transparent)]
-    Curve(#[from] CurveError),
+    Curve(#[from] PictureError),
     /// Something could not be written in the middle of the run.
     #[error("{source}; {kept}")]
     Cut {

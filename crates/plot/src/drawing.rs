@@ -8,10 +8,10 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{FontStyle, register_font};
 
-use crate::SweepError;
+use crate::PictureError;
 
 /// Pixels of a page, from the left and from the top.
-pub(crate) type Point = (f64, f64);
+pub type Point = (f64, f64);
 
 /// A picture has a ground of its own, so that a dark page does not swallow its ink.
 const GROUND: RGBColor = RGBColor(252, 252, 250);
@@ -50,7 +50,7 @@ pub(crate) fn colour(place: usize) -> RGBColor {
 }
 
 /// Something to draw.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 enum Mark {
     Line { points: Vec<Point>, colour: RGBColor, width: f64 },
     Dot { at: Point, radius: f64, colour: RGBColor },
@@ -59,8 +59,8 @@ enum Mark {
 }
 
 /// Marks of a picture, in the order of drawing.
-#[derive(Clone)]
-pub(crate) struct Drawing {
+#[derive(Debug, Clone)]
+pub struct Drawing {
     size: (f64, f64),
     marks: Vec<Mark>,
 }
@@ -102,7 +102,7 @@ impl Drawing {
     }
 
     /// The picture as text.
-    pub(crate) fn svg(&self) -> String {
+    pub fn svg(&self) -> String {
         let (width, height) = self.fine_size();
         let mut text = String::new();
         let canvas = SVGBackend::with_string(&mut text, (width, height)).into_drawing_area();
@@ -116,24 +116,29 @@ impl Drawing {
 
     /// The picture as pixels, twice as many a side as the page has.
     /// # Errors
-    /// [`SweepError::Picture`] names the file; what stood there before stays.
-    pub(crate) fn write_png(&self, path: &Path) -> Result<(), SweepError> {
+    /// [`PictureError`] names the file; what stood there before stays.
+    pub fn write_png(&self, path: &Path) -> Result<(), PictureError> {
         install_font();
-        let wrong = |why: String| SweepError::Picture { path: path.into(), why };
+        replace(path, |draft| self.write_draft(draft))
+    }
+
+    /// Writes the picture as text.
+    /// # Errors
+    /// As [`Drawing::write_png`].
+    pub fn write_svg(&self, path: &Path) -> Result<(), PictureError> {
+        replace(path, |draft| Ok(std::fs::write(draft, self.svg())?))
+    }
+
+    fn write_draft(&self, draft: &Path) -> Result<(), BoxedError> {
         let (width, height) = self.fine_size();
         let mut pixels = vec![0; 3 * (width * height) as usize];
         let canvas = BitMapBackend::with_buffer(&mut pixels, (width, height)).into_drawing_area();
-        self.paint(&canvas, true).map_err(|e| wrong(e.to_string()))?;
+        self.paint(&canvas, true)?;
         drop(canvas);
         let size = (width / SHRINK as u32, height / SHRINK as u32);
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        // Its ending tells the format.
-        let draft = path.with_file_name(format!(".unfinished-{name}"));
-        let mut file = BitMapBackend::new(&draft, size);
-        let blitted = file.blit_bitmap((0, 0), size, &shrink(&pixels, width as usize));
-        blitted.and_then(|()| file.present()).map_err(|e| wrong(e.to_string()))?;
-        drop(file);
-        std::fs::rename(&draft, path).map_err(|e| wrong(e.to_string()))
+        let mut file = BitMapBackend::new(draft, size);
+        file.blit_bitmap((0, 0), size, &shrink(&pixels, width as usize))?;
+        Ok(file.present()?)
     }
 
     fn fine_size(&self) -> (u32, u32) {
@@ -149,14 +154,11 @@ impl Drawing {
         for mark in &self.marks {
             match mark {
                 Mark::Line { points, colour, width } => {
-                    let width = (width * FINE).round() as u32;
-                    for pair in points.windows(2) {
-                        let ends = [fine(pair[0]), fine(pair[1])];
-                        canvas.draw(&PathElement::new(ends, colour.stroke_width(width)))?;
-                    }
-                    // Round joints: two strokes that meet would leave a notch.
-                    for point in points.iter().skip(1).take(points.len().saturating_sub(2)) {
-                        canvas.draw(&Circle::new(fine(*point), width / 2, colour.filled()))?;
+                    let points: Vec<_> = points.iter().map(|&point| fine(point)).collect();
+                    let style = colour.stroke_width((width * FINE).round() as u32);
+                    match pixels {
+                        true => strokes(canvas, &points, style)?,
+                        false => canvas.draw(&PathElement::new(points, style))?,
                     }
                 }
                 Mark::Dot { at, radius, colour } => {
@@ -177,6 +179,39 @@ impl Drawing {
         }
         canvas.present()
     }
+}
+
+/// A line as single strokes with round joints: where a line turns sharply, plotters' own bitmap of it has long
+/// spikes.
+fn strokes<DB: DrawingBackend>(
+    canvas: &DrawingArea<DB, Shift>,
+    points: &[(i32, i32)],
+    style: ShapeStyle,
+) -> Result<(), DrawingAreaErrorKind<DB::ErrorType>> {
+    for pair in points.windows(2) {
+        canvas.draw(&PathElement::new(pair, style))?;
+    }
+    for &joint in points.iter().skip(1).take(points.len().saturating_sub(2)) {
+        canvas.draw(&Circle::new(joint, style.stroke_width / 2, style.color.filled()))?;
+    }
+    Ok(())
+}
+
+type BoxedError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Has `write` make a file beside `path`, then gives it that name.
+fn replace(
+    path: &Path,
+    write: impl FnOnce(&Path) -> Result<(), BoxedError>,
+) -> Result<(), PictureError> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    // The name keeps its ending: by it the format is chosen.
+    let draft = path.with_file_name(format!(".unfinished-{name}"));
+    let done = write(&draft).and_then(|()| Ok(std::fs::rename(&draft, path)?));
+    done.map_err(|why| {
+        let _nothing_left = std::fs::remove_file(&draft);
+        PictureError { path: path.into(), why: why.to_string() }
+    })
 }
 
 fn fine((x, y): Point) -> (i32, i32) {

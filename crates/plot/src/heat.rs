@@ -5,19 +5,26 @@ use std::collections::BTreeMap;
 use plotters::style::RGBColor;
 use plotters::style::text_anchor::HPos;
 
-use super::drawing::{Drawing, FAINT_INK, GRID, INK, shorten};
+use crate::drawing::{Drawing, FAINT_INK, GRID, INK, shorten};
 
 /// Heat maps before they are drawn.
-pub(crate) struct Heat {
-    pub(crate) title: String,
-    pub(crate) label: String,
-    pub(crate) across: String,
-    pub(crate) up: String,
-    pub(crate) panels: Vec<HeatPanel>,
+#[derive(Debug, Clone)]
+pub struct Heat {
+    /// First line.
+    pub title: String,
+    /// Second line.
+    pub label: String,
+    /// Meaning of columns.
+    pub across: String,
+    /// Meaning of rows.
+    pub up: String,
+    /// A map each.
+    pub panels: Vec<HeatPanel>,
 }
 
 /// The map of one model.
-pub(crate) struct HeatPanel {
+#[derive(Debug, Clone)]
+pub struct HeatPanel {
     name: String,
     columns: Vec<String>,
     rows: Vec<String>,
@@ -32,7 +39,7 @@ const TOP: f64 = 78.0;
 
 impl HeatPanel {
     /// From values with their length and depth; several of one place are averaged.
-    pub(crate) fn new(name: String, found: &[(Vec<String>, f64)]) -> Self {
+    pub fn new(name: String, found: &[(Vec<String>, f64)]) -> Self {
         let list = |star: usize| {
             let mut list: Vec<String> =
                 found.iter().map(|(stars, _)| stars[star].clone()).collect();
@@ -92,7 +99,8 @@ fn leading(text: &str) -> f64 {
 }
 
 impl Heat {
-    pub(crate) fn draw(self) -> Drawing {
+    /// The picture.
+    pub fn draw(self) -> Drawing {
         let lines = self.panels.len().div_ceil(ACROSS).max(1);
         let size = (WIDTH, TOP + PANEL.1 * lines as f64 + 16.0);
         let label = format!("{}; {} across, {} down", self.label, self.across, self.up);

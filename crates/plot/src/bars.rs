@@ -2,20 +2,26 @@
 
 use plotters::style::text_anchor::HPos;
 
-use super::axis::Axis;
-use super::chart::{Panel, list};
-use super::drawing::{Drawing, INK, Point, colour, room, shorten};
+use crate::axis::Axis;
+use crate::chart::{Panel, list};
+use crate::drawing::{Drawing, INK, Point, colour, room, shorten};
 
 /// A name, its values and the published ones, one for each column.
-pub(crate) type BarLine = (String, Vec<Option<f64>>, Vec<Option<f64>>);
+pub type BarLine = (String, Vec<Option<f64>>, Vec<Option<f64>>);
 
 /// Bars before they are drawn.
-pub(crate) struct Bars {
-    pub(crate) title: String,
-    pub(crate) label: String,
-    pub(crate) up: String,
-    pub(crate) columns: Vec<String>,
-    pub(crate) lines: Vec<BarLine>,
+#[derive(Debug, Clone)]
+pub struct Bars {
+    /// First line.
+    pub title: String,
+    /// Second line.
+    pub label: String,
+    /// Meaning of a bar's height.
+    pub up: String,
+    /// A group of bars each.
+    pub columns: Vec<String>,
+    /// A bar in every group each.
+    pub lines: Vec<BarLine>,
 }
 
 const SIZE: (f64, f64) = (900.0, 440.0);
@@ -32,7 +38,8 @@ fn cross(drawing: &mut Drawing, (x, y): Point, place: usize) {
 }
 
 impl Bars {
-    pub(crate) fn draw(self) -> Drawing {
+    /// The picture.
+    pub fn draw(self) -> Drawing {
         let mut drawing = Drawing::new(SIZE, &self.title, &self.label);
         let short = |(i, line): (usize, &BarLine)| (shorten(&line.0, 30), i);
         let names: Vec<(String, usize)> = self.lines.iter().enumerate().map(short).collect();

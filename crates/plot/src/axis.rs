@@ -3,7 +3,7 @@
 /// A scale from `low` to `high`; on a logarithmic one these are powers of two.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Axis {
-    low: f64,
+    pub(crate) low: f64,
     high: f64,
     log: bool,
     pub(crate) ticks: Vec<(f64, String)>,
@@ -37,6 +37,37 @@ impl Axis {
         Self { low, high, log: true, ticks }
     }
 
+    /// Around values of any size.
+    pub(crate) fn around(values: impl Iterator<Item = f64> + Clone) -> Self {
+        let (low, high) = extent(values);
+        let room = match (0.06 * (high - low)).max(0.02 * high.abs()) {
+            0.0 => 1.0, // only zeros
+            room => room,
+        };
+        let high = high + room;
+        // A loss has a natural end at zero: show it where it is near.
+        let low = if low >= 0.0 && low < 0.4 * high { 0.0 } else { low - room };
+        let ticks = labelled(low, high, nice_step((high - low) / 5.0));
+        Self { low, high, log: false, ticks }
+    }
+
+    /// Over decimal logarithms: numbers at the powers of ten, and between them where these are few.
+    pub(crate) fn of_logarithms(values: impl Iterator<Item = f64> + Clone) -> Self {
+        let (low, high) = extent(values);
+        let room = 0.04 * (high - low);
+        let (low, high) = (low - room, high + room);
+        let every = ((high - low) / 6.0).ceil().max(1.0);
+        let between: &[f64] =
+            if multiples(low, high, every).len() < 4 { &[1.0, 3.0] } else { &[1.0] };
+        let ticks = multiples(low.floor(), high, every)
+            .into_iter()
+            .flat_map(|power| between.iter().map(move |&digit| (power, digit)))
+            .map(|(power, digit)| (power + digit.log10(), power_label(power, digit)))
+            .filter(|(value, _)| (low..=high).contains(value))
+            .collect();
+        Self { low, high, log: false, ticks }
+    }
+
     /// The share of the way from one end to the other.
     pub(crate) fn share(&self, value: f64) -> f64 {
         let value = if self.log { value.log2() } else { value };
@@ -53,7 +84,33 @@ fn nice_step(least: f64) -> f64 {
 
 fn multiples(low: f64, high: f64, step: f64) -> Vec<f64> {
     let (first, last) = ((low / step - 1e-9).ceil(), (high / step + 1e-9).floor());
-    (0..=(last - first).clamp(0.0, 50.0) as u32).map(|i| (first + f64::from(i)) * step).collect()
+    (0..=(last - first).clamp(0.0, 50.0) as u32)
+        .map(|i| (first + f64::from(i)) * step)
+        .filter(|v| (low - step * 1e-6..=high + step * 1e-6).contains(v))
+        .collect()
+}
+
+/// Least and greatest value; 0 and 1 where there is none.
+pub(crate) fn extent(values: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
+    values.clone().reduce(f64::min).zip(values.reduce(f64::max)).unwrap_or((0.0, 1.0))
+}
+
+/// Multiples of `step`, with as many decimals as tell them apart.
+fn labelled(low: f64, high: f64, step: f64) -> Vec<(f64, String)> {
+    let digits = -step.log10().floor();
+    let label = |v: f64| match digits {
+        _ if v.abs() < step / 2.0 => "0".to_string(),
+        d if d > 5.0 || low.abs().max(high.abs()) >= 1e5 => format!("{v:.1e}"),
+        d => format!("{v:.*}", d.max(0.0) as usize),
+    };
+    multiples(low, high, step).into_iter().map(|v| (v, label(v))).collect()
+}
+
+fn power_label(power: f64, digit: f64) -> String {
+    match power {
+        -3.0..=4.0 => format!("{:.*}", (-power).max(0.0) as usize, digit * 10f64.powf(power)),
+        _ => format!("{digit}e{power}"),
+    }
 }
 
 fn decimal(value: f64, step: f64) -> String {
@@ -98,6 +155,25 @@ mod tests {
                 assert!(
                     axis.ticks.iter().all(|(v, label)| label.len() <= 8 && inside(*v)),
                     "{axis:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn scales_of_losses_have_few_and_short_labels_at_any_size() {
+        for exponent in -12..=18 {
+            let high = 3.7 * 10f64.powi(exponent);
+            let powers = [-3.0, f64::from(exponent.abs())];
+            let scales = [
+                Axis::around([0.3 * high, high].into_iter()),
+                Axis::around([high].into_iter()),
+                Axis::of_logarithms(powers.into_iter()),
+            ];
+            for Axis { low, high, ticks, .. } in scales {
+                assert!((2..12).contains(&ticks.len()), "{low} to {high}: {ticks:?}");
+                assert!(
+                    ticks.iter().all(|(v, label)| label.len() <= 7 && (low..=high).contains(v))
                 );
             }
         }

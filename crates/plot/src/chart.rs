@@ -2,33 +2,42 @@
 
 use plotters::style::text_anchor::HPos;
 
-use super::axis::Axis;
-use super::drawing::{Drawing, FAINT_INK, GRID, INK, Point, colour, room, shorten};
+use crate::axis::Axis;
+use crate::drawing::{Drawing, FAINT_INK, GRID, INK, Point, colour, room, shorten};
 
 /// A chart before it is drawn.
-pub(crate) struct Chart {
-    pub(crate) title: String,
-    pub(crate) label: String,
-    pub(crate) across: String,
-    pub(crate) up: String,
+#[derive(Debug, Clone)]
+pub struct Chart {
+    /// First line.
+    pub title: String,
+    /// Second line.
+    pub label: String,
+    /// Meaning of the axis across.
+    pub across: String,
+    /// Meaning of the axis up.
+    pub up: String,
     /// Whether the axis across is over powers of two.
-    pub(crate) log: bool,
-    pub(crate) series: Vec<Series>,
+    pub log: bool,
+    /// Points that belong together, in the order of drawing.
+    pub series: Vec<Series>,
 }
 
-/// Points that belong together.
-pub(crate) struct Series {
+/// Points that belong together. Those that are not finite are left out.
+#[derive(Debug, Clone)]
+pub struct Series {
     /// In the list to the right, unless others speak for it.
-    pub(crate) name: Option<String>,
-    /// Its colour.
-    pub(crate) place: usize,
-    pub(crate) points: Vec<Point>,
-    pub(crate) stroke: Stroke,
+    pub name: Option<String>,
+    /// Number of its colour.
+    pub place: usize,
+    /// Points, in any order.
+    pub points: Vec<Point>,
+    /// How they are shown.
+    pub stroke: Stroke,
 }
 
 /// How points are shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stroke {
+pub enum Stroke {
     /// A line.
     Line,
     /// Dots with a line between.
@@ -49,7 +58,8 @@ const MOST_NAMES: usize = 14;
 const LONGEST_NAME: usize = 30;
 
 impl Chart {
-    pub(crate) fn draw(mut self) -> Drawing {
+    /// The picture.
+    pub fn draw(mut self) -> Drawing {
         self.series.iter_mut().for_each(Series::clean);
         let mut drawing = Drawing::new(SIZE, &self.title, &self.label);
         let names: Vec<(String, usize)> = self.names();
@@ -135,7 +145,7 @@ impl Panel {
     }
 
     /// Grid, numbers and what they mean.
-    fn frame(&self, drawing: &mut Drawing, across: &str, up: &str) {
+    pub(crate) fn frame(&self, drawing: &mut Drawing, across: &str, up: &str) {
         self.levels(drawing, up);
         for (value, label) in &self.x.ticks {
             let x = self.left + self.x.share(*value) * self.width;
