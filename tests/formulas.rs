@@ -12,17 +12,32 @@ use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 /// Mixers compute in double precision here; their constants and angles are f32's.
 const LIMIT: f64 = 1e-6;
-const TOKENS: usize = 40;
+pub(crate) const TOKENS: usize = 40;
 
 /// A sequence, a row for each token.
-type Rows = Vec<Vec<f64>>;
+pub(crate) type Rows = Vec<Vec<f64>>;
 
 fn rows(x: Tensor<B, 3>) -> Rows {
     download(x).chunks(D).map(<[f64]>::to_vec).collect()
 }
 
+/// Parameters that are vectors, norms' weights among them, as no fresh model has them.
+pub(crate) struct Noisy;
+
+impl<B: Backend> ModuleMapper<B> for Noisy {
+    fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
+        let noise = |weight: Tensor<B, R>| weight.random_like(Distribution::Normal(0.0, 0.3));
+        let noisy = |weight: Tensor<B, R>| (weight.clone() + noise(weight)).detach();
+        if R == 1 { param.map(|weight| noisy(weight).require_grad()) } else { param }
+    }
+}
+
 /// Holds `mixer` to what `formula` makes of its weights and a sequence.
-fn hold(what: &str, mixer: &Mixer<B>, formula: impl FnOnce(&Weights, &[Vec<f64>]) -> Rows) {
+pub(crate) fn hold(
+    what: &str,
+    mixer: &Mixer<B>,
+    formula: impl FnOnce(&Weights, &[Vec<f64>]) -> Rows,
+) {
     let x = input(TOKENS).narrow(0, 0, 1);
     // Names inside the mixer, without the mixer's own.
     let named = Weights::of(mixer).0.into_iter();
@@ -32,17 +47,17 @@ fn hold(what: &str, mixer: &Mixer<B>, formula: impl FnOnce(&Weights, &[Vec<f64>]
     assert_close(what, &want, &download(mixer.forward(x, None).0), LIMIT);
 }
 
-fn check(text: &str, formula: impl FnOnce(&Weights, &[Vec<f64>]) -> Rows) {
+pub(crate) fn check(text: &str, formula: impl FnOnce(&Weights, &[Vec<f64>]) -> Rows) {
     hold(text, &mixer(text), formula);
 }
 
 impl Weights {
-    fn get(&self, name: &str) -> &[f64] {
+    pub(crate) fn get(&self, name: &str) -> &[f64] {
         &self.0[name]
     }
 
     /// The causal convolution of all rows, at the last of them.
-    fn convolution(&self, name: &str, rows: &[Vec<f64>]) -> Vec<f64> {
+    pub(crate) fn convolution(&self, name: &str, rows: &[Vec<f64>]) -> Vec<f64> {
         let channels = rows[0].len();
         let weight = self.get(&format!("{name}.weight"));
         let window = weight.len() / channels;
@@ -72,15 +87,15 @@ impl Weights {
     }
 }
 
-fn sigmoid(x: f64) -> f64 {
+pub(crate) fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-fn silu(x: f64) -> f64 {
+pub(crate) fn silu(x: f64) -> f64 {
     x * sigmoid(x)
 }
 
-fn softplus(x: f64) -> f64 {
+pub(crate) fn softplus(x: f64) -> f64 {
     x.exp().ln_1p()
 }
 
@@ -98,11 +113,11 @@ fn gelu(x: f64) -> f64 {
     0.5 * x * (1.0 + sum * 2.0 / PI.sqrt())
 }
 
-fn each(x: &[f64], f: impl Fn(f64) -> f64) -> Vec<f64> {
+pub(crate) fn each(x: &[f64], f: impl Fn(f64) -> f64) -> Vec<f64> {
     x.iter().map(|&x| f(x)).collect()
 }
 
-fn times(a: &[f64], b: &[f64]) -> Vec<f64> {
+pub(crate) fn times(a: &[f64], b: &[f64]) -> Vec<f64> {
     a.iter().zip(b).map(|(a, b)| a * b).collect()
 }
 
@@ -111,30 +126,30 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 }
 
 /// Of mean square 1.
-fn normalized(x: &[f64], epsilon: f64) -> Vec<f64> {
+pub(crate) fn normalized(x: &[f64], epsilon: f64) -> Vec<f64> {
     let size = (dot(x, x) / x.len() as f64 + epsilon).sqrt();
     each(x, |x| x / size)
 }
 
 /// Of mean 0 and variance 1.
-fn standardized(x: &[f64], epsilon: f64) -> Vec<f64> {
+pub(crate) fn standardized(x: &[f64], epsilon: f64) -> Vec<f64> {
     let mean = x.iter().sum::<f64>() / x.len() as f64;
     normalized(&each(x, |x| x - mean), epsilon)
 }
 
 /// Of length 1.
-fn unit(x: &[f64]) -> Vec<f64> {
+pub(crate) fn unit(x: &[f64]) -> Vec<f64> {
     let length = (dot(x, x) + 1e-6).sqrt();
     each(x, |x| x / length)
 }
 
 /// `f` of each of `heads` parts.
-fn by_head(x: &[f64], heads: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> Vec<f64> {
+pub(crate) fn by_head(x: &[f64], heads: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> Vec<f64> {
     x.chunks(x.len() / heads).flat_map(f).collect()
 }
 
 /// Numbers i and i + K / 2 turned by `t theta^{-2 i / K}`.
-fn rotated(x: &[f64], t: usize) -> Vec<f64> {
+pub(crate) fn rotated(x: &[f64], t: usize) -> Vec<f64> {
     let half = x.len() / 2;
     let mut y = vec![0.0; x.len()];
     for i in 0..half {
@@ -146,7 +161,7 @@ fn rotated(x: &[f64], t: usize) -> Vec<f64> {
 }
 
 /// Values weighed by the softmax of scores.
-fn weighed(scores: &[f64], values: &[Vec<f64>]) -> Vec<f64> {
+pub(crate) fn weighed(scores: &[f64], values: &[Vec<f64>]) -> Vec<f64> {
     let most = scores.iter().fold(f64::MIN, |a, &b| a.max(b));
     let shares = each(scores, |s| (s - most).exp());
     let sum: f64 = shares.iter().sum();
@@ -307,11 +322,11 @@ fn rg_lru_keeps_the_size_of_its_inputs() {
 }
 
 /// `(a + i b) (c + i d)`.
-fn product([a, b]: [f64; 2], [c, d]: [f64; 2]) -> [f64; 2] {
+pub(crate) fn product([a, b]: [f64; 2], [c, d]: [f64; 2]) -> [f64; 2] {
     [a * c - b * d, a * d + b * c]
 }
 
-fn quotient(above: [f64; 2], [c, d]: [f64; 2]) -> [f64; 2] {
+pub(crate) fn quotient(above: [f64; 2], [c, d]: [f64; 2]) -> [f64; 2] {
     let square = c * c + d * d;
     product(above, [c / square, -d / square])
 }
@@ -322,7 +337,7 @@ fn power([a, b]: [f64; 2]) -> [f64; 2] {
 }
 
 /// GELU, a projection to twice the width, and GLU: how LRU and S4D end.
-fn gated(w: &Weights, u: &[f64]) -> Vec<f64> {
+pub(crate) fn gated(w: &Weights, u: &[f64]) -> Vec<f64> {
     let both = w.linear("out_proj", &each(u, gelu));
     times(&both[..D], &each(&both[D..], sigmoid))
 }
@@ -362,9 +377,9 @@ fn s4d_is_the_convolution_with_its_kernel() {
             // 2 Re(sum over modes of C b a^l), a and b of one step.
             let mode = |channel: usize, n: usize| {
                 let place = channel * 3 + n;
-                let dt = w.get("log_dt")[channel].exp();
-                let a = [-w.get("log_a_real")[place].exp(), w.get("a_imag")[place]];
-                let c = [w.get("c")[place], w.get("c")[3 * D + place]];
+                let dt = w.get("ssm.log_dt")[channel].exp();
+                let a = [-w.get("ssm.log_a_real")[place].exp(), w.get("ssm.a_imag")[place]];
+                let c = [w.get("ssm.c")[place], w.get("ssm.c")[3 * D + place]];
                 let scaled = [dt * a[0], dt * a[1]];
                 let (step, drive) = match bilinear {
                     true => {
@@ -392,7 +407,7 @@ fn s4d_is_the_convolution_with_its_kernel() {
             let at = |t: usize| {
                 let u = |c: usize| {
                     let past: f64 = (0..=t).map(|s| kernels[c][t - s] * rows[s][c]).sum();
-                    past + w.get("d")[c] * rows[t][c]
+                    past + w.get("ssm.d")[c] * rows[t][c]
                 };
                 gated(w, &(0..D).map(u).collect::<Vec<_>>())
             };

@@ -110,6 +110,14 @@ pub(crate) const MIXERS: &[&str] = &[
     "slstm = { heads = 2 }",
     "slstm = { heads = 3, conv_size = 0, norm_eps = 1e-3 }",
     "base_conv = {}",
+    "s4 = { d_state = 6 }",
+    "h3 = { d_state = 4 }",
+    "h3 = { head_width = 3, d_state = 6, dt_min = 0.01, dt_max = 0.5 }",
+    "hyena = { filter_order = 8 }",
+    "hyena = { expand = 2, projection_groups = 2, conv_size = 2, filter_order = 4, filter_depth = 1, filter_frequency = 10.0, length = 64 }",
+    "multihead_hyena = { group_width = 4 }",
+    "multihead_hyena = { group_width = 8, conv_size = 2, filter_order = 4, filter_frequency = 5.0, length = 64 }",
+    "base_conv = { implicit = true, length = 64 }",
     "attention = { heads = 4 }",
     "attention = { heads = 4, key_value_heads = 2, rope = false }",
     "attention = { heads = 4, window = 5 }",
@@ -259,6 +267,16 @@ fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
         ("lstm = { width = 0 }", "lstm.width"),
         ("gru = { width = 0 }", "gru.width"),
         ("slstm = { heads = 7 }", "slstm.heads"),
+        ("hyena = { group_width = 4 }", "hyena.group_width"),
+        ("hyena = { projection_groups = 5 }", "hyena.projection_groups"),
+        ("hyena = { length = 1 }", "hyena.length"),
+        ("multihead_hyena = {}", "multihead_hyena.group_width"),
+        ("multihead_hyena = { group_width = 7 }", "multihead_hyena.group_width"),
+        ("base_conv = { implicit = true, length = 0 }", "base_conv.length"),
+        ("h3 = { head_width = 5 }", "h3.head_width"),
+        ("h3 = { d_state = 0 }", "h3.d_state"),
+        ("s4 = { d_state = 3 }", "s4.d_state"),
+        ("s4 = { dt_max = 0.0001 }", "s4.dt_max"),
     ] {
         let config = config(text);
         let error = config.init::<B>(D, &Default::default()).expect_err(text);
@@ -292,8 +310,10 @@ fn the_mixers_that_count_their_tokens_are_these() {
     names.dedup();
     // Linear attention for the sake of its feature maps that see positions.
     let rotating = ["linear_attention", "retnet", "gated_retention"];
+    let convolving = ["hyena", "multihead_hyena", "base_conv"];
     let growing = ["attention", "forgetting_attention", "mla", "deltaformer", "path_attention"];
-    assert_eq!(names, [&rotating[..], &growing[..]].concat());
+    let all = [&rotating[..], &convolving[..], &growing[..]];
+    assert_eq!(names, all.concat());
 }
 
 #[test]
@@ -550,40 +570,9 @@ fn an_mlp_that_sees_the_token_before_can_be_cut_and_is_learnt() {
 
 #[test]
 fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
-    use linattn::nn::mixers::MixerState;
     for text in MIXERS {
         let (_, state) = mixer(text).forward(input(30), None);
-        let values = match state {
-            MixerState::Matrix(s) => {
-                s.memory.shape().num_elements()
-                    + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
-            }
-            MixerState::Slots(s) => {
-                s.keys.shape().num_elements()
-                    + s.values.shape().num_elements()
-                    + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
-            }
-            MixerState::Tail(tail) => tail.0.shape().num_elements(),
-            MixerState::Nothing(_) => 0,
-            MixerState::Vector(s) => {
-                s.memory.iter().chain(&s.tails).map(|x| x.shape().num_elements()).sum::<usize>()
-            }
-            MixerState::Cache(c) => c.keys.shape().num_elements() + c.values.shape().num_elements(),
-            MixerState::Forgetting(c) => {
-                c.keys.shape().num_elements()
-                    + c.values.shape().num_elements()
-                    + c.gates.shape().num_elements()
-            }
-            MixerState::Latents(c) => {
-                c.latents.shape().num_elements() + c.keys.shape().num_elements()
-            }
-            MixerState::Path(c) => {
-                c.keys.shape().num_elements()
-                    + c.values.shape().num_elements()
-                    + c.gates.iter().map(|g| g.shape().num_elements()).sum::<usize>()
-                    + c.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
-            }
-        };
+        let values: usize = state.tensors().data().map(|(_, data)| data.num_elements()).sum();
         let announced = config(text).cost(D, 30).unwrap().state_bytes;
         assert_eq!(announced, 4 * values as u64 / 2, "{text}: bytes for one of two sequences");
     }

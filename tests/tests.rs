@@ -28,6 +28,8 @@ mod hostile;
 mod initialization;
 #[cfg(feature = "cpu")]
 mod layers;
+#[cfg(feature = "cpu")]
+mod long_convolutions;
 mod ops;
 #[cfg(feature = "cpu")]
 mod parameters;
