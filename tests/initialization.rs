@@ -177,6 +177,29 @@ fn the_first_mlstm_starts_small_behind_closed_gates() {
 }
 
 #[test]
+fn memories_that_learn_start_as_their_sources_have_them() {
+    // Over a bias of zeros, which is one row of 33.
+    let w = mixers("ttt = { heads = 2, inner = 'mlp', output_gate = true }");
+    w.normal("weights.0", 0.02);
+    w.normal("weights.1", 0.02);
+    w.normal("rate_proj.weight", 0.02);
+    for zeros in ["rate_proj.bias", "place_scale", "ttt_norm_bias"] {
+        w.each(zeros, |x| x == 0.0);
+    }
+    w.each("ttt_norm_weight", |x| x == 1.0);
+    let w = mixers("titans = { heads = 2 }");
+    w.normal("weights.0", 0.02);
+    w.each("keep_proj.bias", |x| x == 4.0);
+    w.each("momentum_proj.bias", |x| x == 0.0);
+    let w = mixers("lact = { heads = 2, expand = 2 }");
+    w.normal("weights.0", 32f64.powf(-0.5));
+    w.normal("weights.1", 64f64.powf(-0.5));
+    w.normal("weights.2", 32f64.powf(-0.5));
+    w.each("k_scale", |x| x == 1.0);
+    w.each("k_offset", |x| x == 0.0);
+}
+
+#[test]
 fn long_filters_and_state_spaces_start_as_their_sources_have_them() {
     use std::f64::consts::PI;
     let near = |x: f64, want: f64| (x / want - 1.0).abs() < 1e-6;

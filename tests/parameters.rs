@@ -72,6 +72,7 @@ const MATRICES: &[(&str, &str)] = &[
     ("hgrn2", "f_proj i_proj o_proj q_proj"),
     ("hyena", "filter.inner.0 filter.inner.1 filter.inner.2 filter.last in_proj out_proj"),
     ("kda", "b_proj f_proj.0 f_proj.1 g_proj.0 g_proj.1 k_proj o_proj q_proj v_proj"),
+    ("lact", "k_proj lr_proj momentum_proj o_proj q_proj scale_proj v_proj"),
     ("lightning_attention", "out_proj output_gate qkv_proj"),
     (
         "linear_attention",
@@ -111,6 +112,8 @@ const MATRICES: &[(&str, &str)] = &[
     ("s4", "out_proj"),
     ("s4d", "out_proj"),
     ("slstm", "fgate igate ogate recurrent zgate"),
+    ("titans", "g_proj k_proj keep_proj momentum_proj o_proj q_proj rate_proj v_proj"),
+    ("ttt", "g_proj k_proj o_proj q_proj rate_proj v_proj"),
 ];
 
 #[test]

@@ -27,6 +27,8 @@ mod hostile;
 #[cfg(feature = "cpu")]
 mod initialization;
 #[cfg(feature = "cpu")]
+mod inner_learning;
+#[cfg(feature = "cpu")]
 mod layers;
 #[cfg(feature = "cpu")]
 mod long_convolutions;

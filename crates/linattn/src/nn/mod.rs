@@ -11,6 +11,7 @@ mod canon;
 mod conv_qkv;
 mod convolution;
 mod diagonal_ssm;
+mod fast_weights;
 mod features;
 mod gated_output;
 mod hippo;
@@ -28,6 +29,7 @@ mod residual;
 mod rope;
 mod shared;
 pub(crate) mod state;
+mod swiglu_memory;
 
 pub use auto_encoder::Decoder;
 pub use block::{Block, BlockState, LayerConfig};

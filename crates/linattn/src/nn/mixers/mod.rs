@@ -25,6 +25,7 @@ mod hgrn;
 mod hgrn2;
 mod hyena;
 mod kda;
+mod lact;
 mod lightning_attention;
 mod linear_attention;
 mod longhorn;
@@ -48,6 +49,8 @@ mod s4;
 mod s4d;
 mod slstm;
 mod state;
+mod titans;
+mod ttt;
 
 pub use attention::{Attention, AttentionConfig, KeyValueCache};
 pub use base_conv::{BaseConv, BaseConvConfig};
@@ -69,6 +72,7 @@ pub use hgrn::{Hgrn, HgrnConfig};
 pub use hgrn2::{Hgrn2, Hgrn2Config};
 pub use hyena::{Hyena, HyenaConfig, MultiheadHyena, MultiheadHyenaConfig};
 pub use kda::{Kda, KdaConfig};
+pub use lact::{Lact, LactConfig};
 pub use lightning_attention::{LightningAttention, LightningAttentionConfig};
 pub use linear_attention::{LinearAttention, LinearAttentionConfig, OutputNorm};
 pub use longhorn::{Longhorn, LonghornConfig};
@@ -92,10 +96,14 @@ pub use s4::{S4, S4Config};
 pub use s4d::{S4d, S4dConfig};
 pub use slstm::{Slstm, SlstmConfig};
 pub use state::{MatrixState, VectorState};
+pub use titans::{Titans, TitansConfig};
+pub use ttt::{Ttt, TttConfig};
 
 pub use super::FeatureMap;
 pub use super::diagonal_ssm::{Discretization, Spectrum};
+pub use super::fast_weights::{InnerModel, NetworkState};
 pub use super::long_filter::ConvolutionState;
+pub use super::swiglu_memory::LactState;
 use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
@@ -229,6 +237,10 @@ mixer_states! {
     Path(PathCache);
     /// The last few inputs, or all of them.
     Inputs(ConvolutionState);
+    /// Weights of a network, and what goes with them.
+    Network(NetworkState);
+    /// The same, and keys and values in a window.
+    Lact(LactState);
     /// Nothing of its own.
     Nothing(NoState);
     /// Vectors of fixed size.
@@ -551,6 +563,12 @@ mixers! {
     "gru" Gru(GruConfig);
     /// sLSTM, one token after another.
     "slstm" Slstm(SlstmConfig);
+    /// Test-time training.
+    "ttt" Ttt(TttConfig);
+    /// Titans' neural memory.
+    "titans" Titans(TitansConfig);
+    /// LaCT.
+    "lact" Lact(LactConfig);
     /// Hyena.
     "hyena" Hyena(HyenaConfig);
     /// Multihead Hyena.
