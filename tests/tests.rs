@@ -32,6 +32,8 @@ mod inner_learning;
 mod layers;
 #[cfg(feature = "cpu")]
 mod long_convolutions;
+#[cfg(feature = "cpu")]
+mod one_regression;
 mod ops;
 #[cfg(feature = "cpu")]
 mod parameters;
