@@ -12,13 +12,24 @@ use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 /// Mixers compute in double precision here; their constants and angles are f32's.
 const LIMIT: f64 = 1e-6;
-const TOKENS: usize = 40;
+pub(crate) const TOKENS: usize = 40;
 
 /// A sequence, a row for each token.
 pub(crate) type Rows = Vec<Vec<f64>>;
 
 fn rows(x: Tensor<B, 3>) -> Rows {
     download(x).chunks(D).map(<[f64]>::to_vec).collect()
+}
+
+/// Parameters that are vectors, norms' weights among them, as no fresh model has them.
+pub(crate) struct Noisy;
+
+impl<B: Backend> ModuleMapper<B> for Noisy {
+    fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
+        let noise = |weight: Tensor<B, R>| weight.random_like(Distribution::Normal(0.0, 0.3));
+        let noisy = |weight: Tensor<B, R>| (weight.clone() + noise(weight)).detach();
+        if R == 1 { param.map(|weight| noisy(weight).require_grad()) } else { param }
+    }
 }
 
 /// Holds `mixer` to what `formula` makes of its weights and a sequence.
@@ -121,19 +132,19 @@ pub(crate) fn normalized(x: &[f64], epsilon: f64) -> Vec<f64> {
 }
 
 /// Of mean 0 and variance 1.
-fn standardized(x: &[f64], epsilon: f64) -> Vec<f64> {
+pub(crate) fn standardized(x: &[f64], epsilon: f64) -> Vec<f64> {
     let mean = x.iter().sum::<f64>() / x.len() as f64;
     normalized(&each(x, |x| x - mean), epsilon)
 }
 
 /// Of length 1.
-fn unit(x: &[f64]) -> Vec<f64> {
+pub(crate) fn unit(x: &[f64]) -> Vec<f64> {
     let length = (dot(x, x) + 1e-6).sqrt();
     each(x, |x| x / length)
 }
 
 /// `f` of each of `heads` parts.
-fn by_head(x: &[f64], heads: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> Vec<f64> {
+pub(crate) fn by_head(x: &[f64], heads: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> Vec<f64> {
     x.chunks(x.len() / heads).flat_map(f).collect()
 }
 
@@ -317,11 +328,11 @@ fn rg_lru_keeps_the_size_of_its_inputs() {
 }
 
 /// `(a + i b) (c + i d)`.
-fn product([a, b]: [f64; 2], [c, d]: [f64; 2]) -> [f64; 2] {
+pub(crate) fn product([a, b]: [f64; 2], [c, d]: [f64; 2]) -> [f64; 2] {
     [a * c - b * d, a * d + b * c]
 }
 
-fn quotient(above: [f64; 2], [c, d]: [f64; 2]) -> [f64; 2] {
+pub(crate) fn quotient(above: [f64; 2], [c, d]: [f64; 2]) -> [f64; 2] {
     let square = c * c + d * d;
     product(above, [c / square, -d / square])
 }
@@ -332,7 +343,7 @@ fn power([a, b]: [f64; 2]) -> [f64; 2] {
 }
 
 /// GELU, a projection to twice the width, and GLU: how LRU and S4D end.
-fn gated(w: &Weights, u: &[f64]) -> Vec<f64> {
+pub(crate) fn gated(w: &Weights, u: &[f64]) -> Vec<f64> {
     let both = w.linear("out_proj", &each(u, gelu));
     times(&both[..D], &each(&both[D..], sigmoid))
 }
@@ -372,9 +383,9 @@ fn s4d_is_the_convolution_with_its_kernel() {
             // 2 Re(sum over modes of C b a^l), a and b of one step.
             let mode = |channel: usize, n: usize| {
                 let place = channel * 3 + n;
-                let dt = w.get("log_dt")[channel].exp();
-                let a = [-w.get("log_a_real")[place].exp(), w.get("a_imag")[place]];
-                let c = [w.get("c")[place], w.get("c")[3 * D + place]];
+                let dt = w.get("ssm.log_dt")[channel].exp();
+                let a = [-w.get("ssm.log_a_real")[place].exp(), w.get("ssm.a_imag")[place]];
+                let c = [w.get("ssm.c")[place], w.get("ssm.c")[3 * D + place]];
                 let scaled = [dt * a[0], dt * a[1]];
                 let (step, drive) = match bilinear {
                     true => {
@@ -402,7 +413,7 @@ fn s4d_is_the_convolution_with_its_kernel() {
             let at = |t: usize| {
                 let u = |c: usize| {
                     let past: f64 = (0..=t).map(|s| kernels[c][t - s] * rows[s][c]).sum();
-                    past + w.get("d")[c] * rows[t][c]
+                    past + w.get("ssm.d")[c] * rows[t][c]
                 };
                 gated(w, &(0..D).map(u).collect::<Vec<_>>())
             };

@@ -176,6 +176,55 @@ fn the_first_mlstm_starts_small_behind_closed_gates() {
     w.each("skip", |x| x == 1.0);
 }
 
+#[test]
+fn memories_that_learn_start_as_their_sources_have_them() {
+    // Over a bias of zeros, which is one row of 33.
+    let w = mixers("ttt = { heads = 2, inner = 'mlp', output_gate = true }");
+    w.normal("weights.0", 0.02);
+    w.normal("weights.1", 0.02);
+    w.normal("rate_proj.weight", 0.02);
+    for zeros in ["rate_proj.bias", "place_scale", "ttt_norm_bias"] {
+        w.each(zeros, |x| x == 0.0);
+    }
+    w.each("ttt_norm_weight", |x| x == 1.0);
+    let w = mixers("titans = { heads = 2 }");
+    w.normal("weights.0", 0.02);
+    w.each("keep_proj.bias", |x| x == 4.0);
+    w.each("momentum_proj.bias", |x| x == 0.0);
+    let w = mixers("lact = { heads = 2, expand = 2 }");
+    w.normal("weights.0", 32f64.powf(-0.5));
+    w.normal("weights.1", 64f64.powf(-0.5));
+    w.normal("weights.2", 32f64.powf(-0.5));
+    w.each("k_scale", |x| x == 1.0);
+    w.each("k_offset", |x| x == 0.0);
+}
+
+#[test]
+fn long_filters_and_state_spaces_start_as_their_sources_have_them() {
+    use std::f64::consts::PI;
+    let near = |x: f64, want: f64| (x / want - 1.0).abs() < 1e-6;
+    let w = fresh("initializer = 'torch'\n[[layers]]\nrepeat = 4\nmixer.hyena = {}\n");
+    w.uniform("filter.inner.0.weight", 3f64.powf(-0.5));
+    w.uniform("filter.inner.1.weight", 0.125);
+    w.uniform("filter.last.weight", 0.125);
+    w.uniform("conv1d.weight", 3f64.powf(-0.5));
+    w.each("filter.frequency", |x| x == 1.0);
+    let w = fresh("[[layers]]\nrepeat = 8\nmixer.h3 = { head_width = 2, d_state = 16 }\n");
+    w.uniform("shift.weight", 0.25);
+    w.normal("shift_d", 1.0);
+    w.normal("ssm.c", 0.5f64.sqrt());
+    let frequencies = w.all("ssm.a_imag");
+    let turns = frequencies.iter().enumerate();
+    assert!(turns.clone().all(|(i, &x)| (x - PI * (i % 8) as f64).abs() < 1e-4), "{frequencies:?}");
+    let w = fresh("[[layers]]\nrepeat = 8\nmixer.s4 = { d_state = 8 }\n");
+    w.each("log_a_real", |x| near(x, 0.5f64.ln()));
+    w.normal("S4.c", 0.5f64.sqrt());
+    // HiPPO-LegS' own: the parts of V^* p and V^* b keep the vectors' lengths.
+    let squares = |name: &str| w.all(name).iter().map(|x| 2.0 * x * x).sum::<f64>() / 512.0;
+    assert!(near(squares("S4.p"), 32.0), "{}", squares("S4.p"));
+    assert!(near(squares("S4.b"), 64.0), "{}", squares("S4.b"));
+}
+
 const TRANSFORMER: &str = "head_bias = true\npositions = 64\n[[layers]]\nrepeat = 2\n\
      mixer.attention = { heads = 4, output_bias = true }\nmlp = { swiglu = { width = 160 } }\n";
 

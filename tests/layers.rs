@@ -112,6 +112,23 @@ pub(crate) const MIXERS: &[&str] = &[
     "slstm = { heads = 2 }",
     "slstm = { heads = 3, conv_size = 0, norm_eps = 1e-3 }",
     "base_conv = {}",
+    "s4 = { d_state = 6 }",
+    "h3 = { d_state = 4 }",
+    "h3 = { head_width = 3, d_state = 6, dt_min = 0.01, dt_max = 0.5 }",
+    "ttt = { heads = 2 }",
+    "ttt = { heads = 3, mini_batch = 4, base_lr = 0.5, conv_size = 3, output_gate = true, rope_theta = 100.0 }",
+    "ttt = { heads = 2, inner = 'mlp', mini_batch = 5, key_width = 6 }",
+    "titans = { heads = 2 }",
+    "titans = { heads = 3, key_width = 6, mini_batch = 4, base_lr = 0.5, conv_size = 0, output_gate = false, norm_eps = 1e-3 }",
+    "titans = { heads = 2, inner = 'mlp', mini_batch = 5, conv_size = 3 }",
+    "lact = { heads = 2, attention_heads = 3, mini_batch = 3, window = 5, base_lr = 0.1 }",
+    "lact = { heads = 2, expand = 2, mini_batch = 4, window = 3, base_lr = 0.1, momentum = false, muon = true, qk_norm = false, rope_theta = 100.0 }",
+    "lact = { heads = 1, mini_batch = 2, window = 40, muon = true, norm_eps = 1e-3 }",
+    "hyena = { filter_order = 8 }",
+    "hyena = { expand = 2, projection_groups = 2, conv_size = 2, filter_order = 4, filter_depth = 1, filter_frequency = 10.0, length = 64 }",
+    "multihead_hyena = { group_width = 4 }",
+    "multihead_hyena = { group_width = 8, conv_size = 2, filter_order = 4, filter_frequency = 5.0, length = 64 }",
+    "base_conv = { implicit = true, length = 64 }",
     "attention = { heads = 4 }",
     "attention = { heads = 4, key_value_heads = 2, rope = false }",
     "attention = { heads = 4, window = 5 }",
@@ -263,6 +280,27 @@ fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
         ("lstm = { width = 0 }", "lstm.width"),
         ("gru = { width = 0 }", "gru.width"),
         ("slstm = { heads = 7 }", "slstm.heads"),
+        ("ttt = { heads = 5 }", "ttt.heads"),
+        ("ttt = { key_width = 7 }", "ttt.key_width"),
+        ("ttt = { mini_batch = 0 }", "ttt.mini_batch"),
+        ("ttt = { base_lr = 0.0 }", "ttt.base_lr"),
+        ("ttt = { conv_size = 1 }", "ttt.conv_size"),
+        ("titans = { mini_batch = 0 }", "titans.mini_batch"),
+        ("titans = { base_lr = -1.0 }", "titans.base_lr"),
+        ("lact = { heads = 5 }", "lact.heads"),
+        ("lact = { attention_heads = 5 }", "lact.attention_heads"),
+        ("lact = { window = 0 }", "lact.window"),
+        ("lact = { expand = 1_000_000 }", "lact.expand"),
+        ("hyena = { group_width = 4 }", "hyena.group_width"),
+        ("hyena = { projection_groups = 5 }", "hyena.projection_groups"),
+        ("hyena = { length = 1 }", "hyena.length"),
+        ("multihead_hyena = {}", "multihead_hyena.group_width"),
+        ("multihead_hyena = { group_width = 7 }", "multihead_hyena.group_width"),
+        ("base_conv = { implicit = true, length = 0 }", "base_conv.length"),
+        ("h3 = { head_width = 5 }", "h3.head_width"),
+        ("h3 = { d_state = 0 }", "h3.d_state"),
+        ("s4 = { d_state = 3 }", "s4.d_state"),
+        ("s4 = { dt_max = 0.0001 }", "s4.dt_max"),
     ] {
         let config = config(text);
         let error = config.init::<B>(D, &Default::default()).expect_err(text);
@@ -296,8 +334,11 @@ fn the_mixers_that_count_their_tokens_are_these() {
     names.dedup();
     // Linear attention for the sake of its feature maps that see positions.
     let rotating = ["linear_attention", "retnet", "gated_retention"];
+    let in_mini_batches = ["ttt", "titans", "lact"];
+    let convolving = ["hyena", "multihead_hyena", "base_conv"];
     let growing = ["attention", "forgetting_attention", "mla", "deltaformer", "path_attention"];
-    assert_eq!(names, [&rotating[..], &growing[..]].concat());
+    let all = [&rotating[..], &in_mini_batches[..], &convolving[..], &growing[..]];
+    assert_eq!(names, all.concat());
 }
 
 #[test]
@@ -554,40 +595,9 @@ fn an_mlp_that_sees_the_token_before_can_be_cut_and_is_learnt() {
 
 #[test]
 fn the_state_that_a_config_announces_is_the_state_that_a_mixer_keeps() {
-    use linattn::nn::mixers::MixerState;
     for text in MIXERS {
         let (_, state) = mixer(text).forward(input(30), None);
-        let values = match state {
-            MixerState::Matrix(s) => {
-                s.memory.shape().num_elements()
-                    + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
-            }
-            MixerState::Slots(s) => {
-                s.keys.shape().num_elements()
-                    + s.values.shape().num_elements()
-                    + s.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
-            }
-            MixerState::Tail(tail) => tail.0.shape().num_elements(),
-            MixerState::Nothing(_) => 0,
-            MixerState::Vector(s) => {
-                s.memory.iter().chain(&s.tails).map(|x| x.shape().num_elements()).sum::<usize>()
-            }
-            MixerState::Cache(c) => c.keys.shape().num_elements() + c.values.shape().num_elements(),
-            MixerState::Forgetting(c) => {
-                c.keys.shape().num_elements()
-                    + c.values.shape().num_elements()
-                    + c.gates.shape().num_elements()
-            }
-            MixerState::Latents(c) => {
-                c.latents.shape().num_elements() + c.keys.shape().num_elements()
-            }
-            MixerState::Path(c) => {
-                c.keys.shape().num_elements()
-                    + c.values.shape().num_elements()
-                    + c.gates.iter().map(|g| g.shape().num_elements()).sum::<usize>()
-                    + c.tails.iter().map(|t| t.shape().num_elements()).sum::<usize>()
-            }
-        };
+        let values: usize = state.tensors().data().map(|(_, data)| data.num_elements()).sum();
         let announced = config(text).cost(D, 30).unwrap().state_bytes;
         assert_eq!(announced, 4 * values as u64 / 2, "{text}: bytes for one of two sequences");
     }

@@ -49,7 +49,7 @@ fn kinds<M: Module<B>>(module: &M) -> Kinds {
 /// Layers of each mixer whose `weight` is a matrix, in any of its configs; every other parameter is a vector.
 const MATRICES: &[(&str, &str)] = &[
     ("attention", "g_proj k_proj o_proj q_proj v_proj"),
-    ("base_conv", "projection"),
+    ("base_conv", "filter.0 filter.1 projection"),
     ("comba", "a_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
     ("decaying_fast_weights", "f_proj k_proj o_proj q_proj v_proj z_proj"),
     ("deltaformer", "k_proj o_proj q_proj v_proj"),
@@ -67,9 +67,12 @@ const MATRICES: &[(&str, &str)] = &[
     ("gla", "g_proj gk_proj.0 gk_proj.1 k_proj o_proj q_proj v_proj"),
     ("gru", "h_proj o_proj x_proj"),
     ("gsa", "f_proj k_proj o_proj q_proj v_proj"),
+    ("h3", "k_proj out_proj q_proj v_proj"),
     ("hgrn", "f_proj g_proj i_proj o_proj"),
     ("hgrn2", "f_proj i_proj o_proj q_proj"),
+    ("hyena", "filter.inner.0 filter.inner.1 filter.inner.2 filter.last in_proj out_proj"),
     ("kda", "b_proj f_proj.0 f_proj.1 g_proj.0 g_proj.1 k_proj o_proj q_proj v_proj"),
+    ("lact", "k_proj lr_proj momentum_proj o_proj q_proj scale_proj v_proj"),
     ("lightning_attention", "out_proj output_gate qkv_proj"),
     (
         "linear_attention",
@@ -87,6 +90,10 @@ const MATRICES: &[(&str, &str)] = &[
     ("mla", "k_rope kv_proj.0 kv_proj.2 o_proj q_proj.0 q_proj.2 q_proj"),
     ("mlstm", "fgate_preact igate_preact k ogate_preact out_proj q v"),
     ("mlstm_v1", "down_proj fgate_preact igate_preact k q up_proj v"),
+    (
+        "multihead_hyena",
+        "filter.inner.0 filter.inner.1 filter.inner.2 filter.last in_proj out_proj",
+    ),
     ("path_attention", "bt_proj g_proj k_proj o_proj q_proj v_proj w_proj.0 w_proj.1"),
     ("qrnn", "in_proj o_proj"),
     ("retnet", "g_proj k_proj o_proj q_proj v_proj"),
@@ -102,8 +109,11 @@ const MATRICES: &[(&str, &str)] = &[
         "a_lora.lora.0 a_lora.lora.2 g_lora.lora.0 g_lora.lora.2 k_proj o_proj \
          r_proj v_proj w_lora.lora.0 w_lora.lora.2",
     ),
+    ("s4", "out_proj"),
     ("s4d", "out_proj"),
     ("slstm", "fgate igate ogate recurrent zgate"),
+    ("titans", "g_proj k_proj keep_proj momentum_proj o_proj q_proj rate_proj v_proj"),
+    ("ttt", "g_proj k_proj o_proj q_proj rate_proj v_proj"),
 ];
 
 #[test]

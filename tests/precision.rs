@@ -95,7 +95,7 @@ fn sixteen_bits_change_mixers_by_their_rounding() {
     assert!(faults.is_empty(), "{faults:#?}");
     narrow.dedup();
     let others: Vec<_> = MixerConfig::NAMES.iter().filter(|name| !narrow.contains(name)).collect();
-    assert_eq!(others, [&"lru", &"s4d", &"lstm", &"gru", &"slstm", &"cross_attention"]);
+    assert_eq!(others, [&"lru", &"s4", &"s4d", &"lstm", &"gru", &"slstm", &"cross_attention"]);
 }
 
 #[test]

@@ -30,9 +30,15 @@ mod hub_checkpoints;
 #[cfg(feature = "cpu")]
 mod initialization;
 #[cfg(feature = "cpu")]
+mod inner_learning;
+#[cfg(feature = "cpu")]
 mod layers;
 mod layers_page;
+#[cfg(feature = "cpu")]
+mod long_convolutions;
 mod newcomer;
+#[cfg(feature = "cpu")]
+mod one_regression;
 mod ops;
 #[cfg(feature = "cpu")]
 mod parameters;

@@ -50,7 +50,7 @@ pub(crate) fn colour(place: usize) -> RGBColor {
 }
 
 /// Something to draw.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 enum Mark {
     Line { points: Vec<Point>, colour: RGBColor, width: f64 },
     Dot { at: Point, radius: f64, colour: RGBColor },
@@ -59,7 +59,7 @@ enum Mark {
 }
 
 /// Marks of a picture, in the order of drawing.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Drawing {
     size: (f64, f64),
     marks: Vec<Mark>,

@@ -179,16 +179,24 @@ pub(crate) fn shift_tokens<B: Backend>(
     (before, x.clone().narrow(1, tokens - 1, 1))
 }
 
-/// Each token of `[B, T, D]` by itself, `[B, 1, D]`. Halved again and again, because the gradient of a
-/// slice is as large as what it was cut from: so all of them are O(T log T) numbers, not O(T^2).
+/// Each token of `[B, T, D]` by itself, `[B, 1, D]`.
 pub(crate) fn each_token<B: Backend>(x: Tensor<B, 3>) -> Vec<Tensor<B, 3>> {
-    let tokens = x.dims()[1];
-    if tokens == 1 {
+    each_part(x, 1)
+}
+
+/// The N parts of `x` along a dimension, each one wide. Halved again and again, because the gradient of a
+/// slice is as large as what it was cut from: so all of them are O(N log N) numbers, not O(N^2).
+pub(crate) fn each_part<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    dim: usize,
+) -> Vec<Tensor<B, D>> {
+    let parts = x.dims()[dim];
+    if parts == 1 {
         return vec![x];
     }
-    let half = tokens / 2;
-    let mut list = each_token(x.clone().narrow(1, 0, half));
-    list.extend(each_token(x.narrow(1, half, tokens - half)));
+    let half = parts / 2;
+    let mut list = each_part(x.clone().narrow(dim, 0, half), dim);
+    list.extend(each_part(x.narrow(dim, half, parts - half), dim));
     list
 }
 

@@ -29,6 +29,7 @@ mod fused;
 #[cfg(feature = "fusion")]
 mod fusion;
 mod general;
+mod long_convolution;
 mod mask;
 mod mesa;
 mod recurrent;
@@ -47,6 +48,8 @@ pub(crate) use fused::{
     add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy,
     next_conv_state, pack, rms_normalize, select_rows, standardize,
 };
+pub use long_convolution::long_convolution;
+pub(crate) use long_convolution::tap_matrices;
 pub use mesa::{Mesa, Normal, mesa, mesa_step};
 pub use scan::{Complex, Scan, ScanField, Scanned, complex_scan, linear_scan, linear_scan_step};
 pub(crate) use triangular::solve_unit_lower;

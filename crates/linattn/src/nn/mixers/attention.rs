@@ -333,7 +333,6 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
         state: Option<KeyValueCache<B>>,
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, KeyValueCache<B>) {
-        let tokens = x.dims()[1];
         let position = state.as_ref().map_or(0, |cache| cache.position);
         let rotation = self.rope.map(|rope| (rope, position));
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
@@ -345,10 +344,15 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
         let k = turned(self.normalized(k, &self.k_norm), &None, rotation);
         let v = v.swap_dims(1, 2);
 
-        // Through a window, a long sequence is seen piece by piece: the scores outside are not formed.
-        let piece = self.window.map_or(tokens, |window| window.max(PIECE));
-        let (o, cache) =
-            in_pieces(tokens, piece, state, |part, before| self.attend(&q, &k, &v, part, before));
+        let (o, cache) = through_window([q, k, v], self.window, state, |q, cache, hidden| {
+            let keys = cache.keys.dims()[2];
+            let bias = match self.alibi {
+                true => hidden - distances(&q, keys) * slopes(&q, self.key_value_heads),
+                false => hidden,
+            };
+            let shares = softmax(scaled_scores(q, &cache.keys) + bias, 4);
+            merge(blend(self.dropout.forward(shares), &cache.values))
+        });
         shared.keys_values = Some(cache.clone());
         let o = match gate {
             Some(gate) => ops::gate(o, gate, Activation::Sigmoid),
@@ -370,29 +374,27 @@ impl<B: LinearAttentionBackend> Attention<B> {
             None => x,
         }
     }
+}
 
-    /// The tokens of a part, `(first, how many)`, and what of the cache is left after them.
-    fn attend(
-        &self,
-        q: &Tensor<B, 4>,
-        k: &Tensor<B, 4>,
-        v: &Tensor<B, 4>,
-        (from, tokens): (usize, usize),
-        before: Option<KeyValueCache<B>>,
-    ) -> (Tensor<B, 3>, KeyValueCache<B>) {
-        let part = |x: &Tensor<B, 4>| x.clone().narrow(2, from, tokens);
-        let q = part(q);
-        let cache = KeyValueCache::after(before, part(k), part(v));
-        let keys = cache.keys.dims()[2];
-        let hidden = causal_mask(&q, keys, self.window);
-        let bias = match self.alibi {
-            true => hidden - distances(&q, keys) * slopes(&q, self.key_value_heads),
-            false => hidden,
-        };
-        let shares = softmax(scaled_scores(q, &cache.keys) + bias, 4);
-        let o = merge(blend(self.dropout.forward(shares), &cache.values));
-        (o, cache.within(self.window))
-    }
+/// Attention of queries over keys and values, `[B, .., T, ..]` each and in this order, and over a cache before
+/// them. `weigh` is given queries, what they may see, and a mask, and gives their outputs, `[B, .., H V]`. Gives
+/// these, and what of the cache is left after them.
+pub(super) fn through_window<B: Backend>(
+    [q, k, v]: [Tensor<B, 4>; 3],
+    window: Option<usize>,
+    state: Option<KeyValueCache<B>>,
+    weigh: impl Fn(Tensor<B, 4>, &KeyValueCache<B>, Tensor<B, 5>) -> Tensor<B, 3>,
+) -> (Tensor<B, 3>, KeyValueCache<B>) {
+    let tokens = q.dims()[2];
+    // Through a window, a long sequence is seen piece by piece: the scores outside are not formed.
+    let piece = window.map_or(tokens, |window| window.max(PIECE));
+    in_pieces(tokens, piece, state, |(from, size), before| {
+        let part = |x: &Tensor<B, 4>| x.clone().narrow(2, from, size);
+        let q = part(&q);
+        let cache = KeyValueCache::after(before, part(&k), part(&v));
+        let hidden = causal_mask(&q, cache.keys.dims()[2], window);
+        (weigh(q, &cache, hidden), cache.within(window))
+    })
 }
 
 /// RMSNorm with a weight for every channel of a head, if it is `wanted`.

@@ -1,34 +1,49 @@
-//! BaseConv: a short convolution, gated by a projection of the token.
+//! BaseConv: a convolution, gated by a projection of the token.
 //! ```text
 //! y = (conv(x) + b) * (x W + c) + x      conv: depthwise, causal, without activation
 //! ```
-//! Source: Zoology, arXiv 2312.04927, which sets it before the mixer under test.
+//! With `implicit`, the convolution is as long as the sequence, its taps from a network, and x is added to it:
+//! ```text
+//! y = (h * x + x) * (x W + c) + x        h_l = relu(z_l M_1 + c_1) M_2 + c_2, of the lag's features z_l
+//! ```
+//! Source: Zoology, arXiv 2312.04927, which sets it before the mixer under test, and whose own model has a long
+//! convolution in every second layer. Its lags' features, too, are parameters there that it does not train.
 
 use super::{TokenMixer, linear_flops};
 use crate::nn::convolution::{ShortConvolution, check_window};
 use crate::nn::layers::linear_with_bias;
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors};
-use crate::ops::LinearAttentionBackend;
+use crate::nn::long_filter::{ConvolutionState, FEATURES, check_length, lags, with_past};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::ops::{self, LinearAttentionBackend};
 use burn::module::Module;
+use burn::tensor::activation::relu;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
+
+/// Width of the network that makes taps.
+const HIDDEN: usize = 16;
 
 /// BaseConv.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct BaseConvConfig {
-    /// Tokens the convolution sees, at least 2.
+    /// Tokens the convolution sees, at least 2, unless it is implicit.
     pub conv_size: usize,
+    /// Whether the convolution is as long as the sequence.
+    pub implicit: bool,
+    /// L, the length that lags of an implicit convolution are told as shares of.
+    pub length: usize,
 }
 
 impl Default for BaseConvConfig {
     fn default() -> Self {
-        Self { conv_size: 3 }
+        Self { conv_size: 3, implicit: false, length: 1024 }
     }
 }
 
 impl BaseConvConfig {
     pub(super) fn resolve(&self, _d_model: usize) -> Result<(), ConfigError> {
+        check_length(self.length)?;
         check_window(self.conv_size, 2)
     }
 
@@ -41,36 +56,35 @@ impl BaseConvConfig {
         device: &B::Device,
     ) -> Result<BaseConv<B>, ConfigError> {
         self.resolve(d_model)?;
+        let short = || ShortConvolution::new(d_model, self.conv_size, true, device);
+        let long = || [(FEATURES, HIDDEN), (HIDDEN, d_model)];
         Ok(BaseConv {
             projection: linear_with_bias(d_model, d_model, device),
-            conv1d: ShortConvolution::new(d_model, self.conv_size, true, device),
+            conv1d: (!self.implicit).then(short),
+            filter: self
+                .implicit
+                .then(|| long().map(|(from, to)| linear_with_bias(from, to, device)).into()),
+            length: self.length,
         })
     }
 
-    /// Cost in a model of width `d_model`.
+    /// Cost in a model of width `d_model`, over sequences of `length` tokens.
     /// # Errors
     /// As [`init`](Self::init).
-    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+    pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
         self.resolve(d_model)?;
-        let taps = (self.conv_size * d_model) as u64;
+        let (kept, taps) = match self.implicit {
+            true => (length, length.div_ceil(2)),
+            false => (self.conv_size - 1, self.conv_size),
+        };
+        let filter = match self.implicit {
+            true => linear_flops(FEATURES, HIDDEN) + linear_flops(HIDDEN, d_model),
+            false => 0,
+        };
         Ok(Cost {
-            state_bytes: 4 * (taps - d_model as u64),
-            flops_per_token: linear_flops(d_model, d_model) + 2 * taps,
+            state_bytes: 4 * (kept * d_model) as u64,
+            flops_per_token: linear_flops(d_model, d_model) + filter + 2 * (taps * d_model) as u64,
         })
-    }
-}
-
-/// Conv state of [`BaseConv`]: the last inputs of its convolution, `[B, W - 1, D]`.
-#[derive(Debug, Clone)]
-pub struct ConvolutionTail<B: Backend>(pub Tensor<B, 3>);
-
-impl<B: Backend> RecurrentState<B> for ConvolutionTail<B> {
-    fn tensors(&self) -> StateTensors<B> {
-        StateTensors::new(None).with("tail", &self.0)
-    }
-
-    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        Self(tensors.take("tail"))
     }
 }
 
@@ -78,22 +92,48 @@ impl<B: Backend> RecurrentState<B> for ConvolutionTail<B> {
 #[derive(Module, Debug)]
 pub struct BaseConv<B: Backend> {
     projection: Linear<B>,
-    conv1d: ShortConvolution<B>,
+    conv1d: Option<ShortConvolution<B>>,
+    /// Two layers, of an implicit convolution.
+    filter: Option<Vec<Linear<B>>>,
+    #[module(skip)]
+    length: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for BaseConv<B> {
-    type State = ConvolutionTail<B>;
+    type State = ConvolutionState<B>;
     const TAKES_BF16: bool = true;
+
+    fn counts_tokens(&self) -> bool {
+        self.filter.is_some()
+    }
 
     fn run(
         &self,
         x: Tensor<B, 3>,
-        state: Option<ConvolutionTail<B>>,
+        state: Option<ConvolutionState<B>>,
         _shared: &mut Shared<B>,
-    ) -> (Tensor<B, 3>, ConvolutionTail<B>) {
-        let tail = state.map(|state| state.0);
-        let (seen, tail) = self.conv1d.linear(x.clone(), tail);
+    ) -> (Tensor<B, 3>, ConvolutionState<B>) {
+        let (past, mut tails) = ConvolutionState::parts(state);
+        let (seen, inputs) = match &self.conv1d {
+            Some(conv1d) => (tails.through(|tail| conv1d.linear(x.clone(), tail)), None),
+            None => {
+                let inputs = with_past(past.clone(), x.clone());
+                let y = ops::long_convolution(x.clone(), self.taps(inputs.dims()[1]), past)
+                    .expect("the filter has the channels of `x`");
+                (y + x.clone(), Some(inputs))
+            }
+        };
         let y = seen * self.projection.forward(x.clone()) + x;
-        (y, ConvolutionTail(tail))
+        (y, ConvolutionState { inputs, tails: tails.into_next() })
+    }
+}
+
+impl<B: LinearAttentionBackend> BaseConv<B> {
+    /// The first `count` taps of an implicit convolution, `[count, D]`.
+    fn taps(&self, count: usize) -> Tensor<B, 2> {
+        let weight = self.projection.weight.val();
+        let z = lags(count, self.length, &weight, weight.dtype());
+        let layers = self.filter.iter().flatten().enumerate();
+        layers.fold(z, |z, (place, layer)| layer.forward(if place == 0 { z } else { relu(z) }))
     }
 }

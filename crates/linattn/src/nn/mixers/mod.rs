@@ -20,9 +20,12 @@ mod gateloop;
 mod gla;
 mod gru;
 mod gsa;
+mod h3;
 mod hgrn;
 mod hgrn2;
+mod hyena;
 mod kda;
+mod lact;
 mod lightning_attention;
 mod linear_attention;
 mod longhorn;
@@ -42,11 +45,15 @@ mod rg_lru;
 mod rwkv4;
 mod rwkv6;
 mod rwkv7;
+mod s4;
 mod s4d;
 mod slstm;
+mod state;
+mod titans;
+mod ttt;
 
 pub use attention::{Attention, AttentionConfig, KeyValueCache, QkNormSpan};
-pub use base_conv::{BaseConv, BaseConvConfig, ConvolutionTail};
+pub use base_conv::{BaseConv, BaseConvConfig};
 pub use comba::{Comba, CombaConfig};
 pub use cross_attention::{CrossAttention, CrossAttentionConfig, NoState};
 pub use decaying_fast_weights::{DecayingFastWeights, DecayingFastWeightsConfig};
@@ -60,9 +67,12 @@ pub use gateloop::{GateLoop, GateLoopConfig};
 pub use gla::{Gla, GlaConfig};
 pub use gru::{Gru, GruConfig};
 pub use gsa::{Gsa, GsaConfig, SlotState};
+pub use h3::{H3, H3Config};
 pub use hgrn::{Hgrn, HgrnConfig};
 pub use hgrn2::{Hgrn2, Hgrn2Config};
+pub use hyena::{Hyena, HyenaConfig, MultiheadHyena, MultiheadHyenaConfig};
 pub use kda::{Kda, KdaConfig};
+pub use lact::{Lact, LactConfig};
 pub use lightning_attention::{LightningAttention, LightningAttentionConfig};
 pub use linear_attention::{LinearAttention, LinearAttentionConfig, OutputNorm};
 pub use longhorn::{Longhorn, LonghornConfig};
@@ -82,16 +92,24 @@ pub use rg_lru::{RgLru, RgLruConfig};
 pub use rwkv4::{Rwkv4, Rwkv4Config};
 pub use rwkv6::{Rwkv6, Rwkv6Config};
 pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
-pub use s4d::{Discretization, S4d, S4dConfig, Spectrum};
+pub use s4::{S4, S4Config};
+pub use s4d::{S4d, S4dConfig};
 pub use slstm::{Slstm, SlstmConfig};
+pub use state::{MatrixState, VectorState};
+pub use titans::{Titans, TitansConfig};
+pub use ttt::{Ttt, TttConfig};
 
 pub use super::FeatureMap;
-use super::convolution::Tails;
+pub use super::diagonal_ssm::{Discretization, Spectrum};
+pub use super::fast_weights::{InnerModel, NetworkState};
+pub use super::long_filter::ConvolutionState;
+pub use super::swiglu_memory::LactState;
 use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
+use state::{MatrixPast, VectorPast};
 
 /// Layers that the residual stream passes.
 #[derive(Debug, Clone, Copy)]
@@ -110,6 +128,11 @@ pub trait TokenMixer<B: LinearAttentionBackend> {
     /// Whether its output depends on how many tokens came before, or its state grows with them. The others
     /// can go on with sequences of different lengths in one batch.
     const COUNTS_TOKENS: bool = false;
+    /// Whether this one, of its config, is as [`COUNTS_TOKENS`](Self::COUNTS_TOKENS) says.
+    fn counts_tokens(&self) -> bool {
+        Self::COUNTS_TOKENS
+    }
+
     /// Whether it takes activations of 16 bits beside weights of 32. The others work in the type of their
     /// weights.
     const TAKES_BF16: bool = false;
@@ -147,116 +170,6 @@ pub trait TokenMixer<B: LinearAttentionBackend> {
     fn step(&self, x: Tensor<B, 2>, state: Option<Self::State>) -> (Tensor<B, 2>, Self::State) {
         let (y, state) = self.forward(x.unsqueeze_dim(1), state);
         (y.squeeze_dim(1), state)
-    }
-}
-
-/// State of a mixer with a matrix memory between two tokens. Its size does not grow.
-#[derive(Debug, Clone)]
-pub struct MatrixState<B: Backend> {
-    /// `[B, H, K, V]`.
-    pub memory: Tensor<B, 4>,
-    /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
-    /// fields; then what else a mixer needs of its last token: RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`,
-    /// mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles, `[B, 1, H K / 2]`. Empty where there is
-    /// nothing of the kind.
-    pub tails: Vec<Tensor<B, 3>>,
-    /// Tokens seen.
-    pub position: usize,
-}
-
-/// A [`MatrixState`] taken apart, to become the next.
-struct MatrixPast<B: Backend> {
-    memory: Option<Tensor<B, 4>>,
-    tails: Tails<B>,
-    position: usize,
-}
-
-impl<B: Backend> MatrixPast<B> {
-    /// Of a state, or of the start of a sequence.
-    fn of(state: Option<MatrixState<B>>) -> Self {
-        match state {
-            Some(MatrixState { memory, tails, position }) => {
-                Self { memory: Some(memory), tails: Tails::after(tails), position }
-            }
-            None => Self { memory: None, tails: Tails::none(), position: 0 },
-        }
-    }
-
-    /// The state `tokens` tokens later.
-    fn then(self, memory: Tensor<B, 4>, tokens: usize) -> MatrixState<B> {
-        MatrixState { memory, tails: self.tails.into_next(), position: self.position + tokens }
-    }
-}
-
-/// State of a mixer with a memory of vectors between two tokens. Its size does not grow.
-#[derive(Debug, Clone)]
-pub struct VectorState<B: Backend> {
-    /// Vectors, `[B, 1, channels]`: one as a rule; real and imaginary parts; numerator and denominator
-    /// over the exponential of a maximum, and that; hidden and cell state.
-    pub memory: Vec<Tensor<B, 3>>,
-    /// Last inputs of a convolution, `[B, W - 1, channels]`, or the last token, `[B, 1, D]`, where the
-    /// next one sees it.
-    pub tails: Vec<Tensor<B, 3>>,
-    /// Tokens seen.
-    pub position: usize,
-}
-
-impl<B: Backend> RecurrentState<B> for VectorState<B> {
-    fn tensors(&self) -> StateTensors<B> {
-        StateTensors::new(Some(self.position))
-            .with_list("memory", &self.memory)
-            .with_list("tails", &self.tails)
-    }
-
-    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        let position = tensors.position();
-        Self { memory: tensors.take_list("memory"), tails: tensors.take_list("tails"), position }
-    }
-}
-
-/// A [`VectorState`] taken apart, to become the next.
-struct VectorPast<B: Backend> {
-    memory: std::vec::IntoIter<Tensor<B, 3>>,
-    tails: Tails<B>,
-    position: usize,
-}
-
-impl<B: Backend> VectorPast<B> {
-    /// Of a state, or of the start of a sequence.
-    fn of(state: Option<VectorState<B>>) -> Self {
-        let (memory, tails, position) = match state {
-            Some(state) => (state.memory, state.tails, state.position),
-            None => (vec![], vec![], 0),
-        };
-        Self { memory: memory.into_iter(), tails: Tails::after(tails), position }
-    }
-
-    /// The next of its vectors.
-    fn draw(&mut self) -> Option<Tensor<B, 3>> {
-        self.memory.next()
-    }
-
-    /// The next two of its vectors.
-    fn draw_pair(&mut self) -> Option<(Tensor<B, 3>, Tensor<B, 3>)> {
-        self.draw().zip(self.draw())
-    }
-
-    /// The state `tokens` tokens later.
-    fn then(self, memory: Vec<Tensor<B, 3>>, tokens: usize) -> VectorState<B> {
-        VectorState { memory, tails: self.tails.into_next(), position: self.position + tokens }
-    }
-}
-
-impl<B: Backend> RecurrentState<B> for MatrixState<B> {
-    fn tensors(&self) -> StateTensors<B> {
-        StateTensors::new(Some(self.position))
-            .with("memory", &self.memory)
-            .with_list("tails", &self.tails)
-    }
-
-    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        let position = tensors.position();
-        Self { memory: tensors.take("memory"), tails: tensors.take_list("tails"), position }
     }
 }
 
@@ -322,8 +235,12 @@ mixer_states! {
     Latents(LatentCache);
     /// Reflected keys, and values, so far.
     Path(PathCache);
-    /// The last few inputs.
-    Tail(ConvolutionTail);
+    /// The last few inputs, or all of them.
+    Inputs(ConvolutionState);
+    /// Weights of a network, and what goes with them.
+    Network(NetworkState);
+    /// The same, and keys and values in a window.
+    Lact(LactState);
     /// Nothing of its own.
     Nothing(NoState);
     /// Vectors of fixed size.
@@ -519,7 +436,7 @@ macro_rules! mixers {
             /// how many they were. The tensors then keep their size, and sequences of different lengths
             /// can go on in one batch.
             pub fn ignores_position(&self) -> bool {
-                match self { $(Self::$name(_) => !<$name<B> as TokenMixer<B>>::COUNTS_TOKENS,)+ }
+                match self { $(Self::$name(mixer) => !mixer.counts_tokens(),)+ }
             }
 
             /// Whether it takes activations of 16 bits beside weights of 32. The others work in the type of
@@ -636,6 +553,8 @@ mixers! {
     "rg_lru" RgLru(RgLruConfig);
     /// The linear recurrent unit.
     "lru" Lru(LruConfig);
+    /// S4, a diagonal and low-rank state-space model.
+    "s4" S4(S4Config);
     /// S4D, a diagonal state-space model.
     "s4d" S4d(S4dConfig);
     /// Mamba's selective state-space model.
@@ -650,7 +569,19 @@ mixers! {
     "gru" Gru(GruConfig);
     /// sLSTM, one token after another.
     "slstm" Slstm(SlstmConfig);
-    /// Zoology's gated short convolution.
+    /// Test-time training.
+    "ttt" Ttt(TttConfig);
+    /// Titans' neural memory.
+    "titans" Titans(TitansConfig);
+    /// LaCT.
+    "lact" Lact(LactConfig);
+    /// Hyena.
+    "hyena" Hyena(HyenaConfig);
+    /// Multihead Hyena.
+    "multihead_hyena" MultiheadHyena(MultiheadHyenaConfig);
+    /// H3.
+    "h3" H3(H3Config);
+    /// Zoology's gated convolution.
     "base_conv" BaseConv(BaseConvConfig);
     /// Softmax attention, the reference.
     "attention" Attention(AttentionConfig);

@@ -1,0 +1,262 @@
+//! Diagonal state-space models, one for each channel: N / 2 complex modes and their conjugates.
+//! ```text
+//! A      = -exp(log_a_real) + i a_imag            [D, N / 2], step sizes dt = exp(log_dt), [D]
+//! zoh        a = exp(dt A)                        b = (a - 1) / A
+//! bilinear   a = (1 + dt A / 2) / (1 - dt A / 2)  b = dt / (1 - dt A / 2)
+//! h      = a h + b x                              [D, N / 2] complex
+//! y      = 2 Re(C h) + d x                        summed over a channel's modes
+//! ```
+//! Over a sequence of T tokens, as products, with the powers of a by doubling:
+//! ```text
+//! taps_l = 2 Re(sum C b a^l)                      y = taps * x, and 2 Re(C a^{t+1} h_0) of what came before
+//! h_T    = a^T h_0 + b sum_s a^{T-1-s} x_s
+//! ```
+//! The input vector B, which only scales C, is 1 throughout.
+
+use super::{ConfigError, positive};
+use crate::ops::{self, LinearAttentionBackend};
+use burn::module::{Initializer, Module, Param};
+use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
+use serde::{Deserialize, Serialize};
+use std::f64::consts::PI;
+
+/// Where the imaginary parts of A start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Spectrum {
+    /// `pi n`: evenly spaced.
+    #[default]
+    Lin,
+    /// `(N / pi) (N / (2 n + 1) - 1)`: dense at low frequencies.
+    Inv,
+}
+
+impl Spectrum {
+    /// Imaginary part of mode `n` of `modes`, half of N.
+    fn frequency(self, n: usize, modes: usize) -> f64 {
+        let (n, size) = (n as f64, 2.0 * modes as f64);
+        match self {
+            Spectrum::Lin => PI * n,
+            Spectrum::Inv => size / PI * (size / (2.0 * n + 1.0) - 1.0),
+        }
+    }
+}
+
+/// How time steps are made of a continuous system.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Discretization {
+    /// Inputs constant over a step.
+    #[default]
+    Zoh,
+    /// The trapezoidal rule.
+    Bilinear,
+}
+
+/// Real and imaginary parts.
+#[derive(Debug, Clone)]
+pub(crate) struct Parts<B: Backend, const D: usize> {
+    pub(crate) re: Tensor<B, D>,
+    pub(crate) im: Tensor<B, D>,
+}
+
+impl<B: Backend, const D: usize> Parts<B, D> {
+    pub(crate) fn times(&self, by: &Self) -> Self {
+        let product = |x: &Tensor<B, D>, y: &Tensor<B, D>| x.clone() * y.clone();
+        Self {
+            re: product(&self.re, &by.re) - product(&self.im, &by.im),
+            im: product(&self.re, &by.im) + product(&self.im, &by.re),
+        }
+    }
+
+    pub(crate) fn over(&self, by: &Self) -> Self {
+        let square = by.re.clone() * by.re.clone() + by.im.clone() * by.im.clone();
+        let conjugate = Self { re: by.re.clone(), im: by.im.clone().neg() };
+        let Self { re, im } = self.times(&conjugate);
+        Self { re: re / square.clone(), im: im / square }
+    }
+
+    fn each<const E: usize>(&self, f: impl Fn(Tensor<B, D>) -> Tensor<B, E>) -> Parts<B, E> {
+        Parts { re: f(self.re.clone()), im: f(self.im.clone()) }
+    }
+}
+
+impl<B: Backend> Parts<B, 3> {
+    /// States of a batch, `[B x, D, N / 2]`, as vectors of each sequence, `[B, 1, x D N / 2]`, of as many sequences
+    /// as each is copies of.
+    pub(crate) fn pack(self, copies: usize) -> Vec<Tensor<B, 3>> {
+        let [many, channels, modes] = self.re.dims();
+        let shape = [many / copies, 1, copies * channels * modes];
+        vec![self.re.reshape(shape), self.im.reshape(shape)]
+    }
+
+    /// The states that [`pack`](Self::pack) packed, of `channels` channels.
+    pub(crate) fn unpack(
+        (re, im): (Tensor<B, 3>, Tensor<B, 3>),
+        copies: usize,
+        channels: usize,
+    ) -> Self {
+        let [batch, _, width] = re.dims();
+        let shape = [batch * copies, channels, width / (copies * channels)];
+        Self { re: re.reshape(shape), im: im.reshape(shape) }
+    }
+
+    /// Real part of the product of matrices.
+    fn real_matmul(&self, by: &Self) -> Tensor<B, 3> {
+        self.re.clone().matmul(by.re.clone()) - self.im.clone().matmul(by.im.clone())
+    }
+}
+
+/// What a [`DiagonalSsm`] starts from.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DiagonalStart {
+    pub(crate) channels: usize,
+    /// N / 2.
+    pub(crate) modes: usize,
+    pub(crate) spectrum: Spectrum,
+    pub(crate) discretization: Discretization,
+    /// Step sizes are log-uniform between these.
+    pub(crate) dt: [f64; 2],
+}
+
+/// A state-space model for each channel.
+#[derive(Module, Debug)]
+pub struct DiagonalSsm<B: Backend> {
+    /// `[D]`.
+    log_dt: Param<Tensor<B, 1>>,
+    /// `[D, N / 2]`.
+    log_a_real: Param<Tensor<B, 2>>,
+    /// `[D, N / 2]`.
+    a_imag: Param<Tensor<B, 2>>,
+    /// `[2, D, N / 2]`: real parts, imaginary parts.
+    c: Param<Tensor<B, 3>>,
+    d: Param<Tensor<B, 1>>,
+    #[module(skip)]
+    discretization: Discretization,
+}
+
+impl DiagonalStart {
+    /// Refuses what no model starts from; N is given.
+    pub(crate) fn check(self, d_state: usize) -> Result<(), ConfigError> {
+        if !positive("d_state", d_state)?.is_multiple_of(2) {
+            return Err(ConfigError::new("d_state", d_state, "even"));
+        }
+        let [least, most] = self.dt;
+        if !(least > 0.0 && least.is_finite()) {
+            return Err(ConfigError::new("dt_min", least, "above 0"));
+        }
+        if !(most > least && most.is_finite()) {
+            return Err(ConfigError::new("dt_max", most, format!("above dt_min = {least}")));
+        }
+        Ok(())
+    }
+
+    /// Floating-point operations of a token as a recurrence: two complex products and a read.
+    pub(crate) fn flops(self) -> u64 {
+        (2 * 2 + 4 + 2 + 4) * (self.modes * self.channels) as u64
+    }
+
+    pub(crate) fn init<B: Backend>(self, device: &B::Device) -> DiagonalSsm<B> {
+        let Self { channels, modes, spectrum, discretization, dt: [least, most] } = self;
+        let log_steps = Distribution::Uniform(least.ln(), most.ln());
+        let frequencies: Vec<f32> =
+            (0..channels * modes).map(|i| spectrum.frequency(i % modes, modes) as f32).collect();
+        let frequencies =
+            Tensor::<B, 2>::from_data(TensorData::new(frequencies, [channels, modes]), device);
+        // Real and imaginary parts of variance 1/2 make a complex number of size 1.
+        let unit = Initializer::Normal { mean: 0.0, std: 0.5f64.sqrt() };
+        DiagonalSsm {
+            log_dt: Param::from_tensor(Tensor::random([channels], log_steps, device)),
+            log_a_real: Initializer::Constant { value: 0.5f64.ln() }
+                .init([channels, modes], device),
+            a_imag: Param::from_tensor(frequencies),
+            c: unit.init([2, channels, modes], device),
+            d: Initializer::Normal { mean: 0.0, std: 1.0 }.init([channels], device),
+            discretization,
+        }
+    }
+}
+
+impl<B: LinearAttentionBackend> DiagonalSsm<B> {
+    /// Of `x`, `[B, T, D]`, behind the state h_0, `[B, D, N / 2]`: y, `[B, T, D]`, and the state after token T.
+    pub(crate) fn run(
+        &self,
+        x: Tensor<B, 3>,
+        before: Option<Parts<B, 3>>,
+    ) -> (Tensor<B, 3>, Parts<B, 3>) {
+        let tokens = x.dims()[1];
+        let (a, b) = self.steps();
+        let c = |part| self.c.val().narrow(0, part, 1).squeeze_dim(0);
+        let c = Parts { re: c(0), im: c(1) };
+        let powers = powers(&a, tokens + 1);
+
+        let earlier = powers.each(|p| p.narrow(2, 0, tokens));
+        let row = c.times(&b).each(|x| x.unsqueeze_dim::<3>(1));
+        let taps: Tensor<B, 2> = row.real_matmul(&earlier).squeeze_dim(1);
+        let taps = taps.swap_dims(0, 1) * 2.0;
+        let y = ops::long_convolution(x.clone(), taps, None).expect("a tap for each channel");
+        let y = y + x.clone() * self.d.val().unsqueeze::<3>();
+
+        // [D, N / 2, T] [D, T, B]
+        let inputs = x.permute([2, 1, 0]);
+        let written = earlier.each(|p| p.flip([2]).matmul(inputs.clone()));
+        let written = b.each(|b| b.unsqueeze_dim::<3>(2)).times(&written);
+        let Some(before) = before else {
+            return (y, written.each(|h| h.permute([2, 0, 1])));
+        };
+        let before = before.each(|h| h.permute([1, 0, 2])); // [D, B, N / 2]
+        let later = powers.each(|p| p.narrow(2, 1, tokens));
+        let read = c.each(|c| c.unsqueeze_dim::<3>(2)).times(&later);
+        let seen = before.real_matmul(&read) * 2.0; // [D, B, T]
+        let last = powers.each(|p| p.narrow(2, tokens, 1));
+        let kept = last.times(&before.each(|h| h.swap_dims(1, 2)));
+        let after = Parts { re: kept.re + written.re, im: kept.im + written.im };
+        (y + seen.permute([1, 2, 0]), after.each(|h| h.permute([2, 0, 1])))
+    }
+
+    /// a and b of one time step, `[D, N / 2]`.
+    fn steps(&self) -> (Parts<B, 2>, Parts<B, 2>) {
+        let dt = self.log_dt.val().exp().unsqueeze_dim::<2>(1); // [D, 1]
+        let re = self.log_a_real.val().exp().neg();
+        let im = self.a_imag.val();
+        let (turned, shrunk) = (im.clone() * dt.clone(), re.clone() * dt.clone());
+        match self.discretization {
+            Discretization::Zoh => {
+                let size = shrunk.clone().exp();
+                let (cos, half_sin) = (turned.clone().cos(), (turned.clone() / 2.0).sin());
+                let a = Parts { re: size.clone() * cos.clone(), im: size.clone() * turned.sin() };
+                // a - 1 without cancelling: e^s cos t - 1 = (e^s - 1) cos t - 2 sin^2(t / 2), and
+                // e^s - 1 = (e^s + 1) tanh(s / 2).
+                let shrinking = (size + 1.0) * (shrunk / 2.0).tanh() * cos;
+                let turning = half_sin.clone() * half_sin * 2.0;
+                let change = Parts { re: shrinking - turning, im: a.im.clone() };
+                (a, change.over(&Parts { re, im }))
+            }
+            Discretization::Bilinear => {
+                let (half_re, half_im) = (shrunk / 2.0, turned / 2.0);
+                let below = Parts { re: half_re.clone().neg() + 1.0, im: half_im.clone().neg() };
+                let above = Parts { re: half_re + 1.0, im: half_im };
+                let dt = Parts { re: re.zeros_like() + dt, im: re.zeros_like() };
+                (above.over(&below), dt.over(&below))
+            }
+        }
+    }
+}
+
+/// a^0 .. a^{count - 1}, `[D, N / 2, count]`: each product is of powers half as long.
+fn powers<B: Backend>(a: &Parts<B, 2>, count: usize) -> Parts<B, 3> {
+    let mut next = a.each(|x| x.unsqueeze_dim::<3>(2));
+    let mut all = Parts { re: next.re.ones_like(), im: next.im.zeros_like() };
+    loop {
+        let have = all.re.dims()[2];
+        if have >= count {
+            return all;
+        }
+        let more = all.each(|p| p.narrow(2, 0, have.min(count - have))).times(&next);
+        all = Parts {
+            re: Tensor::cat(vec![all.re, more.re], 2),
+            im: Tensor::cat(vec![all.im, more.im], 2),
+        };
+        next = next.times(&next);
+    }
+}

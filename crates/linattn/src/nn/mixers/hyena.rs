@@ -1,0 +1,263 @@
+//! Hyena: a convolution as long as the sequence between two gates; and multihead Hyena, whose channels are outer
+//! products.
+//! ```text
+//! q, k, v = conv(x W + b)                    a short convolution with a bias, no activation
+//! u       = k v
+//! y       = (q (h * u + d u)) W_o + b_o      h: a tap for each lag and channel, of a network: see `long_filter`
+//! ```
+//! Multihead, with the channels in groups of N, one filter for each group:
+//! ```text
+//! U_t = k_t^T v_t                            [N, N] for each group
+//! y   = (q (h * U + d U)) W_o + b_o
+//! ```
+//! `q_t (h * U)_t` is `sum_s h_{t-s} (q_t . k_s) v_s`, attention without softmax under a mask of taps, and is computed
+//! so: outer products would be N times as large.
+//! Sources: Poli et al., arXiv 2302.10866; multihead: Massaroli et al., arXiv 2310.18780; the code of MAD and Zoology.
+//! Widened in MAD (`expand = 4`, `projection_groups = 4`), q, k and v are repeats of a projection a fourth as wide.
+//!
+//! Departures: the features of lags are not trained, which the references do with a learning rate of 1e-5; the filter
+//! learns as fast and decays as much as everything else, as it does in Zoology; order 2 alone.
+
+use super::{TokenMixer, linear_flops};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::layers::{ResidualLinear, linear_with_bias, merge_heads, split_heads};
+use crate::nn::long_filter::{
+    ConvolutionState, SineFilter, SineFilterSize, check_length, with_past,
+};
+use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared, positive};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use burn::module::{Initializer, Module, Param};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Hyena.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct HyenaConfig {
+    /// N, channels of a group; 1 where there are none.
+    pub group_width: usize,
+    /// Width inside, over d_model.
+    pub expand: usize,
+    /// Parts of q, k and v together that are repeats of one projection; a divisor of `3 expand d_model`.
+    pub projection_groups: usize,
+    /// Tokens the short convolution sees, at least 2.
+    pub conv_size: usize,
+    /// Width of the filter's network.
+    pub filter_order: usize,
+    /// Layers of that network between the first and the last.
+    pub filter_depth: usize,
+    /// Where the frequency of its sines starts.
+    pub filter_frequency: f64,
+    /// L, the length that lags are told as shares of.
+    pub length: usize,
+}
+
+impl Default for HyenaConfig {
+    fn default() -> Self {
+        Self {
+            group_width: 1,
+            expand: 1,
+            projection_groups: 1,
+            conv_size: 3,
+            filter_order: 64,
+            filter_depth: 2,
+            filter_frequency: 1.0,
+            length: 1024,
+        }
+    }
+}
+
+/// Multihead Hyena: the same keys, of which `group_width` is at least 2.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct MultiheadHyenaConfig(pub HyenaConfig);
+
+/// Sizes that follow from a config.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    inner: usize,
+    projected: usize,
+    filter: SineFilterSize,
+}
+
+impl HyenaConfig {
+    fn resolve_as(&self, d_model: usize, multihead: bool) -> Result<Sizes, ConfigError> {
+        let group = positive("group_width", self.group_width)?;
+        let inner = positive("expand", self.expand)? * d_model;
+        if inner > LARGEST {
+            let want = format!("at most {}", LARGEST / d_model.max(1));
+            return Err(ConfigError::new("expand", self.expand, want));
+        }
+        if (group > 1) != multihead || !inner.is_multiple_of(group) {
+            let want = match multihead {
+                true => format!("a divisor of {inner}, the width inside, and at least 2"),
+                false => "1: `multihead_hyena` has wider groups".to_string(),
+            };
+            return Err(ConfigError::new("group_width", group, want));
+        }
+        let parts = positive("projection_groups", self.projection_groups)?;
+        if !(3 * inner).is_multiple_of(parts) {
+            let want = format!("a divisor of {}, three times the width inside", 3 * inner);
+            return Err(ConfigError::new("projection_groups", parts, want));
+        }
+        check_window(self.conv_size, 2)?;
+        super::check_divisor("filter_frequency", self.filter_frequency)?;
+        let filter = SineFilterSize {
+            order: positive("filter_order", self.filter_order)?,
+            depth: positive("filter_depth", self.filter_depth)?,
+            channels: inner / group,
+            length: check_length(self.length)?,
+        };
+        Ok(Sizes { inner, projected: 3 * inner / parts, filter })
+    }
+
+    fn build<B: Backend>(&self, sizes: Sizes, d_model: usize, device: &B::Device) -> Hyena<B> {
+        let Sizes { inner, projected, filter } = sizes;
+        Hyena {
+            in_proj: linear_with_bias(d_model, projected, device),
+            conv1d: ShortConvolution::new(3 * inner, self.conv_size, true, device),
+            filter: filter.init(self.filter_frequency, device),
+            d: Initializer::Normal { mean: 0.0, std: 1.0 }.init([filter.channels], device),
+            out_proj: linear_with_bias(inner, d_model, device).into(),
+        }
+    }
+
+    fn count(&self, sizes: Sizes, d_model: usize, length: usize) -> Cost {
+        let Sizes { inner, projected, filter } = sizes;
+        // Of earlier tokens: a product with a tap; or scores, their taps, and their sum over values.
+        let (kept, met) = match self.group_width {
+            1 => (1, 2 * inner),
+            _ => (2, 4 * inner + filter.channels),
+        };
+        let mut cost = convolution_cost(self.conv_size, 3 * inner);
+        cost += Cost {
+            state_bytes: 4 * (kept * inner * length) as u64,
+            flops_per_token: linear_flops(d_model, projected)
+                + linear_flops(inner, d_model)
+                + filter.flops()
+                + (length.div_ceil(2) * met) as u64,
+        };
+        cost
+    }
+}
+
+macro_rules! config {
+    ($name:ident, $layer:ident, $multihead:literal, |$self:ident| $plain:expr) => {
+        impl $name {
+            pub(super) fn resolve(&self, d_model: usize) -> Result<Sizes, ConfigError> {
+                let $self = self;
+                $plain.resolve_as(d_model, $multihead)
+            }
+
+            /// Builds the layer for a model of width `d_model`.
+            /// # Errors
+            /// [`ConfigError`] names the first key that does not fit.
+            pub fn init<B: Backend>(
+                &self,
+                d_model: usize,
+                device: &B::Device,
+            ) -> Result<$layer<B>, ConfigError> {
+                let $self = self;
+                Ok($plain.build(self.resolve(d_model)?, d_model, device))
+            }
+
+            /// Cost in a model of width `d_model`, over sequences of `length` tokens.
+            /// # Errors
+            /// As [`init`](Self::init).
+            pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
+                let $self = self;
+                Ok($plain.count(self.resolve(d_model)?, d_model, length))
+            }
+        }
+    };
+}
+
+config!(HyenaConfig, Hyena, false, |config| config);
+config!(MultiheadHyenaConfig, MultiheadHyena, true, |config| config.0);
+
+/// Hyena, or multihead Hyena where the filter has fewer channels than there are inside. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Hyena<B: Backend> {
+    in_proj: Linear<B>,
+    conv1d: ShortConvolution<B>,
+    filter: SineFilter<B>,
+    /// Added to the tap of lag 0, `[channels]`.
+    d: Param<Tensor<B, 1>>,
+    out_proj: ResidualLinear<B>,
+}
+
+/// Multihead Hyena.
+pub type MultiheadHyena<B> = Hyena<B>;
+
+impl<B: LinearAttentionBackend> TokenMixer<B> for Hyena<B> {
+    type State = ConvolutionState<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
+
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<ConvolutionState<B>>,
+        _shared: &mut Shared<B>,
+    ) -> (Tensor<B, 3>, ConvolutionState<B>) {
+        let (past, mut tails) = ConvolutionState::parts(state);
+        let inner = self.out_proj.weight.dims()[0];
+        let projected = self.in_proj.forward(x);
+        let repeats = 3 * inner / projected.dims()[2];
+        let all = projected.repeat_dim(2, repeats);
+        let all = tails.through(|tail| self.conv1d.linear(all, tail));
+        let [q, k, v] = [0, 1, 2].map(|part| all.clone().narrow(2, part * inner, inner));
+        let (y, inputs) = match self.d.dims()[0] == inner {
+            true => self.convolve(q, k * v, past),
+            false => self.attend(q, k, v, past),
+        };
+        (
+            self.out_proj.forward(y),
+            ConvolutionState { inputs: Some(inputs), tails: tails.into_next() },
+        )
+    }
+}
+
+impl<B: LinearAttentionBackend> Hyena<B> {
+    /// The gated convolution of `u`; and all inputs so far.
+    fn convolve(
+        &self,
+        q: Tensor<B, 3>,
+        u: Tensor<B, 3>,
+        past: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let inputs = with_past(past.clone(), u.clone());
+        let taps = self.taps(inputs.dims()[1]);
+        let y = ops::long_convolution(u, taps, past).expect("the filter has the channels of `u`");
+        (q * y, inputs)
+    }
+
+    /// The groups' outer products convolved; and all keys and values so far.
+    fn attend(
+        &self,
+        q: Tensor<B, 3>,
+        k: Tensor<B, 3>,
+        v: Tensor<B, 3>,
+        past: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let ([_, tokens, inner], dtype) = (q.dims(), q.dtype());
+        let inputs = with_past(past, Tensor::cat(vec![k, v], 2));
+        let (seen, groups) = (inputs.dims()[1], self.d.dims()[0]);
+        let of_groups = |x| accumulator(split_heads(x, groups)).swap_dims(1, 2);
+        let [k, v] = [0, 1].map(|part| of_groups(inputs.clone().narrow(2, part * inner, inner)));
+        let weights = ops::tap_matrices(self.taps(seen), tokens).unsqueeze::<4>();
+        let scores = of_groups(q).matmul(k.transpose());
+        let o = (scores * typed(weights, v.dtype())).matmul(v);
+        (typed(merge_heads(o.swap_dims(1, 2)), dtype), inputs)
+    }
+
+    /// The first `count` taps, `[count, channels]`.
+    fn taps(&self, count: usize) -> Tensor<B, 2> {
+        let taps = self.filter.taps(count);
+        let first = taps.clone().narrow(0, 0, 1) + self.d.val().unsqueeze::<2>();
+        match count {
+            1 => first,
+            _ => Tensor::cat(vec![first, taps.narrow(0, 1, count - 1)], 0),
+        }
+    }
+}

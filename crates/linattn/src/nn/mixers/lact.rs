@@ -1,0 +1,290 @@
+//! LaCT, test-time training in large chunks: the memory is a SwiGLU network whose weights go on once a chunk, beside
+//! sliding-window attention that shares its queries, keys and values.
+//! ```text
+//! q, k, v = x W, [q and k of mean square 1]
+//! a       = softmax(q k^T / sqrt(K) + window) v       rotated q and k
+//! q', k'  = silu(q s_q + c_q), silu(k s_k + c_k), of length 1 in each head, rotated; v' = silu(v)
+//! f(x)    = (silu(x W_0) * (x W_2)) W_1               weights of the chunk's start
+//! D_n     = -sum_j lr_nj d(-f(k'_j) . v'_j) / dW_n + (mean m_j) D_n    lr_n = softplus(x W_l + b_l + b_0)
+//! W_n     = |W_n at the start| unit(W_n + D_n)        at a chunk's end; m = sigmoid(x W_m + b_m); columns keep
+//!                                                     their first lengths; [D_n orthogonal: Muon]
+//! y       = (a + rms_norm(f(q')) silu(x W_s + b_s)) W_o
+//! ```
+//! Source: Zhang et al., arXiv 2505.23884, and the authors' code for language models, of which a chunk's tokens read
+//! the weights of its start. The state keeps W, D, the sums of a chunk in the making, and what attention keeps.
+//!
+//! Departures: fast weights have full rank, where the released language models make W_0 and W_2 of two narrow factors;
+//! Muon's steps are in f32, not bf16; heads of attention have the keys' rotation, as heads of the memory do, each over
+//! its own width.
+
+use super::attention::{KeyValueCache, through_window, turned, weigh};
+use super::retnet::{check_rotated, check_theta};
+use super::{TokenMixer, check_divisor, key_width, linear_flops};
+use crate::nn::convolution::Tails;
+use crate::nn::fast_weights::{NetworkPast, Piece, start, zeros_like};
+use crate::nn::layers::{
+    GatedRmsNorm, ResidualLinear, check_epsilon, l2_normalize, linear, linear_with_bias,
+    merge_heads, rms_norm, softplus, split_heads,
+};
+use crate::nn::projection::{Projection, project};
+use crate::nn::swiglu_memory::{LactState, Rows, SwigluMemory, lengths, sizes};
+use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope, Shared, positive};
+use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use burn::module::{Initializer, Module, Param};
+use burn::nn::{RmsNorm, RmsNormConfig};
+use burn::tensor::activation::{sigmoid, silu};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// LaCT.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LactConfig {
+    /// Heads of the memory, H, a divisor of d_model.
+    pub heads: usize,
+    /// Heads of attention, a divisor of d_model.
+    pub attention_heads: usize,
+    /// Width inside the memory, over that of a head.
+    pub expand: usize,
+    /// Tokens of a chunk. Changes results.
+    pub mini_batch: usize,
+    /// Tokens that attention sees.
+    pub window: usize,
+    /// Where learning rates start.
+    pub base_lr: f64,
+    /// Whether updates carry the last ones on.
+    pub momentum: bool,
+    /// Whether updates are made orthogonal.
+    pub muon: bool,
+    /// Whether queries and keys are normalised.
+    pub qk_norm: bool,
+    /// Base of the rotation's wavelengths.
+    pub rope_theta: f64,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+}
+
+impl Default for LactConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            attention_heads: 1,
+            expand: 1,
+            mini_batch: 2048,
+            window: 2048,
+            base_lr: 0.001,
+            momentum: true,
+            muon: false,
+            qk_norm: true,
+            rope_theta: 500_000.0,
+            norm_eps: 1e-5,
+        }
+    }
+}
+
+impl LactConfig {
+    /// Widths of a head of the memory, and inside it.
+    pub(super) fn resolve(&self, d_model: usize) -> Result<[usize; 2], ConfigError> {
+        positive("attention_heads", self.attention_heads)?;
+        let of_attention = key_width(None, d_model, self.attention_heads)
+            .map_err(|e| ConfigError { key: "attention_heads".into(), ..e })?;
+        positive("heads", self.heads)?;
+        let width = key_width(None, d_model, self.heads)?;
+        check_rotated("attention_heads", of_attention)?;
+        check_rotated("heads", width)?;
+        check_theta(self.rope_theta)?;
+        let inner = positive("expand", self.expand)? * width;
+        if inner > LARGEST {
+            return Err(ConfigError::new(
+                "expand",
+                self.expand,
+                format!("at most {}", LARGEST / width),
+            ));
+        }
+        positive("mini_batch", self.mini_batch)?;
+        positive("window", self.window)?;
+        check_divisor("base_lr", self.base_lr)?;
+        check_epsilon(self.norm_eps)?;
+        Ok([width, inner])
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Lact<B>, ConfigError> {
+        let [width, inner] = self.resolve(d_model)?;
+        let project = || linear(d_model, d_model, device);
+        let gate = |count| linear_with_bias(d_model, count * self.heads, device);
+        let norm = || {
+            self.qk_norm
+                .then(|| RmsNormConfig::new(d_model).with_epsilon(self.norm_eps).init(device))
+        };
+        let channels = |value| Initializer::Constant { value }.init([d_model], device);
+        let weight = |[from, to]: [usize; 2]| {
+            let std = (from as f64).powf(-0.5);
+            Initializer::Normal { mean: 0.0, std }.init([self.heads, from, to], device)
+        };
+        Ok(Lact {
+            q_proj: project(),
+            k_proj: project(),
+            v_proj: project(),
+            q_norm: norm(),
+            k_norm: norm(),
+            q_scale: channels(1.0),
+            q_offset: channels(0.0),
+            k_scale: channels(1.0),
+            k_offset: channels(0.0),
+            lr_proj: gate(3),
+            momentum_proj: self.momentum.then(|| gate(1)),
+            scale_proj: gate(1),
+            weights: sizes(width, inner).map(weight).into(),
+            ttt_norm: GatedRmsNorm::new(width, self.norm_eps, device),
+            o_proj: project().into(),
+            config: self.clone(),
+        })
+    }
+
+    /// Cost in a model of width `d_model`, over sequences of `length` tokens.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
+        let [_, inner] = self.resolve(d_model)?;
+        let weights = 3 * d_model * inner;
+        let kept = length.min(self.window - 1);
+        let (kinds, carried) = if self.momentum { (3, self.heads) } else { (2, 0) };
+        let gates = 4 * self.heads + carried;
+        let seen = length.div_ceil(2).min(self.window);
+        Ok(Cost {
+            state_bytes: 4 * (kinds * weights + carried + 2 * d_model * kept) as u64,
+            // A key's outputs, its gradients, their products, and a query's outputs.
+            flops_per_token: (2 * 3 * weights + 4 * d_model * seen) as u64
+                + linear_flops(d_model, 4 * d_model + gates),
+        })
+    }
+}
+
+/// LaCT. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Lact<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    q_norm: Option<RmsNorm<B>>,
+    k_norm: Option<RmsNorm<B>>,
+    q_scale: Param<Tensor<B, 1>>,
+    q_offset: Param<Tensor<B, 1>>,
+    k_scale: Param<Tensor<B, 1>>,
+    k_offset: Param<Tensor<B, 1>>,
+    lr_proj: Linear<B>,
+    momentum_proj: Option<Linear<B>>,
+    scale_proj: Linear<B>,
+    /// W_0, W_1 and W_2 at the start, `[H, from, to]`.
+    weights: Vec<Param<Tensor<B, 3>>>,
+    ttt_norm: GatedRmsNorm<B>,
+    o_proj: ResidualLinear<B>,
+    #[module(skip)]
+    config: LactConfig,
+}
+
+impl<B: LinearAttentionBackend> TokenMixer<B> for Lact<B> {
+    type State = LactState<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
+
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<LactState<B>>,
+        _shared: &mut Shared<B>,
+    ) -> (Tensor<B, 3>, LactState<B>) {
+        let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
+        let (memory, cache) = state.map(|state| (state.memory, state.cache)).unzip();
+        let first = start(&self.weights, batch);
+        let mut past = NetworkPast::of(memory, first.len(), || {
+            let kinds = if self.config.momentum { 2 } else { 1 };
+            let zeros = vec![zeros_like(&first); kinds];
+            [vec![first.clone()], zeros].concat()
+        });
+        let [q, k, v, lr, scale] = project(
+            &x,
+            [&self.q_proj, &self.k_proj, &self.v_proj, &self.lr_proj, &self.scale_proj]
+                .map(Projection::plain),
+            &mut Tails::none(),
+        );
+        let [q, k] = [(q, &self.q_norm), (k, &self.k_norm)].map(|(x, norm)| match norm {
+            Some(norm) => rms_norm(norm, x, None),
+            None => x,
+        });
+        let (a, cache) = self.attend([&q, &k, &v], cache);
+        let momentum = |proj: &Linear<B>| sigmoid(accumulator(proj.forward(x.clone())));
+        let rows = Rows {
+            q: self.unit(q, [&self.q_scale, &self.q_offset], past.position),
+            k: self.unit(k, [&self.k_scale, &self.k_offset], past.position),
+            v: accumulator(split_heads(silu(v), self.config.heads)),
+            rates: self.rates(lr),
+            momentum: self.momentum_proj.as_ref().map(momentum).map(|m| m.unsqueeze_dim(3)),
+        };
+        let mut memory = SwigluMemory {
+            kinds: std::mem::take(&mut past.memory),
+            lengths: first.iter().map(lengths).collect(),
+            carried: past.tails.draw(),
+            size: self.config.mini_batch,
+            muon: self.config.muon,
+        };
+        let outputs = Piece::all(past.position, tokens, memory.size)
+            .into_iter()
+            .map(|piece| memory.learn(&rows, piece))
+            .collect();
+        past.memory = memory.kinds;
+        memory.carried.into_iter().for_each(|sum| past.tails.push(sum));
+        let o = typed(Tensor::cat(outputs, 1), dtype);
+        let o = self.ttt_norm.forward(o, None) * silu(scale).unsqueeze_dim::<4>(3);
+        let y = self.o_proj.forward(a + merge_heads(o));
+        (y, LactState { memory: past.then(tokens), cache })
+    }
+}
+
+impl<B: LinearAttentionBackend> Lact<B> {
+    /// Sliding-window attention, `[B, T, D]`.
+    fn attend(
+        &self,
+        rows: [&Tensor<B, 3>; 3],
+        cache: Option<KeyValueCache<B>>,
+    ) -> (Tensor<B, 3>, KeyValueCache<B>) {
+        let position = cache.as_ref().map_or(0, |cache| cache.position);
+        let rotation = Some((self.rope(), position));
+        let [q, k, v] = rows.map(|x| split_heads(x.clone(), self.config.attention_heads));
+        let rows = [turned(q, &None, rotation), turned(k, &None, rotation), v.swap_dims(1, 2)];
+        through_window(rows, Some(self.config.window), cache, |q, cache, hidden| {
+            weigh(q, &cache.keys, &cache.values, hidden)
+        })
+    }
+
+    fn rope(&self) -> Rope {
+        Rope::whole(self.config.rope_theta)
+    }
+
+    /// Queries or keys of the memory: scaled, moved, through SiLU, of length 1 and rotated.
+    fn unit(
+        &self,
+        x: Tensor<B, 3>,
+        [scale, offset]: [&Param<Tensor<B, 1>>; 2],
+        position: usize,
+    ) -> Tensor<B, 4> {
+        let of_channels = |x: Tensor<B, 1>| x.unsqueeze::<3>();
+        let x = silu(accumulator(x) * of_channels(scale.val()) + of_channels(offset.val()));
+        let x = l2_normalize(split_heads(x, self.config.heads));
+        self.rope().forward(x, position)
+    }
+
+    /// Three rates for each head, `[B, T, H, 3]`.
+    fn rates(&self, lr: Tensor<B, 3>) -> Tensor<B, 4> {
+        // The softplus of this is the first rate.
+        let first = self.config.base_lr.exp_m1().ln();
+        split_heads(softplus(accumulator(lr) + first), self.config.heads)
+    }
+}

@@ -1,0 +1,115 @@
+//! States of mixers with a memory of fixed size, and the same taken apart.
+
+use crate::nn::convolution::Tails;
+use crate::nn::{RecurrentState, StateTensors};
+use burn::tensor::{Tensor, backend::Backend};
+
+/// State of a mixer with a matrix memory between two tokens. Its size does not grow.
+#[derive(Debug, Clone)]
+pub struct MatrixState<B: Backend> {
+    /// `[B, H, K, V]`.
+    pub memory: Tensor<B, 4>,
+    /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
+    /// fields; then what else a mixer needs of its last token: RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`,
+    /// mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles, `[B, 1, H K / 2]`. Empty where there is
+    /// nothing of the kind.
+    pub tails: Vec<Tensor<B, 3>>,
+    /// Tokens seen.
+    pub position: usize,
+}
+
+/// A [`MatrixState`] taken apart, to become the next.
+pub(super) struct MatrixPast<B: Backend> {
+    pub(super) memory: Option<Tensor<B, 4>>,
+    pub(super) tails: Tails<B>,
+    pub(super) position: usize,
+}
+
+impl<B: Backend> MatrixPast<B> {
+    /// Of a state, or of the start of a sequence.
+    pub(super) fn of(state: Option<MatrixState<B>>) -> Self {
+        match state {
+            Some(MatrixState { memory, tails, position }) => {
+                Self { memory: Some(memory), tails: Tails::after(tails), position }
+            }
+            None => Self { memory: None, tails: Tails::none(), position: 0 },
+        }
+    }
+
+    /// The state `tokens` tokens later.
+    pub(super) fn then(self, memory: Tensor<B, 4>, tokens: usize) -> MatrixState<B> {
+        MatrixState { memory, tails: self.tails.into_next(), position: self.position + tokens }
+    }
+}
+
+/// State of a mixer with a memory of vectors between two tokens. Its size does not grow.
+#[derive(Debug, Clone)]
+pub struct VectorState<B: Backend> {
+    /// Vectors, `[B, 1, channels]`: one as a rule; real and imaginary parts; numerator and denominator
+    /// over the exponential of a maximum, and that; hidden and cell state.
+    pub memory: Vec<Tensor<B, 3>>,
+    /// Last inputs of a convolution, `[B, W - 1, channels]`, or the last token, `[B, 1, D]`, where the
+    /// next one sees it.
+    pub tails: Vec<Tensor<B, 3>>,
+    /// Tokens seen.
+    pub position: usize,
+}
+
+impl<B: Backend> RecurrentState<B> for VectorState<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(Some(self.position))
+            .with_list("memory", &self.memory)
+            .with_list("tails", &self.tails)
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        let position = tensors.position();
+        Self { memory: tensors.take_list("memory"), tails: tensors.take_list("tails"), position }
+    }
+}
+
+/// A [`VectorState`] taken apart, to become the next.
+pub(super) struct VectorPast<B: Backend> {
+    memory: std::vec::IntoIter<Tensor<B, 3>>,
+    pub(super) tails: Tails<B>,
+    pub(super) position: usize,
+}
+
+impl<B: Backend> VectorPast<B> {
+    /// Of a state, or of the start of a sequence.
+    pub(super) fn of(state: Option<VectorState<B>>) -> Self {
+        let (memory, tails, position) = match state {
+            Some(state) => (state.memory, state.tails, state.position),
+            None => (vec![], vec![], 0),
+        };
+        Self { memory: memory.into_iter(), tails: Tails::after(tails), position }
+    }
+
+    /// The next of its vectors.
+    pub(super) fn draw(&mut self) -> Option<Tensor<B, 3>> {
+        self.memory.next()
+    }
+
+    /// The next two of its vectors.
+    pub(super) fn draw_pair(&mut self) -> Option<(Tensor<B, 3>, Tensor<B, 3>)> {
+        self.draw().zip(self.draw())
+    }
+
+    /// The state `tokens` tokens later.
+    pub(super) fn then(self, memory: Vec<Tensor<B, 3>>, tokens: usize) -> VectorState<B> {
+        VectorState { memory, tails: self.tails.into_next(), position: self.position + tokens }
+    }
+}
+
+impl<B: Backend> RecurrentState<B> for MatrixState<B> {
+    fn tensors(&self) -> StateTensors<B> {
+        StateTensors::new(Some(self.position))
+            .with("memory", &self.memory)
+            .with_list("tails", &self.tails)
+    }
+
+    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
+        let position = tensors.position();
+        Self { memory: tensors.take("memory"), tails: tensors.take_list("tails"), position }
+    }
+}

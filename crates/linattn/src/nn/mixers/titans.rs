@@ -1,0 +1,283 @@
+//! Titans' neural memory: a linear layer or a small MLP that learns to tell values from keys, by gradient descent
+//! with momentum and forgetting whose rates each token says. Tokens come in mini-batches, whose gradients are all
+//! taken at the weights that the mini-batch began with.
+//! ```text
+//! q, k  = silu(conv(x W)), each of length 1     v = silu(conv(x W_v))
+//! theta = base_lr sigmoid(x W_t + b_t)          a number for every head, as the next two
+//! eta   = sigmoid(x W_e + b_e)                  momentum kept
+//! keep  = sigmoid(x W_a + b_a)                  memory kept, 1 - alpha; b_a starts from 4
+//! S     = eta S - theta d(1/2 |M(k) - v|^2) / dM
+//! M     = keep M + S
+//! y     = (rms_norm(M(q)) [silu(x W_g)]) W_o
+//! ```
+//! Inside a mini-batch, from M_0 and S_0, with the gradients G_j:
+//! ```text
+//! A_ij = keep_i .. keep_{j+1}, E_ij = eta_i .. eta_{j+1} for j <= i, both over whole mini-batches A_i0, E_i0
+//! S_i  = E_i0 S_0 - sum_j (E theta)_ij G_j
+//! M_i  = A_i0 M_0 + (A E_.0)_i S_0 - sum_j (A E theta)_ij G_j
+//! ```
+//! Source: Behrouz et al., arXiv 2501.00663, equations 8 to 16 and section 4.4. No code of the authors is public.
+//! This is the memory alone, as the paper's "LMM"; in front of sliding-window attention it is "memory as a layer"
+//! (MAL). The state keeps the weights at the mini-batch's start, M, and S.
+//!
+//! Departures: inner weights have no bias; GELU is the form with a hyperbolic tangent; M starts from learnt weights
+//! and S from zero, which the paper leaves open.
+
+use super::{TokenMixer, check_divisor, key_width, linear_flops};
+use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::fast_weights::{
+    InnerModel, Network, NetworkPast, NetworkState, Past, Piece, each_batch, fresh, in_a_row,
+    last_row, start, write, zeros_like,
+};
+use crate::nn::gated_output::GatedOutput;
+use crate::nn::layers::{
+    GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, split_heads,
+};
+use crate::nn::log_decay::log_gate;
+use crate::nn::projection::Projection;
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use burn::module::{Initializer, Module, Param};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+const NETWORK: Network = Network { bias: false };
+/// Of 1 - alpha: a fresh memory keeps 98 % of itself.
+const KEEP_BIAS: f64 = 4.0;
+
+/// Titans' neural memory.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TitansConfig {
+    /// Heads, H.
+    pub heads: usize,
+    /// K, width of a key and of a value; d_model / heads by default.
+    pub key_width: Option<usize>,
+    /// The memory.
+    pub inner: InnerModel,
+    /// Tokens of a mini-batch. Changes results.
+    pub mini_batch: usize,
+    /// Largest theta.
+    pub base_lr: f64,
+    /// Tokens each short convolution sees, at least 2; 0 for none.
+    pub conv_size: usize,
+    /// Whether a gate multiplies the output.
+    pub output_gate: bool,
+    /// Added to a mean square before its root.
+    pub norm_eps: f64,
+}
+
+impl Default for TitansConfig {
+    fn default() -> Self {
+        Self {
+            heads: 1,
+            key_width: None,
+            inner: InnerModel::default(),
+            mini_batch: 16,
+            base_lr: 0.1,
+            conv_size: 4,
+            output_gate: true,
+            norm_eps: 1e-5,
+        }
+    }
+}
+
+impl TitansConfig {
+    /// K.
+    pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
+        positive("heads", self.heads)?;
+        let width = key_width(self.key_width, d_model, self.heads)?;
+        positive("mini_batch", self.mini_batch)?;
+        check_divisor("base_lr", self.base_lr)?;
+        check_window(self.conv_size, 0)?;
+        check_epsilon(self.norm_eps)?;
+        Ok(width)
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Titans<B>, ConfigError> {
+        let width = self.resolve(d_model)?;
+        let keys = self.heads * width;
+        let project = || linear(d_model, keys, device);
+        let conv = || ShortConvolution::optional(keys, self.conv_size, device);
+        let gate = || linear_with_bias(d_model, self.heads, device);
+        let bias = Initializer::Constant { value: KEEP_BIAS }.init([self.heads], device);
+        let layers = self.inner.layers(width).into_iter();
+        Ok(Titans {
+            q_proj: project(),
+            k_proj: project(),
+            v_proj: project(),
+            q_conv1d: conv(),
+            k_conv1d: conv(),
+            v_conv1d: conv(),
+            rate_proj: gate(),
+            momentum_proj: gate(),
+            keep_proj: Linear { bias: Some(bias), ..gate() },
+            weights: layers.map(|size| fresh(self.heads, size, NETWORK, device)).collect(),
+            g_proj: self.output_gate.then(project),
+            o_norm: GatedRmsNorm::new(width, self.norm_eps, device),
+            o_proj: linear(keys, d_model, device).into(),
+            heads: self.heads,
+            mini_batch: self.mini_batch,
+            base_lr: self.base_lr,
+        })
+    }
+
+    /// Cost in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        let width = self.resolve(d_model)?;
+        let keys = self.heads * width;
+        let (weights, inner) = NETWORK.cost(self.inner, self.heads, width, self.mini_batch);
+        let inward = keys * if self.output_gate { 4 } else { 3 } + 3 * self.heads;
+        let mut cost = Cost {
+            state_bytes: 4 * 3 * weights,
+            flops_per_token: inner + linear_flops(d_model, inward) + linear_flops(keys, d_model),
+        };
+        cost += convolution_cost(self.conv_size, 3 * keys);
+        Ok(cost)
+    }
+}
+
+/// Titans' neural memory. `D -> D`.
+#[derive(Module, Debug)]
+pub struct Titans<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    q_conv1d: Option<ShortConvolution<B>>,
+    k_conv1d: Option<ShortConvolution<B>>,
+    v_conv1d: Option<ShortConvolution<B>>,
+    rate_proj: Linear<B>,
+    momentum_proj: Linear<B>,
+    keep_proj: Linear<B>,
+    /// The memory at the start, `[H, from, to]` for each layer.
+    weights: Vec<Param<Tensor<B, 3>>>,
+    g_proj: Option<Linear<B>>,
+    o_norm: GatedRmsNorm<B>,
+    o_proj: ResidualLinear<B>,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    mini_batch: usize,
+    #[module(skip)]
+    base_lr: f64,
+}
+
+/// Numbers of each token and head, `[B, T, H, 1]`.
+struct Rates<B: Backend> {
+    theta: Tensor<B, 4>,
+    log_eta: Tensor<B, 4>,
+    log_keep: Tensor<B, 4>,
+}
+
+impl<B: LinearAttentionBackend> TokenMixer<B> for Titans<B> {
+    type State = NetworkState<B>;
+    const COUNTS_TOKENS: bool = true;
+    const TAKES_BF16: bool = true;
+
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<NetworkState<B>>,
+        _shared: &mut Shared<B>,
+    ) -> (Tensor<B, 3>, NetworkState<B>) {
+        let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
+        let mut past = NetworkPast::of(state, self.weights.len(), || {
+            let weights = start(&self.weights, batch);
+            vec![weights.clone(), weights.clone(), zeros_like(&weights)]
+        });
+        let gates = [
+            Projection::beta(&self.rate_proj, self.base_lr),
+            Projection::plain(&self.momentum_proj),
+            Projection::plain(&self.keep_proj),
+        ];
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let (Qkv { q, k, v }, [theta, eta, keep], [gate]) =
+            self.qkv().project_some(&x, gates, [gate], &mut past.tails);
+        let of_head = |x| split_heads(accumulator(x), self.heads);
+        let rates = Rates {
+            theta: of_head(theta),
+            log_eta: log_gate(of_head(eta), 1.0),
+            log_keep: log_gate(of_head(keep), 1.0),
+        };
+        let rows = [q, k, v].map(accumulator);
+        let outputs = Piece::all(past.position, tokens, self.mini_batch)
+            .into_iter()
+            .map(|piece| learn(&rows, &rates, piece, &mut past.memory))
+            .collect();
+        let o = typed(Tensor::cat(outputs, 1), dtype);
+        let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
+        (y, past.then(tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> Titans<B> {
+    fn qkv(&self) -> ConvQkv<'_, B> {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
+        ConvQkv::convolved(projections, convolutions, [self.heads; 3]).silu().unit(1.0)
+    }
+}
+
+/// Outputs of a piece, `[B, tokens, H, K]`; `memory` goes on to behind it.
+fn learn<B: Backend>(
+    rows: &[Tensor<B, 4>; 3],
+    rates: &Rates<B>,
+    piece: Piece,
+    memory: &mut [Vec<Tensor<B, 4>>],
+) -> Tensor<B, 4> {
+    let [q, k, v] = rows.each_ref().map(|rows| each_batch(piece.by_head(rows)));
+    let theta = piece.by_head(&rates.theta).swap_dims(3, 4);
+    let [(kept, keep), (followed, follow)] =
+        [&rates.log_keep, &rates.log_eta].map(|log| decays(piece.by_head(log)));
+    // E theta, A E theta, A E_.0
+    let of_momentum = followed * theta;
+    let of_memory = kept.clone().matmul(of_momentum.clone());
+    let carried = kept.matmul(follow.clone());
+    let shares = each_batch(of_memory).zip(each_batch(of_momentum));
+    let factors = each_batch(keep).zip(each_batch(carried)).zip(each_batch(follow));
+
+    let mut outputs = vec![];
+    for (((q, (k, v)), (of_memory, of_momentum)), ((keep, carried), follow)) in
+        q.zip(k.zip(v)).zip(shares).zip(factors)
+    {
+        let [first, now, momentum] = memory else { unreachable!("the start has three kinds") };
+        let gradients = NETWORK.gradients(k, first, |z| z - v);
+        let followed = [Past { tensors: momentum, keep: Some(follow) }];
+        let next = write(&followed, &gradients, &last_row(&of_momentum));
+        let past = [
+            Past { tensors: now, keep: Some(keep) },
+            Past { tensors: momentum, keep: Some(carried) },
+        ];
+        outputs.push(NETWORK.read(q, &past, &gradients, &of_memory));
+        let after = write(&past, &gradients, &last_row(&of_memory));
+        if piece.ends {
+            memory[0] = after.clone();
+        }
+        memory[1] = after;
+        memory[2] = next;
+    }
+    in_a_row(Tensor::stack(outputs, 2))
+}
+
+/// Of logarithms, `[B, H, batches, C, 1]`: the products from after each column's token up to each row's,
+/// `[.., C, C]`, zero above the diagonal; and from the first token on, `[.., C, 1]`.
+fn decays<B: Backend>(log: Tensor<B, 5>) -> (Tensor<B, 5>, Tensor<B, 5>) {
+    let rows = log.dims()[3];
+    let sums = log.cumsum(3);
+    let [batch, heads, batches, ..] = sums.dims();
+    let lower = Tensor::<B, 5>::ones([1, 1, 1, rows, rows], (&sums.device(), sums.dtype())).tril(0);
+    let lower = lower.expand([batch, heads, batches, rows, rows]);
+    // What lies above the diagonal grows, and could overflow: it is taken off before the exponential.
+    let between = (sums.clone() - sums.clone().swap_dims(3, 4)) * lower.clone();
+    (between.exp() * lower, sums.exp())
+}
