@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 /// Brings models of flash-linear-attention here, and takes ours there.
 #[derive(Debug, clap::Parser)]
-#[command(name = "convert", version, about)]
+#[command(name = "convert", version)]
 pub struct ConvertArgs {
     #[command(subcommand)]
     direction: Direction,
