@@ -17,7 +17,7 @@ use std::process::ExitCode;
 
 /// Brings models of flash-linear-attention and of the Hugging Face hub here, and takes ours there.
 #[derive(Debug, clap::Parser)]
-#[command(name = "convert", version, about)]
+#[command(name = "convert", version)]
 pub struct ConvertArgs {
     #[command(subcommand)]
     direction: Direction,

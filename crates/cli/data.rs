@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 /// Shows examples of a run's task as a person wants to see them, or writes them for another program.
 #[derive(Debug, clap::Parser)]
-#[command(name = "data", version, about)]
+#[command(name = "data", version)]
 pub struct DataArgs {
     /// The run's TOML file
     #[arg(long)]

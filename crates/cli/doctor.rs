@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// Says which devices are here, what each can run, and how fast a small product and a small training
 /// step are.
 #[derive(Debug, clap::Parser)]
-#[command(name = "doctor", version, about)]
+#[command(name = "doctor", version)]
 pub struct DoctorArgs {
     /// Only these, with commas between: cpu, cuda:0. All by default; a software adapter is tried only
     /// when it is named

@@ -13,7 +13,7 @@ use std::time::Instant;
 /// Tests a trained model on any task or length. Long sequences are worked off in parts, with the
 /// recurrent state between them, so that memory does not grow with their length.
 #[derive(Debug, clap::Parser)]
-#[command(name = "eval", version, about)]
+#[command(name = "eval", version)]
 pub struct EvalArgs {
     /// The folder that `train` wrote
     #[arg(long)]

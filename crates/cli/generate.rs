@@ -21,7 +21,7 @@ use std::process::ExitCode;
 /// Lets a trained model write, token by token with its recurrent state. Where the model knows no
 /// text, prompts are ids with spaces between, and so is what it writes.
 #[derive(Debug, clap::Parser)]
-#[command(name = "generate", version, about)]
+#[command(name = "generate", version)]
 pub struct GenerateArgs {
     /// The folder that `train` or `convert import` wrote
     #[arg(long)]

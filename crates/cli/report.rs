@@ -11,7 +11,7 @@ use std::process::ExitCode;
 /// Makes tables and pictures of a sweep's rows, beside published numbers, and puts them into its
 /// folder's README.md.
 #[derive(Debug, clap::Parser)]
-#[command(name = "report", version, about)]
+#[command(name = "report", version)]
 pub struct ReportArgs {
     /// Folders with a sweep.toml and its rows
     #[arg(required_unless_present = "page")]

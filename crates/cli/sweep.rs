@@ -18,7 +18,7 @@ use toml::{Table, Value};
 
 /// Does every run of a grid that has no row yet, and adds a row to the sweep's folder for each.
 #[derive(Debug, clap::Parser)]
-#[command(name = "sweep", version, about)]
+#[command(name = "sweep", version)]
 pub struct SweepArgs {
     /// The sweep's TOML file; its folder gets rows.csv
     #[arg(long)]

@@ -16,7 +16,7 @@ use std::process::{Command, ExitCode};
 /// Trains a model from a TOML file; writes a folder with its config, metrics, checkpoints, summary
 /// and learning curve.
 #[derive(Debug, clap::Parser)]
-#[command(name = "train", version, about)]
+#[command(name = "train", version)]
 pub struct TrainArgs {
     /// The run's TOML file
     #[arg(long)]

@@ -12,7 +12,7 @@ use crate::rows::replace;
 const STYLE: &str = "
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
-       max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+       max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.2; }
 section + section { border-top: 2px solid #ccc; margin-top: 3rem; padding-top: 1rem; }
 .table { overflow-x: auto; margin: 1rem 0; }
