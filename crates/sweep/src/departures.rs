@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use toml::{Table, Value};
 
-use crate::config::value_text;
+use crate::dimensions::value_text;
 use crate::plan::lookup;
 use crate::published::{Cells, Protocol, Published};
 use crate::report::line_name;

@@ -14,6 +14,7 @@
 
 mod config;
 mod departures;
+mod dimensions;
 mod error;
 mod estimate;
 mod events;

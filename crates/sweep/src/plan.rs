@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 use toml::{Table, Value};
 
-use crate::config::{Choice, Dimension, Rule, value_text};
+use crate::config::Rule;
 use crate::departures::departures;
+use crate::dimensions::{Choice, Dimension, value_text};
 use crate::published::{Protocol, Published, PublishedTable};
 use crate::requirements::Departure;
 use crate::rows::{Added, Row, Rows, RowsFile};

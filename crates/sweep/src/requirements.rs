@@ -16,7 +16,7 @@
 
 use toml::{Table, Value};
 
-use crate::config::value_text;
+use crate::dimensions::value_text;
 
 /// A key that is not as wanted.
 #[derive(Debug, Clone, PartialEq)]

@@ -11,6 +11,7 @@
 mod bounds;
 mod checkpoint;
 mod config;
+mod config_error;
 mod cost;
 mod evaluate;
 mod folder;

@@ -10,8 +10,9 @@
 use crate::checkpoint::{Checkpoint, Which, find_checkpoint};
 use crate::config::{
     AdamWConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, Precision, RunConfig,
-    ScheduleConfig, TrainConfig, parse_error,
+    ScheduleConfig, TrainConfig,
 };
+use crate::config_error::parse_error;
 use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{Arrival, CONFIG, FolderError, TOKENIZER, write_arrival};
 use crate::learner::Learner;
