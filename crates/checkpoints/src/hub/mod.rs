@@ -252,11 +252,9 @@ fn always(_: &Map<String, Value>, _: &Tensors) -> bool {
     true
 }
 
-/// V / K, such that K times it is V without a fraction.
+/// V / K.
 fn expand_v(key: usize, value: usize) -> f64 {
-    let share = value as f64 / key as f64;
-    let near = [share, share.next_up(), share.next_down()];
-    near.into_iter().find(|share| key as f64 * share == value as f64).unwrap_or(share)
+    value as f64 / key as f64
 }
 
 /// Width of a value, from K and V / K.
@@ -306,12 +304,18 @@ fn same_but_for_count(a: &Value, b: &Value) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use linattn::nn::mixers::{DeltaNetConfig, GatedDeltaNetConfig, MixerConfig};
 
     #[test]
-    fn shares_of_widths_multiply_back() {
+    fn shares_of_any_widths_make_layers_of_these_widths() {
         for key in 1..200 {
-            for value in 1..400 {
-                assert_eq!(key as f64 * expand_v(key, value), value as f64, "{value} / {key}");
+            for value in (1..400).step_by(7) {
+                let share = Some(expand_v(key, value));
+                let config =
+                    DeltaNetConfig { key_width: Some(key), expand_v: share, ..Default::default() };
+                assert_eq!(qwen::parts(&config, 8), [key, key, value], "{value} / {key}");
+                let mixer = MixerConfig::GatedDeltaNet(GatedDeltaNetConfig(config));
+                mixer.check(8).unwrap_or_else(|e| panic!("{value} / {key}: {e}"));
             }
         }
     }

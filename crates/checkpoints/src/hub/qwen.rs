@@ -12,11 +12,12 @@ use super::keys::{NO, SILU, rope_parameters};
 use super::{
     Hub, Read, Rows, Theirs, View, always, given_or, in_part, joined, stacked, value_width,
 };
-use crate::config::Keys;
+use crate::config::{Keys, MOST_LAYERS};
 use crate::names::parameter;
 use linattn::nn::LayerConfig;
 use linattn::nn::mixers::{AttentionConfig, DeltaNetConfig, GatedDeltaNetConfig, MixerConfig};
 use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
 
 /// Qwen3.5's text model.
 pub(super) static TEXT: Hub = Hub { name: "qwen3_5_text", model_type: "qwen3_5_text", ..QWEN };
@@ -191,13 +192,13 @@ fn multimodal(keys: &mut Keys<'_>) -> Option<Read> {
 fn refuse_experts(keys: &mut Keys<'_>, layers: u64) {
     let experts = keys.get("num_experts", "512");
     let step = keys.get("decoder_sparse_step", "1").as_u64().unwrap_or(1).max(1);
-    let dense = keys.get("mlp_only_layers", "[]");
-    let is_dense = |i: u64| {
-        let listed =
-            dense.as_array().is_some_and(|list| list.iter().any(|x| x.as_u64() == Some(i)));
-        listed || !(i + 1).is_multiple_of(step)
-    };
-    if experts != json!(0) && !(0..layers).all(is_dense) {
+    let listed = keys.get("mlp_only_layers", "[]");
+    let dense: BTreeSet<u64> =
+        listed.as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
+    // More layers are refused by their number.
+    let mut layers = 0..layers.min(MOST_LAYERS as u64);
+    let is_dense = |i: u64| dense.contains(&i) || !(i + 1).is_multiple_of(step);
+    if experts != json!(0) && !layers.all(is_dense) {
         let want = "0, or `mlp_only_layers` has to list every layer: experts are not known here";
         keys.fault("num_experts", &experts, want);
     }

@@ -295,10 +295,11 @@ fn check_divisor(key: &str, value: f64) -> Result<(), ConfigError> {
     }
 }
 
-/// V = K * `expand_v`, a whole number.
+/// V = K * `expand_v`, a whole number but for the rounding of `expand_v`: no share of 7 is 29.
 fn value_width(key_width: usize, expand_v: f64) -> Result<usize, ConfigError> {
-    let width = key_width as f64 * expand_v;
-    if width >= 1.0 && width.fract() == 0.0 && width <= super::LARGEST as f64 {
+    let product = key_width as f64 * expand_v;
+    let width = product.round();
+    if (1.0..=super::LARGEST as f64).contains(&width) && (product - width).abs() <= 1e-9 * width {
         return Ok(width as usize);
     }
     let want = format!("such that {key_width} (the key width) times it is a whole number above 0");
