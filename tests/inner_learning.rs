@@ -9,7 +9,7 @@ use crate::formulas::{
 use crate::layers::{B, D, Weights, input, mixer};
 use crate::support::alone;
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{DType, Tensor, backend::Backend};
+use burn::tensor::{DType, Tensor};
 use linattn_oracle::assert_close;
 
 /// A matrix by rows.
