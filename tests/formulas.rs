@@ -615,24 +615,67 @@ fn linear_attention_divides_by_the_sum_of_scores_and_no_norm_comes_after() {
 }
 
 #[test]
-fn one_tap_is_a_factor_and_a_bias() {
-    check("mamba2 = { head_width = 48, d_state = 4, conv_size = 1 }", |w, rows| {
-        const I: usize = 48;
-        let mut memory = vec![0f64; 4 * I];
-        let token = |x: &Vec<f64>| {
-            let projected = w.linear("in_proj", x);
-            let (z, rest) = projected.split_at(I);
-            let (taps, bias) = (w.get("conv1d.weight"), w.get("conv1d.bias"));
-            let mixed: Vec<f64> = (0..I + 8).map(|c| silu(rest[c] * taps[c] + bias[c])).collect();
-            let dt = softplus(rest[I + 8] + w.get("dt_bias")[0]);
-            let keep = (-dt * w.get("a_log")[0].exp()).exp();
-            let (v, b, c) = (each(&mixed[..I], |x| x * dt), &mixed[I..I + 4], &mixed[I + 4..]);
-            let o = remember(&mut memory, &[keep; 4], b, &v, c);
-            let o: Vec<f64> = o.iter().zip(&mixed).map(|(o, x)| o + w.get("d")[0] * x).collect();
-            let y = normalized(&times(&o, &each(z, silu)), 1e-5);
-            w.linear("out_proj", &y)
+fn one_tap_is_a_factor_and_a_bias_and_the_state_turns_where_asked_for() {
+    for rope in [false, true] {
+        let text =
+            format!("mamba2 = {{ head_width = 48, d_state = 4, conv_size = 1, rope = {rope} }}");
+        check(&text, |w, rows| {
+            const I: usize = 48;
+            let mut memory = vec![0f64; 4 * I];
+            let token = |(t, x): (usize, &Vec<f64>)| {
+                let projected = w.linear("in_proj", x);
+                let (z, rest) = projected.split_at(I);
+                let (taps, bias) = (w.get("conv1d.weight"), w.get("conv1d.bias"));
+                let mixed: Vec<f64> =
+                    (0..I + 8).map(|c| silu(rest[c] * taps[c] + bias[c])).collect();
+                let dt = softplus(rest[I + 8] + w.get("dt_bias")[0]);
+                let keep = (-dt * w.get("a_log")[0].exp()).exp();
+                let v = each(&mixed[..I], |x| x * dt);
+                let turned = |x: &[f64]| if rope { rotated(x, t) } else { x.to_vec() };
+                let (b, c) = (turned(&mixed[I..I + 4]), turned(&mixed[I + 4..]));
+                let o = remember(&mut memory, &[keep; 4], &b, &v, &c);
+                let o: Vec<f64> =
+                    o.iter().zip(&mixed).map(|(o, x)| o + w.get("d")[0] * x).collect();
+                let y = normalized(&times(&o, &each(z, silu)), 1e-5);
+                w.linear("out_proj", &y)
+            };
+            rows.iter().enumerate().map(token).collect()
+        });
+    }
+}
+
+#[test]
+fn without_gates_mesa_net_is_recursive_least_squares() {
+    let text = "mesa_net = { forget_gate = false, input_gate = false, conv_size = 3 }";
+    check(text, |w, rows| {
+        let ridge = each(w.get("lambda_params"), |x| softplus(x) + 0.25);
+        let inverse = |i: usize| if i.is_multiple_of(D + 1) { 1.0 / ridge[i / D] } else { 0.0 };
+        let (mut p, mut memory): (Vec<f64>, _) =
+            ((0..D * D).map(inverse).collect(), vec![0f64; D * D]);
+        let projected = ["q_proj", "k_proj"]
+            .map(|name| rows.iter().map(|x| w.linear(name, x)).collect::<Rows>());
+        let times_matrix = |x: &[f64], m: &[f64]| -> Vec<f64> {
+            (0..D).map(|j| (0..D).map(|i| x[i] * m[i * D + j]).sum()).collect()
         };
-        rows.iter().map(token).collect()
+        let mut outputs = vec![];
+        for (t, x) in rows.iter().enumerate() {
+            let seen = |i: usize| {
+                let name = ["q_conv1d", "k_conv1d"][i];
+                unit(&each(&w.convolution(name, &projected[i][..=t]), silu))
+            };
+            let (q, k, v) = (seen(0), seen(1), w.linear("v_proj", x));
+            let along = times_matrix(&k, &p);
+            let size = 1.0 + dot(&along, &k);
+            let answer = times_matrix(&k, &memory);
+            for i in 0..D {
+                for j in 0..D {
+                    p[i * D + j] -= along[i] * along[j] / size;
+                    memory[i * D + j] += along[i] / size * (v[j] - answer[j]);
+                }
+            }
+            outputs.push(w.linear("o_proj", &normalized(&times_matrix(&q, &memory), 1e-5)));
+        }
+        outputs
     });
 }
 

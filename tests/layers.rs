@@ -47,6 +47,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "mamba2 = { d_state = 6, head_width = 8, groups = 2, group_norm = true }",
     "mamba2 = { d_state = 5, head_width = 8, conv_size = 1 }",
     "mamba2 = { d_state = 4, head_width = 6, heads = 6, groups = 3, group_norm = true, step_min = 0.02 }",
+    "mamba2 = { d_state = 6, head_width = 8, rope = true }",
     "deltaproduct = { heads = 2, allow_neg_eigval = false }",
     "deltaproduct = { heads = 2, householder_steps = 3, key_width = 6, expand_v = 0.5, conv_size = 0, forget_gate = true, output_gate = true }",
     "deltaproduct = { heads = 3, householder_steps = 1, conv_size = 2, chunk = 8 }",
@@ -89,6 +90,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "rwkv7 = { heads = 3, key_width = 6, decay_rank = 4, rate_rank = 5, gate_rank = 6, chunk = 16 }",
     "mesa_net = { heads = 2 }",
     "mesa_net = { heads = 3, key_width = 6, lambda_lower_bound = 0.5, cg_steps = 20, conv_size = 0, output_gate = true, chunk = 8 }",
+    "mesa_net = { heads = 2, forget_gate = false, input_gate = false }",
     "hgrn = {}",
     "hgrn = { expand = 2, lower_bound = 0.6, conv_size = 3 }",
     "rg_lru = {}",
@@ -272,6 +274,7 @@ fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
         ("mamba = { dt_rank = 0 }", "mamba.dt_rank"),
         ("mamba = { conv_size = 0 }", "mamba.conv_size"),
         ("mamba2 = { head_width = 8, conv_size = 0 }", "mamba2.conv_size"),
+        ("mamba2 = { head_width = 8, d_state = 5, rope = true }", "mamba2.d_state"),
         ("mlstm_v1 = { heads = 3 }", "mlstm_v1.heads"),
         ("mlstm_v1 = { conv_size = 1 }", "mlstm_v1.conv_size"),
         ("mlstm_v1 = { expand = 1e9 }", "mlstm_v1.expand"),
@@ -332,8 +335,8 @@ fn the_mixers_that_count_their_tokens_are_these() {
     let mut names: Vec<&str> =
         MIXERS.iter().filter(counts).map(|text| config(text).name()).collect();
     names.dedup();
-    // Linear attention for the sake of its feature maps that see positions.
-    let rotating = ["linear_attention", "retnet", "gated_retention"];
+    // Linear attention for the sake of its feature maps that see positions, Mamba-2 where it rotates.
+    let rotating = ["linear_attention", "retnet", "mamba2", "gated_retention"];
     let in_mini_batches = ["ttt", "titans", "lact"];
     let convolving = ["hyena", "multihead_hyena", "base_conv"];
     let growing = ["attention", "forgetting_attention", "mla", "deltaformer", "path_attention"];

@@ -107,7 +107,7 @@ impl<B: Backend> Parts<B, 3> {
     }
 }
 
-/// What a [`DiagonalSsm`] starts from.
+/// Start of a [`DiagonalSsm`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DiagonalStart {
     pub(crate) channels: usize,

@@ -114,15 +114,15 @@ impl<B: Backend> Past<'_, B> {
 }
 
 impl Network {
-    /// Gradients of a loss by the weights of each layer at `keys`, `[B, H, C, K]`; `slope` gives the loss's
-    /// gradient by the network's outputs.
+    /// Gradients of a loss by the weights of each layer at `keys`, [`rows`](Self::rows) of `[B, H, C, K]`; `slope`
+    /// gives the loss's gradient by the network's outputs.
     pub(crate) fn gradients<B: Backend>(
         self,
         keys: Tensor<B, 4>,
         weights: &[Tensor<B, 4>],
         slope: impl FnOnce(Tensor<B, 4>) -> Tensor<B, 4>,
     ) -> Vec<Factors<B>> {
-        let (mut inputs, mut slopes) = (vec![self.rows(keys)], vec![]);
+        let (mut inputs, mut slopes) = (vec![keys], vec![]);
         let mut z = inputs[0].clone().matmul(weights[0].clone());
         for weight in &weights[1..] {
             let (x, slope) = gelu_and_slope(z);
@@ -147,27 +147,30 @@ impl Network {
         factors
     }
 
-    /// Outputs for `queries`, `[B, H, C, K]`, each through the weights after its own token. `share`,
-    /// `[B, H, C, C]`, is zero above the diagonal.
+    /// Outputs for queries, [`rows`](Self::rows) of `[B, H, C, K]`, each through the weights after its own token.
+    /// `share`, `[B, H, C, C]`, is zero above the diagonal; `met` is it times the first layer's products of queries
+    /// and keys, which do not wait for any weights.
     pub(crate) fn read<B: Backend>(
         self,
-        queries: Tensor<B, 4>,
+        (queries, met): (Tensor<B, 4>, Tensor<B, 4>),
         past: &[Past<'_, B>],
         factors: &[Factors<B>],
         share: &Tensor<B, 4>,
     ) -> Tensor<B, 4> {
-        let mut x = queries;
-        for (layer, Factors { x: keys, g }) in factors.iter().enumerate() {
-            let rows = self.rows(if layer == 0 { x } else { gelu(x) });
-            let written = rows.clone().matmul(keys.clone().transpose()) * share.clone();
+        let through = |layer: usize, rows: Tensor<B, 4>, met: Tensor<B, 4>| {
+            let written = met.matmul(factors[layer].g.clone());
             let kept = past.iter().map(|past| past.read(&rows, layer)).reduce(|a, b| a + b);
-            let written = written.matmul(g.clone());
-            x = match kept {
+            match kept {
                 Some(kept) => kept - written,
                 None => written.neg(),
-            };
-        }
-        x
+            }
+        };
+        let first = through(0, queries, met);
+        (1..factors.len()).fold(first, |z, layer| {
+            let rows = self.rows(gelu(z));
+            let met = rows.clone().matmul(factors[layer].x.clone().transpose()) * share.clone();
+            through(layer, rows, met)
+        })
     }
 
     /// Of a memory in mini-batches of `size`: how many weights it has, and floating-point operations of a token.
@@ -189,13 +192,14 @@ impl Network {
     }
 
     /// `x` with a one behind each row, where weights have a bias.
-    fn rows<B: Backend>(self, x: Tensor<B, 4>) -> Tensor<B, 4> {
+    pub(crate) fn rows<B: Backend, const D: usize>(self, x: Tensor<B, D>) -> Tensor<B, D> {
         if !self.bias {
             return x;
         }
-        let [batch, heads, rows, _] = x.dims();
-        let ones = Tensor::ones([batch, heads, rows, 1], (&x.device(), x.dtype()));
-        Tensor::cat(vec![x, ones], 3)
+        let mut shape = x.dims();
+        shape[D - 1] = 1;
+        let ones = Tensor::ones(shape, (&x.device(), x.dtype()));
+        Tensor::cat(vec![x, ones], D - 1)
     }
 }
 

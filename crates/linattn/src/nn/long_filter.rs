@@ -16,7 +16,7 @@ use std::f64::consts::PI;
 pub(crate) const FEATURES: usize = 3;
 /// The one band's frequency, where the sources' series of them starts.
 const LOWEST_FREQUENCY: f64 = 1e-4;
-/// What decay leaves of taps after a share of the length: of the channel that forgets fastest, and slowest.
+/// Rest of a tap that decay leaves after a share of the length: FASTEST of it for one channel, SLOWEST for another.
 const TARGET: f64 = 1e-2;
 const FASTEST: f64 = 0.3;
 const SLOWEST: f64 = 1.5;

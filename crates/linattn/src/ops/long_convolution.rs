@@ -117,7 +117,7 @@ fn zeros_in_front<B: Backend>(taps: Tensor<B, 2>, count: usize) -> Tensor<B, 2> 
     Tensor::cat(vec![zeros, taps], 0)
 }
 
-/// What the last `tokens` of S tokens have of each: `[D, tokens, S]`, of `taps`, `[S, D]`; zero of later ones.
+/// Weights of all S tokens in the sums of the last `tokens`, `[D, tokens, S]`, of `taps`, `[S, D]`; zero of later ones.
 pub(crate) fn tap_matrices<B: Backend>(taps: Tensor<B, 2>, tokens: usize) -> Tensor<B, 3> {
     let [seen, _] = taps.dims();
     match tokens {

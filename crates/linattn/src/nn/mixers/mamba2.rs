@@ -8,8 +8,11 @@
 //! ```
 //! Source: Dao and Gu, arXiv 2405.21060. C takes the query's place, B the key's, unscaled. A starts uniform
 //! in 1 to 16, dt log-uniform in 0.001 to 0.1, D as 1; linear layers as PyTorch draws them, uniform within
-//! 1 / sqrt(fan-in), as the authors' code leaves them.
+//! 1 / sqrt(fan-in), as the authors' code leaves them. With `rope`, B and C are rotated by the token's position: the
+//! state then turns as it decays, as in TransXSSM, arXiv 2506.09507, so that layers of attention beside it see one
+//! encoding of positions.
 
+use super::retnet::check_rotated;
 use super::{MatrixPast, MatrixState, TokenMixer, linear_flops, memory_cost};
 use crate::nn::convolution::{ShortConvolution, Tails};
 use crate::nn::layers::{
@@ -19,7 +22,7 @@ use crate::nn::layers::{
 use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::{Convolution, Split, padding};
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, check_chunk, positive};
 use crate::ops::{
     self, Activation, Column, ColumnKind, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed,
 };
@@ -27,6 +30,9 @@ use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
+
+/// Base of the rotation's wavelengths.
+const ROPE_THETA: f64 = 10_000.0;
 
 /// Mamba-2.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -52,6 +58,9 @@ pub struct Mamba2Config {
     /// Least step size: smaller ones are raised to it; 0 for none.
     #[serde(skip_serializing_if = "is_zero")]
     pub step_min: f64,
+    /// Whether B and C are rotated by position.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub rope: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
     /// Tokens a chunk. Changes speed, and results by no more than rounding.
@@ -73,6 +82,7 @@ impl Default for Mamba2Config {
             conv_size: 4,
             group_norm: false,
             step_min: 0.0,
+            rope: false,
             norm_eps: 1e-5,
             chunk: DEFAULT_CHUNK,
         }
@@ -83,6 +93,9 @@ impl Mamba2Config {
     /// Inner width and heads.
     pub(super) fn resolve(&self, d_model: usize) -> Result<(usize, usize), ConfigError> {
         positive("d_state", self.d_state)?;
+        if self.rope {
+            check_rotated("d_state", self.d_state)?;
+        }
         positive("groups", self.groups)?;
         let (inner, heads) = self.inner(d_model)?;
         if !(self.step_min >= 0.0 && self.step_min.is_finite()) {
@@ -133,6 +146,7 @@ impl Mamba2Config {
             heads,
             groups: self.groups,
             group_norm: self.group_norm,
+            rope: self.rope.then_some(Rope::whole(ROPE_THETA)),
             d_state: self.d_state,
             step_min: self.step_min,
             chunk: self.chunk,
@@ -171,6 +185,8 @@ pub struct Mamba2<B: Backend> {
     #[module(skip)]
     group_norm: bool,
     #[module(skip)]
+    rope: Option<Rope>,
+    #[module(skip)]
     d_state: usize,
     #[module(skip)]
     step_min: f64,
@@ -197,6 +213,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
     const TAKES_BF16: bool = true;
     const SCALES_ITSELF: bool = true;
 
+    fn counts_tokens(&self) -> bool {
+        self.rope.is_some()
+    }
+
     fn run(
         &self,
         x: Tensor<B, 3>,
@@ -206,7 +226,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
         let Parts { z, x, k, q, step } = self.parts(x, &mut past.tails);
         let step = if self.step_min > 0.0 { step.clamp_min(self.step_min) } else { step };
-        let (q, k) = (split_heads(q, self.groups), split_heads(k, self.groups));
+        let [q, k] = [q, k].map(|rows| {
+            let rows = split_heads(rows, self.groups);
+            self.rope.map_or(rows.clone(), |rope| rope.forward(rows, past.position))
+        });
         let (dtype, x) = (x.dtype(), split_heads(x, self.heads));
         let v = x.clone() * typed(step.clone(), dtype).unsqueeze_dim(3);
         let g: Tensor<B, 3> = step * self.a_log.val().exp().neg().unsqueeze();

@@ -14,6 +14,8 @@
 //! the norm would undo. flash-linear-attention adds 1e-5 to what its iterations divide by, and
 //! stops short of the solution; these go on to it. The gradient is that of the solution, by one
 //! more solve: see `ops::mesa`.
+//! Without its two gates, g = 0 and beta = 1, it is the Mesa layer of von Oswald et al., arXiv 2309.05858,
+//! there computed as recursive least squares: P = P - P k^T k P / (1 + k P k^T), P from diag(lambda)^-1.
 
 use super::{MatrixPast, MatrixState, TokenMixer, key_width, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -45,6 +47,10 @@ pub struct MesaNetConfig {
     pub cg_steps: usize,
     /// Tokens each short convolution sees, at least 2; 0 for none.
     pub conv_size: usize,
+    /// Whether memories decay.
+    pub forget_gate: bool,
+    /// Whether tokens count by a gate, or all alike.
+    pub input_gate: bool,
     /// Whether a gate multiplies the output.
     pub output_gate: bool,
     /// Added to a mean square before its root.
@@ -61,6 +67,8 @@ impl Default for MesaNetConfig {
             lambda_lower_bound: 0.25,
             cg_steps: 30,
             conv_size: 4,
+            forget_gate: true,
+            input_gate: true,
             output_gate: false,
             norm_eps: 1e-5,
             chunk: DEFAULT_CHUNK,
@@ -102,8 +110,8 @@ impl MesaNetConfig {
             q_proj: project(),
             k_proj: project(),
             v_proj: project(),
-            a_proj: gate(),
-            b_proj: gate(),
+            a_proj: self.forget_gate.then(gate),
+            b_proj: self.input_gate.then(gate),
             lambda_params: Initializer::Constant { value: ridge }.init([keys], device),
             q_conv1d: conv(),
             k_conv1d: conv(),
@@ -126,7 +134,8 @@ impl MesaNetConfig {
         let mut cost = memory_cost(self.heads, width, 2 * width, false);
         // Of each iteration: the product with H, and five passes over rows.
         cost.flops_per_token += (self.cg_steps * keys * (2 * width + 10)) as u64;
-        let inward = keys * if self.output_gate { 4 } else { 3 } + 2 * self.heads;
+        let gates = usize::from(self.forget_gate) + usize::from(self.input_gate);
+        let inward = keys * if self.output_gate { 4 } else { 3 } + gates * self.heads;
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(keys, d_model);
         cost += convolution_cost(self.conv_size, 2 * keys);
         Ok(cost)
@@ -139,8 +148,8 @@ pub struct MesaNet<B: Backend> {
     q_proj: Linear<B>,
     k_proj: Linear<B>,
     v_proj: Linear<B>,
-    a_proj: Linear<B>,
-    b_proj: Linear<B>,
+    a_proj: Option<Linear<B>>,
+    b_proj: Option<Linear<B>>,
     /// `[H K]`.
     lambda_params: Param<Tensor<B, 1>>,
     q_conv1d: Option<ShortConvolution<B>>,
@@ -168,20 +177,25 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MesaNet<B> {
         state: Option<MatrixState<B>>,
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
-        let gates = [Projection::beta(&self.b_proj, 1.0), Projection::plain(&self.a_proj)];
-        let gate = self.g_proj.as_ref().map(Projection::plain);
-        let (Qkv { q, k, v }, [beta, g], [gate]) =
-            self.qkv().project_some(&x, gates, [gate], &mut past.tails);
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let optional = [
+            self.b_proj.as_ref().map(|proj| Projection::beta(proj, 1.0)),
+            self.a_proj.as_ref().map(Projection::plain),
+            self.g_proj.as_ref().map(Projection::plain),
+        ];
+        let (Qkv { q, k, v }, [], [beta, g, gate]) =
+            self.qkv().project_some(&x, [], optional, &mut past.tails);
         let (key_width, dtype) = (k.dims()[3], v.dtype());
         let lambda = softplus(self.lambda_params.val()) + self.lambda_lower_bound;
         // The equations are solved in f32 at least.
+        let [q, k, v] = [q, k, v].map(accumulator);
+        let zeros = || Tensor::zeros([batch, tokens, self.heads], (&x.device(), q.dtype()));
         let inputs = Mesa {
-            q: accumulator(q),
-            k: accumulator(k),
-            v: accumulator(v),
-            beta,
-            g: log_gate(g, 1.0),
+            beta: beta.unwrap_or_else(|| zeros() + 1.0),
+            g: g.map_or_else(zeros, |g| log_gate(g, 1.0)),
+            q,
+            k,
+            v,
             lambda: lambda.reshape([self.heads, key_width]),
             iterations: self.cg_steps,
         };

@@ -6,11 +6,11 @@
 //! u      = 2 Re(C h) + d x                               summed over a channel's modes
 //! y      = glu(gelu(u) W_out)
 //! ```
-//! With h as real and imaginary parts, N real numbers, A is `R - 2 p p^T`, R of blocks for the modes; the inverse is that
-//! of a diagonal and one more product (Sherman and Morrison). A sequence of T tokens is a convolution with
-//! `taps_l = c M^l b`, M and b of one step, whose vectors come by doubling: `[V, M^L V]` from V of L.
-//! Source: Gu et al., arXiv 2111.00396, with the bilinear rule. The paper makes the same taps from a Cauchy kernel and an
-//! FFT, to the same numbers; products of N x N matrices cost as much at N = 64 and need no complex numbers.
+//! With h as real and imaginary parts, N real numbers, A is `R - 2 p p^T`, R of blocks for the modes; the inverse
+//! is that of a diagonal and one more product (Sherman and Morrison). A sequence of T tokens is a convolution
+//! with `taps_l = c M^l b`, M and b of one step, whose vectors come by doubling: `[V, M^L V]` from V of L.
+//! Source: Gu et al., arXiv 2111.00396, with the bilinear rule. The paper makes the same taps from a Cauchy
+//! kernel and an FFT; products of N x N matrices cost as much at N = 64 and need no complex numbers.
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops};
 use crate::nn::diagonal_ssm::{DiagonalStart, Discretization, Parts, Spectrum};
@@ -185,7 +185,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for S4<B> {
 }
 
 impl<B: LinearAttentionBackend> S4<B> {
-    /// What multiplies real and imaginary parts to make `2 Re(C h)`, `[D, 1, N]`.
+    /// Weights of real and imaginary parts in `2 Re(C h)`, `[D, 1, N]`.
     fn read(&self) -> Tensor<B, 3> {
         let c = halves(self.c.val().unsqueeze_dim::<3>(1), 2);
         Tensor::cat(vec![c.re * 2.0, c.im * -2.0], 2)

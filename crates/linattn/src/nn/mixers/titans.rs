@@ -235,7 +235,7 @@ fn learn<B: Backend>(
     piece: Piece,
     memory: &mut [Vec<Tensor<B, 4>>],
 ) -> Tensor<B, 4> {
-    let [q, k, v] = rows.each_ref().map(|rows| each_batch(piece.by_head(rows)));
+    let [q, k, v] = rows.each_ref().map(|rows| piece.by_head(rows));
     let theta = piece.by_head(&rates.theta).swap_dims(3, 4);
     let [(kept, keep), (followed, follow)] =
         [&rates.log_keep, &rates.log_eta].map(|log| decays(piece.by_head(log)));
@@ -243,12 +243,14 @@ fn learn<B: Backend>(
     let of_momentum = followed * theta;
     let of_memory = kept.clone().matmul(of_momentum.clone());
     let carried = kept.matmul(follow.clone());
+    let met = q.clone().matmul(k.clone().transpose()) * of_memory.clone();
+    let queries = each_batch(q).zip(each_batch(met));
     let shares = each_batch(of_memory).zip(each_batch(of_momentum));
     let factors = each_batch(keep).zip(each_batch(carried)).zip(each_batch(follow));
 
     let mut outputs = vec![];
     for (((q, (k, v)), (of_memory, of_momentum)), ((keep, carried), follow)) in
-        q.zip(k.zip(v)).zip(shares).zip(factors)
+        queries.zip(each_batch(k).zip(each_batch(v))).zip(shares).zip(factors)
     {
         let [first, now, momentum] = memory else { unreachable!("the start has three kinds") };
         let gradients = NETWORK.gradients(k, first, |z| z - v);
@@ -277,7 +279,7 @@ fn decays<B: Backend>(log: Tensor<B, 5>) -> (Tensor<B, 5>, Tensor<B, 5>) {
     let [batch, heads, batches, ..] = sums.dims();
     let lower = Tensor::<B, 5>::ones([1, 1, 1, rows, rows], (&sums.device(), sums.dtype())).tril(0);
     let lower = lower.expand([batch, heads, batches, rows, rows]);
-    // What lies above the diagonal grows, and could overflow: it is taken off before the exponential.
+    // Above the diagonal differences grow, and could overflow: they are taken off before the exponential.
     let between = (sums.clone() - sums.clone().swap_dims(3, 4)) * lower.clone();
     (between.exp() * lower, sums.exp())
 }

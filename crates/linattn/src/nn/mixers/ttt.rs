@@ -17,9 +17,8 @@
 //! ```text
 //! d = gamma (gamma h + beta - v + k)        dloss / dz = (d - mean d - h mean(d h)) / s
 //! ```
-//! It has no mean, and LN sees none: the last weights' means over their outputs are taken off once, and z has
-//! none ever after. The state keeps f at the mini-batch's start, and minus the sum of the gradients since times
-//! their rates without t.
+//! It has no mean, and LN sees none: the last weights' means over their outputs are taken off once, and z has none ever
+//! after. The state keeps f of the mini-batch's start, and minus the gradients since then times their rates without t.
 //!
 //! Departures: channels i and i + K / 2 are rotated together, not neighbours; the convolution that the reference
 //! can put before the whole layer is a model's to add (`canon`).
@@ -164,9 +163,7 @@ pub struct Ttt<B: Backend> {
     place_scale: Param<Tensor<B, 1>>,
     /// The memory at the start, `[H, from + 1, to]` for each layer.
     weights: Vec<Param<Tensor<B, 3>>>,
-    /// `[H K]`.
     ttt_norm_weight: Param<Tensor<B, 1>>,
-    /// `[H K]`.
     ttt_norm_bias: Param<Tensor<B, 1>>,
     post_norm: Norm<B>,
     g_proj: Option<Linear<B>>,
@@ -262,9 +259,12 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         let scale = self.scales(piece);
         let lower = scale.clone().expand([1, 1, piece.rows, piece.rows]).tril(0);
         let share = rate.clone() * lower.unsqueeze_dim::<5>(2);
+        let [queries, keys] = [q.clone(), k].map(|rows| NETWORK.rows(rows));
+        let met = queries.clone().matmul(keys.clone().transpose()) * share.clone();
 
         let mut outputs = vec![];
-        let tokens = each_batch(q.clone()).zip(each_batch(k)).zip(each_batch(target));
+        let queries = each_batch(queries).zip(each_batch(met));
+        let tokens = queries.zip(each_batch(keys)).zip(each_batch(target));
         for (((q, k), target), (rate, share)) in tokens.zip(each_batch(rate).zip(each_batch(share)))
         {
             let [start, sums] = memory else { unreachable!("`start` makes two kinds") };
