@@ -277,12 +277,6 @@ pub trait LinearAttentionBackend: Backend {
     }
 }
 
-#[cfg(feature = "ndarray")]
-impl LinearAttentionBackend for burn::backend::NdArray {}
-
-#[cfg(feature = "candle")]
-impl LinearAttentionBackend for burn::backend::Candle {}
-
 /// [`LinearAttentionBackend::chunkwise`] in tensor operations.
 pub(super) fn forward<B: Backend>(
     x: Operands<FloatTensor<B>>,

@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     const PAGE: &str = "\
-# Who <recalls>?
+# Who recalls & why?
 <!-- report:begin x -->
 - Runs: 3 of 3.
 
@@ -179,7 +179,7 @@ See [rows](rows.csv), [the paper](https://arxiv.org/abs/2412.06464) and [below](
         section("See rows, ");
         assert_eq!(page.matches("<img ").count(), 2, "no picture is loaded");
         assert!(!page.contains("report:begin") && !page.contains("rows.csv"), "{page}");
-        assert!(page.contains("<a href=\"#part-1\">Who &lt;recalls&gt;?</a>"), "{page}");
+        assert!(page.contains("<a href=\"#part-1\">Who recalls &amp; why?</a>"), "{page}");
     }
 
     #[test]
