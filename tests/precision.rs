@@ -17,13 +17,23 @@ type B = Autodiff<Flex>;
 const OUTPUTS: f64 = 0.04;
 const GRADIENTS: f64 = 0.15;
 
-/// Weights so many times as large.
-struct Larger(f64);
+/// Matrices drawn anew from a seed, so many times as large: fresh ones come from a generator that other tests
+/// draw from at the same time.
+struct Larger(f64, Rng);
 
 impl<B: Backend> ModuleMapper<B> for Larger {
     fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
-        let factor = if R == 2 { self.0 } else { 1.0 };
-        param.map(|weight| (weight * factor).detach().require_grad())
+        if R != 2 {
+            return param.map(|weight| weight.detach().require_grad());
+        }
+        param.map(|weight| {
+            let numbers = download(weight.clone());
+            let mean = numbers.iter().map(|x| x * x).sum::<f64>() / numbers.len() as f64;
+            let drawn: Vec<f64> =
+                numbers.iter().map(|_| self.0 * mean.sqrt() * self.1.normal()).collect();
+            let drawn = upload(&drawn, weight.dims(), DType::F32, &weight.device());
+            drawn.detach().require_grad()
+        })
     }
 }
 
@@ -40,7 +50,8 @@ fn mixer(text: &str) -> Mixer<B> {
     let mixer = config(text).init::<B>(D, &Default::default()).unwrap();
     force(&mixer);
     let own_scale = ["mamba", "rg_lru", "mlstm_v1"].iter().any(|name| text.starts_with(name));
-    mixer.map(&mut Larger(if own_scale { 1.0 } else { 5.0 }))
+    let rng = Rng::named(7, text);
+    mixer.map(&mut Larger(if own_scale { 1.0 } else { 5.0 }, rng))
 }
 
 /// Normal noise that bf16 holds.
