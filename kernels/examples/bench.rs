@@ -157,9 +157,8 @@ fn one<R: Runtime>(
         let x = &copies[n % ROTATED];
         let done = forward(client, case.variant, dims, dtype, x, true).expect("it fits");
         let saved: Vec<_> = done.saved.iter().map(|b| b.handle.clone()).collect();
-        let given = Given { x, saved: &saved };
-        let d =
-            backward(client, case.variant, dims, dtype, given, &gradient, None).expect("it fits");
+        let given = Given { x, saved: &saved, d_o: &gradient, d_state: None };
+        let d = backward(client, case.variant, dims, dtype, given).expect("it fits");
         (done.o, d)
     };
     let wait = || block_on(client.sync()).expect("the kernels ran");

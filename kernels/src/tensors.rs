@@ -37,13 +37,17 @@ pub struct Forward {
     pub saved: Vec<Buffer>,
 }
 
-/// Tensors that a backward pass starts from, besides gradients.
+/// Tensors that a backward pass starts from.
 #[derive(Debug, Clone, Copy)]
 pub struct Given<'a> {
     /// The inputs of the forward pass.
     pub x: &'a Inputs,
     /// Memory of [`Forward::saved`].
     pub saved: &'a [Handle],
+    /// Gradient of the outputs, `[B, T, H, V]`.
+    pub d_o: &'a Handle,
+    /// Gradient of the last state, `[B, H, K, V]`, f32; zeros if absent.
+    pub d_state: Option<&'a Handle>,
 }
 
 /// Results of a backward pass. Rows are per value head: where heads share keys, those of q and k are

@@ -1,9 +1,9 @@
 //! Every variant against the f64 recurrences, on whatever device is there.
 
-use crate::chunkwise::launch::{backward_in, forward_in};
+use crate::chunkwise::launch::{Call, backward_of, forward_of};
 use crate::{
-    Backward, Buffer, Dims, Forward, Given, Inputs, Refusal, Variant, engine, few_rows, forward,
-    simple, step,
+    Backward, Buffer, Dims, Forward, Given, Inputs, Refusal, Variant, backward, engine, few_rows,
+    forward, simple, step,
 };
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
@@ -207,13 +207,13 @@ fn errors<R: Runtime>(
     let up = Uploaded::new(client, &x, rows);
     let dtype = rows.dtype();
     let (variant, dims) = (up.variant, up.dims);
-    let got = forward_in(client, variant, dims, dtype, &up.x, true, segments).expect("it fits");
+    let call = Call::new(client, variant, dims, dtype, &up.x).expect("it fits").cut(segments);
+    let got = forward_of(&call, true);
     let saved: Vec<Handle> = got.saved.iter().map(|b| b.handle.clone()).collect();
     let d_o = client.create_from_slice(&rows.bytes(&d_o));
     let d_state = client.create_from_slice(&Rows::F32.bytes(&d_state));
-    let given = Given { x: &up.x, saved: &saved };
-    let d = backward_in(client, variant, dims, dtype, given, &d_o, Some(&d_state), segments)
-        .expect("it fits");
+    let given = Given { x: &up.x, saved: &saved, d_o: &d_o, d_state: Some(&d_state) };
+    let d = backward_of(&call, given);
     let Backward { q, k, v, a, b, g, beta, state } = d;
     let mut all = vec![
         ("o", error(&truth.o, up.get(&got.o))),
@@ -636,14 +636,14 @@ fn simple_case_is_right<R: Runtime>(client: &ComputeClient<R>, what: &str, x: &o
 
     let f = simple::forward(client, up.dims, &up.x).expect("it fits");
     let saved = handles(&f.saved);
-    let given = Given { x: &up.x, saved: &saved };
-    let d = simple::backward(client, up.dims, given, &d_o, Some(&d_state)).expect("it fits");
+    let given = Given { x: &up.x, saved: &saved, d_o: &d_o, d_state: Some(&d_state) };
+    let d = simple::backward(client, up.dims, given).expect("it fits");
     let simple = results(&up, &f, d);
     let dtype = Rows::F32.dtype();
     let f = forward(client, up.variant, up.dims, dtype, &up.x, true).expect("it fits");
     let saved = handles(&f.saved);
-    let given = Given { x: &up.x, saved: &saved };
-    let d = backward_in(client, up.variant, up.dims, dtype, given, &d_o, Some(&d_state), None);
+    let given = Given { x: &up.x, saved: &saved, d_o: &d_o, d_state: Some(&d_state) };
+    let d = backward(client, up.variant, up.dims, dtype, given);
     let fast = results(&up, &f, d.expect("it fits"));
 
     let g = want.g.expect("it has a decay");

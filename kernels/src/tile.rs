@@ -10,49 +10,40 @@
 //! [`Engine::Plain`] multiplies numbers; [`Engine::Mma`] lets a plane's tensor cores multiply
 //! 16 x 8 x 16 blocks (`mma.m16n8k16`, whose fragments `ldmatrix` loads); [`Engine::Tf32`] multiplies f32 on
 //! tensor cores, 16 x 8 x 8 at a time and each number as a sum of two. Only
-//! [`Grid`] knows which unit holds which element: a kernel calls [`row`] and [`column`].
+//! [`Grid`] and the engine (engine.rs) know which unit holds which element: a kernel calls [`row`] and [`column`].
+//!
+//! ```text
+//! engine                what an engine does, and the choice of one at compile time
+//! plain, tf32, mma      the engines; planes: what the two with tensor cores share
+//! copies                tensors to tiles and back
+//! inverse               UT transform
+//! ```
 
 use cubecl::prelude::*;
 
 mod copies;
-mod products;
+mod engine;
+mod inverse;
+mod mma;
+mod plain;
+mod planes;
+mod tf32;
 
-pub(crate) use copies::{Rows, Window, fetch, lay, load, load_async, put, put_four, put_out, tile};
-pub(crate) use products::{
-    Mul, Parts, execute, execute_tf32, load_a, load_b, load_matrix, mul, pair, parts, put_parts,
+pub(crate) use copies::{
+    Rows, Window, fetch, keep, keep_rows, lay, load, load_async, put_out, store, store_at, tile,
+    width_of,
 };
+pub use engine::Engine;
+pub(crate) use engine::{Mul, column, inside, mul, row, slot};
+pub(crate) use inverse::{Inverse, invert};
+pub(crate) use mma::{Source, execute, load_a, load_b, load_matrix, pair};
+pub(crate) use planes::put_four;
+pub(crate) use tf32::{Parts, execute_tf32, parts, put_parts};
 
 /// Two neighbouring columns of one row.
 pub(crate) type Pair = Vector<f32, Const<2>>;
 /// A unit's share of a product: fragments of two [`Pair`]s.
 pub(crate) type Acc = Sequence<Array<Pair>>;
-
-/// Engine: the arithmetic that multiplies tiles.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Engine {
-    /// f32 arithmetic, on every device.
-    Plain,
-    /// f32 on tensor cores through `mma.m16n8k8`, three products of TF32 parts for each product of f32
-    /// (relative error 2^-21): NVIDIA from sm_80 on.
-    Tf32,
-    /// Tensor cores through `mma.m16n8k16`, bf16 or f16 in and f32 out: NVIDIA from sm_80 on.
-    Mma,
-}
-
-impl Engine {
-    /// Whether a plane has fragments of tensor cores, 16 rows high, and not each unit its own.
-    pub(crate) fn by_planes(self) -> bool {
-        self != Engine::Plain
-    }
-
-    /// Bytes of a number in a tile.
-    pub(crate) fn bytes(self) -> usize {
-        match self {
-            Engine::Plain | Engine::Tf32 => 4,
-            Engine::Mma => 2,
-        }
-    }
-}
 
 /// How an [m, n] product is split over the units of a cube. `m` and `n` are multiples of 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -105,6 +96,14 @@ impl Grid {
         self.fragment_rows() * self.fragment_columns()
     }
 
+    /// Units that hold columns of the same rows.
+    pub fn slots(&self) -> usize {
+        match self.engine {
+            Engine::Plain => self.across(),
+            Engine::Tf32 | Engine::Mma => 4 * self.across(),
+        }
+    }
+
     /// Rows and columns from a unit's first pair to pair `h` of fragment `f`.
     pub fn step(&self, f: usize, h: usize) -> [usize; 2] {
         let [r, c] = [f / self.fragment_columns(), f % self.fragment_columns()];
@@ -127,42 +126,6 @@ pub(crate) fn zeros(#[comptime] fragments: usize) -> Acc {
         acc.push(fragment);
     }
     acc
-}
-
-/// Row of pair `h` of fragment `f`.
-#[cube]
-pub(crate) fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: Grid) -> usize {
-    let down = comptime!(grid.step(f, h)[0]);
-    if comptime!(grid.engine.by_planes()) {
-        let plane = UNIT_POS as usize / 32 % comptime!(grid.down());
-        let lane = UNIT_POS as usize % 32;
-        plane * 16 + lane / 4 + down
-    } else {
-        UNIT_POS as usize / comptime!(grid.across()) * 2 + down
-    }
-}
-
-/// First column of the pairs of fragment `f`.
-#[cube]
-pub(crate) fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {
-    let right = comptime!(grid.step(f, 0)[1]);
-    if comptime!(grid.engine.by_planes()) {
-        let plane = UNIT_POS as usize / 32 / comptime!(grid.down());
-        let lane = UNIT_POS as usize % 32;
-        plane * comptime!(grid.n / grid.across()) + lane % 4 * 2 + right
-    } else {
-        UNIT_POS as usize % comptime!(grid.across()) * 2 + right
-    }
-}
-
-/// Whether fragment `f` belongs to the product: there may be more units than work.
-#[cube]
-pub(crate) fn inside(#[comptime] f: usize, #[comptime] grid: Grid) -> bool {
-    if comptime!(grid.engine.by_planes()) {
-        UNIT_POS as usize / comptime!(32 * grid.down()) < comptime!(grid.across())
-    } else {
-        row(f, 0usize, grid) < comptime!(grid.m)
-    }
 }
 
 /// Puts a pair into a fragment.

@@ -297,8 +297,8 @@ impl<'a, T: Target> Case<'a, T> {
         let saved: Vec<Handle> = saved.into_iter().map(|buffer| buffer.handle).collect();
         let d_state = x.state.as_ref();
         for (d_state, launched) in [(None, ""), (d_state, "-given")] {
-            let given = Given { x: &x, saved: &saved };
-            backward(client, variant, dims, dtype, given, &x.v, d_state)?;
+            let given = Given { x: &x, saved: &saved, d_o: &x.v, d_state };
+            backward(client, variant, dims, dtype, given)?;
             enter(launched)?;
         }
         Ok(())

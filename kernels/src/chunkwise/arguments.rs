@@ -11,6 +11,40 @@
 //! ```
 
 use cubecl::prelude::*;
+use std::marker::PhantomData;
+
+/// Types of a stage outside the state pass.
+pub(crate) trait StageTypes: Send + Sync + 'static {
+    /// Numbers of the operation's tensors.
+    type F: Float;
+    /// Numbers in tiles.
+    type X: Float;
+    /// Numbers between stages.
+    type E: Float;
+    /// Width of a vector that is loaded.
+    type G: Size;
+    /// Width of a vector in a tile that is loaded.
+    type N: Size;
+    /// Width of a vector in a tile of products.
+    type M: Size;
+    /// Width of a vector that is written.
+    type W: Size;
+}
+
+/// These types.
+pub(crate) struct Types<F, X, E, G, N, M, W>(PhantomData<(F, X, E, G, N, M, W)>);
+
+impl<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StageTypes
+    for Types<F, X, E, G, N, M, W>
+{
+    type F = F;
+    type X = X;
+    type E = E;
+    type G = G;
+    type N = N;
+    type M = M;
+    type W = W;
+}
 
 /// Tensors of the operation, as the kernels see them.
 #[derive(CubeType, CubeLaunch)]

@@ -2,8 +2,9 @@
 //! every stage fits into shared memory, then segments, as many as run at once. Nothing is timed.
 
 use crate::SOURCE;
-use crate::chunkwise::intra_chunk::decay_factors;
-use crate::chunkwise::plan::Plan;
+use crate::chunkwise::decay::decay_factors;
+use crate::chunkwise::plan::{GradientPlan, Plan, Schedule, StatePlan};
+use crate::chunkwise::task::Task;
 use crate::refusal::{F32, Refusal, check_heads, check_type};
 use crate::tile::Engine;
 use crate::variant::{Dims, Variant};
@@ -18,10 +19,10 @@ pub const WIDEST: usize = 256;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Plans {
     pub intra_chunk: Plan,
-    pub state_pass: Plan,
+    pub state_pass: StatePlan,
     /// The local pass forward: where a system is solved, in tiles of its own.
-    pub local_pass: Plan,
-    pub input_gradients: Plan,
+    pub local_pass: StatePlan,
+    pub input_gradients: GradientPlan,
     /// Segments of each sequence in the state pass, at most.
     pub segments: usize,
     /// Type of tensors between stages.
@@ -54,7 +55,7 @@ pub fn launches<R: Runtime>(
         2 => 1,
         _ => 2,
     };
-    let forward = usize::from(plans.state_pass.producers == 0) + 1 + more;
+    let forward = usize::from(plans.state_pass.producers() == 0) + 1 + more;
     Ok([forward, forward + 2 + more])
 }
 
@@ -197,7 +198,7 @@ fn mma_cut<R: Runtime>(
     [value_tile, value_slice, shared]: [usize; 3],
 ) -> Option<Plans> {
     let Dims { key_width, value_width, .. } = dims;
-    let state_pass = Plan {
+    let common = Plan {
         source: SOURCE,
         variant,
         engine: Engine::Mma,
@@ -205,46 +206,40 @@ fn mma_cut<R: Runtime>(
         value_width,
         chunk: 64,
         key_slice: key_width,
-        value_tile,
         value_slice,
-        stages: 2,
-        producers: 0,
-        split_k: 1,
-        units: value_tile * 2,
+        units: 256,
     };
-    let most = client.properties().hardware.max_shared_memory_size;
     let (intra_chunk, input_gradients) = match variant.vector() {
-        true => (in_f32(client, state_pass), in_f32(client, state_pass)),
-        false => (
-            Plan { units: 256, ..state_pass },
+        true => {
+            let stage = in_f32(client, common);
+            (stage, GradientPlan { common: stage, whole: false })
+        }
+        false => {
             // Many units, so that few registers hold each one's share.
-            roomy(
-                most,
-                Plan { key_slice: part(key_width, 128)?, stages: 0, units: 512, ..state_pass },
-            ),
-        ),
+            let sliced = Plan { key_slice: part(key_width, 128)?, units: 512, ..common };
+            (common, roomy(client.properties().hardware.max_shared_memory_size, sliced))
+        }
     };
     // Scores of linear attention need no state: where no other cube of a segment would make them again,
     // and registers of that many planes hold the state, producer planes of the state pass make them.
     let alone = !variant.solves() && !variant.vector() && value_tile == value_width;
-    let producers = match alone && key_width <= 128 {
-        true if value_tile <= 64 => 8,
-        true => 4,
-        false => 0,
-    };
+    let producers = (alone && key_width <= 128).then_some(if value_tile <= 64 { 8 } else { 4 });
     // One plane's registers would be full of a wide state, and four planes leave tensor cores waiting.
     let split_k = match key_width > 128 && key_width.is_multiple_of(32) && value_tile <= 64 {
         true => 2,
         false => 1,
     };
-    let with_producers = (producers > 0).then_some((3, producers, 1));
-    let without = [(2, 0, split_k), (2, 0, 1), (1, 0, split_k), (1, 0, 1)];
-    with_producers.into_iter().chain(without).find_map(|(stages, producers, split_k)| {
-        let units = (value_tile / 16 * split_k + producers) * 32;
-        let state_pass = Plan { stages, producers, split_k, units, ..state_pass };
+    let specialized = producers.map(|producers| (Schedule::Specialized { producers }, 1));
+    let staged = |stages, split_k| (Schedule::Staged { stages }, split_k);
+    let others = [staged(2, split_k), staged(2, 1), staged(1, split_k), staged(1, 1)];
+    specialized.into_iter().chain(others).find_map(|(schedule, split_k)| {
+        let common = Plan { value_slice: value_tile, ..common };
+        let state_pass = StatePlan { common, schedule, split_k, task: Task::PLAIN };
+        let units = (value_tile / 16 * split_k + state_pass.producers()) * 32;
+        let state_pass = state_pass.by_units(units);
         // Where no system is solved, a local pass has the state pass's planes, producers for the decay factors.
         let local_pass = match variant.solves() {
-            true => Plan { value_tile: shared, units: shared * 2 * split_k, ..state_pass },
+            true => state_pass.of_columns(shared).by_units(shared * 2 * split_k),
             false => state_pass,
         };
         let (between, widths) = (dtype, [8, 8, 2]);
@@ -263,24 +258,24 @@ fn mma_cut<R: Runtime>(
 }
 
 /// The stages around a state pass where a vector decay weights rows before they are multiplied: in f32.
-fn in_f32<R: Runtime>(client: &ComputeClient<R>, state_pass: Plan) -> Plan {
+fn in_f32<R: Runtime>(client: &ComputeClient<R>, common: Plan) -> Plan {
     if has_tf32(client) {
         // Planes of 16 rows in two columns: every plane has a part of every product.
         return Plan {
             engine: Engine::Tf32,
             key_slice: 32,
             value_slice: 32,
-            units: state_pass.chunk * 4,
-            ..state_pass
+            units: common.chunk * 4,
+            ..common
         };
     }
     let narrow = |width: usize| if width <= 16 { 16 } else { 32 };
     Plan {
         engine: Engine::Plain,
-        key_slice: narrow(state_pass.key_width),
-        value_slice: narrow(state_pass.value_width),
+        key_slice: narrow(common.key_width),
+        value_slice: narrow(common.value_width),
         units: 256,
-        ..state_pass
+        ..common
     }
 }
 
@@ -291,10 +286,9 @@ fn in_f32<R: Runtime>(client: &ComputeClient<R>, state_pass: Plan) -> Plan {
 fn tf32<R: Runtime>(client: &ComputeClient<R>, variant: Variant, dims: Dims) -> Option<Plans> {
     let Dims { key_width, value_width, .. } = dims;
     let narrow = |width: usize| if width <= 32 { 32 } else { 64 };
-    let whole = key_width.is_multiple_of(4) && value_width.is_multiple_of(4);
     let light = !variant.solves() && !variant.vector();
     let chunk = if light { 64 } else { 32 };
-    let plan = Plan {
+    let common = Plan {
         source: SOURCE,
         variant,
         engine: Engine::Tf32,
@@ -302,28 +296,34 @@ fn tf32<R: Runtime>(client: &ComputeClient<R>, variant: Variant, dims: Dims) -> 
         value_width,
         chunk,
         key_slice: narrow(key_width),
-        value_tile: narrow(value_width),
         value_slice: narrow(value_width),
-        stages: 1,
-        producers: 0,
-        split_k: 1,
         units: chunk * 4,
     };
-    let outer = if variant.vector() { in_f32(client, plan) } else { plan };
+    let outer = if variant.vector() { in_f32(client, common) } else { common };
     let units = if light && (33..=64).contains(&key_width) { 512 } else { outer.units };
-    let tiles = [64, 32].into_iter().filter(|n| *n <= plan.value_tile);
-    tiles.map(|value_tile| Plan { value_tile, ..plan }).find_map(|state_pass| {
-        let plans = Plans {
-            intra_chunk: outer,
-            state_pass,
-            local_pass: state_pass,
-            input_gradients: Plan { units, ..outer },
-            segments: 1,
-            between: F32,
-            widths: [if whole { 4 } else { 1 }, 1, 1],
-        };
+    let gradients = Plan { units, ..outer };
+    let tiles = [64, 32].into_iter().filter(|n| *n <= common.value_slice);
+    tiles.map(|value_slice| Plan { value_slice, ..common }).find_map(|state_pass| {
+        let plans = direct(outer, state_pass, gradients);
         fits(client, &plans).then(|| Plans { segments: segments(client, &plans, dims), ..plans })
     })
+}
+
+/// Plans of f32 engines: tiles are filled slice by slice.
+fn direct(intra_chunk: Plan, state_pass: Plan, gradients: Plan) -> Plans {
+    let Plan { key_width, value_width, .. } = state_pass;
+    let whole = key_width.is_multiple_of(4) && value_width.is_multiple_of(4);
+    let schedule = Schedule::Direct;
+    let state_pass = StatePlan { common: state_pass, schedule, split_k: 1, task: Task::PLAIN };
+    Plans {
+        intra_chunk,
+        state_pass,
+        local_pass: state_pass,
+        input_gradients: GradientPlan { common: gradients, whole: false },
+        segments: 1,
+        between: F32,
+        widths: [if whole { 4 } else { 1 }, 1, 1],
+    }
 }
 
 /// f32 arithmetic, in chunks as long as shared memory allows.
@@ -334,36 +334,22 @@ fn plain<R: Runtime>(
 ) -> Result<Plans, Refusal> {
     let Dims { key_width, value_width, .. } = dims;
     let narrow = |width: usize| if width <= 16 { 16 } else { 32 };
-    let whole = key_width.is_multiple_of(4) && value_width.is_multiple_of(4);
-    let widths = [if whole { 4 } else { 1 }, 1, 1];
     let hardware = &client.properties().hardware;
     for chunk in [32, 16] {
-        for value_tile in [32, 16] {
-            let plan = Plan {
-                source: SOURCE,
-                variant,
-                engine: Engine::Plain,
-                key_width,
-                value_width,
-                chunk,
-                key_slice: narrow(key_width),
-                value_tile,
-                value_slice: narrow(value_width),
-                stages: 1,
-                producers: 0,
-                split_k: 1,
-                units: 256,
-            };
-            let plans = Plans {
-                intra_chunk: plan,
-                state_pass: plan,
-                local_pass: plan,
-                input_gradients: plan,
-                segments: 1,
-                between: F32,
-                widths,
-            };
-            let useful = value_tile == 16 || value_width > 16;
+        let common = Plan {
+            source: SOURCE,
+            variant,
+            engine: Engine::Plain,
+            key_width,
+            value_width,
+            chunk,
+            key_slice: narrow(key_width),
+            value_slice: narrow(value_width),
+            units: 256,
+        };
+        for value_slice in [32, 16] {
+            let plans = direct(common, Plan { value_slice, ..common }, common);
+            let useful = value_slice == 16 || value_width > 16;
             if useful && fits(client, &plans) {
                 return Ok(Plans { segments: segments(client, &plans, dims), ..plans });
             }
@@ -378,13 +364,14 @@ fn plain<R: Runtime>(
 fn fits<R: Runtime>(client: &ComputeClient<R>, plans: &Plans) -> bool {
     let hardware = &client.properties().hardware;
     let most = hardware.max_shared_memory_size;
+    let units = hardware.max_units_per_cube as usize;
     [
-        (plans.intra_chunk, intra_chunk_memory(&plans.intra_chunk)),
-        (plans.state_pass, state_pass_memory(&plans.state_pass, false)),
-        (plans.input_gradients, plans.input_gradients.gradients_memory()),
+        (plans.intra_chunk.units, intra_chunk_memory(&plans.intra_chunk)),
+        (plans.state_pass.units, state_pass_memory(&plans.state_pass, false)),
+        (plans.input_gradients.units, plans.input_gradients.gradients_memory()),
     ]
     .into_iter()
-    .all(|(plan, bytes)| bytes <= most && plan.units <= hardware.max_units_per_cube as usize)
+    .all(|(of_cube, bytes)| bytes <= most && of_cube <= units)
 }
 
 /// Units of state passes that a multiprocessor holds: 170 of 65536 registers each.
@@ -400,7 +387,7 @@ const SHORTEST: usize = 4;
 fn segments<R: Runtime>(client: &ComputeClient<R>, plans: &Plans, dims: Dims) -> usize {
     let hardware = &client.properties().hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(0) as usize;
-    let held = |plan: &Plan, local: bool| {
+    let held = |plan: &StatePlan, local: bool| {
         let memory = hardware.max_shared_memory_size + OVERHEAD;
         let most = memory / (state_pass_memory(plan, local) + OVERHEAD);
         multiprocessors * most.min(HELD / plan.units).max(1)
@@ -409,9 +396,9 @@ fn segments<R: Runtime>(client: &ComputeClient<R>, plans: &Plans, dims: Dims) ->
     let solves = state_pass.variant.solves();
     let memories = dims.batch * dims.heads;
     let at_once = |n: &usize| {
-        let states = local_pass.value_tiles() * (n - 1);
+        let states = local_pass.value_slices() * (n - 1);
         let transitions = if solves { local_pass.key_tiles() * (n - 2) } else { 0 };
-        memories * state_pass.value_tiles() * n <= held(state_pass, false)
+        memories * state_pass.value_slices() * n <= held(state_pass, false)
             && memories * (states + transitions) <= held(local_pass, true)
     };
     let most = (dims.tokens.div_ceil(state_pass.chunk) / SHORTEST).min(held(state_pass, false));
@@ -441,15 +428,15 @@ fn intra_chunk_memory(plan: &Plan) -> usize {
 }
 
 /// Of a state pass, or (`local`) of a local pass forward: without queries and without outputs' matrices.
-fn state_pass_memory(plan: &Plan, local: bool) -> usize {
+fn state_pass_memory(plan: &StatePlan, local: bool) -> usize {
     let variant = plan.variant;
     let rows = tile_bytes(plan, plan.chunk, plan.key_slice);
-    let values = tile_bytes(plan, plan.chunk, plan.value_tile);
+    let values = tile_bytes(plan, plan.chunk, plan.value_slice);
     let square = tile_bytes(plan, plan.chunk, plan.chunk);
     let scales = 4 * decay_factors::ROWS * plan.chunk;
     match plan.engine {
         Engine::Plain | Engine::Tf32 => {
-            let state = tile_bytes(plan, plan.keys(), plan.value_tile);
+            let state = tile_bytes(plan, plan.keys(), plan.value_slice);
             state + rows + 2 * values + square + scales
         }
         Engine::Mma => {
@@ -461,12 +448,12 @@ fn state_pass_memory(plan: &Plan, local: bool) -> usize {
             let square_tiles =
                 square * (usize::from(variant.solves()) + outputs * (1 + 2 * low_rank));
             // Gates, and their sums for each producer.
-            let producers = match plan.producers {
+            let producers = match plan.producers() {
                 0 => 0,
-                producers => 4 * plan.chunk * (plan.stages + 2 * producers),
+                producers => 4 * plan.chunk * (plan.stages() + 2 * producers),
             };
             let scratch = 8 * plan.split_k_scratch();
-            plan.stages * all
+            plan.stages() * all
                 + plan.score_stages() * (square_tiles + scales)
                 + producers
                 + scratch
@@ -477,13 +464,15 @@ fn state_pass_memory(plan: &Plan, local: bool) -> usize {
 
 /// Input gradients on tensor cores: all tiles of a chunk in shared memory at once where there is room; where
 /// there is room for two chunks, two smaller cubes share a multiprocessor and cover each other's loads.
-fn roomy(most: usize, sliced: Plan) -> Plan {
-    let whole = Plan { stages: 1, ..sliced };
+fn roomy(most: usize, sliced: Plan) -> GradientPlan {
+    let whole = GradientPlan { common: sliced, whole: true };
     let bytes = whole.gradients_memory();
     let one_slice = whole.key_slices() == 1 && whole.value_slices() == 1;
     match one_slice && bytes <= most {
-        true if 2 * bytes + 1024 <= most => Plan { units: 256, ..whole },
+        true if 2 * bytes + 1024 <= most => {
+            GradientPlan { common: Plan { units: 256, ..sliced }, whole: true }
+        }
         true => whole,
-        false => sliced,
+        false => GradientPlan { common: sliced, whole: false },
     }
 }

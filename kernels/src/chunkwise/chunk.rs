@@ -142,6 +142,12 @@ pub(crate) fn between(sums: &Sums, i: usize, j: usize) -> f32 {
     min((sums.coarse[i] - sums.coarse[j]) + (sums.fine[i] - sums.fine[j]), 0.0f32)
 }
 
+/// The row of sums that reader `i` sees: its own, or the one before it.
+#[cube]
+pub(crate) fn seen(i: usize, #[comptime] before: bool) -> usize {
+    if comptime!(before) { max(i, 1usize) - 1 } else { i }
+}
+
 /// `G_i`, the log decay from the chunk's start to token `i`.
 #[cube]
 pub(crate) fn since_start(sums: &Sums, i: usize) -> f32 {
@@ -151,7 +157,7 @@ pub(crate) fn since_start(sums: &Sums, i: usize) -> f32 {
 /// Sums of scalar gates, [C]. Ends with everything visible to all.
 #[cube]
 pub(crate) fn sum_scalars(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan: Plan) {
-    if comptime!(plan.engine.by_planes()) {
+    if comptime!(plan.has_planes()) {
         if UNIT_POS < 32 {
             let i = UNIT_POS as usize * 2;
             let (first, second) = (log_gate(g, rows, i), log_gate(g, rows, i + 1));

@@ -14,12 +14,14 @@
 //! Gradients of rows lie in one layout from the first to the last, so each unit keeps partial sums of its
 //! rows in registers (`PartialSums`); the cube sums once, at the end.
 
-use crate::chunkwise::arguments::{Gradients, Operands, SavedTensors};
-use crate::chunkwise::chunk::{Place, Sums, since_start};
-use crate::chunkwise::gradient_tiles::{GradientTiles, SLOTS, cube_sum, partial_at, row_sum};
-use crate::chunkwise::plan::Plan;
+use crate::chunkwise::arguments::{Gradients, StageTypes};
+use crate::chunkwise::chunk::{Sums, since_start};
+use crate::chunkwise::gradient_tiles::{
+    GradientInputs, GradientTiles, SLOTS, cube_sum, partial_at, row_sum,
+};
+use crate::chunkwise::plan::GradientPlan;
 use crate::chunkwise::roles::{Scored, TokenOffset};
-use crate::tile::{Acc, Engine, Grid, Pair, column, inside, row, set};
+use crate::tile::{Acc, Grid, Pair, column, inside, row, set, slot, width_of};
 use cubecl::prelude::*;
 
 /// A unit's partial sums over its rows: two for each row of fragments.
@@ -58,7 +60,7 @@ impl Gate {
     }
 }
 
-impl Plan {
+impl GradientPlan {
     /// Whether zero-exponent terms of queries' scores are kept out of dG.
     pub fn excludes_query_terms(&self) -> bool {
         self.variant.decay != crate::Decay::None
@@ -80,7 +82,7 @@ impl Plan {
 }
 
 #[cube]
-pub(crate) fn partial_sums(#[comptime] plan: Plan) -> PartialSums {
+pub(crate) fn partial_sums(#[comptime] plan: GradientPlan) -> PartialSums {
     PartialSums {
         own: zero_sums(plan),
         before: zero_sums(plan),
@@ -90,7 +92,7 @@ pub(crate) fn partial_sums(#[comptime] plan: Plan) -> PartialSums {
 }
 
 #[cube]
-fn zero_sums(#[comptime] plan: Plan) -> Array<f32> {
+fn zero_sums(#[comptime] plan: GradientPlan) -> Array<f32> {
     let all = comptime!(plan.rows_of_unit());
     let mut zeros = Array::<f32>::new(all);
     #[unroll]
@@ -119,19 +121,37 @@ fn dot(
     sum[0] + sum[1]
 }
 
+/// Rows where their gradients lie, a unit's share.
+#[derive(CubeType)]
+pub(crate) struct TokenRows {
+    pub rows: Acc,
+    /// Tokens there are.
+    pub valid: usize,
+}
+
+/// Zero-exponent terms, and what they are scaled by.
+#[derive(CubeType)]
+pub(crate) struct ZeroExponents {
+    /// [4, C], in the order of [`Scored::zero_exponent_row`].
+    pub terms: SharedMemory<f32>,
+    /// -beta in a delta rule, else 1, [C].
+    pub scales: SharedMemory<f32>,
+    /// Tokens there are.
+    pub valid: usize,
+}
+
 /// Adds inner products of rows and their gradients to dG.
 #[cube]
 pub(crate) fn gate_products<X: Float, N: Size>(
     sums_of_unit: &mut PartialSums,
     tiles: &mut GradientTiles<X, N>,
     acc: &Acc,
-    rows: &Acc,
-    valid: usize,
+    own: &TokenRows,
     #[comptime] gate: Gate,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     if comptime!(plan.variant.vector()) {
-        vector_products::<X, N>(tiles, acc, rows, valid, gate, plan);
+        vector_products::<X, N>(tiles, acc, own, gate, plan);
     } else if comptime!(plan.variant.scalar()) {
         let grid = comptime!(plan.rows_grid());
         #[unroll]
@@ -140,14 +160,14 @@ pub(crate) fn gate_products<X: Float, N: Size>(
             for h in 0..2usize {
                 let at = comptime!(2 * r + h);
                 let i = row(comptime!(r * grid.fragment_columns()), h, grid);
-                let mut sum = dot(acc, rows, r, h, grid);
+                let mut sum = dot(acc, &own.rows, r, h, grid);
                 if comptime!(gate.erases()) {
                     sum *= tiles.scales[min(i, comptime!(plan.chunk - 1))];
                 }
                 if comptime!(gate == Gate::ChunkEnd) {
-                    sums_of_unit.ends[at] += select(i + 1 < valid, sum, 0.0f32);
+                    sums_of_unit.ends[at] += select(i + 1 < own.valid, sum, 0.0f32);
                 } else if comptime!(gate == Gate::Write) {
-                    sums_of_unit.own[at] -= select(i + 1 < valid, sum, 0.0f32);
+                    sums_of_unit.own[at] -= select(i + 1 < own.valid, sum, 0.0f32);
                 } else if comptime!(gate.before()) {
                     sums_of_unit.before[at] += sum;
                 } else {
@@ -164,17 +184,16 @@ pub(crate) fn gate_products<X: Float, N: Size>(
 fn vector_products<X: Float, N: Size>(
     tiles: &mut GradientTiles<X, N>,
     acc: &Acc,
-    rows: &Acc,
-    valid: usize,
+    own: &TokenRows,
     #[comptime] gate: Gate,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let grid = comptime!(plan.rows_grid());
     let stride = comptime!(plan.stride(plan.key_slice));
-    let sum_ends = comptime!(gate == Gate::ChunkEnd && plan.engine.by_planes());
+    let sum_ends = comptime!(gate == Gate::ChunkEnd && plan.adjoint_takes_decays());
     sync_cube();
     if sum_ends {
-        plane_ends::<X, N>(tiles, acc, rows, valid, plan);
+        plane_ends::<X, N>(tiles, acc, own, plan);
     }
     #[unroll]
     for f in 0..comptime!(if sum_ends { 0 } else { grid.fragments() }) {
@@ -183,18 +202,18 @@ fn vector_products<X: Float, N: Size>(
         for h in 0..2usize {
             let i = row(f, h, grid);
             if inside(f, grid) {
-                let mut x = rows.index(f)[h] * acc.index(f)[h];
+                let mut x = own.rows.index(f)[h] * acc.index(f)[h];
                 if comptime!(gate.erases()) {
                     x *= Pair::new(tiles.scales[i]);
                 }
                 #[unroll]
                 for l in 0..2usize {
                     if comptime!(gate == Gate::ChunkEnd) {
-                        if i + 1 < valid {
+                        if i + 1 < own.valid {
                             tiles.ends[i * stride + d + l] += x[l];
                         }
                     } else if comptime!(gate == Gate::Write) {
-                        if i + 1 < valid {
+                        if i + 1 < own.valid {
                             tiles.gates[i * stride + d + l] -= x[l];
                         }
                     } else if comptime!(gate.before()) {
@@ -216,9 +235,8 @@ fn vector_products<X: Float, N: Size>(
 fn plane_ends<X: Float, N: Size>(
     tiles: &mut GradientTiles<X, N>,
     acc: &Acc,
-    rows: &Acc,
-    valid: usize,
-    #[comptime] plan: Plan,
+    own: &TokenRows,
+    #[comptime] plan: GradientPlan,
 ) {
     let grid = comptime!(plan.rows_grid());
     comptime!(assert!(grid.fragment_rows() == 1, "a plane has 16 tokens"));
@@ -229,8 +247,8 @@ fn plane_ends<X: Float, N: Size>(
             let mut sum = Pair::new(0.0f32);
             #[unroll]
             for h in 0..2usize {
-                let x = rows.index(f)[h] * acc.index(f)[h];
-                if row(f, h, grid) + 1 < valid {
+                let x = own.rows.index(f)[h] * acc.index(f)[h];
+                if row(f, h, grid) + 1 < own.valid {
                     sum += x;
                 }
             }
@@ -256,7 +274,7 @@ pub(crate) fn beta_products(
     sums_of_unit: &mut PartialSums,
     acc: &Acc,
     rows: &Acc,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let grid = comptime!(plan.rows_grid());
     #[unroll]
@@ -271,16 +289,13 @@ pub(crate) fn beta_products(
 /// Adds zero-exponent terms: to row i the term of reader i, or (`offset` Next) of reader i + 1, times row
 /// i + offset. `rows` are those rows.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 pub(crate) fn add_zero_exponents(
     acc: &mut Acc,
-    zero_exponent: &SharedMemory<f32>,
+    terms: &ZeroExponents,
     rows: &Acc,
-    scales: &SharedMemory<f32>,
-    valid: usize,
     #[comptime] scored: Scored,
     #[comptime] offset: TokenOffset,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let grid = comptime!(plan.rows_grid());
     #[unroll]
@@ -292,33 +307,15 @@ pub(crate) fn add_zero_exponents(
                 reader += 1;
             }
             let mut by = 0.0f32;
-            if reader < valid {
-                by = zero_exponent[comptime!(scored.zero_exponent_row() * plan.chunk) + reader];
+            if reader < terms.valid {
+                by = terms.terms[comptime!(scored.zero_exponent_row() * plan.chunk) + reader];
                 if comptime!(scored == Scored::Scaled) {
-                    by *= scales[reader];
+                    by *= terms.scales[reader];
                 }
             }
             let x = acc.index(f)[h] + rows.index(f)[h] * Pair::new(by);
             set(acc.index_mut(f), h, x);
         }
-    }
-}
-
-/// Partial sums of a row.
-fn slots(grid: &Grid) -> usize {
-    match grid.engine {
-        Engine::Plain => grid.across(),
-        Engine::Tf32 | Engine::Mma => 4 * grid.across(),
-    }
-}
-
-/// This unit's slot among them.
-#[cube]
-fn slot(#[comptime] grid: Grid) -> usize {
-    if comptime!(grid.engine.by_planes()) {
-        UNIT_POS as usize / comptime!(32 * grid.down()) * 4 + UNIT_POS as usize % 4
-    } else {
-        UNIT_POS as usize % comptime!(grid.across())
     }
 }
 
@@ -330,7 +327,7 @@ fn collect(
     sums_of_unit: &Array<f32>,
     i: usize,
     valid: usize,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) -> f32 {
     let grid = comptime!(plan.rows_grid());
     sync_cube();
@@ -346,32 +343,30 @@ fn collect(
         }
     }
     sync_cube();
-    row_sum(partial, i, valid, comptime!(slots(&grid)))
+    row_sum(partial, i, valid, comptime!(grid.slots()))
 }
 
 /// dg of a scalar decay: sums of dG from each token on, and what reaches the end of the chunk.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn keep_scalar_gates<F: Float, X: Float, E: Float, G: Size, N: Size, W: Size>(
-    out: &mut Gradients<F, G, W>,
-    tiles: &mut GradientTiles<X, N>,
+pub(crate) fn keep_scalar_gates<P: StageTypes>(
+    out: &mut Gradients<P::F, P::G, P::W>,
+    tiles: &mut GradientTiles<P::X, P::N>,
     sums_of_unit: &PartialSums,
-    saved: &SavedTensors<F, E, G>,
+    from: &GradientInputs<P>,
     sums: &Sums,
-    place: &Place,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let unit = UNIT_POS as usize;
     let grid = comptime!(plan.rows_grid());
-    let mut own = collect(&mut tiles.partial, &sums_of_unit.own, unit, place.valid, plan);
+    let mut own = collect(&mut tiles.partial, &sums_of_unit.own, unit, from.place.valid, plan);
     if comptime!(plan.looks_back()) {
-        own += collect(&mut tiles.partial, &sums_of_unit.before, unit + 1, place.valid, plan);
+        own += collect(&mut tiles.partial, &sums_of_unit.before, unit + 1, from.place.valid, plan);
     }
     if unit < comptime!(plan.chunk) {
         tiles.gates[unit] = own;
     }
     let end = f32::exp(since_start(sums, comptime!(plan.chunk - 1)));
-    let mut through = through_chunk::<F, X, E, G, N>(tiles, saved, place, plan) * end;
+    let mut through = through_chunk::<P>(tiles, from, plan) * end;
     #[unroll]
     for r in 0..comptime!(grid.fragment_rows()) {
         if inside(comptime!(r * grid.fragment_columns()), grid) {
@@ -380,38 +375,37 @@ pub(crate) fn keep_scalar_gates<F: Float, X: Float, E: Float, G: Size, N: Size, 
         }
     }
     let mut d = cube_sum(&mut tiles.partial, through, plan);
-    if unit < place.valid {
-        for i in unit..place.valid {
+    if unit < from.place.valid {
+        for i in unit..from.place.valid {
             d += tiles.gates[i];
         }
-        out.g[place.gates.start + unit * place.gates.stride] = d;
+        out.g[from.place.gates.start + unit * from.place.gates.stride] = d;
     }
 }
 
 /// This unit's part of `S . dS'`.
 #[cube]
-fn through_chunk<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    tiles: &GradientTiles<X, N>,
-    saved: &SavedTensors<F, E, G>,
-    place: &Place,
-    #[comptime] plan: Plan,
+fn through_chunk<P: StageTypes>(
+    tiles: &GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
+    #[comptime] plan: GradientPlan,
 ) -> f32 {
-    let read = G::value();
+    let read = width_of::<P::G>();
     let across = comptime!(plan.key_width / read);
     let all = comptime!(plan.key_width * plan.value_width / read);
-    let start = place.index * all;
-    let mut kept = Vector::<f32, G>::new(0.0);
+    let start = from.place.index * all;
+    let mut kept = Vector::<f32, P::G>::new(0.0);
     for turn in 0..comptime!(all.div_ceil(plan.units)) {
         let n = UNIT_POS as usize + turn * comptime!(plan.units);
         if n < all {
-            if comptime!(plan.whole()) {
+            if comptime!(plan.whole) {
                 let stride = comptime!(plan.stride(plan.key_slice) / read);
                 let at = n / across * stride + n % across;
-                kept += Vector::<f32, G>::cast_from(tiles.start[at])
-                    * Vector::<f32, G>::cast_from(tiles.end[at]);
+                kept += Vector::<f32, P::G>::cast_from(tiles.start[at])
+                    * Vector::<f32, P::G>::cast_from(tiles.end[at]);
             } else {
-                kept += Vector::<f32, G>::cast_from(saved.states[start + n])
-                    * Vector::<f32, G>::cast_from(saved.d_states[start + n]);
+                kept += Vector::<f32, P::G>::cast_from(from.saved.states[start + n])
+                    * Vector::<f32, P::G>::cast_from(from.saved.d_states[start + n]);
             }
         }
     }
@@ -426,7 +420,7 @@ fn through_chunk<F: Float, X: Float, E: Float, G: Size, N: Size>(
 #[cube]
 pub(crate) fn clear_gates<X: Float, N: Size>(
     tiles: &mut GradientTiles<X, N>,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let all = comptime!(plan.chunk * plan.stride(plan.key_slice));
     let ends = comptime!(plan.end_rows() * plan.stride(plan.key_slice));
@@ -446,23 +440,22 @@ pub(crate) fn clear_gates<X: Float, N: Size>(
 /// As [`keep_scalar_gates`], for one slice of a vector decay. Every unit takes part: each first sums a share of
 /// `S . dS'`, then a run of tokens of one key, as in [`sum_vectors`](crate::chunkwise::chunk::sum_vectors).
 #[cube]
-pub(crate) fn keep_vector_gates<F: Float, X: Float, E: Float, G: Size, N: Size, W: Size>(
-    out: &mut Gradients<F, G, W>,
-    tiles: &mut GradientTiles<X, N>,
-    saved: &SavedTensors<F, E, G>,
+pub(crate) fn keep_vector_gates<P: StageTypes>(
+    out: &mut Gradients<P::F, P::G, P::W>,
+    tiles: &mut GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
     sums: &Sums,
-    place: &Place,
     first: usize,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let slice = comptime!(plan.key_slice);
     let stride = comptime!(plan.stride(slice));
     let runs = comptime!(plan.runs());
     let length = comptime!(plan.chunk / runs);
-    let read = G::value();
+    let read = width_of::<P::G>();
     let shares = comptime!(plan.state_shares(read));
     sync_cube();
-    lay_state_shares::<F, X, E, G, N>(tiles, saved, place, first, plan);
+    lay_state_shares::<P>(tiles, from, first, plan);
     sync_cube();
     let column = UNIT_POS as usize % slice;
     let run = UNIT_POS as usize / slice;
@@ -487,12 +480,12 @@ pub(crate) fn keep_vector_gates<F: Float, X: Float, E: Float, G: Size, N: Size, 
         }
         #[unroll]
         for i in 0..length {
-            if start + i < place.valid {
+            if start + i < from.place.valid {
                 own += tiles.gates[(start + i) * stride + column];
             }
         }
         tiles.partial[run * slice + column] = own;
-        tiles.right[run * slice + column] = Vector::<X, N>::cast_from(through);
+        tiles.right[run * slice + column] = Vector::<P::X, P::N>::cast_from(through);
     }
     sync_cube();
     if run < runs && first + column < comptime!(plan.key_width) {
@@ -507,16 +500,16 @@ pub(crate) fn keep_vector_gates<F: Float, X: Float, E: Float, G: Size, N: Size, 
         #[unroll]
         for back in 0..length {
             let i = start + comptime!(length - 1 - back);
-            if i < place.valid {
+            if i < from.place.valid {
                 sum += tiles.gates[i * stride + column];
-                out.g[place.rows.start + i * place.rows.stride + first + column] = sum;
+                out.g[from.place.rows.start + i * from.place.rows.stride + first + column] = sum;
             }
         }
     }
     sync_cube();
 }
 
-impl Plan {
+impl GradientPlan {
     /// Shares that units sum `S . dS'` of a slice of keys in, of vectors of `read` numbers: as many as the tile they
     /// are laid into has room for.
     fn state_shares(&self, read: usize) -> usize {
@@ -527,82 +520,79 @@ impl Plan {
 
 /// Lays shares of `S . dS'` over the values, [shares, key_slice], into the left tile.
 #[cube]
-fn lay_state_shares<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
-    saved: &SavedTensors<F, E, G>,
-    place: &Place,
+fn lay_state_shares<P: StageTypes>(
+    tiles: &mut GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
     first: usize,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
-    let read = G::value();
+    let read = width_of::<P::G>();
     let width = comptime!(plan.key_width);
     let across = comptime!(plan.key_slice / read);
     let shares = comptime!(plan.state_shares(read));
     let d = UNIT_POS as usize % across;
     let share = UNIT_POS as usize / across;
     if share < shares {
-        let mut through = Vector::<f32, G>::new(0.0);
+        let mut through = Vector::<f32, P::G>::new(0.0);
         if first + d * read < width {
-            let start =
-                (place.index * comptime!(plan.key_width * plan.value_width) + first) / read + d;
+            let start = (from.place.index * comptime!(plan.key_width * plan.value_width) + first)
+                / read
+                + d;
             #[unroll]
             for turn in 0..comptime!(plan.value_width.div_ceil(shares)) {
                 let v = share + comptime!(turn * shares);
                 if v < comptime!(plan.value_width) {
                     let at = start + v * (width / read);
-                    through += Vector::<f32, G>::cast_from(saved.states[at])
-                        * Vector::<f32, G>::cast_from(saved.d_states[at]);
+                    through += Vector::<f32, P::G>::cast_from(from.saved.states[at])
+                        * Vector::<f32, P::G>::cast_from(from.saved.d_states[at]);
                 }
             }
         }
         #[unroll]
         for l in 0..read {
             let at = share * comptime!(plan.key_slice) + d * read + l;
-            tiles.left[at] = Vector::<X, N>::cast_from(through[l]);
+            tiles.left[at] = Vector::<P::X, P::N>::cast_from(through[l]);
         }
     }
 }
 
 /// Delta: dv = beta R, dbeta = v R - e da.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn keep_values<F: Float, X: Float, E: Float, G: Size, N: Size, W: Size>(
-    out: &mut Gradients<F, G, W>,
-    tiles: &mut GradientTiles<X, N>,
+pub(crate) fn keep_values<P: StageTypes>(
+    out: &mut Gradients<P::F, P::G, P::W>,
+    tiles: &mut GradientTiles<P::X, P::N>,
     sums_of_unit: &PartialSums,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
-    place: &Place,
-    #[comptime] plan: Plan,
+    from: &GradientInputs<P>,
+    #[comptime] plan: GradientPlan,
 ) {
-    let read = G::value();
+    let read = width_of::<P::G>();
     let unit = UNIT_POS as usize;
-    let from_erase = collect(&mut tiles.partial, &sums_of_unit.beta, unit, place.valid, plan);
+    let from_erase = collect(&mut tiles.partial, &sums_of_unit.beta, unit, from.place.valid, plan);
     let side = comptime!((plan.units / plan.chunk).min(SLOTS));
     let i = unit / side;
     let vectors = comptime!(plan.value_width / read);
     sync_cube();
     if i < comptime!(plan.chunk) {
-        let mut dot = Vector::<f32, G>::new(0.0);
-        if i < place.valid {
-            let beta = x.beta[place.gates.start + i * place.gates.stride];
-            let start = (place.values.start + i * place.values.stride) / read;
+        let mut dot = Vector::<f32, P::G>::new(0.0);
+        if i < from.place.valid {
+            let beta = from.x.beta[from.place.gates.start + i * from.place.gates.stride];
+            let start = (from.place.values.start + i * from.place.values.stride) / read;
             for n in 0..comptime!(vectors.div_ceil(side)) {
                 let c = n * side + unit % side;
                 if c < vectors {
                     let at = i * comptime!(plan.stride(plan.value_slice) / read) + c;
-                    let r = if comptime!(plan.whole()) {
-                        Vector::<f32, G>::cast_from(tiles.r[at])
+                    let r = if comptime!(plan.whole) {
+                        Vector::<f32, P::G>::cast_from(tiles.r[at])
                     } else {
-                        Vector::<f32, G>::cast_from(saved.r[start + c])
+                        Vector::<f32, P::G>::cast_from(from.saved.r[start + c])
                     };
-                    let v = if comptime!(plan.whole()) {
-                        Vector::<f32, G>::cast_from(tiles.v[at])
+                    let v = if comptime!(plan.whole) {
+                        Vector::<f32, P::G>::cast_from(tiles.v[at])
                     } else {
-                        Vector::<f32, G>::cast_from(x.v[start + c])
+                        Vector::<f32, P::G>::cast_from(from.x.v[start + c])
                     };
                     dot += r * v;
-                    out.v[start + c] = Vector::<F, G>::cast_from(r * Vector::new(beta));
+                    out.v[start + c] = Vector::<P::F, P::G>::cast_from(r * Vector::new(beta));
                 }
             }
         }
@@ -614,8 +604,8 @@ pub(crate) fn keep_values<F: Float, X: Float, E: Float, G: Size, N: Size, W: Siz
         tiles.partial[partial_at(i, unit % side)] = sum;
     }
     sync_cube();
-    if unit < place.valid {
-        let beta = row_sum(&tiles.partial, unit, place.valid, side) - from_erase;
-        out.beta[place.gates.start + unit * place.gates.stride] = beta;
+    if unit < from.place.valid {
+        let beta = row_sum(&tiles.partial, unit, from.place.valid, side) - from_erase;
+        out.beta[from.place.gates.start + unit * from.place.gates.stride] = beta;
     }
 }

@@ -10,15 +10,31 @@
 //! ```
 //! Everything else is the same: a product takes a matrix by its name.
 
-use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors};
+use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors, StageTypes};
 use crate::chunkwise::chunk::Place;
-use crate::chunkwise::plan::Plan;
+use crate::chunkwise::plan::GradientPlan;
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Engine, Grid, Pair, Rows, Window, column, inside, load, load_async, load_matrix, row, set,
-    tile, zeros,
+    Acc, Grid, Pair, Rows, Window, column, inside, load, load_async, load_matrix, row, set, tile,
+    zeros,
 };
 use cubecl::prelude::*;
+
+/// Tensors that the input gradients of a chunk read.
+#[derive(CubeType)]
+pub(crate) struct GradientInputs<P: StageTypes> {
+    pub x: Operands<P::F, P::G>,
+    pub pairs: RowPairs<P::F, P::M>,
+    pub saved: SavedTensors<P::F, P::E, P::G>,
+    pub place: Place,
+}
+
+/// Factors of a term with a state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct StateFactors {
+    pub values: Values,
+    pub states: States,
+}
 
 /// Partial sums of a row.
 pub(crate) const SLOTS: usize = 16;
@@ -51,12 +67,7 @@ pub(crate) struct GradientTiles<X: Float, N: Size> {
     pub ends: SharedMemory<f32>,
 }
 
-impl Plan {
-    /// Whether all tiles of a chunk are in shared memory at once.
-    pub fn whole(&self) -> bool {
-        self.engine == Engine::Mma && self.stages > 0
-    }
-
+impl GradientPlan {
     pub fn rows_grid(&self) -> Grid {
         self.grid(self.chunk, self.key_slice)
     }
@@ -76,21 +87,13 @@ impl Plan {
         if self.variant.low_rank() { Keys::B } else { Keys::K }
     }
 
-    fn values_numbers(&self) -> usize {
-        self.chunk * self.stride(self.value_slice)
-    }
-
-    fn keys_numbers(&self) -> usize {
-        self.chunk * self.stride(self.key_slice)
-    }
-
     fn states_numbers(&self) -> usize {
         self.value_slice * self.stride(self.key_slice)
     }
 
     /// Numbers of dG in shared memory, and of its terms that reach the chunk's end.
     fn gate_numbers(&self) -> [usize; 2] {
-        let by_key = self.keys_numbers();
+        let by_key = self.key_numbers();
         if self.variant.vector() {
             [by_key, self.end_rows() * self.stride(self.key_slice)]
         } else {
@@ -100,24 +103,24 @@ impl Plan {
 
     /// Rows of terms that reach the end of the chunk: a plane sums up those of its 16 tokens.
     pub fn end_rows(&self) -> usize {
-        if self.engine.by_planes() { self.chunk / 16 } else { self.chunk }
+        if self.has_planes() { self.chunk / 16 } else { self.chunk }
     }
 
     /// Numbers of all tiles of rows and states.
     fn tile_numbers(&self) -> usize {
         let variant = self.variant;
-        if self.whole() {
+        if self.whole {
             let keys = 2 + usize::from(variant.own_a()) + usize::from(variant.low_rank());
             let values = 2 + 2 * usize::from(variant.solves());
-            keys * self.keys_numbers() + values * self.values_numbers() + 2 * self.states_numbers()
+            keys * self.key_numbers() + values * self.value_numbers() + 2 * self.states_numbers()
         } else {
-            self.values_numbers() + self.right_numbers()
+            self.value_numbers() + self.right_numbers()
         }
     }
 
     /// Sliced: [C, value_slice], [value_slice, key_slice] or [C, key_slice].
     fn right_numbers(&self) -> usize {
-        self.values_numbers().max(self.keys_numbers()).max(self.states_numbers())
+        self.value_numbers().max(self.key_numbers()).max(self.states_numbers())
     }
 
     /// Bytes of shared memory of the input gradients.
@@ -140,32 +143,30 @@ impl Plan {
     fn states_window(&self) -> Window {
         self.window(self.value_slice, self.key_slice, self.key_width)
     }
-
-    fn values_window(&self) -> Window {
-        self.window(self.chunk, self.value_slice, self.value_width)
-    }
 }
 
 /// The tiles of a plan: roles that it has not share a tile with others and are never filled.
 #[cube]
-pub(crate) fn gradient_tiles<X: Float, N: Size>(#[comptime] plan: Plan) -> GradientTiles<X, N> {
+pub(crate) fn gradient_tiles<X: Float, N: Size>(
+    #[comptime] plan: GradientPlan,
+) -> GradientTiles<X, N> {
     let variant = comptime!(plan.variant);
-    let whole = comptime!(plan.whole());
+    let whole = comptime!(plan.whole);
     let solves = comptime!(whole && variant.solves());
     let low_rank = comptime!(whole && variant.low_rank());
     let own_a = comptime!(whole && variant.own_a());
     let [gates, ends] = comptime!(plan.gate_numbers());
-    let left = tile::<X, N>(comptime!(plan.values_numbers()));
+    let left = tile::<X, N>(comptime!(plan.value_numbers()));
     let right =
         tile::<X, N>(comptime!(if whole { plan.states_numbers() } else { plan.right_numbers() }));
     let end = if whole { tile::<X, N>(comptime!(plan.states_numbers())) } else { right };
-    let v = if whole { tile::<X, N>(comptime!(plan.values_numbers())) } else { left };
-    let u = if solves { tile::<X, N>(comptime!(plan.values_numbers())) } else { left };
-    let r = if solves { tile::<X, N>(comptime!(plan.values_numbers())) } else { left };
-    let q = if whole { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
-    let k = if whole { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
-    let a = if own_a { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
-    let b = if low_rank { tile::<X, N>(comptime!(plan.keys_numbers())) } else { right };
+    let v = if whole { tile::<X, N>(comptime!(plan.value_numbers())) } else { left };
+    let u = if solves { tile::<X, N>(comptime!(plan.value_numbers())) } else { left };
+    let r = if solves { tile::<X, N>(comptime!(plan.value_numbers())) } else { left };
+    let q = if whole { tile::<X, N>(comptime!(plan.key_numbers())) } else { right };
+    let k = if whole { tile::<X, N>(comptime!(plan.key_numbers())) } else { right };
+    let a = if own_a { tile::<X, N>(comptime!(plan.key_numbers())) } else { right };
+    let b = if low_rank { tile::<X, N>(comptime!(plan.key_numbers())) } else { right };
     GradientTiles::<X, N> {
         left,
         right,
@@ -188,7 +189,7 @@ pub(crate) fn gradient_tiles<X: Float, N: Size>(#[comptime] plan: Plan) -> Gradi
 
 /// The state's rows of a chunk, from value `first` on.
 #[cube]
-fn state_rows(place: &Place, first: usize, #[comptime] plan: Plan) -> Rows {
+fn state_rows(place: &Place, first: usize, #[comptime] plan: GradientPlan) -> Rows {
     let width = comptime!(plan.key_width);
     Rows {
         start: (place.index * comptime!(plan.value_width) + first) * width,
@@ -199,48 +200,68 @@ fn state_rows(place: &Place, first: usize, #[comptime] plan: Plan) -> Rows {
 
 /// Whole: starts copying one group of tiles.
 #[cube]
-pub(crate) fn copy_group_async<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
-    place: &Place,
+pub(crate) fn copy_group_async<P: StageTypes>(
+    tiles: &mut GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
     #[comptime] group: CopyGroup,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let variant = comptime!(plan.variant);
-    let keys = comptime!(plan.key_window());
-    let wide = comptime!(plan.values_window());
     let square = comptime!(plan.states_window());
-    let to = 0usize;
+    let rows = &from.place.values;
     if comptime!(group == CopyGroup::Values) {
-        load_async::<F, G, X, N>(&mut tiles.d_o, to, &saved.d_o, &place.values, 0usize, wide);
+        copy_values::<P, P::F>(&mut tiles.d_o, &from.saved.d_o, rows, plan);
         if comptime!(variant.solves()) {
-            load_async::<E, G, X, N>(&mut tiles.u, to, &saved.u, &place.values, 0usize, wide);
-            load_async::<E, G, X, N>(&mut tiles.r, to, &saved.r, &place.values, 0usize, wide);
+            copy_values::<P, P::E>(&mut tiles.u, &from.saved.u, rows, plan);
+            copy_values::<P, P::E>(&mut tiles.r, &from.saved.r, rows, plan);
         }
     }
     // A delta rule wants v for the gradient of beta alone, which comes last.
     let values = comptime!(if variant.delta() { CopyGroup::End } else { CopyGroup::Values });
     if comptime!(group == values) {
-        load_async::<F, G, X, N>(&mut tiles.v, to, &x.v, &place.values, 0usize, wide);
+        copy_values::<P, P::F>(&mut tiles.v, &from.x.v, rows, plan);
     }
-    let states = state_rows(place, 0usize, plan);
+    let states = state_rows(&from.place, 0usize, plan);
     if comptime!(group == CopyGroup::Start) {
-        let from = &saved.states;
-        load_async::<E, G, X, N>(&mut tiles.start, to, from, &states, 0usize, square);
-        load_async::<F, G, X, N>(&mut tiles.k, to, &x.k, &place.keys, 0usize, keys);
-        load_async::<F, G, X, N>(&mut tiles.q, to, &x.q, &place.keys, 0usize, keys);
+        let to = &mut tiles.start;
+        let starts = &from.saved.states;
+        load_async::<P::E, P::G, P::X, P::N>(to, 0usize, starts, &states, 0usize, square);
+        copy_keys::<P>(&mut tiles.k, &from.x.k, &from.place.keys, plan);
+        copy_keys::<P>(&mut tiles.q, &from.x.q, &from.place.keys, plan);
         if comptime!(variant.own_a()) {
-            load_async::<F, G, X, N>(&mut tiles.a, to, &x.a, &place.rows, 0usize, keys);
+            copy_keys::<P>(&mut tiles.a, &from.x.a, &from.place.rows, plan);
         }
         if comptime!(variant.low_rank()) {
-            load_async::<F, G, X, N>(&mut tiles.b, to, &x.b, &place.rows, 0usize, keys);
+            copy_keys::<P>(&mut tiles.b, &from.x.b, &from.place.rows, plan);
         }
     }
     if comptime!(group == CopyGroup::End) {
-        let from = &saved.d_states;
-        load_async::<E, G, X, N>(&mut tiles.end, to, from, &states, 0usize, square);
+        let to = &mut tiles.end;
+        let ends = &from.saved.d_states;
+        load_async::<P::E, P::G, P::X, P::N>(to, 0usize, ends, &states, 0usize, square);
     }
+}
+
+#[cube]
+fn copy_values<P: StageTypes, T: Float>(
+    to: &mut SharedMemory<Vector<P::X, P::N>>,
+    from: &Array<Vector<T, P::G>>,
+    rows: &Rows,
+    #[comptime] plan: GradientPlan,
+) {
+    let window = comptime!(plan.value_window());
+    load_async::<T, P::G, P::X, P::N>(to, 0usize, from, rows, 0usize, window);
+}
+
+#[cube]
+fn copy_keys<P: StageTypes>(
+    to: &mut SharedMemory<Vector<P::X, P::N>>,
+    from: &Array<Vector<P::F, P::G>>,
+    rows: &Rows,
+    #[comptime] plan: GradientPlan,
+) {
+    let window = comptime!(plan.key_window());
+    load_async::<P::F, P::G, P::X, P::N>(to, 0usize, from, rows, 0usize, window);
 }
 
 /// The tile of a value-wide matrix, as the left or right operand.
@@ -249,9 +270,9 @@ pub(crate) fn values_tile<X: Float, N: Size>(
     tiles: &GradientTiles<X, N>,
     #[comptime] which: Values,
     #[comptime] right: bool,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) -> SharedMemory<Vector<X, N>> {
-    if comptime!(!plan.whole()) {
+    if comptime!(!plan.whole) {
         if comptime!(right) { tiles.right } else { tiles.left }
     } else if comptime!(which == Values::V) {
         tiles.v
@@ -269,9 +290,9 @@ pub(crate) fn values_tile<X: Float, N: Size>(
 pub(crate) fn keys_tile<X: Float, N: Size>(
     tiles: &GradientTiles<X, N>,
     #[comptime] which: Keys,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) -> SharedMemory<Vector<X, N>> {
-    if comptime!(!plan.whole()) {
+    if comptime!(!plan.whole) {
         tiles.right
     } else if comptime!(which == Keys::Q) {
         tiles.q
@@ -296,72 +317,73 @@ pub(crate) fn state_tile<X: Float, N: Size>(
 
 /// Sliced: loads columns `first..` of a value-wide matrix, [C, value_slice].
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn fill_values<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    to: &mut SharedMemory<Vector<X, N>>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
-    place: &Place,
+pub(crate) fn fill_values<P: StageTypes>(
+    to: &mut SharedMemory<Vector<P::X, P::N>>,
+    from: &GradientInputs<P>,
     first: usize,
     #[comptime] which: Values,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
-    let window = comptime!(plan.values_window());
+    let window = comptime!(plan.value_window());
     if comptime!(which == Values::V) {
-        load::<F, G, X, N>(to, &x.v, &place.values, first, window);
+        load::<P::F, P::G, P::X, P::N>(to, &from.x.v, &from.place.values, first, window);
     } else if comptime!(which == Values::DO) {
-        load::<F, G, X, N>(to, &saved.d_o, &place.values, first, window);
+        load::<P::F, P::G, P::X, P::N>(to, &from.saved.d_o, &from.place.values, first, window);
     } else if comptime!(which == Values::U) {
-        load::<E, G, X, N>(to, &saved.u, &place.values, first, window);
+        load::<P::E, P::G, P::X, P::N>(to, &from.saved.u, &from.place.values, first, window);
     } else {
-        load::<E, G, X, N>(to, &saved.r, &place.values, first, window);
+        load::<P::E, P::G, P::X, P::N>(to, &from.saved.r, &from.place.values, first, window);
     }
 }
 
 /// Sliced: loads two value-wide matrices between two barriers.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn load_value_operands<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
-    place: &Place,
+pub(crate) fn load_value_operands<P: StageTypes>(
+    tiles: &mut GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
     first: usize,
-    #[comptime] left: Values,
-    #[comptime] right: Values,
-    #[comptime] plan: Plan,
+    #[comptime] factors: [Values; 2],
+    #[comptime] plan: GradientPlan,
 ) {
-    if comptime!(!plan.whole()) {
+    if comptime!(!plan.whole) {
         sync_cube();
-        fill_values::<F, X, E, G, N>(&mut tiles.left, x, saved, place, first, left, plan);
-        fill_values::<F, X, E, G, N>(&mut tiles.right, x, saved, place, first, right, plan);
+        fill_values::<P>(&mut tiles.left, from, first, factors[0], plan);
+        fill_values::<P>(&mut tiles.right, from, first, factors[1], plan);
         sync_cube();
     }
 }
 
 /// Sliced: loads a value-wide matrix and a state, keys from `key` on, between two barriers.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn load_state_operands<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
-    place: &Place,
+pub(crate) fn load_state_operands<P: StageTypes>(
+    tiles: &mut GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
     first: usize,
     key: usize,
-    #[comptime] left: Values,
-    #[comptime] right: States,
-    #[comptime] plan: Plan,
+    #[comptime] factors: StateFactors,
+    #[comptime] plan: GradientPlan,
 ) {
-    if comptime!(!plan.whole()) {
+    if comptime!(!plan.whole) {
         sync_cube();
-        fill_values::<F, X, E, G, N>(&mut tiles.left, x, saved, place, first, left, plan);
-        let rows = state_rows(place, first, plan);
+        fill_values::<P>(&mut tiles.left, from, first, factors.values, plan);
+        let rows = state_rows(&from.place, first, plan);
         let window = comptime!(plan.states_window());
-        if comptime!(right == States::Start) {
-            load::<E, G, X, N>(&mut tiles.right, &saved.states, &rows, key, window);
+        if comptime!(factors.states == States::Start) {
+            load::<P::E, P::G, P::X, P::N>(
+                &mut tiles.right,
+                &from.saved.states,
+                &rows,
+                key,
+                window,
+            );
         } else {
-            load::<E, G, X, N>(&mut tiles.right, &saved.d_states, &rows, key, window);
+            load::<P::E, P::G, P::X, P::N>(
+                &mut tiles.right,
+                &from.saved.d_states,
+                &rows,
+                key,
+                window,
+            );
         }
         sync_cube();
     }
@@ -369,25 +391,48 @@ pub(crate) fn load_state_operands<F: Float, X: Float, E: Float, G: Size, N: Size
 
 /// Sliced: loads one slice of rows of keys between two barriers.
 #[cube]
-pub(crate) fn load_key_rows<F: Float, X: Float, G: Size, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    place: &Place,
+pub(crate) fn load_key_rows<P: StageTypes>(
+    tiles: &mut GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
     first: usize,
     #[comptime] which: Keys,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
-    if comptime!(!plan.whole()) {
+    if comptime!(!plan.whole) {
         let window = comptime!(plan.key_window());
         sync_cube();
         if comptime!(which == Keys::Q) {
-            load::<F, G, X, N>(&mut tiles.right, &x.q, &place.keys, first, window);
+            load::<P::F, P::G, P::X, P::N>(
+                &mut tiles.right,
+                &from.x.q,
+                &from.place.keys,
+                first,
+                window,
+            );
         } else if comptime!(which == Keys::K) {
-            load::<F, G, X, N>(&mut tiles.right, &x.k, &place.keys, first, window);
+            load::<P::F, P::G, P::X, P::N>(
+                &mut tiles.right,
+                &from.x.k,
+                &from.place.keys,
+                first,
+                window,
+            );
         } else if comptime!(which == Keys::A) {
-            load::<F, G, X, N>(&mut tiles.right, &x.a, &place.rows, first, window);
+            load::<P::F, P::G, P::X, P::N>(
+                &mut tiles.right,
+                &from.x.a,
+                &from.place.rows,
+                first,
+                window,
+            );
         } else {
-            load::<F, G, X, N>(&mut tiles.right, &x.b, &place.rows, first, window);
+            load::<P::F, P::G, P::X, P::N>(
+                &mut tiles.right,
+                &from.x.b,
+                &from.place.rows,
+                first,
+                window,
+            );
         }
         sync_cube();
     }
@@ -397,27 +442,54 @@ pub(crate) fn load_key_rows<F: Float, X: Float, G: Size, N: Size>(
 /// next to these. Whole: from its tile, by `ldmatrix`, which deals out a 16 x 16 block as two fragments
 /// side by side lie. Sliced: from the tensor.
 #[cube]
-pub(crate) fn load_fragments<F: Float, X: Float, N: Size, M: Size>(
-    tiles: &GradientTiles<X, N>,
-    pairs: &RowPairs<F, M>,
-    place: &Place,
+pub(crate) fn load_fragments<P: StageTypes>(
+    tiles: &GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
     first: usize,
     #[comptime] which: Keys,
     #[comptime] offset: TokenOffset,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) -> Acc {
     let mut acc = zeros(comptime!(plan.rows_grid().fragments()));
-    if comptime!(plan.whole()) {
-        let from = keys_tile::<X, N>(tiles, which, plan);
-        fragments_of_tile::<X, N>(&mut acc, &from, offset, plan);
+    if comptime!(plan.whole) {
+        let tile = keys_tile::<P::X, P::N>(tiles, which, plan);
+        fragments_of_tile::<P::X, P::N>(&mut acc, &tile, offset, plan);
     } else if comptime!(which == Keys::Q) {
-        fragments_of_tensor::<F, M>(&mut acc, &pairs.q, &place.keys, first, offset, plan);
+        fragments_of_tensor::<P::F, P::M>(
+            &mut acc,
+            &from.pairs.q,
+            &from.place.keys,
+            first,
+            offset,
+            plan,
+        );
     } else if comptime!(which == Keys::K) {
-        fragments_of_tensor::<F, M>(&mut acc, &pairs.k, &place.keys, first, offset, plan);
+        fragments_of_tensor::<P::F, P::M>(
+            &mut acc,
+            &from.pairs.k,
+            &from.place.keys,
+            first,
+            offset,
+            plan,
+        );
     } else if comptime!(which == Keys::A) {
-        fragments_of_tensor::<F, M>(&mut acc, &pairs.a, &place.rows, first, offset, plan);
+        fragments_of_tensor::<P::F, P::M>(
+            &mut acc,
+            &from.pairs.a,
+            &from.place.rows,
+            first,
+            offset,
+            plan,
+        );
     } else {
-        fragments_of_tensor::<F, M>(&mut acc, &pairs.b, &place.rows, first, offset, plan);
+        fragments_of_tensor::<P::F, P::M>(
+            &mut acc,
+            &from.pairs.b,
+            &from.place.rows,
+            first,
+            offset,
+            plan,
+        );
     }
     acc
 }
@@ -427,7 +499,7 @@ fn fragments_of_tile<X: Float, N: Size>(
     acc: &mut Acc,
     from: &SharedMemory<Vector<X, N>>,
     #[comptime] offset: TokenOffset,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let grid = comptime!(plan.rows_grid());
     let across = comptime!(grid.fragment_columns());
@@ -460,7 +532,7 @@ fn fragments_of_tile<X: Float, N: Size>(
 
 /// Row `i` plus the offset, or the chunk's first or last row where there is none.
 #[cube]
-fn at_offset(i: usize, #[comptime] offset: TokenOffset, #[comptime] plan: Plan) -> usize {
+fn at_offset(i: usize, #[comptime] offset: TokenOffset, #[comptime] plan: GradientPlan) -> usize {
     if comptime!(offset == TokenOffset::Previous) {
         max(i, 1usize) - 1
     } else if comptime!(offset == TokenOffset::Next) {
@@ -477,7 +549,7 @@ fn fragments_of_tensor<F: Float, M: Size>(
     rows: &Rows,
     first: usize,
     #[comptime] offset: TokenOffset,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let grid = comptime!(plan.rows_grid());
     #[unroll]
@@ -498,7 +570,7 @@ fn pair_at<F: Float, M: Size>(
     rows: &Rows,
     i: usize,
     d: usize,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) -> Pair {
     let width = M::value();
     let mut x = Pair::new(0.0f32);
@@ -542,7 +614,11 @@ pub(crate) fn partial_at(i: usize, slot: usize) -> usize {
 
 /// The sum of every unit's number. Barriers in between; `partial` is free before and after.
 #[cube]
-pub(crate) fn cube_sum(partial: &mut SharedMemory<f32>, x: f32, #[comptime] plan: Plan) -> f32 {
+pub(crate) fn cube_sum(
+    partial: &mut SharedMemory<f32>,
+    x: f32,
+    #[comptime] plan: GradientPlan,
+) -> f32 {
     let unit = UNIT_POS as usize;
     sync_cube();
     partial[unit] = x;

@@ -16,25 +16,25 @@
 //! Work: a cube a chunk of a (sequence, head), over slices of keys where its tiles are not in shared
 //! memory whole (gradient_tiles.rs). dg and dbeta: gate_gradients.rs.
 
-use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors};
+use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors, StageTypes, Types};
 use crate::chunkwise::chunk::{Place, Sizes, Sums, between, chunk_sums, place, sum_vectors};
+use crate::chunkwise::decay::{left, reach, vector_reach};
 use crate::chunkwise::gate_gradients::{
-    Gate, PartialSums, add_zero_exponents, beta_products, clear_gates, gate_products,
-    keep_scalar_gates, keep_values, keep_vector_gates, partial_sums,
+    Gate, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products, clear_gates,
+    gate_products, keep_scalar_gates, keep_values, keep_vector_gates, partial_sums,
 };
 use crate::chunkwise::gradient_tiles::{
-    GradientTiles, copy_group_async, gradient_tiles, keys_tile, load_fragments, load_key_rows,
-    load_state_operands, state_tile, values_tile,
+    GradientInputs, GradientTiles, StateFactors, copy_group_async, gradient_tiles, keys_tile,
+    load_fragments, load_key_rows, load_state_operands, state_tile, values_tile,
 };
-use crate::chunkwise::intra_chunk::{keep, left, reach, vector_reach};
-use crate::chunkwise::plan::{Plan, row_major, transposed};
+use crate::chunkwise::plan::{GradientPlan, row_major, transposed};
 use crate::chunkwise::roles::{CopyGroup, Keys, Scored, States, TokenOffset, Values};
 use crate::chunkwise::score_gradients::{
     ScoreGradients, fill_weights, prepare, scale_erase_rows, score_gradients, scored_tile,
 };
 use crate::chunkwise::state::add;
-use crate::chunkwise::vector_decay::scores_adjoint;
-use crate::tile::{Acc, Engine, Pair, Rows, column, inside, mul, put_four, row, set, zeros};
+use crate::chunkwise::vector_decay::{AdjointRows, Side, scores_adjoint};
+use crate::tile::{Acc, Pair, column, keep_rows, mul, row, set, zeros};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -58,7 +58,7 @@ struct Term {
     rows: Keys,
 }
 
-impl Plan {
+impl GradientPlan {
     fn gated(&self) -> bool {
         self.variant.decay != crate::Decay::None
     }
@@ -129,183 +129,170 @@ impl Role {
     }
 }
 
+/// The input gradients of a chunk under way.
+#[derive(CubeType)]
+struct Chunk<P: StageTypes> {
+    from: GradientInputs<P>,
+    to: Gradients<P::F, P::G, P::W>,
+    tiles: GradientTiles<P::X, P::N>,
+    d_scores: ScoreGradients<P::X, P::M>,
+    sums: Sums,
+    sums_of_unit: PartialSums,
+}
+
 /// The kernel. F: the tensors' type; E: what the stages before kept; X: what tiles hold.
 #[cube(launch_unchecked)]
+#[allow(unused_mut)] // it marks what is written
 pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
-    x: &Operands<F, G>,
-    pairs: &RowPairs<F, M>,
-    saved: &SavedTensors<F, E, G>,
-    out: &mut Gradients<F, G, W>,
+    x: Operands<F, G>,
+    pairs: RowPairs<F, M>,
+    saved: SavedTensors<F, E, G>,
+    mut out: Gradients<F, G, W>,
     sizes: &Sizes,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
     #[define(F, X, E)] _types: [StorageType; 3],
     #[define(G, N, M, W)] _widths: [usize; 4],
 ) {
-    let variant = comptime!(plan.variant);
-    let place = place(sizes, CUBE_POS_Y as usize, CUBE_POS_X as usize, plan);
-    let mut sums = chunk_sums(comptime!(plan.adjoint_takes_decays()), plan);
-    let mut tiles = gradient_tiles::<X, N>(plan);
-    let mut d_scores = score_gradients::<X, M>(plan);
-    let mut sums_of_unit = partial_sums(plan);
-    if comptime!(plan.whole()) {
-        let values = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
-        let start = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
-        let end = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
-        sync_cube();
-        let group = comptime!(CopyGroup::Values);
-        copy_group_async::<F, X, E, G, N>(&mut tiles, x, saved, &place, group, plan);
-        values.commit_copy_async();
-        values.arrive();
-        let group = comptime!(CopyGroup::Start);
-        copy_group_async::<F, X, E, G, N>(&mut tiles, x, saved, &place, group, plan);
-        start.commit_copy_async();
-        start.arrive();
-        let group = comptime!(CopyGroup::End);
-        copy_group_async::<F, X, E, G, N>(&mut tiles, x, saved, &place, group, plan);
-        end.commit_copy_async();
-        end.arrive();
-        prepare::<F, X, G, N, M>(&mut d_scores, &mut tiles, &mut sums, x, &place, plan);
-        values.wait_parity(0u32);
-        fill_weights::<F, X, E, G, N, M>(&mut d_scores, &mut tiles, x, saved, &sums, &place, plan);
-        start.wait_parity(0u32);
-        let d_erase = query_and_erase_gradients::<F, X, E, G, N, M, W>(
-            out,
-            &mut sums_of_unit,
-            &mut tiles,
-            x,
-            pairs,
-            saved,
-            &d_scores,
-            &sums,
-            &place,
-            0usize,
-            plan,
-        );
-        end.wait_parity(0u32);
-        key_and_write_gradients::<F, X, E, G, N, M, W>(
-            &d_erase,
-            out,
-            &mut sums_of_unit,
-            &mut tiles,
-            x,
-            pairs,
-            saved,
-            &d_scores,
-            &sums,
-            &place,
-            0usize,
-            plan,
-        );
+    let place = place(sizes, CUBE_POS_Y as usize, CUBE_POS_X as usize, comptime!(*plan));
+    let from = inputs::<Types<F, X, E, G, N, M, W>>(x, pairs, saved, place);
+    let mut chunk = chunk::<Types<F, X, E, G, N, M, W>>(from, out, plan);
+    if comptime!(plan.whole) {
+        whole::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
     } else {
-        prepare::<F, X, G, N, M>(&mut d_scores, &mut tiles, &mut sums, x, &place, plan);
-        fill_weights::<F, X, E, G, N, M>(&mut d_scores, &mut tiles, x, saved, &sums, &place, plan);
-        for slice in 0..comptime!(plan.key_slices()) {
-            let first = slice * comptime!(plan.key_slice);
-            if comptime!(variant.vector()) {
-                sync_cube();
-                let decays = comptime!(plan.adjoint_takes_decays());
-                sum_vectors::<G>(&mut sums, &x.gates, &place.rows, first, decays, plan);
-                clear_gates::<X, N>(&mut tiles, plan);
-            }
-            let d_erase = query_and_erase_gradients::<F, X, E, G, N, M, W>(
-                out,
-                &mut sums_of_unit,
-                &mut tiles,
-                x,
-                pairs,
-                saved,
-                &d_scores,
-                &sums,
-                &place,
-                first,
-                plan,
-            );
-            key_and_write_gradients::<F, X, E, G, N, M, W>(
-                &d_erase,
-                out,
-                &mut sums_of_unit,
-                &mut tiles,
-                x,
-                pairs,
-                saved,
-                &d_scores,
-                &sums,
-                &place,
-                first,
-                plan,
-            );
-            if comptime!(variant.vector()) {
-                keep_vector_gates::<F, X, E, G, N, W>(
-                    out, &mut tiles, saved, &sums, &place, first, plan,
-                );
-            }
+        in_slices::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
+    }
+    keep_gates_and_values::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
+}
+
+#[cube]
+fn inputs<P: StageTypes>(
+    x: Operands<P::F, P::G>,
+    pairs: RowPairs<P::F, P::M>,
+    saved: SavedTensors<P::F, P::E, P::G>,
+    place: Place,
+) -> GradientInputs<P> {
+    GradientInputs::<P> { x, pairs, saved, place }
+}
+
+#[cube]
+fn chunk<P: StageTypes>(
+    from: GradientInputs<P>,
+    to: Gradients<P::F, P::G, P::W>,
+    #[comptime] plan: GradientPlan,
+) -> Chunk<P> {
+    Chunk::<P> {
+        from,
+        to,
+        sums: chunk_sums(comptime!(plan.adjoint_takes_decays()), comptime!(*plan)),
+        tiles: gradient_tiles::<P::X, P::N>(plan),
+        d_scores: score_gradients::<P::X, P::M>(plan),
+        sums_of_unit: partial_sums(plan),
+    }
+}
+
+/// All gradients of rows, from tiles of all keys and values: three groups of copies are under way from the start.
+#[cube]
+fn whole<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
+    let values = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+    let start = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+    let end = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+    sync_cube();
+    copy_group_async::<P>(&mut chunk.tiles, &chunk.from, comptime!(CopyGroup::Values), plan);
+    values.commit_copy_async();
+    values.arrive();
+    copy_group_async::<P>(&mut chunk.tiles, &chunk.from, comptime!(CopyGroup::Start), plan);
+    start.commit_copy_async();
+    start.arrive();
+    copy_group_async::<P>(&mut chunk.tiles, &chunk.from, comptime!(CopyGroup::End), plan);
+    end.commit_copy_async();
+    end.arrive();
+    prepare::<P>(&mut chunk.d_scores, &mut chunk.tiles, &mut chunk.sums, &chunk.from, plan);
+    values.wait_parity(0u32);
+    fill_weights::<P>(&mut chunk.d_scores, &mut chunk.tiles, &chunk.from, &chunk.sums, plan);
+    start.wait_parity(0u32);
+    let d_erase = query_and_erase_gradients::<P>(chunk, 0usize, plan);
+    end.wait_parity(0u32);
+    key_and_write_gradients::<P>(&d_erase, chunk, 0usize, plan);
+}
+
+/// All gradients of rows, one slice of keys after another.
+#[cube]
+fn in_slices<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
+    let vector = comptime!(plan.variant.vector());
+    prepare::<P>(&mut chunk.d_scores, &mut chunk.tiles, &mut chunk.sums, &chunk.from, plan);
+    fill_weights::<P>(&mut chunk.d_scores, &mut chunk.tiles, &chunk.from, &chunk.sums, plan);
+    for slice in 0..comptime!(plan.key_slices()) {
+        let first = slice * comptime!(plan.key_slice);
+        if comptime!(vector) {
+            sync_cube();
+            let decays = comptime!(plan.adjoint_takes_decays());
+            let rows = &chunk.from.place.rows;
+            let gates = &chunk.from.x.gates;
+            sum_vectors::<P::G>(&mut chunk.sums, gates, rows, first, decays, comptime!(*plan));
+            clear_gates::<P::X, P::N>(&mut chunk.tiles, plan);
+        }
+        let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
+        key_and_write_gradients::<P>(&d_erase, chunk, first, plan);
+        if comptime!(vector) {
+            let tiles = &mut chunk.tiles;
+            keep_vector_gates::<P>(&mut chunk.to, tiles, &chunk.from, &chunk.sums, first, plan);
         }
     }
-    if comptime!(variant.scalar()) {
-        keep_scalar_gates::<F, X, E, G, N, W>(
-            out,
-            &mut tiles,
-            &sums_of_unit,
-            saved,
-            &sums,
-            &place,
-            plan,
-        );
+}
+
+/// dg of a scalar decay; dv and dbeta of a delta rule.
+#[cube]
+fn keep_gates_and_values<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
+    let sums_of_unit = &chunk.sums_of_unit;
+    if comptime!(plan.variant.scalar()) {
+        let tiles = &mut chunk.tiles;
+        keep_scalar_gates::<P>(&mut chunk.to, tiles, sums_of_unit, &chunk.from, &chunk.sums, plan);
     }
-    if comptime!(variant.delta()) {
-        keep_values::<F, X, E, G, N, W>(out, &mut tiles, &sums_of_unit, x, saved, &place, plan);
+    if comptime!(plan.variant.delta()) {
+        keep_values::<P>(&mut chunk.to, &mut chunk.tiles, sums_of_unit, &chunk.from, plan);
     }
 }
 
 /// `X S^T` over slices of values for one slice of keys: [C, key_slice], where S^T is stored [V, K].
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn state_term<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
-    place: &Place,
+fn state_term<P: StageTypes>(
+    chunk: &mut Chunk<P>,
     key: usize,
-    #[comptime] values: Values,
-    #[comptime] states: States,
-    #[comptime] plan: Plan,
+    #[comptime] factors: StateFactors,
+    #[comptime] plan: GradientPlan,
 ) -> Acc {
     let columns = comptime!(plan.value_slice);
     let grid = comptime!(plan.rows_grid());
     let mut acc = zeros(comptime!(grid.fragments()));
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
-        load_state_operands::<F, X, E, G, N>(
-            tiles, x, saved, place, first, key, values, states, plan,
-        );
-        let left = values_tile::<X, N>(tiles, values, false, plan);
-        let right = state_tile::<X, N>(tiles, states);
+        load_state_operands::<P>(&mut chunk.tiles, &chunk.from, first, key, factors, plan);
+        let left = values_tile::<P::X, P::N>(&chunk.tiles, comptime!(factors.values), false, plan);
+        let right = state_tile::<P::X, P::N>(&chunk.tiles, comptime!(factors.states));
         let spec =
             comptime!(plan.mul(grid, columns, row_major(columns), row_major(plan.key_slice)));
-        mul::<X, N, N>(&mut acc, &left, 0usize, &right, 0usize, spec);
+        mul::<P::X, P::N, P::N>(&mut acc, &left, 0usize, &right, 0usize, spec);
     }
     acc
 }
 
-/// `acc += d_scores rows`, or `d_scores^T rows` for gradients of the rows on the right (`of_y`).
+/// `acc += d_scores rows`, or `d_scores^T rows` for gradients of the rows on the right (`side.of_y`).
 #[cube]
 fn adjoint<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
-    d_scores: &SharedMemory<Vector<X, M>>,
-    rows: &SharedMemory<Vector<X, N>>,
+    from: &AdjointRows<X, N, M>,
     sums: &Sums,
-    #[comptime] of_y: bool,
-    #[comptime] before: bool,
-    #[comptime] plan: Plan,
+    #[comptime] side: Side,
+    #[comptime] plan: GradientPlan,
 ) {
     if comptime!(plan.variant.vector()) {
-        scores_adjoint::<X, N, M>(acc, d_scores, rows, sums, of_y, before, plan);
+        scores_adjoint::<X, N, M>(acc, from, sums, side, comptime!(*plan));
     } else {
         let chunk = comptime!(plan.chunk);
         let slice = comptime!(plan.key_slice);
-        let how = comptime!(if of_y { transposed(chunk) } else { row_major(chunk) });
+        let how = comptime!(if side.of_y { transposed(chunk) } else { row_major(chunk) });
         let spec = comptime!(plan.mul(plan.rows_grid(), chunk, how, row_major(slice)));
-        mul::<X, M, N>(acc, d_scores, 0usize, rows, 0usize, spec);
+        mul::<X, M, N>(acc, &from.weights, 0usize, &from.rows, 0usize, spec);
     }
 }
 
@@ -316,7 +303,7 @@ fn scale_reach(
     sums: &Sums,
     #[comptime] ends: bool,
     #[comptime] before: bool,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let grid = comptime!(plan.rows_grid());
     let stride = comptime!(plan.stride(plan.key_slice));
@@ -334,13 +321,13 @@ fn scale_reach(
                         let end = comptime!((plan.chunk - 1) * stride) + d + l;
                         by[l] = f32::exp(between(sums, end, i * stride + d + l));
                     } else {
-                        by[l] = vector_reach(sums, i, d + l, before, plan);
+                        by[l] = vector_reach(sums, i, d + l, before, comptime!(*plan));
                     }
                 }
             } else if comptime!(ends) {
-                by = Pair::new(left(sums, 0usize, i, plan));
+                by = Pair::new(left(sums, 0usize, i, comptime!(*plan)));
             } else {
-                by = Pair::new(reach(sums, 0usize, i, before, plan));
+                by = Pair::new(reach(sums, 0usize, i, before, comptime!(*plan)));
             }
             let x = acc.index(f)[h] * by;
             set(acc.index_mut(f), h, x);
@@ -350,165 +337,125 @@ fn scale_reach(
 
 /// The gradient of one slice of a row, as far as `role` goes; e and a of a delta rule before -beta.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn gradient<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
-    sums_of_unit: &mut PartialSums,
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    pairs: &RowPairs<F, M>,
-    saved: &SavedTensors<F, E, G>,
-    d_scores: &ScoreGradients<X, M>,
-    sums: &Sums,
-    place: &Place,
+fn gradient<P: StageTypes>(
+    chunk: &mut Chunk<P>,
     first: usize,
     #[comptime] role: Role,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) -> Acc {
     let writes = comptime!(role.writes());
-    let values = comptime!(plan.state_factor(role));
-    let states = comptime!(role.states());
-    let own = comptime!(plan.rows(role));
-    let gated = comptime!(plan.gated());
-    let mut acc = state_term::<F, X, E, G, N>(tiles, x, saved, place, first, values, states, plan);
+    let factors =
+        comptime!(StateFactors { values: plan.state_factor(role), states: role.states() });
+    let mut acc = state_term::<P>(chunk, first, factors, plan);
     let before = comptime!(
         role == Role::Query && plan.variant.reads_before()
             || role == Role::Erase && plan.variant.erases_before()
     );
-    scale_reach(&mut acc, sums, writes, before, plan);
-    let valid = place.valid;
-    if comptime!(gated && writes) {
-        let rows = load_fragments::<F, X, N, M>(
-            tiles,
-            pairs,
-            place,
-            first,
-            own,
-            comptime!(TokenOffset::Same),
-            plan,
-        );
-        gate_products::<X, N>(
-            sums_of_unit,
-            tiles,
-            &acc,
-            &rows,
-            valid,
-            comptime!(Gate::ChunkEnd),
-            plan,
-        );
+    scale_reach(&mut acc, &chunk.sums, writes, before, plan);
+    if comptime!(plan.gated() && writes) {
+        add_to_gates::<P>(chunk, &acc, first, role, comptime!(Gate::ChunkEnd), plan);
     }
+    add_terms::<P>(&mut acc, chunk, first, role, plan);
+    if comptime!(plan.gated()) {
+        add_to_gates::<P>(chunk, &acc, first, role, comptime!(plan.gate(role)), plan);
+    }
+    add_zero_exponent_terms::<P>(&mut acc, chunk, first, role, plan);
+    if comptime!(role == Role::Erase && plan.variant.delta()) {
+        let own = comptime!(plan.rows(role));
+        let same = comptime!(TokenOffset::Same);
+        let rows = load_fragments::<P>(&chunk.tiles, &chunk.from, first, own, same, plan);
+        beta_products(&mut chunk.sums_of_unit, &acc, &rows, plan);
+    }
+    acc
+}
+
+/// Adds the products of rows of `role` with what there is of their gradients to dG.
+#[cube]
+fn add_to_gates<P: StageTypes>(
+    chunk: &mut Chunk<P>,
+    acc: &Acc,
+    first: usize,
+    #[comptime] role: Role,
+    #[comptime] gate: Gate,
+    #[comptime] plan: GradientPlan,
+) {
+    let own = comptime!(plan.rows(role));
+    let same = comptime!(TokenOffset::Same);
+    let rows = load_fragments::<P>(&chunk.tiles, &chunk.from, first, own, same, plan);
+    let rows = TokenRows { rows, valid: chunk.from.place.valid };
+    let tiles = &mut chunk.tiles;
+    gate_products::<P::X, P::N>(&mut chunk.sums_of_unit, tiles, acc, &rows, gate, plan);
+}
+
+/// Adds the terms of a role's gradient within the chunk.
+#[cube]
+fn add_terms<P: StageTypes>(
+    acc: &mut Acc,
+    chunk: &mut Chunk<P>,
+    first: usize,
+    #[comptime] role: Role,
+    #[comptime] plan: GradientPlan,
+) {
     #[unroll]
     for n in 0..comptime!(plan.terms(role).len()) {
         let term = comptime!(plan.terms(role)[n]);
         let of = comptime!(term.rows);
-        load_key_rows::<F, X, G, N>(tiles, x, place, first, of, plan);
-        let rows = keys_tile::<X, N>(tiles, of, plan);
-        let scores = scored_tile::<X, M>(d_scores, comptime!(term.scored));
-        let before = comptime!(plan.before(term.scored));
-        adjoint::<X, N, M>(&mut acc, &scores, &rows, sums, writes, before, plan);
+        load_key_rows::<P>(&mut chunk.tiles, &chunk.from, first, of, plan);
+        let rows = keys_tile::<P::X, P::N>(&chunk.tiles, of, plan);
+        let weights = scored_tile::<P::X, P::M>(&chunk.d_scores, comptime!(term.scored));
+        let from = AdjointRows::<P::X, P::N, P::M> { weights, rows };
+        let side = comptime!(Side { of_y: role.writes(), before: plan.before(term.scored) });
+        adjoint::<P::X, P::N, P::M>(acc, &from, &chunk.sums, side, plan);
     }
-    if gated {
-        let rows = load_fragments::<F, X, N, M>(
-            tiles,
-            pairs,
-            place,
-            first,
-            own,
-            comptime!(TokenOffset::Same),
-            plan,
-        );
-        let gate = comptime!(plan.gate(role));
-        gate_products::<X, N>(sums_of_unit, tiles, &acc, &rows, valid, gate, plan);
-    }
+}
+
+/// Adds the zero-exponent terms that dG must not see.
+#[cube]
+fn add_zero_exponent_terms<P: StageTypes>(
+    acc: &mut Acc,
+    chunk: &mut Chunk<P>,
+    first: usize,
+    #[comptime] role: Role,
+    #[comptime] plan: GradientPlan,
+) {
+    let terms = ZeroExponents {
+        terms: chunk.d_scores.zero_exponent,
+        scales: chunk.tiles.scales,
+        valid: chunk.from.place.valid,
+    };
     #[unroll]
     for n in 0..comptime!(plan.terms(role).len()) {
         let term = comptime!(plan.terms(role)[n]);
         if comptime!(plan.excludes_zero_exponents(term.scored)) {
             let offset = comptime!(plan.offset(term, role.writes()));
             let of = comptime!(term.rows);
-            let rows = load_fragments::<F, X, N, M>(tiles, pairs, place, first, of, offset, plan);
-            let scored = comptime!(term.scored);
-            let zero_exponent = &d_scores.zero_exponent;
-            add_zero_exponents(
-                &mut acc,
-                zero_exponent,
-                &rows,
-                &tiles.scales,
-                valid,
-                scored,
-                offset,
-                plan,
-            );
+            let rows = load_fragments::<P>(&chunk.tiles, &chunk.from, first, of, offset, plan);
+            add_zero_exponents(acc, &terms, &rows, comptime!(term.scored), offset, plan);
         }
     }
-    if comptime!(role == Role::Erase && plan.variant.delta()) {
-        let rows = load_fragments::<F, X, N, M>(
-            tiles,
-            pairs,
-            place,
-            first,
-            own,
-            comptime!(TokenOffset::Same),
-            plan,
-        );
-        beta_products(sums_of_unit, &acc, &rows, plan);
-    }
-    acc
 }
 
 /// Gradients of the rows that read the chunk's first state: dq and da. If the erase key is k, de is returned,
 /// to be added to dk.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn query_and_erase_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
-    out: &mut Gradients<F, G, W>,
-    sums_of_unit: &mut PartialSums,
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    pairs: &RowPairs<F, M>,
-    saved: &SavedTensors<F, E, G>,
-    d_scores: &ScoreGradients<X, M>,
-    sums: &Sums,
-    place: &Place,
+fn query_and_erase_gradients<P: StageTypes>(
+    chunk: &mut Chunk<P>,
     first: usize,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) -> Acc {
     let variant = comptime!(plan.variant);
     let grid = comptime!(plan.rows_grid());
-    let role = comptime!(Role::Query);
-    let d_query = gradient::<F, X, E, G, N, M>(
-        sums_of_unit,
-        tiles,
-        x,
-        pairs,
-        saved,
-        d_scores,
-        sums,
-        place,
-        first,
-        role,
-        plan,
-    );
-    keep_rows::<F, W>(&mut out.q, &d_query, &place.rows, first, plan);
+    let width = comptime!(plan.key_width);
+    let d_query = gradient::<P>(chunk, first, comptime!(Role::Query), plan);
+    let rows = chunk.from.place.rows;
+    keep_rows::<P::F, P::W>(&mut chunk.to.q, &d_query, &rows, first, width, grid);
     if comptime!(variant.solves()) {
-        let role = comptime!(Role::Erase);
-        let mut d_erase = gradient::<F, X, E, G, N, M>(
-            sums_of_unit,
-            tiles,
-            x,
-            pairs,
-            saved,
-            d_scores,
-            sums,
-            place,
-            first,
-            role,
-            plan,
-        );
+        let mut d_erase = gradient::<P>(chunk, first, comptime!(Role::Erase), plan);
         if comptime!(variant.delta()) {
-            scale_erase_rows(&mut d_erase, &tiles.scales, grid, plan);
+            scale_erase_rows(&mut d_erase, &chunk.tiles.scales, grid, plan);
         }
         if comptime!(variant.own_a()) {
-            keep_rows::<F, W>(&mut out.a, &d_erase, &place.rows, first, plan);
+            keep_rows::<P::F, P::W>(&mut chunk.to.a, &d_erase, &rows, first, width, grid);
         }
         d_erase
     } else {
@@ -518,98 +465,23 @@ fn query_and_erase_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: 
 
 /// Gradients of the rows that write: dk, to which `d_erase` is added if the erase key is k, and db.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn key_and_write_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+fn key_and_write_gradients<P: StageTypes>(
     d_erase: &Acc,
-    out: &mut Gradients<F, G, W>,
-    sums_of_unit: &mut PartialSums,
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    pairs: &RowPairs<F, M>,
-    saved: &SavedTensors<F, E, G>,
-    d_scores: &ScoreGradients<X, M>,
-    sums: &Sums,
-    place: &Place,
+    chunk: &mut Chunk<P>,
     first: usize,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let variant = comptime!(plan.variant);
-    let role = comptime!(Role::Key);
-    let mut written = gradient::<F, X, E, G, N, M>(
-        sums_of_unit,
-        tiles,
-        x,
-        pairs,
-        saved,
-        d_scores,
-        sums,
-        place,
-        first,
-        role,
-        plan,
-    );
-    if comptime!(variant.delta() && !variant.own_a()) {
-        add(&mut written, d_erase, comptime!(plan.rows_grid().fragments()));
-    }
-    keep_rows::<F, W>(&mut out.k, &written, &place.rows, first, plan);
-    if comptime!(variant.low_rank()) {
-        let role = comptime!(Role::Write);
-        let written = gradient::<F, X, E, G, N, M>(
-            sums_of_unit,
-            tiles,
-            x,
-            pairs,
-            saved,
-            d_scores,
-            sums,
-            place,
-            first,
-            role,
-            plan,
-        );
-        keep_rows::<F, W>(&mut out.b, &written, &place.rows, first, plan);
-    }
-}
-
-/// Writes gradients of rows to their tensor, from column `first` on; with tensor cores in whole
-/// sectors.
-#[cube]
-fn keep_rows<F: Float, W: Size>(
-    out: &mut Array<Vector<F, W>>,
-    acc: &Acc,
-    rows: &Rows,
-    first: usize,
-    #[comptime] plan: Plan,
-) {
     let grid = comptime!(plan.rows_grid());
-    if comptime!(grid.engine == Engine::Mma) {
-        let across = comptime!(grid.fragment_columns());
-        let lane = UNIT_POS as usize % 32;
-        let top = row(0usize, 0usize, grid);
-        let columns = UNIT_POS as usize / comptime!(32 * grid.down())
-            * comptime!(grid.n / grid.across())
-            + lane % 2 * 8
-            + lane % 4 / 2 * 4;
-        let start = (rows.start + top * rows.stride + first + columns) / 4;
-        if inside(0usize, grid) {
-            #[unroll]
-            for r in 0..comptime!(grid.fragment_rows()) {
-                #[unroll]
-                for h in 0..2usize {
-                    let down = comptime!(grid.step(r * across, h)[0]);
-                    let there = top + down < rows.valid;
-                    let at = start + rows.stride / 4 * down;
-                    #[unroll]
-                    for c in 0..comptime!(across / 2) {
-                        let left = acc.index(comptime!(r * across + 2 * c))[h];
-                        let right = acc.index(comptime!(r * across + 2 * c + 1))[h];
-                        let at = at + comptime!(c * 4);
-                        put_four::<F, W>(out, at, left, right, lane % 2 == 1, there, 1u32);
-                    }
-                }
-            }
-        }
-    } else {
-        keep::<F, W>(out, acc, rows, first, comptime!(plan.key_width), grid);
+    let width = comptime!(plan.key_width);
+    let rows = chunk.from.place.rows;
+    let mut d_key = gradient::<P>(chunk, first, comptime!(Role::Key), plan);
+    if comptime!(variant.delta() && !variant.own_a()) {
+        add(&mut d_key, d_erase, comptime!(grid.fragments()));
+    }
+    keep_rows::<P::F, P::W>(&mut chunk.to.k, &d_key, &rows, first, width, grid);
+    if comptime!(variant.low_rank()) {
+        let d_write = gradient::<P>(chunk, first, comptime!(Role::Write), plan);
+        keep_rows::<P::F, P::W>(&mut chunk.to.b, &d_write, &rows, first, width, grid);
     }
 }

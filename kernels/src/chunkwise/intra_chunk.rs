@@ -13,35 +13,21 @@
 //!         producer planes this stage is not launched: [`produce_scores`] does its work in their cubes.
 //! Cost:   about C K multiplications a token and product; T another C^2 / 3.
 
-use crate::chunkwise::arguments::{IntraChunkOut, Operands};
+use crate::chunkwise::arguments::{IntraChunkOut, Operands, StageTypes, Types};
 use crate::chunkwise::chunk::{
-    Place, Sizes, Sums, between, chunk_sums, own, place, since_start, sum_by_plane, sum_scalars,
-    sum_vectors, sums,
+    Place, Sizes, Sums, between, chunk_sums, own, place, since_start, sum_scalars, sum_vectors,
+};
+use crate::chunkwise::decay::{
+    Mask, apply_decay_mask, decay_factors, decay_mask, erase_scale, intersects_lower_triangle,
+    left, reach, vector_reach,
 };
 use crate::chunkwise::plan::{Plan, row_major, transposed};
-use crate::chunkwise::triangular_inverse::{invert, stride as inverse_stride};
-use crate::chunkwise::vector_decay::{add_near, near_scores, scores as decayed_scores, seen};
+use crate::chunkwise::vector_decay::{ScoreRows, add_near, near_scores, scores as decayed_scores};
 use crate::tile::{
-    Acc, Grid, Pair, Rows, column, fetch, inside, lay, load, mul, put, put_out, row, set, tile,
+    Acc, Pair, column, fetch, inside, invert, keep, lay, load, mul, put_out, row, set, store, tile,
     zeros,
 };
 use cubecl::prelude::*;
-
-/// Rows of a chunk's decay factors, C numbers each.
-pub(crate) mod decay_factors {
-    /// e^G of queries: factor of q S.
-    pub const QUERY: usize = 0;
-    /// e^G of erase keys: factor of a S, the delta rule's -beta included.
-    pub const ERASE: usize = 1;
-    /// e^{G_C - G}: share of a token's write that is left at the end of the chunk.
-    pub const KEY_TO_END: usize = 2;
-    /// e^G: share of the chunk's first state; the last entry is the chunk decay e^{G_C}.
-    pub const FROM_START: usize = 3;
-    /// beta: factor of v in a delta rule.
-    pub const BETA: usize = 4;
-    /// How many there are.
-    pub const ROWS: usize = 5;
-}
 
 /// The kernel. F: the tensors' type; X: what tiles hold; E: what is kept for the next stages.
 #[cube(launch_unchecked)]
@@ -55,118 +41,142 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
 ) {
     let variant = comptime!(plan.variant);
     let place = place(sizes, CUBE_POS_Y as usize, CUBE_POS_X as usize, plan);
-    let grid = comptime!(plan.pairs());
-    let fragments = comptime!(grid.fragments());
-    let numbers = comptime!(plan.chunk * plan.stride(plan.key_slice));
-    let mut q = tile::<X, N>(numbers);
-    let mut k = tile::<X, N>(numbers);
-    let mut a = tile::<X, N>(comptime!(if variant.own_a() { numbers } else { 16 }));
-    let mut b = tile::<X, N>(comptime!(if variant.low_rank() { numbers } else { 16 }));
-    let mut sums = chunk_sums(comptime!(plan.has_near_scores()), plan);
+    let mut rows = slices::<X, N>(plan);
     if comptime!(variant.scalar() && plan.key_slices() > 1) {
-        sum_scalars(&mut sums, &x.g, &place.gates, plan);
+        sum_scalars(&mut rows.sums, &x.g, &place.gates, plan);
     }
-    let mut qk = zeros(fragments);
-    let mut ab = zeros(comptime!(if variant.solves() { fragments } else { 0 }));
-    let mut qb = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
-    let mut ak = zeros(comptime!(if variant.low_rank() { fragments } else { 0 }));
-    let mut near_qk = near_scores(true, plan);
-    let mut near_ab = near_scores(comptime!(variant.solves()), plan);
-    let mut near_qb = near_scores(comptime!(variant.low_rank()), plan);
-    let mut near_ak = near_scores(comptime!(variant.low_rank()), plan);
+    let mut scores = scores(plan);
     for slice in 0..comptime!(plan.key_slices()) {
         let first = slice * comptime!(plan.key_slice);
-        let window = comptime!(plan.key_window());
+        load_slices::<Types<F, X, E, G, N, M, M>>(&mut rows, x, &place, first, plan);
+        add_products::<X, N>(&mut scores, &rows, plan);
         if comptime!(variant.vector()) {
-            sync_cube();
-            load::<F, G, X, N>(&mut q, &x.q, &place.keys, first, window);
-            load::<F, G, X, N>(&mut k, &x.k, &place.keys, first, window);
-        } else {
-            let queries = fetch::<F, G>(&x.q, &place.keys, first, window);
-            let keys = fetch::<F, G>(&x.k, &place.keys, first, window);
-            if comptime!(variant.scalar() && plan.key_slices() == 1) {
-                // While rows are on their way.
-                sum_scalars(&mut sums, &x.g, &place.gates, plan);
-            }
-            sync_cube();
-            lay::<F, G, X, N>(&mut q, &queries, window);
-            lay::<F, G, X, N>(&mut k, &keys, window);
-        }
-        if comptime!(variant.own_a()) {
-            load::<F, G, X, N>(&mut a, &x.a, &place.rows, first, comptime!(plan.key_window()));
-        }
-        if comptime!(variant.low_rank()) {
-            load::<F, G, X, N>(&mut b, &x.b, &place.rows, first, comptime!(plan.key_window()));
-        }
-        if comptime!(variant.vector()) {
-            let decays = comptime!(plan.has_near_scores());
-            sum_vectors::<G>(&mut sums, &x.gates, &place.rows, first, decays, plan);
-        }
-        sync_cube();
-        let query_before = comptime!(variant.reads_before());
-        let erase_before = comptime!(variant.erases_before());
-        product::<X, N>(&mut qk, &mut near_qk, &q, &k, &sums, query_before, plan);
-        if comptime!(variant.low_rank()) {
-            product::<X, N>(&mut qb, &mut near_qb, &q, &b, &sums, query_before, plan);
-            product::<X, N>(&mut ab, &mut near_ab, &a, &b, &sums, erase_before, plan);
-            product::<X, N>(&mut ak, &mut near_ak, &a, &k, &sums, erase_before, plan);
-        } else if comptime!(variant.own_a()) {
-            product::<X, N>(&mut ab, &mut near_ab, &a, &k, &sums, erase_before, plan);
-        } else if comptime!(variant.solves()) {
-            product::<X, N>(&mut ab, &mut near_ab, &k, &k, &sums, erase_before, plan);
-        }
-        if comptime!(variant.vector()) {
-            keep_scaled::<X, E, N, M>(out, &q, &k, &a, &b, &sums, &place, first, plan);
+            keep_scaled::<X, E, N, M>(out, &rows, &place, first, plan);
         }
     }
-    if comptime!(plan.has_near_scores()) {
-        let mut exchange = SharedMemory::<f32>::new(comptime!(plan.near_memory() / 4));
-        add_near(&mut qk, &mut near_qk, &mut exchange, plan);
-        if comptime!(variant.solves()) {
-            add_near(&mut ab, &mut near_ab, &mut exchange, plan);
-        }
-        if comptime!(variant.low_rank()) {
-            add_near(&mut qb, &mut near_qb, &mut exchange, plan);
-            add_near(&mut ak, &mut near_ak, &mut exchange, plan);
-        }
-    }
-    let query_before = comptime!(variant.reads_before());
-    let alike =
-        comptime!(variant.scalar() && variant.solves() && query_before == variant.erases_before());
-    if comptime!(alike) {
-        apply_decay_mask_to_both(&mut qk, &mut ab, &sums, query_before, plan);
-    } else {
-        apply_decay_mask(&mut qk, &sums, 0usize, query_before, query_before, plan);
-    }
-    keep_square::<E, M>(&mut out.a_qk, &qk, &place, plan);
-    if comptime!(variant.low_rank()) {
-        apply_decay_mask(&mut qb, &sums, 0usize, query_before, query_before, plan);
-        keep_square::<E, M>(&mut out.a_qb, &qb, &place, plan);
-        apply_decay_mask(&mut ak, &sums, 0usize, true, true, plan);
-        keep_square::<E, M>(&mut out.a_ak, &ak, &place, plan);
-        keep_a_ak_v::<F, X, E, G, N, M>(&mut out.a_ak_v, &ak, &x.v, &place, plan);
-    }
-    if comptime!(variant.solves()) {
-        if comptime!(!alike) {
-            apply_decay_mask(
-                &mut ab,
-                &sums,
-                0usize,
-                true,
-                comptime!(variant.erases_before()),
-                plan,
-            );
-        }
-        keep_inverse::<E, M>(&mut out.inverse, &ab, &x.beta, &place, plan);
-    }
-    keep_decay_factors(&mut out.decay_factors, &sums, &x.beta, &place, plan);
+    add_all_near(&mut scores, plan);
+    keep_scores::<Types<F, X, E, G, N, M, M>>(out, &mut scores, x, &rows.sums, &place, plan);
+    keep_decay_factors(&mut out.decay_factors, &rows.sums, &x.beta, &place, plan);
 }
 
-/// `acc += X Y^T` over one slice of keys, decayed term by term if the decay is a vector.
+/// A slice of keys of every operand, [C, key_slice], and the sums of log gates.
+#[derive(CubeType)]
+struct Slices<X: Float, N: Size> {
+    q: SharedMemory<Vector<X, N>>,
+    k: SharedMemory<Vector<X, N>>,
+    a: SharedMemory<Vector<X, N>>,
+    b: SharedMemory<Vector<X, N>>,
+    sums: Sums,
+}
+
+#[cube]
+fn slices<X: Float, N: Size>(#[comptime] plan: Plan) -> Slices<X, N> {
+    let variant = comptime!(plan.variant);
+    let numbers = comptime!(plan.key_numbers());
+    Slices::<X, N> {
+        q: tile::<X, N>(numbers),
+        k: tile::<X, N>(numbers),
+        a: tile::<X, N>(comptime!(if variant.own_a() { numbers } else { 16 })),
+        b: tile::<X, N>(comptime!(if variant.low_rank() { numbers } else { 16 })),
+        sums: chunk_sums(comptime!(plan.has_near_scores()), plan),
+    }
+}
+
+/// A score block: its fragments, and near scores under a vector decay.
+#[derive(CubeType)]
+struct Score {
+    acc: Acc,
+    near: Array<f32>,
+}
+
+/// The score blocks of a chunk.
+#[derive(CubeType)]
+struct Scores {
+    qk: Score,
+    ab: Score,
+    qb: Score,
+    ak: Score,
+}
+
+#[cube]
+fn scores(#[comptime] plan: Plan) -> Scores {
+    let fragments = comptime!(plan.pairs().fragments());
+    let solves = comptime!(plan.variant.solves());
+    let low_rank = comptime!(plan.variant.low_rank());
+    let qk = zeros(fragments);
+    let ab = zeros(comptime!(if solves { fragments } else { 0 }));
+    let qb = zeros(comptime!(if low_rank { fragments } else { 0 }));
+    let ak = zeros(comptime!(if low_rank { fragments } else { 0 }));
+    Scores {
+        qk: Score { acc: qk, near: near_scores(true, plan) },
+        ab: Score { acc: ab, near: near_scores(solves, plan) },
+        qb: Score { acc: qb, near: near_scores(low_rank, plan) },
+        ak: Score { acc: ak, near: near_scores(low_rank, plan) },
+    }
+}
+
+/// Loads a slice of every operand. Barriers before and after.
+#[cube]
+fn load_slices<P: StageTypes>(
+    to: &mut Slices<P::X, P::N>,
+    x: &Operands<P::F, P::G>,
+    place: &Place,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
+    let window = comptime!(plan.key_window());
+    if comptime!(variant.vector()) {
+        sync_cube();
+        load::<P::F, P::G, P::X, P::N>(&mut to.q, &x.q, &place.keys, first, window);
+        load::<P::F, P::G, P::X, P::N>(&mut to.k, &x.k, &place.keys, first, window);
+    } else {
+        let queries = fetch::<P::F, P::G>(&x.q, &place.keys, first, window);
+        let keys = fetch::<P::F, P::G>(&x.k, &place.keys, first, window);
+        if comptime!(variant.scalar() && plan.key_slices() == 1) {
+            // While rows are on their way.
+            sum_scalars(&mut to.sums, &x.g, &place.gates, plan);
+        }
+        sync_cube();
+        lay::<P::F, P::G, P::X, P::N>(&mut to.q, &queries, window);
+        lay::<P::F, P::G, P::X, P::N>(&mut to.k, &keys, window);
+    }
+    if comptime!(variant.own_a()) {
+        load::<P::F, P::G, P::X, P::N>(&mut to.a, &x.a, &place.rows, first, window);
+    }
+    if comptime!(variant.low_rank()) {
+        load::<P::F, P::G, P::X, P::N>(&mut to.b, &x.b, &place.rows, first, window);
+    }
+    if comptime!(variant.vector()) {
+        let decays = comptime!(plan.has_near_scores());
+        sum_vectors::<P::G>(&mut to.sums, &x.gates, &place.rows, first, decays, plan);
+    }
+    sync_cube();
+}
+
+/// Adds one slice of keys to all scores.
+#[cube]
+fn add_products<X: Float, N: Size>(to: &mut Scores, rows: &Slices<X, N>, #[comptime] plan: Plan) {
+    let variant = comptime!(plan.variant);
+    let query_before = comptime!(variant.reads_before());
+    let erase_before = comptime!(variant.erases_before());
+    let sums = &rows.sums;
+    product::<X, N>(&mut to.qk, &rows.q, &rows.k, sums, query_before, plan);
+    if comptime!(variant.low_rank()) {
+        product::<X, N>(&mut to.qb, &rows.q, &rows.b, sums, query_before, plan);
+        product::<X, N>(&mut to.ab, &rows.a, &rows.b, sums, erase_before, plan);
+        product::<X, N>(&mut to.ak, &rows.a, &rows.k, sums, erase_before, plan);
+    } else if comptime!(variant.own_a()) {
+        product::<X, N>(&mut to.ab, &rows.a, &rows.k, sums, erase_before, plan);
+    } else if comptime!(variant.solves()) {
+        product::<X, N>(&mut to.ab, &rows.k, &rows.k, sums, erase_before, plan);
+    }
+}
+
+/// `score += X Y^T` over one slice of keys, decayed if the decay is a vector.
 #[cube]
 fn product<X: Float, N: Size>(
-    acc: &mut Acc,
-    near: &mut Array<f32>,
+    score: &mut Score,
     x: &SharedMemory<Vector<X, N>>,
     y: &SharedMemory<Vector<X, N>>,
     sums: &Sums,
@@ -174,76 +184,69 @@ fn product<X: Float, N: Size>(
     #[comptime] plan: Plan,
 ) {
     if comptime!(plan.variant.vector()) {
-        decayed_scores::<X, N>(acc, near, x, y, sums, before, plan);
+        let rows = ScoreRows::<X, N> { x: *x, y: *y };
+        decayed_scores::<X, N>(&mut score.acc, &mut score.near, &rows, sums, before, plan);
     } else {
         let slice = comptime!(plan.key_slice);
         let spec = comptime!(plan.mul(plan.pairs(), slice, row_major(slice), transposed(slice)));
-        mul::<X, N, N>(acc, x, 0usize, y, 0usize, spec);
+        mul::<X, N, N>(&mut score.acc, x, 0usize, y, 0usize, spec);
     }
 }
 
-/// Decay mask at (i, j): e^{G_i - G_j} of a scalar decay, 1 of another, 0 above the diagonal (`strict`: and on
-/// it). `before`: row i sees the sums of the token before it.
+/// Adds near scores to the fragments that they belong to.
 #[cube]
-pub(crate) fn decay_mask(
-    sums: &Sums,
-    i: usize,
-    j: usize,
-    #[comptime] strict: bool,
-    #[comptime] before: bool,
-    #[comptime] plan: Plan,
-) -> f32 {
-    let mut kept = 1.0f32;
-    if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(between(sums, seen(i, before), j));
+fn add_all_near(scores: &mut Scores, #[comptime] plan: Plan) {
+    let variant = comptime!(plan.variant);
+    if comptime!(plan.has_near_scores()) {
+        let mut exchange = SharedMemory::<f32>::new(comptime!(plan.near_memory() / 4));
+        add_near(&mut scores.qk.acc, &mut scores.qk.near, &mut exchange, plan);
+        if comptime!(variant.solves()) {
+            add_near(&mut scores.ab.acc, &mut scores.ab.near, &mut exchange, plan);
+        }
+        if comptime!(variant.low_rank()) {
+            add_near(&mut scores.qb.acc, &mut scores.qb.near, &mut exchange, plan);
+            add_near(&mut scores.ak.acc, &mut scores.ak.near, &mut exchange, plan);
+        }
     }
-    if comptime!(strict) { select(i > j, kept, 0.0f32) } else { select(i >= j, kept, 0.0f32) }
 }
 
-/// Multiplies every score by its [`decay_mask`]; the chunk's sums begin at `at`.
+/// Masks all scores and writes what the next stages read of them.
 #[cube]
-fn apply_decay_mask(
-    acc: &mut Acc,
+fn keep_scores<P: StageTypes>(
+    out: &mut IntraChunkOut<P::E, P::M>,
+    scores: &mut Scores,
+    x: &Operands<P::F, P::G>,
     sums: &Sums,
-    at: usize,
-    #[comptime] strict: bool,
-    #[comptime] before: bool,
+    place: &Place,
     #[comptime] plan: Plan,
 ) {
-    let grid = comptime!(plan.pairs());
-    #[unroll]
-    for f in 0..comptime!(grid.fragments()) {
-        let j = at + column(f, grid);
-        let mut low = true;
-        // Producers skip whole planes or nothing, and a vector decay has no exponentials here.
-        if comptime!(plan.producers == 0 && !plan.variant.vector()) {
-            low = intersects_lower_triangle(f, j - at, grid);
-        }
-        #[unroll]
-        for h in 0..2usize {
-            let mut x = Pair::new(0.0);
-            if low {
-                let i = at + min(row(f, h, grid), comptime!(plan.chunk - 1));
-                x = acc.index(f)[h];
-                #[unroll]
-                for l in 0..2usize {
-                    x[l] = x[l] * decay_mask(sums, i, j + l, strict, before, plan);
-                }
-            }
-            set(acc.index_mut(f), h, x);
-        }
+    let variant = comptime!(plan.variant);
+    let query_before = comptime!(variant.reads_before());
+    let erase_before = comptime!(variant.erases_before());
+    let query_mask =
+        comptime!(Mask { strict: query_before, before: query_before, by_fragment: true });
+    let erase_mask = comptime!(Mask { strict: true, before: erase_before, by_fragment: true });
+    let alike = comptime!(variant.scalar() && variant.solves() && query_before == erase_before);
+    if comptime!(alike) {
+        let (qk, ab) = (&mut scores.qk.acc, &mut scores.ab.acc);
+        apply_decay_mask_to_both(qk, ab, sums, query_before, plan);
+    } else {
+        apply_decay_mask(&mut scores.qk.acc, sums, 0usize, query_mask, plan);
     }
-}
-
-/// Whether a unit has anything on or below the diagonal in fragment `f`, whose first column is `j`.
-/// Planes whose whole fragment lies above save its exponentials.
-#[cube]
-pub(crate) fn intersects_lower_triangle(
-    #[comptime] f: usize,
-    j: usize,
-    #[comptime] grid: Grid,
-) -> bool {
-    row(f, 1usize, grid) >= j
+    keep_square::<P::E, P::M>(&mut out.a_qk, &scores.qk.acc, place, plan);
+    if comptime!(variant.low_rank()) {
+        apply_decay_mask(&mut scores.qb.acc, sums, 0usize, query_mask, plan);
+        keep_square::<P::E, P::M>(&mut out.a_qb, &scores.qb.acc, place, plan);
+        apply_decay_mask(&mut scores.ak.acc, sums, 0usize, erase_mask, plan);
+        keep_square::<P::E, P::M>(&mut out.a_ak, &scores.ak.acc, place, plan);
+        keep_a_ak_v::<P>(&mut out.a_ak_v, &scores.ak.acc, &x.v, place, plan);
+    }
+    if comptime!(variant.solves()) {
+        if comptime!(!alike) {
+            apply_decay_mask(&mut scores.ab.acc, sums, 0usize, erase_mask, plan);
+        }
+        keep_inverse::<P::E, P::M>(&mut out.inverse, &scores.ab.acc, &x.beta, place, plan);
+    }
 }
 
 /// [`apply_decay_mask`] for A_qk and for strict(a|b), which decay alike: one exponential for both.
@@ -293,96 +296,32 @@ fn keep_square<E: Float, M: Size>(
     keep::<E, M>(out, acc, &rows, 0usize, comptime!(plan.chunk), grid);
 }
 
-/// Writes a product to rows of a tensor, from column `first` on; columns of the tensor end at
-/// `width`.
-#[cube]
-pub(crate) fn keep<E: Float, M: Size>(
-    out: &mut Array<Vector<E, M>>,
-    acc: &Acc,
-    rows: &Rows,
-    first: usize,
-    #[comptime] width: usize,
-    #[comptime] grid: Grid,
-) {
-    #[unroll]
-    for f in 0..comptime!(grid.fragments()) {
-        if inside(f, grid) {
-            let j = first + column(f, grid);
-            #[unroll]
-            for h in 0..2usize {
-                let i = row(f, h, grid);
-                if i < rows.valid && j < width {
-                    put_out::<E, M>(
-                        out,
-                        rows.start + i * rows.stride + j,
-                        acc.index(f)[h],
-                        width - j,
-                    );
-                }
-            }
-        }
-    }
-}
-
 /// strict(a|k) v, over slices of values.
 #[cube]
-fn keep_a_ak_v<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
-    out: &mut Array<Vector<E, M>>,
+fn keep_a_ak_v<P: StageTypes>(
+    out: &mut Array<Vector<P::E, P::M>>,
     acc: &Acc,
-    v: &Array<Vector<F, G>>,
+    v: &Array<Vector<P::F, P::G>>,
     place: &Place,
     #[comptime] plan: Plan,
 ) {
     let chunk = comptime!(plan.chunk);
     let columns = comptime!(plan.value_slice);
     let pairs = comptime!(plan.pairs());
-    let mut square = tile::<X, M>(comptime!(chunk * plan.stride(chunk)));
-    let mut values = tile::<X, N>(comptime!(chunk * plan.stride(columns)));
-    store::<X, M>(&mut square, acc, comptime!(plan.stride(chunk)), pairs);
+    let mut square = tile::<P::X, P::M>(comptime!(chunk * plan.stride(chunk)));
+    let mut values = tile::<P::X, P::N>(comptime!(chunk * plan.stride(columns)));
+    store::<P::X, P::M>(&mut square, acc, comptime!(plan.stride(chunk)), pairs);
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
         sync_cube();
         let window = comptime!(plan.window(chunk, columns, plan.value_width));
-        load::<F, G, X, N>(&mut values, v, &place.values, first, window);
+        load::<P::F, P::G, P::X, P::N>(&mut values, v, &place.values, first, window);
         sync_cube();
         let grid = comptime!(plan.grid(chunk, columns));
         let mut local = zeros(comptime!(grid.fragments()));
         let spec = comptime!(plan.mul(grid, chunk, row_major(chunk), row_major(columns)));
-        mul::<X, M, N>(&mut local, &square, 0usize, &values, 0usize, spec);
-        keep::<E, M>(out, &local, &place.values, first, comptime!(plan.value_width), grid);
-    }
-}
-
-/// Puts a product into a tile.
-#[cube]
-pub(crate) fn store<X: Float, M: Size>(
-    tile: &mut SharedMemory<Vector<X, M>>,
-    acc: &Acc,
-    #[comptime] stride: usize,
-    #[comptime] grid: Grid,
-) {
-    store_at::<X, M>(tile, 0usize, acc, stride, grid);
-}
-
-/// As [`store`], `at` numbers into the tile.
-#[cube]
-fn store_at<X: Float, M: Size>(
-    tile: &mut SharedMemory<Vector<X, M>>,
-    at: usize,
-    acc: &Acc,
-    #[comptime] stride: usize,
-    #[comptime] grid: Grid,
-) {
-    let start = at + row(0usize, 0usize, grid) * stride + column(0usize, grid);
-    #[unroll]
-    for f in 0..comptime!(grid.fragments()) {
-        if inside(f, grid) {
-            #[unroll]
-            for h in 0..2usize {
-                let [down, right] = comptime!(grid.step(f, h));
-                put::<X, M>(tile, start, comptime!(down * stride + right), acc.index(f)[h]);
-            }
-        }
+        mul::<P::X, P::M, P::N>(&mut local, &square, 0usize, &values, 0usize, spec);
+        keep::<P::E, P::M>(out, &local, &place.values, first, comptime!(plan.value_width), grid);
     }
 }
 
@@ -396,7 +335,8 @@ fn keep_inverse<E: Float, M: Size>(
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.pairs());
-    let stride = comptime!(inverse_stride(&plan));
+    let inverse = comptime!(plan.inverse());
+    let stride = comptime!(inverse.stride());
     let mut m = SharedMemory::<f32>::new(comptime!(plan.chunk * stride));
     let mut t = SharedMemory::<f32>::new(comptime!(plan.chunk * stride));
     #[unroll]
@@ -412,7 +352,7 @@ fn keep_inverse<E: Float, M: Size>(
             }
         }
     }
-    invert::<E>(&mut m, &mut t, plan);
+    invert::<E>(&mut m, &mut t, inverse);
     let rows = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
     let half = comptime!(plan.chunk / 2);
     let all = comptime!(plan.chunk * half);
@@ -428,53 +368,6 @@ fn keep_inverse<E: Float, M: Size>(
             put_out::<E, M>(out, rows.start + i * rows.stride + j, x, 2usize);
         }
     }
-}
-
-/// Factor of the erase key of token `i`: -beta in a delta rule.
-#[cube]
-pub(crate) fn erase_scale(
-    beta: &Array<f32>,
-    gates: &Rows,
-    i: usize,
-    #[comptime] plan: Plan,
-) -> f32 {
-    let mut scale = 1.0f32;
-    if comptime!(plan.variant.delta()) {
-        scale = 0.0f32;
-        if i < gates.valid {
-            scale = -beta[gates.start + i * gates.stride];
-        }
-    }
-    scale
-}
-
-/// e^{G_i}, or e^{G_{i-1}} for a row that reads before its decay. The chunk's sums begin at `at`.
-#[cube]
-pub(crate) fn reach(
-    sums: &Sums,
-    at: usize,
-    i: usize,
-    #[comptime] before: bool,
-    #[comptime] plan: Plan,
-) -> f32 {
-    let mut kept = 1.0f32;
-    if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(since_start(sums, at + seen(i, before)));
-        if comptime!(before) {
-            kept = select(i == 0, 1.0f32, kept);
-        }
-    }
-    kept
-}
-
-/// e^{G_C - G_i}. The chunk's sums begin at `at`.
-#[cube]
-pub(crate) fn left(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> f32 {
-    let mut kept = 1.0f32;
-    if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(between(sums, at + comptime!(plan.chunk - 1), at + i));
-    }
-    kept
 }
 
 /// Fills the chunk's [`decay_factors`].
@@ -503,115 +396,17 @@ fn keep_decay_factors(
     }
 }
 
-/// Scores that producer planes leave for consumers: [`plan.score_stages()`](Plan::score_stages) chunks of them,
-/// one being made while one is read.
-#[derive(CubeType)]
-pub(crate) struct ProducerTiles<E: Float, M: Size> {
-    pub a_qk: SharedMemory<Vector<E, M>>,
-    /// Sums of g of the chunk whose scores are made, room for each producer's own.
-    sums: Sums,
-}
-
-#[cube]
-pub(crate) fn producer_tiles<E: Float, M: Size>(
-    #[comptime] with_a_qk: bool,
-    #[comptime] plan: Plan,
-) -> ProducerTiles<E, M> {
-    let scores = comptime!(plan.producers > 0);
-    let square = comptime!(plan.score_stages() * plan.chunk * plan.stride(plan.chunk));
-    ProducerTiles::<E, M> {
-        a_qk: tile::<E, M>(comptime!(if scores && with_a_qk { square } else { 16 })),
-        sums: sums(comptime!(if scores { plan.producers * plan.chunk } else { 1 }), 1usize),
-    }
-}
-
-/// The intra-chunk stage of one chunk of linear attention, by [`Plan::producers`] planes of 32 of the state pass:
-/// its [`decay_factors`] under a scalar decay, and A_qk if the pass multiplies by it (`with_a_qk`). `rows`,
-/// `gates_at`, `square` and `scales_at` say where the chunk's numbers begin. No barrier: a reader waits for one.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn produce_scores<E: Float, N: Size, M: Size>(
-    out: &mut ProducerTiles<E, M>,
-    square: usize,
-    scales: &mut SharedMemory<f32>,
-    scales_at: usize,
-    q: &SharedMemory<Vector<E, N>>,
-    k: &SharedMemory<Vector<E, N>>,
-    rows: usize,
-    gates: &SharedMemory<f32>,
-    gates_at: usize,
-    #[comptime] with_a_qk: bool,
-    #[comptime] plan: Plan,
-) {
-    let grid = comptime!(plan.of_producers().pairs());
-    let slice = comptime!(plan.key_slice);
-    let before = comptime!(plan.variant.reads_before());
-    let plane = UNIT_POS as usize / 32;
-    let own = plane * comptime!(plan.chunk);
-    let makes_decay_factors = plane == comptime!(plan.decay_factor_producer());
-    // No consumer reads blocks of A_qk above the diagonal.
-    let scores = comptime!(with_a_qk) && plane_intersects_lower_triangle(grid);
-    if comptime!(plan.variant.scalar()) {
-        if scores || makes_decay_factors {
-            sum_by_plane(&mut out.sums, own, gates, gates_at);
-        }
-        if makes_decay_factors {
-            let i = UNIT_POS as usize % 32 * 2;
-            #[unroll]
-            for l in 0..2usize {
-                let at = scales_at + i + l;
-                scales[at + comptime!(decay_factors::QUERY * plan.chunk)] =
-                    reach(&out.sums, own, i + l, before, plan);
-                scales[at + comptime!(decay_factors::KEY_TO_END * plan.chunk)] =
-                    left(&out.sums, own, i + l, plan);
-                scales[at + comptime!(decay_factors::FROM_START * plan.chunk)] =
-                    reach(&out.sums, own, i + l, false, plan);
-            }
-        }
-    }
-    if comptime!(with_a_qk) {
-        if scores {
-            let mut qk = zeros(comptime!(grid.fragments()));
-            let spec = comptime!(plan.mul(grid, slice, row_major(slice), transposed(slice)));
-            mul::<E, N, N>(&mut qk, q, rows, k, rows, spec);
-            apply_decay_mask(
-                &mut qk,
-                &out.sums,
-                own,
-                before,
-                before,
-                comptime!(plan.of_producers()),
-            );
-            let stride = comptime!(plan.stride(plan.chunk));
-            store_at::<E, M>(&mut out.a_qk, square, &qk, stride, grid);
-        }
-    }
-}
-
-/// Whether this unit's plane has anything on or below the diagonal of a [C, C] tile.
-#[cube]
-fn plane_intersects_lower_triangle(#[comptime] grid: Grid) -> bool {
-    let plane = UNIT_POS as usize / 32;
-    let down = comptime!(grid.down());
-    let last_row = (plane % down + comptime!((grid.fragment_rows() - 1) * down)) * 16 + 15;
-    last_row >= plane / down * comptime!(grid.n / grid.across())
-}
-
 /// One slice of q, a, b and k, each times its factor of a vector decay.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn keep_scaled<X: Float, E: Float, N: Size, M: Size>(
     out: &mut IntraChunkOut<E, M>,
-    q: &SharedMemory<Vector<X, N>>,
-    k: &SharedMemory<Vector<X, N>>,
-    a: &SharedMemory<Vector<X, N>>,
-    b: &SharedMemory<Vector<X, N>>,
-    sums: &Sums,
+    rows: &Slices<X, N>,
     place: &Place,
     first: usize,
     #[comptime] plan: Plan,
 ) {
     let variant = comptime!(plan.variant);
+    let sums = &rows.sums;
     let stride = comptime!(plan.stride(plan.key_slice));
     let half = comptime!(plan.key_slice / 2);
     let all = comptime!(plan.chunk * half);
@@ -632,15 +427,15 @@ fn keep_scaled<X: Float, E: Float, N: Size, M: Size>(
                 let from_q = vector_reach(sums, i, d + l, comptime!(variant.reads_before()), plan);
                 let from_a = vector_reach(sums, i, d + l, comptime!(variant.erases_before()), plan);
                 let left = f32::exp(between(sums, end + d + l, at));
-                scaled_q[l] = f32::cast_from(q[at]) * from_q;
-                scaled_k[l] = f32::cast_from(k[at]) * left;
+                scaled_q[l] = f32::cast_from(rows.q[at]) * from_q;
+                scaled_k[l] = f32::cast_from(rows.k[at]) * left;
                 if comptime!(variant.own_a()) {
-                    scaled_a[l] = f32::cast_from(a[at]) * from_a;
+                    scaled_a[l] = f32::cast_from(rows.a[at]) * from_a;
                 } else {
-                    scaled_a[l] = f32::cast_from(k[at]) * from_a;
+                    scaled_a[l] = f32::cast_from(rows.k[at]) * from_a;
                 }
                 if comptime!(variant.low_rank()) {
-                    scaled_b[l] = f32::cast_from(b[at]) * left;
+                    scaled_b[l] = f32::cast_from(rows.b[at]) * left;
                 }
             }
             let at = place.rows.start + i * place.rows.stride + first + d;
@@ -660,18 +455,4 @@ fn keep_scaled<X: Float, E: Float, N: Size, M: Size>(
         let total = f32::exp(since_start(sums, end + d));
         out.chunk_decay[place.index * comptime!(plan.key_width) + first + d] = total;
     }
-}
-
-/// As [`reach`], for key column `d` of a vector decay.
-#[cube]
-pub(crate) fn vector_reach(
-    sums: &Sums,
-    i: usize,
-    d: usize,
-    #[comptime] before: bool,
-    #[comptime] plan: Plan,
-) -> f32 {
-    let stride = comptime!(plan.stride(plan.key_slice));
-    let kept = f32::exp(since_start(sums, seen(i, before) * stride + d));
-    if comptime!(before) { select(i == 0, 1.0f32, kept) } else { kept }
 }

@@ -2,14 +2,19 @@
 
 use crate::buffer::{Buffer, array, buffer, whole};
 use crate::chunkwise::arguments::{
-    GradientsLaunch, IntraChunkLaunch, IntraChunkOutLaunch, OperandsLaunch, RowPairsLaunch,
-    SavedTensorsLaunch, StatePassLaunch,
+    GradientsLaunch, IntraChunkLaunch, OperandsLaunch, RowPairsLaunch, SavedTensorsLaunch,
+};
+use crate::chunkwise::buffers::{
+    GradientBuffers, PassBuffers, PassGradients, Saved, Scores, UNUSED,
 };
 use crate::chunkwise::choose::{Plans, plans};
 use crate::chunkwise::chunk::SizesLaunch;
+use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::input_gradients::input_gradients;
-use crate::chunkwise::intra_chunk::{decay_factors, intra_chunk};
+use crate::chunkwise::intra_chunk::intra_chunk;
+use crate::chunkwise::plan::StatePlan;
 use crate::chunkwise::sequence_parallel::{COLUMNS, UNITS, combine_decays, combine_matrices};
+use crate::chunkwise::state::{Home, Registers, Shared};
 use crate::chunkwise::state_pass::{state_pass_backward, state_pass_forward};
 use crate::chunkwise::task::{Span, Task};
 use crate::refusal::{F32, Refusal};
@@ -21,7 +26,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 /// One call: what every launch needs.
-struct Call<'a, R: Runtime> {
+pub(crate) struct Call<'a, R: Runtime> {
     client: &'a ComputeClient<R>,
     plans: Plans,
     variant: Variant,
@@ -30,22 +35,24 @@ struct Call<'a, R: Runtime> {
     x: &'a Inputs,
 }
 
-/// Outputs of the intra-chunk stage, in the order of the kernel's fields.
-const SCORES: usize = 11;
-
 impl<'a, R: Runtime> Call<'a, R> {
-    fn new(
+    pub(crate) fn new(
         client: &'a ComputeClient<R>,
         variant: Variant,
         dims: Dims,
         dtype: StorageType,
         x: &'a Inputs,
-        segments: Option<usize>,
     ) -> Result<Self, Refusal> {
         check_tensors(variant, x)?;
-        let planned = plans(client, variant, dims, dtype)?;
-        let plans = Plans { segments: segments.unwrap_or(planned.segments), ..planned };
+        let plans = plans(client, variant, dims, dtype)?;
         Ok(Self { client, plans, variant, dims, dtype, x })
+    }
+
+    /// This call, cut into so many segments.
+    #[cfg(test)]
+    pub(crate) fn cut(mut self, segments: Option<usize>) -> Self {
+        self.plans.segments = segments.unwrap_or(self.plans.segments);
+        self
     }
 
     fn chunks(&self) -> usize {
@@ -71,7 +78,7 @@ impl<'a, R: Runtime> Call<'a, R> {
 
     fn buffer_if(&self, there: bool, shape: &[usize], dtype: StorageType) -> Buffer {
         // A tensor that the variant does not have is bound to a few numbers that are neither read nor written.
-        if there { self.buffer(shape, dtype) } else { self.buffer(&[16], dtype) }
+        if there { self.buffer(shape, dtype) } else { self.buffer(&UNUSED, dtype) }
     }
 
     fn sizes(&self) -> SizesLaunch<R> {
@@ -140,52 +147,51 @@ impl<'a, R: Runtime> Call<'a, R> {
         )
     }
 
+    /// Shapes and types of what the intra-chunk stage leaves. A matrix that the variant has not is None.
+    fn score_shapes(&self) -> Scores<(Option<Vec<usize>>, StorageType)> {
+        let plan = self.plans.intra_chunk;
+        let e = self.plans.between;
+        let made = self.plans.state_pass.producers() == 0;
+        let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
+        let vector = self.variant.vector();
+        let shape = |there: bool, shape: &[usize]| (there && made).then(|| shape.to_vec());
+        let square = self.own_shape(plan.chunk, plan.chunk);
+        let rows = self.rows_shape();
+        Scores {
+            a_qk: (shape(true, &square), e),
+            a_qb: (shape(low_rank, &square), e),
+            inverse: (shape(solves, &square), e),
+            a_ak: (shape(low_rank, &square), e),
+            a_ak_v: (shape(low_rank, &self.values_shape()), e),
+            decay_factors: (shape(true, &self.own_shape(decay_factors::ROWS, plan.chunk)), F32),
+            q: (shape(vector, &rows), e),
+            a: (shape(vector && solves, &rows), e),
+            b: (shape(vector && low_rank, &rows), e),
+            k: (shape(vector, &rows), e),
+            chunk_decay: (shape(vector, &self.own_shape(1, plan.key_width)), F32),
+        }
+    }
+
     /// The intra-chunk stage. With producer planes the state pass computes these matrices itself, forward and
     /// backward, and the buffers are placeholders.
-    fn intra_chunk(&self) -> [Buffer; SCORES] {
-        if self.plans.state_pass.producers > 0 {
-            let none = self.buffer(&[16], F32);
-            return core::array::from_fn(|_| none.clone());
+    fn intra_chunk(&self) -> Scores<Buffer> {
+        let shapes = self.score_shapes();
+        if self.plans.state_pass.producers() > 0 {
+            let none = self.buffer(&UNUSED, F32);
+            return shapes.map(|_| none.clone());
         }
         let plan = self.plans.intra_chunk;
         let e = self.plans.between;
-        let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
-        let vector = self.variant.vector();
-        let square = self.own_shape(plan.chunk, plan.chunk);
-        let rows = self.rows_shape();
-        let scaled = |there| self.buffer_if(there, &rows, e);
-        let out = [
-            self.buffer(&square, e),
-            self.buffer_if(low_rank, &square, e),
-            self.buffer_if(solves, &square, e),
-            self.buffer_if(low_rank, &square, e),
-            self.buffer_if(low_rank, &self.values_shape(), e),
-            self.buffer(&self.own_shape(decay_factors::ROWS, plan.chunk), F32),
-            scaled(vector),
-            scaled(vector && solves),
-            scaled(vector && low_rank),
-            scaled(vector),
-            self.buffer_if(vector, &self.own_shape(1, plan.key_width), F32),
-        ];
+        let out = shapes.map(|(shape, dtype)| match shape {
+            Some(shape) => self.buffer(&shape, dtype),
+            None => self.buffer(&UNUSED, dtype),
+        });
         let [g, n, m] = self.plans.widths;
         // Tiles of this stage hold f32 where it multiplies in f32.
         let (tiles, n, m_tiles) = match plan.engine {
             Engine::Plain | Engine::Tf32 => (F32, 1, 1),
             Engine::Mma => (e, n, m),
         };
-        let launched = IntraChunkOutLaunch::new(
-            whole(&out[0]),
-            whole(&out[1]),
-            whole(&out[2]),
-            whole(&out[3]),
-            whole(&out[4]),
-            whole(&out[5]),
-            whole(&out[6]),
-            whole(&out[7]),
-            whole(&out[8]),
-            whole(&out[9]),
-            whole(&out[10]),
-        );
         // SAFETY: every index is below the lengths that `check_sizes` and the shapes above fix.
         #[allow(unsafe_code)]
         unsafe {
@@ -194,7 +200,7 @@ impl<'a, R: Runtime> Call<'a, R> {
                 self.cubes(self.chunks()),
                 CubeDim::new_1d(plan.units as u32),
                 self.operands(),
-                launched,
+                out.written(),
                 self.sizes(),
                 plan,
                 [self.dtype, tiles, e],
@@ -204,27 +210,24 @@ impl<'a, R: Runtime> Call<'a, R> {
         out
     }
 
-    fn local<E: Float, G: Size>(&self, scores: &[Handle]) -> IntraChunkLaunch<E, G, R> {
-        let chunk = self.plans.state_pass.chunk;
-        let numbers = |shape: &[usize]| shape.iter().product::<usize>();
-        let square = numbers(&self.own_shape(chunk, chunk));
-        let (rows, values) = (numbers(&self.rows_shape()), numbers(&self.values_shape()));
-        let (solves, low_rank) = (self.variant.solves(), self.variant.low_rank());
-        let vector = self.variant.vector();
-        let made = self.plans.state_pass.producers == 0;
-        let of = |n: usize, there, len| array(&scores[n], if there { len } else { 16 });
+    /// Saved scores, as the state pass reads them.
+    fn read<E: Float, G: Size>(&self, scores: &Scores<Handle>) -> IntraChunkLaunch<E, G, R> {
+        let shapes = self.score_shapes();
+        let of = |handle: &Handle, (shape, _): (Option<Vec<usize>>, _)| {
+            array(handle, shape.map_or(UNUSED[0], |shape| shape.iter().product()))
+        };
         IntraChunkLaunch::new(
-            of(0, made, square),
-            of(1, low_rank, square),
-            of(2, solves, square),
-            of(3, low_rank, square),
-            of(4, low_rank, values),
-            of(5, made, numbers(&self.own_shape(decay_factors::ROWS, chunk))),
-            of(6, vector, rows),
-            of(7, vector && solves, rows),
-            of(8, vector && low_rank, rows),
-            of(9, vector, rows),
-            of(10, vector, numbers(&self.own_shape(1, self.dims.key_width))),
+            of(&scores.a_qk, shapes.a_qk),
+            of(&scores.a_qb, shapes.a_qb),
+            of(&scores.inverse, shapes.inverse),
+            of(&scores.a_ak, shapes.a_ak),
+            of(&scores.a_ak_v, shapes.a_ak_v),
+            of(&scores.decay_factors, shapes.decay_factors),
+            of(&scores.q, shapes.q),
+            of(&scores.a, shapes.a),
+            of(&scores.b, shapes.b),
+            of(&scores.k, shapes.k),
+            of(&scores.chunk_decay, shapes.chunk_decay),
         )
     }
 
@@ -239,22 +242,43 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 
     /// One launch of the state pass: forward, or backward from `d_o`.
-    fn state_pass(&self, scores: &[Handle], d_o: Option<&Handle>, task: Task, of: PassBuffers<'_>) {
+    fn state_pass(
+        &self,
+        scores: &Scores<Handle>,
+        d_o: Option<&Handle>,
+        task: Task,
+        of: PassBuffers<'_>,
+    ) {
         let segments = self.segments();
+        let state_pass = self.plans.state_pass;
+        let tiles = state_pass.value_slices();
         let (plan, across, deep) = match task.span {
-            Span::Sequence => (self.plans.state_pass, self.plans.state_pass.value_tiles(), 1),
-            Span::Segment => (self.plans.state_pass, self.plans.state_pass.value_tiles(), segments),
-            Span::Local if task.backward => {
-                (self.plans.state_pass, self.plans.state_pass.value_tiles() * (segments - 1), 1)
-            }
+            Span::Sequence => (state_pass, tiles, 1),
+            Span::Segment => (state_pass, tiles, segments),
+            Span::Local if task.backward => (state_pass, tiles * (segments - 1), 1),
             Span::Local => {
                 let plan = self.plans.local_pass;
                 let matrices = if self.variant.solves() { segments - 2 } else { 0 };
-                let across = plan.value_tiles() * (segments - 1) + plan.key_tiles() * matrices;
+                let across = plan.value_slices() * (segments - 1) + plan.key_tiles() * matrices;
                 (plan, across, 1)
             }
         };
+        let plan = StatePlan { task, ..plan };
         let cubes = CubeCount::Static(across as u32, self.memories() as u32, deep as u32);
+        match plan.in_registers() {
+            true => self.launch_pass::<Registers>(scores, d_o, plan, cubes, of),
+            false => self.launch_pass::<Shared>(scores, d_o, plan, cubes, of),
+        }
+    }
+
+    fn launch_pass<H: Home>(
+        &self,
+        scores: &Scores<Handle>,
+        d_o: Option<&Handle>,
+        plan: StatePlan,
+        cubes: CubeCount,
+        of: PassBuffers<'_>,
+    ) {
         let units = CubeDim::new_1d(plan.units as u32);
         let types = [self.dtype, self.plans.between];
         let values = self.values_shape().iter().product();
@@ -262,31 +286,29 @@ impl<'a, R: Runtime> Call<'a, R> {
         #[allow(unsafe_code)]
         unsafe {
             match d_o {
-                Some(d_o) => state_pass_backward::launch_unchecked::<R>(
+                Some(d_o) => state_pass_backward::launch_unchecked::<H, R>(
                     self.client,
                     cubes,
                     units,
                     self.operands(),
-                    self.local(scores),
+                    self.read(scores),
                     of.launch(),
                     array(d_o, values),
                     whole(of.out),
                     self.sizes(),
-                    task,
                     plan,
                     types,
                     self.pass_widths(),
                 ),
-                None => state_pass_forward::launch_unchecked::<R>(
+                None => state_pass_forward::launch_unchecked::<H, R>(
                     self.client,
                     cubes,
                     units,
                     self.operands(),
-                    self.local(scores),
+                    self.read(scores),
                     of.launch(),
                     whole(of.out),
                     self.sizes(),
-                    task,
                     plan,
                     types,
                     self.pass_widths(),
@@ -299,7 +321,7 @@ impl<'a, R: Runtime> Call<'a, R> {
     /// filled forward; backward only where they are no matrices.
     fn initial_states(
         &self,
-        scores: &[Handle],
+        scores: &Scores<Handle>,
         d_o: Option<&Handle>,
         given: Option<(&Handle, usize)>,
         keep: bool,
@@ -309,8 +331,8 @@ impl<'a, R: Runtime> Call<'a, R> {
         let (plan, segments) = (self.plans.state_pass, self.segments());
         let backward = d_o.is_some();
         let states = self.buffer(&[batch, heads, segments, key_width, value_width], F32);
-        let unused = self.buffer(&[16], self.plans.between);
-        let out = self.buffer(&[16], self.dtype);
+        let unused = self.buffer(&UNUSED, self.plans.between);
+        let out = self.buffer(&UNUSED, self.dtype);
         let task = Task { backward, span: Span::Local, given: given.is_some(), keep };
         let kept = [&unused, &unused];
         self.state_pass(
@@ -337,7 +359,7 @@ impl<'a, R: Runtime> Call<'a, R> {
                     if backward { matrices as u32 } else { 0 },
                     segments as u32,
                     backward,
-                    plan,
+                    *plan,
                     if key_width.is_multiple_of(4) { 4 } else { 1 },
                 );
             } else {
@@ -349,7 +371,7 @@ impl<'a, R: Runtime> Call<'a, R> {
                     whole(&states),
                     segments as u32,
                     backward,
-                    plan,
+                    *plan,
                 );
             }
         }
@@ -375,7 +397,7 @@ impl<'a, R: Runtime> Call<'a, R> {
     /// The state pass over all of every sequence, in one piece or in segments.
     fn pass_all(
         &self,
-        scores: &[Handle],
+        scores: &Scores<Handle>,
         d_o: Option<&Handle>,
         given: Option<&Handle>,
         keep: bool,
@@ -399,7 +421,11 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 
     /// The state pass forward.
-    fn state_pass_forward(&self, scores: &[Handle], keep: bool) -> (Buffer, Buffer, [Buffer; 3]) {
+    fn state_pass_forward(
+        &self,
+        scores: Scores<Buffer>,
+        keep: bool,
+    ) -> (Buffer, Buffer, Saved<Buffer>) {
         let plan = self.plans.state_pass;
         let e = self.plans.between;
         let o = self.buffer(&self.values_shape(), self.dtype);
@@ -417,20 +443,19 @@ impl<'a, R: Runtime> Call<'a, R> {
             transitions: &transitions,
             out: &o,
         };
-        self.pass_all(scores, None, self.x.state.as_ref(), keep, of);
+        let handles = scores.handles();
+        self.pass_all(&handles, None, self.x.state.as_ref(), keep, of);
         let [states, block] = kept;
-        (o, end, [states, block, transitions])
+        (o, end, Saved { scores, states, block, transitions })
     }
 
-    /// The state pass backward: dv of linear attention, dS of the start, and the states' and solves'
-    /// gradients.
+    /// The state pass backward.
     fn state_pass_backward(
         &self,
-        scores: &[Handle],
-        transitions: &Handle,
+        saved: &Saved<Handle>,
         d_o: &Handle,
         d_state: Option<&Handle>,
-    ) -> (Buffer, Buffer, [Buffer; 2]) {
+    ) -> PassGradients {
         let plan = self.plans.state_pass;
         let e = self.plans.between;
         let solves = self.variant.solves();
@@ -440,7 +465,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         let kept = [self.buffer(&states, e), self.buffer_if(solves, &self.values_shape(), e)];
         let shape = self.transitions_shape(true);
         let transitions = match solves {
-            true => Buffer { handle: transitions.clone(), shape, dtype: F32 },
+            true => Buffer { handle: saved.transitions.clone(), shape, dtype: F32 },
             // They are of the segments of a local pass backward: others than forward.
             false => self.buffer(&shape, F32),
         };
@@ -451,19 +476,17 @@ impl<'a, R: Runtime> Call<'a, R> {
             transitions: &transitions,
             out: &d_v,
         };
-        self.pass_all(scores, Some(d_o), d_state, true, of);
-        (d_v, end, kept)
+        self.pass_all(&saved.scores, Some(d_o), d_state, true, of);
+        let [states, block] = kept;
+        PassGradients { v: d_v, start: end, states, block }
     }
 
     /// The input gradients.
     fn gradients(
         &self,
-        states: &Handle,
-        u: &Handle,
-        d_states: &Buffer,
-        r: &Buffer,
+        saved: &Saved<Handle>,
+        back: PassGradients,
         d_o: &Handle,
-        d_v: Buffer,
     ) -> GradientBuffers {
         let plan = self.plans.input_gradients;
         let (variant, e) = (self.variant, self.plans.between);
@@ -478,7 +501,7 @@ impl<'a, R: Runtime> Call<'a, R> {
             b: self.buffer_if(variant.low_rank(), &rows, self.dtype),
             v: match variant.delta() {
                 true => self.buffer(&self.values_shape(), self.dtype),
-                false => d_v,
+                false => back.v,
             },
             g: self.buffer_if(gated, &gates, F32),
             beta: self.buffer_if(variant.delta(), &self.gates_shape(), F32),
@@ -486,10 +509,10 @@ impl<'a, R: Runtime> Call<'a, R> {
         let blocks = if variant.solves() { values } else { 16 };
         let saved = SavedTensorsLaunch::new(
             array(d_o, values),
-            array(u, blocks),
-            array(&r.handle, blocks),
-            array(states, d_states.len()),
-            whole(d_states),
+            array(&saved.block, blocks),
+            array(&back.block.handle, blocks),
+            array(&saved.states, back.states.len()),
+            whole(&back.states),
         );
         let keys = self.keys_shape().iter().product();
         let of = |handle: &Option<Handle>| match handle {
@@ -538,42 +561,6 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 }
 
-/// Buffers of one launch of the state pass.
-struct PassBuffers<'a> {
-    /// The first state, if one is given.
-    start: Option<(&'a Handle, usize)>,
-    end: &'a Buffer,
-    /// States and blocks.
-    kept: [&'a Buffer; 2],
-    transitions: &'a Buffer,
-    /// o or dv.
-    out: &'a Buffer,
-}
-
-impl PassBuffers<'_> {
-    fn launch<E: Float, W: Size, R: Runtime>(&self) -> StatePassLaunch<E, W, R> {
-        let (start, numbers) = self.start.unwrap_or((&self.end.handle, self.end.len()));
-        let [states, block] = self.kept;
-        StatePassLaunch::new(
-            array(start, numbers),
-            whole(self.end),
-            whole(states),
-            whole(block),
-            whole(self.transitions),
-        )
-    }
-}
-
-struct GradientBuffers {
-    q: Buffer,
-    k: Buffer,
-    a: Buffer,
-    b: Buffer,
-    v: Buffer,
-    g: Buffer,
-    beta: Buffer,
-}
-
 /// Whole sequences. `keep` leaves in `saved` what [`backward`] needs.
 ///
 /// # Errors
@@ -586,28 +573,18 @@ pub fn forward<R: Runtime>(
     x: &Inputs,
     keep: bool,
 ) -> Result<Forward, Refusal> {
-    forward_in(client, variant, dims, dtype, x, keep, None)
+    Ok(forward_of(&Call::new(client, variant, dims, dtype, x)?, keep))
 }
 
-/// As [`forward`], cut into so many segments, or as many as fit the device.
-pub(crate) fn forward_in<R: Runtime>(
-    client: &ComputeClient<R>,
-    variant: Variant,
-    dims: Dims,
-    dtype: StorageType,
-    x: &Inputs,
-    keep: bool,
-    segments: Option<usize>,
-) -> Result<Forward, Refusal> {
-    let call = Call::new(client, variant, dims, dtype, x, segments)?;
+/// As [`forward`], cut as the call is.
+pub(crate) fn forward_of<R: Runtime>(call: &Call<'_, R>, keep: bool) -> Forward {
     let scores = call.intra_chunk();
-    let handles: Vec<Handle> = scores.iter().map(|buffer| buffer.handle.clone()).collect();
-    let (o, state, kept) = call.state_pass_forward(&handles, keep);
-    let saved = if keep { scores.into_iter().chain(kept).collect() } else { vec![] };
-    Ok(Forward { o, state, saved })
+    let (o, state, saved) = call.state_pass_forward(scores, keep);
+    let saved = if keep { saved.save() } else { vec![] };
+    Forward { o, state, saved }
 }
 
-/// Gradients of every input, from those of the outputs and (zeros if absent) of the last state.
+/// Gradients of every input.
 ///
 /// # Errors
 /// As [`forward`].
@@ -619,32 +596,19 @@ pub fn backward<R: Runtime>(
     dims: Dims,
     dtype: StorageType,
     given: Given<'_>,
-    d_o: &Handle,
-    d_state: Option<&Handle>,
 ) -> Result<Backward, Refusal> {
-    backward_in(client, variant, dims, dtype, given, d_o, d_state, None)
+    Ok(backward_of(&Call::new(client, variant, dims, dtype, given.x)?, given))
 }
 
-/// As [`backward`], cut as the forward pass was.
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn backward_in<R: Runtime>(
-    client: &ComputeClient<R>,
-    variant: Variant,
-    dims: Dims,
-    dtype: StorageType,
-    given: Given<'_>,
-    d_o: &Handle,
-    d_state: Option<&Handle>,
-    segments: Option<usize>,
-) -> Result<Backward, Refusal> {
-    let Given { x, saved } = given;
-    assert_eq!(saved.len(), SCORES + 3, "tensors that a forward pass saves");
-    let call = Call::new(client, variant, dims, dtype, x, segments)?;
-    let (scores, kept) = saved.split_at(SCORES);
-    let (d_v, d_start, [d_states, r]) = call.state_pass_backward(scores, &kept[2], d_o, d_state);
-    let out = call.gradients(&kept[0], &kept[1], &d_states, &r, d_o, d_v);
+/// As [`backward`], cut as the call is.
+pub(crate) fn backward_of<R: Runtime>(call: &Call<'_, R>, given: Given<'_>) -> Backward {
+    let variant = call.variant;
+    let saved = Saved::restore(given.saved);
+    let back = call.state_pass_backward(&saved, given.d_o, given.d_state);
+    let d_start = back.start.clone();
+    let out = call.gradients(&saved, back, given.d_o);
     let own_a = variant.own_a();
-    Ok(Backward {
+    Backward {
         q: out.q,
         k: out.k,
         v: out.v,
@@ -653,5 +617,5 @@ pub(crate) fn backward_in<R: Runtime>(
         g: (variant.decay != crate::Decay::None).then_some(out.g),
         beta: matches!(variant.transition, Transition::Delta { .. }).then_some(out.beta),
         state: d_start,
-    })
+    }
 }

@@ -1,35 +1,37 @@
 //! The chunkwise algorithm: three stages on the device, and the host's side of them.
 //!
 //! ```text
-//! intra_chunk        A_qk, T and decay factors of every chunk      triangular_inverse, vector_decay
-//! state_pass         S from chunk to chunk, and the outputs        state_step, state, state_products,
-//!                                                                  state_tiles, sequence_parallel
+//! intra_chunk        A_qk, T and decay factors of every chunk      vector_decay
+//! state_pass         S from chunk to chunk, and the outputs        state_step, state, state_tiles,
+//!                                                                  producers, sequence_parallel
 //! input_gradients    dq, dk, da, db, and dg, dbeta                 score_gradients, gradient_tiles,
 //!                                                                  gate_gradients
 //!
-//! chunk              offsets of a chunk, cumulative decay          all stages
+//! chunk, decay       offsets of a chunk, its decay                 all stages
 //! arguments, roles   tensors of the kernels, names of matrices     all stages
 //! plan, task         compile-time values                           all stages
-//! choose, launch     plans of a device, buffers and launches       host
+//! choose, buffers,   plans of a device, buffers and launches       host
+//! launch
 //! ```
 
 mod arguments;
+mod buffers;
 pub(crate) mod choose;
 mod chunk;
+mod decay;
 mod gate_gradients;
 mod gradient_tiles;
 mod input_gradients;
 mod intra_chunk;
 pub(crate) mod launch;
 mod plan;
+mod producers;
 mod roles;
 mod score_gradients;
 mod sequence_parallel;
 mod state;
 mod state_pass;
-mod state_products;
 mod state_step;
 mod state_tiles;
 mod task;
-mod triangular_inverse;
 mod vector_decay;

@@ -1,9 +1,11 @@
-//! The compile-time plan of a kernel.
+//! Compile-time plans: one that every stage has, and what two of them add to it.
 
-use crate::tile::{Engine, Grid, Mul, Window};
-use crate::variant::Variant;
+use crate::chunkwise::task::Task;
+use crate::tile::{Engine, Grid, Inverse, Mul, Window};
+use crate::variant::{Decay, Variant};
+use std::ops::Deref;
 
-/// Compile-time values of a kernel. Neither batch nor length is part of it.
+/// Compile-time values of a stage. Neither batch nor length is part of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Plan {
     pub source: &'static str,
@@ -15,19 +17,56 @@ pub(crate) struct Plan {
     pub chunk: usize,
     /// Columns of keys in a tile.
     pub key_slice: usize,
-    /// Columns of values that a cube of the state pass owns.
-    pub value_tile: usize,
-    /// Columns of values in a tile elsewhere.
+    /// Columns of values in a tile; in the state pass those that a cube owns.
     pub value_slice: usize,
-    /// Pipeline stages of the state pass, a chunk's tiles each: with 2, one is copied while one is in use; with
-    /// producers 3, since one is scored in between. Input gradients on tensor cores: 1 if a chunk's tiles are held
-    /// at once, 0 if slice by slice.
-    pub stages: usize,
-    /// Producer planes of the state pass, which make scores ahead of the others; 0 where the intra-chunk stage does.
-    pub producers: usize,
-    /// Planes of the state pass that split the keys of the same columns of values; 1 on the f32 engines.
-    pub split_k: usize,
     pub units: usize,
+}
+
+/// Plan of a launch of the state pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct StatePlan {
+    pub common: Plan,
+    pub schedule: Schedule,
+    /// Planes that split the keys of the same columns of values; 1 where the state is in shared memory.
+    pub split_k: usize,
+    pub task: Task,
+}
+
+/// When a chunk's tiles are filled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Schedule {
+    /// Slice by slice, right before a slice is used.
+    Direct,
+    /// By asynchronous copies of all tiles of a chunk: of this one (1 stage), or of the next one while this one is in
+    /// use (2 stages).
+    Staged { stages: usize },
+    /// Warp specialisation. Producer planes copy tiles and make scores ahead of the others: of three chunks one is
+    /// copied, one scored, one consumed.
+    Specialized { producers: usize },
+}
+
+/// Plan of the input gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct GradientPlan {
+    pub common: Plan,
+    /// A chunk's tiles are held at once; else slice by slice.
+    pub whole: bool,
+}
+
+impl Deref for StatePlan {
+    type Target = Plan;
+
+    fn deref(&self) -> &Plan {
+        &self.common
+    }
+}
+
+impl Deref for GradientPlan {
+    type Target = Plan;
+
+    fn deref(&self) -> &Plan {
+        &self.common
+    }
 }
 
 impl Plan {
@@ -44,46 +83,14 @@ impl Plan {
         self.value_width.div_ceil(self.value_slice)
     }
 
-    pub fn value_tiles(&self) -> usize {
-        self.value_width.div_ceil(self.value_tile)
-    }
-
-    /// Chunks whose scores the state pass holds at once.
-    pub fn score_stages(&self) -> usize {
-        self.stages.min(2)
-    }
-
-    /// This plan with no units but the producers.
-    pub fn of_producers(&self) -> Self {
-        Self { units: self.producers * 32, ..*self }
-    }
-
-    /// The producer that makes a chunk's decay factors as well: that of the upper right corner of A_qk. Of eight
-    /// it has nothing else to make, of four as much as the others.
-    pub fn decay_factor_producer(&self) -> usize {
-        let grid = self.of_producers().pairs();
-        grid.down() * (grid.across() - 1)
-    }
-
-    /// Units that copy a chunk's tiles: producers alone, because consumers have more to do, or all.
-    pub fn copying_units(&self) -> usize {
-        if self.producers > 0 { self.of_producers().units } else { self.units }
-    }
-
-    /// Tiles of a matrix [K, K] where the state's are `value_tile` wide.
-    pub fn key_tiles(&self) -> usize {
-        self.key_width.div_ceil(self.value_tile)
+    /// Whether a cube's units are known to be planes of 32.
+    pub fn has_planes(&self) -> bool {
+        self.engine.by_planes()
     }
 
     /// From one row of a tile to the next, for rows of `columns` numbers.
     pub fn stride(&self, columns: usize) -> usize {
-        columns
-            + match self.engine {
-                Engine::Plain => 1,
-                // Eight rows of four numbers meet 32 banks.
-                Engine::Tf32 => 4,
-                Engine::Mma => 8,
-            }
+        columns + self.engine.padding()
     }
 
     /// A tile of `rows` rows and `columns` columns out of a tensor of `width` columns.
@@ -96,6 +103,26 @@ impl Plan {
         self.window(self.chunk, self.key_slice, self.key_width)
     }
 
+    /// A chunk's rows of values.
+    pub fn value_window(&self) -> Window {
+        self.window(self.chunk, self.value_slice, self.value_width)
+    }
+
+    /// Numbers of a tile [C, key_slice].
+    pub fn key_numbers(&self) -> usize {
+        self.chunk * self.stride(self.key_slice)
+    }
+
+    /// Numbers of a tile [C, value_slice].
+    pub fn value_numbers(&self) -> usize {
+        self.chunk * self.stride(self.value_slice)
+    }
+
+    /// Numbers of a tile [C, C].
+    pub fn square_numbers(&self) -> usize {
+        self.chunk * self.stride(self.chunk)
+    }
+
     pub fn grid(&self, m: usize, n: usize) -> Grid {
         Grid { engine: self.engine, m, n, units: self.units }
     }
@@ -103,6 +130,11 @@ impl Plan {
     /// C x C.
     pub fn pairs(&self) -> Grid {
         self.grid(self.chunk, self.chunk)
+    }
+
+    /// Of the UT transform.
+    pub fn inverse(&self) -> Inverse {
+        Inverse { engine: self.engine, chunk: self.chunk, units: self.units }
     }
 
     /// `[m, n] += [m, k] [k, n]` over tiles whose rows are this long as stored.
@@ -115,6 +147,77 @@ impl Plan {
             a_transposed: a.transposed,
             b_transposed: b.transposed,
         }
+    }
+}
+
+impl StatePlan {
+    /// Numbers of a unit that hold a segment's cumulative decay: none where M is a matrix, or 1.
+    pub fn carried_decays(&self) -> usize {
+        match self.variant.decay {
+            _ if !self.task.local() || self.variant.solves() => 0,
+            Decay::None => 0,
+            Decay::Scalar => 1,
+            Decay::Vector => self.key_width.div_ceil(self.units),
+        }
+    }
+
+    /// Producer planes, which make scores ahead of the others; 0 where the intra-chunk stage does.
+    pub fn producers(&self) -> usize {
+        match self.schedule {
+            Schedule::Specialized { producers } => producers,
+            Schedule::Direct | Schedule::Staged { .. } => 0,
+        }
+    }
+
+    /// Pipeline stages, a chunk's tiles each.
+    pub fn stages(&self) -> usize {
+        match self.schedule {
+            Schedule::Direct => 1,
+            Schedule::Staged { stages } => stages,
+            Schedule::Specialized { .. } => 3,
+        }
+    }
+
+    /// Whether the state is in registers; else in shared memory.
+    pub fn in_registers(&self) -> bool {
+        self.engine == Engine::Mma
+    }
+
+    /// Chunks whose scores are held at once.
+    pub fn score_stages(&self) -> usize {
+        self.stages().min(2)
+    }
+
+    /// The producers' plan.
+    pub fn of_producers(&self) -> Plan {
+        Plan { units: self.producers() * 32, ..self.common }
+    }
+
+    /// The producer that makes a chunk's decay factors as well: that of the upper right corner of A_qk. Of eight
+    /// it has nothing else to make, of four as much as the others.
+    pub fn decay_factor_producer(&self) -> usize {
+        let grid = self.of_producers().pairs();
+        grid.down() * (grid.across() - 1)
+    }
+
+    /// Units that copy a chunk's tiles: producers alone, because consumers have more to do, or all.
+    pub fn copying_units(&self) -> usize {
+        if self.producers() > 0 { self.of_producers().units } else { self.units }
+    }
+
+    /// Tiles of a matrix [K, K] where the state's are `value_slice` wide.
+    pub fn key_tiles(&self) -> usize {
+        self.key_width.div_ceil(self.value_slice)
+    }
+
+    /// This plan, its tiles of so many columns of values.
+    pub fn of_columns(&self, value_slice: usize) -> Self {
+        Self { common: Plan { value_slice, ..self.common }, ..*self }
+    }
+
+    /// This plan, by so many units.
+    pub fn by_units(&self, units: usize) -> Self {
+        Self { common: Plan { units, ..self.common }, ..*self }
     }
 }
 

@@ -1,12 +1,14 @@
 //! Gradients of the score blocks: products of value-wide matrices under the decay mask.
 
-use crate::chunkwise::arguments::{Operands, SavedTensors};
-use crate::chunkwise::chunk::{Place, Sums, sum_scalars};
-use crate::chunkwise::gradient_tiles::{GradientTiles, load_value_operands, values_tile};
-use crate::chunkwise::intra_chunk::{decay_mask, erase_scale, intersects_lower_triangle, store};
-use crate::chunkwise::plan::{Plan, row_major, transposed};
+use crate::chunkwise::arguments::StageTypes;
+use crate::chunkwise::chunk::{Sums, sum_scalars};
+use crate::chunkwise::decay::{decay_mask, erase_scale, intersects_lower_triangle};
+use crate::chunkwise::gradient_tiles::{
+    GradientInputs, GradientTiles, load_value_operands, values_tile,
+};
+use crate::chunkwise::plan::{GradientPlan, row_major, transposed};
 use crate::chunkwise::roles::{Scored, Values};
-use crate::tile::{Acc, Grid, Pair, column, inside, mul, row, set, tile, zeros};
+use crate::tile::{Acc, Grid, Pair, column, inside, mul, row, set, store, tile, zeros};
 use cubecl::prelude::*;
 
 /// Gradients of the score blocks. Their zero-exponent terms lie apart: no gate touches them.
@@ -22,7 +24,7 @@ pub(crate) struct ScoreGradients<X: Float, M: Size> {
     pub zero_exponent: SharedMemory<f32>,
 }
 
-impl Plan {
+impl GradientPlan {
     /// Whether the row on the left of these scores sees the token before it.
     pub fn before(&self, scored: Scored) -> bool {
         if scored.reads() { self.variant.reads_before() } else { self.variant.erases_before() }
@@ -46,7 +48,9 @@ impl Plan {
 
 /// Tiles of score gradients.
 #[cube]
-pub(crate) fn score_gradients<X: Float, M: Size>(#[comptime] plan: Plan) -> ScoreGradients<X, M> {
+pub(crate) fn score_gradients<X: Float, M: Size>(
+    #[comptime] plan: GradientPlan,
+) -> ScoreGradients<X, M> {
     let variant = comptime!(plan.variant);
     let chunk = comptime!(plan.chunk);
     let square = comptime!(chunk * plan.stride(chunk));
@@ -65,18 +69,18 @@ pub(crate) fn score_gradients<X: Float, M: Size>(#[comptime] plan: Plan) -> Scor
 
 /// Fills scales, sums of g and zero-exponent terms. Ends with everything visible to all.
 #[cube]
-pub(crate) fn prepare<F: Float, X: Float, G: Size, N: Size, M: Size>(
-    d_scores: &mut ScoreGradients<X, M>,
-    tiles: &mut GradientTiles<X, N>,
+pub(crate) fn prepare<P: StageTypes>(
+    d_scores: &mut ScoreGradients<P::X, P::M>,
+    tiles: &mut GradientTiles<P::X, P::N>,
     sums: &mut Sums,
-    x: &Operands<F, G>,
-    place: &Place,
-    #[comptime] plan: Plan,
+    from: &GradientInputs<P>,
+    #[comptime] plan: GradientPlan,
 ) {
     let chunk = comptime!(plan.chunk);
     let unit = UNIT_POS as usize;
+    let gates = &from.place.gates;
     if unit < chunk {
-        tiles.scales[unit] = erase_scale(&x.beta, &place.gates, unit, plan);
+        tiles.scales[unit] = erase_scale(&from.x.beta, gates, unit, comptime!(*plan));
         #[unroll]
         for n in 0..4usize {
             d_scores.zero_exponent[unit + comptime!(n * chunk)] = 0.0f32;
@@ -84,79 +88,41 @@ pub(crate) fn prepare<F: Float, X: Float, G: Size, N: Size, M: Size>(
     }
     sync_cube();
     if comptime!(plan.variant.scalar()) {
-        sum_scalars(sums, &x.g, &place.gates, plan);
+        sum_scalars(sums, &from.x.g, gates, comptime!(*plan));
     }
 }
 
 /// Gradients of the scores: `[C, C]` products of value-wide matrices.
 #[cube]
-pub(crate) fn fill_weights<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
-    d_scores: &mut ScoreGradients<X, M>,
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
+pub(crate) fn fill_weights<P: StageTypes>(
+    d_scores: &mut ScoreGradients<P::X, P::M>,
+    tiles: &mut GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
     sums: &Sums,
-    place: &Place,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     let variant = comptime!(plan.variant);
     let grid = comptime!(plan.pairs());
     let stride = comptime!(plan.stride(plan.chunk));
     let zero_exponent = &mut d_scores.zero_exponent;
     let scored = comptime!(Scored::Qk);
-    let acc = masked_score_gradient::<F, X, E, G, N>(
-        zero_exponent,
-        tiles,
-        x,
-        saved,
-        sums,
-        place,
-        scored,
-        plan,
-    );
-    store::<X, M>(&mut d_scores.qk, &acc, stride, grid);
+    let acc = masked_score_gradient::<P>(zero_exponent, tiles, from, sums, scored, plan);
+    store::<P::X, P::M>(&mut d_scores.qk, &acc, stride, grid);
     if comptime!(variant.low_rank()) {
         let scored = comptime!(Scored::Qb);
-        let acc = masked_score_gradient::<F, X, E, G, N>(
-            zero_exponent,
-            tiles,
-            x,
-            saved,
-            sums,
-            place,
-            scored,
-            plan,
-        );
-        store::<X, M>(&mut d_scores.qb, &acc, stride, grid);
+        let acc = masked_score_gradient::<P>(zero_exponent, tiles, from, sums, scored, plan);
+        store::<P::X, P::M>(&mut d_scores.qb, &acc, stride, grid);
         let scored = comptime!(Scored::Ak);
-        let acc = masked_score_gradient::<F, X, E, G, N>(
-            zero_exponent,
-            tiles,
-            x,
-            saved,
-            sums,
-            place,
-            scored,
-            plan,
-        );
-        store::<X, M>(&mut d_scores.ak, &acc, stride, grid);
+        let acc = masked_score_gradient::<P>(zero_exponent, tiles, from, sums, scored, plan);
+        store::<P::X, P::M>(&mut d_scores.ak, &acc, stride, grid);
     }
     if comptime!(variant.solves()) {
         let scored = comptime!(Scored::Ab);
-        let mut acc = masked_score_gradient::<F, X, E, G, N>(
-            zero_exponent,
-            tiles,
-            x,
-            saved,
-            sums,
-            place,
-            scored,
-            plan,
-        );
-        store::<X, M>(&mut d_scores.ab, &acc, stride, grid);
+        let mut acc = masked_score_gradient::<P>(zero_exponent, tiles, from, sums, scored, plan);
+        store::<P::X, P::M>(&mut d_scores.ab, &acc, stride, grid);
         if comptime!(variant.delta()) {
             scale_erase_rows(&mut acc, &tiles.scales, grid, plan);
-            store::<X, M>(&mut d_scores.scaled, &acc, stride, grid);
+            store::<P::X, P::M>(&mut d_scores.scaled, &acc, stride, grid);
         }
     }
     sync_cube();
@@ -168,7 +134,7 @@ pub(crate) fn scale_erase_rows(
     acc: &mut Acc,
     scales: &SharedMemory<f32>,
     #[comptime] grid: Grid,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) {
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
@@ -183,26 +149,22 @@ pub(crate) fn scale_erase_rows(
 
 /// `X Y^T` over slices of values, [C, C].
 #[cube]
-fn value_product<F: Float, X: Float, E: Float, G: Size, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
-    place: &Place,
+fn value_product<P: StageTypes>(
+    tiles: &mut GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
     #[comptime] factors: [Values; 2],
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) -> Acc {
     let columns = comptime!(plan.value_slice);
     let grid = comptime!(plan.pairs());
-    let a = comptime!(factors[0]);
-    let b = comptime!(factors[1]);
     let mut acc = zeros(comptime!(grid.fragments()));
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
-        load_value_operands::<F, X, E, G, N>(tiles, x, saved, place, first, a, b, plan);
-        let left = values_tile::<X, N>(tiles, a, false, plan);
-        let right = values_tile::<X, N>(tiles, b, true, plan);
+        load_value_operands::<P>(tiles, from, first, factors, plan);
+        let left = values_tile::<P::X, P::N>(tiles, factors[0], false, plan);
+        let right = values_tile::<P::X, P::N>(tiles, factors[1], true, plan);
         let spec = comptime!(plan.mul(grid, columns, row_major(columns), transposed(columns)));
-        mul::<X, N, N>(&mut acc, &left, 0usize, &right, 0usize, spec);
+        mul::<P::X, P::N, P::N>(&mut acc, &left, 0usize, &right, 0usize, spec);
     }
     acc
 }
@@ -210,23 +172,20 @@ fn value_product<F: Float, X: Float, E: Float, G: Size, N: Size>(
 /// Gradient of a score block, times the decay mask. Zero-exponent terms go to `zero_exponent` where there is
 /// a gate whose gradient they would enter.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn masked_score_gradient<F: Float, X: Float, E: Float, G: Size, N: Size>(
+fn masked_score_gradient<P: StageTypes>(
     zero_exponent: &mut SharedMemory<f32>,
-    tiles: &mut GradientTiles<X, N>,
-    x: &Operands<F, G>,
-    saved: &SavedTensors<F, E, G>,
+    tiles: &mut GradientTiles<P::X, P::N>,
+    from: &GradientInputs<P>,
     sums: &Sums,
-    place: &Place,
     #[comptime] scored: Scored,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GradientPlan,
 ) -> Acc {
     let factors = comptime!(plan.factors(scored));
     let before = comptime!(plan.before(scored));
     let strict = comptime!(before || !scored.reads());
     let exclude = comptime!(plan.excludes_zero_exponents(scored));
     let grid = comptime!(plan.pairs());
-    let mut acc = value_product::<F, X, E, G, N>(tiles, x, saved, place, factors, plan);
+    let mut acc = value_product::<P>(tiles, from, factors, plan);
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         let j = column(f, grid);
@@ -239,7 +198,7 @@ fn masked_score_gradient<F: Float, X: Float, E: Float, G: Size, N: Size>(
                 x = acc.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {
-                    x[l] = x[l] * decay_mask(sums, i, j + l, strict, before, plan);
+                    x[l] = x[l] * decay_mask(sums, i, j + l, strict, before, comptime!(*plan));
                     if comptime!(exclude) {
                         let zero = if comptime!(before) { j + l + 1 == i } else { j + l == i };
                         if zero {

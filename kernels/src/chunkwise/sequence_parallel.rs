@@ -16,15 +16,15 @@
 //! The local pass of segment p fills state p + 1 (p - 1) with E_p, so that the first needs no M, the last
 //! no local pass at all, and `combine` only adds M_p times state p. M is kept for the backward pass.
 //!
-//! Work:   local pass: a cube a `value_tile` columns of E_p or M_p; combine: a cube a few columns of S.
+//! Work:   local pass: a cube a `value_slice` columns of E_p or M_p; combine: a cube a few columns of S.
 //! Cost:   local pass: the pass without outputs, twice where M_p is a matrix; combine: 2 K K V flops a
 //!         segment, in f32 throughout: rounding is that of the state pass, with or without a cut.
 //! Source: local passes and combine are those of a parallel scan, <https://www.cs.cmu.edu/~guyb/papers/Ble93.pdf>,
 //!         one level deep.
 
 use crate::chunkwise::chunk::{HeadOffsets, Place, Sizes, head_offsets, place_in};
-use crate::chunkwise::plan::Plan;
-use crate::chunkwise::task::{Span, Task};
+use crate::chunkwise::plan::{Plan, StatePlan};
+use crate::chunkwise::task::Span;
 use crate::tile::{Rows, tile};
 use cubecl::prelude::*;
 
@@ -57,11 +57,8 @@ pub(crate) struct WorkRange {
 
 /// The work range of this cube. Cubes of a local pass lie in a row: all of E, then all of M.
 #[cube]
-pub(crate) fn work_range(
-    sizes: &Sizes,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
-) -> WorkRange {
+pub(crate) fn work_range(sizes: &Sizes, #[comptime] plan: StatePlan) -> WorkRange {
+    let task = comptime!(plan.task);
     let all = sizes.chunks as usize;
     let length = sizes.segment as usize;
     let mut tile = CUBE_POS_X as usize;
@@ -74,7 +71,7 @@ pub(crate) fn work_range(
         segments = (all - 1) / length + 1;
         segment = CUBE_POS_Z as usize;
         if comptime!(task.span == Span::Local) {
-            let tiles = comptime!(plan.value_tiles());
+            let tiles = comptime!(plan.value_slices());
             let of_states = (segments - 1) * tiles;
             if tile < of_states {
                 segment = tile / tiles + comptime!(if task.backward { 1 } else { 0 });
@@ -93,7 +90,7 @@ pub(crate) fn work_range(
     WorkRange {
         memory: CUBE_POS_Y as usize,
         head_offsets: head_offsets(sizes, CUBE_POS_Y as usize),
-        first: tile * comptime!(plan.value_tile),
+        first: tile * comptime!(plan.value_slice),
         from,
         chunks,
         segment,
@@ -104,17 +101,13 @@ pub(crate) fn work_range(
 
 /// Chunk `n` of a range. A pass for M has no values.
 #[cube]
-pub(crate) fn nth_chunk(
-    range: &WorkRange,
-    n: usize,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
-) -> Place {
+pub(crate) fn nth_chunk(range: &WorkRange, n: usize, #[comptime] plan: StatePlan) -> Place {
+    let task = comptime!(plan.task);
     let mut chunk = range.from + n;
     if comptime!(task.backward) {
         chunk = range.from + range.chunks - 1 - n;
     }
-    let place = place_in(&range.head_offsets, chunk, plan);
+    let place = place_in(&range.head_offsets, chunk, comptime!(*plan));
     if comptime!(task.span == Span::Local) {
         let mut valid = place.valid;
         if range.transition {
@@ -185,19 +178,7 @@ pub(crate) fn combine_matrices<N: Size>(
         let to = source(n + 1, segments, backward);
         let matrix = (start as usize + (memory + from) * comptime!(keys * keys)) / read;
         let after = (start as usize + (memory + to) * comptime!(keys * keys)) / read;
-        let mut sums = Sequence::<Array<Vector<f32, N>>>::new();
-        #[unroll]
-        for t in 0..turns {
-            let d = min(own + comptime!(t * down), comptime!(across - 1)) * read;
-            let mut x = Vector::<f32, N>::empty();
-            #[unroll]
-            for l in 0..read {
-                x[l] = states[((memory + to) * keys + d + l) * width + column];
-            }
-            let mut sum = Array::<Vector<f32, N>>::new(1usize);
-            sum[0] = x;
-            sums.push(sum);
-        }
+        let mut sums = next_state::<N>(states, (memory + to) * keys, column, plan);
         for s in 0..comptime!(keys / slab) {
             sync_cube();
             lay_down(&mut rows, &coming, plan);
@@ -232,6 +213,34 @@ pub(crate) fn combine_matrices<N: Size>(
             }
         }
     }
+}
+
+/// This unit's numbers of the state whose rows begin with row `first`, as E_p left it.
+#[cube]
+fn next_state<N: Size>(
+    states: &Array<f32>,
+    first: usize,
+    column: usize,
+    #[comptime] plan: Plan,
+) -> Sequence<Array<Vector<f32, N>>> {
+    let read = N::value();
+    let across = comptime!(plan.key_width / read);
+    let down = comptime!(UNITS / COLUMNS);
+    let own = UNIT_POS as usize / COLUMNS;
+    let mut sums = Sequence::<Array<Vector<f32, N>>>::new();
+    #[unroll]
+    for t in 0..comptime!(across.div_ceil(down)) {
+        let d = min(own + comptime!(t * down), comptime!(across - 1)) * read;
+        let mut x = Vector::<f32, N>::empty();
+        #[unroll]
+        for l in 0..read {
+            x[l] = states[(first + d + l) * comptime!(plan.value_width) + column];
+        }
+        let mut sum = Array::<Vector<f32, N>>::new(1usize);
+        sum[0] = x;
+        sums.push(sum);
+    }
+    sums
 }
 
 /// Rows of M that [`combine_matrices`] holds in shared memory: a power of two that divides K, [`SLAB`] numbers at most.

@@ -11,7 +11,7 @@
 //! S is the state at the chunk's start. A low rank transition has A_qb in front of U. R is the adjoint of the
 //! solve; in linear attention it is dv. Low rank has `dv = A_qk^T dO + K^ dS' + A_ak^T R` besides.
 //!
-//! Work:   a cube a `value_tile` columns of a (sequence, head), or of a segment of it (sequence_parallel.rs):
+//! Work:   a cube a `value_slice` columns of a (sequence, head), or of a segment of it (sequence_parallel.rs):
 //!         columns of S never meet. Warp specialisation: in linear attention, where one tile holds all
 //!         values, the first planes of a cube are *producers*. They copy tiles and make the next chunk's
 //!         A_qk and decay factors, which need no state, while the *consumers* move the state over the
@@ -22,228 +22,265 @@
 
 use crate::chunkwise::arguments::{IntraChunk, Operands, StatePass};
 use crate::chunkwise::chunk::{Place, Sizes};
-use crate::chunkwise::intra_chunk::{ProducerTiles, produce_scores, producer_tiles};
-use crate::chunkwise::plan::Plan;
+use crate::chunkwise::plan::{Plan, Schedule, StatePlan};
+use crate::chunkwise::producers::{produce_scores, producer_tiles};
 use crate::chunkwise::sequence_parallel::{WorkRange, nth_chunk, work_range};
-use crate::chunkwise::state::{Block, State, block, is_consumer, reset_state, state, store_state};
-use crate::chunkwise::state_step::{last_scale, step_backward, step_forward, total_start};
-use crate::chunkwise::state_tiles::{StateTiles, copy_chunk_async, select_chunk, state_tiles};
-use crate::chunkwise::task::{Span, Task};
+use crate::chunkwise::state::{Home, State, StateEngine, block, is_consumer, state};
+use crate::chunkwise::state_step::{
+    Pass, PassOutputs, chunk_decay, chunk_decays_at, step_backward, step_forward,
+};
+use crate::chunkwise::state_tiles::{PassInputs, copy_chunk_async, select_chunk, state_tiles};
+use crate::chunkwise::task::Span;
+use cubecl::intrinsic;
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
 /// Cumulative decay since a segment's start: this unit's part of it.
-type Left = Sequence<Array<f32>>;
-
-/// The producers' part of a chunk. A local pass of linear attention reads the decay factors alone.
-#[cube]
-fn produce<E: Float, N: Size, M: Size>(
-    next: &mut ProducerTiles<E, M>,
-    tiles: &mut StateTiles<E, N>,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
-) {
-    produce_scores::<E, N, M>(
-        next,
-        tiles.at_square,
-        &mut tiles.decay_factors,
-        tiles.at_decay_factors,
-        &tiles.query_rows,
-        &tiles.key_rows,
-        tiles.at_rows,
-        &tiles.gates,
-        tiles.at_gates,
-        comptime!(task.applies_a_qk(plan.variant)),
-        plan,
-    );
-}
+type Carried = Sequence<Array<f32>>;
 
 /// The state pass forward.
 #[cube(launch_unchecked)]
-pub(crate) fn state_pass_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
-    x: &Operands<F, G>,
-    intra: &IntraChunk<E, G>,
-    pass: &mut StatePass<E, W>,
-    o: &mut Array<Vector<F, W>>,
+#[allow(unused_mut)] // it marks what is written
+pub(crate) fn state_pass_forward<
+    F: Float,
+    E: Float,
+    G: Size,
+    N: Size,
+    M: Size,
+    W: Size,
+    S: Home,
+>(
+    x: Operands<F, G>,
+    intra: IntraChunk<E, G>,
+    mut kept: StatePass<E, W>,
+    mut o: Array<Vector<F, W>>,
     sizes: &Sizes,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
+    #[comptime] plan: StatePlan,
     #[define(F, E)] _types: [StorageType; 2],
     #[define(G, N, M, W)] _widths: [usize; 4],
 ) {
-    pass_over_chunks::<F, E, G, N, M, W>(x, intra, pass, &x.v, o, sizes, task, plan);
+    let range = work_range(sizes, plan);
+    let values = again(&x.v);
+    let from = inputs::<S::Engine<F, E, G, N, M, W>>(x, intra, values, range.first);
+    let to = outputs::<S::Engine<F, E, G, N, M, W>>(kept, o);
+    pass_over_chunks::<S::Engine<F, E, G, N, M, W>>(from, to, &range, plan);
 }
 
-/// The state pass backward. `pass.start` is the gradient of the last state, `pass.end` that of the first.
+/// The state pass backward. `kept.start` is the gradient of the last state, `kept.end` that of the first.
 #[cube(launch_unchecked)]
-pub(crate) fn state_pass_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
-    x: &Operands<F, G>,
-    intra: &IntraChunk<E, G>,
-    pass: &mut StatePass<E, W>,
-    d_o: &Array<Vector<F, G>>,
-    d_v: &mut Array<Vector<F, W>>,
+#[allow(unused_mut)] // it marks what is written
+pub(crate) fn state_pass_backward<
+    F: Float,
+    E: Float,
+    G: Size,
+    N: Size,
+    M: Size,
+    W: Size,
+    S: Home,
+>(
+    x: Operands<F, G>,
+    intra: IntraChunk<E, G>,
+    mut kept: StatePass<E, W>,
+    d_o: Array<Vector<F, G>>,
+    mut d_v: Array<Vector<F, W>>,
     sizes: &Sizes,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
+    #[comptime] plan: StatePlan,
     #[define(F, E)] _types: [StorageType; 2],
     #[define(G, N, M, W)] _widths: [usize; 4],
 ) {
-    pass_over_chunks::<F, E, G, N, M, W>(x, intra, pass, d_o, d_v, sizes, task, plan);
+    let range = work_range(sizes, plan);
+    let from = inputs::<S::Engine<F, E, G, N, M, W>>(x, intra, d_o, range.first);
+    let to = outputs::<S::Engine<F, E, G, N, M, W>>(kept, d_v);
+    pass_over_chunks::<S::Engine<F, E, G, N, M, W>>(from, to, &range, plan);
 }
 
-/// A pass over chunks, from the first state to the last. `values` is v or dO; `out` is o or dv.
+/// The same tensor under a second name.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn pass_over_chunks<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
-    x: &Operands<F, G>,
-    intra: &IntraChunk<E, G>,
-    pass: &mut StatePass<E, W>,
-    values: &Array<Vector<F, G>>,
-    out: &mut Array<Vector<F, W>>,
-    sizes: &Sizes,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
+#[allow(unused_variables)] // an intrinsic's
+fn again<T: CubePrimitive>(x: &Array<T>) -> Array<T> {
+    intrinsic!(|_scope| x.clone())
+}
+
+#[cube]
+fn inputs<P: StateEngine>(
+    x: Operands<P::F, P::G>,
+    intra: IntraChunk<P::E, P::G>,
+    values: Array<Vector<P::F, P::G>>,
+    first: usize,
+) -> PassInputs<P> {
+    PassInputs::<P> { x, intra, values, first }
+}
+
+#[cube]
+fn outputs<P: StateEngine>(
+    kept: StatePass<P::E, P::W>,
+    values: Array<Vector<P::F, P::W>>,
+) -> PassOutputs<P> {
+    PassOutputs::<P> { kept, values }
+}
+
+/// A pass over chunks, from the first state to the last.
+#[cube]
+fn pass_over_chunks<P: StateEngine>(
+    from: PassInputs<P>,
+    to: PassOutputs<P>,
+    range: &WorkRange,
+    #[comptime] plan: StatePlan,
 ) {
-    let range = work_range(sizes, task, plan);
-    let first = range.first;
-    let chunks = range.chunks;
-    let mut tiles = state_tiles::<E, N>(task, plan);
-    let mut produced = producer_tiles::<E, M>(comptime!(task.applies_a_qk(plan.variant)), plan);
-    let mut block = block::<E, M>(plan);
-    let mut s = begin_state::<E, M, W>(pass, &range, task, plan);
-    let mut left = Left::new();
+    let mut to = to;
+    let tiles = state_tiles::<P>(plan);
+    let produced = producer_tiles::<P>(plan);
+    let block = block::<P>(plan);
+    let state = begin_state::<P>(&mut to, range, plan);
+    let mut carried = Carried::new();
     #[unroll]
-    for _ in 0..comptime!(task.left(plan)) {
+    for _ in 0..comptime!(plan.carried_decays()) {
         let mut one = Array::<f32>::new(1usize);
         one[0] = 1.0f32;
-        left.push(one);
+        carried.push(one);
     }
-    if comptime!(plan.has_producers()) {
-        let barrier = Barrier::shared(comptime!(plan.copying_units() as u32), UNIT_POS == 0);
-        sync_cube();
-        if !is_consumer(plan) {
-            let here = nth_chunk(&range, 0usize, task, plan);
-            copy_chunk_async::<F, E, G, N>(
-                &mut tiles, &barrier, x, intra, values, &here, first, 0usize, task, plan,
-            );
-        }
-        // Producers are a chunk ahead: of three chunks one is copied, one scored, one consumed. Copies start before
-        // the branch: within it they were seen to cost consumers registers.
-        for c in 0..chunks + 1 {
-            if c < chunks {
-                barrier.wait_parity((c % 2) as u32);
-            }
-            sync_cube();
-            if !is_consumer(plan) && c + 1 < chunks {
-                let next = nth_chunk(&range, c + 1, task, plan);
-                let third = (c + 1) % 3;
-                copy_chunk_async::<F, E, G, N>(
-                    &mut tiles, &barrier, x, intra, values, &next, first, third, task, plan,
-                );
-            }
-            if is_consumer(plan) {
-                if c > 0 {
-                    select_chunk::<E, N>(&mut tiles, c - 1, plan);
-                    let place = nth_chunk(&range, c - 1, task, plan);
-                    step::<F, E, G, N, M, W>(
-                        &mut s, &mut block, &mut tiles, &produced, &mut left, x, intra, pass,
-                        values, out, &place, first, task, plan,
-                    );
-                }
-            } else if c < chunks {
-                select_chunk::<E, N>(&mut tiles, c, plan);
-                produce::<E, N, M>(&mut produced, &mut tiles, task, plan);
+    let mut pass = Pass::<P> { from, to, tiles, produced, block, state };
+    match comptime!(plan.schedule) {
+        Schedule::Direct => {
+            for c in 0..range.chunks {
+                step::<P>(&mut pass, &mut carried, range, c, plan);
             }
         }
-    } else if comptime!(plan.staged()) {
-        let barrier = Barrier::shared(comptime!(plan.copying_units() as u32), UNIT_POS == 0);
-        sync_cube();
-        if comptime!(plan.stages == 2) {
-            let here = nth_chunk(&range, 0usize, task, plan);
-            copy_chunk_async::<F, E, G, N>(
-                &mut tiles, &barrier, x, intra, values, &here, first, 0usize, task, plan,
-            );
-        }
-        for c in 0..chunks {
-            if comptime!(plan.stages == 2) {
-                barrier.wait_parity((c % 2) as u32);
-                // The other stage is free when every plane is through with the chunk before.
-                sync_cube();
-                if c + 1 < chunks {
-                    let next = nth_chunk(&range, c + 1, task, plan);
-                    let half = (c + 1) % 2;
-                    copy_chunk_async::<F, E, G, N>(
-                        &mut tiles, &barrier, x, intra, values, &next, first, half, task, plan,
-                    );
-                }
-                select_chunk::<E, N>(&mut tiles, c, plan);
+        Schedule::Staged { stages } => {
+            if comptime!(stages == 2) {
+                pass_ahead::<P>(&mut pass, &mut carried, range, plan);
             } else {
-                sync_cube();
-                let here = nth_chunk(&range, c, task, plan);
-                copy_chunk_async::<F, E, G, N>(
-                    &mut tiles, &barrier, x, intra, values, &here, first, 0usize, task, plan,
-                );
-                barrier.wait_parity((c % 2) as u32);
+                pass_in_place::<P>(&mut pass, &mut carried, range, plan);
             }
-            let place = nth_chunk(&range, c, task, plan);
-            step::<F, E, G, N, M, W>(
-                &mut s, &mut block, &mut tiles, &produced, &mut left, x, intra, pass, values, out,
-                &place, first, task, plan,
-            );
         }
-    } else {
-        for c in 0..chunks {
-            let place = nth_chunk(&range, c, task, plan);
-            step::<F, E, G, N, M, W>(
-                &mut s, &mut block, &mut tiles, &produced, &mut left, x, intra, pass, values, out,
-                &place, first, task, plan,
-            );
+        Schedule::Specialized { .. } => {
+            pass_specialized::<P>(&mut pass, &mut carried, range, plan);
         }
     }
     sync_cube();
     if is_consumer(plan) {
-        end_state::<E, M, W>(&s, &left, pass, &range, task, plan);
+        end_state::<P>(&mut pass, &carried, range, plan);
     }
 }
 
-/// One chunk of a pass.
+/// Copies a chunk right before it is used.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn step<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
-    s: &mut State<E, M>,
-    block: &mut Block<E, M>,
-    tiles: &mut StateTiles<E, N>,
-    produced: &ProducerTiles<E, M>,
-    left: &mut Left,
-    x: &Operands<F, G>,
-    intra: &IntraChunk<E, G>,
-    pass: &mut StatePass<E, W>,
-    values: &Array<Vector<F, G>>,
-    out: &mut Array<Vector<F, W>>,
-    place: &Place,
-    first: usize,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
+fn pass_in_place<P: StateEngine>(
+    pass: &mut Pass<P>,
+    carried: &mut Carried,
+    range: &WorkRange,
+    #[comptime] plan: StatePlan,
 ) {
-    if comptime!(task.backward) {
-        step_backward::<F, E, G, N, M, W>(
-            s, block, tiles, produced, x, intra, pass, values, out, place, first, task, plan,
-        );
-    } else {
-        step_forward::<F, E, G, N, M, W>(
-            s, block, tiles, produced, x, intra, pass, out, place, first, task, plan,
-        );
+    let barrier = Barrier::shared(comptime!(plan.copying_units() as u32), UNIT_POS == 0);
+    sync_cube();
+    for c in 0..range.chunks {
+        sync_cube();
+        let here = nth_chunk(range, c, plan);
+        copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &here, 0usize, plan);
+        barrier.wait_parity((c % 2) as u32);
+        step::<P>(pass, carried, range, c, plan);
     }
+}
+
+/// Copies the next chunk while one is in use.
+#[cube]
+fn pass_ahead<P: StateEngine>(
+    pass: &mut Pass<P>,
+    carried: &mut Carried,
+    range: &WorkRange,
+    #[comptime] plan: StatePlan,
+) {
+    let barrier = Barrier::shared(comptime!(plan.copying_units() as u32), UNIT_POS == 0);
+    sync_cube();
+    let here = nth_chunk(range, 0usize, plan);
+    copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &here, 0usize, plan);
+    for c in 0..range.chunks {
+        barrier.wait_parity((c % 2) as u32);
+        // The other stage is free when every plane is through with the chunk before.
+        sync_cube();
+        if c + 1 < range.chunks {
+            let next = nth_chunk(range, c + 1, plan);
+            let half = (c + 1) % 2;
+            copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &next, half, plan);
+        }
+        select_chunk::<P>(&mut pass.tiles, c, plan);
+        step::<P>(pass, carried, range, c, plan);
+    }
+}
+
+/// Producers are a chunk ahead: of three chunks one is copied, one scored, one consumed. Copies start before the branch:
+/// within it they were seen to cost consumers registers.
+#[cube]
+fn pass_specialized<P: StateEngine>(
+    pass: &mut Pass<P>,
+    carried: &mut Carried,
+    range: &WorkRange,
+    #[comptime] plan: StatePlan,
+) {
+    let barrier = Barrier::shared(comptime!(plan.copying_units() as u32), UNIT_POS == 0);
+    sync_cube();
+    if !is_consumer(plan) {
+        let here = nth_chunk(range, 0usize, plan);
+        copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &here, 0usize, plan);
+    }
+    for c in 0..range.chunks + 1 {
+        if c < range.chunks {
+            barrier.wait_parity((c % 2) as u32);
+        }
+        sync_cube();
+        if !is_consumer(plan) && c + 1 < range.chunks {
+            let next = nth_chunk(range, c + 1, plan);
+            let third = (c + 1) % 3;
+            copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &next, third, plan);
+        }
+        if is_consumer(plan) {
+            if c > 0 {
+                select_chunk::<P>(&mut pass.tiles, c - 1, plan);
+                step::<P>(pass, carried, range, c - 1, plan);
+            }
+        } else if c < range.chunks {
+            select_chunk::<P>(&mut pass.tiles, c, plan);
+            produce_scores::<P>(&mut pass.produced, &mut pass.tiles, plan);
+        }
+    }
+}
+
+/// Chunk `c` of a pass.
+#[cube]
+fn step<P: StateEngine>(
+    pass: &mut Pass<P>,
+    carried: &mut Carried,
+    range: &WorkRange,
+    c: usize,
+    #[comptime] plan: StatePlan,
+) {
+    let place = nth_chunk(range, c, plan);
+    if comptime!(plan.task.backward) {
+        step_backward::<P>(pass, &place, plan);
+    } else {
+        step_forward::<P>(pass, &place, plan);
+    }
+    carry::<P>(carried, pass, &place, plan);
+}
+
+/// Multiplies the cumulative decay by the chunk's.
+#[cube]
+fn carry<P: StateEngine>(
+    carried: &mut Carried,
+    pass: &Pass<P>,
+    place: &Place,
+    #[comptime] plan: StatePlan,
+) {
     #[unroll]
-    for t in 0..comptime!(task.left(plan)) {
-        let mut share = last_scale::<E, N>(tiles, plan);
+    for t in 0..comptime!(plan.carried_decays()) {
+        let mut share = chunk_decay::<P>(&pass.tiles, plan);
         if comptime!(plan.variant.vector()) {
             let d = UNIT_POS as usize + comptime!(t * plan.units);
-            share =
-                intra.chunk_decay[total_start(place, plan) + min(d, comptime!(plan.key_width - 1))];
+            let last = comptime!(plan.key_width - 1);
+            share = pass.from.intra.chunk_decay[chunk_decays_at(place, plan) + min(d, last)];
         }
-        let old = left.index(t)[0usize];
-        fold(left.index_mut(t), old * share);
+        let old = carried.index(t)[0usize];
+        fold(carried.index_mut(t), old * share);
     }
 }
 
@@ -254,12 +291,12 @@ fn fold(to: &mut Array<f32>, x: f32) {
 
 /// The state that a pass starts from.
 #[cube]
-fn begin_state<E: Float, M: Size, W: Size>(
-    pass: &mut StatePass<E, W>,
+fn begin_state<P: StateEngine>(
+    to: &mut PassOutputs<P>,
     range: &WorkRange,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
-) -> State<E, M> {
+    #[comptime] plan: StatePlan,
+) -> State<P> {
+    let task = comptime!(plan.task);
     let numbers = comptime!(plan.key_width * plan.value_width);
     let slot = (range.memory * range.segments + range.segment) * numbers;
     let mut start = range.memory * numbers;
@@ -273,14 +310,14 @@ fn begin_state<E: Float, M: Size, W: Size>(
             first = 0usize;
         }
     }
-    let mut s = state::<E, M>(&pass.start, start, first, task.given, plan);
+    let mut s = state::<P>(&to.kept.start, start, first, plan);
     if comptime!(task.local()) {
         let foremost = if comptime!(task.backward) { range.segments - 1 } else { 0usize.runtime() };
         let stay = range.segment == foremost && !range.transition;
         // Producers have registers for this as well, and never use them.
-        reset_state::<E, M>(&mut s, stay, range.transition, range.first, plan);
+        P::reset_state(&mut s, stay, range.transition, range.first, plan);
         if stay && is_consumer(plan) {
-            store_state::<E, M>(&s, &mut pass.end, slot, first, false, plan);
+            P::store_state(&s, &mut to.kept.end, slot, first, false, plan);
         }
     }
     s
@@ -288,56 +325,81 @@ fn begin_state<E: Float, M: Size, W: Size>(
 
 /// Writes the last state of a pass.
 #[cube]
-fn end_state<E: Float, M: Size, W: Size>(
-    s: &State<E, M>,
-    left: &Left,
-    pass: &mut StatePass<E, W>,
+fn end_state<P: StateEngine>(
+    pass: &mut Pass<P>,
+    carried: &Carried,
     range: &WorkRange,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
+    #[comptime] plan: StatePlan,
 ) {
-    let variant = comptime!(plan.variant);
-    let keys = comptime!(plan.key_width);
-    let numbers = comptime!(keys * plan.value_width);
+    let task = comptime!(plan.task);
+    let numbers = comptime!(plan.key_width * plan.value_width);
     let first = range.first;
+    let end = &mut pass.to.kept.end;
     if comptime!(task.local()) {
         let segment = range.memory * range.segments + range.segment;
         if range.transition {
-            if comptime!(variant.solves() && !task.backward) {
-                let square = comptime!(Plan { value_width: keys, ..plan });
-                let at = segment * comptime!(keys * keys);
-                store_state::<E, M>(s, &mut pass.transitions, at, first, true, square);
-                if comptime!(task.keep) {
-                    let half = CUBE_COUNT_Y as usize * range.segments * comptime!(keys * keys);
-                    store_state::<E, M>(s, &mut pass.transitions, half + at, first, false, square);
-                }
-            }
+            store_transition::<P>(pass, range, segment, plan);
         } else {
             if comptime!(task.backward) {
-                store_state::<E, M>(s, &mut pass.end, (segment - 1) * numbers, first, false, plan);
+                P::store_state(&pass.state, end, (segment - 1) * numbers, first, false, plan);
             } else {
-                store_state::<E, M>(s, &mut pass.end, (segment + 1) * numbers, first, false, plan);
+                P::store_state(&pass.state, end, (segment + 1) * numbers, first, false, plan);
             }
             if first == 0 {
-                #[unroll]
-                for t in 0..comptime!(task.left(plan)) {
-                    // The first consumers, since producers have not followed decay.
-                    let unit = UNIT_POS as usize - comptime!(plan.producers * 32);
-                    let d = unit + comptime!(t * plan.units);
-                    if comptime!(variant.vector()) {
-                        if d < keys {
-                            pass.transitions[segment * keys + d] = left.index(t)[0usize];
-                        }
-                    } else if d == 0 {
-                        pass.transitions[segment] = left.index(t)[0usize];
-                    }
-                }
+                store_carried::<P>(pass, carried, segment, plan);
             }
         }
     } else {
         let last = if comptime!(task.backward) { 0usize.runtime() } else { range.segments - 1 };
         if range.segment == last {
-            store_state::<E, M>(s, &mut pass.end, range.memory * numbers, first, false, plan);
+            P::store_state(&pass.state, end, range.memory * numbers, first, false, plan);
+        }
+    }
+}
+
+/// Writes M^T of a segment, and M where it is kept.
+#[cube]
+fn store_transition<P: StateEngine>(
+    pass: &mut Pass<P>,
+    range: &WorkRange,
+    segment: usize,
+    #[comptime] plan: StatePlan,
+) {
+    if comptime!(plan.variant.solves() && !plan.task.backward) {
+        let keys = comptime!(plan.key_width);
+        let square =
+            comptime!(StatePlan { common: Plan { value_width: keys, ..plan.common }, ..plan });
+        let at = segment * comptime!(keys * keys);
+        let to = &mut pass.to.kept.transitions;
+        P::store_state(&pass.state, to, at, range.first, true, square);
+        if comptime!(plan.task.keep) {
+            let half = CUBE_COUNT_Y as usize * range.segments * comptime!(keys * keys);
+            P::store_state(&pass.state, to, half + at, range.first, false, square);
+        }
+    }
+}
+
+/// Writes the decay of a segment.
+#[cube]
+fn store_carried<P: StateEngine>(
+    pass: &mut Pass<P>,
+    carried: &Carried,
+    segment: usize,
+    #[comptime] plan: StatePlan,
+) {
+    let keys = comptime!(plan.key_width);
+    let to = &mut pass.to.kept.transitions;
+    #[unroll]
+    for t in 0..comptime!(plan.carried_decays()) {
+        // The first consumers, since producers have not followed decay.
+        let unit = UNIT_POS as usize - comptime!(plan.producers() * 32);
+        let d = unit + comptime!(t * plan.units);
+        if comptime!(plan.variant.vector()) {
+            if d < keys {
+                to[segment * keys + d] = carried.index(t)[0usize];
+            }
+        } else if d == 0 {
+            to[segment] = carried.index(t)[0usize];
         }
     }
 }

@@ -1,267 +1,311 @@
 //! One chunk of the state pass, forward and backward.
 
-use crate::chunkwise::arguments::{IntraChunk, Operands, StatePass};
+use crate::chunkwise::arguments::StatePass;
 use crate::chunkwise::chunk::Place;
-use crate::chunkwise::intra_chunk::{ProducerTiles, decay_factors};
-use crate::chunkwise::plan::Plan;
-use crate::chunkwise::state::{
-    Block, State, add, decay_state, load_block, output_column, output_row, own_columns, publish,
-    reduce_split_k, save_chunk_state, scale_tokens, stores, token,
-};
-use crate::chunkwise::state_products::{
-    block_product, block_product_out, outer_update, state_product, state_product_out,
-};
+use crate::chunkwise::decay::decay_factors;
+use crate::chunkwise::plan::StatePlan;
+use crate::chunkwise::producers::ProducerTiles;
+use crate::chunkwise::state::{Block, State, StateEngine, add, reduce_split_k, scale_tokens};
 use crate::chunkwise::state_tiles::{
-    StateTiles, load_a_ak_v, load_chunk, load_erase_rows, load_key_rows, load_query_rows,
-    load_square, load_values, load_write_rows,
+    PassInputs, StateTiles, load_a_ak_v, load_a_qu, load_chunk, load_erase_rows, load_key_rows,
+    load_query_rows, load_square, load_values, load_write_rows,
 };
-use crate::chunkwise::task::Task;
-use crate::tile::{Acc, Pair, Rows, put_four, put_out, set, zeros};
+use crate::tile::{Acc, Pair, set, zeros};
 use cubecl::prelude::*;
+
+/// Tensors that a pass writes.
+#[derive(CubeType)]
+pub(crate) struct PassOutputs<P: StateEngine> {
+    pub kept: StatePass<P::E, P::W>,
+    /// o, or dv backward.
+    pub values: Array<Vector<P::F, P::W>>,
+}
+
+/// A pass under way.
+#[derive(CubeType)]
+pub(crate) struct Pass<P: StateEngine> {
+    pub from: PassInputs<P>,
+    pub to: PassOutputs<P>,
+    pub tiles: StateTiles<P>,
+    pub produced: ProducerTiles<P>,
+    /// U forward, R backward.
+    pub block: Block<P>,
+    pub state: State<P>,
+}
 
 /// One chunk forward.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn step_forward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
-    s: &mut State<E, M>,
-    u: &mut Block<E, M>,
-    tiles: &mut StateTiles<E, N>,
-    produced: &ProducerTiles<E, M>,
-    x: &Operands<F, G>,
-    intra: &IntraChunk<E, G>,
-    pass: &mut StatePass<E, W>,
-    o: &mut Array<Vector<F, W>>,
+pub(crate) fn step_forward<P: StateEngine>(
+    pass: &mut Pass<P>,
     place: &Place,
-    first: usize,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
+    #[comptime] plan: StatePlan,
 ) {
     let variant = comptime!(plan.variant);
-    let fragments = comptime!(plan.block_fragments());
-    let outputs = comptime!(!task.local());
-    load_chunk::<F, E, G, N>(tiles, intra, &x.v, place, first, plan);
-    if comptime!(task.keep && outputs) {
-        save_chunk_state::<E, E, M, W>(s, &mut pass.states, place.index, first, plan);
+    let outputs = comptime!(!plan.task.local());
+    load_chunk::<P>(&mut pass.tiles, &pass.from, place, plan);
+    if comptime!(plan.task.keep && outputs) {
+        let first = pass.from.first;
+        P::save_chunk_state(&pass.state, &mut pass.to.kept.states, place.index, first, plan);
     }
-    load_block::<E, N, M>(u, &tiles.values, tiles.at_values, plan);
+    P::load_block(&mut pass.block, &pass.tiles.values, pass.tiles.at_values, plan);
     if comptime!(variant.solves()) {
-        let mut retrieved = zeros(fragments);
-        for slice in 0..comptime!(plan.key_slices()) {
-            load_erase_rows::<F, E, G, N>(tiles, x, intra, place, slice, plan);
-            state_product::<E, N, M>(
-                &mut retrieved,
-                &tiles.erase_rows,
-                tiles.at_rows,
-                s,
-                slice,
-                plan,
-            );
-        }
-        reduce_split_k::<E, M>(&mut retrieved, s, 0usize, true, plan);
-        scale::<E, N>(&mut retrieved, tiles, comptime!(decay_factors::ERASE), plan);
-        if comptime!(variant.low_rank()) {
-            load_a_ak_v::<E, G, N>(tiles, intra, place, first, plan);
-            load_block::<E, N, M>(u, &tiles.a_ak_v, tiles.at_values, plan);
-        } else {
-            scale::<E, N>(&mut u.acc, tiles, comptime!(decay_factors::BETA), plan);
-        }
-        add(&mut u.acc, &retrieved, fragments);
-        load_square::<E, G, N>(&mut tiles.inverse, &intra.inverse, place, plan);
-        publish::<E, M>(u, plan);
-        let mut solved = zeros(fragments);
-        block_product::<E, N, M>(&mut solved, &tiles.inverse, tiles.at_square, u, false, plan);
-        replace(&mut u.acc, &solved, plan);
-        if comptime!(task.keep && outputs) {
-            keep_block::<E, W>(&mut pass.block, &u.acc, &place.values, first, plan);
-        }
+        solve_forward::<P>(pass, place, plan);
     }
-    publish::<E, M>(u, plan);
-    let mut out = zeros(comptime!(if outputs { fragments } else { 0 }));
+    P::publish(&mut pass.block, plan);
+    let fragments = comptime!(if outputs { plan.block_fragments() } else { 0 });
+    let mut out = zeros(fragments);
     if comptime!(outputs) {
-        for slice in 0..comptime!(plan.key_slices()) {
-            load_query_rows::<F, E, G, N>(tiles, x, intra, place, slice, plan);
-            state_product_out::<E, N, M>(
-                &mut out,
-                &tiles.query_rows,
-                tiles.at_rows,
-                s,
-                slice,
-                plan,
-            );
-        }
-        let from = comptime!(plan.output_fragments());
-        reduce_split_k::<E, M>(&mut out, s, from, comptime!(!variant.solves()), plan);
-        scale_rows::<E, N>(&mut out, tiles, plan);
-        if comptime!(variant.low_rank()) {
-            load_square::<E, G, N>(&mut tiles.a_qu, &intra.a_qb, place, plan);
-        } else {
-            load_square::<E, G, N>(&mut tiles.a_qu, &intra.a_qk, place, plan);
-        }
-        if comptime!(plan.has_producers()) {
-            block_product_out::<E, M, M>(&mut out, &produced.a_qk, tiles.at_square, u, plan);
-        } else {
-            block_product_out::<E, N, M>(&mut out, &tiles.a_qu, tiles.at_square, u, plan);
-        }
+        read_out::<P>(&mut out, pass, place, plan);
         if comptime!(!variant.low_rank()) {
             // Before the write: its registers are free then.
-            keep_output::<F, W>(o, &out, &place.values, first, plan);
+            keep_output::<P>(pass, &out, place, plan);
         }
     }
-    decay_state::<E, M>(
-        s,
-        last_scale::<E, N>(tiles, plan),
-        &intra.chunk_decay,
-        total_start(place, plan),
-        plan,
-    );
-    scale::<E, N>(&mut u.acc, tiles, comptime!(decay_factors::KEY_TO_END), plan);
-    publish::<E, M>(u, plan);
+    decay_state::<P>(pass, place, plan);
+    scale::<P>(&mut pass.block.acc, &pass.tiles, comptime!(decay_factors::KEY_TO_END), plan);
+    P::publish(&mut pass.block, plan);
     for slice in 0..comptime!(plan.key_slices()) {
-        load_write_rows::<F, E, G, N>(tiles, x, intra, place, slice, plan);
-        outer_update::<E, N, M>(s, &tiles.write_rows, tiles.at_rows, u, slice, plan);
+        load_write_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
+        let at = pass.tiles.at_rows;
+        P::outer_update(&mut pass.state, &pass.tiles.write_rows, at, &pass.block, slice, plan);
     }
     if comptime!(variant.low_rank()) {
-        // k^T v, which no a S enters.
-        load_values::<F, E, G, N>(tiles, &x.v, place, first, plan);
-        load_block::<E, N, M>(u, &tiles.values, tiles.at_values, plan);
-        publish::<E, M>(u, plan);
+        write_values::<P>(&mut out, pass, place, plan);
         if comptime!(outputs) {
-            load_square::<E, G, N>(&mut tiles.a_qv, &intra.a_qk, place, plan);
-            block_product_out::<E, N, M>(&mut out, &tiles.a_qv, tiles.at_square, u, plan);
+            keep_output::<P>(pass, &out, place, plan);
         }
-        scale::<E, N>(&mut u.acc, tiles, comptime!(decay_factors::KEY_TO_END), plan);
-        publish::<E, M>(u, plan);
-        for slice in 0..comptime!(plan.key_slices()) {
-            load_key_rows::<F, E, G, N>(tiles, x, intra, place, slice, plan);
-            outer_update::<E, N, M>(s, &tiles.key_rows, tiles.at_rows, u, slice, plan);
-        }
-        if comptime!(outputs) {
-            keep_output::<F, W>(o, &out, &place.values, first, plan);
-        }
+    }
+}
+
+/// U = T (beta v + A~ S), or T (A_ak v + A~ S).
+#[cube]
+fn solve_forward<P: StateEngine>(pass: &mut Pass<P>, place: &Place, #[comptime] plan: StatePlan) {
+    let variant = comptime!(plan.variant);
+    let fragments = comptime!(plan.block_fragments());
+    let mut retrieved = zeros(fragments);
+    for slice in 0..comptime!(plan.key_slices()) {
+        load_erase_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
+        let rows = &pass.tiles.erase_rows;
+        P::state_product(&mut retrieved, rows, pass.tiles.at_rows, &pass.state, slice, plan);
+    }
+    reduce_split_k(&mut retrieved, &mut pass.state.scratch, 0usize, true, plan);
+    scale::<P>(&mut retrieved, &pass.tiles, comptime!(decay_factors::ERASE), plan);
+    if comptime!(variant.low_rank()) {
+        load_a_ak_v::<P>(&mut pass.tiles, &pass.from, place, plan);
+        P::load_block(&mut pass.block, &pass.tiles.a_ak_v, pass.tiles.at_values, plan);
+    } else {
+        scale::<P>(&mut pass.block.acc, &pass.tiles, comptime!(decay_factors::BETA), plan);
+    }
+    add(&mut pass.block.acc, &retrieved, fragments);
+    solve::<P>(pass, place, false, plan);
+    if comptime!(plan.task.keep && !plan.task.local()) {
+        keep_block::<P>(pass, place, plan);
+    }
+}
+
+/// The block, multiplied by T or (`adjoint`) T^T.
+#[cube]
+fn solve<P: StateEngine>(
+    pass: &mut Pass<P>,
+    place: &Place,
+    #[comptime] adjoint: bool,
+    #[comptime] plan: StatePlan,
+) {
+    load_square::<P>(&mut pass.tiles.inverse, &pass.from.intra.inverse, place, plan);
+    P::publish(&mut pass.block, plan);
+    let mut solved = zeros(comptime!(plan.block_fragments()));
+    let at = pass.tiles.at_square;
+    P::block_product::<P::N>(&mut solved, &pass.tiles.inverse, at, &pass.block, adjoint, plan);
+    replace(&mut pass.block.acc, &solved, plan);
+}
+
+/// Q~ S + A_qk U, of a low rank transition A_qb U.
+#[cube]
+fn read_out<P: StateEngine>(
+    out: &mut Acc,
+    pass: &mut Pass<P>,
+    place: &Place,
+    #[comptime] plan: StatePlan,
+) {
+    for slice in 0..comptime!(plan.key_slices()) {
+        load_query_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
+        let at = pass.tiles.at_rows;
+        P::state_product_out(out, &pass.tiles.query_rows, at, &pass.state, slice, plan);
+    }
+    let from = comptime!(plan.output_fragments());
+    let fresh = comptime!(!plan.variant.solves());
+    reduce_split_k(out, &mut pass.state.scratch, from, fresh, plan);
+    scale_rows::<P>(out, &pass.tiles, plan);
+    load_a_qu::<P>(&mut pass.tiles, &pass.from, place, plan);
+    let at = pass.tiles.at_square;
+    if comptime!(plan.producers() > 0) {
+        P::block_product_out::<P::M>(out, &pass.produced.a_qk, at, &pass.block, plan);
+    } else {
+        P::block_product_out::<P::N>(out, &pass.tiles.a_qu, at, &pass.block, plan);
+    }
+}
+
+/// Low rank: `out += A_qk v` and S += K^^T v, which no a S enters.
+#[cube]
+fn write_values<P: StateEngine>(
+    out: &mut Acc,
+    pass: &mut Pass<P>,
+    place: &Place,
+    #[comptime] plan: StatePlan,
+) {
+    load_values::<P>(&mut pass.tiles, &pass.from, place, plan);
+    P::load_block(&mut pass.block, &pass.tiles.values, pass.tiles.at_values, plan);
+    P::publish(&mut pass.block, plan);
+    if comptime!(!plan.task.local()) {
+        load_square::<P>(&mut pass.tiles.a_qv, &pass.from.intra.a_qk, place, plan);
+        let at = pass.tiles.at_square;
+        P::block_product_out::<P::N>(out, &pass.tiles.a_qv, at, &pass.block, plan);
+    }
+    scale::<P>(&mut pass.block.acc, &pass.tiles, comptime!(decay_factors::KEY_TO_END), plan);
+    P::publish(&mut pass.block, plan);
+    for slice in 0..comptime!(plan.key_slices()) {
+        load_key_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
+        let at = pass.tiles.at_rows;
+        P::outer_update(&mut pass.state, &pass.tiles.key_rows, at, &pass.block, slice, plan);
     }
 }
 
 /// One chunk backward.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn step_backward<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
-    s: &mut State<E, M>,
-    r: &mut Block<E, M>,
-    tiles: &mut StateTiles<E, N>,
-    produced: &ProducerTiles<E, M>,
-    x: &Operands<F, G>,
-    intra: &IntraChunk<E, G>,
-    pass: &mut StatePass<E, W>,
-    d_o: &Array<Vector<F, G>>,
-    d_v: &mut Array<Vector<F, W>>,
+pub(crate) fn step_backward<P: StateEngine>(
+    pass: &mut Pass<P>,
     place: &Place,
-    first: usize,
-    #[comptime] task: Task,
-    #[comptime] plan: Plan,
+    #[comptime] plan: StatePlan,
 ) {
     let variant = comptime!(plan.variant);
-    let fragments = comptime!(plan.block_fragments());
-    load_chunk::<F, E, G, N>(tiles, intra, d_o, place, first, plan);
-    let outputs = comptime!(!task.local());
-    let with_a_qk = comptime!(task.applies_a_qk(variant));
+    load_chunk::<P>(&mut pass.tiles, &pass.from, place, plan);
+    let outputs = comptime!(!plan.task.local());
+    let with_a_qk = comptime!(plan.task.applies_a_qk(variant));
     if comptime!(outputs) {
-        save_chunk_state::<E, E, M, W>(s, &mut pass.states, place.index, first, plan);
+        let first = pass.from.first;
+        P::save_chunk_state(&pass.state, &mut pass.to.kept.states, place.index, first, plan);
     }
-    let mut retrieved = zeros(comptime!(if with_a_qk { fragments } else { 0 }));
+    let fragments = comptime!(plan.block_fragments());
+    let mut d_written = zeros(comptime!(if with_a_qk { fragments } else { 0 }));
     if comptime!(with_a_qk) {
-        for slice in 0..comptime!(plan.key_slices()) {
-            load_write_rows::<F, E, G, N>(tiles, x, intra, place, slice, plan);
-            state_product::<E, N, M>(
-                &mut retrieved,
-                &tiles.write_rows,
-                tiles.at_rows,
-                s,
-                slice,
-                plan,
-            );
-        }
-        reduce_split_k::<E, M>(&mut retrieved, s, 0usize, true, plan);
-        scale::<E, N>(&mut retrieved, tiles, comptime!(decay_factors::KEY_TO_END), plan);
+        read_written::<P>(&mut d_written, pass, place, plan);
     }
-    load_block::<E, N, M>(r, &tiles.values, tiles.at_values, plan);
+    P::load_block(&mut pass.block, &pass.tiles.values, pass.tiles.at_values, plan);
     if comptime!(with_a_qk) {
-        if comptime!(variant.low_rank()) {
-            load_square::<E, G, N>(&mut tiles.a_qu, &intra.a_qb, place, plan);
-        } else {
-            load_square::<E, G, N>(&mut tiles.a_qu, &intra.a_qk, place, plan);
-        }
-        publish::<E, M>(r, plan);
-        if comptime!(plan.has_producers()) {
-            block_product::<E, M, M>(
-                &mut retrieved,
-                &produced.a_qk,
-                tiles.at_square,
-                r,
-                true,
-                plan,
-            );
-        } else {
-            block_product::<E, N, M>(&mut retrieved, &tiles.a_qu, tiles.at_square, r, true, plan);
-        }
+        add_scores_adjoint::<P>(&mut d_written, pass, place, plan);
     }
     if comptime!(outputs && !variant.solves()) {
         // Before the write: its registers are free then.
-        keep_block::<F, W>(d_v, &retrieved, &place.values, first, plan);
+        keep_d_values::<P>(pass, &d_written, place, plan);
     }
     // Low rank: v is also written as it is, with k.
     let passes = comptime!(variant.low_rank() && outputs);
-    let mut plain = zeros(comptime!(if passes { fragments } else { 0 }));
+    let mut d_values = zeros(comptime!(if passes { fragments } else { 0 }));
     if comptime!(passes) {
-        for slice in 0..comptime!(plan.key_slices()) {
-            load_key_rows::<F, E, G, N>(tiles, x, intra, place, slice, plan);
-            state_product::<E, N, M>(&mut plain, &tiles.key_rows, tiles.at_rows, s, slice, plan);
-        }
-        reduce_split_k::<E, M>(&mut plain, s, 0usize, false, plan);
-        scale::<E, N>(&mut plain, tiles, comptime!(decay_factors::KEY_TO_END), plan);
-        load_square::<E, G, N>(&mut tiles.a_qv, &intra.a_qk, place, plan);
-        block_product::<E, N, M>(&mut plain, &tiles.a_qv, tiles.at_square, r, true, plan);
+        read_values::<P>(&mut d_values, pass, place, plan);
     }
     // dS += Q~^T dO.
-    decay_state::<E, M>(
-        s,
-        last_scale::<E, N>(tiles, plan),
-        &intra.chunk_decay,
-        total_start(place, plan),
-        plan,
-    );
-    scale::<E, N>(&mut r.acc, tiles, comptime!(decay_factors::QUERY), plan);
-    publish::<E, M>(r, plan);
+    decay_state::<P>(pass, place, plan);
+    scale::<P>(&mut pass.block.acc, &pass.tiles, comptime!(decay_factors::QUERY), plan);
+    P::publish(&mut pass.block, plan);
     for slice in 0..comptime!(plan.key_slices()) {
-        load_query_rows::<F, E, G, N>(tiles, x, intra, place, slice, plan);
-        outer_update::<E, N, M>(s, &tiles.query_rows, tiles.at_rows, r, slice, plan);
+        load_query_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
+        let at = pass.tiles.at_rows;
+        P::outer_update(&mut pass.state, &pass.tiles.query_rows, at, &pass.block, slice, plan);
     }
     if comptime!(variant.solves()) {
-        replace(&mut r.acc, &retrieved, plan);
-        load_square::<E, G, N>(&mut tiles.inverse, &intra.inverse, place, plan);
-        publish::<E, M>(r, plan);
-        let mut solved = zeros(fragments);
-        block_product::<E, N, M>(&mut solved, &tiles.inverse, tiles.at_square, r, true, plan);
-        replace(&mut r.acc, &solved, plan);
-        if comptime!(outputs) {
-            keep_block::<E, W>(&mut pass.block, &r.acc, &place.values, first, plan);
-        }
-        if comptime!(passes) {
-            load_square::<E, G, N>(&mut tiles.a_ak, &intra.a_ak, place, plan);
-            publish::<E, M>(r, plan);
-            block_product::<E, N, M>(&mut plain, &tiles.a_ak, tiles.at_square, r, true, plan);
-            keep_block::<F, W>(d_v, &plain, &place.values, first, plan);
-        }
-        scale::<E, N>(&mut r.acc, tiles, comptime!(decay_factors::ERASE), plan);
-        publish::<E, M>(r, plan);
-        for slice in 0..comptime!(plan.key_slices()) {
-            load_erase_rows::<F, E, G, N>(tiles, x, intra, place, slice, plan);
-            outer_update::<E, N, M>(s, &tiles.erase_rows, tiles.at_rows, r, slice, plan);
-        }
+        solve_backward::<P>(&d_written, &mut d_values, pass, place, plan);
+    }
+}
+
+/// B^ dS', of linear attention K^ dS'.
+#[cube]
+fn read_written<P: StateEngine>(
+    out: &mut Acc,
+    pass: &mut Pass<P>,
+    place: &Place,
+    #[comptime] plan: StatePlan,
+) {
+    for slice in 0..comptime!(plan.key_slices()) {
+        load_write_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
+        let at = pass.tiles.at_rows;
+        P::state_product(out, &pass.tiles.write_rows, at, &pass.state, slice, plan);
+    }
+    reduce_split_k(out, &mut pass.state.scratch, 0usize, true, plan);
+    scale::<P>(out, &pass.tiles, comptime!(decay_factors::KEY_TO_END), plan);
+}
+
+/// `out += A_qk^T dO`, of a low rank transition A_qb^T dO.
+#[cube]
+fn add_scores_adjoint<P: StateEngine>(
+    out: &mut Acc,
+    pass: &mut Pass<P>,
+    place: &Place,
+    #[comptime] plan: StatePlan,
+) {
+    load_a_qu::<P>(&mut pass.tiles, &pass.from, place, plan);
+    P::publish(&mut pass.block, plan);
+    let at = pass.tiles.at_square;
+    if comptime!(plan.producers() > 0) {
+        P::block_product::<P::M>(out, &pass.produced.a_qk, at, &pass.block, true, plan);
+    } else {
+        P::block_product::<P::N>(out, &pass.tiles.a_qu, at, &pass.block, true, plan);
+    }
+}
+
+/// Low rank: K^ dS' + A_qk^T dO, the gradient of v but for what goes through the solve.
+#[cube]
+fn read_values<P: StateEngine>(
+    out: &mut Acc,
+    pass: &mut Pass<P>,
+    place: &Place,
+    #[comptime] plan: StatePlan,
+) {
+    for slice in 0..comptime!(plan.key_slices()) {
+        load_key_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
+        let at = pass.tiles.at_rows;
+        P::state_product(out, &pass.tiles.key_rows, at, &pass.state, slice, plan);
+    }
+    reduce_split_k(out, &mut pass.state.scratch, 0usize, false, plan);
+    scale::<P>(out, &pass.tiles, comptime!(decay_factors::KEY_TO_END), plan);
+    load_square::<P>(&mut pass.tiles.a_qv, &pass.from.intra.a_qk, place, plan);
+    let at = pass.tiles.at_square;
+    P::block_product::<P::N>(out, &pass.tiles.a_qv, at, &pass.block, true, plan);
+}
+
+/// R = T^T R', dS += A~^T R, and of a low rank transition dv.
+#[cube]
+fn solve_backward<P: StateEngine>(
+    d_written: &Acc,
+    d_values: &mut Acc,
+    pass: &mut Pass<P>,
+    place: &Place,
+    #[comptime] plan: StatePlan,
+) {
+    let outputs = comptime!(!plan.task.local());
+    replace(&mut pass.block.acc, d_written, plan);
+    solve::<P>(pass, place, true, plan);
+    if comptime!(outputs) {
+        keep_block::<P>(pass, place, plan);
+    }
+    if comptime!(plan.variant.low_rank() && outputs) {
+        load_square::<P>(&mut pass.tiles.a_ak, &pass.from.intra.a_ak, place, plan);
+        P::publish(&mut pass.block, plan);
+        let at = pass.tiles.at_square;
+        P::block_product::<P::N>(d_values, &pass.tiles.a_ak, at, &pass.block, true, plan);
+        keep_d_values::<P>(pass, d_values, place, plan);
+    }
+    scale::<P>(&mut pass.block.acc, &pass.tiles, comptime!(decay_factors::ERASE), plan);
+    P::publish(&mut pass.block, plan);
+    for slice in 0..comptime!(plan.key_slices()) {
+        load_erase_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
+        let at = pass.tiles.at_rows;
+        P::outer_update(&mut pass.state, &pass.tiles.erase_rows, at, &pass.block, slice, plan);
     }
 }
 
 #[cube]
-fn replace(acc: &mut Acc, by: &Acc, #[comptime] plan: Plan) {
+fn replace(acc: &mut Acc, by: &Acc, #[comptime] plan: StatePlan) {
     #[unroll]
     for f in 0..comptime!(plan.block_fragments()) {
         set(acc.index_mut(f), 0usize, by.index(f)[0usize]);
@@ -271,49 +315,54 @@ fn replace(acc: &mut Acc, by: &Acc, #[comptime] plan: Plan) {
 
 /// Multiplies each token's row of a block by its entry in row `which` of the decay factors.
 #[cube]
-fn scale<E: Float, N: Size>(
+fn scale<P: StateEngine>(
     acc: &mut Acc,
-    tiles: &StateTiles<E, N>,
+    tiles: &StateTiles<P>,
     #[comptime] which: usize,
-    #[comptime] plan: Plan,
+    #[comptime] plan: StatePlan,
 ) {
     let by_beta = comptime!(
         which == decay_factors::BETA || (which == decay_factors::ERASE && plan.variant.delta())
     );
     if comptime!(plan.variant.scalar() || by_beta) {
-        scale_tokens(
-            acc,
-            &tiles.decay_factors,
-            tiles.at_decay_factors + comptime!(which * plan.chunk),
-            plan,
-        );
+        let at = tiles.at_decay_factors + comptime!(which * plan.chunk);
+        scale_tokens::<P>(acc, &tiles.decay_factors, at, plan);
     }
 }
 
-/// Chunk decay e^{G_C} of a scalar decay.
+/// Decays the state over the chunk.
 #[cube]
-pub(crate) fn last_scale<E: Float, N: Size>(
-    tiles: &StateTiles<E, N>,
-    #[comptime] plan: Plan,
+fn decay_state<P: StateEngine>(pass: &mut Pass<P>, place: &Place, #[comptime] plan: StatePlan) {
+    let total = chunk_decay::<P>(&pass.tiles, plan);
+    let totals = &pass.from.intra.chunk_decay;
+    P::decay_state(&mut pass.state, total, totals, chunk_decays_at(place, plan), plan);
+}
+
+/// e^{G_C} of a scalar decay.
+#[cube]
+pub(crate) fn chunk_decay<P: StateEngine>(
+    tiles: &StateTiles<P>,
+    #[comptime] plan: StatePlan,
 ) -> f32 {
     tiles.decay_factors[tiles.at_decay_factors
         + comptime!(decay_factors::FROM_START * plan.chunk + plan.chunk - 1)]
 }
 
+/// First of a chunk's e^{G_C} of a vector decay.
 #[cube]
-pub(crate) fn total_start(place: &Place, #[comptime] plan: Plan) -> usize {
+pub(crate) fn chunk_decays_at(place: &Place, #[comptime] plan: StatePlan) -> usize {
     place.index * comptime!(plan.key_width)
 }
 
 /// Multiplies the rows of an output block by the queries' decay.
 #[cube]
-fn scale_rows<E: Float, N: Size>(acc: &mut Acc, tiles: &StateTiles<E, N>, #[comptime] plan: Plan) {
+fn scale_rows<P: StateEngine>(acc: &mut Acc, tiles: &StateTiles<P>, #[comptime] plan: StatePlan) {
     if comptime!(plan.variant.scalar()) {
         #[unroll]
         for f in 0..comptime!(plan.output_fragments()) {
             #[unroll]
             for h in 0..2usize {
-                let i = min(output_row(f, h, plan), comptime!(plan.chunk - 1));
+                let i = min(P::output_row(f, h, plan), comptime!(plan.chunk - 1));
                 let at = tiles.at_decay_factors + comptime!(decay_factors::QUERY * plan.chunk) + i;
                 let x = acc.index(f)[h] * Pair::new(tiles.decay_factors[at]);
                 set(acc.index_mut(f), h, x);
@@ -322,85 +371,33 @@ fn scale_rows<E: Float, N: Size>(acc: &mut Acc, tiles: &StateTiles<E, N>, #[comp
     }
 }
 
+/// Writes outputs.
 #[cube]
-fn keep_output<F: Float, W: Size>(
-    o: &mut Array<Vector<F, W>>,
-    acc: &Acc,
-    rows: &Rows,
-    first: usize,
-    #[comptime] plan: Plan,
+fn keep_output<P: StateEngine>(
+    pass: &mut Pass<P>,
+    out: &Acc,
+    place: &Place,
+    #[comptime] plan: StatePlan,
 ) {
-    let width = comptime!(plan.value_width);
-    if comptime!(plan.staged()) {
-        let lane = UNIT_POS as usize % 32;
-        let row = output_row(0usize, 0usize, plan);
-        let column = own_columns(plan) + lane % 2 * 8 + lane % 4 / 2 * 4;
-        let start = (rows.start + row * rows.stride + first + column) / 4;
-        #[unroll]
-        for m in 0..comptime!(plan.output_fragments() / 2) {
-            #[unroll]
-            for h in 0..2usize {
-                let down = comptime!(m * 16 + h * 8);
-                let left = acc.index(comptime!(2 * m))[h];
-                let right = acc.index(comptime!(2 * m + 1))[h];
-                let there = row + down < rows.valid;
-                let at = start + rows.stride / 4 * down;
-                put_four::<F, W>(o, at, left, right, lane % 2 == 1, there, 1u32);
-            }
-        }
-    } else {
-        #[unroll]
-        for f in 0..comptime!(plan.output_fragments()) {
-            let j = first + output_column(f, plan);
-            #[unroll]
-            for h in 0..2usize {
-                let i = output_row(f, h, plan);
-                if i < rows.valid && j < width {
-                    let at = rows.start + i * rows.stride + j;
-                    put_out::<F, W>(o, at, acc.index(f)[h], width - j);
-                }
-            }
-        }
-    }
+    let first = pass.from.first;
+    P::keep_output::<P::F>(&mut pass.to.values, out, &place.values, first, plan);
 }
 
-/// Writes a block to `[B, T, H, V]`.
+/// Writes gradients of values.
 #[cube]
-fn keep_block<E: Float, W: Size>(
-    to: &mut Array<Vector<E, W>>,
-    acc: &Acc,
-    rows: &Rows,
-    first: usize,
-    #[comptime] plan: Plan,
+fn keep_d_values<P: StateEngine>(
+    pass: &mut Pass<P>,
+    d_values: &Acc,
+    place: &Place,
+    #[comptime] plan: StatePlan,
 ) {
-    if comptime!(plan.engine == crate::Engine::Mma) {
-        // The block is transposed: neighbouring lanes swap pairs, so that each holds two neighbouring
-        // columns of one token, and then four.
-        let lane = UNIT_POS as usize % 32;
-        let odd = lane / 4 % 2;
-        let second = lane / 8 % 2 == 1;
-        let row = token(0usize, 0usize, 0usize, plan) + odd;
-        let column = own_columns(plan) + lane / 8 % 2 * 8 + lane / 16 * 4;
-        let start = (rows.start + row * rows.stride + first + column) / 4;
-        #[unroll]
-        for f in 0..comptime!(plan.block_fragments()) {
-            let low = to_row_major(acc.index(f)[0usize], odd == 1);
-            let high = to_row_major(acc.index(f)[1usize], odd == 1);
-            let there = row + comptime!(f * 8) < rows.valid && stores(f, plan);
-            let at = start + rows.stride / 4 * comptime!(f * 8);
-            put_four::<E, W>(to, at, low, high, second, there, 8u32);
-        }
-    } else {
-        keep_output::<E, W>(to, acc, rows, first, plan);
-    }
+    let first = pass.from.first;
+    P::keep_block::<P::F>(&mut pass.to.values, d_values, &place.values, first, plan);
 }
 
-/// Of two columns by two tokens on two lanes, four apart: both columns of one token.
+/// Saves U or R.
 #[cube]
-fn to_row_major(x: Pair, odd: bool) -> Pair {
-    let other = plane_shuffle_xor(select(odd, x[0], x[1]), 4u32);
-    let mut y = Pair::empty();
-    y[0] = select(odd, other, x[0]);
-    y[1] = select(odd, x[1], other);
-    y
+fn keep_block<P: StateEngine>(pass: &mut Pass<P>, place: &Place, #[comptime] plan: StatePlan) {
+    let first = pass.from.first;
+    P::keep_block::<P::E>(&mut pass.to.kept.block, &pass.block.acc, &place.values, first, plan);
 }

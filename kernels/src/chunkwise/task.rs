@@ -1,7 +1,6 @@
 //! Direction and range of a launch of the state pass.
 
-use crate::chunkwise::plan::Plan;
-use crate::variant::{Decay, Variant};
+use crate::variant::Variant;
 
 /// The range of tokens of a cube.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -14,7 +13,7 @@ pub(crate) enum Span {
     Local,
 }
 
-/// Direction and range of a launch, besides its plan.
+/// Direction and range of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Task {
     pub backward: bool,
@@ -26,15 +25,9 @@ pub(crate) struct Task {
 }
 
 impl Task {
-    /// Numbers of a unit that hold a segment's cumulative decay: none where M is a matrix, or 1.
-    pub fn left(&self, plan: Plan) -> usize {
-        match plan.variant.decay {
-            _ if !self.local() || plan.variant.solves() => 0,
-            Decay::None => 0,
-            Decay::Scalar => 1,
-            Decay::Vector => plan.key_width.div_ceil(plan.units),
-        }
-    }
+    /// A forward pass over sequences, that starts from nothing and keeps nothing.
+    pub const PLAIN: Self =
+        Self { backward: false, span: Span::Sequence, given: false, keep: false };
 
     pub fn local(&self) -> bool {
         self.span == Span::Local

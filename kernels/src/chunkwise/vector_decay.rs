@@ -11,7 +11,7 @@
 //! once more with 8, and what is left of 8 x 8 is weighted term by term, e^{G_i - G_j} as the product of e^g from
 //! j + 1 to i. No exponent is ever above 0, in any way: nothing can overflow, whatever the gates are.
 
-use crate::chunkwise::chunk::{Sums, between};
+use crate::chunkwise::chunk::{Sums, between, seen};
 use crate::chunkwise::plan::Plan;
 use crate::tile::{
     Acc, Grid, Pair, Parts, column, execute_tf32, inside, parts, put_parts, row, set, zeros,
@@ -21,23 +21,55 @@ use cubecl::prelude::*;
 /// Tokens of a block of rows, as many as a fragment of tensor cores has.
 const BLOCK: usize = 16;
 
-/// The row of sums that reader `i` sees: its own, or the one before it.
-#[cube]
-pub(crate) fn seen(i: usize, #[comptime] before: bool) -> usize {
-    if comptime!(before) { max(i, 1usize) - 1 } else { i }
+/// Operands of scores, a slice of keys each: readers X and writers Y.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct ScoreRows<X: Float, N: Size> {
+    pub x: SharedMemory<Vector<X, N>>,
+    pub y: SharedMemory<Vector<X, N>>,
+}
+
+/// Operands of the adjoint of scores: their gradients, zero where there is no score, and the rows on the other side.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct AdjointRows<X: Float, N: Size, M: Size> {
+    pub weights: SharedMemory<Vector<X, M>>,
+    pub rows: SharedMemory<Vector<X, N>>,
+}
+
+/// The rows that an adjoint is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Side {
+    /// Writers Y, not readers X.
+    pub of_y: bool,
+    /// Reader i sees the sums of the token before it.
+    pub before: bool,
+}
+
+/// How a row between readers and writers is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Reach {
+    /// Which of the first and the last 8 rows of a block take part.
+    filled: [bool; 2],
+    side: Side,
+    /// From one row of a tile to the next.
+    stride: usize,
 }
 
 impl Plan {
+    /// Whether scores under a vector decay are products of blocks; else they are weighted term by term.
+    fn by_blocks(&self) -> bool {
+        self.has_planes()
+    }
+
     /// Whether scores among 8 tokens are summed up by themselves, from decays in a tile of their own. A delta rule
     /// gains (forward 2.16 to 1.63 ms on an H200); elsewhere fewer cubes for the tile's sake cost more than
     /// exponentials do (linear attention 0.89 to 1.08, low rank 4.8 to 6.0).
     pub fn has_near_scores(&self) -> bool {
-        self.variant.vector() && self.variant.delta() && self.engine.by_planes()
+        self.variant.vector() && self.variant.delta() && self.by_blocks()
     }
 
     /// Whether [`scores_adjoint`] takes decays in place of exponentials.
     pub fn adjoint_takes_decays(&self) -> bool {
-        self.variant.vector() && self.engine.by_planes()
+        self.variant.vector() && self.by_blocks()
     }
 
     /// Bytes of shared memory that near scores go through to those who hold their fragments.
@@ -69,29 +101,27 @@ pub(crate) fn near_scores(#[comptime] wanted: bool, #[comptime] plan: Plan) -> A
 pub(crate) fn scores<X: Float, N: Size>(
     acc: &mut Acc,
     near: &mut Array<f32>,
-    x: &SharedMemory<Vector<X, N>>,
-    y: &SharedMemory<Vector<X, N>>,
+    rows: &ScoreRows<X, N>,
     sums: &Sums,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
 ) {
-    if comptime!(plan.engine.by_planes()) {
-        scores_by_blocks::<X, N>(acc, x, y, sums, before, plan);
+    if comptime!(plan.by_blocks()) {
+        scores_by_blocks::<X, N>(acc, rows, sums, before, plan);
         if comptime!(plan.has_near_scores()) {
-            sum_near::<X, N>(near, x, y, sums, before, plan);
+            sum_near::<X, N>(near, rows, sums, before, plan);
         } else {
-            add_terms::<X, N>(acc, x, y, sums, before, plan);
+            add_terms::<X, N>(acc, rows, sums, before, plan);
         }
     } else {
-        scores_by_terms::<X, N>(acc, x, y, sums, before, plan);
+        scores_by_terms::<X, N>(acc, rows, sums, before, plan);
     }
 }
 
 #[cube]
 fn scores_by_terms<X: Float, N: Size>(
     acc: &mut Acc,
-    x: &SharedMemory<Vector<X, N>>,
-    y: &SharedMemory<Vector<X, N>>,
+    rows: &ScoreRows<X, N>,
     sums: &Sums,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
@@ -105,7 +135,7 @@ fn scores_by_terms<X: Float, N: Size>(
         for h in 0..2usize {
             let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
             let from = seen(i, before) * stride;
-            let sum = acc.index(f)[h] + terms::<X, N>(x, y, sums, i * stride, from, j, plan);
+            let sum = acc.index(f)[h] + terms::<X, N>(rows, sums, i * stride, from, j, plan);
             set(acc.index_mut(f), h, sum);
         }
     }
@@ -115,8 +145,7 @@ fn scores_by_terms<X: Float, N: Size>(
 /// and `writers`; the reader's sums begin at `from`.
 #[cube]
 fn terms<X: Float, N: Size>(
-    x: &SharedMemory<Vector<X, N>>,
-    y: &SharedMemory<Vector<X, N>>,
+    rows: &ScoreRows<X, N>,
     sums: &Sums,
     reader: usize,
     from: usize,
@@ -130,9 +159,9 @@ fn terms<X: Float, N: Size>(
         #[unroll]
         for l in 0..2usize {
             let at = writers + comptime!(l * stride) + d;
-            w[l] = f32::exp(between(sums, from + d, at)) * f32::cast_from(y[at]);
+            w[l] = f32::exp(between(sums, from + d, at)) * f32::cast_from(rows.y[at]);
         }
-        sum += Pair::new(f32::cast_from(x[reader + d])) * w;
+        sum += Pair::new(f32::cast_from(rows.x[reader + d])) * w;
     }
     sum
 }
@@ -143,28 +172,24 @@ fn terms<X: Float, N: Size>(
 #[cube]
 pub(crate) fn scores_adjoint<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
-    weights: &SharedMemory<Vector<X, M>>,
-    rows: &SharedMemory<Vector<X, N>>,
+    from: &AdjointRows<X, N, M>,
     sums: &Sums,
-    #[comptime] of_y: bool,
-    #[comptime] before: bool,
+    #[comptime] side: Side,
     #[comptime] plan: Plan,
 ) {
-    if comptime!(plan.engine.by_planes()) {
-        adjoint_by_blocks::<X, N, M>(acc, weights, rows, sums, of_y, before, plan);
+    if comptime!(plan.by_blocks()) {
+        adjoint_by_blocks::<X, N, M>(acc, from, sums, side, plan);
     } else {
-        adjoint_by_terms::<X, N, M>(acc, weights, rows, sums, of_y, before, plan);
+        adjoint_by_terms::<X, N, M>(acc, from, sums, side, plan);
     }
 }
 
 #[cube]
 fn adjoint_by_terms<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
-    weights: &SharedMemory<Vector<X, M>>,
-    rows: &SharedMemory<Vector<X, N>>,
+    from: &AdjointRows<X, N, M>,
     sums: &Sums,
-    #[comptime] of_y: bool,
-    #[comptime] before: bool,
+    #[comptime] side: Side,
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
@@ -178,15 +203,15 @@ fn adjoint_by_terms<X: Float, N: Size, M: Size>(
             let n = min(row(f, h, grid), comptime!(plan.chunk - 1));
             let mut sum = acc.index(f)[h];
             for m in 0..comptime!(plan.chunk) {
-                let i = if comptime!(of_y) { m } else { n };
-                let j = if comptime!(of_y) { n } else { m };
-                let weight = f32::cast_from(weights[i * pairs + j]);
-                let reader = seen(i, before) * stride + d;
+                let i = if comptime!(side.of_y) { m } else { n };
+                let j = if comptime!(side.of_y) { n } else { m };
+                let weight = f32::cast_from(from.weights[i * pairs + j]);
+                let reader = seen(i, side.before) * stride + d;
                 let writer = j * stride + d;
                 let mut w = Pair::empty();
                 #[unroll]
                 for l in 0..2usize {
-                    let y = f32::cast_from(rows[m * stride + d + l]);
+                    let y = f32::cast_from(from.rows[m * stride + d + l]);
                     w[l] = f32::exp(between(sums, reader + l, writer + l)) * y;
                 }
                 sum += Pair::new(weight) * w;
@@ -219,8 +244,7 @@ fn takes_part(filled: [bool; 2], half: usize) -> bool {
 #[cube]
 fn scores_by_blocks<X: Float, N: Size>(
     acc: &mut Acc,
-    x: &SharedMemory<Vector<X, N>>,
-    y: &SharedMemory<Vector<X, N>>,
+    rows: &ScoreRows<X, N>,
     sums: &Sums,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
@@ -238,17 +262,20 @@ fn scores_by_blocks<X: Float, N: Size>(
     if inside(0usize, grid) {
         #[unroll]
         for step in 0..comptime!(plan.key_slice / 8) {
-            let far = readers::<X, N>(x, sums, reader, link, [true, true], step, before, plan);
-            let near = readers::<X, N>(x, sums, reader, inner, [false, true], step, before, plan);
+            let side = comptime!(Side { of_y: false, before });
+            let all = comptime!(Reach { filled: [true, true], side, stride });
+            let far = readers::<X, N>(&rows.x, sums, reader, link, step, all);
+            let last = comptime!(Reach { filled: [false, true], side, stride });
+            let near = readers::<X, N>(&rows.x, sums, reader, inner, step, last);
             #[unroll]
             for c in 0..columns {
                 let first = corner.left + comptime!(c * 8);
                 let writer = first * stride + own;
                 if first < corner.top {
-                    let right = writers::<X, N>(y, sums, writer, link, step);
+                    let right = writers::<X, N>(&rows.y, sums, writer, link, step);
                     add_parts(acc, &far, &right, c);
                 } else if first == corner.top {
-                    let right = writers::<X, N>(y, sums, writer, inner, step);
+                    let right = writers::<X, N>(&rows.y, sums, writer, inner, step);
                     add_parts(acc, &near, &right, c);
                 }
             }
@@ -260,8 +287,7 @@ fn scores_by_blocks<X: Float, N: Size>(
 #[cube]
 fn add_terms<X: Float, N: Size>(
     acc: &mut Acc,
-    x: &SharedMemory<Vector<X, N>>,
-    y: &SharedMemory<Vector<X, N>>,
+    rows: &ScoreRows<X, N>,
     sums: &Sums,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
@@ -280,7 +306,7 @@ fn add_terms<X: Float, N: Size>(
                     let from = seen(i, before) * stride;
                     let j = column(c, grid) * stride;
                     let sum =
-                        acc.index(c)[h] + terms::<X, N>(x, y, sums, i * stride, from, j, plan);
+                        acc.index(c)[h] + terms::<X, N>(rows, sums, i * stride, from, j, plan);
                     set(acc.index_mut(c), h, sum);
                 }
             }
@@ -292,8 +318,7 @@ fn add_terms<X: Float, N: Size>(
 #[cube]
 fn sum_near<X: Float, N: Size>(
     near: &mut Array<f32>,
-    x: &SharedMemory<Vector<X, N>>,
-    y: &SharedMemory<Vector<X, N>>,
+    rows: &ScoreRows<X, N>,
     sums: &Sums,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
@@ -307,7 +332,7 @@ fn sum_near<X: Float, N: Size>(
     #[unroll]
     for turn in 0..comptime!(plan.key_slice / 4) {
         let d = comptime!(turn * 4);
-        let mut reader = f32::cast_from(x[i * stride + quarter + d]);
+        let mut reader = f32::cast_from(rows.x[i * stride + quarter + d]);
         #[unroll]
         for back in 0..comptime!(NEAR) {
             let j = comptime!(NEAR - 1 - back);
@@ -318,7 +343,7 @@ fn sum_near<X: Float, N: Size>(
                 let sees = own >= comptime!(j + 1 + usize::from(before));
                 reader *= select(sees, decay, 1.0f32);
             }
-            near[j] += reader * f32::cast_from(y[at]);
+            near[j] += reader * f32::cast_from(rows.y[at]);
         }
     }
 }
@@ -368,18 +393,17 @@ pub(crate) fn add_near(
 /// Rows of X, times what is left of row `link` at each, as a left operand; `filled`: which of the first and
 /// the last 8 rows, zeros for the others.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn readers<X: Float, N: Size>(
     x: &SharedMemory<Vector<X, N>>,
     sums: &Sums,
     at: usize,
     link: usize,
-    #[comptime] filled: [bool; 2],
     #[comptime] step: usize,
-    #[comptime] before: bool,
-    #[comptime] plan: Plan,
+    #[comptime] reach: Reach,
 ) -> Parts {
-    let stride = comptime!(plan.stride(plan.key_slice));
+    let filled = comptime!(reach.filled);
+    let side = comptime!(reach.side);
+    let stride = comptime!(reach.stride);
     let mut left = parts(4usize);
     #[unroll]
     for n in 0..4usize {
@@ -388,7 +412,7 @@ fn readers<X: Float, N: Size>(
         if comptime!(takes_part(filled, n % 2)) {
             let here = at + comptime!(n % 2 * 8 * stride + right);
             let mut from = here;
-            if comptime!(before) {
+            if comptime!(side.before) {
                 // The first row of all sees itself.
                 from = select(here < stride, here, here - min(here, stride));
             }
@@ -432,73 +456,68 @@ fn add_parts(acc: &mut Acc, left: &Parts, right: &Parts, #[comptime] f: usize) {
 #[cube]
 fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
-    weights: &SharedMemory<Vector<X, M>>,
-    rows: &SharedMemory<Vector<X, N>>,
+    from: &AdjointRows<X, N, M>,
     sums: &Sums,
-    #[comptime] of_y: bool,
-    #[comptime] before: bool,
+    #[comptime] side: Side,
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
+    let stride = comptime!(plan.stride(plan.key_slice));
     let corner = corner(grid);
     if inside(0usize, grid) {
         // Tokens on the other side of the row between, the last before the block or the last in it.
-        let (link, from, to) = if of_y {
+        let (link, begin, end) = if side.of_y {
             (corner.top + 15, corner.top + 16, comptime!(plan.chunk).runtime())
         } else {
             (seen(corner.top, true), 0usize.runtime(), corner.top)
         };
+        let all = comptime!(Reach { filled: [true, true], side, stride });
         let mut sum = zeros(comptime!(grid.fragments()));
-        for step in from / 8..to / 8 {
-            let both = comptime!([true, true]);
-            add_linked::<X, N, M>(
-                &mut sum,
-                weights,
-                rows,
-                sums,
-                &corner,
-                step * 8,
-                link,
-                both,
-                of_y,
-                before,
-                plan,
-            );
+        for step in begin / 8..end / 8 {
+            let others = Others { corner, first: step * 8, link };
+            add_linked::<X, N, M>(&mut sum, from, sums, &others, all, plan);
         }
-        scale_linked(&mut sum, sums, link, [true, true], of_y, before, plan);
+        scale_linked(&mut sum, sums, link, all, plan);
         add_fragments(acc, &sum, grid);
         // The other 8 tokens of the block.
         let link = corner.top + 7;
-        let other = if of_y { corner.top + 8 } else { corner.top };
-        let half = comptime!([of_y, !of_y]);
+        let first = if side.of_y { corner.top + 8 } else { corner.top };
+        let half = comptime!(Reach { filled: [side.of_y, !side.of_y], side, stride });
         let mut sum = zeros(comptime!(grid.fragments()));
-        add_linked::<X, N, M>(
-            &mut sum, weights, rows, sums, &corner, other, link, half, of_y, before, plan,
-        );
-        scale_linked(&mut sum, sums, link, half, of_y, before, plan);
+        let others = Others { corner, first, link };
+        add_linked::<X, N, M>(&mut sum, from, sums, &others, half, plan);
+        scale_linked(&mut sum, sums, link, half, plan);
         add_fragments(acc, &sum, grid);
-        add_own::<X, N, M>(acc, weights, rows, sums, &corner, of_y, before, plan);
+        add_own::<X, N, M>(acc, from, sums, &corner, side, plan);
     }
 }
 
-/// `sum += weights rows` over 8 tokens from `first` on, whose rows are scaled to row `link`; `filled`: which of
-/// the first and the last 8 rows of the block take part.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn add_linked<X: Float, N: Size, M: Size>(
-    sum: &mut Acc,
-    weights: &SharedMemory<Vector<X, M>>,
-    rows: &SharedMemory<Vector<X, N>>,
-    sums: &Sums,
-    corner: &Corner,
+/// 8 tokens on the other side, from `first` on, that row `link` connects with a plane's block.
+#[derive(CubeType, Clone, Copy)]
+struct Others {
+    corner: Corner,
     first: usize,
     link: usize,
-    #[comptime] filled: [bool; 2],
-    #[comptime] of_y: bool,
-    #[comptime] before: bool,
+}
+
+/// `sum += weights rows` over [`Others`], whose rows are scaled to row `link`.
+#[cube]
+fn add_linked<X: Float, N: Size, M: Size>(
+    sum: &mut Acc,
+    from: &AdjointRows<X, N, M>,
+    sums: &Sums,
+    others: &Others,
+    #[comptime] reach: Reach,
     #[comptime] plan: Plan,
 ) {
-    let stride = comptime!(plan.stride(plan.key_slice));
+    let filled = comptime!(reach.filled);
+    let side = comptime!(reach.side);
+    let stride = comptime!(reach.stride);
+    let of_y = comptime!(side.of_y);
+    let before = comptime!(side.before);
+    let corner = others.corner;
+    let first = others.first;
+    let link = others.link;
     let pairs = comptime!(plan.stride(plan.chunk));
     let columns = comptime!(plan.grid(plan.chunk, plan.key_slice).fragment_columns());
     let lane = UNIT_POS as usize % 32;
@@ -510,7 +529,7 @@ fn add_linked<X: Float, N: Size, M: Size>(
             let own = corner.top + lane / 4 + comptime!(n % 2 * 8);
             let other = first + lane % 4 + comptime!(n / 2 * 4);
             let at = if of_y { other * pairs + own } else { own * pairs + other };
-            number = f32::cast_from(weights[at]);
+            number = f32::cast_from(from.weights[at]);
         }
         put_parts(&mut left, n, number);
     }
@@ -526,7 +545,7 @@ fn add_linked<X: Float, N: Size, M: Size>(
             } else {
                 f32::exp(between(sums, link * stride + d, other * stride + d))
             };
-            put_parts(&mut right, n, f32::cast_from(rows[other * stride + d]) * kept);
+            put_parts(&mut right, n, f32::cast_from(from.rows[other * stride + d]) * kept);
         }
         add_parts(sum, &left, &right, c);
     }
@@ -538,13 +557,15 @@ fn scale_linked(
     sum: &mut Acc,
     sums: &Sums,
     link: usize,
-    #[comptime] filled: [bool; 2],
-    #[comptime] of_y: bool,
-    #[comptime] before: bool,
+    #[comptime] reach: Reach,
     #[comptime] plan: Plan,
 ) {
+    let filled = comptime!(reach.filled);
+    let side = comptime!(reach.side);
+    let stride = comptime!(reach.stride);
+    let of_y = comptime!(side.of_y);
+    let before = comptime!(side.before);
     let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
-    let stride = comptime!(plan.stride(plan.key_slice));
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         let d = column(f, grid);
@@ -583,17 +604,16 @@ fn add_fragments(acc: &mut Acc, sum: &Acc, #[comptime] grid: Grid) {
 
 /// The terms of the 8 tokens that a row stands among.
 #[cube]
-#[allow(clippy::too_many_arguments)]
 fn add_own<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
-    weights: &SharedMemory<Vector<X, M>>,
-    rows: &SharedMemory<Vector<X, N>>,
+    from: &AdjointRows<X, N, M>,
     sums: &Sums,
     corner: &Corner,
-    #[comptime] of_y: bool,
-    #[comptime] before: bool,
+    #[comptime] side: Side,
     #[comptime] plan: Plan,
 ) {
+    let of_y = comptime!(side.of_y);
+    let before = comptime!(side.before);
     let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
     let stride = comptime!(plan.stride(plan.key_slice));
     let pairs = comptime!(plan.stride(plan.chunk));
@@ -624,9 +644,9 @@ fn add_own<X: Float, N: Size, M: Size>(
                     }
                 }
                 let mut y = Pair::empty();
-                y[0] = f32::cast_from(rows[m * stride + d]);
-                y[1] = f32::cast_from(rows[m * stride + d + 1]);
-                sum += Pair::new(f32::cast_from(weights[i * pairs + j])) * kept * y;
+                y[0] = f32::cast_from(from.rows[m * stride + d]);
+                y[1] = f32::cast_from(from.rows[m * stride + d + 1]);
+                sum += Pair::new(f32::cast_from(from.weights[i * pairs + j])) * kept * y;
             }
             set(acc.index_mut(f), h, sum);
         }

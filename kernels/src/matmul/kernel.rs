@@ -11,7 +11,7 @@
 //! conflicts.
 
 use super::{Form, Side};
-use crate::tile::{Acc, Pair, execute, load_a, load_b, pair, put_four, zeros};
+use crate::tile::{Acc, Pair, Source, execute, load_a, load_b, pair, put_four, zeros};
 use cubecl::ir::StorageType;
 use cubecl::prelude::barrier::{Barrier, copy_async_checked};
 use cubecl::prelude::cmma::MmaDefinition;
@@ -242,15 +242,16 @@ fn add_half<E: Float, N: Size>(
         #[unroll]
         for r in 0..rows {
             let at = comptime!(stage * a.numbers()).runtime();
-            let [down, turned] = comptime!([r * 16, usize::from(!a.along_k)]);
-            let stride = comptime!(a.stride);
-            left.push(load_a::<E, N>(&stages.lhs, at, i, down, k, stride, comptime!(turned == 1)));
+            let (stride, transposed) = comptime!((a.stride, !a.along_k));
+            let from = comptime!(Source { down: r * 16, right: k, stride, transposed });
+            left.push(load_a::<E, N>(&stages.lhs, at, i, from));
         }
         #[unroll]
         for c in 0..columns {
             let at = comptime!(stage * b.numbers()).runtime();
-            let (right, stride) = comptime!((c * 16, b.stride));
-            let block = load_b::<E, N>(&stages.rhs, at, k, j, right, stride, comptime!(b.along_k));
+            let (stride, transposed) = comptime!((b.stride, b.along_k));
+            let from = comptime!(Source { down: k, right: c * 16, stride, transposed });
+            let block = load_b::<E, N>(&stages.rhs, at, j, from);
             #[unroll]
             for r in 0..rows {
                 let f = comptime!(2 * (r * columns + c));
@@ -354,7 +355,7 @@ fn store<O: Float, W: Size>(
                 if comptime!(form.narrow_out) {
                     let other = acc.index(comptime!(f + 1))[h];
                     let one: Pair = acc.index(f)[h];
-                    put_four::<O, W>(out, at, one, other, lane % 2 == 1, there, 1u32);
+                    put_four::<O, W>(out, at, one, other, there, 1u32);
                 } else if there {
                     out[at] = Vector::<O, W>::cast_from(acc.index(f)[h]);
                 }

@@ -130,10 +130,8 @@ pub fn backward<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
     given: Given<'_>,
-    d_o: &Handle,
-    d_state: Option<&Handle>,
 ) -> Result<Backward, Refusal> {
-    let Given { x, saved } = given;
+    let Given { x, saved, d_o, d_state } = given;
     let form = check(dims, x)?;
     let Dims { batch, tokens, key_heads, heads, key_width, value_width } = dims;
     let keys = [batch, tokens, heads, key_width];

@@ -1,6 +1,6 @@
 //! Rows of tensors to tiles in shared memory, and pairs of numbers to tiles and tensors.
 
-use super::Pair;
+use super::{Acc, Grid, Pair, column, inside, put_four, row};
 use cubecl::prelude::barrier::copy_async;
 use cubecl::prelude::*;
 
@@ -219,30 +219,115 @@ pub(crate) fn put_out<S: Float, M: Size>(
     }
 }
 
-/// Two pairs of this unit and of its neighbour across `lanes`, exchanged so that each writes four
-/// neighbouring numbers, vector `at` of the tensor: the unit with `second` the second pairs, the other one
-/// the first. Planes that write whole sectors of 32 bytes write half as often.
+/// Writes a product to rows of a tensor, from column `first` on; columns of the tensor end at
+/// `width`.
 #[cube]
-pub(crate) fn put_four<S: Float, W: Size>(
-    tensor: &mut Array<Vector<S, W>>,
-    at: usize,
-    first: Pair,
-    other: Pair,
-    second: bool,
-    there: bool,
-    #[comptime] lanes: u32,
+pub(crate) fn keep<E: Float, M: Size>(
+    out: &mut Array<Vector<E, M>>,
+    acc: &Acc,
+    rows: &Rows,
+    first: usize,
+    #[comptime] width: usize,
+    #[comptime] grid: Grid,
 ) {
-    let a = u32::reinterpret(Vector::<S, Const<2>>::cast_from(first));
-    let b = u32::reinterpret(Vector::<S, Const<2>>::cast_from(other));
-    let got = plane_shuffle_xor(select(second, a, b), lanes);
-    let low = Vector::<S, Const<2>>::reinterpret(select(second, got, a));
-    let high = Vector::<S, Const<2>>::reinterpret(select(second, b, got));
-    let mut x = Vector::<S, W>::empty();
-    x[0] = low[0];
-    x[1] = low[1];
-    x[2] = high[0];
-    x[3] = high[1];
-    if there {
-        tensor[at] = x;
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        if inside(f, grid) {
+            let j = first + column(f, grid);
+            #[unroll]
+            for h in 0..2usize {
+                let i = row(f, h, grid);
+                if i < rows.valid && j < width {
+                    put_out::<E, M>(
+                        out,
+                        rows.start + i * rows.stride + j,
+                        acc.index(f)[h],
+                        width - j,
+                    );
+                }
+            }
+        }
     }
+}
+
+/// Puts a product into a tile.
+#[cube]
+pub(crate) fn store<X: Float, M: Size>(
+    tile: &mut SharedMemory<Vector<X, M>>,
+    acc: &Acc,
+    #[comptime] stride: usize,
+    #[comptime] grid: Grid,
+) {
+    store_at::<X, M>(tile, 0usize, acc, stride, grid);
+}
+
+/// As [`store`], `at` numbers into the tile.
+#[cube]
+pub(crate) fn store_at<X: Float, M: Size>(
+    tile: &mut SharedMemory<Vector<X, M>>,
+    at: usize,
+    acc: &Acc,
+    #[comptime] stride: usize,
+    #[comptime] grid: Grid,
+) {
+    let start = at + row(0usize, 0usize, grid) * stride + column(0usize, grid);
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        if inside(f, grid) {
+            #[unroll]
+            for h in 0..2usize {
+                let [down, right] = comptime!(grid.step(f, h));
+                put::<X, M>(tile, start, comptime!(down * stride + right), acc.index(f)[h]);
+            }
+        }
+    }
+}
+
+/// As [`keep`], four numbers a vector where a unit can exchange them with its neighbour: in whole sectors.
+#[cube]
+pub(crate) fn keep_rows<F: Float, W: Size>(
+    out: &mut Array<Vector<F, W>>,
+    acc: &Acc,
+    rows: &Rows,
+    first: usize,
+    #[comptime] width: usize,
+    #[comptime] grid: Grid,
+) {
+    let four = W::value();
+    if comptime!(four == 4) {
+        let across = comptime!(grid.fragment_columns());
+        let lane = UNIT_POS as usize % 32;
+        let top = row(0usize, 0usize, grid);
+        let columns = UNIT_POS as usize / comptime!(32 * grid.down())
+            * comptime!(grid.n / grid.across())
+            + lane % 2 * 8
+            + lane % 4 / 2 * 4;
+        let start = (rows.start + top * rows.stride + first + columns) / 4;
+        if inside(0usize, grid) {
+            #[unroll]
+            for r in 0..comptime!(grid.fragment_rows()) {
+                #[unroll]
+                for h in 0..2usize {
+                    let down = comptime!(grid.step(r * across, h)[0]);
+                    let there = top + down < rows.valid;
+                    let at = start + rows.stride / 4 * down;
+                    #[unroll]
+                    for c in 0..comptime!(across / 2) {
+                        let left = acc.index(comptime!(r * across + 2 * c))[h];
+                        let right = acc.index(comptime!(r * across + 2 * c + 1))[h];
+                        let at = at + comptime!(c * 4);
+                        put_four::<F, W>(out, at, left, right, there, 1u32);
+                    }
+                }
+            }
+        }
+    } else {
+        keep::<F, W>(out, acc, rows, first, width, grid);
+    }
+}
+
+/// Numbers of a vector.
+#[cube]
+pub(crate) fn width_of<N: Size>() -> comptime_type!(usize) {
+    N::value()
 }

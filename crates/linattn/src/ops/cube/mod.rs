@@ -320,18 +320,14 @@ impl<R: CubeRuntime> Call<R> {
         };
         let d_state = d_state.map(|d| cast(d, DType::F32).handle);
         let (variant, dims) = (self.variant, self.dims);
-        let call = kernels::Given { x: &Self::inputs(x), saved: &saved };
-        let d_state = d_state.as_ref();
-        let done = kernels::backward(
-            &self.client,
-            variant,
-            dims,
-            self.dtype.into(),
-            call,
-            &d_o.handle,
-            d_state,
-        )
-        .expect("`runs` was asked");
+        let given = kernels::Given {
+            x: &Self::inputs(x),
+            saved: &saved,
+            d_o: &d_o.handle,
+            d_state: d_state.as_ref(),
+        };
+        let done = kernels::backward(&self.client, variant, dims, self.dtype.into(), given)
+            .expect("`runs` was asked");
         Operands {
             q: self.tensor(done.q),
             k: self.tensor(done.k),

@@ -1,0 +1,160 @@
+//! Decay within a chunk: the mask of its scores, and the factors of its tokens.
+
+use crate::chunkwise::chunk::{Sums, between, seen, since_start};
+use crate::chunkwise::plan::Plan;
+use crate::tile::{Acc, Grid, Pair, Rows, column, row, set};
+use cubecl::prelude::*;
+
+/// Rows of a chunk's decay factors, C numbers each.
+pub(crate) mod decay_factors {
+    /// e^G of queries: factor of q S.
+    pub const QUERY: usize = 0;
+    /// e^G of erase keys: factor of a S, the delta rule's -beta included.
+    pub const ERASE: usize = 1;
+    /// e^{G_C - G}: share of a token's write that is left at the end of the chunk.
+    pub const KEY_TO_END: usize = 2;
+    /// e^G: share of the chunk's first state; the last entry is the chunk decay e^{G_C}.
+    pub const FROM_START: usize = 3;
+    /// beta: factor of v in a delta rule.
+    pub const BETA: usize = 4;
+    /// How many there are.
+    pub const ROWS: usize = 5;
+}
+
+/// How scores are masked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Mask {
+    /// Zero on the diagonal, too.
+    pub strict: bool,
+    /// Row i sees the sums of the token before it.
+    pub before: bool,
+    /// A fragment above the diagonal is filled with zeros and saves its exponentials.
+    pub by_fragment: bool,
+}
+
+/// Decay mask at (i, j): e^{G_i - G_j} of a scalar decay, 1 of another, 0 above the diagonal (`strict`: and on
+/// it). `before`: row i sees the sums of the token before it.
+#[cube]
+pub(crate) fn decay_mask(
+    sums: &Sums,
+    i: usize,
+    j: usize,
+    #[comptime] strict: bool,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let mut kept = 1.0f32;
+    if comptime!(plan.variant.scalar()) {
+        kept = f32::exp(between(sums, seen(i, before), j));
+    }
+    if comptime!(strict) { select(i > j, kept, 0.0f32) } else { select(i >= j, kept, 0.0f32) }
+}
+
+/// Multiplies every score by its [`decay_mask`]; the chunk's sums begin at `at`.
+#[cube]
+pub(crate) fn apply_decay_mask(
+    acc: &mut Acc,
+    sums: &Sums,
+    at: usize,
+    #[comptime] mask: Mask,
+    #[comptime] plan: Plan,
+) {
+    let strict = comptime!(mask.strict);
+    let before = comptime!(mask.before);
+    let by_fragment = comptime!(mask.by_fragment);
+    let grid = comptime!(plan.pairs());
+    #[unroll]
+    for f in 0..comptime!(grid.fragments()) {
+        let j = at + column(f, grid);
+        let mut low = true;
+        // A vector decay has no exponentials here.
+        if comptime!(by_fragment && !plan.variant.vector()) {
+            low = intersects_lower_triangle(f, j - at, grid);
+        }
+        #[unroll]
+        for h in 0..2usize {
+            let mut x = Pair::new(0.0);
+            if low {
+                let i = at + min(row(f, h, grid), comptime!(plan.chunk - 1));
+                x = acc.index(f)[h];
+                #[unroll]
+                for l in 0..2usize {
+                    x[l] = x[l] * decay_mask(sums, i, j + l, strict, before, plan);
+                }
+            }
+            set(acc.index_mut(f), h, x);
+        }
+    }
+}
+
+/// Whether a unit has anything on or below the diagonal in fragment `f`, whose first column is `j`.
+/// Planes whose whole fragment lies above save its exponentials.
+#[cube]
+pub(crate) fn intersects_lower_triangle(
+    #[comptime] f: usize,
+    j: usize,
+    #[comptime] grid: Grid,
+) -> bool {
+    row(f, 1usize, grid) >= j
+}
+
+/// Factor of the erase key of token `i`: -beta in a delta rule.
+#[cube]
+pub(crate) fn erase_scale(
+    beta: &Array<f32>,
+    gates: &Rows,
+    i: usize,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let mut scale = 1.0f32;
+    if comptime!(plan.variant.delta()) {
+        scale = 0.0f32;
+        if i < gates.valid {
+            scale = -beta[gates.start + i * gates.stride];
+        }
+    }
+    scale
+}
+
+/// e^{G_i}, or e^{G_{i-1}} for a row that reads before its decay. The chunk's sums begin at `at`.
+#[cube]
+pub(crate) fn reach(
+    sums: &Sums,
+    at: usize,
+    i: usize,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let mut kept = 1.0f32;
+    if comptime!(plan.variant.scalar()) {
+        kept = f32::exp(since_start(sums, at + seen(i, before)));
+        if comptime!(before) {
+            kept = select(i == 0, 1.0f32, kept);
+        }
+    }
+    kept
+}
+
+/// e^{G_C - G_i}. The chunk's sums begin at `at`.
+#[cube]
+pub(crate) fn left(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> f32 {
+    let mut kept = 1.0f32;
+    if comptime!(plan.variant.scalar()) {
+        kept = f32::exp(between(sums, at + comptime!(plan.chunk - 1), at + i));
+    }
+    kept
+}
+
+/// As [`reach`], for key column `d` of a vector decay.
+#[cube]
+pub(crate) fn vector_reach(
+    sums: &Sums,
+    i: usize,
+    d: usize,
+    #[comptime] before: bool,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let kept = f32::exp(since_start(sums, seen(i, before) * stride + d));
+    if comptime!(before) { select(i == 0, 1.0f32, kept) } else { kept }
+}

@@ -1,0 +1,175 @@
+//! What an engine does, and the choice of one at compile time: the only place that asks which engine it is.
+
+use super::inverse::Inverse;
+use super::mma::Mma;
+use super::plain::Plain;
+use super::tf32::Tf32;
+use super::{Acc, Grid};
+use cubecl::prelude::*;
+
+/// Engine: the arithmetic that multiplies tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Engine {
+    /// f32 arithmetic, on every device.
+    Plain,
+    /// f32 on tensor cores through `mma.m16n8k8`, three products of TF32 parts for each product of f32
+    /// (relative error 2^-21): NVIDIA from sm_80 on.
+    Tf32,
+    /// Tensor cores through `mma.m16n8k16`, bf16 or f16 in and f32 out: NVIDIA from sm_80 on.
+    Mma,
+}
+
+impl Engine {
+    /// Whether a plane has fragments of tensor cores, 16 rows high, and not each unit its own.
+    pub(crate) fn by_planes(self) -> bool {
+        self != Engine::Plain
+    }
+
+    /// Numbers between two rows of a tile.
+    pub(crate) fn padding(self) -> usize {
+        match self {
+            Engine::Plain => 1,
+            // Eight rows of four numbers meet 32 banks.
+            Engine::Tf32 => 4,
+            Engine::Mma => 8,
+        }
+    }
+
+    /// Bytes of a number in a tile.
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Engine::Plain | Engine::Tf32 => 4,
+            Engine::Mma => 2,
+        }
+    }
+}
+
+/// How [`mul`] finds its operands. `a` is [m, k] or, transposed, [k, m]; `b` is [k, n] or [n, k].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Mul {
+    pub grid: Grid,
+    pub k: usize,
+    /// Numbers from one stored row to the next.
+    pub a_stride: usize,
+    pub b_stride: usize,
+    pub a_transposed: bool,
+    pub b_transposed: bool,
+}
+
+impl Mul {
+    /// Numbers from one row of A to the next, and from one column to the next.
+    pub(super) fn a_steps(&self) -> [usize; 2] {
+        if self.a_transposed { [1, self.a_stride] } else { [self.a_stride, 1] }
+    }
+
+    /// The same of B.
+    pub(super) fn b_steps(&self) -> [usize; 2] {
+        if self.b_transposed { [1, self.b_stride] } else { [self.b_stride, 1] }
+    }
+}
+
+/// The arithmetic of an engine: which unit holds which element of a product, and how products are made.
+#[cube]
+pub(crate) trait TileEngine: Send + Sync + 'static {
+    /// Row of pair `h` of fragment `f`.
+    fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: Grid) -> usize;
+
+    /// First column of the pairs of fragment `f`.
+    fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize;
+
+    /// Whether fragment `f` belongs to the product: there may be more units than work.
+    fn inside(#[comptime] f: usize, #[comptime] grid: Grid) -> bool;
+
+    /// This unit's number among [`Grid::slots`], those that hold columns of the same rows.
+    fn slot(#[comptime] grid: Grid) -> usize;
+
+    /// `acc += A B`. `a` and `b` start `a_at` and `b_at` numbers into their tiles.
+    fn mul<E: Float, NA: Size, NB: Size>(
+        acc: &mut Acc,
+        a: &SharedMemory<Vector<E, NA>>,
+        a_at: usize,
+        b: &SharedMemory<Vector<E, NB>>,
+        b_at: usize,
+        #[comptime] spec: Mul,
+    );
+
+    /// Joins neighbouring blocks of `side` rows of an inverse. E: what tensor cores multiply.
+    fn merge<E: Float>(
+        m: &mut SharedMemory<f32>,
+        t: &mut SharedMemory<f32>,
+        #[comptime] side: usize,
+        #[comptime] inverse: Inverse,
+    );
+}
+
+/// [`TileEngine::row`] of the grid's engine.
+#[cube]
+pub(crate) fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: Grid) -> usize {
+    match comptime!(grid.engine) {
+        Engine::Plain => Plain::row(f, h, grid),
+        Engine::Tf32 => Tf32::row(f, h, grid),
+        Engine::Mma => Mma::row(f, h, grid),
+    }
+}
+
+/// [`TileEngine::column`] of the grid's engine.
+#[cube]
+pub(crate) fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {
+    match comptime!(grid.engine) {
+        Engine::Plain => Plain::column(f, grid),
+        Engine::Tf32 => Tf32::column(f, grid),
+        Engine::Mma => Mma::column(f, grid),
+    }
+}
+
+/// [`TileEngine::inside`] of the grid's engine.
+#[cube]
+pub(crate) fn inside(#[comptime] f: usize, #[comptime] grid: Grid) -> bool {
+    match comptime!(grid.engine) {
+        Engine::Plain => Plain::inside(f, grid),
+        Engine::Tf32 => Tf32::inside(f, grid),
+        Engine::Mma => Mma::inside(f, grid),
+    }
+}
+
+/// [`TileEngine::slot`] of the grid's engine.
+#[cube]
+pub(crate) fn slot(#[comptime] grid: Grid) -> usize {
+    match comptime!(grid.engine) {
+        Engine::Plain => Plain::slot(grid),
+        Engine::Tf32 => Tf32::slot(grid),
+        Engine::Mma => Mma::slot(grid),
+    }
+}
+
+/// [`TileEngine::mul`] of the grid's engine.
+#[cube]
+pub(crate) fn mul<E: Float, NA: Size, NB: Size>(
+    acc: &mut Acc,
+    a: &SharedMemory<Vector<E, NA>>,
+    a_at: usize,
+    b: &SharedMemory<Vector<E, NB>>,
+    b_at: usize,
+    #[comptime] spec: Mul,
+) {
+    match comptime!(spec.grid.engine) {
+        Engine::Plain => Plain::mul::<E, NA, NB>(acc, a, a_at, b, b_at, spec),
+        Engine::Tf32 => Tf32::mul::<E, NA, NB>(acc, a, a_at, b, b_at, spec),
+        Engine::Mma => Mma::mul::<E, NA, NB>(acc, a, a_at, b, b_at, spec),
+    }
+}
+
+/// [`TileEngine::merge`] of the inverse's engine.
+#[cube]
+pub(crate) fn merge<E: Float>(
+    m: &mut SharedMemory<f32>,
+    t: &mut SharedMemory<f32>,
+    #[comptime] side: usize,
+    #[comptime] inverse: Inverse,
+) {
+    match comptime!(inverse.engine) {
+        Engine::Plain => Plain::merge::<E>(m, t, side, inverse),
+        Engine::Tf32 => Tf32::merge::<E>(m, t, side, inverse),
+        Engine::Mma => Mma::merge::<E>(m, t, side, inverse),
+    }
+}

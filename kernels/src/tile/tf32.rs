@@ -1,0 +1,168 @@
+//! [`Engine::Tf32`](super::Engine::Tf32): f32 on tensor cores, each number as a sum of two of TF32.
+
+use super::engine::{Mul, TileEngine};
+use super::inverse::Inverse;
+use super::planes::{self, BlockMul, PlaneProduct};
+use super::{Acc, Grid, Pair};
+use cubecl::prelude::cmma::MmaDefinition;
+use cubecl::prelude::*;
+
+/// f32 on tensor cores.
+pub(super) struct Tf32;
+
+#[cube]
+impl TileEngine for Tf32 {
+    fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: Grid) -> usize {
+        planes::row(f, h, grid)
+    }
+
+    fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {
+        planes::column(f, grid)
+    }
+
+    fn inside(#[comptime] _f: usize, #[comptime] grid: Grid) -> bool {
+        planes::inside(grid)
+    }
+
+    fn slot(#[comptime] grid: Grid) -> usize {
+        planes::slot(grid)
+    }
+
+    fn mul<E: Float, NA: Size, NB: Size>(
+        acc: &mut Acc,
+        a: &SharedMemory<Vector<E, NA>>,
+        a_at: usize,
+        b: &SharedMemory<Vector<E, NB>>,
+        b_at: usize,
+        #[comptime] spec: Mul,
+    ) {
+        let grid = comptime!(spec.grid);
+        let rows = comptime!(grid.fragment_rows());
+        let columns = comptime!(grid.fragment_columns());
+        let [a_row, a_k] = comptime!(spec.a_steps());
+        let [b_k, b_column] = comptime!(spec.b_steps());
+        let lane = UNIT_POS as usize % 32;
+        let left_column = Self::column(0usize, grid) - lane % 4 * 2;
+        let a_from = a_at + Self::row(0usize, 0usize, grid) * a_row + lane % 4 * a_k;
+        let b_from = b_at + (left_column + lane / 4) * b_column + lane % 4 * b_k;
+        if Self::inside(0usize, grid) {
+            #[unroll]
+            for step in 0..comptime!(spec.k / 8) {
+                let mut left = Sequence::<Parts>::new();
+                #[unroll]
+                for r in 0..rows {
+                    let mut block = parts(4usize);
+                    #[unroll]
+                    for n in 0..4usize {
+                        let down = comptime!(grid.step(r * columns, 0)[0] + n % 2 * 8);
+                        let at = comptime!(down * a_row + (step * 8 + n / 2 * 4) * a_k);
+                        put_parts(&mut block, n, f32::cast_from(a[a_from + at]));
+                    }
+                    left.push(block);
+                }
+                let mut right = Sequence::<Parts>::new();
+                #[unroll]
+                for c in 0..columns {
+                    let mut block = parts(2usize);
+                    #[unroll]
+                    for n in 0..2usize {
+                        let at = comptime!(c * 8 * b_column + (step * 8 + n * 4) * b_k);
+                        put_parts(&mut block, n, f32::cast_from(b[b_from + at]));
+                    }
+                    right.push(block);
+                }
+                // Fragments in the inner loop: products into one fragment wait for each other.
+                #[unroll]
+                for term in 0..3usize {
+                    #[unroll]
+                    for f in 0..comptime!(rows * columns) {
+                        let x = left.index(comptime!(f / columns));
+                        let y = right.index(comptime!(f % columns));
+                        execute_tf32(x, y, acc.index_mut(f), term);
+                    }
+                }
+            }
+        }
+    }
+
+    fn merge<E: Float>(
+        m: &mut SharedMemory<f32>,
+        t: &mut SharedMemory<f32>,
+        #[comptime] side: usize,
+        #[comptime] inverse: Inverse,
+    ) {
+        planes::merge::<E, Self>(m, t, side, inverse);
+    }
+}
+
+#[cube]
+impl PlaneProduct for Tf32 {
+    /// Who holds which number: PTX, `mma.m16n8k8`.
+    fn add_product<E: Float>(
+        x: &mut Array<Pair>,
+        a: &SharedMemory<f32>,
+        a_at: usize,
+        b: &SharedMemory<f32>,
+        b_at: usize,
+        #[comptime] spec: BlockMul,
+    ) {
+        let depth = comptime!(spec.depth);
+        let stride = comptime!(spec.stride);
+        let lane = UNIT_POS as usize % 32;
+        let a_lane = a_at + lane / 4 * stride + lane % 4;
+        let b_lane = b_at + lane % 4 * stride + lane / 4;
+        #[unroll]
+        for k in 0..comptime!(depth / 8) {
+            let mut left = parts(4usize);
+            #[unroll]
+            for n in 0..4usize {
+                let at = comptime!(n % 2 * 8 * stride + n / 2 * 4 + k * 8);
+                put_parts(&mut left, n, a[a_lane + at]);
+            }
+            let mut right = parts(2usize);
+            #[unroll]
+            for n in 0..2usize {
+                put_parts(&mut right, n, b[b_lane + comptime!((n * 4 + k * 8) * stride)]);
+            }
+            #[unroll]
+            for term in 0..3usize {
+                execute_tf32(&left, &right, x, term);
+            }
+        }
+    }
+}
+
+/// A left or right operand of `mma.m16n8k8`: its numbers as sums of two of TF32.
+#[derive(CubeType)]
+pub(crate) struct Parts {
+    high: Array<Vector<tf32, Const<1>>>,
+    low: Array<Vector<tf32, Const<1>>>,
+}
+
+/// Room for an operand of so many registers.
+#[cube]
+pub(crate) fn parts(#[comptime] registers: usize) -> Parts {
+    Parts {
+        high: Array::<Vector<tf32, Const<1>>>::new(registers),
+        low: Array::<Vector<tf32, Const<1>>>::new(registers),
+    }
+}
+
+/// Number `n` of an operand: `high` is x to 11 bits, `low` the rest, which tensor cores read to 11 bits.
+#[cube]
+pub(crate) fn put_parts(to: &mut Parts, #[comptime] n: usize, x: f32) {
+    let high = (u32::reinterpret(x) + 0x1000u32) & 0xffff_e000u32;
+    to.high[n] = Vector::<tf32, Const<1>>::reinterpret(high);
+    to.low[n] = Vector::<tf32, Const<1>>::reinterpret(x - f32::reinterpret(high));
+}
+
+/// `c +=` one of the three products that `a b` is made of, for one 16 x 8 x 8 block; the least comes first.
+#[cube]
+pub(crate) fn execute_tf32(a: &Parts, b: &Parts, c: &mut Array<Pair>, #[comptime] term: usize) {
+    let mma = MmaDefinition::<tf32, tf32, f32>::new(16usize, 8usize, 8usize);
+    match comptime!(term) {
+        0usize => mma.execute_inplace(&a.low, &b.high, c),
+        1usize => mma.execute_inplace(&a.high, &b.low, c),
+        _ => mma.execute_inplace(&a.high, &b.high, c),
+    }
+}
