@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compiles what the example hip_sources wrote, each file for its own GPU, and prints what became of it.
+# Compiles what the example `sources` wrote, each file for its own GPU, and prints what became of it.
 #
 #   kernels/hip_check.sh FOLDER [grep pattern of files]
 #

@@ -64,7 +64,7 @@ struct Without {
     why: String,
 }
 
-/// What a device did.
+/// Measurements of a device.
 #[derive(Debug, Serialize)]
 struct Found {
     /// Types of numbers that all tensor operations take.

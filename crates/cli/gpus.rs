@@ -47,7 +47,7 @@ pub(crate) fn vendors() -> Vec<Vendor> {
     }
 }
 
-/// Those that Linux lists below `root`: NVIDIA's driver has device files of its own, all others are
+/// Makers of the GPUs that Linux lists below `root`: NVIDIA's driver has device files of its own, all others are
 /// render nodes with the maker's number on the PCI bus. Other numbers are those of virtual machines.
 fn listed(root: &Path) -> Vec<Vendor> {
     let names = |folder: &str| {
@@ -90,7 +90,7 @@ pub(crate) fn nvidia_driver() -> Option<String> {
     Some(version.trim().to_string())
 }
 
-/// What to build with where there are GPUs and the processor was taken. The makers' order is that of
+/// Advice on a feature to build with, where there are GPUs and the processor was taken. The makers' order is that of
 /// their speed, as a rule.
 pub(crate) fn advice(vendors: &[Vendor], compiled_in: &[(&str, bool)]) -> Option<String> {
     let missing = |feature: &&&str| !compiled_in.contains(&(**feature, true));

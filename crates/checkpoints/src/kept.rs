@@ -8,7 +8,7 @@ use std::path::Path;
 const FAMILY: &str = "family";
 const LEFT_OUT: &str = "left_out";
 
-/// What was kept.
+/// Facts of a checkpoint that its model does not hold, kept beside it.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
     /// The family, where it was written down.

@@ -147,7 +147,7 @@ pub struct Exported<'a, B: Backend> {
     pub kept: Option<&'a Path>,
 }
 
-/// What was written.
+/// A checkpoint as written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
     /// The family.

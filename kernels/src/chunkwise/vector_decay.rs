@@ -105,21 +105,36 @@ fn scores_by_terms<X: Float, N: Size>(
         for h in 0..2usize {
             let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
             let from = seen(i, before) * stride;
-            let mut sum = acc.index(f)[h];
-            for d in 0..comptime!(plan.key_slice) {
-                let mut w = Pair::empty();
-                #[unroll]
-                for l in 0..2usize {
-                    let at = j + l * stride + d;
-                    let coarse = sums.coarse[from + d] - sums.coarse[at];
-                    let fine = sums.fine[from + d] - sums.fine[at];
-                    w[l] = f32::exp(min(coarse + fine, 0.0f32)) * f32::cast_from(y[at]);
-                }
-                sum += Pair::new(f32::cast_from(x[i * stride + d])) * w;
-            }
+            let sum = acc.index(f)[h] + terms::<X, N>(x, y, sums, i * stride, from, j, plan);
             set(acc.index_mut(f), h, sum);
         }
     }
+}
+
+/// Terms of one slice of keys of the scores of one reader with two writers side by side, whose rows begin at `reader`
+/// and `writers`; the reader's sums begin at `from`.
+#[cube]
+fn terms<X: Float, N: Size>(
+    x: &SharedMemory<Vector<X, N>>,
+    y: &SharedMemory<Vector<X, N>>,
+    sums: &Sums,
+    reader: usize,
+    from: usize,
+    writers: usize,
+    #[comptime] plan: Plan,
+) -> Pair {
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let mut sum = Pair::new(0.0f32);
+    for d in 0..comptime!(plan.key_slice) {
+        let mut w = Pair::empty();
+        #[unroll]
+        for l in 0..2usize {
+            let at = writers + comptime!(l * stride) + d;
+            w[l] = f32::exp(between(sums, from + d, at)) * f32::cast_from(y[at]);
+        }
+        sum += Pair::new(f32::cast_from(x[reader + d])) * w;
+    }
+    sum
 }
 
 /// Adjoint of [`scores`] for one slice of keys, `acc[n, d]` over [C, key_slice]: gradients of X from
@@ -171,10 +186,8 @@ fn adjoint_by_terms<X: Float, N: Size, M: Size>(
                 let mut w = Pair::empty();
                 #[unroll]
                 for l in 0..2usize {
-                    let coarse = sums.coarse[reader + l] - sums.coarse[writer + l];
-                    let fine = sums.fine[reader + l] - sums.fine[writer + l];
                     let y = f32::cast_from(rows[m * stride + d + l]);
-                    w[l] = f32::exp(min(coarse + fine, 0.0f32)) * y;
+                    w[l] = f32::exp(between(sums, reader + l, writer + l)) * y;
                 }
                 sum += Pair::new(weight) * w;
             }
@@ -266,16 +279,8 @@ fn add_terms<X: Float, N: Size>(
                     let i = row(c, h, grid);
                     let from = seen(i, before) * stride;
                     let j = column(c, grid) * stride;
-                    let mut sum = acc.index(c)[h];
-                    for d in 0..comptime!(plan.key_slice) {
-                        let mut w = Pair::empty();
-                        #[unroll]
-                        for l in 0..2usize {
-                            let at = j + comptime!(l * stride) + d;
-                            w[l] = f32::exp(between(sums, from + d, at)) * f32::cast_from(y[at]);
-                        }
-                        sum += Pair::new(f32::cast_from(x[i * stride + d])) * w;
-                    }
+                    let sum =
+                        acc.index(c)[h] + terms::<X, N>(x, y, sums, i * stride, from, j, plan);
                     set(acc.index_mut(c), h, sum);
                 }
             }

@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 pub(crate) use export::export;
 pub(crate) use keys::{Keys, MOST_LAYERS};
 
-/// What a `config.json` says: the layout, rows of the embedding where it says so, and the model.
+/// A `config.json` as read: the layout, rows of the embedding where it says so, and the model.
 pub(crate) type Said = (Format, Option<usize>, LanguageModelConfig);
 
 /// Reads a `config.json` beside `tensors`. None where not even the layout is known, or no model could be

@@ -51,7 +51,7 @@ pub(crate) struct Hub {
     pub(crate) place: fn(&LayerConfig, usize, &[&str]) -> Option<Theirs>,
 }
 
-/// What a foreign config says.
+/// A foreign config as read.
 #[derive(Debug)]
 pub(crate) struct Read {
     /// The model's config, as ours spells it.
@@ -141,7 +141,7 @@ pub(crate) enum Form {
 pub(crate) struct Rows {
     /// How many the tensor has.
     pub(crate) total: usize,
-    /// Those that are meant, in order.
+    /// Its rows that are meant, in order.
     pub(crate) ranges: Vec<Range<usize>>,
 }
 

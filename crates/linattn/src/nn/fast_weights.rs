@@ -13,7 +13,7 @@
 
 use super::convolution::Tails;
 use super::layers::{INIT_STD, each_part};
-use super::{RecurrentState, Rope, StateTensors};
+use super::{NetworkState, Rope};
 use crate::ops::accumulator;
 use burn::module::Param;
 use burn::tensor::{Distribution, Tensor, backend::Backend};
@@ -323,31 +323,6 @@ pub(crate) fn in_a_row<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 4> {
 /// Each mini-batch of `[B, H, batches, rows, X]` by itself.
 pub(crate) fn each_batch<B: Backend>(x: Tensor<B, 5>) -> impl Iterator<Item = Tensor<B, 4>> {
     each_part(x, 2).into_iter().map(|part| part.squeeze_dim(2))
-}
-
-/// State of a mixer whose memory is a network. Its size does not grow.
-#[derive(Debug, Clone)]
-pub struct NetworkState<B: Backend> {
-    /// `[B, H, from, to]`: the weights that gradients are taken at, a tensor for each layer; then what else
-    /// the mixer keeps of each layer, in the order that its file gives.
-    pub memory: Vec<Tensor<B, 4>>,
-    /// Last inputs of each short convolution, `[B, W - 1, channels]`.
-    pub tails: Vec<Tensor<B, 3>>,
-    /// Tokens seen.
-    pub position: usize,
-}
-
-impl<B: Backend> RecurrentState<B> for NetworkState<B> {
-    fn tensors(&self) -> StateTensors<B> {
-        StateTensors::new(Some(self.position))
-            .with_list("memory", &self.memory)
-            .with_list("tails", &self.tails)
-    }
-
-    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        let position = tensors.position();
-        Self { memory: tensors.take_list("memory"), tails: tensors.take_list("tails"), position }
-    }
 }
 
 /// A [`NetworkState`] taken apart, to become the next.

@@ -49,7 +49,9 @@ pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState
 pub use parameter::ParamKind;
 pub use rope::Rope;
 pub use shared::Shared;
-pub use state::{RecurrentState, StateError, StateTensors, state_file};
+pub use state::{
+    ListState, NetworkState, RecurrentState, StateError, StateTensors, VectorState, state_file,
+};
 
 use std::fmt::Display;
 

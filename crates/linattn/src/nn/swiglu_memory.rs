@@ -6,9 +6,10 @@
 //! d(f . v)/dW_0 = k^T (h b silu'(a))
 //! ```
 
-use super::fast_weights::{NetworkState, Piece, each_batch, in_a_row, zeros_like};
+use super::fast_weights::{Piece, each_batch, in_a_row, zeros_like};
 use super::mixers::KeyValueCache;
 use super::{RecurrentState, StateTensors};
+use crate::nn::NetworkState;
 use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 

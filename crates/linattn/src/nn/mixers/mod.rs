@@ -95,14 +95,15 @@ pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
 pub use s4::{S4, S4Config};
 pub use s4d::{S4d, S4dConfig};
 pub use slstm::{Slstm, SlstmConfig};
-pub use state::{MatrixState, VectorState};
+pub use state::MatrixState;
 pub use titans::{Titans, TitansConfig};
 pub use ttt::{Ttt, TttConfig};
 
 pub use super::FeatureMap;
 pub use super::diagonal_ssm::{Discretization, Spectrum};
-pub use super::fast_weights::{InnerModel, NetworkState};
+pub use super::fast_weights::InnerModel;
 pub use super::long_filter::ConvolutionState;
+pub use super::state::{ListState, NetworkState, VectorState};
 pub use super::swiglu_memory::LactState;
 use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
 use crate::ops::LinearAttentionBackend;

@@ -187,7 +187,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for S4<B> {
 impl<B: LinearAttentionBackend> S4<B> {
     /// Weights of real and imaginary parts in `2 Re(C h)`, `[D, 1, N]`.
     fn read(&self) -> Tensor<B, 3> {
-        let c = halves(self.c.val().unsqueeze_dim::<3>(1), 2);
+        let c = real_and_imaginary(self.c.val().unsqueeze_dim::<3>(1), 2);
         Tensor::cat(vec![c.re * 2.0, c.im * -2.0], 2)
     }
 
@@ -205,7 +205,7 @@ impl<B: LinearAttentionBackend> S4<B> {
         let one = Parts { re: half.re.ones_like(), im: half.im.zeros_like() };
         let inverse = one.over(&below);
         let shrunk = |x: Tensor<B, 3>| {
-            let y = inverse.times(&halves(x, 1));
+            let y = inverse.times(&real_and_imaginary(x, 1));
             Tensor::cat(vec![y.re, y.im], 1)
         };
         let ahead = dense(&half) - p.clone().matmul(p.clone().transpose()) * dt.clone();
@@ -221,7 +221,7 @@ impl<B: LinearAttentionBackend> S4<B> {
 }
 
 /// Halves of a dimension as real and imaginary parts.
-fn halves<B: Backend>(x: Tensor<B, 3>, dim: usize) -> Parts<B, 3> {
+fn real_and_imaginary<B: Backend>(x: Tensor<B, 3>, dim: usize) -> Parts<B, 3> {
     let half = x.dims()[dim] / 2;
     Parts { re: x.clone().narrow(dim, 0, half), im: x.narrow(dim, half, half) }
 }

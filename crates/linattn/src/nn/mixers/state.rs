@@ -1,7 +1,7 @@
 //! States of mixers with a memory of fixed size, and the same taken apart.
 
 use crate::nn::convolution::Tails;
-use crate::nn::{RecurrentState, StateTensors};
+use crate::nn::{RecurrentState, StateTensors, VectorState};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// State of a mixer with a matrix memory between two tokens. Its size does not grow.
@@ -39,32 +39,6 @@ impl<B: Backend> MatrixPast<B> {
     /// The state `tokens` tokens later.
     pub(super) fn then(self, memory: Tensor<B, 4>, tokens: usize) -> MatrixState<B> {
         MatrixState { memory, tails: self.tails.into_next(), position: self.position + tokens }
-    }
-}
-
-/// State of a mixer with a memory of vectors between two tokens. Its size does not grow.
-#[derive(Debug, Clone)]
-pub struct VectorState<B: Backend> {
-    /// Vectors, `[B, 1, channels]`: one as a rule; real and imaginary parts; numerator and denominator
-    /// over the exponential of a maximum, and that; hidden and cell state.
-    pub memory: Vec<Tensor<B, 3>>,
-    /// Last inputs of a convolution, `[B, W - 1, channels]`, or the last token, `[B, 1, D]`, where the
-    /// next one sees it.
-    pub tails: Vec<Tensor<B, 3>>,
-    /// Tokens seen.
-    pub position: usize,
-}
-
-impl<B: Backend> RecurrentState<B> for VectorState<B> {
-    fn tensors(&self) -> StateTensors<B> {
-        StateTensors::new(Some(self.position))
-            .with_list("memory", &self.memory)
-            .with_list("tails", &self.tails)
-    }
-
-    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        let position = tensors.position();
-        Self { memory: tensors.take_list("memory"), tails: tensors.take_list("tails"), position }
     }
 }
 

@@ -24,11 +24,12 @@
 //! and S from zero, which the paper leaves open.
 
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
+use crate::nn::NetworkState;
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::fast_weights::{
-    InnerModel, Network, NetworkPast, NetworkState, Past, Piece, each_batch, fresh, in_a_row,
-    last_row, start, write, zeros_like,
+    InnerModel, Network, NetworkPast, Past, Piece, each_batch, fresh, in_a_row, last_row, start,
+    write, zeros_like,
 };
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{

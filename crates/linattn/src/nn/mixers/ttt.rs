@@ -25,10 +25,11 @@
 
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
+use crate::nn::NetworkState;
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::fast_weights::{
-    InnerModel, Network, NetworkPast, NetworkState, Past, Piece, each_batch, fresh, gelu, in_a_row,
-    last_row, regression_slope, start, write, zeros_like,
+    InnerModel, Network, NetworkPast, Past, Piece, each_batch, fresh, gelu, in_a_row, last_row,
+    regression_slope, start, write, zeros_like,
 };
 use crate::nn::layers::{
     Norm, NormKind, ResidualLinear, linear, linear_with_bias, merge_heads, rms_normalize,

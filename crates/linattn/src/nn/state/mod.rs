@@ -12,10 +12,12 @@
 //! the state and one tensor of it once more.
 
 mod file;
+mod list;
 mod tensors;
 
 pub use file::state_file;
 pub(crate) use file::{TextHeader, read, write};
+pub use list::{ListState, NetworkState, VectorState};
 pub use tensors::{RecurrentState, StateTensors};
 
 use std::path::PathBuf;

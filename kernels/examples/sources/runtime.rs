@@ -1,17 +1,14 @@
-//! A runtime that compiles to HIP and keeps the text: CubeCL's HIP runtime without HIP.
+//! A runtime that compiles to C++ and keeps the text: CubeCL's HIP and CUDA runtimes without a GPU.
 
+use crate::target::{Compiler, Target};
 use cubecl::MemoryAllocationMode;
 use cubecl::backtrace::BackTrace;
 use cubecl::bytes::Bytes;
 use cubecl::device::{Device, DeviceId, DeviceService, ServerUtilitiesHandle};
 use cubecl::future::DynFut;
-use cubecl::ir::features::Plane;
-use cubecl::ir::{
-    ContiguousElements, DeviceProperties, HardwareProperties, MatrixLayout, MemoryDeviceProperties,
-    MmaProperties, TargetProperties, VectorSize,
-};
+use cubecl::ir::TargetProperties;
 use cubecl::prelude::*;
-use cubecl::profile::{ProfileDuration, TimingMethod};
+use cubecl::profile::ProfileDuration;
 use cubecl::server::{
     Binding, ComputeServer, CopyDescriptor, IoError, KernelArguments, ProfileError, ProfilingToken,
     ServerCommunication, ServerError, ServerUtilities,
@@ -20,14 +17,7 @@ use cubecl::stream_id::StreamId;
 use cubecl::zspace::striding::has_pitched_row_major_strides;
 use cubecl::zspace::{Shape, Strides};
 use cubecl::{CubeTask, MemoryUsage};
-use cubecl_cpp::hip::HipDialect;
-use cubecl_cpp::hip::arch::AMDArchitecture;
-use cubecl_cpp::hip::mma::{WmmaIntrinsicCompiler, contiguous_elements_rdna3};
-use cubecl_cpp::register_supported_types;
-use cubecl_cpp::shared::{
-    Architecture, CompilationOptions, CppCompiler, CppSupportedFeatures, DialectWmmaCompiler,
-    register_mma_features, register_wmma_features,
-};
+use cubecl_cpp::shared::CompilationOptions;
 use cubecl_runtime::allocator::PitchedMemoryLayoutPolicy;
 use cubecl_runtime::logging::ServerLogger;
 use cubecl_runtime::memory_management::ManagedMemoryHandle;
@@ -35,78 +25,9 @@ use cubecl_runtime::storage::{BytesResource, BytesStorage, ManagedResource};
 use cubecl_runtime::validation::{validate_cube_dim, validate_units};
 use std::any::Any;
 use std::collections::HashSet;
+use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
-
-type HipCompiler = CppCompiler<HipDialect<WmmaIntrinsicCompiler>>;
-
-/// A kind of GPU.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Arch {
-    /// CDNA 2: MI210, MI250.
-    #[default]
-    Gfx90a,
-    /// RDNA 3: RX 7900, W7900.
-    Gfx1100,
-}
-
-impl Arch {
-    pub const ALL: [Self; 2] = [Self::Gfx90a, Self::Gfx1100];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Gfx90a => "gfx90a",
-            Self::Gfx1100 => "gfx1100",
-        }
-    }
-
-    fn parsed(self) -> AMDArchitecture {
-        AMDArchitecture::parse(self.name()).expect("CubeCL knows it")
-    }
-
-    /// Properties that CubeCL's HIP runtime derives from the driver's report on such a GPU.
-    fn properties(self) -> DeviceProperties {
-        let arch = self.parsed();
-        let wmma = WmmaIntrinsicCompiler::supported_wmma_combinations(&arch);
-        let mma = WmmaIntrinsicCompiler::supported_mma_combinations(&arch);
-        let hardware = HardwareProperties {
-            load_width: 128,
-            plane_size_min: arch.warp_size(),
-            plane_size_max: arch.warp_size(),
-            max_bindings: 1024,
-            max_shared_memory_size: 64 * 1024,
-            max_cube_count: (i32::MAX as u32, 65536, 65536),
-            max_units_per_cube: 1024,
-            max_cube_dim: (1024, 1024, 1024),
-            num_streaming_multiprocessors: None,
-            num_tensor_cores: None,
-            min_tensor_cores_dim: (!wmma.is_empty()).then_some(16),
-            num_cpu_cores: None,
-            max_vector_size: VectorSize::MAX,
-        };
-        let memory = MemoryDeviceProperties { max_page_size: 1 << 34, alignment: 256 };
-        let mut properties =
-            DeviceProperties::new(Default::default(), memory, hardware, TimingMethod::System);
-        register_supported_types(&mut properties);
-        properties.features.memory_reinterpret = true;
-        properties.features.alignment = true;
-        properties.features.plane.insert(Plane::Ops);
-        properties.features.plane.insert(Plane::NonUniformControlFlow);
-        register_wmma_features(wmma, &mut properties);
-        register_mma_features(mma, &mut properties);
-        properties
-    }
-}
-
-impl Device for Arch {
-    fn from_id(id: DeviceId) -> Self {
-        Self::ALL[usize::from(id.index_id)]
-    }
-
-    fn to_id(&self) -> DeviceId {
-        DeviceId { type_id: 0, index_id: *self as u16 }
-    }
-}
 
 /// A kernel as it would be handed to the GPU's compiler.
 #[derive(Debug)]
@@ -131,20 +52,21 @@ impl Records {
     }
 }
 
+/// The runtime of GPUs of one kind.
 #[derive(Debug, Clone)]
-pub struct Recorder;
+pub struct Recorder<T>(PhantomData<T>);
 
-impl Runtime for Recorder {
-    type Compiler = HipCompiler;
-    type Server = Server;
-    type Device = Arch;
+impl<T: Target> Runtime for Recorder<T> {
+    type Compiler = Compiler<T>;
+    type Server = Server<T>;
+    type Device = T;
 
-    fn client(device: &Arch) -> ComputeClient<Self> {
+    fn client(device: &T) -> ComputeClient<Self> {
         ComputeClient::load(device)
     }
 
     fn name(_client: &ComputeClient<Self>) -> &'static str {
-        "hip source"
+        "source"
     }
 
     fn require_array_lengths() -> bool {
@@ -160,38 +82,26 @@ impl Runtime for Recorder {
     }
 
     fn target_properties() -> TargetProperties {
-        TargetProperties {
-            mma: MmaProperties {
-                register_size_bits: 32,
-                const_plane_size: 32,
-                register_layout_a: MatrixLayout::RowMajor,
-                register_layout_b: MatrixLayout::ColMajor,
-                register_layout_acc: MatrixLayout::ColMajor,
-                register_duplication_a: 2,
-                register_duplication_b: 2,
-                register_duplication_acc: 1,
-                contiguous_elements: ContiguousElements::new(contiguous_elements_rdna3),
-            },
-        }
+        T::target_properties()
     }
 
     fn enumerate_devices(_kind: u16, _info: &Records) -> Vec<DeviceId> {
-        Arch::ALL.iter().map(Device::to_id).collect()
+        T::ALL.iter().map(Device::to_id).collect()
     }
 }
 
-/// Compiles what it is asked to launch, each kernel once, as the HIP server does. There is no memory.
+/// Compiles what it is asked to launch, each kernel once, as CubeCL's servers do. There is no memory.
 #[derive(Debug)]
-pub struct Server {
+pub struct Server<T: Target> {
     seen: HashSet<KernelId>,
     options: CompilationOptions,
     utilities: Arc<ServerUtilities<Self>>,
 }
 
-impl Server {
+impl<T: Target> Server<T> {
     fn compile(
         &self,
-        kernel: &dyn CubeTask<HipCompiler>,
+        kernel: &dyn CubeTask<Compiler<T>>,
         id: &KernelId,
         mode: ExecutionMode,
     ) -> Result<Compiled, String> {
@@ -199,7 +109,7 @@ impl Server {
         validate_cube_dim(properties, id).map_err(|error| error.to_string())?;
         validate_units(properties, id).map_err(|error| error.to_string())?;
         let address = kernel.address_type();
-        let mut compiler = HipCompiler::default();
+        let mut compiler = Compiler::<T>::default();
         let compiled = kernel
             .compile(&mut compiler, &self.options, mode, address)
             .map_err(|error| error.to_string())?;
@@ -226,21 +136,14 @@ fn message(panic: &(dyn Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic".into())
 }
 
-impl DeviceService for Server {
+impl<T: Target> DeviceService for Server<T> {
     fn init(id: DeviceId) -> Self {
-        let device = Arch::from_id(id);
+        let device = T::from_id(id);
         let properties = device.properties();
         let policy = PitchedMemoryLayoutPolicy::new(properties.memory.alignment as usize);
         let logger = Arc::new(ServerLogger::default());
         let utilities = ServerUtilities::new(properties, logger, Records::default(), policy);
-        Self {
-            seen: HashSet::new(),
-            options: CompilationOptions {
-                warp_size: device.parsed().warp_size(),
-                supports_features: CppSupportedFeatures { fast_math: true, ..Default::default() },
-            },
-            utilities: Arc::new(utilities),
-        }
+        Self { seen: HashSet::new(), options: device.options(), utilities: Arc::new(utilities) }
     }
 
     fn utilities(&self) -> ServerUtilitiesHandle {
@@ -248,12 +151,12 @@ impl DeviceService for Server {
     }
 }
 
-impl ServerCommunication for Server {
+impl<T: Target> ServerCommunication for Server<T> {
     const SERVER_COMM_ENABLED: bool = false;
 }
 
-impl ComputeServer for Server {
-    type Kernel = Box<dyn CubeTask<HipCompiler>>;
+impl<T: Target> ComputeServer for Server<T> {
+    type Kernel = Box<dyn CubeTask<Compiler<T>>>;
     type Info = Records;
     type MemoryLayoutPolicy = PitchedMemoryLayoutPolicy;
     type Storage = BytesStorage;

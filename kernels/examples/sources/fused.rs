@@ -1,6 +1,7 @@
 //! The layers around a recurrence in training.
 
 use crate::runtime::Recorder;
+use crate::target::Target;
 use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -14,12 +15,12 @@ const ROWS: usize = 65_536;
 const WIDTH: usize = 128;
 
 /// Layers around a recurrence, launched in one type.
-pub struct Fused<'a> {
-    pub client: &'a ComputeClient<Recorder>,
+pub struct Fused<'a, T: Target> {
+    pub client: &'a ComputeClient<Recorder<T>>,
     pub dtype: StorageType,
 }
 
-impl Fused<'_> {
+impl<T: Target> Fused<'_, T> {
     /// Launches all; `enter` is called after each.
     pub fn all(
         &self,

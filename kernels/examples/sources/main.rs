@@ -1,17 +1,18 @@
-//! Writes the HIP source of every kernel, as ROCm would be given it, on a machine without a GPU.
+//! Writes the HIP and CUDA source of every kernel, as ROCm and NVRTC would be given it, on a machine without a GPU.
 //!
-//! `cargo run -p linattn-kernels --features hip-source --example hip_sources -- FOLDER [KxV ..]`
+//! `cargo run -p linattn-kernels --features sources --example sources -- FOLDER [KxV ..]`
 //!
 //! Every variant is launched through the crate's own functions, forward, backward and one step, and so
 //! are products of few rows and the layers around a recurrence, in f32, f16 and bf16, on a runtime that
 //! compiles what it is asked to launch, keeps the text, and runs nothing. Its devices report what
-//! CubeCL's HIP runtime reports for an MI250 (gfx90a) and an RX 7900 (gfx1100), so chunks, tiles and
-//! engines are those of a real launch. FOLDER gets one file a kernel and `manifest.csv`; `hip_check.sh`
-//! compiles them.
+//! CubeCL's runtimes report for an MI250 (gfx90a), an RX 7900 (gfx1100) and an H200 (sm_90), so chunks, tiles,
+//! segments and engines are those of a real launch. FOLDER gets one file a kernel and `manifest.csv`;
+//! `hip_check.sh` compiles those for HIP. Two folders tell what a change of the kernels changed.
 
 mod fused;
 mod norms;
 mod runtime;
+mod target;
 
 use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
@@ -20,14 +21,15 @@ use cubecl::server::Handle;
 use linattn_kernels::fused::conv_split;
 use linattn_kernels::rowwise::{self, Activation, Measure};
 use linattn_kernels::{
-    Decay, Dims, Engine, Given, Inputs, Read, Refusal, Transition, Variant, backward, convolution,
-    engine, few_rows, forward, step,
+    Decay, Dims, Given, Inputs, Read, Refusal, Transition, Variant, backward, convolution,
+    few_rows, forward, step,
 };
-use runtime::{Arch, Recorder};
+use runtime::Recorder;
 use std::error::Error;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use target::{Cuda, Hip, Target};
 
 const ROWS: [(&str, FloatKind); 3] =
     [("f32", FloatKind::F32), ("f16", FloatKind::F16), ("bf16", FloatKind::BF16)];
@@ -36,7 +38,7 @@ const F32: usize = 4;
 fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);
     let Some(folder) = args.next() else {
-        eprintln!("usage: hip_sources FOLDER [KxV ..]");
+        eprintln!("usage: sources FOLDER [KxV ..]");
         return ExitCode::from(2);
     };
     let shapes: Result<Vec<_>, _> = args.map(|text| shape(&text)).collect();
@@ -74,47 +76,64 @@ fn write(folder: &Path, shapes: &[[usize; 2]]) -> Result<(usize, usize), Box<dyn
         files: 0,
         failed: 0,
     };
-    for arch in Arch::ALL {
-        std::fs::create_dir_all(folder.join(arch.name()))?;
+    write_for::<Hip>(&mut book, shapes)?;
+    write_for::<Cuda>(&mut book, shapes)?;
+    std::fs::write(folder.join("manifest.csv"), &book.manifest)?;
+    Ok((book.files, book.failed))
+}
+
+/// Writes the sources for all GPUs of a language.
+fn write_for<T: Target>(book: &mut Book, shapes: &[[usize; 2]]) -> Result<(), Box<dyn Error>> {
+    for &arch in T::ALL {
+        std::fs::create_dir_all(book.folder.join(arch.name()))?;
         let client = Recorder::client(&arch);
         for (rows, kind) in ROWS {
             let dtype = StorageType::Scalar(ElemType::Float(kind));
             for &[keys, values] in shapes {
                 let case = Case::new(&client, dtype, keys, values);
+                let shape = format!("{keys}x{values}");
                 for variant in variants() {
-                    let used = engine(&client, variant, case.dims, dtype)?;
-                    assert_eq!(used, Engine::Plain, "HIP has no other engine");
-                    let shape = format!("{keys}x{values}");
                     let page = Page { arch, rows, shape: &shape, variant: &name(variant) };
                     case.run(variant, |launched| book.enter(&page, launched, &client))?;
+                    // A device that says how many multiprocessors it has may cut a long sequence in segments.
+                    let long = Case { dims: Dims { tokens: 4096, ..case.dims }, ..case };
+                    long.run(variant, |launched| {
+                        book.enter(&page, &format!("-long{launched}"), &client)
+                    })?;
                     // Compiled once for all shapes whose keys a step cuts into equally many slices.
                     case.step(variant)?;
                     book.enter(&page, "", &client)?;
                 }
             }
-            // One width for the rest, though it decides how many numbers a unit of a product reads at once.
-            let case = Case::new(&client, dtype, 64, 64);
-            for count in [1, 2, 4, 8] {
-                for (biased, launched) in [(false, ""), (true, "-bias")] {
-                    case.product(count, biased)?;
-                    let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows") };
-                    book.enter(&page, launched, &client)?;
-                }
-            }
-            let page = Page { arch, rows, shape: "any", variant: "around" };
-            case.around(|launched| book.enter(&page, launched, &client))?;
-            let page = Page { arch, rows, shape: "any", variant: "fused" };
-            let layers = fused::Fused { client: &client, dtype };
-            layers.all(|launched| book.enter(&page, launched, &client))?;
-            let page = Page { arch, rows, shape: "any", variant: "norms" };
-            let layers = norms::Norms { client: &client, dtype };
-            layers.all(|launched| book.enter(&page, launched, &client))?;
-            let page = Page { arch, rows, shape: "any", variant: "conv_split" };
-            case.conv_split(|launched| book.enter(&page, launched, &client))?;
+            layers(book, &client, arch, (rows, dtype))?;
         }
     }
-    std::fs::write(folder.join("manifest.csv"), &book.manifest)?;
-    Ok((book.files, book.failed))
+    Ok(())
+}
+
+/// Writes the sources of products of few rows and the layers around a recurrence, of one width, though it decides
+/// how many numbers a unit of a product reads at once.
+fn layers<T: Target>(
+    book: &mut Book,
+    client: &ComputeClient<Recorder<T>>,
+    arch: T,
+    (rows, dtype): (&str, StorageType),
+) -> Result<(), Box<dyn Error>> {
+    let case = Case::new(client, dtype, 64, 64);
+    for count in [1, 2, 4, 8] {
+        for (biased, launched) in [(false, ""), (true, "-bias")] {
+            case.product(count, biased)?;
+            let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows") };
+            book.enter(&page, launched, client)?;
+        }
+    }
+    let page = |variant| Page { arch, rows, shape: "any", variant };
+    case.around(|launched| book.enter(&page("around"), launched, client))?;
+    let fused = fused::Fused { client, dtype };
+    fused.all(|launched| book.enter(&page("fused"), launched, client))?;
+    let norms = norms::Norms { client, dtype };
+    norms.all(|launched| book.enter(&page("norms"), launched, client))?;
+    case.conv_split(|launched| book.enter(&page("conv_split"), launched, client))
 }
 
 /// All of them, once each: [`Read`] changes nothing in a low rank transition.
@@ -158,8 +177,8 @@ fn name(variant: Variant) -> String {
 }
 
 /// Where a kernel belongs.
-struct Page<'a> {
-    arch: Arch,
+struct Page<'a, T> {
+    arch: T,
     rows: &'a str,
     shape: &'a str,
     variant: &'a str,
@@ -175,11 +194,11 @@ struct Book {
 impl Book {
     /// Writes down what was compiled since the last call; `launched` says what was special about the
     /// launch.
-    fn enter(
+    fn enter<T: Target>(
         &mut self,
-        page: &Page<'_>,
+        page: &Page<'_, T>,
         launched: &str,
-        client: &ComputeClient<Recorder>,
+        client: &ComputeClient<Recorder<T>>,
     ) -> Result<(), Box<dyn Error>> {
         block_on(client.sync())?;
         let Page { arch, rows, shape, variant } = page;
@@ -193,7 +212,11 @@ impl Book {
                     continue;
                 }
             };
-            let file = format!("{arch}/{rows}-{shape}-{variant}-{}{launched}.hip", kernel.name);
+            let file = format!(
+                "{arch}/{rows}-{shape}-{variant}-{}{launched}.{}",
+                kernel.name,
+                T::EXTENSION
+            );
             let path = self.folder.join(&file);
             std::fs::write(&path, &kernel.source)
                 .map_err(|error| format!("{}: {error}", path.display()))?;
@@ -209,15 +232,16 @@ impl Book {
 }
 
 /// Launches of one size. Memory is named, not there.
-struct Case<'a> {
-    client: &'a ComputeClient<Recorder>,
+#[derive(Clone, Copy)]
+struct Case<'a, T: Target> {
+    client: &'a ComputeClient<Recorder<T>>,
     dtype: StorageType,
     dims: Dims,
 }
 
-impl<'a> Case<'a> {
+impl<'a, T: Target> Case<'a, T> {
     fn new(
-        client: &'a ComputeClient<Recorder>,
+        client: &'a ComputeClient<Recorder<T>>,
         dtype: StorageType,
         key_width: usize,
         value_width: usize,
@@ -418,11 +442,11 @@ impl<'a> Case<'a> {
     }
 
     /// Numbers of the rows' type.
-    fn rows(&self, numbers: usize) -> TensorArg<Recorder> {
+    fn rows(&self, numbers: usize) -> TensorArg<Recorder<T>> {
         self.flat(numbers, self.dtype.size())
     }
 
-    fn flat(&self, numbers: usize, bytes: usize) -> TensorArg<Recorder> {
+    fn flat(&self, numbers: usize, bytes: usize) -> TensorArg<Recorder<T>> {
         let handle = self.client.empty(numbers * bytes);
         // SAFETY: nothing is run.
         #[allow(unsafe_code)]

@@ -1,6 +1,7 @@
 //! Norms, gated products and sums of columns.
 
 use crate::runtime::Recorder;
+use crate::target::Target;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -14,8 +15,8 @@ const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
 const ROWS: usize = 64;
 
 /// Norms, gated products and sums of columns, launched on rows of one type.
-pub struct Norms<'a> {
-    pub client: &'a ComputeClient<Recorder>,
+pub struct Norms<'a, T: Target> {
+    pub client: &'a ComputeClient<Recorder<T>>,
     pub dtype: StorageType,
 }
 
@@ -27,7 +28,7 @@ struct Options {
     biased: bool,
 }
 
-impl Norms<'_> {
+impl<T: Target> Norms<'_, T> {
     /// Launches all; `enter` is called after each.
     pub fn all(
         &self,
