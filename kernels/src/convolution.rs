@@ -98,82 +98,108 @@ pub fn launch<R: Runtime>(
             client,
             cubes,
             CubeDim::new_1d(UNITS as u32),
-            args.x,
-            args.weight,
-            args.bias.unwrap_or_else(stand_in),
-            args.tail,
-            args.y,
-            args.next,
-            dims.batch as u32,
-            dims.tokens as u32,
-            dims.channels as u32,
+            OperandsLaunch::new(args.x, args.weight, args.bias.unwrap_or_else(stand_in), args.tail),
+            ResultsLaunch::new(args.y, args.next),
+            SizesLaunch::new(dims.batch as u32, dims.tokens as u32, dims.channels as u32),
             form,
             dtype,
         );
     }
 }
 
+/// Inputs of the kernel, shaped as the module says.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Operands<F: Float> {
+    pub x: Tensor<F>,
+    pub weight: Tensor<F>,
+    pub bias: Tensor<F>,
+    pub tail: Tensor<F>,
+}
+
+/// Outputs of the kernel, shaped as the module says.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Results<F: Float> {
+    pub y: Tensor<F>,
+    pub next: Tensor<F>,
+}
+
+/// Sizes that are no part of the compiled code.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct Sizes {
+    /// B.
+    pub batch: u32,
+    /// T.
+    pub tokens: u32,
+    /// D.
+    pub channels: u32,
+}
+
+/// One channel of one sequence.
+#[derive(CubeType, Clone, Copy)]
+struct Channel {
+    /// Its first number in x and y.
+    first: usize,
+    /// Its first number in the tails.
+    first_of_tail: usize,
+    /// Numbers from one token to the next, D.
+    stride: usize,
+}
+
 /// The kernel. Units with a position past the last token copy the next tail.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 pub(crate) fn short_convolution<F: Float>(
-    x: &Tensor<F>,
-    weight: &Tensor<F>,
-    bias: &Tensor<F>,
-    tail: &Tensor<F>,
-    y: &mut Tensor<F>,
-    next: &mut Tensor<F>,
-    batch: u32,
-    tokens: u32,
-    channels: u32,
+    x: &Operands<F>,
+    out: &mut Results<F>,
+    sizes: Sizes,
     #[comptime] form: Form,
     #[define(F)] _dtype: StorageType,
 ) {
-    let tokens = tokens as usize;
-    let channels = channels as usize;
+    let tokens = sizes.tokens as usize;
+    let channels = sizes.channels as usize;
     let before = comptime!(form.window - 1);
-    let channel = ABSOLUTE_POS % channels;
+    let column = ABSOLUTE_POS % channels;
     let row = ABSOLUTE_POS / channels;
     let position = row % (tokens + before);
     let sequence = row / (tokens + before);
-    if sequence >= batch as usize {
+    if sequence >= sizes.batch as usize {
         terminate!();
     }
-    let first = sequence * tokens * channels + channel;
-    let first_of_tail = sequence * before * channels + channel;
+    let channel = Channel {
+        first: sequence * tokens * channels + column,
+        first_of_tail: sequence * before * channels + column,
+        stride: channels,
+    };
     if position < tokens {
         let mut sum = 0.0f32;
         if comptime!(form.biased) {
-            sum = f32::cast_from(bias[channel]);
+            sum = f32::cast_from(x.bias[column]);
         }
         let written_out = comptime!(form.window <= UNROLLED);
         #[unroll(written_out)]
         for w in 0..comptime!(form.window) {
-            let value = seen::<F>(x, tail, first, first_of_tail, position + w, channels, before);
-            sum += value * f32::cast_from(weight[w * channels + channel]);
+            let value = seen::<F>(x, &channel, position + w, before);
+            sum += value * f32::cast_from(x.weight[w * channels + column]);
         }
-        y[first + position * channels] = F::cast_from(activate(sum, comptime!(form.activation)));
+        out.y[channel.first + position * channels] =
+            F::cast_from(activate(sum, comptime!(form.activation)));
     } else {
-        let value = seen::<F>(x, tail, first, first_of_tail, position, channels, before);
-        next[first_of_tail + (position - tokens) * channels] = F::cast_from(value);
+        let value = seen::<F>(x, &channel, position, before);
+        out.next[channel.first_of_tail + (position - tokens) * channels] = F::cast_from(value);
     }
 }
 
-/// Token `position` of the tail and then `x`, of the channel that begins at `first` and
-/// `first_of_tail`.
+/// Token `position` of the tail and then x, of one channel; the tail has `before` tokens.
 #[cube]
 fn seen<F: Float>(
-    x: &Tensor<F>,
-    tail: &Tensor<F>,
-    first: usize,
-    first_of_tail: usize,
+    x: &Operands<F>,
+    channel: &Channel,
     position: usize,
-    channels: usize,
     #[comptime] before: usize,
 ) -> f32 {
-    let mut value = f32::cast_from(x[first + (max(position, before) - before) * channels]);
+    let in_x = max(position, before) - before;
+    let mut value = f32::cast_from(x.x[channel.first + in_x * channel.stride]);
     if position < before {
-        value = f32::cast_from(tail[first_of_tail + position * channels]);
+        value = f32::cast_from(x.tail[channel.first_of_tail + position * channel.stride]);
     }
     value
 }

@@ -82,7 +82,7 @@ pub(crate) struct Split {
     pub lanes: usize,
     /// Vectors that a unit requests at once.
     pub ahead: usize,
-    /// Numbers in shared memory.
+    /// Numbers in shared memory, f32.
     pub numbers: usize,
     pub biased: bool,
 }
@@ -110,11 +110,21 @@ impl Split {
             *lanes > narrowest && cubes >= enough
         };
         let lanes = [32, 16, 8].into_iter().find(fills).unwrap_or(narrowest);
-        // Room for all sums of a cube at once, where the device has it.
-        let sums = tile * width * (UNITS + lanes);
-        let numbers = sums.min(hardware.max_shared_memory_size / 4).max(FEWEST);
         let ahead = if tile <= 2 { 16 } else { 8 };
-        Self { source: SOURCE, tile, width, lanes, ahead, numbers, biased }
+        let split = Self { source: SOURCE, tile, width, lanes, ahead, numbers: FEWEST, biased };
+        split.in_memory(hardware.max_shared_memory_size)
+    }
+
+    /// With room for all sums of a cube at once, where a cube may have so many bytes of shared memory.
+    fn in_memory(self, bytes: usize) -> Self {
+        let sums = self.tile * self.width * self.line();
+        Self { numbers: sums.min(bytes / 4).max(FEWEST), ..self }
+    }
+
+    /// Bytes of shared memory, all that the kernel allocates. It holds rows of x, `[tile, span]`, and after
+    /// the last product the sums that meet at once, `[joined, width, line]`.
+    fn shared_memory(&self) -> usize {
+        4 * self.numbers
     }
 
     /// Columns of a cube.
@@ -174,11 +184,6 @@ pub fn check<R: Runtime>(
         return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
     }
     check_type(client, dtype)?;
-    let hardware = &client.properties().hardware;
-    let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
-    if shared_memory < 4 * FEWEST || units < UNITS as u32 {
-        return Err(Refusal::Device { shared_memory, units });
-    }
     // Columns of x are counted up to whole batches.
     let counted = inner.next_multiple_of(LONGEST).saturating_mul(rows);
     let got = inner.saturating_mul(stride).max(counted).max(rows.saturating_mul(columns));
@@ -187,6 +192,11 @@ pub fn check<R: Runtime>(
         return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
     }
     let split = Split::new(client, dims, dtype, false);
+    let hardware = &client.properties().hardware;
+    let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
+    if shared_memory < split.shared_memory() || units < UNITS as u32 {
+        return Err(Refusal::Device { shared_memory, units });
+    }
     let [x, z] = split.cubes(dims);
     let (most_x, _, most_z) = hardware.max_cube_count;
     for (what, got, most, each) in
@@ -224,14 +234,13 @@ pub fn product<R: Runtime>(
             client,
             CubeCount::Static(across as u32, 1, deep as u32),
             CubeDim::new_1d(UNITS as u32),
-            array(args.x, rows * inner),
-            array(args.weight, (inner - 1) * stride + columns),
-            array(bias, biases),
+            OperandsLaunch::new(
+                array(args.x, rows * inner),
+                array(args.weight, (inner - 1) * stride + columns),
+                array(bias, biases),
+            ),
             whole(&y),
-            rows as u32,
-            inner as u32,
-            columns as u32,
-            stride as u32,
+            SizesLaunch::new(rows as u32, inner as u32, columns as u32, stride as u32),
             split,
             dtype,
             split.width,
@@ -240,104 +249,145 @@ pub fn product<R: Runtime>(
     Ok(y)
 }
 
+/// Inputs of the kernel, shaped as the module says; `split` says whether the bias is read.
+#[derive(CubeType, CubeLaunch)]
+struct Operands<F: Float, N: Size> {
+    x: Array<F>,
+    weight: Array<Vector<F, N>>,
+    bias: Array<F>,
+}
+
+/// Sizes that are no part of the compiled code.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    /// M.
+    rows: u32,
+    /// K.
+    inner: u32,
+    /// N.
+    columns: u32,
+    /// Numbers from one row of W to the next.
+    stride: u32,
+}
+
+/// A unit's share of W: its lane's vector of columns, of the rows that its group is dealt.
+#[derive(CubeType, Clone, Copy)]
+struct WeightShare {
+    /// The unit's group, which is its first row too.
+    group: usize,
+    /// Place of the vector in a row, in vectors.
+    column: usize,
+    /// Vectors from one row to the next.
+    stride: usize,
+    /// The last row, K - 1.
+    last: usize,
+}
+
+/// Batches of columns of x that shared memory holds at once.
+#[derive(CubeType, Clone, Copy)]
+struct Slice {
+    /// The first column of x.
+    first: usize,
+    /// How many batches.
+    count: usize,
+}
+
 /// The kernel.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 fn rows_by_matrix<F: Float, N: Size>(
-    x: &Array<F>,
-    weight: &Array<Vector<F, N>>,
-    bias: &Array<F>,
+    x: &Operands<F, N>,
     y: &mut Array<F>,
-    rows: u32,
-    inner: u32,
-    columns: u32,
-    stride: u32,
+    sizes: Sizes,
     #[comptime] split: Split,
     #[define(F)] _dtype: StorageType,
     #[define(N)] _width: usize,
 ) {
-    let width = comptime!(split.width);
     let batch = comptime!(split.batch());
-    let inner = inner as usize;
-    let last = inner - 1;
-    let stride = stride as usize / width;
-    let group = UNIT_POS as usize / comptime!(split.lanes);
-    let lane = UNIT_POS as usize % comptime!(split.lanes);
-    // Units past the last columns repeat these; their results are not used.
-    let own = CUBE_POS_X as usize * comptime!(split.columns()) + lane * width;
-    let column = min(own, columns as usize - width) / width;
-
-    let mut staged = SharedMemory::<f32>::new(comptime!(split.numbers));
+    let share = weight_share(sizes, split);
+    let mut shared = SharedMemory::<f32>::new(comptime!(split.numbers));
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(split.tile));
     #[unroll]
     for m in 0..comptime!(split.tile) {
         sums[m] = Vector::<f32, N>::new(0.0f32);
     }
     let mut requested = Array::<Vector<F, N>>::new(comptime!(split.ahead));
-    request::<F, N>(&mut requested, weight, group, last, stride, column, split);
+    request_weights::<F, N>(&mut requested, &x.weight, share.group, &share, split);
 
-    let batches = last / batch + 1;
+    let batches = share.last / batch + 1;
     let most = comptime!(split.batches());
     for slice in 0..(batches - 1) / most + 1 {
         let first = slice * most;
         let count = min(batches - first, most);
-        stage::<F>(&mut staged, x, rows as usize, first * batch, inner, count, split);
+        let held = Slice { first: first * batch, count };
+        load_x::<F>(&mut shared, &x.x, sizes, &held, split);
         sync_cube();
         for n in 0..count {
-            add_products::<F, N>(&mut sums, &requested, &staged, n * batch + group, split);
+            multiply_add::<F, N>(&mut sums, &requested, &shared, n * batch + share.group, split);
+            // The next batch is under way while this one's barriers are waited for.
             let next = first + n + 1;
             if next < batches {
-                let row = next * batch + group;
-                request::<F, N>(&mut requested, weight, row, last, stride, column, split);
+                let row = next * batch + share.group;
+                request_weights::<F, N>(&mut requested, &x.weight, row, &share, split);
             }
         }
         sync_cube();
     }
-    join::<F, N>(y, &mut staged, &sums, bias, rows as usize, columns as usize, split);
+    reduce_groups::<F, N>(x, y, &mut shared, &sums, sizes, split);
 }
 
-/// This unit's vectors of one batch: those of every row that its group is dealt, from `row` on.
+/// The share of this unit. Units past the last columns repeat these; their results are not used.
 #[cube]
-fn request<F: Float, N: Size>(
+fn weight_share(sizes: Sizes, #[comptime] split: Split) -> WeightShare {
+    let width = comptime!(split.width);
+    let last = sizes.inner as usize - 1;
+    let stride = sizes.stride as usize / width;
+    let group = UNIT_POS as usize / comptime!(split.lanes);
+    let lane = UNIT_POS as usize % comptime!(split.lanes);
+    let own = CUBE_POS_X as usize * comptime!(split.columns()) + lane * width;
+    let column = min(own, sizes.columns as usize - width) / width;
+    WeightShare { group, column, stride, last }
+}
+
+/// This unit's vectors of one batch, `[ahead]`: those of every row that its group is dealt, from `row` on.
+#[cube]
+fn request_weights<F: Float, N: Size>(
     requested: &mut Array<Vector<F, N>>,
     weight: &Array<Vector<F, N>>,
     row: usize,
-    last: usize,
-    stride: usize,
-    column: usize,
+    share: &WeightShare,
     #[comptime] split: Split,
 ) {
     #[unroll]
     for n in 0..comptime!(split.ahead) {
-        let at = min(row + comptime!(n * split.groups()), last);
-        requested[n] = weight[at * stride + column];
+        let at = min(row + comptime!(n * split.groups()), share.last);
+        requested[n] = weight[at * share.stride + share.column];
     }
 }
 
-/// Fills shared memory with this cube's rows of x, `[tile, span]`: the columns of `count` batches, from
-/// column `first` on, and zeros past the ends.
+/// Fills shared memory with this cube's rows of x, `[tile, span]`: the columns of a slice, and zeros past
+/// the ends.
 #[cube]
-fn stage<F: Float>(
-    staged: &mut SharedMemory<f32>,
+fn load_x<F: Float>(
+    shared: &mut SharedMemory<f32>,
     x: &Array<F>,
-    rows: usize,
-    first: usize,
-    inner: usize,
-    count: usize,
+    sizes: Sizes,
+    slice: &Slice,
     #[comptime] split: Split,
 ) {
     let batch = comptime!(split.batch());
     let all = comptime!(split.tile * batch);
     let turns = comptime!(all.div_ceil(UNITS));
+    let rows = sizes.rows as usize;
+    let inner = sizes.inner as usize;
     let row = CUBE_POS_Z as usize * comptime!(split.tile);
     let mut values = Array::<f32>::new(turns);
-    for n in 0..count {
+    for n in 0..slice.count {
         // All are requested before the first is stored.
         #[unroll]
         for turn in 0..turns {
             let at = UNIT_POS as usize + comptime!(turn * UNITS);
             let m = row + at / batch;
-            let k = first + n * batch + at % batch;
+            let k = slice.first + n * batch + at % batch;
             let value = f32::cast_from(x[min(m, rows - 1) * inner + min(k, inner - 1)]);
             values[turn] = select(m < rows, select(k < inner, value, 0.0f32), 0.0f32);
         }
@@ -346,18 +396,19 @@ fn stage<F: Float>(
             let at = UNIT_POS as usize + comptime!(turn * UNITS);
             if at < all {
                 let to = at / batch * comptime!(split.span()) + n * batch + at % batch;
-                staged[to] = values[turn];
+                shared[to] = values[turn];
             }
         }
     }
 }
 
-/// Adds one batch: `at` is the place of its first row in what is staged.
+/// Adds the products of one batch to the sums, `[tile]` vectors: `at` is the place of the batch's first
+/// column of x in shared memory.
 #[cube]
-fn add_products<F: Float, N: Size>(
+fn multiply_add<F: Float, N: Size>(
     sums: &mut Array<Vector<f32, N>>,
     requested: &Array<Vector<F, N>>,
-    staged: &SharedMemory<f32>,
+    x: &SharedMemory<f32>,
     at: usize,
     #[comptime] split: Split,
 ) {
@@ -366,21 +417,20 @@ fn add_products<F: Float, N: Size>(
         let w = Vector::<f32, N>::cast_from(requested[n]);
         #[unroll]
         for m in 0..comptime!(split.tile) {
-            let value = staged[at + comptime!(m * split.span() + n * split.groups())];
+            let value = x[at + comptime!(m * split.span() + n * split.groups())];
             sums[m] = sums[m] + Vector::<f32, N>::new(value) * w;
         }
     }
 }
 
-/// Adds up the sums of all groups, as many rows at once as there is room for, and writes y.
+/// The sums of all groups, added up for as many rows at once as there is room for, plus the bias: y.
 #[cube]
-fn join<F: Float, N: Size>(
+fn reduce_groups<F: Float, N: Size>(
+    x: &Operands<F, N>,
     y: &mut Array<F>,
-    staged: &mut SharedMemory<f32>,
+    shared: &mut SharedMemory<f32>,
     sums: &Array<Vector<f32, N>>,
-    bias: &Array<F>,
-    rows: usize,
-    columns: usize,
+    sizes: Sizes,
     #[comptime] split: Split,
 ) {
     let width = comptime!(split.width);
@@ -389,6 +439,8 @@ fn join<F: Float, N: Size>(
     let across = comptime!(split.columns());
     let joined = comptime!(split.joined());
     let all = comptime!(joined * across);
+    let rows = sizes.rows as usize;
+    let columns = sizes.columns as usize;
     #[unroll]
     for part in 0..comptime!(split.tile / joined) {
         if comptime!(part > 0) {
@@ -399,7 +451,7 @@ fn join<F: Float, N: Size>(
             let sum = sums[comptime!(part * joined + m)];
             #[unroll]
             for l in 0..width {
-                staged[UNIT_POS as usize + comptime!((m * width + l) * line)] = sum[l];
+                shared[UNIT_POS as usize + comptime!((m * width + l) * line)] = sum[l];
             }
         }
         sync_cube();
@@ -414,13 +466,17 @@ fn join<F: Float, N: Size>(
                 let from = (n / across * width + c % width) * line + c / width;
                 let mut sum = 0.0f32;
                 for group in 0..comptime!(split.groups()) {
-                    sum += staged[from + group * lanes];
+                    sum += shared[from + group * lanes];
                 }
                 if comptime!(split.biased) {
-                    sum += f32::cast_from(bias[column]);
+                    sum += f32::cast_from(x.bias[column]);
                 }
                 y[row * columns + column] = F::cast_from(sum);
             }
         }
     }
 }
+
+#[cfg(test)]
+#[path = "few_rows_tests.rs"]
+mod tests;

@@ -150,56 +150,107 @@ pub fn normalize<R: Runtime>(
             client,
             cubes,
             CubeDim::new_1d(UNITS as u32),
-            args.x,
-            args.weight.unwrap_or_else(&stand_in),
-            args.gate.unwrap_or_else(&stand_in),
+            NormInputsLaunch::new(
+                args.x,
+                args.weight.unwrap_or_else(&stand_in),
+                args.gate.unwrap_or_else(&stand_in),
+            ),
             args.y,
-            rows.rows as u32,
-            rows.width as u32,
-            share,
-            rows.epsilon as f32,
-            rows.factor as f32,
+            NormSizesLaunch::new(
+                rows.rows as u32,
+                rows.width as u32,
+                share,
+                rows.epsilon as f32,
+                rows.factor as f32,
+            ),
             form,
             dtype,
         );
     }
 }
 
-/// The kernel of [`normalize`]. `share` turns a sum of x^2 into the divisor of the measure.
+/// Inputs of [`normalize_rows`]; `form` says which are stand-ins.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct NormInputs<F: Float> {
+    /// `[N, W]`.
+    pub x: Tensor<F>,
+    /// `[W]`.
+    pub weight: Tensor<F>,
+    /// `[N, W]`.
+    pub gate: Tensor<F>,
+}
+
+/// Numbers of [`normalize_rows`] that are no part of the compiled code.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct NormSizes {
+    /// N.
+    pub rows: u32,
+    /// W.
+    pub width: u32,
+    /// Factor of a sum of x^2: 1 / W where the divisor is a mean's root.
+    pub share: f32,
+    pub epsilon: f32,
+    pub factor: f32,
+}
+
+/// A unit's share of a row: every `team`th number.
+#[derive(CubeType, Clone, Copy)]
+struct RowShare {
+    /// The first number of the row.
+    start: usize,
+    /// The unit's number in its team, which is its first column too.
+    own: usize,
+    /// W.
+    width: usize,
+    /// Numbers of the unit that has most of them.
+    turns: usize,
+}
+
+/// The kernel of [`normalize`].
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 pub(crate) fn normalize_rows<F: Float>(
-    x: &Tensor<F>,
-    weight: &Tensor<F>,
-    gate: &Tensor<F>,
+    x: &NormInputs<F>,
     y: &mut Tensor<F>,
-    rows: u32,
-    width: u32,
-    share: f32,
-    epsilon: f32,
-    factor: f32,
+    sizes: NormSizes,
     #[comptime] form: Form,
     #[define(F)] _dtype: StorageType,
 ) {
-    let rows = rows as usize;
-    let width = width as usize;
+    let rows = sizes.rows as usize;
+    let width = sizes.width as usize;
     let team = comptime!(form.team);
     let unit = UNIT_POS as usize;
     let own = unit % team;
     let row = CUBE_POS * comptime!(UNITS / form.team) + unit / team;
     // Units past the last row repeat it: none may miss a barrier.
     let start = min(row, rows - 1) * width;
-    let turns = (width - 1) / team + 1;
+    let share = RowShare { start, own, width, turns: (width - 1) / team + 1 };
+    let sum = team_sum(squares::<F>(&x.x, &share, form), own, form);
+    let scale = sizes.factor / f32::sqrt(sum * sizes.share + sizes.epsilon);
+    if row < rows {
+        store_scaled::<F>(x, y, scale, &share, form);
+    }
+}
+
+/// The sum of x^2 over a unit's share of a row.
+#[cube]
+fn squares<F: Float>(x: &Tensor<F>, share: &RowShare, #[comptime] form: Form) -> f32 {
     let mut sum = 0.0f32;
-    for turn in 0..turns {
-        let i = own + turn * team;
-        if i < width {
-            let value = f32::cast_from(x[start + i]);
+    for turn in 0..share.turns {
+        let i = share.own + turn * comptime!(form.team);
+        if i < share.width {
+            let value = f32::cast_from(x[share.start + i]);
             sum += value * value;
         }
     }
+    sum
+}
+
+/// The sum over a team of a number of each unit, in shared memory, halving.
+#[cube]
+fn team_sum(number: f32, own: usize, #[comptime] form: Form) -> f32 {
+    let unit = UNIT_POS as usize;
     let mut partial = SharedMemory::<f32>::new(UNITS);
-    partial[unit] = sum;
+    partial[unit] = number;
     sync_cube();
     #[unroll]
     for level in 0..comptime!(form.team.ilog2()) {
@@ -209,20 +260,30 @@ pub(crate) fn normalize_rows<F: Float>(
         }
         sync_cube();
     }
-    let scale = factor / f32::sqrt(partial[unit - own] * share + epsilon);
-    if row < rows {
-        for turn in 0..turns {
-            let i = own + turn * team;
-            if i < width {
-                let mut value = f32::cast_from(x[start + i]) * scale;
-                if comptime!(form.weighted) {
-                    value *= f32::cast_from(weight[i]);
-                }
-                if comptime!(form.gated) {
-                    value *= activate(f32::cast_from(gate[start + i]), comptime!(form.activation));
-                }
-                y[start + i] = F::cast_from(value);
+    partial[unit - own]
+}
+
+/// Writes `x scale [* weight] [* f(gate)]` over a unit's share of a row.
+#[cube]
+fn store_scaled<F: Float>(
+    x: &NormInputs<F>,
+    y: &mut Tensor<F>,
+    scale: f32,
+    share: &RowShare,
+    #[comptime] form: Form,
+) {
+    for turn in 0..share.turns {
+        let i = share.own + turn * comptime!(form.team);
+        if i < share.width {
+            let mut value = f32::cast_from(x.x[share.start + i]) * scale;
+            if comptime!(form.weighted) {
+                value *= f32::cast_from(x.weight[i]);
             }
+            if comptime!(form.gated) {
+                let gate = f32::cast_from(x.gate[share.start + i]);
+                value *= activate(gate, comptime!(form.activation));
+            }
+            y[share.start + i] = F::cast_from(value);
         }
     }
 }
@@ -274,40 +335,57 @@ pub fn log_decay<R: Runtime>(
             client,
             cubes,
             CubeDim::new_1d(UNITS as u32),
-            args.x,
-            args.a_log,
-            args.dt_bias,
+            DecayInputsLaunch::new(args.x, args.a_log, args.dt_bias),
             args.g,
-            (decays.rows * decays.width) as u32,
-            decays.width as u32,
-            (decays.width / decays.heads) as u32,
+            DecaySizesLaunch::new(
+                (decays.rows * decays.width) as u32,
+                decays.width as u32,
+                (decays.width / decays.heads) as u32,
+            ),
             Source(SOURCE),
             dtype,
         );
     }
 }
 
-/// The kernel of [`log_decay`]. `group` is how many gates share a number of `a_log`.
+/// Inputs of [`decay_rates`].
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct DecayInputs<F: Float> {
+    /// `[N, W]`.
+    pub x: Tensor<F>,
+    /// `[H]`.
+    pub a_log: Tensor<F>,
+    /// `[W]`.
+    pub dt_bias: Tensor<F>,
+}
+
+/// Sizes of [`decay_rates`] that are no part of the compiled code.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct DecaySizes {
+    /// N W.
+    pub count: u32,
+    /// W.
+    pub width: u32,
+    /// Columns that share a number of `a_log`, W / H.
+    pub group: u32,
+}
+
+/// The kernel of [`log_decay`].
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 pub(crate) fn decay_rates<F: Float>(
-    x: &Tensor<F>,
-    a_log: &Tensor<F>,
-    dt_bias: &Tensor<F>,
+    x: &DecayInputs<F>,
     g: &mut Tensor<f32>,
-    count: u32,
-    width: u32,
-    group: u32,
+    sizes: DecaySizes,
     #[comptime] _source: Source,
     #[define(F)] _dtype: StorageType,
 ) {
     let n = ABSOLUTE_POS;
-    if n >= count as usize {
+    if n >= sizes.count as usize {
         terminate!();
     }
-    let column = n % width as usize;
-    let rate = f32::exp(f32::cast_from(a_log[column / group as usize]));
-    g[n] = -(rate * softplus(f32::cast_from(x[n]) + f32::cast_from(dt_bias[column])));
+    let column = n % sizes.width as usize;
+    let rate = f32::exp(f32::cast_from(x.a_log[column / sizes.group as usize]));
+    g[n] = -(rate * softplus(f32::cast_from(x.x[n]) + f32::cast_from(x.dt_bias[column])));
 }
 
 /// Cubes of [`gated_product`] over `count` numbers; `None` if there are none, the device's counters

@@ -2,8 +2,8 @@
 
 use crate::chunkwise::launch::{Call, backward_of, forward_of};
 use crate::{
-    Backward, Buffer, Dims, Forward, Given, Inputs, Refusal, Variant, backward, engine, few_rows,
-    forward, simple, step,
+    Backward, Buffer, Dims, Forward, Given, Inputs, Refusal, Variant, backward, engine, forward,
+    simple, step,
 };
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
@@ -512,89 +512,6 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     assert_eq!(why.to_string(), "`g` is missing");
 }
 
-/// K, N, from one row of W to the next, and whether there is a bias.
-const MATRICES: [(usize, usize, usize, bool); 7] = [
-    (1, 1, 1, true),
-    (130, 37, 37, true),
-    (64, 96, 96, false),
-    (2048, 512, 512, false),
-    // Rows end in numbers that are not read.
-    (200, 10, 16, false),
-    // More columns of x than wait in shared memory at once.
-    (5000, 40, 40, true),
-    // Columns for all multiprocessors, and more a cube, of which the last has fewer.
-    (24, 13000, 13000, true),
-];
-
-/// `x W + b` in f64.
-fn product(dims: few_rows::Dims, x: &[f64], weight: &[f64], bias: Option<&[f64]>) -> Vec<f64> {
-    let mut y = vec![];
-    for row in x.chunks_exact(dims.inner) {
-        let mut sums = bias.map_or_else(|| vec![0.0; dims.columns], <[f64]>::to_vec);
-        for (x, w) in row.iter().zip(weight.chunks_exact(dims.stride)) {
-            sums.iter_mut().zip(w).for_each(|(sum, w)| *sum += x * w);
-        }
-        y.extend(sums);
-    }
-    y
-}
-
-/// Products of few rows: tiles of every height, alone and several, of every matrix.
-fn few_rows_are_right<R: Runtime>(client: &ComputeClient<R>, rows: Rows, limit: f64) {
-    for (inner, columns, stride, biased) in MATRICES {
-        let mut rng = Rng::named(inner as u64, "product");
-        let mut draw = |n: usize| {
-            let mut x: Vec<f64> = (0..n).map(|_| rng.normal()).collect();
-            rows.round(&mut x);
-            x
-        };
-        let put = |x: &[f64]| client.create_from_slice(&rows.bytes(x));
-        let mut weight = draw(inner * stride);
-        weight.chunks_exact_mut(stride).for_each(|row| row[columns..].fill(f64::NAN));
-        let bias = biased.then(|| draw(columns));
-        let (of_weight, of_bias) = (put(&weight), bias.as_deref().map(put));
-        for count in [1, 2, 3, 8, 33, 64] {
-            let x = draw(count * inner);
-            let dims = few_rows::Dims { rows: count, inner, columns, stride };
-            let of_x = put(&x);
-            let args = few_rows::Args { x: &of_x, weight: &of_weight, bias: of_bias.as_ref() };
-            let y = few_rows::product(client, dims, rows.dtype(), args).expect("it fits");
-            assert_eq!(y.shape, [count, columns]);
-            let got = rows.numbers(&client.read_one(y.handle).expect("the kernel ran"));
-            let want = product(dims, &x, &weight, bias.as_deref());
-            oracle::assert_close(&format!("{rows:?}, {dims:?}"), &want, &got, limit);
-        }
-    }
-}
-
-/// The same in 16 bits, where the device has the type.
-fn few_half_rows<R: Runtime>(client: &ComputeClient<R>) {
-    let dims = few_rows::Dims { rows: 1, inner: 1, columns: 1, stride: 1 };
-    for rows in [Rows::F16, Rows::Bf16] {
-        match few_rows::check(client, dims, rows.dtype()) {
-            Ok(()) => few_rows_are_right(client, rows, HALF.outputs),
-            Err(why) => assert_eq!(why, Refusal::Type { got: rows.dtype() }),
-        }
-    }
-}
-
-/// Products that the kernel for few rows is not for.
-fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
-    let good = few_rows::Dims { rows: 1, inner: 8, columns: 8, stride: 8 };
-    let f32 = Rows::F32.dtype();
-    let f64 = StorageType::Scalar(ElemType::Float(FloatKind::F64));
-    for (dims, dtype, want) in [
-        (few_rows::Dims { rows: 0, ..good }, f32, "[0, 8] times [8, 8]; rows have to be 1 to 64"),
-        (few_rows::Dims { rows: 65, ..good }, f32, "[65, 8] times [8, 8]"),
-        (few_rows::Dims { inner: 0, ..good }, f32, "the rest at least 1"),
-        (few_rows::Dims { inner: 1 << 20, stride: 1 << 13, ..good }, f32, "numbers in a tensor"),
-        (good, f64, "the kernels take f32"),
-    ] {
-        let got = few_rows::check(client, dims, dtype).expect_err("refused").to_string();
-        assert!(got.contains(want), "{got:?} does not say {want:?}");
-    }
-}
-
 /// The simple kernels against the recurrence, and the fast ones against the simple ones, on the same buffers.
 fn simple_is_right<R: Runtime>(client: &ComputeClient<R>) {
     for [tokens, key_heads, heads, key_width, value_width] in
@@ -675,7 +592,6 @@ macro_rules! each_transition {
             with_client(|client| {
                 refusals(client);
                 step_refusals(client);
-                refused_products(client);
             });
         }
 
@@ -700,16 +616,6 @@ macro_rules! each_transition {
         #[test]
         fn steps_of_low_rank_transitions_are_right() {
             with_client(|client| every_step(client, Family::LowRank, false, Rows::F32, F32));
-        }
-
-        #[test]
-        fn products_of_few_rows_are_right() {
-            with_client(|client| few_rows_are_right(client, Rows::F32, 1e-6));
-        }
-
-        #[test]
-        fn products_of_few_rows_of_16_bits_are_right_or_refused() {
-            with_client(few_half_rows);
         }
 
         #[test]

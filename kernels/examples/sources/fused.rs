@@ -56,7 +56,9 @@ impl<T: Target> Fused<'_, T> {
         let target = self.memory(16, I32);
         let types = cross_entropy::Types { logits: self.dtype, bias: self.dtype, target: I32 };
         let bias = biased.then_some(&bias);
-        cross_entropy::rows(self.client, dims, &logits, bias, &target, 1.0, gradient, types)?;
+        let inputs = cross_entropy::Inputs { logits: &logits, bias, target: &target };
+        let loss = cross_entropy::Loss { scale: 1.0, gradient };
+        cross_entropy::losses(self.client, dims, inputs, loss, types)?;
         Ok(())
     }
 

@@ -175,11 +175,10 @@ pub fn step<R: Runtime>(
         let given = [(x.param, types.param), (x.gradient, types.gradient), (x.m, F32), (x.v, F32)];
         widths.push(width_of(client, x.len, &given));
     }
-    let parts = launches(&widths, most);
-    let mut counted = vec![];
-    for (width, part) in parts {
-        let cubes = part.iter().map(|n| (tensors[*n].len / width).div_ceil(UNITS)).sum();
-        counted.push((width, part, grid(client, cubes)?));
+    let mut parts = vec![];
+    for (width, places) in launches(&widths, most) {
+        let cubes = places.iter().map(|n| (tensors[*n].len / width).div_ceil(UNITS)).sum();
+        parts.push(Part { width, places, cubes: grid(client, cubes)? });
     }
     let updated: Vec<Updated> = tensors
         .iter()
@@ -189,27 +188,34 @@ pub fn step<R: Runtime>(
             v: buffer(client, &[x.len], F32),
         })
         .collect();
-    for (width, part, cubes) in counted {
-        let part: Vec<_> = part.iter().map(|n| (tensors[*n], &updated[*n])).collect();
-        step_part(client, cubes, width, &part, hyper, clip, types);
+    for part in parts {
+        let tensors: Vec<_> = part.places.iter().map(|n| (tensors[*n], &updated[*n])).collect();
+        step_part(client, part, &tensors, hyper, clip, types);
     }
     Ok(updated)
 }
 
-/// One launch of [`step`].
+/// One launch of [`step`] over tensors whose numbers make vectors of one width.
+struct Part {
+    width: usize,
+    /// Places of the tensors.
+    places: Vec<usize>,
+    cubes: CubeCount,
+}
+
 fn step_part<R: Runtime>(
     client: &ComputeClient<R>,
-    cubes: CubeCount,
-    width: usize,
-    part: &[(Tensors<'_>, &Updated)],
+    part: Part,
+    tensors: &[(Tensors<'_>, &Updated)],
     hyper: Hyper,
     clip: Option<Clip<'_>>,
     types: Types,
 ) {
+    let Part { width, cubes, .. } = part;
     let mut given = SequenceArg::new();
     let mut next = SequenceArg::new();
     let mut first = 0;
-    for (x, updated) in part {
+    for (x, updated) in tensors {
         let vectors = (x.len / width) as u32;
         given.push(GivenLaunch::new(
             array(x.param, x.len),
@@ -223,20 +229,9 @@ fn step_part<R: Runtime>(
         next.push(NextLaunch::new(whole(&updated.param), whole(&updated.m), whole(&updated.v)));
         first += vectors.div_ceil(UNITS as u32);
     }
-    let rates = RatesLaunch::new(
-        hyper.learning_rate as f32,
-        hyper.beta_1,
-        hyper.beta_2,
-        1.0 - hyper.beta_1,
-        1.0 - hyper.beta_2,
-        hyper.epsilon,
-        hyper.correction_1,
-        hyper.correction_2,
-        clip.map_or(0.0, |clip| clip.longest),
-    );
-    let form = Form { source: crate::SOURCE, count: part.len(), width, special: clip.is_some() };
+    let form = Form { source: crate::SOURCE, count: tensors.len(), width, special: clip.is_some() };
     // A norm that is not there: any f32 tensor would do, and none is read.
-    let norm = clip.map_or(part[0].0.m, |clip| clip.norm);
+    let norm = clip.map_or(tensors[0].0.m, |clip| clip.norm);
     // SAFETY: units past the last vector of a tensor do nothing; the caller promises the lengths.
     #[allow(unsafe_code)]
     unsafe {
@@ -247,12 +242,27 @@ fn step_part<R: Runtime>(
             given,
             next,
             array(norm, 1),
-            rates,
+            rates(hyper, clip),
             form,
             [types.param, types.gradient],
             width,
         );
     }
+}
+
+/// Numbers of a launch, each computed once.
+fn rates<R: Runtime>(hyper: Hyper, clip: Option<Clip<'_>>) -> RatesLaunch<R> {
+    RatesLaunch::new(
+        hyper.learning_rate as f32,
+        hyper.beta_1,
+        hyper.beta_2,
+        1.0 - hyper.beta_1,
+        1.0 - hyper.beta_2,
+        hyper.epsilon,
+        hyper.correction_1,
+        hyper.correction_2,
+        clip.map_or(0.0, |clip| clip.longest),
+    )
 }
 
 /// Inputs of one tensor.
@@ -449,8 +459,7 @@ fn partial_sums<R: Runtime>(
                 CubeDim::new_1d(UNITS as u32),
                 args,
                 whole(&partials),
-                start as u32,
-                first,
+                CubesLaunch::new(start as u32, first),
                 form,
                 dtype,
                 width,
@@ -470,14 +479,19 @@ struct Summand<G: Float, N: Size> {
     vectors: u32,
 }
 
-/// The kernel of [`partial_sums`]: cube n writes number `start + n` of `partials`.
+/// Cubes of a launch: number n writes number `start + n` of the partial sums.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Cubes {
+    start: u32,
+    count: u32,
+}
+
+/// The kernel of [`partial_sums`].
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 fn sum_parts<G: Float, N: Size>(
     tensors: &Sequence<Summand<G, N>>,
     partials: &mut Array<f32>,
-    start: u32,
-    cubes: u32,
+    cubes: Cubes,
     #[comptime] form: Form,
     #[define(G)] _dtype: StorageType,
     #[define(N)] _width: usize,
@@ -491,8 +505,8 @@ fn sum_parts<G: Float, N: Size>(
         }
     }
     let whole = sum_of_cube(sum);
-    if UNIT_POS == 0 && CUBE_POS < cubes as usize {
-        partials[start as usize + CUBE_POS] = whole;
+    if UNIT_POS == 0 && CUBE_POS < cubes.count as usize {
+        partials[cubes.start as usize + CUBE_POS] = whole;
     }
 }
 

@@ -252,12 +252,13 @@ impl Matrix<'_> {
                 cubes,
                 CubeDim::new_1d(UNITS as u32),
                 array(self.x, self.rows * self.columns),
-                whole(first),
-                whole(second),
-                self.rows as u32,
-                vectors as u32,
-                split.run as u32,
-                (first.shape[first.shape.len() - 1] / self.width) as u32,
+                SumsLaunch::new(whole(first), whole(second)),
+                SizesLaunch::new(
+                    self.rows as u32,
+                    vectors as u32,
+                    split.run as u32,
+                    (first.shape[first.shape.len() - 1] / self.width) as u32,
+                ),
                 form,
                 [self.dtype, first.dtype],
                 self.width,
@@ -267,32 +268,45 @@ impl Matrix<'_> {
     }
 }
 
-/// The kernel. `columns` and `first`, the columns of `y`, count vectors; `run` is the rows of a cube.
-#[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
-fn sum_columns<X: Float, Y: Float, N: Size>(
-    x: &Array<Vector<X, N>>,
-    y: &mut Array<Vector<Y, N>>,
-    second: &mut Array<Vector<Y, N>>,
+/// Sums of every run, `[runs, columns]`; `form` says whether the last columns are in `second`.
+#[derive(CubeType, CubeLaunch)]
+struct Sums<Y: Float, N: Size> {
+    first: Array<Vector<Y, N>>,
+    second: Array<Vector<Y, N>>,
+}
+
+/// Sizes that are no part of the compiled code. Columns are counted in vectors.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
     rows: u32,
     columns: u32,
+    /// Rows of a cube.
     run: u32,
+    /// Columns of the first output.
     first: u32,
+}
+
+/// The kernel.
+#[cube(launch_unchecked)]
+fn sum_columns<X: Float, Y: Float, N: Size>(
+    x: &Array<Vector<X, N>>,
+    y: &mut Sums<Y, N>,
+    sizes: Sizes,
     #[comptime] form: Form,
     #[define(X, Y)] _types: [StorageType; 2],
     #[define(N)] _width: usize,
 ) {
     let lanes = comptime!(form.lanes);
     let groups = comptime!(UNITS / form.lanes);
-    let columns = columns as usize;
-    let first = first as usize;
+    let columns = sizes.columns as usize;
+    let first = sizes.first as usize;
     let tiles = (columns - 1) / lanes + 1;
     let unit = UNIT_POS as usize;
     let group = unit / lanes;
     let column = CUBE_POS % tiles * lanes + unit % lanes;
-    let part = CUBE_POS / tiles;
-    let start = part * run as usize;
-    let end = min(start + run as usize, rows as usize);
+    let run = CUBE_POS / tiles;
+    let start = run * sizes.run as usize;
+    let end = min(start + sizes.run as usize, sizes.rows as usize);
     // Units past the last column read that one, and keep nothing.
     let from = min(column, columns - 1);
 
@@ -312,12 +326,12 @@ fn sum_columns<X: Float, Y: Float, N: Size>(
         let sum = Vector::<Y, N>::cast_from(sums[unit]);
         if comptime!(form.parted) {
             if column < first {
-                y[part * first + column] = sum;
+                y.first[run * first + column] = sum;
             } else {
-                second[part * (columns - first) + column - first] = sum;
+                y.second[run * (columns - first) + column - first] = sum;
             }
         } else {
-            y[part * columns + column] = sum;
+            y.first[run * columns + column] = sum;
         }
     }
 }

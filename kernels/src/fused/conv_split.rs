@@ -49,7 +49,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use forward::split_columns;
 use parts::{Form, Pass};
-use runs::{OperandsLaunch, SizesLaunch};
+use runs::{OperandsLaunch, RowsAndGatesLaunch, SizesLaunch};
 
 /// Widest window that is kept in registers.
 pub const UNROLLED: usize = 8;
@@ -182,48 +182,7 @@ pub fn forward<R: Runtime>(
     types: Types,
 ) -> Result<Vec<Buffer>, Refusal> {
     let form = form(client, dims, columns, &inputs, types, Pass::Forward)?;
-    forward_as(client, dims, columns, inputs, types, form)
-}
-
-fn forward_as<R: Runtime>(
-    client: &ComputeClient<R>,
-    dims: Dims,
-    columns: &[Columns],
-    inputs: Inputs<'_>,
-    types: Types,
-    form: Form,
-) -> Result<Vec<Buffer>, Refusal> {
-    let call = Call::new(client, dims, columns, inputs, types, form)?;
-    let out: Vec<Buffer> = columns
-        .iter()
-        .map(|part| {
-            let dtype = if part.is_gate() { F32 } else { types.rows };
-            buffer(client, &[dims.batch, dims.tokens, part.width], dtype)
-        })
-        .collect();
-    let of = |gates: bool| {
-        let parts = columns.iter().zip(&out).filter(move |(part, _)| part.is_gate() == gates);
-        parts.map(|(_, buffer)| whole(buffer))
-    };
-    let vector = call.form.vector;
-    // SAFETY: units past the last token or column load and store nothing, and all else stays within
-    // the sizes of `dims` and `columns`, which the caller promises.
-    #[allow(unsafe_code)]
-    unsafe {
-        split_columns::launch_unchecked::<R>(
-            client,
-            call.cubes.clone(),
-            CubeDim::new_1d(UNITS as u32),
-            call.operands(),
-            of(false).collect(),
-            of(true).collect(),
-            call.sizes(),
-            call.form,
-            [types.rows, types.weights],
-            vector,
-        );
-    }
-    Ok(out)
+    Ok(Call::new(client, dims, columns, inputs, types, form)?.forward())
 }
 
 /// Gradients of every input, from those of the outputs, in the order of the parts; an absent one counts
@@ -244,55 +203,7 @@ pub fn backward<R: Runtime>(
     assert_eq!(columns.len(), d_out.len(), "parts, and gradients of their outputs");
     let given: Vec<bool> = d_out.iter().map(Option::is_some).collect();
     let form = form(client, dims, columns, &inputs, types, Pass::Backward { given: &given })?;
-    backward_as(client, dims, columns, inputs, d_out, types, form)
-}
-
-fn backward_as<R: Runtime>(
-    client: &ComputeClient<R>,
-    dims: Dims,
-    columns: &[Columns],
-    inputs: Inputs<'_>,
-    d_out: &[Option<&Handle>],
-    types: Types,
-    form: Form,
-) -> Result<Gradients, Refusal> {
-    let call = Call::new(client, dims, columns, inputs, types, form)?;
-    let rows = dims.batch * call.chunks;
-    let partials = (call.form.sums > 0).then(|| buffer(client, &[rows, call.form.sums], F32));
-    let out = call.gradients();
-    let vector = call.form.vector;
-    let of = |gates: bool| {
-        let parts = columns.iter().zip(d_out).filter(move |(part, _)| part.is_gate() == gates);
-        let numbers = dims.batch * dims.tokens;
-        parts.filter_map(move |(part, d)| d.map(|d| array(d, numbers * part.width)))
-    };
-    let x = XGradientsLaunch::new(
-        whole(&out.x),
-        call.form.has_numbers().then(|| whole(&out.x)).into_iter().collect(),
-        out.tail.iter().map(whole).collect(),
-        partials.iter().map(whole).collect(),
-    );
-    // SAFETY: as in `forward_as`. Where x has two views, their numbers are different ones.
-    #[allow(unsafe_code)]
-    unsafe {
-        column_gradients::launch_unchecked::<R>(
-            client,
-            call.cubes.clone(),
-            CubeDim::new_1d(UNITS as u32),
-            call.operands(),
-            of(false).collect(),
-            of(true).collect(),
-            x,
-            call.sizes(),
-            call.form.clone(),
-            [types.rows, types.weights],
-            vector,
-        );
-    }
-    if let Some(partials) = &partials {
-        call.add_partials(partials, &out, rows)?;
-    }
-    Ok(out)
+    Call::new(client, dims, columns, inputs, types, form)?.backward(d_out)
 }
 
 /// Compile-time values of a launch.
@@ -423,6 +334,76 @@ impl<'a, R: Runtime> Call<'a, R> {
             return Err(Refusal::TooLarge { what: "cubes", got: count, most: most / UNITS });
         };
         Ok(Self { client, dims, columns, x, types, form, chunk, chunks, cubes })
+    }
+
+    /// The outputs of all parts.
+    fn forward(&self) -> Vec<Buffer> {
+        let Self { client, dims, columns, types, .. } = *self;
+        let new = |part: &Columns| {
+            let dtype = if part.is_gate() { F32 } else { types.rows };
+            buffer(client, &[dims.batch, dims.tokens, part.width], dtype)
+        };
+        let out: Vec<Buffer> = columns.iter().map(new).collect();
+        let of = |gates: bool| {
+            let parts = columns.iter().zip(&out).filter(move |(part, _)| part.is_gate() == gates);
+            parts.map(|(_, buffer)| whole(buffer))
+        };
+        // SAFETY: units past the last token or column load and store nothing, and all else stays within
+        // the sizes of `dims` and `columns`, which the caller promises.
+        #[allow(unsafe_code)]
+        unsafe {
+            split_columns::launch_unchecked::<R>(
+                client,
+                self.cubes.clone(),
+                CubeDim::new_1d(UNITS as u32),
+                self.operands(),
+                RowsAndGatesLaunch::new(of(false).collect(), of(true).collect()),
+                self.sizes(),
+                self.form.clone(),
+                [types.rows, types.weights],
+                self.form.vector,
+            );
+        }
+        out
+    }
+
+    /// Gradients of every input, in one launch or two.
+    fn backward(&self, d_out: &[Option<&Handle>]) -> Result<Gradients, Refusal> {
+        let Self { client, dims, columns, types, .. } = *self;
+        let rows = dims.batch * self.chunks;
+        let partials = (self.form.sums > 0).then(|| buffer(client, &[rows, self.form.sums], F32));
+        let out = self.gradients();
+        let of = |gates: bool| {
+            let parts = columns.iter().zip(d_out).filter(move |(part, _)| part.is_gate() == gates);
+            let numbers = dims.batch * dims.tokens;
+            parts.filter_map(move |(part, d)| d.map(|d| array(d, numbers * part.width)))
+        };
+        let d_x = XGradientsLaunch::new(
+            whole(&out.x),
+            self.form.has_numbers().then(|| whole(&out.x)).into_iter().collect(),
+            out.tail.iter().map(whole).collect(),
+            partials.iter().map(whole).collect(),
+        );
+        // SAFETY: as in `forward`. Where x has two views, their numbers are different ones.
+        #[allow(unsafe_code)]
+        unsafe {
+            column_gradients::launch_unchecked::<R>(
+                client,
+                self.cubes.clone(),
+                CubeDim::new_1d(UNITS as u32),
+                self.operands(),
+                RowsAndGatesLaunch::new(of(false).collect(), of(true).collect()),
+                d_x,
+                self.sizes(),
+                self.form.clone(),
+                [types.rows, types.weights],
+                self.form.vector,
+            );
+        }
+        if let Some(partials) = &partials {
+            self.add_partials(partials, &out, rows)?;
+        }
+        Ok(out)
     }
 
     fn sizes(&self) -> SizesLaunch<R> {

@@ -163,7 +163,7 @@ impl Case {
                     let row = b * self.dims.tokens + t;
                     let zeros = vec![0.0; part.width];
                     let d_y = d_out.map_or(&zeros[..], |d| &d[n][row * part.width..][..part.width]);
-                    y.extend(self.row(of, &mut d, part, first, [b, t], d_y));
+                    y.extend(self.row(of, &mut d, (part, first), [b, t], d_y));
                 }
             }
             out.push(y);
@@ -172,13 +172,12 @@ impl Case {
         (out, d)
     }
 
-    /// A row of an output; adds to the gradients.
+    /// A row of the output of a part whose columns begin at `first`; adds to the gradients.
     fn row(
         &self,
         of: &Tensors,
         d: &mut Tensors,
-        part: &Columns,
-        first: usize,
+        (part, first): (&Columns, usize),
         [b, t]: [usize; 2],
         d_y: &[f64],
     ) -> Vec<f64> {
@@ -403,10 +402,10 @@ impl<R: Runtime> Sandbox<'_, R> {
             Some(widest) => {
                 let given: Vec<bool> = d_y.iter().map(Option::is_some).collect();
                 let form = |pass| Form::new(case.dims, columns, &inputs, pass, widest, false);
-                let back = form(Pass::Backward { given: &given });
+                let call = |pass| Call::new(client, case.dims, columns, inputs, types, form(pass));
                 (
-                    forward_as(client, case.dims, columns, inputs, types, form(Pass::Forward)),
-                    backward_as(client, case.dims, columns, inputs, &d_y, types, back),
+                    call(Pass::Forward).map(|call| call.forward()),
+                    call(Pass::Backward { given: &given }).and_then(|call| call.backward(&d_y)),
                 )
             }
         };
@@ -563,7 +562,11 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let silu = Activation::Silu;
     assert_eq!(run(Dims { window: 4, ..dims }, &[conv(4, silu, 0)]), missing("weight"));
     assert_eq!(run(dims, &[decay(2, 2)]), missing("a_log"));
-    assert!(matches!(run(dims, &[conv(300, silu, 300)]), Some(Refusal::Width { .. })));
+    let wide = Refusal::Width { name: "head", got: 300, most: crate::WIDEST };
+    assert_eq!(run(dims, &[conv(300, silu, 300)]), Some(wide));
+    let tailed = Inputs { tail: Some(&x), ..inputs };
+    let unwanted = Refusal::Tensor { name: "tail", wanted: false };
+    assert_eq!(forward(client, dims, &[copy(4)], tailed, types).err(), Some(unwanted));
     let large = Dims { batch: 1 << 16, tokens: 1 << 14, window: 1 };
     assert!(matches!(run(large, &[copy(4)]), Some(Refusal::TooLarge { .. })));
     let many = vec![copy(4); 2000];

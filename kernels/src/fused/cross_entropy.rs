@@ -7,7 +7,8 @@
 //! logits: [M, V]    bias: [V]    target: [M]  integers    loss: [M]  f32
 //!
 //! Work:   a team of 8 to 256 units a row, so many that their registers hold the row where 256 can. Each
-//!         unit keeps a maximum and a sum of e^{z - maximum}; those of a team meet in shared memory.
+//!         unit keeps a maximum and a sum of e^{z - maximum} (online softmax); those of a team meet in
+//!         shared memory.
 //! Cost:   one launch. logits are read once (a row too long for registers: twice, from cache) and
 //!         written once. e^{z - maximum} is computed once for a row in registers.
 //! Order:  fixed by V: the same inputs give the same bits.
@@ -51,6 +52,26 @@ pub struct Types {
     pub target: StorageType,
 }
 
+/// Tensors of one call, shaped as the module says.
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs<'a> {
+    /// Logits; overwritten where there is a gradient.
+    pub logits: &'a Handle,
+    /// Added to every row of logits.
+    pub bias: Option<&'a Handle>,
+    /// Target ids.
+    pub target: &'a Handle,
+}
+
+/// How losses are counted, and what else is computed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Loss {
+    /// Factor of each loss: 1 / M makes their sum a mean.
+    pub scale: f32,
+    /// Whether the gradient overwrites the logits.
+    pub gradient: bool,
+}
+
 /// Compile-time values of [`loss_rows`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
@@ -83,22 +104,19 @@ impl Form {
     }
 }
 
-/// Losses of all rows, `[M]`, f32, in one launch. `gradient` overwrites `logits` with their gradient.
+/// Losses of all rows, `[M]`, f32, in one launch.
 ///
 /// # Errors
 /// [`Refusal`] names what the kernel cannot take; then nothing was launched.
-#[allow(clippy::too_many_arguments)] // the formula's symbols, one by one
-pub fn rows<R: Runtime>(
+pub fn losses<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
-    logits: &Handle,
-    bias: Option<&Handle>,
-    target: &Handle,
-    scale: f32,
-    gradient: bool,
+    inputs: Inputs<'_>,
+    loss: Loss,
     types: Types,
 ) -> Result<Buffer, Refusal> {
     let Dims { rows, vocab } = dims;
+    let Inputs { logits, bias, target } = inputs;
     check_numbers(rows, vocab)?;
     check_type(client, types.logits)?;
     check_ids(client, types.target)?;
@@ -107,9 +125,9 @@ pub fn rows<R: Runtime>(
     check_type(client, bias_type)?;
     let given = bias.unwrap_or(logits);
     let width = vector_width(client, vocab, &[(logits, types.logits), (given, bias_type)]);
-    let form = Form::new(vocab, width, bias.is_some(), gradient);
+    let form = Form::new(vocab, width, bias.is_some(), loss.gradient);
     let cubes = grid(client, rows.div_ceil(form.rows()))?;
-    let loss = buffer(client, &[rows], F32);
+    let losses = buffer(client, &[rows], F32);
     // SAFETY: units past the last row or vector repeat it and store nothing, and no target outside the
     // row is looked up.
     #[allow(unsafe_code)]
@@ -119,19 +137,15 @@ pub fn rows<R: Runtime>(
             cubes,
             CubeDim::new_1d(UNITS as u32),
             array(logits, rows * vocab),
-            array(given, biases.max(width)),
-            array(target, rows),
-            whole(&loss),
-            rows as u32,
-            (vocab / width) as u32,
-            scale,
-            f32::NAN,
+            GivenLaunch::new(array(given, biases.max(width)), array(target, rows)),
+            whole(&losses),
+            SizesLaunch::new(rows as u32, (vocab / width) as u32, loss.scale, f32::NAN),
             form,
             [types.logits, bias_type, types.target],
             width,
         );
     }
-    Ok(loss)
+    Ok(losses)
 }
 
 /// The sum of the first `len` numbers of `x`, f32: `[1]`. One launch, or two for a long vector.
@@ -146,73 +160,25 @@ pub fn total<R: Runtime>(
     super::adamw::total(client, x, len)
 }
 
-/// The kernel of [`rows`]. `vectors` are those of a row.
-#[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
-fn loss_rows<F: Float, B: Float, I: Int, N: Size>(
-    logits: &mut Array<Vector<F, N>>,
-    bias: &Array<Vector<B, N>>,
-    target: &Array<I>,
-    loss: &mut Array<f32>,
+/// Inputs besides logits; `form` says whether the bias is read.
+#[derive(CubeType, CubeLaunch)]
+struct Given<B: Float, I: Int, N: Size> {
+    /// `[V]`.
+    bias: Array<Vector<B, N>>,
+    /// `[M]`.
+    target: Array<I>,
+}
+
+/// Numbers that are no part of the compiled code.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    /// M.
     rows: u32,
+    /// Vectors of a row.
     vectors: u32,
     scale: f32,
+    /// Takes the place of `scale` where a target is none: a shader has no constant for it.
     nan: f32,
-    #[comptime] form: Form,
-    #[define(F, B, I)] _types: [StorageType; 3],
-    #[define(N)] _width: usize,
-) {
-    let team = comptime!(form.team);
-    let width = comptime!(form.width);
-    let vectors = vectors as usize;
-    let own = UNIT_POS as usize % team;
-    let row = CUBE_POS * comptime!(form.rows()) + UNIT_POS as usize / team;
-    // Units past the last row repeat it: none may miss a barrier.
-    let row_read = min(row, rows as usize - 1);
-    let start = row_read * vectors;
-    let count = (vectors * width) as u32;
-    let index = index_of::<I>(target[row_read], count);
-    let valid = index < count;
-    let goal = min(index, count - 1) as usize;
-    let scale = select(valid, scale, nan);
-
-    // Read before any unit writes: barriers follow.
-    let at_goal = value_at::<F, B, N>(logits, bias, start, goal, form);
-    let mut held = Array::<Vector<f32, N>>::new(comptime!(form.held));
-    let mut maximum = f32::new(LOWEST);
-    let mut sum = 0.0f32;
-    let stride = comptime!(form.team * form.held);
-    let turns = if comptime!(form.whole) { 1usize.runtime() } else { (vectors - 1) / stride + 1 };
-    for turn in 0..turns {
-        let place = Place { start, first: turn * stride + own, vectors };
-        load::<F, B, N>(&mut held, logits, bias, place, form);
-        let larger = largest::<N>(&held, maximum, form);
-        sum *= f32::exp(maximum - larger);
-        maximum = larger;
-        sum += exponentials::<N>(&mut held, maximum, form);
-    }
-    let joined = join(maximum, sum, form);
-    if own == 0 && row < rows as usize {
-        loss[row] = scale * (joined.maximum - at_goal + f32::ln(joined.sum));
-    }
-    if comptime!(form.gradient) {
-        let mut factor = scale / joined.sum;
-        if comptime!(form.whole) {
-            factor *= f32::exp(maximum - joined.maximum);
-        }
-        let slope = Slope { factor, scale, goal };
-        // Rows past the last one store nothing.
-        let stored = select(row < rows as usize, vectors, 0usize);
-        for turn in 0..turns {
-            let first = turn * stride + own;
-            if comptime!(!form.whole) {
-                load::<F, B, N>(&mut held, logits, bias, Place { start, first, vectors }, form);
-                exponentials::<N>(&mut held, joined.maximum, form);
-            }
-            let place = Place { start, first, vectors: stored };
-            store::<F, N>(logits, &held, place, slope, form);
-        }
-    }
 }
 
 /// Vectors of a row that a unit has at once.
@@ -226,9 +192,9 @@ struct Place {
     vectors: usize,
 }
 
-/// A maximum, and the sum of all e^{z - maximum}.
+/// What online softmax keeps: a maximum, and the sum of all e^{z - maximum}.
 #[derive(CubeType, Clone, Copy)]
-struct Joined {
+struct Softmax {
     maximum: f32,
     sum: f32,
 }
@@ -240,7 +206,78 @@ struct Slope {
     factor: f32,
     /// Taken off at the target.
     scale: f32,
+    /// The target.
     goal: usize,
+}
+
+/// The kernel of [`losses`].
+#[cube(launch_unchecked)]
+fn loss_rows<F: Float, B: Float, I: Int, N: Size>(
+    logits: &mut Array<Vector<F, N>>,
+    x: &Given<B, I, N>,
+    loss: &mut Array<f32>,
+    sizes: Sizes,
+    #[comptime] form: Form,
+    #[define(F, B, I)] _types: [StorageType; 3],
+    #[define(N)] _width: usize,
+) {
+    let team = comptime!(form.team);
+    let width = comptime!(form.width);
+    let vectors = sizes.vectors as usize;
+    let own = UNIT_POS as usize % team;
+    let row = CUBE_POS * comptime!(form.rows()) + UNIT_POS as usize / team;
+    // Units past the last row repeat it: none may miss a barrier.
+    let row_read = min(row, sizes.rows as usize - 1);
+    let start = row_read * vectors;
+    let count = (vectors * width) as u32;
+    let index = index_of::<I>(x.target[row_read], count);
+    let valid = index < count;
+    let goal = min(index, count - 1) as usize;
+    let scale = select(valid, sizes.scale, sizes.nan);
+    // Read before any unit writes: barriers follow.
+    let at_goal = value_at::<F, B, N>(logits, &x.bias, start, goal, form);
+
+    // Online softmax over the unit's vectors: the sum shrinks where the maximum grows.
+    let mut held = Array::<Vector<f32, N>>::new(comptime!(form.held));
+    let mut maximum = f32::new(LOWEST);
+    let mut sum = 0.0f32;
+    let stride = comptime!(form.team * form.held);
+    let turns = if comptime!(form.whole) { 1usize.runtime() } else { (vectors - 1) / stride + 1 };
+    for turn in 0..turns {
+        let place = Place { start, first: turn * stride + own, vectors };
+        load::<F, B, N>(&mut held, logits, &x.bias, place, form);
+        let larger = largest::<N>(&held, maximum, form);
+        sum *= f32::exp(maximum - larger);
+        maximum = larger;
+        sum += exponentials::<N>(&mut held, maximum, form);
+    }
+
+    // Loss.
+    let softmax = team_softmax(maximum, sum, form);
+    if own == 0 && row < sizes.rows as usize {
+        loss[row] = scale * (softmax.maximum - at_goal + f32::ln(softmax.sum));
+    }
+
+    // Gradient: of the exponentials in registers, or of those of a second reading.
+    if comptime!(form.gradient) {
+        let mut factor = scale / softmax.sum;
+        if comptime!(form.whole) {
+            factor *= f32::exp(maximum - softmax.maximum);
+        }
+        let slope = Slope { factor, scale, goal };
+        // Rows past the last one store nothing.
+        let stored = select(row < sizes.rows as usize, vectors, 0usize);
+        for turn in 0..turns {
+            let first = turn * stride + own;
+            if comptime!(!form.whole) {
+                let place = Place { start, first, vectors };
+                load::<F, B, N>(&mut held, logits, &x.bias, place, form);
+                exponentials::<N>(&mut held, softmax.maximum, form);
+            }
+            let place = Place { start, first, vectors: stored };
+            store::<F, N>(logits, &held, place, slope, form);
+        }
+    }
 }
 
 /// The logit, with its bias, at one place of a row.
@@ -328,7 +365,7 @@ fn exponentials<N: Size>(
 
 /// The maximum and sum of a team, from those of its units.
 #[cube]
-fn join(maximum: f32, sum: f32, #[comptime] form: Form) -> Joined {
+fn team_softmax(maximum: f32, sum: f32, #[comptime] form: Form) -> Softmax {
     let unit = UNIT_POS as usize;
     let own = unit % comptime!(form.team);
     let mut maxima = SharedMemory::<f32>::new(UNITS);
@@ -347,7 +384,7 @@ fn join(maximum: f32, sum: f32, #[comptime] form: Form) -> Joined {
         }
         sync_cube();
     }
-    Joined { maximum: maxima[unit - own], sum: sums[unit - own] }
+    Softmax { maximum: maxima[unit - own], sum: sums[unit - own] }
 }
 
 /// Writes a unit's gradients, from its exponentials.

@@ -7,6 +7,7 @@ use linattn_oracle::{Rng, assert_close};
 
 const I32: StorageType = StorageType::Scalar(ElemType::Int(IntKind::I32));
 const SCALE: f32 = 0.125;
+const LOSS: Loss = Loss { scale: SCALE, gradient: true };
 
 /// A device, and the type of logits.
 struct Case<'a, R: Runtime> {
@@ -98,7 +99,8 @@ fn losses_are_right<R: Runtime>(case: &Case<'_, R>, dims: Dims, biased: bool, of
         let on_logits = case.put(&logits);
         let given = biased.then_some(&on_bias);
         let types = case.types();
-        let loss = rows(case.client, dims, &on_logits, given, &on_target, SCALE, gradient, types)
+        let inputs = Inputs { logits: &on_logits, bias: given, target: &on_target };
+        let loss = losses(case.client, dims, inputs, Loss { gradient, ..LOSS }, types)
             .expect("nothing is wrong with it");
         assert_eq!(loss.shape, [count]);
         (case.bytes(&loss.handle), case.bytes(&on_logits))
@@ -129,8 +131,8 @@ fn masked_logits_are_left_out<R: Runtime>(case: &Case<'_, R>) {
     logits[3..9].fill(f64::NEG_INFINITY);
     let on_logits = case.put(&logits);
     let (target, types) = (case.put_ids(&[12]), case.types());
-    let got = rows(case.client, dims, &on_logits, None, &target, SCALE, true, types)
-        .expect("nothing is wrong with it");
+    let inputs = Inputs { logits: &on_logits, bias: None, target: &target };
+    let got = losses(case.client, dims, inputs, LOSS, types).expect("nothing is wrong with it");
     let got = Rows::F32.numbers(&case.bytes(&got.handle));
     assert_close("masked", &[loss(&logits, 12)], &got, 1e-5);
     let left = case.rows.numbers(&case.bytes(&on_logits));
@@ -141,8 +143,8 @@ fn invalid_targets_are_seen<R: Runtime>(case: &Case<'_, R>) {
     let dims = Dims { rows: 4, vocab: 40 };
     let on_logits = case.put(&case.draw("logits", 160));
     let (target, types) = (case.put_ids(&[5, -1, 40, 39]), case.types());
-    let got =
-        rows(case.client, dims, &on_logits, None, &target, SCALE, true, types).expect("it runs");
+    let inputs = Inputs { logits: &on_logits, bias: None, target: &target };
+    let got = losses(case.client, dims, inputs, LOSS, types).expect("it runs");
     let got = Rows::F32.numbers(&case.bytes(&got.handle));
     let left = case.rows.numbers(&case.bytes(&on_logits));
     for (m, invalid) in [false, true, true, false].into_iter().enumerate() {
@@ -163,6 +165,26 @@ fn totals_are_right<R: Runtime>(client: &ComputeClient<R>) {
         assert!(got == run(), "{len}: the same bits");
     }
     assert!(total(client, &case.put(&[0.0]), 0).is_err(), "nothing");
+}
+
+fn refusals<R: Runtime>(client: &ComputeClient<R>) {
+    let x = client.empty(16);
+    let types = Types { logits: F32, bias: F32, target: I32 };
+    let run = |rows, vocab, types, biased: bool| {
+        let inputs = Inputs { logits: &x, bias: biased.then_some(&x), target: &x };
+        losses(client, Dims { rows, vocab }, inputs, LOSS, types).err()
+    };
+    assert_eq!(run(0, 4, types, false), Some(Refusal::Empty { batch: 0, tokens: 4 }));
+    assert_eq!(run(4, 0, types, false), Some(Refusal::Empty { batch: 4, tokens: 0 }));
+    let (what, got, most) = ("numbers in a tensor", 1 << 32, u32::MAX as usize);
+    let large = Some(Refusal::TooLarge { what, got, most });
+    assert_eq!(run(1 << 16, 1 << 16, types, false), large);
+    let logits = Types { logits: I32, ..types };
+    assert_eq!(run(1, 4, logits, false), Some(Refusal::Type { got: I32 }));
+    let target = Types { target: F32, ..types };
+    assert_eq!(run(1, 4, target, false), Some(Refusal::Type { got: F32 }));
+    let bias = Types { bias: I32, ..types };
+    assert_eq!(run(1, 4, bias, true), Some(Refusal::Type { got: I32 }));
 }
 
 #[test]
@@ -215,6 +237,11 @@ macro_rules! each_kernel {
         #[test]
         fn targets_outside_the_vocabulary_give_nan() {
             with_client(|client| everywhere(client, invalid_targets_are_seen));
+        }
+
+        #[test]
+        fn what_has_no_loss_is_refused() {
+            with_client(refusals);
         }
 
         #[test]

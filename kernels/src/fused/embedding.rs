@@ -31,10 +31,9 @@ const BLOCK: usize = 1024;
 const AHEAD: usize = 8;
 /// Bits of an entry of the list that hold the row of the tile.
 const ROW_BITS: u32 = 12;
-/// Sums in shared memory, where a cube may have 24 KiB of it, and elsewhere.
+/// Sums in shared memory, and fewer where a cube may have little of it.
 const SUMS: usize = 4096;
 const FEW_SUMS: usize = 2560;
-const ROOMY: usize = 24 << 10;
 /// Cubes of [`table_gradient`] worth having: several waves of them fill any device.
 const CUBES: usize = 4096;
 /// Fewest positions of a split, and most sums that splits write.
@@ -178,10 +177,7 @@ pub fn gather<R: Runtime>(
             array(table, vocab * width),
             array(ids, rows),
             whole(&y),
-            (rows * vectors) as u32,
-            vectors as u32,
-            vocab as u32,
-            f32::NAN,
+            GatherSizesLaunch::new((rows * vectors) as u32, vectors as u32, vocab as u32, f32::NAN),
             GatherForm { source: crate::SOURCE },
             [types.rows, types.out, types.ids],
             vector,
@@ -196,29 +192,38 @@ struct GatherForm {
     source: &'static str,
 }
 
-/// The kernel of [`gather`], over `count` vectors, `vectors` a row.
+/// Numbers of [`gather_rows`] that are no part of the compiled code.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct GatherSizes {
+    /// Vectors of y.
+    count: u32,
+    /// Vectors of a row.
+    vectors: u32,
+    /// V.
+    vocab: u32,
+    /// What an id outside the table gives: a shader has no constant for it.
+    nan: f32,
+}
+
+/// The kernel of [`gather`].
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 fn gather_rows<T: Float, F: Float, I: Int, N: Size>(
     table: &Array<Vector<T, N>>,
     ids: &Array<I>,
     y: &mut Array<Vector<F, N>>,
-    count: u32,
-    vectors: u32,
-    vocab: u32,
-    nan: f32,
+    sizes: GatherSizes,
     #[comptime] _form: GatherForm,
     #[define(T, F, I)] _types: [StorageType; 3],
     #[define(N)] _width: usize,
 ) {
     let n = ABSOLUTE_POS;
-    if n >= count as usize {
+    if n >= sizes.count as usize {
         terminate!();
     }
-    let vectors = vectors as usize;
-    let id = index_of::<I>(ids[n / vectors], vocab);
-    let mut value = Vector::<f32, N>::new(nan);
-    if id < vocab {
+    let vectors = sizes.vectors as usize;
+    let id = index_of::<I>(ids[n / vectors], sizes.vocab);
+    let mut value = Vector::<f32, N>::new(sizes.nan);
+    if id < sizes.vocab {
         value = Vector::<f32, N>::cast_from(table[id as usize * vectors + n % vectors]);
     }
     y[n] = Vector::<F, N>::cast_from(value);
@@ -235,13 +240,27 @@ struct Form {
 }
 
 impl Form {
-    /// Columns in as few and as full tiles as there are, rows in as many as shared memory holds.
-    fn new<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Self {
-        let hardware = &client.properties().hardware;
-        let sums = if hardware.max_shared_memory_size >= ROOMY { SUMS } else { FEW_SUMS };
+    /// Columns in as few and as full tiles as there are, rows in as many as shared memory holds; `None`
+    /// where it holds none.
+    fn new(dims: Dims, shared_memory: usize) -> Option<Self> {
         let padded = |units: &usize| dims.width.next_multiple_of(*units);
         let units = [256, 128, 64, 32].into_iter().min_by_key(padded).unwrap_or(32);
-        Self { source: crate::SOURCE, units, tile: (sums / units).min(dims.vocab) }
+        let form = |sums: usize| {
+            let tile = (sums / units).min(dims.vocab);
+            Self { source: crate::SOURCE, units, tile }
+        };
+        let fits = |form: &Self| form.shared_memory() <= shared_memory;
+        [SUMS, FEW_SUMS].map(form).into_iter().find(fits)
+    }
+
+    /// Bytes of shared memory: sums, the list and counts, as [`shared_tile`] allocates them.
+    fn shared_memory(&self) -> usize {
+        4 * (self.sums() + BLOCK + self.units)
+    }
+
+    /// Sums in shared memory, one for each row and unit.
+    fn sums(&self) -> usize {
+        self.tile * self.units
     }
 
     /// Ids of a block that each unit looks at.
@@ -282,7 +301,10 @@ pub fn table_gradient<R: Runtime>(
     dims.check()?;
     types.check(client)?;
     let Dims { rows, vocab, width } = dims;
-    let form = Form::new(client, dims);
+    let hardware = &client.properties().hardware;
+    let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
+    let form = Form::new(dims, shared_memory).filter(|form| form.units <= units as usize);
+    let form = form.ok_or(Refusal::Device { shared_memory, units })?;
     let share = form.share(dims);
     let splits = rows.div_ceil(share);
     let [down, across] = form.tiles(dims);
@@ -328,6 +350,31 @@ struct Sizes {
     share: u32,
 }
 
+/// A cube's shared memory.
+#[derive(CubeType)]
+struct Tile {
+    /// Sums of a tile of the table, `[tile, units]`.
+    sums: SharedMemory<f32>,
+    /// Listed positions of a block.
+    list: SharedMemory<u32>,
+    /// How many positions a unit, and those before it, have found.
+    counts: SharedMemory<u32>,
+}
+
+/// Shared memory, as [`Form::shared_memory`] counts it. Sums begin as zeros.
+#[cube]
+fn shared_tile(unit: usize, #[comptime] form: Form) -> Tile {
+    let mut sums = SharedMemory::<f32>::new(comptime!(form.sums()));
+    for row in 0..comptime!(form.tile) {
+        sums[row * comptime!(form.units) + unit] = 0.0f32;
+    }
+    Tile {
+        sums,
+        list: SharedMemory::<u32>::new(BLOCK),
+        counts: SharedMemory::<u32>::new(comptime!(form.units)),
+    }
+}
+
 /// The first kernel of [`table_gradient`]: `out` is `[splits, V, D]`.
 #[cube(launch_unchecked)]
 fn tile_sums<F: Float, O: Float, I: Int>(
@@ -351,28 +398,23 @@ fn tile_sums<F: Float, O: Float, I: Int>(
         // The whole cube: the grid may be larger than there are tiles.
         terminate!();
     }
-    let mut sums = SharedMemory::<f32>::new(comptime!(form.tile * form.units));
-    for row in 0..comptime!(form.tile) {
-        sums[row * units + unit] = 0.0f32;
-    }
-    let mut list = SharedMemory::<u32>::new(BLOCK);
-    let mut counts = SharedMemory::<u32>::new(units);
+    let mut tile = shared_tile(unit, form);
     let start = split * sizes.share as usize;
     let end = min(start + sizes.share as usize, sizes.rows as usize);
     let last = sizes.rows as usize - 1;
     for block in 0..(end - start - 1) / BLOCK + 1 {
         let at = start + block * BLOCK;
         let window = Window { at, end, last, first: first as u32 };
-        let found = list_positions::<I>(&mut list, &mut counts, ids, window, form);
-        let from = at * width + min(column, width - 1);
-        add_rows::<F>(&mut sums, &list, found, d_y, from, width, form);
+        let found = list_positions::<I>(&mut tile, ids, window, form);
+        let column = Column { from: at * width + min(column, width - 1), stride: width };
+        add_rows::<F>(&mut tile, found, d_y, &column, form);
         sync_cube();
     }
     let rows = min(sizes.vocab as usize - first, comptime!(form.tile));
     if column < width {
         let to = (split * sizes.vocab as usize + first) * width + column;
         for row in 0..rows {
-            out[to + row * width] = O::cast_from(sums[row * units + unit]);
+            out[to + row * width] = O::cast_from(tile.sums[row * units + unit]);
         }
     }
 }
@@ -390,66 +432,72 @@ struct Window {
     first: u32,
 }
 
+/// A unit's column of d_y, from the first position of a block on.
+#[derive(CubeType, Clone, Copy)]
+struct Column {
+    /// Its number of that position.
+    from: usize,
+    /// Numbers from one position to the next, D.
+    stride: usize,
+}
+
 /// Lists the positions of a block whose ids are in the tile, and returns how many there are. An entry is
 /// the place in the block and the row of the tile. Order: by unit, then by position.
 #[cube]
 fn list_positions<I: Int>(
-    list: &mut SharedMemory<u32>,
-    counts: &mut SharedMemory<u32>,
+    tile: &mut Tile,
     ids: &Array<I>,
     window: Window,
     #[comptime] form: Form,
 ) -> usize {
     let units = comptime!(form.units);
-    let tile = comptime!(form.tile as u32);
+    let none = comptime!(form.tile as u32);
     let unit = UNIT_POS as usize;
     let mut rows = Array::<u32>::new(comptime!(form.ids()));
     let mut own = 0u32;
     #[unroll]
     for n in 0..comptime!(form.ids()) {
         let place = unit + comptime!(n * form.units);
-        // No id is none here: `tile` stands for it. An invalid one may get a row past the table's end,
-        // which is not kept.
+        // An id of another tile gets the row after the last one. An invalid one may get a row past the
+        // table's end, which is not kept.
         let id = index_of::<I>(ids[min(window.at + place, window.last)], u32::MAX);
         let within = id >= window.first && window.at + place < window.end;
-        rows[n] = min(select(within, id - window.first, tile), tile);
-        own += select(rows[n] < tile, 1u32, 0u32);
+        rows[n] = min(select(within, id - window.first, none), none);
+        own += select(rows[n] < none, 1u32, 0u32);
     }
     // The units' counts, summed up: to this unit's own.
     let mut sum = own;
     #[unroll]
     for level in 0..comptime!(form.units.ilog2()) {
         let reach = comptime!(1usize << level);
-        counts[unit] = sum;
+        tile.counts[unit] = sum;
         sync_cube();
         if unit >= reach {
-            sum += counts[unit - reach];
+            sum += tile.counts[unit - reach];
         }
         sync_cube();
     }
-    counts[unit] = sum;
+    tile.counts[unit] = sum;
     let mut entry = (sum - own) as usize;
     #[unroll]
     for n in 0..comptime!(form.ids()) {
-        if rows[n] < tile {
+        if rows[n] < none {
             let place = UNIT_POS + comptime!((n * form.units) as u32);
-            list[entry] = (place << ROW_BITS) + rows[n];
+            tile.list[entry] = (place << ROW_BITS) + rows[n];
             entry += 1usize;
         }
     }
     sync_cube();
-    counts[units - 1] as usize
+    tile.counts[units - 1] as usize
 }
 
-/// Adds the listed rows to this unit's sums. `from` is this unit's number of the block's first row.
+/// Adds the `found` positions of the list to this unit's sums.
 #[cube]
 fn add_rows<F: Float>(
-    sums: &mut SharedMemory<f32>,
-    list: &SharedMemory<u32>,
+    tile: &mut Tile,
     found: usize,
     d_y: &Array<F>,
-    from: usize,
-    width: usize,
+    column: &Column,
     #[comptime] form: Form,
 ) {
     let units = comptime!(form.units);
@@ -464,22 +512,23 @@ fn add_rows<F: Float>(
         #[unroll]
         for n in 0..AHEAD {
             let at = turn * AHEAD + n;
-            let entry = list[min(at, found - 1)];
-            let value = f32::cast_from(d_y[from + (entry >> ROW_BITS) as usize * width]);
+            let entry = tile.list[min(at, found - 1)];
+            let place = (entry >> ROW_BITS) as usize;
+            let value = f32::cast_from(d_y[column.from + place * column.stride]);
             rows[n] = (entry & comptime!((1u32 << ROW_BITS) - 1)) as usize;
             values[n] = select(at < found, value, 0.0f32);
         }
         #[unroll]
         for n in 0..AHEAD {
             if rows[n] != open {
-                sums[open * units + unit] += sum;
+                tile.sums[open * units + unit] += sum;
                 open = rows[n];
                 sum = 0.0f32;
             }
             sum += values[n];
         }
     }
-    sums[open * units + unit] += sum;
+    tile.sums[open * units + unit] += sum;
 }
 
 /// Compile-time values of [`sum_splits`].

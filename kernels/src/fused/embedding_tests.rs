@@ -160,6 +160,21 @@ fn splits_are_many_where_rows_are() {
     assert_eq!(splits(form(32, 1), dims(1, 1, 1)), 1);
 }
 
+#[test]
+fn tiles_are_as_large_as_shared_memory_allows() {
+    let tile = |memory, dims| {
+        let form = Form::new(dims, memory)?;
+        assert!(form.shared_memory() <= memory, "{form:?}");
+        Some([form.units, form.tile])
+    };
+    let table = dims(2048, 8192, 128);
+    assert_eq!(tile(227 << 10, table), Some([128, 32]));
+    assert_eq!(tile(32 << 10, table), Some([128, 32]));
+    assert_eq!(tile(16 << 10, table), Some([128, 20]));
+    assert_eq!(tile(8 << 10, table), None, "the list alone takes half");
+    assert_eq!(tile(8 << 10, dims(2048, 3, 128)), Some([128, 3]), "a small table");
+}
+
 /// The tests of one device, whose client `with_client` has.
 macro_rules! each_kernel {
     () => {

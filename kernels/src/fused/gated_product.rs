@@ -99,10 +99,14 @@ impl Operands<&Handle> {
     }
 
     /// Arguments for gates and values, each of `numbers`: packed rows are passed twice, and read once.
-    fn args<R: Runtime>(&self, numbers: usize) -> [ArrayArg<R>; 2] {
+    fn gated<F: Float, N: Size, R: Runtime>(&self, numbers: usize) -> GatedLaunch<F, N, R> {
         match *self {
-            Self::Packed(both) => [array(both, 2 * numbers), array(both, 2 * numbers)],
-            Self::Separate { gate, value } => [array(gate, numbers), array(value, numbers)],
+            Self::Packed(both) => {
+                GatedLaunch::new(array(both, 2 * numbers), array(both, 2 * numbers))
+            }
+            Self::Separate { gate, value } => {
+                GatedLaunch::new(array(gate, numbers), array(value, numbers))
+            }
         }
     }
 }
@@ -120,7 +124,7 @@ pub fn forward<R: Runtime>(
     let plan = product.plan(client, operands.packed(), dtype)?;
     let GatedProduct { rows, width, .. } = product;
     let y = buffer(client, &[rows, width], dtype);
-    let [gate, value] = operands.args(rows * width);
+    let gated = operands.gated(rows * width);
     // SAFETY: units past the last vector stop, and the caller promises the sizes of `product`.
     #[allow(unsafe_code)]
     unsafe {
@@ -128,11 +132,9 @@ pub fn forward<R: Runtime>(
             client,
             plan.cubes,
             CubeDim::new_1d(UNITS as u32),
-            gate,
-            value,
+            gated,
             whole(&y),
-            plan.vectors as u32,
-            plan.columns as u32,
+            SizesLaunch::new(plan.vectors as u32, plan.columns as u32),
             plan.form,
             dtype,
             plan.form.vector,
@@ -160,7 +162,7 @@ pub fn backward<R: Runtime>(
         true => (new(&[rows, 2 * width]), new(&[16])),
         false => (new(&[rows, width]), new(&[rows, width])),
     };
-    let [gate, value] = operands.args(rows * width);
+    let gated = operands.gated(rows * width);
     // SAFETY: as in `forward`; packed gradients are all in the first output.
     #[allow(unsafe_code)]
     unsafe {
@@ -168,13 +170,10 @@ pub fn backward<R: Runtime>(
             client,
             plan.cubes,
             CubeDim::new_1d(UNITS as u32),
-            gate,
-            value,
+            gated,
             array(d_y, rows * width),
-            whole(&first),
-            whole(&second),
-            plan.vectors as u32,
-            plan.columns as u32,
+            GatedLaunch::new(whole(&first), whole(&second)),
+            SizesLaunch::new(plan.vectors as u32, plan.columns as u32),
             plan.form,
             dtype,
             plan.form.vector,
@@ -186,26 +185,41 @@ pub fn backward<R: Runtime>(
     })
 }
 
-/// The kernel of [`forward`]. `vectors` are those of `y`, `columns` those of its rows.
-#[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
-fn multiply<F: Float, N: Size>(
-    gate: &Array<Vector<F, N>>,
-    value: &Array<Vector<F, N>>,
-    y: &mut Array<Vector<F, N>>,
+/// Gates and values, or their gradients. Packed ones are one tensor: inputs are it twice, gradients are all
+/// in `gate`.
+#[derive(CubeType, CubeLaunch)]
+struct Gated<F: Float, N: Size> {
+    gate: Array<Vector<F, N>>,
+    value: Array<Vector<F, N>>,
+}
+
+/// Sizes that are no part of the compiled code, in vectors.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    /// Vectors of y.
     vectors: u32,
+    /// Vectors of a row of y.
     columns: u32,
+}
+
+/// The kernel of [`forward`].
+#[cube(launch_unchecked)]
+fn multiply<F: Float, N: Size>(
+    gated: &Gated<F, N>,
+    y: &mut Array<Vector<F, N>>,
+    sizes: Sizes,
     #[comptime] form: Form,
     #[define(F)] _dtype: StorageType,
     #[define(N)] _width: usize,
 ) {
     let n = ABSOLUTE_POS;
-    if n >= vectors as usize {
+    if n >= sizes.vectors as usize {
         terminate!();
     }
-    let at = gate_index(n, columns as usize, form);
-    let z = Vector::<f32, N>::cast_from(gate[at]);
-    let x = Vector::<f32, N>::cast_from(value[value_index(at, columns as usize, form)]);
+    let at = gate_index(n, sizes.columns as usize, form);
+    let z = Vector::<f32, N>::cast_from(gated.gate[at]);
+    let at_value = value_index(at, sizes.columns as usize, form);
+    let x = Vector::<f32, N>::cast_from(gated.value[at_value]);
     let mut product = Vector::<f32, N>::empty();
     #[unroll]
     for l in 0..comptime!(form.vector) {
@@ -216,27 +230,23 @@ fn multiply<F: Float, N: Size>(
 
 /// The kernel of [`backward`].
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 fn differentiate<F: Float, N: Size>(
-    gate: &Array<Vector<F, N>>,
-    value: &Array<Vector<F, N>>,
+    gated: &Gated<F, N>,
     d_y: &Array<Vector<F, N>>,
-    d_gate: &mut Array<Vector<F, N>>,
-    d_value: &mut Array<Vector<F, N>>,
-    vectors: u32,
-    columns: u32,
+    d_gated: &mut Gated<F, N>,
+    sizes: Sizes,
     #[comptime] form: Form,
     #[define(F)] _dtype: StorageType,
     #[define(N)] _width: usize,
 ) {
     let n = ABSOLUTE_POS;
-    if n >= vectors as usize {
+    if n >= sizes.vectors as usize {
         terminate!();
     }
-    let at = gate_index(n, columns as usize, form);
-    let at_value = value_index(at, columns as usize, form);
-    let z = Vector::<f32, N>::cast_from(gate[at]);
-    let x = Vector::<f32, N>::cast_from(value[at_value]);
+    let at = gate_index(n, sizes.columns as usize, form);
+    let at_value = value_index(at, sizes.columns as usize, form);
+    let z = Vector::<f32, N>::cast_from(gated.gate[at]);
+    let x = Vector::<f32, N>::cast_from(gated.value[at_value]);
     let d = Vector::<f32, N>::cast_from(d_y[n]);
     let mut d_z = Vector::<f32, N>::empty();
     let mut d_x = Vector::<f32, N>::empty();
@@ -245,11 +255,11 @@ fn differentiate<F: Float, N: Size>(
         d_z[l] = activation_slope(z[l], comptime!(form.activation)) * x[l] * d[l];
         d_x[l] = activate(z[l], comptime!(form.activation)) * d[l];
     }
-    d_gate[at] = Vector::<F, N>::cast_from(d_z);
+    d_gated.gate[at] = Vector::<F, N>::cast_from(d_z);
     if comptime!(form.packed) {
-        d_gate[at_value] = Vector::<F, N>::cast_from(d_x);
+        d_gated.gate[at_value] = Vector::<F, N>::cast_from(d_x);
     } else {
-        d_value[at_value] = Vector::<F, N>::cast_from(d_x);
+        d_gated.value[at_value] = Vector::<F, N>::cast_from(d_x);
     }
 }
 

@@ -80,11 +80,14 @@ fn all_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
 
 fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let x = client.empty(16);
-    for [rows, width] in [[0, 4], [4, 0], [1 << 16, 1 << 15]] {
+    let run = |rows, width| {
         let product = GatedProduct { rows, width, activation: Activation::Silu };
-        let got = forward(client, product, Operands::Packed(&x), Rows::F32.dtype());
-        assert!(got.is_err(), "{rows} x {width}");
-    }
+        forward(client, product, Operands::Packed(&x), Rows::F32.dtype()).err()
+    };
+    assert_eq!(run(0, 4), Some(Refusal::Empty { batch: 0, tokens: 8 }));
+    assert_eq!(run(4, 0), Some(Refusal::Empty { batch: 4, tokens: 0 }));
+    let (what, got, most) = ("numbers in a tensor", 1 << 32, u32::MAX as usize);
+    assert_eq!(run(1 << 16, 1 << 15), Some(Refusal::TooLarge { what, got, most }));
 }
 
 /// The tests of one device, whose client `with_client` has.

@@ -39,7 +39,10 @@ use cubecl::ir::StorageType;
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::{differentiate, normalize};
+use kernels::{
+    AffineLaunch, GradientsLaunch, NumbersLaunch, OperandsLaunch, OutputsLaunch, SavedLaunch,
+    differentiate, normalize,
+};
 
 /// Most numbers of a row.
 pub const WIDEST: usize = 8192;
@@ -270,6 +273,11 @@ impl Norm {
     fn numbers(&self) -> usize {
         self.rows * self.width
     }
+
+    /// Numbers that are not compiled in.
+    fn launched_numbers<R: Runtime>(&self) -> NumbersLaunch<R> {
+        NumbersLaunch::new(self.rows as u32, self.epsilon, self.factor)
+    }
 }
 
 /// Normalised rows, in one launch.
@@ -303,16 +311,10 @@ pub fn forward<R: Runtime>(
             client,
             cubes,
             CubeDim::new_1d(UNITS as u32),
-            array(x, all),
-            or(residual, x, all),
-            or(gate, x, all),
-            or(weight, x, norm.width),
-            or(bias, x, norm.width),
-            whole(&y),
-            whole(&h),
-            norm.rows as u32,
-            norm.epsilon,
-            norm.factor,
+            OperandsLaunch::new(array(x, all), or(residual, x, all), or(gate, x, all)),
+            AffineLaunch::new(or(weight, x, norm.width), or(bias, x, norm.width)),
+            OutputsLaunch::new(whole(&y), whole(&h)),
+            norm.launched_numbers(),
             form,
             [types.x, types.residual, types.y, types.weights],
             form.vector,
@@ -364,20 +366,16 @@ pub fn backward<R: Runtime>(
             client,
             counts,
             CubeDim::new_1d(UNITS as u32),
-            array(h, all),
-            or(gate, h, all),
-            or(weight, h, norm.width),
-            or(bias, h, norm.width),
-            array(d_y, all),
-            or(d_h, h, all),
-            whole(&x),
-            whole(&narrow),
-            whole(&d_gate),
-            whole(&partial),
-            norm.rows as u32,
+            SavedLaunch::new(
+                array(h, all),
+                or(gate, h, all),
+                AffineLaunch::new(or(weight, h, norm.width), or(bias, h, norm.width)),
+                array(d_y, all),
+                or(d_h, h, all),
+            ),
+            GradientsLaunch::new(whole(&x), whole(&narrow), whole(&d_gate), whole(&partial)),
+            norm.launched_numbers(),
             run as u32,
-            norm.epsilon,
-            norm.factor,
             form,
             [types.x, wide, types.y, types.weights],
             form.vector,

@@ -4,6 +4,7 @@ use super::*;
 use crate::fused::gated_product::tests::{activated, slope};
 use crate::tests::Rows;
 use cubecl::ir::features::TypeUsage;
+use cubecl::ir::{ElemType, UIntKind};
 use linattn_oracle::{Rng, assert_close};
 
 const F32_LIMIT: f64 = 1e-5;
@@ -383,10 +384,23 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
         let norm = Norm { rows, width, ..PLAIN.norm() };
         forward(client, norm, types, inputs).err()
     };
-    assert!(matches!(run(0, 8), Some(Refusal::Empty { .. })));
-    assert!(matches!(run(8, 0), Some(Refusal::Empty { .. })));
-    assert!(matches!(run(1, WIDEST + 1), Some(Refusal::Width { .. })));
-    assert!(matches!(run(1 << 20, 1 << 12), Some(Refusal::TooLarge { .. })));
+    assert_eq!(run(0, 8), Some(Refusal::Empty { batch: 0, tokens: 8 }));
+    assert_eq!(run(8, 0), Some(Refusal::Empty { batch: 8, tokens: 0 }));
+    let got = WIDEST + 1;
+    assert_eq!(run(1, got), Some(Refusal::Width { name: "W", got, most: WIDEST }));
+    let (got, most) = (1 << 32, u32::MAX as usize);
+    let what = "numbers in a tensor";
+    assert_eq!(run(1 << 20, 1 << 12), Some(Refusal::TooLarge { what, got, most }));
+    let integers = StorageType::Scalar(ElemType::UInt(UIntKind::U32));
+    for types in [
+        Types { x: integers, ..types },
+        Types { residual: integers, ..types },
+        Types { y: integers, ..types },
+        Types { weights: integers, ..types },
+    ] {
+        let why = forward(client, PLAIN.norm(), types, inputs).err();
+        assert_eq!(why, Some(Refusal::Type { got: integers }), "{types:?}");
+    }
 }
 
 /// The tests of one device, whose client `with_client` has.

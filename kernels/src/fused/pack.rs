@@ -201,6 +201,19 @@ mod tests {
         crate::tests::on_wgpu::with_client(there_and_back);
     }
 
+    #[test]
+    fn what_cannot_be_packed_is_refused() {
+        crate::tests::on_wgpu::with_client(|client| {
+            let x = client.empty(16);
+            let run = |rows, count| pack(client, rows, &vec![(&x, 1); count], 0, TYPES).err();
+            let (got, most) = (MOST + 1, MOST);
+            let many = Refusal::TooLarge { what: "matrices to pack", got, most };
+            assert_eq!(run(1, got), Some(many));
+            assert_eq!(run(0, 2), Some(Refusal::Empty { batch: 0, tokens: 2 }));
+            assert_eq!(run(2, 0), Some(Refusal::Empty { batch: 2, tokens: 0 }));
+        });
+    }
+
     #[cfg(feature = "cuda")]
     #[test]
     fn what_is_packed_comes_back_on_cuda() {

@@ -168,6 +168,15 @@ pub(super) fn load_state(
     s
 }
 
+/// Tiles of the forward pass, in shared memory.
+#[derive(CubeType)]
+struct Tiles {
+    intra: Intra,
+    /// S, [K, V], and U, [C, V].
+    s: SharedMemory<f32>,
+    u: SharedMemory<f32>,
+}
+
 /// The forward pass.
 #[cube(launch_unchecked)]
 pub(super) fn simple_forward(
@@ -179,19 +188,21 @@ pub(super) fn simple_forward(
 ) {
     let numbers = comptime!(form.k * form.v);
     let v = UNIT_POS as usize;
-    let mut intra = intra();
-    let mut s = load_state(x, given, form);
-    let mut u = SharedMemory::<f32>::new(comptime!(C * form.v));
+    let mut tiles = Tiles {
+        intra: intra(),
+        s: load_state(x, given, form),
+        u: SharedMemory::<f32>::new(comptime!(C * form.v)),
+    };
     for c in 0..(sizes.tokens as usize - 1) / C + 1 {
         let chunk = chunk(sizes, c);
-        fill_intra(&mut intra, x, &chunk, form);
+        fill_intra(&mut tiles.intra, x, &chunk, form);
         if v < form.v {
-            forward_column(out, x, &mut s, &mut u, &intra, &chunk, form);
+            forward_column(&mut tiles, x, out, &chunk, form);
         }
     }
     if v < form.v {
         for d in 0..form.k {
-            out.end[CUBE_POS_X as usize * numbers + d * form.v + v] = s[d * form.v + v];
+            out.end[CUBE_POS_X as usize * numbers + d * form.v + v] = tiles.s[d * form.v + v];
         }
     }
 }
@@ -199,11 +210,9 @@ pub(super) fn simple_forward(
 /// One chunk forward, for this unit's column of S, U and O.
 #[cube]
 fn forward_column(
-    out: &mut Outputs,
+    tiles: &mut Tiles,
     x: &Tensors,
-    s: &mut SharedMemory<f32>,
-    u: &mut SharedMemory<f32>,
-    intra: &Intra,
+    out: &mut Outputs,
     chunk: &Chunk,
     #[comptime] form: Form,
 ) {
@@ -213,13 +222,13 @@ fn forward_column(
         let mut read = 0.0f32;
         let mut retrieved = 0.0f32;
         for d in 0..form.k {
-            let state = s[d * form.v + v];
+            let state = tiles.s[d * form.v + v];
             read += x.q[key_row(chunk, i) * form.k + d] * state;
             retrieved += x.k[key_row(chunk, i) * form.k + d] * state;
         }
         let at = row(chunk, i);
-        let decay = f32::exp(intra.g[i]);
-        u[i * form.v + v] = x.beta[at] * (x.v[at * form.v + v] - decay * retrieved);
+        let decay = f32::exp(tiles.intra.g[i]);
+        tiles.u[i * form.v + v] = x.beta[at] * (x.v[at * form.v + v] - decay * retrieved);
         out.o[at * form.v + v] = decay * read;
     }
     // U = T beta (V - e^G K S), in place: T is lower triangular, so the last row comes first.
@@ -227,29 +236,29 @@ fn forward_column(
         let i = chunk.tokens - 1 - back;
         let mut sum = 0.0f32;
         for j in 0..i + 1 {
-            sum += intra.t[i * C + j] * u[j * form.v + v];
+            sum += tiles.intra.t[i * C + j] * tiles.u[j * form.v + v];
         }
-        u[i * form.v + v] = sum;
+        tiles.u[i * form.v + v] = sum;
         out.u[row(chunk, i) * form.v + v] = sum;
     }
     // O += A_qk U.
     for i in 0..chunk.tokens {
         let mut sum = 0.0f32;
         for j in 0..i + 1 {
-            sum += intra.a[i * C + j] * u[j * form.v + v];
+            sum += tiles.intra.a[i * C + j] * tiles.u[j * form.v + v];
         }
         out.o[row(chunk, i) * form.v + v] += sum;
     }
     // S' = e^{G_C} S + (e^{G_C - G} K)^T U. S is saved.
-    let last = intra.g[chunk.tokens - 1];
+    let last = tiles.intra.g[chunk.tokens - 1];
     for d in 0..form.k {
         let at = d * form.v + v;
-        out.states[chunk.state * comptime!(form.k * form.v) + at] = s[at];
-        let mut sum = f32::exp(last) * s[at];
+        out.states[chunk.state * comptime!(form.k * form.v) + at] = tiles.s[at];
+        let mut sum = f32::exp(last) * tiles.s[at];
         for j in 0..chunk.tokens {
             let k = x.k[key_row(chunk, j) * form.k + d];
-            sum += f32::exp(last - intra.g[j]) * k * u[j * form.v + v];
+            sum += f32::exp(last - tiles.intra.g[j]) * k * tiles.u[j * form.v + v];
         }
-        s[at] = sum;
+        tiles.s[at] = sum;
     }
 }

@@ -3,8 +3,8 @@
 use super::forward::clipped;
 use super::parts::{Form, Part};
 use super::runs::{
-    Operands, Place, Sizes, Taps, activated, add_across, convolved, in_part, in_tail, in_x, load,
-    look_back, move_on, number, place, put, rate_and_bias, softplus, store, taps,
+    Operands, Place, RowsAndGates, Sizes, Taps, activated, add_across, convolved, in_part, in_tail,
+    in_x, load, look_back, move_on, number, place, put, rate_and_bias, softplus, store, taps,
 };
 use crate::rowwise::{Activation, UNITS, activate};
 use cubecl::prelude::*;
@@ -26,13 +26,11 @@ pub(super) struct XGradients<F: Float, N: Size> {
     pub partials: Sequence<Array<f32>>,
 }
 
-/// The kernel. Gradients of outputs of type F are `rows`, those of outputs in f32 `gates`.
+/// The kernel.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 pub(super) fn column_gradients<F: Float, G: Float, N: Size>(
     x: &Operands<F, G, N>,
-    rows: &Sequence<Array<Vector<F, N>>>,
-    gates: &Sequence<Array<f32>>,
+    d_y: &RowsAndGates<F, N>,
     d_x: &mut XGradients<F, N>,
     sizes: &Sizes,
     #[comptime] form: Form,
@@ -48,9 +46,9 @@ pub(super) fn column_gradients<F: Float, G: Float, N: Size>(
             if slot >= comptime!(part.slot) && slot < comptime!(part.slot + part.slots) {
                 let at = place(sizes, part);
                 if comptime!(part.is_gate()) {
-                    gates_backward::<F, G, N>(x, gates, d_x, &mut shared, &at, part);
+                    gates_backward::<F, G, N>(x, &d_y.gates, d_x, &mut shared, &at, part);
                 } else {
-                    rows_backward::<F, G, N>(x, rows, d_x, &mut shared, &at, part);
+                    rows_backward::<F, G, N>(x, &d_y.rows, d_x, &mut shared, &at, part);
                 }
             }
         }

@@ -2,18 +2,17 @@
 
 use super::parts::{Form, Part};
 use super::runs::{
-    Operands, Place, Sizes, activated, add_across, convolved, in_part, in_x, inside, load,
-    look_back, move_on, number, place, put, rate_and_bias, softplus, store, taps,
+    Operands, Place, RowsAndGates, Sizes, activated, add_across, convolved, in_part, in_x, inside,
+    load, look_back, move_on, number, place, put, rate_and_bias, softplus, store, taps,
 };
 use crate::rowwise::{Activation, activate};
 use cubecl::prelude::*;
 
-/// The kernel. Outputs of type F are `rows`, those in f32 `gates`.
+/// The kernel.
 #[cube(launch_unchecked)]
 pub(super) fn split_columns<F: Float, G: Float, N: Size>(
     x: &Operands<F, G, N>,
-    rows: &mut Sequence<Array<Vector<F, N>>>,
-    gates: &mut Sequence<Array<f32>>,
+    y: &mut RowsAndGates<F, N>,
     sizes: &Sizes,
     #[comptime] form: Form,
     #[define(F, G)] _types: [StorageType; 2],
@@ -29,9 +28,10 @@ pub(super) fn split_columns<F: Float, G: Float, N: Size>(
                 let at = place(sizes, part);
                 let tensor = comptime!(part.tensor.unwrap_or(0));
                 if comptime!(part.is_gate()) {
-                    gates_forward::<F, G, N>(x, gates.index_mut(tensor), &at, part);
+                    gates_forward::<F, G, N>(x, y.gates.index_mut(tensor), &at, part);
                 } else {
-                    rows_forward::<F, G, N>(x, rows.index_mut(tensor), &mut shared, &at, part);
+                    let y = y.rows.index_mut(tensor);
+                    rows_forward::<F, G, N>(x, y, &mut shared, &at, part);
                 }
             }
         }

@@ -17,6 +17,13 @@ pub(super) struct Operands<F: Float, G: Float, N: Size> {
     pub dt_bias: Sequence<Array<G>>,
 }
 
+/// Outputs of all parts, or their gradients: those of type F, and those in f32.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct RowsAndGates<F: Float, N: Size> {
+    pub rows: Sequence<Array<Vector<F, N>>>,
+    pub gates: Sequence<Array<f32>>,
+}
+
 /// Sizes that are not compiled in.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Sizes {

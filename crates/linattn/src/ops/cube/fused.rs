@@ -564,17 +564,14 @@ impl<R: CubeRuntime> Loss<R> {
         let types =
             loss::Types { logits: dtype.into(), bias: of_bias.into(), target: target.dtype.into() };
         let logits = flat(linear::product(hidden.clone(), self.columns.clone(), dtype));
-        let losses = loss::rows(
-            &hidden.client,
-            loss::Dims { rows, vocab },
-            &logits.handle,
-            handle(&self.bias),
-            &target.handle,
-            self.scale,
-            self.keep,
-            types,
-        )
-        .ok()?;
+        let inputs = loss::Inputs {
+            logits: &logits.handle,
+            bias: handle(&self.bias),
+            target: &target.handle,
+        };
+        let kind = loss::Loss { scale: self.scale, gradient: self.keep };
+        let dims = loss::Dims { rows, vocab };
+        let losses = loss::losses(&hidden.client, dims, inputs, kind, types).ok()?;
         if !self.keep {
             return Some(Piece { losses, hidden: None, weight: None, bias: None });
         }
