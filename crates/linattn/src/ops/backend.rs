@@ -6,87 +6,16 @@ use super::fused::{
     LinearLayer, Moments, Normalization, Pack,
 };
 use super::mesa::{self, Normal};
+use super::recurrence::Recurrence;
 use super::scan::{self, Scan, Scanned};
 use super::{chunkwise, general, recurrent};
+use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend};
 #[cfg(feature = "fusion")]
 use std::{
     any::Any,
     sync::{Arc, Mutex, PoisonError},
 };
-
-/// Which memory is read: the one after this token's decay, or the one before it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Read {
-    /// Outputs see this token's write, and a delta rule corrects what the decayed memory answers.
-    #[default]
-    After,
-    /// The memory as the last token left it: linear attention's output is taken from there, as in
-    /// RWKV-6 (arXiv 2404.05892), and a delta rule corrects what it answers, as in Comba (arXiv
-    /// 2506.02475), whose output stays after the write.
-    Before,
-}
-
-/// Inputs of one operation, or their gradients, as a backend holds them. `beta` makes it a delta
-/// rule; `b` a low rank transition; `g` makes it decay. Shapes as in [`DeltaRule`](super::DeltaRule)
-/// and [`LowRank`](super::LowRank).
-#[derive(Debug, Clone)]
-pub struct Operands<T> {
-    /// Queries, `[B, T, Hk, K]`.
-    pub q: T,
-    /// Keys, `[B, T, Hk, K]`.
-    pub k: T,
-    /// Values, `[B, T, H, V]`.
-    pub v: T,
-    /// Rows that ask the memory, `[B, T, H, K]`: the erase rows of a delta rule, the keys if absent; a
-    /// of a low rank transition.
-    pub a: Option<T>,
-    /// Rows where a low rank transition writes the answer, `[B, T, H, K]`.
-    pub b: Option<T>,
-    /// Log decay, `[B, T, H]`, or `[B, T, H, K]` for a decay of its own for each row of the state.
-    pub g: Option<T>,
-    /// Share of the error to correct, `[B, T, H]`.
-    pub beta: Option<T>,
-    /// State before the first token, `[B, H, K, V]`; zeros if absent.
-    pub state: Option<T>,
-    /// Which memory is read.
-    pub read: Read,
-}
-
-impl<T> Operands<T> {
-    /// The tensors that are there, in the order of the fields.
-    pub fn into_vec(self) -> Vec<T> {
-        let Self { q, k, v, a, b, g, beta, state, read: _ } = self;
-        [Some(q), Some(k), Some(v), a, b, g, beta, state].into_iter().flatten().collect()
-    }
-
-    /// Takes the place of every tensor that is there, in the order of the fields.
-    pub(super) fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> Operands<U> {
-        let mut tensors = tensors.into_iter();
-        let mut next = || tensors.next().expect("as many tensors as `self` holds");
-        Operands {
-            q: next(),
-            k: next(),
-            v: next(),
-            a: self.a.is_some().then(&mut next),
-            b: self.b.is_some().then(&mut next),
-            g: self.g.is_some().then(&mut next),
-            beta: self.beta.is_some().then(&mut next),
-            state: self.state.is_some().then(&mut next),
-            read: self.read,
-        }
-    }
-}
-
-impl<T: TensorMetadata> Operands<T> {
-    /// Whether this is linear attention or a delta rule on its keys, with a scalar decay or none, read
-    /// after the decay: what the fastest path in tensor operations is made for.
-    fn is_plain(&self) -> bool {
-        let scalar = self.g.as_ref().is_none_or(|g| g.rank() == 3);
-        scalar && self.a.is_none() && self.read == Read::After
-    }
-}
 
 /// Saved tensors: those that the forward pass keeps for the backward pass. Which, and how they lie, is
 /// the backend's own affair. Empty if nothing was to be kept.
@@ -165,27 +94,27 @@ pub trait LinearAttentionBackend: Backend {
     /// Whole sequences, `chunk` tokens at a time where this backend lets that be chosen; `chunk` is a
     /// power of two. `keep` asks for what the backward pass needs.
     fn chunkwise(
-        x: Operands<FloatTensor<Self>>,
+        x: Recurrence<FloatTensor<Self>>,
         chunk: usize,
         keep: bool,
     ) -> Forward<FloatTensor<Self>> {
         forward::<Self>(x, chunk, keep)
     }
 
-    /// Gradients of every operand that is there, from those of `o` and the last state; `None` where
+    /// Gradients of every tensor that is there, from those of `o` and the last state; `None` where
     /// that output was not used.
     fn chunkwise_backward(
-        x: Operands<FloatTensor<Self>>,
+        x: Recurrence<FloatTensor<Self>>,
         saved: Saved<FloatTensor<Self>>,
         d_o: Option<FloatTensor<Self>>,
         d_state: Option<FloatTensor<Self>>,
         chunk: usize,
-    ) -> Operands<FloatTensor<Self>> {
+    ) -> Recurrence<FloatTensor<Self>> {
         backward::<Self>(x, saved, d_o, d_state, chunk)
     }
 
     /// One token: T is 1. Gives `o` and the next state.
-    fn recurrent_step(x: Operands<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
+    fn recurrent_step(x: Recurrence<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
         recurrent::step::<Self>(x)
     }
 
@@ -279,11 +208,11 @@ pub trait LinearAttentionBackend: Backend {
 
 /// [`LinearAttentionBackend::chunkwise`] in tensor operations.
 pub(super) fn forward<B: Backend>(
-    x: Operands<FloatTensor<B>>,
+    x: Recurrence<FloatTensor<B>>,
     chunk: usize,
     keep: bool,
 ) -> Forward<FloatTensor<B>> {
-    match x.is_plain() {
+    match chunkwise::takes(&x) {
         true => chunkwise::forward::<B>(x, chunk, keep),
         false => general::forward::<B>(x, chunk, keep),
     }
@@ -291,24 +220,14 @@ pub(super) fn forward<B: Backend>(
 
 /// [`LinearAttentionBackend::chunkwise_backward`] in tensor operations.
 pub(super) fn backward<B: Backend>(
-    x: Operands<FloatTensor<B>>,
+    x: Recurrence<FloatTensor<B>>,
     saved: Saved<FloatTensor<B>>,
     d_o: Option<FloatTensor<B>>,
     d_state: Option<FloatTensor<B>>,
     chunk: usize,
-) -> Operands<FloatTensor<B>> {
-    match x.is_plain() {
+) -> Recurrence<FloatTensor<B>> {
+    match chunkwise::takes(&x) {
         true => chunkwise::backward::<B>(x, saved, d_o, d_state, chunk),
         false => general::backward::<B>(x, saved, d_o, d_state, chunk),
     }
-}
-
-/// The tensor around a backend's own.
-pub(super) fn tensor<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(x))
-}
-
-/// A backend's own tensor.
-pub(super) fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
-    x.into_primitive().tensor()
 }

@@ -21,24 +21,23 @@
 //! de = dN k - e^{G_i} R S^T           d(beta v) = R
 //! ```
 
-use super::backend::{Forward, Operands, Saved, primitive, tensor};
+use super::backend::{Forward, Saved};
 use super::decay::{Decay, ExponentGradients};
 use super::mask::Mask;
+use super::recurrence::{LogDecay, Read, Recurrence, Transition};
+use super::tensors::{accumulator, primitive, tensor};
 use super::triangular::unit_lower_inverse;
-use burn::tensor::{DType, Tensor, backend::Backend, ops::FloatTensor};
+use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
-/// f32 for everything narrower: states, gates and sums lose too much in 16 bits.
-pub(crate) fn accumulator<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-    match x.dtype() {
-        DType::F64 | DType::F32 => x,
-        _ => x.cast(DType::F32),
-    }
-}
-
-/// `x` in another type. Backends take two tensors of different types for two of one, so what meets has to
-/// be of one.
-pub(crate) fn typed<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: DType) -> Tensor<B, D> {
-    if x.dtype() == dtype { x } else { x.cast(dtype) }
+/// Whether this is one of the recurrences of this file: linear attention or a delta rule on its keys, with a
+/// scalar decay or none, read after the decay.
+pub(super) fn takes<T>(x: &Recurrence<T>) -> bool {
+    let transition = matches!(
+        x.transition,
+        Transition::Identity { read: Read::After }
+            | Transition::Delta { erase: None, read: Read::After, .. }
+    );
+    transition && !matches!(x.decay, Some(LogDecay::Vector(_)))
 }
 
 /// Sizes of one call, and the two layouts: `[B, T, H, X]` outside, `[chunks, B H, C, X]` inside.
@@ -147,20 +146,23 @@ struct Delta<B: Backend> {
 }
 
 impl<B: Backend> Chunks<B> {
-    fn new(x: Operands<FloatTensor<B>>, chunk: usize) -> Self {
+    fn new(x: Recurrence<FloatTensor<B>>, chunk: usize) -> Self {
         let (q, k, v) = (tensor::<B, 4>(x.q), tensor(x.k), tensor(x.v));
         let sizes = Sizes::new(&q, &v, chunk);
         let gate = |x: FloatTensor<B>| sizes.split(tensor::<B, 3>(x).unsqueeze_dim(3));
         let (q, k, v) = (sizes.split(q), sizes.split(k), sizes.split(v));
-        let delta = x.beta.map(gate).map(|beta| {
-            let erase = k.clone() * beta.clone();
-            Delta { beta, erase }
-        });
+        let delta = match x.transition {
+            Transition::Delta { beta, .. } => {
+                let beta = gate(beta);
+                Some(Delta { erase: k.clone() * beta.clone(), beta })
+            }
+            _ => None,
+        };
         let start = [1, sizes.rows(), sizes.key_width, sizes.value_width];
         Self {
             causal: Mask::lower(&q, chunk, 0),
             strict: Mask::lower(&q, chunk, 1),
-            decay: x.g.map(gate).map(Decay::new),
+            decay: x.decay.map(|g| Decay::new(gate(g.into_inner()))),
             start: x.state.map(|s| accumulator(tensor::<B, 4>(s)).reshape(start)),
             sizes,
             q,
@@ -279,7 +281,7 @@ struct Scan<B: Backend> {
 }
 
 pub(super) fn forward<B: Backend>(
-    x: Operands<FloatTensor<B>>,
+    x: Recurrence<FloatTensor<B>>,
     chunk: usize,
     keep: bool,
 ) -> Forward<FloatTensor<B>> {
@@ -305,13 +307,13 @@ pub(super) fn forward<B: Backend>(
 }
 
 pub(super) fn backward<B: Backend>(
-    operands: Operands<FloatTensor<B>>,
+    given: Recurrence<FloatTensor<B>>,
     saved: Saved<FloatTensor<B>>,
     d_o: Option<FloatTensor<B>>,
     d_state: Option<FloatTensor<B>>,
     chunk: usize,
-) -> Operands<FloatTensor<B>> {
-    let x = Chunks::<B>::new(operands.clone(), chunk);
+) -> Recurrence<FloatTensor<B>> {
+    let x = Chunks::<B>::new(given.clone(), chunk);
     let mut saved = saved.tensors.into_iter().map(tensor::<B, 4>);
     let states = saved.next().expect("a forward pass that keeps saves its states");
     let u = saved.next().unwrap_or_else(|| x.v.clone());
@@ -374,19 +376,22 @@ pub(super) fn backward<B: Backend>(
         let dtype = tensor::<B, 3>(like.clone()).dtype();
         primitive(x.sizes.join(d).squeeze_dim::<3>(3).cast(dtype))
     };
-    Operands {
-        q: outside(d_q, operands.q),
-        k: outside(d_k, operands.k),
-        v: outside(x.sizes.join(d_v), operands.v),
-        a: None,
-        b: None,
-        g: d_g.zip(operands.g.as_ref()).map(|(d, like)| gate(d, like)),
-        beta: d_beta.zip(operands.beta.as_ref()).map(|(d, like)| gate(d, like)),
-        state: operands.state.map(|s| {
+    let transition = match (given.transition, d_beta) {
+        (Transition::Delta { beta, erase, read }, Some(d)) => {
+            Transition::Delta { beta: gate(d, &beta), erase, read }
+        }
+        (transition, _) => transition,
+    };
+    Recurrence {
+        q: outside(d_q, given.q),
+        k: outside(d_k, given.k),
+        v: outside(x.sizes.join(d_v), given.v),
+        decay: given.decay.zip(d_g).map(|(g, d)| g.map(|like| gate(d, &like))),
+        transition,
+        state: given.state.map(|s| {
             let s = tensor::<B, 4>(s);
             primitive(d_start.reshape(s.dims()).cast(s.dtype()))
         }),
-        read: operands.read,
     }
 }
 

@@ -19,9 +19,11 @@
 //! ```
 //! and the rows from dO v^T, dO Z^T, R v^T and R Z^T, each through its decay.
 
-use super::backend::{Forward, Operands, Read, Saved, primitive, tensor};
-use super::chunkwise::{Sizes, accumulator};
+use super::backend::{Forward, Saved};
+use super::chunkwise::Sizes;
 use super::decay::{self, Asks, Decay};
+use super::recurrence::{LogDecay, Read, Recurrence, Transition};
+use super::tensors::{accumulator, primitive, tensor};
 use super::triangular::unit_lower_inverse;
 use super::vector_decay::{ExponentGradients, ScoreGradients, VectorDecay};
 use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
@@ -31,10 +33,10 @@ use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 const LONGEST_CHUNK: usize = 16;
 
 /// The log decay, `[B, T, H]` or `[B, T, H, K]`, as `[B, T, H, 1 or K]`.
-pub(super) fn gates<B: Backend>(g: FloatTensor<B>) -> Tensor<B, 4> {
-    match g.rank() {
-        3 => tensor::<B, 3>(g).unsqueeze_dim(3),
-        _ => tensor::<B, 4>(g),
+pub(super) fn gates<B: Backend>(g: LogDecay<FloatTensor<B>>) -> Tensor<B, 4> {
+    match g {
+        LogDecay::Scalar(g) => tensor::<B, 3>(g).unsqueeze_dim(3),
+        LogDecay::Vector(g) => tensor::<B, 4>(g),
     }
 }
 
@@ -143,7 +145,6 @@ struct Delta<B: Backend> {
     beta: Tensor<B, 4>,
     /// The row that asks, before beta; the keys where there is none of its own.
     erase: Tensor<B, 4>,
-    has_erase: bool,
     v: Tensor<B, 4>,
     /// `e^{g}` where it erases after the decay.
     kept: Option<Tensor<B, 4>>,
@@ -175,30 +176,28 @@ struct Chunks<B: Backend> {
 }
 
 impl<B: Backend> Chunks<B> {
-    fn new(x: Operands<FloatTensor<B>>, chunk: usize) -> Self {
+    fn new(x: Recurrence<FloatTensor<B>>, chunk: usize) -> Self {
         let (q, k, v) = (tensor::<B, 4>(x.q), tensor::<B, 4>(x.k), tensor::<B, 4>(x.v));
         let sizes = Sizes::new(&q, &v, chunk.min(LONGEST_CHUNK));
         let (q, k, v) = (sizes.split(q), sizes.split(k), sizes.split(v));
-        let g = x.g.map(|g| sizes.split(gates::<B>(g)));
+        let g = x.decay.map(|g| sizes.split(gates::<B>(g)));
         let split = |x: FloatTensor<B>| sizes.split(tensor::<B, 4>(x));
-        let (a, b) = (x.a.map(split), x.b.map(split));
-        let delta = x.beta.map(|beta| {
-            let beta = sizes.split(tensor::<B, 3>(beta).unsqueeze_dim(3));
-            let kept = match x.read {
-                Read::After => g.clone().map(Tensor::exp),
-                Read::Before => None,
-            };
-            let (has_erase, erase) = (a.is_some(), a.clone().unwrap_or_else(|| k.clone()));
-            Delta { beta, erase, has_erase, v: v.clone(), kept }
-        });
-        let asked = match (&delta, a, b) {
-            (Some(delta), _, _) => Some(Asked { a: delta.asking().neg(), b: k.clone() }),
-            (None, Some(a), Some(b)) => Some(Asked { a, b }),
-            _ => None,
-        };
-        let reads = match (x.read, &asked) {
-            (Read::Before, None) => Asks::Before,
-            _ => Asks::After,
+        let (asked, delta, reads) = match x.transition {
+            Transition::Identity { read: Read::After } => (None, None, Asks::After),
+            Transition::Identity { read: Read::Before } => (None, None, Asks::Before),
+            Transition::Delta { beta, erase, read } => {
+                let kept = match read {
+                    Read::After => g.clone().map(Tensor::exp),
+                    Read::Before => None,
+                };
+                let erase = erase.map_or(k.clone(), split);
+                let beta = sizes.split(tensor::<B, 3>(beta).unsqueeze_dim(3));
+                let delta = Delta { beta, erase, v: v.clone(), kept };
+                (Some(Asked { a: delta.asking().neg(), b: k.clone() }), Some(delta), Asks::After)
+            }
+            Transition::LowRank { a, b } => {
+                (Some(Asked { a: split(a), b: split(b) }), None, Asks::After)
+            }
         };
         let none = || v.clone().narrow(3, 0, 1).zeros_like();
         let state = [1, sizes.rows(), sizes.key_width, sizes.value_width];
@@ -324,7 +323,7 @@ impl<B: Backend> Kept<B> {
 }
 
 pub(super) fn forward<B: Backend>(
-    x: Operands<FloatTensor<B>>,
+    x: Recurrence<FloatTensor<B>>,
     chunk: usize,
     keep: bool,
 ) -> Forward<FloatTensor<B>> {
@@ -349,13 +348,13 @@ pub(super) fn forward<B: Backend>(
 }
 
 pub(super) fn backward<B: Backend>(
-    operands: Operands<FloatTensor<B>>,
+    given: Recurrence<FloatTensor<B>>,
     saved: Saved<FloatTensor<B>>,
     d_o: Option<FloatTensor<B>>,
     d_state: Option<FloatTensor<B>>,
     chunk: usize,
-) -> Operands<FloatTensor<B>> {
-    let x = Chunks::<B>::new(operands.clone(), chunk);
+) -> Recurrence<FloatTensor<B>> {
+    let x = Chunks::<B>::new(given.clone(), chunk);
     let decays = &x.decays;
     let Kept { states, scores, z } = Kept::<B>::restore(saved);
     let d_o = match d_o {
@@ -414,8 +413,8 @@ pub(super) fn backward<B: Backend>(
         exponents.from_start = exponents.from_start + Asks::Before.factors(asked_of_start);
         exponents.to_end = exponents.to_end + decays.own(b.clone() * answers_kept);
     }
-    let d_g = operands.g.is_some().then(|| decays.log_gates(exponents));
-    hand_back(&x, operands, d, d_g, d_start)
+    let d_g = given.decay.is_some().then(|| decays.log_gates(exponents));
+    hand_back(&x, given, d, d_g, d_start)
 }
 
 /// Gradients of rows, in chunks.
@@ -429,15 +428,19 @@ struct Gradients<B: Backend> {
 /// From chunks to the operands' own shapes and types; a delta rule's parts taken apart.
 fn hand_back<B: Backend>(
     x: &Chunks<B>,
-    operands: Operands<FloatTensor<B>>,
+    given: Recurrence<FloatTensor<B>>,
     mut d: Gradients<B>,
     mut d_g: Option<Tensor<B, 4>>,
     d_start: Tensor<B, 4>,
-) -> Operands<FloatTensor<B>> {
-    let (mut d_a, mut d_b) = (None, None);
-    let mut d_beta = None;
-    match (&x.delta, d.asked) {
-        (Some(delta), Some(Asked { a, b })) => {
+) -> Recurrence<FloatTensor<B>> {
+    let rows = |d: Tensor<B, 4>, like: &FloatTensor<B>| primitive(d.cast(like.dtype()));
+    let join = |d: Tensor<B, 4>, like: &FloatTensor<B>| rows(x.sizes.join(d), like);
+    let gates = |d: Tensor<B, 4>, like: &FloatTensor<B>| match like.rank() {
+        3 => primitive(x.sizes.join(d).squeeze_dim::<3>(3).cast(like.dtype())),
+        _ => join(d, like),
+    };
+    let transition = match (given.transition, &x.delta, d.asked) {
+        (Transition::Delta { beta, erase, read }, Some(delta), Some(Asked { a, b })) => {
             d.k = d.k + b;
             // a = -beta e [e^g]
             let d_asking = match &delta.kept {
@@ -448,35 +451,27 @@ fn hand_back<B: Backend>(
                 d_g = d_g.map(|g| g + x.decays.own(a * delta.asking().neg()));
             }
             let d_erase = d_asking.clone() * delta.beta.clone();
-            d_beta = Some(
-                (d_asking * delta.erase.clone()).sum_dim(3)
-                    + (d.v.clone() * delta.v.clone()).sum_dim(3),
-            );
+            let d_beta = (d_asking * delta.erase.clone()).sum_dim(3)
+                + (d.v.clone() * delta.v.clone()).sum_dim(3);
             d.v = d.v * delta.beta.clone();
-            match delta.has_erase {
-                true => d_a = Some(d_erase),
-                false => d.k = d.k + d_erase,
+            if erase.is_none() {
+                d.k = d.k + d_erase.clone();
             }
+            let erase = erase.map(|like| join(d_erase, &like));
+            Transition::Delta { beta: gates(d_beta, &beta), erase, read }
         }
-        (None, Some(Asked { a, b })) => (d_a, d_b) = (Some(a), Some(b)),
-        _ => {}
-    }
-    let rows = |d: Tensor<B, 4>, like: &FloatTensor<B>| primitive(d.cast(like.dtype()));
-    let join = |d: Tensor<B, 4>, like: &FloatTensor<B>| rows(x.sizes.join(d), like);
-    let gates = |d: Tensor<B, 4>, like: &FloatTensor<B>| match like.rank() {
-        3 => primitive(x.sizes.join(d).squeeze_dim::<3>(3).cast(like.dtype())),
-        _ => join(d, like),
+        (Transition::LowRank { a, b }, None, Some(d)) => {
+            Transition::LowRank { a: join(d.a, &a), b: join(d.b, &b) }
+        }
+        (transition, ..) => transition,
     };
-    Operands {
-        q: rows(x.sizes.join_key_heads(d.q), &operands.q),
-        k: rows(x.sizes.join_key_heads(d.k), &operands.k),
-        v: join(d.v, &operands.v),
-        a: d_a.zip(operands.a.as_ref()).map(|(d, like)| join(d, like)),
-        b: d_b.zip(operands.b.as_ref()).map(|(d, like)| join(d, like)),
-        g: d_g.zip(operands.g.as_ref()).map(|(d, like)| gates(d, like)),
-        beta: d_beta.zip(operands.beta.as_ref()).map(|(d, like)| gates(d, like)),
-        state: operands.state.as_ref().map(|like| rows(d_start.reshape(like.shape()), like)),
-        read: operands.read,
+    Recurrence {
+        q: rows(x.sizes.join_key_heads(d.q), &given.q),
+        k: rows(x.sizes.join_key_heads(d.k), &given.k),
+        v: join(d.v, &given.v),
+        decay: given.decay.zip(d_g).map(|(g, d)| g.map(|like| gates(d, &like))),
+        transition,
+        state: given.state.as_ref().map(|like| rows(d_start.reshape(like.shape()), like)),
     }
 }
 

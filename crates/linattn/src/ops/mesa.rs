@@ -15,11 +15,10 @@
 //! `dx (H + diag(lambda))^-1`, the matrix being symmetric: one more solve, whatever the iterations
 //! were.
 
-use super::backend::{LinearAttentionBackend, Operands, Read, primitive, tensor};
-use super::chunkwise::accumulator;
-use super::{
-    Checked, LinearAttention, OpError, OpResult, check_one_token, chunked, fitting_chunk, step,
-};
+use super::backend::LinearAttentionBackend;
+use super::recurrence::{LogDecay, Read, Recurrence, Transition};
+use super::tensors::{accumulator, primitive, tensor};
+use super::{LinearAttention, OpError, OpResult, check_one_token, chunked, fitting_chunk, step};
 use burn::backend::autodiff::{
     Autodiff,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -89,7 +88,7 @@ impl<T> Normal<T> {
 impl<B: Backend> Mesa<B> {
     fn check(&self, op: &'static str, state: Option<&Tensor<B, 4>>) -> Result<(), OpError> {
         let x = LinearAttention::new(self.q.clone(), self.k.clone(), self.v.clone());
-        Checked::linear_attention(x.with_decay(self.g.clone()), None).check(op)?;
+        x.with_decay(self.g.clone()).recurrence(None).check(op)?;
         let [batch, tokens, heads, key_width] = self.q.dims();
         let value_width = self.v.dims()[3];
         let mut shapes = vec![
@@ -125,7 +124,7 @@ pub fn mesa<B: LinearAttentionBackend>(
     let op = "mesa";
     x.check(op, state.as_ref())?;
     let chunk = fitting_chunk(op, chunk, x.q.dims()[1])?;
-    run(x, state, chunk, |x, memory| chunked(op, Checked::linear_attention(x, memory), chunk))
+    run(x, state, chunk, |x, memory| chunked(op, x.recurrence(memory), chunk))
 }
 
 /// One token of [`mesa`]: T is 1 in every tensor of `x`.
@@ -140,7 +139,7 @@ pub fn mesa_step<B: LinearAttentionBackend>(
     let op = "mesa_step";
     x.check(op, state.as_ref())?;
     check_one_token(op, x.q.dims()[1])?;
-    run(x, state, 1, |x, memory| step(op, Checked::linear_attention(x, memory)))
+    run(x, state, 1, |x, memory| step(op, x.recurrence(memory)))
 }
 
 /// `attend` is linear attention, over whole sequences or one token.
@@ -185,20 +184,17 @@ fn times_memory<B: LinearAttentionBackend>(
     rows: Tensor<B, 4>,
 ) -> Tensor<B, 4> {
     let tokens = rows.dims()[1];
-    let operands = Operands {
+    let memory = Recurrence {
         q: primitive(rows),
         k: x.keys.clone(),
         v: x.values.clone(),
-        a: None,
-        b: None,
-        g: Some(x.g.clone()),
-        beta: None,
+        decay: Some(LogDecay::Scalar(x.g.clone())),
+        transition: Transition::Identity { read: Read::After },
         state: x.state.clone(),
-        read: Read::After,
     };
     tensor(match tokens {
-        1 => B::recurrent_step(operands).0,
-        _ => B::chunkwise(operands, x.chunk, false).o,
+        1 => B::recurrent_step(memory).0,
+        _ => B::chunkwise(memory, x.chunk, false).o,
     })
 }
 

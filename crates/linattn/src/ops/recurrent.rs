@@ -1,46 +1,49 @@
 //! One token after another: what decoding does, and what the chunks add up to.
 
-use super::backend::{Operands, Read, primitive, tensor};
-use super::chunkwise::accumulator;
 use super::general::gates;
+use super::recurrence::{Read, Recurrence, Transition};
+use super::tensors::{accumulator, primitive, tensor};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
 /// One token of any recurrence: T is 1 in every tensor of `x`.
-pub(super) fn step<B: Backend>(x: Operands<FloatTensor<B>>) -> (FloatTensor<B>, FloatTensor<B>) {
+pub(super) fn step<B: Backend>(x: Recurrence<FloatTensor<B>>) -> (FloatTensor<B>, FloatTensor<B>) {
     let v = tensor::<B, 4>(x.v);
     let ([batch, _, heads, value_width], dtype) = (v.dims(), v.dtype());
     let row = |x: Tensor<B, 4>| share_heads(accumulator(x).swap_dims(1, 2), heads); // [B, H, 1, ..]
     let rows = |x: FloatTensor<B>| row(tensor(x));
     let (q, k, v) = (rows(x.q), rows(x.k), row(v));
-    let (a, b) = (x.a.map(rows), x.b.map(rows));
-    let beta = x.beta.map(|beta| row(tensor::<B, 3>(beta).unsqueeze_dim(3)));
 
     let before = match x.state {
         Some(s) => accumulator(tensor::<B, 4>(s)),
         None => Tensor::zeros([batch, heads, q.dims()[3], value_width], (&q.device(), q.dtype())),
     };
-    let mut s = match x.g {
+    let decayed = match x.decay {
         Some(g) => before.clone() * row(gates::<B>(g)).exp().swap_dims(2, 3), // rows of S
         None => before.clone(),
     };
-    let u = match &beta {
-        Some(beta) => {
-            let asking = a.clone().unwrap_or_else(|| k.clone());
-            let answer = match x.read {
-                Read::After => asking.matmul(s.clone()),
-                Read::Before => asking.matmul(before.clone()),
-            };
-            beta.clone() * (v - answer)
+    let (s, read) = match x.transition {
+        Transition::Identity { read } => {
+            let s = decayed + k.transpose().matmul(v);
+            match read {
+                Read::After => (s.clone(), s),
+                Read::Before => (s, before),
+            }
         }
-        None => v,
-    };
-    s = s + k.transpose().matmul(u);
-    if let (Some(a), Some(b)) = (a, b) {
-        s = s + b.transpose().matmul(a.matmul(before.clone()));
-    }
-    let read = match (x.read, beta) {
-        (Read::Before, None) => before,
-        _ => s.clone(),
+        Transition::Delta { beta, erase, read } => {
+            let asking = erase.map_or(k.clone(), rows);
+            let answer = match read {
+                Read::After => asking.matmul(decayed.clone()),
+                Read::Before => asking.matmul(before),
+            };
+            let u = row(tensor::<B, 3>(beta).unsqueeze_dim(3)) * (v - answer);
+            let s = decayed + k.transpose().matmul(u);
+            (s.clone(), s)
+        }
+        Transition::LowRank { a, b } => {
+            let written = decayed + k.transpose().matmul(v);
+            let s = written + rows(b).transpose().matmul(rows(a).matmul(before));
+            (s.clone(), s)
+        }
     };
     let o = q.matmul(read).swap_dims(1, 2).cast(dtype);
     (primitive(o), primitive(s))

@@ -16,8 +16,8 @@
 //! Blelloch, "Prefix sums and their applications", 1990.
 
 use super::OpError;
-use super::backend::{LinearAttentionBackend, primitive, tensor};
-use super::chunkwise::accumulator;
+use super::backend::LinearAttentionBackend;
+use super::tensors::{accumulator, primitive, tensor};
 use burn::backend::autodiff::{
     Autodiff, NodeId,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},

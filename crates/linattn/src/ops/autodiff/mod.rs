@@ -4,11 +4,12 @@ mod node;
 
 pub use node::{BackwardPass, Pass};
 
-use super::backend::{self, Forward, LinearAttentionBackend, Operands, Path, Saved};
+use super::backend::{self, Forward, LinearAttentionBackend, Path, Saved};
 use super::fused::{
     ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
 };
 use super::mesa::{self, Normal};
+use super::recurrence::Recurrence;
 use super::scan::{self, Scan};
 use burn::backend::autodiff::{Autodiff, checkpoint::strategy::CheckpointStrategy};
 use burn::tensor::backend::{AutodiffBackend, Backend};
@@ -17,7 +18,7 @@ use node::node;
 
 /// The recurrence and its backward pass.
 fn recurrence<B: LinearAttentionBackend>(
-    x: Operands<FloatTensor<B>>,
+    x: Recurrence<FloatTensor<B>>,
     chunk: usize,
     keep: bool,
 ) -> Pass<B> {
@@ -28,7 +29,7 @@ fn recurrence<B: LinearAttentionBackend>(
             let mut gradients = gradients.into_iter();
             let (d_o, d_state) = (gradients.next().flatten(), gradients.next().flatten());
             let d = B::chunkwise_backward(x, saved, d_o, d_state, chunk);
-            d.into_vec().into_iter().map(Some).collect()
+            d.into_list().1.into_iter().map(Some).collect()
         })
     });
     Pass { outputs: vec![o, state], backward }
@@ -51,16 +52,16 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
     /// Keeps what is needed in the graph, not in what it gives; unless it is asked to `keep`, by another
     /// graph around this one, whose backward pass is to have gradients too: tensor operations have.
     fn chunkwise(
-        x: Operands<FloatTensor<Self>>,
+        x: Recurrence<FloatTensor<Self>>,
         chunk: usize,
         keep: bool,
     ) -> Forward<FloatTensor<Self>> {
         if keep {
             return backend::forward::<Self>(x, chunk, keep);
         }
-        let places = x.refill(std::iter::repeat(()));
-        let outputs = node::<B, C>(x.into_vec(), |tensors, keep| {
-            Some(recurrence::<B>(places.refill(tensors), chunk, keep))
+        let (places, list) = x.into_list();
+        let outputs = node::<B, C>(list, |tensors, keep| {
+            Some(recurrence::<B>(places.fill(tensors), chunk, keep))
         });
         let mut outputs = outputs.into_iter().flatten();
         let mut next = || outputs.next().expect("an output and a state");

@@ -23,7 +23,8 @@ mod tensors;
 #[cfg(test)]
 mod tests;
 
-use super::backend::{self, Forward, LinearAttentionBackend, Operands, Saved};
+use super::backend::{self, Forward, LinearAttentionBackend, Saved};
+use super::recurrence::Recurrence;
 use super::scan::{self, Scan};
 use super::{
     AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
@@ -33,22 +34,22 @@ use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexTensor};
 
 impl LinearAttentionBackend for Flex {
-    fn chunkwise(x: Operands<FlexTensor>, chunk: usize, keep: bool) -> Forward<FlexTensor> {
+    fn chunkwise(x: Recurrence<FlexTensor>, chunk: usize, keep: bool) -> Forward<FlexTensor> {
         memory::forward(&x, keep).unwrap_or_else(|| backend::forward::<Self>(x, chunk, keep))
     }
 
     fn chunkwise_backward(
-        x: Operands<FlexTensor>,
+        x: Recurrence<FlexTensor>,
         saved: Saved<FlexTensor>,
         d_o: Option<FlexTensor>,
         d_state: Option<FlexTensor>,
         chunk: usize,
-    ) -> Operands<FlexTensor> {
+    ) -> Recurrence<FlexTensor> {
         memory::backward(&x, &saved, d_o.clone(), d_state.clone())
             .unwrap_or_else(|| backend::backward::<Self>(x, saved, d_o, d_state, chunk))
     }
 
-    fn recurrent_step(x: Operands<FlexTensor>) -> (FlexTensor, FlexTensor) {
+    fn recurrent_step(x: Recurrence<FlexTensor>) -> (FlexTensor, FlexTensor) {
         match memory::forward(&x, false) {
             Some(Forward { o, state, .. }) => (o, state),
             None => recurrent::step::<Self>(x),
