@@ -3,7 +3,7 @@
 //! `cargo run --release --example fuzz --features cuda -- --device cuda --cases 10000 --seed 1`
 //!
 //! A case is a function of its own seed: the family, its gates, corrections and reads, sizes, the type of
-//! q, k and v, the chunk, and how the sequence is run: whole with every gradient, in pieces that hand the
+//! q, k and v, and how the sequence is run: whole with every gradient, in pieces that hand the
 //! state over, or token by token. Widths of keys and values come from [`WIDTHS`], since a GPU compiles a
 //! pair of widths for seconds; `--widths` names others, `--free-widths` draws them all. An error is RMS over
 //! the RMS of the truth.
@@ -207,7 +207,6 @@ struct Case {
     seed: u64,
     dims: Dims,
     recipe: Recipe,
-    chunk: usize,
     dtype: DType,
     form: Form,
 }
@@ -276,7 +275,6 @@ impl Case {
             seed,
             dims: Dims { batch, tokens, key_heads, heads, key_width, value_width },
             recipe: recipe(&mut draw),
-            chunk: draw.of(ops::CHUNKS),
             dtype: draw.of(dtypes),
             form: form(&mut draw, tokens),
         }
@@ -317,9 +315,7 @@ impl Case {
             Form::Whole { outputs, state } => {
                 self.differentiate::<B>(device, &x, (*outputs, *state))
             }
-            Form::Cut(ends) => {
-                self.pieces::<B::InnerBackend>(device, &x, ends, |call| call.run(self.chunk))
-            }
+            Form::Cut(ends) => self.pieces::<B::InnerBackend>(device, &x, ends, Call::run),
             Form::Steps => {
                 let ends: Vec<usize> = (1..=self.dims.tokens).collect();
                 self.pieces::<B::InnerBackend>(device, &x, &ends, Call::step)
@@ -368,7 +364,7 @@ impl Case {
         let want = backward(x, &d_o, &d_state);
 
         let call = Call::<B>::new(x, self.dtypes(), device).require_grad();
-        let (o, state) = call.clone().run(self.chunk).map_err(|e| e.to_string())?;
+        let (o, state) = call.clone().run().map_err(|e| e.to_string())?;
         let weigh = |y: &Tensor<B, 4>, d: &[f64]| {
             let d = upload::<B, 4>(d, y.dims(), DType::F32, device);
             (y.clone().cast(DType::F32) * d).sum()

@@ -74,14 +74,14 @@ impl<B: Backend> Call<B> {
 
 impl<B: LinearAttentionBackend> Call<B> {
     /// Over the whole sequence.
-    pub fn run(self, chunk: usize) -> OpResult<B> {
+    pub fn run(self) -> OpResult<B> {
         let Self { q, k, v, a, b, g, beta, state, read } = self;
         match (beta, a, b) {
             (Some(beta), erase, _) => {
-                ops::delta_rule(DeltaRule { q, k, v, beta, erase, g, read }, state, chunk)
+                ops::delta_rule(DeltaRule { q, k, v, beta, erase, g, read }, state)
             }
-            (None, Some(a), Some(b)) => ops::low_rank(LowRank { q, k, v, a, b, g }, state, chunk),
-            _ => ops::linear_attention(LinearAttention { q, k, v, g, read }, state, chunk),
+            (None, Some(a), Some(b)) => ops::low_rank(LowRank { q, k, v, a, b, g }, state),
+            _ => ops::linear_attention(LinearAttention { q, k, v, g, read }, state),
         }
     }
 

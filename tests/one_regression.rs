@@ -97,7 +97,7 @@ fn hebb_follows_what_a_memory_and_a_value_have_in_common() {
     let _alone = alone();
     let x = Sequence::new(false);
     let (k, v) = x.rows();
-    let op = ops::linear_attention(LinearAttention::new(k.clone(), k, v), None, 4).unwrap();
+    let op = ops::linear_attention(LinearAttention::new(k.clone(), k, v), None).unwrap();
     x.hold("S - d(-<k S, v>)", op, |t, s| {
         let loss = |s: &Tensor<B, 2>| -(x.key(t).matmul(s.clone()) * x.value(t)).sum();
         s.clone() - gradient(&s, loss)
@@ -110,7 +110,7 @@ fn the_delta_rule_takes_a_step_down_the_error() {
     let x = Sequence::new(true);
     let (k, v) = x.rows();
     let op = DeltaRule::new(k.clone(), k, v, x.gate(&x.beta));
-    x.hold("S - beta d", ops::delta_rule(op, None, 4).unwrap(), |t, s| {
+    x.hold("S - beta d", ops::delta_rule(op, None).unwrap(), |t, s| {
         s.clone() - gradient(&s, |s| x.error(t, s)) * x.beta[t]
     });
 }
@@ -122,7 +122,7 @@ fn gated_deltanet_takes_the_step_from_a_memory_that_has_faded() {
     let (k, v) = x.rows();
     let log = x.keep.iter().map(|a| a.ln()).collect::<Vec<_>>();
     let op = DeltaRule::new(k.clone(), k, v, x.gate(&x.beta)).with_decay(x.gate(&log));
-    x.hold("a S - beta d", ops::delta_rule(op, None, 4).unwrap(), |t, s| {
+    x.hold("a S - beta d", ops::delta_rule(op, None).unwrap(), |t, s| {
         let faded = s * x.keep[t];
         faded.clone() - gradient(&faded, |s| x.error(t, s)) * x.beta[t]
     });
@@ -174,7 +174,7 @@ fn mesa_memory(x: &Sequence, log_keep: &[f64], ridge: f64, t: usize) -> Tensor<B
             lambda: tensor(&[ridge; KEY], [1, KEY]),
             iterations: 40,
         };
-        let o = ops::mesa(op, None, 4).unwrap().0;
+        let o = ops::mesa(op, None).unwrap().0;
         o.narrow(1, t, 1).reshape([1, VALUE])
     });
     Tensor::cat(rows.collect(), 0)
@@ -233,7 +233,7 @@ fn comba_steps_from_a_fading_memory_by_what_the_whole_one_answers() {
             ..DeltaRule::new(k.clone(), k.clone(), v.clone(), x.gate(&x.beta))
                 .with_decay(x.gate(&log))
         };
-        ops::delta_rule(op, None, 4).unwrap()
+        ops::delta_rule(op, None).unwrap()
     };
     x.hold("a S - beta / c d", comba(k.clone() * share), |t, s| {
         let loss = |s: &Tensor<B, 2>| x.error(t, &(s.clone() * share));
@@ -243,7 +243,7 @@ fn comba_steps_from_a_fading_memory_by_what_the_whole_one_answers() {
     let kept = x.gate(&x.keep).unsqueeze_dim::<4>(3);
     let gated =
         DeltaRule::new(k.clone(), k.clone(), v.clone(), x.gate(&x.beta)).with_decay(x.gate(&log));
-    let (want, got) = (ops::delta_rule(gated, None, 4).unwrap().1, comba(k.clone() * kept).1);
+    let (want, got) = (ops::delta_rule(gated, None).unwrap().1, comba(k.clone() * kept).1);
     assert_close("c = a", &download(want), &download(got), LIMIT);
 }
 
@@ -300,6 +300,6 @@ fn path_whose_reflections_are_its_keys_scores_as_deltanet_remembers() {
     let k = tensor(&keys, [1, D, 1, D]);
     let v = tensor(&values, [1, D, 1, D]);
     let op = DeltaRule::new(k.clone(), k, v, tensor(&beta, [1, D, 1]));
-    let memory = ops::delta_rule(op, None, 8).unwrap().1;
+    let memory = ops::delta_rule(op, None).unwrap().1;
     assert_close("keys", &download(memory.transpose()), &download(cache.keys), LIMIT);
 }

@@ -1,4 +1,4 @@
-//! The operations as layers call them: a single token by the recurrence, several chunk by chunk.
+//! The operations as layers call them: a single token by the recurrence, several by chunks.
 
 use crate::ops::{
     self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, Mesa, OpResult,
@@ -12,11 +12,10 @@ type Outputs<B> = (Tensor<B, 4>, Tensor<B, 4>);
 pub(crate) fn linear_attention<B: LinearAttentionBackend>(
     x: LinearAttention<B>,
     memory: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
         true => ops::linear_attention_step(x, memory),
-        false => ops::linear_attention(x, memory, chunk),
+        false => ops::linear_attention(x, memory),
     })
 }
 
@@ -24,11 +23,10 @@ pub(crate) fn linear_attention<B: LinearAttentionBackend>(
 pub(crate) fn delta_rule<B: LinearAttentionBackend>(
     x: DeltaRule<B>,
     memory: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
         true => ops::delta_rule_step(x, memory),
-        false => ops::delta_rule(x, memory, chunk),
+        false => ops::delta_rule(x, memory),
     })
 }
 
@@ -36,11 +34,10 @@ pub(crate) fn delta_rule<B: LinearAttentionBackend>(
 pub(crate) fn low_rank<B: LinearAttentionBackend>(
     x: LowRank<B>,
     memory: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
         true => ops::low_rank_step(x, memory),
-        false => ops::low_rank(x, memory, chunk),
+        false => ops::low_rank(x, memory),
     })
 }
 
@@ -48,11 +45,10 @@ pub(crate) fn low_rank<B: LinearAttentionBackend>(
 pub(crate) fn mesa<B: LinearAttentionBackend>(
     x: Mesa<B>,
     memory: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
         true => ops::mesa_step(x, memory),
-        false => ops::mesa(x, memory, chunk),
+        false => ops::mesa(x, memory),
     })
 }
 

@@ -7,8 +7,8 @@ use super::fused::{
 };
 use super::mesa::{self, Normal};
 use super::recurrence::Recurrence;
+use super::reference;
 use super::scan::{self, Scan, Scanned};
-use super::{chunkwise, general, recurrent};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 #[cfg(feature = "fusion")]
@@ -88,17 +88,12 @@ impl core::fmt::Display for Path {
     }
 }
 
-/// A Burn backend that can run the operations of [`ops`](super). Callers have checked shapes and
-/// chunk; implementations need not.
+/// A Burn backend that can run the operations of [`ops`](super). Callers have checked shapes;
+/// implementations need not.
 pub trait LinearAttentionBackend: Backend {
-    /// Whole sequences, `chunk` tokens at a time where this backend lets that be chosen; `chunk` is a
-    /// power of two. `keep` asks for what the backward pass needs.
-    fn chunkwise(
-        x: Recurrence<FloatTensor<Self>>,
-        chunk: usize,
-        keep: bool,
-    ) -> Forward<FloatTensor<Self>> {
-        forward::<Self>(x, chunk, keep)
+    /// Whole sequences. `keep` asks for what the backward pass needs.
+    fn chunkwise(x: Recurrence<FloatTensor<Self>>, keep: bool) -> Forward<FloatTensor<Self>> {
+        reference::forward::<Self>(x, keep)
     }
 
     /// Gradients of every tensor that is there, from those of `o` and the last state; `None` where
@@ -108,14 +103,13 @@ pub trait LinearAttentionBackend: Backend {
         saved: Saved<FloatTensor<Self>>,
         d_o: Option<FloatTensor<Self>>,
         d_state: Option<FloatTensor<Self>>,
-        chunk: usize,
     ) -> Recurrence<FloatTensor<Self>> {
-        backward::<Self>(x, saved, d_o, d_state, chunk)
+        reference::backward::<Self>(x, saved, d_o, d_state)
     }
 
     /// One token: T is 1. Gives `o` and the next state.
     fn recurrent_step(x: Recurrence<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        recurrent::step::<Self>(x)
+        reference::step::<Self>(x)
     }
 
     /// Rows normalised in one piece: `y`, and the sum where there is a residual. As every method that
@@ -203,31 +197,5 @@ pub trait LinearAttentionBackend: Backend {
     /// The way taken on this device.
     fn path(_device: &Self::Device) -> Path {
         Path::TensorOps
-    }
-}
-
-/// [`LinearAttentionBackend::chunkwise`] in tensor operations.
-pub(super) fn forward<B: Backend>(
-    x: Recurrence<FloatTensor<B>>,
-    chunk: usize,
-    keep: bool,
-) -> Forward<FloatTensor<B>> {
-    match chunkwise::takes(&x) {
-        true => chunkwise::forward::<B>(x, chunk, keep),
-        false => general::forward::<B>(x, chunk, keep),
-    }
-}
-
-/// [`LinearAttentionBackend::chunkwise_backward`] in tensor operations.
-pub(super) fn backward<B: Backend>(
-    x: Recurrence<FloatTensor<B>>,
-    saved: Saved<FloatTensor<B>>,
-    d_o: Option<FloatTensor<B>>,
-    d_state: Option<FloatTensor<B>>,
-    chunk: usize,
-) -> Recurrence<FloatTensor<B>> {
-    match chunkwise::takes(&x) {
-        true => chunkwise::backward::<B>(x, saved, d_o, d_state, chunk),
-        false => general::backward::<B>(x, saved, d_o, d_state, chunk),
     }
 }

@@ -1,7 +1,5 @@
 //! Errors of the operations.
 
-use super::CHUNKS;
-
 /// Why an operation refused its input. Nothing was computed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum OpError {
@@ -36,14 +34,6 @@ pub enum OpError {
         heads: usize,
         /// Heads of `q` and `k`.
         key_heads: usize,
-    },
-    /// No such chunk length.
-    #[error("{op}: a chunk of {chunk} tokens; it has to be one of {CHUNKS:?}")]
-    Chunk {
-        /// The operation.
-        op: &'static str,
-        /// The chunk asked for.
-        chunk: usize,
     },
     /// A convolution that sees nothing but the token itself.
     #[error("{op}: a window of {window} tokens; it has to be at least 2")]

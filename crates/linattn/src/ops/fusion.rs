@@ -88,17 +88,13 @@ const INPUTS: &str = "as many inputs as were given";
 impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusion<B> {
     /// Saved tensors of the backend inside never enter the stream, which would have to know their shapes:
     /// they wait where the backward pass's node finds them.
-    fn chunkwise(
-        x: Recurrence<FloatTensor<Self>>,
-        chunk: usize,
-        keep: bool,
-    ) -> Forward<FloatTensor<Self>> {
+    fn chunkwise(x: Recurrence<FloatTensor<Self>>, keep: bool) -> Forward<FloatTensor<Self>> {
         let promises = outputs(&x);
         let (places, list) = x.into_list();
         let kept = Arc::new(Mutex::new(None::<Saved<FloatTensor<B>>>));
         let slot = kept.clone();
         let mut made = node::<B, _>("chunkwise", list, promises, move |tensors| {
-            let Forward { o, state, saved } = B::chunkwise(places.fill(tensors), chunk, keep);
+            let Forward { o, state, saved } = B::chunkwise(places.fill(tensors), keep);
             if keep {
                 *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(saved);
             }
@@ -118,7 +114,6 @@ impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusio
         saved: Saved<FloatTensor<Self>>,
         d_o: Option<FloatTensor<Self>>,
         d_state: Option<FloatTensor<Self>>,
-        chunk: usize,
     ) -> Recurrence<FloatTensor<Self>> {
         let (with_o, with_state) = (d_o.is_some(), d_state.is_some());
         let (places, list) = x.into_list();
@@ -132,7 +127,7 @@ impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusio
             let d_o = with_o.then(|| tensors.next().expect(INPUTS));
             let d_state = with_state.then(|| tensors.next().expect(INPUTS));
             let saved = hidden.take::<Saved<FloatTensor<B>>>();
-            B::chunkwise_backward(x, saved, d_o, d_state, chunk).into_list().1
+            B::chunkwise_backward(x, saved, d_o, d_state).into_list().1
         });
         places.fill(made.collect())
     }

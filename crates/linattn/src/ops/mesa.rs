@@ -18,7 +18,7 @@
 use super::backend::LinearAttentionBackend;
 use super::recurrence::{LogDecay, Read, Recurrence, Transition};
 use super::tensors::{accumulator, primitive, tensor};
-use super::{LinearAttention, OpError, OpResult, check_one_token, chunked, fitting_chunk, step};
+use super::{LinearAttention, OpError, OpResult, check_one_token, chunked, step};
 use burn::backend::autodiff::{
     Autodiff,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -66,8 +66,6 @@ pub struct Normal<T> {
     pub state: Option<T>,
     /// Iterations.
     pub iterations: usize,
-    /// Tokens a chunk, a power of two.
-    pub chunk: usize,
 }
 
 impl<T> Normal<T> {
@@ -80,7 +78,6 @@ impl<T> Normal<T> {
             lambda: f(self.lambda),
             state: self.state.map(&f),
             iterations: self.iterations,
-            chunk: self.chunk,
         }
     }
 }
@@ -107,8 +104,7 @@ impl<B: Backend> Mesa<B> {
     }
 }
 
-/// The Mesa layer over whole sequences, `chunk` tokens at a time. Gradients reach every tensor of
-/// `x`, and `state`.
+/// The Mesa layer over whole sequences. Gradients reach every tensor of `x`, and `state`.
 ///
 /// Gives `o`, `[B, T, H, V]` in the type of `v`, and the state after the last token: H and G side
 /// by side, `[B, H, K, K + V]`.
@@ -116,15 +112,10 @@ impl<B: Backend> Mesa<B> {
 /// [`OpError`] names the first tensor or number that does not fit.
 /// # Source
 /// MesaNet, arXiv 2506.05233.
-pub fn mesa<B: LinearAttentionBackend>(
-    x: Mesa<B>,
-    state: Option<Tensor<B, 4>>,
-    chunk: usize,
-) -> OpResult<B> {
+pub fn mesa<B: LinearAttentionBackend>(x: Mesa<B>, state: Option<Tensor<B, 4>>) -> OpResult<B> {
     let op = "mesa";
     x.check(op, state.as_ref())?;
-    let chunk = fitting_chunk(op, chunk, x.q.dims()[1])?;
-    run(x, state, chunk, |x, memory| chunked(op, x.recurrence(memory), chunk))
+    run(x, state, |x, memory| chunked(op, x.recurrence(memory)))
 }
 
 /// One token of [`mesa`]: T is 1 in every tensor of `x`.
@@ -139,14 +130,13 @@ pub fn mesa_step<B: LinearAttentionBackend>(
     let op = "mesa_step";
     x.check(op, state.as_ref())?;
     check_one_token(op, x.q.dims()[1])?;
-    run(x, state, 1, |x, memory| step(op, x.recurrence(memory)))
+    run(x, state, |x, memory| step(op, x.recurrence(memory)))
 }
 
 /// `attend` is linear attention, over whole sequences or one token.
 fn run<B: LinearAttentionBackend>(
     x: Mesa<B>,
     state: Option<Tensor<B, 4>>,
-    chunk: usize,
     attend: impl Fn(LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
 ) -> OpResult<B> {
     let Mesa { q, k, v, beta, g, lambda, iterations } = x;
@@ -167,7 +157,6 @@ fn run<B: LinearAttentionBackend>(
         lambda: primitive(lambda.clone()),
         state: of_keys.clone().map(primitive),
         iterations,
-        chunk,
     };
 
     let found: Tensor<B, 4> = tensor(B::solve(equations(q.clone())));
@@ -194,7 +183,7 @@ fn times_memory<B: LinearAttentionBackend>(
     };
     tensor(match tokens {
         1 => B::recurrent_step(memory).0,
-        _ => B::chunkwise(memory, x.chunk, false).o,
+        _ => B::chunkwise(memory, false).o,
     })
 }
 

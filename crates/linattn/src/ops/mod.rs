@@ -11,34 +11,27 @@
 //! g is one number a token and head, or one for each row of S. [`Read::Before`] takes `o_t` of linear
 //! attention, and the answer that a delta rule corrects, from `S_{t-1}` itself.
 //!
-//! Sequences are worked off in chunks, so that nearly all arithmetic is matrix products; results do
-//! not depend on the chunk beyond rounding. State, gates and sums are f32 whatever the inputs are
-//! (f64 for f64 inputs).
+//! Devices work sequences off in chunks, so that nearly all arithmetic is matrix products. State, gates and sums are
+//! f32 whatever the inputs are (f64 for f64 inputs).
 //!
 //! Where the state is a vector and each channel goes by itself there is [`linear_scan`].
 
 mod autodiff;
 mod backend;
-mod chunkwise;
 #[cfg(feature = "cpu")]
 mod cpu;
 #[cfg(feature = "cubecl")]
 mod cube;
-mod decay;
 mod error;
 mod fused;
 #[cfg(feature = "fusion")]
 mod fusion;
-mod general;
 mod long_convolution;
-mod mask;
 mod mesa;
 mod recurrence;
-mod recurrent;
+mod reference;
 mod scan;
 mod tensors;
-mod triangular;
-mod vector_decay;
 
 pub use autodiff::{BackwardPass, Pass};
 pub use backend::{Forward, LinearAttentionBackend, Path, Saved};
@@ -56,17 +49,12 @@ pub use long_convolution::long_convolution;
 pub(crate) use long_convolution::tap_matrices;
 pub use mesa::{Mesa, Normal, mesa, mesa_step};
 pub use recurrence::{Dims, LogDecay, Read, Recurrence, Transition};
+pub(crate) use reference::solve_unit_lower;
 pub use scan::{Complex, Scan, ScanField, Scanned, complex_scan, linear_scan, linear_scan_step};
-pub(crate) use triangular::solve_unit_lower;
 
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 pub(crate) use tensors::{accumulator, typed};
 use tensors::{primitive, tensor};
-
-/// Chunk length that suits most sizes, in tokens.
-pub const DEFAULT_CHUNK: usize = 64;
-/// Chunk lengths that the operations take.
-pub const CHUNKS: &[usize] = &[1, 2, 4, 8, 16, 32, 64, 128];
 
 /// Result of an operation: its outputs, and the state after the last token.
 pub type OpResult<B> = Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>;
@@ -212,8 +200,7 @@ fn recurrence<B: Backend>(
     Recurrence { q, k, v, decay, transition, state }
 }
 
-/// Decayed linear attention over whole sequences, `chunk` tokens at a time. Gradients reach every
-/// tensor of `x`, and `state`.
+/// Decayed linear attention over whole sequences. Gradients reach every tensor of `x`, and `state`.
 ///
 /// Gives `o`, `[B, T, H, V]` in the type of `v`, and the state after the last token, `[B, H, K, V]`.
 /// # Errors
@@ -223,13 +210,11 @@ fn recurrence<B: Backend>(
 pub fn linear_attention<B: LinearAttentionBackend>(
     x: LinearAttention<B>,
     state: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> OpResult<B> {
-    chunked("linear_attention", x.recurrence(state), chunk)
+    chunked("linear_attention", x.recurrence(state))
 }
 
-/// The delta rule, gated if `g` is given, over whole sequences, `chunk` tokens at a time. Gradients
-/// reach every tensor of `x`, and `state`.
+/// The delta rule, gated if `g` is given, over whole sequences. Gradients reach every tensor of `x`, and `state`.
 ///
 /// Gives `o`, `[B, T, H, V]` in the type of `v`, and the state after the last token, `[B, H, K, V]`.
 /// # Errors
@@ -239,13 +224,12 @@ pub fn linear_attention<B: LinearAttentionBackend>(
 pub fn delta_rule<B: LinearAttentionBackend>(
     x: DeltaRule<B>,
     state: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> OpResult<B> {
-    chunked("delta_rule", x.recurrence(state), chunk)
+    chunked("delta_rule", x.recurrence(state))
 }
 
-/// A decay and a transition of rank one more than the identity, `S + b^T (a S)`, over whole sequences,
-/// `chunk` tokens at a time. Gradients reach every tensor of `x`, and `state`.
+/// A decay and a transition of rank one more than the identity, `S + b^T (a S)`, over whole sequences.
+/// Gradients reach every tensor of `x`, and `state`.
 ///
 /// Gives `o`, `[B, T, H, V]` in the type of `v`, and the state after the last token, `[B, H, K, V]`.
 /// # Errors
@@ -255,9 +239,8 @@ pub fn delta_rule<B: LinearAttentionBackend>(
 pub fn low_rank<B: LinearAttentionBackend>(
     x: LowRank<B>,
     state: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> OpResult<B> {
-    chunked("low_rank", x.recurrence(state), chunk)
+    chunked("low_rank", x.recurrence(state))
 }
 
 /// One token of [`low_rank`]: T is 1 in every tensor of `x`.
@@ -428,11 +411,9 @@ pub fn path<B: LinearAttentionBackend>(device: &B::Device) -> Path {
 fn chunked<B: LinearAttentionBackend>(
     op: &'static str,
     x: Recurrence<FloatTensor<B>>,
-    chunk: usize,
 ) -> OpResult<B> {
     x.check(op)?;
-    let chunk = fitting_chunk(op, chunk, x.dims().tokens)?;
-    let Forward { o, state, .. } = B::chunkwise(x, chunk, false);
+    let Forward { o, state, .. } = B::chunkwise(x, false);
     Ok((tensor(o), tensor(state)))
 }
 
@@ -441,14 +422,6 @@ fn step<B: LinearAttentionBackend>(op: &'static str, x: Recurrence<FloatTensor<B
     check_one_token(op, x.dims().tokens)?;
     let (o, state) = B::recurrent_step(x);
     Ok((tensor(o), tensor(state)))
-}
-
-/// `chunk`, or less for sequences so short that it would only compute padding.
-fn fitting_chunk(op: &'static str, chunk: usize, tokens: usize) -> Result<usize, OpError> {
-    match CHUNKS.contains(&chunk) {
-        true => Ok(chunk.min(tokens.next_power_of_two())),
-        false => Err(OpError::Chunk { op, chunk }),
-    }
 }
 
 fn check_one_token(op: &'static str, tokens: usize) -> Result<(), OpError> {

@@ -4,12 +4,13 @@ mod node;
 
 pub use node::{BackwardPass, Pass};
 
-use super::backend::{self, Forward, LinearAttentionBackend, Path, Saved};
+use super::backend::{Forward, LinearAttentionBackend, Path, Saved};
 use super::fused::{
     ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
 };
 use super::mesa::{self, Normal};
 use super::recurrence::Recurrence;
+use super::reference;
 use super::scan::{self, Scan};
 use burn::backend::autodiff::{Autodiff, checkpoint::strategy::CheckpointStrategy};
 use burn::tensor::backend::{AutodiffBackend, Backend};
@@ -17,18 +18,14 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use node::node;
 
 /// The recurrence and its backward pass.
-fn recurrence<B: LinearAttentionBackend>(
-    x: Recurrence<FloatTensor<B>>,
-    chunk: usize,
-    keep: bool,
-) -> Pass<B> {
+fn recurrence<B: LinearAttentionBackend>(x: Recurrence<FloatTensor<B>>, keep: bool) -> Pass<B> {
     let inputs = keep.then(|| x.clone());
-    let Forward { o, state, saved } = B::chunkwise(x, chunk, keep);
+    let Forward { o, state, saved } = B::chunkwise(x, keep);
     let backward = inputs.map(|x| -> BackwardPass<B> {
         Box::new(move |gradients, _| {
             let mut gradients = gradients.into_iter();
             let (d_o, d_state) = (gradients.next().flatten(), gradients.next().flatten());
-            let d = B::chunkwise_backward(x, saved, d_o, d_state, chunk);
+            let d = B::chunkwise_backward(x, saved, d_o, d_state);
             d.into_list().1.into_iter().map(Some).collect()
         })
     });
@@ -51,18 +48,13 @@ fn tracked<B: Backend, C: CheckpointStrategy>(
 impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend for Autodiff<B, C> {
     /// Keeps what is needed in the graph, not in what it gives; unless it is asked to `keep`, by another
     /// graph around this one, whose backward pass is to have gradients too: tensor operations have.
-    fn chunkwise(
-        x: Recurrence<FloatTensor<Self>>,
-        chunk: usize,
-        keep: bool,
-    ) -> Forward<FloatTensor<Self>> {
+    fn chunkwise(x: Recurrence<FloatTensor<Self>>, keep: bool) -> Forward<FloatTensor<Self>> {
         if keep {
-            return backend::forward::<Self>(x, chunk, keep);
+            return reference::forward::<Self>(x, keep);
         }
         let (places, list) = x.into_list();
-        let outputs = node::<B, C>(list, |tensors, keep| {
-            Some(recurrence::<B>(places.fill(tensors), chunk, keep))
-        });
+        let outputs =
+            node::<B, C>(list, |tensors, keep| Some(recurrence::<B>(places.fill(tensors), keep)));
         let mut outputs = outputs.into_iter().flatten();
         let mut next = || outputs.next().expect("an output and a state");
         Forward { o: next(), state: next(), saved: Saved::default() }

@@ -430,7 +430,7 @@ fn everything() -> Vec<Vec<f64>> {
         let beta = Graph::float_tanh(beta);
         let transition = Transition::Delta { beta, erase: None, read: Read::After };
         let x = Recurrence { q, k: Graph::float_tanh(k), v, decay, transition, state: None };
-        let Forward { o, state, .. } = Graph::chunkwise(x, 16, false);
+        let Forward { o, state, .. } = Graph::chunkwise(x, false);
         Some(Pass::forward(vec![o, state]))
     });
     found

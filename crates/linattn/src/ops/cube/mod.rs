@@ -8,13 +8,13 @@ mod optimizer;
 mod rows;
 
 use super::autodiff::Pass;
-use super::backend::{self, Forward, LinearAttentionBackend, Path, Saved};
+use super::backend::{Forward, LinearAttentionBackend, Path, Saved};
 use super::fused::{
     AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
     Moments, Normalization, Pack, norm_in_tensor_ops, step_in_tensor_ops,
 };
 use super::recurrence::{Dims, LogDecay, Read, Recurrence, Transition};
-use super::recurrent;
+use super::reference;
 use super::tensors::{primitive, tensor};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, FloatDType, Shape};
@@ -33,15 +33,11 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    fn chunkwise(
-        x: Recurrence<FloatTensor<Self>>,
-        chunk: usize,
-        keep: bool,
-    ) -> Forward<FloatTensor<Self>> {
+    fn chunkwise(x: Recurrence<FloatTensor<Self>>, keep: bool) -> Forward<FloatTensor<Self>> {
         let call = Call::new(&x);
         match call.runs(&x) {
             true => call.forward(one_type::<Self>(x), keep),
-            false => backend::forward::<Self>(x, chunk, keep),
+            false => reference::forward::<Self>(x, keep),
         }
     }
 
@@ -50,11 +46,10 @@ where
         saved: Saved<FloatTensor<Self>>,
         d_o: Option<FloatTensor<Self>>,
         d_state: Option<FloatTensor<Self>>,
-        chunk: usize,
     ) -> Recurrence<FloatTensor<Self>> {
         let call = Call::new(&x);
         if !call.runs(&x) {
-            return backend::backward::<Self>(x, saved, d_o, d_state, chunk);
+            return reference::backward::<Self>(x, saved, d_o, d_state);
         }
         let types = x.as_ref().map(|x| x.dtype);
         let dims = x.dims();
@@ -81,7 +76,7 @@ where
         let call = Call::new(&x);
         match call.steps() {
             true => call.step(one_type::<Self>(x)),
-            false => recurrent::step::<Self>(x),
+            false => reference::step::<Self>(x),
         }
     }
 

@@ -1,12 +1,11 @@
 //! One token after another: what decoding does, and what the chunks add up to.
 
-use super::general::gates;
-use super::recurrence::{Read, Recurrence, Transition};
-use super::tensors::{accumulator, primitive, tensor};
+use crate::ops::recurrence::{LogDecay, Read, Recurrence, Transition};
+use crate::ops::tensors::{accumulator, primitive, tensor};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
 /// One token of any recurrence: T is 1 in every tensor of `x`.
-pub(super) fn step<B: Backend>(x: Recurrence<FloatTensor<B>>) -> (FloatTensor<B>, FloatTensor<B>) {
+pub(crate) fn step<B: Backend>(x: Recurrence<FloatTensor<B>>) -> (FloatTensor<B>, FloatTensor<B>) {
     let v = tensor::<B, 4>(x.v);
     let ([batch, _, heads, value_width], dtype) = (v.dims(), v.dtype());
     let row = |x: Tensor<B, 4>| share_heads(accumulator(x).swap_dims(1, 2), heads); // [B, H, 1, ..]
@@ -17,8 +16,13 @@ pub(super) fn step<B: Backend>(x: Recurrence<FloatTensor<B>>) -> (FloatTensor<B>
         Some(s) => accumulator(tensor::<B, 4>(s)),
         None => Tensor::zeros([batch, heads, q.dims()[3], value_width], (&q.device(), q.dtype())),
     };
+    let gate = |x: FloatTensor<B>| row(tensor::<B, 3>(x).unsqueeze_dim(3));
+    let factors = |g: LogDecay<FloatTensor<B>>| match g {
+        LogDecay::Scalar(g) => gate(g),
+        LogDecay::Vector(g) => rows(g),
+    };
     let decayed = match x.decay {
-        Some(g) => before.clone() * row(gates::<B>(g)).exp().swap_dims(2, 3), // rows of S
+        Some(g) => before.clone() * factors(g).exp().swap_dims(2, 3), // rows of S
         None => before.clone(),
     };
     let (s, read) = match x.transition {
@@ -35,7 +39,7 @@ pub(super) fn step<B: Backend>(x: Recurrence<FloatTensor<B>>) -> (FloatTensor<B>
                 Read::After => asking.matmul(decayed.clone()),
                 Read::Before => asking.matmul(before),
             };
-            let u = row(tensor::<B, 3>(beta).unsqueeze_dim(3)) * (v - answer);
+            let u = gate(beta) * (v - answer);
             let s = decayed + k.transpose().matmul(u);
             (s.clone(), s)
         }
