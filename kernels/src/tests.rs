@@ -1,9 +1,8 @@
 //! Every variant against the f64 recurrences, on whatever device is there.
 
-use crate::chunkwise::launch::{backward_in, forward_in};
 use crate::{
-    Backward, Buffer, Dims, Forward, Given, Inputs, Refusal, Variant, engine, few_rows, forward,
-    simple, step,
+    Backward, Buffer, Chunkwise, Dims, Forward, Given, Inputs, Refusal, Variant, engine, few_rows,
+    forward, simple, step,
 };
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
@@ -207,13 +206,14 @@ fn errors<R: Runtime>(
     let up = Uploaded::new(client, &x, rows);
     let dtype = rows.dtype();
     let (variant, dims) = (up.variant, up.dims);
-    let got = forward_in(client, variant, dims, dtype, &up.x, true, segments).expect("it fits");
+    let planned = Chunkwise::new(client, variant, dims, dtype).expect("it fits");
+    let planned = planned.in_segments(segments);
+    let got = planned.forward(&up.x, true);
     let saved: Vec<Handle> = got.saved.iter().map(|b| b.handle.clone()).collect();
     let d_o = client.create_from_slice(&rows.bytes(&d_o));
     let d_state = client.create_from_slice(&Rows::F32.bytes(&d_state));
     let given = Given { x: &up.x, saved: &saved };
-    let d = backward_in(client, variant, dims, dtype, given, &d_o, Some(&d_state), segments)
-        .expect("it fits");
+    let d = planned.backward(given, &d_o, Some(&d_state));
     let Backward { q, k, v, a, b, g, beta, state } = d;
     let mut all = vec![
         ("o", error(&truth.o, up.get(&got.o))),
@@ -640,11 +640,11 @@ fn simple_case_is_right<R: Runtime>(client: &ComputeClient<R>, what: &str, x: &o
     let d = simple::backward(client, up.dims, given, &d_o, Some(&d_state)).expect("it fits");
     let simple = results(&up, &f, d);
     let dtype = Rows::F32.dtype();
-    let f = forward(client, up.variant, up.dims, dtype, &up.x, true).expect("it fits");
+    let planned = Chunkwise::new(client, up.variant, up.dims, dtype).expect("it fits");
+    let f = planned.forward(&up.x, true);
     let saved = handles(&f.saved);
     let given = Given { x: &up.x, saved: &saved };
-    let d = backward_in(client, up.variant, up.dims, dtype, given, &d_o, Some(&d_state), None);
-    let fast = results(&up, &f, d.expect("it fits"));
+    let fast = results(&up, &f, planned.backward(given, &d_o, Some(&d_state)));
 
     let g = want.g.expect("it has a decay");
     let beta = want.beta.expect("it is a delta rule");

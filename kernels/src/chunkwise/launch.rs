@@ -15,7 +15,7 @@ use crate::chunkwise::task::{Span, Task};
 use crate::refusal::{F32, Refusal};
 use crate::tensors::{Backward, Forward, Given, Inputs, check_tensors};
 use crate::tile::Engine;
-use crate::variant::{Dims, Transition, Variant};
+use crate::variant::{Dims, Variant};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -33,21 +33,85 @@ struct Call<'a, R: Runtime> {
 /// Outputs of the intra-chunk stage, in the order of the kernel's fields.
 const SCORES: usize = 11;
 
-impl<'a, R: Runtime> Call<'a, R> {
-    fn new(
-        client: &'a ComputeClient<R>,
+/// The kernels of one call, planned once for its forward and its backward pass.
+pub struct Chunkwise<R: Runtime> {
+    client: ComputeClient<R>,
+    plans: Plans,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+}
+
+impl<R: Runtime> Chunkwise<R> {
+    /// Plans for a device; `dtype` is that of the rows.
+    ///
+    /// # Errors
+    /// [`Refusal`] names what the kernels cannot take.
+    pub fn new(
+        client: &ComputeClient<R>,
         variant: Variant,
         dims: Dims,
         dtype: StorageType,
-        x: &'a Inputs,
-        segments: Option<usize>,
     ) -> Result<Self, Refusal> {
-        check_tensors(variant, x)?;
-        let planned = plans(client, variant, dims, dtype)?;
-        let plans = Plans { segments: segments.unwrap_or(planned.segments), ..planned };
-        Ok(Self { client, plans, variant, dims, dtype, x })
+        let plans = plans(client, variant, dims, dtype)?;
+        Ok(Self { client: client.clone(), plans, variant, dims, dtype })
     }
 
+    /// Cut into so many segments, in place of as many as fit the device.
+    #[cfg(test)]
+    pub(crate) fn in_segments(mut self, segments: Option<usize>) -> Self {
+        self.plans.segments = segments.unwrap_or(self.plans.segments);
+        self
+    }
+
+    fn call<'a>(&'a self, x: &'a Inputs) -> Call<'a, R> {
+        if let Err(why) = check_tensors(self.variant, x) {
+            panic!("tensors of {:?}: {why}", self.variant);
+        }
+        let Self { client, plans, variant, dims, dtype } = self;
+        Call { client, plans: *plans, variant: *variant, dims: *dims, dtype: *dtype, x }
+    }
+
+    /// Whole sequences. `keep` leaves in `saved` what [`Self::backward`] needs.
+    ///
+    /// # Panics
+    /// If `x` has other tensors than the variant.
+    pub fn forward(&self, x: &Inputs, keep: bool) -> Forward {
+        let call = self.call(x);
+        let scores = call.intra_chunk();
+        let handles: Vec<Handle> = scores.iter().map(|buffer| buffer.handle.clone()).collect();
+        let (o, state, kept) = call.state_pass_forward(&handles, keep);
+        let saved = if keep { scores.into_iter().chain(kept).collect() } else { vec![] };
+        Forward { o, state, saved }
+    }
+
+    /// Gradients of every input, from those of the outputs and (zeros if absent) of the last state.
+    ///
+    /// # Panics
+    /// If `given` is not of a forward pass of the same variant.
+    pub fn backward(&self, given: Given<'_>, d_o: &Handle, d_state: Option<&Handle>) -> Backward {
+        let Given { x, saved } = given;
+        assert_eq!(saved.len(), SCORES + 3, "tensors that a forward pass saves");
+        let call = self.call(x);
+        let (scores, kept) = saved.split_at(SCORES);
+        let (d_v, d_start, [d_states, r]) =
+            call.state_pass_backward(scores, &kept[2], d_o, d_state);
+        let out = call.gradients(&kept[0], &kept[1], &d_states, &r, d_o, d_v);
+        let variant = self.variant;
+        Backward {
+            q: out.q,
+            k: out.k,
+            v: out.v,
+            a: variant.own_a().then_some(out.a),
+            b: variant.low_rank().then_some(out.b),
+            g: (variant.decay != crate::Decay::None).then_some(out.g),
+            beta: variant.delta().then_some(out.beta),
+            state: d_start,
+        }
+    }
+}
+
+impl<R: Runtime> Call<'_, R> {
     fn chunks(&self) -> usize {
         self.dims.tokens.div_ceil(self.plans.state_pass.chunk)
     }
@@ -574,7 +638,7 @@ struct GradientBuffers {
     beta: Buffer,
 }
 
-/// Whole sequences. `keep` leaves in `saved` what [`backward`] needs.
+/// [`Chunkwise::new`] and [`Chunkwise::forward`].
 ///
 /// # Errors
 /// [`Refusal`] names what the kernels cannot take; then nothing was launched.
@@ -586,28 +650,11 @@ pub fn forward<R: Runtime>(
     x: &Inputs,
     keep: bool,
 ) -> Result<Forward, Refusal> {
-    forward_in(client, variant, dims, dtype, x, keep, None)
+    check_tensors(variant, x)?;
+    Ok(Chunkwise::new(client, variant, dims, dtype)?.forward(x, keep))
 }
 
-/// As [`forward`], cut into so many segments, or as many as fit the device.
-pub(crate) fn forward_in<R: Runtime>(
-    client: &ComputeClient<R>,
-    variant: Variant,
-    dims: Dims,
-    dtype: StorageType,
-    x: &Inputs,
-    keep: bool,
-    segments: Option<usize>,
-) -> Result<Forward, Refusal> {
-    let call = Call::new(client, variant, dims, dtype, x, segments)?;
-    let scores = call.intra_chunk();
-    let handles: Vec<Handle> = scores.iter().map(|buffer| buffer.handle.clone()).collect();
-    let (o, state, kept) = call.state_pass_forward(&handles, keep);
-    let saved = if keep { scores.into_iter().chain(kept).collect() } else { vec![] };
-    Ok(Forward { o, state, saved })
-}
-
-/// Gradients of every input, from those of the outputs and (zeros if absent) of the last state.
+/// [`Chunkwise::new`] and [`Chunkwise::backward`].
 ///
 /// # Errors
 /// As [`forward`].
@@ -622,36 +669,6 @@ pub fn backward<R: Runtime>(
     d_o: &Handle,
     d_state: Option<&Handle>,
 ) -> Result<Backward, Refusal> {
-    backward_in(client, variant, dims, dtype, given, d_o, d_state, None)
-}
-
-/// As [`backward`], cut as the forward pass was.
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn backward_in<R: Runtime>(
-    client: &ComputeClient<R>,
-    variant: Variant,
-    dims: Dims,
-    dtype: StorageType,
-    given: Given<'_>,
-    d_o: &Handle,
-    d_state: Option<&Handle>,
-    segments: Option<usize>,
-) -> Result<Backward, Refusal> {
-    let Given { x, saved } = given;
-    assert_eq!(saved.len(), SCORES + 3, "tensors that a forward pass saves");
-    let call = Call::new(client, variant, dims, dtype, x, segments)?;
-    let (scores, kept) = saved.split_at(SCORES);
-    let (d_v, d_start, [d_states, r]) = call.state_pass_backward(scores, &kept[2], d_o, d_state);
-    let out = call.gradients(&kept[0], &kept[1], &d_states, &r, d_o, d_v);
-    let own_a = variant.own_a();
-    Ok(Backward {
-        q: out.q,
-        k: out.k,
-        v: out.v,
-        a: own_a.then_some(out.a),
-        b: variant.low_rank().then_some(out.b),
-        g: (variant.decay != crate::Decay::None).then_some(out.g),
-        beta: matches!(variant.transition, Transition::Delta { .. }).then_some(out.beta),
-        state: d_start,
-    })
+    check_tensors(variant, given.x)?;
+    Ok(Chunkwise::new(client, variant, dims, dtype)?.backward(given, d_o, d_state))
 }

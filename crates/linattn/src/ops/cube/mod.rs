@@ -23,8 +23,11 @@ use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
+use cubecl::prelude::ComputeClient;
+use cubecl::server::Handle;
 use linattn_kernels as kernels;
-use linattn_kernels::few_rows;
+use linattn_kernels::step::Step;
+use linattn_kernels::{Chunkwise, few_rows};
 
 impl<R, F, I, BT> LinearAttentionBackend for CubeBackend<R, F, I, BT>
 where
@@ -34,10 +37,9 @@ where
     BT: BoolElement,
 {
     fn chunkwise(x: Recurrence<FloatTensor<Self>>, keep: bool) -> Forward<FloatTensor<Self>> {
-        let call = Call::new(&x);
-        match call.runs(&x) {
-            true => call.forward(one_type::<Self>(x), keep),
-            false => reference::forward::<Self>(x, keep),
+        match chunkwise(&x) {
+            Some(kernels) => Launcher::of(&x).forward(&kernels, one_type::<Self>(x), keep),
+            None => reference::forward::<Self>(x, keep),
         }
     }
 
@@ -47,13 +49,12 @@ where
         d_o: Option<FloatTensor<Self>>,
         d_state: Option<FloatTensor<Self>>,
     ) -> Recurrence<FloatTensor<Self>> {
-        let call = Call::new(&x);
-        if !call.runs(&x) {
+        let Some(kernels) = chunkwise(&x) else {
             return reference::backward::<Self>(x, saved, d_o, d_state);
-        }
-        let types = x.as_ref().map(|x| x.dtype);
-        let dims = x.dims();
-        let d = call.backward(one_type::<Self>(x), saved, d_o, d_state);
+        };
+        let (types, dims) = (x.as_ref().map(|x| x.dtype), x.dims());
+        let saved = saved.tensors.into_iter().map(|saved| saved.handle).collect::<Vec<_>>();
+        let d = Launcher::of(&x).backward(&kernels, one_type::<Self>(x), &saved, [d_o, d_state]);
         let keys = |d: FloatTensor<Self>| match dims.key_heads == dims.heads {
             true => d,
             false => {
@@ -73,10 +74,10 @@ where
     }
 
     fn recurrent_step(x: Recurrence<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let call = Call::new(&x);
-        match call.steps() {
-            true => call.step(one_type::<Self>(x)),
-            false => reference::step::<Self>(x),
+        let dims = sizes(&x);
+        match Step::new(&x.v.client, variant(&x), dims, x.v.dtype.into()) {
+            Ok(kernel) => Launcher::of(&x).step(&kernel, one_type::<Self>(x)),
+            Err(_) => reference::step::<Self>(x),
         }
     }
 
@@ -155,7 +156,7 @@ fn linear_of_few_rows<R: CubeRuntime>(l: &LinearLayer<CubeTensor<R>>) -> Option<
         weight: &weight.handle,
         bias: bias.as_ref().map(|bias| &bias.handle),
     };
-    let y = few_rows::product(&x.client, dims, dtype.into(), args).expect("`check` was asked");
+    let y = few_rows::product(&x.client, dims, dtype.into(), args).ok()?;
     shape[last] = columns;
     Some(CubeTensor::new_contiguous(x.client, x.device, shape, y.handle, dtype))
 }
@@ -204,48 +205,42 @@ fn variant<T>(x: &Recurrence<T>) -> kernels::Variant {
     kernels::Variant { decay, transition, read }
 }
 
-/// One call of the kernels.
-struct Call<R: CubeRuntime> {
-    client: cubecl::client::ComputeClient<R>,
+fn sizes<R: CubeRuntime>(x: &Recurrence<CubeTensor<R>>) -> kernels::Dims {
+    let Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims();
+    kernels::Dims { batch, tokens, key_heads, heads, key_width, value_width }
+}
+
+/// The kernels for whole sequences, if they take this.
+fn chunkwise<R: CubeRuntime>(x: &Recurrence<CubeTensor<R>>) -> Option<Chunkwise<R>> {
+    match x.v.dtype {
+        DType::F32 | DType::F16 | DType::BF16 => {
+            Chunkwise::new(&x.v.client, variant(x), sizes(x), x.v.dtype.into()).ok()
+        }
+        _ => None,
+    }
+}
+
+fn handles<R: CubeRuntime>(x: Recurrence<CubeTensor<R>>) -> kernels::Inputs {
+    let Recurrence { q, k, v, decay, transition, state } = x.map(|x| into_contiguous(x).handle);
+    let (a, b, beta) = match transition {
+        Transition::Identity { .. } => (None, None, None),
+        Transition::Delta { beta, erase, .. } => (erase, None, Some(beta)),
+        Transition::LowRank { a, b } => (Some(a), Some(b), None),
+    };
+    kernels::Inputs { q, k, v, a, b, g: decay.map(LogDecay::into_inner), beta, state }
+}
+
+/// A device, and the type of rows there.
+struct Launcher<R: CubeRuntime> {
+    client: ComputeClient<R>,
     device: R::Device,
-    dims: kernels::Dims,
-    variant: kernels::Variant,
     dtype: DType,
 }
 
-impl<R: CubeRuntime> Call<R> {
-    fn new(x: &Recurrence<CubeTensor<R>>) -> Self {
-        let Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims();
-        Self {
-            client: x.v.client.clone(),
-            device: x.v.device.clone(),
-            dims: kernels::Dims { batch, tokens, key_heads, heads, key_width, value_width },
-            variant: variant(x),
-            dtype: x.v.dtype,
-        }
-    }
-
-    /// Whether the chunked kernels take this.
-    fn runs(&self, x: &Recurrence<CubeTensor<R>>) -> bool {
-        let float = matches!(x.v.dtype, DType::F32 | DType::F16 | DType::BF16);
-        let dtype = self.dtype.into();
-        float && kernels::engine(&self.client, self.variant, self.dims, dtype).is_ok()
-    }
-
-    /// Whether the kernel for one token takes this.
-    fn steps(&self) -> bool {
-        kernels::step::check(&self.client, self.dims, self.dtype.into()).is_ok()
-    }
-
-    fn inputs(x: Recurrence<CubeTensor<R>>) -> kernels::Inputs {
-        let handle = |x| into_contiguous(x).handle;
-        let Recurrence { q, k, v, decay, transition, state } = x.map(handle);
-        let (a, b, beta) = match transition {
-            Transition::Identity { .. } => (None, None, None),
-            Transition::Delta { beta, erase, .. } => (erase, None, Some(beta)),
-            Transition::LowRank { a, b } => (Some(a), Some(b), None),
-        };
-        kernels::Inputs { q, k, v, a, b, g: decay.map(LogDecay::into_inner), beta, state }
+impl<R: CubeRuntime> Launcher<R> {
+    fn of(x: &Recurrence<CubeTensor<R>>) -> Self {
+        let v = &x.v;
+        Self { client: v.client.clone(), device: v.device.clone(), dtype: v.dtype }
     }
 
     fn tensor(&self, buffer: kernels::Buffer) -> CubeTensor<R> {
@@ -259,63 +254,53 @@ impl<R: CubeRuntime> Call<R> {
         CubeTensor::new_contiguous(client, device, shape, buffer.handle, dtype)
     }
 
-    fn forward(&self, x: Recurrence<CubeTensor<R>>, keep: bool) -> Forward<CubeTensor<R>> {
-        let (variant, dims) = (self.variant, self.dims);
-        let dtype = self.dtype.into();
-        let done = kernels::forward(&self.client, variant, dims, dtype, &Self::inputs(x), keep)
-            .expect("`runs` was asked");
+    fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
+        zeros_client(self.client.clone(), self.device.clone(), shape.into(), dtype)
+    }
+
+    fn forward(
+        &self,
+        kernels: &Chunkwise<R>,
+        x: Recurrence<CubeTensor<R>>,
+        keep: bool,
+    ) -> Forward<CubeTensor<R>> {
+        let done = kernels.forward(&handles(x), keep);
         let tensors: Vec<_> = done.saved.into_iter().map(|saved| self.tensor(saved)).collect();
         let (o, state) = (self.tensor(done.o), self.tensor(done.state));
         Forward { o, state, saved: Saved::from(tensors) }
     }
 
-    fn step(&self, x: Recurrence<CubeTensor<R>>) -> (CubeTensor<R>, CubeTensor<R>) {
-        let kernels::Dims { batch, heads, key_width, value_width, .. } = self.dims;
-        let state = x.state.unwrap_or_else(|| {
-            let shape = Shape::from([batch, heads, key_width, value_width]);
-            zeros_client(self.client.clone(), self.device.clone(), shape, DType::F32)
-        });
-        let x = Self::inputs(Recurrence { state: Some(state), ..x });
-        let (variant, dims) = (self.variant, self.dims);
-        let done = kernels::step::launch(&self.client, variant, dims, self.dtype.into(), &x)
-            .expect("`steps` was asked");
+    fn step(
+        &self,
+        kernel: &Step<R>,
+        mut x: Recurrence<CubeTensor<R>>,
+    ) -> (CubeTensor<R>, CubeTensor<R>) {
+        let shape = x.dims().state_shape();
+        let state = x.state.take().unwrap_or_else(|| self.zeros(shape, DType::F32));
+        let done = kernel.run(&handles(x), &into_contiguous(state).handle);
         (self.tensor(done.o), self.tensor(done.state))
     }
 
+    /// Gradients in the kernels' types, those of q and k for each value head.
     fn backward(
         &self,
+        kernels: &Chunkwise<R>,
         x: Recurrence<CubeTensor<R>>,
-        saved: Saved<CubeTensor<R>>,
-        d_o: Option<CubeTensor<R>>,
-        d_state: Option<CubeTensor<R>>,
+        saved: &[Handle],
+        [d_o, d_state]: [Option<CubeTensor<R>>; 2],
     ) -> Recurrence<CubeTensor<R>> {
-        let saved: Vec<_> = saved.tensors.into_iter().map(|saved| saved.handle).collect();
-        let places = x.as_ref().map(|_| ());
         let cast = |x: CubeTensor<R>, dtype| into_contiguous(burn_cubecl::kernel::cast(x, dtype));
         let d_o = match d_o {
             Some(d_o) => cast(d_o, self.dtype),
-            None => {
-                let shape = x.v.meta.shape.clone();
-                let (client, device) = (self.client.clone(), self.device.clone());
-                into_contiguous(zeros_client(client, device, shape, self.dtype))
-            }
+            None => into_contiguous(self.zeros(x.dims().values_shape(), self.dtype)),
         };
         let d_state = d_state.map(|d| cast(d, DType::F32).handle);
-        let (variant, dims) = (self.variant, self.dims);
-        let call = kernels::Given { x: &Self::inputs(x), saved: &saved };
-        let d_state = d_state.as_ref();
-        let done = kernels::backward(
-            &self.client,
-            variant,
-            dims,
-            self.dtype.into(),
-            call,
-            &d_o.handle,
-            d_state,
-        )
-        .expect("`runs` was asked");
-        let given = "a gradient of each tensor that there is";
-        let tensor = |buffer: Option<kernels::Buffer>| self.tensor(buffer.expect(given));
+        let places = x.as_ref().map(|_| ());
+        let given = kernels::Given { x: &handles(x), saved };
+        let done = kernels.backward(given, &d_o.handle, d_state.as_ref());
+        let tensor = |buffer: Option<kernels::Buffer>| {
+            self.tensor(buffer.expect("a gradient of each tensor that there is"))
+        };
         Recurrence {
             q: self.tensor(done.q),
             k: self.tensor(done.k),
