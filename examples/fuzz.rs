@@ -375,8 +375,8 @@ impl Case {
             _ => weigh(&o, &d_o) + weigh(&state, &d_state),
         };
         let found = loss.backward();
-        let rows = if call.beta.is_some() { want.erase } else { want.a };
-        let (scalar, vector) = match call.g {
+        let [erase, a, b] = call.rows();
+        let (scalar, vector) = match call.g.clone() {
             Some(ops::Decay::Scalar(g)) => (Some(g), None),
             Some(ops::Decay::Vector(g)) => (None, Some(g)),
             None => (None, None),
@@ -385,11 +385,12 @@ impl Case {
             gradient("dq", Some(want.q), Some(&call.q), &found),
             gradient("dk", Some(want.k), Some(&call.k), &found),
             gradient("dv", Some(want.v), Some(&call.v), &found),
-            gradient("da", rows, call.a.as_ref(), &found),
-            gradient("db", want.b, call.b.as_ref(), &found),
+            gradient("derase", want.erase, erase, &found),
+            gradient("da", want.a, a, &found),
+            gradient("db", want.b, b, &found),
             gradient("dg", want.g.clone(), scalar.as_ref(), &found),
             gradient("dg", want.g, vector.as_ref(), &found),
-            gradient("dbeta", want.beta, call.beta.as_ref(), &found),
+            gradient("dbeta", want.beta, call.beta(), &found),
             gradient("dstate", Some(want.state), call.state.as_ref(), &found),
         ];
         let outputs = [

@@ -1,6 +1,6 @@
 //! The operations against the f64 recurrences: forward, every gradient, steps, cuts.
 
-use crate::call::{Call, download, upload};
+use crate::call::{Call, Rule, download, upload};
 use crate::support::{F32_LIMIT, alone};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor};
@@ -44,8 +44,7 @@ pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
     let found = loss.backward();
     let got4 = |x: &Tensor<B, 4>| download(x.grad(&found).expect("it has a gradient"));
     let got3 = |x: &Tensor<B, 3>| download(x.grad(&found).expect("it has a gradient"));
-    let rows = input.a.as_ref().map(got4);
-    let (erase, a) = if input.beta.is_some() { (rows, None) } else { (None, rows) };
+    let [erase, a, b] = input.rows().map(|rows| rows.map(got4));
     let gradients = Gradients {
         q: got4(&input.q),
         k: got4(&input.k),
@@ -54,10 +53,10 @@ pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
             ops::Decay::Scalar(g) => got3(g),
             ops::Decay::Vector(g) => got4(g),
         }),
-        beta: input.beta.as_ref().map(got3),
+        beta: input.beta().map(got3),
         erase,
         a,
-        b: input.b.as_ref().map(got4),
+        b,
         bonus: None,
         state: input.state.as_ref().map(got4).unwrap_or_default(),
     };
@@ -657,7 +656,11 @@ mod on_cpu {
             ("`k` is [2, 8, 2, 5]", &|x| x.k = x.k.clone().narrow(3, 0, 5)),
             ("`v` is [1, 8, 2, 20]", &|x| x.v = x.v.clone().narrow(0, 0, 1)),
             ("`g` is [2, 7, 2]", &|x| x.g = Some(scalar(x).narrow(1, 0, 7).into())),
-            ("`beta` is [2, 8, 1]", &|x| x.beta = x.beta.clone().map(|b| b.narrow(2, 0, 1))),
+            ("`beta` is [2, 8, 1]", &|x| {
+                if let Rule::Delta { beta, .. } = &mut x.rule {
+                    *beta = beta.clone().narrow(2, 0, 1);
+                }
+            }),
             ("`state` is [2, 2, 12, 3]", &|x| x.state = x.state.clone().map(|s| s.narrow(3, 0, 3))),
             ("no multiple of 2 key heads", &|x| x.v = x.v.clone().narrow(2, 0, 1)),
         ];
@@ -676,7 +679,7 @@ mod mesa {
     use super::*;
     use burn::backend::{Autodiff, Flex};
     use burn::tensor::backend::Backend;
-    use ops::Mesa;
+    use ops::MesaInputs;
 
     const BATCH: usize = 2;
     const TOKENS: usize = 19;
@@ -702,11 +705,11 @@ mod mesa {
         ]
     }
 
-    fn inputs<B: Backend>(x: &Values, dtype: DType) -> Mesa<B> {
+    fn inputs<B: Backend>(x: &Values, dtype: DType) -> MesaInputs<B> {
         let device = B::Device::default();
         let rows = |x: &[f64], width| upload(x, [BATCH, TOKENS, HEADS, width], dtype, &device);
         let gates = |x: &[f64]| upload(x, [BATCH, TOKENS, HEADS], dtype, &device);
-        Mesa {
+        MesaInputs {
             q: rows(&x[0], K),
             k: rows(&x[1], K),
             v: rows(&x[2], V),
@@ -718,8 +721,8 @@ mod mesa {
     }
 
     /// The layer over a sequence that is cut after 7 tokens: outputs, and the last state.
-    fn in_two<B: LinearAttentionBackend>(x: &Mesa<B>) -> (Tensor<B, 4>, Tensor<B, 4>) {
-        let part = |from, tokens| Mesa {
+    fn in_two<B: LinearAttentionBackend>(x: &MesaInputs<B>) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let part = |from, tokens| MesaInputs {
             q: x.q.clone().narrow(1, from, tokens),
             k: x.k.clone().narrow(1, from, tokens),
             v: x.v.clone().narrow(1, from, tokens),
@@ -789,7 +792,7 @@ mod mesa {
     }
 
     /// A number that depends on all outputs and the last state.
-    fn loss<B: LinearAttentionBackend>(x: &Mesa<B>) -> Tensor<B, 1> {
+    fn loss<B: LinearAttentionBackend>(x: &MesaInputs<B>) -> Tensor<B, 1> {
         let weigh = |x: Tensor<B, 4>, name| {
             let mut rng = Rng::named(12, name);
             let count = x.shape().num_elements();
@@ -806,7 +809,7 @@ mod mesa {
         let _alone = alone();
         let values = values();
         let x = inputs::<Autodiff<Flex>>(&values, DType::F64);
-        let x = Mesa {
+        let x = MesaInputs {
             q: x.q.require_grad(),
             k: x.k.require_grad(),
             v: x.v.require_grad(),
@@ -841,10 +844,10 @@ mod mesa {
     #[test]
     fn what_does_not_fit_is_refused_by_name() {
         let good = || inputs::<Flex>(&values(), DType::F32);
-        let said = |x: Mesa<Flex>| ops::mesa(x, None).unwrap_err().to_string();
-        let few = Mesa { lambda: good().lambda.narrow(1, 0, 3), ..good() };
+        let said = |x: MesaInputs<Flex>| ops::mesa(x, None).unwrap_err().to_string();
+        let few = MesaInputs { lambda: good().lambda.narrow(1, 0, 3), ..good() };
         assert!(said(few).contains("`lambda` is [2, 3]"));
-        let short = Mesa { beta: good().beta.narrow(1, 0, 3), ..good() };
+        let short = MesaInputs { beta: good().beta.narrow(1, 0, 3), ..good() };
         assert!(said(short).contains("`beta` is [2, 3, 2]"));
         let many = ops::mesa_step(good(), None).unwrap_err().to_string();
         assert!(many.contains("one token, got 19"), "{many}");

@@ -1,7 +1,8 @@
 //! The operations as layers call them: a single token by the recurrence, several by chunks.
 
 use crate::ops::{
-    self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, Mesa, OpResult,
+    self, DeltaRuleInputs, LinearAttentionBackend, LinearAttentionInputs, LowRankInputs,
+    MesaInputs, OpResult,
 };
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -10,7 +11,7 @@ type Outputs<B> = (Tensor<B, 4>, Tensor<B, 4>);
 
 /// [`ops::linear_attention`], or its step.
 pub(crate) fn linear_attention<B: LinearAttentionBackend>(
-    x: LinearAttention<B>,
+    x: LinearAttentionInputs<B>,
     memory: Option<Tensor<B, 4>>,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
@@ -21,7 +22,7 @@ pub(crate) fn linear_attention<B: LinearAttentionBackend>(
 
 /// [`ops::delta_rule`], or its step.
 pub(crate) fn delta_rule<B: LinearAttentionBackend>(
-    x: DeltaRule<B>,
+    x: DeltaRuleInputs<B>,
     memory: Option<Tensor<B, 4>>,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
@@ -32,7 +33,7 @@ pub(crate) fn delta_rule<B: LinearAttentionBackend>(
 
 /// [`ops::low_rank`], or its step.
 pub(crate) fn low_rank<B: LinearAttentionBackend>(
-    x: LowRank<B>,
+    x: LowRankInputs<B>,
     memory: Option<Tensor<B, 4>>,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
@@ -43,7 +44,7 @@ pub(crate) fn low_rank<B: LinearAttentionBackend>(
 
 /// [`ops::mesa`], or its step.
 pub(crate) fn mesa<B: LinearAttentionBackend>(
-    x: Mesa<B>,
+    x: MesaInputs<B>,
     memory: Option<Tensor<B, 4>>,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {

@@ -1,74 +1,18 @@
-//! The trait of a backend, and the default that every backend gets: tensor operations.
+//! For authors of backends: the trait of a backend, whose default is tensor operations, and what its methods take
+//! and give.
 
-use super::autodiff::Pass;
-use super::fused::{
-    self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Moments, Normalization, Pack,
+pub use super::fused::{
+    Activation, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
+    LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack,
 };
-use super::mesa::{self, Normal};
-use super::recurrence::Recurrence;
-use super::reference;
-use super::scan::{self, Scan, Scanned};
+pub use super::pass::{BackwardPass, Pass};
+pub use super::recurrence::{Dims, Forward, LogDecay, Recurrence, Saved, Transition};
+pub use super::scan::{Scan, ScanField};
+
+use super::fused::{self, AdamW, AdamWStep, Clip, Moments};
+use super::{reference, scan};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-#[cfg(feature = "fusion")]
-use std::{
-    any::Any,
-    sync::{Arc, Mutex, PoisonError},
-};
-
-/// Saved tensors: those that the forward pass keeps for the backward pass. Which, and how they lie, is
-/// the backend's own affair. Empty if nothing was to be kept.
-#[derive(Debug, Clone)]
-pub struct Saved<T> {
-    /// The tensors.
-    pub tensors: Vec<T>,
-    /// Saved tensors of the backend inside a fused stream.
-    #[cfg(feature = "fusion")]
-    pub hidden: Option<Hidden>,
-}
-
-impl<T> Default for Saved<T> {
-    fn default() -> Self {
-        Self::from(vec![])
-    }
-}
-
-impl<T> From<Vec<T>> for Saved<T> {
-    fn from(tensors: Vec<T>) -> Self {
-        Self {
-            tensors,
-            #[cfg(feature = "fusion")]
-            hidden: None,
-        }
-    }
-}
-
-/// Something of a type that only the backend who kept it knows.
-#[cfg(feature = "fusion")]
-#[derive(Debug, Clone)]
-pub struct Hidden(pub(super) Arc<dyn Any + Send + Sync>);
-
-#[cfg(feature = "fusion")]
-impl Hidden {
-    /// Takes out what was put in, an `Arc<Mutex<Option<T>>>`.
-    pub(super) fn take<T: Send + 'static>(&self) -> T {
-        let slot = self.0.downcast_ref::<Mutex<Option<T>>>().expect("its own backend's");
-        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        slot.take().expect("the forward pass ran, and a backward pass runs once")
-    }
-}
-
-/// Result of a forward pass.
-#[derive(Debug, Clone)]
-pub struct Forward<T> {
-    /// Outputs, `[B, T, H, V]`.
-    pub o: T,
-    /// State after the last token, `[B, H, K, V]`.
-    pub state: T,
-    /// For the backward pass.
-    pub saved: Saved<T>,
-}
 
 /// How a backend computes the operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,6 +30,12 @@ impl core::fmt::Display for Path {
             Path::Kernels => "kernels",
         })
     }
+}
+
+/// An operation that is composed of the methods of [`LinearAttentionBackend`], with a backward pass of its own.
+pub trait Composite {
+    /// Its outputs and, where it is to `keep` what that needs, its backward pass.
+    fn run<B: LinearAttentionBackend>(self, inputs: Vec<FloatTensor<B>>, keep: bool) -> Pass<B>;
 }
 
 /// A Burn backend that can run the operations of [`ops`](super). Callers have checked shapes;
@@ -169,29 +119,18 @@ pub trait LinearAttentionBackend: Backend {
         fused::norm_in_tensor_ops::<Self>(gradients)
     }
 
-    /// The solutions of `x`, `[B, T, H, K]`. No gradient flows through them.
-    fn solve(x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
-        mesa::solve::<Self>(x)
-    }
-
-    /// `found`, which solves the equations whose residuals are `x.rows`. Its gradient flows to
-    /// those residuals alone, and there it is the solution of `x` with the gradient for right-hand
-    /// sides.
-    fn implicit(found: FloatTensor<Self>, _x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
-        found
-    }
-
     /// Every h of a linear recurrence of vectors, `[B, T, C]`.
     fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
         scan::forward::<Self>(x)
     }
 
-    /// Gradients of all three inputs of the scan, from that of its output.
-    fn linear_scan_backward(
-        x: Scanned<FloatTensor<Self>>,
-        d_h: FloatTensor<Self>,
-    ) -> Scan<FloatTensor<Self>> {
-        scan::backward::<Self>(x, d_h)
+    /// Outputs of an operation that is composed of the methods above. A backend that differentiates makes it a node of
+    /// its graph; no other has a reason to write this method.
+    fn composite(
+        operation: impl Composite,
+        inputs: Vec<FloatTensor<Self>>,
+    ) -> Vec<FloatTensor<Self>> {
+        operation.run::<Self>(inputs, false).outputs
     }
 
     /// The way taken on this device.

@@ -3,10 +3,10 @@
 //! Bodies stay off the stream on purpose: it promises shapes and types before it computes anything,
 //! and the kernels, or tensor operations that are not fused, are what the tests hold to the truth.
 
-use super::autodiff::Pass;
-use super::backend::{Forward, Hidden, LinearAttentionBackend, Path, Saved};
+use super::backend::{LinearAttentionBackend, Path};
 use super::fused::{self, LinearLayer};
-use super::recurrence::Recurrence;
+use super::pass::Pass;
+use super::recurrence::{Forward, Hidden, Recurrence, Saved};
 use burn::tensor::{DType, Shape, TensorMetadata, ops::FloatTensor};
 use burn_fusion::{
     Fusion, FusionBackend, FusionRuntime, FusionTensor,

@@ -14,10 +14,11 @@
 //! Devices work sequences off in chunks, so that nearly all arithmetic is matrix products. State, gates and sums are
 //! f32 whatever the inputs are (f64 for f64 inputs).
 //!
-//! Where the state is a vector and each channel goes by itself there is [`linear_scan`].
+//! Where the state is a vector and each channel goes by itself there is [`linear_scan`]. What only authors of
+//! backends need is in [`backend`].
 
 mod autodiff;
-mod backend;
+pub mod backend;
 #[cfg(feature = "cpu")]
 mod cpu;
 #[cfg(feature = "cubecl")]
@@ -28,31 +29,29 @@ mod fused;
 mod fusion;
 mod long_convolution;
 mod mesa;
+mod pass;
 mod recurrence;
 mod reference;
 mod scan;
 mod tensors;
 
-pub use autodiff::{BackwardPass, Pass};
-pub use backend::{Forward, LinearAttentionBackend, Path, Saved};
+pub use backend::{LinearAttentionBackend, Path};
 pub use error::OpError;
-pub use fused::{
-    Activation, AdamW, AdamWStep, Clip, Column, ColumnKind, ConvSplit, Embedding, GatedProduct,
-    HeadNorm, LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Moments, Normalization, Pack,
-    adamw_step, global_norm,
-};
 pub(crate) use fused::{
+    Activation, Column, ColumnKind, ConvSplit, HeadNorm, LinearLayer, MOST_PACKED, Measure,
     add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy,
     next_conv_state, pack, rms_normalize, select_rows, standardize,
 };
+pub use fused::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
 pub use long_convolution::long_convolution;
 pub(crate) use long_convolution::tap_matrices;
-pub use mesa::{Mesa, Normal, mesa, mesa_step};
-pub use recurrence::{Dims, LogDecay, Read, Recurrence, Transition};
+pub use mesa::{MesaInputs, mesa, mesa_step};
+pub use recurrence::Read;
 pub(crate) use reference::solve_unit_lower;
-pub use scan::{Complex, Scan, ScanField, Scanned, complex_scan, linear_scan, linear_scan_step};
+pub use scan::{Complex, complex_scan, linear_scan, linear_scan_step};
 
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
+use recurrence::{Forward, LogDecay, Recurrence, Transition};
 pub(crate) use tensors::{accumulator, typed};
 use tensors::{primitive, tensor};
 
@@ -91,7 +90,7 @@ impl<B: Backend> Decay<B> {
 
 /// Inputs of [`linear_attention`].
 #[derive(Debug, Clone)]
-pub struct LinearAttention<B: Backend> {
+pub struct LinearAttentionInputs<B: Backend> {
     /// Queries, `[B, T, Hk, K]`, already scaled (by K^-1/2 as a rule).
     pub q: Tensor<B, 4>,
     /// Keys, `[B, T, Hk, K]`. Value head j reads key head j / (H / Hk).
@@ -104,7 +103,7 @@ pub struct LinearAttention<B: Backend> {
     pub read: Read,
 }
 
-impl<B: Backend> LinearAttention<B> {
+impl<B: Backend> LinearAttentionInputs<B> {
     /// Without decay, read after the write.
     pub fn new(q: Tensor<B, 4>, k: Tensor<B, 4>, v: Tensor<B, 4>) -> Self {
         Self { q, k, v, g: None, read: Read::After }
@@ -126,7 +125,7 @@ impl<B: Backend> LinearAttention<B> {
 /// Inputs of [`delta_rule`]. Named, because `beta` and a scalar decay have one shape: swapped, they
 /// would run and be wrong.
 #[derive(Debug, Clone)]
-pub struct DeltaRule<B: Backend> {
+pub struct DeltaRuleInputs<B: Backend> {
     /// Queries, `[B, T, Hk, K]`, already scaled (by K^-1/2 as a rule).
     pub q: Tensor<B, 4>,
     /// Keys, `[B, T, Hk, K]`, of length 1: longer rows can make the state grow without end.
@@ -143,7 +142,7 @@ pub struct DeltaRule<B: Backend> {
     pub read: Read,
 }
 
-impl<B: Backend> DeltaRule<B> {
+impl<B: Backend> DeltaRuleInputs<B> {
     /// Without decay, erasing with the keys.
     pub fn new(q: Tensor<B, 4>, k: Tensor<B, 4>, v: Tensor<B, 4>, beta: Tensor<B, 3>) -> Self {
         Self { q, k, v, beta, erase: None, g: None, read: Read::After }
@@ -165,7 +164,7 @@ impl<B: Backend> DeltaRule<B> {
 
 /// Inputs of [`low_rank`].
 #[derive(Debug, Clone)]
-pub struct LowRank<B: Backend> {
+pub struct LowRankInputs<B: Backend> {
     /// Queries, `[B, T, Hk, K]`, already scaled.
     pub q: Tensor<B, 4>,
     /// Keys, `[B, T, Hk, K]`.
@@ -180,7 +179,7 @@ pub struct LowRank<B: Backend> {
     pub g: Option<Decay<B>>,
 }
 
-impl<B: Backend> LowRank<B> {
+impl<B: Backend> LowRankInputs<B> {
     fn recurrence(self, state: Option<Tensor<B, 4>>) -> Recurrence<FloatTensor<B>> {
         let Self { q, k, v, a, b, g } = self;
         let transition = Transition::LowRank { a: primitive(a), b: primitive(b) };
@@ -208,7 +207,7 @@ fn recurrence<B: Backend>(
 /// # Source
 /// Katharopoulos et al., arXiv 2006.16236; the scalar decay as in Mamba-2, arXiv 2405.21060.
 pub fn linear_attention<B: LinearAttentionBackend>(
-    x: LinearAttention<B>,
+    x: LinearAttentionInputs<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
     chunked("linear_attention", x.recurrence(state))
@@ -222,7 +221,7 @@ pub fn linear_attention<B: LinearAttentionBackend>(
 /// # Source
 /// Chunks as in DeltaNet, arXiv 2406.06484, with the decay of Gated DeltaNet, arXiv 2412.06464.
 pub fn delta_rule<B: LinearAttentionBackend>(
-    x: DeltaRule<B>,
+    x: DeltaRuleInputs<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
     chunked("delta_rule", x.recurrence(state))
@@ -237,7 +236,7 @@ pub fn delta_rule<B: LinearAttentionBackend>(
 /// # Source
 /// RWKV-7, arXiv 2503.14456.
 pub fn low_rank<B: LinearAttentionBackend>(
-    x: LowRank<B>,
+    x: LowRankInputs<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
     chunked("low_rank", x.recurrence(state))
@@ -249,7 +248,7 @@ pub fn low_rank<B: LinearAttentionBackend>(
 /// # Errors
 /// As [`low_rank`], and [`OpError::Step`] if T is not 1.
 pub fn low_rank_step<B: LinearAttentionBackend>(
-    x: LowRank<B>,
+    x: LowRankInputs<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
     step("low_rank_step", x.recurrence(state))
@@ -261,7 +260,7 @@ pub fn low_rank_step<B: LinearAttentionBackend>(
 /// # Errors
 /// As [`linear_attention`], and [`OpError::Step`] if T is not 1.
 pub fn linear_attention_step<B: LinearAttentionBackend>(
-    x: LinearAttention<B>,
+    x: LinearAttentionInputs<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
     step("linear_attention_step", x.recurrence(state))
@@ -273,7 +272,7 @@ pub fn linear_attention_step<B: LinearAttentionBackend>(
 /// # Errors
 /// As [`delta_rule`], and [`OpError::Step`] if T is not 1.
 pub fn delta_rule_step<B: LinearAttentionBackend>(
-    x: DeltaRule<B>,
+    x: DeltaRuleInputs<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
     step("delta_rule_step", x.recurrence(state))

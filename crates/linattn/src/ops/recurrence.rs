@@ -1,7 +1,12 @@
-//! A recurrence with a matrix for a state, as backends get it: which one it is, and its tensors.
+//! A recurrence with a matrix for a state, as backends get it: which one it is, its tensors, and its results.
 
-use super::OpError;
+use super::error::OpError;
 use burn::tensor::{Shape, TensorMetadata};
+#[cfg(feature = "fusion")]
+use std::{
+    any::Any,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 /// Which memory is read: the one after this token's decay, or the one before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -276,6 +281,59 @@ impl<T: TensorMetadata> Recurrence<T> {
             None => Ok(()),
         }
     }
+}
+
+/// Saved tensors: those that the forward pass keeps for the backward pass. Which, and how they lie, is
+/// the backend's own affair. Empty if nothing was to be kept.
+#[derive(Debug, Clone)]
+pub struct Saved<T> {
+    /// The tensors.
+    pub tensors: Vec<T>,
+    /// Saved tensors of the backend inside a fused stream.
+    #[cfg(feature = "fusion")]
+    pub hidden: Option<Hidden>,
+}
+
+impl<T> Default for Saved<T> {
+    fn default() -> Self {
+        Self::from(vec![])
+    }
+}
+
+impl<T> From<Vec<T>> for Saved<T> {
+    fn from(tensors: Vec<T>) -> Self {
+        Self {
+            tensors,
+            #[cfg(feature = "fusion")]
+            hidden: None,
+        }
+    }
+}
+
+/// Something of a type that only the backend who kept it knows.
+#[cfg(feature = "fusion")]
+#[derive(Debug, Clone)]
+pub struct Hidden(pub(super) Arc<dyn Any + Send + Sync>);
+
+#[cfg(feature = "fusion")]
+impl Hidden {
+    /// Takes out what was put in, an `Arc<Mutex<Option<T>>>`.
+    pub(super) fn take<T: Send + 'static>(&self) -> T {
+        let slot = self.0.downcast_ref::<Mutex<Option<T>>>().expect("its own backend's");
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        slot.take().expect("the forward pass ran, and a backward pass runs once")
+    }
+}
+
+/// Result of a forward pass.
+#[derive(Debug, Clone)]
+pub struct Forward<T> {
+    /// Outputs, `[B, T, H, V]`.
+    pub o: T,
+    /// State after the last token, `[B, H, K, V]`.
+    pub state: T,
+    /// For the backward pass.
+    pub saved: Saved<T>,
 }
 
 #[cfg(test)]

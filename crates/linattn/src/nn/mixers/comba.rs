@@ -20,7 +20,7 @@ use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{Decay, DeltaRule, LinearAttentionBackend, Read, typed};
+use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend, Read, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
@@ -181,11 +181,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Comba<B> {
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let (q, k, erase) = self.correct(q, k);
         let erase = erase.map(|erase| share_heads(erase, self.heads));
-        let inputs = DeltaRule {
+        let inputs = DeltaRuleInputs {
             erase,
             g: Some(Decay::Scalar(g)),
             read: Read::Before,
-            ..DeltaRule::new(q * scale, k, v, beta)
+            ..DeltaRuleInputs::new(q * scale, k, v, beta)
         };
         let (o, memory) = delta_rule(inputs, past.memory.take());
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, gate);

@@ -176,7 +176,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         let last = self.columns.dims()[1] - 1;
         let kept = self.columns.cumsum(1);
         let v = self.v * kept.clone().neg().exp();
-        let inputs = ops::LinearAttention::new(self.q, self.k, v).with_decay(self.rows);
+        let inputs = ops::LinearAttentionInputs::new(self.q, self.k, v).with_decay(self.rows);
         let (o, memory) = linear_attention(inputs, memory);
         let kept = kept.exp();
         // [B, 1, H, V] to [B, H, 1, V].

@@ -19,7 +19,7 @@ use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{Decay, DeltaRule, LinearAttentionBackend};
+use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -215,7 +215,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
         let beta = Projection::beta(&self.b_proj, self.beta_scale);
         let (Qkv { q, k, v }, [beta], [g, gate]) =
             self.qkv().project_some(&x, [beta], [self.decay(), self.gate()], &mut past.tails);
-        let inputs = DeltaRule { g: g.map(Decay::Scalar), ..DeltaRule::new(q, k, v, beta) };
+        let inputs =
+            DeltaRuleInputs { g: g.map(Decay::Scalar), ..DeltaRuleInputs::new(q, k, v, beta) };
         let (o, memory) = delta_rule(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))

@@ -17,7 +17,7 @@ use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{Decay, DeltaRule, LinearAttentionBackend};
+use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -162,7 +162,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaProduct<B> {
         let (k, v) = (self.each_step(k), self.each_step(v));
         let beta = self.each_step(beta.unsqueeze_dim(3)).squeeze_dim(3);
         let g = g.map(|g| Decay::Scalar(self.pad(g.unsqueeze_dim(3), false).squeeze_dim(3)));
-        let inputs = DeltaRule { g, ..DeltaRule::new(self.pad(q, true), k, v, beta) };
+        let inputs = DeltaRuleInputs { g, ..DeltaRuleInputs::new(self.pad(q, true), k, v, beta) };
         let memory = past.memory.take();
         let (o, memory) = match tokens {
             1 => one_after_another(inputs, memory),
@@ -217,7 +217,7 @@ impl<B: LinearAttentionBackend> DeltaProduct<B> {
 
 /// The steps of one token, each by the recurrence.
 fn one_after_another<B: LinearAttentionBackend>(
-    x: DeltaRule<B>,
+    x: DeltaRuleInputs<B>,
     mut state: Option<Tensor<B, 4>>,
 ) -> (Tensor<B, 4>, Tensor<B, 4>) {
     let mut outputs = vec![];
@@ -228,7 +228,8 @@ fn one_after_another<B: LinearAttentionBackend>(
             Decay::Vector(g) => Decay::Vector(at(g)),
         });
         let beta = x.beta.clone().narrow(1, j, 1);
-        let step = DeltaRule { g, ..DeltaRule::new(at(&x.q), at(&x.k), at(&x.v), beta) };
+        let step =
+            DeltaRuleInputs { g, ..DeltaRuleInputs::new(at(&x.q), at(&x.k), at(&x.v), beta) };
         let (o, next) = delta_rule(step, state);
         outputs.push(o);
         state = Some(next);

@@ -20,7 +20,7 @@ use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, Activation, Decay, DeltaRule, LinearAttentionBackend};
+use crate::ops::{self, Activation, Decay, DeltaRuleInputs, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -166,10 +166,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedDeltaNet2<B> {
         let g = LogDecay::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
         // Erasing and writing have their gates already: all of the rest is corrected.
         let beta = Tensor::ones([batch, tokens, self.heads], (&x.device(), g.dtype()));
-        let inputs = DeltaRule {
+        let inputs = DeltaRuleInputs {
             erase: Some(erase),
             g: Some(Decay::Vector(share_heads(g, self.heads))),
-            ..DeltaRule::new(q, k, gated(v, write), beta)
+            ..DeltaRuleInputs::new(q, k, gated(v, write), beta)
         };
         let (o, memory) = delta_rule(inputs, past.memory.take());
         let gate = self.g_proj[1].forward(gate);

@@ -154,7 +154,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedRetention<B> {
         let (q, k) = (rotated(q), rotated(k));
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_gate(g, self.gate_normalizer);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let o = merge_heads(rms_normalize(o, self.norm_eps));
         let y = self.o_proj.forward(ops::gate(o, gate, Activation::Silu));

@@ -167,7 +167,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
         let g = split_heads(log_gate(a, self.gate_normalizer), self.heads);
         // Both halves of a complex number decay alike.
         let g = Tensor::cat(vec![g.clone(), g], 3);
-        let inputs = ops::LinearAttention::new(turn.back(q * scale), turn.back(k), v).with_decay(g);
+        let inputs =
+            ops::LinearAttentionInputs::new(turn.back(q * scale), turn.back(k), v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))

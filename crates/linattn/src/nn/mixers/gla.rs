@@ -160,7 +160,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gla<B> {
             self.qkv().project_some(&x, [Projection::plain(narrow)], [gate], &mut past.tails);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = split_heads(log_gate(widen.forward(g), self.gate_normalizer), self.heads);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.g_norm_swish_gate, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))

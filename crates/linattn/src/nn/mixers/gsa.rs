@@ -210,13 +210,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
         let [rows, key_width] = [g.dims()[2], k.dims()[3]];
         let keys = keys.map(|keys| keys.reshape([batch, rows, key_width, 1]));
         let slots = written.clone().unsqueeze_dim::<4>(3);
-        let inputs = ops::LinearAttention::new(q, k, slots).with_decay(g.clone());
+        let inputs = ops::LinearAttentionInputs::new(q, k, slots).with_decay(g.clone());
         let (scores, keys) = linear_attention(inputs, keys);
         let scores = scores.reshape([batch, tokens, self.heads, rows / self.heads]);
         let shares = typed(softmax(accumulator(scores), 3), dtype);
 
         let (g, written) = (split_heads(g, self.heads), split_heads(written, self.heads));
-        let inputs = ops::LinearAttention::new(shares, written, v).with_decay(g);
+        let inputs = ops::LinearAttentionInputs::new(shares, written, v).with_decay(g);
         let (o, values) = linear_attention(inputs, values);
         let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(silu(o)), None));
         let keys = keys.reshape([batch, self.heads, rows / self.heads, key_width]);

@@ -181,7 +181,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hgrn2<B> {
         let (g, k) = self.forget(merge_heads(f));
         let (g, k) = (split_heads(g, self.heads), split_heads(k, self.heads));
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(o), None));
         (y, past.then(memory, tokens))

@@ -17,7 +17,7 @@ use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{Decay, DeltaRule, LinearAttentionBackend};
+use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -155,7 +155,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Kda<B> {
         let (Qkv { q, k, v }, [beta, f, gate]) =
             self.qkv().project(&x, [beta, f, gate], &mut past.tails);
         let g = LogDecay::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
-        let inputs = DeltaRule::new(q, k, v, beta).with_decay(Decay::Vector(g));
+        let inputs = DeltaRuleInputs::new(q, k, v, beta).with_decay(Decay::Vector(g));
         let (o, memory) = delta_rule(inputs, past.memory.take());
         let gate = self.g_proj[1].forward(gate);
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, Some(gate));

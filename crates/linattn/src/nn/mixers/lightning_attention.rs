@@ -139,7 +139,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LightningAttention<B> {
         let width = qkv.dims()[3] / 3;
         let part = |i: usize| qkv.clone().narrow(3, i * width, width);
         let g = self.log_decay(&x).expand([batch, tokens, self.heads]);
-        let inputs = ops::LinearAttention::new(part(0), part(1), part(2)).with_decay(g);
+        let inputs = ops::LinearAttentionInputs::new(part(0), part(1), part(2)).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let gate = (Activation::Sigmoid, gate);
         let y = self.out_proj.forward(rms_norm(&self.norm, merge_heads(o), Some(gate)));

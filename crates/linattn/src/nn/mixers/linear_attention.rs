@@ -238,7 +238,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
             Some(_) => (q, Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3)),
             None => (q * width.powf(-0.5), v),
         };
-        let inputs = ops::LinearAttention::new(q, k, v);
+        let inputs = ops::LinearAttentionInputs::new(q, k, v);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let o = match self.denominator_eps {
             Some(epsilon) => {

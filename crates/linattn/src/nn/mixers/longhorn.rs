@@ -18,7 +18,7 @@ use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, sha
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{DeltaRule, LinearAttentionBackend, accumulator};
+use crate::ops::{DeltaRuleInputs, LinearAttentionBackend, accumulator};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -142,7 +142,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Longhorn<B> {
             self.qkv().project_some(&x, [beta], [gate], &mut past.tails);
         let length = share_heads(accumulator(k.clone()).square().sum_dim(3), self.heads);
         let eps = beta.clone() / (beta * length.squeeze_dim::<3>(3) + 1.0);
-        let inputs = DeltaRule::new(q, k, v, eps);
+        let inputs = DeltaRuleInputs::new(q, k, v, eps);
         let (o, memory) = delta_rule(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))

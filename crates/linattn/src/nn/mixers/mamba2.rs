@@ -226,7 +226,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
         let (dtype, x) = (x.dtype(), split_heads(x, self.heads));
         let v = x.clone() * typed(step.clone(), dtype).unsqueeze_dim(3);
         let g: Tensor<B, 3> = step * self.a_log.val().exp().neg().unsqueeze();
-        let inputs = ops::LinearAttention::new(q, k, v).with_decay(g);
+        let inputs = ops::LinearAttentionInputs::new(q, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let skip = x * typed(self.d.val(), dtype).reshape([1, 1, self.heads, 1]);
         let y = self.normalize(ops::gate(merge_heads(o + skip), z, Activation::Silu));

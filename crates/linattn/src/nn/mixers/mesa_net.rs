@@ -28,7 +28,7 @@ use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::mesa;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{Activation, LinearAttentionBackend, Mesa, accumulator, typed};
+use crate::ops::{Activation, LinearAttentionBackend, MesaInputs, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -183,7 +183,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MesaNet<B> {
         // The equations are solved in f32 at least.
         let [q, k, v] = [q, k, v].map(accumulator);
         let zeros = || Tensor::zeros([batch, tokens, self.heads], (&x.device(), q.dtype()));
-        let inputs = Mesa {
+        let inputs = MesaInputs {
             beta: beta.unwrap_or_else(|| zeros() + 1.0),
             g: g.map_or_else(zeros, |g| log_gate(g, 1.0)),
             q,

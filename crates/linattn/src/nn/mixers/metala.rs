@@ -159,7 +159,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
             typed(sigmoid(share * accumulator(v.clone())), dtype)
         });
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let inputs = ops::LinearAttention::new(q * scale, typed(k, dtype), v).with_decay(g);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, typed(k, dtype), v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let o = match own {
             Some(own) => o + own,

@@ -268,7 +268,7 @@ impl<B: LinearAttentionBackend> Asked<B> {
         let k = k * typed(write, dtype).unsqueeze_dim::<4>(3);
         // n is one more column of the memory, written with a value of 1.
         let v = Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(keep);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(keep);
         let (o, memory) = linear_attention(inputs, memory);
         let o = accumulator(o);
         let written = o.clone().narrow(3, value_width, 1).abs();

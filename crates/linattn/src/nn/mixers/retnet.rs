@@ -159,7 +159,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RetNet<B> {
         let (q, k) = (rotated(q), rotated(k));
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_decay(&x, self.heads).expand([batch, tokens, self.heads]);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.g_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))

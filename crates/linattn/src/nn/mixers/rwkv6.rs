@@ -241,9 +241,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
 
         let u = typed(self.bonus.val(), r.dtype()).unsqueeze::<4>(); // [1, 1, H, K]
         let own = (r.clone() * k.clone() * u).sum_dim(3) * v.clone();
-        let inputs = ops::LinearAttention {
+        let inputs = ops::LinearAttentionInputs {
             read: Read::Before,
-            ..ops::LinearAttention::new(r, k, v).with_decay(g)
+            ..ops::LinearAttentionInputs::new(r, k, v).with_decay(g)
         };
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = ops::gate(self.normalize(merge_heads(o + own)), gate, Activation::Silu);

@@ -23,7 +23,7 @@ use crate::nn::layers::{
 };
 use crate::nn::recurrence::low_rank;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{Decay, LinearAttentionBackend, LowRank, accumulator, typed};
+use crate::ops::{Decay, LinearAttentionBackend, LowRankInputs, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig};
 use burn::tensor::activation::sigmoid;
@@ -339,7 +339,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
         let slower: Tensor<B, 3> = (rate.clone() - 1.0) * row(&self.k_a);
         let k = split(k * (slower + 1.0));
 
-        let inputs = LowRank {
+        let inputs = LowRankInputs {
             q: r.clone(),
             k: k.clone(),
             v: v.clone(),

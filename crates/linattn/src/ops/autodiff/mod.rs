@@ -2,18 +2,15 @@
 
 mod node;
 
-pub use node::{BackwardPass, Pass};
-
-use super::backend::{Forward, LinearAttentionBackend, Path, Saved};
+use super::backend::{Composite, LinearAttentionBackend, Path};
 use super::fused::{
     ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
 };
-use super::mesa::{self, Normal};
-use super::recurrence::Recurrence;
+use super::pass::{BackwardPass, Pass};
+use super::recurrence::{Forward, Recurrence, Saved};
 use super::reference;
-use super::scan::{self, Scan};
 use burn::backend::autodiff::{Autodiff, checkpoint::strategy::CheckpointStrategy};
-use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use node::node;
 
@@ -123,16 +120,12 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         })
     }
 
-    fn solve(x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
-        <Self as AutodiffBackend>::from_inner(B::solve(mesa::inner::<B, C>(x)))
-    }
-
-    fn implicit(found: FloatTensor<Self>, x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
-        mesa::track::<B, C>(found, x)
-    }
-
-    fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
-        scan::track::<B, C>(x)
+    fn composite(
+        operation: impl Composite,
+        inputs: Vec<FloatTensor<Self>>,
+    ) -> Vec<FloatTensor<Self>> {
+        let made = node::<B, C>(inputs, |tensors, keep| Some(operation.run::<B>(tensors, keep)));
+        made.expect("no composite operation refuses")
     }
 
     fn path(device: &Self::Device) -> Path {

@@ -2,8 +2,7 @@
 
 use super::recurrence::{self, Given, Outputs};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
-use crate::ops::backend::{Forward, Saved};
-use crate::ops::recurrence::Recurrence;
+use crate::ops::recurrence::{Forward, Recurrence, Saved};
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::FlexTensor;
 

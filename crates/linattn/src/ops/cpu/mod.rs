@@ -23,13 +23,15 @@ mod tensors;
 #[cfg(test)]
 mod tests;
 
-use super::backend::{Forward, LinearAttentionBackend, Saved};
-use super::recurrence::Recurrence;
-use super::scan::{self, Scan};
-use super::{
-    AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
-    Moments, Normalization, Pack, Pass, fused, reference,
+use super::backend::LinearAttentionBackend;
+use super::fused::{
+    self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
+    LinearLayer, Moments, Normalization, Pack,
 };
+use super::pass::Pass;
+use super::recurrence::{Forward, Recurrence, Saved};
+use super::reference;
+use super::scan::{self, Scan};
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexTensor};
 

@@ -1,9 +1,9 @@
 //! Every operation of this folder against the same one in tensor operations, in f64.
 
-use super::super::autodiff::Pass;
-use super::super::backend::{Forward, LinearAttentionBackend};
+use super::super::backend::LinearAttentionBackend;
 use super::super::fused::*;
-use super::super::recurrence::{LogDecay, Read, Recurrence, Transition};
+use super::super::pass::Pass;
+use super::super::recurrence::{Forward, LogDecay, Read, Recurrence, Transition};
 use burn::backend::autodiff::Autodiff;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps, ModuleOps};
 use burn::tensor::{

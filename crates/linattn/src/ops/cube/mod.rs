@@ -7,13 +7,13 @@ mod linear;
 mod optimizer;
 mod rows;
 
-use super::autodiff::Pass;
-use super::backend::{Forward, LinearAttentionBackend, Path, Saved};
+use super::backend::{LinearAttentionBackend, Path};
 use super::fused::{
     AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
     Moments, Normalization, Pack, norm_in_tensor_ops, step_in_tensor_ops,
 };
-use super::recurrence::{Dims, LogDecay, Read, Recurrence, Transition};
+use super::pass::Pass;
+use super::recurrence::{Dims, Forward, LogDecay, Read, Recurrence, Saved, Transition};
 use super::reference;
 use super::tensors::{primitive, tensor};
 use burn::tensor::ops::{FloatTensor, IntTensor};

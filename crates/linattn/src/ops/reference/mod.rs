@@ -40,8 +40,7 @@ mod vector_decay;
 pub(in crate::ops) use step::step;
 pub(crate) use triangular::solve_unit_lower;
 
-use crate::ops::backend::{Forward, Saved};
-use crate::ops::recurrence::{LogDecay, Read, Recurrence, Transition};
+use crate::ops::recurrence::{Forward, LogDecay, Read, Recurrence, Saved, Transition};
 use crate::ops::tensors::{accumulator, primitive, tensor};
 use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 use decay::{Decay, Exponents};
@@ -64,7 +63,7 @@ fn chunk_of<T: TensorMetadata>(x: &Recurrence<T>) -> usize {
     chunk.min(dims.tokens.next_power_of_two())
 }
 
-/// [`LinearAttentionBackend::chunkwise`](super::LinearAttentionBackend::chunkwise) in tensor operations.
+/// [`LinearAttentionBackend::chunkwise`](crate::ops::LinearAttentionBackend::chunkwise) in tensor operations.
 pub(in crate::ops) fn forward<B: Backend>(
     x: Recurrence<FloatTensor<B>>,
     keep: bool,
@@ -73,7 +72,7 @@ pub(in crate::ops) fn forward<B: Backend>(
     forward_by::<B>(x, chunk, keep)
 }
 
-/// [`LinearAttentionBackend::chunkwise_backward`](super::LinearAttentionBackend::chunkwise_backward) in tensor
+/// [`LinearAttentionBackend::chunkwise_backward`](crate::ops::LinearAttentionBackend::chunkwise_backward) in tensor
 /// operations.
 pub(in crate::ops) fn backward<B: Backend>(
     x: Recurrence<FloatTensor<B>>,

@@ -115,7 +115,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LearntDecay<B> {
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_sigmoid(self.decay.val()).reshape([1, 1, self.heads]);
         let g = g.expand([batch, tokens, self.heads]);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, None);
         (y, past.then(memory, tokens))
