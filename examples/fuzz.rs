@@ -3,7 +3,7 @@
 //! `cargo run --release --example fuzz --features cuda -- --device cuda --cases 10000 --seed 1`
 //!
 //! A case is a function of its own seed: the family, its gates, corrections and reads, sizes, the type of
-//! q, k and v, the chunk, and how the sequence is run: whole with every gradient, in pieces that hand the
+//! q, k and v, and how the sequence is run: whole with every gradient, in pieces that hand the
 //! state over, or token by token. Widths of keys and values come from [`WIDTHS`], since a GPU compiles a
 //! pair of widths for seconds; `--widths` names others, `--free-widths` draws them all. An error is RMS over
 //! the RMS of the truth.
@@ -207,7 +207,6 @@ struct Case {
     seed: u64,
     dims: Dims,
     recipe: Recipe,
-    chunk: usize,
     dtype: DType,
     form: Form,
 }
@@ -276,7 +275,6 @@ impl Case {
             seed,
             dims: Dims { batch, tokens, key_heads, heads, key_width, value_width },
             recipe: recipe(&mut draw),
-            chunk: draw.of(ops::CHUNKS),
             dtype: draw.of(dtypes),
             form: form(&mut draw, tokens),
         }
@@ -317,9 +315,7 @@ impl Case {
             Form::Whole { outputs, state } => {
                 self.differentiate::<B>(device, &x, (*outputs, *state))
             }
-            Form::Cut(ends) => {
-                self.pieces::<B::InnerBackend>(device, &x, ends, |call| call.run(self.chunk))
-            }
+            Form::Cut(ends) => self.pieces::<B::InnerBackend>(device, &x, ends, Call::run),
             Form::Steps => {
                 let ends: Vec<usize> = (1..=self.dims.tokens).collect();
                 self.pieces::<B::InnerBackend>(device, &x, &ends, Call::step)
@@ -368,7 +364,7 @@ impl Case {
         let want = backward(x, &d_o, &d_state);
 
         let call = Call::<B>::new(x, self.dtypes(), device).require_grad();
-        let (o, state) = call.clone().run(self.chunk).map_err(|e| e.to_string())?;
+        let (o, state) = call.clone().run().map_err(|e| e.to_string())?;
         let weigh = |y: &Tensor<B, 4>, d: &[f64]| {
             let d = upload::<B, 4>(d, y.dims(), DType::F32, device);
             (y.clone().cast(DType::F32) * d).sum()
@@ -379,8 +375,8 @@ impl Case {
             _ => weigh(&o, &d_o) + weigh(&state, &d_state),
         };
         let found = loss.backward();
-        let rows = if call.beta.is_some() { want.erase } else { want.a };
-        let (scalar, vector) = match call.g {
+        let [erase, a, b] = call.rows();
+        let (scalar, vector) = match call.g.clone() {
             Some(ops::Decay::Scalar(g)) => (Some(g), None),
             Some(ops::Decay::Vector(g)) => (None, Some(g)),
             None => (None, None),
@@ -389,11 +385,12 @@ impl Case {
             gradient("dq", Some(want.q), Some(&call.q), &found),
             gradient("dk", Some(want.k), Some(&call.k), &found),
             gradient("dv", Some(want.v), Some(&call.v), &found),
-            gradient("da", rows, call.a.as_ref(), &found),
-            gradient("db", want.b, call.b.as_ref(), &found),
+            gradient("derase", want.erase, erase, &found),
+            gradient("da", want.a, a, &found),
+            gradient("db", want.b, b, &found),
             gradient("dg", want.g.clone(), scalar.as_ref(), &found),
             gradient("dg", want.g, vector.as_ref(), &found),
-            gradient("dbeta", want.beta, call.beta.as_ref(), &found),
+            gradient("dbeta", want.beta, call.beta(), &found),
             gradient("dstate", Some(want.state), call.state.as_ref(), &found),
         ];
         let outputs = [

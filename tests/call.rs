@@ -2,7 +2,9 @@
 
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
-use linattn::ops::{self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, OpResult};
+use linattn::ops::{
+    self, DeltaRuleInputs, LinearAttentionBackend, LinearAttentionInputs, LowRankInputs, OpResult,
+};
 use linattn_oracle::{Decay, Dims, Inputs, Read, Transition};
 
 /// A tensor of the oracle's numbers.
@@ -27,13 +29,17 @@ pub struct Call<B: Backend> {
     pub q: Tensor<B, 4>,
     pub k: Tensor<B, 4>,
     pub v: Tensor<B, 4>,
-    /// Erase keys, or a.
-    pub a: Option<Tensor<B, 4>>,
-    pub b: Option<Tensor<B, 4>>,
     pub g: Option<ops::Decay<B>>,
-    pub beta: Option<Tensor<B, 3>>,
+    pub rule: Rule<B>,
     pub state: Option<Tensor<B, 4>>,
-    pub read: ops::Read,
+}
+
+/// The operation of a call, with the tensors that others do not have.
+#[derive(Debug, Clone)]
+pub enum Rule<B: Backend> {
+    LinearAttention { read: ops::Read },
+    Delta { beta: Tensor<B, 3>, erase: Option<Tensor<B, 4>>, read: ops::Read },
+    LowRank { a: Tensor<B, 4>, b: Tensor<B, 4> },
 }
 
 impl<B: Backend> Call<B> {
@@ -43,57 +49,75 @@ impl<B: Backend> Call<B> {
         let gates = |values: &[f64]| upload::<B, 3>(values, [batch, tokens, heads], rest, device);
         let wide = [batch, tokens, heads, key_width];
         let rows = |values: &[f64]| upload::<B, 4>(values, wide, rest, device);
-        let (a, b, beta) = match &x.transition {
-            Transition::Identity => (None, None, None),
-            Transition::Delta { beta, erase } => {
-                (erase.as_deref().map(rows), None, Some(gates(beta)))
-            }
-            Transition::LowRank { a, b } => (Some(rows(a)), Some(rows(b)), None),
-        };
         let keys = [batch, tokens, key_heads, key_width];
         let state = [batch, heads, key_width, value_width];
+        let read = match x.read {
+            Read::After => ops::Read::After,
+            Read::Before => ops::Read::Before,
+        };
         Self {
             q: upload(&x.q, keys, dtype, device),
             k: upload(&x.k, keys, dtype, device),
             v: upload(&x.v, [batch, tokens, heads, value_width], dtype, device),
-            a,
-            b,
             g: x.decay.as_ref().map(|decay| match decay {
                 Decay::Scalar(g) => gates(g).into(),
                 Decay::Vector(g) => rows(g).into(),
             }),
-            beta,
-            state: x.state.as_ref().map(|values| upload(values, state, rest, device)),
-            read: match x.read {
-                Read::After => ops::Read::After,
-                Read::Before => ops::Read::Before,
+            rule: match &x.transition {
+                Transition::Identity => Rule::LinearAttention { read },
+                Transition::Delta { beta, erase } => {
+                    Rule::Delta { beta: gates(beta), erase: erase.as_deref().map(rows), read }
+                }
+                Transition::LowRank { a, b } => Rule::LowRank { a: rows(a), b: rows(b) },
             },
+            state: x.state.as_ref().map(|values| upload(values, state, rest, device)),
+        }
+    }
+
+    /// The share of the error that a delta rule corrects.
+    pub fn beta(&self) -> Option<&Tensor<B, 3>> {
+        match &self.rule {
+            Rule::Delta { beta, .. } => Some(beta),
+            Rule::LinearAttention { .. } | Rule::LowRank { .. } => None,
+        }
+    }
+
+    /// The erase keys of a delta rule, a and b of a low rank transition.
+    pub fn rows(&self) -> [Option<&Tensor<B, 4>>; 3] {
+        match &self.rule {
+            Rule::LinearAttention { .. } => [None; 3],
+            Rule::Delta { erase, .. } => [erase.as_ref(), None, None],
+            Rule::LowRank { a, b } => [None, Some(a), Some(b)],
         }
     }
 }
 
 impl<B: LinearAttentionBackend> Call<B> {
     /// Over the whole sequence.
-    pub fn run(self, chunk: usize) -> OpResult<B> {
-        let Self { q, k, v, a, b, g, beta, state, read } = self;
-        match (beta, a, b) {
-            (Some(beta), erase, _) => {
-                ops::delta_rule(DeltaRule { q, k, v, beta, erase, g, read }, state, chunk)
+    pub fn run(self) -> OpResult<B> {
+        let Self { q, k, v, g, rule, state } = self;
+        match rule {
+            Rule::LinearAttention { read } => {
+                ops::linear_attention(LinearAttentionInputs { q, k, v, g, read }, state)
             }
-            (None, Some(a), Some(b)) => ops::low_rank(LowRank { q, k, v, a, b, g }, state, chunk),
-            _ => ops::linear_attention(LinearAttention { q, k, v, g, read }, state, chunk),
+            Rule::Delta { beta, erase, read } => {
+                ops::delta_rule(DeltaRuleInputs { q, k, v, beta, erase, g, read }, state)
+            }
+            Rule::LowRank { a, b } => ops::low_rank(LowRankInputs { q, k, v, a, b, g }, state),
         }
     }
 
     /// Of a single token.
     pub fn step(self) -> OpResult<B> {
-        let Self { q, k, v, a, b, g, beta, state, read } = self;
-        match (beta, a, b) {
-            (Some(beta), erase, _) => {
-                ops::delta_rule_step(DeltaRule { q, k, v, beta, erase, g, read }, state)
+        let Self { q, k, v, g, rule, state } = self;
+        match rule {
+            Rule::LinearAttention { read } => {
+                ops::linear_attention_step(LinearAttentionInputs { q, k, v, g, read }, state)
             }
-            (None, Some(a), Some(b)) => ops::low_rank_step(LowRank { q, k, v, a, b, g }, state),
-            _ => ops::linear_attention_step(LinearAttention { q, k, v, g, read }, state),
+            Rule::Delta { beta, erase, read } => {
+                ops::delta_rule_step(DeltaRuleInputs { q, k, v, beta, erase, g, read }, state)
+            }
+            Rule::LowRank { a, b } => ops::low_rank_step(LowRankInputs { q, k, v, a, b, g }, state),
         }
     }
 }
@@ -105,15 +129,21 @@ impl<B: AutodiffBackend> Call<B> {
             q: self.q.require_grad(),
             k: self.k.require_grad(),
             v: self.v.require_grad(),
-            a: self.a.map(Tensor::require_grad),
-            b: self.b.map(Tensor::require_grad),
             g: self.g.map(|g| match g {
                 ops::Decay::Scalar(g) => g.require_grad().into(),
                 ops::Decay::Vector(g) => g.require_grad().into(),
             }),
-            beta: self.beta.map(Tensor::require_grad),
+            rule: match self.rule {
+                Rule::LinearAttention { read } => Rule::LinearAttention { read },
+                Rule::Delta { beta, erase, read } => {
+                    let erase = erase.map(Tensor::require_grad);
+                    Rule::Delta { beta: beta.require_grad(), erase, read }
+                }
+                Rule::LowRank { a, b } => {
+                    Rule::LowRank { a: a.require_grad(), b: b.require_grad() }
+                }
+            },
             state: self.state.map(Tensor::require_grad),
-            read: self.read,
         }
     }
 }

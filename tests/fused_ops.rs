@@ -9,9 +9,10 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use linattn::nn::{LanguageModel, LanguageModelConfig, force};
-use linattn::ops::{
+use linattn::ops::LinearAttentionBackend;
+use linattn::ops::backend::{
     Activation, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
-    LinearAttentionBackend, LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass,
+    LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass,
 };
 use linattn_oracle::{Rng, assert_close};
 

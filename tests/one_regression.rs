@@ -7,7 +7,7 @@ use crate::support::alone;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Tensor, backend::Backend};
 use linattn::nn::mixers::{Mixer, MixerState};
-use linattn::ops::{self, DeltaRule, LinearAttention, Mesa, Read};
+use linattn::ops::{self, DeltaRuleInputs, LinearAttentionInputs, MesaInputs, Read};
 use linattn_oracle::{Rng, assert_close};
 
 const KEY: usize = 5;
@@ -97,7 +97,7 @@ fn hebb_follows_what_a_memory_and_a_value_have_in_common() {
     let _alone = alone();
     let x = Sequence::new(false);
     let (k, v) = x.rows();
-    let op = ops::linear_attention(LinearAttention::new(k.clone(), k, v), None, 4).unwrap();
+    let op = ops::linear_attention(LinearAttentionInputs::new(k.clone(), k, v), None).unwrap();
     x.hold("S - d(-<k S, v>)", op, |t, s| {
         let loss = |s: &Tensor<B, 2>| -(x.key(t).matmul(s.clone()) * x.value(t)).sum();
         s.clone() - gradient(&s, loss)
@@ -109,8 +109,8 @@ fn the_delta_rule_takes_a_step_down_the_error() {
     let _alone = alone();
     let x = Sequence::new(true);
     let (k, v) = x.rows();
-    let op = DeltaRule::new(k.clone(), k, v, x.gate(&x.beta));
-    x.hold("S - beta d", ops::delta_rule(op, None, 4).unwrap(), |t, s| {
+    let op = DeltaRuleInputs::new(k.clone(), k, v, x.gate(&x.beta));
+    x.hold("S - beta d", ops::delta_rule(op, None).unwrap(), |t, s| {
         s.clone() - gradient(&s, |s| x.error(t, s)) * x.beta[t]
     });
 }
@@ -121,8 +121,8 @@ fn gated_deltanet_takes_the_step_from_a_memory_that_has_faded() {
     let x = Sequence::new(true);
     let (k, v) = x.rows();
     let log = x.keep.iter().map(|a| a.ln()).collect::<Vec<_>>();
-    let op = DeltaRule::new(k.clone(), k, v, x.gate(&x.beta)).with_decay(x.gate(&log));
-    x.hold("a S - beta d", ops::delta_rule(op, None, 4).unwrap(), |t, s| {
+    let op = DeltaRuleInputs::new(k.clone(), k, v, x.gate(&x.beta)).with_decay(x.gate(&log));
+    x.hold("a S - beta d", ops::delta_rule(op, None).unwrap(), |t, s| {
         let faded = s * x.keep[t];
         faded.clone() - gradient(&faded, |s| x.error(t, s)) * x.beta[t]
     });
@@ -139,7 +139,7 @@ fn longhorn_solves_for_the_nearest_memory_that_errs_less() {
     let mut state = None;
     for (t, share) in share.iter().enumerate() {
         let one = |x: &Tensor<B, 4>| x.clone().narrow(1, t, 1);
-        let op = DeltaRule::new(one(&k), one(&k), one(&v), tensor(&[*share], [1, 1, 1]));
+        let op = DeltaRuleInputs::new(one(&k), one(&k), one(&v), tensor(&[*share], [1, 1, 1]));
         let next = ops::delta_rule_step(op, state).unwrap().1;
         states.push(next.clone().reshape([KEY, VALUE]));
         state = Some(next);
@@ -165,7 +165,7 @@ fn mesa_memory(x: &Sequence, log_keep: &[f64], ridge: f64, t: usize) -> Tensor<B
         let (k, v) = x.rows();
         let mut unit = vec![0.0; TOKENS * KEY];
         (0..TOKENS).for_each(|t| unit[t * KEY + i] = 1.0);
-        let op = Mesa {
+        let op = MesaInputs {
             q: part(tensor(&unit, [1, TOKENS, 1, KEY])),
             k: part(k),
             v: part(v),
@@ -174,7 +174,7 @@ fn mesa_memory(x: &Sequence, log_keep: &[f64], ridge: f64, t: usize) -> Tensor<B
             lambda: tensor(&[ridge; KEY], [1, KEY]),
             iterations: 40,
         };
-        let o = ops::mesa(op, None, 4).unwrap().0;
+        let o = ops::mesa(op, None).unwrap().0;
         o.narrow(1, t, 1).reshape([1, VALUE])
     });
     Tensor::cat(rows.collect(), 0)
@@ -227,13 +227,13 @@ fn comba_steps_from_a_fading_memory_by_what_the_whole_one_answers() {
     let log: Vec<f64> = x.keep.iter().map(|a| a.ln()).collect();
     let share = 0.6;
     let comba = |erase: Tensor<B, 4>| {
-        let op = DeltaRule {
+        let op = DeltaRuleInputs {
             erase: Some(erase),
             read: Read::Before,
-            ..DeltaRule::new(k.clone(), k.clone(), v.clone(), x.gate(&x.beta))
+            ..DeltaRuleInputs::new(k.clone(), k.clone(), v.clone(), x.gate(&x.beta))
                 .with_decay(x.gate(&log))
         };
-        ops::delta_rule(op, None, 4).unwrap()
+        ops::delta_rule(op, None).unwrap()
     };
     x.hold("a S - beta / c d", comba(k.clone() * share), |t, s| {
         let loss = |s: &Tensor<B, 2>| x.error(t, &(s.clone() * share));
@@ -241,9 +241,9 @@ fn comba_steps_from_a_fading_memory_by_what_the_whole_one_answers() {
     });
     // Where the share of the answer that comes off is the decay, it is Gated DeltaNet.
     let kept = x.gate(&x.keep).unsqueeze_dim::<4>(3);
-    let gated =
-        DeltaRule::new(k.clone(), k.clone(), v.clone(), x.gate(&x.beta)).with_decay(x.gate(&log));
-    let (want, got) = (ops::delta_rule(gated, None, 4).unwrap().1, comba(k.clone() * kept).1);
+    let gated = DeltaRuleInputs::new(k.clone(), k.clone(), v.clone(), x.gate(&x.beta))
+        .with_decay(x.gate(&log));
+    let (want, got) = (ops::delta_rule(gated, None).unwrap().1, comba(k.clone() * kept).1);
     assert_close("c = a", &download(want), &download(got), LIMIT);
 }
 
@@ -299,7 +299,7 @@ fn path_whose_reflections_are_its_keys_scores_as_deltanet_remembers() {
     (0..D).for_each(|t| values[t * D + t] = 1.0 / beta[t]);
     let k = tensor(&keys, [1, D, 1, D]);
     let v = tensor(&values, [1, D, 1, D]);
-    let op = DeltaRule::new(k.clone(), k, v, tensor(&beta, [1, D, 1]));
-    let memory = ops::delta_rule(op, None, 8).unwrap().1;
+    let op = DeltaRuleInputs::new(k.clone(), k, v, tensor(&beta, [1, D, 1]));
+    let memory = ops::delta_rule(op, None).unwrap().1;
     assert_close("keys", &download(memory.transpose()), &download(cache.keys), LIMIT);
 }

@@ -1,6 +1,6 @@
 //! The operations against the f64 recurrences: forward, every gradient, steps, cuts.
 
-use crate::call::{Call, download, upload};
+use crate::call::{Call, Rule, download, upload};
 use crate::support::{F32_LIMIT, alone};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor};
@@ -24,14 +24,13 @@ pub enum Reads {
 pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
     device: &B::Device,
     x: &Inputs,
-    chunk: usize,
     reads: Reads,
     (d_o, d_state): (&[f64], &[f64]),
     dtype: DType,
 ) -> (Output, Gradients) {
     let _alone = alone();
     let input = Call::<B>::new(x, [dtype; 2], device).require_grad();
-    let (o, state) = input.clone().run(chunk).unwrap();
+    let (o, state) = input.clone().run().unwrap();
     let output = Output { o: download(o.clone()), state: download(state.clone()) };
     let part = |y: Tensor<B, 4>, d: &[f64]| {
         let d = upload::<B, 4>(d, y.dims(), y.dtype(), device);
@@ -45,8 +44,7 @@ pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
     let found = loss.backward();
     let got4 = |x: &Tensor<B, 4>| download(x.grad(&found).expect("it has a gradient"));
     let got3 = |x: &Tensor<B, 3>| download(x.grad(&found).expect("it has a gradient"));
-    let rows = input.a.as_ref().map(got4);
-    let (erase, a) = if input.beta.is_some() { (rows, None) } else { (None, rows) };
+    let [erase, a, b] = input.rows().map(|rows| rows.map(got4));
     let gradients = Gradients {
         q: got4(&input.q),
         k: got4(&input.k),
@@ -55,10 +53,10 @@ pub fn differentiate<B: AutodiffBackend + LinearAttentionBackend>(
             ops::Decay::Scalar(g) => got3(g),
             ops::Decay::Vector(g) => got4(g),
         }),
-        beta: input.beta.as_ref().map(got3),
+        beta: input.beta().map(got3),
         erase,
         a,
-        b: input.b.as_ref().map(got4),
+        b,
         bonus: None,
         state: input.state.as_ref().map(got4).unwrap_or_default(),
     };
@@ -80,19 +78,18 @@ pub fn stepped<B: LinearAttentionBackend>(device: &B::Device, x: &Inputs) -> Out
 }
 
 /// Forward and every gradient of one case, chunked, against the recurrence.
-fn hold_to_oracle<B>(what: &str, x: &Inputs, chunk: usize, reads: Reads, limit: f64, dtype: DType)
+fn hold_to_oracle<B>(what: &str, x: &Inputs, reads: Reads, limit: f64, dtype: DType)
 where
     B: AutodiffBackend + LinearAttentionBackend,
     B::Device: Default,
 {
-    hold_on::<B>(&Default::default(), what, x, chunk, reads, limit, dtype);
+    hold_on::<B>(&Default::default(), what, x, reads, limit, dtype);
 }
 
 fn hold_on<B: AutodiffBackend + LinearAttentionBackend>(
     device: &B::Device,
     what: &str,
     x: &Inputs,
-    chunk: usize,
     reads: Reads,
     limit: f64,
     dtype: DType,
@@ -106,7 +103,7 @@ fn hold_on<B: AutodiffBackend + LinearAttentionBackend>(
     let d_state = weights("d_state", truth.state.len(), reads != Reads::Outputs);
     let want = backward(x, &d_o, &d_state);
 
-    let (got, gradients) = differentiate::<B>(device, x, chunk, reads, (&d_o, &d_state), dtype);
+    let (got, gradients) = differentiate::<B>(device, x, reads, (&d_o, &d_state), dtype);
     assert_close(&format!("{what}: o"), &truth.o, &got.o, limit);
     assert_close(&format!("{what}: state"), &truth.state, &got.state, limit);
     let check = |name: &str, want: &[f64], got: &[f64]| {
@@ -328,8 +325,7 @@ mod on_cpu {
                     let what = format!("{family:?}, {gate:?}, T={tokens}");
                     let x =
                         Inputs::random(tokens as u64, dims(tokens), &recipe(family, gate, true));
-                    hold_to_oracle::<B>(&what, &x, 64, Reads::Both, F32_LIMIT, DType::F32);
-                    hold_to_oracle::<B>(&what, &x, 16, Reads::Both, F32_LIMIT, DType::F32);
+                    hold_to_oracle::<B>(&what, &x, Reads::Both, F32_LIMIT, DType::F32);
                 }
             }
         }
@@ -343,23 +339,21 @@ mod on_cpu {
                     let what = format!("{what}, T={tokens}");
                     let dims = Dims { key_heads: 1, ..dims(tokens) };
                     let x = Inputs::random(tokens as u64, dims, &recipe);
-                    hold_to_oracle::<B>(&what, &x, 64, Reads::Both, F32_LIMIT, DType::F32);
-                    hold_to_oracle::<B>(&what, &x, 4, Reads::Both, 1e-12, DType::F64);
+                    hold_to_oracle::<B>(&what, &x, Reads::Both, F32_LIMIT, DType::F32);
+                    hold_to_oracle::<B>(&what, &x, Reads::Both, 1e-12, DType::F64);
                 }
             }
         }
     }
 
     #[test]
-    fn every_other_recurrence_is_exact_in_double_precision_at_every_chunk_and_width() {
+    fn every_other_recurrence_is_exact_in_double_precision_at_every_width() {
         for (key_width, value_width) in [(12, 20), (1, 1), (5, 7)] {
-            for chunk in [1, 2, 8, 16] {
-                for (what, recipe) in general_recipes(Gate::Mixed) {
-                    let what = format!("{what}, K={key_width}, V={value_width}, chunk {chunk}");
-                    let dims = Dims { key_heads: 1, key_width, value_width, ..dims(35) };
-                    let x = Inputs::random(41, dims, &recipe);
-                    hold_to_oracle::<B>(&what, &x, chunk, Reads::Both, 1e-12, DType::F64);
-                }
+            for (what, recipe) in general_recipes(Gate::Mixed) {
+                let what = format!("{what}, K={key_width}, V={value_width}");
+                let dims = Dims { key_heads: 1, key_width, value_width, ..dims(35) };
+                let x = Inputs::random(41, dims, &recipe);
+                hold_to_oracle::<B>(&what, &x, Reads::Both, 1e-12, DType::F64);
             }
         }
     }
@@ -377,7 +371,7 @@ mod on_cpu {
                     *g = if forgets(at) { -3000.0 } else { *g };
                 }
             }
-            hold_to_oracle::<B>(&what, &x, 64, Reads::Both, F32_LIMIT, DType::F32);
+            hold_to_oracle::<B>(&what, &x, Reads::Both, F32_LIMIT, DType::F32);
         }
     }
 
@@ -385,11 +379,9 @@ mod on_cpu {
     fn the_algebra_is_exact_in_double_precision() {
         for family in FAMILIES {
             for gate in GATES {
-                for chunk in ops::CHUNKS {
-                    let what = format!("{family:?}, {gate:?}, chunk {chunk}");
-                    let x = Inputs::random(3, dims(130), &recipe(family, gate, true));
-                    hold_to_oracle::<B>(&what, &x, *chunk, Reads::Both, 1e-12, DType::F64);
-                }
+                let what = format!("{family:?}, {gate:?}");
+                let x = Inputs::random(3, dims(130), &recipe(family, gate, true));
+                hold_to_oracle::<B>(&what, &x, Reads::Both, 1e-12, DType::F64);
             }
         }
     }
@@ -401,7 +393,7 @@ mod on_cpu {
                 for state in [false, true] {
                     let what = format!("{family:?}, state {state}");
                     let x = Inputs::random(5, dims(70), &recipe(family, Gate::Typical, state));
-                    hold_to_oracle::<B>(&what, &x, 32, reads, F32_LIMIT, DType::F32);
+                    hold_to_oracle::<B>(&what, &x, reads, F32_LIMIT, DType::F32);
                 }
             }
         }
@@ -414,7 +406,7 @@ mod on_cpu {
                 let recipe = Recipe { strength, ..recipe(Family::DeltaRule, gate, true) };
                 let x = Inputs::random(11, dims(65), &recipe);
                 let what = format!("{strength:?}, {gate:?}");
-                hold_to_oracle::<B>(&what, &x, 64, Reads::Both, F32_LIMIT, DType::F32);
+                hold_to_oracle::<B>(&what, &x, Reads::Both, F32_LIMIT, DType::F32);
             }
         }
     }
@@ -428,7 +420,7 @@ mod on_cpu {
                 let dims = Dims { batch: 2, tokens: 37, key_heads, heads, key_width, value_width };
                 let x = Inputs::random(13, dims, &recipe(family, Gate::Typical, true));
                 let what = format!("{family:?}, {dims:?}");
-                hold_to_oracle::<B>(&what, &x, 16, Reads::Both, F32_LIMIT, DType::F32);
+                hold_to_oracle::<B>(&what, &x, Reads::Both, F32_LIMIT, DType::F32);
             }
         }
     }
@@ -441,7 +433,7 @@ mod on_cpu {
         if let Transition::Delta { beta, .. } = &mut x.transition {
             beta.fill(1.0);
         }
-        hold_to_oracle::<B>("equal keys", &x, 64, Reads::Outputs, F32_LIMIT, DType::F32);
+        hold_to_oracle::<B>("equal keys", &x, Reads::Outputs, F32_LIMIT, DType::F32);
     }
 
     #[test]
@@ -457,10 +449,10 @@ mod on_cpu {
             let truth = forward(&x);
             for cut in [1, 15, 16, 17, 64, 69] {
                 let first = slice_tokens(&x, 0, cut, x.state.clone());
-                let (o1, s) = Call::<B>::new(&first, [DType::F32; 2], &device).run(32).unwrap();
+                let (o1, s) = Call::<B>::new(&first, [DType::F32; 2], &device).run().unwrap();
                 let rest = slice_tokens(&x, cut, 70, None);
                 let rest = Call::<B>::new(&rest, [DType::F32; 2], &device);
-                let (o2, s) = Call { state: Some(s), ..rest }.run(32).unwrap();
+                let (o2, s) = Call { state: Some(s), ..rest }.run().unwrap();
                 let what = format!("{family:?}, cut at {cut}");
                 let o = download(Tensor::cat(vec![o1, o2], 1));
                 assert_close(&what, &truth.o, &o, F32_LIMIT);
@@ -475,7 +467,7 @@ mod on_cpu {
         for family in FAMILIES {
             let run = |gate| {
                 let x = Inputs::random(29, dims(130), &recipe(family, gate, true));
-                let (o, s) = Call::<B>::new(&x, [DType::F32; 2], &device).run(64).unwrap();
+                let (o, s) = Call::<B>::new(&x, [DType::F32; 2], &device).run().unwrap();
                 (o.into_data(), s.into_data())
             };
             assert_eq!(run(Gate::KeepAll), run(Gate::None), "{family:?}");
@@ -500,7 +492,7 @@ mod on_cpu {
                 input.q = input.q.cast(dtype);
                 input.k = input.k.cast(dtype);
                 input.v = input.v.cast(dtype);
-                let (o, s) = input.run(64).unwrap();
+                let (o, s) = input.run().unwrap();
                 assert_eq!((o.dtype(), s.dtype()), (dtype, DType::F32));
                 let what = format!("{family:?}, {dtype:?}");
                 assert_close(&what, &truth.o, &download(o), 5e-3);
@@ -520,7 +512,7 @@ mod on_cpu {
                 let [q, k, v] = [&input.q, &input.k, &input.v]
                     .map(|rows| rows.clone().detach().cast(dtype).require_grad());
                 let leaf = v.clone();
-                let (o, s) = Call { q, k, v, ..input }.run(16).unwrap();
+                let (o, s) = Call { q, k, v, ..input }.run().unwrap();
                 let gradients = (o.cast(DType::F32).sum() + s.sum()).backward();
                 let Dims { batch, heads, key_width, value_width, tokens, .. } = x.dims;
                 let ones = |n: usize| vec![1.0; batch * heads * value_width * n];
@@ -550,7 +542,7 @@ mod on_cpu {
                 let k = x.k.iter().zip(&way).map(|(k, way)| k + by * way).collect();
                 let moved = Call::<Once>::new(&Inputs { k, ..x.clone() }, [DType::F64; 2], &device);
                 let v = moved.v.clone().require_grad();
-                let (o, _) = Call { v: v.clone(), ..moved }.run(4).unwrap();
+                let (o, _) = Call { v: v.clone(), ..moved }.run().unwrap();
                 let d_v = download(v.grad(&o.square().sum().backward()).unwrap());
                 d_v.iter().zip(&w).map(|(d, w)| d * w).sum::<f64>()
             };
@@ -560,7 +552,7 @@ mod on_cpu {
             let k = upload::<Once, 4>(&x.k, input.k.dims(), DType::F64, &device).require_grad();
             let v = input.v.clone().require_grad();
             let there = Call { k: Tensor::from_inner(k.clone()), v: v.clone(), ..input };
-            let (o, _) = there.run(4).unwrap();
+            let (o, _) = there.run().unwrap();
             let d_v = v.grad(&o.square().sum().backward()).unwrap();
             let weights = upload::<Once, 4>(&w, d_v.dims(), DType::F64, &device);
             let d_k = download(k.grad(&(d_v * weights).sum().backward()).unwrap());
@@ -650,31 +642,30 @@ mod on_cpu {
             let x = Inputs::random(1, dims(8), &recipe(Family::DeltaRule, Gate::Typical, true));
             Call::<Flex>::new(&x, [DType::F32; 2], &device)
         };
-        let refused = |change: &dyn Fn(&mut Call<Flex>), chunk: usize| {
+        let refused = |change: &dyn Fn(&mut Call<Flex>)| {
             let mut input = good();
             change(&mut input);
-            input.run(chunk).expect_err("it does not fit").to_string()
+            input.run().expect_err("it does not fit").to_string()
         };
         let scalar = |x: &Call<Flex>| match x.g.clone() {
             Some(ops::Decay::Scalar(g)) => g,
             _ => panic!("the recipe has a scalar decay"),
         };
         type Change<'a> = &'a dyn Fn(&mut Call<Flex>);
-        let cases: [(&str, Change<'_>, usize); 7] = [
-            ("`k` is [2, 8, 2, 5]", &|x| x.k = x.k.clone().narrow(3, 0, 5), 64),
-            ("`v` is [1, 8, 2, 20]", &|x| x.v = x.v.clone().narrow(0, 0, 1), 64),
-            ("`g` is [2, 7, 2]", &|x| x.g = Some(scalar(x).narrow(1, 0, 7).into()), 64),
-            ("`beta` is [2, 8, 1]", &|x| x.beta = x.beta.clone().map(|b| b.narrow(2, 0, 1)), 64),
-            (
-                "`state` is [2, 2, 12, 3]",
-                &|x| x.state = x.state.clone().map(|s| s.narrow(3, 0, 3)),
-                64,
-            ),
-            ("no multiple of 2 key heads", &|x| x.v = x.v.clone().narrow(2, 0, 1), 64),
-            ("a chunk of 48 tokens", &|_| (), 48),
+        let cases: [(&str, Change<'_>); 6] = [
+            ("`k` is [2, 8, 2, 5]", &|x| x.k = x.k.clone().narrow(3, 0, 5)),
+            ("`v` is [1, 8, 2, 20]", &|x| x.v = x.v.clone().narrow(0, 0, 1)),
+            ("`g` is [2, 7, 2]", &|x| x.g = Some(scalar(x).narrow(1, 0, 7).into())),
+            ("`beta` is [2, 8, 1]", &|x| {
+                if let Rule::Delta { beta, .. } = &mut x.rule {
+                    *beta = beta.clone().narrow(2, 0, 1);
+                }
+            }),
+            ("`state` is [2, 2, 12, 3]", &|x| x.state = x.state.clone().map(|s| s.narrow(3, 0, 3))),
+            ("no multiple of 2 key heads", &|x| x.v = x.v.clone().narrow(2, 0, 1)),
         ];
-        for (want, change, chunk) in cases {
-            let got = refused(change, chunk);
+        for (want, change) in cases {
+            let got = refused(change);
             assert!(got.contains(want), "{got:?} does not say {want:?}");
         }
         let text = good().step().expect_err("eight tokens").to_string();
@@ -688,7 +679,7 @@ mod mesa {
     use super::*;
     use burn::backend::{Autodiff, Flex};
     use burn::tensor::backend::Backend;
-    use ops::Mesa;
+    use ops::MesaInputs;
 
     const BATCH: usize = 2;
     const TOKENS: usize = 19;
@@ -714,11 +705,11 @@ mod mesa {
         ]
     }
 
-    fn inputs<B: Backend>(x: &Values, dtype: DType) -> Mesa<B> {
+    fn inputs<B: Backend>(x: &Values, dtype: DType) -> MesaInputs<B> {
         let device = B::Device::default();
         let rows = |x: &[f64], width| upload(x, [BATCH, TOKENS, HEADS, width], dtype, &device);
         let gates = |x: &[f64]| upload(x, [BATCH, TOKENS, HEADS], dtype, &device);
-        Mesa {
+        MesaInputs {
             q: rows(&x[0], K),
             k: rows(&x[1], K),
             v: rows(&x[2], V),
@@ -730,8 +721,8 @@ mod mesa {
     }
 
     /// The layer over a sequence that is cut after 7 tokens: outputs, and the last state.
-    fn in_two<B: LinearAttentionBackend>(x: &Mesa<B>) -> (Tensor<B, 4>, Tensor<B, 4>) {
-        let part = |from, tokens| Mesa {
+    fn in_two<B: LinearAttentionBackend>(x: &MesaInputs<B>) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let part = |from, tokens| MesaInputs {
             q: x.q.clone().narrow(1, from, tokens),
             k: x.k.clone().narrow(1, from, tokens),
             v: x.v.clone().narrow(1, from, tokens),
@@ -739,8 +730,8 @@ mod mesa {
             g: x.g.clone().narrow(1, from, tokens),
             ..x.clone()
         };
-        let (first, state) = ops::mesa(part(0, 7), None, 4).unwrap();
-        let (rest, state) = ops::mesa(part(7, TOKENS - 7), Some(state), 4).unwrap();
+        let (first, state) = ops::mesa(part(0, 7), None).unwrap();
+        let (rest, state) = ops::mesa(part(7, TOKENS - 7), Some(state)).unwrap();
         (Tensor::cat(vec![first, rest], 1), state)
     }
 
@@ -793,7 +784,7 @@ mod mesa {
         let values = values();
         for (dtype, limit) in [(DType::F64, 1e-9), (DType::F32, F32_LIMIT)] {
             let x = inputs::<Flex>(&values, dtype);
-            let (whole, _) = ops::mesa(x.clone(), None, 64).unwrap();
+            let (whole, _) = ops::mesa(x.clone(), None).unwrap();
             let (cut, _) = in_two(&x);
             assert_close(&format!("whole, {dtype:?}"), &truth(&values), &download(whole), limit);
             assert_close(&format!("cut, {dtype:?}"), &truth(&values), &download(cut), limit);
@@ -801,7 +792,7 @@ mod mesa {
     }
 
     /// A number that depends on all outputs and the last state.
-    fn loss<B: LinearAttentionBackend>(x: &Mesa<B>) -> Tensor<B, 1> {
+    fn loss<B: LinearAttentionBackend>(x: &MesaInputs<B>) -> Tensor<B, 1> {
         let weigh = |x: Tensor<B, 4>, name| {
             let mut rng = Rng::named(12, name);
             let count = x.shape().num_elements();
@@ -818,7 +809,7 @@ mod mesa {
         let _alone = alone();
         let values = values();
         let x = inputs::<Autodiff<Flex>>(&values, DType::F64);
-        let x = Mesa {
+        let x = MesaInputs {
             q: x.q.require_grad(),
             k: x.k.require_grad(),
             v: x.v.require_grad(),
@@ -853,12 +844,11 @@ mod mesa {
     #[test]
     fn what_does_not_fit_is_refused_by_name() {
         let good = || inputs::<Flex>(&values(), DType::F32);
-        let said = |x: Mesa<Flex>, chunk| ops::mesa(x, None, chunk).unwrap_err().to_string();
-        let few = Mesa { lambda: good().lambda.narrow(1, 0, 3), ..good() };
-        assert!(said(few, 64).contains("`lambda` is [2, 3]"));
-        let short = Mesa { beta: good().beta.narrow(1, 0, 3), ..good() };
-        assert!(said(short, 64).contains("`beta` is [2, 3, 2]"));
-        assert!(said(good(), 48).contains("a chunk of 48 tokens"));
+        let said = |x: MesaInputs<Flex>| ops::mesa(x, None).unwrap_err().to_string();
+        let few = MesaInputs { lambda: good().lambda.narrow(1, 0, 3), ..good() };
+        assert!(said(few).contains("`lambda` is [2, 3]"));
+        let short = MesaInputs { beta: good().beta.narrow(1, 0, 3), ..good() };
+        assert!(said(short).contains("`beta` is [2, 3, 2]"));
         let many = ops::mesa_step(good(), None).unwrap_err().to_string();
         assert!(many.contains("one token, got 19"), "{many}");
     }
@@ -894,7 +884,7 @@ macro_rules! on_gpu {
                         let x = Inputs::random(tokens as u64, dims(tokens), &recipe);
                         let (reads, dtype) = (Reads::Both, DType::F32);
                         let limit = F32_LIMIT;
-                        hold_on::<Autodiff<$backend>>(&device, &what, &x, 32, reads, limit, dtype);
+                        hold_on::<Autodiff<$backend>>(&device, &what, &x, reads, limit, dtype);
                     }
                 }
             }
@@ -908,7 +898,7 @@ macro_rules! on_gpu {
                         let x = Inputs::random(5, dims, &recipe(family, Gate::Typical, false));
                         let what = format!("{family:?}");
                         let (limit, dtype) = (F32_LIMIT, DType::F32);
-                        hold_on::<Autodiff<$backend>>(&device, &what, &x, 64, reads, limit, dtype);
+                        hold_on::<Autodiff<$backend>>(&device, &what, &x, reads, limit, dtype);
                     }
                 }
             }
@@ -933,7 +923,6 @@ macro_rules! on_gpu {
                     &device,
                     "K = 260",
                     &x,
-                    16,
                     Reads::Both,
                     $limit,
                     DType::F32,

@@ -22,7 +22,7 @@ mod variant;
 
 pub use buffer::Buffer;
 pub use chunkwise::choose::{WIDEST, engine, launches};
-pub use chunkwise::launch::{backward, forward};
+pub use chunkwise::launch::{Chunkwise, backward, forward};
 pub use refusal::Refusal;
 pub use tensors::{Backward, Forward, Given, Inputs};
 pub use tile::Engine;

@@ -62,11 +62,65 @@ impl Split {
     }
 }
 
-/// Whether [`launch`] takes tokens of these sizes: T is 1.
-///
-/// # Errors
-/// [`Refusal`] names what is too large, or of a type that the device does not have.
-pub fn check<R: Runtime>(
+/// The kernel of one token, planned.
+pub struct Step<R: Runtime> {
+    client: ComputeClient<R>,
+    split: Split,
+    dims: Dims,
+    dtype: StorageType,
+}
+
+impl<R: Runtime> Step<R> {
+    /// For tokens of these sizes: T is 1; `dtype` is that of the rows.
+    ///
+    /// # Errors
+    /// [`Refusal`] names what is too large, or of a type that the device does not have.
+    pub fn new(
+        client: &ComputeClient<R>,
+        variant: Variant,
+        dims: Dims,
+        dtype: StorageType,
+    ) -> Result<Self, Refusal> {
+        check(client, dims, dtype)?;
+        let most_units = client.properties().hardware.max_units_per_cube;
+        let split = Split::new(variant, dims.key_width, most_units);
+        Ok(Self { client: client.clone(), split, dims, dtype })
+    }
+
+    /// One token: T is 1 in every tensor of `x`. Gives `o` and the state after `state`; nothing is saved.
+    ///
+    /// # Panics
+    /// If `x` has other tensors than the variant.
+    pub fn run(&self, x: &Inputs, state: &Handle) -> Forward {
+        let Self { client, split, dims, dtype } = self;
+        if let Err(why) = check_tensors(split.variant, x) {
+            panic!("tensors of {:?}: {why}", split.variant);
+        }
+        let Dims { batch, tokens, key_heads, heads, key_width, value_width } = *dims;
+        let o = buffer(client, &[batch, tokens, heads, value_width], *dtype);
+        let next = buffer(client, &[batch, heads, key_width, value_width], F32);
+        let (x_cubes, y_cubes) = (batch * heads, value_width.div_ceil(COLUMNS));
+        // SAFETY: units read and write within the sizes of `dims`, which the caller promises; `split` says
+        // which tensors are not there.
+        #[allow(unsafe_code)]
+        unsafe {
+            recurrent_step::launch_unchecked::<R>(
+                client,
+                CubeCount::Static(x_cubes as u32, y_cubes as u32, 1),
+                CubeDim::new_1d((COLUMNS * split.slices) as u32),
+                token(split.variant, *dims, x, state),
+                whole(&next),
+                whole(&o),
+                SizesLaunch::new((heads / key_heads) as u32, key_width as u32, value_width as u32),
+                *split,
+                *dtype,
+            );
+        }
+        Forward { o, state: next, saved: vec![] }
+    }
+}
+
+pub(crate) fn check<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
     dtype: StorageType,
@@ -101,8 +155,7 @@ pub fn check<R: Runtime>(
     }
 }
 
-/// One token: T is 1 in every tensor of `x`, and its state is there. Gives `o` and the next state;
-/// nothing is saved.
+/// [`Step::new`] and [`Step::run`], from the state of `x`.
 ///
 /// # Errors
 /// [`Refusal`] names what the kernel cannot take; then nothing was launched.
@@ -113,31 +166,9 @@ pub fn launch<R: Runtime>(
     dtype: StorageType,
     x: &Inputs,
 ) -> Result<Forward, Refusal> {
-    check(client, dims, dtype)?;
     check_tensors(variant, x)?;
     let state = x.state.as_ref().ok_or(Refusal::Tensor { name: "state", wanted: true })?;
-    let Dims { batch, tokens, key_heads, heads, key_width, value_width } = dims;
-    let o = buffer(client, &[batch, tokens, heads, value_width], dtype);
-    let next = buffer(client, &[batch, heads, key_width, value_width], F32);
-    let split = Split::new(variant, key_width, client.properties().hardware.max_units_per_cube);
-    let (x_cubes, y_cubes) = (batch * heads, value_width.div_ceil(COLUMNS));
-    // SAFETY: units read and write within the sizes of `dims`, which the caller promises; `split` says
-    // which tensors are not there.
-    #[allow(unsafe_code)]
-    unsafe {
-        recurrent_step::launch_unchecked::<R>(
-            client,
-            CubeCount::Static(x_cubes as u32, y_cubes as u32, 1),
-            CubeDim::new_1d((COLUMNS * split.slices) as u32),
-            token(variant, dims, x, state),
-            whole(&next),
-            whole(&o),
-            SizesLaunch::new((heads / key_heads) as u32, key_width as u32, value_width as u32),
-            split,
-            dtype,
-        );
-    }
-    Ok(Forward { o, state: next, saved: vec![] })
+    Ok(Step::new(client, variant, dims, dtype)?.run(x, state))
 }
 
 /// The tensors of one launch.

@@ -1,8 +1,7 @@
 //! Every variant against the f64 recurrences, on whatever device is there.
 
-use crate::chunkwise::launch::{Call, backward_of, forward_of};
 use crate::{
-    Backward, Buffer, Dims, Forward, Given, Inputs, Refusal, Variant, backward, engine, forward,
+    Backward, Buffer, Chunkwise, Dims, Forward, Given, Inputs, Refusal, Variant, engine, forward,
     simple, step,
 };
 use cubecl::ir::{ElemType, FloatKind, StorageType};
@@ -207,13 +206,14 @@ fn errors<R: Runtime>(
     let up = Uploaded::new(client, &x, rows);
     let dtype = rows.dtype();
     let (variant, dims) = (up.variant, up.dims);
-    let call = Call::new(client, variant, dims, dtype, &up.x).expect("it fits").cut(segments);
-    let got = forward_of(&call, true);
+    let planned = Chunkwise::new(client, variant, dims, dtype).expect("it fits");
+    let planned = planned.in_segments(segments);
+    let got = planned.forward(&up.x, true);
     let saved: Vec<Handle> = got.saved.iter().map(|b| b.handle.clone()).collect();
     let d_o = client.create_from_slice(&rows.bytes(&d_o));
     let d_state = client.create_from_slice(&Rows::F32.bytes(&d_state));
     let given = Given { x: &up.x, saved: &saved, d_o: &d_o, d_state: Some(&d_state) };
-    let d = backward_of(&call, given);
+    let d = planned.backward(given);
     let Backward { q, k, v, a, b, g, beta, state } = d;
     let mut all = vec![
         ("o", error(&truth.o, up.get(&got.o))),
@@ -557,11 +557,11 @@ fn simple_case_is_right<R: Runtime>(client: &ComputeClient<R>, what: &str, x: &o
     let d = simple::backward(client, up.dims, given).expect("it fits");
     let simple = results(&up, &f, d);
     let dtype = Rows::F32.dtype();
-    let f = forward(client, up.variant, up.dims, dtype, &up.x, true).expect("it fits");
+    let planned = Chunkwise::new(client, up.variant, up.dims, dtype).expect("it fits");
+    let f = planned.forward(&up.x, true);
     let saved = handles(&f.saved);
     let given = Given { x: &up.x, saved: &saved, d_o: &d_o, d_state: Some(&d_state) };
-    let d = backward(client, up.variant, up.dims, dtype, given);
-    let fast = results(&up, &f, d.expect("it fits"));
+    let fast = results(&up, &f, planned.backward(given));
 
     let g = want.g.expect("it has a decay");
     let beta = want.beta.expect("it is a delta rule");

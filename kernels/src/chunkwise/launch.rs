@@ -20,13 +20,13 @@ use crate::chunkwise::task::{Span, Task};
 use crate::refusal::{F32, Refusal};
 use crate::tensors::{Backward, Forward, Given, Inputs, check_tensors};
 use crate::tile::Engine;
-use crate::variant::{Dims, Transition, Variant};
+use crate::variant::{Dims, Variant};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 /// One call: what every launch needs.
-pub(crate) struct Call<'a, R: Runtime> {
+struct Call<'a, R: Runtime> {
     client: &'a ComputeClient<R>,
     plans: Plans,
     variant: Variant,
@@ -35,26 +35,82 @@ pub(crate) struct Call<'a, R: Runtime> {
     x: &'a Inputs,
 }
 
-impl<'a, R: Runtime> Call<'a, R> {
-    pub(crate) fn new(
-        client: &'a ComputeClient<R>,
+/// The kernels of one call, planned once for its forward and its backward pass.
+pub struct Chunkwise<R: Runtime> {
+    client: ComputeClient<R>,
+    plans: Plans,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+}
+
+impl<R: Runtime> Chunkwise<R> {
+    /// Plans for a device; `dtype` is that of the rows.
+    ///
+    /// # Errors
+    /// [`Refusal`] names what the kernels cannot take.
+    pub fn new(
+        client: &ComputeClient<R>,
         variant: Variant,
         dims: Dims,
         dtype: StorageType,
-        x: &'a Inputs,
     ) -> Result<Self, Refusal> {
-        check_tensors(variant, x)?;
         let plans = plans(client, variant, dims, dtype)?;
-        Ok(Self { client, plans, variant, dims, dtype, x })
+        Ok(Self { client: client.clone(), plans, variant, dims, dtype })
     }
 
-    /// This call, cut into so many segments.
+    /// Cut into so many segments, in place of as many as fit the device.
     #[cfg(test)]
-    pub(crate) fn cut(mut self, segments: Option<usize>) -> Self {
+    pub(crate) fn in_segments(mut self, segments: Option<usize>) -> Self {
         self.plans.segments = segments.unwrap_or(self.plans.segments);
         self
     }
 
+    fn call<'a>(&'a self, x: &'a Inputs) -> Call<'a, R> {
+        if let Err(why) = check_tensors(self.variant, x) {
+            panic!("tensors of {:?}: {why}", self.variant);
+        }
+        let Self { client, plans, variant, dims, dtype } = self;
+        Call { client, plans: *plans, variant: *variant, dims: *dims, dtype: *dtype, x }
+    }
+
+    /// Whole sequences. `keep` leaves in `saved` what [`Self::backward`] needs.
+    ///
+    /// # Panics
+    /// If `x` has other tensors than the variant.
+    pub fn forward(&self, x: &Inputs, keep: bool) -> Forward {
+        let call = self.call(x);
+        let scores = call.intra_chunk();
+        let (o, state, saved) = call.state_pass_forward(scores, keep);
+        let saved = if keep { saved.save() } else { vec![] };
+        Forward { o, state, saved }
+    }
+
+    /// Gradients of every input.
+    ///
+    /// # Panics
+    /// If `given` is not of a forward pass of the same variant.
+    pub fn backward(&self, given: Given<'_>) -> Backward {
+        let call = self.call(given.x);
+        let saved = Saved::restore(given.saved);
+        let back = call.state_pass_backward(&saved, given.d_o, given.d_state);
+        let d_start = back.start.clone();
+        let out = call.gradients(&saved, back, given.d_o);
+        let variant = self.variant;
+        Backward {
+            q: out.q,
+            k: out.k,
+            v: out.v,
+            a: variant.own_a().then_some(out.a),
+            b: variant.low_rank().then_some(out.b),
+            g: (variant.decay != crate::Decay::None).then_some(out.g),
+            beta: variant.delta().then_some(out.beta),
+            state: d_start,
+        }
+    }
+}
+
+impl<R: Runtime> Call<'_, R> {
     fn chunks(&self) -> usize {
         self.dims.tokens.div_ceil(self.plans.state_pass.chunk)
     }
@@ -561,7 +617,7 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 }
 
-/// Whole sequences. `keep` leaves in `saved` what [`backward`] needs.
+/// [`Chunkwise::new`] and [`Chunkwise::forward`].
 ///
 /// # Errors
 /// [`Refusal`] names what the kernels cannot take; then nothing was launched.
@@ -573,18 +629,11 @@ pub fn forward<R: Runtime>(
     x: &Inputs,
     keep: bool,
 ) -> Result<Forward, Refusal> {
-    Ok(forward_of(&Call::new(client, variant, dims, dtype, x)?, keep))
+    check_tensors(variant, x)?;
+    Ok(Chunkwise::new(client, variant, dims, dtype)?.forward(x, keep))
 }
 
-/// As [`forward`], cut as the call is.
-pub(crate) fn forward_of<R: Runtime>(call: &Call<'_, R>, keep: bool) -> Forward {
-    let scores = call.intra_chunk();
-    let (o, state, saved) = call.state_pass_forward(scores, keep);
-    let saved = if keep { saved.save() } else { vec![] };
-    Forward { o, state, saved }
-}
-
-/// Gradients of every input.
+/// [`Chunkwise::new`] and [`Chunkwise::backward`].
 ///
 /// # Errors
 /// As [`forward`].
@@ -597,25 +646,6 @@ pub fn backward<R: Runtime>(
     dtype: StorageType,
     given: Given<'_>,
 ) -> Result<Backward, Refusal> {
-    Ok(backward_of(&Call::new(client, variant, dims, dtype, given.x)?, given))
-}
-
-/// As [`backward`], cut as the call is.
-pub(crate) fn backward_of<R: Runtime>(call: &Call<'_, R>, given: Given<'_>) -> Backward {
-    let variant = call.variant;
-    let saved = Saved::restore(given.saved);
-    let back = call.state_pass_backward(&saved, given.d_o, given.d_state);
-    let d_start = back.start.clone();
-    let out = call.gradients(&saved, back, given.d_o);
-    let own_a = variant.own_a();
-    Backward {
-        q: out.q,
-        k: out.k,
-        v: out.v,
-        a: own_a.then_some(out.a),
-        b: variant.low_rank().then_some(out.b),
-        g: (variant.decay != crate::Decay::None).then_some(out.g),
-        beta: matches!(variant.transition, Transition::Delta { .. }).then_some(out.beta),
-        state: d_start,
-    }
+    check_tensors(variant, given.x)?;
+    Ok(Chunkwise::new(client, variant, dims, dtype)?.backward(given))
 }

@@ -110,11 +110,15 @@ pub(crate) fn positive(key: &str, value: usize) -> Result<usize, ConfigError> {
     }
 }
 
-/// A chunk that the operations take.
+/// Tokens that a layer may solve for together.
+const CHUNKS: [usize; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
+/// Of these the number that suits most sizes.
+pub(crate) const DEFAULT_CHUNK: usize = 64;
+
+/// A number of tokens to solve for together.
 pub(crate) fn check_chunk(chunk: usize) -> Result<usize, ConfigError> {
-    let known = crate::ops::CHUNKS;
-    if known.contains(&chunk) {
-        return Ok(chunk);
+    match CHUNKS.contains(&chunk) {
+        true => Ok(chunk),
+        false => Err(ConfigError::new("chunk", chunk, format!("one of {CHUNKS:?}"))),
     }
-    Err(ConfigError::new("chunk", chunk, format!("one of {known:?}")))
 }

@@ -1,7 +1,8 @@
-//! The operations as layers call them: a single token by the recurrence, several chunk by chunk.
+//! The operations as layers call them: a single token by the recurrence, several by chunks.
 
 use crate::ops::{
-    self, DeltaRule, LinearAttention, LinearAttentionBackend, LowRank, Mesa, OpResult,
+    self, DeltaRuleInputs, LinearAttentionBackend, LinearAttentionInputs, LowRankInputs,
+    MesaInputs, OpResult,
 };
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -10,49 +11,45 @@ type Outputs<B> = (Tensor<B, 4>, Tensor<B, 4>);
 
 /// [`ops::linear_attention`], or its step.
 pub(crate) fn linear_attention<B: LinearAttentionBackend>(
-    x: LinearAttention<B>,
+    x: LinearAttentionInputs<B>,
     memory: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
         true => ops::linear_attention_step(x, memory),
-        false => ops::linear_attention(x, memory, chunk),
+        false => ops::linear_attention(x, memory),
     })
 }
 
 /// [`ops::delta_rule`], or its step.
 pub(crate) fn delta_rule<B: LinearAttentionBackend>(
-    x: DeltaRule<B>,
+    x: DeltaRuleInputs<B>,
     memory: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
         true => ops::delta_rule_step(x, memory),
-        false => ops::delta_rule(x, memory, chunk),
+        false => ops::delta_rule(x, memory),
     })
 }
 
 /// [`ops::low_rank`], or its step.
 pub(crate) fn low_rank<B: LinearAttentionBackend>(
-    x: LowRank<B>,
+    x: LowRankInputs<B>,
     memory: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
         true => ops::low_rank_step(x, memory),
-        false => ops::low_rank(x, memory, chunk),
+        false => ops::low_rank(x, memory),
     })
 }
 
 /// [`ops::mesa`], or its step.
 pub(crate) fn mesa<B: LinearAttentionBackend>(
-    x: Mesa<B>,
+    x: MesaInputs<B>,
     memory: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> Outputs<B> {
     made(match is_step(&x.q) {
         true => ops::mesa_step(x, memory),
-        false => ops::mesa(x, memory, chunk),
+        false => ops::mesa(x, memory),
     })
 }
 

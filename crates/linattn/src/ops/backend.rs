@@ -1,145 +1,18 @@
-//! The trait of a backend, and the default that every backend gets: tensor operations.
+//! For authors of backends: the trait of a backend, whose default is tensor operations, and what its methods take
+//! and give.
 
-use super::autodiff::Pass;
-use super::fused::{
-    self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Moments, Normalization, Pack,
+pub use super::fused::{
+    Activation, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
+    LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack,
 };
-use super::mesa::{self, Normal};
-use super::scan::{self, Scan, Scanned};
-use super::{chunkwise, general, recurrent};
+pub use super::pass::{BackwardPass, Pass};
+pub use super::recurrence::{Dims, Forward, LogDecay, Recurrence, Saved, Transition};
+pub use super::scan::{Scan, ScanField};
+
+use super::fused::{self, AdamW, AdamWStep, Clip, Moments};
+use super::{reference, scan};
+use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend};
-#[cfg(feature = "fusion")]
-use std::{
-    any::Any,
-    sync::{Arc, Mutex, PoisonError},
-};
-
-/// Which memory is read: the one after this token's decay, or the one before it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Read {
-    /// Outputs see this token's write, and a delta rule corrects what the decayed memory answers.
-    #[default]
-    After,
-    /// The memory as the last token left it: linear attention's output is taken from there, as in
-    /// RWKV-6 (arXiv 2404.05892), and a delta rule corrects what it answers, as in Comba (arXiv
-    /// 2506.02475), whose output stays after the write.
-    Before,
-}
-
-/// Inputs of one operation, or their gradients, as a backend holds them. `beta` makes it a delta
-/// rule; `b` a low rank transition; `g` makes it decay. Shapes as in [`DeltaRule`](super::DeltaRule)
-/// and [`LowRank`](super::LowRank).
-#[derive(Debug, Clone)]
-pub struct Operands<T> {
-    /// Queries, `[B, T, Hk, K]`.
-    pub q: T,
-    /// Keys, `[B, T, Hk, K]`.
-    pub k: T,
-    /// Values, `[B, T, H, V]`.
-    pub v: T,
-    /// Rows that ask the memory, `[B, T, H, K]`: the erase rows of a delta rule, the keys if absent; a
-    /// of a low rank transition.
-    pub a: Option<T>,
-    /// Rows where a low rank transition writes the answer, `[B, T, H, K]`.
-    pub b: Option<T>,
-    /// Log decay, `[B, T, H]`, or `[B, T, H, K]` for a decay of its own for each row of the state.
-    pub g: Option<T>,
-    /// Share of the error to correct, `[B, T, H]`.
-    pub beta: Option<T>,
-    /// State before the first token, `[B, H, K, V]`; zeros if absent.
-    pub state: Option<T>,
-    /// Which memory is read.
-    pub read: Read,
-}
-
-impl<T> Operands<T> {
-    /// The tensors that are there, in the order of the fields.
-    pub fn into_vec(self) -> Vec<T> {
-        let Self { q, k, v, a, b, g, beta, state, read: _ } = self;
-        [Some(q), Some(k), Some(v), a, b, g, beta, state].into_iter().flatten().collect()
-    }
-
-    /// Takes the place of every tensor that is there, in the order of the fields.
-    pub(super) fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> Operands<U> {
-        let mut tensors = tensors.into_iter();
-        let mut next = || tensors.next().expect("as many tensors as `self` holds");
-        Operands {
-            q: next(),
-            k: next(),
-            v: next(),
-            a: self.a.is_some().then(&mut next),
-            b: self.b.is_some().then(&mut next),
-            g: self.g.is_some().then(&mut next),
-            beta: self.beta.is_some().then(&mut next),
-            state: self.state.is_some().then(&mut next),
-            read: self.read,
-        }
-    }
-}
-
-impl<T: TensorMetadata> Operands<T> {
-    /// Whether this is linear attention or a delta rule on its keys, with a scalar decay or none, read
-    /// after the decay: what the fastest path in tensor operations is made for.
-    fn is_plain(&self) -> bool {
-        let scalar = self.g.as_ref().is_none_or(|g| g.rank() == 3);
-        scalar && self.a.is_none() && self.read == Read::After
-    }
-}
-
-/// Saved tensors: those that the forward pass keeps for the backward pass. Which, and how they lie, is
-/// the backend's own affair. Empty if nothing was to be kept.
-#[derive(Debug, Clone)]
-pub struct Saved<T> {
-    /// The tensors.
-    pub tensors: Vec<T>,
-    /// Saved tensors of the backend inside a fused stream.
-    #[cfg(feature = "fusion")]
-    pub hidden: Option<Hidden>,
-}
-
-impl<T> Default for Saved<T> {
-    fn default() -> Self {
-        Self::from(vec![])
-    }
-}
-
-impl<T> From<Vec<T>> for Saved<T> {
-    fn from(tensors: Vec<T>) -> Self {
-        Self {
-            tensors,
-            #[cfg(feature = "fusion")]
-            hidden: None,
-        }
-    }
-}
-
-/// Something of a type that only the backend who kept it knows.
-#[cfg(feature = "fusion")]
-#[derive(Debug, Clone)]
-pub struct Hidden(pub(super) Arc<dyn Any + Send + Sync>);
-
-#[cfg(feature = "fusion")]
-impl Hidden {
-    /// Takes out what was put in, an `Arc<Mutex<Option<T>>>`.
-    pub(super) fn take<T: Send + 'static>(&self) -> T {
-        let slot = self.0.downcast_ref::<Mutex<Option<T>>>().expect("its own backend's");
-        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        slot.take().expect("the forward pass ran, and a backward pass runs once")
-    }
-}
-
-/// Result of a forward pass.
-#[derive(Debug, Clone)]
-pub struct Forward<T> {
-    /// Outputs, `[B, T, H, V]`.
-    pub o: T,
-    /// State after the last token, `[B, H, K, V]`.
-    pub state: T,
-    /// For the backward pass.
-    pub saved: Saved<T>,
-}
 
 /// How a backend computes the operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -159,34 +32,34 @@ impl core::fmt::Display for Path {
     }
 }
 
-/// A Burn backend that can run the operations of [`ops`](super). Callers have checked shapes and
-/// chunk; implementations need not.
+/// An operation that is composed of the methods of [`LinearAttentionBackend`], with a backward pass of its own.
+pub trait Composite {
+    /// Its outputs and, where it is to `keep` what that needs, its backward pass.
+    fn run<B: LinearAttentionBackend>(self, inputs: Vec<FloatTensor<B>>, keep: bool) -> Pass<B>;
+}
+
+/// A Burn backend that can run the operations of [`ops`](super). Callers have checked shapes;
+/// implementations need not.
 pub trait LinearAttentionBackend: Backend {
-    /// Whole sequences, `chunk` tokens at a time where this backend lets that be chosen; `chunk` is a
-    /// power of two. `keep` asks for what the backward pass needs.
-    fn chunkwise(
-        x: Operands<FloatTensor<Self>>,
-        chunk: usize,
-        keep: bool,
-    ) -> Forward<FloatTensor<Self>> {
-        forward::<Self>(x, chunk, keep)
+    /// Whole sequences. `keep` asks for what the backward pass needs.
+    fn chunkwise(x: Recurrence<FloatTensor<Self>>, keep: bool) -> Forward<FloatTensor<Self>> {
+        reference::forward::<Self>(x, keep)
     }
 
-    /// Gradients of every operand that is there, from those of `o` and the last state; `None` where
+    /// Gradients of every tensor that is there, from those of `o` and the last state; `None` where
     /// that output was not used.
     fn chunkwise_backward(
-        x: Operands<FloatTensor<Self>>,
+        x: Recurrence<FloatTensor<Self>>,
         saved: Saved<FloatTensor<Self>>,
         d_o: Option<FloatTensor<Self>>,
         d_state: Option<FloatTensor<Self>>,
-        chunk: usize,
-    ) -> Operands<FloatTensor<Self>> {
-        backward::<Self>(x, saved, d_o, d_state, chunk)
+    ) -> Recurrence<FloatTensor<Self>> {
+        reference::backward::<Self>(x, saved, d_o, d_state)
     }
 
     /// One token: T is 1. Gives `o` and the next state.
-    fn recurrent_step(x: Operands<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        recurrent::step::<Self>(x)
+    fn recurrent_step(x: Recurrence<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        reference::step::<Self>(x)
     }
 
     /// Rows normalised in one piece: `y`, and the sum where there is a residual. As every method that
@@ -246,69 +119,22 @@ pub trait LinearAttentionBackend: Backend {
         fused::norm_in_tensor_ops::<Self>(gradients)
     }
 
-    /// The solutions of `x`, `[B, T, H, K]`. No gradient flows through them.
-    fn solve(x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
-        mesa::solve::<Self>(x)
-    }
-
-    /// `found`, which solves the equations whose residuals are `x.rows`. Its gradient flows to
-    /// those residuals alone, and there it is the solution of `x` with the gradient for right-hand
-    /// sides.
-    fn implicit(found: FloatTensor<Self>, _x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
-        found
-    }
-
     /// Every h of a linear recurrence of vectors, `[B, T, C]`.
     fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
         scan::forward::<Self>(x)
     }
 
-    /// Gradients of all three inputs of the scan, from that of its output.
-    fn linear_scan_backward(
-        x: Scanned<FloatTensor<Self>>,
-        d_h: FloatTensor<Self>,
-    ) -> Scan<FloatTensor<Self>> {
-        scan::backward::<Self>(x, d_h)
+    /// Outputs of an operation that is composed of the methods above. A backend that differentiates makes it a node of
+    /// its graph; no other has a reason to write this method.
+    fn composite(
+        operation: impl Composite,
+        inputs: Vec<FloatTensor<Self>>,
+    ) -> Vec<FloatTensor<Self>> {
+        operation.run::<Self>(inputs, false).outputs
     }
 
     /// The way taken on this device.
     fn path(_device: &Self::Device) -> Path {
         Path::TensorOps
     }
-}
-
-/// [`LinearAttentionBackend::chunkwise`] in tensor operations.
-pub(super) fn forward<B: Backend>(
-    x: Operands<FloatTensor<B>>,
-    chunk: usize,
-    keep: bool,
-) -> Forward<FloatTensor<B>> {
-    match x.is_plain() {
-        true => chunkwise::forward::<B>(x, chunk, keep),
-        false => general::forward::<B>(x, chunk, keep),
-    }
-}
-
-/// [`LinearAttentionBackend::chunkwise_backward`] in tensor operations.
-pub(super) fn backward<B: Backend>(
-    x: Operands<FloatTensor<B>>,
-    saved: Saved<FloatTensor<B>>,
-    d_o: Option<FloatTensor<B>>,
-    d_state: Option<FloatTensor<B>>,
-    chunk: usize,
-) -> Operands<FloatTensor<B>> {
-    match x.is_plain() {
-        true => chunkwise::backward::<B>(x, saved, d_o, d_state, chunk),
-        false => general::backward::<B>(x, saved, d_o, d_state, chunk),
-    }
-}
-
-/// The tensor around a backend's own.
-pub(super) fn tensor<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(x))
-}
-
-/// A backend's own tensor.
-pub(super) fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
-    x.into_primitive().tensor()
 }

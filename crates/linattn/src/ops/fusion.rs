@@ -3,9 +3,10 @@
 //! Bodies stay off the stream on purpose: it promises shapes and types before it computes anything,
 //! and the kernels, or tensor operations that are not fused, are what the tests hold to the truth.
 
-use super::autodiff::Pass;
-use super::backend::{Forward, Hidden, LinearAttentionBackend, Operands, Path, Saved};
+use super::backend::{LinearAttentionBackend, Path};
 use super::fused::{self, LinearLayer};
+use super::pass::Pass;
+use super::recurrence::{Forward, Hidden, Recurrence, Saved};
 use burn::tensor::{DType, Shape, TensorMetadata, ops::FloatTensor};
 use burn_fusion::{
     Fusion, FusionBackend, FusionRuntime, FusionTensor,
@@ -74,25 +75,11 @@ where
     client.register(streams, OperationIr::Custom(description), node).into_iter()
 }
 
-/// Shape and type of tensors.
-fn alike<'a, T: TensorMetadata + 'a>(
-    tensors: impl IntoIterator<Item = &'a T>,
-) -> Vec<(Shape, DType)> {
-    tensors.into_iter().map(|x| (x.shape(), x.dtype())).collect()
-}
-
 /// Shapes and types of `o` and the last state.
-fn outputs<T: TensorMetadata>(x: &Operands<T>) -> Vec<(Shape, DType)> {
-    let (keys, values) = (x.q.shape(), x.v.shape());
-    let state = [values[0], values[2], keys[3], values[3]];
-    let dtype = x.v.dtype();
+fn outputs<T: TensorMetadata>(x: &Recurrence<T>) -> Vec<(Shape, DType)> {
+    let (dims, dtype) = (x.dims(), x.v.dtype());
     let of_state = if dtype == DType::F64 { dtype } else { DType::F32 };
-    vec![(values, dtype), (Shape::from(state), of_state)]
-}
-
-/// Which operands there are, without the tensors.
-fn places<T>(x: &Operands<T>) -> Operands<()> {
-    x.refill(std::iter::repeat(()))
+    vec![(Shape::from(dims.values_shape()), dtype), (Shape::from(dims.state_shape()), of_state)]
 }
 
 const OUTPUTS: &str = "as many outputs as were promised";
@@ -101,16 +88,13 @@ const INPUTS: &str = "as many inputs as were given";
 impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusion<B> {
     /// Saved tensors of the backend inside never enter the stream, which would have to know their shapes:
     /// they wait where the backward pass's node finds them.
-    fn chunkwise(
-        x: Operands<FloatTensor<Self>>,
-        chunk: usize,
-        keep: bool,
-    ) -> Forward<FloatTensor<Self>> {
-        let (promises, places) = (outputs(&x), places(&x));
+    fn chunkwise(x: Recurrence<FloatTensor<Self>>, keep: bool) -> Forward<FloatTensor<Self>> {
+        let promises = outputs(&x);
+        let (places, list) = x.into_list();
         let kept = Arc::new(Mutex::new(None::<Saved<FloatTensor<B>>>));
         let slot = kept.clone();
-        let mut made = node::<B, _>("chunkwise", x.into_vec(), promises, move |tensors| {
-            let Forward { o, state, saved } = B::chunkwise(places.refill(tensors), chunk, keep);
+        let mut made = node::<B, _>("chunkwise", list, promises, move |tensors| {
+            let Forward { o, state, saved } = B::chunkwise(places.fill(tensors), keep);
             if keep {
                 *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(saved);
             }
@@ -126,33 +110,33 @@ impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusio
     }
 
     fn chunkwise_backward(
-        x: Operands<FloatTensor<Self>>,
+        x: Recurrence<FloatTensor<Self>>,
         saved: Saved<FloatTensor<Self>>,
         d_o: Option<FloatTensor<Self>>,
         d_state: Option<FloatTensor<Self>>,
-        chunk: usize,
-    ) -> Operands<FloatTensor<Self>> {
-        let (places, with_o, with_state) = (places(&x), d_o.is_some(), d_state.is_some());
-        let tensors = x.into_vec();
-        let (count, promises) = (tensors.len(), alike(&tensors));
-        let inputs = tensors.into_iter().chain(d_o).chain(d_state).chain(saved.tensors).collect();
+    ) -> Recurrence<FloatTensor<Self>> {
+        let (with_o, with_state) = (d_o.is_some(), d_state.is_some());
+        let (places, list) = x.into_list();
+        let promises = list.iter().map(|x| (x.shape(), x.dtype())).collect();
+        let count = list.len();
+        let inputs = list.into_iter().chain(d_o).chain(d_state).chain(saved.tensors).collect();
         let hidden = saved.hidden.expect("a forward pass that keeps leaves this");
-        let order = places.clone();
         let made = node::<B, _>("chunkwise_backward", inputs, promises, move |tensors| {
             let mut tensors = tensors.into_iter();
-            let x = places.refill(tensors.by_ref().take(count).collect::<Vec<_>>());
+            let x = places.fill(tensors.by_ref().take(count).collect());
             let d_o = with_o.then(|| tensors.next().expect(INPUTS));
             let d_state = with_state.then(|| tensors.next().expect(INPUTS));
             let saved = hidden.take::<Saved<FloatTensor<B>>>();
-            B::chunkwise_backward(x, saved, d_o, d_state, chunk).into_vec()
+            B::chunkwise_backward(x, saved, d_o, d_state).into_list().1
         });
-        order.refill(made)
+        places.fill(made.collect())
     }
 
-    fn recurrent_step(x: Operands<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let (promises, places) = (outputs(&x), places(&x));
-        let mut made = node::<B, _>("recurrent_step", x.into_vec(), promises, move |tensors| {
-            let (o, state) = B::recurrent_step(places.refill(tensors));
+    fn recurrent_step(x: Recurrence<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let promises = outputs(&x);
+        let (places, list) = x.into_list();
+        let mut made = node::<B, _>("recurrent_step", list, promises, move |tensors| {
+            let (o, state) = B::recurrent_step(places.fill(tensors));
             vec![o, state]
         });
         (made.next().expect(OUTPUTS), made.next().expect(OUTPUTS))

@@ -12,7 +12,7 @@
 //! transposed matrices, of the taps by sums over diagonals.
 
 use super::OpError;
-use super::chunkwise::{accumulator, typed};
+use super::tensors::{accumulator, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Tokens of a block.

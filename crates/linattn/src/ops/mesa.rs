@@ -9,23 +9,15 @@
 //! step of the conjugate gradients is one pass of linear attention whose queries are the
 //! directions.
 //!
-//! The gradient doesn't go through the iterations. x is found outside the graph; the residual
-//! `r = q - x (H + diag(lambda))` is formed inside it, with x a constant: its value is rounding, and
-//! its gradients are those of every input. A node with the value x then hands r the gradient
-//! `dx (H + diag(lambda))^-1`, the matrix being symmetric: one more solve, whatever the iterations
-//! were.
+//! The gradient doesn't go through the iterations: with `w = dx (H + diag(lambda))^-1`, the matrix being
+//! symmetric, it is w for q and `-(w x^T)` for the matrix. That is one more solve, whatever the iterations were, and
+//! one backward pass of linear attention.
 
-use super::backend::{LinearAttentionBackend, Operands, Read, primitive, tensor};
-use super::chunkwise::accumulator;
-use super::{
-    Checked, LinearAttention, OpError, OpResult, check_one_token, chunked, fitting_chunk, step,
-};
-use burn::backend::autodiff::{
-    Autodiff,
-    checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
-    grads::Gradients,
-    ops::{Backward, Ops, OpsKind},
-};
+use super::backend::{Composite, LinearAttentionBackend};
+use super::pass::{BackwardPass, Pass};
+use super::recurrence::{Forward, LogDecay, Read, Recurrence, Transition};
+use super::tensors::{accumulator, primitive, tensor};
+use super::{LinearAttentionInputs, OpError, OpResult, check_one_token, chunked, step};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
 /// Added to what conjugate gradients divide by: rows that are solved exactly stay where they are.
@@ -33,7 +25,7 @@ const TINY: f64 = 1e-30;
 
 /// Inputs of [`mesa`].
 #[derive(Debug, Clone)]
-pub struct Mesa<B: Backend> {
+pub struct MesaInputs<B: Backend> {
     /// Queries, `[B, T, H, K]`.
     pub q: Tensor<B, 4>,
     /// Keys, `[B, T, H, K]`, of length 1.
@@ -50,46 +42,10 @@ pub struct Mesa<B: Backend> {
     pub iterations: usize,
 }
 
-/// The equations `x_t (H_t + diag(lambda)) = rows_t` of all tokens, as a backend holds them.
-#[derive(Debug, Clone)]
-pub struct Normal<T> {
-    /// Right-hand sides, `[B, T, H, K]`.
-    pub rows: T,
-    /// Keys, `[B, T, H, K]`.
-    pub keys: T,
-    /// Keys times beta, `[B, T, H, K]`.
-    pub values: T,
-    /// Log decay, `[B, T, H]`.
-    pub g: T,
-    /// Ridge, `[H, K]`.
-    pub lambda: T,
-    /// H before the first token, `[B, H, K, K]`; zeros if absent.
-    pub state: Option<T>,
-    /// Iterations.
-    pub iterations: usize,
-    /// Tokens a chunk, a power of two.
-    pub chunk: usize,
-}
-
-impl<T> Normal<T> {
-    fn map<U>(self, f: impl Fn(T) -> U) -> Normal<U> {
-        Normal {
-            rows: f(self.rows),
-            keys: f(self.keys),
-            values: f(self.values),
-            g: f(self.g),
-            lambda: f(self.lambda),
-            state: self.state.map(&f),
-            iterations: self.iterations,
-            chunk: self.chunk,
-        }
-    }
-}
-
-impl<B: Backend> Mesa<B> {
+impl<B: Backend> MesaInputs<B> {
     fn check(&self, op: &'static str, state: Option<&Tensor<B, 4>>) -> Result<(), OpError> {
-        let x = LinearAttention::new(self.q.clone(), self.k.clone(), self.v.clone());
-        Checked::linear_attention(x.with_decay(self.g.clone()), None).check(op)?;
+        let x = LinearAttentionInputs::new(self.q.clone(), self.k.clone(), self.v.clone());
+        x.with_decay(self.g.clone()).recurrence(None).check(op)?;
         let [batch, tokens, heads, key_width] = self.q.dims();
         let value_width = self.v.dims()[3];
         let mut shapes = vec![
@@ -108,8 +64,7 @@ impl<B: Backend> Mesa<B> {
     }
 }
 
-/// The Mesa layer over whole sequences, `chunk` tokens at a time. Gradients reach every tensor of
-/// `x`, and `state`.
+/// The Mesa layer over whole sequences. Gradients reach every tensor of `x`, and `state`.
 ///
 /// Gives `o`, `[B, T, H, V]` in the type of `v`, and the state after the last token: H and G side
 /// by side, `[B, H, K, K + V]`.
@@ -118,14 +73,12 @@ impl<B: Backend> Mesa<B> {
 /// # Source
 /// MesaNet, arXiv 2506.05233.
 pub fn mesa<B: LinearAttentionBackend>(
-    x: Mesa<B>,
+    x: MesaInputs<B>,
     state: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> OpResult<B> {
     let op = "mesa";
     x.check(op, state.as_ref())?;
-    let chunk = fitting_chunk(op, chunk, x.q.dims()[1])?;
-    run(x, state, chunk, |x, memory| chunked(op, Checked::linear_attention(x, memory), chunk))
+    run(x, state, |x, memory| chunked(op, x.recurrence(memory)))
 }
 
 /// One token of [`mesa`]: T is 1 in every tensor of `x`.
@@ -134,23 +87,22 @@ pub fn mesa<B: LinearAttentionBackend>(
 /// # Errors
 /// As [`mesa`], and [`OpError::Step`] if T is not 1.
 pub fn mesa_step<B: LinearAttentionBackend>(
-    x: Mesa<B>,
+    x: MesaInputs<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
     let op = "mesa_step";
     x.check(op, state.as_ref())?;
     check_one_token(op, x.q.dims()[1])?;
-    run(x, state, 1, |x, memory| step(op, Checked::linear_attention(x, memory)))
+    run(x, state, |x, memory| step(op, x.recurrence(memory)))
 }
 
 /// `attend` is linear attention, over whole sequences or one token.
 fn run<B: LinearAttentionBackend>(
-    x: Mesa<B>,
+    x: MesaInputs<B>,
     state: Option<Tensor<B, 4>>,
-    chunk: usize,
-    attend: impl Fn(LinearAttention<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
+    attend: impl Fn(LinearAttentionInputs<B>, Option<Tensor<B, 4>>) -> OpResult<B>,
 ) -> OpResult<B> {
-    let Mesa { q, k, v, beta, g, lambda, iterations } = x;
+    let MesaInputs { q, k, v, beta, g, lambda, iterations } = x;
     let (dtype, key_width, value_width) = (v.dtype(), k.dims()[3], v.dims()[3]);
     let [q, k, v] = [q, k, v].map(accumulator);
     let (lambda, beta) = (accumulator(lambda), accumulator(beta).unsqueeze_dim::<4>(3));
@@ -158,110 +110,108 @@ fn run<B: LinearAttentionBackend>(
     let part = |from, width| state.clone().map(|s| s.narrow(3, from, width));
     let (of_keys, of_values) = (part(0, key_width), part(key_width, value_width));
     let read = |q: Tensor<B, 4>, v: Tensor<B, 4>, memory| {
-        attend(LinearAttention::new(q, k.clone(), v).with_decay(g.clone()), memory)
+        attend(LinearAttentionInputs::new(q, k.clone(), v).with_decay(g.clone()), memory)
     };
-    let equations = |rows: Tensor<B, 4>| Normal {
-        rows: primitive(rows),
-        keys: primitive(k.clone()),
-        values: primitive(weighted.clone()),
-        g: primitive(g.clone()),
-        lambda: primitive(lambda.clone()),
+    let memory = Recurrence {
+        q: primitive(q),
+        k: primitive(k.clone()),
+        v: primitive(weighted.clone()),
+        decay: Some(LogDecay::Scalar(primitive(g.clone()))),
+        transition: Transition::Identity { read: Read::After },
         state: of_keys.clone().map(primitive),
-        iterations,
-        chunk,
     };
-
-    let found: Tensor<B, 4> = tensor(B::solve(equations(q.clone())));
-    let (answers, last_of_keys) = read(found.clone(), weighted.clone(), of_keys.clone())?;
-    let residual = q - answers - found.clone() * lambda.clone().unsqueeze::<4>();
-    let x = tensor(B::implicit(primitive(found), equations(residual)));
+    let (places, mut inputs) = memory.into_list();
+    inputs.push(primitive(lambda));
+    let x = tensor(B::composite(Solve { places, iterations }, inputs).remove(0));
+    // Which rows read is all the same: this is for the state.
+    let (_, last_of_keys) = read(k.clone(), weighted, of_keys)?;
     let (o, last_of_values) = read(x, v * beta, of_values)?;
     Ok((o.cast(dtype), Tensor::cat(vec![last_of_keys, last_of_values], 3)))
 }
 
-/// `rows` times H of each token, `[B, T, H, K]`.
-fn times_memory<B: LinearAttentionBackend>(
-    x: &Normal<FloatTensor<B>>,
-    rows: Tensor<B, 4>,
-) -> Tensor<B, 4> {
-    let tokens = rows.dims()[1];
-    let operands = Operands {
-        q: primitive(rows),
-        k: x.keys.clone(),
-        v: x.values.clone(),
-        a: None,
-        b: None,
-        g: Some(x.g.clone()),
-        beta: None,
-        state: x.state.clone(),
-        read: Read::After,
-    };
-    tensor(match tokens {
-        1 => B::recurrent_step(operands).0,
-        _ => B::chunkwise(operands, x.chunk, false).o,
-    })
+/// The equations `x_t (H_t + diag(lambda)) = q_t` of all tokens as one operation, of the tensors of H and lambda.
+struct Solve {
+    places: Recurrence<usize>,
+    iterations: usize,
 }
 
-/// [`LinearAttentionBackend::solve`] by conjugate gradients from zero, every row by itself.
-pub(super) fn solve<B: LinearAttentionBackend>(x: Normal<FloatTensor<B>>) -> FloatTensor<B> {
-    let rows: Tensor<B, 4> = tensor(x.rows.clone());
-    let lambda = tensor::<B, 2>(x.lambda.clone()).unsqueeze::<4>();
-    let dot = |a: &Tensor<B, 4>, b: &Tensor<B, 4>| (a.clone() * b.clone()).sum_dim(3);
-    // Rows of about length 1: squares of small gradients would be lost beside TINY.
-    let scale = rows.clone().abs().max_dim(3) + TINY;
-    let mut rest = rows / scale.clone();
-    let mut found = rest.zeros_like();
-    let mut direction = rest.clone();
-    let mut size = dot(&rest, &rest);
-    for _ in 0..x.iterations {
-        let image = times_memory::<B>(&x, direction.clone()) + direction.clone() * lambda.clone();
-        let length = size.clone() / (dot(&direction, &image) + TINY);
-        found = found + direction.clone() * length.clone();
-        rest = rest - image * length;
-        let next = dot(&rest, &rest);
-        direction = rest.clone() + direction * (next.clone() / (size + TINY));
-        size = next;
-    }
-    primitive(found * scale)
-}
-
-#[derive(Debug)]
-struct Implicit;
-
-impl<B: LinearAttentionBackend> Backward<B, 1> for Implicit {
-    type State = Normal<FloatTensor<B>>;
-
-    fn backward(
+impl Composite for Solve {
+    fn run<B: LinearAttentionBackend>(
         self,
-        ops: Ops<Self::State, 1>,
-        gradients: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let rows = gradients.consume::<B>(&ops.node);
-        let gradient = B::solve(Normal { rows, ..ops.state });
-        if let [Some(parent)] = ops.parents {
-            gradients.register::<B>(parent.id, gradient);
+        mut inputs: Vec<FloatTensor<B>>,
+        keep: bool,
+    ) -> Pass<B> {
+        let lambda = tensor(inputs.pop().expect("lambda is the last"));
+        let memory = self.places.fill(inputs);
+        let x = Equations::<B> { memory, lambda, iterations: self.iterations };
+        let found = x.solve(tensor(x.memory.q.clone()));
+        let output = primitive(found.clone());
+        let backward = keep.then(|| -> BackwardPass<B> {
+            Box::new(move |gradients, _| {
+                let d = gradients.into_iter().next().flatten().expect("of the one output");
+                let (memory, lambda) = x.gradients(found, tensor(d));
+                memory.into_list().1.into_iter().chain([lambda]).map(Some).collect()
+            })
+        });
+        Pass { outputs: vec![output], backward }
+    }
+}
+
+/// The equations of all tokens on a backend.
+struct Equations<B: Backend> {
+    /// H of every token, whose queries are the right-hand sides.
+    memory: Recurrence<FloatTensor<B>>,
+    /// Ridge, `[H, K]`.
+    lambda: Tensor<B, 2>,
+    iterations: usize,
+}
+
+impl<B: LinearAttentionBackend> Equations<B> {
+    /// `rows` times H of each token, `[B, T, H, K]`.
+    fn times_memory(&self, rows: Tensor<B, 4>) -> Tensor<B, 4> {
+        let tokens = rows.dims()[1];
+        let memory = Recurrence { q: primitive(rows), ..self.memory.clone() };
+        tensor(match tokens {
+            1 => B::recurrent_step(memory).0,
+            _ => B::chunkwise(memory, false).o,
+        })
+    }
+
+    /// Solutions for the right-hand sides `rows`, by conjugate gradients from zero, every row by itself.
+    fn solve(&self, rows: Tensor<B, 4>) -> Tensor<B, 4> {
+        let lambda = self.lambda.clone().unsqueeze::<4>();
+        let dot = |a: &Tensor<B, 4>, b: &Tensor<B, 4>| (a.clone() * b.clone()).sum_dim(3);
+        // Rows of about length 1: squares of small gradients would be lost beside TINY.
+        let scale = rows.clone().abs().max_dim(3) + TINY;
+        let mut rest = rows / scale.clone();
+        let mut found = rest.zeros_like();
+        let mut direction = rest.clone();
+        let mut size = dot(&rest, &rest);
+        for _ in 0..self.iterations {
+            let image = self.times_memory(direction.clone()) + direction.clone() * lambda.clone();
+            let length = size.clone() / (dot(&direction, &image) + TINY);
+            found = found + direction.clone() * length.clone();
+            rest = rest - image * length;
+            let next = dot(&rest, &rest);
+            direction = rest.clone() + direction * (next.clone() / (size + TINY));
+            size = next;
         }
+        found * scale
     }
-}
 
-/// `found` as a function of the residuals, one node of the autodiff graph.
-pub(super) fn track<B: LinearAttentionBackend, C: CheckpointStrategy>(
-    found: FloatTensor<Autodiff<B, C>>,
-    x: Normal<FloatTensor<Autodiff<B, C>>>,
-) -> FloatTensor<Autodiff<B, C>> {
-    // Held until the node is there: another thread's backward pass frees what no tensor holds.
-    let rows = x.rows.clone();
-    let prepared = Implicit.prepare::<C>([rows.node.clone()]).compute_bound().stateful();
-    match prepared {
-        OpsKind::Tracked(node) => node.finish(inner::<B, C>(x), found.primitive),
-        OpsKind::UnTracked(node) => node.finish(found.primitive),
+    /// Gradients of the tensors of H, right-hand sides among them, and of lambda, from that of the solutions.
+    fn gradients(
+        self,
+        found: Tensor<B, 4>,
+        d: Tensor<B, 4>,
+    ) -> (Recurrence<FloatTensor<B>>, FloatTensor<B>) {
+        let w = self.solve(d);
+        let by_lambda = (w.clone() * found.clone()).neg().sum_dim(0).sum_dim(1);
+        let d_lambda = primitive(by_lambda.reshape(self.lambda.dims()));
+        let memory = Recurrence { q: primitive(found), ..self.memory };
+        let Forward { saved, .. } = B::chunkwise(memory.clone(), true);
+        let d_answers = primitive(w.clone().neg());
+        let d_memory = B::chunkwise_backward(memory, saved, Some(d_answers), None);
+        (Recurrence { q: primitive(w), ..d_memory }, d_lambda)
     }
-}
-
-/// The same equations outside the autodiff graph.
-pub(super) fn inner<B: LinearAttentionBackend, C: CheckpointStrategy>(
-    x: Normal<FloatTensor<Autodiff<B, C>>>,
-) -> Normal<FloatTensor<B>> {
-    x.map(|tensor| tensor.primitive)
 }

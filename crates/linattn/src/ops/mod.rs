@@ -11,57 +11,49 @@
 //! g is one number a token and head, or one for each row of S. [`Read::Before`] takes `o_t` of linear
 //! attention, and the answer that a delta rule corrects, from `S_{t-1}` itself.
 //!
-//! Sequences are worked off in chunks, so that nearly all arithmetic is matrix products; results do
-//! not depend on the chunk beyond rounding. State, gates and sums are f32 whatever the inputs are
-//! (f64 for f64 inputs).
+//! Devices work sequences off in chunks, so that nearly all arithmetic is matrix products. State, gates and sums are
+//! f32 whatever the inputs are (f64 for f64 inputs).
 //!
-//! Where the state is a vector and each channel goes by itself there is [`linear_scan`].
+//! Where the state is a vector and each channel goes by itself there is [`linear_scan`]. What only authors of
+//! backends need is in [`backend`].
 
 mod autodiff;
-mod backend;
-mod chunkwise;
+pub mod backend;
 #[cfg(feature = "cpu")]
 mod cpu;
 #[cfg(feature = "cubecl")]
 mod cube;
-mod decay;
+mod error;
 mod fused;
 #[cfg(feature = "fusion")]
 mod fusion;
-mod general;
 mod long_convolution;
-mod mask;
 mod mesa;
-mod recurrent;
+mod pass;
+mod recurrence;
+mod reference;
 mod scan;
-mod triangular;
-mod vector_decay;
+mod tensors;
 
-pub use autodiff::{BackwardPass, Pass};
-pub use backend::{Forward, LinearAttentionBackend, Operands, Path, Read, Saved};
-pub use fused::{
-    Activation, AdamW, AdamWStep, Clip, Column, ColumnKind, ConvSplit, Embedding, GatedProduct,
-    HeadNorm, LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Moments, Normalization, Pack,
-    adamw_step, global_norm,
-};
+pub use backend::{LinearAttentionBackend, Path};
+pub use error::OpError;
 pub(crate) use fused::{
+    Activation, Column, ColumnKind, ConvSplit, HeadNorm, LinearLayer, MOST_PACKED, Measure,
     add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy,
     next_conv_state, pack, rms_normalize, select_rows, standardize,
 };
+pub use fused::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
 pub use long_convolution::long_convolution;
 pub(crate) use long_convolution::tap_matrices;
-pub use mesa::{Mesa, Normal, mesa, mesa_step};
-pub use scan::{Complex, Scan, ScanField, Scanned, complex_scan, linear_scan, linear_scan_step};
-pub(crate) use triangular::solve_unit_lower;
+pub use mesa::{MesaInputs, mesa, mesa_step};
+pub use recurrence::Read;
+pub(crate) use reference::solve_unit_lower;
+pub use scan::{Complex, complex_scan, linear_scan, linear_scan_step};
 
-use backend::{primitive, tensor};
-use burn::tensor::{Tensor, backend::Backend};
-pub(crate) use chunkwise::{accumulator, typed};
-
-/// Chunk length that suits most sizes, in tokens.
-pub const DEFAULT_CHUNK: usize = 64;
-/// Chunk lengths that the operations take.
-pub const CHUNKS: &[usize] = &[1, 2, 4, 8, 16, 32, 64, 128];
+use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
+use recurrence::{Forward, LogDecay, Recurrence, Transition};
+pub(crate) use tensors::{accumulator, typed};
+use tensors::{primitive, tensor};
 
 /// Result of an operation: its outputs, and the state after the last token.
 pub type OpResult<B> = Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>;
@@ -88,24 +80,17 @@ impl<B: Backend> From<Tensor<B, 4>> for Decay<B> {
 }
 
 impl<B: Backend> Decay<B> {
-    fn dims(&self) -> Vec<usize> {
+    fn log_decay(self) -> LogDecay<FloatTensor<B>> {
         match self {
-            Self::Scalar(g) => g.dims().into(),
-            Self::Vector(g) => g.dims().into(),
-        }
-    }
-
-    fn primitive(self) -> burn::tensor::ops::FloatTensor<B> {
-        match self {
-            Self::Scalar(g) => primitive(g),
-            Self::Vector(g) => primitive(g),
+            Self::Scalar(g) => LogDecay::Scalar(primitive(g)),
+            Self::Vector(g) => LogDecay::Vector(primitive(g)),
         }
     }
 }
 
 /// Inputs of [`linear_attention`].
 #[derive(Debug, Clone)]
-pub struct LinearAttention<B: Backend> {
+pub struct LinearAttentionInputs<B: Backend> {
     /// Queries, `[B, T, Hk, K]`, already scaled (by K^-1/2 as a rule).
     pub q: Tensor<B, 4>,
     /// Keys, `[B, T, Hk, K]`. Value head j reads key head j / (H / Hk).
@@ -118,7 +103,7 @@ pub struct LinearAttention<B: Backend> {
     pub read: Read,
 }
 
-impl<B: Backend> LinearAttention<B> {
+impl<B: Backend> LinearAttentionInputs<B> {
     /// Without decay, read after the write.
     pub fn new(q: Tensor<B, 4>, k: Tensor<B, 4>, v: Tensor<B, 4>) -> Self {
         Self { q, k, v, g: None, read: Read::After }
@@ -129,12 +114,18 @@ impl<B: Backend> LinearAttention<B> {
     pub fn with_decay(self, g: impl Into<Decay<B>>) -> Self {
         Self { g: Some(g.into()), ..self }
     }
+
+    fn recurrence(self, state: Option<Tensor<B, 4>>) -> Recurrence<FloatTensor<B>> {
+        let Self { q, k, v, g, read } = self;
+        let transition = Transition::Identity { read };
+        recurrence([q, k, v], g, transition, state)
+    }
 }
 
 /// Inputs of [`delta_rule`]. Named, because `beta` and a scalar decay have one shape: swapped, they
 /// would run and be wrong.
 #[derive(Debug, Clone)]
-pub struct DeltaRule<B: Backend> {
+pub struct DeltaRuleInputs<B: Backend> {
     /// Queries, `[B, T, Hk, K]`, already scaled (by K^-1/2 as a rule).
     pub q: Tensor<B, 4>,
     /// Keys, `[B, T, Hk, K]`, of length 1: longer rows can make the state grow without end.
@@ -151,7 +142,7 @@ pub struct DeltaRule<B: Backend> {
     pub read: Read,
 }
 
-impl<B: Backend> DeltaRule<B> {
+impl<B: Backend> DeltaRuleInputs<B> {
     /// Without decay, erasing with the keys.
     pub fn new(q: Tensor<B, 4>, k: Tensor<B, 4>, v: Tensor<B, 4>, beta: Tensor<B, 3>) -> Self {
         Self { q, k, v, beta, erase: None, g: None, read: Read::After }
@@ -162,11 +153,18 @@ impl<B: Backend> DeltaRule<B> {
     pub fn with_decay(self, g: impl Into<Decay<B>>) -> Self {
         Self { g: Some(g.into()), ..self }
     }
+
+    fn recurrence(self, state: Option<Tensor<B, 4>>) -> Recurrence<FloatTensor<B>> {
+        let Self { q, k, v, beta, erase, g, read } = self;
+        let transition =
+            Transition::Delta { beta: primitive(beta), erase: erase.map(primitive), read };
+        recurrence([q, k, v], g, transition, state)
+    }
 }
 
 /// Inputs of [`low_rank`].
 #[derive(Debug, Clone)]
-pub struct LowRank<B: Backend> {
+pub struct LowRankInputs<B: Backend> {
     /// Queries, `[B, T, Hk, K]`, already scaled.
     pub q: Tensor<B, 4>,
     /// Keys, `[B, T, Hk, K]`.
@@ -181,69 +179,27 @@ pub struct LowRank<B: Backend> {
     pub g: Option<Decay<B>>,
 }
 
-/// Why an operation refused its input. Nothing was computed.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum OpError {
-    /// A tensor's shape does not go with the others.
-    #[error("{op}: `{tensor}` is {got:?}, expected {want:?} to go with the others")]
-    Shape {
-        /// The operation.
-        op: &'static str,
-        /// The tensor.
-        tensor: &'static str,
-        /// Its shape.
-        got: Vec<usize>,
-        /// The shape that would do.
-        want: Vec<usize>,
-    },
-    /// A dimension is empty.
-    #[error("{op}: `{tensor}` is {got:?}; every dimension has to be at least 1")]
-    Empty {
-        /// The operation.
-        op: &'static str,
-        /// The tensor.
-        tensor: &'static str,
-        /// Its shape.
-        got: Vec<usize>,
-    },
-    /// Value heads cannot be shared out over key heads.
-    #[error("{op}: {heads} value heads are no multiple of {key_heads} key heads")]
-    Heads {
-        /// The operation.
-        op: &'static str,
-        /// Heads of `v`.
-        heads: usize,
-        /// Heads of `q` and `k`.
-        key_heads: usize,
-    },
-    /// No such chunk length.
-    #[error("{op}: a chunk of {chunk} tokens; it has to be one of {CHUNKS:?}")]
-    Chunk {
-        /// The operation.
-        op: &'static str,
-        /// The chunk asked for.
-        chunk: usize,
-    },
-    /// A convolution that sees nothing but the token itself.
-    #[error("{op}: a window of {window} tokens; it has to be at least 2")]
-    Window {
-        /// The operation.
-        op: &'static str,
-        /// The window asked for.
-        window: usize,
-    },
-    /// A recurrent step was given more than one token.
-    #[error("{op}: a step takes one token, got {tokens}")]
-    Step {
-        /// The operation.
-        op: &'static str,
-        /// Tokens given.
-        tokens: usize,
-    },
+impl<B: Backend> LowRankInputs<B> {
+    fn recurrence(self, state: Option<Tensor<B, 4>>) -> Recurrence<FloatTensor<B>> {
+        let Self { q, k, v, a, b, g } = self;
+        let transition = Transition::LowRank { a: primitive(a), b: primitive(b) };
+        recurrence([q, k, v], g, transition, state)
+    }
 }
 
-/// Decayed linear attention over whole sequences, `chunk` tokens at a time. Gradients reach every
-/// tensor of `x`, and `state`.
+/// Tensors as a backend has them, q, k and v first.
+fn recurrence<B: Backend>(
+    rows: [Tensor<B, 4>; 3],
+    g: Option<Decay<B>>,
+    transition: Transition<FloatTensor<B>>,
+    state: Option<Tensor<B, 4>>,
+) -> Recurrence<FloatTensor<B>> {
+    let [q, k, v] = rows.map(primitive);
+    let (decay, state) = (g.map(Decay::log_decay), state.map(primitive));
+    Recurrence { q, k, v, decay, transition, state }
+}
+
+/// Decayed linear attention over whole sequences. Gradients reach every tensor of `x`, and `state`.
 ///
 /// Gives `o`, `[B, T, H, V]` in the type of `v`, and the state after the last token, `[B, H, K, V]`.
 /// # Errors
@@ -251,15 +207,13 @@ pub enum OpError {
 /// # Source
 /// Katharopoulos et al., arXiv 2006.16236; the scalar decay as in Mamba-2, arXiv 2405.21060.
 pub fn linear_attention<B: LinearAttentionBackend>(
-    x: LinearAttention<B>,
+    x: LinearAttentionInputs<B>,
     state: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> OpResult<B> {
-    chunked("linear_attention", Checked::linear_attention(x, state), chunk)
+    chunked("linear_attention", x.recurrence(state))
 }
 
-/// The delta rule, gated if `g` is given, over whole sequences, `chunk` tokens at a time. Gradients
-/// reach every tensor of `x`, and `state`.
+/// The delta rule, gated if `g` is given, over whole sequences. Gradients reach every tensor of `x`, and `state`.
 ///
 /// Gives `o`, `[B, T, H, V]` in the type of `v`, and the state after the last token, `[B, H, K, V]`.
 /// # Errors
@@ -267,15 +221,14 @@ pub fn linear_attention<B: LinearAttentionBackend>(
 /// # Source
 /// Chunks as in DeltaNet, arXiv 2406.06484, with the decay of Gated DeltaNet, arXiv 2412.06464.
 pub fn delta_rule<B: LinearAttentionBackend>(
-    x: DeltaRule<B>,
+    x: DeltaRuleInputs<B>,
     state: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> OpResult<B> {
-    chunked("delta_rule", Checked::delta_rule(x, state), chunk)
+    chunked("delta_rule", x.recurrence(state))
 }
 
-/// A decay and a transition of rank one more than the identity, `S + b^T (a S)`, over whole sequences,
-/// `chunk` tokens at a time. Gradients reach every tensor of `x`, and `state`.
+/// A decay and a transition of rank one more than the identity, `S + b^T (a S)`, over whole sequences.
+/// Gradients reach every tensor of `x`, and `state`.
 ///
 /// Gives `o`, `[B, T, H, V]` in the type of `v`, and the state after the last token, `[B, H, K, V]`.
 /// # Errors
@@ -283,11 +236,10 @@ pub fn delta_rule<B: LinearAttentionBackend>(
 /// # Source
 /// RWKV-7, arXiv 2503.14456.
 pub fn low_rank<B: LinearAttentionBackend>(
-    x: LowRank<B>,
+    x: LowRankInputs<B>,
     state: Option<Tensor<B, 4>>,
-    chunk: usize,
 ) -> OpResult<B> {
-    chunked("low_rank", Checked::low_rank(x, state), chunk)
+    chunked("low_rank", x.recurrence(state))
 }
 
 /// One token of [`low_rank`]: T is 1 in every tensor of `x`.
@@ -296,10 +248,10 @@ pub fn low_rank<B: LinearAttentionBackend>(
 /// # Errors
 /// As [`low_rank`], and [`OpError::Step`] if T is not 1.
 pub fn low_rank_step<B: LinearAttentionBackend>(
-    x: LowRank<B>,
+    x: LowRankInputs<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
-    step("low_rank_step", Checked::low_rank(x, state))
+    step("low_rank_step", x.recurrence(state))
 }
 
 /// One token of [`linear_attention`]: T is 1 in every tensor of `x`.
@@ -308,10 +260,10 @@ pub fn low_rank_step<B: LinearAttentionBackend>(
 /// # Errors
 /// As [`linear_attention`], and [`OpError::Step`] if T is not 1.
 pub fn linear_attention_step<B: LinearAttentionBackend>(
-    x: LinearAttention<B>,
+    x: LinearAttentionInputs<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
-    step("linear_attention_step", Checked::linear_attention(x, state))
+    step("linear_attention_step", x.recurrence(state))
 }
 
 /// One token of [`delta_rule`]: T is 1 in every tensor of `x`.
@@ -320,10 +272,10 @@ pub fn linear_attention_step<B: LinearAttentionBackend>(
 /// # Errors
 /// As [`delta_rule`], and [`OpError::Step`] if T is not 1.
 pub fn delta_rule_step<B: LinearAttentionBackend>(
-    x: DeltaRule<B>,
+    x: DeltaRuleInputs<B>,
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
-    step("delta_rule_step", Checked::delta_rule(x, state))
+    step("delta_rule_step", x.recurrence(state))
 }
 
 /// Causal depthwise convolution over time, `y_t = sum_w weight_w * x_{t-W+1+w}`, each channel by
@@ -455,113 +407,20 @@ pub fn path<B: LinearAttentionBackend>(device: &B::Device) -> Path {
     B::path(device)
 }
 
-/// Every tensor of any family, before its shapes were looked at.
-struct Checked<B: Backend> {
-    q: Tensor<B, 4>,
-    k: Tensor<B, 4>,
-    v: Tensor<B, 4>,
-    /// Under its name in the operation.
-    a: Option<(&'static str, Tensor<B, 4>)>,
-    b: Option<Tensor<B, 4>>,
-    g: Option<Decay<B>>,
-    beta: Option<Tensor<B, 3>>,
-    state: Option<Tensor<B, 4>>,
-    read: Read,
-}
-
-impl<B: Backend> Checked<B> {
-    fn linear_attention(x: LinearAttention<B>, state: Option<Tensor<B, 4>>) -> Self {
-        let LinearAttention { q, k, v, g, read } = x;
-        Self { q, k, v, a: None, b: None, g, beta: None, state, read }
-    }
-
-    fn delta_rule(x: DeltaRule<B>, state: Option<Tensor<B, 4>>) -> Self {
-        let DeltaRule { q, k, v, beta, erase, g, read } = x;
-        let a = erase.map(|erase| ("erase", erase));
-        Self { q, k, v, a, b: None, g, beta: Some(beta), state, read }
-    }
-
-    fn low_rank(x: LowRank<B>, state: Option<Tensor<B, 4>>) -> Self {
-        let LowRank { q, k, v, a, b, g } = x;
-        let a = Some(("a", a));
-        Self { q, k, v, a, b: Some(b), g, beta: None, state, read: Read::After }
-    }
-
-    fn check(&self, op: &'static str) -> Result<(), OpError> {
-        let [batch, tokens, key_heads, key_width] = self.q.dims();
-        let [_, _, heads, value_width] = self.v.dims();
-        for (name, x) in [("q", &self.q), ("v", &self.v)] {
-            if x.dims().contains(&0) {
-                return Err(OpError::Empty { op, tensor: name, got: x.dims().to_vec() });
-            }
-        }
-        if !heads.is_multiple_of(key_heads) {
-            return Err(OpError::Heads { op, heads, key_heads });
-        }
-        let same = |tensor, got: &[usize], want: &[usize]| {
-            let shape = || OpError::Shape { op, tensor, got: got.into(), want: want.into() };
-            if got == want { Ok(()) } else { Err(shape()) }
-        };
-        same("k", &self.k.dims(), &[batch, tokens, key_heads, key_width])?;
-        same("v", &self.v.dims(), &[batch, tokens, heads, value_width])?;
-        let (gates, rows) = ([batch, tokens, heads], [batch, tokens, heads, key_width]);
-        let b = self.b.as_ref().map(|b| ("b", b));
-        for (name, x) in self.a.as_ref().map(|(name, a)| (*name, a)).into_iter().chain(b) {
-            same(name, &x.dims(), &rows)?;
-        }
-        match &self.g {
-            Some(g @ Decay::Scalar(_)) => same("g", &g.dims(), &gates)?,
-            Some(g @ Decay::Vector(_)) => same("g", &g.dims(), &rows)?,
-            None => {}
-        }
-        if let Some(beta) = &self.beta {
-            same("beta", &beta.dims(), &gates)?;
-        }
-        match &self.state {
-            Some(s) => same("state", &s.dims(), &[batch, heads, key_width, value_width]),
-            None => Ok(()),
-        }
-    }
-
-    fn operands(self) -> Operands<burn::tensor::ops::FloatTensor<B>> {
-        Operands {
-            q: primitive(self.q),
-            k: primitive(self.k),
-            v: primitive(self.v),
-            a: self.a.map(|(_, a)| primitive(a)),
-            b: self.b.map(primitive),
-            g: self.g.map(Decay::primitive),
-            beta: self.beta.map(primitive),
-            state: self.state.map(primitive),
-            read: self.read,
-        }
-    }
-}
-
 fn chunked<B: LinearAttentionBackend>(
     op: &'static str,
-    x: Checked<B>,
-    chunk: usize,
+    x: Recurrence<FloatTensor<B>>,
 ) -> OpResult<B> {
     x.check(op)?;
-    let chunk = fitting_chunk(op, chunk, x.q.dims()[1])?;
-    let Forward { o, state, .. } = B::chunkwise(x.operands(), chunk, false);
+    let Forward { o, state, .. } = B::chunkwise(x, false);
     Ok((tensor(o), tensor(state)))
 }
 
-fn step<B: LinearAttentionBackend>(op: &'static str, x: Checked<B>) -> OpResult<B> {
+fn step<B: LinearAttentionBackend>(op: &'static str, x: Recurrence<FloatTensor<B>>) -> OpResult<B> {
     x.check(op)?;
-    check_one_token(op, x.q.dims()[1])?;
-    let (o, state) = B::recurrent_step(x.operands());
+    check_one_token(op, x.dims().tokens)?;
+    let (o, state) = B::recurrent_step(x);
     Ok((tensor(o), tensor(state)))
-}
-
-/// `chunk`, or less for sequences so short that it would only compute padding.
-fn fitting_chunk(op: &'static str, chunk: usize, tokens: usize) -> Result<usize, OpError> {
-    match CHUNKS.contains(&chunk) {
-        true => Ok(chunk.min(tokens.next_power_of_two())),
-        false => Err(OpError::Chunk { op, chunk }),
-    }
 }
 
 fn check_one_token(op: &'static str, tokens: usize) -> Result<(), OpError> {

@@ -16,14 +16,9 @@
 //! Blelloch, "Prefix sums and their applications", 1990.
 
 use super::OpError;
-use super::backend::{LinearAttentionBackend, primitive, tensor};
-use super::chunkwise::accumulator;
-use burn::backend::autodiff::{
-    Autodiff, NodeId,
-    checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
-    grads::Gradients,
-    ops::{Backward, Ops, OpsKind},
-};
+use super::backend::{Composite, LinearAttentionBackend};
+use super::pass::{BackwardPass, Pass};
+use super::tensors::{accumulator, primitive, tensor};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
 /// Kind of numbers of a scan.
@@ -45,19 +40,6 @@ pub struct Scan<T> {
     pub b: T,
     /// The state before the first token, `[B, 1, C]`.
     pub state: T,
-    /// Real or complex.
-    pub field: ScanField,
-}
-
-/// Arguments of the backward pass of a scan; shapes as in [`Scan`].
-#[derive(Debug, Clone)]
-pub struct Scanned<T> {
-    /// Factors of the state.
-    pub a: T,
-    /// The state before the first token.
-    pub state: T,
-    /// Output of the scan, `[B, T, C]`.
-    pub h: T,
     /// Real or complex.
     pub field: ScanField,
 }
@@ -165,8 +147,29 @@ fn run<B: LinearAttentionBackend>(
         Some(state) => accumulator(state),
         None => b.clone().narrow(1, 0, 1).zeros_like(),
     };
-    let inputs = Scan { a: primitive(a), b: primitive(b), state: primitive(state), field };
-    tensor(B::linear_scan(inputs))
+    let inputs = vec![primitive(a), primitive(b), primitive(state)];
+    tensor(B::composite(ScanOf(field), inputs).remove(0))
+}
+
+/// A scan as one operation, of a, b and the state.
+struct ScanOf(ScanField);
+
+impl Composite for ScanOf {
+    fn run<B: LinearAttentionBackend>(self, inputs: Vec<FloatTensor<B>>, keep: bool) -> Pass<B> {
+        let field = self.0;
+        let [a, b, state] = <[_; 3]>::try_from(inputs).expect("as `run` lists them");
+        let kept = keep.then(|| (a.clone(), state.clone()));
+        let h = B::linear_scan(Scan { a, b, state, field });
+        let backward = kept.map(|(a, state)| -> BackwardPass<B> {
+            let x = Scanned { a, state, h: h.clone(), field };
+            Box::new(move |gradients, _| {
+                let d_h = gradients.into_iter().next().flatten().expect("of the one output");
+                let d = backward::<B>(x, d_h);
+                [d.a, d.b, d.state].map(Some).into()
+            })
+        });
+        Pass { outputs: vec![h], backward }
+    }
 }
 
 /// All of h, and the last of it.
@@ -312,8 +315,17 @@ pub(super) fn forward<B: Backend>(x: Scan<FloatTensor<B>>) -> FloatTensor<B> {
     scan(a, b).pack()
 }
 
-/// [`LinearAttentionBackend::linear_scan_backward`], with whatever runs a scan.
-pub(super) fn backward<B: LinearAttentionBackend>(
+/// Tensors of a scan that its backward pass needs; shapes as in [`Scan`].
+struct Scanned<T> {
+    a: T,
+    state: T,
+    /// Output of the scan, `[B, T, C]`.
+    h: T,
+    field: ScanField,
+}
+
+/// Gradients of all three inputs, from that of the output: the scan once more.
+fn backward<B: LinearAttentionBackend>(
     x: Scanned<FloatTensor<B>>,
     d_h: FloatTensor<B>,
 ) -> Scan<FloatTensor<B>> {
@@ -401,60 +413,6 @@ trait Number:
 impl Number for f32 {}
 #[cfg(feature = "cpu")]
 impl Number for f64 {}
-
-#[derive(Debug)]
-struct ScanNode;
-
-/// Saved tensors of a node: where its inputs are found again, and its output.
-#[derive(Debug, Clone)]
-struct Kept<B: LinearAttentionBackend> {
-    a: NodeId,
-    state: NodeId,
-    h: FloatTensor<B>,
-    field: ScanField,
-}
-
-impl<B: LinearAttentionBackend> Backward<B, 3> for ScanNode {
-    type State = Kept<B>;
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 3>,
-        gradients: &mut Gradients,
-        checkpointer: &mut Checkpointer,
-    ) {
-        let d_h = gradients.consume::<B>(&ops.node);
-        let Kept { a, state, h, field } = ops.state;
-        let [a, state] = [a, state].map(|id| checkpointer.retrieve_node_output(id));
-        let d = B::linear_scan_backward(Scanned { a, state, h, field }, d_h);
-        for (parent, gradient) in ops.parents.into_iter().zip([d.a, d.b, d.state]) {
-            if let Some(parent) = parent {
-                gradients.register::<B>(parent.id, gradient);
-            }
-        }
-    }
-}
-
-/// The scan as one node of the autodiff graph.
-pub(super) fn track<B: LinearAttentionBackend, C: CheckpointStrategy>(
-    x: Scan<FloatTensor<Autodiff<B, C>>>,
-) -> FloatTensor<Autodiff<B, C>> {
-    let nodes = [&x.a, &x.b, &x.state].map(|input| input.node.clone());
-    let prepared = ScanNode.prepare::<C>(nodes).compute_bound().stateful();
-    let Scan { a, b, state, field } = x;
-    match prepared {
-        OpsKind::Tracked(mut node) => {
-            let (a_id, state_id) = (node.checkpoint(&a), node.checkpoint(&state));
-            let inputs = Scan { a: a.primitive, b: b.primitive, state: state.primitive, field };
-            let h = B::linear_scan(inputs);
-            node.finish(Kept { a: a_id, state: state_id, h: h.clone(), field }, h)
-        }
-        OpsKind::UnTracked(node) => {
-            let inputs = Scan { a: a.primitive, b: b.primitive, state: state.primitive, field };
-            node.finish(B::linear_scan(inputs))
-        }
-    }
-}
 
 #[cfg(all(test, feature = "cpu"))]
 mod tests {

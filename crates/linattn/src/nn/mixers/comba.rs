@@ -19,8 +19,8 @@ use crate::nn::layers::{
 use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
-use crate::ops::{DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend, Read, typed};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend, Read, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
@@ -54,8 +54,6 @@ pub struct CombaConfig {
     pub norm_last: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for CombaConfig {
@@ -71,7 +69,6 @@ impl Default for CombaConfig {
             output_correction: 0.02,
             norm_last: false,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -85,7 +82,6 @@ impl CombaConfig {
             return Err(ConfigError::new("output_correction", self.output_correction, "finite"));
         }
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok(widths)
     }
 
@@ -123,7 +119,6 @@ impl CombaConfig {
             key_heads: self.heads,
             heads,
             norm_last: self.norm_last,
-            chunk: self.chunk,
         })
     }
 
@@ -164,8 +159,6 @@ pub struct Comba<B: Backend> {
     heads: usize,
     #[module(skip)]
     norm_last: bool,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for Comba<B> {
@@ -188,13 +181,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Comba<B> {
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let (q, k, erase) = self.correct(q, k);
         let erase = erase.map(|erase| share_heads(erase, self.heads));
-        let inputs = DeltaRule {
+        let inputs = DeltaRuleInputs {
             erase,
             g: Some(Decay::Scalar(g)),
             read: Read::Before,
-            ..DeltaRule::new(q * scale, k, v, beta)
+            ..DeltaRuleInputs::new(q * scale, k, v, beta)
         };
-        let (o, memory) = delta_rule(inputs, past.memory.take(), self.chunk);
+        let (o, memory) = delta_rule(inputs, past.memory.take());
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

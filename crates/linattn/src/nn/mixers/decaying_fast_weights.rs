@@ -32,7 +32,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Tokens a piece: one of the operations' chunks.
+/// Tokens of a piece.
 const PIECE: usize = 16;
 /// Least log decay of a column: 16 tokens make e^64 at most, where f32 ends at e^88.
 const FASTEST_COLUMN: f64 = -4.0;
@@ -176,8 +176,8 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         let last = self.columns.dims()[1] - 1;
         let kept = self.columns.cumsum(1);
         let v = self.v * kept.clone().neg().exp();
-        let inputs = ops::LinearAttention::new(self.q, self.k, v).with_decay(self.rows);
-        let (o, memory) = linear_attention(inputs, memory, PIECE);
+        let inputs = ops::LinearAttentionInputs::new(self.q, self.k, v).with_decay(self.rows);
+        let (o, memory) = linear_attention(inputs, memory);
         let kept = kept.exp();
         // [B, 1, H, V] to [B, H, 1, V].
         let at_end = kept.clone().narrow(1, last, 1).swap_dims(1, 2);

@@ -18,8 +18,8 @@ use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
 use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
-use crate::ops::{DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -44,8 +44,6 @@ pub struct DeltaNetConfig {
     pub allow_neg_eigval: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for DeltaNetConfig {
@@ -59,7 +57,6 @@ impl Default for DeltaNetConfig {
             output_gate: None,
             allow_neg_eigval: false,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -106,7 +103,6 @@ impl DeltaNetConfig {
         let widths = head_widths(self.heads, self.value_heads, self.key_width, expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok(widths)
     }
 
@@ -137,7 +133,6 @@ impl DeltaNetConfig {
             key_heads: self.heads,
             heads,
             beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
-            chunk: self.chunk,
         })
     }
 
@@ -204,8 +199,6 @@ pub struct DeltaNet<B: Backend> {
     heads: usize,
     #[module(skip)]
     beta_scale: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
@@ -222,8 +215,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
         let beta = Projection::beta(&self.b_proj, self.beta_scale);
         let (Qkv { q, k, v }, [beta], [g, gate]) =
             self.qkv().project_some(&x, [beta], [self.decay(), self.gate()], &mut past.tails);
-        let inputs = DeltaRule { g: g.map(Decay::Scalar), ..DeltaRule::new(q, k, v, beta) };
-        let (o, memory) = delta_rule(inputs, past.memory.take(), self.chunk);
+        let inputs =
+            DeltaRuleInputs { g: g.map(Decay::Scalar), ..DeltaRuleInputs::new(q, k, v, beta) };
+        let (o, memory) = delta_rule(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -16,8 +16,8 @@ use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
 use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -44,8 +44,6 @@ pub struct DeltaProductConfig {
     pub allow_neg_eigval: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Steps a chunk, n for every token. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for DeltaProductConfig {
@@ -60,7 +58,6 @@ impl Default for DeltaProductConfig {
             output_gate: false,
             allow_neg_eigval: true,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -71,7 +68,6 @@ impl DeltaProductConfig {
         let widths = head_widths(self.heads, None, self.key_width, self.expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok(widths)
     }
 
@@ -105,7 +101,6 @@ impl DeltaProductConfig {
             heads: self.heads,
             steps: n,
             beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
-            chunk: self.chunk,
         })
     }
 
@@ -147,8 +142,6 @@ pub struct DeltaProduct<B: Backend> {
     steps: usize,
     #[module(skip)]
     beta_scale: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaProduct<B> {
@@ -169,11 +162,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaProduct<B> {
         let (k, v) = (self.each_step(k), self.each_step(v));
         let beta = self.each_step(beta.unsqueeze_dim(3)).squeeze_dim(3);
         let g = g.map(|g| Decay::Scalar(self.pad(g.unsqueeze_dim(3), false).squeeze_dim(3)));
-        let inputs = DeltaRule { g, ..DeltaRule::new(self.pad(q, true), k, v, beta) };
+        let inputs = DeltaRuleInputs { g, ..DeltaRuleInputs::new(self.pad(q, true), k, v, beta) };
         let memory = past.memory.take();
         let (o, memory) = match tokens {
             1 => one_after_another(inputs, memory),
-            _ => delta_rule(inputs, memory, self.chunk),
+            _ => delta_rule(inputs, memory),
         };
         let o = self.last_steps(o, tokens);
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
@@ -224,7 +217,7 @@ impl<B: LinearAttentionBackend> DeltaProduct<B> {
 
 /// The steps of one token, each by the recurrence.
 fn one_after_another<B: LinearAttentionBackend>(
-    x: DeltaRule<B>,
+    x: DeltaRuleInputs<B>,
     mut state: Option<Tensor<B, 4>>,
 ) -> (Tensor<B, 4>, Tensor<B, 4>) {
     let mut outputs = vec![];
@@ -235,8 +228,9 @@ fn one_after_another<B: LinearAttentionBackend>(
             Decay::Vector(g) => Decay::Vector(at(g)),
         });
         let beta = x.beta.clone().narrow(1, j, 1);
-        let step = DeltaRule { g, ..DeltaRule::new(at(&x.q), at(&x.k), at(&x.v), beta) };
-        let (o, next) = delta_rule(step, state, DEFAULT_CHUNK);
+        let step =
+            DeltaRuleInputs { g, ..DeltaRuleInputs::new(at(&x.q), at(&x.k), at(&x.v), beta) };
+        let (o, next) = delta_rule(step, state);
         outputs.push(o);
         state = Some(next);
     }

@@ -19,8 +19,8 @@ use crate::nn::layers::{
 use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{self, Activation, Decay, DeltaRuleInputs, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -45,8 +45,6 @@ pub struct GatedDeltaNet2Config {
     pub allow_neg_eigval: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for GatedDeltaNet2Config {
@@ -60,7 +58,6 @@ impl Default for GatedDeltaNet2Config {
             conv_size: 4,
             allow_neg_eigval: false,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -73,7 +70,6 @@ impl GatedDeltaNet2Config {
         let rank = positive("gate_rank", self.gate_rank.unwrap_or(widths.value))?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((widths, rank))
     }
 
@@ -106,7 +102,6 @@ impl GatedDeltaNet2Config {
             key_heads: self.heads,
             heads,
             erase_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
-            chunk: self.chunk,
         })
     }
 
@@ -147,8 +142,6 @@ pub struct GatedDeltaNet2<B: Backend> {
     heads: usize,
     #[module(skip)]
     erase_scale: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for GatedDeltaNet2<B> {
@@ -173,12 +166,12 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedDeltaNet2<B> {
         let g = LogDecay::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
         // Erasing and writing have their gates already: all of the rest is corrected.
         let beta = Tensor::ones([batch, tokens, self.heads], (&x.device(), g.dtype()));
-        let inputs = DeltaRule {
+        let inputs = DeltaRuleInputs {
             erase: Some(erase),
             g: Some(Decay::Vector(share_heads(g, self.heads))),
-            ..DeltaRule::new(q, k, gated(v, write), beta)
+            ..DeltaRuleInputs::new(q, k, gated(v, write), beta)
         };
-        let (o, memory) = delta_rule(inputs, past.memory.take(), self.chunk);
+        let (o, memory) = delta_rule(inputs, past.memory.take());
         let gate = self.g_proj[1].forward(gate);
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, Some(gate));
         (y, past.then(memory, tokens))

@@ -20,8 +20,8 @@ use crate::nn::layers::{ResidualLinear, check_epsilon, linear, merge_heads, rms_
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, check_chunk};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend};
+use crate::nn::{ConfigError, Cost, Linear, Rope, Shared};
+use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -44,8 +44,6 @@ pub struct GatedRetentionConfig {
     pub rope_theta: f64,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for GatedRetentionConfig {
@@ -58,7 +56,6 @@ impl Default for GatedRetentionConfig {
             gate_normalizer: 16.0,
             rope_theta: 10_000.0,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -72,7 +69,6 @@ impl GatedRetentionConfig {
         check_theta(self.rope_theta)?;
         check_divisor("gate_normalizer", self.gate_normalizer)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((key, value_width(key, self.expand_v)?, heads))
     }
 
@@ -98,7 +94,6 @@ impl GatedRetentionConfig {
             rope: Rope::whole(self.rope_theta),
             gate_normalizer: self.gate_normalizer,
             norm_eps: self.norm_eps,
-            chunk: self.chunk,
         })
     }
 
@@ -134,8 +129,6 @@ pub struct GatedRetention<B: Backend> {
     gate_normalizer: f64,
     #[module(skip)]
     norm_eps: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for GatedRetention<B> {
@@ -161,8 +154,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedRetention<B> {
         let (q, k) = (rotated(q), rotated(k));
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_gate(g, self.gate_normalizer);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let o = merge_heads(rms_normalize(o, self.norm_eps));
         let y = self.o_proj.forward(ops::gate(o, gate, Activation::Silu));
         (y, past.then(memory, tokens))

@@ -26,8 +26,8 @@ use crate::nn::layers::{
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -51,8 +51,6 @@ pub struct GateLoopConfig {
     pub output_gate: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for GateLoopConfig {
@@ -65,7 +63,6 @@ impl Default for GateLoopConfig {
             conv_size: 0,
             output_gate: true,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -80,7 +77,6 @@ impl GateLoopConfig {
         check_divisor("gate_normalizer", self.gate_normalizer)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok(widths)
     }
 
@@ -108,7 +104,6 @@ impl GateLoopConfig {
             o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             gate_normalizer: self.gate_normalizer,
-            chunk: self.chunk,
         })
     }
 
@@ -145,8 +140,6 @@ pub struct GateLoop<B: Backend> {
     heads: usize,
     #[module(skip)]
     gate_normalizer: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
@@ -174,8 +167,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
         let g = split_heads(log_gate(a, self.gate_normalizer), self.heads);
         // Both halves of a complex number decay alike.
         let g = Tensor::cat(vec![g.clone(), g], 3);
-        let inputs = ops::LinearAttention::new(turn.back(q * scale), turn.back(k), v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let inputs =
+            ops::LinearAttentionInputs::new(turn.back(q * scale), turn.back(k), v).with_decay(g);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -21,8 +21,8 @@ use crate::nn::layers::{
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{self, LinearAttentionBackend};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -47,8 +47,6 @@ pub struct GlaConfig {
     pub output_gate: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for GlaConfig {
@@ -62,7 +60,6 @@ impl Default for GlaConfig {
             conv_size: 0,
             output_gate: true,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -77,7 +74,6 @@ impl GlaConfig {
         check_divisor("gate_normalizer", self.gate_normalizer)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((key, value))
     }
 
@@ -108,7 +104,6 @@ impl GlaConfig {
             o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             gate_normalizer: self.gate_normalizer,
-            chunk: self.chunk,
         })
     }
 
@@ -146,8 +141,6 @@ pub struct Gla<B: Backend> {
     heads: usize,
     #[module(skip)]
     gate_normalizer: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for Gla<B> {
@@ -167,8 +160,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gla<B> {
             self.qkv().project_some(&x, [Projection::plain(narrow)], [gate], &mut past.tails);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = split_heads(log_gate(widen.forward(g), self.gate_normalizer), self.heads);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.g_norm_swish_gate, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -25,9 +25,7 @@ use crate::nn::layers::{
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{
-    ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors, check_chunk, positive,
-};
+use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors, positive};
 use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
@@ -54,9 +52,6 @@ pub struct GsaConfig {
     /// Added to a mean square before its root. Released models have 1e-5 here, whatever other norms
     /// of theirs have.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding; every slot has scores of
-    /// its own between the tokens of a chunk, so that short ones cost less than elsewhere.
-    pub chunk: usize,
 }
 
 impl Default for GsaConfig {
@@ -69,7 +64,6 @@ impl Default for GsaConfig {
             gate_normalizer: 8.0,
             conv_size: 0,
             norm_eps: 1e-5,
-            chunk: 16,
         }
     }
 }
@@ -91,7 +85,6 @@ impl GsaConfig {
         check_divisor("gate_normalizer", self.gate_normalizer)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok(Widths { slots, key, value })
     }
 
@@ -118,7 +111,6 @@ impl GsaConfig {
             o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             gate_normalizer: self.gate_normalizer,
-            chunk: self.chunk,
         })
     }
 
@@ -194,8 +186,6 @@ pub struct Gsa<B: Backend> {
     heads: usize,
     #[module(skip)]
     gate_normalizer: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
@@ -220,14 +210,14 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
         let [rows, key_width] = [g.dims()[2], k.dims()[3]];
         let keys = keys.map(|keys| keys.reshape([batch, rows, key_width, 1]));
         let slots = written.clone().unsqueeze_dim::<4>(3);
-        let inputs = ops::LinearAttention::new(q, k, slots).with_decay(g.clone());
-        let (scores, keys) = linear_attention(inputs, keys, self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(q, k, slots).with_decay(g.clone());
+        let (scores, keys) = linear_attention(inputs, keys);
         let scores = scores.reshape([batch, tokens, self.heads, rows / self.heads]);
         let shares = typed(softmax(accumulator(scores), 3), dtype);
 
         let (g, written) = (split_heads(g, self.heads), split_heads(written, self.heads));
-        let inputs = ops::LinearAttention::new(shares, written, v).with_decay(g);
-        let (o, values) = linear_attention(inputs, values, self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(shares, written, v).with_decay(g);
+        let (o, values) = linear_attention(inputs, values);
         let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(silu(o)), None));
         let keys = keys.reshape([batch, self.heads, rows / self.heads, key_width]);
         (y, SlotState { keys, values, tails: tails.into_next() })

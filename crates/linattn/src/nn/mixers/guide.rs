@@ -24,7 +24,7 @@ mixers! {
 
 const MIXERS: &[&str] = &[
     "learnt_decay = { heads = 2 }",
-    "learnt_decay = { heads = 3, key_width = 5, norm_eps = 1e-3, chunk = 8 }",
+    "learnt_decay = { heads = 3, key_width = 5, norm_eps = 1e-3 }",
 ];
 
 type B = Autodiff<Flex>;

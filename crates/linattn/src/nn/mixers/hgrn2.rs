@@ -18,8 +18,8 @@ use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, merge_heads, rms_norm, split_heads,
 };
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{log_sigmoid, sigmoid};
@@ -46,8 +46,6 @@ pub struct Hgrn2Config {
     /// Added to a mean square before its root. Released models have 1e-5 here, whatever other norms
     /// of theirs have.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for Hgrn2Config {
@@ -59,7 +57,6 @@ impl Default for Hgrn2Config {
             lower_bound: 0.0,
             conv_size: 0,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -73,7 +70,6 @@ impl Hgrn2Config {
         check_lower_bound(self.lower_bound)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((key, value))
     }
 
@@ -99,7 +95,6 @@ impl Hgrn2Config {
             g_norm: RmsNormConfig::new(values).with_epsilon(self.norm_eps).init(device),
             o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
-            chunk: self.chunk,
         })
     }
 
@@ -165,8 +160,6 @@ pub struct Hgrn2<B: Backend> {
     o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for Hgrn2<B> {
@@ -188,8 +181,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hgrn2<B> {
         let (g, k) = self.forget(merge_heads(f));
         let (g, k) = (split_heads(g, self.heads), split_heads(k, self.heads));
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(o), None));
         (y, past.then(memory, tokens))
     }

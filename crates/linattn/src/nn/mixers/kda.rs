@@ -16,8 +16,8 @@ use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, lin
 use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{DEFAULT_CHUNK, Decay, DeltaRule, LinearAttentionBackend};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -42,8 +42,6 @@ pub struct KdaConfig {
     pub allow_neg_eigval: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for KdaConfig {
@@ -57,7 +55,6 @@ impl Default for KdaConfig {
             conv_size: 4,
             allow_neg_eigval: false,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -70,7 +67,6 @@ impl KdaConfig {
         let rank = positive("gate_rank", self.gate_rank.unwrap_or(widths.value))?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((widths, rank))
     }
 
@@ -102,7 +98,6 @@ impl KdaConfig {
             key_heads: self.heads,
             heads,
             beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
-            chunk: self.chunk,
         })
     }
 
@@ -142,8 +137,6 @@ pub struct Kda<B: Backend> {
     heads: usize,
     #[module(skip)]
     beta_scale: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for Kda<B> {
@@ -162,8 +155,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Kda<B> {
         let (Qkv { q, k, v }, [beta, f, gate]) =
             self.qkv().project(&x, [beta, f, gate], &mut past.tails);
         let g = LogDecay::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
-        let inputs = DeltaRule::new(q, k, v, beta).with_decay(Decay::Vector(g));
-        let (o, memory) = delta_rule(inputs, past.memory.take(), self.chunk);
+        let inputs = DeltaRuleInputs::new(q, k, v, beta).with_decay(Decay::Vector(g));
+        let (o, memory) = delta_rule(inputs, past.memory.take());
         let gate = self.g_proj[1].forward(gate);
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, Some(gate));
         (y, past.then(memory, tokens))

@@ -18,8 +18,8 @@ use crate::nn::layers::{
 };
 use crate::nn::projection::{Projection, project};
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::ops::{self, Activation, LinearAttentionBackend};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -37,13 +37,11 @@ pub struct LightningAttentionConfig {
     pub decay_scale: f64,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for LightningAttentionConfig {
     fn default() -> Self {
-        Self { heads: 1, key_width: None, decay_scale: 1.0, norm_eps: 1e-5, chunk: DEFAULT_CHUNK }
+        Self { heads: 1, key_width: None, decay_scale: 1.0, norm_eps: 1e-5 }
     }
 }
 
@@ -56,7 +54,6 @@ impl LightningAttentionConfig {
             return Err(ConfigError::new("decay_scale", self.decay_scale, "at least 0"));
         }
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok(width)
     }
 
@@ -76,7 +73,6 @@ impl LightningAttentionConfig {
             out_proj: linear(values, d_model, device).into(),
             heads: self.heads,
             decay_scale: self.decay_scale,
-            chunk: self.chunk,
         })
     }
 
@@ -120,8 +116,6 @@ pub struct LightningAttention<B: Backend> {
     heads: usize,
     #[module(skip)]
     decay_scale: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for LightningAttention<B> {
@@ -145,8 +139,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LightningAttention<B> {
         let width = qkv.dims()[3] / 3;
         let part = |i: usize| qkv.clone().narrow(3, i * width, width);
         let g = self.log_decay(&x).expand([batch, tokens, self.heads]);
-        let inputs = ops::LinearAttention::new(part(0), part(1), part(2)).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(part(0), part(1), part(2)).with_decay(g);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let gate = (Activation::Sigmoid, gate);
         let y = self.out_proj.forward(rms_norm(&self.norm, merge_heads(o), Some(gate)));
         (y, past.then(memory, tokens))

@@ -20,8 +20,8 @@ use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, check_small, linear, merge_heads,
 };
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, FeatureMap, Linear, Shared, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
+use crate::nn::{ConfigError, Cost, FeatureMap, Linear, Shared};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -57,8 +57,6 @@ pub struct LinearAttentionConfig {
     pub output_norm: OutputNorm,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for LinearAttentionConfig {
@@ -77,7 +75,6 @@ impl Default for LinearAttentionConfig {
             denominator_eps: 1e-6,
             output_norm: OutputNorm::default(),
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -114,7 +111,6 @@ impl LinearAttentionConfig {
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_small("denominator_eps", self.denominator_eps)?;
-        check_chunk(self.chunk)?;
         self.check_signs()?;
         if self.normalize && self.output_norm == OutputNorm::Rms {
             let want = "false where `output_norm` is \"rms\", which takes the denominator out again; \
@@ -173,7 +169,6 @@ impl LinearAttentionConfig {
             norm_q: self.norm_q,
             norm_k: self.norm_k,
             denominator_eps: self.normalize.then_some(self.denominator_eps),
-            chunk: self.chunk,
         })
     }
 
@@ -218,8 +213,6 @@ pub struct LinearAttention<B: Backend> {
     /// None where nothing is divided.
     #[module(skip)]
     denominator_eps: Option<f64>,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
@@ -245,8 +238,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
             Some(_) => (q, Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3)),
             None => (q * width.powf(-0.5), v),
         };
-        let inputs = ops::LinearAttention::new(q, k, v);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(q, k, v);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let o = match self.denominator_eps {
             Some(epsilon) => {
                 o.clone().narrow(3, 0, value_width) / (o.narrow(3, value_width, 1) + epsilon)

@@ -17,8 +17,8 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, share_heads};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk};
-use crate::ops::{DEFAULT_CHUNK, DeltaRule, LinearAttentionBackend, accumulator};
+use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::ops::{DeltaRuleInputs, LinearAttentionBackend, accumulator};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -41,8 +41,6 @@ pub struct LonghornConfig {
     pub output_gate: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for LonghornConfig {
@@ -55,7 +53,6 @@ impl Default for LonghornConfig {
             conv_size: 4,
             output_gate: true,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -66,7 +63,6 @@ impl LonghornConfig {
             head_widths(self.heads, self.value_heads, self.key_width, self.expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok(widths)
     }
 
@@ -94,7 +90,6 @@ impl LonghornConfig {
             o_proj: linear(values, d_model, device).into(),
             key_heads: self.heads,
             heads,
-            chunk: self.chunk,
         })
     }
 
@@ -128,8 +123,6 @@ pub struct Longhorn<B: Backend> {
     key_heads: usize,
     #[module(skip)]
     heads: usize,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for Longhorn<B> {
@@ -149,8 +142,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Longhorn<B> {
             self.qkv().project_some(&x, [beta], [gate], &mut past.tails);
         let length = share_heads(accumulator(k.clone()).square().sum_dim(3), self.heads);
         let eps = beta.clone() / (beta * length.squeeze_dim::<3>(3) + 1.0);
-        let inputs = DeltaRule::new(q, k, v, eps);
-        let (o, memory) = delta_rule(inputs, past.memory.take(), self.chunk);
+        let inputs = DeltaRuleInputs::new(q, k, v, eps);
+        let (o, memory) = delta_rule(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

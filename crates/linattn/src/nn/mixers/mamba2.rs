@@ -22,9 +22,9 @@ use crate::nn::layers::{
 use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::{Convolution, Split, padding};
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, check_chunk, positive};
+use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, positive};
 use crate::ops::{
-    self, Activation, Column, ColumnKind, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed,
+    self, Activation, Column, ColumnKind, LinearAttentionBackend, accumulator, typed,
 };
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
@@ -63,8 +63,6 @@ pub struct Mamba2Config {
     pub rope: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 fn is_zero(step: &f64) -> bool {
@@ -84,7 +82,6 @@ impl Default for Mamba2Config {
             step_min: 0.0,
             rope: false,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -107,7 +104,6 @@ impl Mamba2Config {
         }
         positive("conv_size", self.conv_size)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((inner, heads))
     }
 
@@ -149,7 +145,6 @@ impl Mamba2Config {
             rope: self.rope.then_some(Rope::whole(ROPE_THETA)),
             d_state: self.d_state,
             step_min: self.step_min,
-            chunk: self.chunk,
         })
     }
 
@@ -190,8 +185,6 @@ pub struct Mamba2<B: Backend> {
     d_state: usize,
     #[module(skip)]
     step_min: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 /// Parts of the projected input, `[B, T, ..]`.
@@ -233,8 +226,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
         let (dtype, x) = (x.dtype(), split_heads(x, self.heads));
         let v = x.clone() * typed(step.clone(), dtype).unsqueeze_dim(3);
         let g: Tensor<B, 3> = step * self.a_log.val().exp().neg().unsqueeze();
-        let inputs = ops::LinearAttention::new(q, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(q, k, v).with_decay(g);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let skip = x * typed(self.d.val(), dtype).reshape([1, 1, self.heads, 1]);
         let y = self.normalize(ops::gate(merge_heads(o + skip), z, Activation::Silu));
         (self.out_proj.forward(y), past.then(memory, tokens))

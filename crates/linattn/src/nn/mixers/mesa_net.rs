@@ -27,8 +27,8 @@ use crate::nn::layers::{
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::mesa;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{Activation, DEFAULT_CHUNK, LinearAttentionBackend, Mesa, accumulator, typed};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{Activation, LinearAttentionBackend, MesaInputs, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -55,8 +55,6 @@ pub struct MesaNetConfig {
     pub output_gate: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for MesaNetConfig {
@@ -71,7 +69,6 @@ impl Default for MesaNetConfig {
             input_gate: true,
             output_gate: false,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -88,7 +85,6 @@ impl MesaNetConfig {
         positive("cg_steps", self.cg_steps)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok(width)
     }
 
@@ -121,7 +117,6 @@ impl MesaNetConfig {
             heads: self.heads,
             lambda_lower_bound: self.lambda_lower_bound,
             cg_steps: self.cg_steps,
-            chunk: self.chunk,
         })
     }
 
@@ -163,8 +158,6 @@ pub struct MesaNet<B: Backend> {
     lambda_lower_bound: f64,
     #[module(skip)]
     cg_steps: usize,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for MesaNet<B> {
@@ -190,7 +183,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MesaNet<B> {
         // The equations are solved in f32 at least.
         let [q, k, v] = [q, k, v].map(accumulator);
         let zeros = || Tensor::zeros([batch, tokens, self.heads], (&x.device(), q.dtype()));
-        let inputs = Mesa {
+        let inputs = MesaInputs {
             beta: beta.unwrap_or_else(|| zeros() + 1.0),
             g: g.map_or_else(zeros, |g| log_gate(g, 1.0)),
             q,
@@ -199,7 +192,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MesaNet<B> {
             lambda: lambda.reshape([self.heads, key_width]),
             iterations: self.cg_steps,
         };
-        let (o, memory) = mesa(inputs, past.memory.take(), self.chunk);
+        let (o, memory) = mesa(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(typed(o, dtype), gate);
         (y, past.then(memory, tokens))
     }

@@ -23,8 +23,8 @@ use crate::nn::layers::{
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::{Projection, project};
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
@@ -48,8 +48,6 @@ pub struct MetaLaConfig {
     pub conv_size: usize,
     /// Added to a variance before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for MetaLaConfig {
@@ -62,7 +60,6 @@ impl Default for MetaLaConfig {
             self_augmentation: true,
             conv_size: 4,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -76,7 +73,6 @@ impl MetaLaConfig {
         check_divisor("gate_normalizer", self.gate_normalizer)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((key, value))
     }
 
@@ -102,7 +98,6 @@ impl MetaLaConfig {
             heads: self.heads,
             gate_normalizer: self.gate_normalizer,
             norm_eps: self.norm_eps,
-            chunk: self.chunk,
         })
     }
 
@@ -138,8 +133,6 @@ pub struct MetaLa<B: Backend> {
     gate_normalizer: f64,
     #[module(skip)]
     norm_eps: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
@@ -166,8 +159,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
             typed(sigmoid(share * accumulator(v.clone())), dtype)
         });
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let inputs = ops::LinearAttention::new(q * scale, typed(k, dtype), v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, typed(k, dtype), v).with_decay(g);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let o = match own {
             Some(own) => o + own,
             None => o,

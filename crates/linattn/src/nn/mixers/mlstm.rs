@@ -33,8 +33,8 @@ use crate::nn::layers::{
 };
 use crate::nn::projection::{Projection, project};
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -58,8 +58,6 @@ pub struct MlstmConfig {
     pub conv_size: usize,
     /// Added to a variance before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for MlstmConfig {
@@ -72,7 +70,6 @@ impl Default for MlstmConfig {
             gate_cap: 15.0,
             conv_size: 0,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -91,7 +88,6 @@ impl MlstmConfig {
         }
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((key, value))
     }
 
@@ -122,7 +118,6 @@ impl MlstmConfig {
             out_proj: linear(values, d_model, device).into(),
             heads,
             gate_cap: self.gate_cap,
-            chunk: self.chunk,
         })
     }
 
@@ -188,8 +183,6 @@ pub struct Mlstm<B: Backend> {
     heads: usize,
     #[module(skip)]
     gate_cap: f64,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for Mlstm<B> {
@@ -208,7 +201,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mlstm<B> {
         let log_write = self.capped(accumulator(i));
         let log_keep = log_sigmoid(self.capped(accumulator(f)));
         let asked = Asked { q: heads(q), k: heads(k), v: heads(v), log_write, log_keep };
-        let (h, memory) = asked.answer(past.memory.take(), &mut past.tails, self.chunk);
+        let (h, memory) = asked.answer(past.memory.take(), &mut past.tails);
         let y = ops::gate(self.multihead_norm.forward(h), o, Activation::Sigmoid);
         (self.out_proj.forward(y), past.then(memory, tokens))
     }
@@ -266,7 +259,6 @@ impl<B: LinearAttentionBackend> Asked<B> {
         self,
         memory: Option<Tensor<B, 4>>,
         tails: &mut Tails<B>,
-        chunk: usize,
     ) -> (Tensor<B, 4>, Tensor<B, 4>) {
         let Self { q, k, v, log_write, log_keep } = self;
         let Stabilised { keep, write, largest, last } =
@@ -276,8 +268,8 @@ impl<B: LinearAttentionBackend> Asked<B> {
         let k = k * typed(write, dtype).unsqueeze_dim::<4>(3);
         // n is one more column of the memory, written with a value of 1.
         let v = Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(keep);
-        let (o, memory) = linear_attention(inputs, memory, chunk);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(keep);
+        let (o, memory) = linear_attention(inputs, memory);
         let o = accumulator(o);
         let written = o.clone().narrow(3, value_width, 1).abs();
         let least = largest.neg().exp().unsqueeze_dim::<4>(3);

@@ -21,8 +21,8 @@ use super::{
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::layers::{BlockDiagonal, ResidualLinear, check_epsilon, normal_linear, split_heads};
 use crate::nn::projection::{Projection, project};
-use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared, check_chunk};
-use crate::ops::{self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, accumulator, typed};
+use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -47,13 +47,11 @@ pub struct MlstmV1Config {
     pub conv_size: usize,
     /// Added to a variance before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for MlstmV1Config {
     fn default() -> Self {
-        Self { heads: 4, expand: 2.0, conv_size: 4, norm_eps: 1e-5, chunk: DEFAULT_CHUNK }
+        Self { heads: 4, expand: 2.0, conv_size: 4, norm_eps: 1e-5 }
     }
 }
 
@@ -69,7 +67,6 @@ impl MlstmV1Config {
         let width = block_width(self.heads, inner as usize)?;
         check_window(self.conv_size, 2)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((inner as usize, width))
     }
 
@@ -104,7 +101,6 @@ impl MlstmV1Config {
             down_proj: normal_linear(inner, d_model, 2.0 * (d_model as f64).powf(-0.5), device)
                 .into(),
             heads,
-            chunk: self.chunk,
         })
     }
 
@@ -140,8 +136,6 @@ pub struct MlstmV1<B: Backend> {
     down_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
@@ -172,7 +166,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
         let heads = |x| split_heads(x, self.heads);
         let asked =
             Asked { q: heads(q), k: heads(k), v: heads(v), log_write: i, log_keep: log_sigmoid(f) };
-        let (h, memory) = asked.answer(past.memory.take(), &mut past.tails, self.chunk);
+        let (h, memory) = asked.answer(past.memory.take(), &mut past.tails);
         let around = c * typed(self.skip.val(), z.dtype()).unsqueeze::<3>();
         let y = ops::gate(self.multihead_norm.forward(h) + around, z, Activation::Silu);
         (self.down_proj.forward(y), past.then(memory, tokens))

@@ -34,9 +34,10 @@ use crate::nn::layers::{
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::{
-    ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors, check_chunk, positive,
+    ConfigError, Cost, DEFAULT_CHUNK, Linear, RecurrentState, Shared, StateTensors, check_chunk,
+    positive,
 };
-use crate::ops::{DEFAULT_CHUNK, LinearAttentionBackend, accumulator, solve_unit_lower, typed};
+use crate::ops::{LinearAttentionBackend, accumulator, solve_unit_lower, typed};
 use burn::module::Module;
 use burn::nn::RmsNorm;
 use burn::tensor::{Tensor, backend::Backend};

@@ -15,8 +15,8 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, wide_type};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, check_chunk};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend};
+use crate::nn::{ConfigError, Cost, Linear, Rope, Shared};
+use crate::ops::{self, LinearAttentionBackend};
 use burn::module::Module;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -39,8 +39,6 @@ pub struct RetNetConfig {
     pub rope_theta: f64,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for RetNetConfig {
@@ -53,7 +51,6 @@ impl Default for RetNetConfig {
             output_gate: true,
             rope_theta: 10_000.0,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -66,7 +63,6 @@ impl RetNetConfig {
         check_rotated("key_width", key)?;
         check_theta(self.rope_theta)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((key, value_width(key, self.expand_v)?, heads))
     }
 
@@ -90,7 +86,6 @@ impl RetNetConfig {
             key_heads: self.heads,
             heads,
             rope: Rope::whole(self.rope_theta),
-            chunk: self.chunk,
         })
     }
 
@@ -139,8 +134,6 @@ pub struct RetNet<B: Backend> {
     heads: usize,
     #[module(skip)]
     rope: Rope,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for RetNet<B> {
@@ -166,8 +159,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RetNet<B> {
         let (q, k) = (rotated(q), rotated(k));
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_decay(&x, self.heads).expand([batch, tokens, self.heads]);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.g_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -21,10 +21,8 @@ use crate::nn::layers::{
     ResidualLinear, check_epsilon, group_norm, linear, merge_heads, shift_tokens, split_heads,
 };
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{
-    self, Activation, DEFAULT_CHUNK, LinearAttentionBackend, Read, accumulator, typed,
-};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{self, Activation, LinearAttentionBackend, Read, accumulator, typed};
 use burn::module::{Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig, Tanh};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -51,8 +49,6 @@ pub struct Rwkv6Config {
     pub gate_low_rank: usize,
     /// Added to a variance before its root; the authors have 64e-5.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for Rwkv6Config {
@@ -64,7 +60,6 @@ impl Default for Rwkv6Config {
             mix_low_rank: 32,
             gate_low_rank: 64,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -78,7 +73,6 @@ impl Rwkv6Config {
         positive("mix_low_rank", self.mix_low_rank)?;
         positive("gate_low_rank", self.gate_low_rank)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok((key, value))
     }
 
@@ -126,7 +120,6 @@ impl Rwkv6Config {
                 .init(device),
             o_proj: linear(values, d_model, device).into(),
             heads: self.heads,
-            chunk: self.chunk,
         })
     }
 
@@ -216,8 +209,6 @@ pub struct Rwkv6<B: Backend> {
     o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
@@ -250,11 +241,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
 
         let u = typed(self.bonus.val(), r.dtype()).unsqueeze::<4>(); // [1, 1, H, K]
         let own = (r.clone() * k.clone() * u).sum_dim(3) * v.clone();
-        let inputs = ops::LinearAttention {
+        let inputs = ops::LinearAttentionInputs {
             read: Read::Before,
-            ..ops::LinearAttention::new(r, k, v).with_decay(g)
+            ..ops::LinearAttentionInputs::new(r, k, v).with_decay(g)
         };
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = ops::gate(self.normalize(merge_heads(o + own)), gate, Activation::Silu);
         (self.o_proj.forward(y), past.then(memory, tokens))
     }

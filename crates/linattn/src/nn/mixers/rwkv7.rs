@@ -22,8 +22,8 @@ use crate::nn::layers::{
     split_heads,
 };
 use crate::nn::recurrence::low_rank;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{DEFAULT_CHUNK, Decay, LinearAttentionBackend, LowRank, accumulator, typed};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{Decay, LinearAttentionBackend, LowRankInputs, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig};
 use burn::tensor::activation::sigmoid;
@@ -57,8 +57,6 @@ pub struct Rwkv7Config {
     pub value_rank: Option<usize>,
     /// Times K, added to a variance before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for Rwkv7Config {
@@ -72,7 +70,6 @@ impl Default for Rwkv7Config {
             value_residual: false,
             value_rank: None,
             norm_eps: 1e-5,
-            chunk: DEFAULT_CHUNK,
         }
     }
 }
@@ -117,7 +114,6 @@ impl Rwkv7Config {
             }
         };
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         Ok(Widths { key, keys: self.heads * key, decay, rate, gate, value })
     }
 
@@ -186,7 +182,6 @@ impl Rwkv7Config {
                 .init(device),
             o_proj: linear(keys, d_model, device).into(),
             heads: self.heads,
-            chunk: self.chunk,
         })
     }
 
@@ -293,8 +288,6 @@ pub struct Rwkv7<B: Backend> {
     o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> Rwkv7<B> {
@@ -346,7 +339,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
         let slower: Tensor<B, 3> = (rate.clone() - 1.0) * row(&self.k_a);
         let k = split(k * (slower + 1.0));
 
-        let inputs = LowRank {
+        let inputs = LowRankInputs {
             q: r.clone(),
             k: k.clone(),
             v: v.clone(),
@@ -354,7 +347,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
             b: removed * split(rate),
             g: Some(Decay::Vector(decay)),
         };
-        let (o, memory) = low_rank(inputs, past.memory.take(), self.chunk);
+        let (o, memory) = low_rank(inputs, past.memory.take());
         let keys = self.g_norm.num_channels;
         let rows: Tensor<B, 2> = merge_heads(o).reshape([batch * tokens, keys]);
         let o = group_norm(&self.g_norm, rows);

@@ -2,33 +2,28 @@
 
 mod node;
 
-pub use node::{BackwardPass, Pass};
-
-use super::backend::{self, Forward, LinearAttentionBackend, Operands, Path, Saved};
+use super::backend::{Composite, LinearAttentionBackend, Path};
 use super::fused::{
     ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
 };
-use super::mesa::{self, Normal};
-use super::scan::{self, Scan};
+use super::pass::{BackwardPass, Pass};
+use super::recurrence::{Forward, Recurrence, Saved};
+use super::reference;
 use burn::backend::autodiff::{Autodiff, checkpoint::strategy::CheckpointStrategy};
-use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use node::node;
 
 /// The recurrence and its backward pass.
-fn recurrence<B: LinearAttentionBackend>(
-    x: Operands<FloatTensor<B>>,
-    chunk: usize,
-    keep: bool,
-) -> Pass<B> {
+fn recurrence<B: LinearAttentionBackend>(x: Recurrence<FloatTensor<B>>, keep: bool) -> Pass<B> {
     let inputs = keep.then(|| x.clone());
-    let Forward { o, state, saved } = B::chunkwise(x, chunk, keep);
+    let Forward { o, state, saved } = B::chunkwise(x, keep);
     let backward = inputs.map(|x| -> BackwardPass<B> {
         Box::new(move |gradients, _| {
             let mut gradients = gradients.into_iter();
             let (d_o, d_state) = (gradients.next().flatten(), gradients.next().flatten());
-            let d = B::chunkwise_backward(x, saved, d_o, d_state, chunk);
-            d.into_vec().into_iter().map(Some).collect()
+            let d = B::chunkwise_backward(x, saved, d_o, d_state);
+            d.into_list().1.into_iter().map(Some).collect()
         })
     });
     Pass { outputs: vec![o, state], backward }
@@ -50,18 +45,13 @@ fn tracked<B: Backend, C: CheckpointStrategy>(
 impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend for Autodiff<B, C> {
     /// Keeps what is needed in the graph, not in what it gives; unless it is asked to `keep`, by another
     /// graph around this one, whose backward pass is to have gradients too: tensor operations have.
-    fn chunkwise(
-        x: Operands<FloatTensor<Self>>,
-        chunk: usize,
-        keep: bool,
-    ) -> Forward<FloatTensor<Self>> {
+    fn chunkwise(x: Recurrence<FloatTensor<Self>>, keep: bool) -> Forward<FloatTensor<Self>> {
         if keep {
-            return backend::forward::<Self>(x, chunk, keep);
+            return reference::forward::<Self>(x, keep);
         }
-        let places = x.refill(std::iter::repeat(()));
-        let outputs = node::<B, C>(x.into_vec(), |tensors, keep| {
-            Some(recurrence::<B>(places.refill(tensors), chunk, keep))
-        });
+        let (places, list) = x.into_list();
+        let outputs =
+            node::<B, C>(list, |tensors, keep| Some(recurrence::<B>(places.fill(tensors), keep)));
         let mut outputs = outputs.into_iter().flatten();
         let mut next = || outputs.next().expect("an output and a state");
         Forward { o: next(), state: next(), saved: Saved::default() }
@@ -130,16 +120,12 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         })
     }
 
-    fn solve(x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
-        <Self as AutodiffBackend>::from_inner(B::solve(mesa::inner::<B, C>(x)))
-    }
-
-    fn implicit(found: FloatTensor<Self>, x: Normal<FloatTensor<Self>>) -> FloatTensor<Self> {
-        mesa::track::<B, C>(found, x)
-    }
-
-    fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
-        scan::track::<B, C>(x)
+    fn composite(
+        operation: impl Composite,
+        inputs: Vec<FloatTensor<Self>>,
+    ) -> Vec<FloatTensor<Self>> {
+        let made = node::<B, C>(inputs, |tensors, keep| Some(operation.run::<B>(tensors, keep)));
+        made.expect("no composite operation refuses")
     }
 
     fn path(device: &Self::Device) -> Path {

@@ -5,6 +5,7 @@
 //! dummy on, so the hub runs once, after all its leaves. A slot left empty belongs to an output without a
 //! gradient. Dummies are memory that nothing fills or reads: they cost no launch.
 
+use crate::ops::pass::{BackwardPass, Pass};
 use burn::backend::autodiff::{
     Autodiff,
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -13,26 +14,6 @@ use burn::backend::autodiff::{
 };
 use burn::tensor::{FloatDType, backend::Backend, ops::FloatTensor};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// Gradients of the inputs from those of the outputs. An output that was not used has no gradient; an
-/// input that needs none (`false` in the second list) may be given none.
-pub type BackwardPass<B> =
-    Box<dyn FnOnce(Vec<Option<FloatTensor<B>>>, &[bool]) -> Vec<Option<FloatTensor<B>>> + Send>;
-
-/// Outputs of a forward pass, and its backward pass where one was asked for.
-pub struct Pass<B: Backend> {
-    /// The outputs.
-    pub outputs: Vec<FloatTensor<B>>,
-    /// The backward pass, which holds what it needs of the forward pass.
-    pub backward: Option<BackwardPass<B>>,
-}
-
-impl<B: Backend> Pass<B> {
-    /// Outputs without a backward pass.
-    pub fn forward(outputs: Vec<FloatTensor<B>>) -> Self {
-        Self { outputs, backward: None }
-    }
-}
 
 type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
 

@@ -10,7 +10,8 @@ use super::product::Matrix;
 use super::real::{Job, Machine, Real, add, dispatch, dot};
 use super::shared::{RowsMut, Shared};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
-use crate::ops::{Activation, BackwardPass, Column, ColumnKind, ConvSplit, HeadNorm, Pass};
+use crate::ops::fused::{Activation, Column, ColumnKind, ConvSplit, HeadNorm};
+use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 

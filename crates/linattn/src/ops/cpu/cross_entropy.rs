@@ -9,7 +9,8 @@ use super::shared::Shared;
 use super::tensors::{
     Number, contiguous, indices, matrix, maybe, one_type, slice, strided, tensor, typed, zeros,
 };
-use crate::ops::{LinearCrossEntropy, Pass};
+use crate::ops::fused::LinearCrossEntropy;
+use crate::ops::pass::Pass;
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 

@@ -4,7 +4,8 @@ use super::parallel::for_each;
 use super::real::{Real, add};
 use super::shared::Shared;
 use super::tensors::{Number, contiguous, indices, one_type, slice, tensor, typed, zeros};
-use crate::ops::{BackwardPass, Embedding, Pass};
+use crate::ops::fused::Embedding;
+use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 

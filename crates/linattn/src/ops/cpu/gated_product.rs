@@ -4,7 +4,8 @@ use super::parallel::for_each;
 use super::real::{Job, Machine, Real, dispatch};
 use super::shared::{Rows, RowsMut, Shared};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
-use crate::ops::{Activation, BackwardPass, GatedProduct, Pass};
+use crate::ops::fused::{Activation, GatedProduct};
+use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 

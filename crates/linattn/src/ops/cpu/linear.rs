@@ -5,7 +5,8 @@ use super::real::{Job, Machine, Real, add, dispatch};
 use super::tensors::{
     Number, contiguous, matrix, maybe, one_type, slice, strided, tensor, typed, zeros,
 };
-use crate::ops::{BackwardPass, LinearLayer, Pass};
+use crate::ops::fused::LinearLayer;
+use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 

@@ -23,35 +23,37 @@ mod tensors;
 #[cfg(test)]
 mod tests;
 
-use super::backend::{self, Forward, LinearAttentionBackend, Operands, Saved};
-use super::scan::{self, Scan};
-use super::{
-    AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
-    Moments, Normalization, Pack, Pass, fused, recurrent,
+use super::backend::LinearAttentionBackend;
+use super::fused::{
+    self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
+    LinearLayer, Moments, Normalization, Pack,
 };
+use super::pass::Pass;
+use super::recurrence::{Forward, Recurrence, Saved};
+use super::reference;
+use super::scan::{self, Scan};
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexTensor};
 
 impl LinearAttentionBackend for Flex {
-    fn chunkwise(x: Operands<FlexTensor>, chunk: usize, keep: bool) -> Forward<FlexTensor> {
-        memory::forward(&x, keep).unwrap_or_else(|| backend::forward::<Self>(x, chunk, keep))
+    fn chunkwise(x: Recurrence<FlexTensor>, keep: bool) -> Forward<FlexTensor> {
+        memory::forward(&x, keep).unwrap_or_else(|| reference::forward::<Self>(x, keep))
     }
 
     fn chunkwise_backward(
-        x: Operands<FlexTensor>,
+        x: Recurrence<FlexTensor>,
         saved: Saved<FlexTensor>,
         d_o: Option<FlexTensor>,
         d_state: Option<FlexTensor>,
-        chunk: usize,
-    ) -> Operands<FlexTensor> {
+    ) -> Recurrence<FlexTensor> {
         memory::backward(&x, &saved, d_o.clone(), d_state.clone())
-            .unwrap_or_else(|| backend::backward::<Self>(x, saved, d_o, d_state, chunk))
+            .unwrap_or_else(|| reference::backward::<Self>(x, saved, d_o, d_state))
     }
 
-    fn recurrent_step(x: Operands<FlexTensor>) -> (FlexTensor, FlexTensor) {
+    fn recurrent_step(x: Recurrence<FlexTensor>) -> (FlexTensor, FlexTensor) {
         match memory::forward(&x, false) {
             Some(Forward { o, state, .. }) => (o, state),
-            None => recurrent::step::<Self>(x),
+            None => reference::step::<Self>(x),
         }
     }
 

@@ -7,7 +7,8 @@ use super::product::Matrix;
 use super::real::{Job, Machine, Real, add, dispatch, dot, sum};
 use super::shared::{Rows, RowsMut, Shared};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
-use crate::ops::{Activation, BackwardPass, Measure, Normalization, Pass};
+use crate::ops::fused::{Activation, Measure, Normalization};
+use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 

@@ -4,7 +4,7 @@ use super::parallel::for_each;
 use super::real::{Job, Machine, Real, dispatch, dot};
 use super::shared::Shared;
 use super::tensors::{Number, contiguous, one_type, slice, tensor, typed, zeros};
-use crate::ops::{AdamW, AdamWStep, Clip, Moments};
+use crate::ops::fused::{AdamW, AdamWStep, Clip, Moments};
 use burn::tensor::TensorMetadata;
 use burn_flex::FlexTensor;
 

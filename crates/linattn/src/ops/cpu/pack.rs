@@ -1,7 +1,8 @@
 //! Matrices side by side.
 
 use super::tensors::{Number, contiguous, one_type, slice, tensor, typed};
-use crate::ops::{BackwardPass, Pack, Pass};
+use crate::ops::fused::Pack;
+use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 

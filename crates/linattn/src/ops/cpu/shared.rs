@@ -90,9 +90,4 @@ impl<'a, R> Rows<'a, R> {
     pub(super) fn at(&self, i: usize) -> &'a [R] {
         &self.data[i * self.stride..][..self.width]
     }
-
-    /// Numbers of a row.
-    pub(super) fn width(&self) -> usize {
-        self.width
-    }
 }

@@ -1,8 +1,9 @@
 //! Every operation of this folder against the same one in tensor operations, in f64.
 
-use super::super::autodiff::Pass;
-use super::super::backend::{Forward, LinearAttentionBackend, Operands};
+use super::super::backend::LinearAttentionBackend;
 use super::super::fused::*;
+use super::super::pass::Pass;
+use super::super::recurrence::{Forward, LogDecay, Read, Recurrence, Transition};
 use burn::backend::autodiff::Autodiff;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps, ModuleOps};
 use burn::tensor::{
@@ -425,11 +426,11 @@ fn everything() -> Vec<Vec<f64>> {
     });
     one(&[&[5, 40, 2, 16], &[5, 40, 2, 16], &[5, 40, 6, 40], &[5, 40, 6], &[5, 40, 6]], &|x| {
         let [q, k, v, g, beta] = x.try_into().unwrap();
-        let (g, beta) =
-            (Some(Graph::float_neg(Graph::float_abs(g))), Some(Graph::float_tanh(beta)));
-        let (a, b, state, read) = (None, None, None, Default::default());
-        let x = Operands { q, k: Graph::float_tanh(k), v, a, b, g, beta, state, read };
-        let Forward { o, state, .. } = Graph::chunkwise(x, 16, false);
+        let decay = Some(LogDecay::Scalar(Graph::float_neg(Graph::float_abs(g))));
+        let beta = Graph::float_tanh(beta);
+        let transition = Transition::Delta { beta, erase: None, read: Read::After };
+        let x = Recurrence { q, k: Graph::float_tanh(k), v, decay, transition, state: None };
+        let Forward { o, state, .. } = Graph::chunkwise(x, false);
         Some(Pass::forward(vec![o, state]))
     });
     found

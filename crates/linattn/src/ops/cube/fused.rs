@@ -3,11 +3,11 @@
 
 use super::linear;
 use super::rows::{entries_of, joined, rows_of, scaled, sum};
-use crate::ops::autodiff::{BackwardPass, Pass};
 use crate::ops::fused::{
     Activation, ColumnKind, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
     Measure, Normalization, Pack,
 };
+use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::ops::numeric::add;

@@ -7,15 +7,15 @@ mod linear;
 mod optimizer;
 mod rows;
 
-use super::autodiff::Pass;
-use super::backend::{
-    self, Forward, LinearAttentionBackend, Operands, Path, Read, Saved, primitive, tensor,
-};
+use super::backend::{LinearAttentionBackend, Path};
 use super::fused::{
     AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
     Moments, Normalization, Pack, norm_in_tensor_ops, step_in_tensor_ops,
 };
-use super::recurrent;
+use super::pass::Pass;
+use super::recurrence::{Dims, Forward, LogDecay, Read, Recurrence, Saved, Transition};
+use super::reference;
+use super::tensors::{primitive, tensor};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::kernel::into_contiguous;
@@ -23,8 +23,11 @@ use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
+use cubecl::prelude::ComputeClient;
+use cubecl::server::Handle;
 use linattn_kernels as kernels;
-use linattn_kernels::few_rows;
+use linattn_kernels::step::Step;
+use linattn_kernels::{Chunkwise, few_rows};
 
 impl<R, F, I, BT> LinearAttentionBackend for CubeBackend<R, F, I, BT>
 where
@@ -33,69 +36,48 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    fn chunkwise(
-        x: Operands<FloatTensor<Self>>,
-        chunk: usize,
-        keep: bool,
-    ) -> Forward<FloatTensor<Self>> {
-        let call = Call::new(&x);
-        match call.runs(&x) {
-            true => call.forward(one_type::<Self>(x), keep),
-            false => backend::forward::<Self>(x, chunk, keep),
+    fn chunkwise(x: Recurrence<FloatTensor<Self>>, keep: bool) -> Forward<FloatTensor<Self>> {
+        match chunkwise(&x) {
+            Some(kernels) => Launcher::of(&x).forward(&kernels, one_type::<Self>(x), keep),
+            None => reference::forward::<Self>(x, keep),
         }
     }
 
     fn chunkwise_backward(
-        x: Operands<FloatTensor<Self>>,
+        x: Recurrence<FloatTensor<Self>>,
         saved: Saved<FloatTensor<Self>>,
         d_o: Option<FloatTensor<Self>>,
         d_state: Option<FloatTensor<Self>>,
-        chunk: usize,
-    ) -> Operands<FloatTensor<Self>> {
-        let call = Call::new(&x);
-        if !call.runs(&x) {
-            return backend::backward::<Self>(x, saved, d_o, d_state, chunk);
-        }
-        let types: Vec<DType> = x.clone().into_vec().into_iter().map(|x| x.dtype).collect();
-        let state = x.state.is_some();
-        let d = call.backward(one_type::<Self>(x), saved, d_o, d_state);
-        let [batch, tokens, heads, key_width] = tensor::<Self, 4>(d.q.clone()).dims();
-        let key_heads = call.dims.key_heads;
-        let keys = |d: FloatTensor<Self>| match key_heads == heads {
+    ) -> Recurrence<FloatTensor<Self>> {
+        let Some(kernels) = chunkwise(&x) else {
+            return reference::backward::<Self>(x, saved, d_o, d_state);
+        };
+        let (types, dims) = (x.as_ref().map(|x| x.dtype), x.dims());
+        let saved = saved.tensors.into_iter().map(|saved| saved.handle).collect::<Vec<_>>();
+        let d = Launcher::of(&x).backward(&kernels, one_type::<Self>(x), &saved, [d_o, d_state]);
+        let keys = |d: FloatTensor<Self>| match dims.key_heads == dims.heads {
             true => d,
             false => {
-                let grouped = [batch, tokens, key_heads, heads / key_heads, key_width];
+                let [batch, tokens, key_heads, key_width] = dims.keys_shape();
+                let grouped = [batch, tokens, key_heads, dims.heads / key_heads, key_width];
                 let sum = tensor::<Self, 4>(d).reshape(grouped).sum_dim(3);
                 primitive(sum.squeeze_dim::<4>(3))
             }
         };
-        let d = Operands { q: keys(d.q), k: keys(d.k), state: d.state.filter(|_| state), ..d };
+        let d = Recurrence { q: keys(d.q), k: keys(d.k), ..d };
         // Gradients have the type of what they are the gradients of.
-        let mut types = types.into_iter();
-        let mut next = || types.next().expect("a type for each tensor");
-        let mut cast = |d: FloatTensor<Self>| burn_cubecl::kernel::cast(d, next());
-        Operands {
-            q: cast(d.q),
-            k: cast(d.k),
-            v: cast(d.v),
-            a: d.a.map(&mut cast),
-            b: d.b.map(&mut cast),
-            g: d.g.map(&mut cast),
-            beta: d.beta.map(&mut cast),
-            state: d.state.map(&mut cast),
-            read: d.read,
-        }
+        d.zip(types).map(|(d, dtype)| burn_cubecl::kernel::cast(d, dtype))
     }
 
     fn path(_device: &Self::Device) -> Path {
         Path::Kernels
     }
 
-    fn recurrent_step(x: Operands<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let call = Call::new(&x);
-        match call.steps() {
-            true => call.step(one_type::<Self>(x)),
-            false => recurrent::step::<Self>(x),
+    fn recurrent_step(x: Recurrence<FloatTensor<Self>>) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let dims = sizes(&x);
+        match Step::new(&x.v.client, variant(&x), dims, x.v.dtype.into()) {
+            Ok(kernel) => Launcher::of(&x).step(&kernel, one_type::<Self>(x)),
+            Err(_) => reference::step::<Self>(x),
         }
     }
 
@@ -174,96 +156,91 @@ fn linear_of_few_rows<R: CubeRuntime>(l: &LinearLayer<CubeTensor<R>>) -> Option<
         weight: &weight.handle,
         bias: bias.as_ref().map(|bias| &bias.handle),
     };
-    let y = few_rows::product(&x.client, dims, dtype.into(), args).expect("`check` was asked");
+    let y = few_rows::product(&x.client, dims, dtype.into(), args).ok()?;
     shape[last] = columns;
     Some(CubeTensor::new_contiguous(x.client, x.device, shape, y.handle, dtype))
 }
 
 /// Everything in one type, that of v, but for gates and states, which are f32.
-fn one_type<B: LinearAttentionBackend>(x: Operands<FloatTensor<B>>) -> Operands<FloatTensor<B>> {
+fn one_type<B: LinearAttentionBackend>(
+    x: Recurrence<FloatTensor<B>>,
+) -> Recurrence<FloatTensor<B>> {
     let dtype = tensor::<B, 4>(x.v.clone()).dtype();
     let f32 = |x| B::float_cast(x, FloatDType::F32);
     let like_v = |x| primitive(tensor::<B, 4>(x).cast(dtype));
-    Operands {
+    Recurrence {
         q: like_v(x.q),
         k: like_v(x.k),
         v: x.v,
-        a: x.a.map(like_v),
-        b: x.b.map(like_v),
-        g: x.g.map(f32),
-        beta: x.beta.map(f32),
+        decay: x.decay.map(|g| g.map(f32)),
+        transition: match x.transition {
+            Transition::Identity { read } => Transition::Identity { read },
+            Transition::Delta { beta, erase, read } => {
+                Transition::Delta { beta: f32(beta), erase: erase.map(like_v), read }
+            }
+            Transition::LowRank { a, b } => Transition::LowRank { a: like_v(a), b: like_v(b) },
+        },
         state: x.state.map(f32),
-        read: x.read,
     }
 }
 
-/// One call of the kernels.
-struct Call<R: CubeRuntime> {
-    client: cubecl::client::ComputeClient<R>,
+/// The kernels' name of a recurrence.
+fn variant<T>(x: &Recurrence<T>) -> kernels::Variant {
+    let of = |read| match read {
+        Read::After => kernels::Read::After,
+        Read::Before => kernels::Read::Before,
+    };
+    let (transition, read) = match &x.transition {
+        Transition::Identity { read } => (kernels::Transition::Identity, of(*read)),
+        Transition::Delta { erase, read, .. } => {
+            (kernels::Transition::Delta { erase: erase.is_some() }, of(*read))
+        }
+        Transition::LowRank { .. } => (kernels::Transition::LowRank, kernels::Read::After),
+    };
+    let decay = match &x.decay {
+        None => kernels::Decay::None,
+        Some(LogDecay::Scalar(_)) => kernels::Decay::Scalar,
+        Some(LogDecay::Vector(_)) => kernels::Decay::Vector,
+    };
+    kernels::Variant { decay, transition, read }
+}
+
+fn sizes<R: CubeRuntime>(x: &Recurrence<CubeTensor<R>>) -> kernels::Dims {
+    let Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims();
+    kernels::Dims { batch, tokens, key_heads, heads, key_width, value_width }
+}
+
+/// The kernels for whole sequences, if they take this.
+fn chunkwise<R: CubeRuntime>(x: &Recurrence<CubeTensor<R>>) -> Option<Chunkwise<R>> {
+    match x.v.dtype {
+        DType::F32 | DType::F16 | DType::BF16 => {
+            Chunkwise::new(&x.v.client, variant(x), sizes(x), x.v.dtype.into()).ok()
+        }
+        _ => None,
+    }
+}
+
+fn handles<R: CubeRuntime>(x: Recurrence<CubeTensor<R>>) -> kernels::Inputs {
+    let Recurrence { q, k, v, decay, transition, state } = x.map(|x| into_contiguous(x).handle);
+    let (a, b, beta) = match transition {
+        Transition::Identity { .. } => (None, None, None),
+        Transition::Delta { beta, erase, .. } => (erase, None, Some(beta)),
+        Transition::LowRank { a, b } => (Some(a), Some(b), None),
+    };
+    kernels::Inputs { q, k, v, a, b, g: decay.map(LogDecay::into_inner), beta, state }
+}
+
+/// A device, and the type of rows there.
+struct Launcher<R: CubeRuntime> {
+    client: ComputeClient<R>,
     device: R::Device,
-    dims: kernels::Dims,
-    variant: kernels::Variant,
     dtype: DType,
 }
 
-impl<R: CubeRuntime> Call<R> {
-    fn new(x: &Operands<CubeTensor<R>>) -> Self {
-        let (q, v) = (&x.q.meta.shape, &x.v.meta.shape);
-        Self {
-            client: x.v.client.clone(),
-            device: x.v.device.clone(),
-            dims: kernels::Dims {
-                batch: q[0],
-                tokens: q[1],
-                key_heads: q[2],
-                heads: v[2],
-                key_width: q[3],
-                value_width: v[3],
-            },
-            variant: kernels::Variant {
-                decay: match &x.g {
-                    Some(g) if g.meta.shape.num_dims() == 4 => kernels::Decay::Vector,
-                    Some(_) => kernels::Decay::Scalar,
-                    None => kernels::Decay::None,
-                },
-                transition: match (&x.beta, &x.b) {
-                    (Some(_), _) => kernels::Transition::Delta { erase: x.a.is_some() },
-                    (None, Some(_)) => kernels::Transition::LowRank,
-                    (None, None) => kernels::Transition::Identity,
-                },
-                read: match x.read {
-                    Read::After => kernels::Read::After,
-                    Read::Before => kernels::Read::Before,
-                },
-            },
-            dtype: x.v.dtype,
-        }
-    }
-
-    /// Whether the chunked kernels take this.
-    fn runs(&self, x: &Operands<CubeTensor<R>>) -> bool {
-        let float = matches!(x.v.dtype, DType::F32 | DType::F16 | DType::BF16);
-        let dtype = self.dtype.into();
-        float && kernels::engine(&self.client, self.variant, self.dims, dtype).is_ok()
-    }
-
-    /// Whether the kernel for one token takes this.
-    fn steps(&self) -> bool {
-        kernels::step::check(&self.client, self.dims, self.dtype.into()).is_ok()
-    }
-
-    fn inputs(x: Operands<CubeTensor<R>>) -> kernels::Inputs {
-        let handle = |x| into_contiguous(x).handle;
-        kernels::Inputs {
-            q: handle(x.q),
-            k: handle(x.k),
-            v: handle(x.v),
-            a: x.a.map(handle),
-            b: x.b.map(handle),
-            g: x.g.map(handle),
-            beta: x.beta.map(handle),
-            state: x.state.map(handle),
-        }
+impl<R: CubeRuntime> Launcher<R> {
+    fn of(x: &Recurrence<CubeTensor<R>>) -> Self {
+        let v = &x.v;
+        Self { client: v.client.clone(), device: v.device.clone(), dtype: v.dtype }
     }
 
     fn tensor(&self, buffer: kernels::Buffer) -> CubeTensor<R> {
@@ -277,67 +254,71 @@ impl<R: CubeRuntime> Call<R> {
         CubeTensor::new_contiguous(client, device, shape, buffer.handle, dtype)
     }
 
-    fn forward(&self, x: Operands<CubeTensor<R>>, keep: bool) -> Forward<CubeTensor<R>> {
-        let (variant, dims) = (self.variant, self.dims);
-        let dtype = self.dtype.into();
-        let done = kernels::forward(&self.client, variant, dims, dtype, &Self::inputs(x), keep)
-            .expect("`runs` was asked");
+    fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
+        zeros_client(self.client.clone(), self.device.clone(), shape.into(), dtype)
+    }
+
+    fn forward(
+        &self,
+        kernels: &Chunkwise<R>,
+        x: Recurrence<CubeTensor<R>>,
+        keep: bool,
+    ) -> Forward<CubeTensor<R>> {
+        let done = kernels.forward(&handles(x), keep);
         let tensors: Vec<_> = done.saved.into_iter().map(|saved| self.tensor(saved)).collect();
         let (o, state) = (self.tensor(done.o), self.tensor(done.state));
         Forward { o, state, saved: Saved::from(tensors) }
     }
 
-    fn step(&self, x: Operands<CubeTensor<R>>) -> (CubeTensor<R>, CubeTensor<R>) {
-        let kernels::Dims { batch, heads, key_width, value_width, .. } = self.dims;
-        let state = x.state.unwrap_or_else(|| {
-            let shape = Shape::from([batch, heads, key_width, value_width]);
-            zeros_client(self.client.clone(), self.device.clone(), shape, DType::F32)
-        });
-        let x = Self::inputs(Operands { state: Some(state), ..x });
-        let (variant, dims) = (self.variant, self.dims);
-        let done = kernels::step::launch(&self.client, variant, dims, self.dtype.into(), &x)
-            .expect("`steps` was asked");
+    fn step(
+        &self,
+        kernel: &Step<R>,
+        mut x: Recurrence<CubeTensor<R>>,
+    ) -> (CubeTensor<R>, CubeTensor<R>) {
+        let shape = x.dims().state_shape();
+        let state = x.state.take().unwrap_or_else(|| self.zeros(shape, DType::F32));
+        let done = kernel.run(&handles(x), &into_contiguous(state).handle);
         (self.tensor(done.o), self.tensor(done.state))
     }
 
+    /// Gradients in the kernels' types, those of q and k for each value head.
     fn backward(
         &self,
-        x: Operands<CubeTensor<R>>,
-        saved: Saved<CubeTensor<R>>,
-        d_o: Option<CubeTensor<R>>,
-        d_state: Option<CubeTensor<R>>,
-    ) -> Operands<CubeTensor<R>> {
-        let saved: Vec<_> = saved.tensors.into_iter().map(|saved| saved.handle).collect();
-        let read = x.read;
+        kernels: &Chunkwise<R>,
+        x: Recurrence<CubeTensor<R>>,
+        saved: &[Handle],
+        [d_o, d_state]: [Option<CubeTensor<R>>; 2],
+    ) -> Recurrence<CubeTensor<R>> {
         let cast = |x: CubeTensor<R>, dtype| into_contiguous(burn_cubecl::kernel::cast(x, dtype));
         let d_o = match d_o {
             Some(d_o) => cast(d_o, self.dtype),
-            None => {
-                let shape = x.v.meta.shape.clone();
-                let (client, device) = (self.client.clone(), self.device.clone());
-                into_contiguous(zeros_client(client, device, shape, self.dtype))
-            }
+            None => into_contiguous(self.zeros(x.dims().values_shape(), self.dtype)),
         };
         let d_state = d_state.map(|d| cast(d, DType::F32).handle);
-        let (variant, dims) = (self.variant, self.dims);
-        let given = kernels::Given {
-            x: &Self::inputs(x),
-            saved: &saved,
-            d_o: &d_o.handle,
-            d_state: d_state.as_ref(),
+        let places = x.as_ref().map(|_| ());
+        let x = handles(x);
+        let (d_o, d_state) = (&d_o.handle, d_state.as_ref());
+        let done = kernels.backward(kernels::Given { x: &x, saved, d_o, d_state });
+        let tensor = |buffer: Option<kernels::Buffer>| {
+            self.tensor(buffer.expect("a gradient of each tensor that there is"))
         };
-        let done = kernels::backward(&self.client, variant, dims, self.dtype.into(), given)
-            .expect("`runs` was asked");
-        Operands {
+        Recurrence {
             q: self.tensor(done.q),
             k: self.tensor(done.k),
             v: self.tensor(done.v),
-            a: done.a.map(|a| self.tensor(a)),
-            b: done.b.map(|b| self.tensor(b)),
-            g: done.g.map(|g| self.tensor(g)),
-            beta: done.beta.map(|beta| self.tensor(beta)),
-            state: Some(self.tensor(done.state)),
-            read,
+            decay: places.decay.map(|decay| decay.map(|()| tensor(done.g))),
+            transition: match places.transition {
+                Transition::Identity { read } => Transition::Identity { read },
+                Transition::Delta { erase, read, .. } => Transition::Delta {
+                    beta: tensor(done.beta),
+                    erase: erase.map(|()| tensor(done.a)),
+                    read,
+                },
+                Transition::LowRank { .. } => {
+                    Transition::LowRank { a: tensor(done.a), b: tensor(done.b) }
+                }
+            },
+            state: places.state.map(|()| self.tensor(done.state)),
         }
     }
 }

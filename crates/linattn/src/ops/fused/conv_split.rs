@@ -2,7 +2,8 @@
 //! norm of heads, beta and log decay.
 
 use super::{Activation, normalize::l2_normalize};
-use crate::ops::backend::{LinearAttentionBackend, tensor};
+use crate::ops::backend::LinearAttentionBackend;
+use crate::ops::tensors::tensor;
 use crate::ops::{accumulator, softplus, typed};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};

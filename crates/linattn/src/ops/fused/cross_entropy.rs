@@ -1,6 +1,7 @@
 //! The loss of a language model's last product, without keeping its logits.
 
-use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::backend::LinearAttentionBackend;
+use crate::ops::tensors::{primitive, tensor};
 use crate::ops::{accumulator, typed};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{

@@ -1,6 +1,7 @@
 //! Rows of a table by number, and the gradient of the table.
 
-use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::backend::LinearAttentionBackend;
+use crate::ops::tensors::{primitive, tensor};
 use crate::ops::typed;
 use burn::tensor::{
     DType, Int, Tensor, TensorMetadata,

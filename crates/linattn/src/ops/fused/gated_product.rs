@@ -1,7 +1,8 @@
 //! Products with an activated gate: SwiGLU and the gates of mixers.
 
 use super::Activation;
-use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::backend::LinearAttentionBackend;
+use crate::ops::tensors::{primitive, tensor};
 use crate::ops::typed;
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 

@@ -1,6 +1,7 @@
 //! Linear layers.
 
-use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::backend::LinearAttentionBackend;
+use crate::ops::tensors::{primitive, tensor};
 use crate::ops::typed;
 use burn::tensor::{Tensor, TensorMetadata, ops::FloatTensor};
 

@@ -1,7 +1,8 @@
 //! Normalised rows: RMSNorm, LayerNorm and L2 norm, with a residual sum before and a gate behind.
 
 use super::Activation;
-use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::backend::LinearAttentionBackend;
+use crate::ops::tensors::{primitive, tensor};
 use crate::ops::{accumulator, typed};
 use burn::tensor::{DType, Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 

@@ -1,6 +1,7 @@
 //! Matrices side by side: weights of layers that read the same input become one product.
 
-use crate::ops::backend::{LinearAttentionBackend, primitive, tensor};
+use crate::ops::backend::LinearAttentionBackend;
+use crate::ops::tensors::{primitive, tensor};
 use crate::ops::typed;
 use burn::tensor::{DType, Tensor, ops::FloatTensor};
 

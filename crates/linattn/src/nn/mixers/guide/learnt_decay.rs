@@ -12,8 +12,8 @@ use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Shared, check_chunk, positive};
-use crate::ops::{self, DEFAULT_CHUNK, LinearAttentionBackend};
+use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -29,13 +29,11 @@ pub struct LearntDecayConfig {
     pub key_width: Option<usize>,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
-    /// Tokens a chunk. Changes speed, and results by no more than rounding.
-    pub chunk: usize,
 }
 
 impl Default for LearntDecayConfig {
     fn default() -> Self {
-        Self { heads: 1, key_width: None, norm_eps: 1e-5, chunk: DEFAULT_CHUNK }
+        Self { heads: 1, key_width: None, norm_eps: 1e-5 }
     }
 }
 
@@ -44,7 +42,6 @@ impl LearntDecayConfig {
     pub(super) fn resolve(&self, d_model: usize) -> Result<usize, ConfigError> {
         positive("heads", self.heads)?;
         check_epsilon(self.norm_eps)?;
-        check_chunk(self.chunk)?;
         key_width(self.key_width, d_model, self.heads)
     }
 
@@ -66,7 +63,6 @@ impl LearntDecayConfig {
             norm: GatedRmsNorm::new(width, self.norm_eps, device),
             o_proj: linear(inner, d_model, device).into(),
             heads: self.heads,
-            chunk: self.chunk,
         })
     }
 
@@ -100,8 +96,6 @@ pub struct LearntDecay<B: Backend> {
     o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
-    #[module(skip)]
-    chunk: usize,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for LearntDecay<B> {
@@ -121,8 +115,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LearntDecay<B> {
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_sigmoid(self.decay.val()).reshape([1, 1, self.heads]);
         let g = g.expand([batch, tokens, self.heads]);
-        let inputs = ops::LinearAttention::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), self.chunk);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
+        let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, None);
         (y, past.then(memory, tokens))
     }

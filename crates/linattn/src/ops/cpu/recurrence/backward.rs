@@ -7,7 +7,8 @@ use super::tile::{
     Delta, Linear, LinearBefore, LowRank, Partial, Row, Rule, TILE, Token, Written, advance,
     reverse, totals,
 };
-use super::{BLOCK, Factors, Head, Inputs, Kind, load, load_state, store, store_state};
+use super::{BLOCK, Factors, Head, load, load_state, rows_at, store, store_state};
+use crate::ops::recurrence::{Dims, LogDecay, Read, Recurrence, Transition};
 use std::marker::PhantomData;
 
 /// Arguments of the backward pass.
@@ -19,55 +20,6 @@ pub(in crate::ops::cpu) struct Given<'a, R> {
     pub(in crate::ops::cpu) d_o: Option<&'a [R]>,
     /// Gradient of the last state, where it was used.
     pub(in crate::ops::cpu) d_state: Option<&'a [R]>,
-}
-
-/// Gradients of the operands that are there: zeros to begin with.
-pub(in crate::ops::cpu) struct Gradients<T> {
-    pub(in crate::ops::cpu) q: T,
-    pub(in crate::ops::cpu) k: T,
-    pub(in crate::ops::cpu) v: T,
-    pub(in crate::ops::cpu) a: Option<T>,
-    pub(in crate::ops::cpu) b: Option<T>,
-    pub(in crate::ops::cpu) g: Option<T>,
-    pub(in crate::ops::cpu) beta: Option<T>,
-    pub(in crate::ops::cpu) state: Option<T>,
-}
-
-impl<R> Gradients<Vec<R>> {
-    /// To be filled.
-    pub(in crate::ops::cpu) fn each_mut(&mut self) -> Gradients<&mut [R]> {
-        Gradients {
-            q: &mut self.q,
-            k: &mut self.k,
-            v: &mut self.v,
-            a: self.a.as_deref_mut(),
-            b: self.b.as_deref_mut(),
-            g: self.g.as_deref_mut(),
-            beta: self.beta.as_deref_mut(),
-            state: self.state.as_deref_mut(),
-        }
-    }
-}
-
-impl<T> Gradients<T> {
-    /// The gradients that are there, in the order of the fields.
-    pub(in crate::ops::cpu) fn into_vec(self) -> Vec<T> {
-        let Self { q, k, v, a, b, g, beta, state } = self;
-        [Some(q), Some(k), Some(v), a, b, g, beta, state].into_iter().flatten().collect()
-    }
-
-    fn map<U>(self, mut f: impl FnMut(T) -> U) -> Gradients<U> {
-        Gradients {
-            q: f(self.q),
-            k: f(self.k),
-            v: f(self.v),
-            a: self.a.map(&mut f),
-            b: self.b.map(&mut f),
-            g: self.g.map(&mut f),
-            beta: self.beta.map(&mut f),
-            state: self.state.map(&mut f),
-        }
-    }
 }
 
 /// One block's states and what its tokens wrote, of one tile.
@@ -100,7 +52,7 @@ impl<R: Real> Replay<R> {
         for j in 0..count {
             let (before, after) = self.states[j * self.width..].split_at_mut(self.width);
             let token = factors.token(head, j, first + j);
-            let v = load(head.v.at(first + j), c);
+            let v = load(head.x.v.at(first + j), c);
             (_, self.written[j]) = advance::<M, R, U>(before, after, token, &v);
         }
     }
@@ -149,7 +101,7 @@ struct Backward<'a, 'd, R, U> {
     kept: Rows<'a, R>,
     d_o: Option<Rows<'a, R>>,
     d_state: Option<&'a [R]>,
-    d: &'d mut Gradients<RowsMut<'a, R>>,
+    d: &'d mut Recurrence<RowsMut<'a, R>>,
     rule: PhantomData<U>,
 }
 
@@ -158,19 +110,19 @@ impl<R: Real, U: Rule> Job for Backward<'_, '_, R, U> {
 
     #[inline(always)]
     fn run<M: Machine>(mut self) {
-        let (sizes, width) = (self.head.sizes, self.head.sizes.key_width);
-        let mut d_states = load_state(sizes, self.d_state);
-        let by_row = self.head.g.is_some_and(|g| g.width() > 1);
+        let (dims, width) = (self.head.dims, self.head.dims.key_width);
+        let mut d_states = load_state(dims, self.d_state);
+        let by_row = matches!(self.head.x.decay, Some(LogDecay::Vector(_)));
         let mut factors = Factors::new(width);
         let mut replay = Replay::new(width);
         let (mut partial, mut totals) = (Partial::new(width), Totals::new(width));
-        for block in (0..sizes.blocks()).rev() {
+        for block in (0..dims.blocks()).rev() {
             let first = block * BLOCK;
-            let count = BLOCK.min(sizes.tokens - first);
+            let count = BLOCK.min(dims.tokens - first);
             factors.fill(&self.head, first, count);
             for (c, d_state) in d_states.chunks_exact_mut(width).enumerate() {
                 for (i, row) in replay.states[..width].iter_mut().enumerate() {
-                    let v = sizes.value_width;
+                    let v = dims.value_width;
                     *row = load(&self.kept.at(block)[i * v..(i + 1) * v], c);
                 }
                 replay.run::<M, U>(&self.head, &factors, [first, count, c]);
@@ -187,7 +139,7 @@ impl<R: Real, U: Rule> Job for Backward<'_, '_, R, U> {
             }
         }
         if let Some(d) = &mut self.d.state {
-            store_state(sizes, &d_states, d.at(0));
+            store_state(dims, &d_states, d.at(0));
         }
     }
 }
@@ -202,12 +154,14 @@ impl<R: Real, U: Rule> Backward<'_, '_, R, U> {
         d_update: &Row<R>,
         written: &Written<R>,
     ) {
-        match &mut self.d.beta {
-            Some(d_beta) => {
+        match &mut self.d.transition {
+            Transition::Delta { beta: d_beta, .. } => {
                 d_beta.at(t)[0] += dot::<M, R>(d_update, &written.error);
                 store(self.d.v.at(t), c, &d_update.map(|d| beta * d));
             }
-            None => store(self.d.v.at(t), c, d_update),
+            Transition::Identity { .. } | Transition::LowRank { .. } => {
+                store(self.d.v.at(t), c, d_update);
+            }
         }
     }
 
@@ -238,14 +192,15 @@ impl<R: Real, U: Rule> Backward<'_, '_, R, U> {
             for i in 0..width {
                 d_q[i] += token.b[i] * answer;
             }
-            if let Some(d_b) = &mut d.b {
+            if let Transition::LowRank { b: d_b, .. } = &mut d.transition {
                 add(d_b.at(t), &sums.answered);
             }
         }
         if U::ASKS {
-            let asking = match &mut d.a {
-                Some(d_a) => d_a.at(t),
-                None => d_k,
+            let asking = match &mut d.transition {
+                Transition::Delta { erase: Some(d_asks), .. }
+                | Transition::LowRank { a: d_asks, .. } => d_asks.at(t),
+                Transition::Delta { erase: None, .. } | Transition::Identity { .. } => d_k,
             };
             match token.asks_after {
                 true => {
@@ -256,9 +211,10 @@ impl<R: Real, U: Rule> Backward<'_, '_, R, U> {
                 false => add(asking, &sums.asked),
             }
         }
-        match d.g.as_mut().map(|d_g| d_g.at(t)) {
-            Some([d_g]) => *d_g += sums.decay,
-            Some(d_g) => {
+        match &mut d.decay {
+            Some(LogDecay::Scalar(d_g)) => d_g.at(t)[0] += sums.decay,
+            Some(LogDecay::Vector(d_g)) => {
+                let d_g = d_g.at(t);
                 for i in 0..width {
                     d_g[i] += token.kept[i] * sums.kept[i];
                     if U::ASKS && token.asks_after {
@@ -273,52 +229,43 @@ impl<R: Real, U: Rule> Backward<'_, '_, R, U> {
 
 /// The backward pass: adds to `d`, which holds zeros.
 pub(in crate::ops::cpu) fn backward<R: Real>(
-    x: Inputs<'_, R>,
+    x: Recurrence<&[R]>,
+    dims: Dims,
     given: Given<'_, R>,
-    d: Gradients<&mut [R]>,
+    d: Recurrence<&mut [R]>,
 ) {
-    match x.kind() {
-        Kind::Linear => backward_as::<R, Linear>(x, given, d),
-        Kind::LinearBefore => backward_as::<R, LinearBefore>(x, given, d),
-        Kind::Delta => backward_as::<R, Delta>(x, given, d),
-        Kind::LowRank => backward_as::<R, LowRank>(x, given, d),
+    match x.transition {
+        Transition::Identity { read: Read::After } => backward_as::<R, Linear>(x, dims, given, d),
+        Transition::Identity { read: Read::Before } => {
+            backward_as::<R, LinearBefore>(x, dims, given, d);
+        }
+        Transition::Delta { .. } => backward_as::<R, Delta>(x, dims, given, d),
+        Transition::LowRank { .. } => backward_as::<R, LowRank>(x, dims, given, d),
     }
 }
 
 /// One task has all heads that share a key head, because their gradients of it are added up.
-fn backward_as<R: Real, U: Rule>(x: Inputs<'_, R>, given: Given<'_, R>, d: Gradients<&mut [R]>) {
-    let s = x.sizes;
+fn backward_as<R: Real, U: Rule>(
+    x: Recurrence<&[R]>,
+    s: Dims,
+    given: Given<'_, R>,
+    d: Recurrence<&mut [R]>,
+) {
     let group = s.heads / s.key_heads;
-    let gates = x.g.map_or(1, |g| g.len() / (s.batch * s.tokens * s.heads));
     let d = d.map(Shared::new);
     for_each(s.batch * s.key_heads, 3 * group * s.work(), |n| {
         let (b, key_head) = (n / s.key_heads, n % s.key_heads);
         for h in key_head * group..(key_head + 1) * group {
-            let own = |width| s.place(b, h, s.heads, width);
-            let keys = s.place(b, key_head, s.key_heads, s.key_width);
+            let places = s.places(x, b, h);
             // SAFETY: rows of key heads are this task's alone, and it takes its heads one by one; all
             // other rows are one head's alone.
             #[allow(unsafe_code)]
-            let mut rows = unsafe {
-                Gradients {
-                    q: d.q.rows(keys),
-                    k: d.k.rows(keys),
-                    v: d.v.rows(own(s.value_width)),
-                    a: d.a.as_ref().map(|d| d.rows(own(s.key_width))),
-                    b: d.b.as_ref().map(|d| d.rows(own(s.key_width))),
-                    g: d.g.as_ref().map(|d| d.rows(own(gates))),
-                    beta: d.beta.as_ref().map(|d| d.rows(own(1))),
-                    state: d.state.as_ref().map(|d| d.rows(s.own(b, h, 1))),
-                }
-            };
-            let read = |x, (first, [_, stride, width]): (usize, [usize; 3])| {
-                Rows::new(x, first, [stride, width])
-            };
+            let mut rows = d.as_ref().zip(places).map(|(d, place)| unsafe { d.rows(place) });
             dispatch(Backward {
-                head: x.head(b, h),
-                kept: read(given.kept, s.own(b, h, s.blocks())),
-                d_o: given.d_o.map(|d_o| read(d_o, own(s.value_width))),
-                d_state: given.d_state.map(|d| read(d, s.own(b, h, 1)).at(0)),
+                head: Head::new(x, s, b, h),
+                kept: rows_at(given.kept, s.own(b, h, s.blocks())),
+                d_o: given.d_o.map(|d_o| rows_at(d_o, places.v)),
+                d_state: given.d_state.map(|d| rows_at(d, s.own(b, h, 1)).at(0)),
                 d: &mut rows,
                 rule: PhantomData::<U>,
             });

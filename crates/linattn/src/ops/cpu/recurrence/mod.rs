@@ -7,30 +7,19 @@
 mod backward;
 mod tile;
 
-pub(super) use backward::{Given, Gradients, backward};
+pub(super) use backward::{Given, backward};
 
 use super::parallel::for_each;
 use super::real::{Job, Machine, Real, dispatch};
 use super::shared::{Rows, RowsMut, Shared};
-use crate::ops::Read;
+use crate::ops::recurrence::{Dims, LogDecay, Read, Recurrence, Transition};
 use std::marker::PhantomData;
 use tile::{Delta, Linear, LinearBefore, LowRank, Row, Rule, TILE, Token, advance};
 
 /// Tokens from one state that is kept to the next.
 const BLOCK: usize = 16;
 
-/// Sizes of one call.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Sizes {
-    pub(super) batch: usize,
-    pub(super) tokens: usize,
-    pub(super) key_heads: usize,
-    pub(super) heads: usize,
-    pub(super) key_width: usize,
-    pub(super) value_width: usize,
-}
-
-impl Sizes {
+impl Dims {
     /// Numbers of one state.
     fn memory(&self) -> usize {
         self.key_width * self.value_width
@@ -55,90 +44,84 @@ impl Sizes {
         4 * self.tokens * self.key_width * self.value_width.next_multiple_of(TILE)
     }
 
-    /// First number and `[count, stride, width]` of a head's rows, where there are `heads` of `width`.
-    fn place(&self, b: usize, h: usize, heads: usize, width: usize) -> (usize, [usize; 3]) {
+    /// A head's rows, where there are `heads` of `width`.
+    fn place(&self, b: usize, h: usize, heads: usize, width: usize) -> Place {
         ((b * self.tokens * heads + h) * width, [self.tokens, heads * width, width])
     }
 
-    /// First number and `[count, stride, width]` of what there are `count` of per head.
-    fn own(&self, b: usize, h: usize, count: usize) -> (usize, [usize; 3]) {
+    /// A head's part of what there are `count` of per head.
+    fn own(&self, b: usize, h: usize, count: usize) -> Place {
         let memory = self.memory();
         ((b * self.heads + h) * count * memory, [count, memory, memory])
     }
+
+    /// A head's part of every tensor of `x`.
+    fn places<T>(&self, x: Recurrence<T>, b: usize, h: usize) -> Recurrence<Place> {
+        let own = |width| self.place(b, h, self.heads, width);
+        let (rows, gate) = (own(self.key_width), own(1));
+        let key_head = h / (self.heads / self.key_heads);
+        let keys = self.place(b, key_head, self.key_heads, self.key_width);
+        Recurrence {
+            q: keys,
+            k: keys,
+            v: own(self.value_width),
+            decay: x.decay.map(|decay| match decay {
+                LogDecay::Scalar(_) => LogDecay::Scalar(gate),
+                LogDecay::Vector(_) => LogDecay::Vector(rows),
+            }),
+            transition: match x.transition {
+                Transition::Identity { read } => Transition::Identity { read },
+                Transition::Delta { erase, read, .. } => {
+                    Transition::Delta { beta: gate, erase: erase.map(|_| rows), read }
+                }
+                Transition::LowRank { .. } => Transition::LowRank { a: rows, b: rows },
+            },
+            state: x.state.map(|_| self.own(b, h, 1)),
+        }
+    }
 }
 
-/// All operands, in the order of dimensions that callers have.
-#[derive(Clone, Copy)]
-pub(super) struct Inputs<'a, R> {
-    pub(super) sizes: Sizes,
-    pub(super) q: &'a [R],
-    pub(super) k: &'a [R],
-    pub(super) v: &'a [R],
-    pub(super) a: Option<&'a [R]>,
-    pub(super) b: Option<&'a [R]>,
-    /// With one number a head, or K.
-    pub(super) g: Option<&'a [R]>,
-    pub(super) beta: Option<&'a [R]>,
-    pub(super) state: Option<&'a [R]>,
-    pub(super) read: Read,
+/// First number and `[count, stride, width]` of some rows.
+type Place = (usize, [usize; 3]);
+
+/// Rows of a buffer that is read.
+fn rows_at<R>(x: &[R], (first, [_, stride, width]): Place) -> Rows<'_, R> {
+    Rows::new(x, first, [stride, width])
 }
 
 /// One head's rows.
 #[derive(Clone, Copy)]
 struct Head<'a, R> {
-    sizes: Sizes,
-    q: Rows<'a, R>,
-    k: Rows<'a, R>,
-    v: Rows<'a, R>,
-    a: Option<Rows<'a, R>>,
+    dims: Dims,
+    x: Recurrence<Rows<'a, R>>,
+    /// Rows that ask the state: those of a delta rule, or a.
+    asks: Option<Rows<'a, R>>,
     b: Option<Rows<'a, R>>,
-    g: Option<Rows<'a, R>>,
     beta: Option<Rows<'a, R>>,
-    start: Option<&'a [R]>,
-    /// Whether a delta rule asks after its decay.
+    /// Whether they ask after the decay.
     asks_after: bool,
 }
 
-impl<'a, R: Real> Inputs<'a, R> {
-    fn head(&self, b: usize, h: usize) -> Head<'a, R> {
-        let s = self.sizes;
-        let rows = |x: &'a [R], h: usize, heads: usize, width: usize| {
-            let (first, [_, stride, width]) = s.place(b, h, heads, width);
-            Rows::new(x, first, [stride, width])
-        };
-        let keys = |x| rows(x, h / (s.heads / s.key_heads), s.key_heads, s.key_width);
-        let own = |x: &'a [R]| rows(x, h, s.heads, x.len() / (s.batch * s.tokens * s.heads));
-        let state = s.own(b, h, 1).0;
-        Head {
-            sizes: s,
-            q: keys(self.q),
-            k: keys(self.k),
-            v: own(self.v),
-            a: self.a.map(own),
-            b: self.b.map(own),
-            g: self.g.map(own),
-            beta: self.beta.map(own),
-            start: self.state.map(|x| &x[state..][..s.memory()]),
-            asks_after: self.beta.is_some() && self.read == Read::After,
+impl<'a, R: Real> Head<'a, R> {
+    fn new(x: Recurrence<&'a [R]>, dims: Dims, b: usize, h: usize) -> Self {
+        let x = x.zip(dims.places(x, b, h)).map(|(x, place)| rows_at(x, place));
+        let head = Self { dims, x, asks: None, b: None, beta: None, asks_after: false };
+        match x.transition {
+            Transition::Identity { .. } => head,
+            Transition::Delta { beta, erase, read } => Self {
+                asks: Some(erase.unwrap_or(x.k)),
+                beta: Some(beta),
+                asks_after: read == Read::After,
+                ..head
+            },
+            Transition::LowRank { a, b } => Self { asks: Some(a), b: Some(b), ..head },
         }
     }
 
-    fn kind(&self) -> Kind {
-        match (self.beta.is_some(), self.b.is_some(), self.read) {
-            (true, _, _) => Kind::Delta,
-            (false, true, _) => Kind::LowRank,
-            (false, false, Read::After) => Kind::Linear,
-            (false, false, Read::Before) => Kind::LinearBefore,
-        }
+    /// The state before the first token.
+    fn start(&self) -> Option<&'a [R]> {
+        self.x.state.map(|state| state.at(0))
     }
-}
-
-#[derive(Clone, Copy)]
-enum Kind {
-    Linear,
-    LinearBefore,
-    Delta,
-    LowRank,
 }
 
 /// Decay factors of every token of a block.
@@ -160,19 +143,15 @@ impl<R: Real> Factors<R> {
         for j in 0..count {
             let (at, t) = (j * width..(j + 1) * width, first + j);
             let (kept, asks) = (&mut self.kept[at.clone()], &mut self.asks[at]);
-            if let Some(g) = head.g {
-                let g = g.at(t);
-                match g {
-                    &[g] => kept.fill(g.exp()),
-                    _ => kept.iter_mut().zip(g).for_each(|(kept, g)| *kept = g.exp()),
+            match head.x.decay {
+                Some(LogDecay::Scalar(g)) => kept.fill(g.at(t)[0].exp()),
+                Some(LogDecay::Vector(g)) => {
+                    kept.iter_mut().zip(g.at(t)).for_each(|(kept, g)| *kept = g.exp());
                 }
+                None => {}
             }
-            let rows = match (head.a, head.beta) {
-                (Some(a), _) => a.at(t),
-                (None, Some(_)) => head.k.at(t),
-                (None, None) => continue,
-            };
-            asks.copy_from_slice(rows);
+            let Some(rows) = head.asks else { continue };
+            asks.copy_from_slice(rows.at(t));
             if head.asks_after {
                 asks.iter_mut().zip(kept).for_each(|(asks, kept)| *asks *= *kept);
             }
@@ -186,8 +165,8 @@ impl<R: Real> Factors<R> {
         Token {
             kept: &self.kept[at.clone()],
             asks: &self.asks[at],
-            q: head.q.at(t),
-            k: head.k.at(t),
+            q: head.x.q.at(t),
+            k: head.x.k.at(t),
             b: head.b.map_or(&[], |b| b.at(t)),
             beta: head.beta.map_or(R::ONE, |beta| beta.at(t)[0]),
             asks_after: head.asks_after,
@@ -219,13 +198,13 @@ fn store<R: Real>(x: &mut [R], c: usize, row: &Row<R>) {
 
 /// A state as tiles, one behind the other.
 #[inline(always)]
-fn load_state<R: Real>(sizes: Sizes, state: Option<&[R]>) -> Vec<Row<R>> {
-    let tiles = sizes.value_width.div_ceil(TILE);
-    let mut rows = vec![[R::ZERO; TILE]; tiles * sizes.key_width];
-    for (c, rows) in rows.chunks_exact_mut(sizes.key_width).enumerate() {
+fn load_state<R: Real>(dims: Dims, state: Option<&[R]>) -> Vec<Row<R>> {
+    let tiles = dims.value_width.div_ceil(TILE);
+    let mut rows = vec![[R::ZERO; TILE]; tiles * dims.key_width];
+    for (c, rows) in rows.chunks_exact_mut(dims.key_width).enumerate() {
         for (i, row) in rows.iter_mut().enumerate() {
             if let Some(state) = state {
-                *row = load(&state[i * sizes.value_width..(i + 1) * sizes.value_width], c);
+                *row = load(&state[i * dims.value_width..(i + 1) * dims.value_width], c);
             }
         }
     }
@@ -234,9 +213,9 @@ fn load_state<R: Real>(sizes: Sizes, state: Option<&[R]>) -> Vec<Row<R>> {
 
 /// The other way.
 #[inline(always)]
-fn store_state<R: Real>(sizes: Sizes, rows: &[Row<R>], state: &mut [R]) {
-    for (c, rows) in rows.chunks_exact(sizes.key_width).enumerate() {
-        for (row, state) in rows.iter().zip(state.chunks_exact_mut(sizes.value_width)) {
+fn store_state<R: Real>(dims: Dims, rows: &[Row<R>], state: &mut [R]) {
+    for (c, rows) in rows.chunks_exact(dims.key_width).enumerate() {
+        for (row, state) in rows.iter().zip(state.chunks_exact_mut(dims.value_width)) {
             store(state, c, row);
         }
     }
@@ -261,22 +240,22 @@ impl<R: Real, U: Rule> Job for Forward<'_, R, U> {
     #[inline(always)]
     fn run<M: Machine>(self) {
         let Self { head, mut found, .. } = self;
-        let (sizes, width) = (head.sizes, head.sizes.key_width);
-        let mut states = load_state(sizes, head.start);
+        let (dims, width) = (head.dims, head.dims.key_width);
+        let mut states = load_state(dims, head.start());
         let mut spare = vec![[R::ZERO; TILE]; width];
         let mut factors = Factors::new(width);
-        for block in 0..sizes.blocks() {
+        for block in 0..dims.blocks() {
             if let Some(kept) = &mut found.kept {
-                store_state(sizes, &states, kept.at(block));
+                store_state(dims, &states, kept.at(block));
             }
             let first = block * BLOCK;
-            let count = BLOCK.min(sizes.tokens - first);
+            let count = BLOCK.min(dims.tokens - first);
             factors.fill(&head, first, count);
             for (c, state) in states.chunks_exact_mut(width).enumerate() {
                 let (mut now, mut next) = (&mut *state, spare.as_mut_slice());
                 for j in 0..count {
                     let token = factors.token(&head, j, first + j);
-                    let v = load(head.v.at(first + j), c);
+                    let v = load(head.x.v.at(first + j), c);
                     let (o, _) = advance::<M, R, U>(now, next, token, &v);
                     store(found.o.at(first + j), c, &o);
                     (now, next) = (next, now);
@@ -286,33 +265,32 @@ impl<R: Real, U: Rule> Job for Forward<'_, R, U> {
                 }
             }
         }
-        store_state(sizes, &states, found.last.at(0));
+        store_state(dims, &states, found.last.at(0));
     }
 }
 
-/// The forward pass: `o`, the last state, and states for the backward pass, as long as
-/// [`Sizes::kept`] says, where they are wanted.
-pub(super) fn forward<R: Real>(
-    x: Inputs<'_, R>,
-    o: &mut [R],
-    last: &mut [R],
-    kept: Option<&mut [R]>,
-) {
-    match x.kind() {
-        Kind::Linear => forward_as::<R, Linear>(x, o, last, kept),
-        Kind::LinearBefore => forward_as::<R, LinearBefore>(x, o, last, kept),
-        Kind::Delta => forward_as::<R, Delta>(x, o, last, kept),
-        Kind::LowRank => forward_as::<R, LowRank>(x, o, last, kept),
+/// Where the forward pass puts what it finds: `o`, the last state, and states for the backward pass, as long as
+/// [`Dims::kept`] says, where they are wanted.
+pub(super) struct Outputs<'a, R> {
+    pub(super) o: &'a mut [R],
+    pub(super) last: &'a mut [R],
+    pub(super) kept: Option<&'a mut [R]>,
+}
+
+/// The forward pass.
+pub(super) fn forward<R: Real>(x: Recurrence<&[R]>, dims: Dims, found: Outputs<'_, R>) {
+    match x.transition {
+        Transition::Identity { read: Read::After } => forward_as::<R, Linear>(x, dims, found),
+        Transition::Identity { read: Read::Before } => {
+            forward_as::<R, LinearBefore>(x, dims, found);
+        }
+        Transition::Delta { .. } => forward_as::<R, Delta>(x, dims, found),
+        Transition::LowRank { .. } => forward_as::<R, LowRank>(x, dims, found),
     }
 }
 
-fn forward_as<R: Real, U: Rule + Send>(
-    x: Inputs<'_, R>,
-    o: &mut [R],
-    last: &mut [R],
-    kept: Option<&mut [R]>,
-) {
-    let s = x.sizes;
+fn forward_as<R: Real, U: Rule + Send>(x: Recurrence<&[R]>, s: Dims, found: Outputs<'_, R>) {
+    let Outputs { o, last, kept } = found;
     let (o, last, kept) = (Shared::new(o), Shared::new(last), kept.map(Shared::new));
     for_each(s.batch * s.heads, s.work(), |n| {
         let (b, h) = (n / s.heads, n % s.heads);
@@ -325,6 +303,6 @@ fn forward_as<R: Real, U: Rule + Send>(
                 kept: kept.as_ref().map(|kept| kept.rows(s.own(b, h, s.blocks()))),
             }
         };
-        dispatch(Forward { head: x.head(b, h), found, rule: PhantomData::<U> });
+        dispatch(Forward { head: Head::new(x, s, b, h), found, rule: PhantomData::<U> });
     });
 }

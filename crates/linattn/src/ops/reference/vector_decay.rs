@@ -13,12 +13,12 @@
 //! where its pairs are, and the diagonal. No exponent is above 0: no factor overflows, and one
 //! underflows only where the weight does.
 //!
-//! As in [`decay`](super::decay), exponents are sums of the gates between two tokens and never
+//! As in [`scalar_decay`](super::scalar_decay), exponents are sums of the gates between two tokens and never
 //! differences of long sums, and the gradient adds up each gate's own terms. The sums are products with
 //! zeros and ones, and their gradients products with the transposes. Where a device multiplies f32 in
 //! TF32 that rounds them too: a weight `e^-s` moves by no more than `s e^-s / 2048`, below 2e-4.
 
-use super::decay::Asks;
+use super::exponents::{Asks, ExponentGradients, ScoreGradients};
 use super::mask::Mask;
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -50,38 +50,6 @@ struct Level<B: Backend> {
     pairs: Mask<B>,
     /// Between the token and the middle of its block.
     to_middle: Span<B>,
-}
-
-/// Gradients of rows, of columns and of the exponents in between, from that of their scores.
-#[derive(Debug)]
-pub(super) struct ScoreGradients<B: Backend> {
-    pub(super) x: Tensor<B, 4>,
-    pub(super) y: Tensor<B, 4>,
-    /// As in [`ExponentGradients::within`].
-    pub(super) within: Vec<Tensor<B, 4>>,
-}
-
-/// Gradients of the exponents, that is, of each factor times that factor. Those of rows that ask
-/// before their decay are at the token before.
-#[derive(Debug)]
-pub(super) struct ExponentGradients<B: Backend> {
-    /// Inside scores. A scalar decay has one tensor, `[.., C, C]`, for pairs of tokens; a vector decay
-    /// one `[.., C, K]` for each width.
-    pub(super) within: Vec<Tensor<B, 4>>,
-    /// From the start, `[.., C, 1 or K]`.
-    pub(super) from_start: Tensor<B, 4>,
-    /// To the end, `[.., C, 1 or K]`.
-    pub(super) to_end: Tensor<B, 4>,
-    /// Over the whole chunk, `[.., 1, 1 or K]`.
-    pub(super) total: Tensor<B, 4>,
-}
-
-impl<B: Backend> ExponentGradients<B> {
-    /// Adds those of further scores.
-    pub(super) fn add_within(&mut self, further: Vec<Tensor<B, 4>>) {
-        let sums = std::mem::take(&mut self.within).into_iter().zip(further);
-        self.within = sums.map(|(sum, part)| sum + part).collect();
-    }
 }
 
 impl<B: Backend> Span<B> {

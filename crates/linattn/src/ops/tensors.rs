@@ -1,0 +1,27 @@
+//! Tensors as Burn has them and as backends have them, and their types.
+
+use burn::tensor::{DType, Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
+
+/// The tensor around a backend's own.
+pub(super) fn tensor<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+/// A backend's own tensor.
+pub(super) fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
+    x.into_primitive().tensor()
+}
+
+/// f32 for everything narrower: states, gates and sums lose too much in 16 bits.
+pub(crate) fn accumulator<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    match x.dtype() {
+        DType::F64 | DType::F32 => x,
+        _ => x.cast(DType::F32),
+    }
+}
+
+/// `x` in another type. Backends take two tensors of different types for two of one, so what meets has to
+/// be of one.
+pub(crate) fn typed<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: DType) -> Tensor<B, D> {
+    if x.dtype() == dtype { x } else { x.cast(dtype) }
+}
