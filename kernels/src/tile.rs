@@ -30,8 +30,8 @@ mod planes;
 mod tf32;
 
 pub(crate) use copies::{
-    Rows, Window, fetch, keep, keep_rows, lay, load, load_async, put_out, store, store_at, tile,
-    width_of,
+    Rows, Window, fetch, keep, keep_rows, lay, load, load_async, own_or, put_out, store, store_at,
+    tile, width_of,
 };
 pub use engine::Engine;
 pub(crate) use engine::{Mul, column, inside, mul, row, slot};
