@@ -1,6 +1,8 @@
 //! Promises that cross crates. One binary: one link, and one file to carry to a GPU.
 #![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 
+#[cfg(feature = "cpu")]
+mod adapters;
 mod call;
 #[cfg(feature = "cpu")]
 mod campaign;

@@ -19,6 +19,7 @@ mod layer_list;
 mod layers;
 mod log_decay;
 mod long_filter;
+mod lora;
 pub mod mixers;
 mod mlp;
 mod model;
@@ -41,6 +42,7 @@ pub use layers::{
     BlockDiagonal, FinalNormKind, GatedRmsNorm, InitializerKind, Linear, Norm, NormKind,
     ResidualLinear, ScaledLinear, ZeroCenteredRmsNorm, l2_normalize,
 };
+pub use lora::{Adapter, LoraConfig, LowRankAdapter};
 pub use mlp::{
     GeluMlp, GeluMlpConfig, Mlp, MlpConfig, Rwkv6Mlp, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu,
     SwiGluConfig,
