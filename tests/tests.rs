@@ -48,6 +48,8 @@ mod parameters;
 mod paths;
 #[cfg(feature = "cpu")]
 mod precision;
+#[cfg(feature = "cpu")]
+mod recomputation;
 mod results;
 #[cfg(feature = "cpu")]
 mod runs;

@@ -430,6 +430,18 @@ impl<B: Backend> Norm<B> {
     }
 }
 
+impl<B: Backend> Norm<B> {
+    /// Whether its weight learns.
+    pub(crate) fn learns(&self) -> bool {
+        let gamma = match self {
+            Norm::Rms(norm) => &norm.gamma,
+            Norm::Layer(norm) => &norm.gamma,
+            Norm::ZeroCenteredRms(norm) => &norm.gamma,
+        };
+        gamma.val().is_require_grad()
+    }
+}
+
 impl<B: LinearAttentionBackend> Norm<B> {
     /// Normalises the last dimension.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {

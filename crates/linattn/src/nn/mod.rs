@@ -25,6 +25,7 @@ mod mlp;
 mod model;
 mod parameter;
 mod projection;
+mod recomputed;
 mod recurrence;
 mod residual;
 mod rope;
