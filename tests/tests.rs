@@ -16,6 +16,8 @@ mod configs;
 mod desk;
 #[cfg(feature = "cpu")]
 mod features;
+#[cfg(feature = "cpu")]
+mod fine_tuning;
 mod fixtures;
 #[cfg(feature = "cpu")]
 mod formulas;
