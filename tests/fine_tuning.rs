@@ -533,3 +533,21 @@ fn adapters_learn_on_wgpu() {
     assert!((gpu[0] - cpu[0]).abs() < 1e-4, "{gpu:?} {cpu:?}");
     assert!(gpu[11] < 0.8 * gpu[0] && cpu[11] < 0.8 * cpu[0], "{gpu:?} {cpu:?}");
 }
+
+/// The config of a released model, on the tiny one of its family.
+#[test]
+fn the_config_for_a_released_model_runs() {
+    let desk = desk("");
+    let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/lm/qwen3_5_0_8b_lora.toml");
+    let set = |split: &str| {
+        format!(
+            "task.language_modelling.{split}=[{{ text = ['text.txt'], length = 24, examples = 8 }}]"
+        )
+    };
+    let sets = [set("train"), set("test"), "model.from=runs/qwen".into(), "train.steps=2".into()];
+    let sets = sets.iter().flat_map(|set| ["--set", set.as_str()]);
+    let fixed = ["--config", config.to_str().unwrap(), "--device", "cpu"];
+    let args: Vec<&str> = fixed.into_iter().chain(sets).collect();
+    well(&desk.command(&args).output().unwrap());
+    assert!(desk.path("runs/qwen3_5_0_8b_lora/base.safetensors").exists());
+}
