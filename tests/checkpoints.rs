@@ -135,7 +135,7 @@ pub(crate) fn there_and_back(folder: &Path, precision: Precision) -> TempDir {
     let stored = StoredModel::open(&run, Which::Best).unwrap();
     assert_eq!((&stored.config, stored.vocab), (&imported.config, imported.vocab));
     let model = stored.load::<Flex>(&device).unwrap();
-    let kept = stored.checkpoint.kept();
+    let kept = stored.kept.clone();
     let exported = Exported {
         model: &model,
         config: &stored.config,

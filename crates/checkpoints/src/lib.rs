@@ -12,6 +12,7 @@
 //! and 16 MiB.
 #![deny(missing_docs)]
 
+mod adapters;
 mod bounds;
 mod config;
 mod families;
@@ -23,6 +24,7 @@ mod reading;
 mod tensors;
 mod writing;
 
+pub use adapters::export_adapters;
 pub use tensors::Precision;
 
 use burn::tensor::backend::Backend;
@@ -167,14 +169,7 @@ pub fn export<B: LinearAttentionBackend>(
     folder: &Path,
     overwrite: bool,
 ) -> Result<Outcome, CheckpointError> {
-    let kept = match exported.kept.map(|path| (path, kept::read(path))) {
-        None => kept::Kept::default(),
-        Some((_, Ok(kept))) => kept,
-        Some((path, Err(why))) => {
-            let faults = vec![format!("{}: {why}", path.display())];
-            return Err(CheckpointError::Export { family: family.unwrap_or("any").into(), faults });
-        }
-    };
+    let kept = read_kept(exported, family)?;
     let format = writing::find_format(exported, family.or(kept.family.as_deref()), precision)?;
     if folder.join(CONFIG).exists() && !overwrite {
         return Err(CheckpointError::Exists { folder: folder.into() });
@@ -192,14 +187,34 @@ pub fn export<B: LinearAttentionBackend>(
     }
     let text = format!("{:#}\n", serde_json::Value::Object(table));
     for (name, bytes) in [(WEIGHTS, bytes), (CONFIG, text.into_bytes())] {
-        let (path, draft) = (folder.join(name), folder.join(format!("{name}.unfinished")));
-        let done = fs::write(&draft, bytes).and_then(|()| fs::rename(&draft, &path));
-        done.map_err(|e| {
-            let _on_a_full_disk_it_is_in_the_way = fs::remove_file(&draft);
-            failed(&path, e.to_string())
-        })?;
+        put(folder, name, bytes)?;
     }
     Ok(Outcome { family: format.name(), left_out: kept.left_out })
+}
+
+/// What the checkpoint that the model came from said in other words.
+fn read_kept<B: Backend>(
+    exported: &Exported<'_, B>,
+    family: Option<&str>,
+) -> Result<kept::Kept, CheckpointError> {
+    match exported.kept.map(|path| (path, kept::read(path))) {
+        None => Ok(kept::Kept::default()),
+        Some((_, Ok(kept))) => Ok(kept),
+        Some((path, Err(why))) => {
+            let faults = vec![format!("{}: {why}", path.display())];
+            Err(CheckpointError::Export { family: family.unwrap_or("any").into(), faults })
+        }
+    }
+}
+
+/// Writes a file under another name and renames it.
+fn put(folder: &Path, name: &str, bytes: Vec<u8>) -> Result<(), CheckpointError> {
+    let (path, draft) = (folder.join(name), folder.join(format!("{name}.unfinished")));
+    let done = fs::write(&draft, bytes).and_then(|()| fs::rename(&draft, &path));
+    done.map_err(|e| {
+        let _on_a_full_disk_it_is_in_the_way = fs::remove_file(&draft);
+        CheckpointError::Write { path: path.clone(), why: e.to_string() }
+    })
 }
 
 /// Name, place and shape of every weight of a model; the weight itself.

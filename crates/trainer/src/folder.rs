@@ -4,7 +4,7 @@
 //! checkpoint remembers how long they were and their checksum, so that resuming cuts off what came
 //! after it and nothing else.
 
-use crate::checkpoint::{self, Checkpoint, Contents, Position};
+use crate::checkpoint::{self, BASE, Checkpoint, Contents, KEPT, Position};
 use crate::config::RunConfig;
 use crate::lock::FolderLock;
 use linattn_tasks::TokenizerConfig;
@@ -123,6 +123,24 @@ pub enum FolderError {
         there: String,
         /// Its value now.
         here: String,
+    },
+    /// The run to start from is not the one that was meant.
+    #[error(
+        "{path} is another run than the one to start from: {why}; name it by `model.from` again"
+    )]
+    OtherBase {
+        /// The run's folder.
+        path: PathBuf,
+        /// The difference.
+        why: String,
+    },
+    /// A run cannot start from the folder that it writes to.
+    #[error(
+        "`model.from` names {path}, which the run itself writes to; it has to be another: --set name=NAME"
+    )]
+    OwnBase {
+        /// The folder.
+        path: PathBuf,
     },
     /// The run was trained with another tokenizer so far.
     #[error(
@@ -243,14 +261,28 @@ pub(crate) fn replace(root: &Path, name: &str, bytes: &[u8]) -> Result<(), Folde
     written
 }
 
+/// Copies a file under another name and renames it.
+fn copy(from: &Path, root: &Path, name: &str) -> Result<(), FolderError> {
+    let (path, draft) = (root.join(name), root.join(format!("{name}.unfinished")));
+    let synced = || File::open(&draft)?.sync_all();
+    let copied =
+        fs::copy(from, &draft).and_then(|_| synced()).and_then(|()| fs::rename(&draft, &path));
+    copied.map_err(|e| {
+        let _on_a_full_disk_it_is_in_the_way = fs::remove_file(&draft);
+        io_error("write", &path)(e)
+    })
+}
+
 impl RunFolder {
-    /// Opens the folder `root` for `run`. Gives the newest checkpoint when resuming.
+    /// Opens the folder `root` for `run`. Gives the newest checkpoint when resuming; else `keep` are the
+    /// files of the model to start from that the folder gets copies of, under their names there.
     /// # Errors
     /// [`FolderError`] says what stands in the way; then nothing was changed.
     pub fn open(
         root: &Path,
         run: &RunConfig,
         start: Start,
+        keep: &[(&'static str, PathBuf)],
     ) -> Result<(Self, Option<Checkpoint>), FolderError> {
         if start == Start::Resume && !root.exists() {
             return Err(FolderError::Nothing { path: root.into() });
@@ -294,6 +326,7 @@ impl RunFolder {
                 let bytes = fs::read(tokenizer).map_err(io_error("read", tokenizer))?;
                 replace(root, TOKENIZER, &bytes)?;
             }
+            keep.iter().try_for_each(|(name, from)| copy(from, root, name))?;
             replace(root, CONFIG, run.to_toml().as_bytes())?;
         }
         Ok((folder, checkpoint))
@@ -418,7 +451,8 @@ fn status(root: &Path) -> String {
 fn remove_run(root: &Path) -> Result<(), FolderError> {
     tidy(root)?;
     checkpoint::prune(root, 0, u64::MAX)?;
-    for name in [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, TOKENIZER, CONFIG] {
+    for name in [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, TOKENIZER, KEPT, BASE, CONFIG]
+    {
         let path = root.join(name);
         if path.exists() {
             fs::remove_file(&path).map_err(io_error("remove", &path))?;
@@ -464,7 +498,7 @@ fn open_metrics(
 
 /// Deletes what a cut left of files that were being written.
 fn tidy(root: &Path) -> Result<(), FolderError> {
-    let files = [SUMMARY, CONFIG, TOKENIZER].map(|name| format!("{name}.unfinished"));
+    let files = [SUMMARY, CONFIG, TOKENIZER, KEPT, BASE].map(|name| format!("{name}.unfinished"));
     let pictures = ["curve.svg", "curve.png"].map(|name| format!(".unfinished-{name}"));
     for name in files.iter().chain(&pictures).chain([&format!(".{EVENTS}.unfinished")]) {
         let _there_is_none = fs::remove_file(root.join(name));
@@ -489,11 +523,23 @@ fn same_run(root: &Path, run: &RunConfig) -> Result<(), FolderError> {
         there,
         here,
     };
-    let stored: RunConfig = toml::from_str(&text)
+    let mut stored: RunConfig = toml::from_str(&text)
         .map_err(|e| other("config.toml".into(), e.message().to_string(), "a run config".into()))?;
+    keep_tokenizer(&mut stored, run, root);
     match stored.difference(run) {
         Some((key, there, here)) => Err(other(key, there, here)),
         None => Ok(()),
+    }
+}
+
+/// A run that started from another's model reads its own copy of that one's tokenizer.
+fn keep_tokenizer(stored: &mut RunConfig, run: &RunConfig, root: &Path) {
+    let own = TokenizerConfig::File(root.join(TOKENIZER));
+    if run.base.is_some()
+        && run.task.tokenizer() == Some(&own)
+        && let Some(TokenizerConfig::File(path)) = stored.task.tokenizer_mut()
+    {
+        *path = root.join(TOKENIZER);
     }
 }
 

@@ -7,18 +7,18 @@
 //! d_model = 1024
 //! ```
 
-use crate::checkpoint::{Checkpoint, Which, find_checkpoint};
+use crate::checkpoint::{BASE, Checkpoint, KEPT, Which, base, find_checkpoint};
 use crate::config::{
     AdamWConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, Precision, RunConfig,
-    ScheduleConfig, TrainConfig,
+    ScheduleConfig, TrainConfig, of_lora,
 };
 use crate::config_error::parse_error;
 use crate::evaluate::{Evaluation, Testing};
-use crate::folder::{Arrival, CONFIG, FolderError, TOKENIZER, write_arrival};
+use crate::folder::{Arrival, CONFIG, FolderError, TOKENIZER, io_error, write_arrival};
 use crate::learner::Learner;
-use crate::weights::{self, Sizes};
+use crate::weights::{self, Part, Sizes};
 use burn::tensor::backend::Backend;
-use linattn::nn::{LanguageModel, LanguageModelConfig};
+use linattn::nn::{LanguageModel, LanguageModelConfig, LoraConfig};
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::{Task, TaskConfig, TokenizerConfig};
 use serde::{Deserialize, Serialize};
@@ -96,6 +96,7 @@ impl ImportedConfig {
             tensorboard: false,
             task,
             model: self.model.clone(),
+            base: None,
             train: untrained(),
             optimizer: AdamWConfig::default(),
             schedule: ScheduleConfig::default(),
@@ -114,6 +115,8 @@ fn untrained() -> TrainConfig {
         order: Order::default(),
         clip_norm: None,
         precision: Precision::default(),
+        checkpoint_activations: false,
+        lora: None,
         log_every: 10,
     }
 }
@@ -142,6 +145,20 @@ impl Origin {
     }
 }
 
+impl RunConfig {
+    /// The file with the weights of a checkpoint of the run in `root`, adapters aside.
+    pub(crate) fn weights(
+        &self,
+        root: &Path,
+        checkpoint: &Checkpoint,
+    ) -> Result<PathBuf, FolderError> {
+        match (&self.train.lora, &self.base) {
+            (Some(_), Some(run)) => base(root, &run.checksum),
+            _ => Ok(checkpoint.model()),
+        }
+    }
+}
+
 /// A model of a run's folder, opened to be looked at. Nothing in the folder changes.
 #[derive(Debug)]
 pub struct StoredModel {
@@ -153,6 +170,10 @@ pub struct StoredModel {
     pub tokenizer: Option<PathBuf>,
     /// Where its weights come from.
     pub checkpoint: Checkpoint,
+    /// Its weights, or those that its adapters stand beside.
+    pub(crate) weights: PathBuf,
+    /// Contents of the checkpoint that it was imported from besides its weights, if there were any.
+    pub kept: Option<PathBuf>,
     origin: Origin,
 }
 
@@ -173,11 +194,39 @@ impl StoredModel {
                 (imported.model.clone(), beside)
             }
         };
-        let path = checkpoint.model();
+        let path = match &origin {
+            Origin::Trained(run) => run.weights(root, &checkpoint)?,
+            Origin::Imported(_) => checkpoint.model(),
+        };
         let sizes = weights::sizes(&path).map_err(|why| checkpoint.corrupt(path.clone(), why))?;
         check_sizes(&config, &sizes, &path)?;
         let vocab = sizes.vocab;
-        Ok(Self { config, vocab, tokenizer, checkpoint, origin })
+        let beside = Some(root.join(KEPT)).filter(|path| path.exists());
+        let kept = checkpoint.kept().or(beside);
+        Ok(Self { config, vocab, tokenizer, checkpoint, weights: path, kept, origin })
+    }
+
+    /// Contents of the file [`kept`](Self::kept), where there is one.
+    /// # Errors
+    /// [`StoredError`] names the file.
+    pub fn kept_bytes(&self) -> Result<Option<Vec<u8>>, StoredError> {
+        let read = |path: &PathBuf| std::fs::read(path).map_err(io_error("read", path));
+        Ok(self.kept.as_ref().map(read).transpose()?)
+    }
+
+    /// Files that a run which starts from it keeps copies of, under their names there.
+    pub(crate) fn keepsakes(&self, run: &RunConfig) -> Vec<(&'static str, PathBuf)> {
+        let weights = run.train.lora.as_ref().map(|_| (BASE, self.weights.clone()));
+        self.kept.iter().map(|path| (KEPT, path.clone())).chain(weights).collect()
+    }
+
+    /// How text becomes its ids; none where nothing is known of that.
+    pub(crate) fn text(&self) -> Option<TokenizerConfig> {
+        match (&self.tokenizer, &self.origin) {
+            (Some(path), _) => Some(TokenizerConfig::File(path.clone())),
+            (None, Origin::Trained(run)) => run.task.tokenizer().cloned(),
+            (None, Origin::Imported(_)) => None,
+        }
     }
 
     /// The model, on a device.
@@ -187,10 +236,65 @@ impl StoredModel {
         &self,
         device: &B::Device,
     ) -> Result<LanguageModel<B>, StoredError> {
-        let fresh = self.config.init::<B>(self.vocab, device).map_err(ConfigError::from)?;
+        self.load_as(&self.config, device)
+    }
+
+    /// As [`load`](Self::load), of a config that differs in nothing that weights know of.
+    pub(crate) fn load_as<B: LinearAttentionBackend>(
+        &self,
+        config: &LanguageModelConfig,
+        device: &B::Device,
+    ) -> Result<LanguageModel<B>, StoredError> {
+        match self.adapters() {
+            None => self.load_from(&self.checkpoint.model(), config, device),
+            Some(lora) => Ok(self.load_adapted(config, device)?.merged(lora)),
+        }
+    }
+
+    /// The low-rank adapters that were trained, where the rest of the model was not.
+    pub fn adapters(&self) -> Option<&LoraConfig> {
+        match &self.origin {
+            Origin::Trained(run) => run.train.lora.as_ref(),
+            Origin::Imported(_) => None,
+        }
+    }
+
+    /// The model with its adapters beside the weights that they were trained with; as
+    /// [`load`](Self::load) where it has none.
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_with_adapters<B: LinearAttentionBackend>(
+        &self,
+        device: &B::Device,
+    ) -> Result<LanguageModel<B>, StoredError> {
+        match self.adapters() {
+            None => self.load(device),
+            Some(_) => self.load_adapted(&self.config, device),
+        }
+    }
+
+    fn load_adapted<B: LinearAttentionBackend>(
+        &self,
+        config: &LanguageModelConfig,
+        device: &B::Device,
+    ) -> Result<LanguageModel<B>, StoredError> {
+        let lora = self.adapters().expect("of a model that has some");
+        let model = self.load_from(&self.weights, config, device)?;
+        let model = model.with_lora(lora).map_err(of_lora)?;
         let path = self.checkpoint.model();
-        let loaded = weights::load(fresh, &path);
+        let loaded = weights::load(model, Part::Adapters, &path);
         loaded.map_err(|why| self.checkpoint.corrupt(path, why).into())
+    }
+
+    fn load_from<B: LinearAttentionBackend>(
+        &self,
+        path: &Path,
+        config: &LanguageModelConfig,
+        device: &B::Device,
+    ) -> Result<LanguageModel<B>, StoredError> {
+        let fresh = config.init::<B>(self.vocab, device).map_err(ConfigError::from)?;
+        let loaded = weights::load(fresh, Part::Whole, path);
+        loaded.map_err(|why| self.checkpoint.corrupt(path.into(), why).into())
     }
 }
 
@@ -265,7 +369,7 @@ pub fn store_model<B: Backend>(
         tokenizer: imported.tokenizer,
         kept: imported.kept,
     };
-    write_arrival(root, overwrite, &arrival, |path| weights::save(model, path))
+    write_arrival(root, overwrite, &arrival, |path| weights::save(model, Part::Whole, path))
 }
 
 /// A run, opened to be tested. Nothing in its folder changes.
@@ -307,13 +411,11 @@ impl StoredRun {
         }
         let (ids, known) = (task.vocab(), model.vocab);
         match &model.origin {
-            Origin::Trained(_) if ids != known => {
+            Origin::Trained(run) if run.base.is_none() && ids != known => {
                 Err(StoredError::Vocabulary { task: ids, model: known })
             }
             // Released vocabularies are padded, and of any size.
-            Origin::Imported(_) if ids > known => {
-                Err(StoredError::UnknownIds { task: ids, model: known })
-            }
+            _ if ids > known => Err(StoredError::UnknownIds { task: ids, model: known }),
             _ => Ok(Self { run, task, model }),
         }
     }
