@@ -9,7 +9,8 @@ use linattn_checkpoints::{
     CheckpointError, Exported, Imported, Outcome, Precision, export, import,
 };
 use linattn_trainer::{
-    FolderError, ImportedModel, StoredError, StoredModel, TrainBackend, Which, store_model,
+    FolderError, ImportedModel, StoredError, StoredModel, TrainBackend, Which, companions,
+    store_model,
 };
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -153,11 +154,13 @@ impl Job for &ImportArgs {
     type Output = Result<String, ConvertError>;
 
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
-        let Imported { family, config, vocab, model, tokenizer, kept, left_out } =
+        let Imported { family, config, vocab, model, tokenizer, end_ids, kept, left_out } =
             import::<B::InnerBackend>(&self.folder, &devices[0])?;
         let imported = ImportedModel {
             config: &config,
             tokenizer: tokenizer.as_deref(),
+            end_ids: &end_ids,
+            companions: &companions(&self.folder),
             kept: kept.as_deref(),
         };
         store_model(&self.out, self.overwrite, &imported, &model)?;
@@ -183,6 +186,8 @@ impl Job for &ExportArgs {
             config: &stored.config,
             vocab: stored.vocab,
             tokenizer: stored.tokenizer.as_deref(),
+            end_ids: &stored.end_ids,
+            companions: &stored.companions,
             kept: kept.as_deref(),
         };
         let (family, out) = (self.family.as_deref(), &self.out);
