@@ -7,6 +7,8 @@ mod call;
 #[cfg(feature = "cpu")]
 mod campaign;
 #[cfg(feature = "cpu")]
+mod chat;
+#[cfg(feature = "cpu")]
 mod checkpoints;
 #[cfg(feature = "cpu")]
 mod commands;

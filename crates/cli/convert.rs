@@ -10,7 +10,8 @@ use linattn_checkpoints::{
     CheckpointError, Exported, Imported, Outcome, Precision, export, export_adapters, import,
 };
 use linattn_trainer::{
-    FolderError, ImportedModel, StoredError, StoredModel, TrainBackend, Which, store_model,
+    FolderError, ImportedModel, StoredError, StoredModel, TrainBackend, Which, companions,
+    store_model,
 };
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -184,11 +185,13 @@ impl Job for &ImportArgs {
     type Output = Result<String, ConvertError>;
 
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
-        let Imported { family, config, vocab, model, tokenizer, kept, left_out } =
+        let Imported { family, config, vocab, model, tokenizer, end_ids, kept, left_out } =
             import::<B::InnerBackend>(&self.folder, &devices[0])?;
         let imported = ImportedModel {
             config: &config,
             tokenizer: tokenizer.as_deref(),
+            end_ids: &end_ids,
+            companions: &companions(&self.folder),
             kept: kept.as_deref(),
         };
         store_model(&self.out, self.overwrite, &imported, &model)?;
@@ -216,6 +219,8 @@ impl Job for &ExportArgs {
             config: &stored.config,
             vocab: stored.vocab,
             tokenizer: stored.tokenizer.as_deref(),
+            end_ids: &stored.end_ids,
+            companions: &stored.companions,
             kept: stored.kept.as_deref(),
         };
         let (family, out) = (self.family.as_deref(), &self.out);
@@ -241,6 +246,8 @@ impl ExportArgs {
             config: &stored.config,
             vocab: stored.vocab,
             tokenizer: None,
+            end_ids: &stored.end_ids,
+            companions: &stored.companions,
             kept: stored.kept.as_deref(),
         };
         let family = self.family.as_deref();
@@ -265,6 +272,8 @@ impl Job for &MergeArgs {
         let merged = ImportedModel {
             config: &stored.config,
             tokenizer: stored.tokenizer.as_deref(),
+            end_ids: &stored.end_ids,
+            companions: &stored.companions,
             kept: kept.as_deref(),
         };
         store_model(&self.out, self.overwrite, &merged, &model)?;

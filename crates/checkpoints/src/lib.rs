@@ -105,6 +105,8 @@ pub struct Imported<B: Backend> {
     pub model: LanguageModel<B>,
     /// The `tokenizer.json` beside the checkpoint.
     pub tokenizer: Option<PathBuf>,
+    /// Ids that end a text, as `config.json` says.
+    pub end_ids: Vec<u32>,
     /// A safetensors file with what the checkpoint says in other words than the model, so that
     /// [`export`] can say it in the same.
     pub kept: Option<Vec<u8>>,
@@ -145,6 +147,10 @@ pub struct Exported<'a, B: Backend> {
     pub vocab: usize,
     /// A `tokenizer.json` to be copied.
     pub tokenizer: Option<&'a Path>,
+    /// Ids that end a text.
+    pub end_ids: &'a [u32],
+    /// Files to be copied as they are, under their own names: a chat template and the like.
+    pub companions: &'a [PathBuf],
     /// The file of [`Imported::kept`], if the model came from a checkpoint.
     pub kept: Option<&'a Path>,
 }
@@ -176,14 +182,17 @@ pub fn export<B: LinearAttentionBackend>(
     }
     let wrong = |faults| CheckpointError::Export { family: format.name().into(), faults };
     let table = config::export(exported.config, exported.vocab, format, precision);
-    let table = table.map_err(wrong)?;
+    let mut table = table.map_err(wrong)?;
+    config::put_end_ids(&mut table, exported.end_ids);
     let tensors = writing::written(format, exported, &kept).map_err(wrong)?;
     let bytes = tensors::to_bytes(&tensors, precision, &[]).map_err(|e| wrong(vec![e]))?;
     let failed = |path: &Path, why: String| CheckpointError::Write { path: path.into(), why };
     fs::create_dir_all(folder).map_err(|e| failed(folder, e.to_string()))?;
-    if let Some(tokenizer) = exported.tokenizer {
-        let path = folder.join(TOKENIZER);
-        fs::copy(tokenizer, &path).map_err(|e| failed(&path, e.to_string()))?;
+    let named = |path: &PathBuf| Some((path.clone(), PathBuf::from(path.file_name()?)));
+    let tokenizer = exported.tokenizer.map(|path| (path.to_path_buf(), TOKENIZER.into()));
+    for (from, name) in exported.companions.iter().filter_map(named).chain(tokenizer) {
+        let path = folder.join(name);
+        fs::copy(from, &path).map_err(|e| failed(&path, e.to_string()))?;
     }
     let text = format!("{:#}\n", serde_json::Value::Object(table));
     for (name, bytes) in [(WEIGHTS, bytes), (CONFIG, text.into_bytes())] {

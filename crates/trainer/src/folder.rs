@@ -190,6 +190,13 @@ const METRICS: &str = "metrics.jsonl";
 pub(crate) const CONFIG: &str = "config.toml";
 /// The tokenizer of a model that came from elsewhere, or a copy of the one that a run is trained with.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
+/// Files of a model that came from elsewhere which say how it is talked to; they are kept as they came.
+pub const COMPANIONS: [&str; 4] = [
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+];
 const SUMMARY: &str = "summary.json";
 /// TensorBoard's file, which the command writes where the config asks for it.
 const EVENTS: &str = "events.out.tfevents.0000000000.linattn";
@@ -211,6 +218,8 @@ pub(crate) struct Arrival<'a> {
     pub(crate) config: String,
     /// A file to be copied.
     pub(crate) tokenizer: Option<&'a Path>,
+    /// Files of the names of [`COMPANIONS`], to be copied.
+    pub(crate) companions: &'a [PathBuf],
     /// Bytes to be kept beside the weights.
     pub(crate) kept: Option<&'a [u8]>,
 }
@@ -241,9 +250,13 @@ pub(crate) fn write_arrival(
         kept: arrival.kept,
     };
     checkpoint::write(root, Position::default(), contents)?;
-    if let Some(tokenizer) = arrival.tokenizer {
-        let bytes = fs::read(tokenizer).map_err(io_error("read", tokenizer))?;
-        replace(root, TOKENIZER, &bytes)?;
+    let named = |name: &'static str| {
+        Some((name, arrival.companions.iter().find(|path| path.ends_with(name))?.as_path()))
+    };
+    let companions = COMPANIONS.into_iter().filter_map(named);
+    for (name, from) in companions.chain(arrival.tokenizer.map(|path| (TOKENIZER, path))) {
+        let bytes = fs::read(from).map_err(io_error("read", from))?;
+        replace(root, name, &bytes)?;
     }
     replace(root, CONFIG, arrival.config.as_bytes())
 }
@@ -451,8 +464,8 @@ fn status(root: &Path) -> String {
 fn remove_run(root: &Path) -> Result<(), FolderError> {
     tidy(root)?;
     checkpoint::prune(root, 0, u64::MAX)?;
-    for name in [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, TOKENIZER, KEPT, BASE, CONFIG]
-    {
+    let own = [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, TOKENIZER, KEPT, BASE, CONFIG];
+    for name in own.into_iter().chain(COMPANIONS) {
         let path = root.join(name);
         if path.exists() {
             fs::remove_file(&path).map_err(io_error("remove", &path))?;
@@ -498,7 +511,8 @@ fn open_metrics(
 
 /// Deletes what a cut left of files that were being written.
 fn tidy(root: &Path) -> Result<(), FolderError> {
-    let files = [SUMMARY, CONFIG, TOKENIZER, KEPT, BASE].map(|name| format!("{name}.unfinished"));
+    let names = [SUMMARY, CONFIG, TOKENIZER, KEPT, BASE].into_iter().chain(COMPANIONS);
+    let files: Vec<String> = names.map(|name| format!("{name}.unfinished")).collect();
     let pictures = ["curve.svg", "curve.png"].map(|name| format!(".unfinished-{name}"));
     for name in files.iter().chain(&pictures).chain([&format!(".{EVENTS}.unfinished")]) {
         let _there_is_none = fs::remove_file(root.join(name));

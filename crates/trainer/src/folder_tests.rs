@@ -80,7 +80,7 @@ fn a_folder_has_one_writer_and_the_others_are_told_who_it_is() {
         let why = refusal(desk.path(), &other, start);
         assert!(why.contains(&format!("process {} is writing", std::process::id())), "{why}");
     }
-    let arrival = Arrival { config: String::new(), tokenizer: None, kept: None };
+    let arrival = Arrival { config: String::new(), tokenizer: None, companions: &[], kept: None };
     let why = write_arrival(desk.path(), true, &arrival, |_| Ok(())).unwrap_err().to_string();
     assert!(why.contains("is writing"), "{why}");
     drop(folder);

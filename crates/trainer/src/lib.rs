@@ -46,7 +46,7 @@ pub use optimizer::Optimizer;
 pub use progress::{Progress, ProgressStyle};
 pub use schedule::{Pick, Plan, learning_rate};
 pub use step::{Step, StepNumbers};
-pub use stored::{ImportedModel, StoredError, StoredModel, StoredRun, store_model};
+pub use stored::{ImportedModel, StoredError, StoredModel, StoredRun, companions, store_model};
 pub use terminal::{dashboard_is_up, restore_terminal};
 pub use train::{Outcome, Status, TrainError, TrainJob, build, run_folder, train};
 

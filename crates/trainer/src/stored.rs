@@ -3,6 +3,7 @@
 //! # The config of a model from elsewhere: no task, no training.
 //! name = "gla"
 //! tokenizer = "tokenizer.json"    # beside this file; left out where there is none
+//! end_ids = [2]                   # tokens that end a text; left out where there are none
 //! [model]
 //! d_model = 1024
 //! ```
@@ -14,7 +15,7 @@ use crate::config::{
 };
 use crate::config_error::parse_error;
 use crate::evaluate::{Evaluation, Testing};
-use crate::folder::{Arrival, CONFIG, FolderError, TOKENIZER, io_error, write_arrival};
+use crate::folder::{Arrival, COMPANIONS, CONFIG, FolderError, TOKENIZER, io_error, write_arrival};
 use crate::learner::Learner;
 use crate::weights::{self, Part, Sizes};
 use burn::tensor::backend::Backend;
@@ -74,6 +75,8 @@ struct ImportedConfig {
     /// A file in the same folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     tokenizer: Option<PathBuf>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    end_ids: Vec<u32>,
     model: LanguageModelConfig,
 }
 
@@ -168,6 +171,10 @@ pub struct StoredModel {
     pub vocab: usize,
     /// The `tokenizer.json` that made its ids from text; none where they are bytes, or no text at all.
     pub tokenizer: Option<PathBuf>,
+    /// Ids that end a text, as the checkpoint that it came from says.
+    pub end_ids: Vec<u32>,
+    /// Those of [`COMPANIONS`] that are in its folder.
+    pub companions: Vec<PathBuf>,
     /// Where its weights come from.
     pub checkpoint: Checkpoint,
     /// Its weights, or those that its adapters stand beside.
@@ -184,14 +191,15 @@ impl StoredModel {
     pub fn open(root: &Path, which: Which) -> Result<Self, StoredError> {
         let checkpoint = find_checkpoint(root, which)?;
         let origin = Origin::read(&root.join(CONFIG))?;
-        let (config, tokenizer) = match &origin {
+        let (config, tokenizer, end_ids) = match &origin {
             Origin::Trained(run) => {
                 let theirs = file_of(run.task.tokenizer());
-                (run.model.clone(), theirs.map(|path| kept_tokenizer(root).unwrap_or(path)))
+                let kept = theirs.map(|path| kept_tokenizer(root).unwrap_or(path));
+                (run.model.clone(), kept, vec![])
             }
             Origin::Imported(imported) => {
                 let beside = imported.tokenizer.as_ref().map(|name| root.join(name));
-                (imported.model.clone(), beside)
+                (imported.model.clone(), beside, imported.end_ids.clone())
             }
         };
         let path = match &origin {
@@ -203,7 +211,18 @@ impl StoredModel {
         let vocab = sizes.vocab;
         let beside = Some(root.join(KEPT)).filter(|path| path.exists());
         let kept = checkpoint.kept().or(beside);
-        Ok(Self { config, vocab, tokenizer, checkpoint, weights: path, kept, origin })
+        let companions = companions(root);
+        Ok(Self {
+            config,
+            vocab,
+            tokenizer,
+            end_ids,
+            companions,
+            checkpoint,
+            weights: path,
+            kept,
+            origin,
+        })
     }
 
     /// Contents of the file [`kept`](Self::kept), where there is one.
@@ -217,7 +236,12 @@ impl StoredModel {
     /// Files that a run which starts from it keeps copies of, under their names there.
     pub(crate) fn keepsakes(&self, run: &RunConfig) -> Vec<(&'static str, PathBuf)> {
         let weights = run.train.lora.as_ref().map(|_| (BASE, self.weights.clone()));
-        self.kept.iter().map(|path| (KEPT, path.clone())).chain(weights).collect()
+        let companions = COMPANIONS.iter().filter_map(|name| {
+            let path = self.companions.iter().find(|path| path.ends_with(name))?;
+            Some((*name, path.clone()))
+        });
+        let kept = self.kept.iter().map(|path| (KEPT, path.clone()));
+        kept.chain(companions).chain(weights).collect()
     }
 
     /// How text becomes its ids; none where nothing is known of that.
@@ -325,6 +349,11 @@ fn check_sizes(
     }
 }
 
+/// Those of [`COMPANIONS`] that a folder has.
+pub fn companions(folder: &Path) -> Vec<PathBuf> {
+    COMPANIONS.iter().map(|name| folder.join(name)).filter(|path| path.exists()).collect()
+}
+
 /// The tokenizer that a run keeps beside its config.
 fn kept_tokenizer(root: &Path) -> Option<PathBuf> {
     Some(root.join(TOKENIZER)).filter(|path| path.exists())
@@ -344,6 +373,10 @@ pub struct ImportedModel<'a> {
     pub config: &'a LanguageModelConfig,
     /// Its `tokenizer.json`, to be copied.
     pub tokenizer: Option<&'a Path>,
+    /// Ids that end a text.
+    pub end_ids: &'a [u32],
+    /// Files of the names of [`COMPANIONS`], to be copied.
+    pub companions: &'a [PathBuf],
     /// Bytes of a safetensors file with what the checkpoint it came from held besides; see
     /// [`Checkpoint::kept`].
     pub kept: Option<&'a [u8]>,
@@ -362,11 +395,13 @@ pub fn store_model<B: Backend>(
     let config = ImportedConfig {
         name,
         tokenizer: imported.tokenizer.map(|_| TOKENIZER.into()),
+        end_ids: imported.end_ids.to_vec(),
         model: imported.config.clone(),
     };
     let arrival = Arrival {
         config: toml::to_string(&config).expect("a config is made of tables, numbers and strings"),
         tokenizer: imported.tokenizer,
+        companions: imported.companions,
         kept: imported.kept,
     };
     write_arrival(root, overwrite, &arrival, |path| weights::save(model, Part::Whole, path))
