@@ -129,18 +129,22 @@ pub(crate) fn there_and_back(folder: &Path, precision: Precision) -> TempDir {
     let parts = ImportedModel {
         config: &imported.config,
         tokenizer: imported.tokenizer.as_deref(),
+        end_ids: &imported.end_ids,
+        companions: &[],
         kept: imported.kept.as_deref(),
     };
     store_model(&run, false, &parts, &imported.model).unwrap();
     let stored = StoredModel::open(&run, Which::Best).unwrap();
     assert_eq!((&stored.config, stored.vocab), (&imported.config, imported.vocab));
     let model = stored.load::<Flex>(&device).unwrap();
-    let kept = stored.checkpoint.kept();
+    let kept = stored.kept.clone();
     let exported = Exported {
         model: &model,
         config: &stored.config,
         vocab: stored.vocab,
         tokenizer: stored.tokenizer.as_deref(),
+        end_ids: &stored.end_ids,
+        companions: &stored.companions,
         kept: kept.as_deref(),
     };
     let out = TempDir::new().unwrap();
@@ -388,6 +392,8 @@ fn weights_that_are_not_finite_are_refused_by_name_in_both_directions() {
         config: &imported.config,
         vocab: imported.vocab,
         tokenizer: None,
+        end_ids: &[],
+        companions: &[],
         kept: None,
     };
     let desk = TempDir::new().unwrap();
@@ -417,8 +423,15 @@ fn a_model_that_no_checkpoint_can_hold_is_not_exported() {
     )
     .unwrap();
     let model = config.init::<Flex>(7, &device).unwrap();
-    let exported =
-        Exported { model: &model, config: &config, vocab: 7, tokenizer: None, kept: None };
+    let exported = Exported {
+        model: &model,
+        config: &config,
+        vocab: 7,
+        tokenizer: None,
+        end_ids: &[],
+        companions: &[],
+        kept: None,
+    };
     let desk = TempDir::new().unwrap();
     let out = desk.path().join("out");
     let refusal = |family| export(&exported, family, Precision::F32, &out, false).unwrap_err();

@@ -206,6 +206,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
             bias: None,
             target: ids(3).into_primitive(),
             scale: 0.3,
+            frozen: false,
         };
         let loss = outside::<B, 1>(only(B::fused_cross_entropy(loss, false)));
         vec![("embeddings", embedded.unsqueeze()), ("cross-entropy", loss.unsqueeze())]

@@ -127,6 +127,46 @@ fn a_prompt_and_64_tokens_are_what_one_forward_pass_says() {
 }
 
 #[test]
+fn a_prompt_in_parts_of_any_length_leaves_the_state_of_one_read_at_once() {
+    let device = Default::default();
+    for kind in KINDS {
+        let (model, prompt) = (of_kind(kind), prompt(61));
+        let read = |window: usize| {
+            let mut sequence = Sequence::new(prompt.clone());
+            sequence.read_ahead(&model, window, &device).unwrap();
+            assert_eq!((sequence.read(), sequence.tokens().len()), (61, 61));
+            sequence
+        };
+        let whole = read(100);
+        for window in [1, 7, 60, 61] {
+            let parts = read(window);
+            let (want, got) = (whole.state().unwrap(), parts.state().unwrap());
+            assert_close(&format!("{kind}, {window}"), &numbers(want), &numbers(got), LIMIT);
+        }
+        // What was read ahead is not read again, and a copy goes on as the text does.
+        let mut text = read(8);
+        let refused =
+            generate(&model, vec![text.clone()], &GenerateConfig::default(), &device, |_| {
+                Next::Continue
+            });
+        assert_eq!(refused.unwrap_err(), GenerateError::Empty { row: 0 });
+        text.extend(&[3, 1]);
+        let got = run(&model, vec![text.clone()], sampled(2), 9);
+        assert_eq!(got.timing.prompt_tokens, 2);
+        let at_once = Sequence::new([&prompt[..], &[3, 1]].concat());
+        let want = alone(&model, at_once, sampled(2), 9);
+        assert_eq!(got.rows[0].new_tokens(), want, "{kind}");
+        assert_eq!(alone(&model, text, sampled(2), 9), want, "{kind}");
+    }
+    let model = of_kind(KINDS[0]);
+    let mut unknown = Sequence::new(vec![1, 11]);
+    let refused = unknown.read_ahead(&model, 8, &device).unwrap_err();
+    assert!(matches!(refused, GenerateError::Vocabulary { id: 11, .. }), "{refused}");
+    let refused = Sequence::new(vec![1]).read_ahead(&model, 0, &device).unwrap_err();
+    assert!(refused.to_string().contains("`window`"), "{refused}");
+}
+
+#[test]
 fn a_text_that_is_put_away_goes_on_as_if_it_had_not_been() {
     let folder = TempDir::new().unwrap();
     for (i, kind) in KINDS.iter().enumerate() {

@@ -142,6 +142,8 @@ fn parts_that_no_model_here_has_are_left_out_by_name() {
         config: &imported.config,
         vocab: imported.vocab,
         tokenizer: None,
+        end_ids: &[],
+        companions: &[],
         kept: Some(&kept),
     };
     let out = |name: &str, family| {
@@ -179,6 +181,8 @@ fn models_without_what_only_fla_has_are_exported_by_what_they_are() {
             config: &imported.config,
             vocab: imported.vocab,
             tokenizer: None,
+            end_ids: &[],
+            companions: &[],
             kept: None,
         };
         let out = TempDir::new().unwrap();

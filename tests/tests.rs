@@ -1,9 +1,13 @@
 //! Promises that cross crates. One binary: one link, and one file to carry to a GPU.
 #![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 
+#[cfg(feature = "cpu")]
+mod adapters;
 mod call;
 #[cfg(feature = "cpu")]
 mod campaign;
+#[cfg(feature = "cpu")]
+mod chat;
 #[cfg(feature = "cpu")]
 mod checkpoints;
 #[cfg(feature = "cpu")]
@@ -14,6 +18,8 @@ mod configs;
 mod desk;
 #[cfg(feature = "cpu")]
 mod features;
+#[cfg(feature = "cpu")]
+mod fine_tuning;
 mod fixtures;
 #[cfg(feature = "cpu")]
 mod formulas;
@@ -46,6 +52,8 @@ mod parameters;
 mod paths;
 #[cfg(feature = "cpu")]
 mod precision;
+#[cfg(feature = "cpu")]
+mod recomputation;
 mod results;
 #[cfg(feature = "cpu")]
 mod runs;

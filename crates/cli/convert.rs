@@ -5,11 +5,13 @@ use crate::eval::checkpoint;
 use crate::train::guarded;
 use crate::{BAD_INPUT, FAILED, fail, memory, output};
 use burn::module::Module;
+use linattn::ops::LinearAttentionBackend;
 use linattn_checkpoints::{
-    CheckpointError, Exported, Imported, Outcome, Precision, export, import,
+    CheckpointError, Exported, Imported, Outcome, Precision, export, export_adapters, import,
 };
 use linattn_trainer::{
-    FolderError, ImportedModel, StoredError, StoredModel, TrainBackend, Which, store_model,
+    FolderError, ImportedModel, StoredError, StoredModel, TrainBackend, Which, companions,
+    store_model,
 };
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -29,6 +31,26 @@ enum Direction {
     Import(ImportArgs),
     /// Makes a checkpoint of a run's model
     Export(ExportArgs),
+    /// Makes a run of ordinary weights of one with low-rank adapters: W + (alpha / rank) A B
+    Merge(MergeArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct MergeArgs {
+    /// The folder of the run with adapters
+    run: PathBuf,
+    /// The new run's folder: runs/NAME
+    #[arg(long)]
+    out: PathBuf,
+    /// Which of the run's checkpoints: best, last, or a step
+    #[arg(long, default_value = "best", value_parser = checkpoint)]
+    checkpoint: Which,
+    /// Deletes the run in the new folder first
+    #[arg(long)]
+    overwrite: bool,
+    /// Where the model is put together: cpu, cuda:N, rocm:N, vulkan:N or metal:N
+    #[arg(long, default_value = "cpu")]
+    device: String,
 }
 
 #[derive(Debug, clap::Args)]
@@ -57,6 +79,9 @@ struct ExportArgs {
     /// else the first that can say it
     #[arg(long)]
     family: Option<String>,
+    /// Writes the run's low-rank adapters alone, as Hugging Face's PEFT reads them; their numbers are f32
+    #[arg(long, conflicts_with = "dtype")]
+    adapters: bool,
     /// Type that numbers are written as; a number that the type does not have is refused
     #[arg(long, value_enum, default_value_t = Numbers::F32)]
     dtype: Numbers,
@@ -100,6 +125,12 @@ enum ConvertError {
     Stored(#[from] StoredError),
     #[error(transparent)]
     Folder(#[from] FolderError),
+    #[error(
+        "{path} holds no low-rank adapters; it has to be a run that was trained with `train.lora`"
+    )]
+    NoAdapters { path: PathBuf },
+    #[error("{path} is the run itself; `--out` has to be another folder")]
+    Itself { path: PathBuf },
 }
 
 /// Runs the command and gives its exit code: 0 done, 1 failed, 2 bad input.
@@ -110,6 +141,7 @@ pub fn convert(args: ConvertArgs) -> ExitCode {
             Err(e) => fail(BAD_INPUT, &e),
         },
         Direction::Export(args) => carry(&args.device, args),
+        Direction::Merge(args) => carry(&args.device, args),
     }
 }
 
@@ -153,11 +185,13 @@ impl Job for &ImportArgs {
     type Output = Result<String, ConvertError>;
 
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
-        let Imported { family, config, vocab, model, tokenizer, kept, left_out } =
+        let Imported { family, config, vocab, model, tokenizer, end_ids, kept, left_out } =
             import::<B::InnerBackend>(&self.folder, &devices[0])?;
         let imported = ImportedModel {
             config: &config,
             tokenizer: tokenizer.as_deref(),
+            end_ids: &end_ids,
+            companions: &companions(&self.folder),
             kept: kept.as_deref(),
         };
         store_model(&self.out, self.overwrite, &imported, &model)?;
@@ -176,14 +210,18 @@ impl Job for &ExportArgs {
 
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
         let stored = StoredModel::open(&self.run, self.checkpoint)?;
+        if self.adapters {
+            return self.adapters::<B::InnerBackend>(&stored, &devices[0]);
+        }
         let model = stored.load::<B::InnerBackend>(&devices[0])?;
-        let kept = stored.checkpoint.kept();
         let exported = Exported {
             model: &model,
             config: &stored.config,
             vocab: stored.vocab,
             tokenizer: stored.tokenizer.as_deref(),
-            kept: kept.as_deref(),
+            end_ids: &stored.end_ids,
+            companions: &stored.companions,
+            kept: stored.kept.as_deref(),
         };
         let (family, out) = (self.family.as_deref(), &self.out);
         let Outcome { family, left_out } =
@@ -191,6 +229,61 @@ impl Job for &ExportArgs {
         let (parameters, rest) = (model.num_params(), without(&left_out));
         Ok(format!("{family}, {parameters} parameters, into {}{rest}", out.display()))
     }
+}
+
+impl ExportArgs {
+    /// Writes the adapters alone.
+    fn adapters<B: LinearAttentionBackend>(
+        &self,
+        stored: &StoredModel,
+        device: &B::Device,
+    ) -> Result<String, ConvertError> {
+        let Some(lora) = stored.adapters() else {
+            return Err(ConvertError::NoAdapters { path: self.run.clone() });
+        };
+        let exported = Exported {
+            model: &stored.load_with_adapters::<B>(device)?,
+            config: &stored.config,
+            vocab: stored.vocab,
+            tokenizer: None,
+            end_ids: &stored.end_ids,
+            companions: &stored.companions,
+            kept: stored.kept.as_deref(),
+        };
+        let family = self.family.as_deref();
+        let family = export_adapters(&exported, lora, family, &self.out, self.overwrite)?;
+        Ok(format!("{family}, adapters of rank {}, into {}", lora.rank, self.out.display()))
+    }
+}
+
+impl Job for &MergeArgs {
+    type Output = Result<String, ConvertError>;
+
+    fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
+        let stored = StoredModel::open(&self.run, self.checkpoint)?;
+        if stored.adapters().is_none() {
+            return Err(ConvertError::NoAdapters { path: self.run.clone() });
+        }
+        if is_same(&self.run, &self.out) {
+            return Err(ConvertError::Itself { path: self.run.clone() });
+        }
+        let model = stored.load::<B::InnerBackend>(&devices[0])?;
+        let kept = stored.kept_bytes()?;
+        let merged = ImportedModel {
+            config: &stored.config,
+            tokenizer: stored.tokenizer.as_deref(),
+            end_ids: &stored.end_ids,
+            companions: &stored.companions,
+            kept: kept.as_deref(),
+        };
+        store_model(&self.out, self.overwrite, &merged, &model)?;
+        Ok(format!("{} parameters, into {}", model.num_params(), self.out.display()))
+    }
+}
+
+/// Whether both are one folder.
+fn is_same(a: &Path, b: &Path) -> bool {
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
 /// Says which parts of a checkpoint are missing: the first two words of their tensors' names, and how many

@@ -1,7 +1,10 @@
 //! `generate`: what a trained model writes after a prompt, and its state in a file.
 
+use crate::chat::{Broken, Chat, ChatError, ChatRequest, Interrupts};
+use crate::companions::{CompanionError, Companions};
 use crate::device::{self, Choice, Job};
 use crate::eval::checkpoint;
+use crate::page::Page;
 use crate::signals::{self, Asked};
 use crate::train::guarded;
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail, output};
@@ -11,7 +14,7 @@ use linattn::generate::{
 };
 use linattn::nn::{HeadKind, StateError, state_file};
 use linattn::ops::LinearAttentionBackend;
-use linattn_tasks::{TextStream, Tokenizer};
+use linattn_tasks::Tokenizer;
 use linattn_trainer::{Interrupter, StoredError, StoredModel, TrainBackend, Which};
 use serde_json::{Value, json};
 use std::io;
@@ -32,9 +35,18 @@ pub struct GenerateArgs {
     /// One prompt more, from a file
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// The most tokens to write for each prompt
-    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
-    tokens: u64,
+    /// Opens a conversation on the terminal, or with the lines of a pipe, by the model's chat template
+    #[arg(long, conflicts_with_all = ["prompts", "prompt_file", "state", "save_state", "json"])]
+    chat: bool,
+    /// What the model is told before a conversation
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
+    /// A value that the chat template asks for, such as enable_thinking=false; can be given several times
+    #[arg(long = "chat-value", value_name = "KEY=JSON", requires = "chat", value_parser = chat_value)]
+    chat_values: Vec<(String, Value)>,
+    /// The most tokens to write for each prompt: 200 by default, and 4096 for an answer in a conversation
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    tokens: Option<u64>,
     /// Divisor of the logits; 0 always takes the likeliest token
     #[arg(long, default_value_t = 1.0)]
     temperature: f64,
@@ -91,6 +103,27 @@ impl From<GenerateError> for Failure {
     }
 }
 
+impl From<CompanionError> for Failure {
+    fn from(e: CompanionError) -> Self {
+        Self::Input(e.to_string())
+    }
+}
+
+impl From<ChatError> for Failure {
+    fn from(e: ChatError) -> Self {
+        Self::Input(e.to_string())
+    }
+}
+
+impl From<Broken> for Failure {
+    fn from(e: Broken) -> Self {
+        match e {
+            Broken::Input(e) => Self::Input(e),
+            Broken::Failed(e) => Self::Output(e),
+        }
+    }
+}
+
 impl From<StateError> for Failure {
     fn from(e: StateError) -> Self {
         match e {
@@ -111,7 +144,83 @@ impl Failure {
 
 /// Runs the command and gives its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
 pub fn generate(args: GenerateArgs) -> ExitCode {
-    let request = match Request::new(&args) {
+    match args.chat {
+        true => chat(&args),
+        false => write(&args),
+    }
+}
+
+/// Opens a conversation.
+fn chat(args: &GenerateArgs) -> ExitCode {
+    let opened = open_chat(args);
+    let choice = match device::choose(&args.device) {
+        Ok(choice) => choice,
+        Err(e) => return fail(BAD_INPUT, &e),
+    };
+    let (chat, model) = match opened {
+        Ok(opened) => opened,
+        Err(e) => return e.exit(),
+    };
+    choice.advise();
+    let interrupts = match Interrupts::watch() {
+        Ok(interrupts) => interrupts,
+        Err(e) => return fail(FAILED, &format!("can't watch for Ctrl-C: {e}")),
+    };
+    let talk = Talk { chat: &chat, model: &model, interrupts: &interrupts };
+    match guarded(&choice, talk) {
+        Ok(Ok((timing, path))) => {
+            output::note(&figures(&timing, &choice, &path));
+            ExitCode::SUCCESS
+        }
+        Ok(Err(e)) => e.exit(),
+        Err(code) => code,
+    }
+}
+
+/// The conversation that was asked for, and its model.
+fn open_chat(args: &GenerateArgs) -> Result<(Chat<'_>, StoredModel), Failure> {
+    let config = config(args)?;
+    let model = open_model(args)?;
+    let tokenizer = tokenizer(&model)?;
+    check_stops(args, tokenizer.as_ref())?;
+    let ends = ends(&model, tokenizer.as_ref())?;
+    let request = ChatRequest {
+        folder: &args.run,
+        system: args.system.as_deref(),
+        values: &args.chat_values,
+        stops: &args.stops,
+    };
+    Ok((Chat::new(request, &model, tokenizer, ends, config)?, model))
+}
+
+/// `enable_thinking=false`: a name, and JSON, or else a text.
+fn chat_value(text: &str) -> Result<(String, Value), String> {
+    let (key, value) = text.split_once('=').ok_or("it has to be KEY=JSON")?;
+    let value = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.into()));
+    Ok((key.into(), value))
+}
+
+/// Where a device's part of a conversation comes from.
+struct Talk<'a> {
+    chat: &'a Chat<'a>,
+    model: &'a StoredModel,
+    interrupts: &'a Interrupts,
+}
+
+impl Job for Talk<'_> {
+    type Output = Result<(Timing, String), Failure>;
+
+    fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
+        let device = &devices[0];
+        let model = self.model.load::<B::InnerBackend>(device)?;
+        let timing = self.chat.talk(&model, device, self.interrupts)?;
+        Ok((timing, B::InnerBackend::path(device).to_string()))
+    }
+}
+
+/// Writes after prompts.
+fn write(args: &GenerateArgs) -> ExitCode {
+    let request = match Request::new(args) {
         Ok(request) => request,
         Err(e) => return e.exit(),
     };
@@ -154,6 +263,8 @@ struct Request<'a> {
     /// `None` where the model knows no text.
     tokenizer: Option<Tokenizer>,
     prompts: Vec<Prompt>,
+    /// Ids that end a text.
+    ends: Vec<u32>,
     config: GenerateConfig,
 }
 
@@ -165,48 +276,22 @@ struct Prompt {
 
 impl<'a> Request<'a> {
     fn new(args: &'a GenerateArgs) -> Result<Self, Failure> {
-        let config = GenerateConfig {
-            new_tokens: args.tokens as usize,
-            sampling: SamplingConfig {
-                temperature: args.temperature,
-                top_k: args.top_k,
-                top_p: args.top_p,
-                repetition_penalty: args.repetition_penalty,
-                seed: args.seed,
-            },
-            keep_states: args.save_state.is_some(),
-            ..GenerateConfig::default()
-        };
-        config.sampling.check().map_err(|e| Failure::Input(e.to_string()))?;
+        let config = config(args)?;
         let texts = prompts(args)?;
         if let Some(path) = &args.save_state {
             // Before the text is written, and not after.
             state_file(path).map_err(|e| Failure::Input(e.to_string()))?;
         }
-        let model = StoredModel::open(&args.run, args.checkpoint)?;
-        if model.config.head == HeadKind::AutoEncoder {
-            return Err(GenerateError::AutoEncoder.into());
-        }
+        let model = open_model(args)?;
         let tokenizer = tokenizer(&model)?;
-        if args.stops.iter().any(String::is_empty) {
-            return Err(Failure::Input("`--stop` is empty; it has to be some text".into()));
-        }
-        if tokenizer.is_none() && !args.stops.is_empty() {
-            let why = "`--stop`: this model knows ids and no text; leave it out";
-            return Err(Failure::Input(why.into()));
-        }
+        check_stops(args, tokenizer.as_ref())?;
+        let ends = ends(&model, tokenizer.as_ref())?;
         let prompts = texts.into_iter().map(|text| {
             let ids = encode(tokenizer.as_ref(), &text, model.vocab)?;
             Ok(Prompt { text, ids })
         });
         let prompts = prompts.collect::<Result<Vec<_>, Failure>>()?;
-        Ok(Self { args, model, tokenizer, prompts, config })
-    }
-
-    /// The id that ends a text, where the model was trained here to write one.
-    fn end(&self) -> Option<u32> {
-        let ours = |tokenizer: &&Tokenizer| tokenizer.vocab() == self.model.vocab;
-        self.tokenizer.as_ref().filter(ours).map(Tokenizer::end)
+        Ok(Self { args, model, tokenizer, prompts, ends, config })
     }
 
     /// The state of `--state` with each prompt after it, or each prompt alone.
@@ -245,17 +330,7 @@ impl<'a> Request<'a> {
             }
         };
         written(output::write(&text))?;
-        let timing = &done.timing;
-        let speed = |rate: Option<f64>| rate.map_or("-".to_string(), |rate| format!("{rate:.1}"));
-        output::note(&format!(
-            "prompt {} tokens, {} tokens/s; decoding {} tokens/s; state {} bytes a text; \
-             {choice}, {}",
-            timing.prompt_tokens,
-            speed(rate(timing.prompt_tokens, timing.prompt_seconds)),
-            speed(rate(timing.step_tokens, timing.step_seconds)),
-            timing.state_bytes,
-            done.path,
-        ));
+        output::note(&figures(&done.timing, choice, &done.path));
         Ok(())
     }
 
@@ -290,8 +365,69 @@ impl<'a> Request<'a> {
     }
 }
 
+/// Work and speed of a generation in one line.
+fn figures(timing: &Timing, choice: &Choice, path: &str) -> String {
+    let speed = |rate: Option<f64>| rate.map_or("-".to_string(), |rate| format!("{rate:.1}"));
+    format!(
+        "prompt {} tokens, {} tokens/s; decoding {} tokens/s; state {} bytes a text; {choice}, {path}",
+        timing.prompt_tokens,
+        speed(rate(timing.prompt_tokens, timing.prompt_seconds)),
+        speed(rate(timing.step_tokens, timing.step_seconds)),
+        timing.state_bytes,
+    )
+}
+
 fn rate(tokens: usize, seconds: f64) -> Option<f64> {
     (tokens > 0 && seconds > 0.0).then(|| tokens as f64 / seconds)
+}
+
+/// Length and sampling, checked.
+fn config(args: &GenerateArgs) -> Result<GenerateConfig, Failure> {
+    let by_default = if args.chat { 4096 } else { 200 };
+    let config = GenerateConfig {
+        new_tokens: args.tokens.unwrap_or(by_default) as usize,
+        sampling: SamplingConfig {
+            temperature: args.temperature,
+            top_k: args.top_k,
+            top_p: args.top_p,
+            repetition_penalty: args.repetition_penalty,
+            seed: args.seed,
+        },
+        keep_states: args.chat || args.save_state.is_some(),
+        ..GenerateConfig::default()
+    };
+    config.sampling.check().map_err(|e| Failure::Input(e.to_string()))?;
+    Ok(config)
+}
+
+fn open_model(args: &GenerateArgs) -> Result<StoredModel, Failure> {
+    let model = StoredModel::open(&args.run, args.checkpoint)?;
+    match model.config.head {
+        HeadKind::AutoEncoder => Err(GenerateError::AutoEncoder.into()),
+        HeadKind::Position => Ok(model),
+    }
+}
+
+fn check_stops(args: &GenerateArgs, tokenizer: Option<&Tokenizer>) -> Result<(), Failure> {
+    if args.stops.iter().any(String::is_empty) {
+        return Err(Failure::Input("`--stop` is empty; it has to be some text".into()));
+    }
+    if tokenizer.is_none() && !args.stops.is_empty() {
+        let why = "`--stop`: this model knows ids and no text; leave it out";
+        return Err(Failure::Input(why.into()));
+    }
+    Ok(())
+}
+
+/// Ids that end a text: the one that the model was trained here to write, and those that the checkpoint that
+/// it came from says.
+fn ends(model: &StoredModel, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>, Failure> {
+    let companions = Companions::of(model);
+    let ours = tokenizer.filter(|tokenizer| tokenizer.vocab() == model.vocab).map(Tokenizer::end);
+    let spelt = companions.special_tokens()?.remove("eos_token");
+    let spelt = spelt.and_then(|token| tokenizer?.id(&token));
+    let theirs = model.end_ids.iter().copied().chain(companions.end_ids()?);
+    Ok(theirs.chain(ours).chain(spelt).collect())
 }
 
 /// The prompts of the command line; none is needed where a state goes on.
@@ -303,7 +439,7 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>, Failure> {
         prompts.push(text);
     }
     if prompts.is_empty() && args.state.is_none() {
-        let why = "there is no prompt; give --prompt, --prompt-file or --state";
+        let why = "there is no prompt; give --prompt, --prompt-file, --state or --chat";
         return Err(Failure::Input(why.into()));
     }
     if args.save_state.is_some() && prompts.len() > 1 {
@@ -378,12 +514,13 @@ impl Generate<'_> {
         let request = self.request;
         let model = request.model.load::<B>(device)?;
         let sequences = request.sequences(&model, device)?;
-        let mut pages: Vec<Page<'_>> = sequences.iter().map(|_| Page::new(request)).collect();
-        let (end, streams) = (request.end(), request.streams());
+        let page = |_| Page::new(request.tokenizer.as_ref(), &request.args.stops);
+        let mut pages: Vec<Page<'_>> = sequences.iter().map(page).collect();
+        let streams = request.streams();
         let mut failed = None;
         let on_token = |Written { row, id, .. }: Written<'_>| {
             let page = &mut pages[row];
-            if Some(id) == end {
+            if request.ends.contains(&id) {
                 return Next::FinishRow;
             }
             let new = page.push(id);
@@ -391,7 +528,7 @@ impl Generate<'_> {
                 failed = Some(e);
                 return Next::FinishAll;
             }
-            match page.stopped {
+            match page.has_stopped() {
                 true => Next::FinishRow,
                 false if self.stop.should_stop() => Next::FinishAll,
                 false => Next::Continue,
@@ -412,7 +549,7 @@ impl Generate<'_> {
         let Generated { rows, timing } = generated;
         let text = |(row, page): (linattn::generate::Row<B>, Page<'_>)| Text {
             ids: row.new_tokens().to_vec(),
-            shown: page.text,
+            shown: page.text().to_string(),
             finish: row.finish,
         };
         Ok(Done { texts: rows.into_iter().zip(pages).map(text).collect(), timing, path })
@@ -426,114 +563,5 @@ fn written(result: io::Result<()>) -> Result<(), Failure> {
             Err(Failure::Output(format!("can't write the text: {e}")))
         }
         _ => Ok(()),
-    }
-}
-
-/// One text on its way from ids to what is shown.
-struct Page<'a> {
-    /// `None` for ids.
-    stream: Option<TextStream<'a>>,
-    stops: &'a [String],
-    /// Text that may be shown, and behind it a possible beginning of a stop.
-    text: String,
-    shown: usize,
-    stopped: bool,
-}
-
-impl<'a> Page<'a> {
-    fn new(request: &'a Request<'_>) -> Self {
-        Self {
-            stream: request.tokenizer.as_ref().map(Tokenizer::stream),
-            stops: &request.args.stops,
-            text: String::new(),
-            shown: 0,
-            stopped: false,
-        }
-    }
-
-    /// Adds a token; gives what can be shown now.
-    fn push(&mut self, id: u32) -> String {
-        let new = match &mut self.stream {
-            Some(stream) => stream.push(id),
-            None if self.text.is_empty() => id.to_string(),
-            None => format!(" {id}"),
-        };
-        self.add(&new, false)
-    }
-
-    /// Gives what is left to show in the end.
-    fn finish(&mut self) -> String {
-        let rest = self.stream.take().map(TextStream::finish).unwrap_or_default();
-        self.add(&rest, true)
-    }
-
-    fn add(&mut self, new: &str, last: bool) -> String {
-        if self.stopped {
-            return String::new();
-        }
-        self.text.push_str(new);
-        let fresh = &self.text[self.shown..];
-        let cut = self.stops.iter().filter_map(|stop| fresh.find(stop.as_str())).min();
-        let show = match cut {
-            Some(at) => at,
-            None if last => fresh.len(),
-            None => fresh.len() - begun(fresh, self.stops),
-        };
-        let piece = fresh[..show].to_string();
-        self.shown += show;
-        if cut.is_some() {
-            self.stopped = true;
-            self.text.truncate(self.shown);
-        }
-        piece
-    }
-}
-
-/// How much of the end of a text may be the beginning of a stop.
-fn begun(text: &str, stops: &[String]) -> usize {
-    let ends = |stop: &String| {
-        let longest = (stop.len() - 1).min(text.len());
-        let begins = |length: &usize| {
-            let from = text.len() - length;
-            text.is_char_boundary(from) && stop.starts_with(&text[from..])
-        };
-        (1..=longest).rev().find(begins)
-    };
-    stops.iter().filter_map(ends).max().unwrap_or(0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The text shown after each piece, and in the end.
-    fn shown(stops: &[&str], pieces: &[&str]) -> (Vec<String>, bool) {
-        let stops: Vec<String> = stops.iter().map(|stop| stop.to_string()).collect();
-        let mut page =
-            Page { stream: None, stops: &stops, text: String::new(), shown: 0, stopped: false };
-        let mut shown: Vec<String> = pieces.iter().map(|piece| page.add(piece, false)).collect();
-        shown.push(page.add("", true));
-        assert_eq!(shown.concat(), page.text);
-        (shown, page.stopped)
-    }
-
-    #[test]
-    fn a_stop_cuts_the_text_before_it_and_nothing_of_it_is_shown() {
-        let (text, stopped) = shown(&["\n\n"], &["a\n", "b\n", "\nc", "d"]);
-        assert_eq!((text.concat().as_str(), stopped), ("a\nb", true));
-        assert_eq!(text[0], "a", "the line end may be half of a stop");
-        let (text, stopped) = shown(&["END", "EN."], &["xE", "N", "Dy"]);
-        assert_eq!((text.concat().as_str(), stopped), ("x", true));
-        let (text, _) = shown(&["yyz", "b"], &["ayyb", "yyz"]);
-        assert_eq!(text.concat(), "ayy", "the first of several");
-    }
-
-    #[test]
-    fn what_only_looked_like_a_stop_is_shown_in_the_end() {
-        let (text, stopped) = shown(&["END"], &["E", "N", "E", "N"]);
-        assert_eq!((text.concat().as_str(), stopped), ("ENEN", false));
-        assert_eq!(text, ["", "", "EN", "", "EN"]);
-        let (text, _) = shown(&["é!"], &["é", "é", "é"]);
-        assert_eq!(text, ["", "é", "é", "é"]);
     }
 }

@@ -3,6 +3,8 @@
 //! Backends are chosen here and nowhere else, and generic code is made for them once.
 #![deny(clippy::print_stdout, clippy::print_stderr)] // `output` writes, and cannot panic
 
+mod chat;
+mod companions;
 mod convert;
 mod data;
 pub mod device;
@@ -15,6 +17,7 @@ mod gpus;
 mod manual;
 mod memory;
 mod output;
+mod page;
 mod report;
 mod signals;
 mod sweep;

@@ -39,6 +39,12 @@ pub(crate) fn note(line: &str) {
     let _unread = stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
+/// What a person answers, on standard error, without an end of the line.
+pub(crate) fn prompt(text: &str) {
+    let mut err = stderr().lock();
+    let _unread = err.write_all(text.as_bytes()).and_then(|()| err.flush());
+}
+
 /// Whether standard output failed for want of a reader who wants more, such as `head`.
 pub(crate) fn nobody_reads(e: &io::Error) -> bool {
     e.kind() == ErrorKind::BrokenPipe || terminal_is_closed(e)

@@ -5,7 +5,7 @@ use crate::signals::{self, Asked};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail, memory, output};
 use linattn_sweep::write_events;
 use linattn_trainer::{
-    ConfigError, DryRun, Interrupter, Outcome, Panics, ProgressStyle, RunConfig, Start, Status,
+    DryRun, Interrupter, Outcome, Panics, ProgressStyle, RunConfig, Start, Status, StoredError,
     TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, host_memory, least_memory,
     note_panic, restore_terminal, run_folder, train as run_training,
 };
@@ -75,7 +75,11 @@ impl From<Show> for ProgressStyle {
 
 /// Runs the command and gives its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
 pub fn train(args: TrainArgs) -> ExitCode {
-    let run = match RunConfig::read(&args.config, &args.overrides) {
+    let read = match args.resume {
+        true => RunConfig::read_to_resume(&args.config, &args.overrides, &args.out),
+        false => RunConfig::read(&args.config, &args.overrides),
+    };
+    let run = match read {
         Ok(run) => run,
         Err(e) => return fail(BAD_INPUT, &e),
     };
@@ -212,7 +216,7 @@ impl Job for Train<'_> {
 struct Cost(RunConfig);
 
 impl Job for Cost {
-    type Output = Result<DryRun, ConfigError>;
+    type Output = Result<DryRun, StoredError>;
 
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
         dry_run::<B::InnerBackend>(&self.0, &devices[0])
@@ -233,15 +237,25 @@ fn show_cost(run: RunConfig, choice: &Choice, json: bool) -> ExitCode {
     }
     let lines = [
         format!("{name} on {choice}"),
-        format!("  parameters          {}", cost.parameters),
+        format!("  parameters          {}{}", cost.parameters, learnt(&cost)),
         format!("  state               {} bytes a sequence", cost.state_bytes),
         format!("  forward pass        {} FLOPs a token", cost.flops_per_token),
         format!("  first batch         {} tokens, {} scored", cost.batch_tokens, cost.batch_scored),
         format!("  steps               {}", cost.steps),
-        format!("  weights, gradients and optimizer  {}", mebibytes(cost.parameter_memory)),
+        format!("  weights                           {}", mebibytes(cost.weight_memory)),
+        format!("  gradients                         {}", mebibytes(cost.gradient_memory)),
+        format!("  optimizer                         {}", mebibytes(cost.optimizer_memory)),
         format!("  intermediate results, roughly     {}", mebibytes(cost.activation_memory)),
     ];
     output::show(&(lines.join("\n") + "\n"))
+}
+
+/// How many parameters learn, where not all do.
+fn learnt(cost: &DryRun) -> String {
+    match cost.learnt == cost.parameters {
+        true => String::new(),
+        false => format!(", {} of them learnt", cost.learnt),
+    }
 }
 
 fn mebibytes(bytes: u64) -> String {

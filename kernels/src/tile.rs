@@ -10,10 +10,10 @@
 //! [`Engine::Plain`] multiplies numbers; [`Engine::Mma`] lets a plane's tensor cores multiply
 //! 16 x 8 x 16 blocks (`mma.m16n8k16`, whose fragments `ldmatrix` loads); [`Engine::Tf32`] multiplies f32 on
 //! tensor cores, 16 x 8 x 8 at a time and each number as a sum of two. Only
-//! [`Grid`] and the engine (engine.rs) know which unit holds which element: a kernel calls [`row`] and [`column`].
+//! [`Grid`] and the engine know which unit holds which element: a kernel calls [`row`] and [`column`].
 //!
 //! ```text
-//! engine                what an engine does, and the choice of one at compile time
+//! engine, dispatch      what an engine does; the choice of one at compile time
 //! plain, tf32, mma      the engines; planes: what the two with tensor cores share
 //! copies                tensors to tiles and back
 //! inverse               UT transform
@@ -22,6 +22,7 @@
 use cubecl::prelude::*;
 
 mod copies;
+mod dispatch;
 mod engine;
 mod inverse;
 mod mma;
@@ -30,12 +31,13 @@ mod planes;
 mod tf32;
 
 pub(crate) use copies::{
-    Rows, Window, fetch, keep, keep_rows, lay, load, load_async, put_out, store, store_at, tile,
-    width_of,
+    Rows, Window, fetch, keep, keep_rows, lay, load, load_async, own_or, put_out, store, store_at,
+    tile, width_of,
 };
+pub(crate) use dispatch::{column, inside, mul, row, slot};
 pub use engine::Engine;
-pub(crate) use engine::{Mul, column, inside, mul, row, slot};
-pub(crate) use inverse::{Inverse, invert};
+pub(crate) use engine::{Inverse, Mul};
+pub(crate) use inverse::invert;
 pub(crate) use mma::{Source, execute, load_a, load_b, load_matrix, pair};
 pub(crate) use planes::put_four;
 pub(crate) use tf32::{Parts, execute_tf32, parts, put_parts};

@@ -12,6 +12,7 @@
 //! and 16 MiB.
 #![deny(missing_docs)]
 
+mod adapters;
 mod bounds;
 mod config;
 mod families;
@@ -23,6 +24,7 @@ mod reading;
 mod tensors;
 mod writing;
 
+pub use adapters::export_adapters;
 pub use tensors::Precision;
 
 use burn::tensor::backend::Backend;
@@ -103,6 +105,8 @@ pub struct Imported<B: Backend> {
     pub model: LanguageModel<B>,
     /// The `tokenizer.json` beside the checkpoint.
     pub tokenizer: Option<PathBuf>,
+    /// Ids that end a text, as `config.json` says.
+    pub end_ids: Vec<u32>,
     /// A safetensors file with what the checkpoint says in other words than the model, so that
     /// [`export`] can say it in the same.
     pub kept: Option<Vec<u8>>,
@@ -143,6 +147,10 @@ pub struct Exported<'a, B: Backend> {
     pub vocab: usize,
     /// A `tokenizer.json` to be copied.
     pub tokenizer: Option<&'a Path>,
+    /// Ids that end a text.
+    pub end_ids: &'a [u32],
+    /// Files to be copied as they are, under their own names: a chat template and the like.
+    pub companions: &'a [PathBuf],
     /// The file of [`Imported::kept`], if the model came from a checkpoint.
     pub kept: Option<&'a Path>,
 }
@@ -167,39 +175,55 @@ pub fn export<B: LinearAttentionBackend>(
     folder: &Path,
     overwrite: bool,
 ) -> Result<Outcome, CheckpointError> {
-    let kept = match exported.kept.map(|path| (path, kept::read(path))) {
-        None => kept::Kept::default(),
-        Some((_, Ok(kept))) => kept,
-        Some((path, Err(why))) => {
-            let faults = vec![format!("{}: {why}", path.display())];
-            return Err(CheckpointError::Export { family: family.unwrap_or("any").into(), faults });
-        }
-    };
+    let kept = read_kept(exported, family)?;
     let format = writing::find_format(exported, family.or(kept.family.as_deref()), precision)?;
     if folder.join(CONFIG).exists() && !overwrite {
         return Err(CheckpointError::Exists { folder: folder.into() });
     }
     let wrong = |faults| CheckpointError::Export { family: format.name().into(), faults };
     let table = config::export(exported.config, exported.vocab, format, precision);
-    let table = table.map_err(wrong)?;
+    let mut table = table.map_err(wrong)?;
+    config::put_end_ids(&mut table, exported.end_ids);
     let tensors = writing::written(format, exported, &kept).map_err(wrong)?;
     let bytes = tensors::to_bytes(&tensors, precision, &[]).map_err(|e| wrong(vec![e]))?;
     let failed = |path: &Path, why: String| CheckpointError::Write { path: path.into(), why };
     fs::create_dir_all(folder).map_err(|e| failed(folder, e.to_string()))?;
-    if let Some(tokenizer) = exported.tokenizer {
-        let path = folder.join(TOKENIZER);
-        fs::copy(tokenizer, &path).map_err(|e| failed(&path, e.to_string()))?;
+    let named = |path: &PathBuf| Some((path.clone(), PathBuf::from(path.file_name()?)));
+    let tokenizer = exported.tokenizer.map(|path| (path.to_path_buf(), TOKENIZER.into()));
+    for (from, name) in exported.companions.iter().filter_map(named).chain(tokenizer) {
+        let path = folder.join(name);
+        fs::copy(from, &path).map_err(|e| failed(&path, e.to_string()))?;
     }
     let text = format!("{:#}\n", serde_json::Value::Object(table));
     for (name, bytes) in [(WEIGHTS, bytes), (CONFIG, text.into_bytes())] {
-        let (path, draft) = (folder.join(name), folder.join(format!("{name}.unfinished")));
-        let done = fs::write(&draft, bytes).and_then(|()| fs::rename(&draft, &path));
-        done.map_err(|e| {
-            let _on_a_full_disk_it_is_in_the_way = fs::remove_file(&draft);
-            failed(&path, e.to_string())
-        })?;
+        put(folder, name, bytes)?;
     }
     Ok(Outcome { family: format.name(), left_out: kept.left_out })
+}
+
+/// What the checkpoint that the model came from said in other words.
+fn read_kept<B: Backend>(
+    exported: &Exported<'_, B>,
+    family: Option<&str>,
+) -> Result<kept::Kept, CheckpointError> {
+    match exported.kept.map(|path| (path, kept::read(path))) {
+        None => Ok(kept::Kept::default()),
+        Some((_, Ok(kept))) => Ok(kept),
+        Some((path, Err(why))) => {
+            let faults = vec![format!("{}: {why}", path.display())];
+            Err(CheckpointError::Export { family: family.unwrap_or("any").into(), faults })
+        }
+    }
+}
+
+/// Writes a file under another name and renames it.
+fn put(folder: &Path, name: &str, bytes: Vec<u8>) -> Result<(), CheckpointError> {
+    let (path, draft) = (folder.join(name), folder.join(format!("{name}.unfinished")));
+    let done = fs::write(&draft, bytes).and_then(|()| fs::rename(&draft, &path));
+    done.map_err(|e| {
+        let _on_a_full_disk_it_is_in_the_way = fs::remove_file(&draft);
+        CheckpointError::Write { path: path.clone(), why: e.to_string() }
+    })
 }
 
 /// Name, place and shape of every weight of a model; the weight itself.

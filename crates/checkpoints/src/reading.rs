@@ -33,6 +33,7 @@ pub(crate) fn read<B: LinearAttentionBackend>(
         }
     };
     let (format, said, config) = config::import(&text, &tensors, faults)?;
+    let end_ids = config::end_ids(&text, faults);
     let vocab = check_sizes(format, said, &config, &tensors, faults)?;
     let mut model = match config.init::<B>(vocab, device) {
         Ok(model) => model,
@@ -58,7 +59,16 @@ pub(crate) fn read<B: LinearAttentionBackend>(
     let result = ModuleSnapshot::<B>::apply(&mut model, snapshots, None, None, true);
     faults.extend(result.errors.iter().map(ToString::to_string));
     let tokenizer = Some(folder.join(TOKENIZER)).filter(|path| path.exists());
-    Some(Imported { family: format.name(), config, vocab, model, tokenizer, kept, left_out })
+    Some(Imported {
+        family: format.name(),
+        config,
+        vocab,
+        model,
+        tokenizer,
+        end_ids,
+        kept,
+        left_out,
+    })
 }
 
 /// A config that no model has.

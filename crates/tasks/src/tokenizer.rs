@@ -124,6 +124,11 @@ impl Tokenizer {
         self.ids + 1
     }
 
+    /// The id of a token of a file, by its own name.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.file.as_ref()?.token_to_id(token)
+    }
+
     /// The ids of a text. Fails where a file's normalizer or model cannot take the text.
     pub(crate) fn encode(&self, text: &str) -> Result<Encoded, String> {
         let Some(file) = &self.file else {

@@ -77,8 +77,10 @@ impl Manifest {
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const MANIFEST: &str = "state.json";
+/// Weights that a run with adapters leaves as they are, in the run's folder.
+pub(crate) const BASE: &str = "base.safetensors";
 /// File with the other contents of an imported model's own checkpoint, for the way back.
-const KEPT: &str = "kept.safetensors";
+pub(crate) const KEPT: &str = "kept.safetensors";
 /// A checkpoint that is being written.
 const DRAFT: &str = "unfinished";
 /// One that is being deleted.
@@ -93,6 +95,8 @@ pub struct Checkpoint {
     pub position: Position,
     /// CRC-32 of `metrics.jsonl` up to there.
     pub(crate) metrics: Option<u32>,
+    /// CRC-32 of the model's weights.
+    pub(crate) checksum: u32,
 }
 
 impl Checkpoint {
@@ -212,6 +216,23 @@ fn seal(path: &Path) -> Result<u32, FolderError> {
 
 fn checksum(path: &Path) -> Result<u32, FolderError> {
     Ok(crc32fast::hash(&fs::read(path).map_err(io_error("read", path))?))
+}
+
+/// The weights that the adapters of the run in `root` stand beside.
+/// # Errors
+/// [`FolderError::Corrupt`] if they are not those of this checksum, in hexadecimal digits.
+pub(crate) fn base(root: &Path, want: &str) -> Result<PathBuf, FolderError> {
+    let path = root.join(BASE);
+    let remedy = || format!("--overwrite starts {} again", root.display());
+    if !path.exists() {
+        return Err(FolderError::Corrupt { path, why: "it is missing".into(), remedy: remedy() });
+    }
+    let got = format!("{:08x}", checksum(&path)?);
+    if got != want {
+        let why = format!("its checksum is {got}, not {want}");
+        return Err(FolderError::Corrupt { path, why, remedy: remedy() });
+    }
+    Ok(path)
 }
 
 /// Has names on the disk too, where the system can.
@@ -359,5 +380,5 @@ fn open(path: PathBuf) -> Result<Checkpoint, FolderError> {
             return Err(corrupt(&path, path.join(name), why));
         }
     }
-    Ok(Checkpoint { path, position, metrics })
+    Ok(Checkpoint { path, position, metrics, checksum: model })
 }

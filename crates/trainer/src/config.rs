@@ -1,12 +1,11 @@
 //! One run, complete, as one TOML file.
 
 use crate::bounds;
-use crate::config_error::{no_text, parse_error};
-use linattn::nn::{HeadKind, LanguageModelConfig};
+use linattn::nn::{ConfigError as ModelError, HeadKind, LanguageModelConfig, LoraConfig};
 use linattn_tasks::{Goal, Split, Task, TaskConfig};
 use serde::{Deserialize, Serialize};
-use std::path::Path;
-use toml::{Table, Value};
+use std::path::PathBuf;
+use toml::Value;
 
 pub use crate::config_error::ConfigError;
 
@@ -27,6 +26,9 @@ pub struct RunConfig {
     pub task: TaskConfig,
     /// The model.
     pub model: LanguageModelConfig,
+    /// The run whose weights it starts from, where it is not to start from fresh ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<BaseConfig>,
     /// How.
     pub train: TrainConfig,
     /// How gradients become steps.
@@ -41,6 +43,20 @@ pub struct RunConfig {
     /// When the run is saved.
     #[serde(default)]
     pub checkpoint: CheckpointConfig,
+}
+
+/// The run whose weights training starts from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BaseConfig {
+    /// Its folder, which is read once, when training starts.
+    pub run: PathBuf,
+    /// The steps of its checkpoint.
+    pub step: u64,
+    /// Ids that its model knows.
+    pub vocab: usize,
+    /// CRC-32 of the checkpoint's weights, eight hexadecimal digits.
+    pub checksum: String,
 }
 
 /// How training goes.
@@ -68,6 +84,12 @@ pub struct TrainConfig {
     /// Type of matrix products and recurrences.
     #[serde(default, skip_serializing_if = "Precision::is_f32")]
     pub precision: Precision,
+    /// Whether layers are computed once more on the way back, which saves their intermediate results.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub checkpoint_activations: bool,
+    /// Low-rank adapters, which then learn alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lora: Option<LoraConfig>,
     /// Steps between two lines of metrics.
     #[serde(default = "ten")]
     pub log_every: u64,
@@ -258,71 +280,12 @@ impl Default for CheckpointConfig {
 }
 
 impl RunConfig {
-    /// Reads a file, puts `overrides` (`key.of.table=value`) in place, and checks the whole.
-    /// # Errors
-    /// [`ConfigError`] names the file, the key, or the override, and what would do.
-    pub fn read(path: &Path, overrides: &[String]) -> Result<Self, ConfigError> {
-        let bytes = std::fs::read(path)
-            .map_err(|source| ConfigError::Read { path: path.into(), source })?;
-        let wrong = |why: String| ConfigError::Parse { path: path.into(), why };
-        let text = String::from_utf8(bytes).map_err(|e| wrong(no_text(&e)))?;
-        let parse = |e: toml::de::Error| wrong(parse_error(&e));
-        let table = toml::from_str::<Table>(&text).map_err(parse)?;
-        match overrides {
-            // From the text, of which the error shows the line.
-            [] => toml::from_str::<Self>(&text).map_err(parse)?.shaped(path, &table)?.checked(),
-            _ => Self::from_table(path, table, overrides),
-        }
-    }
-
-    /// As [`read`](Self::read), from the text of the file `path`, already parsed.
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub fn from_table(
-        path: &Path,
-        table: Table,
-        overrides: &[String],
-    ) -> Result<Self, ConfigError> {
-        Self::parsed(path, table, overrides)?.checked()
-    }
-
-    /// As [`from_table`](Self::from_table), before the task is made of the files that it names.
-    pub(crate) fn parsed(
-        path: &Path,
-        mut table: Table,
-        overrides: &[String],
-    ) -> Result<Self, ConfigError> {
-        for given in overrides {
-            set(&mut table, given)?;
-        }
-        let wrong = |e: toml::de::Error| ConfigError::ParseOverrides {
-            path: path.into(),
-            overrides: overrides
-                .iter()
-                .map(|given| format!("`--set {given}`"))
-                .collect::<Vec<_>>()
-                .join(" "),
-            why: parse_error(&e),
-        };
-        table.clone().try_into::<Self>().map_err(wrong)?.shaped(path, &table)
-    }
-
-    /// With a name, and nothing in the wrong place of `given`, which it was made of.
-    fn shaped(mut self, path: &Path, given: &Table) -> Result<Self, ConfigError> {
-        if self.name.is_empty() {
-            self.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        }
-        bounds::check_task(&self.task)?;
-        let made = Value::try_from(&self).expect("a run config is a table");
-        check_shape("", &Value::Table(given.clone()), &made)?;
-        Ok(self)
-    }
-
     /// Checks every value, and makes the task once.
     pub(crate) fn checked(self) -> Result<Self, ConfigError> {
         self.check_alone()?;
         let task = self.task.build(self.seed)?;
         self.check_model(task.as_ref())?;
+        self.check_base(task.as_ref())?;
         self.check_head(task.as_ref())?;
         bounds::check_batches(&self, task.as_ref())?;
         self.evaluate.check(task.as_ref())?;
@@ -348,6 +311,8 @@ impl RunConfig {
             return Err(ConfigError::value("name", format!("{name:?}"), "one folder's name"));
         }
         self.train.check()?;
+        self.check_lora()?;
+        self.check_recomputation()?;
         self.optimizer.check()?;
         if !(0.0..=1.0).contains(&self.schedule.floor) {
             return Err(ConfigError::value("schedule.floor", self.schedule.floor, "0 to 1"));
@@ -371,6 +336,51 @@ impl RunConfig {
         Ok(())
     }
 
+    /// Layers that are computed twice compute the same twice.
+    fn check_recomputation(&self) -> Result<(), ConfigError> {
+        if !self.train.checkpoint_activations {
+            return Ok(());
+        }
+        self.model.can_recompute().map_err(|e| {
+            let want = format!("{}, which `train.checkpoint_activations` does", e.want);
+            ConfigError::from(ModelError { want, ..e })
+        })
+    }
+
+    /// Adapters want a model that is there already.
+    fn check_lora(&self) -> Result<(), ConfigError> {
+        let Some(lora) = &self.train.lora else { return Ok(()) };
+        lora.check().map_err(of_lora)?;
+        match &self.base {
+            Some(_) => Ok(()),
+            None => {
+                let want = "left out, unless `model.from` names the run whose weights it adapts";
+                Err(ConfigError::value("train.lora", "given", want))
+            }
+        }
+    }
+
+    /// Ids of the model, for a task of `task` ids: one that is there already may know more.
+    pub fn vocab(&self, task: usize) -> usize {
+        self.base.as_ref().map_or(task, |base| base.vocab)
+    }
+
+    /// The model that it starts from knows the task's ids.
+    pub(crate) fn check_base(&self, task: &dyn Task) -> Result<(), ConfigError> {
+        let Some(BaseConfig { run, vocab, checksum, .. }) = &self.base else { return Ok(()) };
+        if checksum.len() != 8 || u32::from_str_radix(checksum, 16).is_err() {
+            return Err(ConfigError::value("base.checksum", checksum, "eight hexadecimal digits"));
+        }
+        match task.vocab() {
+            ids if ids > *vocab => {
+                let want =
+                    format!("of at most {vocab}, which the model of {} knows", run.display());
+                Err(ConfigError::value("task", format!("one of {ids} token ids"), want))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// An auto-encoder sees its whole input before it answers: right where that is asked for, and
     /// nowhere else.
     fn check_head(&self, task: &dyn Task) -> Result<(), ConfigError> {
@@ -381,6 +391,11 @@ impl RunConfig {
         };
         Err(ConfigError::value("model.head", got, want))
     }
+}
+
+/// What is wrong with the table of adapters.
+pub(crate) fn of_lora(e: ModelError) -> ConfigError {
+    ConfigError::Value { key: format!("train.lora.{}", e.key), got: e.got, want: e.want }
 }
 
 impl TrainConfig {
@@ -483,78 +498,12 @@ impl EvaluateConfig {
     }
 }
 
-/// Puts one `key=value` in place. The value is TOML; what is no TOML is taken as a string.
-fn set(table: &mut Table, given: &str) -> Result<(), ConfigError> {
-    let wrong = |want: String| ConfigError::Override { given: given.to_string(), want };
-    let (key, value) = given.split_once('=').ok_or_else(|| {
-        wrong("it has to be key=value, for instance optimizer.learning_rate=1e-3".into())
-    })?;
-    let value = parse_value(value.trim()).map_err(&wrong)?;
-    let keys: Vec<&str> = key.trim().split('.').collect();
-    let Some((last, parents)) = keys.split_last() else { unreachable!("split gives one at least") };
-    let mut root = Value::Table(std::mem::take(table));
-    let mut at = &mut root;
-    for key in parents {
-        at = match at {
-            Value::Table(table) => table.entry(*key).or_insert_with(|| Value::Table(Table::new())),
-            Value::Array(list) => element(list, key).map_err(&wrong)?,
-            _ => return Err(wrong(format!("`{key}` stands below a plain value"))),
-        };
-    }
-    match at {
-        Value::Table(table) => {
-            table.insert((*last).to_string(), value);
-        }
-        Value::Array(list) => *element(list, last).map_err(&wrong)? = value,
-        _ => return Err(wrong(format!("`{last}` stands below a plain value"))),
-    }
-    if let Value::Table(changed) = root {
-        *table = changed;
-    }
-    Ok(())
-}
-
-fn element<'a>(list: &'a mut [Value], index: &str) -> Result<&'a mut Value, String> {
-    let length = list.len();
-    index
-        .parse::<usize>()
-        .ok()
-        .and_then(|i| list.get_mut(i))
-        .ok_or_else(|| format!("`{index}` has to be a place in a list of {length}, from 0"))
-}
-
-fn parse_value(text: &str) -> Result<Value, String> {
-    match toml::from_str::<Table>(&format!("value = {text}")) {
-        Ok(table) if table.len() > 1 => {
-            Err("it has to be one value; --set once more is for another key".into())
-        }
-        Ok(mut table) => Ok(table.remove("value").unwrap_or_else(|| text.into())),
-        Err(_) => Ok(text.into()),
-    }
-}
-
-/// Refuses lists of values in place of tables, which name their values.
-fn check_shape(key: &str, given: &Value, made: &Value) -> Result<(), ConfigError> {
-    let below = |name: &str| match key {
-        "" => name.to_string(),
-        key => format!("{key}.{name}"),
-    };
-    match (given, made) {
-        (Value::Array(_), Value::Table(_)) => {
-            Err(ConfigError::value(key, given, "a table: { key = value }"))
-        }
-        (Value::Table(given), Value::Table(made)) => given
-            .iter()
-            .filter_map(|(name, given)| Some((name, given, made.get(name)?)))
-            .try_for_each(|(name, given, made)| check_shape(&below(name), given, made)),
-        (Value::Array(given), Value::Array(made)) => (0..)
-            .zip(given.iter().zip(made))
-            .try_for_each(|(i, (given, made))| check_shape(&format!("{key}[{i}]"), given, made)),
-        _ => Ok(()),
-    }
-}
-
-fn first_difference(key: &str, a: &Value, b: &Value) -> Option<(String, String, String)> {
+/// The first key below `key` with two values, and both.
+pub(crate) fn first_difference(
+    key: &str,
+    a: &Value,
+    b: &Value,
+) -> Option<(String, String, String)> {
     if a == b {
         return None;
     }
@@ -576,54 +525,5 @@ fn first_difference(key: &str, a: &Value, b: &Value) -> Option<(String, String, 
             .enumerate()
             .find_map(|(i, (a, b))| first_difference(&below(&i.to_string()), a, b)),
         _ => Some((key.to_string(), a.to_string(), b.to_string())),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const TEXT: &str = "[task.mqar]\nvocab = 64\n\
-                        train = [{ length = 16, pairs = 2, examples = 8 }]\n\
-                        test = [{ length = 16, pairs = 2, examples = 8 }]\n\
-                        [model]\nd_model = 8\n[[model.layers]]\nmixer.deltanet = {}\n\
-                        [train]\nbatch_size = 4\nsteps = 3\n";
-
-    fn refusal(change: &str) -> String {
-        let table = toml::from_str(TEXT).unwrap();
-        let run = RunConfig::from_table(Path::new("x.toml"), table, &[change.to_string()]);
-        run.map(|run| run.to_toml()).unwrap_err().to_string()
-    }
-
-    #[test]
-    fn a_config_that_is_no_text_is_refused_by_line() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("x.toml");
-        std::fs::write(&path, b"seed = 3\n\n[task\xff.mqar]\n").unwrap();
-        let why = RunConfig::read(&path, &[]).unwrap_err().to_string();
-        assert!(why.contains("at line 3: it is no text"), "{why}");
-    }
-
-    #[test]
-    fn nothing_is_taken_in_silence() {
-        for (change, want) in [
-            ("seed=1\nmodel.d_model=3", "it has to be one value"),
-            ("name=a\nb", "`name`"),
-            ("optimizer=[5.0]", "`optimizer` is [5.0]; it has to be a table"),
-            ("train=[4]", "train"),
-            ("task.mqar.test=[[16, 2, 8]]", "`task.mqar.test[0]` is [16, 2, 8]"),
-            ("model.layers.0.mixer={ deltanet = [2] }", "`model.layers[0].mixer.deltanet` is [2]"),
-        ] {
-            let why = refusal(change);
-            assert!(why.contains(want), "{change:?}: {why}");
-        }
-    }
-
-    #[test]
-    fn a_name_where_a_table_belongs_is_answered_with_the_table() {
-        let why = refusal("model.layers.0.mixer=deltanet");
-        assert!(why.contains("mixer.deltanet = {}") && !why.contains("variant"), "{why}");
-        let why = refusal("model.layers.0.mixer={}");
-        assert!(why.contains("one name has to stand here") && !why.contains("element,"), "{why}");
     }
 }

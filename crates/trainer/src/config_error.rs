@@ -45,6 +45,16 @@ pub enum ConfigError {
     /// A file or folder that the config names cannot be used.
     #[error(transparent)]
     File(TaskError),
+    /// A run that the config starts from cannot be used.
+    #[error("`{key}` names {path}: {why}")]
+    Source {
+        /// The key.
+        key: &'static str,
+        /// The run's folder.
+        path: PathBuf,
+        /// The fault, and the remedy.
+        why: String,
+    },
     /// A value is out of range.
     #[error("`{key}` is {got}; it has to be {want}")]
     Value {

@@ -1,18 +1,23 @@
 //! Cost of a run, counted before it starts.
 
-use crate::config::{ConfigError, RunConfig};
+use crate::config::{ConfigError, Precision, RunConfig};
 use crate::learner::TensorBatch;
 use crate::schedule::Plan;
-use crate::train::build;
+use crate::stored::StoredError;
+use crate::train::{build, build_from};
+use crate::weights::{self, Part};
 use burn::module::Module;
+use linattn::nn::ConfigError as ModelError;
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::Split;
 
 /// Cost of a run, without training.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct DryRun {
-    /// Weights that are learnt.
+    /// Weights of the model.
     pub parameters: usize,
+    /// Those of them that are learnt.
+    pub learnt: usize,
     /// Bytes of state a sequence, at the longest test length.
     pub state_bytes: u64,
     /// Floating-point operations of a forward pass over one token, logits at scored positions only.
@@ -23,7 +28,13 @@ pub struct DryRun {
     pub batch_scored: usize,
     /// Optimizer steps of the run.
     pub steps: u64,
-    /// Bytes of weights, gradients and optimizer state.
+    /// Bytes of weights.
+    pub weight_memory: u64,
+    /// Bytes of gradients.
+    pub gradient_memory: u64,
+    /// Bytes of optimizer state.
+    pub optimizer_memory: u64,
+    /// Bytes of all three.
     pub parameter_memory: u64,
     /// Bytes that one step's intermediate results take, roughly.
     pub activation_memory: u64,
@@ -31,38 +42,81 @@ pub struct DryRun {
 
 /// Builds model and first batch, and counts.
 /// # Errors
-/// [`ConfigError`] names the first key that does not fit.
+/// [`StoredError`] names the first key that does not fit, or what is wrong with the run to start from.
 pub fn dry_run<B: LinearAttentionBackend>(
     run: &RunConfig,
     device: &B::Device,
-) -> Result<DryRun, ConfigError> {
-    let task = run.task.build(run.seed)?;
-    let learner = build::<B>(run, task.vocab(), device)?;
+) -> Result<DryRun, StoredError> {
+    let task = run.task.build(run.seed).map_err(ConfigError::from)?;
+    let learner = match &run.base {
+        None => build::<B>(run, task.vocab(), device)?,
+        Some(base) => build_from(run, &base.open()?, device)?,
+    };
     let mut plan = Plan::new(run, task.as_ref());
     let pick = plan.pick(0);
     let batch = task.batch(Split::Train, pick.set, &pick.indices);
     let _on_device = TensorBatch::<B>::new(&batch, 1.0, device);
     let longest = task.sets(Split::Test).iter().map(|set| set.length).max().unwrap_or(1);
-    let (cost, at_length) = (run.model.cost(longest)?, run.model.cost(batch.length)?);
-    let parameters = learner.num_params();
+    let cost = run.model.cost(longest).map_err(ConfigError::from)?;
+    let at_length = run.model.cost(batch.length).map_err(ConfigError::from)?;
     let (tokens, scored) = (batch.input.len(), batch.scored.len());
-    let width = run.model.d_model as u128;
-    let head = (2 * width * task.vocab() as u128 * scored as u128 / tokens.max(1) as u128) as u64;
-    let part = (tokens / run.train.accumulate) as u64;
-    // Each result of a projection is kept for the backward pass, and about as much again for norms,
-    // gates and convolutions; logits exist three times: as such, normalised, and as a gradient.
-    let per_token = 4 * 4 * at_length.flops_per_token / (2 * run.model.d_model as u64);
-    let logits = (12 * (scored / run.train.accumulate) as u64).saturating_mul(task.vocab() as u64);
+    let (width, vocab) = (run.model.d_model as u128, run.vocab(task.vocab()) as u128);
+    let head = (2 * width * vocab * scored as u128 / tokens.max(1) as u128) as u64;
+    let (parameters, learnt) =
+        (learner.num_params(), weights::count(&learner.model, Part::of(run)));
+    let sizes = [4 * parameters, 4 * learnt, 8 * learnt].map(|bytes| bytes as u64);
+    let part = BatchPart {
+        tokens: (tokens / run.train.accumulate) as u64,
+        scored: (scored / run.train.accumulate) as u64,
+        length: batch.length,
+    };
     Ok(DryRun {
         parameters,
+        learnt,
         state_bytes: cost.state_bytes,
         flops_per_token: at_length.flops_per_token + head,
         batch_tokens: tokens,
         batch_scored: scored,
         steps: plan.total_steps,
-        parameter_memory: 4 * 4 * parameters as u64,
-        activation_memory: part.saturating_mul(per_token).saturating_add(logits),
+        weight_memory: sizes[0],
+        gradient_memory: sizes[1],
+        optimizer_memory: sizes[2],
+        parameter_memory: sizes.iter().sum(),
+        activation_memory: activations(run, vocab as u64, &part).map_err(ConfigError::from)?,
     })
+}
+
+/// A part of a step's batch.
+struct BatchPart {
+    tokens: u64,
+    scored: u64,
+    /// Of a sequence.
+    length: usize,
+}
+
+/// Bytes of the intermediate results of a part of a step, roughly. Each result of a projection is kept for the
+/// backward pass, and about as much again for norms, gates and convolutions, and so are the projections'
+/// weights, packed side by side; logits exist three times: as such, normalised, and as a gradient.
+fn activations(run: &RunConfig, vocab: u64, part: &BatchPart) -> Result<u64, ModelError> {
+    let (width, narrow) = (run.model.d_model as u64, run.train.precision == Precision::Bf16);
+    let mut layers = vec![];
+    for (key, layer) in run.model.each_layer() {
+        let flops = layer.cost(run.model.d_model, part.length).map_err(|e| e.within(key))?;
+        let results = 4 * 4 * (flops.flops_per_token / (2 * width));
+        // A weight is a multiplication and an addition.
+        let packed = flops.flops_per_token / 2 * if narrow { 2 } else { 4 };
+        layers.push(part.tokens.saturating_mul(results).saturating_add(packed));
+    }
+    let layers = match run.train.checkpoint_activations {
+        true => {
+            // Both parts of the stream before every layer, and all of one layer.
+            let kept = part.tokens.saturating_mul(8 * width * layers.len() as u64);
+            layers.into_iter().max().unwrap_or(0).saturating_add(kept)
+        }
+        false => layers.into_iter().fold(0, u64::saturating_add),
+    };
+    let table = if narrow { 2 * vocab * width } else { 0 };
+    Ok(layers.saturating_add(12 * part.scored.saturating_mul(vocab)).saturating_add(table))
 }
 
 /// Memory in bytes that a run needs at the very least: weights, gradients and optimizer state, and for
@@ -71,16 +125,18 @@ pub fn dry_run<B: LinearAttentionBackend>(
 /// [`ConfigError`] names the first key that does not fit.
 pub fn least_memory(run: &RunConfig) -> Result<f64, ConfigError> {
     let task = run.task.build(run.seed)?;
-    let width = run.model.d_model as f64;
+    let (width, vocab) = (run.model.d_model as f64, run.vocab(task.vocab()) as f64);
     let tables = if run.model.tie_embeddings { 1.0 } else { 2.0 };
     // A weight is a multiplication and an addition; up to half of the rest is the recurrence.
     let layers = run.model.cost(1)?.flops_per_token as f64 / 4.0;
-    let weights = tables * width * task.vocab() as f64 + layers;
+    let weights = tables * width * vocab + layers;
     let rows = (run.train.batch_size / run.train.accumulate) as f64;
     let depth = run.model.depth();
     let largest = task.sets(Split::Train).iter().map(|set| {
         let stream = set.length as f64 * width * depth as f64;
-        rows * (stream + 3.0 * set.scored as f64 * task.vocab() as f64)
+        rows * (stream + 3.0 * set.scored as f64 * vocab)
     });
-    Ok(4.0 * (4.0 * weights + largest.fold(0.0, f64::max)))
+    // Weights that stay as they are have neither gradients nor optimizer state.
+    let each = if run.train.lora.is_some() { 1.0 } else { 4.0 };
+    Ok(4.0 * (each * weights + largest.fold(0.0, f64::max)))
 }

@@ -4,7 +4,7 @@
 //! checkpoint remembers how long they were and their checksum, so that resuming cuts off what came
 //! after it and nothing else.
 
-use crate::checkpoint::{self, Checkpoint, Contents, Position};
+use crate::checkpoint::{self, BASE, Checkpoint, Contents, KEPT, Position};
 use crate::config::RunConfig;
 use crate::lock::FolderLock;
 use linattn_tasks::TokenizerConfig;
@@ -124,6 +124,24 @@ pub enum FolderError {
         /// Its value now.
         here: String,
     },
+    /// The run to start from is not the one that was meant.
+    #[error(
+        "{path} is another run than the one to start from: {why}; name it by `model.from` again"
+    )]
+    OtherBase {
+        /// The run's folder.
+        path: PathBuf,
+        /// The difference.
+        why: String,
+    },
+    /// A run cannot start from the folder that it writes to.
+    #[error(
+        "`model.from` names {path}, which the run itself writes to; it has to be another: --set name=NAME"
+    )]
+    OwnBase {
+        /// The folder.
+        path: PathBuf,
+    },
     /// The run was trained with another tokenizer so far.
     #[error(
         "{path} is not what it was when the run began; {kept} is, and has to be in its place to resume"
@@ -172,6 +190,13 @@ const METRICS: &str = "metrics.jsonl";
 pub(crate) const CONFIG: &str = "config.toml";
 /// The tokenizer of a model that came from elsewhere, or a copy of the one that a run is trained with.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
+/// Files of a model that came from elsewhere which say how it is talked to; they are kept as they came.
+pub const COMPANIONS: [&str; 4] = [
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+];
 const SUMMARY: &str = "summary.json";
 /// TensorBoard's file, which the command writes where the config asks for it.
 const EVENTS: &str = "events.out.tfevents.0000000000.linattn";
@@ -193,6 +218,8 @@ pub(crate) struct Arrival<'a> {
     pub(crate) config: String,
     /// A file to be copied.
     pub(crate) tokenizer: Option<&'a Path>,
+    /// Files of the names of [`COMPANIONS`], to be copied.
+    pub(crate) companions: &'a [PathBuf],
     /// Bytes to be kept beside the weights.
     pub(crate) kept: Option<&'a [u8]>,
 }
@@ -223,9 +250,13 @@ pub(crate) fn write_arrival(
         kept: arrival.kept,
     };
     checkpoint::write(root, Position::default(), contents)?;
-    if let Some(tokenizer) = arrival.tokenizer {
-        let bytes = fs::read(tokenizer).map_err(io_error("read", tokenizer))?;
-        replace(root, TOKENIZER, &bytes)?;
+    let named = |name: &'static str| {
+        Some((name, arrival.companions.iter().find(|path| path.ends_with(name))?.as_path()))
+    };
+    let companions = COMPANIONS.into_iter().filter_map(named);
+    for (name, from) in companions.chain(arrival.tokenizer.map(|path| (TOKENIZER, path))) {
+        let bytes = fs::read(from).map_err(io_error("read", from))?;
+        replace(root, name, &bytes)?;
     }
     replace(root, CONFIG, arrival.config.as_bytes())
 }
@@ -243,14 +274,28 @@ pub(crate) fn replace(root: &Path, name: &str, bytes: &[u8]) -> Result<(), Folde
     written
 }
 
+/// Copies a file under another name and renames it.
+fn copy(from: &Path, root: &Path, name: &str) -> Result<(), FolderError> {
+    let (path, draft) = (root.join(name), root.join(format!("{name}.unfinished")));
+    let synced = || File::open(&draft)?.sync_all();
+    let copied =
+        fs::copy(from, &draft).and_then(|_| synced()).and_then(|()| fs::rename(&draft, &path));
+    copied.map_err(|e| {
+        let _on_a_full_disk_it_is_in_the_way = fs::remove_file(&draft);
+        io_error("write", &path)(e)
+    })
+}
+
 impl RunFolder {
-    /// Opens the folder `root` for `run`. Gives the newest checkpoint when resuming.
+    /// Opens the folder `root` for `run`. Gives the newest checkpoint when resuming; else `keep` are the
+    /// files of the model to start from that the folder gets copies of, under their names there.
     /// # Errors
     /// [`FolderError`] says what stands in the way; then nothing was changed.
     pub fn open(
         root: &Path,
         run: &RunConfig,
         start: Start,
+        keep: &[(&'static str, PathBuf)],
     ) -> Result<(Self, Option<Checkpoint>), FolderError> {
         if start == Start::Resume && !root.exists() {
             return Err(FolderError::Nothing { path: root.into() });
@@ -294,6 +339,7 @@ impl RunFolder {
                 let bytes = fs::read(tokenizer).map_err(io_error("read", tokenizer))?;
                 replace(root, TOKENIZER, &bytes)?;
             }
+            keep.iter().try_for_each(|(name, from)| copy(from, root, name))?;
             replace(root, CONFIG, run.to_toml().as_bytes())?;
         }
         Ok((folder, checkpoint))
@@ -418,7 +464,8 @@ fn status(root: &Path) -> String {
 fn remove_run(root: &Path) -> Result<(), FolderError> {
     tidy(root)?;
     checkpoint::prune(root, 0, u64::MAX)?;
-    for name in [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, TOKENIZER, CONFIG] {
+    let own = [SUMMARY, METRICS, "curve.svg", "curve.png", EVENTS, TOKENIZER, KEPT, BASE, CONFIG];
+    for name in own.into_iter().chain(COMPANIONS) {
         let path = root.join(name);
         if path.exists() {
             fs::remove_file(&path).map_err(io_error("remove", &path))?;
@@ -464,7 +511,8 @@ fn open_metrics(
 
 /// Deletes what a cut left of files that were being written.
 fn tidy(root: &Path) -> Result<(), FolderError> {
-    let files = [SUMMARY, CONFIG, TOKENIZER].map(|name| format!("{name}.unfinished"));
+    let names = [SUMMARY, CONFIG, TOKENIZER, KEPT, BASE].into_iter().chain(COMPANIONS);
+    let files: Vec<String> = names.map(|name| format!("{name}.unfinished")).collect();
     let pictures = ["curve.svg", "curve.png"].map(|name| format!(".unfinished-{name}"));
     for name in files.iter().chain(&pictures).chain([&format!(".{EVENTS}.unfinished")]) {
         let _there_is_none = fs::remove_file(root.join(name));
@@ -489,11 +537,23 @@ fn same_run(root: &Path, run: &RunConfig) -> Result<(), FolderError> {
         there,
         here,
     };
-    let stored: RunConfig = toml::from_str(&text)
+    let mut stored: RunConfig = toml::from_str(&text)
         .map_err(|e| other("config.toml".into(), e.message().to_string(), "a run config".into()))?;
+    keep_tokenizer(&mut stored, run, root);
     match stored.difference(run) {
         Some((key, there, here)) => Err(other(key, there, here)),
         None => Ok(()),
+    }
+}
+
+/// A run that started from another's model reads its own copy of that one's tokenizer.
+fn keep_tokenizer(stored: &mut RunConfig, run: &RunConfig, root: &Path) {
+    let own = TokenizerConfig::File(root.join(TOKENIZER));
+    if run.base.is_some()
+        && run.task.tokenizer() == Some(&own)
+        && let Some(TokenizerConfig::File(path)) = stored.task.tokenizer_mut()
+    {
+        *path = root.join(TOKENIZER);
     }
 }
 

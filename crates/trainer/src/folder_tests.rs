@@ -21,13 +21,13 @@ fn save(folder: &RunFolder, step: u64, weights: &str) -> Result<(), FolderError>
 
 /// A run with a line of metrics and a checkpoint, closed.
 fn run_in(root: &Path, run: &RunConfig) {
-    let (mut folder, _) = RunFolder::open(root, run, Start::New).unwrap();
+    let (mut folder, _) = RunFolder::open(root, run, Start::New, &[]).unwrap();
     folder.append(&serde_json::json!({ "step": 1 })).unwrap();
     save(&folder, 1, "weights").unwrap();
 }
 
 fn refusal(root: &Path, run: &RunConfig, start: Start) -> String {
-    RunFolder::open(root, run, start).unwrap_err().to_string()
+    RunFolder::open(root, run, start, &[]).unwrap_err().to_string()
 }
 
 #[test]
@@ -40,7 +40,7 @@ fn checkpoints_without_their_config_are_no_new_run_and_not_resumed() {
         assert!(why.contains("checkpoints of a run whose config.toml is gone"), "{why}");
         assert!(why.contains("--overwrite") && !why.contains("leave out"), "{why}");
     }
-    let (folder, found) = RunFolder::open(desk.path(), &other, Start::Overwrite).unwrap();
+    let (folder, found) = RunFolder::open(desk.path(), &other, Start::Overwrite, &[]).unwrap();
     assert!(found.is_none());
     save(&folder, 1, "others").unwrap();
     let newest = checkpoint::newest(desk.path()).unwrap().unwrap();
@@ -55,7 +55,7 @@ fn metrics_without_their_config_are_not_deleted() {
     assert!(why.contains("metrics of a run whose config.toml is gone"), "{why}");
     assert_eq!(fs::read_to_string(desk.path().join(METRICS)).unwrap(), "{}\n");
     fs::write(desk.path().join(METRICS), "").unwrap();
-    RunFolder::open(desk.path(), &run, Start::New).unwrap();
+    RunFolder::open(desk.path(), &run, Start::New, &[]).unwrap();
 }
 
 #[test]
@@ -63,28 +63,28 @@ fn advice_leads_to_a_start_and_not_in_a_circle() {
     let (desk, run, _) = desk();
     let why = refusal(desk.path(), &run, Start::Resume);
     assert!(why.contains("leave out --resume"), "{why}");
-    drop(RunFolder::open(desk.path(), &run, Start::New).unwrap());
+    drop(RunFolder::open(desk.path(), &run, Start::New, &[]).unwrap());
     for start in [Start::New, Start::Resume] {
         let why = refusal(desk.path(), &run, start);
         assert!(why.contains("without a checkpoint") && why.contains("--overwrite"), "{why}");
     }
-    RunFolder::open(desk.path(), &run, Start::Overwrite).unwrap();
+    RunFolder::open(desk.path(), &run, Start::Overwrite, &[]).unwrap();
 }
 
 #[test]
 fn a_folder_has_one_writer_and_the_others_are_told_who_it_is() {
     let (desk, run, other) = desk();
-    let (folder, _) = RunFolder::open(desk.path(), &run, Start::New).unwrap();
+    let (folder, _) = RunFolder::open(desk.path(), &run, Start::New, &[]).unwrap();
     save(&folder, 1, "weights").unwrap();
     for start in [Start::New, Start::Resume, Start::Overwrite] {
         let why = refusal(desk.path(), &other, start);
         assert!(why.contains(&format!("process {} is writing", std::process::id())), "{why}");
     }
-    let arrival = Arrival { config: String::new(), tokenizer: None, kept: None };
+    let arrival = Arrival { config: String::new(), tokenizer: None, companions: &[], kept: None };
     let why = write_arrival(desk.path(), true, &arrival, |_| Ok(())).unwrap_err().to_string();
     assert!(why.contains("is writing"), "{why}");
     drop(folder);
-    RunFolder::open(desk.path(), &run, Start::Resume).unwrap();
+    RunFolder::open(desk.path(), &run, Start::Resume, &[]).unwrap();
 }
 
 #[cfg(unix)] // elsewhere files that are open stay
@@ -92,10 +92,10 @@ fn a_folder_has_one_writer_and_the_others_are_told_who_it_is() {
 fn a_run_whose_folder_was_deleted_writes_nothing_into_the_next_ones() {
     let (desk, run, other) = desk();
     let root = desk.path().join("run");
-    let (folder, _) = RunFolder::open(&root, &run, Start::New).unwrap();
+    let (folder, _) = RunFolder::open(&root, &run, Start::New, &[]).unwrap();
     fs::remove_dir_all(&root).unwrap();
     assert!(matches!(save(&folder, 1, "weights"), Err(FolderError::Lost { .. })));
-    let (_theirs, _) = RunFolder::open(&root, &other, Start::New).unwrap();
+    let (_theirs, _) = RunFolder::open(&root, &other, Start::New, &[]).unwrap();
     assert!(matches!(save(&folder, 1, "weights"), Err(FolderError::Lost { .. })));
     assert!(folder.write_summary(&serde_json::json!({})).is_err());
     assert!(checkpoint::list(&root).unwrap().is_empty() && read_summary(&root).is_none());
@@ -131,7 +131,7 @@ fn metrics_that_are_not_those_of_the_checkpoint_are_refused_and_left_alone() {
         fs::write(&path, good).unwrap();
     }
     let kept = change(&path, |bytes| bytes.extend(b"{\"step\":2}\n{\"ste"));
-    RunFolder::open(desk.path(), &run, Start::Resume).unwrap();
+    RunFolder::open(desk.path(), &run, Start::Resume, &[]).unwrap();
     assert_eq!(fs::read(&path).unwrap(), kept, "what came after the checkpoint is cut off");
 }
 
@@ -172,7 +172,7 @@ fn another_number_in_a_checkpoints_state_is_refused() {
 fn a_checkpoint_that_lacks_a_file_is_named_with_what_would_do() {
     let (desk, run, _) = desk();
     run_in(desk.path(), &run);
-    let (folder, _) = RunFolder::open(desk.path(), &run, Start::Resume).unwrap();
+    let (folder, _) = RunFolder::open(desk.path(), &run, Start::Resume, &[]).unwrap();
     save(&folder, 2, "weights").unwrap();
     drop(folder);
     let second = desk.path().join("checkpoints/step-0000000002");
@@ -181,7 +181,7 @@ fn a_checkpoint_that_lacks_a_file_is_named_with_what_would_do() {
     assert!(why.contains("optimizer.safetensors is corrupt: it is missing"), "{why}");
     assert!(why.contains("step-0000000002 to resume from the checkpoint before it"), "{why}");
     fs::remove_dir_all(second).unwrap();
-    let (_, found) = RunFolder::open(desk.path(), &run, Start::Resume).unwrap();
+    let (_, found) = RunFolder::open(desk.path(), &run, Start::Resume, &[]).unwrap();
     assert_eq!(found.unwrap().position.step, 1);
 }
 
@@ -207,7 +207,7 @@ fn what_a_cut_left_is_cleared_away_by_the_next_run() {
         for file in files {
             fs::write(desk.path().join(file), "{").unwrap();
         }
-        RunFolder::open(desk.path(), &run, start).unwrap();
+        RunFolder::open(desk.path(), &run, start, &[]).unwrap();
         for left in litter.iter().chain(&files) {
             assert!(!desk.path().join(left).exists(), "{start:?}: {left}");
         }
@@ -217,7 +217,7 @@ fn what_a_cut_left_is_cleared_away_by_the_next_run() {
 #[test]
 fn an_evaluation_that_was_due_is_put_into_its_checkpoint_and_nothing_else_is() {
     let (desk, run, _) = desk();
-    let (mut folder, _) = RunFolder::open(desk.path(), &run, Start::New).unwrap();
+    let (mut folder, _) = RunFolder::open(desk.path(), &run, Start::New, &[]).unwrap();
     let due = Position { step: 4, evaluation_due: true, ..Position::default() };
     let write = |text: &'static str| {
         move |model: &Path, optimizer: &Path| {
@@ -231,7 +231,7 @@ fn an_evaluation_that_was_due_is_put_into_its_checkpoint_and_nothing_else_is() {
     folder.save(&done, write("b")).unwrap();
     folder.save(&Position { best_step: 3, ..done.clone() }, write("c")).unwrap();
     drop(folder);
-    let (_, found) = RunFolder::open(desk.path(), &run, Start::Resume).unwrap();
+    let (_, found) = RunFolder::open(desk.path(), &run, Start::Resume, &[]).unwrap();
     let found = found.unwrap();
     assert_eq!(found.position.best_step, 4);
     assert_eq!(fs::read_to_string(found.model()).unwrap(), "a");

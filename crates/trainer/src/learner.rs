@@ -135,8 +135,32 @@ impl<B: TrainBackend> Learner<B> {
         self.loss(rows, batch.target, batch.weight)
     }
 
-    fn differentiate(&self, loss: Tensor<B, 1>) -> TrainOutput<TrainLoss<B::InnerBackend>> {
+    /// Loss and gradients of a batch; `forward` is dropped between the two.
+    fn differentiate<T>(
+        &self,
+        batch: TensorBatch<B>,
+        forward: T,
+    ) -> TrainOutput<TrainLoss<B::InnerBackend>> {
+        if self.model.recomputes() {
+            return self.differentiate_by_layers(batch);
+        }
+        let loss = self.weighted_loss(batch);
+        drop(forward);
         TrainOutput::new(self, loss.backward(), TrainLoss(loss.inner()))
+    }
+
+    /// As [`differentiate`](Self::differentiate), with intermediate results of one layer at a time.
+    fn differentiate_by_layers(
+        &self,
+        batch: TensorBatch<B>,
+    ) -> TrainOutput<TrainLoss<B::InnerBackend>> {
+        let TensorBatch { ids, scored, target, weight } = batch;
+        let mut sum = GradientsAccumulator::new();
+        let loss = |hidden| self.loss(self.model.rows_at(hidden, scored), target, weight);
+        let loss = self.model.differentiate_by_layers(ids, loss, |gradients| {
+            sum.accumulate(self, GradientsParams::from_grads(gradients, self));
+        });
+        TrainOutput { grads: sum.grads(), item: TrainLoss(loss) }
     }
 }
 
@@ -145,7 +169,7 @@ impl<B: TrainBackend> TrainStep for Learner<B> {
     type Output = TrainLoss<B::InnerBackend>;
 
     fn step(&self, batch: TensorBatch<B>) -> TrainOutput<Self::Output> {
-        self.differentiate(self.weighted_loss(batch))
+        self.differentiate(batch, ())
     }
 }
 
@@ -175,7 +199,8 @@ impl Drop for Meet<'_> {
 
 /// Gradients and loss of one step, whose parts go round the devices. All end on the first device.
 /// Devices work at the same time if they `may_overlap`, which dropout must not: its random numbers
-/// are drawn from one stream in the process, and their order would be left to chance.
+/// are drawn from one stream in the process, and their order would be left to chance. Models that recompute
+/// must not either: a device would end a backward pass while another builds a graph.
 pub fn gradients<B: TrainBackend>(
     learner: &Learner<B>,
     parts: &[Batch],
@@ -189,9 +214,7 @@ pub fn gradients<B: TrainBackend>(
         let batch = TensorBatch::new(part, weight, device);
         let own = (devices.len() > 1).then(|| learner.clone().fork(device));
         let learner = own.as_ref().unwrap_or(learner);
-        let loss = learner.weighted_loss(batch);
-        drop(forward);
-        learner.differentiate(loss)
+        learner.differentiate(batch, forward)
     };
     if let ([part], [device, ..]) = (parts, devices) {
         let output = run(device, part, None);

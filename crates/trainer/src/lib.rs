@@ -8,10 +8,12 @@
 #![deny(missing_docs)]
 #![deny(clippy::print_stdout, clippy::print_stderr)] // they panic where nobody reads
 
+mod base;
 mod bounds;
 mod checkpoint;
 mod config;
 mod config_error;
+mod config_file;
 mod cost;
 mod evaluate;
 mod folder;
@@ -31,8 +33,8 @@ pub use bounds::host_memory;
 pub use burn_train::Interrupter;
 pub use checkpoint::{Checkpoint, Position, Which};
 pub use config::{
-    AdamWConfig, CheckpointConfig, ConfigError, Decay, EvaluateConfig, Order, Per, Precision,
-    RunConfig, ScheduleConfig, Shape, TrainConfig,
+    AdamWConfig, BaseConfig, CheckpointConfig, ConfigError, Decay, EvaluateConfig, Order, Per,
+    Precision, RunConfig, ScheduleConfig, Shape, TrainConfig,
 };
 pub use cost::{DryRun, dry_run, least_memory};
 pub use evaluate::{Evaluation, Testing};
@@ -44,7 +46,7 @@ pub use optimizer::Optimizer;
 pub use progress::{Progress, ProgressStyle};
 pub use schedule::{Pick, Plan, learning_rate};
 pub use step::{Step, StepNumbers};
-pub use stored::{ImportedModel, StoredError, StoredModel, StoredRun, store_model};
+pub use stored::{ImportedModel, StoredError, StoredModel, StoredRun, companions, store_model};
 pub use terminal::{dashboard_is_up, restore_terminal};
 pub use train::{Outcome, Status, TrainError, TrainJob, build, run_folder, train};
 

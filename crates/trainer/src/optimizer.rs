@@ -118,7 +118,7 @@ impl<B: TrainBackend> Optimizer<B> {
             format!("{e}; optimizer states of linattn before 0.2 are no safetensors files")
         })?;
         let mut moments = BTreeMap::new();
-        // Before the first step there is no state; after it every weight has one.
+        // Before the first step there is no state; after it every weight that learns has one.
         let weights = if tensors.is_empty() { vec![] } else { names(learner) };
         for (name, shape) in weights {
             let one = |kind: &str| -> Result<Vec<f32>, String> {
@@ -161,7 +161,7 @@ fn upload<B: Backend>(values: Vec<f32>, shape: &[usize], device: &B::Device) -> 
     B::float_from_data(TensorData::new(values, shape.to_vec()).convert_dtype(DType::F32), device)
 }
 
-/// Calls `each` with every weight, its name, which says nothing of kinds of mixers, and its kind.
+/// Calls `each` with every weight that learns, its name, which says nothing of kinds of mixers, and its kind.
 fn visit<B: TrainBackend>(learner: &Learner<B>, each: &mut dyn Each<B>) {
     struct Walk<'a, B: TrainBackend> {
         path: Vec<String>,
@@ -181,8 +181,11 @@ fn visit<B: TrainBackend>(learner: &Learner<B>, each: &mut dyn Each<B>) {
             }
         }
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            let weight = param.val().inner().into_primitive().tensor();
-            self.each.weight(&self.path, param.id, self.kind, weight);
+            let value = param.val();
+            if value.is_require_grad() {
+                let weight = value.inner().into_primitive().tensor();
+                self.each.weight(&self.path, param.id, self.kind, weight);
+            }
         }
     }
     // The model alone: a file says nothing of what trains it.
@@ -200,7 +203,7 @@ impl<B: TrainBackend, F: FnMut(&[String], ParamId, ParamKind, InnerTensor<B>)> E
     }
 }
 
-/// Names and shapes of all weights.
+/// Names and shapes of all weights that learn.
 fn names<B: TrainBackend>(learner: &Learner<B>) -> Vec<(String, Vec<usize>)> {
     let mut found = vec![];
     let mut each = |path: &[String], _id: ParamId, _kind: ParamKind, weight: InnerTensor<B>| {

@@ -3,22 +3,23 @@
 //! # The config of a model from elsewhere: no task, no training.
 //! name = "gla"
 //! tokenizer = "tokenizer.json"    # beside this file; left out where there is none
+//! end_ids = [2]                   # tokens that end a text; left out where there are none
 //! [model]
 //! d_model = 1024
 //! ```
 
-use crate::checkpoint::{Checkpoint, Which, find_checkpoint};
+use crate::checkpoint::{BASE, Checkpoint, KEPT, Which, base, find_checkpoint};
 use crate::config::{
     AdamWConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, Precision, RunConfig,
-    ScheduleConfig, TrainConfig,
+    ScheduleConfig, TrainConfig, of_lora,
 };
 use crate::config_error::parse_error;
 use crate::evaluate::{Evaluation, Testing};
-use crate::folder::{Arrival, CONFIG, FolderError, TOKENIZER, write_arrival};
+use crate::folder::{Arrival, COMPANIONS, CONFIG, FolderError, TOKENIZER, io_error, write_arrival};
 use crate::learner::Learner;
-use crate::weights::{self, Sizes};
+use crate::weights::{self, Part, Sizes};
 use burn::tensor::backend::Backend;
-use linattn::nn::{LanguageModel, LanguageModelConfig};
+use linattn::nn::{LanguageModel, LanguageModelConfig, LoraConfig};
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::{Task, TaskConfig, TokenizerConfig};
 use serde::{Deserialize, Serialize};
@@ -74,6 +75,8 @@ struct ImportedConfig {
     /// A file in the same folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     tokenizer: Option<PathBuf>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    end_ids: Vec<u32>,
     model: LanguageModelConfig,
 }
 
@@ -96,6 +99,7 @@ impl ImportedConfig {
             tensorboard: false,
             task,
             model: self.model.clone(),
+            base: None,
             train: untrained(),
             optimizer: AdamWConfig::default(),
             schedule: ScheduleConfig::default(),
@@ -114,6 +118,8 @@ fn untrained() -> TrainConfig {
         order: Order::default(),
         clip_norm: None,
         precision: Precision::default(),
+        checkpoint_activations: false,
+        lora: None,
         log_every: 10,
     }
 }
@@ -142,6 +148,20 @@ impl Origin {
     }
 }
 
+impl RunConfig {
+    /// The file with the weights of a checkpoint of the run in `root`, adapters aside.
+    pub(crate) fn weights(
+        &self,
+        root: &Path,
+        checkpoint: &Checkpoint,
+    ) -> Result<PathBuf, FolderError> {
+        match (&self.train.lora, &self.base) {
+            (Some(_), Some(run)) => base(root, &run.checksum),
+            _ => Ok(checkpoint.model()),
+        }
+    }
+}
+
 /// A model of a run's folder, opened to be looked at. Nothing in the folder changes.
 #[derive(Debug)]
 pub struct StoredModel {
@@ -151,8 +171,16 @@ pub struct StoredModel {
     pub vocab: usize,
     /// The `tokenizer.json` that made its ids from text; none where they are bytes, or no text at all.
     pub tokenizer: Option<PathBuf>,
+    /// Ids that end a text, as the checkpoint that it came from says.
+    pub end_ids: Vec<u32>,
+    /// Those of [`COMPANIONS`] that are in its folder.
+    pub companions: Vec<PathBuf>,
     /// Where its weights come from.
     pub checkpoint: Checkpoint,
+    /// Its weights, or those that its adapters stand beside.
+    pub(crate) weights: PathBuf,
+    /// Contents of the checkpoint that it was imported from besides its weights, if there were any.
+    pub kept: Option<PathBuf>,
     origin: Origin,
 }
 
@@ -163,21 +191,66 @@ impl StoredModel {
     pub fn open(root: &Path, which: Which) -> Result<Self, StoredError> {
         let checkpoint = find_checkpoint(root, which)?;
         let origin = Origin::read(&root.join(CONFIG))?;
-        let (config, tokenizer) = match &origin {
+        let (config, tokenizer, end_ids) = match &origin {
             Origin::Trained(run) => {
                 let theirs = file_of(run.task.tokenizer());
-                (run.model.clone(), theirs.map(|path| kept_tokenizer(root).unwrap_or(path)))
+                let kept = theirs.map(|path| kept_tokenizer(root).unwrap_or(path));
+                (run.model.clone(), kept, vec![])
             }
             Origin::Imported(imported) => {
                 let beside = imported.tokenizer.as_ref().map(|name| root.join(name));
-                (imported.model.clone(), beside)
+                (imported.model.clone(), beside, imported.end_ids.clone())
             }
         };
-        let path = checkpoint.model();
+        let path = match &origin {
+            Origin::Trained(run) => run.weights(root, &checkpoint)?,
+            Origin::Imported(_) => checkpoint.model(),
+        };
         let sizes = weights::sizes(&path).map_err(|why| checkpoint.corrupt(path.clone(), why))?;
         check_sizes(&config, &sizes, &path)?;
         let vocab = sizes.vocab;
-        Ok(Self { config, vocab, tokenizer, checkpoint, origin })
+        let beside = Some(root.join(KEPT)).filter(|path| path.exists());
+        let kept = checkpoint.kept().or(beside);
+        let companions = companions(root);
+        Ok(Self {
+            config,
+            vocab,
+            tokenizer,
+            end_ids,
+            companions,
+            checkpoint,
+            weights: path,
+            kept,
+            origin,
+        })
+    }
+
+    /// Contents of the file [`kept`](Self::kept), where there is one.
+    /// # Errors
+    /// [`StoredError`] names the file.
+    pub fn kept_bytes(&self) -> Result<Option<Vec<u8>>, StoredError> {
+        let read = |path: &PathBuf| std::fs::read(path).map_err(io_error("read", path));
+        Ok(self.kept.as_ref().map(read).transpose()?)
+    }
+
+    /// Files that a run which starts from it keeps copies of, under their names there.
+    pub(crate) fn keepsakes(&self, run: &RunConfig) -> Vec<(&'static str, PathBuf)> {
+        let weights = run.train.lora.as_ref().map(|_| (BASE, self.weights.clone()));
+        let companions = COMPANIONS.iter().filter_map(|name| {
+            let path = self.companions.iter().find(|path| path.ends_with(name))?;
+            Some((*name, path.clone()))
+        });
+        let kept = self.kept.iter().map(|path| (KEPT, path.clone()));
+        kept.chain(companions).chain(weights).collect()
+    }
+
+    /// How text becomes its ids; none where nothing is known of that.
+    pub(crate) fn text(&self) -> Option<TokenizerConfig> {
+        match (&self.tokenizer, &self.origin) {
+            (Some(path), _) => Some(TokenizerConfig::File(path.clone())),
+            (None, Origin::Trained(run)) => run.task.tokenizer().cloned(),
+            (None, Origin::Imported(_)) => None,
+        }
     }
 
     /// The model, on a device.
@@ -187,10 +260,65 @@ impl StoredModel {
         &self,
         device: &B::Device,
     ) -> Result<LanguageModel<B>, StoredError> {
-        let fresh = self.config.init::<B>(self.vocab, device).map_err(ConfigError::from)?;
+        self.load_as(&self.config, device)
+    }
+
+    /// As [`load`](Self::load), of a config that differs in nothing that weights know of.
+    pub(crate) fn load_as<B: LinearAttentionBackend>(
+        &self,
+        config: &LanguageModelConfig,
+        device: &B::Device,
+    ) -> Result<LanguageModel<B>, StoredError> {
+        match self.adapters() {
+            None => self.load_from(&self.checkpoint.model(), config, device),
+            Some(lora) => Ok(self.load_adapted(config, device)?.merged(lora)),
+        }
+    }
+
+    /// The low-rank adapters that were trained, where the rest of the model was not.
+    pub fn adapters(&self) -> Option<&LoraConfig> {
+        match &self.origin {
+            Origin::Trained(run) => run.train.lora.as_ref(),
+            Origin::Imported(_) => None,
+        }
+    }
+
+    /// The model with its adapters beside the weights that they were trained with; as
+    /// [`load`](Self::load) where it has none.
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_with_adapters<B: LinearAttentionBackend>(
+        &self,
+        device: &B::Device,
+    ) -> Result<LanguageModel<B>, StoredError> {
+        match self.adapters() {
+            None => self.load(device),
+            Some(_) => self.load_adapted(&self.config, device),
+        }
+    }
+
+    fn load_adapted<B: LinearAttentionBackend>(
+        &self,
+        config: &LanguageModelConfig,
+        device: &B::Device,
+    ) -> Result<LanguageModel<B>, StoredError> {
+        let lora = self.adapters().expect("of a model that has some");
+        let model = self.load_from(&self.weights, config, device)?;
+        let model = model.with_lora(lora).map_err(of_lora)?;
         let path = self.checkpoint.model();
-        let loaded = weights::load(fresh, &path);
+        let loaded = weights::load(model, Part::Adapters, &path);
         loaded.map_err(|why| self.checkpoint.corrupt(path, why).into())
+    }
+
+    fn load_from<B: LinearAttentionBackend>(
+        &self,
+        path: &Path,
+        config: &LanguageModelConfig,
+        device: &B::Device,
+    ) -> Result<LanguageModel<B>, StoredError> {
+        let fresh = config.init::<B>(self.vocab, device).map_err(ConfigError::from)?;
+        let loaded = weights::load(fresh, Part::Whole, path);
+        loaded.map_err(|why| self.checkpoint.corrupt(path.into(), why).into())
     }
 }
 
@@ -221,6 +349,11 @@ fn check_sizes(
     }
 }
 
+/// Those of [`COMPANIONS`] that a folder has.
+pub fn companions(folder: &Path) -> Vec<PathBuf> {
+    COMPANIONS.iter().map(|name| folder.join(name)).filter(|path| path.exists()).collect()
+}
+
 /// The tokenizer that a run keeps beside its config.
 fn kept_tokenizer(root: &Path) -> Option<PathBuf> {
     Some(root.join(TOKENIZER)).filter(|path| path.exists())
@@ -240,6 +373,10 @@ pub struct ImportedModel<'a> {
     pub config: &'a LanguageModelConfig,
     /// Its `tokenizer.json`, to be copied.
     pub tokenizer: Option<&'a Path>,
+    /// Ids that end a text.
+    pub end_ids: &'a [u32],
+    /// Files of the names of [`COMPANIONS`], to be copied.
+    pub companions: &'a [PathBuf],
     /// Bytes of a safetensors file with what the checkpoint it came from held besides; see
     /// [`Checkpoint::kept`].
     pub kept: Option<&'a [u8]>,
@@ -258,14 +395,16 @@ pub fn store_model<B: Backend>(
     let config = ImportedConfig {
         name,
         tokenizer: imported.tokenizer.map(|_| TOKENIZER.into()),
+        end_ids: imported.end_ids.to_vec(),
         model: imported.config.clone(),
     };
     let arrival = Arrival {
         config: toml::to_string(&config).expect("a config is made of tables, numbers and strings"),
         tokenizer: imported.tokenizer,
+        companions: imported.companions,
         kept: imported.kept,
     };
-    write_arrival(root, overwrite, &arrival, |path| weights::save(model, path))
+    write_arrival(root, overwrite, &arrival, |path| weights::save(model, Part::Whole, path))
 }
 
 /// A run, opened to be tested. Nothing in its folder changes.
@@ -307,13 +446,11 @@ impl StoredRun {
         }
         let (ids, known) = (task.vocab(), model.vocab);
         match &model.origin {
-            Origin::Trained(_) if ids != known => {
+            Origin::Trained(run) if run.base.is_none() && ids != known => {
                 Err(StoredError::Vocabulary { task: ids, model: known })
             }
             // Released vocabularies are padded, and of any size.
-            Origin::Imported(_) if ids > known => {
-                Err(StoredError::UnknownIds { task: ids, model: known })
-            }
+            _ if ids > known => Err(StoredError::UnknownIds { task: ids, model: known }),
             _ => Ok(Self { run, task, model }),
         }
     }

@@ -1,7 +1,7 @@
 //! The loop: batches, steps, evaluations, checkpoints, and what is left when it ends.
 
 use crate::checkpoint::{Checkpoint, Position};
-use crate::config::{ConfigError, Precision, RunConfig};
+use crate::config::{ConfigError, Precision, RunConfig, of_lora};
 use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{FolderError, RunFolder, Start};
 use crate::health::Panics;
@@ -10,12 +10,13 @@ use crate::optimizer::Optimizer;
 use crate::progress::{Progress, ProgressStyle};
 use crate::schedule::{Plan, learning_rate};
 use crate::step::{Step, StepNumbers};
-use crate::weights;
+use crate::stored::{StoredError, StoredModel};
+use crate::weights::{self, Part};
 use burn::module::{AutodiffModule, Module};
 use burn::tensor::{DType, ElementConversion};
 use burn_train::Interrupter;
 use linattn::backend::TrainBackend;
-use linattn::nn::force;
+use linattn::nn::{LanguageModel, force};
 use linattn::ops::LinearAttentionBackend;
 use linattn_plot::{Curve, PictureError};
 use linattn_tasks::{Batch, Goal, Split, Task};
@@ -85,6 +86,9 @@ pub enum TrainError {
     /// The run's folder cannot be used.
     #[error(transparent)]
     Folder(#[from] FolderError),
+    /// The run that it starts from cannot be used.
+    #[error(transparent)]
+    Base(#[from] StoredError),
     /// The picture cannot be drawn.
     #[error(transparent)]
     Curve(#[from] PictureError),
@@ -116,7 +120,7 @@ pub enum TrainError {
 impl TrainError {
     /// Whether nothing was begun: it is for a person to put right what was asked for.
     pub fn is_input(&self) -> bool {
-        matches!(self, Self::Config(_) | Self::Folder(_))
+        matches!(self, Self::Config(_) | Self::Folder(_) | Self::Base(_))
     }
 }
 
@@ -131,14 +135,45 @@ pub fn train<B: TrainBackend>(
     let root = run_folder(&job.output, &job.run);
     let task = job.run.task.build(job.run.seed).map_err(ConfigError::from)?;
     job.run.check_model(task.as_ref())?;
-    let (folder, checkpoint) = RunFolder::open(&root, &job.run, job.start)?;
-    let mut training = Training::<B>::new(job, devices, task.as_ref(), folder, checkpoint)?;
+    let source = source(job, &root)?;
+    // Before anything is written: only the model knows whether its adapters have their projections.
+    let begun =
+        source.as_ref().map(|source| build_from(&job.run, source, &devices[0])).transpose()?;
+    let keep = source.map(|source| source.keepsakes(&job.run)).unwrap_or_default();
+    let (folder, checkpoint) = RunFolder::open(&root, &job.run, job.start, &keep)?;
+    let start = match (checkpoint, begun) {
+        (Some(checkpoint), _) => Beginning::Checkpoint(checkpoint),
+        (None, Some(learner)) => Beginning::Model(learner),
+        (None, None) => Beginning::Fresh,
+    };
+    let mut training = Training::<B>::new(job, devices, task.as_ref(), folder, start)?;
     let status = training.run_on();
     let kept = training.kept();
     status.and_then(|status| training.conclude(status)).map_err(|e| match e {
         TrainError::Folder(source) => TrainError::Cut { source, kept },
         e => e,
     })
+}
+
+/// The model that a new run starts from, where it does not start from fresh weights.
+fn source(job: &TrainJob, root: &Path) -> Result<Option<StoredModel>, TrainError> {
+    match &job.run.base {
+        Some(base) if job.start != Start::Resume => {
+            if same_file::is_same_file(&base.run, root).unwrap_or(false) {
+                return Err(FolderError::OwnBase { path: base.run.clone() }.into());
+            }
+            Ok(Some(base.open()?))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Source of the weights before the first step.
+#[allow(clippy::large_enum_variant)] // a run has one
+enum Beginning<B: TrainBackend> {
+    Fresh,
+    Model(Learner<B>),
+    Checkpoint(Checkpoint),
 }
 
 /// Held from a seed to the last number that is drawn from it: Burn has one generator a process, and runs
@@ -158,12 +193,58 @@ pub fn build<B: LinearAttentionBackend>(
     let model = run.model.init(vocab, device)?;
     force(&model);
     drop(drawing);
+    Ok(learner(run, model))
+}
+
+/// The model of a run as training has it.
+fn learner<B: LinearAttentionBackend>(run: &RunConfig, model: LanguageModel<B>) -> Learner<B> {
     let model = match run.train.precision {
         Precision::F32 => model,
         Precision::Bf16 => model.with_precision(DType::BF16),
     };
-    let learner = Learner { model };
-    Ok(weights::with_stable_ids(learner))
+    let model = model.with_recomputation(run.train.checkpoint_activations);
+    weights::with_stable_ids(Learner { model })
+}
+
+/// `learner` with fresh adapters, where its run trains some.
+fn adapted<B: LinearAttentionBackend>(
+    run: &RunConfig,
+    learner: Learner<B>,
+    device: &B::Device,
+) -> Result<Learner<B>, ConfigError> {
+    let Some(lora) = &run.train.lora else { return Ok(learner) };
+    let drawing = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
+    B::seed(device, run.seed);
+    let model = learner.model.with_lora(lora).map_err(of_lora)?;
+    force(&model);
+    drop(drawing);
+    Ok(weights::with_stable_ids(Learner { model }))
+}
+
+/// The learner of a run that goes on: adapters stand beside the weights that its folder keeps.
+fn based<B: TrainBackend>(
+    run: &RunConfig,
+    root: &Path,
+    checkpoint: &Checkpoint,
+    fresh: Learner<B>,
+    device: &B::Device,
+) -> Result<Learner<B>, TrainError> {
+    if run.train.lora.is_none() {
+        return Ok(fresh);
+    }
+    let path = run.weights(root, checkpoint)?;
+    let model = weights::load(fresh.model, Part::Whole, &path)
+        .map_err(|why| checkpoint.corrupt(path, why))?;
+    Ok(adapted(run, Learner { model }, device)?)
+}
+
+/// As [`build`], with the weights of a model that is there already.
+pub(crate) fn build_from<B: LinearAttentionBackend>(
+    run: &RunConfig,
+    source: &StoredModel,
+    device: &B::Device,
+) -> Result<Learner<B>, StoredError> {
+    Ok(adapted(run, learner(run, source.load_as(&run.model, device)?), device)?)
 }
 
 /// A run under way.
@@ -191,16 +272,23 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         devices: &'a [B::Device],
         task: &'a dyn Task,
         folder: RunFolder,
-        checkpoint: Option<Checkpoint>,
+        start: Beginning<B>,
     ) -> Result<Self, TrainError> {
         let panics = Panics::from_now();
-        let mut learner = build::<B>(&job.run, task.vocab(), &devices[0])?;
-        let mut optimizer = Optimizer::new(&job.run.optimizer);
+        let run = &job.run;
+        let fresh = || build::<B>(run, run.vocab(task.vocab()), &devices[0]);
+        let mut optimizer = Optimizer::new(&run.optimizer);
         let mut position = Position::default();
-        if let Some(checkpoint) = checkpoint {
-            (learner, optimizer) = load(&checkpoint, learner, &job.run, &devices[0])?;
-            position = checkpoint.position;
-        }
+        let learner = match start {
+            Beginning::Fresh => fresh()?,
+            Beginning::Model(learner) => learner,
+            Beginning::Checkpoint(checkpoint) => {
+                let learner = based(run, folder.root(), &checkpoint, fresh()?, &devices[0])?;
+                let (learner, state) = load(&checkpoint, learner, run, &devices[0])?;
+                (optimizer, position) = (state, checkpoint.position);
+                learner
+            }
+        };
         let plan = Plan::new(&job.run, task);
         let progress =
             Progress::new(plan.total_steps, position.step, job.progress, job.stop.clone());
@@ -325,7 +413,8 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         let step = Step {
             parts,
             devices: self.devices,
-            may_overlap: !drops,
+            // While one device goes back through a graph none may build one.
+            may_overlap: !drops && !run.train.checkpoint_activations,
             learning_rate: self.learning_rate(self.position.step),
             clip: run.train.clip_norm,
         };
@@ -441,7 +530,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         self.panics.settle::<B>(self.devices);
         self.position.wall_seconds = self.wall_seconds();
         self.folder.save(&self.position, |model, optimizer| {
-            weights::save(&self.learner.model, model)?;
+            weights::save(&self.learner.model, Part::of(&self.job.run), model)?;
             self.optimizer.save(optimizer)
         })?;
         self.folder.prune(self.job.run.checkpoint.keep, self.position.best_step)?;
@@ -514,7 +603,8 @@ fn load<B: TrainBackend>(
     device: &B::Device,
 ) -> Result<(Learner<B>, Optimizer<B>), FolderError> {
     let (model, path) = (checkpoint.model(), checkpoint.optimizer());
-    let model = weights::load(learner.model, &model).map_err(|e| checkpoint.corrupt(model, e))?;
+    let model = weights::load(learner.model, Part::of(run), &model)
+        .map_err(|e| checkpoint.corrupt(model, e))?;
     let learner = Learner { model };
     let optimizer = Optimizer::load(&run.optimizer, &learner, &path, device)
         .map_err(|e| checkpoint.corrupt(path, e))?;

@@ -4,18 +4,57 @@
 //! are, so that files outlive new mixers. An optimizer knows weights by their ids, which follow from
 //! the names.
 
+use crate::config::RunConfig;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Element, Tensor, backend::Backend};
-use burn_store::{ApplyResult, ModuleSnapshot, ModuleStore, SafetensorsStore, TensorSnapshot};
+use burn_store::{
+    ApplyResult, ModuleSnapshot, ModuleStore, PathFilter, SafetensorsStore, TensorSnapshot,
+};
 use linattn::nn::LanguageModel;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::rc::Rc;
 
-/// Writes the weights of `model` to a safetensors file.
-pub(crate) fn save<B: Backend>(model: &LanguageModel<B>, path: &Path) -> Result<(), String> {
+/// Parts of a model's weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// All of them.
+    Whole,
+    /// Those of low-rank adapters.
+    Adapters,
+}
+
+impl Part {
+    /// Of the model that a run trains.
+    pub(crate) fn of(run: &RunConfig) -> Self {
+        if run.train.lora.is_some() { Self::Adapters } else { Self::Whole }
+    }
+
+    fn filter(self) -> PathFilter {
+        match self {
+            Self::Whole => PathFilter::new().match_all(),
+            Self::Adapters => PathFilter::new().with_predicate(|path, _| is_adapters(path)),
+        }
+    }
+
+    fn holds(self, name: &str) -> bool {
+        self == Self::Whole || is_adapters(name)
+    }
+}
+
+fn is_adapters(name: &str) -> bool {
+    name.ends_with(".lora_a") || name.ends_with(".lora_b")
+}
+
+/// Writes a part of the weights of `model` to a safetensors file.
+pub(crate) fn save<B: Backend>(
+    model: &LanguageModel<B>,
+    part: Part,
+    path: &Path,
+) -> Result<(), String> {
     // One entry alone: of several, the order in the file would be drawn anew every time.
     let mut store = SafetensorsStore::from_file(path)
+        .filter(part.filter())
         .skip_enum_variants(true)
         .overwrite(true)
         .clear_metadata()
@@ -26,16 +65,24 @@ pub(crate) fn save<B: Backend>(model: &LanguageModel<B>, path: &Path) -> Result<
 /// `model` with the weights of a file that [`save`] wrote, to the last bit.
 pub(crate) fn load<B: Backend>(
     mut model: LanguageModel<B>,
+    part: Part,
     path: &Path,
 ) -> Result<LanguageModel<B>, String> {
     let mut store = SafetensorsStore::from_file(path);
     let stored = store.get_all_snapshots().map_err(|e| e.to_string())?;
     let snapshots = stored.values().map(for_backend::<B>).collect();
-    let result = ModuleSnapshot::<B>::apply(&mut model, snapshots, None, None, true);
-    match complaints(&result) {
+    let filter = Some(part.filter());
+    let result = ModuleSnapshot::<B>::apply(&mut model, snapshots, filter, None, true);
+    match complaints(&result, part) {
         None => Ok(model),
         Some(text) => Err(text),
     }
+}
+
+/// Numbers of a part of the weights of `model`.
+pub(crate) fn count<B: Backend>(model: &LanguageModel<B>, part: Part) -> usize {
+    let all = ModuleSnapshot::<B>::collect(model, Some(part.filter()), None, true);
+    all.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum()
 }
 
 /// Sizes of the model in a file.
@@ -81,9 +128,10 @@ fn for_backend<B: Backend>(stored: &TensorSnapshot) -> TensorSnapshot {
     )
 }
 
-/// Differences between a file's weights and a model's.
-fn complaints(result: &ApplyResult) -> Option<String> {
-    let missing = result.missing.iter().map(|(name, _)| format!("{name} is missing"));
+/// Differences between a file's weights and that part of a model's.
+fn complaints(result: &ApplyResult, part: Part) -> Option<String> {
+    let missing = result.missing.iter().filter(|(name, _)| part.holds(name));
+    let missing = missing.map(|(name, _)| format!("{name} is missing"));
     let unknown = result.unused.iter().map(|name| format!("{name} is none of the model's"));
     let wrong = result.errors.iter().map(ToString::to_string);
     let all: Vec<String> = missing.chain(unknown).chain(wrong).collect();
@@ -156,8 +204,8 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("model.safetensors");
         let first = model();
-        save(&first, &path).expect("writable");
-        let second = load(model(), &path).expect("the same model");
+        save(&first, Part::Whole, &path).expect("writable");
+        let second = load(model(), Part::Whole, &path).expect("the same model");
         assert_eq!(weights(&first), weights(&second));
         let names: Vec<String> = weights(&first).into_keys().collect();
         for name in ["layers.0.attn.q_proj.weight", "layers.0.mlp.0.gamma", "norm.gamma"] {
@@ -167,7 +215,7 @@ mod tests {
         let numbers = weights(&first).values().map(|bytes| bytes.len() / 4).sum();
         assert_eq!(sizes, Sizes { vocab: 11, width: 8, layers: 2, numbers });
         let bytes = std::fs::read(&path).expect("a file");
-        save(&second, &path).expect("writable");
+        save(&second, Part::Whole, &path).expect("writable");
         assert_eq!(std::fs::read(&path).expect("a file"), bytes);
     }
 
@@ -175,11 +223,12 @@ mod tests {
     fn another_models_weights_are_refused_by_name() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("model.safetensors");
-        save(&model(), &path).expect("writable");
+        save(&model(), Part::Whole, &path).expect("writable");
         let other: LanguageModelConfig =
             toml::from_str("d_model = 8\nlayers = [{ mixer.retnet = { heads = 2 } }]")
                 .expect("a config");
-        let refused = load(other.init::<Flex>(11, &Default::default()).expect("a model"), &path);
+        let other = other.init::<Flex>(11, &Default::default()).expect("a model");
+        let refused = load(other, Part::Whole, &path);
         let text = refused.expect_err("other weights");
         assert!(text.contains("layers.0.attn.g_norm.norm.gamma is missing"), "{text}");
         assert!(text.contains("lm_head.weight is none of the model's"), "{text}");

@@ -2,9 +2,8 @@
 //! every stage fits into shared memory, then segments, as many as run at once. Nothing is timed.
 
 use crate::SOURCE;
-use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::plan::{GradientPlan, Plan, Schedule, StatePlan};
-use crate::chunkwise::task::Task;
+use crate::chunkwise::task::{Span, Task};
 use crate::refusal::{F32, Refusal, check_heads, check_type};
 use crate::tile::Engine;
 use crate::variant::{Dims, Variant};
@@ -366,9 +365,9 @@ fn fits<R: Runtime>(client: &ComputeClient<R>, plans: &Plans) -> bool {
     let most = hardware.max_shared_memory_size;
     let units = hardware.max_units_per_cube as usize;
     [
-        (plans.intra_chunk.units, intra_chunk_memory(&plans.intra_chunk)),
-        (plans.state_pass.units, state_pass_memory(&plans.state_pass, false)),
-        (plans.input_gradients.units, plans.input_gradients.gradients_memory()),
+        (plans.intra_chunk.units, plans.intra_chunk.intra_chunk_memory() + SLACK),
+        (plans.state_pass.units, state_pass_memory(&plans.state_pass)),
+        (plans.input_gradients.units, plans.input_gradients.gradients_memory() + SLACK),
     ]
     .into_iter()
     .all(|(of_cube, bytes)| bytes <= most && of_cube <= units)
@@ -387,86 +386,49 @@ const SHORTEST: usize = 4;
 fn segments<R: Runtime>(client: &ComputeClient<R>, plans: &Plans, dims: Dims) -> usize {
     let hardware = &client.properties().hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(0) as usize;
-    let held = |plan: &StatePlan, local: bool| {
+    let held = |plan: &StatePlan, bytes: usize| {
         let memory = hardware.max_shared_memory_size + OVERHEAD;
-        let most = memory / (state_pass_memory(plan, local) + OVERHEAD);
+        let most = memory / (bytes + OVERHEAD);
         multiprocessors * most.min(HELD / plan.units).max(1)
     };
     let (state_pass, local_pass) = (&plans.state_pass, &plans.local_pass);
+    let local = Task { span: Span::Local, ..local_pass.task };
+    let held_locally = held(local_pass, pass_memory(&StatePlan { task: local, ..*local_pass }));
+    let held = held(state_pass, state_pass_memory(state_pass));
     let solves = state_pass.variant.solves();
     let memories = dims.batch * dims.heads;
     let at_once = |n: &usize| {
         let states = local_pass.value_slices() * (n - 1);
         let transitions = if solves { local_pass.key_tiles() * (n - 2) } else { 0 };
-        memories * state_pass.value_slices() * n <= held(state_pass, false)
-            && memories * (states + transitions) <= held(local_pass, true)
+        memories * state_pass.value_slices() * n <= held
+            && memories * (states + transitions) <= held_locally
     };
-    let most = (dims.tokens.div_ceil(state_pass.chunk) / SHORTEST).min(held(state_pass, false));
+    let most = (dims.tokens.div_ceil(state_pass.chunk) / SHORTEST).min(held);
     let fewest = if solves { 3 } else { 2 };
     (fewest..=most).rev().find(at_once).unwrap_or(1)
 }
 
-/// Bytes of a tile.
-fn tile_bytes(plan: &Plan, rows: usize, columns: usize) -> usize {
-    rows * plan.stride(columns) * plan.engine.bytes()
+/// Bytes that a cube takes for barriers and alignment.
+const SLACK: usize = 256;
+
+/// Of a state pass in either direction.
+fn state_pass_memory(plan: &StatePlan) -> usize {
+    let task = |backward| Task { backward, ..plan.task };
+    let of = |task| pass_memory(&StatePlan { task, ..*plan });
+    of(task(false)).max(of(task(true)))
 }
 
-fn intra_chunk_memory(plan: &Plan) -> usize {
-    let variant = plan.variant;
-    let tiles = 2 + usize::from(variant.own_a()) + usize::from(variant.low_rank());
-    let rows = tiles * tile_bytes(plan, plan.chunk, plan.key_slice);
-    let inverse = if variant.solves() { 8 * plan.chunk * (plan.chunk + 1) } else { 0 };
-    let local = match variant.low_rank() {
-        true => {
-            tile_bytes(plan, plan.chunk, plan.chunk)
-                + tile_bytes(plan, plan.chunk, plan.value_slice)
-        }
-        false => 0,
-    };
-    let sums = plan.sums_memory(plan.has_near_scores());
-    rows + inverse + local + sums + plan.near_memory() + 256
-}
-
-/// Of a state pass, or (`local`) of a local pass forward: without queries and without outputs' matrices.
-fn state_pass_memory(plan: &StatePlan, local: bool) -> usize {
-    let variant = plan.variant;
-    let rows = tile_bytes(plan, plan.chunk, plan.key_slice);
-    let values = tile_bytes(plan, plan.chunk, plan.value_slice);
-    let square = tile_bytes(plan, plan.chunk, plan.chunk);
-    let scales = 4 * decay_factors::ROWS * plan.chunk;
-    match plan.engine {
-        Engine::Plain | Engine::Tf32 => {
-            let state = tile_bytes(plan, plan.keys(), plan.value_slice);
-            state + rows + 2 * values + square + scales
-        }
-        Engine::Mma => {
-            let own_erase = variant.own_a() || (variant.vector() && variant.solves());
-            let low_rank = usize::from(variant.low_rank());
-            let outputs = usize::from(!local);
-            let all =
-                rows * (1 + outputs + usize::from(own_erase) + low_rank) + values * (1 + low_rank);
-            let square_tiles =
-                square * (usize::from(variant.solves()) + outputs * (1 + 2 * low_rank));
-            // Gates, and their sums for each producer.
-            let producers = match plan.producers() {
-                0 => 0,
-                producers => 4 * plan.chunk * (plan.stages() + 2 * producers),
-            };
-            let scratch = 8 * plan.split_k_scratch();
-            plan.stages() * all
-                + plan.score_stages() * (square_tiles + scales)
-                + producers
-                + scratch
-                + 256
-        }
-    }
+/// Of one launch of the state pass.
+fn pass_memory(plan: &StatePlan) -> usize {
+    let slack = if plan.schedule == Schedule::Direct { 0 } else { SLACK };
+    plan.tile_memory() + plan.produced_memory() + plan.state_memory() + slack
 }
 
 /// Input gradients on tensor cores: all tiles of a chunk in shared memory at once where there is room; where
 /// there is room for two chunks, two smaller cubes share a multiprocessor and cover each other's loads.
 fn roomy(most: usize, sliced: Plan) -> GradientPlan {
     let whole = GradientPlan { common: sliced, whole: true };
-    let bytes = whole.gradients_memory();
+    let bytes = whole.gradients_memory() + SLACK;
     let one_slice = whole.key_slices() == 1 && whole.value_slices() == 1;
     match one_slice && bytes <= most {
         true if 2 * bytes + 1024 <= most => {

@@ -15,8 +15,8 @@ use crate::chunkwise::chunk::Place;
 use crate::chunkwise::plan::GradientPlan;
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Grid, Pair, Rows, Window, column, inside, load, load_async, load_matrix, row, set, tile,
-    zeros,
+    Acc, Grid, Pair, Rows, Window, column, inside, load, load_async, load_matrix, own_or, row, set,
+    tile, zeros,
 };
 use cubecl::prelude::*;
 
@@ -91,53 +91,46 @@ impl GradientPlan {
         self.value_slice * self.stride(self.key_slice)
     }
 
-    /// Numbers of dG in shared memory, and of its terms that reach the chunk's end.
-    fn gate_numbers(&self) -> [usize; 2] {
-        let by_key = self.key_numbers();
-        if self.variant.vector() {
-            [by_key, self.end_rows() * self.stride(self.key_slice)]
-        } else {
-            [self.chunk, 1]
-        }
-    }
-
     /// Rows of terms that reach the end of the chunk: a plane sums up those of its 16 tokens.
     pub fn end_rows(&self) -> usize {
         if self.has_planes() { self.chunk / 16 } else { self.chunk }
     }
 
-    /// Numbers of all tiles of rows and states.
-    fn tile_numbers(&self) -> usize {
+    /// Tiles of a chunk, in numbers.
+    fn gradient_tile_numbers(&self) -> Tiles {
         let variant = self.variant;
-        if self.whole {
-            let keys = 2 + usize::from(variant.own_a()) + usize::from(variant.low_rank());
-            let values = 2 + 2 * usize::from(variant.solves());
-            keys * self.key_numbers() + values * self.value_numbers() + 2 * self.states_numbers()
-        } else {
-            self.value_numbers() + self.right_numbers()
+        let by_key = self.key_numbers();
+        let states = self.states_numbers();
+        // [C, value_slice], [value_slice, key_slice] or [C, key_slice].
+        let any = self.value_numbers().max(by_key).max(states);
+        let own = |there: bool, numbers: usize| (self.whole && there).then_some(numbers);
+        Tiles {
+            left: self.value_numbers(),
+            right: if self.whole { states } else { any },
+            end: own(true, states),
+            v: own(true, self.value_numbers()),
+            u_and_r: own(variant.solves(), self.value_numbers()),
+            q_and_k: own(true, by_key),
+            a: own(variant.own_a(), by_key),
+            b: own(variant.low_rank(), by_key),
+            scales: self.chunk,
+            partial: self.chunk * NEXT,
+            gates: if variant.vector() { by_key } else { self.chunk },
+            ends: match variant.vector() {
+                true => self.end_rows() * self.stride(self.key_slice),
+                false => 1,
+            },
         }
     }
 
-    /// Sliced: [C, value_slice], [value_slice, key_slice] or [C, key_slice].
-    fn right_numbers(&self) -> usize {
-        self.value_numbers().max(self.key_numbers()).max(self.states_numbers())
-    }
-
-    /// Bytes of shared memory of the input gradients.
-    pub fn gradients_memory(&self) -> usize {
-        let variant = self.variant;
-        let number = self.engine.bytes();
-        let square_tiles = 1
-            + usize::from(variant.solves())
-            + usize::from(variant.delta())
-            + 2 * usize::from(variant.low_rank());
-        let [gates, ends] = self.gate_numbers();
-        // Scratch: partial sums, scales and four rows of zero-exponent terms.
-        let scratch = self.chunk * (NEXT + 5);
-        number * (self.tile_numbers() + square_tiles * self.chunk * self.stride(self.chunk))
-            + 4 * (gates + ends + scratch)
-            + self.sums_memory(self.adjoint_takes_decays())
-            + 256
+    /// Bytes of [`gradient_tiles`].
+    pub fn gradient_tile_memory(&self) -> usize {
+        let tiles = self.gradient_tile_numbers();
+        let pairs = [tiles.u_and_r, tiles.q_and_k].into_iter().flatten().sum::<usize>();
+        let single = [tiles.end, tiles.v, tiles.a, tiles.b].into_iter().flatten().sum::<usize>();
+        let rows = tiles.left + tiles.right + 2 * pairs + single;
+        let scratch = tiles.scales + tiles.partial + tiles.gates + tiles.ends;
+        rows * self.engine.bytes() + 4 * scratch
     }
 
     fn states_window(&self) -> Window {
@@ -145,45 +138,48 @@ impl GradientPlan {
     }
 }
 
+/// Numbers of the tiles. A role without one of its own shares `left`, where it is value-wide, or `right`.
+struct Tiles {
+    left: usize,
+    right: usize,
+    end: Option<usize>,
+    v: Option<usize>,
+    /// U and R, each.
+    u_and_r: Option<usize>,
+    /// q and k, each.
+    q_and_k: Option<usize>,
+    a: Option<usize>,
+    b: Option<usize>,
+    scales: usize,
+    partial: usize,
+    gates: usize,
+    ends: usize,
+}
+
 /// The tiles of a plan: roles that it has not share a tile with others and are never filled.
 #[cube]
 pub(crate) fn gradient_tiles<X: Float, N: Size>(
     #[comptime] plan: GradientPlan,
 ) -> GradientTiles<X, N> {
-    let variant = comptime!(plan.variant);
-    let whole = comptime!(plan.whole);
-    let solves = comptime!(whole && variant.solves());
-    let low_rank = comptime!(whole && variant.low_rank());
-    let own_a = comptime!(whole && variant.own_a());
-    let [gates, ends] = comptime!(plan.gate_numbers());
-    let left = tile::<X, N>(comptime!(plan.value_numbers()));
-    let right =
-        tile::<X, N>(comptime!(if whole { plan.states_numbers() } else { plan.right_numbers() }));
-    let end = if whole { tile::<X, N>(comptime!(plan.states_numbers())) } else { right };
-    let v = if whole { tile::<X, N>(comptime!(plan.value_numbers())) } else { left };
-    let u = if solves { tile::<X, N>(comptime!(plan.value_numbers())) } else { left };
-    let r = if solves { tile::<X, N>(comptime!(plan.value_numbers())) } else { left };
-    let q = if whole { tile::<X, N>(comptime!(plan.key_numbers())) } else { right };
-    let k = if whole { tile::<X, N>(comptime!(plan.key_numbers())) } else { right };
-    let a = if own_a { tile::<X, N>(comptime!(plan.key_numbers())) } else { right };
-    let b = if low_rank { tile::<X, N>(comptime!(plan.key_numbers())) } else { right };
+    let left = tile::<X, N>(comptime!(plan.gradient_tile_numbers().left));
+    let right = tile::<X, N>(comptime!(plan.gradient_tile_numbers().right));
     GradientTiles::<X, N> {
         left,
         right,
-        q,
-        k,
-        a,
-        b,
-        v,
-        u,
-        r,
+        end: own_or::<X, N>(right, comptime!(plan.gradient_tile_numbers().end)),
+        v: own_or::<X, N>(left, comptime!(plan.gradient_tile_numbers().v)),
+        u: own_or::<X, N>(left, comptime!(plan.gradient_tile_numbers().u_and_r)),
+        r: own_or::<X, N>(left, comptime!(plan.gradient_tile_numbers().u_and_r)),
+        q: own_or::<X, N>(right, comptime!(plan.gradient_tile_numbers().q_and_k)),
+        k: own_or::<X, N>(right, comptime!(plan.gradient_tile_numbers().q_and_k)),
+        a: own_or::<X, N>(right, comptime!(plan.gradient_tile_numbers().a)),
+        b: own_or::<X, N>(right, comptime!(plan.gradient_tile_numbers().b)),
         d_o: left,
         start: right,
-        end,
-        scales: SharedMemory::<f32>::new(comptime!(plan.chunk)),
-        partial: SharedMemory::<f32>::new(comptime!(plan.chunk * NEXT)),
-        gates: SharedMemory::<f32>::new(gates),
-        ends: SharedMemory::<f32>::new(ends),
+        scales: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().scales)),
+        partial: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().partial)),
+        gates: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().gates)),
+        ends: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().ends)),
     }
 }
 

@@ -21,7 +21,7 @@ use crate::chunkwise::decay::{
     Mask, apply_decay_mask, decay_factors, decay_mask, erase_scale, intersects_lower_triangle,
     left, reach, vector_reach,
 };
-use crate::chunkwise::plan::{Plan, row_major, transposed};
+use crate::chunkwise::plan::{Plan, UNUSED, row_major, transposed};
 use crate::chunkwise::vector_decay::{ScoreRows, add_near, near_scores, scores as decayed_scores};
 use crate::tile::{
     Acc, Pair, column, fetch, inside, invert, keep, lay, load, mul, put_out, row, set, store, tile,
@@ -69,15 +69,52 @@ struct Slices<X: Float, N: Size> {
     sums: Sums,
 }
 
+/// Tiles of the intra-chunk stage, in numbers.
+struct Tiles {
+    /// q and k, each.
+    rows: usize,
+    a: usize,
+    b: usize,
+    /// Low rank: A_ak and a slice of v.
+    square: usize,
+    values: usize,
+    /// M and T of the inverse, each.
+    inverse: usize,
+    /// Near scores of a vector decay.
+    exchange: usize,
+}
+
+impl Plan {
+    fn intra_chunk_tiles(&self) -> Tiles {
+        let own = |there: bool, numbers: usize| if there { numbers } else { UNUSED };
+        let low_rank = self.variant.low_rank();
+        Tiles {
+            rows: self.key_numbers(),
+            a: own(self.variant.own_a(), self.key_numbers()),
+            b: own(low_rank, self.key_numbers()),
+            square: own(low_rank, self.square_numbers()),
+            values: own(low_rank, self.value_numbers()),
+            inverse: own(self.variant.solves(), self.chunk * self.inverse().stride()),
+            exchange: own(self.has_near_scores(), self.near_numbers()),
+        }
+    }
+
+    /// Bytes of shared memory of the intra-chunk stage.
+    pub fn intra_chunk_memory(&self) -> usize {
+        let Tiles { rows, a, b, square, values, inverse, exchange } = self.intra_chunk_tiles();
+        let tiles = 2 * rows + a + b + square + values;
+        let sums = self.sums_memory(self.has_near_scores());
+        tiles * self.engine.bytes() + 4 * (2 * inverse + exchange) + sums
+    }
+}
+
 #[cube]
 fn slices<X: Float, N: Size>(#[comptime] plan: Plan) -> Slices<X, N> {
-    let variant = comptime!(plan.variant);
-    let numbers = comptime!(plan.key_numbers());
     Slices::<X, N> {
-        q: tile::<X, N>(numbers),
-        k: tile::<X, N>(numbers),
-        a: tile::<X, N>(comptime!(if variant.own_a() { numbers } else { 16 })),
-        b: tile::<X, N>(comptime!(if variant.low_rank() { numbers } else { 16 })),
+        q: tile::<X, N>(comptime!(plan.intra_chunk_tiles().rows)),
+        k: tile::<X, N>(comptime!(plan.intra_chunk_tiles().rows)),
+        a: tile::<X, N>(comptime!(plan.intra_chunk_tiles().a)),
+        b: tile::<X, N>(comptime!(plan.intra_chunk_tiles().b)),
         sums: chunk_sums(comptime!(plan.has_near_scores()), plan),
     }
 }
@@ -198,7 +235,7 @@ fn product<X: Float, N: Size>(
 fn add_all_near(scores: &mut Scores, #[comptime] plan: Plan) {
     let variant = comptime!(plan.variant);
     if comptime!(plan.has_near_scores()) {
-        let mut exchange = SharedMemory::<f32>::new(comptime!(plan.near_memory() / 4));
+        let mut exchange = SharedMemory::<f32>::new(comptime!(plan.intra_chunk_tiles().exchange));
         add_near(&mut scores.qk.acc, &mut scores.qk.near, &mut exchange, plan);
         if comptime!(variant.solves()) {
             add_near(&mut scores.ab.acc, &mut scores.ab.near, &mut exchange, plan);
@@ -308,8 +345,8 @@ fn keep_a_ak_v<P: StageTypes>(
     let chunk = comptime!(plan.chunk);
     let columns = comptime!(plan.value_slice);
     let pairs = comptime!(plan.pairs());
-    let mut square = tile::<P::X, P::M>(comptime!(chunk * plan.stride(chunk)));
-    let mut values = tile::<P::X, P::N>(comptime!(chunk * plan.stride(columns)));
+    let mut square = tile::<P::X, P::M>(comptime!(plan.intra_chunk_tiles().square));
+    let mut values = tile::<P::X, P::N>(comptime!(plan.intra_chunk_tiles().values));
     store::<P::X, P::M>(&mut square, acc, comptime!(plan.stride(chunk)), pairs);
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
@@ -337,8 +374,8 @@ fn keep_inverse<E: Float, M: Size>(
     let grid = comptime!(plan.pairs());
     let inverse = comptime!(plan.inverse());
     let stride = comptime!(inverse.stride());
-    let mut m = SharedMemory::<f32>::new(comptime!(plan.chunk * stride));
-    let mut t = SharedMemory::<f32>::new(comptime!(plan.chunk * stride));
+    let mut m = SharedMemory::<f32>::new(comptime!(plan.intra_chunk_tiles().inverse));
+    let mut t = SharedMemory::<f32>::new(comptime!(plan.intra_chunk_tiles().inverse));
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         if inside(f, grid) {

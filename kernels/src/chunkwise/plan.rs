@@ -5,6 +5,9 @@ use crate::tile::{Engine, Grid, Inverse, Mul, Window};
 use crate::variant::{Decay, Variant};
 use std::ops::Deref;
 
+/// Numbers of a tile that is neither read nor written.
+pub(crate) const UNUSED: usize = 16;
+
 /// Compile-time values of a stage. Neither batch nor length is part of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Plan {

@@ -2,7 +2,7 @@
 
 use crate::chunkwise::chunk::{Sums, sum_by_plane, sums};
 use crate::chunkwise::decay::{Mask, apply_decay_mask, decay_factors, left, reach};
-use crate::chunkwise::plan::{StatePlan, row_major, transposed};
+use crate::chunkwise::plan::{StatePlan, UNUSED, row_major, transposed};
 use crate::chunkwise::state::StateEngine;
 use crate::chunkwise::state_tiles::StateTiles;
 use crate::tile::{Grid, mul, store_at, tile, zeros};
@@ -17,16 +17,29 @@ pub(crate) struct ProducerTiles<P: StateEngine> {
     sums: Sums,
 }
 
+impl StatePlan {
+    /// Numbers of A_qk, and of the sums of g.
+    fn produced_numbers(&self) -> [usize; 2] {
+        match (self.producers(), self.task.applies_a_qk(self.variant)) {
+            (0, _) => [UNUSED, 1],
+            (producers, true) => {
+                [self.score_stages() * self.square_numbers(), producers * self.chunk]
+            }
+            (producers, false) => [UNUSED, producers * self.chunk],
+        }
+    }
+
+    /// Bytes of [`producer_tiles`].
+    pub fn produced_memory(&self) -> usize {
+        let [scores, sums] = self.produced_numbers();
+        scores * self.engine.bytes() + 4 * (2 * sums + 1)
+    }
+}
+
 #[cube]
 pub(crate) fn producer_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> ProducerTiles<P> {
-    let producers = comptime!(plan.producers());
-    let scores = comptime!(producers > 0);
-    let with_a_qk = comptime!(plan.task.applies_a_qk(plan.variant));
-    let square = comptime!(plan.score_stages() * plan.square_numbers());
-    ProducerTiles::<P> {
-        a_qk: tile::<P::E, P::M>(comptime!(if scores && with_a_qk { square } else { 16 })),
-        sums: sums(comptime!(if scores { producers * plan.chunk } else { 1 }), 1usize),
-    }
+    let [scores, of_gates] = comptime!(plan.produced_numbers());
+    ProducerTiles::<P> { a_qk: tile::<P::E, P::M>(scores), sums: sums(of_gates, 1usize) }
 }
 
 /// The intra-chunk stage of the chunk that the tiles point to: its [`decay_factors`] under a scalar decay, and A_qk if

@@ -54,6 +54,8 @@ pub(crate) enum Scored {
 }
 
 impl Scored {
+    pub const ALL: [Self; 5] = [Self::Qk, Self::Qb, Self::Ab, Self::Ak, Self::Scaled];
+
     /// Row of `ScoreGradients::zero_exponent`.
     pub fn zero_exponent_row(self) -> usize {
         match self {

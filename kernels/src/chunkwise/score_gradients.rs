@@ -6,10 +6,13 @@ use crate::chunkwise::decay::{decay_mask, erase_scale, intersects_lower_triangle
 use crate::chunkwise::gradient_tiles::{
     GradientInputs, GradientTiles, load_value_operands, values_tile,
 };
-use crate::chunkwise::plan::{GradientPlan, row_major, transposed};
+use crate::chunkwise::plan::{GradientPlan, UNUSED, row_major, transposed};
 use crate::chunkwise::roles::{Scored, Values};
 use crate::tile::{Acc, Grid, Pair, column, inside, mul, row, set, store, tile, zeros};
 use cubecl::prelude::*;
+
+/// Rows of zero-exponent terms.
+const ZERO_EXPONENT_ROWS: usize = 4;
 
 /// Gradients of the score blocks. Their zero-exponent terms lie apart: no gate touches them.
 #[derive(CubeType)]
@@ -46,24 +49,40 @@ impl GradientPlan {
     }
 }
 
+impl GradientPlan {
+    /// Numbers of the tile of a score block.
+    fn score_numbers(&self, scored: Scored) -> usize {
+        let there = match scored {
+            Scored::Qk => true,
+            Scored::Qb | Scored::Ak => self.variant.low_rank(),
+            Scored::Ab => self.variant.solves(),
+            Scored::Scaled => self.variant.delta(),
+        };
+        if there { self.square_numbers() } else { UNUSED }
+    }
+
+    /// Bytes of shared memory of the input gradients.
+    pub fn gradients_memory(&self) -> usize {
+        let scores = Scored::ALL.iter().map(|scored| self.score_numbers(*scored)).sum::<usize>();
+        scores * self.engine.bytes()
+            + 4 * ZERO_EXPONENT_ROWS * self.chunk
+            + self.gradient_tile_memory()
+            + self.sums_memory(self.adjoint_takes_decays())
+    }
+}
+
 /// Tiles of score gradients.
 #[cube]
 pub(crate) fn score_gradients<X: Float, M: Size>(
     #[comptime] plan: GradientPlan,
 ) -> ScoreGradients<X, M> {
-    let variant = comptime!(plan.variant);
-    let chunk = comptime!(plan.chunk);
-    let square = comptime!(chunk * plan.stride(chunk));
-    let low_rank = comptime!(if variant.low_rank() { square } else { 16 });
-    let solves = comptime!(if variant.solves() { square } else { 16 });
-    let delta = comptime!(if variant.delta() { square } else { 16 });
     ScoreGradients::<X, M> {
-        qk: tile::<X, M>(square),
-        qb: tile::<X, M>(low_rank),
-        ab: tile::<X, M>(solves),
-        ak: tile::<X, M>(low_rank),
-        scaled: tile::<X, M>(delta),
-        zero_exponent: SharedMemory::<f32>::new(comptime!(4 * chunk)),
+        qk: tile::<X, M>(comptime!(plan.score_numbers(Scored::Qk))),
+        qb: tile::<X, M>(comptime!(plan.score_numbers(Scored::Qb))),
+        ab: tile::<X, M>(comptime!(plan.score_numbers(Scored::Ab))),
+        ak: tile::<X, M>(comptime!(plan.score_numbers(Scored::Ak))),
+        scaled: tile::<X, M>(comptime!(plan.score_numbers(Scored::Scaled))),
+        zero_exponent: SharedMemory::<f32>::new(comptime!(ZERO_EXPONENT_ROWS * plan.chunk)),
     }
 }
 
@@ -82,7 +101,7 @@ pub(crate) fn prepare<P: StageTypes>(
     if unit < chunk {
         tiles.scales[unit] = erase_scale(&from.x.beta, gates, unit, comptime!(*plan));
         #[unroll]
-        for n in 0..4usize {
+        for n in 0..ZERO_EXPONENT_ROWS {
             d_scores.zero_exponent[unit + comptime!(n * chunk)] = 0.0f32;
         }
     }

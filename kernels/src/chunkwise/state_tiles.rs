@@ -12,9 +12,9 @@
 use crate::chunkwise::arguments::{IntraChunk, Operands};
 use crate::chunkwise::chunk::{Place, own};
 use crate::chunkwise::decay::decay_factors;
-use crate::chunkwise::plan::{Schedule, StatePlan};
+use crate::chunkwise::plan::{Schedule, StatePlan, UNUSED};
 use crate::chunkwise::state::StateEngine;
-use crate::tile::{Rows, Window, load, load_async, tile};
+use crate::tile::{Rows, Window, load, load_async, own_or, tile};
 use cubecl::prelude::barrier::{Barrier, copy_async};
 use cubecl::prelude::*;
 
@@ -71,82 +71,105 @@ impl StatePlan {
     fn copied(&self, window: Window) -> Window {
         Window { units: self.copying_units(), ..window }
     }
+}
 
-    /// Whether a role has a tile of its own.
-    fn own_tile(&self, role: bool) -> bool {
-        !self.direct() && role
+/// What a tile of the state pass holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Role {
+    KeyRows,
+    Values,
+    /// The one [C, C] matrix of tiles that are filled directly; else that in front of U.
+    Square,
+    QueryRows,
+    EraseRows,
+    WriteRows,
+    AAkV,
+    Inverse,
+    AQv,
+    AAk,
+}
+
+impl Role {
+    const ALL: [Self; 10] = [
+        Self::KeyRows,
+        Self::Values,
+        Self::Square,
+        Self::QueryRows,
+        Self::EraseRows,
+        Self::WriteRows,
+        Self::AAkV,
+        Self::Inverse,
+        Self::AQv,
+        Self::AAk,
+    ];
+}
+
+impl StatePlan {
+    /// Numbers of a role's tile in all pipeline stages; None where it has none of its own.
+    fn numbers(&self, role: Role) -> Option<usize> {
+        let (variant, task) = (self.variant, self.task);
+        let staged = !self.direct();
+        let low_rank = staged && variant.low_rank();
+        let own_erase = variant.own_a() || (variant.vector() && variant.solves());
+        let applies_a_qk = task.applies_a_qk(variant);
+        let (there, numbers) = match role {
+            Role::KeyRows => (true, self.key_numbers()),
+            Role::Values => (true, self.value_numbers()),
+            Role::Square => {
+                let made = applies_a_qk && self.producers() == 0;
+                (variant.solves() || made, self.square_numbers())
+            }
+            Role::QueryRows => {
+                (staged && task.queries() && task.has_keys(variant), self.key_numbers())
+            }
+            Role::EraseRows => (staged && own_erase, self.key_numbers()),
+            Role::WriteRows => (low_rank, self.key_numbers()),
+            Role::AAkV => (low_rank && !task.backward, self.value_numbers()),
+            Role::Inverse => (staged && variant.solves() && applies_a_qk, self.square_numbers()),
+            Role::AQv => (low_rank && !task.local(), self.square_numbers()),
+            Role::AAk => (low_rank && task.backward && !task.local(), self.square_numbers()),
+        };
+        there.then_some(self.stages() * numbers)
+    }
+
+    fn decay_factor_numbers(&self) -> usize {
+        self.score_stages() * decay_factors::ROWS * self.chunk
+    }
+
+    /// Gates that producers sum up.
+    fn gate_numbers(&self) -> usize {
+        if self.producers() > 0 { self.stages() * self.chunk } else { 1 }
+    }
+
+    /// Bytes of [`state_tiles`].
+    pub fn tile_memory(&self) -> usize {
+        let tiles = Role::ALL.iter().filter_map(|role| self.numbers(*role)).sum::<usize>();
+        tiles * self.engine.bytes() + 4 * (self.decay_factor_numbers() + self.gate_numbers())
     }
 }
 
 /// The tiles of a plan. Roles that it has not, or that are filled directly, share a tile with others.
 #[cube]
 pub(crate) fn state_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> StateTiles<P> {
-    let variant = comptime!(plan.variant);
-    let task = comptime!(plan.task);
-    let stages = comptime!(plan.stages());
-    let rows = tile::<P::E, P::N>(comptime!(stages * plan.key_numbers()));
-    let values = tile::<P::E, P::N>(comptime!(stages * plan.value_numbers()));
-    let with_square =
-        comptime!(variant.solves() || (task.applies_a_qk(variant) && plan.producers() == 0));
-    let square = tile::<P::E, P::N>(comptime!(if with_square {
-        stages * plan.square_numbers()
-    } else {
-        16
-    }));
-    let own_erase = comptime!(variant.own_a() || (variant.vector() && variant.solves()));
-    let low_rank = comptime!(plan.own_tile(variant.low_rank()));
-    let query_rows = if comptime!(plan.own_tile(task.queries() && task.has_keys(variant))) {
-        tile::<P::E, P::N>(comptime!(stages * plan.key_numbers()))
-    } else {
-        rows
-    };
-    let erase_rows = if comptime!(plan.own_tile(own_erase)) {
-        tile::<P::E, P::N>(comptime!(stages * plan.key_numbers()))
-    } else {
-        rows
-    };
-    let write_rows =
-        if low_rank { tile::<P::E, P::N>(comptime!(stages * plan.key_numbers())) } else { rows };
-    let a_ak_v = if comptime!(low_rank && !task.backward) {
-        tile::<P::E, P::N>(comptime!(stages * plan.value_numbers()))
-    } else {
-        values
-    };
-    let inverse = if comptime!(plan.own_tile(variant.solves() && task.applies_a_qk(variant))) {
-        tile::<P::E, P::N>(comptime!(stages * plan.square_numbers()))
-    } else {
-        square
-    };
-    let a_qv = if comptime!(low_rank && !task.local()) {
-        tile::<P::E, P::N>(comptime!(stages * plan.square_numbers()))
-    } else {
-        square
-    };
-    let a_ak = if comptime!(low_rank && task.backward && !task.local()) {
-        tile::<P::E, P::N>(comptime!(stages * plan.square_numbers()))
-    } else {
-        square
-    };
+    let rows = tile::<P::E, P::N>(comptime!(plan.numbers(Role::KeyRows).unwrap_or(UNUSED)));
+    let values = tile::<P::E, P::N>(comptime!(plan.numbers(Role::Values).unwrap_or(UNUSED)));
+    let square = tile::<P::E, P::N>(comptime!(plan.numbers(Role::Square).unwrap_or(UNUSED)));
     StateTiles::<P> {
-        query_rows,
-        erase_rows,
-        write_rows,
+        query_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(Role::QueryRows))),
+        erase_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(Role::EraseRows))),
+        write_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(Role::WriteRows))),
         key_rows: rows,
         values,
-        a_ak_v,
-        inverse,
+        a_ak_v: own_or::<P::E, P::N>(values, comptime!(plan.numbers(Role::AAkV))),
+        inverse: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::Inverse))),
         a_qu: square,
-        a_qv,
-        a_ak,
+        a_qv: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::AQv))),
+        a_ak: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::AAk))),
         decay_factors: SharedMemory::<f32>::new_aligned(
-            comptime!(plan.score_stages() * decay_factors::ROWS * plan.chunk),
+            comptime!(plan.decay_factor_numbers()),
             16usize,
         ),
-        gates: SharedMemory::<f32>::new(comptime!(if plan.producers() > 0 {
-            stages * plan.chunk
-        } else {
-            1
-        })),
+        gates: SharedMemory::<f32>::new(comptime!(plan.gate_numbers())),
         at_rows: 0usize.runtime(),
         at_values: 0usize.runtime(),
         at_square: 0usize.runtime(),

@@ -72,9 +72,9 @@ impl Plan {
         self.variant.vector() && self.by_blocks()
     }
 
-    /// Bytes of shared memory that near scores go through to those who hold their fragments.
-    pub fn near_memory(&self) -> usize {
-        if self.has_near_scores() { 4 * self.chunk * NEAR_STRIDE } else { 0 }
+    /// Numbers of shared memory that near scores go through to those who hold their fragments.
+    pub fn near_numbers(&self) -> usize {
+        self.chunk * NEAR_STRIDE
     }
 }
 

@@ -16,6 +16,19 @@ pub(crate) fn tile<E: Float, N: Size>(#[comptime] numbers: usize) -> SharedMemor
     }
 }
 
+/// A tile of so many numbers, or `shared` where a role has none of its own.
+#[cube]
+pub(crate) fn own_or<E: Float, N: Size>(
+    shared: SharedMemory<Vector<E, N>>,
+    #[comptime] numbers: Option<usize>,
+) -> SharedMemory<Vector<E, N>> {
+    if comptime!(numbers.is_some()) {
+        tile::<E, N>(comptime!(numbers.unwrap_or(1)))
+    } else {
+        shared
+    }
+}
+
 /// Where rows of one matrix lie in a tensor, all counted in numbers.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Rows {

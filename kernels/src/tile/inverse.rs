@@ -12,27 +12,12 @@
 //! end at 65504. A doubling series (I + M)(I + M^2).. would be shorter, and
 //! wrong: with equal keys the powers of M reach 1e17 before they cancel.
 
-use super::engine::{Engine, merge};
+use super::dispatch::merge;
+use super::engine::Inverse;
 use cubecl::prelude::*;
 
 /// Side of a block that is solved row by row.
 const BLOCK: usize = 16;
-
-/// Compile-time values of an inverse.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Inverse {
-    pub engine: Engine,
-    /// C, rows and columns.
-    pub chunk: usize,
-    pub units: usize,
-}
-
-impl Inverse {
-    /// Numbers from one row to the next.
-    pub fn stride(&self) -> usize {
-        self.chunk + 1
-    }
-}
 
 /// `t = (I - m)^-1`, both [C, C]; `m` is used up. E: what tensor cores multiply. Starts and ends with a
 /// barrier.

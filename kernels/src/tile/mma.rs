@@ -1,7 +1,6 @@
 //! [`Engine::Mma`](super::Engine::Mma): tensor cores, 16 bits in and f32 out.
 
-use super::engine::{Mul, TileEngine};
-use super::inverse::Inverse;
+use super::engine::{Inverse, Mul, TileEngine};
 use super::planes::{self, BlockMul, PlaneProduct};
 use super::{Acc, Grid, Pair};
 use cubecl::prelude::cmma::{MatrixIdent, MmaDefinition};

@@ -1,7 +1,6 @@
 //! [`Engine::Plain`](super::Engine::Plain): f32 arithmetic. A unit has fragments of 2 x 2 numbers of its own.
 
-use super::engine::{Mul, TileEngine};
-use super::inverse::Inverse;
+use super::engine::{Inverse, Mul, TileEngine};
 use super::{Acc, Grid, Pair};
 use cubecl::prelude::*;
 

@@ -1,6 +1,6 @@
 //! What engines with tensor cores share: a plane of 32 has fragments of 16 rows, four lanes side by side.
 
-use super::inverse::Inverse;
+use super::engine::Inverse;
 use super::{Grid, Pair};
 use cubecl::prelude::*;
 

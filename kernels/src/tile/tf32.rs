@@ -1,7 +1,6 @@
 //! [`Engine::Tf32`](super::Engine::Tf32): f32 on tensor cores, each number as a sum of two of TF32.
 
-use super::engine::{Mul, TileEngine};
-use super::inverse::Inverse;
+use super::engine::{Inverse, Mul, TileEngine};
 use super::planes::{self, BlockMul, PlaneProduct};
 use super::{Acc, Grid, Pair};
 use cubecl::prelude::cmma::MmaDefinition;

@@ -16,6 +16,8 @@ use serde_json::{Map, Value};
 pub(crate) use export::export;
 pub(crate) use keys::{Keys, MOST_LAYERS};
 
+const END_IDS: &str = "eos_token_id";
+
 /// A `config.json` as read: the layout, rows of the embedding where it says so, and the model.
 pub(crate) type Said = (Format, Option<usize>, LanguageModelConfig);
 
@@ -35,6 +37,31 @@ pub(crate) fn import(text: &str, tensors: &Tensors, faults: &mut Faults) -> Opti
             faults.push(fault);
             None
         }
+    }
+}
+
+/// The ids that end a text, of a `config.json` or of the model within it that writes: one, or a list.
+pub(crate) fn end_ids(text: &str, faults: &mut Faults) -> Vec<u32> {
+    let table: Value = serde_json::from_str(&keys::without_infinities(text)).unwrap_or_default();
+    let given = [&table, &table["text_config"]].map(|table| &table[END_IDS]);
+    let Some(given) = given.into_iter().find(|given| !given.is_null()) else { return vec![] };
+    let list = given.as_array().map_or(std::slice::from_ref(given), Vec::as_slice);
+    let id = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
+    let ids: Option<Vec<u32>> = list.iter().map(id).collect();
+    ids.unwrap_or_else(|| {
+        faults.push(format!(
+            "config.json: `{END_IDS}` is {given}; it has to be a token's id, or a list of them"
+        ));
+        vec![]
+    })
+}
+
+/// The same in a table that is to be written: a single id stands there without a list.
+pub(crate) fn put_end_ids(table: &mut Map<String, Value>, ids: &[u32]) {
+    match ids {
+        [] => {}
+        [id] => drop(table.insert(END_IDS.into(), (*id).into())),
+        ids => drop(table.insert(END_IDS.into(), ids.into())),
     }
 }
 
@@ -117,6 +144,29 @@ mod tests {
         let mut faults = Faults::default();
         let config = import(text, &Tensors::new(), &mut faults).map(|(_, _, config)| config);
         (config, faults)
+    }
+
+    #[test]
+    fn the_ids_that_end_a_text_are_one_or_several_at_either_place() {
+        let mut faults = Faults::default();
+        for (text, want) in [
+            (r#"{"eos_token_id": 7}"#, vec![7]),
+            (r#"{"eos_token_id": [7, 9]}"#, vec![7, 9]),
+            (r#"{"eos_token_id": null, "text_config": {"eos_token_id": 3}}"#, vec![3]),
+            (r#"{"eos_token_id": null}"#, vec![]),
+            ("{}", vec![]),
+        ] {
+            assert_eq!(end_ids(text, &mut faults), want, "{text}");
+            let mut table = Map::new();
+            put_end_ids(&mut table, &want);
+            assert_eq!(end_ids(&Value::Object(table).to_string(), &mut faults), want);
+        }
+        assert!(faults.is_empty(), "{faults:?}");
+        for wrong in ["-1", "\"end\"", "[7, 1.5]", "99999999999"] {
+            let mut faults = Faults::default();
+            end_ids(&format!(r#"{{"eos_token_id": {wrong}}}"#), &mut faults);
+            assert!(faults.len() == 1 && faults[0].contains("eos_token_id"), "{wrong}: {faults:?}");
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Small parts that mixers and blocks share.
 
 use super::ConfigError;
+use super::lora::Adapter;
 pub(crate) use crate::ops::softplus;
 use crate::ops::{self, Activation, LinearAttentionBackend, Measure, typed};
 use burn::module::{Initializer, Module, ModuleMapper, Param};
@@ -15,7 +16,7 @@ pub(crate) const INIT_STD: f64 = 0.02;
 /// A linear layer without bias, weights N(0, 0.02^2).
 pub(crate) fn linear<B: Backend>(from: usize, to: usize, device: &B::Device) -> Linear<B> {
     let normal = Initializer::Normal { mean: 0.0, std: INIT_STD };
-    Linear { weight: normal.init([from, to], device), bias: None }
+    Linear::new(normal.init([from, to], device))
 }
 
 /// As [`linear`], with a bias of zeros.
@@ -35,14 +36,14 @@ pub(crate) fn normal_linear<B: Backend>(
     std: f64,
     device: &B::Device,
 ) -> Linear<B> {
-    Linear { weight: Initializer::Normal { mean: 0.0, std }.init([from, to], device), bias: None }
+    Linear::new(Initializer::Normal { mean: 0.0, std }.init([from, to], device))
 }
 
 /// A linear layer without bias, weights as PyTorch draws them by default: see [`torch_uniform`].
 pub(crate) fn torch_linear<B: Backend>(from: usize, to: usize, device: &B::Device) -> Linear<B> {
     let bound = torch_bound(from);
     let uniform = Initializer::Uniform { min: -bound, max: bound };
-    Linear { weight: uniform.init([from, to], device), bias: None }
+    Linear::new(uniform.init([from, to], device))
 }
 
 /// Fresh numbers in place of `weight`, `[from, to]`: uniform within 1 / sqrt(from), which has the
@@ -82,6 +83,15 @@ pub struct Linear<B: Backend> {
     pub weight: Param<Tensor<B, 2>>,
     /// `[to]`.
     pub bias: Option<Param<Tensor<B, 1>>>,
+    /// Low-rank matrices beside the weight, where there are some.
+    pub adapter: Adapter<B>,
+}
+
+impl<B: Backend> Linear<B> {
+    /// A layer of this weight, `[from, to]`, without bias.
+    pub fn new(weight: Param<Tensor<B, 2>>) -> Self {
+        Self { weight, bias: None, adapter: Adapter::default() }
+    }
 }
 
 impl<B: LinearAttentionBackend> Linear<B> {
@@ -89,8 +99,12 @@ impl<B: LinearAttentionBackend> Linear<B> {
     /// # Panics
     /// If `x` is not as wide as the layer was made for.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        ops::affine(x, self.weight.val(), self.bias.as_ref().map(Param::val))
-            .expect("`x` has the width that the layer was made for")
+        self.adapter.affine(x, self.weight.val(), self.bias.as_ref().map(Param::val))
+    }
+
+    /// Its weight, with that of its adapter, in type `dtype`.
+    pub(crate) fn matrix(&self, dtype: DType) -> Tensor<B, 2> {
+        self.adapter.matrix(self.weight.val(), dtype)
     }
 }
 
@@ -104,6 +118,8 @@ macro_rules! kind_of_linear {
             pub weight: Param<Tensor<B, 2>>,
             /// `[to]`.
             pub bias: Option<Param<Tensor<B, 1>>>,
+            /// Low-rank matrices beside the weight, where there are some.
+            pub adapter: Adapter<B>,
         }
 
         impl<B: LinearAttentionBackend> $name<B> {
@@ -111,14 +127,13 @@ macro_rules! kind_of_linear {
             /// # Panics
             /// If `x` is not as wide as the layer was made for.
             pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-                ops::affine(x, self.weight.val(), self.bias.as_ref().map(Param::val))
-                    .expect("`x` has the width that the layer was made for")
+                self.adapter.affine(x, self.weight.val(), self.bias.as_ref().map(Param::val))
             }
         }
 
         impl<B: Backend> From<Linear<B>> for $name<B> {
             fn from(layer: Linear<B>) -> Self {
-                Self { weight: layer.weight, bias: layer.bias }
+                Self { weight: layer.weight, bias: layer.bias, adapter: layer.adapter }
             }
         }
     };
@@ -136,7 +151,7 @@ kind_of_linear! {
 
 impl<B: Backend> From<burn::nn::Linear<B>> for Linear<B> {
     fn from(layer: burn::nn::Linear<B>) -> Self {
-        Self { weight: layer.weight, bias: layer.bias }
+        Self { bias: layer.bias, ..Self::new(layer.weight) }
     }
 }
 
@@ -412,6 +427,18 @@ impl<B: Backend> Norm<B> {
                 epsilon,
             }),
         }
+    }
+}
+
+impl<B: Backend> Norm<B> {
+    /// Whether its weight learns.
+    pub(crate) fn learns(&self) -> bool {
+        let gamma = match self {
+            Norm::Rms(norm) => &norm.gamma,
+            Norm::Layer(norm) => &norm.gamma,
+            Norm::ZeroCenteredRms(norm) => &norm.gamma,
+        };
+        gamma.val().is_require_grad()
     }
 }
 

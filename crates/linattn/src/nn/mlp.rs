@@ -3,6 +3,7 @@
 use super::canon::{Canon, canon};
 use super::convolution::Tails;
 use super::layers::{Gelu, Linear, Norm, ResidualLinear, linear, linear_with_bias, shift_tokens};
+use super::lora::add_side_by_side;
 use super::{ConfigError, Cost, positive};
 use crate::ops::{self, Activation, LinearAttentionBackend, typed};
 use burn::module::{Module, Param};
@@ -213,6 +214,9 @@ impl<B: LinearAttentionBackend> SwiGlu<B> {
         let weights = vec![self.gate_proj.weight.val(), self.up_proj.weight.val()];
         let both = ops::affine(x.clone(), ops::pack(weights, 0, x.dtype()), None)
             .expect("`x` has the width that the layer was made for");
+        let layers = [&self.gate_proj, &self.up_proj];
+        let adapters = layers.map(|layer| (&layer.adapter, layer.weight.dims()[1]));
+        let both = add_side_by_side(both, &x, &adapters);
         self.down_proj.forward(ops::gated_halves(both, Activation::Silu))
     }
 }

@@ -19,11 +19,13 @@ mod layer_list;
 mod layers;
 mod log_decay;
 mod long_filter;
+mod lora;
 pub mod mixers;
 mod mlp;
 mod model;
 mod parameter;
 mod projection;
+mod recomputed;
 mod recurrence;
 mod residual;
 mod rope;
@@ -41,6 +43,7 @@ pub use layers::{
     BlockDiagonal, FinalNormKind, GatedRmsNorm, InitializerKind, Linear, Norm, NormKind,
     ResidualLinear, ScaledLinear, ZeroCenteredRmsNorm, l2_normalize,
 };
+pub use lora::{Adapter, LoraConfig, LowRankAdapter};
 pub use mlp::{
     GeluMlp, GeluMlpConfig, Mlp, MlpConfig, Rwkv6Mlp, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu,
     SwiGluConfig,

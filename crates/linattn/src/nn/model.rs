@@ -137,6 +137,27 @@ impl LanguageModelConfig {
         self.embedding_dropout > 0.0 || self.each_layer().any(|(_, layer)| drops(&layer.mixer))
     }
 
+    /// The key and the value that keep layers from being computed twice: those that read of earlier ones,
+    /// and those that draw random numbers.
+    pub fn can_recompute(&self) -> Result<(), ConfigError> {
+        if self.embedding_dropout > 0.0 {
+            let want = "0 where layers are computed twice";
+            return Err(ConfigError::new("embedding_dropout", self.embedding_dropout, want));
+        }
+        for (key, layer) in self.each_layer() {
+            let reads = match &layer.mixer {
+                MixerConfig::Attention(a) if a.dropout > 0.0 => "`dropout`",
+                MixerConfig::Rwkv7(config) if config.value_residual => "`value_residual`",
+                MixerConfig::CrossAttention(_) => "`cross_attention`",
+                _ => continue,
+            };
+            let want = "one that computes the same twice, from its input alone";
+            let got = format!("one with {reads}");
+            return Err(ConfigError::new("mixer", got, want).within(key));
+        }
+        Ok(())
+    }
+
     /// Checks every key, those of the layers too.
     /// # Errors
     /// [`ConfigError`] names the first key that does not fit.
@@ -247,6 +268,7 @@ impl LanguageModelConfig {
             embedding_scale: self.embedding_scale,
             logit_soft_cap: self.logit_soft_cap,
             precision: None,
+            recomputes: false,
         };
         Ok(model.started(&self.start()))
     }
@@ -358,11 +380,11 @@ impl<B: Backend> ModuleMapper<B> for StartMapper<'_> {
 /// A language model. Ids in, logits out.
 #[derive(Module, Debug)]
 pub struct LanguageModel<B: Backend> {
-    embeddings: Embedding<B>,
-    positions: Option<Embedding<B>>,
+    pub(super) embeddings: Embedding<B>,
+    pub(super) positions: Option<Embedding<B>>,
     dropout: Dropout,
-    pre_norm: Option<Norm<B>>,
-    layers: Vec<Block<B>>,
+    pub(super) pre_norm: Option<Norm<B>>,
+    pub(super) layers: Vec<Block<B>>,
     norm: Option<Norm<B>>,
     lm_head: Option<Linear<B>>,
     decoder: Option<Decoder<B>>,
@@ -373,6 +395,9 @@ pub struct LanguageModel<B: Backend> {
     /// Type of products and recurrences; the weights' own if absent.
     #[module(skip)]
     precision: Option<DType>,
+    /// Whether gradients are made layer by layer.
+    #[module(skip)]
+    recomputes: bool,
 }
 
 /// States of all layers between two tokens.
@@ -420,15 +445,33 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     ) -> (Tensor<B, 3>, LanguageModelState<B>) {
         let x = self.embed(ids, &state);
         let (x, state) = self.through_layers(self.dropout.forward(x), state);
-        let x = match &self.decoder {
+        (self.left(x), state)
+    }
+
+    /// What comes behind the layers, but the logits.
+    pub(super) fn left(&self, x: Residual<B>) -> Tensor<B, 3> {
+        self.normalized(match &self.decoder {
             Some(decoder) => Residual::new(decoder.forward(x.sum())),
             None => x,
+        })
+    }
+
+    /// Embedded ids as the first layer reads them.
+    pub(super) fn entered(&self, x: Tensor<B, 3>) -> Residual<B> {
+        let x = match &self.pre_norm {
+            Some(norm) => norm.forward(x),
+            None => x,
         };
-        (self.normalized(x), state)
+        let dtype = self.precision.unwrap_or(x.dtype());
+        Residual::computed_in(x, dtype)
     }
 
     /// Ids, `[B, T]`, as vectors, `[B, T, D]`, which know their position where that is learnt.
-    fn embed(&self, ids: Tensor<B, 2, Int>, state: &Option<LanguageModelState<B>>) -> Tensor<B, 3> {
+    pub(super) fn embed(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        state: &Option<LanguageModelState<B>>,
+    ) -> Tensor<B, 3> {
         let (tokens, device) = (ids.dims()[1], ids.device());
         let x = ops::embedding(self.embeddings.weight.val(), ids);
         let x = if self.embedding_scale == 1.0 { x } else { x * self.embedding_scale };
@@ -545,17 +588,25 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         Self { precision: Some(precision), ..self }
     }
 
+    /// The same model, to be trained with activations of one layer at a time: see
+    /// [`differentiate_by_layers`](Self::differentiate_by_layers).
+    #[must_use]
+    pub fn with_recomputation(self, recomputes: bool) -> Self {
+        Self { recomputes, ..self }
+    }
+
+    /// Whether it is to be trained so.
+    pub fn recomputes(&self) -> bool {
+        self.recomputes
+    }
+
     fn through_layers(
         &self,
-        mut x: Tensor<B, 3>,
+        x: Tensor<B, 3>,
         state: Option<LanguageModelState<B>>,
     ) -> (Residual<B>, LanguageModelState<B>) {
         let position = self.positions.as_ref().map(|_| seen(&state) + x.dims()[1]);
-        if let Some(norm) = &self.pre_norm {
-            x = norm.forward(x);
-        }
-        let dtype = self.precision.unwrap_or(x.dtype());
-        let mut x = Residual::computed_in(x, dtype);
+        let mut x = self.entered(x);
         let mut before = match state {
             Some(state) => {
                 assert_eq!(state.layers.len(), self.layers.len(), "the state of another model");

@@ -28,6 +28,7 @@ impl ParamKind {
         match container {
             "Struct:Embedding" => Self::Embedding,
             container if name == "weight" && MATRICES.contains(&container) => Self::Matrix,
+            "Struct:LowRankAdapter" => Self::Matrix,
             _ => Self::Vector,
         }
     }

@@ -7,6 +7,7 @@
 use super::Linear;
 use super::convolution::{ShortConvolution, Tails};
 use super::log_decay::LogDecay;
+use super::lora::add_side_by_side;
 use crate::ops::{
     self, Activation, Column, ColumnKind, ConvSplit, HeadNorm, LinearAttentionBackend,
 };
@@ -129,6 +130,8 @@ fn packed<B: LinearAttentionBackend>(
     let biases = sorted.iter().map(|p| (p.linear.bias.as_ref(), p.width()));
     let bias = packed_bias(biases, padding, x.dtype());
     let y = ops::affine(x.clone(), weight, bias).expect("every projection reads `x`");
+    let adapters: Vec<_> = sorted.iter().map(|p| (&p.linear.adapter, p.width())).collect();
+    let y = add_side_by_side(y, x, &adapters);
     let convolution = packed_convolution(&y, &sorted, tails);
     let decay = sorted.iter().find_map(|p| p.decay.clone());
     let outputs = Split { y, columns, convolution, decay }.outputs();

@@ -1,8 +1,9 @@
 //! The residual stream.
 
 use super::layers::Norm;
+use crate::backend::TrainBackend;
 use crate::ops::{self, LinearAttentionBackend};
-use burn::tensor::{DType, Tensor, backend::Backend};
+use burn::tensor::{DType, Tensor, backend::AutodiffBackend, backend::Backend};
 
 /// The residual stream between layers. The sum with the last layer's output is left to the next norm,
 /// which does both at once.
@@ -56,5 +57,31 @@ impl<B: LinearAttentionBackend> Residual<B> {
             Some(addend) => self.stream + ops::typed(addend, dtype),
             None => self.stream,
         }
+    }
+}
+
+/// Gradients of a stream and of what waits to be added to it.
+pub(super) type Gradients<B> = [Option<Tensor<<B as AutodiffBackend>::InnerBackend, 3>>; 2];
+
+impl<B: TrainBackend> Residual<B> {
+    /// The same numbers at the start of a graph.
+    pub(super) fn leaf(x: Residual<B::InnerBackend>) -> Self {
+        let leaf = |x| Tensor::from_inner(x).require_grad();
+        Self { stream: leaf(x.stream), addend: x.addend.map(leaf), dtype: x.dtype }
+    }
+
+    /// Gradients of a [`leaf`](Self::leaf), taken out of those of its graph.
+    pub(super) fn gradients(&self, of: &mut B::Gradients) -> Gradients<B> {
+        let addend = self.addend.as_ref();
+        [self.stream.grad_remove(of), addend.and_then(|addend| addend.grad_remove(of))]
+    }
+
+    /// A number whose gradients by the stream and by what waits are these.
+    pub(super) fn weighed(self, gradients: Gradients<B>) -> Tensor<B, 1> {
+        let wide = self.stream.dtype();
+        let parts = [Some(self.stream), self.addend].into_iter().zip(gradients);
+        let weighed = parts
+            .filter_map(|(x, d_x)| Some(ops::typed((x? * Tensor::from_inner(d_x?)).sum(), wide)));
+        weighed.reduce(|a, b| a + b).expect("a stream has a gradient")
     }
 }

@@ -22,7 +22,7 @@ pub(crate) use registers::reduce_split_k;
 use registers::InRegisters;
 use shared::InSharedMemory;
 
-use crate::chunkwise::plan::StatePlan;
+use crate::chunkwise::plan::{StatePlan, UNUSED};
 use crate::tile::{Acc, Grid, Pair, Rows, set, tile, zeros};
 use cubecl::prelude::*;
 
@@ -244,18 +244,24 @@ impl StatePlan {
     }
 
     /// Split-K: pairs of numbers in scratch, a block for each plane.
-    pub fn split_k_scratch(&self) -> usize {
-        if self.split_k > 1 { self.units * self.block_fragments() * 2 } else { 0 }
+    fn split_k_scratch(&self) -> usize {
+        if self.split_k > 1 { self.units * self.block_fragments() * 2 } else { 1 }
+    }
+
+    /// Bytes of [`state`] and [`block`].
+    pub fn state_memory(&self) -> usize {
+        let numbers = self.state_numbers() + self.block_numbers();
+        numbers * self.engine.bytes() + 8 * self.split_k_scratch()
     }
 
     /// Numbers of the state in shared memory.
-    pub fn state_numbers(&self) -> usize {
-        if self.in_registers() { 16 } else { self.keys() * self.stride(self.value_slice) }
+    fn state_numbers(&self) -> usize {
+        if self.in_registers() { UNUSED } else { self.keys() * self.stride(self.value_slice) }
     }
 
     /// Numbers of a block in shared memory.
-    pub fn block_numbers(&self) -> usize {
-        if self.in_registers() { 16 } else { self.value_numbers() }
+    fn block_numbers(&self) -> usize {
+        if self.in_registers() { UNUSED } else { self.value_numbers() }
     }
 }
 
@@ -289,7 +295,7 @@ pub(crate) fn state<P: StateEngine>(
     let mut state = State::<P> {
         acc: zeros(comptime!(plan.state_fragments())),
         tile: tile::<P::E, P::M>(comptime!(plan.state_numbers())),
-        scratch: SharedMemory::<Pair>::new(comptime!(plan.split_k_scratch().max(1))),
+        scratch: SharedMemory::<Pair>::new(comptime!(plan.split_k_scratch())),
     };
     P::fill_state(&mut state, from, start, first, plan);
     state

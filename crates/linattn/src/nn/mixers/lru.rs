@@ -73,10 +73,9 @@ impl LruConfig {
         // |lambda|^2 uniform makes lambda uniform over the ring; 0 has no logarithm.
         let squares = uniform(self.r_min.powi(2), self.r_max.powi(2)).clamp_min(1e-12);
         let phases = uniform(0.0, self.max_phase).clamp_min(1e-6);
-        let normal = |from: usize, to: usize, variance: f64| Linear::<B> {
-            weight: Initializer::Normal { mean: 0.0, std: variance.sqrt() }
-                .init([from, to], device),
-            bias: None,
+        let normal = |from: usize, to: usize, variance: f64| {
+            let normal = Initializer::Normal { mean: 0.0, std: variance.sqrt() };
+            Linear::<B>::new(normal.init([from, to], device))
         };
         Ok(Lru {
             in_proj: normal(d_model, 2 * width, 0.5 / d_model as f64).into(),

@@ -256,7 +256,8 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         let part = |from, width| weight.clone().narrow(1, from, width);
         let weights = vec![part(inner, behind), part(0, inner)];
         let weight = ops::pack(weights, padding(&columns), x.dtype());
-        let y = ops::affine(x, weight, None).expect("the projection reads `x`");
+        let y = ops::affine(x.clone(), weight, None).expect("the projection reads `x`");
+        let y = self.in_proj.adapter.add_parts(y, &x, &[(inner, behind), (0, inner)]);
         let convolution = Some(Convolution::of(&self.conv1d, &y, tails));
         // With rates of 1 a log decay is less than 0 by the step.
         let decay = Some(LogDecay {

@@ -16,7 +16,7 @@ use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::layers::{ResidualLinear, check_epsilon, linear, rms_norm, split_heads};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
-use crate::ops::{LinearAttentionBackend, typed};
+use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, backend::Backend};
@@ -246,7 +246,7 @@ impl<B: LinearAttentionBackend> Mla<B> {
         let width = q.dims()[3];
         let key = self.key_width;
         let (_, _, up) = &self.kv_proj;
-        let up = typed(up.weight.val(), q.dtype());
+        let up = up.matrix(q.dtype());
         let [rank, out] = up.dims();
         let up = up.reshape([rank, self.heads, out / self.heads]).swap_dims(0, 1).unsqueeze::<4>();
         let up_values = up.clone().narrow(3, key, out / self.heads - key);

@@ -83,8 +83,8 @@ impl MlstmV1Config {
         let std = (0.4 / d_model as f64).sqrt();
         let blocks = || BlockDiagonal::normal([inner / BLOCK, BLOCK, BLOCK], std, device);
         let gate = |bias| Linear {
-            weight: Initializer::Zeros.init([3 * inner, heads], device),
             bias: Some(bias),
+            ..Linear::new(Initializer::Zeros.init([3 * inner, heads], device))
         };
         let forget = TensorData::new(fresh_forget_bias(heads), [heads]);
         let input = Initializer::Normal { mean: 0.0, std: INPUT_BIAS_STD };

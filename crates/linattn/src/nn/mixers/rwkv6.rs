@@ -261,7 +261,7 @@ impl<B: LinearAttentionBackend> Rwkv6<B> {
         let low = tanh.forward(narrow.linear.forward(seen)); // [B, T, 5 R]
         let rank = low.dims()[2] / MIXTURES;
         let low: Tensor<B, 3> = low.reshape([batch * tokens, MIXTURES, rank]);
-        let widen = typed(widen.weight.val(), dtype);
+        let widen = widen.matrix(dtype);
         let widen: Tensor<B, 3> = widen.reshape([MIXTURES, rank, width]);
         let shares = low.swap_dims(0, 1).matmul(widen);
         shares + typed(self.x_bias.val(), dtype).unsqueeze_dim::<3>(1)

@@ -107,15 +107,15 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         x: LinearCrossEntropy<FloatTensor<Self>, IntTensor<Self>>,
         keep: bool,
     ) -> Option<Pass<Self>> {
-        let LinearCrossEntropy { hidden, weight, by_rows, bias, target, scale } = x;
-        let biased = bias.is_some();
+        let LinearCrossEntropy { hidden, weight, by_rows, bias, target, scale, .. } = x;
+        let (biased, frozen) = (bias.is_some(), weight.node.requirement.is_none());
         let inputs = [hidden, weight].into_iter().chain(bias).collect();
         tracked::<B, C>(inputs, keep, |tensors, keep| {
             let mut tensors = tensors.into_iter();
             let mut next = || tensors.next().expect("as many as there were");
             let (hidden, weight) = (next(), next());
             let bias = biased.then(next);
-            let x = LinearCrossEntropy { hidden, weight, by_rows, bias, target, scale };
+            let x = LinearCrossEntropy { hidden, weight, by_rows, bias, target, scale, frozen };
             B::fused_cross_entropy(x, keep)
         })
     }

@@ -51,6 +51,7 @@ struct Given<'a, R> {
 struct Found<'a, R> {
     loss: &'a mut R,
     d_hidden: &'a mut [R],
+    /// Of no numbers where it is not asked for.
     d_weight: &'a mut [R],
     d_bias: &'a mut [R],
 }
@@ -124,7 +125,9 @@ impl<R: Real> Given<'_, R> {
                 let d_logits = Matrix::new(logits, [count, vocab]);
                 let d_hidden = &mut found.d_hidden[(row - first) * width..][..count * width];
                 product_here(d_hidden, d_logits, self.weight, Put::Instead);
-                product_here(found.d_weight, d_logits.transposed(), hidden, Put::OnTop);
+                if !found.d_weight.is_empty() {
+                    product_here(found.d_weight, d_logits.transposed(), hidden, Put::OnTop);
+                }
             }
         }
     }
@@ -146,9 +149,10 @@ fn cross_entropy_of<R: Number>(x: &Loss, target: &[usize], keep: bool) -> Pass<F
     let slices = count.div_ceil(some.max(1));
     let kept = |numbers: usize| if keep { numbers } else { 0 };
     let of_bias = x.bias.as_ref().map_or(0, |_| vocab);
+    let of_weight = if x.frozen { 0 } else { kept(vocab * width) };
     let mut losses = zeros::<R>(slices);
     let mut d_hidden = zeros::<R>(kept(count * width));
-    let mut d_weight = zeros::<R>(slices * kept(vocab * width));
+    let mut d_weight = zeros::<R>(slices * of_weight);
     let mut d_bias = zeros::<R>(slices * of_bias);
     let to = [&mut losses, &mut d_hidden, &mut d_weight, &mut d_bias].map(|x| Shared::new(x));
     for_each(slices, some * vocab * width, |i| {
@@ -161,7 +165,7 @@ fn cross_entropy_of<R: Number>(x: &Loss, target: &[usize], keep: bool) -> Pass<F
             [
                 to[0].rows(row(i, 1)),
                 to[1].rows((kept(first * width), [1, part, part])),
-                to[2].rows(row(i, kept(vocab * width))),
+                to[2].rows(row(i, of_weight)),
                 to[3].rows(row(i, of_bias)),
             ]
         };
@@ -177,19 +181,17 @@ fn cross_entropy_of<R: Number>(x: &Loss, target: &[usize], keep: bool) -> Pass<F
         1 => d,
         _ => sum_of_rows(Matrix::new(&d, [slices, width])),
     };
-    let d_weight = over_slices(d_weight, vocab * width);
-    let d_weight = match x.by_rows {
-        true => d_weight,
-        false => transposed(&d_weight, [vocab, width]),
-    };
-    let found: Vec<_> = [
-        Some(tensor(d_hidden, x.hidden.shape())),
-        Some(tensor(d_weight, x.weight.shape())),
-        x.bias.as_ref().map(|bias| tensor(over_slices(d_bias, vocab), bias.shape())),
-    ]
-    .into_iter()
-    .flatten()
-    .collect();
+    let d_weight = (!x.frozen).then(|| {
+        let d_weight = over_slices(d_weight, vocab * width);
+        let d_weight = match x.by_rows {
+            true => d_weight,
+            false => transposed(&d_weight, [vocab, width]),
+        };
+        tensor(d_weight, x.weight.shape())
+    });
+    let mut found = vec![Some(tensor(d_hidden, x.hidden.shape())), d_weight];
+    found
+        .extend(x.bias.as_ref().map(|bias| Some(tensor(over_slices(d_bias, vocab), bias.shape()))));
     Pass { outputs, backward: Some(Box::new(move |gradients, _| scaled::<R>(found, gradients))) }
 }
 
@@ -200,7 +202,7 @@ fn transposed<R: Real>(x: &[R], [rows, columns]: [usize; 2]) -> Vec<R> {
 
 /// Gradients for a loss whose own gradient is not 1.
 fn scaled<R: Number>(
-    found: Vec<FlexTensor>,
+    found: Vec<Option<FlexTensor>>,
     gradients: Vec<Option<FlexTensor>>,
 ) -> Vec<Option<FlexTensor>> {
     let Some(d_loss) = gradients.into_iter().next().flatten() else { return vec![] };
@@ -209,7 +211,7 @@ fn scaled<R: Number>(
         if by != R::ONE {
             d.storage_mut::<R>().iter_mut().for_each(|d| *d *= by);
         }
-        Some(d)
+        d
     };
-    found.into_iter().map(scale).collect()
+    found.into_iter().map(|d| d.map(scale)).collect()
 }

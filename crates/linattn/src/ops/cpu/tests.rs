@@ -268,7 +268,15 @@ fn losses_are_those_of_tensor_operations() {
             let mut x = x.into_iter();
             let (hidden, weight) = (x.next().unwrap(), x.next().unwrap());
             let target = target.clone().into_primitive();
-            LinearCrossEntropy { hidden, weight, by_rows, bias: x.next(), target, scale: 0.1 }
+            LinearCrossEntropy {
+                hidden,
+                weight,
+                by_rows,
+                bias: x.next(),
+                target,
+                scale: 0.1,
+                frozen: false,
+            }
         };
         let weight = if by_rows { [vocab, width] } else { [width, vocab] };
         let (hidden, bias) = ([many, width], [vocab]);
@@ -421,7 +429,8 @@ fn everything() -> Vec<Vec<f64>> {
         let [hidden, weight] = x.try_into().unwrap();
         let target = Tensor::<Graph, 1, Int>::zeros([900], &Default::default()).into_primitive();
         let (by_rows, bias, scale) = (true, None, 0.001);
-        let loss = LinearCrossEntropy { hidden, weight, by_rows, bias, target, scale };
+        let loss =
+            LinearCrossEntropy { hidden, weight, by_rows, bias, target, scale, frozen: false };
         Graph::fused_cross_entropy(loss, false)
     });
     one(&[&[5, 40, 2, 16], &[5, 40, 2, 16], &[5, 40, 6, 40], &[5, 40, 6], &[5, 40, 6]], &|x| {

@@ -497,7 +497,7 @@ pub(super) fn cross_entropy<R: CubeRuntime>(
     x: LinearCrossEntropy<CubeTensor<R>, CubeTensor<R>>,
     keep: bool,
 ) -> Option<CubePass<R>> {
-    let LinearCrossEntropy { hidden, weight, by_rows, bias, target, scale } = x;
+    let LinearCrossEntropy { hidden, weight, by_rows, bias, target, scale, frozen } = x;
     let (hidden, weight, target) = (flat(hidden), flat(weight), flat(target));
     let (dtype, own) = (hidden.dtype, weight.dtype);
     let of_bias = bias.as_ref().map_or(DType::F32, |bias| bias.dtype);
@@ -510,7 +510,8 @@ pub(super) fn cross_entropy<R: CubeRuntime>(
     let narrow = if own == dtype { weight.clone() } else { cast(weight.clone(), dtype) };
     // `[D, V]`, whichever way it lies.
     let columns = if by_rows { linear::transposed(narrow) } else { narrow };
-    let call = Loss { columns, bias: bias.map(flat), by_rows, own, scale: scale as f32, keep };
+    let (bias, scale) = (bias.map(flat), scale as f32);
+    let call = Loss { columns, bias, by_rows, own, scale, keep, frozen };
     let (mut d_hidden, mut losses) = (vec![], vec![]);
     let (mut d_weight, mut d_bias) = (None, None);
     for from in (0..count).step_by(most) {
@@ -550,6 +551,8 @@ struct Loss<R: CubeRuntime> {
     own: DType,
     scale: f32,
     keep: bool,
+    /// Whether the weight's gradient is not asked for.
+    frozen: bool,
 }
 
 impl<R: CubeRuntime> Loss<R> {
@@ -575,10 +578,10 @@ impl<R: CubeRuntime> Loss<R> {
         if !self.keep {
             return Some(Piece { losses, hidden: None, weight: None, bias: None });
         }
-        let weight = match self.by_rows {
+        let weight = (!self.frozen).then(|| match self.by_rows {
             true => linear::linear_weight_gradient(logits.clone(), hidden.clone(), self.own),
             false => linear::linear_weight_gradient(hidden.clone(), logits.clone(), self.own),
-        };
+        });
         let bias = match &self.bias {
             Some(bias) => {
                 let (from, to) = (dtype.into(), bias.dtype.into());
@@ -589,6 +592,6 @@ impl<R: CubeRuntime> Loss<R> {
             None => None,
         };
         let hidden = linear::linear_x_gradient(logits, self.columns.clone(), dtype);
-        Some(Piece { losses, hidden: Some(hidden), weight: Some(weight), bias })
+        Some(Piece { losses, hidden: Some(hidden), weight, bias })
     }
 }

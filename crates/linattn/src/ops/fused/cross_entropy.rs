@@ -24,6 +24,8 @@ pub struct LinearCrossEntropy<T, I> {
     pub target: I,
     /// Multiplies the sum; 1 / M for a mean.
     pub scale: f64,
+    /// Whether nobody asks for the gradient of the weight, which is as large as the weight.
+    pub frozen: bool,
 }
 
 /// The loss, `[1]`, in f32 (f64 for f64 rows). Logits are products in the type of `hidden`.
@@ -41,6 +43,7 @@ pub(crate) fn linear_cross_entropy<B: LinearAttentionBackend>(
         bias: bias.map(primitive),
         target: target.into_primitive(),
         scale,
+        frozen: false,
     };
     match B::fused_cross_entropy(x.clone(), false) {
         Some(pass) => tensor(pass.outputs.into_iter().next().expect("a loss")),

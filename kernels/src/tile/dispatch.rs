@@ -1,0 +1,80 @@
+//! The choice of an engine at compile time: the only place that asks which one it is.
+
+use super::engine::{Engine, Inverse, Mul, TileEngine};
+use super::mma::Mma;
+use super::plain::Plain;
+use super::tf32::Tf32;
+use super::{Acc, Grid};
+use cubecl::prelude::*;
+
+/// [`TileEngine::row`] of the grid's engine.
+#[cube]
+pub(crate) fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: Grid) -> usize {
+    match comptime!(grid.engine) {
+        Engine::Plain => Plain::row(f, h, grid),
+        Engine::Tf32 => Tf32::row(f, h, grid),
+        Engine::Mma => Mma::row(f, h, grid),
+    }
+}
+
+/// [`TileEngine::column`] of the grid's engine.
+#[cube]
+pub(crate) fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {
+    match comptime!(grid.engine) {
+        Engine::Plain => Plain::column(f, grid),
+        Engine::Tf32 => Tf32::column(f, grid),
+        Engine::Mma => Mma::column(f, grid),
+    }
+}
+
+/// [`TileEngine::inside`] of the grid's engine.
+#[cube]
+pub(crate) fn inside(#[comptime] f: usize, #[comptime] grid: Grid) -> bool {
+    match comptime!(grid.engine) {
+        Engine::Plain => Plain::inside(f, grid),
+        Engine::Tf32 => Tf32::inside(f, grid),
+        Engine::Mma => Mma::inside(f, grid),
+    }
+}
+
+/// [`TileEngine::slot`] of the grid's engine.
+#[cube]
+pub(crate) fn slot(#[comptime] grid: Grid) -> usize {
+    match comptime!(grid.engine) {
+        Engine::Plain => Plain::slot(grid),
+        Engine::Tf32 => Tf32::slot(grid),
+        Engine::Mma => Mma::slot(grid),
+    }
+}
+
+/// [`TileEngine::mul`] of the grid's engine.
+#[cube]
+pub(crate) fn mul<E: Float, NA: Size, NB: Size>(
+    acc: &mut Acc,
+    a: &SharedMemory<Vector<E, NA>>,
+    a_at: usize,
+    b: &SharedMemory<Vector<E, NB>>,
+    b_at: usize,
+    #[comptime] spec: Mul,
+) {
+    match comptime!(spec.grid.engine) {
+        Engine::Plain => Plain::mul::<E, NA, NB>(acc, a, a_at, b, b_at, spec),
+        Engine::Tf32 => Tf32::mul::<E, NA, NB>(acc, a, a_at, b, b_at, spec),
+        Engine::Mma => Mma::mul::<E, NA, NB>(acc, a, a_at, b, b_at, spec),
+    }
+}
+
+/// [`TileEngine::merge`] of the inverse's engine.
+#[cube]
+pub(crate) fn merge<E: Float>(
+    m: &mut SharedMemory<f32>,
+    t: &mut SharedMemory<f32>,
+    #[comptime] side: usize,
+    #[comptime] inverse: Inverse,
+) {
+    match comptime!(inverse.engine) {
+        Engine::Plain => Plain::merge::<E>(m, t, side, inverse),
+        Engine::Tf32 => Tf32::merge::<E>(m, t, side, inverse),
+        Engine::Mma => Mma::merge::<E>(m, t, side, inverse),
+    }
+}
