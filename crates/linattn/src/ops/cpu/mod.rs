@@ -12,6 +12,7 @@ mod gated_product;
 mod linear;
 mod memory;
 mod normalize;
+mod one_row;
 mod optimizer;
 mod pack;
 mod parallel;
