@@ -11,7 +11,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 use clap::Parser;
 use linattn::nn::{LanguageModel, LanguageModelConfig, LanguageModelState};
-use linattn::ops::LinearAttentionBackend;
+use linattn::ops::{GROUP, LinearAttentionBackend, WeightBits};
 use linattn_cli::device::{self, Job};
 use linattn_trainer::TrainBackend;
 use std::process::ExitCode;
@@ -41,7 +41,7 @@ struct Args {
     /// Sequences in a batch; several are timed one after another
     #[arg(long, value_delimiter = ',', default_values_t = [1_usize, 64])]
     batch: Vec<usize>,
-    /// f32, bf16 or f16; several are timed one after another
+    /// f32, bf16, f16, int8 or int4; several are timed one after another
     #[arg(long = "type", value_delimiter = ',', default_values_t = [String::from("f32"), String::from("bf16")])]
     types: Vec<String>,
     /// Tokens of the prompt
@@ -89,28 +89,66 @@ fn time_all<B: LinearAttentionBackend>(args: &Args, device: &B::Device) -> Resul
     }
     let types = args.types.iter().map(|name| number_type::<B>(name, device));
     let types = types.collect::<Result<Vec<_>, _>>()?;
-    println!("type,batch,parameters,state_bytes,step_ms,tokens_per_second,floor_ms,prompt_ms");
-    for (name, dtype) in types {
+    println!(
+        "type,batch,parameters,state_bytes,step_ms,tokens_per_second,floor_ms,prompt_ms,prompt_tokens_per_second"
+    );
+    for numbers in types {
         let started = Instant::now();
-        let model = build::<B>(args, dtype, device)?;
+        let model = build::<B>(args, &numbers, device)?;
+        let weights = Weights { parameters: model.num_params(), bytes: numbers.bytes(&model) };
+        let model = match numbers.quantized {
+            Some(bits) => model.quantized(bits),
+            None => model,
+        };
         wait::<B>(device)?;
+        let name = &numbers.name;
         eprintln!("{name}: weights in {:.1} s", started.elapsed().as_secs_f64());
         for &batch in &args.batch {
-            println!("{name},{batch},{}", time(&model, args, dtype, batch, device)?);
+            println!("{name},{batch},{}", time(&model, args, &weights, batch, device)?);
         }
     }
     Ok(())
 }
 
-fn number_type<B: Backend>(name: &str, device: &B::Device) -> Result<(String, DType), String> {
-    let dtype = match name {
-        "f32" => DType::F32,
-        "bf16" => DType::BF16,
-        "f16" => DType::F16,
-        _ => return Err(format!("`--type` is {name}; it has to be f32, bf16 or f16")),
+/// Numbers that weights are kept in.
+struct Numbers {
+    name: String,
+    dtype: DType,
+    quantized: Option<WeightBits>,
+}
+
+/// Size of a model.
+struct Weights {
+    parameters: usize,
+    bytes: f64,
+}
+
+impl Numbers {
+    /// Bytes of a model's weights; of quantized ones a scale for each group, too.
+    fn bytes<B: Backend>(&self, model: &LanguageModel<B>) -> f64 {
+        let bits = match self.quantized {
+            Some(WeightBits::Int8) => 8.0 + 32.0 / GROUP as f64,
+            Some(WeightBits::Int4) => 4.0 + 32.0 / GROUP as f64,
+            None => 8.0 * self.dtype.size() as f64,
+        };
+        model.num_params() as f64 * bits / 8.0
+    }
+}
+
+fn number_type<B: LinearAttentionBackend>(
+    name: &str,
+    device: &B::Device,
+) -> Result<Numbers, String> {
+    let (dtype, quantized) = match name {
+        "f32" => (DType::F32, None),
+        "bf16" => (DType::BF16, None),
+        "f16" => (DType::F16, None),
+        "int8" => (DType::F32, Some(WeightBits::Int8)),
+        "int4" => (DType::F32, Some(WeightBits::Int4)),
+        _ => return Err(format!("`--type` is {name}; it has to be f32, bf16, f16, int8 or int4")),
     };
-    match B::supports_dtype(device, dtype) {
-        true => Ok((name.to_string(), dtype)),
+    match B::supports_dtype(device, dtype) && (quantized.is_none() || B::takes_quantized()) {
+        true => Ok(Numbers { name: name.to_string(), dtype, quantized }),
         false => Err(format!("`--type`: this device does not compute in {name}")),
     }
 }
@@ -121,7 +159,7 @@ fn wait<B: Backend>(device: &B::Device) -> Result<(), String> {
 
 fn build<B: LinearAttentionBackend>(
     args: &Args,
-    dtype: DType,
+    numbers: &Numbers,
     device: &B::Device,
 ) -> Result<LanguageModel<B>, String> {
     let text = format!(
@@ -130,7 +168,7 @@ fn build<B: LinearAttentionBackend>(
     );
     let config: LanguageModelConfig = toml::from_str(&text).map_err(|e| e.to_string())?;
     let model = config.init::<B>(args.vocab, device).map_err(|e| e.to_string())?;
-    Ok(model.map(&mut Cast(dtype)))
+    Ok(model.map(&mut Cast(numbers.dtype)))
 }
 
 /// Weights in another type. One by one, so that no more than one of them is there twice.
@@ -146,7 +184,7 @@ impl<B: Backend> ModuleMapper<B> for Cast {
 fn time<B: LinearAttentionBackend>(
     model: &LanguageModel<B>,
     args: &Args,
-    dtype: DType,
+    weights: &Weights,
     batch: usize,
     device: &B::Device,
 ) -> Result<String, String> {
@@ -175,13 +213,16 @@ fn time<B: LinearAttentionBackend>(
         return Err("the model gave an id that it does not have".to_string());
     }
 
-    let (parameters, state_bytes) = (model.num_params(), state.bytes() / batch as u64);
-    let moved = (parameters * dtype.size()) as f64 + 2.0 * state.bytes() as f64;
+    let (parameters, state_bytes) = (weights.parameters, state.bytes() / batch as u64);
+    let moved = weights.bytes + 2.0 * state.bytes() as f64;
     let floor = args.bandwidth.map(|bandwidth| moved / (bandwidth * 1e9));
     let floor = floor.map_or(String::new(), |seconds| format!("{:.4}", 1e3 * seconds));
     let (step_ms, prompt_ms) = (1e3 * step, 1e3 * prompt_seconds);
     let speed = batch as f64 / step;
-    Ok(format!("{parameters},{state_bytes},{step_ms:.4},{speed:.1},{floor},{prompt_ms:.3}"))
+    let prompt_speed = (batch * args.prompt) as f64 / prompt_seconds;
+    Ok(format!(
+        "{parameters},{state_bytes},{step_ms:.4},{speed:.1},{floor},{prompt_ms:.3},{prompt_speed:.0}"
+    ))
 }
 
 /// Ids that come next, and the state before them.

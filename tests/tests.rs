@@ -52,6 +52,7 @@ mod parameters;
 mod paths;
 #[cfg(feature = "cpu")]
 mod precision;
+mod quantized;
 #[cfg(feature = "cpu")]
 mod recomputation;
 mod results;

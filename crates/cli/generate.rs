@@ -12,8 +12,8 @@ use linattn::generate::{
     Finish, GenerateConfig, GenerateError, Generated, Next, SamplingConfig, Sequence, Timing,
     Written, generate as write_texts,
 };
-use linattn::nn::{HeadKind, StateError, state_file};
-use linattn::ops::LinearAttentionBackend;
+use linattn::nn::{HeadKind, LanguageModel, StateError, state_file};
+use linattn::ops::{LinearAttentionBackend, WeightBits};
 use linattn_tasks::Tokenizer;
 use linattn_trainer::{Interrupter, StoredError, StoredModel, TrainBackend, Which};
 use serde_json::{Value, json};
@@ -71,6 +71,9 @@ pub struct GenerateArgs {
     /// Goes on from a file of `--save-state`; prompts come after its text
     #[arg(long, value_name = "FILE")]
     state: Option<PathBuf>,
+    /// Numbers that weights are held in: whole ones of 8 or 4 bits are read faster, and are rounded; on the CPU alone
+    #[arg(long, value_enum, default_value_t = Weights::F32)]
+    weights: Weights,
     /// Which checkpoint: best, last, or a step
     #[arg(long, default_value = "best", value_parser = checkpoint)]
     checkpoint: Which,
@@ -80,6 +83,38 @@ pub struct GenerateArgs {
     /// Prints one JSON object in the end: texts, ids and figures
     #[arg(long)]
     json: bool,
+}
+
+/// Numbers of weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Weights {
+    /// As they are
+    F32,
+    /// A byte each, and a scale for 32
+    Int8,
+    /// Half a byte each, and a scale for 32
+    Int4,
+}
+
+impl Weights {
+    /// The model with such weights.
+    fn of<B: LinearAttentionBackend>(
+        self,
+        model: LanguageModel<B>,
+    ) -> Result<LanguageModel<B>, Failure> {
+        let bits = match self {
+            Self::F32 => return Ok(model),
+            Self::Int8 => WeightBits::Int8,
+            Self::Int4 => WeightBits::Int4,
+        };
+        match B::takes_quantized() {
+            true => Ok(model.quantized(bits)),
+            false => {
+                let why = "`--weights` of whole numbers are there for the CPU alone: add --device cpu, or leave it out";
+                Err(Failure::Input(why.into()))
+            }
+        }
+    }
 }
 
 /// Someone's mistake, or a failure of ours.
@@ -166,7 +201,7 @@ fn chat(args: &GenerateArgs) -> ExitCode {
         Ok(interrupts) => interrupts,
         Err(e) => return fail(FAILED, &format!("can't watch for Ctrl-C: {e}")),
     };
-    let talk = Talk { chat: &chat, model: &model, interrupts: &interrupts };
+    let talk = Talk { chat: &chat, model: &model, weights: args.weights, interrupts: &interrupts };
     match guarded(&choice, talk) {
         Ok(Ok((timing, path))) => {
             output::note(&figures(&timing, &choice, &path));
@@ -204,6 +239,7 @@ fn chat_value(text: &str) -> Result<(String, Value), String> {
 struct Talk<'a> {
     chat: &'a Chat<'a>,
     model: &'a StoredModel,
+    weights: Weights,
     interrupts: &'a Interrupts,
 }
 
@@ -212,7 +248,7 @@ impl Job for Talk<'_> {
 
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
         let device = &devices[0];
-        let model = self.model.load::<B::InnerBackend>(device)?;
+        let model = self.weights.of(self.model.load::<B::InnerBackend>(device)?)?;
         let timing = self.chat.talk(&model, device, self.interrupts)?;
         Ok((timing, B::InnerBackend::path(device).to_string()))
     }
@@ -297,7 +333,7 @@ impl<'a> Request<'a> {
     /// The state of `--state` with each prompt after it, or each prompt alone.
     fn sequences<B: LinearAttentionBackend>(
         &self,
-        model: &linattn::nn::LanguageModel<B>,
+        model: &LanguageModel<B>,
         device: &B::Device,
     ) -> Result<Vec<Sequence<B>>, Failure> {
         let Some(path) = &self.args.state else {
@@ -512,7 +548,7 @@ impl Job for Generate<'_> {
 impl Generate<'_> {
     fn write<B: LinearAttentionBackend>(&self, device: &B::Device) -> Result<Done, Failure> {
         let request = self.request;
-        let model = request.model.load::<B>(device)?;
+        let model = request.args.weights.of(request.model.load::<B>(device)?)?;
         let sequences = request.sequences(&model, device)?;
         let page = |_| Page::new(request.tokenizer.as_ref(), &request.args.stops);
         let mut pages: Vec<Page<'_>> = sequences.iter().map(page).collect();

@@ -14,12 +14,15 @@
 use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
+use cubecl::server::Handle;
 use cubecl::wgpu::WgpuRuntime;
 use half::bf16;
 use linattn_kernels::{
-    Decay, Dims, Given, Inputs, Read, Transition, Variant, backward, engine, forward, launches,
+    Backward, Buffer, Decay, Dims, Forward, Given, Inputs, Read, Transition, Variant, backward,
+    engine, forward, launches,
 };
 use linattn_oracle as oracle;
+use std::ops::Range;
 use std::time::Instant;
 
 const OPS: [&str; 6] =
@@ -78,24 +81,32 @@ fn main() {
     match device {
         #[cfg(feature = "cuda")]
         "cuda" => {
-            all(cubecl::cuda::CudaRuntime::client(&Default::default()), device, half, op, shape)
+            all(&cubecl::cuda::CudaRuntime::client(&Default::default()), [device, op, shape], half)
         }
         "vulkan" | "wgsl" => {
             let client = WgpuRuntime::client(&Default::default());
             let wanted = if device == "vulkan" { "wgpu<spirv>" } else { "wgpu<wgsl>" };
             let name = WgpuRuntime::name(&client);
             assert_eq!(name, wanted, "`--features vulkan` is for vulkan, and not for wgsl");
-            all(client, device, half, op, shape)
+            all(&client, [device, op, shape], half)
         }
         other => panic!("no device {other:?} in this build"),
     }
 }
 
-fn all<R: Runtime>(client: ComputeClient<R>, device: &str, half: bool, op: &str, shape: &str) {
+/// Every operation and shape that is asked for; those left empty are all.
+fn all<R: Runtime>(client: &ComputeClient<R>, [device, op, shape]: [&str; 3], half: bool) {
     for name in OPS.into_iter().filter(|name| op.is_empty() || *name == op) {
-        for dims in shapes(shape) {
-            let [b, t, h, d] = dims;
-            one(&client, device, half, name, &format!("{b}x{t}x{h}x{d}"), dims);
+        for [batch, tokens, heads, width] in shapes(shape) {
+            let dims = Dims {
+                batch,
+                tokens,
+                key_heads: heads,
+                heads,
+                key_width: width,
+                value_width: width,
+            };
+            Case { client, device, op: name, variant: variant(name), dims, half }.run();
         }
     }
 }
@@ -112,138 +123,39 @@ fn shapes(text: &str) -> Vec<[usize; 4]> {
     }
 }
 
-fn one<R: Runtime>(
-    client: &ComputeClient<R>,
-    device: &str,
-    half: bool,
-    op: &str,
-    text: &str,
-    [batch, tokens, heads, width]: [usize; 4],
-) {
-    let dims =
-        Dims { batch, tokens, key_heads: heads, heads, key_width: width, value_width: width };
-    let kind = if half { FloatKind::BF16 } else { FloatKind::F32 };
-    let dtype = StorageType::Scalar(ElemType::Float(kind));
-    if let Err(why) = engine(client, variant(op), dims, dtype) {
-        println!("{op},{text},{kind:?},{device},refused: {why}");
-        return;
-    }
-    let one_head = oracle::Dims {
-        batch: 1,
-        tokens,
-        key_heads: 1,
-        heads: 1,
-        key_width: width,
-        value_width: width,
-    };
-    let mut sample = oracle::Inputs::random(1, one_head, &recipe(op));
-    if half {
-        round(&mut sample);
-    }
-    let d_o = rounded(
-        (0..tokens * width).map({
-            let mut rng = oracle::Rng::named(1, "d_o");
-            move |_| rng.normal()
-        }),
-        half,
-    );
-    let case = Case { client, variant: variant(op), dims, half };
-    let copies: Vec<Inputs> = (0..ROTATED).map(|_| case.upload(&sample)).collect();
-    let gradient = case.rows(&d_o, width);
-    let run_forward = |n: usize| {
-        forward(client, case.variant, dims, dtype, &copies[n % ROTATED], false).expect("it fits")
-    };
-    let run_both = |n: usize| {
-        let x = &copies[n % ROTATED];
-        let done = forward(client, case.variant, dims, dtype, x, true).expect("it fits");
-        let saved: Vec<_> = done.saved.iter().map(|b| b.handle.clone()).collect();
-        let given = Given { x, saved: &saved, d_o: &gradient, d_state: None };
-        let d = backward(client, case.variant, dims, dtype, given).expect("it fits");
-        (done.o, d)
-    };
-    let wait = || block_on(client.sync()).expect("the kernels ran");
-    let (o, d) = run_both(0);
-    wait();
-    let error = |want: &[f64], got: &linattn_kernels::Buffer, width: usize| {
-        let got = case.first_head(got, width);
-        let wrong: f64 = want.iter().zip(&got).map(|(w, g)| (w - g) * (w - g)).sum();
-        (wrong / want.iter().map(|w| w * w).sum::<f64>()).sqrt()
-    };
-    let truth = oracle::forward(&sample);
-    let error_o = error(&truth.o, &o, width);
-    let want = oracle::backward(&sample, &d_o, &vec![0.0; width * width]);
-    let gate_width = if variant(op).decay == Decay::Vector { width } else { 1 };
-    let gradients = [
-        ("dq", Some(&want.q), Some(&d.q), width),
-        ("dk", Some(&want.k), Some(&d.k), width),
-        ("dv", Some(&want.v), Some(&d.v), width),
-        ("dg", want.g.as_ref(), d.g.as_ref(), gate_width),
-        ("dbeta", want.beta.as_ref(), d.beta.as_ref(), 1),
-        ("da", want.a.as_ref(), d.a.as_ref(), width),
-        ("db", want.b.as_ref(), d.b.as_ref(), width),
-    ];
-    let mut worst = 0.0_f64;
-    for (name, want, got, width) in gradients {
-        if let (Some(want), Some(got)) = (want, got) {
-            let error = error(want, got, width);
-            eprintln!("  {op} {text} {name}: off by {error:.2e}");
-            worst = worst.max(error);
-        }
-    }
-    drop((o, d));
-    let queue = |run: &dyn Fn(usize)| {
-        run(0);
-        wait();
-        let start = Instant::now();
-        run(1);
-        wait();
-        let calls = (0.15 / start.elapsed().as_secs_f64()).clamp(5.0, QUEUED as f64) as usize;
-        let in_a_row = || {
-            let start = Instant::now();
-            (0..calls).for_each(run);
-            wait();
-            start.elapsed().as_secs_f64() * 1e3 / calls as f64
-        };
-        let behind_a_busy_gpu = || queued(client, calls, run);
-        [median((0..5).map(|_| behind_a_busy_gpu())), median((0..5).map(|_| in_a_row()))]
-    };
-    let call = |run: &dyn Fn(usize)| {
-        median((0..21).map(|n| {
-            let start = Instant::now();
-            run(n);
-            wait();
-            start.elapsed().as_secs_f64() * 1e3
-        }))
-    };
-    let forward_only = |n: usize| drop(run_forward(n));
-    let both = |n: usize| drop(run_both(n));
-    let work = work(op, dims, if half { 2 } else { 4 });
-    let [launched, launched_both] = launches(client, case.variant, dims, dtype).expect("it ran");
-    let ([took, in_a_row], [took_both, both_in_a_row]) = (queue(&forward_only), queue(&both));
-    println!(
-        "{op},{text},{},{device},{took:.4},{took_both:.4},{:.4},{:.4},{:.4},{:.4},{launched},{launched_both},{error_o:.1e},{worst:.1e}",
-        if half { "bf16" } else { "f32" },
-        call(&forward_only),
-        call(&both),
-        work[0].floor(),
-        work[1].floor(),
-    );
-    let passes = [("fwd", took, in_a_row, work[0]), ("fwd_bwd", took_both, both_in_a_row, work[1])];
-    for (name, took, in_a_row, work) in passes {
-        let Work { bytes, flops } = work;
-        let times = took / work.floor();
-        eprintln!(
-            "  {op} {text} {name}: {bytes:.3e} bytes, {flops:.3e} FLOPs, {times:.1} x floor; \
-             {in_a_row:.4} ms a call in a row, the host's time included"
-        );
-    }
-}
-
 /// The upper one, of an even number.
 fn median(times: impl Iterator<Item = f64>) -> f64 {
     let mut times: Vec<f64> = times.collect();
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
+}
+
+/// Milliseconds a call.
+struct Times {
+    /// The GPU's.
+    queued: f64,
+    /// In a row of calls without waits: the GPU's or the host's, whichever is more.
+    in_a_row: f64,
+    /// One call and a wait, median.
+    alone: f64,
+}
+
+impl Times {
+    fn of<R: Runtime>(client: &ComputeClient<R>, run: &dyn Fn(usize)) -> Self {
+        let seconds = |calls: Range<usize>| {
+            let start = Instant::now();
+            calls.for_each(run);
+            block_on(client.sync()).expect("the kernels ran");
+            start.elapsed().as_secs_f64()
+        };
+        seconds(0..1);
+        let calls = (0.15 / seconds(1..2)).clamp(5.0, QUEUED as f64) as usize;
+        Self {
+            queued: median((0..5).map(|_| queued(client, calls, run))),
+            in_a_row: median((0..5).map(|_| seconds(0..calls) * 1e3 / calls as f64)),
+            alone: median((0..21).map(|n| seconds(n..n + 1) * 1e3)),
+        }
+    }
 }
 
 /// The GPU's milliseconds a call: `calls` of them wait behind a kernel that only takes time, until the
@@ -344,16 +256,69 @@ fn round(x: &mut oracle::Inputs) {
     }
 }
 
+/// One operation on one shape.
 struct Case<'a, R: Runtime> {
     client: &'a ComputeClient<R>,
+    device: &'a str,
+    op: &'static str,
     variant: Variant,
     dims: Dims,
     half: bool,
 }
 
 impl<R: Runtime> Case<'_, R> {
+    fn kind(&self) -> FloatKind {
+        if self.half { FloatKind::BF16 } else { FloatKind::F32 }
+    }
+
+    fn dtype(&self) -> StorageType {
+        StorageType::Scalar(ElemType::Float(self.kind()))
+    }
+
+    /// B, T, H and D.
+    fn shape(&self) -> String {
+        let Dims { batch, tokens, heads, key_width, .. } = self.dims;
+        format!("{batch}x{tokens}x{heads}x{key_width}")
+    }
+
+    /// Checks and times it, and prints its row.
+    fn run(&self) {
+        let Self { client, device, op, variant, dims, half } = *self;
+        let shape = self.shape();
+        if let Err(why) = engine(client, variant, dims, self.dtype()) {
+            println!("{op},{shape},{:?},{device},refused: {why}", self.kind());
+            return;
+        }
+        let calls = Calls::new(self);
+        let [error_o, worst] = calls.errors();
+        let forward = Times::of(client, &|n| drop(calls.forward(n, false)));
+        let both = Times::of(client, &|n| drop(calls.both(n)));
+        let [work, work_both] = work(op, dims, if half { 2 } else { 4 });
+        let [launched, launched_both] =
+            launches(client, variant, dims, self.dtype()).expect("it ran");
+        println!(
+            "{op},{shape},{},{device},{:.4},{:.4},{:.4},{:.4},{:.4},{:.4},{launched},{launched_both},{error_o:.1e},{worst:.1e}",
+            if half { "bf16" } else { "f32" },
+            forward.queued,
+            both.queued,
+            forward.alone,
+            both.alone,
+            work.floor(),
+            work_both.floor(),
+        );
+        for (name, times, work) in [("fwd", forward, work), ("fwd_bwd", both, work_both)] {
+            let Work { bytes, flops } = work;
+            eprintln!(
+                "  {op} {shape} {name}: {bytes:.3e} bytes, {flops:.3e} FLOPs, {:.1} x floor; \
+                 {:.4} ms a call in a row, the host's time included",
+                times.queued / work.floor(),
+                times.in_a_row,
+            );
+        }
+    }
+
     /// One head's numbers, for all heads of all sequences.
-    fn spread(&self, head: &[u8], row: usize) -> cubecl::server::Handle {
+    fn spread(&self, head: &[u8], row: usize) -> Handle {
         let mut all = Vec::with_capacity(head.len() * self.dims.heads * self.dims.batch);
         for _ in 0..self.dims.batch {
             for token in head.chunks_exact(row) {
@@ -363,7 +328,7 @@ impl<R: Runtime> Case<'_, R> {
         self.client.create_from_slice(&all)
     }
 
-    fn rows(&self, x: &[f64], width: usize) -> cubecl::server::Handle {
+    fn rows(&self, x: &[f64], width: usize) -> Handle {
         if !self.half {
             return self.gates(x, width);
         }
@@ -371,7 +336,7 @@ impl<R: Runtime> Case<'_, R> {
         self.spread(&bytes, 2 * width)
     }
 
-    fn gates(&self, x: &[f64], width: usize) -> cubecl::server::Handle {
+    fn gates(&self, x: &[f64], width: usize) -> Handle {
         let bytes: Vec<u8> = x.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect();
         self.spread(&bytes, 4 * width)
     }
@@ -400,7 +365,7 @@ impl<R: Runtime> Case<'_, R> {
     }
 
     /// The first head of the first sequence.
-    fn first_head(&self, x: &linattn_kernels::Buffer, width: usize) -> Vec<f64> {
+    fn first_head(&self, x: &Buffer, width: usize) -> Vec<f64> {
         let bytes = self.client.read_one(x.handle.clone()).expect("the kernels ran");
         let size = x.dtype.size();
         let row = self.dims.heads * width * size;
@@ -410,6 +375,86 @@ impl<R: Runtime> Case<'_, R> {
                 token[..width * size].chunks_exact(size).map(number).collect::<Vec<_>>()
             })
             .collect()
+    }
+}
+
+/// One head's numbers in f64, and those of all heads on the device, several times over.
+struct Calls<'a, R: Runtime> {
+    case: &'a Case<'a, R>,
+    sample: oracle::Inputs,
+    d_o: Vec<f64>,
+    copies: Vec<Inputs>,
+    gradient: Handle,
+}
+
+impl<'a, R: Runtime> Calls<'a, R> {
+    fn new(case: &'a Case<'a, R>) -> Self {
+        let Dims { tokens, key_width: width, .. } = case.dims;
+        let one_head = oracle::Dims {
+            batch: 1,
+            tokens,
+            key_heads: 1,
+            heads: 1,
+            key_width: width,
+            value_width: width,
+        };
+        let mut sample = oracle::Inputs::random(1, one_head, &recipe(case.op));
+        if case.half {
+            round(&mut sample);
+        }
+        let mut rng = oracle::Rng::named(1, "d_o");
+        let d_o = rounded((0..tokens * width).map(|_| rng.normal()), case.half);
+        let copies = (0..ROTATED).map(|_| case.upload(&sample)).collect();
+        Self { case, sample, copies, gradient: case.rows(&d_o, width), d_o }
+    }
+
+    /// Call `n` forward. `keep`: for a backward pass.
+    fn forward(&self, n: usize, keep: bool) -> Forward {
+        let Case { client, variant, dims, .. } = *self.case;
+        let x = &self.copies[n % ROTATED];
+        forward(client, variant, dims, self.case.dtype(), x, keep).expect("it fits")
+    }
+
+    /// Call `n` forward and backward.
+    fn both(&self, n: usize) -> (Buffer, Backward) {
+        let Case { client, variant, dims, .. } = *self.case;
+        let done = self.forward(n, true);
+        let saved: Vec<_> = done.saved.iter().map(|b| b.handle.clone()).collect();
+        let x = &self.copies[n % ROTATED];
+        let given = Given { x, saved: &saved, d_o: &self.gradient, d_state: None };
+        let d = backward(client, variant, dims, self.case.dtype(), given);
+        (done.o, d.expect("it fits"))
+    }
+
+    /// Relative errors of the first head: of o, and of the gradient that is furthest off.
+    fn errors(&self) -> [f64; 2] {
+        let Case { op, variant, dims: Dims { key_width: width, .. }, .. } = *self.case;
+        let (o, d) = self.both(0);
+        let error = |want: &[f64], got: &Buffer, width: usize| {
+            let got = self.case.first_head(got, width);
+            let wrong: f64 = want.iter().zip(&got).map(|(w, g)| (w - g) * (w - g)).sum();
+            (wrong / want.iter().map(|w| w * w).sum::<f64>()).sqrt()
+        };
+        let want = oracle::backward(&self.sample, &self.d_o, &vec![0.0; width * width]);
+        let gate_width = if variant.decay == Decay::Vector { width } else { 1 };
+        let gradients = [
+            ("dq", Some(&want.q), Some(&d.q), width),
+            ("dk", Some(&want.k), Some(&d.k), width),
+            ("dv", Some(&want.v), Some(&d.v), width),
+            ("dg", want.g.as_ref(), d.g.as_ref(), gate_width),
+            ("dbeta", want.beta.as_ref(), d.beta.as_ref(), 1),
+            ("da", want.a.as_ref(), d.a.as_ref(), width),
+            ("db", want.b.as_ref(), d.b.as_ref(), width),
+        ];
+        let mut worst = 0.0_f64;
+        for (name, want, got, width) in gradients {
+            if let (Some(want), Some(got)) = (want, got) {
+                let error = error(want, got, width);
+                eprintln!("  {op} {} {name}: off by {error:.2e}", self.case.shape());
+                worst = worst.max(error);
+            }
+        }
+        [error(&oracle::forward(&self.sample).o, &o, width), worst]
     }
 }
 

@@ -27,6 +27,7 @@ use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use kernel::{SidesLaunch, SizesLaunch, multiply};
 
 /// f32 as tensor cores read it.
 const TF32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::TF32));
@@ -155,10 +156,14 @@ impl Form {
         self.plane_rows() / 16 * (self.plane_columns() / 8)
     }
 
+    /// Numbers of a and of b in shared memory, all stages: what the kernel allocates.
+    fn staged_numbers(&self) -> [usize; 2] {
+        [self.lhs_side(), self.rhs_side()].map(|side| self.tiling.stages * side.numbers())
+    }
+
     /// Bytes of shared memory.
     fn shared_memory(&self) -> usize {
-        let numbers = self.lhs_side().numbers() + self.rhs_side().numbers();
-        self.tiling.stages * numbers * if self.half { 2 } else { 4 }
+        self.staged_numbers().iter().sum::<usize>() * if self.half { 2 } else { 4 }
     }
 }
 
@@ -339,19 +344,20 @@ fn launch<R: Runtime>(
     // SAFETY: pieces past the ends are not read, and rows and columns past the output's not written.
     #[allow(unsafe_code)]
     unsafe {
-        kernel::multiply::launch_unchecked::<R>(
+        multiply::launch_unchecked::<R>(
             client,
             cubes,
             CubeDim::new_1d(form.units() as u32),
-            array(sides[0], numbers[0]),
-            array(sides[1], numbers[1]),
+            SidesLaunch::new(array(sides[0], numbers[0]), array(sides[1], numbers[1])),
             whole(y),
-            product.m as u32,
-            product.n as u32,
-            product.k as u32,
-            product.lhs.stride as u32,
-            product.rhs.stride as u32,
-            each as u32,
+            SizesLaunch::new(
+                product.m as u32,
+                product.n as u32,
+                product.k as u32,
+                product.lhs.stride as u32,
+                product.rhs.stride as u32,
+                each as u32,
+            ),
             form,
             [input, product.output],
             widths,

@@ -224,7 +224,7 @@ pub(crate) fn normalize_rows<F: Float>(
     // Units past the last row repeat it: none may miss a barrier.
     let start = min(row, rows - 1) * width;
     let share = RowShare { start, own, width, turns: (width - 1) / team + 1 };
-    let sum = team_sum(squares::<F>(&x.x, &share, form), own, form);
+    let sum = team_sum(squared_share::<F>(&x.x, &share, form), own, form);
     let scale = sizes.factor / f32::sqrt(sum * sizes.share + sizes.epsilon);
     if row < rows {
         store_scaled::<F>(x, y, scale, &share, form);
@@ -233,7 +233,7 @@ pub(crate) fn normalize_rows<F: Float>(
 
 /// The sum of x^2 over a unit's share of a row.
 #[cube]
-fn squares<F: Float>(x: &Tensor<F>, share: &RowShare, #[comptime] form: Form) -> f32 {
+fn squared_share<F: Float>(x: &Tensor<F>, share: &RowShare, #[comptime] form: Form) -> f32 {
     let mut sum = 0.0f32;
     for turn in 0..share.turns {
         let i = share.own + turn * comptime!(form.team);

@@ -15,23 +15,19 @@ pub(crate) struct TextFile {
     pub(crate) text: String,
 }
 
-pub(crate) fn file_error(key: &str, path: &Path, why: impl Into<String>) -> TaskError {
-    TaskError::File { key: key.into(), path: path.into(), why: why.into() }
-}
-
 /// Reads one file of UTF-8.
 pub(crate) fn read_file(key: &str, path: &Path) -> Result<TextFile, TaskError> {
-    let bytes = fs::read(path).map_err(|error| file_error(key, path, error.to_string()))?;
+    let bytes = fs::read(path).map_err(|error| TaskError::file(key, path, error.to_string()))?;
     let text = String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
-        file_error(key, path, format!("byte {at} is not UTF-8; convert the file to UTF-8"))
+        TaskError::file(key, path, format!("byte {at} is not UTF-8; convert the file to UTF-8"))
     })?;
     Ok(TextFile { path: path.into(), text })
 }
 
 /// Reads the `.txt` files of a folder, sorted by name; those in folders within are left out.
 pub(crate) fn read_folder(key: &str, folder: &Path) -> Result<Vec<TextFile>, TaskError> {
-    let failed = |error: std::io::Error| file_error(key, folder, error.to_string());
+    let failed = |error: std::io::Error| TaskError::file(key, folder, error.to_string());
     let mut paths = Vec::new();
     for entry in fs::read_dir(folder).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
@@ -40,7 +36,7 @@ pub(crate) fn read_folder(key: &str, folder: &Path) -> Result<Vec<TextFile>, Tas
         }
     }
     if paths.is_empty() {
-        return Err(file_error(key, folder, "it has no .txt file; put the text into some"));
+        return Err(TaskError::file(key, folder, "it has no .txt file; put the text into some"));
     }
     paths.sort();
     paths.iter().map(|path| read_file(key, path)).collect()
@@ -195,5 +191,5 @@ pub(crate) fn encode(
     path: &Path,
 ) -> Result<Windows, TaskError> {
     let encoded = tokenizer.encode(text);
-    encoded.map(Windows::new).map_err(|why| file_error(key, path, why))
+    encoded.map(Windows::new).map_err(|why| TaskError::file(key, path, why))
 }

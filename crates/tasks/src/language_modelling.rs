@@ -16,7 +16,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::corpus::{Windows, encode, file_error, join, read_texts};
+use crate::corpus::{Windows, encode, join, read_texts};
 use crate::rng::example_rng;
 use crate::sets::{Splits, check_sets, require};
 use crate::tokenizer::{Tokenizer, TokenizerConfig};
@@ -75,7 +75,7 @@ impl TextSet {
         let tokens = windows.tokens();
         if tokens <= length {
             let why = format!("all text has {tokens} tokens, and more than {length} are needed");
-            return Err(file_error(&key, &self.text[0], why));
+            return Err(TaskError::file(&key, &self.text[0], why));
         }
         let all = windows.count(length) as u64;
         Ok(Shape { length, all, examples: self.examples.unwrap_or(all), windows })

@@ -25,6 +25,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 mod corpus;
+mod example;
 mod formal;
 mod group_word;
 mod language_modelling;
@@ -42,6 +43,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use example::{Batch, Example};
 pub use formal::{
     CycleNavigationConfig, EvenPairsConfig, ModularArithmeticConfig, ParityConfig, SizeRange,
     Supervision,
@@ -52,7 +54,7 @@ pub use mqar::{Cell, Filler, Mqar, MqarConfig};
 pub use s_niah::{Needle, NeedleSet, SNiah, SNiahConfig, Track, TrainSet};
 pub use statistics::Statistic;
 pub use tally::Tally;
-pub use task::{Batch, Example, Goal, Question, SetInfo, Split, Task, Text};
+pub use task::{Goal, Question, SetInfo, Split, Task, Text};
 pub use tokenizer::{TextStream, Tokenizer, TokenizerConfig};
 
 /// Which task, as the TOML's table name: `[task.mqar]`.
@@ -160,6 +162,13 @@ pub enum TaskError {
         /// The fault, and the remedy.
         why: String,
     },
+}
+
+impl TaskError {
+    /// A file of the key `key` that cannot be used.
+    pub(crate) fn file(key: &str, path: &std::path::Path, why: impl Into<String>) -> Self {
+        Self::File { key: key.into(), path: path.into(), why: why.into() }
+    }
 }
 
 /// The README's examples are tests.

@@ -38,7 +38,7 @@ use rand::Rng;
 use rand::seq::IndexedRandom;
 use serde::{Deserialize, Serialize};
 
-use crate::corpus::{Prose, TextFile, Windows, encode, file_error, join};
+use crate::corpus::{Prose, TextFile, Windows, encode, join};
 use crate::corpus::{read_folder, read_texts};
 use crate::rng::example_rng;
 use crate::sets::{Splits, check_sets, require};
@@ -314,7 +314,7 @@ const WHERE: &str = "the folder PaulGrahamEssays of \
 struct Essays {
     /// The first essays.
     prose: Prose,
-    /// What is not for training.
+    /// Texts that are not for training.
     held_out: HeldOut,
     /// Of the whole folder: files, bytes and words, and whether the files are called as published.
     files: usize,
@@ -336,7 +336,7 @@ impl Essays {
         let key = "task.s_niah.haystack";
         let files = read_folder(key, folder).map_err(|error| match error {
             TaskError::File { key, path, why } => {
-                file_error(&key, &path, format!("{why}; {WHERE}"))
+                TaskError::file(&key, &path, format!("{why}; {WHERE}"))
             }
             other => other,
         })?;
@@ -349,7 +349,7 @@ impl Essays {
                 "its first {HELD_OUT} essays have {tokens} tokens, a set has {longest}, and the \
                  essays after these may be trained with; shorten the set"
             );
-            return Err(file_error(key, folder, why));
+            return Err(TaskError::file(key, folder, why));
         }
         Ok(essays)
     }
@@ -415,7 +415,7 @@ fn training_text(
     if windows.tokens() <= longest {
         let tokens = windows.tokens();
         let why = format!("all text has {tokens} tokens, and more than {longest} are needed");
-        return Err(file_error(key, &config.text[0], why));
+        return Err(TaskError::file(key, &config.text[0], why));
     }
     Ok(Some((prose, windows)))
 }
@@ -430,7 +430,7 @@ fn allowed(config: &SNiahConfig, essays: &Essays, key: &str) -> Result<Vec<TextF
                 "most of it is text of the first {HELD_OUT} essays of `task.s_niah.haystack`, which \
                  only evaluation may read; leave it out"
             );
-            return Err(file_error(key, &file.path, why));
+            return Err(TaskError::file(key, &file.path, why));
         }
         if !text.is_empty() {
             files.push(TextFile { text: text + "\n", ..file });
@@ -441,7 +441,7 @@ fn allowed(config: &SNiahConfig, essays: &Essays, key: &str) -> Result<Vec<TextF
             "it has no more than the first {HELD_OUT} essays of `task.s_niah.haystack`, which only \
              evaluation may read; add other text"
         );
-        return Err(file_error(key, &config.text[0], why));
+        return Err(TaskError::file(key, &config.text[0], why));
     }
     Ok(files)
 }

@@ -10,7 +10,6 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::TaskError;
-use crate::corpus::file_error;
 
 /// Unit of text that is a token, as TOML spells it: `tokenizer = "bytes"`, or
 /// `tokenizer = { file = "tokenizer.json" }`.
@@ -188,7 +187,7 @@ impl Tokenizer {
 
 fn refusal(key: &str, path: &Path, why: String) -> TaskError {
     let why = format!("{why}; a `tokenizer.json` of the `tokenizers` library would do");
-    file_error(key, path, why)
+    TaskError::file(key, path, why)
 }
 
 /// Ids to text as they come, whole characters only. All pieces together are what the ids read at once.

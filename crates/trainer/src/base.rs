@@ -12,7 +12,8 @@
 
 use crate::checkpoint::Which;
 use crate::config::{BaseConfig, ConfigError, RunConfig, first_difference};
-use crate::folder::{CONFIG, FolderError, TOKENIZER};
+use crate::folder::{CONFIG, TOKENIZER};
+use crate::folder_error::FolderError;
 use crate::stored::{StoredError, StoredModel};
 use linattn::nn::LanguageModelConfig;
 use linattn_tasks::TokenizerConfig;

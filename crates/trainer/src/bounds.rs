@@ -1,6 +1,6 @@
 //! Upper bounds of a run's sizes, checked before anything is made of it.
 
-use crate::config::{ConfigError, RunConfig};
+use crate::config_error::ConfigError;
 use linattn_tasks::{Split, Task, TaskConfig};
 use toml::Value;
 
@@ -45,9 +45,13 @@ fn check_numbers(key: &str, value: &Value) -> Result<(), ConfigError> {
 /// Refuses batches with more positions than a batch can have.
 /// # Errors
 /// [`ConfigError::Value`] names the key that makes them.
-pub(crate) fn check_batches(run: &RunConfig, task: &dyn Task) -> Result<(), ConfigError> {
-    let ours = ("train.batch_size", run.train.batch_size as u64);
-    let tests = run.evaluate.batch_size.map_or(ours, |n| ("evaluate.batch_size", n as u64));
+pub(crate) fn check_batches(
+    batch_size: usize,
+    of_tests: Option<usize>,
+    task: &dyn Task,
+) -> Result<(), ConfigError> {
+    let ours = ("train.batch_size", batch_size as u64);
+    let tests = of_tests.map_or(ours, |n| ("evaluate.batch_size", n as u64));
     for (split, (key, size)) in
         [(Split::Train, ours), (Split::Validation, tests), (Split::Test, tests)]
     {
@@ -62,37 +66,10 @@ pub(crate) fn check_batches(run: &RunConfig, task: &dyn Task) -> Result<(), Conf
     Ok(())
 }
 
-/// Bytes of this computer's memory that a run needs at the very least for what is never on a device:
-/// the order of the examples, and one batch. With the key that most of it is for.
-/// # Errors
-/// [`ConfigError`] names the first key that does not fit.
-pub fn host_memory(run: &RunConfig) -> Result<(f64, &'static str), ConfigError> {
-    let task = run.task.build(run.seed)?;
-    let examples = task.sets(Split::Train).iter().map(|set| set.examples as f64).sum::<f64>();
-    let order = match run.train.order {
-        crate::Order::Shuffled => 8.0 * examples,
-        crate::Order::Fixed | crate::Order::Fresh => 0.0,
-    };
-    let tests = run.evaluate.batch_size.unwrap_or(run.train.batch_size);
-    let splits =
-        [(Split::Train, run.train.batch_size), (Split::Validation, tests), (Split::Test, tests)];
-    let sets = splits.iter().flat_map(|&(split, rows)| {
-        task.sets(split).iter().map(move |set| (set, (rows as u64).min(set.examples)))
-    });
-    // An id a position; where an answer is asked for, its place and the answer too.
-    let bytes = sets.map(|(set, rows)| rows as f64 * (4 * set.length + 8 * set.scored) as f64);
-    let batch = bytes.fold(0.0, f64::max);
-    let key = if order > batch {
-        "fewer `examples` to learn from, or `train.order` = \"fixed\","
-    } else {
-        "a smaller `train.batch_size`, `evaluate.batch_size` or length of the task"
-    };
-    Ok((order + batch, key))
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::config::RunConfig;
+    use crate::cost::host_memory;
 
     fn run(change: &str) -> Result<RunConfig, String> {
         let text = "[task.mqar]\ntrain = [{ length = 16, pairs = 2, examples = 8 }]\n\

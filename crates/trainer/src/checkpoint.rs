@@ -8,7 +8,7 @@
 //! ```
 //! Whoever reads a checkpoint checks all of it first.
 
-use crate::folder::{FolderError, io_error, replace, write_synced};
+use crate::folder_error::{FolderError, io_error, replace, write_synced};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;

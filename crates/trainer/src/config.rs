@@ -287,7 +287,7 @@ impl RunConfig {
         self.check_model(task.as_ref())?;
         self.check_base(task.as_ref())?;
         self.check_head(task.as_ref())?;
-        bounds::check_batches(&self, task.as_ref())?;
+        bounds::check_batches(self.train.batch_size, self.evaluate.batch_size, task.as_ref())?;
         self.evaluate.check(task.as_ref())?;
         Ok(self)
     }

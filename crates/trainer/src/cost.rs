@@ -140,3 +140,31 @@ pub fn least_memory(run: &RunConfig) -> Result<f64, ConfigError> {
     let each = if run.train.lora.is_some() { 1.0 } else { 4.0 };
     Ok(4.0 * (each * weights + largest.fold(0.0, f64::max)))
 }
+
+/// Bytes of this computer's memory that a run needs at the very least for what is never on a device:
+/// the order of the examples, and one batch. With the key that most of it is for.
+/// # Errors
+/// [`ConfigError`] names the first key that does not fit.
+pub fn host_memory(run: &RunConfig) -> Result<(f64, &'static str), ConfigError> {
+    let task = run.task.build(run.seed)?;
+    let examples = task.sets(Split::Train).iter().map(|set| set.examples as f64).sum::<f64>();
+    let order = match run.train.order {
+        crate::Order::Shuffled => 8.0 * examples,
+        crate::Order::Fixed | crate::Order::Fresh => 0.0,
+    };
+    let tests = run.evaluate.batch_size.unwrap_or(run.train.batch_size);
+    let splits =
+        [(Split::Train, run.train.batch_size), (Split::Validation, tests), (Split::Test, tests)];
+    let sets = splits.iter().flat_map(|&(split, rows)| {
+        task.sets(split).iter().map(move |set| (set, (rows as u64).min(set.examples)))
+    });
+    // An id a position; where an answer is asked for, its place and the answer too.
+    let bytes = sets.map(|(set, rows)| rows as f64 * (4 * set.length + 8 * set.scored) as f64);
+    let batch = bytes.fold(0.0, f64::max);
+    let key = if order > batch {
+        "fewer `examples` to learn from, or `train.order` = \"fixed\","
+    } else {
+        "a smaller `train.batch_size`, `evaluate.batch_size` or length of the task"
+    };
+    Ok((order + batch, key))
+}

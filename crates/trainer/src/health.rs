@@ -5,11 +5,13 @@
 //! never written. A program that trains therefore notes every panic, and a run in which one happened keeps
 //! nothing from then on.
 
-use crate::progress::RENDERER;
 use burn::tensor::backend::Backend;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The thread that Burn's renderer draws in.
+pub(crate) const RENDERER: &str = "train-renderer";
 
 static NOTED: Mutex<Vec<String>> = Mutex::new(vec![]);
 

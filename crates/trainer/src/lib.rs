@@ -17,6 +17,7 @@ mod config_file;
 mod cost;
 mod evaluate;
 mod folder;
+mod folder_error;
 mod health;
 mod learner;
 mod lock;
@@ -29,16 +30,16 @@ mod terminal;
 mod train;
 mod weights;
 
-pub use bounds::host_memory;
 pub use burn_train::Interrupter;
 pub use checkpoint::{Checkpoint, Position, Which};
 pub use config::{
     AdamWConfig, BaseConfig, CheckpointConfig, ConfigError, Decay, EvaluateConfig, Order, Per,
     Precision, RunConfig, ScheduleConfig, Shape, TrainConfig,
 };
-pub use cost::{DryRun, dry_run, least_memory};
+pub use cost::{DryRun, dry_run, host_memory, least_memory};
 pub use evaluate::{Evaluation, Testing};
-pub use folder::{FolderError, Start, read_summary};
+pub use folder::{Start, read_summary};
+pub use folder_error::FolderError;
 pub use health::{Panics, note_panic};
 pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainLoss, gradients};
 pub use linattn::backend::TrainBackend;

@@ -3,7 +3,7 @@
 //! The lock is the system's, on the file `.run.lock`, and ends with the process that holds it, however
 //! that ends. `.run.pid` says which process it is: on some systems nobody else can read a locked file.
 
-use crate::folder::{FolderError, io_error};
+use crate::folder_error::{FolderError, io_error};
 use same_file::Handle;
 use std::fs::{self, OpenOptions, TryLockError};
 use std::io::ErrorKind;

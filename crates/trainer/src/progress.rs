@@ -1,6 +1,6 @@
 //! Display of a run under way: Burn's dashboard on a terminal, plain lines elsewhere.
 
-use crate::health::harmless;
+use crate::health::{RENDERER, harmless};
 use crate::terminal;
 use burn::data::dataloader::Progress as Part;
 use burn_train::Interrupter;
@@ -354,9 +354,6 @@ impl Drop for Dashboard {
         self.last.iter().flatten().for_each(|line| say(line));
     }
 }
-
-/// The thread that Burn's renderer draws in.
-pub(crate) const RENDERER: &str = "train-renderer";
 
 /// Has the renderer leave the screen, and waits for it. Once the terminal is gone it may read for ever
 /// what never comes: then it is left alone, and the answer is false.

@@ -15,7 +15,8 @@ use crate::config::{
 };
 use crate::config_error::parse_error;
 use crate::evaluate::{Evaluation, Testing};
-use crate::folder::{Arrival, COMPANIONS, CONFIG, FolderError, TOKENIZER, io_error, write_arrival};
+use crate::folder::{Arrival, COMPANIONS, CONFIG, TOKENIZER, write_arrival};
+use crate::folder_error::{FolderError, io_error};
 use crate::learner::Learner;
 use crate::weights::{self, Part, Sizes};
 use burn::tensor::backend::Backend;

@@ -3,7 +3,8 @@
 use crate::checkpoint::{Checkpoint, Position};
 use crate::config::{ConfigError, Precision, RunConfig, of_lora};
 use crate::evaluate::{Evaluation, Testing};
-use crate::folder::{FolderError, RunFolder, Start};
+use crate::folder::{RunFolder, Start};
+use crate::folder_error::FolderError;
 use crate::health::Panics;
 use crate::learner::Learner;
 use crate::optimizer::Optimizer;

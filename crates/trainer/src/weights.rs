@@ -96,7 +96,7 @@ pub(crate) struct Sizes {
     pub(crate) numbers: usize,
 }
 
-/// What a file says of its model before there is a model.
+/// Sizes of a model as its file has them, before there is a model.
 pub(crate) fn sizes(path: &Path) -> Result<Sizes, String> {
     let mut store = SafetensorsStore::from_file(path);
     let all = store.get_all_snapshots().map_err(|e| e.to_string())?;

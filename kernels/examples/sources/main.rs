@@ -10,6 +10,7 @@
 //! `hip_check.sh` compiles those for HIP. Two folders tell what a change of the kernels changed.
 
 mod fused;
+mod matmul;
 mod norms;
 mod runtime;
 mod target;
@@ -22,7 +23,7 @@ use linattn_kernels::fused::conv_split;
 use linattn_kernels::rowwise::{self, Activation, Measure};
 use linattn_kernels::{
     Decay, Dims, Given, Inputs, Read, Refusal, Transition, Variant, backward, convolution,
-    few_rows, forward, step,
+    few_rows, forward, simple, step,
 };
 use runtime::Recorder;
 use std::error::Error;
@@ -133,7 +134,14 @@ fn layers<T: Target>(
     fused.all(|launched| book.enter(&page("fused"), launched, client))?;
     let norms = norms::Norms { client, dtype };
     norms.all(|launched| book.enter(&page("norms"), launched, client))?;
-    case.conv_split(|launched| book.enter(&page("conv_split"), launched, client))
+    case.conv_split(|launched| book.enter(&page("conv_split"), launched, client))?;
+    let products = matmul::Products { client, dtype };
+    products.all(|launched| book.enter(&page("matmul"), launched, client))?;
+    if rows == "f32" {
+        let page = Page { arch, rows, shape: "64x64", variant: "simple" };
+        case.simple(|launched| book.enter(&page, launched, client))?;
+    }
+    Ok(())
 }
 
 /// All of them, once each: [`Read`] changes nothing in a low rank transition.
@@ -299,6 +307,25 @@ impl<'a, T: Target> Case<'a, T> {
         for (d_state, launched) in [(None, ""), (d_state, "-given")] {
             let given = Given { x: &x, saved: &saved, d_o: &x.v, d_state };
             backward(client, variant, dims, dtype, given)?;
+            enter(launched)?;
+        }
+        Ok(())
+    }
+
+    /// The gated delta rule of `simple`, with and without a state to start from; `enter` is called after
+    /// each pass.
+    fn simple(
+        &self,
+        mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
+    ) -> Result<(), Box<dyn Error>> {
+        for (given, launched) in [(false, ""), (true, "-given")] {
+            let x = self.inputs(simple::VARIANT, given);
+            let saved = simple::forward(self.client, self.dims, &x)?.saved;
+            enter(launched)?;
+            let saved: Vec<Handle> = saved.into_iter().map(|buffer| buffer.handle).collect();
+            let d_state = x.state.as_ref();
+            let given = Given { x: &x, saved: &saved, d_o: &x.v, d_state };
+            simple::backward(self.client, self.dims, given)?;
             enter(launched)?;
         }
         Ok(())

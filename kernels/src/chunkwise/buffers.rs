@@ -8,7 +8,7 @@ use cubecl::server::Handle;
 /// Shape of a buffer that is neither read nor written.
 pub(crate) const UNUSED: [usize; 1] = [16];
 
-/// What the intra-chunk stage leaves, by the names of [`IntraChunkOut`](super::arguments::IntraChunkOut).
+/// Matrices that the intra-chunk stage leaves, by the names of [`IntraChunkOut`](super::arguments::IntraChunkOut).
 pub(crate) struct Scores<T> {
     pub a_qk: T,
     pub a_qb: T,
@@ -77,7 +77,7 @@ impl Scores<Buffer> {
     }
 }
 
-/// What a forward pass leaves for the backward pass.
+/// Tensors that a forward pass leaves for the backward pass.
 pub(crate) struct Saved<T> {
     pub scores: Scores<T>,
     /// S of every chunk.
@@ -153,7 +153,7 @@ impl PassBuffers<'_> {
     }
 }
 
-/// What the state pass backward leaves.
+/// Gradients that the state pass backward leaves.
 pub(crate) struct PassGradients {
     /// dv of linear attention and low rank transitions.
     pub v: Buffer,

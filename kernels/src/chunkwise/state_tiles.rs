@@ -73,7 +73,7 @@ impl StatePlan {
     }
 }
 
-/// What a tile of the state pass holds.
+/// Role of a tile of the state pass: the matrix that it holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Role {
     KeyRows,

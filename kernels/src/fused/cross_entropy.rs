@@ -192,7 +192,7 @@ struct Place {
     vectors: usize,
 }
 
-/// What online softmax keeps: a maximum, and the sum of all e^{z - maximum}.
+/// State of online softmax: a maximum, and the sum of all e^{z - maximum}.
 #[derive(CubeType, Clone, Copy)]
 struct Softmax {
     maximum: f32,

@@ -201,7 +201,7 @@ struct GatherSizes {
     vectors: u32,
     /// V.
     vocab: u32,
-    /// What an id outside the table gives: a shader has no constant for it.
+    /// A row for an id outside the table: a shader has no constant for it.
     nan: f32,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! prologue     stages 0 .. S - 2 are on their way
-//! step i       wait for stage i; every unit is through with stage i - 1, which takes step i + S - 1
+//! mainloop     step i: wait for stage i; every unit is through with stage i - 1, which takes step i + S - 1
 //!              fragments of A and B from shared memory, 16 x 8 products on tensor cores
 //! epilogue     accumulators in 32-byte sectors to the output
 //! ```
@@ -20,25 +20,52 @@ use cubecl::prelude::*;
 /// Rows of tiles that cubes go through together, column by column: they share what they read through L2.
 const GROUP: usize = 8;
 
-/// The part of one side that a cube reads.
+/// Both sides in device memory.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct Sides<E: Float, N: Size> {
+    pub lhs: Array<Vector<E, N>>,
+    pub rhs: Array<Vector<E, N>>,
+}
+
+/// Sizes that are no part of the compiled code.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(super) struct Sizes {
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+    /// Numbers from one stored row to the next.
+    pub lhs_stride: u32,
+    pub rhs_stride: u32,
+    /// Numbers along K of a slice (split-K).
+    pub k_slice: u32,
+}
+
+/// The rows of A, or the columns of B, that a cube multiplies.
 #[derive(CubeType, Clone, Copy)]
 struct Part {
     /// First row of A, or column of B.
     first: usize,
-    /// Where these end.
+    /// Where the matrix ends.
     end: usize,
     /// Numbers from one stored row to the next.
     stride: usize,
 }
 
-/// The rows of a sum that a cube adds up.
+/// A cube's tile of the output: rows of A times columns of B.
+#[derive(CubeType, Clone, Copy)]
+struct OutputTile {
+    a: Part,
+    b: Part,
+}
+
+/// A range of K.
 #[derive(CubeType, Clone, Copy)]
 struct Range {
     from: usize,
     to: usize,
 }
 
-/// Both sides in shared memory, every stage.
+/// Both sides in shared memory, every stage: the only shared memory of the kernel.
 #[derive(CubeType)]
 struct Stages<E: Float, N: Size> {
     lhs: SharedMemory<Vector<E, N>>,
@@ -47,42 +74,47 @@ struct Stages<E: Float, N: Size> {
 
 /// `out = lhs rhs` over `k_slice` of the sum for each slice; `out` is `[slices, m, n]`.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)] // a launch takes what the kernel reads, one by one
 pub(super) fn multiply<E: Float, O: Float, N: Size, W: Size>(
-    lhs: &Array<Vector<E, N>>,
-    rhs: &Array<Vector<E, N>>,
+    sides: &Sides<E, N>,
     out: &mut Array<Vector<O, W>>,
-    m: u32,
-    n: u32,
-    k: u32,
-    lhs_stride: u32,
-    rhs_stride: u32,
-    k_slice: u32,
+    sizes: Sizes,
     #[comptime] form: Form,
     #[define(E, O)] _types: [StorageType; 2],
     #[define(N, W)] _widths: [usize; 2],
 ) {
-    let tiling = comptime!(form.tiling);
-    let (tile_m, tile_n) = place(m as usize, n as usize, form);
-    let a =
-        Part { first: tile_m * comptime!(tiling.m), end: m as usize, stride: lhs_stride as usize };
-    let b =
-        Part { first: tile_n * comptime!(tiling.n), end: n as usize, stride: rhs_stride as usize };
+    let tile = output_tile(sizes, form);
     let slice = CUBE_POS_Y as usize;
-    let from = slice * k_slice as usize;
-    let range = Range { from, to: min(from + k_slice as usize, k as usize) };
-    let mut stages = Stages::<E, N> {
-        lhs: room::<E, N>(comptime!(tiling.stages * form.lhs_side().numbers())),
-        rhs: room::<E, N>(comptime!(tiling.stages * form.rhs_side().numbers())),
-    };
+    let from = slice * sizes.k_slice as usize;
+    let range = Range { from, to: min(from + sizes.k_slice as usize, sizes.k as usize) };
+    let mut stages = stages::<E, N>(form);
     let mut acc = zeros(comptime!(form.fragments()));
-    sum::<E, N>(&mut acc, &mut stages, lhs, rhs, &a, &b, &range, form);
-    store::<O, W>(&acc, out, &a, &b, slice * m as usize, form);
+    mainloop::<E, N>(&mut acc, &mut stages, sides, &tile, &range, form);
+    epilogue::<O, W>(&acc, out, &tile, slice * sizes.m as usize, form);
 }
 
 /// The tile of this cube.
 #[cube]
-fn place(m: usize, n: usize, #[comptime] form: Form) -> (usize, usize) {
+fn output_tile(sizes: Sizes, #[comptime] form: Form) -> OutputTile {
+    let m = sizes.m as usize;
+    let n = sizes.n as usize;
+    let (down, across) = tile_position(m, n, form);
+    OutputTile {
+        a: Part {
+            first: down * comptime!(form.tiling.m),
+            end: m,
+            stride: sizes.lhs_stride as usize,
+        },
+        b: Part {
+            first: across * comptime!(form.tiling.n),
+            end: n,
+            stride: sizes.rhs_stride as usize,
+        },
+    }
+}
+
+/// Tiles above and to the left of this cube's.
+#[cube]
+fn tile_position(m: usize, n: usize, #[comptime] form: Form) -> (usize, usize) {
     let down = (m - 1) / comptime!(form.tiling.m) + 1;
     let across = (n - 1) / comptime!(form.tiling.n) + 1;
     let cube = CUBE_POS_X as usize;
@@ -92,22 +124,26 @@ fn place(m: usize, n: usize, #[comptime] form: Form) -> (usize, usize) {
     (first + within % height, within / height)
 }
 
+/// Shared memory, as [`Form::staged_numbers`] describes it.
+#[cube]
+fn stages<E: Float, N: Size>(#[comptime] form: Form) -> Stages<E, N> {
+    let [lhs, rhs] = comptime!(form.staged_numbers());
+    Stages::<E, N> { lhs: room::<E, N>(lhs), rhs: room::<E, N>(rhs) }
+}
+
 #[cube]
 fn room<E: Float, N: Size>(#[comptime] numbers: usize) -> SharedMemory<Vector<E, N>> {
     let width = N::value();
     SharedMemory::<Vector<E, N>>::new_aligned(comptime!(numbers / width), 16usize)
 }
 
-/// Adds the products of every step up.
+/// Prologue and main loop: adds up the products of a range of K.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn sum<E: Float, N: Size>(
+fn mainloop<E: Float, N: Size>(
     acc: &mut Acc,
     stages: &mut Stages<E, N>,
-    lhs: &Array<Vector<E, N>>,
-    rhs: &Array<Vector<E, N>>,
-    a: &Part,
-    b: &Part,
+    sides: &Sides<E, N>,
+    tile: &OutputTile,
     range: &Range,
     #[comptime] form: Form,
 ) {
@@ -124,7 +160,7 @@ fn sum<E: Float, N: Size>(
     for stage in 0..comptime!(count - 1) {
         if stage < steps {
             let k = Range { from: range.from + comptime!(stage * depth), to: range.to };
-            copy::<E, N>(stages, lhs, rhs, a, b, &k, stage, form);
+            copy_stage::<E, N>(stages, sides, tile, &k, stage, form);
             barriers.index(stage).commit_copy_async();
             barriers.index(stage).arrive();
         }
@@ -141,7 +177,7 @@ fn sum<E: Float, N: Size>(
                 let free = comptime!((stage + count - 1) % count);
                 if next < steps {
                     let k = Range { from: range.from + next * depth, to: range.to };
-                    copy::<E, N>(stages, lhs, rhs, a, b, &k, free, form);
+                    copy_stage::<E, N>(stages, sides, tile, &k, free, form);
                     barriers.index(free).commit_copy_async();
                     barriers.index(free).arrive();
                 }
@@ -157,19 +193,16 @@ fn sum<E: Float, N: Size>(
 
 /// Starts copying one stage of both sides.
 #[cube]
-#[allow(clippy::too_many_arguments)]
-fn copy<E: Float, N: Size>(
+fn copy_stage<E: Float, N: Size>(
     stages: &mut Stages<E, N>,
-    lhs: &Array<Vector<E, N>>,
-    rhs: &Array<Vector<E, N>>,
-    a: &Part,
-    b: &Part,
+    sides: &Sides<E, N>,
+    tile: &OutputTile,
     k: &Range,
     #[comptime] stage: usize,
     #[comptime] form: Form,
 ) {
-    copy_side::<E, N>(&mut stages.lhs, lhs, a, k, stage, comptime!(form.lhs_side()));
-    copy_side::<E, N>(&mut stages.rhs, rhs, b, k, stage, comptime!(form.rhs_side()));
+    copy_side::<E, N>(&mut stages.lhs, &sides.lhs, &tile.a, k, stage, comptime!(form.lhs_side()));
+    copy_side::<E, N>(&mut stages.rhs, &sides.rhs, &tile.b, k, stage, comptime!(form.rhs_side()));
 }
 
 /// Starts copying one stage of a side; pieces past the end are filled with zeros.
@@ -319,13 +352,12 @@ fn a_index(outer: usize, k: usize, #[comptime] side: Side) -> usize {
     }
 }
 
-/// Writes the accumulators, from row `above` of the output on.
+/// Writes the accumulators to the tile, whose matrix begins at row `above` of the output.
 #[cube]
-fn store<O: Float, W: Size>(
+fn epilogue<O: Float, W: Size>(
     acc: &Acc,
     out: &mut Array<Vector<O, W>>,
-    a: &Part,
-    b: &Part,
+    tile: &OutputTile,
     above: usize,
     #[comptime] form: Form,
 ) {
@@ -337,19 +369,19 @@ fn store<O: Float, W: Size>(
     let together = comptime!(if form.narrow_out { 2 } else { 1 });
     let own =
         if comptime!(form.narrow_out) { lane % 2 * 8 + lane % 4 / 2 * 4 } else { lane % 4 * 2 };
-    let first = b.first + j + own;
-    let top = a.first + i + lane / 4;
-    let from = ((above + top) * b.end + first) / width;
-    let step = 8 * b.end / width;
+    let first = tile.b.first + j + own;
+    let top = tile.a.first + i + lane / 4;
+    let from = ((above + top) * tile.b.end + first) / width;
+    let step = 8 * tile.b.end / width;
     #[unroll]
     for r in 0..comptime!(form.plane_rows() / 16) {
         #[unroll]
         for h in 0..2usize {
-            let inside = top + comptime!(r * 16 + h * 8) < a.end;
+            let inside = top + comptime!(r * 16 + h * 8) < tile.a.end;
             let from = from + step * comptime!(2 * r + h);
             #[unroll]
             for c in 0..comptime!(columns / together) {
-                let there = inside && first + comptime!(c * together * 8) < b.end;
+                let there = inside && first + comptime!(c * together * 8) < tile.b.end;
                 let at = from + comptime!(c * together * 8 / width);
                 let f = comptime!(r * columns + c * together);
                 if comptime!(form.narrow_out) {

@@ -97,6 +97,16 @@ fn odd_sizes_are_left_to_others() {
     assert!(!product([12, 16, 8], LAYOUTS[2], BF16).aligned());
 }
 
+#[test]
+fn a_device_without_tensor_cores_is_left_to_others() {
+    crate::tests::on_wgpu::with_client(|client| {
+        let x = client.create_from_slice(&vec![0; 4 * 64 * 64]);
+        let product = product([64; 3], LAYOUTS[0], F32);
+        let y = matmul(client, &x, &x, product).expect("no refusal");
+        assert_eq!(y.is_some(), supports(client, F32));
+    });
+}
+
 #[cfg(feature = "cuda")]
 mod on_cuda {
     use super::*;

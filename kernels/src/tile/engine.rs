@@ -1,4 +1,4 @@
-//! What an engine does.
+//! Engines, and the trait that they have: how tiles are multiplied.
 
 use super::{Acc, Grid};
 use cubecl::prelude::*;

@@ -1,4 +1,4 @@
-//! What engines with tensor cores share: a plane of 32 has fragments of 16 rows, four lanes side by side.
+//! Parts that engines with tensor cores share: a plane of 32 has fragments of 16 rows, four lanes side by side.
 
 use super::engine::Inverse;
 use super::{Grid, Pair};

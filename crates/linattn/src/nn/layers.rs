@@ -2,6 +2,7 @@
 
 use super::ConfigError;
 use super::lora::Adapter;
+use super::weight::Weight;
 pub(crate) use crate::ops::softplus;
 use crate::ops::{self, Activation, LinearAttentionBackend, Measure, typed};
 use burn::module::{Initializer, Module, ModuleMapper, Param};
@@ -13,10 +14,20 @@ use serde::{Deserialize, Serialize};
 /// Standard deviation of fresh weights.
 pub(crate) const INIT_STD: f64 = 0.02;
 
+/// A weight `[from, to]` that is drawn when it is first used.
+pub(crate) fn fresh<B: Backend>(
+    initializer: Initializer,
+    [from, to]: [usize; 2],
+    device: &B::Device,
+) -> Weight<B> {
+    let param: Param<Tensor<B, 2>> = initializer.init([from, to], device);
+    param.into()
+}
+
 /// A linear layer without bias, weights N(0, 0.02^2).
 pub(crate) fn linear<B: Backend>(from: usize, to: usize, device: &B::Device) -> Linear<B> {
     let normal = Initializer::Normal { mean: 0.0, std: INIT_STD };
-    Linear::new(normal.init([from, to], device))
+    Linear::new(fresh(normal, [from, to], device))
 }
 
 /// As [`linear`], with a bias of zeros.
@@ -36,14 +47,14 @@ pub(crate) fn normal_linear<B: Backend>(
     std: f64,
     device: &B::Device,
 ) -> Linear<B> {
-    Linear::new(Initializer::Normal { mean: 0.0, std }.init([from, to], device))
+    Linear::new(fresh(Initializer::Normal { mean: 0.0, std }, [from, to], device))
 }
 
 /// A linear layer without bias, weights as PyTorch draws them by default: see [`torch_uniform`].
 pub(crate) fn torch_linear<B: Backend>(from: usize, to: usize, device: &B::Device) -> Linear<B> {
     let bound = torch_bound(from);
     let uniform = Initializer::Uniform { min: -bound, max: bound };
-    Linear::new(uniform.init([from, to], device))
+    Linear::new(fresh(uniform, [from, to], device))
 }
 
 /// Fresh numbers in place of `weight`, `[from, to]`: uniform within 1 / sqrt(from), which has the
@@ -80,7 +91,7 @@ impl InitializerKind {
 #[derive(Module, Debug)]
 pub struct Linear<B: Backend> {
     /// `[from, to]`.
-    pub weight: Param<Tensor<B, 2>>,
+    pub weight: Weight<B>,
     /// `[to]`.
     pub bias: Option<Param<Tensor<B, 1>>>,
     /// Low-rank matrices beside the weight, where there are some.
@@ -89,8 +100,8 @@ pub struct Linear<B: Backend> {
 
 impl<B: Backend> Linear<B> {
     /// A layer of this weight, `[from, to]`, without bias.
-    pub fn new(weight: Param<Tensor<B, 2>>) -> Self {
-        Self { weight, bias: None, adapter: Adapter::default() }
+    pub fn new(weight: impl Into<Weight<B>>) -> Self {
+        Self { weight: weight.into(), bias: None, adapter: Adapter::default() }
     }
 }
 
@@ -99,7 +110,7 @@ impl<B: LinearAttentionBackend> Linear<B> {
     /// # Panics
     /// If `x` is not as wide as the layer was made for.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        self.adapter.affine(x, self.weight.val(), self.bias.as_ref().map(Param::val))
+        self.adapter.affine(x, &self.weight, self.bias.as_ref().map(Param::val))
     }
 
     /// Its weight, with that of its adapter, in type `dtype`.
@@ -115,7 +126,7 @@ macro_rules! kind_of_linear {
         #[derive(Module, Debug)]
         pub struct $name<B: Backend> {
             /// `[from, to]`.
-            pub weight: Param<Tensor<B, 2>>,
+            pub weight: Weight<B>,
             /// `[to]`.
             pub bias: Option<Param<Tensor<B, 1>>>,
             /// Low-rank matrices beside the weight, where there are some.
@@ -127,7 +138,7 @@ macro_rules! kind_of_linear {
             /// # Panics
             /// If `x` is not as wide as the layer was made for.
             pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-                self.adapter.affine(x, self.weight.val(), self.bias.as_ref().map(Param::val))
+                self.adapter.affine(x, &self.weight, self.bias.as_ref().map(Param::val))
             }
         }
 

@@ -7,6 +7,7 @@
 //! was.
 
 use super::model::LanguageModel;
+use super::weight::Weight;
 use super::{ConfigError, positive};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{
@@ -124,18 +125,18 @@ impl<B: LinearAttentionBackend> Adapter<B> {
     pub(super) fn affine<const D: usize>(
         &self,
         x: Tensor<B, D>,
-        weight: Tensor<B, 2>,
+        weight: &Weight<B>,
         bias: Option<Tensor<B, 1>>,
     ) -> Tensor<B, D> {
-        let product = |x, weight, bias| {
-            ops::affine(x, weight, bias).expect("`x` has the width that the layer was made for")
+        let product = |x, weight| {
+            ops::affine(x, weight, None).expect("`x` has the width that the layer was made for")
         };
         match &self.0 {
-            None => product(x, weight, bias),
+            None => weight.affine(x, bias),
             Some(low) => {
-                let y = product(x.clone(), weight, bias);
-                let inner = product(x, low.lora_a.val(), None) * low.scale;
-                y + product(inner, low.lora_b.val(), None)
+                let y = weight.affine(x.clone(), bias);
+                let inner = product(x, low.lora_a.val()) * low.scale;
+                y + product(inner, low.lora_b.val())
             }
         }
     }

@@ -32,6 +32,7 @@ mod rope;
 mod shared;
 pub(crate) mod state;
 mod swiglu_memory;
+mod weight;
 
 pub use auto_encoder::Decoder;
 pub use block::{Block, BlockState, LayerConfig};
@@ -55,6 +56,7 @@ pub use shared::Shared;
 pub use state::{
     ListState, NetworkState, RecurrentState, StateError, StateTensors, VectorState, state_file,
 };
+pub use weight::Weight;
 
 use std::fmt::Display;
 

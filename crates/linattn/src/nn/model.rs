@@ -11,12 +11,13 @@ use super::mixers::{Mixer, MixerConfig, Stack};
 use super::mlp::MlpConfig;
 use super::residual::Residual;
 use super::shared::{Shared, Sources};
+use super::weight::{WeightQuantizer, nothing};
 use super::{ConfigError, Cost, LARGEST, positive};
-use crate::ops::{self, LinearAttentionBackend};
+use crate::ops::{self, LinearAttentionBackend, QuantizedMatrix, WeightBits};
 use burn::module::{Initializer, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig};
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{DType, Int, Tensor, backend::Backend};
+use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
 /// A language model, as TOML spells it.
@@ -252,6 +253,7 @@ impl LanguageModelConfig {
         };
         let model = LanguageModel {
             embeddings: table(vocab),
+            quantized_embeddings: None,
             positions: (self.positions > 0).then(|| table(self.positions)),
             dropout: DropoutConfig::new(self.embedding_dropout).init(),
             pre_norm: self
@@ -381,6 +383,9 @@ impl<B: Backend> ModuleMapper<B> for StartMapper<'_> {
 #[derive(Module, Debug)]
 pub struct LanguageModel<B: Backend> {
     pub(super) embeddings: Embedding<B>,
+    /// In place of the embeddings of a model that only decodes.
+    #[module(skip)]
+    quantized_embeddings: Option<QuantizedMatrix>,
     pub(super) positions: Option<Embedding<B>>,
     dropout: Dropout,
     pub(super) pre_norm: Option<Norm<B>>,
@@ -473,7 +478,10 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         state: &Option<LanguageModelState<B>>,
     ) -> Tensor<B, 3> {
         let (tokens, device) = (ids.dims()[1], ids.device());
-        let x = ops::embedding(self.embeddings.weight.val(), ids);
+        let x = match &self.quantized_embeddings {
+            Some(quantized) => quantized_rows(quantized, ids),
+            None => ops::embedding(self.embeddings.weight.val(), ids),
+        };
         let x = if self.embedding_scale == 1.0 { x } else { x * self.embedding_scale };
         let Some(positions) = &self.positions else { return x };
         let (first, table) = (seen(state), positions.weight.val());
@@ -499,7 +507,10 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
 
     /// How many ids it knows.
     pub fn vocab(&self) -> usize {
-        self.embeddings.weight.dims()[0]
+        match &self.quantized_embeddings {
+            Some(quantized) => quantized.size()[0],
+            None => self.embeddings.weight.dims()[0],
+        }
     }
 
     /// How many positions it has learnt, where it has: no sequence may be longer.
@@ -533,15 +544,51 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     pub fn logits<const D: usize>(&self, hidden: Tensor<B, D>) -> Tensor<B, D> {
         let logits = match &self.lm_head {
             Some(head) => head.forward(hidden),
-            None => {
-                let table = ops::typed(self.embeddings.weight.val(), hidden.dtype());
-                burn::tensor::module::linear(hidden, table.transpose(), None)
-            }
+            None => self.tied_logits(hidden),
         };
         match self.logit_soft_cap {
             Some(cap) => (logits / cap).tanh() * cap,
             None => logits,
         }
+    }
+
+    /// Logits from the embedding's own weights.
+    fn tied_logits<const D: usize>(&self, hidden: Tensor<B, D>) -> Tensor<B, D> {
+        let quantized = self.quantized_embeddings.as_ref();
+        if let Some(logits) =
+            quantized.and_then(|table| ops::quantized_linear(hidden.clone(), table))
+        {
+            return logits;
+        }
+        let table = ops::typed(self.table(), hidden.dtype());
+        match B::takes_transposed() {
+            true => ops::affine(hidden, table.transpose(), None)
+                .expect("`hidden` is as wide as the embedding"),
+            false => burn::tensor::module::linear(hidden, table.transpose(), None),
+        }
+    }
+
+    /// The embedding's weights, `[vocab, D]`.
+    fn table(&self) -> Tensor<B, 2> {
+        match &self.quantized_embeddings {
+            Some(quantized) => quantized.dequantize(&self.embeddings.weight.val().device()),
+            None => self.embeddings.weight.val(),
+        }
+    }
+
+    /// The same model with weights of `bits` in its linear layers, embeddings and logits, to decode with: it
+    /// cannot be learnt or saved. Layers of few outputs, of inputs that are no multiple of
+    /// [`GROUP`](ops::GROUP), and what is no linear layer stay as they are.
+    #[must_use]
+    pub fn quantized(self, bits: WeightBits) -> Self {
+        let mut model = self.map(&mut WeightQuantizer::new(bits));
+        let table = model.embeddings.weight.val();
+        if QuantizedMatrix::takes(table.dims()[1]) {
+            let device = table.device();
+            model.quantized_embeddings = Some(QuantizedMatrix::quantize(table.detach(), bits));
+            model.embeddings.weight = nothing(model.embeddings.weight, &device);
+        }
+        model
     }
 
     /// Rows of `hidden`, `[B, T, D]`, at flat positions, `[M]`: `[M, D]`. All of them, in their order,
@@ -575,7 +622,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         }
         let (weight, bias) = match &self.lm_head {
             Some(head) => ((head.weight.val(), false), head.bias.as_ref().map(Param::val)),
-            None => ((self.embeddings.weight.val(), true), None),
+            None => ((self.table(), true), None),
         };
         ops::linear_cross_entropy(hidden, weight, bias, target, scale)
     }
@@ -623,6 +670,14 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         }
         (x, LanguageModelState { layers, position })
     }
+}
+
+/// Rows of a quantized table by number, `[B, T]` to `[B, T, D]`.
+fn quantized_rows<B: Backend>(table: &QuantizedMatrix, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+    let ([batch, tokens], width, device) = (ids.dims(), table.size()[1], ids.device());
+    let ids = ids.into_data();
+    let rows: Vec<f32> = ids.iter::<i64>().flat_map(|id| table.row(id as usize)).collect();
+    Tensor::from_data(TensorData::new(rows, [batch, tokens, width]), &device)
 }
 
 /// Tokens that a model with learnt positions has seen.

@@ -10,6 +10,7 @@ pub use super::recurrence::{Dims, Forward, LogDecay, Recurrence, Saved, Transiti
 pub use super::scan::{Scan, ScanField};
 
 use super::fused::{self, AdamW, AdamWStep, Clip, Moments};
+use super::quantized::QuantizedMatrix;
 use super::{reference, scan};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
@@ -81,6 +82,25 @@ pub trait LinearAttentionBackend: Backend {
 
     /// A linear layer.
     fn fused_linear(_x: LinearLayer<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+        None
+    }
+
+    /// Whether a linear layer's product takes a weight that lies transposed as it is.
+    fn takes_transposed() -> bool {
+        false
+    }
+
+    /// Whether it multiplies by quantized matrices.
+    fn takes_quantized() -> bool {
+        false
+    }
+
+    /// `x W^T` over the last dimension of `x` for a quantized `W`: None where this backend has no such product, or
+    /// dequantising the matrix is as fast. No gradient flows through it.
+    fn quantized_linear(
+        _x: FloatTensor<Self>,
+        _weight: &QuantizedMatrix,
+    ) -> Option<FloatTensor<Self>> {
         None
     }
 

@@ -30,6 +30,7 @@ mod fusion;
 mod long_convolution;
 mod mesa;
 mod pass;
+mod quantized;
 mod recurrence;
 mod reference;
 mod scan;
@@ -46,6 +47,7 @@ pub use fused::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
 pub use long_convolution::long_convolution;
 pub(crate) use long_convolution::tap_matrices;
 pub use mesa::{MesaInputs, mesa, mesa_step};
+pub use quantized::{GROUP, QuantizedMatrix, WeightBits};
 pub use recurrence::Read;
 pub(crate) use reference::solve_unit_lower;
 pub use scan::{Complex, complex_scan, linear_scan, linear_scan_step};
@@ -400,6 +402,19 @@ pub fn affine<B: LinearAttentionBackend, const D: usize>(
         return Ok(fused::linear::<B, 2>(LinearLayer { x, weight, bias }).squeeze_dim(0));
     }
     Ok(fused::linear(LinearLayer { x: primitive(x), weight, bias }))
+}
+
+/// `x W^T` over the last dimension of `x` for a quantized `W`, `[to, from]`, as it is; `None` where
+/// this backend has no such product for this `x`. No gradient flows through it.
+/// # Panics
+/// If `x` is not as wide as the matrix.
+pub fn quantized_linear<B: LinearAttentionBackend, const D: usize>(
+    x: Tensor<B, D>,
+    weight: &QuantizedMatrix,
+) -> Option<Tensor<B, D>> {
+    let [_, from] = weight.size();
+    assert_eq!(x.dims()[D - 1], from, "`x` is as wide as the matrix");
+    B::quantized_linear(primitive(x), weight).map(tensor)
 }
 
 /// The way the operations take on this backend: written kernels or tensor operations.

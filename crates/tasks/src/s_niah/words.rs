@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::TaskError;
-use crate::corpus::{file_error, read_file};
+use crate::corpus::read_file;
 
 /// Adjectives, and nouns in two parts that share none.
 #[derive(Debug, Clone)]
@@ -50,13 +50,13 @@ fn read_list(path: &Path, least: usize) -> Result<Vec<String>, TaskError> {
                         (github.com/mrmaxguns/wonderwordsmodule has the published ones), or no \
                         `words` at all for a small list that is built in";
     let file = read_file(KEY, path).map_err(|error| match error {
-        TaskError::File { path, why, .. } => file_error(KEY, &path, format!("{why}; {WANT}")),
+        TaskError::File { path, why, .. } => TaskError::file(KEY, &path, format!("{why}; {WANT}")),
         other => other,
     })?;
     let words = sorted(file.text.lines());
     if words.len() < least {
         let why = format!("it has {} words, and {least} are needed; {WANT}", words.len());
-        return Err(file_error(KEY, path, why));
+        return Err(TaskError::file(KEY, path, why));
     }
     Ok(words)
 }

@@ -11,7 +11,7 @@
 //! Source: Orvieto et al., arXiv 2303.06349, where the ring is a choice of each task.
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, scan_cost};
-use crate::nn::layers::{ResidualLinear, ScaledLinear, linear_with_bias};
+use crate::nn::layers::{ResidualLinear, ScaledLinear, fresh, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Linear, Shared};
 use crate::ops::{self, Complex, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
@@ -75,7 +75,7 @@ impl LruConfig {
         let phases = uniform(0.0, self.max_phase).clamp_min(1e-6);
         let normal = |from: usize, to: usize, variance: f64| {
             let normal = Initializer::Normal { mean: 0.0, std: variance.sqrt() };
-            Linear::<B>::new(normal.init([from, to], device))
+            Linear::<B>::new(fresh(normal, [from, to], device))
         };
         Ok(Lru {
             in_proj: normal(d_model, 2 * width, 0.5 / d_model as f64).into(),

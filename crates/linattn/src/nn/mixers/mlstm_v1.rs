@@ -19,7 +19,9 @@ use super::{
     memory_cost,
 };
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
-use crate::nn::layers::{BlockDiagonal, ResidualLinear, check_epsilon, normal_linear, split_heads};
+use crate::nn::layers::{
+    BlockDiagonal, ResidualLinear, check_epsilon, fresh, normal_linear, split_heads,
+};
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared};
 use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
@@ -84,7 +86,7 @@ impl MlstmV1Config {
         let blocks = || BlockDiagonal::normal([inner / BLOCK, BLOCK, BLOCK], std, device);
         let gate = |bias| Linear {
             bias: Some(bias),
-            ..Linear::new(Initializer::Zeros.init([3 * inner, heads], device))
+            ..Linear::new(fresh(Initializer::Zeros, [3 * inner, heads], device))
         };
         let forget = TensorData::new(fresh_forget_bias(heads), [heads]);
         let input = Initializer::Normal { mean: 0.0, std: INPUT_BIAS_STD };

@@ -1,5 +1,6 @@
 //! Linear layers.
 
+use super::one_row::one_row;
 use super::product::{Matrix, Put, product, sum_of_products, sum_of_slices};
 use super::real::{Job, Machine, Real, add, dispatch};
 use super::tensors::{
@@ -36,7 +37,10 @@ fn linear_of<R: Number>(l: Layer, keep: bool) -> Pass<Flex> {
         }
         None => Put::Instead,
     };
-    product(&mut y, Matrix::new(x, [rows, from]), weight, put);
+    // Bits of what is learnt are those of the general product.
+    if keep || rows != 1 || !one_row(&mut y, x, weight) {
+        product(&mut y, Matrix::new(x, [rows, from]), weight, put);
+    }
     let mut shape = l.x.shape();
     let last = shape.num_dims() - 1;
     shape[last] = to;

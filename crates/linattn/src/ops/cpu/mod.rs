@@ -12,10 +12,12 @@ mod gated_product;
 mod linear;
 mod memory;
 mod normalize;
+mod one_row;
 mod optimizer;
 mod pack;
 mod parallel;
 mod product;
+mod quantized;
 mod real;
 mod recurrence;
 mod shared;
@@ -29,6 +31,7 @@ use super::fused::{
     LinearLayer, Moments, Normalization, Pack,
 };
 use super::pass::Pass;
+use super::quantized::QuantizedMatrix;
 use super::recurrence::{Forward, Recurrence, Saved};
 use super::reference;
 use super::scan::{self, Scan};
@@ -71,6 +74,18 @@ impl LinearAttentionBackend for Flex {
 
     fn fused_linear(x: LinearLayer<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
         linear::linear(x, keep)
+    }
+
+    fn takes_transposed() -> bool {
+        true
+    }
+
+    fn takes_quantized() -> bool {
+        true
+    }
+
+    fn quantized_linear(x: FlexTensor, weight: &QuantizedMatrix) -> Option<FlexTensor> {
+        quantized::linear(x, weight)
     }
 
     fn fused_embedding(x: Embedding<FlexTensor, FlexTensor>, keep: bool) -> Option<Pass<Self>> {

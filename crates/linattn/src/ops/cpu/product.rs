@@ -44,6 +44,11 @@ impl<'a, R> Matrix<'a, R> {
         self.size
     }
 
+    /// Whether the numbers of a row are side by side.
+    pub(super) fn lies_by_rows(self) -> bool {
+        self.strides[1] == 1
+    }
+
     /// The rows of a matrix that lies row by row.
     pub(super) fn each_row(self) -> impl Iterator<Item = &'a [R]> {
         debug_assert_eq!(self.strides[1], 1);

@@ -1,0 +1,255 @@
+//! Weights of whole numbers: products are those of the numbers that they stand for, and a model with them is
+//! the model that has those numbers.
+
+use crate::call::download;
+use crate::desk::Desk;
+use burn::backend::Flex;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Int, Tensor, TensorData};
+use linattn::nn::{LanguageModel, LanguageModelConfig, force};
+use linattn::ops::{GROUP, QuantizedMatrix, WeightBits, quantized_linear};
+use linattn_oracle::{Rng, assert_close};
+use linattn_trainer::{StoredModel, Which};
+use std::fs;
+
+type B = Flex;
+const BITS: [WeightBits; 2] = [WeightBits::Int8, WeightBits::Int4];
+
+fn matrix(numbers: &[f32], size: [usize; 2]) -> Tensor<B, 2> {
+    Tensor::from_data(TensorData::new(numbers.to_vec(), size), &Default::default())
+}
+
+fn normal(seed: u64, count: usize) -> Vec<f32> {
+    let mut random = Rng::new(seed);
+    (0..count).map(|_| random.normal() as f32).collect()
+}
+
+#[test]
+fn a_quantized_number_is_half_a_step_from_what_it_was_at_most() {
+    for bits in BITS {
+        let [rows, columns] = [5, 3 * GROUP];
+        let mut numbers = normal(3, rows * columns);
+        numbers[GROUP..2 * GROUP].fill(0.0);
+        numbers[2 * GROUP] = 1e4;
+        let quantized = QuantizedMatrix::quantize(matrix(&numbers, [rows, columns]), bits);
+        assert_eq!((quantized.size(), quantized.bits()), ([rows, columns], bits));
+        let of_a_number = if bits == WeightBits::Int8 { 8 } else { 4 };
+        assert_eq!(
+            quantized.bytes(),
+            rows * columns * of_a_number / 8 + 4 * rows * columns / GROUP
+        );
+        for row in 0..rows {
+            let got = quantized.row(row);
+            for (group, want) in numbers[row * columns..][..columns].chunks(GROUP).enumerate() {
+                let largest = want.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+                let step = largest / f32::from(bits.largest());
+                for (x, y) in want.iter().zip(&got[group * GROUP..]) {
+                    assert!((x - y).abs() <= 0.501 * step, "{bits:?}: {x} became {y}, step {step}");
+                }
+            }
+        }
+        let whole: Vec<f32> = (0..rows).flat_map(|row| quantized.row(row)).collect();
+        assert_eq!(
+            download(quantized.dequantize::<B>(&Default::default())),
+            whole.iter().map(|&x| f64::from(x)).collect::<Vec<_>>()
+        );
+    }
+}
+
+#[test]
+fn quantized_products_are_those_of_the_dequantized_numbers_in_f64() {
+    let device = Default::default();
+    for bits in BITS {
+        for (to, from) in [(1, 32), (3, 64), (64, 32), (65, 96), (131, 768), (300, 1056)] {
+            let weight = normal(7, to * from);
+            let quantized = QuantizedMatrix::quantize(matrix(&weight, [to, from]), bits);
+            let dequantized: Vec<Vec<f32>> = (0..to).map(|row| quantized.row(row)).collect();
+            for rows in [1, 2, 5, 64] {
+                let numbers = normal(11, rows * from);
+                let mut want = vec![];
+                for x in numbers.chunks(from) {
+                    let dot = |w: &Vec<f32>| -> f64 {
+                        w.iter().zip(x).map(|(&w, &x)| f64::from(w) * f64::from(x)).sum()
+                    };
+                    want.extend(dequantized.iter().map(dot));
+                }
+                let x = TensorData::new(numbers, [rows, 1, from]);
+                let x = Tensor::<B, 3>::from_data(x, &device);
+                let y = quantized_linear(x, &quantized).expect("a product of few rows");
+                assert_eq!(y.dims(), [rows, 1, to]);
+                let name = format!("{bits:?}, {rows} rows, {to} x {from}");
+                assert_close(&name, &want, &download(y), 1e-6);
+            }
+            let many = Tensor::<B, 2>::zeros([65, from], &device);
+            assert!(quantized_linear(many, &quantized).is_none(), "dequantising is as fast");
+        }
+    }
+}
+
+/// What [`LanguageModel::quantized`] makes of the weights, as weights.
+struct Rounded {
+    bits: WeightBits,
+    place: Vec<(String, String)>,
+    changed: usize,
+}
+
+impl ModuleMapper<B> for Rounded {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        self.place.push((name.to_string(), container.to_string()));
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.place.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let holder = self.place.last().map(|(_, holder)| holder.clone()).unwrap_or_default();
+        let (table, layer) = (holder == "Struct:Embedding", holder.ends_with("Linear"));
+        let dims = param.dims();
+        let wide = match dims[..] {
+            [_, width] if table => width % GROUP == 0,
+            [from, to] if layer => from % GROUP == 0 && to >= 32,
+            _ => false,
+        };
+        if !wide {
+            return param;
+        }
+        self.changed += 1;
+        param.map(|weight| {
+            let size = [dims[0], dims[1]];
+            let weight: Tensor<B, 2> = weight.reshape(size);
+            let rows = |x: Tensor<B, 2>| {
+                QuantizedMatrix::quantize(x, self.bits).dequantize::<B>(&Default::default())
+            };
+            let rounded = if table { rows(weight) } else { rows(weight.transpose()).transpose() };
+            rounded.reshape(dims.clone())
+        })
+    }
+}
+
+#[test]
+fn a_quantized_model_is_the_model_of_its_rounded_weights() {
+    let device = Default::default();
+    let mlps = ["swiglu = {}", "gelu = { bias = true }", "rwkv7 = {}", "swiglu = { bias = true }"];
+    let mixers = [
+        "gated_deltanet = { heads = 2 }",
+        "mamba2 = { heads = 4, head_width = 32 }",
+        "gla = { heads = 2 }",
+        "attention = { heads = 2 }",
+        "rwkv7 = { heads = 2 }",
+        "lru = {}",
+        "rwkv6 = { heads = 2 }",
+        "mlstm_v1 = { heads = 2 }",
+    ];
+    for (i, mixer) in mixers.iter().enumerate() {
+        let text = format!(
+            "d_model = 64\ntie_embeddings = {}\ninitializer_range = 0.1\n\
+             [[layers]]\nrepeat = 2\nmlp.{}\nmixer.{mixer}\n",
+            i % 2 == 0,
+            mlps[i % mlps.len()]
+        );
+        let config: LanguageModelConfig = toml::from_str(&text).unwrap();
+        for bits in BITS {
+            let model: LanguageModel<B> = config.init(50, &device).unwrap();
+            force::<B, _>(&model);
+            let mut rounded = Rounded { bits, place: vec![], changed: 0 };
+            let want = model.clone().map(&mut rounded);
+            assert!(rounded.changed >= 5, "{mixer}: {} weights", rounded.changed);
+            let before = model.num_params();
+            let quantized = model.quantized(bits);
+            assert_eq!(quantized.vocab(), 50);
+            assert!(
+                quantized.num_params() * 2 < before,
+                "{mixer}: {} left",
+                quantized.num_params()
+            );
+            // Rows that are multiplied as they are, and more.
+            for rows in [1, 3, 6] {
+                let ids: Vec<i32> = (0..rows * 12).map(|i| i * 7 % 50).collect();
+                let ids = TensorData::new(ids, [rows as usize, 12]);
+                let ids = Tensor::<B, 2, Int>::from_data(ids, &device);
+                let (want_logits, want_state) = want.forward(ids.clone(), None);
+                let (logits, state) = quantized.forward(ids.clone(), None);
+                let name = format!("{mixer}, {bits:?}, {rows} rows");
+                assert_close(&name, &download(want_logits), &download(logits), 2e-5);
+                let last = ids.narrow(1, 3, 1).squeeze_dim(1);
+                let want_logits = want.step(last.clone(), Some(want_state)).0;
+                let logits = quantized.step(last, Some(state)).0;
+                assert_close(&name, &download(want_logits), &download(logits), 2e-5);
+            }
+            let hidden = Tensor::<B, 2>::ones([4, 64], &device);
+            let right = Tensor::<B, 1, Int>::from_data([1, 2, 3, 4], &device);
+            let loss = |model: &LanguageModel<B>| {
+                download(model.cross_entropy(hidden.clone(), right.clone(), 0.25))
+            };
+            assert_close(mixer, &loss(&want), &loss(&quantized), 1e-5);
+        }
+    }
+}
+
+/// A small model of bytes that learns letters and words in seconds.
+const BYTES: &str = r#"
+seed = 3
+[task.language_modelling]
+train = [{ text = ["text.txt"], length = 64, examples = 1600 }]
+test = [{ text = ["text.txt"], length = 64, examples = 8 }]
+[model]
+d_model = 64
+[[model.layers]]
+repeat = 2
+mixer.gated_deltanet = { heads = 2 }
+mlp.swiglu = {}
+[train]
+steps = 200
+batch_size = 8
+[optimizer]
+learning_rate = 5e-3
+[evaluate]
+every_steps = 200
+"#;
+
+/// Words in an order that follows from the ones before, but not always.
+fn words() -> String {
+    let list = ["the", "cat", "sat", "on", "a", "mat", "and", "so", "then", "it", "ran", "off"];
+    let mut random = Rng::new(5);
+    let mut place = 0;
+    let mut next = || {
+        let jump = (random.uniform() * 3.0) as usize;
+        place = (place * 5 + 1 + jump) % list.len();
+        list[place]
+    };
+    (0..9000).map(|_| next()).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn a_trained_model_loses_little_by_quantising() {
+    let desk = Desk::with(BYTES);
+    let text = words();
+    fs::write(desk.path("text.txt"), &text).unwrap();
+    desk.run_well(&[]);
+    let device = Default::default();
+    let stored = StoredModel::open(&desk.path("runs/tiny"), Which::Best).unwrap();
+    let model = || stored.load::<B>(&device).unwrap();
+    let loss = |model: &LanguageModel<B>| -> f64 {
+        let (rows, length) = (16, 128);
+        let bytes = &text.as_bytes()[..rows * (length + 1)];
+        let cut = |from: usize| -> Vec<i32> {
+            let row = |row: &[u8]| {
+                row[from..from + length].iter().map(|&b| i32::from(b)).collect::<Vec<_>>()
+            };
+            bytes.chunks(length + 1).flat_map(row).collect()
+        };
+        let ids = TensorData::new(cut(0), [rows, length]);
+        let (hidden, _) = model.hidden(Tensor::<B, 2, Int>::from_data(ids, &device), None);
+        let right =
+            Tensor::<B, 1, Int>::from_data(TensorData::new(cut(1), [rows * length]), &device);
+        let scale = 1.0 / (rows * length) as f64;
+        download(model.cross_entropy(model.rows_at(hidden, None), right, scale))[0]
+    };
+    let whole = loss(&model());
+    let [eight, four] = BITS.map(|bits| loss(&model().quantized(bits)));
+    println!("nats a byte: {whole:.4} in f32, {eight:.4} in int8, {four:.4} in int4");
+    assert!(whole < 1.2, "{whole}: it has learnt");
+    assert!((eight - whole).abs() < 0.002, "{eight} in int8, {whole} in f32");
+    assert!((four - whole).abs() < 0.02, "{four} in int4, {whole} in f32");
+}
