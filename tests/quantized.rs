@@ -122,7 +122,7 @@ impl ModuleMapper<B> for Rounded {
                 QuantizedMatrix::quantize(x, self.bits).dequantize::<B>(&Default::default())
             };
             let rounded = if table { rows(weight) } else { rows(weight.transpose()).transpose() };
-            rounded.reshape(dims.clone())
+            rounded.reshape(dims)
         })
     }
 }

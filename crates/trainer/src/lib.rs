@@ -38,7 +38,7 @@ pub use config::{
 };
 pub use cost::{DryRun, dry_run, host_memory, least_memory};
 pub use evaluate::{Evaluation, Testing};
-pub use folder::{Start, read_summary};
+pub use folder::{COMPANIONS, Start, read_summary};
 pub use folder_error::FolderError;
 pub use health::{Panics, note_panic};
 pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainLoss, gradients};

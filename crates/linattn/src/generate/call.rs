@@ -82,7 +82,7 @@ impl<B: Backend> Row<B> {
     }
 }
 
-/// Result of [`generate`].
+/// Result of [`generate`](super::generate).
 #[derive(Debug, Clone)]
 pub struct Generated<B: Backend> {
     /// The texts, in the order given.
