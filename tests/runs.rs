@@ -243,7 +243,10 @@ fn wrong_values_are_refused_by_key() {
             vec!["gated_deltanet.heads` is 3", "d_model = 16"],
         ),
         (layer("gated_deltanet = { heads = 2, value_heads = 3 }"), vec!["value_heads` is 3"]),
-        (layer("gated_deltanet = { heads = 2, chunk = 48 }"), vec!["chunk` is 48", "64"]),
+        (
+            layer("gated_deltanet = { heads = 2, chunk = 48 }"),
+            vec!["unknown field `chunk`", "`conv_size`"],
+        ),
         (layer("deltanet = { expand_v = 0.3 }"), vec!["deltanet.expand_v` is 0.3", "whole"]),
         (layer("mamba2 = { head_width = 5 }"), vec!["mamba2.head_width` is 5", "32"]),
         (layer("retnet = { key_width = 5 }"), vec!["retnet.key_width` is 5", "even"]),
