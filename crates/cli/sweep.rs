@@ -30,6 +30,10 @@ pub struct SweepArgs {
     /// where several are threads of this process. Rows are the same with any number
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     jobs: Option<u16>,
+    /// Runs on a GPU are processes too: under NVIDIA's Multi-Process Service, which has to be started
+    /// before, they share it far better than threads do
+    #[arg(long)]
+    processes: bool,
     /// Folder that gets a folder with the runs
     #[arg(long, default_value = "runs")]
     out: PathBuf,
@@ -201,7 +205,10 @@ fn start(
         Err(e) => return fail(BAD_INPUT, &e),
     };
     let jobs = args.jobs.map_or(if on_processor { 2 } else { 1 }, usize::from);
-    let runner = if on_processor || jobs == 1 { processes } else { threads_of_this_process() };
+    let runner = match on_processor || jobs == 1 || args.processes {
+        true => processes,
+        false => threads_of_this_process(),
+    };
     let threads = on_processor.then(|| share_of_cores(jobs * args.devices.len()));
     let stop = Stop::default();
     if let Err(e) = signals::watch(on_signal(&stop)) {
