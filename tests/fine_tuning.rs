@@ -71,6 +71,10 @@ pub(crate) fn desk(more: &str) -> Desk {
     for name in ["config.json", "model.safetensors"] {
         fs::copy(model().join(name), there.join(name)).unwrap();
     }
+    let config = fs::read_to_string(there.join("config.json")).unwrap();
+    let ends = config.replacen("\"eos_token_id\": null", "\"eos_token_id\": [7, 9]", 1);
+    assert_ne!(config, ends, "the file says what ends a text");
+    fs::write(there.join("config.json"), ends).unwrap();
     fs::write(there.join("tokenizer.json"), tokenizer()).unwrap();
     fs::write(desk.path("text.txt"), TEXT.repeat(20)).unwrap();
     well(&convert(&desk, &["import", "there", "--out", "runs/qwen"]));
@@ -177,9 +181,15 @@ fn a_resumed_run_needs_the_run_it_started_from_no_more() {
     assert!(bytes("tiny") == bytes("unbroken"), "other weights");
     // The resolved config says all of it, and makes the same run.
     let config = fs::read_to_string(desk.path("runs/tiny/config.toml")).unwrap();
-    for part in ["[base]", "run = \"runs/qwen\"", "checksum = ", "vocab = 61", "d_model = 32"] {
+    let parts =
+        ["[base]", "run = \"runs/qwen\"", "checksum = ", "vocab = 61", "end_ids = [", "d_model = 32"];
+    for part in parts {
         assert!(config.contains(part), "{config}");
     }
+    // Training changes nothing about what ends a text.
+    well(&convert(&desk, &["export", "runs/tiny", "--out", "back"]));
+    let back = json(&desk.path("back/config.json"));
+    assert_eq!(back["eos_token_id"], serde_json::json!([7, 9]));
     refused(&desk.run(&["--set", "name=new"]), &["`model.from` names runs/qwen", "no run"]);
     let again = desk.command(&["--config", "runs/tiny/config.toml", "--resume"]).output().unwrap();
     well(&again);

@@ -8,6 +8,7 @@
 //! step = 0
 //! vocab = 248320
 //! checksum = "5d0a3c21"
+//! end_ids = [248046]    # left out where there are none
 //! ```
 
 use crate::checkpoint::Which;
@@ -46,6 +47,7 @@ impl BaseConfig {
             step: stored.checkpoint.position.step,
             vocab: stored.vocab,
             checksum: format!("{:08x}", stored.checkpoint.checksum),
+            end_ids: stored.end_ids.clone(),
         }
     }
 }

@@ -57,6 +57,9 @@ pub struct BaseConfig {
     pub vocab: usize,
     /// CRC-32 of the checkpoint's weights, eight hexadecimal digits.
     pub checksum: String,
+    /// Ids that end a text.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub end_ids: Vec<u32>,
 }
 
 /// How training goes.

@@ -196,7 +196,8 @@ impl StoredModel {
             Origin::Trained(run) => {
                 let theirs = file_of(run.task.tokenizer());
                 let kept = theirs.map(|path| kept_tokenizer(root).unwrap_or(path));
-                (run.model.clone(), kept, vec![])
+                let end_ids = run.base.as_ref().map(|base| base.end_ids.clone());
+                (run.model.clone(), kept, end_ids.unwrap_or_default())
             }
             Origin::Imported(imported) => {
                 let beside = imported.tokenizer.as_ref().map(|name| root.join(name));
