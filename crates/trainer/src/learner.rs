@@ -256,6 +256,7 @@ pub fn gradients<B: TrainBackend>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Optimizer, Step};
     use burn::backend::{Autodiff, Flex};
     use burn::module::{ModuleVisitor, Param};
     use linattn::nn::LanguageModelConfig;
@@ -301,6 +302,70 @@ mod tests {
         for turn in 0..20 {
             let far = want.iter().zip(of(4)).map(|(w, g)| (w - g).abs()).fold(0.0, f32::max);
             assert!(far < 1e-5, "turn {turn}: {far}");
+        }
+    }
+
+    /// All weights after 40 steps, each of so many parts.
+    fn trained(learner: Learner<B>, parts: usize) -> Vec<f32> {
+        let adamw = toml::from_str("learning_rate = 1e-2").expect("a config");
+        let mut optimizer = Optimizer::<B>::new(&adamw);
+        let mut learner = learner;
+        for step in 0..40 {
+            let part = |n: u32| Batch {
+                rows: 2,
+                length: 6,
+                input: (0..12).map(|i| (i * 3 + n + step) % 5).collect(),
+                scored: vec![1, 3, 8],
+                target: vec![n % 5, step % 5, 2],
+            };
+            let parts: Vec<Batch> = (0..parts as u32).map(part).collect();
+            let step = Step {
+                parts: &parts,
+                devices: &[burn::backend::flex::FlexDevice],
+                may_overlap: true,
+                learning_rate: 1e-2,
+                clip: Some(1.0),
+            };
+            learner = step.take(&learner, &mut optimizer).0;
+        }
+        struct Numbers(Vec<f32>);
+        impl ModuleVisitor<B> for Numbers {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+                self.0.extend(param.val().into_data().iter::<f32>());
+            }
+        }
+        let mut found = Numbers(vec![]);
+        Module::<B>::visit(&learner, &mut found);
+        found.0
+    }
+
+    /// As runs that are threads of one sweep.
+    #[test]
+    fn runs_side_by_side_find_what_each_finds_alone() {
+        let config: LanguageModelConfig = toml::from_str(
+            "d_model = 8\nlayers = [{ repeat = 2, mixer.gated_deltanet = { heads = 2 }, mlp = { swiglu = {} } }]",
+        )
+        .expect("a config");
+        for parts in [1, 2] {
+            let learner =
+                Learner::<B> { model: config.init(5, &Default::default()).expect("a model") };
+            let alone = trained(learner.clone(), parts);
+            for turn in 0..5 {
+                let together: Vec<Vec<f32>> = std::thread::scope(|scope| {
+                    let threads: Vec<_> = (0..8)
+                        .map(|_| (learner.clone(), parts))
+                        .map(|(learner, parts)| {
+                            // A run has leaves of its own.
+                            let learner = learner.fork(&Default::default());
+                            scope.spawn(move || trained(learner, parts))
+                        })
+                        .collect();
+                    threads.into_iter().map(|thread| thread.join().expect("a run")).collect()
+                });
+                for run in together {
+                    assert!(run == alone, "turn {turn}, {parts} parts: other weights than alone");
+                }
+            }
         }
     }
 }
