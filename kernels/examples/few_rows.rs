@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::wgpu::WgpuRuntime;
 use half::bf16;
-use linattn_kernels::few_rows::{Args, Dims, check, product};
+use linattn_kernels::few_rows::{Args, Columns, Dims, check, product};
 use std::time::Instant;
 
 /// K and N.
@@ -51,8 +51,7 @@ fn all<R: Runtime>(client: &ComputeClient<R>, device: &str) {
             let copies: Vec<Handle> =
                 (0..copies).map(|_| client.create_from_slice(&matrix)).collect();
             for rows in ROWS {
-                let dims = Dims { rows, inner, columns, stride: columns };
-                one(client, device, kind, dims, &copies);
+                one(client, device, kind, [rows, inner, columns], &copies);
             }
         }
     }
@@ -62,23 +61,24 @@ fn one<R: Runtime>(
     client: &ComputeClient<R>,
     device: &str,
     kind: FloatKind,
-    dims: Dims,
+    sizes: [usize; 3],
     copies: &[Handle],
 ) {
     let dtype = StorageType::Scalar(ElemType::Float(kind));
-    let Dims { rows, inner, columns, .. } = dims;
+    let [rows, inner, columns] = sizes;
+    let (dims, matrix) = (Dims { rows, inner }, Columns { count: columns, stride: columns });
     let row = format!("{kind:?},{rows},{inner},{columns},{device}");
-    if let Err(why) = check(client, dims, dtype) {
+    if let Err(why) = check(client, dims, &[matrix], dtype) {
         println!("{row},refused: {why}");
         return;
     }
     let x = client.create_from_slice(&bytes(kind, rows * inner));
     let run = |n: usize| {
-        let args = Args { x: &x, weight: &copies[n % copies.len()], bias: None };
+        let args = Args { x: &x, weights: &[(&copies[n % copies.len()], matrix)], bias: None };
         product(client, dims, dtype, args).expect("`check` was asked").handle
     };
     let y = client.read_one(run(0)).expect("the kernel ran");
-    let error = error(kind, dims, &y);
+    let error = error(kind, sizes, &y);
     (0..copies.len()).for_each(|n| drop(run(n)));
     block_on(client.sync()).expect("the kernels ran");
     let start = Instant::now();
@@ -103,8 +103,7 @@ fn bytes(kind: FloatKind, numbers: usize) -> Vec<u8> {
 }
 
 /// Relative error of the first columns of the last row.
-fn error(kind: FloatKind, dims: Dims, y: &[u8]) -> f64 {
-    let Dims { rows, inner, columns, .. } = dims;
+fn error(kind: FloatKind, [rows, inner, columns]: [usize; 3], y: &[u8]) -> f64 {
     let row = rows - 1;
     let (mut wrong, mut size) = (0.0, 0.0);
     for column in 0..64 {

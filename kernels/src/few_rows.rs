@@ -1,14 +1,15 @@
-//! A few rows times a matrix, `y = x W + b`: the linear layers of decoding.
+//! A few rows times matrices side by side, `y = x [W_1 W_2 ..] + b`: the linear layers of decoding. Layers that
+//! read one input are one launch, with their weights where they are.
 //! ```text
 //! y_mn = b_n + sum_k x_mk W_kn                     in f32
 //!
-//! x: [M, K]  F    M from 1 to 64
-//! W: [K, N]  F    rows lie `stride` numbers apart
-//! b: [N]     F    if there is one
-//! y: [M, N]  F
+//! x:   [M, K]    F    M from 1 to 64
+//! W_i: [K, N_i]  F    1 to 8 of them; rows lie `stride` numbers apart, in each its own
+//! b:   [N]       F    if there is one; N = N_1 + N_2 ..
+//! y:   [M, N]    F
 //! ```
-//! Work:   a cube has up to 8 rows of x, and `lanes` vectors of columns side by side. Cube x counts
-//!         columns; cube z counts rows, and finds W in L2 where there are several. Units stand in groups
+//! Work:   a cube has up to 8 rows of x, and `lanes` vectors of columns side by side, of one matrix. Cube x
+//!         counts columns; cube z counts rows, and finds W in L2 where there are several. Units stand in groups
 //!         of `lanes`, which deal the rows of W out among them and add their sums up in shared memory.
 //! Bytes:  at 4.3 TB/s and 0.7 microseconds of latency 3 MB have to be on their way at any
 //!         time: 23 KB for each of 132 multiprocessors. A unit requests 16 vectors of 16 bytes (8 from 3
@@ -18,7 +19,7 @@
 //! Cost:   2 M K N flops for K N numbers of W, once for each 8 rows: bound by memory up to about 8 rows.
 //!         No sum is split over cubes: that would take another launch, or additions in any order.
 //! Edges:  rows past K repeat the last one, times 0; columns past N repeat the last ones and are not
-//!         kept. Where 8, 4 or 2 do not divide N and `stride`, vectors are narrower. M, K and N are
+//!         kept. Where 8, 4 or 2 do not divide every N_i and `stride`, vectors are narrower. M, K and N_i are
 //!         run-time values: new ones compile nothing, unless they change `Split`.
 
 use crate::SOURCE;
@@ -30,6 +31,8 @@ use cubecl::server::Handle;
 
 /// Most rows of x. Above, tensor cores are worth their tiles.
 pub const MOST_ROWS: usize = 64;
+/// Most matrices of a launch.
+pub const MOST_MATRICES: usize = 8;
 
 /// Units of a cube.
 const UNITS: usize = 256;
@@ -51,11 +54,16 @@ const UNKNOWN: usize = 64;
 pub struct Dims {
     /// M, rows of x.
     pub rows: usize,
-    /// K, columns of x and rows of W.
+    /// K, columns of x and rows of each W_i.
     pub inner: usize,
-    /// N, columns of W.
-    pub columns: usize,
-    /// Numbers from one row of W to the next, N or more.
+}
+
+/// Columns of one matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Columns {
+    /// N_i.
+    pub count: usize,
+    /// Numbers from one row to the next, N_i or more.
     pub stride: usize,
 }
 
@@ -64,8 +72,8 @@ pub struct Dims {
 pub struct Args<'a> {
     /// Rows.
     pub x: &'a Handle,
-    /// The matrix, which begins at a multiple of 16 bytes.
-    pub weight: &'a Handle,
+    /// The matrices, each of which begins at a multiple of 16 bytes.
+    pub weights: &'a [(&'a Handle, Columns)],
     /// Added to every row.
     pub bias: Option<&'a Handle>,
 }
@@ -84,6 +92,8 @@ pub(crate) struct Split {
     pub ahead: usize,
     /// Numbers in shared memory, f32.
     pub numbers: usize,
+    /// Matrices side by side.
+    pub matrices: usize,
     pub biased: bool,
 }
 
@@ -92,26 +102,27 @@ impl Split {
     fn new<R: Runtime>(
         client: &ComputeClient<R>,
         dims: Dims,
+        matrices: &[Columns],
         dtype: StorageType,
-        biased: bool,
     ) -> Self {
         let hardware = &client.properties().hardware;
         let most = (LOAD / dtype.size()).min(hardware.max_vector_size);
-        let fits = |n: &usize| {
-            *n <= most && dims.columns.is_multiple_of(*n) && dims.stride.is_multiple_of(*n)
-        };
+        let divides =
+            |n: usize| move |x: &Columns| x.count.is_multiple_of(n) && x.stride.is_multiple_of(n);
+        let fits = |n: &usize| *n <= most && matrices.iter().all(divides(*n));
         let width = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
         let tile = dims.rows.next_power_of_two().min(TILE);
         let multiprocessors = hardware.num_streaming_multiprocessors;
         let enough = multiprocessors.map_or(UNKNOWN, |n| n as usize) * 3 / 4;
         let narrowest = NARROWEST / (width * dtype.size());
         let fills = |lanes: &usize| {
-            let cubes = dims.columns.div_ceil(lanes * width) * dims.rows.div_ceil(tile);
+            let cubes = cubes_across(matrices, lanes * width) * dims.rows.div_ceil(tile);
             *lanes > narrowest && cubes >= enough
         };
         let lanes = [32, 16, 8].into_iter().find(fills).unwrap_or(narrowest);
         let ahead = if tile <= 2 { 16 } else { 8 };
-        let split = Self { source: SOURCE, tile, width, lanes, ahead, numbers: FEWEST, biased };
+        let (numbers, matrices, biased) = (FEWEST, matrices.len(), false);
+        let split = Self { source: SOURCE, tile, width, lanes, ahead, numbers, matrices, biased };
         split.in_memory(hardware.max_shared_memory_size)
     }
 
@@ -165,9 +176,14 @@ impl Split {
     }
 
     /// Cubes in x and in z.
-    fn cubes(&self, dims: Dims) -> [usize; 2] {
-        [dims.columns.div_ceil(self.columns()), dims.rows.div_ceil(self.tile)]
+    fn cubes(&self, dims: Dims, matrices: &[Columns]) -> [usize; 2] {
+        [cubes_across(matrices, self.columns()), dims.rows.div_ceil(self.tile)]
     }
+}
+
+/// Cubes of `each` columns of one matrix.
+fn cubes_across(matrices: &[Columns], each: usize) -> usize {
+    matrices.iter().map(|matrix| matrix.count.div_ceil(each)).sum()
 }
 
 /// Whether [`product`] takes this.
@@ -177,27 +193,35 @@ impl Split {
 pub fn check<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
+    matrices: &[Columns],
     dtype: StorageType,
 ) -> Result<(), Refusal> {
-    let Dims { rows, inner, columns, stride } = dims;
-    if !(1..=MOST_ROWS).contains(&rows) || inner == 0 || columns == 0 {
+    let Dims { rows, inner } = dims;
+    let columns: usize = matrices.iter().map(|matrix| matrix.count).sum();
+    let any_empty = matrices.iter().any(|matrix| matrix.count == 0);
+    if !(1..=MOST_ROWS).contains(&rows) || inner == 0 || columns == 0 || any_empty {
         return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
+    }
+    let (got, most) = (matrices.len(), MOST_MATRICES);
+    if got > most {
+        return Err(Refusal::TooLarge { what: "matrices side by side", got, most });
     }
     check_type(client, dtype)?;
     // Columns of x are counted up to whole batches.
     let counted = inner.next_multiple_of(LONGEST).saturating_mul(rows);
+    let stride = matrices.iter().map(|matrix| matrix.stride).max().unwrap_or(0);
     let got = inner.saturating_mul(stride).max(counted).max(rows.saturating_mul(columns));
     let most = u32::MAX as usize;
     if got > most {
         return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
     }
-    let split = Split::new(client, dims, dtype, false);
+    let split = Split::new(client, dims, matrices, dtype);
     let hardware = &client.properties().hardware;
     let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
     if shared_memory < split.shared_memory() || units < UNITS as u32 {
         return Err(Refusal::Device { shared_memory, units });
     }
-    let [x, z] = split.cubes(dims);
+    let [x, z] = split.cubes(dims, matrices);
     let (most_x, _, most_z) = hardware.max_cube_count;
     for (what, got, most, each) in
         [("columns", x, most_x, split.columns()), ("rows", z, most_z, split.tile)]
@@ -209,7 +233,7 @@ pub fn check<R: Runtime>(
     Ok(())
 }
 
-/// `x W + b`, `[M, N]`, in one launch.
+/// `x [W_1 W_2 ..] + b`, `[M, N]`, in one launch.
 ///
 /// # Errors
 /// As [`check`]; then nothing was launched.
@@ -219,28 +243,28 @@ pub fn product<R: Runtime>(
     dtype: StorageType,
     args: Args<'_>,
 ) -> Result<Buffer, Refusal> {
-    check(client, dims, dtype)?;
-    let Dims { rows, inner, columns, stride } = dims;
-    let split = Split::new(client, dims, dtype, args.bias.is_some());
-    let [across, deep] = split.cubes(dims);
+    let matrices: Vec<Columns> = args.weights.iter().map(|(_, columns)| *columns).collect();
+    check(client, dims, &matrices, dtype)?;
+    let Dims { rows, inner } = dims;
+    let columns = matrices.iter().map(|matrix| matrix.count).sum();
+    let biased = args.bias.is_some();
+    let split = Split { biased, ..Split::new(client, dims, &matrices, dtype) };
+    let [across, deep] = split.cubes(dims, &matrices);
     let y = buffer(client, &[rows, columns], dtype);
     // A bias that is not there: any tensor of this type would do, and none is read.
     let (bias, biases) = args.bias.map_or((args.x, 1), |bias| (bias, columns));
     // SAFETY: rows and columns past the ends are cut off or repeat the last ones, so that all stays
-    // within the sizes of `dims`, which the caller promises.
+    // within the sizes of `dims` and `matrices`, which the caller promises.
     #[allow(unsafe_code)]
     unsafe {
-        rows_by_matrix::launch_unchecked::<R>(
+        rows_by_matrices::launch_unchecked::<R>(
             client,
             CubeCount::Static(across as u32, 1, deep as u32),
             CubeDim::new_1d(UNITS as u32),
-            OperandsLaunch::new(
-                array(args.x, rows * inner),
-                array(args.weight, (inner - 1) * stride + columns),
-                array(bias, biases),
-            ),
+            OperandsLaunch::new(array(args.x, rows * inner), array(bias, biases)),
+            side_by_side(inner, args.weights, split),
             whole(&y),
-            SizesLaunch::new(rows as u32, inner as u32, columns as u32, stride as u32),
+            SizesLaunch::new(rows as u32, inner as u32, columns as u32),
             split,
             dtype,
             split.width,
@@ -249,12 +273,47 @@ pub fn product<R: Runtime>(
     Ok(y)
 }
 
-/// Inputs of the kernel, shaped as the module says; `split` says whether the bias is read.
+/// The matrices, and the places of each among cubes and columns.
+fn side_by_side<F: Float, N: Size, R: Runtime>(
+    inner: usize,
+    weights: &[(&Handle, Columns)],
+    split: Split,
+) -> SequenceArg<R, Matrix<F, N>> {
+    let mut given = SequenceArg::new();
+    let (mut cubes, mut columns) = (0, 0);
+    for (weight, Columns { count, stride }) in weights {
+        given.push(MatrixLaunch::new(
+            array(weight, (inner - 1) * stride + count),
+            *count as u32,
+            *stride as u32,
+            cubes as u32,
+            columns as u32,
+        ));
+        cubes += count.div_ceil(split.columns());
+        columns += count;
+    }
+    given
+}
+
+/// Rows and what is added to them, shaped as the module says; `split` says whether the bias is read.
 #[derive(CubeType, CubeLaunch)]
-struct Operands<F: Float, N: Size> {
+struct Operands<F: Float> {
     x: Array<F>,
-    weight: Array<Vector<F, N>>,
     bias: Array<F>,
+}
+
+/// One matrix, and its place.
+#[derive(CubeType, CubeLaunch)]
+struct Matrix<F: Float, N: Size> {
+    numbers: Array<Vector<F, N>>,
+    /// N_i.
+    columns: u32,
+    /// Numbers from one row to the next.
+    stride: u32,
+    /// The first cube of its columns.
+    first_cube: u32,
+    /// Its first column in y.
+    first_column: u32,
 }
 
 /// Sizes that are no part of the compiled code.
@@ -266,13 +325,28 @@ struct Sizes {
     inner: u32,
     /// N.
     columns: u32,
-    /// Numbers from one row of W to the next.
-    stride: u32,
+}
+
+/// The columns of a cube, of one matrix.
+#[derive(CubeType, Clone, Copy)]
+struct CubeColumns {
+    /// Place of the matrix.
+    matrix: u32,
+    /// Its first column in y.
+    before: usize,
+    /// The cube's first column of it.
+    first: usize,
+    /// N_i.
+    count: usize,
+    /// Numbers from one row of it to the next.
+    stride: usize,
 }
 
 /// A unit's share of W: its lane's vector of columns, of the rows that its group is dealt.
 #[derive(CubeType, Clone, Copy)]
 struct WeightShare {
+    /// Place of the matrix.
+    matrix: u32,
     /// The unit's group, which is its first row too.
     group: usize,
     /// Place of the vector in a row, in vectors.
@@ -294,8 +368,9 @@ struct Slice {
 
 /// The kernel.
 #[cube(launch_unchecked)]
-fn rows_by_matrix<F: Float, N: Size>(
-    x: &Operands<F, N>,
+fn rows_by_matrices<F: Float, N: Size>(
+    x: &Operands<F>,
+    weights: &Sequence<Matrix<F, N>>,
     y: &mut Array<F>,
     sizes: Sizes,
     #[comptime] split: Split,
@@ -303,7 +378,8 @@ fn rows_by_matrix<F: Float, N: Size>(
     #[define(N)] _width: usize,
 ) {
     let batch = comptime!(split.batch());
-    let share = weight_share(sizes, split);
+    let columns = cube_columns::<F, N>(weights, split);
+    let share = weight_share(&columns, sizes, split);
     let mut shared = SharedMemory::<f32>::new(comptime!(split.numbers));
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(split.tile));
     #[unroll]
@@ -311,7 +387,7 @@ fn rows_by_matrix<F: Float, N: Size>(
         sums[m] = Vector::<f32, N>::new(0.0f32);
     }
     let mut requested = Array::<Vector<F, N>>::new(comptime!(split.ahead));
-    request_weights::<F, N>(&mut requested, &x.weight, share.group, &share, split);
+    request_weights::<F, N>(&mut requested, weights, share.group, &share, split);
 
     let batches = share.last / batch + 1;
     let most = comptime!(split.batches());
@@ -327,30 +403,76 @@ fn rows_by_matrix<F: Float, N: Size>(
             let next = first + n + 1;
             if next < batches {
                 let row = next * batch + share.group;
-                request_weights::<F, N>(&mut requested, &x.weight, row, &share, split);
+                request_weights::<F, N>(&mut requested, weights, row, &share, split);
             }
         }
         sync_cube();
     }
-    reduce_groups::<F, N>(x, y, &mut shared, &sums, sizes, split);
+    let to = Destination { columns, sizes };
+    reduce_groups::<F, N>(x, y, &mut shared, &sums, to, split);
+}
+
+/// The columns of this cube.
+#[cube]
+fn cube_columns<F: Float, N: Size>(
+    weights: &Sequence<Matrix<F, N>>,
+    #[comptime] split: Split,
+) -> CubeColumns {
+    let mut matrix = 0u32;
+    let mut cubes = 0usize;
+    let mut before = 0usize;
+    let mut count = weights.index(0usize).columns as usize;
+    let mut stride = weights.index(0usize).stride as usize;
+    #[unroll]
+    for n in 1..comptime!(split.matrices) {
+        let next = weights.index(n);
+        if CUBE_POS_X >= next.first_cube {
+            matrix = comptime!(n as u32).runtime();
+            cubes = next.first_cube as usize;
+            before = next.first_column as usize;
+            count = next.columns as usize;
+            stride = next.stride as usize;
+        }
+    }
+    let first = (CUBE_POS_X as usize - cubes) * comptime!(split.columns());
+    CubeColumns { matrix, before, first, count, stride }
 }
 
 /// The share of this unit. Units past the last columns repeat these; their results are not used.
 #[cube]
-fn weight_share(sizes: Sizes, #[comptime] split: Split) -> WeightShare {
+fn weight_share(columns: &CubeColumns, sizes: Sizes, #[comptime] split: Split) -> WeightShare {
     let width = comptime!(split.width);
-    let last = sizes.inner as usize - 1;
-    let stride = sizes.stride as usize / width;
     let group = UNIT_POS as usize / comptime!(split.lanes);
     let lane = UNIT_POS as usize % comptime!(split.lanes);
-    let own = CUBE_POS_X as usize * comptime!(split.columns()) + lane * width;
-    let column = min(own, sizes.columns as usize - width) / width;
-    WeightShare { group, column, stride, last }
+    let column = min(columns.first + lane * width, columns.count - width) / width;
+    let (stride, last) = (columns.stride / width, sizes.inner as usize - 1);
+    WeightShare { matrix: columns.matrix, group, column, stride, last }
 }
 
 /// This unit's vectors of one batch, `[ahead]`: those of every row that its group is dealt, from `row` on.
 #[cube]
 fn request_weights<F: Float, N: Size>(
+    requested: &mut Array<Vector<F, N>>,
+    weights: &Sequence<Matrix<F, N>>,
+    row: usize,
+    share: &WeightShare,
+    #[comptime] split: Split,
+) {
+    if comptime!(split.matrices == 1) {
+        request_rows::<F, N>(requested, &weights.index(0usize).numbers, row, share, split);
+    } else {
+        #[unroll]
+        for n in 0..comptime!(split.matrices) {
+            if share.matrix == comptime!(n as u32) {
+                request_rows::<F, N>(requested, &weights.index(n).numbers, row, share, split);
+            }
+        }
+    }
+}
+
+/// As [`request_weights`], of the share's own matrix.
+#[cube]
+fn request_rows<F: Float, N: Size>(
     requested: &mut Array<Vector<F, N>>,
     weight: &Array<Vector<F, N>>,
     row: usize,
@@ -423,14 +545,21 @@ fn multiply_add<F: Float, N: Size>(
     }
 }
 
+/// The part of y that a cube writes.
+#[derive(CubeType, Clone, Copy)]
+struct Destination {
+    columns: CubeColumns,
+    sizes: Sizes,
+}
+
 /// The sums of all groups, added up for as many rows at once as there is room for, plus the bias: y.
 #[cube]
 fn reduce_groups<F: Float, N: Size>(
-    x: &Operands<F, N>,
+    x: &Operands<F>,
     y: &mut Array<F>,
     shared: &mut SharedMemory<f32>,
     sums: &Array<Vector<f32, N>>,
-    sizes: Sizes,
+    to: Destination,
     #[comptime] split: Split,
 ) {
     let width = comptime!(split.width);
@@ -439,8 +568,7 @@ fn reduce_groups<F: Float, N: Size>(
     let across = comptime!(split.columns());
     let joined = comptime!(split.joined());
     let all = comptime!(joined * across);
-    let rows = sizes.rows as usize;
-    let columns = sizes.columns as usize;
+    let rows = to.sizes.rows as usize;
     #[unroll]
     for part in 0..comptime!(split.tile / joined) {
         if comptime!(part > 0) {
@@ -459,19 +587,20 @@ fn reduce_groups<F: Float, N: Size>(
         for turn in 0..comptime!(all.div_ceil(UNITS)) {
             let n = UNIT_POS as usize + comptime!(turn * UNITS);
             let c = n % across;
-            let column = CUBE_POS_X as usize * across + c;
+            let column = to.columns.first + c;
             let m = n / across + comptime!(part * joined);
             let row = CUBE_POS_Z as usize * comptime!(split.tile) + m;
-            if n < all && row < rows && column < columns {
+            if n < all && row < rows && column < to.columns.count {
                 let from = (n / across * width + c % width) * line + c / width;
                 let mut sum = 0.0f32;
                 for group in 0..comptime!(split.groups()) {
                     sum += shared[from + group * lanes];
                 }
+                let column = to.columns.before + column;
                 if comptime!(split.biased) {
                     sum += f32::cast_from(x.bias[column]);
                 }
-                y[row * columns + column] = F::cast_from(sum);
+                y[row * to.sizes.columns as usize + column] = F::cast_from(sum);
             }
         }
     }

@@ -9,36 +9,48 @@ use linattn_oracle::{Rng, assert_close};
 /// Limit on the relative error of rows of 16 bits.
 const HALF: f64 = 6e-3;
 
-/// K, N, from one row of W to the next, and whether there is a bias.
-const MATRICES: [(usize, usize, usize, bool); 7] = [
-    (1, 1, 1, true),
-    (130, 37, 37, true),
-    (64, 96, 96, false),
-    (2048, 512, 512, false),
+/// K, columns of each matrix and from one of its rows to the next, and whether there is a bias.
+const MATRICES: [(usize, &[(usize, usize)], bool); 10] = [
+    (1, &[(1, 1)], true),
+    (130, &[(37, 37)], true),
+    (64, &[(96, 96)], false),
+    (2048, &[(512, 512)], false),
     // Rows end in numbers that are not read.
-    (200, 10, 16, false),
+    (200, &[(10, 16)], false),
     // More columns of x than wait in shared memory at once.
-    (5000, 40, 40, true),
+    (5000, &[(40, 40)], true),
     // Columns for all multiprocessors, and more a cube, of which the last has fewer.
-    (24, 13000, 13000, true),
+    (24, &[(13000, 13000)], true),
+    // A layer's projections, of which some fill no cube.
+    (96, &[(64, 64), (128, 128), (8, 8), (8, 16)], false),
+    (50, &[(3, 3), (1000, 1000), (1, 1)], true),
+    (33, &[(2, 2); 8], true),
 ];
 
-/// `x W + b` in f64.
-fn truth(dims: Dims, x: &[f64], weight: &[f64], bias: Option<&[f64]>) -> Vec<f64> {
+/// Matrices side by side, by their columns and strides.
+type SideBySide<'a> = (&'a [Columns], &'a [Vec<f64>]);
+
+/// `x [W_1 W_2 ..] + b` in f64.
+fn truth(inner: usize, x: &[f64], (sizes, weights): SideBySide, bias: Option<&[f64]>) -> Vec<f64> {
     let mut y = vec![];
-    for row in x.chunks_exact(dims.inner) {
-        let mut sums = bias.map_or_else(|| vec![0.0; dims.columns], <[f64]>::to_vec);
-        for (x, w) in row.iter().zip(weight.chunks_exact(dims.stride)) {
-            sums.iter_mut().zip(w).for_each(|(sum, w)| *sum += x * w);
+    for row in x.chunks_exact(inner) {
+        let from = y.len();
+        for (Columns { count, stride }, weight) in sizes.iter().zip(weights) {
+            let mut sums = vec![0.0; *count];
+            for (x, w) in row.iter().zip(weight.chunks_exact(*stride)) {
+                sums.iter_mut().zip(w).for_each(|(sum, w)| *sum += x * w);
+            }
+            y.extend(sums);
         }
-        y.extend(sums);
+        let biases = bias.into_iter().flatten();
+        y[from..].iter_mut().zip(biases).for_each(|(sum, bias)| *sum += bias);
     }
     y
 }
 
 /// Products of few rows: tiles of every height, alone and several, of every matrix.
 fn few_rows_are_right<R: Runtime>(client: &ComputeClient<R>, rows: Rows, limit: f64) {
-    for (inner, columns, stride, biased) in MATRICES {
+    for (inner, matrices, biased) in MATRICES {
         let mut rng = Rng::named(inner as u64, "product");
         let mut draw = |n: usize| {
             let mut x: Vec<f64> = (0..n).map(|_| rng.normal()).collect();
@@ -46,29 +58,38 @@ fn few_rows_are_right<R: Runtime>(client: &ComputeClient<R>, rows: Rows, limit: 
             x
         };
         let put = |x: &[f64]| client.create_from_slice(&rows.bytes(x));
-        let mut weight = draw(inner * stride);
-        weight.chunks_exact_mut(stride).for_each(|row| row[columns..].fill(f64::NAN));
+        let sizes: Vec<Columns> =
+            matrices.iter().map(|&(count, stride)| Columns { count, stride }).collect();
+        let mut weights = vec![];
+        for &Columns { count, stride } in &sizes {
+            let mut weight = draw(inner * stride);
+            weight.chunks_exact_mut(stride).for_each(|row| row[count..].fill(f64::NAN));
+            weights.push(weight);
+        }
+        let columns = sizes.iter().map(|size| size.count).sum();
         let bias = biased.then(|| draw(columns));
-        let (of_weight, of_bias) = (put(&weight), bias.as_deref().map(put));
+        let handles: Vec<Handle> = weights.iter().map(|weight| put(weight)).collect();
+        let of_weights: Vec<_> = handles.iter().zip(sizes.iter().copied()).collect();
+        let of_bias = bias.as_deref().map(put);
         for count in [1, 2, 3, 8, 33, 64] {
             let x = draw(count * inner);
-            let dims = Dims { rows: count, inner, columns, stride };
+            let dims = Dims { rows: count, inner };
             let of_x = put(&x);
-            let args = Args { x: &of_x, weight: &of_weight, bias: of_bias.as_ref() };
+            let args = Args { x: &of_x, weights: &of_weights, bias: of_bias.as_ref() };
             let y = product(client, dims, rows.dtype(), args).expect("it fits");
             assert_eq!(y.shape, [count, columns]);
             let got = rows.numbers(&client.read_one(y.handle).expect("the kernel ran"));
-            let want = truth(dims, &x, &weight, bias.as_deref());
-            assert_close(&format!("{rows:?}, {dims:?}"), &want, &got, limit);
+            let want = truth(inner, &x, (&sizes, &weights), bias.as_deref());
+            assert_close(&format!("{rows:?}, {dims:?}, {matrices:?}"), &want, &got, limit);
         }
     }
 }
 
 /// The same in 16 bits, where the device has the type.
 fn few_half_rows<R: Runtime>(client: &ComputeClient<R>) {
-    let dims = Dims { rows: 1, inner: 1, columns: 1, stride: 1 };
+    let (dims, column) = (Dims { rows: 1, inner: 1 }, Columns { count: 1, stride: 1 });
     for rows in [Rows::F16, Rows::Bf16] {
-        match check(client, dims, rows.dtype()) {
+        match check(client, dims, &[column], rows.dtype()) {
             Ok(()) => few_rows_are_right(client, rows, HALF),
             Err(why) => assert_eq!(why, Refusal::Type { got: rows.dtype() }),
         }
@@ -77,16 +98,21 @@ fn few_half_rows<R: Runtime>(client: &ComputeClient<R>) {
 
 /// Products that the kernel for few rows is not for.
 fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
-    let good = Dims { rows: 1, inner: 8, columns: 8, stride: 8 };
+    let (good, eight) = (Dims { rows: 1, inner: 8 }, Columns { count: 8, stride: 8 });
     let f64 = StorageType::Scalar(ElemType::Float(FloatKind::F64));
-    for (dims, dtype, want) in [
-        (Dims { rows: 0, ..good }, F32, "[0, 8] times [8, 8]; rows have to be 1 to 64"),
-        (Dims { rows: 65, ..good }, F32, "[65, 8] times [8, 8]"),
-        (Dims { inner: 0, ..good }, F32, "the rest at least 1"),
-        (Dims { inner: 1 << 20, stride: 1 << 13, ..good }, F32, "numbers in a tensor"),
-        (good, f64, "the kernels take f32"),
+    let far = Columns { count: 8, stride: 1 << 13 };
+    let (one, none) = (vec![eight], Columns { count: 0, ..eight });
+    for (dims, matrices, dtype, want) in [
+        (Dims { rows: 0, ..good }, &one, F32, "[0, 8] times [8, 8]; rows have to be 1 to 64"),
+        (Dims { rows: 65, ..good }, &one, F32, "[65, 8] times [8, 8]"),
+        (Dims { inner: 0, ..good }, &one, F32, "the rest at least 1"),
+        (Dims { inner: 1 << 20, ..good }, &vec![far], F32, "numbers in a tensor"),
+        (good, &vec![], F32, "the rest at least 1"),
+        (good, &vec![eight, none], F32, "the rest at least 1"),
+        (good, &vec![eight; 9], F32, "matrices side by side"),
+        (good, &one, f64, "the kernels take f32"),
     ] {
-        let got = check(client, dims, dtype).expect_err("refused").to_string();
+        let got = check(client, dims, matrices, dtype).expect_err("refused").to_string();
         assert!(got.contains(want), "{got:?} does not say {want:?}");
     }
 }
@@ -94,18 +120,19 @@ fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
 /// Columns that no grid of this device counts.
 fn too_many_columns_are_refused<R: Runtime>(client: &ComputeClient<R>) {
     let columns = u32::MAX as usize;
-    let dims = Dims { rows: 1, inner: 1, columns, stride: columns };
-    let split = Split::new(client, dims, F32, false);
+    let (dims, matrix) =
+        (Dims { rows: 1, inner: 1 }, [Columns { count: columns, stride: columns }]);
+    let split = Split::new(client, dims, &matrix, F32);
     let cubes = client.properties().hardware.max_cube_count.0 as usize;
-    let want = match split.cubes(dims)[0] > cubes {
+    let want = match split.cubes(dims, &matrix)[0] > cubes {
         true => Err(Refusal::TooLarge {
             what: "columns",
-            got: split.cubes(dims)[0] * split.columns(),
+            got: split.cubes(dims, &matrix)[0] * split.columns(),
             most: cubes * split.columns(),
         }),
         false => Ok(()),
     };
-    assert_eq!(check(client, dims, F32), want);
+    assert_eq!(check(client, dims, &matrix, F32), want);
 }
 
 #[test]
@@ -113,8 +140,8 @@ fn shared_memory_holds_what_the_kernel_puts_there() {
     for (tile, ahead) in [(1, 16), (2, 16), (4, 8), (8, 8)] {
         for width in [1, 2, 4, 8] {
             for lanes in [4, 8, 16, 32] {
-                let split =
-                    Split { source: "", tile, width, lanes, ahead, numbers: 0, biased: false };
+                let (source, numbers, matrices, biased) = ("", 0, 1, false);
+                let split = Split { source, tile, width, lanes, ahead, numbers, matrices, biased };
                 for bytes in [16 << 10, 32 << 10, 48 << 10, 227 << 10] {
                     let split = split.in_memory(bytes);
                     assert!(split.shared_memory() <= bytes, "{split:?}");

@@ -123,10 +123,13 @@ fn layers<T: Target>(
     let case = Case::new(client, dtype, 64, 64);
     for count in [1, 2, 4, 8] {
         for (biased, launched) in [(false, ""), (true, "-bias")] {
-            case.product(count, biased)?;
+            case.product(count, 1, biased)?;
             let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows") };
             book.enter(&page, launched, client)?;
         }
+        case.product(count, 3, false)?;
+        let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows") };
+        book.enter(&page, "-side_by_side", client)?;
     }
     let page = |variant| Page { arch, rows, shape: "any", variant };
     case.around(|launched| book.enter(&page("around"), launched, client))?;
@@ -331,13 +334,15 @@ impl<'a, T: Target> Case<'a, T> {
         Ok(())
     }
 
-    /// A product of so many rows by a square matrix.
-    fn product(&self, rows: usize, biased: bool) -> Result<(), Refusal> {
+    /// A product of so many rows by so many square matrices.
+    fn product(&self, rows: usize, matrices: usize, biased: bool) -> Result<(), Refusal> {
         let width = 2048;
-        let dims = few_rows::Dims { rows, inner: width, columns: width, stride: width };
+        let dims = few_rows::Dims { rows, inner: width };
+        let matrix = few_rows::Columns { count: width, stride: width };
         let new = |numbers: usize| self.client.empty(numbers * self.dtype.size());
-        let (x, weight, bias) = (new(rows * width), new(width * width), new(width));
-        let args = few_rows::Args { x: &x, weight: &weight, bias: biased.then_some(&bias) };
+        let (x, weight, bias) = (new(rows * width), new(width * width), new(matrices * width));
+        let weights = vec![(&weight, matrix); matrices];
+        let args = few_rows::Args { x: &x, weights: &weights, bias: biased.then_some(&bias) };
         few_rows::product(self.client, dims, self.dtype, args).map(drop)
     }
 

@@ -7,8 +7,10 @@
 pub mod adamw;
 pub mod column_sums;
 pub mod conv_split;
+pub mod conv_state;
 pub mod cross_entropy;
 pub mod embedding;
 pub mod gated_product;
 pub mod norm;
 pub mod pack;
+pub mod selective_scan;

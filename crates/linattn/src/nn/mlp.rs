@@ -3,7 +3,7 @@
 use super::canon::{Canon, canon};
 use super::convolution::Tails;
 use super::layers::{Gelu, Linear, Norm, ResidualLinear, linear, linear_with_bias, shift_tokens};
-use super::lora::add_side_by_side;
+use super::projection::packed_product;
 use super::{ConfigError, Cost, positive};
 use crate::ops::{self, Activation, LinearAttentionBackend, typed};
 use burn::module::{Module, Param};
@@ -202,22 +202,14 @@ impl<B: LinearAttentionBackend> SwiGlu<B> {
         self.down_proj.forward(inner)
     }
 
-    /// Whether [`packed`](Self::packed) does the same, and is faster.
-    fn packs(&self, canon: &Canon<B>, x: &Tensor<B, 3>) -> bool {
-        let plain = self.activation == GluActivation::Silu && self.gate_proj.bias.is_none();
-        plain && canon.inside_mlp.is_empty() && x.dims()[1] > 1
-    }
-
-    /// As [`forward`](Self::forward), gate and value by one product. For a few rows that would only read
-    /// all weights twice.
-    fn packed<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        let weights = vec![self.gate_proj.weight.val(), self.up_proj.weight.val()];
-        let both = ops::affine(x.clone(), ops::pack(weights, 0, x.dtype()), None)
-            .expect("`x` has the width that the layer was made for");
-        let layers = [&self.gate_proj, &self.up_proj];
-        let adapters = layers.map(|layer| (&layer.adapter, layer.weight.dims()[1]));
-        let both = add_side_by_side(both, &x, &adapters);
-        self.down_proj.forward(ops::gated_halves(both, Activation::Silu))
+    /// As [`forward`](Self::forward), gate and value by one product; nothing where that is another operation, or
+    /// slower.
+    fn packed(&self, x: &Tensor<B, 3>, canon: &Canon<B>) -> Option<Tensor<B, 3>> {
+        if self.activation != GluActivation::Silu || !canon.inside_mlp.is_empty() {
+            return None;
+        }
+        let both = packed_product(x, &[&self.gate_proj, &self.up_proj], 0)?;
+        Some(self.down_proj.forward(ops::gated_halves(both, Activation::Silu)))
     }
 }
 
@@ -439,8 +431,10 @@ impl<B: LinearAttentionBackend> Mlp<B> {
         let mut inside = layers.inside_mlp.iter();
         match self {
             Mlp::Identity(_) => x,
-            Mlp::SwiGlu((_, mlp)) if mlp.packs(layers, &x) => mlp.packed(x),
-            Mlp::SwiGlu((_, mlp)) => mlp.through(x, |x| canon(inside.next(), x, tails)),
+            Mlp::SwiGlu((_, mlp)) => match mlp.packed(&x, layers) {
+                Some(y) => y,
+                None => mlp.through(x, |x| canon(inside.next(), x, tails)),
+            },
             Mlp::Gelu((_, mlp)) => mlp.through(x, |x| canon(inside.next(), x, tails)),
             Mlp::Rwkv7((_, mlp)) => tails.through(|last| mlp.forward(x, last)),
             Mlp::Rwkv6((_, mlp)) => tails.through(|last| mlp.forward(x, last)),

@@ -90,17 +90,15 @@ pub(crate) fn project<B: LinearAttentionBackend, const N: usize>(
 
 /// As [`project`], of any number of projections.
 ///
-/// Over several tokens they are one product and one operation after it, if all convolutions have one
-/// window. A single token goes through each projection by itself: packing would read all weights twice.
+/// They are one product and one operation after it, if all convolutions have one window. A single token goes
+/// through each projection by itself where the backend would have to pack the weights, which reads them twice.
 pub(crate) fn project_all<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
     projections: Vec<Projection<'_, B>>,
     tails: &mut Tails<B>,
 ) -> Vec<Tensor<B, 3>> {
-    match x.dims()[1] > 1 && can_pack(&projections) {
-        true => packed(x, &projections, tails),
-        false => projections.iter().map(|projection| alone(x, projection, tails)).collect(),
-    }
+    let packed = can_pack(&projections).then(|| packed(x, &projections, tails)).flatten();
+    packed.unwrap_or_else(|| projections.iter().map(|one| alone(x, one, tails)).collect())
 }
 
 /// Convolved projections have a convolution of one window, or none has; there is one log decay.
@@ -112,32 +110,55 @@ fn can_pack<B: Backend>(projections: &[Projection<'_, B>]) -> bool {
         && projections.iter().filter(|p| p.decay.is_some()).count() <= 1
 }
 
-/// All projections as one product.
+/// All projections as one product; nothing where that is slower.
 fn packed<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
     projections: &[Projection<'_, B>],
     tails: &mut Tails<B>,
-) -> Vec<Tensor<B, 3>> {
+) -> Option<Vec<Tensor<B, 3>>> {
     // Columns that are convolved come first.
     let mut order: Vec<usize> = (0..projections.len()).collect();
     order.sort_by_key(|&i| !projections[i].is_convolved());
     let sorted: Vec<_> = order.iter().map(|&i| &projections[i]).collect();
 
     let columns: Vec<Column> = sorted.iter().map(|p| p.column()).collect();
-    let padding = padding(&columns);
-    let weights = sorted.iter().map(|p| p.linear.weight.val()).collect();
-    let weight = ops::pack(weights, padding, x.dtype());
-    let biases = sorted.iter().map(|p| (p.linear.bias.as_ref(), p.width()));
-    let bias = packed_bias(biases, padding, x.dtype());
-    let y = ops::affine(x.clone(), weight, bias).expect("every projection reads `x`");
-    let adapters: Vec<_> = sorted.iter().map(|p| (&p.linear.adapter, p.width())).collect();
-    let y = add_side_by_side(y, x, &adapters);
+    let linears: Vec<_> = sorted.iter().map(|p| p.linear).collect();
+    let y = packed_product(x, &linears, padding(&columns))?;
     let convolution = packed_convolution(&y, &sorted, tails);
     let decay = sorted.iter().find_map(|p| p.decay.clone());
     let outputs = Split { y, columns, convolution, decay }.outputs();
     let mut sorted: Vec<_> = order.into_iter().zip(outputs).collect();
     sorted.sort_by_key(|(place, _)| *place);
-    sorted.into_iter().map(|(_, output)| output).collect()
+    Some(sorted.into_iter().map(|(_, output)| output).collect())
+}
+
+/// Linear layers of one input as one product, and `padding` columns of zeros behind it where weights are packed;
+/// nothing for a single token where they would have to be.
+pub(crate) fn packed_product<B: LinearAttentionBackend, const D: usize>(
+    x: &Tensor<B, D>,
+    layers: &[&Linear<B>],
+    padding: usize,
+) -> Option<Tensor<B, D>> {
+    let widths = layers.iter().map(|layer| layer.weight.dims()[1]);
+    let weights = || layers.iter().map(|layer| layer.weight.val()).collect::<Vec<_>>();
+    let biases = layers.iter().map(|layer| layer.bias.as_ref()).zip(widths.clone());
+    let y = match D > 2 && x.dims()[D - 2] > 1 {
+        true => {
+            let weight = ops::pack(weights(), padding, x.dtype());
+            let bias = packed_bias(biases, padding, x.dtype());
+            ops::affine(x.clone(), weight, bias).expect("every layer reads `x`")
+        }
+        false if layers.iter().any(|layer| layer.weight.is_quantized()) => return None,
+        false => {
+            let y = ops::side_by_side(x.clone(), weights())?;
+            match packed_bias(biases, 0, x.dtype()) {
+                Some(bias) => y + bias.unsqueeze(),
+                None => y,
+            }
+        }
+    };
+    let adapters: Vec<_> = layers.iter().map(|layer| &layer.adapter).zip(widths).collect();
+    Some(add_side_by_side(y, x, &adapters))
 }
 
 /// Columns of zeros behind `columns`, for the product's sake.
@@ -168,23 +189,30 @@ fn packed_convolution<B: LinearAttentionBackend>(
 ) -> Option<Convolution<B>> {
     let convolutions: Vec<_> = projections.iter().filter_map(|p| p.convolution).collect();
     let [window, _] = convolutions.first()?.weight.dims();
-    let (mut first, mut before) = (0, vec![]);
-    for convolution in &convolutions {
-        let width = convolution.weight.dims()[1];
-        tails.through(|tail| {
-            before.extend(tail.clone());
-            ((), ops::next_conv_state(y, tail, (first, width), window))
-        });
-        first += width;
-    }
+    let widths: Vec<usize> = convolutions.iter().map(|c| c.weight.dims()[1]).collect();
+    let before: Vec<_> = convolutions.iter().filter_map(|_| tails.draw()).collect();
+    let next = ops::next_conv_states(y, &widths, &before, window);
+    next.into_iter().for_each(|state| tails.push(state));
     let weights: Vec<_> = convolutions.iter().map(|c| c.weight.val()).collect();
     let dtype = weights[0].dtype();
     let biases = convolutions.iter().map(|c| (c.bias.as_ref(), c.weight.dims()[1]));
     Some(Convolution {
         bias: packed_bias(biases, 0, dtype),
         weight: ops::pack(weights, 0, dtype),
-        tail: (!before.is_empty()).then(|| Tensor::cat(before, 2)),
+        tail: (!before.is_empty()).then(|| side_by_side(before, y.dtype())),
     })
+}
+
+/// States of convolutions, `[B, W - 1, C_i]`, as one.
+fn side_by_side<B: LinearAttentionBackend>(
+    states: Vec<Tensor<B, 3>>,
+    dtype: DType,
+) -> Tensor<B, 3> {
+    let [batch, kept, _] = states[0].dims();
+    let rows = states.into_iter().map(|state| state.flatten::<2>(0, 1)).collect();
+    let rows = ops::pack(rows, 0, dtype);
+    let width = rows.dims()[1];
+    rows.reshape([batch, kept, width])
 }
 
 /// One projection by itself.
@@ -214,8 +242,10 @@ impl<B: LinearAttentionBackend> Convolution<B> {
     pub(crate) fn of(layer: &ShortConvolution<B>, y: &Tensor<B, 3>, tails: &mut Tails<B>) -> Self {
         let weight = layer.weight.val();
         let [window, width] = weight.dims();
-        let tail =
-            tails.through(|tail| (tail.clone(), ops::next_conv_state(y, tail, (0, width), window)));
+        let tail = tails.through(|tail| {
+            let next = ops::next_conv_states(y, &[width], tail.as_slice(), window);
+            (tail, next.into_iter().next().expect("a state for each convolution"))
+        });
         Self { weight, bias: layer.bias.as_ref().map(Param::val), tail }
     }
 }

@@ -2,8 +2,8 @@
 //! and give.
 
 pub use super::fused::{
-    Activation, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
-    LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack,
+    Activation, Column, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, HeadNorm,
+    LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack, SelectiveScan,
 };
 pub use super::pass::{BackwardPass, Pass};
 pub use super::recurrence::{Dims, Forward, LogDecay, Recurrence, Saved, Transition};
@@ -104,6 +104,22 @@ pub trait LinearAttentionBackend: Backend {
         None
     }
 
+    /// `x [W_1 W_2 ..]` over the last dimension of `x`, of at most [`MOST_PACKED`] matrices, which are read where
+    /// they lie: None where this backend has no such product for these tensors, or `x` has so many rows that
+    /// packing the matrices costs little. No gradient flows through it.
+    fn side_by_side(
+        _x: FloatTensor<Self>,
+        _weights: &[FloatTensor<Self>],
+    ) -> Option<FloatTensor<Self>> {
+        None
+    }
+
+    /// The next states of convolutions in one piece, `[B, W - 1, C_i]` each: None where this backend has no such
+    /// piece for these tensors. No gradient flows through it.
+    fn conv_states(_x: &ConvStates<FloatTensor<Self>>) -> Option<Vec<FloatTensor<Self>>> {
+        None
+    }
+
     /// Rows of a table.
     fn fused_embedding(
         _x: Embedding<FloatTensor<Self>, IntTensor<Self>>,
@@ -115,6 +131,14 @@ pub trait LinearAttentionBackend: Backend {
     /// The loss of a last product.
     fn fused_cross_entropy(
         _x: LinearCrossEntropy<FloatTensor<Self>, IntTensor<Self>>,
+        _keep: bool,
+    ) -> Option<Pass<Self>> {
+        None
+    }
+
+    /// Mamba's recurrence: y and the state after the last token.
+    fn fused_selective_scan(
+        _x: SelectiveScan<FloatTensor<Self>>,
         _keep: bool,
     ) -> Option<Pass<Self>> {
         None

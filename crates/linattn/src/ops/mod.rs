@@ -41,9 +41,11 @@ pub use error::OpError;
 pub(crate) use fused::{
     Activation, Column, ColumnKind, ConvSplit, HeadNorm, LinearLayer, MOST_PACKED, Measure,
     add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy,
-    next_conv_state, pack, rms_normalize, select_rows, standardize,
+    next_conv_states, pack, rms_normalize, select_rows, standardize,
 };
-pub use fused::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
+pub use fused::{
+    AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, adamw_step, global_norm, selective_scan,
+};
 pub use long_convolution::long_convolution;
 pub(crate) use long_convolution::tap_matrices;
 pub use mesa::{MesaInputs, mesa, mesa_step};
@@ -327,7 +329,7 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
         }
     }
     let tail = tail.map(|tail| typed(tail, x.dtype()));
-    let next = next_conv_state(&x, tail.clone(), (0, channels), width);
+    let next = next_conv_states(&x, &[channels], tail.as_slice(), width).remove(0);
     let kind = ColumnKind::Conv { activation, norm: None };
     let mut outputs = conv_split::<B>(ConvSplit {
         x: primitive(x),
@@ -402,6 +404,17 @@ pub fn affine<B: LinearAttentionBackend, const D: usize>(
         return Ok(fused::linear::<B, 2>(LinearLayer { x, weight, bias }).squeeze_dim(0));
     }
     Ok(fused::linear(LinearLayer { x: primitive(x), weight, bias }))
+}
+
+/// `x [W_1 W_2 ..]` over the last dimension of `x`, `[.., from]` by `[from, to_i]` each, with every matrix where it
+/// lies; `None` where this backend has no such product for these tensors, or packing the matrices costs little.
+/// No gradient flows through it.
+pub(crate) fn side_by_side<B: LinearAttentionBackend, const D: usize>(
+    x: Tensor<B, D>,
+    weights: Vec<Tensor<B, 2>>,
+) -> Option<Tensor<B, D>> {
+    let weights: Vec<_> = weights.into_iter().map(primitive).collect();
+    B::side_by_side(primitive(x), &weights).map(tensor)
 }
 
 /// `x W^T` over the last dimension of `x` for a quantized `W`, `[to, from]`, as it is; `None` where

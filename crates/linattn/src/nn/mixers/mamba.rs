@@ -19,7 +19,8 @@ use crate::nn::log_decay::fresh_dt_bias;
 use crate::nn::projection::{Convolution, Split};
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
 use crate::ops::{
-    self, Activation, Column, ColumnKind, LinearAttentionBackend, accumulator, typed,
+    self, Activation, Column, ColumnKind, LinearAttentionBackend, SelectiveScanInputs, accumulator,
+    typed,
 };
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -128,24 +129,26 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba<B> {
         state: Option<VectorState<B>>,
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
-        let ([batch, tokens, _], mut past) = (x.dims(), VectorPast::of(state));
-        let ([inner, size], rank) = (self.a_log.dims(), self.dt_proj.weight.dims()[0]);
+        let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
+        let ([_, size], rank) = (self.a_log.dims(), self.dt_proj.weight.dims()[0]);
         let (x, z) = self.halves(x, &mut past.tails);
         let low = self.x_proj.forward(x.clone());
         let part = |from, width| low.clone().narrow(2, from, width);
         let dt = softplus(accumulator(self.dt_proj.forward(part(0, rank))));
-        // The state and what goes into it are f32 at least.
-        let [write, read] = [rank, rank + size].map(|from| accumulator(part(from, size)));
+        // The state and all that goes into it are f32 at least.
+        let [b, c] = [rank, rank + size].map(|from| accumulator(part(from, size)));
         let wide = accumulator(x);
-        let flat = |x: Tensor<B, 4>| x.reshape([batch, tokens, inner * size]);
-        let write = write.unsqueeze_dim::<4>(2); // B: [B, T, 1, N]
-        let written = flat((dt.clone() * wide.clone()).unsqueeze_dim::<4>(3) * write);
-        let kept = self.kept(flat(dt.unsqueeze_dim::<4>(3) * self.rates()));
-        let (h, last) =
-            ops::linear_scan(kept, written, past.draw()).expect("the projections made the shapes");
-        let h: Tensor<B, 4> = h.reshape([batch, tokens, inner, size]);
-        let read = read.unsqueeze_dim::<4>(3); // C: [B, T, N, 1]
-        let o = h.matmul(read).squeeze_dim::<3>(3) + wide * self.d.val().unsqueeze::<3>();
+        let (o, last) = ops::selective_scan(SelectiveScanInputs {
+            x: wide.clone(),
+            dt,
+            a: self.a_log.val().exp().neg(),
+            b,
+            c,
+            state: past.draw(),
+            signed: self.allow_neg_eigval,
+        })
+        .expect("the projections made the shapes");
+        let o = o + wide * self.d.val().unsqueeze::<3>();
         let o = typed(o, z.dtype());
         let y = self.out_proj.forward(ops::gate(o, z, Activation::Silu));
         (y, past.then(vec![last], tokens))
@@ -167,17 +170,5 @@ impl<B: LinearAttentionBackend> Mamba<B> {
         let halves = Split { y, columns, convolution, decay: None }.outputs();
         let [x, z] = halves.try_into().expect("an output for each of two columns");
         (x, z)
-    }
-
-    /// A, `[1, 1, I, N]`.
-    fn rates(&self) -> Tensor<B, 4> {
-        self.a_log.val().exp().neg().unsqueeze()
-    }
-
-    fn kept(&self, log: Tensor<B, 3>) -> Tensor<B, 3> {
-        match self.allow_neg_eigval {
-            true => log.exp() * 2.0 - 1.0,
-            false => log.exp(),
-        }
     }
 }

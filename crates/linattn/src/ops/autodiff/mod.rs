@@ -5,6 +5,7 @@ mod node;
 use super::backend::{Composite, LinearAttentionBackend, Path};
 use super::fused::{
     ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
+    SelectiveScan,
 };
 use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, Recurrence, Saved};
@@ -82,6 +83,13 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         let places = x.refill(std::iter::repeat(()));
         tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
             B::fused_linear(places.refill(tensors), keep)
+        })
+    }
+
+    fn fused_selective_scan(x: SelectiveScan<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        let places = x.refill(std::iter::repeat(()));
+        tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
+            B::fused_selective_scan(places.refill(tensors), keep)
         })
     }
 

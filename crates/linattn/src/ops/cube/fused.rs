@@ -4,8 +4,8 @@
 use super::linear;
 use super::rows::{entries_of, joined, rows_of, scaled, sum};
 use crate::ops::fused::{
-    Activation, ColumnKind, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
-    Measure, Normalization, Pack,
+    Activation, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, LinearCrossEntropy,
+    LinearLayer, Measure, Normalization, Pack,
 };
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::{DType, Shape};
@@ -16,8 +16,8 @@ use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::B
 use cubecl::ir::StorageType;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{
-    column_sums, conv_split as conv, cross_entropy as loss, embedding as table, gated_product,
-    norm, pack as packing,
+    column_sums, conv_split as conv, conv_state, cross_entropy as loss, embedding as table,
+    gated_product, norm, pack as packing,
 };
 use linattn_kernels::{Buffer, rowwise};
 
@@ -51,10 +51,14 @@ pub(super) struct CubePass<R: CubeRuntime> {
     backward: Option<Backward<R>>,
 }
 
-type Backward<R> =
+pub(super) type Backward<R> =
     Box<dyn FnOnce(Vec<Option<CubeTensor<R>>>, &[bool]) -> Vec<Option<CubeTensor<R>>> + Send>;
 
 impl<R: CubeRuntime> CubePass<R> {
+    pub(super) fn new(outputs: Tensors<R>, backward: Option<Backward<R>>) -> Self {
+        Self { outputs, backward }
+    }
+
     pub(super) fn of<F, I, BT>(self) -> Pass<CubeBackend<R, F, I, BT>>
     where
         F: FloatElement,
@@ -70,12 +74,12 @@ impl<R: CubeRuntime> CubePass<R> {
 }
 
 /// A contiguous tensor, as the kernels count in whole tensors.
-fn flat<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+pub(super) fn flat<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     into_contiguous(x)
 }
 
 /// A buffer as a tensor of another shape, on the device of `like`.
-fn shaped<R: CubeRuntime>(
+pub(super) fn shaped<R: CubeRuntime>(
     like: &CubeTensor<R>,
     buffer: Buffer,
     shape: Shape,
@@ -450,6 +454,28 @@ pub(super) fn embedding<R: CubeRuntime>(
         })
     });
     Some(CubePass { outputs, backward })
+}
+
+pub(super) fn conv_states<R: CubeRuntime>(
+    x: &ConvStates<CubeTensor<R>>,
+) -> Option<Vec<CubeTensor<R>>> {
+    let ConvStates { x, widths, window, states } = x;
+    let (dtype, x) = (x.dtype, flat(x.clone()));
+    let there = states.is_empty() || states.len() == widths.len();
+    if !is_float(dtype) || !there || states.iter().any(|state| state.dtype != dtype) {
+        return None;
+    }
+    let states: Vec<_> = states.iter().cloned().map(flat).collect();
+    let handles: Vec<&Handle> = states.iter().map(|state| &state.handle).collect();
+    let [batch, tokens, columns] = [0, 1, 2].map(|d| x.meta.shape[d]);
+    let dims = conv_state::Dims { batch, tokens, columns };
+    let convolutions = conv_state::Convolutions { widths: widths.clone(), window: *window };
+    let inputs = (&x.handle, &handles[..]);
+    let next =
+        conv_state::next_states(&x.client, dims, &convolutions, inputs, dtype.into()).ok()?;
+    let shape = |width: usize| Shape::from([batch, window - 1, width]);
+    let next = next.into_iter().zip(widths);
+    Some(next.map(|(next, width)| shaped(&x, next, shape(*width), dtype)).collect())
 }
 
 pub(super) fn pack<R: CubeRuntime>(x: Pack<CubeTensor<R>>, keep: bool) -> Option<CubePass<R>> {

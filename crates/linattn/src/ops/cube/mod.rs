@@ -6,11 +6,13 @@ mod fused;
 mod linear;
 mod optimizer;
 mod rows;
+mod selective_scan;
 
 use super::backend::{LinearAttentionBackend, Path};
 use super::fused::{
-    AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
-    Moments, Normalization, Pack, norm_in_tensor_ops, step_in_tensor_ops,
+    AdamW, AdamWStep, Clip, ConvSplit, ConvStates, Embedding, GatedProduct, LinearCrossEntropy,
+    LinearLayer, Moments, Normalization, Pack, SelectiveScan, norm_in_tensor_ops,
+    step_in_tensor_ops,
 };
 use super::pass::Pass;
 use super::recurrence::{Dims, Forward, LogDecay, Read, Recurrence, Saved, Transition};
@@ -83,10 +85,23 @@ where
 
     fn fused_linear(l: LinearLayer<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         // A gradient wants more than the product of a few rows.
-        if !keep && let Some(y) = linear_of_few_rows(&l) {
+        let weight = std::slice::from_ref(&l.weight);
+        if !keep && let Some(y) = product_of_few_rows(&l.x, weight, l.bias.as_ref()) {
             return Some(Pass::forward(vec![y]));
         }
         fused::linear_layer(l, keep).map(fused::CubePass::of)
+    }
+
+    fn side_by_side(
+        x: FloatTensor<Self>,
+        weights: &[FloatTensor<Self>],
+    ) -> Option<FloatTensor<Self>> {
+        let wide = loads_are_wide(weights);
+        wide.then(|| product_of_few_rows(&x, weights, None)).flatten()
+    }
+
+    fn conv_states(x: &ConvStates<FloatTensor<Self>>) -> Option<Vec<FloatTensor<Self>>> {
+        fused::conv_states(x)
     }
 
     fn fused_conv_split(x: ConvSplit<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
@@ -106,6 +121,10 @@ where
         keep: bool,
     ) -> Option<Pass<Self>> {
         fused::embedding(x, keep).map(fused::CubePass::of)
+    }
+
+    fn fused_selective_scan(x: SelectiveScan<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        selective_scan::selective_scan(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_pack(x: Pack<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
@@ -133,32 +152,47 @@ where
     }
 }
 
-/// `x W + b` by the kernel for a few rows; None where there are more, or types or memory are not as the
-/// kernel takes them: W may be padded at the end of its rows, but not turned.
-fn linear_of_few_rows<R: CubeRuntime>(l: &LinearLayer<CubeTensor<R>>) -> Option<CubeTensor<R>> {
-    let LinearLayer { x, weight, bias } = l;
-    let bias = bias.as_ref();
+/// `x [W_1 W_2 ..] + b` by the kernel for a few rows; None where there are more, or types or memory are not as
+/// the kernel takes them: matrices may be padded at the end of their rows, but not turned.
+fn product_of_few_rows<R: CubeRuntime>(
+    x: &CubeTensor<R>,
+    weights: &[CubeTensor<R>],
+    bias: Option<&CubeTensor<R>>,
+) -> Option<CubeTensor<R>> {
     let (mut shape, dtype) = (x.meta.shape.clone(), x.dtype);
     let last = shape.num_dims() - 1;
-    let (inner, columns) = (weight.meta.shape[0], weight.meta.shape[1]);
-    let (stride, step) = (weight.meta.strides[0], weight.meta.strides[1]);
     let float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-    let alike = weight.dtype == dtype && bias.is_none_or(|bias| bias.dtype == dtype);
-    if !float || !alike || step != 1 || stride < columns {
+    if !float || weights.iter().chain(bias).any(|tensor| tensor.dtype != dtype) {
         return None;
     }
-    let rows = shape[..last].iter().product();
-    let dims = few_rows::Dims { rows, inner, columns, stride };
-    few_rows::check(&x.client, dims, dtype.into()).ok()?;
+    let matrices = weights.iter().map(columns).collect::<Option<Vec<_>>>()?;
+    let dims = few_rows::Dims { rows: shape[..last].iter().product(), inner: shape[last] };
+    few_rows::check(&x.client, dims, &matrices, dtype.into()).ok()?;
     let (x, bias) = (into_contiguous(x.clone()), bias.cloned().map(into_contiguous));
-    let args = few_rows::Args {
-        x: &x.handle,
-        weight: &weight.handle,
-        bias: bias.as_ref().map(|bias| &bias.handle),
-    };
+    let handles = weights.iter().map(|weight| &weight.handle);
+    let weights: Vec<_> = handles.zip(matrices.iter().copied()).collect();
+    let bias = bias.as_ref().map(|bias| &bias.handle);
+    let args = few_rows::Args { x: &x.handle, weights: &weights, bias };
     let y = few_rows::product(&x.client, dims, dtype.into(), args).ok()?;
-    shape[last] = columns;
+    shape[last] = matrices.iter().map(|matrix| matrix.count).sum();
     Some(CubeTensor::new_contiguous(x.client, x.device, shape, y.handle, dtype))
+}
+
+/// Columns of a matrix whose rows lie one after another.
+fn columns<R: CubeRuntime>(weight: &CubeTensor<R>) -> Option<few_rows::Columns> {
+    let (count, stride) = (weight.meta.shape[1], weight.meta.strides[0]);
+    (weight.meta.strides[1] == 1 && stride >= count).then_some(few_rows::Columns { count, stride })
+}
+
+/// Least bytes of a matrix that are read at once. Narrower ones would slow the others down.
+const LEAST_LOAD: usize = 8;
+
+/// Whether matrices side by side are read in pieces that are wide enough.
+fn loads_are_wide<R: CubeRuntime>(weights: &[CubeTensor<R>]) -> bool {
+    weights.iter().all(|weight| {
+        let width = LEAST_LOAD / weight.dtype.size();
+        weight.meta.shape[1].is_multiple_of(width) && weight.meta.strides[0].is_multiple_of(width)
+    })
 }
 
 /// Everything in one type, that of v, but for gates and states, which are f32.

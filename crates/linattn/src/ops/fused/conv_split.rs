@@ -106,26 +106,6 @@ pub(crate) fn conv_split<B: LinearAttentionBackend>(
     }
 }
 
-/// The last `window - 1` tokens of the tail and of some columns of `x` (the first, and how many),
-/// `[B, window - 1, columns]`: the tail of what comes next.
-pub(crate) fn next_conv_state<B: Backend>(
-    x: &Tensor<B, 3>,
-    tail: Option<Tensor<B, 3>>,
-    (first, columns): (usize, usize),
-    window: usize,
-) -> Tensor<B, 3> {
-    let ([batch, tokens, _], before) = (x.dims(), window - 1);
-    let new = before.min(tokens);
-    let part = [0..batch, tokens - new..tokens, first..first + columns];
-    let x = x.clone().slice(part);
-    if new == before {
-        return x;
-    }
-    let zeros = || Tensor::zeros([batch, before, columns], (&x.device(), x.dtype()));
-    let tail = typed(tail.unwrap_or_else(zeros), x.dtype());
-    Tensor::cat(vec![tail.narrow(1, new, before - new), x], 1)
-}
-
 /// The convolution's sum over the first C columns of `x`, `[B, T, C]`.
 fn convolved<B: Backend>(
     x: &ConvSplit<FloatTensor<B>>,

@@ -6,6 +6,7 @@
 //! stream, statistics, gates and losses in f32.
 
 mod conv_split;
+mod conv_state;
 mod cross_entropy;
 mod embedding;
 mod gated_product;
@@ -13,9 +14,12 @@ mod linear;
 mod normalize;
 mod optimizer;
 mod pack;
+mod selective_scan;
 
+pub(crate) use conv_split::conv_split;
 pub use conv_split::{Column, ColumnKind, ConvSplit, HeadNorm};
-pub(crate) use conv_split::{conv_split, next_conv_state};
+pub use conv_state::ConvStates;
+pub(crate) use conv_state::next_conv_states;
 pub use cross_entropy::LinearCrossEntropy;
 pub(crate) use cross_entropy::linear_cross_entropy;
 pub use embedding::Embedding;
@@ -32,6 +36,8 @@ pub use optimizer::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
 pub(super) use optimizer::{norm_in_tensor_ops, step_in_tensor_ops};
 pub(crate) use pack::pack;
 pub use pack::{MOST_PACKED, Pack};
+pub use selective_scan::SelectiveScan;
+pub use selective_scan::{SelectiveScanInputs, selective_scan};
 
 #[cfg(all(test, feature = "cpu"))]
 pub(super) use {
