@@ -181,8 +181,14 @@ fn a_resumed_run_needs_the_run_it_started_from_no_more() {
     assert!(bytes("tiny") == bytes("unbroken"), "other weights");
     // The resolved config says all of it, and makes the same run.
     let config = fs::read_to_string(desk.path("runs/tiny/config.toml")).unwrap();
-    let parts =
-        ["[base]", "run = \"runs/qwen\"", "checksum = ", "vocab = 61", "end_ids = [", "d_model = 32"];
+    let parts = [
+        "[base]",
+        "run = \"runs/qwen\"",
+        "checksum = ",
+        "vocab = 61",
+        "end_ids = [",
+        "d_model = 32",
+    ];
     for part in parts {
         assert!(config.contains(part), "{config}");
     }
