@@ -17,6 +17,8 @@
 mod arguments;
 mod buffers;
 pub(crate) mod choose;
+#[cfg(test)]
+mod choose_tests;
 mod chunk;
 mod decay;
 mod gate_gradients;
