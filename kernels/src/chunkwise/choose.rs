@@ -26,8 +26,8 @@ pub(crate) struct Plans {
     pub segments: usize,
     /// Type of tensors between stages.
     pub between: StorageType,
-    /// Numbers a vector in the tensors, in tiles that are loaded, in what is computed.
-    pub widths: [usize; 3],
+    /// Numbers of a vector that is loaded from a tensor.
+    pub load_width: usize,
 }
 
 impl Plans {
@@ -251,15 +251,14 @@ fn mma_cut(
             true => state_pass.of_columns(shared).by_units(shared * 2 * split_k),
             false => state_pass,
         };
-        let (between, widths) = (dtype, [8, 8, 2]);
         let plans = Plans {
             intra_chunk,
             state_pass,
             local_pass,
             input_gradients,
             segments: 1,
-            between,
-            widths,
+            between: dtype,
+            load_width: 8,
         };
         let segments = segments(device, &plans, dims);
         fits(device, &plans).then_some(Plans { segments, ..plans })
@@ -331,7 +330,7 @@ fn direct(intra_chunk: Plan, state_pass: Plan, gradients: Plan) -> Plans {
         input_gradients: GradientPlan { common: gradients, whole: false },
         segments: 1,
         between: F32,
-        widths: [if whole { 4 } else { 1 }, 1, 1],
+        load_width: if whole { 4 } else { 1 },
     }
 }
 

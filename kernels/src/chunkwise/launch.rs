@@ -242,12 +242,7 @@ impl<R: Runtime> Call<'_, R> {
             Some(shape) => self.buffer(&shape, dtype),
             None => self.buffer(&UNUSED, dtype),
         });
-        let [g, n, m] = self.plans.widths;
-        // Tiles of this stage hold f32 where it multiplies in f32.
-        let (tiles, n, m_tiles) = match plan.engine {
-            Engine::Plain | Engine::Tf32 => (F32, 1, 1),
-            Engine::Mma => (e, n, m),
-        };
+        let [g, n, m, _] = self.widths(plan.engine);
         // SAFETY: every index is below the lengths that `check_sizes` and the shapes above fix.
         #[allow(unsafe_code)]
         unsafe {
@@ -259,8 +254,8 @@ impl<R: Runtime> Call<'_, R> {
                 out.written(),
                 self.sizes(),
                 plan,
-                [self.dtype, tiles, e],
-                [g, n, m_tiles],
+                [self.dtype, plan.engine.tile_type(e), e],
+                [g, n, m],
             );
         }
         out
@@ -287,14 +282,10 @@ impl<R: Runtime> Call<'_, R> {
         )
     }
 
-    /// Tensor cores leave four numbers in a row to a unit, arithmetic any number.
-    fn pass_widths(&self) -> [usize; 4] {
-        let [g, n, m] = self.plans.widths;
-        let w = match self.plans.state_pass.engine {
-            Engine::Plain | Engine::Tf32 => 1,
-            Engine::Mma => 4,
-        };
-        [g, n, m, w]
+    /// Widths of vectors that an engine loads, holds in tiles, and writes.
+    fn widths(&self, engine: Engine) -> [usize; 4] {
+        let [n, m] = engine.tile_widths();
+        [self.plans.load_width, n, m, engine.store_width()]
     }
 
     /// One launch of the state pass: forward, or backward from `d_o`.
@@ -354,7 +345,7 @@ impl<R: Runtime> Call<'_, R> {
                     self.sizes(),
                     plan,
                     types,
-                    self.pass_widths(),
+                    self.widths(plan.engine),
                 ),
                 None => state_pass_forward::launch_unchecked::<H, R>(
                     self.client,
@@ -367,7 +358,7 @@ impl<R: Runtime> Call<'_, R> {
                     self.sizes(),
                     plan,
                     types,
-                    self.pass_widths(),
+                    self.widths(plan.engine),
                 ),
             }
         }
@@ -590,12 +581,6 @@ impl<R: Runtime> Call<'_, R> {
             whole(&out.g),
             whole(&out.beta),
         );
-        let [g, n, m] = self.plans.widths;
-        // Four numbers a vector in what tensor cores write.
-        let (tiles, n, m, w) = match plan.engine {
-            Engine::Plain | Engine::Tf32 => (F32, 1, 1, 1),
-            Engine::Mma => (e, n, m, 4),
-        };
         // SAFETY: as in `intra_chunk`.
         #[allow(unsafe_code)]
         unsafe {
@@ -609,8 +594,8 @@ impl<R: Runtime> Call<'_, R> {
                 launched,
                 self.sizes(),
                 plan,
-                [self.dtype, tiles, e],
-                [g, n, m, w],
+                [self.dtype, plan.engine.tile_type(e), e],
+                self.widths(plan.engine),
             );
         }
         out
