@@ -255,7 +255,7 @@ impl<B: Backend> Scores<B> {
     }
 }
 
-/// What W is solved with.
+/// Matrices that W is solved with.
 struct Solve<B: Backend> {
     /// T.
     inverse: Tensor<B, 4>,
