@@ -9,22 +9,22 @@
 //!
 //! identity    O  = q~ S + (q|k) v                  primed where q reads before the decay
 //!             S' = e^{G_C} S + k^^T v
-//! delta       W  = T (v + a~ S),                   T = (I - (a|k)')^-1
-//!             O  = q~ S + (q|k) W
-//!             S' = e^{G_C} S + k^^T W
-//! low rank    W  = T ((a|k)' v + a~ S),            T = (I - (a|b)')^-1
-//!             O  = q~ S + (q|k) v + (q|b) W
-//!             S' = e^{G_C} S + k^^T v + b^^T W
+//! delta       U  = T (v + a~ S),                   T = (I - (a|k)')^-1
+//!             O  = q~ S + (q|k) U
+//!             S' = e^{G_C} S + k^^T U
+//! low rank    U  = T ((a|k)' v + a~ S),            T = (I - (a|b)')^-1
+//!             O  = q~ S + (q|k) v + (q|b) U
+//!             S' = e^{G_C} S + k^^T v + b^^T U
 //! ```
 //! A delta rule, `u_t = beta_t (v_t - e_t S)`, has v scaled by beta and `a = -beta e`, times `e^{g_t}` where it
-//! erases after the decay. Only W and S' need the chunk before; everything else is computed for all chunks at once.
-//! Backwards, with y the rows that write W (k or b), `R = T^T dW` and S' the state at the chunk's end:
+//! erases after the decay. Only U and S' need the chunk before; everything else is computed for all chunks at once.
+//! Backwards, with y the rows that write U (k or b), `R = T^T dU` and S' the state at the chunk's end:
 //! ```text
-//! dW = (q|y)^T dO + y^ dS'
-//! dS = e^{G_C} dS' + q~^T dO + (T a~)^T dW
+//! dU = (q|y)^T dO + y^ dS'
+//! dS = e^{G_C} dS' + q~^T dO + (T a~)^T dU
 //! dv = (q|k)^T dO + k^ dS' + (a|k)'^T R            delta: dv = R
 //! ```
-//! and the rows from dO v^T, dO W^T, R v^T and R W^T, each through its decay.
+//! and the rows from dO v^T, dO U^T, R v^T and R U^T, each through its decay.
 
 mod decay;
 mod exponents;
@@ -169,7 +169,7 @@ impl<B: Backend> Chunks<B> {
         }
     }
 
-    /// a, and the rows y that write W.
+    /// a, and the rows y that write U.
     fn solved(&self) -> Option<(&Tensor<B, 4>, &Tensor<B, 4>)> {
         match &self.rule {
             Rule::Identity { .. } => None,
@@ -199,14 +199,14 @@ impl<B: Backend> Chunks<B> {
         Scores { read: self.decay.scores(&self.q, &self.k, self.reads()), solve }
     }
 
-    /// T a~ and y^: how W reads the state, and how it is written.
+    /// T a~ and y^: how U reads the state, and how it is written.
     fn asking(&self, solve: &Solve<B>) -> Option<[Tensor<B, 4>; 2]> {
         let (a, y) = self.solved()?;
         let asking = solve.inverse.clone().matmul(self.decay.since_start(a, Asks::Before));
         Some([asking, self.decay.to_end(y)])
     }
 
-    /// States at the chunks' starts, W, and the state after the last chunk.
+    /// States at the chunks' starts, U, and the state after the last chunk.
     fn scan(&self, scores: &Scores<B>) -> Scan<B> {
         // What needs no state is one product for all chunks.
         let writes = self
@@ -229,14 +229,14 @@ impl<B: Backend> Chunks<B> {
                 next = next + at(writes);
             }
             if let Some((values, asking, written)) = &solve {
-                let w = at(values) + at(asking).matmul(state);
-                next = next + at(written).matmul(w.clone());
-                solved.push(w);
+                let u = at(values) + at(asking).matmul(state);
+                next = next + at(written).matmul(u.clone());
+                solved.push(u);
             }
             state = next;
         }
-        let w = solve.map(|_| Tensor::cat(solved, 0));
-        Scan { states: Tensor::cat(states, 0), w, last: state }
+        let u = solve.map(|_| Tensor::cat(solved, 0));
+        Scan { states: Tensor::cat(states, 0), u, last: state }
     }
 }
 
@@ -255,11 +255,11 @@ impl<B: Backend> Scores<B> {
     }
 }
 
-/// Matrices that W is solved with.
+/// Matrices that U is solved with.
 struct Solve<B: Backend> {
     /// T.
     inverse: Tensor<B, 4>,
-    /// Where values are written beside W.
+    /// Where values are written beside U.
     of_values: Option<OfValues<B>>,
 }
 
@@ -272,7 +272,7 @@ struct OfValues<B: Backend> {
 
 struct Scan<B: Backend> {
     states: Tensor<B, 4>,
-    w: Option<Tensor<B, 4>>,
+    u: Option<Tensor<B, 4>>,
     last: Tensor<B, 4>,
 }
 
@@ -281,7 +281,7 @@ struct Kept<B: Backend> {
     /// At the chunks' starts.
     states: Tensor<B, 4>,
     scores: Scores<B>,
-    w: Option<Tensor<B, 4>>,
+    u: Option<Tensor<B, 4>>,
 }
 
 impl<B: Backend> Kept<B> {
@@ -289,7 +289,7 @@ impl<B: Backend> Kept<B> {
         let Scores { read, solve } = self.scores;
         let mut tensors = vec![self.states, read];
         if let Some(Solve { inverse, of_values }) = solve {
-            tensors.extend(self.w);
+            tensors.extend(self.u);
             tensors.push(inverse);
             tensors.extend(
                 of_values.map(|OfValues { asked, read }| [asked, read]).into_iter().flatten(),
@@ -303,10 +303,10 @@ impl<B: Backend> Kept<B> {
         let mut next = || tensors.next();
         let missing = "a forward pass that keeps saves its states and scores";
         let (states, read) = (next().expect(missing), next().expect(missing));
-        let (w, inverse) = (next(), next());
+        let (u, inverse) = (next(), next());
         let of_values = next().zip(next()).map(|(asked, read)| OfValues { asked, read });
         let solve = inverse.map(|inverse| Solve { inverse, of_values });
-        Self { states, scores: Scores { read, solve }, w }
+        Self { states, scores: Scores { read, solve }, u }
     }
 }
 
@@ -318,19 +318,19 @@ fn forward_by<B: Backend>(
     let (dtype, dims) = (x.v.dtype(), x.dims());
     let x = Chunks::<B>::new(x, chunk);
     let scores = x.scores();
-    let Scan { states, w, last } = x.scan(&scores);
+    let Scan { states, u, last } = x.scan(&scores);
     let mut o = x.decay.since_start(&x.q, x.reads()).matmul(states.clone());
     if x.writes_values() {
         o = o + scores.read.clone().matmul(x.v.clone());
     }
-    if let Some(w) = &w {
-        o = o + scores.solved().clone().matmul(w.clone());
+    if let Some(u) = &u {
+        o = o + scores.solved().clone().matmul(u.clone());
     }
     Forward {
         o: primitive(x.layout.join(o).cast(dtype)),
         state: primitive(last.reshape(dims.state_shape())),
         saved: match keep {
-            true => Kept { states, scores, w }.save(),
+            true => Kept { states, scores, u }.save(),
             false => Saved::default(),
         },
     }
@@ -341,7 +341,7 @@ struct Gradients<B: Backend> {
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,
     v: Tensor<B, 4>,
-    /// Of a and y, where W is solved for.
+    /// Of a and y, where U is solved for.
     solved: Option<[Tensor<B, 4>; 2]>,
     /// Of the log decay.
     g: Option<Tensor<B, 4>>,
@@ -373,8 +373,8 @@ fn backward_by<B: Backend>(
 struct Reverse<B: Backend> {
     /// Gradient of the state at the end of each chunk.
     d_states: Tensor<B, 4>,
-    /// Gradient of W.
-    d_w: Option<Tensor<B, 4>>,
+    /// Gradient of U.
+    d_u: Option<Tensor<B, 4>>,
     /// Gradient of the state before the first token.
     d_start: Tensor<B, 4>,
 }
@@ -400,9 +400,9 @@ impl<B: Backend> Chunks<B> {
             d_states.push(d_state.clone());
             let mut before = self.decay.carry(d_state.clone(), c) + at(&by_outputs);
             if let Some((asking, written, by_reads)) = &solve {
-                let d_w = at(by_reads) + at(written).matmul(d_state);
-                before = before + at(asking).matmul(d_w.clone());
-                d_solved.push(d_w);
+                let d_u = at(by_reads) + at(written).matmul(d_state);
+                before = before + at(asking).matmul(d_u.clone());
+                d_solved.push(d_u);
             }
             d_state = before;
         }
@@ -410,15 +410,15 @@ impl<B: Backend> Chunks<B> {
             list.reverse();
             Tensor::cat(list, 0)
         };
-        let d_w = solve.map(|_| forwards(d_solved));
-        Reverse { d_states: forwards(d_states), d_w, d_start: d_state }
+        let d_u = solve.map(|_| forwards(d_solved));
+        Reverse { d_states: forwards(d_states), d_u, d_start: d_state }
     }
 
     /// Gradients of all rows, and of the log decay.
     fn gradients(&self, kept: Kept<B>, reverse: Reverse<B>, d_o: Tensor<B, 4>) -> Gradients<B> {
         let (x, decay) = (self, &self.decay);
-        let Kept { states, scores, w } = kept;
-        let Reverse { d_states, d_w, .. } = reverse;
+        let Kept { states, scores, u } = kept;
+        let Reverse { d_states, d_u, .. } = reverse;
         let transposed = states.clone().transpose();
         let d_transposed = d_states.clone().transpose();
         let kept_by =
@@ -445,16 +445,16 @@ impl<B: Backend> Chunks<B> {
             d.v = scores.read.clone().transpose().matmul(d_o.clone())
                 + decay.to_end(&x.k).matmul(d_states);
         }
-        if let (Some((a, y)), Some(solve), Some(w), Some(d_w)) = (x.solved(), &scores.solve, w, d_w)
+        if let (Some((a, y)), Some(solve), Some(u), Some(d_u)) = (x.solved(), &scores.solve, u, d_u)
         {
-            let r = solve.inverse.clone().transpose().matmul(d_w);
-            let w_t = w.clone().transpose();
-            let by_reads = d_o.matmul(w_t.clone());
+            let r = solve.inverse.clone().transpose().matmul(d_u);
+            let u_t = u.clone().transpose();
+            let by_reads = d_o.matmul(u_t.clone());
             let read =
                 decay.scores_backward((&x.q, y), Some(scores.solved()), by_reads, Asks::After);
-            let asked = decay.scores_backward((a, y), None, r.clone().matmul(w_t), Asks::Before);
+            let asked = decay.scores_backward((a, y), None, r.clone().matmul(u_t), Asks::Before);
             let asked_of_state = decay.since_start(&r.clone().matmul(transposed), Asks::Before);
-            let kept = kept_by(&w);
+            let kept = kept_by(&u);
             exponents.add_from_start(a, &asked_of_state, Asks::Before);
             exponents.add_to_end(y, &kept);
             exponents.add_within(read.within);
