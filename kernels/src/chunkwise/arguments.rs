@@ -55,10 +55,10 @@ pub(crate) struct Operands<F: Float, G: Size> {
     pub a: Array<Vector<F, G>>,
     pub b: Array<Vector<F, G>>,
     pub v: Array<Vector<F, G>>,
-    /// Scalar gates.
-    pub g: Array<f32>,
-    /// Vector gates.
-    pub gates: Array<Vector<f32, G>>,
+    /// Scalar decay: g, `[B, T, H]`.
+    pub scalar_g: Array<f32>,
+    /// Vector decay: g, `[B, T, H, K]`.
+    pub vector_g: Array<Vector<f32, G>>,
     pub beta: Array<f32>,
 }
 
@@ -143,7 +143,7 @@ pub(crate) struct Gradients<F: Float, G: Size, W: Size> {
     pub a: Array<Vector<F, W>>,
     pub b: Array<Vector<F, W>>,
     pub v: Array<Vector<F, G>>,
-    /// Scalar or vector gates.
+    /// dg of a scalar or vector decay.
     pub g: Array<f32>,
     pub beta: Array<f32>,
 }

@@ -24,8 +24,8 @@ pub(crate) struct Place {
     pub values: Rows,
     /// Rows of a, b and a vector decay, `[B, T, H, K]`.
     pub rows: Rows,
-    /// Gates, `[B, T, H]`.
-    pub gates: Rows,
+    /// Numbers of a token and head, `[B, T, H]`: a scalar decay, and beta.
+    pub scalars: Rows,
     /// Number of the chunk among all, `[B, H, chunks]`.
     pub index: usize,
     /// Tokens it has.
@@ -95,7 +95,7 @@ pub(crate) fn place_in(head_offsets: &HeadOffsets, chunk: usize, #[comptime] pla
             stride: head_offsets.heads * comptime!(plan.key_width),
             valid,
         },
-        gates: Rows { start: gate, stride: head_offsets.heads, valid },
+        scalars: Rows { start: gate, stride: head_offsets.heads, valid },
         index: head_offsets.chunks + chunk,
         valid,
     }

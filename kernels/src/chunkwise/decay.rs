@@ -102,15 +102,15 @@ pub(crate) fn intersects_lower_triangle(
 #[cube]
 pub(crate) fn erase_scale(
     beta: &Array<f32>,
-    gates: &Rows,
+    scalars: &Rows,
     i: usize,
     #[comptime] plan: Plan,
 ) -> f32 {
     let mut scale = 1.0f32;
     if comptime!(plan.variant.delta()) {
         scale = 0.0f32;
-        if i < gates.valid {
-            scale = -beta[gates.start + i * gates.stride];
+        if i < scalars.valid {
+            scale = -beta[scalars.start + i * scalars.stride];
         }
     }
     scale

@@ -20,7 +20,7 @@ use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors, S
 use crate::chunkwise::chunk::{Place, Sizes, Sums, between, chunk_sums, place, sum_vectors};
 use crate::chunkwise::decay::{left, reach, vector_reach};
 use crate::chunkwise::gate_gradients::{
-    Gate, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products, clear_gates,
+    Gate, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products, clear_d_gates,
     gate_products, keep_scalar_gates, keep_values, keep_vector_gates, partial_sums,
 };
 use crate::chunkwise::gradient_tiles::{
@@ -227,9 +227,9 @@ fn in_slices<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan
             sync_cube();
             let decays = comptime!(plan.adjoint_takes_decays());
             let rows = &chunk.from.place.rows;
-            let gates = &chunk.from.x.gates;
-            sum_vectors::<P::G>(&mut chunk.sums, gates, rows, first, decays, comptime!(*plan));
-            clear_gates::<P::X, P::N>(&mut chunk.tiles, plan);
+            let g = &chunk.from.x.vector_g;
+            sum_vectors::<P::G>(&mut chunk.sums, g, rows, first, decays, comptime!(*plan));
+            clear_d_gates::<P::X, P::N>(&mut chunk.tiles, plan);
         }
         let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
         key_and_write_gradients::<P>(&d_erase, chunk, first, plan);

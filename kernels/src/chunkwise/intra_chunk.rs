@@ -43,7 +43,7 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
     let place = place(sizes, CUBE_POS_Y as usize, CUBE_POS_X as usize, plan);
     let mut rows = slices::<X, N>(plan);
     if comptime!(variant.scalar() && plan.key_slices() > 1) {
-        sum_scalars(&mut rows.sums, &x.g, &place.gates, plan);
+        sum_scalars(&mut rows.sums, &x.scalar_g, &place.scalars, plan);
     }
     let mut scores = scores(plan);
     for slice in 0..comptime!(plan.key_slices()) {
@@ -172,7 +172,7 @@ fn load_slices<P: StageTypes>(
         let keys = fetch::<P::F, P::G>(&x.k, &place.keys, first, window);
         if comptime!(variant.scalar() && plan.key_slices() == 1) {
             // While rows are on their way.
-            sum_scalars(&mut to.sums, &x.g, &place.gates, plan);
+            sum_scalars(&mut to.sums, &x.scalar_g, &place.scalars, plan);
         }
         sync_cube();
         lay::<P::F, P::G, P::X, P::N>(&mut to.q, &queries, window);
@@ -186,7 +186,7 @@ fn load_slices<P: StageTypes>(
     }
     if comptime!(variant.vector()) {
         let decays = comptime!(plan.has_near_scores());
-        sum_vectors::<P::G>(&mut to.sums, &x.gates, &place.rows, first, decays, plan);
+        sum_vectors::<P::G>(&mut to.sums, &x.vector_g, &place.rows, first, decays, plan);
     }
     sync_cube();
 }
@@ -383,7 +383,7 @@ fn keep_inverse<E: Float, M: Size>(
             #[unroll]
             for h in 0..2usize {
                 let i = row(f, h, grid);
-                let x = acc.index(f)[h] * Pair::new(erase_scale(beta, &place.gates, i, plan));
+                let x = acc.index(f)[h] * Pair::new(erase_scale(beta, &place.scalars, i, plan));
                 m[i * stride + j] = x[0];
                 m[i * stride + j + 1] = x[1];
             }
@@ -424,12 +424,12 @@ fn keep_decay_factors(
         out[at + comptime!(decay_factors::QUERY * chunk)] =
             reach(sums, 0usize, i, comptime!(plan.variant.reads_before()), plan);
         out[at + comptime!(decay_factors::ERASE * chunk)] =
-            reach(sums, 0usize, i, erase_before, plan) * erase_scale(beta, &place.gates, i, plan);
+            reach(sums, 0usize, i, erase_before, plan) * erase_scale(beta, &place.scalars, i, plan);
         out[at + comptime!(decay_factors::KEY_TO_END * chunk)] = left(sums, 0usize, i, plan);
         out[at + comptime!(decay_factors::FROM_START * chunk)] =
             reach(sums, 0usize, i, false, plan);
         out[at + comptime!(decay_factors::BETA * chunk)] =
-            -erase_scale(beta, &place.gates, i, plan);
+            -erase_scale(beta, &place.scalars, i, plan);
     }
 }
 

@@ -117,7 +117,7 @@ pub(crate) fn nth_chunk(range: &WorkRange, n: usize, #[comptime] plan: StatePlan
             keys: place.keys,
             values: Rows { start: place.values.start, stride: place.values.stride, valid },
             rows: place.rows,
-            gates: place.gates,
+            scalars: place.scalars,
             index: place.index,
             valid: place.valid,
         }

@@ -193,7 +193,7 @@ pub(crate) fn copy_chunk_async<P: StateEngine>(
     copy_values_and_squares_async::<P>(tiles, from, place, stage, plan);
     if comptime!(plan.producers() > 0) {
         if comptime!(plan.variant.scalar()) {
-            copy_gates_async(&mut tiles.gates, &from.x.g, &place.gates, stage, plan);
+            copy_gates_async(&mut tiles.gates, &from.x.scalar_g, &place.scalars, stage, plan);
         }
     } else {
         copy_decay_factors_async::<P>(tiles, from, place, stage, plan);
