@@ -118,7 +118,7 @@ pub(crate) fn erase_scale(
 
 /// e^{G_i}, or e^{G_{i-1}} for a row that reads before its decay. The chunk's sums begin at `at`.
 #[cube]
-pub(crate) fn reach(
+pub(crate) fn from_start(
     sums: &Sums,
     at: usize,
     i: usize,
@@ -137,7 +137,7 @@ pub(crate) fn reach(
 
 /// e^{G_C - G_i}. The chunk's sums begin at `at`.
 #[cube]
-pub(crate) fn left(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> f32 {
+pub(crate) fn to_end(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> f32 {
     let mut kept = 1.0f32;
     if comptime!(plan.variant.scalar()) {
         kept = f32::exp(between(sums, at + comptime!(plan.chunk - 1), at + i));
@@ -145,9 +145,9 @@ pub(crate) fn left(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> 
     kept
 }
 
-/// As [`reach`], for key column `d` of a vector decay.
+/// As [`from_start`], for key column `d` of a vector decay.
 #[cube]
-pub(crate) fn vector_reach(
+pub(crate) fn vector_from_start(
     sums: &Sums,
     i: usize,
     d: usize,

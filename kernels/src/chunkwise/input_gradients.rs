@@ -18,7 +18,7 @@
 
 use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors, StageTypes, Types};
 use crate::chunkwise::chunk::{Place, Sizes, Sums, between, chunk_sums, place, sum_vectors};
-use crate::chunkwise::decay::{left, reach, vector_reach};
+use crate::chunkwise::decay::{from_start, to_end, vector_from_start};
 use crate::chunkwise::gate_gradients::{
     Gate, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products, clear_d_gates,
     gate_products, keep_scalar_gates, keep_values, keep_vector_gates, partial_sums,
@@ -298,7 +298,7 @@ fn adjoint<X: Float, N: Size, M: Size>(
 
 /// Multiplies gradients by e^{G_i}, or (`ends`) by e^{G_C - G_i}.
 #[cube]
-fn scale_reach(
+fn scale_by_decay(
     acc: &mut Acc,
     sums: &Sums,
     #[comptime] ends: bool,
@@ -321,13 +321,13 @@ fn scale_reach(
                         let end = comptime!((plan.chunk - 1) * stride) + d + l;
                         by[l] = f32::exp(between(sums, end, i * stride + d + l));
                     } else {
-                        by[l] = vector_reach(sums, i, d + l, before, comptime!(*plan));
+                        by[l] = vector_from_start(sums, i, d + l, before, comptime!(*plan));
                     }
                 }
             } else if comptime!(ends) {
-                by = Pair::new(left(sums, 0usize, i, comptime!(*plan)));
+                by = Pair::new(to_end(sums, 0usize, i, comptime!(*plan)));
             } else {
-                by = Pair::new(reach(sums, 0usize, i, before, comptime!(*plan)));
+                by = Pair::new(from_start(sums, 0usize, i, before, comptime!(*plan)));
             }
             let x = acc.index(f)[h] * by;
             set(acc.index_mut(f), h, x);
@@ -351,7 +351,7 @@ fn gradient<P: StageTypes>(
         role == Role::Query && plan.variant.reads_before()
             || role == Role::Erase && plan.variant.erases_before()
     );
-    scale_reach(&mut acc, &chunk.sums, writes, before, plan);
+    scale_by_decay(&mut acc, &chunk.sums, writes, before, plan);
     if comptime!(plan.gated() && writes) {
         add_to_gates::<P>(chunk, &acc, first, role, comptime!(Gate::ChunkEnd), plan);
     }

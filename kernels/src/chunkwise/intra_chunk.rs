@@ -18,8 +18,8 @@ use crate::chunkwise::chunk::{
     Place, Sizes, Sums, between, chunk_sums, own, place, since_start, sum_scalars, sum_vectors,
 };
 use crate::chunkwise::decay::{
-    Mask, apply_decay_mask, decay_factors, decay_mask, erase_scale, intersects_lower_triangle,
-    left, reach, vector_reach,
+    Mask, apply_decay_mask, decay_factors, decay_mask, erase_scale, from_start,
+    intersects_lower_triangle, to_end, vector_from_start,
 };
 use crate::chunkwise::plan::{Plan, UNUSED, row_major, transposed};
 use crate::chunkwise::vector_decay::{ScoreRows, add_near, near_scores, scores as decayed_scores};
@@ -422,12 +422,13 @@ fn keep_decay_factors(
         let at = place.index * comptime!(decay_factors::ROWS * chunk) + i;
         let erase_before = comptime!(plan.variant.erases_before());
         out[at + comptime!(decay_factors::QUERY * chunk)] =
-            reach(sums, 0usize, i, comptime!(plan.variant.reads_before()), plan);
+            from_start(sums, 0usize, i, comptime!(plan.variant.reads_before()), plan);
         out[at + comptime!(decay_factors::ERASE * chunk)] =
-            reach(sums, 0usize, i, erase_before, plan) * erase_scale(beta, &place.scalars, i, plan);
-        out[at + comptime!(decay_factors::KEY_TO_END * chunk)] = left(sums, 0usize, i, plan);
+            from_start(sums, 0usize, i, erase_before, plan)
+                * erase_scale(beta, &place.scalars, i, plan);
+        out[at + comptime!(decay_factors::KEY_TO_END * chunk)] = to_end(sums, 0usize, i, plan);
         out[at + comptime!(decay_factors::FROM_START * chunk)] =
-            reach(sums, 0usize, i, false, plan);
+            from_start(sums, 0usize, i, false, plan);
         out[at + comptime!(decay_factors::BETA * chunk)] =
             -erase_scale(beta, &place.scalars, i, plan);
     }
@@ -461,18 +462,20 @@ fn keep_scaled<X: Float, E: Float, N: Size, M: Size>(
             #[unroll]
             for l in 0..2usize {
                 let at = i * stride + d + l;
-                let from_q = vector_reach(sums, i, d + l, comptime!(variant.reads_before()), plan);
-                let from_a = vector_reach(sums, i, d + l, comptime!(variant.erases_before()), plan);
-                let left = f32::exp(between(sums, end + d + l, at));
+                let from_q =
+                    vector_from_start(sums, i, d + l, comptime!(variant.reads_before()), plan);
+                let from_a =
+                    vector_from_start(sums, i, d + l, comptime!(variant.erases_before()), plan);
+                let to_end = f32::exp(between(sums, end + d + l, at));
                 scaled_q[l] = f32::cast_from(rows.q[at]) * from_q;
-                scaled_k[l] = f32::cast_from(rows.k[at]) * left;
+                scaled_k[l] = f32::cast_from(rows.k[at]) * to_end;
                 if comptime!(variant.own_a()) {
                     scaled_a[l] = f32::cast_from(rows.a[at]) * from_a;
                 } else {
                     scaled_a[l] = f32::cast_from(rows.k[at]) * from_a;
                 }
                 if comptime!(variant.low_rank()) {
-                    scaled_b[l] = f32::cast_from(rows.b[at]) * left;
+                    scaled_b[l] = f32::cast_from(rows.b[at]) * to_end;
                 }
             }
             let at = place.rows.start + i * place.rows.stride + first + d;
