@@ -244,7 +244,7 @@ struct Share {
     key_width: usize,
     value_width: usize,
     /// e^g of a scalar decay.
-    kept: f32,
+    decay: f32,
 }
 
 /// The kernel.
@@ -285,9 +285,9 @@ fn share<F: Float>(x: &Token<F>, sizes: &Sizes, #[comptime] split: Split) -> Sha
     let lane = UNIT_POS as usize % COLUMNS;
     let column = CUBE_POS_Y as usize * COLUMNS + lane;
     let stored = min(column, value_width - 1);
-    let mut kept = 1.0f32;
+    let mut decay = 1.0f32;
     if comptime!(split.variant.scalar()) {
-        kept = f32::exp(x.g[memory]);
+        decay = f32::exp(x.g[memory]);
     }
     Share {
         memory,
@@ -300,7 +300,7 @@ fn share<F: Float>(x: &Token<F>, sizes: &Sizes, #[comptime] split: Split) -> Sha
         state: memory * key_width * value_width + stored,
         key_width,
         value_width,
-        kept,
+        decay,
     }
 }
 
@@ -327,7 +327,7 @@ fn decayed<F: Float>(
 ) -> f32 {
     let mut left = s;
     if comptime!(split.variant.scalar()) {
-        left = share.kept * s;
+        left = share.decay * s;
     }
     if comptime!(split.variant.vector()) {
         left = f32::exp(x.g[share.rows + i]) * s;

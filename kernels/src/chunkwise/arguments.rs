@@ -107,7 +107,7 @@ pub(crate) struct StatePass<E: Float, W: Size> {
     pub states: Array<Vector<E, W>>,
     /// U or R, `[B, T, H, V]`.
     pub block: Array<Vector<E, W>>,
-    /// Local passes: M^T and, if it is kept, M, each `[B, H, P, K, K]`; where nothing is solved its
+    /// Local passes: M^T and, if it is saved, M, each `[B, H, P, K, K]`; where nothing is solved its
     /// diagonal, `[B, H, P]` or `[B, H, P, K]`.
     pub transitions: Array<f32>,
 }

@@ -133,7 +133,7 @@ pub(crate) struct PassBuffers<'a> {
     pub start: Option<(&'a Handle, usize)>,
     pub end: &'a Buffer,
     /// States and blocks.
-    pub kept: [&'a Buffer; 2],
+    pub saved: [&'a Buffer; 2],
     pub transitions: &'a Buffer,
     /// o or dv.
     pub out: &'a Buffer,
@@ -142,7 +142,7 @@ pub(crate) struct PassBuffers<'a> {
 impl PassBuffers<'_> {
     pub fn launch<E: Float, W: Size, R: Runtime>(&self) -> StatePassLaunch<E, W, R> {
         let (start, numbers) = self.start.unwrap_or((&self.end.handle, self.end.len()));
-        let [states, block] = self.kept;
+        let [states, block] = self.saved;
         StatePassLaunch::new(
             array(start, numbers),
             whole(self.end),

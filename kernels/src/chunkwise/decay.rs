@@ -43,11 +43,11 @@ pub(crate) fn decay_mask(
     #[comptime] before: bool,
     #[comptime] plan: Plan,
 ) -> f32 {
-    let mut kept = 1.0f32;
+    let mut decay = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(between(sums, seen(i, before), j));
+        decay = f32::exp(between(sums, seen(i, before), j));
     }
-    if comptime!(strict) { select(i > j, kept, 0.0f32) } else { select(i >= j, kept, 0.0f32) }
+    if comptime!(strict) { select(i > j, decay, 0.0f32) } else { select(i >= j, decay, 0.0f32) }
 }
 
 /// Multiplies every score by its [`decay_mask`]; the chunk's sums begin at `at`.
@@ -125,24 +125,24 @@ pub(crate) fn from_start(
     #[comptime] before: bool,
     #[comptime] plan: Plan,
 ) -> f32 {
-    let mut kept = 1.0f32;
+    let mut decay = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(since_start(sums, at + seen(i, before)));
+        decay = f32::exp(since_start(sums, at + seen(i, before)));
         if comptime!(before) {
-            kept = select(i == 0, 1.0f32, kept);
+            decay = select(i == 0, 1.0f32, decay);
         }
     }
-    kept
+    decay
 }
 
 /// e^{G_C - G_i}. The chunk's sums begin at `at`.
 #[cube]
 pub(crate) fn to_end(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> f32 {
-    let mut kept = 1.0f32;
+    let mut decay = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(between(sums, at + comptime!(plan.chunk - 1), at + i));
+        decay = f32::exp(between(sums, at + comptime!(plan.chunk - 1), at + i));
     }
-    kept
+    decay
 }
 
 /// As [`from_start`], for key column `d` of a vector decay.
@@ -155,6 +155,6 @@ pub(crate) fn vector_from_start(
     #[comptime] plan: Plan,
 ) -> f32 {
     let stride = comptime!(plan.stride(plan.key_slice));
-    let kept = f32::exp(since_start(sums, seen(i, before) * stride + d));
-    if comptime!(before) { select(i == 0, 1.0f32, kept) } else { kept }
+    let decay = f32::exp(since_start(sums, seen(i, before) * stride + d));
+    if comptime!(before) { select(i == 0, 1.0f32, decay) } else { decay }
 }

@@ -348,7 +348,7 @@ fn collect(
 
 /// dg of a scalar decay: sums of dG from each token on, and what reaches the end of the chunk.
 #[cube]
-pub(crate) fn keep_scalar_gates<P: StageTypes>(
+pub(crate) fn write_scalar_d_g<P: StageTypes>(
     out: &mut Gradients<P::F, P::G, P::W>,
     tiles: &mut GradientTiles<P::X, P::N>,
     sums_of_unit: &PartialSums,
@@ -394,17 +394,17 @@ fn through_chunk<P: StageTypes>(
     let across = comptime!(plan.key_width / read);
     let all = comptime!(plan.key_width * plan.value_width / read);
     let start = from.place.index * all;
-    let mut kept = Vector::<f32, P::G>::new(0.0);
+    let mut product = Vector::<f32, P::G>::new(0.0);
     for turn in 0..comptime!(all.div_ceil(plan.units)) {
         let n = UNIT_POS as usize + turn * comptime!(plan.units);
         if n < all {
             if comptime!(plan.whole) {
                 let stride = comptime!(plan.stride(plan.key_slice) / read);
                 let at = n / across * stride + n % across;
-                kept += Vector::<f32, P::G>::cast_from(tiles.start[at])
+                product += Vector::<f32, P::G>::cast_from(tiles.start[at])
                     * Vector::<f32, P::G>::cast_from(tiles.end[at]);
             } else {
-                kept += Vector::<f32, P::G>::cast_from(from.saved.states[start + n])
+                product += Vector::<f32, P::G>::cast_from(from.saved.states[start + n])
                     * Vector::<f32, P::G>::cast_from(from.saved.d_states[start + n]);
             }
         }
@@ -412,7 +412,7 @@ fn through_chunk<P: StageTypes>(
     let mut sum = 0.0f32;
     #[unroll]
     for l in 0..read {
-        sum += kept[l];
+        sum += product[l];
     }
     sum
 }
@@ -437,10 +437,10 @@ pub(crate) fn clear_d_gates<X: Float, N: Size>(
     sync_cube();
 }
 
-/// As [`keep_scalar_gates`], for one slice of a vector decay. Every unit takes part: each first sums a share of
+/// As [`write_scalar_d_g`], for one slice of a vector decay. Every unit takes part: each first sums a share of
 /// `S . dS'`, then a run of tokens of one key, as in [`sum_vectors`](crate::chunkwise::chunk::sum_vectors).
 #[cube]
-pub(crate) fn keep_vector_gates<P: StageTypes>(
+pub(crate) fn write_vector_d_g<P: StageTypes>(
     out: &mut Gradients<P::F, P::G, P::W>,
     tiles: &mut GradientTiles<P::X, P::N>,
     from: &GradientInputs<P>,
@@ -558,7 +558,7 @@ fn lay_state_shares<P: StageTypes>(
 
 /// Delta: dv = beta R, dbeta = v R - e da.
 #[cube]
-pub(crate) fn keep_values<P: StageTypes>(
+pub(crate) fn write_d_values<P: StageTypes>(
     out: &mut Gradients<P::F, P::G, P::W>,
     tiles: &mut GradientTiles<P::X, P::N>,
     sums_of_unit: &PartialSums,

@@ -21,7 +21,7 @@ use crate::chunkwise::chunk::{Place, Sizes, Sums, between, chunk_sums, place, su
 use crate::chunkwise::decay::{from_start, to_end, vector_from_start};
 use crate::chunkwise::gate_gradients::{
     Gate, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products, clear_d_gates,
-    gate_products, keep_scalar_gates, keep_values, keep_vector_gates, partial_sums,
+    gate_products, partial_sums, write_d_values, write_scalar_d_g, write_vector_d_g,
 };
 use crate::chunkwise::gradient_tiles::{
     GradientInputs, GradientTiles, StateFactors, copy_group_async, gradient_tiles, keys_tile,
@@ -34,7 +34,7 @@ use crate::chunkwise::score_gradients::{
 };
 use crate::chunkwise::state::add;
 use crate::chunkwise::vector_decay::{AdjointRows, Side, scores_adjoint};
-use crate::tile::{Acc, Pair, column, keep_rows, mul, row, set, zeros};
+use crate::tile::{Acc, Pair, column, mul, row, set, write_out_by_four, zeros};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -140,7 +140,7 @@ struct Chunk<P: StageTypes> {
     sums_of_unit: PartialSums,
 }
 
-/// The kernel. F: the tensors' type; E: what the stages before kept; X: what tiles hold.
+/// The kernel. F: the tensors' type; E: numbers of tensors between stages; X: what tiles hold.
 #[cube(launch_unchecked)]
 #[allow(unused_mut)] // it marks what is written
 pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
@@ -161,7 +161,7 @@ pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M:
     } else {
         in_slices::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
     }
-    keep_gates_and_values::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
+    write_d_g_and_d_values::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
 }
 
 #[cube]
@@ -235,21 +235,21 @@ fn in_slices<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan
         key_and_write_gradients::<P>(&d_erase, chunk, first, plan);
         if comptime!(vector) {
             let tiles = &mut chunk.tiles;
-            keep_vector_gates::<P>(&mut chunk.to, tiles, &chunk.from, &chunk.sums, first, plan);
+            write_vector_d_g::<P>(&mut chunk.to, tiles, &chunk.from, &chunk.sums, first, plan);
         }
     }
 }
 
 /// dg of a scalar decay; dv and dbeta of a delta rule.
 #[cube]
-fn keep_gates_and_values<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
+fn write_d_g_and_d_values<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
     let sums_of_unit = &chunk.sums_of_unit;
     if comptime!(plan.variant.scalar()) {
         let tiles = &mut chunk.tiles;
-        keep_scalar_gates::<P>(&mut chunk.to, tiles, sums_of_unit, &chunk.from, &chunk.sums, plan);
+        write_scalar_d_g::<P>(&mut chunk.to, tiles, sums_of_unit, &chunk.from, &chunk.sums, plan);
     }
     if comptime!(plan.variant.delta()) {
-        keep_values::<P>(&mut chunk.to, &mut chunk.tiles, sums_of_unit, &chunk.from, plan);
+        write_d_values::<P>(&mut chunk.to, &mut chunk.tiles, sums_of_unit, &chunk.from, plan);
     }
 }
 
@@ -448,14 +448,14 @@ fn query_and_erase_gradients<P: StageTypes>(
     let width = comptime!(plan.key_width);
     let d_query = gradient::<P>(chunk, first, comptime!(Role::Query), plan);
     let rows = chunk.from.place.rows;
-    keep_rows::<P::F, P::W>(&mut chunk.to.q, &d_query, &rows, first, width, grid);
+    write_out_by_four::<P::F, P::W>(&mut chunk.to.q, &d_query, &rows, first, width, grid);
     if comptime!(variant.solves()) {
         let mut d_erase = gradient::<P>(chunk, first, comptime!(Role::Erase), plan);
         if comptime!(variant.delta()) {
             scale_erase_rows(&mut d_erase, &chunk.tiles.scales, grid, plan);
         }
         if comptime!(variant.own_a()) {
-            keep_rows::<P::F, P::W>(&mut chunk.to.a, &d_erase, &rows, first, width, grid);
+            write_out_by_four::<P::F, P::W>(&mut chunk.to.a, &d_erase, &rows, first, width, grid);
         }
         d_erase
     } else {
@@ -479,9 +479,9 @@ fn key_and_write_gradients<P: StageTypes>(
     if comptime!(variant.delta() && !variant.own_a()) {
         add(&mut d_key, d_erase, comptime!(grid.fragments()));
     }
-    keep_rows::<P::F, P::W>(&mut chunk.to.k, &d_key, &rows, first, width, grid);
+    write_out_by_four::<P::F, P::W>(&mut chunk.to.k, &d_key, &rows, first, width, grid);
     if comptime!(variant.low_rank()) {
         let d_write = gradient::<P>(chunk, first, comptime!(Role::Write), plan);
-        keep_rows::<P::F, P::W>(&mut chunk.to.b, &d_write, &rows, first, width, grid);
+        write_out_by_four::<P::F, P::W>(&mut chunk.to.b, &d_write, &rows, first, width, grid);
     }
 }

@@ -64,7 +64,7 @@ pub(crate) fn produce_scores<P: StateEngine>(
             sum_by_plane(&mut out.sums, own, &tiles.gates, tiles.at_gates);
         }
         if makes_decay_factors {
-            keep_decay_factors::<P>(tiles, &out.sums, own, plan);
+            store_decay_factors::<P>(tiles, &out.sums, own, plan);
         }
     }
     if comptime!(with_a_qk) {
@@ -90,7 +90,7 @@ pub(crate) fn produce_scores<P: StateEngine>(
 
 /// Two tokens' decay factors by each lane; the chunk's sums begin at `own`.
 #[cube]
-fn keep_decay_factors<P: StateEngine>(
+fn store_decay_factors<P: StateEngine>(
     tiles: &mut StateTiles<P>,
     sums: &Sums,
     own: usize,

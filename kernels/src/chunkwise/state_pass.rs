@@ -52,7 +52,7 @@ pub(crate) fn state_pass_forward<
 >(
     x: Operands<F, G>,
     intra: IntraChunk<E, G>,
-    mut kept: StatePass<E, W>,
+    mut tensors: StatePass<E, W>,
     mut o: Array<Vector<F, W>>,
     sizes: &Sizes,
     #[comptime] plan: StatePlan,
@@ -62,11 +62,11 @@ pub(crate) fn state_pass_forward<
     let range = work_range(sizes, plan);
     let values = again(&x.v);
     let from = inputs::<S::Engine<F, E, G, N, M, W>>(x, intra, values, range.first);
-    let to = outputs::<S::Engine<F, E, G, N, M, W>>(kept, o);
+    let to = outputs::<S::Engine<F, E, G, N, M, W>>(tensors, o);
     pass_over_chunks::<S::Engine<F, E, G, N, M, W>>(from, to, &range, plan);
 }
 
-/// The state pass backward. `kept.start` is the gradient of the last state, `kept.end` that of the first.
+/// The state pass backward. `tensors.start` is the gradient of the last state, `tensors.end` that of the first.
 #[cube(launch_unchecked)]
 #[allow(unused_mut)] // it marks what is written
 pub(crate) fn state_pass_backward<
@@ -80,7 +80,7 @@ pub(crate) fn state_pass_backward<
 >(
     x: Operands<F, G>,
     intra: IntraChunk<E, G>,
-    mut kept: StatePass<E, W>,
+    mut tensors: StatePass<E, W>,
     d_o: Array<Vector<F, G>>,
     mut d_v: Array<Vector<F, W>>,
     sizes: &Sizes,
@@ -90,7 +90,7 @@ pub(crate) fn state_pass_backward<
 ) {
     let range = work_range(sizes, plan);
     let from = inputs::<S::Engine<F, E, G, N, M, W>>(x, intra, d_o, range.first);
-    let to = outputs::<S::Engine<F, E, G, N, M, W>>(kept, d_v);
+    let to = outputs::<S::Engine<F, E, G, N, M, W>>(tensors, d_v);
     pass_over_chunks::<S::Engine<F, E, G, N, M, W>>(from, to, &range, plan);
 }
 
@@ -113,10 +113,10 @@ fn inputs<P: StateEngine>(
 
 #[cube]
 fn outputs<P: StateEngine>(
-    kept: StatePass<P::E, P::W>,
+    tensors: StatePass<P::E, P::W>,
     values: Array<Vector<P::F, P::W>>,
 ) -> PassOutputs<P> {
-    PassOutputs::<P> { kept, values }
+    PassOutputs::<P> { tensors, values }
 }
 
 /// A pass over chunks, from the first state to the last.
@@ -310,14 +310,14 @@ fn begin_state<P: StateEngine>(
             first = 0usize;
         }
     }
-    let mut s = state::<P>(&to.kept.start, start, first, plan);
+    let mut s = state::<P>(&to.tensors.start, start, first, plan);
     if comptime!(task.local()) {
         let foremost = if comptime!(task.backward) { range.segments - 1 } else { 0usize.runtime() };
         let stay = range.segment == foremost && !range.transition;
         // Producers have registers for this as well, and never use them.
         P::reset_state(&mut s, stay, range.transition, range.first, plan);
         if stay && is_consumer(plan) {
-            P::store_state(&s, &mut to.kept.end, slot, first, false, plan);
+            P::write_state(&s, &mut to.tensors.end, slot, first, false, plan);
         }
     }
     s
@@ -334,32 +334,32 @@ fn end_state<P: StateEngine>(
     let task = comptime!(plan.task);
     let numbers = comptime!(plan.key_width * plan.value_width);
     let first = range.first;
-    let end = &mut pass.to.kept.end;
+    let end = &mut pass.to.tensors.end;
     if comptime!(task.local()) {
         let segment = range.memory * range.segments + range.segment;
         if range.transition {
-            store_transition::<P>(pass, range, segment, plan);
+            write_transition::<P>(pass, range, segment, plan);
         } else {
             if comptime!(task.backward) {
-                P::store_state(&pass.state, end, (segment - 1) * numbers, first, false, plan);
+                P::write_state(&pass.state, end, (segment - 1) * numbers, first, false, plan);
             } else {
-                P::store_state(&pass.state, end, (segment + 1) * numbers, first, false, plan);
+                P::write_state(&pass.state, end, (segment + 1) * numbers, first, false, plan);
             }
             if first == 0 {
-                store_carried::<P>(pass, carried, segment, plan);
+                write_carried::<P>(pass, carried, segment, plan);
             }
         }
     } else {
         let last = if comptime!(task.backward) { 0usize.runtime() } else { range.segments - 1 };
         if range.segment == last {
-            P::store_state(&pass.state, end, range.memory * numbers, first, false, plan);
+            P::write_state(&pass.state, end, range.memory * numbers, first, false, plan);
         }
     }
 }
 
-/// Writes M^T of a segment, and M where it is kept.
+/// Writes M^T of a segment, and M where it is saved.
 #[cube]
-fn store_transition<P: StateEngine>(
+fn write_transition<P: StateEngine>(
     pass: &mut Pass<P>,
     range: &WorkRange,
     segment: usize,
@@ -370,25 +370,25 @@ fn store_transition<P: StateEngine>(
         let square =
             comptime!(StatePlan { common: Plan { value_width: keys, ..plan.common }, ..plan });
         let at = segment * comptime!(keys * keys);
-        let to = &mut pass.to.kept.transitions;
-        P::store_state(&pass.state, to, at, range.first, true, square);
-        if comptime!(plan.task.keep) {
+        let to = &mut pass.to.tensors.transitions;
+        P::write_state(&pass.state, to, at, range.first, true, square);
+        if comptime!(plan.task.save) {
             let half = CUBE_COUNT_Y as usize * range.segments * comptime!(keys * keys);
-            P::store_state(&pass.state, to, half + at, range.first, false, square);
+            P::write_state(&pass.state, to, half + at, range.first, false, square);
         }
     }
 }
 
 /// Writes the decay of a segment.
 #[cube]
-fn store_carried<P: StateEngine>(
+fn write_carried<P: StateEngine>(
     pass: &mut Pass<P>,
     carried: &Carried,
     segment: usize,
     #[comptime] plan: StatePlan,
 ) {
     let keys = comptime!(plan.key_width);
-    let to = &mut pass.to.kept.transitions;
+    let to = &mut pass.to.tensors.transitions;
     #[unroll]
     for t in 0..comptime!(plan.carried_decays()) {
         // The first consumers, since producers have not followed decay.

@@ -416,8 +416,8 @@ fn readers<X: Float, N: Size>(
                 // The first row of all sees itself.
                 from = select(here < stride, here, here - min(here, stride));
             }
-            let kept = f32::exp(between(sums, from, link + right));
-            number = f32::cast_from(x[here]) * kept;
+            let decay = f32::exp(between(sums, from, link + right));
+            number = f32::cast_from(x[here]) * decay;
         }
         put_parts(&mut left, n, number);
     }
@@ -437,8 +437,8 @@ fn writers<X: Float, N: Size>(
     #[unroll]
     for n in 0..2usize {
         let along = comptime!(step * 8 + n * 4);
-        let kept = f32::exp(between(sums, link + along, at + along));
-        put_parts(&mut right, n, f32::cast_from(y[at + along]) * kept);
+        let decay = f32::exp(between(sums, link + along, at + along));
+        put_parts(&mut right, n, f32::cast_from(y[at + along]) * decay);
     }
     right
 }
@@ -540,12 +540,12 @@ fn add_linked<X: Float, N: Size, M: Size>(
         #[unroll]
         for n in 0..2usize {
             let other = first + lane % 4 + comptime!(n * 4);
-            let kept = if of_y {
+            let decay = if of_y {
                 f32::exp(between(sums, seen(other, before) * stride + d, link * stride + d))
             } else {
                 f32::exp(between(sums, link * stride + d, other * stride + d))
             };
-            put_parts(&mut right, n, f32::cast_from(from.rows[other * stride + d]) * kept);
+            put_parts(&mut right, n, f32::cast_from(from.rows[other * stride + d]) * decay);
         }
         add_parts(sum, &left, &right, c);
     }
@@ -577,12 +577,12 @@ fn scale_linked(
                 #[unroll]
                 for l in 0..2usize {
                     let middle = link * stride + d + l;
-                    let kept = if of_y {
+                    let decay = if of_y {
                         f32::exp(between(sums, middle, i * stride + d + l))
                     } else {
                         f32::exp(between(sums, seen(i, before) * stride + d + l, middle))
                     };
-                    x[l] = x[l] * kept;
+                    x[l] = x[l] * decay;
                 }
                 set(sum.index_mut(f), h, x);
             }
@@ -625,7 +625,7 @@ fn add_own<X: Float, N: Size, M: Size>(
             let n = row(f, h, grid);
             let mut sum = acc.index(f)[h];
             let own = n % comptime!(NEAR);
-            let mut kept = Pair::new(1.0f32);
+            let mut product = Pair::new(1.0f32);
             #[unroll]
             for turn in 0..comptime!(NEAR) {
                 // Away from the row itself, so that each token's decay is one factor more.
@@ -640,13 +640,13 @@ fn add_own<X: Float, N: Size, M: Size>(
                     #[unroll]
                     for l in 0..2usize {
                         let decay = sums.decays[newest * stride + d + l];
-                        kept[l] = kept[l] * select(sees, decay, 1.0f32);
+                        product[l] = product[l] * select(sees, decay, 1.0f32);
                     }
                 }
                 let mut y = Pair::empty();
                 y[0] = f32::cast_from(from.rows[m * stride + d]);
                 y[1] = f32::cast_from(from.rows[m * stride + d + 1]);
-                sum += Pair::new(f32::cast_from(from.weights[i * pairs + j])) * kept * y;
+                sum += Pair::new(f32::cast_from(from.weights[i * pairs + j])) * product * y;
             }
             set(acc.index_mut(f), h, sum);
         }

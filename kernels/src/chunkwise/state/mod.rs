@@ -85,7 +85,7 @@ pub(crate) trait StateEngine: Send + Sync + Sized + 'static {
     );
 
     /// Writes the state, from number `start` on: [K, V], or `transposed`, [V, K].
-    fn store_state(
+    fn write_state(
         state: &State<Self>,
         to: &mut Array<f32>,
         start: usize,
@@ -162,7 +162,7 @@ pub(crate) trait StateEngine: Send + Sync + Sized + 'static {
     );
 
     /// Writes an output block to `[B, T, H, V]`.
-    fn keep_output<T: Float>(
+    fn write_output<T: Float>(
         to: &mut Array<Vector<T, Self::W>>,
         acc: &Acc,
         rows: &Rows,
@@ -171,7 +171,7 @@ pub(crate) trait StateEngine: Send + Sync + Sized + 'static {
     );
 
     /// Writes a block to `[B, T, H, V]`.
-    fn keep_block<T: Float>(
+    fn write_block<T: Float>(
         to: &mut Array<Vector<T, Self::W>>,
         acc: &Acc,
         rows: &Rows,
