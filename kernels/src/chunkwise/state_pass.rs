@@ -26,8 +26,8 @@ use crate::chunkwise::plan::{Plan, Schedule, StatePlan};
 use crate::chunkwise::producers::{produce_scores, producer_tiles};
 use crate::chunkwise::sequence_parallel::{WorkRange, nth_chunk, work_range};
 use crate::chunkwise::state::{Home, State, StateEngine, block, is_consumer, state};
-use crate::chunkwise::state_step::{
-    Pass, PassOutputs, chunk_decay, chunk_decays_at, step_backward, step_forward,
+use crate::chunkwise::state_chunk::{
+    Pass, PassOutputs, chunk_backward, chunk_decay, chunk_decays_at, chunk_forward,
 };
 use crate::chunkwise::state_tiles::{PassInputs, copy_chunk_async, select_chunk, state_tiles};
 use crate::chunkwise::task::Span;
@@ -143,7 +143,7 @@ fn pass_over_chunks<P: StateEngine>(
     match comptime!(plan.schedule) {
         Schedule::Direct => {
             for c in 0..range.chunks {
-                step::<P>(&mut pass, &mut carried, range, c, plan);
+                pass_chunk::<P>(&mut pass, &mut carried, range, c, plan);
             }
         }
         Schedule::Staged { stages } => {
@@ -178,7 +178,7 @@ fn pass_in_place<P: StateEngine>(
         let here = nth_chunk(range, c, plan);
         copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &here, 0usize, plan);
         barrier.wait_parity((c % 2) as u32);
-        step::<P>(pass, carried, range, c, plan);
+        pass_chunk::<P>(pass, carried, range, c, plan);
     }
 }
 
@@ -204,7 +204,7 @@ fn pass_ahead<P: StateEngine>(
             copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &next, half, plan);
         }
         select_chunk::<P>(&mut pass.tiles, c, plan);
-        step::<P>(pass, carried, range, c, plan);
+        pass_chunk::<P>(pass, carried, range, c, plan);
     }
 }
 
@@ -236,7 +236,7 @@ fn pass_specialized<P: StateEngine>(
         if is_consumer(plan) {
             if c > 0 {
                 select_chunk::<P>(&mut pass.tiles, c - 1, plan);
-                step::<P>(pass, carried, range, c - 1, plan);
+                pass_chunk::<P>(pass, carried, range, c - 1, plan);
             }
         } else if c < range.chunks {
             select_chunk::<P>(&mut pass.tiles, c, plan);
@@ -247,7 +247,7 @@ fn pass_specialized<P: StateEngine>(
 
 /// Chunk `c` of a pass.
 #[cube]
-fn step<P: StateEngine>(
+fn pass_chunk<P: StateEngine>(
     pass: &mut Pass<P>,
     carried: &mut Carried,
     range: &WorkRange,
@@ -256,9 +256,9 @@ fn step<P: StateEngine>(
 ) {
     let place = nth_chunk(range, c, plan);
     if comptime!(plan.task.backward) {
-        step_backward::<P>(pass, &place, plan);
+        chunk_backward::<P>(pass, &place, plan);
     } else {
-        step_forward::<P>(pass, &place, plan);
+        chunk_forward::<P>(pass, &place, plan);
     }
     carry::<P>(carried, pass, &place, plan);
 }

@@ -41,10 +41,10 @@ pub(crate) struct StateTiles<P: StateEngine> {
     pub values: SharedMemory<Vector<P::E, P::N>>,
     pub a_ak_v: SharedMemory<Vector<P::E, P::N>>,
     pub inverse: SharedMemory<Vector<P::E, P::N>>,
-    /// Matrix in front of U: A_qk, or A_qb in a low rank transition.
-    pub a_qu: SharedMemory<Vector<P::E, P::N>>,
-    /// Low rank: A_qk, in front of v.
-    pub a_qv: SharedMemory<Vector<P::E, P::N>>,
+    /// A_qk, which multiplies U; in a low rank transition A_qb.
+    pub a_of_u: SharedMemory<Vector<P::E, P::N>>,
+    /// Low rank: A_qk, which multiplies v.
+    pub a_of_v: SharedMemory<Vector<P::E, P::N>>,
     /// Low rank, backward: A_ak.
     pub a_ak: SharedMemory<Vector<P::E, P::N>>,
     pub decay_factors: SharedMemory<f32>,
@@ -78,14 +78,14 @@ impl StatePlan {
 enum Role {
     KeyRows,
     Values,
-    /// The one [C, C] matrix of tiles that are filled directly; else that in front of U.
+    /// The one [C, C] matrix of tiles that are filled directly; else A_qk, or A_qb in a low rank transition.
     Square,
     QueryRows,
     EraseRows,
     WriteRows,
     AAkV,
     Inverse,
-    AQv,
+    AOfV,
     AAk,
 }
 
@@ -99,7 +99,7 @@ impl Role {
         Self::WriteRows,
         Self::AAkV,
         Self::Inverse,
-        Self::AQv,
+        Self::AOfV,
         Self::AAk,
     ];
 }
@@ -126,7 +126,7 @@ impl StatePlan {
             Role::WriteRows => (low_rank, self.key_numbers()),
             Role::AAkV => (low_rank && !task.backward, self.value_numbers()),
             Role::Inverse => (staged && variant.solves() && applies_a_qk, self.square_numbers()),
-            Role::AQv => (low_rank && !task.local(), self.square_numbers()),
+            Role::AOfV => (low_rank && !task.local(), self.square_numbers()),
             Role::AAk => (low_rank && task.backward && !task.local(), self.square_numbers()),
         };
         there.then_some(self.stages() * numbers)
@@ -162,8 +162,8 @@ pub(crate) fn state_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> StateT
         values,
         a_ak_v: own_or::<P::E, P::N>(values, comptime!(plan.numbers(Role::AAkV))),
         inverse: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::Inverse))),
-        a_qu: square,
-        a_qv: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::AQv))),
+        a_of_u: square,
+        a_of_v: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::AOfV))),
         a_ak: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::AAk))),
         decay_factors: SharedMemory::<f32>::new_aligned(
             comptime!(plan.decay_factor_numbers()),
@@ -280,13 +280,13 @@ fn copy_values_and_squares_async<P: StateEngine>(
     }
     if comptime!(task.applies_a_qk(variant) && plan.producers() == 0) {
         if comptime!(variant.low_rank()) {
-            copy_square::<P>(&mut tiles.a_qu, at, &from.intra.a_qb, &own, plan);
+            copy_square::<P>(&mut tiles.a_of_u, at, &from.intra.a_qb, &own, plan);
         } else {
-            copy_square::<P>(&mut tiles.a_qu, at, &from.intra.a_qk, &own, plan);
+            copy_square::<P>(&mut tiles.a_of_u, at, &from.intra.a_qk, &own, plan);
         }
     }
     if comptime!(variant.low_rank() && !task.local()) {
-        copy_square::<P>(&mut tiles.a_qv, at, &from.intra.a_qk, &own, plan);
+        copy_square::<P>(&mut tiles.a_of_v, at, &from.intra.a_qk, &own, plan);
     }
     if comptime!(variant.low_rank() && task.backward && !task.local()) {
         copy_square::<P>(&mut tiles.a_ak, at, &from.intra.a_ak, &own, plan);
@@ -419,18 +419,18 @@ pub(crate) fn load_square<P: StateEngine>(
     }
 }
 
-/// Loads the matrix in front of U.
+/// Loads A_qk, or A_qb in a low rank transition: the matrix that multiplies U.
 #[cube]
-pub(crate) fn load_a_qu<P: StateEngine>(
+pub(crate) fn load_a_of_u<P: StateEngine>(
     tiles: &mut StateTiles<P>,
     from: &PassInputs<P>,
     place: &Place,
     #[comptime] plan: StatePlan,
 ) {
     if comptime!(plan.variant.low_rank()) {
-        load_square::<P>(&mut tiles.a_qu, &from.intra.a_qb, place, plan);
+        load_square::<P>(&mut tiles.a_of_u, &from.intra.a_qb, place, plan);
     } else {
-        load_square::<P>(&mut tiles.a_qu, &from.intra.a_qk, place, plan);
+        load_square::<P>(&mut tiles.a_of_u, &from.intra.a_qk, place, plan);
     }
 }
 

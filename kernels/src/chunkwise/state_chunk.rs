@@ -7,7 +7,7 @@ use crate::chunkwise::plan::StatePlan;
 use crate::chunkwise::producers::ProducerTiles;
 use crate::chunkwise::state::{Block, State, StateEngine, add, reduce_split_k, scale_tokens};
 use crate::chunkwise::state_tiles::{
-    PassInputs, StateTiles, load_a_ak_v, load_a_qu, load_chunk, load_erase_rows, load_key_rows,
+    PassInputs, StateTiles, load_a_ak_v, load_a_of_u, load_chunk, load_erase_rows, load_key_rows,
     load_query_rows, load_square, load_values, load_write_rows,
 };
 use crate::tile::{Acc, Pair, set, zeros};
@@ -35,7 +35,7 @@ pub(crate) struct Pass<P: StateEngine> {
 
 /// One chunk forward.
 #[cube]
-pub(crate) fn step_forward<P: StateEngine>(
+pub(crate) fn chunk_forward<P: StateEngine>(
     pass: &mut Pass<P>,
     place: &Place,
     #[comptime] plan: StatePlan,
@@ -136,12 +136,12 @@ fn read_out<P: StateEngine>(
     let fresh = comptime!(!plan.variant.solves());
     reduce_split_k(out, &mut pass.state.scratch, from, fresh, plan);
     scale_rows::<P>(out, &pass.tiles, plan);
-    load_a_qu::<P>(&mut pass.tiles, &pass.from, place, plan);
+    load_a_of_u::<P>(&mut pass.tiles, &pass.from, place, plan);
     let at = pass.tiles.at_square;
     if comptime!(plan.producers() > 0) {
         P::block_product_out::<P::M>(out, &pass.produced.a_qk, at, &pass.block, plan);
     } else {
-        P::block_product_out::<P::N>(out, &pass.tiles.a_qu, at, &pass.block, plan);
+        P::block_product_out::<P::N>(out, &pass.tiles.a_of_u, at, &pass.block, plan);
     }
 }
 
@@ -157,9 +157,9 @@ fn add_values<P: StateEngine>(
     P::load_block(&mut pass.block, &pass.tiles.values, pass.tiles.at_values, plan);
     P::publish(&mut pass.block, plan);
     if comptime!(!plan.task.local()) {
-        load_square::<P>(&mut pass.tiles.a_qv, &pass.from.intra.a_qk, place, plan);
+        load_square::<P>(&mut pass.tiles.a_of_v, &pass.from.intra.a_qk, place, plan);
         let at = pass.tiles.at_square;
-        P::block_product_out::<P::N>(out, &pass.tiles.a_qv, at, &pass.block, plan);
+        P::block_product_out::<P::N>(out, &pass.tiles.a_of_v, at, &pass.block, plan);
     }
     scale::<P>(&mut pass.block.acc, &pass.tiles, comptime!(decay_factors::KEY_TO_END), plan);
     P::publish(&mut pass.block, plan);
@@ -172,7 +172,7 @@ fn add_values<P: StateEngine>(
 
 /// One chunk backward.
 #[cube]
-pub(crate) fn step_backward<P: StateEngine>(
+pub(crate) fn chunk_backward<P: StateEngine>(
     pass: &mut Pass<P>,
     place: &Place,
     #[comptime] plan: StatePlan,
@@ -243,13 +243,13 @@ fn add_scores_adjoint<P: StateEngine>(
     place: &Place,
     #[comptime] plan: StatePlan,
 ) {
-    load_a_qu::<P>(&mut pass.tiles, &pass.from, place, plan);
+    load_a_of_u::<P>(&mut pass.tiles, &pass.from, place, plan);
     P::publish(&mut pass.block, plan);
     let at = pass.tiles.at_square;
     if comptime!(plan.producers() > 0) {
         P::block_product::<P::M>(out, &pass.produced.a_qk, at, &pass.block, true, plan);
     } else {
-        P::block_product::<P::N>(out, &pass.tiles.a_qu, at, &pass.block, true, plan);
+        P::block_product::<P::N>(out, &pass.tiles.a_of_u, at, &pass.block, true, plan);
     }
 }
 
@@ -268,9 +268,9 @@ fn read_values<P: StateEngine>(
     }
     reduce_split_k(out, &mut pass.state.scratch, 0usize, false, plan);
     scale::<P>(out, &pass.tiles, comptime!(decay_factors::KEY_TO_END), plan);
-    load_square::<P>(&mut pass.tiles.a_qv, &pass.from.intra.a_qk, place, plan);
+    load_square::<P>(&mut pass.tiles.a_of_v, &pass.from.intra.a_qk, place, plan);
     let at = pass.tiles.at_square;
-    P::block_product::<P::N>(out, &pass.tiles.a_qv, at, &pass.block, true, plan);
+    P::block_product::<P::N>(out, &pass.tiles.a_of_v, at, &pass.block, true, plan);
 }
 
 /// R = T^T R', dS += A~^T R, and of a low rank transition dv.
