@@ -116,9 +116,9 @@ pub(crate) struct StatePass<E: Float, W: Size> {
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct SavedTensors<F: Float, E: Float, G: Size> {
     pub d_o: Array<Vector<F, G>>,
-    /// U, `[B, T, H, V]`; not read in linear attention.
+    /// U, `[B, T, H, V]`; not read in an identity transition.
     pub u: Array<Vector<E, G>>,
-    /// R, `[B, T, H, V]`; not read in linear attention.
+    /// R, `[B, T, H, V]`; not read in an identity transition.
     pub r: Array<Vector<E, G>>,
     /// [V, K] at the start of every chunk.
     pub states: Array<Vector<E, G>>,

@@ -155,7 +155,7 @@ impl PassBuffers<'_> {
 
 /// Gradients that the state pass backward leaves.
 pub(crate) struct PassGradients {
-    /// dv of linear attention and low rank transitions.
+    /// dv of identity and low rank transitions.
     pub v: Buffer,
     /// dS of the start.
     pub start: Buffer,

@@ -229,7 +229,7 @@ fn mma_cut(
             (common, roomy(device.hardware.max_shared_memory_size, sliced))
         }
     };
-    // Scores of linear attention need no state: where no other cube of a segment would make them again,
+    // Scores of an identity transition need no state: where no other cube of a segment would make them again,
     // and registers of that many planes hold the state, producer planes of the state pass make them.
     let alone = !variant.solves() && !variant.vector() && value_tile == value_width;
     let producers = (alone && key_width <= 128).then_some(if value_tile <= 64 { 8 } else { 4 });

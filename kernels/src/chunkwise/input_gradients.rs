@@ -10,7 +10,7 @@
 //! dk_j = sum_i D_ij (dqk_ij q_i + dak_ij a_i) + e^{G_C - G_j} v_j dS'^T
 //! db_j = sum_i D_ij (dqb_ij q_i + dab_ij a_i) + e^{G_C - G_j} U_j dS'^T
 //! ```
-//! Linear attention has q and k alone, with U = v. The delta rule has a = -beta e and b = k:
+//! An identity transition has q and k alone, with U = v. The delta rule has a = -beta e and b = k:
 //! `de = -beta da`, `dbeta = -e da + v R`, `dv = beta R`.
 //!
 //! Work: a cube a chunk of a (sequence, head), over slices of keys where its tiles are not in shared

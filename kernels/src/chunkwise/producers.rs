@@ -1,4 +1,4 @@
-//! Producer planes of the state pass: the intra-chunk stage of linear attention in the pass's own cubes.
+//! Producer planes of the state pass: the intra-chunk stage of an identity transition in the pass's own cubes.
 
 use crate::chunkwise::chunk::{Sums, sum_by_plane, sums};
 use crate::chunkwise::decay::{Mask, apply_decay_mask, decay_factors, from_start, to_end};

@@ -218,7 +218,7 @@ pub(crate) fn chunk_backward<P: StateEngine>(
     }
 }
 
-/// B^ dS', of linear attention K^ dS'.
+/// B^ dS', in an identity transition K^ dS'.
 #[cube]
 fn read_written<P: StateEngine>(
     out: &mut Acc,

@@ -4,15 +4,15 @@
 //! forward, per chunk                              backward, from the last chunk to the first
 //!   U  = T (beta v + A~ S)     delta                R' = A_qk^T dO + B^ dS'
 //!   U  = T (A_ak v + A~ S)     low rank             R  = T^T R'                 delta, low rank
-//!   U  = v                     linear attention     R  = R'                     linear attention
+//!   U  = v                     identity             R  = R'                     identity
 //!   O  = Q~ S + A_qk U  (+ A_qk v, low rank)        dS = e^{G_C} dS' + Q~^T dO + A~^T R
 //!   S' = e^{G_C} S + B^^T U  (+ K^^T v)
 //! ```
 //! S is the state at the chunk's start. A low rank transition has A_qb in front of U. R is the adjoint of the
-//! solve; in linear attention it is dv. Low rank has `dv = A_qk^T dO + K^ dS' + A_ak^T R` besides.
+//! solve; in an identity transition it is dv. Low rank has `dv = A_qk^T dO + K^ dS' + A_ak^T R` besides.
 //!
 //! Work:   a cube a `value_slice` columns of a (sequence, head), or of a segment of it (sequence_parallel.rs):
-//!         columns of S never meet. Warp specialisation: in linear attention, where one tile holds all
+//!         columns of S never meet. Warp specialisation: in an identity transition, where one tile holds all
 //!         values, the first planes of a cube are *producers*. They copy tiles and make the next chunk's
 //!         A_qk and decay factors, which need no state, while the *consumers* move the state over the
 //!         present chunk; the intra-chunk stage is not launched.

@@ -62,7 +62,7 @@ impl Plan {
 
     /// Whether scores among 8 tokens are summed up by themselves, from decays in a tile of their own. A delta rule
     /// gains (forward 2.16 to 1.63 ms on an H200); elsewhere fewer cubes for the tile's sake cost more than
-    /// exponentials do (linear attention 0.89 to 1.08, low rank 4.8 to 6.0).
+    /// exponentials do (identity 0.89 to 1.08, low rank 4.8 to 6.0).
     pub fn has_near_scores(&self) -> bool {
         self.variant.vector() && self.variant.delta() && self.by_blocks()
     }
