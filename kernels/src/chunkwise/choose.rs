@@ -184,7 +184,7 @@ fn mma(
     // The state pass has a cube for each tile of values: wide ones where those fill the device or sequences
     // are cut until they do, because every tile loads all keys; else narrow ones. Below 64 too few
     // units are left to load keys.
-    let memories = dims.batch * dims.heads;
+    let batch_heads = dims.batch * dims.heads;
     let multiprocessors = device.hardware.num_streaming_multiprocessors;
     let enough = multiprocessors.map_or(1, |n| n as usize * 3 / 4);
     let [wide, narrow] = [part(value_width, 128)?, part(value_width, 64)?];
@@ -194,7 +194,7 @@ fn mma(
     let shared = [64, 48, 32, 16].into_iter().find(both)?;
     let cut = |value_tile| mma_cut(device, variant, dims, dtype, [value_tile, wide, shared]);
     cut(wide)
-        .filter(|plans| plans.segments > 1 || memories * (value_width / wide) >= enough)
+        .filter(|plans| plans.segments > 1 || batch_heads * (value_width / wide) >= enough)
         .or_else(|| cut(narrow))
 }
 
@@ -401,12 +401,12 @@ fn segments(device: &DeviceProperties, plans: &Plans, dims: Dims) -> usize {
     let held_locally = held(local_pass, pass_memory(&StatePlan { task: local, ..*local_pass }));
     let held = held(state_pass, state_pass_memory(state_pass));
     let solves = state_pass.variant.solves();
-    let memories = dims.batch * dims.heads;
+    let batch_heads = dims.batch * dims.heads;
     let at_once = |n: &usize| {
         let states = local_pass.value_slices() * (n - 1);
         let transitions = if solves { local_pass.key_tiles() * (n - 2) } else { 0 };
-        memories * state_pass.value_slices() * n <= held
-            && memories * (states + transitions) <= held_locally
+        batch_heads * state_pass.value_slices() * n <= held
+            && batch_heads * (states + transitions) <= held_locally
     };
     let most = (dims.tokens.div_ceil(state_pass.chunk) / SHORTEST).min(held);
     let fewest = if solves { 3 } else { 2 };

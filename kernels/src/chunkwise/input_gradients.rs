@@ -40,7 +40,7 @@ use cubecl::prelude::*;
 
 /// A row whose gradient is computed, by its part in the recurrence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Role {
+enum RowRole {
     /// q.
     Query,
     /// a, or e of a delta rule.
@@ -63,48 +63,52 @@ impl GradientPlan {
         self.variant.decay != crate::Decay::None
     }
 
-    fn terms(&self, role: Role) -> Vec<Term> {
+    fn terms(&self, role: RowRole) -> Vec<Term> {
         let low_rank = self.variant.low_rank();
         let term = |scored, rows| Term { scored, rows };
         match role {
-            Role::Query if low_rank => vec![term(Scored::Qk, Keys::K), term(Scored::Qb, Keys::B)],
-            Role::Query => vec![term(Scored::Qk, Keys::K)],
-            Role::Erase if low_rank => vec![term(Scored::Ab, Keys::B), term(Scored::Ak, Keys::K)],
-            Role::Erase => vec![term(Scored::Ab, self.write_key())],
-            Role::Key if low_rank => vec![term(Scored::Qk, Keys::Q), term(Scored::Ak, Keys::A)],
-            Role::Key if self.variant.delta() => {
+            RowRole::Query if low_rank => {
+                vec![term(Scored::Qk, Keys::K), term(Scored::Qb, Keys::B)]
+            }
+            RowRole::Query => vec![term(Scored::Qk, Keys::K)],
+            RowRole::Erase if low_rank => {
+                vec![term(Scored::Ab, Keys::B), term(Scored::Ak, Keys::K)]
+            }
+            RowRole::Erase => vec![term(Scored::Ab, self.write_key())],
+            RowRole::Key if low_rank => vec![term(Scored::Qk, Keys::Q), term(Scored::Ak, Keys::A)],
+            RowRole::Key if self.variant.delta() => {
                 vec![term(Scored::Qk, Keys::Q), term(Scored::Scaled, self.erase_key())]
             }
-            Role::Key => vec![term(Scored::Qk, Keys::Q)],
-            Role::Write => vec![term(Scored::Qb, Keys::Q), term(Scored::Ab, Keys::A)],
+            RowRole::Key => vec![term(Scored::Qk, Keys::Q)],
+            RowRole::Write => vec![term(Scored::Qb, Keys::Q), term(Scored::Ab, Keys::A)],
         }
     }
 
     /// The row itself.
-    fn rows(&self, role: Role) -> Keys {
+    fn rows(&self, role: RowRole) -> Keys {
         match role {
-            Role::Query => Keys::Q,
-            Role::Erase => self.erase_key(),
-            Role::Key => Keys::K,
-            Role::Write => Keys::B,
+            RowRole::Query => Keys::Q,
+            RowRole::Erase => self.erase_key(),
+            RowRole::Key => Keys::K,
+            RowRole::Write => Keys::B,
         }
     }
 
     /// Left factor X of the row's term with a state, `X S^T`.
-    fn state_factor(&self, role: Role) -> Values {
+    fn state_factor(&self, role: RowRole) -> Values {
         match role {
-            Role::Query => Values::DO,
-            Role::Erase => Values::R,
-            Role::Key => self.key_values(),
-            Role::Write => Values::U,
+            RowRole::Query => Values::DO,
+            RowRole::Erase => Values::R,
+            RowRole::Key => self.key_values(),
+            RowRole::Write => Values::U,
         }
     }
 
-    fn gate(&self, role: Role) -> Gate {
+    fn gate(&self, role: RowRole) -> Gate {
         match role {
-            Role::Query => Gate::Query { before: self.variant.reads_before() },
-            Role::Erase => Gate::Erase { before: self.variant.erases_before() },
-            Role::Key | Role::Write => Gate::Write,
+            RowRole::Query => Gate::Query { before: self.variant.reads_before() },
+            RowRole::Erase => Gate::Erase { before: self.variant.erases_before() },
+            RowRole::Key | RowRole::Write => Gate::Write,
         }
     }
 
@@ -118,7 +122,7 @@ impl GradientPlan {
     }
 }
 
-impl Role {
+impl RowRole {
     /// Whether the row writes: its gradient comes from rows after it, and from the state's at the end.
     fn writes(self) -> bool {
         matches!(self, Self::Key | Self::Write)
@@ -340,7 +344,7 @@ fn scale_by_decay(
 fn gradient<P: StageTypes>(
     chunk: &mut Chunk<P>,
     first: usize,
-    #[comptime] role: Role,
+    #[comptime] role: RowRole,
     #[comptime] plan: GradientPlan,
 ) -> Acc {
     let writes = comptime!(role.writes());
@@ -348,8 +352,8 @@ fn gradient<P: StageTypes>(
         comptime!(StateFactors { values: plan.state_factor(role), states: role.states() });
     let mut acc = state_term::<P>(chunk, first, factors, plan);
     let before = comptime!(
-        role == Role::Query && plan.variant.reads_before()
-            || role == Role::Erase && plan.variant.erases_before()
+        role == RowRole::Query && plan.variant.reads_before()
+            || role == RowRole::Erase && plan.variant.erases_before()
     );
     scale_by_decay(&mut acc, &chunk.sums, writes, before, plan);
     if comptime!(plan.gated() && writes) {
@@ -360,7 +364,7 @@ fn gradient<P: StageTypes>(
         add_to_gates::<P>(chunk, &acc, first, role, comptime!(plan.gate(role)), plan);
     }
     add_zero_exponent_terms::<P>(&mut acc, chunk, first, role, plan);
-    if comptime!(role == Role::Erase && plan.variant.delta()) {
+    if comptime!(role == RowRole::Erase && plan.variant.delta()) {
         let own = comptime!(plan.rows(role));
         let same = comptime!(TokenOffset::Same);
         let rows = load_fragments::<P>(&chunk.tiles, &chunk.from, first, own, same, plan);
@@ -375,7 +379,7 @@ fn add_to_gates<P: StageTypes>(
     chunk: &mut Chunk<P>,
     acc: &Acc,
     first: usize,
-    #[comptime] role: Role,
+    #[comptime] role: RowRole,
     #[comptime] gate: Gate,
     #[comptime] plan: GradientPlan,
 ) {
@@ -393,7 +397,7 @@ fn add_terms<P: StageTypes>(
     acc: &mut Acc,
     chunk: &mut Chunk<P>,
     first: usize,
-    #[comptime] role: Role,
+    #[comptime] role: RowRole,
     #[comptime] plan: GradientPlan,
 ) {
     #[unroll]
@@ -415,7 +419,7 @@ fn add_zero_exponent_terms<P: StageTypes>(
     acc: &mut Acc,
     chunk: &mut Chunk<P>,
     first: usize,
-    #[comptime] role: Role,
+    #[comptime] role: RowRole,
     #[comptime] plan: GradientPlan,
 ) {
     let terms = ZeroExponents {
@@ -446,11 +450,11 @@ fn query_and_erase_gradients<P: StageTypes>(
     let variant = comptime!(plan.variant);
     let grid = comptime!(plan.rows_grid());
     let width = comptime!(plan.key_width);
-    let d_query = gradient::<P>(chunk, first, comptime!(Role::Query), plan);
+    let d_query = gradient::<P>(chunk, first, comptime!(RowRole::Query), plan);
     let rows = chunk.from.place.rows;
     write_out_by_four::<P::F, P::W>(&mut chunk.to.q, &d_query, &rows, first, width, grid);
     if comptime!(variant.solves()) {
-        let mut d_erase = gradient::<P>(chunk, first, comptime!(Role::Erase), plan);
+        let mut d_erase = gradient::<P>(chunk, first, comptime!(RowRole::Erase), plan);
         if comptime!(variant.delta()) {
             scale_erase_rows(&mut d_erase, &chunk.tiles.scales, grid, plan);
         }
@@ -475,13 +479,13 @@ fn key_and_write_gradients<P: StageTypes>(
     let grid = comptime!(plan.rows_grid());
     let width = comptime!(plan.key_width);
     let rows = chunk.from.place.rows;
-    let mut d_key = gradient::<P>(chunk, first, comptime!(Role::Key), plan);
+    let mut d_key = gradient::<P>(chunk, first, comptime!(RowRole::Key), plan);
     if comptime!(variant.delta() && !variant.own_a()) {
         add(&mut d_key, d_erase, comptime!(grid.fragments()));
     }
     write_out_by_four::<P::F, P::W>(&mut chunk.to.k, &d_key, &rows, first, width, grid);
     if comptime!(variant.low_rank()) {
-        let d_write = gradient::<P>(chunk, first, comptime!(Role::Write), plan);
+        let d_write = gradient::<P>(chunk, first, comptime!(RowRole::Write), plan);
         write_out_by_four::<P::F, P::W>(&mut chunk.to.b, &d_write, &rows, first, width, grid);
     }
 }

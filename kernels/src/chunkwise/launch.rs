@@ -14,7 +14,7 @@ use crate::chunkwise::input_gradients::input_gradients;
 use crate::chunkwise::intra_chunk::intra_chunk;
 use crate::chunkwise::plan::StatePlan;
 use crate::chunkwise::sequence_parallel::{COLUMNS, UNITS, combine_decays, combine_matrices};
-use crate::chunkwise::state::{Home, Registers, Shared};
+use crate::chunkwise::state::{RegisterState, SharedMemoryState, StatePlace};
 use crate::chunkwise::state_pass::{state_pass_backward, state_pass_forward};
 use crate::chunkwise::task::{Span, Task};
 use crate::refusal::{F32, Refusal};
@@ -124,7 +124,7 @@ impl<R: Runtime> Call<'_, R> {
         self.chunks().div_ceil(self.segment())
     }
 
-    fn memories(&self) -> usize {
+    fn batch_heads(&self) -> usize {
         self.dims.batch * self.dims.heads
     }
 
@@ -175,7 +175,7 @@ impl<R: Runtime> Call<'_, R> {
     }
 
     fn cubes(&self, across: usize) -> CubeCount {
-        CubeCount::Static(across as u32, self.memories() as u32, 1)
+        CubeCount::Static(across as u32, self.batch_heads() as u32, 1)
     }
 
     fn operands<F: Float, G: Size>(&self) -> OperandsLaunch<F, G, R> {
@@ -311,14 +311,14 @@ impl<R: Runtime> Call<'_, R> {
             }
         };
         let plan = StatePlan { task, ..plan };
-        let cubes = CubeCount::Static(across as u32, self.memories() as u32, deep as u32);
+        let cubes = CubeCount::Static(across as u32, self.batch_heads() as u32, deep as u32);
         match plan.in_registers() {
-            true => self.launch_pass::<Registers>(scores, d_o, plan, cubes, of),
-            false => self.launch_pass::<Shared>(scores, d_o, plan, cubes, of),
+            true => self.launch_pass::<RegisterState>(scores, d_o, plan, cubes, of),
+            false => self.launch_pass::<SharedMemoryState>(scores, d_o, plan, cubes, of),
         }
     }
 
-    fn launch_pass<H: Home>(
+    fn launch_pass<S: StatePlace>(
         &self,
         scores: &Scores<Handle>,
         d_o: Option<&Handle>,
@@ -333,7 +333,7 @@ impl<R: Runtime> Call<'_, R> {
         #[allow(unsafe_code)]
         unsafe {
             match d_o {
-                Some(d_o) => state_pass_backward::launch_unchecked::<H, R>(
+                Some(d_o) => state_pass_backward::launch_unchecked::<S, R>(
                     self.client,
                     cubes,
                     units,
@@ -347,7 +347,7 @@ impl<R: Runtime> Call<'_, R> {
                     types,
                     self.widths(plan.engine),
                 ),
-                None => state_pass_forward::launch_unchecked::<H, R>(
+                None => state_pass_forward::launch_unchecked::<S, R>(
                     self.client,
                     cubes,
                     units,

@@ -25,7 +25,7 @@ use crate::chunkwise::chunk::{Place, Sizes};
 use crate::chunkwise::plan::{Plan, Schedule, StatePlan};
 use crate::chunkwise::producers::{produce_scores, producer_tiles};
 use crate::chunkwise::sequence_parallel::{WorkRange, nth_chunk, work_range};
-use crate::chunkwise::state::{Home, State, StateEngine, block, is_consumer, state};
+use crate::chunkwise::state::{State, StateEngine, StatePlace, block, is_consumer, state};
 use crate::chunkwise::state_chunk::{
     Pass, PassOutputs, chunk_backward, chunk_decay, chunk_decays_at, chunk_forward,
 };
@@ -48,7 +48,7 @@ pub(crate) fn state_pass_forward<
     N: Size,
     M: Size,
     W: Size,
-    S: Home,
+    S: StatePlace,
 >(
     x: Operands<F, G>,
     intra: IntraChunk<E, G>,
@@ -60,7 +60,7 @@ pub(crate) fn state_pass_forward<
     #[define(G, N, M, W)] _widths: [usize; 4],
 ) {
     let range = work_range(sizes, plan);
-    let values = again(&x.v);
+    let values = alias(&x.v);
     let from = inputs::<S::Engine<F, E, G, N, M, W>>(x, intra, values, range.first);
     let to = outputs::<S::Engine<F, E, G, N, M, W>>(tensors, o);
     pass_over_chunks::<S::Engine<F, E, G, N, M, W>>(from, to, &range, plan);
@@ -76,7 +76,7 @@ pub(crate) fn state_pass_backward<
     N: Size,
     M: Size,
     W: Size,
-    S: Home,
+    S: StatePlace,
 >(
     x: Operands<F, G>,
     intra: IntraChunk<E, G>,
@@ -97,7 +97,7 @@ pub(crate) fn state_pass_backward<
 /// The same tensor under a second name.
 #[cube]
 #[allow(unused_variables)] // an intrinsic's
-fn again<T: CubePrimitive>(x: &Array<T>) -> Array<T> {
+fn alias<T: CubePrimitive>(x: &Array<T>) -> Array<T> {
     intrinsic!(|_scope| x.clone())
 }
 
@@ -280,12 +280,12 @@ fn carry<P: StateEngine>(
             share = pass.from.intra.chunk_decay[chunk_decays_at(place, plan) + min(d, last)];
         }
         let old = carried.index(t)[0usize];
-        fold(carried.index_mut(t), old * share);
+        assign(carried.index_mut(t), old * share);
     }
 }
 
 #[cube]
-fn fold(to: &mut Array<f32>, x: f32) {
+fn assign(to: &mut Array<f32>, x: f32) {
     to[0] = x;
 }
 
@@ -298,8 +298,8 @@ fn begin_state<P: StateEngine>(
 ) -> State<P> {
     let task = comptime!(plan.task);
     let numbers = comptime!(plan.key_width * plan.value_width);
-    let slot = (range.memory * range.segments + range.segment) * numbers;
-    let mut start = range.memory * numbers;
+    let slot = (range.batch_head * range.segments + range.segment) * numbers;
+    let mut start = range.batch_head * numbers;
     let mut first = range.first;
     if comptime!(task.span == Span::Segment) {
         start = slot;
@@ -336,7 +336,7 @@ fn end_state<P: StateEngine>(
     let first = range.first;
     let end = &mut pass.to.tensors.end;
     if comptime!(task.local()) {
-        let segment = range.memory * range.segments + range.segment;
+        let segment = range.batch_head * range.segments + range.segment;
         if range.transition {
             write_transition::<P>(pass, range, segment, plan);
         } else {
@@ -352,7 +352,7 @@ fn end_state<P: StateEngine>(
     } else {
         let last = if comptime!(task.backward) { 0usize.runtime() } else { range.segments - 1 };
         if range.segment == last {
-            P::write_state(&pass.state, end, range.memory * numbers, first, false, plan);
+            P::write_state(&pass.state, end, range.batch_head * numbers, first, false, plan);
         }
     }
 }

@@ -73,9 +73,9 @@ impl StatePlan {
     }
 }
 
-/// Role of a tile of the state pass: the matrix that it holds.
+/// TileRole of a tile of the state pass: the matrix that it holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Role {
+enum TileRole {
     KeyRows,
     Values,
     /// The one [C, C] matrix of tiles that are filled directly; else A_qk, or A_qb in a low rank transition.
@@ -89,7 +89,7 @@ enum Role {
     AAk,
 }
 
-impl Role {
+impl TileRole {
     const ALL: [Self; 10] = [
         Self::KeyRows,
         Self::Values,
@@ -106,28 +106,30 @@ impl Role {
 
 impl StatePlan {
     /// Numbers of a role's tile in all pipeline stages; None where it has none of its own.
-    fn numbers(&self, role: Role) -> Option<usize> {
+    fn numbers(&self, role: TileRole) -> Option<usize> {
         let (variant, task) = (self.variant, self.task);
         let staged = !self.direct();
         let low_rank = staged && variant.low_rank();
         let own_erase = variant.own_a() || (variant.vector() && variant.solves());
         let applies_a_qk = task.applies_a_qk(variant);
         let (there, numbers) = match role {
-            Role::KeyRows => (true, self.key_numbers()),
-            Role::Values => (true, self.value_numbers()),
-            Role::Square => {
+            TileRole::KeyRows => (true, self.key_numbers()),
+            TileRole::Values => (true, self.value_numbers()),
+            TileRole::Square => {
                 let made = applies_a_qk && self.producers() == 0;
                 (variant.solves() || made, self.square_numbers())
             }
-            Role::QueryRows => {
+            TileRole::QueryRows => {
                 (staged && task.queries() && task.has_keys(variant), self.key_numbers())
             }
-            Role::EraseRows => (staged && own_erase, self.key_numbers()),
-            Role::WriteRows => (low_rank, self.key_numbers()),
-            Role::AAkV => (low_rank && !task.backward, self.value_numbers()),
-            Role::Inverse => (staged && variant.solves() && applies_a_qk, self.square_numbers()),
-            Role::AOfV => (low_rank && !task.local(), self.square_numbers()),
-            Role::AAk => (low_rank && task.backward && !task.local(), self.square_numbers()),
+            TileRole::EraseRows => (staged && own_erase, self.key_numbers()),
+            TileRole::WriteRows => (low_rank, self.key_numbers()),
+            TileRole::AAkV => (low_rank && !task.backward, self.value_numbers()),
+            TileRole::Inverse => {
+                (staged && variant.solves() && applies_a_qk, self.square_numbers())
+            }
+            TileRole::AOfV => (low_rank && !task.local(), self.square_numbers()),
+            TileRole::AAk => (low_rank && task.backward && !task.local(), self.square_numbers()),
         };
         there.then_some(self.stages() * numbers)
     }
@@ -143,7 +145,7 @@ impl StatePlan {
 
     /// Bytes of [`state_tiles`].
     pub fn tile_memory(&self) -> usize {
-        let tiles = Role::ALL.iter().filter_map(|role| self.numbers(*role)).sum::<usize>();
+        let tiles = TileRole::ALL.iter().filter_map(|role| self.numbers(*role)).sum::<usize>();
         tiles * self.engine.bytes() + 4 * (self.decay_factor_numbers() + self.gate_numbers())
     }
 }
@@ -151,20 +153,20 @@ impl StatePlan {
 /// The tiles of a plan. Roles that it has not, or that are filled directly, share a tile with others.
 #[cube]
 pub(crate) fn state_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> StateTiles<P> {
-    let rows = tile::<P::E, P::N>(comptime!(plan.numbers(Role::KeyRows).unwrap_or(UNUSED)));
-    let values = tile::<P::E, P::N>(comptime!(plan.numbers(Role::Values).unwrap_or(UNUSED)));
-    let square = tile::<P::E, P::N>(comptime!(plan.numbers(Role::Square).unwrap_or(UNUSED)));
+    let rows = tile::<P::E, P::N>(comptime!(plan.numbers(TileRole::KeyRows).unwrap_or(UNUSED)));
+    let values = tile::<P::E, P::N>(comptime!(plan.numbers(TileRole::Values).unwrap_or(UNUSED)));
+    let square = tile::<P::E, P::N>(comptime!(plan.numbers(TileRole::Square).unwrap_or(UNUSED)));
     StateTiles::<P> {
-        query_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(Role::QueryRows))),
-        erase_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(Role::EraseRows))),
-        write_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(Role::WriteRows))),
+        query_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(TileRole::QueryRows))),
+        erase_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(TileRole::EraseRows))),
+        write_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(TileRole::WriteRows))),
         key_rows: rows,
         values,
-        a_ak_v: own_or::<P::E, P::N>(values, comptime!(plan.numbers(Role::AAkV))),
-        inverse: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::Inverse))),
+        a_ak_v: own_or::<P::E, P::N>(values, comptime!(plan.numbers(TileRole::AAkV))),
+        inverse: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::Inverse))),
         a_of_u: square,
-        a_of_v: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::AOfV))),
-        a_ak: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::AAk))),
+        a_of_v: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::AOfV))),
+        a_ak: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::AAk))),
         decay_factors: SharedMemory::<f32>::new_aligned(
             comptime!(plan.decay_factor_numbers()),
             16usize,
@@ -190,7 +192,7 @@ pub(crate) fn copy_chunk_async<P: StateEngine>(
     #[comptime] plan: StatePlan,
 ) {
     copy_rows_async::<P>(tiles, from, place, stage, plan);
-    copy_values_and_squares_async::<P>(tiles, from, place, stage, plan);
+    copy_values_and_matrices_async::<P>(tiles, from, place, stage, plan);
     if comptime!(plan.producers() > 0) {
         if comptime!(plan.variant.scalar()) {
             copy_gates_async(&mut tiles.gates, &from.x.scalar_g, &place.scalars, stage, plan);
@@ -259,7 +261,7 @@ fn copy_keys<P: StateEngine, T: Float>(
 
 /// Value-wide and [C, C] matrices.
 #[cube]
-fn copy_values_and_squares_async<P: StateEngine>(
+fn copy_values_and_matrices_async<P: StateEngine>(
     tiles: &mut StateTiles<P>,
     from: &PassInputs<P>,
     place: &Place,

@@ -180,24 +180,24 @@ pub(crate) trait StateEngine: Send + Sync + Sized + 'static {
     );
 }
 
-/// Where a state is held.
-pub(crate) trait Home: Send + Sync + 'static {
+/// The place of a state.
+pub(crate) trait StatePlace: Send + Sync + 'static {
     /// The engine of these types there.
     type Engine<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>: StateEngine<F = F, E = E, G = G, N = N, M = M, W = W>;
 }
 
 /// In registers.
-pub(crate) struct Registers;
+pub(crate) struct RegisterState;
 
 /// In shared memory.
-pub(crate) struct Shared;
+pub(crate) struct SharedMemoryState;
 
-impl Home for Registers {
+impl StatePlace for RegisterState {
     type Engine<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> =
         InRegisters<F, E, G, N, M, W>;
 }
 
-impl Home for Shared {
+impl StatePlace for SharedMemoryState {
     type Engine<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> =
         InSharedMemory<F, E, G, N, M, W>;
 }
