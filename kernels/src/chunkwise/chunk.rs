@@ -32,7 +32,7 @@ pub(crate) struct Place {
     pub valid: usize,
 }
 
-/// Offsets of one (sequence, head), common to its chunks: divisions are needed for them.
+/// Offsets of one (sequence, head), common to its chunks: computed once, because they take divisions.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct HeadOffsets {
     tokens: usize,

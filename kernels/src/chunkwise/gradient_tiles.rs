@@ -156,7 +156,7 @@ struct Tiles {
     ends: usize,
 }
 
-/// The tiles of a plan: roles that it has not share a tile with others and are never filled.
+/// The tiles of a plan: roles that the plan lacks share a tile with others and are never filled.
 #[cube]
 pub(crate) fn gradient_tiles<X: Float, N: Size>(
     #[comptime] plan: GradientPlan,

@@ -150,7 +150,7 @@ impl StatePlan {
     }
 }
 
-/// The tiles of a plan. Roles that it has not, or that are filled directly, share a tile with others.
+/// The tiles of a plan. Roles that the plan lacks, or that are filled directly, share a tile with others.
 #[cube]
 pub(crate) fn state_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> StateTiles<P> {
     let rows = tile::<P::E, P::N>(comptime!(plan.numbers(TileRole::KeyRows).unwrap_or(UNUSED)));
