@@ -60,7 +60,7 @@ const WIDTHS: [(usize, usize); 24] = [
 ];
 /// The largest error that counts as right, in f32 and with q, k and v of 16 bits.
 const LIMITS: (f64, f64) = (1e-5, 5e-2);
-/// What only rounding of a truth of zero would leave.
+/// Most that rounding of a truth of zero would leave.
 const NOTHING: f64 = 1e-12;
 
 /// Random calls of the recurrences against f64.
@@ -303,7 +303,7 @@ impl Case {
         if self.dtype == DType::F32 { LIMITS.0 } else { LIMITS.1 }
     }
 
-    /// What was computed and what it has to be, by name.
+    /// Computed tensors and their truth, by name.
     fn run<B: TrainBackend>(&self, device: &B::Device) -> Result<Vec<Compared>, String> {
         let mut x = Inputs::random(self.seed, self.dims, &self.recipe);
         for rows in [&mut x.q, &mut x.k, &mut x.v] {
@@ -451,7 +451,7 @@ struct Worst {
     cases: u64,
 }
 
-/// What was found so far.
+/// Results so far.
 #[derive(Debug, Clone, Default)]
 struct Tally {
     cases: u64,
@@ -464,7 +464,7 @@ struct Tally {
 impl Tally {
     /// Counts a case.
     /// # Errors
-    /// What is wrong with it.
+    /// A description of what it got wrong.
     fn add(&mut self, case: &Case, found: Result<Vec<Compared>, String>) -> Result<(), String> {
         self.cases += 1;
         let checked = found.and_then(|list| list.iter().try_for_each(|x| self.compare(case, x)));

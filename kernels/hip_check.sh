@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compiles what the example `sources` wrote, each file for its own GPU, and prints what became of it.
+# Compiles the HIP files of what the example `sources` wrote, each for its own GPU, and prints what became of it.
 #
 #   kernels/hip_check.sh FOLDER [grep pattern of files]
 #
@@ -68,7 +68,7 @@ export bf16
 "$hipcc" --version 2>/dev/null | head -n 2
 table=$folder/table.csv
 echo "result,ms,vgprs,vgprs_spilled,scratch_bytes,waves,file" >"$table"
-tail -n +2 "$folder/manifest.csv" | cut -d , -f 1 | grep -e "$pattern" |
+tail -n +2 "$folder/manifest.csv" | cut -d , -f 1 | grep '\.hip$' | grep -e "$pattern" |
     xargs -P "${JOBS:-$(nproc)}" -I {} bash -c 'one "$@"' one {} "$hipcc" "${flags[@]}" |
     sort -t , -k 7 >>"$table"
 cat "$table"

@@ -47,7 +47,7 @@ fn desk() -> Desk {
     Desk::with(&TINY.replace("epochs = 3", "epochs = 1"))
 }
 
-/// What a run leaves, without what depends on the clock.
+/// Results of a run, without those that depend on the clock.
 #[derive(PartialEq)]
 struct Left {
     metrics: Vec<Value>,

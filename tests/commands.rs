@@ -137,7 +137,7 @@ fn figures_and_mistakes_of_data() {
     refused(&data(&desk, &["--set", "task.mqar.vocab=3"]), &["task.mqar"]);
 }
 
-/// What a command prints, as JSON.
+/// The output of a command, as JSON.
 fn printed(desk: &Desk, program: &str, args: &[&str]) -> Value {
     let output = desk.program(program, args).output().unwrap();
     assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));

@@ -373,7 +373,7 @@ fn matrices(path: &Path) -> BTreeMap<String, Matrix> {
     tensors.map(|(name, (_, shape, bytes))| (name, (floats(&bytes), shape))).collect()
 }
 
-/// What PEFT does with its two files: `W + alpha / r B A` for each module that a target names.
+/// The weights that PEFT merges from its two files: `W + alpha / r B A` for each module that a target names.
 fn merged_as_in_peft(
     folder: &Path,
     mut base: BTreeMap<String, Matrix>,

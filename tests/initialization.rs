@@ -1,4 +1,4 @@
-//! What a model starts from: deviations, decays, steps and biases of fresh weights, as the sources of
+//! Fresh weights of a model: deviations, decays, steps and biases, as the sources of
 //! the layers have them.
 
 use crate::layers::{B, Weights};

@@ -296,6 +296,152 @@ fn orthogonal(matrix: &Matrix) -> Matrix {
     if wide { x } else { x.transposed() }
 }
 
+/// Settings of LaCT that its formula goes by.
+struct Lact {
+    heads: usize,
+    /// Of a head's keys.
+    width: usize,
+    /// Of the network.
+    inner: usize,
+    /// Tokens of a chunk.
+    chunk: usize,
+    window: usize,
+    attention_heads: usize,
+    muon: bool,
+    momentum: bool,
+}
+
+impl Lact {
+    /// Position t, by rotation.
+    fn at(x: &[f64], t: usize) -> Vec<f64> {
+        turned(x, t, 500_000.0)
+    }
+
+    /// Keys or queries of the attention.
+    fn normalized(w: &Weights, x: Vec<f64>, name: &str) -> Vec<f64> {
+        match w.0.get(&format!("{name}.gamma")) {
+            Some(gamma) => times(&normalized(&x, 1e-5), gamma),
+            None => x,
+        }
+    }
+
+    /// Keys or queries of the network.
+    fn moved(&self, w: &Weights, x: &[f64], name: &str, t: usize) -> Vec<f64> {
+        let scaled = times(x, w.get(&format!("{name}_scale")));
+        let x = each(&plus(&scaled, w.get(&format!("{name}_offset"))), silu);
+        by_head(&x, self.heads, |x| Self::at(&unit(x), t))
+    }
+
+    /// Attention of the last token through the window.
+    fn attended(&self, q: &[f64], keys: &Rows, values: &Rows) -> Vec<f64> {
+        let (width, t) = (D / self.attention_heads, keys.len() - 1);
+        let from = (t + 1).saturating_sub(self.window);
+        let of_head = |head: usize| {
+            let part = |x: &[f64]| x[head * width..][..width].to_vec();
+            let q = Self::at(&part(q), t);
+            let score = |k: &Vec<f64>| {
+                let met: f64 = times(&q, &part(k)).iter().sum();
+                met / (width as f64).sqrt()
+            };
+            let scores: Vec<f64> = keys[from..].iter().map(score).collect();
+            let seen: Rows = values[from..].iter().map(|v| part(v)).collect();
+            weighed(&scores, &seen)
+        };
+        (0..self.attention_heads).flat_map(of_head).collect()
+    }
+
+    /// Outputs of all tokens.
+    fn outputs(&self, w: &Weights, rows: &[Vec<f64>]) -> Rows {
+        let columns = [self.inner, self.width, self.inner];
+        let fresh = |h| LactHead::new(of_head(w, h, self.heads, &columns));
+        let mut heads: Vec<LactHead> = (0..self.heads).map(fresh).collect();
+        let (mut keys, mut values) = (vec![], vec![]);
+        let mut output = |(t, x): (usize, &Vec<f64>)| {
+            let [q, k, v] = ["q_proj", "k_proj", "v_proj"].map(|name| w.linear(name, x));
+            let (q, k) = (Self::normalized(w, q, "q_norm"), Self::normalized(w, k, "k_norm"));
+            keys.push(by_head(&k, self.attention_heads, |k| Self::at(k, t)));
+            values.push(v.clone());
+            let mut o = self.attended(&q, &keys, &values);
+
+            let (q, k) = (self.moved(w, &q, "q", t), self.moved(w, &k, "k", t));
+            let v = each(&v, silu);
+            let first_rate = 0.1f64.exp_m1().ln();
+            let rates = each(&w.linear("lr_proj", x), |z| softplus(z + first_rate));
+            let scale = each(&w.linear("scale_proj", x), silu);
+            for (h, head) in heads.iter_mut().enumerate() {
+                let own = h * self.width..(h + 1) * self.width;
+                let read = times(&head.read(&q[own.clone()]), w.get("ttt_norm.norm.gamma"));
+                for (o, read) in o[own.clone()].iter_mut().zip(read) {
+                    *o += read * scale[h];
+                }
+                head.learn(&k[own.clone()], &v[own], &rates[h * 3..][..3]);
+                if self.momentum {
+                    head.carried += sigmoid(w.linear("momentum_proj", x)[h]);
+                }
+                if t % self.chunk == self.chunk - 1 {
+                    head.end_chunk(self);
+                }
+            }
+            w.linear("o_proj", &o)
+        };
+        rows.iter().enumerate().map(&mut output).collect()
+    }
+}
+
+/// One head's network in the course of a sequence.
+struct LactHead {
+    first: Vec<Matrix>,
+    weights: Vec<Matrix>,
+    /// Of the chunk's gradients.
+    sums: Vec<Matrix>,
+    /// The change at the last chunk's end, and the share of it that goes on.
+    last: Vec<Matrix>,
+    carried: f64,
+}
+
+impl LactHead {
+    fn new(first: Vec<Matrix>) -> Self {
+        let (sums, last) = (zeros(&first), zeros(&first));
+        Self { weights: first.clone(), first, sums, last, carried: 0.0 }
+    }
+
+    /// SwiGLU of `x`.
+    fn network(x: &[f64], weights: &[Tensor<B, 2>]) -> Tensor<B, 2> {
+        let gate = row(x).matmul(weights[0].clone());
+        let open = burn::tensor::activation::silu(gate);
+        (open * row(x).matmul(weights[2].clone())).matmul(weights[1].clone())
+    }
+
+    fn read(&self, q: &[f64]) -> Vec<f64> {
+        let of = |w: &Matrix| tensor(&w.numbers, [w.rows(), w.columns]);
+        let tensors: Vec<_> = self.weights.iter().map(of).collect();
+        normalized(&download(Self::network(q, &tensors)), 1e-5)
+    }
+
+    fn learn(&mut self, k: &[f64], v: &[f64], rates: &[f64]) {
+        let loss = |weights: &[Tensor<B, 2>]| (Self::network(k, weights) * row(v)).sum();
+        let found = gradients(&self.weights, loss);
+        let sums = self.sums.iter().zip(rates).zip(&found);
+        self.sums = sums.map(|((sum, rate), found)| sum.mixed(1.0, *rate, found)).collect();
+    }
+
+    fn end_chunk(&mut self, lact: &Lact) {
+        let mean = self.carried / lact.chunk as f64;
+        self.last = mixed(1.0, &self.sums, mean, &self.last);
+        let change = match lact.muon {
+            true => self.last.iter().map(orthogonal).collect(),
+            false => self.last.clone(),
+        };
+        let next = mixed(1.0, &self.weights, 1.0, &change);
+        self.weights = next.iter().zip(&self.first).map(|(m, w)| resized(m, w)).collect();
+        self.sums = zeros(&self.sums);
+        self.carried = 0.0;
+        if !lact.momentum {
+            self.last = zeros(&self.last);
+        }
+    }
+}
+
 #[test]
 fn lact_goes_on_once_a_chunk_and_keeps_the_lengths_of_its_columns() {
     let _alone = alone();
@@ -311,99 +457,11 @@ fn lact_goes_on_once_a_chunk_and_keeps_the_lengths_of_its_columns() {
             false,
         ),
     ] {
-        let (heads, width, size, window) = (2, 12, 8, 5);
-        let inner = if muon { 12 } else { 24 };
-        let attention_heads = if muon { 1 } else { 3 };
+        let (inner, attention_heads) = if muon { (12, 1) } else { (24, 3) };
+        let (heads, width, chunk, window) = (2, 12, 8, 5);
+        let lact = Lact { heads, width, inner, chunk, window, attention_heads, muon, momentum };
         let mixer = mixer(text).map(&mut Noisy);
-        hold(text, &mixer, |w, rows| {
-            let columns = [inner, width, inner];
-            let first: Vec<_> = (0..heads).map(|h| of_head(w, h, heads, &columns)).collect();
-            let mut weights = first.clone();
-            let mut sums: Vec<_> = first.iter().map(|m| zeros(m)).collect();
-            let (mut last, mut carried) = (sums.clone(), vec![0.0; heads]);
-            let (mut keys, mut values, mut outputs) = (vec![], vec![], vec![]);
-            let theta = |x: &[f64], t: usize| turned(x, t, 500_000.0);
-            for (t, x) in rows.iter().enumerate() {
-                let [q, k, v] = ["q_proj", "k_proj", "v_proj"].map(|name| w.linear(name, x));
-                let norm = |x: Vec<f64>, name: &str| match w.0.get(&format!("{name}.gamma")) {
-                    Some(gamma) => times(&normalized(&x, 1e-5), gamma),
-                    None => x,
-                };
-                let (q, k) = (norm(q, "q_norm"), norm(k, "k_norm"));
-                keys.push(by_head(&k, attention_heads, |k| theta(k, t)));
-                values.push(v.clone());
-                let mut o = vec![];
-                let of_attention = D / attention_heads;
-                for head in 0..attention_heads {
-                    let part = |x: &[f64]| x[head * of_attention..][..of_attention].to_vec();
-                    let q = theta(&part(&q), t);
-                    let from = (t + 1).saturating_sub(window);
-                    let scores: Vec<f64> = keys[from..]
-                        .iter()
-                        .map(|k: &Vec<f64>| {
-                            let met: f64 = times(&q, &part(k)).iter().sum();
-                            met / (of_attention as f64).sqrt()
-                        })
-                        .collect();
-                    let seen: Rows = values[from..].iter().map(|v: &Vec<f64>| part(v)).collect();
-                    o.extend(weighed(&scores, &seen));
-                }
-
-                let moved = |x: &[f64], name: &str| {
-                    let scaled = times(x, w.get(&format!("{name}_scale")));
-                    let x = each(&plus(&scaled, w.get(&format!("{name}_offset"))), silu);
-                    by_head(&x, heads, |x| theta(&unit(x), t))
-                };
-                let (q, k, v) = (moved(&q, "q"), moved(&k, "k"), each(&v, silu));
-                let first_rate = 0.1f64.exp_m1().ln();
-                let rates = each(&w.linear("lr_proj", x), |z| softplus(z + first_rate));
-                let scale = each(&w.linear("scale_proj", x), silu);
-                for head in 0..heads {
-                    let part = |x: &[f64]| x[head * width..][..width].to_vec();
-                    let (q, k, v) = (part(&q), part(&k), part(&v));
-                    let f = |x: &[f64], weights: &[Tensor<B, 2>]| {
-                        let gate = row(x).matmul(weights[0].clone());
-                        let open = burn::tensor::activation::silu(gate);
-                        (open * row(x).matmul(weights[2].clone())).matmul(weights[1].clone())
-                    };
-                    let tensors: Vec<_> = weights[head]
-                        .iter()
-                        .map(|w| tensor(&w.numbers, [w.rows(), w.columns]))
-                        .collect();
-                    let read = normalized(&download(f(&q, &tensors)), 1e-5);
-                    let read = times(&read, w.get("ttt_norm.norm.gamma"));
-                    for (o, read) in o[head * width..].iter_mut().zip(read) {
-                        *o += read * scale[head];
-                    }
-                    let found =
-                        gradients(&weights[head], |weights| (f(&k, weights) * row(&v)).sum());
-                    sums[head] = (0..3)
-                        .map(|n| sums[head][n].mixed(1.0, rates[head * 3 + n], &found[n]))
-                        .collect();
-                    if momentum {
-                        carried[head] += sigmoid(w.linear("momentum_proj", x)[head]);
-                    }
-                    if t % size == size - 1 {
-                        let mean = carried[head] / size as f64;
-                        last[head] = mixed(1.0, &sums[head], mean, &last[head]);
-                        let change = match muon {
-                            true => last[head].iter().map(orthogonal).collect(),
-                            false => last[head].clone(),
-                        };
-                        let next = mixed(1.0, &weights[head], 1.0, &change);
-                        weights[head] =
-                            next.iter().zip(&first[head]).map(|(m, w)| resized(m, w)).collect();
-                        sums[head] = zeros(&sums[head]);
-                        carried[head] = 0.0;
-                        if !momentum {
-                            last[head] = zeros(&last[head]);
-                        }
-                    }
-                }
-                outputs.push(w.linear("o_proj", &o));
-            }
-            outputs
-        });
+        hold(text, &mixer, |w, rows| lact.outputs(w, rows));
     }
 }
 

@@ -914,13 +914,20 @@ fn a_group_is_its_layers_in_a_row() {
     assert_eq!(toml::from_str::<LanguageModelConfig>(&written).unwrap(), group, "{written}");
 }
 
-#[test]
-fn layers_that_do_not_fit_together_are_refused_with_the_key() {
-    let attention = |keys: &str| format!("[[layers]]\nmixer.attention = {{ heads = 4, {keys} }}\n");
+/// Layers as TOML, and how the error begins that refuses them.
+type Refused = (String, &'static str);
+
+const DELTA: &str = "[[layers]]\nmixer.deltanet = {}\n";
+
+fn attention(keys: &str) -> String {
+    format!("[[layers]]\nmixer.attention = {{ heads = 4, {keys} }}\n")
+}
+
+/// Layers that read of earlier ones.
+fn refused_sharing() -> Vec<Refused> {
     let cross = |keys: &str| format!("[[layers]]\nmixer.cross_attention = {{ {keys} }}\n");
     let both = |a: &str, b: &str| format!("{}{}", attention(a), cross(b));
-    let delta = "[[layers]]\nmixer.deltanet = {}\n";
-    let cases = [
+    vec![
         (
             "[[layers]]\nmixer.rwkv7 = { value_residual = true }\n".to_string(),
             "`layers[0].mixer.rwkv7.value_residual` is true",
@@ -961,18 +968,15 @@ fn layers_that_do_not_fit_together_are_refused_with_the_key() {
             "`layers[1].mixer.cross_attention.rope_theta` is 500; it has to be 10000",
         ),
         (
-            format!("{delta}canon = {{ before_mixer = 1 }}\n"),
-            "`layers[0].canon.before_mixer` is 1; it has to be 0, or from 2",
+            both("rope_width = 2", "heads = 4"),
+            "`layers[1].mixer.cross_attention.rope` is true; it has to be false after rotation of 2",
         ),
-        (
-            format!("{delta}canon = {{ before_mlp = 4 }}\n"),
-            "`layers[0].canon.before_mlp` is 4; it has to be 0 where there is no `mlp`",
-        ),
-        (
-            format!("{delta}mlp = {{ rwkv7 = {{}} }}\ncanon = {{ inside_mlp = 4 }}\n"),
-            "`layers[0].canon.inside_mlp` is 4; it has to be 0, unless",
-        ),
-        (format!("{delta}mlp = {{ gelu = {{ width = 0 }} }}\n"), "`layers[0].mlp.gelu.width` is 0"),
+    ]
+}
+
+/// Keys of one mixer.
+fn refused_mixers() -> Vec<Refused> {
+    vec![
         (
             attention("rope_width = 3"),
             "`layers[0].mixer.attention.rope_width` is 3; it has to be even",
@@ -990,9 +994,28 @@ fn layers_that_do_not_fit_together_are_refused_with_the_key() {
             "`layers[0].mixer.attention.qk_norm` is false; it has to be true where",
         ),
         (
-            both("rope_width = 2", "heads = 4"),
-            "`layers[1].mixer.cross_attention.rope` is true; it has to be false after rotation of 2",
+            "[[layers]]\nmixer.mamba2 = { head_width = 8, step_min = -1.0 }\n".into(),
+            "`layers[0].mixer.mamba2.step_min` is -1; it has to be at least 0",
         ),
+    ]
+}
+
+/// Canon layers and MLPs.
+fn refused_around_mixers() -> Vec<Refused> {
+    vec![
+        (
+            format!("{DELTA}canon = {{ before_mixer = 1 }}\n"),
+            "`layers[0].canon.before_mixer` is 1; it has to be 0, or from 2",
+        ),
+        (
+            format!("{DELTA}canon = {{ before_mlp = 4 }}\n"),
+            "`layers[0].canon.before_mlp` is 4; it has to be 0 where there is no `mlp`",
+        ),
+        (
+            format!("{DELTA}mlp = {{ rwkv7 = {{}} }}\ncanon = {{ inside_mlp = 4 }}\n"),
+            "`layers[0].canon.inside_mlp` is 4; it has to be 0, unless",
+        ),
+        (format!("{DELTA}mlp = {{ gelu = {{ width = 0 }} }}\n"), "`layers[0].mlp.gelu.width` is 0"),
         (
             "[[layers]]\nmixer = 'none'\n".into(),
             "`layers[0].mixer` is none; it has to be a mixer, where `mlp`",
@@ -1003,18 +1026,20 @@ fn layers_that_do_not_fit_together_are_refused_with_the_key() {
             "`layers[0].canon.before_mixer` is 3; it has to be 0 where `mixer`",
         ),
         (
-            format!("{delta}mlp = {{ swiglu = {{ gelu_tanh = true }} }}\n"),
+            format!("{DELTA}mlp = {{ swiglu = {{ gelu_tanh = true }} }}\n"),
             "`layers[0].mlp.swiglu.gelu_tanh` is true",
         ),
-        (
-            "[[layers]]\nmixer.mamba2 = { head_width = 8, step_min = -1.0 }\n".into(),
-            "`layers[0].mixer.mamba2.step_min` is -1; it has to be at least 0",
-        ),
-        (format!("embedding_scale = 0.0\n{delta}"), "`embedding_scale` is 0; it has to be above 0"),
-        (format!("logit_soft_cap = -3.0\n{delta}"), "`logit_soft_cap` is -3; it has to be above 0"),
+    ]
+}
+
+/// Keys of the model, and groups.
+fn refused_models() -> Vec<Refused> {
+    vec![
+        (format!("embedding_scale = 0.0\n{DELTA}"), "`embedding_scale` is 0; it has to be above 0"),
+        (format!("logit_soft_cap = -3.0\n{DELTA}"), "`logit_soft_cap` is -3; it has to be above 0"),
         ("[[layers]]\ngroup = []\n".into(), "`layers[0].group` is empty"),
         (
-            format!("{delta}[[layers]]\ngroup = [{{ repeat = 0, mixer.deltanet = {{}} }}]\n"),
+            format!("{DELTA}[[layers]]\ngroup = [{{ repeat = 0, mixer.deltanet = {{}} }}]\n"),
             "`layers[1].group[0].repeat` is 0",
         ),
         (
@@ -1027,8 +1052,13 @@ fn layers_that_do_not_fit_together_are_refused_with_the_key() {
                 .into(),
             "`layers` is 1000000000000 layers in all",
         ),
-    ];
-    for (text, want) in cases {
+    ]
+}
+
+#[test]
+fn layers_that_do_not_fit_together_are_refused_with_the_key() {
+    let cases = [refused_sharing(), refused_mixers(), refused_around_mixers(), refused_models()];
+    for (text, want) in cases.concat() {
         let said = model_config(&text).cost(8).unwrap_err().to_string();
         assert!(said.starts_with(want), "{text}: {said}");
         let init = model_config(&text).init::<B>(11, &Default::default());

@@ -86,7 +86,7 @@ fn quantized_products_are_those_of_the_dequantized_numbers_in_f64() {
     }
 }
 
-/// What [`LanguageModel::quantized`] makes of the weights, as weights.
+/// Weights as [`LanguageModel::quantized`] rounds them.
 struct Rounded {
     bits: WeightBits,
     place: Vec<(String, String)>,

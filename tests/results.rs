@@ -1,4 +1,4 @@
-//! What the repository's own experiments say is what their rows say.
+//! The repository's own experiments say what their rows say.
 
 use linattn_sweep::{Mode, experiments, page, report};
 use std::path::Path;

@@ -36,7 +36,7 @@ pub(crate) enum CompanionError {
         key: &'static str,
         /// Its value.
         got: String,
-        /// What would be accepted.
+        /// A value that would be accepted.
         want: String,
     },
 }

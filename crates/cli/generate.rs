@@ -38,7 +38,7 @@ pub struct GenerateArgs {
     /// Opens a conversation on the terminal, or with the lines of a pipe, by the model's chat template
     #[arg(long, conflicts_with_all = ["prompts", "prompt_file", "state", "save_state", "json"])]
     chat: bool,
-    /// What the model is told before a conversation
+    /// The system prompt: a text for the model before a conversation
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system: Option<String>,
     /// A value that the chat template asks for, such as enable_thinking=false; can be given several times

@@ -8,7 +8,7 @@ use std::ffi::OsString;
 use std::io;
 use std::process::ExitCode;
 
-/// What a command can write about itself.
+/// A page that a command can write about itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Page {
     /// The man page

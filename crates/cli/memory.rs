@@ -51,7 +51,7 @@ pub(crate) fn advise(advice: &'static str) {
     let _first = ADVICE.set(advice);
 }
 
-/// What [`advise`] was told.
+/// The advice that [`advise`] was given.
 pub(crate) fn advice() -> &'static str {
     ADVICE.get().copied().unwrap_or("something smaller would do")
 }

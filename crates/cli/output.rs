@@ -39,7 +39,7 @@ pub(crate) fn note(line: &str) {
     let _unread = stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
-/// What a person answers, on standard error, without an end of the line.
+/// Asks a person, on standard error, without an end of the line.
 pub(crate) fn prompt(text: &str) {
     let mut err = stderr().lock();
     let _unread = err.write_all(text.as_bytes()).and_then(|()| err.flush());

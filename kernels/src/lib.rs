@@ -1,4 +1,4 @@
-//! CubeCL kernels for linear attention: one source for CUDA, ROCm, and Vulkan, Metal and WebGPU.
+//! CubeCL kernels for linear attention: one source for CUDA, ROCm, Vulkan and Metal.
 #![deny(missing_docs)]
 #![allow(clippy::collapsible_if)] // the outer one is often decided when a kernel is compiled
 

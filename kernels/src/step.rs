@@ -136,11 +136,11 @@ pub(crate) fn check<R: Runtime>(
     }
     let hardware = &client.properties().hardware;
     let (x, y, _) = hardware.max_cube_count;
-    let memories = batch * heads;
+    let batch_heads = batch * heads;
     for (what, got, most) in [
         ("tokens of a step", tokens, 1),
-        ("numbers in a tensor", memories * key_width * value_width, numbers),
-        ("sequences x heads", memories, x as usize),
+        ("numbers in a tensor", batch_heads * key_width * value_width, numbers),
+        ("sequences x heads", batch_heads, x as usize),
         ("columns of a state", value_width, (y as usize).saturating_mul(COLUMNS)),
         ("buffers of a kernel", BUFFERS, hardware.max_bindings as usize),
     ] {
@@ -179,9 +179,9 @@ fn token<F: Float, R: Runtime>(
     state: &Handle,
 ) -> TokenLaunch<F, R> {
     let Dims { batch, key_heads, heads, key_width, value_width, .. } = dims;
-    let (keys, memories) = (batch * key_heads * key_width, batch * heads);
-    let (rows, values) = (memories * key_width, memories * value_width);
-    let gates = if variant.decay == Decay::Vector { rows } else { memories };
+    let (keys, batch_heads) = (batch * key_heads * key_width, batch * heads);
+    let (rows, values) = (batch_heads * key_width, batch_heads * value_width);
+    let gates = if variant.decay == Decay::Vector { rows } else { batch_heads };
     // A tensor that the variant does not have is bound to a number of another one that is not read.
     let or = |handle: &Option<Handle>, len, other: &Handle| match handle {
         Some(handle) => array(handle, len),
@@ -194,7 +194,7 @@ fn token<F: Float, R: Runtime>(
         or(&x.b, rows, &x.q),
         array(&x.v, values),
         or(&x.g, gates, state),
-        or(&x.beta, memories, state),
+        or(&x.beta, batch_heads, state),
         array(state, rows * value_width),
     )
 }
@@ -228,7 +228,7 @@ pub(crate) struct Sizes {
 #[derive(CubeType, Clone, Copy)]
 struct Share {
     /// Number of the (sequence, head).
-    memory: usize,
+    batch_head: usize,
     /// Its slice, which is its first row too.
     slice: usize,
     /// Its column among those of the cube.
@@ -244,7 +244,7 @@ struct Share {
     key_width: usize,
     value_width: usize,
     /// e^g of a scalar decay.
-    kept: f32,
+    decay: f32,
 }
 
 /// The kernel.
@@ -267,7 +267,7 @@ pub(crate) fn recurrent_step<F: Float>(
     }
     let mut u = f32::cast_from(x.v[share.value]);
     if comptime!(variant.delta()) {
-        u = x.beta[share.memory] * (u - retrieved);
+        u = x.beta[share.batch_head] * (u - retrieved);
     }
     let part = write::<F>(x, next, &share, u, retrieved, split);
     let read = sum_slices(&mut parts, part, &share, split);
@@ -279,28 +279,28 @@ pub(crate) fn recurrent_step<F: Float>(
 /// The share of this unit.
 #[cube]
 fn share<F: Float>(x: &Token<F>, sizes: &Sizes, #[comptime] split: Split) -> Share {
-    let memory = CUBE_POS_X as usize;
+    let batch_head = CUBE_POS_X as usize;
     let key_width = sizes.key_width as usize;
     let value_width = sizes.value_width as usize;
     let lane = UNIT_POS as usize % COLUMNS;
     let column = CUBE_POS_Y as usize * COLUMNS + lane;
     let stored = min(column, value_width - 1);
-    let mut kept = 1.0f32;
+    let mut decay = 1.0f32;
     if comptime!(split.variant.scalar()) {
-        kept = f32::exp(x.g[memory]);
+        decay = f32::exp(x.g[batch_head]);
     }
     Share {
-        memory,
+        batch_head,
         slice: UNIT_POS as usize / COLUMNS,
         lane,
         there: column < value_width,
-        keys: memory / sizes.group as usize * key_width,
-        rows: memory * key_width,
-        value: memory * value_width + stored,
-        state: memory * key_width * value_width + stored,
+        keys: batch_head / sizes.group as usize * key_width,
+        rows: batch_head * key_width,
+        value: batch_head * value_width + stored,
+        state: batch_head * key_width * value_width + stored,
         key_width,
         value_width,
-        kept,
+        decay,
     }
 }
 
@@ -327,7 +327,7 @@ fn decayed<F: Float>(
 ) -> f32 {
     let mut left = s;
     if comptime!(split.variant.scalar()) {
-        left = share.kept * s;
+        left = share.decay * s;
     }
     if comptime!(split.variant.vector()) {
         left = f32::exp(x.g[share.rows + i]) * s;

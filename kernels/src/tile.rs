@@ -31,8 +31,8 @@ mod planes;
 mod tf32;
 
 pub(crate) use copies::{
-    Rows, Window, fetch, keep, keep_rows, lay, load, load_async, own_or, put_out, store, store_at,
-    tile, width_of,
+    Rows, Window, fetch, lay, load, load_async, own_or, put_out, store, store_at, tile, width_of,
+    write_out, write_out_by_four,
 };
 pub(crate) use dispatch::{column, inside, mul, row, slot};
 pub use engine::Engine;

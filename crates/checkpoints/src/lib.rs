@@ -201,7 +201,7 @@ pub fn export<B: LinearAttentionBackend>(
     Ok(Outcome { family: format.name(), left_out: kept.left_out })
 }
 
-/// What the checkpoint that the model came from said in other words.
+/// Settings of the checkpoint that the model came from, in its own words.
 fn read_kept<B: Backend>(
     exported: &Exported<'_, B>,
     family: Option<&str>,

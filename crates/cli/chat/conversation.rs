@@ -35,7 +35,7 @@ pub(super) enum TurnError {
     Generate(#[from] GenerateError),
 }
 
-/// What was read before, and the ids behind it.
+/// The sequence read before, and the ids behind it.
 type Rest<B> = (Sequence<B>, Vec<u32>);
 
 /// A conversation with a model.

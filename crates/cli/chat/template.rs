@@ -35,7 +35,7 @@ pub(crate) enum TemplateError {
     Refused {
         /// The file.
         path: PathBuf,
-        /// What it says.
+        /// Its message.
         why: String,
     },
 }

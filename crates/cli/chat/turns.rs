@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// What a person asked for.
+/// A conversation as a person asked for it.
 pub(crate) struct ChatRequest<'a> {
     pub(crate) folder: &'a Path,
     pub(crate) system: Option<&'a str>,

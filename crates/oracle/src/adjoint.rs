@@ -45,7 +45,9 @@ impl Gradients {
             Transition::Delta { beta: share, erase: rows } => {
                 (beta, erase) = (Some(like(share)), rows.as_ref().map(like));
             }
-            Transition::LowRank { a: ask, b: put } => (a, b) = (Some(like(ask)), Some(like(put))),
+            Transition::LowRank { a: reads, b: writes } => {
+                (a, b) = (Some(like(reads)), Some(like(writes)));
+            }
         }
         let g = x.decay.as_ref().map(|g| vec![0.0; g.values().len()]);
         let bonus = x.bonus.as_ref().map(like);
@@ -155,17 +157,17 @@ impl Step<'_> {
         let token = self.token;
         let delta = token.delta(beta, erase);
         let kept = decayed(&token.kept(), self.before);
-        let (asked, d_asked) = match token.x.read {
+        let (erased, d_erased) = match token.x.read {
             Read::After => (kept.as_slice(), None),
             Read::Before => (self.before, Some(&mut d.before)),
         };
-        let u = delta.correction(asked);
+        let u = delta.correction(erased);
         let d_u = read(token.k(), &d.kept);
         add(&mut grad.k[token.keys()], &project(&d.kept, &u));
-        // Only now: `d.kept` may be `d_asked`, and was the gradient of S_t until here.
-        write(d_asked.unwrap_or(&mut d.kept), &scaled(-1.0, &delta.e), &d_u);
+        // Only now: `d.kept` may be `d_erased`, and was the gradient of S_t until here.
+        write(d_erased.unwrap_or(&mut d.kept), &scaled(-1.0, &delta.e), &d_u);
 
-        let d_e = scaled(-1.0, &project(asked, &d_u));
+        let d_e = scaled(-1.0, &project(erased, &d_u));
         let d_beta = dot(&d_e, delta.erase) + dot(&d_u, token.v());
         let d_erase = scaled(delta.beta, &d_e);
         add_scaled(&mut grad.v[token.values()], delta.beta, &d_u);

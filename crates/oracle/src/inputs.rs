@@ -110,19 +110,19 @@ pub enum Read {
 pub enum Transition {
     /// Adds `k^T v`: linear attention with or without decay.
     Identity,
-    /// Moves what S answers to the erase row toward v by the share beta: DeltaNet,
+    /// Moves the value retrieved by the erase key toward v by the share beta: DeltaNet,
     /// arXiv 2406.06484; with a decay Gated DeltaNet, arXiv 2412.06464.
     Delta {
         /// The share, `[B, T, H]`: 0 to 1, or to 2 for negative eigenvalues.
         beta: Vec<f64>,
-        /// Rows that ask the memory, `[B, T, H, K]`, before beta; the keys if `None`.
+        /// Erase keys, `[B, T, H, K]`, before beta; the keys if `None`.
         erase: Option<Vec<f64>>,
     },
     /// Adds `k^T v` and `b^T (a S_{t-1})`: RWKV-7, arXiv 2503.14456. [`Read::After`] only.
     LowRank {
-        /// Rows that ask the memory before its decay, `[B, T, H, K]`.
+        /// Rows that read the memory before its decay, `[B, T, H, K]`.
         a: Vec<f64>,
-        /// Rows where that answer is written, `[B, T, H, K]`.
+        /// Rows under which the retrieved value is written, `[B, T, H, K]`.
         b: Vec<f64>,
     },
 }

@@ -119,7 +119,7 @@ pub enum Strength {
     Zero,
     /// All 1: what was stored under a key is replaced.
     One,
-    /// All 2: reflections, an eigenvalue of -1. Where the memory is asked before its decay (always,
+    /// All 2: reflections, an eigenvalue of -1. Where the erase key reads before the decay (always,
     /// for the low-rank form), this can make S grow.
     Two,
     /// Uniform between 0 and 1.

@@ -80,8 +80,8 @@ pub(crate) struct Delta<'a> {
 impl Delta<'_> {
     /// The value to write, `u = y - e S`, `[V]`.
     pub(crate) fn correction(&self, s: &[f64]) -> Vec<f64> {
-        let answer = read(&self.e, s);
-        self.y.iter().zip(answer).map(|(y, answer)| y - answer).collect()
+        let retrieved = read(&self.e, s);
+        self.y.iter().zip(retrieved).map(|(y, retrieved)| y - retrieved).collect()
     }
 }
 
@@ -92,11 +92,11 @@ fn row(index: usize, width: usize) -> Range<usize> {
 /// `row S`, `[V]`.
 pub(crate) fn read(row: &[f64], s: &[f64]) -> Vec<f64> {
     let width = s.len() / row.len();
-    let mut answer = vec![0.0; width];
+    let mut retrieved = vec![0.0; width];
     for (x, s) in row.iter().zip(s.chunks_exact(width)) {
-        add_scaled(&mut answer, *x, s);
+        add_scaled(&mut retrieved, *x, s);
     }
-    answer
+    retrieved
 }
 
 /// `S value^T`, `[K]`.

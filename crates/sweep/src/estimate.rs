@@ -57,7 +57,7 @@ fn mean<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<f64> {
     (!times.is_empty()).then(|| times.iter().sum::<f64>() / times.len() as f64)
 }
 
-/// What a sweep's runs would take. As text, a line for each run, and their sum.
+/// Expected cost of a sweep's runs. As text, a line for each run, and their sum.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct DryRun {
     /// Every run, in the order in which they are done.

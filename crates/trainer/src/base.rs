@@ -52,7 +52,7 @@ impl BaseConfig {
     }
 }
 
-/// What a config's model is taken from.
+/// The origin of a config's model.
 pub(crate) struct Source {
     base: BaseConfig,
     model: LanguageModelConfig,
@@ -94,7 +94,7 @@ impl Source {
         })
     }
 
-    /// What the run in `root` started from.
+    /// The origin of the run in `root`.
     fn remembered(root: &Path) -> Option<Self> {
         let text = fs::read_to_string(root.join(CONFIG)).ok()?;
         let run: RunConfig = toml::from_str(&text).ok()?;

@@ -396,7 +396,7 @@ impl RunConfig {
     }
 }
 
-/// What is wrong with the table of adapters.
+/// An error in the table of adapters.
 pub(crate) fn of_lora(e: ModelError) -> ConfigError {
     ConfigError::Value { key: format!("train.lora.{}", e.key), got: e.got, want: e.want }
 }

@@ -1,4 +1,4 @@
-//! What is wrong with a run's config, in its own terms.
+//! Errors of a run's config, in its own terms.
 
 use linattn::nn::ConfigError as ModelError;
 use linattn_tasks::TaskError;

@@ -55,10 +55,10 @@ pub(crate) struct Operands<F: Float, G: Size> {
     pub a: Array<Vector<F, G>>,
     pub b: Array<Vector<F, G>>,
     pub v: Array<Vector<F, G>>,
-    /// Scalar gates.
-    pub g: Array<f32>,
-    /// Vector gates.
-    pub gates: Array<Vector<f32, G>>,
+    /// Scalar decay: g, `[B, T, H]`.
+    pub scalar_g: Array<f32>,
+    /// Vector decay: g, `[B, T, H, K]`.
+    pub vector_g: Array<Vector<f32, G>>,
     pub beta: Array<f32>,
 }
 
@@ -107,7 +107,7 @@ pub(crate) struct StatePass<E: Float, W: Size> {
     pub states: Array<Vector<E, W>>,
     /// U or R, `[B, T, H, V]`.
     pub block: Array<Vector<E, W>>,
-    /// Local passes: M^T and, if it is kept, M, each `[B, H, P, K, K]`; where nothing is solved its
+    /// Local passes: M^T and, if it is saved, M, each `[B, H, P, K, K]`; where nothing is solved its
     /// diagonal, `[B, H, P]` or `[B, H, P, K]`.
     pub transitions: Array<f32>,
 }
@@ -116,9 +116,9 @@ pub(crate) struct StatePass<E: Float, W: Size> {
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct SavedTensors<F: Float, E: Float, G: Size> {
     pub d_o: Array<Vector<F, G>>,
-    /// U, `[B, T, H, V]`; not read in linear attention.
+    /// U, `[B, T, H, V]`; not read in an identity transition.
     pub u: Array<Vector<E, G>>,
-    /// R, `[B, T, H, V]`; not read in linear attention.
+    /// R, `[B, T, H, V]`; not read in an identity transition.
     pub r: Array<Vector<E, G>>,
     /// [V, K] at the start of every chunk.
     pub states: Array<Vector<E, G>>,
@@ -143,7 +143,7 @@ pub(crate) struct Gradients<F: Float, G: Size, W: Size> {
     pub a: Array<Vector<F, W>>,
     pub b: Array<Vector<F, W>>,
     pub v: Array<Vector<F, G>>,
-    /// Scalar or vector gates.
+    /// dg of a scalar or vector decay.
     pub g: Array<f32>,
     pub beta: Array<f32>,
 }

@@ -133,7 +133,7 @@ pub(crate) struct PassBuffers<'a> {
     pub start: Option<(&'a Handle, usize)>,
     pub end: &'a Buffer,
     /// States and blocks.
-    pub kept: [&'a Buffer; 2],
+    pub saved: [&'a Buffer; 2],
     pub transitions: &'a Buffer,
     /// o or dv.
     pub out: &'a Buffer,
@@ -142,7 +142,7 @@ pub(crate) struct PassBuffers<'a> {
 impl PassBuffers<'_> {
     pub fn launch<E: Float, W: Size, R: Runtime>(&self) -> StatePassLaunch<E, W, R> {
         let (start, numbers) = self.start.unwrap_or((&self.end.handle, self.end.len()));
-        let [states, block] = self.kept;
+        let [states, block] = self.saved;
         StatePassLaunch::new(
             array(start, numbers),
             whole(self.end),
@@ -155,7 +155,7 @@ impl PassBuffers<'_> {
 
 /// Gradients that the state pass backward leaves.
 pub(crate) struct PassGradients {
-    /// dv of linear attention and low rank transitions.
+    /// dv of identity and low rank transitions.
     pub v: Buffer,
     /// dS of the start.
     pub start: Buffer,

@@ -7,7 +7,7 @@ use crate::chunkwise::task::{Span, Task};
 use crate::refusal::{F32, Refusal, check_heads, check_type};
 use crate::tile::Engine;
 use crate::variant::{Dims, Variant};
-use cubecl::ir::{ElemType, FloatKind, StorageType};
+use cubecl::ir::{DeviceProperties, ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 
 /// Widest key and value.
@@ -26,8 +26,8 @@ pub(crate) struct Plans {
     pub segments: usize,
     /// Type of tensors between stages.
     pub between: StorageType,
-    /// Numbers a vector in the tensors, in tiles that are loaded, in what is computed.
-    pub widths: [usize; 3],
+    /// Numbers of a vector that is loaded from a tensor.
+    pub load_width: usize,
 }
 
 impl Plans {
@@ -79,27 +79,38 @@ pub(crate) fn plans<R: Runtime>(
     dims: Dims,
     dtype: StorageType,
 ) -> Result<Plans, Refusal> {
-    check_sizes(client, dims)?;
+    let device = client.properties();
+    check_sizes(device, dims)?;
     check_type(client, dtype)?;
+    plans_on(device, variant, dims, dtype)
+}
+
+/// As [`plans`], of a device that is known by its report alone.
+pub(super) fn plans_on(
+    device: &DeviceProperties,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+) -> Result<Plans, Refusal> {
     if dtype != F32
-        && has_mma(client, dtype)
-        && let Some(plans) = mma(client, variant, dims, dtype)
+        && has_mma(device, dtype)
+        && let Some(plans) = mma(device, variant, dims, dtype)
     {
         return Ok(plans);
     }
-    if has_tf32(client)
-        && let Some(plans) = tf32(client, variant, dims)
+    if has_tf32(device)
+        && let Some(plans) = tf32(device, variant, dims)
     {
         return Ok(plans);
     }
-    plain(client, variant, dims)
+    plain(device, variant, dims)
 }
 
 /// Buffers that a state pass is given, whatever the variant, and one of sizes: more than any other stage. A
 /// browser may have 8 or 10, native drivers have dozens and more.
 const BUFFERS: usize = 27;
 
-fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Refusal> {
+fn check_sizes(device: &DeviceProperties, dims: Dims) -> Result<(), Refusal> {
     let Dims { batch, tokens, heads, key_width, value_width, .. } = dims;
     for (name, got) in [("K", key_width), ("V", value_width)] {
         if !(1..=WIDEST).contains(&got) {
@@ -115,7 +126,7 @@ fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), 
     if numbers > most {
         return Err(Refusal::TooLarge { what: "numbers in a tensor", got: numbers, most });
     }
-    let hardware = &client.properties().hardware;
+    let hardware = &device.hardware;
     let most = hardware.max_bindings as usize;
     if BUFFERS > most {
         return Err(Refusal::TooLarge { what: "buffers of a kernel", got: BUFFERS, most });
@@ -136,22 +147,21 @@ fn check_sizes<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), 
 }
 
 /// Whether `mma.m16n8k16` and `ldmatrix` are there for this type.
-fn has_mma<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> bool {
-    has_shape(client, dtype, 16) && client.properties().features.matmul.ldmatrix.contains(&dtype)
+fn has_mma(device: &DeviceProperties, dtype: StorageType) -> bool {
+    has_shape(device, dtype, 16) && device.features.matmul.ldmatrix.contains(&dtype)
 }
 
 /// Whether `mma.m16n8k8` of TF32 is there.
-fn has_tf32<R: Runtime>(client: &ComputeClient<R>) -> bool {
-    has_shape(client, TF32, 8)
+fn has_tf32(device: &DeviceProperties) -> bool {
+    has_shape(device, TF32, 8)
 }
 
 /// Whether planes are of 32 and multiply 16 x 8 x `k` blocks of this type into f32.
-fn has_shape<R: Runtime>(client: &ComputeClient<R>, input: StorageType, k: u32) -> bool {
-    let properties = client.properties();
-    let hardware = &properties.hardware;
+fn has_shape(device: &DeviceProperties, input: StorageType, k: u32) -> bool {
+    let hardware = &device.hardware;
     let planes = hardware.plane_size_min == 32 && hardware.plane_size_max == 32;
     let shape = (input, input, F32, 16, 8, k);
-    let mut shapes = properties.features.matmul.mma.iter();
+    let mut shapes = device.features.matmul.mma.iter();
     planes && shapes.any(|c| (c.a_type, c.b_type, c.cd_type, c.m, c.n, c.k) == shape)
 }
 
@@ -161,8 +171,8 @@ fn part(width: usize, most: usize) -> Option<usize> {
 }
 
 /// Tensor cores: chunks of 64, keys in one piece.
-fn mma<R: Runtime>(
-    client: &ComputeClient<R>,
+fn mma(
+    device: &DeviceProperties,
     variant: Variant,
     dims: Dims,
     dtype: StorageType,
@@ -174,23 +184,23 @@ fn mma<R: Runtime>(
     // The state pass has a cube for each tile of values: wide ones where those fill the device or sequences
     // are cut until they do, because every tile loads all keys; else narrow ones. Below 64 too few
     // units are left to load keys.
-    let memories = dims.batch * dims.heads;
-    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
+    let batch_heads = dims.batch * dims.heads;
+    let multiprocessors = device.hardware.num_streaming_multiprocessors;
     let enough = multiprocessors.map_or(1, |n| n as usize * 3 / 4);
     let [wide, narrow] = [part(value_width, 128)?, part(value_width, 64)?];
     // M of a segment has K columns and E has V, in tiles of one width. There are many of them, and three
     // cubes of 64 columns a multiprocessor keep more planes busy than one of 128.
     let both = |n: &usize| key_width.is_multiple_of(*n) && value_width.is_multiple_of(*n);
     let shared = [64, 48, 32, 16].into_iter().find(both)?;
-    let cut = |value_tile| mma_cut(client, variant, dims, dtype, [value_tile, wide, shared]);
+    let cut = |value_tile| mma_cut(device, variant, dims, dtype, [value_tile, wide, shared]);
     cut(wide)
-        .filter(|plans| plans.segments > 1 || memories * (value_width / wide) >= enough)
+        .filter(|plans| plans.segments > 1 || batch_heads * (value_width / wide) >= enough)
         .or_else(|| cut(narrow))
 }
 
 /// As [`mma`], for tiles of so many values: in the state pass, elsewhere, in local passes.
-fn mma_cut<R: Runtime>(
-    client: &ComputeClient<R>,
+fn mma_cut(
+    device: &DeviceProperties,
     variant: Variant,
     dims: Dims,
     dtype: StorageType,
@@ -210,16 +220,16 @@ fn mma_cut<R: Runtime>(
     };
     let (intra_chunk, input_gradients) = match variant.vector() {
         true => {
-            let stage = in_f32(client, common);
+            let stage = in_f32(device, common);
             (stage, GradientPlan { common: stage, whole: false })
         }
         false => {
             // Many units, so that few registers hold each one's share.
             let sliced = Plan { key_slice: part(key_width, 128)?, units: 512, ..common };
-            (common, roomy(client.properties().hardware.max_shared_memory_size, sliced))
+            (common, roomy(device.hardware.max_shared_memory_size, sliced))
         }
     };
-    // Scores of linear attention need no state: where no other cube of a segment would make them again,
+    // Scores of an identity transition need no state: where no other cube of a segment would make them again,
     // and registers of that many planes hold the state, producer planes of the state pass make them.
     let alone = !variant.solves() && !variant.vector() && value_tile == value_width;
     let producers = (alone && key_width <= 128).then_some(if value_tile <= 64 { 8 } else { 4 });
@@ -241,24 +251,23 @@ fn mma_cut<R: Runtime>(
             true => state_pass.of_columns(shared).by_units(shared * 2 * split_k),
             false => state_pass,
         };
-        let (between, widths) = (dtype, [8, 8, 2]);
         let plans = Plans {
             intra_chunk,
             state_pass,
             local_pass,
             input_gradients,
             segments: 1,
-            between,
-            widths,
+            between: dtype,
+            load_width: 8,
         };
-        let segments = segments(client, &plans, dims);
-        fits(client, &plans).then_some(Plans { segments, ..plans })
+        let segments = segments(device, &plans, dims);
+        fits(device, &plans).then_some(Plans { segments, ..plans })
     })
 }
 
 /// The stages around a state pass where a vector decay weights rows before they are multiplied: in f32.
-fn in_f32<R: Runtime>(client: &ComputeClient<R>, common: Plan) -> Plan {
-    if has_tf32(client) {
+fn in_f32(device: &DeviceProperties, common: Plan) -> Plan {
+    if has_tf32(device) {
         // Planes of 16 rows in two columns: every plane has a part of every product.
         return Plan {
             engine: Engine::Tf32,
@@ -282,7 +291,7 @@ fn in_f32<R: Runtime>(client: &ComputeClient<R>, common: Plan) -> Plan {
 ///
 /// Chunks of 64 where a chunk is two products and a mask, else of 32: with more tiles a chunk, fewer cubes fit on
 /// a multiprocessor to wait for memory in turn (gated delta rule, 8 x 2048 x 16 x 128: 4.75 ms, in 64 5.21).
-fn tf32<R: Runtime>(client: &ComputeClient<R>, variant: Variant, dims: Dims) -> Option<Plans> {
+fn tf32(device: &DeviceProperties, variant: Variant, dims: Dims) -> Option<Plans> {
     let Dims { key_width, value_width, .. } = dims;
     let narrow = |width: usize| if width <= 32 { 32 } else { 64 };
     let light = !variant.solves() && !variant.vector();
@@ -298,13 +307,13 @@ fn tf32<R: Runtime>(client: &ComputeClient<R>, variant: Variant, dims: Dims) -> 
         value_slice: narrow(value_width),
         units: chunk * 4,
     };
-    let outer = if variant.vector() { in_f32(client, common) } else { common };
+    let outer = if variant.vector() { in_f32(device, common) } else { common };
     let units = if light && (33..=64).contains(&key_width) { 512 } else { outer.units };
     let gradients = Plan { units, ..outer };
     let tiles = [64, 32].into_iter().filter(|n| *n <= common.value_slice);
     tiles.map(|value_slice| Plan { value_slice, ..common }).find_map(|state_pass| {
         let plans = direct(outer, state_pass, gradients);
-        fits(client, &plans).then(|| Plans { segments: segments(client, &plans, dims), ..plans })
+        fits(device, &plans).then(|| Plans { segments: segments(device, &plans, dims), ..plans })
     })
 }
 
@@ -321,19 +330,15 @@ fn direct(intra_chunk: Plan, state_pass: Plan, gradients: Plan) -> Plans {
         input_gradients: GradientPlan { common: gradients, whole: false },
         segments: 1,
         between: F32,
-        widths: [if whole { 4 } else { 1 }, 1, 1],
+        load_width: if whole { 4 } else { 1 },
     }
 }
 
 /// f32 arithmetic, in chunks as long as shared memory allows.
-fn plain<R: Runtime>(
-    client: &ComputeClient<R>,
-    variant: Variant,
-    dims: Dims,
-) -> Result<Plans, Refusal> {
+fn plain(device: &DeviceProperties, variant: Variant, dims: Dims) -> Result<Plans, Refusal> {
     let Dims { key_width, value_width, .. } = dims;
     let narrow = |width: usize| if width <= 16 { 16 } else { 32 };
-    let hardware = &client.properties().hardware;
+    let hardware = &device.hardware;
     for chunk in [32, 16] {
         let common = Plan {
             source: SOURCE,
@@ -349,8 +354,8 @@ fn plain<R: Runtime>(
         for value_slice in [32, 16] {
             let plans = direct(common, Plan { value_slice, ..common }, common);
             let useful = value_slice == 16 || value_width > 16;
-            if useful && fits(client, &plans) {
-                return Ok(Plans { segments: segments(client, &plans, dims), ..plans });
+            if useful && fits(device, &plans) {
+                return Ok(Plans { segments: segments(device, &plans, dims), ..plans });
             }
         }
     }
@@ -360,8 +365,8 @@ fn plain<R: Runtime>(
     })
 }
 
-fn fits<R: Runtime>(client: &ComputeClient<R>, plans: &Plans) -> bool {
-    let hardware = &client.properties().hardware;
+fn fits(device: &DeviceProperties, plans: &Plans) -> bool {
+    let hardware = &device.hardware;
     let most = hardware.max_shared_memory_size;
     let units = hardware.max_units_per_cube as usize;
     [
@@ -383,8 +388,8 @@ const SHORTEST: usize = 4;
 /// Segments of a sequence: as many as run at once, as far as the device is known to hold their cubes and those
 /// of the local pass. A local pass costs about as much as a state pass where a system is solved, and less than
 /// half of that elsewhere, so that few segments would gain nothing.
-fn segments<R: Runtime>(client: &ComputeClient<R>, plans: &Plans, dims: Dims) -> usize {
-    let hardware = &client.properties().hardware;
+fn segments(device: &DeviceProperties, plans: &Plans, dims: Dims) -> usize {
+    let hardware = &device.hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(0) as usize;
     let held = |plan: &StatePlan, bytes: usize| {
         let memory = hardware.max_shared_memory_size + OVERHEAD;
@@ -396,12 +401,12 @@ fn segments<R: Runtime>(client: &ComputeClient<R>, plans: &Plans, dims: Dims) ->
     let held_locally = held(local_pass, pass_memory(&StatePlan { task: local, ..*local_pass }));
     let held = held(state_pass, state_pass_memory(state_pass));
     let solves = state_pass.variant.solves();
-    let memories = dims.batch * dims.heads;
+    let batch_heads = dims.batch * dims.heads;
     let at_once = |n: &usize| {
         let states = local_pass.value_slices() * (n - 1);
         let transitions = if solves { local_pass.key_tiles() * (n - 2) } else { 0 };
-        memories * state_pass.value_slices() * n <= held
-            && memories * (states + transitions) <= held_locally
+        batch_heads * state_pass.value_slices() * n <= held
+            && batch_heads * (states + transitions) <= held_locally
     };
     let most = (dims.tokens.div_ceil(state_pass.chunk) / SHORTEST).min(held);
     let fewest = if solves { 3 } else { 2 };

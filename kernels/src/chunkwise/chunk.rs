@@ -24,15 +24,15 @@ pub(crate) struct Place {
     pub values: Rows,
     /// Rows of a, b and a vector decay, `[B, T, H, K]`.
     pub rows: Rows,
-    /// Gates, `[B, T, H]`.
-    pub gates: Rows,
+    /// Numbers of a token and head, `[B, T, H]`: a scalar decay, and beta.
+    pub scalars: Rows,
     /// Number of the chunk among all, `[B, H, chunks]`.
     pub index: usize,
     /// Tokens it has.
     pub valid: usize,
 }
 
-/// Offsets of one (sequence, head), common to its chunks: divisions are needed for them.
+/// Offsets of one (sequence, head), common to its chunks: computed once, because they take divisions.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct HeadOffsets {
     tokens: usize,
@@ -46,28 +46,33 @@ pub(crate) struct HeadOffsets {
     chunks: usize,
 }
 
-/// (Sequence, head) `memory`.
+/// (Sequence, head) `batch_head`.
 #[cube]
-pub(crate) fn head_offsets(sizes: &Sizes, memory: usize) -> HeadOffsets {
+pub(crate) fn head_offsets(sizes: &Sizes, batch_head: usize) -> HeadOffsets {
     let heads = sizes.heads as usize;
     let key_heads = sizes.key_heads as usize;
     let tokens = sizes.tokens as usize;
-    let head = memory % heads;
+    let head = batch_head % heads;
     HeadOffsets {
         tokens,
         heads,
         key_heads,
         head,
         key_head: head / (heads / key_heads),
-        first: memory / heads * tokens,
-        chunks: memory * sizes.chunks as usize,
+        first: batch_head / heads * tokens,
+        chunks: batch_head * sizes.chunks as usize,
     }
 }
 
-/// Chunk `chunk` of (sequence, head) `memory`.
+/// Chunk `chunk` of (sequence, head) `batch_head`.
 #[cube]
-pub(crate) fn place(sizes: &Sizes, memory: usize, chunk: usize, #[comptime] plan: Plan) -> Place {
-    let head_offsets = head_offsets(sizes, memory);
+pub(crate) fn place(
+    sizes: &Sizes,
+    batch_head: usize,
+    chunk: usize,
+    #[comptime] plan: Plan,
+) -> Place {
+    let head_offsets = head_offsets(sizes, batch_head);
     place_in(&head_offsets, chunk, plan)
 }
 
@@ -95,7 +100,7 @@ pub(crate) fn place_in(head_offsets: &HeadOffsets, chunk: usize, #[comptime] pla
             stride: head_offsets.heads * comptime!(plan.key_width),
             valid,
         },
-        gates: Rows { start: gate, stride: head_offsets.heads, valid },
+        scalars: Rows { start: gate, stride: head_offsets.heads, valid },
         index: head_offsets.chunks + chunk,
         valid,
     }

@@ -43,11 +43,11 @@ pub(crate) fn decay_mask(
     #[comptime] before: bool,
     #[comptime] plan: Plan,
 ) -> f32 {
-    let mut kept = 1.0f32;
+    let mut decay = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(between(sums, seen(i, before), j));
+        decay = f32::exp(between(sums, seen(i, before), j));
     }
-    if comptime!(strict) { select(i > j, kept, 0.0f32) } else { select(i >= j, kept, 0.0f32) }
+    if comptime!(strict) { select(i > j, decay, 0.0f32) } else { select(i >= j, decay, 0.0f32) }
 }
 
 /// Multiplies every score by its [`decay_mask`]; the chunk's sums begin at `at`.
@@ -102,15 +102,15 @@ pub(crate) fn intersects_lower_triangle(
 #[cube]
 pub(crate) fn erase_scale(
     beta: &Array<f32>,
-    gates: &Rows,
+    scalars: &Rows,
     i: usize,
     #[comptime] plan: Plan,
 ) -> f32 {
     let mut scale = 1.0f32;
     if comptime!(plan.variant.delta()) {
         scale = 0.0f32;
-        if i < gates.valid {
-            scale = -beta[gates.start + i * gates.stride];
+        if i < scalars.valid {
+            scale = -beta[scalars.start + i * scalars.stride];
         }
     }
     scale
@@ -118,36 +118,36 @@ pub(crate) fn erase_scale(
 
 /// e^{G_i}, or e^{G_{i-1}} for a row that reads before its decay. The chunk's sums begin at `at`.
 #[cube]
-pub(crate) fn reach(
+pub(crate) fn from_start(
     sums: &Sums,
     at: usize,
     i: usize,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
 ) -> f32 {
-    let mut kept = 1.0f32;
+    let mut decay = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(since_start(sums, at + seen(i, before)));
+        decay = f32::exp(since_start(sums, at + seen(i, before)));
         if comptime!(before) {
-            kept = select(i == 0, 1.0f32, kept);
+            decay = select(i == 0, 1.0f32, decay);
         }
     }
-    kept
+    decay
 }
 
 /// e^{G_C - G_i}. The chunk's sums begin at `at`.
 #[cube]
-pub(crate) fn left(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> f32 {
-    let mut kept = 1.0f32;
+pub(crate) fn to_end(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> f32 {
+    let mut decay = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        kept = f32::exp(between(sums, at + comptime!(plan.chunk - 1), at + i));
+        decay = f32::exp(between(sums, at + comptime!(plan.chunk - 1), at + i));
     }
-    kept
+    decay
 }
 
-/// As [`reach`], for key column `d` of a vector decay.
+/// As [`from_start`], for key column `d` of a vector decay.
 #[cube]
-pub(crate) fn vector_reach(
+pub(crate) fn vector_from_start(
     sums: &Sums,
     i: usize,
     d: usize,
@@ -155,6 +155,6 @@ pub(crate) fn vector_reach(
     #[comptime] plan: Plan,
 ) -> f32 {
     let stride = comptime!(plan.stride(plan.key_slice));
-    let kept = f32::exp(since_start(sums, seen(i, before) * stride + d));
-    if comptime!(before) { select(i == 0, 1.0f32, kept) } else { kept }
+    let decay = f32::exp(since_start(sums, seen(i, before) * stride + d));
+    if comptime!(before) { select(i == 0, 1.0f32, decay) } else { decay }
 }

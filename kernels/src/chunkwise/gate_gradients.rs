@@ -214,14 +214,14 @@ fn vector_products<X: Float, N: Size>(
                         }
                     } else if comptime!(gate == Gate::Write) {
                         if i + 1 < own.valid {
-                            tiles.gates[i * stride + d + l] -= x[l];
+                            tiles.d_gates[i * stride + d + l] -= x[l];
                         }
                     } else if comptime!(gate.before()) {
                         if i > 0 {
-                            tiles.gates[(i - 1) * stride + d + l] += x[l];
+                            tiles.d_gates[(i - 1) * stride + d + l] += x[l];
                         }
                     } else {
-                        tiles.gates[i * stride + d + l] += x[l];
+                        tiles.d_gates[i * stride + d + l] += x[l];
                     }
                 }
             }
@@ -348,7 +348,7 @@ fn collect(
 
 /// dg of a scalar decay: sums of dG from each token on, and what reaches the end of the chunk.
 #[cube]
-pub(crate) fn keep_scalar_gates<P: StageTypes>(
+pub(crate) fn write_scalar_d_g<P: StageTypes>(
     out: &mut Gradients<P::F, P::G, P::W>,
     tiles: &mut GradientTiles<P::X, P::N>,
     sums_of_unit: &PartialSums,
@@ -363,7 +363,7 @@ pub(crate) fn keep_scalar_gates<P: StageTypes>(
         own += collect(&mut tiles.partial, &sums_of_unit.before, unit + 1, from.place.valid, plan);
     }
     if unit < comptime!(plan.chunk) {
-        tiles.gates[unit] = own;
+        tiles.d_gates[unit] = own;
     }
     let end = f32::exp(since_start(sums, comptime!(plan.chunk - 1)));
     let mut through = through_chunk::<P>(tiles, from, plan) * end;
@@ -377,9 +377,9 @@ pub(crate) fn keep_scalar_gates<P: StageTypes>(
     let mut d = cube_sum(&mut tiles.partial, through, plan);
     if unit < from.place.valid {
         for i in unit..from.place.valid {
-            d += tiles.gates[i];
+            d += tiles.d_gates[i];
         }
-        out.g[from.place.gates.start + unit * from.place.gates.stride] = d;
+        out.g[from.place.scalars.start + unit * from.place.scalars.stride] = d;
     }
 }
 
@@ -394,17 +394,17 @@ fn through_chunk<P: StageTypes>(
     let across = comptime!(plan.key_width / read);
     let all = comptime!(plan.key_width * plan.value_width / read);
     let start = from.place.index * all;
-    let mut kept = Vector::<f32, P::G>::new(0.0);
+    let mut product = Vector::<f32, P::G>::new(0.0);
     for turn in 0..comptime!(all.div_ceil(plan.units)) {
         let n = UNIT_POS as usize + turn * comptime!(plan.units);
         if n < all {
             if comptime!(plan.whole) {
                 let stride = comptime!(plan.stride(plan.key_slice) / read);
                 let at = n / across * stride + n % across;
-                kept += Vector::<f32, P::G>::cast_from(tiles.start[at])
+                product += Vector::<f32, P::G>::cast_from(tiles.start[at])
                     * Vector::<f32, P::G>::cast_from(tiles.end[at]);
             } else {
-                kept += Vector::<f32, P::G>::cast_from(from.saved.states[start + n])
+                product += Vector::<f32, P::G>::cast_from(from.saved.states[start + n])
                     * Vector::<f32, P::G>::cast_from(from.saved.d_states[start + n]);
             }
         }
@@ -412,13 +412,13 @@ fn through_chunk<P: StageTypes>(
     let mut sum = 0.0f32;
     #[unroll]
     for l in 0..read {
-        sum += kept[l];
+        sum += product[l];
     }
     sum
 }
 
 #[cube]
-pub(crate) fn clear_gates<X: Float, N: Size>(
+pub(crate) fn clear_d_gates<X: Float, N: Size>(
     tiles: &mut GradientTiles<X, N>,
     #[comptime] plan: GradientPlan,
 ) {
@@ -428,7 +428,7 @@ pub(crate) fn clear_gates<X: Float, N: Size>(
     for turn in 0..comptime!(all.div_ceil(plan.units)) {
         let n = UNIT_POS as usize + comptime!(turn * plan.units);
         if n < all {
-            tiles.gates[n] = 0.0f32;
+            tiles.d_gates[n] = 0.0f32;
         }
         if n < ends {
             tiles.ends[n] = 0.0f32;
@@ -437,10 +437,10 @@ pub(crate) fn clear_gates<X: Float, N: Size>(
     sync_cube();
 }
 
-/// As [`keep_scalar_gates`], for one slice of a vector decay. Every unit takes part: each first sums a share of
+/// As [`write_scalar_d_g`], for one slice of a vector decay. Every unit takes part: each first sums a share of
 /// `S . dS'`, then a run of tokens of one key, as in [`sum_vectors`](crate::chunkwise::chunk::sum_vectors).
 #[cube]
-pub(crate) fn keep_vector_gates<P: StageTypes>(
+pub(crate) fn write_vector_d_g<P: StageTypes>(
     out: &mut Gradients<P::F, P::G, P::W>,
     tiles: &mut GradientTiles<P::X, P::N>,
     from: &GradientInputs<P>,
@@ -481,7 +481,7 @@ pub(crate) fn keep_vector_gates<P: StageTypes>(
         #[unroll]
         for i in 0..length {
             if start + i < from.place.valid {
-                own += tiles.gates[(start + i) * stride + column];
+                own += tiles.d_gates[(start + i) * stride + column];
             }
         }
         tiles.partial[run * slice + column] = own;
@@ -501,7 +501,7 @@ pub(crate) fn keep_vector_gates<P: StageTypes>(
         for back in 0..length {
             let i = start + comptime!(length - 1 - back);
             if i < from.place.valid {
-                sum += tiles.gates[i * stride + column];
+                sum += tiles.d_gates[i * stride + column];
                 out.g[from.place.rows.start + i * from.place.rows.stride + first + column] = sum;
             }
         }
@@ -558,7 +558,7 @@ fn lay_state_shares<P: StageTypes>(
 
 /// Delta: dv = beta R, dbeta = v R - e da.
 #[cube]
-pub(crate) fn keep_values<P: StageTypes>(
+pub(crate) fn write_d_values<P: StageTypes>(
     out: &mut Gradients<P::F, P::G, P::W>,
     tiles: &mut GradientTiles<P::X, P::N>,
     sums_of_unit: &PartialSums,
@@ -575,7 +575,7 @@ pub(crate) fn keep_values<P: StageTypes>(
     if i < comptime!(plan.chunk) {
         let mut dot = Vector::<f32, P::G>::new(0.0);
         if i < from.place.valid {
-            let beta = from.x.beta[from.place.gates.start + i * from.place.gates.stride];
+            let beta = from.x.beta[from.place.scalars.start + i * from.place.scalars.stride];
             let start = (from.place.values.start + i * from.place.values.stride) / read;
             for n in 0..comptime!(vectors.div_ceil(side)) {
                 let c = n * side + unit % side;
@@ -606,6 +606,6 @@ pub(crate) fn keep_values<P: StageTypes>(
     sync_cube();
     if unit < from.place.valid {
         let beta = row_sum(&tiles.partial, unit, from.place.valid, side) - from_erase;
-        out.beta[from.place.gates.start + unit * from.place.gates.stride] = beta;
+        out.beta[from.place.scalars.start + unit * from.place.scalars.stride] = beta;
     }
 }

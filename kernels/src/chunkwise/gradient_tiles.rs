@@ -62,7 +62,7 @@ pub(crate) struct GradientTiles<X: Float, N: Size> {
     /// Partial sums of rows, [C, NEXT].
     pub partial: SharedMemory<f32>,
     /// dG, [C]; vector decay: [C, key_slice].
-    pub gates: SharedMemory<f32>,
+    pub d_gates: SharedMemory<f32>,
     /// Vector decay: terms of dG that reach the end of the chunk, [`Plan::end_rows`] rows of key_slice.
     pub ends: SharedMemory<f32>,
 }
@@ -115,7 +115,7 @@ impl GradientPlan {
             b: own(variant.low_rank(), by_key),
             scales: self.chunk,
             partial: self.chunk * NEXT,
-            gates: if variant.vector() { by_key } else { self.chunk },
+            d_gates: if variant.vector() { by_key } else { self.chunk },
             ends: match variant.vector() {
                 true => self.end_rows() * self.stride(self.key_slice),
                 false => 1,
@@ -129,7 +129,7 @@ impl GradientPlan {
         let pairs = [tiles.u_and_r, tiles.q_and_k].into_iter().flatten().sum::<usize>();
         let single = [tiles.end, tiles.v, tiles.a, tiles.b].into_iter().flatten().sum::<usize>();
         let rows = tiles.left + tiles.right + 2 * pairs + single;
-        let scratch = tiles.scales + tiles.partial + tiles.gates + tiles.ends;
+        let scratch = tiles.scales + tiles.partial + tiles.d_gates + tiles.ends;
         rows * self.engine.bytes() + 4 * scratch
     }
 
@@ -152,11 +152,11 @@ struct Tiles {
     b: Option<usize>,
     scales: usize,
     partial: usize,
-    gates: usize,
+    d_gates: usize,
     ends: usize,
 }
 
-/// The tiles of a plan: roles that it has not share a tile with others and are never filled.
+/// The tiles of a plan: roles that the plan lacks share a tile with others and are never filled.
 #[cube]
 pub(crate) fn gradient_tiles<X: Float, N: Size>(
     #[comptime] plan: GradientPlan,
@@ -178,7 +178,7 @@ pub(crate) fn gradient_tiles<X: Float, N: Size>(
         start: right,
         scales: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().scales)),
         partial: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().partial)),
-        gates: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().gates)),
+        d_gates: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().d_gates)),
         ends: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().ends)),
     }
 }

@@ -10,7 +10,7 @@
 //! dk_j = sum_i D_ij (dqk_ij q_i + dak_ij a_i) + e^{G_C - G_j} v_j dS'^T
 //! db_j = sum_i D_ij (dqb_ij q_i + dab_ij a_i) + e^{G_C - G_j} U_j dS'^T
 //! ```
-//! Linear attention has q and k alone, with U = v. The delta rule has a = -beta e and b = k:
+//! An identity transition has q and k alone, with U = v. The delta rule has a = -beta e and b = k:
 //! `de = -beta da`, `dbeta = -e da + v R`, `dv = beta R`.
 //!
 //! Work: a cube a chunk of a (sequence, head), over slices of keys where its tiles are not in shared
@@ -18,10 +18,10 @@
 
 use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors, StageTypes, Types};
 use crate::chunkwise::chunk::{Place, Sizes, Sums, between, chunk_sums, place, sum_vectors};
-use crate::chunkwise::decay::{left, reach, vector_reach};
+use crate::chunkwise::decay::{from_start, to_end, vector_from_start};
 use crate::chunkwise::gate_gradients::{
-    Gate, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products, clear_gates,
-    gate_products, keep_scalar_gates, keep_values, keep_vector_gates, partial_sums,
+    Gate, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products, clear_d_gates,
+    gate_products, partial_sums, write_d_values, write_scalar_d_g, write_vector_d_g,
 };
 use crate::chunkwise::gradient_tiles::{
     GradientInputs, GradientTiles, StateFactors, copy_group_async, gradient_tiles, keys_tile,
@@ -34,13 +34,13 @@ use crate::chunkwise::score_gradients::{
 };
 use crate::chunkwise::state::add;
 use crate::chunkwise::vector_decay::{AdjointRows, Side, scores_adjoint};
-use crate::tile::{Acc, Pair, column, keep_rows, mul, row, set, zeros};
+use crate::tile::{Acc, Pair, column, mul, row, set, write_out_by_four, zeros};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
 /// A row whose gradient is computed, by its part in the recurrence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Role {
+enum RowRole {
     /// q.
     Query,
     /// a, or e of a delta rule.
@@ -63,48 +63,52 @@ impl GradientPlan {
         self.variant.decay != crate::Decay::None
     }
 
-    fn terms(&self, role: Role) -> Vec<Term> {
+    fn terms(&self, role: RowRole) -> Vec<Term> {
         let low_rank = self.variant.low_rank();
         let term = |scored, rows| Term { scored, rows };
         match role {
-            Role::Query if low_rank => vec![term(Scored::Qk, Keys::K), term(Scored::Qb, Keys::B)],
-            Role::Query => vec![term(Scored::Qk, Keys::K)],
-            Role::Erase if low_rank => vec![term(Scored::Ab, Keys::B), term(Scored::Ak, Keys::K)],
-            Role::Erase => vec![term(Scored::Ab, self.write_key())],
-            Role::Key if low_rank => vec![term(Scored::Qk, Keys::Q), term(Scored::Ak, Keys::A)],
-            Role::Key if self.variant.delta() => {
+            RowRole::Query if low_rank => {
+                vec![term(Scored::Qk, Keys::K), term(Scored::Qb, Keys::B)]
+            }
+            RowRole::Query => vec![term(Scored::Qk, Keys::K)],
+            RowRole::Erase if low_rank => {
+                vec![term(Scored::Ab, Keys::B), term(Scored::Ak, Keys::K)]
+            }
+            RowRole::Erase => vec![term(Scored::Ab, self.write_key())],
+            RowRole::Key if low_rank => vec![term(Scored::Qk, Keys::Q), term(Scored::Ak, Keys::A)],
+            RowRole::Key if self.variant.delta() => {
                 vec![term(Scored::Qk, Keys::Q), term(Scored::Scaled, self.erase_key())]
             }
-            Role::Key => vec![term(Scored::Qk, Keys::Q)],
-            Role::Write => vec![term(Scored::Qb, Keys::Q), term(Scored::Ab, Keys::A)],
+            RowRole::Key => vec![term(Scored::Qk, Keys::Q)],
+            RowRole::Write => vec![term(Scored::Qb, Keys::Q), term(Scored::Ab, Keys::A)],
         }
     }
 
     /// The row itself.
-    fn rows(&self, role: Role) -> Keys {
+    fn rows(&self, role: RowRole) -> Keys {
         match role {
-            Role::Query => Keys::Q,
-            Role::Erase => self.erase_key(),
-            Role::Key => Keys::K,
-            Role::Write => Keys::B,
+            RowRole::Query => Keys::Q,
+            RowRole::Erase => self.erase_key(),
+            RowRole::Key => Keys::K,
+            RowRole::Write => Keys::B,
         }
     }
 
     /// Left factor X of the row's term with a state, `X S^T`.
-    fn state_factor(&self, role: Role) -> Values {
+    fn state_factor(&self, role: RowRole) -> Values {
         match role {
-            Role::Query => Values::DO,
-            Role::Erase => Values::R,
-            Role::Key => self.key_values(),
-            Role::Write => Values::U,
+            RowRole::Query => Values::DO,
+            RowRole::Erase => Values::R,
+            RowRole::Key => self.key_values(),
+            RowRole::Write => Values::U,
         }
     }
 
-    fn gate(&self, role: Role) -> Gate {
+    fn gate(&self, role: RowRole) -> Gate {
         match role {
-            Role::Query => Gate::Query { before: self.variant.reads_before() },
-            Role::Erase => Gate::Erase { before: self.variant.erases_before() },
-            Role::Key | Role::Write => Gate::Write,
+            RowRole::Query => Gate::Query { before: self.variant.reads_before() },
+            RowRole::Erase => Gate::Erase { before: self.variant.erases_before() },
+            RowRole::Key | RowRole::Write => Gate::Write,
         }
     }
 
@@ -118,7 +122,7 @@ impl GradientPlan {
     }
 }
 
-impl Role {
+impl RowRole {
     /// Whether the row writes: its gradient comes from rows after it, and from the state's at the end.
     fn writes(self) -> bool {
         matches!(self, Self::Key | Self::Write)
@@ -140,7 +144,7 @@ struct Chunk<P: StageTypes> {
     sums_of_unit: PartialSums,
 }
 
-/// The kernel. F: the tensors' type; E: what the stages before kept; X: what tiles hold.
+/// The kernel. F: the tensors' type; E: numbers of tensors between stages; X: what tiles hold.
 #[cube(launch_unchecked)]
 #[allow(unused_mut)] // it marks what is written
 pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
@@ -161,7 +165,7 @@ pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M:
     } else {
         in_slices::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
     }
-    keep_gates_and_values::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
+    write_d_g_and_d_values::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
 }
 
 #[cube]
@@ -227,29 +231,29 @@ fn in_slices<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan
             sync_cube();
             let decays = comptime!(plan.adjoint_takes_decays());
             let rows = &chunk.from.place.rows;
-            let gates = &chunk.from.x.gates;
-            sum_vectors::<P::G>(&mut chunk.sums, gates, rows, first, decays, comptime!(*plan));
-            clear_gates::<P::X, P::N>(&mut chunk.tiles, plan);
+            let g = &chunk.from.x.vector_g;
+            sum_vectors::<P::G>(&mut chunk.sums, g, rows, first, decays, comptime!(*plan));
+            clear_d_gates::<P::X, P::N>(&mut chunk.tiles, plan);
         }
         let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
         key_and_write_gradients::<P>(&d_erase, chunk, first, plan);
         if comptime!(vector) {
             let tiles = &mut chunk.tiles;
-            keep_vector_gates::<P>(&mut chunk.to, tiles, &chunk.from, &chunk.sums, first, plan);
+            write_vector_d_g::<P>(&mut chunk.to, tiles, &chunk.from, &chunk.sums, first, plan);
         }
     }
 }
 
 /// dg of a scalar decay; dv and dbeta of a delta rule.
 #[cube]
-fn keep_gates_and_values<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
+fn write_d_g_and_d_values<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
     let sums_of_unit = &chunk.sums_of_unit;
     if comptime!(plan.variant.scalar()) {
         let tiles = &mut chunk.tiles;
-        keep_scalar_gates::<P>(&mut chunk.to, tiles, sums_of_unit, &chunk.from, &chunk.sums, plan);
+        write_scalar_d_g::<P>(&mut chunk.to, tiles, sums_of_unit, &chunk.from, &chunk.sums, plan);
     }
     if comptime!(plan.variant.delta()) {
-        keep_values::<P>(&mut chunk.to, &mut chunk.tiles, sums_of_unit, &chunk.from, plan);
+        write_d_values::<P>(&mut chunk.to, &mut chunk.tiles, sums_of_unit, &chunk.from, plan);
     }
 }
 
@@ -298,7 +302,7 @@ fn adjoint<X: Float, N: Size, M: Size>(
 
 /// Multiplies gradients by e^{G_i}, or (`ends`) by e^{G_C - G_i}.
 #[cube]
-fn scale_reach(
+fn scale_by_decay(
     acc: &mut Acc,
     sums: &Sums,
     #[comptime] ends: bool,
@@ -321,13 +325,13 @@ fn scale_reach(
                         let end = comptime!((plan.chunk - 1) * stride) + d + l;
                         by[l] = f32::exp(between(sums, end, i * stride + d + l));
                     } else {
-                        by[l] = vector_reach(sums, i, d + l, before, comptime!(*plan));
+                        by[l] = vector_from_start(sums, i, d + l, before, comptime!(*plan));
                     }
                 }
             } else if comptime!(ends) {
-                by = Pair::new(left(sums, 0usize, i, comptime!(*plan)));
+                by = Pair::new(to_end(sums, 0usize, i, comptime!(*plan)));
             } else {
-                by = Pair::new(reach(sums, 0usize, i, before, comptime!(*plan)));
+                by = Pair::new(from_start(sums, 0usize, i, before, comptime!(*plan)));
             }
             let x = acc.index(f)[h] * by;
             set(acc.index_mut(f), h, x);
@@ -340,7 +344,7 @@ fn scale_reach(
 fn gradient<P: StageTypes>(
     chunk: &mut Chunk<P>,
     first: usize,
-    #[comptime] role: Role,
+    #[comptime] role: RowRole,
     #[comptime] plan: GradientPlan,
 ) -> Acc {
     let writes = comptime!(role.writes());
@@ -348,10 +352,10 @@ fn gradient<P: StageTypes>(
         comptime!(StateFactors { values: plan.state_factor(role), states: role.states() });
     let mut acc = state_term::<P>(chunk, first, factors, plan);
     let before = comptime!(
-        role == Role::Query && plan.variant.reads_before()
-            || role == Role::Erase && plan.variant.erases_before()
+        role == RowRole::Query && plan.variant.reads_before()
+            || role == RowRole::Erase && plan.variant.erases_before()
     );
-    scale_reach(&mut acc, &chunk.sums, writes, before, plan);
+    scale_by_decay(&mut acc, &chunk.sums, writes, before, plan);
     if comptime!(plan.gated() && writes) {
         add_to_gates::<P>(chunk, &acc, first, role, comptime!(Gate::ChunkEnd), plan);
     }
@@ -360,7 +364,7 @@ fn gradient<P: StageTypes>(
         add_to_gates::<P>(chunk, &acc, first, role, comptime!(plan.gate(role)), plan);
     }
     add_zero_exponent_terms::<P>(&mut acc, chunk, first, role, plan);
-    if comptime!(role == Role::Erase && plan.variant.delta()) {
+    if comptime!(role == RowRole::Erase && plan.variant.delta()) {
         let own = comptime!(plan.rows(role));
         let same = comptime!(TokenOffset::Same);
         let rows = load_fragments::<P>(&chunk.tiles, &chunk.from, first, own, same, plan);
@@ -375,7 +379,7 @@ fn add_to_gates<P: StageTypes>(
     chunk: &mut Chunk<P>,
     acc: &Acc,
     first: usize,
-    #[comptime] role: Role,
+    #[comptime] role: RowRole,
     #[comptime] gate: Gate,
     #[comptime] plan: GradientPlan,
 ) {
@@ -393,7 +397,7 @@ fn add_terms<P: StageTypes>(
     acc: &mut Acc,
     chunk: &mut Chunk<P>,
     first: usize,
-    #[comptime] role: Role,
+    #[comptime] role: RowRole,
     #[comptime] plan: GradientPlan,
 ) {
     #[unroll]
@@ -415,7 +419,7 @@ fn add_zero_exponent_terms<P: StageTypes>(
     acc: &mut Acc,
     chunk: &mut Chunk<P>,
     first: usize,
-    #[comptime] role: Role,
+    #[comptime] role: RowRole,
     #[comptime] plan: GradientPlan,
 ) {
     let terms = ZeroExponents {
@@ -446,16 +450,16 @@ fn query_and_erase_gradients<P: StageTypes>(
     let variant = comptime!(plan.variant);
     let grid = comptime!(plan.rows_grid());
     let width = comptime!(plan.key_width);
-    let d_query = gradient::<P>(chunk, first, comptime!(Role::Query), plan);
+    let d_query = gradient::<P>(chunk, first, comptime!(RowRole::Query), plan);
     let rows = chunk.from.place.rows;
-    keep_rows::<P::F, P::W>(&mut chunk.to.q, &d_query, &rows, first, width, grid);
+    write_out_by_four::<P::F, P::W>(&mut chunk.to.q, &d_query, &rows, first, width, grid);
     if comptime!(variant.solves()) {
-        let mut d_erase = gradient::<P>(chunk, first, comptime!(Role::Erase), plan);
+        let mut d_erase = gradient::<P>(chunk, first, comptime!(RowRole::Erase), plan);
         if comptime!(variant.delta()) {
             scale_erase_rows(&mut d_erase, &chunk.tiles.scales, grid, plan);
         }
         if comptime!(variant.own_a()) {
-            keep_rows::<P::F, P::W>(&mut chunk.to.a, &d_erase, &rows, first, width, grid);
+            write_out_by_four::<P::F, P::W>(&mut chunk.to.a, &d_erase, &rows, first, width, grid);
         }
         d_erase
     } else {
@@ -475,13 +479,13 @@ fn key_and_write_gradients<P: StageTypes>(
     let grid = comptime!(plan.rows_grid());
     let width = comptime!(plan.key_width);
     let rows = chunk.from.place.rows;
-    let mut d_key = gradient::<P>(chunk, first, comptime!(Role::Key), plan);
+    let mut d_key = gradient::<P>(chunk, first, comptime!(RowRole::Key), plan);
     if comptime!(variant.delta() && !variant.own_a()) {
         add(&mut d_key, d_erase, comptime!(grid.fragments()));
     }
-    keep_rows::<P::F, P::W>(&mut chunk.to.k, &d_key, &rows, first, width, grid);
+    write_out_by_four::<P::F, P::W>(&mut chunk.to.k, &d_key, &rows, first, width, grid);
     if comptime!(variant.low_rank()) {
-        let d_write = gradient::<P>(chunk, first, comptime!(Role::Write), plan);
-        keep_rows::<P::F, P::W>(&mut chunk.to.b, &d_write, &rows, first, width, grid);
+        let d_write = gradient::<P>(chunk, first, comptime!(RowRole::Write), plan);
+        write_out_by_four::<P::F, P::W>(&mut chunk.to.b, &d_write, &rows, first, width, grid);
     }
 }

@@ -18,18 +18,18 @@ use crate::chunkwise::chunk::{
     Place, Sizes, Sums, between, chunk_sums, own, place, since_start, sum_scalars, sum_vectors,
 };
 use crate::chunkwise::decay::{
-    Mask, apply_decay_mask, decay_factors, decay_mask, erase_scale, intersects_lower_triangle,
-    left, reach, vector_reach,
+    Mask, apply_decay_mask, decay_factors, decay_mask, erase_scale, from_start,
+    intersects_lower_triangle, to_end, vector_from_start,
 };
 use crate::chunkwise::plan::{Plan, UNUSED, row_major, transposed};
 use crate::chunkwise::vector_decay::{ScoreRows, add_near, near_scores, scores as decayed_scores};
 use crate::tile::{
-    Acc, Pair, column, fetch, inside, invert, keep, lay, load, mul, put_out, row, set, store, tile,
-    zeros,
+    Acc, Pair, column, fetch, inside, invert, lay, load, mul, put_out, row, set, store, tile,
+    write_out, zeros,
 };
 use cubecl::prelude::*;
 
-/// The kernel. F: the tensors' type; X: what tiles hold; E: what is kept for the next stages.
+/// The kernel. F: the tensors' type; X: what tiles hold; E: numbers of tensors between stages.
 #[cube(launch_unchecked)]
 pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
     x: &Operands<F, G>,
@@ -43,7 +43,7 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
     let place = place(sizes, CUBE_POS_Y as usize, CUBE_POS_X as usize, plan);
     let mut rows = slices::<X, N>(plan);
     if comptime!(variant.scalar() && plan.key_slices() > 1) {
-        sum_scalars(&mut rows.sums, &x.g, &place.gates, plan);
+        sum_scalars(&mut rows.sums, &x.scalar_g, &place.scalars, plan);
     }
     let mut scores = scores(plan);
     for slice in 0..comptime!(plan.key_slices()) {
@@ -51,12 +51,12 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
         load_slices::<Types<F, X, E, G, N, M, M>>(&mut rows, x, &place, first, plan);
         add_products::<X, N>(&mut scores, &rows, plan);
         if comptime!(variant.vector()) {
-            keep_scaled::<X, E, N, M>(out, &rows, &place, first, plan);
+            write_scaled::<X, E, N, M>(out, &rows, &place, first, plan);
         }
     }
     add_all_near(&mut scores, plan);
-    keep_scores::<Types<F, X, E, G, N, M, M>>(out, &mut scores, x, &rows.sums, &place, plan);
-    keep_decay_factors(&mut out.decay_factors, &rows.sums, &x.beta, &place, plan);
+    write_scores::<Types<F, X, E, G, N, M, M>>(out, &mut scores, x, &rows.sums, &place, plan);
+    write_decay_factors(&mut out.decay_factors, &rows.sums, &x.beta, &place, plan);
 }
 
 /// A slice of keys of every operand, [C, key_slice], and the sums of log gates.
@@ -172,7 +172,7 @@ fn load_slices<P: StageTypes>(
         let keys = fetch::<P::F, P::G>(&x.k, &place.keys, first, window);
         if comptime!(variant.scalar() && plan.key_slices() == 1) {
             // While rows are on their way.
-            sum_scalars(&mut to.sums, &x.g, &place.gates, plan);
+            sum_scalars(&mut to.sums, &x.scalar_g, &place.scalars, plan);
         }
         sync_cube();
         lay::<P::F, P::G, P::X, P::N>(&mut to.q, &queries, window);
@@ -186,7 +186,7 @@ fn load_slices<P: StageTypes>(
     }
     if comptime!(variant.vector()) {
         let decays = comptime!(plan.has_near_scores());
-        sum_vectors::<P::G>(&mut to.sums, &x.gates, &place.rows, first, decays, plan);
+        sum_vectors::<P::G>(&mut to.sums, &x.vector_g, &place.rows, first, decays, plan);
     }
     sync_cube();
 }
@@ -249,7 +249,7 @@ fn add_all_near(scores: &mut Scores, #[comptime] plan: Plan) {
 
 /// Masks all scores and writes what the next stages read of them.
 #[cube]
-fn keep_scores<P: StageTypes>(
+fn write_scores<P: StageTypes>(
     out: &mut IntraChunkOut<P::E, P::M>,
     scores: &mut Scores,
     x: &Operands<P::F, P::G>,
@@ -270,19 +270,19 @@ fn keep_scores<P: StageTypes>(
     } else {
         apply_decay_mask(&mut scores.qk.acc, sums, 0usize, query_mask, plan);
     }
-    keep_square::<P::E, P::M>(&mut out.a_qk, &scores.qk.acc, place, plan);
+    write_square::<P::E, P::M>(&mut out.a_qk, &scores.qk.acc, place, plan);
     if comptime!(variant.low_rank()) {
         apply_decay_mask(&mut scores.qb.acc, sums, 0usize, query_mask, plan);
-        keep_square::<P::E, P::M>(&mut out.a_qb, &scores.qb.acc, place, plan);
+        write_square::<P::E, P::M>(&mut out.a_qb, &scores.qb.acc, place, plan);
         apply_decay_mask(&mut scores.ak.acc, sums, 0usize, erase_mask, plan);
-        keep_square::<P::E, P::M>(&mut out.a_ak, &scores.ak.acc, place, plan);
-        keep_a_ak_v::<P>(&mut out.a_ak_v, &scores.ak.acc, &x.v, place, plan);
+        write_square::<P::E, P::M>(&mut out.a_ak, &scores.ak.acc, place, plan);
+        write_a_ak_v::<P>(&mut out.a_ak_v, &scores.ak.acc, &x.v, place, plan);
     }
     if comptime!(variant.solves()) {
         if comptime!(!alike) {
             apply_decay_mask(&mut scores.ab.acc, sums, 0usize, erase_mask, plan);
         }
-        keep_inverse::<P::E, P::M>(&mut out.inverse, &scores.ab.acc, &x.beta, place, plan);
+        write_inverse::<P::E, P::M>(&mut out.inverse, &scores.ab.acc, &x.beta, place, plan);
     }
 }
 
@@ -310,9 +310,9 @@ fn apply_decay_mask_to_both(
                 y = ab.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {
-                    let kept = decay_mask(sums, i, j + l, before, before, plan);
-                    x[l] = x[l] * kept;
-                    y[l] = y[l] * select(i > j + l, kept, 0.0f32);
+                    let decay = decay_mask(sums, i, j + l, before, before, plan);
+                    x[l] = x[l] * decay;
+                    y[l] = y[l] * select(i > j + l, decay, 0.0f32);
                 }
             }
             set(qk.index_mut(f), h, x);
@@ -322,7 +322,7 @@ fn apply_decay_mask_to_both(
 }
 
 #[cube]
-fn keep_square<E: Float, M: Size>(
+fn write_square<E: Float, M: Size>(
     out: &mut Array<Vector<E, M>>,
     acc: &Acc,
     place: &Place,
@@ -330,12 +330,12 @@ fn keep_square<E: Float, M: Size>(
 ) {
     let grid = comptime!(plan.pairs());
     let rows = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
-    keep::<E, M>(out, acc, &rows, 0usize, comptime!(plan.chunk), grid);
+    write_out::<E, M>(out, acc, &rows, 0usize, comptime!(plan.chunk), grid);
 }
 
 /// strict(a|k) v, over slices of values.
 #[cube]
-fn keep_a_ak_v<P: StageTypes>(
+fn write_a_ak_v<P: StageTypes>(
     out: &mut Array<Vector<P::E, P::M>>,
     acc: &Acc,
     v: &Array<Vector<P::F, P::G>>,
@@ -358,13 +358,20 @@ fn keep_a_ak_v<P: StageTypes>(
         let mut local = zeros(comptime!(grid.fragments()));
         let spec = comptime!(plan.mul(grid, chunk, row_major(chunk), row_major(columns)));
         mul::<P::X, P::M, P::N>(&mut local, &square, 0usize, &values, 0usize, spec);
-        keep::<P::E, P::M>(out, &local, &place.values, first, comptime!(plan.value_width), grid);
+        write_out::<P::E, P::M>(
+            out,
+            &local,
+            &place.values,
+            first,
+            comptime!(plan.value_width),
+            grid,
+        );
     }
 }
 
 /// (I - strict(a|b))^-1, the delta rule's -beta put in front of a.
 #[cube]
-fn keep_inverse<E: Float, M: Size>(
+fn write_inverse<E: Float, M: Size>(
     out: &mut Array<Vector<E, M>>,
     acc: &Acc,
     beta: &Array<f32>,
@@ -383,7 +390,7 @@ fn keep_inverse<E: Float, M: Size>(
             #[unroll]
             for h in 0..2usize {
                 let i = row(f, h, grid);
-                let x = acc.index(f)[h] * Pair::new(erase_scale(beta, &place.gates, i, plan));
+                let x = acc.index(f)[h] * Pair::new(erase_scale(beta, &place.scalars, i, plan));
                 m[i * stride + j] = x[0];
                 m[i * stride + j + 1] = x[1];
             }
@@ -409,7 +416,7 @@ fn keep_inverse<E: Float, M: Size>(
 
 /// Fills the chunk's [`decay_factors`].
 #[cube]
-fn keep_decay_factors(
+fn write_decay_factors(
     out: &mut Array<f32>,
     sums: &Sums,
     beta: &Array<f32>,
@@ -422,20 +429,21 @@ fn keep_decay_factors(
         let at = place.index * comptime!(decay_factors::ROWS * chunk) + i;
         let erase_before = comptime!(plan.variant.erases_before());
         out[at + comptime!(decay_factors::QUERY * chunk)] =
-            reach(sums, 0usize, i, comptime!(plan.variant.reads_before()), plan);
+            from_start(sums, 0usize, i, comptime!(plan.variant.reads_before()), plan);
         out[at + comptime!(decay_factors::ERASE * chunk)] =
-            reach(sums, 0usize, i, erase_before, plan) * erase_scale(beta, &place.gates, i, plan);
-        out[at + comptime!(decay_factors::KEY_TO_END * chunk)] = left(sums, 0usize, i, plan);
+            from_start(sums, 0usize, i, erase_before, plan)
+                * erase_scale(beta, &place.scalars, i, plan);
+        out[at + comptime!(decay_factors::KEY_TO_END * chunk)] = to_end(sums, 0usize, i, plan);
         out[at + comptime!(decay_factors::FROM_START * chunk)] =
-            reach(sums, 0usize, i, false, plan);
+            from_start(sums, 0usize, i, false, plan);
         out[at + comptime!(decay_factors::BETA * chunk)] =
-            -erase_scale(beta, &place.gates, i, plan);
+            -erase_scale(beta, &place.scalars, i, plan);
     }
 }
 
 /// One slice of q, a, b and k, each times its factor of a vector decay.
 #[cube]
-fn keep_scaled<X: Float, E: Float, N: Size, M: Size>(
+fn write_scaled<X: Float, E: Float, N: Size, M: Size>(
     out: &mut IntraChunkOut<E, M>,
     rows: &Slices<X, N>,
     place: &Place,
@@ -461,18 +469,20 @@ fn keep_scaled<X: Float, E: Float, N: Size, M: Size>(
             #[unroll]
             for l in 0..2usize {
                 let at = i * stride + d + l;
-                let from_q = vector_reach(sums, i, d + l, comptime!(variant.reads_before()), plan);
-                let from_a = vector_reach(sums, i, d + l, comptime!(variant.erases_before()), plan);
-                let left = f32::exp(between(sums, end + d + l, at));
+                let from_q =
+                    vector_from_start(sums, i, d + l, comptime!(variant.reads_before()), plan);
+                let from_a =
+                    vector_from_start(sums, i, d + l, comptime!(variant.erases_before()), plan);
+                let to_end = f32::exp(between(sums, end + d + l, at));
                 scaled_q[l] = f32::cast_from(rows.q[at]) * from_q;
-                scaled_k[l] = f32::cast_from(rows.k[at]) * left;
+                scaled_k[l] = f32::cast_from(rows.k[at]) * to_end;
                 if comptime!(variant.own_a()) {
                     scaled_a[l] = f32::cast_from(rows.a[at]) * from_a;
                 } else {
                     scaled_a[l] = f32::cast_from(rows.k[at]) * from_a;
                 }
                 if comptime!(variant.low_rank()) {
-                    scaled_b[l] = f32::cast_from(rows.b[at]) * left;
+                    scaled_b[l] = f32::cast_from(rows.b[at]) * to_end;
                 }
             }
             let at = place.rows.start + i * place.rows.stride + first + d;

@@ -14,7 +14,7 @@ use crate::chunkwise::input_gradients::input_gradients;
 use crate::chunkwise::intra_chunk::intra_chunk;
 use crate::chunkwise::plan::StatePlan;
 use crate::chunkwise::sequence_parallel::{COLUMNS, UNITS, combine_decays, combine_matrices};
-use crate::chunkwise::state::{Home, Registers, Shared};
+use crate::chunkwise::state::{RegisterState, SharedMemoryState, StatePlace};
 use crate::chunkwise::state_pass::{state_pass_backward, state_pass_forward};
 use crate::chunkwise::task::{Span, Task};
 use crate::refusal::{F32, Refusal};
@@ -74,15 +74,15 @@ impl<R: Runtime> Chunkwise<R> {
         Call { client, plans: *plans, variant: *variant, dims: *dims, dtype: *dtype, x }
     }
 
-    /// Whole sequences. `keep` leaves in `saved` what [`Self::backward`] needs.
+    /// Whole sequences. `save` leaves in `saved` what [`Self::backward`] needs.
     ///
     /// # Panics
     /// If `x` has other tensors than the variant.
-    pub fn forward(&self, x: &Inputs, keep: bool) -> Forward {
+    pub fn forward(&self, x: &Inputs, save: bool) -> Forward {
         let call = self.call(x);
         let scores = call.intra_chunk();
-        let (o, state, saved) = call.state_pass_forward(scores, keep);
-        let saved = if keep { saved.save() } else { vec![] };
+        let (o, state, saved) = call.state_pass_forward(scores, save);
+        let saved = if save { saved.save() } else { vec![] };
         Forward { o, state, saved }
     }
 
@@ -124,7 +124,7 @@ impl<R: Runtime> Call<'_, R> {
         self.chunks().div_ceil(self.segment())
     }
 
-    fn memories(&self) -> usize {
+    fn batch_heads(&self) -> usize {
         self.dims.batch * self.dims.heads
     }
 
@@ -175,7 +175,7 @@ impl<R: Runtime> Call<'_, R> {
     }
 
     fn cubes(&self, across: usize) -> CubeCount {
-        CubeCount::Static(across as u32, self.memories() as u32, 1)
+        CubeCount::Static(across as u32, self.batch_heads() as u32, 1)
     }
 
     fn operands<F: Float, G: Size>(&self) -> OperandsLaunch<F, G, R> {
@@ -242,12 +242,7 @@ impl<R: Runtime> Call<'_, R> {
             Some(shape) => self.buffer(&shape, dtype),
             None => self.buffer(&UNUSED, dtype),
         });
-        let [g, n, m] = self.plans.widths;
-        // Tiles of this stage hold f32 where it multiplies in f32.
-        let (tiles, n, m_tiles) = match plan.engine {
-            Engine::Plain | Engine::Tf32 => (F32, 1, 1),
-            Engine::Mma => (e, n, m),
-        };
+        let [g, n, m, _] = self.widths(plan.engine);
         // SAFETY: every index is below the lengths that `check_sizes` and the shapes above fix.
         #[allow(unsafe_code)]
         unsafe {
@@ -259,8 +254,8 @@ impl<R: Runtime> Call<'_, R> {
                 out.written(),
                 self.sizes(),
                 plan,
-                [self.dtype, tiles, e],
-                [g, n, m_tiles],
+                [self.dtype, plan.engine.tile_type(e), e],
+                [g, n, m],
             );
         }
         out
@@ -287,14 +282,10 @@ impl<R: Runtime> Call<'_, R> {
         )
     }
 
-    /// Tensor cores leave four numbers in a row to a unit, arithmetic any number.
-    fn pass_widths(&self) -> [usize; 4] {
-        let [g, n, m] = self.plans.widths;
-        let w = match self.plans.state_pass.engine {
-            Engine::Plain | Engine::Tf32 => 1,
-            Engine::Mma => 4,
-        };
-        [g, n, m, w]
+    /// Widths of vectors that an engine loads, holds in tiles, and writes.
+    fn widths(&self, engine: Engine) -> [usize; 4] {
+        let [n, m] = engine.tile_widths();
+        [self.plans.load_width, n, m, engine.store_width()]
     }
 
     /// One launch of the state pass: forward, or backward from `d_o`.
@@ -320,14 +311,14 @@ impl<R: Runtime> Call<'_, R> {
             }
         };
         let plan = StatePlan { task, ..plan };
-        let cubes = CubeCount::Static(across as u32, self.memories() as u32, deep as u32);
+        let cubes = CubeCount::Static(across as u32, self.batch_heads() as u32, deep as u32);
         match plan.in_registers() {
-            true => self.launch_pass::<Registers>(scores, d_o, plan, cubes, of),
-            false => self.launch_pass::<Shared>(scores, d_o, plan, cubes, of),
+            true => self.launch_pass::<RegisterState>(scores, d_o, plan, cubes, of),
+            false => self.launch_pass::<SharedMemoryState>(scores, d_o, plan, cubes, of),
         }
     }
 
-    fn launch_pass<H: Home>(
+    fn launch_pass<S: StatePlace>(
         &self,
         scores: &Scores<Handle>,
         d_o: Option<&Handle>,
@@ -342,7 +333,7 @@ impl<R: Runtime> Call<'_, R> {
         #[allow(unsafe_code)]
         unsafe {
             match d_o {
-                Some(d_o) => state_pass_backward::launch_unchecked::<H, R>(
+                Some(d_o) => state_pass_backward::launch_unchecked::<S, R>(
                     self.client,
                     cubes,
                     units,
@@ -354,9 +345,9 @@ impl<R: Runtime> Call<'_, R> {
                     self.sizes(),
                     plan,
                     types,
-                    self.pass_widths(),
+                    self.widths(plan.engine),
                 ),
-                None => state_pass_forward::launch_unchecked::<H, R>(
+                None => state_pass_forward::launch_unchecked::<S, R>(
                     self.client,
                     cubes,
                     units,
@@ -367,7 +358,7 @@ impl<R: Runtime> Call<'_, R> {
                     self.sizes(),
                     plan,
                     types,
-                    self.pass_widths(),
+                    self.widths(plan.engine),
                 ),
             }
         }
@@ -380,7 +371,7 @@ impl<R: Runtime> Call<'_, R> {
         scores: &Scores<Handle>,
         d_o: Option<&Handle>,
         given: Option<(&Handle, usize)>,
-        keep: bool,
+        save: bool,
         transitions: &Buffer,
     ) -> Buffer {
         let Dims { batch, heads, key_width, value_width, .. } = self.dims;
@@ -389,13 +380,13 @@ impl<R: Runtime> Call<'_, R> {
         let states = self.buffer(&[batch, heads, segments, key_width, value_width], F32);
         let unused = self.buffer(&UNUSED, self.plans.between);
         let out = self.buffer(&UNUSED, self.dtype);
-        let task = Task { backward, span: Span::Local, given: given.is_some(), keep };
-        let kept = [&unused, &unused];
+        let task = Task { backward, span: Span::Local, given: given.is_some(), save };
+        let saved = [&unused, &unused];
         self.state_pass(
             scores,
             d_o,
             task,
-            PassBuffers { start: given, end: &states, kept, transitions, out: &out },
+            PassBuffers { start: given, end: &states, saved, transitions, out: &out },
         );
         if segments < 3 {
             return states;
@@ -436,13 +427,13 @@ impl<R: Runtime> Call<'_, R> {
 
     /// Shape of the segments' transition matrices. A backward pass needs the matrices twice, as they are and
     /// transposed.
-    fn transitions_shape(&self, keep: bool) -> Vec<usize> {
+    fn transitions_shape(&self, save: bool) -> Vec<usize> {
         let Dims { batch, heads, key_width, .. } = self.dims;
         let segments = self.segments();
         match self.variant.decay {
             _ if segments == 1 => vec![16],
             _ if self.variant.solves() => {
-                vec![1 + usize::from(keep), batch, heads, segments, key_width, key_width]
+                vec![1 + usize::from(save), batch, heads, segments, key_width, key_width]
             }
             crate::Decay::None => vec![16],
             crate::Decay::Scalar => vec![batch, heads, segments],
@@ -456,16 +447,16 @@ impl<R: Runtime> Call<'_, R> {
         scores: &Scores<Handle>,
         d_o: Option<&Handle>,
         given: Option<&Handle>,
-        keep: bool,
+        save: bool,
         of: PassBuffers<'_>,
     ) {
         let given = given.map(|given| (given, of.end.len()));
         let task =
-            Task { backward: d_o.is_some(), span: Span::Sequence, given: given.is_some(), keep };
+            Task { backward: d_o.is_some(), span: Span::Sequence, given: given.is_some(), save };
         if self.segments() == 1 {
             self.state_pass(scores, d_o, task, PassBuffers { start: given, ..of });
         } else {
-            let states = self.initial_states(scores, d_o, given, keep, of.transitions);
+            let states = self.initial_states(scores, d_o, given, save, of.transitions);
             let task = Task { span: Span::Segment, given: true, ..task };
             self.state_pass(
                 scores,
@@ -480,28 +471,28 @@ impl<R: Runtime> Call<'_, R> {
     fn state_pass_forward(
         &self,
         scores: Scores<Buffer>,
-        keep: bool,
+        save: bool,
     ) -> (Buffer, Buffer, Saved<Buffer>) {
         let plan = self.plans.state_pass;
         let e = self.plans.between;
         let o = self.buffer(&self.values_shape(), self.dtype);
         let end = self.buffer(&self.state_shape(), F32);
         let states = self.own_shape(plan.value_width, plan.key_width);
-        let kept = [
-            self.buffer_if(keep, &states, e),
-            self.buffer_if(keep && self.variant.solves(), &self.values_shape(), e),
+        let saved = [
+            self.buffer_if(save, &states, e),
+            self.buffer_if(save && self.variant.solves(), &self.values_shape(), e),
         ];
-        let transitions = self.buffer(&self.transitions_shape(keep), F32);
+        let transitions = self.buffer(&self.transitions_shape(save), F32);
         let of = PassBuffers {
             start: None,
             end: &end,
-            kept: kept.each_ref(),
+            saved: saved.each_ref(),
             transitions: &transitions,
             out: &o,
         };
         let handles = scores.handles();
-        self.pass_all(&handles, None, self.x.state.as_ref(), keep, of);
-        let [states, block] = kept;
+        self.pass_all(&handles, None, self.x.state.as_ref(), save, of);
+        let [states, block] = saved;
         (o, end, Saved { scores, states, block, transitions })
     }
 
@@ -518,7 +509,7 @@ impl<R: Runtime> Call<'_, R> {
         let d_v = self.buffer_if(!self.variant.delta(), &self.values_shape(), self.dtype);
         let end = self.buffer(&self.state_shape(), F32);
         let states = self.own_shape(plan.value_width, plan.key_width);
-        let kept = [self.buffer(&states, e), self.buffer_if(solves, &self.values_shape(), e)];
+        let written = [self.buffer(&states, e), self.buffer_if(solves, &self.values_shape(), e)];
         let shape = self.transitions_shape(true);
         let transitions = match solves {
             true => Buffer { handle: saved.transitions.clone(), shape, dtype: F32 },
@@ -528,12 +519,12 @@ impl<R: Runtime> Call<'_, R> {
         let of = PassBuffers {
             start: None,
             end: &end,
-            kept: kept.each_ref(),
+            saved: written.each_ref(),
             transitions: &transitions,
             out: &d_v,
         };
         self.pass_all(&saved.scores, Some(d_o), d_state, true, of);
-        let [states, block] = kept;
+        let [states, block] = written;
         PassGradients { v: d_v, start: end, states, block }
     }
 
@@ -590,12 +581,6 @@ impl<R: Runtime> Call<'_, R> {
             whole(&out.g),
             whole(&out.beta),
         );
-        let [g, n, m] = self.plans.widths;
-        // Four numbers a vector in what tensor cores write.
-        let (tiles, n, m, w) = match plan.engine {
-            Engine::Plain | Engine::Tf32 => (F32, 1, 1, 1),
-            Engine::Mma => (e, n, m, 4),
-        };
         // SAFETY: as in `intra_chunk`.
         #[allow(unsafe_code)]
         unsafe {
@@ -609,8 +594,8 @@ impl<R: Runtime> Call<'_, R> {
                 launched,
                 self.sizes(),
                 plan,
-                [self.dtype, tiles, e],
-                [g, n, m, w],
+                [self.dtype, plan.engine.tile_type(e), e],
+                self.widths(plan.engine),
             );
         }
         out
@@ -627,10 +612,10 @@ pub fn forward<R: Runtime>(
     dims: Dims,
     dtype: StorageType,
     x: &Inputs,
-    keep: bool,
+    save: bool,
 ) -> Result<Forward, Refusal> {
     check_tensors(variant, x)?;
-    Ok(Chunkwise::new(client, variant, dims, dtype)?.forward(x, keep))
+    Ok(Chunkwise::new(client, variant, dims, dtype)?.forward(x, save))
 }
 
 /// [`Chunkwise::new`] and [`Chunkwise::backward`].

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! intra_chunk        A_qk, T and decay factors of every chunk      vector_decay
-//! state_pass         S from chunk to chunk, and the outputs        state_step, state, state_tiles,
+//! state_pass         S from chunk to chunk, and the outputs        state_chunk, state, state_tiles,
 //!                                                                  producers, sequence_parallel
 //! input_gradients    dq, dk, da, db, and dg, dbeta                 score_gradients, gradient_tiles,
 //!                                                                  gate_gradients
@@ -17,6 +17,8 @@
 mod arguments;
 mod buffers;
 pub(crate) mod choose;
+#[cfg(test)]
+mod choose_tests;
 mod chunk;
 mod decay;
 mod gate_gradients;
@@ -30,8 +32,8 @@ mod roles;
 mod score_gradients;
 mod sequence_parallel;
 mod state;
+mod state_chunk;
 mod state_pass;
-mod state_step;
 mod state_tiles;
 mod task;
 mod vector_decay;

@@ -183,7 +183,7 @@ impl StatePlan {
 
     /// Whether the state is in registers; else in shared memory.
     pub fn in_registers(&self) -> bool {
-        self.engine == Engine::Mma
+        self.engine.accumulators_are_operands()
     }
 
     /// Chunks whose scores are held at once.

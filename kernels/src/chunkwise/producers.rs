@@ -1,7 +1,7 @@
-//! Producer planes of the state pass: the intra-chunk stage of linear attention in the pass's own cubes.
+//! Producer planes of the state pass: the intra-chunk stage of an identity transition in the pass's own cubes.
 
 use crate::chunkwise::chunk::{Sums, sum_by_plane, sums};
-use crate::chunkwise::decay::{Mask, apply_decay_mask, decay_factors, left, reach};
+use crate::chunkwise::decay::{Mask, apply_decay_mask, decay_factors, from_start, to_end};
 use crate::chunkwise::plan::{StatePlan, UNUSED, row_major, transposed};
 use crate::chunkwise::state::StateEngine;
 use crate::chunkwise::state_tiles::StateTiles;
@@ -64,7 +64,7 @@ pub(crate) fn produce_scores<P: StateEngine>(
             sum_by_plane(&mut out.sums, own, &tiles.gates, tiles.at_gates);
         }
         if makes_decay_factors {
-            keep_decay_factors::<P>(tiles, &out.sums, own, plan);
+            store_decay_factors::<P>(tiles, &out.sums, own, plan);
         }
     }
     if comptime!(with_a_qk) {
@@ -90,7 +90,7 @@ pub(crate) fn produce_scores<P: StateEngine>(
 
 /// Two tokens' decay factors by each lane; the chunk's sums begin at `own`.
 #[cube]
-fn keep_decay_factors<P: StateEngine>(
+fn store_decay_factors<P: StateEngine>(
     tiles: &mut StateTiles<P>,
     sums: &Sums,
     own: usize,
@@ -104,11 +104,11 @@ fn keep_decay_factors<P: StateEngine>(
         let at = tiles.at_decay_factors + i + l;
         let factors = &mut tiles.decay_factors;
         factors[at + comptime!(decay_factors::QUERY * chunk)] =
-            reach(sums, own, i + l, before, comptime!(*plan));
+            from_start(sums, own, i + l, before, comptime!(*plan));
         factors[at + comptime!(decay_factors::KEY_TO_END * chunk)] =
-            left(sums, own, i + l, comptime!(*plan));
+            to_end(sums, own, i + l, comptime!(*plan));
         factors[at + comptime!(decay_factors::FROM_START * chunk)] =
-            reach(sums, own, i + l, false, comptime!(*plan));
+            from_start(sums, own, i + l, false, comptime!(*plan));
     }
 }
 

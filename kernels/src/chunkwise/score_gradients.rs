@@ -97,9 +97,9 @@ pub(crate) fn prepare<P: StageTypes>(
 ) {
     let chunk = comptime!(plan.chunk);
     let unit = UNIT_POS as usize;
-    let gates = &from.place.gates;
+    let scalars = &from.place.scalars;
     if unit < chunk {
-        tiles.scales[unit] = erase_scale(&from.x.beta, gates, unit, comptime!(*plan));
+        tiles.scales[unit] = erase_scale(&from.x.beta, scalars, unit, comptime!(*plan));
         #[unroll]
         for n in 0..ZERO_EXPONENT_ROWS {
             d_scores.zero_exponent[unit + comptime!(n * chunk)] = 0.0f32;
@@ -107,7 +107,7 @@ pub(crate) fn prepare<P: StageTypes>(
     }
     sync_cube();
     if comptime!(plan.variant.scalar()) {
-        sum_scalars(sums, &from.x.g, gates, comptime!(*plan));
+        sum_scalars(sums, &from.x.scalar_g, scalars, comptime!(*plan));
     }
 }
 

@@ -40,7 +40,7 @@ const SLAB: usize = 2048;
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct WorkRange {
     /// Number of the (sequence, head).
-    pub memory: usize,
+    pub batch_head: usize,
     /// Its offsets.
     pub head_offsets: HeadOffsets,
     /// First column of S, or of M.
@@ -88,7 +88,7 @@ pub(crate) fn work_range(sizes: &Sizes, #[comptime] plan: StatePlan) -> WorkRang
         chunks = min(length, all - from);
     }
     WorkRange {
-        memory: CUBE_POS_Y as usize,
+        batch_head: CUBE_POS_Y as usize,
         head_offsets: head_offsets(sizes, CUBE_POS_Y as usize),
         first: tile * comptime!(plan.value_slice),
         from,
@@ -117,7 +117,7 @@ pub(crate) fn nth_chunk(range: &WorkRange, n: usize, #[comptime] plan: StatePlan
             keys: place.keys,
             values: Rows { start: place.values.start, stride: place.values.stride, valid },
             rows: place.rows,
-            gates: place.gates,
+            scalars: place.scalars,
             index: place.index,
             valid: place.valid,
         }
@@ -154,7 +154,7 @@ pub(crate) fn combine_matrices<N: Size>(
     let turns = comptime!(across.div_ceil(down));
     let slab = comptime!(slab(keys));
     let segments = segments as usize;
-    let memory = CUBE_POS_Y as usize * segments;
+    let first_segment = CUBE_POS_Y as usize * segments;
     let own = UNIT_POS as usize / COLUMNS;
     let v = UNIT_POS as usize % COLUMNS;
     // Columns past V repeat the last one, and are not stored.
@@ -168,17 +168,18 @@ pub(crate) fn combine_matrices<N: Size>(
     for t in 0..comptime!((keys * COLUMNS).div_ceil(UNITS)) {
         let d = own + comptime!(t * down);
         if d < keys {
-            carried[d * COLUMNS + v] = states[((memory + begin) * keys + d) * width + column];
+            carried[d * COLUMNS + v] =
+                states[((first_segment + begin) * keys + d) * width + column];
         }
     }
-    let matrix = (start as usize + (memory + begin) * comptime!(keys * keys)) / read;
+    let matrix = (start as usize + (first_segment + begin) * comptime!(keys * keys)) / read;
     fetch(&mut coming, transitions, matrix, plan);
     for n in 0..segments - 2 {
         let from = source(n, segments, backward);
         let to = source(n + 1, segments, backward);
-        let matrix = (start as usize + (memory + from) * comptime!(keys * keys)) / read;
-        let after = (start as usize + (memory + to) * comptime!(keys * keys)) / read;
-        let mut sums = next_state::<N>(states, (memory + to) * keys, column, plan);
+        let matrix = (start as usize + (first_segment + from) * comptime!(keys * keys)) / read;
+        let after = (start as usize + (first_segment + to) * comptime!(keys * keys)) / read;
+        let mut sums = next_state::<N>(states, (first_segment + to) * keys, column, plan);
         for s in 0..comptime!(keys / slab) {
             sync_cube();
             lay_down(&mut rows, &coming, plan);
@@ -207,7 +208,7 @@ pub(crate) fn combine_matrices<N: Size>(
                     let x = sums.index(t)[0usize][l];
                     carried[(d + l) * COLUMNS + v] = x;
                     if there {
-                        states[((memory + to) * keys + d + l) * width + column] = x;
+                        states[((first_segment + to) * keys + d + l) * width + column] = x;
                     }
                 }
             }
@@ -301,21 +302,21 @@ pub(crate) fn combine_decays(
     let keys = comptime!(plan.key_width);
     let width = comptime!(plan.value_width);
     let segments = segments as usize;
-    let memory = CUBE_POS_Y as usize * segments;
+    let first_segment = CUBE_POS_Y as usize * segments;
     let n = CUBE_POS_X as usize * UNITS + UNIT_POS as usize;
     if n < comptime!(keys * width) {
         let begin = source(0usize, segments, backward);
-        let mut carried = states[(memory + begin) * comptime!(keys * width) + n];
+        let mut carried = states[(first_segment + begin) * comptime!(keys * width) + n];
         for step in 0..segments - 2 {
             let from = source(step, segments, backward);
             let to = source(step + 1, segments, backward);
             if comptime!(plan.variant.scalar()) {
-                carried *= decay[memory + from];
+                carried *= decay[first_segment + from];
             }
             if comptime!(plan.variant.vector()) {
-                carried *= decay[(memory + from) * keys + n / width];
+                carried *= decay[(first_segment + from) * keys + n / width];
             }
-            let at = (memory + to) * comptime!(keys * width) + n;
+            let at = (first_segment + to) * comptime!(keys * width) + n;
             carried += states[at];
             states[at] = carried;
         }

@@ -4,15 +4,15 @@
 //! forward, per chunk                              backward, from the last chunk to the first
 //!   U  = T (beta v + A~ S)     delta                R' = A_qk^T dO + B^ dS'
 //!   U  = T (A_ak v + A~ S)     low rank             R  = T^T R'                 delta, low rank
-//!   U  = v                     linear attention     R  = R'                     linear attention
+//!   U  = v                     identity             R  = R'                     identity
 //!   O  = Q~ S + A_qk U  (+ A_qk v, low rank)        dS = e^{G_C} dS' + Q~^T dO + A~^T R
 //!   S' = e^{G_C} S + B^^T U  (+ K^^T v)
 //! ```
 //! S is the state at the chunk's start. A low rank transition has A_qb in front of U. R is the adjoint of the
-//! solve; in linear attention it is dv. Low rank has `dv = A_qk^T dO + K^ dS' + A_ak^T R` besides.
+//! solve; in an identity transition it is dv. Low rank has `dv = A_qk^T dO + K^ dS' + A_ak^T R` besides.
 //!
 //! Work:   a cube a `value_slice` columns of a (sequence, head), or of a segment of it (sequence_parallel.rs):
-//!         columns of S never meet. Warp specialisation: in linear attention, where one tile holds all
+//!         columns of S never meet. Warp specialisation: in an identity transition, where one tile holds all
 //!         values, the first planes of a cube are *producers*. They copy tiles and make the next chunk's
 //!         A_qk and decay factors, which need no state, while the *consumers* move the state over the
 //!         present chunk; the intra-chunk stage is not launched.
@@ -25,9 +25,9 @@ use crate::chunkwise::chunk::{Place, Sizes};
 use crate::chunkwise::plan::{Plan, Schedule, StatePlan};
 use crate::chunkwise::producers::{produce_scores, producer_tiles};
 use crate::chunkwise::sequence_parallel::{WorkRange, nth_chunk, work_range};
-use crate::chunkwise::state::{Home, State, StateEngine, block, is_consumer, state};
-use crate::chunkwise::state_step::{
-    Pass, PassOutputs, chunk_decay, chunk_decays_at, step_backward, step_forward,
+use crate::chunkwise::state::{State, StateEngine, StatePlace, block, is_consumer, state};
+use crate::chunkwise::state_chunk::{
+    Pass, PassOutputs, chunk_backward, chunk_decay, chunk_decays_at, chunk_forward,
 };
 use crate::chunkwise::state_tiles::{PassInputs, copy_chunk_async, select_chunk, state_tiles};
 use crate::chunkwise::task::Span;
@@ -48,11 +48,11 @@ pub(crate) fn state_pass_forward<
     N: Size,
     M: Size,
     W: Size,
-    S: Home,
+    S: StatePlace,
 >(
     x: Operands<F, G>,
     intra: IntraChunk<E, G>,
-    mut kept: StatePass<E, W>,
+    mut tensors: StatePass<E, W>,
     mut o: Array<Vector<F, W>>,
     sizes: &Sizes,
     #[comptime] plan: StatePlan,
@@ -60,13 +60,13 @@ pub(crate) fn state_pass_forward<
     #[define(G, N, M, W)] _widths: [usize; 4],
 ) {
     let range = work_range(sizes, plan);
-    let values = again(&x.v);
+    let values = alias(&x.v);
     let from = inputs::<S::Engine<F, E, G, N, M, W>>(x, intra, values, range.first);
-    let to = outputs::<S::Engine<F, E, G, N, M, W>>(kept, o);
+    let to = outputs::<S::Engine<F, E, G, N, M, W>>(tensors, o);
     pass_over_chunks::<S::Engine<F, E, G, N, M, W>>(from, to, &range, plan);
 }
 
-/// The state pass backward. `kept.start` is the gradient of the last state, `kept.end` that of the first.
+/// The state pass backward. `tensors.start` is the gradient of the last state, `tensors.end` that of the first.
 #[cube(launch_unchecked)]
 #[allow(unused_mut)] // it marks what is written
 pub(crate) fn state_pass_backward<
@@ -76,11 +76,11 @@ pub(crate) fn state_pass_backward<
     N: Size,
     M: Size,
     W: Size,
-    S: Home,
+    S: StatePlace,
 >(
     x: Operands<F, G>,
     intra: IntraChunk<E, G>,
-    mut kept: StatePass<E, W>,
+    mut tensors: StatePass<E, W>,
     d_o: Array<Vector<F, G>>,
     mut d_v: Array<Vector<F, W>>,
     sizes: &Sizes,
@@ -90,14 +90,14 @@ pub(crate) fn state_pass_backward<
 ) {
     let range = work_range(sizes, plan);
     let from = inputs::<S::Engine<F, E, G, N, M, W>>(x, intra, d_o, range.first);
-    let to = outputs::<S::Engine<F, E, G, N, M, W>>(kept, d_v);
+    let to = outputs::<S::Engine<F, E, G, N, M, W>>(tensors, d_v);
     pass_over_chunks::<S::Engine<F, E, G, N, M, W>>(from, to, &range, plan);
 }
 
 /// The same tensor under a second name.
 #[cube]
 #[allow(unused_variables)] // an intrinsic's
-fn again<T: CubePrimitive>(x: &Array<T>) -> Array<T> {
+fn alias<T: CubePrimitive>(x: &Array<T>) -> Array<T> {
     intrinsic!(|_scope| x.clone())
 }
 
@@ -113,10 +113,10 @@ fn inputs<P: StateEngine>(
 
 #[cube]
 fn outputs<P: StateEngine>(
-    kept: StatePass<P::E, P::W>,
+    tensors: StatePass<P::E, P::W>,
     values: Array<Vector<P::F, P::W>>,
 ) -> PassOutputs<P> {
-    PassOutputs::<P> { kept, values }
+    PassOutputs::<P> { tensors, values }
 }
 
 /// A pass over chunks, from the first state to the last.
@@ -143,7 +143,7 @@ fn pass_over_chunks<P: StateEngine>(
     match comptime!(plan.schedule) {
         Schedule::Direct => {
             for c in 0..range.chunks {
-                step::<P>(&mut pass, &mut carried, range, c, plan);
+                pass_chunk::<P>(&mut pass, &mut carried, range, c, plan);
             }
         }
         Schedule::Staged { stages } => {
@@ -178,7 +178,7 @@ fn pass_in_place<P: StateEngine>(
         let here = nth_chunk(range, c, plan);
         copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &here, 0usize, plan);
         barrier.wait_parity((c % 2) as u32);
-        step::<P>(pass, carried, range, c, plan);
+        pass_chunk::<P>(pass, carried, range, c, plan);
     }
 }
 
@@ -204,7 +204,7 @@ fn pass_ahead<P: StateEngine>(
             copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &next, half, plan);
         }
         select_chunk::<P>(&mut pass.tiles, c, plan);
-        step::<P>(pass, carried, range, c, plan);
+        pass_chunk::<P>(pass, carried, range, c, plan);
     }
 }
 
@@ -236,7 +236,7 @@ fn pass_specialized<P: StateEngine>(
         if is_consumer(plan) {
             if c > 0 {
                 select_chunk::<P>(&mut pass.tiles, c - 1, plan);
-                step::<P>(pass, carried, range, c - 1, plan);
+                pass_chunk::<P>(pass, carried, range, c - 1, plan);
             }
         } else if c < range.chunks {
             select_chunk::<P>(&mut pass.tiles, c, plan);
@@ -247,7 +247,7 @@ fn pass_specialized<P: StateEngine>(
 
 /// Chunk `c` of a pass.
 #[cube]
-fn step<P: StateEngine>(
+fn pass_chunk<P: StateEngine>(
     pass: &mut Pass<P>,
     carried: &mut Carried,
     range: &WorkRange,
@@ -256,9 +256,9 @@ fn step<P: StateEngine>(
 ) {
     let place = nth_chunk(range, c, plan);
     if comptime!(plan.task.backward) {
-        step_backward::<P>(pass, &place, plan);
+        chunk_backward::<P>(pass, &place, plan);
     } else {
-        step_forward::<P>(pass, &place, plan);
+        chunk_forward::<P>(pass, &place, plan);
     }
     carry::<P>(carried, pass, &place, plan);
 }
@@ -280,12 +280,12 @@ fn carry<P: StateEngine>(
             share = pass.from.intra.chunk_decay[chunk_decays_at(place, plan) + min(d, last)];
         }
         let old = carried.index(t)[0usize];
-        fold(carried.index_mut(t), old * share);
+        assign(carried.index_mut(t), old * share);
     }
 }
 
 #[cube]
-fn fold(to: &mut Array<f32>, x: f32) {
+fn assign(to: &mut Array<f32>, x: f32) {
     to[0] = x;
 }
 
@@ -298,8 +298,8 @@ fn begin_state<P: StateEngine>(
 ) -> State<P> {
     let task = comptime!(plan.task);
     let numbers = comptime!(plan.key_width * plan.value_width);
-    let slot = (range.memory * range.segments + range.segment) * numbers;
-    let mut start = range.memory * numbers;
+    let slot = (range.batch_head * range.segments + range.segment) * numbers;
+    let mut start = range.batch_head * numbers;
     let mut first = range.first;
     if comptime!(task.span == Span::Segment) {
         start = slot;
@@ -310,14 +310,14 @@ fn begin_state<P: StateEngine>(
             first = 0usize;
         }
     }
-    let mut s = state::<P>(&to.kept.start, start, first, plan);
+    let mut s = state::<P>(&to.tensors.start, start, first, plan);
     if comptime!(task.local()) {
         let foremost = if comptime!(task.backward) { range.segments - 1 } else { 0usize.runtime() };
         let stay = range.segment == foremost && !range.transition;
         // Producers have registers for this as well, and never use them.
         P::reset_state(&mut s, stay, range.transition, range.first, plan);
         if stay && is_consumer(plan) {
-            P::store_state(&s, &mut to.kept.end, slot, first, false, plan);
+            P::write_state(&s, &mut to.tensors.end, slot, first, false, plan);
         }
     }
     s
@@ -334,32 +334,32 @@ fn end_state<P: StateEngine>(
     let task = comptime!(plan.task);
     let numbers = comptime!(plan.key_width * plan.value_width);
     let first = range.first;
-    let end = &mut pass.to.kept.end;
+    let end = &mut pass.to.tensors.end;
     if comptime!(task.local()) {
-        let segment = range.memory * range.segments + range.segment;
+        let segment = range.batch_head * range.segments + range.segment;
         if range.transition {
-            store_transition::<P>(pass, range, segment, plan);
+            write_transition::<P>(pass, range, segment, plan);
         } else {
             if comptime!(task.backward) {
-                P::store_state(&pass.state, end, (segment - 1) * numbers, first, false, plan);
+                P::write_state(&pass.state, end, (segment - 1) * numbers, first, false, plan);
             } else {
-                P::store_state(&pass.state, end, (segment + 1) * numbers, first, false, plan);
+                P::write_state(&pass.state, end, (segment + 1) * numbers, first, false, plan);
             }
             if first == 0 {
-                store_carried::<P>(pass, carried, segment, plan);
+                write_carried::<P>(pass, carried, segment, plan);
             }
         }
     } else {
         let last = if comptime!(task.backward) { 0usize.runtime() } else { range.segments - 1 };
         if range.segment == last {
-            P::store_state(&pass.state, end, range.memory * numbers, first, false, plan);
+            P::write_state(&pass.state, end, range.batch_head * numbers, first, false, plan);
         }
     }
 }
 
-/// Writes M^T of a segment, and M where it is kept.
+/// Writes M^T of a segment, and M where it is saved.
 #[cube]
-fn store_transition<P: StateEngine>(
+fn write_transition<P: StateEngine>(
     pass: &mut Pass<P>,
     range: &WorkRange,
     segment: usize,
@@ -370,25 +370,25 @@ fn store_transition<P: StateEngine>(
         let square =
             comptime!(StatePlan { common: Plan { value_width: keys, ..plan.common }, ..plan });
         let at = segment * comptime!(keys * keys);
-        let to = &mut pass.to.kept.transitions;
-        P::store_state(&pass.state, to, at, range.first, true, square);
-        if comptime!(plan.task.keep) {
+        let to = &mut pass.to.tensors.transitions;
+        P::write_state(&pass.state, to, at, range.first, true, square);
+        if comptime!(plan.task.save) {
             let half = CUBE_COUNT_Y as usize * range.segments * comptime!(keys * keys);
-            P::store_state(&pass.state, to, half + at, range.first, false, square);
+            P::write_state(&pass.state, to, half + at, range.first, false, square);
         }
     }
 }
 
 /// Writes the decay of a segment.
 #[cube]
-fn store_carried<P: StateEngine>(
+fn write_carried<P: StateEngine>(
     pass: &mut Pass<P>,
     carried: &Carried,
     segment: usize,
     #[comptime] plan: StatePlan,
 ) {
     let keys = comptime!(plan.key_width);
-    let to = &mut pass.to.kept.transitions;
+    let to = &mut pass.to.tensors.transitions;
     #[unroll]
     for t in 0..comptime!(plan.carried_decays()) {
         // The first consumers, since producers have not followed decay.

@@ -41,10 +41,10 @@ pub(crate) struct StateTiles<P: StateEngine> {
     pub values: SharedMemory<Vector<P::E, P::N>>,
     pub a_ak_v: SharedMemory<Vector<P::E, P::N>>,
     pub inverse: SharedMemory<Vector<P::E, P::N>>,
-    /// Matrix in front of U: A_qk, or A_qb in a low rank transition.
-    pub a_qu: SharedMemory<Vector<P::E, P::N>>,
-    /// Low rank: A_qk, in front of v.
-    pub a_qv: SharedMemory<Vector<P::E, P::N>>,
+    /// A_qk, which multiplies U; in a low rank transition A_qb.
+    pub a_of_u: SharedMemory<Vector<P::E, P::N>>,
+    /// Low rank: A_qk, which multiplies v.
+    pub a_of_v: SharedMemory<Vector<P::E, P::N>>,
     /// Low rank, backward: A_ak.
     pub a_ak: SharedMemory<Vector<P::E, P::N>>,
     pub decay_factors: SharedMemory<f32>,
@@ -73,23 +73,23 @@ impl StatePlan {
     }
 }
 
-/// Role of a tile of the state pass: the matrix that it holds.
+/// TileRole of a tile of the state pass: the matrix that it holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Role {
+enum TileRole {
     KeyRows,
     Values,
-    /// The one [C, C] matrix of tiles that are filled directly; else that in front of U.
+    /// The one [C, C] matrix of tiles that are filled directly; else A_qk, or A_qb in a low rank transition.
     Square,
     QueryRows,
     EraseRows,
     WriteRows,
     AAkV,
     Inverse,
-    AQv,
+    AOfV,
     AAk,
 }
 
-impl Role {
+impl TileRole {
     const ALL: [Self; 10] = [
         Self::KeyRows,
         Self::Values,
@@ -99,35 +99,37 @@ impl Role {
         Self::WriteRows,
         Self::AAkV,
         Self::Inverse,
-        Self::AQv,
+        Self::AOfV,
         Self::AAk,
     ];
 }
 
 impl StatePlan {
     /// Numbers of a role's tile in all pipeline stages; None where it has none of its own.
-    fn numbers(&self, role: Role) -> Option<usize> {
+    fn numbers(&self, role: TileRole) -> Option<usize> {
         let (variant, task) = (self.variant, self.task);
         let staged = !self.direct();
         let low_rank = staged && variant.low_rank();
         let own_erase = variant.own_a() || (variant.vector() && variant.solves());
         let applies_a_qk = task.applies_a_qk(variant);
         let (there, numbers) = match role {
-            Role::KeyRows => (true, self.key_numbers()),
-            Role::Values => (true, self.value_numbers()),
-            Role::Square => {
+            TileRole::KeyRows => (true, self.key_numbers()),
+            TileRole::Values => (true, self.value_numbers()),
+            TileRole::Square => {
                 let made = applies_a_qk && self.producers() == 0;
                 (variant.solves() || made, self.square_numbers())
             }
-            Role::QueryRows => {
+            TileRole::QueryRows => {
                 (staged && task.queries() && task.has_keys(variant), self.key_numbers())
             }
-            Role::EraseRows => (staged && own_erase, self.key_numbers()),
-            Role::WriteRows => (low_rank, self.key_numbers()),
-            Role::AAkV => (low_rank && !task.backward, self.value_numbers()),
-            Role::Inverse => (staged && variant.solves() && applies_a_qk, self.square_numbers()),
-            Role::AQv => (low_rank && !task.local(), self.square_numbers()),
-            Role::AAk => (low_rank && task.backward && !task.local(), self.square_numbers()),
+            TileRole::EraseRows => (staged && own_erase, self.key_numbers()),
+            TileRole::WriteRows => (low_rank, self.key_numbers()),
+            TileRole::AAkV => (low_rank && !task.backward, self.value_numbers()),
+            TileRole::Inverse => {
+                (staged && variant.solves() && applies_a_qk, self.square_numbers())
+            }
+            TileRole::AOfV => (low_rank && !task.local(), self.square_numbers()),
+            TileRole::AAk => (low_rank && task.backward && !task.local(), self.square_numbers()),
         };
         there.then_some(self.stages() * numbers)
     }
@@ -143,28 +145,28 @@ impl StatePlan {
 
     /// Bytes of [`state_tiles`].
     pub fn tile_memory(&self) -> usize {
-        let tiles = Role::ALL.iter().filter_map(|role| self.numbers(*role)).sum::<usize>();
+        let tiles = TileRole::ALL.iter().filter_map(|role| self.numbers(*role)).sum::<usize>();
         tiles * self.engine.bytes() + 4 * (self.decay_factor_numbers() + self.gate_numbers())
     }
 }
 
-/// The tiles of a plan. Roles that it has not, or that are filled directly, share a tile with others.
+/// The tiles of a plan. Roles that the plan lacks, or that are filled directly, share a tile with others.
 #[cube]
 pub(crate) fn state_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> StateTiles<P> {
-    let rows = tile::<P::E, P::N>(comptime!(plan.numbers(Role::KeyRows).unwrap_or(UNUSED)));
-    let values = tile::<P::E, P::N>(comptime!(plan.numbers(Role::Values).unwrap_or(UNUSED)));
-    let square = tile::<P::E, P::N>(comptime!(plan.numbers(Role::Square).unwrap_or(UNUSED)));
+    let rows = tile::<P::E, P::N>(comptime!(plan.numbers(TileRole::KeyRows).unwrap_or(UNUSED)));
+    let values = tile::<P::E, P::N>(comptime!(plan.numbers(TileRole::Values).unwrap_or(UNUSED)));
+    let square = tile::<P::E, P::N>(comptime!(plan.numbers(TileRole::Square).unwrap_or(UNUSED)));
     StateTiles::<P> {
-        query_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(Role::QueryRows))),
-        erase_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(Role::EraseRows))),
-        write_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(Role::WriteRows))),
+        query_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(TileRole::QueryRows))),
+        erase_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(TileRole::EraseRows))),
+        write_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(TileRole::WriteRows))),
         key_rows: rows,
         values,
-        a_ak_v: own_or::<P::E, P::N>(values, comptime!(plan.numbers(Role::AAkV))),
-        inverse: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::Inverse))),
-        a_qu: square,
-        a_qv: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::AQv))),
-        a_ak: own_or::<P::E, P::N>(square, comptime!(plan.numbers(Role::AAk))),
+        a_ak_v: own_or::<P::E, P::N>(values, comptime!(plan.numbers(TileRole::AAkV))),
+        inverse: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::Inverse))),
+        a_of_u: square,
+        a_of_v: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::AOfV))),
+        a_ak: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::AAk))),
         decay_factors: SharedMemory::<f32>::new_aligned(
             comptime!(plan.decay_factor_numbers()),
             16usize,
@@ -190,10 +192,10 @@ pub(crate) fn copy_chunk_async<P: StateEngine>(
     #[comptime] plan: StatePlan,
 ) {
     copy_rows_async::<P>(tiles, from, place, stage, plan);
-    copy_values_and_squares_async::<P>(tiles, from, place, stage, plan);
+    copy_values_and_matrices_async::<P>(tiles, from, place, stage, plan);
     if comptime!(plan.producers() > 0) {
         if comptime!(plan.variant.scalar()) {
-            copy_gates_async(&mut tiles.gates, &from.x.g, &place.gates, stage, plan);
+            copy_gates_async(&mut tiles.gates, &from.x.scalar_g, &place.scalars, stage, plan);
         }
     } else {
         copy_decay_factors_async::<P>(tiles, from, place, stage, plan);
@@ -259,7 +261,7 @@ fn copy_keys<P: StateEngine, T: Float>(
 
 /// Value-wide and [C, C] matrices.
 #[cube]
-fn copy_values_and_squares_async<P: StateEngine>(
+fn copy_values_and_matrices_async<P: StateEngine>(
     tiles: &mut StateTiles<P>,
     from: &PassInputs<P>,
     place: &Place,
@@ -280,13 +282,13 @@ fn copy_values_and_squares_async<P: StateEngine>(
     }
     if comptime!(task.applies_a_qk(variant) && plan.producers() == 0) {
         if comptime!(variant.low_rank()) {
-            copy_square::<P>(&mut tiles.a_qu, at, &from.intra.a_qb, &own, plan);
+            copy_square::<P>(&mut tiles.a_of_u, at, &from.intra.a_qb, &own, plan);
         } else {
-            copy_square::<P>(&mut tiles.a_qu, at, &from.intra.a_qk, &own, plan);
+            copy_square::<P>(&mut tiles.a_of_u, at, &from.intra.a_qk, &own, plan);
         }
     }
     if comptime!(variant.low_rank() && !task.local()) {
-        copy_square::<P>(&mut tiles.a_qv, at, &from.intra.a_qk, &own, plan);
+        copy_square::<P>(&mut tiles.a_of_v, at, &from.intra.a_qk, &own, plan);
     }
     if comptime!(variant.low_rank() && task.backward && !task.local()) {
         copy_square::<P>(&mut tiles.a_ak, at, &from.intra.a_ak, &own, plan);
@@ -419,18 +421,18 @@ pub(crate) fn load_square<P: StateEngine>(
     }
 }
 
-/// Loads the matrix in front of U.
+/// Loads A_qk, or A_qb in a low rank transition: the matrix that multiplies U.
 #[cube]
-pub(crate) fn load_a_qu<P: StateEngine>(
+pub(crate) fn load_a_of_u<P: StateEngine>(
     tiles: &mut StateTiles<P>,
     from: &PassInputs<P>,
     place: &Place,
     #[comptime] plan: StatePlan,
 ) {
     if comptime!(plan.variant.low_rank()) {
-        load_square::<P>(&mut tiles.a_qu, &from.intra.a_qb, place, plan);
+        load_square::<P>(&mut tiles.a_of_u, &from.intra.a_qb, place, plan);
     } else {
-        load_square::<P>(&mut tiles.a_qu, &from.intra.a_qk, place, plan);
+        load_square::<P>(&mut tiles.a_of_u, &from.intra.a_qk, place, plan);
     }
 }
 

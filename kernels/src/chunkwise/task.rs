@@ -21,13 +21,13 @@ pub(crate) struct Task {
     /// There is a state to start from.
     pub given: bool,
     /// States and blocks are saved; of a local pass, what the backward pass needs of it.
-    pub keep: bool,
+    pub save: bool,
 }
 
 impl Task {
-    /// A forward pass over sequences, that starts from nothing and keeps nothing.
+    /// A forward pass over sequences, that starts from nothing and saves nothing.
     pub const PLAIN: Self =
-        Self { backward: false, span: Span::Sequence, given: false, keep: false };
+        Self { backward: false, span: Span::Sequence, given: false, save: false };
 
     pub fn local(&self) -> bool {
         self.span == Span::Local

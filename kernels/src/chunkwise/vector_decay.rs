@@ -2,8 +2,8 @@
 //! ```text
 //! (X|Y)_ij = sum_d x_id y_jd e^{G_id - G_jd}
 //! ```
-//! The plain engine weights each term by itself. Planes with tensor cores cut a chunk into blocks of 16
-//! tokens and put a row r between readers i and writers j, j <= r <= i:
+//! The plain engine weights each term by itself. Planes with tensor cores cut a chunk into sub-chunks, blocks of 16
+//! tokens, and put a reference row r between readers i and writers j, j <= r <= i (GLA's secondary chunking):
 //! ```text
 //! e^{G_i - G_j} = e^{G_i - G_r} e^{G_r - G_j}
 //! ```
@@ -44,7 +44,7 @@ pub(crate) struct Side {
     pub before: bool,
 }
 
-/// How a row between readers and writers is reached.
+/// How the reference row r of a sub-chunk is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Reach {
     /// Which of the first and the last 8 rows of a block take part.
@@ -62,7 +62,7 @@ impl Plan {
 
     /// Whether scores among 8 tokens are summed up by themselves, from decays in a tile of their own. A delta rule
     /// gains (forward 2.16 to 1.63 ms on an H200); elsewhere fewer cubes for the tile's sake cost more than
-    /// exponentials do (linear attention 0.89 to 1.08, low rank 4.8 to 6.0).
+    /// exponentials do (identity 0.89 to 1.08, low rank 4.8 to 6.0).
     pub fn has_near_scores(&self) -> bool {
         self.variant.vector() && self.variant.delta() && self.by_blocks()
     }
@@ -257,14 +257,14 @@ fn scores_by_blocks<X: Float, N: Size>(
     let own = lane / 4 * stride + lane % 4;
     let reader = corner.top * stride + own;
     // Writers before the block; and its own first 8, for its last 8.
-    let link = seen(corner.top, true) * stride + lane % 4;
+    let reference = seen(corner.top, true) * stride + lane % 4;
     let inner = (corner.top + 7) * stride + lane % 4;
     if inside(0usize, grid) {
         #[unroll]
         for step in 0..comptime!(plan.key_slice / 8) {
             let side = comptime!(Side { of_y: false, before });
             let all = comptime!(Reach { filled: [true, true], side, stride });
-            let far = readers::<X, N>(&rows.x, sums, reader, link, step, all);
+            let far = readers::<X, N>(&rows.x, sums, reader, reference, step, all);
             let last = comptime!(Reach { filled: [false, true], side, stride });
             let near = readers::<X, N>(&rows.x, sums, reader, inner, step, last);
             #[unroll]
@@ -272,7 +272,7 @@ fn scores_by_blocks<X: Float, N: Size>(
                 let first = corner.left + comptime!(c * 8);
                 let writer = first * stride + own;
                 if first < corner.top {
-                    let right = writers::<X, N>(&rows.y, sums, writer, link, step);
+                    let right = writers::<X, N>(&rows.y, sums, writer, reference, step);
                     add_parts(acc, &far, &right, c);
                 } else if first == corner.top {
                     let right = writers::<X, N>(&rows.y, sums, writer, inner, step);
@@ -390,14 +390,14 @@ pub(crate) fn add_near(
     }
 }
 
-/// Rows of X, times what is left of row `link` at each, as a left operand; `filled`: which of the first and
+/// Rows of X, times the decay from row `reference` to each, as a left operand; `filled`: which of the first and
 /// the last 8 rows, zeros for the others.
 #[cube]
 fn readers<X: Float, N: Size>(
     x: &SharedMemory<Vector<X, N>>,
     sums: &Sums,
     at: usize,
-    link: usize,
+    reference: usize,
     #[comptime] step: usize,
     #[comptime] reach: Reach,
 ) -> Parts {
@@ -416,29 +416,29 @@ fn readers<X: Float, N: Size>(
                 // The first row of all sees itself.
                 from = select(here < stride, here, here - min(here, stride));
             }
-            let kept = f32::exp(between(sums, from, link + right));
-            number = f32::cast_from(x[here]) * kept;
+            let decay = f32::exp(between(sums, from, reference + right));
+            number = f32::cast_from(x[here]) * decay;
         }
         put_parts(&mut left, n, number);
     }
     left
 }
 
-/// Rows of Y, times what is left of each at row `link`, as a right operand.
+/// Rows of Y, times the decay from each to row `reference`, as a right operand.
 #[cube]
 fn writers<X: Float, N: Size>(
     y: &SharedMemory<Vector<X, N>>,
     sums: &Sums,
     at: usize,
-    link: usize,
+    reference: usize,
     #[comptime] step: usize,
 ) -> Parts {
     let mut right = parts(2usize);
     #[unroll]
     for n in 0..2usize {
         let along = comptime!(step * 8 + n * 4);
-        let kept = f32::exp(between(sums, link + along, at + along));
-        put_parts(&mut right, n, f32::cast_from(y[at + along]) * kept);
+        let decay = f32::exp(between(sums, reference + along, at + along));
+        put_parts(&mut right, n, f32::cast_from(y[at + along]) * decay);
     }
     right
 }
@@ -465,8 +465,8 @@ fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
     let stride = comptime!(plan.stride(plan.key_slice));
     let corner = corner(grid);
     if inside(0usize, grid) {
-        // Tokens on the other side of the row between, the last before the block or the last in it.
-        let (link, begin, end) = if side.of_y {
+        // Tokens on the other side of the reference row, which is the last before the block or the last in it.
+        let (reference, begin, end) = if side.of_y {
             (corner.top + 15, corner.top + 16, comptime!(plan.chunk).runtime())
         } else {
             (seen(corner.top, true), 0usize.runtime(), corner.top)
@@ -474,35 +474,35 @@ fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
         let all = comptime!(Reach { filled: [true, true], side, stride });
         let mut sum = zeros(comptime!(grid.fragments()));
         for step in begin / 8..end / 8 {
-            let others = Others { corner, first: step * 8, link };
-            add_linked::<X, N, M>(&mut sum, from, sums, &others, all, plan);
+            let others = Others { corner, first: step * 8, reference };
+            add_by_reference::<X, N, M>(&mut sum, from, sums, &others, all, plan);
         }
-        scale_linked(&mut sum, sums, link, all, plan);
+        scale_to_rows(&mut sum, sums, reference, all, plan);
         add_fragments(acc, &sum, grid);
         // The other 8 tokens of the block.
-        let link = corner.top + 7;
+        let reference = corner.top + 7;
         let first = if side.of_y { corner.top + 8 } else { corner.top };
         let half = comptime!(Reach { filled: [side.of_y, !side.of_y], side, stride });
         let mut sum = zeros(comptime!(grid.fragments()));
-        let others = Others { corner, first, link };
-        add_linked::<X, N, M>(&mut sum, from, sums, &others, half, plan);
-        scale_linked(&mut sum, sums, link, half, plan);
+        let others = Others { corner, first, reference };
+        add_by_reference::<X, N, M>(&mut sum, from, sums, &others, half, plan);
+        scale_to_rows(&mut sum, sums, reference, half, plan);
         add_fragments(acc, &sum, grid);
         add_own::<X, N, M>(acc, from, sums, &corner, side, plan);
     }
 }
 
-/// 8 tokens on the other side, from `first` on, that row `link` connects with a plane's block.
+/// 8 tokens on the other side, from `first` on; row `reference` is between them and a plane's block.
 #[derive(CubeType, Clone, Copy)]
 struct Others {
     corner: Corner,
     first: usize,
-    link: usize,
+    reference: usize,
 }
 
-/// `sum += weights rows` over [`Others`], whose rows are scaled to row `link`.
+/// `sum += weights rows` over [`Others`], whose rows are scaled to row `reference`.
 #[cube]
-fn add_linked<X: Float, N: Size, M: Size>(
+fn add_by_reference<X: Float, N: Size, M: Size>(
     sum: &mut Acc,
     from: &AdjointRows<X, N, M>,
     sums: &Sums,
@@ -517,7 +517,7 @@ fn add_linked<X: Float, N: Size, M: Size>(
     let before = comptime!(side.before);
     let corner = others.corner;
     let first = others.first;
-    let link = others.link;
+    let reference = others.reference;
     let pairs = comptime!(plan.stride(plan.chunk));
     let columns = comptime!(plan.grid(plan.chunk, plan.key_slice).fragment_columns());
     let lane = UNIT_POS as usize % 32;
@@ -540,23 +540,23 @@ fn add_linked<X: Float, N: Size, M: Size>(
         #[unroll]
         for n in 0..2usize {
             let other = first + lane % 4 + comptime!(n * 4);
-            let kept = if of_y {
-                f32::exp(between(sums, seen(other, before) * stride + d, link * stride + d))
+            let decay = if of_y {
+                f32::exp(between(sums, seen(other, before) * stride + d, reference * stride + d))
             } else {
-                f32::exp(between(sums, link * stride + d, other * stride + d))
+                f32::exp(between(sums, reference * stride + d, other * stride + d))
             };
-            put_parts(&mut right, n, f32::cast_from(from.rows[other * stride + d]) * kept);
+            put_parts(&mut right, n, f32::cast_from(from.rows[other * stride + d]) * decay);
         }
         add_parts(sum, &left, &right, c);
     }
 }
 
-/// Scales what [`add_linked`] has summed up from row `link` to the plane's own rows.
+/// Scales what [`add_by_reference`] has summed up from row `reference` to the plane's own rows.
 #[cube]
-fn scale_linked(
+fn scale_to_rows(
     sum: &mut Acc,
     sums: &Sums,
-    link: usize,
+    reference: usize,
     #[comptime] reach: Reach,
     #[comptime] plan: Plan,
 ) {
@@ -576,13 +576,13 @@ fn scale_linked(
                 let mut x = sum.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {
-                    let middle = link * stride + d + l;
-                    let kept = if of_y {
+                    let middle = reference * stride + d + l;
+                    let decay = if of_y {
                         f32::exp(between(sums, middle, i * stride + d + l))
                     } else {
                         f32::exp(between(sums, seen(i, before) * stride + d + l, middle))
                     };
-                    x[l] = x[l] * kept;
+                    x[l] = x[l] * decay;
                 }
                 set(sum.index_mut(f), h, x);
             }
@@ -625,7 +625,7 @@ fn add_own<X: Float, N: Size, M: Size>(
             let n = row(f, h, grid);
             let mut sum = acc.index(f)[h];
             let own = n % comptime!(NEAR);
-            let mut kept = Pair::new(1.0f32);
+            let mut product = Pair::new(1.0f32);
             #[unroll]
             for turn in 0..comptime!(NEAR) {
                 // Away from the row itself, so that each token's decay is one factor more.
@@ -640,13 +640,13 @@ fn add_own<X: Float, N: Size, M: Size>(
                     #[unroll]
                     for l in 0..2usize {
                         let decay = sums.decays[newest * stride + d + l];
-                        kept[l] = kept[l] * select(sees, decay, 1.0f32);
+                        product[l] = product[l] * select(sees, decay, 1.0f32);
                     }
                 }
                 let mut y = Pair::empty();
                 y[0] = f32::cast_from(from.rows[m * stride + d]);
                 y[1] = f32::cast_from(from.rows[m * stride + d + 1]);
-                sum += Pair::new(f32::cast_from(from.weights[i * pairs + j])) * kept * y;
+                sum += Pair::new(f32::cast_from(from.weights[i * pairs + j])) * product * y;
             }
             set(acc.index_mut(f), h, sum);
         }

@@ -32,8 +32,8 @@ struct Adjoint {
     /// dS, [K, V], and R, [C, V].
     d_s: SharedMemory<f32>,
     r: SharedMemory<f32>,
-    /// dA and dM, [C, C].
-    d_a: SharedMemory<f32>,
+    /// dA_qk and dM, [C, C].
+    d_qk: SharedMemory<f32>,
     d_m: SharedMemory<f32>,
     /// Terms of dG: of e^{G_i - G_j}, [C, C]; of e^{G_i} and e^{G_C - G_i}, [C]; of e^{G_C}, by column and token.
     pairs: SharedMemory<f32>,
@@ -58,7 +58,7 @@ pub(super) fn simple_backward(
         intra: intra(),
         d_s: load_state(x, given, form),
         r: SharedMemory::<f32>::new(comptime!(C * form.v)),
-        d_a: SharedMemory::<f32>::new(comptime!(C * C)),
+        d_qk: SharedMemory::<f32>::new(comptime!(C * C)),
         d_m: SharedMemory::<f32>::new(comptime!(C * C)),
         pairs: SharedMemory::<f32>::new(comptime!(C * C)),
         tokens: SharedMemory::<f32>::new(C),
@@ -106,7 +106,7 @@ fn solve_column(
             }
             sum *= f32::exp(last - adjoint.intra.g[j]);
             for i in j..chunk.tokens {
-                sum += adjoint.intra.a[i * C + j] * saved.d_o[row(chunk, i) * form.v + v];
+                sum += adjoint.intra.a_qk[i * C + j] * saved.d_o[row(chunk, i) * form.v + v];
             }
             adjoint.r[j * form.v + v] = sum;
         }
@@ -128,7 +128,7 @@ fn solve_column(
     adjoint.ends[v] = f32::exp(last) * through;
 }
 
-/// dA and dM, and the terms of dG of each e^{G_i - G_j}: none on the diagonal, where the exponent is 0.
+/// dA_qk and dM, and the terms of dG of each e^{G_i - G_j}: none on the diagonal, where the exponent is 0.
 #[cube]
 fn score_gradients(adjoint: &mut Adjoint, saved: &Saved, chunk: &Chunk, #[comptime] form: Form) {
     for turn in 0..comptime!(C * C / UNITS) {
@@ -146,8 +146,8 @@ fn score_gradients(adjoint: &mut Adjoint, saved: &Saved, chunk: &Chunk, #[compti
             }
             decay = f32::exp(adjoint.intra.g[i] - adjoint.intra.g[j]);
         }
-        let term = by_o * adjoint.intra.a[n] + by_r * adjoint.intra.m[n];
-        adjoint.d_a[n] = by_o * decay;
+        let term = by_o * adjoint.intra.a_qk[n] + by_r * adjoint.intra.m[n];
+        adjoint.d_qk[n] = by_o * decay;
         adjoint.d_m[n] = select(j < i, by_r * decay, 0.0f32);
         adjoint.pairs[n] = select(j < i, term, 0.0f32);
     }
@@ -173,37 +173,37 @@ fn token_gradients(
         let mut of_token = 0.0f32;
         let mut of_end = 0.0f32;
         for d in 0..form.k {
-            // With a state: e^{G_i} dO_i S^T, e^{G_i} R_i S^T, e^{G_C - G_i} U_i dS'^T.
+            // With a state: e^{G_i} dO_i S^T, e^{G_i} R_i S^T, e^{G_C - G_i} U_i dS'^T; a = -beta k.
             let mut d_q = 0.0f32;
-            let mut d_e = 0.0f32;
+            let mut d_a = 0.0f32;
             let mut d_k = 0.0f32;
             for v in 0..form.v {
                 let s = saved.states[chunk.state * comptime!(form.k * form.v) + d * form.v + v];
                 d_q += saved.d_o[at * form.v + v] * s;
-                d_e += adjoint.r[i * form.v + v] * s;
+                d_a += adjoint.r[i * form.v + v] * s;
                 d_k += saved.u[at * form.v + v] * adjoint.d_s[d * form.v + v];
             }
             d_q *= from_start;
-            d_e *= from_start;
+            d_a *= from_start;
             d_k *= to_end;
             let q = x.q[key_row(chunk, i) * form.k + d];
             let k = x.k[key_row(chunk, i) * form.k + d];
-            of_token += q * d_q - beta * k * d_e - k * d_k;
+            of_token += q * d_q - beta * k * d_a - k * d_k;
             of_end += k * d_k;
             // With other tokens.
             for j in 0..i + 1 {
                 let key = x.k[key_row(chunk, j) * form.k + d];
-                d_q += adjoint.d_a[i * C + j] * key;
-                d_e += adjoint.d_m[i * C + j] * key;
+                d_q += adjoint.d_qk[i * C + j] * key;
+                d_a += adjoint.d_m[i * C + j] * key;
             }
             for l in i..chunk.tokens {
                 let key = key_row(chunk, l) * form.k + d;
-                d_k += adjoint.d_a[l * C + i] * x.q[key];
+                d_k += adjoint.d_qk[l * C + i] * x.q[key];
                 d_k -= adjoint.d_m[l * C + i] * x.beta[row(chunk, l)] * x.k[key];
             }
             out.q[at * form.k + d] = d_q;
-            out.k[at * form.k + d] = d_k - beta * d_e;
-            d_beta -= k * d_e;
+            out.k[at * form.k + d] = d_k - beta * d_a;
+            d_beta -= k * d_a;
         }
         for v in 0..form.v {
             d_beta += x.v[at * form.v + v] * adjoint.r[i * form.v + v];

@@ -85,7 +85,7 @@ pub(super) fn key_row(chunk: &Chunk, i: usize) -> usize {
 #[derive(CubeType)]
 pub(super) struct Intra {
     pub g: SharedMemory<f32>,
-    pub a: SharedMemory<f32>,
+    pub a_qk: SharedMemory<f32>,
     pub m: SharedMemory<f32>,
     pub t: SharedMemory<f32>,
 }
@@ -94,7 +94,7 @@ pub(super) struct Intra {
 pub(super) fn intra() -> Intra {
     Intra {
         g: SharedMemory::<f32>::new(C),
-        a: SharedMemory::<f32>::new(comptime!(C * C)),
+        a_qk: SharedMemory::<f32>::new(comptime!(C * C)),
         m: SharedMemory::<f32>::new(comptime!(C * C)),
         t: SharedMemory::<f32>::new(comptime!(C * C)),
     }
@@ -129,7 +129,7 @@ pub(super) fn fill_intra(to: &mut Intra, x: &Tensors, chunk: &Chunk, #[comptime]
             qk *= decay;
             kk *= decay * x.beta[row(chunk, i)];
         }
-        to.a[n] = qk;
+        to.a_qk[n] = qk;
         to.m[n] = select(j < i, -kk, 0.0f32);
     }
     sync_cube();
@@ -245,7 +245,7 @@ fn forward_column(
     for i in 0..chunk.tokens {
         let mut sum = 0.0f32;
         for j in 0..i + 1 {
-            sum += tiles.intra.a[i * C + j] * tiles.u[j * form.v + v];
+            sum += tiles.intra.a_qk[i * C + j] * tiles.u[j * form.v + v];
         }
         out.o[row(chunk, i) * form.v + v] += sum;
     }

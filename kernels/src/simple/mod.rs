@@ -15,12 +15,13 @@
 //! R' = A_qk^T dO + e^{G_C - G} K dS'                 gradient of U
 //! R  = T^T R'                                        adjoint of the solve
 //! dv_i    = beta_i R_i
-//! dq_i    = sum_j dA_ij k_j + e^{G_i} dO_i S^T                 dA_ij = dO_i U_j^T e^{G_i - G_j}, i >= j
-//! de_i    = sum_j dM_ij k_j + e^{G_i} R_i S^T                  dM_ij = R_i U_j^T e^{G_i - G_j}, i > j
-//! dk_i    = sum_l (dA_li q_l - dM_li beta_l k_l) + e^{G_C - G_i} U_i dS'^T - beta_i de_i
-//! dbeta_i = v_i R_i^T - k_i de_i^T
+//! dq_i    = sum_j dA_qk_ij k_j + e^{G_i} dO_i S^T              dA_qk_ij = dO_i U_j^T e^{G_i - G_j}, i >= j
+//! da_i    = sum_j dM_ij k_j + e^{G_i} R_i S^T                  dM_ij = R_i U_j^T e^{G_i - G_j}, i > j
+//! dk_i    = sum_l (dA_qk_li q_l - dM_li beta_l k_l) + e^{G_C - G_i} U_i dS'^T - beta_i da_i
+//! dbeta_i = v_i R_i^T - k_i da_i^T
 //! dS      = e^{G_C} dS' + (e^G Q)^T dO - (e^G beta K)^T R
 //! ```
+//! a_i = -beta_i k_i is the row that erases: its gradient goes on to k_i and beta_i.
 //! g_t is in every e^{G_i - G_j} with j < t <= i: dG_i gathers each term with G_i, and dg_t is the sum of dG_i from t
 //! on.
 //!

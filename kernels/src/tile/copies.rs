@@ -138,13 +138,13 @@ fn lay_down<S: Float, G: Size, E: Float, N: Size>(
     #[comptime] window: Window,
 ) {
     let read = G::value();
-    let kept = N::value();
+    let held = N::value();
     let across = comptime!(window.columns / read);
     let n = UNIT_POS as usize + comptime!(turn * window.units);
     if n < comptime!(window.rows * across) {
         let at = n / across * comptime!(window.stride) + n % across * read;
-        if comptime!(read == kept) {
-            tile[at / kept] = Vector::<E, N>::cast_from(x);
+        if comptime!(read == held) {
+            tile[at / held] = Vector::<E, N>::cast_from(x);
         } else {
             #[unroll]
             for l in 0..read {
@@ -235,7 +235,7 @@ pub(crate) fn put_out<S: Float, M: Size>(
 /// Writes a product to rows of a tensor, from column `first` on; columns of the tensor end at
 /// `width`.
 #[cube]
-pub(crate) fn keep<E: Float, M: Size>(
+pub(crate) fn write_out<E: Float, M: Size>(
     out: &mut Array<Vector<E, M>>,
     acc: &Acc,
     rows: &Rows,
@@ -296,9 +296,9 @@ pub(crate) fn store_at<X: Float, M: Size>(
     }
 }
 
-/// As [`keep`], four numbers a vector where a unit can exchange them with its neighbour: in whole sectors.
+/// As [`write_out`], four numbers a vector where a unit can exchange them with its neighbour: in whole sectors.
 #[cube]
-pub(crate) fn keep_rows<F: Float, W: Size>(
+pub(crate) fn write_out_by_four<F: Float, W: Size>(
     out: &mut Array<Vector<F, W>>,
     acc: &Acc,
     rows: &Rows,
@@ -335,7 +335,7 @@ pub(crate) fn keep_rows<F: Float, W: Size>(
             }
         }
     } else {
-        keep::<F, W>(out, acc, rows, first, width, grid);
+        write_out::<F, W>(out, acc, rows, first, width, grid);
     }
 }
 

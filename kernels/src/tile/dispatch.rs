@@ -1,4 +1,5 @@
-//! The choice of an engine at compile time: the only place that asks which one it is.
+//! The arithmetic of an engine, picked at compile time. Its numbers and properties are methods of [`Engine`], its tile
+//! layout those of [`Grid`].
 
 use super::engine::{Engine, Inverse, Mul, TileEngine};
 use super::mma::Mma;

@@ -1,6 +1,8 @@
 //! Engines, and the trait that they have: how tiles are multiplied.
 
 use super::{Acc, Grid};
+use crate::refusal::F32;
+use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 
 /// Engine: the arithmetic that multiplies tiles.
@@ -36,6 +38,40 @@ impl Engine {
         match self {
             Engine::Plain | Engine::Tf32 => 4,
             Engine::Mma => 2,
+        }
+    }
+
+    /// Type of a number in a tile; `between` is that of tensors between stages.
+    pub(crate) fn tile_type(self, between: StorageType) -> StorageType {
+        match self {
+            Engine::Plain | Engine::Tf32 => F32,
+            Engine::Mma => between,
+        }
+    }
+
+    /// Numbers of a vector in a tile that is loaded, and in one of products: 16 bytes for asynchronous copies and
+    /// `ldmatrix`, and a pair of an accumulator.
+    pub(crate) fn tile_widths(self) -> [usize; 2] {
+        match self {
+            Engine::Plain | Engine::Tf32 => [1, 1],
+            Engine::Mma => [8, 2],
+        }
+    }
+
+    /// Numbers of a vector that is written: neighbouring lanes of tensor cores exchange pairs for four in a row.
+    pub(crate) fn store_width(self) -> usize {
+        match self {
+            Engine::Plain | Engine::Tf32 => 1,
+            Engine::Mma => 4,
+        }
+    }
+
+    /// Whether accumulators are operands of the next product as they lie in registers, but for rounding. A state
+    /// pass then keeps its state there, else in shared memory.
+    pub(crate) fn accumulators_are_operands(self) -> bool {
+        match self {
+            Engine::Plain | Engine::Tf32 => false,
+            Engine::Mma => true,
         }
     }
 }

@@ -1,5 +1,5 @@
 //! UT transform: the inverse T of a unit lower triangular matrix, by substitution in blocks of 16 and merges. T
-//! gives the WY form of a chunk's delta steps: U = T (beta V) - W S with W = T E~.
+//! gives the WY form of a chunk's delta steps: U = T (beta V) - W S with W = T (beta E~).
 //!
 //! With T = (I - M)^-1 and M strictly lower triangular, T = I + M T gives the rows of a 16 x 16 block
 //! one after another; and of two neighbouring blocks,

@@ -226,7 +226,7 @@ pub(crate) fn load_b<E: Float, N: Size>(
 
 /// Four 8 x 8 matrices; this lane's row of 16 bytes starts `offset` numbers after `at`, whole vectors both.
 /// Compile-time offsets come apart from run-time ones, here and in [`put`]: once the sum of both is divided by a
-/// vector's width no compiler parts them again, and each load computes an address.
+/// vector's width compilers cannot separate them again, and each load computes an address.
 #[cube]
 pub(crate) fn load_matrix<E: Float, N: Size>(
     tile: &SharedMemory<Vector<E, N>>,

@@ -198,7 +198,7 @@ fn add<B: LinearAttentionBackend, const D: usize>(
     y + ops::affine(inner, b, None).expect("as wide as the adapters' inner width")
 }
 
-/// What stands in a layer's place for an adapter from now on.
+/// The new entry of a layer's place for an adapter.
 struct Change<B: Backend>(Option<LowRankAdapter<B>>);
 
 thread_local! {

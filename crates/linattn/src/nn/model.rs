@@ -453,7 +453,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         (self.left(x), state)
     }
 
-    /// What comes behind the layers, but the logits.
+    /// Everything behind the layers, but the logits.
     pub(super) fn left(&self, x: Residual<B>) -> Tensor<B, 3> {
         self.normalized(match &self.decoder {
             Some(decoder) => Residual::new(decoder.forward(x.sum())),

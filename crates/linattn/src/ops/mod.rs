@@ -9,7 +9,7 @@
 //! ```
 //!
 //! g is one number a token and head, or one for each row of S. [`Read::Before`] takes `o_t` of linear
-//! attention, and the answer that a delta rule corrects, from `S_{t-1}` itself.
+//! attention, and the retrieved value that a delta rule corrects, from `S_{t-1}` itself.
 //!
 //! Devices work sequences off in chunks, so that nearly all arithmetic is matrix products. State, gates and sums are
 //! f32 whatever the inputs are (f64 for f64 inputs).
@@ -138,11 +138,11 @@ pub struct DeltaRuleInputs<B: Backend> {
     pub v: Tensor<B, 4>,
     /// Share of the error to correct, `[B, T, H]`: 0 to 1, or to 2 for negative eigenvalues.
     pub beta: Tensor<B, 3>,
-    /// Rows whose answer is corrected, `[B, T, H, K]`; the keys if absent.
+    /// Erase keys, whose retrieved values are corrected, `[B, T, H, K]`; the keys if absent.
     pub erase: Option<Tensor<B, 4>>,
     /// Decay.
     pub g: Option<Decay<B>>,
-    /// Which memory's answer is corrected.
+    /// The state that the erase keys read.
     pub read: Read,
 }
 
@@ -175,9 +175,9 @@ pub struct LowRankInputs<B: Backend> {
     pub k: Tensor<B, 4>,
     /// Values, `[B, T, H, V]`.
     pub v: Tensor<B, 4>,
-    /// Rows that ask the memory before its decay, `[B, T, H, K]`.
+    /// Rows that read the state before its decay, `[B, T, H, K]`.
     pub a: Tensor<B, 4>,
-    /// Rows where the answer is written, `[B, T, H, K]`.
+    /// Rows under which the retrieved value is written, `[B, T, H, K]`.
     pub b: Tensor<B, 4>,
     /// Decay.
     pub g: Option<Decay<B>>,

@@ -11,11 +11,11 @@ use std::{
 /// Which memory is read: the one after this token's decay, or the one before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Read {
-    /// Outputs see this token's write, and a delta rule corrects what the decayed memory answers.
+    /// Outputs see this token's write, and a delta rule corrects the value retrieved from the decayed state.
     #[default]
     After,
     /// The memory as the last token left it: linear attention's output is taken from there, as in
-    /// RWKV-6 (arXiv 2404.05892), and a delta rule corrects what it answers, as in Comba (arXiv
+    /// RWKV-6 (arXiv 2404.05892), and a delta rule corrects the value retrieved from it, as in Comba (arXiv
     /// 2506.02475), whose output stays after the write.
     Before,
 }
@@ -72,9 +72,9 @@ pub enum Transition<T> {
     },
     /// Adds `k^T v + b^T (a S)`, S being the state before its decay.
     LowRank {
-        /// Rows that ask the state, `[B, T, H, K]`.
+        /// Rows that read the state, `[B, T, H, K]`.
         a: T,
-        /// Rows where the answer is written, `[B, T, H, K]`.
+        /// Rows under which the retrieved value is written, `[B, T, H, K]`.
         b: T,
     },
 }

@@ -85,7 +85,7 @@ pub(crate) trait StateEngine: Send + Sync + Sized + 'static {
     );
 
     /// Writes the state, from number `start` on: [K, V], or `transposed`, [V, K].
-    fn store_state(
+    fn write_state(
         state: &State<Self>,
         to: &mut Array<f32>,
         start: usize,
@@ -162,7 +162,7 @@ pub(crate) trait StateEngine: Send + Sync + Sized + 'static {
     );
 
     /// Writes an output block to `[B, T, H, V]`.
-    fn keep_output<T: Float>(
+    fn write_output<T: Float>(
         to: &mut Array<Vector<T, Self::W>>,
         acc: &Acc,
         rows: &Rows,
@@ -171,7 +171,7 @@ pub(crate) trait StateEngine: Send + Sync + Sized + 'static {
     );
 
     /// Writes a block to `[B, T, H, V]`.
-    fn keep_block<T: Float>(
+    fn write_block<T: Float>(
         to: &mut Array<Vector<T, Self::W>>,
         acc: &Acc,
         rows: &Rows,
@@ -180,24 +180,24 @@ pub(crate) trait StateEngine: Send + Sync + Sized + 'static {
     );
 }
 
-/// Where a state is held.
-pub(crate) trait Home: Send + Sync + 'static {
+/// The place of a state.
+pub(crate) trait StatePlace: Send + Sync + 'static {
     /// The engine of these types there.
     type Engine<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>: StateEngine<F = F, E = E, G = G, N = N, M = M, W = W>;
 }
 
 /// In registers.
-pub(crate) struct Registers;
+pub(crate) struct RegisterState;
 
 /// In shared memory.
-pub(crate) struct Shared;
+pub(crate) struct SharedMemoryState;
 
-impl Home for Registers {
+impl StatePlace for RegisterState {
     type Engine<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> =
         InRegisters<F, E, G, N, M, W>;
 }
 
-impl Home for Shared {
+impl StatePlace for SharedMemoryState {
     type Engine<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> =
         InSharedMemory<F, E, G, N, M, W>;
 }

@@ -118,7 +118,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         }
     }
 
-    fn store_state(
+    fn write_state(
         state: &State<Self>,
         to: &mut Array<f32>,
         start: usize,
@@ -288,7 +288,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         }
     }
 
-    fn keep_output<T: Float>(
+    fn write_output<T: Float>(
         to: &mut Array<Vector<T, W>>,
         acc: &Acc,
         rows: &Rows,
@@ -315,7 +315,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
 
     /// The block is transposed: neighbouring lanes swap pairs, so that each holds two neighbouring columns of one
     /// token, and then four.
-    fn keep_block<T: Float>(
+    fn write_block<T: Float>(
         to: &mut Array<Vector<T, W>>,
         acc: &Acc,
         rows: &Rows,
@@ -441,11 +441,11 @@ pub(crate) fn reduce_split_k(
         if comptime!(!fresh) {
             sync_cube();
         }
-        let kept = comptime!(plan.block_fragments() - from);
+        let fragments = comptime!(plan.block_fragments() - from);
         let units = comptime!(plan.units);
         let unit = UNIT_POS as usize;
         #[unroll]
-        for f in 0..kept {
+        for f in 0..fragments {
             #[unroll]
             for h in 0..2usize {
                 let at = comptime!((2 * f + h) * units) + unit;
@@ -455,7 +455,7 @@ pub(crate) fn reduce_split_k(
         sync_cube();
         let other = (unit + comptime!(units / 2)) % units;
         #[unroll]
-        for f in 0..kept {
+        for f in 0..fragments {
             #[unroll]
             for h in 0..2usize {
                 let at = comptime!((2 * f + h) * units) + other;

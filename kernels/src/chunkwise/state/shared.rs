@@ -133,7 +133,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         sync_cube();
     }
 
-    fn store_state(
+    fn write_state(
         state: &State<Self>,
         to: &mut Array<f32>,
         start: usize,
@@ -294,7 +294,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         Self::block_product::<T>(acc, matrix, at, block, false, plan);
     }
 
-    fn keep_output<T: Float>(
+    fn write_output<T: Float>(
         to: &mut Array<Vector<T, W>>,
         acc: &Acc,
         rows: &Rows,
@@ -316,14 +316,14 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         }
     }
 
-    fn keep_block<T: Float>(
+    fn write_block<T: Float>(
         to: &mut Array<Vector<T, W>>,
         acc: &Acc,
         rows: &Rows,
         first: usize,
         #[comptime] plan: StatePlan,
     ) {
-        Self::keep_output::<T>(to, acc, rows, first, plan);
+        Self::write_output::<T>(to, acc, rows, first, plan);
     }
 }
 

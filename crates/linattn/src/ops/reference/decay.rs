@@ -1,10 +1,10 @@
 //! Decay between the tokens of every chunk: factors, scores, and the way back.
 
-use super::exponents::{Asks, ExponentGradients, ScoreGradients};
+use super::exponents::{ExponentGradients, ScoreGradients};
 use super::mask::Mask;
 use super::scalar_decay::ScalarDecay;
 use super::vector_decay::VectorDecay;
-use crate::ops::recurrence::LogDecay;
+use crate::ops::recurrence::{LogDecay, Read};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Decay of a recurrence.
@@ -32,9 +32,9 @@ impl<B: Backend> Decay<B> {
     }
 
     /// `x_i e^{G_i}`, or with `G_{i-1}`.
-    pub(super) fn since_start(&self, x: &Tensor<B, 4>, asks: Asks) -> Tensor<B, 4> {
+    pub(super) fn since_start(&self, x: &Tensor<B, 4>, read: Read) -> Tensor<B, 4> {
         match self.factors() {
-            Some((from_start, _)) => x.clone() * asks.rows(from_start, 1.0),
+            Some((from_start, _)) => x.clone() * read.rows(from_start, 1.0),
             None => x.clone(),
         }
     }
@@ -67,11 +67,11 @@ impl<B: Backend> Decay<B> {
     }
 
     /// Scores `[M, N, C, C]` of rows x against rows y.
-    pub(super) fn scores(&self, x: &Tensor<B, 4>, y: &Tensor<B, 4>, asks: Asks) -> Tensor<B, 4> {
+    pub(super) fn scores(&self, x: &Tensor<B, 4>, y: &Tensor<B, 4>, read: Read) -> Tensor<B, 4> {
         match self {
-            Self::None { .. } => self.masked(x.clone().matmul(y.clone().transpose()), asks),
-            Self::Scalar(decay) => decay.scores(x, y, asks),
-            Self::Vector(decay) => decay.scores(x, y, asks),
+            Self::None { .. } => self.masked(x.clone().matmul(y.clone().transpose()), read),
+            Self::Scalar(decay) => decay.scores(x, y, read),
+            Self::Vector(decay) => decay.scores(x, y, read),
         }
     }
 
@@ -81,24 +81,24 @@ impl<B: Backend> Decay<B> {
         (x, y): (&Tensor<B, 4>, &Tensor<B, 4>),
         scores: Option<&Tensor<B, 4>>,
         d: Tensor<B, 4>,
-        asks: Asks,
+        read: Read,
     ) -> ScoreGradients<B> {
         match self {
             Self::None { .. } => {
-                let d = self.masked(d, asks);
+                let d = self.masked(d, read);
                 let (d_x, d_y) = (d.clone().matmul(y.clone()), d.transpose().matmul(x.clone()));
                 ScoreGradients { x: d_x, y: d_y, within: vec![] }
             }
-            Self::Scalar(decay) => decay.scores_backward((x, y), scores, d, asks),
-            Self::Vector(decay) => decay.scores_backward(x, y, &d, asks),
+            Self::Scalar(decay) => decay.scores_backward((x, y), scores, d, read),
+            Self::Vector(decay) => decay.scores_backward(x, y, &d, read),
         }
     }
 
     /// Of scores without decay, those that count.
-    fn masked(&self, scores: Tensor<B, 4>, asks: Asks) -> Tensor<B, 4> {
-        match (self, asks) {
-            (Self::None { causal, .. }, Asks::After) => causal.apply(scores),
-            (Self::None { strict, .. }, Asks::Before) => strict.apply(scores),
+    fn masked(&self, scores: Tensor<B, 4>, read: Read) -> Tensor<B, 4> {
+        match (self, read) {
+            (Self::None { causal, .. }, Read::After) => causal.apply(scores),
+            (Self::None { strict, .. }, Read::Before) => strict.apply(scores),
             (Self::Scalar(_) | Self::Vector(_), _) => scores,
         }
     }
@@ -132,9 +132,9 @@ impl<'a, B: Backend> Exponents<'a, B> {
     }
 
     /// Those from the start to rows x, whose gradients by the state are d.
-    pub(super) fn add_from_start(&mut self, x: &Tensor<B, 4>, d: &Tensor<B, 4>, asks: Asks) {
+    pub(super) fn add_from_start(&mut self, x: &Tensor<B, 4>, d: &Tensor<B, 4>, read: Read) {
         if let Some(found) = &mut self.found {
-            let part = asks.factors(self.decay.own(x.clone() * d.clone()));
+            let part = read.factors(self.decay.own(x.clone() * d.clone()));
             found.from_start = found.from_start.clone() + part;
         }
     }

@@ -1,5 +1,6 @@
 //! Exponents of a decay inside a chunk: which of them a row takes, and their gradients.
 
+use crate::ops::recurrence::Read;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Gradients of rows, of columns and of the exponents in between, from that of their scores.
@@ -11,8 +12,8 @@ pub(super) struct ScoreGradients<B: Backend> {
     pub(super) within: Vec<Tensor<B, 4>>,
 }
 
-/// Gradients of the exponents, that is, of each factor times that factor. Those of rows that ask
-/// before their decay are at the token before.
+/// Gradients of the exponents, that is, of each factor times that factor. Those of rows that read before
+/// their decay are at the token before.
 #[derive(Debug)]
 pub(super) struct ExponentGradients<B: Backend> {
     /// Inside scores. A scalar decay has one tensor, `[.., C, C]`, for pairs of tokens, of which only what is below
@@ -26,28 +27,22 @@ pub(super) struct ExponentGradients<B: Backend> {
     pub(super) total: Tensor<B, 4>,
 }
 
-/// Whether a row asks before its own token's decay, or after it.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Asks {
-    After,
-    Before,
-}
-
-impl Asks {
-    /// Factors, `[.., C, X]`, as rows take them: asking before the decay is asking after that of the
+/// The read position of a row: q of an identity transition, or the erase key a of a solve.
+impl Read {
+    /// Factors, `[.., C, X]`, as rows take them: to read before the decay is to read after that of the
     /// token before, and the first row takes `first`.
     pub(super) fn rows<B: Backend>(self, factors: Tensor<B, 4>, first: f64) -> Tensor<B, 4> {
         match self {
-            Asks::After => factors,
-            Asks::Before => later(factors, first),
+            Read::After => factors,
+            Read::Before => later(factors, first),
         }
     }
 
     /// Gradients of what rows took, back at the tokens they took it from.
     pub(super) fn factors<B: Backend>(self, rows: Tensor<B, 4>) -> Tensor<B, 4> {
         match self {
-            Asks::After => rows,
-            Asks::Before => earlier(rows),
+            Read::After => rows,
+            Read::Before => earlier(rows),
         }
     }
 }

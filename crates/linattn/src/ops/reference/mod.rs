@@ -3,28 +3,28 @@
 //!
 //! Per head and chunk of C tokens, S the state at its start, G the cumulative sum of the log decay g,
 //! `(x|y)_ij = sum_d x_id y_jd e^{G_id - G_jd}` for j <= i, and `(x|y)'_ij` the same with `G_{i-1}` in
-//! the place of `G_i`, for j < i (a row that asks before its own decay):
+//! the place of `G_i`, for j < i (a row that reads before its own decay):
 //! ```text
 //! X~_i = x_i e^{G_i}, or e^{G_{i-1}} for a       X^_j = x_j e^{G_C - G_j}
 //!
 //! identity    O  = q~ S + (q|k) v                  primed where q reads before the decay
 //!             S' = e^{G_C} S + k^^T v
-//! delta       W  = T (v + a~ S),                   T = (I - (a|k)')^-1
-//!             O  = q~ S + (q|k) W
-//!             S' = e^{G_C} S + k^^T W
-//! low rank    W  = T ((a|k)' v + a~ S),            T = (I - (a|b)')^-1
-//!             O  = q~ S + (q|k) v + (q|b) W
-//!             S' = e^{G_C} S + k^^T v + b^^T W
+//! delta       U  = T (v + a~ S),                   T = (I - (a|k)')^-1
+//!             O  = q~ S + (q|k) U
+//!             S' = e^{G_C} S + k^^T U
+//! low rank    U  = T ((a|k)' v + a~ S),            T = (I - (a|b)')^-1
+//!             O  = q~ S + (q|k) v + (q|b) U
+//!             S' = e^{G_C} S + k^^T v + b^^T U
 //! ```
 //! A delta rule, `u_t = beta_t (v_t - e_t S)`, has v scaled by beta and `a = -beta e`, times `e^{g_t}` where it
-//! erases after the decay. Only W and S' need the chunk before; everything else is computed for all chunks at once.
-//! Backwards, with y the rows that write W (k or b), `R = T^T dW` and S' the state at the chunk's end:
+//! erases after the decay. Only U and S' need the chunk before; everything else is computed for all chunks at once.
+//! Backwards, with y the rows that write U (k or b), `R = T^T dU` and S' the state at the chunk's end:
 //! ```text
-//! dW = (q|y)^T dO + y^ dS'
-//! dS = e^{G_C} dS' + q~^T dO + (T a~)^T dW
+//! dU = (q|y)^T dO + y^ dS'
+//! dS = e^{G_C} dS' + q~^T dO + (T a~)^T dU
 //! dv = (q|k)^T dO + k^ dS' + (a|k)'^T R            delta: dv = R
 //! ```
-//! and the rows from dO v^T, dO W^T, R v^T and R W^T, each through its decay.
+//! and the rows from dO v^T, dO U^T, R v^T and R U^T, each through its decay.
 
 mod decay;
 mod exponents;
@@ -44,7 +44,6 @@ use crate::ops::recurrence::{Forward, LogDecay, Read, Recurrence, Saved, Transit
 use crate::ops::tensors::{accumulator, primitive, tensor};
 use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 use decay::{Decay, Exponents};
-use exponents::Asks;
 use layout::Layout;
 use triangular::unit_lower_inverse;
 
@@ -86,22 +85,21 @@ pub(in crate::ops) fn backward<B: Backend>(
 
 /// The transition of a token, in chunks.
 enum Rule<B: Backend> {
-    Identity { reads: Asks },
+    Identity { read: Read },
     Delta(Delta<B>),
     LowRank { a: Tensor<B, 4>, b: Tensor<B, 4> },
 }
 
 /// A delta rule: kept to take its gradients apart again.
 struct Delta<B: Backend> {
-    /// a.
-    asking: Tensor<B, 4>,
+    a: Tensor<B, 4>,
     beta: Tensor<B, 4>,
-    /// The row that asks, before beta.
+    /// The erase key, before beta.
     erase: Tensor<B, 4>,
     /// Before beta.
     v: Tensor<B, 4>,
     /// `e^{g}` where it erases after the decay.
-    kept: Option<Tensor<B, 4>>,
+    decay: Option<Tensor<B, 4>>,
 }
 
 /// Tensors of a recurrence, in chunks.
@@ -128,21 +126,20 @@ impl<B: Backend> Chunks<B> {
             LogDecay::Vector(g) => LogDecay::Vector(rows(g)),
         });
         let rule = match x.transition {
-            Transition::Identity { read: Read::After } => Rule::Identity { reads: Asks::After },
-            Transition::Identity { read: Read::Before } => Rule::Identity { reads: Asks::Before },
+            Transition::Identity { read } => Rule::Identity { read },
             Transition::LowRank { a, b } => Rule::LowRank { a: rows(a), b: rows(b) },
             Transition::Delta { beta, erase, read } => {
                 let (beta, erase) = (gates(beta), erase.map_or(k.clone(), rows));
-                let kept = match read {
+                let decay = match read {
                     Read::After => g.clone().map(|g| g.into_inner().exp()),
                     Read::Before => None,
                 };
                 let by_beta = (erase.clone() * beta.clone()).neg();
-                let asking = match &kept {
-                    Some(kept) => by_beta * kept.clone(),
+                let a = match &decay {
+                    Some(decay) => by_beta * decay.clone(),
                     None => by_beta,
                 };
-                Rule::Delta(Delta { asking, beta, erase, v: v.clone(), kept })
+                Rule::Delta(Delta { a, beta, erase, v: v.clone(), decay })
             }
         };
         let state = layout.state_shape();
@@ -161,19 +158,19 @@ impl<B: Backend> Chunks<B> {
         }
     }
 
-    /// How q reads.
-    fn reads(&self) -> Asks {
+    /// The read position of q.
+    fn read(&self) -> Read {
         match self.rule {
-            Rule::Identity { reads } => reads,
-            Rule::Delta(_) | Rule::LowRank { .. } => Asks::After,
+            Rule::Identity { read } => read,
+            Rule::Delta(_) | Rule::LowRank { .. } => Read::After,
         }
     }
 
-    /// a, and the rows y that write W.
+    /// a, and the rows y that write U.
     fn solved(&self) -> Option<(&Tensor<B, 4>, &Tensor<B, 4>)> {
         match &self.rule {
             Rule::Identity { .. } => None,
-            Rule::Delta(delta) => Some((&delta.asking, &self.k)),
+            Rule::Delta(delta) => Some((&delta.a, &self.k)),
             Rule::LowRank { a, b } => Some((a, b)),
         }
     }
@@ -185,28 +182,28 @@ impl<B: Backend> Chunks<B> {
 
     fn scores(&self) -> Scores<B> {
         let solve = self.solved().map(|(a, y)| {
-            let n = self.decay.scores(a, y, Asks::Before).neg();
+            let n = self.decay.scores(a, y, Read::Before).neg();
             let [chunks, rows, size, _] = n.dims();
             let inverse = unit_lower_inverse(n.reshape([chunks * rows, size, size]));
             Solve {
                 inverse: inverse.reshape([chunks, rows, size, size]),
                 of_values: self.writes_values().then(|| OfValues {
-                    asked: self.decay.scores(a, &self.k, Asks::Before),
-                    read: self.decay.scores(&self.q, y, Asks::After),
+                    a_ak: self.decay.scores(a, &self.k, Read::Before),
+                    a_qb: self.decay.scores(&self.q, y, Read::After),
                 }),
             }
         });
-        Scores { read: self.decay.scores(&self.q, &self.k, self.reads()), solve }
+        Scores { a_qk: self.decay.scores(&self.q, &self.k, self.read()), solve }
     }
 
-    /// T a~ and y^: how W reads the state, and how it is written.
-    fn asking(&self, solve: &Solve<B>) -> Option<[Tensor<B, 4>; 2]> {
+    /// T a~, by which U reads the state (-W of the WY representation), and y^, by which U is written.
+    fn wy_rows(&self, solve: &Solve<B>) -> Option<[Tensor<B, 4>; 2]> {
         let (a, y) = self.solved()?;
-        let asking = solve.inverse.clone().matmul(self.decay.since_start(a, Asks::Before));
-        Some([asking, self.decay.to_end(y)])
+        let minus_w = solve.inverse.clone().matmul(self.decay.since_start(a, Read::Before));
+        Some([minus_w, self.decay.to_end(y)])
     }
 
-    /// States at the chunks' starts, W, and the state after the last chunk.
+    /// States at the chunks' starts, U, and the state after the last chunk.
     fn scan(&self, scores: &Scores<B>) -> Scan<B> {
         // What needs no state is one product for all chunks.
         let writes = self
@@ -214,11 +211,11 @@ impl<B: Backend> Chunks<B> {
             .then(|| self.decay.to_end(&self.k).transpose().matmul(self.v.clone()));
         let solve = scores.solve.as_ref().and_then(|solve| {
             let right = match &solve.of_values {
-                Some(scores) => scores.asked.clone().matmul(self.v.clone()),
+                Some(scores) => scores.a_ak.clone().matmul(self.v.clone()),
                 None => self.v.clone(),
             };
-            let [asking, written] = self.asking(solve)?;
-            Some((solve.inverse.clone().matmul(right), asking, written.transpose()))
+            let [minus_w, written] = self.wy_rows(solve)?;
+            Some((solve.inverse.clone().matmul(right), minus_w, written.transpose()))
         });
         let (mut state, mut states, mut solved) = (self.start.clone(), vec![], vec![]);
         for c in 0..self.layout.chunks() {
@@ -228,71 +225,70 @@ impl<B: Backend> Chunks<B> {
             if let Some(writes) = &writes {
                 next = next + at(writes);
             }
-            if let Some((values, asking, written)) = &solve {
-                let w = at(values) + at(asking).matmul(state);
-                next = next + at(written).matmul(w.clone());
-                solved.push(w);
+            if let Some((values, minus_w, written)) = &solve {
+                let u = at(values) + at(minus_w).matmul(state);
+                next = next + at(written).matmul(u.clone());
+                solved.push(u);
             }
             state = next;
         }
-        let w = solve.map(|_| Tensor::cat(solved, 0));
-        Scan { states: Tensor::cat(states, 0), w, last: state }
+        let u = solve.map(|_| Tensor::cat(solved, 0));
+        Scan { states: Tensor::cat(states, 0), u, last: state }
     }
 }
 
 /// Scores of every chunk, `[M, N, C, C]`. C numbers a token each: the backward pass is given them.
 struct Scores<B: Backend> {
     /// `(q|k)`, primed where q reads before the decay.
-    read: Tensor<B, 4>,
+    a_qk: Tensor<B, 4>,
     solve: Option<Solve<B>>,
 }
 
 impl<B: Backend> Scores<B> {
-    /// `(q|y)`.
-    fn solved(&self) -> &Tensor<B, 4> {
+    /// `(q|y)`, the matrix in front of U.
+    fn a_of_u(&self) -> &Tensor<B, 4> {
         let of_values = self.solve.as_ref().and_then(|solve| solve.of_values.as_ref());
-        of_values.map_or(&self.read, |of_values| &of_values.read)
+        of_values.map_or(&self.a_qk, |of_values| &of_values.a_qb)
     }
 }
 
-/// What W is solved with.
+/// Matrices that U is solved with.
 struct Solve<B: Backend> {
     /// T.
     inverse: Tensor<B, 4>,
-    /// Where values are written beside W.
+    /// Where values are written beside U.
     of_values: Option<OfValues<B>>,
 }
 
 struct OfValues<B: Backend> {
     /// `(a|k)'`.
-    asked: Tensor<B, 4>,
+    a_ak: Tensor<B, 4>,
     /// `(q|b)`.
-    read: Tensor<B, 4>,
+    a_qb: Tensor<B, 4>,
 }
 
 struct Scan<B: Backend> {
     states: Tensor<B, 4>,
-    w: Option<Tensor<B, 4>>,
+    u: Option<Tensor<B, 4>>,
     last: Tensor<B, 4>,
 }
 
-/// Saved tensors.
-struct Kept<B: Backend> {
+struct SavedTensors<B: Backend> {
     /// At the chunks' starts.
     states: Tensor<B, 4>,
     scores: Scores<B>,
-    w: Option<Tensor<B, 4>>,
+    u: Option<Tensor<B, 4>>,
 }
 
-impl<B: Backend> Kept<B> {
+impl<B: Backend> SavedTensors<B> {
     fn save(self) -> Saved<FloatTensor<B>> {
-        let Scores { read, solve } = self.scores;
-        let mut tensors = vec![self.states, read];
+        let Scores { a_qk, solve } = self.scores;
+        let mut tensors = vec![self.states, a_qk];
         if let Some(Solve { inverse, of_values }) = solve {
-            tensors.extend(self.w);
+            tensors.extend(self.u);
             tensors.push(inverse);
             tensors.extend(
-                of_values.map(|OfValues { asked, read }| [asked, read]).into_iter().flatten(),
+                of_values.map(|OfValues { a_ak, a_qb }| [a_ak, a_qb]).into_iter().flatten(),
             );
         }
         Saved::from(tensors.into_iter().map(primitive).collect::<Vec<_>>())
@@ -302,11 +298,11 @@ impl<B: Backend> Kept<B> {
         let mut tensors = saved.tensors.into_iter().map(tensor::<B, 4>);
         let mut next = || tensors.next();
         let missing = "a forward pass that keeps saves its states and scores";
-        let (states, read) = (next().expect(missing), next().expect(missing));
-        let (w, inverse) = (next(), next());
-        let of_values = next().zip(next()).map(|(asked, read)| OfValues { asked, read });
+        let (states, a_qk) = (next().expect(missing), next().expect(missing));
+        let (u, inverse) = (next(), next());
+        let of_values = next().zip(next()).map(|(a_ak, a_qb)| OfValues { a_ak, a_qb });
         let solve = inverse.map(|inverse| Solve { inverse, of_values });
-        Self { states, scores: Scores { read, solve }, w }
+        Self { states, scores: Scores { a_qk, solve }, u }
     }
 }
 
@@ -318,19 +314,19 @@ fn forward_by<B: Backend>(
     let (dtype, dims) = (x.v.dtype(), x.dims());
     let x = Chunks::<B>::new(x, chunk);
     let scores = x.scores();
-    let Scan { states, w, last } = x.scan(&scores);
-    let mut o = x.decay.since_start(&x.q, x.reads()).matmul(states.clone());
+    let Scan { states, u, last } = x.scan(&scores);
+    let mut o = x.decay.since_start(&x.q, x.read()).matmul(states.clone());
     if x.writes_values() {
-        o = o + scores.read.clone().matmul(x.v.clone());
+        o = o + scores.a_qk.clone().matmul(x.v.clone());
     }
-    if let Some(w) = &w {
-        o = o + scores.solved().clone().matmul(w.clone());
+    if let Some(u) = &u {
+        o = o + scores.a_of_u().clone().matmul(u.clone());
     }
     Forward {
         o: primitive(x.layout.join(o).cast(dtype)),
         state: primitive(last.reshape(dims.state_shape())),
         saved: match keep {
-            true => Kept { states, scores, w }.save(),
+            true => SavedTensors { states, scores, u }.save(),
             false => Saved::default(),
         },
     }
@@ -341,7 +337,7 @@ struct Gradients<B: Backend> {
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,
     v: Tensor<B, 4>,
-    /// Of a and y, where W is solved for.
+    /// Of a and y, where U is solved for.
     solved: Option<[Tensor<B, 4>; 2]>,
     /// Of the log decay.
     g: Option<Tensor<B, 4>>,
@@ -355,7 +351,7 @@ fn backward_by<B: Backend>(
     chunk: usize,
 ) -> Recurrence<FloatTensor<B>> {
     let x = Chunks::<B>::new(given.clone(), chunk);
-    let kept = Kept::<B>::restore(saved);
+    let saved = SavedTensors::<B>::restore(saved);
     let d_o = match d_o {
         Some(d_o) => x.layout.split(tensor::<B, 4>(d_o)),
         None => x.v.zeros_like(),
@@ -364,17 +360,17 @@ fn backward_by<B: Backend>(
         Some(d) => accumulator(tensor::<B, 4>(d)).reshape(x.start.shape()),
         None => x.start.zeros_like(),
     };
-    let reverse = x.reverse(&kept.scores, &d_o, d_last);
+    let reverse = x.reverse(&saved.scores, &d_o, d_last);
     let d_start = reverse.d_start.clone();
-    let d = x.gradients(kept, reverse, d_o);
+    let d = x.gradients(saved, reverse, d_o);
     x.hand_back(given, d, d_start)
 }
 
 struct Reverse<B: Backend> {
     /// Gradient of the state at the end of each chunk.
     d_states: Tensor<B, 4>,
-    /// Gradient of W.
-    d_w: Option<Tensor<B, 4>>,
+    /// Gradient of U.
+    d_u: Option<Tensor<B, 4>>,
     /// Gradient of the state before the first token.
     d_start: Tensor<B, 4>,
 }
@@ -388,21 +384,21 @@ impl<B: Backend> Chunks<B> {
         mut d_state: Tensor<B, 4>,
     ) -> Reverse<B> {
         let by_outputs =
-            self.decay.since_start(&self.q, self.reads()).transpose().matmul(d_o.clone());
+            self.decay.since_start(&self.q, self.read()).transpose().matmul(d_o.clone());
         let solve = scores.solve.as_ref().and_then(|solve| {
-            let [asking, written] = self.asking(solve)?;
-            let by_reads = scores.solved().clone().transpose().matmul(d_o.clone());
-            Some((asking.transpose(), written, by_reads))
+            let [minus_w, written] = self.wy_rows(solve)?;
+            let by_reads = scores.a_of_u().clone().transpose().matmul(d_o.clone());
+            Some((minus_w.transpose(), written, by_reads))
         });
         let (mut d_states, mut d_solved) = (vec![], vec![]);
         for c in (0..self.layout.chunks()).rev() {
             let at = |x: &Tensor<B, 4>| x.clone().narrow(0, c, 1);
             d_states.push(d_state.clone());
             let mut before = self.decay.carry(d_state.clone(), c) + at(&by_outputs);
-            if let Some((asking, written, by_reads)) = &solve {
-                let d_w = at(by_reads) + at(written).matmul(d_state);
-                before = before + at(asking).matmul(d_w.clone());
-                d_solved.push(d_w);
+            if let Some((minus_w, written, by_reads)) = &solve {
+                let d_u = at(by_reads) + at(written).matmul(d_state);
+                before = before + at(minus_w).matmul(d_u.clone());
+                d_solved.push(d_u);
             }
             d_state = before;
         }
@@ -410,70 +406,73 @@ impl<B: Backend> Chunks<B> {
             list.reverse();
             Tensor::cat(list, 0)
         };
-        let d_w = solve.map(|_| forwards(d_solved));
-        Reverse { d_states: forwards(d_states), d_w, d_start: d_state }
+        let d_u = solve.map(|_| forwards(d_solved));
+        Reverse { d_states: forwards(d_states), d_u, d_start: d_state }
     }
 
     /// Gradients of all rows, and of the log decay.
-    fn gradients(&self, kept: Kept<B>, reverse: Reverse<B>, d_o: Tensor<B, 4>) -> Gradients<B> {
+    fn gradients(
+        &self,
+        saved: SavedTensors<B>,
+        reverse: Reverse<B>,
+        d_o: Tensor<B, 4>,
+    ) -> Gradients<B> {
         let (x, decay) = (self, &self.decay);
-        let Kept { states, scores, w } = kept;
-        let Reverse { d_states, d_w, .. } = reverse;
+        let SavedTensors { states, scores, u } = saved;
+        let Reverse { d_states, d_u, .. } = reverse;
         let transposed = states.clone().transpose();
         let d_transposed = d_states.clone().transpose();
-        let kept_by =
+        let by_end =
             |values: &Tensor<B, 4>| decay.to_end(&values.clone().matmul(d_transposed.clone()));
         let mut exponents = Exponents::new(decay, &states, &d_states);
 
-        let read_of_state = decay.since_start(&d_o.clone().matmul(transposed.clone()), x.reads());
-        exponents.add_from_start(&x.q, &read_of_state, x.reads());
+        let q_of_state = decay.since_start(&d_o.clone().matmul(transposed.clone()), x.read());
+        exponents.add_from_start(&x.q, &q_of_state, x.read());
         let mut d = Gradients {
-            q: read_of_state,
+            q: q_of_state,
             k: x.k.zeros_like(),
             v: x.v.zeros_like(),
             solved: None,
             g: None,
         };
         if x.writes_values() {
-            let by_reads = d_o.clone().matmul(x.v.clone().transpose());
-            let read = decay.scores_backward((&x.q, &x.k), Some(&scores.read), by_reads, x.reads());
-            let kept = kept_by(&x.v);
-            exponents.add_to_end(&x.k, &kept);
-            exponents.add_within(read.within);
-            d.q = d.q + read.x;
-            d.k = read.y + kept;
-            d.v = scores.read.clone().transpose().matmul(d_o.clone())
+            let d_a_qk = d_o.clone().matmul(x.v.clone().transpose());
+            let qk = decay.scores_backward((&x.q, &x.k), Some(&scores.a_qk), d_a_qk, x.read());
+            let k_of_state = by_end(&x.v);
+            exponents.add_to_end(&x.k, &k_of_state);
+            exponents.add_within(qk.within);
+            d.q = d.q + qk.x;
+            d.k = qk.y + k_of_state;
+            d.v = scores.a_qk.clone().transpose().matmul(d_o.clone())
                 + decay.to_end(&x.k).matmul(d_states);
         }
-        if let (Some((a, y)), Some(solve), Some(w), Some(d_w)) = (x.solved(), &scores.solve, w, d_w)
+        if let (Some((a, y)), Some(solve), Some(u), Some(d_u)) = (x.solved(), &scores.solve, u, d_u)
         {
-            let r = solve.inverse.clone().transpose().matmul(d_w);
-            let w_t = w.clone().transpose();
-            let by_reads = d_o.matmul(w_t.clone());
-            let read =
-                decay.scores_backward((&x.q, y), Some(scores.solved()), by_reads, Asks::After);
-            let asked = decay.scores_backward((a, y), None, r.clone().matmul(w_t), Asks::Before);
-            let asked_of_state = decay.since_start(&r.clone().matmul(transposed), Asks::Before);
-            let kept = kept_by(&w);
-            exponents.add_from_start(a, &asked_of_state, Asks::Before);
-            exponents.add_to_end(y, &kept);
-            exponents.add_within(read.within);
-            exponents.add_within(asked.within);
-            d.q = d.q + read.x;
-            let mut d_a = asked.x + asked_of_state;
+            let r = solve.inverse.clone().transpose().matmul(d_u);
+            let u_t = u.clone().transpose();
+            let d_a_qy = d_o.matmul(u_t.clone());
+            let qy = decay.scores_backward((&x.q, y), Some(scores.a_of_u()), d_a_qy, Read::After);
+            let ay = decay.scores_backward((a, y), None, r.clone().matmul(u_t), Read::Before);
+            let a_of_state = decay.since_start(&r.clone().matmul(transposed), Read::Before);
+            let y_of_state = by_end(&u);
+            exponents.add_from_start(a, &a_of_state, Read::Before);
+            exponents.add_to_end(y, &y_of_state);
+            exponents.add_within(qy.within);
+            exponents.add_within(ay.within);
+            d.q = d.q + qy.x;
+            let mut d_a = ay.x + a_of_state;
             match &solve.of_values {
-                Some(OfValues { asked: scores, .. }) => {
-                    let by_values = r.clone().matmul(x.v.clone().transpose());
-                    let pairs =
-                        decay.scores_backward((a, &x.k), Some(scores), by_values, Asks::Before);
-                    exponents.add_within(pairs.within);
-                    d_a = d_a + pairs.x;
-                    d.k = d.k + pairs.y;
-                    d.v = d.v + scores.clone().transpose().matmul(r);
+                Some(OfValues { a_ak, .. }) => {
+                    let d_a_ak = r.clone().matmul(x.v.clone().transpose());
+                    let ak = decay.scores_backward((a, &x.k), Some(a_ak), d_a_ak, Read::Before);
+                    exponents.add_within(ak.within);
+                    d_a = d_a + ak.x;
+                    d.k = d.k + ak.y;
+                    d.v = d.v + a_ak.clone().transpose().matmul(r);
                 }
                 None => d.v = r,
             }
-            d.solved = Some([d_a, read.y + asked.y + kept]);
+            d.solved = Some([d_a, qy.y + ay.y + y_of_state]);
         }
         d.g = exponents.log_gates();
         d
@@ -500,8 +499,8 @@ impl<B: Backend> Chunks<B> {
                     Some(_) => d_k,
                     None => d_k + d.erase.clone(),
                 };
-                g = g.map(|g| match d.kept {
-                    Some(kept) => g + self.decay.own(kept),
+                g = g.map(|g| match d.decay {
+                    Some(d_g) => g + self.decay.own(d_g),
                     None => g,
                 });
                 let erase = erase.map(|of| rows(d.erase, &of));
@@ -531,17 +530,17 @@ struct DeltaGradients<B: Backend> {
     beta: Tensor<B, 4>,
     erase: Tensor<B, 4>,
     v: Tensor<B, 4>,
-    /// Of the exponents of `kept`, `[.., C, K]`.
-    kept: Option<Tensor<B, 4>>,
+    /// Of the exponents of `decay`, `[.., C, K]`.
+    decay: Option<Tensor<B, 4>>,
 }
 
 impl<B: Backend> Delta<B> {
     /// From those of a and of v scaled by beta.
     fn gradients(&self, d_a: Tensor<B, 4>, d_v: Tensor<B, 4>) -> DeltaGradients<B> {
-        let kept = self.kept.as_ref().map(|_| d_a.clone() * self.asking.clone());
+        let decay = self.decay.as_ref().map(|_| d_a.clone() * self.a.clone());
         // a = -beta e [e^g]
-        let d_rows = match &self.kept {
-            Some(kept) => d_a.neg() * kept.clone(),
+        let d_rows = match &self.decay {
+            Some(decay) => d_a.neg() * decay.clone(),
             None => d_a.neg(),
         };
         let by_rows = (d_rows.clone() * self.erase.clone()).sum_dim(3);
@@ -550,7 +549,7 @@ impl<B: Backend> Delta<B> {
             beta: by_rows + by_values,
             erase: d_rows * self.beta.clone(),
             v: d_v * self.beta.clone(),
-            kept,
+            decay,
         }
     }
 }

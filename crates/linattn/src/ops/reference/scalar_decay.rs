@@ -6,8 +6,9 @@
 //! digits of all small gates behind it. For the same reason the gradient adds up each gate's own
 //! terms instead of cancelling q dq against k dk.
 
-use super::exponents::{Asks, ExponentGradients, ScoreGradients, later};
+use super::exponents::{ExponentGradients, ScoreGradients, later};
 use super::mask::Mask;
+use crate::ops::recurrence::Read;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Factors of one decay, `[chunks, N, ..]`.
@@ -67,8 +68,8 @@ impl<B: Backend> ScalarDecay<B> {
     }
 
     /// Scores of rows x against rows y, `[.., C, C]`.
-    pub(super) fn scores(&self, x: &Tensor<B, 4>, y: &Tensor<B, 4>, asks: Asks) -> Tensor<B, 4> {
-        x.clone().matmul(y.clone().transpose()) * asks.rows(self.within.clone(), 0.0)
+    pub(super) fn scores(&self, x: &Tensor<B, 4>, y: &Tensor<B, 4>, read: Read) -> Tensor<B, 4> {
+        x.clone().matmul(y.clone().transpose()) * read.rows(self.within.clone(), 0.0)
     }
 
     /// The way back through [`scores`](Self::scores), whose result spares a product where it is at hand.
@@ -77,11 +78,11 @@ impl<B: Backend> ScalarDecay<B> {
         (x, y): (&Tensor<B, 4>, &Tensor<B, 4>),
         scores: Option<&Tensor<B, 4>>,
         d: Tensor<B, 4>,
-        asks: Asks,
+        read: Read,
     ) -> ScoreGradients<B> {
-        let scores = scores.cloned().unwrap_or_else(|| self.scores(x, y, asks));
-        let within = asks.factors(d.clone() * scores);
-        let d = d * asks.rows(self.within.clone(), 0.0);
+        let scores = scores.cloned().unwrap_or_else(|| self.scores(x, y, read));
+        let within = read.factors(d.clone() * scores);
+        let d = d * read.rows(self.within.clone(), 0.0);
         ScoreGradients {
             x: d.clone().matmul(y.clone()),
             y: d.transpose().matmul(x.clone()),

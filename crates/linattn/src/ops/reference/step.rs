@@ -34,12 +34,12 @@ pub(crate) fn step<B: Backend>(x: Recurrence<FloatTensor<B>>) -> (FloatTensor<B>
             }
         }
         Transition::Delta { beta, erase, read } => {
-            let asking = erase.map_or(k.clone(), rows);
-            let answer = match read {
-                Read::After => asking.matmul(decayed.clone()),
-                Read::Before => asking.matmul(before),
+            let erase = erase.map_or(k.clone(), rows);
+            let retrieved = match read {
+                Read::After => erase.matmul(decayed.clone()),
+                Read::Before => erase.matmul(before),
             };
-            let u = gate(beta) * (v - answer);
+            let u = gate(beta) * (v - retrieved);
             let s = decayed + k.transpose().matmul(u);
             (s.clone(), s)
         }

@@ -18,8 +18,9 @@
 //! zeros and ones, and their gradients products with the transposes. Where a device multiplies f32 in
 //! TF32 that rounds them too: a weight `e^-s` moves by no more than `s e^-s / 2048`, below 2e-4.
 
-use super::exponents::{Asks, ExponentGradients, ScoreGradients};
+use super::exponents::{ExponentGradients, ScoreGradients};
 use super::mask::Mask;
+use crate::ops::recurrence::Read;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Factors of one decay, in chunks.
@@ -78,8 +79,8 @@ impl<B: Backend> Level<B> {
 
     /// Factors of rows that are in second halves. Before its decay the first row of a half takes that
     /// of the last token of the half before, whose sum is empty.
-    fn rows(&self, asks: Asks) -> Tensor<B, 4> {
-        asks.rows(self.to_middle.factors.clone(), 1.0)
+    fn rows(&self, read: Read) -> Tensor<B, 4> {
+        read.rows(self.to_middle.factors.clone(), 1.0)
     }
 
     /// Factors of columns that are in first halves.
@@ -87,8 +88,8 @@ impl<B: Backend> Level<B> {
         self.to_middle.factors.clone()
     }
 
-    fn scores(&self, x: &Tensor<B, 4>, y: &Tensor<B, 4>, asks: Asks) -> Tensor<B, 4> {
-        let (rows, columns) = (x.clone() * self.rows(asks), y.clone() * self.columns());
+    fn scores(&self, x: &Tensor<B, 4>, y: &Tensor<B, 4>, read: Read) -> Tensor<B, 4> {
+        let (rows, columns) = (x.clone() * self.rows(read), y.clone() * self.columns());
         self.pairs.apply(rows.matmul(columns.transpose()))
     }
 
@@ -98,13 +99,13 @@ impl<B: Backend> Level<B> {
         x: &Tensor<B, 4>,
         y: &Tensor<B, 4>,
         d: &Tensor<B, 4>,
-        asks: Asks,
+        read: Read,
     ) -> [Tensor<B, 4>; 3] {
         let d = self.pairs.apply(d.clone());
-        let (rows, columns) = (self.rows(asks), self.columns());
+        let (rows, columns) = (self.rows(read), self.columns());
         let d_x = d.clone().matmul(y.clone() * columns.clone()) * rows.clone();
         let d_y = d.transpose().matmul(x.clone() * rows) * columns;
-        let exponents = asks.factors(x.clone() * d_x.clone()) + y.clone() * d_y.clone();
+        let exponents = read.factors(x.clone() * d_x.clone()) + y.clone() * d_y.clone();
         [d_x, d_y, exponents]
     }
 }
@@ -140,12 +141,12 @@ impl<B: Backend> VectorDecay<B> {
     }
 
     /// Scores of rows x against rows y, `[.., C, C]`.
-    pub(super) fn scores(&self, x: &Tensor<B, 4>, y: &Tensor<B, 4>, asks: Asks) -> Tensor<B, 4> {
-        let own = match asks {
-            Asks::After => Some(self.diagonal.apply(x.clone().matmul(y.clone().transpose()))),
-            Asks::Before => None,
+    pub(super) fn scores(&self, x: &Tensor<B, 4>, y: &Tensor<B, 4>, read: Read) -> Tensor<B, 4> {
+        let own = match read {
+            Read::After => Some(self.diagonal.apply(x.clone().matmul(y.clone().transpose()))),
+            Read::Before => None,
         };
-        let others = self.levels.iter().map(|level| level.scores(x, y, asks));
+        let others = self.levels.iter().map(|level| level.scores(x, y, read));
         let [chunks, rows, size, _] = x.dims();
         let none = || Tensor::zeros([chunks, rows, size, size], (&x.device(), x.dtype()));
         own.into_iter().chain(others).reduce(|sum, part| sum + part).unwrap_or_else(none)
@@ -157,18 +158,18 @@ impl<B: Backend> VectorDecay<B> {
         x: &Tensor<B, 4>,
         y: &Tensor<B, 4>,
         d: &Tensor<B, 4>,
-        asks: Asks,
+        read: Read,
     ) -> ScoreGradients<B> {
-        let (mut d_x, mut d_y) = match asks {
-            Asks::After => {
+        let (mut d_x, mut d_y) = match read {
+            Read::After => {
                 let own = self.diagonal.apply(d.clone()).sum_dim(3);
                 (y.clone() * own.clone(), x.clone() * own)
             }
-            Asks::Before => (x.zeros_like(), y.zeros_like()),
+            Read::Before => (x.zeros_like(), y.zeros_like()),
         };
         let mut within = vec![];
         for level in &self.levels {
-            let [to_x, to_y, exponents] = level.scores_backward(x, y, d, asks);
+            let [to_x, to_y, exponents] = level.scores_backward(x, y, d, read);
             (d_x, d_y) = (d_x + to_x, d_y + to_y);
             within.push(exponents);
         }

@@ -62,8 +62,8 @@ impl<R: Real> Replay<R> {
 struct Totals<R> {
     read: Vec<R>,
     written: Vec<R>,
-    answered: Vec<R>,
-    asked: Vec<R>,
+    retrieved: Vec<R>,
+    erased: Vec<R>,
     kept: Vec<R>,
     /// Of all rows: the gradient of a log decay that they share.
     decay: R,
@@ -73,8 +73,8 @@ impl<R: Real> Totals<R> {
     fn new(width: usize) -> Self {
         let new = || vec![R::ZERO; width];
         let rows = [new(), new(), new(), new(), new()];
-        let [read, written, answered, asked, kept] = rows;
-        Self { read, written, answered, asked, kept, decay: R::ZERO }
+        let [read, written, retrieved, erased, kept] = rows;
+        Self { read, written, retrieved, erased, kept, decay: R::ZERO }
     }
 
     #[inline(always)]
@@ -82,10 +82,10 @@ impl<R: Real> Totals<R> {
         totals(&partial.read, &mut self.read);
         totals(&partial.written, &mut self.written);
         if U::LOW_RANK {
-            totals(&partial.answered, &mut self.answered);
+            totals(&partial.retrieved, &mut self.retrieved);
         }
-        if U::ASKS {
-            totals(&partial.asked, &mut self.asked);
+        if U::RETRIEVES {
+            totals(&partial.erased, &mut self.erased);
         }
         if by_row {
             totals(&partial.kept, &mut self.kept);
@@ -188,27 +188,28 @@ impl<R: Real, U: Rule> Backward<'_, '_, R, U> {
         }
         add(d_k, &sums.written);
         if U::LOW_RANK {
-            let answer = dot::<M, R>(&written.answer, d_o);
+            let retrieved = dot::<M, R>(&written.retrieved, d_o);
             for i in 0..width {
-                d_q[i] += token.b[i] * answer;
+                d_q[i] += token.b[i] * retrieved;
             }
             if let Transition::LowRank { b: d_b, .. } = &mut d.transition {
-                add(d_b.at(t), &sums.answered);
+                add(d_b.at(t), &sums.retrieved);
             }
         }
-        if U::ASKS {
-            let asking = match &mut d.transition {
-                Transition::Delta { erase: Some(d_asks), .. }
-                | Transition::LowRank { a: d_asks, .. } => d_asks.at(t),
+        if U::RETRIEVES {
+            let d_a = match &mut d.transition {
+                Transition::Delta { erase: Some(d_a), .. } | Transition::LowRank { a: d_a, .. } => {
+                    d_a.at(t)
+                }
                 Transition::Delta { erase: None, .. } | Transition::Identity { .. } => d_k,
             };
-            match token.asks_after {
+            match token.a_after_decay {
                 true => {
                     for i in 0..width {
-                        asking[i] += token.kept[i] * sums.asked[i];
+                        d_a[i] += token.kept[i] * sums.erased[i];
                     }
                 }
-                false => add(asking, &sums.asked),
+                false => add(d_a, &sums.erased),
             }
         }
         match &mut d.decay {
@@ -217,8 +218,8 @@ impl<R: Real, U: Rule> Backward<'_, '_, R, U> {
                 let d_g = d_g.at(t);
                 for i in 0..width {
                     d_g[i] += token.kept[i] * sums.kept[i];
-                    if U::ASKS && token.asks_after {
-                        d_g[i] += token.asks[i] * sums.asked[i];
+                    if U::RETRIEVES && token.a_after_decay {
+                        d_g[i] += token.a[i] * sums.erased[i];
                     }
                 }
             }

@@ -94,27 +94,27 @@ fn rows_at<R>(x: &[R], (first, [_, stride, width]): Place) -> Rows<'_, R> {
 struct Head<'a, R> {
     dims: Dims,
     x: Recurrence<Rows<'a, R>>,
-    /// Rows that ask the state: those of a delta rule, or a.
-    asks: Option<Rows<'a, R>>,
+    /// Rows that read the state: erase keys of a delta rule, or a.
+    a: Option<Rows<'a, R>>,
     b: Option<Rows<'a, R>>,
     beta: Option<Rows<'a, R>>,
-    /// Whether they ask after the decay.
-    asks_after: bool,
+    /// Whether they read after the decay.
+    a_after_decay: bool,
 }
 
 impl<'a, R: Real> Head<'a, R> {
     fn new(x: Recurrence<&'a [R]>, dims: Dims, b: usize, h: usize) -> Self {
         let x = x.zip(dims.places(x, b, h)).map(|(x, place)| rows_at(x, place));
-        let head = Self { dims, x, asks: None, b: None, beta: None, asks_after: false };
+        let head = Self { dims, x, a: None, b: None, beta: None, a_after_decay: false };
         match x.transition {
             Transition::Identity { .. } => head,
             Transition::Delta { beta, erase, read } => Self {
-                asks: Some(erase.unwrap_or(x.k)),
+                a: Some(erase.unwrap_or(x.k)),
                 beta: Some(beta),
-                asks_after: read == Read::After,
+                a_after_decay: read == Read::After,
                 ..head
             },
-            Transition::LowRank { a, b } => Self { asks: Some(a), b: Some(b), ..head },
+            Transition::LowRank { a, b } => Self { a: Some(a), b: Some(b), ..head },
         }
     }
 
@@ -128,12 +128,12 @@ impl<'a, R: Real> Head<'a, R> {
 struct Factors<R> {
     width: usize,
     kept: Vec<R>,
-    asks: Vec<R>,
+    a: Vec<R>,
 }
 
 impl<R: Real> Factors<R> {
     fn new(width: usize) -> Self {
-        Self { width, kept: vec![R::ONE; BLOCK * width], asks: vec![R::ZERO; BLOCK * width] }
+        Self { width, kept: vec![R::ONE; BLOCK * width], a: vec![R::ZERO; BLOCK * width] }
     }
 
     /// For `count` tokens from `first`.
@@ -142,7 +142,7 @@ impl<R: Real> Factors<R> {
         let width = self.width;
         for j in 0..count {
             let (at, t) = (j * width..(j + 1) * width, first + j);
-            let (kept, asks) = (&mut self.kept[at.clone()], &mut self.asks[at]);
+            let (kept, a) = (&mut self.kept[at.clone()], &mut self.a[at]);
             match head.x.decay {
                 Some(LogDecay::Scalar(g)) => kept.fill(g.at(t)[0].exp()),
                 Some(LogDecay::Vector(g)) => {
@@ -150,10 +150,10 @@ impl<R: Real> Factors<R> {
                 }
                 None => {}
             }
-            let Some(rows) = head.asks else { continue };
-            asks.copy_from_slice(rows.at(t));
-            if head.asks_after {
-                asks.iter_mut().zip(kept).for_each(|(asks, kept)| *asks *= *kept);
+            let Some(rows) = head.a else { continue };
+            a.copy_from_slice(rows.at(t));
+            if head.a_after_decay {
+                a.iter_mut().zip(kept).for_each(|(a, kept)| *a *= *kept);
             }
         }
     }
@@ -164,12 +164,12 @@ impl<R: Real> Factors<R> {
         let at = j * self.width..(j + 1) * self.width;
         Token {
             kept: &self.kept[at.clone()],
-            asks: &self.asks[at],
+            a: &self.a[at],
             q: head.x.q.at(t),
             k: head.x.k.at(t),
             b: head.b.map_or(&[], |b| b.at(t)),
             beta: head.beta.map_or(R::ONE, |beta| beta.at(t)[0]),
-            asks_after: head.asks_after,
+            a_after_decay: head.a_after_decay,
         }
     }
 }

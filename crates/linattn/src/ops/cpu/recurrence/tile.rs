@@ -3,8 +3,8 @@
 //! Columns of a state do not meet in any recurrence, so that [`TILE`] of them at a time stay in the first
 //! cache whatever the state's size is. Every rule is one form, with P the state before the token:
 //! ```text
-//! z = a P                          a: rows that ask, with the decay where they ask after it
-//! S = d P + k^T u + b^T z          d: e^g; without b the answer is in u = beta (v - z) alone
+//! z = a P                          a: rows that read P, with the decay where they read after it
+//! S = d P + k^T u + b^T z          d: e^g; without b the retrieved value z is in u = beta (v - z) alone
 //! o = q S, or q P
 //! ```
 //! Backwards, with D the gradient of S:
@@ -25,9 +25,9 @@ pub(super) type Row<R> = [R; TILE];
 
 /// Which rule of the module's form it is.
 pub(super) trait Rule {
-    /// Whether anything asks the state.
-    const ASKS: bool;
-    /// Whether the answer is written to rows of its own.
+    /// Whether a row besides q reads the state.
+    const RETRIEVES: bool;
+    /// Whether the retrieved value is written under a row of its own.
     const LOW_RANK: bool;
     /// Whether the output is taken from the state before the token.
     const BEFORE: bool;
@@ -39,25 +39,25 @@ pub(super) struct Delta;
 pub(super) struct LowRank;
 
 impl Rule for Linear {
-    const ASKS: bool = false;
+    const RETRIEVES: bool = false;
     const LOW_RANK: bool = false;
     const BEFORE: bool = false;
 }
 
 impl Rule for LinearBefore {
-    const ASKS: bool = false;
+    const RETRIEVES: bool = false;
     const LOW_RANK: bool = false;
     const BEFORE: bool = true;
 }
 
 impl Rule for Delta {
-    const ASKS: bool = true;
+    const RETRIEVES: bool = true;
     const LOW_RANK: bool = false;
     const BEFORE: bool = false;
 }
 
 impl Rule for LowRank {
-    const ASKS: bool = true;
+    const RETRIEVES: bool = true;
     const LOW_RANK: bool = true;
     const BEFORE: bool = false;
 }
@@ -67,23 +67,23 @@ impl Rule for LowRank {
 pub(super) struct Token<'a, R> {
     /// d.
     pub(super) kept: &'a [R],
-    /// a; empty where nothing asks.
-    pub(super) asks: &'a [R],
+    /// Empty where no row besides q reads.
+    pub(super) a: &'a [R],
     pub(super) q: &'a [R],
     pub(super) k: &'a [R],
     /// Empty unless the transition is of low rank.
     pub(super) b: &'a [R],
     /// 1 where there is none.
     pub(super) beta: R,
-    /// Whether `asks` has the decay in it.
-    pub(super) asks_after: bool,
+    /// Whether `a` has the decay in it.
+    pub(super) a_after_decay: bool,
 }
 
 /// Intermediate results of a token of a tile.
 #[derive(Clone, Copy)]
 pub(super) struct Written<R> {
     /// z.
-    pub(super) answer: Row<R>,
+    pub(super) retrieved: Row<R>,
     /// v - z, which beta multiplies.
     pub(super) error: Row<R>,
     /// u.
@@ -92,7 +92,7 @@ pub(super) struct Written<R> {
 
 impl<R: Real> Written<R> {
     pub(super) const NONE: Self =
-        Self { answer: [R::ZERO; TILE], error: [R::ZERO; TILE], update: [R::ZERO; TILE] };
+        Self { retrieved: [R::ZERO; TILE], error: [R::ZERO; TILE], update: [R::ZERO; TILE] };
 }
 
 /// `sum_i x_i rows_i`.
@@ -118,13 +118,13 @@ pub(super) fn advance<M: Machine, R: Real, U: Rule>(
     let width = before.len();
     let (after, kept) = (&mut after[..width], &token.kept[..width]);
     let (q, k) = (&token.q[..width], &token.k[..width]);
-    let mut written = Written { answer: [R::ZERO; TILE], error: *v, update: *v };
-    if U::ASKS {
-        written.answer = read::<M, R>(token.asks, before);
+    let mut written = Written { retrieved: [R::ZERO; TILE], error: *v, update: *v };
+    if U::RETRIEVES {
+        written.retrieved = read::<M, R>(token.a, before);
     }
-    if U::ASKS && !U::LOW_RANK {
+    if U::RETRIEVES && !U::LOW_RANK {
         for w in 0..TILE {
-            written.error[w] = v[w] - written.answer[w];
+            written.error[w] = v[w] - written.retrieved[w];
             written.update[w] = token.beta * written.error[w];
         }
     }
@@ -134,7 +134,7 @@ pub(super) fn advance<M: Machine, R: Real, U: Rule>(
         for w in 0..TILE {
             let mut s = M::mul_add(k[i], written.update[w], kept[i] * old[w]);
             if U::LOW_RANK {
-                s = M::mul_add(token.b[i], written.answer[w], s);
+                s = M::mul_add(token.b[i], written.retrieved[w], s);
             }
             o[w] = M::mul_add(q[i], if U::BEFORE { old[w] } else { s }, o[w]);
             new[w] = s;
@@ -150,9 +150,9 @@ pub(super) struct Partial<R> {
     /// Of `D u`.
     pub(super) written: Vec<[R; LANES]>,
     /// Of `D z`.
-    pub(super) answered: Vec<[R; LANES]>,
+    pub(super) retrieved: Vec<[R; LANES]>,
     /// Of `P w`.
-    pub(super) asked: Vec<[R; LANES]>,
+    pub(super) erased: Vec<[R; LANES]>,
     /// Of `P D`.
     pub(super) kept: Vec<[R; LANES]>,
     /// Of all rows together: the gradient of a log decay that they share.
@@ -165,8 +165,8 @@ impl<R: Real> Partial<R> {
         Self {
             read: new(),
             written: new(),
-            answered: new(),
-            asked: new(),
+            retrieved: new(),
+            erased: new(),
             kept: new(),
             decay: [R::ZERO; LANES],
         }
@@ -187,14 +187,14 @@ pub(super) fn reverse<M: Machine, R: Real, U: Rule>(
     let (d, kept) = (&mut d[..width], &token.kept[..width]);
     let (q, k) = (&token.q[..width], &token.k[..width]);
     let [reads, writes] = [&mut partial.read[..width], &mut partial.written[..width]];
-    let [keeps, answers] = [&mut partial.kept[..width], &mut partial.answered[..width]];
-    let (mut d_update, mut d_answer) = ([R::ZERO; TILE], [R::ZERO; TILE]);
+    let [keeps, retrievals] = [&mut partial.kept[..width], &mut partial.retrieved[..width]];
+    let (mut d_update, mut d_retrieved) = ([R::ZERO; TILE], [R::ZERO; TILE]);
     // Sums over rows also keep the compiler from computing several rows at once, a column at a time.
     let mut decay = [R::ZERO; LANES];
     for i in 0..width {
         // Rows are taken out and put back whole: the compiler cannot know that they are apart.
         let (p, mut s) = (before[i], d[i]);
-        let [mut read, mut write, mut keep, mut answer] = [[R::ZERO; LANES]; 4];
+        let [mut read, mut write, mut keep, mut retrieved] = [[R::ZERO; LANES]; 4];
         let (kept, q, k) = (kept[i], q[i], k[i]);
         for l in 0..LANES {
             for w in [l, l + LANES] {
@@ -206,10 +206,10 @@ pub(super) fn reverse<M: Machine, R: Real, U: Rule>(
                 write[l] = M::mul_add(s[w], written.update[w], write[l]);
                 keep[l] = M::mul_add(p[w], s[w], keep[l]);
                 if U::LOW_RANK {
-                    d_answer[w] = M::mul_add(token.b[i], s[w], d_answer[w]);
-                    answer[l] = M::mul_add(s[w], written.answer[w], answer[l]);
+                    d_retrieved[w] = M::mul_add(token.b[i], s[w], d_retrieved[w]);
+                    retrieved[l] = M::mul_add(s[w], written.retrieved[w], retrieved[l]);
                 }
-                if !U::ASKS {
+                if !U::RETRIEVES {
                     s[w] = kept * s[w];
                 }
                 if U::BEFORE {
@@ -220,30 +220,30 @@ pub(super) fn reverse<M: Machine, R: Real, U: Rule>(
         }
         (d[i], reads[i], writes[i], keeps[i]) = (s, read, write, keep);
         if U::LOW_RANK {
-            answers[i] = answer;
+            retrievals[i] = retrieved;
         }
     }
-    if U::ASKS {
+    if U::RETRIEVES {
         if !U::LOW_RANK {
-            d_answer = d_update.map(|d| -(token.beta * d));
+            d_retrieved = d_update.map(|d| -(token.beta * d));
         }
-        let (asks, asked) = (&token.asks[..width], &mut partial.asked[..width]);
-        let decays = if token.asks_after { R::ONE } else { R::ZERO };
+        let (a, erased) = (&token.a[..width], &mut partial.erased[..width]);
+        let decays = if token.a_after_decay { R::ONE } else { R::ZERO };
         for i in 0..width {
-            let (p, mut s, mut ask) = (before[i], d[i], [R::ZERO; LANES]);
-            let (kept, by, share) = (kept[i], asks[i], decays * asks[i]);
+            let (p, mut s, mut erase) = (before[i], d[i], [R::ZERO; LANES]);
+            let (kept, by, share) = (kept[i], a[i], decays * a[i]);
             for l in 0..LANES {
                 for w in [l, l + LANES] {
-                    ask[l] = M::mul_add(p[w], d_answer[w], ask[l]);
-                    s[w] = M::mul_add(by, d_answer[w], kept * s[w]);
+                    erase[l] = M::mul_add(p[w], d_retrieved[w], erase[l]);
+                    s[w] = M::mul_add(by, d_retrieved[w], kept * s[w]);
                 }
-                decay[l] = M::mul_add(share, ask[l], decay[l]);
+                decay[l] = M::mul_add(share, erase[l], decay[l]);
             }
-            (d[i], asked[i]) = (s, ask);
+            (d[i], erased[i]) = (s, erase);
         }
     }
     partial.decay = decay;
-    (d_update, d_answer)
+    (d_update, d_retrieved)
 }
 
 /// The sum of each row of partial sums, in a fixed order.

@@ -7,7 +7,7 @@ use crate::chunkwise::plan::StatePlan;
 use crate::chunkwise::producers::ProducerTiles;
 use crate::chunkwise::state::{Block, State, StateEngine, add, reduce_split_k, scale_tokens};
 use crate::chunkwise::state_tiles::{
-    PassInputs, StateTiles, load_a_ak_v, load_a_qu, load_chunk, load_erase_rows, load_key_rows,
+    PassInputs, StateTiles, load_a_ak_v, load_a_of_u, load_chunk, load_erase_rows, load_key_rows,
     load_query_rows, load_square, load_values, load_write_rows,
 };
 use crate::tile::{Acc, Pair, set, zeros};
@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 /// Tensors that a pass writes.
 #[derive(CubeType)]
 pub(crate) struct PassOutputs<P: StateEngine> {
-    pub kept: StatePass<P::E, P::W>,
+    pub tensors: StatePass<P::E, P::W>,
     /// o, or dv backward.
     pub values: Array<Vector<P::F, P::W>>,
 }
@@ -35,7 +35,7 @@ pub(crate) struct Pass<P: StateEngine> {
 
 /// One chunk forward.
 #[cube]
-pub(crate) fn step_forward<P: StateEngine>(
+pub(crate) fn chunk_forward<P: StateEngine>(
     pass: &mut Pass<P>,
     place: &Place,
     #[comptime] plan: StatePlan,
@@ -43,9 +43,9 @@ pub(crate) fn step_forward<P: StateEngine>(
     let variant = comptime!(plan.variant);
     let outputs = comptime!(!plan.task.local());
     load_chunk::<P>(&mut pass.tiles, &pass.from, place, plan);
-    if comptime!(plan.task.keep && outputs) {
+    if comptime!(plan.task.save && outputs) {
         let first = pass.from.first;
-        P::save_chunk_state(&pass.state, &mut pass.to.kept.states, place.index, first, plan);
+        P::save_chunk_state(&pass.state, &mut pass.to.tensors.states, place.index, first, plan);
     }
     P::load_block(&mut pass.block, &pass.tiles.values, pass.tiles.at_values, plan);
     if comptime!(variant.solves()) {
@@ -58,7 +58,7 @@ pub(crate) fn step_forward<P: StateEngine>(
         read_out::<P>(&mut out, pass, place, plan);
         if comptime!(!variant.low_rank()) {
             // Before the write: its registers are free then.
-            keep_output::<P>(pass, &out, place, plan);
+            write_output::<P>(pass, &out, place, plan);
         }
     }
     decay_state::<P>(pass, place, plan);
@@ -70,9 +70,9 @@ pub(crate) fn step_forward<P: StateEngine>(
         P::outer_update(&mut pass.state, &pass.tiles.write_rows, at, &pass.block, slice, plan);
     }
     if comptime!(variant.low_rank()) {
-        write_values::<P>(&mut out, pass, place, plan);
+        add_values::<P>(&mut out, pass, place, plan);
         if comptime!(outputs) {
-            keep_output::<P>(pass, &out, place, plan);
+            write_output::<P>(pass, &out, place, plan);
         }
     }
 }
@@ -98,8 +98,8 @@ fn solve_forward<P: StateEngine>(pass: &mut Pass<P>, place: &Place, #[comptime] 
     }
     add(&mut pass.block.acc, &retrieved, fragments);
     solve::<P>(pass, place, false, plan);
-    if comptime!(plan.task.keep && !plan.task.local()) {
-        keep_block::<P>(pass, place, plan);
+    if comptime!(plan.task.save && !plan.task.local()) {
+        save_block::<P>(pass, place, plan);
     }
 }
 
@@ -136,18 +136,18 @@ fn read_out<P: StateEngine>(
     let fresh = comptime!(!plan.variant.solves());
     reduce_split_k(out, &mut pass.state.scratch, from, fresh, plan);
     scale_rows::<P>(out, &pass.tiles, plan);
-    load_a_qu::<P>(&mut pass.tiles, &pass.from, place, plan);
+    load_a_of_u::<P>(&mut pass.tiles, &pass.from, place, plan);
     let at = pass.tiles.at_square;
     if comptime!(plan.producers() > 0) {
         P::block_product_out::<P::M>(out, &pass.produced.a_qk, at, &pass.block, plan);
     } else {
-        P::block_product_out::<P::N>(out, &pass.tiles.a_qu, at, &pass.block, plan);
+        P::block_product_out::<P::N>(out, &pass.tiles.a_of_u, at, &pass.block, plan);
     }
 }
 
 /// Low rank: `out += A_qk v` and S += K^^T v, which no a S enters.
 #[cube]
-fn write_values<P: StateEngine>(
+fn add_values<P: StateEngine>(
     out: &mut Acc,
     pass: &mut Pass<P>,
     place: &Place,
@@ -157,9 +157,9 @@ fn write_values<P: StateEngine>(
     P::load_block(&mut pass.block, &pass.tiles.values, pass.tiles.at_values, plan);
     P::publish(&mut pass.block, plan);
     if comptime!(!plan.task.local()) {
-        load_square::<P>(&mut pass.tiles.a_qv, &pass.from.intra.a_qk, place, plan);
+        load_square::<P>(&mut pass.tiles.a_of_v, &pass.from.intra.a_qk, place, plan);
         let at = pass.tiles.at_square;
-        P::block_product_out::<P::N>(out, &pass.tiles.a_qv, at, &pass.block, plan);
+        P::block_product_out::<P::N>(out, &pass.tiles.a_of_v, at, &pass.block, plan);
     }
     scale::<P>(&mut pass.block.acc, &pass.tiles, comptime!(decay_factors::KEY_TO_END), plan);
     P::publish(&mut pass.block, plan);
@@ -172,7 +172,7 @@ fn write_values<P: StateEngine>(
 
 /// One chunk backward.
 #[cube]
-pub(crate) fn step_backward<P: StateEngine>(
+pub(crate) fn chunk_backward<P: StateEngine>(
     pass: &mut Pass<P>,
     place: &Place,
     #[comptime] plan: StatePlan,
@@ -183,7 +183,7 @@ pub(crate) fn step_backward<P: StateEngine>(
     let with_a_qk = comptime!(plan.task.applies_a_qk(variant));
     if comptime!(outputs) {
         let first = pass.from.first;
-        P::save_chunk_state(&pass.state, &mut pass.to.kept.states, place.index, first, plan);
+        P::save_chunk_state(&pass.state, &mut pass.to.tensors.states, place.index, first, plan);
     }
     let fragments = comptime!(plan.block_fragments());
     let mut d_written = zeros(comptime!(if with_a_qk { fragments } else { 0 }));
@@ -196,7 +196,7 @@ pub(crate) fn step_backward<P: StateEngine>(
     }
     if comptime!(outputs && !variant.solves()) {
         // Before the write: its registers are free then.
-        keep_d_values::<P>(pass, &d_written, place, plan);
+        write_d_values::<P>(pass, &d_written, place, plan);
     }
     // Low rank: v is also written as it is, with k.
     let passes = comptime!(variant.low_rank() && outputs);
@@ -218,7 +218,7 @@ pub(crate) fn step_backward<P: StateEngine>(
     }
 }
 
-/// B^ dS', of linear attention K^ dS'.
+/// B^ dS', in an identity transition K^ dS'.
 #[cube]
 fn read_written<P: StateEngine>(
     out: &mut Acc,
@@ -243,13 +243,13 @@ fn add_scores_adjoint<P: StateEngine>(
     place: &Place,
     #[comptime] plan: StatePlan,
 ) {
-    load_a_qu::<P>(&mut pass.tiles, &pass.from, place, plan);
+    load_a_of_u::<P>(&mut pass.tiles, &pass.from, place, plan);
     P::publish(&mut pass.block, plan);
     let at = pass.tiles.at_square;
     if comptime!(plan.producers() > 0) {
         P::block_product::<P::M>(out, &pass.produced.a_qk, at, &pass.block, true, plan);
     } else {
-        P::block_product::<P::N>(out, &pass.tiles.a_qu, at, &pass.block, true, plan);
+        P::block_product::<P::N>(out, &pass.tiles.a_of_u, at, &pass.block, true, plan);
     }
 }
 
@@ -268,9 +268,9 @@ fn read_values<P: StateEngine>(
     }
     reduce_split_k(out, &mut pass.state.scratch, 0usize, false, plan);
     scale::<P>(out, &pass.tiles, comptime!(decay_factors::KEY_TO_END), plan);
-    load_square::<P>(&mut pass.tiles.a_qv, &pass.from.intra.a_qk, place, plan);
+    load_square::<P>(&mut pass.tiles.a_of_v, &pass.from.intra.a_qk, place, plan);
     let at = pass.tiles.at_square;
-    P::block_product::<P::N>(out, &pass.tiles.a_qv, at, &pass.block, true, plan);
+    P::block_product::<P::N>(out, &pass.tiles.a_of_v, at, &pass.block, true, plan);
 }
 
 /// R = T^T R', dS += A~^T R, and of a low rank transition dv.
@@ -286,14 +286,14 @@ fn solve_backward<P: StateEngine>(
     replace(&mut pass.block.acc, d_written, plan);
     solve::<P>(pass, place, true, plan);
     if comptime!(outputs) {
-        keep_block::<P>(pass, place, plan);
+        save_block::<P>(pass, place, plan);
     }
     if comptime!(plan.variant.low_rank() && outputs) {
         load_square::<P>(&mut pass.tiles.a_ak, &pass.from.intra.a_ak, place, plan);
         P::publish(&mut pass.block, plan);
         let at = pass.tiles.at_square;
         P::block_product::<P::N>(d_values, &pass.tiles.a_ak, at, &pass.block, true, plan);
-        keep_d_values::<P>(pass, d_values, place, plan);
+        write_d_values::<P>(pass, d_values, place, plan);
     }
     scale::<P>(&mut pass.block.acc, &pass.tiles, comptime!(decay_factors::ERASE), plan);
     P::publish(&mut pass.block, plan);
@@ -373,31 +373,31 @@ fn scale_rows<P: StateEngine>(acc: &mut Acc, tiles: &StateTiles<P>, #[comptime] 
 
 /// Writes outputs.
 #[cube]
-fn keep_output<P: StateEngine>(
+fn write_output<P: StateEngine>(
     pass: &mut Pass<P>,
     out: &Acc,
     place: &Place,
     #[comptime] plan: StatePlan,
 ) {
     let first = pass.from.first;
-    P::keep_output::<P::F>(&mut pass.to.values, out, &place.values, first, plan);
+    P::write_output::<P::F>(&mut pass.to.values, out, &place.values, first, plan);
 }
 
 /// Writes gradients of values.
 #[cube]
-fn keep_d_values<P: StateEngine>(
+fn write_d_values<P: StateEngine>(
     pass: &mut Pass<P>,
     d_values: &Acc,
     place: &Place,
     #[comptime] plan: StatePlan,
 ) {
     let first = pass.from.first;
-    P::keep_block::<P::F>(&mut pass.to.values, d_values, &place.values, first, plan);
+    P::write_block::<P::F>(&mut pass.to.values, d_values, &place.values, first, plan);
 }
 
 /// Saves U or R.
 #[cube]
-fn keep_block<P: StateEngine>(pass: &mut Pass<P>, place: &Place, #[comptime] plan: StatePlan) {
+fn save_block<P: StateEngine>(pass: &mut Pass<P>, place: &Place, #[comptime] plan: StatePlan) {
     let first = pass.from.first;
-    P::keep_block::<P::E>(&mut pass.to.kept.block, &pass.block.acc, &place.values, first, plan);
+    P::write_block::<P::E>(&mut pass.to.tensors.block, &pass.block.acc, &place.values, first, plan);
 }

@@ -1,0 +1,93 @@
+//! Plans of an H200, from what its driver reports: no GPU is there.
+
+use crate::chunkwise::choose::plans_on;
+use crate::chunkwise::plan::Schedule;
+use crate::refusal::F32;
+use crate::tile::Engine;
+use crate::variant::{Decay, Dims, Read, Transition, Variant};
+use cubecl::ir::features::{Features, MmaConfig};
+use cubecl::ir::{
+    DeviceProperties, ElemType, FloatKind, HardwareProperties, MemoryDeviceProperties, StorageType,
+    VectorSize,
+};
+use cubecl::profile::TimingMethod;
+
+const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
+const TF32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::TF32));
+
+const GATED_DELTA: Variant = Variant {
+    decay: Decay::Scalar,
+    transition: Transition::Delta { erase: false },
+    read: Read::After,
+};
+const SCALAR_DECAY: Variant = Variant { transition: Transition::Identity, ..GATED_DELTA };
+
+fn h200() -> DeviceProperties {
+    let hardware = HardwareProperties {
+        load_width: 128,
+        plane_size_min: 32,
+        plane_size_max: 32,
+        max_bindings: 1024,
+        max_shared_memory_size: 227 * 1024,
+        max_cube_count: (i32::MAX as u32, 65535, 65535),
+        max_units_per_cube: 1024,
+        max_cube_dim: (1024, 1024, 1024),
+        num_streaming_multiprocessors: Some(132),
+        num_tensor_cores: Some(4),
+        min_tensor_cores_dim: Some(8),
+        num_cpu_cores: None,
+        max_vector_size: VectorSize::MAX,
+    };
+    let memory = MemoryDeviceProperties { max_page_size: 1 << 34, alignment: 256 };
+    let mut features = Features::default();
+    for (input, k) in [(BF16, 16), (TF32, 8)] {
+        let shape = MmaConfig { a_type: input, b_type: input, cd_type: F32, m: 16, n: 8, k };
+        features.matmul.mma.insert(shape);
+    }
+    features.matmul.ldmatrix.insert(BF16);
+    DeviceProperties::new(features, memory, hardware, TimingMethod::System)
+}
+
+/// Sequences of 2048 tokens.
+fn dims(batch: usize, heads: usize, [key_width, value_width]: [usize; 2]) -> Dims {
+    Dims { batch, tokens: 2048, key_heads: heads, heads, key_width, value_width }
+}
+
+/// Value tile, planes of split-K and schedule of a state pass in bf16.
+#[track_caller]
+fn state_pass(variant: Variant, dims: Dims) -> (usize, usize, Schedule) {
+    let plan = plans_on(&h200(), variant, dims, BF16).expect("an H200 takes it").state_pass;
+    assert_eq!(plan.engine, Engine::Mma);
+    (plan.value_slice, plan.split_k, plan.schedule)
+}
+
+#[test]
+fn wide_keys_are_split_in_tiles_of_64_and_not_in_wider_ones() {
+    let got = |batch, widths| state_pass(GATED_DELTA, dims(batch, 8, widths));
+    let staged = Schedule::Staged { stages: 2 };
+    assert_eq!(got(16, [128, 128]), (128, 1, staged));
+    assert_eq!(got(8, [256, 64]), (64, 2, staged));
+    assert_eq!(got(8, [256, 256]), (128, 1, staged));
+    // Fewer heads than fill the device: narrow tiles.
+    assert_eq!(got(8, [128, 128]), (64, 1, staged));
+    assert_eq!(got(4, [256, 256]), (64, 2, staged));
+}
+
+#[test]
+fn scores_without_a_solve_are_made_by_producer_planes() {
+    let got = |widths| state_pass(SCALAR_DECAY, dims(8, 16, widths));
+    assert_eq!(got([64, 64]), (64, 1, Schedule::Specialized { producers: 8 }));
+    assert_eq!(got([128, 128]), (128, 1, Schedule::Specialized { producers: 4 }));
+    let (_, _, wide) = got([256, 128]);
+    assert!(matches!(wide, Schedule::Staged { .. }), "{wide:?}: the state needs the registers");
+}
+
+#[test]
+fn f32_takes_tf32_in_chunks_by_what_is_solved() {
+    let chunk = |variant| {
+        let plan = plans_on(&h200(), variant, dims(8, 16, [128, 128]), F32).expect("it fits");
+        (plan.state_pass.engine, plan.state_pass.chunk)
+    };
+    assert_eq!(chunk(SCALAR_DECAY), (Engine::Tf32, 64));
+    assert_eq!(chunk(GATED_DELTA), (Engine::Tf32, 32));
+}
