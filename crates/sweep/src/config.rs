@@ -28,10 +28,8 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use crate::SweepError;
-use crate::dimensions::{
-    Choice, Dimension, check_conflicts, check_names, flatten, known, value_text,
-};
-use crate::plan::lookup;
+use crate::dimensions::{Choice, Dimension, check_conflicts, check_names, flatten, known};
+use crate::values::{lookup, value_text};
 
 /// A grid of runs around one config, and what is made of them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -4,12 +4,11 @@ use std::collections::BTreeSet;
 
 use toml::{Table, Value};
 
-use crate::dimensions::value_text;
-use crate::plan::lookup;
+use crate::choose::split;
 use crate::published::{Cells, Protocol, Published};
-use crate::report::line_name;
+use crate::report::table::line_name;
 use crate::requirements::{Departure, View, same};
-use crate::select::{Settings, split};
+use crate::values::{Settings, describe, lookup, value_text};
 use crate::{PlannedRun, Sweep};
 
 /// The key of a departure in the number of replicates.
@@ -37,7 +36,7 @@ pub(crate) fn departures(
         }
     }
     for (group, runs) in by_group(sweep, runs) {
-        let at = crate::plan::describe(&group);
+        let at = describe(&group);
         for departure in of_group(sweep, protocol, &runs) {
             add(departure, format!("at {at}"));
         }

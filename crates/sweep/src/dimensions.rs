@@ -4,6 +4,7 @@ use toml::{Table, Value};
 
 use crate::SweepError;
 use crate::state_size::PUBLISHED_BYTES;
+use crate::values::value_text;
 
 /// Columns of the rows that no axis can be called.
 const RESERVED: [&str; 19] = [
@@ -50,14 +51,6 @@ pub(crate) struct Choice {
     pub(crate) settings: Vec<(String, String)>,
     /// Values in place of the base's.
     pub(crate) overrides: Vec<(String, Value)>,
-}
-
-/// A value as the rows have it: strings without quotes, all else as TOML.
-pub(crate) fn value_text(value: &Value) -> String {
-    match value {
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    }
 }
 
 /// Adds the grid's keys. `a.b = [..]` and `"a.b" = [..]` are one thing to people.

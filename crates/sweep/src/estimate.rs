@@ -8,8 +8,8 @@ use toml::{Table, Value};
 
 use crate::config::SelectConfig;
 use crate::order::{Asked, Only, Order};
-use crate::plan::{describe, lookup};
 use crate::rows::Row;
+use crate::values::{describe, lookup};
 use crate::{Plan, PlannedRun, Sweep, SweepError};
 
 /// Measured times, by what a run's time depends on: its settings but for the seed and for what the

@@ -72,7 +72,7 @@ fn hyperparameters(config: &Table, began: f64) -> Vec<u8> {
             Value::Integer(n) => Message::default().double(2, n as f64),
             Value::Float(x) => Message::default().double(2, x),
             Value::Boolean(yes) => Message::default().number(4, u64::from(yes)),
-            other => Message::default().text(3, &crate::dimensions::value_text(&other)),
+            other => Message::default().text(3, &crate::values::value_text(&other)),
         };
         session = session.message(1, Message::default().text(1, &key).message(2, value));
     }

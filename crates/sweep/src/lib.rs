@@ -12,7 +12,9 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
+mod choose;
 mod config;
+mod definition;
 mod departures;
 mod dimensions;
 mod error;
@@ -29,16 +31,18 @@ mod runner;
 mod select;
 mod state_size;
 mod sweep;
+mod values;
 
 pub use config::{
     Figure, FigureKind, Limits, ReportConfig, Rule, SelectConfig, Statistic, SweepConfig, Unit,
     Variant, VariantsFrom,
 };
+pub use definition::{PlannedRun, Sweep};
 pub use error::SweepError;
 pub use estimate::{DryRun, Estimates, ExpectedRun, dry_run};
 pub use events::write_events;
 pub use order::Only;
-pub use plan::{Plan, PlannedRun, Sweep};
+pub use plan::Plan;
 pub use published::{Cells, Protocol, Published, PublishedTable, Tag};
 pub use report::{Mode, Report, experiments, page, report, write_html};
 pub use rows::{Added, FAILED, Row, Rows, RowsFile};

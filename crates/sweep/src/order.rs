@@ -6,8 +6,9 @@
 //! ```
 //! So a table is complete early, with one seed, and its spread comes later.
 
+use crate::choose::{first_choices, split};
 use crate::rows::Row;
-use crate::select::{Settings, first_choices, split};
+use crate::values::Settings;
 use crate::{PlannedRun, Sweep, SweepError};
 
 /// Whether a run is done.

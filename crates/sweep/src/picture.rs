@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use crate::choose::Chosen;
 use crate::config::Figure;
-use crate::report::{Cell, Curves, Layout, MEAN, Section, beside, line_name};
+use crate::report::curves::Curves;
+use crate::report::table::{Cell, Layout, MEAN, Section, beside, line_name};
 use crate::rows::Row;
-use crate::select::{Chosen, Selection};
+use crate::select::Selection;
 use crate::{FigureKind, Sweep, SweepError};
 use linattn_plot::{BarLine, Bars, Chart, Drawing, Heat, HeatPanel, Series, Stroke};
 
@@ -124,7 +126,7 @@ impl Draft<'_> {
 
     fn score(&self) -> String {
         let row = self.groups().flat_map(|group| &group.rows).next();
-        row.map_or("score".into(), |row| crate::select::metric(&self.sweep.config.select, row))
+        row.map_or("score".into(), |row| crate::choose::metric(&self.sweep.config.select, row))
     }
 
     fn learning_curves(&self, title: &str) -> Drawing {

@@ -6,21 +6,13 @@ use sha2::{Digest, Sha256};
 use toml::{Table, Value};
 
 use crate::config::Rule;
+use crate::definition::settings;
 use crate::departures::departures;
-use crate::dimensions::{Choice, Dimension, value_text};
 use crate::published::{Protocol, Published, PublishedTable};
 use crate::requirements::Departure;
 use crate::rows::{Added, Row, Rows, RowsFile};
-use crate::{Runner, SweepConfig, SweepError};
-
-/// A sweep's file, with the folder that holds its rows and report.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Sweep {
-    /// Contents of the file.
-    pub config: SweepConfig,
-    /// The file's folder.
-    pub folder: PathBuf,
-}
+use crate::values::{describe, lookup, value_text};
+use crate::{PlannedRun, Runner, Sweep, SweepConfig, SweepError};
 
 /// Every run of a sweep, in order.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,35 +21,6 @@ pub struct Plan {
     pub base: String,
     /// The runs.
     pub runs: Vec<PlannedRun>,
-}
-
-/// A run that a sweep asks for.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PlannedRun {
-    /// Hash of the resolved config without its name; the name of the run and of its folder.
-    pub id: String,
-    /// Each key or axis of the sweep, with this run's value.
-    pub settings: Vec<(String, String)>,
-    /// The resolved config.
-    pub config: Table,
-}
-
-impl PlannedRun {
-    /// `mixer = deltanet, seed = 0`.
-    pub fn describe(&self) -> String {
-        describe(&self.settings)
-    }
-
-    /// Its value of a key or axis.
-    pub fn setting(&self, name: &str) -> Option<&str> {
-        self.settings.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
-    }
-}
-
-pub(crate) fn describe(settings: &[(String, String)]) -> String {
-    let parts: Vec<String> =
-        settings.iter().map(|(key, value)| format!("{key} = {value}")).collect();
-    if parts.is_empty() { "no changes".into() } else { parts.join(", ") }
 }
 
 impl Sweep {
@@ -73,45 +36,6 @@ impl Sweep {
         let sweep = Self { config, folder };
         sweep.check_protocol(Published::embedded())?;
         Ok(sweep)
-    }
-
-    /// The folder's name.
-    pub fn name(&self) -> String {
-        let folder = self.folder.canonicalize().unwrap_or_else(|_| self.folder.clone());
-        folder.file_name().map_or_else(|| "sweep".into(), |name| name.to_string_lossy().into())
-    }
-
-    /// Label of the rows about the protocol: its name, and whether it was scaled down. A report refuses rows
-    /// with another label.
-    pub fn label(&self) -> String {
-        match (&self.config.protocol, &self.config.scaled_down) {
-            (Some(protocol), None) => protocol.clone(),
-            (Some(protocol), Some(_)) => format!("{protocol}, scaled down"),
-            (None, _) => "scaled down".into(),
-        }
-    }
-
-    /// Every combination of the sweep's keys and axes, the last changing first.
-    pub(crate) fn combinations(&self) -> Result<Vec<Vec<Choice>>, SweepError> {
-        let most = self.config.limits.runs.unwrap_or(usize::MAX);
-        let mut list: Vec<Vec<Choice>> = vec![vec![]];
-        for Dimension { choices, .. } in self.config.dimensions()? {
-            if list.len().saturating_mul(choices.len()) > most {
-                let got = format!("{most}, and the grid has more runs");
-                return Err(SweepError::value("limits.runs", got, "more, or the grid smaller"));
-            }
-            let longer = |start: Vec<Choice>| {
-                let longer = |choice: &Choice| [start.clone(), vec![choice.clone()]].concat();
-                choices.iter().map(longer).collect::<Vec<_>>()
-            };
-            list = list.into_iter().flat_map(longer).collect();
-        }
-        Ok(list)
-    }
-
-    /// Columns and values of every run.
-    pub(crate) fn settings(&self) -> Result<Vec<Vec<(String, String)>>, SweepError> {
-        Ok(self.combinations()?.iter().map(|choices| settings(choices)).collect())
     }
 
     /// The folder's rows. Nothing is changed.
@@ -265,10 +189,6 @@ fn check_none(protocol: &Protocol, found: &[(Departure, String)]) -> Result<(), 
     Err(SweepError::value(key, format!("{got} {at}"), want))
 }
 
-fn settings(choices: &[Choice]) -> Vec<(String, String)> {
-    choices.iter().flat_map(|choice| choice.settings.clone()).collect()
-}
-
 /// Refuses rows that have something else in a column.
 fn same(
     file: &RowsFile,
@@ -317,23 +237,6 @@ fn check_distinct(runs: &[PlannedRun]) -> Result<(), SweepError> {
         }
     }
     Ok(())
-}
-
-/// The value at a dotted path; numbers are places in lists.
-pub(crate) fn lookup<'a>(config: &'a Table, key: &str) -> Option<&'a Value> {
-    let (first, rest) = match key.split_once('.') {
-        Some((first, rest)) => (first, Some(rest)),
-        None => (key, None),
-    };
-    let mut value = config.get(first)?;
-    for part in rest.into_iter().flat_map(|rest| rest.split('.')) {
-        value = match value {
-            Value::Table(table) => table.get(part)?,
-            Value::Array(list) => list.get(part.parse::<usize>().ok()?)?,
-            _ => return None,
-        };
-    }
-    Some(value)
 }
 
 /// Twelve digits that stand for a resolved config, whatever the order of its keys. The name is left

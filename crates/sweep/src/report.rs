@@ -15,21 +15,21 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::picture::{Picture, figures};
+use crate::report::curves::Curves;
+use crate::report::table::Layout;
 use crate::rows::{Row, replace};
 use crate::select::{Selection, select};
 use crate::{Rule, Sweep, SweepError};
 
-mod curves;
+pub(crate) mod curves;
 mod html;
 mod page;
-mod table;
+pub(crate) mod table;
 
-pub(crate) use curves::Curves;
 pub use html::write_html;
 pub use page::page;
 #[cfg(test)]
 use table::comparable_value;
-pub(crate) use table::{Cell, Layout, MEAN, Section, beside, line_name};
 
 /// Treatment of a report that differs from the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

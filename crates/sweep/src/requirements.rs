@@ -16,7 +16,7 @@
 
 use toml::{Table, Value};
 
-use crate::dimensions::value_text;
+use crate::values::value_text;
 
 /// A key that is not as wanted.
 #[derive(Debug, Clone, PartialEq)]

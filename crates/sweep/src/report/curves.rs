@@ -7,8 +7,9 @@ use std::path::Path;
 
 use serde_json::Value as Json;
 
+use crate::choose::metric;
 use crate::rows::Row;
-use crate::select::{Selection, metric};
+use crate::select::Selection;
 use crate::{FigureKind, Sweep, SweepError};
 
 /// Most points of one curve.

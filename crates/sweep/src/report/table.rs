@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 
 use crate::Sweep;
+use crate::choose::{Chosen, deviation, statistic};
 use crate::config::{ALSO, ReportConfig, Unit};
 use crate::published::{Published, PublishedTable};
-use crate::select::{Chosen, Selection, deviation, statistic};
+use crate::select::Selection;
 use crate::state_size::PUBLISHED_BYTES;
 
 /// All tables of a report.
@@ -103,7 +104,7 @@ impl Section {
             lines.sort_by(|a, b| b.merit(sweep).total_cmp(&a.merit(sweep)));
         }
         let row = groups.iter().flat_map(|group| &group.rows).next();
-        let usual = row.map(|row| crate::select::metric(&sweep.config.select, row));
+        let usual = row.map(|row| crate::choose::metric(&sweep.config.select, row));
         let metric = |column: &Column| match &column.metric {
             Some(metric) => Some(last_of(metric, '/').to_string()),
             None => usual.clone(),
@@ -250,7 +251,7 @@ fn columns(sweep: &Sweep, groups: &[&Chosen]) -> Vec<Column> {
         false => named,
         true => {
             let name = groups.iter().flat_map(|group| &group.rows).next();
-            let heading = name.map(|row| crate::select::metric(&sweep.config.select, row));
+            let heading = name.map(|row| crate::choose::metric(&sweep.config.select, row));
             let heading = heading.unwrap_or_else(|| "score".into());
             vec![Column { heading, value: None, metric: None }]
         }
