@@ -1,6 +1,8 @@
 //! Which checkpoints are known, and what their configs say in our words.
 
-use crate::config::Rule::{self, Convolution, Correction, Key, Only, Ours, Same, Shares, Split};
+use crate::config::rule::Rule::{
+    self, Convolution, Correction, Key, Only, Ours, Same, Shares, Split,
+};
 
 /// One kind of model, by its `model_type`.
 #[derive(Debug)]

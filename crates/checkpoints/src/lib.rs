@@ -20,6 +20,7 @@ mod format;
 mod hub;
 mod kept;
 mod names;
+mod paths;
 mod reading;
 mod tensors;
 mod writing;

@@ -1,6 +1,8 @@
 //! `config.json` written, read again, and compared with the config that it was made from.
 
-use super::{Rule, json_of, read, whole};
+use super::keys::{json_of, whole};
+use super::read::read;
+use super::rule::Rule;
 use crate::Faults;
 use crate::families::{BOUND, Channels, FAMILIES, Fallback, Family};
 use crate::format::Format;

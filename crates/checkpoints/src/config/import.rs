@@ -1,7 +1,7 @@
 //! `config.json` read: a model's config, and everything in the file that is wrong or not known here.
 
-use super::keys::{Keys, LARGEST_EXACT, MOST_LAYERS};
-use super::{Rule, json_of, whole};
+use super::keys::{Keys, LARGEST_EXACT, MOST_LAYERS, json_of, whole};
+use super::rule::Rule;
 use crate::families::{Channels, Family};
 use crate::hub::Read;
 use serde_json::{Map, Value, json};

@@ -1,6 +1,5 @@
 //! `config.json` under reading: each key that is asked for, and those that nobody asked for.
 
-use super::{json_of, whole};
 use crate::Faults;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
@@ -253,6 +252,16 @@ impl Keys<'_> {
             }
         }
     }
+}
+
+pub(super) fn json_of(text: &str) -> Value {
+    serde_json::from_str(text).expect("the tables of families are JSON")
+}
+
+/// A number without a fraction, above 0.
+pub(super) fn whole(value: &Value) -> Option<usize> {
+    let number = value.as_f64().filter(|x| *x >= 1.0 && x.fract() == 0.0)?;
+    Some(number as usize)
 }
 
 #[cfg(test)]

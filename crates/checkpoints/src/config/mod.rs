@@ -1,44 +1,22 @@
 //! `config.json` as a model's config, and back.
 //!
-//! A family's [`Rule`]s are read in both directions. What is written is read again and compared with
+//! A family's [`Rule`](rule::Rule)s are read in both directions. What is written is read again and compared with
 //! what it was made from, so that nothing that a checkpoint cannot say is lost in silence.
 
 mod export;
 mod import;
-mod keys;
+pub(crate) mod keys;
+mod read;
+pub(crate) mod rule;
 
 use crate::Faults;
-use crate::format::Format;
-use crate::tensors::Tensors;
 use linattn::nn::LanguageModelConfig;
 use serde_json::{Map, Value};
 
 pub(crate) use export::export;
-pub(crate) use keys::{Keys, MOST_LAYERS};
+pub(crate) use read::import;
 
 const END_IDS: &str = "eos_token_id";
-
-/// A `config.json` as read: the layout, rows of the embedding where it says so, and the model.
-pub(crate) type Said = (Format, Option<usize>, LanguageModelConfig);
-
-/// Reads a `config.json` beside `tensors`. None where not even the layout is known, or no model could be
-/// so large.
-pub(crate) fn import(text: &str, tensors: &Tensors, faults: &mut Faults) -> Option<Said> {
-    let table: Map<String, Value> = match serde_json::from_str(&keys::without_infinities(text)) {
-        Ok(table) => table,
-        Err(e) => {
-            faults.push(format!("config.json: {e}"));
-            return None;
-        }
-    };
-    match Format::of(&table, tensors) {
-        Ok(format) => read(format, &table, faults),
-        Err(fault) => {
-            faults.push(fault);
-            None
-        }
-    }
-}
 
 /// The ids that end a text, of a `config.json` or of the model within it that writes: one, or a list.
 pub(crate) fn end_ids(text: &str, faults: &mut Faults) -> Vec<u32> {
@@ -65,71 +43,9 @@ pub(crate) fn put_end_ids(table: &mut Map<String, Value>, ids: &[u32]) {
     }
 }
 
-/// Reads the table of a `config.json` of a layout.
-fn read(format: Format, table: &Map<String, Value>, faults: &mut Faults) -> Option<Said> {
-    let mut keys = Keys::new(table, faults);
-    let read = match format {
-        Format::Fla(family) => import::read(&mut keys, family),
-        Format::Hub(hub) => (hub.read)(&mut keys),
-    };
-    keys.complain_of_unseen();
-    let read = read?;
-    match serde_json::from_value(read.config) {
-        Ok(config) => Some((format, read.vocab, config)),
-        Err(e) => {
-            faults.push(format!("config.json: {e}"));
-            None
-        }
-    }
-}
-
-/// Meaning of a key of `config.json` for our mixer. Defaults are JSON, for where the key is left out.
-#[derive(Debug)]
-pub(crate) enum Rule {
-    /// Theirs, ours, default: one value under two names.
-    Key(&'static str, &'static str, &'static str),
-    /// One name, and the family's own default.
-    Same(&'static str),
-    /// Ours has this value.
-    Ours(&'static str, &'static str),
-    /// Theirs has to be one of these: ours has no other way.
-    Only(&'static str, &'static [&'static str]),
-    /// Theirs has to be as many as the heads, or left out.
-    AsHeads(&'static str),
-    /// `use_short_conv`, of this default, and `conv_size`: our `conv_size`.
-    Convolution(&'static str),
-    /// `expand_k` and `expand_v`, of these defaults, shares of the model's width: our `key_width` and
-    /// `expand_v`.
-    Shares(&'static str, &'static str),
-    /// Theirs, default: our `key_width`, which says how many heads there are.
-    Split(&'static str, &'static str),
-    /// Theirs, ours, what is known, default: one value under two names, if it is one of these.
-    OneOf(&'static str, &'static str, &'static [&'static str], &'static str),
-    /// One name: ours is there only where it is true.
-    Flag(&'static str),
-    /// Theirs has to be what ours is already.
-    Twin(&'static str, &'static str),
-    /// Theirs has to be the model's width, in every layer.
-    AllOfModel(&'static str),
-    /// Theirs, ours, and our flag that is set where there are several.
-    Groups(&'static str, &'static str, &'static str),
-    /// `use_output_correction` and `correction_factor`: our `output_correction`.
-    Correction,
-}
-
 /// Names of the mixers of every layer.
 pub(crate) fn mixers(config: &LanguageModelConfig) -> Vec<&'static str> {
     config.each_layer().map(|(_, layer)| layer.mixer.name()).collect()
-}
-
-fn json_of(text: &str) -> Value {
-    serde_json::from_str(text).expect("the tables of families are JSON")
-}
-
-/// A number without a fraction, above 0.
-fn whole(value: &Value) -> Option<usize> {
-    let number = value.as_f64().filter(|x| *x >= 1.0 && x.fract() == 0.0)?;
-    Some(number as usize)
 }
 
 #[cfg(test)]

@@ -2,9 +2,9 @@
 //! count from 1, with scaled embeddings and a soft cap on the logits.
 
 use super::keys::{NO, rope_parameters};
-use super::{Form, Hub, Read, Theirs, View, always, given_or, in_part, joined, stacked};
-use crate::config::Keys;
-use crate::names::parameter;
+use super::layout::{Form, Hub, Read, Theirs, View, always, given_or, in_part, joined, stacked};
+use crate::config::keys::Keys;
+use crate::paths::parameter;
 use half::bf16;
 use linattn::nn::LayerConfig;
 use linattn::nn::mixers::MixerConfig;

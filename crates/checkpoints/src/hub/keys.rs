@@ -1,7 +1,7 @@
 //! Keys that configs of several layouts share.
 
-use super::expand_v;
-use crate::config::{Keys, MOST_LAYERS};
+use super::layout::expand_v;
+use crate::config::keys::{Keys, MOST_LAYERS};
 use serde_json::{Value, json};
 
 /// Names of an activation that is SiLU.

@@ -2,9 +2,9 @@
 //! names, but for the authors' embedding; only the keys of the configs differ.
 
 use super::keys::{NO, SILU};
-use super::{Hub, Read, Theirs, View, has_any, in_part, joined, stacked};
-use crate::config::Keys;
-use crate::names::parameter;
+use super::layout::{Hub, Read, Theirs, View, has_any, in_part, joined, stacked};
+use crate::config::keys::Keys;
+use crate::paths::parameter;
 use crate::tensors::Tensors;
 use linattn::nn::LayerConfig;
 use serde_json::{Map, Value, json};
@@ -208,7 +208,7 @@ fn read_original(keys: &mut Keys<'_>) -> Option<Read> {
     keys.only("rms_norm", &["true"]);
     let before = keys.faults();
     let d_model = keys.count("d_model", "null");
-    let layers = keys.count_to(crate::config::MOST_LAYERS, "n_layer", "null");
+    let layers = keys.count_to(crate::config::keys::MOST_LAYERS, "n_layer", "null");
     let bounded = keys.faults() == before;
     let mixer = keys.table("ssm_cfg", |inner| {
         inner.idle(OF_START);

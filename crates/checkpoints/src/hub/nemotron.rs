@@ -2,9 +2,9 @@
 //! without positions, or an MLP of a squared ReLU.
 
 use super::keys::{NO, SILU};
-use super::{Hub, Read, Theirs, View, always, given_or, in_part, joined, stacked};
-use crate::config::{Keys, MOST_LAYERS};
-use crate::names::parameter;
+use super::layout::{Hub, Read, Theirs, View, always, given_or, in_part, joined, stacked};
+use crate::config::keys::{Keys, MOST_LAYERS};
+use crate::paths::parameter;
 use linattn::nn::LayerConfig;
 use serde_json::{Map, Value, json};
 

@@ -5,11 +5,11 @@
 //! joins them, and parts the whole in three of one size. Both forms are read.
 
 use super::keys::{NO, SILU, rope_parameters};
-use super::{
+use super::layout::{
     Hub, Read, Rows, Theirs, View, always, given_or, in_part, joined, stacked, value_width,
 };
-use crate::config::Keys;
-use crate::names::parameter;
+use crate::config::keys::Keys;
+use crate::paths::parameter;
 use linattn::nn::LayerConfig;
 use linattn::nn::mixers::{GatedDeltaNetConfig, MixerConfig};
 use serde_json::{Map, Value, json};

@@ -9,11 +9,11 @@
 //! ```
 
 use super::keys::{NO, SILU, rope_parameters};
-use super::{
+use super::layout::{
     Hub, Read, Rows, Theirs, View, always, given_or, in_part, joined, stacked, value_width,
 };
-use crate::config::{Keys, MOST_LAYERS};
-use crate::names::parameter;
+use crate::config::keys::{Keys, MOST_LAYERS};
+use crate::paths::parameter;
 use linattn::nn::LayerConfig;
 use linattn::nn::mixers::{AttentionConfig, DeltaNetConfig, GatedDeltaNetConfig, MixerConfig};
 use serde_json::{Map, Value, json};
@@ -330,5 +330,25 @@ fn attention(config: &AttentionConfig, d_model: usize, path: &[&str]) -> Theirs 
         ["q_proj", "weight"] => Theirs::rows("self_attn.q_proj.weight", rows(0)),
         ["g_proj", "weight"] => Theirs::rows("self_attn.q_proj.weight", rows(width)),
         _ => in_part("self_attn", path, &[]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hub::layout::expand_v;
+
+    #[test]
+    fn shares_of_any_widths_make_layers_of_these_widths() {
+        for key in 1..200 {
+            for value in (1..400).step_by(7) {
+                let share = Some(expand_v(key, value));
+                let config =
+                    DeltaNetConfig { key_width: Some(key), expand_v: share, ..Default::default() };
+                assert_eq!(parts(&config, 8), [key, key, value], "{value} / {key}");
+                let mixer = MixerConfig::GatedDeltaNet(GatedDeltaNetConfig(config));
+                mixer.check(8).unwrap_or_else(|e| panic!("{value} / {key}: {e}"));
+            }
+        }
     }
 }

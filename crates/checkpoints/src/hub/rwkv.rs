@@ -4,9 +4,9 @@
 //! Low-rank maps stand there as they multiply, `[in, out]`. The first layer has a value residual that nothing
 //! reads.
 
-use super::{Form, Hub, Read, Theirs, View, in_part, joined, stacked};
-use crate::config::Keys;
-use crate::names::parameter;
+use super::layout::{Form, Hub, Read, Theirs, View, in_part, joined, stacked};
+use crate::config::keys::Keys;
+use crate::paths::parameter;
 use linattn::nn::LayerConfig;
 use serde_json::{Map, Value, json};
 
