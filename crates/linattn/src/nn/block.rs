@@ -13,8 +13,8 @@ use super::convolution::Tails;
 use super::layers::{Norm, NormKind};
 use super::mixers::{Mixer, MixerConfig, MixerState, NoState};
 use super::mlp::{Mlp, MlpConfig};
-use super::model::Start;
 use super::residual::Residual;
+use super::start::Start;
 use super::{ConfigError, Cost, Shared};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
@@ -74,11 +74,11 @@ impl LayerConfig {
     /// [`ConfigError`] names the first key that does not fit.
     pub fn check(&self, d_model: usize) -> Result<(), ConfigError> {
         self.mixer.check(d_model).map_err(|e| e.within("mixer"))?;
-        self.mlp.inner(d_model)?;
+        let channels = self.mlp.channels(d_model)?;
         if self.mixer == MixerConfig::None {
             self.check_alone()?;
         }
-        self.canon.points(&self.mlp, d_model).map(drop)
+        self.canon.points(channels).map(drop)
     }
 
     /// Checks a layer without a mixer.
@@ -114,7 +114,7 @@ impl LayerConfig {
             attn_norm: attn.is_some().then(new_norm),
             attn,
             mlp: self.mlp.init(d_model, new_norm, device)?,
-            canon: self.canon.init(&self.mlp, d_model, device)?,
+            canon: self.canon.init(self.mlp.channels(d_model)?, device)?,
             post_norm: self.post_norm,
         })
     }
@@ -125,7 +125,7 @@ impl LayerConfig {
     pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
         let mut cost = self.mixer.cost(d_model, length).map_err(|e| e.within("mixer"))?;
         cost += self.mlp.cost(d_model)?;
-        cost += self.canon.cost(&self.mlp, d_model)?;
+        cost += self.canon.cost(self.mlp.channels(d_model)?)?;
         Ok(cost)
     }
 }

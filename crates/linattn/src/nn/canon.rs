@@ -1,7 +1,6 @@
 //! Canon layers: short convolutions around a layer's norms.
 
 use super::convolution::{ShortConvolution, Tails, convolution_cost};
-use super::mlp::MlpConfig;
 use super::{ConfigError, Cost, LARGEST};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
@@ -21,32 +20,36 @@ pub struct CanonConfig {
     pub inside_mlp: usize,
 }
 
+/// Channels of a layer where Canon layers may stand.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Channels {
+    /// In front of the mixer.
+    pub(super) mixer: usize,
+    /// In front of the MLP; 0 without one.
+    pub(super) mlp: usize,
+    /// Of each projection in front of the MLP's activation; 0 in MLPs that Canon layers are not for.
+    pub(super) inside: usize,
+    /// How many projections these are.
+    pub(super) projections: usize,
+}
+
 impl CanonConfig {
     pub(super) fn is_none(&self) -> bool {
         *self == Self::default()
     }
 
     /// Window and channels of points A, C and D.
-    pub(super) fn points(
-        &self,
-        mlp: &MlpConfig,
-        d_model: usize,
-    ) -> Result<[(usize, usize); 3], ConfigError> {
-        let inside = match mlp {
-            MlpConfig::Swiglu(_)
-            | MlpConfig::Geglu(_)
-            | MlpConfig::Gelu(_)
-            | MlpConfig::Relu2(_) => {
-                let (width, projections) = mlp.inner(d_model)?;
-                width * projections
-            }
-            _ => 0,
-        };
-        let before_mlp = if *mlp == MlpConfig::None { 0 } else { d_model };
+    pub(super) fn points(&self, layer: Channels) -> Result<[(usize, usize); 3], ConfigError> {
+        let Channels { mixer, mlp, inside, projections } = layer;
         let points = [
-            ("before_mixer", self.before_mixer, d_model, ""),
-            ("before_mlp", self.before_mlp, before_mlp, "0 where there is no `mlp`"),
-            ("inside_mlp", self.inside_mlp, inside, "0, unless `mlp` is swiglu, geglu or gelu"),
+            ("before_mixer", self.before_mixer, mixer, ""),
+            ("before_mlp", self.before_mlp, mlp, "0 where there is no `mlp`"),
+            (
+                "inside_mlp",
+                self.inside_mlp,
+                inside * projections,
+                "0, unless `mlp` is swiglu, geglu or gelu",
+            ),
         ];
         for (key, window, channels, want) in points {
             let fits = window == 0 || (2..=LARGEST).contains(&window);
@@ -61,23 +64,23 @@ impl CanonConfig {
 
     pub(super) fn init<B: Backend>(
         &self,
-        mlp: &MlpConfig,
-        d_model: usize,
+        layer: Channels,
         device: &B::Device,
     ) -> Result<Canon<B>, ConfigError> {
-        let [(before_mixer, _), (before_mlp, _), (inside, _)] = self.points(mlp, d_model)?;
-        let (width, projections) = mlp.inner(d_model)?;
+        let [(before_mixer, _), (before_mlp, _), (inside, _)] = self.points(layer)?;
         let convolution = |channels, window| ShortConvolution::optional(channels, window, device);
         Ok(Canon {
-            before_mixer: convolution(d_model, before_mixer),
-            before_mlp: convolution(d_model, before_mlp),
-            inside_mlp: (0..projections).filter_map(|_| convolution(width, inside)).collect(),
+            before_mixer: convolution(layer.mixer, before_mixer),
+            before_mlp: convolution(layer.mlp, before_mlp),
+            inside_mlp: (0..layer.projections)
+                .filter_map(|_| convolution(layer.inside, inside))
+                .collect(),
         })
     }
 
-    pub(super) fn cost(&self, mlp: &MlpConfig, d_model: usize) -> Result<Cost, ConfigError> {
+    pub(super) fn cost(&self, layer: Channels) -> Result<Cost, ConfigError> {
         let mut cost = Cost::default();
-        for (window, channels) in self.points(mlp, d_model)? {
+        for (window, channels) in self.points(layer)? {
             cost += convolution_cost(window, channels);
         }
         Ok(cost)

@@ -1,6 +1,6 @@
 //! Channel mixers: what follows the token mixer in a layer.
 
-use super::canon::{Canon, canon};
+use super::canon::{Canon, Channels, canon};
 use super::convolution::Tails;
 use super::layers::{Gelu, Linear, Norm, ResidualLinear, linear, linear_with_bias, shift_tokens};
 use super::projection::packed_product;
@@ -58,6 +58,16 @@ impl MlpConfig {
             return Err(error.within(key).within("mlp"));
         }
         Ok((width.map_err(|e| e.within(key).within("mlp"))?, projections))
+    }
+
+    /// Channels of a layer with this MLP, for Canon layers.
+    pub(super) fn channels(&self, d_model: usize) -> Result<Channels, ConfigError> {
+        let (width, projections) = self.inner(d_model)?;
+        let takes =
+            matches!(self, Self::Swiglu(_) | Self::Geglu(_) | Self::Gelu(_) | Self::Relu2(_));
+        let mlp = if *self == Self::None { 0 } else { d_model };
+        let inside = if takes { width } else { 0 };
+        Ok(Channels { mixer: d_model, mlp, inside, projections })
     }
 
     pub(super) fn init<B: Backend>(

@@ -5,6 +5,7 @@
 //! token; both take the state so far (`None` at the start) and give the next, and agree with each
 //! other wherever a sequence is cut.
 
+mod adapted;
 mod auto_encoder;
 mod block;
 mod canon;
@@ -30,6 +31,7 @@ mod recurrence;
 mod residual;
 mod rope;
 mod shared;
+mod start;
 pub(crate) mod state;
 mod swiglu_memory;
 mod weight;

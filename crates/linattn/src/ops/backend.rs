@@ -5,13 +5,13 @@ pub use super::fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, HeadNorm,
     LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack, SelectiveScan,
 };
+pub use super::halving::{Scan, ScanField};
 pub use super::pass::{BackwardPass, Pass};
 pub use super::recurrence::{Dims, Forward, LogDecay, Recurrence, Saved, Transition};
-pub use super::scan::{Scan, ScanField};
 
 use super::fused::{self, AdamW, AdamWStep, Clip, Moments};
 use super::quantized::QuantizedMatrix;
-use super::{reference, scan};
+use super::{halving, reference};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 
@@ -165,7 +165,7 @@ pub trait LinearAttentionBackend: Backend {
 
     /// Every h of a linear recurrence of vectors, `[B, T, C]`.
     fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
-        scan::forward::<Self>(x)
+        halving::forward::<Self>(x)
     }
 
     /// Outputs of an operation that is composed of the methods above. A backend that differentiates makes it a node of

@@ -27,6 +27,7 @@ mod error;
 mod fused;
 #[cfg(feature = "fusion")]
 mod fusion;
+mod halving;
 mod long_convolution;
 mod mesa;
 mod pass;
@@ -46,13 +47,14 @@ pub(crate) use fused::{
 pub use fused::{
     AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, adamw_step, global_norm, selective_scan,
 };
+pub use halving::Complex;
 pub use long_convolution::long_convolution;
 pub(crate) use long_convolution::tap_matrices;
 pub use mesa::{MesaInputs, mesa, mesa_step};
 pub use quantized::{GROUP, QuantizedMatrix, WeightBits};
 pub use recurrence::Read;
 pub(crate) use reference::solve_unit_lower;
-pub use scan::{Complex, complex_scan, linear_scan, linear_scan_step};
+pub use scan::{complex_scan, linear_scan, linear_scan_step};
 
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 use recurrence::{Forward, LogDecay, Recurrence, Transition};

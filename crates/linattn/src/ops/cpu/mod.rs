@@ -30,11 +30,11 @@ use super::fused::{
     self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
     LinearLayer, Moments, Normalization, Pack,
 };
+use super::halving::{self, Scan};
 use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
 use super::recurrence::{Forward, Recurrence, Saved};
 use super::reference;
-use super::scan::{self, Scan};
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexTensor};
 
@@ -118,6 +118,6 @@ impl LinearAttentionBackend for Flex {
     }
 
     fn linear_scan(x: Scan<FloatTensor<Self>>) -> FloatTensor<Self> {
-        scan::on_cpu::<Self>(x)
+        halving::on_cpu::<Self>(x)
     }
 }
