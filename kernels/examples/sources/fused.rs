@@ -5,7 +5,7 @@ use crate::target::Target;
 use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use linattn_kernels::fused::{adamw, cross_entropy, embedding};
+use linattn_kernels::fused::{adamw, conv_state, cross_entropy, embedding, selective_scan};
 use std::error::Error;
 
 const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
@@ -39,6 +39,14 @@ impl<T: Target> Fused<'_, T> {
             self.look_up(vocab)?;
             enter(&format!("-{vocab}"))?;
         }
+        for given in [false, true] {
+            self.conv_states(given)?;
+            enter(&format!("-states_{given}"))?;
+            for states in [4, 16] {
+                self.selective_scan(states, given)?;
+                enter(&format!("-{states}-state_{given}"))?;
+            }
+        }
         for count in [1, 8] {
             for len in [WIDTH, WIDTH + 1] {
                 for clipped in [false, true] {
@@ -69,6 +77,30 @@ impl<T: Target> Fused<'_, T> {
         let y = embedding::gather(self.client, &table, &ids, dims, types)?;
         let types = embedding::Types { rows: self.dtype, ids: I32, out: F32 };
         embedding::table_gradient(self.client, &y.handle, &ids, dims, types)?;
+        Ok(())
+    }
+
+    fn conv_states(&self, given: bool) -> Result<(), Box<dyn Error>> {
+        let dims = conv_state::Dims { batch: 2, tokens: 1, columns: 3 * WIDTH };
+        let convolutions = conv_state::Convolutions { widths: vec![WIDTH; 3], window: 4 };
+        let (x, state) = (self.memory(6 * WIDTH, self.dtype), self.memory(6 * WIDTH, self.dtype));
+        let states = if given { vec![&state; 3] } else { vec![] };
+        conv_state::next_states(self.client, dims, &convolutions, (&x, &states), self.dtype)?;
+        Ok(())
+    }
+
+    /// Forward, kept and not, and backward.
+    fn selective_scan(&self, states: usize, whole: bool) -> Result<(), Box<dyn Error>> {
+        let dims = selective_scan::Dims { batch: 2, tokens: 8, channels: WIDTH, states };
+        let x = self.memory(16 * WIDTH * states, F32);
+        let state = whole.then_some(&x);
+        let [dt, a, b, c] = [&x; 4];
+        let inputs = selective_scan::Inputs { x: &x, dt, a, b, c, state, signed: whole };
+        for keep in [false, true] {
+            selective_scan::forward(self.client, dims, &inputs, keep)?;
+        }
+        let given = selective_scan::Given { h: &x, d_y: Some(&x), d_state: state };
+        selective_scan::backward(self.client, dims, &inputs, given)?;
         Ok(())
     }
 
