@@ -9,8 +9,11 @@ use linattn_oracle::{Rng, assert_close};
 /// Limit on the relative error of rows of 16 bits.
 const HALF: f64 = 6e-3;
 
-/// K, columns of each matrix and from one of its rows to the next, and whether there is a bias.
-const MATRICES: [(usize, &[(usize, usize)], bool); 10] = [
+/// Columns of a matrix, and numbers from one of its rows to the next.
+type ColumnsAndStride = (usize, usize);
+
+/// K, the matrices side by side, and whether there is a bias.
+const MATRICES: [(usize, &[ColumnsAndStride], bool); 10] = [
     (1, &[(1, 1)], true),
     (130, &[(37, 37)], true),
     (64, &[(96, 96)], false),

@@ -51,9 +51,9 @@ pub(crate) fn mixers(config: &LanguageModelConfig) -> Vec<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Faults;
     use crate::families::family;
-    use crate::tensors::Precision;
+    use crate::format::Format;
+    use crate::tensors::{Precision, Tensors};
     use serde_json::json;
 
     fn read(text: &str) -> (Option<LanguageModelConfig>, Faults) {
