@@ -26,6 +26,7 @@ const MODELS: &[&str] = &[
     "olmo_hybrid",
     "recurrent_gemma",
     "nemotron_h",
+    "xlstm",
 ];
 
 /// RMS error over RMS logits, in f32 on the CPU.
@@ -174,6 +175,7 @@ fn models_without_what_only_fla_has_are_exported_by_what_they_are() {
         ("olmo_hybrid", "olmo_hybrid"),
         ("recurrent_gemma", "recurrent_gemma"),
         ("nemotron_h", "nemotron_h"),
+        ("xlstm", "xlstm"),
     ] {
         let imported = import::<Flex>(&folder(name), &device).unwrap();
         let exported = Exported {

@@ -192,6 +192,8 @@ impl View<'_> {
             ("dtype", self.dtype.into()),
             ("hidden_size", self.model["d_model"].clone()),
             ("num_hidden_layers", self.layers.len().into()),
+            // A default of its family may be an id that the model has not.
+            ("pad_token_id", Value::Null),
             ("tie_word_embeddings", self.model["tie_embeddings"].clone()),
             ("vocab_size", self.vocab.into()),
         ];

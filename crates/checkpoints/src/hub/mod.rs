@@ -9,6 +9,7 @@ mod nemotron;
 mod olmo;
 mod qwen;
 mod rwkv;
+mod xlstm;
 
 pub(crate) use layout::{Form, Hub, Read, Rows, Theirs, View};
 
@@ -24,4 +25,5 @@ pub(crate) static FORMATS: &[&Hub] = &[
     &gemma::RECURRENT,
     &nemotron::HYBRID,
     &rwkv::NATIVE,
+    &xlstm::LARGE,
 ];
