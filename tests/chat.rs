@@ -9,6 +9,7 @@ use linattn::nn::{LanguageModel, LanguageModelConfig};
 use linattn_checkpoints::{Exported, Precision, export};
 use linattn_tasks::Tokenizer;
 use linattn_trainer::{ImportedModel, StoredModel, Which, companions, store_model};
+use serde_json::json;
 use std::fs;
 use std::io::Write;
 use std::path::Path;
@@ -313,6 +314,44 @@ fn a_text_ends_at_the_tokens_that_its_checkpoint_says() {
         let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(report["texts"][0]["finish"], finish);
     }
+}
+
+#[test]
+fn tokens_are_drawn_as_the_checkpoint_says_where_the_call_does_not() {
+    let sampling = |file: Option<&str>, args: &[&str]| {
+        let files: Vec<(&str, &str)> =
+            file.map(|text| ("generation_config.json", text)).into_iter().collect();
+        let desk = desk(&files, &[]);
+        let fixed =
+            ["--run", "runs/tiny", "--device", "cpu", "--prompt", "the cat", "--tokens", "2"];
+        let args = [&fixed[..], &["--json"], args].concat();
+        desk.program(env!("CARGO_BIN_EXE_generate"), &args).output().unwrap()
+    };
+    let drawn = r#"{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}"#;
+    let likeliest = r#"{"do_sample": false, "temperature": 0.6, "top_p": null}"#;
+    for (file, args, want) in [
+        (None, &[][..], json!([1.0, null, 1.0, 1.0])),
+        (Some(drawn), &[], json!([0.6, 20, 0.95, 1.1])),
+        (Some(drawn), &["--temperature", "0.8", "--top-k", "0"], json!([0.8, null, 0.95, 1.1])),
+        (Some(likeliest), &[], json!([0.0, null, 1.0, 1.0])),
+        (Some(likeliest), &["--temperature", "2"], json!([2.0, null, 1.0, 1.0])),
+    ] {
+        let output = sampling(file, args);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let got = ["temperature", "top_k", "top_p", "repetition_penalty"];
+        let got = got.map(|key| report["sampling"][key].clone());
+        assert_eq!(json!(got), want, "{file:?} {args:?}");
+    }
+    for (file, named) in [
+        (r#"{"top_k": -1}"#, "`top_k` is -1"),
+        (r#"{"do_sample": "yes"}"#, "`do_sample` is \"yes\""),
+        (r#"{"top_p": 7}"#, "top_p"),
+    ] {
+        refused(&sampling(Some(file), &[]), &["generation_config.json", named]);
+    }
+    let wrong = sampling(Some(r#"{"top_p": 7}"#), &["--temperature=-1"]);
+    assert!(!text(&wrong.stderr).contains("generation_config.json"), "{}", text(&wrong.stderr));
 }
 
 #[test]

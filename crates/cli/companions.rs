@@ -2,11 +2,13 @@
 //! special tokens are spelt.
 
 use linattn_trainer::StoredModel;
+use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 const TEMPLATE: &str = "chat_template";
+pub(crate) const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// Why such a file cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -46,6 +48,24 @@ pub(crate) enum CompanionError {
 pub(crate) struct TemplateText {
     pub(crate) path: PathBuf,
     pub(crate) text: String,
+}
+
+/// What a checkpoint says of sampling; `None` where it says nothing.
+#[derive(Debug, Default, Clone, PartialEq)]
+pub(crate) struct SamplingWords {
+    /// Whether tokens are drawn; the likeliest is taken otherwise.
+    draws: Option<bool>,
+    temperature: Option<f64>,
+    pub(crate) top_k: Option<usize>,
+    pub(crate) top_p: Option<f64>,
+    pub(crate) repetition_penalty: Option<f64>,
+}
+
+impl SamplingWords {
+    /// A checkpoint that takes the likeliest token may have a temperature beside it, which it does not use.
+    pub(crate) fn temperature(&self) -> Option<f64> {
+        if self.draws == Some(false) { Some(0.0) } else { self.temperature }
+    }
 }
 
 /// The files of one model.
@@ -118,8 +138,8 @@ impl<'a> Companions<'a> {
     /// [`CompanionError`] names the file.
     pub(crate) fn end_ids(&self) -> Result<Vec<u32>, CompanionError> {
         const KEY: &str = "eos_token_id";
-        let Some(path) = self.path("generation_config.json") else { return Ok(vec![]) };
-        let list = match self.table("generation_config.json")?.remove(KEY) {
+        let Some(path) = self.path(GENERATION_CONFIG) else { return Ok(vec![]) };
+        let list = match self.table(GENERATION_CONFIG)?.remove(KEY) {
             None | Some(Value::Null) => return Ok(vec![]),
             Some(Value::Array(list)) => list,
             Some(one) => vec![one],
@@ -131,6 +151,44 @@ impl<'a> Companions<'a> {
             key: KEY,
             got: short(&Value::Array(list)),
             want: "a token's id, or a list of them".into(),
+        })
+    }
+
+    /// How tokens are drawn, as `generation_config.json` says.
+    /// # Errors
+    /// [`CompanionError`] names the file and the key.
+    pub(crate) fn sampling(&self) -> Result<SamplingWords, CompanionError> {
+        let Some(path) = self.path(GENERATION_CONFIG) else { return Ok(SamplingWords::default()) };
+        let table = Table { path, values: self.table(GENERATION_CONFIG)? };
+        Ok(SamplingWords {
+            draws: table.get("do_sample", "true or false")?,
+            temperature: table.get("temperature", "a number")?,
+            top_k: table.get("top_k", "a whole number, 0 for all tokens")?,
+            top_p: table.get("top_p", "a number")?,
+            repetition_penalty: table.get("repetition_penalty", "a number")?,
+        })
+    }
+}
+
+/// Contents of a file.
+struct Table<'a> {
+    path: &'a Path,
+    values: Map<String, Value>,
+}
+
+impl Table<'_> {
+    /// The value of a key; `None` where the key is missing, or null.
+    fn get<T: DeserializeOwned>(
+        &self,
+        key: &'static str,
+        want: &str,
+    ) -> Result<Option<T>, CompanionError> {
+        let value = self.values.get(key).unwrap_or(&Value::Null);
+        Option::deserialize(value).map_err(|_| CompanionError::Value {
+            path: self.path.into(),
+            key,
+            got: short(value),
+            want: want.into(),
         })
     }
 }

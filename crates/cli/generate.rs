@@ -5,12 +5,13 @@ use crate::companions::{CompanionError, Companions};
 use crate::device::{self, Choice, Job};
 use crate::eval::checkpoint;
 use crate::page::Page;
+use crate::sampling::{SamplingArgs, SamplingError};
 use crate::signals::{self, Asked};
 use crate::train::guarded;
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail, output};
 use linattn::generate::{
-    Finish, GenerateConfig, GenerateError, Generated, Next, SamplingConfig, Sequence, Timing,
-    Written, generate as write_texts,
+    Finish, GenerateConfig, GenerateError, Generated, Next, Sequence, Timing, Written,
+    generate as write_texts,
 };
 use linattn::nn::{HeadKind, LanguageModel, StateError, state_file};
 use linattn::ops::{LinearAttentionBackend, WeightBits};
@@ -47,24 +48,11 @@ pub struct GenerateArgs {
     /// The most tokens to write for each prompt: 200 by default, and 4096 for an answer in a conversation
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     tokens: Option<u64>,
-    /// Divisor of the logits; 0 always takes the likeliest token
-    #[arg(long, default_value_t = 1.0)]
-    temperature: f64,
-    /// Only so many of the likeliest tokens can come next
-    #[arg(long)]
-    top_k: Option<usize>,
-    /// Only the fewest likeliest tokens whose probabilities add up to this can come next
-    #[arg(long, default_value_t = 1.0)]
-    top_p: f64,
-    /// Divides the logits of tokens that are there already
-    #[arg(long, default_value_t = 1.0)]
-    repetition_penalty: f64,
+    #[command(flatten)]
+    sampling: SamplingArgs,
     /// Ends a text before this; can be given several times
     #[arg(long = "stop", value_name = "TEXT")]
     stops: Vec<String>,
-    /// Where the random numbers start from
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
     /// Puts text and state into this file in the end
     #[arg(long, value_name = "FILE")]
     save_state: Option<PathBuf>,
@@ -144,6 +132,12 @@ impl From<CompanionError> for Failure {
     }
 }
 
+impl From<SamplingError> for Failure {
+    fn from(e: SamplingError) -> Self {
+        Self::Input(e.to_string())
+    }
+}
+
 impl From<ChatError> for Failure {
     fn from(e: ChatError) -> Self {
         Self::Input(e.to_string())
@@ -214,8 +208,8 @@ fn chat(args: &GenerateArgs) -> ExitCode {
 
 /// The conversation that was asked for, and its model.
 fn open_chat(args: &GenerateArgs) -> Result<(Chat<'_>, StoredModel), Failure> {
-    let config = config(args)?;
     let model = open_model(args)?;
+    let config = config(args, &model)?;
     let tokenizer = tokenizer(&model)?;
     check_stops(args, tokenizer.as_ref())?;
     let ends = ends(&model, tokenizer.as_ref())?;
@@ -312,13 +306,13 @@ struct Prompt {
 
 impl<'a> Request<'a> {
     fn new(args: &'a GenerateArgs) -> Result<Self, Failure> {
-        let config = config(args)?;
         let texts = prompts(args)?;
         if let Some(path) = &args.save_state {
             // Before the text is written, and not after.
             state_file(path).map_err(|e| Failure::Input(e.to_string()))?;
         }
         let model = open_model(args)?;
+        let config = config(args, &model)?;
         let tokenizer = tokenizer(&model)?;
         check_stops(args, tokenizer.as_ref())?;
         let ends = ends(&model, tokenizer.as_ref())?;
@@ -418,22 +412,14 @@ fn rate(tokens: usize, seconds: f64) -> Option<f64> {
 }
 
 /// Length and sampling, checked.
-fn config(args: &GenerateArgs) -> Result<GenerateConfig, Failure> {
+fn config(args: &GenerateArgs, model: &StoredModel) -> Result<GenerateConfig, Failure> {
     let by_default = if args.chat { 4096 } else { 200 };
-    let config = GenerateConfig {
+    Ok(GenerateConfig {
         new_tokens: args.tokens.unwrap_or(by_default) as usize,
-        sampling: SamplingConfig {
-            temperature: args.temperature,
-            top_k: args.top_k,
-            top_p: args.top_p,
-            repetition_penalty: args.repetition_penalty,
-            seed: args.seed,
-        },
+        sampling: args.sampling.resolve(&Companions::of(model))?,
         keep_states: args.chat || args.save_state.is_some(),
         ..GenerateConfig::default()
-    };
-    config.sampling.check().map_err(|e| Failure::Input(e.to_string()))?;
-    Ok(config)
+    })
 }
 
 fn open_model(args: &GenerateArgs) -> Result<StoredModel, Failure> {

@@ -19,6 +19,7 @@ mod memory;
 mod output;
 mod page;
 mod report;
+mod sampling;
 mod signals;
 mod sweep;
 mod train;
