@@ -317,13 +317,19 @@ fn adapters_learn_in_parts_in_sixteen_bits_and_layer_by_layer() {
         |a: &[f64], b: &[f64], limit: f64| a.iter().zip(b).all(|(a, b)| (a - b).abs() < limit);
     assert!(near(&run("parts"), &run("whole"), 1e-4), "{:?} {:?}", run("parts"), run("whole"));
     assert!(near(&run("parts")[..2], &run("bf16"), 0.05), "{:?} {:?}", run("parts"), run("bf16"));
-    // Layer by layer the first loss is the same to the last bit, and gradients differ by rounding.
-    assert_eq!(run("parts")[0], run("layers")[0]);
+    // Layer by layer results differ by rounding: Flex has a softmax of its own where there is no graph.
+    let first = |name: &str| run(name)[..1].to_vec();
+    assert!(
+        near(&first("parts"), &first("layers"), 2e-6),
+        "{:?} {:?}",
+        run("parts"),
+        run("layers")
+    );
     assert!(near(&run("parts"), &run("layers"), 1e-4), "{:?} {:?}", run("parts"), run("layers"));
     desk.run_well(&["--set", "name=full", "--set", "train.steps=3"]);
     let recompute = ["--set", "name=again", "--set", "train.checkpoint_activations=true"];
     desk.run_well(&[&recompute[..], &steps].concat());
-    assert_eq!(run("full")[0], run("again")[0]);
+    assert!(near(&first("full"), &first("again"), 2e-6), "{:?} {:?}", run("full"), run("again"));
     assert!(near(&run("full"), &run("again"), 1e-4), "{:?} {:?}", run("full"), run("again"));
 }
 

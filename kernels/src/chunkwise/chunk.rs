@@ -119,7 +119,7 @@ pub(crate) fn own(place: &Place, #[comptime] rows: usize, #[comptime] columns: u
 pub(crate) struct Sums {
     pub coarse: SharedMemory<f32>,
     pub fine: SharedMemory<f32>,
-    /// Where a stage asks for them under a vector decay: e^g of each token, shaped as the sums. A decay over a few
+    /// Where a stage needs them under a vector decay: e^g of each token, shaped as the sums. A decay over a few
     /// tokens is a product of these, without an exponential.
     pub decays: SharedMemory<f32>,
 }

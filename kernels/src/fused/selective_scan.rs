@@ -177,7 +177,7 @@ pub fn check<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Re
     Ok(())
 }
 
-/// y and the last state; every h where `keep` asks for what [`backward`] needs.
+/// y and the last state; every h where `keep` wants what [`backward`] needs.
 ///
 /// # Errors
 /// As [`check`]; then nothing was launched.
