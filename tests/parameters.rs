@@ -85,6 +85,7 @@ const MATRICES: &[(&str, &str)] = &[
     ("lstm", "h_proj o_proj x_proj"),
     ("mamba", "dt_proj in_proj out_proj x_proj"),
     ("mamba2", "in_proj out_proj"),
+    ("mamba3", "in_proj out_proj"),
     ("mesa_net", "a_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
     ("metala", "g_proj k_gate out_proj q_proj v_proj"),
     ("mla", "k_rope kv_proj.0 kv_proj.2 o_proj q_proj.0 q_proj.2 q_proj"),

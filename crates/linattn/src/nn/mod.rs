@@ -34,6 +34,7 @@ mod shared;
 mod start;
 pub(crate) mod state;
 mod swiglu_memory;
+mod trapezoid;
 mod weight;
 
 pub use auto_encoder::Decoder;

@@ -33,6 +33,7 @@ mod lru;
 mod lstm;
 mod mamba;
 mod mamba2;
+mod mamba3;
 mod mesa_net;
 mod metala;
 mod mla;
@@ -80,6 +81,7 @@ pub use lru::{Lru, LruConfig};
 pub use lstm::{Lstm, LstmConfig};
 pub use mamba::{Mamba, MambaConfig};
 pub use mamba2::{Mamba2, Mamba2Config};
+pub use mamba3::{Mamba3, Mamba3Config};
 pub use mesa_net::{MesaNet, MesaNetConfig};
 pub use metala::{MetaLa, MetaLaConfig};
 pub use mla::{LatentCache, Mla, MlaConfig};
@@ -335,6 +337,28 @@ fn head_widths(
     Ok(Widths { heads: value_heads, key, value, keys, values })
 }
 
+/// Inner width `expand * d_model`, and heads of `head_width` that it falls into.
+fn expanded_heads(
+    expand: usize,
+    head_width: usize,
+    d_model: usize,
+) -> Result<(usize, usize), ConfigError> {
+    let inner = super::positive("expand", expand)? * d_model;
+    if inner.is_multiple_of(super::positive("head_width", head_width)?) {
+        return Ok((inner, inner / head_width));
+    }
+    let want = format!("a divisor of expand * d_model = {inner}");
+    Err(ConfigError::new("head_width", head_width, want))
+}
+
+/// Groups of heads that share B and C must divide the heads.
+fn check_groups(groups: usize, heads: usize) -> Result<(), ConfigError> {
+    match heads.is_multiple_of(super::positive("groups", groups)?) {
+        true => Ok(()),
+        false => Err(ConfigError::new("groups", groups, format!("a divisor of the {heads} heads"))),
+    }
+}
+
 /// State and arithmetic of a memory of `heads` matrices K x V: decay, write, read, and for a delta
 /// rule the answer that is subtracted.
 fn memory_cost(heads: usize, key_width: usize, value_width: usize, delta: bool) -> Cost {
@@ -513,6 +537,8 @@ mixers! {
     "gated_retention" GatedRetention(GatedRetentionConfig);
     /// Mamba-2 as state-space duality.
     "mamba2" Mamba2(Mamba2Config);
+    /// Mamba-3.
+    "mamba3" Mamba3(Mamba3Config);
     /// mLSTM.
     "mlstm" Mlstm(MlstmConfig);
     /// mLSTM in the block of the first xLSTM.
