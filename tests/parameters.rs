@@ -62,6 +62,7 @@ const MATRICES: &[(&str, &str)] = &[
         "b_proj f_proj.0 f_proj.1 g_proj.0 g_proj.1 k_proj o_proj q_proj v_proj \
          w_proj",
     ),
+    ("gated_kalmanet", "a_proj alpha_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
     ("gated_retention", "g_proj gk_proj k_proj o_proj q_proj v_proj"),
     ("gateloop", "a_proj g_proj k_proj o_proj q_proj theta_proj v_proj"),
     ("gla", "g_proj gk_proj.0 gk_proj.1 k_proj o_proj q_proj v_proj"),

@@ -1,10 +1,14 @@
 //! Recent mixers are what their papers say: loops over tokens in double precision, written from the formulas, as in
 //! formulas.rs.
 
-use crate::formulas::{Noisy, dot, each, hold, normalized, remember, sigmoid, silu, softplus};
-use crate::layers::mixer;
+use crate::call::download;
+use crate::formulas::{
+    Noisy, Rows, dot, each, hold, normalized, remember, sigmoid, silu, softplus, times, unit,
+};
+use crate::layers::{B, Weights, input, mixer};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Distribution, Tensor, backend::Backend};
+use linattn_oracle::assert_close;
 use std::f64::consts::PI;
 
 /// Biases and factors of rows, which are all alike in a fresh layer.
@@ -115,4 +119,96 @@ fn mamba3_writes_a_token_twice_and_turns_as_it_decays() {
             rows.iter().map(token).collect()
         });
     }
+}
+
+/// Outputs of three projections with their convolutions at each token.
+struct Convolved<'a> {
+    w: &'a Weights,
+    projected: [Rows; 3],
+}
+
+impl<'a> Convolved<'a> {
+    fn of(w: &'a Weights, rows: &[Vec<f64>]) -> Self {
+        let project = |name: &str| rows.iter().map(|x| w.linear(name, x)).collect();
+        Self { w, projected: ["q_proj", "k_proj", "v_proj"].map(project) }
+    }
+
+    fn at(&self, t: usize) -> [Vec<f64>; 3] {
+        let names = ["q_conv1d", "k_conv1d", "v_conv1d"];
+        std::array::from_fn(|i| self.w.convolution(names[i], &self.projected[i][..=t]))
+    }
+}
+
+/// `x m`, `m` of rows as wide as the result.
+fn times_matrix(x: &[f64], m: &[f64]) -> Vec<f64> {
+    let width = m.len() / x.len();
+    (0..width).map(|j| (0..x.len()).map(|i| x[i] * m[i * width + j]).sum()).collect()
+}
+
+/// ln of what a head keeps, of a rate and a step.
+fn log_decay(w: &Weights, x: &[f64], head: usize) -> f64 {
+    let step = softplus(w.linear("a_proj", x)[head] + w.get("dt_bias")[head]);
+    -w.get("a_log")[head].exp() * step
+}
+
+#[test]
+fn gated_kalmanet_takes_queries_to_the_regression_by_a_share() {
+    const K: usize = 12;
+    let text = "gated_kalmanet = { heads = 2, conv_size = 3, ridge = 0.05, iterations = 9 }";
+    hold(text, &mixer(text).map(&mut Noisy), |w, rows| {
+        let convolved = Convolved::of(w, rows);
+        let mut keys = [[0f64; K * K]; 2];
+        let mut values = [[0f64; K * K]; 2];
+        let token = |(t, x): (usize, &Vec<f64>)| {
+            let all = convolved.at(t).map(|x| each(&x, silu));
+            let mut o = vec![];
+            for h in 0..2 {
+                let [q, k, v] = all.each_ref().map(|x| x[h * K..][..K].to_vec());
+                let (q, k) = (unit(&q), unit(&k));
+                let beta = sigmoid(w.linear("b_proj", x)[h]) + 1e-6;
+                let alpha = sigmoid(w.linear("alpha_proj", x)[h]);
+                let (k, v) = (each(&k, |k| k * beta), each(&v, |v| v * beta));
+                let keep = [log_decay(w, x, h).exp(); K];
+                remember(&mut keys[h], &keep, &k, &k, &q);
+                remember(&mut values[h], &keep, &k, &v, &q);
+                let norm = dot(&keys[h], &keys[h]).sqrt();
+                let ridge = 0.05 * norm;
+                // Chebyshev's iteration for eigenvalues from `ridge` to `ridge + norm`.
+                let (step, spread) = (2.0 / (2.0 * ridge + norm), norm / (2.0 * ridge + norm));
+                let (mut before, mut found) = (vec![0.0; K], each(&q, |q| step * q));
+                let mut weight = 2.0;
+                for _ in 0..9 {
+                    weight = 1.0 / (1.0 - spread * spread / 4.0 * weight);
+                    let image = times_matrix(&found, &keys[h]);
+                    let next = (0..K).map(|i| {
+                        let rest = image[i] + ridge * found[i] - q[i];
+                        weight * (found[i] - step * rest - before[i]) + before[i]
+                    });
+                    let next = next.collect();
+                    before = std::mem::replace(&mut found, next);
+                }
+                let x: Vec<f64> = (0..K).map(|i| q[i] + alpha * (found[i] - q[i])).collect();
+                let read = each(&times_matrix(&x, &values[h]), |o| o / (K as f64).sqrt());
+                let gamma = w.get("o_norm.norm.gamma");
+                o.extend(times(&normalized(&read, 1e-6), gamma));
+            }
+            let gate = each(&w.linear("g_proj", x), silu);
+            w.linear("o_proj", &times(&o, &gate))
+        };
+        rows.iter().enumerate().map(token).collect()
+    });
+}
+
+/// After many iterations the gradient of exact solutions is that of the mixer.
+#[test]
+fn the_gradient_of_gated_kalmanet_is_that_of_its_solutions() {
+    let mixer = mixer("gated_kalmanet = { heads = 2, iterations = 150 }");
+    let (x, weights, along) = (input(11).require_grad(), input(11), input(11));
+    let loss = |x: Tensor<B, 3>| (mixer.forward(x, None).0 * weights.clone()).sum();
+    let gradients = loss(x.clone()).backward();
+    let gradient = Tensor::<B, 3>::from_inner(x.grad(&gradients).unwrap());
+    let slope = download((gradient * along.clone()).sum());
+    let at = |step: f64| download(loss(x.clone().detach() + along.clone() * step))[0];
+    let found = (at(1e-5) - at(-1e-5)) / 2e-5;
+    assert_close("slope", &[found], &slope, 1e-5);
 }

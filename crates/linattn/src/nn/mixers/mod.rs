@@ -15,6 +15,7 @@ mod delta_product;
 mod deltaformer;
 mod forgetting_attention;
 mod gated_delta_net_2;
+mod gated_kalmanet;
 mod gated_retention;
 mod gateloop;
 mod gla;
@@ -63,6 +64,7 @@ pub use delta_product::{DeltaProduct, DeltaProductConfig};
 pub use deltaformer::{DeltaFormer, DeltaFormerConfig};
 pub use forgetting_attention::{ForgettingAttention, ForgettingAttentionConfig, ForgettingCache};
 pub use gated_delta_net_2::{GatedDeltaNet2, GatedDeltaNet2Config};
+pub use gated_kalmanet::{GatedKalmaNet, GatedKalmaNetConfig};
 pub use gated_retention::{GatedRetention, GatedRetentionConfig};
 pub use gateloop::{GateLoop, GateLoopConfig};
 pub use gla::{Gla, GlaConfig};
@@ -575,6 +577,8 @@ mixers! {
     "rwkv7" Rwkv7(Rwkv7Config);
     /// MesaNet.
     "mesa_net" MesaNet(MesaNetConfig);
+    /// Gated KalmaNet.
+    "gated_kalmanet" GatedKalmaNet(GatedKalmaNetConfig);
     /// HGRN.
     "hgrn" Hgrn(HgrnConfig);
     /// Griffin's real-gated linear recurrent unit.
