@@ -71,6 +71,9 @@ pub(crate) const MIXERS: &[&str] = &[
     "metala = { heads = 3, key_width = 6, expand_v = 0.5, gate_normalizer = 1.0, self_augmentation = false, conv_size = 0 }",
     "gated_retention = { heads = 2 }",
     "gated_retention = { heads = 1, value_heads = 2, expand_v = 0.5, gate_normalizer = 1.0 }",
+    "log_linear_attention = { heads = 2, levels = 7 }",
+    "log_linear_attention = { heads = 3, key_width = 5, expand_v = 2.0, levels = 3, conv_size = 0, output_gate = false }",
+    "log_linear_attention = { heads = 2, levels = 5, delta_rule = true, conv_size = 2, norm_eps = 1e-3 }",
     "lightning_attention = { heads = 2 }",
     "lightning_attention = { heads = 3, key_width = 5, decay_scale = 0.5 }",
     // Norms behind the denominator hide the input gates' bias unless the epsilon is felt.
@@ -288,6 +291,7 @@ fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
         ("mamba3 = { head_width = 8, mimo_rank = 0 }", "mamba3.mimo_rank"),
         ("gated_kalmanet = { ridge = 0.0 }", "gated_kalmanet.ridge"),
         ("gated_kalmanet = { iterations = 0 }", "gated_kalmanet.iterations"),
+        ("log_linear_attention = { levels = 1 }", "log_linear_attention.levels"),
         ("mlstm_v1 = { heads = 3 }", "mlstm_v1.heads"),
         ("mlstm_v1 = { conv_size = 1 }", "mlstm_v1.conv_size"),
         ("mlstm_v1 = { expand = 1e9 }", "mlstm_v1.expand"),
@@ -350,10 +354,11 @@ fn the_mixers_that_count_their_tokens_are_these() {
     names.dedup();
     // Linear attention for the sake of its feature maps that see positions, Mamba-2 where it rotates.
     let rotating = ["linear_attention", "retnet", "mamba2", "gated_retention"];
+    let by_levels = ["log_linear_attention"];
     let in_mini_batches = ["ttt", "titans", "lact"];
     let convolving = ["hyena", "multihead_hyena", "base_conv"];
     let growing = ["attention", "forgetting_attention", "mla", "deltaformer", "path_attention"];
-    let all = [&rotating[..], &in_mini_batches[..], &convolving[..], &growing[..]];
+    let all = [&rotating[..], &by_levels[..], &in_mini_batches[..], &convolving[..], &growing[..]];
     assert_eq!(names, all.concat());
 }
 

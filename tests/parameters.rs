@@ -81,6 +81,7 @@ const MATRICES: &[(&str, &str)] = &[
          feature_map_q.layer feature_map_q.layer1 feature_map_q.layer2 k_proj \
          o_proj q_proj v_proj",
     ),
+    ("log_linear_attention", "a_proj b_proj g_proj k_proj l_proj o_proj q_proj v_proj"),
     ("longhorn", "b_proj g_proj k_proj o_proj q_proj v_proj"),
     ("lru", "c_proj in_proj out_proj"),
     ("lstm", "h_proj o_proj x_proj"),

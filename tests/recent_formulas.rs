@@ -212,3 +212,69 @@ fn the_gradient_of_gated_kalmanet_is_that_of_its_solutions() {
     let found = (at(1e-5) - at(-1e-5)) / 2e-5;
     assert_close("slope", &[found], &slope, 1e-5);
 }
+
+#[test]
+fn log_linear_attention_adds_memories_up_as_a_counter_carries() {
+    const K: usize = 12;
+    const LEVELS: usize = 5;
+    for delta in [false, true] {
+        let text = format!(
+            "log_linear_attention = {{ heads = 2, levels = {LEVELS}, delta_rule = {delta}, conv_size = 3 }}"
+        );
+        hold(&text, &mixer(&text).map(&mut Noisy), |w, rows| {
+            let convolved = Convolved::of(w, rows);
+            // Of levels 1 to L - 1: a memory, or none.
+            let mut levels: [[Option<Vec<f64>>; LEVELS - 1]; 2] = Default::default();
+            let token = |(t, x): (usize, &Vec<f64>)| {
+                let all = convolved.at(t).map(|x| each(&x, silu));
+                let mut o = vec![];
+                for h in 0..2 {
+                    let [q, k, v] = all.each_ref().map(|x| x[h * K..][..K].to_vec());
+                    let (q, k) = if delta { (unit(&q), unit(&k)) } else { (q, k) };
+                    let beta = if delta { sigmoid(w.linear("b_proj", x)[h]) } else { 1.0 };
+                    let keep = log_decay(w, x, h).exp();
+                    for memory in levels[h].iter_mut().flatten() {
+                        let met = times_matrix(&k, memory);
+                        for (cell, place) in memory.iter_mut().zip(0..) {
+                            let erased =
+                                if delta { beta * k[place / K] * met[place % K] } else { 0.0 };
+                            *cell = keep * (*cell - erased);
+                        }
+                    }
+                    let mut carried = vec![0.0; K * K];
+                    remember(&mut carried, &[1.0; K], &each(&k, |k| beta * k), &v, &q);
+                    let read = |level: usize, memory: &[f64]| {
+                        let place = h * LEVELS + level;
+                        let scale = w.get("level_scale")[place];
+                        let weight = softplus(scale * w.linear("l_proj", x)[place]);
+                        let scale = weight / (K as f64).sqrt();
+                        each(&times_matrix(&q, memory), |o| o * scale)
+                    };
+                    let mut sum = read(0, &carried);
+                    for (level, memory) in levels[h].iter().enumerate() {
+                        if let Some(memory) = memory {
+                            let o = read(level + 1, memory);
+                            sum.iter_mut().zip(o).for_each(|(sum, o)| *sum += o);
+                        }
+                    }
+                    // One more token: full levels are carried on to the first that is free, or to the last.
+                    for (level, place) in levels[h].iter_mut().enumerate() {
+                        if let Some(memory) = place.take() {
+                            carried = carried.iter().zip(&memory).map(|(a, b)| a + b).collect();
+                            if level + 2 < LEVELS {
+                                continue;
+                            }
+                        }
+                        *place = Some(carried);
+                        break;
+                    }
+                    let gamma = w.get("o_norm.norm.gamma");
+                    o.extend(times(&normalized(&sum, 1e-5), gamma));
+                }
+                let gate = each(&w.linear("g_proj", x), silu);
+                w.linear("o_proj", &times(&o, &gate))
+            };
+            rows.iter().enumerate().map(token).collect()
+        });
+    }
+}

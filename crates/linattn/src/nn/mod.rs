@@ -14,6 +14,7 @@ mod convolution;
 mod diagonal_ssm;
 mod fast_weights;
 mod features;
+mod fenwick;
 mod gated_output;
 mod hippo;
 mod layer_list;

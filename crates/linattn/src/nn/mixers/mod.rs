@@ -29,6 +29,7 @@ mod kda;
 mod lact;
 mod lightning_attention;
 mod linear_attention;
+mod log_linear_attention;
 mod longhorn;
 mod lru;
 mod lstm;
@@ -78,6 +79,7 @@ pub use kda::{Kda, KdaConfig};
 pub use lact::{Lact, LactConfig};
 pub use lightning_attention::{LightningAttention, LightningAttentionConfig};
 pub use linear_attention::{LinearAttention, LinearAttentionConfig, OutputNorm};
+pub use log_linear_attention::{LogLinearAttention, LogLinearAttentionConfig};
 pub use longhorn::{Longhorn, LonghornConfig};
 pub use lru::{Lru, LruConfig};
 pub use lstm::{Lstm, LstmConfig};
@@ -537,6 +539,8 @@ mixers! {
     "lightning_attention" LightningAttention(LightningAttentionConfig);
     /// YOCO's gated retention.
     "gated_retention" GatedRetention(GatedRetentionConfig);
+    /// Log-linear attention.
+    "log_linear_attention" LogLinearAttention(LogLinearAttentionConfig);
     /// Mamba-2 as state-space duality.
     "mamba2" Mamba2(Mamba2Config);
     /// Mamba-3.
