@@ -51,6 +51,7 @@ const MATRICES: &[(&str, &str)] = &[
     ("attention", "g_proj k_proj o_proj q_proj v_proj"),
     ("base_conv", "filter.0 filter.1 projection"),
     ("comba", "a_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
+    ("cyfa", "a_proj b_proj d_proj g_proj.0 g_proj.1 k_proj o_proj q_proj v_proj"),
     ("decaying_fast_weights", "f_proj k_proj o_proj q_proj v_proj z_proj"),
     ("deltaformer", "k_proj o_proj q_proj v_proj"),
     ("deltanet", "b_proj g_proj k_proj o_proj q_proj v_proj"),

@@ -4,6 +4,7 @@
 use crate::call::download;
 use crate::formulas::{
     Noisy, Rows, dot, each, hold, normalized, remember, sigmoid, silu, softplus, times, unit,
+    weighed,
 };
 use crate::layers::{B, Weights, input, mixer};
 use burn::module::{Module, ModuleMapper, Param};
@@ -277,4 +278,58 @@ fn log_linear_attention_adds_memories_up_as_a_counter_carries() {
             rows.iter().enumerate().map(token).collect()
         });
     }
+}
+
+#[test]
+fn cyfa_turns_slots_by_a_clock() {
+    const K: usize = 12;
+    const M: usize = 6;
+    const TIMES: usize = M - 1;
+    let text = "cyfa = { heads = 2, slots = 6, conv_size = 3 }";
+    hold(text, &mixer(text).map(&mut Noisy).map(&mut Uneven), |w, rows| {
+        let convolved = Convolved::of(w, rows);
+        let (mut keys, mut values) = ([[0f64; K * M]; 2], [[0f64; M * K]; 2]);
+        let mut clocks = [0f64; 2];
+        let size = |pair: usize| (if pair == 0 { 1.0 } else { 2.0 } / TIMES as f64).sqrt();
+        let phase = |pair: usize, time: f64| 2.0 * PI * pair as f64 * time / TIMES as f64;
+        let token = |(t, x): (usize, &Vec<f64>)| {
+            let all = convolved.at(t);
+            let mut o = vec![];
+            for h in 0..2 {
+                let [q, k, v] = all.each_ref().map(|x| x[h * K..][..K].to_vec());
+                let q = times(&normalized(&q, 1e-5), w.get("q_norm.gamma"));
+                let k = times(&normalized(&k, 1e-5), w.get("k_norm.gamma"));
+                clocks[h] += sigmoid(w.linear("d_proj", x)[h]);
+                let beta = sigmoid(w.linear("b_proj", x)[h]);
+                let angles: Vec<f64> = (0..M / 2).map(|pair| phase(pair, clocks[h])).collect();
+                let back = each(&angles, |angle| -angle);
+                let first: Vec<f64> =
+                    (0..M).map(|i| if i < M / 2 { beta * size(i) } else { 0.0 }).collect();
+                let atom = turned(&first, &back);
+                let keep = log_decay(w, x, h).exp();
+                let scores = remember(&mut keys[h], &[keep; K], &k, &atom, &q);
+                let scores = turned(&each(&scores, |s| s / (K as f64).sqrt()), &angles);
+                // A row of the table for each relative time.
+                let basis = |time: usize, i: usize| {
+                    let angle = phase(i % (M / 2), time as f64);
+                    size(i % (M / 2)) * if i < M / 2 { angle.cos() } else { angle.sin() }
+                };
+                let readout = &w.get("readout")[h * TIMES * TIMES..][..TIMES * TIMES];
+                let table: Rows = readout
+                    .chunks(TIMES)
+                    .map(|row| {
+                        (0..M).map(|i| (0..TIMES).map(|s| row[s] * basis(s, i)).sum()).collect()
+                    })
+                    .collect();
+                let logits: Vec<f64> = table.iter().map(|row| dot(row, &scores)).collect();
+                let shares = turned(&weighed(&logits, &table), &back);
+                let read = remember(&mut values[h], &[keep; M], &atom, &v, &shares);
+                let read = normalized(&each(&read, |o| o * TIMES as f64), 1e-5);
+                o.extend(times(&read, w.get("o_norm.norm.gamma")));
+            }
+            let gate = w.linear("g_proj.1", &w.linear("g_proj.0", x));
+            w.linear("o_proj", &times(&o, &each(&gate, sigmoid)))
+        };
+        rows.iter().enumerate().map(token).collect()
+    });
 }

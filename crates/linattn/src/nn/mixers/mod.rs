@@ -9,6 +9,7 @@ mod attention;
 mod base_conv;
 mod comba;
 mod cross_attention;
+mod cyfa;
 mod decaying_fast_weights;
 mod delta_net;
 mod delta_product;
@@ -59,6 +60,7 @@ pub use attention::{Attention, AttentionConfig, KeyValueCache, QkNormSpan};
 pub use base_conv::{BaseConv, BaseConvConfig};
 pub use comba::{Comba, CombaConfig};
 pub use cross_attention::{CrossAttention, CrossAttentionConfig, NoState};
+pub use cyfa::{CyFa, CyFaConfig};
 pub use decaying_fast_weights::{DecayingFastWeights, DecayingFastWeightsConfig};
 pub use delta_net::{DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig};
 pub use delta_product::{DeltaProduct, DeltaProductConfig};
@@ -563,6 +565,8 @@ mixers! {
     "gateloop" GateLoop(GateLoopConfig);
     /// Gated slot attention.
     "gsa" Gsa(GsaConfig);
+    /// Cyclic flow attention.
+    "cyfa" CyFa(CyFaConfig);
     /// DeltaNet.
     "deltanet" DeltaNet(DeltaNetConfig);
     /// Gated DeltaNet.
