@@ -48,6 +48,10 @@ pub(crate) const MIXERS: &[&str] = &[
     "mamba2 = { d_state = 5, head_width = 8, conv_size = 1 }",
     "mamba2 = { d_state = 4, head_width = 6, heads = 6, groups = 3, group_norm = true, step_min = 0.02 }",
     "mamba2 = { d_state = 6, head_width = 8, rope = true }",
+    "mamba3 = { d_state = 10, head_width = 8 }",
+    "mamba3 = { d_state = 6, head_width = 12, groups = 2, rope_fraction = 1.0, output_norm = true, norm_eps = 1e-3 }",
+    "mamba3 = { d_state = 8, expand = 1, head_width = 6, groups = 2, mimo_rank = 3 }",
+    "mamba3 = { d_state = 4, head_width = 24, mimo_rank = 2, output_norm = true }",
     "deltaproduct = { heads = 2, allow_neg_eigval = false }",
     "deltaproduct = { heads = 2, householder_steps = 3, key_width = 6, expand_v = 0.5, conv_size = 0, forget_gate = true, output_gate = true }",
     "deltaproduct = { heads = 3, householder_steps = 1, conv_size = 2 }",
@@ -63,10 +67,15 @@ pub(crate) const MIXERS: &[&str] = &[
     "gateloop = { heads = 3, key_width = 6, expand_v = 0.5, gate_normalizer = 1.0, conv_size = 3, output_gate = false }",
     "gsa = { heads = 2 }",
     "gsa = { heads = 3, slots = 5, expand_v = 0.5, gate_normalizer = 1.0, conv_size = 3 }",
+    "cyfa = { heads = 2, slots = 8 }",
+    "cyfa = { heads = 3, slots = 4, key_width = 5, expand_v = 2.0, conv_size = 0, norm_eps = 1e-3 }",
     "metala = { heads = 2 }",
     "metala = { heads = 3, key_width = 6, expand_v = 0.5, gate_normalizer = 1.0, self_augmentation = false, conv_size = 0 }",
     "gated_retention = { heads = 2 }",
     "gated_retention = { heads = 1, value_heads = 2, expand_v = 0.5, gate_normalizer = 1.0 }",
+    "log_linear_attention = { heads = 2, levels = 7 }",
+    "log_linear_attention = { heads = 3, key_width = 5, expand_v = 2.0, levels = 3, conv_size = 0, output_gate = false }",
+    "log_linear_attention = { heads = 2, levels = 5, delta_rule = true, conv_size = 2, norm_eps = 1e-3 }",
     "lightning_attention = { heads = 2 }",
     "lightning_attention = { heads = 3, key_width = 5, decay_scale = 0.5 }",
     // Norms behind the denominator hide the input gates' bias unless the epsilon is felt.
@@ -91,6 +100,8 @@ pub(crate) const MIXERS: &[&str] = &[
     "mesa_net = { heads = 2 }",
     "mesa_net = { heads = 3, key_width = 6, lambda_lower_bound = 0.5, cg_steps = 20, conv_size = 0, output_gate = true }",
     "mesa_net = { heads = 2, forget_gate = false, input_gate = false }",
+    "gated_kalmanet = { heads = 2 }",
+    "gated_kalmanet = { heads = 3, key_width = 6, ridge = 0.2, iterations = 7, conv_size = 0, output_gate = false, norm_eps = 1e-3 }",
     "hgrn = {}",
     "hgrn = { expand = 2, lower_bound = 0.6, conv_size = 3 }",
     "rg_lru = {}",
@@ -275,6 +286,16 @@ fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
         ("mamba = { conv_size = 0 }", "mamba.conv_size"),
         ("mamba2 = { head_width = 8, conv_size = 0 }", "mamba2.conv_size"),
         ("mamba2 = { head_width = 8, d_state = 5, rope = true }", "mamba2.d_state"),
+        ("mamba3 = { head_width = 7 }", "mamba3.head_width"),
+        ("mamba3 = { head_width = 8, d_state = 5 }", "mamba3.d_state"),
+        ("mamba3 = { head_width = 8, groups = 4 }", "mamba3.groups"),
+        ("mamba3 = { head_width = 8, rope_fraction = 0.0 }", "mamba3.rope_fraction"),
+        ("mamba3 = { head_width = 8, mimo_rank = 0 }", "mamba3.mimo_rank"),
+        ("gated_kalmanet = { ridge = 0.0 }", "gated_kalmanet.ridge"),
+        ("gated_kalmanet = { iterations = 0 }", "gated_kalmanet.iterations"),
+        ("log_linear_attention = { levels = 1 }", "log_linear_attention.levels"),
+        ("cyfa = { slots = 7 }", "cyfa.slots"),
+        ("cyfa = { slots = 2 }", "cyfa.slots"),
         ("mlstm_v1 = { heads = 3 }", "mlstm_v1.heads"),
         ("mlstm_v1 = { conv_size = 1 }", "mlstm_v1.conv_size"),
         ("mlstm_v1 = { expand = 1e9 }", "mlstm_v1.expand"),
@@ -337,10 +358,11 @@ fn the_mixers_that_count_their_tokens_are_these() {
     names.dedup();
     // Linear attention for the sake of its feature maps that see positions, Mamba-2 where it rotates.
     let rotating = ["linear_attention", "retnet", "mamba2", "gated_retention"];
+    let by_levels = ["log_linear_attention"];
     let in_mini_batches = ["ttt", "titans", "lact"];
     let convolving = ["hyena", "multihead_hyena", "base_conv"];
     let growing = ["attention", "forgetting_attention", "mla", "deltaformer", "path_attention"];
-    let all = [&rotating[..], &in_mini_batches[..], &convolving[..], &growing[..]];
+    let all = [&rotating[..], &by_levels[..], &in_mini_batches[..], &convolving[..], &growing[..]];
     assert_eq!(names, all.concat());
 }
 

@@ -54,6 +54,8 @@ mod paths;
 mod precision;
 mod quantized;
 #[cfg(feature = "cpu")]
+mod recent_formulas;
+#[cfg(feature = "cpu")]
 mod recomputation;
 mod results;
 #[cfg(feature = "cpu")]

@@ -14,6 +14,7 @@ mod convolution;
 mod diagonal_ssm;
 mod fast_weights;
 mod features;
+mod fenwick;
 mod gated_output;
 mod hippo;
 mod layer_list;
@@ -34,6 +35,7 @@ mod shared;
 mod start;
 pub(crate) mod state;
 mod swiglu_memory;
+mod trapezoid;
 mod weight;
 
 pub use auto_encoder::Decoder;

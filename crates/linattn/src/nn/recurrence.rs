@@ -1,8 +1,8 @@
 //! The operations as layers call them: a single token by the recurrence, several by chunks.
 
 use crate::ops::{
-    self, DeltaRuleInputs, LinearAttentionBackend, LinearAttentionInputs, LowRankInputs,
-    MesaInputs, OpResult,
+    self, DeltaRuleInputs, KalmanInputs, LinearAttentionBackend, LinearAttentionInputs,
+    LowRankInputs, MesaInputs, OpResult,
 };
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -50,6 +50,17 @@ pub(crate) fn mesa<B: LinearAttentionBackend>(
     made(match is_step(&x.q) {
         true => ops::mesa_step(x, memory),
         false => ops::mesa(x, memory),
+    })
+}
+
+/// [`ops::gated_kalman`], or its step.
+pub(crate) fn gated_kalman<B: LinearAttentionBackend>(
+    x: KalmanInputs<B>,
+    memory: Option<Tensor<B, 4>>,
+) -> Outputs<B> {
+    made(match is_step(&x.q) {
+        true => ops::gated_kalman_step(x, memory),
+        false => ops::gated_kalman(x, memory),
     })
 }
 

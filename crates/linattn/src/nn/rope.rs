@@ -2,6 +2,7 @@
 
 use crate::ops::{accumulator, typed};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
+use std::f64::consts::TAU;
 
 /// Rotates pairs of channels by an angle that grows with the position, so that a query and a key
 /// meet at their distance. Channel i is paired with channel i + R/2, of the first R channels.
@@ -47,10 +48,50 @@ impl Rope {
             let data = TensorData::new(values, [1, tokens, 1, half]);
             Tensor::<B, 4>::from_data(data, (&x.device(), x.dtype()))
         };
-        let (cos, sin) = (table(f64::cos), table(f64::sin));
-        let (a, b) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
-        let real = a.clone() * cos.clone() - b.clone() * sin.clone();
-        let imaginary = a * sin + b * cos;
-        typed(Tensor::cat(vec![real, imaginary], 3), dtype)
+        typed(Turn { cos: table(f64::cos), sin: table(f64::sin) }.forward(x), dtype)
     }
+}
+
+/// Cosine and sine of angles, `[B, T, H, K / 2]`, that pairs of channels are turned by.
+pub(crate) struct Turn<B: Backend> {
+    cos: Tensor<B, 4>,
+    sin: Tensor<B, 4>,
+}
+
+impl<B: Backend> Turn<B> {
+    /// By these angles.
+    pub(crate) fn by(angles: Tensor<B, 4>) -> Self {
+        Self { cos: angles.clone().cos(), sin: angles.sin() }
+    }
+
+    /// Pairs of channels i and i + K / 2 of `x`, `[B, T, H, K]`, turned by the angles.
+    pub(crate) fn forward(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
+        let (half, dtype) = (x.dims()[3] / 2, x.dtype());
+        let x = accumulator(x);
+        let (real, imaginary) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
+        let (cos, sin) = (self.cos.clone(), self.sin.clone());
+        let turned = [
+            real.clone() * cos.clone() - imaginary.clone() * sin.clone(),
+            real * sin + imaginary * cos,
+        ];
+        typed(Tensor::cat(turned.into(), 3), dtype)
+    }
+}
+
+/// Angles summed over tokens, `[B, T, C]`, going on from `before`, `[B, 1, C]`; and the last sum, `[B, 1, C]`,
+/// which is the `before` of the next call. Whole turns are left out.
+pub(crate) fn sum_of_angles<B: Backend>(
+    angles: Tensor<B, 3>,
+    before: Option<Tensor<B, 3>>,
+) -> (Tensor<B, 3>, Tensor<B, 3>) {
+    let last = angles.dims()[1] - 1;
+    let sums = angles.cumsum(1);
+    let sums = match before {
+        Some(before) => sums + before,
+        None => sums,
+    };
+    // Constant wherever it has a derivative.
+    let turns = (sums.clone().detach() / TAU).round();
+    let sums = sums - turns * TAU;
+    (sums.clone(), sums.narrow(1, last, 1))
 }

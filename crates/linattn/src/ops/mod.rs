@@ -28,12 +28,14 @@ mod fused;
 #[cfg(feature = "fusion")]
 mod fusion;
 mod halving;
+mod kalman;
 mod long_convolution;
 mod mesa;
 mod pass;
 mod quantized;
 mod recurrence;
 mod reference;
+mod regression;
 mod scan;
 mod tensors;
 
@@ -48,6 +50,7 @@ pub use fused::{
     AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, adamw_step, global_norm, selective_scan,
 };
 pub use halving::Complex;
+pub use kalman::{KalmanInputs, gated_kalman, gated_kalman_step};
 pub use long_convolution::long_convolution;
 pub(crate) use long_convolution::tap_matrices;
 pub use mesa::{MesaInputs, mesa, mesa_step};

@@ -26,12 +26,12 @@ use crate::nn::layers::{
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
+use crate::nn::rope::{Turn, sum_of_angles};
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, accumulator};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
-use std::f64::consts::TAU;
 
 /// GateLoop.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -157,18 +157,14 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [a, theta], [gate]) =
             self.qkv().project_some(&x, gates, [gate], &mut past.tails);
-        let angles = past.tails.through(|before| {
-            let angles = sum_of_angles(accumulator(theta), before);
-            (angles.clone(), angles.narrow(1, tokens - 1, 1))
-        });
-        let angles = split_heads(angles, self.heads);
-        let turn = Turn { cos: angles.clone().cos(), sin: angles.sin() };
+        let angles = past.tails.through(|before| sum_of_angles(accumulator(theta), before));
+        let back = Turn::by(split_heads(angles, self.heads).neg());
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = split_heads(log_gate(a, self.gate_normalizer), self.heads);
         // Both halves of a complex number decay alike.
         let g = Tensor::cat(vec![g.clone(), g], 3);
-        let inputs =
-            ops::LinearAttentionInputs::new(turn.back(q * scale), turn.back(k), v).with_decay(g);
+        let [q, k] = [q * scale, k].map(|x| back.forward(x));
+        let inputs = ops::LinearAttentionInputs::new(q, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
@@ -180,39 +176,5 @@ impl<B: LinearAttentionBackend> GateLoop<B> {
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
         ConvQkv::convolved(projections, convolutions, [self.heads; 3])
-    }
-}
-
-/// Angles summed over tokens, `[B, T, C]`, going on from `before`, `[B, 1, C]`; whole turns are left
-/// out.
-fn sum_of_angles<B: Backend>(angles: Tensor<B, 3>, before: Option<Tensor<B, 3>>) -> Tensor<B, 3> {
-    let sums = angles.cumsum(1);
-    let sums = match before {
-        Some(before) => sums + before,
-        None => sums,
-    };
-    // Constant wherever it has a derivative.
-    let turns = (sums.clone().detach() / TAU).round();
-    sums - turns * TAU
-}
-
-/// Cosine and sine of angles, `[B, T, H, K / 2]`.
-struct Turn<B: Backend> {
-    cos: Tensor<B, 4>,
-    sin: Tensor<B, 4>,
-}
-
-impl<B: Backend> Turn<B> {
-    /// Pairs of channels i and i + K / 2 of `x`, `[B, T, H, K]`, turned by minus the angles.
-    fn back(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
-        let (half, dtype) = (x.dims()[3] / 2, x.dtype());
-        let x = accumulator(x);
-        let (real, imaginary) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
-        let (cos, sin) = (self.cos.clone(), self.sin.clone());
-        let turned = [
-            real.clone() * cos.clone() + imaginary.clone() * sin.clone(),
-            imaginary * cos - real * sin,
-        ];
-        typed(Tensor::cat(turned.into(), 3), dtype)
     }
 }

@@ -129,7 +129,7 @@ impl GsaConfig {
     }
 }
 
-/// State of [`Gsa`] between two tokens: its slots. Its size does not grow.
+/// State of a mixer with slots between two tokens. Its size does not grow.
 #[derive(Debug, Clone)]
 pub struct SlotState<B: Backend> {
     /// `[B, H, M, K]`.
@@ -137,15 +137,15 @@ pub struct SlotState<B: Backend> {
     /// `[B, H, M, V]`.
     pub values: Tensor<B, 4>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
-    /// fields; empty without convolutions.
+    /// fields; empty without convolutions. Then CyFA's clock, `[B, 1, H]`.
     pub tails: Vec<Tensor<B, 3>>,
 }
 
 /// A state taken apart: slots of keys and of values, and tails.
-type Parts<B> = (Option<Tensor<B, 4>>, Option<Tensor<B, 4>>, Vec<Tensor<B, 3>>);
+pub(super) type Parts<B> = (Option<Tensor<B, 4>>, Option<Tensor<B, 4>>, Vec<Tensor<B, 3>>);
 
 impl<B: Backend> SlotState<B> {
-    fn parts(state: Option<Self>) -> Parts<B> {
+    pub(super) fn parts(state: Option<Self>) -> Parts<B> {
         match state {
             Some(s) => (Some(s.keys), Some(s.values), s.tails),
             None => (None, None, vec![]),

@@ -13,7 +13,9 @@
 //! encoding of positions.
 
 use super::retnet::check_rotated;
-use super::{MatrixPast, MatrixState, TokenMixer, linear_flops, memory_cost};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, check_groups, expanded_heads, linear_flops, memory_cost,
+};
 use crate::nn::convolution::{ShortConvolution, Tails};
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, merge_heads, rms_norm, rms_normalize, softplus, split_heads,
@@ -93,15 +95,11 @@ impl Mamba2Config {
         if self.rope {
             check_rotated("d_state", self.d_state)?;
         }
-        positive("groups", self.groups)?;
         let (inner, heads) = self.inner(d_model)?;
         if !(self.step_min >= 0.0 && self.step_min.is_finite()) {
             return Err(ConfigError::new("step_min", self.step_min, "at least 0"));
         }
-        if !heads.is_multiple_of(self.groups) {
-            let want = format!("a divisor of the {heads} heads");
-            return Err(ConfigError::new("groups", self.groups, want));
-        }
+        check_groups(self.groups, heads)?;
         positive("conv_size", self.conv_size)?;
         check_epsilon(self.norm_eps)?;
         Ok((inner, heads))
@@ -113,12 +111,7 @@ impl Mamba2Config {
         if let Some(heads) = self.heads {
             return Ok((positive("heads", heads)? * width, heads));
         }
-        let inner = positive("expand", self.expand)? * d_model;
-        if !inner.is_multiple_of(width) {
-            let want = format!("a divisor of expand * d_model = {inner}");
-            return Err(ConfigError::new("head_width", width, want));
-        }
-        Ok((inner, inner / width))
+        expanded_heads(self.expand, width, d_model)
     }
 
     /// Builds the layer for a model of width `d_model`.

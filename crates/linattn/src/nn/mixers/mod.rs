@@ -9,12 +9,14 @@ mod attention;
 mod base_conv;
 mod comba;
 mod cross_attention;
+mod cyfa;
 mod decaying_fast_weights;
 mod delta_net;
 mod delta_product;
 mod deltaformer;
 mod forgetting_attention;
 mod gated_delta_net_2;
+mod gated_kalmanet;
 mod gated_retention;
 mod gateloop;
 mod gla;
@@ -28,11 +30,13 @@ mod kda;
 mod lact;
 mod lightning_attention;
 mod linear_attention;
+mod log_linear_attention;
 mod longhorn;
 mod lru;
 mod lstm;
 mod mamba;
 mod mamba2;
+mod mamba3;
 mod mesa_net;
 mod metala;
 mod mla;
@@ -56,12 +60,14 @@ pub use attention::{Attention, AttentionConfig, KeyValueCache, QkNormSpan};
 pub use base_conv::{BaseConv, BaseConvConfig};
 pub use comba::{Comba, CombaConfig};
 pub use cross_attention::{CrossAttention, CrossAttentionConfig, NoState};
+pub use cyfa::{CyFa, CyFaConfig};
 pub use decaying_fast_weights::{DecayingFastWeights, DecayingFastWeightsConfig};
 pub use delta_net::{DeltaNet, DeltaNetConfig, GatedDeltaNet, GatedDeltaNetConfig};
 pub use delta_product::{DeltaProduct, DeltaProductConfig};
 pub use deltaformer::{DeltaFormer, DeltaFormerConfig};
 pub use forgetting_attention::{ForgettingAttention, ForgettingAttentionConfig, ForgettingCache};
 pub use gated_delta_net_2::{GatedDeltaNet2, GatedDeltaNet2Config};
+pub use gated_kalmanet::{GatedKalmaNet, GatedKalmaNetConfig};
 pub use gated_retention::{GatedRetention, GatedRetentionConfig};
 pub use gateloop::{GateLoop, GateLoopConfig};
 pub use gla::{Gla, GlaConfig};
@@ -75,11 +81,13 @@ pub use kda::{Kda, KdaConfig};
 pub use lact::{Lact, LactConfig};
 pub use lightning_attention::{LightningAttention, LightningAttentionConfig};
 pub use linear_attention::{LinearAttention, LinearAttentionConfig, OutputNorm};
+pub use log_linear_attention::{LogLinearAttention, LogLinearAttentionConfig};
 pub use longhorn::{Longhorn, LonghornConfig};
 pub use lru::{Lru, LruConfig};
 pub use lstm::{Lstm, LstmConfig};
 pub use mamba::{Mamba, MambaConfig};
 pub use mamba2::{Mamba2, Mamba2Config};
+pub use mamba3::{Mamba3, Mamba3Config};
 pub use mesa_net::{MesaNet, MesaNetConfig};
 pub use metala::{MetaLa, MetaLaConfig};
 pub use mla::{LatentCache, Mla, MlaConfig};
@@ -335,6 +343,28 @@ fn head_widths(
     Ok(Widths { heads: value_heads, key, value, keys, values })
 }
 
+/// Inner width `expand * d_model`, and heads of `head_width` that it falls into.
+fn expanded_heads(
+    expand: usize,
+    head_width: usize,
+    d_model: usize,
+) -> Result<(usize, usize), ConfigError> {
+    let inner = super::positive("expand", expand)? * d_model;
+    if inner.is_multiple_of(super::positive("head_width", head_width)?) {
+        return Ok((inner, inner / head_width));
+    }
+    let want = format!("a divisor of expand * d_model = {inner}");
+    Err(ConfigError::new("head_width", head_width, want))
+}
+
+/// Groups of heads that share B and C must divide the heads.
+fn check_groups(groups: usize, heads: usize) -> Result<(), ConfigError> {
+    match heads.is_multiple_of(super::positive("groups", groups)?) {
+        true => Ok(()),
+        false => Err(ConfigError::new("groups", groups, format!("a divisor of the {heads} heads"))),
+    }
+}
+
 /// State and arithmetic of a memory of `heads` matrices K x V: decay, write, read, and for a delta
 /// rule the answer that is subtracted.
 fn memory_cost(heads: usize, key_width: usize, value_width: usize, delta: bool) -> Cost {
@@ -511,8 +541,12 @@ mixers! {
     "lightning_attention" LightningAttention(LightningAttentionConfig);
     /// YOCO's gated retention.
     "gated_retention" GatedRetention(GatedRetentionConfig);
+    /// Log-linear attention.
+    "log_linear_attention" LogLinearAttention(LogLinearAttentionConfig);
     /// Mamba-2 as state-space duality.
     "mamba2" Mamba2(Mamba2Config);
+    /// Mamba-3.
+    "mamba3" Mamba3(Mamba3Config);
     /// mLSTM.
     "mlstm" Mlstm(MlstmConfig);
     /// mLSTM in the block of the first xLSTM.
@@ -531,6 +565,8 @@ mixers! {
     "gateloop" GateLoop(GateLoopConfig);
     /// Gated slot attention.
     "gsa" Gsa(GsaConfig);
+    /// Cyclic flow attention.
+    "cyfa" CyFa(CyFaConfig);
     /// DeltaNet.
     "deltanet" DeltaNet(DeltaNetConfig);
     /// Gated DeltaNet.
@@ -549,6 +585,8 @@ mixers! {
     "rwkv7" Rwkv7(Rwkv7Config);
     /// MesaNet.
     "mesa_net" MesaNet(MesaNetConfig);
+    /// Gated KalmaNet.
+    "gated_kalmanet" GatedKalmaNet(GatedKalmaNetConfig);
     /// HGRN.
     "hgrn" Hgrn(HgrnConfig);
     /// Griffin's real-gated linear recurrent unit.

@@ -11,8 +11,8 @@ pub struct MatrixState<B: Backend> {
     pub memory: Tensor<B, 4>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
     /// fields; then what else a mixer needs of its last token: RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`,
-    /// mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles, `[B, 1, H K / 2]`. Empty where there is
-    /// nothing of the kind.
+    /// mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles, `[B, 1, H K / 2]`, Mamba-3 its angles, keys
+    /// and values. Empty where there is nothing of the kind.
     pub tails: Vec<Tensor<B, 3>>,
     /// Tokens seen.
     pub position: usize,
