@@ -60,6 +60,8 @@ mod recomputation;
 mod results;
 #[cfg(feature = "cpu")]
 mod runs;
+#[cfg(feature = "cpu")]
+mod softmax_formulas;
 mod support;
 #[cfg(feature = "cpu")]
 mod untrusted;

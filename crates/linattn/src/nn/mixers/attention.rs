@@ -1,19 +1,22 @@
 //! Causal softmax attention with rotary positions: the reference that linear attention is held to.
 //! ```text
 //! q, k = rope(x W_q), rope(x W_k);  v = x W_v      biases, and norms before rope, where asked for
-//! o    = softmax(q k^T / sqrt(K) - slope (i - j) + causal mask) v      slope and dropout where asked for
+//! o    = softmax(q k^T / sqrt(K) + b_ij + causal mask) v               b, of positions, and dropout where asked for
 //! y    = (o * sigmoid(x W_g)) W_o                                      gate and bias where asked for
 //! ```
+//! b is slopes (ALiBi), a strided pattern (Sparse Transformer), contextual positions (CoPE): see `score_bias.rs`.
 //! Source: Vaswani et al., arXiv 1706.03762; fewer key than query heads as in arXiv 2305.13245, a
-//! window as in arXiv 2004.05150, slopes (ALiBi) as in arXiv 2108.12409, the gate as in arXiv 2505.06708.
+//! window as in arXiv 2004.05150, the gate as in arXiv 2505.06708.
 
 use super::retnet::{check_rotated, check_theta};
+use super::score_bias::{ContextualPositions, fall, strided_mask};
+pub(super) use super::score_bias::{causal_mask, pairs};
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::Tails;
 use crate::nn::layers::{
     Norm, NormKind, ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, rms_norm,
-    split_heads, wide_type,
+    split_heads,
 };
 use crate::nn::projection::Projection;
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
@@ -21,7 +24,7 @@ use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::softmax;
-use burn::tensor::{Tensor, TensorData, backend::Backend};
+use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
 /// Tokens of a windowed sequence that are worked off together, at least.
@@ -50,6 +53,13 @@ pub struct AttentionConfig {
     /// Whether scores fall with the distance, at a fixed rate for each head; in place of rotation.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub alibi: bool,
+    /// Tokens s such that a query sees itself and those just before it, s in all, and every s-th
+    /// before them, at least 2; in place of a window.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stride: Option<usize>,
+    /// Contextual positions that there are, 0 among them, at least 2; in place of rotation and slopes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cope: Option<usize>,
     /// Whether queries and keys are normalised, before rotation.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub qk_norm: bool,
@@ -112,6 +122,8 @@ impl Default for AttentionConfig {
             rope_width: None,
             window: None,
             alibi: false,
+            stride: None,
+            cope: None,
             qk_norm: false,
             qk_norm_kind: NormKind::Rms,
             qk_norm_span: QkNormSpan::Head,
@@ -150,15 +162,28 @@ impl AttentionConfig {
         if !(0.0..1.0).contains(&self.dropout) {
             return Err(ConfigError::new("dropout", self.dropout, "at least 0 and below 1"));
         }
-        if self.rope && self.alibi {
-            return Err(ConfigError::new("rope", true, "false where `alibi` is true"));
+        self.check_seen()?;
+        Ok((width, shared))
+    }
+
+    /// Checks what bears on which keys a query sees, and how it tells where they stand.
+    fn check_seen(&self) -> Result<(), ConfigError> {
+        for (key, value) in [("window", self.window), ("stride", self.stride), ("cope", self.cope)]
+        {
+            match value {
+                Some(value) if value < 2 => Err(ConfigError::new(key, value, "at least 2")),
+                value => positive(key, value.unwrap_or(1)),
+            }?;
         }
-        match self.window {
-            Some(window) if window < 2 => Err(ConfigError::new("window", window, "at least 2")),
-            window => {
-                positive("window", window.unwrap_or(1))?;
-                Ok((width, shared))
+        let refused = |key, want| Err(ConfigError::new(key, true, want));
+        match (self.cope, self.stride.and(self.window)) {
+            _ if self.rope && self.alibi => refused("rope", "false where `alibi` is true"),
+            (Some(_), _) if self.rope => refused("rope", "false where `cope` is given"),
+            (Some(_), _) if self.alibi => refused("alibi", "false where `cope` is given"),
+            (_, Some(window)) => {
+                Err(ConfigError::new("window", window, "left out where `stride` is given"))
             }
+            _ => Ok(()),
         }
     }
 
@@ -218,6 +243,8 @@ impl AttentionConfig {
             rope: self.rotation(),
             window: self.window,
             alibi: self.alibi,
+            stride: self.stride,
+            cope: self.cope.map(|count| ContextualPositions::new(count, width, device)),
             norm_span: self.qk_norm_span,
         })
     }
@@ -230,7 +257,8 @@ impl AttentionConfig {
         let (queries, keys) = (self.heads * width, shared * width);
         // On average a token looks at half the sequence: scores and their sum over values.
         let seen = self.window.unwrap_or(length).min(length.div_ceil(2));
-        let look_back = 2 * 2 * queries as u64 * seen as u64;
+        let positions = self.cope.unwrap_or(0);
+        let look_back = 2 * 2 * queries as u64 * seen as u64 + 2 * (queries * positions) as u64;
         let kept = self.window.map_or(length, |window| length.min(window - 1));
         let gate = if self.output_gate { queries } else { 0 };
         Ok(Cost {
@@ -307,6 +335,7 @@ pub struct Attention<B: Backend> {
     g_proj: Option<Linear<B>>,
     o_proj: ResidualLinear<B>,
     dropout: Dropout,
+    cope: Option<ContextualPositions<B>>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -317,6 +346,8 @@ pub struct Attention<B: Backend> {
     window: Option<usize>,
     #[module(skip)]
     alibi: bool,
+    #[module(skip)]
+    stride: Option<usize>,
     #[module(skip)]
     norm_span: QkNormSpan,
 }
@@ -345,12 +376,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
         let v = v.swap_dims(1, 2);
 
         let (o, cache) = through_window([q, k, v], self.window, state, |q, cache, hidden| {
-            let keys = cache.keys.dims()[2];
-            let bias = match self.alibi {
-                true => hidden - distances(&q, keys) * slopes(&q, self.key_value_heads),
-                false => hidden,
-            };
-            let shares = softmax(scaled_scores(q, &cache.keys) + bias, 4);
+            let shares = softmax(self.scores(q, &cache.keys, hidden), 4);
             merge(blend(self.dropout.forward(shares), &cache.values))
         });
         shared.keys_values = Some(cache.clone());
@@ -363,6 +389,24 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
 }
 
 impl<B: LinearAttentionBackend> Attention<B> {
+    /// Scores of `q` with all keys, `[B, Hk, H / Hk, T, S]`, very negative where `hidden` is or the stride skips
+    /// a key.
+    fn scores(&self, q: Tensor<B, 4>, keys: &Tensor<B, 4>, hidden: Tensor<B, 5>) -> Tensor<B, 5> {
+        let seen = keys.dims()[2];
+        let hidden = match self.stride {
+            Some(stride) => hidden + strided_mask(&q, seen, stride),
+            None => hidden,
+        };
+        let q = scaled(q);
+        let scores = scores(q.clone(), keys);
+        let bias = match &self.cope {
+            Some(cope) => cope.forward(q, scores.clone(), hidden.clone()) + hidden,
+            None if self.alibi => hidden - fall(&q, seen, self.key_value_heads),
+            None => hidden,
+        };
+        scores + bias
+    }
+
     /// Queries or keys, `[B, T, heads, K]`, through their norm where there is one.
     fn normalized(&self, x: Tensor<B, 4>, norm: &Option<Norm<B>>) -> Tensor<B, 4> {
         let heads = x.dims()[2];
@@ -450,13 +494,13 @@ pub(super) fn weigh<B: Backend>(
     values: &Tensor<B, 4>,
     bias: Tensor<B, 5>,
 ) -> Tensor<B, 3> {
-    merge(gather(scaled_scores(q, keys) + bias, values))
+    merge(gather(scores(scaled(q), keys) + bias, values))
 }
 
-/// As [`scores`], over sqrt(K).
-fn scaled_scores<B: Backend>(q: Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor<B, 5> {
+/// Queries over sqrt(K).
+fn scaled<B: Backend>(q: Tensor<B, 4>) -> Tensor<B, 4> {
     let scale = (q.dims()[3] as f64).powf(-0.5);
-    scores(q * scale, keys)
+    q * scale
 }
 
 /// Products of `q`, `[B, H, T, K]`, with keys, `[B, Hk, S, K]`: `[B, Hk, H / Hk, T, S]`, in f32 at least.
@@ -473,7 +517,7 @@ pub(super) fn gather<B: Backend>(scores: Tensor<B, 5>, values: &Tensor<B, 4>) ->
 }
 
 /// Values, `[B, Hk, S, V]`, in shares, `[B, Hk, H / Hk, T, S]`: `[B, H, T, V]`, in the type of the values.
-fn blend<B: Backend>(shares: Tensor<B, 5>, values: &Tensor<B, 4>) -> Tensor<B, 4> {
+pub(super) fn blend<B: Backend>(shares: Tensor<B, 5>, values: &Tensor<B, 4>) -> Tensor<B, 4> {
     let [batch, shared, group, tokens, _] = shares.dims();
     let o = typed(shares, values.dtype()).matmul(values.clone().unsqueeze_dim::<5>(2));
     o.reshape([batch, shared * group, tokens, values.dims()[3]])
@@ -482,50 +526,4 @@ fn blend<B: Backend>(shares: Tensor<B, 5>, values: &Tensor<B, 4>) -> Tensor<B, 4
 /// `[B, H, T, V]` to `[B, T, H V]`.
 pub(super) fn merge<B: Backend>(o: Tensor<B, 4>) -> Tensor<B, 3> {
     merge_heads(o.swap_dims(1, 2))
-}
-
-/// A number for each query of `q`, the last of as many tokens as there are keys, and each key; given
-/// how many tokens the key lies back (the key's own lead, if it is ahead). `[1, 1, 1, T, S]`, in the type of
-/// scores.
-pub(super) fn pairs<B: Backend>(
-    q: &Tensor<B, 4>,
-    keys: usize,
-    f: impl Fn(isize) -> f32,
-) -> Tensor<B, 5> {
-    let queries = q.dims()[2];
-    let first = (keys - queries) as isize;
-    let values: Vec<f32> =
-        (0..queries * keys).map(|x| f(first + (x / keys) as isize - (x % keys) as isize)).collect();
-    let data = TensorData::new(values, [1, 1, 1, queries, keys]);
-    Tensor::from_data(data, (&q.device(), wide_type(q.dtype())))
-}
-
-/// Zero where a query may see a key, and very negative where not.
-pub(super) fn causal_mask<B: Backend>(
-    q: &Tensor<B, 4>,
-    keys: usize,
-    window: Option<usize>,
-) -> Tensor<B, 5> {
-    let reach = window.unwrap_or(keys) as isize;
-    pairs(q, keys, |back| if (0..reach).contains(&back) { 0.0 } else { -1e9 })
-}
-
-/// How far each key lies back.
-fn distances<B: Backend>(q: &Tensor<B, 4>, keys: usize) -> Tensor<B, 5> {
-    pairs(q, keys, |back| back.max(0) as f32)
-}
-
-/// How fast the scores of each head of `q` fall, `[1, Hk, H / Hk, 1, 1]`: a geometric series from
-/// 2^(-8 / H) to 2^-8, filled up from that of twice as many heads where H is no power of two.
-fn slopes<B: Backend>(q: &Tensor<B, 4>, shared: usize) -> Tensor<B, 5> {
-    let heads = q.dims()[1];
-    let whole = if heads.is_power_of_two() { heads } else { heads.next_power_of_two() / 2 };
-    let series = |count: usize| (1..=count).map(move |h| (-8.0 * h as f64 / count as f64).exp2());
-    let values: Vec<f32> = series(whole)
-        .chain(series(2 * whole).step_by(2))
-        .take(heads)
-        .map(|slope| slope as f32)
-        .collect();
-    let data = TensorData::new(values, [1, shared, heads / shared, 1, 1]);
-    Tensor::from_data(data, (&q.device(), wide_type(q.dtype())))
 }

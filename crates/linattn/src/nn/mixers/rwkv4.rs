@@ -124,6 +124,40 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv4<B> {
     }
 }
 
+/// Sums of values and of their weights up to each token, over the exponential of a running maximum.
+pub(super) struct Sums<B: Backend> {
+    /// a and b over e^m, `[B, T, 2 D]`.
+    pub(super) all: Tensor<B, 3>,
+    /// m, `[B, T, D]`.
+    pub(super) largest: Tensor<B, 3>,
+    /// The memory before the first token.
+    pub(super) before: (Tensor<B, 3>, Tensor<B, 3>),
+    /// The memory after the last: a and b over e^m, `[B, 1, 2 D]`, and m, `[B, 1, D]`.
+    pub(super) next: Vec<Tensor<B, 3>>,
+}
+
+/// The sums of `e^k v` and of `e^k`, which keep `e^log_keep` of themselves with each token: all in f32 at least,
+/// `[B, T, D]`.
+pub(super) fn exponential_sums<B: LinearAttentionBackend>(
+    log_keep: Tensor<B, 3>,
+    k: Tensor<B, 3>,
+    v: Tensor<B, 3>,
+    memory: Option<(Tensor<B, 3>, Tensor<B, 3>)>,
+) -> Sums<B> {
+    let (sums, lowest) = memory.unwrap_or_else(|| {
+        let first = k.clone().detach().narrow(1, 0, 1);
+        (Tensor::cat(vec![first.zeros_like(); 2], 2), first.full_like(LOWEST))
+    });
+    let log_keep = log_keep.expand(k.dims());
+    let Stabilised { keep, write, largest, last } = stabilise(log_keep, k, Some(lowest.clone()));
+    let keep = keep.exp();
+    let written = Tensor::cat(vec![write.clone() * v, write], 2);
+    let (all, next) =
+        ops::linear_scan(Tensor::cat(vec![keep.clone(), keep], 2), written, Some(sums.clone()))
+            .expect("the projections made the shapes");
+    Sums { all, largest, before: (sums, lowest), next: vec![next, last] }
+}
+
 impl<B: LinearAttentionBackend> Rwkv4<B> {
     /// wkv, `[B, T, D]`, and the next memory: a and b over e^m, `[B, 1, 2 D]`, and m, `[B, 1, D]`.
     fn wkv(
@@ -132,20 +166,10 @@ impl<B: LinearAttentionBackend> Rwkv4<B> {
         v: Tensor<B, 3>,
         memory: Option<(Tensor<B, 3>, Tensor<B, 3>)>,
     ) -> (Tensor<B, 3>, Vec<Tensor<B, 3>>) {
-        let [batch, tokens, width] = k.dims();
-        let (sums, lowest) = memory.unwrap_or_else(|| {
-            let first = k.clone().detach().narrow(1, 0, 1);
-            (Tensor::cat(vec![first.zeros_like(); 2], 2), first.full_like(LOWEST))
-        });
+        let width = k.dims()[2];
         let log_keep: Tensor<B, 3> = self.time_decay.val().exp().neg().unsqueeze();
-        let log_keep = log_keep.expand([batch, tokens, width]);
-        let Stabilised { keep, write, largest, last } =
-            stabilise(log_keep, k.clone(), Some(lowest.clone()));
-        let keep = keep.exp();
-        let written = Tensor::cat(vec![write.clone() * v.clone(), write], 2);
-        let (all, next) =
-            ops::linear_scan(Tensor::cat(vec![keep.clone(), keep], 2), written, Some(sums.clone()))
-                .expect("the projections made the shapes");
+        let Sums { all, largest, before: (sums, lowest), next } =
+            exponential_sums(log_keep, k.clone(), v.clone(), memory);
 
         // The memory before each token, and the token itself, over the larger of their exponentials.
         let (earlier, _) = shift_tokens(&all, Some(sums));
@@ -155,6 +179,6 @@ impl<B: LinearAttentionBackend> Rwkv4<B> {
         let (past, now) = ((reached - top.clone()).exp(), (own - top).exp());
         let above = earlier.clone().narrow(2, 0, width) * past.clone() + now.clone() * v;
         let below = earlier.narrow(2, width, width) * past + now;
-        (above / below, vec![next, last])
+        (above / below, next)
     }
 }
