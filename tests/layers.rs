@@ -23,6 +23,13 @@ pub(crate) const MIXERS: &[&str] = &[
     "gated_deltanet = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5 }",
     "gated_deltanet = { heads = 3, conv_size = 0, output_gate = false, allow_neg_eigval = true }",
     "deltanet = { heads = 2 }",
+    "deltanet = { heads = 2, exact_step = true }",
+    "deltanet = { heads = 2, qk_activation = 'elu', exact_step = true, allow_neg_eigval = true, conv_size = 0 }",
+    "deltanet = { heads = 2, qk_activation = 'relu', qk_norm = 'sum', use_beta = false }",
+    "deltanet = { heads = 3, qk_activation = 'identity', conv_size = 0, preconditioner = true }",
+    "deltanet = { heads = 2, key_width = 5, qk_activation = { dpfp = { nu = 3 } }, qk_norm = 'sum' }",
+    "gated_deltanet = { heads = 2, value_heads = 4, preconditioner = true }",
+    "gated_deltanet = { heads = 2, key_width = 4, qk_activation = { dpfp = { nu = 2 } }, exact_step = true, expand_v = 1.5 }",
     "deltanet = { heads = 1, value_heads = 3, conv_size = 2, output_gate = true, allow_neg_eigval = true }",
     "linear_attention = { heads = 2 }",
     "linear_attention = { heads = 2, feature_map = 'relu', normalize = true, output_norm = 'none', conv_size = 3 }",
@@ -32,7 +39,11 @@ pub(crate) const MIXERS: &[&str] = &[
     "linear_attention = { heads = 2, output_norm = 'none' }",
     "linear_attention = { heads = 2, feature_map = 'learnable_square', tie_feature_map_qk = true, norm_eps = 1e-3 }",
     "linear_attention = { heads = 2, feature_map = { performer = { features = 10, seed = 3 } }, normalize = true, output_norm = 'none' }",
+    "linear_attention = { heads = 2, key_width = 5, feature_map = { performer = {} } }",
     "linear_attention = { heads = 2, value_heads = 4, feature_map = { rfa = {} }, expand_v = 0.5 }",
+    "linear_attention = { heads = 2, feature_map = { rfa = {} }, normalize = true, denominator_floor = 0.3, output_norm = 'none' }",
+    "linear_attention = { heads = 1, value_heads = 2, feature_map = { rfa = { features = 9 } }, normalize = true, denominator_floor = 0.1, forget_gate = true, output_norm = 'none' }",
+    "linear_attention = { heads = 2, forget_gate = true, conv_size = 3 }",
     "linear_attention = { heads = 1, value_heads = 2, feature_map = { cosformer = { length = 64 } }, normalize = true, output_norm = 'none' }",
     "linear_attention = { heads = 2, feature_map = 'hedgehog', normalize = true, output_norm = 'none' }",
     "linear_attention = { heads = 2, feature_map = 'hedgehog', tie_feature_map_qk = true, conv_size = 2 }",
@@ -41,6 +52,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "linear_attention = { heads = 2, feature_map = 'elementwise_product' }",
     "linear_attention = { heads = 2, feature_map = 'elementwise_product', tie_feature_map_qk = true }",
     "retnet = { heads = 2 }",
+    "retnet = { heads = 2, value_heads = 4, canon = 3 }",
     "retnet = { heads = 1, value_heads = 2, output_gate = false, expand_v = 1.0 }",
     "mamba2 = { d_state = 10, head_width = 8 }",
     "mamba2 = { d_state = 7, head_width = 12, groups = 2, conv_size = 2 }",
@@ -84,6 +96,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "mlstm_v1 = { heads = 2 }",
     "mlstm_v1 = { heads = 8, expand = 2.5, conv_size = 3, norm_eps = 0.5 }",
     "kda = { heads = 2 }",
+    "kda = { heads = 2, value_heads = 4, preconditioner = true }",
     "kda = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, gate_rank = 5, conv_size = 0 }",
     "kda = { heads = 3, conv_size = 2, allow_neg_eigval = true }",
     "comba = { heads = 2 }",
@@ -163,8 +176,12 @@ pub(crate) const MIXERS: &[&str] = &[
     "attention = { heads = 4, key_value_heads = 2, qk_norm = true, norm_eps = 1e-4, qkv_bias = true, output_bias = true }",
     "attention = { heads = 3, rope_width = 4, qk_norm = true, qk_norm_kind = 'zero_centered_rms', output_gate = true }",
     "attention = { heads = 4, key_value_heads = 2, rope = false, qk_norm = true, qk_norm_span = 'projection', output_gate = true }",
+    "attention = { heads = 4, key_value_heads = 2, window = 6, canon = 4 }",
+    "attention = { heads = 2, rope = false, alibi = true, canon = 2 }",
     "forgetting_attention = { heads = 4 }",
     "forgetting_attention = { heads = 4, key_value_heads = 2, key_width = 5, qk_norm = true, output_gate = true }",
+    "forgetting_attention = { heads = 4, key_value_heads = 2, qk_norm = true, output_gate = true, output_norm = true, key_shift = true, value_shift = true }",
+    "forgetting_attention = { heads = 2, value_shift = true }",
     "mla = { heads = 2 }",
     "mla = { heads = 3, key_width = 5, rope_width = 4, value_width = 7, kv_rank = 9, q_rank = 6 }",
     "deltaformer = { heads = 2, chunk = 8 }",
@@ -393,14 +410,7 @@ fn the_mixers_that_count_their_tokens_are_these() {
     let convolving = ["token_mlp", "hyena", "multihead_hyena", "base_conv"];
     let growing =
         ["attention", "forgetting_attention", "mla", "deltaformer", "path_attention", "gau"];
-    let all = [
-        &rotating[..],
-        &by_levels,
-        &biased,
-        &in_mini_batches,
-        &convolving,
-        &growing,
-    ];
+    let all = [&rotating[..], &by_levels, &biased, &in_mini_batches, &convolving, &growing];
     assert_eq!(names, all.concat());
 }
 

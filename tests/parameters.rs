@@ -55,10 +55,18 @@ const MATRICES: &[(&str, &str)] = &[
     ("cyfa", "a_proj b_proj d_proj g_proj.0 g_proj.1 k_proj o_proj q_proj v_proj"),
     ("decaying_fast_weights", "f_proj k_proj o_proj q_proj v_proj z_proj"),
     ("deltaformer", "k_proj o_proj q_proj v_proj"),
-    ("deltanet", "b_proj g_proj k_proj o_proj q_proj v_proj"),
+    (
+        "deltanet",
+        "b_proj g_proj k_proj o_proj preconditioner.a_atk_proj \
+         preconditioner.b_atk_proj q_proj v_proj",
+    ),
     ("deltaproduct", "a_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
-    ("forgetting_attention", "f_proj g_proj k_proj o_proj q_proj v_proj"),
-    ("gated_deltanet", "a_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
+    ("forgetting_attention", "f_proj g_proj k_proj k_shift_proj o_proj q_proj v_proj v_shift_proj"),
+    (
+        "gated_deltanet",
+        "a_proj b_proj g_proj k_proj o_proj preconditioner.a_atk_proj \
+         preconditioner.b_atk_proj q_proj v_proj",
+    ),
     (
         "gated_deltanet2",
         "b_proj f_proj.0 f_proj.1 g_proj.0 g_proj.1 k_proj o_proj q_proj v_proj \
@@ -76,12 +84,16 @@ const MATRICES: &[(&str, &str)] = &[
     ("hgrn", "f_proj g_proj i_proj o_proj"),
     ("hgrn2", "f_proj i_proj o_proj q_proj"),
     ("hyena", "filter.inner.0 filter.inner.1 filter.inner.2 filter.last in_proj out_proj"),
-    ("kda", "b_proj f_proj.0 f_proj.1 g_proj.0 g_proj.1 k_proj o_proj q_proj v_proj"),
+    (
+        "kda",
+        "b_proj f_proj.0 f_proj.1 g_proj.0 g_proj.1 k_proj o_proj preconditioner.a_atk_proj \
+         preconditioner.b_atk_proj q_proj v_proj",
+    ),
     ("lact", "k_proj lr_proj momentum_proj o_proj q_proj scale_proj v_proj"),
     ("lightning_attention", "out_proj output_gate qkv_proj"),
     (
         "linear_attention",
-        "feature_map_k.layer feature_map_k.layer1 feature_map_k.layer2 \
+        "f_proj feature_map_k.layer feature_map_k.layer1 feature_map_k.layer2 \
          feature_map_q.layer feature_map_q.layer1 feature_map_q.layer2 k_proj \
          o_proj q_proj v_proj",
     ),

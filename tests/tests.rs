@@ -66,6 +66,8 @@ mod support;
 #[cfg(feature = "cpu")]
 mod untrusted;
 #[cfg(feature = "cpu")]
+mod variant_formulas;
+#[cfg(feature = "cpu")]
 mod variants;
 
 #[cfg(feature = "cpu")]

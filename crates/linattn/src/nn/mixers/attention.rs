@@ -1,6 +1,6 @@
 //! Causal softmax attention with rotary positions: the reference that linear attention is held to.
 //! ```text
-//! q, k = rope(x W_q), rope(x W_k);  v = x W_v      biases, and norms before rope, where asked for
+//! q, k = rope(x W_q), rope(x W_k);  v = x W_v      biases, Canon layers and norms before rope, where asked for
 //! o    = softmax(q k^T / sqrt(K) + b_ij + causal mask) v               b, of positions, and dropout where asked for
 //! y    = (o * sigmoid(x W_g)) W_o                                      gate and bias where asked for
 //! ```
@@ -12,14 +12,17 @@ use super::retnet::{check_rotated, check_theta};
 use super::score_bias::{ContextualPositions, fall, strided_mask};
 pub(super) use super::score_bias::{causal_mask, pairs};
 use super::{TokenMixer, key_width, linear_flops};
+use crate::nn::canon::{CanonQkv, check_canon};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
-use crate::nn::convolution::Tails;
+use crate::nn::convolution::{Tails, convolution_cost};
 use crate::nn::layers::{
     Norm, NormKind, ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, rms_norm,
     split_heads,
 };
 use crate::nn::projection::Projection;
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
+use crate::nn::{
+    ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, is_default, positive,
+};
 use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, RmsNorm, RmsNormConfig};
@@ -82,8 +85,11 @@ pub struct AttentionConfig {
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub output_bias: bool,
     /// Share of the weights of keys that training sets to zero.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(skip_serializing_if = "is_default")]
     pub dropout: f64,
+    /// Tokens that Canon layers of queries, keys and values see, at least 2; 0 for none.
+    #[serde(skip_serializing_if = "is_default")]
+    pub canon: usize,
 }
 
 /// Channels of queries and keys that are normalised together.
@@ -95,14 +101,6 @@ pub enum QkNormSpan {
     Head,
     /// Those of all heads, with a weight for each.
     Projection,
-}
-
-fn is_default<T: Default + PartialEq>(value: &T) -> bool {
-    *value == T::default()
-}
-
-fn is_zero(share: &f64) -> bool {
-    *share == 0.0
 }
 
 const USUAL_EPSILON: f64 = 1e-5;
@@ -132,6 +130,7 @@ impl Default for AttentionConfig {
             output_gate: false,
             output_bias: false,
             dropout: 0.0,
+            canon: 0,
         }
     }
 }
@@ -153,6 +152,7 @@ impl AttentionConfig {
         let shared = check_shared(self.heads, self.key_value_heads)?;
         let width = key_width(self.key_width, d_model, self.heads)?;
         self.check_rope(width)?;
+        check_canon("canon", self.canon)?;
         check_epsilon(self.norm_eps)?;
         let normed = self.qk_norm_kind != NormKind::Rms || self.qk_norm_span != QkNormSpan::Head;
         if normed && !self.qk_norm {
@@ -238,6 +238,11 @@ impl AttentionConfig {
             g_proj: self.output_gate.then(|| linear(d_model, self.heads * width, device)),
             o_proj: biased(self.output_bias, self.heads * width, d_model).into(),
             dropout: DropoutConfig::new(self.dropout).init(),
+            canon: CanonQkv::optional(
+                self.canon,
+                [self.heads * width, shared * width, shared * width],
+                device,
+            ),
             heads: self.heads,
             key_value_heads: shared,
             rope: self.rotation(),
@@ -261,12 +266,12 @@ impl AttentionConfig {
         let look_back = 2 * 2 * queries as u64 * seen as u64 + 2 * (queries * positions) as u64;
         let kept = self.window.map_or(length, |window| length.min(window - 1));
         let gate = if self.output_gate { queries } else { 0 };
-        Ok(Cost {
-            state_bytes: 4 * 2 * (keys * kept) as u64,
-            flops_per_token: linear_flops(d_model, queries + 2 * keys + gate)
-                + linear_flops(queries, d_model)
-                + look_back,
-        })
+        let mut cost = convolution_cost(self.canon, queries + 2 * keys);
+        cost.state_bytes += 4 * 2 * (keys * kept) as u64;
+        cost.flops_per_token += linear_flops(d_model, queries + 2 * keys + gate)
+            + linear_flops(queries, d_model)
+            + look_back;
+        Ok(cost)
     }
 }
 
@@ -280,20 +285,21 @@ pub struct KeyValueCache<B: Backend> {
     pub values: Tensor<B, 4>,
     /// Tokens seen.
     pub position: usize,
+    /// The last inputs of Canon layers, of those that there are.
+    pub tails: Vec<Tensor<B, 3>>,
 }
 
 impl<B: Backend> RecurrentState<B> for KeyValueCache<B> {
     fn tensors(&self) -> StateTensors<B> {
-        StateTensors::new(Some(self.position)).with_growing("keys", &self.keys, 2).with_growing(
-            "values",
-            &self.values,
-            2,
-        )
+        StateTensors::new(Some(self.position))
+            .with_growing("keys", &self.keys, 2)
+            .with_growing("values", &self.values, 2)
+            .with_list("tails", &self.tails)
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        let position = tensors.position();
-        Self { keys: tensors.take("keys"), values: tensors.take("values"), position }
+        let (position, tails) = (tensors.position(), tensors.take_list("tails"));
+        Self { keys: tensors.take("keys"), values: tensors.take("values"), position, tails }
     }
 }
 
@@ -306,8 +312,9 @@ impl<B: Backend> KeyValueCache<B> {
                 keys: Tensor::cat(vec![before.keys, keys], 2),
                 values: Tensor::cat(vec![before.values, values], 2),
                 position: before.position + tokens,
+                tails: before.tails,
             },
-            None => Self { keys, values, position: tokens },
+            None => Self { keys, values, position: tokens, tails: vec![] },
         }
     }
 
@@ -336,6 +343,7 @@ pub struct Attention<B: Backend> {
     o_proj: ResidualLinear<B>,
     dropout: Dropout,
     cope: Option<ContextualPositions<B>>,
+    canon: Option<CanonQkv<B>>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -361,16 +369,18 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
     fn run(
         &self,
         x: Tensor<B, 3>,
-        state: Option<KeyValueCache<B>>,
+        mut state: Option<KeyValueCache<B>>,
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, KeyValueCache<B>) {
         let position = state.as_ref().map_or(0, |cache| cache.position);
+        let before = state.as_mut().map(|cache| std::mem::take(&mut cache.tails));
+        let mut tails = Tails::after(before.unwrap_or_default());
         let rotation = self.rope.map(|rope| (rope, position));
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let heads = [self.heads, self.key_value_heads, self.key_value_heads];
         let gate = self.g_proj.as_ref().map(Projection::plain);
-        let (Qkv { q, k, v }, [], [gate]) =
-            ConvQkv::plain(projections, heads).project_some(&x, [], [gate], &mut Tails::none());
+        let qkv = ConvQkv::plain(projections, heads).canon(&self.canon);
+        let (Qkv { q, k, v }, [], [gate]) = qkv.project_some(&x, [], [gate], &mut tails);
         let q = turned(self.normalized(q, &self.q_norm), &None, rotation);
         let k = turned(self.normalized(k, &self.k_norm), &None, rotation);
         let v = v.swap_dims(1, 2);
@@ -380,6 +390,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
             merge(blend(self.dropout.forward(shares), &cache.values))
         });
         shared.keys_values = Some(cache.clone());
+        let cache = KeyValueCache { tails: tails.into_next(), ..cache };
         let o = match gate {
             Some(gate) => ops::gate(o, gate, Activation::Sigmoid),
             None => o,
