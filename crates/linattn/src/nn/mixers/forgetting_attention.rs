@@ -9,7 +9,6 @@
 //! `k_t = a_t (x_{t-1} W_k) + (1 - a_t) x_t W_k` with `a = sigmoid(x W_a)`, a number for every head, before their
 //! norm. All five options together are the authors' "Pro" block. Source: arXiv 2503.02130.
 
-use super::attention::{causal_mask, check_shared, weigh};
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::Tails;
@@ -19,6 +18,8 @@ use crate::nn::layers::{
 };
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
+use crate::nn::score_bias::{causal_mask, forget};
+use crate::nn::softmax::{check_shared, weigh};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors};
 use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
@@ -236,26 +237,6 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
         let state = ForgettingCache { keys, values, gates, last: tails.into_next() };
         (self.o_proj.forward(o), state)
     }
-}
-
-/// From log gates, `[B, H, T]`, and a cache's `gates` before them: the sums of those behind each
-/// key, `[B, Hk, H / Hk, T, S]`, 0 or more ahead of the query; and the cache's `gates`.
-pub(super) fn forget<B: Backend>(
-    log_gates: Tensor<B, 3>,
-    before: Option<Tensor<B, 3>>,
-    shared: usize,
-) -> (Tensor<B, 5>, Tensor<B, 3>) {
-    let [batch, heads, tokens] = log_gates.dims();
-    // Counted from the last token before these.
-    let gates = log_gates.cumsum(2);
-    let all = match before {
-        Some(before) => Tensor::cat(vec![before, gates.clone()], 2),
-        None => gates.clone(),
-    };
-    let last = gates.clone().narrow(2, tokens - 1, 1);
-    let forgotten = gates.unsqueeze_dim::<4>(3) - all.clone().unsqueeze_dim::<4>(2);
-    let grouped = [batch, shared, heads / shared, tokens, all.dims()[2]];
-    (forgotten.reshape(grouped), all - last)
 }
 
 /// `x`, `[B, T, H, K]`, mixed with the token before by the sigmoid of `share`, `[B, T, H]`.

@@ -10,12 +10,13 @@
 //! distance is added to them; here they are divided as in softmax attention, the sum by the tokens seen, and
 //! rotation alone tells positions.
 
-use super::attention::{KeyValueCache, blend, merge, pairs, scores, through_window, turned};
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, linear_flops};
 use crate::nn::convolution::Tails;
 use crate::nn::layers::{ResidualLinear, linear};
 use crate::nn::projection::{Projection, project};
+use crate::nn::score_bias::pairs;
+use crate::nn::softmax::{KeyValueCache, blend, merge, scores, through_window, turned};
 use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, positive};
 use crate::ops::{Activation, LinearAttentionBackend, typed};
 use burn::module::{Initializer, Module, Param};

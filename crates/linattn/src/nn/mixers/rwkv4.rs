@@ -15,18 +15,15 @@
 //! Source: Peng et al., arXiv 2305.13048. Decays, bonuses and shares start where the authors' code has
 //! them in its first layer.
 
-use super::mlstm::{Stabilised, stabilise};
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
+use crate::nn::exponential_gates::{Sums, exponential_sums};
 use crate::nn::layers::{ResidualLinear, linear, shift_tokens};
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{LinearAttentionBackend, accumulator, typed};
 use burn::module::{Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
-
-/// m before the first token: lower than any key.
-pub(super) const LOWEST: f64 = -1e30;
 
 /// RWKV-4's time mix.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -122,40 +119,6 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv4<B> {
         let y = self.o_proj.forward(r * typed(wkv, dtype));
         (y, past.then(memory, tokens))
     }
-}
-
-/// Sums of values and of their weights up to each token, over the exponential of a running maximum.
-pub(super) struct Sums<B: Backend> {
-    /// a and b over e^m, `[B, T, 2 D]`.
-    pub(super) all: Tensor<B, 3>,
-    /// m, `[B, T, D]`.
-    pub(super) largest: Tensor<B, 3>,
-    /// The memory before the first token.
-    pub(super) before: (Tensor<B, 3>, Tensor<B, 3>),
-    /// The memory after the last: a and b over e^m, `[B, 1, 2 D]`, and m, `[B, 1, D]`.
-    pub(super) next: Vec<Tensor<B, 3>>,
-}
-
-/// The sums of `e^k v` and of `e^k`, which keep `e^log_keep` of themselves with each token: all in f32 at least,
-/// `[B, T, D]`.
-pub(super) fn exponential_sums<B: LinearAttentionBackend>(
-    log_keep: Tensor<B, 3>,
-    k: Tensor<B, 3>,
-    v: Tensor<B, 3>,
-    memory: Option<(Tensor<B, 3>, Tensor<B, 3>)>,
-) -> Sums<B> {
-    let (sums, lowest) = memory.unwrap_or_else(|| {
-        let first = k.clone().detach().narrow(1, 0, 1);
-        (Tensor::cat(vec![first.zeros_like(); 2], 2), first.full_like(LOWEST))
-    });
-    let log_keep = log_keep.expand(k.dims());
-    let Stabilised { keep, write, largest, last } = stabilise(log_keep, k, Some(lowest.clone()));
-    let keep = keep.exp();
-    let written = Tensor::cat(vec![write.clone() * v, write], 2);
-    let (all, next) =
-        ops::linear_scan(Tensor::cat(vec![keep.clone(), keep], 2), written, Some(sums.clone()))
-            .expect("the projections made the shapes");
-    Sums { all, largest, before: (sums, lowest), next: vec![next, last] }
 }
 
 impl<B: LinearAttentionBackend> Rwkv4<B> {

@@ -11,7 +11,7 @@
 //! seen by every head; contextual positions, arXiv 2405.18719, divided by sqrt(K) like the scores, as in its authors'
 //! code. Their vectors start from zero there; here as N(0, 0.02^2).
 
-use crate::nn::layers::{INIT_STD, wide_type};
+use super::layers::{INIT_STD, wide_type};
 use crate::ops::{accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
@@ -23,7 +23,7 @@ const HIDDEN: f32 = -1e9;
 /// A number for each query of `q`, the last of as many tokens as there are keys, and each key; given
 /// how many tokens the key lies back (the key's own lead, if it is ahead). `[1, 1, 1, T, S]`, in the type of
 /// scores.
-pub(super) fn pairs<B: Backend>(
+pub(crate) fn pairs<B: Backend>(
     q: &Tensor<B, 4>,
     keys: usize,
     f: impl Fn(isize) -> f32,
@@ -37,7 +37,7 @@ pub(super) fn pairs<B: Backend>(
 }
 
 /// Zero where a query may see a key, and very negative where not.
-pub(super) fn causal_mask<B: Backend>(
+pub(crate) fn causal_mask<B: Backend>(
     q: &Tensor<B, 4>,
     keys: usize,
     window: Option<usize>,
@@ -47,7 +47,7 @@ pub(super) fn causal_mask<B: Backend>(
 }
 
 /// Zero for the last `stride` keys and for every `stride`-th before them, and very negative between.
-pub(super) fn strided_mask<B: Backend>(
+pub(crate) fn strided_mask<B: Backend>(
     q: &Tensor<B, 4>,
     keys: usize,
     stride: usize,
@@ -57,7 +57,7 @@ pub(super) fn strided_mask<B: Backend>(
 }
 
 /// How much scores of each head of `q` fall with the distance, `[1, Hk, H / Hk, T, S]`.
-pub(super) fn fall<B: Backend>(q: &Tensor<B, 4>, keys: usize, shared: usize) -> Tensor<B, 5> {
+pub(crate) fn fall<B: Backend>(q: &Tensor<B, 4>, keys: usize, shared: usize) -> Tensor<B, 5> {
     pairs(q, keys, |back| back.max(0) as f32) * slopes(q, shared)
 }
 
@@ -76,6 +76,26 @@ fn slopes<B: Backend>(q: &Tensor<B, 4>, shared: usize) -> Tensor<B, 5> {
     Tensor::from_data(data, (&q.device(), wide_type(q.dtype())))
 }
 
+/// From log gates, `[B, H, T]`, and a cache's `gates` before them: the sums of those behind each
+/// key, `[B, Hk, H / Hk, T, S]`, 0 or more ahead of the query; and the cache's `gates`.
+pub(crate) fn forget<B: Backend>(
+    log_gates: Tensor<B, 3>,
+    before: Option<Tensor<B, 3>>,
+    shared: usize,
+) -> (Tensor<B, 5>, Tensor<B, 3>) {
+    let [batch, heads, tokens] = log_gates.dims();
+    // Counted from the last token before these.
+    let gates = log_gates.cumsum(2);
+    let all = match before {
+        Some(before) => Tensor::cat(vec![before, gates.clone()], 2),
+        None => gates.clone(),
+    };
+    let last = gates.clone().narrow(2, tokens - 1, 1);
+    let forgotten = gates.unsqueeze_dim::<4>(3) - all.clone().unsqueeze_dim::<4>(2);
+    let grouped = [batch, shared, heads / shared, tokens, all.dims()[2]];
+    (forgotten.reshape(grouped), all - last)
+}
+
 /// Vectors of contextual positions, shared by the heads.
 #[derive(Module, Debug)]
 pub struct ContextualPositions<B: Backend> {
@@ -84,14 +104,14 @@ pub struct ContextualPositions<B: Backend> {
 }
 
 impl<B: Backend> ContextualPositions<B> {
-    pub(super) fn new(positions: usize, width: usize, device: &B::Device) -> Self {
+    pub(crate) fn new(positions: usize, width: usize, device: &B::Device) -> Self {
         let normal = Initializer::Normal { mean: 0.0, std: INIT_STD };
         Self { embeddings: normal.init([positions, width], device) }
     }
 
     /// What positions add to `scores` of `q`, `[B, H, T, K]` and scaled, with all keys, where those are visible that
     /// `hidden` is 0 for: `[B, Hk, H / Hk, T, S]` like the scores.
-    pub(super) fn forward(
+    pub(crate) fn forward(
         &self,
         q: Tensor<B, 4>,
         scores: Tensor<B, 5>,
