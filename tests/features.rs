@@ -218,6 +218,14 @@ fn refused(options: &str, length: usize) -> String {
 }
 
 #[test]
+fn performer_draws_as_many_vectors_as_its_estimate_wants() {
+    for (width, features) in [(1, 1), (2, 2), (16, 45), (64, 267)] {
+        assert_eq!(map("{ performer = {} }").width(width), features, "{width}");
+    }
+    assert_eq!(map("{ rfa = {} }").width(16), 32);
+}
+
+#[test]
 fn a_denominator_and_a_norm_do_not_go_together() {
     assert_eq!(refused("normalize = true", 1), "linear_attention.normalize");
     let small = "normalize = true, output_norm = 'none', denominator_eps = 0.0";
@@ -225,10 +233,17 @@ fn a_denominator_and_a_norm_do_not_go_together() {
 }
 
 #[test]
-fn only_positive_scores_are_divided_by_their_sum() {
+fn only_positive_scores_are_divided_by_their_sum_without_a_floor() {
     for map in ["'identity'", "{ rfa = {} }", "'elementwise_product'"] {
         let key = refused(&format!("normalize = true, feature_map = {map}"), 1);
         assert_eq!(key, "linear_attention.feature_map", "{map}");
+        let floor = "output_norm = 'none', normalize = true, denominator_floor = 0.1";
+        let text = format!("mixer.linear_attention = {{ {floor}, feature_map = {map} }}");
+        let holder: Holder = toml::from_str(&text).unwrap();
+        assert!(holder.mixer.cost(24, 1).is_ok(), "{map}");
+    }
+    for floor in ["denominator_floor = 0.1", "normalize = true, denominator_floor = 0.0"] {
+        assert_eq!(refused(floor, 1), "linear_attention.denominator_floor");
     }
     for map in ["'identity'", "'taylor'", "'learnable_square'", "{ dijiang = {} }"] {
         let key = refused(&format!("norm_k = true, feature_map = {map}"), 1);

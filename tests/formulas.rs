@@ -100,7 +100,7 @@ pub(crate) fn softplus(x: f64) -> f64 {
 }
 
 /// By the series of the error function up to |x| = 6: its terms are at most e^18, and gone after 150.
-fn gelu(x: f64) -> f64 {
+pub(crate) fn gelu(x: f64) -> f64 {
     if x.abs() > 6.0 {
         return x.max(0.0);
     }

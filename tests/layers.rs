@@ -23,6 +23,13 @@ pub(crate) const MIXERS: &[&str] = &[
     "gated_deltanet = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5 }",
     "gated_deltanet = { heads = 3, conv_size = 0, output_gate = false, allow_neg_eigval = true }",
     "deltanet = { heads = 2 }",
+    "deltanet = { heads = 2, exact_step = true }",
+    "deltanet = { heads = 2, qk_activation = 'elu', exact_step = true, allow_neg_eigval = true, conv_size = 0 }",
+    "deltanet = { heads = 2, qk_activation = 'relu', qk_norm = 'sum', use_beta = false }",
+    "deltanet = { heads = 3, qk_activation = 'identity', conv_size = 0, preconditioner = true }",
+    "deltanet = { heads = 2, key_width = 5, qk_activation = { dpfp = { nu = 3 } }, qk_norm = 'sum' }",
+    "gated_deltanet = { heads = 2, value_heads = 4, preconditioner = true }",
+    "gated_deltanet = { heads = 2, key_width = 4, qk_activation = { dpfp = { nu = 2 } }, exact_step = true, expand_v = 1.5 }",
     "deltanet = { heads = 1, value_heads = 3, conv_size = 2, output_gate = true, allow_neg_eigval = true }",
     "linear_attention = { heads = 2 }",
     "linear_attention = { heads = 2, feature_map = 'relu', normalize = true, output_norm = 'none', conv_size = 3 }",
@@ -32,7 +39,11 @@ pub(crate) const MIXERS: &[&str] = &[
     "linear_attention = { heads = 2, output_norm = 'none' }",
     "linear_attention = { heads = 2, feature_map = 'learnable_square', tie_feature_map_qk = true, norm_eps = 1e-3 }",
     "linear_attention = { heads = 2, feature_map = { performer = { features = 10, seed = 3 } }, normalize = true, output_norm = 'none' }",
+    "linear_attention = { heads = 2, key_width = 5, feature_map = { performer = {} } }",
     "linear_attention = { heads = 2, value_heads = 4, feature_map = { rfa = {} }, expand_v = 0.5 }",
+    "linear_attention = { heads = 2, feature_map = { rfa = {} }, normalize = true, denominator_floor = 0.3, output_norm = 'none' }",
+    "linear_attention = { heads = 1, value_heads = 2, feature_map = { rfa = { features = 9 } }, normalize = true, denominator_floor = 0.1, forget_gate = true, output_norm = 'none' }",
+    "linear_attention = { heads = 2, forget_gate = true, conv_size = 3 }",
     "linear_attention = { heads = 1, value_heads = 2, feature_map = { cosformer = { length = 64 } }, normalize = true, output_norm = 'none' }",
     "linear_attention = { heads = 2, feature_map = 'hedgehog', normalize = true, output_norm = 'none' }",
     "linear_attention = { heads = 2, feature_map = 'hedgehog', tie_feature_map_qk = true, conv_size = 2 }",
@@ -41,6 +52,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "linear_attention = { heads = 2, feature_map = 'elementwise_product' }",
     "linear_attention = { heads = 2, feature_map = 'elementwise_product', tie_feature_map_qk = true }",
     "retnet = { heads = 2 }",
+    "retnet = { heads = 2, value_heads = 4, canon = 3 }",
     "retnet = { heads = 1, value_heads = 2, output_gate = false, expand_v = 1.0 }",
     "mamba2 = { d_state = 10, head_width = 8 }",
     "mamba2 = { d_state = 7, head_width = 12, groups = 2, conv_size = 2 }",
@@ -84,6 +96,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "mlstm_v1 = { heads = 2 }",
     "mlstm_v1 = { heads = 8, expand = 2.5, conv_size = 3, norm_eps = 0.5 }",
     "kda = { heads = 2 }",
+    "kda = { heads = 2, value_heads = 4, preconditioner = true }",
     "kda = { heads = 2, value_heads = 4, key_width = 6, expand_v = 1.5, gate_rank = 5, conv_size = 0 }",
     "kda = { heads = 3, conv_size = 2, allow_neg_eigval = true }",
     "comba = { heads = 2 }",
@@ -118,10 +131,16 @@ pub(crate) const MIXERS: &[&str] = &[
     "qrnn = { width = 10, window = 3 }",
     "qrnn = { window = 1 }",
     "rwkv4 = {}",
+    "aft = {}",
+    "aft = { form = { local = { window = 5, length = 64, rank = 3 } } }",
+    "aft = { form = { local = { window = 50, length = 64 } } }",
+    "aft = { form = { full = { length = 64, rank = 7 } } }",
     "lstm = {}",
     "lstm = { width = 10 }",
     "gru = {}",
     "gru = { width = 10 }",
+    "goru = {}",
+    "goru = { width = 10, capacity = 5 }",
     "slstm = { heads = 2 }",
     "slstm = { heads = 3, conv_size = 0, norm_eps = 1e-3 }",
     "base_conv = {}",
@@ -137,6 +156,9 @@ pub(crate) const MIXERS: &[&str] = &[
     "lact = { heads = 2, attention_heads = 3, mini_batch = 3, window = 5, base_lr = 0.1 }",
     "lact = { heads = 2, expand = 2, mini_batch = 4, window = 3, base_lr = 0.1, momentum = false, muon = true, qk_norm = false, rope_theta = 100.0 }",
     "lact = { heads = 1, mini_batch = 2, window = 40, muon = true, norm_eps = 1e-3 }",
+    "pooling = {}",
+    "pooling = { window = 6 }",
+    "token_mlp = { length = 64 }",
     "hyena = { filter_order = 8 }",
     "hyena = { expand = 2, projection_groups = 2, conv_size = 2, filter_order = 4, filter_depth = 1, filter_frequency = 10.0, length = 64 }",
     "multihead_hyena = { group_width = 4 }",
@@ -147,17 +169,27 @@ pub(crate) const MIXERS: &[&str] = &[
     "attention = { heads = 4, window = 5 }",
     "attention = { heads = 6, key_value_heads = 2, rope = false, alibi = true }",
     "attention = { heads = 4, rope = false, alibi = true, window = 2 }",
+    "attention = { heads = 4, key_value_heads = 2, stride = 4 }",
+    "attention = { heads = 4, key_value_heads = 2, rope = false, cope = 6 }",
+    "attention = { heads = 2, rope = false, cope = 3, window = 5 }",
+    "attention = { heads = 2, rope = false, cope = 40, stride = 5 }",
     "attention = { heads = 4, key_value_heads = 2, qk_norm = true, norm_eps = 1e-4, qkv_bias = true, output_bias = true }",
     "attention = { heads = 3, rope_width = 4, qk_norm = true, qk_norm_kind = 'zero_centered_rms', output_gate = true }",
     "attention = { heads = 4, key_value_heads = 2, rope = false, qk_norm = true, qk_norm_span = 'projection', output_gate = true }",
+    "attention = { heads = 4, key_value_heads = 2, window = 6, canon = 4 }",
+    "attention = { heads = 2, rope = false, alibi = true, canon = 2 }",
     "forgetting_attention = { heads = 4 }",
     "forgetting_attention = { heads = 4, key_value_heads = 2, key_width = 5, qk_norm = true, output_gate = true }",
+    "forgetting_attention = { heads = 4, key_value_heads = 2, qk_norm = true, output_gate = true, output_norm = true, key_shift = true, value_shift = true }",
+    "forgetting_attention = { heads = 2, value_shift = true }",
     "mla = { heads = 2 }",
     "mla = { heads = 3, key_width = 5, rope_width = 4, value_width = 7, kv_rank = 9, q_rank = 6 }",
     "deltaformer = { heads = 2, chunk = 8 }",
     "deltaformer = { heads = 4, key_value_heads = 2, rope = false, qk_norm = true }",
     "path_attention = { heads = 2, chunk = 8 }",
     "path_attention = { heads = 4, key_value_heads = 2, key_width = 5, w_rank = 3, conv_size = 0, forget_gate = true, qk_norm = true }",
+    "gau = {}",
+    "gau = { key_width = 6, expand = 1, rope_theta = 100.0 }",
 ];
 
 fn config(text: &str) -> MixerConfig {
@@ -261,7 +293,9 @@ fn an_input_gate_of_e_to_the_200_overflows_nothing() {
 
 #[test]
 fn exponentials_of_keys_and_gates_overflow_nothing() {
-    for text in ["rwkv4 = {}", "slstm = { heads = 2 }"] {
+    let local = "aft = { form = { local = { window = 3, length = 64 } } }";
+    let full = "aft = { form = { full = { length = 64 } } }";
+    for text in ["rwkv4 = {}", "aft = {}", local, full, "slstm = { heads = 2 }"] {
         for size in [1e3, 1e-3] {
             let (mixer, x) = (mixer(text), input(21) * size);
             let y = download(mixer.forward(x, None).0);
@@ -301,8 +335,20 @@ fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
         ("mlstm_v1 = { expand = 1e9 }", "mlstm_v1.expand"),
         ("attention = { dropout = 1.0 }", "attention.dropout"),
         ("qrnn = { window = 0 }", "qrnn.window"),
+        ("aft = { form = { local = { window = 0, length = 64 } } }", "aft.form.local.window"),
+        ("aft = { form = { full = { length = 64, rank = 0 } } }", "aft.form.full.rank"),
         ("lstm = { width = 0 }", "lstm.width"),
         ("gru = { width = 0 }", "gru.width"),
+        ("goru = { width = 7 }", "goru.width"),
+        ("goru = { capacity = 0 }", "goru.capacity"),
+        ("pooling = { window = 1 }", "pooling.window"),
+        ("token_mlp = { length = 0 }", "token_mlp.length"),
+        ("gau = { key_width = 7 }", "gau.key_width"),
+        ("gau = { expand = 0 }", "gau.expand"),
+        ("attention = { stride = 1 }", "attention.stride"),
+        ("attention = { stride = 4, window = 4 }", "attention.window"),
+        ("attention = { cope = 8 }", "attention.rope"),
+        ("attention = { rope = false, cope = 8, alibi = true }", "attention.alibi"),
         ("slstm = { heads = 7 }", "slstm.heads"),
         ("ttt = { heads = 5 }", "ttt.heads"),
         ("ttt = { key_width = 7 }", "ttt.key_width"),
@@ -360,9 +406,11 @@ fn the_mixers_that_count_their_tokens_are_these() {
     let rotating = ["linear_attention", "retnet", "mamba2", "gated_retention"];
     let by_levels = ["log_linear_attention"];
     let in_mini_batches = ["ttt", "titans", "lact"];
-    let convolving = ["hyena", "multihead_hyena", "base_conv"];
-    let growing = ["attention", "forgetting_attention", "mla", "deltaformer", "path_attention"];
-    let all = [&rotating[..], &by_levels[..], &in_mini_batches[..], &convolving[..], &growing[..]];
+    let biased = ["aft"];
+    let convolving = ["token_mlp", "hyena", "multihead_hyena", "base_conv"];
+    let growing =
+        ["attention", "forgetting_attention", "mla", "deltaformer", "path_attention", "gau"];
+    let all = [&rotating[..], &by_levels, &biased, &in_mini_batches, &convolving, &growing];
     assert_eq!(names, all.concat());
 }
 
@@ -394,6 +442,27 @@ fn a_window_hides_what_lies_before_it_however_long_the_sequence() {
     assert_close("out of sight", &from(&whole, 154), &from(&after, 154), LIMIT);
     let (seen, other) = (from(&whole, 153), from(&after, 153));
     assert!(linattn_oracle::relative_error(&seen, &other) > 1e-3, "the window is 5 tokens");
+}
+
+#[test]
+fn sequences_are_no_longer_than_the_positions_that_a_mixer_has_learnt() {
+    for (text, key) in [
+        ("aft = { form = { full = { length = 20 } } }", "aft.form.full.length"),
+        ("aft = { form = { local = { window = 3, length = 20 } } }", "aft.form.local.length"),
+        ("token_mlp = { length = 20 }", "token_mlp.length"),
+    ] {
+        assert_eq!(mixer(text).positions(), Some(20), "{text}");
+        let layer = format!("[[layers]]\nmixer.{text}\n");
+        assert_eq!(model(&layer).positions(), Some(20), "{text}");
+        assert!(config(text).cost(D, 20).is_ok(), "{text}");
+        assert_eq!(config(text).cost(D, 21).expect_err(text).key, key);
+    }
+}
+
+#[test]
+#[should_panic(expected = "position 21 of 20")]
+fn what_lies_beyond_the_positions_of_a_mixer_is_no_number() {
+    let _ = mixer("aft = { form = { full = { length = 20 } } }").forward(input(21), None);
 }
 
 /// Ids of a sequence, the same in every test.

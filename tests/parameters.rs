@@ -48,16 +48,25 @@ fn kinds<M: Module<B>>(module: &M) -> Kinds {
 
 /// Layers of each mixer whose `weight` is a matrix, in any of its configs; every other parameter is a vector.
 const MATRICES: &[(&str, &str)] = &[
+    ("aft", "k_proj o_proj q_proj v_proj"),
     ("attention", "g_proj k_proj o_proj q_proj v_proj"),
     ("base_conv", "filter.0 filter.1 projection"),
     ("comba", "a_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
     ("cyfa", "a_proj b_proj d_proj g_proj.0 g_proj.1 k_proj o_proj q_proj v_proj"),
     ("decaying_fast_weights", "f_proj k_proj o_proj q_proj v_proj z_proj"),
     ("deltaformer", "k_proj o_proj q_proj v_proj"),
-    ("deltanet", "b_proj g_proj k_proj o_proj q_proj v_proj"),
+    (
+        "deltanet",
+        "b_proj g_proj k_proj o_proj preconditioner.a_atk_proj \
+         preconditioner.b_atk_proj q_proj v_proj",
+    ),
     ("deltaproduct", "a_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
-    ("forgetting_attention", "f_proj g_proj k_proj o_proj q_proj v_proj"),
-    ("gated_deltanet", "a_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
+    ("forgetting_attention", "f_proj g_proj k_proj k_shift_proj o_proj q_proj v_proj v_shift_proj"),
+    (
+        "gated_deltanet",
+        "a_proj b_proj g_proj k_proj o_proj preconditioner.a_atk_proj \
+         preconditioner.b_atk_proj q_proj v_proj",
+    ),
     (
         "gated_deltanet2",
         "b_proj f_proj.0 f_proj.1 g_proj.0 g_proj.1 k_proj o_proj q_proj v_proj \
@@ -66,19 +75,25 @@ const MATRICES: &[(&str, &str)] = &[
     ("gated_kalmanet", "a_proj alpha_proj b_proj g_proj k_proj o_proj q_proj v_proj"),
     ("gated_retention", "g_proj gk_proj k_proj o_proj q_proj v_proj"),
     ("gateloop", "a_proj g_proj k_proj o_proj q_proj theta_proj v_proj"),
+    ("gau", "o_proj u_proj v_proj z_proj"),
     ("gla", "g_proj gk_proj.0 gk_proj.1 k_proj o_proj q_proj v_proj"),
+    ("goru", "h_proj o_proj x_proj"),
     ("gru", "h_proj o_proj x_proj"),
     ("gsa", "f_proj k_proj o_proj q_proj v_proj"),
     ("h3", "k_proj out_proj q_proj v_proj"),
     ("hgrn", "f_proj g_proj i_proj o_proj"),
     ("hgrn2", "f_proj i_proj o_proj q_proj"),
     ("hyena", "filter.inner.0 filter.inner.1 filter.inner.2 filter.last in_proj out_proj"),
-    ("kda", "b_proj f_proj.0 f_proj.1 g_proj.0 g_proj.1 k_proj o_proj q_proj v_proj"),
+    (
+        "kda",
+        "b_proj f_proj.0 f_proj.1 g_proj.0 g_proj.1 k_proj o_proj preconditioner.a_atk_proj \
+         preconditioner.b_atk_proj q_proj v_proj",
+    ),
     ("lact", "k_proj lr_proj momentum_proj o_proj q_proj scale_proj v_proj"),
     ("lightning_attention", "out_proj output_gate qkv_proj"),
     (
         "linear_attention",
-        "feature_map_k.layer feature_map_k.layer1 feature_map_k.layer2 \
+        "f_proj feature_map_k.layer feature_map_k.layer1 feature_map_k.layer2 \
          feature_map_q.layer feature_map_q.layer1 feature_map_q.layer2 k_proj \
          o_proj q_proj v_proj",
     ),
@@ -99,6 +114,7 @@ const MATRICES: &[(&str, &str)] = &[
         "filter.inner.0 filter.inner.1 filter.inner.2 filter.last in_proj out_proj",
     ),
     ("path_attention", "bt_proj g_proj k_proj o_proj q_proj v_proj w_proj.0 w_proj.1"),
+    ("pooling", ""),
     ("qrnn", "in_proj o_proj"),
     ("retnet", "g_proj k_proj o_proj q_proj v_proj"),
     ("rg_lru", "a_gate input_gate linear_x linear_y out_proj"),
@@ -117,6 +133,7 @@ const MATRICES: &[(&str, &str)] = &[
     ("s4d", "out_proj"),
     ("slstm", "fgate igate ogate recurrent zgate"),
     ("titans", "g_proj k_proj keep_proj momentum_proj o_proj q_proj rate_proj v_proj"),
+    ("token_mlp", ""),
     ("ttt", "g_proj k_proj o_proj q_proj rate_proj v_proj"),
 ];
 

@@ -60,9 +60,13 @@ mod recomputation;
 mod results;
 #[cfg(feature = "cpu")]
 mod runs;
+#[cfg(feature = "cpu")]
+mod softmax_formulas;
 mod support;
 #[cfg(feature = "cpu")]
 mod untrusted;
+#[cfg(feature = "cpu")]
+mod variant_formulas;
 #[cfg(feature = "cpu")]
 mod variants;
 

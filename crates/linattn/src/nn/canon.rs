@@ -1,4 +1,4 @@
-//! Canon layers: short convolutions around a layer's norms.
+//! Canon layers: short convolutions around a layer's norms, and of a mixer's queries, keys and values.
 
 use super::convolution::{ShortConvolution, Tails, convolution_cost};
 use super::{ConfigError, Cost, LARGEST};
@@ -7,8 +7,9 @@ use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Canon layers: how many tokens each short convolution sees, at least 2, or 0 for none. Inside a
-/// mixer (point B of the paper) the mixer's own `conv_size` does the like.
+/// Canon layers: how many tokens each short convolution sees, at least 2, or 0 for none. Inside a mixer (point B
+/// of the paper) they are its own affair: `canon` of those that have [`CanonQkv`], or `conv_size`, which does the
+/// like.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CanonConfig {
@@ -52,10 +53,8 @@ impl CanonConfig {
             ),
         ];
         for (key, window, channels, want) in points {
-            let fits = window == 0 || (2..=LARGEST).contains(&window);
-            if !fits || (window > 0 && channels == 0) {
-                let range = format!("0, or from 2 to {LARGEST}");
-                let want = if fits { want } else { range.as_str() };
+            check_canon(key, window).map_err(|e| e.within("canon"))?;
+            if window > 0 && channels == 0 {
                 return Err(ConfigError::new(key, window, want).within("canon"));
             }
         }
@@ -95,6 +94,47 @@ pub struct Canon<B: Backend> {
     pub(super) before_mlp: Option<ShortConvolution<B>>,
     /// One for each projection in front of the activation, or none.
     pub(super) inside_mlp: Vec<ShortConvolution<B>>,
+}
+
+/// Refuses windows of one token, which would be no convolution, and slips of the pen.
+pub(super) fn check_canon(key: &str, window: usize) -> Result<(), ConfigError> {
+    match window {
+        0 | 2..=LARGEST => Ok(()),
+        _ => Err(ConfigError::new(key, window, format!("0, or from 2 to {LARGEST}"))),
+    }
+}
+
+/// Canon layers of a mixer's queries, keys and values: point B.
+#[derive(Module, Debug)]
+pub struct CanonQkv<B: Backend> {
+    q: ShortConvolution<B>,
+    k: ShortConvolution<B>,
+    v: ShortConvolution<B>,
+}
+
+impl<B: Backend> CanonQkv<B> {
+    /// Of so many channels each; none for a window of 0.
+    pub(super) fn optional(
+        window: usize,
+        channels: [usize; 3],
+        device: &B::Device,
+    ) -> Option<Self> {
+        let convolution = |channels| ShortConvolution::optional(channels, window, device);
+        let [q, k, v] = channels.map(convolution);
+        Some(Self { q: q?, k: k?, v: v? })
+    }
+}
+
+impl<B: LinearAttentionBackend> CanonQkv<B> {
+    /// Of queries, keys and values, `[B, T, width]` each.
+    pub(super) fn forward(
+        &self,
+        [q, k, v]: [Tensor<B, 3>; 3],
+        tails: &mut Tails<B>,
+    ) -> [Tensor<B, 3>; 3] {
+        [(&self.q, q), (&self.k, k), (&self.v, v)]
+            .map(|(convolution, x)| canon(Some(convolution), x, tails))
+    }
 }
 
 /// `x` through a Canon layer, where there is one.

@@ -1,9 +1,11 @@
 //! Queries, keys and values: a projection and a short convolution of each.
 //! ```text
 //! q, k, v = f(conv(x W))        f: SiLU, or nothing; heads of k and q of length 1 where asked for
+//! q, k, v = h + conv(h)         of h = x W, in mixers with Canon layers
 //! ```
 
 use super::Linear;
+use super::canon::CanonQkv;
 use super::convolution::{ShortConvolution, Tails};
 use super::layers::split_heads;
 use super::projection::{Projection, head_norm, project_all};
@@ -23,6 +25,7 @@ pub(crate) struct ConvQkv<'a, B: Backend> {
     heads: [usize; 3],
     activations: [Option<Activation>; 3],
     norms: [Option<HeadNorm>; 3],
+    canon: Option<&'a CanonQkv<B>>,
 }
 
 /// Queries, keys and values, `[B, T, heads, X]` each.
@@ -40,7 +43,13 @@ impl<'a, B: Backend> ConvQkv<'a, B> {
             heads,
             activations: [None; 3],
             norms: [None; 3],
+            canon: None,
         }
+    }
+
+    /// Canon layers after it all, where there are any.
+    pub(crate) fn canon(self, canon: &'a Option<CanonQkv<B>>) -> Self {
+        Self { canon: canon.as_ref(), ..self }
     }
 
     /// Projections with their convolutions, which SiLU follows; a projection without one is left as it is.
@@ -81,6 +90,12 @@ impl<'a, B: Backend> ConvQkv<'a, B> {
         self.unit(scale)
     }
 
+    /// Heads of queries of length K^-1/2, keys as they are.
+    pub(crate) fn scaled_queries(self) -> Self {
+        let scaled = self.scaled();
+        Self { norms: [scaled.norms[0], None, None], ..scaled }
+    }
+
     /// Heads of queries of length 1, keys as they are.
     pub(crate) fn unit_queries(self) -> Self {
         let norm = head_norm(self.width(0), self.heads[0], 1.0);
@@ -113,7 +128,7 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         optional: [Option<Projection<'a, B>>; M],
         tails: &mut Tails<B>,
     ) -> (Qkv<B>, [Tensor<B, 3>; N], Optional<B, M>) {
-        let Self { layers, heads, activations, norms } = self;
+        let Self { layers, heads, activations, norms, canon } = self;
         let of = |i: usize| {
             let (linear, convolution) = layers[i];
             Projection::convolved(linear, convolution, activations[i], norms[i])
@@ -122,8 +137,15 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         let all = (0..3).map(of).chain(gates).chain(optional.into_iter().flatten()).collect();
         let mut outputs = project_all(x, all, tails).into_iter();
         let mut next = || outputs.next().expect("an output for each projection");
-        let [q, k, v] = heads.map(|heads| split_heads(next(), heads));
+        let qkv: [Tensor<B, 3>; 3] = std::array::from_fn(|_| next());
         let gates = std::array::from_fn(|_| next());
-        (Qkv { q, k, v }, gates, there.map(|there| there.then(&mut next)))
+        let optional = there.map(|there| there.then(&mut next));
+        let [q, k, v] = match canon {
+            Some(canon) => canon.forward(qkv, tails),
+            None => qkv,
+        };
+        let [of_q, of_k, of_v] = heads;
+        let (q, k, v) = (split_heads(q, of_q), split_heads(k, of_k), split_heads(v, of_v));
+        (Qkv { q, k, v }, gates, optional)
     }
 }

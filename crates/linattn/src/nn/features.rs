@@ -18,9 +18,10 @@
 //! elementwise_product  (x W_1 + b_1) (x W_2 + b_2)
 //! ```
 //! Pairs i < j stand for their twins j > i as well. w and t are drawn from N(0, 1) once and for all,
-//! by a seed: all layers and heads have the same. gamma, beta, W, b and d are learnt. RFA's paper also
-//! learns a width for each number of w, which is 1 here. DiJiang's released code has the transpose of C
-//! and a softmax in place of d and the exponential; this is its paper's map.
+//! by a seed: all layers and heads have the same. Performer's authors draw again every so many steps of training, which a
+//! layer here cannot count; their m is K ln K. gamma, beta, W, b and d are learnt. RFA's paper also learns a width
+//! for each number of w, which is 1 here. DiJiang's released code has the transpose of C and a softmax in place
+//! of d and the exponential; this is its paper's map.
 //!
 //! Sources: elu, arXiv 2006.16236; taylor, Based, arXiv 2402.18668; learnable_square, ReBased, arXiv
 //! 2402.10644; performer, arXiv 2009.14794; rfa, arXiv 2103.02143; cosformer, arXiv 2202.08791;
@@ -28,7 +29,7 @@
 
 use super::layers::{Linear, l2_normalize, standardize};
 use super::{ConfigError, LARGEST, positive};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::LinearConfig;
 use burn::tensor::activation::{relu, softmax};
@@ -53,7 +54,7 @@ pub enum FeatureMap {
     LearnableSquare,
     /// Positive orthogonal random features.
     Performer {
-        /// m; K by default.
+        /// m; K ln K, rounded up, by default.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         features: Option<usize>,
         /// Of the draw.
@@ -117,8 +118,8 @@ impl FeatureMap {
         match self {
             Self::Taylor => 1 + key_width + pairs,
             Self::LearnableSquare => pairs,
-            Self::Performer { features, .. } => features.unwrap_or(key_width),
-            Self::Rfa { features, .. } => 2 * features.unwrap_or(key_width),
+            Self::Performer { .. } => self.random_vectors(key_width),
+            Self::Rfa { .. } => 2 * self.random_vectors(key_width),
             Self::Cosformer { .. } | Self::Hedgehog => 2 * key_width,
             Self::Dpfp { nu } => 2 * key_width * nu,
             Self::Identity
@@ -126,6 +127,20 @@ impl FeatureMap {
             | Self::Relu
             | Self::Dijiang { .. }
             | Self::ElementwiseProduct => key_width,
+        }
+    }
+
+    /// m: random vectors of Performer and RFA.
+    fn random_vectors(self, key_width: usize) -> usize {
+        match self {
+            Self::Performer { features: None, .. } => {
+                let width = key_width as f64;
+                ((width * width.ln()).ceil() as usize).max(1)
+            }
+            Self::Performer { features, .. } | Self::Rfa { features, .. } => {
+                features.unwrap_or(key_width)
+            }
+            _ => 0,
         }
     }
 
@@ -149,9 +164,7 @@ impl FeatureMap {
     pub(crate) fn flops(self, key_width: usize) -> u64 {
         let product = |to: usize| 2 * key_width as u64 * to as u64;
         let products = match self {
-            Self::Performer { features, .. } | Self::Rfa { features, .. } => {
-                product(features.unwrap_or(key_width))
-            }
+            Self::Performer { .. } | Self::Rfa { .. } => product(self.random_vectors(key_width)),
             Self::Hedgehog | Self::Dijiang { .. } => product(key_width),
             Self::ElementwiseProduct => 2 * product(key_width),
             _ => 0,
@@ -163,24 +176,15 @@ impl FeatureMap {
     pub(crate) fn check(self, key_width: usize) -> Result<usize, ConfigError> {
         positive("key_width", key_width)?;
         let option = match self {
-            Self::Performer { features, .. } | Self::Rfa { features, .. } => {
-                positive("features", features.unwrap_or(key_width)).map(drop)
+            Self::Performer { .. } | Self::Rfa { .. } => {
+                positive("features", self.random_vectors(key_width)).map(drop)
             }
             Self::Cosformer { length } => positive("length", length).map(drop),
-            Self::Dpfp { nu } if nu == 0 || nu >= 2 * key_width => {
-                let want = format!("1 to {}, below twice the key width", 2 * key_width - 1);
-                Err(ConfigError::new("nu", nu, want))
-            }
+            Self::Dpfp { nu } => check_nu(nu, key_width),
             _ => Ok(()),
         };
         option.map_err(|e| e.within(format!("feature_map.{}", self.name())))?;
-        match self.width(key_width) {
-            width @ 0..=LARGEST => Ok(width),
-            width => {
-                let want = format!("small enough for {LARGEST} features; these are {width}");
-                Err(ConfigError::new("key_width", key_width, want))
-            }
-        }
+        check_width(key_width, self.width(key_width))
     }
 
     /// Refuses sequences of `tokens` tokens if they are too long.
@@ -224,12 +228,12 @@ impl FeatureMap {
     /// Columns that a vector is multiplied by and that are not learnt, `[K, m]`, or nothing.
     fn fixed(self, key_width: usize) -> Vec<f32> {
         let rows = match self {
-            Self::Performer { features, seed } => {
-                orthogonal_rows(features.unwrap_or(key_width), key_width, &mut Normal(seed))
+            Self::Performer { seed, .. } => {
+                orthogonal_rows(self.random_vectors(key_width), key_width, &mut Normal(seed))
             }
-            Self::Rfa { features, seed } => {
+            Self::Rfa { seed, .. } => {
                 let mut normal = Normal(seed);
-                (0..features.unwrap_or(key_width)).map(|_| normal.row(key_width)).collect()
+                (0..self.random_vectors(key_width)).map(|_| normal.row(key_width)).collect()
             }
             Self::Dijiang { seed } => {
                 let scales = Normal(seed).row(key_width);
@@ -274,8 +278,7 @@ impl<B: LinearAttentionBackend> Features<B> {
     pub fn forward(&self, x: Tensor<B, 4>, position: usize) -> Tensor<B, 4> {
         match self.map {
             FeatureMap::Identity => x,
-            // e^min(x, 0) + max(x, 0): x + 1 above zero, e^x below.
-            FeatureMap::Elu => x.clone().clamp_max(0.0).exp() + relu(x),
+            FeatureMap::Elu => elu_plus_one(x),
             FeatureMap::Relu => relu(x),
             FeatureMap::Taylor => {
                 let x = shrunk(x);
@@ -310,6 +313,14 @@ impl<B: LinearAttentionBackend> Features<B> {
                 by_rows(x, |x| layer1.forward(x.clone()) * layer2.forward(x))
             }
         }
+    }
+
+    /// As [`forward`](Self::forward), in the type of `x`, as shares of their sum where `shares` says so:
+    /// exponentials and squares want more than 16 bits.
+    pub(crate) fn typed(&self, x: Tensor<B, 4>, position: usize, shares: bool) -> Tensor<B, 4> {
+        let dtype = x.dtype();
+        let features = self.forward(accumulator(x), position);
+        typed(if shares { over_sum(features, 1e-4) } else { features }, dtype)
     }
 
     /// Times the columns that are not learnt.
@@ -404,8 +415,36 @@ fn falling<B: Backend>(x: Tensor<B, 4>, position: usize, length: usize) -> Tenso
     Tensor::cat(vec![x.clone() * cos, x * sin], 3)
 }
 
+/// `elu(x) + 1`, as e^min(x, 0) + max(x, 0): x + 1 above zero, e^x below.
+pub(crate) fn elu_plus_one<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
+    x.clone().clamp_max(0.0).exp() + relu(x)
+}
+
+/// Entries of the last dimension as shares of their sum, to which `epsilon` is added.
+pub(crate) fn over_sum<B: Backend>(x: Tensor<B, 4>, epsilon: f64) -> Tensor<B, 4> {
+    x.clone() / (x.sum_dim(3) + epsilon)
+}
+
+/// Refuses distances of DPFP that keys of `key_width` numbers do not have.
+pub(crate) fn check_nu(nu: usize, key_width: usize) -> Result<(), ConfigError> {
+    if (1..2 * key_width).contains(&nu) {
+        return Ok(());
+    }
+    let want = format!("1 to {}, below twice the key width", 2 * key_width - 1);
+    Err(ConfigError::new("nu", nu, want))
+}
+
+/// `width`, the number of features of a key of `key_width` numbers, if it is no larger than anything may be.
+pub(crate) fn check_width(key_width: usize, width: usize) -> Result<usize, ConfigError> {
+    if width <= LARGEST {
+        return Ok(width);
+    }
+    let want = format!("small enough for {LARGEST} features; these are {width}");
+    Err(ConfigError::new("key_width", key_width, want))
+}
+
 /// `r_i r_{i - n}` for every n up to `nu`, places modulo 2 K.
-fn neighbours<B: Backend>(x: Tensor<B, 4>, nu: usize) -> Tensor<B, 4> {
+pub(crate) fn neighbours<B: Backend>(x: Tensor<B, 4>, nu: usize) -> Tensor<B, 4> {
     let width = 2 * x.dims()[3];
     let r = relu(Tensor::cat(vec![x.clone(), x.neg()], 3));
     let twice = Tensor::cat(vec![r.clone(), r.clone()], 3);

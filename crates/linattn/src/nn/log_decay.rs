@@ -3,9 +3,9 @@
 //! A starts uniform in 0 or 1 to 16, steps log-uniform in 0.001 to 0.1. Source: Dao and Gu, arXiv 2405.21060.
 
 use super::layers::split_heads;
-use crate::ops::{self, LinearAttentionBackend, accumulator};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Param;
-use burn::tensor::activation::log_sigmoid;
+use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Distribution, Tensor, backend::Backend};
 
 /// Least A: the logarithm of 0 is no number.
@@ -51,6 +51,19 @@ pub(crate) fn log_gate<B: Backend, const D: usize>(
 ) -> Tensor<B, D> {
     let log = log_sigmoid(accumulator(x));
     if normalizer == 1.0 { log } else { log / normalizer }
+}
+
+/// `(1 - a) v` of values `[B, T, H, V]`, and `ln a`, for `a = sigmoid(gate)`, `[B, T, H]`; values alone without
+/// a gate.
+pub(crate) fn gated_write<B: Backend>(
+    v: Tensor<B, 4>,
+    gate: Option<Tensor<B, 3>>,
+) -> (Tensor<B, 4>, Option<Tensor<B, 3>>) {
+    let Some(gate) = gate else { return (v, None) };
+    // 1 - a in a form that keeps its small values exact.
+    let share = sigmoid(accumulator(gate.clone()).neg()).unsqueeze_dim::<4>(3);
+    let dtype = v.dtype();
+    (v * typed(share, dtype), Some(log_gate(gate, 1.0)))
 }
 
 /// ln A, A uniform in `least` to 16: how fast a head forgets at most. Where it is in 0 to 16, one head in

@@ -11,12 +11,16 @@ mod block;
 mod canon;
 mod conv_qkv;
 mod convolution;
+mod delta_keys;
+mod denominator;
 mod diagonal_ssm;
+mod exponential_gates;
 mod fast_weights;
 mod features;
 mod fenwick;
 mod gated_output;
 mod hippo;
+mod key_preconditioner;
 mod layer_list;
 mod layers;
 mod log_decay;
@@ -25,13 +29,17 @@ mod lora;
 pub mod mixers;
 mod mlp;
 mod model;
+mod pair_sums;
 mod parameter;
 mod projection;
 mod recomputed;
 mod recurrence;
+mod reflections;
 mod residual;
 mod rope;
+mod score_bias;
 mod shared;
+mod softmax;
 mod start;
 pub(crate) mod state;
 mod swiglu_memory;
@@ -40,9 +48,11 @@ mod weight;
 
 pub use auto_encoder::Decoder;
 pub use block::{Block, BlockState, LayerConfig};
-pub use canon::{Canon, CanonConfig};
+pub use canon::{Canon, CanonConfig, CanonQkv};
 pub use convolution::ShortConvolution;
+pub use delta_keys::{QkActivation, QkNorm};
 pub use features::{FeatureMap, Features};
+pub use key_preconditioner::KeyPreconditioner;
 pub use layer_list::{LayerEntry, LayerGroup};
 pub use layers::{
     BlockDiagonal, FinalNormKind, GatedRmsNorm, InitializerKind, Linear, Norm, NormKind,
@@ -105,6 +115,11 @@ impl std::ops::AddAssign for Cost {
         self.state_bytes += other.state_bytes;
         self.flops_per_token += other.flops_per_token;
     }
+}
+
+/// Whether a key of a config has the value that it has when left out, and is left out again.
+pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// Larger sizes are slips of the pen, and their products would not fit the counts of a cost.

@@ -447,9 +447,11 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         }
     }
 
-    /// How many positions it has learnt, where it has: no sequence may be longer.
+    /// How many positions it, or one of its mixers, has learnt, where it has: no sequence may be longer.
     pub fn positions(&self) -> Option<usize> {
-        self.positions.as_ref().map(|table| table.weight.dims()[0])
+        let own = self.positions.as_ref().map(|table| table.weight.dims()[0]);
+        let mixers = self.layers.iter().filter_map(Block::mixer);
+        mixers.filter_map(Mixer::positions).chain(own).min()
     }
 
     /// Whether sequences of different lengths can go on in one batch: see

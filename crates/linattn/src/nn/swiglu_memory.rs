@@ -184,7 +184,7 @@ impl<B: Backend> RecurrentState<B> for LactState<B> {
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
         let (keys, values) = (tensors.take("keys"), tensors.take("values"));
         let memory = NetworkState::from_tensors(tensors);
-        let cache = KeyValueCache { keys, values, position: memory.position };
+        let cache = KeyValueCache { keys, values, position: memory.position, tails: vec![] };
         Self { memory, cache }
     }
 }

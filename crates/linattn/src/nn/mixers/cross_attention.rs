@@ -9,10 +9,12 @@
 //! `W_v` take in.
 //! Source: Sun et al., arXiv 2405.05254; among neighbouring layers, arXiv 2405.12981.
 
-use super::attention::{AttentionConfig, causal_mask, check_shared, turned, weigh};
+use super::attention_config::AttentionConfig;
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::layers::{ResidualLinear, linear, split_heads};
+use crate::nn::score_bias::causal_mask;
+use crate::nn::softmax::{check_shared, turned, weigh};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;

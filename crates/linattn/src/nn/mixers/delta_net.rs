@@ -8,18 +8,21 @@
 //! ```
 //! Sources: arXiv 2406.06484 (DeltaNet), 2412.06464 (Gated DeltaNet), 2411.12537 (negative
 //! eigenvalues). A starts uniform in 0 to 16, as the authors' code has it, steps log-uniform in 0.001 to
-//! 0.1.
+//! 0.1. `exact_step`, `qk_activation`, `qk_norm` and `use_beta` are EFLA's and the first DeltaNet's
+//! (delta_keys.rs), `preconditioner` is Preconditioned DeltaNet's (key_preconditioner.rs).
 
 use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::delta_keys::{DeltaKeys, QkActivation, QkNorm};
 use crate::nn::gated_output::GatedOutput;
+use crate::nn::key_preconditioner::{KeyPreconditioner, preconditioner_cost, written};
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
 use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
-use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend};
+use crate::nn::{ConfigError, Cost, Linear, Shared, is_default};
+use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend, accumulator};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -42,6 +45,21 @@ pub struct DeltaNetConfig {
     pub output_gate: Option<bool>,
     /// Lets beta reach 2, and the state's eigenvalues -1.
     pub allow_neg_eigval: bool,
+    /// Whether a delta step is the exact solution of its differential equation; keys then keep their length.
+    #[serde(skip_serializing_if = "is_default")]
+    pub exact_step: bool,
+    /// Whether keys are written on the scale of those before them.
+    #[serde(skip_serializing_if = "is_default")]
+    pub preconditioner: bool,
+    /// Function of queries and keys.
+    #[serde(skip_serializing_if = "is_default")]
+    pub qk_activation: QkActivation,
+    /// Norm of each head's queries and keys.
+    #[serde(skip_serializing_if = "is_default")]
+    pub qk_norm: QkNorm,
+    /// Whether beta is learnt; 1 otherwise, or 2 with `allow_neg_eigval`.
+    #[serde(skip_serializing_if = "bool::clone")]
+    pub use_beta: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
 }
@@ -56,6 +74,11 @@ impl Default for DeltaNetConfig {
             conv_size: 4,
             output_gate: None,
             allow_neg_eigval: false,
+            exact_step: false,
+            preconditioner: false,
+            qk_activation: QkActivation::Silu,
+            qk_norm: QkNorm::L2,
+            use_beta: true,
             norm_eps: 1e-5,
         }
     }
@@ -103,7 +126,16 @@ impl DeltaNetConfig {
         let widths = head_widths(self.heads, self.value_heads, self.key_width, expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
-        Ok(widths)
+        self.keys().check(widths.key)?;
+        match self.preconditioner && self.exact_step {
+            true => Err(ConfigError::new("preconditioner", true, "false beside `exact_step`")),
+            false => Ok(widths),
+        }
+    }
+
+    fn keys(&self) -> DeltaKeys {
+        let Self { qk_activation: activation, qk_norm: norm, exact_step, .. } = *self;
+        DeltaKeys { activation, norm, exact_step }
     }
 
     fn build<B: Backend>(
@@ -120,7 +152,7 @@ impl DeltaNetConfig {
             q_proj: project(keys),
             k_proj: project(keys),
             v_proj: project(values),
-            b_proj: project(heads),
+            b_proj: self.use_beta.then(|| project(heads)),
             a_proj: gated.then(|| project(heads)),
             a_log: gated.then(|| fresh_a_log(heads, 0.0, device)),
             dt_bias: gated.then(|| fresh_dt_bias(heads, device)),
@@ -130,20 +162,28 @@ impl DeltaNetConfig {
             g_proj: output_gate.then(|| project(values)),
             o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
             o_proj: linear(values, d_model, device).into(),
+            preconditioner: self
+                .preconditioner
+                .then(|| KeyPreconditioner::new(d_model, self.heads, 0.0, device)),
             key_heads: self.heads,
             heads,
             beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
+            keys: self.keys(),
         })
     }
 
     fn count(&self, d_model: usize, gated: bool) -> Result<Cost, ConfigError> {
         let Widths { heads, key, value, keys, values } = self.resolve_as(d_model, gated)?;
         let output_gate = self.output_gate.unwrap_or(gated);
-        let mut cost = memory_cost(heads, key, value, true);
-        let gates = heads * if gated { 2 } else { 1 };
+        let width = self.keys().check(key)?;
+        let mut cost = memory_cost(heads, width, value, true);
+        let gates = heads * (usize::from(gated) + usize::from(self.use_beta));
         let inward = 2 * keys + values * if output_gate { 2 } else { 1 } + gates;
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
         cost += convolution_cost(self.conv_size, 2 * keys + values);
+        if self.preconditioner {
+            cost += preconditioner_cost(d_model, self.heads, width);
+        }
         Ok(cost)
     }
 }
@@ -183,7 +223,7 @@ pub struct DeltaNet<B: Backend> {
     q_proj: Linear<B>,
     k_proj: Linear<B>,
     v_proj: Linear<B>,
-    b_proj: Linear<B>,
+    b_proj: Option<Linear<B>>,
     a_proj: Option<Linear<B>>,
     a_log: Option<Param<Tensor<B, 1>>>,
     dt_bias: Option<Param<Tensor<B, 1>>>,
@@ -193,12 +233,15 @@ pub struct DeltaNet<B: Backend> {
     g_proj: Option<Linear<B>>,
     o_norm: GatedRmsNorm<B>,
     o_proj: ResidualLinear<B>,
+    preconditioner: Option<KeyPreconditioner<B>>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
     beta_scale: f64,
+    #[module(skip)]
+    keys: DeltaKeys,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
@@ -212,11 +255,19 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
-        let beta = Projection::beta(&self.b_proj, self.beta_scale);
-        let (Qkv { q, k, v }, [beta], [g, gate]) =
-            self.qkv().project_some(&x, [beta], [self.decay(), self.gate()], &mut past.tails);
-        let inputs =
-            DeltaRuleInputs { g: g.map(Decay::Scalar), ..DeltaRuleInputs::new(q, k, v, beta) };
+        let [keep, share] = KeyPreconditioner::projections(&self.preconditioner);
+        let optional = [self.beta(), self.decay(), self.gate(), keep, share];
+        let (Qkv { q, k, v }, [], [beta, g, gate, keep, share]) =
+            self.qkv().project_some(&x, [], optional, &mut past.tails);
+        let [q, k] = self.keys.of([q, k]);
+        let beta = beta.unwrap_or_else(|| {
+            accumulator(v.clone().narrow(3, 0, 1)).ones_like().squeeze_dim::<3>(3) * self.beta_scale
+        });
+        let beta = self.keys.step(beta, &k);
+        let gates = [keep, share];
+        let (k, erase) = written(&self.preconditioner, gates, k, self.heads, &mut past.tails);
+        let g = g.map(Decay::Scalar);
+        let inputs = DeltaRuleInputs { g, erase, ..DeltaRuleInputs::new(q, k, v, beta) };
         let (o, memory) = delta_rule(inputs, past.memory.take());
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
@@ -228,7 +279,11 @@ impl<B: LinearAttentionBackend> DeltaNet<B> {
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
         let heads = [self.key_heads, self.key_heads, self.heads];
-        ConvQkv::convolved(projections, convolutions, heads).silu().scaled()
+        self.keys.projected(ConvQkv::convolved(projections, convolutions, heads))
+    }
+
+    fn beta(&self) -> Option<Projection<'_, B>> {
+        Some(Projection::beta(self.b_proj.as_ref()?, self.beta_scale))
     }
 
     fn decay(&self) -> Option<Projection<'_, B>> {

@@ -10,14 +10,15 @@
 //! layer differs: it looks for what is known with the query instead of the key, and multiplies it
 //! by a number for every token and head, x W_b + b.
 
-use super::attention::{
-    KeyValueCache, causal_mask, check_shared, head_norm, in_pieces, pairs, scores, turned, weigh,
-};
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::Tails;
 use crate::nn::layers::{ResidualLinear, check_epsilon, linear};
+use crate::nn::score_bias::{causal_mask, pairs};
+use crate::nn::softmax::{
+    KeyValueCache, check_shared, head_norm, in_pieces, scores, turned, weigh,
+};
 use crate::nn::{ConfigError, Cost, DEFAULT_CHUNK, Linear, Rope, Shared, check_chunk};
 use crate::ops::{LinearAttentionBackend, accumulator, solve_unit_lower, typed};
 use burn::module::Module;

@@ -3,21 +3,28 @@
 //! q, k, v = x W               [q, k of mean square 1 in each head]
 //! f       = sigmoid(x W_f + b_f)                              a number for every head
 //! scores  = q_i k_j^T / sqrt(K) + log f_{j+1} + .. + log f_i
-//! y       = (softmax(scores + causal mask) v [* sigmoid(x W_g)]) W_o
+//! y       = ([norm of each head] softmax(scores + causal mask) v [* sigmoid(x W_g)]) W_o
 //! ```
-//! Positions need no other encoding. Source: arXiv 2503.02130.
+//! Positions need no other encoding. Where asked for, keys and values are mixed with those of the token before,
+//! `k_t = a_t (x_{t-1} W_k) + (1 - a_t) x_t W_k` with `a = sigmoid(x W_a)`, a number for every head, before their
+//! norm. All five options together are the authors' "Pro" block. Source: arXiv 2503.02130.
 
-use super::attention::{causal_mask, check_shared, weigh};
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::Tails;
-use crate::nn::layers::{ResidualLinear, check_epsilon, linear, linear_with_bias, rms_normalize};
+use crate::nn::layers::{
+    ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, rms_normalize,
+    shift_tokens, split_heads,
+};
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
+use crate::nn::score_bias::{causal_mask, forget};
+use crate::nn::softmax::{check_shared, weigh};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors};
-use crate::ops::{self, Activation, LinearAttentionBackend, typed};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -35,7 +42,16 @@ pub struct ForgettingAttentionConfig {
     pub qk_norm: bool,
     /// Whether a gate multiplies the output.
     pub output_gate: bool,
-    /// Added to a mean square before its root, where queries and keys are normalised.
+    /// Whether each head's answers are normalised, before the gate.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub output_norm: bool,
+    /// Whether keys are mixed with those of the token before.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub key_shift: bool,
+    /// Whether values are mixed with those of the token before.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub value_shift: bool,
+    /// Added to a mean square before its root, wherever something is normalised.
     pub norm_eps: f64,
 }
 
@@ -47,6 +63,9 @@ impl Default for ForgettingAttentionConfig {
             key_width: None,
             qk_norm: false,
             output_gate: false,
+            output_norm: false,
+            key_shift: false,
+            value_shift: false,
             norm_eps: 1e-5,
         }
     }
@@ -71,18 +90,22 @@ impl ForgettingAttentionConfig {
     ) -> Result<ForgettingAttention<B>, ConfigError> {
         let (width, shared) = self.resolve(d_model)?;
         let (queries, keys) = (self.heads * width, shared * width);
-        let norm = |width| -> Option<RmsNorm<B>> {
+        let norm = |width, is_there: bool| -> Option<RmsNorm<B>> {
             let config = RmsNormConfig::new(width).with_epsilon(self.norm_eps);
-            self.qk_norm.then(|| config.init(device))
+            is_there.then(|| config.init(device))
         };
+        let shift = |is_there: bool| is_there.then(|| linear(d_model, shared, device));
         Ok(ForgettingAttention {
             q_proj: linear(d_model, queries, device),
             k_proj: linear(d_model, keys, device),
             v_proj: linear(d_model, keys, device),
             f_proj: linear_with_bias(d_model, self.heads, device),
             g_proj: self.output_gate.then(|| linear(d_model, queries, device)),
-            q_norm: norm(queries),
-            k_norm: norm(keys),
+            k_shift_proj: shift(self.key_shift),
+            v_shift_proj: shift(self.value_shift),
+            q_norm: norm(queries, self.qk_norm),
+            k_norm: norm(keys, self.qk_norm),
+            output_norm: norm(queries, self.output_norm),
             o_proj: linear(queries, d_model, device).into(),
             heads: self.heads,
             key_value_heads: shared,
@@ -98,9 +121,11 @@ impl ForgettingAttentionConfig {
         // On average a token looks at half the sequence: scores and their sum over values.
         let look_back = 2 * 2 * queries as u64 * (length as u64).div_ceil(2);
         let gate = if self.output_gate { queries } else { 0 };
+        let shifts = usize::from(self.key_shift) + usize::from(self.value_shift);
+        let inward = queries + 2 * keys + self.heads + gate + shifts * shared;
         Ok(Cost {
-            state_bytes: 4 * ((2 * keys + self.heads) * length) as u64,
-            flops_per_token: linear_flops(d_model, queries + 2 * keys + self.heads + gate)
+            state_bytes: 4 * ((2 * keys + self.heads) * length + shifts * keys) as u64,
+            flops_per_token: linear_flops(d_model, inward)
                 + linear_flops(queries, d_model)
                 + look_back,
         })
@@ -116,6 +141,8 @@ pub struct ForgettingCache<B: Backend> {
     pub values: Tensor<B, 4>,
     /// The sum of log gates up to each token, less that up to the last: `[B, H, T]`, 0 at the end.
     pub gates: Tensor<B, 3>,
+    /// Keys and values of the last token as projected, `[B, 1, Hk K]`, those of them that are shifted.
+    pub last: Vec<Tensor<B, 3>>,
 }
 
 impl<B: Backend> RecurrentState<B> for ForgettingCache<B> {
@@ -124,6 +151,7 @@ impl<B: Backend> RecurrentState<B> for ForgettingCache<B> {
             .with_growing("keys", &self.keys, 2)
             .with_growing("values", &self.values, 2)
             .with_growing("gates", &self.gates, 2)
+            .with_list("last", &self.last)
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
@@ -131,6 +159,7 @@ impl<B: Backend> RecurrentState<B> for ForgettingCache<B> {
             keys: tensors.take("keys"),
             values: tensors.take("values"),
             gates: tensors.take("gates"),
+            last: tensors.take_list("last"),
         }
     }
 }
@@ -143,8 +172,11 @@ pub struct ForgettingAttention<B: Backend> {
     v_proj: Linear<B>,
     f_proj: Linear<B>,
     g_proj: Option<Linear<B>>,
+    k_shift_proj: Option<Linear<B>>,
+    v_shift_proj: Option<Linear<B>>,
     q_norm: Option<RmsNorm<B>>,
     k_norm: Option<RmsNorm<B>>,
+    output_norm: Option<RmsNorm<B>>,
     o_proj: ResidualLinear<B>,
     #[module(skip)]
     heads: usize,
@@ -166,51 +198,58 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
         let shared = self.key_value_heads;
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let qkv = ConvQkv::plain(projections, [self.heads, shared, shared]);
-        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let optional = [&self.g_proj, &self.k_shift_proj, &self.v_shift_proj]
+            .map(|layer| layer.as_ref().map(Projection::plain));
         let f = Projection::plain(&self.f_proj);
-        let (Qkv { q, k, v }, [f], [gate]) = qkv.project_some(&x, [f], [gate], &mut Tails::none());
+        let (Qkv { q, k, v }, [f], [gate, of_keys, of_values]) =
+            qkv.project_some(&x, [f], optional, &mut Tails::none());
+        let (mut tails, state) = match state {
+            Some(ForgettingCache { keys, values, gates, last }) => {
+                (Tails::after(last), Some((keys, values, gates)))
+            }
+            None => (Tails::none(), None),
+        };
+        let [k, v] = [(k, of_keys), (v, of_values)].map(|(x, share)| match share {
+            Some(share) => shifted(x, share, &mut tails),
+            None => x,
+        });
         let q = normalize_heads(&self.q_norm, q).swap_dims(1, 2);
         let k = normalize_heads(&self.k_norm, k).swap_dims(1, 2);
         let v = v.swap_dims(1, 2);
         let gates = log_gate(f, 1.0).swap_dims(1, 2);
         let (keys, values, before) = match state {
-            Some(before) => (
-                Tensor::cat(vec![before.keys, k], 2),
-                Tensor::cat(vec![before.values, v], 2),
-                Some(before.gates),
-            ),
+            Some((keys, values, gates)) => {
+                (Tensor::cat(vec![keys, k], 2), Tensor::cat(vec![values, v], 2), Some(gates))
+            }
             None => (k, v, None),
         };
         let (forgotten, gates) = forget(gates, before, self.key_value_heads);
         let bias = forgotten + causal_mask(&q, keys.dims()[2], None);
         let o = weigh(q, &keys, &values, bias);
+        let o = match &self.output_norm {
+            Some(_) => merge_heads(normalize_heads(&self.output_norm, split_heads(o, self.heads))),
+            None => o,
+        };
         let o = match gate {
             Some(gate) => ops::gate(o, gate, Activation::Sigmoid),
             None => o,
         };
-        let state = ForgettingCache { keys, values, gates };
+        let state = ForgettingCache { keys, values, gates, last: tails.into_next() };
         (self.o_proj.forward(o), state)
     }
 }
 
-/// From log gates, `[B, H, T]`, and a cache's `gates` before them: the sums of those behind each
-/// key, `[B, Hk, H / Hk, T, S]`, 0 or more ahead of the query; and the cache's `gates`.
-pub(super) fn forget<B: Backend>(
-    log_gates: Tensor<B, 3>,
-    before: Option<Tensor<B, 3>>,
-    shared: usize,
-) -> (Tensor<B, 5>, Tensor<B, 3>) {
-    let [batch, heads, tokens] = log_gates.dims();
-    // Counted from the last token before these.
-    let gates = log_gates.cumsum(2);
-    let all = match before {
-        Some(before) => Tensor::cat(vec![before, gates.clone()], 2),
-        None => gates.clone(),
-    };
-    let last = gates.clone().narrow(2, tokens - 1, 1);
-    let forgotten = gates.unsqueeze_dim::<4>(3) - all.clone().unsqueeze_dim::<4>(2);
-    let grouped = [batch, shared, heads / shared, tokens, all.dims()[2]];
-    (forgotten.reshape(grouped), all - last)
+/// `x`, `[B, T, H, K]`, mixed with the token before by the sigmoid of `share`, `[B, T, H]`.
+fn shifted<B: LinearAttentionBackend>(
+    x: Tensor<B, 4>,
+    share: Tensor<B, 3>,
+    tails: &mut Tails<B>,
+) -> Tensor<B, 4> {
+    let heads = x.dims()[2];
+    let rows = merge_heads(x.clone());
+    let before = tails.through(|last| shift_tokens(&rows, last));
+    let share = typed(sigmoid(accumulator(share)), x.dtype()).unsqueeze_dim::<4>(3);
+    x.clone() + (split_heads(before, heads) - x) * share
 }
 
 /// RMSNorm over each head of `x`, `[B, T, H, K]`, with a weight for every channel of every head; nothing

@@ -7,16 +7,18 @@
 //! y       = (rms_norm(q S) sigmoid(x W_g0 W_g1 + b)) W_o
 //! ```
 //! Source: Kimi Linear, arXiv 2510.26692. Decays and beta belong to value heads; keys, to key heads.
+//! `preconditioner` is that of key_preconditioner.rs.
 
 use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
+use crate::nn::key_preconditioner::{KeyPreconditioner, preconditioner_cost, written};
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias};
 use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Linear, Shared, is_default, positive};
 use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -40,6 +42,9 @@ pub struct KdaConfig {
     pub conv_size: usize,
     /// Lets beta reach 2, and the state's eigenvalues -1.
     pub allow_neg_eigval: bool,
+    /// Whether keys are written on the scale of those before them.
+    #[serde(skip_serializing_if = "is_default")]
+    pub preconditioner: bool,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
 }
@@ -54,6 +59,7 @@ impl Default for KdaConfig {
             gate_rank: None,
             conv_size: 4,
             allow_neg_eigval: false,
+            preconditioner: false,
             norm_eps: 1e-5,
         }
     }
@@ -95,6 +101,9 @@ impl KdaConfig {
             g_proj: vec![project(rank), linear_with_bias(rank, values, device)],
             o_norm: GatedRmsNorm::new(value, self.norm_eps, device),
             o_proj: linear(values, d_model, device).into(),
+            preconditioner: self
+                .preconditioner
+                .then(|| KeyPreconditioner::new(d_model, self.heads, 1.0, device)),
             key_heads: self.heads,
             heads,
             beta_scale: if self.allow_neg_eigval { 2.0 } else { 1.0 },
@@ -111,6 +120,9 @@ impl KdaConfig {
             + linear_flops(rank, heads * key + values)
             + linear_flops(values, d_model);
         cost += convolution_cost(self.conv_size, 2 * keys + values);
+        if self.preconditioner {
+            cost += preconditioner_cost(d_model, self.heads, key);
+        }
         Ok(cost)
     }
 }
@@ -131,6 +143,7 @@ pub struct Kda<B: Backend> {
     g_proj: Vec<Linear<B>>,
     o_norm: GatedRmsNorm<B>,
     o_proj: ResidualLinear<B>,
+    preconditioner: Option<KeyPreconditioner<B>>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
@@ -152,10 +165,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Kda<B> {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
         let beta = Projection::beta(&self.b_proj, self.beta_scale);
         let [f, gate] = [&self.f_proj[0], &self.g_proj[0]].map(Projection::plain);
-        let (Qkv { q, k, v }, [beta, f, gate]) =
-            self.qkv().project(&x, [beta, f, gate], &mut past.tails);
+        let optional = KeyPreconditioner::projections(&self.preconditioner);
+        let (Qkv { q, k, v }, [beta, f, gate], gates) =
+            self.qkv().project_some(&x, [beta, f, gate], optional, &mut past.tails);
+        let (k, erase) = written(&self.preconditioner, gates, k, self.heads, &mut past.tails);
         let g = LogDecay::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
-        let inputs = DeltaRuleInputs::new(q, k, v, beta).with_decay(Decay::Vector(g));
+        let inputs = DeltaRuleInputs { erase, ..DeltaRuleInputs::new(q, k, v, beta) };
+        let inputs = inputs.with_decay(Decay::Vector(g));
         let (o, memory) = delta_rule(inputs, past.memory.take());
         let gate = self.g_proj[1].forward(gate);
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, Some(gate));

@@ -17,7 +17,6 @@
 //! Muon's steps are in f32, not bf16; heads of attention have the keys' rotation, as heads of the memory do, each over
 //! its own width.
 
-use super::attention::{KeyValueCache, through_window, turned, weigh};
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
 use crate::nn::convolution::Tails;
@@ -27,6 +26,7 @@ use crate::nn::layers::{
     merge_heads, rms_norm, softplus, split_heads,
 };
 use crate::nn::projection::{Projection, project};
+use crate::nn::softmax::{KeyValueCache, through_window, turned, weigh};
 use crate::nn::swiglu_memory::{LactState, Rows, SwigluMemory, lengths, sizes};
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope, Shared, positive};
 use crate::ops::{LinearAttentionBackend, accumulator, typed};

@@ -1,13 +1,15 @@
 //! Linear attention: a memory that only adds.
 //! ```text
 //! q, k = phi(x W_q), phi(x W_k);  v = x W_v
-//! S    = S + k^T v
+//! S    = S + k^T v          or, gated, a S + (1 - a) k^T v
 //! o    = q S / sqrt(F)      or, normalised, q S / (q . sum of k + epsilon)
 //! y    = rms_norm(o) W_o    or o W_o
 //! ```
-//! F is the number of features that phi makes of K. Source: Katharopoulos et al., arXiv 2006.16236;
-//! the norm in place of the denominator is from arXiv 2210.10340; feature maps name their own. A norm
-//! takes any factor of a head's output out again, so there is either the one or the other.
+//! F is the number of features that phi makes of K; a = sigmoid(x W_f + b), a number for every head, and the
+//! sum of keys has the same gates. Source: Katharopoulos et al., arXiv 2006.16236; the norm in place of the
+//! denominator is from arXiv 2210.10340, the gate and the denominator's floor from RFA, arXiv 2103.02143;
+//! feature maps name their own. A norm takes any factor of a head's output out again, so there is either the
+//! one or the other.
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
@@ -15,13 +17,16 @@ use super::{
 };
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::denominator::Denominator;
 use crate::nn::features::Features;
 use crate::nn::layers::{
-    GatedRmsNorm, ResidualLinear, check_epsilon, check_small, linear, merge_heads,
+    GatedRmsNorm, ResidualLinear, check_epsilon, check_small, linear, linear_with_bias, merge_heads,
 };
+use crate::nn::log_decay::gated_write;
+use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, FeatureMap, Linear, Shared};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::nn::{ConfigError, Cost, FeatureMap, Linear, Shared, is_default};
+use crate::ops::{Decay, LinearAttentionBackend, LinearAttentionInputs};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -53,6 +58,12 @@ pub struct LinearAttentionConfig {
     pub normalize: bool,
     /// Added to that denominator.
     pub denominator_eps: f64,
+    /// The denominator's least value, with nothing added to it: scores may then be negative.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub denominator_floor: Option<f64>,
+    /// Whether each head forgets, and writes what it forgets, at a gate of the data.
+    #[serde(skip_serializing_if = "is_default")]
+    pub forget_gate: bool,
     /// The norm over each head's output.
     pub output_norm: OutputNorm,
     /// Added to a mean square before its root.
@@ -73,6 +84,8 @@ impl Default for LinearAttentionConfig {
             norm_k: false,
             normalize: false,
             denominator_eps: 1e-6,
+            denominator_floor: None,
+            forget_gate: false,
             output_norm: OutputNorm::default(),
             norm_eps: 1e-5,
         }
@@ -111,6 +124,7 @@ impl LinearAttentionConfig {
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
         check_small("denominator_eps", self.denominator_eps)?;
+        self.check_floor()?;
         self.check_signs()?;
         if self.normalize && self.output_norm == OutputNorm::Rms {
             let want = "false where `output_norm` is \"rms\", which takes the denominator out again; \
@@ -120,14 +134,26 @@ impl LinearAttentionConfig {
         Ok(Widths { key, features, value: value_width(key, self.expand_v)?, heads })
     }
 
+    /// Refuses floors of a denominator that is not there, or that they do not keep from zero.
+    fn check_floor(&self) -> Result<(), ConfigError> {
+        match self.denominator_floor {
+            Some(floor) if !self.normalize => {
+                Err(ConfigError::new("denominator_floor", floor, "left out without `normalize`"))
+            }
+            Some(floor) => check_small("denominator_floor", floor),
+            None => Ok(()),
+        }
+    }
+
     /// Refuses maps whose sums, by which outputs are divided, may not be positive.
     fn check_signs(&self) -> Result<(), ConfigError> {
         let map = self.feature_map;
         let refused = |want: &str| Err(ConfigError::new("feature_map", map.name(), want));
-        if self.normalize && !map.has_positive_scores() {
+        if self.normalize && self.denominator_floor.is_none() && !map.has_positive_scores() {
             return refused(
                 "elu, relu, taylor, learnable_square, performer, cosformer, hedgehog, dijiang or \
-                 dpfp where `normalize` is true: the denominator has to be positive",
+                 dpfp where `normalize` is true without `denominator_floor`: the denominator has to be \
+                 positive",
             );
         }
         if (self.norm_q || self.norm_k) && !map.is_positive() {
@@ -156,6 +182,7 @@ impl LinearAttentionConfig {
             q_proj: linear(d_model, keys, device),
             k_proj: linear(d_model, keys, device),
             v_proj: linear(d_model, values, device),
+            f_proj: self.forget_gate.then(|| linear_with_bias(d_model, heads, device)),
             q_conv1d: conv(keys),
             k_conv1d: conv(keys),
             v_conv1d: conv(values),
@@ -168,7 +195,10 @@ impl LinearAttentionConfig {
             feature_map_k: own.then(features).transpose()?,
             norm_q: self.norm_q,
             norm_k: self.norm_k,
-            denominator_eps: self.normalize.then_some(self.denominator_eps),
+            denominator: self.normalize.then_some(match self.denominator_floor {
+                Some(floor) => Denominator::AtLeast(floor),
+                None => Denominator::Plus(self.denominator_eps),
+            }),
         })
     }
 
@@ -180,8 +210,9 @@ impl LinearAttentionConfig {
         self.feature_map.check_length(length)?;
         let (keys, values) = (self.heads * key, heads * value);
         let mut cost = memory_cost(heads, features, value + usize::from(self.normalize), false);
+        let gates = if self.forget_gate { heads } else { 0 };
         cost.flops_per_token +=
-            linear_flops(d_model, 2 * keys + values) + linear_flops(values, d_model);
+            linear_flops(d_model, 2 * keys + values + gates) + linear_flops(values, d_model);
         cost.flops_per_token += 2 * self.heads as u64 * self.feature_map.flops(key);
         cost += convolution_cost(self.conv_size, 2 * keys + values);
         Ok(cost)
@@ -194,6 +225,7 @@ pub struct LinearAttention<B: Backend> {
     q_proj: Linear<B>,
     k_proj: Linear<B>,
     v_proj: Linear<B>,
+    f_proj: Option<Linear<B>>,
     q_conv1d: Option<ShortConvolution<B>>,
     k_conv1d: Option<ShortConvolution<B>>,
     v_conv1d: Option<ShortConvolution<B>>,
@@ -212,7 +244,7 @@ pub struct LinearAttention<B: Backend> {
     norm_k: bool,
     /// None where nothing is divided.
     #[module(skip)]
-    denominator_eps: Option<f64>,
+    denominator: Option<Denominator>,
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
@@ -227,23 +259,24 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
-        let (Qkv { q, k, v }, []) = self.qkv().project(&x, [], &mut past.tails);
+        let gate = self.f_proj.as_ref().map(Projection::plain);
+        let (Qkv { q, k, v }, [], [gate]) =
+            self.qkv().project_some(&x, [], [gate], &mut past.tails);
         let map_of_keys = self.feature_map_k.as_ref().unwrap_or(&self.feature_map_q);
-        let q = features(&self.feature_map_q, q, past.position, self.norm_q);
-        let k = features(map_of_keys, k, past.position, self.norm_k);
-        let (width, value_width) = (q.dims()[3] as f64, v.dims()[3]);
-        // The sum of keys is one more column of the memory, written with a value of 1. What is divided
-        // wants no scale.
-        let (q, v) = match self.denominator_eps {
-            Some(_) => (q, Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3)),
+        let q = self.feature_map_q.typed(q, past.position, self.norm_q);
+        let k = map_of_keys.typed(k, past.position, self.norm_k);
+        let width = q.dims()[3] as f64;
+        // What is divided wants no scale.
+        let (q, v) = match self.denominator {
+            Some(_) => (q, Denominator::with_ones(v)),
             None => (q * width.powf(-0.5), v),
         };
-        let inputs = ops::LinearAttentionInputs::new(q, k, v);
+        let (v, g) = gated_write(v, gate);
+        let g = g.map(Decay::Scalar);
+        let inputs = LinearAttentionInputs { g, ..LinearAttentionInputs::new(q, k, v) };
         let (o, memory) = linear_attention(inputs, past.memory.take());
-        let o = match self.denominator_eps {
-            Some(epsilon) => {
-                o.clone().narrow(3, 0, value_width) / (o.narrow(3, value_width, 1) + epsilon)
-            }
+        let o = match self.denominator {
+            Some(denominator) => denominator.divide(o),
             None => o,
         };
         let o = match &self.norm {
@@ -260,24 +293,5 @@ impl<B: LinearAttentionBackend> LinearAttention<B> {
         let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
         let heads = [self.key_heads, self.key_heads, self.heads];
         ConvQkv::convolved(projections, convolutions, heads)
-    }
-}
-
-/// Features of queries or keys from `position` on; exponentials and squares want more than 16 bits.
-fn features<B: LinearAttentionBackend>(
-    map: &Features<B>,
-    x: Tensor<B, 4>,
-    position: usize,
-    shares: bool,
-) -> Tensor<B, 4> {
-    let dtype = x.dtype();
-    typed(over_sum(map.forward(accumulator(x), position), shares), dtype)
-}
-
-/// Features as shares of their sum, where that is asked for.
-fn over_sum<B: Backend>(x: Tensor<B, 4>, asked: bool) -> Tensor<B, 4> {
-    match asked {
-        true => x.clone() / (x.sum_dim(3) + 1e-4),
-        false => x,
     }
 }

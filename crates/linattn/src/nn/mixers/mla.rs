@@ -11,10 +11,11 @@
 //! (q W_uk^T) c^T, and its values (weights c) W_uv.
 //! Source: DeepSeek-V2, arXiv 2405.04434.
 
-use super::attention::{causal_mask, gather, merge, scores, weigh};
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::layers::{ResidualLinear, check_epsilon, linear, rms_norm, split_heads};
+use crate::nn::score_bias::causal_mask;
+use crate::nn::softmax::{gather, merge, scores, weigh};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;

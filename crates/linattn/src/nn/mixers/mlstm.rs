@@ -28,11 +28,11 @@ use super::{
     MatrixPast, MatrixState, TokenMixer, half_key_width, linear_flops, memory_cost, value_width,
 };
 use crate::nn::convolution::{ShortConvolution, Tails, check_window, convolve_if_any};
+use crate::nn::exponential_gates::Asked;
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, merge_heads, split_heads, standardize,
 };
 use crate::nn::projection::{Projection, project};
-use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
 use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
@@ -239,75 +239,4 @@ struct Preactivations<B: Backend> {
     i: Tensor<B, 3>,
     f: Tensor<B, 3>,
     o: Tensor<B, 3>,
-}
-
-/// Inputs of mLSTM's recurrence: `[B, T, H, ..]`.
-pub(super) struct Asked<B: Backend> {
-    /// Before it is divided by sqrt(K).
-    pub(super) q: Tensor<B, 4>,
-    pub(super) k: Tensor<B, 4>,
-    pub(super) v: Tensor<B, 4>,
-    /// i.
-    pub(super) log_write: Tensor<B, 3>,
-    /// ln sigmoid(f).
-    pub(super) log_keep: Tensor<B, 3>,
-}
-
-impl<B: LinearAttentionBackend> Asked<B> {
-    /// h, `[B, T, H, V]`, and the memory after token T, `[B, H, K, V + 1]`. m, `[B, 1, H]`, is a tail.
-    pub(super) fn answer(
-        self,
-        memory: Option<Tensor<B, 4>>,
-        tails: &mut Tails<B>,
-    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
-        let Self { q, k, v, log_write, log_keep } = self;
-        let Stabilised { keep, write, largest, last } =
-            stabilise(log_keep, log_write, tails.draw());
-        tails.push(last);
-        let (scale, value_width, dtype) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3], v.dtype());
-        let k = k * typed(write, dtype).unsqueeze_dim::<4>(3);
-        // n is one more column of the memory, written with a value of 1.
-        let v = Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
-        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(keep);
-        let (o, memory) = linear_attention(inputs, memory);
-        let o = accumulator(o);
-        let written = o.clone().narrow(3, value_width, 1).abs();
-        let least = largest.neg().exp().unsqueeze_dim::<4>(3);
-        let h = o.narrow(3, 0, value_width) / (written.max_pair(least) + 1e-6);
-        (typed(h, dtype), memory)
-    }
-}
-
-/// Gates over e^m, `[B, T, H]`.
-pub(super) struct Stabilised<B: Backend> {
-    /// g: log decay of the memory.
-    pub(super) keep: Tensor<B, 3>,
-    /// Factor of the keys.
-    pub(super) write: Tensor<B, 3>,
-    /// m.
-    pub(super) largest: Tensor<B, 3>,
-    /// m of the last token, `[B, 1, H]`.
-    pub(super) last: Tensor<B, 3>,
-}
-
-/// `before` is the last m so far, `[B, 1, H]`, 0 if absent.
-pub(super) fn stabilise<B: Backend>(
-    log_keep: Tensor<B, 3>,
-    log_write: Tensor<B, 3>,
-    before: Option<Tensor<B, 3>>,
-) -> Stabilised<B> {
-    let [batch, tokens, heads] = log_keep.dims();
-    let kept = log_keep.clone().detach().cumsum(1);
-    let first = before.unwrap_or_else(|| kept.clone().narrow(1, 0, 1).zeros_like());
-    let written = (log_write.clone().detach() - kept.clone()).cummax(1);
-    let largest = kept + written.max_pair(first.clone().expand([batch, tokens, heads]));
-    let last = largest.clone().narrow(1, tokens - 1, 1);
-    let earlier = Tensor::cat(vec![first, largest.clone()], 1).narrow(1, 0, tokens);
-    Stabilised {
-        // In this order: the difference of two m is exact where they are close.
-        keep: log_keep + (earlier - largest.clone()),
-        write: (log_write - largest.clone()).exp(),
-        largest,
-        last,
-    }
 }

@@ -13,12 +13,13 @@
 //! N(0, 4 / D) over the square of the number of layers, W_i and W_f from zero, b_i from N(0, 0.01), b_f
 //! from 3 for the first head to 6 for the last, s from 1.
 
-use super::mlstm::{Asked, MultiHeadNorm, fresh_forget_bias};
+use super::mlstm::{MultiHeadNorm, fresh_forget_bias};
 use super::{
     MatrixPast, MatrixState, Stack, TokenMixer, block_width, check_divisor, linear_flops,
     memory_cost,
 };
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::exponential_gates::Asked;
 use crate::nn::layers::{
     BlockDiagonal, ResidualLinear, check_epsilon, fresh, normal_linear, split_heads,
 };

@@ -5,7 +5,9 @@
 // Of any mixer a model holds a few, whose tensors are on the heap already.
 #![allow(clippy::large_enum_variant)]
 
+mod aft;
 mod attention;
+mod attention_config;
 mod base_conv;
 mod comba;
 mod cross_attention;
@@ -19,7 +21,9 @@ mod gated_delta_net_2;
 mod gated_kalmanet;
 mod gated_retention;
 mod gateloop;
+mod gau;
 mod gla;
+mod goru;
 mod gru;
 mod gsa;
 mod h3;
@@ -43,20 +47,25 @@ mod mla;
 mod mlstm;
 mod mlstm_v1;
 mod path_attention;
+mod pooling;
 mod qrnn;
 mod retnet;
 mod rg_lru;
 mod rwkv4;
 mod rwkv6;
 mod rwkv7;
+mod rwkv7_parts;
 mod s4;
 mod s4d;
 mod slstm;
 mod state;
 mod titans;
+mod token_mlp;
 mod ttt;
 
-pub use attention::{Attention, AttentionConfig, KeyValueCache, QkNormSpan};
+pub use aft::{Aft, AftConfig, AftForm, AftState};
+pub use attention::Attention;
+pub use attention_config::{AttentionConfig, QkNormSpan};
 pub use base_conv::{BaseConv, BaseConvConfig};
 pub use comba::{Comba, CombaConfig};
 pub use cross_attention::{CrossAttention, CrossAttentionConfig, NoState};
@@ -70,7 +79,9 @@ pub use gated_delta_net_2::{GatedDeltaNet2, GatedDeltaNet2Config};
 pub use gated_kalmanet::{GatedKalmaNet, GatedKalmaNetConfig};
 pub use gated_retention::{GatedRetention, GatedRetentionConfig};
 pub use gateloop::{GateLoop, GateLoopConfig};
+pub use gau::{Gau, GauConfig};
 pub use gla::{Gla, GlaConfig};
+pub use goru::{Goru, GoruConfig};
 pub use gru::{Gru, GruConfig};
 pub use gsa::{Gsa, GsaConfig, SlotState};
 pub use h3::{H3, H3Config};
@@ -93,24 +104,30 @@ pub use metala::{MetaLa, MetaLaConfig};
 pub use mla::{LatentCache, Mla, MlaConfig};
 pub use mlstm::{Mlstm, MlstmConfig};
 pub use mlstm_v1::{MlstmV1, MlstmV1Config};
-pub use path_attention::{PathAttention, PathAttentionConfig, PathCache};
+pub use path_attention::{PathAttention, PathAttentionConfig};
+pub use pooling::{Pooling, PoolingConfig};
 pub use qrnn::{Qrnn, QrnnConfig};
 pub use retnet::{RetNet, RetNetConfig};
 pub use rg_lru::{RgLru, RgLruConfig};
 pub use rwkv4::{Rwkv4, Rwkv4Config};
 pub use rwkv6::{Rwkv6, Rwkv6Config};
-pub use rwkv7::{LowRankMap, Rwkv7, Rwkv7Config};
+pub use rwkv7::{Rwkv7, Rwkv7Config};
+pub use rwkv7_parts::LowRankMap;
 pub use s4::{S4, S4Config};
 pub use s4d::{S4d, S4dConfig};
 pub use slstm::{Slstm, SlstmConfig};
 pub use state::MatrixState;
 pub use titans::{Titans, TitansConfig};
+pub use token_mlp::{PositionLayer, TokenMlp, TokenMlpConfig};
 pub use ttt::{Ttt, TttConfig};
 
 pub use super::FeatureMap;
 pub use super::diagonal_ssm::{Discretization, Spectrum};
 pub use super::fast_weights::InnerModel;
 pub use super::long_filter::ConvolutionState;
+pub use super::reflections::PathCache;
+pub use super::score_bias::ContextualPositions;
+pub use super::softmax::KeyValueCache;
 pub use super::state::{ListState, NetworkState, VectorState};
 pub use super::swiglu_memory::LactState;
 use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
@@ -140,6 +157,11 @@ pub trait TokenMixer<B: LinearAttentionBackend> {
     /// Whether this one, of its config, is as [`COUNTS_TOKENS`](Self::COUNTS_TOKENS) says.
     fn counts_tokens(&self) -> bool {
         Self::COUNTS_TOKENS
+    }
+
+    /// How many positions it has learnt, where it has: no sequence may be longer.
+    fn positions(&self) -> Option<usize> {
+        None
     }
 
     /// Whether it takes activations of 16 bits beside weights of 32. The others work in the type of their
@@ -238,6 +260,8 @@ mixer_states! {
     Slots(SlotState);
     /// Keys and values so far.
     Cache(KeyValueCache);
+    /// Keys and values whose bias is learnt, and sums of the others.
+    Aft(AftState);
     /// Keys and values so far, and how much of each is left.
     Forgetting(ForgettingCache);
     /// Latents so far, from which keys and values are made.
@@ -471,6 +495,11 @@ macro_rules! mixers {
                 match self { $(Self::$name(mixer) => !mixer.counts_tokens(),)+ }
             }
 
+            /// How many positions it has learnt, where it has: no sequence may be longer.
+            pub fn positions(&self) -> Option<usize> {
+                match self { $(Self::$name(mixer) => mixer.positions(),)+ }
+            }
+
             /// Whether it takes activations of 16 bits beside weights of 32. The others work in the type of
             /// their weights.
             pub fn takes_bf16(&self) -> bool {
@@ -603,10 +632,14 @@ mixers! {
     "qrnn" Qrnn(QrnnConfig);
     /// RWKV-4's time mix.
     "rwkv4" Rwkv4(Rwkv4Config);
+    /// Attention Free Transformer.
+    "aft" Aft(AftConfig);
     /// LSTM, one token after another.
     "lstm" Lstm(LstmConfig);
     /// GRU, one token after another.
     "gru" Gru(GruConfig);
+    /// The gated orthogonal recurrent unit, one token after another.
+    "goru" Goru(GoruConfig);
     /// sLSTM, one token after another.
     "slstm" Slstm(SlstmConfig);
     /// Test-time training.
@@ -623,6 +656,10 @@ mixers! {
     "h3" H3(H3Config);
     /// Zoology's gated convolution.
     "base_conv" BaseConv(BaseConvConfig);
+    /// Pooling.
+    "pooling" Pooling(PoolingConfig);
+    /// Token MLP.
+    "token_mlp" TokenMlp(TokenMlpConfig);
     /// Softmax attention, the reference.
     "attention" Attention(AttentionConfig);
     /// Forgetting attention.
@@ -635,6 +672,8 @@ mixers! {
     "deltaformer" DeltaFormer(DeltaFormerConfig);
     /// PaTH attention.
     "path_attention" PathAttention(PathAttentionConfig);
+    /// Gated attention unit.
+    "gau" Gau(GauConfig);
 }
 
 #[cfg(test)]

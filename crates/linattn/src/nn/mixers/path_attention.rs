@@ -7,22 +7,10 @@
 //! scores  = q_i H_i H_{i-1} .. H_{j+1} k_j^T / sqrt(K)  [+ log f_{j+1} + .. + log f_i]
 //! y       = softmax(scores + causal mask) v W_o        [f = sigmoid(x W_g + b_g)]
 //! ```
-//! With the rows of a piece of C tokens as matrices, all its products together are
-//! ```text
-//! R       = (I + strictly lower(diag(beta) W W^T))^-1 later(diag(beta) W K^T)
-//! scores  = Q K^T - lower(Q W^T) R
-//! K       = K - R^T W                                  behind the piece
-//! ```
-//! K being all keys so far, those before the piece as the last piece left them, and `later` zero
-//! but where a row's token comes after the column's. A single token is the case C = 1: each key is
-//! multiplied by H_t, and the scores are plain products. Source: arXiv 2505.16381; with the forget
+//! `nn/reflections.rs` works a piece of tokens off at once. Source: arXiv 2505.16381; with the forget
 //! gate (PaTH-FoX) after arXiv 2503.02130, log gates unscaled, where flash-linear-attention divides
 //! them by sqrt(K) like the scores.
 
-use super::attention::{
-    causal_mask, check_shared, gather, head_norm, in_pieces, merge, pairs, scores, turned,
-};
-use super::forgetting_attention::forget;
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{
@@ -33,11 +21,10 @@ use crate::nn::layers::{
 };
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
-use crate::nn::{
-    ConfigError, Cost, DEFAULT_CHUNK, Linear, RecurrentState, Shared, StateTensors, check_chunk,
-    positive,
-};
-use crate::ops::{LinearAttentionBackend, accumulator, solve_unit_lower, typed};
+use crate::nn::reflections::{PathCache, Tokens, attend};
+use crate::nn::softmax::{check_shared, head_norm, in_pieces, turned};
+use crate::nn::{ConfigError, Cost, DEFAULT_CHUNK, Linear, Shared, check_chunk, positive};
+use crate::ops::{LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::RmsNorm;
 use burn::tensor::{Tensor, backend::Backend};
@@ -147,43 +134,6 @@ impl PathAttentionConfig {
     }
 }
 
-/// Every key and value so far, the keys as the last token sees them: a state that grows with the
-/// sequence.
-#[derive(Debug, Clone)]
-pub struct PathCache<B: Backend> {
-    /// `[B, Hk, T, K]`, each multiplied by the reflections of all tokens after it.
-    pub keys: Tensor<B, 4>,
-    /// `[B, Hk, T, K]`.
-    pub values: Tensor<B, 4>,
-    /// With a forget gate, the sum of log gates up to each token, less that up to the last:
-    /// `[B, H, T]`.
-    pub gates: Option<Tensor<B, 3>>,
-    /// Last inputs of the short convolution, `[B, W - 1, channels]`; empty without one.
-    pub tails: Vec<Tensor<B, 3>>,
-}
-
-impl<B: Backend> RecurrentState<B> for PathCache<B> {
-    fn tensors(&self) -> StateTensors<B> {
-        let tensors = StateTensors::new(None)
-            .with_growing("keys", &self.keys, 2)
-            .with_growing("values", &self.values, 2)
-            .with_list("tails", &self.tails);
-        match &self.gates {
-            Some(gates) => tensors.with_growing("gates", gates, 2),
-            None => tensors,
-        }
-    }
-
-    fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        Self {
-            keys: tensors.take("keys"),
-            values: tensors.take("values"),
-            gates: tensors.take_if_any("gates"),
-            tails: tensors.take_list("tails"),
-        }
-    }
-}
-
 /// PaTH attention. `D -> D`.
 #[derive(Module, Debug)]
 pub struct PathAttention<B: Backend> {
@@ -203,31 +153,6 @@ pub struct PathAttention<B: Backend> {
     key_value_heads: usize,
     #[module(skip)]
     chunk: usize,
-}
-
-/// Rows of each token: `q` is `[B, H, T, K]` and scaled; `k`, `v` and `w` are `[B, Hk, T, K]`,
-/// `beta` `[B, Hk, T, 1]`, log gates `[B, H, T]`.
-struct Tokens<B: Backend> {
-    q: Tensor<B, 4>,
-    k: Tensor<B, 4>,
-    v: Tensor<B, 4>,
-    w: Tensor<B, 4>,
-    beta: Tensor<B, 4>,
-    gates: Option<Tensor<B, 3>>,
-}
-
-impl<B: Backend> Tokens<B> {
-    fn part(&self, from: usize, size: usize) -> Self {
-        let part = |x: &Tensor<B, 4>| x.clone().narrow(2, from, size);
-        Self {
-            q: part(&self.q),
-            k: part(&self.k),
-            v: part(&self.v),
-            w: part(&self.w),
-            beta: part(&self.beta),
-            gates: self.gates.clone().map(|gates| gates.narrow(2, from, size)),
-        }
-    }
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for PathAttention<B> {
@@ -278,43 +203,4 @@ impl<B: LinearAttentionBackend> PathAttention<B> {
             gates: log_gates.map(|gates| log_gate(gates, 1.0).swap_dims(1, 2)),
         }
     }
-}
-
-/// One piece of a sequence: `[B, C, H K]`, and the cache behind it, without tails.
-fn attend<B: Backend>(x: Tokens<B>, before: Option<PathCache<B>>) -> (Tensor<B, 3>, PathCache<B>) {
-    let Tokens { q, k, v, w, beta, gates } = x;
-    let [batch, shared, size, _] = w.dims();
-    let (keys, values, log_gates) = match before {
-        Some(before) => (
-            Tensor::cat(vec![before.keys, k], 2),
-            Tensor::cat(vec![before.values, v], 2),
-            before.gates,
-        ),
-        None => (k, v, None),
-    };
-    let seen = keys.dims()[2];
-
-    let weighted = w.clone() * beta;
-    let later = |columns: &Tensor<B, 4>| {
-        let seen = columns.dims()[2];
-        let mask = pairs(&w, seen, |back| if back > 0 { 1.0 } else { 0.0 });
-        let products = scores(weighted.clone(), columns) * mask;
-        products.reshape([batch, shared, size, seen])
-    };
-    let reflected = solve_unit_lower(later(&w), later(&keys)); // R
-    let mask = pairs(&q, size, |back| if back >= 0 { 1.0 } else { 0.0 });
-    let met = scores(q.clone(), &w) * mask;
-    let plain = scores(q.clone(), &keys) + causal_mask(&q, seen, None);
-    let scores = plain - met.matmul(reflected.clone().unsqueeze_dim::<5>(2));
-
-    let (scores, gates) = match gates {
-        Some(gates) => {
-            let (forgotten, gates) = forget(gates, log_gates, shared);
-            (scores + forgotten, Some(gates))
-        }
-        None => (scores, None),
-    };
-    let o = merge(gather(scores, &values));
-    let keys = keys - reflected.transpose().matmul(w);
-    (o, PathCache { keys, values, gates, tails: vec![] })
 }

@@ -1,6 +1,6 @@
 //! RetNet: linear attention with rotated queries and keys and a fixed decay per head.
 //! ```text
-//! q, k = rope(x W_q), rope(x W_k);  v = x W_v
+//! q, k = rope(x W_q), rope(x W_k);  v = x W_v          Canon layers before rope, where asked for
 //! S    = (1 - 2^{-5-h}) S + k^T v
 //! y    = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o
 //! ```
@@ -10,12 +10,14 @@ use super::{
     MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
     value_width,
 };
+use crate::nn::canon::{CanonQkv, check_canon};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::convolution::convolution_cost;
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, wide_type};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Rope, Shared};
+use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, is_default};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::Module;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -37,6 +39,9 @@ pub struct RetNetConfig {
     pub output_gate: bool,
     /// Base of the rotation's wavelengths.
     pub rope_theta: f64,
+    /// Tokens that Canon layers of queries, keys and values see, at least 2; 0 for none.
+    #[serde(skip_serializing_if = "is_default")]
+    pub canon: usize,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
 }
@@ -50,6 +55,7 @@ impl Default for RetNetConfig {
             expand_v: 2.0,
             output_gate: true,
             rope_theta: 10_000.0,
+            canon: 0,
             norm_eps: 1e-5,
         }
     }
@@ -62,6 +68,7 @@ impl RetNetConfig {
         let key = key_width(self.key_width, d_model, self.heads)?;
         check_rotated("key_width", key)?;
         check_theta(self.rope_theta)?;
+        check_canon("canon", self.canon)?;
         check_epsilon(self.norm_eps)?;
         Ok((key, value_width(key, self.expand_v)?, heads))
     }
@@ -83,6 +90,7 @@ impl RetNetConfig {
             g_proj: self.output_gate.then(|| linear(d_model, values, device)),
             g_norm: GatedRmsNorm::new(value, self.norm_eps, device),
             o_proj: linear(values, d_model, device).into(),
+            canon: CanonQkv::optional(self.canon, [keys, keys, values], device),
             key_heads: self.heads,
             heads,
             rope: Rope::whole(self.rope_theta),
@@ -96,6 +104,7 @@ impl RetNetConfig {
         let (key, value, heads) = self.resolve(d_model)?;
         let (keys, values) = (self.heads * key, heads * value);
         let mut cost = memory_cost(heads, key, value, false);
+        cost += convolution_cost(self.canon, 2 * keys + values);
         let gates = if self.output_gate { values } else { 0 };
         cost.flops_per_token +=
             linear_flops(d_model, 2 * keys + values + gates) + linear_flops(values, d_model);
@@ -128,6 +137,7 @@ pub struct RetNet<B: Backend> {
     g_proj: Option<Linear<B>>,
     g_norm: GatedRmsNorm<B>,
     o_proj: ResidualLinear<B>,
+    canon: Option<CanonQkv<B>>,
     #[module(skip)]
     key_heads: usize,
     #[module(skip)]
@@ -150,11 +160,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RetNet<B> {
         let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
-        let (Qkv { q, k, v }, [], [gate]) = ConvQkv::plain(
-            projections,
-            [self.key_heads, self.key_heads, self.heads],
-        )
-        .project_some(&x, [], [gate], &mut past.tails);
+        let heads = [self.key_heads, self.key_heads, self.heads];
+        let qkv = ConvQkv::plain(projections, heads).canon(&self.canon);
+        let (Qkv { q, k, v }, [], [gate]) = qkv.project_some(&x, [], [gate], &mut past.tails);
         let rotated = |x| self.rope.forward(x, past.position);
         let (q, k) = (rotated(q), rotated(k));
         let scale = (q.dims()[3] as f64).powf(-0.5);

@@ -15,18 +15,15 @@
 //! Source: Peng et al., arXiv 2305.13048. Decays, bonuses and shares start where the authors' code has
 //! them in its first layer.
 
-use super::mlstm::{Stabilised, stabilise};
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
+use crate::nn::exponential_gates::{Sums, exponential_sums};
 use crate::nn::layers::{ResidualLinear, linear, shift_tokens};
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{LinearAttentionBackend, accumulator, typed};
 use burn::module::{Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
-
-/// m before the first token: lower than any key.
-pub(super) const LOWEST: f64 = -1e30;
 
 /// RWKV-4's time mix.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -132,20 +129,10 @@ impl<B: LinearAttentionBackend> Rwkv4<B> {
         v: Tensor<B, 3>,
         memory: Option<(Tensor<B, 3>, Tensor<B, 3>)>,
     ) -> (Tensor<B, 3>, Vec<Tensor<B, 3>>) {
-        let [batch, tokens, width] = k.dims();
-        let (sums, lowest) = memory.unwrap_or_else(|| {
-            let first = k.clone().detach().narrow(1, 0, 1);
-            (Tensor::cat(vec![first.zeros_like(); 2], 2), first.full_like(LOWEST))
-        });
+        let width = k.dims()[2];
         let log_keep: Tensor<B, 3> = self.time_decay.val().exp().neg().unsqueeze();
-        let log_keep = log_keep.expand([batch, tokens, width]);
-        let Stabilised { keep, write, largest, last } =
-            stabilise(log_keep, k.clone(), Some(lowest.clone()));
-        let keep = keep.exp();
-        let written = Tensor::cat(vec![write.clone() * v.clone(), write], 2);
-        let (all, next) =
-            ops::linear_scan(Tensor::cat(vec![keep.clone(), keep], 2), written, Some(sums.clone()))
-                .expect("the projections made the shapes");
+        let Sums { all, largest, before: (sums, lowest), next } =
+            exponential_sums(log_keep, k.clone(), v.clone(), memory);
 
         // The memory before each token, and the token itself, over the larger of their exponentials.
         let (earlier, _) = shift_tokens(&all, Some(sums));
@@ -155,6 +142,6 @@ impl<B: LinearAttentionBackend> Rwkv4<B> {
         let (past, now) = ((reached - top.clone()).exp(), (own - top).exp());
         let above = earlier.clone().narrow(2, 0, width) * past.clone() + now.clone() * v;
         let below = earlier.narrow(2, width, width) * past + now;
-        (above / below, vec![next, last])
+        (above / below, next)
     }
 }

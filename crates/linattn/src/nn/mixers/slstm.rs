@@ -16,11 +16,11 @@
 //! authors' code has them in its first layer. R, which it starts from zero, is small and random here.
 
 use super::mlstm::MultiHeadNorm;
-use super::rwkv4::LOWEST;
 use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
 use crate::nn::convolution::{
     ShortConvolution, Tails, check_window, convolution_cost, convolve_if_any,
 };
+use crate::nn::exponential_gates::LOWEST;
 use crate::nn::layers::{
     BlockDiagonal, INIT_STD, check_epsilon, each_token, merge_heads, split_heads,
 };

@@ -1,0 +1,120 @@
+//! Memories that are written by exponentials of any size: kept as e^m times smaller ones.
+//! ```text
+//! C_t = e^{l_t} C_{t-1} + e^{i_t} z_t              l_t <= 0
+//! m_t = max(l_t + m_{t-1}, i_t)
+//! C_t / e^{m_t} = e^{l_t + m_{t-1} - m_t} (C_{t-1} / e^{m_{t-1}}) + e^{i_t - m_t} z_t
+//! ```
+//! m does not depend on the memory: with L the running sum of l, it is `L_t + max(m_0, max_{j <= t} i_j - L_j)`.
+
+use super::convolution::Tails;
+use super::recurrence::linear_attention;
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use burn::tensor::{Tensor, backend::Backend};
+
+/// m before the first token: lower than any key.
+pub(crate) const LOWEST: f64 = -1e30;
+
+/// Gates over e^m, `[B, T, H]`.
+pub(crate) struct Stabilised<B: Backend> {
+    /// g: log decay of the memory.
+    pub(crate) keep: Tensor<B, 3>,
+    /// Factor of the keys.
+    pub(crate) write: Tensor<B, 3>,
+    /// m.
+    pub(crate) largest: Tensor<B, 3>,
+    /// m of the last token, `[B, 1, H]`.
+    pub(crate) last: Tensor<B, 3>,
+}
+
+/// `before` is the last m so far, `[B, 1, H]`, 0 if absent.
+pub(crate) fn stabilise<B: Backend>(
+    log_keep: Tensor<B, 3>,
+    log_write: Tensor<B, 3>,
+    before: Option<Tensor<B, 3>>,
+) -> Stabilised<B> {
+    let [batch, tokens, heads] = log_keep.dims();
+    let kept = log_keep.clone().detach().cumsum(1);
+    let first = before.unwrap_or_else(|| kept.clone().narrow(1, 0, 1).zeros_like());
+    let written = (log_write.clone().detach() - kept.clone()).cummax(1);
+    let largest = kept + written.max_pair(first.clone().expand([batch, tokens, heads]));
+    let last = largest.clone().narrow(1, tokens - 1, 1);
+    let earlier = Tensor::cat(vec![first, largest.clone()], 1).narrow(1, 0, tokens);
+    Stabilised {
+        // In this order: the difference of two m is exact where they are close.
+        keep: log_keep + (earlier - largest.clone()),
+        write: (log_write - largest.clone()).exp(),
+        largest,
+        last,
+    }
+}
+
+/// Inputs of mLSTM's recurrence: `[B, T, H, ..]`.
+pub(crate) struct Asked<B: Backend> {
+    /// Before it is divided by sqrt(K).
+    pub(crate) q: Tensor<B, 4>,
+    pub(crate) k: Tensor<B, 4>,
+    pub(crate) v: Tensor<B, 4>,
+    /// i.
+    pub(crate) log_write: Tensor<B, 3>,
+    /// ln sigmoid(f).
+    pub(crate) log_keep: Tensor<B, 3>,
+}
+
+impl<B: LinearAttentionBackend> Asked<B> {
+    /// h, `[B, T, H, V]`, and the memory after token T, `[B, H, K, V + 1]`. m, `[B, 1, H]`, is a tail.
+    pub(crate) fn answer(
+        self,
+        memory: Option<Tensor<B, 4>>,
+        tails: &mut Tails<B>,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let Self { q, k, v, log_write, log_keep } = self;
+        let Stabilised { keep, write, largest, last } =
+            stabilise(log_keep, log_write, tails.draw());
+        tails.push(last);
+        let (scale, value_width, dtype) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3], v.dtype());
+        let k = k * typed(write, dtype).unsqueeze_dim::<4>(3);
+        // n is one more column of the memory, written with a value of 1.
+        let v = Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
+        let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(keep);
+        let (o, memory) = linear_attention(inputs, memory);
+        let o = accumulator(o);
+        let written = o.clone().narrow(3, value_width, 1).abs();
+        let least = largest.neg().exp().unsqueeze_dim::<4>(3);
+        let h = o.narrow(3, 0, value_width) / (written.max_pair(least) + 1e-6);
+        (typed(h, dtype), memory)
+    }
+}
+
+/// Sums of values and of their weights up to each token, over the exponential of a running maximum.
+pub(crate) struct Sums<B: Backend> {
+    /// a and b over e^m, `[B, T, 2 D]`.
+    pub(crate) all: Tensor<B, 3>,
+    /// m, `[B, T, D]`.
+    pub(crate) largest: Tensor<B, 3>,
+    /// The memory before the first token.
+    pub(crate) before: (Tensor<B, 3>, Tensor<B, 3>),
+    /// The memory after the last: a and b over e^m, `[B, 1, 2 D]`, and m, `[B, 1, D]`.
+    pub(crate) next: Vec<Tensor<B, 3>>,
+}
+
+/// The sums of `e^k v` and of `e^k`, which keep `e^log_keep` of themselves with each token: all in f32 at least,
+/// `[B, T, D]`.
+pub(crate) fn exponential_sums<B: LinearAttentionBackend>(
+    log_keep: Tensor<B, 3>,
+    k: Tensor<B, 3>,
+    v: Tensor<B, 3>,
+    memory: Option<(Tensor<B, 3>, Tensor<B, 3>)>,
+) -> Sums<B> {
+    let (sums, lowest) = memory.unwrap_or_else(|| {
+        let first = k.clone().detach().narrow(1, 0, 1);
+        (Tensor::cat(vec![first.zeros_like(); 2], 2), first.full_like(LOWEST))
+    });
+    let log_keep = log_keep.expand(k.dims());
+    let Stabilised { keep, write, largest, last } = stabilise(log_keep, k, Some(lowest.clone()));
+    let keep = keep.exp();
+    let written = Tensor::cat(vec![write.clone() * v, write], 2);
+    let (all, next) =
+        ops::linear_scan(Tensor::cat(vec![keep.clone(), keep], 2), written, Some(sums.clone()))
+            .expect("the projections made the shapes");
+    Sums { all, largest, before: (sums, lowest), next: vec![next, last] }
+}

@@ -1,0 +1,98 @@
+//! Pooling: what a layer is worth whose mixing of tokens learns next to nothing.
+//! ```text
+//! y_t = s * (mean of x_{t-W+1}, .., x_t - x_t)        s: a number for each channel
+//! ```
+//! Fewer tokens are averaged where fewer were seen. Source: PoolFormer, arXiv 2111.11418, whose window is a square
+//! of an image around the pixel; here it is the token and those just before it, so that nothing looks ahead. s is
+//! the scale of its block's residual branch, 1e-5 at the start.
+
+use super::TokenMixer;
+use crate::nn::long_filter::ConvolutionState;
+use crate::nn::{ConfigError, Cost, Shared, positive};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use burn::module::{Initializer, Module, Param};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Where s starts.
+const FIRST_SCALE: f64 = 1e-5;
+
+/// Pooling.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PoolingConfig {
+    /// W, tokens that are averaged, at least 2.
+    pub window: usize,
+}
+
+impl Default for PoolingConfig {
+    fn default() -> Self {
+        Self { window: 3 }
+    }
+}
+
+impl PoolingConfig {
+    pub(super) fn resolve(&self, _d_model: usize) -> Result<(), ConfigError> {
+        match positive("window", self.window)? {
+            1 => Err(ConfigError::new("window", 1, "at least 2")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Builds the layer for a model of width `d_model`.
+    /// # Errors
+    /// [`ConfigError`] names the first key that does not fit.
+    pub fn init<B: Backend>(
+        &self,
+        d_model: usize,
+        device: &B::Device,
+    ) -> Result<Pooling<B>, ConfigError> {
+        self.resolve(d_model)?;
+        let scale = Initializer::Constant { value: FIRST_SCALE };
+        Ok(Pooling { scale: scale.init([d_model], device), window: self.window })
+    }
+
+    /// Cost in a model of width `d_model`.
+    /// # Errors
+    /// As [`init`](Self::init).
+    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
+        self.resolve(d_model)?;
+        Ok(Cost {
+            state_bytes: 4 * ((self.window - 1) * (d_model + 1)) as u64,
+            flops_per_token: ((self.window + 3) * d_model) as u64,
+        })
+    }
+}
+
+/// Pooling. `D -> D`. The tail of its state has a channel more, of ones: their sum counts tokens.
+#[derive(Module, Debug)]
+pub struct Pooling<B: Backend> {
+    /// s, `[D]`.
+    scale: Param<Tensor<B, 1>>,
+    #[module(skip)]
+    window: usize,
+}
+
+impl<B: LinearAttentionBackend> TokenMixer<B> for Pooling<B> {
+    type State = ConvolutionState<B>;
+    const TAKES_BF16: bool = true;
+
+    fn run(
+        &self,
+        x: Tensor<B, 3>,
+        state: Option<ConvolutionState<B>>,
+        _shared: &mut Shared<B>,
+    ) -> (Tensor<B, 3>, ConvolutionState<B>) {
+        let ([_, _, width], dtype) = (x.dims(), x.dtype());
+        let (_, mut tails) = ConvolutionState::parts(state);
+        let x = accumulator(x);
+        let counted = Tensor::cat(vec![x.clone(), x.clone().narrow(2, 0, 1).ones_like()], 2);
+        let ones = Tensor::ones([self.window, width + 1], (&x.device(), x.dtype()));
+        let sums = tails.through(|tail| {
+            ops::convolve(counted, ones, None, tail, None).expect("the weights were made for it")
+        });
+        let mean = sums.clone().narrow(2, 0, width) / sums.narrow(2, width, 1);
+        let y = (mean - x) * self.scale.val().unsqueeze::<3>();
+        (typed(y, dtype), ConvolutionState { inputs: None, tails: tails.into_next() })
+    }
+}
