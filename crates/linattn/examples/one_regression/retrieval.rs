@@ -121,7 +121,7 @@ pub fn errors(
     let rows = |width, of: fn(&Writes) -> &[f64]| {
         let values: Vec<f32> = writes.iter().flat_map(of).map(|&x| x as f32).collect();
         let data = TensorData::new(values, [seeds, most, 1, width]);
-        Tensor::<Flex, 4>::from_data(data, &FlexDevice::default())
+        Tensor::<Flex, 4>::from_data(data, &FlexDevice)
     };
     let (k, v) = (rows(KEY, |writes| &writes.keys), rows(VALUE, |writes| &writes.values));
     let (mut state, mut done, mut found) = (None, 0, vec![]);
