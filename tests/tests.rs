@@ -59,6 +59,8 @@ mod recent_formulas;
 mod recomputation;
 mod results;
 #[cfg(feature = "cpu")]
+mod retrieval_errors;
+#[cfg(feature = "cpu")]
 mod runs;
 #[cfg(feature = "cpu")]
 mod softmax_formulas;

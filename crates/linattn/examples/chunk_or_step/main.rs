@@ -1,0 +1,168 @@
+//! The time of one operation, the gated delta rule, in chunks and token by token: over the length of a sequence and the
+//! width of a head, forwards alone and with the backward pass. Rows and pictures.
+//!
+//! `cargo run --release -p linattn --example chunk_or_step -- --device cpu experiments/chunk_or_step`
+
+mod device;
+mod picture;
+mod ways;
+
+use device::Job;
+use linattn::backend::LinearAttentionBackend;
+use linattn::ops;
+use linattn_oracle::relative_error;
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+use ways::{Call, Found, Pass, Sequence, Way};
+
+const LENGTHS: [usize; 7] = [64, 128, 256, 512, 1024, 2048, 4096];
+const WIDTHS: [usize; 4] = [16, 32, 64, 128];
+/// Samples of each time; the ways take turns, so that other work on the machine meets all of them.
+const SAMPLES: usize = 7;
+/// A sample is as many calls as take that long, at most [`MOST_CALLS`].
+const SAMPLE_SECONDS: f64 = 2e-3;
+const MOST_CALLS: f64 = 20.0;
+/// Between two ways, TF32 included.
+const LIMIT: f64 = 1e-2;
+
+const USE: &str =
+    "wanted: [--device NAME] [--most-tokens N] and the folder that rows and pictures go to";
+
+/// A line of rows.csv.
+struct Row {
+    way: Way,
+    pass: Pass,
+    width: usize,
+    tokens: usize,
+    /// Median, and fastest sample.
+    ms: [f64; 2],
+}
+
+fn main() -> ExitCode {
+    let timed = arguments().and_then(|Arguments { device, most_tokens, folder }| {
+        device::dispatch(&device, Times { most_tokens, folder })?
+    });
+    match timed {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// What the command line says.
+struct Arguments {
+    device: String,
+    most_tokens: usize,
+    folder: PathBuf,
+}
+
+/// The device `cpu` and all lengths where nothing else is said.
+fn arguments() -> Result<Arguments, Box<dyn Error>> {
+    let (mut device, mut most_tokens, mut folder) = ("cpu".to_string(), LENGTHS[6], None);
+    let mut rest = std::env::args().skip(1);
+    while let Some(argument) = rest.next() {
+        match (argument.as_str(), &folder) {
+            ("--device", _) => device = rest.next().ok_or("`--device` wants a name")?,
+            ("--most-tokens", _) => {
+                let number = rest.next().ok_or("`--most-tokens` wants a number")?;
+                most_tokens = number
+                    .parse()
+                    .map_err(|_| format!("`--most-tokens` is {number}; it has to be a number"))?;
+            }
+            (name, None) if !name.starts_with('-') => folder = Some(argument.into()),
+            _ => return Err(format!("`{argument}` is not known; {USE}").into()),
+        }
+    }
+    let folder = folder.ok_or_else(|| format!("no folder is named; {USE}"))?;
+    Ok(Arguments { device, most_tokens, folder })
+}
+
+struct Times {
+    most_tokens: usize,
+    folder: PathBuf,
+}
+
+impl Job for Times {
+    type Output = Result<(), Box<dyn Error>>;
+
+    fn run<B: LinearAttentionBackend>(self, device: &B::Device) -> Self::Output {
+        let mut rows = vec![];
+        for width in WIDTHS {
+            for tokens in LENGTHS.into_iter().filter(|&tokens| tokens <= self.most_tokens) {
+                rows.extend(cell::<B>(&Sequence::new(tokens, width), device)?);
+            }
+            eprintln!("width {width} is timed");
+        }
+        let mut text = String::from("pass,way,width,tokens,ms,fastest_ms\n");
+        for Row { way, pass, width, tokens, ms: [ms, fastest] } in &rows {
+            text += &format!("{pass},{way},{width},{tokens},{ms:.4},{fastest:.4}\n");
+        }
+        let path = self.folder.join("rows.csv");
+        std::fs::write(&path, text).map_err(|e| format!("can't write {}: {e}", path.display()))?;
+        picture::draw(&rows, ops::path::<B>(device), &self.folder)
+    }
+}
+
+/// Medians and fastest samples of all ways, after making sure that they agree.
+fn cell<B: LinearAttentionBackend>(
+    x: &Sequence,
+    device: &B::Device,
+) -> Result<Vec<Row>, Box<dyn Error>> {
+    let (mut timed, [tokens, width]) = (vec![], x.size());
+    for pass in [Pass::Forward, Pass::Both] {
+        let calls: Vec<_> =
+            Way::ALL.map(|way| (way, ways::call::<B>((way, pass), x, device))).into();
+        let first = calls[0].1()?;
+        for (way, call) in &calls[1..] {
+            compare(&first, &call()?).map_err(|why| format!("{pass} by {way}: {why}"))?;
+        }
+        let once = |call: &Call<B>| sample(call, 1, device);
+        let repeats = calls
+            .iter()
+            .map(|(_, call)| Ok((SAMPLE_SECONDS / once(call)?).clamp(1.0, MOST_CALLS) as usize));
+        let repeats = repeats.collect::<Result<Vec<_>, Box<dyn Error>>>()?;
+        let mut samples = vec![vec![]; calls.len()];
+        for _ in 0..SAMPLES {
+            for (i, (_, call)) in calls.iter().enumerate() {
+                samples[i].push(1e3 * sample(call, repeats[i], device)?);
+            }
+        }
+        for ((way, _), mut samples) in calls.iter().zip(samples) {
+            samples.sort_by(f64::total_cmp);
+            let ms = [samples[SAMPLES / 2], samples[0]];
+            timed.push(Row { way: *way, pass, width, tokens, ms });
+        }
+    }
+    Ok(timed)
+}
+
+/// Seconds of a call.
+fn sample<B: LinearAttentionBackend>(
+    call: &Call<B>,
+    calls: usize,
+    device: &B::Device,
+) -> Result<f64, Box<dyn Error>> {
+    let begin = Instant::now();
+    for _ in 0..calls {
+        let _found = call()?;
+        B::sync(device).map_err(|e| format!("the device failed: {e}"))?;
+    }
+    Ok(begin.elapsed().as_secs_f64() / calls as f64)
+}
+
+/// Holds one way to another.
+fn compare<B: LinearAttentionBackend>(want: &Found<B>, got: &Found<B>) -> Result<(), String> {
+    let of = |(o, d_v): &Found<B>| {
+        let tensors = [Some(o), d_v.as_ref()].into_iter().flatten();
+        tensors.flat_map(|x| x.to_data().iter::<f64>().collect::<Vec<_>>()).collect::<Vec<f64>>()
+    };
+    let error = relative_error(&of(want), &of(got));
+    match error <= LIMIT {
+        true => Ok(()),
+        false => Err(format!("differs by {error:.1e} of what one call gives")),
+    }
+}
