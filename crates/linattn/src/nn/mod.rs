@@ -28,6 +28,8 @@ mod lora;
 pub mod mixers;
 mod mlp;
 mod model;
+mod muon;
+mod omega_memory;
 mod parameter;
 mod projection;
 mod recomputed;

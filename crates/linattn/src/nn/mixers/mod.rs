@@ -6,6 +6,7 @@
 #![allow(clippy::large_enum_variant)]
 
 mod aft;
+mod atlas;
 mod attention;
 mod base_conv;
 mod comba;
@@ -63,6 +64,7 @@ mod token_mlp;
 mod ttt;
 
 pub use aft::{Aft, AftConfig, AftForm, AftState};
+pub use atlas::{Atlas, AtlasConfig};
 pub use attention::{Attention, AttentionConfig, KeyValueCache, QkNormSpan};
 pub use base_conv::{BaseConv, BaseConvConfig};
 pub use comba::{Comba, CombaConfig};
@@ -641,6 +643,8 @@ mixers! {
     "ttt" Ttt(TttConfig);
     /// Titans' neural memory.
     "titans" Titans(TitansConfig);
+    /// Atlas.
+    "atlas" Atlas(AtlasConfig);
     /// LaCT.
     "lact" Lact(LactConfig);
     /// Hyena.
