@@ -14,7 +14,7 @@ use linattn_oracle::assert_close;
 
 /// A matrix by rows.
 #[derive(Debug, Clone)]
-struct Matrix {
+pub(crate) struct Matrix {
     numbers: Vec<f64>,
     columns: usize,
 }
@@ -54,16 +54,16 @@ impl Matrix {
     }
 }
 
-fn mixed(a: f64, x: &[Matrix], b: f64, y: &[Matrix]) -> Vec<Matrix> {
+pub(crate) fn mixed(a: f64, x: &[Matrix], b: f64, y: &[Matrix]) -> Vec<Matrix> {
     x.iter().zip(y).map(|(x, y)| x.mixed(a, b, y)).collect()
 }
 
-fn zeros(x: &[Matrix]) -> Vec<Matrix> {
+pub(crate) fn zeros(x: &[Matrix]) -> Vec<Matrix> {
     x.iter().map(Matrix::zeros).collect()
 }
 
 /// Head `head` of weights `weights.0`, `weights.1` .., whose widths of outputs are given.
-fn of_head(w: &Weights, head: usize, heads: usize, columns: &[usize]) -> Vec<Matrix> {
+pub(crate) fn of_head(w: &Weights, head: usize, heads: usize, columns: &[usize]) -> Vec<Matrix> {
     let matrix = |(layer, &columns): (usize, &usize)| {
         let all = w.get(&format!("weights.{layer}"));
         let size = all.len() / heads;
@@ -76,12 +76,15 @@ fn tensor<const R: usize>(values: &[f64], shape: [usize; R]) -> Tensor<B, R> {
     upload(values, shape, DType::F64, &Default::default())
 }
 
-fn row(values: &[f64]) -> Tensor<B, 2> {
+pub(crate) fn row(values: &[f64]) -> Tensor<B, 2> {
     tensor(values, [1, values.len()])
 }
 
 /// Gradients of a loss by weights, by Burn's autodiff.
-fn gradients(weights: &[Matrix], loss: impl Fn(&[Tensor<B, 2>]) -> Tensor<B, 1>) -> Vec<Matrix> {
+pub(crate) fn gradients(
+    weights: &[Matrix],
+    loss: impl Fn(&[Tensor<B, 2>]) -> Tensor<B, 1>,
+) -> Vec<Matrix> {
     let tensors: Vec<Tensor<B, 2>> =
         weights.iter().map(|w| tensor(&w.numbers, [w.rows(), w.columns]).require_grad()).collect();
     let found = loss(&tensors).backward();
@@ -99,7 +102,7 @@ fn gelu(x: Tensor<B, 2>) -> Tensor<B, 2> {
 }
 
 /// A network of one layer, or of two with GELU between them; each with a bias in its last row, or without.
-fn network(x: &[f64], weights: &[Tensor<B, 2>], bias: bool) -> Tensor<B, 2> {
+pub(crate) fn network(x: &[f64], weights: &[Tensor<B, 2>], bias: bool) -> Tensor<B, 2> {
     let mut x = row(x);
     for (layer, weight) in weights.iter().enumerate() {
         if layer > 0 {
@@ -113,7 +116,7 @@ fn network(x: &[f64], weights: &[Tensor<B, 2>], bias: bool) -> Tensor<B, 2> {
 }
 
 /// The same, of numbers.
-fn answer(x: &[f64], weights: &[Matrix], bias: bool) -> Vec<f64> {
+pub(crate) fn answer(x: &[f64], weights: &[Matrix], bias: bool) -> Vec<f64> {
     let tensors: Vec<_> =
         weights.iter().map(|w| tensor(&w.numbers, [w.rows(), w.columns])).collect();
     download(network(x, &tensors, bias))
@@ -125,7 +128,7 @@ fn layer_norm(x: Tensor<B, 2>, gamma: &[f64], beta: &[f64]) -> Tensor<B, 2> {
     centred / size * row(gamma) + row(beta)
 }
 
-fn plus(a: &[f64], b: &[f64]) -> Vec<f64> {
+pub(crate) fn plus(a: &[f64], b: &[f64]) -> Vec<f64> {
     a.iter().zip(b).map(|(a, b)| a + b).collect()
 }
 
@@ -274,21 +277,25 @@ fn resized(matrix: &Matrix, like: &Matrix) -> Matrix {
     Matrix { numbers: numbers.collect(), columns }
 }
 
+/// a, b, c of each of Muon's steps.
+pub(crate) const JORDAN_STEPS: [[f64; 3]; 5] = [[3.4445, -4.7750, 2.0315]; 5];
+const LACT_STEPS: [[f64; 3]; 5] = [
+    [4.0848, -6.8946, 2.9270],
+    [3.9505, -6.3029, 2.6377],
+    [3.7418, -5.5913, 2.3037],
+    [2.8769, -3.1427, 1.2046],
+    [2.8366, -3.0525, 1.2012],
+];
+
 /// The steps towards the nearest orthogonal matrix.
-fn orthogonal(matrix: &Matrix) -> Matrix {
+pub(crate) fn orthogonal(matrix: &Matrix, steps: [[f64; 3]; 5]) -> Matrix {
     let size = matrix.numbers.iter().map(|x| x * x).sum::<f64>().sqrt() + 1e-7;
     let mut x = matrix.mixed(1.0 / size, 0.0, matrix);
     let wide = x.rows() <= x.columns;
     if !wide {
         x = x.transposed();
     }
-    for [a, b, c] in [
-        [4.0848, -6.8946, 2.9270],
-        [3.9505, -6.3029, 2.6377],
-        [3.7418, -5.5913, 2.3037],
-        [2.8769, -3.1427, 1.2046],
-        [2.8366, -3.0525, 1.2012],
-    ] {
+    for [a, b, c] in steps {
         let square = x.product(&x.transposed());
         let factor = square.mixed(b, c, &square.product(&square));
         x = x.mixed(a, 1.0, &factor.product(&x));
@@ -429,7 +436,7 @@ impl LactHead {
         let mean = self.carried / lact.chunk as f64;
         self.last = mixed(1.0, &self.sums, mean, &self.last);
         let change = match lact.muon {
-            true => self.last.iter().map(orthogonal).collect(),
+            true => self.last.iter().map(|x| orthogonal(x, LACT_STEPS)).collect(),
             false => self.last.clone(),
         };
         let next = mixed(1.0, &self.weights, 1.0, &change);
@@ -504,6 +511,10 @@ fn outer_gradients_go_through_inner_ones() {
         "ttt = { heads = 2, inner = 'mlp', mini_batch = 4 }",
         "titans = { heads = 2, mini_batch = 4, base_lr = 0.5 }",
         "titans = { heads = 2, inner = 'mlp', mini_batch = 4, base_lr = 0.5 }",
+        "atlas = { heads = 2, key_width = 3, window = 3, mini_batch = 4, base_lr = 0.5 }",
+        "atlas = { heads = 2, inner = 'mlp', key_width = 3, window = 3, mini_batch = 4, momentum = false }",
+        "atlas = { heads = 2, window = 3, mini_batch = 4, base_lr = 0.5, muon = false }",
+        "atlas = { heads = 2, inner = 'mlp', key_width = 3, window = 6, mini_batch = 4, muon = false, momentum = false }",
         "lact = { heads = 2, mini_batch = 4, window = 3, base_lr = 0.1 }",
         "lact = { heads = 2, mini_batch = 4, window = 3, base_lr = 0.1, muon = true }",
     ] {

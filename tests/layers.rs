@@ -153,6 +153,10 @@ pub(crate) const MIXERS: &[&str] = &[
     "titans = { heads = 2 }",
     "titans = { heads = 3, key_width = 6, mini_batch = 4, base_lr = 0.5, conv_size = 0, output_gate = false, norm_eps = 1e-3 }",
     "titans = { heads = 2, inner = 'mlp', mini_batch = 5, conv_size = 3 }",
+    "atlas = { heads = 2, key_width = 4, window = 3, mini_batch = 5 }",
+    "atlas = { heads = 3, window = 9, mini_batch = 4, base_lr = 0.5, muon = false, conv_size = 0, output_gate = false, norm_eps = 1e-3 }",
+    "atlas = { heads = 2, inner = 'mlp', key_width = 3, window = 1, momentum = false, muon = false, conv_size = 3 }",
+    "atlas = { heads = 2, inner = 'mlp', key_width = 3, degree = 1, window = 4, mini_batch = 6, momentum = false }",
     "lact = { heads = 2, attention_heads = 3, mini_batch = 3, window = 5, base_lr = 0.1 }",
     "lact = { heads = 2, expand = 2, mini_batch = 4, window = 3, base_lr = 0.1, momentum = false, muon = true, qk_norm = false, rope_theta = 100.0 }",
     "lact = { heads = 1, mini_batch = 2, window = 40, muon = true, norm_eps = 1e-3 }",
@@ -357,6 +361,11 @@ fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
         ("ttt = { conv_size = 1 }", "ttt.conv_size"),
         ("titans = { mini_batch = 0 }", "titans.mini_batch"),
         ("titans = { base_lr = -1.0 }", "titans.base_lr"),
+        ("atlas = { degree = 3 }", "atlas.degree"),
+        ("atlas = { key_width = 100_000 }", "atlas.key_width"),
+        ("atlas = { window = 0 }", "atlas.window"),
+        ("atlas = { mini_batch = 0 }", "atlas.mini_batch"),
+        ("atlas = { base_lr = 0.0 }", "atlas.base_lr"),
         ("lact = { heads = 5 }", "lact.heads"),
         ("lact = { attention_heads = 5 }", "lact.attention_heads"),
         ("lact = { window = 0 }", "lact.window"),
@@ -405,7 +414,7 @@ fn the_mixers_that_count_their_tokens_are_these() {
     // Linear attention for the sake of its feature maps that see positions, Mamba-2 where it rotates.
     let rotating = ["linear_attention", "retnet", "mamba2", "gated_retention"];
     let by_levels = ["log_linear_attention"];
-    let in_mini_batches = ["ttt", "titans", "lact"];
+    let in_mini_batches = ["ttt", "titans", "atlas", "lact"];
     let biased = ["aft"];
     let convolving = ["token_mlp", "hyena", "multihead_hyena", "base_conv"];
     let growing =

@@ -49,6 +49,7 @@ fn kinds<M: Module<B>>(module: &M) -> Kinds {
 /// Layers of each mixer whose `weight` is a matrix, in any of its configs; every other parameter is a vector.
 const MATRICES: &[(&str, &str)] = &[
     ("aft", "k_proj o_proj q_proj v_proj"),
+    ("atlas", "context_proj g_proj k_proj keep_proj momentum_proj o_proj q_proj rate_proj v_proj"),
     ("attention", "g_proj k_proj o_proj q_proj v_proj"),
     ("base_conv", "filter.0 filter.1 projection"),
     ("comba", "a_proj b_proj g_proj k_proj o_proj q_proj v_proj"),

@@ -44,6 +44,8 @@ mod layers_page;
 mod long_convolutions;
 mod newcomer;
 #[cfg(feature = "cpu")]
+mod omega_formulas;
+#[cfg(feature = "cpu")]
 mod one_regression;
 mod ops;
 #[cfg(feature = "cpu")]

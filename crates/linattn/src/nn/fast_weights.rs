@@ -42,11 +42,11 @@ pub enum InnerModel {
 }
 
 impl InnerModel {
-    /// Inputs and outputs of each layer.
-    pub(crate) fn layers(self, width: usize) -> Vec<[usize; 2]> {
+    /// Inputs and outputs of each layer, from `inputs` numbers to `width`.
+    pub(crate) fn layers(self, inputs: usize, width: usize) -> Vec<[usize; 2]> {
         match self {
-            Self::Linear => vec![[width, width]],
-            Self::Mlp => vec![[width, 4 * width], [4 * width, width]],
+            Self::Linear => vec![[inputs, width]],
+            Self::Mlp => vec![[inputs, 4 * width], [4 * width, width]],
         }
     }
 }
@@ -148,8 +148,8 @@ impl Network {
     }
 
     /// Outputs for queries, [`rows`](Self::rows) of `[B, H, C, K]`, each through the weights after its own token.
-    /// `share`, `[B, H, C, C]`, is zero above the diagonal; `met` is it times the first layer's products of queries
-    /// and keys, which do not wait for any weights.
+    /// `share`, `[B, H, C, keys]`, is zero for later keys; `met` is it times the first layer's products of queries and
+    /// keys, which do not wait for any weights.
     pub(crate) fn read<B: Backend>(
         self,
         (queries, met): (Tensor<B, 4>, Tensor<B, 4>),
@@ -173,15 +173,23 @@ impl Network {
         })
     }
 
-    /// Of a memory in mini-batches of `size`: how many weights it has, and floating-point operations of a token.
-    pub(crate) fn cost(
+    /// Outputs for queries, [`rows`](Self::rows) of `[B, H, C, K]`, each through weights of its own,
+    /// `[B, H, C, from, to]` for each layer.
+    pub(crate) fn apply_each<B: Backend>(
         self,
-        inner: InnerModel,
-        heads: usize,
-        width: usize,
-        size: usize,
-    ) -> (u64, u64) {
-        let layers = inner.layers(width);
+        queries: Tensor<B, 4>,
+        weights: &[Tensor<B, 5>],
+    ) -> Tensor<B, 4> {
+        let through = |rows: Tensor<B, 4>, weight: &Tensor<B, 5>| -> Tensor<B, 4> {
+            rows.unsqueeze_dim::<5>(3).matmul(weight.clone()).squeeze_dim(3)
+        };
+        let first = through(queries, &weights[0]);
+        weights[1..].iter().fold(first, |z, weight| through(self.rows(gelu(z)), weight))
+    }
+
+    /// Of a memory of these layers, whose queries meet `size` keys at most: how many weights it has, and floating-point
+    /// operations of a token.
+    pub(crate) fn cost(self, layers: &[[usize; 2]], heads: usize, size: usize) -> (u64, u64) {
         let weights =
             |[from, to]: &[usize; 2]| (heads * (from + usize::from(self.bias)) * to) as u64;
         let weights = layers.iter().map(weights).sum();
@@ -201,6 +209,17 @@ impl Network {
         let ones = Tensor::ones(shape, (&x.device(), x.dtype()));
         Tensor::cat(vec![x, ones], D - 1)
     }
+}
+
+/// Sums of each layer's gradients for each of C tokens, `[B, H, C, from, to]`; `share`, `[B, H, C, keys]`, is what they
+/// have of each key's.
+pub(crate) fn sums<B: Backend>(factors: &[Factors<B>], share: &Tensor<B, 4>) -> Vec<Tensor<B, 5>> {
+    let share = share.clone().unsqueeze_dim::<5>(3);
+    let layer = |Factors { x, g }: &Factors<B>| {
+        let x = x.clone().transpose().unsqueeze_dim::<5>(2);
+        (x * share.clone()).matmul(g.clone().unsqueeze_dim::<5>(2))
+    };
+    factors.iter().map(layer).collect()
 }
 
 /// The weights of each layer after the last token; `share`, `[B, H, 1, C]`, is what they have of each token's
@@ -323,6 +342,19 @@ pub(crate) fn in_a_row<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 4> {
 /// Each mini-batch of `[B, H, batches, rows, X]` by itself.
 pub(crate) fn each_batch<B: Backend>(x: Tensor<B, 5>) -> impl Iterator<Item = Tensor<B, 4>> {
     each_part(x, 2).into_iter().map(|part| part.squeeze_dim(2))
+}
+
+/// Of logarithms, `[B, H, batches, C, 1]`: the products from after each column's token up to each row's,
+/// `[.., C, C]`, zero above the diagonal; and from the first token on, `[.., C, 1]`.
+pub(crate) fn decays<B: Backend>(log: Tensor<B, 5>) -> (Tensor<B, 5>, Tensor<B, 5>) {
+    let rows = log.dims()[3];
+    let sums = log.cumsum(3);
+    let [batch, heads, batches, ..] = sums.dims();
+    let lower = Tensor::<B, 5>::ones([1, 1, 1, rows, rows], (&sums.device(), sums.dtype())).tril(0);
+    let lower = lower.expand([batch, heads, batches, rows, rows]);
+    // Above the diagonal differences grow, and could overflow: they are taken off before the exponential.
+    let between = (sums.clone() - sums.clone().swap_dims(3, 4)) * lower.clone();
+    (between.exp() * lower, sums.exp())
 }
 
 /// A [`NetworkState`] taken apart, to become the next.

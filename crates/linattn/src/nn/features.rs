@@ -401,6 +401,25 @@ fn half_square<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
     x.clone().select(3, places(|pair| pair.0)) * x.select(3, places(|pair| pair.1)) * weights
 }
 
+/// Features of [`polynomial`].
+pub(crate) fn polynomial_width(key_width: usize, degree: usize) -> usize {
+    let pairs = key_width * (key_width + 1) / 2;
+    1 + key_width + if degree > 1 { pairs } else { 0 }
+}
+
+/// `c_0`, `c_1 x_i`, and with a third coefficient `c_2 x_i^2 / sqrt(2)` and `c_2 x_i x_j`: two of these have the product
+/// `c_0^2 + c_1^2 s + c_2^2 s^2 / 2`, s being that of the vectors.
+pub(crate) fn polynomial<B: Backend>(x: Tensor<B, 4>, coefficients: Tensor<B, 1>) -> Tensor<B, 4> {
+    let [count] = coefficients.dims();
+    let coefficient = |i: usize| coefficients.clone().narrow(0, i, 1).unsqueeze::<4>();
+    let one = x.clone().narrow(3, 0, 1).ones_like();
+    let mut terms = vec![one * coefficient(0), x.clone() * coefficient(1)];
+    if count > 2 {
+        terms.push(half_square(x) * coefficient(2));
+    }
+    Tensor::cat(terms, 3)
+}
+
 /// `x cos(a)` and `x sin(a)`: two of these, at two positions, have their product times the cosine of
 /// the distance, which is a quarter of a turn at `length`.
 fn falling<B: Backend>(x: Tensor<B, 4>, position: usize, length: usize) -> Tensor<B, 4> {

@@ -29,6 +29,8 @@ mod lora;
 pub mod mixers;
 mod mlp;
 mod model;
+mod muon;
+mod omega_memory;
 mod pair_sums;
 mod parameter;
 mod projection;

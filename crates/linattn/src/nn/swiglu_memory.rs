@@ -8,6 +8,7 @@
 
 use super::fast_weights::{Piece, each_batch, in_a_row, zeros_like};
 use super::mixers::KeyValueCache;
+use super::muon::{LACT_STEPS, orthogonal};
 use super::{RecurrentState, StateTensors};
 use crate::nn::NetworkState;
 use burn::tensor::activation::{sigmoid, silu};
@@ -15,17 +16,6 @@ use burn::tensor::{Tensor, backend::Backend};
 
 /// Added to lengths before a division.
 const EPSILON: f64 = 1e-5;
-/// Added to the size of a matrix before Muon's steps.
-const MUON_EPSILON: f64 = 1e-7;
-/// a, b, c of each of Muon's steps.
-const MUON: [[f64; 3]; 5] = [
-    [4.0848, -6.8946, 2.9270],
-    [3.9505, -6.3029, 2.6377],
-    [3.7418, -5.5913, 2.3037],
-    [2.8769, -3.1427, 1.2046],
-    [2.8366, -3.0525, 1.2012],
-];
-
 /// W_0, W_1 and W_2: inputs and outputs of each.
 pub(crate) fn sizes(width: usize, inner: usize) -> [[usize; 2]; 3] {
     [[width, inner], [inner, width], [width, inner]]
@@ -96,7 +86,7 @@ impl<B: Backend> SwigluMemory<B> {
             self.kinds[2].clone_from(&change);
         }
         if self.muon {
-            change = change.into_iter().map(orthogonal).collect();
+            change = change.into_iter().map(|x| orthogonal(x, LACT_STEPS)).collect();
         }
         let next = plus(&self.kinds[0], change).into_iter().zip(&self.lengths);
         self.kinds[0] = next.map(|(weight, wanted)| with_lengths(weight, wanted.clone())).collect();
@@ -145,22 +135,6 @@ pub(crate) fn lengths<B: Backend>(weight: &Tensor<B, 4>) -> Tensor<B, 4> {
 fn with_lengths<B: Backend>(weight: Tensor<B, 4>, wanted: Tensor<B, 4>) -> Tensor<B, 4> {
     let have = lengths(&weight) + EPSILON;
     weight * (wanted / have)
-}
-
-/// Muon: `x`, `[B, H, from, to]`, with singular values near 1, by Newton-Schulz steps
-/// `X = a X + (b A + c A^2) X`, `A = X X^T`. Source: Jordan et al. 2024, with the steps of arXiv 2505.23884's code.
-fn orthogonal<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
-    let [_, _, from, to] = x.dims();
-    let x = if from > to { x.transpose() } else { x };
-    let size = (x.clone() * x.clone()).sum_dim(3).sum_dim(2) + f64::from(f32::MIN_POSITIVE);
-    let x = x / (size.sqrt() + MUON_EPSILON);
-    let step = |x: Tensor<B, 4>, [a, b, c]: [f64; 3]| {
-        let square = x.clone().matmul(x.clone().transpose());
-        let mixed = square.clone() * b + square.clone().matmul(square) * c;
-        x.clone() * a + mixed.matmul(x)
-    };
-    let x = MUON.into_iter().fold(x, step);
-    if from > to { x.transpose() } else { x }
 }
 
 /// State of [`Lact`](super::mixers::Lact).

@@ -6,6 +6,7 @@
 #![allow(clippy::large_enum_variant)]
 
 mod aft;
+mod atlas;
 mod attention;
 mod attention_config;
 mod base_conv;
@@ -64,6 +65,7 @@ mod token_mlp;
 mod ttt;
 
 pub use aft::{Aft, AftConfig, AftForm, AftState};
+pub use atlas::{Atlas, AtlasConfig};
 pub use attention::Attention;
 pub use attention_config::{AttentionConfig, QkNormSpan};
 pub use base_conv::{BaseConv, BaseConvConfig};
@@ -646,6 +648,8 @@ mixers! {
     "ttt" Ttt(TttConfig);
     /// Titans' neural memory.
     "titans" Titans(TitansConfig);
+    /// Atlas.
+    "atlas" Atlas(AtlasConfig);
     /// LaCT.
     "lact" Lact(LactConfig);
     /// Hyena.

@@ -28,8 +28,8 @@ use crate::nn::NetworkState;
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::fast_weights::{
-    InnerModel, Network, NetworkPast, Past, Piece, each_batch, fresh, in_a_row, last_row, start,
-    write, zeros_like,
+    InnerModel, Network, NetworkPast, Past, Piece, decays, each_batch, fresh, in_a_row, last_row,
+    start, write, zeros_like,
 };
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
@@ -110,7 +110,7 @@ impl TitansConfig {
         let conv = || ShortConvolution::optional(keys, self.conv_size, device);
         let gate = || linear_with_bias(d_model, self.heads, device);
         let bias = Initializer::Constant { value: KEEP_BIAS }.init([self.heads], device);
-        let layers = self.inner.layers(width).into_iter();
+        let layers = self.inner.layers(width, width).into_iter();
         Ok(Titans {
             q_proj: project(),
             k_proj: project(),
@@ -137,7 +137,8 @@ impl TitansConfig {
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
         let width = self.resolve(d_model)?;
         let keys = self.heads * width;
-        let (weights, inner) = NETWORK.cost(self.inner, self.heads, width, self.mini_batch);
+        let layers = self.inner.layers(width, width);
+        let (weights, inner) = NETWORK.cost(&layers, self.heads, self.mini_batch);
         let inward = keys * if self.output_gate { 4 } else { 3 } + 3 * self.heads;
         let mut cost = Cost {
             state_bytes: 4 * 3 * weights,
@@ -270,17 +271,4 @@ fn learn<B: Backend>(
         memory[2] = next;
     }
     in_a_row(Tensor::stack(outputs, 2))
-}
-
-/// Of logarithms, `[B, H, batches, C, 1]`: the products from after each column's token up to each row's,
-/// `[.., C, C]`, zero above the diagonal; and from the first token on, `[.., C, 1]`.
-fn decays<B: Backend>(log: Tensor<B, 5>) -> (Tensor<B, 5>, Tensor<B, 5>) {
-    let rows = log.dims()[3];
-    let sums = log.cumsum(3);
-    let [batch, heads, batches, ..] = sums.dims();
-    let lower = Tensor::<B, 5>::ones([1, 1, 1, rows, rows], (&sums.device(), sums.dtype())).tril(0);
-    let lower = lower.expand([batch, heads, batches, rows, rows]);
-    // Above the diagonal differences grow, and could overflow: they are taken off before the exponential.
-    let between = (sums.clone() - sums.clone().swap_dims(3, 4)) * lower.clone();
-    (between.exp() * lower, sums.exp())
 }

@@ -110,7 +110,7 @@ impl TttConfig {
         let shared = self.conv_size > 0;
         let project = || linear(d_model, keys, device);
         let conv = || shared.then(|| ShortConvolution::new(keys, self.conv_size, true, device));
-        let layers = self.inner.layers(width).into_iter();
+        let layers = self.inner.layers(width, width).into_iter();
         Ok(Ttt {
             q_proj: project(),
             k_proj: (!shared).then(project),
@@ -137,7 +137,8 @@ impl TttConfig {
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
         let width = self.resolve(d_model)?;
         let keys = self.heads * width;
-        let (weights, inner) = NETWORK.cost(self.inner, self.heads, width, self.mini_batch);
+        let layers = self.inner.layers(width, width);
+        let (weights, inner) = NETWORK.cost(&layers, self.heads, self.mini_batch);
         let gate = if self.output_gate { d_model } else { 0 };
         let inward = keys * if self.conv_size > 0 { 2 } else { 3 } + self.heads + gate;
         let mut cost = Cost {
