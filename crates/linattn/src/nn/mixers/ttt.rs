@@ -136,8 +136,7 @@ impl TttConfig {
     /// As [`init`](Self::init).
     pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
         let width = self.resolve(d_model)?;
-        let keys = self.heads * width;
-        let layers = self.inner.layers(width, width);
+        let (keys, layers) = (self.heads * width, self.inner.layers(width, width));
         let (weights, inner) = NETWORK.cost(&layers, self.heads, self.mini_batch);
         let gate = if self.output_gate { d_model } else { 0 };
         let inward = keys * if self.conv_size > 0 { 2 } else { 3 } + self.heads + gate;
