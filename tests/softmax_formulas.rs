@@ -243,11 +243,11 @@ fn path_attention_of_whole_reflections_is_attention_behind_a_delta_rule() {
     };
     let (q, k) = (taken(&q), taken(&k));
     let mut want = vec![];
-    for t in 0..TOKENS {
+    for (t, q) in q.iter().enumerate() {
         let mut o = vec![];
         for head in 0..2 {
             let part = |x: &[f64]| x[head * 12..][..12].to_vec();
-            let score = |j: usize| dot(&part(&q[t]), &part(&k[j])) / 12f64.sqrt();
+            let score = |j: usize| dot(&part(q), &part(&k[j])) / 12f64.sqrt();
             let scores: Vec<f64> = (0..=t).map(score).collect();
             let values: Rows = (0..=t).map(|j| part(&v[j])).collect();
             o.extend(weighed(&scores, &values));
