@@ -33,11 +33,11 @@ fn head(x: &[f64], h: usize, heads: usize) -> &[f64] {
     &x[h * width..][..width]
 }
 
-/// What a delta rule does with a head's queries, keys and beta.
+/// Inputs of a head's delta rule at one token.
 struct Token {
     q: Vec<f64>,
     k: Vec<f64>,
-    /// What erases.
+    /// The erasing vector.
     e: Vec<f64>,
     beta: f64,
     /// Share of each row of the memory that is kept.

@@ -50,7 +50,7 @@ pub(crate) struct TemplateText {
     pub(crate) text: String,
 }
 
-/// What a checkpoint says of sampling; `None` where it says nothing.
+/// A checkpoint's sampling; `None` where it has none.
 #[derive(Debug, Default, Clone, PartialEq)]
 pub(crate) struct SamplingWords {
     /// Whether tokens are drawn; the likeliest is taken otherwise.

@@ -53,7 +53,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What the command line says.
+/// The command line's options.
 struct Arguments {
     device: String,
     most_tokens: usize,

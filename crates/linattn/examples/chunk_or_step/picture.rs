@@ -10,7 +10,7 @@ use std::error::Error;
 const WIDTH: usize = WIDTHS[2];
 const TOKENS: usize = LENGTHS[4];
 
-/// What a way is on a device, as the legend has it.
+/// A way on a device, as the legend has it.
 fn name(way: Way, path: Path) -> &'static str {
     match (way, path) {
         (Way::Whole, Path::Kernels) => "kernels, in chunks",

@@ -35,7 +35,7 @@ impl fmt::Display for Way {
     }
 }
 
-/// What is timed.
+/// The timed part of a training step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pass {
     /// The output and the last state.

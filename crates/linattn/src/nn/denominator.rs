@@ -8,7 +8,7 @@
 
 use burn::tensor::{Tensor, backend::Backend};
 
-/// What keeps the division from one by zero.
+/// Bound that keeps the division from one by zero.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Denominator {
     /// Added to it.

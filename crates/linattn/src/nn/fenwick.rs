@@ -16,7 +16,7 @@ use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 /// Tokens of a piece.
 const PIECE: usize = 32;
 
-/// What tokens write and read.
+/// Keys, values, gates and queries of tokens.
 #[derive(Clone)]
 pub(crate) struct Leveled<B: Backend> {
     /// `[B, T, H, K]`.
@@ -82,13 +82,13 @@ struct Piece<B: Backend> {
 
 /// A piece as it acts on memories, were there one level only.
 struct Matrices<B: Backend> {
-    /// What token i reads of token j's value, `[B, H, N, N]`.
+    /// Weight of token j's value in token i's output, `[B, H, N, N]`.
     scores: Tensor<B, 4>,
-    /// What each token reads of the memory before the piece, `[B, H, N, K]`.
+    /// Each token's query to the memory before the piece, `[B, H, N, K]`.
     queries: Tensor<B, 4>,
-    /// What is left of each token's value after the piece, `[B, H, K, N]`.
+    /// Key by which each token's value is in the memory after the piece, `[B, H, K, N]`.
     writes: Tensor<B, 4>,
-    /// What the delta rule takes from the memory before the piece, `[B, H, K, K]`.
+    /// The delta rule's erasure of the memory before the piece, `[B, H, K, K]`.
     erased: Option<Tensor<B, 4>>,
 }
 

@@ -28,7 +28,7 @@ impl<B: Backend> Partial<B> {
         Self { above, below, top }
     }
 
-    /// What both sum up.
+    /// The sums over the tokens of both.
     pub(crate) fn with(self, other: Self) -> Self {
         let top = self.top.clone().max_pair(other.top.clone());
         let (a, b) = ((self.top - top.clone()).exp(), (other.top - top.clone()).exp());

@@ -1,5 +1,5 @@
-//! What scores of softmax attention lose or gain by where a query and a key stand: masks, slopes (ALiBi), the strided
-//! pattern, contextual positions (CoPE).
+//! Terms of softmax attention's scores that depend on where a query and a key stand: masks, slopes (ALiBi), the
+//! strided pattern, contextual positions (CoPE).
 //! ```text
 //! slope   = -m_h (i - j)                                    m_h = 2^{-8 h / H}
 //! strided = 0 if i - j < s or (i - j) mod s = 0, else -1e9
@@ -17,7 +17,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
-/// What a score loses whose key is hidden.
+/// Term of a score whose key is hidden.
 const HIDDEN: f32 = -1e9;
 
 /// A number for each query of `q`, the last of as many tokens as there are keys, and each key; given
@@ -109,8 +109,8 @@ impl<B: Backend> ContextualPositions<B> {
         Self { embeddings: normal.init([positions, width], device) }
     }
 
-    /// What positions add to `scores` of `q`, `[B, H, T, K]` and scaled, with all keys, where those are visible that
-    /// `hidden` is 0 for: `[B, Hk, H / Hk, T, S]` like the scores.
+    /// The term of contextual positions, `[B, Hk, H / Hk, T, S]`: of `q`, `[B, H, T, K]` and scaled, and of its
+    /// `scores` with all keys, of which those are visible whose `hidden` is 0.
     pub(crate) fn forward(
         &self,
         q: Tensor<B, 4>,

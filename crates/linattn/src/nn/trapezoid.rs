@@ -12,7 +12,7 @@ use super::recurrence::linear_attention;
 use crate::ops::{LinearAttentionBackend, LinearAttentionInputs, accumulator, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
-/// What tokens write and read.
+/// Keys, values, gates and queries of tokens.
 pub(crate) struct Trapezoid<B: Backend> {
     /// Queries and keys, `[B, T, R, H, K]`.
     pub(crate) q: Tensor<B, 5>,

@@ -55,7 +55,7 @@ pub(super) fn check_shapes<B: Backend>(
     }
 }
 
-/// What both memories are made of, in f32 at least.
+/// The two memories' inputs, in f32 at least.
 pub(super) struct Regression<B: Backend> {
     /// Keys, `[B, T, H, K]`.
     pub(super) k: Tensor<B, 4>,

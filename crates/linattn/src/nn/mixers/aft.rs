@@ -163,7 +163,7 @@ impl AftConfig {
     }
 }
 
-/// What an Attention Free Transformer keeps between two tokens.
+/// State of an Attention Free Transformer between two tokens.
 #[derive(Debug, Clone)]
 pub struct AftState<B: Backend> {
     /// Keys and values side by side, `[B, S, 2 D]`, of the tokens whose bias is learnt: all so far, or the last
