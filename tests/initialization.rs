@@ -191,6 +191,8 @@ fn memories_that_learn_start_as_their_sources_have_them() {
     w.normal("weights.0", 0.02);
     w.each("keep_proj.bias", |x| x == 4.0);
     w.each("momentum_proj.bias", |x| x == 0.0);
+    let w = mixers("titans = { attention = { persistent = 64 } }");
+    w.normal("attention.persistent", 0.02);
     let w = mixers("atlas = { heads = 2, inner = 'mlp' }");
     w.normal("weights.0", 0.02);
     w.normal("weights.1", 0.02);

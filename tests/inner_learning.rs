@@ -212,6 +212,16 @@ fn titans_descends_with_momentum_and_forgets() {
             vec![48, 12],
             5,
         ),
+        (
+            "titans = { heads = 2, base_lr = 0.5, attention = { heads = 3, window = 4, persistent = 2 } }",
+            vec![12],
+            16,
+        ),
+        (
+            "titans = { heads = 2, base_lr = 0.5, output_gate = false, attention = { window = 5, persistent = 0 } }",
+            vec![12],
+            16,
+        ),
     ] {
         let (columns, heads, width) = (bias_free, 2, 12);
         check(text, |w, rows| {
@@ -254,11 +264,55 @@ fn titans_descends_with_momentum_and_forgets() {
                     true => times(&o, &each(&w.linear("g_proj", x), silu)),
                     false => o,
                 };
+                let o = match gated_window(text) {
+                    Some([heads, window]) => {
+                        let a = persistent_window(w, &rows[..=t], heads, window);
+                        times(&by_head(&a, 2, |a| normalized(a, 1e-5)), &each(&o, sigmoid))
+                    }
+                    None => o,
+                };
                 outputs.push(w.linear("o_proj", &o));
             }
             outputs
         });
     }
+}
+
+/// Heads and window of the attention that a memory gates.
+fn gated_window(text: &str) -> Option<[usize; 2]> {
+    let table: toml::Table = text.parse().unwrap();
+    let attention = table["titans"].get("attention")?;
+    let number = |key| attention.get(key).map_or(1, |x| x.as_integer().unwrap() as usize);
+    Some(["heads", "window"].map(number))
+}
+
+/// Attention of the last of `rows` through a window, and over learnt tokens that are not rotated.
+fn persistent_window(w: &Weights, rows: &[Vec<f64>], heads: usize, window: usize) -> Vec<f64> {
+    let learnt = w.0.get("attention.persistent").map_or(&[][..], |p| p);
+    let learnt: Vec<&[f64]> = learnt.chunks(D).collect();
+    let from = rows.len().saturating_sub(window);
+    let project = |name: &str, x: &[f64]| w.linear(&format!("attention.{name}"), x);
+    let turn = |x: Vec<f64>, t: usize| by_head(&x, heads, |x| rotated(x, t));
+    let now = rows.len() - 1;
+    let q = turn(project("q_proj", &rows[now]), now);
+    let seen = || (from..=now).map(|t| (&rows[t][..], t));
+    let keys: Rows = (learnt.iter().map(|p| project("k_proj", p)))
+        .chain(seen().map(|(x, t)| turn(project("k_proj", x), t)))
+        .collect();
+    let values: Rows = learnt
+        .iter()
+        .copied()
+        .chain(seen().map(|(x, _)| x))
+        .map(|x| project("v_proj", x))
+        .collect();
+    let width = q.len() / heads;
+    let of_head = |head: usize| {
+        let part = |x: &[f64]| x[head * width..][..width].to_vec();
+        let met = |k: &Vec<f64>| times(&part(&q), &part(k)).iter().sum::<f64>();
+        let scores: Vec<f64> = keys.iter().map(|k| met(k) / (width as f64).sqrt()).collect();
+        weighed(&scores, &values.iter().map(|v| part(v)).collect::<Rows>())
+    };
+    (0..heads).flat_map(of_head).collect()
 }
 
 /// Columns with other lengths.

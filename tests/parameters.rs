@@ -133,7 +133,11 @@ const MATRICES: &[(&str, &str)] = &[
     ("s4", "out_proj"),
     ("s4d", "out_proj"),
     ("slstm", "fgate igate ogate recurrent zgate"),
-    ("titans", "g_proj k_proj keep_proj momentum_proj o_proj q_proj rate_proj v_proj"),
+    (
+        "titans",
+        "attention.k_proj attention.q_proj attention.v_proj g_proj k_proj keep_proj momentum_proj \
+         o_proj q_proj rate_proj v_proj",
+    ),
     ("token_mlp", ""),
     ("ttt", "g_proj k_proj o_proj q_proj rate_proj v_proj"),
 ];

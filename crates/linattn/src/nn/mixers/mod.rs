@@ -63,6 +63,7 @@ mod state;
 mod titans;
 mod token_mlp;
 mod ttt;
+mod window_attention;
 
 pub use aft::{Aft, AftConfig, AftForm, AftState};
 pub use atlas::{Atlas, AtlasConfig};
@@ -122,6 +123,7 @@ pub use state::MatrixState;
 pub use titans::{Titans, TitansConfig};
 pub use token_mlp::{PositionLayer, TokenMlp, TokenMlpConfig};
 pub use ttt::{Ttt, TttConfig};
+pub use window_attention::{WindowAttention, WindowAttentionConfig};
 
 pub use super::FeatureMap;
 pub use super::diagonal_ssm::{Discretization, Spectrum};

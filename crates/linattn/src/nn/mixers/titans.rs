@@ -8,7 +8,8 @@
 //! keep  = sigmoid(x W_a + b_a)                  memory kept, 1 - alpha; b_a starts from 4
 //! S     = eta S - theta d(1/2 |M(k) - v|^2) / dM
 //! M     = keep M + S
-//! y     = (rms_norm(M(q)) [silu(x W_g)]) W_o
+//! m     = rms_norm(M(q)) [silu(x W_g)]
+//! y     = m W_o, or (rms_norm(a) sigmoid(m)) W_o      a of attention through a window: memory as a gate
 //! ```
 //! Inside a mini-batch, from M_0 and S_0, with the gradients G_j:
 //! ```text
@@ -18,11 +19,13 @@
 //! ```
 //! Source: Behrouz et al., arXiv 2501.00663, equations 8 to 16 and section 4.4. No code of the authors is public.
 //! This is the memory alone, as the paper's "LMM"; in front of sliding-window attention it is "memory as a layer"
-//! (MAL). The state keeps the weights at the mini-batch's start, M, and S.
+//! (MAL), and with `attention` "memory as a gate" (MAG; `window_attention.rs` has the branch). The state keeps the weights at the mini-batch's start, M, and S.
 //!
 //! Departures: inner weights have no bias; GELU is the form with a hyperbolic tangent; M starts from learnt weights
-//! and S from zero, which the paper leaves open.
+//! and S from zero, which the paper leaves open, as it does MAG's non-linearity, a sigmoid here; MAG's persistent tokens are
+//! seen by attention alone, for what they would write to the memory its learnt start can be.
 
+use super::window_attention::{WindowAttention, WindowAttentionConfig};
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
 use crate::nn::NetworkState;
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -33,12 +36,12 @@ use crate::nn::fast_weights::{
 };
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
-    GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, split_heads,
+    GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
 };
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -65,6 +68,9 @@ pub struct TitansConfig {
     pub conv_size: usize,
     /// Whether a gate multiplies the output.
     pub output_gate: bool,
+    /// Attention through a window whose output the memory gates, as "memory as a gate" has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attention: Option<WindowAttentionConfig>,
     /// Added to a mean square before its root.
     pub norm_eps: f64,
 }
@@ -79,6 +85,7 @@ impl Default for TitansConfig {
             base_lr: 0.1,
             conv_size: 4,
             output_gate: true,
+            attention: None,
             norm_eps: 1e-5,
         }
     }
@@ -93,6 +100,9 @@ impl TitansConfig {
         check_divisor("base_lr", self.base_lr)?;
         check_window(self.conv_size, 0)?;
         check_epsilon(self.norm_eps)?;
+        if let Some(attention) = &self.attention {
+            attention.check(self.heads * width).map_err(|e| e.within("attention"))?;
+        }
         Ok(width)
     }
 
@@ -125,6 +135,8 @@ impl TitansConfig {
             g_proj: self.output_gate.then(project),
             o_norm: GatedRmsNorm::new(width, self.norm_eps, device),
             o_proj: linear(keys, d_model, device).into(),
+            attention: self.attention.map(|branch| branch.init([d_model, keys], device)),
+            a_norm: self.attention.map(|_| GatedRmsNorm::new(width, self.norm_eps, device)),
             heads: self.heads,
             mini_batch: self.mini_batch,
             base_lr: self.base_lr,
@@ -145,6 +157,9 @@ impl TitansConfig {
             flops_per_token: inner + linear_flops(d_model, inward) + linear_flops(keys, d_model),
         };
         cost += convolution_cost(self.conv_size, 3 * keys);
+        if let Some(branch) = &self.attention {
+            cost += branch.cost([d_model, keys]);
+        }
         Ok(cost)
     }
 }
@@ -166,6 +181,8 @@ pub struct Titans<B: Backend> {
     g_proj: Option<Linear<B>>,
     o_norm: GatedRmsNorm<B>,
     o_proj: ResidualLinear<B>,
+    attention: Option<WindowAttention<B>>,
+    a_norm: Option<GatedRmsNorm<B>>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
@@ -217,7 +234,16 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Titans<B> {
             .map(|piece| learn(&rows, &rates, piece, &mut past.memory))
             .collect();
         let o = typed(Tensor::cat(outputs, 1), dtype);
-        let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
+        let y = match (&self.attention, &self.a_norm) {
+            (Some(branch), Some(norm)) => {
+                let gate = gate.map(|gate| (Activation::Silu, split_heads(gate, self.heads)));
+                let memory = merge_heads(self.o_norm.gated(o, gate));
+                let a = branch.forward(&x, &mut past.tails, past.position);
+                let a = split_heads(a, self.heads);
+                GatedOutput::sigmoid(norm, &self.o_proj).forward(a, Some(memory))
+            }
+            _ => GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate),
+        };
         (y, past.then(tokens))
     }
 }

@@ -1,0 +1,164 @@
+//! Softmax attention through a window, behind tokens that are learnt: the branch that a memory gates.
+//! ```text
+//! q, k     = rope(x W_q), rope(x W_k)      v = x W_v
+//! k_p, v_p = p W_k, p W_v                  learnt tokens p, which every token sees
+//! a        = softmax([k_p, k] q^T / sqrt(K) + window) [v_p, v]
+//! ```
+//! Source: Behrouz et al., arXiv 2501.00663, whose "persistent memory" p is; here p is not rotated. What the window
+//! still sees is kept as tails, zeros in front at the start of a sequence, so that the state does not grow.
+
+use super::retnet::{check_rotated, check_theta};
+use super::{block_width, linear_flops};
+use crate::nn::convolution::Tails;
+use crate::nn::layers::{INIT_STD, linear, split_heads};
+use crate::nn::softmax::{KeyValueCache, through_window, turned, weigh};
+use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope, positive};
+use crate::ops::{LinearAttentionBackend, typed};
+use burn::module::{Initializer, Module, Param};
+use burn::tensor::{Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
+
+/// Attention through a window beside a memory.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct WindowAttentionConfig {
+    /// Heads of attention, which share out the width of the memory's heads.
+    pub heads: usize,
+    /// Tokens that a query sees, itself and those just before it, at least 2.
+    pub window: usize,
+    /// Learnt tokens that every query sees besides; 0 for none.
+    pub persistent: usize,
+    /// Base of the rotation's wavelengths.
+    pub rope_theta: f64,
+}
+
+impl Default for WindowAttentionConfig {
+    fn default() -> Self {
+        Self { heads: 1, window: 64, persistent: 4, rope_theta: 10_000.0 }
+    }
+}
+
+impl WindowAttentionConfig {
+    /// Checks every key, for an inner width of `width`.
+    pub(super) fn check(&self, width: usize) -> Result<(), ConfigError> {
+        check_rotated("heads", block_width(self.heads, width)?)?;
+        if !(2..=LARGEST).contains(&self.window) {
+            return Err(ConfigError::new("window", self.window, format!("from 2 to {LARGEST}")));
+        }
+        if self.persistent > 0 {
+            positive("persistent", self.persistent)?;
+        }
+        check_theta(self.rope_theta)
+    }
+
+    /// The branch in a model of width `d_model`, of inner width `width`.
+    pub(super) fn init<B: Backend>(
+        &self,
+        [d_model, width]: [usize; 2],
+        device: &B::Device,
+    ) -> WindowAttention<B> {
+        let project = || linear(d_model, width, device);
+        let normal = Initializer::Normal { mean: 0.0, std: INIT_STD };
+        let persistent = (self.persistent > 0).then_some(self.persistent);
+        WindowAttention {
+            q_proj: project(),
+            k_proj: project(),
+            v_proj: project(),
+            persistent: persistent.map(|count| normal.init([count, d_model], device)),
+            config: *self,
+        }
+    }
+
+    /// Cost of the same.
+    pub(super) fn cost(&self, [d_model, width]: [usize; 2]) -> Cost {
+        let seen = (self.window + self.persistent) as u64;
+        Cost {
+            state_bytes: 4 * 2 * ((self.window - 1) * width) as u64,
+            flops_per_token: linear_flops(d_model, 3 * width) + 4 * width as u64 * seen,
+        }
+    }
+}
+
+/// Attention through a window beside a memory. `D ->` inner width.
+#[derive(Module, Debug)]
+pub struct WindowAttention<B: Backend> {
+    q_proj: Linear<B>,
+    k_proj: Linear<B>,
+    v_proj: Linear<B>,
+    /// p, `[count, D]`.
+    persistent: Option<Param<Tensor<B, 2>>>,
+    #[module(skip)]
+    config: WindowAttentionConfig,
+}
+
+impl<B: LinearAttentionBackend> WindowAttention<B> {
+    /// Of `x`, `[B, T, D]`, whose first token stands at `position`: `[B, T, width]`.
+    pub(super) fn forward(
+        &self,
+        x: &Tensor<B, 3>,
+        tails: &mut Tails<B>,
+        position: usize,
+    ) -> Tensor<B, 3> {
+        let rotation = Some((Rope::whole(self.config.rope_theta), position));
+        let [q, k, v] = [&self.q_proj, &self.k_proj, &self.v_proj]
+            .map(|layer| split_heads(layer.forward(x.clone()), self.config.heads));
+        let rows = [turned(q, &None, rotation), turned(k, &None, rotation), v.swap_dims(1, 2)];
+        let learnt = self.learnt(x);
+        let (before, window) = (self.before(tails, position, x), Some(self.config.window));
+        let (a, cache) = through_window(rows, window, before, |q, cache, hidden| match &learnt {
+            Some([keys, values]) => {
+                let [.., tokens, _] = hidden.dims();
+                let count = keys.dims()[2];
+                let seen = Tensor::zeros([1, 1, 1, tokens, count], (&x.device(), hidden.dtype()));
+                let keys = Tensor::cat(vec![keys.clone(), cache.keys.clone()], 2);
+                let values = Tensor::cat(vec![values.clone(), cache.values.clone()], 2);
+                weigh(q, &keys, &values, Tensor::cat(vec![seen, hidden], 4))
+            }
+            None => weigh(q, &cache.keys, &cache.values, hidden),
+        });
+        for rows in [cache.keys, cache.values] {
+            tails.push(self.padded(rows));
+        }
+        a
+    }
+
+    /// Keys and values of the learnt tokens, `[B, H, count, K]`.
+    fn learnt(&self, x: &Tensor<B, 3>) -> Option<[Tensor<B, 4>; 2]> {
+        let p = typed(self.persistent.as_ref()?.val(), x.dtype()).unsqueeze::<3>();
+        Some([&self.k_proj, &self.v_proj].map(|layer| {
+            let rows = split_heads(layer.forward(p.clone()), self.config.heads).swap_dims(1, 2);
+            let [_, heads, count, width] = rows.dims();
+            rows.expand([x.dims()[0], heads, count, width])
+        }))
+    }
+
+    /// What the window sees of the tokens before.
+    fn before(
+        &self,
+        tails: &mut Tails<B>,
+        position: usize,
+        x: &Tensor<B, 3>,
+    ) -> Option<KeyValueCache<B>> {
+        let (keys, values) = (tails.draw()?, tails.draw()?);
+        let kept = self.config.window - 1;
+        let there = position.min(kept);
+        let [keys, values] = [keys, values].map(|tail| {
+            let rows = typed(tail.narrow(1, kept - there, there), x.dtype());
+            split_heads(rows, self.config.heads).swap_dims(1, 2)
+        });
+        Some(KeyValueCache { keys, values, position, tails: vec![] })
+    }
+
+    /// Keys or values of a cache, `[B, H, S, K]`, as those of a whole window but its last token, zeros in front:
+    /// `[B, window - 1, H K]`.
+    fn padded(&self, rows: Tensor<B, 4>) -> Tensor<B, 3> {
+        let [batch, heads, there, width] = rows.dims();
+        let missing = self.config.window - 1 - there;
+        let rows = rows.swap_dims(1, 2).reshape([batch, there, heads * width]);
+        if missing == 0 {
+            return rows;
+        }
+        let zeros = Tensor::zeros([batch, missing, heads * width], (&rows.device(), rows.dtype()));
+        Tensor::cat(vec![zeros, rows], 1)
+    }
+}
