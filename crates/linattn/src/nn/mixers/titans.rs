@@ -18,12 +18,12 @@
 //! M_i  = A_i0 M_0 + (A E_.0)_i S_0 - sum_j (A E theta)_ij G_j
 //! ```
 //! Source: Behrouz et al., arXiv 2501.00663, equations 8 to 16 and section 4.4. No code of the authors is public.
-//! This is the memory alone, as the paper's "LMM"; in front of sliding-window attention it is "memory as a layer"
-//! (MAL), and with `attention` "memory as a gate" (MAG; `window_attention.rs` has the branch). The state keeps the weights at the mini-batch's start, M, and S.
+//! This is the memory alone, the paper's "LMM"; before attention through a window it is "memory as a layer" (MAL), with
+//! `attention`, of window_attention.rs, "memory as a gate" (MAG). The state keeps the mini-batch's first weights, M and S.
 //!
-//! Departures: inner weights have no bias; GELU is the form with a hyperbolic tangent; M starts from learnt weights
-//! and S from zero, which the paper leaves open, as it does MAG's non-linearity, a sigmoid here; MAG's persistent tokens are
-//! seen by attention alone, for what they would write to the memory its learnt start can be.
+//! Departures: inner weights have no bias; GELU is the form with a hyperbolic tangent. The paper leaves open that M
+//! starts from learnt weights and S from zero, and that a sigmoid makes MAG's gate. MAG's persistent tokens are seen by
+//! attention alone: what they would write to the memory, its learnt start can hold.
 
 use super::window_attention::{WindowAttention, WindowAttentionConfig};
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
