@@ -33,11 +33,9 @@ pub fn dispatch<J: Job>(name: &str, job: J) -> Result<J::Output, Box<dyn Error>>
         ("vulkan" | "metal", 0) => {
             Ok(job.run::<linattn::backend::Wgpu>(&linattn::backend::WgpuDevice::DefaultDevice))
         }
-        ("cpu" | "cuda" | "rocm" | "vulkan" | "metal", _) => {
-            Err(format!("device `{name}`: not there, or its feature is not compiled in").into())
-        }
         _ => {
-            Err(format!("device `{name}`: it has to be cpu, cuda:N, rocm:N, vulkan or metal")
+            let devices = "cpu, cuda:N, rocm:N, vulkan or metal";
+            Err(format!("device `{name}`: it has to be {devices}, with its feature compiled in")
                 .into())
         }
     }
