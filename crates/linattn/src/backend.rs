@@ -7,11 +7,11 @@
 //! | `cuda` | `Cuda` | NVIDIA GPUs; CUDA's libraries are found when the program runs |
 //! | `wgpu` | `Wgpu` | any GPU, through Vulkan, or Metal on Apple's systems |
 //! | `rocm` | `Rocm` | AMD GPUs; ROCm's libraries are found when the program runs |
+//! | `ndarray` | `NdArray` | the processor, through tensor operations alone: slower than `Flex` |
 //!
 //! A feature of this crate switches on Burn's of the same backend: nothing else is needed. `Autodiff`
 //! around any of them makes it learn. Burn's other backends are left out: `LibTorch` and the `Cpu` of
-//! CubeCL download libraries while they are built, and `Candle` and `NdArray` have no
-//! [`LinearAttentionBackend`] yet.
+//! CubeCL download libraries while they are built, and Burn has deprecated `Candle`.
 
 pub use crate::ops::LinearAttentionBackend;
 pub use burn::backend::Autodiff;
@@ -19,6 +19,8 @@ pub use burn::backend::Autodiff;
 pub use burn::backend::{Cuda, cuda::CudaDevice};
 #[cfg(feature = "cpu")]
 pub use burn::backend::{Flex, flex::FlexDevice};
+#[cfg(feature = "ndarray")]
+pub use burn::backend::{NdArray, ndarray::NdArrayDevice};
 #[cfg(feature = "rocm")]
 pub use burn::backend::{Rocm, rocm::RocmDevice};
 #[cfg(feature = "wgpu")]

@@ -32,6 +32,8 @@ mod kalman;
 mod long_convolution;
 mod mesa;
 mod pass;
+#[cfg(feature = "ndarray")]
+mod plain;
 mod quantized;
 mod recurrence;
 mod reference;
