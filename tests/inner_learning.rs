@@ -305,10 +305,15 @@ fn persistent_window(w: &Weights, rows: &[Vec<f64>], heads: usize, window: usize
         .chain(seen().map(|(x, _)| x))
         .map(|x| project("v_proj", x))
         .collect();
+    softmax_attention(&q, &keys, &values, heads)
+}
+
+/// Attention of one query over all keys, in each head.
+fn softmax_attention(q: &[f64], keys: &[Vec<f64>], values: &[Vec<f64>], heads: usize) -> Vec<f64> {
     let width = q.len() / heads;
     let of_head = |head: usize| {
         let part = |x: &[f64]| x[head * width..][..width].to_vec();
-        let met = |k: &Vec<f64>| times(&part(&q), &part(k)).iter().sum::<f64>();
+        let met = |k: &Vec<f64>| times(&part(q), &part(k)).iter().sum::<f64>();
         let scores: Vec<f64> = keys.iter().map(|k| met(k) / (width as f64).sqrt()).collect();
         weighed(&scores, &values.iter().map(|v| part(v)).collect::<Rows>())
     };
@@ -395,20 +400,9 @@ impl Lact {
 
     /// Attention of the last token through the window.
     fn attended(&self, q: &[f64], keys: &Rows, values: &Rows) -> Vec<f64> {
-        let (width, t) = (D / self.attention_heads, keys.len() - 1);
-        let from = (t + 1).saturating_sub(self.window);
-        let of_head = |head: usize| {
-            let part = |x: &[f64]| x[head * width..][..width].to_vec();
-            let q = Self::at(&part(q), t);
-            let score = |k: &Vec<f64>| {
-                let met: f64 = times(&q, &part(k)).iter().sum();
-                met / (width as f64).sqrt()
-            };
-            let scores: Vec<f64> = keys[from..].iter().map(score).collect();
-            let seen: Rows = values[from..].iter().map(|v| part(v)).collect();
-            weighed(&scores, &seen)
-        };
-        (0..self.attention_heads).flat_map(of_head).collect()
+        let from = keys.len().saturating_sub(self.window);
+        let q = by_head(q, self.attention_heads, |x| Self::at(x, keys.len() - 1));
+        softmax_attention(&q, &keys[from..], &values[from..], self.attention_heads)
     }
 
     /// Outputs of all tokens.

@@ -1,6 +1,6 @@
 //! Retrieval errors of `experiments/one_regression`: the operations against a loop in f64 and against theory.
 
-#[path = "../crates/linattn/examples/one_regression/retrieval.rs"]
+#[path = "../examples/one_regression/retrieval.rs"]
 mod retrieval;
 
 use crate::support::alone;

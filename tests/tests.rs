@@ -68,6 +68,8 @@ mod runs;
 mod softmax_formulas;
 mod support;
 #[cfg(feature = "cpu")]
+mod tensor_operations;
+#[cfg(feature = "cpu")]
 mod untrusted;
 #[cfg(feature = "cpu")]
 mod variant_formulas;

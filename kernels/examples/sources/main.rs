@@ -1,6 +1,6 @@
 //! Writes the HIP and CUDA source of every kernel, as ROCm and NVRTC would be given it, on a machine without a GPU.
 //!
-//! `cargo run -p linattn-kernels --features sources --example sources -- FOLDER [KxV ..]`
+//! `cargo run -p linattn-kernels --example sources -- FOLDER [KxV ..]`
 //!
 //! Every variant is launched through the crate's own functions, forward, backward and one step, and so
 //! are products of few rows and the layers around a recurrence, in f32, f16 and bf16, on a runtime that

@@ -3,7 +3,7 @@
 //! o = softmax(q k^T / sqrt(K) + b) v        b: what the scores gain and lose, a mask among it
 //! ```
 
-use super::layers::{merge_heads, rms_norm};
+use super::layers::{merge_heads, rms_norm, split_heads};
 use super::score_bias::causal_mask;
 use super::{ConfigError, RecurrentState, Rope, StateTensors, positive};
 use crate::ops::{LinearAttentionBackend, accumulator, typed};
@@ -128,6 +128,16 @@ pub(crate) fn turned<B: LinearAttentionBackend>(
         None => x,
     };
     x.swap_dims(1, 2)
+}
+
+/// Queries, keys and values of `heads` heads, `[B, H, T, K]` each, queries and keys rotated by their positions.
+pub(crate) fn rotated_heads<B: LinearAttentionBackend>(
+    [q, k, v]: [Tensor<B, 3>; 3],
+    heads: usize,
+    rotation: (Rope, usize),
+) -> [Tensor<B, 4>; 3] {
+    let [q, k] = [q, k].map(|x| turned(split_heads(x, heads), &None, Some(rotation)));
+    [q, k, split_heads(v, heads).swap_dims(1, 2)]
 }
 
 /// Works `tokens` tokens off, `piece` at a time: `attend` is given a piece, `(first, how many)`,

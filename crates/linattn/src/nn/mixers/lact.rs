@@ -26,7 +26,7 @@ use crate::nn::layers::{
     merge_heads, rms_norm, softplus, split_heads,
 };
 use crate::nn::projection::{Projection, project};
-use crate::nn::softmax::{KeyValueCache, through_window, turned, weigh};
+use crate::nn::softmax::{KeyValueCache, rotated_heads, through_window, weigh};
 use crate::nn::swiglu_memory::{LactState, Rows, SwigluMemory, lengths, sizes};
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope, Shared, positive};
 use crate::ops::{LinearAttentionBackend, accumulator, typed};
@@ -256,9 +256,8 @@ impl<B: LinearAttentionBackend> Lact<B> {
         cache: Option<KeyValueCache<B>>,
     ) -> (Tensor<B, 3>, KeyValueCache<B>) {
         let position = cache.as_ref().map_or(0, |cache| cache.position);
-        let rotation = Some((self.rope(), position));
-        let [q, k, v] = rows.map(|x| split_heads(x.clone(), self.config.attention_heads));
-        let rows = [turned(q, &None, rotation), turned(k, &None, rotation), v.swap_dims(1, 2)];
+        let heads = self.config.attention_heads;
+        let rows = rotated_heads(rows.map(Clone::clone), heads, (self.rope(), position));
         through_window(rows, Some(self.config.window), cache, |q, cache, hidden| {
             weigh(q, &cache.keys, &cache.values, hidden)
         })

@@ -11,8 +11,8 @@ use super::retnet::{check_rotated, check_theta};
 use super::{block_width, linear_flops};
 use crate::nn::convolution::Tails;
 use crate::nn::layers::{INIT_STD, linear, split_heads};
-use crate::nn::softmax::{KeyValueCache, through_window, turned, weigh};
-use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope, positive};
+use crate::nn::softmax::{KeyValueCache, rotated_heads, through_window, weigh};
+use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope};
 use crate::ops::{LinearAttentionBackend, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -45,8 +45,12 @@ impl WindowAttentionConfig {
         if !(2..=LARGEST).contains(&self.window) {
             return Err(ConfigError::new("window", self.window, format!("from 2 to {LARGEST}")));
         }
-        if self.persistent > 0 {
-            positive("persistent", self.persistent)?;
+        if self.persistent > LARGEST {
+            return Err(ConfigError::new(
+                "persistent",
+                self.persistent,
+                format!("at most {LARGEST}"),
+            ));
         }
         check_theta(self.rope_theta)
     }
@@ -99,10 +103,9 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
         tails: &mut Tails<B>,
         position: usize,
     ) -> Tensor<B, 3> {
-        let rotation = Some((Rope::whole(self.config.rope_theta), position));
-        let [q, k, v] = [&self.q_proj, &self.k_proj, &self.v_proj]
-            .map(|layer| split_heads(layer.forward(x.clone()), self.config.heads));
-        let rows = [turned(q, &None, rotation), turned(k, &None, rotation), v.swap_dims(1, 2)];
+        let rotation = (Rope::whole(self.config.rope_theta), position);
+        let rows = [&self.q_proj, &self.k_proj, &self.v_proj].map(|layer| layer.forward(x.clone()));
+        let rows = rotated_heads(rows, self.config.heads, rotation);
         let learnt = self.learnt(x);
         let (before, window) = (self.before(tails, position, x), Some(self.config.window));
         let (a, cache) = through_window(rows, window, before, |q, cache, hidden| match &learnt {
@@ -132,7 +135,7 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
         }))
     }
 
-    /// What the window sees of the tokens before.
+    /// Keys and values of the tokens before that the window still sees.
     fn before(
         &self,
         tails: &mut Tails<B>,

@@ -1,5 +1,4 @@
 //! Backends of Burn without loops or kernels of ours give what Flex gives: outputs, gradients and steps of whole models.
-#![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::AutodiffBackend};

@@ -1,7 +1,7 @@
 //! Retrieval error over the number of writes: Hebb's rule and the delta rule, with random keys and with keys at right
 //! angles to each other. Rows and a picture, on the CPU.
 //!
-//! `cargo run --release -p linattn --example one_regression -- experiments/one_regression`
+//! `cargo run --release --example one_regression -- experiments/one_regression`
 
 mod picture;
 mod retrieval;
