@@ -1,7 +1,7 @@
 //! Times training steps of a model on random ids: forward, backward, global gradient norm and AdamW, as the
 //! trainer does them.
 //!
-//! `cargo run --release --features cuda --example train_step -- --device cuda`
+//! `cargo run --release --features cuda,measure --example train_step -- --device cuda`
 //!
 //! Prints one line of `experiments/speed/step_h200.csv`: milliseconds and tokens per second.
 

@@ -1,7 +1,7 @@
 //! The time of one operation, the gated delta rule, in chunks and token by token: over the length of a sequence and the
 //! width of a head, forwards alone and with the backward pass. Rows and pictures.
 //!
-//! `cargo run --release --example chunk_or_step -- --device cpu experiments/chunk_or_step`
+//! `cargo run --release --features measure --example chunk_or_step -- --device cpu experiments/chunk_or_step`
 
 mod device;
 mod picture;
