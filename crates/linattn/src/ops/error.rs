@@ -51,4 +51,30 @@ pub enum OpError {
         /// Tokens given.
         tokens: usize,
     },
+    /// Cumulative lengths that are none.
+    #[error("{op}: cumulative lengths {got:?} have to begin with 0 and grow with every sequence")]
+    Lengths {
+        /// The operation.
+        op: &'static str,
+        /// The cumulative lengths.
+        got: Vec<usize>,
+    },
+    /// Lengths that do not add up to the tokens there are.
+    #[error("{op}: lengths of {got} tokens in all, where the tensors have {tokens}")]
+    Tokens {
+        /// The operation.
+        op: &'static str,
+        /// Tokens of the tensors.
+        tokens: usize,
+        /// Tokens of all sequences.
+        got: usize,
+    },
+    /// Lengths beside more than one row.
+    #[error("{op}: sequences with lengths of their own lie in one row, and there are {batch}")]
+    Rows {
+        /// The operation.
+        op: &'static str,
+        /// Rows given.
+        batch: usize,
+    },
 }

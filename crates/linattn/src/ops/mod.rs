@@ -29,6 +29,7 @@ mod fused;
 mod fusion;
 mod halving;
 mod kalman;
+mod lengths;
 mod long_convolution;
 mod mesa;
 mod pass;
@@ -53,6 +54,7 @@ pub use fused::{
 };
 pub use halving::Complex;
 pub use kalman::{KalmanInputs, gated_kalman, gated_kalman_step};
+pub use lengths::SequenceLengths;
 pub use long_convolution::long_convolution;
 pub(crate) use long_convolution::tap_matrices;
 pub use mesa::{MesaInputs, mesa, mesa_step};
