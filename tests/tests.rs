@@ -75,6 +75,8 @@ mod untrusted;
 mod variant_formulas;
 #[cfg(feature = "cpu")]
 mod variants;
+#[cfg(feature = "cpu")]
+mod varlen;
 
 #[cfg(feature = "cpu")]
 #[path = "../examples/own_project.rs"]

@@ -2,7 +2,9 @@
 //! the f64 recurrence.
 //!
 //! `cargo run --release -p linattn-kernels --features cuda --example bench -- cuda bf16 [op] [BxTxHxD,..]`
-//! For `vulkan` in place of `cuda` build with `--features vulkan`, for `wgsl` without it.
+//! For `vulkan` in place of `cuda` build with `--features vulkan`, for `wgsl` without it. A shape may end with
+//! another width of values, `8x2048x16x256x512`, and name key heads before those that share them, `8x2048x4/16x128`.
+//! `64~4096x16x128` is one row of 64 sequences of 1 to 4096 tokens, drawn at random.
 //!
 //! One CSV row an operation and shape. Times are in milliseconds: `fwd_ms` and `fwd_bwd_ms` are the GPU's
 //! time a call, of calls over rotated inputs that were all queued while the GPU was kept busy, so that
@@ -18,8 +20,8 @@ use cubecl::server::Handle;
 use cubecl::wgpu::WgpuRuntime;
 use half::bf16;
 use linattn_kernels::{
-    Backward, Buffer, Decay, Dims, Forward, Given, Inputs, Read, Transition, Variant, backward,
-    engine, forward, launches,
+    Backward, Buffer, Chunkwise, Decay, Dims, Forward, Given, Inputs, Read, Refusal, Transition,
+    Variant, launches,
 };
 use linattn_oracle as oracle;
 use std::ops::Range;
@@ -28,13 +30,7 @@ use std::time::Instant;
 const OPS: [&str; 6] =
     ["scalar_decay", "delta", "gated_delta", "vector_decay", "vector_delta", "dplr"];
 /// B, T, H, D.
-const SHAPES: [[usize; 4]; 5] = [
-    [8, 2048, 16, 128],
-    [1, 16384, 16, 128],
-    [32, 2048, 4, 64],
-    [64, 256, 2, 64],
-    [4, 8192, 8, 256],
-];
+const SHAPES: &str = "8x2048x16x128,1x16384x16x128,32x2048x4x64,64x256x2x64,4x8192x8x256";
 /// Copies of the inputs that calls take in turn.
 const ROTATED: usize = 3;
 /// Calls that wait at once, at most: drivers hold about a thousand launches.
@@ -97,30 +93,63 @@ fn main() {
 /// Every operation and shape that is asked for; those left empty are all.
 fn all<R: Runtime>(client: &ComputeClient<R>, [device, op, shape]: [&str; 3], half: bool) {
     for name in OPS.into_iter().filter(|name| op.is_empty() || *name == op) {
-        for [batch, tokens, heads, width] in shapes(shape) {
-            let dims = Dims {
-                batch,
-                tokens,
-                key_heads: heads,
-                heads,
-                key_width: width,
-                value_width: width,
-            };
-            Case { client, device, op: name, variant: variant(name), dims, half }.run();
+        for shape in shapes(shape) {
+            Case { client, device, op: name, variant: variant(name), shape, half }.run();
         }
     }
 }
 
-/// The shapes of an argument, `BxTxHxD,..`; all of [`SHAPES`] where it is empty.
-fn shapes(text: &str) -> Vec<[usize; 4]> {
-    let shape = |text: &str| {
-        let sizes: Vec<usize> = text.split('x').map_while(|size| size.parse().ok()).collect();
-        sizes.try_into().unwrap_or_else(|_| panic!("{text:?} is no shape; write BxTxHxD"))
-    };
-    match text {
-        "" => SHAPES.to_vec(),
-        text => text.split(',').map(shape).collect(),
+/// Sizes of a case.
+struct Shape {
+    /// As it was asked for.
+    text: String,
+    dims: Dims,
+    /// Offsets of sequences in one row.
+    cu_seqlens: Option<Vec<usize>>,
+}
+
+/// The shapes of an argument; all of [`SHAPES`] where it is empty.
+fn shapes(text: &str) -> Vec<Shape> {
+    let text = if text.is_empty() { SHAPES } else { text };
+    text.split(',')
+        .map(|text| {
+            Shape::read(text).unwrap_or_else(|| panic!("{text:?} is no shape; write BxTxHxD"))
+        })
+        .collect()
+}
+
+impl Shape {
+    fn read(text: &str) -> Option<Self> {
+        let whole = text.replacen('~', "x", 1);
+        let fields: Vec<&str> = whole.split('x').collect();
+        let (heads, widths) = (fields.get(2)?, fields.get(3..)?);
+        let (key_heads, heads) = heads.split_once('/').unwrap_or((heads, heads));
+        let number = |field: &str| field.parse::<usize>().ok();
+        let [batch, tokens] = [number(fields[0])?, number(fields[1])?];
+        let (key_width, value_width) = match widths {
+            [width] => (number(width)?, number(width)?),
+            [key_width, value_width] => (number(key_width)?, number(value_width)?),
+            _ => return None,
+        };
+        let cu_seqlens = text.contains('~').then(|| row(batch, tokens));
+        let (batch, tokens) = match &cu_seqlens {
+            Some(offsets) => (1, offsets[batch]),
+            None => (batch, tokens),
+        };
+        let (key_heads, heads) = (number(key_heads)?, number(heads)?);
+        let dims = Dims { batch, tokens, key_heads, heads, key_width, value_width };
+        Some(Self { text: text.into(), dims, cu_seqlens })
     }
+}
+
+/// Offsets of so many sequences of 1 to `longest` tokens.
+fn row(sequences: usize, longest: usize) -> Vec<usize> {
+    let mut rng = oracle::Rng::named(1, "lengths");
+    let mut offsets = vec![0];
+    for n in 0..sequences {
+        offsets.push(offsets[n] + 1 + (rng.uniform() * longest as f64) as usize);
+    }
+    offsets
 }
 
 /// The upper one, of an even number.
@@ -222,6 +251,8 @@ impl Work {
 fn work(op: &str, d: Dims, size: usize) -> [Work; 2] {
     let rows = (d.batch * d.tokens * d.heads) as f64;
     let wide = rows * d.key_width as f64;
+    let values = rows * d.value_width as f64;
+    let keys = wide * d.key_heads as f64 / d.heads as f64;
     let variant = variant(op);
     let extra = if variant.transition == Transition::LowRank { 2.0 } else { 0.0 };
     let gates =
@@ -230,8 +261,10 @@ fn work(op: &str, d: Dims, size: usize) -> [Work; 2] {
             Decay::Scalar => rows * 4.0,
             Decay::Vector => wide * 4.0,
         } + if matches!(variant.transition, Transition::Delta { .. }) { rows * 4.0 } else { 0.0 };
-    let forward = (4.0 + extra) * wide * size as f64 + gates;
-    let both = forward + (7.0 + 2.0 * extra) * wide * size as f64 + 2.0 * gates;
+    // q, k, v, o; and again, dO and the gradients.
+    let forward = (2.0 * keys + extra * wide + 2.0 * values) * size as f64 + gates;
+    let again = (4.0 * keys + 2.0 * extra * wide + 3.0 * values) * size as f64;
+    let both = forward + again + 2.0 * gates;
     let products = match variant.transition {
         Transition::Identity => 2.0,
         Transition::Delta { .. } => 3.0,
@@ -262,7 +295,7 @@ struct Case<'a, R: Runtime> {
     device: &'a str,
     op: &'static str,
     variant: Variant,
-    dims: Dims,
+    shape: Shape,
     half: bool,
 }
 
@@ -275,17 +308,19 @@ impl<R: Runtime> Case<'_, R> {
         StorageType::Scalar(ElemType::Float(self.kind()))
     }
 
-    /// B, T, H and D.
-    fn shape(&self) -> String {
-        let Dims { batch, tokens, heads, key_width, .. } = self.dims;
-        format!("{batch}x{tokens}x{heads}x{key_width}")
+    fn planned(&self) -> Result<Chunkwise<R>, Refusal> {
+        let (client, variant, dims) = (self.client, self.variant, self.shape.dims);
+        match &self.shape.cu_seqlens {
+            Some(offsets) => Chunkwise::varlen(client, variant, dims, self.dtype(), offsets),
+            None => Chunkwise::new(client, variant, dims, self.dtype()),
+        }
     }
 
     /// Checks and times it, and prints its row.
     fn run(&self) {
-        let Self { client, device, op, variant, dims, half } = *self;
-        let shape = self.shape();
-        if let Err(why) = engine(client, variant, dims, self.dtype()) {
+        let Self { client, device, op, variant, half, .. } = *self;
+        let (shape, dims) = (&self.shape.text, self.shape.dims);
+        if let Err(why) = self.planned() {
             println!("{op},{shape},{:?},{device},refused: {why}", self.kind());
             return;
         }
@@ -294,8 +329,12 @@ impl<R: Runtime> Case<'_, R> {
         let forward = Times::of(client, &|n| drop(calls.forward(n, false)));
         let both = Times::of(client, &|n| drop(calls.both(n)));
         let [work, work_both] = work(op, dims, if half { 2 } else { 4 });
+        let sequence = match self.shape.cu_seqlens {
+            Some(_) => Dims { tokens: 1, ..dims },
+            None => dims,
+        };
         let [launched, launched_both] =
-            launches(client, variant, dims, self.dtype()).expect("it ran");
+            launches(client, variant, sequence, self.dtype()).expect("it ran");
         println!(
             "{op},{shape},{},{device},{:.4},{:.4},{:.4},{:.4},{:.4},{:.4},{launched},{launched_both},{error_o:.1e},{worst:.1e}",
             if half { "bf16" } else { "f32" },
@@ -317,32 +356,42 @@ impl<R: Runtime> Case<'_, R> {
         }
     }
 
-    /// One head's numbers, for all heads of all sequences.
-    fn spread(&self, head: &[u8], row: usize) -> Handle {
-        let mut all = Vec::with_capacity(head.len() * self.dims.heads * self.dims.batch);
-        for _ in 0..self.dims.batch {
+    /// One head's numbers, for so many heads of all sequences.
+    fn spread(&self, head: &[u8], row: usize, heads: usize) -> Handle {
+        let batch = self.shape.dims.batch;
+        let mut all = Vec::with_capacity(head.len() * heads * batch);
+        for _ in 0..batch {
             for token in head.chunks_exact(row) {
-                (0..self.dims.heads).for_each(|_| all.extend_from_slice(token));
+                (0..heads).for_each(|_| all.extend_from_slice(token));
             }
         }
         self.client.create_from_slice(&all)
     }
 
+    /// Rows of value heads.
     fn rows(&self, x: &[f64], width: usize) -> Handle {
+        self.rows_of(x, width, self.shape.dims.heads)
+    }
+
+    fn rows_of(&self, x: &[f64], width: usize, heads: usize) -> Handle {
         if !self.half {
-            return self.gates(x, width);
+            return self.numbers(x, width, heads);
         }
         let bytes: Vec<u8> = x.iter().flat_map(|x| bf16::from_f64(*x).to_le_bytes()).collect();
-        self.spread(&bytes, 2 * width)
+        self.spread(&bytes, 2 * width, heads)
     }
 
     fn gates(&self, x: &[f64], width: usize) -> Handle {
+        self.numbers(x, width, self.shape.dims.heads)
+    }
+
+    fn numbers(&self, x: &[f64], width: usize, heads: usize) -> Handle {
         let bytes: Vec<u8> = x.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect();
-        self.spread(&bytes, 4 * width)
+        self.spread(&bytes, 4 * width, heads)
     }
 
     fn upload(&self, x: &oracle::Inputs) -> Inputs {
-        let width = self.dims.key_width;
+        let Dims { key_heads, key_width: width, value_width, .. } = self.shape.dims;
         let (mut a, mut b, mut beta) = (None, None, None);
         match &x.transition {
             oracle::Transition::Identity => {}
@@ -353,9 +402,9 @@ impl<R: Runtime> Case<'_, R> {
         }
         let gate = if self.variant.decay == Decay::Vector { width } else { 1 };
         Inputs {
-            q: self.rows(&x.q, width),
-            k: self.rows(&x.k, width),
-            v: self.rows(&x.v, width),
+            q: self.rows_of(&x.q, width, key_heads),
+            k: self.rows_of(&x.k, width, key_heads),
+            v: self.rows(&x.v, value_width),
             a,
             b,
             g: x.decay.as_ref().map(|g| self.gates(g.values(), gate)),
@@ -368,8 +417,8 @@ impl<R: Runtime> Case<'_, R> {
     fn first_head(&self, x: &Buffer, width: usize) -> Vec<f64> {
         let bytes = self.client.read_one(x.handle.clone()).expect("the kernels ran");
         let size = x.dtype.size();
-        let row = self.dims.heads * width * size;
-        bytes[..row * self.dims.tokens]
+        let row = self.shape.dims.heads * width * size;
+        bytes[..row * self.shape.dims.tokens]
             .chunks_exact(row)
             .flat_map(|token| {
                 token[..width * size].chunks_exact(size).map(number).collect::<Vec<_>>()
@@ -389,58 +438,59 @@ struct Calls<'a, R: Runtime> {
 
 impl<'a, R: Runtime> Calls<'a, R> {
     fn new(case: &'a Case<'a, R>) -> Self {
-        let Dims { tokens, key_width: width, .. } = case.dims;
-        let one_head = oracle::Dims {
-            batch: 1,
-            tokens,
-            key_heads: 1,
-            heads: 1,
-            key_width: width,
-            value_width: width,
-        };
+        let Dims { tokens, key_width, value_width, .. } = case.shape.dims;
+        let one_head =
+            oracle::Dims { batch: 1, tokens, key_heads: 1, heads: 1, key_width, value_width };
         let mut sample = oracle::Inputs::random(1, one_head, &recipe(case.op));
         if case.half {
             round(&mut sample);
         }
         let mut rng = oracle::Rng::named(1, "d_o");
-        let d_o = rounded((0..tokens * width).map(|_| rng.normal()), case.half);
+        let d_o = rounded((0..tokens * value_width).map(|_| rng.normal()), case.half);
         let copies = (0..ROTATED).map(|_| case.upload(&sample)).collect();
-        Self { case, sample, copies, gradient: case.rows(&d_o, width), d_o }
+        Self { case, sample, copies, gradient: case.rows(&d_o, value_width), d_o }
     }
 
     /// Call `n` forward. `keep`: for a backward pass.
     fn forward(&self, n: usize, keep: bool) -> Forward {
-        let Case { client, variant, dims, .. } = *self.case;
-        let x = &self.copies[n % ROTATED];
-        forward(client, variant, dims, self.case.dtype(), x, keep).expect("it fits")
+        self.case.planned().expect("it fits").forward(&self.copies[n % ROTATED], keep)
     }
 
     /// Call `n` forward and backward.
     fn both(&self, n: usize) -> (Buffer, Backward) {
-        let Case { client, variant, dims, .. } = *self.case;
-        let done = self.forward(n, true);
-        let saved: Vec<_> = done.saved.iter().map(|b| b.handle.clone()).collect();
+        let planned = self.case.planned().expect("it fits");
         let x = &self.copies[n % ROTATED];
+        let done = planned.forward(x, true);
+        let saved: Vec<_> = done.saved.iter().map(|b| b.handle.clone()).collect();
         let given = Given { x, saved: &saved, d_o: &self.gradient, d_state: None };
-        let d = backward(client, variant, dims, self.case.dtype(), given);
-        (done.o, d.expect("it fits"))
+        (done.o, planned.backward(given))
+    }
+
+    /// The first sequence's tokens: all, or those of the first of a row.
+    fn first_sequence(&self) -> usize {
+        let Shape { dims, cu_seqlens, .. } = &self.case.shape;
+        cu_seqlens.as_ref().map_or(dims.tokens, |offsets| offsets[1])
     }
 
     /// Relative errors of the first head: of o, and of the gradient that is furthest off.
     fn errors(&self) -> [f64; 2] {
-        let Case { op, variant, dims: Dims { key_width: width, .. }, .. } = *self.case;
+        let Case { op, variant, shape, .. } = self.case;
+        let Dims { key_width: width, value_width, .. } = shape.dims;
+        let tokens = self.first_sequence();
         let (o, d) = self.both(0);
         let error = |want: &[f64], got: &Buffer, width: usize| {
-            let got = self.case.first_head(got, width);
-            let wrong: f64 = want.iter().zip(&got).map(|(w, g)| (w - g) * (w - g)).sum();
+            let got = &self.case.first_head(got, width)[..tokens * width];
+            let wrong: f64 = want.iter().zip(got).map(|(w, g)| (w - g) * (w - g)).sum();
             (wrong / want.iter().map(|w| w * w).sum::<f64>()).sqrt()
         };
-        let want = oracle::backward(&self.sample, &self.d_o, &vec![0.0; width * width]);
+        let sample = oracle::slice_tokens(&self.sample, 0, tokens, None);
+        let d_o = &self.d_o[..tokens * value_width];
+        let want = oracle::backward(&sample, d_o, &vec![0.0; width * value_width]);
         let gate_width = if variant.decay == Decay::Vector { width } else { 1 };
         let gradients = [
             ("dq", Some(&want.q), Some(&d.q), width),
             ("dk", Some(&want.k), Some(&d.k), width),
-            ("dv", Some(&want.v), Some(&d.v), width),
+            ("dv", Some(&want.v), Some(&d.v), value_width),
             ("dg", want.g.as_ref(), d.g.as_ref(), gate_width),
             ("dbeta", want.beta.as_ref(), d.beta.as_ref(), 1),
             ("da", want.a.as_ref(), d.a.as_ref(), width),
@@ -450,11 +500,11 @@ impl<'a, R: Runtime> Calls<'a, R> {
         for (name, want, got, width) in gradients {
             if let (Some(want), Some(got)) = (want, got) {
                 let error = error(want, got, width);
-                eprintln!("  {op} {} {name}: off by {error:.2e}", self.case.shape());
+                eprintln!("  {op} {} {name}: off by {error:.2e}", shape.text);
                 worst = worst.max(error);
             }
         }
-        [error(&oracle::forward(&self.sample).o, &o, width), worst]
+        [error(&oracle::forward(&sample).o, &o, value_width), worst]
     }
 }
 

@@ -21,7 +21,7 @@ mod tile;
 mod variant;
 
 pub use buffer::Buffer;
-pub use chunkwise::choose::{WIDEST, engine, launches};
+pub use chunkwise::choose::{WIDEST, WIDEST_VALUE, engine, launches};
 pub use chunkwise::launch::{Chunkwise, backward, forward};
 pub use refusal::Refusal;
 pub use tensors::{Backward, Forward, Given, Inputs};

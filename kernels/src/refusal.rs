@@ -1,7 +1,7 @@
 //! Refusals: why nothing was launched, and the checks that all kernels share.
 
 use crate::variant::Dims;
-use cubecl::ir::{ElemType, FloatKind, StorageType};
+use cubecl::ir::{ElemType, FloatKind, StorageType, UIntKind};
 use cubecl::prelude::*;
 
 /// Why nothing was launched.
@@ -62,6 +62,13 @@ pub enum Refusal {
         /// Most rows.
         most: usize,
     },
+    /// Cumulative lengths that do not divide one row of tokens into sequences.
+    Lengths {
+        /// Rows given.
+        batch: usize,
+        /// Tokens of a row.
+        tokens: usize,
+    },
     /// A tensor of the variant is missing, or one is given that the variant does not have.
     Tensor {
         /// The tensor.
@@ -102,6 +109,11 @@ impl core::fmt::Display for Refusal {
                 "[{rows}, {inner}] times [{inner}, {columns}]; rows have to be 1 to {most}, the rest at \
                  least 1"
             ),
+            Self::Lengths { batch, tokens } => write!(
+                f,
+                "cumulative lengths have to grow from 0 to the tokens of one row; there are {batch} rows of \
+                 {tokens}"
+            ),
             Self::Tensor { name, wanted: true } => write!(f, "`{name}` is missing"),
             Self::Tensor { name, wanted: false } => {
                 write!(f, "`{name}` is given, and the variant has none")
@@ -112,6 +124,7 @@ impl core::fmt::Display for Refusal {
 
 impl core::error::Error for Refusal {}
 
+pub(crate) const U32: StorageType = StorageType::Scalar(ElemType::UInt(UIntKind::U32));
 pub(crate) const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
 
 /// The device has the type of the rows, at least to convert it.

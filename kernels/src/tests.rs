@@ -11,6 +11,9 @@ use half::{bf16, f16};
 use linattn_oracle as oracle;
 use oracle::{Decay, Family, Gate, Read, Recipe, Rng, Strength, Transition};
 
+#[path = "varlen_tests.rs"]
+mod varlen;
+
 /// Type of the rows: gates and states are f32 always.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Rows {
@@ -187,6 +190,79 @@ fn error(want: &[f64], got: Vec<f64>) -> f64 {
     if wrong <= 1e-12 * (want.len() as f64).sqrt() { 0.0 } else { wrong / size }
 }
 
+/// Outputs, last states and gradients of a case.
+struct Truth {
+    o: Vec<f64>,
+    state: Vec<f64>,
+    d: oracle::Gradients,
+}
+
+/// A case, and the gradients that its backward pass starts from.
+struct Case {
+    x: oracle::Inputs,
+    rows: Rows,
+    d_o: Vec<f64>,
+    d_state: Vec<f64>,
+}
+
+impl Case {
+    /// Of `x`, in what the type of its rows can hold.
+    fn new(x: &oracle::Inputs, rows: Rows, states: usize) -> Self {
+        let x = rounded(x, rows);
+        let oracle::Dims { batch, tokens, heads, key_width, value_width, .. } = x.dims;
+        let mut rng = Rng::named(7, "gradients");
+        let mut draw = |n: usize| (0..n).map(|_| rng.normal()).collect::<Vec<_>>();
+        let mut d_o = draw(batch * tokens * heads * value_width);
+        rows.round(&mut d_o);
+        let d_state = draw(states * heads * key_width * value_width);
+        Self { x, rows, d_o, d_state }
+    }
+
+    fn truth(&self) -> Truth {
+        let truth = oracle::forward(&self.x);
+        let d = oracle::backward(&self.x, &self.d_o, &self.d_state);
+        Truth { o: truth.o, state: truth.state, d }
+    }
+
+    /// The worst relative errors of outputs, states and gradients.
+    fn errors<R: Runtime>(
+        &self,
+        up: &Uploaded<'_, R>,
+        planned: &Chunkwise<R>,
+        truth: Truth,
+    ) -> Vec<(&'static str, f64)> {
+        let (client, want) = (up.client, truth.d);
+        let got = planned.forward(&up.x, true);
+        let saved: Vec<Handle> = got.saved.iter().map(|b| b.handle.clone()).collect();
+        let d_o = client.create_from_slice(&self.rows.bytes(&self.d_o));
+        let d_state = client.create_from_slice(&Rows::F32.bytes(&self.d_state));
+        let given = Given { x: &up.x, saved: &saved, d_o: &d_o, d_state: Some(&d_state) };
+        let d = planned.backward(given);
+        let Backward { q, k, v, a, b, g, beta, state } = d;
+        let mut all = vec![
+            ("o", error(&truth.o, up.get(&got.o))),
+            ("state", error(&truth.state, up.get(&got.state))),
+            ("dq", error(&want.q, up.key_heads(up.get(&q)))),
+            ("dk", error(&want.k, up.key_heads(up.get(&k)))),
+            ("dv", error(&want.v, up.get(&v))),
+            ("dstate", error(&want.state, up.get(&state))),
+        ];
+        let optional = [
+            ("da", a, want.a.or(want.erase)),
+            ("db", b, want.b),
+            ("dg", g, want.g),
+            ("dbeta", beta, want.beta),
+        ];
+        for (name, got, want) in optional {
+            assert_eq!(got.is_some(), want.is_some(), "{name}");
+            if let (Some(got), Some(want)) = (got, want) {
+                all.push((name, error(&want, up.get(&got))));
+            }
+        }
+        all
+    }
+}
+
 /// The worst relative errors of one case: outputs (and state), gradients. Sequences are cut into
 /// `segments`, or as fits the device.
 fn errors<R: Runtime>(
@@ -195,47 +271,10 @@ fn errors<R: Runtime>(
     rows: Rows,
     segments: Option<usize>,
 ) -> Vec<(&'static str, f64)> {
-    let x = rounded(x, rows);
-    let truth = oracle::forward(&x);
-    let mut rng = Rng::named(7, "gradients");
-    let mut d_o: Vec<f64> = (0..truth.o.len()).map(|_| rng.normal()).collect();
-    rows.round(&mut d_o);
-    let d_state: Vec<f64> = (0..truth.state.len()).map(|_| rng.normal()).collect();
-    let want = oracle::backward(&x, &d_o, &d_state);
-
-    let up = Uploaded::new(client, &x, rows);
-    let dtype = rows.dtype();
-    let (variant, dims) = (up.variant, up.dims);
-    let planned = Chunkwise::new(client, variant, dims, dtype).expect("it fits");
-    let planned = planned.in_segments(segments);
-    let got = planned.forward(&up.x, true);
-    let saved: Vec<Handle> = got.saved.iter().map(|b| b.handle.clone()).collect();
-    let d_o = client.create_from_slice(&rows.bytes(&d_o));
-    let d_state = client.create_from_slice(&Rows::F32.bytes(&d_state));
-    let given = Given { x: &up.x, saved: &saved, d_o: &d_o, d_state: Some(&d_state) };
-    let d = planned.backward(given);
-    let Backward { q, k, v, a, b, g, beta, state } = d;
-    let mut all = vec![
-        ("o", error(&truth.o, up.get(&got.o))),
-        ("state", error(&truth.state, up.get(&got.state))),
-        ("dq", error(&want.q, up.key_heads(up.get(&q)))),
-        ("dk", error(&want.k, up.key_heads(up.get(&k)))),
-        ("dv", error(&want.v, up.get(&v))),
-        ("dstate", error(&want.state, up.get(&state))),
-    ];
-    let optional = [
-        ("da", a, want.a.or(want.erase)),
-        ("db", b, want.b),
-        ("dg", g, want.g),
-        ("dbeta", beta, want.beta),
-    ];
-    for (name, got, want) in optional {
-        assert_eq!(got.is_some(), want.is_some(), "{name}");
-        if let (Some(got), Some(want)) = (got, want) {
-            all.push((name, error(&want, up.get(&got))));
-        }
-    }
-    all
+    let case = Case::new(x, rows, x.dims.batch);
+    let up = Uploaded::new(client, &case.x, rows);
+    let planned = Chunkwise::new(client, up.variant, up.dims, rows.dtype()).expect("it fits");
+    case.errors(&up, &planned.in_segments(segments), case.truth())
 }
 
 #[track_caller]
@@ -318,7 +357,7 @@ fn cut<R: Runtime>(client: &ComputeClient<R>, recipe: &Recipe) {
 }
 
 /// Widths of all kinds, each with a length and heads: T, Hk, H, K, V.
-const SIZES: [[usize; 5]; 8] = [
+const SIZES: [[usize; 5]; 10] = [
     [1, 1, 1, 1, 1],
     [7, 1, 3, 5, 7],
     [65, 2, 4, 33, 1],
@@ -327,13 +366,15 @@ const SIZES: [[usize; 5]; 8] = [
     [130, 1, 1, 64, 64],
     [64, 1, 2, 128, 48],
     [330, 1, 2, 128, 128],
+    [100, 1, 2, 64, 528],
+    [130, 1, 2, 256, 512],
 ];
 
 fn sizes<R: Runtime>(client: &ComputeClient<R>, sizes: &[[usize; 5]], rows: Rows, limits: Limits) {
     for (n, [tokens, key_heads, heads, key_width, value_width]) in sizes.iter().copied().enumerate()
     {
         let dims = oracle::Dims { batch: 1, tokens, key_heads, heads, key_width, value_width };
-        let family = [Family::DeltaRule, Family::LinearAttention][n / 4];
+        let family = [Family::DeltaRule, Family::LinearAttention][n / 4 % 2];
         let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(family) };
         let x = oracle::Inputs::random(5, dims, &recipe);
         hold(client, &format!("{family:?}, {dims:?}"), &x, rows, limits);
@@ -491,6 +532,7 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
         |dims, dtype| engine(client, gated, dims, dtype).expect_err("refused").to_string();
     for (dims, dtype, want) in [
         (Dims { key_width: 257, ..good }, f32, "K is 257; the kernels take 1 to 256"),
+        (Dims { value_width: 4097, ..good }, f32, "V is 4097; the kernels take 1 to 4096"),
         (Dims { value_width: 0, ..good }, f32, "V is 0"),
         (Dims { heads: 3, key_heads: 2, ..good }, f32, "3 value heads are no multiple of 2"),
         (Dims { tokens: 0, ..good }, f32, "1 sequences of 0 tokens"),
@@ -631,6 +673,16 @@ macro_rules! each_transition {
         #[test]
         fn linear_attention_is_right_in_segments() {
             with_client(|client| every_cut(client, Family::LinearAttention, false));
+        }
+
+        #[test]
+        fn sequences_of_any_length_in_one_row_are_right() {
+            with_client(varlen::every_family);
+        }
+
+        #[test]
+        fn offsets_that_divide_no_row_are_refused() {
+            with_client(varlen::refusals);
         }
 
         #[test]
@@ -828,6 +880,11 @@ pub(crate) mod on_cuda {
         sizes(&client, &SIZES, Rows::F32, F32);
         sizes(&client, &SIZES, Rows::Bf16, HALF);
     }
+
+    #[test]
+    fn rows_of_sequences_are_right_on_tensor_cores() {
+        varlen::on_tensor_cores(&client());
+    }
 }
 
 /// The first adapter of wgpu: through SPIR-V with the feature `vulkan`, else through WGSL, which is what
@@ -870,7 +927,7 @@ pub(crate) mod on_wgpu {
     #[test]
     fn odd_sizes_are_right() {
         // Each width is compiled anew, which a device that is a CPU takes its time for.
-        with_client(|client| sizes(client, &SIZES[..5], Rows::F32, F32));
+        with_client(|client| sizes(client, &[&SIZES[..5], &SIZES[8..9]].concat(), Rows::F32, F32));
     }
 
     #[test]

@@ -10,8 +10,10 @@ use crate::variant::{Dims, Variant};
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 
-/// Widest key and value.
+/// Widest key.
 pub const WIDEST: usize = 256;
+/// Widest value: columns of the state never meet, so that values are worked on in tiles of at most 128.
+pub const WIDEST_VALUE: usize = 4096;
 
 /// How one operation is cut up on one device. Batch and length decide only which of two widths the tiles
 /// of values have, and into how many segments sequences are cut, which is not compiled in.
@@ -34,6 +36,52 @@ impl Plans {
     /// Chunks of a segment.
     pub fn segment(&self, dims: Dims) -> usize {
         dims.tokens.div_ceil(self.state_pass.chunk).div_ceil(self.segments)
+    }
+
+    /// The same for sequences with lengths of their own.
+    fn set_varlen(&mut self) {
+        let Self { intra_chunk, state_pass, local_pass, input_gradients, .. } = self;
+        let passes = [&mut state_pass.common, &mut local_pass.common];
+        let stages = [intra_chunk, &mut input_gradients.common];
+        passes.into_iter().chain(stages).for_each(|plan| plan.varlen = true);
+    }
+}
+
+/// Plans for sequences with lengths of their own, `cu_seqlens`, in one row: no sequence is cut into segments.
+pub(crate) fn varlen_plans<R: Runtime>(
+    client: &ComputeClient<R>,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+    cu_seqlens: &[usize],
+) -> Result<Plans, Refusal> {
+    let sequences = cu_seqlens.len().saturating_sub(1);
+    let device = client.properties();
+    check_sizes(device, dims)?;
+    check_row(device, dims, cu_seqlens)?;
+    check_type(client, dtype)?;
+    // Of so short sequences that none is cut.
+    let mut plans = plans_on(device, variant, Dims { batch: sequences, tokens: 1, ..dims }, dtype)?;
+    plans.set_varlen();
+    Ok(plans)
+}
+
+/// The offsets divide one row into sequences of at least one token, of which the device takes so many.
+fn check_row(device: &DeviceProperties, dims: Dims, cu_seqlens: &[usize]) -> Result<(), Refusal> {
+    let grows = cu_seqlens.windows(2).all(|pair| pair[0] < pair[1]);
+    let ends = cu_seqlens.first() == Some(&0) && cu_seqlens.last() == Some(&dims.tokens);
+    if !grows || !ends || dims.batch != 1 {
+        return Err(Refusal::Lengths { batch: dims.batch, tokens: dims.tokens });
+    }
+    let sequences = cu_seqlens.len() - 1;
+    check_sizes(device, Dims { batch: sequences, tokens: 1, ..dims })?;
+    // A chunk may have one token alone.
+    let chunks = dims.tokens.div_ceil(16) + sequences;
+    let states = chunks * dims.heads * dims.key_width * dims.value_width;
+    let most = u32::MAX as usize;
+    match states > most {
+        true => Err(Refusal::TooLarge { what: "numbers in a tensor", got: states, most }),
+        false => Ok(()),
     }
 }
 
@@ -108,13 +156,13 @@ pub(super) fn plans_on(
 
 /// Buffers that a state pass is given, whatever the variant, and one of sizes: more than any other stage. A
 /// browser may have 8 or 10, native drivers have dozens and more.
-const BUFFERS: usize = 27;
+const BUFFERS: usize = 28;
 
 fn check_sizes(device: &DeviceProperties, dims: Dims) -> Result<(), Refusal> {
     let Dims { batch, tokens, heads, key_width, value_width, .. } = dims;
-    for (name, got) in [("K", key_width), ("V", value_width)] {
-        if !(1..=WIDEST).contains(&got) {
-            return Err(Refusal::Width { name, got, most: WIDEST });
+    for (name, got, most) in [("K", key_width, WIDEST), ("V", value_width, WIDEST_VALUE)] {
+        if !(1..=most).contains(&got) {
+            return Err(Refusal::Width { name, got, most });
         }
     }
     check_heads(dims)?;
@@ -210,6 +258,7 @@ fn mma_cut(
     let common = Plan {
         source: SOURCE,
         variant,
+        varlen: false,
         engine: Engine::Mma,
         key_width,
         value_width,
@@ -299,6 +348,7 @@ fn tf32(device: &DeviceProperties, variant: Variant, dims: Dims) -> Option<Plans
     let common = Plan {
         source: SOURCE,
         variant,
+        varlen: false,
         engine: Engine::Tf32,
         key_width,
         value_width,
@@ -343,6 +393,7 @@ fn plain(device: &DeviceProperties, variant: Variant, dims: Dims) -> Result<Plan
         let common = Plan {
             source: SOURCE,
             variant,
+            varlen: false,
             engine: Engine::Plain,
             key_width,
             value_width,

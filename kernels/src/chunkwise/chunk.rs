@@ -5,7 +5,7 @@ use crate::tile::Rows;
 use cubecl::prelude::*;
 
 /// Sizes that are no part of the compiled code.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[derive(CubeType, CubeLaunch)]
 pub(crate) struct Sizes {
     pub tokens: u32,
     pub heads: u32,
@@ -13,6 +13,8 @@ pub(crate) struct Sizes {
     pub chunks: u32,
     /// Chunks of a segment.
     pub segment: u32,
+    /// Where sequences have lengths of their own: the table of varlen.rs.
+    pub table: Array<u32>,
 }
 
 /// One chunk of one head of one sequence.
@@ -26,7 +28,7 @@ pub(crate) struct Place {
     pub rows: Rows,
     /// Numbers of a token and head, `[B, T, H]`: a scalar decay, and beta.
     pub scalars: Rows,
-    /// Number of the chunk among all, `[B, H, chunks]`.
+    /// Number of the chunk among all, `[B, H, chunks]`, or `[H, chunks]` of all sequences.
     pub index: usize,
     /// Tokens it has.
     pub valid: usize,
@@ -35,18 +37,18 @@ pub(crate) struct Place {
 /// Offsets of one (sequence, head), common to its chunks: computed once, because they take divisions.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct HeadOffsets {
-    tokens: usize,
-    heads: usize,
-    key_heads: usize,
-    head: usize,
-    key_head: usize,
+    pub tokens: usize,
+    pub heads: usize,
+    pub key_heads: usize,
+    pub head: usize,
+    pub key_head: usize,
     /// Its sequence's first token, of all sequences' tokens.
-    first: usize,
+    pub first: usize,
     /// Its first chunk, of all chunks.
-    chunks: usize,
+    pub chunks: usize,
 }
 
-/// (Sequence, head) `batch_head`.
+/// (Sequence, head) `batch_head` where all sequences have one length.
 #[cube]
 pub(crate) fn head_offsets(sizes: &Sizes, batch_head: usize) -> HeadOffsets {
     let heads = sizes.heads as usize;
@@ -62,18 +64,6 @@ pub(crate) fn head_offsets(sizes: &Sizes, batch_head: usize) -> HeadOffsets {
         first: batch_head / heads * tokens,
         chunks: batch_head * sizes.chunks as usize,
     }
-}
-
-/// Chunk `chunk` of (sequence, head) `batch_head`.
-#[cube]
-pub(crate) fn place(
-    sizes: &Sizes,
-    batch_head: usize,
-    chunk: usize,
-    #[comptime] plan: Plan,
-) -> Place {
-    let head_offsets = head_offsets(sizes, batch_head);
-    place_in(&head_offsets, chunk, plan)
 }
 
 /// A chunk of a (sequence, head).

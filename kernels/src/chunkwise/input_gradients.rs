@@ -17,7 +17,7 @@
 //! memory whole (gradient_tiles.rs). dg and dbeta: gate_gradients.rs.
 
 use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors, StageTypes, Types};
-use crate::chunkwise::chunk::{Place, Sizes, Sums, between, chunk_sums, place, sum_vectors};
+use crate::chunkwise::chunk::{Place, Sizes, Sums, between, chunk_sums, sum_vectors};
 use crate::chunkwise::decay::{from_start, to_end, vector_from_start};
 use crate::chunkwise::gate_gradients::{
     Gate, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products, clear_d_gates,
@@ -33,6 +33,7 @@ use crate::chunkwise::score_gradients::{
     ScoreGradients, fill_weights, prepare, scale_erase_rows, score_gradients, scored_tile,
 };
 use crate::chunkwise::state::add;
+use crate::chunkwise::varlen::own_chunk;
 use crate::chunkwise::vector_decay::{AdjointRows, Side, scores_adjoint};
 use crate::tile::{Acc, Pair, column, mul, row, set, write_out_by_four, zeros};
 use cubecl::prelude::barrier::Barrier;
@@ -157,7 +158,7 @@ pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M:
     #[define(F, X, E)] _types: [StorageType; 3],
     #[define(G, N, M, W)] _widths: [usize; 4],
 ) {
-    let place = place(sizes, CUBE_POS_Y as usize, CUBE_POS_X as usize, comptime!(*plan));
+    let place = own_chunk(sizes, comptime!(*plan));
     let from = inputs::<Types<F, X, E, G, N, M, W>>(x, pairs, saved, place);
     let mut chunk = chunk::<Types<F, X, E, G, N, M, W>>(from, out, plan);
     if comptime!(plan.whole) {

@@ -15,13 +15,14 @@
 
 use crate::chunkwise::arguments::{IntraChunkOut, Operands, StageTypes, Types};
 use crate::chunkwise::chunk::{
-    Place, Sizes, Sums, between, chunk_sums, own, place, since_start, sum_scalars, sum_vectors,
+    Place, Sizes, Sums, between, chunk_sums, own, since_start, sum_scalars, sum_vectors,
 };
 use crate::chunkwise::decay::{
     Mask, apply_decay_mask, decay_factors, decay_mask, erase_scale, from_start,
     intersects_lower_triangle, to_end, vector_from_start,
 };
 use crate::chunkwise::plan::{Plan, UNUSED, row_major, transposed};
+use crate::chunkwise::varlen::own_chunk;
 use crate::chunkwise::vector_decay::{ScoreRows, add_near, near_scores, scores as decayed_scores};
 use crate::tile::{
     Acc, Pair, column, fetch, inside, invert, lay, load, mul, put_out, row, set, store, tile,
@@ -40,7 +41,7 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
     #[define(G, N, M)] _widths: [usize; 3],
 ) {
     let variant = comptime!(plan.variant);
-    let place = place(sizes, CUBE_POS_Y as usize, CUBE_POS_X as usize, plan);
+    let place = own_chunk(sizes, plan);
     let mut rows = slices::<X, N>(plan);
     if comptime!(variant.scalar() && plan.key_slices() > 1) {
         sum_scalars(&mut rows.sums, &x.scalar_g, &place.scalars, plan);

@@ -7,7 +7,7 @@ use crate::chunkwise::arguments::{
 use crate::chunkwise::buffers::{
     GradientBuffers, PassBuffers, PassGradients, Saved, Scores, UNUSED,
 };
-use crate::chunkwise::choose::{Plans, plans};
+use crate::chunkwise::choose::{Plans, plans, varlen_plans};
 use crate::chunkwise::chunk::SizesLaunch;
 use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::input_gradients::input_gradients;
@@ -17,7 +17,8 @@ use crate::chunkwise::sequence_parallel::{COLUMNS, UNITS, combine_decays, combin
 use crate::chunkwise::state::{RegisterState, SharedMemoryState, StatePlace};
 use crate::chunkwise::state_pass::{state_pass_backward, state_pass_forward};
 use crate::chunkwise::task::{Span, Task};
-use crate::refusal::{F32, Refusal};
+use crate::chunkwise::varlen::Table;
+use crate::refusal::{F32, Refusal, U32};
 use crate::tensors::{Backward, Forward, Given, Inputs, check_tensors};
 use crate::tile::Engine;
 use crate::variant::{Dims, Variant};
@@ -32,7 +33,27 @@ struct Call<'a, R: Runtime> {
     variant: Variant,
     dims: Dims,
     dtype: StorageType,
+    row: Option<&'a Row>,
     x: &'a Inputs,
+}
+
+/// Sequences with lengths of their own, in one row.
+struct Row {
+    sequences: usize,
+    chunks: usize,
+    table: Buffer,
+}
+
+impl Row {
+    fn new<R: Runtime>(client: &ComputeClient<R>, table: &Table) -> Self {
+        let handle = client.create_from_slice(&table.bytes());
+        let shape = vec![table.numbers.len()];
+        Self {
+            sequences: table.sequences,
+            chunks: table.chunks,
+            table: Buffer { handle, shape, dtype: U32 },
+        }
+    }
 }
 
 /// The kernels of one call, planned once for its forward and its backward pass.
@@ -42,6 +63,7 @@ pub struct Chunkwise<R: Runtime> {
     variant: Variant,
     dims: Dims,
     dtype: StorageType,
+    row: Option<Row>,
 }
 
 impl<R: Runtime> Chunkwise<R> {
@@ -56,7 +78,25 @@ impl<R: Runtime> Chunkwise<R> {
         dtype: StorageType,
     ) -> Result<Self, Refusal> {
         let plans = plans(client, variant, dims, dtype)?;
-        Ok(Self { client: client.clone(), plans, variant, dims, dtype })
+        Ok(Self { client: client.clone(), plans, variant, dims, dtype, row: None })
+    }
+
+    /// Plans for sequences of different lengths, one after another in one row: B is 1, and sequence n has the
+    /// tokens `cu_seqlens[n]..cu_seqlens[n + 1]`. First and last states are `[N, H, K, V]`, all other tensors as
+    /// of one sequence.
+    ///
+    /// # Errors
+    /// [`Refusal`] names what the kernels cannot take.
+    pub fn varlen(
+        client: &ComputeClient<R>,
+        variant: Variant,
+        dims: Dims,
+        dtype: StorageType,
+        cu_seqlens: &[usize],
+    ) -> Result<Self, Refusal> {
+        let plans = varlen_plans(client, variant, dims, dtype, cu_seqlens)?;
+        let row = Row::new(client, &Table::new(cu_seqlens, plans.state_pass.chunk));
+        Ok(Self { client: client.clone(), plans, variant, dims, dtype, row: Some(row) })
     }
 
     /// Cut into so many segments, in place of as many as fit the device.
@@ -70,8 +110,9 @@ impl<R: Runtime> Chunkwise<R> {
         if let Err(why) = check_tensors(self.variant, x) {
             panic!("tensors of {:?}: {why}", self.variant);
         }
-        let Self { client, plans, variant, dims, dtype } = self;
-        Call { client, plans: *plans, variant: *variant, dims: *dims, dtype: *dtype, x }
+        let Self { client, plans, variant, dims, dtype, row } = self;
+        let (plans, variant, dims, dtype) = (*plans, *variant, *dims, *dtype);
+        Call { client, plans, variant, dims, dtype, row: row.as_ref(), x }
     }
 
     /// Whole sequences. `save` leaves in `saved` what [`Self::backward`] needs.
@@ -111,21 +152,29 @@ impl<R: Runtime> Chunkwise<R> {
 }
 
 impl<R: Runtime> Call<'_, R> {
+    /// Chunks of a sequence; of all where sequences have lengths of their own.
     fn chunks(&self) -> usize {
-        self.dims.tokens.div_ceil(self.plans.state_pass.chunk)
+        match self.row {
+            Some(row) => row.chunks,
+            None => self.dims.tokens.div_ceil(self.plans.state_pass.chunk),
+        }
     }
 
     /// Chunks of a segment.
     fn segment(&self) -> usize {
-        self.plans.segment(self.dims)
+        match self.row {
+            Some(row) => row.chunks,
+            None => self.plans.segment(self.dims),
+        }
     }
 
     fn segments(&self) -> usize {
         self.chunks().div_ceil(self.segment())
     }
 
-    fn batch_heads(&self) -> usize {
-        self.dims.batch * self.dims.heads
+    /// Sequences, each with states of its own.
+    fn sequences(&self) -> usize {
+        self.row.map_or(self.dims.batch, |row| row.sequences)
     }
 
     fn buffer(&self, shape: &[usize], dtype: StorageType) -> Buffer {
@@ -140,7 +189,11 @@ impl<R: Runtime> Call<'_, R> {
     fn sizes(&self) -> SizesLaunch<R> {
         let Dims { tokens, heads, key_heads, .. } = self.dims;
         let (chunks, segment) = (self.chunks() as u32, self.segment() as u32);
-        SizesLaunch::new(tokens as u32, heads as u32, key_heads as u32, chunks, segment)
+        let table = match self.row {
+            Some(row) => whole(&row.table),
+            None => array(&self.x.q, 1),
+        };
+        SizesLaunch::new(tokens as u32, heads as u32, key_heads as u32, chunks, segment, table)
     }
 
     fn keys_shape(&self) -> [usize; 4] {
@@ -164,8 +217,8 @@ impl<R: Runtime> Call<'_, R> {
     }
 
     fn state_shape(&self) -> [usize; 4] {
-        let Dims { batch, heads, key_width, value_width, .. } = self.dims;
-        [batch, heads, key_width, value_width]
+        let Dims { heads, key_width, value_width, .. } = self.dims;
+        [self.sequences(), heads, key_width, value_width]
     }
 
     /// A matrix of a chunk's own.
@@ -174,8 +227,10 @@ impl<R: Runtime> Call<'_, R> {
         [batch, heads, self.chunks(), rows, columns]
     }
 
+    /// Cubes of chunks.
     fn cubes(&self, across: usize) -> CubeCount {
-        CubeCount::Static(across as u32, self.batch_heads() as u32, 1)
+        let Dims { batch, heads, .. } = self.dims;
+        CubeCount::Static(across as u32, (batch * heads) as u32, 1)
     }
 
     fn operands<F: Float, G: Size>(&self) -> OperandsLaunch<F, G, R> {
@@ -311,7 +366,8 @@ impl<R: Runtime> Call<'_, R> {
             }
         };
         let plan = StatePlan { task, ..plan };
-        let cubes = CubeCount::Static(across as u32, self.batch_heads() as u32, deep as u32);
+        let batch_heads = self.sequences() * self.dims.heads;
+        let cubes = CubeCount::Static(across as u32, batch_heads as u32, deep as u32);
         match plan.in_registers() {
             true => self.launch_pass::<RegisterState>(scores, d_o, plan, cubes, of),
             false => self.launch_pass::<SharedMemoryState>(scores, d_o, plan, cubes, of),

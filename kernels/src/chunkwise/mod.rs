@@ -8,6 +8,7 @@
 //!                                                                  gate_gradients
 //!
 //! chunk, decay       offsets of a chunk, its decay                 all stages
+//! varlen             sequences with lengths of their own           all stages
 //! arguments, roles   tensors of the kernels, names of matrices     all stages
 //! plan, task         compile-time values                           all stages
 //! choose, buffers,   plans of a device, buffers and launches       host
@@ -36,4 +37,5 @@ mod state_chunk;
 mod state_pass;
 mod state_tiles;
 mod task;
+mod varlen;
 mod vector_decay;

@@ -13,6 +13,8 @@ pub(crate) const UNUSED: usize = 16;
 pub(crate) struct Plan {
     pub source: &'static str,
     pub variant: Variant,
+    /// Sequences have lengths of their own.
+    pub varlen: bool,
     pub engine: Engine,
     pub key_width: usize,
     pub value_width: usize,

@@ -25,6 +25,7 @@
 use crate::chunkwise::chunk::{HeadOffsets, Place, Sizes, head_offsets, place_in};
 use crate::chunkwise::plan::{Plan, StatePlan};
 use crate::chunkwise::task::Span;
+use crate::chunkwise::varlen::{offsets_in_row, sequence};
 use crate::tile::{Rows, tile};
 use cubecl::prelude::*;
 
@@ -55,9 +56,33 @@ pub(crate) struct WorkRange {
     pub transition: bool,
 }
 
-/// The work range of this cube. Cubes of a local pass lie in a row: all of E, then all of M.
+/// The work range of this cube.
 #[cube]
 pub(crate) fn work_range(sizes: &Sizes, #[comptime] plan: StatePlan) -> WorkRange {
+    if comptime!(plan.varlen) { sequence_range(sizes, plan) } else { segment_range(sizes, plan) }
+}
+
+/// A whole sequence of a length of its own.
+#[cube]
+fn sequence_range(sizes: &Sizes, #[comptime] plan: StatePlan) -> WorkRange {
+    let heads = sizes.heads as usize;
+    let (place, head) = (CUBE_POS_Y as usize / heads, CUBE_POS_Y as usize % heads);
+    let sequence = sequence(sizes, place);
+    WorkRange {
+        batch_head: sequence.number * heads + head,
+        head_offsets: offsets_in_row(sizes, &sequence, head),
+        first: CUBE_POS_X as usize * comptime!(plan.value_slice),
+        from: 0usize.runtime(),
+        chunks: (sequence.tokens - 1) / comptime!(plan.chunk) + 1,
+        segment: 0usize.runtime(),
+        segments: 1usize.runtime(),
+        transition: false.runtime(),
+    }
+}
+
+/// A whole sequence, or a segment. Cubes of a local pass lie in a row: all of E, then all of M.
+#[cube]
+fn segment_range(sizes: &Sizes, #[comptime] plan: StatePlan) -> WorkRange {
     let task = comptime!(plan.task);
     let all = sizes.chunks as usize;
     let length = sizes.segment as usize;

@@ -209,7 +209,7 @@ fn recurrence<B: Backend>(
 ) -> Recurrence<FloatTensor<B>> {
     let [q, k, v] = rows.map(primitive);
     let (decay, state) = (g.map(Decay::log_decay), state.map(primitive));
-    Recurrence { q, k, v, decay, transition, state }
+    Recurrence { q, k, v, decay, transition, state, lengths: None }
 }
 
 /// Decayed linear attention over whole sequences. Gradients reach every tensor of `x`, and `state`.
@@ -253,6 +253,42 @@ pub fn low_rank<B: LinearAttentionBackend>(
     state: Option<Tensor<B, 4>>,
 ) -> OpResult<B> {
     chunked("low_rank", x.recurrence(state))
+}
+
+/// [`linear_attention`] of N sequences that lie one after another in one row: B is 1, the states are `[N, H, K, V]`,
+/// and no sequence sees another.
+/// # Errors
+/// As [`linear_attention`], and [`OpError`] where the lengths do not divide the row.
+pub fn linear_attention_varlen<B: LinearAttentionBackend>(
+    x: LinearAttentionInputs<B>,
+    lengths: &SequenceLengths,
+    state: Option<Tensor<B, 4>>,
+) -> OpResult<B> {
+    varlen("linear_attention_varlen", x.recurrence(state), lengths)
+}
+
+/// [`delta_rule`] of N sequences that lie one after another in one row: B is 1, the states are `[N, H, K, V]`, and
+/// no sequence sees another.
+/// # Errors
+/// As [`delta_rule`], and [`OpError`] where the lengths do not divide the row.
+pub fn delta_rule_varlen<B: LinearAttentionBackend>(
+    x: DeltaRuleInputs<B>,
+    lengths: &SequenceLengths,
+    state: Option<Tensor<B, 4>>,
+) -> OpResult<B> {
+    varlen("delta_rule_varlen", x.recurrence(state), lengths)
+}
+
+/// [`low_rank`] of N sequences that lie one after another in one row: B is 1, the states are `[N, H, K, V]`, and no
+/// sequence sees another.
+/// # Errors
+/// As [`low_rank`], and [`OpError`] where the lengths do not divide the row.
+pub fn low_rank_varlen<B: LinearAttentionBackend>(
+    x: LowRankInputs<B>,
+    lengths: &SequenceLengths,
+    state: Option<Tensor<B, 4>>,
+) -> OpResult<B> {
+    varlen("low_rank_varlen", x.recurrence(state), lengths)
 }
 
 /// One token of [`low_rank`]: T is 1 in every tensor of `x`.
@@ -451,6 +487,14 @@ fn chunked<B: LinearAttentionBackend>(
     x.check(op)?;
     let Forward { o, state, .. } = B::chunkwise(x, false);
     Ok((tensor(o), tensor(state)))
+}
+
+fn varlen<B: LinearAttentionBackend>(
+    op: &'static str,
+    x: Recurrence<FloatTensor<B>>,
+    lengths: &SequenceLengths,
+) -> OpResult<B> {
+    chunked(op, Recurrence { lengths: Some(lengths.clone()), ..x })
 }
 
 fn step<B: LinearAttentionBackend>(op: &'static str, x: Recurrence<FloatTensor<B>>) -> OpResult<B> {

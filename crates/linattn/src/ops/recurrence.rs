@@ -1,6 +1,7 @@
 //! A recurrence with a matrix for a state, as backends get it: which one it is, its tensors, and its results.
 
 use super::error::OpError;
+use super::lengths::SequenceLengths;
 use burn::tensor::{Shape, TensorMetadata};
 #[cfg(feature = "fusion")]
 use std::{
@@ -106,8 +107,10 @@ impl<T> Transition<T> {
 /// Sizes of a recurrence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dims {
-    /// B, sequences.
+    /// B, rows of the batch.
     pub batch: usize,
+    /// B, or N sequences in one row, with lengths of their own.
+    pub sequences: usize,
     /// T, tokens of a sequence.
     pub tokens: usize,
     /// Hk, heads of queries and keys.
@@ -141,14 +144,14 @@ impl Dims {
         [self.batch, self.tokens, self.heads, self.key_width]
     }
 
-    /// Of a state.
+    /// Of the states of all sequences.
     pub fn state_shape(&self) -> [usize; 4] {
-        [self.batch, self.heads, self.key_width, self.value_width]
+        [self.sequences, self.heads, self.key_width, self.value_width]
     }
 }
 
 /// One recurrence over some tokens, or the gradients of its tensors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recurrence<T> {
     /// Queries, `[B, T, Hk, K]`.
     pub q: T,
@@ -160,8 +163,10 @@ pub struct Recurrence<T> {
     pub decay: Option<LogDecay<T>>,
     /// The rest of what a token does to the state.
     pub transition: Transition<T>,
-    /// State before the first token, `[B, H, K, V]`; zeros if absent.
+    /// State before the first token, `[B, H, K, V]`, or `[N, H, K, V]` of N sequences in one row; zeros if absent.
     pub state: Option<T>,
+    /// Lengths of sequences that lie one after another in one row: B is 1. Else a row is a sequence.
+    pub lengths: Option<SequenceLengths>,
 }
 
 impl<T> Recurrence<T> {
@@ -174,6 +179,7 @@ impl<T> Recurrence<T> {
             decay: self.decay.map(|g| g.map(&mut f)),
             transition: self.transition.map(&mut f),
             state: self.state.map(f),
+            lengths: self.lengths,
         }
     }
 
@@ -186,6 +192,7 @@ impl<T> Recurrence<T> {
             decay: self.decay.as_ref().map(LogDecay::as_ref),
             transition: self.transition.as_ref(),
             state: self.state.as_ref(),
+            lengths: self.lengths.clone(),
         }
     }
 
@@ -227,6 +234,7 @@ impl<T: TensorMetadata> Recurrence<T> {
         let (q, v) = (self.q.shape(), self.v.shape());
         Dims {
             batch: q[0],
+            sequences: self.lengths.as_ref().map_or(q[0], SequenceLengths::count),
             tokens: q[1],
             key_heads: q[2],
             heads: v[2],
@@ -269,9 +277,12 @@ impl<T: TensorMetadata> Recurrence<T> {
                 return Err(OpError::Empty { op, tensor, got });
             }
         }
-        let Dims { key_heads, heads, .. } = self.dims();
+        let Dims { batch, tokens, key_heads, heads, .. } = self.dims();
         if !heads.is_multiple_of(key_heads) {
             return Err(OpError::Heads { op, heads, key_heads });
+        }
+        if let Some(lengths) = &self.lengths {
+            lengths.check(op, batch, tokens)?;
         }
         match self.shapes().into_iter().find(|(_, x, want)| x.shape() != *want) {
             Some((tensor, x, want)) => {
@@ -348,6 +359,7 @@ mod tests {
             decay: Some(LogDecay::Vector("g")),
             transition,
             state: Some("state"),
+            lengths: None,
         };
         let read = Read::Before;
         [
@@ -361,9 +373,9 @@ mod tests {
     #[test]
     fn a_list_of_the_tensors_fills_their_places_again() {
         for (x, count) in all().into_iter().zip([5, 6, 7, 7]) {
-            let (places, list) = x.into_list();
+            let (places, list) = x.clone().into_list();
             assert_eq!(list.len(), count);
-            assert_eq!(places.fill(list), x);
+            assert_eq!(places.clone().fill(list), x);
             let (_, places) = places.into_list();
             assert_eq!(places, (0..count).collect::<Vec<_>>());
         }
@@ -372,7 +384,8 @@ mod tests {
     #[test]
     fn pairs_are_of_the_same_place() {
         for x in all() {
-            assert_eq!(x.zip(x.map(str::len)), x.map(|name| (name, name.len())));
+            let named = x.clone().map(|name| (name, name.len()));
+            assert_eq!(x.clone().zip(x.map(str::len)), named);
         }
     }
 

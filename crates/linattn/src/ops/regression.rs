@@ -109,6 +109,7 @@ impl<B: LinearAttentionBackend> Regression<B> {
             decay: Some(LogDecay::Scalar(primitive(self.g.clone()))),
             transition: Transition::Identity { read: Read::After },
             state: self.first_of_keys().map(primitive),
+            lengths: None,
         };
         let (places, mut inputs) = memory.into_list();
         inputs.push(primitive(lambda));

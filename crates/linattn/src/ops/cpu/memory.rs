@@ -21,10 +21,11 @@ pub(super) fn forward(x: &Tensors, keep: bool) -> Option<Forward<FlexTensor>> {
 fn forward_of<R: Number>(x: Tensors, keep: bool) -> Forward<FlexTensor> {
     let dims = x.dims();
     let (mut o, mut last) = (zeros::<R>(x.v.shape().num_elements()), zeros(dims.states()));
-    let mut kept = keep.then(|| zeros(dims.kept()));
+    let states = recurrence::kept(&x, dims);
+    let mut kept = keep.then(|| zeros(states));
     let found = Outputs { o: &mut o, last: &mut last, kept: kept.as_deref_mut() };
     recurrence::forward(x.as_ref().map(slice), dims, found);
-    let kept = kept.map(|kept| tensor(kept, [dims.kept()]));
+    let kept = kept.map(|kept| tensor(kept, [states]));
     Forward {
         o: tensor(o, dims.values_shape()),
         state: tensor(last, dims.state_shape()),
@@ -52,7 +53,7 @@ fn backward_of<R: Number>(
     let given = Given { kept: slice(kept), d_o: maybe(&d_o), d_state: maybe(&d_state) };
     let new = |x: &FlexTensor| zeros::<R>(x.shape().num_elements());
     let (places, mut d) = x.as_ref().map(new).into_list();
-    let into = places.fill(d.iter_mut().map(Vec::as_mut_slice).collect());
+    let into = places.clone().fill(d.iter_mut().map(Vec::as_mut_slice).collect());
     recurrence::backward(x.as_ref().map(slice), x.dims(), given, into);
     x.zip(places.fill(d)).map(|(x, d)| tensor(d, x.shape()))
 }

@@ -1,5 +1,5 @@
 //! The operations on Burn's CubeCL backends: as kernels, and as tensor operations where the kernels
-//! refuse (f64; over whole sequences keys and values wider than 256; products of more than 64 rows).
+//! refuse (f64; over whole sequences keys wider than 256, and values wider than 4096; products of more than 64 rows).
 //! fused.rs has the layers around a recurrence, linear.rs matrix products.
 
 mod fused;
@@ -215,6 +215,7 @@ fn one_type<B: LinearAttentionBackend>(
             Transition::LowRank { a, b } => Transition::LowRank { a: like_v(a), b: like_v(b) },
         },
         state: x.state.map(f32),
+        lengths: x.lengths,
     }
 }
 
@@ -240,22 +241,29 @@ fn variant<T>(x: &Recurrence<T>) -> kernels::Variant {
 }
 
 fn sizes<R: CubeRuntime>(x: &Recurrence<CubeTensor<R>>) -> kernels::Dims {
-    let Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims();
+    let Dims { batch, tokens, key_heads, heads, key_width, value_width, .. } = x.dims();
     kernels::Dims { batch, tokens, key_heads, heads, key_width, value_width }
 }
 
 /// The kernels for whole sequences, if they take this.
 fn chunkwise<R: CubeRuntime>(x: &Recurrence<CubeTensor<R>>) -> Option<Chunkwise<R>> {
     match x.v.dtype {
-        DType::F32 | DType::F16 | DType::BF16 => {
-            Chunkwise::new(&x.v.client, variant(x), sizes(x), x.v.dtype.into()).ok()
-        }
-        _ => None,
+        DType::F32 | DType::F16 | DType::BF16 => {}
+        _ => return None,
     }
+    let (client, dtype) = (&x.v.client, x.v.dtype.into());
+    let planned = match &x.lengths {
+        Some(lengths) => {
+            Chunkwise::varlen(client, variant(x), sizes(x), dtype, lengths.cu_seqlens())
+        }
+        None => Chunkwise::new(client, variant(x), sizes(x), dtype),
+    };
+    planned.ok()
 }
 
 fn handles<R: CubeRuntime>(x: Recurrence<CubeTensor<R>>) -> kernels::Inputs {
-    let Recurrence { q, k, v, decay, transition, state } = x.map(|x| into_contiguous(x).handle);
+    let Recurrence { q, k, v, decay, transition, state, lengths: _ } =
+        x.map(|x| into_contiguous(x).handle);
     let (a, b, beta) = match transition {
         Transition::Identity { .. } => (None, None, None),
         Transition::Delta { beta, erase, .. } => (erase, None, Some(beta)),
@@ -353,6 +361,7 @@ impl<R: CubeRuntime> Launcher<R> {
                 }
             },
             state: places.state.map(|()| self.tensor(done.state)),
+            lengths: places.lengths,
         }
     }
 }

@@ -28,6 +28,7 @@
 
 mod decay;
 mod exponents;
+mod in_row;
 mod layout;
 mod mask;
 mod scalar_decay;
@@ -67,8 +68,11 @@ pub(in crate::ops) fn forward<B: Backend>(
     x: Recurrence<FloatTensor<B>>,
     keep: bool,
 ) -> Forward<FloatTensor<B>> {
-    let chunk = chunk_of(&x);
-    forward_by::<B>(x, chunk, keep)
+    match x.lengths.clone() {
+        // The backward pass makes anew what it needs of each sequence.
+        Some(lengths) => in_row::forward::<B>(&x, &lengths),
+        None => forward_by::<B>(x.clone(), chunk_of(&x), keep),
+    }
 }
 
 /// [`LinearAttentionBackend::chunkwise_backward`](crate::ops::LinearAttentionBackend::chunkwise_backward) in tensor
@@ -79,8 +83,10 @@ pub(in crate::ops) fn backward<B: Backend>(
     d_o: Option<FloatTensor<B>>,
     d_state: Option<FloatTensor<B>>,
 ) -> Recurrence<FloatTensor<B>> {
-    let chunk = chunk_of(&x);
-    backward_by::<B>(x, saved, [d_o, d_state], chunk)
+    match x.lengths.clone() {
+        Some(lengths) => in_row::backward::<B>(&x, &lengths, [d_o, d_state]),
+        None => backward_by::<B>(x.clone(), saved, [d_o, d_state], chunk_of(&x)),
+    }
 }
 
 /// The transition of a token, in chunks.
@@ -521,6 +527,7 @@ impl<B: Backend> Chunks<B> {
             }),
             transition,
             state: given.state.map(|of| like(d_start.reshape(of.shape()), &of)),
+            lengths: None,
         }
     }
 }

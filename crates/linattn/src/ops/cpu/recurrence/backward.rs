@@ -7,7 +7,7 @@ use super::tile::{
     Delta, Linear, LinearBefore, LowRank, Partial, Row, Rule, TILE, Token, Written, advance,
     reverse, totals,
 };
-use super::{BLOCK, Factors, Head, load, load_state, rows_at, store, store_state};
+use super::{BLOCK, Factors, Head, load, load_state, rows_at, sequences, store, store_state};
 use crate::ops::recurrence::{Dims, LogDecay, Read, Recurrence, Transition};
 use std::marker::PhantomData;
 
@@ -110,15 +110,15 @@ impl<R: Real, U: Rule> Job for Backward<'_, '_, R, U> {
 
     #[inline(always)]
     fn run<M: Machine>(mut self) {
-        let (dims, width) = (self.head.dims, self.head.dims.key_width);
+        let (dims, of, width) = (self.head.dims, self.head.of, self.head.dims.key_width);
         let mut d_states = load_state(dims, self.d_state);
         let by_row = matches!(self.head.x.decay, Some(LogDecay::Vector(_)));
         let mut factors = Factors::new(width);
         let mut replay = Replay::new(width);
         let (mut partial, mut totals) = (Partial::new(width), Totals::new(width));
-        for block in (0..dims.blocks()).rev() {
+        for block in (0..of.blocks()).rev() {
             let first = block * BLOCK;
-            let count = BLOCK.min(dims.tokens - first);
+            let count = BLOCK.min(of.tokens - first);
             factors.fill(&self.head, first, count);
             for (c, d_state) in d_states.chunks_exact_mut(width).enumerate() {
                 for (i, row) in replay.states[..width].iter_mut().enumerate() {
@@ -254,19 +254,21 @@ fn backward_as<R: Real, U: Rule>(
 ) {
     let group = s.heads / s.key_heads;
     let d = d.map(Shared::new);
-    for_each(s.batch * s.key_heads, 3 * group * s.work(), |n| {
-        let (b, key_head) = (n / s.key_heads, n % s.key_heads);
+    let sequences = sequences(&x, s);
+    for_each(s.sequences * s.key_heads, 3 * group * s.work(), |n| {
+        let (of, key_head) = (sequences[n / s.key_heads], n % s.key_heads);
         for h in key_head * group..(key_head + 1) * group {
-            let places = s.places(x, b, h);
+            let places = s.places(&x, of, h);
+            let values = places.v;
             // SAFETY: rows of key heads are this task's alone, and it takes its heads one by one; all
             // other rows are one head's alone.
             #[allow(unsafe_code)]
             let mut rows = d.as_ref().zip(places).map(|(d, place)| unsafe { d.rows(place) });
             dispatch(Backward {
-                head: Head::new(x, s, b, h),
-                kept: rows_at(given.kept, s.own(b, h, s.blocks())),
-                d_o: given.d_o.map(|d_o| rows_at(d_o, places.v)),
-                d_state: given.d_state.map(|d| rows_at(d, s.own(b, h, 1)).at(0)),
+                head: Head::new(&x, s, of, h),
+                kept: rows_at(given.kept, s.kept(of, h)),
+                d_o: given.d_o.map(|d_o| rows_at(d_o, values)),
+                d_state: given.d_state.map(|d| rows_at(d, s.state(of, h)).at(0)),
                 d: &mut rows,
                 rule: PhantomData::<U>,
             });

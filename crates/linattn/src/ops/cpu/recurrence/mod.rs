@@ -19,6 +19,46 @@ use tile::{Delta, Linear, LinearBefore, LowRank, Row, Rule, TILE, Token, advance
 /// Tokens from one state that is kept to the next.
 const BLOCK: usize = 16;
 
+/// Tokens of one sequence, and its states.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sequence {
+    /// Its number.
+    number: usize,
+    /// Its first token, of all rows' tokens.
+    first: usize,
+    tokens: usize,
+    /// The first block of tokens, of all sequences'.
+    block: usize,
+}
+
+impl Sequence {
+    fn blocks(&self) -> usize {
+        self.tokens.div_ceil(BLOCK)
+    }
+}
+
+/// All sequences of a recurrence.
+fn sequences<T>(x: &Recurrence<T>, dims: Dims) -> Vec<Sequence> {
+    let lengths: Vec<usize> = match &x.lengths {
+        Some(lengths) => lengths.lengths().collect(),
+        None => vec![dims.tokens; dims.batch],
+    };
+    let (mut first, mut block) = (0, 0);
+    let place = |(number, tokens)| {
+        let sequence = Sequence { number, first, tokens, block };
+        first += tokens;
+        block += sequence.blocks();
+        sequence
+    };
+    lengths.into_iter().enumerate().map(place).collect()
+}
+
+/// States that the forward pass keeps for the backward pass, of all heads.
+pub(super) fn kept<T>(x: &Recurrence<T>, dims: Dims) -> usize {
+    let blocks: usize = sequences(x, dims).iter().map(Sequence::blocks).sum();
+    blocks * dims.heads * dims.memory()
+}
+
 impl Dims {
     /// Numbers of one state.
     fn memory(&self) -> usize {
@@ -27,56 +67,56 @@ impl Dims {
 
     /// Numbers of all states.
     pub(super) fn states(&self) -> usize {
-        self.batch * self.heads * self.memory()
+        self.sequences * self.heads * self.memory()
     }
 
-    fn blocks(&self) -> usize {
-        self.tokens.div_ceil(BLOCK)
-    }
-
-    /// States that are kept of one head.
-    pub(super) fn kept(&self) -> usize {
-        self.blocks() * self.states()
-    }
-
-    /// Multiplications of one head, roughly.
+    /// Multiplications of one head of one sequence, roughly.
     fn work(&self) -> usize {
-        4 * self.tokens * self.key_width * self.value_width.next_multiple_of(TILE)
+        let tokens = (self.batch * self.tokens).div_ceil(self.sequences);
+        4 * tokens * self.key_width * self.value_width.next_multiple_of(TILE)
     }
 
     /// A head's rows, where there are `heads` of `width`.
-    fn place(&self, b: usize, h: usize, heads: usize, width: usize) -> Place {
-        ((b * self.tokens * heads + h) * width, [self.tokens, heads * width, width])
+    fn place(&self, of: Sequence, h: usize, heads: usize, width: usize) -> Place {
+        ((of.first * heads + h) * width, [of.tokens, heads * width, width])
     }
 
-    /// A head's part of what there are `count` of per head.
-    fn own(&self, b: usize, h: usize, count: usize) -> Place {
+    /// A head's state.
+    fn state(&self, of: Sequence, h: usize) -> Place {
         let memory = self.memory();
-        ((b * self.heads + h) * count * memory, [count, memory, memory])
+        ((of.number * self.heads + h) * memory, [1, memory, memory])
+    }
+
+    /// A head's states that are kept.
+    fn kept(&self, of: Sequence, h: usize) -> Place {
+        let memory = self.memory();
+        ((of.block * self.heads + h * of.blocks()) * memory, [of.blocks(), memory, memory])
     }
 
     /// A head's part of every tensor of `x`.
-    fn places<T>(&self, x: Recurrence<T>, b: usize, h: usize) -> Recurrence<Place> {
-        let own = |width| self.place(b, h, self.heads, width);
+    fn places<T>(&self, x: &Recurrence<T>, of: Sequence, h: usize) -> Recurrence<Place> {
+        let own = |width| self.place(of, h, self.heads, width);
         let (rows, gate) = (own(self.key_width), own(1));
         let key_head = h / (self.heads / self.key_heads);
-        let keys = self.place(b, key_head, self.key_heads, self.key_width);
+        let keys = self.place(of, key_head, self.key_heads, self.key_width);
         Recurrence {
             q: keys,
             k: keys,
             v: own(self.value_width),
-            decay: x.decay.map(|decay| match decay {
+            decay: x.decay.as_ref().map(|decay| match decay {
                 LogDecay::Scalar(_) => LogDecay::Scalar(gate),
                 LogDecay::Vector(_) => LogDecay::Vector(rows),
             }),
-            transition: match x.transition {
-                Transition::Identity { read } => Transition::Identity { read },
+            transition: match &x.transition {
+                Transition::Identity { read } => Transition::Identity { read: *read },
                 Transition::Delta { erase, read, .. } => {
-                    Transition::Delta { beta: gate, erase: erase.map(|_| rows), read }
+                    let erase = erase.as_ref().map(|_| rows);
+                    Transition::Delta { beta: gate, erase, read: *read }
                 }
                 Transition::LowRank { .. } => Transition::LowRank { a: rows, b: rows },
             },
-            state: x.state.map(|_| self.own(b, h, 1)),
+            state: x.state.as_ref().map(|_| self.state(of, h)),
+            lengths: x.lengths.clone(),
         }
     }
 }
@@ -90,9 +130,10 @@ fn rows_at<R>(x: &[R], (first, [_, stride, width]): Place) -> Rows<'_, R> {
 }
 
 /// One head's rows.
-#[derive(Clone, Copy)]
 struct Head<'a, R> {
     dims: Dims,
+    /// Its tokens.
+    of: Sequence,
     x: Recurrence<Rows<'a, R>>,
     /// Rows that read the state: erase keys of a delta rule, or a.
     a: Option<Rows<'a, R>>,
@@ -103,13 +144,15 @@ struct Head<'a, R> {
 }
 
 impl<'a, R: Real> Head<'a, R> {
-    fn new(x: Recurrence<&'a [R]>, dims: Dims, b: usize, h: usize) -> Self {
-        let x = x.zip(dims.places(x, b, h)).map(|(x, place)| rows_at(x, place));
-        let head = Self { dims, x, a: None, b: None, beta: None, a_after_decay: false };
-        match x.transition {
+    fn new(x: &Recurrence<&'a [R]>, dims: Dims, of: Sequence, h: usize) -> Self {
+        let places = dims.places(x, of, h);
+        let x = x.clone().zip(places).map(|(x, place)| rows_at(x, place));
+        let (transition, k) = (x.transition, x.k);
+        let head = Self { dims, of, x, a: None, b: None, beta: None, a_after_decay: false };
+        match transition {
             Transition::Identity { .. } => head,
             Transition::Delta { beta, erase, read } => Self {
-                a: Some(erase.unwrap_or(x.k)),
+                a: Some(erase.unwrap_or(k)),
                 beta: Some(beta),
                 a_after_decay: read == Read::After,
                 ..head
@@ -240,16 +283,16 @@ impl<R: Real, U: Rule> Job for Forward<'_, R, U> {
     #[inline(always)]
     fn run<M: Machine>(self) {
         let Self { head, mut found, .. } = self;
-        let (dims, width) = (head.dims, head.dims.key_width);
+        let (dims, of, width) = (head.dims, head.of, head.dims.key_width);
         let mut states = load_state(dims, head.start());
         let mut spare = vec![[R::ZERO; TILE]; width];
         let mut factors = Factors::new(width);
-        for block in 0..dims.blocks() {
+        for block in 0..of.blocks() {
             if let Some(kept) = &mut found.kept {
                 store_state(dims, &states, kept.at(block));
             }
             let first = block * BLOCK;
-            let count = BLOCK.min(dims.tokens - first);
+            let count = BLOCK.min(of.tokens - first);
             factors.fill(&head, first, count);
             for (c, state) in states.chunks_exact_mut(width).enumerate() {
                 let (mut now, mut next) = (&mut *state, spare.as_mut_slice());
@@ -270,7 +313,7 @@ impl<R: Real, U: Rule> Job for Forward<'_, R, U> {
 }
 
 /// Where the forward pass puts what it finds: `o`, the last state, and states for the backward pass, as long as
-/// [`Dims::kept`] says, where they are wanted.
+/// [`kept`] says, where they are wanted.
 pub(super) struct Outputs<'a, R> {
     pub(super) o: &'a mut [R],
     pub(super) last: &'a mut [R],
@@ -292,17 +335,18 @@ pub(super) fn forward<R: Real>(x: Recurrence<&[R]>, dims: Dims, found: Outputs<'
 fn forward_as<R: Real, U: Rule + Send>(x: Recurrence<&[R]>, s: Dims, found: Outputs<'_, R>) {
     let Outputs { o, last, kept } = found;
     let (o, last, kept) = (Shared::new(o), Shared::new(last), kept.map(Shared::new));
-    for_each(s.batch * s.heads, s.work(), |n| {
-        let (b, h) = (n / s.heads, n % s.heads);
+    let sequences = sequences(&x, s);
+    for_each(s.sequences * s.heads, s.work(), |n| {
+        let (of, h) = (sequences[n / s.heads], n % s.heads);
         // SAFETY: every head has rows of its own in each of the three buffers.
         #[allow(unsafe_code)]
         let found = unsafe {
             Found {
-                o: o.rows(s.place(b, h, s.heads, s.value_width)),
-                last: last.rows(s.own(b, h, 1)),
-                kept: kept.as_ref().map(|kept| kept.rows(s.own(b, h, s.blocks()))),
+                o: o.rows(s.place(of, h, s.heads, s.value_width)),
+                last: last.rows(s.state(of, h)),
+                kept: kept.as_ref().map(|kept| kept.rows(s.kept(of, h))),
             }
         };
-        dispatch(Forward { head: Head::new(x, s, b, h), found, rule: PhantomData::<U> });
+        dispatch(Forward { head: Head::new(&x, s, of, h), found, rule: PhantomData::<U> });
     });
 }

@@ -1,0 +1,73 @@
+//! Sequences that lie one after another in one row, in tensor operations: one by one.
+
+use super::{backward_by, chunk_of, forward_by};
+use crate::ops::lengths::SequenceLengths;
+use crate::ops::recurrence::{Forward, Recurrence, Saved};
+use burn::tensor::{Slice, TensorMetadata, backend::Backend, ops::FloatTensor};
+use std::ops::Range;
+
+/// These places of a dimension.
+fn slice<B: Backend>(x: &FloatTensor<B>, dimension: usize, range: &Range<usize>) -> FloatTensor<B> {
+    let shape = x.shape();
+    let all = |(d, length): (usize, &usize)| match d == dimension {
+        true => Slice::from(range.clone()),
+        false => Slice::from(0..*length),
+    };
+    let slices: Vec<Slice> = shape.iter().enumerate().map(all).collect();
+    B::float_slice(x.clone(), &slices)
+}
+
+/// Sequence `n` of a row, which has these tokens.
+fn sequence<B: Backend>(
+    x: &Recurrence<FloatTensor<B>>,
+    n: usize,
+    tokens: &Range<usize>,
+) -> Recurrence<FloatTensor<B>> {
+    let state = x.state.as_ref().map(|state| slice::<B>(state, 0, &(n..n + 1)));
+    let rows = Recurrence { state: None, lengths: None, ..x.clone() };
+    Recurrence { state, ..rows.map(|x| slice::<B>(&x, 1, tokens)) }
+}
+
+/// Outputs of all sequences, and their last states.
+pub(super) fn forward<B: Backend>(
+    x: &Recurrence<FloatTensor<B>>,
+    lengths: &SequenceLengths,
+) -> Forward<FloatTensor<B>> {
+    let of_sequence = |(n, tokens): (usize, Range<usize>)| {
+        let x = sequence::<B>(x, n, &tokens);
+        let chunk = chunk_of(&x);
+        let done = forward_by::<B>(x, chunk, false);
+        (done.o, done.state)
+    };
+    let (o, states) = lengths.ranges().enumerate().map(of_sequence).unzip();
+    Forward { o: B::float_cat(o, 1), state: B::float_cat(states, 0), saved: Saved::default() }
+}
+
+/// Gradients of all sequences' tensors.
+pub(super) fn backward<B: Backend>(
+    x: &Recurrence<FloatTensor<B>>,
+    lengths: &SequenceLengths,
+    [d_o, d_state]: [Option<FloatTensor<B>>; 2],
+) -> Recurrence<FloatTensor<B>> {
+    let of_sequence = |(n, tokens): (usize, Range<usize>)| {
+        let x = sequence::<B>(x, n, &tokens);
+        let d_o = d_o.as_ref().map(|d| slice::<B>(d, 1, &tokens));
+        let d_state = d_state.as_ref().map(|d| slice::<B>(d, 0, &(n..n + 1)));
+        let chunk = chunk_of(&x);
+        let saved = forward_by::<B>(x.clone(), chunk, true).saved;
+        backward_by::<B>(x, saved, [d_o, d_state], chunk)
+    };
+    let gradients: Vec<_> = lengths.ranges().enumerate().map(of_sequence).collect();
+    let states = gradients.iter().filter_map(|d| d.state.clone()).collect::<Vec<_>>();
+    let rows = gradients.into_iter().map(|d| Recurrence { state: None, ..d }.into_list());
+    let (mut places, mut columns) = (None, vec![]);
+    for (found, list) in rows {
+        columns.resize_with(list.len(), Vec::new);
+        columns.iter_mut().zip(list).for_each(|(column, x)| column.push(x));
+        places = Some(found);
+    }
+    let joined = columns.into_iter().map(|column| B::float_cat(column, 1)).collect();
+    let rows: Recurrence<FloatTensor<B>> = places.expect("a sequence").fill(joined);
+    let state = x.state.as_ref().map(|_| B::float_cat(states, 0));
+    Recurrence { state, lengths: x.lengths.clone(), ..rows }
+}
