@@ -1,7 +1,8 @@
 """GPU time of flash-linear-attention's chunkwise operations, in a CUDA graph over three copies of the inputs.
 
 python experiments/speed/rival.py OPERATION:BxTxHxD:WHAT ..     with fla, torch and Triton installed
-OPERATION is scalar_decay, delta or gated_delta; WHAT is f (forward), b (forward and backward) or fb.
+OPERATION is scalar_decay, delta or gated_delta; a shape may end with another width of values, BxTxHxKxV; WHAT is f
+(forward), b (forward and backward) or fb.
 """
 
 import statistics
@@ -28,8 +29,9 @@ def operation(name):
     return lambda x: chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"], **options)[0]
 
 
-def inputs(name, b, t, h, d, tracked):
-    x = {row: torch.randn(b, t, h, d, device="cuda", dtype=torch.bfloat16) for row in "qkv"}
+def inputs(name, b, t, h, k, v, tracked):
+    widths = {"q": k, "k": k, "v": v}
+    x = {row: torch.randn(b, t, h, n, device="cuda", dtype=torch.bfloat16) for row, n in widths.items()}
     if name != "delta":
         x["g"] = F.logsigmoid(torch.randn(b, t, h, device="cuda")) / 4
     if name != "scalar_decay":
@@ -64,16 +66,17 @@ def milliseconds(run):
 def main():
     for spec in sys.argv[1:]:
         name, shape, what = spec.split(":")
-        b, t, h, d = map(int, shape.split("x"))
+        b, t, h, *widths = map(int, shape.split("x"))
+        k, v = widths[0], widths[-1]
         call = operation(name)
         if "f" in what:
-            copies = [inputs(name, b, t, h, d, False) for _ in range(COPIES)]
+            copies = [inputs(name, b, t, h, k, v, False) for _ in range(COPIES)]
             with torch.no_grad():
                 took = milliseconds(lambda n: call(copies[n]))
             print(f"{name} {shape} forward {took:.4f} ms", flush=True)
         if "b" in what:
-            copies = [inputs(name, b, t, h, d, True) for _ in range(COPIES)]
-            d_o = torch.randn(b, t, h, d, device="cuda", dtype=torch.bfloat16)
+            copies = [inputs(name, b, t, h, k, v, True) for _ in range(COPIES)]
+            d_o = torch.randn(b, t, h, v, device="cuda", dtype=torch.bfloat16)
 
             def both(n):
                 for value in copies[n].values():
