@@ -29,10 +29,11 @@ fn row(recipe: &Recipe, dims: oracle::Dims, cu_seqlens: &[usize]) -> oracle::Inp
 fn truth(case: &Case, cu_seqlens: &[usize]) -> Truth {
     let oracle::Dims { heads, key_width, value_width, .. } = case.x.dims;
     let (memory, outputs) = (heads * key_width * value_width, heads * value_width);
+    let row = oracle::Inputs { state: None, ..case.x.clone() };
     let mut of_sequences = cu_seqlens.windows(2).enumerate().map(|(n, pair)| {
         let own = n * memory..(n + 1) * memory;
         let state = case.x.state.as_ref().map(|states| states[own.clone()].to_vec());
-        let x = oracle::slice_tokens(&case.x, pair[0], pair[1], state);
+        let x = oracle::slice_tokens(&row, pair[0], pair[1], state);
         let d_o = case.d_o[pair[0] * outputs..pair[1] * outputs].to_vec();
         let case = Case { x, rows: case.rows, d_o, d_state: case.d_state[own].to_vec() };
         case.truth()
