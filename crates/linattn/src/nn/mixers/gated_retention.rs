@@ -16,7 +16,7 @@ use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Config of [`GatedRetention`], gated retention. The layer's page has recurrence, shapes, errors and source.
+/// Config of [`GatedRetention`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GatedRetentionConfig {

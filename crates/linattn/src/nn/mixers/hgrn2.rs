@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 /// Least f whose log is taken: a bound that small is none, and ln 0 no number.
 const LEAST_KEPT: f64 = 1e-30;
 
-/// Config of [`Hgrn2`], HGRN2. The layer's page has recurrence, shapes, errors and source.
+/// Config of [`Hgrn2`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Hgrn2Config {

@@ -15,8 +15,7 @@ use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Config of [`LightningAttention`], lightning attention. The layer's page has recurrence, shapes, errors and
-/// source.
+/// Config of [`LightningAttention`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LightningAttentionConfig {

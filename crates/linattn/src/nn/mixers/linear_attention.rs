@@ -21,8 +21,7 @@ use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Config of [`LinearAttention`], linear attention. The layer's page has recurrence, shapes, errors and
-/// source.
+/// Config of [`LinearAttention`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LinearAttentionConfig {

@@ -16,8 +16,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Config of [`LogLinearAttention`], log-linear attention. The layer's page has recurrence, shapes, errors
-/// and source.
+/// Config of [`LogLinearAttention`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogLinearAttentionConfig {

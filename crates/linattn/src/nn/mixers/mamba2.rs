@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 /// Base of the rotation's wavelengths.
 const ROPE_THETA: f64 = 10_000.0;
 
-/// Config of [`Mamba2`], Mamba-2. The layer's page has recurrence, shapes, errors and source.
+/// Config of [`Mamba2`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mamba2Config {

@@ -18,7 +18,7 @@ use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::PI;
 
-/// Config of [`Mamba3`], Mamba-3. The layer's page has recurrence, shapes, errors and source.
+/// Config of [`Mamba3`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mamba3Config {

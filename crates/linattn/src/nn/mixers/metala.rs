@@ -19,7 +19,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Config of [`MetaLa`], MetaLA. The layer's page has recurrence, shapes, errors and source.
+/// Config of [`MetaLa`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MetaLaConfig {

@@ -16,7 +16,7 @@ use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Config of [`Mlstm`], mLSTM. The layer's page has recurrence, shapes, errors and source.
+/// Config of [`Mlstm`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MlstmConfig {
