@@ -194,20 +194,20 @@ impl<B: Backend> RecurrentState<B> for AftState<B> {
 /// ```
 /// ```text
 /// x_t, position ──> q, k, v, u, p
-///                      ┌─ append ──────────┐   ┌─ write ───┐
-/// a, b, recent ───────>│ k, v to recent    │──>│ a + e^k v │──┬──> a, b, recent
-///                      │ the oldest leaves │   │ b + e^k   │  │
-///                      └───────────────────┘   └───────────┘  │
+///                     ┌─ write, recent ─┐   ┌─ write, sums ┐
+/// a, b, recent ──────>│ append k, v     │──>│ a + e^k v    │──┬──> a, b, recent
+///                     │ drop the oldest │   │ b + e^k      │  │
+///                     └─────────────────┘   └──────────────┘  │
 ///                 ┌─ read ─────────────────────────────────┐  │
 ///  y_t <── W_o <──│ a, b and recent, weighted by e^{k + w} │<─┘
 ///                 │ sigmoid(q) a / b                       │
 ///                 └────────────────────────────────────────┘
 /// ```
 /// The last s tokens, which have a bias, are kept with their keys and values, and taken pair by pair, T S
-/// numbers a channel for S of them. A token that leaves them is written to the sums a and b: a recurrence,
-/// RWKV-4's without its decay. In the simple form a token is written at once, in the full form none leaves.
-/// Sums are kept over the exponential of their largest term, through which no gradient is taken. A model
-/// knows as many positions as `length` says, and no more.
+/// numbers a channel for S of them. A token that is dropped from them is written to the sums a and b: a
+/// recurrence, RWKV-4's without its decay. In the simple form a token is written at once, in the full form
+/// none is dropped. Sums are kept over the exponential of their largest term, through which no gradient is
+/// taken. A model knows as many positions as `length` says, and no more.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is an [`AftState`]: `sums`, a and b over e^m, `[B, 1, 2 D]`,
 /// and m, `[B, 1, D]`; `recent`, keys and values of tokens that have a bias, `[B, S, 2 D]`, which grows with
