@@ -145,7 +145,7 @@ impl MesaNetConfig {
 /// ```
 /// The equations are solved by conjugate gradients from zero, over whole sequences as token by token, with a
 /// fixed number of iterations; there is no scaling of q, which the norm would undo. The gradient is that of
-/// the solution, by one more solve: see [`ops::mesa`](crate::ops::mesa).
+/// the solution, by one more solve: see [`ops::mesa`](fn@crate::ops::mesa).
 ///
 /// Without its two gates, g = 0 and beta = 1, it is the Mesa layer of von Oswald et al., arXiv 2309.05858,
 /// there computed as recursive least squares: `P = P - P k^T k P / (1 + k P k^T)`, P from `diag(lambda)^-1`.
