@@ -1,12 +1,4 @@
-//! One layer of a model: a mixer, then an MLP, each with a norm before and a residual around.
-//! ```text
-//! x = x + mixer(canon(norm(x)))
-//! x = x + mlp(canon(norm(x)))          canon(h) = h + conv(h), where asked for
-//!
-//! x = x + norm(mixer(canon(x)))        with `post_norm`: the norm behind, arXiv 2501.00656
-//! x = x + norm(mlp(canon(x)))
-//! ```
-//! Either part may be missing.
+//! One layer of a model. Formula and shapes: [`Block`].
 
 use super::canon::{Canon, CanonConfig, canon};
 use super::convolution::Tails;
@@ -57,7 +49,21 @@ pub struct BlockState<B: Backend> {
     pub tails: Vec<Tensor<B, 3>>,
 }
 
-/// A mixer and an MLP, each with a norm before and a residual around. `D -> D`.
+/// One layer of a model: a mixer, then an MLP, each with a norm before and a residual around.
+///
+/// ```text
+/// x = x + mixer(canon(norm(x)))
+/// x = x + mlp(canon(norm(x)))          canon(h) = h + conv(h), where asked for
+///
+/// x = x + norm(mixer(canon(x)))        with `post_norm`: the norm behind, arXiv 2501.00656
+/// x = x + norm(mlp(canon(x)))
+/// ```
+/// Either part may be missing.
+/// # Shapes
+/// Input and output are `[B, T, D]`, of one token `[B, D]`. The state is a [`BlockState`]: the mixer's, and
+/// `tails` of the convolutions around it.
+/// # Errors
+/// [`LayerConfig::init`] gives a [`ConfigError`] with the first key that does not fit.
 #[derive(Module, Debug)]
 pub struct Block<B: Backend> {
     attn_norm: Option<Norm<B>>,

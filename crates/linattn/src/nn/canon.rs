@@ -87,7 +87,8 @@ impl CanonConfig {
 }
 
 /// Canon layers, `h + conv(h)`, a convolution of each channel over the last few tokens without
-/// activation. Source: Allen-Zhu, Physics of Language Models, part 4.1, arXiv 2512.17351.
+/// activation. h is `[B, T, D]`, and the last W - 1 rows, `[B, W - 1, D]`, are a convolution's state. Source:
+/// Allen-Zhu, Physics of Language Models, part 4.1, arXiv 2512.17351.
 #[derive(Module, Debug)]
 pub struct Canon<B: Backend> {
     pub(super) before_mixer: Option<ShortConvolution<B>>,

@@ -149,8 +149,8 @@ impl SwiGluConfig {
     }
 }
 
-/// `(silu(x W_gate) * x W_up) W_down`, or GELU in place of SiLU: GEGLU. Source: Shazeer, arXiv
-/// 2002.05202.
+/// `(silu(x W_gate) * x W_up) W_down`, or GELU in place of SiLU: GEGLU. Input and output are `[.., D]`, of
+/// any rank. Source: Shazeer, arXiv 2002.05202.
 #[derive(Module, Debug)]
 pub struct SwiGlu<B: Backend> {
     gate_proj: Linear<B>,
@@ -251,7 +251,7 @@ impl GeluMlpConfig {
 }
 
 /// `gelu(x W_up) W_down`, the MLP of Vaswani et al., arXiv 1706.03762, with GELU, arXiv 1606.08415; or
-/// `relu(x W_up)^2 W_down`, arXiv 2109.08668.
+/// `relu(x W_up)^2 W_down`, arXiv 2109.08668. Input and output are `[.., D]`, of any rank.
 #[derive(Module, Debug)]
 pub struct GeluMlp<B: Backend> {
     up_proj: Linear<B>,
@@ -327,7 +327,8 @@ fn fresh_shares<B: Backend>(d_model: usize, device: &B::Device) -> Param<Tensor<
 }
 
 /// RWKV-7's channel mix: `relu((x + (x_before - x) mu) W_key)^2 W_value`, where `W_value` is
-/// `down_proj`. Source: arXiv 2503.14456.
+/// `down_proj`. Input and output are `[B, T, D]`, and the token before, `[B, 1, D]`, is its state. Source:
+/// arXiv 2503.14456.
 #[derive(Module, Debug)]
 pub struct Rwkv7Mlp<B: Backend> {
     x_k: Param<Tensor<B, 1>>,
@@ -361,7 +362,8 @@ impl<B: LinearAttentionBackend> Rwkv7Mlp<B> {
 }
 
 /// The channel mix of RWKV-4 to RWKV-6: RWKV-7's, and a gate for every channel,
-/// `sigmoid((x + (x_before - x) mu_r) W_receptance)`. Source: arXiv 2305.13048, 2404.05892.
+/// `sigmoid((x + (x_before - x) mu_r) W_receptance)`. Shapes are [`Rwkv7Mlp`]'s. Source: arXiv 2305.13048,
+/// 2404.05892.
 #[derive(Module, Debug)]
 pub struct Rwkv6Mlp<B: Backend> {
     x_k: Param<Tensor<B, 1>>,

@@ -313,7 +313,12 @@ fn check_range(key: &str, range: f64) -> Result<(), ConfigError> {
     }
 }
 
-/// A language model. Ids in, logits out.
+/// A language model: token embedding, layers, norm, and logits over the vocabulary.
+/// # Shapes
+/// Ids are `[B, T]`, each from 0 to `vocab` - 1; logits are `[B, T, vocab]`, natural logs up to a constant.
+/// The state is a [`LanguageModelState`], a [`BlockState`] for each layer.
+/// # Errors
+/// [`LanguageModelConfig::init`] gives a [`ConfigError`] with the first key that does not fit.
 #[derive(Module, Debug)]
 pub struct LanguageModel<B: Backend> {
     pub(super) embeddings: Embedding<B>,

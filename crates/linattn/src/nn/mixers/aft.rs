@@ -1,18 +1,4 @@
-//! Attention Free Transformer: an average of all values so far for each channel by itself, weighted by the
-//! exponential of their keys and of a learnt bias of the two positions.
-//! ```text
-//! q, k, v = x W
-//! w_tj    = u_t p_j^T                         full: for all pairs of positions
-//!         = u_t p_j^T if t - j < s, else 0    local
-//!         = 0                                 simple
-//! a_t     = sum_{j <= t} e^{k_j + w_tj} v_j,  b_t = sum_{j <= t} e^{k_j + w_tj}        channel by channel
-//! y       = (sigmoid(q) a / b) W_o
-//! ```
-//! Sums of tokens whose bias is 0 are a recurrence, RWKV-4's without its decay; those of the others are taken pair
-//! by pair, T S numbers a channel for S tokens that have a bias. Both are kept over the exponential of their
-//! largest term, through which no gradient is taken.
-//! Source: Zhai et al., arXiv 2105.14103, whose biases are factored like this, with the future hidden. A model
-//! knows as many positions as `length` says, and no more.
+//! Attention Free Transformer. Recurrence, shapes and source: [`Aft`].
 
 use super::{TokenMixer, linear_flops, scan_cost};
 use crate::nn::convolution::Tails;
@@ -26,7 +12,8 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Attention Free Transformer.
+/// Config of [`Aft`], the Attention Free Transformer. The layer's page has recurrence, shapes, errors and
+/// source.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AftConfig {
@@ -191,7 +178,46 @@ impl<B: Backend> RecurrentState<B> for AftState<B> {
     }
 }
 
-/// Attention Free Transformer. `D -> D`.
+/// Attention Free Transformer (AFT): an average of all values so far for each channel, weighted by
+/// exponentials.
+///
+/// A weight is the exponential of a key and of a learnt bias of the two positions.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = x W
+/// w_tj    = u_t p_j^T                         full: for all pairs of positions
+///         = u_t p_j^T if t - j < s, else 0    local
+///         = 0                                 simple
+/// a_t     = sum_{j <= t} e^{k_j + w_tj} v_j,  b_t = sum_{j <= t} e^{k_j + w_tj}        channel by channel
+/// y       = (sigmoid(q) a / b) W_o
+/// ```
+/// ```text
+/// x_t, position ──> q, k, v, u, p
+///                     ┌─ write, recent ─┐   ┌─ write, sums ┐
+/// a, b, recent ──────>│ append k, v     │──>│ a + e^k v    │──┬──> a, b, recent
+///                     │ drop the oldest │   │ b + e^k      │  │
+///                     └─────────────────┘   └──────────────┘  │
+///                 ┌─ read ─────────────────────────────────┐  │
+///  y_t <── W_o <──│ a, b and recent, weighted by e^{k + w} │<─┘
+///                 │ sigmoid(q) a / b                       │
+///                 └────────────────────────────────────────┘
+/// ```
+/// The last s tokens, which have a bias, are kept with their keys and values, and taken pair by pair, T S
+/// numbers a channel for S of them. A token that is dropped from them is written to the sums a and b: a
+/// recurrence, RWKV-4's without its decay. In the simple form a token is written at once, in the full form
+/// none is dropped. Sums are kept over the exponential of their largest term, through which no gradient is
+/// taken. A model knows as many positions as `length` says, and no more.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is an [`AftState`]: `sums`, a and b over e^m, `[B, 1, 2 D]`,
+/// and m, `[B, 1, D]`; `recent`, keys and values of tokens that have a bias, `[B, S, 2 D]`, which grows with
+/// T in the full form; `position`, tokens seen. k and w are natural logs of a token's weight.
+/// # Errors
+/// [`AftConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `window`, `length` or
+/// `rank` of 0 or a width of 0. `cost` refuses sequences longer than there are positions; `run` panics where
+/// one goes past them.
+/// # Source
+/// Zhai et al., arXiv 2105.14103, whose biases are factored like this, with the future hidden.
 #[derive(Module, Debug)]
 pub struct Aft<B: Backend> {
     q_proj: Linear<B>,

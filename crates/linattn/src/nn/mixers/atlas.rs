@@ -1,29 +1,4 @@
-//! Atlas: a linear memory or a small MLP over polynomials of keys, that learns by the Omega rule, from the last c tokens
-//! at once, with momentum, forgetting and Muon's steps. Without momentum and Muon it is OmegaNet. Tokens come in
-//! mini-batches, whose gradients are all taken at the weights that the mini-batch began with.
-//! ```text
-//! q, k  = silu(conv(x W)), each of length 1     v = silu(conv(x W_v))
-//! gamma = sigmoid(x W_c + b_c) / c              a number for every head, as the next three
-//! rate  = base_lr sigmoid(x W_t + b_t)
-//! eta   = sigmoid(x W_e + b_e)                  momentum kept; 0 without it
-//! keep  = sigmoid(x W_a + b_a)                  memory kept; b_a starts from 4
-//! phi   = c_0, c_1 x_i, c_2 x_i x_j / sqrt(2)   scores are c_0^2 + c_1^2 s + c_2^2 s^2 / 2: at first e^s to the square
-//! U     = sum over the last c tokens of gamma d(1/2 |M(phi(k)) - v|^2) / dM
-//! S     = eta S - U
-//! M     = keep M + rate [Newton-Schulz](S)      five of Muon's steps, for each layer of the memory
-//! y     = (rms_norm(M(phi(q))) [silu(x W_g)]) W_o
-//! M(p)  = p W_1, or c_1 x + gelu(p W_1) W_2     its residual is the first power among p
-//! ```
-//! How mini-batches become products of matrices: `omega_memory.rs`. The state keeps the weights at the mini-batch's
-//! start, M, S, and k, v and gamma of c - 1 tokens.
-//! Source: Behrouz et al., arXiv 2505.23735, the Omega rule, its polynomial features, Atlas and OmegaNet. No code of
-//! the authors is public; this is unofficial, and was not held to any other.
-//!
-//! Departures: the paper's gamma, which may depend on the token that learns too, here depends on the token that is
-//! learnt from alone, and is a share of c; coefficients of phi are learnt for each power, over the root of its
-//! factorial; the loss has the factor 1/2; inner weights have no bias and GELU its form with a hyperbolic tangent; M
-//! starts from learnt weights and S from zero; activations of queries, keys and values, and the norm and gate of the
-//! output, are those of `titans`.
+//! Atlas. Recurrence, shapes and source: `pages/atlas.md`, the page of [`Atlas`].
 
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
 use crate::nn::NetworkState;
@@ -47,7 +22,7 @@ use serde::{Deserialize, Serialize};
 /// A fresh memory keeps 98 % of itself.
 const KEEP_BIAS: f64 = 4.0;
 
-/// Atlas.
+/// Config of [`Atlas`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AtlasConfig {
@@ -171,7 +146,7 @@ impl AtlasConfig {
     }
 }
 
-/// Atlas. `D -> D`.
+#[doc = include_str!("pages/atlas.md")]
 #[derive(Module, Debug)]
 pub struct Atlas<B: Backend> {
     q_proj: Linear<B>,

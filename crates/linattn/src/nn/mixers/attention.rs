@@ -1,12 +1,4 @@
-//! Causal softmax attention with rotary positions: the reference that linear attention is held to.
-//! ```text
-//! q, k = rope(x W_q), rope(x W_k);  v = x W_v      biases, Canon layers and norms before rope, where asked for
-//! o    = softmax(q k^T / sqrt(K) + b_ij + causal mask) v               b, of positions, and dropout where asked for
-//! y    = (o * sigmoid(x W_g)) W_o                                      gate and bias where asked for
-//! ```
-//! b is slopes (ALiBi), a strided pattern (Sparse Transformer), contextual positions (CoPE): see `nn/score_bias.rs`.
-//! Source: Vaswani et al., arXiv 1706.03762; fewer key than query heads as in arXiv 2305.13245, a
-//! window as in arXiv 2004.05150, the gate as in arXiv 2505.06708.
+//! Softmax attention. Recurrence, shapes and source: [`Attention`].
 
 use super::attention_config::{AttentionConfig, QkNormSpan};
 use super::{TokenMixer, linear_flops};
@@ -92,7 +84,39 @@ impl AttentionConfig {
     }
 }
 
-/// Softmax attention. `D -> D`.
+/// Causal softmax attention with rotary positions: the reference that linear attention is held to.
+///
+/// # Recurrence
+/// ```text
+/// q, k = rope(x W_q), rope(x W_k);  v = x W_v    biases, Canon layers and norms before rope, where asked for
+/// o    = softmax(q k^T / sqrt(K) + b_ij + causal mask) v        b, of positions, and dropout where asked for
+/// y    = (o * sigmoid(x W_g)) W_o                               gate and bias where asked for
+/// ```
+/// ```text
+/// x_t, position ──> q, k, v
+///                          ┌─ write ────────────────────────────────┐
+/// keys, values ───────────>│ append k, v; a window drops the oldest │──┬──> keys, values
+///                          └────────────────────────────────────────┘  │
+///                          ┌─ read ─────────────────────────────────┐  │
+///  y_t <── W_o <── gate <──│ softmax(q keys^T / sqrt(K) + b) values │<─┘
+///                          └────────────────────────────────────────┘
+/// ```
+/// b is slopes (ALiBi), a strided pattern (Sparse Transformer) or contextual positions (CoPE). The cache is
+/// left to later layers, for [`CrossAttention`](super::CrossAttention).
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`KeyValueCache`]: `keys`, `[B, Hk, T, K]`, rotated;
+/// `values`, `[B, Hk, T, K]`; `position`, tokens seen; `tails`, the last W - 1 inputs of Canon layers. It
+/// grows with T, unless there is a window of w tokens, which keeps w - 1. `window` and `stride` count tokens.
+/// # Errors
+/// [`AttentionConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
+/// `heads` that do not divide D while `key_width` is left out, `key_value_heads` that do not divide `heads`,
+/// an odd width that is rotated, a `rope_width` without `rope` or beyond the head, a `rope_theta` below 1, a
+/// `window`, `stride` or `cope` below 2, two ways of telling positions, a `canon` of 1, a `dropout` outside 0
+/// to 1, a key of `qk_norm` without it or a `norm_eps` below 1e-37.
+/// # Source
+/// Vaswani et al., arXiv 1706.03762; fewer key than query heads as in arXiv 2305.13245, a window as in arXiv
+/// 2004.05150, the gate as in arXiv 2505.06708. ALiBi is from arXiv 2108.12409, the strided pattern from
+/// arXiv 1904.10509, CoPE from arXiv 2405.18719.
 #[derive(Module, Debug)]
 pub struct Attention<B: Backend> {
     q_proj: Linear<B>,

@@ -8,7 +8,8 @@ use crate::nn::softmax::check_shared;
 use crate::nn::{ConfigError, Rope, is_default, positive};
 use serde::{Deserialize, Serialize};
 
-/// Softmax attention.
+/// Config of [`Attention`](super::Attention), softmax attention. The layer's page has recurrence, shapes,
+/// errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AttentionConfig {

@@ -1,13 +1,4 @@
-//! BaseConv: a convolution, gated by a projection of the token.
-//! ```text
-//! y = (conv(x) + b) * (x W + c) + x      conv: depthwise, causal, without activation
-//! ```
-//! With `implicit`, the convolution is as long as the sequence, its taps from a network, and x is added to it:
-//! ```text
-//! y = (h * x + x) * (x W + c) + x        h_l = relu(z_l M_1 + c_1) M_2 + c_2, of the lag's features z_l
-//! ```
-//! Source: Zoology, arXiv 2312.04927, which sets it before the mixer under test, and whose own model has a long
-//! convolution in every second layer. Its lags' features, too, are parameters there that it does not train.
+//! BaseConv. Recurrence, shapes and source: [`BaseConv`].
 
 use super::{TokenMixer, linear_flops};
 use crate::nn::convolution::{ShortConvolution, check_window};
@@ -23,7 +14,7 @@ use serde::{Deserialize, Serialize};
 /// Width of the network that makes taps.
 const HIDDEN: usize = 16;
 
-/// BaseConv.
+/// Config of [`BaseConv`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct BaseConvConfig {
@@ -88,7 +79,37 @@ impl BaseConvConfig {
     }
 }
 
-/// BaseConv. `D -> D`.
+/// BaseConv: a convolution, gated by a projection of the token.
+///
+/// # Recurrence
+/// ```text
+/// y = (conv(x) + b) * (x W + c) + x      conv: depthwise, causal, without activation
+/// ```
+/// With `implicit`, the convolution is as long as the sequence, its taps from a network, and x is added to
+/// it:
+/// ```text
+/// y = (h * x + x) * (x W + c) + x        h_l = relu(z_l M_1 + c_1) M_2 + c_2, of the lag's features z_l
+/// ```
+/// ```text
+/// x_t ──> x W + c
+///                              ┌─ write ───────────────────┐
+/// last W - 1 inputs, or all ──>│ append x, drop the oldest │──┬──> last inputs
+///                              └───────────────────────────┘  │
+///                              ┌─ read ────────────────────┐  │
+///  y_t <── * (x W + c), + x <──│ conv(x) + b, or h * x + x │<─┘
+///                              └───────────────────────────┘
+/// ```
+/// An implicit convolution drops nothing.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`ConvolutionState`]: `tails`, the last W - 1 inputs of
+/// the convolution, `[B, W - 1, D]`; of an implicit one `inputs`, all inputs so far, `[B, T, D]`, which grows
+/// with T. Lags are told as shares of `length` tokens.
+/// # Errors
+/// [`BaseConvConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `length` below 2
+/// or a `conv_size` below 2.
+/// # Source
+/// Zoology, arXiv 2312.04927, which sets it before the mixer under test, and whose own model has a long
+/// convolution in every second layer. Its lags' features, too, are parameters there that it does not train.
 #[derive(Module, Debug)]
 pub struct BaseConv<B: Backend> {
     projection: Linear<B>,

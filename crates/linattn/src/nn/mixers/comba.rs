@@ -1,13 +1,4 @@
-//! Comba: a delta rule that asks the memory before its decay, and corrects its output as well.
-//! ```text
-//! q, k, v = silu(conv(x W))   k, q of length 1
-//! beta    = sigmoid(x W_b)
-//! g       = -exp(A_log) softplus(x W_a + dt_bias)
-//! p       = sigmoid(decay) k                  how much of the answer comes off, learnt for each head
-//! S       = e^g S + beta k^T (v - p S)        p S from before the decay
-//! y       = (rms_norm((q - D k) S / sqrt(K)) [sigmoid(x W_g)]) W_o
-//! ```
-//! Source: arXiv 2506.02475.
+//! Comba. Recurrence, shapes and source: [`Comba`].
 
 use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -26,7 +17,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Comba.
+/// Config of [`Comba`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CombaConfig {
@@ -135,7 +126,38 @@ impl CombaConfig {
     }
 }
 
-/// Comba. `D -> D`.
+/// Comba: a delta rule whose erase key reads the state before its decay, and whose query is corrected by the
+/// key.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = silu(conv(x W))   k, q of length 1
+/// beta    = sigmoid(x W_b)
+/// g       = -exp(A_log) softplus(x W_a + dt_bias)
+/// p       = sigmoid(decay) k                  the erase key, its share learnt for each head
+/// S       = e^g S + beta k^T (v - p S)        p S from before the decay
+/// y       = (rms_norm((q - D k) S / sqrt(K)) [sigmoid(x W_g)]) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, p, v, beta, g
+///            ┌─ decay ┐   ┌─ erase ──────────────┐   ┌─ write ──────┐
+/// S_{t-1} ──>│ e^g S  │──>│ - beta k^T p S_{t-1} │──>│ + beta k^T v │──┬──> S_t
+///            └────────┘   └──────────────────────┘   └──────────────┘  │
+///                                           ┌─ read ────────────────┐  │
+///             y_t <── W_o <── norm, gate <──│ (q - D k) S / sqrt(K) │<─┘
+///                                           └───────────────────────┘
+/// ```
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of each short convolution; `position`, tokens seen. beta is a share of the error
+/// that is corrected, 0 to 1. g is a natural log of the share kept, for each token and head, at most 0.
+/// # Errors
+/// [`CombaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0, `heads`
+/// that do not divide D while `key_width` is left out, `value_heads` that `heads` do not divide, an
+/// `expand_v` that makes V no whole number, a `conv_size` of 1, an `output_correction` that is not finite or
+/// a `norm_eps` below 1e-37.
+/// # Source
+/// arXiv 2506.02475.
 #[derive(Module, Debug)]
 pub struct Comba<B: Backend> {
     q_proj: Linear<B>,

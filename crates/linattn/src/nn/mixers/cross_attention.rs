@@ -1,13 +1,4 @@
-//! Cross-attention of YOCO's second half: every layer asks the same keys and values, which one layer
-//! made and keeps.
-//! ```text
-//! q = rope(x W_q)
-//! y = softmax(q k^T / sqrt(K) + causal mask) v W_o      k, v: of the last `attention` layer before this
-//! ```
-//! That layer is the first of the second half: it makes keys and values of the first half's output, and
-//! asks them itself. The paper gives keys and values a norm of their own, whose weight our `W_k` and
-//! `W_v` take in.
-//! Source: Sun et al., arXiv 2405.05254; among neighbouring layers, arXiv 2405.12981.
+//! Cross-attention of YOCO's second half. Recurrence, shapes and source: [`CrossAttention`].
 
 use super::attention_config::AttentionConfig;
 use super::retnet::{check_rotated, check_theta};
@@ -22,7 +13,8 @@ use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
 
-/// Attention over the keys and values of an earlier layer.
+/// Config of [`CrossAttention`], attention over the keys and values of an earlier layer. The layer's page has
+/// recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CrossAttentionConfig {
@@ -135,7 +127,38 @@ impl<B: Backend> RecurrentState<B> for NoState<B> {
     }
 }
 
-/// Attention over the keys and values of an earlier layer. `D -> D`.
+/// Cross-attention of YOCO's second half: every layer reads the keys and values that one earlier layer made
+/// and keeps.
+///
+/// # Recurrence
+/// ```text
+/// q = rope(x W_q)
+/// y = softmax(q k^T / sqrt(K) + causal mask) v W_o      k, v: of the last `attention` layer before this
+/// ```
+/// ```text
+/// x_t, position ──> q
+///                                            ┌─ write ─┐
+/// keys, values of that layer ───────────────>│ nothing │──┬──> keys, values
+///                                            └─────────┘  │
+///                 ┌─ read ─────────────────────────────┐  │
+///  y_t <── W_o <──│ softmax(q keys^T / sqrt(K)) values │<─┘
+///                 └────────────────────────────────────┘
+/// ```
+/// That layer is the first of the second half: it makes keys and values of the first half's output, and reads
+/// them itself.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is [`NoState`]: nothing of its own. Keys and values are those
+/// of the layer before, `[B, Hk, T, K]`.
+/// # Errors
+/// [`CrossAttentionConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
+/// `heads` that do not divide D while `key_width` is left out, an odd `key_width` that is rotated or a
+/// `rope_theta` below 1. A model refuses the layer where no `attention` layer without `window` and `alibi` is
+/// before it, or where heads, width or rotation do not fit. `run` panics where no layer before made keys and
+/// values.
+/// # Source
+/// Sun et al., arXiv 2405.05254; among neighbouring layers, arXiv 2405.12981.
+/// # Departures
+/// The paper gives keys and values a norm of their own, whose weight our `W_k` and `W_v` take in.
 #[derive(Module, Debug)]
 pub struct CrossAttention<B: Backend> {
     q_proj: Linear<B>,

@@ -1,20 +1,4 @@
-//! Cyclic flow attention: slots of keys and values for relative times, that a clock of the data turns, and a softmax
-//! over them.
-//! ```text
-//! q, k    = rms_norm(conv(x W_q)), rms_norm(conv(x W_k)),  v = conv(x W_v)
-//! g       = -exp(A_log) softplus(x W_a + dt_bias),  beta = sigmoid(x W_b + b_b)
-//! clock   = clock + sigmoid(x W_d + b_d)         a number for every head; no gradient to x
-//! R       = turn of pair f, channels f and f + M / 2, by 2 pi f clock / (M - 1)
-//! a       = beta w R^-1                          [M], w_f = sqrt(2 / (M - 1)), of f = 0 sqrt(1 / (M - 1)), else 0
-//! K       = e^g K + a^T k                        [M, K]
-//! V       = e^g V + a^T v                        [M, V]
-//! E       = readout F                            [M - 1, M], F_rf = w_f cos and w_f sin of 2 pi f r / (M - 1)
-//! o       = softmax((q K^T / sqrt(K)) R E^T) E R^-1 V
-//! y       = (rms_norm((M - 1) o) sigmoid((x W_g) W_g' + b)) W_o
-//! ```
-//! Source: CyFA, arXiv 2609.36259, and flash-linear-attention, whose order of channels has the two of a pair side
-//! by side. Channel M / 2, the sine of f = 0, is always 0. `readout` starts as 1, A uniform in 0 to 16, steps
-//! log-uniform in 0.001 to 0.1. Two passes of linear attention with one decay.
+//! Cyclic flow attention. Recurrence, shapes and source: [`CyFa`].
 
 use super::{SlotState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::ConvQkv;
@@ -39,7 +23,7 @@ use std::f64::consts::TAU;
 /// Most rows of slots: a head learns a square of them.
 const MOST_SLOTS: usize = 4096;
 
-/// Cyclic flow attention.
+/// Config of [`CyFa`], cyclic flow attention. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CyFaConfig {
@@ -128,7 +112,47 @@ impl CyFaConfig {
     }
 }
 
-/// Cyclic flow attention. `D -> D`. The last of its state's tails is the clock, as an angle, `[B, 1, H]`.
+/// Cyclic flow attention (CyFA): slots for relative times, that a clock of the data turns, and a softmax over
+/// them.
+///
+/// # Recurrence
+/// ```text
+/// q, k    = rms_norm(conv(x W_q)), rms_norm(conv(x W_k)),  v = conv(x W_v)
+/// g       = -exp(A_log) softplus(x W_a + dt_bias),  beta = sigmoid(x W_b + b_b)
+/// clock   = clock + sigmoid(x W_d + b_d)    a number for every head; no gradient to x
+/// R       = turn of pair f, channels f and f + M / 2, by 2 pi f clock / (M - 1)
+/// a       = beta w R^-1                     [M], w_f = sqrt(2 / (M - 1)), of f = 0 sqrt(1 / (M - 1)), else 0
+/// K       = e^g K + a^T k                   [M, K]
+/// V       = e^g V + a^T v                   [M, V]
+/// E       = readout F                       [M - 1, M], F_rf = w_f cos and w_f sin of 2 pi f r / (M - 1)
+/// o       = softmax((q K^T / sqrt(K)) R E^T) E R^-1 V
+/// y       = (rms_norm((M - 1) o) sigmoid((x W_g) W_g' + b)) W_o
+/// ```
+/// ```text
+/// x_t, clock_t ──> q, k, v, g, a, R
+///                                                     ┌─ decay ┐   ┌─ write ─┐
+/// K_{t-1}, V_{t-1} ──────────────────────────────────>│ e^g K  │──>│ + a^T k │──┬──> K_t, V_t
+///                                                     │ e^g V  │   │ + a^T v │  │
+///                                                     └────────┘   └─────────┘  │
+///                                ┌─ read ────────────────────────────────────┐  │
+///  y_t <── W_o <── norm, gate <──│ softmax((q K^T / sqrt(K)) R E^T) E R^-1 V │<─┘
+///                                └───────────────────────────────────────────┘
+/// ```
+/// Channel M / 2, the sine of f = 0, is always 0. This is two passes of linear attention with one decay.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`SlotState`]: `keys`, `[B, H, M, K]`; `values`,
+/// `[B, H, M, V]`; `tails`, the last W - 1 inputs of each short convolution, then the clock as an angle in
+/// radians, `[B, 1, H]`. g is a natural log of the share kept, for each token and head, at most 0. beta is
+/// the share of a token that is written, 0 to 1.
+/// # Errors
+/// [`CyFaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0, `heads`
+/// that do not divide D while `key_width` is left out, an `expand_v` that makes V no whole number, `slots`
+/// that are odd or outside 4 to 4096, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// CyFA, arXiv 2609.36259, and flash-linear-attention. `readout` starts as 1, A uniform in 0 to 16, steps
+/// log-uniform in 0.001 to 0.1.
+/// # Departures
+/// There the two channels of a pair stand side by side; here they are M / 2 apart.
 #[derive(Module, Debug)]
 pub struct CyFa<B: Backend> {
     q_proj: Linear<B>,

@@ -1,18 +1,4 @@
-//! Decaying fast weights: rows and columns of the memory both have a decay of their own, that depends
-//! on the data.
-//! ```text
-//! q, k, v = x W_q, x W_k, x W_v          (silu(conv(.)) where there are convolutions)
-//! f       = log_sigmoid(x W_f + b_f) / n        [K], of rows
-//! z       = max(log_sigmoid(x W_z + b_z) / n, -4)   [V], of columns
-//! S       = (e^f)^T e^z * S + k^T v             elementwise
-//! y       = rms_norm(q S / sqrt(K)) W_o
-//! ```
-//! Source: Mao, arXiv 2210.04243, with n = 1, and biases as in its gates: spread so that a head's
-//! channels start out by keeping every share from none to all. The bound of z is ours.
-//!
-//! Over a piece of few tokens the columns' decay is taken out of the memory: with Z_t the sum of z up
-//! to t, S_t e^{-Z_t} decays by rows alone, is written with v_t e^{-Z_t}, and answers q_t with
-//! o_t e^{-Z_t}. The bound keeps e^{-Z_t} within f32's range.
+//! Decaying fast weights. Recurrence, shapes and source: [`DecayingFastWeights`].
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, Widths, check_divisor, head_widths, linear_flops,
@@ -37,7 +23,7 @@ const PIECE: usize = 16;
 /// Least log decay of a column: 16 tokens make e^64 at most, where f32 ends at e^88.
 const FASTEST_COLUMN: f64 = -4.0;
 
-/// Decaying fast weights.
+/// Config of [`DecayingFastWeights`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DecayingFastWeightsConfig {
@@ -128,7 +114,43 @@ fn spread_bias<B: Backend>(heads: usize, width: usize, device: &B::Device) -> Pa
     Param::from_tensor(Tensor::from_data(TensorData::new(values, [heads * width]), device))
 }
 
-/// Decaying fast weights. `D -> D`.
+/// Decaying fast weights: linear attention whose rows and columns both have a decay that depends on the data.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = x W_q, x W_k, x W_v          (silu(conv(.)) where there are convolutions)
+/// f       = log_sigmoid(x W_f + b_f) / n        [K], of rows
+/// z       = max(log_sigmoid(x W_z + b_z) / n, -4)   [V], of columns
+/// S       = (e^f)^T e^z * S + k^T v             elementwise
+/// y       = rms_norm(q S / sqrt(K)) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, v, f, z
+///            ┌─ decay ─────────┐   ┌─ write ─┐
+/// S_{t-1} ──>│ (e^f)^T e^z * S │──>│ + k^T v │──┬──> S_t
+///            └─────────────────┘   └─────────┘  │
+///                            ┌─ read ────────┐  │
+///    y_t <── W_o <── norm <──│ q S / sqrt(K) │<─┘
+///                            └───────────────┘
+/// ```
+/// n is `gate_normalizer`.
+///
+/// Over a piece of few tokens the columns' decay is taken out of the memory: with Z_t the sum of z up to t,
+/// `S_t e^{-Z_t}` decays by rows alone, is written with `v_t e^{-Z_t}`, and answers q_t with `o_t e^{-Z_t}`.
+/// The bound of z keeps `e^{-Z_t}` within f32's range.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of each short convolution; `position`, tokens seen. f and z are natural logs of the
+/// share of a row and of a column that is kept, for each token and head, at most 0, and z at least -4.
+/// # Errors
+/// [`DecayingFastWeightsConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads`
+/// of 0, `heads` that do not divide D while `key_width` is left out, an `expand_v` that makes V no whole
+/// number, a `gate_normalizer` that is not above 0, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// Mao, arXiv 2210.04243, with n = 1, and biases as in its gates: spread so that a head's channels start out
+/// by keeping every share from none to all.
+/// # Departures
+/// The bound of z is ours.
 #[derive(Module, Debug)]
 pub struct DecayingFastWeights<B: Backend> {
     q_proj: Linear<B>,

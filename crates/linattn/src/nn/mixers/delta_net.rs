@@ -1,15 +1,5 @@
-//! DeltaNet and Gated DeltaNet.
-//! ```text
-//! q, k, v = silu(conv(x W))   k, q of length 1, q / sqrt(K)
-//! beta    = sigmoid(x W_b)    (times 2 for eigenvalues down to -1)
-//! g       = -exp(A_log) softplus(x W_a + dt_bias)        gated only
-//! S       = e^g (I - beta k^T k) S + beta k^T v
-//! y       = (rms_norm(q S) [silu(x W_g)]) W_o
-//! ```
-//! Sources: arXiv 2406.06484 (DeltaNet), 2412.06464 (Gated DeltaNet), 2411.12537 (negative
-//! eigenvalues). A starts uniform in 0 to 16, as the authors' code has it, steps log-uniform in 0.001 to
-//! 0.1. `exact_step`, `qk_activation`, `qk_norm` and `use_beta` are EFLA's and the first DeltaNet's
-//! (delta_keys.rs), `preconditioner` is Preconditioned DeltaNet's (key_preconditioner.rs).
+//! DeltaNet and Gated DeltaNet. Recurrence, shapes and source: `pages/delta_net.md`, the page of
+//! [`DeltaNet`].
 
 use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -27,7 +17,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// DeltaNet.
+/// Config of [`DeltaNet`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DeltaNetConfig {
@@ -84,12 +74,12 @@ impl Default for DeltaNetConfig {
     }
 }
 
-/// Gated DeltaNet: the same keys as [`DeltaNetConfig`], and a decay that depends on the data.
+/// Config of [`GatedDeltaNet`]: the same keys as [`DeltaNetConfig`], and a decay that depends on the data.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct GatedDeltaNetConfig(pub DeltaNetConfig);
 
-/// A [`DeltaNet`] with a decay.
+#[doc = include_str!("pages/gated_delta_net.md")]
 pub type GatedDeltaNet<B> = DeltaNet<B>;
 
 impl DeltaNetConfig {
@@ -217,7 +207,7 @@ impl GatedDeltaNetConfig {
     }
 }
 
-/// DeltaNet, and Gated DeltaNet where `a_proj` is there. `D -> D`.
+#[doc = include_str!("pages/delta_net.md")]
 #[derive(Module, Debug)]
 pub struct DeltaNet<B: Backend> {
     q_proj: Linear<B>,

@@ -1,12 +1,4 @@
-//! DeltaProduct: several steps of the delta rule for every token, so that a token can turn the memory
-//! by a product of reflections. Gated DeltaProduct decays the memory first.
-//! ```text
-//! for j = 1..n      k_j, v_j, beta_j from projections of their own
-//!     S = a_j (I - beta_j k_j^T k_j) S + beta_j k_j^T v_j      a_1 = e^g, the others 1
-//! y     = (rms_norm(q S) [silu(x W_g)]) W_o                    read once, after the last
-//! ```
-//! The n steps are n tokens to the operation, of which only the last is read.
-//! Source: arXiv 2502.10297.
+//! DeltaProduct and Gated DeltaProduct. Recurrence, shapes and source: [`DeltaProduct`].
 
 use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -22,7 +14,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// DeltaProduct.
+/// Config of [`DeltaProduct`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DeltaProductConfig {
@@ -120,7 +112,39 @@ impl DeltaProductConfig {
     }
 }
 
-/// DeltaProduct, and Gated DeltaProduct where `a_proj` is there. `D -> D`.
+/// DeltaProduct: several steps of the delta rule for every token, so that a token turns the state by a
+/// product of reflections.
+///
+/// Gated DeltaProduct, with `forget_gate`, decays the state first.
+///
+/// # Recurrence
+/// ```text
+/// for j = 1..n      k_j, v_j, beta_j from projections of their own
+///     S = a_j (I - beta_j k_j^T k_j) S + beta_j k_j^T v_j      a_1 = e^g, the others 1
+/// y     = (rms_norm(q S) [silu(x W_g)]) W_o                    read once, after the last
+/// ```
+/// ```text
+/// x_t ──> q, g and k_j, v_j, beta_j for j = 1..n
+///            ┌─ decay ┐   ┌─ erase ──────────────┐   ┌─ write ────────────┐
+/// S_{t-1} ──>│ e^g S  │──>│ - beta_j k_j^T k_j S │──>│ + beta_j k_j^T v_j │──┬──> S_t
+///            └────────┘   └──────────────────────┘   └────────────────────┘  │
+///                                                                 ┌─ read ┐  │
+///                                   y_t <── W_o <── norm, gate <──│ q S   │<─┘
+///                                                                 └───────┘
+/// ```
+/// Erase and write take turns n times, once for each j. The n steps are n tokens to the operation, of which
+/// only the last is read.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of each short convolution; `position`, tokens seen. beta is a share of the error
+/// that is corrected, 0 to 1, or to 2 with `allow_neg_eigval`. g is a natural log of the share kept, for each
+/// token and head, at most 0.
+/// # Errors
+/// [`DeltaProductConfig::init`] gives a [`ConfigError`] with the first key that does not fit:
+/// `householder_steps` of 0, `heads` of 0, `heads` that do not divide D while `key_width` is left out, an
+/// `expand_v` that makes V no whole number, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// arXiv 2502.10297.
 #[derive(Module, Debug)]
 pub struct DeltaProduct<B: Backend> {
     q_proj: Linear<B>,

@@ -1,14 +1,4 @@
-//! DeltaFormer: softmax attention over values less what their keys recalled already.
-//! ```text
-//! q, k = rope(x W_q), rope(x W_k);  v = x W_v
-//! u_i  = v_i - sum_{j<i} p_ij u_j       p_i = softmax over j < i of k_i k_j^T / sqrt(K)
-//! y    = softmax(q k^T / sqrt(K) + causal mask) u W_o
-//! ```
-//! That is u = (I + P)^-1 v, P strictly lower triangular: the delta rule with the kernel of softmax
-//! attention in place of the product of keys. The inverse is taken block by block, `chunk` tokens
-//! each; the first token has nothing to recall. Source: arXiv 2505.19488. flash-linear-attention's
-//! layer differs: it looks for what is known with the query instead of the key, and multiplies it
-//! by a number for every token and head, x W_b + b.
+//! DeltaFormer. Recurrence, shapes and source: [`DeltaFormer`].
 
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, key_width, linear_flops};
@@ -27,7 +17,7 @@ use burn::tensor::activation::softmax;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// DeltaFormer.
+/// Config of [`DeltaFormer`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DeltaFormerConfig {
@@ -119,7 +109,40 @@ impl DeltaFormerConfig {
     }
 }
 
-/// DeltaFormer. `D -> D`. The values of its cache are u.
+/// DeltaFormer: softmax attention over values less those that their keys recalled already.
+///
+/// # Recurrence
+/// ```text
+/// q, k = rope(x W_q), rope(x W_k);  v = x W_v
+/// u_i  = v_i - sum_{j<i} p_ij u_j       p_i = softmax over j < i of k_i k_j^T / sqrt(K)
+/// y    = softmax(q k^T / sqrt(K) + causal mask) u W_o
+/// ```
+/// ```text
+/// x_t, position ──> q, k, v
+///            ┌─ erase ───────────────────┐   ┌─ write ───────┐
+/// keys, u ──>│ u_t = v - sum of p_tj u_j │──>│ append k, u_t │──┬──> keys, u
+///            └───────────────────────────┘   └───────────────┘  │
+///                            ┌─ read ────────────────────────┐  │
+///             y_t <── W_o <──│ softmax(q keys^T / sqrt(K)) u │<─┘
+///                            └───────────────────────────────┘
+/// ```
+/// That is `u = (I + P)^-1 v`, P strictly lower triangular: the delta rule with the kernel of softmax
+/// attention in place of the product of keys. The inverse is taken block by block, `chunk` tokens each; the
+/// first token has nothing to recall.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`KeyValueCache`]: `keys`, `[B, Hk, T, K]`, rotated;
+/// `values`, u, `[B, Hk, T, K]`; `position`, tokens seen. It grows with T. Both are f32. p is a share of a
+/// value that is recalled, 0 to 1.
+/// # Errors
+/// [`DeltaFormerConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
+/// `heads` that do not divide D while `key_width` is left out, `key_value_heads` that do not divide `heads`,
+/// an odd `key_width` that is rotated, a `rope_theta` below 1, a `norm_eps` below 1e-37 or a `chunk` that is
+/// no power of 2 up to 128.
+/// # Source
+/// arXiv 2505.19488.
+/// # Departures
+/// flash-linear-attention's layer looks for the recalled values with the query instead of the key, and
+/// multiplies them by a number for every token and head, x W_b + b.
 #[derive(Module, Debug)]
 pub struct DeltaFormer<B: Backend> {
     q_proj: Linear<B>,

@@ -1,13 +1,4 @@
-//! Forgetting attention (FoX): softmax attention whose scores decay by what the tokens in between say.
-//! ```text
-//! q, k, v = x W               [q, k of mean square 1 in each head]
-//! f       = sigmoid(x W_f + b_f)                              a number for every head
-//! scores  = q_i k_j^T / sqrt(K) + log f_{j+1} + .. + log f_i
-//! y       = ([norm of each head] softmax(scores + causal mask) v [* sigmoid(x W_g)]) W_o
-//! ```
-//! Positions need no other encoding. Where asked for, keys and values are mixed with those of the token before,
-//! `k_t = a_t (x_{t-1} W_k) + (1 - a_t) x_t W_k` with `a = sigmoid(x W_a)`, a number for every head, before their
-//! norm. All five options together are the authors' "Pro" block. Source: arXiv 2503.02130.
+//! Forgetting attention. Recurrence, shapes and source: [`ForgettingAttention`].
 
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -28,7 +19,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Forgetting attention.
+/// Config of [`ForgettingAttention`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ForgettingAttentionConfig {
@@ -164,7 +155,38 @@ impl<B: Backend> RecurrentState<B> for ForgettingCache<B> {
     }
 }
 
-/// Forgetting attention. `D -> D`.
+/// Forgetting attention (FoX): softmax attention whose scores decay by gates of the tokens in between.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = x W               [q, k of mean square 1 in each head]
+/// f       = sigmoid(x W_f + b_f)                              a number for every head
+/// scores  = q_i k_j^T / sqrt(K) + log f_{j+1} + .. + log f_i
+/// y       = ([norm of each head] softmax(scores + causal mask) v [* sigmoid(x W_g)]) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, v, f
+///                                   ┌─ decay ───────┐   ┌─ write ─────┐
+/// k, v, gates ─────────────────────>│ gates - log f │──>│ append k, v │──┬──> k, v, gates
+///                                   └───────────────┘   └─────────────┘  │
+///                                ┌─ read ─────────────────────────────┐  │
+///  y_t <── W_o <── norm, gate <──│ softmax(q k^T / sqrt(K) - gates) v │<─┘
+///                                └────────────────────────────────────┘
+/// ```
+/// Positions need no other encoding. Where asked for, keys and values are mixed with those of the token
+/// before, `k_t = a_t (x_{t-1} W_k) + (1 - a_t) x_t W_k` with `a = sigmoid(x W_a)`, a number for every head,
+/// before their norm. All five options together are the authors' "Pro" block.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`ForgettingCache`]: `keys` and `values`,
+/// `[B, Hk, T, K]`; `gates`, the sum of log f up to each token less that up to the last, `[B, H, T]`; `last`,
+/// keys and values of the last token as projected, where they are shifted. It grows with T. log f is a
+/// natural log of the share that is kept, for each token and head, at most 0.
+/// # Errors
+/// [`ForgettingAttentionConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads`
+/// of 0, `heads` that do not divide D while `key_width` is left out, `key_value_heads` that do not divide
+/// `heads` or a `norm_eps` below 1e-37.
+/// # Source
+/// arXiv 2503.02130.
 #[derive(Module, Debug)]
 pub struct ForgettingAttention<B: Backend> {
     q_proj: Linear<B>,

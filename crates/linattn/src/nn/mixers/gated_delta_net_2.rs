@@ -1,13 +1,4 @@
-//! Gated DeltaNet-2: what a token erases and what it writes are gated apart, channel by channel.
-//! ```text
-//! q, k, v = silu(conv(x W))   k, q of length 1, q / sqrt(K)
-//! b       = sigmoid(x W_b)    [K]  erase     (times 2 for eigenvalues down to -1)
-//! w       = sigmoid(x W_w)    [V]  write
-//! g       = -exp(A_log) softplus(x W_f0 W_f1 + dt_bias)      [K] for every head
-//! S       = (I - k^T (b * k)) diag(e^g) S + k^T (w * v)
-//! y       = (rms_norm(q S) sigmoid(x W_g0 W_g1 + c)) W_o
-//! ```
-//! With b and w equal to one number it is Kimi Delta Attention. Source: arXiv 2605.22791.
+//! Gated DeltaNet-2. Recurrence, shapes and source: [`GatedDeltaNet2`].
 
 use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -25,7 +16,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Gated DeltaNet-2.
+/// Config of [`GatedDeltaNet2`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GatedDeltaNet2Config {
@@ -119,7 +110,39 @@ impl GatedDeltaNet2Config {
     }
 }
 
-/// Gated DeltaNet-2. `D -> D`.
+/// Gated DeltaNet-2: a delta rule that gates erasing and writing apart, channel by channel.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = silu(conv(x W))   k, q of length 1, q / sqrt(K)
+/// b       = sigmoid(x W_b)    [K]  erase     (times 2 for eigenvalues down to -1)
+/// w       = sigmoid(x W_w)    [V]  write
+/// g       = -exp(A_log) softplus(x W_f0 W_f1 + dt_bias)      [K] for every head
+/// S       = (I - k^T (b * k)) diag(e^g) S + k^T (w * v)
+/// y       = (rms_norm(q S) sigmoid(x W_g0 W_g1 + c)) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, v, b, w, g
+///            ┌─ decay ─────┐   ┌─ erase ─────────┐   ┌─ write ───────┐
+/// S_{t-1} ──>│ diag(e^g) S │──>│ - k^T (b * k) S │──>│ + k^T (w * v) │──┬──> S_t
+///            └─────────────┘   └─────────────────┘   └───────────────┘  │
+///                                                            ┌─ read ┐  │
+///                              y_t <── W_o <── norm, gate <──│ q S   │<─┘
+///                                                            └───────┘
+/// ```
+/// With b and w equal to one number it is Kimi Delta Attention.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of each short convolution; `position`, tokens seen. b and w are shares that are
+/// erased and written, for each channel of a key and of a value, 0 to 1, b to 2 with `allow_neg_eigval`. g is
+/// a natural log of the share of a row that is kept, for each token, head and key channel, at most 0.
+/// # Errors
+/// [`GatedDeltaNet2Config::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
+/// `heads` that do not divide D while `key_width` is left out, `value_heads` that `heads` do not divide, an
+/// `expand_v` that makes V no whole number, a `gate_rank` of 0, a `conv_size` of 1 or a `norm_eps` below
+/// 1e-37.
+/// # Source
+/// arXiv 2605.22791.
 #[derive(Module, Debug)]
 pub struct GatedDeltaNet2<B: Backend> {
     q_proj: Linear<B>,

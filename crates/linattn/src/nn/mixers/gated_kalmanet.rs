@@ -1,17 +1,4 @@
-//! Gated KalmaNet: a query goes, by a share, to where the ridge regression of all values so far is read.
-//! ```text
-//! q, k, v = silu(conv(x W)), q and k of length 1
-//! beta    = sigmoid(x W_b + b_b),  alpha = sigmoid(x W_alpha + b_alpha)      numbers for every head
-//! g       = -exp(A_log) softplus(x W_a + dt_bias)                            a number for every head
-//! H       = e^g H + (beta k)^T (beta k)
-//! U       = e^g U + (beta k)^T (beta v)
-//! x       = q (H + ridge |H| I)^-1           the Frobenius norm; by Chebyshev's iteration
-//! y       = (rms_norm((q + alpha (x - q)) U / sqrt(K)) [silu(x W_g)]) W_o
-//! ```
-//! Source: arXiv 2511.21016 and its authors' code in awslabs' Hybrid Model Factory, which too adds 1e-6 to beta,
-//! and adds it to the length of q and k where here it is added to its square. A starts uniform in 0 to 16, steps
-//! log-uniform in 0.001 to 0.1. The iterations stop short of the solution, by at most 1 / 1000 with as many as by
-//! default; their gradient is that of the solution, as there: see `ops::gated_kalman`.
+//! Gated KalmaNet. Recurrence, shapes and source: [`GatedKalmaNet`].
 
 use super::{MatrixPast, MatrixState, TokenMixer, key_width, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -30,7 +17,7 @@ use serde::{Deserialize, Serialize};
 /// Added to beta: a token that counts for nothing would leave the first H without an inverse.
 const LEAST_BETA: f64 = 1e-6;
 
-/// Gated KalmaNet.
+/// Config of [`GatedKalmaNet`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GatedKalmaNetConfig {
@@ -128,7 +115,45 @@ impl GatedKalmaNetConfig {
     }
 }
 
-/// Gated KalmaNet. `D -> D`. Its memory is H and U side by side, `[B, H, K, 2 K]`.
+/// Gated KalmaNet: a query moves, by a share, to where it reads the ridge regression of all values so far.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = silu(conv(x W)), q and k of length 1
+/// beta    = sigmoid(x W_b + b_b),  alpha = sigmoid(x W_alpha + b_alpha)      numbers for every head
+/// g       = -exp(A_log) softplus(x W_a + dt_bias)                            a number for every head
+/// H       = e^g H + (beta k)^T (beta k)
+/// U       = e^g U + (beta k)^T (beta v)
+/// x       = q (H + ridge |H| I)^-1           the Frobenius norm; by Chebyshev's iteration
+/// y       = (rms_norm((q + alpha (x - q)) U / sqrt(K)) [silu(x W_g)]) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, v, beta, alpha, g
+///                             ┌─ decay ┐   ┌─ write ───────────────┐
+/// H_{t-1}, U_{t-1} ──────────>│ e^g H  │──>│ + (beta k)^T (beta k) │──┬──> H_t, U_t
+///                             │ e^g U  │   │ + (beta k)^T (beta v) │  │
+///                             └────────┘   └───────────────────────┘  │
+///                                ┌─ read ──────────────────────────┐  │
+///  y_t <── W_o <── norm, gate <──│ x = q (H + ridge |H| I)^-1      │<─┘
+///                                │ (q + alpha (x - q)) U / sqrt(K) │
+///                                └─────────────────────────────────┘
+/// ```
+/// The iterations stop short of the solution, by at most 1 / 1000 with as many as by default; their gradient
+/// is that of the solution, as in the authors' code: see [`ops::gated_kalman`](crate::ops::gated_kalman).
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, 2 K]`, H and U side
+/// by side, f32; `tails`, the last W - 1 inputs of each short convolution; `position`, tokens seen. g is a
+/// natural log of the share kept, for each token and head, at most 0. beta is the weight of a token and alpha
+/// the share of the solution, 0 to 1.
+/// # Errors
+/// [`GatedKalmaNetConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
+/// `heads` that do not divide D while `key_width` is left out, a `ridge` that is not above 0, `iterations` of
+/// 0, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// arXiv 2511.21016 and its authors' code in awslabs' Hybrid Model Factory, which too adds 1e-6 to beta. A
+/// starts uniform in 0 to 16, steps log-uniform in 0.001 to 0.1.
+/// # Departures
+/// The authors' code adds 1e-6 to the length of q and k; here it is added to its square.
 #[derive(Module, Debug)]
 pub struct GatedKalmaNet<B: Backend> {
     q_proj: Linear<B>,

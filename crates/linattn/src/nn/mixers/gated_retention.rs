@@ -1,14 +1,4 @@
-//! Gated retention, the self-decoder of YOCO: RetNet with a decay that depends on the data.
-//! ```text
-//! q, k = rope(x W_q), rope(x W_k);  v = x W_v
-//! g    = log_sigmoid(x W_gk) / 16                      one number a head
-//! S    = e^g S + k^T v
-//! y    = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o     over each head, without a weight
-//! ```
-//! Rotation pairs channel i with i + K/2, where the authors' code pairs neighbours: the same layer, the
-//! columns of `W_q` and `W_k` in another order. Its angles are RoPE's, theta^{-2 i / K} a token; the
-//! authors' code has theta^{-i / (K/2 - 1)}.
-//! Source: Sun et al., arXiv 2405.05254.
+//! Gated retention. Recurrence, shapes and source: [`GatedRetention`].
 
 use super::retnet::{check_rotated, check_theta};
 use super::{
@@ -26,7 +16,7 @@ use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Gated retention.
+/// Config of [`GatedRetention`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GatedRetentionConfig {
@@ -110,7 +100,39 @@ impl GatedRetentionConfig {
     }
 }
 
-/// Gated retention. `D -> D`.
+/// Gated retention, YOCO's self-decoder: RetNet with a decay that depends on the data.
+///
+/// # Recurrence
+/// ```text
+/// q, k = rope(x W_q), rope(x W_k);  v = x W_v
+/// g    = log_sigmoid(x W_gk) / 16                      one number a head
+/// S    = e^g S + k^T v
+/// y    = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o     over each head, without a weight
+/// ```
+/// ```text
+/// x_t, position ──> q, k, v, g
+///                         ┌─ decay ┐   ┌─ write ─┐
+/// S_{t-1} ───────────────>│ e^g S  │──>│ + k^T v │──┬──> S_t
+///                         └────────┘   └─────────┘  │
+///                                ┌─ read ────────┐  │
+///  y_t <── W_o <── norm, gate <──│ q S / sqrt(K) │<─┘
+///                                └───────────────┘
+/// ```
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32;
+/// `position`, tokens seen. g is a natural log of the share kept, for each token and head, at most 0. 16 is
+/// the default of `gate_normalizer`.
+/// # Errors
+/// [`GatedRetentionConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
+/// `heads` that do not divide D while `key_width` is left out, `value_heads` that `heads` do not divide, an
+/// odd `key_width`, an `expand_v` that makes V no whole number, a `gate_normalizer` that is not above 0, a
+/// `rope_theta` below 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// Sun et al., arXiv 2405.05254.
+/// # Departures
+/// Rotation pairs channel i with i + K/2, where the authors' code pairs neighbours: the same layer, the
+/// columns of `W_q` and `W_k` in another order. Its angles are RoPE's, theta^{-2 i / K} a token; the authors'
+/// code has theta^{-i / (K/2 - 1)}.
 #[derive(Module, Debug)]
 pub struct GatedRetention<B: Backend> {
     q_proj: Linear<B>,

@@ -1,17 +1,4 @@
-//! GateLoop: every row of the memory has a complex decay of its own, that depends on the data.
-//! ```text
-//! q, k, v = x W_q, x W_k, x W_v          (silu(conv(.)) where there are convolutions)
-//! q, k as K / 2 complex numbers: channel i and channel i + K / 2
-//! g       = log_sigmoid(x W_a + b) / n          [K / 2]
-//! theta   = x W_theta                           [K / 2]
-//! S       = diag(e^{g + i theta}) S + k^T v     complex, [K / 2, V]
-//! y       = (rms_norm(Re(conj(q) S) / sqrt(K)) silu(x W_g)) W_o
-//! ```
-//! Source: Katsch, arXiv 2311.01927, with n = 1.
-//!
-//! Re(conj(q_t) e^{i (A_t - A_s)} k_s), with A_t the sum of theta up to t, is the product of q_t and
-//! k_s as pairs of real numbers, q_t turned by -A_t and k_s by -A_s: so the memory is real, `[K, V]`,
-//! and decays by rows. A is kept between -pi and pi, which changes no turn.
+//! GateLoop. Recurrence, shapes and source: [`GateLoop`].
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, Widths, check_divisor, head_widths, linear_flops,
@@ -33,7 +20,7 @@ use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// GateLoop.
+/// Config of [`GateLoop`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GateLoopConfig {
@@ -122,7 +109,42 @@ impl GateLoopConfig {
     }
 }
 
-/// GateLoop. `D -> D`.
+/// GateLoop: linear attention whose rows each have a complex decay that depends on the data.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = x W_q, x W_k, x W_v          (silu(conv(.)) where there are convolutions)
+/// q, k as K / 2 complex numbers: channel i and channel i + K / 2
+/// g       = log_sigmoid(x W_a + b) / n          [K / 2]
+/// theta   = x W_theta                           [K / 2]
+/// S       = diag(e^{g + i theta}) S + k^T v     complex, [K / 2, V]
+/// y       = (rms_norm(Re(conj(q) S) / sqrt(K)) silu(x W_g)) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, v, g, theta
+///                  ┌─ decay and turn ────────┐   ┌─ write ─┐
+/// S_{t-1} ────────>│ diag(e^{g + i theta}) S │──>│ + k^T v │──┬──> S_t
+///                  └─────────────────────────┘   └─────────┘  │
+///                                ┌─ read ──────────────────┐  │
+///  y_t <── W_o <── norm, gate <──│ Re(conj(q) S) / sqrt(K) │<─┘
+///                                └─────────────────────────┘
+/// ```
+/// n is `gate_normalizer`.
+///
+/// `Re(conj(q_t) e^{i (A_t - A_s)} k_s)`, with A_t the sum of theta up to t, is the product of q_t and k_s as
+/// pairs of real numbers, q_t turned by -A_t and k_s by -A_s: so the memory is real, `[K, V]`, and decays by
+/// rows. A is kept between -pi and pi, which changes no turn.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of each short convolution, then A, `[B, 1, H K / 2]`; `position`, tokens seen. g is
+/// a natural log of the share of a row that is kept, at most 0, theta an angle in radians, both for each
+/// token, head and pair of channels.
+/// # Errors
+/// [`GateLoopConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
+/// `heads` that do not divide D while `key_width` is left out, an odd `key_width`, an `expand_v` that makes V
+/// no whole number, a `gate_normalizer` that is not above 0, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// Katsch, arXiv 2311.01927, with n = 1.
 #[derive(Module, Debug)]
 pub struct GateLoop<B: Backend> {
     q_proj: Linear<B>,

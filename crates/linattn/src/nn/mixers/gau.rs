@@ -1,14 +1,4 @@
-//! Gated attention unit: one head of attention without a softmax, inside a gated MLP.
-//! ```text
-//! u, v, z = silu(x W)                                   D -> E, E, S
-//! q, k    = rope(z g_q + c_q), rope(z g_k + c_k)        a scale and an offset for each channel and use
-//! a_tj    = relu(q_t k_j^T / sqrt(S))^2 / t             j <= t, tokens counted from 1
-//! y       = (u * a v) W_o
-//! ```
-//! Source: Hua et al., arXiv 2202.10447, in its quadratic form. There products are divided by the length of the
-//! sequence before they are squared, which no token of a sequence in the making knows, and a learnt bias of the
-//! distance is added to them; here they are divided as in softmax attention, the sum by the tokens seen, and
-//! rotation alone tells positions.
+//! Gated attention unit. Recurrence, shapes and source: [`Gau`].
 
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, linear_flops};
@@ -24,7 +14,7 @@ use burn::tensor::activation::relu;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Gated attention unit.
+/// Config of [`Gau`], the gated attention unit. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GauConfig {
@@ -90,7 +80,36 @@ impl GauConfig {
     }
 }
 
-/// Gated attention unit. `D -> D`.
+/// Gated attention unit (GAU): one head of attention without a softmax, inside a gated MLP.
+///
+/// # Recurrence
+/// ```text
+/// u, v, z = silu(x W)                                   D -> E, E, S
+/// q, k    = rope(z g_q + c_q), rope(z g_k + c_k)        a scale and an offset for each channel and use
+/// a_tj    = relu(q_t k_j^T / sqrt(S))^2 / t             j <= t, tokens counted from 1
+/// y       = (u * a v) W_o
+/// ```
+/// ```text
+/// x_t, position ──> u, v, z, q, k
+///                                                   ┌─ write ─────┐
+/// keys, values ────────────────────────────────────>│ append k, v │──┬──> keys, values
+///                                                   └─────────────┘  │
+///                         ┌─ read ────────────────────────────────┐  │
+///  y_t <── W_o <── * u <──│ relu(q keys^T / sqrt(S))^2 values / t │<─┘
+///                         └───────────────────────────────────────┘
+/// ```
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`KeyValueCache`]: `keys`, `[B, 1, T, S]`, rotated;
+/// `values`, `[B, 1, T, E]`; `position`, tokens seen. It grows with T. E is `expand` D, S is `key_width`.
+/// # Errors
+/// [`GauConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `key_width` that is 0
+/// or odd, an `expand` of 0 or a `rope_theta` below 1.
+/// # Source
+/// Hua et al., arXiv 2202.10447, in its quadratic form.
+/// # Departures
+/// There products are divided by the length of the sequence before they are squared, which no token of a
+/// sequence in the making knows, and a learnt bias of the distance is added to them; here they are divided as
+/// in softmax attention, the sum by the tokens seen, and rotation alone tells positions.
 #[derive(Module, Debug)]
 pub struct Gau<B: Backend> {
     u_proj: Linear<B>,

@@ -1,12 +1,4 @@
-//! Gated linear attention: every row of the memory has a decay of its own, that depends on the data.
-//! ```text
-//! q, k, v = x W_q, x W_k, x W_v          (silu(conv(.)) where there are convolutions)
-//! g       = log_sigmoid(x W_1 W_2 + b) / 16              W_1: D -> 16
-//! S       = diag(e^g) S + k^T v
-//! y       = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o
-//! ```
-//! Source: Yang et al., arXiv 2312.06635. As there, all keys together are half as wide as the model
-//! by default, and all values as wide.
+//! Gated linear attention. Recurrence, shapes and source: [`Gla`].
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, check_divisor, half_key_width, linear_flops, memory_cost,
@@ -27,7 +19,7 @@ use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Gated linear attention.
+/// Config of [`Gla`], gated linear attention. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GlaConfig {
@@ -124,7 +116,36 @@ impl GlaConfig {
     }
 }
 
-/// Gated linear attention. `D -> D`.
+/// Gated linear attention (GLA): every row of the state has a decay of its own, that depends on the data.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = x W_q, x W_k, x W_v          (silu(conv(.)) where there are convolutions)
+/// g       = log_sigmoid(x W_1 W_2 + b) / 16              W_1: D -> 16
+/// S       = diag(e^g) S + k^T v
+/// y       = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, v, g
+///                    ┌─ decay ─────┐   ┌─ write ─┐
+/// S_{t-1} ──────────>│ diag(e^g) S │──>│ + k^T v │──┬──> S_t
+///                    └─────────────┘   └─────────┘  │
+///                                ┌─ read ────────┐  │
+///  y_t <── W_o <── norm, gate <──│ q S / sqrt(K) │<─┘
+///                                └───────────────┘
+/// ```
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of each short convolution; `position`, tokens seen. g is a natural log of the share
+/// of a row that is kept, for each token, head and key channel, at most 0.
+/// # Errors
+/// [`GlaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0, `heads`
+/// that do not divide D / 2 while `key_width` is left out, an `expand_v` that makes V no whole number, a
+/// `gate_low_rank` of 0, a `gate_normalizer` that is not above 0, a `conv_size` of 1 or a `norm_eps` below
+/// 1e-37.
+/// # Source
+/// Yang et al., arXiv 2312.06635. As there, all keys together are half as wide as the model by default, and
+/// all values as wide.
 #[derive(Module, Debug)]
 pub struct Gla<B: Backend> {
     q_proj: Linear<B>,

@@ -1,17 +1,4 @@
-//! Gated orthogonal recurrent unit: a GRU whose new memory comes from the last one turned by a learnt rotation,
-//! which keeps its length. Its gates see the last output, so tokens go one after another: time grows with T whatever
-//! the device.
-//! ```text
-//! a_r, a_z, a_c = x W_x                                 three parts
-//! r, z          = sigmoid(a_r + h W_r + b_r), sigmoid(a_z + h W_z + b_z)
-//! s             = a_c + r (h G_1 G_2 .. G_L)            G_l turns neighbours by angles: (0 1)(2 3).. where l is
-//! c             = sign(s) relu(|s| + b)                 odd, (1 2)(3 4)..(H-1 0) where it is even
-//! h             = z h + (1 - z) c
-//! y             = h W_out
-//! ```
-//! The rotations are multiplied out once for all tokens, so a token is one product of h, as in a GRU. Source: Jing
-//! et al., arXiv 1706.02761, with the rotations of arXiv 1612.05231 and their authors' starting values; there the
-//! first and the last number stay as they are where l is even. Weights start as N(0, 0.02^2), as everywhere here.
+//! Gated orthogonal recurrent unit. Recurrence, shapes and source: [`Goru`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{ResidualLinear, each_token, linear};
@@ -28,7 +15,8 @@ const RESET_BIAS: f64 = 2.0;
 /// Where b starts.
 const THRESHOLD: f64 = 0.01;
 
-/// Gated orthogonal recurrent unit.
+/// Config of [`Goru`], the gated orthogonal recurrent unit. The layer's page has recurrence, shapes, errors
+/// and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GoruConfig {
@@ -88,7 +76,42 @@ impl GoruConfig {
     }
 }
 
-/// Gated orthogonal recurrent unit. `D -> D`.
+/// Gated orthogonal recurrent unit (GORU): a GRU whose candidate comes from the last state turned by a learnt
+/// rotation.
+///
+/// A rotation keeps the state's length. Its gates see the last output, so tokens go one after another: time
+/// grows with T whatever the device.
+///
+/// # Recurrence
+/// ```text
+/// a_r, a_z, a_c = x W_x                                 three parts
+/// r, z       = sigmoid(a_r + h W_r + b_r), sigmoid(a_z + h W_z + b_z)
+/// s          = a_c + r (h G_1 G_2 .. G_L)            G_l turns neighbours by angles: (0 1)(2 3).. where l is
+/// c          = sign(s) relu(|s| + b)                 odd, (1 2)(3 4)..(H-1 0) where it is even
+/// h          = z h + (1 - z) c
+/// y          = h W_out
+/// ```
+/// ```text
+/// x_t, h_{t-1} ──> r, z, c        c from h turned by G_1 .. G_L
+///            ┌─ decay ┐   ┌─ write ─────┐
+/// h_{t-1} ──>│ z h    │──>│ + (1 - z) c │──┬──> h_t
+///            └────────┘   └─────────────┘  │
+///                               ┌─ read ┐  │
+///              y_t <── W_out <──│ h     │<─┘
+///                               └───────┘
+/// ```
+/// The rotations are multiplied out once for all tokens, so a token is one product of h, as in a GRU.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, h, `[B, 1, H]`, H `width`;
+/// `position`, tokens seen. z is the share of h that is kept, 0 to 1; angles are in radians.
+/// # Errors
+/// [`GoruConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `capacity` of 0 or a
+/// `width` that is 0 or odd.
+/// # Source
+/// Jing et al., arXiv 1706.02761, with the rotations of arXiv 1612.05231 and their authors' starting values.
+/// # Departures
+/// There the first and the last number stay as they are where l is even. Weights start as N(0, 0.02^2), as
+/// everywhere here.
 #[derive(Module, Debug)]
 pub struct Goru<B: Backend> {
     x_proj: Linear<B>,

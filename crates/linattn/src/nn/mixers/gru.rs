@@ -1,15 +1,4 @@
-//! GRU: a reference like LSTM, with one vector and two gates. Its gates see the last output, so tokens
-//! go one after another: time grows with T whatever the device.
-//! ```text
-//! a, b = x W_x + b_x, h W_h + b_h                 three parts each: r, z, n
-//! r, z = sigmoid(a_r + b_r), sigmoid(a_z + b_z)
-//! n    = tanh(a_n + r b_n)
-//! h    = (1 - z) n + z h
-//! y    = h W_out
-//! ```
-//! Source: Cho et al., arXiv 1406.1078, with the reset gate behind the product, as is customary. The
-//! product with x is one for all tokens; that with h is one a token. Weights start as N(0, 0.02^2), as
-//! everywhere here; elsewhere +-H^-1/2 is customary.
+//! GRU. Recurrence, shapes and source: [`Gru`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{ResidualLinear, each_token, linear, linear_with_bias};
@@ -20,7 +9,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// GRU.
+/// Config of [`Gru`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GruConfig {
@@ -62,7 +51,38 @@ impl GruConfig {
     }
 }
 
-/// GRU. `D -> D`.
+/// GRU: a reference like LSTM, with one vector and two gates.
+///
+/// Its gates see the last output, so tokens go one after another: time grows with T whatever the device.
+///
+/// # Recurrence
+/// ```text
+/// a, b = x W_x + b_x, h W_h + b_h                 three parts each: r, z, n
+/// r, z = sigmoid(a_r + b_r), sigmoid(a_z + b_z)
+/// n    = tanh(a_n + r b_n)
+/// h    = (1 - z) n + z h
+/// y    = h W_out
+/// ```
+/// ```text
+/// x_t, h_{t-1} ──> r, z, n
+///            ┌─ decay ┐   ┌─ write ─────┐
+/// h_{t-1} ──>│ z h    │──>│ + (1 - z) n │──┬──> h_t
+///            └────────┘   └─────────────┘  │
+///                               ┌─ read ┐  │
+///              y_t <── W_out <──│ h     │<─┘
+///                               └───────┘
+/// ```
+/// The product with x is one for all tokens; that with h is one a token.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, h, `[B, 1, width]`;
+/// `position`, tokens seen. z is the share of h that is kept, 0 to 1.
+/// # Errors
+/// [`GruConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `width` of 0.
+/// # Source
+/// Cho et al., arXiv 1406.1078.
+/// # Departures
+/// The reset gate stands behind the product, as is customary. Weights start as N(0, 0.02^2), as everywhere
+/// here; elsewhere +-H^-1/2 is customary.
 #[derive(Module, Debug)]
 pub struct Gru<B: Backend> {
     x_proj: Linear<B>,

@@ -1,18 +1,4 @@
-//! Gated slot attention: a fixed number of slots for keys and values, each with a decay of its own,
-//! and a softmax over the slots where attention has one over tokens.
-//! ```text
-//! q, k, v = silu(x W_q), silu(x W_k), silu(x W_v)      (of convolutions, where there are any)
-//! a       = sigmoid(x W_f)^(1/8)                       [M], one number a slot
-//! K       = diag(a) K + (1 - a)^T k                    [M, K]
-//! V       = diag(a) V + (1 - a)^T v                    [M, V]
-//! o       = softmax(q K^T) V
-//! y       = rms_norm(silu(o)) W_o                      one norm over all heads
-//! ```
-//! Two passes of linear attention. The second has the slots for its key channels and a decay for each
-//! of them. The first asks from the other side, K q^T, and no operation decays the channels of values:
-//! there every slot is a value head of width 1 with a scalar decay, and the slots share keys and
-//! queries.
-//! Source: Zhang et al., arXiv 2409.07146.
+//! Gated slot attention. Recurrence, shapes and source: [`Gsa`].
 
 use super::{
     TokenMixer, check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width,
@@ -33,7 +19,7 @@ use burn::tensor::activation::{silu, softmax};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Gated slot attention.
+/// Config of [`Gsa`], gated slot attention. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GsaConfig {
@@ -170,7 +156,42 @@ impl<B: Backend> RecurrentState<B> for SlotState<B> {
     }
 }
 
-/// Gated slot attention. `D -> D`.
+/// Gated slot attention (GSA): a fixed number of slots for keys and values, each with a decay, and a softmax
+/// over slots.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = silu(x W_q), silu(x W_k), silu(x W_v)      (of convolutions, where there are any)
+/// a       = sigmoid(x W_f)^(1/8)                       [M], one number a slot
+/// K       = diag(a) K + (1 - a)^T k                    [M, K]
+/// V       = diag(a) V + (1 - a)^T v                    [M, V]
+/// o       = softmax(q K^T) V
+/// y       = rms_norm(silu(o)) W_o                      one norm over all heads
+/// ```
+/// ```text
+/// x_t ──> q, k, v, a
+///                     ┌─ decay ───┐   ┌─ write ───────┐
+/// K_{t-1}, V_{t-1} ──>│ diag(a) K │──>│ + (1 - a)^T k │──┬──> K_t, V_t
+///                     │ diag(a) V │   │ + (1 - a)^T v │  │
+///                     └───────────┘   └───────────────┘  │
+///                                  ┌─ read ───────────┐  │
+///    y_t <── W_o <── silu, norm <──│ softmax(q K^T) V │<─┘
+///                                  └──────────────────┘
+/// ```
+/// This is two passes of linear attention. The second has the slots for its key channels and a decay for each
+/// of them. The first asks from the other side, `K q^T`, and no operation decays the channels of values:
+/// there every slot is a value head of width 1 with a scalar decay, and the slots share keys and queries. The
+/// power 1/8 is 1 / `gate_normalizer`.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`SlotState`]: `keys`, `[B, H, M, K]`; `values`,
+/// `[B, H, M, V]`; `tails`, the last W - 1 inputs of each short convolution. a is a share of a slot that is
+/// kept, for each token, head and slot, 0 to 1.
+/// # Errors
+/// [`GsaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0, `heads`
+/// that do not divide D while `key_width` is left out, an `expand_v` that makes V no whole number, `slots` of
+/// 0, a `gate_normalizer` that is not above 0, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// Zhang et al., arXiv 2409.07146.
 #[derive(Module, Debug)]
 pub struct Gsa<B: Backend> {
     q_proj: Linear<B>,

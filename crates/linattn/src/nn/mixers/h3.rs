@@ -1,14 +1,4 @@
-//! H3: keys seen through a learnt window, their outer products with values through state-space models, read by
-//! queries.
-//! ```text
-//! q, k, v = x W + b
-//! k'      = shift(k) + d k                  a convolution over N tokens, and the token itself
-//! U_t     = k'_t^T v_t                      [K, K] for each head
-//! y       = (q ssm(U)) W_o + b_o            a state-space model of N numbers for each head: `diagonal_ssm`
-//! ```
-//! Source: Fu et al., arXiv 2212.14052, with its diagonal state-space model, bilinear steps and real convolution, as
-//! Zoology runs it. Departures: the shift's input vector is the first unit vector, from where the reference learns
-//! it; the diagonal model's input vector is 1, which only scales C.
+//! H3. Recurrence, shapes and source: [`H3`].
 
 use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
@@ -21,7 +11,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// H3.
+/// Config of [`H3`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct H3Config {
@@ -98,7 +88,41 @@ impl H3Config {
     }
 }
 
-/// H3. `D -> D`.
+/// H3: outer products of shifted keys with values, through state-space models, read by queries.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = x W + b
+/// k'      = shift(k) + d k                  a convolution over N tokens, and the token itself
+/// U_t     = k'_t^T v_t                      [K, K] for each head
+/// y       = (q ssm(U)) W_o + b_o            a state-space model of N numbers for each head: `diagonal_ssm`
+/// ```
+/// ```text
+/// x_t ──> q, k, v;  k' from k of the last N tokens
+///              ┌─ decay and turn ┐   ┌─ write ────┐
+/// h_{t-1} ────>│ a h             │──>│ + b k'^T v │──┬──> h_t
+///              └─────────────────┘   └────────────┘  │
+///                      ┌─ read ───────────────────┐  │
+///  y_t <── W_o, b_o <──│ q (2 Re(C h) + d k'^T v) │<─┘
+///                      └──────────────────────────┘
+/// ```
+/// a, b, C and d are those of a diagonal state-space model for each head, N / 2 complex modes and their
+/// conjugates: see [`S4d`](super::S4d).
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, real and imaginary parts of h,
+/// `[B, 1, D K N / 2]` each, of heads of width K; `tails`, the last N - 1 keys, `[B, N - 1, D]`; `position`,
+/// tokens seen. N is `d_state`, K `head_width`. The size of a is the share that is kept, its angle a turn in
+/// radians for each token.
+/// # Errors
+/// [`H3Config::init`] gives a [`ConfigError`] with the first key that does not fit: a `head_width` that does
+/// not divide D, a `d_state` that is 0 or odd, a `dt_min` that is not above 0 or a `dt_max` that is not above
+/// it.
+/// # Source
+/// Fu et al., arXiv 2212.14052, with its diagonal state-space model, bilinear steps and real convolution, as
+/// Zoology runs it.
+/// # Departures
+/// The shift's input vector is the first unit vector, from where the reference learns it; the diagonal
+/// model's input vector is 1, which only scales C.
 #[derive(Module, Debug)]
 pub struct H3<B: Backend> {
     q_proj: Linear<B>,

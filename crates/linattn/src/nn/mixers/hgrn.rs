@@ -1,14 +1,4 @@
-//! HGRN: a vector with a forget gate that also says how much is written.
-//! ```text
-//! f = b + (1 - b) sigmoid(x W_f)
-//! h = f h + (1 - f) silu(x W_i)
-//! y = (rms_norm(h) silu(x W_g)) W_o
-//! ```
-//! b is the lower bound of the forget gate: 0, or one learnt number a channel.
-//! Source: Qin et al., arXiv 2311.04823, with real numbers and the order of layers of the released
-//! models. There the bounds of all layers are learnt together so that they rise with depth; here each
-//! layer learns its own, from where its config lets it start. It is kept as its inverse sigmoid, so
-//! that any bound can be written into it.
+//! HGRN. Recurrence, shapes and source: [`Hgrn`].
 
 use super::hgrn2::{check_lower_bound, forgotten, fresh_bound};
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
@@ -21,7 +11,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// HGRN.
+/// Config of [`Hgrn`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct HgrnConfig {
@@ -83,7 +73,38 @@ impl HgrnConfig {
     }
 }
 
-/// HGRN. `D -> D`.
+/// HGRN: a vector with a forget gate that also says how much is written.
+///
+/// # Recurrence
+/// ```text
+/// f = b + (1 - b) sigmoid(x W_f)
+/// h = f h + (1 - f) silu(x W_i)
+/// y = (rms_norm(h) silu(x W_g)) W_o
+/// ```
+/// ```text
+/// x_t ──> i, f
+///            ┌─ decay ┐   ┌─ write ───────────┐
+/// h_{t-1} ──>│ f h    │──>│ + (1 - f) silu(i) │──┬──> h_t
+///            └────────┘   └───────────────────┘  │
+///                                     ┌─ read ┐  │
+///       y_t <── W_o <── norm, gate <──│ h     │<─┘
+///                                     └───────┘
+/// ```
+/// b is the lower bound of the forget gate: 0, or one learnt number a channel. i and f are `x W_i` and the
+/// gate, each of a convolution where there is one.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, one vector, `[B, 1, E D]` of E
+/// `expand`; `tails`, the last W - 1 inputs of each short convolution; `position`, tokens seen. f is the
+/// share of a channel that is kept, b to 1.
+/// # Errors
+/// [`HgrnConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `expand` of 0, a
+/// `lower_bound` outside 0 to 1, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// Qin et al., arXiv 2311.04823, with real numbers and the order of layers of the released models.
+/// # Departures
+/// There the bounds of all layers are learnt together so that they rise with depth; here each layer learns
+/// its own, from where its config lets it start. It is kept as its inverse sigmoid, so that any bound can be
+/// written into it.
 #[derive(Module, Debug)]
 pub struct Hgrn<B: Backend> {
     i_proj: Linear<B>,

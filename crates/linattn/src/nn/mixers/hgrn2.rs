@@ -1,12 +1,4 @@
-//! HGRN2: a linear RNN whose forget gate also says how much is written, so that there are no keys.
-//! ```text
-//! q, f, v = silu(x W_q), b + (1 - b) sigmoid(x W_f), x W_i
-//! S       = diag(f) S + (1 - f)^T v
-//! y       = rms_norm(q S / sqrt(K)) W_o        one norm over all heads
-//! ```
-//! b is the lower bound of the forget gate: 0, or one learnt number a channel.
-//! Source: Qin et al., arXiv 2404.07904. There the bounds of all layers are learnt together so that
-//! they rise with depth; here each layer learns its own, from where its config lets it start.
+//! HGRN2. Recurrence, shapes and source: [`Hgrn2`].
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
@@ -29,7 +21,7 @@ use serde::{Deserialize, Serialize};
 /// Least f whose log is taken: a bound that small is none, and ln 0 no number.
 const LEAST_KEPT: f64 = 1e-30;
 
-/// HGRN2.
+/// Config of [`Hgrn2`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Hgrn2Config {
@@ -145,7 +137,37 @@ pub(super) fn forgotten<B: Backend>(
     }
 }
 
-/// HGRN2. `D -> D`.
+/// HGRN2: a linear RNN whose forget gate also says how much is written, so that there are no keys.
+///
+/// # Recurrence
+/// ```text
+/// q, f, v = silu(x W_q), b + (1 - b) sigmoid(x W_f), x W_i
+/// S       = diag(f) S + (1 - f)^T v
+/// y       = rms_norm(q S / sqrt(K)) W_o        one norm over all heads
+/// ```
+/// ```text
+/// x_t ──> q, f, v
+///            ┌─ decay ───┐   ┌─ write ───────┐
+/// S_{t-1} ──>│ diag(f) S │──>│ + (1 - f)^T v │──┬──> S_t
+///            └───────────┘   └───────────────┘  │
+///                            ┌─ read ────────┐  │
+///    y_t <── W_o <── norm <──│ q S / sqrt(K) │<─┘
+///                            └───────────────┘
+/// ```
+/// b is the lower bound of the forget gate: 0, or one learnt number a channel.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of each short convolution; `position`, tokens seen. f is a share of a row that is
+/// kept, for each token, head and row, b to 1.
+/// # Errors
+/// [`Hgrn2Config::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0, `heads`
+/// that do not divide D while `key_width` is left out, an `expand_v` that makes V no whole number, a
+/// `lower_bound` outside 0 to 1, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// Qin et al., arXiv 2404.07904.
+/// # Departures
+/// There the bounds of all layers are learnt together so that they rise with depth; here each layer learns
+/// its own, from where its config lets it start.
 #[derive(Module, Debug)]
 pub struct Hgrn2<B: Backend> {
     q_proj: Linear<B>,

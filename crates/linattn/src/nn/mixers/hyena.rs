@@ -1,22 +1,4 @@
-//! Hyena: a convolution as long as the sequence between two gates; and multihead Hyena, whose channels are outer
-//! products.
-//! ```text
-//! q, k, v = conv(x W + b)                    a short convolution with a bias, no activation
-//! u       = k v
-//! y       = (q (h * u + d u)) W_o + b_o      h: a tap for each lag and channel, of a network: see `long_filter`
-//! ```
-//! Multihead, with the channels in groups of N, one filter for each group:
-//! ```text
-//! U_t = k_t^T v_t                            [N, N] for each group
-//! y   = (q (h * U + d U)) W_o + b_o
-//! ```
-//! `q_t (h * U)_t` is `sum_s h_{t-s} (q_t . k_s) v_s`, attention without softmax under a mask of taps, and is computed
-//! so: outer products would be N times as large.
-//! Sources: Poli et al., arXiv 2302.10866; multihead: Massaroli et al., arXiv 2310.18780; the code of MAD and Zoology.
-//! Widened in MAD (`expand = 4`, `projection_groups = 4`), q, k and v are repeats of a projection a fourth as wide.
-//!
-//! Departures: the features of lags are not trained, which the references do with a learning rate of 1e-5; the filter
-//! learns as fast and decays as much as everything else, as it does in Zoology; order 2 alone.
+//! Hyena and multihead Hyena. Recurrence, shapes and source: [`Hyena`].
 
 use super::{TokenMixer, linear_flops};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
@@ -30,7 +12,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Hyena.
+/// Config of [`Hyena`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct HyenaConfig {
@@ -67,7 +49,7 @@ impl Default for HyenaConfig {
     }
 }
 
-/// Multihead Hyena: the same keys, of which `group_width` is at least 2.
+/// Config of [`MultiheadHyena`]: the keys of [`HyenaConfig`], of which `group_width` is at least 2.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct MultiheadHyenaConfig(pub HyenaConfig);
@@ -175,7 +157,41 @@ macro_rules! config {
 config!(HyenaConfig, Hyena, false, |config| config);
 config!(MultiheadHyenaConfig, MultiheadHyena, true, |config| config.0);
 
-/// Hyena, or multihead Hyena where the filter has fewer channels than there are inside. `D -> D`.
+/// Hyena: a convolution as long as the sequence, between two gates.
+///
+/// [`MultiheadHyena`] convolves outer products of groups of channels.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = conv(x W + b)                    a short convolution with a bias, no activation
+/// u    = k v
+/// y    = (q (h * u + d u)) W_o + b_o      h: a tap for each lag and channel, of a network: see `long_filter`
+/// ```
+/// ```text
+/// x_t ──> q, k, v
+///                                          ┌─ write ────┐
+/// u_1 .. u_{t-1} ─────────────────────────>│ append k v │──┬──> u_1 .. u_t
+///                                          └────────────┘  │
+///                      ┌─ read ─────────────────────────┐  │
+///  y_t <── W_o, b_o <──│ q (sum of h_{t-s} u_s + d u_t) │<─┘
+///                      └────────────────────────────────┘
+/// ```
+/// h comes from a network over features of the lag and a decay of each channel. Nothing decays in the state:
+/// taps weigh it anew at every token. Widened in MAD (`expand = 4`, `projection_groups = 4`), q, k and v are
+/// repeats of a projection a fourth as wide.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`ConvolutionState`]: `inputs`, all u so far,
+/// `[B, T, E D]` of E `expand`, which grows with T; `tails`, the last W - 1 inputs of the short convolution.
+/// Lags are told as shares of `length` tokens.
+/// # Errors
+/// [`HyenaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a size of 0, a
+/// `group_width` other than 1, `projection_groups` that do not divide 3 E D, a `conv_size` below 2, a
+/// `filter_frequency` that is not above 0 or a `length` below 2.
+/// # Source
+/// Poli et al., arXiv 2302.10866, and the code of MAD and Zoology.
+/// # Departures
+/// The features of lags are not trained, which the references do with a learning rate of 1e-5; the filter
+/// learns as fast and decays as much as everything else, as it does in Zoology; order 2 alone.
 #[derive(Module, Debug)]
 pub struct Hyena<B: Backend> {
     in_proj: Linear<B>,
@@ -186,7 +202,7 @@ pub struct Hyena<B: Backend> {
     out_proj: ResidualLinear<B>,
 }
 
-/// Multihead Hyena.
+#[doc = include_str!("pages/multihead_hyena.md")]
 pub type MultiheadHyena<B> = Hyena<B>;
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for Hyena<B> {

@@ -1,13 +1,4 @@
-//! Kimi Delta Attention: Gated DeltaNet with a decay for every row of the memory.
-//! ```text
-//! q, k, v = silu(conv(x W))   k, q of length 1, q / sqrt(K)
-//! beta    = sigmoid(x W_b)    (times 2 for eigenvalues down to -1)
-//! g       = -exp(A_log) softplus(x W_f0 W_f1 + dt_bias)      [K] for every head
-//! S       = (I - beta k^T k) diag(e^g) S + beta k^T v
-//! y       = (rms_norm(q S) sigmoid(x W_g0 W_g1 + b)) W_o
-//! ```
-//! Source: Kimi Linear, arXiv 2510.26692. Decays and beta belong to value heads; keys, to key heads.
-//! `preconditioner` is that of key_preconditioner.rs.
+//! Kimi Delta Attention. Recurrence, shapes and source: [`Kda`].
 
 use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -24,7 +15,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Kimi Delta Attention.
+/// Config of [`Kda`], Kimi Delta Attention. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct KdaConfig {
@@ -127,7 +118,40 @@ impl KdaConfig {
     }
 }
 
-/// Kimi Delta Attention. `D -> D`.
+/// Kimi Delta Attention (KDA): Gated DeltaNet with a decay for every row of the state.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = silu(conv(x W))   k, q of length 1, q / sqrt(K)
+/// beta    = sigmoid(x W_b)    (times 2 for eigenvalues down to -1)
+/// g       = -exp(A_log) softplus(x W_f0 W_f1 + dt_bias)      [K] for every head
+/// S       = (I - beta k^T k) diag(e^g) S + beta k^T v
+/// y       = (rms_norm(q S) sigmoid(x W_g0 W_g1 + b)) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, v, beta, g
+///            ┌─ decay ─────┐   ┌─ erase ────────┐   ┌─ write ──────┐
+/// S_{t-1} ──>│ diag(e^g) S │──>│ - beta k^T k S │──>│ + beta k^T v │──┬──> S_t
+///            └─────────────┘   └────────────────┘   └──────────────┘  │
+///                                                          ┌─ read ┐  │
+///                            y_t <── W_o <── norm, gate <──│ q S   │<─┘
+///                                                          └───────┘
+/// ```
+/// Decays and beta belong to value heads; keys, to key heads. `preconditioner` writes a key on the scale of
+/// those before it, and the key itself erases.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of each short convolution, then of the preconditioner its sums, `[B, 1, H K]` of key
+/// heads; `position`, tokens seen. beta is a share of the error that is corrected, 0 to 1, or to 2 with
+/// `allow_neg_eigval`. g is a natural log of the share of a row that is kept, for each token, head and key
+/// channel, at most 0.
+/// # Errors
+/// [`KdaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0, `heads`
+/// that do not divide D while `key_width` is left out, `value_heads` that `heads` do not divide, an
+/// `expand_v` that makes V no whole number, a `gate_rank` of 0, a `conv_size` of 1 or a `norm_eps` below
+/// 1e-37.
+/// # Source
+/// Kimi Linear, arXiv 2510.26692; the preconditioner from arXiv 2604.21100.
 #[derive(Module, Debug)]
 pub struct Kda<B: Backend> {
     q_proj: Linear<B>,

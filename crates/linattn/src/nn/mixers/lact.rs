@@ -1,21 +1,4 @@
-//! LaCT, test-time training in large chunks: the memory is a SwiGLU network whose weights go on once a chunk, beside
-//! sliding-window attention that shares its queries, keys and values.
-//! ```text
-//! q, k, v = x W, [q and k of mean square 1]
-//! a       = softmax(q k^T / sqrt(K) + window) v       rotated q and k
-//! q', k'  = silu(q s_q + c_q), silu(k s_k + c_k), of length 1 in each head, rotated; v' = silu(v)
-//! f(x)    = (silu(x W_0) * (x W_2)) W_1               weights of the chunk's start
-//! D_n     = -sum_j lr_nj d(-f(k'_j) . v'_j) / dW_n + (mean m_j) D_n    lr_n = softplus(x W_l + b_l + b_0)
-//! W_n     = |W_n at the start| unit(W_n + D_n)        at a chunk's end; m = sigmoid(x W_m + b_m); columns keep
-//!                                                     their first lengths; [D_n orthogonal: Muon]
-//! y       = (a + rms_norm(f(q')) silu(x W_s + b_s)) W_o
-//! ```
-//! Source: Zhang et al., arXiv 2505.23884, and the authors' code for language models, of which a chunk's tokens read
-//! the weights of its start. The state keeps W, D, the sums of a chunk in the making, and what attention keeps.
-//!
-//! Departures: fast weights have full rank, where the released language models make W_0 and W_2 of two narrow factors;
-//! Muon's steps are in f32, not bf16; heads of attention have the keys' rotation, as heads of the memory do, each over
-//! its own width.
+//! LaCT. Recurrence, shapes and source: `pages/lact.md`, the page of [`Lact`].
 
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
@@ -36,7 +19,7 @@ use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// LaCT.
+/// Config of [`Lact`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LactConfig {
@@ -167,7 +150,7 @@ impl LactConfig {
     }
 }
 
-/// LaCT. `D -> D`.
+#[doc = include_str!("pages/lact.md")]
 #[derive(Module, Debug)]
 pub struct Lact<B: Backend> {
     q_proj: Linear<B>,

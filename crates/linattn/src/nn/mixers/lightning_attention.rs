@@ -1,14 +1,4 @@
-//! Lightning attention, as TransNormer and MiniMax-01 have it: linear attention of activated queries,
-//! keys and values, with a fixed decay per head.
-//! ```text
-//! q, k, v = silu(x W_qkv)
-//! S       = e^{-s_h} S + k^T v        s_h = 2^{-8 (h + 1) / H} times `decay_scale`, h from 0
-//! y       = (rms_norm(q S) sigmoid(x W_g)) W_o          one norm over all heads
-//! ```
-//! The slopes are ALiBi's (arXiv 2108.12409), and its way with numbers of heads that are no powers of
-//! two. Later layers forget less: the released models scale the slopes of layer l of L, from 0, by
-//! 1 - l / (L - 1) + 1e-5.
-//! Source: Qin et al., arXiv 2401.04658; the layer around it as in arXiv 2501.08313.
+//! Lightning attention. Recurrence, shapes and source: [`LightningAttention`].
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
@@ -25,7 +15,7 @@ use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Lightning attention.
+/// Config of [`LightningAttention`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LightningAttentionConfig {
@@ -104,7 +94,36 @@ fn slopes(heads: usize) -> Vec<f64> {
     slopes
 }
 
-/// Lightning attention. `D -> D`.
+/// Lightning attention: linear attention of activated queries, keys and values, with a fixed decay per head.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = silu(x W_qkv)
+/// S       = e^{-s_h} S + k^T v        s_h = 2^{-8 (h + 1) / H} times `decay_scale`, h from 0
+/// y       = (rms_norm(q S) sigmoid(x W_g)) W_o          one norm over all heads
+/// ```
+/// ```text
+/// x_t ──> q, k, v
+///             ┌─ decay ────┐   ┌─ write ─┐
+/// S_{t-1} ───>│ e^{-s_h} S │──>│ + k^T v │──┬──> S_t
+///             └────────────┘   └─────────┘  │
+///                                ┌─ read ┐  │
+///  y_t <── W_o <── norm, gate <──│ q S   │<─┘
+///                                └───────┘
+/// ```
+/// The slopes s_h are ALiBi's (arXiv 2108.12409), and its way with numbers of heads that are no powers of
+/// two. Later layers forget less: the released models scale the slopes of layer l of L, from 0, by
+/// 1 - l / (L - 1) + 1e-5.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]` with V = K,
+/// f32; `position`, tokens seen. s_h is minus the natural log of the share kept, the same for every token.
+/// # Errors
+/// [`LightningAttentionConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads`
+/// of 0, `heads` that do not divide D while `key_width` is left out, a `decay_scale` below 0 or a `norm_eps`
+/// below 1e-37.
+/// # Source
+/// Qin et al., arXiv 2401.04658, as TransNormer and MiniMax-01 have it; the layer around it as in arXiv
+/// 2501.08313.
 #[derive(Module, Debug)]
 pub struct LightningAttention<B: Backend> {
     /// Query, key and value of the first head, then of the next.

@@ -1,15 +1,5 @@
-//! Linear attention: a memory that only adds.
-//! ```text
-//! q, k = phi(x W_q), phi(x W_k);  v = x W_v
-//! S    = S + k^T v          or, gated, a S + (1 - a) k^T v
-//! o    = q S / sqrt(F)      or, normalised, q S / (q . sum of k + epsilon)
-//! y    = rms_norm(o) W_o    or o W_o
-//! ```
-//! F is the number of features that phi makes of K; a = sigmoid(x W_f + b), a number for every head, and the
-//! sum of keys has the same gates. Source: Katharopoulos et al., arXiv 2006.16236; the norm in place of the
-//! denominator is from arXiv 2210.10340, the gate and the denominator's floor from RFA, arXiv 2103.02143;
-//! feature maps name their own. A norm takes any factor of a head's output out again, so there is either the
-//! one or the other.
+//! Linear attention. Recurrence, shapes and source: `pages/linear_attention.md`, the page of
+//! [`LinearAttention`].
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
@@ -31,7 +21,7 @@ use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Linear attention.
+/// Config of [`LinearAttention`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LinearAttentionConfig {
@@ -219,7 +209,7 @@ impl LinearAttentionConfig {
     }
 }
 
-/// Linear attention. `D -> D`.
+#[doc = include_str!("pages/linear_attention.md")]
 #[derive(Module, Debug)]
 pub struct LinearAttention<B: Backend> {
     q_proj: Linear<B>,

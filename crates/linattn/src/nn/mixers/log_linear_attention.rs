@@ -1,16 +1,4 @@
-//! Log-linear attention: a memory for each level of a Fenwick tree over the tokens, read by weights from the data.
-//! ```text
-//! q, k, v = silu(conv(x W))                    with the delta rule q and k of length 1
-//! g       = -exp(A_log) softplus(x W_a + dt_bias),  beta = sigmoid(x W_b)
-//! w^l     = softplus(scale^l * x W_l)          a number for every head and level
-//! o_i     = sum over tokens j of w_i^{level(i, j)} q_i P_ij k_j^T v_j / sqrt(K)
-//! P_ij    = e^{g_i + .. + g_{j+1}}             or products of e^g (I - beta k^T k), and beta v for v
-//! y       = (rms_norm(o) silu(x W_g)) W_o
-//! ```
-//! Source: Guo et al., arXiv 2506.04761, and flash-linear-attention. Without the delta rule it is the recurrence of
-//! log-linear Mamba-2, but for its factor dt of values, with it log-linear Gated DeltaNet; the block is Gated
-//! DeltaNet's for both. `scale` starts as 1, A uniform in 0 to 16, steps log-uniform in 0.001 to 0.1. fenwick.rs
-//! has levels and memories. Tokens too far back for L levels are all of the last.
+//! Log-linear attention. Recurrence, shapes and source: [`LogLinearAttention`].
 
 use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -28,7 +16,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Log-linear attention.
+/// Config of [`LogLinearAttention`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogLinearAttentionConfig {
@@ -124,8 +112,45 @@ impl LogLinearAttentionConfig {
     }
 }
 
-/// Log-linear attention. `D -> D`. Its memories are side by side, `[B, H, K, (L - 1) V]`: after T tokens those hold
-/// something whose powers of 2 T is a sum of.
+/// Log-linear attention: a state for each level of a Fenwick tree over the tokens, read by weights from the
+/// data.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = silu(conv(x W))                    with the delta rule q and k of length 1
+/// g       = -exp(A_log) softplus(x W_a + dt_bias),  beta = sigmoid(x W_b)
+/// w^l     = softplus(scale^l * x W_l)          a number for every head and level
+/// o_i     = sum over tokens j of w_i^{level(i, j)} q_i P_ij k_j^T v_j / sqrt(K)
+/// P_ij    = e^{g_i + .. + g_{j+1}}             or products of e^g (I - beta k^T k), and beta v for v
+/// y       = (rms_norm(o) silu(x W_g)) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, v, g, beta, w^l
+///              ┌─ decay ─┐   ┌─ erase ──────────────────────┐   ┌─ write ────────────────┐
+/// S_{t-1}^l ──>│ e^g S^l │──>│ - k^T beta k S^l, delta rule │──>│ + k^T v, or k^T beta v │──┬──> S_t^l
+///              └─────────┘   └──────────────────────────────┘   └────────────────────────┘  │
+///                                                                     ┌─ read ───────────┐  │
+///                                       y_t <── W_o <── norm, gate <──│ sum of w^l q S^l │<─┘
+///                                                                     └──────────────────┘
+/// ```
+/// Erasing is of the delta rule alone. The levels of the tokens before one are the blocks of a Fenwick tree:
+/// two blocks that become one are added. Tokens too far back for L levels are all of the last.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, (L - 1) V]`, the
+/// levels side by side, f32; `tails`, the last W - 1 inputs of each short convolution; `position`, tokens
+/// seen. After T tokens those levels hold something whose powers of 2 T is a sum of. g is a natural log of
+/// the share kept, for each token and head, at most 0. beta is a share of the error that is corrected, 0 to
+/// 1.
+/// # Errors
+/// [`LogLinearAttentionConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads`
+/// of 0, `heads` that do not divide D while `key_width` is left out, an `expand_v` that makes V no whole
+/// number, `levels` outside 2 to 32, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// Guo et al., arXiv 2506.04761, and flash-linear-attention. `scale` starts as 1, A uniform in 0 to 16, steps
+/// log-uniform in 0.001 to 0.1.
+/// # Departures
+/// Without the delta rule it is the recurrence of log-linear Mamba-2, but for its factor dt of values; with
+/// it log-linear Gated DeltaNet. The block is Gated DeltaNet's for both.
 #[derive(Module, Debug)]
 pub struct LogLinearAttention<B: Backend> {
     q_proj: Linear<B>,

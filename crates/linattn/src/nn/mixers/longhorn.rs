@@ -1,14 +1,4 @@
-//! Longhorn: each token solves for the memory that stays close to the last and answers its key.
-//! ```text
-//! q, k, v = silu(conv(x W))   q of length 1; k as long as it likes
-//! beta    = sigmoid(x W_b)
-//! eps     = beta / (1 + beta k k^T)
-//! S       = (I - eps k^T k) S + eps k^T v     = argmin |S - S_before|^2 + beta |v - k S|^2
-//! y       = (rms_norm(q S) [silu(x W_g)]) W_o
-//! ```
-//! Keys need no norm: `eps k k^T` is below 1 whatever their length. This is the exact solution, a
-//! delta rule. The released models approximate it by its diagonal, with a beta for every channel, in
-//! Mamba's frame: one convolution before all, no norms, and `D x` added. Source: arXiv 2407.14207.
+//! Longhorn. Recurrence, shapes and source: [`Longhorn`].
 
 use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -23,7 +13,7 @@ use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Longhorn.
+/// Config of [`Longhorn`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LonghornConfig {
@@ -106,7 +96,39 @@ impl LonghornConfig {
     }
 }
 
-/// Longhorn. `D -> D`.
+/// Longhorn: a delta rule whose step solves for the state that stays close to the last and answers the key.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = silu(conv(x W))   q of length 1; k as long as it likes
+/// beta    = sigmoid(x W_b)
+/// eps     = beta / (1 + beta k k^T)
+/// S       = (I - eps k^T k) S + eps k^T v     = argmin |S - S_before|^2 + beta |v - k S|^2
+/// y       = (rms_norm(q S) [silu(x W_g)]) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, v, eps
+///            ┌─ erase ───────┐   ┌─ write ─────┐
+/// S_{t-1} ──>│ - eps k^T k S │──>│ + eps k^T v │──┬──> S_t
+///            └───────────────┘   └─────────────┘  │
+///                                      ┌─ read ┐  │
+///        y_t <── W_o <── norm, gate <──│ q S   │<─┘
+///                                      └───────┘
+/// ```
+/// Keys need no norm: `eps k k^T` is below 1 whatever their length.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of each short convolution; `position`, tokens seen. beta weighs the error of the
+/// answer against the change of the state, 0 to 1; eps k k^T is the share of the error that is corrected.
+/// # Errors
+/// [`LonghornConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
+/// `heads` that do not divide D while `key_width` is left out, `value_heads` that `heads` do not divide, an
+/// `expand_v` that makes V no whole number, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// arXiv 2407.14207.
+/// # Departures
+/// This is the exact solution, a delta rule. The released models approximate it by its diagonal, with a beta
+/// for every channel, in Mamba's frame: one convolution before all, no norms, and `D x` added.
 #[derive(Module, Debug)]
 pub struct Longhorn<B: Backend> {
     q_proj: Linear<B>,

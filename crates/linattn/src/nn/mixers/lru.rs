@@ -1,14 +1,4 @@
-//! LRU, the linear recurrent unit: complex numbers that turn and shrink, the same at every token.
-//! ```text
-//! lambda = exp(-exp(nu) + i exp(theta))          inside the unit circle, whatever nu and theta
-//! h      = lambda h + exp(gamma) (x W_in)        [N] complex
-//! u      = Re(h W_c) + d x
-//! y      = glu(gelu(u) W_out)                    glu(a, b) = a sigmoid(b)
-//! ```
-//! lambda starts uniform on a ring, `r_min <= |lambda| <= r_max`, its angle uniform up to `max_phase`;
-//! gamma starts as ln sqrt(1 - |lambda|^2), which keeps the size of h about that of its inputs. W_in
-//! starts from N(0, 1 / (2 D)), W_c from N(0, 1 / N), in real and imaginary parts, d from N(0, 1).
-//! Source: Orvieto et al., arXiv 2303.06349, where the ring is a choice of each task.
+//! LRU. Recurrence, shapes and source: [`Lru`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, scan_cost};
 use crate::nn::layers::{ResidualLinear, ScaledLinear, fresh, linear_with_bias};
@@ -23,7 +13,7 @@ use std::f64::consts::TAU;
 /// Sizes nearer to 1 have no f32 of their own once squared.
 const LARGEST_SIZE: f64 = 0.99999;
 
-/// LRU.
+/// Config of [`Lru`], the linear recurrent unit. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LruConfig {
@@ -102,7 +92,37 @@ impl LruConfig {
     }
 }
 
-/// LRU. `D -> D`.
+/// LRU, the linear recurrent unit: complex numbers that turn and shrink, the same at every token.
+///
+/// # Recurrence
+/// ```text
+/// lambda = exp(-exp(nu) + i exp(theta))          inside the unit circle, whatever nu and theta
+/// h      = lambda h + exp(gamma) (x W_in)        [N] complex
+/// u      = Re(h W_c) + d x
+/// y      = glu(gelu(u) W_out)                    glu(a, b) = a sigmoid(b)
+/// ```
+/// ```text
+/// x_t ──> x W_in
+///            ┌─ decay and turn ┐   ┌─ write ───────────────┐
+/// h_{t-1} ──>│ lambda h        │──>│ + exp(gamma) (x W_in) │──┬──> h_t
+///            └─────────────────┘   └───────────────────────┘  │
+///                                        ┌─ read ──────────┐  │
+///            y_t <── gelu, W_out, glu <──│ Re(h W_c) + d x │<─┘
+///                                        └─────────────────┘
+/// ```
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, real and imaginary parts of h,
+/// `[B, 1, N]` each, N `width`; `position`, tokens seen. The size of lambda is the share that is kept, its
+/// angle a turn in radians for each token.
+/// # Errors
+/// [`LruConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `width` of 0, an
+/// `r_min` outside 0 to 1, an `r_max` that is not above it or above 0.99999 or a `max_phase` outside 0 to 2
+/// pi.
+/// # Source
+/// Orvieto et al., arXiv 2303.06349. lambda starts uniform on a ring, `r_min <= |lambda| <= r_max`, its angle
+/// uniform up to `max_phase`. The paper chooses the ring for each problem. gamma starts as
+/// `ln sqrt(1 - |lambda|^2)`, which keeps the size of h about that of its inputs. W_in starts from N(0,
+/// 1 / (2 D)), W_c from N(0, 1 / N), in real and imaginary parts, d from N(0, 1).
 #[derive(Module, Debug)]
 pub struct Lru<B: Backend> {
     /// `D -> 2 N`: real parts, then imaginary ones.

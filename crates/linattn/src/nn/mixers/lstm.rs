@@ -1,14 +1,4 @@
-//! LSTM: the reference for what a recurrence can track that is not linear in its memory. Its gates see
-//! the last output, so tokens go one after another: time grows with T whatever the device.
-//! ```text
-//! i, f, g, o = x W_x + b + h W_h                      four parts
-//! c          = sigmoid(f) c + sigmoid(i) tanh(g)
-//! h          = sigmoid(o) tanh(c)
-//! y          = h W_out
-//! ```
-//! Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, whose bias starts
-//! at 1. The product with x is one for all tokens; that with h is one a token. Weights start as N(0,
-//! 0.02^2), as everywhere here; elsewhere +-H^-1/2 is customary.
+//! LSTM. Recurrence, shapes and source: [`Lstm`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{ResidualLinear, each_token, linear};
@@ -19,7 +9,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// LSTM.
+/// Config of [`Lstm`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LstmConfig {
@@ -67,7 +57,36 @@ impl LstmConfig {
     }
 }
 
-/// LSTM. `D -> D`.
+/// LSTM: the reference for recurrences that are not linear in their state.
+///
+/// Its gates see the last output, so tokens go one after another: time grows with T whatever the device.
+///
+/// # Recurrence
+/// ```text
+/// i, f, g, o = x W_x + b + h W_h                      four parts
+/// c          = sigmoid(f) c + sigmoid(i) tanh(g)
+/// h          = sigmoid(o) tanh(c)
+/// y          = h W_out
+/// ```
+/// ```text
+/// x_t, h_{t-1} ──> i, f, g, o
+///            ┌─ decay ──────┐   ┌─ write ──────────────┐
+/// c_{t-1} ──>│ sigmoid(f) c │──>│ + sigmoid(i) tanh(g) │──┬──> c_t
+///            └──────────────┘   └──────────────────────┘  │
+///                           ┌─ read ───────────────────┐  │
+///          y_t <── W_out <──│ h_t = sigmoid(o) tanh(c) │<─┘
+///                           └──────────────────────────┘
+/// ```
+/// The product with x is one for all tokens; that with h is one a token.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, h and c, `[B, 1, width]` each;
+/// `position`, tokens seen. sigmoid(f) is the share of c that is kept, 0 to 1.
+/// # Errors
+/// [`LstmConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `width` of 0.
+/// # Source
+/// Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, whose bias starts at 1.
+/// # Departures
+/// Weights start as N(0, 0.02^2), as everywhere here; elsewhere +-H^-1/2 is customary.
 #[derive(Module, Debug)]
 pub struct Lstm<B: Backend> {
     x_proj: Linear<B>,

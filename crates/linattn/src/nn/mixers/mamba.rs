@@ -1,16 +1,4 @@
-//! Mamba: a state-space model whose step size, input and output vectors depend on the data.
-//! ```text
-//! x, z   = u W_in
-//! x      = silu(conv(x))
-//! dt     = softplus((x W_x)_dt W_dt + b_dt)                one number a channel
-//! B, C   = (x W_x)_B, (x W_x)_C                            [N], shared by all channels
-//! h      = exp(-dt exp(A_log)) h + dt x B                  [I, N]
-//! y      = ((h C^T + D x) silu(z)) W_out
-//! ```
-//! I is the inner width. With `allow_neg_eigval` the share kept is `2 exp(-dt exp(A_log)) - 1`, between
-//! -1 and 1, as in arXiv 2411.12537, and the rest is as before.
-//! Source: Gu and Dao, arXiv 2312.00752. A starts as 1 to N, dt log-uniform in 0.001 to 0.1, D as 1; linear
-//! layers as PyTorch draws them, uniform within 1 / sqrt(fan-in), as the authors' code leaves them.
+//! Mamba. Recurrence, shapes and source: [`Mamba`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
 use crate::nn::convolution::{ShortConvolution, Tails, convolution_cost};
@@ -26,7 +14,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Mamba.
+/// Config of [`Mamba`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MambaConfig {
@@ -103,7 +91,37 @@ impl MambaConfig {
     }
 }
 
-/// Mamba. `D -> D`.
+/// Mamba: a state-space model whose step size, input and output vectors depend on the data.
+///
+/// # Recurrence
+/// ```text
+/// x, z   = u W_in
+/// x      = silu(conv(x))
+/// dt     = softplus((x W_x)_dt W_dt + b_dt)                one number a channel
+/// B, C   = (x W_x)_B, (x W_x)_C                            [N], shared by all channels
+/// h      = exp(-dt exp(A_log)) h + dt x B                  [I, N]
+/// y      = ((h C^T + D x) silu(z)) W_out
+/// ```
+/// ```text
+/// u_t ──> x, z, dt, B, C
+///            ┌─ decay ───────────────┐   ┌─ write ──┐
+/// h_{t-1} ──>│ exp(-dt exp(A_log)) h │──>│ + dt x B │──┬──> h_t
+///            └───────────────────────┘   └──────────┘  │
+///                                     ┌─ read ──────┐  │
+///           y_t <── W_out <── gate <──│ h C^T + D x │<─┘
+///                                     └─────────────┘
+/// ```
+/// I is the inner width, u_t the layer's input. With `allow_neg_eigval` the share kept is
+/// `2 exp(-dt exp(A_log)) - 1`, between -1 and 1, as in arXiv 2411.12537, and the rest is as before.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, h, `[B, 1, I N]`; `tails`, the
+/// last W - 1 inputs of the short convolution; `position`, tokens seen. dt is a step size above 0, for each
+/// token and channel; N is `d_state`.
+/// # Errors
+/// [`MambaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a size of 0.
+/// # Source
+/// Gu and Dao, arXiv 2312.00752. A starts as 1 to N, dt log-uniform in 0.001 to 0.1, D as 1; linear layers as
+/// PyTorch draws them, uniform within 1 / sqrt(fan-in), as the authors' code leaves them.
 #[derive(Module, Debug)]
 pub struct Mamba<B: Backend> {
     in_proj: Linear<B>,

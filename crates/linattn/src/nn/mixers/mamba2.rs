@@ -1,16 +1,4 @@
-//! Mamba-2 as state-space duality: linear attention with a decay that depends on the data.
-//! ```text
-//! z, xBC, dt = x W_in                  x: H heads of V, B and C: G groups of K
-//! x, B, C    = silu(conv(xBC))
-//! dt         = softplus(dt + dt_bias),  g = -exp(A_log) dt
-//! S          = e^g S + B^T (dt x)
-//! y          = rms_norm((C S + D x) silu(z)) W_out
-//! ```
-//! Source: Dao and Gu, arXiv 2405.21060. C takes the query's place, B the key's, unscaled. A starts uniform
-//! in 1 to 16, dt log-uniform in 0.001 to 0.1, D as 1; linear layers as PyTorch draws them, uniform within
-//! 1 / sqrt(fan-in), as the authors' code leaves them. With `rope`, B and C are rotated by the token's position: the
-//! state then turns as it decays, as in TransXSSM, arXiv 2506.09507, so that layers of attention beside it see one
-//! encoding of positions.
+//! Mamba-2. Recurrence, shapes and source: `pages/mamba2.md`, the page of [`Mamba2`].
 
 use super::retnet::check_rotated;
 use super::{
@@ -36,7 +24,7 @@ use serde::{Deserialize, Serialize};
 /// Base of the rotation's wavelengths.
 const ROPE_THETA: f64 = 10_000.0;
 
-/// Mamba-2.
+/// Config of [`Mamba2`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mamba2Config {
@@ -156,7 +144,7 @@ impl Mamba2Config {
     }
 }
 
-/// Mamba-2. `D -> D`.
+#[doc = include_str!("pages/mamba2.md")]
 #[derive(Module, Debug)]
 pub struct Mamba2<B: Backend> {
     in_proj: Linear<B>,

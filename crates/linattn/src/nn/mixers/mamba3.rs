@@ -1,20 +1,4 @@
-//! Mamba-3: a state-space model by the trapezoidal rule, that turns as it decays.
-//! ```text
-//! z, x, B, C, dt, a, l, w = x W_in      x, z: H heads of V; B, C: R rows of K for each of G groups of heads
-//! B, C   = rms_norm(B) + B_bias, rms_norm(C) + C_bias       a bias for every head and row
-//! dt     = softplus(dt + dt_bias),  l = sigmoid(l)
-//! a      = 1 + a where a >= 0, else 1 / (1 - a)
-//! A      = A + pi tanh(w) dt                                angles, of each head
-//! B, C   = both turned by A                                 channels i and i + K / 2, the first few pairs
-//! v_r    = x * mimo_x_r                                     x itself without `mimo_rank`
-//! S      = e^{-a dt} (S + (1 - l) dt B_{t-1}^T v_{t-1}) + l dt B^T v       summed over rows
-//! o_r    = C_r S + D v_r
-//! y      = sum_r ([rms_norm](o_r) silu(z * mimo_z_r) * mimo_o_r) W_out
-//! ```
-//! Source: arXiv 2603.15569 and state-spaces/mamba, which takes `a` from its projection as above, and 1e-4 if it is
-//! less. C takes the query's place, B the key's, unscaled. Steps start log-uniform in 0.001 to 0.1, biases and D as
-//! 1, `mimo_x` and `mimo_o` as 1 / R; linear layers as PyTorch draws them. Its kernels turn channels 2 i and
-//! 2 i + 1 where R is 1, which is another order of the channels.
+//! Mamba-3. Recurrence, shapes and source: `pages/mamba3.md`, the page of [`Mamba3`].
 
 use super::{MatrixPast, MatrixState, TokenMixer};
 use super::{check_groups, expanded_heads, linear_flops, memory_cost};
@@ -34,7 +18,7 @@ use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::PI;
 
-/// Mamba-3.
+/// Config of [`Mamba3`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mamba3Config {
@@ -158,8 +142,7 @@ impl Mamba3Config {
     }
 }
 
-/// Mamba-3. `D -> D`. Beside its memory, its state has angles, `[B, 1, H S]`, and of the last token the rows of B,
-/// `[B, 1, R H K]`, and x, `[B, 1, H V]`.
+#[doc = include_str!("pages/mamba3.md")]
 #[derive(Module, Debug)]
 pub struct Mamba3<B: Backend> {
     in_proj: Linear<B>,

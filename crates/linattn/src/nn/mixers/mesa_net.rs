@@ -1,21 +1,4 @@
-//! MesaNet: what a query reads is the least-squares fit of all values so far to their keys.
-//! ```text
-//! q, k   = silu(conv(x W)), each of length 1
-//! v      = x W_v
-//! beta   = sigmoid(x W_b + b_b)                a number for every head
-//! g      = log_sigmoid(x W_a + b_a)            a number for every head
-//! lambda = softplus(lambda_params) + lambda_lower_bound
-//! H      = e^g H + beta k^T k
-//! G      = e^g G + beta k^T v
-//! y      = (rms_norm(q (H + diag(lambda))^-1 G) [silu(x W_g)]) W_o
-//! ```
-//! Source: arXiv 2506.05233. The equations are solved by conjugate gradients from zero, over whole
-//! sequences as token by token, with a fixed number of iterations; there is no scaling of q, which
-//! the norm would undo. flash-linear-attention adds 1e-5 to what its iterations divide by, and
-//! stops short of the solution; these go on to it. The gradient is that of the solution, by one
-//! more solve: see `ops::mesa`.
-//! Without its two gates, g = 0 and beta = 1, it is the Mesa layer of von Oswald et al., arXiv 2309.05858,
-//! there computed as recursive least squares: P = P - P k^T k P / (1 + k P k^T), P from diag(lambda)^-1.
+//! MesaNet. Recurrence, shapes and source: [`MesaNet`].
 
 use super::{MatrixPast, MatrixState, TokenMixer, key_width, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -33,7 +16,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// MesaNet.
+/// Config of [`MesaNet`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MesaNetConfig {
@@ -137,7 +120,49 @@ impl MesaNetConfig {
     }
 }
 
-/// MesaNet. `D -> D`. Its memory is H and G side by side, `[B, H, K, 2 K]`.
+/// MesaNet: a query reads the least-squares fit of all values so far to their keys.
+///
+/// # Recurrence
+/// ```text
+/// q, k   = silu(conv(x W)), each of length 1
+/// v      = x W_v
+/// beta   = sigmoid(x W_b + b_b)                a number for every head
+/// g      = log_sigmoid(x W_a + b_a)            a number for every head
+/// lambda = softplus(lambda_params) + lambda_lower_bound
+/// H      = e^g H + beta k^T k
+/// G      = e^g G + beta k^T v
+/// y      = (rms_norm(q (H + diag(lambda))^-1 G) [silu(x W_g)]) W_o
+/// ```
+/// ```text
+/// x_t ──> q, k, v, beta, g
+///                                ┌─ decay ┐   ┌─ write ──────┐
+/// H_{t-1}, G_{t-1} ─────────────>│ e^g H  │──>│ + beta k^T k │──┬──> H_t, G_t
+///                                │ e^g G  │   │ + beta k^T v │  │
+///                                └────────┘   └──────────────┘  │
+///                                ┌─ read ────────────────────┐  │
+///  y_t <── W_o <── norm, gate <──│ q (H + diag(lambda))^-1 G │<─┘
+///                                └───────────────────────────┘
+/// ```
+/// The equations are solved by conjugate gradients from zero, over whole sequences as token by token, with a
+/// fixed number of iterations; there is no scaling of q, which the norm would undo. The gradient is that of
+/// the solution, by one more solve: see [`ops::mesa`](fn@crate::ops::mesa).
+///
+/// Without its two gates, g = 0 and beta = 1, it is the Mesa layer of von Oswald et al., arXiv 2309.05858,
+/// there computed as recursive least squares: `P = P - P k^T k P / (1 + k P k^T)`, P from `diag(lambda)^-1`.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, 2 K]`, H and G side
+/// by side, f32; `tails`, the last W - 1 inputs of the short convolutions of q and k; `position`, tokens
+/// seen. g is a natural log of the share kept, for each token and head, at most 0. beta is the weight of a
+/// token, 0 to 1; lambda is added to the diagonal of H, for each head and channel.
+/// # Errors
+/// [`MesaNetConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
+/// `heads` that do not divide D while `key_width` is left out, a `lambda_lower_bound` outside 0 to 1,
+/// `cg_steps` of 0, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// arXiv 2506.05233.
+/// # Departures
+/// flash-linear-attention adds 1e-5 to what its iterations divide by, and stops short of the solution; these
+/// go on to it.
 #[derive(Module, Debug)]
 pub struct MesaNet<B: Backend> {
     q_proj: Linear<B>,

@@ -1,15 +1,4 @@
-//! MetaLA: no keys; what a row of the memory does not forget is not written over, and every token
-//! sees itself once more.
-//! ```text
-//! x       = silu(conv(x))
-//! q, v    = x W_q, x W_v
-//! a       = sigmoid(x W_k)^(1/16)
-//! S       = diag(a) S + (1 - a)^T v
-//! o       = q S / sqrt(K) + sigmoid((q . w (1 - a)) v)       w: one learnt number a channel
-//! y       = (layer_norm(o) silu(x W_g + b)) W_o              over each head, without weights
-//! ```
-//! Source: Chou et al., arXiv 2411.10741, details as in the authors' code. There w starts from zero;
-//! here it is small and random.
+//! MetaLA. Recurrence, shapes and source: [`MetaLa`].
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, check_divisor, half_key_width, linear_flops, memory_cost,
@@ -30,7 +19,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// MetaLA.
+/// Config of [`MetaLa`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MetaLaConfig {
@@ -116,7 +105,40 @@ impl MetaLaConfig {
     }
 }
 
-/// MetaLA. `D -> D`.
+/// MetaLA: linear attention without keys, in which a row is written by as much as it forgets.
+///
+/// Every token sees itself once more, besides the state.
+///
+/// # Recurrence
+/// ```text
+/// x       = silu(conv(x))
+/// q, v    = x W_q, x W_v
+/// a       = sigmoid(x W_k)^(1/16)
+/// S       = diag(a) S + (1 - a)^T v
+/// o       = q S / sqrt(K) + sigmoid((q . w (1 - a)) v)       w: one learnt number a channel
+/// y       = (layer_norm(o) silu(x W_g + b)) W_o              over each head, without weights
+/// ```
+/// ```text
+/// x_t ──> q, a, v
+///                                             ┌─ decay ───┐   ┌─ write ───────┐
+/// S_{t-1} ───────────────────────────────────>│ diag(a) S │──>│ + (1 - a)^T v │──┬──> S_t
+///                                             └───────────┘   └───────────────┘  │
+///                                ┌─ read ─────────────────────────────────────┐  │
+///  y_t <── W_o <── norm, gate <──│ q S / sqrt(K) + sigmoid((q . w (1 - a)) v) │<─┘
+///                                └────────────────────────────────────────────┘
+/// ```
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of the short convolution; `position`, tokens seen. a is a share of a row that is
+/// kept, for each token, head and row, 0 to 1.
+/// # Errors
+/// [`MetaLaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0, `heads`
+/// that do not divide D / 2 while `key_width` is left out, an `expand_v` that makes V no whole number, a
+/// `gate_normalizer` that is not above 0, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// Chou et al., arXiv 2411.10741, details as in the authors' code.
+/// # Departures
+/// There w starts from zero; here it is small and random.
 #[derive(Module, Debug)]
 pub struct MetaLa<B: Backend> {
     q_proj: Linear<B>,

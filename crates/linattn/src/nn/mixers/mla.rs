@@ -1,15 +1,4 @@
-//! Multi-head latent attention: keys and values of all heads come from one narrow vector a token,
-//! and only that vector is kept.
-//! ```text
-//! c       = rms_norm(x W_dkv)                               [R]    the latent, kept
-//! r       = rope(x W_r)                                     [Kr]   one key for all heads, kept
-//! k | v   = c W_ukv                                         K and V for every head
-//! q | q_r = x W_q, or rms_norm(x W_dq) W_uq                 K and Kr for every head
-//! y       = softmax((q k^T + rope(q_r) r^T) / sqrt(K + Kr) + causal mask) v W_o
-//! ```
-//! A step needs no keys and values: with W_ukv cut into W_uk and W_uv of each head, its scores are
-//! (q W_uk^T) c^T, and its values (weights c) W_uv.
-//! Source: DeepSeek-V2, arXiv 2405.04434.
+//! Multi-head latent attention. Recurrence, shapes and source: `pages/mla.md`, the page of [`Mla`].
 
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, key_width, linear_flops};
@@ -23,7 +12,8 @@ use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Multi-head latent attention.
+/// Config of [`Mla`], multi-head latent attention. The layer's page has recurrence, shapes, errors and
+/// source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MlaConfig {
@@ -192,7 +182,7 @@ impl<B: LinearAttentionBackend> QueryMap<B> {
     }
 }
 
-/// Multi-head latent attention. `D -> D`.
+#[doc = include_str!("pages/mla.md")]
 #[derive(Module, Debug)]
 pub struct Mla<B: Backend> {
     q_proj: QueryMap<B>,

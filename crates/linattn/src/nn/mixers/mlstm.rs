@@ -1,28 +1,4 @@
-//! mLSTM: a memory with an exponential input gate, and a sum of what was written that answers are
-//! divided by.
-//! ```text
-//! q, k  = x W_q, x W_k                        (of silu(conv(x)), where there is a convolution)
-//! v     = x W_v
-//! i, f  = cap(x W_i + b_i), cap(x W_f + b_f)  one number a head; cap(z) = c tanh(z / c)
-//! C     = sigmoid(f) C + e^i k^T v            n = sigmoid(f) n + e^i k
-//! h     = q C / max(|q . n|, 1)               q / sqrt(K)
-//! y     = (layer_norm(h) sigmoid(x W_og)) W_o over each head
-//! ```
-//! e^i can be too large for a float, so C and n are kept as e^m times smaller matrices, m being
-//! ```text
-//! m_t   = max(ln sigmoid(f_t) + m_{t-1}, i_t)   m_0 = 0
-//! C_t   = e^{g_t} C_{t-1} + e^{i_t - m_t} k^T v      g_t = ln sigmoid(f_t) + m_{t-1} - m_t <= 0
-//! h_t   = q C_t / (max(|q . n_t|, e^{-m_t}) + 1e-6)
-//! ```
-//! which is linear attention with a scalar decay, n one more column of its memory. m_t does not depend
-//! on the memory: with F the running sum of ln sigmoid(f), it is `F_t + max(m_0, max_{j <= t} i_j -
-//! F_j)`, so that a whole sequence has it by one running sum and one running maximum. The last m is part
-//! of the state, the m_0 of what comes next; so it does not matter where a sequence is cut. h does not
-//! depend on m but for the 1e-6, and no gradient is taken through it.
-//! Source: Beck et al., arXiv 2405.04517; caps, the sigmoid of the output and the order of layers as in
-//! arXiv 2503.13427, where the input gates' bias starts at -10. The weights of the gates, which the
-//! authors start from zero, are small and random here. The block of arXiv 2405.04517 itself is another
-//! mixer, `mlstm_v1`.
+//! mLSTM. Recurrence, shapes and source: [`Mlstm`].
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, half_key_width, linear_flops, memory_cost, value_width,
@@ -40,7 +16,7 @@ use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// mLSTM.
+/// Config of [`Mlstm`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MlstmConfig {
@@ -167,7 +143,54 @@ impl<B: LinearAttentionBackend> MultiHeadNorm<B> {
     }
 }
 
-/// mLSTM. `D -> D`.
+/// mLSTM: a state with an exponential input gate, and a sum of keys that outputs are divided by.
+///
+/// # Recurrence
+/// ```text
+/// q, k  = x W_q, x W_k                        (of silu(conv(x)), where there is a convolution)
+/// v     = x W_v
+/// i, f  = cap(x W_i + b_i), cap(x W_f + b_f)  one number a head; cap(z) = c tanh(z / c)
+/// C     = sigmoid(f) C + e^i k^T v            n = sigmoid(f) n + e^i k
+/// h     = q C / max(|q . n|, 1)               q / sqrt(K)
+/// y     = (layer_norm(h) sigmoid(x W_og)) W_o over each head
+/// ```
+/// e^i can be too large for a float, so C and n are kept as e^m times smaller matrices, m being
+/// ```text
+/// m_t   = max(ln sigmoid(f_t) + m_{t-1}, i_t)   m_0 = 0
+/// C_t   = e^{g_t} C_{t-1} + e^{i_t - m_t} k^T v      g_t = ln sigmoid(f_t) + m_{t-1} - m_t <= 0
+/// h_t   = q C_t / (max(|q . n_t|, e^{-m_t}) + 1e-6)
+/// ```
+/// ```text
+/// x_t ──> q, k, v, i, f
+///                       ┌─ decay ──────┐   ┌─ write ─────┐
+/// C_{t-1}, n_{t-1} ────>│ sigmoid(f) C │──>│ + e^i k^T v │──┬──> C_t, n_t
+///                       │ sigmoid(f) n │   │ + e^i k     │  │
+///                       └──────────────┘   └─────────────┘  │
+///                                ┌─ read ────────────────┐  │
+///  y_t <── W_o <── norm, gate <──│ q C / max(|q . n|, 1) │<─┘
+///                                └───────────────────────┘
+/// ```
+/// This is linear attention with a scalar decay, n one more column of its memory. m does not depend on the
+/// memory: with F the running sum of ln sigmoid(f), it is `F_t + max(m_0, max_{j <= t} i_j - F_j)`, so that a
+/// whole sequence has it by one running sum and one running maximum. The last m is part of the state, the m_0
+/// of what comes next; so it does not matter where a sequence is cut. h does not depend on m but for the
+/// 1e-6, and no gradient is taken through it.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V + 1]`, n the last
+/// column, over e^m, f32; `tails`, the last W - 1 inputs of the short convolution, where there is one, and m,
+/// `[B, 1, H]`; `position`, tokens seen. i and ln sigmoid(f) are natural logs for each token and head, the
+/// second at most 0.
+/// # Errors
+/// [`MlstmConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0, `heads`
+/// that do not divide D / 2 while `key_width` is left out, an `expand_v` that makes V no whole number, an
+/// `input_gate_bias` that is not finite, a `gate_cap` below 0, a `conv_size` of 1 or a `norm_eps` below
+/// 1e-37.
+/// # Source
+/// Beck et al., arXiv 2405.04517; caps, the sigmoid of the output and the order of layers as in arXiv
+/// 2503.13427, where the input gates' bias starts at -10. The block of arXiv 2405.04517 itself is another
+/// mixer, `mlstm_v1`.
+/// # Departures
+/// The weights of the gates, which the authors start from zero, are small and random here.
 #[derive(Module, Debug)]
 pub struct Mlstm<B: Backend> {
     q: Linear<B>,

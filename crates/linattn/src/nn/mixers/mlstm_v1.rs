@@ -1,17 +1,4 @@
-//! mLSTM in the block of the first xLSTM: twice as wide as the model, between two projections, behind a
-//! short convolution, with a way around the memory and a gate of the block's own.
-//! ```text
-//! u, z  = x W_up                                  [I] each, I twice D, rounded up to a multiple of 64
-//! c     = silu(conv(u))
-//! q, k  = c W_q, c W_k;  v = u W_v                 blocks of 4 channels on the diagonal
-//! i, f  = (q, k, v) W_i + b_i, (q, k, v) W_f + b_f a number a head
-//! h     = mLSTM's answer to q, k, v, i and f       as in `mlstm`, gates not capped
-//! y     = ((layer_norm(h) + s c) silu(z)) W_down   over each head; s: a learnt number a channel
-//! ```
-//! Source: Beck et al., arXiv 2405.04517, whose residual block has neither an MLP nor an output gate
-//! besides. As in the authors' code W_up, W_q, W_k and W_v start from N(0, 2 / (5 D)), W_down from
-//! N(0, 4 / D) over the square of the number of layers, W_i and W_f from zero, b_i from N(0, 0.01), b_f
-//! from 3 for the first head to 6 for the last, s from 1.
+//! mLSTM in the block of the first xLSTM. Recurrence, shapes and source: [`MlstmV1`].
 
 use super::mlstm::{MultiHeadNorm, fresh_forget_bias};
 use super::{
@@ -38,7 +25,8 @@ const MULTIPLE: usize = 64;
 /// Standard deviation of the input gates' fresh biases.
 const INPUT_BIAS_STD: f64 = 0.1;
 
-/// mLSTM in the block of the first xLSTM.
+/// Config of [`MlstmV1`], mLSTM in the block of the first xLSTM. The layer's page has recurrence, shapes,
+/// errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MlstmV1Config {
@@ -123,7 +111,45 @@ impl MlstmV1Config {
     }
 }
 
-/// mLSTM in the block of the first xLSTM. `D -> D`.
+/// mLSTM in the block of the first xLSTM: twice as wide as the model, between two projections, behind a short
+/// convolution.
+///
+/// A way around the memory and a gate of the block's own come with it.
+///
+/// # Recurrence
+/// ```text
+/// u, z  = x W_up                                  [I] each, I twice D, rounded up to a multiple of 64
+/// c     = silu(conv(u))
+/// q, k  = c W_q, c W_k;  v = u W_v                 blocks of 4 channels on the diagonal
+/// i, f  = (q, k, v) W_i + b_i, (q, k, v) W_f + b_f a number a head
+/// h     = mLSTM's answer to q, k, v, i and f       as in `mlstm`, gates not capped
+/// y     = ((layer_norm(h) + s c) silu(z)) W_down   over each head; s: a learnt number a channel
+/// ```
+/// ```text
+/// x_t ──> z, c, q, k, v, i, f
+///                                   ┌─ decay ──────┐   ┌─ write ─────┐
+/// C_{t-1}, n_{t-1} ────────────────>│ sigmoid(f) C │──>│ + e^i k^T v │──┬──> C_t, n_t
+///                                   │ sigmoid(f) n │   │ + e^i k     │  │
+///                                   └──────────────┘   └─────────────┘  │
+///                                            ┌─ read ────────────────┐  │
+///  y_t <── W_down <── norm, + s c, gate z <──│ q C / max(|q . n|, 1) │<─┘
+///                                            └───────────────────────┘
+/// ```
+/// The recurrence, and how C and n are kept over e^m, are on the page of [`Mlstm`](super::Mlstm).
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, K + 1]` of
+/// K = I / H, n the last column, over e^m, f32; `tails`, the last W - 1 inputs of the short convolution and
+/// m, `[B, 1, H]`; `position`, tokens seen. i and ln sigmoid(f) are natural logs for each token and head, the
+/// second at most 0.
+/// # Errors
+/// [`MlstmV1Config::init`] gives a [`ConfigError`] with the first key that does not fit: an `expand` that is
+/// not above 0 or too large, `heads` that do not divide the inner width, a `conv_size` below 2 or a
+/// `norm_eps` below 1e-37.
+/// # Source
+/// Beck et al., arXiv 2405.04517, whose residual block has neither an MLP nor an output gate besides. As in
+/// the authors' code W_up, W_q, W_k and W_v start from N(0, 2 / (5 D)), W_down from N(0, 4 / D) over the
+/// square of the number of layers, W_i and W_f from zero, b_i from N(0, 0.01), b_f from 3 for the first head
+/// to 6 for the last, s from 1.
 #[derive(Module, Debug)]
 pub struct MlstmV1<B: Backend> {
     up_proj: Linear<B>,

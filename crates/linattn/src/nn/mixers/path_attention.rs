@@ -1,15 +1,4 @@
-//! PaTH attention: softmax attention whose positions are products of data-dependent reflections.
-//! ```text
-//! q, k, v = x W                                        [q, k of mean square 1 in each head]
-//! w       = silu(conv(x W_1 W_2)), of length 1         W_1: D -> 32
-//! beta    = 2 sigmoid(x W_b + b_b)                     a number for every head of keys
-//! H_t     = I - beta_t w_t^T w_t
-//! scores  = q_i H_i H_{i-1} .. H_{j+1} k_j^T / sqrt(K)  [+ log f_{j+1} + .. + log f_i]
-//! y       = softmax(scores + causal mask) v W_o        [f = sigmoid(x W_g + b_g)]
-//! ```
-//! `nn/reflections.rs` works a piece of tokens off at once. Source: arXiv 2505.16381; with the forget
-//! gate (PaTH-FoX) after arXiv 2503.02130, log gates unscaled, where flash-linear-attention divides
-//! them by sqrt(K) like the scores.
+//! PaTH attention. Recurrence, shapes and source: [`PathAttention`].
 
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -30,7 +19,7 @@ use burn::nn::RmsNorm;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// PaTH attention.
+/// Config of [`PathAttention`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PathAttentionConfig {
@@ -134,7 +123,43 @@ impl PathAttentionConfig {
     }
 }
 
-/// PaTH attention. `D -> D`.
+/// PaTH attention: softmax attention whose positions are products of data-dependent reflections.
+///
+/// # Recurrence
+/// ```text
+/// q, k, v = x W                                        [q, k of mean square 1 in each head]
+/// w       = silu(conv(x W_1 W_2)), of length 1         W_1: D -> 32
+/// beta    = 2 sigmoid(x W_b + b_b)                     a number for every head of keys
+/// H_t     = I - beta_t w_t^T w_t
+/// scores  = q_i H_i H_{i-1} .. H_{j+1} k_j^T / sqrt(K)  [+ log f_{j+1} + .. + log f_i]
+/// y       = softmax(scores + causal mask) v W_o        [f = sigmoid(x W_g + b_g)]
+/// ```
+/// ```text
+/// x_t ──> q, k, v, w, beta, f
+///                 ┌─ erase ────────────────┐   ┌─ write ─────┐
+/// keys, values ──>│ keys - beta keys w^T w │──>│ append k, v │──┬──> keys, values
+///                 └────────────────────────┘   └─────────────┘  │
+///                       ┌─ read ─────────────────────────────┐  │
+///        y_t <── W_o <──│ softmax(q keys^T / sqrt(K)) values │<─┘
+///                       └────────────────────────────────────┘
+/// ```
+/// Each key is multiplied by the reflection H_t of every later token; a piece of tokens is worked off at
+/// once. With `forget_gate`, gates decay the scores as in
+/// [`ForgettingAttention`](super::ForgettingAttention).
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`PathCache`]: `keys`, `[B, Hk, T, K]`, as the last token
+/// sees them; `values`, `[B, Hk, T, K]`; `gates`, the sum of log f up to each token less that up to the last,
+/// `[B, H, T]`, with `forget_gate`; `tails`, the last W - 1 inputs of the short convolution. It grows with T.
+/// beta is 0 to 2: at 2 H_t is a reflection. log f is a natural log of the share that is kept, at most 0.
+/// # Errors
+/// [`PathAttentionConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
+/// `heads` that do not divide D while `key_width` is left out, `key_value_heads` that do not divide `heads`,
+/// a `w_rank` of 0, a `conv_size` of 1, a `norm_eps` below 1e-37 or a `chunk` that is no power of 2 up to
+/// 128.
+/// # Source
+/// arXiv 2505.16381; with the forget gate (PaTH-FoX) after arXiv 2503.02130.
+/// # Departures
+/// Log gates are unscaled, where flash-linear-attention divides them by sqrt(K) like the scores.
 #[derive(Module, Debug)]
 pub struct PathAttention<B: Backend> {
     q_proj: Linear<B>,

@@ -1,10 +1,4 @@
-//! Pooling: what a layer is worth whose mixing of tokens learns next to nothing.
-//! ```text
-//! y_t = s * (mean of x_{t-W+1}, .., x_t - x_t)        s: a number for each channel
-//! ```
-//! Fewer tokens are averaged where fewer were seen. Source: PoolFormer, arXiv 2111.11418, whose window is a square
-//! of an image around the pixel; here it is the token and those just before it, so that nothing looks ahead. s is
-//! the scale of its block's residual branch, 1e-5 at the start.
+//! Pooling. Recurrence, shapes and source: [`Pooling`].
 
 use super::TokenMixer;
 use crate::nn::long_filter::ConvolutionState;
@@ -17,7 +11,7 @@ use serde::{Deserialize, Serialize};
 /// Where s starts.
 const FIRST_SCALE: f64 = 1e-5;
 
-/// Pooling.
+/// Config of [`Pooling`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PoolingConfig {
@@ -64,7 +58,33 @@ impl PoolingConfig {
     }
 }
 
-/// Pooling. `D -> D`. The tail of its state has a channel more, of ones: their sum counts tokens.
+/// Pooling: the mean of the last tokens less the token itself, a reference whose mixing learns next to
+/// nothing.
+///
+/// # Recurrence
+/// ```text
+/// y_t = s * (mean of x_{t-W+1}, .., x_t - x_t)        s: a number for each channel
+/// ```
+/// ```text
+/// x_t
+///                      ┌─ write ───────────────────┐
+/// last W - 1 inputs ──>│ append x, drop the oldest │──┬──> last W - 1 inputs
+///                      └───────────────────────────┘  │
+///                           ┌─ read ───────────────┐  │
+///            y_t <── * s <──│ mean of W inputs - x │<─┘
+///                           └──────────────────────┘
+/// ```
+/// Fewer tokens are averaged where fewer were seen.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`ConvolutionState`]: `tails`, the last W - 1 inputs and
+/// a channel of ones, whose sum counts tokens, `[B, W - 1, D + 1]`, f32. W is `window`.
+/// # Errors
+/// [`PoolingConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `window` below 2.
+/// # Source
+/// PoolFormer, arXiv 2111.11418. s is the scale of its block's residual branch, 1e-5 at the start.
+/// # Departures
+/// PoolFormer's window is a square of an image around the pixel; here it is the token and those just before
+/// it, so that nothing looks ahead.
 #[derive(Module, Debug)]
 pub struct Pooling<B: Backend> {
     /// s, `[D]`.

@@ -1,11 +1,4 @@
-//! QRNN: gates from a convolution over the last few tokens, and pooling that forgets (fo-pooling).
-//! ```text
-//! z, f, o = tanh(s W_z + b_z), sigmoid(s W_f + b_f), sigmoid(s W_o + b_o)    s: the last W tokens
-//! c       = f c + (1 - f) z
-//! y       = (o c) W_out
-//! ```
-//! Source: Bradbury et al., arXiv 1611.01576. The projection out is an addition, so that the layer has
-//! a width of its own.
+//! QRNN. Recurrence, shapes and source: [`Qrnn`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, scan_cost};
 use crate::nn::convolution::Tails;
@@ -17,7 +10,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// QRNN.
+/// Config of [`Qrnn`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct QrnnConfig {
@@ -68,7 +61,34 @@ impl QrnnConfig {
     }
 }
 
-/// QRNN. `D -> D`.
+/// QRNN: gates from a convolution over the last few tokens, and pooling that forgets (fo-pooling).
+///
+/// # Recurrence
+/// ```text
+/// z, f, o = tanh(s W_z + b_z), sigmoid(s W_f + b_f), sigmoid(s W_o + b_o)    s: the last W tokens
+/// c       = f c + (1 - f) z
+/// y       = (o c) W_out
+/// ```
+/// ```text
+/// x_{t-W+1}, .., x_t ──> z, f, o
+///            ┌─ decay ┐   ┌─ write ─────┐
+/// c_{t-1} ──>│ f c    │──>│ + (1 - f) z │──┬──> c_t
+///            └────────┘   └─────────────┘  │
+///                               ┌─ read ┐  │
+///              y_t <── W_out <──│ o c   │<─┘
+///                               └───────┘
+/// ```
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, one vector, `[B, 1, width]`;
+/// `tails`, the last W - 1 inputs, `[B, W - 1, D]`; `position`, tokens seen. f is the share of a channel that
+/// is kept, 0 to 1; W is `window`.
+/// # Errors
+/// [`QrnnConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `window` of 0 or a
+/// `width` of 0.
+/// # Source
+/// Bradbury et al., arXiv 1611.01576.
+/// # Departures
+/// The projection out is an addition, so that the layer has a width of its own.
 #[derive(Module, Debug)]
 pub struct Qrnn<B: Backend> {
     /// `W D -> 3 width`, oldest token first: z, f, o.

@@ -1,10 +1,4 @@
-//! RetNet: linear attention with rotated queries and keys and a fixed decay per head.
-//! ```text
-//! q, k = rope(x W_q), rope(x W_k);  v = x W_v          Canon layers before rope, where asked for
-//! S    = (1 - 2^{-5-h}) S + k^T v
-//! y    = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o
-//! ```
-//! Source: Sun et al., arXiv 2307.08621.
+//! RetNet's multi-scale retention. Recurrence, shapes and source: [`RetNet`].
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
@@ -23,7 +17,8 @@ use burn::module::Module;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// RetNet's multi-scale retention.
+/// Config of [`RetNet`], RetNet's multi-scale retention. The layer's page has recurrence, shapes, errors and
+/// source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RetNetConfig {
@@ -128,7 +123,35 @@ pub(super) fn check_theta(theta: f64) -> Result<(), ConfigError> {
     }
 }
 
-/// RetNet's multi-scale retention. `D -> D`.
+/// RetNet's multi-scale retention: linear attention with rotated queries and keys and a fixed decay per head.
+///
+/// # Recurrence
+/// ```text
+/// q, k = rope(x W_q), rope(x W_k);  v = x W_v          Canon layers before rope, where asked for
+/// S    = (1 - 2^{-5-h}) S + k^T v
+/// y    = (rms_norm(q S / sqrt(K)) silu(x W_g)) W_o
+/// ```
+/// ```text
+/// x_t, position ──> q, k, v
+///               ┌─ decay ──────────┐   ┌─ write ─┐
+/// S_{t-1} ─────>│ (1 - 2^{-5-h}) S │──>│ + k^T v │──┬──> S_t
+///               └──────────────────┘   └─────────┘  │
+///                                ┌─ read ────────┐  │
+///  y_t <── W_o <── norm, gate <──│ q S / sqrt(K) │<─┘
+///                                └───────────────┘
+/// ```
+/// h is the head, from 0.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// the last W - 1 inputs of Canon layers, of those that there are; `position`, tokens seen. The decay is a
+/// share, the same for every token.
+/// # Errors
+/// [`RetNetConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0, `heads`
+/// that do not divide D while `key_width` is left out, `value_heads` that `heads` do not divide, an odd
+/// `key_width`, an `expand_v` that makes V no whole number, a `rope_theta` below 1, a `canon` of 1 or a
+/// `norm_eps` below 1e-37.
+/// # Source
+/// Sun et al., arXiv 2307.08621.
 #[derive(Module, Debug)]
 pub struct RetNet<B: Backend> {
     q_proj: Linear<B>,

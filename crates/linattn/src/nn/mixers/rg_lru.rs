@@ -1,18 +1,4 @@
-//! Griffin's recurrent block: the real-gated linear recurrent unit (RG-LRU) behind a short
-//! convolution, and a branch of GELU that its output is multiplied by.
-//! ```text
-//! u      = conv(x W_x + b_x)                            no activation
-//! r, i   = sigmoid(u W_a + b_a), sigmoid(u W_i + b_i)   W_a, W_i: H blocks on the diagonal
-//! ln a   = -8 r softplus(A)
-//! h      = a h + sqrt(1 - a^2) (i u)
-//! y      = (h gelu(x W_y + b_y)) W_out + b_out
-//! ```
-//! Source: De et al., arXiv 2402.19427; e^{-8 softplus(A)} starts uniform in 0.9 to 0.999, as the paper
-//! says. The authors' code has e^{-softplus(A)} there, which forgets sooner. The released models write
-//! the first token of a text without the root before it, as `first_unscaled` asks for; by default it is like
-//! any other. Matrices start normal,
-//! of variance 1 / fan-in, that of the output 2 / layers times as much where a model rescales what is added
-//! to its residual stream; the convolution N(0, 0.01 / W), biases from zero.
+//! Griffin's recurrent block. Recurrence, shapes and source: [`RgLru`].
 
 use super::{
     Stack, TokenMixer, VectorPast, VectorState, block_width, linear_flops, recurrent_width,
@@ -36,7 +22,8 @@ const CONVOLUTION_VARIANCE: f64 = 0.01;
 /// Least 1 - a^2 that a root is taken of: below it the root's slope has no bound.
 const LEAST_SQUARE: f64 = 1e-8;
 
-/// Griffin's recurrent block.
+/// Config of [`RgLru`], Griffin's recurrent block. The layer's page has recurrence, shapes, errors and
+/// source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RgLruConfig {
@@ -123,7 +110,42 @@ fn fresh_decay<B: Backend>(width: usize, device: &B::Device) -> Tensor<B, 1> {
     inverse_softplus(kept.log() / -DECAY_POWER)
 }
 
-/// Griffin's recurrent block. `D -> D`.
+/// Griffin's recurrent block: the real-gated linear recurrent unit (RG-LRU) behind a short convolution.
+///
+/// A branch of GELU multiplies its output.
+///
+/// # Recurrence
+/// ```text
+/// u      = conv(x W_x + b_x)                            no activation
+/// r, i   = sigmoid(u W_a + b_a), sigmoid(u W_i + b_i)   W_a, W_i: H blocks on the diagonal
+/// ln a   = -8 r softplus(A)
+/// h      = a h + sqrt(1 - a^2) (i u)
+/// y      = (h gelu(x W_y + b_y)) W_out + b_out
+/// ```
+/// ```text
+/// x_t ──> u, r, i, a
+///            ┌─ decay ┐   ┌─ write ───────────────┐
+/// h_{t-1} ──>│ a h    │──>│ + sqrt(1 - a^2) (i u) │──┬──> h_t
+///            └────────┘   └───────────────────────┘  │
+///                                         ┌─ read ┐  │
+///  y_t <── W_out <── gelu(x W_y + b_y) <──│ h     │<─┘
+///                                         └───────┘
+/// ```
+/// The released models write the first token of a text without the root before it, as `first_unscaled` asks
+/// for; by default it is like any other.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, one vector, `[B, 1, width]`;
+/// `tails`, the last W - 1 inputs of the short convolution; `position`, tokens seen. a is the share of a
+/// channel that is kept, 0 to 1; r and i are gates, 0 to 1.
+/// # Errors
+/// [`RgLruConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `width` of 0,
+/// `heads` that do not divide the width or a `conv_size` below 2.
+/// # Source
+/// De et al., arXiv 2402.19427; `e^{-8 softplus(A)}` starts uniform in 0.9 to 0.999, as the paper says.
+/// Matrices start normal, of variance 1 / fan-in, that of the output 2 / layers times as much where a model
+/// rescales what is added to its residual stream; the convolution N(0, 0.01 / W), biases from zero.
+/// # Departures
+/// The authors' code has `e^{-softplus(A)}` start there, which forgets sooner.
 #[derive(Module, Debug)]
 pub struct RgLru<B: Backend> {
     linear_y: Linear<B>,

@@ -1,19 +1,4 @@
-//! RWKV-4's time mix: an average of all values so far, weighted by the exponential of their keys and
-//! less with every token since, and the token itself weighted anew.
-//! ```text
-//! x_c     = x mu_c + x_before (1 - mu_c)              for c in k, v, r
-//! k, v, r = x_k W_k, x_v W_v, sigmoid(x_r W_r)
-//! a_t     = e^{-w} a_{t-1} + e^{k_t} v_t              w = exp(time_decay), [D]
-//! b_t     = e^{-w} b_{t-1} + e^{k_t}
-//! wkv_t   = (a_{t-1} + e^{u + k_t} v_t) / (b_{t-1} + e^{u + k_t})       u = time_first, [D]
-//! y       = (r wkv) W_o
-//! ```
-//! e^k can be too large for a float, so a and b are kept as e^m times smaller numbers, with
-//! `m_t = max(m_{t-1} - w, k_t)`, which a whole sequence has by a running sum and a running maximum, as
-//! in mLSTM's memory here; the share kept becomes `e^{m_{t-1} - w - m_t}`, at most 1. Nothing depends on
-//! m beyond rounding, and no gradient is taken through it. b over e^m is at least 1.
-//! Source: Peng et al., arXiv 2305.13048. Decays, bonuses and shares start where the authors' code has
-//! them in its first layer.
+//! RWKV-4's time mix. Recurrence, shapes and source: [`Rwkv4`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
 use crate::nn::exponential_gates::{Sums, exponential_sums};
@@ -25,7 +10,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// RWKV-4's time mix.
+/// Config of [`Rwkv4`], RWKV-4's time mix. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rwkv4Config {}
@@ -79,7 +64,42 @@ impl Rwkv4Config {
     }
 }
 
-/// RWKV-4's time mix. `D -> D`.
+/// RWKV-4's time mix: an average of all values so far, weighted by the exponential of their keys and a decay.
+///
+/// The token itself is weighted anew.
+///
+/// # Recurrence
+/// ```text
+/// x_c     = x mu_c + x_before (1 - mu_c)              for c in k, v, r
+/// k, v, r = x_k W_k, x_v W_v, sigmoid(x_r W_r)
+/// a_t     = e^{-w} a_{t-1} + e^{k_t} v_t              w = exp(time_decay), [D]
+/// b_t     = e^{-w} b_{t-1} + e^{k_t}
+/// wkv_t   = (a_{t-1} + e^{u + k_t} v_t) / (b_{t-1} + e^{u + k_t})       u = time_first, [D]
+/// y       = (r wkv) W_o
+/// ```
+/// ```text
+/// x_t, x_{t-1} ──> r, k, v
+///                        ┌─ decay ──┐   ┌─ write ─┐
+/// a_{t-1}, b_{t-1} ──┬──>│ e^{-w} a │──>│ + e^k v │──> a_t, b_t
+///                    │   │ e^{-w} b │   │ + e^k   │
+///                    │   └──────────┘   └─────────┘
+///                    │   ┌─ read ────────────────────────────────────────────┐
+///                    └──>│ r (a_{t-1} + e^{u + k} v) / (b_{t-1} + e^{u + k}) │ ──> W_o ──> y_t
+///                        └───────────────────────────────────────────────────┘
+/// ```
+/// e^k can be too large for a float, so a and b are kept as e^m times smaller numbers, with
+/// `m_t = max(m_{t-1} - w, k_t)`, which a whole sequence has by a running sum and a running maximum, as in
+/// mLSTM's memory here; the share kept becomes `e^{m_{t-1} - w - m_t}`, at most 1. Nothing depends on m
+/// beyond rounding, and no gradient is taken through it. b over e^m is at least 1.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, a and b side by side over e^m,
+/// `[B, 1, 2 D]`, and m, `[B, 1, D]`; `tails`, the last token, `[B, 1, D]`; `position`, tokens seen. w and k
+/// are natural logs: -w of the share that is kept, the same at every token, k of a token's weight.
+/// # Errors
+/// [`Rwkv4Config::init`] gives a [`ConfigError`] with the first key that does not fit: a width of 0.
+/// # Source
+/// Peng et al., arXiv 2305.13048. Decays, bonuses and shares start where the authors' code has them in its
+/// first layer.
 #[derive(Module, Debug)]
 pub struct Rwkv4<B: Backend> {
     /// ln w, `[D]`.

@@ -1,17 +1,4 @@
-//! RWKV-6, "Finch": tokens mixed with the one before, by shares that depend on the data; a decay for
-//! every row of the memory; and a bonus for the token itself, which the memory is read without.
-//! ```text
-//! d       = x_{t-1} - x_t
-//! m_j     = b_j + tanh((x + d mu) W)_j A_j                  j = r, w, k, v, g, low rank
-//! r, k, v = (x + d m_r) W_r, (x + d m_k) W_k, (x + d m_v) W_v
-//! g       = -exp(tanh((x + d m_w) W_1) W_2 + b_w)           log decay
-//! o       = r (S + diag(u) k^T v)
-//! S       = diag(e^g) S + k^T v
-//! y       = (group_norm(o) silu((x + d m_g) W_g)) W_o       a group for each head
-//! ```
-//! The token before the first is zero; the last one is part of the state.
-//! Source: Peng et al., arXiv 2404.05892. Shares, decays and bonuses start where the authors' code has
-//! them in its first layer. Factors of low rank that it starts from zero are small and random here.
+//! RWKV-6. Recurrence, shapes and source: `pages/rwkv6.md`, the page of [`Rwkv6`].
 
 use super::{
     MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
@@ -33,7 +20,7 @@ const MIXTURES: usize = 5;
 /// How the fresh shares of the token before fall over the channels, for r, w, k, v and g.
 const SHARE_POWERS: [f64; MIXTURES] = [0.5, 1.0, 1.0, 1.0, 0.5];
 
-/// RWKV-6.
+/// Config of [`Rwkv6`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Rwkv6Config {
@@ -193,7 +180,7 @@ pub struct LowRankProjection<B: Backend> {
     linear: LowRankLinear<B>,
 }
 
-/// RWKV-6. `D -> D`.
+#[doc = include_str!("pages/rwkv6.md")]
 #[derive(Module, Debug)]
 pub struct Rwkv6<B: Backend> {
     x_proj: (MixedProjection<B>, Tanh, Linear<B>),

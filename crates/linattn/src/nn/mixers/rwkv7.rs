@@ -1,18 +1,4 @@
-//! RWKV-7's time mix: a decay for every row of the memory, and a write of rank one besides.
-//! ```text
-//! x_c    = x + (x_before - x) * mu_c              for c in r, w, k, v, a, g
-//! r, k, v = x_r W_r, x_k W_k, x_v W_v
-//! g_S    = -e^{-1/2} sigmoid(tanh(x_w A_w) B_w + b_w)      log decay, [K] for every head
-//! a      = sigmoid(x_a A_a B_a + b_a)                      how fast the memory learns, [K]
-//! v      = v + (v_first - v) sigmoid(x_v A_v B_v + b_v)    the value residual, where asked for
-//! kk     = k k_k, of length 1;   k = k (1 + (a - 1) k_a)
-//! S      = diag(e^{g_S}) S - (kk a)^T (kk S) + k^T v       kk S from before the decay
-//! y      = ((group_norm(r S) + (r . k r_k) v) * sigmoid(x_g A_g) B_g) W_o
-//! ```
-//! Source: arXiv 2503.14456. By the value residual later layers fall back on the values v_first that
-//! the model's first RWKV-7 layer made of the same token. Fresh shares, biases, k_k, k_a and r_k are
-//! the published ones of a first layer; matrices, published as orthogonal or zero, are small random
-//! numbers here, and the group norm's weights start from 1 in every layer.
+//! RWKV-7's time mix. Recurrence, shapes and source: `pages/rwkv7.md`, the page of [`Rwkv7`].
 
 use super::rwkv7_parts::{LowRankMap, bend, fresh_share, from_places, ramp};
 use super::{
@@ -34,7 +20,7 @@ use serde::{Deserialize, Serialize};
 /// Bound of the log decay, `e^{-1/2}`: no row forgets more than 45 per cent at once.
 const FASTEST_DECAY: f64 = 0.606_530_659_712_633_4;
 
-/// RWKV-7's time mix.
+/// Config of [`Rwkv7`], RWKV-7's time mix. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Rwkv7Config {
@@ -203,7 +189,7 @@ impl Rwkv7Config {
     }
 }
 
-/// RWKV-7's time mix. `D -> D`.
+#[doc = include_str!("pages/rwkv7.md")]
 #[derive(Module, Debug)]
 pub struct Rwkv7<B: Backend> {
     x_r: Param<Tensor<B, 3>>,

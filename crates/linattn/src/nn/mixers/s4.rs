@@ -1,16 +1,4 @@
-//! S4: in each channel a state-space model whose matrix is a diagonal less a product of one vector, N / 2 complex modes
-//! and their conjugates, started as HiPPO-LegS.
-//! ```text
-//! A      = diag(-exp(log_a_real) + i a_imag) - p p^*     over modes and conjugates, step sizes dt = exp(log_dt)
-//! h      = (1 - dt A / 2)^-1 ((1 + dt A / 2) h + dt b x)
-//! u      = 2 Re(C h) + d x                               summed over a channel's modes
-//! y      = glu(gelu(u) W_out)
-//! ```
-//! With h as real and imaginary parts, N real numbers, A is `R - 2 p p^T`, R of blocks for the modes; the inverse
-//! is that of a diagonal and one more product (Sherman and Morrison). A sequence of T tokens is a convolution
-//! with `taps_l = c M^l b`, M and b of one step, whose vectors come by doubling: `[V, M^L V]` from V of L.
-//! Source: Gu et al., arXiv 2111.00396, with the bilinear rule. The paper makes the same taps from a Cauchy
-//! kernel and an FFT; products of N x N matrices cost as much at N = 64 and need no complex numbers.
+//! S4. Recurrence, shapes and source: [`S4`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops};
 use crate::nn::diagonal_ssm::{DiagonalStart, Discretization, Parts, Spectrum};
@@ -23,7 +11,7 @@ use burn::tensor::activation::{gelu, glu};
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// S4.
+/// Config of [`S4`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct S4Config {
@@ -111,7 +99,41 @@ impl S4Config {
 /// Its square is held for each channel, and its eigenvectors are found before training.
 const LARGEST_STATE: usize = 512;
 
-/// S4. `D -> D`.
+/// S4: in each channel a state-space model whose matrix is a diagonal less a product of one vector.
+///
+/// A channel has N / 2 complex modes and their conjugates, started as HiPPO-LegS.
+///
+/// # Recurrence
+/// ```text
+/// A   = diag(-exp(log_a_real) + i a_imag) - p p^*     over modes and conjugates, step sizes dt = exp(log_dt)
+/// h   = (1 - dt A / 2)^-1 ((1 + dt A / 2) h + dt b x)
+/// u   = 2 Re(C h) + d x                               summed over a channel's modes
+/// y   = glu(gelu(u) W_out)
+/// ```
+/// ```text
+/// x_t ──> each channel
+///            ┌─ decay and turn ───────────────────┐   ┌─ write ────────────────────┐
+/// h_{t-1} ──>│ (1 - dt A / 2)^-1 (1 + dt A / 2) h │──>│ + (1 - dt A / 2)^-1 dt b x │──┬──> h_t
+///            └────────────────────────────────────┘   └────────────────────────────┘  │
+///                                                                ┌─ read ──────────┐  │
+///                                    y_t <── gelu, W_out, glu <──│ 2 Re(C h) + d x │<─┘
+///                                                                └─────────────────┘
+/// ```
+/// With h as real and imaginary parts, N real numbers, A is `R - 2 p p^T`, R of blocks for the modes; the
+/// inverse is that of a diagonal and one more product (Sherman and Morrison). A sequence of T tokens is a
+/// convolution with `taps_l = c M^l b`, M and b of one step, whose vectors come by doubling: `[V, M^L V]`
+/// from V of L.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, one vector, `[B, 1, D N]`;
+/// `position`, tokens seen. dt is a step size above 0, N is `d_state`.
+/// # Errors
+/// [`S4Config::init`] gives a [`ConfigError`] with the first key that does not fit: a `d_state` that is 0,
+/// odd or above 512, a `dt_min` that is not above 0 or a `dt_max` that is not above it.
+/// # Source
+/// Gu et al., arXiv 2111.00396, with the bilinear rule.
+/// # Departures
+/// The paper makes the same taps from a Cauchy kernel and an FFT; products of N x N matrices cost as much at
+/// N = 64 and need no complex numbers.
 #[derive(Module, Debug)]
 pub struct S4<B: Backend> {
     /// `[D]`.

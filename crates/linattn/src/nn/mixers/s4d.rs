@@ -1,11 +1,4 @@
-//! S4D: in each channel a diagonal state-space model, N / 2 complex modes and their conjugates, of the
-//! channel's own past.
-//! ```text
-//! u      = ssm(x)                      see `diagonal_ssm`
-//! y      = glu(gelu(u) W_out)          glu(a, b) = a sigmoid(b)
-//! ```
-//! A starts as `-1/2 + i pi n` (S4D-Lin) or `-1/2 + i (N / pi) (N / (2 n + 1) - 1)` (S4D-Inv).
-//! Source: Gu et al., arXiv 2206.11893.
+//! S4D. Recurrence, shapes and source: [`S4d`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops};
 use crate::nn::diagonal_ssm::{DiagonalSsm, DiagonalStart, Discretization, Parts, Spectrum};
@@ -17,7 +10,7 @@ use burn::tensor::activation::{gelu, glu};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// S4D.
+/// Config of [`S4d`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct S4dConfig {
@@ -82,7 +75,38 @@ impl S4dConfig {
     }
 }
 
-/// S4D. `D -> D`.
+/// S4D: in each channel a diagonal state-space model of the channel's own past.
+///
+/// A channel has N / 2 complex modes and their conjugates.
+///
+/// # Recurrence
+/// ```text
+/// A      = -exp(log_a_real) + i a_imag            [D, N / 2], step sizes dt = exp(log_dt), [D]
+/// zoh        a = exp(dt A)                        b = (a - 1) / A
+/// bilinear   a = (1 + dt A / 2) / (1 - dt A / 2)  b = dt / (1 - dt A / 2)
+/// h      = a h + b x                              [D, N / 2] complex
+/// u      = 2 Re(C h) + d x                        summed over a channel's modes
+/// y      = glu(gelu(u) W_out)                     glu(a, b) = a sigmoid(b)
+/// ```
+/// ```text
+/// x_t ──> each channel
+///                 ┌─ decay and turn ┐   ┌─ write ┐
+/// h_{t-1} ───────>│ a h             │──>│ + b x  │──┬──> h_t
+///                 └─────────────────┘   └────────┘  │
+///                              ┌─ read ──────────┐  │
+///  y_t <── gelu, W_out, glu <──│ 2 Re(C h) + d x │<─┘
+///                              └─────────────────┘
+/// ```
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, real and imaginary parts of h,
+/// `[B, 1, D N / 2]` each; `position`, tokens seen. dt is a step size above 0, N is `d_state`. The size of a
+/// is the share that is kept, its angle a turn in radians for each token.
+/// # Errors
+/// [`S4dConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `d_state` that is 0 or
+/// odd, a `dt_min` that is not above 0 or a `dt_max` that is not above it.
+/// # Source
+/// Gu et al., arXiv 2206.11893. A starts as `-1/2 + i pi n` (S4D-Lin) or
+/// `-1/2 + i (N / pi) (N / (2 n + 1) - 1)` (S4D-Inv).
 #[derive(Module, Debug)]
 pub struct S4d<B: Backend> {
     ssm: DiagonalSsm<B>,

@@ -1,19 +1,4 @@
-//! sLSTM: an LSTM with an exponential input gate, a sum of what was written that cells are divided by,
-//! and gates that see the last output of their own head alone. Tokens go one after another: time grows
-//! with T whatever the device.
-//! ```text
-//! i, f  = u W_i + h R_i, u W_f + h R_f + b_f          u = silu(conv(x)), or x without convolution
-//! z, o  = x W_z + h R_z + b_z, x W_o + h R_o + b_o    W and R: H blocks on the diagonal
-//! c     = sigmoid(f) c + e^i tanh(z)                  n = sigmoid(f) n + e^i
-//! h     = sigmoid(o) c / n
-//! y     = layer_norm(h)                               over each head
-//! ```
-//! e^i can be too large for a float, so c and n are kept as e^m times smaller numbers, with
-//! `m_t = max(ln sigmoid(f_t) + m_{t-1}, i_t)`; no gradient is taken through m, since h does not depend
-//! on it. n over e^m is at least 1. The input gate has no bias: c / n would not depend on it.
-//! Source: Beck et al., arXiv 2405.04517, where no projection follows the norm. Weights W start from
-//! N(0, 2 / (5 D)), forget gates' biases from 5 for the first cell of a head to -7 for its last, as the
-//! authors' code has them in its first layer. R, which it starts from zero, is small and random here.
+//! sLSTM. Recurrence, shapes and source: [`Slstm`].
 
 use super::mlstm::MultiHeadNorm;
 use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
@@ -31,7 +16,7 @@ use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// sLSTM.
+/// Config of [`Slstm`]. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SlstmConfig {
@@ -101,7 +86,45 @@ impl SlstmConfig {
     }
 }
 
-/// sLSTM. `D -> D`.
+/// sLSTM: an LSTM with an exponential input gate, and a sum of weights that cells are divided by.
+///
+/// Gates see the last output of their own head alone. Tokens go one after another: time grows with T whatever
+/// the device.
+///
+/// # Recurrence
+/// ```text
+/// i, f  = u W_i + h R_i, u W_f + h R_f + b_f          u = silu(conv(x)), or x without convolution
+/// z, o  = x W_z + h R_z + b_z, x W_o + h R_o + b_o    W and R: H blocks on the diagonal
+/// c     = sigmoid(f) c + e^i tanh(z)                  n = sigmoid(f) n + e^i
+/// h     = sigmoid(o) c / n
+/// y     = layer_norm(h)                               over each head
+/// ```
+/// ```text
+/// x_t, h_{t-1} ──> i, f, z, o
+///                     ┌─ decay ──────┐   ┌─ write ───────┐
+/// c_{t-1}, n_{t-1} ──>│ sigmoid(f) c │──>│ + e^i tanh(z) │──┬──> c_t, n_t
+///                     │ sigmoid(f) n │   │ + e^i         │  │
+///                     └──────────────┘   └───────────────┘  │
+///                               ┌─ read ─────────────────┐  │
+///               y_t <── norm <──│ h_t = sigmoid(o) c / n │<─┘
+///                               └────────────────────────┘
+/// ```
+/// e^i can be too large for a float, so c and n are kept as e^m times smaller numbers, with
+/// `m_t = max(ln sigmoid(f_t) + m_{t-1}, i_t)`; no gradient is taken through m, since h does not depend on
+/// it. n over e^m is at least 1. The input gate has no bias: c / n would not depend on it.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, h, c over e^m, n over e^m and
+/// m, `[B, 1, D]` each; `tails`, the last W - 1 inputs of the short convolution; `position`, tokens seen. i
+/// and ln sigmoid(f) are natural logs, the second at most 0.
+/// # Errors
+/// [`SlstmConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` that do not
+/// divide D, a `conv_size` of 1 or a `norm_eps` below 1e-37.
+/// # Source
+/// Beck et al., arXiv 2405.04517, where no projection follows the norm. Weights W start from N(0, 2 / (5 D)),
+/// forget gates' biases from 5 for the first cell of a head to -7 for its last, as the authors' code has them
+/// in its first layer.
+/// # Departures
+/// R, which the authors' code starts from zero, is small and random here.
 #[derive(Module, Debug)]
 pub struct Slstm<B: Backend> {
     conv1d: Option<ShortConvolution<B>>,

@@ -1,29 +1,4 @@
-//! Titans' neural memory: a linear layer or a small MLP that learns to tell values from keys, by gradient descent
-//! with momentum and forgetting whose rates each token says. Tokens come in mini-batches, whose gradients are all
-//! taken at the weights that the mini-batch began with.
-//! ```text
-//! q, k  = silu(conv(x W)), each of length 1     v = silu(conv(x W_v))
-//! theta = base_lr sigmoid(x W_t + b_t)          a number for every head, as the next two
-//! eta   = sigmoid(x W_e + b_e)                  momentum kept
-//! keep  = sigmoid(x W_a + b_a)                  memory kept, 1 - alpha; b_a starts from 4
-//! S     = eta S - theta d(1/2 |M(k) - v|^2) / dM
-//! M     = keep M + S
-//! m     = rms_norm(M(q)) [silu(x W_g)]
-//! y     = m W_o, or (rms_norm(a) sigmoid(m)) W_o      a of attention through a window: memory as a gate
-//! ```
-//! Inside a mini-batch, from M_0 and S_0, with the gradients G_j:
-//! ```text
-//! A_ij = keep_i .. keep_{j+1}, E_ij = eta_i .. eta_{j+1} for j <= i, both over whole mini-batches A_i0, E_i0
-//! S_i  = E_i0 S_0 - sum_j (E theta)_ij G_j
-//! M_i  = A_i0 M_0 + (A E_.0)_i S_0 - sum_j (A E theta)_ij G_j
-//! ```
-//! Source: Behrouz et al., arXiv 2501.00663, equations 8 to 16 and section 4.4. No code of the authors is public.
-//! This is the memory alone, the paper's "LMM"; before attention through a window it is "memory as a layer" (MAL), with
-//! `attention`, of window_attention.rs, "memory as a gate" (MAG). The state keeps the mini-batch's first weights, M and S.
-//!
-//! Departures: inner weights have no bias; GELU is the form with a hyperbolic tangent. The paper leaves open that M
-//! starts from learnt weights and S from zero, and that a sigmoid makes MAG's gate. MAG's persistent tokens are seen by
-//! attention alone: what they would write to the memory, its learnt start can hold.
+//! Titans' neural memory. Recurrence, shapes and source: `pages/titans.md`, the page of [`Titans`].
 
 use super::window_attention::{WindowAttention, WindowAttentionConfig};
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
@@ -50,7 +25,7 @@ const NETWORK: Network = Network { bias: false };
 /// Of 1 - alpha: a fresh memory keeps 98 % of itself.
 const KEEP_BIAS: f64 = 4.0;
 
-/// Titans' neural memory.
+/// Config of [`Titans`], Titans' neural memory. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TitansConfig {
@@ -164,7 +139,7 @@ impl TitansConfig {
     }
 }
 
-/// Titans' neural memory. `D -> D`.
+#[doc = include_str!("pages/titans.md")]
 #[derive(Module, Debug)]
 pub struct Titans<B: Backend> {
     q_proj: Linear<B>,

@@ -1,11 +1,4 @@
-//! Token MLP: two learnt matrices of positions with GELU between them, the same for every channel.
-//! ```text
-//! h_t = gelu(sum_{j <= t} A_tj x_j + a_t)
-//! y_t = sum_{j <= t} C_tj h_j + c_t
-//! ```
-//! Source: MLP-Mixer, arXiv 2105.01601. Its matrices are full, and h has another width than there are positions;
-//! here both are lower triangular, a row of h for each position, so that nothing looks ahead. No weight depends on
-//! what a token says. A model knows as many positions as `length` says, and no more.
+//! Token MLP. Recurrence, shapes and source: [`TokenMlp`].
 
 use super::TokenMixer;
 use super::aft::check_known;
@@ -17,7 +10,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Token MLP.
+/// Config of [`TokenMlp`], the token MLP. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TokenMlpConfig {
@@ -87,7 +80,35 @@ impl<B: Backend> PositionLayer<B> {
     }
 }
 
-/// Token MLP. `D -> D`. The inputs of its state are x and h side by side.
+/// Token MLP: two learnt matrices of positions with GELU between them, the same for every channel.
+///
+/// # Recurrence
+/// ```text
+/// h_t = gelu(sum_{j <= t} A_tj x_j + a_t)
+/// y_t = sum_{j <= t} C_tj h_j + c_t
+/// ```
+/// ```text
+/// x_t, position t ──> rows t of A and C
+///                     ┌─ write, x ─┐   ┌─ write, h ─┐
+/// x, h of 1 .. t-1 ──>│ append x_t │──>│ append h_t │──┬──> x, h of 1 .. t
+///                     └────────────┘   └────────────┘  │
+///                           ┌─ read ────────────────┐  │
+///                    y_t <──│ sum of C_tj h_j + c_t │<─┘
+///                           └───────────────────────┘
+/// ```
+/// h_t is read from x_1 to x_t by row t of A. No weight depends on a token's values. A model knows as many
+/// positions as `length` says, and no more.
+/// # Shapes and units
+/// Input and output are `[B, T, D]`. The state is a [`ConvolutionState`]: `inputs`, x and h side by side,
+/// `[B, T, 2 D]`, which grows with T.
+/// # Errors
+/// [`TokenMlpConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `length` of 0.
+/// `cost` refuses sequences longer than there are positions; `run` panics where one goes past them.
+/// # Source
+/// MLP-Mixer, arXiv 2105.01601.
+/// # Departures
+/// Its matrices are full, and h has another width than there are positions; here both are lower triangular, a
+/// row of h for each position, so that nothing looks ahead.
 #[derive(Module, Debug)]
 pub struct TokenMlp<B: Backend> {
     hidden: PositionLayer<B>,

@@ -1,27 +1,4 @@
-//! Test-time training: the memory is a linear layer or a small MLP that learns to tell values from keys, by a
-//! step of gradient descent for each token. Tokens come in mini-batches of b, whose gradients are all taken at
-//! the weights that the mini-batch began with.
-//! ```text
-//! q, k, v = x W_q, x W_k, x W_v             q and k rotated by the position inside the mini-batch
-//! f(x)    = x W + c, or gelu(x W_1 + c_1) W_2 + c_2
-//! loss_j  = 1/2 |LN(f(k_j)) - (v_j - k_j)|^2        LN: weight and bias for each head
-//! eta_ij  = t_i base_lr sigmoid(x_j W_h + b_h) / K  t_i = max(1 / i + learnt_i, 0), i = 1 .. b
-//! f_i     = f - sum_{j <= i} eta_ij dloss_j / df    f: of the mini-batch's start; f_b starts the next
-//! o_i     = q_i + LN(f_i(q_i))
-//! y       = [gelu(x W_g)] (LN(o) W_o)
-//! ```
-//! with one gate and one projection of queries and keys, which two convolutions then tell apart, where asked
-//! for: the reference's frame of Mamba. Source: Sun et al., arXiv 2407.04620, and its code in PyTorch.
-//!
-//! Its gradient, from z = f(k), with s = sqrt(var z + 1e-6), h = (z - mean z) / s and LN(z) = gamma h + beta:
-//! ```text
-//! d = gamma (gamma h + beta - v + k)        dloss / dz = (d - mean d - h mean(d h)) / s
-//! ```
-//! It has no mean, and LN sees none: the last weights' means over their outputs are taken off once, and z has none ever
-//! after. The state keeps f of the mini-batch's start, and minus the gradients since then times their rates without t.
-//!
-//! Departures: channels i and i + K / 2 are rotated together, not neighbours; the convolution that the reference
-//! can put before the whole layer is a model's to add (`canon`).
+//! Test-time training. Recurrence, shapes and source: `pages/ttt.md`, the page of [`Ttt`].
 
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
@@ -46,7 +23,7 @@ use serde::{Deserialize, Serialize};
 const EPSILON: f64 = 1e-6;
 const NETWORK: Network = Network { bias: true };
 
-/// Test-time training.
+/// Config of [`Ttt`], test-time training. The layer's page has recurrence, shapes, errors and source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TttConfig {
@@ -151,7 +128,7 @@ impl TttConfig {
     }
 }
 
-/// Test-time training. `D -> D`.
+#[doc = include_str!("pages/ttt.md")]
 #[derive(Module, Debug)]
 pub struct Ttt<B: Backend> {
     q_proj: Linear<B>,

@@ -1,11 +1,4 @@
-//! Softmax attention through a window, behind tokens that are learnt: the branch that a memory gates.
-//! ```text
-//! q, k     = rope(x W_q), rope(x W_k)      v = x W_v
-//! k_p, v_p = p W_k, p W_v                  learnt tokens p, which every token sees
-//! a        = softmax([k_p, k] q^T / sqrt(K) + window) [v_p, v]
-//! ```
-//! Source: Behrouz et al., arXiv 2501.00663, whose "persistent memory" p is; here p is not rotated. What the window
-//! still sees is kept as tails, zeros in front at the start of a sequence, so that the state does not grow.
+//! Window attention beside a memory. Recurrence, shapes and source: [`WindowAttention`].
 
 use super::retnet::{check_rotated, check_theta};
 use super::{block_width, linear_flops};
@@ -18,7 +11,8 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
-/// Attention through a window beside a memory.
+/// Config of [`WindowAttention`], attention through a window beside a memory. The layer's page has
+/// recurrence, shapes, errors and source.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct WindowAttentionConfig {
@@ -83,7 +77,36 @@ impl WindowAttentionConfig {
     }
 }
 
-/// Attention through a window beside a memory. `D ->` inner width.
+/// Softmax attention through a window, behind tokens that are learnt: the branch that the memory of
+/// [`Titans`](super::Titans) gates.
+///
+/// # Recurrence
+/// ```text
+/// q, k     = rope(x W_q), rope(x W_k)      v = x W_v
+/// k_p, v_p = p W_k, p W_v                  learnt tokens p, which every token sees
+/// a        = softmax([k_p, k] q^T / sqrt(K) + window) [v_p, v]
+/// ```
+/// ```text
+/// x_t, position ──> q, k, v;  learnt tokens p ──> k_p, v_p
+///                                       ┌─ write ──────────────────────┐
+/// keys, values ────────────────────────>│ append k, v; drop the oldest │──┬──> keys, values
+///                                       └──────────────────────────────┘  │
+///                                 ┌─ read ─────────────────────────────┐  │
+///  y_t <── memory as gate, W_o <──│ softmax(q [k_p, keys]^T / sqrt(K)) │<─┘
+///                                 │   times [v_p, values]              │
+///                                 └────────────────────────────────────┘
+/// ```
+/// # Shapes and units
+/// Input is `[B, T, D]`, output `[B, T, width]` of the memory's heads together. Keys and values that the
+/// window still sees are kept among the memory's `tails`, `[B, w - 1, width]` each, zeros in front at the
+/// start of a sequence, so that the state does not grow. w, `window`, counts tokens.
+/// # Errors
+/// [`TitansConfig::init`](super::TitansConfig::init) gives a [`ConfigError`] where `heads` do not divide the
+/// width or leave heads of odd width, `window` is below 2, `persistent` is too large or `rope_theta` below 1.
+/// # Source
+/// Behrouz et al., arXiv 2501.00663, whose "persistent memory" p is.
+/// # Departures
+/// p is not rotated here.
 #[derive(Module, Debug)]
 pub struct WindowAttention<B: Backend> {
     q_proj: Linear<B>,

@@ -20,7 +20,7 @@ pub struct ListState<B: Backend, const R: usize> {
 pub type VectorState<B> = ListState<B, 3>;
 
 /// A network's weights that gradients are taken at, `[B, H, from, to]`, a tensor for each layer; then what else the
-/// mixer keeps of each layer, in the order that its file gives.
+/// mixer keeps of each layer, in the order that its page gives.
 pub type NetworkState<B> = ListState<B, 4>;
 
 impl<B: Backend, const R: usize> RecurrentState<B> for ListState<B, R> {
