@@ -12,7 +12,7 @@ use linattn::nn::{LanguageModel, LanguageModelConfig, force};
 use linattn::ops::LinearAttentionBackend;
 use linattn::ops::backend::{
     Activation, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
-    LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass,
+    LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, SlstmRecurrence,
 };
 use linattn_oracle::{Rng, assert_close};
 
@@ -69,6 +69,32 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         found.extend(self.products());
         found.extend(self.convolutions());
         found.extend(self.losses());
+        found.extend(self.recurrence());
+        found
+    }
+
+    /// sLSTM's recurrence with heads of five cells.
+    fn recurrence(&self) -> Vec<(&'static str, Tensor<B, 3>)> {
+        let ([batch, tokens, width], device) = (self.x.dims(), self.x.device());
+        let (heads, cells) = (width / 5, [batch, 1, width / 5, 5]);
+        let by_head = |x: &Tensor<B, 3>| x.clone().reshape([batch, tokens, heads, 5]);
+        let [x, gate] = [by_head(&self.x), by_head(&self.gate)];
+        let gates = Tensor::cat(vec![gate.clone(), x.clone(), x, gate], 3);
+        let weights = self.taps.clone().reshape([4, heads, 5]).permute([1, 2, 0]);
+        let r = weights.repeat_dim(2, 5) * 0.3;
+        let state = ["h", "c", "n", "m"].map(|name| inside(&draw::<B, 4>(name, cells, &device)));
+        let mut found = vec![];
+        for (state, names) in [
+            (None, ["sLSTM", "last c", "last n", "last m"]),
+            (Some(state), ["sLSTM with a state", "c after it", "n after it", "m after it"]),
+        ] {
+            // What was written is more than 0.
+            let state = state.map(|[h, c, n, m]| [h, c, inside(&outside::<B, 4>(n).exp()), m]);
+            let x = SlstmRecurrence { x: inside(&gates), r: inside(&r), state };
+            let outputs = B::fused_slstm(x, false).expect("an operation in one piece").outputs;
+            let flat = |x| outside::<B, 4>(x).flatten::<3>(2, 3);
+            found.extend(names.into_iter().zip(outputs.into_iter().map(flat)));
+        }
         found
     }
 

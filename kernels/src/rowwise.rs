@@ -464,7 +464,7 @@ pub(crate) fn activate(z: f32, #[comptime] activation: Activation) -> f32 {
 
 /// `1 / (1 + e^-z)`, with an exponent that is never above 0: nothing overflows.
 #[cube]
-fn sigmoid(z: f32) -> f32 {
+pub(crate) fn sigmoid(z: f32) -> f32 {
     let e = f32::exp(-f32::abs(z));
     select(z >= 0.0f32, 1.0f32, e) / (e + 1.0f32)
 }
@@ -472,7 +472,7 @@ fn sigmoid(z: f32) -> f32 {
 /// `ln(1 + e^z)`, as `max(z, 0) + ln(1 + e^-|z|)`: nothing overflows, and small values keep their
 /// digits.
 #[cube]
-fn softplus(z: f32) -> f32 {
+pub(crate) fn softplus(z: f32) -> f32 {
     max(z, 0.0f32) + log_1p(f32::exp(-f32::abs(z)))
 }
 

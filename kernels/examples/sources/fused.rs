@@ -5,7 +5,7 @@ use crate::target::Target;
 use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use linattn_kernels::fused::{adamw, conv_state, cross_entropy, embedding, selective_scan};
+use linattn_kernels::fused::{adamw, conv_state, cross_entropy, embedding, selective_scan, slstm};
 use std::error::Error;
 
 const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
@@ -45,6 +45,11 @@ impl<T: Target> Fused<'_, T> {
             for states in [4, 16] {
                 self.selective_scan(states, given)?;
                 enter(&format!("-{states}-state_{given}"))?;
+            }
+            // Recurrent weights in registers, and from cache.
+            for width in [32, 128] {
+                self.slstm(width, given)?;
+                enter(&format!("-{width}-state_{given}"))?;
             }
         }
         for count in [1, 8] {
@@ -101,6 +106,21 @@ impl<T: Target> Fused<'_, T> {
         }
         let given = selective_scan::Given { h: &x, d_y: Some(&x), d_state: state };
         selective_scan::backward(self.client, dims, &inputs, given)?;
+        Ok(())
+    }
+
+    /// Forward, kept and not, and backward.
+    fn slstm(&self, width: usize, whole: bool) -> Result<(), Box<dyn Error>> {
+        let dims = slstm::Dims { batch: 2, tokens: 8, heads: 4, width };
+        let x = self.memory(16 * 16 * width * width, F32);
+        let state = whole.then_some(slstm::State { h: &x, c: &x, n: &x, m: &x });
+        for keep in [false, true] {
+            slstm::forward(self.client, dims, &slstm::Inputs { x: &x, r: &x, state }, keep)?;
+        }
+        let (state, d) = (whole.then_some([&x; 2]), whole.then_some(&x));
+        let given =
+            slstm::Given { saved: &x, r_transposed: &x, state, d_h: Some(&x), d_c: d, d_n: d };
+        slstm::backward(self.client, dims, given)?;
         Ok(())
     }
 

@@ -14,3 +14,4 @@ pub mod gated_product;
 pub mod norm;
 pub mod pack;
 pub mod selective_scan;
+pub mod slstm;

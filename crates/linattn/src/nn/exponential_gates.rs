@@ -8,11 +8,8 @@
 
 use super::convolution::Tails;
 use super::recurrence::linear_attention;
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LOWEST, LinearAttentionBackend, accumulator, typed};
 use burn::tensor::{Tensor, backend::Backend};
-
-/// m before the first token: lower than any key.
-pub(crate) const LOWEST: f64 = -1e30;
 
 /// Gates over e^m, `[B, T, H]`.
 pub(crate) struct Stabilised<B: Backend> {

@@ -3,8 +3,8 @@
 use super::ConfigError;
 use super::lora::Adapter;
 use super::weight::Weight;
-pub(crate) use crate::ops::softplus;
 use crate::ops::{self, Activation, LinearAttentionBackend, Measure, typed};
+pub(crate) use crate::ops::{each_part, softplus};
 use burn::module::{Initializer, Module, ModuleMapper, Param};
 use burn::nn::{GroupNorm, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{gelu, gelu_approximate};
@@ -210,22 +210,6 @@ pub(crate) fn each_token<B: Backend>(x: Tensor<B, 3>) -> Vec<Tensor<B, 3>> {
     each_part(x, 1)
 }
 
-/// The N parts of `x` along a dimension, each one wide. Halved again and again, because the gradient of a
-/// slice is as large as what it was cut from: so all of them are O(N log N) numbers, not O(N^2).
-pub(crate) fn each_part<B: Backend, const D: usize>(
-    x: Tensor<B, D>,
-    dim: usize,
-) -> Vec<Tensor<B, D>> {
-    let parts = x.dims()[dim];
-    if parts == 1 {
-        return vec![x];
-    }
-    let half = parts / 2;
-    let mut list = each_part(x.clone().narrow(dim, 0, half), dim);
-    list.extend(each_part(x.narrow(dim, half, parts - half), dim));
-    list
-}
-
 /// A linear layer of blocks: each of H heads has a matrix of its own, and sees nothing of the others.
 #[derive(Module, Debug)]
 pub struct BlockDiagonal<B: Backend> {
@@ -249,6 +233,11 @@ impl<B: Backend> BlockDiagonal<B> {
     /// The same with a bias.
     pub(crate) fn with_bias(self, bias: Param<Tensor<B, 1>>) -> Self {
         Self { bias: Some(bias), ..self }
+    }
+
+    /// The matrices, `[H, from, to]`.
+    pub(crate) fn blocks(&self) -> Tensor<B, 3> {
+        self.weight.val()
     }
 
     /// `[B, T, H from]` to `[B, T, H to]`.

@@ -5,9 +5,9 @@
 //! Sums of tokens whose bias is 0 are a recurrence; those of the others are taken pair by pair. Both are kept over
 //! the exponential of their largest term, through which no gradient is taken.
 
-use super::exponential_gates::{LOWEST, exponential_sums};
+use super::exponential_gates::exponential_sums;
 use super::score_bias::causal_mask;
-use crate::ops::{LinearAttentionBackend, typed};
+use crate::ops::{LOWEST, LinearAttentionBackend, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Queries whose pairs are worked off together.

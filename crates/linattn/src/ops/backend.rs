@@ -4,6 +4,7 @@
 pub use super::fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, HeadNorm,
     LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack, SelectiveScan,
+    SlstmRecurrence,
 };
 pub use super::halving::{Scan, ScanField};
 pub use super::pass::{BackwardPass, Pass};
@@ -141,6 +142,11 @@ pub trait LinearAttentionBackend: Backend {
         _x: SelectiveScan<FloatTensor<Self>>,
         _keep: bool,
     ) -> Option<Pass<Self>> {
+        None
+    }
+
+    /// sLSTM's recurrence: h of every token, and c, n and m after the last. A gradient of m is 0.
+    fn fused_slstm(_x: SlstmRecurrence<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }
 

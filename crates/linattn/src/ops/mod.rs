@@ -45,12 +45,13 @@ mod tensors;
 pub use backend::{LinearAttentionBackend, Path};
 pub use error::OpError;
 pub(crate) use fused::{
-    Activation, Column, ColumnKind, ConvSplit, HeadNorm, LinearLayer, MOST_PACKED, Measure,
+    Activation, Column, ColumnKind, ConvSplit, HeadNorm, LOWEST, LinearLayer, MOST_PACKED, Measure,
     add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy,
     next_conv_states, pack, rms_normalize, select_rows, standardize,
 };
 pub use fused::{
-    AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, adamw_step, global_norm, selective_scan,
+    AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs, adamw_step,
+    global_norm, selective_scan, slstm,
 };
 pub use halving::Complex;
 pub use kalman::{KalmanInputs, gated_kalman, gated_kalman_step};
@@ -65,7 +66,7 @@ pub use scan::{complex_scan, linear_scan, linear_scan_step};
 
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 use recurrence::{Forward, LogDecay, Recurrence, Transition};
-pub(crate) use tensors::{accumulator, typed};
+pub(crate) use tensors::{accumulator, each_part, typed};
 use tensors::{primitive, tensor};
 
 /// Result of an operation: its outputs, and the state after the last token.

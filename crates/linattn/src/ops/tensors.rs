@@ -25,3 +25,19 @@ pub(crate) fn accumulator<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor
 pub(crate) fn typed<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: DType) -> Tensor<B, D> {
     if x.dtype() == dtype { x } else { x.cast(dtype) }
 }
+
+/// The N parts of `x` along a dimension, each one wide. Halved again and again, because the gradient of a
+/// slice is as large as what it was cut from: so all of them are O(N log N) numbers, not O(N^2).
+pub(crate) fn each_part<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    dim: usize,
+) -> Vec<Tensor<B, D>> {
+    let parts = x.dims()[dim];
+    if parts == 1 {
+        return vec![x];
+    }
+    let half = parts / 2;
+    let mut list = each_part(x.clone().narrow(dim, 0, half), dim);
+    list.extend(each_part(x.narrow(dim, half, parts - half), dim));
+    list
+}

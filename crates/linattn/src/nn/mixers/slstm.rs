@@ -5,14 +5,10 @@ use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
 use crate::nn::convolution::{
     ShortConvolution, Tails, check_window, convolution_cost, convolve_if_any,
 };
-use crate::nn::exponential_gates::LOWEST;
-use crate::nn::layers::{
-    BlockDiagonal, INIT_STD, check_epsilon, each_token, merge_heads, split_heads,
-};
+use crate::nn::layers::{BlockDiagonal, INIT_STD, check_epsilon, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, Shared};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{self, LinearAttentionBackend, SlstmCells, SlstmInputs, typed};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -139,16 +135,6 @@ pub struct Slstm<B: Backend> {
     heads: usize,
 }
 
-/// Vectors between two tokens, `[B, 1, H, D / H]`.
-struct Cells<B: Backend> {
-    h: Tensor<B, 4>,
-    /// c over e^m.
-    c: Tensor<B, 4>,
-    /// n over e^m.
-    n: Tensor<B, 4>,
-    m: Tensor<B, 4>,
-}
-
 impl<B: LinearAttentionBackend> TokenMixer<B> for Slstm<B> {
     type State = VectorState<B>;
 
@@ -158,30 +144,27 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Slstm<B> {
         state: Option<VectorState<B>>,
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
-        let tokens = x.dims()[1];
+        let (tokens, dtype) = (x.dims()[1], x.dtype());
         let mut past = VectorPast::of(state);
-        let zeros = x.clone().detach().narrow(1, 0, 1).zeros_like();
-        let lowest = zeros.full_like(LOWEST);
-        let mut next = |start: &Tensor<B, 3>| {
-            split_heads(past.draw().unwrap_or_else(|| start.clone()), self.heads)
-        };
-        let mut cells =
-            Cells { h: next(&zeros), c: next(&zeros), n: next(&zeros), m: next(&lowest) };
-        let inward = self.inward(x, &mut past.tails);
-        let mut outputs = Vec::with_capacity(tokens);
-        for token in each_token(inward) {
-            cells = self.advance(token, cells);
-            outputs.push(cells.h.clone());
-        }
-        let y = self.group_norm.forward(Tensor::cat(outputs, 1));
-        let memory = [cells.h, cells.c, cells.n, cells.m].map(merge_heads).into();
-        (y, past.then(memory, tokens))
+        let state = self.cells(&mut past);
+        let x = self.inward(x, &mut past.tails);
+        let (h, last) = ops::slstm(SlstmInputs { x, r: self.recurrent.blocks(), state })
+            .expect("the projections made the shapes");
+        let SlstmCells { h: last, c, n, m } = last;
+        let memory = [last, c, n, m].map(|cell| typed(merge_heads(cell), dtype)).into();
+        (self.group_norm.forward(typed(h, dtype)), past.then(memory, tokens))
     }
 }
 
 impl<B: LinearAttentionBackend> Slstm<B> {
-    /// The inputs' part of the gates, `[B, T, H 4 D / H]`: of every head i, f, z and o.
-    fn inward(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Tensor<B, 3> {
+    /// The cells before the first token; none at the start of a sequence.
+    fn cells(&self, past: &mut VectorPast<B>) -> Option<SlstmCells<B>> {
+        let mut next = || past.draw().map(|cell| split_heads(cell, self.heads));
+        Some(SlstmCells { h: next()?, c: next()?, n: next()?, m: next()? })
+    }
+
+    /// The inputs' part of the gates: i, f, z and o of every head, `[B, T, H, 4 D / H]`.
+    fn inward(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Tensor<B, 4> {
         let mixed = convolve_if_any(&self.conv1d, x.clone(), tails);
         let gates = vec![
             self.igate.forward(mixed.clone()),
@@ -190,23 +173,6 @@ impl<B: LinearAttentionBackend> Slstm<B> {
             self.ogate.forward(x),
         ];
         let gates = gates.into_iter().map(|gate| split_heads(gate, self.heads)).collect();
-        merge_heads(Tensor::cat(gates, 3))
-    }
-
-    /// One token.
-    fn advance(&self, token: Tensor<B, 3>, cells: Cells<B>) -> Cells<B> {
-        let Cells { h, c, n, m } = cells;
-        let width = h.dims()[3];
-        let gates = split_heads(token + self.recurrent.forward(merge_heads(h)), self.heads);
-        let part = |j: usize| gates.clone().narrow(3, j * width, width);
-        let (log_write, log_keep) = (part(0), log_sigmoid(part(1)));
-        let largest = (log_keep.clone() + m.clone()).max_pair(log_write.clone()).detach();
-        // In this order: the difference of two m is exact where they are close.
-        let keep = (log_keep + (m - largest.clone())).exp();
-        let write = (log_write - largest.clone()).exp();
-        let c = keep.clone() * c + write.clone() * part(2).tanh();
-        let n = keep * n + write;
-        let h = sigmoid(part(3)) * c.clone() / n.clone();
-        Cells { h, c, n, m: largest }
+        Tensor::cat(gates, 3)
     }
 }

@@ -5,7 +5,7 @@ mod node;
 use super::backend::{Composite, LinearAttentionBackend, Path};
 use super::fused::{
     ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
-    SelectiveScan,
+    SelectiveScan, SlstmRecurrence,
 };
 use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, Recurrence, Saved};
@@ -90,6 +90,13 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         let places = x.refill(std::iter::repeat(()));
         tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
             B::fused_selective_scan(places.refill(tensors), keep)
+        })
+    }
+
+    fn fused_slstm(x: SlstmRecurrence<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        let places = x.refill(std::iter::repeat(()));
+        tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
+            B::fused_slstm(places.refill(tensors), keep)
         })
     }
 

@@ -21,6 +21,7 @@ mod quantized;
 mod real;
 mod recurrence;
 mod shared;
+mod slstm;
 mod tensors;
 #[cfg(test)]
 mod tests;
@@ -28,7 +29,7 @@ mod tests;
 use super::backend::LinearAttentionBackend;
 use super::fused::{
     self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Moments, Normalization, Pack,
+    LinearLayer, Moments, Normalization, Pack, SlstmRecurrence,
 };
 use super::halving::{self, Scan};
 use super::pass::Pass;
@@ -97,6 +98,10 @@ impl LinearAttentionBackend for Flex {
         keep: bool,
     ) -> Option<Pass<Self>> {
         cross_entropy::cross_entropy(x, keep)
+    }
+
+    fn fused_slstm(x: SlstmRecurrence<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        slstm::slstm(x, keep)
     }
 
     fn fused_pack(x: Pack<FlexTensor>, keep: bool) -> Option<Pass<Self>> {

@@ -41,6 +41,10 @@ pub(super) trait Real:
     fn ln_1p(self) -> Self;
     /// The natural logarithm.
     fn ln(self) -> Self;
+    /// The hyperbolic tangent, in loops of f32 without a call.
+    fn tanh(self) -> Self;
+    /// `ln(1 / (1 + e^-self))`, in loops of f32 without a call.
+    fn log_sigmoid(self) -> Self;
 
     /// The larger of two.
     #[inline(always)]
@@ -99,6 +103,16 @@ impl Real for f64 {
     fn ln(self) -> Self {
         f64::ln(self)
     }
+
+    #[inline(always)]
+    fn tanh(self) -> Self {
+        f64::tanh(self)
+    }
+
+    #[inline(always)]
+    fn log_sigmoid(self) -> Self {
+        self.smaller(0.0) - (-self.abs()).exp().ln_1p()
+    }
 }
 
 impl Real for f32 {
@@ -139,6 +153,16 @@ impl Real for f32 {
     fn ln(self) -> Self {
         f32::ln(self)
     }
+
+    #[inline(always)]
+    fn tanh(self) -> Self {
+        tanh(self)
+    }
+
+    #[inline(always)]
+    fn log_sigmoid(self) -> Self {
+        log_sigmoid(self)
+    }
 }
 
 /// `e^x` within 2 units in the last place, without branches. 0 below e^-86.9, 2 e-38.
@@ -170,6 +194,40 @@ fn exp(x: f32) -> f32 {
     // Comparisons that are false for NaN, which went through all of the above.
     let found = if x > 88.722_84 { f32::INFINITY } else { found };
     if x < -86.9 { 0.0 } else { found }
+}
+
+/// A polynomial near 0, where a quotient of exponentials would lose digits; without branches.
+#[inline(always)]
+#[allow(clippy::excessive_precision)] // digits as published; f32 rounds them
+fn tanh(x: f32) -> f32 {
+    /// Of `(tanh x - x) / x^3` on -0.625 to 0.625, the highest power of x^2 first.
+    const POLYNOMIAL: [f32; 5] = [
+        -5.704_988_727_45e-3,
+        2.063_908_879_54e-2,
+        -5.373_971_555_31e-2,
+        1.333_144_220_36e-1,
+        -3.333_328_194_22e-1,
+    ];
+    let square = x * x;
+    let p = POLYNOMIAL.into_iter().reduce(|sum, c| sum * square + c).unwrap_or(0.0);
+    let near = p * square * x + x;
+    let e = exp(-2.0 * x.abs());
+    let far = ((1.0 - e) / (1.0 + e)).copysign(x);
+    if x.abs() < 0.625 { near } else { far }
+}
+
+/// `min(x, 0) - ln(1 + e)` with e = e^-|x|. The logarithm is 2 artanh(s) with s = e / (2 + e), at most 1/3, as a
+/// series that ends where f32 does.
+#[inline(always)]
+fn log_sigmoid(x: f32) -> f32 {
+    let e = exp(-x.abs());
+    let s = e / (e + 2.0);
+    let square = s * s;
+    let mut series = 0.0;
+    for n in 0..9 {
+        series = series * square + 1.0 / (17 - 2 * n) as f32;
+    }
+    x.min(0.0) - (s + s) * series
 }
 
 /// How one kind of processor multiplies and adds.

@@ -231,6 +231,34 @@ fn packed_matrices_are_those_of_tensor_operations() {
 }
 
 #[test]
+fn recurrences_of_slstm_are_those_of_tensor_operations() {
+    for [batch, tokens, heads, width] in
+        [[1, 1, 1, 1], [6, 5, 2, 3], [9, 4, 1, 20], [4, 3, 2, 33], [2, 7, 3, 16]]
+    {
+        let [x, r] = [&[batch, tokens, heads, 4 * width][..], &[heads, width, 4 * width]];
+        let cells = [batch, 1, heads, width];
+        for state in [false, true] {
+            let mut shapes = vec![x, r];
+            shapes.extend([&cells[..]; 4].into_iter().take(if state { 4 } else { 0 }));
+            let given = |x: Vec<Node>| {
+                let mut x = x.into_iter();
+                let mut next = || x.next().unwrap();
+                let (x, r) = (next(), next());
+                // What was written is more than 0.
+                let state = state.then(|| [next(), next(), Graph::float_exp(next()), next()]);
+                SlstmRecurrence { x, r, state }
+            };
+            let reference = |x| {
+                let (h, SlstmCells { c, n, m, .. }) = slstm_in_tensor_ops::<Graph>(given(x));
+                [h, c, n, m].map(of).into()
+            };
+            let name = format!("slstm, {batch} x {tokens} x {heads} x {width}, {state}");
+            check(&name, &shapes, 4, |x| Graph::fused_slstm(given(x), false), reference);
+        }
+    }
+}
+
+#[test]
 fn rows_of_a_table_are_those_of_tensor_operations() {
     for (count, width, many) in [(7, 3, 20), (100, 16, 700), (3, 1, 1)] {
         let mut rng = Rng::new(5);
@@ -442,6 +470,10 @@ fn everything() -> Vec<Vec<f64>> {
         let Forward { o, state, .. } = Graph::chunkwise(x, false);
         Some(Pass::forward(vec![o, state]))
     });
+    one(&[&[11, 30, 2, 64], &[2, 16, 64]], &|x| {
+        let [x, r] = x.try_into().unwrap();
+        Graph::fused_slstm(SlstmRecurrence { x, r, state: None }, false)
+    });
     found
 }
 
@@ -469,4 +501,24 @@ fn powers_of_e_are_exact_to_two_units_in_the_last_place() {
     assert_eq!(Real::exp(f32::INFINITY), f32::INFINITY);
     assert_eq!(Real::exp(89f32), f32::INFINITY);
     assert!(Real::exp(f32::NAN).is_nan());
+}
+
+#[test]
+fn tangents_and_logarithms_of_sigmoids_are_exact_to_a_few_units_in_the_last_place() {
+    use super::real::Real;
+    for i in 0..200_000 {
+        for size in [1e-3, 1.0, 40.0] {
+            let x = size * (i as f32 / 100_000.0 - 1.0);
+            let close = |name: &str, want: f64, got: f32| {
+                let error = (f64::from(got) - want).abs();
+                assert!(error <= 4e-7 * want.abs(), "{name} of {x} is {want}, not {got}");
+            };
+            let wide = f64::from(x);
+            close("tanh", wide.tanh(), Real::tanh(x));
+            close("log sigmoid", Real::log_sigmoid(wide), Real::log_sigmoid(x));
+        }
+    }
+    assert_eq!([Real::tanh(1e9f32), Real::tanh(-1e9f32)], [1.0, -1.0]);
+    assert_eq!(Real::log_sigmoid(-1e9f32), -1e9);
+    assert!(Real::tanh(f32::NAN).is_nan() && Real::log_sigmoid(f32::NAN).is_nan());
 }

@@ -219,6 +219,37 @@ fn slices(rows: usize, inputs: usize, outputs: usize, multiprocessors: usize) ->
     wanted.min(1 << most.ilog2())
 }
 
+/// Blocks `[H, I, O]` as `[H, O, I]`, in the same memory.
+pub(super) fn blocks_transposed<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    let (shape, strides) = (x.meta.shape().to_vec(), x.meta.strides().to_vec());
+    view(x, &[shape[0], shape[2], shape[1]], &[strides[0], strides[2], strides[1]])
+}
+
+/// `dW_h = x_h^T dy_h` of blocks: `x: [H, N, I]`, `d_y: [B, T, H, O]` with B T = N, gives `[H, I, O]` in f32. Both
+/// are contiguous, and f32.
+///
+/// A batched product over slices of the rows, as many as divide them, and the sum of these in a fixed order.
+pub(super) fn block_weight_gradient<R: CubeRuntime>(
+    x: CubeTensor<R>,
+    d_y: CubeTensor<R>,
+) -> CubeTensor<R> {
+    let [heads, rows, inputs] = [0, 1, 2].map(|d| x.meta.shape[d]);
+    let outputs = d_y.meta.shape[3];
+    let wanted = slices(rows, inputs, heads * outputs, multiprocessors(&x));
+    let slices = wanted.min(1 << rows.trailing_zeros());
+    let each = rows / slices;
+    let lhs = [[slices, heads, inputs, each], [each * inputs, rows * inputs, 1, inputs]];
+    let stride = heads * outputs;
+    let rhs = [[slices, heads, each, outputs], [each * stride, outputs, stride, 1]];
+    let (lhs, rhs) = (view(x, &lhs[0], &lhs[1]), view(d_y, &rhs[0], &rhs[1]));
+    let parts = product(lhs, rhs, DType::F32);
+    let (f32, numbers) = (DType::F32.into(), heads * inputs * outputs);
+    let sums = column_sums(&parts.client, &parts.handle, slices, numbers, f32, f32)
+        .expect("there are fewer numbers than in `d_y`");
+    let shape = Shape::from([heads, inputs, outputs]);
+    CubeTensor::new_contiguous(parts.client, parts.device, shape, sums.handle, DType::F32)
+}
+
 #[cfg(test)]
 #[path = "linear_tests.rs"]
 mod tests;

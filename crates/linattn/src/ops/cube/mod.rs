@@ -7,11 +7,12 @@ mod linear;
 mod optimizer;
 mod rows;
 mod selective_scan;
+mod slstm;
 
 use super::backend::{LinearAttentionBackend, Path};
 use super::fused::{
     AdamW, AdamWStep, Clip, ConvSplit, ConvStates, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Moments, Normalization, Pack, SelectiveScan, norm_in_tensor_ops,
+    LinearLayer, Moments, Normalization, Pack, SelectiveScan, SlstmRecurrence, norm_in_tensor_ops,
     step_in_tensor_ops,
 };
 use super::pass::Pass;
@@ -125,6 +126,10 @@ where
 
     fn fused_selective_scan(x: SelectiveScan<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         selective_scan::selective_scan(x, keep).map(fused::CubePass::of)
+    }
+
+    fn fused_slstm(x: SlstmRecurrence<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        slstm::slstm(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_pack(x: Pack<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {

@@ -15,6 +15,7 @@ mod normalize;
 mod optimizer;
 mod pack;
 mod selective_scan;
+mod slstm;
 
 pub(crate) use conv_split::conv_split;
 pub use conv_split::{Column, ColumnKind, ConvSplit, HeadNorm};
@@ -38,11 +39,14 @@ pub(crate) use pack::pack;
 pub use pack::{MOST_PACKED, Pack};
 pub use selective_scan::SelectiveScan;
 pub use selective_scan::{SelectiveScanInputs, selective_scan};
+pub(crate) use slstm::LOWEST;
+pub use slstm::{SlstmCells, SlstmInputs, SlstmRecurrence, slstm};
 
 #[cfg(all(test, feature = "cpu"))]
 pub(super) use {
     conv_split::conv_split_in_tensor_ops, cross_entropy::cross_entropy_in_tensor_ops,
     gated_product::gated_in_tensor_ops, normalize::normalize_in_tensor_ops,
+    slstm::in_tensor_ops as slstm_in_tensor_ops,
 };
 
 /// A gate's or a convolution's activation.

@@ -1,0 +1,151 @@
+//! The kernel of a backward pass.
+
+use super::cube::{Own, accumulate, column, has_column, held, own, row};
+use super::{Form, GATES, GivenArrays, GradientArrays, SAVED, Sizes};
+use cubecl::prelude::*;
+
+/// Numbers that a unit reads of a token in the backward pass: the first five of the saved ones, dh, and c and n
+/// before the token.
+const READ: usize = 8;
+
+/// These numbers of one token.
+#[cube]
+fn fetch_saved(
+    ahead: &mut Array<f32>,
+    given: &GivenArrays,
+    own: Own,
+    t: usize,
+    #[comptime] form: Form,
+) {
+    let width = comptime!(form.width);
+    let row = row(own, own.sequence, t);
+    let at = row * comptime!(SAVED * form.width) + own.place;
+    #[unroll]
+    for j in 0..5usize {
+        ahead[j] = given.saved[at + j * width];
+    }
+    ahead[5] = 0.0f32;
+    ahead[6] = 0.0f32;
+    ahead[7] = 0.0f32;
+    if comptime!(form.given[0]) {
+        ahead[5] = given.d_h[row * width + own.place];
+    }
+    if t > 0 {
+        let earlier = at - own.sizes.heads as usize * comptime!(SAVED * form.width);
+        ahead[6] = given.saved[earlier + comptime!(5 * form.width)];
+        ahead[7] = given.saved[earlier + comptime!(6 * form.width)];
+    } else {
+        if comptime!(form.state) {
+            ahead[6] = given.c[own.at];
+            ahead[7] = given.n[own.at];
+        }
+    }
+}
+
+/// The sum of a cell's four parts of `dx R^T`.
+#[cube]
+fn recurrent(parts: &SharedMemory<f32>, own: Own, #[comptime] form: Form) -> f32 {
+    let at = own.gates + own.place;
+    let (low, high) = (parts[at], parts[at + comptime!(2 * form.width)]);
+    (low + parts[at + comptime!(form.width)]) + (high + parts[at + comptime!(3 * form.width)])
+}
+
+/// The kernel of [`backward`].
+#[cube(launch_unchecked)]
+pub(super) fn slstm_backward(
+    given: &GivenArrays,
+    to: &mut GradientArrays,
+    sizes: Sizes,
+    #[comptime] form: Form,
+) {
+    let (width, together, turns) = comptime!((form.width, form.together, form.turns()));
+    let columns = comptime!(GATES * form.width);
+    let own = own(sizes, form);
+    let tokens = sizes.tokens as usize;
+    let mut gradients = SharedMemory::<f32>::new(comptime!(form.gates()));
+    let mut parts = SharedMemory::<f32>::new(comptime!(form.gates()));
+    let block = own.head * comptime!(GATES * form.width * form.width);
+    // A unit's column of `[4 D]` stands for a gate and a cell here: the cell's sum over the gate's columns.
+    let gate = column(0usize, form) / width;
+    let first = block + gate * comptime!(form.width * form.width) + column(0usize, form) % width;
+    let part = held(&given.r_transposed, first, width, form);
+    let mut d_c = 0.0f32;
+    let mut d_n = 0.0f32;
+    if comptime!(form.given[1]) {
+        d_c = given.d_c[own.at];
+    }
+    if comptime!(form.given[2]) {
+        d_n = given.d_n[own.at];
+    }
+    let mut ahead = Array::<f32>::new(comptime!(READ));
+    fetch_saved(&mut ahead, given, own, tokens - 1, form);
+    let last = row(own, own.sequence, tokens - 1) * comptime!(SAVED * form.width) + own.place;
+    let mut c = given.saved[last + comptime!(5 * form.width)];
+    let mut n = given.saved[last + comptime!(6 * form.width)];
+    if own.cell {
+        #[unroll]
+        for gate in 0..GATES {
+            parts[own.gates + own.place + comptime!(gate * form.width)] = 0.0f32;
+        }
+    }
+    for back in 0..tokens {
+        let t = tokens - 1 - back;
+        if own.cell {
+            let d_h = ahead[5] + recurrent(&parts, own, form);
+            let (keep, write, z, o, slope) = (ahead[0], ahead[1], ahead[2], ahead[3], ahead[4]);
+            let (c_before, n_before) = (ahead[6], ahead[7]);
+            let ratio = c / n;
+            let over = d_h * o / n;
+            d_c += over;
+            d_n -= over * ratio;
+            let d_i = (d_c * z + d_n) * write;
+            let d_f = (d_c * c_before + d_n * n_before) * keep * slope;
+            let d_z = d_c * write * (1.0f32 - z * z);
+            let d_o = d_h * ratio * o * (1.0f32 - o);
+            d_c *= keep;
+            d_n *= keep;
+            c = c_before;
+            n = n_before;
+            let at = own.gates + own.place;
+            gradients[at] = d_i;
+            gradients[at + width] = d_f;
+            gradients[at + comptime!(2 * form.width)] = d_z;
+            gradients[at + comptime!(3 * form.width)] = d_o;
+            if own.there {
+                let at = row(own, own.sequence, t) * columns + own.place;
+                to.x[at] = d_i;
+                to.x[at + width] = d_f;
+                to.x[at + comptime!(2 * form.width)] = d_z;
+                to.x[at + comptime!(3 * form.width)] = d_o;
+            }
+        }
+        fetch_saved(&mut ahead, given, own, max(t, 1) - 1, form);
+        sync_cube();
+        let mut sums = Array::<f32>::new(together);
+        #[unroll]
+        for turn in 0..turns {
+            let column = column(turn, form);
+            let gate = column / width;
+            let first = block + gate * comptime!(form.width * form.width) + column % width;
+            #[unroll]
+            for s in 0..together {
+                sums[s] = 0.0f32;
+            }
+            let start = gate * width;
+            let weights = &given.r_transposed;
+            accumulate(&mut sums, &gradients, start, &part, weights, first, width, columns, form);
+            if has_column(turn, form) {
+                #[unroll]
+                for s in 0..together {
+                    parts[comptime!(s * GATES * form.width) + column] = sums[s];
+                }
+            }
+        }
+        sync_cube();
+    }
+    if own.there {
+        to.h[own.at] = recurrent(&parts, own, form);
+        to.c[own.at] = d_c;
+        to.n[own.at] = d_n;
+    }
+}

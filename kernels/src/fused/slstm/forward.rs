@@ -1,0 +1,117 @@
+//! The kernel of a forward pass.
+
+use super::cube::{Own, accumulate, column, has_column, held, own, row, tanh};
+use super::{Form, GATES, LOWEST, Operands, ResultArrays, SAVED, Sizes};
+use crate::rowwise::{sigmoid, softplus};
+use cubecl::prelude::*;
+
+/// x of one token, for each of a unit's columns and sequences.
+#[cube]
+fn fetch_x(ahead: &mut Array<f32>, x: &Array<f32>, own: Own, t: usize, #[comptime] form: Form) {
+    let together = comptime!(form.together);
+    #[unroll]
+    for turn in 0..comptime!(form.turns()) {
+        #[unroll]
+        for s in 0..together {
+            let sequence = min(own.first + s, own.sizes.batch as usize - 1);
+            let at = row(own, sequence, t) * comptime!(GATES * form.width);
+            ahead[comptime!(turn * together + s)] = x[at + column(turn, form)];
+        }
+    }
+}
+
+/// The kernel of [`forward`].
+#[cube(launch_unchecked)]
+pub(super) fn slstm_forward(
+    x: &Operands,
+    to: &mut ResultArrays,
+    sizes: Sizes,
+    #[comptime] form: Form,
+) {
+    let (width, together, turns) = comptime!((form.width, form.together, form.turns()));
+    let columns = comptime!(GATES * form.width);
+    let own = own(sizes, form);
+    let tokens = sizes.tokens as usize;
+    let mut hidden = SharedMemory::<f32>::new(comptime!(form.cells()));
+    let mut gates = SharedMemory::<f32>::new(comptime!(form.gates()));
+    let block = own.head * comptime!(GATES * form.width * form.width);
+    let part = held(&x.r, block + column(0usize, form), columns, form);
+    let mut h = 0.0f32;
+    let mut c = 0.0f32;
+    let mut n = 0.0f32;
+    let mut m = comptime!(LOWEST).runtime();
+    if comptime!(form.state) {
+        h = x.h[own.at];
+        c = x.c[own.at];
+        n = x.n[own.at];
+        m = x.m[own.at];
+    }
+    if own.cell {
+        hidden[UNIT_POS as usize] = h;
+    }
+    let mut ahead = Array::<f32>::new(comptime!(form.turns() * form.together));
+    fetch_x(&mut ahead, &x.x, own, 0usize.runtime(), form);
+    sync_cube();
+    for t in 0..tokens {
+        // The gates, before their functions: `x + h R`.
+        let mut sums = Array::<f32>::new(together);
+        #[unroll]
+        for turn in 0..turns {
+            #[unroll]
+            for s in 0..together {
+                sums[s] = ahead[comptime!(turn * form.together + s)];
+            }
+            let first = block + column(turn, form);
+            let zero = 0usize.runtime();
+            accumulate(&mut sums, &hidden, zero, &part, &x.r, first, columns, width, form);
+            if has_column(turn, form) {
+                #[unroll]
+                for s in 0..together {
+                    gates[comptime!(s * GATES * form.width) + column(turn, form)] = sums[s];
+                }
+            }
+        }
+        fetch_x(&mut ahead, &x.x, own, min(t + 1, tokens - 1), form);
+        sync_cube();
+        if own.cell {
+            let at = own.gates + own.place;
+            let (i, f) = (gates[at], gates[at + width]);
+            let z = tanh(gates[at + comptime!(2 * form.width)]);
+            let o = sigmoid(gates[at + comptime!(3 * form.width)]);
+            let log_keep = -softplus(-f);
+            let largest = max(log_keep + m, i);
+            // In this order: the difference of two m is exact where they are close.
+            let keep = f32::exp(log_keep + (m - largest));
+            let write = f32::exp(i - largest);
+            c = keep * c + write * z;
+            n = keep * n + write;
+            m = largest;
+            if comptime!(form.keep) {
+                if own.there {
+                    let batch = sizes.batch as usize;
+                    let at = ((own.head * batch + own.sequence) * tokens + t) * width;
+                    to.before[at + own.place] = h;
+                    let at = row(own, own.sequence, t) * comptime!(SAVED * form.width) + own.place;
+                    to.saved[at] = keep;
+                    to.saved[at + width] = write;
+                    to.saved[at + comptime!(2 * form.width)] = z;
+                    to.saved[at + comptime!(3 * form.width)] = o;
+                    to.saved[at + comptime!(4 * form.width)] = sigmoid(-f);
+                    to.saved[at + comptime!(5 * form.width)] = c;
+                    to.saved[at + comptime!(6 * form.width)] = n;
+                }
+            }
+            h = o * c / n;
+            hidden[UNIT_POS as usize] = h;
+            if own.there {
+                to.h[row(own, own.sequence, t) * width + own.place] = h;
+            }
+        }
+        sync_cube();
+    }
+    if own.there {
+        to.c[own.at] = c;
+        to.n[own.at] = n;
+        to.m[own.at] = m;
+    }
+}
