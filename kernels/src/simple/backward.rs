@@ -32,7 +32,7 @@ struct Adjoint {
     /// dS, [K, V], and R, [C, V].
     d_s: SharedMemory<f32>,
     r: SharedMemory<f32>,
-    /// dA_qk and dM, [C, C].
+    /// dA_qk and dM, each times D_ij = e^{G_i - G_j}, [C, C].
     d_qk: SharedMemory<f32>,
     d_m: SharedMemory<f32>,
     /// Terms of dG: of e^{G_i - G_j}, [C, C]; of e^{G_i} and e^{G_C - G_i}, [C]; of e^{G_C}, by column and token.

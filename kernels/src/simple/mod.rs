@@ -4,7 +4,8 @@
 //! ```text
 //! S_t = e^{g_t} S_{t-1} + k_t^T u_t     u_t = beta_t (v_t - e^{g_t} k_t S_{t-1})     o_t = q_t S_t
 //! ```
-//! A chunk of C tokens is computed at once. G is the sum of g from its start, S the state there, S' at its end:
+//! A chunk of C tokens is computed at once. G is the sum of g from its start, S the state there, S' at its end; dS' is the
+//! gradient of S', from the chunk behind:
 //! ```text
 //! A_qk_ij = q_i k_j^T e^{G_i - G_j}, i >= j          M_ij = -beta_i k_i k_j^T e^{G_i - G_j}, i > j
 //! T  = (I - M)^-1                                    UT transform
@@ -15,9 +16,10 @@
 //! R' = A_qk^T dO + e^{G_C - G} K dS'                 gradient of U
 //! R  = T^T R'                                        adjoint of the solve
 //! dv_i    = beta_i R_i
-//! dq_i    = sum_j dA_qk_ij k_j + e^{G_i} dO_i S^T              dA_qk_ij = dO_i U_j^T e^{G_i - G_j}, i >= j
-//! da_i    = sum_j dM_ij k_j + e^{G_i} R_i S^T                  dM_ij = R_i U_j^T e^{G_i - G_j}, i > j
-//! dk_i    = sum_l (dA_qk_li q_l - dM_li beta_l k_l) + e^{G_C - G_i} U_i dS'^T - beta_i da_i
+//! dA_qk_ij = dO_i U_j^T, i >= j                      dM_ij = R_i U_j^T, i > j        D_ij = e^{G_i - G_j}
+//! dq_i    = sum_j D_ij dA_qk_ij k_j + e^{G_i} dO_i S^T
+//! da_i    = sum_j D_ij dM_ij k_j + e^{G_i} R_i S^T
+//! dk_i    = sum_l D_li (dA_qk_li q_l - dM_li beta_l k_l) + e^{G_C - G_i} U_i dS'^T - beta_i da_i
 //! dbeta_i = v_i R_i^T - k_i da_i^T
 //! dS      = e^{G_C} dS' + (e^G Q)^T dO - (e^G beta K)^T R
 //! ```

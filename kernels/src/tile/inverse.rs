@@ -1,5 +1,6 @@
 //! UT transform: the inverse T of a unit lower triangular matrix, by substitution in blocks of 16 and merges. T
-//! gives the WY form of a chunk's delta steps: U = T (beta V) - W S with W = T (beta E~).
+//! gives the WY form of a chunk's delta steps: U = T (beta V) - W S with W = T (beta E~), which is never formed
+//! (state_chunk.rs).
 //!
 //! With T = (I - M)^-1 and M strictly lower triangular, T = I + M T gives the rows of a 16 x 16 block
 //! one after another; and of two neighbouring blocks,
@@ -7,8 +8,8 @@
 //! [ I - M11        ]^-1   [ T11              ]
 //! [  -M21   I - M22]    = [ T22 M21 T11  T22 ]
 //! ```
-//! All in f32, or closer to it than the 16 bits that the result is kept in: tensor cores get each number
-//! as a sum of two of 16 bits, and leave out the product of the two small ones. In f16 such numbers
+//! The plain engine computes in f32. On tensor cores each number is the sum of two of 16 bits, and the product of
+//! the two small ones is left out. In f16 such numbers
 //! end at 65504. A doubling series (I + M)(I + M^2).. would be shorter, and
 //! wrong: with equal keys the powers of M reach 1e17 before they cancel.
 
