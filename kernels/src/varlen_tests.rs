@@ -80,35 +80,44 @@ fn hold_row<R: Runtime>(
     }
 }
 
-/// A scalar and a vector decay in every family.
-pub(super) fn every_family<R: Runtime>(client: &ComputeClient<R>) {
-    for (family, erase) in [
-        (Family::LinearAttention, false),
-        (Family::DeltaRule, false),
-        (Family::DeltaRule, true),
-        (Family::LowRank, false),
-    ] {
-        for vector_decay in [false, true] {
+/// Families, and whether the erase key has a tensor of its own.
+pub(super) const FAMILIES: [(Family, bool); 4] = [
+    (Family::LinearAttention, false),
+    (Family::DeltaRule, false),
+    (Family::DeltaRule, true),
+    (Family::LowRank, false),
+];
+
+/// These families with scalar or vector decays.
+pub(super) fn families<R: Runtime>(
+    client: &ComputeClient<R>,
+    families: &[(Family, bool)],
+    vector_decays: &[bool],
+) {
+    for (family, erase) in families.iter().copied() {
+        for vector_decay in vector_decays.iter().copied() {
             let recipe = Recipe { gate: Gate::Typical, erase, ..Recipe::new(family) };
-            let recipe = Recipe { vector_decay, state: !vector_decay, ..recipe };
+            let state = family != Family::DeltaRule || erase || !vector_decay;
+            let recipe = Recipe { vector_decay, state, ..recipe };
             hold_row(client, &recipe, dims(1), (Rows::F32, F32));
         }
     }
+}
+
+/// A scalar and a vector decay in every family.
+#[cfg(feature = "cuda")]
+pub(super) fn every_family<R: Runtime>(client: &ComputeClient<R>) {
+    families(client, &FAMILIES, &[false, true]);
 }
 
 /// Every plan of 16 bits: producer planes, several tiles of values, split-K.
 #[cfg(feature = "cuda")]
 pub(super) fn on_tensor_cores<R: Runtime>(client: &ComputeClient<R>) {
     for [key_width, value_width] in [[64, 64], [128, 256], [256, 64]] {
-        for (family, vector_decay) in [
-            (Family::LinearAttention, false),
-            (Family::DeltaRule, false),
-            (Family::DeltaRule, true),
-            (Family::LowRank, true),
-        ] {
+        for (n, (family, erase)) in FAMILIES.into_iter().enumerate() {
             let dims = oracle::Dims { key_width, value_width, ..dims(1) };
             let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(family) };
-            let recipe = Recipe { vector_decay, ..recipe };
+            let recipe = Recipe { vector_decay: n > 1, erase, ..recipe };
             hold_row(client, &recipe, dims, (Rows::Bf16, HALF));
         }
     }
