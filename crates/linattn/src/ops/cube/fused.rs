@@ -256,6 +256,7 @@ fn conv_inputs<R: CubeRuntime>(x: &ConvSplit<CubeTensor<R>>) -> conv::Inputs<'_>
         tail: handle(&x.tail),
         a_log: handle(&x.a_log),
         dt_bias: handle(&x.dt_bias),
+        cu_seqlens: None,
     }
 }
 
@@ -470,7 +471,7 @@ pub(super) fn conv_states<R: CubeRuntime>(
     let [batch, tokens, columns] = [0, 1, 2].map(|d| x.meta.shape[d]);
     let dims = conv_state::Dims { batch, tokens, columns };
     let convolutions = conv_state::Convolutions { widths: widths.clone(), window: *window };
-    let inputs = (&x.handle, &handles[..]);
+    let inputs = conv_state::Inputs { x: &x.handle, states: &handles, cu_seqlens: None };
     let next =
         conv_state::next_states(&x.client, dims, &convolutions, inputs, dtype.into()).ok()?;
     let shape = |width: usize| Shape::from([batch, window - 1, width]);
