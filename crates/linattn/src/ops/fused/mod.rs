@@ -15,6 +15,8 @@ mod normalize;
 mod optimizer;
 mod pack;
 mod selective_scan;
+#[cfg(all(test, feature = "cpu"))]
+mod varlen_tests;
 
 pub(crate) use conv_split::conv_split;
 pub use conv_split::{Column, ColumnKind, ConvSplit, HeadNorm};
