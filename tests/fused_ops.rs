@@ -9,11 +9,11 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use linattn::nn::{LanguageModel, LanguageModelConfig, force};
-use linattn::ops::LinearAttentionBackend;
 use linattn::ops::backend::{
     Activation, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
     LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, SlstmRecurrence,
 };
+use linattn::ops::{LinearAttentionBackend, SequenceLengths};
 use linattn_oracle::{Rng, assert_close};
 
 /// Results by name.
@@ -168,6 +168,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
             a_log: None,
             dt_bias: None,
             columns: vec![],
+            lengths: None,
         };
         let column = |width, kind| Column { width, kind };
         let mut found = vec![];
@@ -190,6 +191,18 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         };
         let pass = B::fused_conv_split(convolution, false);
         found.extend(outputs::<B>(pass).map(|y| ("convolution, bias, SiLU", y)));
+        let [batch, tokens, _] = self.x.dims();
+        let row = self.x.clone().reshape([1, batch * tokens, width]);
+        let lengths = ConvSplit {
+            x: inside(&row),
+            weight: Some(inside(&self.taps)),
+            tail: Some(inside(&self.tail)),
+            columns: vec![column(width, kind(Some(Activation::Silu), None))],
+            lengths: Some(SequenceLengths::new(&[1, batch * tokens - 1])),
+            ..bare.clone()
+        };
+        let pass = B::fused_conv_split(lengths, false);
+        found.extend(outputs::<B>(pass).map(|y| ("convolution of two sequences", y)));
         // A fifth each: normalised heads, a convolution alone, beta, copies, and copies again.
         let fifth = width / 5;
         // Kernels take heads of up to 256 columns.

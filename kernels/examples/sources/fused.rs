@@ -40,8 +40,10 @@ impl<T: Target> Fused<'_, T> {
             enter(&format!("-{vocab}"))?;
         }
         for given in [false, true] {
-            self.conv_states(given)?;
+            self.conv_states(given, None)?;
             enter(&format!("-states_{given}"))?;
+            self.conv_states(given, Some(&[0, 1]))?;
+            enter(&format!("-lengths-states_{given}"))?;
             for states in [4, 16] {
                 self.selective_scan(states, given)?;
                 enter(&format!("-{states}-state_{given}"))?;
@@ -85,12 +87,14 @@ impl<T: Target> Fused<'_, T> {
         Ok(())
     }
 
-    fn conv_states(&self, given: bool) -> Result<(), Box<dyn Error>> {
-        let dims = conv_state::Dims { batch: 2, tokens: 1, columns: 3 * WIDTH };
+    fn conv_states(&self, given: bool, cu_seqlens: Option<&[usize]>) -> Result<(), Box<dyn Error>> {
+        let batch = if cu_seqlens.is_some() { 1 } else { 2 };
+        let dims = conv_state::Dims { batch, tokens: 1, columns: 3 * WIDTH };
         let convolutions = conv_state::Convolutions { widths: vec![WIDTH; 3], window: 4 };
         let (x, state) = (self.memory(6 * WIDTH, self.dtype), self.memory(6 * WIDTH, self.dtype));
         let states = if given { vec![&state; 3] } else { vec![] };
-        conv_state::next_states(self.client, dims, &convolutions, (&x, &states), self.dtype)?;
+        let inputs = conv_state::Inputs { x: &x, states: &states, cu_seqlens };
+        conv_state::next_states(self.client, dims, &convolutions, inputs, self.dtype)?;
         Ok(())
     }
 

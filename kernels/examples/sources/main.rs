@@ -404,7 +404,9 @@ impl<'a, T: Target> Case<'a, T> {
         let [x, weight] = [self.dtype.size(), F32].map(|size| self.client.empty(64 * 516 * size));
         let weights = StorageType::Scalar(ElemType::Float(FloatKind::F32));
         let types = Types { rows: self.dtype, weights };
-        for (all, launched) in [(true, "-all"), (false, "")] {
+        let cases =
+            [(true, None, "-all"), (false, None, ""), (true, Some(&[0, 9, 64][..]), "-lengths")];
+        for (all, cu_seqlens, launched) in cases {
             let inputs = Inputs {
                 x: &x,
                 weight: Some(&weight),
@@ -412,6 +414,7 @@ impl<'a, T: Target> Case<'a, T> {
                 tail: all.then_some(&x),
                 a_log: Some(&weight),
                 dt_bias: Some(&weight),
+                cu_seqlens,
             };
             let d_out = [Some(&weight); 6];
             conv_split::forward(self.client, dims, &columns, inputs, types)?;

@@ -16,6 +16,8 @@
 //! a_log     [H]             G    width / H columns share a number
 //! dt_bias   [width]         G
 //! ```
+//! Sequences of lengths of their own lie one after another in one row, B = 1, as `cu_seqlens` says. Each
+//! has a tail of its own, `[N, W - 1, C]`, and none sees another: a chunk of tokens lies in one sequence.
 //! Backward: dz is what the norm and f make of dy, from z computed again.
 //! ```text
 //! dx_t = sum_w weight_w dz_{t+W-1-w}     dweight_w = sum_t dz_t seen_{t+w}     dbias = sum_t dz_t
@@ -28,10 +30,12 @@
 //!         W - 1 tokens of its neighbours again, from cache.
 //! Sums:   of weight gradients: in registers over a run, in shared memory over the runs of a cube, and
 //!         by a second launch over cubes, each in a fixed order.
-//! Edges:  any T, also below W; a window past [`UNROLLED`] is not kept in registers. B and T are run-time
-//!         values; widths and W are compiled in.
+//! Edges:  any T, also below W; a window past [`UNROLLED`] is not kept in registers. B, T and `cu_seqlens` are
+//!         run-time values; widths and W are compiled in. Sequences of few tokens leave units without work,
+//!         as short rows of a batch do.
 
 mod backward;
+mod chunks;
 mod forward;
 mod parts;
 mod runs;
@@ -44,6 +48,7 @@ use crate::buffer::{Buffer, array, buffer, whole};
 use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{Activation, UNITS, spread};
 use backward::{COLUMNS, SumForm, XGradientsLaunch, add_rows, column_gradients};
+use chunks::{Chunks, ENTRY};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -120,12 +125,21 @@ pub struct Inputs<'a> {
     pub weight: Option<&'a Handle>,
     /// Bias of the convolution.
     pub bias: Option<&'a Handle>,
-    /// Tokens before x; zeros if absent.
+    /// Tokens before x, of each sequence; zeros if absent.
     pub tail: Option<&'a Handle>,
     /// Logarithms of the decay rates.
     pub a_log: Option<&'a Handle>,
     /// Bias of the step sizes.
     pub dt_bias: Option<&'a Handle>,
+    /// N + 1 offsets, from 0 to T: where sequences of lengths of their own begin and end in the one row.
+    pub cu_seqlens: Option<&'a [usize]>,
+}
+
+impl Inputs<'_> {
+    /// N, or B where every row is a sequence.
+    fn sequences(&self, dims: Dims) -> usize {
+        self.cu_seqlens.map_or(dims.batch, |cu_seqlens| cu_seqlens.len() - 1)
+    }
 }
 
 /// Types of the tensors.
@@ -162,9 +176,7 @@ struct Call<'a, R: Runtime> {
     x: Inputs<'a>,
     types: Types,
     form: Form,
-    /// Tokens of a chunk, and chunks of a sequence.
-    chunk: usize,
-    chunks: usize,
+    chunks: Chunks,
     cubes: CubeCount,
 }
 
@@ -173,7 +185,8 @@ struct Call<'a, R: Runtime> {
 /// # Errors
 /// [`Refusal`] names what the kernels cannot take; then nothing was launched.
 /// # Panics
-/// If a convolution follows another kind, or heads do not divide their columns.
+/// If a convolution follows another kind, heads do not divide their columns, or `cu_seqlens` does not divide one
+/// row of T tokens into sequences of at least one.
 pub fn forward<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
@@ -252,6 +265,11 @@ fn check_tensors(dims: Dims, columns: &[Columns], x: &Inputs<'_>) -> Result<(), 
     if batch == 0 || tokens == 0 || window == 0 || columns.iter().any(|part| part.width == 0) {
         return Err(Refusal::Empty { batch, tokens });
     }
+    let divides = |offsets: &[usize]| {
+        let grows = offsets.len() > 1 && offsets.windows(2).all(|pair| pair[0] < pair[1]);
+        batch == 1 && grows && offsets[0] == 0 && offsets.last() == Some(&tokens)
+    };
+    assert!(x.cu_seqlens.is_none_or(divides), "{:?} divide {dims:?}", x.cu_seqlens);
     let convolved = columns.iter().take_while(|part| part.is_conv()).count();
     assert!(!columns[convolved..].iter().any(Columns::is_conv), "convolutions are the first parts");
     let decays = columns.iter().filter(|part| part.is_decay()).count();
@@ -314,26 +332,25 @@ impl<'a, R: Runtime> Call<'a, R> {
         form: Form,
     ) -> Result<Self, Refusal> {
         let Dims { batch, tokens, window } = dims;
-        let rows = batch.saturating_mul(tokens.saturating_add(window));
-        // A run may end a chunk past the last token.
-        let got = rows.saturating_mul(form.columns).max(form.sums.saturating_mul(batch));
+        let before = x.sequences(dims).saturating_mul(window);
+        let rows = batch.saturating_mul(tokens).saturating_add(before);
         let most = u32::MAX as usize / 2;
-        if got > most {
-            return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
-        }
+        let fits = |got| match got > most {
+            true => Err(Refusal::TooLarge { what: "numbers in a tensor", got, most }),
+            false => Ok(()),
+        };
+        // A run may end a chunk past the last token.
+        fits(rows.saturating_mul(form.columns))?;
         let hardware = &client.properties().hardware;
         let multiprocessors = hardware.num_streaming_multiprocessors;
         let enough = multiprocessors.map_or(UNKNOWN, |n| n as usize) * 8;
-        let fills = |chunk: &usize| batch * tokens.div_ceil(*chunk) * form.slots >= enough;
-        let longest = [256, 128, 64].into_iter().find(fills).unwrap_or(32);
-        // Chunks of one sequence are of equal lengths.
-        let chunk = tokens.div_ceil(tokens.div_ceil(longest));
-        let chunks = tokens.div_ceil(chunk);
-        let count = batch * chunks * form.slots;
+        let chunks = Chunks::new(dims, x.cu_seqlens, enough.div_ceil(form.slots.max(1)));
+        fits(form.sums.saturating_mul(chunks.count))?;
+        let count = chunks.count * form.slots;
         let Some(cubes) = spread(count, hardware.max_cube_count) else {
             return Err(Refusal::TooLarge { what: "cubes", got: count, most: most / UNITS });
         };
-        Ok(Self { client, dims, columns, x, types, form, chunk, chunks, cubes })
+        Ok(Self { client, dims, columns, x, types, form, chunks, cubes })
     }
 
     /// The outputs of all parts.
@@ -370,7 +387,7 @@ impl<'a, R: Runtime> Call<'a, R> {
     /// Gradients of every input, in one launch or two.
     fn backward(&self, d_out: &[Option<&Handle>]) -> Result<Gradients, Refusal> {
         let Self { client, dims, columns, types, .. } = *self;
-        let rows = dims.batch * self.chunks;
+        let rows = self.chunks.count;
         let partials = (self.form.sums > 0).then(|| buffer(client, &[rows, self.form.sums], F32));
         let out = self.gradients();
         let of = |gates: bool| {
@@ -407,9 +424,10 @@ impl<'a, R: Runtime> Call<'a, R> {
     }
 
     fn sizes(&self) -> SizesLaunch<R> {
-        let cubes = self.dims.batch * self.chunks * self.form.slots;
+        let Chunks { length, each, count, .. } = self.chunks;
+        let cubes = count * self.form.slots;
         let [tokens, chunk, chunks, cubes] =
-            [self.dims.tokens, self.chunk, self.chunks, cubes].map(|size| size as u32);
+            [self.dims.tokens, length, each, cubes].map(|size| size as u32);
         SizesLaunch::new(tokens, chunk, chunks, cubes)
     }
 
@@ -421,14 +439,20 @@ impl<'a, R: Runtime> Call<'a, R> {
         let (rates, steps) = self.decays().unwrap_or((0, 0));
         let of = |handle: Option<&Handle>, len: usize| handle.map(|handle| array(handle, len));
         let tail = self.x.tail.filter(|_| window > 1);
+        let before = self.x.sequences(self.dims) * (window - 1);
+        let table = self.chunks.table.as_ref().map(|table| {
+            let handle = self.client.create_from_slice(u32::as_bytes(table));
+            array(&handle, self.chunks.count * ENTRY)
+        });
         OperandsLaunch::new(
             array(self.x.x, all),
             numbers.then(|| array(self.x.x, all)).into_iter().collect(),
             of(self.x.weight, window * convolved).into_iter().collect(),
             of(self.x.bias, convolved).into_iter().collect(),
-            of(tail, batch * (window - 1) * convolved).into_iter().collect(),
+            of(tail, before * convolved).into_iter().collect(),
             of(self.x.a_log, rates).into_iter().collect(),
             of(self.x.dt_bias, steps).into_iter().collect(),
+            table.into_iter().collect(),
         )
     }
 
@@ -449,11 +473,12 @@ impl<'a, R: Runtime> Call<'a, R> {
         let new =
             |there: bool, shape: &[usize], dtype| there.then(|| buffer(self.client, shape, dtype));
         let has = |handle: Option<&Handle>| handle.is_some();
+        let sequences = self.x.sequences(self.dims);
         Gradients {
             x: buffer(self.client, &[batch, tokens, columns], rows),
             weight: new(has(self.x.weight), &[window, convolved], weights),
             bias: new(has(self.x.bias), &[convolved], weights),
-            tail: new(has(self.x.tail) && window > 1, &[batch, window - 1, convolved], rows),
+            tail: new(has(self.x.tail) && window > 1, &[sequences, window - 1, convolved], rows),
             a_log: new(has(self.x.a_log), &[heads], weights),
             dt_bias: new(has(self.x.dt_bias), &[steps], weights),
         }

@@ -14,6 +14,8 @@ const LIMIT_HALF: f64 = 8e-3;
 #[derive(Debug, Clone)]
 struct Case {
     dims: Dims,
+    /// Tokens of each sequence in the one row; empty where rows of a batch are sequences.
+    lengths: Vec<usize>,
     columns: Vec<Columns>,
     weighted: bool,
     biased: bool,
@@ -83,6 +85,22 @@ impl Case {
         decays.unwrap_or((0, 0))
     }
 
+    /// One row of sequences of these lengths.
+    fn of_lengths(&self, lengths: &[usize]) -> Self {
+        let dims = Dims { batch: 1, tokens: lengths.iter().sum(), ..self.dims };
+        Self { dims, lengths: lengths.to_vec(), ..self.clone() }
+    }
+
+    fn sequences(&self) -> usize {
+        if self.lengths.is_empty() { self.dims.batch } else { self.lengths.len() }
+    }
+
+    /// N + 1 offsets, if sequences have lengths of their own.
+    fn cu_seqlens(&self) -> Option<Vec<usize>> {
+        let ends = (1..=self.lengths.len()).map(|n| self.lengths[..n].iter().sum());
+        (!self.lengths.is_empty()).then(|| std::iter::once(0).chain(ends).collect())
+    }
+
     fn draw(&self, rows: Rows, weights: Rows) -> Tensors {
         let Dims { batch, tokens, window } = self.dims;
         let mut rng = Rng::named(5, "projection");
@@ -98,7 +116,7 @@ impl Case {
             x: draw(true, batch * tokens * self.all(), rows),
             weight: draw(self.weighted, window * c, weights),
             bias: draw(self.biased, c, weights),
-            tail: draw(self.tailed, batch * (window - 1) * c, rows),
+            tail: draw(self.tailed, self.sequences() * (window - 1) * c, rows),
             a_log: draw(true, heads, weights),
             dt_bias: draw(true, steps, weights),
         }
@@ -150,6 +168,9 @@ impl Case {
 
     /// The outputs; with gradients of these, gradients of everything.
     fn run(&self, of: &Tensors, d_out: Option<&[Vec<f64>]>) -> (Vec<Vec<f64>>, Tensors) {
+        if !self.lengths.is_empty() {
+            return self.run_apart(of, d_out.expect("gradients of lengths are asked for"));
+        }
         let mut d = Tensors::default();
         for (to, (_, from)) in d.each_mut().into_iter().zip(of.each()) {
             *to = vec![0.0; from.len()];
@@ -168,6 +189,32 @@ impl Case {
             }
             out.push(y);
             first += part.width;
+        }
+        (out, d)
+    }
+
+    /// The sequences one by one: rows one after another, gradients of weights added up.
+    fn run_apart(&self, of: &Tensors, d_out: &[Vec<f64>]) -> (Vec<Vec<f64>>, Tensors) {
+        let mut out = vec![vec![]; self.columns.len()];
+        let mut d = Tensors::default();
+        let (kept, mut from) = ((self.dims.window - 1) * self.convolved(), 0);
+        for (n, &tokens) in self.lengths.iter().enumerate() {
+            let dims = Dims { tokens, ..self.dims };
+            let alone = Case { dims, lengths: vec![], ..self.clone() };
+            let rows = |x: &[f64], width: usize| x[from * width..][..tokens * width].to_vec();
+            let tail = of.tail.get(n * kept..(n + 1) * kept).unwrap_or_default().to_vec();
+            let of = Tensors { x: rows(&of.x, self.all()), tail, ..of.clone() };
+            let parts = self.columns.iter().zip(d_out);
+            let d_out: Vec<Vec<f64>> = parts.map(|(part, d)| rows(d, part.width)).collect();
+            let (y, mut of_one) = alone.run(&of, Some(&d_out));
+            out.iter_mut().zip(y).for_each(|(out, y)| out.extend(y));
+            d.x.append(&mut of_one.x);
+            d.tail.append(&mut of_one.tail);
+            for (sum, (_, one)) in d.each_mut().into_iter().zip(of_one.each()) {
+                sum.resize(sum.len().max(one.len()), 0.0);
+                sum.iter_mut().zip(one).for_each(|(sum, one)| *sum += one);
+            }
+            from += tokens;
         }
         (out, d)
     }
@@ -286,10 +333,14 @@ fn decay(width: usize, heads: usize) -> Columns {
 /// Lengths that each case is run with.
 const LENGTHS: [usize; 6] = [1, 2, 3, 5, 17, 40];
 
+/// Sequences in one row that each case is run with.
+const ROWS: [&[usize]; 4] = [&[1], &[5, 1, 2], &[3, 40, 1, 1, 2, 70, 17], &[1; 9]];
+
 /// Everything at once, with vectors of one number or four.
 fn mixer() -> Case {
     Case {
         dims: Dims { batch: 2, tokens: 40, window: 4 },
+        lengths: vec![],
         columns: vec![
             conv(16, Activation::Silu, 8),
             conv(8, Activation::Silu, 8),
@@ -309,6 +360,7 @@ fn cases() -> Vec<Case> {
     use Activation::{Identity, Sigmoid, Silu};
     let case = |window, columns| Case {
         dims: Dims { batch: 2, tokens: 1, window },
+        lengths: vec![],
         columns,
         weighted: true,
         biased: true,
@@ -377,6 +429,7 @@ impl<R: Runtime> Sandbox<'_, R> {
         let kinds = [rows, weights, weights, rows, weights, weights];
         let mut on = of.each().into_iter().zip(kinds).map(|((_, v), kind)| self.put(kind, v));
         let [x, weight, bias, tail, a_log, dt_bias] = core::array::from_fn(|_| on.next().flatten());
+        let cu_seqlens = case.cu_seqlens();
         let inputs = Inputs {
             x: x.as_ref().expect("x"),
             weight: weight.as_ref(),
@@ -384,6 +437,7 @@ impl<R: Runtime> Sandbox<'_, R> {
             tail: tail.as_ref(),
             a_log: a_log.as_ref(),
             dt_bias: dt_bias.as_ref(),
+            cu_seqlens: cu_seqlens.as_deref(),
         };
         let types = Types { rows: rows.dtype(), weights: weights.dtype() };
         let columns = &case.columns;
@@ -502,6 +556,19 @@ macro_rules! each_kernel {
         }
 
         #[test]
+        fn sequences_of_one_row_are_as_if_alone() {
+            on_devices(|sandbox| {
+                let sees_others = |case: &Case| case.dims.window > 1 && case.all() < 100;
+                let narrow = cases().into_iter().filter(sees_others);
+                for case in narrow.chain([Case { tailed: false, ..mixer() }]) {
+                    for lengths in ROWS {
+                        sandbox.is_right(&case.of_lengths(lengths), None);
+                    }
+                }
+            });
+        }
+
+        #[test]
         fn vectors_and_numbers_of_one_matrix_are_right() {
             with_client(|client| {
                 let sandbox = Sandbox { client, rows: Rows::F32, weights: Rows::F32 };
@@ -549,7 +616,8 @@ macro_rules! each_kernel {
 
 fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let x = client.create_from_slice(&[0; 16]);
-    let inputs = Inputs { x: &x, weight: None, bias: None, tail: None, a_log: None, dt_bias: None };
+    let (weight, bias, tail, a_log, dt_bias) = (None, None, None, None, None);
+    let inputs = Inputs { x: &x, weight, bias, tail, a_log, dt_bias, cu_seqlens: None };
     let f32 = Rows::F32.dtype();
     let types = Types { rows: f32, weights: f32 };
     let dims = Dims { batch: 1, tokens: 1, window: 1 };

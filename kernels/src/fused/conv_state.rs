@@ -7,6 +7,9 @@
 //! state_i: [B, W - 1, C_i]   F
 //! next_i:  [B, W - 1, C_i]   F
 //!
+//! Sequences of lengths of their own lie one after another in one row, B = 1, as `cu_seqlens` says; each has
+//! states of its own, [N, W - 1, C_i].
+//!
 //! Work:   a unit a number of all next_i. Bytes: one read and one write of each.
 //! Edges:  1 to 8 convolutions of one window W, whose widths are compiled in; B, T and P are run-time values.
 //! ```
@@ -41,6 +44,17 @@ pub struct Convolutions {
     pub window: usize,
 }
 
+/// Tensors, contiguous, shaped as the module says.
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs<'a> {
+    /// The packed projection.
+    pub x: &'a Handle,
+    /// A state for each convolution, or none at all.
+    pub states: &'a [&'a Handle],
+    /// N + 1 offsets, from 0 to T: where sequences of lengths of their own begin and end in the one row.
+    pub cu_seqlens: Option<&'a [usize]>,
+}
+
 /// Compile-time values of the kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Form {
@@ -50,6 +64,8 @@ struct Form {
     kept: usize,
     /// Whether there are states from before.
     given: bool,
+    /// Whether sequences have lengths of their own.
+    varlen: bool,
 }
 
 impl Form {
@@ -64,35 +80,48 @@ impl Form {
     }
 }
 
-/// `next_i` for each convolution, from `states`, one for each, or none at all.
+/// `next_i` for each convolution.
 ///
 /// # Errors
 /// [`Refusal`] names what the kernel cannot take; then nothing was launched.
+/// # Panics
+/// If `cu_seqlens` does not divide one row of T tokens.
 pub fn next_states<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
     convolutions: &Convolutions,
-    (x, states): (&Handle, &[&Handle]),
+    inputs: Inputs<'_>,
     dtype: StorageType,
 ) -> Result<Vec<Buffer>, Refusal> {
     let Convolutions { widths, window } = convolutions;
+    let Inputs { x, states, cu_seqlens } = inputs;
     let form = Form {
         source: SOURCE,
         widths: widths.clone(),
         kept: window.saturating_sub(1),
         given: !states.is_empty(),
+        varlen: cu_seqlens.is_some(),
     };
-    let cubes = check(client, dims, &form, dtype)?;
     let Dims { batch, tokens, columns } = dims;
-    let new = |width: &usize| buffer(client, &[batch, form.kept, *width], dtype);
+    let divides = |offsets: &[usize]| {
+        batch == 1 && offsets.is_sorted() && offsets.last() == Some(&tokens) && offsets[0] == 0
+    };
+    assert!(cu_seqlens.is_none_or(divides), "{cu_seqlens:?} divide {dims:?}");
+    let sequences = cu_seqlens.map_or(batch, |offsets| offsets.len() - 1);
+    let cubes = check(client, dims, sequences, &form, dtype)?;
+    let new = |width: &usize| buffer(client, &[sequences, form.kept, *width], dtype);
     let next: Vec<Buffer> = widths.iter().map(new).collect();
     let (mut given, mut found) = (SequenceArg::new(), SequenceArg::new());
     for (n, (width, next)) in widths.iter().zip(&next).enumerate() {
         // A state that is not there: any tensor of this type would do, and none is read.
-        let state = states.get(n).map(|state| array(state, batch * form.kept * width));
+        let state = states.get(n).map(|state| array(state, sequences * form.kept * width));
         given.push(state.unwrap_or_else(|| array(x, 1)));
         found.push(whole(next));
     }
+    let offsets = cu_seqlens.map(|offsets| {
+        let numbers: Vec<u32> = offsets.iter().map(|&offset| offset as u32).collect();
+        array(&client.create_from_slice(u32::as_bytes(&numbers)), numbers.len())
+    });
     // SAFETY: units past the last number do nothing; the caller promises the sizes.
     #[allow(unsafe_code)]
     unsafe {
@@ -103,7 +132,8 @@ pub fn next_states<R: Runtime>(
             array(x, batch * tokens * columns),
             given,
             found,
-            SizesLaunch::new(batch as u32, tokens as u32, columns as u32),
+            offsets.into_iter().collect(),
+            SizesLaunch::new(sequences as u32, tokens as u32, columns as u32),
             form,
             dtype,
         );
@@ -115,6 +145,7 @@ pub fn next_states<R: Runtime>(
 fn check<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
+    sequences: usize,
     form: &Form,
     dtype: StorageType,
 ) -> Result<CubeCount, Refusal> {
@@ -124,16 +155,35 @@ fn check<R: Runtime>(
         return Err(Refusal::TooLarge { what: "convolutions of a projection", got, most });
     }
     check_matrix(client, dims.batch * dims.tokens, dims.columns)?;
-    check_matrix(client, dims.batch * form.kept, form.columns())?;
-    grid(client, (dims.batch * form.kept * form.columns()).div_ceil(UNITS))
+    check_matrix(client, sequences * form.kept, form.columns())?;
+    grid(client, (sequences * form.kept * form.columns()).div_ceil(UNITS))
 }
 
 /// [`Dims`].
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
-    batch: u32,
+    /// B or N.
+    sequences: u32,
     tokens: u32,
     columns: u32,
+}
+
+/// The first row of a sequence, and its tokens.
+#[cube]
+fn rows_of(
+    offsets: &Sequence<Array<u32>>,
+    sequence: usize,
+    sizes: &Sizes,
+    #[comptime] varlen: bool,
+) -> (usize, usize) {
+    if comptime!(varlen) {
+        let offsets = offsets.index(0usize);
+        let start = offsets[sequence] as usize;
+        (start, offsets[sequence + 1] as usize - start)
+    } else {
+        let tokens = sizes.tokens as usize;
+        (sequence * tokens, tokens)
+    }
 }
 
 /// The kernel.
@@ -142,15 +192,16 @@ fn keep_last<F: Float>(
     x: &Array<F>,
     states: &Sequence<Array<F>>,
     next: &mut Sequence<Array<F>>,
-    sizes: Sizes,
+    offsets: &Sequence<Array<u32>>,
+    sizes: &Sizes,
     #[comptime] form: Form,
     #[define(F)] _dtype: StorageType,
 ) {
     let (columns, kept) = comptime!((form.columns(), form.kept));
     let (row, column) = (ABSOLUTE_POS / columns, ABSOLUTE_POS % columns);
     let (sequence, place) = (row / kept, row % kept);
-    if sequence < sizes.batch as usize {
-        let tokens = sizes.tokens as usize;
+    if sequence < sizes.sequences as usize {
+        let (start, tokens) = rows_of(offsets, sequence, sizes, comptime!(form.varlen));
         #[unroll]
         for n in 0..comptime!(form.widths.len()) {
             let before = comptime!(form.before(n));
@@ -160,7 +211,7 @@ fn keep_last<F: Float>(
                 // `tokens + place` is the place in `seen`.
                 if tokens + place >= kept {
                     let token = tokens + place - kept;
-                    value = x[(sequence * tokens + token) * sizes.columns as usize + column];
+                    value = x[(start + token) * sizes.columns as usize + column];
                 } else if comptime!(form.given) {
                     let old = sequence * kept + tokens + place;
                     value = states.index(n)[old * width + column - before];
@@ -177,24 +228,23 @@ mod tests {
     use super::*;
     use crate::refusal::F32;
 
-    /// The next states of two convolutions of window 4, by their definition.
+    /// The next states of two convolutions of window 4 over 80 columns, by their definition.
     fn truth(
-        dims: Dims,
+        cu_seqlens: &[usize],
         widths: [usize; 2],
         x: &[f32],
         states: Option<[&[f32]; 2]>,
     ) -> [Vec<f32>; 2] {
-        let Dims { batch, tokens, columns } = dims;
         [0, 1].map(|n| {
             let (before, width) = (n * widths[0], widths[n]);
             let mut next = vec![];
-            for b in 0..batch {
+            for (s, rows) in cu_seqlens.windows(2).enumerate() {
                 let mut seen = match states {
-                    Some(states) => states[n][b * 3 * width..][..3 * width].to_vec(),
+                    Some(states) => states[n][s * 3 * width..][..3 * width].to_vec(),
                     None => vec![0.0; 3 * width],
                 };
-                for t in 0..tokens {
-                    seen.extend(&x[(b * tokens + t) * columns + before..][..width]);
+                for t in rows[0]..rows[1] {
+                    seen.extend(&x[t * 80 + before..][..width]);
                 }
                 next.extend(&seen[seen.len() - 3 * width..]);
             }
@@ -209,20 +259,39 @@ mod tests {
             |numbers: &[f32]| -> Vec<u8> { numbers.iter().flat_map(|x| x.to_le_bytes()).collect() };
         let ramp =
             |from: usize, n: usize| -> Vec<f32> { (0..n).map(|i| (from + i) as f32).collect() };
-        for (batch, tokens) in [(1, 1), (3, 1), (2, 2), (2, 3), (2, 9)] {
+        let rows = |batch: usize, tokens: usize| {
             let dims = Dims { batch, tokens, columns: 80 };
-            let x = ramp(1, batch * tokens * 80);
-            let states = widths.map(|width| ramp(100_000 + width, batch * 3 * width));
+            (dims, (0..=batch).map(|b| b * tokens).collect::<Vec<_>>(), false)
+        };
+        let of_lengths = |cu_seqlens: &[usize]| {
+            let tokens = cu_seqlens[cu_seqlens.len() - 1];
+            (Dims { batch: 1, tokens, columns: 80 }, cu_seqlens.to_vec(), true)
+        };
+        let cases = [
+            rows(1, 1),
+            rows(3, 1),
+            rows(2, 2),
+            rows(2, 3),
+            rows(2, 9),
+            of_lengths(&[0, 2]),
+            of_lengths(&[0, 5, 6, 8, 11, 15]),
+        ];
+        for (dims, cu_seqlens, varlen) in cases {
+            let x = ramp(1, dims.batch * dims.tokens * 80);
+            let sequences = cu_seqlens.len() - 1;
+            let states = widths.map(|width| ramp(100_000 + width, sequences * 3 * width));
             let of_x = client.create_from_slice(&bytes(&x));
             let of_states = states.each_ref().map(|state| client.create_from_slice(&bytes(state)));
             let of_states = of_states.each_ref();
             let before = [&states[0][..], &states[1][..]];
             for (given, before) in [(&of_states[..], Some(before)), (&[], None)] {
-                let next = next_states(client, dims, &convolutions, (&of_x, given), F32);
+                let offsets = varlen.then_some(&cu_seqlens[..]);
+                let inputs = Inputs { x: &of_x, states: given, cu_seqlens: offsets };
+                let next = next_states(client, dims, &convolutions, inputs, F32);
                 let next = next.expect("it fits");
-                for (next, want) in next.iter().zip(truth(dims, widths, &x, before)) {
+                for (next, want) in next.iter().zip(truth(&cu_seqlens, widths, &x, before)) {
                     let got = client.read_one(next.handle.clone()).expect("the kernel ran");
-                    assert_eq!(got.to_vec(), bytes(&want), "{dims:?}, {}", given.len());
+                    assert_eq!(got.to_vec(), bytes(&want), "{cu_seqlens:?}, {}", given.len());
                 }
             }
         }
@@ -246,7 +315,8 @@ mod tests {
             let dims = Dims { batch: 1, tokens: 1, columns: 4 };
             let run = |widths: Vec<usize>, window| {
                 let convolutions = Convolutions { widths, window };
-                next_states(client, dims, &convolutions, (&x, &[]), F32).err()
+                let inputs = Inputs { x: &x, states: &[], cu_seqlens: None };
+                next_states(client, dims, &convolutions, inputs, F32).err()
             };
             assert_eq!(run(vec![4], 1), Some(Refusal::Empty { batch: 0, tokens: 4 }));
             let (got, most) = (MOST + 1, MOST);

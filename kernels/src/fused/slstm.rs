@@ -122,7 +122,7 @@ pub struct Outputs {
     pub n: Buffer,
     /// m likewise.
     pub m: Buffer,
-    /// What a backward pass needs, where it is kept.
+    /// Tensors that a backward pass needs, where they are kept.
     pub kept: Option<Kept>,
 }
 

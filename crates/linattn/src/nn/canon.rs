@@ -145,7 +145,7 @@ pub(super) fn canon<B: LinearAttentionBackend>(
     tails: &mut Tails<B>,
 ) -> Tensor<B, 3> {
     match convolution {
-        Some(convolution) => x.clone() + tails.through(|tail| convolution.linear(x, tail)),
+        Some(convolution) => x.clone() + convolution.linear_between(x, tails),
         None => x,
     }
 }

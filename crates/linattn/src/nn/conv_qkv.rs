@@ -149,3 +149,7 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         (Qkv { q, k, v }, gates, optional)
     }
 }
+
+#[cfg(all(test, feature = "cpu"))]
+#[path = "conv_qkv_tests.rs"]
+mod tests;

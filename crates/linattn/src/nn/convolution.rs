@@ -1,7 +1,7 @@
 //! Short convolution: what lets a layer see its last few tokens.
 
 use super::{ConfigError, Cost, LARGEST};
-use crate::ops::{self, Activation, LinearAttentionBackend};
+use crate::ops::{self, Activation, LinearAttentionBackend, SequenceLengths};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
 
@@ -53,7 +53,20 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         x: Tensor<B, 3>,
         tail: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        self.run(x, tail, Some(Activation::Silu))
+        self.run(x, tail, Some(Activation::Silu), None)
+    }
+
+    /// As [`forward`](Self::forward), of sequences one after another in one row: B is 1, each sees its own tokens
+    /// alone, and tails, before and next, are `[N, W - 1, D]`.
+    /// # Panics
+    /// If `lengths` do not divide the one row.
+    pub fn forward_varlen(
+        &self,
+        x: Tensor<B, 3>,
+        tail: Option<Tensor<B, 3>>,
+        lengths: &SequenceLengths,
+    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        self.run(x, tail, Some(Activation::Silu), Some(lengths))
     }
 
     /// As [`forward`](Self::forward), without SiLU.
@@ -62,7 +75,7 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         x: Tensor<B, 3>,
         tail: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        self.run(x, tail, None)
+        self.run(x, tail, None, None)
     }
 
     /// As [`forward`](Self::forward), between a layer's tails; a window of one token has none.
@@ -70,7 +83,22 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         if self.weight.dims()[0] == 1 {
             return silu(self.scaled(x));
         }
-        tails.through(|tail| self.forward(x, tail))
+        self.between(x, tails, Some(Activation::Silu))
+    }
+
+    /// As [`linear`](Self::linear), between a layer's tails.
+    pub(crate) fn linear_between(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Tensor<B, 3> {
+        self.between(x, tails, None)
+    }
+
+    fn between(
+        &self,
+        x: Tensor<B, 3>,
+        tails: &mut Tails<B>,
+        activation: Option<Activation>,
+    ) -> Tensor<B, 3> {
+        let lengths = tails.lengths().cloned();
+        tails.through(|tail| self.run(x, tail, activation, lengths.as_ref()))
     }
 
     /// A window of one token: a factor and a bias for each channel.
@@ -83,15 +111,19 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         }
     }
 
-    fn run(
+    /// The output and the next tail, of sequences with lengths of their own where these are given.
+    pub(crate) fn run(
         &self,
         x: Tensor<B, 3>,
         tail: Option<Tensor<B, 3>>,
         activation: Option<Activation>,
+        lengths: Option<&SequenceLengths>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        ops::convolve(x, self.weight.val(), bias, tail, activation)
-            .expect("`x` has the channels that the layer was made for, and the tail is its own")
+        ops::convolve(x, self.weight.val(), bias, tail, activation, lengths).expect(
+            "`x` has the channels that the layer was made for and the tokens of its sequences, and the tail is \
+             its own",
+        )
     }
 }
 
@@ -101,12 +133,25 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
 pub(crate) struct Tails<B: Backend> {
     before: std::vec::IntoIter<Tensor<B, 3>>,
     next: Vec<Tensor<B, 3>>,
+    lengths: Option<SequenceLengths>,
 }
 
 impl<B: Backend> Tails<B> {
     /// With those of earlier tokens.
     pub(crate) fn after(before: Vec<Tensor<B, 3>>) -> Self {
-        Self { before: before.into_iter(), next: vec![] }
+        Self { before: before.into_iter(), next: vec![], lengths: None }
+    }
+
+    /// Of sequences with lengths of their own in one row, if there are any: convolutions keep them apart, and
+    /// their tails are `[N, W - 1, D]`.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for mixers that take lengths"))]
+    pub(crate) fn of_lengths(self, lengths: Option<SequenceLengths>) -> Self {
+        Self { lengths, ..self }
+    }
+
+    /// The lengths of [`of_lengths`](Self::of_lengths).
+    pub(crate) fn lengths(&self) -> Option<&SequenceLengths> {
+        self.lengths.as_ref()
     }
 
     /// At the start of a sequence, or of a layer that has none.

@@ -10,6 +10,7 @@ use super::log_decay::LogDecay;
 use super::lora::add_side_by_side;
 use crate::ops::{
     self, Activation, Column, ColumnKind, ConvSplit, HeadNorm, LinearAttentionBackend,
+    SequenceLengths,
 };
 use burn::module::Param;
 use burn::tensor::{DType, Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
@@ -191,7 +192,8 @@ fn packed_convolution<B: LinearAttentionBackend>(
     let [window, _] = convolutions.first()?.weight.dims();
     let widths: Vec<usize> = convolutions.iter().map(|c| c.weight.dims()[1]).collect();
     let before: Vec<_> = convolutions.iter().filter_map(|_| tails.draw()).collect();
-    let next = ops::next_conv_states(y, &widths, &before, window);
+    let lengths = tails.lengths().cloned();
+    let next = ops::next_conv_states(y, &widths, &before, window, lengths.as_ref());
     next.into_iter().for_each(|state| tails.push(state));
     let weights: Vec<_> = convolutions.iter().map(|c| c.weight.val()).collect();
     let dtype = weights[0].dtype();
@@ -200,6 +202,7 @@ fn packed_convolution<B: LinearAttentionBackend>(
         bias: packed_bias(biases, 0, dtype),
         weight: ops::pack(weights, 0, dtype),
         tail: (!before.is_empty()).then(|| side_by_side(before, y.dtype())),
+        lengths,
     })
 }
 
@@ -230,11 +233,12 @@ fn alone<B: LinearAttentionBackend>(
     Split { y, columns, convolution, decay }.outputs().remove(0)
 }
 
-/// A convolution's weights, and the tokens before.
+/// A convolution's weights, the tokens before, and the lengths of sequences in one row.
 pub(crate) struct Convolution<B: Backend> {
     weight: Tensor<B, 2>,
     bias: Option<Tensor<B, 1>>,
     tail: Option<Tensor<B, 3>>,
+    lengths: Option<SequenceLengths>,
 }
 
 impl<B: LinearAttentionBackend> Convolution<B> {
@@ -242,11 +246,13 @@ impl<B: LinearAttentionBackend> Convolution<B> {
     pub(crate) fn of(layer: &ShortConvolution<B>, y: &Tensor<B, 3>, tails: &mut Tails<B>) -> Self {
         let weight = layer.weight.val();
         let [window, width] = weight.dims();
+        let lengths = tails.lengths().cloned();
         let tail = tails.through(|tail| {
-            let next = ops::next_conv_states(y, &[width], tail.as_slice(), window);
+            let next =
+                ops::next_conv_states(y, &[width], tail.as_slice(), window, lengths.as_ref());
             (tail, next.into_iter().next().expect("a state for each convolution"))
         });
-        Self { weight, bias: layer.bias.as_ref().map(Param::val), tail }
+        Self { weight, bias: layer.bias.as_ref().map(Param::val), tail, lengths }
     }
 }
 
@@ -268,9 +274,11 @@ impl<B: LinearAttentionBackend> Split<B> {
         if padding > 0 {
             columns.push(Column { width: padding, kind: ColumnKind::Copy });
         }
-        let (weight, bias, tail) = match convolution {
-            Some(Convolution { weight, bias, tail }) => (Some(weight), bias, tail),
-            None => (None, None, None),
+        let (weight, bias, tail, lengths) = match convolution {
+            Some(Convolution { weight, bias, tail, lengths }) => {
+                (Some(weight), bias, tail, lengths)
+            }
+            None => (None, None, None, None),
         };
         let (a_log, dt_bias) = match decay {
             Some(LogDecay { a_log, dt_bias }) => (Some(a_log), Some(dt_bias)),
@@ -284,6 +292,7 @@ impl<B: LinearAttentionBackend> Split<B> {
             a_log: a_log.map(inside),
             dt_bias: dt_bias.map(inside),
             columns,
+            lengths,
         });
         outputs.truncate(asked);
         outputs

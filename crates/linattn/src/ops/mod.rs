@@ -340,19 +340,36 @@ pub fn short_convolution<B: LinearAttentionBackend>(
     weight: Tensor<B, 2>,
     tail: Option<Tensor<B, 3>>,
 ) -> Result<(Tensor<B, 3>, Tensor<B, 3>), OpError> {
-    convolve(x, weight, None, tail, None)
+    convolve(x, weight, None, tail, None, None)
 }
 
-/// As [`short_convolution`], then a bias, `[D]`, and an activation, where they are given.
+/// As [`short_convolution`], of sequences one after another in one row: B is 1, each sees its own tokens alone, and
+/// tails, before and next, are `[N, W - 1, D]`.
+///
+/// In one launch whatever N on GPUs. Without padding it costs what its tokens do.
+/// # Errors
+/// As [`short_convolution`], and if `lengths` do not divide the one row.
+pub fn short_convolution_varlen<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 2>,
+    tail: Option<Tensor<B, 3>>,
+    lengths: &SequenceLengths,
+) -> Result<(Tensor<B, 3>, Tensor<B, 3>), OpError> {
+    convolve(x, weight, None, tail, None, Some(lengths))
+}
+
+/// As [`short_convolution`], or [`short_convolution_varlen`] where there are lengths; then a bias, `[D]`, and an
+/// activation, where they are given.
 pub(crate) fn convolve<B: LinearAttentionBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,
     bias: Option<Tensor<B, 1>>,
     tail: Option<Tensor<B, 3>>,
     activation: Option<Activation>,
+    lengths: Option<&SequenceLengths>,
 ) -> Result<(Tensor<B, 3>, Tensor<B, 3>), OpError> {
     let op = "short_convolution";
-    let ([batch, _, channels], [width, _]) = (x.dims(), weight.dims());
+    let ([batch, tokens, channels], [width, _]) = (x.dims(), weight.dims());
     for (tensor, dims) in [("x", x.dims().as_slice()), ("weight", weight.dims().as_slice())] {
         if dims.contains(&0) {
             return Err(OpError::Empty { op, tensor, got: dims.to_vec() });
@@ -361,7 +378,11 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
     if width < 2 {
         return Err(OpError::Window { op, window: width });
     }
-    let before = [batch, width - 1, channels];
+    if let Some(lengths) = lengths {
+        lengths.check(op, batch, tokens)?;
+    }
+    let sequences = lengths.map_or(batch, SequenceLengths::count);
+    let before = [sequences, width - 1, channels];
     let tail_dims = tail.as_ref().map_or(before, |tail| tail.dims());
     let bias_dims = bias.as_ref().map_or([channels], |bias| bias.dims());
     let shapes: [(&str, &[usize], &[usize]); 3] = [
@@ -375,7 +396,7 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
         }
     }
     let tail = tail.map(|tail| typed(tail, x.dtype()));
-    let next = next_conv_states(&x, &[channels], tail.as_slice(), width).remove(0);
+    let next = next_conv_states(&x, &[channels], tail.as_slice(), width, lengths).remove(0);
     let kind = ColumnKind::Conv { activation, norm: None };
     let mut outputs = conv_split::<B>(ConvSplit {
         x: primitive(x),
@@ -385,6 +406,7 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
         a_log: None,
         dt_bias: None,
         columns: vec![Column { width: channels, kind }],
+        lengths: lengths.cloned(),
     });
     Ok((outputs.remove(0), next))
 }
@@ -409,6 +431,7 @@ pub(crate) fn log_gates<B: LinearAttentionBackend>(
         a_log: Some(primitive(a_log)),
         dt_bias: Some(primitive(dt_bias)),
         columns: vec![Column { width, kind: ColumnKind::LogDecay }],
+        lengths: None,
     });
     outputs.remove(0)
 }

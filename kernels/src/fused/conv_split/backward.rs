@@ -44,7 +44,7 @@ pub(super) fn column_gradients<F: Float, G: Float, N: Size>(
         for p in 0..comptime!(form.parts.len()) {
             let part = comptime!(form.parts[p]);
             if slot >= comptime!(part.slot) && slot < comptime!(part.slot + part.slots) {
-                let at = place(sizes, part);
+                let at = place::<F, G, N>(x, sizes, part);
                 if comptime!(part.is_gate()) {
                     gates_backward::<F, G, N>(x, &d_y.gates, d_x, &mut shared, &at, part);
                 } else {

@@ -25,7 +25,7 @@ pub(super) fn split_columns<F: Float, G: Float, N: Size>(
         for p in 0..comptime!(form.parts.len()) {
             let part = comptime!(form.parts[p]);
             if slot >= comptime!(part.slot) && slot < comptime!(part.slot + part.slots) {
-                let at = place(sizes, part);
+                let at = place::<F, G, N>(x, sizes, part);
                 let tensor = comptime!(part.tensor.unwrap_or(0));
                 if comptime!(part.is_gate()) {
                     gates_forward::<F, G, N>(x, y.gates.index_mut(tensor), &at, part);

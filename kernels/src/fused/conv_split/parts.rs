@@ -83,6 +83,8 @@ pub(super) struct Part {
     pub weighted: bool,
     pub biased: bool,
     pub tailed: bool,
+    /// Whether sequences have lengths of their own.
+    pub varlen: bool,
     /// Whether planes can add up.
     pub planes: bool,
     /// Whether gates reach numbers of x through a view of their own.
@@ -298,6 +300,7 @@ impl Form {
             weighted: conv && x.weight.is_some(),
             biased: conv && x.bias.is_some(),
             tailed: conv && window > 1 && x.tail.is_some(),
+            varlen: x.cu_seqlens.is_some(),
             planes,
             numbers: self.vector > 1,
             sums: 0,
@@ -334,8 +337,9 @@ impl Form {
         let inputs = [x.weight, x.bias, x.tail, x.a_log, x.dt_bias].into_iter().flatten().count();
         let views = 1 + usize::from(self.has_numbers());
         let gradients = if self.backward { views + 2 } else { 0 };
+        let table = usize::from(x.cu_seqlens.is_some());
         // One more has the sizes.
-        1 + views + inputs + self.parts.len() + gradients
+        1 + views + inputs + table + self.parts.len() + gradients
     }
 }
 

@@ -1,5 +1,6 @@
 //! The tensors and the place of a unit, and what forward and backward have in common.
 
+use super::chunks::ENTRY;
 use super::parts::Part;
 use crate::rowwise::{Activation, UNITS};
 use cubecl::prelude::*;
@@ -15,6 +16,8 @@ pub(super) struct Operands<F: Float, G: Float, N: Size> {
     pub tail: Sequence<Array<Vector<F, N>>>,
     pub a_log: Sequence<Array<G>>,
     pub dt_bias: Sequence<Array<G>>,
+    /// [`ENTRY`] numbers for each chunk, where sequences have lengths of their own.
+    pub chunks: Sequence<Array<u32>>,
 }
 
 /// Outputs of all parts, or their gradients: those of type F, and those in f32.
@@ -28,7 +31,7 @@ pub(super) struct RowsAndGates<F: Float, N: Size> {
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Sizes {
     pub tokens: u32,
-    /// Tokens of a chunk, and chunks of a sequence.
+    /// Tokens of a chunk, and chunks of a sequence, where sequences have one length.
     pub chunk: u32,
     pub chunks: u32,
     /// Cubes with work.
@@ -41,7 +44,8 @@ pub(super) struct Place {
     /// Number of the sequence, and of the chunk among all.
     pub sequence: usize,
     pub chunk: usize,
-    /// T.
+    /// The sequence's first row, and its tokens.
+    pub row: usize,
     pub tokens: usize,
     /// The run's first token, the one past its last, and how many the longest run of the cube has.
     pub start: usize,
@@ -54,19 +58,59 @@ pub(super) struct Place {
     pub own: usize,
 }
 
+/// Tokens of a cube, all of one sequence: an entry of the table of chunks.
+#[derive(CubeType, Clone, Copy)]
+struct Chunk {
+    sequence: usize,
+    row: usize,
+    tokens: usize,
+    first: usize,
+    length: usize,
+}
+
+/// Chunk `n` of all.
+#[cube]
+fn chunk<F: Float, G: Float, N: Size>(
+    x: &Operands<F, G, N>,
+    sizes: &Sizes,
+    n: usize,
+    #[comptime] part: Part,
+) -> Chunk {
+    if comptime!(part.varlen) {
+        let table = x.chunks.index(0usize);
+        let entry = n * ENTRY;
+        Chunk {
+            sequence: table[entry] as usize,
+            row: table[entry + 1] as usize,
+            tokens: table[entry + 2] as usize,
+            first: table[entry + 3] as usize,
+            length: table[entry + 4] as usize,
+        }
+    } else {
+        let (sequence, tokens) = (n / sizes.chunks as usize, sizes.tokens as usize);
+        let length = sizes.chunk as usize;
+        let first = n % sizes.chunks as usize * length;
+        Chunk { sequence, row: sequence * tokens, tokens, first, length }
+    }
+}
+
 /// The place of this unit.
 #[cube]
-pub(super) fn place(sizes: &Sizes, #[comptime] part: Part) -> Place {
+pub(super) fn place<F: Float, G: Float, N: Size>(
+    x: &Operands<F, G, N>,
+    sizes: &Sizes,
+    #[comptime] part: Part,
+) -> Place {
     let (runs, lanes, team) = comptime!((part.runs(), part.lanes, part.team));
-    let chunk = CUBE_POS / comptime!(part.all_slots);
+    let number = CUBE_POS / comptime!(part.all_slots);
     let slot = CUBE_POS % comptime!(part.all_slots) - comptime!(part.slot);
-    let tokens = sizes.tokens as usize;
+    let chunk = chunk::<F, G, N>(x, sizes, number, part);
+    let first = chunk.first;
     let unit = UNIT_POS as usize;
     let lane = unit % lanes;
     let run = unit / lanes;
-    let first = chunk % sizes.chunks as usize * sizes.chunk as usize;
-    let past = min(first + sizes.chunk as usize, tokens);
-    let length = (sizes.chunk as usize + comptime!(runs - 1)) / runs;
+    let past = min(first + chunk.length, chunk.tokens);
+    let length = (chunk.length + comptime!(runs - 1)) / runs;
     let mut start = first + run * length;
     let mut end = min(start + length, past);
     if comptime!(part.is_gate()) {
@@ -77,9 +121,10 @@ pub(super) fn place(sizes: &Sizes, #[comptime] part: Part) -> Place {
     let cube_column = slot * comptime!(part.span());
     let own = lane % team;
     Place {
-        sequence: chunk / sizes.chunks as usize,
-        chunk,
-        tokens,
+        sequence: chunk.sequence,
+        chunk: number,
+        row: chunk.row,
+        tokens: chunk.tokens,
         start,
         end,
         length,
@@ -158,14 +203,14 @@ pub(super) fn put(rows: &mut Array<f32>, to: usize, row: &Array<f32>, #[comptime
 /// The vector of x at which the unit's columns of a token begin.
 #[cube]
 pub(super) fn in_x(at: &Place, token: usize, #[comptime] part: Part) -> usize {
-    let row = (at.sequence * at.tokens + token) * comptime!(part.columns / part.vector);
+    let row = (at.row + token) * comptime!(part.columns / part.vector);
     row + (at.column + comptime!(part.first)) / comptime!(part.vector)
 }
 
 /// The vector of an output at which the unit's columns of a token begin.
 #[cube]
 pub(super) fn in_part(at: &Place, token: usize, #[comptime] part: Part) -> usize {
-    let row = (at.sequence * at.tokens + token) * comptime!(part.width / part.vector);
+    let row = (at.row + token) * comptime!(part.width / part.vector);
     row + at.column / comptime!(part.vector)
 }
 

@@ -136,7 +136,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for BaseConv<B> {
     ) -> (Tensor<B, 3>, ConvolutionState<B>) {
         let (past, mut tails) = ConvolutionState::parts(state);
         let (seen, inputs) = match &self.conv1d {
-            Some(conv1d) => (tails.through(|tail| conv1d.linear(x.clone(), tail)), None),
+            Some(conv1d) => (conv1d.linear_between(x.clone(), &mut tails), None),
             None => {
                 let inputs = with_past(past.clone(), x.clone());
                 let y = ops::long_convolution(x.clone(), self.taps(inputs.dims()[1]), past)

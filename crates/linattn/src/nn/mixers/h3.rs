@@ -153,7 +153,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for H3<B> {
         let list = [&self.q_proj, &self.k_proj, &self.v_proj].map(Projection::plain);
         let [q, k, v] = project(&x, list, &mut past.tails);
         let own = k.clone() * typed(self.shift_d.val(), dtype).unsqueeze::<3>();
-        let k = past.tails.through(|tail| self.shift.linear(k, tail)) + own;
+        let k = self.shift.linear_between(k, &mut past.tails) + own;
 
         // [B, K, 1, T, H] and [B, 1, K, T, H], in f32 at least
         let of_heads = |x| {

@@ -221,7 +221,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hyena<B> {
         let projected = self.in_proj.forward(x);
         let repeats = 3 * inner / projected.dims()[2];
         let all = projected.repeat_dim(2, repeats);
-        let all = tails.through(|tail| self.conv1d.linear(all, tail));
+        let all = self.conv1d.linear_between(all, &mut tails);
         let [q, k, v] = [0, 1, 2].map(|part| all.clone().narrow(2, part * inner, inner));
         let (y, inputs) = match self.d.dims()[0] == inner {
             true => self.convolve(q, k * v, past),

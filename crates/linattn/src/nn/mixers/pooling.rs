@@ -108,8 +108,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Pooling<B> {
         let x = accumulator(x);
         let counted = Tensor::cat(vec![x.clone(), x.clone().narrow(2, 0, 1).ones_like()], 2);
         let ones = Tensor::ones([self.window, width + 1], (&x.device(), x.dtype()));
+        let lengths = tails.lengths().cloned();
         let sums = tails.through(|tail| {
-            ops::convolve(counted, ones, None, tail, None).expect("the weights were made for it")
+            ops::convolve(counted, ones, None, tail, None, lengths.as_ref())
+                .expect("the weights were made for it")
         });
         let mean = sums.clone().narrow(2, 0, width) / sums.narrow(2, width, 1);
         let y = (mean - x) * self.scale.val().unsqueeze::<3>();

@@ -213,11 +213,14 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         let mut next = || outputs.next().expect("an output for each projection");
         let (q, v, rate) = (next(), next(), next());
         let (q, k) = match (&self.q_conv1d, &self.k_conv1d) {
-            (Some(of_q), Some(of_k)) => past.tails.through(|tail| {
-                let (k, _) = of_k.linear(q.clone(), tail.clone());
-                let (q, tail) = of_q.linear(q, tail);
-                ((q, k), tail)
-            }),
+            (Some(of_q), Some(of_k)) => {
+                let lengths = past.tails.lengths().cloned();
+                past.tails.through(|tail| {
+                    let (k, _) = of_k.run(q.clone(), tail.clone(), None, lengths.as_ref());
+                    let (q, tail) = of_q.run(q, tail, None, lengths.as_ref());
+                    ((q, k), tail)
+                })
+            }
             _ => (q, next()),
         };
         let gate = self.g_proj.is_some().then(&mut next);

@@ -1,7 +1,7 @@
 //! From a packed projection to the inputs of a recurrence.
 //!
-//! Work is cut into units, some tokens of one batch row. A unit's gradients need those of the sums of the
-//! W - 1 tokens behind it, which are computed again.
+//! Work is cut into units, some tokens of one sequence: a batch row, or one of several in the one row. A unit's
+//! gradients need those of the sums of the W - 1 tokens behind it, which are computed again.
 
 use super::gated_product::activated;
 use super::linear::sum_of_rows;
@@ -10,10 +10,12 @@ use super::product::Matrix;
 use super::real::{Job, Machine, Real, add, dispatch, dot};
 use super::shared::{RowsMut, Shared};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
+use crate::ops::SequenceLengths;
 use crate::ops::fused::{Activation, Column, ColumnKind, ConvSplit, HeadNorm};
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
+use std::ops::Range;
 
 /// Tokens of a unit.
 const TOKENS: usize = 64;
@@ -38,18 +40,44 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn blocks(self) -> usize {
-        self.tokens.div_ceil(TOKENS)
+    /// All tokens, a sequence after another.
+    fn units(self, lengths: Option<&SequenceLengths>) -> Vec<Unit> {
+        let tokens = self.tokens;
+        match lengths {
+            Some(lengths) => lengths.ranges().enumerate().flat_map(Unit::all).collect(),
+            None => (0..self.batch)
+                .map(|b| (b, b * tokens..(b + 1) * tokens))
+                .flat_map(Unit::all)
+                .collect(),
+        }
+    }
+}
+
+/// Some tokens of a sequence.
+#[derive(Debug, Clone, Copy)]
+struct Unit {
+    /// Number of the sequence, its first row, and its tokens.
+    sequence: usize,
+    row: usize,
+    tokens: usize,
+    /// First token within the sequence, and the token behind the last.
+    first: usize,
+    end: usize,
+}
+
+impl Unit {
+    /// All units of a sequence, which has these rows.
+    fn all((sequence, rows): (usize, Range<usize>)) -> impl Iterator<Item = Self> {
+        let (row, tokens) = (rows.start, rows.len());
+        (0..tokens).step_by(TOKENS).map(move |first| {
+            let end = (first + TOKENS).min(tokens);
+            Self { sequence, row, tokens, first, end }
+        })
     }
 
-    fn units(self) -> usize {
-        self.batch * self.blocks()
-    }
-
-    /// Batch row, first token, and the token behind the last.
-    fn unit(self, n: usize) -> [usize; 3] {
-        let first = n % self.blocks() * TOKENS;
-        [n / self.blocks(), first, (first + TOKENS).min(self.tokens)]
+    /// Its rows of `width` numbers.
+    fn place(self, width: usize) -> (usize, [usize; 3]) {
+        ((self.row + self.first) * width, [self.end - self.first, width, width])
     }
 }
 
@@ -106,38 +134,39 @@ impl<'a, R: Number> Given<'a, R> {
 }
 
 impl<'a, R: Real> Given<'a, R> {
-    /// Token `t` of batch row `b`, all columns.
+    /// Token `t` of a unit's sequence, all columns.
     #[inline(always)]
-    fn token(&self, b: usize, t: usize) -> &'a [R] {
+    fn token(&self, of: Unit, t: usize) -> &'a [R] {
         let packed = self.sizes.packed;
-        &self.x[(b * self.sizes.tokens + t) * packed..][..packed]
+        &self.x[(of.row + t) * packed..][..packed]
     }
 
     /// The token that tap `w` of token `t` reads, `[C]`: nothing before the first where there is no tail.
     #[inline(always)]
-    fn met(&self, b: usize, t: usize, w: usize) -> Option<&'a [R]> {
+    fn met(&self, of: Unit, t: usize, w: usize) -> Option<&'a [R]> {
         let Sizes { channels, window, .. } = self.sizes;
         match (t + w + 1).checked_sub(window) {
-            Some(t) => Some(&self.token(b, t)[..channels]),
+            Some(t) => Some(&self.token(of, t)[..channels]),
             None => {
-                self.tail.map(|tail| &tail[(b * (window - 1) + t + w) * channels..][..channels])
+                let row = of.sequence * (window - 1) + t + w;
+                self.tail.map(|tail| &tail[row * channels..][..channels])
             }
         }
     }
 
     /// The convolution's sum of one token, `[C]`.
     #[inline(always)]
-    fn convolve<M: Machine>(&self, b: usize, t: usize, z: &mut [R]) {
+    fn convolve<M: Machine>(&self, of: Unit, t: usize, z: &mut [R]) {
         let Sizes { channels, window, .. } = self.sizes;
         match self.bias {
             Some(bias) => z.copy_from_slice(bias),
             None => z.fill(R::ZERO),
         }
         let Some(weight) = self.weight else {
-            return add(z, &self.token(b, t)[..channels]);
+            return add(z, &self.token(of, t)[..channels]);
         };
         for (w, weight) in weight.chunks_exact(channels.max(1)).enumerate().take(window) {
-            if let Some(x) = self.met(b, t, w) {
+            if let Some(x) = self.met(of, t, w) {
                 add_products::<M, R>(z, weight, x);
             }
         }
@@ -198,7 +227,7 @@ fn softplus<R: Real>(x: R) -> R {
 
 struct Forward<'a, 's, R> {
     given: Given<'a, R>,
-    unit: [usize; 3],
+    unit: Unit,
     /// Rows of each output, from the unit's first token on.
     outputs: &'s mut [RowsMut<'a, R>],
 }
@@ -208,11 +237,11 @@ impl<R: Real> Job for Forward<'_, '_, R> {
 
     #[inline(always)]
     fn run<M: Machine>(self) {
-        let (given, [b, first, end]) = (self.given, self.unit);
+        let (given, unit @ Unit { first, end, .. }) = (self.given, self.unit);
         let mut z = vec![R::ZERO; given.sizes.channels];
         for t in first..end {
-            given.convolve::<M>(b, t, &mut z);
-            let (x, mut from) = (given.token(b, t), 0);
+            given.convolve::<M>(unit, t, &mut z);
+            let (x, mut from) = (given.token(unit, t), 0);
             for (column, output) in given.columns.iter().zip(self.outputs.iter_mut()) {
                 let at = from..from + column.width;
                 from += column.width;
@@ -251,13 +280,13 @@ fn conv_split_of<R: Number>(x: Split, keep: bool) -> Pass<Flex> {
     let rows = sizes.batch * sizes.tokens;
     let mut outputs: Vec<Vec<R>> = x.columns.iter().map(|c| zeros(rows * c.width)).collect();
     let shared: Vec<_> = outputs.iter_mut().map(|y| Shared::new(y)).collect();
-    for_each(sizes.units(), 16 * TOKENS.min(sizes.tokens) * sizes.packed, |n| {
-        let unit @ [b, first, end] = sizes.unit(n);
-        let place = |width| ((b * sizes.tokens + first) * width, [end - first, width, width]);
+    let units = sizes.units(x.lengths.as_ref());
+    for_each(units.len(), 16 * TOKENS.min(sizes.tokens) * sizes.packed, |n| {
+        let unit = units[n];
         let columns = shared.iter().zip(&x.columns);
         // SAFETY: units do not overlap.
         #[allow(unsafe_code)]
-        let rows = columns.map(|(y, column)| unsafe { y.rows(place(column.width)) });
+        let rows = columns.map(|(y, column)| unsafe { y.rows(unit.place(column.width)) });
         let mut outputs: Vec<_> = rows.collect();
         dispatch(Forward { given, unit, outputs: &mut outputs });
     });
@@ -283,12 +312,12 @@ struct Sums<'a, R> {
 
 struct Backward<'a, 's, R> {
     given: Given<'a, R>,
-    unit: [usize; 3],
+    unit: Unit,
     /// Of each output, all rows.
     d_outputs: &'s [Option<&'a [R]>],
     /// Rows of the unit.
     d_x: RowsMut<'a, R>,
-    /// The batch row's tail.
+    /// The sequence's tail.
     d_tail: Option<RowsMut<'a, R>>,
     sums: &'s mut Sums<'s, R>,
 }
@@ -298,8 +327,8 @@ impl<R: Real> Job for Backward<'_, '_, R> {
 
     #[inline(always)]
     fn run<M: Machine>(mut self) {
-        let (given, [b, first, end]) = (self.given, self.unit);
-        let Sizes { tokens, channels, window, .. } = given.sizes;
+        let (given, unit @ Unit { tokens, first, end, .. }) = (self.given, self.unit);
+        let Sizes { channels, window, .. } = given.sizes;
         let behind = (end + window - 1).min(tokens);
         // Gradients of the convolution's sums, of the unit's tokens and those that see them.
         let mut d_z = vec![R::ZERO; (behind - first) * channels];
@@ -322,7 +351,7 @@ impl<R: Real> Job for Backward<'_, '_, R> {
                         if seen < tokens {
                             add_products::<M, R>(d_x, weight, of(seen));
                         }
-                        if let Some(x) = given.met(b, t, w) {
+                        if let Some(x) = given.met(unit, t, w) {
                             let sum = &mut self.sums.weight[w * channels..][..channels];
                             add_products::<M, R>(sum, of(t), x);
                         }
@@ -351,15 +380,15 @@ impl<R: Real> Backward<'_, '_, R> {
     /// Gradients of one token's sums, `[C]`.
     #[inline(always)]
     fn sum_gradients<M: Machine>(&self, t: usize, d_z: &mut [R], [z, y]: &mut [Vec<R>; 2]) {
-        let (given, b) = (self.given, self.unit[0]);
-        given.convolve::<M>(b, t, z);
+        let (given, unit) = (self.given, self.unit);
+        given.convolve::<M>(unit, t, z);
         let mut from = 0;
         for (column, d_y) in given.columns.iter().zip(self.d_outputs) {
             let ColumnKind::Conv { activation, norm } = column.kind else { continue };
             let at = from..from + column.width;
             from += column.width;
             let Some(d_y) = d_y else { continue };
-            let d_y = &d_y[(b * given.sizes.tokens + t) * column.width..][..column.width];
+            let d_y = &d_y[(unit.row + t) * column.width..][..column.width];
             let (z, y, d_z) = (&z[at.clone()], &mut y[at.clone()], &mut d_z[at]);
             d_z.copy_from_slice(d_y);
             if let Some(norm) = norm {
@@ -377,13 +406,13 @@ impl<R: Real> Backward<'_, '_, R> {
     /// Gradients of one token's columns that are not convolved.
     #[inline(always)]
     fn other_columns(&mut self, t: usize) {
-        let (given, [b, first, _]) = (self.given, self.unit);
-        let (x, d_x, mut from) = (given.token(b, t), self.d_x.at(t - first), 0);
+        let (given, unit) = (self.given, self.unit);
+        let (x, d_x, mut from) = (given.token(unit, t), self.d_x.at(t - unit.first), 0);
         for (column, d_y) in given.columns.iter().zip(self.d_outputs) {
             let at = from..from + column.width;
             from += column.width;
             let Some(d_y) = d_y else { continue };
-            let d_y = &d_y[(b * given.sizes.tokens + t) * column.width..][..column.width];
+            let d_y = &d_y[(unit.row + t) * column.width..][..column.width];
             let (x, d_x) = (&x[at.clone()], &mut d_x[at]);
             match column.kind {
                 ColumnKind::Conv { .. } => {}
@@ -439,8 +468,9 @@ fn conv_split_backward<R: Number>(
     let widths = [&x.weight, &x.bias, &x.a_log, &x.dt_bias]
         .map(|x| x.as_ref().map_or(0, |x| x.shape().num_elements()));
     let width: usize = widths.iter().sum();
-    let some = sizes.units().div_ceil(SLICES).max(1);
-    let slices = sizes.units().div_ceil(some);
+    let units = sizes.units(x.lengths.as_ref());
+    let some = units.len().div_ceil(SLICES).max(1);
+    let slices = units.len().div_ceil(some);
     let mut d_x = zeros::<R>(given.x.len());
     let mut d_tail = given.tail.map(|tail| zeros::<R>(tail.len()));
     let mut sums = zeros::<R>(slices * width);
@@ -453,15 +483,14 @@ fn conv_split_backward<R: Number>(
         let (weight, rest) = sums.at(0).split_at_mut(widths[0]);
         let (bias, rest) = rest.split_at_mut(widths[1]);
         let (a_log, dt_bias) = rest.split_at_mut(widths[2]);
-        for n in slice * some..((slice + 1) * some).min(sizes.units()) {
-            let unit @ [b, first, end] = sizes.unit(n);
-            let place = ((b * tokens + first) * packed, [end - first, packed, packed]);
-            let tail = (b * (window - 1) * channels, [window - 1, channels, channels]);
-            // SAFETY: units do not overlap, and a batch row's first one alone has its tail.
+        for &unit in units.iter().skip(slice * some).take(some) {
+            let before = unit.sequence * (window - 1);
+            let tail = (before * channels, [window - 1, channels, channels]);
+            // SAFETY: units do not overlap, and a sequence's first one alone has its tail.
             #[allow(unsafe_code)]
             let (d_x, d_tail) = unsafe {
-                let d_tail = to_tail.as_ref().filter(|_| first == 0);
-                (to_x.rows(place), d_tail.map(|d| d.rows(tail)))
+                let d_tail = to_tail.as_ref().filter(|_| unit.first == 0);
+                (to_x.rows(unit.place(packed)), d_tail.map(|d| d.rows(tail)))
             };
             let sums = &mut Sums { weight, bias, a_log, dt_bias };
             dispatch(Backward { given, unit, d_outputs: &d_outputs, d_x, d_tail, sums });

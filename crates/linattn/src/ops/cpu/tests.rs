@@ -1,5 +1,6 @@
 //! Every operation of this folder against the same one in tensor operations, in f64.
 
+use super::super::SequenceLengths;
 use super::super::backend::LinearAttentionBackend;
 use super::super::fused::*;
 use super::super::pass::Pass;
@@ -336,17 +337,21 @@ fn columns(heads: usize) -> Vec<Column> {
     ]
 }
 
-#[test]
-fn packed_projections_are_split_as_by_tensor_operations() {
-    let heads = 3;
-    let (channels, packed) = (23, 26 + 3 * heads);
-    for (batch, tokens, window, biased, tailed) in [
-        (2, 5, 4, true, true),
-        (3, 70, 3, false, false),
-        (70, 2, 4, true, true),
-        (1, 1, 4, false, true),
-        (2, 3, 1, true, false),
-    ] {
+/// Sizes of a packed projection with its convolution.
+struct Packed {
+    batch: usize,
+    tokens: usize,
+    window: usize,
+    biased: bool,
+    tailed: bool,
+    lengths: Option<SequenceLengths>,
+}
+
+impl Packed {
+    fn check(self) {
+        let Self { batch, tokens, window, biased, tailed, lengths } = self;
+        let heads = 3;
+        let (channels, packed) = (23, 26 + 3 * heads);
         let split = |x: Vec<Node>| {
             let mut x = x.into_iter();
             ConvSplit {
@@ -357,16 +362,18 @@ fn packed_projections_are_split_as_by_tensor_operations() {
                 a_log: x.next(),
                 dt_bias: x.next(),
                 columns: columns(heads),
+                lengths: lengths.clone(),
             }
         };
+        let sequences = lengths.as_ref().map_or(batch, SequenceLengths::count);
         let (x, weight, bias) = ([batch, tokens, packed], [window, channels], [channels]);
-        let (tail, a_log, dt_bias) = ([batch, window - 1, channels], [heads], [2 * heads]);
+        let (tail, a_log, dt_bias) = ([sequences, window - 1, channels], [heads], [2 * heads]);
         let mut shapes = vec![&x[..]];
         shapes.extend((window > 1).then_some(&weight[..]));
         shapes.extend(biased.then_some(&bias[..]));
         shapes.extend(tailed.then_some(&tail[..]));
         shapes.extend([&a_log[..], &dt_bias[..]]);
-        let name = format!("{batch} x {tokens}, window {window}");
+        let name = format!("{batch} x {tokens}, window {window}, {lengths:?}");
         check(
             &name,
             &shapes,
@@ -374,6 +381,34 @@ fn packed_projections_are_split_as_by_tensor_operations() {
             |x| Graph::fused_conv_split(split(x), false),
             |x| conv_split_in_tensor_ops::<Graph>(split(x)).into_iter().map(of).collect(),
         );
+    }
+}
+
+#[test]
+fn packed_projections_are_split_as_by_tensor_operations() {
+    for (batch, tokens, window, biased, tailed) in [
+        (2, 5, 4, true, true),
+        (3, 70, 3, false, false),
+        (70, 2, 4, true, true),
+        (1, 1, 4, false, true),
+        (2, 3, 1, true, false),
+    ] {
+        Packed { batch, tokens, window, biased, tailed, lengths: None }.check();
+    }
+}
+
+#[test]
+fn sequences_of_one_row_are_split_as_by_tensor_operations() {
+    for (lengths, window, biased, tailed) in [
+        (&[5, 1, 2, 7][..], 4, true, true),
+        (&[70, 3, 1, 130], 3, false, false),
+        (&[1; 40], 4, false, true),
+        (&[2], 4, true, true),
+        (&[3, 2], 1, true, false),
+    ] {
+        let lengths = SequenceLengths::new(lengths);
+        let (tokens, lengths) = (lengths.tokens(), Some(lengths));
+        Packed { batch: 1, tokens, window, biased, tailed, lengths }.check();
     }
 }
 
@@ -450,7 +485,16 @@ fn everything() -> Vec<Vec<f64>> {
         let [x, weight, a_log, dt_bias] = x.try_into().unwrap();
         let (weight, a_log, dt_bias) = (Some(weight), Some(a_log), Some(dt_bias));
         let columns = columns(3);
-        let split = ConvSplit { x, weight, bias: None, tail: None, a_log, dt_bias, columns };
+        let (bias, tail, lengths) = (None, None, None);
+        let split = ConvSplit { x, weight, bias, tail, a_log, dt_bias, columns, lengths };
+        Graph::fused_conv_split(split, false)
+    });
+    one(&[&[1, 1350, 35], &[4, 23], &[5, 3, 23], &[3], &[6]], &|x| {
+        let [x, weight, tail, a_log, dt_bias] = x.try_into().unwrap();
+        let (weight, tail, a_log, dt_bias) = (Some(weight), Some(tail), Some(a_log), Some(dt_bias));
+        let (bias, lengths) = (None, Some(SequenceLengths::new(&[700, 1, 2, 347, 300])));
+        let columns = columns(3);
+        let split = ConvSplit { x, weight, bias, tail, a_log, dt_bias, columns, lengths };
         Graph::fused_conv_split(split, false)
     });
     one(&[&[900, 16], &[300, 16]], &|x| {
@@ -466,7 +510,15 @@ fn everything() -> Vec<Vec<f64>> {
         let decay = Some(LogDecay::Scalar(Graph::float_neg(Graph::float_abs(g))));
         let beta = Graph::float_tanh(beta);
         let transition = Transition::Delta { beta, erase: None, read: Read::After };
-        let x = Recurrence { q, k: Graph::float_tanh(k), v, decay, transition, state: None };
+        let x = Recurrence {
+            q,
+            k: Graph::float_tanh(k),
+            v,
+            decay,
+            transition,
+            state: None,
+            lengths: None,
+        };
         let Forward { o, state, .. } = Graph::chunkwise(x, false);
         Some(Pass::forward(vec![o, state]))
     });

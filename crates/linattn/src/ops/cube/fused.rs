@@ -3,6 +3,7 @@
 
 use super::linear;
 use super::rows::{entries_of, joined, rows_of, scaled, sum};
+use crate::ops::SequenceLengths;
 use crate::ops::fused::{
     Activation, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, LinearCrossEntropy,
     LinearLayer, Measure, Normalization, Pack,
@@ -256,6 +257,7 @@ fn conv_inputs<R: CubeRuntime>(x: &ConvSplit<CubeTensor<R>>) -> conv::Inputs<'_>
         tail: handle(&x.tail),
         a_log: handle(&x.a_log),
         dt_bias: handle(&x.dt_bias),
+        cu_seqlens: x.lengths.as_ref().map(SequenceLengths::cu_seqlens),
     }
 }
 
@@ -459,7 +461,7 @@ pub(super) fn embedding<R: CubeRuntime>(
 pub(super) fn conv_states<R: CubeRuntime>(
     x: &ConvStates<CubeTensor<R>>,
 ) -> Option<Vec<CubeTensor<R>>> {
-    let ConvStates { x, widths, window, states } = x;
+    let ConvStates { x, widths, window, states, lengths } = x;
     let (dtype, x) = (x.dtype, flat(x.clone()));
     let there = states.is_empty() || states.len() == widths.len();
     if !is_float(dtype) || !there || states.iter().any(|state| state.dtype != dtype) {
@@ -470,10 +472,12 @@ pub(super) fn conv_states<R: CubeRuntime>(
     let [batch, tokens, columns] = [0, 1, 2].map(|d| x.meta.shape[d]);
     let dims = conv_state::Dims { batch, tokens, columns };
     let convolutions = conv_state::Convolutions { widths: widths.clone(), window: *window };
-    let inputs = (&x.handle, &handles[..]);
+    let cu_seqlens = lengths.as_ref().map(SequenceLengths::cu_seqlens);
+    let inputs = conv_state::Inputs { x: &x.handle, states: &handles, cu_seqlens };
     let next =
         conv_state::next_states(&x.client, dims, &convolutions, inputs, dtype.into()).ok()?;
-    let shape = |width: usize| Shape::from([batch, window - 1, width]);
+    let sequences = lengths.as_ref().map_or(batch, SequenceLengths::count);
+    let shape = |width: usize| Shape::from([sequences, window - 1, width]);
     let next = next.into_iter().zip(widths);
     Some(next.map(|(next, width)| shaped(&x, next, shape(*width), dtype)).collect())
 }

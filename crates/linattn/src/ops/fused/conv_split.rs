@@ -4,9 +4,10 @@
 use super::{Activation, normalize::l2_normalize};
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::tensor;
-use crate::ops::{accumulator, softplus, typed};
+use crate::ops::{SequenceLengths, accumulator, softplus, typed};
 use burn::tensor::activation::sigmoid;
-use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
+use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
+use std::ops::Range;
 
 /// Heads of unit length: rows of `width` consecutive columns.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -57,7 +58,8 @@ pub struct ConvSplit<T> {
     pub weight: Option<T>,
     /// `[C]`.
     pub bias: Option<T>,
-    /// The W - 1 tokens before `x`, `[B, W - 1, C]`; zeros if absent.
+    /// The W - 1 tokens before `x`, `[B, W - 1, C]`, or `[N, W - 1, C]` of N sequences in one row; zeros if
+    /// absent.
     pub tail: Option<T>,
     /// ln A, `[H]`; columns of the log decay share a number in groups.
     pub a_log: Option<T>,
@@ -65,12 +67,14 @@ pub struct ConvSplit<T> {
     pub dt_bias: Option<T>,
     /// All P columns, first to last.
     pub columns: Vec<Column>,
+    /// Sequences of lengths of their own in the one row of `x`; absent where every row is a sequence.
+    pub lengths: Option<SequenceLengths>,
 }
 
 impl<T> ConvSplit<T> {
     /// The tensors that are there, in the order of the fields.
     pub fn into_vec(self) -> Vec<T> {
-        let Self { x, weight, bias, tail, a_log, dt_bias, columns: _ } = self;
+        let Self { x, weight, bias, tail, a_log, dt_bias, columns: _, lengths: _ } = self;
         [Some(x), weight, bias, tail, a_log, dt_bias].into_iter().flatten().collect()
     }
 
@@ -86,6 +90,7 @@ impl<T> ConvSplit<T> {
             a_log: self.a_log.is_some().then(&mut next),
             dt_bias: self.dt_bias.is_some().then(&mut next),
             columns: self.columns.clone(),
+            lengths: self.lengths.clone(),
         }
     }
 
@@ -97,9 +102,16 @@ impl<T> ConvSplit<T> {
 }
 
 /// A tensor `[B, T, width]` for each entry of `columns`.
+/// # Panics
+/// If lengths do not divide the one row of `x`.
 pub(crate) fn conv_split<B: LinearAttentionBackend>(
     x: ConvSplit<FloatTensor<B>>,
 ) -> Vec<Tensor<B, 3>> {
+    if let Some(lengths) = &x.lengths {
+        let shape = x.x.shape();
+        let checked = lengths.check("conv_split", shape[0], shape[1]);
+        checked.expect("callers have lengths of the one row that they give");
+    }
     match B::fused_conv_split(x.clone(), false) {
         Some(pass) => pass.outputs.into_iter().map(tensor).collect(),
         None => conv_split_in_tensor_ops::<B>(x),
@@ -113,26 +125,46 @@ fn convolved<B: Backend>(
     channels: usize,
 ) -> Tensor<B, 3> {
     let rows = packed.clone().narrow(2, 0, channels);
-    let ([batch, tokens, _], dtype) = (rows.dims(), rows.dtype());
+    let dtype = rows.dtype();
     let mut sum = match &x.weight {
         None => rows,
         Some(weight) => {
             let weight = typed(tensor::<B, 2>(weight.clone()), dtype);
-            let window = weight.dims()[0];
-            let zeros = || Tensor::zeros([batch, window - 1, channels], (&rows.device(), dtype));
-            let tail = x.tail.clone().map_or_else(zeros, |tail| typed(tensor(tail), dtype));
-            let seen = Tensor::cat(vec![tail, rows.clone()], 1);
-            let tap = |w: usize| {
-                let weight = weight.clone().narrow(0, w, 1).unsqueeze::<3>();
-                seen.clone().narrow(1, w, tokens) * weight
-            };
-            (1..window).fold(tap(0), |sum, w| sum + tap(w))
+            let tail = x.tail.clone().map(|tail| typed(tensor(tail), dtype));
+            match &x.lengths {
+                None => through_window(rows, &weight, tail),
+                Some(lengths) => {
+                    let alone = |(n, range): (usize, Range<usize>)| {
+                        let tail = tail.clone().map(|tail| tail.narrow(0, n, 1));
+                        let rows = rows.clone().narrow(1, range.start, range.len());
+                        through_window(rows, &weight, tail)
+                    };
+                    Tensor::cat(lengths.ranges().enumerate().map(alone).collect(), 1)
+                }
+            }
         }
     };
     if let Some(bias) = &x.bias {
         sum = sum + typed(tensor::<B, 1>(bias.clone()), dtype).unsqueeze::<3>();
     }
     sum
+}
+
+/// The sums of weighted tokens of rows that are a sequence each, without a bias.
+fn through_window<B: Backend>(
+    rows: Tensor<B, 3>,
+    weight: &Tensor<B, 2>,
+    tail: Option<Tensor<B, 3>>,
+) -> Tensor<B, 3> {
+    let ([batch, tokens, channels], window) = (rows.dims(), weight.dims()[0]);
+    let zeros = || Tensor::zeros([batch, window - 1, channels], (&rows.device(), rows.dtype()));
+    let tail = tail.unwrap_or_else(zeros);
+    let seen = Tensor::cat(vec![tail, rows], 1);
+    let tap = |w: usize| {
+        let weight = weight.clone().narrow(0, w, 1).unsqueeze::<3>();
+        seen.clone().narrow(1, w, tokens) * weight
+    };
+    (1..window).fold(tap(0), |sum, w| sum + tap(w))
 }
 
 /// [`conv_split`] in tensor operations.

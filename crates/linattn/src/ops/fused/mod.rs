@@ -16,6 +16,8 @@ mod optimizer;
 mod pack;
 mod selective_scan;
 mod slstm;
+#[cfg(all(test, feature = "cpu"))]
+mod varlen_tests;
 
 pub(crate) use conv_split::conv_split;
 pub use conv_split::{Column, ColumnKind, ConvSplit, HeadNorm};

@@ -41,6 +41,7 @@ fn uploaded(x: &Inputs) -> Recurrence<FlexTensor> {
             oracle::Transition::LowRank { a, b } => Transition::LowRank { a: rows(a), b: rows(b) },
         },
         state: x.state.as_ref().map(|s| upload(s, [batch, heads, key_width, value_width])),
+        lengths: None,
     }
 }
 
