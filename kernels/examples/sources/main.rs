@@ -404,8 +404,9 @@ impl<'a, T: Target> Case<'a, T> {
         let [x, weight] = [self.dtype.size(), F32].map(|size| self.client.empty(64 * 516 * size));
         let weights = StorageType::Scalar(ElemType::Float(FloatKind::F32));
         let types = Types { rows: self.dtype, weights };
-        let cases =
-            [(true, None, "-all"), (false, None, ""), (true, Some(&[0, 9, 64][..]), "-lengths")];
+        let offsets = [0, 9, 64];
+        let lengths = Some(&offsets[..]);
+        let cases = [(true, None, "-all"), (false, None, ""), (true, lengths, "-lengths")];
         for (all, cu_seqlens, launched) in cases {
             let inputs = Inputs {
                 x: &x,
