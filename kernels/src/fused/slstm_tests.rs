@@ -141,13 +141,13 @@ impl Case {
                     })
                     .collect();
                 for (d, e) in (0..width).flat_map(|d| (0..width).map(move |e| (d, e))) {
-                    for g in 0..4 {
-                        carried[e][0] += rows[d][g] * self.weight(head, e, g, d);
+                    for (g, x) in rows[d].iter().enumerate() {
+                        carried[e][0] += x * self.weight(head, e, g, d);
                     }
                 }
                 for (d, row) in rows.iter().enumerate() {
-                    for g in 0..4 {
-                        d_x[4 * place(t) + g * width + d] = row[g];
+                    for (g, x) in row.iter().enumerate() {
+                        d_x[4 * place(t) + g * width + d] = *x;
                     }
                 }
             }

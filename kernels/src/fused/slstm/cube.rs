@@ -56,7 +56,7 @@ pub(super) fn row(own: Own, sequence: usize, t: usize) -> usize {
 #[cube]
 pub(super) fn tanh(z: f32) -> f32 {
     let square = z * z;
-    let mut sum = 2.063_908_9e-2f32 - 5.704_988_7e-3f32 * square;
+    let mut sum = 2.063_909e-2f32 - 5.704_988_7e-3f32 * square;
     sum = sum * square - 5.373_971_5e-2f32;
     sum = sum * square + 1.333_144_2e-1f32;
     sum = sum * square - 3.333_328e-1f32;
