@@ -22,7 +22,7 @@
 //! Work:   a cube has a head of `together` sequences and takes it through all tokens. A unit owns a column of
 //!         `h R`, or several where the device has small cubes, for all of its sequences; then some units own a
 //!         cell each, with c, n and m in registers. h and the gates meet in shared memory, two barriers a token.
-//!         The unit's part of R stays in registers up to [`HELD`] cells a head, and comes from cache beyond.
+//!         The unit's part of R stays in registers up to `HELD` cells a head, and comes from cache beyond.
 //! Bytes:  forward reads x, writes h and, for a backward pass, seven numbers a cell and token, and each h_{t-1}
 //!         once more, head by head. Backward reads the seven and dh, and writes dx. dR is a product of the two
 //!         that lie in memory then: the caller's.
