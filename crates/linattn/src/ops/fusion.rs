@@ -94,7 +94,7 @@ impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusio
         let kept = Arc::new(Mutex::new(None::<Saved<FloatTensor<B>>>));
         let slot = kept.clone();
         let mut made = node::<B, _>("chunkwise", list, promises, move |tensors| {
-            let Forward { o, state, saved } = B::chunkwise(places.fill(tensors), keep);
+            let Forward { o, state, saved } = B::chunkwise(places.clone().fill(tensors), keep);
             if keep {
                 *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(saved);
             }
@@ -121,9 +121,10 @@ impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusio
         let count = list.len();
         let inputs = list.into_iter().chain(d_o).chain(d_state).chain(saved.tensors).collect();
         let hidden = saved.hidden.expect("a forward pass that keeps leaves this");
+        let of_inputs = places.clone();
         let made = node::<B, _>("chunkwise_backward", inputs, promises, move |tensors| {
             let mut tensors = tensors.into_iter();
-            let x = places.fill(tensors.by_ref().take(count).collect());
+            let x = of_inputs.clone().fill(tensors.by_ref().take(count).collect());
             let d_o = with_o.then(|| tensors.next().expect(INPUTS));
             let d_state = with_state.then(|| tensors.next().expect(INPUTS));
             let saved = hidden.take::<Saved<FloatTensor<B>>>();
@@ -136,7 +137,7 @@ impl<B: FusionBackend + LinearAttentionBackend> LinearAttentionBackend for Fusio
         let promises = outputs(&x);
         let (places, list) = x.into_list();
         let mut made = node::<B, _>("recurrent_step", list, promises, move |tensors| {
-            let (o, state) = B::recurrent_step(places.fill(tensors));
+            let (o, state) = B::recurrent_step(places.clone().fill(tensors));
             vec![o, state]
         });
         (made.next().expect(OUTPUTS), made.next().expect(OUTPUTS))
