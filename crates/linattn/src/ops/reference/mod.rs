@@ -71,7 +71,10 @@ pub(in crate::ops) fn forward<B: Backend>(
     match x.lengths.clone() {
         // The backward pass makes anew what it needs of each sequence.
         Some(lengths) => in_row::forward::<B>(&x, &lengths),
-        None => forward_by::<B>(x.clone(), chunk_of(&x), keep),
+        None => {
+            let chunk = chunk_of(&x);
+            forward_by::<B>(x, chunk, keep)
+        }
     }
 }
 
@@ -85,7 +88,10 @@ pub(in crate::ops) fn backward<B: Backend>(
 ) -> Recurrence<FloatTensor<B>> {
     match x.lengths.clone() {
         Some(lengths) => in_row::backward::<B>(&x, &lengths, [d_o, d_state]),
-        None => backward_by::<B>(x.clone(), saved, [d_o, d_state], chunk_of(&x)),
+        None => {
+            let chunk = chunk_of(&x);
+            backward_by::<B>(x, saved, [d_o, d_state], chunk)
+        }
     }
 }
 
