@@ -2,7 +2,7 @@
 //! fused against unfused on the same adapter, and unfused against the processor.
 
 use crate::call::download;
-use crate::support::{Weights, alone, wgpu};
+use crate::support::{Weights, alone, drawn_by, wgpu};
 use burn::backend::wgpu::{CubeBackend, WgpuRuntime};
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};
@@ -84,7 +84,7 @@ fn a_training_step_is_the_same_fused_and_unfused() {
         );
         let config: LanguageModelConfig = toml::from_str(&text).unwrap();
         let mut weights = Weights::default();
-        config.init::<Flex>(11, &Default::default()).unwrap().visit(&mut weights);
+        drawn_by(1, config.init::<Flex>(11, &Default::default()).unwrap()).visit(&mut weights);
         let cpu = step::<Autodiff<Flex>>(&config, &weights, &Default::default());
         let plain = step::<Autodiff<Plain>>(&config, &weights, &device);
         let fused = step::<Autodiff<Fused>>(&config, &weights, &device);

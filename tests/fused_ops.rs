@@ -2,13 +2,13 @@
 //! whole models.
 
 use crate::call::{download, upload};
-use crate::support::{F32_LIMIT, Weights, alone};
+use crate::support::{F32_LIMIT, Weights, alone, drawn_by};
 use burn::backend::{Autodiff, Flex};
 use burn::module::Module;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
-use linattn::nn::{LanguageModel, LanguageModelConfig, force};
+use linattn::nn::{LanguageModel, LanguageModelConfig};
 use linattn::ops::backend::{
     Activation, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
     LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, SlstmRecurrence,
@@ -368,8 +368,7 @@ macro_rules! on_gpu {
             fn models_decode_as_on_the_cpu() {
                 let Some(device) = $device() else { return };
                 let (config, cpu) = (config(), Default::default());
-                let model = config.init::<Flex>(VOCAB, &cpu).unwrap();
-                force(&model);
+                let model = drawn_by(1, config.init::<Flex>(VOCAB, &cpu).unwrap());
                 let mut weights = Weights::default();
                 model.visit(&mut weights);
                 let there = config.init::<$backend>(VOCAB, &device).unwrap().map(&mut weights);

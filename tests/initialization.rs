@@ -4,8 +4,8 @@
 use crate::layers::{B, Weights};
 use linattn::nn::{LanguageModelConfig, force};
 
-/// Shares that a sample of thousands of numbers may be off by.
-const SPREAD: f64 = 0.08;
+/// Standard errors that a sample's deviation may be off by: one sample in 500 million is.
+const STANDARD_ERRORS: f64 = 6.0;
 
 /// Weights of a fresh model, by path.
 struct Fresh(Weights);
@@ -36,16 +36,22 @@ impl Fresh {
     /// Uniform within `bound`.
     #[track_caller]
     fn uniform(&self, end: &str, bound: f64) {
-        let (deviation, most) = (deviation(&self.all(end)), largest(&self.all(end)));
-        assert!(most <= bound * 1.000_001 && most > bound * 0.97, "{end}: {most} of {bound}");
-        assert_near(end, deviation, bound / 3f64.sqrt());
+        let numbers = self.all(end);
+        let (count, most) = (numbers.len() as f64, largest(&numbers));
+        assert!(count >= 256.0, "{end}: {count} numbers say little");
+        // All of n numbers are below this with probability e^-20.
+        let least = bound * (1.0 - 20.0 / count);
+        assert!(most <= bound * 1.000_001 && most > least, "{end}: {most} of {bound}");
+        assert_near(end, &numbers, bound / 3f64.sqrt());
     }
 
     /// Normal, of that standard deviation.
     #[track_caller]
     fn normal(&self, end: &str, wanted: f64) {
         let numbers = self.all(end);
-        assert_near(end, deviation(&numbers), wanted);
+        assert!(numbers.len() >= 512, "{end}: {} numbers say little", numbers.len());
+        assert_near(end, &numbers, wanted);
+        // None of 512 is above this with probability 5e-7.
         assert!(largest(&numbers) > 2.2 * wanted, "{end} has tails");
     }
 
@@ -87,8 +93,12 @@ fn largest(numbers: &[f64]) -> f64 {
 }
 
 #[track_caller]
-fn assert_near(what: &str, got: f64, wanted: f64) {
-    assert!((got / wanted - 1.0).abs() < SPREAD, "{what}: deviation {got}, not {wanted}");
+fn assert_near(what: &str, numbers: &[f64], wanted: f64) {
+    // A normal sample's; a uniform one's is smaller.
+    let standard_error = (2.0 * numbers.len() as f64).powf(-0.5);
+    let got = deviation(numbers);
+    let is_near = (got / wanted - 1.0).abs() < STANDARD_ERRORS * standard_error;
+    assert!(is_near, "{what}: deviation {got}, not {wanted}");
 }
 
 #[test]

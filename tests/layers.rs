@@ -58,7 +58,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "mamba2 = { d_state = 7, head_width = 12, groups = 2, conv_size = 2 }",
     "mamba2 = { d_state = 6, head_width = 8, groups = 2, group_norm = true }",
     "mamba2 = { d_state = 5, head_width = 8, conv_size = 1 }",
-    "mamba2 = { d_state = 4, head_width = 6, heads = 6, groups = 3, group_norm = true, step_min = 0.02 }",
+    "mamba2 = { d_state = 4, head_width = 6, heads = 6, groups = 3, group_norm = true, step_min = 0.002 }",
     "mamba2 = { d_state = 6, head_width = 8, rope = true }",
     "mamba3 = { d_state = 10, head_width = 8 }",
     "mamba3 = { d_state = 6, head_width = 12, groups = 2, rope_fraction = 1.0, output_norm = true, norm_eps = 1e-3 }",

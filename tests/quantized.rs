@@ -3,10 +3,11 @@
 
 use crate::call::download;
 use crate::desk::Desk;
+use crate::support::drawn_by;
 use burn::backend::Flex;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Int, Tensor, TensorData};
-use linattn::nn::{LanguageModel, LanguageModelConfig, force};
+use linattn::nn::{LanguageModel, LanguageModelConfig};
 use linattn::ops::{GROUP, QuantizedMatrix, WeightBits, quantized_linear};
 use linattn_oracle::{Rng, assert_close};
 use linattn_trainer::{StoredModel, Which};
@@ -150,8 +151,7 @@ fn a_quantized_model_is_the_model_of_its_rounded_weights() {
         );
         let config: LanguageModelConfig = toml::from_str(&text).unwrap();
         for bits in BITS {
-            let model: LanguageModel<B> = config.init(50, &device).unwrap();
-            force::<B, _>(&model);
+            let model: LanguageModel<B> = drawn_by(1, config.init(50, &device).unwrap());
             let mut rounded = Rounded { bits, place: vec![], changed: 0 };
             let want = model.clone().map(&mut rounded);
             assert!(rounded.changed >= 5, "{mixer}: {} weights", rounded.changed);

@@ -1,9 +1,8 @@
 //! Parts that several tests need.
 
-#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
-use burn::module::{ModuleMapper, ModuleVisitor, Param};
-#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
+use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
+use linattn_oracle::Rng;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,13 +18,40 @@ pub fn alone() -> MutexGuard<'static, ()> {
     GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Draws weights anew: normal, of the mean and deviation that they have.
+struct DrawnBy(Rng);
+
+impl<B: Backend> ModuleMapper<B> for DrawnBy {
+    fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
+        param.map(|old| {
+            let fresh: Vec<f64> = old.to_data().iter().collect();
+            let mean = fresh.iter().sum::<f64>() / fresh.len() as f64;
+            let squares = fresh.iter().map(|x| (x - mean).powi(2)).sum::<f64>();
+            let deviation = (squares / fresh.len() as f64).sqrt();
+            if deviation == 0.0 {
+                return old;
+            }
+            let drawn: Vec<f64> =
+                fresh.iter().map(|_| mean + deviation * self.0.normal()).collect();
+            let drawn = TensorData::new(drawn, old.dims());
+            Tensor::from_data(drawn, (&old.device(), old.dtype())).require_grad()
+        })
+    }
+}
+
+/// `module` with weights that are the same in each run, for tests that a few weights in a thousand would fail:
+/// Burn's generator serves all threads of the process, so that no seed of it fixes what one test draws.
+pub fn drawn_by<B: Backend, M: Module<B>>(seed: u64, module: M) -> M {
+    module.map(&mut DrawnBy(Rng::new(seed)))
+}
+
 /// Weights of a model, first to last: taken from one by a visit, given to another by a map.
 #[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
 #[derive(Clone, Default)]
 pub struct Weights(std::collections::VecDeque<TensorData>);
 
 #[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
-impl<B: Backend> ModuleVisitor<B> for Weights {
+impl<B: Backend> burn::module::ModuleVisitor<B> for Weights {
     fn visit_float<const R: usize>(&mut self, param: &Param<Tensor<B, R>>) {
         self.0.push_back(param.val().into_data());
     }
