@@ -1,9 +1,10 @@
-//! A call of a recurrence on a device, from the oracle's inputs. `examples/fuzz.rs` includes this file too.
+//! A call of a recurrence on a device, from the oracle's inputs. `examples/fuzz` includes this file too.
 
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
 use linattn::ops::{
     self, DeltaRuleInputs, LinearAttentionBackend, LinearAttentionInputs, LowRankInputs, OpResult,
+    SequenceLengths,
 };
 use linattn_oracle::{Decay, Dims, Inputs, Read, Transition};
 
@@ -50,7 +51,11 @@ impl<B: Backend> Call<B> {
         let wide = [batch, tokens, heads, key_width];
         let rows = |values: &[f64]| upload::<B, 4>(values, wide, rest, device);
         let keys = [batch, tokens, key_heads, key_width];
-        let state = [batch, heads, key_width, value_width];
+        let state = |values: &[f64]| {
+            // Of sequences in one row there are more than rows.
+            let sequences = values.len() / (heads * key_width * value_width);
+            upload(values, [sequences, heads, key_width, value_width], rest, device)
+        };
         let read = match x.read {
             Read::After => ops::Read::After,
             Read::Before => ops::Read::Before,
@@ -70,7 +75,7 @@ impl<B: Backend> Call<B> {
                 }
                 Transition::LowRank { a, b } => Rule::LowRank { a: rows(a), b: rows(b) },
             },
-            state: x.state.as_ref().map(|values| upload(values, state, rest, device)),
+            state: x.state.as_deref().map(state),
         }
     }
 
@@ -95,15 +100,34 @@ impl<B: Backend> Call<B> {
 impl<B: LinearAttentionBackend> Call<B> {
     /// Over the whole sequence.
     pub fn run(self) -> OpResult<B> {
+        self.run_sequences(None)
+    }
+
+    /// Over whole sequences: a batch of one length, or one row of several.
+    pub fn run_sequences(self, lengths: Option<&SequenceLengths>) -> OpResult<B> {
         let Self { q, k, v, g, rule, state } = self;
         match rule {
             Rule::LinearAttention { read } => {
-                ops::linear_attention(LinearAttentionInputs { q, k, v, g, read }, state)
+                let x = LinearAttentionInputs { q, k, v, g, read };
+                match lengths {
+                    Some(lengths) => ops::linear_attention_varlen(x, lengths, state),
+                    None => ops::linear_attention(x, state),
+                }
             }
             Rule::Delta { beta, erase, read } => {
-                ops::delta_rule(DeltaRuleInputs { q, k, v, beta, erase, g, read }, state)
+                let x = DeltaRuleInputs { q, k, v, beta, erase, g, read };
+                match lengths {
+                    Some(lengths) => ops::delta_rule_varlen(x, lengths, state),
+                    None => ops::delta_rule(x, state),
+                }
             }
-            Rule::LowRank { a, b } => ops::low_rank(LowRankInputs { q, k, v, a, b, g }, state),
+            Rule::LowRank { a, b } => {
+                let x = LowRankInputs { q, k, v, a, b, g };
+                match lengths {
+                    Some(lengths) => ops::low_rank_varlen(x, lengths, state),
+                    None => ops::low_rank(x, state),
+                }
+            }
         }
     }
 
