@@ -27,6 +27,19 @@ pub use burn::backend::{Rocm, rocm::RocmDevice};
 pub use burn::backend::{Wgpu, wgpu::WgpuDevice};
 use burn::tensor::backend::AutodiffBackend;
 
+/// Runs `run` on one of `threads` threads that work at the same time, each on its own part of a batch. Where they keep
+/// every core busy, `Flex` does each operation on the thread that asks for it. Results are the
+/// same to the bit.
+pub fn one_of_threads<T>(threads: usize, run: impl FnOnce() -> T) -> T {
+    #[cfg(feature = "cpu")]
+    return crate::ops::one_of_threads(threads, run);
+    #[cfg(not(feature = "cpu"))]
+    {
+        let _as_they_are = threads;
+        run()
+    }
+}
+
 /// The one bound that training code carries: operations with gradients, and without them on the backend
 /// inside.
 pub trait TrainBackend:

@@ -5,7 +5,7 @@ use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::backend::Backend;
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData, Transaction};
 use burn_train::{InferenceStep, ItemLazy, TrainOutput, TrainStep};
-use linattn::backend::TrainBackend;
+use linattn::backend::{TrainBackend, one_of_threads};
 use linattn::nn::{LanguageModel, LanguageModelState};
 use linattn::ops::LinearAttentionBackend;
 use linattn_tasks::Batch;
@@ -233,7 +233,10 @@ pub fn gradients<B: TrainBackend>(
                 let threads: Vec<_> = devices
                     .iter()
                     .zip(round)
-                    .map(|(device, part)| scope.spawn(move || run(device, part, Some(others))))
+                    .map(|(device, part)| {
+                        let work = move || run(device, part, Some(others));
+                        scope.spawn(move || one_of_threads(round.len(), work))
+                    })
                     .collect();
                 let join = |thread: std::thread::ScopedJoinHandle<_>| {
                     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

@@ -43,6 +43,8 @@ mod scan;
 mod tensors;
 
 pub use backend::{LinearAttentionBackend, Path};
+#[cfg(feature = "cpu")]
+pub(crate) use cpu::one_of_threads;
 pub use error::OpError;
 pub(crate) use fused::{
     Activation, Column, ColumnKind, ConvSplit, HeadNorm, LOWEST, LinearLayer, MOST_PACKED, Measure,

@@ -8,7 +8,7 @@ use super::linear::sum_of_rows;
 use super::parallel::for_each;
 use super::product::Matrix;
 use super::real::{Job, Machine, Real, add, dispatch, dot};
-use super::shared::{RowsMut, Shared};
+use super::shared::{Fresh, RowsMut, Shared};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
 use crate::ops::SequenceLengths;
 use crate::ops::fused::{Activation, Column, ColumnKind, ConvSplit, HeadNorm};
@@ -278,8 +278,8 @@ fn conv_split_of<R: Number>(x: Split, keep: bool) -> Pass<Flex> {
     let given = Given::<R>::new(&x);
     let sizes = given.sizes;
     let rows = sizes.batch * sizes.tokens;
-    let mut outputs: Vec<Vec<R>> = x.columns.iter().map(|c| zeros(rows * c.width)).collect();
-    let shared: Vec<_> = outputs.iter_mut().map(|y| Shared::new(y)).collect();
+    let mut outputs: Vec<Fresh<R>> = x.columns.iter().map(|c| Fresh::new(rows * c.width)).collect();
+    let shared: Vec<_> = outputs.iter_mut().map(Fresh::shared).collect();
     let units = sizes.units(x.lengths.as_ref());
     for_each(units.len(), 16 * TOKENS.min(sizes.tokens) * sizes.packed, |n| {
         let unit = units[n];
@@ -292,7 +292,7 @@ fn conv_split_of<R: Number>(x: Split, keep: bool) -> Pass<Flex> {
     });
     let shape = |width| [sizes.batch, sizes.tokens, width];
     let columns = outputs.into_iter().zip(&x.columns);
-    let outputs = columns.map(|(y, column)| tensor(y, shape(column.width))).collect();
+    let outputs = columns.map(|(y, column)| tensor(y.filled(), shape(column.width))).collect();
     let backward = keep.then(|| -> BackwardPass<Flex> {
         Box::new(move |gradients, _| {
             let gradients: Vec<_> = gradients.into_iter().map(|d| d.map(contiguous)).collect();
@@ -471,11 +471,11 @@ fn conv_split_backward<R: Number>(
     let units = sizes.units(x.lengths.as_ref());
     let some = units.len().div_ceil(SLICES).max(1);
     let slices = units.len().div_ceil(some);
-    let mut d_x = zeros::<R>(given.x.len());
+    let mut d_x = Fresh::<R>::new(given.x.len());
     let mut d_tail = given.tail.map(|tail| zeros::<R>(tail.len()));
-    let mut sums = zeros::<R>(slices * width);
+    let mut sums = Fresh::<R>::new(slices * width);
     let to_tail = d_tail.as_mut().map(|d| Shared::new(d));
-    let (to_x, to_sums) = (Shared::new(&mut d_x), Shared::new(&mut sums));
+    let (to_x, to_sums) = (d_x.shared(), sums.shared());
     for_each(slices, 32 * some * TOKENS.min(tokens) * packed, |slice| {
         // SAFETY: every slice has sums of its own.
         #[allow(unsafe_code)]
@@ -496,8 +496,8 @@ fn conv_split_backward<R: Number>(
             dispatch(Backward { given, unit, d_outputs: &d_outputs, d_x, d_tail, sums });
         }
     });
-    let sums = sum_of_rows(Matrix::new(&sums, [slices, width]));
-    let mut found = vec![Some(tensor(d_x, x.x.shape()))];
+    let sums = sum_of_rows(Matrix::new(&sums.filled(), [slices, width]));
+    let mut found = vec![Some(tensor(d_x.filled(), x.x.shape()))];
     let mut from = 0;
     let mut part = |like: &Option<FlexTensor>| {
         let like = like.as_ref()?;

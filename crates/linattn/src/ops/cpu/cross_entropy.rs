@@ -5,9 +5,9 @@ use super::linear::sum_of_rows;
 use super::parallel::for_each;
 use super::product::{Matrix, Put, product_here};
 use super::real::{Job, LANES, Machine, Real, add, dispatch, sum};
-use super::shared::Shared;
+use super::shared::Fresh;
 use super::tensors::{
-    Number, contiguous, indices, matrix, maybe, one_type, slice, strided, tensor, typed, zeros,
+    Number, contiguous, indices, matrix, maybe, one_type, slice, strided, tensor, typed,
 };
 use crate::ops::fused::LinearCrossEntropy;
 use crate::ops::pass::Pass;
@@ -150,11 +150,11 @@ fn cross_entropy_of<R: Number>(x: &Loss, target: &[usize], keep: bool) -> Pass<F
     let kept = |numbers: usize| if keep { numbers } else { 0 };
     let of_bias = x.bias.as_ref().map_or(0, |_| vocab);
     let of_weight = if x.frozen { 0 } else { kept(vocab * width) };
-    let mut losses = zeros::<R>(slices);
-    let mut d_hidden = zeros::<R>(kept(count * width));
-    let mut d_weight = zeros::<R>(slices * of_weight);
-    let mut d_bias = zeros::<R>(slices * of_bias);
-    let to = [&mut losses, &mut d_hidden, &mut d_weight, &mut d_bias].map(|x| Shared::new(x));
+    let mut losses = Fresh::<R>::new(slices);
+    let mut d_hidden = Fresh::<R>::new(kept(count * width));
+    let mut d_weight = Fresh::<R>::new(slices * of_weight);
+    let mut d_bias = Fresh::<R>::new(slices * of_bias);
+    let to = [&mut losses, &mut d_hidden, &mut d_weight, &mut d_bias].map(Fresh::shared);
     for_each(slices, some * vocab * width, |i| {
         let (first, end) = (i * some, ((i + 1) * some).min(count));
         let row = |i: usize, width: usize| (i * width, [1, width, width]);
@@ -172,14 +172,14 @@ fn cross_entropy_of<R: Number>(x: &Loss, target: &[usize], keep: bool) -> Pass<F
         let [loss, d_hidden, d_weight, d_bias] = rows.each_mut().map(|rows| rows.at(0));
         given.slice([first, end], Found { loss: &mut loss[0], d_hidden, d_weight, d_bias }, keep);
     });
-    let loss: f64 = losses.iter().map(|loss| loss.wide()).sum();
+    let loss: f64 = losses.filled().iter().map(|loss| loss.wide()).sum();
     let outputs = vec![tensor(vec![R::of(loss * x.scale)], [1])];
     if !keep {
         return Pass { outputs, backward: None };
     }
-    let over_slices = |d: Vec<R>, width: usize| match slices {
-        1 => d,
-        _ => sum_of_rows(Matrix::new(&d, [slices, width])),
+    let over_slices = |d: Fresh<R>, width: usize| match slices {
+        1 => d.filled(),
+        _ => sum_of_rows(Matrix::new(&d.filled(), [slices, width])),
     };
     let d_weight = (!x.frozen).then(|| {
         let d_weight = over_slices(d_weight, vocab * width);
@@ -189,7 +189,7 @@ fn cross_entropy_of<R: Number>(x: &Loss, target: &[usize], keep: bool) -> Pass<F
         };
         tensor(d_weight, x.weight.shape())
     });
-    let mut found = vec![Some(tensor(d_hidden, x.hidden.shape())), d_weight];
+    let mut found = vec![Some(tensor(d_hidden.filled(), x.hidden.shape())), d_weight];
     found
         .extend(x.bias.as_ref().map(|bias| Some(tensor(over_slices(d_bias, vocab), bias.shape()))));
     Pass { outputs, backward: Some(Box::new(move |gradients, _| scaled::<R>(found, gradients))) }

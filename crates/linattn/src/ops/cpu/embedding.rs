@@ -2,8 +2,8 @@
 
 use super::parallel::for_each;
 use super::real::{Real, add};
-use super::shared::Shared;
-use super::tensors::{Number, contiguous, indices, one_type, slice, tensor, typed, zeros};
+use super::shared::Fresh;
+use super::tensors::{Number, contiguous, indices, one_type, slice, tensor, typed};
 use crate::ops::fused::Embedding;
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
@@ -28,8 +28,8 @@ pub(super) fn embedding(e: Embedding<FlexTensor, FlexTensor>, keep: bool) -> Opt
 fn embedding_of<R: Number>(table: FlexTensor, ids: Vec<usize>, keep: bool) -> Pass<Flex> {
     let [count, width] = [table.shape()[0], table.shape()[1]];
     let rows = slice::<R>(&table);
-    let mut y = zeros::<R>(ids.len() * width);
-    let shared = Shared::new(&mut y);
+    let mut y = Fresh::<R>::new(ids.len() * width);
+    let shared = y.shared();
     for_each(ids.len().div_ceil(ROWS), ROWS * width / 2, |i| {
         let ids = &ids[i * ROWS..((i + 1) * ROWS).min(ids.len())];
         // SAFETY: pieces do not overlap.
@@ -39,7 +39,7 @@ fn embedding_of<R: Number>(table: FlexTensor, ids: Vec<usize>, keep: bool) -> Pa
             y.at(j).copy_from_slice(&rows[id * width..(id + 1) * width]);
         }
     });
-    let outputs = vec![tensor(y, [ids.len(), width])];
+    let outputs = vec![tensor(y.filled(), [ids.len(), width])];
     let backward = keep.then(|| -> BackwardPass<Flex> {
         Box::new(move |gradients, _| {
             let d = gradients.into_iter().next().flatten().map(contiguous);
@@ -51,9 +51,9 @@ fn embedding_of<R: Number>(table: FlexTensor, ids: Vec<usize>, keep: bool) -> Pa
 
 /// The gradient of a table: rows of `d` are added up in their order.
 fn gradient<R: Real>(d: &[R], ids: &[usize], [count, width]: [usize; 2]) -> Vec<R> {
-    let mut table = vec![R::ZERO; count * width];
+    let mut table = Fresh::new(count * width);
     let part = count.div_ceil(PARTS).max(1);
-    let shared = Shared::new(&mut table);
+    let shared = table.shared();
     for_each(count.div_ceil(part), ids.len() * (width / PARTS + 1), |n| {
         let (first, some) = (n * part, part.min(count - n * part));
         // SAFETY: parts do not overlap.
@@ -65,5 +65,5 @@ fn gradient<R: Real>(d: &[R], ids: &[usize], [count, width]: [usize; 2]) -> Vec<
             }
         }
     });
-    table
+    table.filled()
 }

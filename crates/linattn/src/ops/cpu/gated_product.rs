@@ -2,8 +2,8 @@
 
 use super::parallel::for_each;
 use super::real::{Job, Machine, Real, dispatch};
-use super::shared::{Rows, RowsMut, Shared};
-use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
+use super::shared::{Fresh, Rows, RowsMut};
+use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed};
 use crate::ops::fused::{Activation, GatedProduct};
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
@@ -157,8 +157,8 @@ fn gated_product_of<R: Number>(p: Product, keep: bool) -> Pass<Flex> {
         let last = shape.num_dims() - 1;
         shape[last] = width;
     }
-    let mut y = zeros::<R>(shape.num_elements());
-    let shared = Shared::new(&mut y);
+    let mut y = Fresh::<R>::new(shape.num_elements());
+    let shared = y.shared();
     let gates = slice::<R>(&p.gate);
     let from = maybe(&p.value).unwrap_or(gates);
     for_each(place.pieces(), 8 * PIECE, |i| {
@@ -169,7 +169,7 @@ fn gated_product_of<R: Number>(p: Product, keep: bool) -> Pass<Flex> {
         let y = unsafe { shared.rows(piece.outputs) };
         dispatch(Forward { activation: p.activation, count: piece.gates.1[0], gate, value, y });
     });
-    let outputs = vec![tensor(y, shape)];
+    let outputs = vec![tensor(y.filled(), shape)];
     let backward = keep.then(|| -> BackwardPass<Flex> {
         Box::new(move |gradients, _| match gradients.into_iter().next().flatten() {
             Some(d_y) => gated_product_backward::<R>(&p, &contiguous(d_y)),
@@ -188,8 +188,9 @@ fn gated_product_backward<R: Number>(p: &Product, d_y: &FlexTensor) -> Vec<Optio
     let (gates, d_y) = (slice::<R>(&p.gate), slice::<R>(d_y));
     let own = maybe(&p.value);
     let from = own.unwrap_or(gates);
-    let (mut d_gate, mut d_value) = (zeros::<R>(gates.len()), zeros(own.map_or(0, <[R]>::len)));
-    let (first, second) = (Shared::new(&mut d_gate), Shared::new(&mut d_value));
+    let (mut d_gate, mut d_value) =
+        (Fresh::<R>::new(gates.len()), Fresh::new(own.map_or(0, <[R]>::len)));
+    let (first, second) = (d_gate.shared(), d_value.shared());
     for_each(place.pieces(), 12 * PIECE, |i| {
         let piece = place.piece(i);
         let of_values = values(place, piece.gates);
@@ -210,7 +211,7 @@ fn gated_product_backward<R: Number>(p: &Product, d_y: &FlexTensor) -> Vec<Optio
             d_value,
         });
     });
-    let d_gate = tensor(d_gate, p.gate.shape());
-    let d_value = p.value.as_ref().map(|value| tensor(d_value, value.shape()));
+    let d_gate = tensor(d_gate.filled(), p.gate.shape());
+    let d_value = p.value.as_ref().map(|value| tensor(d_value.filled(), value.shape()));
     std::iter::once(d_gate).chain(d_value).map(Some).collect()
 }

@@ -1,11 +1,9 @@
 //! Linear layers.
 
 use super::one_row::one_row;
-use super::product::{Matrix, Put, product, sum_of_products, sum_of_slices};
+use super::product::{Matrix, product, sum_of_products, sum_of_slices};
 use super::real::{Job, Machine, Real, add, dispatch};
-use super::tensors::{
-    Number, contiguous, matrix, maybe, one_type, slice, strided, tensor, typed, zeros,
-};
+use super::tensors::{Number, contiguous, matrix, maybe, one_type, slice, strided, tensor, typed};
 use crate::ops::fused::LinearLayer;
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
@@ -29,18 +27,10 @@ fn linear_of<R: Number>(l: Layer, keep: bool) -> Pass<Flex> {
     let [from, to] = weight.size();
     let x = slice::<R>(&l.x);
     let rows = x.len().checked_div(from).unwrap_or(0);
-    let mut y = zeros::<R>(rows * to);
-    let put = match maybe(&l.bias) {
-        Some(bias) => {
-            y.chunks_exact_mut(to.max(1)).for_each(|row| row.copy_from_slice(bias));
-            Put::OnTop
-        }
-        None => Put::Instead,
-    };
+    let bias = maybe(&l.bias);
     // Bits of what is learnt are those of the general product.
-    if keep || rows != 1 || !one_row(&mut y, x, weight) {
-        product(&mut y, Matrix::new(x, [rows, from]), weight, put);
-    }
+    let alone = (!keep && rows == 1).then(|| one_row(bias, x, weight)).flatten();
+    let y = alone.unwrap_or_else(|| product(Matrix::new(x, [rows, from]), weight, bias));
     let mut shape = l.x.shape();
     let last = shape.num_dims() - 1;
     shape[last] = to;
@@ -65,8 +55,7 @@ fn linear_backward<R: Number>(
     let rows = x.len().checked_div(from).unwrap_or(0);
     let (x, d_y) = (Matrix::new(x, [rows, from]), Matrix::new(d_y, [rows, to]));
     let d_x = || {
-        let mut d_x = zeros::<R>(rows * from);
-        product(&mut d_x, d_y, weight.transposed(), Put::Instead);
+        let d_x = product(d_y, weight.transposed(), None);
         tensor(d_x, l.x.shape())
     };
     let d_weight = || tensor(sum_of_products(x, d_y), [from, to]);

@@ -1,7 +1,8 @@
 //! The recurrences with a matrix for a state on Flex's tensors.
 
 use super::recurrence::{self, Given, Outputs};
-use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
+use super::shared::Fresh;
+use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed};
 use crate::ops::recurrence::{Forward, Recurrence, Saved};
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::FlexTensor;
@@ -20,15 +21,20 @@ pub(super) fn forward(x: &Tensors, keep: bool) -> Option<Forward<FlexTensor>> {
 
 fn forward_of<R: Number>(x: Tensors, keep: bool) -> Forward<FlexTensor> {
     let dims = x.dims();
-    let (mut o, mut last) = (zeros::<R>(x.v.shape().num_elements()), zeros(dims.states()));
+    let (mut o, mut last) =
+        (Fresh::<R>::new(x.v.shape().num_elements()), Fresh::new(dims.states()));
     let states = recurrence::kept(&x, dims);
-    let mut kept = keep.then(|| zeros(states));
-    let found = Outputs { o: &mut o, last: &mut last, kept: kept.as_deref_mut() };
+    let mut kept = keep.then(|| Fresh::new(states));
+    let found = Outputs {
+        o: o.shared(),
+        last: last.shared(),
+        kept: kept.as_mut().map(|kept| kept.shared()),
+    };
     recurrence::forward(x.as_ref().map(slice), dims, found);
-    let kept = kept.map(|kept| tensor(kept, [states]));
+    let kept = kept.map(|kept| tensor(kept.filled(), [states]));
     Forward {
-        o: tensor(o, dims.values_shape()),
-        state: tensor(last, dims.state_shape()),
+        o: tensor(o.filled(), dims.values_shape()),
+        state: tensor(last.filled(), dims.state_shape()),
         saved: Saved::from(kept.into_iter().collect::<Vec<_>>()),
     }
 }
@@ -51,9 +57,9 @@ fn backward_of<R: Number>(
 ) -> Tensors {
     let kept = saved.tensors.first().expect("a forward pass that keeps saves its states");
     let given = Given { kept: slice(kept), d_o: maybe(&d_o), d_state: maybe(&d_state) };
-    let new = |x: &FlexTensor| zeros::<R>(x.shape().num_elements());
+    let new = |x: &FlexTensor| Fresh::<R>::new(x.shape().num_elements());
     let (places, mut d) = x.as_ref().map(new).into_list();
-    let into = places.clone().fill(d.iter_mut().map(Vec::as_mut_slice).collect());
+    let into = places.clone().fill(d.iter_mut().map(Fresh::shared).collect());
     recurrence::backward(x.as_ref().map(slice), x.dims(), given, into);
-    x.zip(places.fill(d)).map(|(x, d)| tensor(d, x.shape()))
+    x.zip(places.fill(d)).map(|(x, d)| tensor(d.filled(), x.shape()))
 }

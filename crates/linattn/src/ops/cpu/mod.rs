@@ -26,6 +26,8 @@ mod tensors;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use parallel::one_of_threads;
+
 use super::backend::LinearAttentionBackend;
 use super::fused::{
     self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,

@@ -5,8 +5,8 @@ use super::linear::sum_of_rows;
 use super::parallel::for_each;
 use super::product::Matrix;
 use super::real::{Job, Machine, Real, add, dispatch, dot, sum};
-use super::shared::{Rows, RowsMut, Shared};
-use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
+use super::shared::{Fresh, Rows, RowsMut};
+use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed};
 use crate::ops::fused::{Activation, Measure, Normalization};
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
@@ -189,9 +189,9 @@ fn pieces(n: &Norm) -> [usize; 3] {
 fn normalize_of<R: Number>(n: Norm, keep: bool) -> Pass<Flex> {
     let (width, [rows, some, pieces]) = (width(&n), pieces(&n));
     let shape = n.x.shape();
-    let mut y = zeros::<R>(shape.num_elements());
-    let mut h = n.residual.as_ref().map(|_| zeros::<R>(shape.num_elements()));
-    let (to_y, to_h) = (Shared::new(&mut y), h.as_mut().map(|h| Shared::new(h)));
+    let mut y = Fresh::<R>::new(shape.num_elements());
+    let mut h = n.residual.as_ref().map(|_| Fresh::<R>::new(shape.num_elements()));
+    let (to_y, to_h) = (y.shared(), h.as_mut().map(Fresh::shared));
     for_each(pieces, 16 * some * width, |i| {
         let (first, count) = (i * some, some.min(rows - i * some));
         let place = (first * width, [count, width, width]);
@@ -200,8 +200,8 @@ fn normalize_of<R: Number>(n: Norm, keep: bool) -> Pass<Flex> {
         let (y, h) = unsafe { (to_y.rows(place), to_h.as_ref().map(|h| h.rows(place))) };
         dispatch(Forward { given: Given::new(&n, first, count), y, h, width });
     });
-    let h = h.map(|h| tensor(h, shape.clone()));
-    let outputs = std::iter::once(tensor(y, shape)).chain(h.clone()).collect();
+    let h = h.map(|h| tensor(h.filled(), shape.clone()));
+    let outputs = std::iter::once(tensor(y.filled(), shape)).chain(h.clone()).collect();
     let backward = keep.then(|| -> BackwardPass<Flex> {
         // From here on the rows are their sum with the residual.
         let has_residual = h.is_some();
@@ -312,11 +312,11 @@ fn normalize_backward<R: Number>(
 ) -> Vec<Option<FlexTensor>> {
     let (width, [rows, some, pieces]) = (width(n), pieces(n));
     let shape = n.x.shape();
-    let mut d_x = zeros::<R>(shape.num_elements());
-    let mut d_gate = n.gate.as_ref().map(|_| zeros::<R>(shape.num_elements()));
-    let [mut d_weight, mut d_bias] = [(); 2].map(|()| zeros::<R>(pieces * width));
-    let to_gate = d_gate.as_mut().map(|d| Shared::new(d));
-    let to = [&mut d_x, &mut d_weight, &mut d_bias].map(|d| Shared::new(d));
+    let mut d_x = Fresh::<R>::new(shape.num_elements());
+    let mut d_gate = n.gate.as_ref().map(|_| Fresh::<R>::new(shape.num_elements()));
+    let [mut d_weight, mut d_bias] = [(); 2].map(|()| Fresh::<R>::new(pieces * width));
+    let to_gate = d_gate.as_mut().map(Fresh::shared);
+    let to = [&mut d_x, &mut d_weight, &mut d_bias].map(Fresh::shared);
     let [d_y, d_h] = [&d_y, &d_h].map(maybe::<R>);
     for_each(pieces, 24 * some * width, |i| {
         let (first, count) = (i * some, some.min(rows - i * some));
@@ -332,12 +332,15 @@ fn normalize_backward<R: Number>(
         let (d_y, d_h) = (d_y.map(read), d_h.map(read));
         dispatch(Backward { given, d_y, d_h, d_x, d_gate, d_weight, d_bias, width });
     });
-    let over_pieces = |d: Vec<R>| tensor(sum_of_rows(Matrix::new(&d, [pieces, width])), [width]);
-    let d_x = tensor(d_x, shape.clone());
+    let over_pieces = |d: Fresh<R>| {
+        let sums = d.filled();
+        tensor(sum_of_rows(Matrix::new(&sums, [pieces, width])), [width])
+    };
+    let d_x = tensor(d_x.filled(), shape.clone());
     let mut found = vec![Some(d_x.clone())];
     found.extend(has_residual.then_some(Some(d_x)));
     found.extend(n.weight.as_ref().map(|_| Some(over_pieces(d_weight))));
     found.extend(n.bias.as_ref().map(|_| Some(over_pieces(d_bias))));
-    found.extend(d_gate.map(|d| Some(tensor(d, shape))));
+    found.extend(d_gate.map(|d| Some(tensor(d.filled(), shape))));
     found
 }

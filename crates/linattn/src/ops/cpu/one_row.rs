@@ -12,9 +12,14 @@ const DOTS: usize = 64;
 /// Rows that are added together.
 const ROWS: usize = 4;
 
-/// `y += x W`; false, and nothing done, where the matrix lies in neither order.
-pub(super) fn one_row<R: Real>(y: &mut [R], x: &[R], weight: Matrix<'_, R>) -> bool {
+/// `x W + b`; nothing where the matrix lies in neither order.
+pub(super) fn one_row<R: Real>(
+    bias: Option<&[R]>,
+    x: &[R],
+    weight: Matrix<'_, R>,
+) -> Option<Vec<R>> {
     let across = weight.transposed();
+    let mut y = bias.map_or_else(|| vec![R::ZERO; weight.size()[1]], <[R]>::to_vec);
     if weight.lies_by_rows() {
         y.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, y)| {
             let weight = weight.columns(i * COLUMNS, y.len());
@@ -26,9 +31,9 @@ pub(super) fn one_row<R: Real>(y: &mut [R], x: &[R], weight: Matrix<'_, R>) -> b
             dispatch(Dots { x, columns, y });
         });
     } else {
-        return false;
+        return None;
     }
-    true
+    Some(y)
 }
 
 /// Rows of the matrix, each times a number.

@@ -2,8 +2,8 @@
 
 use super::parallel::for_each;
 use super::real::{Job, Machine, Real, dispatch, dot};
-use super::shared::Shared;
-use super::tensors::{Number, contiguous, one_type, slice, tensor, typed, zeros};
+use super::shared::Fresh;
+use super::tensors::{Number, contiguous, one_type, slice, tensor, typed};
 use crate::ops::fused::{AdamW, AdamWStep, Clip, Moments};
 use burn::tensor::TensorMetadata;
 use burn_flex::FlexTensor;
@@ -137,9 +137,9 @@ fn adamw_step_of<R: Number>(
         .collect();
     let time = |step: &Step| step.moments.as_ref().map_or(1, |moments| moments.time + 1);
     let count = |step: &Step| step.parameter.shape().num_elements();
-    let mut found: Vec<[Vec<R>; 3]> =
-        steps.iter().map(|step| [(); 3].map(|()| zeros(count(step)))).collect();
-    let shared: Vec<_> = found.iter_mut().map(|x| x.each_mut().map(|x| Shared::new(x))).collect();
+    let mut found: Vec<[Fresh<R>; 3]> =
+        steps.iter().map(|step| [(); 3].map(|()| Fresh::new(count(step)))).collect();
+    let shared: Vec<_> = found.iter_mut().map(|x| x.each_mut().map(Fresh::shared)).collect();
     let pieces: Vec<(usize, usize)> = steps
         .iter()
         .enumerate()
@@ -165,9 +165,8 @@ fn adamw_step_of<R: Number>(
         });
     });
     let all = found.into_iter().zip(steps);
-    let one = |([next, first, second], step): ([Vec<R>; 3], &Step)| {
-        let [next, first, second] =
-            [next, first, second].map(|x| tensor(x, step.parameter.shape()));
+    let one = |(found, step): ([Fresh<R>; 3], &Step)| {
+        let [next, first, second] = found.map(|x| tensor(x.filled(), step.parameter.shape()));
         (next, Moments { first, second, time: time(step) })
     };
     all.map(one).collect()
@@ -192,14 +191,14 @@ impl<R: Real> Job for Squares<'_, R> {
 fn global_norm_of<R: Number>(gradients: &[FlexTensor]) -> FlexTensor {
     let rows: Vec<_> = gradients.iter().map(|x| contiguous(x.clone())).collect();
     let pieces: Vec<&[R]> = rows.iter().flat_map(|x| slice::<R>(x).chunks(PIECE)).collect();
-    let mut sums = zeros::<R>(pieces.len());
-    let shared = Shared::new(&mut sums);
+    let mut sums = Fresh::<R>::new(pieces.len());
+    let shared = sums.shared();
     for_each(pieces.len(), PIECE / 4, |n| {
         // SAFETY: every piece has a sum of its own.
         #[allow(unsafe_code)]
         let mut sum = unsafe { shared.rows((n, [1, 1, 1])) };
         sum.at(0)[0] = dispatch(Squares(pieces[n]));
     });
-    let sum: f64 = sums.iter().map(|sum| sum.wide()).sum();
+    let sum: f64 = sums.filled().iter().map(|sum| sum.wide()).sum();
     tensor(vec![R::of(sum.sqrt())], [1])
 }

@@ -2,7 +2,7 @@
 
 use super::parallel::for_each;
 use super::real::Real;
-use super::shared::Shared;
+use super::shared::{Fresh, Shared};
 
 /// Rows and columns of a piece of a result.
 const PIECE: [usize; 2] = [128, 1024];
@@ -139,26 +139,31 @@ pub(super) fn product_here<R: Real>(to: &mut [R], x: Matrix<'_, R>, y: Matrix<'_
     }
 }
 
-/// `to = x y`, or `to += x y`, on all threads.
+/// `x y`, and a bias added to every row, on all threads.
 /// # Panics
 /// If sizes do not go together.
-pub(super) fn product<R: Real>(to: &mut [R], x: Matrix<'_, R>, y: Matrix<'_, R>, put: Put) {
+pub(super) fn product<R: Real>(x: Matrix<'_, R>, y: Matrix<'_, R>, bias: Option<&[R]>) -> Vec<R> {
     let ([rows, terms], columns) = (x.size, y.size[1]);
-    assert_eq!(to.len(), rows * columns, "rows of x times columns of y");
     let pieces = [rows.div_ceil(PIECE[0]), columns.div_ceil(PIECE[1])];
     let work = PIECE[0].min(rows) * PIECE[1].min(columns) * terms / 8;
-    let shared = Shared::new(to);
+    let put = if bias.is_some() { Put::OnTop } else { Put::Instead };
+    let mut found = Fresh::new(rows * columns);
+    let shared = found.shared();
     for_each(pieces[0] * pieces[1], work, |n| {
         let (row, column) = (n / pieces[1] * PIECE[0], n % pieces[1] * PIECE[1]);
         let (height, width) = (PIECE[0].min(rows - row), PIECE[1].min(columns - column));
         let (x, y) = (x.rows(row, height), y.columns(column, width));
-        // SAFETY: `to` has a row for every row of `x`, each as wide as `y`; pieces do not overlap.
+        // SAFETY: there is a row for every row of `x`, each as wide as `y`; pieces do not overlap.
         #[allow(unsafe_code)]
         unsafe {
-            let first = shared.rows((row * columns + column, [height, columns, width])).start();
-            multiply(Target { first, stride: columns }, x, y, put);
+            let mut to = shared.rows((row * columns + column, [height, columns, width]));
+            if let Some(bias) = bias {
+                (0..height).for_each(|i| to.at(i).copy_from_slice(&bias[column..][..width]));
+            }
+            multiply(Target { first: to.start(), stride: columns }, x, y, put);
         }
     });
+    found.filled()
 }
 
 /// `x^T y`, where both have many rows: sums over slices of them, added up in order.
@@ -182,14 +187,15 @@ pub(super) fn sum_of_slices<R: Real>(
     work: usize,
     fill: impl Fn(usize, &mut [R]) + Send + Sync,
 ) -> Vec<R> {
-    let mut parts = vec![R::ZERO; count * width];
-    let shared = Shared::new(&mut parts);
+    let mut parts = Fresh::new(count * width);
+    let shared = parts.shared();
     for_each(count, work, |i| {
         // SAFETY: every slice has a row of its own.
         #[allow(unsafe_code)]
         let mut row = unsafe { shared.rows((i * width, [1, width, width])) };
         fill(i, row.at(0));
     });
+    let parts = parts.filled();
     if count == 1 {
         return parts;
     }

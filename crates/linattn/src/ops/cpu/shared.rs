@@ -1,11 +1,57 @@
 //! A buffer that tasks fill at the same time, each its own rows.
 
+use super::real::Real;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A buffer whose rows are zeros when a task takes them: the thread that fills them next writes them, and no
+/// thread writes all beforehand while others wait.
+pub(super) struct Fresh<R> {
+    numbers: Vec<MaybeUninit<R>>,
+    /// Numbers that tasks have taken.
+    taken: AtomicUsize,
+}
+
+impl<R: Real> Fresh<R> {
+    pub(super) fn new(len: usize) -> Self {
+        let mut numbers = Vec::with_capacity(len);
+        numbers.resize_with(len, MaybeUninit::uninit);
+        Self { numbers, taken: AtomicUsize::new(0) }
+    }
+
+    /// The buffer, to be filled: every row once.
+    pub(super) fn shared(&mut self) -> Shared<'_, R> {
+        Shared {
+            start: self.numbers.as_mut_ptr().cast(),
+            len: self.numbers.len(),
+            taken: Some(&self.taken),
+            buffer: PhantomData,
+        }
+    }
+
+    /// All numbers.
+    /// # Panics
+    /// If tasks did not take every one of them.
+    pub(super) fn filled(self) -> Vec<R> {
+        assert_eq!(self.taken.into_inner(), self.numbers.len(), "tasks fill the whole buffer");
+        let mut numbers = std::mem::ManuallyDrop::new(self.numbers);
+        let (start, len, capacity) = (numbers.as_mut_ptr(), numbers.len(), numbers.capacity());
+        // SAFETY: it is the vector's own memory. As many numbers as there are were taken, none of them twice, as
+        // those who take them promise, and `rows` writes what it gives away.
+        #[allow(unsafe_code)]
+        unsafe {
+            Vec::from_raw_parts(start.cast(), len, capacity)
+        }
+    }
+}
 
 /// A buffer that tasks may fill at the same time.
 pub(super) struct Shared<'a, R> {
     start: *mut R,
     len: usize,
+    /// Of a [`Fresh`] buffer: numbers that were taken.
+    taken: Option<&'a AtomicUsize>,
     buffer: PhantomData<&'a mut [R]>,
 }
 
@@ -17,16 +63,17 @@ unsafe impl<R: Send> Send for Shared<'_, R> {}
 #[allow(unsafe_code)]
 unsafe impl<R: Send> Sync for Shared<'_, R> {}
 
-impl<'a, R> Shared<'a, R> {
+impl<'a, R: Real> Shared<'a, R> {
     pub(super) fn new(buffer: &'a mut [R]) -> Self {
-        Self { start: buffer.as_mut_ptr(), len: buffer.len(), buffer: PhantomData }
+        let (start, len) = (buffer.as_mut_ptr(), buffer.len());
+        Self { start, len, taken: None, buffer: PhantomData }
     }
 
     /// `count` rows of `width` numbers, the first at `first`, the next ones `stride` further each.
     /// # Panics
     /// If they reach beyond the buffer.
     /// # Safety
-    /// No two of the rows that are alive at one time overlap.
+    /// No two of the rows that are alive at one time overlap; of a [`Fresh`] buffer, no two at all.
     #[allow(unsafe_code)]
     pub(super) unsafe fn rows(
         &self,
@@ -34,7 +81,12 @@ impl<'a, R> Shared<'a, R> {
     ) -> RowsMut<'_, R> {
         let end = first + count.saturating_sub(1) * stride + width;
         assert!(count == 0 || end <= self.len, "rows within the buffer");
-        RowsMut { shared: self, first, count, stride, width }
+        let mut rows = RowsMut { shared: self, first, count, stride, width };
+        if let Some(taken) = self.taken {
+            rows.clear();
+            taken.fetch_add(count * width, Ordering::Relaxed);
+        }
+        rows
     }
 }
 
@@ -47,7 +99,23 @@ pub(super) struct RowsMut<'a, R> {
     width: usize,
 }
 
-impl<R> RowsMut<'_, R> {
+impl<R: Real> RowsMut<'_, R> {
+    /// Writes zeros, to memory that may hold nothing yet.
+    fn clear(&mut self) {
+        let (count, width) = match self.stride == self.width {
+            true => (1.min(self.count), self.count * self.width),
+            false => (self.count, self.width),
+        };
+        for i in 0..count {
+            // SAFETY: `rows` has checked that all rows are within the buffer, and its caller that nobody else has
+            // any part of them. Zeros of `Real` are bits of zero.
+            #[allow(unsafe_code)]
+            unsafe {
+                self.shared.start.add(self.first + i * self.stride).write_bytes(0, width);
+            }
+        }
+    }
+
     /// Where the first row begins.
     pub(super) fn start(&mut self) -> *mut R {
         // SAFETY: `rows` has checked that the first row is within the buffer.

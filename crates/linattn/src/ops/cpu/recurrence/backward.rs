@@ -228,12 +228,12 @@ impl<R: Real, U: Rule> Backward<'_, '_, R, U> {
     }
 }
 
-/// The backward pass: adds to `d`, which holds zeros.
+/// The backward pass: adds to `d`, whose rows are zeros when they are taken.
 pub(in crate::ops::cpu) fn backward<R: Real>(
     x: Recurrence<&[R]>,
     dims: Dims,
     given: Given<'_, R>,
-    d: Recurrence<&mut [R]>,
+    d: Recurrence<Shared<'_, R>>,
 ) {
     match x.transition {
         Transition::Identity { read: Read::After } => backward_as::<R, Linear>(x, dims, given, d),
@@ -250,20 +250,27 @@ fn backward_as<R: Real, U: Rule>(
     x: Recurrence<&[R]>,
     s: Dims,
     given: Given<'_, R>,
-    d: Recurrence<&mut [R]>,
+    d: Recurrence<Shared<'_, R>>,
 ) {
     let group = s.heads / s.key_heads;
-    let d = d.map(Shared::new);
     let sequences = sequences(&x, s);
     for_each(s.sequences * s.key_heads, 3 * group * s.work(), |n| {
         let (of, key_head) = (sequences[n / s.key_heads], n % s.key_heads);
+        let mut keys: Option<[RowsMut<'_, R>; 2]> = None;
         for h in key_head * group..(key_head + 1) * group {
-            let places = s.places(&x, of, h);
+            let mut places = s.places(&x, of, h);
             let values = places.v;
-            // SAFETY: rows of key heads are this task's alone, and it takes its heads one by one; all
-            // other rows are one head's alone.
+            if keys.is_some() {
+                // The first head has taken them.
+                (places.q.1[0], places.k.1[0]) = (0, 0);
+            }
+            // SAFETY: rows of key heads are this task's alone, which takes them once; all other rows are one
+            // head's alone.
             #[allow(unsafe_code)]
             let mut rows = d.as_ref().zip(places).map(|(d, place)| unsafe { d.rows(place) });
+            if let Some(keys) = keys.take() {
+                [rows.q, rows.k] = keys;
+            }
             dispatch(Backward {
                 head: Head::new(&x, s, of, h),
                 kept: rows_at(given.kept, s.kept(of, h)),
@@ -272,6 +279,7 @@ fn backward_as<R: Real, U: Rule>(
                 d: &mut rows,
                 rule: PhantomData::<U>,
             });
+            keys = Some([rows.q, rows.k]);
         }
     });
 }

@@ -315,9 +315,9 @@ impl<R: Real, U: Rule> Job for Forward<'_, R, U> {
 /// Where the forward pass puts what it finds: `o`, the last state, and states for the backward pass, as long as
 /// [`kept`] says, where they are wanted.
 pub(super) struct Outputs<'a, R> {
-    pub(super) o: &'a mut [R],
-    pub(super) last: &'a mut [R],
-    pub(super) kept: Option<&'a mut [R]>,
+    pub(super) o: Shared<'a, R>,
+    pub(super) last: Shared<'a, R>,
+    pub(super) kept: Option<Shared<'a, R>>,
 }
 
 /// The forward pass.
@@ -334,7 +334,6 @@ pub(super) fn forward<R: Real>(x: Recurrence<&[R]>, dims: Dims, found: Outputs<'
 
 fn forward_as<R: Real, U: Rule + Send>(x: Recurrence<&[R]>, s: Dims, found: Outputs<'_, R>) {
     let Outputs { o, last, kept } = found;
-    let (o, last, kept) = (Shared::new(o), Shared::new(last), kept.map(Shared::new));
     let sequences = sequences(&x, s);
     for_each(s.sequences * s.heads, s.work(), |n| {
         let (of, h) = (sequences[n / s.heads], n % s.heads);
