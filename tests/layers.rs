@@ -149,7 +149,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "h3 = { head_width = 3, d_state = 6, dt_min = 0.01, dt_max = 0.5 }",
     "ttt = { heads = 2 }",
     "ttt = { heads = 3, mini_batch = 4, base_lr = 0.5, conv_size = 3, output_gate = true, rope_theta = 100.0 }",
-    "ttt = { heads = 2, inner = 'mlp', mini_batch = 5, key_width = 6 }",
+    "ttt = { heads = 2, inner = 'mlp', mini_batch = 5, key_width = 6, output_gate = true }",
     "titans = { heads = 2 }",
     "titans = { heads = 3, key_width = 6, mini_batch = 4, base_lr = 0.5, conv_size = 0, output_gate = false, norm_eps = 1e-3 }",
     "titans = { heads = 2, inner = 'mlp', mini_batch = 5, conv_size = 3 }",

@@ -100,7 +100,7 @@ impl TttConfig {
             ttt_norm_weight: Initializer::Ones.init([keys], device),
             ttt_norm_bias: Initializer::Zeros.init([keys], device),
             post_norm: Norm::new(NormKind::Layer, keys, EPSILON, device),
-            g_proj: self.output_gate.then(|| linear(d_model, d_model, device)),
+            g_proj: self.output_gate.then(|| linear(d_model, keys, device)),
             o_proj: linear(keys, d_model, device).into(),
             heads: self.heads,
             rate: self.base_lr / width as f64,
@@ -115,7 +115,7 @@ impl TttConfig {
         let width = self.resolve(d_model)?;
         let (keys, layers) = (self.heads * width, self.inner.layers(width, width));
         let (weights, inner) = NETWORK.cost(&layers, self.heads, self.mini_batch);
-        let gate = if self.output_gate { d_model } else { 0 };
+        let gate = if self.output_gate { keys } else { 0 };
         let inward = keys * if self.conv_size > 0 { 2 } else { 3 } + self.heads + gate;
         let mut cost = Cost {
             state_bytes: 4 * 2 * weights,
