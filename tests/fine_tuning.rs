@@ -445,6 +445,13 @@ fn adapters_go_to_peft_and_merge_into_the_weights() {
         let name = format!("base_model.model.model.layers.{module}.lora_A.weight");
         assert!(names.contains(&name), "{name} is not in {names:?}");
     }
+    // PEFT's files come back into the weights that they were trained beside.
+    well(&convert(&desk, &["import", "base", "--adapters", "peft", "--out", "runs/back"]));
+    well(&convert(&desk, &["export", "runs/back", "--out", "back"]));
+    let got = matrices(&file("back"));
+    for (name, (numbers, _)) in &want {
+        assert_close(name, numbers, &got[name].0, 1e-6);
+    }
     // As a run: the same figures, and a start for other runs.
     well(&convert(&desk, &["merge", "runs/tiny", "--out", "runs/one"]));
     let test = "task={ language_modelling = { tokenizer = { file = 'runs/qwen/tokenizer.json' }, \
@@ -480,6 +487,47 @@ fn adapters_go_to_peft_and_merge_into_the_weights() {
     }
     let from = desk.run(&["--set", "model.from=runs/tiny", "--set", "name=next"]);
     refused(&from, &["`model.from` names runs/tiny", "convert merge"]);
+}
+
+#[test]
+fn adapters_of_peft_that_are_more_or_fit_nothing_are_refused_by_name() {
+    let desk = desk("");
+    adapted(&desk, "tiny", &[]);
+    well(&convert(&desk, &["export", "runs/qwen", "--out", "base"]));
+    well(&convert(&desk, &["export", "runs/tiny", "--out", "peft", "--adapters"]));
+    let (config, weights) =
+        (desk.path("peft/adapter_config.json"), desk.path("peft/adapter_model.safetensors"));
+    let (text, bytes) = (fs::read_to_string(&config).unwrap(), fs::read(&weights).unwrap());
+    let import = ["import", "base", "--adapters", "peft", "--out", "runs/back"];
+    for (from, to, parts) in [
+        ("\"LORA\"", "\"IA3\"", ["`peft_type` is \"IA3\"", "\"LORA\""]),
+        ("\"use_dora\": false", "\"use_dora\": true", ["`use_dora` is true", "false"]),
+        ("\"bias\": \"none\"", "\"bias\": \"all\"", ["`bias` is \"all\"", "none"]),
+        ("\"alpha_pattern\": {", "\"alpha_pattern\": { \"q.*\": 1.0, ", ["\"q.*\"", "names"]),
+        ("\"lora_alpha\"", "\"alpha\"", ["adapter_config.json", "lora_alpha"]),
+    ] {
+        assert!(text.contains(from), "{from} is not in {text}");
+        fs::write(&config, text.replace(from, to).replace(", }", " }")).unwrap();
+        refused(&convert(&desk, &import), &parts);
+    }
+    fs::write(&config, &text).unwrap();
+    // Names have the same length, so that the header stays right.
+    let renamed = |from: &str, to: &str| {
+        let text = |bytes: &str| bytes.as_bytes().to_vec();
+        let (from, to) = (text(from), text(to));
+        let at = bytes.windows(from.len()).position(|part| part == from).unwrap();
+        let mut bytes = bytes.clone();
+        bytes[at..at + to.len()].copy_from_slice(&to);
+        fs::write(&weights, bytes).unwrap();
+    };
+    renamed("q_proj.lora_A", "x_proj.lora_A");
+    refused(&convert(&desk, &import), &["q_proj.lora_A.weight is missing", "x_proj"]);
+    renamed("lora_A.weight", "lora_M.weight");
+    refused(&convert(&desk, &import), &["lora_M.weight is no low-rank matrix", "NAME.lora_A"]);
+    fs::write(&weights, &bytes[..bytes.len() - 8]).unwrap();
+    refused(&convert(&desk, &import), &["adapter_model.safetensors", "cut off"]);
+    fs::remove_file(&weights).unwrap();
+    refused(&convert(&desk, &import), &["adapter_model.safetensors", "No such file"]);
 }
 
 #[test]

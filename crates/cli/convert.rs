@@ -8,6 +8,7 @@ use burn::module::Module;
 use linattn::ops::LinearAttentionBackend;
 use linattn_checkpoints::{
     CheckpointError, Exported, Imported, Outcome, Precision, export, export_adapters, import,
+    import_with_adapters,
 };
 use linattn_trainer::{
     FolderError, ImportedModel, StoredError, StoredModel, TrainBackend, Which, companions,
@@ -57,6 +58,9 @@ struct MergeArgs {
 struct ImportArgs {
     /// The folder with config.json and model.safetensors, or its parts with their index
     folder: PathBuf,
+    /// A folder of Hugging Face's PEFT with low-rank adapters of that model, to be added to its weights
+    #[arg(long)]
+    adapters: Option<PathBuf>,
     /// The run's folder: runs/NAME
     #[arg(long)]
     out: PathBuf,
@@ -186,7 +190,7 @@ impl Job for &ImportArgs {
 
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
         let Imported { family, config, vocab, model, tokenizer, end_ids, kept, left_out } =
-            import::<B::InnerBackend>(&self.folder, &devices[0])?;
+            self.read::<B::InnerBackend>(&devices[0])?;
         let imported = ImportedModel {
             config: &config,
             tokenizer: tokenizer.as_deref(),
@@ -196,12 +200,25 @@ impl Job for &ImportArgs {
         };
         store_model(&self.out, self.overwrite, &imported, &model)?;
         let text = if tokenizer.is_some() { "with" } else { "without" };
+        let adapters = if self.adapters.is_some() { ", adapters in its weights" } else { "" };
         Ok(format!(
-            "{family}, {} parameters, {vocab} token ids, {text} a tokenizer, into {}{}",
+            "{family}, {} parameters, {vocab} token ids, {text} a tokenizer{adapters}, into {}{}",
             model.num_params(),
             self.out.display(),
             without(&left_out)
         ))
+    }
+}
+
+impl ImportArgs {
+    fn read<B: LinearAttentionBackend>(
+        &self,
+        device: &B::Device,
+    ) -> Result<Imported<B>, CheckpointError> {
+        match &self.adapters {
+            Some(adapters) => import_with_adapters(&self.folder, adapters, device),
+            None => import(&self.folder, device),
+        }
     }
 }
 

@@ -21,9 +21,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-const CONFIG: &str = "adapter_config.json";
-const WEIGHTS: &str = "adapter_model.safetensors";
-const PREFIX: &str = "base_model.model";
+pub(crate) const CONFIG: &str = "adapter_config.json";
+pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";
+pub(crate) const PREFIX: &str = "base_model.model";
 
 /// Writes the adapters of a model, which has them beside its weights, as PEFT reads them. Gives the family
 /// whose names they have.

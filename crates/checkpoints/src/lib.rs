@@ -19,6 +19,7 @@ mod families;
 mod format;
 mod hub;
 mod kept;
+mod merging;
 mod names;
 mod paths;
 mod reading;
@@ -123,8 +124,29 @@ pub fn import<B: LinearAttentionBackend>(
     folder: &Path,
     device: &B::Device,
 ) -> Result<Imported<B>, CheckpointError> {
+    imported(folder, None, device)
+}
+
+/// Reads the checkpoint in `folder` with low-rank adapters that Hugging Face's PEFT trained beside it, those of
+/// the folder `adapters`, added to its weights.
+/// # Errors
+/// [`CheckpointError::Import`] as [`import`], and names every adapter that fits no weight and every key of
+/// `adapter_config.json` that makes it more than two matrices.
+pub fn import_with_adapters<B: LinearAttentionBackend>(
+    folder: &Path,
+    adapters: &Path,
+    device: &B::Device,
+) -> Result<Imported<B>, CheckpointError> {
+    imported(folder, Some(adapters), device)
+}
+
+fn imported<B: LinearAttentionBackend>(
+    folder: &Path,
+    adapters: Option<&Path>,
+    device: &B::Device,
+) -> Result<Imported<B>, CheckpointError> {
     let mut faults = Faults::new();
-    let read = reading::read::<B>(folder, device, &mut faults);
+    let read = reading::read::<B>(folder, adapters, device, &mut faults);
     match (read, faults.is_empty()) {
         (Some(imported), true) => Ok(imported),
         _ => Err(CheckpointError::Import { folder: folder.into(), faults: once(faults) }),

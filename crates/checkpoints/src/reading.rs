@@ -6,7 +6,7 @@ use crate::names::{Layout, Place, transpose};
 use crate::tensors::{self, Stored, Tensors, Written};
 use crate::{
     BOUNDS, CONFIG, Faults, Imported, TOKENIZER, bound_names, bounds, joint_bounds, kept, layer_of,
-    weights,
+    merging, weights,
 };
 use burn::tensor::backend::Backend;
 use burn::tensor::{Element, TensorData};
@@ -18,13 +18,18 @@ use std::fs;
 use std::path::Path;
 use std::rc::Rc;
 
-/// Reads the checkpoint in `folder`; None, or something among `faults`, if it cannot be taken.
+/// Reads the checkpoint in `folder`, with the adapters of another folder in its weights; None, or something among
+/// `faults`, if it cannot be taken.
 pub(crate) fn read<B: LinearAttentionBackend>(
     folder: &Path,
+    adapters: Option<&Path>,
     device: &B::Device,
     faults: &mut Faults,
 ) -> Option<Imported<B>> {
-    let tensors = tensors::read(folder, faults);
+    let mut tensors = tensors::read(folder, faults);
+    if let Some(adapters) = adapters {
+        merging::add(adapters, &mut tensors, faults);
+    }
     let text = match fs::read_to_string(folder.join(CONFIG)) {
         Ok(text) => text,
         Err(e) => {

@@ -96,6 +96,12 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
+    /// A tensor that stands in no file.
+    pub(crate) fn of(values: &[f32], shape: Vec<usize>) -> Self {
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        Self { place: 0..bytes.len(), file: Rc::new(bytes), dtype: Dtype::F32, shape }
+    }
+
     /// All its numbers; widening is exact.
     pub(crate) fn values(&self) -> Vec<f32> {
         self.numbers(&self.file[self.place.clone()])
