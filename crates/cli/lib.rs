@@ -12,6 +12,7 @@ mod doctor;
 #[cfg(any(feature = "cuda", feature = "rocm"))]
 mod driver;
 mod eval;
+mod exit;
 mod generate;
 mod gpus;
 mod manual;
@@ -34,19 +35,8 @@ pub use report::{ReportArgs, report};
 pub use sweep::{SweepArgs, sweep};
 pub use train::{TrainArgs, train};
 
-use std::process::ExitCode;
+pub(crate) use exit::{BAD_INPUT, FAILED, INTERRUPTED};
+pub(crate) use output::fail;
 
 #[global_allocator]
 static ALLOCATOR: memory::Allocator = memory::Allocator;
-
-/// Someone's mistake, said in one line; exit code 2.
-pub(crate) const BAD_INPUT: u8 = 2;
-/// The run itself failed; exit code 1.
-pub(crate) const FAILED: u8 = 1;
-/// Stopped by Ctrl-C, with everything saved; exit code 130, as shells have it.
-pub(crate) const INTERRUPTED: u8 = 130;
-
-pub(crate) fn fail(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
-    output::note(&format!("error: {error}"));
-    ExitCode::from(code)
-}

@@ -3,7 +3,7 @@
 //! Data that do not fit are refused before they are read. Where memory ends all the same, Rust would abort;
 //! here the command says so in a line and fails.
 
-use crate::FAILED;
+use crate::exit::FAILED;
 use mimalloc::MiMalloc;
 use std::alloc::{GlobalAlloc, Layout};
 use std::io::Write;

@@ -3,7 +3,8 @@
 //! Their reader may have gone: a pipe's other end, or a terminal that was closed. That ends no command
 //! before its work is done, and is no failure. A full disk is one, of standard output.
 
-use crate::{FAILED, fail};
+use crate::exit::FAILED;
+use std::fmt::Display;
 use std::io::{self, BufWriter, ErrorKind, StdoutLock, Write, stderr, stdout};
 use std::process::ExitCode;
 
@@ -37,6 +38,12 @@ pub(crate) fn ended(written: io::Result<()>) -> ExitCode {
 pub(crate) fn note(line: &str) {
     // Whole, so that lines of several processes do not mix.
     let _unread = stderr().lock().write_all(format!("{line}\n").as_bytes());
+}
+
+/// Says what went wrong, and gives the exit code for it.
+pub(crate) fn fail(code: u8, error: &dyn Display) -> ExitCode {
+    note(&format!("error: {error}"));
+    ExitCode::from(code)
 }
 
 /// Asks a person, on standard error, without an end of the line.

@@ -8,10 +8,15 @@
 //! several of ours are parts of has the adapters of all of them: A one above the other, B in the rows of each;
 //! its rank is the sum of theirs, and `rank_pattern` and `alpha_pattern` say so.
 
+use crate::checkpoint::Exported;
+use crate::error::CheckpointError;
+use crate::faults::Faults;
+use crate::files::put;
 use crate::format::Format;
 use crate::names::{Place, transpose};
 use crate::tensors::{self, Precision, Written};
-use crate::{CheckpointError, Exported, Faults, weights, writing};
+use crate::weights::weights;
+use crate::writing;
 use burn::tensor::backend::Backend;
 use burn_store::TensorSnapshot;
 use linattn::nn::LoraConfig;
@@ -36,7 +41,7 @@ pub fn export_adapters<B: LinearAttentionBackend>(
     folder: &Path,
     overwrite: bool,
 ) -> Result<&'static str, CheckpointError> {
-    let kept = crate::read_kept(exported, family)?;
+    let kept = writing::read_kept(exported, family)?;
     let family = family.or(kept.family.as_deref());
     let format = writing::find_format(exported, family, Precision::F32)?;
     if folder.join(CONFIG).exists() && !overwrite {
@@ -53,7 +58,7 @@ pub fn export_adapters<B: LinearAttentionBackend>(
     };
     fs::create_dir_all(folder).map_err(|e| failed(folder, e))?;
     for (name, bytes) in [(WEIGHTS, bytes), (CONFIG, text.into_bytes())] {
-        crate::put(folder, name, bytes)?;
+        put(folder, name, bytes)?;
     }
     Ok(format.name())
 }

@@ -1,8 +1,8 @@
 //! Low-rank adapters of Hugging Face's PEFT, added to the weights of the checkpoint beside which they were
 //! trained: `W + scale B A`, with `scale = alpha / r`, or `alpha / sqrt(r)` where `use_rslora` says so.
 
-use crate::Faults;
 use crate::adapters::{CONFIG, PREFIX, WEIGHTS};
+use crate::faults::Faults;
 use crate::tensors::{self, Stored, Tensors};
 use serde::Deserialize;
 use serde_json::Value;

@@ -1,13 +1,14 @@
 //! A checkpoint's tensors as the weights of a model.
 
+use crate::checkpoint::Imported;
 use crate::config;
+use crate::faults::Faults;
+use crate::files::{CONFIG, TOKENIZER};
 use crate::format::Format;
 use crate::names::{Layout, Place, transpose};
 use crate::tensors::{self, Stored, Tensors, Written};
-use crate::{
-    BOUNDS, CONFIG, Faults, Imported, TOKENIZER, bound_names, bounds, joint_bounds, kept, layer_of,
-    merging, weights,
-};
+use crate::weights::{BOUNDS, bound_names, joint_bounds, layer_of, weights};
+use crate::{bounds, kept, merging};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Element, TensorData};
 use burn_store::{ModuleSnapshot, TensorSnapshot, TensorSnapshotError};

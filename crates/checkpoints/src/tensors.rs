@@ -1,6 +1,6 @@
 //! Tensors in safetensors files: one file, or several with an index that says which is where.
 
-use crate::Faults;
+use crate::faults::Faults;
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};

@@ -1,11 +1,15 @@
 //! A model's weights under their names in a checkpoint.
 
+use crate::checkpoint::Exported;
 use crate::config;
+use crate::error::CheckpointError;
+use crate::faults::Faults;
 use crate::format::Format;
 use crate::kept::Kept;
 use crate::names::{Layout, Place, transpose};
 use crate::tensors::{Precision, Written};
-use crate::{BOUNDS, CheckpointError, Exported, Faults, bounds, joint_bounds, layer_of, weights};
+use crate::weights::{BOUNDS, joint_bounds, layer_of, weights};
+use crate::{bounds, kept};
 use burn::tensor::backend::Backend;
 use linattn::ops::LinearAttentionBackend;
 use std::collections::BTreeMap;
@@ -195,4 +199,19 @@ fn joint<B: Backend>(
     })?;
     let root = format.bounds().unwrap_or_default();
     Ok((format!("{root}.{BOUNDS}"), vec![layers, width], values))
+}
+
+/// Settings of the checkpoint that the model came from, in its own words.
+pub(crate) fn read_kept<B: Backend>(
+    exported: &Exported<'_, B>,
+    family: Option<&str>,
+) -> Result<Kept, CheckpointError> {
+    match exported.kept.map(|path| (path, kept::read(path))) {
+        None => Ok(Kept::default()),
+        Some((_, Ok(kept))) => Ok(kept),
+        Some((path, Err(why))) => {
+            let faults = vec![format!("{}: {why}", path.display())];
+            Err(CheckpointError::Export { family: family.unwrap_or("any").into(), faults })
+        }
+    }
 }

@@ -584,6 +584,18 @@ impl ReportConfig {
     pub(crate) fn called<'a>(&'a self, text: &'a str) -> &'a str {
         self.names.get(text).and_then(Value::as_str).unwrap_or(text)
     }
+
+    /// Name of a line: everything that tells a group from others in its table, except its column.
+    pub(crate) fn line_name(&self, group: &[(String, String)]) -> String {
+        let elsewhere = |name: &String| {
+            self.columns.as_ref() == Some(name)
+                || self.section.as_ref() == Some(name)
+                || self.average.contains(name)
+        };
+        let values = group.iter().filter(|(name, _)| !elsewhere(name));
+        let values: Vec<&str> = values.map(|(_, value)| self.called(value)).collect();
+        if values.is_empty() { "all".into() } else { values.join(", ") }
+    }
 }
 
 /// The names of mixers that a key with its value sets.

@@ -83,3 +83,12 @@ impl PlannedRun {
         self.settings.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
     }
 }
+
+/// Every run of a sweep, in order.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// Hash of the resolved base config.
+    pub base: String,
+    /// The runs.
+    pub runs: Vec<PlannedRun>,
+}

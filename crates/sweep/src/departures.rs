@@ -6,7 +6,6 @@ use toml::{Table, Value};
 
 use crate::choose::split;
 use crate::published::{Cells, Protocol, Published};
-use crate::report::table::line_name;
 use crate::requirements::{Departure, View, same};
 use crate::values::{Settings, describe, lookup, value_text};
 use crate::{PlannedRun, Sweep};
@@ -63,7 +62,7 @@ impl Place {
             Some(report.called(value).to_string())
         };
         Self {
-            line: line_name(report, &group),
+            line: report.line_name(&group),
             column: called(&report.columns),
             section: called(&report.section),
         }

@@ -37,12 +37,11 @@ pub use config::{
     Figure, FigureKind, Limits, ReportConfig, Rule, SelectConfig, Statistic, SweepConfig, Unit,
     Variant, VariantsFrom,
 };
-pub use definition::{PlannedRun, Sweep};
+pub use definition::{Plan, PlannedRun, Sweep};
 pub use error::SweepError;
 pub use estimate::{DryRun, Estimates, ExpectedRun, dry_run};
 pub use events::write_events;
 pub use order::Only;
-pub use plan::Plan;
 pub use published::{Cells, Protocol, Published, PublishedTable, Tag};
 pub use report::{Mode, Report, experiments, page, report, write_html};
 pub use rows::{Added, FAILED, Row, Rows, RowsFile};

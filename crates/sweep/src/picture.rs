@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::choose::Chosen;
 use crate::config::Figure;
 use crate::report::curves::Curves;
-use crate::report::table::{Cell, Layout, MEAN, Section, beside, line_name};
+use crate::report::table::{Cell, Layout, MEAN, Section, beside};
 use crate::rows::Row;
 use crate::select::Selection;
 use crate::{FigureKind, Sweep, SweepError};
@@ -120,7 +120,7 @@ impl Draft<'_> {
         let columns = report.columns.iter().filter(|_| self.column.is_none());
         let columns = columns.chain(&report.average);
         let values = columns.filter_map(|key| group.value(key)).map(|value| report.called(value));
-        let line = line_name(report, &group.group);
+        let line = report.line_name(&group.group);
         std::iter::once(line.as_str()).chain(values).collect::<Vec<_>>().join(", ")
     }
 

@@ -12,16 +12,7 @@ use crate::published::{Protocol, Published, PublishedTable};
 use crate::requirements::Departure;
 use crate::rows::{Added, Row, Rows, RowsFile};
 use crate::values::{describe, lookup, value_text};
-use crate::{PlannedRun, Runner, Sweep, SweepConfig, SweepError};
-
-/// Every run of a sweep, in order.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Plan {
-    /// Hash of the resolved base config.
-    pub base: String,
-    /// The runs.
-    pub runs: Vec<PlannedRun>,
-}
+use crate::{Plan, PlannedRun, Runner, Sweep, SweepConfig, SweepError};
 
 impl Sweep {
     /// Reads a sweep's file.

@@ -2,6 +2,7 @@
 
 use super::parts::{Form, Pass};
 use super::*;
+use crate::rowwise::Activation;
 use crate::tests::Rows;
 use cubecl::ir::features::TypeUsage;
 use linattn_oracle::{Rng, assert_close, relative_error};

@@ -26,7 +26,10 @@
 //! ```
 //! Tensors begin at multiples of 16 bytes.
 
+mod form;
 mod kernels;
+
+pub use form::Measure;
 
 use super::column_sums::{
     check_matrix, column_sums_at_once, column_sums_in_two, grid, multiprocessors, vector_width,
@@ -39,6 +42,7 @@ use cubecl::ir::StorageType;
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use form::{Form, PLANE};
 use kernels::{
     AffineLaunch, GradientsLaunch, NumbersLaunch, OperandsLaunch, OutputsLaunch, SavedLaunch,
     differentiate, normalize,
@@ -48,23 +52,8 @@ use kernels::{
 pub const WIDEST: usize = 8192;
 /// Vectors of a unit, while teams are smaller than cubes.
 const VECTORS: usize = 2;
-/// Units of a plane, where sums go through shuffles.
-const PLANE: usize = 32;
-/// Most sums that a team makes at once.
-const SUMS: usize = 3;
 /// Cubes for each multiprocessor, where every cube writes partial sums of columns.
 const CUBES: usize = 4;
-
-/// Divisor of a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Measure {
-    /// `sqrt(mean h^2 + epsilon)`: RMSNorm.
-    RootMeanSquare,
-    /// `sqrt(sum h^2 + epsilon)`: L2 norm.
-    Length,
-    /// `sqrt(variance h + epsilon)`, after the mean is subtracted: LayerNorm.
-    Standard,
-}
 
 /// Sizes of a norm, and its kind.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -152,77 +141,6 @@ pub struct Backward {
     pub weight: Option<Buffer>,
     /// `[W]`, P.
     pub bias: Option<Buffer>,
-}
-
-/// Compile-time values of the kernels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Form {
-    source: &'static str,
-    width: usize,
-    /// Numbers of a vector.
-    vector: usize,
-    /// Units that share a row.
-    team: usize,
-    /// Sums go through plane shuffles.
-    planes: bool,
-    measure: Measure,
-    /// Forward: x + residual is computed, and stored.
-    residual: bool,
-    gate: Option<Activation>,
-    weighted: bool,
-    biased: bool,
-    /// Backward: h has a gradient from elsewhere.
-    given: bool,
-    /// Backward: the gradient is stored in type X too.
-    narrow: bool,
-}
-
-impl Form {
-    /// Vectors of a row.
-    fn vectors(&self) -> usize {
-        self.width / self.vector
-    }
-
-    /// Vectors of a unit.
-    fn turns(&self) -> usize {
-        self.vectors().div_ceil(self.team)
-    }
-
-    /// Whether every unit of a team has a vector in this turn.
-    fn fills(&self, turn: usize) -> bool {
-        (turn + 1) * self.team <= self.vectors()
-    }
-
-    /// Teams of a cube.
-    fn teams(&self) -> usize {
-        UNITS / self.team
-    }
-
-    fn centered(&self) -> bool {
-        self.measure == Measure::Standard
-    }
-
-    /// Factor of a sum over a row.
-    fn share(&self) -> f32 {
-        match self.measure {
-            Measure::Length => 1.0,
-            Measure::RootMeanSquare | Measure::Standard => 1.0 / self.width as f32,
-        }
-    }
-
-    /// Numbers of shared memory for the sums of teams.
-    fn scratch(&self) -> usize {
-        SUMS * if self.planes { UNITS / PLANE } else { UNITS }
-    }
-
-    /// Vectors of a row of partial sums.
-    fn partials(&self) -> usize {
-        self.vectors() * (usize::from(self.weighted) + usize::from(self.biased))
-    }
-
-    fn activation(&self) -> Activation {
-        self.gate.unwrap_or(Activation::Identity)
-    }
 }
 
 /// Units that share a row of `vectors`.

@@ -29,6 +29,7 @@
 //! Edges:  D up to [`WIDEST`], compiled in; B, T and H are run-time values. Sequences past the end repeat the
 //!         last one and write nothing. Sums do not depend on `together`.
 
+mod arguments;
 mod backward;
 mod cube;
 mod forward;
@@ -37,6 +38,10 @@ use super::column_sums::multiprocessors;
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
 use crate::refusal::{F32, Refusal};
+use arguments::{
+    Form, GATES, GivenArraysLaunch, GradientArraysLaunch, OperandsLaunch, ResultArraysLaunch,
+    SAVED, SizesLaunch,
+};
 use backward::slstm_backward;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -44,19 +49,10 @@ use forward::slstm_forward;
 
 /// Cells of the widest head.
 pub const WIDEST: usize = 256;
-/// Cells of the widest head whose recurrent weights lie in registers.
-const HELD: usize = 64;
 /// Units of a cube at most.
 const MOST_UNITS: usize = 1024;
 /// Sequences of a cube, the most first.
 const TOGETHER: [usize; 3] = [4, 2, 1];
-/// i, f, z and o.
-const GATES: usize = 4;
-/// k, w, tanh(z), sigmoid(o), sigmoid(-f), c and n.
-const SAVED: usize = 7;
-/// m before the first token: lower than any i.
-const LOWEST: f32 = -1e30;
-
 /// Sizes of one recurrence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dims {
@@ -163,46 +159,6 @@ pub struct Gradients {
     pub c: Buffer,
     /// Of n likewise.
     pub n: Buffer,
-}
-
-/// Compile-time values of the kernels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Form {
-    source: &'static str,
-    /// D.
-    width: usize,
-    /// Sequences of a cube.
-    together: usize,
-    /// Units of a cube.
-    units: usize,
-    /// Whether there is a state before the first token.
-    state: bool,
-    /// Whether numbers are kept for a backward pass.
-    keep: bool,
-    /// Whether there are gradients of h, of the last c and of the last n.
-    given: [bool; 3],
-}
-
-impl Form {
-    /// Columns of a unit.
-    fn turns(&self) -> usize {
-        (GATES * self.width).div_ceil(self.units)
-    }
-
-    /// Whether a unit holds its part of R in registers.
-    fn held(&self) -> bool {
-        self.width <= HELD && self.turns() == 1
-    }
-
-    /// Units that own a cell.
-    fn cells(&self) -> usize {
-        self.together * self.width
-    }
-
-    /// Gates of a cube.
-    fn gates(&self) -> usize {
-        GATES * self.cells()
-    }
 }
 
 /// Whether the kernels take this.
@@ -380,57 +336,6 @@ fn given_arrays<R: Runtime>(dims: Dims, given: Given<'_>) -> GivenArraysLaunch<R
 
 fn sizes<R: Runtime>(dims: Dims) -> SizesLaunch<R> {
     SizesLaunch::new(dims.batch as u32, dims.tokens as u32, dims.heads as u32)
-}
-
-/// [`Inputs`].
-#[derive(CubeType, CubeLaunch)]
-struct Operands {
-    x: Array<f32>,
-    r: Array<f32>,
-    h: Array<f32>,
-    c: Array<f32>,
-    n: Array<f32>,
-    m: Array<f32>,
-}
-
-/// [`Outputs`].
-#[derive(CubeType, CubeLaunch)]
-struct ResultArrays {
-    h: Array<f32>,
-    c: Array<f32>,
-    n: Array<f32>,
-    m: Array<f32>,
-    saved: Array<f32>,
-    before: Array<f32>,
-}
-
-/// [`Given`].
-#[derive(CubeType, CubeLaunch)]
-struct GivenArrays {
-    saved: Array<f32>,
-    r_transposed: Array<f32>,
-    c: Array<f32>,
-    n: Array<f32>,
-    d_h: Array<f32>,
-    d_c: Array<f32>,
-    d_n: Array<f32>,
-}
-
-/// [`Gradients`].
-#[derive(CubeType, CubeLaunch)]
-struct GradientArrays {
-    x: Array<f32>,
-    h: Array<f32>,
-    c: Array<f32>,
-    n: Array<f32>,
-}
-
-/// B, T and H.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-struct Sizes {
-    batch: u32,
-    tokens: u32,
-    heads: u32,
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! sLSTM's recurrence and its gradients against f64 loops.
 
+use super::arguments::LOWEST;
 use super::*;
 use linattn_oracle::{Rng, assert_close};
 

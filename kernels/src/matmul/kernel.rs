@@ -10,7 +10,7 @@
 //! `ldmatrix`, of 32 bits by single loads. Rows in shared memory are padded so that neither meets bank
 //! conflicts.
 
-use super::{Form, Side};
+use super::form::{Form, Side};
 use crate::tile::{Acc, Pair, Source, execute, load_a, load_b, pair, put_four, zeros};
 use cubecl::ir::StorageType;
 use cubecl::prelude::barrier::{Barrier, copy_async_checked};

@@ -1,9 +1,9 @@
 //! The backward pass: the adjoint of each line of the forward pass, last line first.
 
 use super::forward::{
-    Chunk, Form, Intra, Sizes, Tensors, chunk, fill_intra, intra, key_row, load_state, row,
+    C, Chunk, Form, Intra, Sizes, Tensors, UNITS, chunk, fill_intra, intra, key_row, load_state,
+    row,
 };
-use super::{C, UNITS};
 use cubecl::prelude::*;
 
 /// Tensors that the backward pass reads besides inputs.

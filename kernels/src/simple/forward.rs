@@ -1,7 +1,11 @@
 //! The forward pass: A_qk and T of a chunk, its pseudo-values and outputs, and the next state.
 
-use super::{C, UNITS};
 use cubecl::prelude::*;
+
+/// Tokens of a chunk.
+pub(super) const C: usize = 16;
+/// Units of a cube.
+pub(super) const UNITS: usize = 64;
 
 /// Compile-time values of both kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

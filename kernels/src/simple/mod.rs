@@ -44,12 +44,8 @@ use crate::variant::{Decay, Dims, Read, Transition, Variant};
 use backward::{GradientsLaunch, SavedLaunch, simple_backward};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use forward::{Form, OutputsLaunch, SizesLaunch, TensorsLaunch, simple_forward};
+use forward::{C, Form, OutputsLaunch, SizesLaunch, TensorsLaunch, UNITS, simple_forward};
 
-/// Tokens of a chunk.
-const C: usize = 16;
-/// Units of a cube.
-const UNITS: usize = 64;
 /// Widest key and value.
 pub const WIDEST: usize = UNITS;
 /// The one variant of this file: Gated DeltaNet.

@@ -1,6 +1,6 @@
 //! Engines, and the trait that they have: how tiles are multiplied.
 
-use super::{Acc, Grid};
+use super::Acc;
 use crate::refusal::F32;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -72,6 +72,75 @@ impl Engine {
         match self {
             Engine::Plain | Engine::Tf32 => false,
             Engine::Mma => true,
+        }
+    }
+}
+
+/// How an [m, n] product is split over the units of a cube. `m` and `n` are multiples of 16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Grid {
+    pub engine: Engine,
+    pub m: usize,
+    pub n: usize,
+    pub units: usize,
+}
+
+const fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+impl Grid {
+    /// Units (plain) or planes (mma) one below another.
+    pub fn down(&self) -> usize {
+        match self.engine {
+            Engine::Plain => self.units / self.across(),
+            Engine::Tf32 | Engine::Mma => gcd(self.units / 32, self.m / 16),
+        }
+    }
+
+    /// Units or planes side by side.
+    pub fn across(&self) -> usize {
+        match self.engine {
+            Engine::Plain => gcd(16, self.n / 2),
+            Engine::Tf32 | Engine::Mma => gcd(self.units / 32 / self.down(), self.n / 16),
+        }
+    }
+
+    /// Fragments of a unit, one below another.
+    pub fn fragment_rows(&self) -> usize {
+        match self.engine {
+            Engine::Plain => (self.m / 2).div_ceil(self.down()),
+            Engine::Tf32 | Engine::Mma => self.m / 16 / self.down(),
+        }
+    }
+
+    /// Fragments of a unit, side by side.
+    pub fn fragment_columns(&self) -> usize {
+        match self.engine {
+            Engine::Plain => self.n / 2 / self.across(),
+            Engine::Tf32 | Engine::Mma => self.n / 8 / self.across(),
+        }
+    }
+
+    /// Fragments of a unit.
+    pub fn fragments(&self) -> usize {
+        self.fragment_rows() * self.fragment_columns()
+    }
+
+    /// Units that hold columns of the same rows.
+    pub fn slots(&self) -> usize {
+        match self.engine {
+            Engine::Plain => self.across(),
+            Engine::Tf32 | Engine::Mma => 4 * self.across(),
+        }
+    }
+
+    /// Rows and columns from a unit's first pair to pair `h` of fragment `f`.
+    pub fn step(&self, f: usize, h: usize) -> [usize; 2] {
+        let [r, c] = [f / self.fragment_columns(), f % self.fragment_columns()];
+        match self.engine {
+            Engine::Plain => [r * self.down() * 2 + h, c * self.across() * 2],
+            Engine::Tf32 | Engine::Mma => [r * self.down() * 16 + h * 8, c * 8],
         }
     }
 }

@@ -3,8 +3,8 @@
 use super::keys::{json_of, whole};
 use super::read::read;
 use super::rule::Rule;
-use crate::Faults;
 use crate::families::{BOUND, Channels, FAMILIES, Fallback, Family};
+use crate::faults::Faults;
 use crate::format::Format;
 use crate::hub::View;
 use crate::tensors::Precision;

@@ -1,6 +1,6 @@
 //! `config.json` under reading: each key that is asked for, and those that nobody asked for.
 
-use crate::Faults;
+use crate::faults::Faults;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 

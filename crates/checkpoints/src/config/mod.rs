@@ -9,7 +9,7 @@ pub(crate) mod keys;
 mod read;
 pub(crate) mod rule;
 
-use crate::Faults;
+use crate::faults::Faults;
 use linattn::nn::LanguageModelConfig;
 use serde_json::{Map, Value};
 

@@ -2,7 +2,7 @@
 
 use super::import::read as read_family;
 use super::keys::{Keys, without_infinities};
-use crate::Faults;
+use crate::faults::Faults;
 use crate::format::Format;
 use crate::tensors::Tensors;
 use linattn::nn::LanguageModelConfig;

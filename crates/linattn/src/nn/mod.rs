@@ -42,6 +42,7 @@ mod rope;
 mod score_bias;
 mod shared;
 mod softmax;
+mod sources;
 mod start;
 pub(crate) mod state;
 mod swiglu_memory;

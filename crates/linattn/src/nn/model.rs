@@ -10,7 +10,8 @@ use super::layers::{
 use super::mixers::{Mixer, MixerConfig, Stack};
 use super::mlp::MlpConfig;
 use super::residual::Residual;
-use super::shared::{Shared, Sources};
+use super::shared::Shared;
+use super::sources::Sources;
 use super::start::Start;
 use super::weight::{WeightQuantizer, nothing};
 use super::{ConfigError, Cost, LARGEST, positive};

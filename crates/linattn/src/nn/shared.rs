@@ -1,8 +1,7 @@
 //! Tensors that layers read of one another: handed from the first to the last, once through the model.
 //! They are no state: nothing of them is kept for the next token.
 
-use super::ConfigError;
-use super::mixers::{AttentionConfig, KeyValueCache, MixerConfig, Rwkv7Config};
+use super::softmax::KeyValueCache;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Tensors that earlier layers left for later ones, of the tokens that are being computed.
@@ -12,34 +11,4 @@ pub struct Shared<B: Backend> {
     pub first_values: Option<Tensor<B, 3>>,
     /// Keys and values of the last `attention` layer, of earlier tokens too.
     pub keys_values: Option<KeyValueCache<B>>,
-}
-
-/// The same among configs: the layers so far that a later one may read from.
-#[derive(Debug, Default)]
-pub(super) struct Sources<'a> {
-    first_values: Option<&'a Rwkv7Config>,
-    keys_values: Option<&'a AttentionConfig>,
-}
-
-impl<'a> Sources<'a> {
-    /// Refuses a mixer that reads what no layer so far leaves, or what does not fit; else adds what it
-    /// leaves itself.
-    pub(super) fn add(
-        &mut self,
-        mixer: &'a MixerConfig,
-        d_model: usize,
-    ) -> Result<(), ConfigError> {
-        match mixer {
-            MixerConfig::Rwkv7(config) => {
-                config.check_source(self.first_values, d_model)?;
-                self.first_values = self.first_values.or(Some(config));
-            }
-            MixerConfig::Attention(config) => self.keys_values = Some(config),
-            MixerConfig::CrossAttention(config) => {
-                config.check_source(self.keys_values, d_model)?;
-            }
-            _ => {}
-        }
-        Ok(())
-    }
 }

@@ -7,8 +7,8 @@
 //! ```
 
 use super::fast_weights::{Piece, each_batch, in_a_row, zeros_like};
-use super::mixers::KeyValueCache;
 use super::muon::{LACT_STEPS, orthogonal};
+use super::softmax::KeyValueCache;
 use super::{RecurrentState, StateTensors};
 use crate::nn::NetworkState;
 use burn::tensor::activation::{sigmoid, silu};

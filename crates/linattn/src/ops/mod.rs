@@ -52,8 +52,8 @@ pub(crate) use fused::{
     next_conv_states, pack, rms_normalize, select_rows, standardize,
 };
 pub use fused::{
-    AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs, adamw_step,
-    global_norm, selective_scan, slstm,
+    AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs, selective_scan,
+    slstm,
 };
 pub use halving::Complex;
 pub use kalman::{KalmanInputs, gated_kalman, gated_kalman_step};
@@ -68,7 +68,7 @@ pub use scan::{complex_scan, linear_scan, linear_scan_step};
 
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 use recurrence::{Forward, LogDecay, Recurrence, Transition};
-pub(crate) use tensors::{accumulator, each_part, typed};
+pub(crate) use tensors::{accumulator, each_part, softplus, typed};
 use tensors::{primitive, tensor};
 
 /// Result of an operation: its outputs, and the state after the last token.
@@ -438,15 +438,6 @@ pub(crate) fn log_gates<B: LinearAttentionBackend>(
     outputs.remove(0)
 }
 
-/// `ln(1 + e^x)`, to the last digits also where it is small, and no infinity where x is large. In f32 at
-/// least: e^12 is more than f16 holds.
-pub(crate) fn softplus<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-    let dtype = x.dtype();
-    let x = accumulator(x);
-    let low = x.clone().clamp_max(20.0);
-    typed(low.clone().exp().log1p() + (x - low), dtype)
-}
-
 /// A linear layer's `x W + b` over the last dimension of `x`. Gradients reach all inputs.
 ///
 /// `x` is `[.., from]`, `weight` `[from, to]`, `bias` `[to]`. Gives `[.., to]`, in the type of `x`.
@@ -499,6 +490,26 @@ pub fn quantized_linear<B: LinearAttentionBackend, const D: usize>(
     let [_, from] = weight.size();
     assert_eq!(x.dims()[D - 1], from, "`x` is as wide as the matrix");
     B::quantized_linear(primitive(x), weight).map(tensor)
+}
+
+/// Parameters after one step of AdamW (arXiv 1711.05101), and their states.
+///
+/// `m = beta_1 m + (1 - beta_1) g`, `v = beta_2 v + (1 - beta_2) g^2`, and
+/// `p = (1 - rate decay) p - rate (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)`.
+pub fn adamw_step<B: LinearAttentionBackend>(
+    steps: Vec<AdamWStep<FloatTensor<B>>>,
+    adamw: AdamW,
+    clip: Option<Clip<FloatTensor<B>>>,
+) -> Vec<(FloatTensor<B>, Moments<FloatTensor<B>>)> {
+    B::adamw_step(steps, adamw, clip)
+}
+
+/// Length of the gradient over all parameters together, `[1]`.
+/// # Panics
+/// If there is no gradient.
+pub fn global_norm<B: LinearAttentionBackend>(gradients: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+    assert!(!gradients.is_empty(), "a model has parameters that its loss depends on");
+    B::global_norm(gradients)
 }
 
 /// The way the operations take on this backend: written kernels or tensor operations.

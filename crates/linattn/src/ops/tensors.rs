@@ -41,3 +41,12 @@ pub(crate) fn each_part<B: Backend, const D: usize>(
     list.extend(each_part(x.narrow(dim, half, parts - half), dim));
     list
 }
+
+/// `ln(1 + e^x)`, to the last digits also where it is small, and no infinity where x is large. In f32 at
+/// least: e^12 is more than f16 holds.
+pub(crate) fn softplus<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    let dtype = x.dtype();
+    let x = accumulator(x);
+    let low = x.clone().clamp_max(20.0);
+    typed(low.clone().exp().log1p() + (x - low), dtype)
+}

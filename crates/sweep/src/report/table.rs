@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::Sweep;
 use crate::choose::{Chosen, deviation, statistic};
-use crate::config::{ALSO, ReportConfig, Unit};
+use crate::config::{ALSO, Unit};
 use crate::published::{Published, PublishedTable};
 use crate::select::Selection;
 use crate::state_size::PUBLISHED_BYTES;
@@ -89,7 +89,7 @@ impl Section {
         let columns = columns(sweep, groups);
         let mut lines: Vec<(String, Vec<&Chosen>)> = vec![];
         for group in groups {
-            let name = line_name(report, &group.group);
+            let name = report.line_name(&group.group);
             match lines.iter_mut().find(|(known, _)| *known == name) {
                 Some((_, groups)) => groups.push(group),
                 None => lines.push((name, vec![group])),
@@ -256,18 +256,6 @@ fn columns(sweep: &Sweep, groups: &[&Chosen]) -> Vec<Column> {
             vec![Column { heading, value: None, metric: None }]
         }
     }
-}
-
-/// Name of a line: everything that tells a group from others in its table, except its column.
-pub(crate) fn line_name(report: &ReportConfig, group: &[(String, String)]) -> String {
-    let elsewhere = |name: &String| {
-        report.columns.as_ref() == Some(name)
-            || report.section.as_ref() == Some(name)
-            || report.average.contains(name)
-    };
-    let values = group.iter().filter(|(name, _)| !elsewhere(name));
-    let values: Vec<&str> = values.map(|(_, value)| report.called(value)).collect();
-    if values.is_empty() { "all".into() } else { values.join(", ") }
 }
 
 impl Cell {

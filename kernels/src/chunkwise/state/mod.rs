@@ -12,15 +12,14 @@
 //! `state_product_out` and `block_product_out` are the first two for an output block, which is row-major wherever the
 //! state is.
 //!
-//! [`InSharedMemory`] serves f32, with or without tensor cores; [`InRegisters`] serves 16 bits.
+//! [`SharedMemoryState`] serves f32, with or without tensor cores; [`RegisterState`] serves 16 bits.
 
+mod place;
 mod registers;
 mod shared;
 
+pub(crate) use place::{RegisterState, SharedMemoryState, StatePlace};
 pub(crate) use registers::reduce_split_k;
-
-use registers::InRegisters;
-use shared::InSharedMemory;
 
 use crate::chunkwise::plan::{StatePlan, UNUSED};
 use crate::tile::{Acc, Grid, Pair, Rows, set, tile, zeros};
@@ -178,28 +177,6 @@ pub(crate) trait StateEngine: Send + Sync + Sized + 'static {
         first: usize,
         #[comptime] plan: StatePlan,
     );
-}
-
-/// The place of a state.
-pub(crate) trait StatePlace: Send + Sync + 'static {
-    /// The engine of these types there.
-    type Engine<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size>: StateEngine<F = F, E = E, G = G, N = N, M = M, W = W>;
-}
-
-/// In registers.
-pub(crate) struct RegisterState;
-
-/// In shared memory.
-pub(crate) struct SharedMemoryState;
-
-impl StatePlace for RegisterState {
-    type Engine<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> =
-        InRegisters<F, E, G, N, M, W>;
-}
-
-impl StatePlace for SharedMemoryState {
-    type Engine<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> =
-        InSharedMemory<F, E, G, N, M, W>;
 }
 
 /// The state.

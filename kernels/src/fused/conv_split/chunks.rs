@@ -1,6 +1,6 @@
 //! How tokens are shared out over cubes. A chunk lies in one sequence, and a cube in one chunk.
 
-use super::Dims;
+use super::inputs::Dims;
 
 /// Numbers of a chunk in the table of chunks: its sequence, the sequence's first row and number of tokens, the
 /// chunk's first token within the sequence, and its tokens, of which the last chunk of a sequence may lack some.

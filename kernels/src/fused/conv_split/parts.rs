@@ -1,6 +1,6 @@
 //! How the columns are shared out over units: all of it is known when a kernel is compiled.
 
-use super::{Columns, Dims, Head, Inputs, Kind, UNROLLED};
+use super::inputs::{Columns, Dims, Head, Inputs, Kind, UNROLLED};
 use crate::SOURCE;
 use crate::rowwise::{Activation, UNITS};
 

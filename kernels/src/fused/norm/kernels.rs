@@ -1,6 +1,6 @@
 //! The kernels of the norm.
 
-use super::{Form, PLANE, SUMS};
+use super::form::{Form, PLANE, SUMS};
 use crate::fused::gated_product::activation_slope;
 use crate::rowwise::{UNITS, activate};
 use cubecl::ir::StorageType;

@@ -1,7 +1,7 @@
 //! The kernel of a backward pass.
 
+use super::arguments::{Form, GATES, GivenArrays, GradientArrays, SAVED, Sizes};
 use super::cube::{Own, accumulate, column, has_column, held, own, row};
-use super::{Form, GATES, GivenArrays, GradientArrays, SAVED, Sizes};
 use cubecl::prelude::*;
 
 /// Numbers that a unit reads of a token in the backward pass: the first five of the saved ones, dh, and c and n

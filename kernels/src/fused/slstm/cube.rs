@@ -1,6 +1,6 @@
 //! The shares that units have of a cube's cells and columns, and the product that both passes make of them.
 
-use super::{Form, GATES, Sizes};
+use super::arguments::{Form, GATES, Sizes};
 use cubecl::prelude::*;
 
 /// The cell that is a unit's own; units that have none stand beside the first one of the cube.

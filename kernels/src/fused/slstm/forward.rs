@@ -1,7 +1,7 @@
 //! The kernel of a forward pass.
 
+use super::arguments::{Form, GATES, LOWEST, Operands, ResultArrays, SAVED, Sizes};
 use super::cube::{Own, accumulate, column, has_column, held, own, row, tanh};
-use super::{Form, GATES, LOWEST, Operands, ResultArrays, SAVED, Sizes};
 use crate::rowwise::{sigmoid, softplus};
 use cubecl::prelude::*;
 

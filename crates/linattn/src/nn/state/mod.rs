@@ -13,6 +13,7 @@
 
 mod file;
 mod list;
+mod model;
 mod tensors;
 
 pub use file::state_file;

@@ -1,105 +1,14 @@
 //! From a mixer's packed projection to the inputs of its recurrence: short convolution, activation, L2
 //! norm of heads, beta and log decay.
 
-use super::{Activation, normalize::l2_normalize};
+use super::normalize::l2_normalize;
+use super::{Column, ColumnKind, ConvSplit, HeadNorm};
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::tensor;
-use crate::ops::{SequenceLengths, accumulator, softplus, typed};
+use crate::ops::{accumulator, softplus, typed};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 use std::ops::Range;
-
-/// Heads of unit length: rows of `width` consecutive columns.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct HeadNorm {
-    /// Columns of a head.
-    pub width: usize,
-    /// Length that rows get.
-    pub factor: f64,
-}
-
-/// Treatment of some columns of a packed projection.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum ColumnKind {
-    /// Convolved over time where there is a weight, then activated, then normalised.
-    Conv {
-        /// Applied to the convolution's sum.
-        activation: Option<Activation>,
-        /// The norm of its heads.
-        norm: Option<HeadNorm>,
-    },
-    /// As they are.
-    Copy,
-    /// `scale * sigmoid(x)`, in f32 at least.
-    Beta {
-        /// 1, or 2 for negative eigenvalues.
-        scale: f64,
-    },
-    /// `-e^{a_log} softplus(x + dt_bias)`, in f32 at least.
-    LogDecay,
-}
-
-/// Some columns of a packed projection, which become a tensor of their own.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Column {
-    /// How many there are.
-    pub width: usize,
-    /// Their treatment.
-    pub kind: ColumnKind,
-}
-
-/// A packed projection and the parameters of what follows it. Columns that are convolved come first;
-/// there are C of them.
-#[derive(Debug, Clone)]
-pub struct ConvSplit<T> {
-    /// `[B, T, P]`.
-    pub x: T,
-    /// `[W, C]`; the last row meets the newest token. Without it W is 1.
-    pub weight: Option<T>,
-    /// `[C]`.
-    pub bias: Option<T>,
-    /// The W - 1 tokens before `x`, `[B, W - 1, C]`, or `[N, W - 1, C]` of N sequences in one row; zeros if
-    /// absent.
-    pub tail: Option<T>,
-    /// ln A, `[H]`; columns of the log decay share a number in groups.
-    pub a_log: Option<T>,
-    /// The bias of step sizes, one for each column of the log decay.
-    pub dt_bias: Option<T>,
-    /// All P columns, first to last.
-    pub columns: Vec<Column>,
-    /// Sequences of lengths of their own in the one row of `x`; absent where every row is a sequence.
-    pub lengths: Option<SequenceLengths>,
-}
-
-impl<T> ConvSplit<T> {
-    /// The tensors that are there, in the order of the fields.
-    pub fn into_vec(self) -> Vec<T> {
-        let Self { x, weight, bias, tail, a_log, dt_bias, columns: _, lengths: _ } = self;
-        [Some(x), weight, bias, tail, a_log, dt_bias].into_iter().flatten().collect()
-    }
-
-    /// The same operation on other tensors, in the order of the fields.
-    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> ConvSplit<U> {
-        let mut tensors = tensors.into_iter();
-        let mut next = || tensors.next().expect("as many tensors as `self` holds");
-        ConvSplit {
-            x: next(),
-            weight: self.weight.is_some().then(&mut next),
-            bias: self.bias.is_some().then(&mut next),
-            tail: self.tail.is_some().then(&mut next),
-            a_log: self.a_log.is_some().then(&mut next),
-            dt_bias: self.dt_bias.is_some().then(&mut next),
-            columns: self.columns.clone(),
-            lengths: self.lengths.clone(),
-        }
-    }
-
-    /// C, columns that are convolved.
-    pub fn convolved(&self) -> usize {
-        let convolved = |column: &&Column| matches!(column.kind, ColumnKind::Conv { .. });
-        self.columns.iter().filter(convolved).map(|column| column.width).sum()
-    }
-}
 
 /// A tensor `[B, T, width]` for each entry of `columns`.
 /// # Panics

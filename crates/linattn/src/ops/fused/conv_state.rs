@@ -1,25 +1,10 @@
 //! The states of short convolutions: the last tokens that they saw.
 
+use super::ConvStates;
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{primitive, tensor};
 use crate::ops::{SequenceLengths, typed};
 use burn::tensor::{Bool, Int, Tensor, TensorData, backend::Backend};
-
-/// Convolutions of one window over the first columns of a packed projection, side by side.
-#[derive(Debug, Clone)]
-pub struct ConvStates<T> {
-    /// `[B, T, P]`.
-    pub x: T,
-    /// C_i, columns of each convolution.
-    pub widths: Vec<usize>,
-    /// W, at least 2.
-    pub window: usize,
-    /// The W - 1 tokens before `x`, `[B, W - 1, C_i]` each, or `[N, W - 1, C_i]` of N sequences in one row; empty
-    /// at the start of a sequence.
-    pub states: Vec<T>,
-    /// Sequences of lengths of their own in the one row of `x`; absent where every row is a sequence.
-    pub lengths: Option<SequenceLengths>,
-}
 
 /// The last W - 1 tokens that each convolution of `widths` columns of `x` saw, `[B, W - 1, C_i]` in the type of
 /// `x`: its state for what comes next. `[N, W - 1, C_i]` of N sequences with lengths of their own.

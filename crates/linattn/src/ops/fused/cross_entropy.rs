@@ -1,5 +1,6 @@
 //! The loss of a language model's last product, without keeping its logits.
 
+use super::LinearCrossEntropy;
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{primitive, tensor};
 use crate::ops::{accumulator, typed};
@@ -8,25 +9,6 @@ use burn::tensor::{
     Int, Tensor,
     ops::{FloatTensor, IntTensor},
 };
-
-/// `scale * sum_m (logsumexp(z_m) - z_m[target_m])` of the logits `z = hidden W + bias`.
-#[derive(Debug, Clone)]
-pub struct LinearCrossEntropy<T, I> {
-    /// Rows that are scored, `[M, D]`.
-    pub hidden: T,
-    /// `[V, D]` where `by_rows`, an embedding's table; else `[D, V]`, a linear layer's.
-    pub weight: T,
-    /// Whether a row of the weight belongs to an id.
-    pub by_rows: bool,
-    /// `[V]`.
-    pub bias: Option<T>,
-    /// The right ids, `[M]`.
-    pub target: I,
-    /// Multiplies the sum; 1 / M for a mean.
-    pub scale: f64,
-    /// Whether nobody asks for the gradient of the weight, which is as large as the weight.
-    pub frozen: bool,
-}
 
 /// The loss, `[1]`, in f32 (f64 for f64 rows). Logits are products in the type of `hidden`.
 pub(crate) fn linear_cross_entropy<B: LinearAttentionBackend>(

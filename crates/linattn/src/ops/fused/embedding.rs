@@ -1,23 +1,13 @@
 //! Rows of a table by number, and the gradient of the table.
 
+use super::Embedding;
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{primitive, tensor};
 use crate::ops::typed;
 use burn::tensor::{
-    DType, Int, Tensor, TensorMetadata,
+    Int, Tensor, TensorMetadata,
     ops::{FloatTensor, IntTensor},
 };
-
-/// Rows of a table by number. A number may come several times.
-#[derive(Debug, Clone)]
-pub struct Embedding<T, I> {
-    /// `[V, D]`.
-    pub table: T,
-    /// Row numbers, `[N]`.
-    pub ids: I,
-    /// Type of the rows that come out.
-    pub dtype: DType,
-}
 
 fn rows<B: LinearAttentionBackend>(e: Embedding<FloatTensor<B>, IntTensor<B>>) -> Tensor<B, 2> {
     if let Some(pass) = B::fused_embedding(e.clone(), false) {

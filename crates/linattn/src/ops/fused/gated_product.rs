@@ -1,38 +1,10 @@
 //! Products with an activated gate: SwiGLU and the gates of mixers.
 
-use super::Activation;
+use super::{Activation, GatedProduct};
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{primitive, tensor};
 use crate::ops::typed;
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
-
-/// `activation(gate) * value`: two tensors of one shape and type, or one of twice the width whose first
-/// half is the gate.
-#[derive(Debug, Clone)]
-pub struct GatedProduct<T> {
-    /// The gate, `[.., W]`; or gate and value side by side, `[.., 2 W]`.
-    pub gate: T,
-    /// The value, `[.., W]`, where it is a tensor of its own.
-    pub value: Option<T>,
-    /// Applied to the gate.
-    pub activation: Activation,
-}
-
-impl<T> GatedProduct<T> {
-    /// The tensors that are there, in the order of the fields.
-    pub fn into_vec(self) -> Vec<T> {
-        std::iter::once(self.gate).chain(self.value).collect()
-    }
-
-    /// The same operation on other tensors, in the order of the fields.
-    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> GatedProduct<U> {
-        let mut tensors = tensors.into_iter();
-        let mut next = || tensors.next().expect("as many tensors as `self` holds");
-        let gate = next();
-        let value = self.value.is_some().then(next);
-        GatedProduct { gate, value, activation: self.activation }
-    }
-}
 
 fn gated<B: LinearAttentionBackend, const D: usize>(
     p: GatedProduct<FloatTensor<B>>,

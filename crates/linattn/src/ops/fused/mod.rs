@@ -10,6 +10,7 @@ mod conv_state;
 mod cross_entropy;
 mod embedding;
 mod gated_product;
+mod inputs;
 mod linear;
 mod normalize;
 mod optimizer;
@@ -20,29 +21,25 @@ mod slstm;
 mod varlen_tests;
 
 pub(crate) use conv_split::conv_split;
-pub use conv_split::{Column, ColumnKind, ConvSplit, HeadNorm};
-pub use conv_state::ConvStates;
 pub(crate) use conv_state::next_conv_states;
-pub use cross_entropy::LinearCrossEntropy;
 pub(crate) use cross_entropy::linear_cross_entropy;
-pub use embedding::Embedding;
 pub(crate) use embedding::{embedding, select_rows};
-pub use gated_product::GatedProduct;
 pub(crate) use gated_product::{gate, gated_halves};
-pub use linear::LinearLayer;
+pub use inputs::{
+    Activation, Column, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, HeadNorm,
+    LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack, SelectiveScan,
+    SlstmRecurrence,
+};
 pub(crate) use linear::linear;
 #[cfg(feature = "fusion")]
 pub(super) use linear::linear_primitive;
-pub use normalize::{Measure, Normalization};
 pub(crate) use normalize::{add_normalize, l2_normalize, rms_normalize, standardize};
-pub use optimizer::{AdamW, AdamWStep, Clip, Moments, adamw_step, global_norm};
+pub use optimizer::{AdamW, AdamWStep, Clip, Moments};
 pub(super) use optimizer::{norm_in_tensor_ops, step_in_tensor_ops};
 pub(crate) use pack::pack;
-pub use pack::{MOST_PACKED, Pack};
-pub use selective_scan::SelectiveScan;
 pub use selective_scan::{SelectiveScanInputs, selective_scan};
 pub(crate) use slstm::LOWEST;
-pub use slstm::{SlstmCells, SlstmInputs, SlstmRecurrence, slstm};
+pub use slstm::{SlstmCells, SlstmInputs, slstm};
 
 #[cfg(all(test, feature = "cpu"))]
 pub(super) use {
@@ -50,24 +47,3 @@ pub(super) use {
     gated_product::gated_in_tensor_ops, normalize::normalize_in_tensor_ops,
     slstm::in_tensor_ops as slstm_in_tensor_ops,
 };
-
-/// A gate's or a convolution's activation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activation {
-    /// `z sigmoid(z)`.
-    Silu,
-    /// `1 / (1 + e^-z)`.
-    Sigmoid,
-}
-
-impl Activation {
-    pub(super) fn apply<B: burn::tensor::backend::Backend, const D: usize>(
-        self,
-        z: burn::tensor::Tensor<B, D>,
-    ) -> burn::tensor::Tensor<B, D> {
-        match self {
-            Self::Silu => burn::tensor::activation::silu(z),
-            Self::Sigmoid => burn::tensor::activation::sigmoid(z),
-        }
-    }
-}

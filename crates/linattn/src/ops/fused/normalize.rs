@@ -1,6 +1,6 @@
 //! Normalised rows: RMSNorm, LayerNorm and L2 norm, with a residual sum before and a gate behind.
 
-use super::Activation;
+use super::{Activation, Measure, Normalization};
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{primitive, tensor};
 use crate::ops::{accumulator, typed};
@@ -8,69 +8,6 @@ use burn::tensor::{DType, Tensor, TensorMetadata, backend::Backend, ops::FloatTe
 
 /// Added to a sum of squares before its root.
 const LENGTH_EPSILON: f64 = 1e-6;
-
-/// Divisor of a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Measure {
-    /// `sqrt(mean h^2 + epsilon)`.
-    RootMeanSquare,
-    /// `sqrt(sum h^2 + epsilon)`.
-    Length,
-    /// The mean is taken off first, then `sqrt(variance + epsilon)`: LayerNorm.
-    Standard,
-}
-
-/// `h = x + residual`, and `y = h / size(h) * factor * weight + bias`, times `activation(gate)`, over the
-/// last dimension.
-#[derive(Debug, Clone)]
-pub struct Normalization<T> {
-    /// Rows.
-    pub x: T,
-    /// Added to `x` first; shaped as `x`, of any type.
-    pub residual: Option<T>,
-    /// A weight for each column, a tensor of one dimension of any type.
-    pub weight: Option<T>,
-    /// A bias for each column, likewise.
-    pub bias: Option<T>,
-    /// A gate for each number, shaped as `x`.
-    pub gate: Option<T>,
-    /// Applied to the gate.
-    pub activation: Activation,
-    /// Divisor of a row.
-    pub measure: Measure,
-    /// Added to the mean or the sum of squares, above 0.
-    pub epsilon: f64,
-    /// Multiplies every number.
-    pub factor: f64,
-    /// Type of `y`; `h` has the type of the residual.
-    pub dtype: DType,
-}
-
-impl<T> Normalization<T> {
-    /// The tensors that are there, in the order of the fields.
-    pub fn into_vec(self) -> Vec<T> {
-        let Self { x, residual, weight, bias, gate, .. } = self;
-        [Some(x), residual, weight, bias, gate].into_iter().flatten().collect()
-    }
-
-    /// The same operation on other tensors, in the order of the fields.
-    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> Normalization<U> {
-        let mut tensors = tensors.into_iter();
-        let mut next = || tensors.next().expect("as many tensors as `self` holds");
-        Normalization {
-            x: next(),
-            residual: self.residual.is_some().then(&mut next),
-            weight: self.weight.is_some().then(&mut next),
-            bias: self.bias.is_some().then(&mut next),
-            gate: self.gate.is_some().then(&mut next),
-            activation: self.activation,
-            measure: self.measure,
-            epsilon: self.epsilon,
-            factor: self.factor,
-            dtype: self.dtype,
-        }
-    }
-}
 
 /// In tensor operations: `y`, and `h` where there is a residual. Squares are summed in f32, or f64 for f64
 /// rows, and the root is taken and divided by there.

@@ -1,6 +1,5 @@
 //! AdamW and the global gradient norm over many tensors at once.
 
-use crate::ops::backend::LinearAttentionBackend;
 use burn::tensor::{Scalar, TensorMetadata, backend::Backend, ops::FloatTensor};
 
 /// The state AdamW keeps of a parameter.
@@ -49,27 +48,7 @@ pub struct Clip<T> {
     pub longest: f64,
 }
 
-/// Parameters after one step of AdamW (arXiv 1711.05101), and their states.
-///
-/// `m = beta_1 m + (1 - beta_1) g`, `v = beta_2 v + (1 - beta_2) g^2`, and
-/// `p = (1 - rate decay) p - rate (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)`.
-pub fn adamw_step<B: LinearAttentionBackend>(
-    steps: Vec<AdamWStep<FloatTensor<B>>>,
-    adamw: AdamW,
-    clip: Option<Clip<FloatTensor<B>>>,
-) -> Vec<(FloatTensor<B>, Moments<FloatTensor<B>>)> {
-    B::adamw_step(steps, adamw, clip)
-}
-
-/// Length of the gradient over all parameters together, `[1]`.
-/// # Panics
-/// If there is no gradient.
-pub fn global_norm<B: LinearAttentionBackend>(gradients: Vec<FloatTensor<B>>) -> FloatTensor<B> {
-    assert!(!gradients.is_empty(), "a model has parameters that its loss depends on");
-    B::global_norm(gradients)
-}
-
-/// [`adamw_step`] in tensor operations.
+/// [`adamw_step`](crate::ops::adamw_step) in tensor operations.
 pub(in crate::ops) fn step_in_tensor_ops<B: Backend>(
     steps: Vec<AdamWStep<FloatTensor<B>>>,
     adamw: AdamW,
@@ -128,7 +107,7 @@ fn one_in_tensor_ops<B: Backend>(
     (B::float_sub(kept, delta), Moments { first, second, time })
 }
 
-/// [`global_norm`] in tensor operations.
+/// [`global_norm`](crate::ops::global_norm) in tensor operations.
 pub(in crate::ops) fn norm_in_tensor_ops<B: Backend>(
     gradients: Vec<FloatTensor<B>>,
 ) -> FloatTensor<B> {

@@ -1,23 +1,10 @@
 //! Matrices side by side: weights of layers that read the same input become one product.
 
+use super::Pack;
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{primitive, tensor};
 use crate::ops::typed;
 use burn::tensor::{DType, Tensor, ops::FloatTensor};
-
-/// Matrices of equally many rows, `[R, C_i]`, side by side.
-#[derive(Debug, Clone)]
-pub struct Pack<T> {
-    /// The matrices, first columns first; at most [`MOST_PACKED`].
-    pub matrices: Vec<T>,
-    /// Columns of zeros after the last matrix.
-    pub padding: usize,
-    /// Type of the result.
-    pub dtype: DType,
-}
-
-/// Matrices that a pack can hold.
-pub const MOST_PACKED: usize = 8;
 
 /// `[R, C_1 + C_2 + .. + padding]`, in type `dtype`.
 pub(crate) fn pack<B: LinearAttentionBackend>(

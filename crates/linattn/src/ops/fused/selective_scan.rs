@@ -6,52 +6,11 @@
 //! ```
 //! Source: Gu and Dao, arXiv 2312.00752; states that change their sign: arXiv 2411.12537.
 
+use super::SelectiveScan;
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{primitive, tensor};
 use crate::ops::{OpError, accumulator, linear_scan};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
-
-/// Inputs of a selective scan, of one type, f32 at least.
-#[derive(Debug, Clone)]
-pub struct SelectiveScan<T> {
-    /// `[B, T, I]`.
-    pub x: T,
-    /// Step sizes, 0 or more, `[B, T, I]`.
-    pub dt: T,
-    /// A, 0 or less, `[I, N]`.
-    pub a: T,
-    /// `[B, T, N]`.
-    pub b: T,
-    /// `[B, T, N]`.
-    pub c: T,
-    /// h before the first token, `[B, 1, I N]`; zeros if absent.
-    pub state: Option<T>,
-    /// Whether states may change their sign.
-    pub signed: bool,
-}
-
-impl<T> SelectiveScan<T> {
-    /// The tensors that are there, in the order of the fields.
-    pub fn into_vec(self) -> Vec<T> {
-        let Self { x, dt, a, b, c, state, signed: _ } = self;
-        [x, dt, a, b, c].into_iter().chain(state).collect()
-    }
-
-    /// The same operation on other tensors, in the order of the fields.
-    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> SelectiveScan<U> {
-        let mut tensors = tensors.into_iter();
-        let mut next = || tensors.next().expect("as many tensors as `self` holds");
-        SelectiveScan {
-            x: next(),
-            dt: next(),
-            a: next(),
-            b: next(),
-            c: next(),
-            state: self.state.is_some().then(&mut next),
-            signed: self.signed,
-        }
-    }
-}
 
 /// Inputs of [`selective_scan`].
 #[derive(Debug, Clone)]

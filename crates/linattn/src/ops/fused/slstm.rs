@@ -8,6 +8,7 @@
 //! c and n are kept as e^m times smaller numbers, with `m_t = max(ln sigmoid(f_t) + m_{t-1}, i_t)`.
 //! Source: Beck et al., arXiv 2405.04517.
 
+use super::SlstmRecurrence;
 use crate::ops::OpError;
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{accumulator, each_part, primitive, tensor, typed};
@@ -16,35 +17,6 @@ use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
 /// m before the first token: lower than any input gate.
 pub(crate) const LOWEST: f64 = -1e30;
-
-/// Inputs of sLSTM's recurrence, of one type, f32 at least.
-#[derive(Debug, Clone)]
-pub struct SlstmRecurrence<T> {
-    /// i, f, z and o of each head, without what h adds to them, `[B, T, H, 4 D]`.
-    pub x: T,
-    /// R, `[H, D, 4 D]`.
-    pub r: T,
-    /// h, c, n and m before the first token, `[B, 1, H, D]` each; zeros, and -1e30 for m, if absent. No gradient
-    /// is taken through m.
-    pub state: Option<[T; 4]>,
-}
-
-impl<T> SlstmRecurrence<T> {
-    /// The tensors that are there, in the order of the fields.
-    pub fn into_vec(self) -> Vec<T> {
-        let Self { x, r, state } = self;
-        [x, r].into_iter().chain(state.into_iter().flatten()).collect()
-    }
-
-    /// The same operation on other tensors, in the order of the fields.
-    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> SlstmRecurrence<U> {
-        let mut tensors = tensors.into_iter();
-        let mut next = || tensors.next().expect("as many tensors as `self` holds");
-        let (x, r) = (next(), next());
-        let state = self.state.is_some().then(|| [(); 4].map(|()| next()));
-        SlstmRecurrence { x, r, state }
-    }
-}
 
 /// Vectors between two tokens, `[B, 1, H, D]` each.
 #[derive(Debug, Clone)]

@@ -1,6 +1,5 @@
 //! Sequences that lie one after another in one row, in tensor operations: one by one.
 
-use super::{backward_by, chunk_of, forward_by};
 use crate::ops::lengths::SequenceLengths;
 use crate::ops::recurrence::{Forward, Recurrence, Saved};
 use burn::tensor::{Slice, TensorMetadata, backend::Backend, ops::FloatTensor};
@@ -28,34 +27,32 @@ fn sequence<B: Backend>(
     Recurrence { state, ..rows.map(|x| slice::<B>(&x, 1, tokens)) }
 }
 
-/// Outputs of all sequences, and their last states.
+/// Outputs of all sequences, and their last states, where `one` is the forward pass of a sequence.
 pub(super) fn forward<B: Backend>(
     x: &Recurrence<FloatTensor<B>>,
     lengths: &SequenceLengths,
+    one: impl Fn(Recurrence<FloatTensor<B>>) -> Forward<FloatTensor<B>>,
 ) -> Forward<FloatTensor<B>> {
     let of_sequence = |(n, tokens): (usize, Range<usize>)| {
-        let x = sequence::<B>(x, n, &tokens);
-        let chunk = chunk_of(&x);
-        let done = forward_by::<B>(x, chunk, false);
+        let done = one(sequence::<B>(x, n, &tokens));
         (done.o, done.state)
     };
     let (o, states) = lengths.ranges().enumerate().map(of_sequence).unzip();
     Forward { o: B::float_cat(o, 1), state: B::float_cat(states, 0), saved: Saved::default() }
 }
 
-/// Gradients of all sequences' tensors.
+/// Gradients of all sequences' tensors, where `one` is the backward pass of a sequence.
 pub(super) fn backward<B: Backend>(
     x: &Recurrence<FloatTensor<B>>,
     lengths: &SequenceLengths,
     [d_o, d_state]: [Option<FloatTensor<B>>; 2],
+    one: impl Fn(Recurrence<FloatTensor<B>>, [Option<FloatTensor<B>>; 2]) -> Recurrence<FloatTensor<B>>,
 ) -> Recurrence<FloatTensor<B>> {
     let of_sequence = |(n, tokens): (usize, Range<usize>)| {
         let x = sequence::<B>(x, n, &tokens);
         let d_o = d_o.as_ref().map(|d| slice::<B>(d, 1, &tokens));
         let d_state = d_state.as_ref().map(|d| slice::<B>(d, 0, &(n..n + 1)));
-        let chunk = chunk_of(&x);
-        let saved = forward_by::<B>(x.clone(), chunk, true).saved;
-        backward_by::<B>(x, saved, [d_o, d_state], chunk)
+        one(x, [d_o, d_state])
     };
     let gradients: Vec<_> = lengths.ranges().enumerate().map(of_sequence).collect();
     let states = gradients.iter().filter_map(|d| d.state.clone()).collect::<Vec<_>>();

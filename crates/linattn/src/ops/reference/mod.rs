@@ -68,13 +68,14 @@ pub(in crate::ops) fn forward<B: Backend>(
     x: Recurrence<FloatTensor<B>>,
     keep: bool,
 ) -> Forward<FloatTensor<B>> {
+    let alone = |x: Recurrence<FloatTensor<B>>, keep| {
+        let chunk = chunk_of(&x);
+        forward_by::<B>(x, chunk, keep)
+    };
     match x.lengths.clone() {
         // The backward pass makes anew what it needs of each sequence.
-        Some(lengths) => in_row::forward::<B>(&x, &lengths),
-        None => {
-            let chunk = chunk_of(&x);
-            forward_by::<B>(x, chunk, keep)
-        }
+        Some(lengths) => in_row::forward::<B>(&x, &lengths, |x| alone(x, false)),
+        None => alone(x, keep),
     }
 }
 
@@ -87,7 +88,11 @@ pub(in crate::ops) fn backward<B: Backend>(
     d_state: Option<FloatTensor<B>>,
 ) -> Recurrence<FloatTensor<B>> {
     match x.lengths.clone() {
-        Some(lengths) => in_row::backward::<B>(&x, &lengths, [d_o, d_state]),
+        Some(lengths) => in_row::backward::<B>(&x, &lengths, [d_o, d_state], |x, gradients| {
+            let chunk = chunk_of(&x);
+            let saved = forward_by::<B>(x.clone(), chunk, true).saved;
+            backward_by::<B>(x, saved, gradients, chunk)
+        }),
         None => {
             let chunk = chunk_of(&x);
             backward_by::<B>(x, saved, [d_o, d_state], chunk)

@@ -1,0 +1,363 @@
+//! Inputs of the fused layers, which backends and the layers themselves both know.
+
+use crate::ops::SequenceLengths;
+use burn::tensor::activation::{sigmoid, silu};
+use burn::tensor::{DType, Tensor, backend::Backend};
+
+/// A gate's or a convolution's activation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `z sigmoid(z)`.
+    Silu,
+    /// `1 / (1 + e^-z)`.
+    Sigmoid,
+}
+
+impl Activation {
+    pub(in crate::ops) fn apply<B: Backend, const D: usize>(self, z: Tensor<B, D>) -> Tensor<B, D> {
+        match self {
+            Self::Silu => silu(z),
+            Self::Sigmoid => sigmoid(z),
+        }
+    }
+}
+
+/// Divisor of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Measure {
+    /// `sqrt(mean h^2 + epsilon)`.
+    RootMeanSquare,
+    /// `sqrt(sum h^2 + epsilon)`.
+    Length,
+    /// The mean is taken off first, then `sqrt(variance + epsilon)`: LayerNorm.
+    Standard,
+}
+
+/// `h = x + residual`, and `y = h / size(h) * factor * weight + bias`, times `activation(gate)`, over the
+/// last dimension.
+#[derive(Debug, Clone)]
+pub struct Normalization<T> {
+    /// Rows.
+    pub x: T,
+    /// Added to `x` first; shaped as `x`, of any type.
+    pub residual: Option<T>,
+    /// A weight for each column, a tensor of one dimension of any type.
+    pub weight: Option<T>,
+    /// A bias for each column, likewise.
+    pub bias: Option<T>,
+    /// A gate for each number, shaped as `x`.
+    pub gate: Option<T>,
+    /// Applied to the gate.
+    pub activation: Activation,
+    /// Divisor of a row.
+    pub measure: Measure,
+    /// Added to the mean or the sum of squares, above 0.
+    pub epsilon: f64,
+    /// Multiplies every number.
+    pub factor: f64,
+    /// Type of `y`; `h` has the type of the residual.
+    pub dtype: DType,
+}
+
+impl<T> Normalization<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        let Self { x, residual, weight, bias, gate, .. } = self;
+        [Some(x), residual, weight, bias, gate].into_iter().flatten().collect()
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> Normalization<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        Normalization {
+            x: next(),
+            residual: self.residual.is_some().then(&mut next),
+            weight: self.weight.is_some().then(&mut next),
+            bias: self.bias.is_some().then(&mut next),
+            gate: self.gate.is_some().then(&mut next),
+            activation: self.activation,
+            measure: self.measure,
+            epsilon: self.epsilon,
+            factor: self.factor,
+            dtype: self.dtype,
+        }
+    }
+}
+
+/// Heads of unit length: rows of `width` consecutive columns.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HeadNorm {
+    /// Columns of a head.
+    pub width: usize,
+    /// Length that rows get.
+    pub factor: f64,
+}
+
+/// Treatment of some columns of a packed projection.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ColumnKind {
+    /// Convolved over time where there is a weight, then activated, then normalised.
+    Conv {
+        /// Applied to the convolution's sum.
+        activation: Option<Activation>,
+        /// The norm of its heads.
+        norm: Option<HeadNorm>,
+    },
+    /// As they are.
+    Copy,
+    /// `scale * sigmoid(x)`, in f32 at least.
+    Beta {
+        /// 1, or 2 for negative eigenvalues.
+        scale: f64,
+    },
+    /// `-e^{a_log} softplus(x + dt_bias)`, in f32 at least.
+    LogDecay,
+}
+
+/// Some columns of a packed projection, which become a tensor of their own.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Column {
+    /// How many there are.
+    pub width: usize,
+    /// Their treatment.
+    pub kind: ColumnKind,
+}
+
+/// A packed projection and the parameters of what follows it. Columns that are convolved come first;
+/// there are C of them.
+#[derive(Debug, Clone)]
+pub struct ConvSplit<T> {
+    /// `[B, T, P]`.
+    pub x: T,
+    /// `[W, C]`; the last row meets the newest token. Without it W is 1.
+    pub weight: Option<T>,
+    /// `[C]`.
+    pub bias: Option<T>,
+    /// The W - 1 tokens before `x`, `[B, W - 1, C]`, or `[N, W - 1, C]` of N sequences in one row; zeros if
+    /// absent.
+    pub tail: Option<T>,
+    /// ln A, `[H]`; columns of the log decay share a number in groups.
+    pub a_log: Option<T>,
+    /// The bias of step sizes, one for each column of the log decay.
+    pub dt_bias: Option<T>,
+    /// All P columns, first to last.
+    pub columns: Vec<Column>,
+    /// Sequences of lengths of their own in the one row of `x`; absent where every row is a sequence.
+    pub lengths: Option<SequenceLengths>,
+}
+
+impl<T> ConvSplit<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        let Self { x, weight, bias, tail, a_log, dt_bias, columns: _, lengths: _ } = self;
+        [Some(x), weight, bias, tail, a_log, dt_bias].into_iter().flatten().collect()
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> ConvSplit<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        ConvSplit {
+            x: next(),
+            weight: self.weight.is_some().then(&mut next),
+            bias: self.bias.is_some().then(&mut next),
+            tail: self.tail.is_some().then(&mut next),
+            a_log: self.a_log.is_some().then(&mut next),
+            dt_bias: self.dt_bias.is_some().then(&mut next),
+            columns: self.columns.clone(),
+            lengths: self.lengths.clone(),
+        }
+    }
+
+    /// C, columns that are convolved.
+    pub fn convolved(&self) -> usize {
+        let convolved = |column: &&Column| matches!(column.kind, ColumnKind::Conv { .. });
+        self.columns.iter().filter(convolved).map(|column| column.width).sum()
+    }
+}
+
+/// Convolutions of one window over the first columns of a packed projection, side by side.
+#[derive(Debug, Clone)]
+pub struct ConvStates<T> {
+    /// `[B, T, P]`.
+    pub x: T,
+    /// C_i, columns of each convolution.
+    pub widths: Vec<usize>,
+    /// W, at least 2.
+    pub window: usize,
+    /// The W - 1 tokens before `x`, `[B, W - 1, C_i]` each, or `[N, W - 1, C_i]` of N sequences in one row; empty
+    /// at the start of a sequence.
+    pub states: Vec<T>,
+    /// Sequences of lengths of their own in the one row of `x`; absent where every row is a sequence.
+    pub lengths: Option<SequenceLengths>,
+}
+
+/// `activation(gate) * value`: two tensors of one shape and type, or one of twice the width whose first
+/// half is the gate.
+#[derive(Debug, Clone)]
+pub struct GatedProduct<T> {
+    /// The gate, `[.., W]`; or gate and value side by side, `[.., 2 W]`.
+    pub gate: T,
+    /// The value, `[.., W]`, where it is a tensor of its own.
+    pub value: Option<T>,
+    /// Applied to the gate.
+    pub activation: Activation,
+}
+
+impl<T> GatedProduct<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        std::iter::once(self.gate).chain(self.value).collect()
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> GatedProduct<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        let gate = next();
+        let value = self.value.is_some().then(next);
+        GatedProduct { gate, value, activation: self.activation }
+    }
+}
+
+/// `x W + bias` over the last dimension of `x`.
+#[derive(Debug, Clone)]
+pub struct LinearLayer<T> {
+    /// `[.., from]`.
+    pub x: T,
+    /// `[from, to]`, of any type: products are in the type of `x`.
+    pub weight: T,
+    /// `[to]`.
+    pub bias: Option<T>,
+}
+
+impl<T> LinearLayer<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        [self.x, self.weight].into_iter().chain(self.bias).collect()
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> LinearLayer<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        let (x, weight) = (next(), next());
+        LinearLayer { x, weight, bias: self.bias.is_some().then(next) }
+    }
+}
+
+/// Matrices of equally many rows, `[R, C_i]`, side by side.
+#[derive(Debug, Clone)]
+pub struct Pack<T> {
+    /// The matrices, first columns first; at most [`MOST_PACKED`].
+    pub matrices: Vec<T>,
+    /// Columns of zeros after the last matrix.
+    pub padding: usize,
+    /// Type of the result.
+    pub dtype: DType,
+}
+
+/// Matrices that a pack can hold.
+pub const MOST_PACKED: usize = 8;
+
+/// Rows of a table by number. A number may come several times.
+#[derive(Debug, Clone)]
+pub struct Embedding<T, I> {
+    /// `[V, D]`.
+    pub table: T,
+    /// Row numbers, `[N]`.
+    pub ids: I,
+    /// Type of the rows that come out.
+    pub dtype: DType,
+}
+
+/// `scale * sum_m (logsumexp(z_m) - z_m[target_m])` of the logits `z = hidden W + bias`.
+#[derive(Debug, Clone)]
+pub struct LinearCrossEntropy<T, I> {
+    /// Rows that are scored, `[M, D]`.
+    pub hidden: T,
+    /// `[V, D]` where `by_rows`, an embedding's table; else `[D, V]`, a linear layer's.
+    pub weight: T,
+    /// Whether a row of the weight belongs to an id.
+    pub by_rows: bool,
+    /// `[V]`.
+    pub bias: Option<T>,
+    /// The right ids, `[M]`.
+    pub target: I,
+    /// Multiplies the sum; 1 / M for a mean.
+    pub scale: f64,
+    /// Whether nobody asks for the gradient of the weight, which is as large as the weight.
+    pub frozen: bool,
+}
+
+/// Inputs of a selective scan, of one type, f32 at least.
+#[derive(Debug, Clone)]
+pub struct SelectiveScan<T> {
+    /// `[B, T, I]`.
+    pub x: T,
+    /// Step sizes, 0 or more, `[B, T, I]`.
+    pub dt: T,
+    /// A, 0 or less, `[I, N]`.
+    pub a: T,
+    /// `[B, T, N]`.
+    pub b: T,
+    /// `[B, T, N]`.
+    pub c: T,
+    /// h before the first token, `[B, 1, I N]`; zeros if absent.
+    pub state: Option<T>,
+    /// Whether states may change their sign.
+    pub signed: bool,
+}
+
+impl<T> SelectiveScan<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        let Self { x, dt, a, b, c, state, signed: _ } = self;
+        [x, dt, a, b, c].into_iter().chain(state).collect()
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> SelectiveScan<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        SelectiveScan {
+            x: next(),
+            dt: next(),
+            a: next(),
+            b: next(),
+            c: next(),
+            state: self.state.is_some().then(&mut next),
+            signed: self.signed,
+        }
+    }
+}
+
+/// Inputs of sLSTM's recurrence, of one type, f32 at least.
+#[derive(Debug, Clone)]
+pub struct SlstmRecurrence<T> {
+    /// i, f, z and o of each head, without what h adds to them, `[B, T, H, 4 D]`.
+    pub x: T,
+    /// R, `[H, D, 4 D]`.
+    pub r: T,
+    /// h, c, n and m before the first token, `[B, 1, H, D]` each; zeros, and -1e30 for m, if absent. No gradient
+    /// is taken through m.
+    pub state: Option<[T; 4]>,
+}
+
+impl<T> SlstmRecurrence<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        let Self { x, r, state } = self;
+        [x, r].into_iter().chain(state.into_iter().flatten()).collect()
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> SlstmRecurrence<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        let (x, r) = (next(), next());
+        let state = self.state.is_some().then(|| [(); 4].map(|()| next()));
+        SlstmRecurrence { x, r, state }
+    }
+}
