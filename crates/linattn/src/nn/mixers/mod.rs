@@ -58,6 +58,7 @@ mod rwkv7;
 mod rwkv7_parts;
 mod s4;
 mod s4d;
+mod sizes;
 mod slstm;
 mod state;
 mod titans;
@@ -139,6 +140,10 @@ use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
+use sizes::{
+    Widths, block_width, check_divisor, check_groups, check_heads, expanded_heads, half_key_width,
+    head_widths, key_width, linear_flops, memory_cost, recurrent_width, scan_cost, value_width,
+};
 use state::{MatrixPast, VectorPast};
 
 /// Layers that the residual stream passes.
@@ -282,145 +287,6 @@ mixer_states! {
     Nothing(NoState);
     /// Vectors of fixed size.
     Vector(VectorState);
-}
-
-/// Value heads, and heads of queries and keys, must divide.
-fn check_heads(heads: usize, value_heads: Option<usize>) -> Result<usize, ConfigError> {
-    super::positive("heads", heads)?;
-    let value_heads = super::positive("value_heads", value_heads.unwrap_or(heads))?;
-    if value_heads.is_multiple_of(heads) {
-        return Ok(value_heads);
-    }
-    Err(ConfigError::new("value_heads", value_heads, format!("a multiple of heads = {heads}")))
-}
-
-/// K: as given, or an even share of the model's width.
-fn key_width(given: Option<usize>, d_model: usize, heads: usize) -> Result<usize, ConfigError> {
-    match given {
-        Some(width) => super::positive("key_width", width),
-        None if d_model.is_multiple_of(heads) && d_model > 0 => Ok(d_model / heads),
-        None => Err(ConfigError::new(
-            "heads",
-            heads,
-            format!("a divisor of d_model = {d_model}, unless `key_width` is given"),
-        )),
-    }
-}
-
-/// K: as given, or half of an even share of the model's width, as where keys are half as wide as values.
-fn half_key_width(
-    given: Option<usize>,
-    d_model: usize,
-    heads: usize,
-) -> Result<usize, ConfigError> {
-    match given {
-        Some(width) => super::positive("key_width", width),
-        None if d_model.is_multiple_of(2 * heads) && d_model > 0 => Ok(d_model / (2 * heads)),
-        None => Err(ConfigError::new(
-            "heads",
-            heads,
-            format!("a divisor of half of d_model = {d_model}, unless `key_width` is given"),
-        )),
-    }
-}
-
-/// Refuses a divisor that is not above 0.
-fn check_divisor(key: &str, value: f64) -> Result<(), ConfigError> {
-    match value > 0.0 && value.is_finite() {
-        true => Ok(()),
-        false => Err(ConfigError::new(key, value, "above 0")),
-    }
-}
-
-/// V = K * `expand_v`, a whole number but for the rounding of `expand_v`: no share of 7 is 29.
-fn value_width(key_width: usize, expand_v: f64) -> Result<usize, ConfigError> {
-    let product = key_width as f64 * expand_v;
-    let width = product.round();
-    if (1.0..=super::LARGEST as f64).contains(&width) && (product - width).abs() <= 1e-9 * width {
-        return Ok(width as usize);
-    }
-    let want = format!("such that {key_width} (the key width) times it is a whole number above 0");
-    Err(ConfigError::new("expand_v", expand_v, want))
-}
-
-/// Widths that follow from a config.
-#[derive(Debug, Clone, Copy)]
-struct Widths {
-    /// Value heads.
-    heads: usize,
-    /// Of one head.
-    key: usize,
-    value: usize,
-    /// Of all heads.
-    keys: usize,
-    values: usize,
-}
-
-/// The widths of queries, keys and values, from the keys of a config that bear on them.
-fn head_widths(
-    heads: usize,
-    value_heads: Option<usize>,
-    given: Option<usize>,
-    expand_v: f64,
-    d_model: usize,
-) -> Result<Widths, ConfigError> {
-    let value_heads = check_heads(heads, value_heads)?;
-    let key = key_width(given, d_model, heads)?;
-    let value = value_width(key, expand_v)?;
-    let (keys, values) = (heads * key, value_heads * value);
-    Ok(Widths { heads: value_heads, key, value, keys, values })
-}
-
-/// Inner width `expand * d_model`, and heads of `head_width` that it falls into.
-fn expanded_heads(
-    expand: usize,
-    head_width: usize,
-    d_model: usize,
-) -> Result<(usize, usize), ConfigError> {
-    let inner = super::positive("expand", expand)? * d_model;
-    if inner.is_multiple_of(super::positive("head_width", head_width)?) {
-        return Ok((inner, inner / head_width));
-    }
-    let want = format!("a divisor of expand * d_model = {inner}");
-    Err(ConfigError::new("head_width", head_width, want))
-}
-
-/// Groups of heads that share B and C must divide the heads.
-fn check_groups(groups: usize, heads: usize) -> Result<(), ConfigError> {
-    match heads.is_multiple_of(super::positive("groups", groups)?) {
-        true => Ok(()),
-        false => Err(ConfigError::new("groups", groups, format!("a divisor of the {heads} heads"))),
-    }
-}
-
-/// State and arithmetic of a memory of `heads` matrices K x V: decay, write, read, and for a delta
-/// rule the answer that is subtracted.
-fn memory_cost(heads: usize, key_width: usize, value_width: usize, delta: bool) -> Cost {
-    let size = (heads * key_width * value_width) as u64;
-    Cost { state_bytes: 4 * size, flops_per_token: size * if delta { 7 } else { 5 } }
-}
-
-/// State and arithmetic of a linear recurrence of `channels` numbers: decay and write.
-fn scan_cost(channels: usize) -> Cost {
-    Cost { state_bytes: 4 * channels as u64, flops_per_token: 2 * channels as u64 }
-}
-
-/// The width of a recurrence: as given, or the model's.
-fn recurrent_width(given: Option<usize>, d_model: usize) -> Result<usize, ConfigError> {
-    super::positive("width", given.unwrap_or(d_model))
-}
-
-/// Width of one of `heads` blocks that `width` falls into.
-fn block_width(heads: usize, width: usize) -> Result<usize, ConfigError> {
-    match super::positive("width", width)?.is_multiple_of(super::positive("heads", heads)?) {
-        true => Ok(width / heads),
-        false => Err(ConfigError::new("heads", heads, format!("a divisor of the width, {width}"))),
-    }
-}
-
-/// Multiplications and additions of a linear layer, for one token.
-fn linear_flops(from: usize, to: usize) -> u64 {
-    2 * from as u64 * to as u64
 }
 
 macro_rules! mixers {
