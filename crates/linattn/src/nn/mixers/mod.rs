@@ -64,6 +64,7 @@ mod state;
 mod titans;
 mod token_mlp;
 mod ttt;
+mod varlen;
 mod window_attention;
 
 pub use aft::{Aft, AftConfig, AftForm, AftState};
@@ -124,19 +125,21 @@ pub use state::MatrixState;
 pub use titans::{Titans, TitansConfig};
 pub use token_mlp::{PositionLayer, TokenMlp, TokenMlpConfig};
 pub use ttt::{Ttt, TttConfig};
+pub(super) use varlen::{check_row, check_states};
 pub use window_attention::{WindowAttention, WindowAttentionConfig};
 
 pub use super::FeatureMap;
 pub use super::diagonal_ssm::{Discretization, Spectrum};
 pub use super::fast_weights::InnerModel;
+pub use super::lengths::Varlen;
 pub use super::long_filter::ConvolutionState;
 pub use super::reflections::PathCache;
 pub use super::score_bias::ContextualPositions;
 pub use super::softmax::KeyValueCache;
 pub use super::state::{ListState, NetworkState, VectorState};
 pub use super::swiglu_memory::LactState;
-use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
-use crate::ops::LinearAttentionBackend;
+use super::{ConfigError, Cost, LengthsError, RecurrentState, Shared, StateTensors};
+use crate::ops::{LinearAttentionBackend, SequenceLengths};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -171,6 +174,14 @@ pub trait TokenMixer<B: LinearAttentionBackend> {
     /// How many positions it has learnt, where it has: no sequence may be longer.
     fn positions(&self) -> Option<usize> {
         None
+    }
+
+    /// How it takes sequences of different lengths in one row. [`Varlen::Packed`] is for mixers whose every look
+    /// back is an operation of `nn/recurrence.rs` or goes through its tails.
+    const VARLEN: Varlen = Varlen::PerSequence;
+    /// How this one, of its config, does.
+    fn varlen(&self) -> Varlen {
+        Self::VARLEN
     }
 
     /// Whether it takes activations of 16 bits beside weights of 32. The others work in the type of their
@@ -211,6 +222,43 @@ pub trait TokenMixer<B: LinearAttentionBackend> {
         let (y, state) = self.forward(x.unsqueeze_dim(1), state);
         (y.squeeze_dim(1), state)
     }
+
+    /// N sequences one after another in one row, as fla's `cu_seqlens`: none sees another, and nothing is padded.
+    /// `x` is `[1, T, D]`, states have a row for each sequence. Gives `[1, T, D]` and the states after the last
+    /// token of each sequence, with which [`step`](Self::step) goes on.
+    /// # Errors
+    /// [`LengthsError`] if `lengths` do not divide the row, if the state has another number of rows, or if the
+    /// mixer counts tokens, so that sequences of different lengths have no common state.
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    fn forward_varlen(
+        &self,
+        x: Tensor<B, 3>,
+        lengths: &SequenceLengths,
+        state: Option<Self::State>,
+    ) -> Result<(Tensor<B, 3>, Self::State), LengthsError>
+    where
+        Self::State: RecurrentState<B>,
+    {
+        varlen::forward(self, x, lengths, state)
+    }
+
+    /// As [`forward_varlen`](Self::forward_varlen), of whole sequences and without their states, as in training:
+    /// so mixers that count tokens are accepted too. Positions begin anew with each sequence.
+    /// # Errors
+    /// [`LengthsError`] if `lengths` do not divide the row, or the mixer takes no such sequences.
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    fn outputs_varlen(
+        &self,
+        x: Tensor<B, 3>,
+        lengths: &SequenceLengths,
+    ) -> Result<Tensor<B, 3>, LengthsError>
+    where
+        Self::State: RecurrentState<B>,
+    {
+        varlen::outputs(self, x, lengths)
+    }
 }
 
 macro_rules! mixer_states {
@@ -225,6 +273,11 @@ macro_rules! mixer_states {
             /// Which kind of state it is.
             pub fn kind(&self) -> &'static str {
                 match self { $(Self::$name(_) => stringify!($name),)+ }
+            }
+
+            /// That of a mixer which keeps nothing.
+            pub(in crate::nn) fn nothing() -> Self {
+                NoState::default().into()
             }
 
             /// Its tensors.
@@ -365,6 +418,15 @@ macro_rules! mixers {
                 match self { $(Self::$name(mixer) => !mixer.counts_tokens(),)+ }
             }
 
+            /// Whether it takes sequences of different lengths in one row, and also their states where
+            /// `with_states` says so.
+            /// # Errors
+            /// [`LengthsError`](crate::nn::LengthsError) with its name, and what would be accepted.
+            pub fn check_varlen(&self, with_states: bool) -> Result<(), crate::nn::LengthsError> {
+                use crate::nn::mixers::varlen::check;
+                match self { $(Self::$name(mixer) => check(mixer, $key, with_states),)+ }
+            }
+
             /// How many positions it has learnt, where it has: no sequence may be longer.
             pub fn positions(&self) -> Option<usize> {
                 match self { $(Self::$name(mixer) => mixer.positions(),)+ }
@@ -398,8 +460,9 @@ macro_rules! mixers {
             ) -> (Tensor<B, 3>, MixerState<B>) {
                 match self {
                     $(Self::$name(mixer) => {
-                        let (y, state) = mixer.run(x, state.map(Into::into), shared);
-                        (y, state.into())
+                        let state = state.map(Into::into);
+                        let (y, state) = crate::nn::mixers::varlen::run(mixer, x, state, shared);
+                        (y, state.map_or_else(MixerState::nothing, Into::into))
                     })+
                 }
             }
