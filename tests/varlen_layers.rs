@@ -65,7 +65,7 @@ fn numbers(states: &[StateTensors<B>]) -> Vec<f64> {
 fn gradients(rows: [&Tensor<B, 3>; 2], outputs: Vec<Tensor<B, 3>>) -> Vec<Vec<f64>> {
     let weighed = |y: Tensor<B, 3>| (y.clone() * (y * 3.0 + 1.0).cos()).sum();
     let gradients = (weighed(outputs[0].clone()) + weighed(outputs[1].clone())).backward();
-    rows.map(|x| x.grad(&gradients).unwrap().into_data().iter::<f64>().collect()).to_vec()
+    rows.iter().map(|x| download(x.grad(&gradients).unwrap())).collect()
 }
 
 #[test]
@@ -113,7 +113,7 @@ fn without_states_positions_begin_anew_with_each_sequence() {
         assert_close(text, &download(want.clone()), &download(got.clone()), LIMIT);
         let gradient = |y: Tensor<B, 3>| {
             let gradients = (y.clone() * (y * 3.0 + 1.0).cos()).sum().backward();
-            x.grad(&gradients).unwrap().into_data().iter::<f64>().collect::<Vec<_>>()
+            download(x.grad(&gradients).unwrap())
         };
         assert_close(&format!("{text}: gradient"), &gradient(want), &gradient(got), LIMIT);
     }
