@@ -77,6 +77,8 @@ mod variant_formulas;
 mod variants;
 #[cfg(feature = "cpu")]
 mod varlen;
+#[cfg(feature = "cpu")]
+mod varlen_layers;
 
 #[cfg(feature = "cpu")]
 #[path = "../examples/own_project.rs"]

@@ -3,7 +3,7 @@
 use super::canon::{Canon, CanonConfig, canon};
 use super::convolution::Tails;
 use super::layers::{Norm, NormKind};
-use super::mixers::{Mixer, MixerConfig, MixerState, NoState};
+use super::mixers::{Mixer, MixerConfig, MixerState};
 use super::mlp::{Mlp, MlpConfig};
 use super::residual::Residual;
 use super::start::Start;
@@ -187,8 +187,8 @@ impl<B: LinearAttentionBackend> Block<B> {
             Some(state) => (Some(state.mixer), state.tails),
             None => (None, vec![]),
         };
-        let mut tails = Tails::after(before);
-        let (mut x, mut mixed) = (x, NoState::default().into());
+        let mut tails = Tails::after(before).of_lengths(shared.lengths.clone());
+        let (mut x, mut mixed) = (x, MixerState::nothing());
         if let (Some(norm), Some(attn)) = (&self.attn_norm, &self.attn) {
             let (h, sum) = self.read(x, norm, attn.takes_bf16());
             let h = canon(self.canon.before_mixer.as_ref(), h, &mut tails);

@@ -1,5 +1,7 @@
 //! Short convolution: what lets a layer see its last few tokens.
 
+use super::layers::shift_tokens;
+use super::lengths::shift_sequences;
 use super::{ConfigError, Cost, LARGEST};
 use crate::ops::{self, Activation, LinearAttentionBackend, SequenceLengths};
 use burn::module::{Initializer, Module, Param};
@@ -144,7 +146,6 @@ impl<B: Backend> Tails<B> {
 
     /// Of sequences with lengths of their own in one row, if there are any: convolutions keep them apart, and
     /// their tails are `[N, W - 1, D]`.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for mixers that take lengths"))]
     pub(crate) fn of_lengths(self, lengths: Option<SequenceLengths>) -> Self {
         Self { lengths, ..self }
     }
@@ -177,6 +178,16 @@ impl<B: Backend> Tails<B> {
         let (y, tail) = layer(self.draw());
         self.push(tail);
         y
+    }
+
+    /// The token before each token of `x`, `[B, T, D]`, zeros before the first of a sequence. The last token is a
+    /// tail, `[B, 1, D]`.
+    pub(crate) fn shifted(&mut self, x: &Tensor<B, 3>) -> Tensor<B, 3> {
+        let lengths = self.lengths.clone();
+        self.through(|last| match &lengths {
+            Some(lengths) => shift_sequences(x, last, lengths),
+            None => shift_tokens(x, last),
+        })
     }
 
     /// Those for what comes next.

@@ -73,7 +73,7 @@ impl<B: LinearAttentionBackend> Asked<B> {
         // n is one more column of the memory, written with a value of 1.
         let v = Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(keep);
-        let (o, memory) = linear_attention(inputs, memory);
+        let (o, memory) = linear_attention(inputs, memory, None);
         let o = accumulator(o);
         let written = o.clone().narrow(3, value_width, 1).abs();
         let least = largest.neg().exp().unsqueeze_dim::<4>(3);

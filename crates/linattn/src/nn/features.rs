@@ -315,6 +315,11 @@ impl<B: LinearAttentionBackend> Features<B> {
         }
     }
 
+    /// Whether features depend on positions.
+    pub(crate) fn counts_tokens(&self) -> bool {
+        matches!(self.map, FeatureMap::Cosformer { .. })
+    }
+
     /// As [`forward`](Self::forward), in the type of `x`, as shares of their sum where `shares` says so:
     /// exponentials and squares want more than 16 bits.
     pub(crate) fn typed(&self, x: Tensor<B, 4>, position: usize, shares: bool) -> Tensor<B, 4> {

@@ -354,10 +354,15 @@ impl<B: LinearAttentionBackend> Rwkv7Mlp<B> {
         last: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let (before, last) = shift_tokens(&x, last);
+        (self.mixed(x, before), last)
+    }
+
+    /// Of each token and the one before it, `[B, T, D]` both.
+    fn mixed(&self, x: Tensor<B, 3>, before: Tensor<B, 3>) -> Tensor<B, 3> {
         let back = before - x.clone();
         let share = typed(self.x_k.val(), x.dtype()).unsqueeze::<3>();
         let hidden = relu(self.key.forward(x + back * share));
-        (self.down_proj.forward(hidden.clone() * hidden), last)
+        self.down_proj.forward(hidden.clone() * hidden)
     }
 }
 
@@ -393,13 +398,18 @@ impl<B: LinearAttentionBackend> Rwkv6Mlp<B> {
         last: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let (before, last) = shift_tokens(&x, last);
+        (self.mixed(x, before), last)
+    }
+
+    /// Of each token and the one before it, `[B, T, D]` both.
+    fn mixed(&self, x: Tensor<B, 3>, before: Tensor<B, 3>) -> Tensor<B, 3> {
         let back = before - x.clone();
         let mixed = |share: &Param<Tensor<B, 1>>| {
             x.clone() + back.clone() * typed(share.val(), x.dtype()).unsqueeze::<3>()
         };
         let gate = sigmoid(self.receptance.forward(mixed(&self.x_r)));
         let hidden = relu(self.key.forward(mixed(&self.x_k)));
-        (gate * self.down_proj.forward(hidden.clone() * hidden), last)
+        gate * self.down_proj.forward(hidden.clone() * hidden)
     }
 }
 
@@ -448,8 +458,14 @@ impl<B: LinearAttentionBackend> Mlp<B> {
                 None => mlp.through(x, |x| canon(inside.next(), x, tails)),
             },
             Mlp::Gelu((_, mlp)) => mlp.through(x, |x| canon(inside.next(), x, tails)),
-            Mlp::Rwkv7((_, mlp)) => tails.through(|last| mlp.forward(x, last)),
-            Mlp::Rwkv6((_, mlp)) => tails.through(|last| mlp.forward(x, last)),
+            Mlp::Rwkv7((_, mlp)) => {
+                let before = tails.shifted(&x);
+                mlp.mixed(x, before)
+            }
+            Mlp::Rwkv6((_, mlp)) => {
+                let before = tails.shifted(&x);
+                mlp.mixed(x, before)
+            }
         }
     }
 }

@@ -23,6 +23,7 @@ mod hippo;
 mod key_preconditioner;
 mod layer_list;
 mod layers;
+mod lengths;
 mod log_decay;
 mod long_filter;
 mod lora;
@@ -47,6 +48,7 @@ mod start;
 pub(crate) mod state;
 mod swiglu_memory;
 mod trapezoid;
+mod varlen;
 mod weight;
 
 pub use auto_encoder::Decoder;
@@ -61,6 +63,7 @@ pub use layers::{
     BlockDiagonal, FinalNormKind, GatedRmsNorm, InitializerKind, Linear, Norm, NormKind,
     ResidualLinear, ScaledLinear, ZeroCenteredRmsNorm, l2_normalize,
 };
+pub use lengths::LengthsError;
 pub use lora::{Adapter, LoraConfig, LowRankAdapter};
 pub use mlp::{
     GeluMlp, GeluMlpConfig, Mlp, MlpConfig, Rwkv6Mlp, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu,

@@ -15,7 +15,7 @@ use super::sources::Sources;
 use super::start::Start;
 use super::weight::{WeightQuantizer, nothing};
 use super::{ConfigError, Cost, LARGEST, positive};
-use crate::ops::{self, LinearAttentionBackend, QuantizedMatrix, WeightBits};
+use crate::ops::{self, LinearAttentionBackend, QuantizedMatrix, SequenceLengths, WeightBits};
 use burn::module::{Initializer, Module, ModuleVisitor, Param};
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig};
 use burn::tensor::activation::log_softmax;
@@ -388,8 +388,18 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         ids: Tensor<B, 2, Int>,
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 3>, LanguageModelState<B>) {
-        let x = self.embed(ids, &state);
-        let (x, state) = self.through_layers(self.dropout.forward(x), state);
+        self.hidden_among(ids, state, Shared::default())
+    }
+
+    /// As [`hidden`](Self::hidden), of sequences of different lengths where `shared` has them.
+    pub(super) fn hidden_among(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        state: Option<LanguageModelState<B>>,
+        shared: Shared<B>,
+    ) -> (Tensor<B, 3>, LanguageModelState<B>) {
+        let x = self.embed(ids, &state, shared.lengths.as_ref());
+        let (x, state) = self.through_layers(self.dropout.forward(x), state, shared);
         (self.left(x), state)
     }
 
@@ -411,11 +421,13 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         Residual::computed_in(x, dtype)
     }
 
-    /// Ids, `[B, T]`, as vectors, `[B, T, D]`, which know their position where that is learnt.
+    /// Ids, `[B, T]`, as vectors, `[B, T, D]`, which know their position where that is learnt; from 0 in each
+    /// sequence where there are lengths.
     pub(super) fn embed(
         &self,
         ids: Tensor<B, 2, Int>,
         state: &Option<LanguageModelState<B>>,
+        lengths: Option<&SequenceLengths>,
     ) -> Tensor<B, 3> {
         let (tokens, device) = (ids.dims()[1], ids.device());
         let x = match &self.quantized_embeddings {
@@ -425,9 +437,16 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         let x = if self.embedding_scale == 1.0 { x } else { x * self.embedding_scale };
         let Some(positions) = &self.positions else { return x };
         let (first, table) = (seen(state), positions.weight.val());
-        let (last, known) = (first + tokens, table.dims()[0]);
+        let longest = lengths.map_or(tokens, SequenceLengths::longest);
+        let (last, known) = (first + longest, table.dims()[0]);
         assert!(last <= known, "position {last} of {known} that the model has learnt");
-        let places = Tensor::<B, 1, Int>::arange(first as i64..last as i64, &device);
+        let all = Tensor::<B, 1, Int>::arange(first as i64..last as i64, &device);
+        let places = match lengths {
+            Some(lengths) => {
+                Tensor::cat(lengths.lengths().map(|own| all.clone().narrow(0, 0, own)).collect(), 0)
+            }
+            None => all,
+        };
         x + ops::embedding(table, places.unsqueeze_dim(0))
     }
 
@@ -477,8 +496,8 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 2>, LanguageModelState<B>) {
         assert!(!self.needs_whole_sequences(), "an auto-encoder answers whole sequences");
-        let x = self.embed(ids.unsqueeze_dim(1), &state);
-        let (x, state) = self.through_layers(x, state);
+        let x = self.embed(ids.unsqueeze_dim(1), &state, None);
+        let (x, state) = self.through_layers(x, state, Shared::default());
         (self.logits(self.normalized(x)).squeeze_dim(1), state)
     }
 
@@ -593,6 +612,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<LanguageModelState<B>>,
+        mut shared: Shared<B>,
     ) -> (Residual<B>, LanguageModelState<B>) {
         let position = self.positions.as_ref().map(|_| seen(&state) + x.dims()[1]);
         let mut x = self.entered(x);
@@ -603,7 +623,6 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
             }
             None => vec![None; self.layers.len()],
         };
-        let mut shared = Shared::default();
         let mut layers = Vec::with_capacity(self.layers.len());
         for (block, state) in self.layers.iter().zip(before.drain(..)) {
             let (y, state) = block.run(x, state, &mut shared);

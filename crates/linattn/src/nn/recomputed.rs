@@ -27,7 +27,7 @@ impl<B: TrainBackend> LanguageModel<B> {
         mut each: impl FnMut(B::Gradients),
     ) -> Tensor<B::InnerBackend, 1> {
         let plain = self.valid();
-        let mut x = plain.entered(plain.embed(ids.clone().inner(), &None));
+        let mut x = plain.entered(plain.embed(ids.clone().inner(), &None, None));
         let mut inputs = vec![];
         for block in &plain.layers {
             inputs.push(x.clone());
@@ -47,7 +47,7 @@ impl<B: TrainBackend> LanguageModel<B> {
             each(gradients);
         }
         if self.learns_to_embed() {
-            each(self.entered(self.embed(ids, &None)).weighed(d_x).backward());
+            each(self.entered(self.embed(ids, &None, None)).weighed(d_x).backward());
         }
         value
     }

@@ -1,7 +1,9 @@
 //! Tensors that layers read of one another: handed from the first to the last, once through the model.
-//! They are no state: nothing of them is kept for the next token.
+//! They are no state: nothing of them is kept for the next token. With them go the lengths of sequences that
+//! lie in one row.
 
 use super::softmax::KeyValueCache;
+use crate::ops::SequenceLengths;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Tensors that earlier layers left for later ones, of the tokens that are being computed.
@@ -11,4 +13,14 @@ pub struct Shared<B: Backend> {
     pub first_values: Option<Tensor<B, 3>>,
     /// Keys and values of the last `attention` layer, of earlier tokens too.
     pub keys_values: Option<KeyValueCache<B>>,
+    /// Of the sequences in the one row; absent where every row is a sequence. Whoever sets them has asked every
+    /// layer whether it takes them.
+    pub(super) lengths: Option<SequenceLengths>,
+}
+
+impl<B: Backend> Shared<B> {
+    /// For sequences of these lengths in one row.
+    pub(super) fn of_lengths(lengths: &SequenceLengths) -> Self {
+        Self { lengths: Some(lengths.clone()), first_values: None, keys_values: None }
+    }
 }

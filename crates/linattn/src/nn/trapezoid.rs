@@ -53,7 +53,7 @@ impl<B: LinearAttentionBackend> Trapezoid<B> {
         };
         let (q_rows, k_rows, g) = (rows(q.clone()), rows(k.clone()), first_of_rows(g, rank));
         let inputs = LinearAttentionInputs::new(q_rows, k_rows, rows(written)).with_decay(g);
-        let (o, memory) = linear_attention(inputs, memory);
+        let (o, memory) = linear_attention(inputs, memory, None);
         let mut o = o.reshape(v.dims());
         for row in 0..rank {
             let [k, v] = [k.clone(), v.clone()].map(|x| x.narrow(2, row, 1));

@@ -37,6 +37,17 @@ impl SequenceLengths {
         }
     }
 
+    /// Of marks, one for each token: whether a sequence begins there. The first token begins one.
+    ///
+    /// Where a model is to start anew inside a text, this is the reset mask.
+    /// # Errors
+    /// [`OpError::Lengths`] if there are no tokens, or no sequence begins with the first.
+    pub fn from_starts(starts: &[bool]) -> Result<Self, OpError> {
+        let begin = starts.iter().enumerate().filter(|(_, begins)| **begins);
+        let offsets: Vec<usize> = begin.map(|(token, _)| token).chain([starts.len()]).collect();
+        Self::from_cu_seqlens(&offsets)
+    }
+
     /// N + 1 offsets: where each sequence begins, and the number of all tokens.
     pub fn cu_seqlens(&self) -> &[usize] {
         &self.cu_seqlens
@@ -62,8 +73,18 @@ impl SequenceLengths {
         self.ranges().map(|range| range.len())
     }
 
+    /// Tokens of the longest sequence; 0 if there is none.
+    pub(crate) fn longest(&self) -> usize {
+        self.lengths().max().unwrap_or(0)
+    }
+
+    /// The same sequences where each token takes `count` rows.
+    pub(crate) fn repeated(&self, count: usize) -> Self {
+        Self { cu_seqlens: self.cu_seqlens.iter().map(|offset| offset * count).collect() }
+    }
+
     /// Whether they divide one row of so many tokens into sequences of at least one.
-    pub(super) fn check(
+    pub(crate) fn check(
         &self,
         op: &'static str,
         batch: usize,
@@ -94,6 +115,16 @@ mod tests {
         assert_eq!(SequenceLengths::from_cu_seqlens(&[0, 3, 4, 9]), Ok(lengths.clone()));
         assert_eq!(lengths.ranges().collect::<Vec<_>>(), [0..3, 3..4, 4..9]);
         assert_eq!((lengths.count(), lengths.tokens()), (3, 9));
+    }
+
+    #[test]
+    fn marks_say_where_sequences_begin() {
+        let marks = [true, false, false, true, true, false];
+        let lengths = SequenceLengths::new(&[3, 1, 2]);
+        assert_eq!(SequenceLengths::from_starts(&marks), Ok(lengths.clone()));
+        assert_eq!((lengths.longest(), lengths.repeated(2).cu_seqlens()), (3, &[0, 6, 8, 12][..]));
+        let refused = |marks: &[bool]| SequenceLengths::from_starts(marks).is_err();
+        assert!(refused(&[]) && refused(&[false, true]) && refused(&[false]));
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! Comba. Recurrence, shapes and source: [`Comba`].
 
-use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, Varlen, Widths, head_widths, linear_flops, memory_cost,
+};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
@@ -186,14 +188,15 @@ pub struct Comba<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for Comba<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let decay = LogDecay::new(&self.a_log, &self.dt_bias);
         let gates =
             [Projection::log_decay(&self.a_proj, decay), Projection::beta(&self.b_proj, 1.0)];
@@ -209,7 +212,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Comba<B> {
             read: Read::Before,
             ..DeltaRuleInputs::new(q * scale, k, v, beta)
         };
-        let (o, memory) = delta_rule(inputs, past.memory.take());
+        let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -2,7 +2,7 @@
 
 use super::attention_config::AttentionConfig;
 use super::retnet::{check_rotated, check_theta};
-use super::{TokenMixer, key_width, linear_flops};
+use super::{TokenMixer, Varlen, key_width, linear_flops};
 use crate::nn::layers::{ResidualLinear, linear, split_heads};
 use crate::nn::score_bias::causal_mask;
 use crate::nn::softmax::{check_shared, turned, weigh};
@@ -173,6 +173,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for CrossAttention<B> {
     type State = NoState<B>;
     const COUNTS_TOKENS: bool = true;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Refused;
 
     fn run(
         &self,

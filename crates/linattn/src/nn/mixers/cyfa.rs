@@ -211,10 +211,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for CyFa<B> {
 
         let inputs = LinearAttentionInputs::new(q, k, atom.clone()).with_decay(g.clone());
         let keys = keys.map(|keys| keys.swap_dims(2, 3));
-        let (scores, keys) = linear_attention(inputs, keys);
+        let (scores, keys) = linear_attention(inputs, keys, None);
         let shares = back.forward(self.shares(forward.forward(accumulator(scores))));
         let inputs = LinearAttentionInputs::new(typed(shares, dtype), atom, qkv.v).with_decay(g);
-        let (o, values) = linear_attention(inputs, values);
+        let (o, values) = linear_attention(inputs, values, None);
         let gate = self.g_proj[1].forward(gate);
         let output = GatedOutput::sigmoid(&self.o_norm, &self.o_proj);
         let y = output.forward(o * times as f64, Some(gate));

@@ -199,7 +199,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         let kept = self.columns.cumsum(1);
         let v = self.v * kept.clone().neg().exp();
         let inputs = ops::LinearAttentionInputs::new(self.q, self.k, v).with_decay(self.rows);
-        let (o, memory) = linear_attention(inputs, memory);
+        let (o, memory) = linear_attention(inputs, memory, None);
         let kept = kept.exp();
         // [B, 1, H, V] to [B, H, 1, V].
         let at_end = kept.clone().narrow(1, last, 1).swap_dims(1, 2);
@@ -230,9 +230,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DecayingFastWeights<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let gates = [&self.f_proj, &self.z_proj].map(Projection::plain);
         let (Qkv { q, k, v }, [f, z]) = self.qkv().project(&x, gates, &mut past.tails);
         let scale = (q.dims()[3] as f64).powf(-0.5);

@@ -1,7 +1,9 @@
 //! DeltaNet and Gated DeltaNet. Recurrence, shapes and source: `pages/delta_net.md`, the page of
 //! [`DeltaNet`].
 
-use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, Varlen, Widths, head_widths, linear_flops, memory_cost,
+};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::delta_keys::{DeltaKeys, QkActivation, QkNorm};
@@ -238,13 +240,20 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
 
+    fn varlen(&self) -> Varlen {
+        match self.preconditioner {
+            Some(_) => Varlen::PerSequence, // its scan has one start
+            None => Varlen::Packed,
+        }
+    }
+
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let [keep, share] = KeyPreconditioner::projections(&self.preconditioner);
         let optional = [self.beta(), self.decay(), self.gate(), keep, share];
         let (Qkv { q, k, v }, [], [beta, g, gate, keep, share]) =
@@ -258,7 +267,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
         let (k, erase) = written(&self.preconditioner, gates, k, self.heads, &mut past.tails);
         let g = g.map(Decay::Scalar);
         let inputs = DeltaRuleInputs { g, erase, ..DeltaRuleInputs::new(q, k, v, beta) };
-        let (o, memory) = delta_rule(inputs, past.memory.take());
+        let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -1,6 +1,8 @@
 //! DeltaProduct and Gated DeltaProduct. Recurrence, shapes and source: [`DeltaProduct`].
 
-use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, Varlen, Widths, head_widths, linear_flops, memory_cost,
+};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
@@ -171,14 +173,15 @@ pub struct DeltaProduct<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaProduct<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let beta = Projection::beta(&self.b_proj, self.beta_scale);
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [beta], [g, gate]) =
@@ -188,9 +191,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaProduct<B> {
         let g = g.map(|g| Decay::Scalar(self.pad(g.unsqueeze_dim(3), false).squeeze_dim(3)));
         let inputs = DeltaRuleInputs { g, ..DeltaRuleInputs::new(self.pad(q, true), k, v, beta) };
         let memory = past.memory.take();
+        let lengths = past.tails.lengths().map(|lengths| lengths.repeated(self.steps));
         let (o, memory) = match tokens {
             1 => one_after_another(inputs, memory),
-            _ => delta_rule(inputs, memory),
+            _ => delta_rule(inputs, memory, lengths.as_ref()),
         };
         let o = self.last_steps(o, tokens);
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
@@ -254,7 +258,7 @@ fn one_after_another<B: LinearAttentionBackend>(
         let beta = x.beta.clone().narrow(1, j, 1);
         let step =
             DeltaRuleInputs { g, ..DeltaRuleInputs::new(at(&x.q), at(&x.k), at(&x.v), beta) };
-        let (o, next) = delta_rule(step, state);
+        let (o, next) = delta_rule(step, state, None);
         outputs.push(o);
         state = Some(next);
     }

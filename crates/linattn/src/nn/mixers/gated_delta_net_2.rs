@@ -1,6 +1,8 @@
 //! Gated DeltaNet-2. Recurrence, shapes and source: [`GatedDeltaNet2`].
 
-use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, Varlen, Widths, head_widths, linear_flops, memory_cost,
+};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
@@ -170,14 +172,15 @@ pub struct GatedDeltaNet2<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for GatedDeltaNet2<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state, shared));
         let gates = [&self.b_proj, &self.w_proj, &self.f_proj[0], &self.g_proj[0]];
         let (Qkv { q, k, v }, [erase, write, f, gate]) =
             self.qkv().project(&x, gates.map(Projection::plain), &mut past.tails);
@@ -194,7 +197,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedDeltaNet2<B> {
             g: Some(Decay::Vector(share_heads(g, self.heads))),
             ..DeltaRuleInputs::new(q, k, gated(v, write), beta)
         };
-        let (o, memory) = delta_rule(inputs, past.memory.take());
+        let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());
         let gate = self.g_proj[1].forward(gate);
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, Some(gate));
         (y, past.then(memory, tokens))

@@ -186,9 +186,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedKalmaNet<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let gates = [
             Projection::beta(&self.b_proj, 1.0),
             Projection::beta(&self.alpha_proj, 1.0),

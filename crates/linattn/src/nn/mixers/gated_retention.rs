@@ -162,9 +162,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedRetention<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let gates = [&self.gk_proj, &self.g_proj].map(Projection::plain);
         let (Qkv { q, k, v }, [g, gate]) = ConvQkv::plain(
@@ -177,7 +177,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedRetention<B> {
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_gate(g, self.gate_normalizer);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let o = merge_heads(rms_normalize(o, self.norm_eps));
         let y = self.o_proj.forward(ops::gate(o, gate, Activation::Silu));
         (y, past.then(memory, tokens))

@@ -172,9 +172,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let gates = [&self.a_proj, &self.theta_proj].map(Projection::plain);
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [a, theta], [gate]) =
@@ -187,7 +187,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
         let g = Tensor::cat(vec![g.clone(), g], 3);
         let [q, k] = [q * scale, k].map(|x| back.forward(x));
         let inputs = ops::LinearAttentionInputs::new(q, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

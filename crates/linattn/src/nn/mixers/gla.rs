@@ -1,8 +1,8 @@
 //! Gated linear attention. Recurrence, shapes and source: [`Gla`].
 
 use super::{
-    MatrixPast, MatrixState, TokenMixer, check_divisor, half_key_width, linear_flops, memory_cost,
-    value_width,
+    MatrixPast, MatrixState, TokenMixer, Varlen, check_divisor, half_key_width, linear_flops,
+    memory_cost, value_width,
 };
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
@@ -167,14 +167,15 @@ pub struct Gla<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for Gla<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let (narrow, widen) = &self.gk_proj;
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [g], [gate]) =
@@ -182,7 +183,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gla<B> {
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = split_heads(log_gate(widen.forward(g), self.gate_normalizer), self.heads);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let y = GatedOutput::silu(&self.g_norm_swish_gate, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

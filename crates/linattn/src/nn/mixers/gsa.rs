@@ -1,7 +1,8 @@
 //! Gated slot attention. Recurrence, shapes and source: [`Gsa`].
 
 use super::{
-    TokenMixer, check_divisor, check_heads, key_width, linear_flops, memory_cost, value_width,
+    TokenMixer, Varlen, check_divisor, check_heads, key_width, linear_flops, memory_cost,
+    value_width,
 };
 use crate::nn::conv_qkv::ConvQkv;
 use crate::nn::convolution::{ShortConvolution, Tails, check_window, convolution_cost};
@@ -212,16 +213,17 @@ pub struct Gsa<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
     type State = SlotState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<SlotState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, SlotState<B>) {
         let [batch, tokens, _] = x.dims();
         let (keys, values, tails) = SlotState::parts(state);
-        let mut tails = Tails::after(tails);
+        let mut tails = Tails::after(tails).of_lengths(shared.lengths.clone());
         let (qkv, [f]) = self.qkv().project(&x, [Projection::plain(&self.f_proj)], &mut tails);
         let [q, k, v] = [qkv.q, qkv.k, qkv.v].map(|x| self.activated(x));
         let dtype = q.dtype();
@@ -229,18 +231,22 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
         let written = typed(g.clone().exp().neg() + 1.0, dtype);
 
         let [rows, key_width] = [g.dims()[2], k.dims()[3]];
-        let keys = keys.map(|keys| keys.reshape([batch, rows, key_width, 1]));
+        let keys = keys.map(|keys| {
+            let states = keys.dims()[0];
+            keys.reshape([states, rows, key_width, 1])
+        });
         let slots = written.clone().unsqueeze_dim::<4>(3);
         let inputs = ops::LinearAttentionInputs::new(q, k, slots).with_decay(g.clone());
-        let (scores, keys) = linear_attention(inputs, keys);
+        let (scores, keys) = linear_attention(inputs, keys, tails.lengths());
         let scores = scores.reshape([batch, tokens, self.heads, rows / self.heads]);
         let shares = typed(softmax(accumulator(scores), 3), dtype);
 
         let (g, written) = (split_heads(g, self.heads), split_heads(written, self.heads));
         let inputs = ops::LinearAttentionInputs::new(shares, written, v).with_decay(g);
-        let (o, values) = linear_attention(inputs, values);
+        let (o, values) = linear_attention(inputs, values, tails.lengths());
         let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(silu(o)), None));
-        let keys = keys.reshape([batch, self.heads, rows / self.heads, key_width]);
+        let states = keys.dims()[0]; // N where sequences of different lengths lie in one row
+        let keys = keys.reshape([states, self.heads, rows / self.heads, key_width]);
         (y, SlotState { keys, values, tails: tails.into_next() })
     }
 }

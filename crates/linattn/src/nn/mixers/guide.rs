@@ -7,7 +7,7 @@ mod learnt_decay;
 
 use super::{
     ConfigError, Cost, LinearAttentionBackend, MatrixPast, MatrixState, MixerState, Shared, Stack,
-    TokenMixer, key_width, linear_flops, memory_cost,
+    TokenMixer, Varlen, key_width, linear_flops, memory_cost,
 };
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};

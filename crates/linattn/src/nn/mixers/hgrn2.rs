@@ -1,7 +1,7 @@
 //! HGRN2. Recurrence, shapes and source: [`Hgrn2`].
 
 use super::{
-    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
+    MatrixPast, MatrixState, TokenMixer, Varlen, check_heads, key_width, linear_flops, memory_cost,
     value_width,
 };
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -187,14 +187,15 @@ pub struct Hgrn2<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for Hgrn2<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let projections = [&self.q_proj, &self.f_proj, &self.i_proj];
         let convolutions = [&self.q_conv1d, &self.f_conv1d, &self.i_conv1d];
         let qfi = ConvQkv::convolved(projections, convolutions, [self.heads; 3]);
@@ -204,7 +205,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hgrn2<B> {
         let (g, k) = (split_heads(g, self.heads), split_heads(k, self.heads));
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(o), None));
         (y, past.then(memory, tokens))
     }

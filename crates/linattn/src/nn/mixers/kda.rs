@@ -1,6 +1,8 @@
 //! Kimi Delta Attention. Recurrence, shapes and source: [`Kda`].
 
-use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, Varlen, Widths, head_widths, linear_flops, memory_cost,
+};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
@@ -180,13 +182,20 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Kda<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
 
+    fn varlen(&self) -> Varlen {
+        match self.preconditioner {
+            Some(_) => Varlen::PerSequence, // its scan has one start
+            None => Varlen::Packed,
+        }
+    }
+
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let beta = Projection::beta(&self.b_proj, self.beta_scale);
         let [f, gate] = [&self.f_proj[0], &self.g_proj[0]].map(Projection::plain);
         let optional = KeyPreconditioner::projections(&self.preconditioner);
@@ -196,7 +205,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Kda<B> {
         let g = LogDecay::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
         let inputs = DeltaRuleInputs { erase, ..DeltaRuleInputs::new(q, k, v, beta) };
         let inputs = inputs.with_decay(Decay::Vector(g));
-        let (o, memory) = delta_rule(inputs, past.memory.take());
+        let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());
         let gate = self.g_proj[1].forward(gate);
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, Some(gate));
         (y, past.then(memory, tokens))

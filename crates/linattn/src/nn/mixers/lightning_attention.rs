@@ -1,7 +1,7 @@
 //! Lightning attention. Recurrence, shapes and source: [`LightningAttention`].
 
 use super::{
-    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
+    MatrixPast, MatrixState, TokenMixer, Varlen, check_heads, key_width, linear_flops, memory_cost,
 };
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, merge_heads, rms_norm, split_heads, wide_type,
@@ -140,14 +140,15 @@ pub struct LightningAttention<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for LightningAttention<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state, shared));
         let silu = Some(Activation::Silu);
         let projections = [
             Projection::convolved(&self.qkv_proj, None, silu, None),
@@ -159,7 +160,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LightningAttention<B> {
         let part = |i: usize| qkv.clone().narrow(3, i * width, width);
         let g = self.log_decay(&x).expand([batch, tokens, self.heads]);
         let inputs = ops::LinearAttentionInputs::new(part(0), part(1), part(2)).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let gate = (Activation::Sigmoid, gate);
         let y = self.out_proj.forward(rms_norm(&self.norm, merge_heads(o), Some(gate)));
         (y, past.then(memory, tokens))

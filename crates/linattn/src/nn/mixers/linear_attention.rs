@@ -2,7 +2,7 @@
 //! [`LinearAttention`].
 
 use super::{
-    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
+    MatrixPast, MatrixState, TokenMixer, Varlen, check_heads, key_width, linear_flops, memory_cost,
     value_width,
 };
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
@@ -239,16 +239,20 @@ pub struct LinearAttention<B: Backend> {
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
     type State = MatrixState<B>;
-    const COUNTS_TOKENS: bool = true;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
+
+    fn counts_tokens(&self) -> bool {
+        self.feature_map_q.counts_tokens()
+    }
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let gate = self.f_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [], [gate]) =
             self.qkv().project_some(&x, [], [gate], &mut past.tails);
@@ -264,7 +268,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
         let (v, g) = gated_write(v, gate);
         let g = g.map(Decay::Scalar);
         let inputs = LinearAttentionInputs { g, ..LinearAttentionInputs::new(q, k, v) };
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let o = match self.denominator {
             Some(denominator) => denominator.divide(o),
             None => o,

@@ -182,9 +182,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LogLinearAttention<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let decay = LogDecay::new(&self.a_log, &self.dt_bias);
         let gates = [Projection::log_decay(&self.a_proj, decay), Projection::plain(&self.l_proj)];
         let optional = [

@@ -1,6 +1,8 @@
 //! Longhorn. Recurrence, shapes and source: [`Longhorn`].
 
-use super::{MatrixPast, MatrixState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
+use super::{
+    MatrixPast, MatrixState, TokenMixer, Varlen, Widths, head_widths, linear_flops, memory_cost,
+};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
@@ -150,14 +152,15 @@ pub struct Longhorn<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for Longhorn<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let beta = Projection::beta(&self.b_proj, 1.0);
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [beta], [gate]) =
@@ -165,7 +168,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Longhorn<B> {
         let length = share_heads(accumulator(k.clone()).square().sum_dim(3), self.heads);
         let eps = beta.clone() / (beta * length.squeeze_dim::<3>(3) + 1.0);
         let inputs = DeltaRuleInputs::new(q, k, v, eps);
-        let (o, memory) = delta_rule(inputs, past.memory.take());
+        let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -2,7 +2,8 @@
 
 use super::retnet::check_rotated;
 use super::{
-    MatrixPast, MatrixState, TokenMixer, check_groups, expanded_heads, linear_flops, memory_cost,
+    MatrixPast, MatrixState, TokenMixer, Varlen, check_groups, expanded_heads, linear_flops,
+    memory_cost,
 };
 use crate::nn::convolution::{ShortConvolution, Tails};
 use crate::nn::layers::{
@@ -185,6 +186,7 @@ struct Parts<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
     const SCALES_ITSELF: bool = true;
 
     fn counts_tokens(&self) -> bool {
@@ -195,9 +197,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let Parts { z, x, k, q, step } = self.parts(x, &mut past.tails);
         let step = if self.step_min > 0.0 { step.clamp_min(self.step_min) } else { step };
         let [q, k] = [q, k].map(|rows| {
@@ -208,7 +210,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
         let v = x.clone() * typed(step.clone(), dtype).unsqueeze_dim(3);
         let g: Tensor<B, 3> = step * self.a_log.val().exp().neg().unsqueeze();
         let inputs = ops::LinearAttentionInputs::new(q, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let skip = x * typed(self.d.val(), dtype).reshape([1, 1, self.heads, 1]);
         let y = self.normalize(ops::gate(merge_heads(o + skip), z, Activation::Silu));
         (self.out_proj.forward(y), past.then(memory, tokens))

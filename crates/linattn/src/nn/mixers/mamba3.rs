@@ -172,9 +172,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba3<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state, shared));
         let [heads, rank, width] = self.b_bias.dims();
         let inner = self.out_proj.weight.dims()[0];
         let keys = rank * self.groups * width;

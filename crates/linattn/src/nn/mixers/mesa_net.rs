@@ -193,9 +193,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MesaNet<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state, shared));
         let optional = [
             self.b_proj.as_ref().map(|proj| Projection::beta(proj, 1.0)),
             self.a_proj.as_ref().map(Projection::plain),

@@ -1,8 +1,8 @@
 //! MetaLA. Recurrence, shapes and source: [`MetaLa`].
 
 use super::{
-    MatrixPast, MatrixState, TokenMixer, check_divisor, half_key_width, linear_flops, memory_cost,
-    value_width,
+    MatrixPast, MatrixState, TokenMixer, Varlen, check_divisor, half_key_width, linear_flops,
+    memory_cost, value_width,
 };
 use crate::nn::convolution::{ShortConvolution, check_window, convolve_if_any};
 use crate::nn::layers::{
@@ -160,14 +160,15 @@ pub struct MetaLa<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let x = convolve_if_any(&self.conv1d, x, &mut past.tails);
         let projections = [&self.q_proj, &self.v_proj, &self.k_gate, &self.g_proj];
         let [q, v, g, gate] = project(&x, projections.map(Projection::plain), &mut past.tails);
@@ -182,7 +183,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
         });
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let inputs = ops::LinearAttentionInputs::new(q * scale, typed(k, dtype), v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let o = match own {
             Some(own) => o + own,
             None => o,

@@ -216,9 +216,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mlstm<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let Preactivations { q, k, v, i, f, o } = self.project(x, &mut past.tails);
         let heads = |x| split_heads(x, self.heads);
         let log_write = self.capped(accumulator(i));

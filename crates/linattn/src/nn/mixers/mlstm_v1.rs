@@ -180,9 +180,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state));
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let [inner] = self.skip.dims();
         let both = self.up_proj.forward(x);
         let (u, z) = (both.clone().narrow(2, 0, inner), both.narrow(2, inner, inner));

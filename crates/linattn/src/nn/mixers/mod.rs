@@ -65,6 +65,7 @@ mod titans;
 mod token_mixer;
 mod token_mlp;
 mod ttt;
+mod varlen;
 mod window_attention;
 
 pub use aft::{Aft, AftConfig, AftForm, AftState};
@@ -131,13 +132,14 @@ pub use window_attention::{WindowAttention, WindowAttentionConfig};
 pub use super::FeatureMap;
 pub use super::diagonal_ssm::{Discretization, Spectrum};
 pub use super::fast_weights::InnerModel;
+pub use super::lengths::Varlen;
 pub use super::long_filter::ConvolutionState;
 pub use super::reflections::PathCache;
 pub use super::score_bias::ContextualPositions;
 pub use super::softmax::KeyValueCache;
 pub use super::state::{ListState, NetworkState, VectorState};
 pub use super::swiglu_memory::LactState;
-use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
+use super::{ConfigError, Cost, LengthsError, RecurrentState, Shared, StateTensors};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
@@ -160,6 +162,11 @@ macro_rules! mixer_states {
             /// Which kind of state it is.
             pub fn kind(&self) -> &'static str {
                 match self { $(Self::$name(_) => stringify!($name),)+ }
+            }
+
+            /// That of a mixer which keeps nothing.
+            pub(in crate::nn) fn nothing() -> Self {
+                NoState::default().into()
             }
 
             /// Its tensors.
@@ -300,6 +307,15 @@ macro_rules! mixers {
                 match self { $(Self::$name(mixer) => !mixer.counts_tokens(),)+ }
             }
 
+            /// Whether it takes sequences of different lengths in one row, and also their states where
+            /// `with_states` says so.
+            /// # Errors
+            /// [`LengthsError`](crate::nn::LengthsError) with its name, and what would be accepted.
+            pub fn check_varlen(&self, with_states: bool) -> Result<(), crate::nn::LengthsError> {
+                use crate::nn::mixers::token_mixer::check;
+                match self { $(Self::$name(mixer) => check(mixer, $key, with_states),)+ }
+            }
+
             /// How many positions it has learnt, where it has: no sequence may be longer.
             pub fn positions(&self) -> Option<usize> {
                 match self { $(Self::$name(mixer) => mixer.positions(),)+ }
@@ -333,8 +349,9 @@ macro_rules! mixers {
             ) -> (Tensor<B, 3>, MixerState<B>) {
                 match self {
                     $(Self::$name(mixer) => {
-                        let (y, state) = mixer.run(x, state.map(Into::into), shared);
-                        (y, state.into())
+                        let state = state.map(Into::into);
+                        let (y, state) = crate::nn::mixers::token_mixer::run(mixer, x, state, shared);
+                        (y, state.map_or_else(MixerState::nothing, Into::into))
                     })+
                 }
             }

@@ -178,9 +178,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RetNet<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state, shared));
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let heads = [self.key_heads, self.key_heads, self.heads];
@@ -191,7 +191,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RetNet<B> {
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_decay(&x, self.heads).expand([batch, tokens, self.heads]);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let y = GatedOutput::silu(&self.g_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -127,7 +127,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv4<B> {
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
         let dtype = x.dtype();
-        let before = past.tails.through(|last| shift_tokens(&x, last));
+        let before = past.tails.shifted(&x);
         let delta = x - before.clone();
         let mixed = |share: &Param<Tensor<B, 3>>| {
             before.clone() + delta.clone() * typed(share.val(), dtype)

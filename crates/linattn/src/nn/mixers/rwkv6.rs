@@ -1,11 +1,11 @@
 //! RWKV-6. Recurrence, shapes and source: `pages/rwkv6.md`, the page of [`Rwkv6`].
 
 use super::{
-    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
+    MatrixPast, MatrixState, TokenMixer, Varlen, check_heads, key_width, linear_flops, memory_cost,
     value_width,
 };
 use crate::nn::layers::{
-    ResidualLinear, check_epsilon, group_norm, linear, merge_heads, shift_tokens, split_heads,
+    ResidualLinear, check_epsilon, group_norm, linear, merge_heads, split_heads,
 };
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
@@ -201,15 +201,16 @@ pub struct Rwkv6<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let ([batch, tokens, width], mut past) = (x.dims(), MatrixPast::of(state));
-        let before = past.tails.through(|last| shift_tokens(&x, last));
+        let ([batch, tokens, width], mut past) = (x.dims(), MatrixPast::of(state, shared));
+        let before = past.tails.shifted(&x);
         let delta = before - x.clone();
 
         let shares = self.shares(x.clone(), delta.clone());
@@ -232,7 +233,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
             read: Read::Before,
             ..ops::LinearAttentionInputs::new(r, k, v).with_decay(g)
         };
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let y = ops::gate(self.normalize(merge_heads(o + own)), gate, Activation::Silu);
         (self.o_proj.forward(y), past.then(memory, tokens))
     }

@@ -2,11 +2,10 @@
 
 use super::rwkv7_parts::{LowRankMap, bend, fresh_share, from_places, ramp};
 use super::{
-    MatrixPast, MatrixState, TokenMixer, check_heads, key_width, linear_flops, memory_cost,
+    MatrixPast, MatrixState, TokenMixer, Varlen, check_heads, key_width, linear_flops, memory_cost,
 };
 use crate::nn::layers::{
-    ResidualLinear, check_epsilon, group_norm, l2_normalize, linear, merge_heads, shift_tokens,
-    split_heads,
+    ResidualLinear, check_epsilon, group_norm, l2_normalize, linear, merge_heads, split_heads,
 };
 use crate::nn::recurrence::low_rank;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
@@ -235,6 +234,7 @@ impl<B: LinearAttentionBackend> Rwkv7<B> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     /// The state's only tail is the last token. The first of these layers leaves its values in `shared`.
     fn run(
@@ -244,8 +244,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
-        let mut past = MatrixPast::of(state);
-        let before = past.tails.through(|last| shift_tokens(&x, last));
+        let mut past = MatrixPast::of(state, shared);
+        let before = past.tails.shifted(&x);
         let back = before - x.clone();
         let mixed =
             |share: &Param<Tensor<B, 3>>| x.clone() + back.clone() * typed(share.val(), dtype);
@@ -271,7 +271,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
             b: removed * split(rate),
             g: Some(Decay::Vector(decay)),
         };
-        let (o, memory) = low_rank(inputs, past.memory.take());
+        let (o, memory) = low_rank(inputs, past.memory.take(), past.tails.lengths());
         let keys = self.g_norm.num_channels;
         let rows: Tensor<B, 2> = merge_heads(o).reshape([batch * tokens, keys]);
         let o = group_norm(&self.g_norm, rows);

@@ -1,7 +1,8 @@
 //! States of mixers with a memory of fixed size, and the same taken apart.
 
 use crate::nn::convolution::Tails;
-use crate::nn::{RecurrentState, StateTensors, VectorState};
+use crate::nn::{RecurrentState, Shared, StateTensors, VectorState};
+use crate::ops::SequenceLengths;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// State of a mixer with a matrix memory between two tokens. Its size does not grow.
@@ -14,7 +15,7 @@ pub struct MatrixState<B: Backend> {
     /// mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles, `[B, 1, H K / 2]`, Mamba-3 its angles, keys
     /// and values. Empty where there is nothing of the kind.
     pub tails: Vec<Tensor<B, 3>>,
-    /// Tokens seen.
+    /// Tokens seen; the most that any row has, where sequences of different lengths came in one row.
     pub position: usize,
 }
 
@@ -26,18 +27,19 @@ pub(super) struct MatrixPast<B: Backend> {
 }
 
 impl<B: Backend> MatrixPast<B> {
-    /// Of a state, or of the start of a sequence.
-    pub(super) fn of(state: Option<MatrixState<B>>) -> Self {
-        match state {
-            Some(MatrixState { memory, tails, position }) => {
-                Self { memory: Some(memory), tails: Tails::after(tails), position }
-            }
-            None => Self { memory: None, tails: Tails::none(), position: 0 },
-        }
+    /// Of a state, or of the start of a sequence; of sequences of different lengths where `shared` has them.
+    pub(super) fn of(state: Option<MatrixState<B>>, shared: &Shared<B>) -> Self {
+        let (memory, tails, position) = match state {
+            Some(MatrixState { memory, tails, position }) => (Some(memory), tails, position),
+            None => (None, vec![], 0),
+        };
+        let tails = Tails::after(tails).of_lengths(shared.lengths.clone());
+        Self { memory, tails, position }
     }
 
-    /// The state `tokens` tokens later.
+    /// The state `tokens` tokens later; of sequences of different lengths it says those of the longest.
     pub(super) fn then(self, memory: Tensor<B, 4>, tokens: usize) -> MatrixState<B> {
+        let tokens = self.tails.lengths().map_or(tokens, SequenceLengths::longest);
         MatrixState { memory, tails: self.tails.into_next(), position: self.position + tokens }
     }
 }

@@ -1,7 +1,9 @@
-//! The trait of token mixers.
+//! The trait of token mixers, and sequences of different lengths in one row through any of them: all at once where a
+//! mixer keeps them apart itself, else one sequence after another.
 
-use crate::nn::Shared;
-use crate::ops::LinearAttentionBackend;
+use crate::nn::lengths::{LengthsError, Varlen, check_row, check_states};
+use crate::nn::{RecurrentState, Shared, StateTensors};
+use crate::ops::{LinearAttentionBackend, SequenceLengths};
 use burn::tensor::Tensor;
 
 /// Layers that the residual stream passes.
@@ -29,6 +31,14 @@ pub trait TokenMixer<B: LinearAttentionBackend> {
     /// How many positions it has learnt, where it has: no sequence may be longer.
     fn positions(&self) -> Option<usize> {
         None
+    }
+
+    /// How it takes sequences of different lengths in one row. [`Varlen::Packed`] is for mixers whose every look
+    /// back is an operation of `nn/recurrence.rs` or goes through its tails.
+    const VARLEN: Varlen = Varlen::PerSequence;
+    /// How this one, of its config, does.
+    fn varlen(&self) -> Varlen {
+        Self::VARLEN
     }
 
     /// Whether it takes activations of 16 bits beside weights of 32. The others work in the type of their
@@ -69,4 +79,140 @@ pub trait TokenMixer<B: LinearAttentionBackend> {
         let (y, state) = self.forward(x.unsqueeze_dim(1), state);
         (y.squeeze_dim(1), state)
     }
+
+    /// N sequences one after another in one row, as fla's `cu_seqlens`: none sees another, and nothing is padded.
+    /// `x` is `[1, T, D]`, states have a row for each sequence. Gives `[1, T, D]` and the states after the last
+    /// token of each sequence, with which [`step`](Self::step) goes on.
+    /// # Errors
+    /// [`LengthsError`] if `lengths` do not divide the row, if the state has another number of rows, or if the
+    /// mixer counts tokens, so that sequences of different lengths have no common state.
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    fn forward_varlen(
+        &self,
+        x: Tensor<B, 3>,
+        lengths: &SequenceLengths,
+        state: Option<Self::State>,
+    ) -> Result<(Tensor<B, 3>, Self::State), LengthsError>
+    where
+        Self::State: RecurrentState<B>,
+    {
+        forward(self, x, lengths, state)
+    }
+
+    /// As [`forward_varlen`](Self::forward_varlen), of whole sequences and without their states, as in training:
+    /// so mixers that count tokens are accepted too. Positions begin anew with each sequence.
+    /// # Errors
+    /// [`LengthsError`] if `lengths` do not divide the row, or the mixer takes no such sequences.
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    fn outputs_varlen(
+        &self,
+        x: Tensor<B, 3>,
+        lengths: &SequenceLengths,
+    ) -> Result<Tensor<B, 3>, LengthsError>
+    where
+        Self::State: RecurrentState<B>,
+    {
+        outputs(self, x, lengths)
+    }
+}
+
+/// [`TokenMixer::forward_varlen`].
+pub(super) fn forward<
+    B: LinearAttentionBackend,
+    M: TokenMixer<B, State: RecurrentState<B>> + ?Sized,
+>(
+    mixer: &M,
+    x: Tensor<B, 3>,
+    lengths: &SequenceLengths,
+    state: Option<M::State>,
+) -> Result<(Tensor<B, 3>, M::State), LengthsError> {
+    check(mixer, type_name::<M>(), true)?;
+    check_row(x.dims(), lengths)?;
+    check_states(state.as_ref().map(RecurrentState::tensors).as_ref(), lengths)?;
+    let (y, state) = run(mixer, x, state, &mut Shared::of_lengths(lengths));
+    Ok((y, state.expect("a mixer that counts no tokens has states of all sequences")))
+}
+
+/// [`TokenMixer::outputs_varlen`].
+pub(super) fn outputs<
+    B: LinearAttentionBackend,
+    M: TokenMixer<B, State: RecurrentState<B>> + ?Sized,
+>(
+    mixer: &M,
+    x: Tensor<B, 3>,
+    lengths: &SequenceLengths,
+) -> Result<Tensor<B, 3>, LengthsError> {
+    check(mixer, type_name::<M>(), false)?;
+    check_row(x.dims(), lengths)?;
+    Ok(run(mixer, x, None, &mut Shared::of_lengths(lengths)).0)
+}
+
+/// Name of a type, without modules and parameters.
+fn type_name<M: ?Sized>() -> &'static str {
+    let path = std::any::type_name::<M>();
+    let path = path.split_once('<').map_or(path, |(path, _)| path);
+    path.rsplit_once("::").map_or(path, |(_, name)| name)
+}
+
+/// Whether a mixer takes sequences of different lengths, and also their states where `with_states` says so. An
+/// error calls it `name`.
+pub(super) fn check<B: LinearAttentionBackend, M: TokenMixer<B> + ?Sized>(
+    mixer: &M,
+    name: &str,
+    with_states: bool,
+) -> Result<(), LengthsError> {
+    if mixer.varlen() == Varlen::Refused {
+        let why = "it reads keys of an earlier layer, which has them of one sequence; an `attention` in its place \
+                   has its own";
+        return Err(LengthsError::part(name, why));
+    }
+    match with_states && mixer.counts_tokens() {
+        true => Err(LengthsError::counts_tokens(name)),
+        false => Ok(()),
+    }
+}
+
+/// [`TokenMixer::run`], also of sequences of different lengths. The state is absent where the mixer counts tokens
+/// and `shared` has lengths: sequences of different lengths then have no common one.
+pub(super) fn run<
+    B: LinearAttentionBackend,
+    M: TokenMixer<B, State: RecurrentState<B>> + ?Sized,
+>(
+    mixer: &M,
+    x: Tensor<B, 3>,
+    state: Option<M::State>,
+    shared: &mut Shared<B>,
+) -> (Tensor<B, 3>, Option<M::State>) {
+    let packed = mixer.varlen() == Varlen::Packed && !mixer.counts_tokens();
+    match shared.lengths.clone() {
+        Some(lengths) if !packed => per_sequence(mixer, x, state, &lengths),
+        _ => {
+            let (y, state) = mixer.run(x, state, shared);
+            (y, Some(state))
+        }
+    }
+}
+
+/// One sequence after another, each from its row of the state.
+fn per_sequence<B: LinearAttentionBackend, M: TokenMixer<B, State: RecurrentState<B>> + ?Sized>(
+    mixer: &M,
+    x: Tensor<B, 3>,
+    state: Option<M::State>,
+    lengths: &SequenceLengths,
+) -> (Tensor<B, 3>, Option<M::State>) {
+    let before = state.map(|state| state.tensors());
+    let (outputs, states): (Vec<_>, Vec<_>) = lengths
+        .ranges()
+        .enumerate()
+        .map(|(n, range)| {
+            let x = x.clone().narrow(1, range.start, range.len());
+            let state = before.as_ref().map(|state| M::State::from_tensors(state.row(n)));
+            let (y, next) = mixer.run(x, state, &mut Shared::default());
+            (y, next.tensors())
+        })
+        .unzip();
+    let joined = || M::State::from_tensors(StateTensors::cat(&states));
+    (Tensor::cat(outputs, 1), (!mixer.counts_tokens()).then(joined))
 }

@@ -79,9 +79,8 @@ impl<B: Backend> LanguageModelState<B> {
             check_alike(&parts[0], other)?;
         }
         let layer = |i: usize| {
-            parts[0][i].map(|place, _| {
-                Tensor::cat(parts.iter().map(|p| p[i].list[place].rows.clone()).collect(), 0)
-            })
+            let of_layer: Vec<_> = parts.iter().map(|part| part[i].clone()).collect();
+            StateTensors::cat(&of_layer)
         };
         Ok(first.of((0..first.layers.len()).map(layer)))
     }

@@ -152,6 +152,25 @@ impl<B: Backend> StateTensors<B> {
         self
     }
 
+    /// The number of sequences in the first tensor that has not `want` of them, if there is one.
+    pub(crate) fn rows_but(&self, want: usize) -> Option<usize> {
+        self.list.iter().map(|tensor| tensor.shape[0]).find(|rows| *rows != want)
+    }
+
+    /// One sequence of it.
+    pub(crate) fn row(&self, row: usize) -> Self {
+        self.map(|_, tensor| tensor.rows.clone().narrow(0, row, 1))
+    }
+
+    /// The sequences of several states, which have the same tensors, in order. They have seen as many tokens as
+    /// the one that has seen most.
+    pub(crate) fn cat(states: &[Self]) -> Self {
+        let all = |place: usize| states.iter().map(move |state| state.list[place].rows.clone());
+        let joined = states[0].map(|place, _| Tensor::cat(all(place).collect(), 0));
+        let position = states.iter().filter_map(|state| state.position).max();
+        Self { position, ..joined }
+    }
+
     /// Every tensor, given its place in the list, with other sequences in it.
     pub(super) fn map(&self, f: impl Fn(usize, &Named<B>) -> Tensor<B, 2>) -> Self {
         let one = |(place, tensor): (usize, &Named<B>)| tensor.with_rows(f(place, tensor));

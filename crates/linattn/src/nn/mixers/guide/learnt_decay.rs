@@ -7,7 +7,7 @@
 //! ```
 //! RetNet's recurrence, arXiv 2307.08621, without its rotation and with rates that are learnt.
 
-use super::{MatrixPast, MatrixState, TokenMixer, key_width, linear_flops, memory_cost};
+use super::{MatrixPast, MatrixState, TokenMixer, Varlen, key_width, linear_flops, memory_cost};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
@@ -101,14 +101,15 @@ pub struct LearntDecay<B: Backend> {
 impl<B: LinearAttentionBackend> TokenMixer<B> for LearntDecay<B> {
     type State = MatrixState<B>;
     const TAKES_BF16: bool = true;
+    const VARLEN: Varlen = Varlen::Packed;
 
     fn run(
         &self,
         x: Tensor<B, 3>,
         state: Option<MatrixState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state));
+        let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state, shared));
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let qkv = ConvQkv::plain(projections, [self.heads; 3]);
         let (Qkv { q, k, v }, []) = qkv.project(&x, [], &mut past.tails);
@@ -116,7 +117,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LearntDecay<B> {
         let g = log_sigmoid(self.decay.val()).reshape([1, 1, self.heads]);
         let g = g.expand([batch, tokens, self.heads]);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
         let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, None);
         (y, past.then(memory, tokens))
     }
