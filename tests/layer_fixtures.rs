@@ -1,0 +1,346 @@
+//! Layers against code of their authors: a layer takes the weights that theirs had, and answers as theirs did.
+//! tests/fixtures/README.md says where the numbers come from.
+
+use crate::call::{download, upload};
+use burn::backend::Flex;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{DType, Tensor, backend::Backend};
+use linattn::nn::force;
+use linattn::nn::mixers::{Mixer, MixerConfig};
+use linattn_oracle::assert_close;
+use safetensors::tensor::{Dtype, SafeTensors};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Layers compute in double precision here, as theirs did as far as they could: what is left is the
+/// rounding of the files to f32, and of angles and constants.
+const LIMIT: f64 = 1e-6;
+/// Where rows are divided by their lengths: what is added before the division is small, and another number.
+const LENGTHS_LIMIT: f64 = 1e-5;
+
+/// Numbers by rows, the last index fastest.
+#[derive(Debug, Clone, PartialEq)]
+struct Array {
+    shape: Vec<usize>,
+    values: Vec<f64>,
+}
+
+impl Array {
+    /// Places `places` of dimension `dim`, in this order.
+    fn pick(&self, dim: usize, places: impl IntoIterator<Item = usize>) -> Self {
+        let inner: usize = self.shape[dim + 1..].iter().product();
+        let places: Vec<usize> = places.into_iter().collect();
+        let blocks = self.values.chunks(self.shape[dim] * inner);
+        let values = blocks
+            .flat_map(|block| places.iter().flat_map(move |&i| &block[i * inner..(i + 1) * inner]))
+            .copied()
+            .collect();
+        let mut shape = self.shape.clone();
+        shape[dim] = places.len();
+        Self { shape, values }
+    }
+
+    /// With the last two dimensions swapped.
+    fn transposed(&self) -> Self {
+        let [.., rows, columns] = self.shape[..] else { panic!("a matrix: {:?}", self.shape) };
+        let matrices = self.values.chunks(rows * columns);
+        let entries = (0..rows * columns).map(|i| i % rows * columns + i / rows);
+        let values = matrices.flat_map(|m| entries.clone().map(move |i| m[i])).collect();
+        let mut shape = self.shape.clone();
+        let last = shape.len() - 1;
+        shape.swap(last - 1, last);
+        Self { shape, values }
+    }
+
+    /// `other` behind it, in the second last dimension.
+    fn above(&self, other: &Self) -> Self {
+        let [.., rows, columns] = self.shape[..] else { panic!("a matrix: {:?}", self.shape) };
+        let [.., more, width] = other.shape[..] else { panic!("a matrix: {:?}", other.shape) };
+        assert_eq!(columns, width);
+        let pairs = self.values.chunks(rows * columns).zip(other.values.chunks(more * columns));
+        let values = pairs.flat_map(|(a, b)| a.iter().chain(b)).copied().collect();
+        let mut shape = self.shape.clone();
+        shape[self.shape.len() - 2] += more;
+        Self { shape, values }
+    }
+
+    fn each(&self, f: impl Fn(f64) -> f64) -> Self {
+        let values = self.values.iter().map(|&x| f(x)).collect();
+        Self { shape: self.shape.clone(), values }
+    }
+
+    fn shaped(&self, shape: impl Into<Vec<usize>>) -> Self {
+        let shape = shape.into();
+        assert_eq!(shape.iter().product::<usize>(), self.values.len());
+        Self { shape, values: self.values.clone() }
+    }
+}
+
+/// Weights of a file by their names there, and those of ours that were made from them.
+struct Weights {
+    theirs: BTreeMap<String, Array>,
+    ours: BTreeMap<String, Array>,
+}
+
+impl Weights {
+    fn open(file: &str) -> Self {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/layers");
+        let bytes = std::fs::read(folder.join(format!("{file}.safetensors"))).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let array = |name: &String| {
+            let view = tensors.tensor(name).unwrap();
+            assert_eq!(view.dtype(), Dtype::F32, "{name}");
+            let four = |b: &[u8]| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            let values = view.data().chunks_exact(4).map(four).collect();
+            (name.clone(), Array { shape: view.shape().to_vec(), values })
+        };
+        let names: Vec<String> = tensors.names().into_iter().map(ToString::to_string).collect();
+        Self { theirs: names.iter().map(array).collect(), ours: BTreeMap::new() }
+    }
+
+    /// One of theirs; each can be had once.
+    fn take(&mut self, name: &str) -> Array {
+        self.theirs.remove(name).unwrap_or_else(|| panic!("{name} is not in the file"))
+    }
+
+    fn give(&mut self, name: &str, array: Array) {
+        assert!(self.ours.insert(name.to_string(), array).is_none(), "{name} is given twice");
+    }
+
+    /// Parameters that are the same here and there.
+    fn same<S: AsRef<str>, const N: usize>(&mut self, pairs: [[S; 2]; N]) {
+        for [ours, theirs] in pairs {
+            let array = self.take(theirs.as_ref());
+            self.give(ours.as_ref(), array);
+        }
+    }
+
+    /// Linear layers, whose outputs are rows there, and columns here.
+    fn linear<S: AsRef<str>, const N: usize>(&mut self, pairs: [[S; 2]; N]) {
+        for [ours, theirs] in &pairs {
+            let [ours, theirs] = [ours, theirs].map(S::as_ref);
+            let weight = self.take(&format!("{theirs}.weight")).transposed();
+            self.give(&format!("{ours}.weight"), weight);
+            if let Some(bias) = self.theirs.remove(&format!("{theirs}.bias")) {
+                self.give(&format!("{ours}.bias"), bias);
+            }
+        }
+    }
+
+    /// A short convolution, whose channels are rows there, and columns here.
+    fn convolution(&mut self, ours: &str, theirs: &str) {
+        let taps = self.take(&format!("{theirs}.weight"));
+        let [channels, _, window] = taps.shape[..] else { panic!("{:?}", taps.shape) };
+        self.give(&format!("{ours}.weight"), taps.shaped([channels, window]).transposed());
+        if let Some(bias) = self.theirs.remove(&format!("{theirs}.bias")) {
+            self.give(&format!("{ours}.bias"), bias);
+        }
+    }
+
+    /// Blocks on the diagonal, whose outputs are rows there, and columns here.
+    fn blocks<const N: usize>(&mut self, pairs: [[&str; 2]; N]) {
+        for [ours, theirs] in pairs {
+            let weight = self.take(&format!("{theirs}.weight")).transposed();
+            self.give(&format!("{ours}.weight"), weight);
+        }
+    }
+}
+
+/// Gives a mixer its weights, by their paths inside it.
+struct Given {
+    weights: BTreeMap<String, Array>,
+    path: Vec<String>,
+}
+
+impl<B: Backend> ModuleMapper<B> for Given {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
+        let name = self.path[1..].join("."); // without the mixer's own
+        let weight = self.weights.remove(&name).unwrap_or_else(|| panic!("no {name} is given"));
+        param.map(|old| {
+            let long = |shape: &[usize]| -> Vec<usize> {
+                shape.iter().copied().filter(|&size| size > 1).collect()
+            };
+            assert_eq!(long(&weight.shape), long(&old.dims()), "{name}");
+            upload(&weight.values, old.dims(), DType::F64, &old.device())
+        })
+    }
+}
+
+/// Holds a mixer with the weights that `give` makes of a file's to the outputs in it, in sequences and in steps.
+fn hold_within(limit: f64, file: &str, mixer: &str, give: impl FnOnce(&mut Weights)) {
+    #[derive(serde::Deserialize)]
+    struct Holder {
+        mixer: MixerConfig,
+    }
+    let mut weights = Weights::open(file);
+    let [x, want] = ["x", "y"].map(|name| weights.take(name));
+    let [batch, tokens, width] = x.shape[..] else { panic!("{file}: x is {:?}", x.shape) };
+    give(&mut weights);
+    assert!(weights.theirs.is_empty(), "{file}: also has {:?}", weights.theirs.keys());
+
+    let device = Default::default();
+    let holder: Holder = toml::from_str(&format!("mixer.{mixer}")).unwrap();
+    let mixer: Mixer<Flex> = holder.mixer.init(width, &device).unwrap();
+    force(&mixer);
+    let mut given = Given { weights: weights.ours, path: vec![] };
+    let mixer = mixer.map(&mut given);
+    assert!(given.weights.is_empty(), "{file}: no parameters {:?}", given.weights.keys());
+
+    let x: Tensor<Flex, 3> = upload(&x.values, [batch, tokens, width], DType::F64, &device);
+    let whole = mixer.forward(x.clone(), None).0;
+    assert_close(file, &want.values, &download(whole), limit);
+    let (mut outputs, mut state) = (vec![], None);
+    for token in x.split(1, 1) {
+        let (y, next) = mixer.step(token.squeeze_dim(1), state);
+        outputs.push(y);
+        state = Some(next);
+    }
+    let stepped: Tensor<Flex, 3> = Tensor::stack(outputs, 1);
+    assert_close(&format!("{file}, stepped"), &want.values, &download(stepped), limit);
+}
+
+fn hold(file: &str, mixer: &str, give: impl FnOnce(&mut Weights)) {
+    hold_within(LIMIT, file, mixer, give);
+}
+
+/// Where numbers of a head whose neighbours turn together stand if its halves do, of `heads` heads.
+fn halves(heads: usize, width: usize) -> impl Iterator<Item = usize> + Clone {
+    (0..heads * width).map(move |n| {
+        let (head, i) = (n / width, n % width);
+        head * width + 2 * (i % (width / 2)) + i / (width / 2)
+    })
+}
+
+/// TTT, whose channels that turn together are neighbours there.
+fn ttt(w: &mut Weights, layers: usize, width: usize, heads: usize) {
+    let all = || halves(heads, width);
+    for name in ["q_proj", "k_proj", "v_proj"] {
+        if let Some(weight) = w.theirs.remove(&format!("{name}.weight")) {
+            w.give(&format!("{name}.weight"), weight.pick(0, all()).transposed());
+        }
+    }
+    for [ours, theirs] in [["q_conv1d", "conv_q"], ["k_conv1d", "conv_k"]] {
+        if w.theirs.contains_key(&format!("{theirs}.weight")) {
+            let taps = w.take(&format!("{theirs}.weight")).pick(0, all());
+            let [channels, _, window] = taps.shape[..] else { panic!("{:?}", taps.shape) };
+            w.give(&format!("{ours}.weight"), taps.shaped([channels, window]).transposed());
+            let bias = w.take(&format!("{theirs}.bias")).pick(0, all());
+            w.give(&format!("{ours}.bias"), bias);
+        }
+    }
+    let rates = w.take("learnable_ttt_lr_weight");
+    w.give("rate_proj.weight", rates.shaped([heads, heads * width]).transposed());
+    let bias = w.take("learnable_ttt_lr_bias");
+    w.give("rate_proj.bias", bias);
+    w.same([["place_scale", "learnable_token_idx"]]);
+    for layer in 0..layers {
+        let [mut weight, mut bias] = ["W", "b"].map(|kind| w.take(&format!("{kind}{}", layer + 1)));
+        if layer == 0 {
+            weight = weight.pick(1, halves(1, width));
+        }
+        if layer == layers - 1 {
+            [weight, bias] = [weight, bias].map(|x| x.pick(2, halves(1, width)));
+        }
+        w.give(&format!("weights.{layer}"), weight.above(&bias));
+    }
+    for name in ["ttt_norm_weight", "ttt_norm_bias"] {
+        let norm = w.take(name).shaped([heads * width]).pick(0, all());
+        w.give(name, norm);
+    }
+    for [ours, theirs] in [["gamma", "weight"], ["beta", "bias"]] {
+        let norm = w.take(&format!("post_norm.{theirs}")).pick(0, all());
+        w.give(&format!("post_norm.Layer.{ours}"), norm);
+    }
+    if let Some(gate) = w.theirs.remove("g_proj.weight") {
+        w.give("g_proj.weight", gate.pick(0, all()).transposed());
+    }
+    let out = w.take("o_proj.weight").pick(1, all()).transposed();
+    w.give("o_proj.weight", out);
+}
+
+#[test]
+fn ttt_answers_as_its_authors() {
+    hold(
+        "ttt_linear",
+        "ttt = { heads = 2, mini_batch = 4, base_lr = 0.5, conv_size = 3, output_gate = true }",
+        |w| {
+            ttt(w, 1, 6, 2);
+        },
+    );
+    hold("ttt_mlp", "ttt = { heads = 2, inner = 'mlp', mini_batch = 4, base_lr = 0.5 }", |w| {
+        ttt(w, 2, 6, 2);
+    });
+}
+
+#[test]
+fn lact_answers_as_its_authors() {
+    let give = |w: &mut Weights| {
+        let qkv = w.take("qkv.weight");
+        for (part, name) in ["q_proj", "k_proj", "v_proj"].into_iter().enumerate() {
+            let rows = qkv.pick(0, part * 12..(part + 1) * 12);
+            w.give(&format!("{name}.weight"), rows.transposed());
+        }
+        for kind in ["scale", "offset"] {
+            let both = w.take(&format!("qk_{kind}"));
+            w.give(&format!("q_{kind}"), both.pick(1, [0]));
+            w.give(&format!("k_{kind}"), both.pick(1, [1]));
+        }
+        for layer in 0..3 {
+            let weight = w.take(&format!("w{layer}")).transposed();
+            w.give(&format!("weights.{layer}"), weight);
+        }
+        w.same([["q_norm.gamma", "q_norm.weight"], ["k_norm.gamma", "k_norm.weight"]]);
+        w.same([["ttt_norm.norm.gamma", "ttt_norm.weight"]]);
+        w.linear([["lr_proj", "lr_proj"], ["scale_proj", "ttt_scale_proj"], ["o_proj", "o_proj"]]);
+    };
+    let keys = "heads = 2, attention_heads = 2, expand = 2, mini_batch = 4, window = 5";
+    hold_within(LENGTHS_LIMIT, "lact", &format!("lact = {{ {keys} }}"), |w| {
+        give(w);
+        w.linear([["momentum_proj", "momentum_proj.0"]]);
+    });
+    hold_within(
+        LENGTHS_LIMIT,
+        "lact_muon",
+        &format!("lact = {{ {keys}, momentum = false, muon = true }}"),
+        give,
+    );
+}
+
+#[test]
+fn the_first_xlstm_answers_as_its_authors() {
+    hold("mlstm_v1", "mlstm_v1 = { heads = 2, conv_size = 3 }", |w| {
+        w.linear([
+            ["up_proj", "proj_up"],
+            ["igate_preact", "mlstm_cell.igate"],
+            ["fgate_preact", "mlstm_cell.fgate"],
+            ["down_proj", "proj_down"],
+        ]);
+        w.convolution("conv1d", "conv1d.conv");
+        w.blocks([["q", "q_proj"], ["k", "k_proj"], ["v", "v_proj"]]);
+        let norm = w.take("mlstm_cell.outnorm.weight").each(|x| 1.0 + x);
+        w.give("multihead_norm.weight", norm);
+        w.same([["skip", "learnable_skip"]]);
+    });
+    hold("slstm", "slstm = { heads = 2, conv_size = 3 }", |w| {
+        w.convolution("conv1d", "conv1d.conv");
+        // The first two have each other's names there.
+        w.blocks([["igate", "fgate"], ["fgate", "igate"], ["zgate", "zgate"], ["ogate", "ogate"]]);
+        let recurrent = w.take("slstm_cell._recurrent_kernel_").transposed();
+        w.give("recurrent.weight", recurrent);
+        // Input gates have no bias here: outputs do not depend on it.
+        let bias = w.take("slstm_cell._bias_").shaped([4, 8]);
+        for (gate, name) in [(1, "fgate"), (2, "zgate"), (3, "ogate")] {
+            w.give(&format!("{name}.bias"), bias.pick(0, [gate]));
+        }
+        let norm = w.take("group_norm.weight").each(|x| 1.0 + x);
+        w.give("group_norm.weight", norm);
+    });
+}
