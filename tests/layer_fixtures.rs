@@ -315,6 +315,114 @@ fn lact_answers_as_its_authors() {
 }
 
 #[test]
+fn hyena_answers_as_its_authors() {
+    let text = "hyena = { filter_order = 8, length = 32 }";
+    hold("hyena", text, |w| {
+        w.linear([["in_proj", "in_proj"], ["out_proj", "out_proj"]]);
+        w.convolution("conv1d", "short_filter");
+        for (ours, theirs) in ["inner.0", "inner.1", "inner.2", "last"].iter().zip([0, 2, 4, 6]) {
+            let theirs = format!("filter_fn.implicit_filter.{theirs}");
+            w.linear([[format!("filter.{ours}"), theirs]]);
+        }
+        w.same([["filter.frequency", "filter_fn.implicit_filter.1.freq"], ["d", "filter_fn.bias"]]);
+    });
+}
+
+/// Real and imaginary parts, side by side in the last dimension there.
+fn parts(complex: &Array) -> [Array; 2] {
+    let last = complex.shape.len() - 1;
+    [0, 1].map(|part| {
+        let part = complex.pick(last, [part]);
+        part.shaped(&complex.shape[..last])
+    })
+}
+
+/// Real parts of each channel before its imaginary ones, `[D, N]`.
+fn side_by_side(complex: &Array) -> Array {
+    let [re, im] = parts(complex);
+    let [.., channels, modes] = re.shape[..] else { panic!("{:?}", re.shape) };
+    let both = re.shaped([channels, 1, modes]).above(&im.shaped([channels, 1, modes]));
+    both.shaped([channels, 2 * modes])
+}
+
+/// All real parts before all imaginary ones, `[2, D, N / 2]`.
+fn one_behind_the_other([re, im]: [Array; 2]) -> Array {
+    let size = re.values.len();
+    let both = re.shaped([1, size]).above(&im.shaped([1, size]));
+    both.shaped([&[2][..], &re.shape[re.shape.len() - 2..]].concat())
+}
+
+#[test]
+fn s4_and_s4d_answer_as_their_authors() {
+    hold("s4d", "s4d = { d_state = 8 }", |w| {
+        w.same([
+            ["ssm.log_dt", "kernel.log_dt"],
+            ["ssm.log_a_real", "kernel.log_A_real"],
+            ["ssm.a_imag", "kernel.A_imag"],
+            ["ssm.d", "D"],
+            ["out_proj.bias", "output_linear.0.bias"],
+        ]);
+        let c = w.take("kernel.C");
+        w.give("ssm.c", one_behind_the_other(parts(&c)));
+        let out = w.take("output_linear.0.weight").shaped([12, 6]).transposed();
+        w.give("out_proj.weight", out);
+    });
+    hold("s4", "s4 = { d_state = 8 }", |w| {
+        w.same([
+            ["log_dt", "layer.kernel.inv_dt"],
+            ["log_a_real", "layer.kernel.A_real"],
+            ["d", "layer.D"],
+        ]);
+        // The modes of positive frequencies here, their conjugates there.
+        let frequencies = w.take("layer.kernel.A_imag").each(|x| -x);
+        w.give("a_imag", frequencies);
+        for name in ["p", "b", "c"] {
+            let vector = w.take(&format!("layer.kernel.{}", name.to_uppercase()));
+            w.give(name, side_by_side(&vector));
+        }
+        w.linear([["out_proj", "output_linear.0"]]);
+    });
+}
+
+#[test]
+fn h3_answers_as_its_authors() {
+    hold("h3", "h3 = { head_width = 2, d_state = 6 }", |w| {
+        let names = [["q_proj"; 2], ["k_proj"; 2], ["v_proj"; 2]];
+        w.linear(names);
+        // The shift's input vector is the first unit vector here.
+        let unit = w.take("ssm_k_kernel.kernel.B");
+        assert!(unit.values.iter().enumerate().all(|(i, &x)| x == f64::from(u8::from(i % 6 == 0))));
+        let taps = w.take("ssm_k_kernel.kernel.C").shaped([8, 6]).transposed();
+        w.give("shift.weight", taps.pick(0, (0..6).rev()));
+        w.same([
+            ["shift_d", "ssm_k_D"],
+            ["ssm.log_dt", "kernel.kernel.log_dt"],
+            ["ssm.log_a_real", "kernel.kernel.inv_A_real"],
+            ["ssm.a_imag", "kernel.kernel.A_imag"],
+            ["ssm.d", "D"],
+            ["out_proj.bias", "output_linear.bias"],
+        ]);
+        // The input vector of the diagonal model is a factor of C here.
+        let ([b_re, b_im], [c_re, c_im]) = {
+            let [b, c] = ["B", "C"].map(|name| w.take(&format!("kernel.kernel.{name}")));
+            (parts(&b), parts(&c.shaped(&b.shape[..])))
+        };
+        let joined = |f: fn(f64, f64, f64, f64) -> f64| {
+            let values = (0..12)
+                .map(|i| f(b_re.values[i], b_im.values[i], c_re.values[i], c_im.values[i]))
+                .collect();
+            Array { shape: b_re.shape.clone(), values }
+        };
+        let re = joined(|b_re, b_im, c_re, c_im| b_re * c_re - b_im * c_im);
+        let im = joined(|b_re, b_im, c_re, c_im| b_re * c_im + b_im * c_re);
+        w.give("ssm.c", one_behind_the_other([re, im]));
+        // Outputs of all heads stand beside each other there, those of one head here.
+        let out = w.take("output_linear.weight").pick(1, (0..8).map(|n| n % 2 * 4 + n / 2));
+        w.give("out_proj.weight", out.transposed());
+    });
+}
+
+#[test]
 fn the_first_xlstm_answers_as_its_authors() {
     hold("mlstm_v1", "mlstm_v1 = { heads = 2, conv_size = 3 }", |w| {
         w.linear([
@@ -342,5 +450,68 @@ fn the_first_xlstm_answers_as_its_authors() {
         }
         let norm = w.take("group_norm.weight").each(|x| 1.0 + x);
         w.give("group_norm.weight", norm);
+    });
+}
+
+#[test]
+fn multihead_hyena_answers_as_in_mad() {
+    hold(
+        "multihead_hyena",
+        "multihead_hyena = { group_width = 2, filter_order = 8, length = 32 }",
+        |w| {
+            // Keys and values change places: a group's outer product is the other way round.
+            let places = || (0..8).chain(16..24).chain(8..16);
+            let weight = w.take("in_proj.weight").pick(0, places()).transposed();
+            w.give("in_proj.weight", weight);
+            let taps = w.take("short_filter.weight").pick(0, places()).shaped([24, 3]).transposed();
+            w.give("conv1d.weight", taps);
+            for [ours, theirs] in [["in_proj.bias"; 2], ["conv1d.bias", "short_filter.bias"]] {
+                let bias = w.take(theirs).pick(0, places());
+                w.give(ours, bias);
+            }
+            for (ours, theirs) in ["inner.0", "inner.1", "inner.2", "last"].iter().zip([0, 2, 4, 6])
+            {
+                let theirs = format!("long_conv.filter.implicit_filter.{theirs}");
+                w.linear([[format!("filter.{ours}"), theirs]]);
+            }
+            w.same([["filter.frequency", "long_conv.filter.implicit_filter.1.freq"]]);
+            w.same([["d", "long_conv.bias"]]);
+            w.linear([["out_proj"; 2]]);
+        },
+    );
+}
+
+#[test]
+fn lru_answers_as_another_implementation() {
+    hold("lru", "lru = { width = 5 }", |w| {
+        let [b_re, b_im, c_re, c_im] = ["B_re", "B_im", "C_re", "C_im"].map(|name| w.take(name));
+        w.give("in_proj.weight", b_re.above(&b_im).transposed());
+        // The sign of the product of two imaginary parts is in the weights here.
+        w.give("c_proj.weight", c_re.transposed().above(&c_im.transposed().each(|x| -x)));
+        let names = ["nu_log", "theta_log", "gamma_log"];
+        w.same(names.map(|name| [name; 2]));
+        w.same([["d", "D"]]);
+        let [out, gate] = ["out1", "out2"].map(|name| w.take(&format!("{name}.kernel")));
+        let both = out.transposed().above(&gate.transposed());
+        w.give("out_proj.weight", both.transposed());
+        let [out, gate] = ["out1", "out2"].map(|name| w.take(&format!("{name}.bias")));
+        let both = out.shaped([1, 6]).above(&gate.shaped([1, 6])).shaped([12]);
+        w.give("out_proj.bias", both);
+    });
+}
+
+#[test]
+fn base_conv_and_based_answer_as_in_zoology() {
+    hold("base_conv", "base_conv = {}", |w| {
+        w.linear([["projection"; 2]]);
+        w.convolution("conv1d", "conv.conv");
+    });
+    hold("base_conv_implicit", "base_conv = { implicit = true, length = 32 }", |w| {
+        w.linear([["projection"; 2], ["filter.0", "conv.mlp.0"], ["filter.1", "conv.mlp.2"]]);
+    });
+    let keys = "heads = 2, key_width = 4, feature_map = 'taylor', normalize = true, \
+        denominator_eps = 1e-12, output_norm = 'none'";
+    hold("based", &format!("linear_attention = {{ {keys} }}"), |w| {
+        w.linear(["q", "k", "v", "o"].map(|x| [format!("{x}_proj"), format!("proj_{x}")]));
     });
 }
