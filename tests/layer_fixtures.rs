@@ -453,6 +453,132 @@ fn the_first_xlstm_answers_as_its_authors() {
     });
 }
 
+fn identity(size: usize) -> Array {
+    let values = (0..size * size).map(|i| f64::from(u8::from(i % size == i / size))).collect();
+    Array { shape: vec![size, size], values }
+}
+
+#[test]
+fn lstm_and_gru_answer_as_pytorch() {
+    let matrices = |w: &mut Weights| {
+        for part in ["x", "h"] {
+            let letter = if part == "x" { "i" } else { "h" };
+            let weight = w.take(&format!("weight_{letter}h_l0")).transposed();
+            w.give(&format!("{part}_proj.weight"), weight);
+        }
+        w.give("o_proj.weight", identity(6)); // none there
+    };
+    hold("lstm", "lstm = {}", |w| {
+        matrices(w);
+        let [x, h] = ["bias_ih_l0", "bias_hh_l0"].map(|name| w.take(name));
+        let values = x.values.iter().zip(&h.values).map(|(x, h)| x + h).collect();
+        w.give("x_proj.bias", Array { values, ..x });
+    });
+    hold("gru", "gru = {}", |w| {
+        matrices(w);
+        w.same([["x_proj.bias", "bias_ih_l0"], ["h_proj.bias", "bias_hh_l0"]]);
+    });
+}
+
+#[test]
+fn aft_answers_as_another_implementation() {
+    let matrices = |w: &mut Weights| {
+        w.linear([
+            ["q_proj", "to_q"],
+            ["k_proj", "to_k"],
+            ["v_proj", "to_v"],
+            ["o_proj", "project"],
+        ]);
+    };
+    hold("aft_simple", "aft = {}", matrices);
+    for (file, form) in [
+        ("aft_full", "full = { length = 12, rank = 12 }"),
+        ("aft_local", "local = { window = 4, length = 12, rank = 12 }"),
+    ] {
+        hold(file, &format!("aft = {{ form = {{ {form} }} }}"), |w| {
+            matrices(w);
+            // In one piece there.
+            w.same([["query_positions", "wbias"]]);
+            w.give("key_positions", identity(12));
+        });
+    }
+}
+
+#[test]
+fn rwkv4_answers_as_in_transformers() {
+    hold("rwkv4", "rwkv4 = {}", |w| {
+        w.linear([["key"; 2], ["value"; 2], ["receptance"; 2], ["o_proj", "output"]]);
+        let names = ["time_decay", "time_first", "time_mix_key", "time_mix_value"];
+        w.same(names.map(|name| [name; 2]));
+        w.same([["time_mix_receptance"; 2]]);
+    });
+}
+
+#[test]
+fn lightning_attention_answers_as_in_transformers() {
+    // The second of three layers: 1 - 1 / (2 + 1e-5) + 1e-5.
+    let text =
+        "lightning_attention = { heads = 2, decay_scale = 0.5000124999875, norm_eps = 1e-6 }";
+    hold("lightning_attention", text, |w| {
+        w.linear([["qkv_proj"; 2], ["output_gate"; 2], ["out_proj"; 2]]);
+        w.same([["norm.gamma", "norm.weight"]]);
+    });
+}
+
+#[test]
+fn mla_answers_as_in_transformers() {
+    let keys = "key_width = 3, rope_width = 4, value_width = 5, kv_rank = 6, q_rank = 6";
+    hold("mla", &format!("mla = {{ heads = 2, {keys}, norm_eps = 1e-6 }}"), |w| {
+        // Channels that turn together are neighbours there.
+        let queries = (0..2).flat_map(|head| {
+            let rotated = halves(1, 4).map(|i| 3 + i);
+            (0..3).chain(rotated).map(move |i| head * 7 + i)
+        });
+        let up = w.take("q_b_proj.weight").pick(0, queries).transposed();
+        w.give("q_proj.Compressed.2.weight", up);
+        w.linear([["q_proj.Compressed.0", "q_a_proj"], ["kv_proj.2", "kv_b_proj"], ["o_proj"; 2]]);
+        w.same([
+            ["q_proj.Compressed.1.gamma", "q_a_layernorm.weight"],
+            ["kv_proj.1.gamma", "kv_a_layernorm.weight"],
+        ]);
+        let both = w.take("kv_a_proj_with_mqa.weight");
+        w.give("kv_proj.0.weight", both.pick(0, 0..6).transposed());
+        w.give("k_rope.weight", both.pick(0, halves(1, 4).map(|i| 6 + i)).transposed());
+    });
+}
+
+#[test]
+fn rwkv6_answers_as_its_authors() {
+    let keys = "heads = 2, expand_v = 1.0, mix_low_rank = 3, gate_low_rank = 3, norm_eps = 64e-5";
+    hold("rwkv6", &format!("rwkv6 = {{ {keys} }}"), |w| {
+        // Shares of r, w, k, v and g here, of w, k, v, r and g there.
+        let order = [3, 0, 1, 2, 4];
+        let columns = order.into_iter().flat_map(|j| j * 3..(j + 1) * 3);
+        let narrow = w.take("tm_w1").pick(1, columns);
+        w.give("x_proj.0.linear.weight", narrow);
+        let widen = w.take("tm_w2").pick(0, order).shaped([15, 8]);
+        w.give("x_proj.2.weight", widen);
+        let shares = ["r", "w", "k", "v", "g"].map(|j| w.take(&format!("{j}_maa")).shaped([1, 8]));
+        let all = shares.into_iter().reduce(|all, share| all.above(&share)).unwrap();
+        w.give("x_bias", all);
+        w.same([
+            ["x_proj.0.mu", "x_maa"],
+            ["w_proj.linear.lora.0.weight", "td_w1"],
+            ["w_proj.linear.lora.2.weight", "td_w2"],
+            ["w_proj.linear.lora.2.bias", "time_decay"],
+            ["bonus", "time_first"],
+            ["g_norm.gamma", "ln_w"],
+            ["g_norm.beta", "ln_b"],
+        ]);
+        for name in ["r", "k", "v", "g"] {
+            let weight = w.take(&format!("{name}w")).transposed();
+            w.give(&format!("{name}_proj.linear.weight"), weight);
+        }
+        let out = w.take("ow").transposed();
+        w.give("o_proj.weight", out);
+    });
+}
+
 #[test]
 fn multihead_hyena_answers_as_in_mad() {
     hold(
@@ -479,6 +605,24 @@ fn multihead_hyena_answers_as_in_mad() {
             w.linear([["out_proj"; 2]]);
         },
     );
+}
+
+#[test]
+fn qrnn_answers_as_its_authors() {
+    hold("qrnn", "qrnn = {}", |w| {
+        // The token itself comes first there.
+        let weight = w.take("linear.weight").pick(1, (6..12).chain(0..6)).transposed();
+        // f is the share that is kept here, as in the paper, and that is written there.
+        let turned = |x: &Array| {
+            let values = x.values.iter().enumerate();
+            let values = values.map(|(i, &x)| if i / 6 % 3 == 1 { -x } else { x }).collect();
+            Array { shape: x.shape.clone(), values }
+        };
+        w.give("in_proj.weight", turned(&weight));
+        let bias = w.take("linear.bias");
+        w.give("in_proj.bias", turned(&bias));
+        w.give("o_proj.weight", identity(6)); // none there
+    });
 }
 
 #[test]
