@@ -626,6 +626,34 @@ fn qrnn_answers_as_its_authors() {
 }
 
 #[test]
+fn path_attention_answers_as_in_flash_linear_attention() {
+    let keys =
+        "heads = 4, key_width = 4, key_value_heads = 2, w_rank = 4, conv_size = 0, chunk = 8";
+    for (file, forget_gate) in [("path_attention", false), ("path_fox", true)] {
+        let text = format!("path_attention = {{ {keys}, forget_gate = {forget_gate} }}");
+        hold_within(LENGTHS_LIMIT, file, &text, |w| {
+            w.same(["q", "k", "v", "o"].map(|x| [format!("{x}_proj.weight"), x.to_string()]));
+            w.same([["w_proj.0.weight", "w1"], ["w_proj.1.weight", "w2"]]);
+            w.same([["bt_proj.weight", "b"], ["bt_proj.bias", "b_bias"]]);
+            if forget_gate {
+                w.same([["g_proj.weight", "g"], ["g_proj.bias", "g_bias"]]);
+            }
+        });
+    }
+}
+
+#[test]
+fn log_linear_attention_answers_as_in_flash_linear_attention() {
+    let keys = "heads = 2, key_width = 4, levels = 6, conv_size = 0, output_gate = false";
+    hold("log_linear_attention", &format!("log_linear_attention = {{ {keys} }}"), |w| {
+        let names = ["q", "k", "v", "a", "l", "o"];
+        w.same(names.map(|x| [format!("{x}_proj.weight"), x.to_string()]));
+        w.same([["a_log", "A_log"], ["dt_bias"; 2], ["level_scale", "scale"]]);
+        w.same([["o_norm.norm.gamma", "norm"]]);
+    });
+}
+
+#[test]
 fn lru_answers_as_another_implementation() {
     hold("lru", "lru = { width = 5 }", |w| {
         let [b_re, b_im, c_re, c_im] = ["B_re", "B_im", "C_re", "C_im"].map(|name| w.take(name));
@@ -657,5 +685,23 @@ fn base_conv_and_based_answer_as_in_zoology() {
         denominator_eps = 1e-12, output_norm = 'none'";
     hold("based", &format!("linear_attention = {{ {keys} }}"), |w| {
         w.linear(["q", "k", "v", "o"].map(|x| [format!("{x}_proj"), format!("proj_{x}")]));
+    });
+}
+
+#[test]
+fn a_preconditioned_delta_rule_answers_as_in_flash_linear_attention() {
+    let keys = "heads = 2, value_heads = 4, key_width = 4, expand_v = 1.0, conv_size = 0, \
+        output_gate = false, preconditioner = true";
+    hold("preconditioned_gated_deltanet", &format!("gated_deltanet = {{ {keys} }}"), |w| {
+        let names = ["q", "k", "v", "a", "b", "o"];
+        w.same(names.map(|x| [format!("{x}_proj.weight"), x.to_string()]));
+        w.same([["a_log", "A_log"], ["dt_bias"; 2], ["o_norm.norm.gamma", "norm"]]);
+        let names = ["a_atk", "b_atk"];
+        w.same(names.map(|x| [format!("preconditioner.{x}_proj.weight"), x.to_string()]));
+        w.same([
+            ["preconditioner.a_log_atk", "A_log_atk"],
+            ["preconditioner.dt_bias_atk", "dt_bias_atk"],
+            ["preconditioner.log_atk_scale", "log_atk_scale"],
+        ]);
     });
 }
