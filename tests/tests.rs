@@ -38,6 +38,8 @@ mod initialization;
 #[cfg(feature = "cpu")]
 mod inner_learning;
 #[cfg(feature = "cpu")]
+mod layer_fixtures;
+#[cfg(feature = "cpu")]
 mod layers;
 mod layers_page;
 #[cfg(feature = "cpu")]

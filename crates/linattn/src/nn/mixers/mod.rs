@@ -139,7 +139,7 @@ pub use super::score_bias::ContextualPositions;
 pub use super::softmax::KeyValueCache;
 pub use super::state::{ListState, NetworkState, VectorState};
 pub use super::swiglu_memory::LactState;
-use super::{ConfigError, Cost, LengthsError, RecurrentState, Shared, StateTensors};
+use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};

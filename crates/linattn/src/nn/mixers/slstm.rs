@@ -120,7 +120,8 @@ impl SlstmConfig {
 /// forget gates' biases from 5 for the first cell of a head to -7 for its last, as the authors' code has them
 /// in its first layer.
 /// # Departures
-/// R, which the authors' code starts from zero, is small and random here.
+/// R, which the authors' code starts from zero, is small and random here; the short convolution has none of
+/// the bias that it has there.
 #[derive(Module, Debug)]
 pub struct Slstm<B: Backend> {
     conv1d: Option<ShortConvolution<B>>,
