@@ -169,7 +169,7 @@ impl Case {
         if self.dtype == DType::F32 { LIMITS.0 } else { LIMITS.1 }
     }
 
-    /// What it asks, as the device is told it.
+    /// Inputs and loss, rounded as the device gets them.
     pub fn problem(&self) -> Problem {
         let sequences = match &self.form {
             Form::Packed(lengths) => {

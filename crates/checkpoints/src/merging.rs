@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// What `adapter_config.json` says about how adapters add up.
+/// Keys of `adapter_config.json` that say how adapters add up.
 #[derive(Deserialize)]
 struct AdapterConfig {
     peft_type: String,

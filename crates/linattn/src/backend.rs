@@ -28,7 +28,7 @@ pub use burn::backend::{Wgpu, wgpu::WgpuDevice};
 use burn::tensor::backend::AutodiffBackend;
 
 /// Runs `run` on one of `threads` threads that work at the same time, each on its own part of a batch. Where they keep
-/// every core busy, `Flex` does each operation on the thread that asks for it. Results are the
+/// every core busy, `Flex` does each operation on the calling thread. Results are the
 /// same to the bit.
 pub fn one_of_threads<T>(threads: usize, run: impl FnOnce() -> T) -> T {
     #[cfg(feature = "cpu")]

@@ -1,4 +1,4 @@
-//! What is known of a product when its kernel is compiled.
+//! Compile-time form of a product.
 
 /// How a product is shared out over cubes and planes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

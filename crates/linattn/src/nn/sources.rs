@@ -3,7 +3,7 @@
 use super::ConfigError;
 use super::mixers::{AttentionConfig, MixerConfig, Rwkv7Config};
 
-/// What [`Shared`](super::Shared) is among tensors, among configs: the layers so far that a later one may read from.
+/// Layers so far that a later one may read from: among configs, as [`Shared`](super::Shared) is among tensors.
 #[derive(Debug, Default)]
 pub(super) struct Sources<'a> {
     first_values: Option<&'a Rwkv7Config>,

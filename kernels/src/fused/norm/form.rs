@@ -1,4 +1,4 @@
-//! What is known of a norm when its kernels are compiled.
+//! Compile-time form of a norm.
 
 use crate::rowwise::{Activation, UNITS};
 

@@ -1,4 +1,4 @@
-//! What the kernels are given: numbers known when they are compiled, and tensors.
+//! Arguments of the kernels: compile-time numbers, and tensors.
 
 use cubecl::prelude::*;
 

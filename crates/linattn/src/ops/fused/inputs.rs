@@ -287,7 +287,7 @@ pub struct LinearCrossEntropy<T, I> {
     pub target: I,
     /// Multiplies the sum; 1 / M for a mean.
     pub scale: f64,
-    /// Whether nobody asks for the gradient of the weight, which is as large as the weight.
+    /// Whether the weight needs no gradient, which would be as large as the weight.
     pub frozen: bool,
 }
 
