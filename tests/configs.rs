@@ -3,6 +3,7 @@
 use crate::desk::{json, text};
 use linattn::nn::mixers::MixerConfig;
 use linattn_sweep::Published;
+use linattn_tasks::TaskConfig;
 use linattn_trainer::{RunConfig, host_memory, least_memory};
 use std::collections::HashMap;
 use std::fs;
@@ -383,10 +384,15 @@ fn every_small_variant_takes_its_first_steps() {
     assert!(small.len() >= 20, "{} small configs", small.len());
     let folder = tempfile::tempdir().unwrap();
     for path in small {
-        let few = ["--set", "train={ steps = 2, batch_size = 4 }", "--overwrite"];
+        let config = RunConfig::read(&path, &[]).unwrap();
+        let mut few = vec!["--set", "train={ steps = 2, batch_size = 4 }", "--overwrite"];
+        if matches!(config.task, TaskConfig::Mqar(_)) {
+            let test = "task.mqar.test=[{ length = 32, pairs = 4, examples = 20 }]";
+            few.extend(["--set", test]);
+        }
         let output = train(&path, folder.path(), &few);
         assert!(output.status.success(), "{}: {}", path.display(), text(&output.stderr));
-        let name = RunConfig::read(&path, &[]).unwrap().name;
+        let name = config.name;
         let summary = json(&folder.path().join(name).join("summary.json"));
         assert_eq!(summary["status"], "completed", "{}", path.display());
         assert!(summary["score"].is_number(), "{}: {summary}", path.display());
