@@ -7,7 +7,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The folder holds no model that is known here.
-    #[error("{folder} cannot be imported: {}", .faults.join("; "))]
+    #[error("{folder} cannot be imported: {}", in_a_line(.faults))]
     Import {
         /// The folder.
         folder: PathBuf,
@@ -15,7 +15,7 @@ pub enum CheckpointError {
         faults: Vec<String>,
     },
     /// The model is none that a checkpoint of this family could hold.
-    #[error("the model cannot be exported as `{family}`: {}", .faults.join("; "))]
+    #[error("the model cannot be exported as `{family}`: {}", in_a_line(.faults))]
     Export {
         /// The family.
         family: String,
@@ -42,4 +42,26 @@ pub enum CheckpointError {
         /// Why.
         why: String,
     },
+}
+
+/// All faults in one line, whatever names in a file have in them.
+fn in_a_line(faults: &[String]) -> String {
+    let shown = |c: char| match c.is_control() {
+        true => c.escape_default().collect(),
+        false => String::from(c),
+    };
+    faults.join("; ").chars().map(shown).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_with_line_breaks_stay_in_the_line() {
+        let faults = vec!["`num_hidde\n_layers` is 2".into(), "`\u{1b}[2J` is \"é\"".into()];
+        let text = CheckpointError::Import { folder: "there".into(), faults }.to_string();
+        let want = r#"there cannot be imported: `num_hidde\n_layers` is 2; `\u{1b}[2J` is "é""#;
+        assert_eq!(text, want);
+    }
 }
