@@ -1,7 +1,7 @@
 //! Backends of Burn without loops or kernels of ours give what Flex gives: outputs, gradients and steps of whole models.
 
 use crate::layers::wide;
-use crate::support::drawn_by;
+use crate::support::{F32_LIMIT, drawn_by};
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::AutodiffBackend};
 use linattn::backend::{Autodiff, Flex, TrainBackend};
@@ -10,8 +10,9 @@ use linattn_oracle::assert_close;
 
 const VOCAB: usize = 13;
 const TOKENS: usize = 37;
-/// Tensors are of f64, and NdArray rounds the numbers that scale them to f32.
-const LIMIT: f64 = 1e-6;
+/// Tensors are of f64, and NdArray rounds the numbers that scale them to f32; decays multiply that error
+/// token by token, and a norm by group divides it by a small deviation: 1.3e-6 was seen.
+const LIMIT: f64 = F32_LIMIT;
 /// Gradients of gates are small differences.
 const GRADIENT_LIMIT: f64 = 1e-4;
 
