@@ -147,7 +147,7 @@ pub(super) fn product<R: Real>(x: Matrix<'_, R>, y: Matrix<'_, R>, bias: Option<
     let pieces = [rows.div_ceil(PIECE[0]), columns.div_ceil(PIECE[1])];
     let work = PIECE[0].min(rows) * PIECE[1].min(columns) * terms / 8;
     let put = if bias.is_some() { Put::OnTop } else { Put::Instead };
-    let mut found = Fresh::new(rows * columns);
+    let mut found = Fresh::<R>::new(rows * columns);
     let shared = found.shared();
     for_each(pieces[0] * pieces[1], work, |n| {
         let (row, column) = (n / pieces[1] * PIECE[0], n % pieces[1] * PIECE[1]);
@@ -156,11 +156,13 @@ pub(super) fn product<R: Real>(x: Matrix<'_, R>, y: Matrix<'_, R>, bias: Option<
         // SAFETY: there is a row for every row of `x`, each as wide as `y`; pieces do not overlap.
         #[allow(unsafe_code)]
         unsafe {
-            let mut to = shared.rows((row * columns + column, [height, columns, width]));
+            let first = shared.unwritten((row * columns + column, [height, columns, width]));
             if let Some(bias) = bias {
-                (0..height).for_each(|i| to.at(i).copy_from_slice(&bias[column..][..width]));
+                let bias = bias[column..][..width].as_ptr();
+                (0..height)
+                    .for_each(|i| bias.copy_to_nonoverlapping(first.add(i * columns), width));
             }
-            multiply(Target { first: to.start(), stride: columns }, x, y, put);
+            multiply(Target { first, stride: columns }, x, y, put);
         }
     });
     found.filled()
@@ -173,11 +175,19 @@ pub(super) fn sum_of_products<R: Real>(x: Matrix<'_, R>, y: Matrix<'_, R>) -> Ve
     let ([rows, width], columns) = (x.size, y.size[1]);
     let slice = rows.div_ceil(SLICES).max(TERMS);
     let count = rows.div_ceil(slice);
-    sum_of_slices(count, width * columns, slice * width * columns / 8, |i, to| {
+    let (size, mut parts) = (width * columns, Fresh::<R>::new(count * width * columns));
+    let shared = parts.shared();
+    for_each(count, slice * size / 8, |i| {
         let height = slice.min(rows - i * slice);
         let (x, y) = (x.rows(i * slice, height), y.rows(i * slice, height));
-        product_here(to, x.transposed(), y, Put::Instead);
-    })
+        // SAFETY: every slice has a row of its own, as long as the product has numbers.
+        #[allow(unsafe_code)]
+        unsafe {
+            let first = shared.unwritten((i * size, [1, size, size]));
+            multiply(Target { first, stride: columns }, x.transposed(), y, Put::Instead);
+        }
+    });
+    sum_of_rows(parts.filled(), [count, size])
 }
 
 /// The sum of `count` rows of `width` numbers, which `fill` finds, in order.
@@ -195,7 +205,11 @@ pub(super) fn sum_of_slices<R: Real>(
         let mut row = unsafe { shared.rows((i * width, [1, width, width])) };
         fill(i, row.at(0));
     });
-    let parts = parts.filled();
+    sum_of_rows(parts.filled(), [count, width])
+}
+
+/// The sum of `count` rows of `width` numbers, in order.
+fn sum_of_rows<R: Real>(parts: Vec<R>, [count, width]: [usize; 2]) -> Vec<R> {
     if count == 1 {
         return parts;
     }

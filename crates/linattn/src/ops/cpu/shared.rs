@@ -79,14 +79,36 @@ impl<'a, R: Real> Shared<'a, R> {
         &self,
         (first, [count, stride, width]): (usize, [usize; 3]),
     ) -> RowsMut<'_, R> {
-        let end = first + count.saturating_sub(1) * stride + width;
-        assert!(count == 0 || end <= self.len, "rows within the buffer");
+        self.take(first, [count, stride, width]);
         let mut rows = RowsMut { shared: self, first, count, stride, width };
-        if let Some(taken) = self.taken {
+        if self.taken.is_some() {
             rows.clear();
-            taken.fetch_add(count * width, Ordering::Relaxed);
         }
         rows
+    }
+
+    /// Where such rows begin, for one who writes every number of them and reads none before.
+    /// # Panics
+    /// If they reach beyond the buffer.
+    /// # Safety
+    /// As of [`rows`](Self::rows), and the rows are written before anybody else has the buffer.
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn unwritten(
+        &self,
+        (first, [count, stride, width]): (usize, [usize; 3]),
+    ) -> *mut R {
+        self.take(first, [count, stride, width]);
+        // SAFETY: the first row is within the buffer.
+        unsafe { self.start.add(first) }
+    }
+
+    /// Counts the numbers of rows that are within the buffer.
+    fn take(&self, first: usize, [count, stride, width]: [usize; 3]) {
+        let end = first + count.saturating_sub(1) * stride + width;
+        assert!(count == 0 || end <= self.len, "rows within the buffer");
+        if let Some(taken) = self.taken {
+            taken.fetch_add(count * width, Ordering::Relaxed);
+        }
     }
 }
 
@@ -113,15 +135,6 @@ impl<R: Real> RowsMut<'_, R> {
             unsafe {
                 self.shared.start.add(self.first + i * self.stride).write_bytes(0, width);
             }
-        }
-    }
-
-    /// Where the first row begins.
-    pub(super) fn start(&mut self) -> *mut R {
-        // SAFETY: `rows` has checked that the first row is within the buffer.
-        #[allow(unsafe_code)]
-        unsafe {
-            self.shared.start.add(self.first)
         }
     }
 
