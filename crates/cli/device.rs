@@ -329,13 +329,24 @@ fn wgpu_device(index: usize) -> burn::backend::wgpu::WgpuDevice {
 
 /// Threads that share a training step on the processor, whose elementwise operations use one core
 /// each. Not the number of cores, so that a run's bits do not depend on it.
-#[cfg(feature = "cpu")]
+#[cfg(all(feature = "cpu", not(test)))]
 const CPU_PARTS: usize = 4;
 
 /// Runs a job on the devices chosen.
 /// # Errors
 /// [`DeviceError`] if their backend is not compiled in.
 pub fn dispatch<J: Job>(choice: &Choice, job: J) -> Result<J::Output, DeviceError> {
+    run_on(choice, job)
+}
+
+/// The crate's own unit tests run no job: every backend's code would be made for them a second time.
+#[cfg(test)]
+fn run_on<J: Job>(choice: &Choice, _job: J) -> Result<J::Output, DeviceError> {
+    Err(DeviceError::new(&choice.name, "not compiled into unit tests"))
+}
+
+#[cfg(not(test))]
+fn run_on<J: Job>(choice: &Choice, job: J) -> Result<J::Output, DeviceError> {
     #[allow(unused_imports)]
     use burn::backend::Autodiff;
     match choice.kind {

@@ -133,6 +133,7 @@ impl Driver {
 /// and compile-time values, whatever its code and the GPU, so the folder is this source's, this
 /// model's and this driver's own. A `cubecl.toml` that says where to keep them goes first. This has to
 /// come before anything else asks for a GPU.
+#[cfg_attr(test, allow(dead_code))] // unit tests run no job
 pub(crate) fn keep_compiled(driver: &Driver, indices: &[usize]) {
     let mut slot = CubeClRuntimeConfig::storage().lock();
     if slot.is_some() {
