@@ -340,6 +340,31 @@ fn a_folder_with_another_run_or_a_broken_one_is_left_alone() {
 }
 
 #[test]
+fn batches_that_are_tested_together_give_the_same_bits() {
+    use burn::backend::Flex;
+    use linattn_tasks::Split;
+    use linattn_trainer::{RunConfig, Testing, build};
+    let desk = Desk::new();
+    let sets = ["evaluate.batch_size=7".to_string()];
+    let run = RunConfig::read(&desk.path("tiny.toml"), &sets).unwrap();
+    let task = run.task.build(run.seed).unwrap();
+    let learner = build::<Flex>(&run, task.vocab(), &Default::default()).unwrap();
+    let found = |at_once| {
+        let splits = [Split::Train, Split::Test];
+        let testing = Testing { at_once, ..Testing::new(&run, task.as_ref(), &splits) };
+        testing.evaluate(&learner, &Default::default()).metrics
+    };
+    let want = found(1);
+    assert!(want.contains_key("test/24x3/loss"), "{want:?}");
+    for at_once in [2, 3, 50] {
+        assert_eq!(found(at_once), want, "{at_once} at once");
+    }
+    let testing = Testing::new(&run, task.as_ref(), &[Split::Test]);
+    assert_eq!(testing.clone().on(&["cpu"; 4]).at_once, 4);
+    assert_eq!(testing.on(&["first", "second"]).at_once, 1);
+}
+
+#[test]
 fn both_published_variants_of_mqar_can_be_written_down() {
     use linattn_tasks::{MqarConfig, TaskConfig};
     let read = |text: &str| -> TaskConfig { toml::from_str(text).unwrap() };

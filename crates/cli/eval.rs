@@ -128,7 +128,7 @@ impl Job for Evaluate<'_> {
 
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
         let Self { args, stored } = self;
-        let mut testing = Testing::new(&stored.run, stored.task.as_ref(), &args.split);
+        let mut testing = Testing::new(&stored.run, stored.task.as_ref(), &args.split).on(devices);
         testing.limit = args.examples;
         stored.evaluate::<B::InnerBackend>(&testing, args.generate, &devices[0])
     }

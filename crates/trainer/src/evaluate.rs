@@ -1,7 +1,7 @@
 //! Testing a model on a task's sets: by its answers at the scored positions, or by what it writes.
 
 use crate::config::RunConfig;
-use crate::learner::{HostAnswers, Learner, TensorBatch};
+use crate::learner::{HostAnswers, Learner, TensorBatch, together};
 use burn_train::{InferenceStep, Interrupter, ItemLazy};
 use linattn::generate::{GenerateConfig, GenerateError, Next, SamplingConfig, Sequence, generate};
 use linattn::nn::LanguageModel;
@@ -72,6 +72,8 @@ pub struct Testing<'a> {
     pub window: usize,
     /// The most examples of a set, from its first; `None` for all.
     pub limit: Option<u64>,
+    /// Batches that are tested at the same time, a thread each. It changes no bit.
+    pub at_once: usize,
 }
 
 impl<'a> Testing<'a> {
@@ -83,7 +85,15 @@ impl<'a> Testing<'a> {
             batch_size: run.evaluate.batch_size.unwrap_or(run.train.batch_size),
             window: run.evaluate.window,
             limit: None,
+            at_once: 1,
         }
+    }
+
+    /// As many batches at a time as one device is named: the processor's cores share the work so. Of several
+    /// devices only the first tests.
+    pub fn on<D: PartialEq>(self, devices: &[D]) -> Self {
+        let one = devices.iter().all(|device| *device == devices[0]);
+        Self { at_once: if one { devices.len().max(1) } else { 1 }, ..self }
     }
 
     /// Tests a model by its answers at every scored position, given the right tokens before it.
@@ -104,18 +114,19 @@ impl<'a> Testing<'a> {
         device: &B::Device,
     ) -> Option<Evaluation> {
         let rows = self.batch_size.next_multiple_of(self.task.rows_of_a_score());
-        self.each_set(rows, stop, |split, set, indices, count| {
-            let batch = self.task.batch(split, set, indices);
-            if batch.scored.is_empty() {
-                return; // a mean over nothing
+        self.each_set(rows.saturating_mul(self.at_once), stop, |split, set, indices, count| {
+            let batch = |indices| self.task.batch(split, set, indices);
+            let mut batches: Vec<Batch> = indices.chunks(rows).map(batch).collect();
+            batches.retain(|batch| !batch.scored.is_empty()); // a mean over nothing
+            let answers = self.all_answers(learner, &batches, device);
+            for (batch, answers) in batches.iter().zip(answers) {
+                let scored = batch.scored.len() as u64;
+                let nats = answers.loss * scored as f64;
+                self.task.tally(batch, &answers.predicted, &mut count.tally);
+                self.task.tally_loss(split, set, nats, scored, &mut count.tally);
+                count.nats += nats;
+                count.scored += scored;
             }
-            let answers = self.answers(learner, &batch, device);
-            let scored = batch.scored.len() as u64;
-            let nats = answers.loss * scored as f64;
-            self.task.tally(&batch, &answers.predicted, &mut count.tally);
-            self.task.tally_loss(split, set, nats, scored, &mut count.tally);
-            count.nats += nats;
-            count.scored += scored;
         })
     }
 
@@ -171,6 +182,22 @@ impl<'a> Testing<'a> {
             evaluation.insert(split_name(split), &all);
         }
         Some(evaluation)
+    }
+
+    /// The answers to each of some batches, at the same time.
+    fn all_answers<B: LinearAttentionBackend>(
+        &self,
+        learner: &Learner<B>,
+        batches: &[Batch],
+        device: &B::Device,
+    ) -> Vec<HostAnswers> {
+        match batches {
+            [batch] => vec![self.answers(learner, batch, device)],
+            batches => {
+                let work = |batch| move || self.answers(learner, batch, device);
+                together(batches.iter().map(work).collect())
+            }
+        }
     }
 
     fn answers<B: LinearAttentionBackend>(

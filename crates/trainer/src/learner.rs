@@ -197,6 +197,19 @@ impl Drop for Meet<'_> {
     }
 }
 
+/// Does pieces of work at the same time, a thread each. Results are in the order of the work.
+pub(crate) fn together<T: Send>(work: Vec<impl FnOnce() -> T + Send>) -> Vec<T> {
+    let threads = work.len();
+    std::thread::scope(|scope| {
+        let start = |work| scope.spawn(move || one_of_threads(threads, work));
+        let started: Vec<_> = work.into_iter().map(start).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, T>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        started.into_iter().map(join).collect()
+    })
+}
+
 /// Gradients and loss of one step, whose parts go round the devices. All end on the first device.
 /// Devices work at the same time if they `may_overlap`, which dropout must not: its random numbers
 /// are drawn from one stream in the process, and their order would be left to chance. Models that recompute
@@ -228,21 +241,11 @@ pub fn gradients<B: TrainBackend>(
             round if round.len() == 1 || !may_overlap => {
                 devices.iter().zip(round).map(|(device, part)| run(device, part, None)).collect()
             }
-            round => std::thread::scope(|scope| {
+            round => {
                 let (run, others) = (&run, &others);
-                let threads: Vec<_> = devices
-                    .iter()
-                    .zip(round)
-                    .map(|(device, part)| {
-                        let work = move || run(device, part, Some(others));
-                        scope.spawn(move || one_of_threads(round.len(), work))
-                    })
-                    .collect();
-                let join = |thread: std::thread::ScopedJoinHandle<_>| {
-                    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-                };
-                threads.into_iter().map(join).collect()
-            }),
+                let work = |(device, part)| move || run(device, part, Some(others));
+                together(devices.iter().zip(round).map(work).collect())
+            }
         };
         for output in outputs {
             sum.accumulate(learner, output.grads.to_device(&devices[0], learner));

@@ -522,6 +522,7 @@ impl<'a, B: TrainBackend> Training<'a, B> {
     fn test(&self) -> Option<Evaluation> {
         let run = &self.job.run;
         let testing = Testing::new(run, self.task, &[Split::Validation, Split::Test]);
+        let testing = testing.on(self.devices);
         testing.evaluate_until(&self.job.stop, &self.learner.valid(), &self.devices[0])
     }
 
