@@ -45,6 +45,28 @@ pub fn drawn_by<B: Backend, M: Module<B>>(seed: u64, module: M) -> M {
     module.map(&mut DrawnBy(Rng::new(seed)))
 }
 
+/// Draws weights that are not all alike: normal, of one deviation.
+struct NormalBy(Rng, f64);
+
+impl<B: Backend> ModuleMapper<B> for NormalBy {
+    fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
+        param.map(|old| {
+            let fresh: Vec<f64> = old.to_data().iter().collect();
+            if fresh.iter().all(|&x| x == fresh[0]) {
+                return old;
+            }
+            let drawn: Vec<f64> = fresh.iter().map(|_| self.1 * self.0.normal()).collect();
+            let drawn = TensorData::new(drawn, old.dims());
+            Tensor::from_data(drawn, (&old.device(), old.dtype())).require_grad()
+        })
+    }
+}
+
+/// `module` with the same weights to the last bit in each run, where [`drawn_by`] takes the deviations that it finds.
+pub fn normal_by<B: Backend, M: Module<B>>(seed: u64, deviation: f64, module: M) -> M {
+    module.map(&mut NormalBy(Rng::new(seed), deviation))
+}
+
 /// Weights of a model, first to last: taken from one by a visit, given to another by a map.
 #[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
 #[derive(Clone, Default)]
