@@ -8,6 +8,7 @@ pub mod convolution;
 pub mod few_rows;
 pub mod fused;
 pub mod matmul;
+pub mod quantized;
 mod refusal;
 pub mod rowwise;
 #[cfg(test)]

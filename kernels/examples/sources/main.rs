@@ -20,6 +20,7 @@ use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::conv_split;
+use linattn_kernels::quantized::{self, Bits};
 use linattn_kernels::rowwise::{self, Activation, Measure};
 use linattn_kernels::{
     Decay, Dims, Given, Inputs, Read, Refusal, Transition, Variant, backward, convolution,
@@ -130,6 +131,11 @@ fn layers<T: Target>(
         case.product(count, 3, false)?;
         let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows") };
         book.enter(&page, "-side_by_side", client)?;
+        for (bits, name) in [(Bits::Four, "int4"), (Bits::Eight, "int8")] {
+            case.quantized_product(count, 3, bits)?;
+            let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows_{name}") };
+            book.enter(&page, "-side_by_side", client)?;
+        }
     }
     let page = |variant| Page { arch, rows, shape: "any", variant };
     case.around(|launched| book.enter(&page("around"), launched, client))?;
@@ -344,6 +350,18 @@ impl<'a, T: Target> Case<'a, T> {
         let weights = vec![(&weight, matrix); matrices];
         let args = few_rows::Args { x: &x, weights: &weights, bias: biased.then_some(&bias) };
         few_rows::product(self.client, dims, self.dtype, args).map(drop)
+    }
+
+    /// The same of quantized matrices, and one as floats.
+    fn quantized_product(&self, rows: usize, matrices: usize, bits: Bits) -> Result<(), Refusal> {
+        let width = 2048;
+        let x = self.client.empty(rows * width * self.dtype.size());
+        let values = self.client.empty(width * width * bits.count() / 8);
+        let scales = self.client.empty(4 * width * width / quantized::GROUP);
+        let matrix = quantized::Matrix { values: &values, scales: &scales, rows: width };
+        let (dims, all) = (quantized::Dims { rows, inner: width }, vec![matrix; matrices]);
+        quantized::product(self.client, dims, self.dtype, &x, (bits, &all))?;
+        quantized::dequantize(self.client, width, self.dtype, bits, matrix).map(drop)
     }
 
     fn step(&self, variant: Variant) -> Result<(), Refusal> {

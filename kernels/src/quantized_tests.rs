@@ -1,0 +1,204 @@
+//! Products by quantized matrices, and these as floats, against f64.
+
+use super::*;
+use crate::refusal::F32;
+use crate::tests::Rows;
+use cubecl::ir::{ElemType, FloatKind};
+use linattn_oracle::{Rng, assert_close};
+
+/// Limit on the relative error of rows of 16 bits.
+const HALF: f64 = 6e-3;
+
+/// K, and rows of the matrices side by side.
+type Case = (usize, &'static [usize]);
+
+const CASES: [Case; 6] = [
+    (32, &[1]),
+    (2080, &[130]),
+    // More groups than wait in shared memory at once.
+    (4160, &[40]),
+    // Rows for all multiprocessors.
+    (64, &[7000]),
+    // A layer's projections, of which some fill no cube.
+    (96, &[64, 128, 3]),
+    (32, &[2, 2, 2]),
+];
+/// For types of 16 bits, whose products differ from those of f32 only where x is read and y written.
+const HALF_CASES: [Case; 2] = [CASES[1], CASES[4]];
+
+/// A matrix as it is drawn: whole numbers, a scale for each group.
+struct Drawn {
+    values: Vec<i8>,
+    scales: Vec<f32>,
+}
+
+impl Drawn {
+    fn new(rng: &mut Rng, bits: Bits, numbers: usize) -> Self {
+        let largest = (1 << (bits.count() - 1)) - 1;
+        let whole = |x: f64| (x * f64::from(2 * largest + 1)) as i32 - largest;
+        let values = (0..numbers).map(|_| whole(rng.uniform()) as i8).collect();
+        let scales = (0..numbers / GROUP).map(|_| rng.normal() as f32).collect();
+        Self { values, scales }
+    }
+
+    /// The numbers that it stands for.
+    fn numbers(&self) -> Vec<f64> {
+        let of = |(i, &q): (usize, &i8)| f64::from(self.scales[i / GROUP]) * f64::from(q);
+        self.values.iter().enumerate().map(of).collect()
+    }
+
+    /// The words of the device, as the module says.
+    fn words(&self, bits: Bits) -> Vec<u8> {
+        let halves = |group: &[i8]| -> Vec<u8> {
+            let (low, high) = group.split_at(GROUP / 2);
+            let pairs = low.iter().zip(high);
+            pairs.map(|(low, high)| (low + 8) as u8 | ((high + 8) as u8) << 4).collect()
+        };
+        match bits {
+            Bits::Eight => self.values.iter().map(|&q| q as u8).collect(),
+            Bits::Four => self.values.chunks_exact(GROUP).flat_map(halves).collect(),
+        }
+    }
+}
+
+/// `x W^T` in f64, of matrices side by side.
+fn truth(inner: usize, x: &[f64], weights: &[Vec<f64>]) -> Vec<f64> {
+    let rows = x.chunks_exact(inner);
+    let dot = |x: &[f64], w: &[f64]| x.iter().zip(w).map(|(x, w)| x * w).sum::<f64>();
+    rows.flat_map(|x| {
+        weights.iter().flat_map(move |weight| weight.chunks_exact(inner).map(move |w| dot(x, w)))
+    })
+    .collect()
+}
+
+fn quantized_products_are_right<R: Runtime>(
+    client: &ComputeClient<R>,
+    (rows, limit): (Rows, f64),
+    cases: &[Case],
+) {
+    for bits in [Bits::Four, Bits::Eight] {
+        for &(inner, sizes) in cases {
+            let mut rng = Rng::named(inner as u64, "quantized");
+            let drawn: Vec<Drawn> =
+                sizes.iter().map(|rows| Drawn::new(&mut rng, bits, rows * inner)).collect();
+            let handles: Vec<[Handle; 2]> = drawn
+                .iter()
+                .map(|matrix| {
+                    let scales = matrix.scales.iter().flat_map(|x| x.to_ne_bytes());
+                    [matrix.words(bits), scales.collect()].map(|x| client.create_from_slice(&x))
+                })
+                .collect();
+            let matrices: Vec<Matrix> = handles
+                .iter()
+                .zip(sizes)
+                .map(|([values, scales], &rows)| Matrix { values, scales, rows })
+                .collect();
+            let numbers: Vec<Vec<f64>> = drawn.iter().map(Drawn::numbers).collect();
+            for count in [1, 3, 8] {
+                let mut x: Vec<f64> = (0..count * inner).map(|_| rng.normal()).collect();
+                rows.round(&mut x);
+                let of_x = client.create_from_slice(&rows.bytes(&x));
+                let dims = Dims { rows: count, inner };
+                let y = product(client, dims, rows.dtype(), &of_x, (bits, &matrices));
+                let y = y.expect("it fits");
+                assert_eq!(y.shape, [count, sizes.iter().sum()]);
+                let got = rows.numbers(&client.read_one(y.handle).expect("the kernel ran"));
+                let want = truth(inner, &x, &numbers);
+                assert_close(
+                    &format!("{bits:?}, {rows:?}, {dims:?}, {sizes:?}"),
+                    &want,
+                    &got,
+                    limit,
+                );
+            }
+            for (matrix, want) in matrices.iter().zip(&numbers) {
+                let floats = dequantize(client, inner, rows.dtype(), bits, *matrix);
+                let floats = floats.expect("it fits");
+                assert_eq!(floats.shape, [matrix.rows, inner]);
+                let got = rows.numbers(&client.read_one(floats.handle).expect("the kernel ran"));
+                assert_close(&format!("{bits:?}, {inner}, {sizes:?}"), want, &got, limit);
+            }
+        }
+    }
+}
+
+/// The same in 16 bits, where the device has the type.
+fn quantized_half_rows<R: Runtime>(client: &ComputeClient<R>) {
+    for rows in [Rows::F16, Rows::Bf16] {
+        match check(client, Dims { rows: 1, inner: GROUP }, Bits::Eight, &[1], rows.dtype()) {
+            Ok(()) => quantized_products_are_right(client, (rows, HALF), &HALF_CASES),
+            Err(why) => assert_eq!(why, Refusal::Type { got: rows.dtype() }),
+        }
+    }
+}
+
+/// Products that the kernel is not for.
+fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
+    let good = Dims { rows: 1, inner: 64 };
+    let f64 = StorageType::Scalar(ElemType::Float(FloatKind::F64));
+    for (dims, rows, dtype, want) in [
+        (Dims { rows: 0, ..good }, &[8][..], F32, "[0, 64] times [64, 8]; rows have to be 1 to 8"),
+        (Dims { rows: 9, ..good }, &[8], F32, "[9, 64] times [64, 8]"),
+        (Dims { inner: 0, ..good }, &[8], F32, "the rest at least 1"),
+        (Dims { inner: 48, ..good }, &[8], F32, "rows of 48 quantized numbers"),
+        (good, &[1 << 26], F32, "numbers in a tensor"),
+        (good, &[], F32, "the rest at least 1"),
+        (good, &[8, 0], F32, "the rest at least 1"),
+        (good, &[8; 9], F32, "matrices side by side"),
+        (good, &[8], f64, "the kernels take f32"),
+    ] {
+        let got = check(client, dims, Bits::Four, rows, dtype).expect_err("refused").to_string();
+        assert!(got.contains(want), "{got:?} does not say {want:?}");
+    }
+}
+
+#[test]
+fn shared_memory_holds_what_the_kernel_puts_there() {
+    for (bits, tile) in [(Bits::Four, 1), (Bits::Eight, 2), (Bits::Four, 4), (Bits::Eight, 8)] {
+        for lanes in [16, 32, 64, 128] {
+            let split =
+                Split { source: "", bits, tile, deep: (8 / tile).min(4), lanes, matrices: 1 };
+            if lanes > split.span() {
+                continue; // no rule takes it
+            }
+            assert!(split.span().is_multiple_of(lanes), "{split:?}: a unit has whole turns");
+            assert!(split.sums() * UNITS <= NUMBERS, "{split:?}: sums");
+            assert!(split.sums() <= lanes, "{split:?}: a sum for each lane at most");
+        }
+    }
+}
+
+/// The tests of one device, whose client `with_client` has.
+macro_rules! each_kernel {
+    () => {
+        #[test]
+        fn products_by_quantized_matrices_are_right() {
+            with_client(|client| quantized_products_are_right(client, (Rows::F32, 1e-6), &CASES));
+        }
+
+        #[test]
+        fn products_of_16_bits_by_quantized_matrices_are_right_or_refused() {
+            with_client(quantized_half_rows);
+        }
+
+        #[test]
+        fn what_does_not_fit_quantized_matrices_is_refused() {
+            with_client(refused_products);
+        }
+    };
+}
+
+#[cfg(feature = "cuda")]
+mod on_cuda {
+    use super::*;
+    use crate::tests::on_cuda::with_client;
+
+    each_kernel!();
+}
+
+mod on_wgpu {
+    use super::*;
+    use crate::tests::on_wgpu::with_client;
+
+    each_kernel!();
+}
