@@ -59,7 +59,7 @@ pub struct GenerateArgs {
     /// Goes on from a file of `--save-state`; prompts come after its text
     #[arg(long, value_name = "FILE")]
     state: Option<PathBuf>,
-    /// Numbers that weights are held in: whole ones of 8 or 4 bits are read faster, and are rounded; on the CPU alone
+    /// Numbers that weights are held in: whole ones of 8 or 4 bits are read faster, and are rounded
     #[arg(long, value_enum, default_value_t = Weights::F32)]
     weights: Weights,
     /// Which checkpoint: best, last, or a step
@@ -98,7 +98,7 @@ impl Weights {
         match B::takes_quantized() {
             true => Ok(model.quantized(bits)),
             false => {
-                let why = "`--weights` of whole numbers are there for the CPU alone: add --device cpu, or leave it out";
+                let why = "`--weights` of whole numbers are not there under Burn's fusion: add --device cpu, leave it out, or build without the feature `fusion`";
                 Err(Failure::Input(why.into()))
             }
         }

@@ -19,7 +19,7 @@ use crate::ops::{self, LinearAttentionBackend, QuantizedMatrix, SequenceLengths,
 use burn::module::{Initializer, Module, ModuleVisitor, Param};
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig};
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
+use burn::tensor::{DType, Int, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
 /// A language model, as TOML spells it.
@@ -324,8 +324,7 @@ fn check_range(key: &str, range: f64) -> Result<(), ConfigError> {
 pub struct LanguageModel<B: Backend> {
     pub(super) embeddings: Embedding<B>,
     /// In place of the embeddings of a model that only decodes.
-    #[module(skip)]
-    quantized_embeddings: Option<QuantizedMatrix>,
+    quantized_embeddings: Option<QuantizedMatrix<B>>,
     pub(super) positions: Option<Embedding<B>>,
     dropout: Dropout,
     pub(super) pre_norm: Option<Norm<B>>,
@@ -517,7 +516,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     fn tied_logits<const D: usize>(&self, hidden: Tensor<B, D>) -> Tensor<B, D> {
         let quantized = self.quantized_embeddings.as_ref();
         if let Some(logits) =
-            quantized.and_then(|table| ops::quantized_linear(hidden.clone(), table))
+            quantized.and_then(|table| ops::quantized_linear(hidden.clone(), &[table]))
         {
             return logits;
         }
@@ -532,7 +531,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     /// The embedding's weights, `[vocab, D]`.
     fn table(&self) -> Tensor<B, 2> {
         match &self.quantized_embeddings {
-            Some(quantized) => quantized.dequantize(&self.embeddings.weight.val().device()),
+            Some(quantized) => quantized.dequantize(DType::F32),
             None => self.embeddings.weight.val(),
         }
     }
@@ -544,7 +543,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     pub fn quantized(self, bits: WeightBits) -> Self {
         let mut model = self.map(&mut WeightQuantizer::new(bits));
         let table = model.embeddings.weight.val();
-        if QuantizedMatrix::takes(table.dims()[1]) {
+        if ops::quantizes(table.dims()[1]) {
             let device = table.device();
             model.quantized_embeddings = Some(QuantizedMatrix::quantize(table.detach(), bits));
             model.embeddings.weight = nothing(model.embeddings.weight, &device);
@@ -634,11 +633,13 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
 }
 
 /// Rows of a quantized table by number, `[B, T]` to `[B, T, D]`.
-fn quantized_rows<B: Backend>(table: &QuantizedMatrix, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-    let ([batch, tokens], width, device) = (ids.dims(), table.size()[1], ids.device());
-    let ids = ids.into_data();
-    let rows: Vec<f32> = ids.iter::<i64>().flat_map(|id| table.row(id as usize)).collect();
-    Tensor::from_data(TensorData::new(rows, [batch, tokens, width]), &device)
+fn quantized_rows<B: LinearAttentionBackend>(
+    table: &QuantizedMatrix<B>,
+    ids: Tensor<B, 2, Int>,
+) -> Tensor<B, 3> {
+    let ([batch, tokens], width) = (ids.dims(), table.size()[1]);
+    let rows = table.rows(ids.reshape([batch * tokens]));
+    rows.dequantize(DType::F32).reshape([batch, tokens, width])
 }
 
 /// Tokens that a model with learnt positions has seen.

@@ -10,7 +10,7 @@ use super::log_decay::LogDecay;
 use super::lora::add_side_by_side;
 use crate::ops::{
     self, Activation, Column, ColumnKind, ConvSplit, HeadNorm, LinearAttentionBackend,
-    SequenceLengths,
+    QuantizedMatrix, SequenceLengths,
 };
 use burn::module::Param;
 use burn::tensor::{DType, Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
@@ -141,17 +141,16 @@ pub(crate) fn packed_product<B: LinearAttentionBackend, const D: usize>(
     padding: usize,
 ) -> Option<Tensor<B, D>> {
     let widths = layers.iter().map(|layer| layer.weight.dims()[1]);
-    let weights = || layers.iter().map(|layer| layer.weight.val()).collect::<Vec<_>>();
     let biases = layers.iter().map(|layer| layer.bias.as_ref()).zip(widths.clone());
     let y = match D > 2 && x.dims()[D - 2] > 1 {
         true => {
-            let weight = ops::pack(weights(), padding, x.dtype());
+            let weights = layers.iter().map(|layer| layer.weight.val()).collect();
+            let weight = ops::pack(weights, padding, x.dtype());
             let bias = packed_bias(biases, padding, x.dtype());
             ops::affine(x.clone(), weight, bias).expect("every layer reads `x`")
         }
-        false if layers.iter().any(|layer| layer.weight.is_quantized()) => return None,
         false => {
-            let y = ops::side_by_side(x.clone(), weights())?;
+            let y = layers_side_by_side(x, layers)?;
             match packed_bias(biases, 0, x.dtype()) {
                 Some(bias) => y + bias.unsqueeze(),
                 None => y,
@@ -204,6 +203,42 @@ fn packed_convolution<B: LinearAttentionBackend>(
         tail: (!before.is_empty()).then(|| side_by_side(before, y.dtype())),
         lengths,
     })
+}
+
+/// Linear layers of one input, for a single token: neighbours whose weights are kept alike as one product. Nothing
+/// where this backend has no such product.
+fn layers_side_by_side<B: LinearAttentionBackend, const D: usize>(
+    x: &Tensor<B, D>,
+    layers: &[&Linear<B>],
+) -> Option<Tensor<B, D>> {
+    let bits = |layer: &Linear<B>| layer.weight.quantized().map(QuantizedMatrix::bits);
+    let runs: Vec<_> = layers.chunk_by(|a, b| bits(a) == bits(b)).collect();
+    // Floats come first: a backend without their product multiplies nothing in vain.
+    let mut order: Vec<usize> = (0..runs.len()).collect();
+    order.sort_by_key(|&i| bits(runs[i][0]).is_some());
+    let products = order.into_iter().map(|i| Some((i, alike(x, runs[i])?)));
+    let mut products: Vec<_> = products.collect::<Option<_>>()?;
+    products.sort_by_key(|(place, _)| *place);
+    let mut products: Vec<_> = products.into_iter().map(|(_, product)| product).collect();
+    match products.len() {
+        1 => products.pop(),
+        _ => Some(Tensor::cat(products, D - 1)),
+    }
+}
+
+/// As [`layers_side_by_side`], of layers that are all quantized, or all not.
+fn alike<B: LinearAttentionBackend, const D: usize>(
+    x: &Tensor<B, D>,
+    layers: &[&Linear<B>],
+) -> Option<Tensor<B, D>> {
+    let quantized: Option<Vec<_>> = layers.iter().map(|layer| layer.weight.quantized()).collect();
+    match quantized {
+        Some(matrices) => ops::quantized_linear(x.clone(), &matrices),
+        None => {
+            let weights = layers.iter().map(|layer| layer.weight.val()).collect();
+            ops::side_by_side(x.clone(), weights)
+        }
+    }
 }
 
 /// States of convolutions, `[B, W - 1, C_i]`, as one.

@@ -2,11 +2,11 @@
 
 use crate::ops::{self, LinearAttentionBackend, QuantizedMatrix, WeightBits};
 use burn::module::{
-    AutodiffModule, Content, HasAutodiffModule, Module, ModuleDisplay, ModuleDisplayDefault,
-    ModuleMapper, ModuleVisitor, Param,
+    AutodiffModule, Content, EmptyRecord, HasAutodiffModule, Module, ModuleDisplay,
+    ModuleDisplayDefault, ModuleMapper, ModuleVisitor, Param,
 };
 use burn::tensor::backend::{AutodiffBackend, Backend};
-use burn::tensor::{Tensor, TensorPrimitive};
+use burn::tensor::{DType, Tensor};
 
 /// A weight `[from, to]`. To visitors, mappers and files it is the parameter that it holds.
 ///
@@ -17,18 +17,10 @@ pub struct Weight<B: Backend> {
     /// Of no numbers where the weight is quantized.
     param: Param<Tensor<B, 2>>,
     /// `[to, from]`.
-    quantized: Option<QuantizedMatrix>,
+    quantized: Option<QuantizedMatrix<B>>,
 }
 
 impl<B: Backend> Weight<B> {
-    /// `[from, to]`, dequantized where it is quantized.
-    pub fn val(&self) -> Tensor<B, 2> {
-        match &self.quantized {
-            Some(quantized) => quantized.dequantize(&self.param.val().device()).transpose(),
-            None => self.param.val(),
-        }
-    }
-
     /// `[from, to]`.
     pub fn dims(&self) -> [usize; 2] {
         match &self.quantized {
@@ -40,9 +32,9 @@ impl<B: Backend> Weight<B> {
         }
     }
 
-    /// Whether it is quantized.
-    pub fn is_quantized(&self) -> bool {
-        self.quantized.is_some()
+    /// The matrix `[to, from]` in its place, if it is quantized.
+    pub(crate) fn quantized(&self) -> Option<&QuantizedMatrix<B>> {
+        self.quantized.as_ref()
     }
 
     /// The same, of a parameter that was changed by a mapper.
@@ -51,11 +43,12 @@ impl<B: Backend> Weight<B> {
         if !param.is_initialized() {
             return param.into();
         }
-        let value = param.val().into_primitive();
-        let TensorPrimitive::QFloat(quantized) = value else { return param.into() };
-        let transposed = Tensor::<B, 2>::from_primitive(TensorPrimitive::QFloat(quantized));
+        let transposed = param.val();
+        if !matches!(transposed.dtype(), DType::QFloat(_)) {
+            return param.into();
+        }
         let device = transposed.device();
-        let quantized = QuantizedMatrix::of_quantized(transposed.into_data())
+        let quantized = QuantizedMatrix::of_tensor(transposed)
             .expect("weights are quantised as `WeightBits` says");
         Self { param: nothing(param, &device), quantized: Some(quantized) }
     }
@@ -80,14 +73,28 @@ impl<B: LinearAttentionBackend> Weight<B> {
         bias: Option<Tensor<B, 1>>,
     ) -> Tensor<B, D> {
         if let Some(quantized) = &self.quantized
-            && let Some(y) = ops::quantized_linear(x.clone(), quantized)
+            && let Some(y) = ops::quantized_linear(x.clone(), &[quantized])
         {
             return match bias {
                 Some(bias) => y + ops::typed(bias, x.dtype()).unsqueeze(),
                 None => y,
             };
         }
-        ops::affine(x, self.val(), bias).expect("`x` has the width that the layer was made for")
+        let weight = self.val_in(x.dtype());
+        ops::affine(x, weight, bias).expect("`x` has the width that the layer was made for")
+    }
+
+    /// `[from, to]`, dequantized where it is quantized.
+    pub fn val(&self) -> Tensor<B, 2> {
+        self.val_in(DType::F32)
+    }
+
+    /// As [`val`](Self::val), in this type where it is dequantized.
+    fn val_in(&self, dtype: DType) -> Tensor<B, 2> {
+        match &self.quantized {
+            Some(quantized) => quantized.dequantize(dtype).transpose(),
+            None => self.param.val(),
+        }
     }
 }
 
@@ -105,11 +112,11 @@ impl<B: Backend> Module<B> for Weight<B> {
     }
 
     fn fork(self, device: &B::Device) -> Self {
-        Self { param: self.param.fork(device), ..self }
+        Self { param: self.param.fork(device), quantized: self.quantized.fork(device) }
     }
 
     fn to_device(self, device: &B::Device) -> Self {
-        Self { param: self.param.to_device(device), ..self }
+        Self { param: self.param.to_device(device), quantized: self.quantized.to_device(device) }
     }
 
     fn visit<V: ModuleVisitor<B>>(&self, visitor: &mut V) {
@@ -136,11 +143,12 @@ impl<B: AutodiffBackend> AutodiffModule<B> for Weight<B> {
     type InnerModule = Weight<B::InnerBackend>;
 
     fn valid(&self) -> Self::InnerModule {
-        Weight { param: self.param.valid(), quantized: self.quantized.clone() }
+        Weight { param: self.param.valid(), quantized: self.quantized.valid() }
     }
 
     fn from_inner(module: Self::InnerModule) -> Self {
-        Self { param: Param::from_inner(module.param), quantized: module.quantized }
+        let quantized = Option::from_inner(module.quantized);
+        Self { param: Param::from_inner(module.param), quantized }
     }
 }
 
@@ -155,6 +163,63 @@ impl<B: Backend> ModuleDisplayDefault for Weight<B> {
 }
 
 impl<B: Backend> ModuleDisplay for Weight<B> {}
+
+/// A quantized matrix has no parameters: mappers and records leave it as it is.
+impl<B: Backend> Module<B> for QuantizedMatrix<B> {
+    type Record = EmptyRecord;
+
+    fn collect_devices(&self, devices: Vec<B::Device>) -> Vec<B::Device> {
+        devices
+    }
+
+    fn fork(self, device: &B::Device) -> Self {
+        self.moved(device)
+    }
+
+    fn to_device(self, device: &B::Device) -> Self {
+        self.moved(device)
+    }
+
+    fn visit<V: ModuleVisitor<B>>(&self, _visitor: &mut V) {}
+
+    fn map<M: ModuleMapper<B>>(self, _mapper: &mut M) -> Self {
+        self
+    }
+
+    fn load_record(self, _record: Self::Record) -> Self {
+        self
+    }
+
+    fn into_record(self) -> Self::Record {
+        EmptyRecord::new()
+    }
+}
+
+impl<B: AutodiffBackend> AutodiffModule<B> for QuantizedMatrix<B> {
+    type InnerModule = QuantizedMatrix<B::InnerBackend>;
+
+    fn valid(&self) -> Self::InnerModule {
+        self.inner()
+    }
+
+    fn from_inner(module: Self::InnerModule) -> Self {
+        Self::of_inner(module)
+    }
+}
+
+impl<B: AutodiffBackend> HasAutodiffModule<B> for QuantizedMatrix<B::InnerBackend> {
+    type TrainModule = QuantizedMatrix<B>;
+}
+
+impl<B: Backend> ModuleDisplayDefault for QuantizedMatrix<B> {
+    fn content(&self, content: Content) -> Option<Content> {
+        let [rows, columns] = self.size();
+        let bits = self.bits().count();
+        content.add_formatted(&format!("[{rows}, {columns}] of {bits} bits")).optional()
+    }
+}
+
+impl<B: Backend> ModuleDisplay for QuantizedMatrix<B> {}
 
 /// Quantises the weights of linear layers that are wide enough to be worth it; gates of a few numbers stay.
 pub(crate) struct WeightQuantizer {
@@ -177,8 +242,7 @@ impl WeightQuantizer {
                 && ["Struct:Linear", "Struct:ResidualLinear", "Struct:ScaledLinear"]
                     .contains(&holder.as_str())
         });
-        matches!(shape, &[from, to] if QuantizedMatrix::takes(from) && to >= LEAST_OUTPUTS)
-            && is_layer
+        matches!(shape, &[from, to] if ops::quantizes(from) && to >= LEAST_OUTPUTS) && is_layer
     }
 }
 
@@ -197,7 +261,7 @@ impl<B: Backend> ModuleMapper<B> for WeightQuantizer {
         }
         let (id, weight, mapper) = param.consume();
         let transposed = weight.detach().swap_dims(0, 1);
-        let quantized = transposed.quantize_dynamic(&self.bits.scheme());
+        let quantized = ops::quantized_tensor(transposed, self.bits);
         Param::from_mapped_value(id, quantized, mapper)
     }
 }

@@ -12,7 +12,9 @@ pub use super::recurrence::{Dims, Forward, LogDecay, Recurrence, Saved, Transiti
 
 use super::fused::{self, AdamW, AdamWStep, Clip, Moments};
 use super::quantized::QuantizedMatrix;
+use super::tensors::primitive;
 use super::{halving, reference};
+use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 
@@ -96,13 +98,19 @@ pub trait LinearAttentionBackend: Backend {
         false
     }
 
-    /// `x W^T` over the last dimension of `x` for a quantized `W`: None where this backend has no such product, or
-    /// dequantising the matrix is as fast. No gradient flows through it.
+    /// `x [W_1^T W_2^T ..]` over the last dimension of `x` for quantized `W_i` of the same bits, at most
+    /// [`MOST_PACKED`](super::MOST_PACKED): None where this backend has no such product, or dequantising the
+    /// matrices is as fast. No gradient flows through it.
     fn quantized_linear(
         _x: FloatTensor<Self>,
-        _weight: &QuantizedMatrix,
+        _weights: &[&QuantizedMatrix<Self>],
     ) -> Option<FloatTensor<Self>> {
         None
+    }
+
+    /// A quantized matrix as floats, `[rows, columns]`.
+    fn dequantized(matrix: &QuantizedMatrix<Self>, dtype: DType) -> FloatTensor<Self> {
+        primitive(matrix.dequantized_by_host(dtype))
     }
 
     /// `x [W_1 W_2 ..]` over the last dimension of `x`, of at most [`MOST_PACKED`] matrices, which are read where

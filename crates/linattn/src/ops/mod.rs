@@ -62,6 +62,7 @@ pub use long_convolution::long_convolution;
 pub(crate) use long_convolution::tap_matrices;
 pub use mesa::{MesaInputs, mesa, mesa_step};
 pub use quantized::{GROUP, QuantizedMatrix, WeightBits};
+pub(crate) use quantized::{quantized_tensor, quantizes};
 pub use recurrence::Read;
 pub(crate) use reference::solve_unit_lower;
 pub use scan::{complex_scan, linear_scan, linear_scan_step};
@@ -479,17 +480,19 @@ pub(crate) fn side_by_side<B: LinearAttentionBackend, const D: usize>(
     B::side_by_side(primitive(x), &weights).map(tensor)
 }
 
-/// `x W^T` over the last dimension of `x` for a quantized `W`, `[to, from]`, as it is; `None` where
-/// this backend has no such product for this `x`. No gradient flows through it.
+/// `x [W_1^T W_2^T ..]` over the last dimension of `x` for quantized matrices of the same bits, `[to, from]`, as
+/// they are; `None` where this backend has no such product for this `x`. No gradient flows through it.
 /// # Panics
-/// If `x` is not as wide as the matrix.
+/// If `x` is not as wide as each matrix, or their bits differ.
 pub fn quantized_linear<B: LinearAttentionBackend, const D: usize>(
     x: Tensor<B, D>,
-    weight: &QuantizedMatrix,
+    weights: &[&QuantizedMatrix<B>],
 ) -> Option<Tensor<B, D>> {
-    let [_, from] = weight.size();
-    assert_eq!(x.dims()[D - 1], from, "`x` is as wide as the matrix");
-    B::quantized_linear(primitive(x), weight).map(tensor)
+    for weight in weights {
+        assert_eq!(x.dims()[D - 1], weight.size()[1], "`x` is as wide as each matrix");
+        assert_eq!(weight.bits(), weights[0].bits(), "matrices have the same bits");
+    }
+    B::quantized_linear(primitive(x), weights).map(tensor)
 }
 
 /// Parameters after one step of AdamW (arXiv 1711.05101), and their states.

@@ -6,16 +6,18 @@
 //! Rows are a layer's outputs and columns its inputs. Eight bits cost 9 bits a number with the scales, four
 //! bits 5.
 
+use super::LinearAttentionBackend;
+use super::tensors::tensor;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::quantization::{
     BlockSize, QuantLevel, QuantScheme, QuantStore, QuantValue, QuantizedBytes,
 };
-use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
+use burn::tensor::{Bytes, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
 
 /// Numbers of a row that share a scale.
 pub const GROUP: usize = 32;
-/// Bytes of a group of four bits each.
+/// Half of a group.
 const HALF: usize = GROUP / 2;
 
 /// Bits of a quantized number.
@@ -37,8 +39,21 @@ impl WeightBits {
         }
     }
 
-    /// As Burn says it: the largest number of a group takes the largest place.
-    pub(crate) fn scheme(self) -> QuantScheme {
+    /// How many.
+    pub fn count(self) -> usize {
+        match self {
+            Self::Int8 => 8,
+            Self::Int4 => 4,
+        }
+    }
+
+    /// Words of a row of so many numbers.
+    fn words(self, columns: usize) -> usize {
+        columns * self.count() / 32
+    }
+
+    /// As Burn says it, in words of 32 bits, which all its backends keep.
+    fn scheme(self) -> QuantScheme {
         let value = match self {
             Self::Int8 => QuantValue::Q8S,
             Self::Int4 => QuantValue::Q4S,
@@ -46,39 +61,77 @@ impl WeightBits {
         QuantScheme::default()
             .with_value(value)
             .with_level(QuantLevel::Block(BlockSize::new([GROUP as u8])))
-            .with_store(QuantStore::Native)
+            .with_store(QuantStore::PackedU32(0))
     }
 }
 
-/// A matrix of whole numbers with their scales. Copies share it.
+/// Whole numbers of a matrix, row after row, and a scale for each group.
+struct Rounded {
+    numbers: Vec<i8>,
+    scales: Vec<f32>,
+}
+
+impl Rounded {
+    /// The largest number of a group takes the largest place.
+    fn new(matrix: &[f32], bits: WeightBits) -> Self {
+        let largest = f32::from(bits.largest());
+        let (mut numbers, mut scales) = (Vec::with_capacity(matrix.len()), vec![]);
+        for group in matrix.chunks_exact(GROUP) {
+            let most = group.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+            // A group of zeros has any scale.
+            let scale = if most > 0.0 { most / largest } else { 1.0 };
+            let whole = |x: &f32| (x / scale).round().clamp(-largest, largest) as i8;
+            numbers.extend(group.iter().map(whole));
+            scales.push(scale);
+        }
+        Self { numbers, scales }
+    }
+
+    /// As Burn keeps a quantized tensor.
+    fn data(self, size: [usize; 2], bits: WeightBits) -> TensorData {
+        let pair = |pair: &[i8]| (pair[0] & 15) as u8 | ((pair[1] & 15) as u8) << 4;
+        let bytes: Vec<u8> = match bits {
+            WeightBits::Int8 => self.numbers.iter().map(|&x| x as u8).collect(),
+            WeightBits::Int4 => self.numbers.chunks_exact(2).map(pair).collect(),
+        };
+        let scales = self.scales.iter().map(|scale| scale.to_bits());
+        let all: Vec<u32> = words(&bytes).chain(scales).collect();
+        TensorData::from_bytes(Bytes::from_elems(all), size, DType::QFloat(bits.scheme()))
+    }
+}
+
+/// A matrix of whole numbers with their scales, on a device. Copies share it.
 #[derive(Debug, Clone)]
-pub struct QuantizedMatrix {
+pub struct QuantizedMatrix<B: Backend> {
     size: [usize; 2],
     bits: WeightBits,
-    /// Row after row. Of four bits, a group's first half is in the low halves of 16 bytes, counted from -8.
-    values: Arc<Vec<u8>>,
-    /// A row's, one for each group.
-    scales: Arc<Vec<f32>>,
+    /// `[rows, words of a row]`, numbers in words of 32 bits. Of eight bits one follows another. Of four bits a
+    /// group's first half is in the low halves of its 16 bytes, counted from -8.
+    values: Tensor<B, 2, Int>,
+    /// `[rows, groups of a row]`, f32.
+    scales: Tensor<B, 2>,
 }
 
-impl QuantizedMatrix {
-    /// Whether a matrix of so many columns can be quantized.
-    pub fn takes(columns: usize) -> bool {
-        columns > 0 && columns.is_multiple_of(GROUP)
-    }
+/// Whether a matrix of so many columns can be quantized.
+pub(crate) fn quantizes(columns: usize) -> bool {
+    columns > 0 && columns.is_multiple_of(GROUP)
+}
 
-    /// Quantises `[rows, columns]`.
+impl<B: Backend> QuantizedMatrix<B> {
+    /// Quantises `[rows, columns]`, on the host.
     /// # Panics
-    /// If it [takes](Self::takes) no such matrix.
-    pub fn quantize<B: Backend>(matrix: Tensor<B, 2>, bits: WeightBits) -> Self {
-        let columns = matrix.dims()[1];
-        assert!(Self::takes(columns), "{columns} columns; they have to be a multiple of {GROUP}");
-        Self::of_quantized(matrix.quantize_dynamic(&bits.scheme()).into_data())
-            .expect("it has just been quantised")
+    /// If the columns are no multiple of [`GROUP`], or none.
+    pub fn quantize(matrix: Tensor<B, 2>, bits: WeightBits) -> Self {
+        let (size, device) = (matrix.dims(), matrix.device());
+        let columns = size[1];
+        assert!(quantizes(columns), "{columns} columns; they have to be a multiple of {GROUP}");
+        Self::of_rounded(rounded(matrix, bits), size, bits, &device)
     }
 
-    /// A matrix that Burn has quantised by [`WeightBits::scheme`]; nothing for any other.
-    pub(crate) fn of_quantized(data: TensorData) -> Option<Self> {
+    /// A matrix that [`quantized_tensor`] has made; nothing for any other.
+    pub(crate) fn of_tensor(matrix: Tensor<B, 2>) -> Option<Self> {
+        let device = matrix.device();
+        let data = matrix.into_data();
         let DType::QFloat(scheme) = data.dtype else { return None };
         let bits = match scheme.value {
             QuantValue::Q8S => WeightBits::Int8,
@@ -89,17 +142,31 @@ impl QuantizedMatrix {
         let num_elements = data.num_elements();
         let bytes = QuantizedBytes { bytes: data.into_bytes(), scheme, num_elements };
         let (numbers, scales) = bytes.into_vec_i8();
-        let values = match bits {
-            WeightBits::Int8 => numbers.into_iter().map(|x| x as u8).collect(),
-            WeightBits::Int4 => halves(&numbers),
+        let rounded = Rounded { numbers, scales: scales.scales };
+        let whole = rounded.scales.len() * GROUP == num_elements;
+        whole.then(|| Self::of_rounded(rounded, size, bits, &device))
+    }
+
+    fn of_rounded(
+        rounded: Rounded,
+        size: [usize; 2],
+        bits: WeightBits,
+        device: &B::Device,
+    ) -> Self {
+        let bytes: Vec<u8> = match bits {
+            WeightBits::Int8 => rounded.numbers.into_iter().map(|x| x as u8).collect(),
+            WeightBits::Int4 => halves(&rounded.numbers),
         };
-        let scales = scales.scales;
-        (scales.len() * GROUP == num_elements).then(|| Self {
+        let [rows, columns] = size;
+        let values: Vec<u32> = words(&bytes).collect();
+        let values = TensorData::new(values, [rows, bits.words(columns)]);
+        let scales = TensorData::new(rounded.scales, [rows, columns / GROUP]);
+        Self {
             size,
             bits,
-            values: Arc::new(values),
-            scales: Arc::new(scales),
-        })
+            values: Tensor::from_data(values, (device, DType::U32)),
+            scales: Tensor::from_data(scales, (device, DType::F32)),
+        }
     }
 
     /// Rows and columns.
@@ -114,67 +181,108 @@ impl QuantizedMatrix {
 
     /// Bytes that it takes.
     pub fn bytes(&self) -> usize {
-        self.values.len() + size_of::<f32>() * self.scales.len()
+        let [rows, columns] = self.size;
+        rows * (4 * self.bits.words(columns) + size_of::<f32>() * columns / GROUP)
     }
 
     /// The quantized numbers, row after row.
-    pub(crate) fn values(&self) -> &[u8] {
-        &self.values
+    pub(crate) fn values(&self) -> Tensor<B, 2, Int> {
+        self.values.clone()
     }
 
     /// The scales, row after row.
-    pub(crate) fn scales(&self) -> &[f32] {
-        &self.scales
+    pub(crate) fn scales(&self) -> Tensor<B, 2> {
+        self.scales.clone()
     }
 
-    /// A row as it was, but for rounding.
-    /// # Panics
-    /// If there is no such row.
-    pub fn row(&self, row: usize) -> Vec<f32> {
-        let [rows, columns] = self.size;
-        assert!(row < rows, "row {row} of {rows}");
-        let mut numbers = vec![0.0; columns];
-        self.fill(row, &mut numbers);
-        numbers
+    /// The rows of these numbers, `[M]`.
+    pub fn rows(&self, rows: Tensor<B, 1, Int>) -> Self {
+        let size = [rows.dims()[0], self.size[1]];
+        let values = self.values().select(0, rows.clone());
+        Self { size, values, scales: self.scales().select(0, rows), ..*self }
     }
 
-    /// The whole matrix, `[rows, columns]`.
-    pub fn dequantize<B: Backend>(&self, device: &B::Device) -> Tensor<B, 2> {
+    /// The same on another device.
+    pub(crate) fn moved(&self, device: &B::Device) -> Self {
+        let (values, scales) = (self.values().to_device(device), self.scales().to_device(device));
+        Self { values, scales, ..*self }
+    }
+
+    /// As floats by the host.
+    pub(crate) fn dequantized_by_host(&self, dtype: DType) -> Tensor<B, 2> {
         let [rows, columns] = self.size;
+        let (values, scales) = (self.values.to_data(), self.scales.to_data());
+        let scales = scales.as_slice::<f32>().expect("scales are f32");
         let mut numbers = vec![0.0; rows * columns];
-        for (row, numbers) in numbers.chunks_exact_mut(columns).enumerate() {
-            self.fill(row, numbers);
-        }
-        Tensor::from_data(TensorData::new(numbers, self.size), device)
+        fill(values.as_bytes(), scales, self.bits, &mut numbers);
+        Tensor::from_data(TensorData::new(numbers, self.size), (&self.scales.device(), dtype))
+    }
+}
+
+impl<B: LinearAttentionBackend> QuantizedMatrix<B> {
+    /// The whole matrix as it was, but for rounding: `[rows, columns]`, in f32, f16 or bf16.
+    pub fn dequantize(&self, dtype: DType) -> Tensor<B, 2> {
+        tensor(B::dequantized(self, dtype))
+    }
+}
+
+impl<B: AutodiffBackend> QuantizedMatrix<B> {
+    pub(crate) fn inner(&self) -> QuantizedMatrix<B::InnerBackend> {
+        let Self { size, bits, .. } = *self;
+        let (values, scales) = (self.values().inner(), self.scales().inner());
+        QuantizedMatrix { size, bits, values, scales }
     }
 
-    fn fill(&self, row: usize, numbers: &mut [f32]) {
-        let [rows, columns] = self.size;
-        let groups = columns / GROUP;
-        let scales = &self.scales[row * groups..][..groups];
-        let width = self.values.len() / rows;
-        let values = &self.values[row * width..][..width];
-        let (numbers, _) = numbers.as_chunks_mut::<GROUP>();
-        let groups = numbers.iter_mut().zip(scales);
-        match self.bits {
-            WeightBits::Int8 => {
-                for ((numbers, scale), group) in groups.zip(values.as_chunks::<GROUP>().0) {
-                    for (number, &x) in numbers.iter_mut().zip(group) {
-                        *number = scale * f32::from(x as i8);
-                    }
+    pub(crate) fn of_inner(matrix: QuantizedMatrix<B::InnerBackend>) -> Self {
+        let QuantizedMatrix { size, bits, values, scales } = matrix;
+        Self { size, bits, values: Tensor::from_inner(values), scales: Tensor::from_inner(scales) }
+    }
+}
+
+fn rounded<B: Backend>(matrix: Tensor<B, 2>, bits: WeightBits) -> Rounded {
+    let numbers: Vec<f32> = matrix.into_data().iter().collect();
+    Rounded::new(&numbers, bits)
+}
+
+/// `[rows, columns]` as one of Burn's quantized tensors, which a mapper can give to
+/// [`QuantizedMatrix::of_tensor`].
+pub(crate) fn quantized_tensor<B: Backend, const D: usize>(
+    matrix: Tensor<B, D>,
+    bits: WeightBits,
+) -> Tensor<B, D> {
+    let (size, device) = (matrix.dims(), matrix.device());
+    let size = size.as_slice().try_into().expect("a matrix has two dimensions");
+    let data = rounded(matrix.reshape(size), bits).data(size, bits);
+    Tensor::from_data(data, &device)
+}
+
+/// Numbers of all groups, from bytes and scales.
+fn fill(bytes: &[u8], scales: &[f32], bits: WeightBits, numbers: &mut [f32]) {
+    let (numbers, _) = numbers.as_chunks_mut::<GROUP>();
+    let groups = numbers.iter_mut().zip(scales);
+    match bits {
+        WeightBits::Int8 => {
+            for ((numbers, scale), group) in groups.zip(bytes.as_chunks::<GROUP>().0) {
+                for (number, &x) in numbers.iter_mut().zip(group) {
+                    *number = scale * f32::from(x as i8);
                 }
             }
-            WeightBits::Int4 => {
-                for ((numbers, scale), group) in groups.zip(values.as_chunks::<HALF>().0) {
-                    let (low, high) = numbers.split_at_mut(HALF);
-                    for ((low, high), &pair) in low.iter_mut().zip(high).zip(group) {
-                        *low = scale * f32::from((pair & 15) as i8 - 8);
-                        *high = scale * f32::from((pair >> 4) as i8 - 8);
-                    }
+        }
+        WeightBits::Int4 => {
+            for ((numbers, scale), group) in groups.zip(bytes.as_chunks::<HALF>().0) {
+                let (low, high) = numbers.split_at_mut(HALF);
+                for ((low, high), &pair) in low.iter_mut().zip(high).zip(group) {
+                    *low = scale * f32::from((pair & 15) as i8 - 8);
+                    *high = scale * f32::from((pair >> 4) as i8 - 8);
                 }
             }
         }
     }
+}
+
+/// Words of 32 bits.
+fn words(bytes: &[u8]) -> impl Iterator<Item = u32> {
+    bytes.as_chunks().0.iter().map(|&word| u32::from_ne_bytes(word))
 }
 
 /// Two numbers to a byte, each half of a group after the other.

@@ -87,8 +87,8 @@ impl LinearAttentionBackend for Flex {
         true
     }
 
-    fn quantized_linear(x: FlexTensor, weight: &QuantizedMatrix) -> Option<FlexTensor> {
-        quantized::linear(x, weight)
+    fn quantized_linear(x: FlexTensor, weights: &[&QuantizedMatrix<Self>]) -> Option<FlexTensor> {
+        quantized::linear(x, weights)
     }
 
     fn fused_embedding(x: Embedding<FlexTensor, FlexTensor>, keep: bool) -> Option<Pass<Self>> {

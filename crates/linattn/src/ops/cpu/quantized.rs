@@ -1,10 +1,10 @@
-//! Products of a few rows by a quantized matrix, which is read once and as it is.
+//! Products of a few rows by quantized matrices, which are read once and as they are.
 
 use super::real::{Job, LANES, Machine, dispatch, total};
 use super::tensors::{contiguous, slice, tensor};
 use crate::ops::quantized::{GROUP, QuantizedMatrix, WeightBits};
 use burn::tensor::{DType, TensorMetadata};
-use burn_flex::FlexTensor;
+use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
 /// Rows of `x` at most: more are worth the dequantising of the matrix.
@@ -15,10 +15,11 @@ const SIDE_BY_SIDE: usize = 4;
 const PIECE: usize = 64;
 const HALF: usize = GROUP / 2;
 
-/// `x W^T` for a quantized `W`, `[to, from]`: `[.., from]` to `[.., to]`, in f32. Nothing where `x` has other
-/// numbers or many rows.
-pub(super) fn linear(x: FlexTensor, weight: &QuantizedMatrix) -> Option<FlexTensor> {
-    let [to, from] = weight.size();
+/// `x [W_1^T W_2^T ..]` for quantized `W_i`, `[to, from]`: `[.., from]` to `[.., to_1 + to_2 ..]`, in f32. Nothing
+/// where `x` has other numbers or many rows.
+pub(super) fn linear(x: FlexTensor, weights: &[&QuantizedMatrix<Flex>]) -> Option<FlexTensor> {
+    let from = weights.first()?.size()[1];
+    let to: usize = weights.iter().map(|weight| weight.size()[0]).sum();
     let mut shape = x.shape();
     let last = shape.num_dims() - 1;
     let rows = shape.num_elements() / from;
@@ -29,9 +30,19 @@ pub(super) fn linear(x: FlexTensor, weight: &QuantizedMatrix) -> Option<FlexTens
     let x: &[f32] = slice(&x);
     // A piece's outputs for each row of `x`, then in their order.
     let mut found = vec![0.0; rows * to];
-    found.par_chunks_mut(PIECE * rows).enumerate().for_each(|(i, sums)| {
-        dispatch(Piece { x, weight, first: i * PIECE, sums });
-    });
+    let mut rest = found.as_mut_slice();
+    for weight in weights {
+        let (own, others) = rest.split_at_mut(rows * weight.size()[0]);
+        let (values, scales) = (weight.values().into_primitive(), weight.scales());
+        let (values, scales) = (contiguous(values), contiguous(scales.into_primitive().tensor()));
+        let words: &[u32] = values.as_slice().expect("words of 32 bits");
+        let (values, scales) = (bytemuck::cast_slice(words), slice(&scales));
+        let weight = Numbers { bits: weight.bits(), values, scales };
+        own.par_chunks_mut(PIECE * rows).enumerate().for_each(|(i, sums)| {
+            dispatch(Piece { x, weight, from, first: i * PIECE, sums });
+        });
+        rest = others;
+    }
     shape[last] = to;
     Some(tensor(in_order(found, rows, to), shape))
 }
@@ -45,10 +56,20 @@ fn in_order(found: Vec<f32>, rows: usize, to: usize) -> Vec<f32> {
     (0..rows).flat_map(row).collect()
 }
 
+/// A quantized matrix: its numbers, row after row, and a scale for each group.
+#[derive(Clone, Copy)]
+struct Numbers<'a> {
+    bits: WeightBits,
+    values: &'a [u8],
+    scales: &'a [f32],
+}
+
 /// Some rows of the matrix by all rows of `x`.
 struct Piece<'a> {
     x: &'a [f32],
-    weight: &'a QuantizedMatrix,
+    weight: Numbers<'a>,
+    /// Numbers of a row.
+    from: usize,
     first: usize,
     /// For a row of the matrix after the other, those of all rows of `x`.
     sums: &'a mut [f32],
@@ -59,7 +80,7 @@ impl Job for Piece<'_> {
 
     #[inline(always)]
     fn run<M: Machine>(self) {
-        match self.weight.bits() {
+        match self.weight.bits {
             WeightBits::Int8 => self.with::<M, GROUP>(|group, numbers| {
                 for i in 0..GROUP {
                     numbers[i] = f32::from(group[i] as i8);
@@ -82,10 +103,9 @@ impl Piece<'_> {
         self,
         dequantize: impl Fn(&[u8; BYTES], &mut [f32; GROUP]),
     ) {
-        let Self { x, weight, first, sums } = self;
-        let [_, from] = weight.size();
+        let Self { x, weight, from, first, sums } = self;
         let groups = from / GROUP;
-        let (values, _) = weight.values().as_chunks::<BYTES>();
+        let (values, _) = weight.values.as_chunks::<BYTES>();
         let rows = x.len() / from;
         for (block, sums) in sums.chunks_mut(SIDE_BY_SIDE * rows).enumerate() {
             let first = first + block * SIDE_BY_SIDE;
@@ -95,7 +115,7 @@ impl Piece<'_> {
                 let mut lanes = [[0.0_f32; LANES]; SIDE_BY_SIDE];
                 for (j, lanes) in lanes.iter_mut().enumerate().take(count) {
                     let values = &values[(first + j) * groups..][..groups];
-                    let scales = &weight.scales()[(first + j) * groups..][..groups];
+                    let scales = &weight.scales[(first + j) * groups..][..groups];
                     for ((group, x), &scale) in values.iter().zip(x).zip(scales) {
                         let mut numbers = [0.0; GROUP];
                         dequantize(group, &mut numbers);

@@ -5,6 +5,7 @@
 mod fused;
 mod linear;
 mod optimizer;
+mod quantized;
 mod rows;
 mod selective_scan;
 mod slstm;
@@ -16,6 +17,7 @@ use super::fused::{
     step_in_tensor_ops,
 };
 use super::pass::Pass;
+use super::quantized::QuantizedMatrix;
 use super::recurrence::{Dims, Forward, LogDecay, Read, Recurrence, Saved, Transition};
 use super::reference;
 use super::tensors::{primitive, tensor};
@@ -99,6 +101,21 @@ where
     ) -> Option<FloatTensor<Self>> {
         let wide = loads_are_wide(weights);
         wide.then(|| product_of_few_rows(&x, weights, None)).flatten()
+    }
+
+    fn takes_quantized() -> bool {
+        true
+    }
+
+    fn quantized_linear(
+        x: FloatTensor<Self>,
+        weights: &[&QuantizedMatrix<Self>],
+    ) -> Option<FloatTensor<Self>> {
+        quantized::linear(x, weights)
+    }
+
+    fn dequantized(matrix: &QuantizedMatrix<Self>, dtype: DType) -> FloatTensor<Self> {
+        quantized::dequantize(matrix, dtype)
     }
 
     fn conv_states(x: &ConvStates<FloatTensor<Self>>) -> Option<Vec<FloatTensor<Self>>> {
