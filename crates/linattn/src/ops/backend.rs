@@ -99,7 +99,7 @@ pub trait LinearAttentionBackend: Backend {
     }
 
     /// `x [W_1^T W_2^T ..]` over the last dimension of `x` for quantized `W_i` of the same bits, at most
-    /// [`MOST_PACKED`](super::MOST_PACKED): None where this backend has no such product, or dequantising the
+    /// [`MOST_PACKED`]: None where this backend has no such product, or dequantising the
     /// matrices is as fast. No gradient flows through it.
     fn quantized_linear(
         _x: FloatTensor<Self>,
