@@ -77,7 +77,7 @@ impl Bits {
         self.words() / LOAD
     }
 
-    /// What the bits of a number count from, once the sign of one of 8 bits is turned.
+    /// The bits of 0, once the sign of a number of 8 bits is turned.
     const fn zero(self) -> f32 {
         match self {
             Self::Four => 8.0,
@@ -191,7 +191,7 @@ pub fn check<R: Runtime>(
     }
 }
 
-/// What both kernels ask of a matrix `[N, K]`, of numbers beside it, and of the device.
+/// Checks of both kernels: a matrix `[N, K]`, the type of numbers beside it, and the device.
 fn check_matrix<R: Runtime>(
     client: &ComputeClient<R>,
     [rows, inner]: [usize; 2],
@@ -312,7 +312,7 @@ struct Share {
     lane: usize,
 }
 
-/// What a unit reads of W for one group, `[deep]` rows of it.
+/// Words and scales of one group that a unit reads, `[deep]` rows of W.
 #[derive(CubeType)]
 struct Requested<N: Size> {
     values: Array<Vector<u32, N>>,
