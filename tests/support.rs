@@ -18,53 +18,47 @@ pub fn alone() -> MutexGuard<'static, ()> {
     GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Draws weights anew: normal, of the mean and deviation that they have.
-struct DrawnBy(Rng);
+/// Draws weights anew that are not all alike: normal.
+struct DrawnBy {
+    rng: Rng,
+    /// Of weights around 0; without one each tensor keeps the mean and deviation that it has.
+    deviation: Option<f64>,
+}
 
 impl<B: Backend> ModuleMapper<B> for DrawnBy {
-    fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
-        param.map(|old| {
-            let fresh: Vec<f64> = old.to_data().iter().collect();
-            let mean = fresh.iter().sum::<f64>() / fresh.len() as f64;
-            let squares = fresh.iter().map(|x| (x - mean).powi(2)).sum::<f64>();
-            let deviation = (squares / fresh.len() as f64).sqrt();
-            if deviation == 0.0 {
-                return old;
-            }
-            let drawn: Vec<f64> =
-                fresh.iter().map(|_| mean + deviation * self.0.normal()).collect();
-            let drawn = TensorData::new(drawn, old.dims());
-            Tensor::from_data(drawn, (&old.device(), old.dtype())).require_grad()
-        })
-    }
-}
-
-/// `module` with weights that are the same in each run, for tests that a few weights in a thousand would fail:
-/// Burn's generator serves all threads of the process, so that no seed of it fixes what one test draws.
-pub fn drawn_by<B: Backend, M: Module<B>>(seed: u64, module: M) -> M {
-    module.map(&mut DrawnBy(Rng::new(seed)))
-}
-
-/// Draws weights that are not all alike: normal, of one deviation.
-struct NormalBy(Rng, f64);
-
-impl<B: Backend> ModuleMapper<B> for NormalBy {
     fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
         param.map(|old| {
             let fresh: Vec<f64> = old.to_data().iter().collect();
             if fresh.iter().all(|&x| x == fresh[0]) {
                 return old;
             }
-            let drawn: Vec<f64> = fresh.iter().map(|_| self.1 * self.0.normal()).collect();
+            let (mean, deviation) = match self.deviation {
+                Some(deviation) => (0.0, deviation),
+                None => mean_and_deviation(&fresh),
+            };
+            let drawn: Vec<f64> =
+                fresh.iter().map(|_| mean + deviation * self.rng.normal()).collect();
             let drawn = TensorData::new(drawn, old.dims());
             Tensor::from_data(drawn, (&old.device(), old.dtype())).require_grad()
         })
     }
 }
 
+fn mean_and_deviation(numbers: &[f64]) -> (f64, f64) {
+    let mean = numbers.iter().sum::<f64>() / numbers.len() as f64;
+    let squares = numbers.iter().map(|x| (x - mean).powi(2)).sum::<f64>();
+    (mean, (squares / numbers.len() as f64).sqrt())
+}
+
+/// `module` with weights that are the same in each run, for tests that a few weights in a thousand would fail:
+/// Burn's generator serves all threads of the process, so that no seed of it fixes what one test draws.
+pub fn drawn_by<B: Backend, M: Module<B>>(seed: u64, module: M) -> M {
+    module.map(&mut DrawnBy { rng: Rng::new(seed), deviation: None })
+}
+
 /// `module` with the same weights to the last bit in each run, where [`drawn_by`] takes the deviations that it finds.
 pub fn normal_by<B: Backend, M: Module<B>>(seed: u64, deviation: f64, module: M) -> M {
-    module.map(&mut NormalBy(Rng::new(seed), deviation))
+    module.map(&mut DrawnBy { rng: Rng::new(seed), deviation: Some(deviation) })
 }
 
 /// Weights of a model, first to last: taken from one by a visit, given to another by a map.

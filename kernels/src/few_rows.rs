@@ -24,6 +24,7 @@
 
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
+use crate::fused::column_sums::multiprocessors;
 use crate::refusal::{Refusal, check_type};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -46,8 +47,6 @@ const NARROWEST: usize = 64;
 const FEWEST: usize = 4096;
 /// Most rows of W that a cube requests at once.
 const LONGEST: usize = 1024;
-/// Multiprocessors of a device that does not tell.
-const UNKNOWN: usize = 64;
 
 /// Sizes of one product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -112,8 +111,7 @@ impl Split {
         let fits = |n: &usize| *n <= most && matrices.iter().all(divides(*n));
         let width = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
         let tile = dims.rows.next_power_of_two().min(TILE);
-        let multiprocessors = hardware.num_streaming_multiprocessors;
-        let enough = multiprocessors.map_or(UNKNOWN, |n| n as usize) * 3 / 4;
+        let enough = multiprocessors(client) * 3 / 4;
         let narrowest = NARROWEST / (width * dtype.size());
         let fills = |lanes: &usize| {
             let cubes = cubes_across(matrices, lanes * width) * dims.rows.div_ceil(tile);

@@ -10,7 +10,7 @@
 //! y:   [M, N]             F      N = N_1 + N_2 ..
 //! ```
 //! Of 8 bits a word has four numbers, the first in its low byte, as two's complements. Of 4 bits a group is four
-//! words: byte b of all 16 has number b of the group in its low half and number 16 + b in its high one, plus 8.
+//! words: byte b of all 16 has number b of the group in its low nibble and number 16 + b in its high one, plus 8.
 //!
 //! Work:   a unit has the same group of a few rows of W, which are `lanes` groups apart the next time; units that
 //!         stand side by side read groups that lie side by side. A cube has all rows of x. Groups' sums meet in
@@ -19,11 +19,14 @@
 //!         next ones as soon as these are used up.
 //! Floats: 2^23 + q is the float whose low bits are q, so that a number costs no conversion, of which a
 //!         multiprocessor makes a quarter as many as it adds.
-//! Cost:   K N (bits / 8 + 1 / 8) bytes for M <= 8, and 4 M K N instructions, which 4 bits wait for from 2 rows on.
+//! Cost:   K N (bits / 8 + 1 / 8) bytes, and about (3 + M) K N instructions: a number is made a float once for all
+//!         rows of x.
 //! Edges:  rows of W past N_i repeat the last one and are not kept; groups past K repeat the last one, times 0.
 
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
+pub use crate::few_rows::{Dims, MOST_MATRICES};
+use crate::fused::column_sums::multiprocessors;
 use crate::refusal::{Refusal, check_type};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -33,8 +36,6 @@ use cubecl::server::Handle;
 pub const GROUP: usize = 32;
 /// Most rows of x. Above, the matrix is worth dequantizing for a product of matrices.
 pub const MOST_ROWS: usize = 8;
-/// Most matrices of a launch.
-pub const MOST_MATRICES: usize = 8;
 
 /// Units of a cube.
 const UNITS: usize = 256;
@@ -42,8 +43,6 @@ const UNITS: usize = 256;
 const LOAD: usize = 4;
 /// Numbers in shared memory: 16 KB, which every device has.
 const NUMBERS: usize = 4096;
-/// Multiprocessors of a device that does not tell.
-const UNKNOWN: usize = 64;
 /// Bits of 2^23, whose last place is 1.
 const ONES: u32 = 0x4b00_0000;
 /// The float of [`ONES`].
@@ -97,15 +96,6 @@ pub struct Matrix<'a> {
     pub rows: usize,
 }
 
-/// Sizes of one product.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Dims {
-    /// M, rows of x.
-    pub rows: usize,
-    /// K, columns of x and of each W_i.
-    pub inner: usize,
-}
-
 /// How a product is split over cubes and units: compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Split {
@@ -113,8 +103,6 @@ struct Split {
     bits: Bits,
     /// Rows of x: 1, 2, 4 or 8.
     tile: usize,
-    /// Rows of W that a unit has.
-    deep: usize,
     /// Units that share a row of W.
     lanes: usize,
     /// Matrices side by side.
@@ -124,19 +112,22 @@ struct Split {
 impl Split {
     /// A fixed rule: nothing is timed.
     fn new<R: Runtime>(client: &ComputeClient<R>, dims: Dims, bits: Bits, rows: &[usize]) -> Self {
-        let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
-        let enough = multiprocessors.map_or(UNKNOWN, |n| n as usize) * 3 / 4;
+        let enough = multiprocessors(client) * 3 / 4;
         let tile = dims.rows.next_power_of_two();
-        let deep = (8 / tile).min(4);
-        let split = |lanes| Self { source: SOURCE, bits, tile, deep, lanes, matrices: rows.len() };
+        let split = |lanes| Self { source: SOURCE, bits, tile, lanes, matrices: rows.len() };
         let most = (dims.inner / GROUP).next_power_of_two().min(NUMBERS / (GROUP * tile));
         let fills = |lanes: &usize| *lanes >= most || split(*lanes).cubes(rows) >= enough;
         split([16, 32, 64].into_iter().find(fills).unwrap_or(128))
     }
 
+    /// Rows of W that a unit has: fewer where it has sums of more rows of x.
+    fn deep(&self) -> usize {
+        (8 / self.tile).min(4)
+    }
+
     /// Rows of W that a cube has.
     fn across(&self) -> usize {
-        UNITS / self.lanes * self.deep
+        UNITS / self.lanes * self.deep()
     }
 
     /// Cubes of all matrices.
@@ -151,12 +142,12 @@ impl Split {
 
     /// Sums of a unit.
     fn sums(&self) -> usize {
-        self.deep * self.tile
+        self.deep() * self.tile
     }
 
     /// Loads of a unit for one group.
     fn ahead(&self) -> usize {
-        self.deep * self.bits.loads()
+        self.deep() * self.bits.loads()
     }
 }
 
@@ -342,7 +333,7 @@ fn rows_by_groups<F: Float, N: Size>(
     }
     let mut requested = Requested::<N> {
         values: Array::new(comptime!(split.ahead())),
-        scales: Array::new(comptime!(split.deep)),
+        scales: Array::new(comptime!(split.deep())),
     };
     request::<N>(&mut requested, matrices, share.lane, &share, sizes, split);
 
@@ -384,7 +375,7 @@ fn share<N: Size>(matrices: &Sequence<Given<N>>, #[comptime] split: Split) -> Sh
     let set = UNIT_POS as usize / lanes;
     let lane = UNIT_POS as usize % lanes;
     let first = (CUBE_POS_X as usize - cubes) * comptime!(split.across());
-    let row = first + set * comptime!(split.deep);
+    let row = first + set * comptime!(split.deep());
     Share { matrix, before, last: rows - 1, row, lane }
 }
 
@@ -424,7 +415,7 @@ fn request_rows<N: Size>(
     let groups = sizes.groups as usize;
     let group = min(group, groups - 1);
     #[unroll]
-    for n in 0..comptime!(split.deep) {
+    for n in 0..comptime!(split.deep()) {
         let at = min(share.row + n, share.last) * groups + group;
         #[unroll]
         for load in 0..loads {
@@ -468,7 +459,7 @@ fn multiply_add<N: Size>(
     group: usize,
     #[comptime] split: Split,
 ) {
-    let (deep, tile, bits) = comptime!((split.deep, split.tile, split.bits));
+    let (deep, tile, bits) = comptime!((split.deep(), split.tile, split.bits));
     let mut parts = Array::<f32>::new(comptime!(split.sums()));
     #[unroll]
     for n in 0..comptime!(split.sums()) {
@@ -501,7 +492,7 @@ fn multiply_add<N: Size>(
     }
 }
 
-/// Place in its group of part `part` of word `word`, halves of bytes one after the other.
+/// Place in its group of part `part` of word `word`; the parts of 4 bits are nibbles, low ones first.
 fn place(bits: Bits, word: usize, part: usize) -> usize {
     match bits {
         Bits::Eight => 4 * word + part,
@@ -571,12 +562,12 @@ pub fn dequantize<R: Runtime>(
     bits: Bits,
     matrix: Matrix<'_>,
 ) -> Result<Buffer, Refusal> {
+    check_matrix(client, [matrix.rows, inner], dtype)?;
     let groups = matrix.rows * inner / GROUP;
     if groups == 0 {
         let (rows, columns, most) = (0, matrix.rows, MOST_ROWS);
         return Err(Refusal::Product { rows, inner, columns, most });
     }
-    check_matrix(client, [matrix.rows, inner], dtype)?;
     let floats = buffer(client, &[matrix.rows, inner], dtype);
     let words = groups * bits.words();
     let most = client.properties().hardware.max_cube_count.0 as usize;

@@ -49,14 +49,14 @@ impl Drawn {
 
     /// The words of the device, as the module says.
     fn words(&self, bits: Bits) -> Vec<u8> {
-        let halves = |group: &[i8]| -> Vec<u8> {
+        let nibbles = |group: &[i8]| -> Vec<u8> {
             let (low, high) = group.split_at(GROUP / 2);
             let pairs = low.iter().zip(high);
             pairs.map(|(low, high)| (low + 8) as u8 | ((high + 8) as u8) << 4).collect()
         };
         match bits {
             Bits::Eight => self.values.iter().map(|&q| q as u8).collect(),
-            Bits::Four => self.values.chunks_exact(GROUP).flat_map(halves).collect(),
+            Bits::Four => self.values.chunks_exact(GROUP).flat_map(nibbles).collect(),
         }
     }
 }
@@ -156,8 +156,7 @@ fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
 fn shared_memory_holds_what_the_kernel_puts_there() {
     for (bits, tile) in [(Bits::Four, 1), (Bits::Eight, 2), (Bits::Four, 4), (Bits::Eight, 8)] {
         for lanes in [16, 32, 64, 128] {
-            let split =
-                Split { source: "", bits, tile, deep: (8 / tile).min(4), lanes, matrices: 1 };
+            let split = Split { source: "", bits, tile, lanes, matrices: 1 };
             if lanes > split.span() {
                 continue; // no rule takes it
             }

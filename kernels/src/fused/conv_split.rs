@@ -47,6 +47,7 @@ mod tests;
 
 pub use inputs::{Columns, Dims, Head, Inputs, Kind, UNROLLED};
 
+use super::column_sums::multiprocessors;
 use crate::buffer::{Buffer, array, buffer, whole};
 use crate::refusal::{F32, Refusal, check_type};
 use crate::rowwise::{UNITS, spread};
@@ -58,9 +59,6 @@ use cubecl::server::Handle;
 use forward::split_columns;
 use parts::{Form, Pass};
 use runs::{OperandsLaunch, RowsAndGatesLaunch, SizesLaunch};
-
-/// Multiprocessors of a device that does not tell.
-const UNKNOWN: usize = 64;
 
 /// Types of the tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -262,8 +260,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         // A run may end a chunk past the last token.
         fits(rows.saturating_mul(form.columns))?;
         let hardware = &client.properties().hardware;
-        let multiprocessors = hardware.num_streaming_multiprocessors;
-        let enough = multiprocessors.map_or(UNKNOWN, |n| n as usize) * 8;
+        let enough = multiprocessors(client) * 8;
         let chunks = Chunks::new(dims, x.cu_seqlens, enough.div_ceil(form.slots.max(1)));
         fits(form.sums.saturating_mul(chunks.count))?;
         let count = chunks.count * form.slots;

@@ -106,7 +106,7 @@ pub struct QuantizedMatrix<B: Backend> {
     size: [usize; 2],
     bits: WeightBits,
     /// `[rows, words of a row]`, numbers in words of 32 bits. Of eight bits one follows another. Of four bits a
-    /// group's first half is in the low halves of its 16 bytes, counted from -8.
+    /// group's first half is in the low nibbles of its 16 bytes, counted from -8.
     values: Tensor<B, 2, Int>,
     /// `[rows, groups of a row]`, f32.
     scales: Tensor<B, 2>,
@@ -155,7 +155,7 @@ impl<B: Backend> QuantizedMatrix<B> {
     ) -> Self {
         let bytes: Vec<u8> = match bits {
             WeightBits::Int8 => rounded.numbers.into_iter().map(|x| x as u8).collect(),
-            WeightBits::Int4 => halves(&rounded.numbers),
+            WeightBits::Int4 => nibbles(&rounded.numbers),
         };
         let [rows, columns] = size;
         let values: Vec<u32> = words(&bytes).collect();
@@ -286,7 +286,7 @@ fn words(bytes: &[u8]) -> impl Iterator<Item = u32> {
 }
 
 /// Two numbers to a byte, each half of a group after the other.
-fn halves(numbers: &[i8]) -> Vec<u8> {
+fn nibbles(numbers: &[i8]) -> Vec<u8> {
     let place = |x: i8| (x + 8) as u8;
     let pair = |group: &[i8]| -> Vec<u8> {
         let (low, high) = group.split_at(HALF);
