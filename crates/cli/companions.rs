@@ -121,7 +121,7 @@ impl<'a> Companions<'a> {
     /// [`CompanionError`] names the file.
     pub(crate) fn special_tokens(&self) -> Result<BTreeMap<String, String>, CompanionError> {
         let mut tokens = BTreeMap::new();
-        // What the second says is said last.
+        // The second file overrides the first.
         for name in ["special_tokens_map.json", "tokenizer_config.json"] {
             for (key, value) in self.table(name)? {
                 let spelt = value.as_str().or(value["content"].as_str());

@@ -202,7 +202,7 @@ fn queued<R: Runtime>(client: &ComputeClient<R>, calls: usize, run: &dyn Fn(usiz
         client.flush().expect("it was launched");
         start
     };
-    // What it takes to compile is no part of what it takes.
+    // The first launch compiles, which is no part of the time.
     busy(1);
     wait();
     let mut turns = 1_u32 << 20;

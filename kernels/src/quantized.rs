@@ -28,6 +28,7 @@ use crate::buffer::{Buffer, array, buffer, whole};
 pub use crate::few_rows::{Dims, MOST_MATRICES};
 use crate::fused::column_sums::multiprocessors;
 use crate::refusal::{Refusal, check_type};
+use crate::rowwise::Source;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -584,6 +585,7 @@ pub fn dequantize<R: Runtime>(
             whole(&floats),
             words as u32,
             (cubes * UNITS) as u32,
+            Source(SOURCE),
             bits,
             dtype,
         );
@@ -599,6 +601,7 @@ fn words_as_floats<F: Float>(
     floats: &mut Array<F>,
     words: u32,
     units: u32,
+    #[comptime] _source: Source,
     #[comptime] bits: Bits,
     #[define(F)] _dtype: StorageType,
 ) {

@@ -109,7 +109,7 @@ pub struct RowArgs<R: Runtime> {
 
 /// Compile-time values of kernels that have no others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Source(&'static str);
+pub(crate) struct Source(pub &'static str);
 
 /// Compile-time values of [`normalize_rows`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

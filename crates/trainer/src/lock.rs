@@ -57,7 +57,7 @@ impl FolderLock {
 impl Drop for FolderLock {
     fn drop(&mut self) {
         if self.holds() {
-            // What stays is taken over by the next process.
+            // A file that stays is taken over by the next process.
             for name in [OWNER, LOCK] {
                 let _stays = fs::remove_file(self.root.join(name));
             }

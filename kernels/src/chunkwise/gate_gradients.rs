@@ -7,9 +7,10 @@
 //! dg_t = sum_{i >= t} dG_i + sum_j (k_j dk_j + b_j db_j, terms with dS' only) + e^{G_C} (S . dS')
 //! dbeta_i = v_i R_i - e_i da_i                        delta: a = -beta e
 //! ```
-//! Zero-exponent terms (a token's own score, the last token's write at the chunk's end) would enter dG twice
-//! with opposite signs; next to a gate near -50 the rounding error of that cancellation is larger than every
-//! other term. They are left out of dG and added to the gradients afterwards (`zero_exponent`).
+//! Zero-exponent terms (a token's own score, i = j, or i = j + 1 for a row that sees S before its decay; the last
+//! token's write at the chunk's end) would enter dG twice with opposite signs; next to a gate near -50 the rounding
+//! error of that cancellation is larger than every other term. They are left out of dG and added to the
+//! gradients afterwards (`zero_exponent`).
 //!
 //! Gradients of rows lie in one layout from the first to the last, so each unit keeps partial sums of its
 //! rows in registers (`PartialSums`); the cube sums once, at the end.

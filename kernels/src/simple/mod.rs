@@ -9,7 +9,8 @@
 //! ```text
 //! A_qk_ij = q_i k_j^T e^{G_i - G_j}, i >= j          M_ij = -beta_i k_i k_j^T e^{G_i - G_j}, i > j
 //! T  = (I - M)^-1                                    UT transform
-//! U  = T beta (V - e^G K S)                          pseudo-values
+//! U  = beta (V - e^G K S) + M U                      u_t, its S_{t-1} unrolled to S
+//!    = T beta (V - e^G K S)                          pseudo-values
 //! O  = e^G Q S + A_qk U
 //! S' = e^{G_C} S + (e^{G_C - G} K)^T U               state pass
 //!
@@ -25,7 +26,14 @@
 //! ```
 //! a_i = -beta_i k_i is the row that erases: its gradient goes on to k_i and beta_i.
 //! g_t is in every e^{G_i - G_j} with j < t <= i: dG_i gathers each term with G_i, and dg_t is the sum of dG_i from t
-//! on.
+//! on, with the terms of G_C. backward.rs has three arrays of terms:
+//! ```text
+//! pairs_ij = dA_qk_ij A_qk_ij + dM_ij M_ij, i > j
+//! tokens_i = e^{G_i} (q_i S dO_i^T + a_i S R_i^T) - e^{G_C - G_i} k_i dS' U_i^T
+//! ends     = e^{G_C} (S . dS') and, for each i, e^{G_C - G_i} k_i dS' U_i^T
+//! dG_i     = tokens_i + sum_j (pairs_ij - pairs_ji)
+//! dg_t     = sum_{i >= t} dG_i + sum of ends
+//! ```
 //!
 //! Read forward.rs, then backward.rs; here are the launches.
 //!

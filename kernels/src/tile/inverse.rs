@@ -8,10 +8,10 @@
 //! [ I - M11        ]^-1   [ T11              ]
 //! [  -M21   I - M22]    = [ T22 M21 T11  T22 ]
 //! ```
-//! The plain engine computes in f32. On tensor cores each number is the sum of two of 16 bits, and the product of
-//! the two small ones is left out. In f16 such numbers
-//! end at 65504. A doubling series (I + M)(I + M^2).. would be shorter, and
-//! wrong: with equal keys the powers of M reach 1e17 before they cancel.
+//! The plain engine computes in f32. On tensor cores each number is the sum of two, of 16 bits with `Mma` and of
+//! TF32 with `Tf32`, and the product of the two small ones is left out. In f16 such numbers end at 65504. A
+//! doubling series (I + M)(I + M^2).. would be shorter, and wrong: with equal keys the powers of M reach 1e17
+//! before they cancel.
 
 use super::dispatch::merge;
 use super::engine::Inverse;

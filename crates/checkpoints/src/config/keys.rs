@@ -57,7 +57,7 @@ pub(super) const LARGEST_EXACT: f64 = (1_u64 << 53) as f64;
 /// Python writes infinities into JSON, which has none: null in their place.
 pub(super) fn without_infinities(text: &str) -> String {
     let mut parts: Vec<String> = text.split('"').map(str::to_string).collect();
-    // What stands between two quotes is a string; an escaped quote ends in a backslash.
+    // A part between two quotes is a string; one before an escaped quote ends in a backslash.
     let mut inside = false;
     for part in &mut parts {
         if !inside {

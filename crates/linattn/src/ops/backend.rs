@@ -12,11 +12,11 @@ pub use super::recurrence::{Dims, Forward, LogDecay, Recurrence, Saved, Transiti
 
 use super::fused::{self, AdamW, AdamWStep, Clip, Moments};
 use super::quantized::QuantizedMatrix;
-use super::tensors::primitive;
+use super::tensors::{primitive, tensor};
 use super::{halving, reference};
-use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, Tensor};
 
 /// How a backend computes the operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -194,5 +194,12 @@ pub trait LinearAttentionBackend: Backend {
     /// The way taken on this device.
     fn path(_device: &Self::Device) -> Path {
         Path::TensorOps
+    }
+}
+
+impl<B: LinearAttentionBackend> QuantizedMatrix<B> {
+    /// The whole matrix as it was, but for rounding: `[rows, columns]`, in f32, f16 or bf16.
+    pub fn dequantize(&self, dtype: DType) -> Tensor<B, 2> {
+        tensor(B::dequantized(self, dtype))
     }
 }

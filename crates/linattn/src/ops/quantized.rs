@@ -6,8 +6,6 @@
 //! Rows are a layer's outputs and columns its inputs. Eight bits cost 9 bits a number with the scales, four
 //! bits 5.
 
-use super::LinearAttentionBackend;
-use super::tensors::tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::quantization::{
     BlockSize, QuantLevel, QuantScheme, QuantStore, QuantValue, QuantizedBytes,
@@ -216,13 +214,6 @@ impl<B: Backend> QuantizedMatrix<B> {
         let mut numbers = vec![0.0; rows * columns];
         fill(values.as_bytes(), scales, self.bits, &mut numbers);
         Tensor::from_data(TensorData::new(numbers, self.size), (&self.scales.device(), dtype))
-    }
-}
-
-impl<B: LinearAttentionBackend> QuantizedMatrix<B> {
-    /// The whole matrix as it was, but for rounding: `[rows, columns]`, in f32, f16 or bf16.
-    pub fn dequantize(&self, dtype: DType) -> Tensor<B, 2> {
-        tensor(B::dequantized(self, dtype))
     }
 }
 

@@ -32,7 +32,7 @@ impl HeldOut {
         let words = words(text);
         let mut gone = vec![false; pieces.len()];
         for run in words.windows(RUN).filter(|run| self.runs.contains(&hash(run))) {
-            // What lies between two words of a run, a dash for instance, belongs to it.
+            // A piece between two words of a run, a dash for instance, belongs to it.
             gone[run[0].place..=run[RUN - 1].place].fill(true);
         }
         let share = gone.iter().filter(|&&gone| gone).count() as f64 / pieces.len().max(1) as f64;

@@ -1,7 +1,7 @@
 //! The kernel of a backward pass.
 
 use super::arguments::{Form, GATES, GivenArrays, GradientArrays, SAVED, Sizes};
-use super::cube::{Own, accumulate, column, has_column, held, own, row};
+use super::cube::{Own, Shared, Terms, accumulate, column, has_column, held, number_or, own, row};
 use cubecl::prelude::*;
 
 /// Numbers that a unit reads of a token in the backward pass: the first five of the saved ones, dh, and c and n
@@ -24,21 +24,14 @@ fn fetch_saved(
     for j in 0..5usize {
         ahead[j] = given.saved[at + j * width];
     }
-    ahead[5] = 0.0f32;
-    ahead[6] = 0.0f32;
-    ahead[7] = 0.0f32;
-    if comptime!(form.given[0]) {
-        ahead[5] = given.d_h[row * width + own.place];
-    }
+    ahead[5] = number_or(&given.d_h, row * width + own.place, 0.0f32, comptime!(form.given[0]));
     if t > 0 {
         let earlier = at - own.sizes.heads as usize * comptime!(SAVED * form.width);
         ahead[6] = given.saved[earlier + comptime!(5 * form.width)];
         ahead[7] = given.saved[earlier + comptime!(6 * form.width)];
     } else {
-        if comptime!(form.state) {
-            ahead[6] = given.c[own.at];
-            ahead[7] = given.n[own.at];
-        }
+        ahead[6] = number_or(&given.c, own.at, 0.0f32, form.state);
+        ahead[7] = number_or(&given.n, own.at, 0.0f32, form.state);
     }
 }
 
@@ -50,6 +43,47 @@ fn recurrent(parts: &SharedMemory<f32>, own: Own, #[comptime] form: Form) -> f32
     (low + parts[at + comptime!(form.width)]) + (high + parts[at + comptime!(3 * form.width)])
 }
 
+/// The weights of a unit's column of `[4 D]`, which stands for a gate and a cell here: the cell's sum over the
+/// gate's columns.
+#[cube]
+fn terms(head: usize, #[comptime] turn: usize, #[comptime] form: Form) -> Terms {
+    let width = comptime!(form.width);
+    let column = column(turn, form);
+    let gate = column / width;
+    let block = head * comptime!(GATES * form.width * form.width);
+    let weight = block + gate * comptime!(form.width * form.width) + column % width;
+    Terms { number: gate * width, weight, stride: width.runtime() }
+}
+
+/// The four parts of `dx R^T`.
+#[cube]
+fn write_parts(
+    parts: &mut SharedMemory<f32>,
+    gradients: &SharedMemory<f32>,
+    part: &Array<f32>,
+    r_transposed: &Array<f32>,
+    #[comptime] form: Form,
+) {
+    let together = comptime!(form.together);
+    let shared = comptime!(Shared { form, apart: GATES * form.width });
+    let mut sums = Array::<f32>::new(together);
+    #[unroll]
+    for turn in 0..comptime!(form.turns()) {
+        #[unroll]
+        for s in 0..together {
+            sums[s] = 0.0f32;
+        }
+        let terms = terms(CUBE_POS_Y as usize, turn, form);
+        accumulate(&mut sums, gradients, part, r_transposed, terms, shared);
+        if has_column(turn, form) {
+            #[unroll]
+            for s in 0..together {
+                parts[comptime!(s * GATES * form.width) + column(turn, form)] = sums[s];
+            }
+        }
+    }
+}
+
 /// The kernel of [`backward`].
 #[cube(launch_unchecked)]
 pub(super) fn slstm_backward(
@@ -58,25 +92,15 @@ pub(super) fn slstm_backward(
     sizes: Sizes,
     #[comptime] form: Form,
 ) {
-    let (width, together, turns) = comptime!((form.width, form.together, form.turns()));
+    let width = comptime!(form.width);
     let columns = comptime!(GATES * form.width);
     let own = own(sizes, form);
     let tokens = sizes.tokens as usize;
     let mut gradients = SharedMemory::<f32>::new(comptime!(form.gates()));
     let mut parts = SharedMemory::<f32>::new(comptime!(form.gates()));
-    let block = own.head * comptime!(GATES * form.width * form.width);
-    // A unit's column of `[4 D]` stands for a gate and a cell here: the cell's sum over the gate's columns.
-    let gate = column(0usize, form) / width;
-    let first = block + gate * comptime!(form.width * form.width) + column(0usize, form) % width;
-    let part = held(&given.r_transposed, first, width, form);
-    let mut d_c = 0.0f32;
-    let mut d_n = 0.0f32;
-    if comptime!(form.given[1]) {
-        d_c = given.d_c[own.at];
-    }
-    if comptime!(form.given[2]) {
-        d_n = given.d_n[own.at];
-    }
+    let part = held(&given.r_transposed, terms(own.head, 0usize, form), form);
+    let mut d_c = number_or(&given.d_c, own.at, 0.0f32, comptime!(form.given[1]));
+    let mut d_n = number_or(&given.d_n, own.at, 0.0f32, comptime!(form.given[2]));
     let mut ahead = Array::<f32>::new(comptime!(READ));
     fetch_saved(&mut ahead, given, own, tokens - 1, form);
     let last = row(own, own.sequence, tokens - 1) * comptime!(SAVED * form.width) + own.place;
@@ -121,26 +145,7 @@ pub(super) fn slstm_backward(
         }
         fetch_saved(&mut ahead, given, own, max(t, 1) - 1, form);
         sync_cube();
-        let mut sums = Array::<f32>::new(together);
-        #[unroll]
-        for turn in 0..turns {
-            let column = column(turn, form);
-            let gate = column / width;
-            let first = block + gate * comptime!(form.width * form.width) + column % width;
-            #[unroll]
-            for s in 0..together {
-                sums[s] = 0.0f32;
-            }
-            let start = gate * width;
-            let weights = &given.r_transposed;
-            accumulate(&mut sums, &gradients, start, &part, weights, first, width, columns, form);
-            if has_column(turn, form) {
-                #[unroll]
-                for s in 0..together {
-                    parts[comptime!(s * GATES * form.width) + column] = sums[s];
-                }
-            }
-        }
+        write_parts(&mut parts, &gradients, &part, &given.r_transposed, form);
         sync_cube();
     }
     if own.there {

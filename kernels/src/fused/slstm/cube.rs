@@ -80,52 +80,77 @@ pub(super) fn has_column(#[comptime] turn: usize, #[comptime] form: Form) -> boo
     comptime!(turn * form.units) + (UNIT_POS as usize) < comptime!(GATES * form.width)
 }
 
-/// A unit's part of the weights, where it is held: `D` numbers `stride` apart.
+/// `array[at]` where there is such an array, else `otherwise`.
 #[cube]
-pub(super) fn held(
-    weights: &Array<f32>,
-    first: usize,
-    stride: usize,
-    #[comptime] form: Form,
-) -> Array<f32> {
+pub(super) fn number_or(
+    array: &Array<f32>,
+    at: usize,
+    otherwise: f32,
+    #[comptime] given: bool,
+) -> f32 {
+    let mut number = otherwise;
+    if comptime!(given) {
+        number = array[at];
+    }
+    number
+}
+
+/// What a unit multiplies: D numbers in shared memory and D weights, `stride` apart.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Terms {
+    /// Place of the first number.
+    pub(super) number: usize,
+    /// Place of the first weight.
+    pub(super) weight: usize,
+    pub(super) stride: usize,
+}
+
+/// How sequences share the weights: compile-time values of [`accumulate`].
+#[derive(Clone, Copy)]
+pub(super) struct Shared {
+    pub(super) form: Form,
+    /// From a number of one sequence to that of the next.
+    pub(super) apart: usize,
+}
+
+/// The weights of a unit, where it holds them.
+#[cube]
+pub(super) fn held(weights: &Array<f32>, terms: Terms, #[comptime] form: Form) -> Array<f32> {
     let mut part = Array::<f32>::new(comptime!(if form.held() { form.width } else { 1 }));
     if comptime!(form.held()) {
         #[unroll]
         for e in 0..comptime!(form.width) {
-            part[e] = weights[first + e * stride];
+            part[e] = weights[terms.weight + e * terms.stride];
         }
     }
     part
 }
 
-/// Adds to the numbers of a unit, one for each sequence, D weights times numbers in shared memory, which are
-/// `apart` from sequence to sequence.
+/// Adds the products of its terms to the sums of a unit, one for each sequence.
 #[cube]
 pub(super) fn accumulate(
     sums: &mut Array<f32>,
-    from: &SharedMemory<f32>,
-    start: usize,
+    numbers: &SharedMemory<f32>,
     part: &Array<f32>,
     weights: &Array<f32>,
-    first: usize,
-    stride: usize,
-    #[comptime] apart: usize,
-    #[comptime] form: Form,
+    terms: Terms,
+    #[comptime] shared: Shared,
 ) {
+    let (form, apart) = comptime!((shared.form, shared.apart));
     if comptime!(form.held()) {
         #[unroll]
         for e in 0..comptime!(form.width) {
             #[unroll]
             for s in 0..comptime!(form.together) {
-                sums[s] += from[start + comptime!(s * apart + e)] * part[e];
+                sums[s] += numbers[terms.number + comptime!(s * apart + e)] * part[e];
             }
         }
     } else {
         for e in 0..comptime!(form.width) {
-            let weight = weights[first + e * stride];
+            let weight = weights[terms.weight + e * terms.stride];
             #[unroll]
             for s in 0..comptime!(form.together) {
-                sums[s] += from[start + comptime!(s * apart) + e] * weight;
+                sums[s] += numbers[terms.number + comptime!(s * apart) + e] * weight;
             }
         }
     }

@@ -1,7 +1,9 @@
 //! The kernel of a forward pass.
 
 use super::arguments::{Form, GATES, LOWEST, Operands, ResultArrays, SAVED, Sizes};
-use super::cube::{Own, accumulate, column, has_column, held, own, row, tanh};
+use super::cube::{
+    Own, Shared, Terms, accumulate, column, has_column, held, number_or, own, row, tanh,
+};
 use crate::rowwise::{sigmoid, softplus};
 use cubecl::prelude::*;
 
@@ -20,6 +22,43 @@ fn fetch_x(ahead: &mut Array<f32>, x: &Array<f32>, own: Own, t: usize, #[comptim
     }
 }
 
+/// The weights of a unit's column: `x + h R` has a column of R for each.
+#[cube]
+fn terms(head: usize, #[comptime] turn: usize, #[comptime] form: Form) -> Terms {
+    let columns = comptime!(GATES * form.width);
+    let weight = head * comptime!(GATES * form.width * form.width) + column(turn, form);
+    Terms { number: 0usize.runtime(), weight, stride: columns.runtime() }
+}
+
+/// `x + h R`: the gates of a token, before their functions.
+#[cube]
+fn linear_gates(
+    gates: &mut SharedMemory<f32>,
+    ahead: &Array<f32>,
+    hidden: &SharedMemory<f32>,
+    part: &Array<f32>,
+    r: &Array<f32>,
+    #[comptime] form: Form,
+) {
+    let together = comptime!(form.together);
+    let shared = comptime!(Shared { form, apart: form.width });
+    let mut sums = Array::<f32>::new(together);
+    #[unroll]
+    for turn in 0..comptime!(form.turns()) {
+        #[unroll]
+        for s in 0..together {
+            sums[s] = ahead[comptime!(turn * form.together + s)];
+        }
+        accumulate(&mut sums, hidden, part, r, terms(CUBE_POS_Y as usize, turn, form), shared);
+        if has_column(turn, form) {
+            #[unroll]
+            for s in 0..together {
+                gates[comptime!(s * GATES * form.width) + column(turn, form)] = sums[s];
+            }
+        }
+    }
+}
+
 /// The kernel of [`forward`].
 #[cube(launch_unchecked)]
 pub(super) fn slstm_forward(
@@ -28,24 +67,16 @@ pub(super) fn slstm_forward(
     sizes: Sizes,
     #[comptime] form: Form,
 ) {
-    let (width, together, turns) = comptime!((form.width, form.together, form.turns()));
-    let columns = comptime!(GATES * form.width);
+    let width = comptime!(form.width);
     let own = own(sizes, form);
     let tokens = sizes.tokens as usize;
     let mut hidden = SharedMemory::<f32>::new(comptime!(form.cells()));
     let mut gates = SharedMemory::<f32>::new(comptime!(form.gates()));
-    let block = own.head * comptime!(GATES * form.width * form.width);
-    let part = held(&x.r, block + column(0usize, form), columns, form);
-    let mut h = 0.0f32;
-    let mut c = 0.0f32;
-    let mut n = 0.0f32;
-    let mut m = comptime!(LOWEST).runtime();
-    if comptime!(form.state) {
-        h = x.h[own.at];
-        c = x.c[own.at];
-        n = x.n[own.at];
-        m = x.m[own.at];
-    }
+    let part = held(&x.r, terms(own.head, 0usize, form), form);
+    let mut h = number_or(&x.h, own.at, 0.0f32, form.state);
+    let mut c = number_or(&x.c, own.at, 0.0f32, form.state);
+    let mut n = number_or(&x.n, own.at, 0.0f32, form.state);
+    let mut m = number_or(&x.m, own.at, comptime!(LOWEST).runtime(), form.state);
     if own.cell {
         hidden[UNIT_POS as usize] = h;
     }
@@ -53,24 +84,7 @@ pub(super) fn slstm_forward(
     fetch_x(&mut ahead, &x.x, own, 0usize.runtime(), form);
     sync_cube();
     for t in 0..tokens {
-        // The gates, before their functions: `x + h R`.
-        let mut sums = Array::<f32>::new(together);
-        #[unroll]
-        for turn in 0..turns {
-            #[unroll]
-            for s in 0..together {
-                sums[s] = ahead[comptime!(turn * form.together + s)];
-            }
-            let first = block + column(turn, form);
-            let zero = 0usize.runtime();
-            accumulate(&mut sums, &hidden, zero, &part, &x.r, first, columns, width, form);
-            if has_column(turn, form) {
-                #[unroll]
-                for s in 0..together {
-                    gates[comptime!(s * GATES * form.width) + column(turn, form)] = sums[s];
-                }
-            }
-        }
+        linear_gates(&mut gates, &ahead, &hidden, &part, &x.r, form);
         fetch_x(&mut ahead, &x.x, own, min(t + 1, tokens - 1), form);
         sync_cube();
         if own.cell {

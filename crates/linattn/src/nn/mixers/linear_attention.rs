@@ -260,7 +260,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
         let q = self.feature_map_q.typed(q, past.position, self.norm_q);
         let k = map_of_keys.typed(k, past.position, self.norm_k);
         let width = q.dims()[3] as f64;
-        // What is divided wants no scale.
+        // A division by the sum of scores takes the place of a scale.
         let (q, v) = match self.denominator {
             Some(_) => (q, Denominator::with_ones(v)),
             None => (q * width.powf(-0.5), v),

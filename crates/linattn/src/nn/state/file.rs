@@ -172,7 +172,7 @@ pub fn state_file(path: &Path) -> Result<PathBuf, StateError> {
 fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let mut draft = path.as_os_str().to_owned();
     draft.push(".unfinished");
-    // What a cut left; never what a link of that name leads to.
+    // A draft that was cut short goes. Of a link the link itself goes, never the file behind it.
     if let Err(e) = fs::remove_file(&draft)
         && e.kind() != ErrorKind::NotFound
     {
@@ -228,7 +228,7 @@ pub(crate) fn read<B: LinearAttentionBackend>(
         }
     }
 
-    // What a state of this model looks like.
+    // A fresh state shows which tensors a state of this model has.
     let ids = Tensor::<B, 2, Int>::zeros([1, 1], device);
     let (_, fresh) = model.hidden(ids, None);
     let mut reading = Reading { file: &file, rows: None, used: BTreeSet::new(), device };

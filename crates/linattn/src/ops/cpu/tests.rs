@@ -245,7 +245,7 @@ fn recurrences_of_slstm_are_those_of_tensor_operations() {
                 let mut x = x.into_iter();
                 let mut next = || x.next().unwrap();
                 let (x, r) = (next(), next());
-                // What was written is more than 0.
+                // n, a sum of exponentials, is more than 0.
                 let state = state.then(|| [next(), next(), Graph::float_exp(next()), next()]);
                 SlstmRecurrence { x, r, state }
             };

@@ -222,7 +222,7 @@ impl<B: Backend> Chunks<B> {
 
     /// States at the chunks' starts, U, and the state after the last chunk.
     fn scan(&self, scores: &Scores<B>) -> Scan<B> {
-        // What needs no state is one product for all chunks.
+        // Writes without a state are one product for all chunks.
         let writes = self
             .writes_values()
             .then(|| self.decay.to_end(&self.k).transpose().matmul(self.v.clone()));
