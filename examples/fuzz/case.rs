@@ -1,6 +1,6 @@
 //! A call: how it is drawn from its seed, run on a device, and solved in f64.
 
-use crate::Args;
+use crate::args::Args;
 use crate::call::{Call, download, upload};
 use crate::problem::{Named, Problem};
 use burn::tensor::{DType, Tensor, TensorData};

@@ -1,6 +1,6 @@
 //! When a result counts as right, and what the cases so far have come to.
 
-use crate::Args;
+use crate::args::Args;
 use crate::case::Case;
 use crate::problem::{Named, Problem};
 use burn::tensor::DType;
