@@ -220,10 +220,14 @@ fn layers_side_by_side<B: LinearAttentionBackend, const D: usize>(
     let mut products: Vec<_> = products.collect::<Option<_>>()?;
     products.sort_by_key(|(place, _)| *place);
     let mut products: Vec<_> = products.into_iter().map(|(_, product)| product).collect();
-    match products.len() {
-        1 => products.pop(),
-        _ => Some(Tensor::cat(products, D - 1)),
+    if products.len() == 1 {
+        return products.pop();
     }
+    let rows = products.into_iter().map(|product| product.flatten::<2>(0, D - 2)).collect();
+    let rows = ops::pack(rows, 0, x.dtype());
+    let mut shape = x.dims();
+    shape[D - 1] = rows.dims()[1];
+    Some(rows.reshape(shape))
 }
 
 /// As [`layers_side_by_side`], of layers that are all quantized, or all not.

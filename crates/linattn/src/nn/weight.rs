@@ -60,7 +60,8 @@ pub(crate) fn nothing<B: Backend>(
     device: &B::Device,
 ) -> Param<Tensor<B, 2>> {
     let (id, _, mapper) = param.consume();
-    Param::from_mapped_value(id, Tensor::zeros([0, 0], device), mapper)
+    // Not zeros: CUDA takes no launch of no cubes.
+    Param::from_mapped_value(id, Tensor::empty([0, 0], device), mapper)
 }
 
 impl<B: LinearAttentionBackend> Weight<B> {
