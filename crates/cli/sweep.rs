@@ -31,7 +31,7 @@ pub struct SweepArgs {
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     jobs: Option<u16>,
     /// Runs on a GPU are processes too: under NVIDIA's Multi-Process Service, which has to be started
-    /// before, they share it far better than threads do
+    /// before, they share it far better than threads do, and want two cores each
     #[arg(long)]
     processes: bool,
     /// Folder that gets a folder with the runs

@@ -294,11 +294,21 @@ fn device_failure(choice: &Choice, what: &str) -> String {
     let what = what.split_whitespace().collect::<Vec<_>>().join(" ");
     let small = what.to_lowercase();
     match NO_MEMORY.iter().any(|words| small.contains(words)) {
-        true => format!("{choice} is out of memory: {what}; {}", memory::advice()),
+        true => format!("{choice} is out of memory: {}; {}", shortage(&what), memory::advice()),
         false => format!(
             "{choice} failed: {what}; what was saved before is kept, and unless the device was lost, \
              this is a bug"
         ),
+    }
+}
+
+/// What was wanted, where CubeCL says it among words for its own authors.
+fn shortage(what: &str) -> String {
+    let size = what.split_once("can't allocate buffer of size: ");
+    let bytes = size.and_then(|(_, rest)| rest.split(' ').next()?.parse::<u64>().ok());
+    match bytes {
+        Some(bytes) => format!("{:.3} GiB more are not there", memory::gibibytes(bytes as f64)),
+        None => what.into(),
     }
 }
 
@@ -312,5 +322,18 @@ pub(crate) fn commit() -> Option<String> {
     match git(&["status", "--porcelain", "--untracked-files=no"])?.is_empty() {
         true => Some(head),
         false => Some(format!("{head}, with changes")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shortage;
+
+    #[test]
+    fn a_shortage_is_said_without_the_words_of_a_library() {
+        let cuda = "called `Result::unwrap()` on an `Err` value: can't allocate buffer of size: \
+                    1610612736 No backtrace available (server.rs:124:46)";
+        assert_eq!(shortage(cuda), "1.500 GiB more are not there");
+        assert_eq!(shortage("Out of Memory (lib.rs:1:1)"), "Out of Memory (lib.rs:1:1)");
     }
 }
