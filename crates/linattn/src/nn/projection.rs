@@ -117,9 +117,10 @@ fn packed<B: LinearAttentionBackend>(
     projections: &[Projection<'_, B>],
     tails: &mut Tails<B>,
 ) -> Option<Vec<Tensor<B, 3>>> {
-    // Columns that are convolved come first.
+    // Columns that are convolved come first; of the others quantized ones, so that each kind is one product.
+    let is_float = |i: usize| projections[i].linear.weight.quantized().is_none();
     let mut order: Vec<usize> = (0..projections.len()).collect();
-    order.sort_by_key(|&i| !projections[i].is_convolved());
+    order.sort_by_key(|&i| (!projections[i].is_convolved(), is_float(i)));
     let sorted: Vec<_> = order.iter().map(|&i| &projections[i]).collect();
 
     let columns: Vec<Column> = sorted.iter().map(|p| p.column()).collect();
