@@ -302,7 +302,7 @@ fn device_failure(choice: &Choice, what: &str) -> String {
     }
 }
 
-/// What was wanted, where CubeCL says it among words for its own authors.
+/// The bytes that were wanted, where CubeCL says them among words for its own authors.
 fn shortage(what: &str) -> String {
     let size = what.split_once("can't allocate buffer of size: ");
     let bytes = size.and_then(|(_, rest)| rest.split(' ').next()?.parse::<u64>().ok());

@@ -1,4 +1,4 @@
-//! What the command line says, and the command that repeats a case.
+//! Arguments of the command line, and the command that repeats a case.
 
 use burn::tensor::DType;
 use clap::Parser;

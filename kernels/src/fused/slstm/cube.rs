@@ -95,7 +95,7 @@ pub(super) fn number_or(
     number
 }
 
-/// What a unit multiplies: D numbers in shared memory and D weights, `stride` apart.
+/// The numbers that a unit multiplies: D in shared memory, and D weights, `stride` apart.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Terms {
     /// Place of the first number.
