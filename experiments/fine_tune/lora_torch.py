@@ -1,10 +1,10 @@
 """The run of lora.toml in PyTorch and transformers: same weights, same windows of text, adapters written by hand.
 
 python experiments/fine_tune/lora_torch.py CHECKPOINT [--base f32|bf16] [--seconds N] [--steps N] [--json FILE]
-                                             [--device DEVICE]
+                                             [--device DEVICE] [--plain]
 From the repository's root, with torch and transformers installed. f32 is what `train` does: weights and residual
 stream in f32, products in bf16. With `--base bf16` frozen weights and residual stream are bf16, adapters f32.
-After so many seconds no further step starts.
+After so many seconds no further step starts. With `--plain` flash-linear-attention counts as not installed.
 """
 
 import argparse
@@ -12,9 +12,13 @@ import inspect
 import json
 import math
 import struct
+import sys
 import time
 import tomllib
 from pathlib import Path
+
+if "--plain" in sys.argv:
+    sys.modules["fla"] = None  # before transformers looks for it
 
 import torch
 import torch.nn.functional as F
@@ -247,6 +251,7 @@ def main():
     parser.add_argument("--steps", type=int, default=1 << 30)
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     result = go(args)
