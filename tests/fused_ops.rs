@@ -2,19 +2,21 @@
 //! whole models.
 
 use crate::call::{download, upload};
-use crate::support::{F32_LIMIT, Weights, alone, drawn_by};
+use crate::support::{F32_LIMIT, Weights, alone, drawn_by, normal_by};
 use burn::backend::{Autodiff, Flex};
-use burn::module::Module;
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use linattn::nn::{LanguageModel, LanguageModelConfig};
 use linattn::ops::backend::{
     Activation, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
-    LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, SlstmRecurrence,
+    LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, Rotary, SlstmRecurrence,
 };
 use linattn::ops::{LinearAttentionBackend, SequenceLengths};
 use linattn_oracle::{Rng, assert_close};
+use std::marker::PhantomData;
 
 /// Results by name.
 type Found = Vec<(String, Vec<f64>)>;
@@ -70,7 +72,22 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         found.extend(self.convolutions());
         found.extend(self.losses());
         found.extend(self.recurrence());
+        found.extend(self.rotations());
         found
+    }
+
+    /// Heads of five channels, of which four and two are rotated.
+    fn rotations(&self) -> Vec<(&'static str, Tensor<B, 3>)> {
+        let ([batch, tokens, width], device) = (self.x.dims(), self.x.device());
+        let heads = self.x.clone().reshape([batch, tokens, width / 5, 5]);
+        let rotated = [("four channels rotated", 2), ("two channels rotated", 1)];
+        let one = |(name, half)| {
+            let table = draw::<B, 3>(name, [2, tokens, half], &device);
+            let rotary = Rotary { x: inside(&heads), table: inside(&table) };
+            let y = outside::<B, 4>(only(B::fused_rotary(rotary, false)));
+            (name, y.flatten::<3>(2, 3))
+        };
+        rotated.map(one).into()
     }
 
     /// sLSTM's recurrence with heads of five cells.
@@ -344,6 +361,43 @@ fn decoded<B: LinearAttentionBackend>(model: &LanguageModel<B>, device: &B::Devi
     found
 }
 
+/// Logits of a model whose memory learns eleven tokens, two mini-batches of four and three more, and gradients of all
+/// parameters.
+fn learnt<B: AutodiffBackend + LinearAttentionBackend>(
+    model: &LanguageModel<B>,
+    device: &B::Device,
+) -> Found {
+    struct Gradients<B: AutodiffBackend>(GradientsParams, Found, PhantomData<B>);
+    impl<B: AutodiffBackend> ModuleVisitor<B> for Gradients<B> {
+        fn visit_float<const R: usize>(&mut self, param: &Param<Tensor<B, R>>) {
+            let gradient = self.0.get::<B::InnerBackend, R>(param.id).expect("it is learnt");
+            self.1.push((
+                format!("gradient {}, {:?}", self.1.len(), param.dims()),
+                download(gradient),
+            ));
+        }
+    }
+    let _alone = alone();
+    let ids: Vec<i32> = (0..22).map(|i| i * i * 7 % VOCAB as i32).collect();
+    let ids = Tensor::from_data(TensorData::new(ids, [2, 11]), device);
+    let (logits, _) = model.forward(ids, None);
+    let weights = draw::<B, 3>("weights of logits", logits.dims(), device);
+    let found = vec![("logits".to_string(), download(logits.clone()))];
+    let gradients = GradientsParams::from_grads((logits * weights).sum().backward(), model);
+    let mut gradients = Gradients(gradients, found, PhantomData);
+    model.visit(&mut gradients);
+    gradients.1
+}
+
+/// A memory that does not come so close to its targets that rounding is all that is left to learn from.
+fn memory(inner: &str) -> LanguageModelConfig {
+    let head = "d_model = 16\ntie_embeddings = false\ninitializer_range = 0.2\n[[layers]]\n";
+    toml::from_str(&format!(
+        "{head}mixer.ttt = {{ heads = 2, mini_batch = 4, base_lr = 0.2, {inner} }}\n"
+    ))
+    .unwrap()
+}
+
 /// The same on GPUs; a module for each backend that is compiled in.
 macro_rules! on_gpu {
     ($module:ident, $backend:ty, $device:path, $limit:expr) => {
@@ -362,6 +416,21 @@ macro_rules! on_gpu {
                 let Some(device) = $device() else { return };
                 let want = gradients::<Autodiff<Flex>>(&Default::default());
                 hold(&want, &gradients::<Autodiff<$backend>>(&device), F32_LIMIT);
+            }
+
+            #[test]
+            fn memories_learn_as_on_the_cpu() {
+                let Some(device) = $device() else { return };
+                for inner in ["conv_size = 0", "conv_size = 3, output_gate = true"] {
+                    let (config, cpu) = (memory(inner), Default::default());
+                    let model = config.init::<Autodiff<Flex>>(VOCAB, &cpu).unwrap();
+                    let model = normal_by(1, 0.3, model);
+                    let mut weights = Weights::default();
+                    model.visit(&mut weights);
+                    let there = config.init::<Autodiff<$backend>>(VOCAB, &device).unwrap();
+                    let there = there.map(&mut weights);
+                    hold(&learnt(&model, &cpu), &learnt(&there, &device), $limit);
+                }
             }
 
             #[test]

@@ -5,7 +5,9 @@ use crate::target::Target;
 use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use linattn_kernels::fused::{adamw, conv_state, cross_entropy, embedding, selective_scan, slstm};
+use linattn_kernels::fused::{
+    adamw, conv_state, cross_entropy, embedding, rotary, selective_scan, slstm, ttt_linear,
+};
 use std::error::Error;
 
 const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
@@ -39,6 +41,13 @@ impl<T: Target> Fused<'_, T> {
             self.look_up(vocab)?;
             enter(&format!("-{vocab}"))?;
         }
+        for (rotated, back) in [(WIDTH, false), (WIDTH, true), (WIDTH / 2, false)] {
+            let dims = rotary::Dims { batch: 2, tokens: 8, heads: 2, width: WIDTH, rotated };
+            let x = self.memory(32 * WIDTH, self.dtype);
+            let table = self.memory(8 * WIDTH, F32);
+            rotary::rotate(self.client, dims, &x, &table, back, self.dtype)?;
+            enter(&format!("-{rotated}-back_{back}"))?;
+        }
         for given in [false, true] {
             self.conv_states(given, None)?;
             enter(&format!("-states_{given}"))?;
@@ -52,6 +61,10 @@ impl<T: Target> Fused<'_, T> {
             for width in [32, 128] {
                 self.slstm(width, given)?;
                 enter(&format!("-{width}-state_{given}"))?;
+            }
+            for width in [16, 64] {
+                self.ttt_linear(width, given)?;
+                enter(&format!("-{width}-gradients_{given}"))?;
             }
         }
         for count in [1, 8] {
@@ -125,6 +138,23 @@ impl<T: Target> Fused<'_, T> {
         let given =
             slstm::Given { saved: &x, r_transposed: &x, state, d_h: Some(&x), d_c: d, d_n: d };
         slstm::backward(self.client, dims, given)?;
+        Ok(())
+    }
+
+    /// Forward, kept and not, and backward.
+    fn ttt_linear(&self, width: usize, whole: bool) -> Result<(), Box<dyn Error>> {
+        let dims = ttt_linear::Dims { batch: 2, tokens: 32, heads: 2, width, rows: 16 };
+        let x = self.memory(16 * (width + 1) * width, F32);
+        let [q, k, v, rate, scale, norm_weight, norm_bias, weights] = [&x; 8];
+        let epsilon = 1e-6;
+        let inputs =
+            ttt_linear::Inputs { q, k, v, rate, scale, norm_weight, norm_bias, weights, epsilon };
+        for keep in [false, true] {
+            ttt_linear::forward(self.client, dims, &inputs, keep)?;
+        }
+        let d_weights = whole.then_some(&x);
+        let given = ttt_linear::Given { starts: &x, d_y: Some(&x), d_weights };
+        ttt_linear::backward(self.client, dims, &inputs, given)?;
         Ok(())
     }
 

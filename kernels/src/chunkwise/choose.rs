@@ -480,7 +480,7 @@ fn pass_memory(plan: &StatePlan) -> usize {
     plan.tile_memory() + plan.produced_memory() + plan.state_memory() + slack
 }
 
-/// Input gradients on tensor cores: all tiles of a chunk in shared memory at once where there is room; where
+/// Input gradients of `Mma`: all tiles of a chunk in shared memory at once where there is room; where
 /// there is room for two chunks, two smaller cubes share a multiprocessor and cover each other's loads.
 fn roomy(most: usize, sliced: Plan) -> GradientPlan {
     let whole = GradientPlan { common: sliced, whole: true };

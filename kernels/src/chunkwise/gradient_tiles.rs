@@ -3,10 +3,10 @@
 //!
 //! ```text
 //! whole    every matrix of a chunk has a tile of its own, filled once by asynchronous copies in three
-//!          groups, in the order of use: values | S, keys | dS'. Tensor cores work on one group while
-//!          the next arrives, and no barrier stands between two products.
+//!          groups, in the order of use: values | S, keys | dS'. `Mma` works on one group while the next
+//!          arrives, and no barrier stands between two products.
 //! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
-//!          the plain engine, and tensor cores where a chunk is too large for shared memory.
+//!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory.
 //! ```
 //! Everything else is the same: a product takes a matrix by its name.
 

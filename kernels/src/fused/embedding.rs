@@ -502,7 +502,7 @@ fn add_rows<F: Float>(
 ) {
     let units = comptime!(form.units);
     let unit = UNIT_POS as usize;
-    // What stands next to each other with one id is summed up in a register.
+    // Neighbours with one id are summed up in a register.
     let mut open = 0usize;
     let mut sum = 0.0f32;
     for turn in 0..(found + comptime!(AHEAD - 1)) / AHEAD {

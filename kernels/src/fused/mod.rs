@@ -13,5 +13,7 @@ pub mod embedding;
 pub mod gated_product;
 pub mod norm;
 pub mod pack;
+pub mod rotary;
 pub mod selective_scan;
 pub mod slstm;
+pub mod ttt_linear;

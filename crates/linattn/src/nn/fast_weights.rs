@@ -14,9 +14,9 @@
 use super::convolution::Tails;
 use super::layers::{INIT_STD, each_part};
 use super::{NetworkState, Rope};
-use crate::ops::accumulator;
+use crate::ops::{LinearAttentionBackend, accumulator};
 use burn::module::Param;
-use burn::tensor::{Distribution, Tensor, backend::Backend};
+use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
 /// The square root of 2 / pi.
@@ -312,25 +312,54 @@ impl Piece {
         list.into_iter().flatten().collect()
     }
 
+    /// Whether it is whole mini-batches.
+    pub(crate) fn is_whole(self) -> bool {
+        self.place == 0 && self.ends
+    }
+
+    /// `max(1 / i + learnt_i, 0)` of each place i, from 1, of its mini-batches.
+    pub(crate) fn scales<B: Backend>(self, learnt: Tensor<B, 1>) -> Tensor<B, 1> {
+        let all = learnt.dims()[0];
+        let learnt =
+            if self.rows == all { learnt } else { learnt.narrow(0, self.place, self.rows) };
+        let harmonic = (1..=self.rows).map(|row| 1.0 / (self.place + row) as f64);
+        let data = TensorData::new(harmonic.collect::<Vec<f64>>(), [self.rows]);
+        let harmonic = Tensor::<B, 1>::from_data(data, (&learnt.device(), learnt.dtype()));
+        (learnt + harmonic).clamp_min(0.0)
+    }
+
     /// Its part of `x`, `[B, T, H, X]`, as `[B, batches, rows, H, X]`.
     pub(crate) fn of<B: Backend>(self, x: &Tensor<B, 4>) -> Tensor<B, 5> {
-        let [batch, _, heads, width] = x.dims();
-        let part = x.clone().narrow(1, self.from, self.batches * self.rows);
+        let [batch, all, heads, width] = x.dims();
+        let tokens = self.batches * self.rows;
+        // A slice of everything would still cost launches, its gradient most.
+        let part = if tokens == all { x.clone() } else { x.clone().narrow(1, self.from, tokens) };
+        // By way of a row: Burn 0.21 loses strides of a slice whose last dimension is 1 where a reshape adds dimensions.
+        let part: Tensor<B, 1> = part.reshape([batch * tokens * heads * width]);
         part.reshape([batch, self.batches, self.rows, heads, width])
     }
 
-    /// The same turned by its place in the mini-batch, heads in front: `[B, H, batches, rows, X]`.
-    pub(crate) fn rotated<B: Backend>(self, rope: Rope, x: &Tensor<B, 4>) -> Tensor<B, 5> {
+    /// The same turned by its place in the mini-batch.
+    pub(crate) fn rotated<B: LinearAttentionBackend>(
+        self,
+        rope: Rope,
+        x: &Tensor<B, 4>,
+    ) -> Tensor<B, 5> {
         let x = self.of(x);
         let shape @ [batch, batches, rows, heads, width] = x.dims();
         let flat: Tensor<B, 4> = x.reshape([batch * batches, rows, heads, width]);
-        rope.forward(flat, self.place).reshape(shape).permute([0, 3, 1, 2, 4])
+        rope.forward(flat, self.place).reshape(shape)
     }
 
     /// Its part of `x` with heads in front, `[B, H, batches, rows, X]`.
     pub(crate) fn by_head<B: Backend>(self, x: &Tensor<B, 4>) -> Tensor<B, 5> {
-        self.of(x).permute([0, 3, 1, 2, 4])
+        heads_in_front(self.of(x))
     }
+}
+
+/// `[B, batches, rows, H, X]` to `[B, H, batches, rows, X]`.
+pub(crate) fn heads_in_front<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 5> {
+    x.permute([0, 3, 1, 2, 4])
 }
 
 /// `[B, H, batches, rows, X]` to `[B, T, H, X]`.

@@ -224,11 +224,7 @@ fn layers_side_by_side<B: LinearAttentionBackend, const D: usize>(
     if products.len() == 1 {
         return products.pop();
     }
-    let rows = products.into_iter().map(|product| product.flatten::<2>(0, D - 2)).collect();
-    let rows = ops::pack(rows, 0, x.dtype());
-    let mut shape = x.dims();
-    shape[D - 1] = rows.dims()[1];
-    Some(rows.reshape(shape))
+    Some(side_by_side(products, x.dtype()))
 }
 
 /// As [`layers_side_by_side`], of layers that are all quantized, or all not.
@@ -246,16 +242,16 @@ fn alike<B: LinearAttentionBackend, const D: usize>(
     }
 }
 
-/// States of convolutions, `[B, W - 1, C_i]`, as one.
-fn side_by_side<B: LinearAttentionBackend>(
-    states: Vec<Tensor<B, 3>>,
+/// Tensors of as many rows, `[.., C_i]`, as one.
+fn side_by_side<B: LinearAttentionBackend, const D: usize>(
+    parts: Vec<Tensor<B, D>>,
     dtype: DType,
-) -> Tensor<B, 3> {
-    let [batch, kept, _] = states[0].dims();
-    let rows = states.into_iter().map(|state| state.flatten::<2>(0, 1)).collect();
+) -> Tensor<B, D> {
+    let mut shape = parts[0].dims();
+    let rows = parts.into_iter().map(|part| part.flatten::<2>(0, D - 2)).collect();
     let rows = ops::pack(rows, 0, dtype);
-    let width = rows.dims()[1];
-    rows.reshape([batch, kept, width])
+    shape[D - 1] = rows.dims()[1];
+    rows.reshape(shape)
 }
 
 /// One projection by itself.

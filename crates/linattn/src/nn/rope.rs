@@ -1,8 +1,11 @@
 //! Rotary position encoding.
 
-use crate::ops::{accumulator, typed};
-use burn::tensor::{Tensor, TensorData, backend::Backend};
+use crate::ops::{LinearAttentionBackend, rotary, turned};
+use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
 use std::f64::consts::TAU;
+
+/// Positions of a block, whose angles from its first one are made once.
+const TABULATED: usize = 64;
 
 /// Rotates pairs of channels by an angle that grows with the position, so that a query and a key
 /// meet at their distance. Channel i is paired with channel i + R/2, of the first R channels.
@@ -23,32 +26,37 @@ impl Rope {
     }
 
     /// `x`: `[B, T, H, K]`, whose first token stands at position `offset`.
-    pub fn forward<B: Backend>(&self, x: Tensor<B, 4>, offset: usize) -> Tensor<B, 4> {
-        let channels = x.dims()[3];
-        match self.width {
-            Some(width) if width < channels => {
-                let rest = x.clone().narrow(3, width, channels - width);
-                Tensor::cat(vec![self.rotate(x.narrow(3, 0, width), offset), rest], 3)
-            }
-            _ => self.rotate(x, offset),
-        }
+    pub fn forward<B: LinearAttentionBackend>(
+        &self,
+        x: Tensor<B, 4>,
+        offset: usize,
+    ) -> Tensor<B, 4> {
+        let [_, tokens, _, channels] = x.dims();
+        let half = self.width.map_or(channels, |width| width.min(channels)) / 2;
+        let data = TensorData::new(self.table(offset, tokens, half), [2, tokens, half]);
+        let dtype = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let table = Tensor::from_data(data, (&x.device(), dtype));
+        rotary(x, table)
     }
 
-    /// As [`forward`](Self::forward), of channels that are all rotated.
-    fn rotate<B: Backend>(&self, x: Tensor<B, 4>, offset: usize) -> Tensor<B, 4> {
-        let ([_, tokens, _, width], dtype) = (x.dims(), x.dtype());
-        let x = accumulator(x);
-        let half = width / 2;
-        let angles: Vec<f64> = (offset..offset + tokens)
-            .flat_map(|t| (0..half).map(move |i| (t, i)))
-            .map(|(t, i)| t as f64 * self.theta.powf(-(i as f64) / half as f64))
-            .collect();
-        let table = |f: fn(f64) -> f64| {
-            let values: Vec<f32> = angles.iter().map(|&a| f(a) as f32).collect();
-            let data = TensorData::new(values, [1, tokens, 1, half]);
-            Tensor::<B, 4>::from_data(data, (&x.device(), x.dtype()))
-        };
-        typed(Turn { cos: table(f64::cos), sin: table(f64::sin) }.forward(x), dtype)
+    /// Cosines, then sines, of the angles of each position and pair of channels.
+    fn table(&self, offset: usize, tokens: usize, half: usize) -> Vec<f64> {
+        let mut table = vec![0.0; 2 * tokens * half];
+        let (cosines, sines) = table.split_at_mut(tokens * half);
+        for i in 0..half {
+            let frequency = self.theta.powf(-(i as f64) / half as f64);
+            let turns = (0..TABULATED.min(tokens)).map(|t| (t as f64 * frequency).sin_cos());
+            let turns: Vec<_> = turns.collect();
+            // A position of a block is its first one, turned on: no function is taken of each.
+            for first in (0..tokens).step_by(TABULATED) {
+                let (sin, cos) = ((offset + first) as f64 * frequency).sin_cos();
+                for (t, (by_sin, by_cos)) in (first..tokens).zip(&turns) {
+                    cosines[t * half + i] = cos * by_cos - sin * by_sin;
+                    sines[t * half + i] = sin * by_cos + cos * by_sin;
+                }
+            }
+        }
+        table
     }
 }
 
@@ -66,15 +74,7 @@ impl<B: Backend> Turn<B> {
 
     /// Pairs of channels i and i + K / 2 of `x`, `[B, T, H, K]`, turned by the angles.
     pub(crate) fn forward(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
-        let (half, dtype) = (x.dims()[3] / 2, x.dtype());
-        let x = accumulator(x);
-        let (real, imaginary) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
-        let (cos, sin) = (self.cos.clone(), self.sin.clone());
-        let turned = [
-            real.clone() * cos.clone() - imaginary.clone() * sin.clone(),
-            real * sin + imaginary * cos,
-        ];
-        typed(Tensor::cat(turned.into(), 3), dtype)
+        turned(x, self.cos.clone(), self.sin.clone())
     }
 }
 

@@ -3,8 +3,8 @@
 
 pub use super::fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, HeadNorm,
-    LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack, SelectiveScan,
-    SlstmRecurrence,
+    LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack, Rotary,
+    SelectiveScan, SlstmRecurrence, TttLinear,
 };
 pub use super::halving::{Scan, ScanField};
 pub use super::pass::{BackwardPass, Pass};
@@ -145,6 +145,11 @@ pub trait LinearAttentionBackend: Backend {
         None
     }
 
+    /// Rows rotated by their positions. The table has no gradient.
+    fn fused_rotary(_x: Rotary<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+        None
+    }
+
     /// Mamba's recurrence: y and the state after the last token.
     fn fused_selective_scan(
         _x: SelectiveScan<FloatTensor<Self>>,
@@ -155,6 +160,11 @@ pub trait LinearAttentionBackend: Backend {
 
     /// sLSTM's recurrence: h of every token, and c, n and m after the last. A gradient of m is 0.
     fn fused_slstm(_x: SlstmRecurrence<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+        None
+    }
+
+    /// TTT-Linear: the output of every token, its query included, and the map over its bias after the last.
+    fn fused_ttt_linear(_x: TttLinear<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }
 

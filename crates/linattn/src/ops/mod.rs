@@ -48,8 +48,9 @@ pub(crate) use cpu::one_of_threads;
 pub use error::OpError;
 pub(crate) use fused::{
     Activation, Column, ColumnKind, ConvSplit, HeadNorm, LOWEST, LinearLayer, MOST_PACKED, Measure,
-    add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy,
-    next_conv_states, pack, rms_normalize, select_rows, standardize,
+    TttLinearInputs, add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize,
+    linear_cross_entropy, next_conv_states, pack, rms_normalize, rotary, select_rows, standardize,
+    ttt_linear, turned,
 };
 pub use fused::{
     AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs, selective_scan,

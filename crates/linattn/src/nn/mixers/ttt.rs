@@ -5,8 +5,8 @@ use super::{TokenMixer, check_divisor, key_width, linear_flops};
 use crate::nn::NetworkState;
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::fast_weights::{
-    InnerModel, Network, NetworkPast, Past, Piece, each_batch, fresh, gelu, in_a_row, last_row,
-    regression_slope, start, write, zeros_like,
+    InnerModel, Network, NetworkPast, Past, Piece, each_batch, fresh, gelu, heads_in_front,
+    in_a_row, last_row, regression_slope, start, write, zeros_like,
 };
 use crate::nn::layers::{
     Norm, NormKind, ResidualLinear, linear, linear_with_bias, merge_heads, rms_normalize,
@@ -14,9 +14,9 @@ use crate::nn::layers::{
 };
 use crate::nn::projection::{Projection, project_all};
 use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{LinearAttentionBackend, TttLinearInputs, accumulator, ttt_linear, typed};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::{Tensor, TensorData, backend::Backend};
+use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
 /// Added to variances before their roots.
@@ -231,13 +231,18 @@ impl<B: LinearAttentionBackend> Ttt<B> {
     fn learn(&self, x: &Tokens<B>, piece: Piece, memory: &mut [Vec<Tensor<B, 4>>]) -> Tensor<B, 4> {
         let [q, k, v, rate] = x;
         let [q, k] = [q, k].map(|rows| piece.rotated(self.rope, rows));
+        let whole = [q.clone(), k.clone(), piece.of(v), piece.of(rate)];
+        if let Some(outputs) = self.learn_in_one_piece(whole, piece, memory) {
+            return outputs;
+        }
+        let [q, k] = [q, k].map(heads_in_front);
         let shape = [1, self.heads, 1, 1, q.dims()[4]];
         let gamma = self.ttt_norm_weight.val().reshape(shape);
         let beta = self.ttt_norm_bias.val().reshape(shape);
         let target = (piece.by_head(v) - k.clone() - beta.clone()) * gamma.clone();
         let squared: Tensor<B, 4> = (gamma.clone() * gamma.clone()).squeeze_dim(2);
         let rate = piece.by_head(rate).swap_dims(3, 4);
-        let scale = self.scales(piece);
+        let scale = piece.scales(self.place_scale.val()).reshape([1, 1, piece.rows, 1]);
         let lower = scale.clone().expand([1, 1, piece.rows, piece.rows]).tril(0);
         let share = rate.clone() * lower.unsqueeze_dim::<5>(2);
         let [queries, keys] = [q.clone(), k].map(|rows| NETWORK.rows(rows));
@@ -268,13 +273,27 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         in_a_row(q + normal * gamma + beta)
     }
 
-    /// t of each token of a piece, `[1, 1, rows, 1]`.
-    fn scales(&self, piece: Piece) -> Tensor<B, 4> {
-        let learnt = self.place_scale.val().narrow(0, piece.place, piece.rows);
-        let harmonic: Vec<f64> =
-            (0..piece.rows).map(|row| 1.0 / (piece.place + row + 1) as f64).collect();
-        let data = TensorData::new(harmonic, [piece.rows]);
-        let harmonic = Tensor::<B, 1>::from_data(data, (&learnt.device(), learnt.dtype()));
-        (learnt + harmonic).clamp_min(0.0).reshape([1, 1, piece.rows, 1])
+    /// The same for whole mini-batches of a linear memory, where the backend has that in one piece. `rows` are q and
+    /// k, rotated, v and rates, `[B, batches, b, H, X]`.
+    fn learn_in_one_piece(
+        &self,
+        rows: [Tensor<B, 5>; 4],
+        piece: Piece,
+        memory: &mut [Vec<Tensor<B, 4>>],
+    ) -> Option<Tensor<B, 4>> {
+        let ([weights], true) = (&memory[0][..], piece.is_whole()) else { return None };
+        let [q, k, v, rate]: Tokens<B> = rows.map(|x| x.flatten(1, 2));
+        let shape = [self.heads, q.dims()[3]];
+        let norm = [&self.ttt_norm_weight, &self.ttt_norm_bias].map(|x| x.val().reshape(shape));
+        let (outputs, last) = ttt_linear(TttLinearInputs {
+            rows: [q, k, v],
+            rate: rate.squeeze_dim(3),
+            scale: piece.scales(self.place_scale.val()),
+            norm,
+            weights: weights.clone(),
+            epsilon: EPSILON,
+        })?;
+        memory[0] = vec![last];
+        Some(outputs)
     }
 }

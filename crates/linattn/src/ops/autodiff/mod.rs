@@ -5,7 +5,7 @@ mod node;
 use super::backend::{Composite, LinearAttentionBackend, Path};
 use super::fused::{
     ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
-    SelectiveScan, SlstmRecurrence,
+    Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
 };
 use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, Recurrence, Saved};
@@ -86,6 +86,13 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         })
     }
 
+    fn fused_rotary(x: Rotary<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        let places = x.refill(std::iter::repeat(()));
+        tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
+            B::fused_rotary(places.refill(tensors), keep)
+        })
+    }
+
     fn fused_selective_scan(x: SelectiveScan<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         let places = x.refill(std::iter::repeat(()));
         tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
@@ -97,6 +104,13 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         let places = x.refill(std::iter::repeat(()));
         tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
             B::fused_slstm(places.refill(tensors), keep)
+        })
+    }
+
+    fn fused_ttt_linear(x: TttLinear<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        let places = x.refill(std::iter::repeat(()));
+        tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
+            B::fused_ttt_linear(places.refill(tensors), keep)
         })
     }
 

@@ -20,6 +20,7 @@ mod product;
 mod quantized;
 mod real;
 mod recurrence;
+mod rotary;
 mod shared;
 mod slstm;
 mod tensors;
@@ -31,7 +32,7 @@ pub(crate) use parallel::one_of_threads;
 use super::backend::LinearAttentionBackend;
 use super::fused::{
     self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Moments, Normalization, Pack, SlstmRecurrence,
+    LinearLayer, Moments, Normalization, Pack, Rotary, SlstmRecurrence,
 };
 use super::halving::{self, Scan};
 use super::pass::Pass;
@@ -73,6 +74,10 @@ impl LinearAttentionBackend for Flex {
 
     fn fused_gated_product(x: GatedProduct<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
         gated_product::gated_product(x, keep)
+    }
+
+    fn fused_rotary(x: Rotary<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        rotary::rotary(x, keep)
     }
 
     fn fused_linear(x: LinearLayer<FlexTensor>, keep: bool) -> Option<Pass<Self>> {

@@ -195,6 +195,26 @@ fn products_with_a_gate_are_those_of_tensor_operations() {
 }
 
 #[test]
+fn rotated_rows_are_those_of_tensor_operations() {
+    for ([batch, tokens, heads, width], half) in
+        [([2, 5, 3, 8], 4), ([1, 70, 2, 10], 3), ([3, 1, 1, 2], 1), ([2, 300, 4, 16], 8)]
+    {
+        let (x, table) = ([batch, tokens, heads, width], [2, tokens, half]);
+        let rotary = |x: Vec<Node>| {
+            let [x, table] = x.try_into().unwrap();
+            Rotary { x, table }
+        };
+        // No gradient is taken of the table.
+        let reference = |x| {
+            let Rotary { x, table } = rotary(x);
+            vec![of(rotary_in_tensor_ops::<Graph>(Rotary { x, table: Graph::float_detach(table) }))]
+        };
+        let piece = |x| Graph::fused_rotary(rotary(x), false);
+        check(&format!("rotation, {x:?}, {half}"), &[&x, &table], 1, piece, reference);
+    }
+}
+
+#[test]
 fn linear_layers_are_those_of_tensor_operations() {
     for (rows, from, to, biased) in [(3, 5, 7, true), (600, 9, 33, false), (1, 64, 1030, true)] {
         let layer = |x: Vec<Node>| {

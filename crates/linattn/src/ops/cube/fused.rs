@@ -6,7 +6,7 @@ use super::rows::{entries_of, joined, rows_of, scaled, sum};
 use crate::ops::SequenceLengths;
 use crate::ops::fused::{
     Activation, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Measure, Normalization, Pack,
+    LinearLayer, Measure, Normalization, Pack, Rotary,
 };
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::{DType, Shape};
@@ -18,7 +18,7 @@ use cubecl::ir::StorageType;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{
     column_sums, conv_split as conv, conv_state, cross_entropy as loss, embedding as table,
-    gated_product, norm, pack as packing,
+    gated_product, norm, pack as packing, rotary as rotation,
 };
 use linattn_kernels::{Buffer, rowwise};
 
@@ -352,6 +352,31 @@ pub(super) fn gated<R: CubeRuntime>(
                     vec![like(gate), like(value)]
                 }
             }
+        })
+    });
+    Some(CubePass { outputs, backward })
+}
+
+pub(super) fn rotary<R: CubeRuntime>(x: Rotary<CubeTensor<R>>, keep: bool) -> Option<CubePass<R>> {
+    let (x, table) = (flat(x.x), flat(x.table));
+    let dtype = x.dtype;
+    if !is_float(dtype) || table.dtype != DType::F32 {
+        return None;
+    }
+    let shape = x.meta.shape().clone();
+    let [batch, tokens, heads, width] = [0, 1, 2, 3].map(|d| shape[d]);
+    let rotated = 2 * table.meta.shape[2];
+    let dims = rotation::Dims { batch, tokens, heads, width, rotated };
+    let turn = move |x: &CubeTensor<R>, table: &CubeTensor<R>, back| {
+        rotation::rotate(&x.client, dims, &x.handle, &table.handle, back, dtype.into())
+    };
+    let y = turn(&x, &table, false).ok()?;
+    let outputs = vec![shaped(&x, y, shape.clone(), dtype)];
+    let backward = keep.then(|| -> Backward<R> {
+        Box::new(move |gradients, _| {
+            let d_y = as_given(only(gradients), dtype);
+            let d_x = turn(&d_y, &table, true).expect("the forward pass took these sizes");
+            vec![Some(shaped(&d_y, d_x, shape, dtype)), None]
         })
     });
     Some(CubePass { outputs, backward })

@@ -9,12 +9,13 @@ mod quantized;
 mod rows;
 mod selective_scan;
 mod slstm;
+mod ttt_linear;
 
 use super::backend::{LinearAttentionBackend, Path};
 use super::fused::{
     AdamW, AdamWStep, Clip, ConvSplit, ConvStates, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Moments, Normalization, Pack, SelectiveScan, SlstmRecurrence, norm_in_tensor_ops,
-    step_in_tensor_ops,
+    LinearLayer, Moments, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
+    norm_in_tensor_ops, step_in_tensor_ops,
 };
 use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
@@ -141,12 +142,20 @@ where
         fused::embedding(x, keep).map(fused::CubePass::of)
     }
 
+    fn fused_rotary(x: Rotary<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        fused::rotary(x, keep).map(fused::CubePass::of)
+    }
+
     fn fused_selective_scan(x: SelectiveScan<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         selective_scan::selective_scan(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_slstm(x: SlstmRecurrence<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         slstm::slstm(x, keep).map(fused::CubePass::of)
+    }
+
+    fn fused_ttt_linear(x: TttLinear<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        ttt_linear::ttt_linear(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_pack(x: Pack<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {

@@ -291,6 +291,30 @@ pub struct LinearCrossEntropy<T, I> {
     pub frozen: bool,
 }
 
+/// Rows to rotate.
+#[derive(Debug, Clone)]
+pub struct Rotary<T> {
+    /// `[B, T, H, K]`; channels i and i + R/2 of the first R turn together.
+    pub x: T,
+    /// Cosines, then sines, `[2, T, R / 2]`, f32, or of the type of `x` where that has more digits. No gradient is
+    /// taken of them.
+    pub table: T,
+}
+
+impl<T> Rotary<T> {
+    /// The tensors in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        vec![self.x, self.table]
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> Rotary<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("two tensors");
+        Rotary { x: next(), table: next() }
+    }
+}
+
 /// Inputs of a selective scan, of one type, f32 at least.
 #[derive(Debug, Clone)]
 pub struct SelectiveScan<T> {
@@ -329,6 +353,54 @@ impl<T> SelectiveScan<T> {
             c: next(),
             state: self.state.is_some().then(&mut next),
             signed: self.signed,
+        }
+    }
+}
+
+/// Inputs of TTT-Linear over whole mini-batches, of one type, f32 at least.
+#[derive(Debug, Clone)]
+pub struct TttLinear<T> {
+    /// Rotated by the place in the mini-batch, `[B, T, H, K]`.
+    pub q: T,
+    /// Likewise.
+    pub k: T,
+    /// `[B, T, H, K]`.
+    pub v: T,
+    /// Inner learning rates, `[B, T, H]`.
+    pub rate: T,
+    /// Their factor by the place in a mini-batch, `[b]`; b divides T.
+    pub scale: T,
+    /// Of the norm, `[H, K]`.
+    pub norm_weight: T,
+    /// Likewise.
+    pub norm_bias: T,
+    /// The linear map over its bias, `[B, H, K + 1, K]`, without means over its outputs.
+    pub weights: T,
+    /// Added to mean squares before their roots.
+    pub epsilon: f64,
+}
+
+impl<T> TttLinear<T> {
+    /// The tensors in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        let Self { q, k, v, rate, scale, norm_weight, norm_bias, weights, epsilon: _ } = self;
+        vec![q, k, v, rate, scale, norm_weight, norm_bias, weights]
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> TttLinear<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("eight tensors");
+        TttLinear {
+            q: next(),
+            k: next(),
+            v: next(),
+            rate: next(),
+            scale: next(),
+            norm_weight: next(),
+            norm_bias: next(),
+            weights: next(),
+            epsilon: self.epsilon,
         }
     }
 }

@@ -15,8 +15,10 @@ mod linear;
 mod normalize;
 mod optimizer;
 mod pack;
+mod rotary;
 mod selective_scan;
 mod slstm;
+mod ttt_linear;
 #[cfg(all(test, feature = "cpu"))]
 mod varlen_tests;
 
@@ -27,8 +29,8 @@ pub(crate) use embedding::{embedding, select_rows};
 pub(crate) use gated_product::{gate, gated_halves};
 pub use inputs::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, HeadNorm,
-    LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack, SelectiveScan,
-    SlstmRecurrence,
+    LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack, Rotary,
+    SelectiveScan, SlstmRecurrence, TttLinear,
 };
 pub(crate) use linear::linear;
 #[cfg(feature = "fusion")]
@@ -37,13 +39,15 @@ pub(crate) use normalize::{add_normalize, l2_normalize, rms_normalize, standardi
 pub use optimizer::{AdamW, AdamWStep, Clip, Moments};
 pub(super) use optimizer::{norm_in_tensor_ops, step_in_tensor_ops};
 pub(crate) use pack::pack;
+pub(crate) use rotary::{rotary, turned};
 pub use selective_scan::{SelectiveScanInputs, selective_scan};
 pub(crate) use slstm::LOWEST;
 pub use slstm::{SlstmCells, SlstmInputs, slstm};
+pub(crate) use ttt_linear::{TttLinearInputs, ttt_linear};
 
 #[cfg(all(test, feature = "cpu"))]
 pub(super) use {
     conv_split::conv_split_in_tensor_ops, cross_entropy::cross_entropy_in_tensor_ops,
     gated_product::gated_in_tensor_ops, normalize::normalize_in_tensor_ops,
-    slstm::in_tensor_ops as slstm_in_tensor_ops,
+    rotary::rotary_in_tensor_ops, slstm::in_tensor_ops as slstm_in_tensor_ops,
 };
