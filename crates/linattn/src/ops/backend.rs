@@ -145,7 +145,7 @@ pub trait LinearAttentionBackend: Backend {
         None
     }
 
-    /// Rows rotated by their positions. The table has no gradient.
+    /// Rows rotated by their positions. A backward pass gives the gradient of the rows alone.
     fn fused_rotary(_x: Rotary<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }

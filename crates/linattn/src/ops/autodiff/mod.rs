@@ -87,9 +87,10 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
     }
 
     fn fused_rotary(x: Rotary<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
-        let places = x.refill(std::iter::repeat(()));
-        tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
-            B::fused_rotary(places.refill(tensors), keep)
+        let Rotary { x, table } = x;
+        tracked::<B, C>(vec![x], keep, |tensors, keep| {
+            let x = tensors.into_iter().next().expect("rows");
+            B::fused_rotary(Rotary { x, table: table.primitive }, keep)
         })
     }
 

@@ -24,7 +24,7 @@ fn rotary_of<R: Number>(x: FlexTensor, table: FlexTensor, keep: bool) -> Pass<Fl
     let backward = keep.then(|| -> BackwardPass<Flex> {
         Box::new(move |gradients, _| {
             let d_y = gradients.into_iter().next().flatten();
-            vec![d_y.map(|d_y| rotated::<R>(&contiguous(d_y), &table, -R::ONE)), None]
+            vec![d_y.map(|d_y| rotated::<R>(&contiguous(d_y), &table, -R::ONE))]
         })
     });
     Pass { outputs: vec![y], backward }

@@ -376,7 +376,7 @@ pub(super) fn rotary<R: CubeRuntime>(x: Rotary<CubeTensor<R>>, keep: bool) -> Op
         Box::new(move |gradients, _| {
             let d_y = as_given(only(gradients), dtype);
             let d_x = turn(&d_y, &table, true).expect("the forward pass took these sizes");
-            vec![Some(shaped(&d_y, d_x, shape, dtype)), None]
+            vec![Some(shaped(&d_y, d_x, shape, dtype))]
         })
     });
     Some(CubePass { outputs, backward })

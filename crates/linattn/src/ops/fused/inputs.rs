@@ -301,20 +301,6 @@ pub struct Rotary<T> {
     pub table: T,
 }
 
-impl<T> Rotary<T> {
-    /// The tensors in the order of the fields.
-    pub fn into_vec(self) -> Vec<T> {
-        vec![self.x, self.table]
-    }
-
-    /// The same operation on other tensors, in the order of the fields.
-    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> Rotary<U> {
-        let mut tensors = tensors.into_iter();
-        let mut next = || tensors.next().expect("two tensors");
-        Rotary { x: next(), table: next() }
-    }
-}
-
 /// Inputs of a selective scan, of one type, f32 at least.
 #[derive(Debug, Clone)]
 pub struct SelectiveScan<T> {
