@@ -216,7 +216,8 @@ impl Network {
 pub(crate) fn sums<B: Backend>(factors: &[Factors<B>], share: &Tensor<B, 4>) -> Vec<Tensor<B, 5>> {
     let share = share.clone().unsqueeze_dim::<5>(3);
     let layer = |Factors { x, g }: &Factors<B>| {
-        let x = x.clone().transpose().unsqueeze_dim::<5>(2);
+        // In this order: as in `Piece::of`.
+        let x = x.clone().unsqueeze_dim::<5>(2).swap_dims(3, 4);
         (x * share.clone()).matmul(g.clone().unsqueeze_dim::<5>(2))
     };
     factors.iter().map(layer).collect()

@@ -80,7 +80,8 @@ impl<B: Backend> SwigluMemory<B> {
         self.kinds[1] = zeros_like(&change);
         if let Some(sum) = self.carried.take() {
             self.carried = Some(sum.zeros_like());
-            let mean = sum.swap_dims(1, 2).unsqueeze_dim::<4>(3) / self.size as f64;
+            // In this order, as Burn 0.21 loses strides where a reshape adds dimensions behind one of 1.
+            let mean = sum.unsqueeze_dim::<4>(3).swap_dims(1, 2) / self.size as f64;
             let kept = self.kinds[2].iter().map(|last| last.clone() * mean.clone()).collect();
             change = plus(&change, kept);
             self.kinds[2].clone_from(&change);

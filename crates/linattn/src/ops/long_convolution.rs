@@ -121,7 +121,8 @@ fn zeros_in_front<B: Backend>(taps: Tensor<B, 2>, count: usize) -> Tensor<B, 2> 
 pub(crate) fn tap_matrices<B: Backend>(taps: Tensor<B, 2>, tokens: usize) -> Tensor<B, 3> {
     let [seen, _] = taps.dims();
     match tokens {
-        1 => taps.flip([0]).swap_dims(0, 1).unsqueeze_dim(1),
+        // In this order: Burn 0.21 loses strides where a reshape adds dimensions to a column of one tap.
+        1 => taps.flip([0]).unsqueeze_dim::<3>(1).swap_dims(0, 2),
         _ => toeplitz(zeros_in_front(taps, seen - 1)).narrow(1, seen - tokens, tokens),
     }
 }

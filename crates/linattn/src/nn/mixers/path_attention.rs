@@ -224,7 +224,8 @@ impl<B: LinearAttentionBackend> PathAttention<B> {
             k: accumulator(turned(k, &self.maybe_k_norm, None)),
             v: accumulator(v.swap_dims(1, 2)),
             w: accumulator(w),
-            beta: beta.swap_dims(1, 2).unsqueeze_dim(3),
+            // In this order: Burn 0.21 loses strides where a reshape adds dimensions to one token with its heads in front.
+            beta: beta.unsqueeze_dim::<4>(3).swap_dims(1, 2),
             gates: log_gates.map(|gates| log_gate(gates, 1.0).swap_dims(1, 2)),
         }
     }
