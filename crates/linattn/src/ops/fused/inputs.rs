@@ -362,7 +362,7 @@ pub struct TttLinear<T> {
     pub norm_bias: T,
     /// The linear map over its bias, `[B, H, K + 1, K]`, without means over its outputs.
     pub weights: T,
-    /// Added to mean squares before their roots.
+    /// epsilon of the norms: added to the mean of z^2 before its root.
     pub epsilon: f64,
 }
 

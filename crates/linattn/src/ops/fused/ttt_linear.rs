@@ -18,7 +18,7 @@ pub(crate) struct TttLinearInputs<B: Backend> {
     pub(crate) norm: [Tensor<B, 2>; 2],
     /// The linear map over its bias, `[B, H, K + 1, K]`.
     pub(crate) weights: Tensor<B, 4>,
-    /// Added to mean squares before their roots.
+    /// epsilon of the norms: added to the mean of z^2 before its root.
     pub(crate) epsilon: f64,
 }
 
