@@ -198,7 +198,7 @@ pub(crate) const MIXERS: &[&str] = &[
     "gau = { key_width = 6, expand = 1, rope_theta = 100.0 }",
 ];
 
-fn config(text: &str) -> MixerConfig {
+pub(crate) fn config(text: &str) -> MixerConfig {
     #[derive(serde::Deserialize)]
     struct Holder {
         mixer: MixerConfig,

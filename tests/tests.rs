@@ -44,6 +44,8 @@ mod layers;
 mod layers_page;
 #[cfg(feature = "cpu")]
 mod long_convolutions;
+#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
+mod mixers_on_gpus;
 mod newcomer;
 #[cfg(feature = "cpu")]
 mod omega_formulas;

@@ -37,6 +37,8 @@ pub enum Activation {
     Silu,
     /// `1 / (1 + e^-z)`.
     Sigmoid,
+    /// `ln(1 + e^z)`.
+    Softplus,
 }
 
 /// Divisor of a row.
@@ -457,6 +459,8 @@ pub(crate) fn activate(z: f32, #[comptime] activation: Activation) -> f32 {
         z * sigmoid(z)
     } else if comptime!(activation == Activation::Sigmoid) {
         sigmoid(z)
+    } else if comptime!(activation == Activation::Softplus) {
+        softplus(z)
     } else {
         z
     }

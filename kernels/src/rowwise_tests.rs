@@ -83,6 +83,7 @@ fn activated(z: f64, activation: Activation) -> f64 {
         Activation::Identity => z,
         Activation::Silu => z * sigmoid(z),
         Activation::Sigmoid => sigmoid(z),
+        Activation::Softplus => z.max(0.0) + (-z.abs()).exp().ln_1p(),
     }
 }
 

@@ -65,6 +65,7 @@ fn activated(z: f64, activation: Activation) -> (f64, f64) {
         Activation::Identity => (z, 1.0),
         Activation::Silu => (z * s, s * (1.0 + z * (1.0 - s))),
         Activation::Sigmoid => (s, s * (1.0 - s)),
+        Activation::Softplus => (softplus(z), s),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Gated products, forward and backward, one launch each.
 //! ```text
-//! y       = f(gate) value                              f: SiLU, sigmoid or the identity
+//! y       = f(gate) value                              f: SiLU, sigmoid, softplus or the identity
 //! d_value = f(gate) d_y
 //! d_gate  = f'(gate) value d_y
 //!
@@ -281,6 +281,8 @@ fn value_index(at: usize, columns: usize, #[comptime] form: Form) -> usize {
 pub(crate) fn activation_slope(z: f32, #[comptime] activation: Activation) -> f32 {
     if comptime!(activation == Activation::Identity) {
         1.0f32.runtime()
+    } else if comptime!(activation == Activation::Softplus) {
+        activate(z, Activation::Sigmoid)
     } else {
         let e = f32::exp(-f32::abs(z));
         let slope = e / ((e + 1.0f32) * (e + 1.0f32));

@@ -14,6 +14,7 @@ pub(crate) fn activated(z: f64, activation: Activation) -> f64 {
         Activation::Identity => z,
         Activation::Silu => z * sigmoid(z),
         Activation::Sigmoid => sigmoid(z),
+        Activation::Softplus => z.max(0.0) + (-z.abs()).exp().ln_1p(),
     }
 }
 
@@ -68,12 +69,13 @@ fn products_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>, product: GatedProduc
     }
 }
 
-const ACTIVATIONS: [Activation; 3] = [Activation::Silu, Activation::Sigmoid, Activation::Identity];
+const ACTIVATIONS: [Activation; 4] =
+    [Activation::Silu, Activation::Sigmoid, Activation::Softplus, Activation::Identity];
 
 fn all_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
     for (n, [rows, width]) in [[1, 1], [3, 5], [7, 128], [33, 18], [70, 36]].into_iter().enumerate()
     {
-        let activation = ACTIVATIONS[n % 3];
+        let activation = ACTIVATIONS[n % 4];
         products_are_right(sandbox, GatedProduct { rows, width, activation });
     }
 }

@@ -49,8 +49,8 @@ pub use error::OpError;
 pub(crate) use fused::{
     Activation, Column, ColumnKind, ConvSplit, HeadNorm, LOWEST, LinearLayer, MOST_PACKED, Measure,
     TttLinearInputs, add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize,
-    linear_cross_entropy, next_conv_states, pack, rms_normalize, rotary, select_rows, standardize,
-    ttt_linear, turned,
+    linear_cross_entropy, next_conv_states, pack, rms_normalize, rotary, select_rows, softplus,
+    standardize, ttt_linear, turned,
 };
 pub use fused::{
     AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs, selective_scan,
@@ -70,7 +70,7 @@ pub use scan::{complex_scan, linear_scan, linear_scan_step};
 
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 use recurrence::{Forward, LogDecay, Recurrence, Transition};
-pub(crate) use tensors::{accumulator, each_part, softplus, typed};
+pub(crate) use tensors::{accumulator, each_part, typed};
 use tensors::{primitive, tensor};
 
 /// Result of an operation: its outputs, and the state after the last token.

@@ -42,9 +42,9 @@ pub(crate) fn each_part<B: Backend, const D: usize>(
     list
 }
 
-/// `ln(1 + e^x)`, to the last digits also where it is small, and no infinity where x is large. In f32 at
-/// least: e^12 is more than f16 holds.
-pub(crate) fn softplus<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+/// `ln(1 + e^x)` without an infinity where x is large, in f32 at least. It is as good as the backend's `log1p`, which
+/// shaders make of a logarithm.
+pub(super) fn softplus_in_tensor_ops<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     let dtype = x.dtype();
     let x = accumulator(x);
     let low = x.clone().clamp_max(20.0);

@@ -21,6 +21,7 @@ pub(super) fn activated<R: Real>(activation: Activation, z: R) -> (R, R) {
     match activation {
         Activation::Silu => (z * s, s * (R::ONE + z * (R::ONE - s))),
         Activation::Sigmoid => (s, s * (R::ONE - s)),
+        Activation::Softplus => (-(-z).log_sigmoid(), s),
     }
 }
 

@@ -27,6 +27,7 @@ impl From<Activation> for rowwise::Activation {
         match activation {
             Activation::Silu => Self::Silu,
             Activation::Sigmoid => Self::Sigmoid,
+            Activation::Softplus => Self::Softplus,
         }
     }
 }

@@ -4,8 +4,8 @@
 use super::normalize::l2_normalize;
 use super::{Column, ColumnKind, ConvSplit, HeadNorm};
 use crate::ops::backend::LinearAttentionBackend;
-use crate::ops::tensors::tensor;
-use crate::ops::{accumulator, softplus, typed};
+use crate::ops::tensors::{softplus_in_tensor_ops, tensor};
+use crate::ops::{accumulator, typed};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 use std::ops::Range;
@@ -121,7 +121,7 @@ fn log_decay<B: Backend>(
 ) -> Tensor<B, 3> {
     let x = accumulator(x);
     let rate = typed(a_log, x.dtype()).exp().neg();
-    let step = softplus(x.clone() + typed(dt_bias, x.dtype()).unsqueeze::<3>());
+    let step = softplus_in_tensor_ops(x.clone() + typed(dt_bias, x.dtype()).unsqueeze::<3>());
     let ([batch, tokens, width], [heads]) = (step.dims(), rate.dims());
     if width == heads {
         return step * rate.unsqueeze::<3>();

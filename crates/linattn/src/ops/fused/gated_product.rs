@@ -3,7 +3,7 @@
 use super::{Activation, GatedProduct};
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{primitive, tensor};
-use crate::ops::typed;
+use crate::ops::{accumulator, typed};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
 fn gated<B: LinearAttentionBackend, const D: usize>(
@@ -41,6 +41,14 @@ pub(crate) fn gate<B: LinearAttentionBackend, const D: usize>(
     assert_eq!(gate.dims(), x.dims(), "a gate for each number of `x`");
     let gate = primitive(typed(gate, x.dtype()));
     gated(GatedProduct { gate, value: Some(primitive(x)), activation })
+}
+
+/// `ln(1 + e^x)`, to the last digits also where it is small, in f32 at least: e^12 is more than f16 holds. One
+/// launch, as a product with ones: shaders have no `ln(1 + x)`, and `ln` of 1 + x loses what x is small by.
+pub(crate) fn softplus<B: LinearAttentionBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    let dtype = x.dtype();
+    let x = accumulator(x);
+    typed(gate(x.ones_like(), x, Activation::Softplus), dtype)
 }
 
 /// `activation(first half) * second half` of the last dimension: `[.., 2 W]` to `[.., W]`.

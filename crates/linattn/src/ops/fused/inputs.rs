@@ -1,6 +1,7 @@
 //! Inputs of the fused layers, which backends and the layers themselves both know.
 
 use crate::ops::SequenceLengths;
+use crate::ops::tensors::softplus_in_tensor_ops;
 use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{DType, Tensor, backend::Backend};
 
@@ -11,6 +12,8 @@ pub enum Activation {
     Silu,
     /// `1 / (1 + e^-z)`.
     Sigmoid,
+    /// `ln(1 + e^z)`.
+    Softplus,
 }
 
 impl Activation {
@@ -18,6 +21,7 @@ impl Activation {
         match self {
             Self::Silu => silu(z),
             Self::Sigmoid => sigmoid(z),
+            Self::Softplus => softplus_in_tensor_ops(z),
         }
     }
 }
