@@ -5,6 +5,7 @@
 //! |---|---|---|
 //! | `cpu`, on by default | `Flex` | the processor |
 //! | `cuda` | `Cuda` | NVIDIA GPUs; CUDA's libraries are found when the program runs |
+//! | `cuda` | `LanedCuda` | the same, for several models that train on one GPU side by side |
 //! | `wgpu` | `Wgpu` | any GPU, through Vulkan, or Metal on Apple's systems |
 //! | `rocm` | `Rocm` | AMD GPUs; ROCm's libraries are found when the program runs |
 //! | `ndarray` | `NdArray` | the processor, through tensor operations alone: slower than `Flex` |
@@ -13,6 +14,8 @@
 //! around any of them makes it learn. Burn's other backends are left out: `LibTorch` and the `Cpu` of
 //! CubeCL download libraries while they are built, and Burn has deprecated `Candle`.
 
+#[cfg(feature = "cuda")]
+pub use crate::lanes::{CudaLane, LanedCuda, LanedCudaRuntime};
 pub use crate::ops::LinearAttentionBackend;
 pub use burn::backend::Autodiff;
 #[cfg(feature = "cuda")]

@@ -32,6 +32,8 @@
 
 pub mod backend;
 pub mod generate;
+#[cfg(feature = "cuda")]
+mod lanes;
 pub mod nn;
 pub mod ops;
 
