@@ -3,9 +3,9 @@
 //! ```text
 //! prompt   A special magic number is hidden within the following text. Make sure to memorize it. I
 //!          will quiz you about the number afterwards.
-//!          {haystack, and in it: One of the special magic numbers for {key} is: {value}.}
-//!          What is the special magic number for {key} mentioned in the provided text? The special
-//!          magic number for {key} mentioned in the provided text is
+//!          {haystack, and in it: One of the special magic numbers for {key} is: {value}.} What is
+//!          the special magic number for {key} mentioned in the provided text? The special magic
+//!          number for {key} mentioned in the provided text is
 //! answer   a space and the value; a uuid is asked for as `uuid`
 //! key      adjective-noun; training and evaluation share no noun
 //! value    a number of 1000000..=9999999, or a random uuid of version 4
