@@ -5,20 +5,20 @@
 
 mod device;
 mod picture;
+mod row;
 mod ways;
 
 use device::Job;
 use linattn::backend::LinearAttentionBackend;
 use linattn::ops;
 use linattn_oracle::relative_error;
+use row::{LENGTHS, Row, WIDTHS};
 use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 use ways::{Call, Found, Pass, Sequence, Way};
 
-const LENGTHS: [usize; 7] = [64, 128, 256, 512, 1024, 2048, 4096];
-const WIDTHS: [usize; 4] = [16, 32, 64, 128];
 /// Samples of each time; the ways take turns, so that other work on the machine meets all of them.
 const SAMPLES: usize = 7;
 /// A sample is as many calls as take that long, at most [`MOST_CALLS`].
@@ -29,16 +29,6 @@ const LIMIT: f64 = 1e-2;
 
 const USE: &str =
     "wanted: [--device NAME] [--most-tokens N] and the folder that rows and pictures go to";
-
-/// A line of rows.csv.
-struct Row {
-    way: Way,
-    pass: Pass,
-    width: usize,
-    tokens: usize,
-    /// Median, and fastest sample.
-    ms: [f64; 2],
-}
 
 fn main() -> ExitCode {
     let timed = arguments().and_then(|Arguments { device, most_tokens, folder }| {

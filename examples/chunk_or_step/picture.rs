@@ -1,7 +1,7 @@
 //! Tokens a second, over the length of a sequence and over the width of a head.
 
+use crate::row::{LENGTHS, Row, WIDTHS};
 use crate::ways::{HEADS, Pass, Way};
-use crate::{LENGTHS, Row, WIDTHS};
 use linattn::ops::Path;
 use linattn_plot::{Chart, Point, Series, Stroke};
 use std::error::Error;
