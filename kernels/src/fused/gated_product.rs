@@ -296,4 +296,4 @@ pub(crate) fn activation_slope(z: f32, #[comptime] activation: Activation) -> f3
 
 #[cfg(test)]
 #[path = "gated_product_tests.rs"]
-pub(crate) mod tests;
+mod tests;

@@ -1,29 +1,9 @@
 //! Gated products and their gradients against f64.
 
 use super::*;
-use crate::fused::norm::tests::{Sandbox, everywhere};
+use crate::fused::sandbox::{Sandbox, activated, everywhere, slope};
 use crate::tests::Rows;
 use linattn_oracle::assert_close;
-
-fn sigmoid(z: f64) -> f64 {
-    1.0 / (1.0 + (-z).exp())
-}
-
-pub(crate) fn activated(z: f64, activation: Activation) -> f64 {
-    match activation {
-        Activation::Identity => z,
-        Activation::Silu => z * sigmoid(z),
-        Activation::Sigmoid => sigmoid(z),
-        Activation::Softplus => z.max(0.0) + (-z.abs()).exp().ln_1p(),
-    }
-}
-
-/// The derivative of [`activated`], as a central difference with an error of 1e-12 or so.
-pub(crate) fn slope(z: f64, activation: Activation) -> f64 {
-    const STEP: f64 = 1e-3;
-    let f = |n: f64| activated(z + n * STEP, activation);
-    (8.0 * (f(1.0) - f(-1.0)) - (f(2.0) - f(-2.0))) / (12.0 * STEP)
-}
 
 /// Gate and value of packed rows.
 fn unpacked(x: &[f64], width: usize) -> [Vec<f64>; 2] {

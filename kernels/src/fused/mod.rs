@@ -14,6 +14,9 @@ pub mod gated_product;
 pub mod norm;
 pub mod pack;
 pub mod rotary;
+#[cfg(test)]
+#[path = "sandbox_tests.rs"]
+mod sandbox;
 pub mod selective_scan;
 pub mod slstm;
 pub mod ttt_linear;

@@ -328,4 +328,4 @@ fn column_gradients<R: Runtime>(
 
 #[cfg(test)]
 #[path = "norm_tests.rs"]
-pub(crate) mod tests;
+mod tests;

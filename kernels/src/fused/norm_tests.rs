@@ -1,60 +1,14 @@
-//! Norms and their gradients against f64, and the tools of the tests of sums and products.
+//! Norms and their gradients against f64.
 
 use super::*;
-use crate::fused::gated_product::tests::{activated, slope};
+use crate::fused::sandbox::{Sandbox, activated, everywhere, slope};
 use crate::tests::Rows;
-use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{ElemType, UIntKind};
 use linattn_oracle::{Rng, assert_close};
 
 const F32_LIMIT: f64 = 1e-5;
 const HALF: f64 = 8e-3;
 const EPSILON: f64 = 1e-3;
-
-/// A device, and a type of rows.
-pub(crate) struct Sandbox<'a, R: Runtime> {
-    pub(crate) client: &'a ComputeClient<R>,
-    pub(crate) rows: Rows,
-}
-
-impl<R: Runtime> Sandbox<'_, R> {
-    pub(crate) fn put(&self, values: &[f64], rows: Rows) -> Handle {
-        self.client.create_from_slice(&rows.bytes(values))
-    }
-
-    pub(crate) fn get(&self, buffer: &Buffer) -> Vec<f64> {
-        let bytes = self.client.read_one(buffer.handle.clone()).expect("the kernel ran");
-        let mut numbers = kind(buffer.dtype).numbers(&bytes);
-        assert!(numbers.len() >= buffer.len());
-        numbers.truncate(buffer.len());
-        numbers
-    }
-
-    /// Numbers from N(0, 1), as `rows` hold them.
-    pub(crate) fn draw(&self, name: &str, numbers: usize, rows: Rows) -> Vec<f64> {
-        let mut rng = Rng::named(11, name);
-        let mut values = (0..numbers).map(|_| rng.normal()).collect::<Vec<_>>();
-        rows.round(&mut values);
-        values
-    }
-}
-
-fn kind(dtype: StorageType) -> Rows {
-    let all = [Rows::F32, Rows::F16, Rows::Bf16];
-    all.into_iter().find(|rows| rows.dtype() == dtype).expect("a type of rows")
-}
-
-/// `test` in every type that the device has.
-pub(crate) fn everywhere<R: Runtime>(client: &ComputeClient<R>, test: impl Fn(&Sandbox<'_, R>)) {
-    for rows in [Rows::F32, Rows::F16, Rows::Bf16] {
-        let usage = client.properties().type_usage(rows.dtype());
-        if usage.contains(TypeUsage::Conversion) {
-            test(&Sandbox { client, rows });
-        } else {
-            assert_ne!(rows, Rows::F32, "every device has f32");
-        }
-    }
-}
 
 /// A norm, and which tensors there are.
 #[derive(Debug, Clone, Copy)]

@@ -1,7 +1,7 @@
 //! Rotations against f64.
 
 use super::*;
-use crate::fused::norm::tests::{Sandbox, everywhere};
+use crate::fused::sandbox::{Sandbox, everywhere};
 use crate::tests::Rows;
 use linattn_oracle::assert_close;
 
