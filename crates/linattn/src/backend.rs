@@ -14,9 +14,9 @@
 //! around any of them makes it learn. Burn's other backends are left out: `LibTorch` and the `Cpu` of
 //! CubeCL download libraries while they are built, and Burn has deprecated `Candle`.
 
-#[cfg(feature = "cuda")]
-pub use crate::lanes::{CudaLane, LanedCuda, LanedCudaRuntime};
 pub use crate::ops::LinearAttentionBackend;
+#[cfg(feature = "cuda")]
+pub use crate::ops::cube::lanes::{CudaLane, LanedCuda, LanedCudaRuntime};
 pub use burn::backend::Autodiff;
 #[cfg(feature = "cuda")]
 pub use burn::backend::{Cuda, cuda::CudaDevice};

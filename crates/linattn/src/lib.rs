@@ -32,8 +32,6 @@
 
 pub mod backend;
 pub mod generate;
-#[cfg(feature = "cuda")]
-mod lanes;
 pub mod nn;
 pub mod ops;
 
