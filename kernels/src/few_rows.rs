@@ -184,6 +184,105 @@ fn cubes_across(matrices: &[Columns], each: usize) -> usize {
     matrices.iter().map(|matrix| matrix.count.div_ceil(each)).sum()
 }
 
+/// A product that the device takes, checked and planned before its launch.
+#[derive(Debug, Clone)]
+pub struct Product {
+    dims: Dims,
+    matrices: Vec<Columns>,
+    dtype: StorageType,
+    split: Split,
+}
+
+impl Product {
+    /// Plans for a device.
+    ///
+    /// # Errors
+    /// [`Refusal`] names what is wrong.
+    pub fn new<R: Runtime>(
+        client: &ComputeClient<R>,
+        dims: Dims,
+        matrices: &[Columns],
+        dtype: StorageType,
+    ) -> Result<Self, Refusal> {
+        let Dims { rows, inner } = dims;
+        let columns: usize = matrices.iter().map(|matrix| matrix.count).sum();
+        let any_empty = matrices.iter().any(|matrix| matrix.count == 0);
+        if !(1..=MOST_ROWS).contains(&rows) || inner == 0 || columns == 0 || any_empty {
+            return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
+        }
+        let (got, most) = (matrices.len(), MOST_MATRICES);
+        if got > most {
+            return Err(Refusal::TooLarge { what: "matrices side by side", got, most });
+        }
+        check_type(client, dtype)?;
+        // Columns of x are counted up to whole batches.
+        let counted = inner.next_multiple_of(LONGEST).saturating_mul(rows);
+        let stride = matrices.iter().map(|matrix| matrix.stride).max().unwrap_or(0);
+        let got = inner.saturating_mul(stride).max(counted).max(rows.saturating_mul(columns));
+        let most = u32::MAX as usize;
+        if got > most {
+            return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
+        }
+        let split = Split::new(client, dims, matrices, dtype);
+        let hardware = &client.properties().hardware;
+        let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
+        if shared_memory < split.shared_memory() || units < UNITS as u32 {
+            return Err(Refusal::Device { shared_memory, units });
+        }
+        let [x, z] = split.cubes(dims, matrices);
+        let (most_x, _, most_z) = hardware.max_cube_count;
+        for (what, got, most, each) in
+            [("columns", x, most_x, split.columns()), ("rows", z, most_z, split.tile)]
+        {
+            if got > most as usize {
+                let most = most as usize * each;
+                return Err(Refusal::TooLarge { what, got: got * each, most });
+            }
+        }
+        Ok(Self { dims, matrices: matrices.to_vec(), dtype, split })
+    }
+
+    /// `x [W_1 W_2 ..] + b`, `[M, N]`, in one launch.
+    ///
+    /// # Panics
+    /// If there are not as many matrices as were planned.
+    pub fn launch<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        x: &Handle,
+        weights: &[&Handle],
+        bias: Option<&Handle>,
+    ) -> Buffer {
+        let Self { dims, matrices, dtype, split } = self;
+        assert_eq!(weights.len(), matrices.len(), "a handle for each matrix");
+        let Dims { rows, inner } = *dims;
+        let columns = matrices.iter().map(|matrix| matrix.count).sum();
+        let split = Split { biased: bias.is_some(), ..*split };
+        let [across, deep] = split.cubes(*dims, matrices);
+        let y = buffer(client, &[rows, columns], *dtype);
+        // A bias that is not there: any tensor of this type would do, and none is read.
+        let (bias, biases) = bias.map_or((x, 1), |bias| (bias, columns));
+        // SAFETY: rows and columns past the ends are cut off or repeat the last ones, so that all stays
+        // within the sizes of `dims` and `matrices`, which the caller promises.
+        #[allow(unsafe_code)]
+        unsafe {
+            rows_by_matrices::launch_unchecked::<R>(
+                client,
+                CubeCount::Static(across as u32, 1, deep as u32),
+                CubeDim::new_1d(UNITS as u32),
+                OperandsLaunch::new(array(x, rows * inner), array(bias, biases)),
+                side_by_side(inner, weights, matrices, split),
+                whole(&y),
+                SizesLaunch::new(rows as u32, inner as u32, columns as u32),
+                split,
+                *dtype,
+                split.width,
+            );
+        }
+        y
+    }
+}
+
 /// Whether [`product`] takes this.
 ///
 /// # Errors
@@ -194,41 +293,7 @@ pub fn check<R: Runtime>(
     matrices: &[Columns],
     dtype: StorageType,
 ) -> Result<(), Refusal> {
-    let Dims { rows, inner } = dims;
-    let columns: usize = matrices.iter().map(|matrix| matrix.count).sum();
-    let any_empty = matrices.iter().any(|matrix| matrix.count == 0);
-    if !(1..=MOST_ROWS).contains(&rows) || inner == 0 || columns == 0 || any_empty {
-        return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
-    }
-    let (got, most) = (matrices.len(), MOST_MATRICES);
-    if got > most {
-        return Err(Refusal::TooLarge { what: "matrices side by side", got, most });
-    }
-    check_type(client, dtype)?;
-    // Columns of x are counted up to whole batches.
-    let counted = inner.next_multiple_of(LONGEST).saturating_mul(rows);
-    let stride = matrices.iter().map(|matrix| matrix.stride).max().unwrap_or(0);
-    let got = inner.saturating_mul(stride).max(counted).max(rows.saturating_mul(columns));
-    let most = u32::MAX as usize;
-    if got > most {
-        return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
-    }
-    let split = Split::new(client, dims, matrices, dtype);
-    let hardware = &client.properties().hardware;
-    let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
-    if shared_memory < split.shared_memory() || units < UNITS as u32 {
-        return Err(Refusal::Device { shared_memory, units });
-    }
-    let [x, z] = split.cubes(dims, matrices);
-    let (most_x, _, most_z) = hardware.max_cube_count;
-    for (what, got, most, each) in
-        [("columns", x, most_x, split.columns()), ("rows", z, most_z, split.tile)]
-    {
-        if got > most as usize {
-            return Err(Refusal::TooLarge { what, got: got * each, most: most as usize * each });
-        }
-    }
-    Ok(())
+    Product::new(client, dims, matrices, dtype).map(drop)
 }
 
 /// `x [W_1 W_2 ..] + b`, `[M, N]`, in one launch.
@@ -241,45 +306,21 @@ pub fn product<R: Runtime>(
     dtype: StorageType,
     args: Args<'_>,
 ) -> Result<Buffer, Refusal> {
-    let matrices: Vec<Columns> = args.weights.iter().map(|(_, columns)| *columns).collect();
-    check(client, dims, &matrices, dtype)?;
-    let Dims { rows, inner } = dims;
-    let columns = matrices.iter().map(|matrix| matrix.count).sum();
-    let biased = args.bias.is_some();
-    let split = Split { biased, ..Split::new(client, dims, &matrices, dtype) };
-    let [across, deep] = split.cubes(dims, &matrices);
-    let y = buffer(client, &[rows, columns], dtype);
-    // A bias that is not there: any tensor of this type would do, and none is read.
-    let (bias, biases) = args.bias.map_or((args.x, 1), |bias| (bias, columns));
-    // SAFETY: rows and columns past the ends are cut off or repeat the last ones, so that all stays
-    // within the sizes of `dims` and `matrices`, which the caller promises.
-    #[allow(unsafe_code)]
-    unsafe {
-        rows_by_matrices::launch_unchecked::<R>(
-            client,
-            CubeCount::Static(across as u32, 1, deep as u32),
-            CubeDim::new_1d(UNITS as u32),
-            OperandsLaunch::new(array(args.x, rows * inner), array(bias, biases)),
-            side_by_side(inner, args.weights, split),
-            whole(&y),
-            SizesLaunch::new(rows as u32, inner as u32, columns as u32),
-            split,
-            dtype,
-            split.width,
-        );
-    }
-    Ok(y)
+    let (weights, matrices): (Vec<&Handle>, Vec<Columns>) = args.weights.iter().copied().unzip();
+    let product = Product::new(client, dims, &matrices, dtype)?;
+    Ok(product.launch(client, args.x, &weights, args.bias))
 }
 
 /// The matrices, and the places of each among cubes and columns.
 fn side_by_side<F: Float, N: Size, R: Runtime>(
     inner: usize,
-    weights: &[(&Handle, Columns)],
+    weights: &[&Handle],
+    matrices: &[Columns],
     split: Split,
 ) -> SequenceArg<R, Matrix<F, N>> {
     let mut given = SequenceArg::new();
     let (mut cubes, mut columns) = (0, 0);
-    for (weight, Columns { count, stride }) in weights {
+    for (weight, Columns { count, stride }) in weights.iter().zip(matrices) {
         given.push(MatrixLaunch::new(
             array(weight, (inner - 1) * stride + count),
             *count as u32,
