@@ -4,10 +4,9 @@ use super::error::OpError;
 use super::lengths::SequenceLengths;
 use burn::tensor::{Shape, TensorMetadata};
 #[cfg(feature = "fusion")]
-use std::{
-    any::Any,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::sync::{Mutex, PoisonError};
+#[cfg(feature = "cubecl")]
+use std::{any::Any, sync::Arc};
 
 /// Which memory is read: the one after this token's decay, or the one before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -300,8 +299,8 @@ impl<T: TensorMetadata> Recurrence<T> {
 pub struct Saved<T> {
     /// The tensors.
     pub tensors: Vec<T>,
-    /// Saved tensors of the backend inside a fused stream.
-    #[cfg(feature = "fusion")]
+    /// The plan of kernels, or all that the backend inside a fused stream saved.
+    #[cfg(feature = "cubecl")]
     pub hidden: Option<Hidden>,
 }
 
@@ -315,20 +314,26 @@ impl<T> From<Vec<T>> for Saved<T> {
     fn from(tensors: Vec<T>) -> Self {
         Self {
             tensors,
-            #[cfg(feature = "fusion")]
+            #[cfg(feature = "cubecl")]
             hidden: None,
         }
     }
 }
 
 /// Something of a type that only the backend who kept it knows.
-#[cfg(feature = "fusion")]
+#[cfg(feature = "cubecl")]
 #[derive(Debug, Clone)]
 pub struct Hidden(pub(super) Arc<dyn Any + Send + Sync>);
 
-#[cfg(feature = "fusion")]
+#[cfg(feature = "cubecl")]
 impl Hidden {
+    /// The `T` that was put in, if it was one.
+    pub(super) fn get<T: Send + Sync + 'static>(&self) -> Option<&T> {
+        self.0.downcast_ref()
+    }
+
     /// Takes out what was put in, an `Arc<Mutex<Option<T>>>`.
+    #[cfg(feature = "fusion")]
     pub(super) fn take<T: Send + 'static>(&self) -> T {
         let slot = self.0.downcast_ref::<Mutex<Option<T>>>().expect("its own backend's");
         let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);

@@ -21,7 +21,7 @@ use super::fused::{
 };
 use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
-use super::recurrence::{Dims, Forward, LogDecay, Read, Recurrence, Saved, Transition};
+use super::recurrence::{Dims, Forward, Hidden, LogDecay, Read, Recurrence, Saved, Transition};
 use super::reference;
 use super::tensors::{primitive, tensor};
 use burn::tensor::ops::{FloatTensor, IntTensor};
@@ -36,6 +36,7 @@ use cubecl::server::Handle;
 use linattn_kernels as kernels;
 use linattn_kernels::step::Step;
 use linattn_kernels::{Chunkwise, few_rows};
+use std::sync::Arc;
 
 impl<R, F, I, BT> LinearAttentionBackend for CubeBackend<R, F, I, BT>
 where
@@ -46,7 +47,7 @@ where
 {
     fn chunkwise(x: Recurrence<FloatTensor<Self>>, keep: bool) -> Forward<FloatTensor<Self>> {
         match chunkwise(&x) {
-            Some(kernels) => Launcher::of(&x).forward(&kernels, one_type::<Self>(x), keep),
+            Some(kernels) => Launcher::of(&x).forward(kernels, one_type::<Self>(x), keep),
             None => reference::forward::<Self>(x, keep),
         }
     }
@@ -57,12 +58,14 @@ where
         d_o: Option<FloatTensor<Self>>,
         d_state: Option<FloatTensor<Self>>,
     ) -> Recurrence<FloatTensor<Self>> {
-        let Some(kernels) = chunkwise(&x) else {
+        // The forward pass's own plan: without one, tensor operations saved these tensors.
+        let hidden = saved.hidden.clone();
+        let Some(kernels) = hidden.as_ref().and_then(Hidden::get::<Chunkwise<R>>) else {
             return reference::backward::<Self>(x, saved, d_o, d_state);
         };
         let (types, dims) = (x.as_ref().map(|x| x.dtype), x.dims());
         let saved = saved.tensors.into_iter().map(|saved| saved.handle).collect::<Vec<_>>();
-        let d = Launcher::of(&x).backward(&kernels, one_type::<Self>(x), &saved, [d_o, d_state]);
+        let d = Launcher::of(&x).backward(kernels, one_type::<Self>(x), &saved, [d_o, d_state]);
         let keys = |d: FloatTensor<Self>| match dims.key_heads == dims.heads {
             true => d,
             false => {
@@ -200,13 +203,10 @@ fn product_of_few_rows<R: CubeRuntime>(
     }
     let matrices = weights.iter().map(columns).collect::<Option<Vec<_>>>()?;
     let dims = few_rows::Dims { rows: shape[..last].iter().product(), inner: shape[last] };
-    few_rows::check(&x.client, dims, &matrices, dtype.into()).ok()?;
+    let product = few_rows::Product::new(&x.client, dims, &matrices, dtype.into()).ok()?;
     let (x, bias) = (into_contiguous(x.clone()), bias.cloned().map(into_contiguous));
-    let handles = weights.iter().map(|weight| &weight.handle);
-    let weights: Vec<_> = handles.zip(matrices.iter().copied()).collect();
-    let bias = bias.as_ref().map(|bias| &bias.handle);
-    let args = few_rows::Args { x: &x.handle, weights: &weights, bias };
-    let y = few_rows::product(&x.client, dims, dtype.into(), args).ok()?;
+    let weights: Vec<_> = weights.iter().map(|weight| &weight.handle).collect();
+    let y = product.launch(&x.client, &x.handle, &weights, bias.as_ref().map(|bias| &bias.handle));
     shape[last] = matrices.iter().map(|matrix| matrix.count).sum();
     Some(CubeTensor::new_contiguous(x.client, x.device, shape, y.handle, dtype))
 }
@@ -335,14 +335,15 @@ impl<R: CubeRuntime> Launcher<R> {
 
     fn forward(
         &self,
-        kernels: &Chunkwise<R>,
+        kernels: Chunkwise<R>,
         x: Recurrence<CubeTensor<R>>,
         keep: bool,
     ) -> Forward<CubeTensor<R>> {
         let done = kernels.forward(&handles(x), keep);
         let tensors: Vec<_> = done.saved.into_iter().map(|saved| self.tensor(saved)).collect();
         let (o, state) = (self.tensor(done.o), self.tensor(done.state));
-        Forward { o, state, saved: Saved::from(tensors) }
+        let hidden = keep.then(|| Hidden(Arc::new(kernels)));
+        Forward { o, state, saved: Saved { tensors, hidden } }
     }
 
     fn step(
