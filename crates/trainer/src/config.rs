@@ -146,7 +146,7 @@ pub struct AdamWConfig {
     /// Share of a weight that is taken off in a step of learning rate 1.
     pub weight_decay: f64,
     /// Which weights decay.
-    pub decay: Decay,
+    pub decay: WeightDecay,
     /// Memory of the mean gradient.
     pub beta_1: f64,
     /// Memory of the mean squared gradient.
@@ -160,7 +160,7 @@ impl Default for AdamWConfig {
         Self {
             learning_rate: 1e-3,
             weight_decay: 0.1,
-            decay: Decay::default(),
+            decay: WeightDecay::default(),
             beta_1: 0.9,
             beta_2: 0.999,
             epsilon: 1e-8,
@@ -171,7 +171,7 @@ impl Default for AdamWConfig {
 /// Which weights decay.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Decay {
+pub enum WeightDecay {
     /// All of them, norms, biases, gates and embeddings too.
     #[default]
     All,

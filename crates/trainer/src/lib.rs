@@ -33,8 +33,8 @@ mod weights;
 pub use burn_train::Interrupter;
 pub use checkpoint::{Checkpoint, Position, Which};
 pub use config::{
-    AdamWConfig, BaseConfig, CheckpointConfig, ConfigError, Decay, EvaluateConfig, Order, Per,
-    Precision, RunConfig, ScheduleConfig, Shape, TrainConfig,
+    AdamWConfig, BaseConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, Per, Precision,
+    RunConfig, ScheduleConfig, Shape, TrainConfig, WeightDecay,
 };
 pub use cost::{DryRun, dry_run, host_memory, least_memory};
 pub use evaluate::{Evaluation, Testing};

@@ -1,6 +1,6 @@
 //! AdamW over a model's weights: its state by their names, its groups, and its file.
 
-use crate::config::{AdamWConfig, Decay};
+use crate::config::{AdamWConfig, WeightDecay};
 use crate::learner::Learner;
 use crate::weights::is_variant;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
@@ -67,7 +67,7 @@ impl<B: TrainBackend> Optimizer<B> {
             beta_2: self.config.beta_2,
             epsilon: self.config.epsilon,
         };
-        let all = matches!(self.config.decay, Decay::All);
+        let all = matches!(self.config.decay, WeightDecay::All);
         let (mut steps, mut places) = (vec![], vec![]);
         for Slot { id, name, decays, weight, gradient } in slots {
             let decay = if all || decays { self.config.weight_decay } else { 0.0 };

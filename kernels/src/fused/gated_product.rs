@@ -62,7 +62,7 @@ struct Form {
 }
 
 /// A launch: its cubes, and its rows and columns in vectors.
-struct Plan {
+struct LaunchPlan {
     form: Form,
     cubes: CubeCount,
     vectors: usize,
@@ -75,7 +75,7 @@ impl GatedProduct {
         client: &ComputeClient<R>,
         packed: bool,
         dtype: StorageType,
-    ) -> Result<Plan, Refusal> {
+    ) -> Result<LaunchPlan, Refusal> {
         let Self { rows, width, activation } = *self;
         check_type(client, dtype)?;
         check_matrix(client, rows, width.saturating_mul(2))?;
@@ -84,7 +84,7 @@ impl GatedProduct {
         let fits = |n: &usize| *n <= most && columns.is_multiple_of(*n);
         let vector = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
         let vectors = rows * width / vector;
-        Ok(Plan {
+        Ok(LaunchPlan {
             form: Form { source: SOURCE, vector, packed, activation },
             cubes: grid(client, vectors.div_ceil(UNITS))?,
             vectors,

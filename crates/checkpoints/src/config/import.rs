@@ -3,7 +3,7 @@
 use super::keys::{Keys, LARGEST_EXACT, MOST_LAYERS, json_of, whole};
 use super::rule::Rule;
 use crate::families::{Channels, Family};
-use crate::hub::Read;
+use crate::hub::ForeignConfig;
 use serde_json::{Map, Value, json};
 
 /// Keys that any family may have, and must have so.
@@ -17,11 +17,11 @@ const EVERYWHERE: &[(&str, &[&str])] = &[
 ];
 
 /// Reads the table of a `config.json` of flash-linear-attention. None where no model could be so large.
-pub(super) fn read(keys: &mut Keys<'_>, family: &Family) -> Option<Read> {
+pub(super) fn read(keys: &mut Keys<'_>, family: &Family) -> Option<ForeignConfig> {
     keys.idle(family.idle);
     let config = keys.model(family);
     let vocab = keys.vocabulary();
-    Some(Read { config: config?, vocab })
+    Some(ForeignConfig { config: config?, vocab })
 }
 
 /// `256 ceil(int(d_model * ratio * 2 / 3) / 256)`, as the published models have it.

@@ -2,7 +2,9 @@
 //! count from 1, with scaled embeddings and a soft cap on the logits.
 
 use super::keys::{NO, rope_parameters};
-use super::layout::{Form, Hub, Read, Theirs, View, always, given_or, in_part, joined, stacked};
+use super::layout::{
+    ForeignConfig, Form, Hub, Theirs, View, always, given_or, in_part, joined, stacked,
+};
 use crate::config::keys::Keys;
 use crate::paths::parameter;
 use half::bf16;
@@ -39,7 +41,7 @@ fn embedding_scale(d_model: usize) -> f64 {
     bf16::from_f64((d_model as f64).sqrt()).to_f64()
 }
 
-fn read(keys: &mut Keys<'_>) -> Option<Read> {
+fn read(keys: &mut Keys<'_>) -> Option<ForeignConfig> {
     keys.idle(IDLE);
     let sizes = keys.sizes();
     let (d_model, layers) = sizes.unwrap_or((1, 1));
@@ -90,7 +92,7 @@ fn read(keys: &mut Keys<'_>) -> Option<Read> {
         "logit_soft_cap": keys.positive("logits_soft_cap", "30.0"),
     });
     let vocab = keys.vocabulary();
-    sizes.map(|_| Read { config, vocab })
+    sizes.map(|_| ForeignConfig { config, vocab })
 }
 
 fn write(view: &View<'_>) -> Map<String, Value> {

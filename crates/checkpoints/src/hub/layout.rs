@@ -35,7 +35,7 @@ pub(crate) struct Hub {
     /// Ends of names of tensors that no model uses.
     pub(crate) unused: &'static [&'static str],
     /// Our config from theirs; None where its sizes have no bounds.
-    pub(crate) read: fn(&mut Keys<'_>) -> Option<Read>,
+    pub(crate) read: fn(&mut Keys<'_>) -> Option<ForeignConfig>,
     /// Their config from ours, all but what every config has.
     pub(crate) write: fn(&View<'_>) -> Map<String, Value>,
     /// Where a weight of a layer stands, after the layer's number.
@@ -44,7 +44,7 @@ pub(crate) struct Hub {
 
 /// A foreign config as read.
 #[derive(Debug)]
-pub(crate) struct Read {
+pub(crate) struct ForeignConfig {
     /// The model's config, as ours spells it.
     pub(crate) config: Value,
     /// Rows of the embedding, where it says so.

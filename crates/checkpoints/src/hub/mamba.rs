@@ -2,7 +2,7 @@
 //! names, but for the authors' embedding; only the keys of the configs differ.
 
 use super::keys::{NO, SILU};
-use super::layout::{Hub, Read, Theirs, View, has_any, in_part, joined, stacked};
+use super::layout::{ForeignConfig, Hub, Theirs, View, has_any, in_part, joined, stacked};
 use crate::config::keys::Keys;
 use crate::paths::parameter;
 use crate::tensors::Tensors;
@@ -117,7 +117,7 @@ const IDLE: &[&str] = &[
 ];
 
 /// A model of one kind of layer, all of it a mixer.
-fn model(keys: &mut Keys<'_>, mixer: Value, tied: &str) -> Option<Read> {
+fn model(keys: &mut Keys<'_>, mixer: Value, tied: &str) -> Option<ForeignConfig> {
     let sizes = keys.sizes();
     let (d_model, layers) = sizes.unwrap_or((1, 1));
     // Keys of the authors, which some of these repositories still have.
@@ -132,7 +132,7 @@ fn model(keys: &mut Keys<'_>, mixer: Value, tied: &str) -> Option<Read> {
         "tie_embeddings": keys.flag("tie_word_embeddings", tied),
     });
     let vocab = keys.vocabulary();
-    sizes.map(|_| Read { config, vocab })
+    sizes.map(|_| ForeignConfig { config, vocab })
 }
 
 fn common(keys: &mut Keys<'_>) {
@@ -142,7 +142,7 @@ fn common(keys: &mut Keys<'_>) {
     keys.only("use_conv_bias", &["true"]);
 }
 
-fn read_mamba(keys: &mut Keys<'_>) -> Option<Read> {
+fn read_mamba(keys: &mut Keys<'_>) -> Option<ForeignConfig> {
     common(keys);
     let (d_model, expand) = (keys.count("hidden_size", "null"), keys.count("expand", "2"));
     for key in ["intermediate_size", "d_inner"] {
@@ -158,7 +158,7 @@ fn read_mamba(keys: &mut Keys<'_>) -> Option<Read> {
     model(keys, json!({ "mamba": mamba }), "true")
 }
 
-fn read_mamba2(keys: &mut Keys<'_>) -> Option<Read> {
+fn read_mamba2(keys: &mut Keys<'_>) -> Option<ForeignConfig> {
     common(keys);
     // A remnant of Mamba that nothing reads.
     keys.idle(&["time_step_rank"]);
@@ -201,7 +201,7 @@ const OF_START: &[&str] = &[
 /// Epsilon of every norm, which the authors' configs leave to their code.
 const EPS: f64 = 1e-5;
 
-fn read_original(keys: &mut Keys<'_>) -> Option<Read> {
+fn read_original(keys: &mut Keys<'_>) -> Option<ForeignConfig> {
     keys.idle(&["attn_cfg", "fused_add_norm", "residual_in_fp32"]);
     keys.only("attn_layer_idx", &["[]"]);
     keys.only("d_intermediate", &["0"]);
@@ -228,7 +228,7 @@ fn read_original(keys: &mut Keys<'_>) -> Option<Read> {
     let multiple = keys.count("pad_vocab_size_multiple", "8");
     let padded = |vocab: usize| vocab.checked_next_multiple_of(multiple).unwrap_or(usize::MAX);
     let vocab = keys.vocabulary().map(padded);
-    bounded.then_some(Read { config, vocab })
+    bounded.then_some(ForeignConfig { config, vocab })
 }
 
 fn original_mamba(keys: &mut Keys<'_>) -> Value {

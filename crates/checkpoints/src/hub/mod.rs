@@ -11,7 +11,7 @@ mod qwen;
 mod rwkv;
 mod xlstm;
 
-pub(crate) use layout::{Form, Hub, Read, Rows, Theirs, View};
+pub(crate) use layout::{ForeignConfig, Form, Hub, Rows, Theirs, View};
 
 /// Every layout, the one to be preferred first where several say the same.
 pub(crate) static FORMATS: &[&Hub] = &[

@@ -2,7 +2,7 @@
 //! without positions, or an MLP of a squared ReLU.
 
 use super::keys::{NO, SILU};
-use super::layout::{Hub, Read, Theirs, View, always, given_or, in_part, joined, stacked};
+use super::layout::{ForeignConfig, Hub, Theirs, View, always, given_or, in_part, joined, stacked};
 use crate::config::keys::{Keys, MOST_LAYERS};
 use crate::paths::parameter;
 use linattn::nn::LayerConfig;
@@ -62,7 +62,7 @@ const TYPES: &[(&str, &str, char)] = &[
     ("mlp", "mlp", '-'),
 ];
 
-fn read(keys: &mut Keys<'_>) -> Option<Read> {
+fn read(keys: &mut Keys<'_>) -> Option<ForeignConfig> {
     keys.idle(IDLE);
     let before = keys.faults();
     let d_model = keys.count("hidden_size", "null");
@@ -112,7 +112,7 @@ fn read(keys: &mut Keys<'_>) -> Option<Read> {
         keys.fault("layers_block_type", &json!(format!("{} words", kinds.len())), want);
         return None;
     }
-    bounded.then_some(Read { config, vocab })
+    bounded.then_some(ForeignConfig { config, vocab })
 }
 
 /// The kind of each layer, from the list or from the older pattern.

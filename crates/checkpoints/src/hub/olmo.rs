@@ -6,7 +6,7 @@
 
 use super::keys::{NO, SILU, rope_parameters};
 use super::layout::{
-    Hub, Read, Rows, Theirs, View, always, given_or, in_part, joined, stacked, value_width,
+    ForeignConfig, Hub, Rows, Theirs, View, always, given_or, in_part, joined, stacked, value_width,
 };
 use crate::config::keys::Keys;
 use crate::paths::parameter;
@@ -46,7 +46,7 @@ const IDLE: &[&str] = &[
 const OUTPUT_EPS: f64 = 1e-5;
 const TYPES: &[&str] = &["linear_attention", "full_attention"];
 
-fn read(keys: &mut Keys<'_>) -> Option<Read> {
+fn read(keys: &mut Keys<'_>) -> Option<ForeignConfig> {
     keys.idle(IDLE);
     let sizes = keys.sizes();
     let (d_model, layers) = sizes.unwrap_or((1, 1));
@@ -79,7 +79,7 @@ fn read(keys: &mut Keys<'_>) -> Option<Read> {
         "tie_embeddings": keys.flag("tie_word_embeddings", "false"),
     });
     let vocab = keys.vocabulary();
-    sizes.map(|_| Read { config, vocab })
+    sizes.map(|_| ForeignConfig { config, vocab })
 }
 
 fn write(view: &View<'_>) -> Map<String, Value> {

@@ -10,7 +10,7 @@
 
 use super::keys::{NO, SILU, rope_parameters};
 use super::layout::{
-    Hub, Read, Rows, Theirs, View, always, given_or, in_part, joined, stacked, value_width,
+    ForeignConfig, Hub, Rows, Theirs, View, always, given_or, in_part, joined, stacked, value_width,
 };
 use crate::config::keys::{Keys, MOST_LAYERS};
 use crate::paths::parameter;
@@ -121,7 +121,7 @@ const OF_VISION: &[&str] = &[
 
 const TYPES: &[&str] = &["linear_attention", "full_attention"];
 
-fn text(keys: &mut Keys<'_>) -> Option<Read> {
+fn text(keys: &mut Keys<'_>) -> Option<ForeignConfig> {
     keys.idle(IDLE);
     let sizes = keys.sizes();
     let (d_model, layers) = sizes.unwrap_or((1, 1));
@@ -160,11 +160,11 @@ fn text(keys: &mut Keys<'_>) -> Option<Read> {
         "tie_embeddings": keys.flag("tie_word_embeddings", "false"),
     });
     let vocab = keys.vocabulary();
-    sizes.map(|_| Read { config: model, vocab })
+    sizes.map(|_| ForeignConfig { config: model, vocab })
 }
 
 /// The text model's config stands in `text_config`; whether weights are tied may be said beside it.
-fn multimodal(keys: &mut Keys<'_>) -> Option<Read> {
+fn multimodal(keys: &mut Keys<'_>) -> Option<ForeignConfig> {
     keys.idle(OF_VISION);
     let said = keys.get("tie_word_embeddings", "null");
     let read = keys.table("text_config", |inner| {

@@ -4,7 +4,7 @@
 //! Low-rank maps stand there as they multiply, `[in, out]`. The first layer has a value residual that nothing
 //! reads.
 
-use super::layout::{Form, Hub, Read, Theirs, View, in_part, joined, stacked};
+use super::layout::{ForeignConfig, Form, Hub, Theirs, View, in_part, joined, stacked};
 use crate::config::keys::Keys;
 use crate::paths::parameter;
 use linattn::nn::LayerConfig;
@@ -28,7 +28,7 @@ pub(super) static NATIVE: Hub = Hub {
     place,
 };
 
-fn read(keys: &mut Keys<'_>) -> Option<Read> {
+fn read(keys: &mut Keys<'_>) -> Option<ForeignConfig> {
     let sizes = keys.sizes();
     let (d_model, layers) = sizes.unwrap_or((1, 1));
     keys.only("norm_bias", &["true"]);
@@ -63,7 +63,7 @@ fn read(keys: &mut Keys<'_>) -> Option<Read> {
         "norm_eps": eps, "tie_embeddings": keys.flag("tie_word_embeddings", "false"),
     });
     let vocab = keys.vocabulary();
-    sizes.map(|_| Read { config, vocab })
+    sizes.map(|_| ForeignConfig { config, vocab })
 }
 
 fn write(view: &View<'_>) -> Map<String, Value> {

@@ -2,7 +2,7 @@
 
 use super::keys::NO;
 use super::layout::{
-    Hub, Read, Theirs, View, always, expand_v, in_part, joined, stacked, value_width,
+    ForeignConfig, Hub, Theirs, View, always, expand_v, in_part, joined, stacked, value_width,
 };
 use crate::config::keys::Keys;
 use crate::paths::parameter;
@@ -44,7 +44,7 @@ const IDLE: &[&str] = &[
 /// The least that answers are divided by, beside e^-m: ours has no other.
 const DIVISOR_EPS: &[&str] = &["1e-6"];
 
-fn read(keys: &mut Keys<'_>) -> Option<Read> {
+fn read(keys: &mut Keys<'_>) -> Option<ForeignConfig> {
     keys.idle(IDLE);
     let sizes = keys.sizes();
     let (d_model, layers) = sizes.unwrap_or((1, 1));
@@ -73,7 +73,7 @@ fn read(keys: &mut Keys<'_>) -> Option<Read> {
         "logit_soft_cap": keys.positive("output_logit_soft_cap", "30.0"),
     });
     let vocab = keys.vocabulary();
-    sizes.map(|_| Read { config, vocab })
+    sizes.map(|_| ForeignConfig { config, vocab })
 }
 
 /// Width of a head whose heads together are a share of the model's width.

@@ -13,14 +13,14 @@ const LEAST_A: f64 = 1e-6;
 
 /// Parameters of a log decay.
 #[derive(Debug, Clone)]
-pub(crate) struct LogDecay<B: Backend> {
+pub(crate) struct LogDecayParams<B: Backend> {
     /// ln A, `[H]`.
     pub(crate) a_log: Tensor<B, 1>,
     /// The bias of step sizes: `[H]`, or `[H K]` for a decay of its own for each row of the memory.
     pub(crate) dt_bias: Tensor<B, 1>,
 }
 
-impl<B: Backend> LogDecay<B> {
+impl<B: Backend> LogDecayParams<B> {
     /// Of a layer's parameters.
     pub(crate) fn new(a_log: &Param<Tensor<B, 1>>, dt_bias: &Param<Tensor<B, 1>>) -> Self {
         Self { a_log: a_log.val(), dt_bias: dt_bias.val() }
@@ -35,7 +35,7 @@ impl<B: Backend> LogDecay<B> {
     }
 }
 
-impl<B: LinearAttentionBackend> LogDecay<B> {
+impl<B: LinearAttentionBackend> LogDecayParams<B> {
     /// A decay for each row of the memory: `[B, T, H K]` to `[B, T, H, K]`, with an A for each head; f32 at
     /// least.
     pub(crate) fn of_rows(self, x: Tensor<B, 3>) -> Tensor<B, 4> {

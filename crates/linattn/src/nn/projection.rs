@@ -6,7 +6,7 @@
 
 use super::Linear;
 use super::convolution::{ShortConvolution, Tails};
-use super::log_decay::LogDecay;
+use super::log_decay::LogDecayParams;
 use super::lora::add_side_by_side;
 use crate::ops::{
     self, Activation, Column, ColumnKind, ConvSplit, HeadNorm, LinearAttentionBackend,
@@ -23,7 +23,7 @@ pub(crate) struct Projection<'a, B: Backend> {
     linear: &'a Linear<B>,
     convolution: Option<&'a ShortConvolution<B>>,
     kind: ColumnKind,
-    decay: Option<LogDecay<B>>,
+    decay: Option<LogDecayParams<B>>,
 }
 
 impl<'a, B: Backend> Projection<'a, B> {
@@ -52,7 +52,7 @@ impl<'a, B: Backend> Projection<'a, B> {
     }
 
     /// The log decay of `x W`, in f32 at least. A mixer has one.
-    pub(crate) fn log_decay(linear: &'a Linear<B>, decay: LogDecay<B>) -> Self {
+    pub(crate) fn log_decay(linear: &'a Linear<B>, decay: LogDecayParams<B>) -> Self {
         Self { kind: ColumnKind::LogDecay, decay: Some(decay), ..Self::plain(linear) }
     }
 
@@ -298,7 +298,7 @@ pub(crate) struct Split<B: Backend> {
     pub(crate) y: Tensor<B, 3>,
     pub(crate) columns: Vec<Column>,
     pub(crate) convolution: Option<Convolution<B>>,
-    pub(crate) decay: Option<LogDecay<B>>,
+    pub(crate) decay: Option<LogDecayParams<B>>,
 }
 
 impl<B: LinearAttentionBackend> Split<B> {
@@ -317,7 +317,7 @@ impl<B: LinearAttentionBackend> Split<B> {
             None => (None, None, None, None),
         };
         let (a_log, dt_bias) = match decay {
-            Some(LogDecay { a_log, dt_bias }) => (Some(a_log), Some(dt_bias)),
+            Some(LogDecayParams { a_log, dt_bias }) => (Some(a_log), Some(dt_bias)),
             None => (None, None),
         };
         let mut outputs = ops::conv_split::<B>(ConvSplit {

@@ -9,7 +9,7 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, l2_normalize, linear, share_heads,
 };
-use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared};
@@ -197,7 +197,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Comba<B> {
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
-        let decay = LogDecay::new(&self.a_log, &self.dt_bias);
+        let decay = LogDecayParams::new(&self.a_log, &self.dt_bias);
         let gates =
             [Projection::log_decay(&self.a_proj, decay), Projection::beta(&self.b_proj, 1.0)];
         let gate = self.g_proj.as_ref().map(Projection::plain);

@@ -7,7 +7,7 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, rms_norm,
 };
-use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::rope::{Turn, sum_of_angles};
@@ -188,7 +188,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for CyFa<B> {
         let (keys, values, tails) = SlotState::parts(state);
         let mut tails = Tails::after(tails);
         let gates = [
-            Projection::log_decay(&self.a_proj, LogDecay::new(&self.a_log, &self.dt_bias)),
+            Projection::log_decay(&self.a_proj, LogDecayParams::new(&self.a_log, &self.dt_bias)),
             Projection::beta(&self.b_proj, 1.0),
             Projection::plain(&self.g_proj[0]),
         ];

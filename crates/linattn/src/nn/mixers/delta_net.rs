@@ -10,7 +10,7 @@ use crate::nn::delta_keys::{DeltaKeys, QkActivation, QkNorm};
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::key_preconditioner::{KeyPreconditioner, preconditioner_cost, written};
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
-use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared, is_default};
@@ -286,7 +286,7 @@ impl<B: LinearAttentionBackend> DeltaNet<B> {
     }
 
     fn decay(&self) -> Option<Projection<'_, B>> {
-        let parameters = LogDecay::optional(&self.a_log, &self.dt_bias)?;
+        let parameters = LogDecayParams::optional(&self.a_log, &self.dt_bias)?;
         Some(Projection::log_decay(self.a_proj.as_ref()?, parameters))
     }
 

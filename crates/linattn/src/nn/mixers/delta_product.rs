@@ -7,7 +7,7 @@ use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
-use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
@@ -212,7 +212,7 @@ impl<B: LinearAttentionBackend> DeltaProduct<B> {
     }
 
     fn decay(&self) -> Option<Projection<'_, B>> {
-        let parameters = LogDecay::optional(&self.a_log, &self.dt_bias)?;
+        let parameters = LogDecayParams::optional(&self.a_log, &self.dt_bias)?;
         Some(Projection::log_decay(self.a_proj.as_ref()?, parameters))
     }
 

@@ -9,7 +9,7 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, share_heads, split_heads,
 };
-use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
@@ -189,7 +189,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedDeltaNet2<B> {
             ops::gate(x, split_heads(gate, heads), Activation::Sigmoid)
         };
         let erase = share_heads(gated(k.clone(), erase) * self.erase_scale, self.heads);
-        let g = LogDecay::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
+        let g = LogDecayParams::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
         // Erasing and writing have their gates already: all of the rest is corrected.
         let beta = Tensor::ones([batch, tokens, self.heads], (&x.device(), g.dtype()));
         let inputs = DeltaRuleInputs {

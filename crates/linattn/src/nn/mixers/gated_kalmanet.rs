@@ -5,7 +5,7 @@ use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias};
-use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::gated_kalman;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
@@ -192,7 +192,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedKalmaNet<B> {
         let gates = [
             Projection::beta(&self.b_proj, 1.0),
             Projection::beta(&self.alpha_proj, 1.0),
-            Projection::log_decay(&self.a_proj, LogDecay::new(&self.a_log, &self.dt_bias)),
+            Projection::log_decay(&self.a_proj, LogDecayParams::new(&self.a_log, &self.dt_bias)),
         ];
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [beta, alpha, g], [gate]) =

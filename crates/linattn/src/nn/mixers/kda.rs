@@ -8,7 +8,7 @@ use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::key_preconditioner::{KeyPreconditioner, preconditioner_cost, written};
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias};
-use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared, is_default, positive};
@@ -202,7 +202,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Kda<B> {
         let (Qkv { q, k, v }, [beta, f, gate], gates) =
             self.qkv().project_some(&x, [beta, f, gate], optional, &mut past.tails);
         let (k, erase) = written(&self.preconditioner, gates, k, self.heads, &mut past.tails);
-        let g = LogDecay::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
+        let g = LogDecayParams::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
         let inputs = DeltaRuleInputs { erase, ..DeltaRuleInputs::new(q, k, v, beta) };
         let inputs = inputs.with_decay(Decay::Vector(g));
         let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());

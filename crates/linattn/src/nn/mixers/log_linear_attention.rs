@@ -8,7 +8,7 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, softplus, split_heads,
 };
-use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::{ConfigError, Cost, Linear, Shared};
 use crate::ops::{LinearAttentionBackend, accumulator, typed};
@@ -185,7 +185,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LogLinearAttention<B> {
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
-        let decay = LogDecay::new(&self.a_log, &self.dt_bias);
+        let decay = LogDecayParams::new(&self.a_log, &self.dt_bias);
         let gates = [Projection::log_decay(&self.a_proj, decay), Projection::plain(&self.l_proj)];
         let optional = [
             self.b_proj.as_ref().map(|proj| Projection::beta(proj, 1.0)),

@@ -10,7 +10,7 @@ use crate::nn::layers::{
     ResidualLinear, check_epsilon, merge_heads, rms_norm, rms_normalize, softplus, split_heads,
     torch_linear,
 };
-use crate::nn::log_decay::{LogDecay, fresh_a_log, fresh_dt_bias};
+use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::{Convolution, Split, padding};
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, positive};
@@ -243,7 +243,7 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         let y = self.in_proj.adapter.add_parts(y, &x, &[(inner, behind), (0, inner)]);
         let convolution = Some(Convolution::of(&self.conv1d, &y, tails));
         // With rates of 1 a log decay is less than 0 by the step.
-        let decay = Some(LogDecay {
+        let decay = Some(LogDecayParams {
             a_log: self.a_log.val().detach().zeros_like(),
             dt_bias: self.dt_bias.val(),
         });

@@ -7,8 +7,8 @@ use super::vector_decay::VectorDecay;
 use crate::ops::recurrence::{LogDecay, Read};
 use burn::tensor::{Tensor, backend::Backend};
 
-/// Decay of a recurrence.
-pub(super) enum Decay<B: Backend> {
+/// Factors of the decay of a recurrence.
+pub(super) enum DecayFactors<B: Backend> {
     /// All is kept: of scores only those of tokens before, with and without the token itself.
     None { causal: Mask<B>, strict: Mask<B> },
     /// One for every row of the state.
@@ -17,7 +17,7 @@ pub(super) enum Decay<B: Backend> {
     Vector(VectorDecay<B>),
 }
 
-impl<B: Backend> Decay<B> {
+impl<B: Backend> DecayFactors<B> {
     /// `g` is `[M, N, C, 1 or K]`; `rows` are as many, `[M, N, C, ..]`.
     pub(super) fn new(g: Option<LogDecay<Tensor<B, 4>>>, rows: &Tensor<B, 4>) -> Self {
         let size = rows.dims()[2];
@@ -114,13 +114,17 @@ impl<B: Backend> Decay<B> {
 
 /// Gradients of a decay's exponents, as they are found; none where there is no decay.
 pub(super) struct Exponents<'a, B: Backend> {
-    decay: &'a Decay<B>,
+    decay: &'a DecayFactors<B>,
     found: Option<ExponentGradients<B>>,
 }
 
 impl<'a, B: Backend> Exponents<'a, B> {
     /// Those over whole chunks, of states at their starts and gradients at their ends.
-    pub(super) fn new(decay: &'a Decay<B>, states: &Tensor<B, 4>, d_states: &Tensor<B, 4>) -> Self {
+    pub(super) fn new(
+        decay: &'a DecayFactors<B>,
+        states: &Tensor<B, 4>,
+        d_states: &Tensor<B, 4>,
+    ) -> Self {
         let factors = decay.factors();
         let found = factors.map(|(from_start, total)| {
             let total = (states.clone() * d_states.clone()).sum_dim(3) * total;
@@ -161,9 +165,9 @@ impl<'a, B: Backend> Exponents<'a, B> {
     pub(super) fn log_gates(self) -> Option<Tensor<B, 4>> {
         let found = self.found?;
         match self.decay {
-            Decay::None { .. } => None,
-            Decay::Scalar(_) => Some(ScalarDecay::log_gates(found)),
-            Decay::Vector(decay) => Some(decay.log_gates(found)),
+            DecayFactors::None { .. } => None,
+            DecayFactors::Scalar(_) => Some(ScalarDecay::log_gates(found)),
+            DecayFactors::Vector(decay) => Some(decay.log_gates(found)),
         }
     }
 }

@@ -44,7 +44,7 @@ pub(crate) use triangular::solve_unit_lower;
 use crate::ops::recurrence::{Forward, LogDecay, Read, Recurrence, Saved, Transition};
 use crate::ops::tensors::{accumulator, primitive, tensor};
 use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
-use decay::{Decay, Exponents};
+use decay::{DecayFactors, Exponents};
 use layout::Layout;
 use triangular::unit_lower_inverse;
 
@@ -127,7 +127,7 @@ struct Chunks<B: Backend> {
     /// Scaled by beta in a delta rule.
     v: Tensor<B, 4>,
     rule: Rule<B>,
-    decay: Decay<B>,
+    decay: DecayFactors<B>,
     /// State before the first token, `[1, B H, K, V]`.
     start: Tensor<B, 4>,
 }
@@ -163,7 +163,7 @@ impl<B: Backend> Chunks<B> {
         let start = x.state.map(|s| accumulator(tensor::<B, 4>(s)).reshape(state));
         Self {
             start: start.unwrap_or_else(|| Tensor::zeros(state, (&q.device(), q.dtype()))),
-            decay: Decay::new(g, &q),
+            decay: DecayFactors::new(g, &q),
             v: match &rule {
                 Rule::Delta(delta) => v * delta.beta.clone(),
                 Rule::Identity { .. } | Rule::LowRank { .. } => v,
