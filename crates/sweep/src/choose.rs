@@ -86,7 +86,7 @@ impl Candidate {
     }
 
     /// Sort key of the choice. Without a value for every row there is no choice.
-    fn merit(&self, config: &SelectConfig) -> Result<f64, SweepError> {
+    fn sort_key(&self, config: &SelectConfig) -> Result<f64, SweepError> {
         let mut values = vec![];
         for row in &self.rows {
             let metric = format!("{}/{}", config.rule.split(), metric(config, row));
@@ -95,8 +95,8 @@ impl Candidate {
                 SweepError::value("select.metric", got, "a metric that every row has")
             })?);
         }
-        let merit = statistic(config.by, config.lowest, &values).unwrap_or(f64::NEG_INFINITY);
-        Ok(if config.lowest { -merit } else { merit })
+        let value = statistic(config.by, config.lowest, &values).unwrap_or(f64::NEG_INFINITY);
+        Ok(if config.lowest { -value } else { value })
     }
 }
 
@@ -111,11 +111,10 @@ pub(crate) fn choose(
     let mut best: Option<(usize, f64, Candidate)> = None;
     for candidate in candidates.into_iter().filter(|candidate| !candidate.rows.is_empty()) {
         let count = candidate.rows.len();
-        let merit = if alone { 0.0 } else { candidate.merit(config)? };
-        let better =
-            best.as_ref().is_none_or(|(n, m, _)| count > *n || (count == *n && merit > *m));
+        let key = if alone { 0.0 } else { candidate.sort_key(config)? };
+        let better = best.as_ref().is_none_or(|(n, m, _)| count > *n || (count == *n && key > *m));
         if better {
-            best = Some((count, merit, candidate));
+            best = Some((count, key, candidate));
         }
     }
     let (choice, rows) = best.map(|(_, _, best)| (best.choice, best.rows)).unwrap_or_default();

@@ -84,22 +84,27 @@ pub fn report(folder: &Path, mode: Mode, runs: Option<&Path>) -> Result<Report, 
     let pictures = figures(&sweep, &selection, &layout, &curves)?;
     let text = text(&sweep, &selection, &layout, &pictures);
     let mut report = Report { notes: rows.repair.into_iter().collect(), ..Report::default() };
-    if selection.strangers > 0 {
+    if selection.unmatched > 0 {
         let note =
-            format!("{} rows are of runs that sweep.toml does not ask for", selection.strangers);
+            format!("{} rows are of runs that sweep.toml does not ask for", selection.unmatched);
         report.notes.push(note);
     }
-    report.settle_readme(&sweep, &text, mode)?;
-    report.settle(&folder.join("curves.csv"), &curves.to_csv(), mode)?;
+    report.write_readme_if_changed(&sweep, &text, mode)?;
+    report.write_if_changed(&folder.join("curves.csv"), &curves.to_csv(), mode)?;
     for picture in &pictures {
-        report.settle_picture(folder, picture, mode)?;
+        report.write_picture_if_changed(folder, picture, mode)?;
     }
     Ok(report)
 }
 
 impl Report {
     /// Compares a file with what it should be; nothing for an empty file that is not there.
-    fn settle(&mut self, path: &Path, wanted: &str, mode: Mode) -> Result<bool, SweepError> {
+    fn write_if_changed(
+        &mut self,
+        path: &Path,
+        wanted: &str,
+        mode: Mode,
+    ) -> Result<bool, SweepError> {
         let there = match fs::read_to_string(path) {
             Ok(text) => text,
             Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
@@ -116,7 +121,7 @@ impl Report {
     }
 
     /// The PNG is drawn when its SVG changes or it is not there.
-    fn settle_picture(
+    fn write_picture_if_changed(
         &mut self,
         folder: &Path,
         picture: &Picture,
@@ -124,7 +129,7 @@ impl Report {
     ) -> Result<(), SweepError> {
         let svg = folder.join(format!("{}.svg", picture.file));
         let png = svg.with_extension("png");
-        let changed = self.settle(&svg, &picture.drawing.svg(), mode)?;
+        let changed = self.write_if_changed(&svg, &picture.drawing.svg(), mode)?;
         let missing = !png.exists();
         if missing {
             self.changed.push(png.clone());
@@ -135,7 +140,12 @@ impl Report {
         }
     }
 
-    fn settle_readme(&mut self, sweep: &Sweep, text: &str, mode: Mode) -> Result<(), SweepError> {
+    fn write_readme_if_changed(
+        &mut self,
+        sweep: &Sweep,
+        text: &str,
+        mode: Mode,
+    ) -> Result<(), SweepError> {
         let path = sweep.folder.join("README.md");
         let there = match fs::read_to_string(&path) {
             Ok(text) => text,
@@ -144,7 +154,7 @@ impl Report {
         };
         let wanted = put_between_marks(&there, &sweep.name(), text)
             .map_err(|why| SweepError::Readme { path: path.clone(), why })?;
-        self.settle(&path, &wanted, mode)?;
+        self.write_if_changed(&path, &wanted, mode)?;
         Ok(())
     }
 }

@@ -15,7 +15,7 @@ pub(crate) struct Selection {
     /// Rows of these.
     pub(crate) done: Vec<Row>,
     /// Rows of runs that the sweep does not ask for.
-    pub(crate) strangers: usize,
+    pub(crate) unmatched: usize,
 }
 
 /// Chooses in each group by the sweep's rule. A setting with more of its replicates done comes
@@ -38,10 +38,10 @@ pub(crate) fn select(sweep: &Sweep, rows: &[Row]) -> Result<Selection, SweepErro
     }
     let groups = groups.into_iter().map(|(group, list)| choose(config, group, list));
     let groups = groups.collect::<Result<_, _>>()?;
-    let strangers = rows.len() - done.len();
+    let unmatched = rows.len() - done.len();
     let order = Order::new(sweep, &wanted, rows)?;
     let counts =
         |run: &usize| order.asked(*run) != Asked::No || row_of(rows, &wanted[*run]).is_some();
     let wanted = (0..wanted.len()).filter(counts).count();
-    Ok(Selection { groups, wanted, done, strangers })
+    Ok(Selection { groups, wanted, done, unmatched })
 }

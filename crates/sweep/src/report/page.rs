@@ -34,7 +34,7 @@ pub fn page(file: &Path, mode: Mode) -> Result<Report, SweepError> {
     }
     wanted.push_str(rest);
     let mut report = Report::default();
-    report.settle(file, &wanted, mode)?;
+    report.write_if_changed(file, &wanted, mode)?;
     Ok(report)
 }
 

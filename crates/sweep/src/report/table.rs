@@ -74,7 +74,7 @@ impl Layout {
 
 impl Line {
     /// The larger, the better; nothing is worse than no score.
-    fn merit(&self, sweep: &Sweep) -> f64 {
+    fn sort_key(&self, sweep: &Sweep) -> f64 {
         match self.cells.first().and_then(|cell| cell.value(sweep)) {
             Some(score) if sweep.config.select.lowest => -score,
             Some(score) => score,
@@ -101,7 +101,7 @@ impl Section {
         };
         let mut lines: Vec<Line> = lines.into_iter().map(line).collect();
         if report.sort {
-            lines.sort_by(|a, b| b.merit(sweep).total_cmp(&a.merit(sweep)));
+            lines.sort_by(|a, b| b.sort_key(sweep).total_cmp(&a.sort_key(sweep)));
         }
         let row = groups.iter().flat_map(|group| &group.rows).next();
         let usual = row.map(|row| crate::choose::metric(&sweep.config.select, row));
