@@ -53,8 +53,8 @@ pub fn dry_run<B: LinearAttentionBackend>(
         Some(base) => build_from(run, &base.open()?, device)?,
     };
     let mut plan = Plan::new(run, task.as_ref());
-    let pick = plan.pick(0);
-    let batch = task.batch(Split::Train, pick.set, &pick.indices);
+    let batch = plan.batch_indices(0);
+    let batch = task.batch(Split::Train, batch.set, &batch.indices);
     let _on_device = TensorBatch::<B>::new(&batch, 1.0, device);
     let longest = task.sets(Split::Test).iter().map(|set| set.length).max().unwrap_or(1);
     let cost = run.model.cost(longest).map_err(ConfigError::from)?;

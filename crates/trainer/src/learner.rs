@@ -69,10 +69,10 @@ impl<B: LinearAttentionBackend> Learner<B> {
             return (None, state);
         }
         let rows = self.model.rows_at(hidden, part.scored);
-        (Some(self.judge(rows, part.target)), state)
+        (Some(self.evaluate(rows, part.target)), state)
     }
 
-    fn judge(&self, rows: Tensor<B, 2>, target: Tensor<B, 1, Int>) -> Answers<B> {
+    fn evaluate(&self, rows: Tensor<B, 2>, target: Tensor<B, 1, Int>) -> Answers<B> {
         let count = rows.dims()[0];
         let predicted = self.model.logits(rows.clone()).argmax(1).reshape([count]);
         Answers { loss: self.loss(rows, target, 1.0), predicted }
@@ -179,7 +179,7 @@ impl<B: LinearAttentionBackend> InferenceStep for Learner<B> {
 
     fn step(&self, batch: TensorBatch<B>) -> Answers<B> {
         let rows = self.scored_rows(&batch);
-        self.judge(rows, batch.target)
+        self.evaluate(rows, batch.target)
     }
 }
 

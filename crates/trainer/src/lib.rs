@@ -45,7 +45,7 @@ pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainLoss, gradien
 pub use linattn::backend::TrainBackend;
 pub use optimizer::Optimizer;
 pub use progress::{Progress, ProgressStyle};
-pub use schedule::{Pick, Plan, learning_rate};
+pub use schedule::{BatchIndices, Plan, learning_rate};
 pub use step::{Step, StepNumbers};
 pub use stored::{ImportedModel, StoredError, StoredModel, StoredRun, companions, store_model};
 pub use terminal::{dashboard_is_up, restore_terminal};

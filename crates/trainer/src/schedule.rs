@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 
 /// The examples of one step: indices into one training set.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pick {
+pub struct BatchIndices {
     /// The training set.
     pub set: usize,
     /// Its examples.
@@ -60,7 +60,7 @@ impl Plan {
     }
 
     /// The examples of a step, from 0.
-    pub fn pick(&mut self, step: u64) -> Pick {
+    pub fn batch_indices(&mut self, step: u64) -> BatchIndices {
         let (epoch, place) = (self.epoch(step), step % self.steps_per_epoch);
         if self.order != Order::Shuffled {
             return self.in_order(place, epoch);
@@ -69,15 +69,15 @@ impl Plan {
             self.drawn = Some(self.draw(epoch));
         }
         let Some(drawn) = &self.drawn else { unreachable!("drawn above") };
-        let mut pick = self.in_order(drawn.batches[place as usize], 0);
-        for index in &mut pick.indices {
-            *index = drawn.examples[pick.set][*index as usize];
+        let mut batch = self.in_order(drawn.batches[place as usize], 0);
+        for index in &mut batch.indices {
+            *index = drawn.examples[batch.set][*index as usize];
         }
-        pick
+        batch
     }
 
     /// The batch at `place`, set after set.
-    fn in_order(&self, mut place: u64, epoch: u64) -> Pick {
+    fn in_order(&self, mut place: u64, epoch: u64) -> BatchIndices {
         for (set, info) in self.sets.iter().enumerate() {
             let batches = info.examples.div_ceil(self.batch_size);
             if place < batches {
@@ -87,7 +87,7 @@ impl Plan {
                     Order::Fresh => epoch * info.examples,
                     Order::Fixed | Order::Shuffled => 0,
                 };
-                return Pick { set, indices: (offset + from..offset + to).collect() };
+                return BatchIndices { set, indices: (offset + from..offset + to).collect() };
             }
             place -= batches;
         }
@@ -151,8 +151,8 @@ mod tests {
     fn epoch(plan: &mut Plan, epoch: u64) -> Vec<(usize, u64)> {
         let from = epoch * plan.steps_per_epoch;
         (from..from + plan.steps_per_epoch)
-            .map(|step| plan.pick(step))
-            .flat_map(|pick| pick.indices.into_iter().map(move |index| (pick.set, index)))
+            .map(|step| plan.batch_indices(step))
+            .flat_map(|batch| batch.indices.into_iter().map(move |index| (batch.set, index)))
             .collect()
     }
 
@@ -179,7 +179,7 @@ mod tests {
         let (first, second) = (epoch(&mut a, 0), epoch(&mut a, 1));
         assert_ne!(first, second);
         let (_, mut b) = plan("shuffled", "epochs = 3");
-        assert_eq!(b.pick(11), a.pick(11), "without having picked what came before");
+        assert_eq!(b.batch_indices(11), a.batch_indices(11), "without those before");
         assert_eq!(epoch(&mut b, 0), first);
     }
 

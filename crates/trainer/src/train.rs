@@ -330,12 +330,12 @@ impl<'a, B: TrainBackend> Training<'a, B> {
             let (task, parts) = (self.task, self.parts());
             scope.spawn(move || {
                 for step in from..to {
-                    let pick = plan.pick(step);
-                    let part = pick.indices.len().div_ceil(parts).max(1);
-                    let batches: Vec<Batch> = pick
+                    let batch = plan.batch_indices(step);
+                    let part = batch.indices.len().div_ceil(parts).max(1);
+                    let batches: Vec<Batch> = batch
                         .indices
                         .chunks(part)
-                        .map(|indices| task.batch(Split::Train, pick.set, indices))
+                        .map(|indices| task.batch(Split::Train, batch.set, indices))
                         .collect();
                     if sender.send(batches).is_err() {
                         break; // the loop has ended
