@@ -9,9 +9,10 @@ use super::runs::{
 use crate::rowwise::{Activation, UNITS, activate};
 use cubecl::prelude::*;
 
-/// Columns of sums that a cube has, and units that share one.
+/// Columns of sums that a cube has.
 pub(super) const COLUMNS: usize = 8;
-const SHARERS: usize = UNITS / COLUMNS;
+/// Units that split the rows of one column (split-K) and add their partial sums.
+const SPLIT_K: usize = UNITS / COLUMNS;
 /// Numbers that a unit requests at once.
 const AHEAD: usize = 4;
 
@@ -421,7 +422,7 @@ pub(super) fn add_rows<G: Float>(
     let all = comptime!(form.all());
     let plain = comptime!(form.all() - form.last);
     let unit = UNIT_POS as usize;
-    let sharer = unit / COLUMNS;
+    let split = unit / COLUMNS;
     let index = CUBE_POS * COLUMNS + unit % COLUMNS;
     let mut first = index;
     let mut group = 1usize;
@@ -434,10 +435,10 @@ pub(super) fn add_rows<G: Float>(
     let items = rows as usize * group;
     let mut sums = zeros(AHEAD);
     if index < all {
-        for turn in 0..(items + comptime!(SHARERS * AHEAD - 1)) / comptime!(SHARERS * AHEAD) {
+        for turn in 0..(items + comptime!(SPLIT_K * AHEAD - 1)) / comptime!(SPLIT_K * AHEAD) {
             #[unroll]
             for n in 0..AHEAD {
-                let item = turn * comptime!(SHARERS * AHEAD) + comptime!(n * SHARERS) + sharer;
+                let item = turn * comptime!(SPLIT_K * AHEAD) + comptime!(n * SPLIT_K) + split;
                 if item < items {
                     let row = item / group * comptime!(form.columns);
                     sums[n] += partials[row + first + item % group];
@@ -449,14 +450,14 @@ pub(super) fn add_rows<G: Float>(
     shared[unit] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     sync_cube();
     #[unroll]
-    for level in 0..comptime!(SHARERS.ilog2()) {
+    for level in 0..comptime!(SPLIT_K.ilog2()) {
         let half = comptime!(UNITS >> (level + 1));
         if unit < half {
             shared[unit] += shared[unit + half];
         }
         sync_cube();
     }
-    if sharer == 0 {
+    if split == 0 {
         #[unroll]
         for n in 0..comptime!(form.lengths.len()) {
             let (start, past) = comptime!(form.range(n));
