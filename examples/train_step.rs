@@ -7,7 +7,7 @@
 
 use burn::tensor::DType;
 use clap::Parser;
-use linattn::nn::{LanguageModelConfig, force};
+use linattn::nn::{LanguageModelConfig, materialize};
 use linattn_tasks::Batch;
 use linattn_trainer::{AdamWConfig, Learner, Optimizer, Step, TrainBackend, gradients};
 use std::error::Error;
@@ -78,7 +78,7 @@ impl<B: TrainBackend> Run<B> {
         );
         let config: LanguageModelConfig = toml::from_str(&text)?;
         let mut model = config.init::<B>(args.vocab, device)?;
-        force(&model);
+        materialize(&model);
         match args.precision.as_str() {
             "f32" => {}
             "bf16" => model = model.with_precision(DType::BF16),

@@ -6,7 +6,7 @@ use crate::layers::{B, D, MIXERS};
 use crate::support::alone;
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
-use linattn::nn::{LanguageModel, LanguageModelConfig, LoraConfig, force};
+use linattn::nn::{LanguageModel, LanguageModelConfig, LoraConfig, materialize};
 use linattn::ops::LinearAttentionBackend;
 use linattn_oracle::{Rng, assert_close};
 
@@ -69,7 +69,7 @@ impl<B: Backend> ModuleMapper<B> for Wide {
 fn adapted(text: &str, config: &LanguageModelConfig, lora: &LoraConfig) -> LanguageModel<B> {
     let model = config.init::<B>(VOCAB, &Default::default()).unwrap();
     let model = model.with_lora(lora).unwrap();
-    force(&model);
+    materialize(&model);
     model.map(&mut Wide(Rng::named(1, text)))
 }
 
@@ -196,7 +196,7 @@ fn gradients_of_adapters_are_those_of_finite_differences() {
 fn adapters_start_from_the_model_as_it_was_and_freeze_it() {
     let config = config(MODELS[0]);
     let model = config.init::<B>(VOCAB, &Default::default()).unwrap();
-    force(&model);
+    materialize(&model);
     let want = download(model.clone().forward(ids(9), None).0);
     let names = ["q_proj", "1.mlp.1.down_proj"].map(String::from);
     let adapted = model.clone().with_lora(&lora(names.into())).unwrap();

@@ -224,7 +224,7 @@ fn a_batch_of_states_is_taken_apart_and_joined_without_a_change() {
         assert_close(kind, &own, &turned, LIMIT);
         let shorter = model.hidden(tokens.slice([0..1, 0..4]), None).1;
         let refused = LanguageModelState::cat(vec![state, shorter]);
-        if !model.ignores_position() {
+        if !model.fixed_size_state() {
             let Err(StateError::Layer { .. } | StateError::Position { .. }) = refused else {
                 panic!("{kind}: {refused:?}")
             };

@@ -2,7 +2,7 @@
 //! the layers have them.
 
 use crate::layers::{B, Weights};
-use linattn::nn::{LanguageModelConfig, force};
+use linattn::nn::{LanguageModelConfig, materialize};
 
 /// Standard errors that a sample's deviation may be off by: one sample in 500 million is.
 const STANDARD_ERRORS: f64 = 6.0;
@@ -16,7 +16,7 @@ fn config(text: &str) -> LanguageModelConfig {
 
 fn fresh(text: &str) -> Fresh {
     let model = config(text).init::<B>(500, &Default::default()).unwrap();
-    force(&model);
+    materialize(&model);
     Fresh(Weights::of(&model))
 }
 

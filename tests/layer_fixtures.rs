@@ -5,7 +5,7 @@ use crate::call::{download, upload};
 use burn::backend::Flex;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Tensor, backend::Backend};
-use linattn::nn::force;
+use linattn::nn::materialize;
 use linattn::nn::mixers::{Mixer, MixerConfig};
 use linattn_oracle::assert_close;
 use safetensors::tensor::{Dtype, SafeTensors};
@@ -189,7 +189,7 @@ fn hold_within(limit: f64, file: &str, mixer: &str, give: impl FnOnce(&mut Weigh
     let device = Default::default();
     let holder: Holder = toml::from_str(&format!("mixer.{mixer}")).unwrap();
     let mixer: Mixer<Flex> = holder.mixer.init(width, &device).unwrap();
-    force(&mixer);
+    materialize(&mixer);
     let mut given = Given { weights: weights.ours, path: vec![] };
     let mixer = mixer.map(&mut given);
     assert!(given.weights.is_empty(), "{file}: no parameters {:?}", given.weights.keys());

@@ -7,7 +7,7 @@ use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 use linattn::nn::mixers::{Mixer, MixerConfig};
 use linattn::nn::{
-    LanguageModel, LanguageModelConfig, Norm, NormKind, Rope, Shared, ShortConvolution, force,
+    LanguageModel, LanguageModelConfig, Norm, NormKind, Rope, Shared, ShortConvolution, materialize,
 };
 use linattn_oracle::{Rng, assert_close};
 
@@ -219,14 +219,14 @@ impl<B: Backend> ModuleMapper<B> for Wide {
 
 /// A module in double precision.
 pub(crate) fn wide<B: Backend, M: Module<B>>(module: M) -> M {
-    force::<B, M>(&module);
+    materialize::<B, M>(&module);
     module.map(&mut Wide(1.0))
 }
 
 /// The mixer with weights large enough for its gates to matter.
 pub(crate) fn mixer(text: &str) -> Mixer<B> {
     let mixer = config(text).init::<B>(D, &Default::default()).unwrap();
-    force(&mixer);
+    materialize(&mixer);
     // Those that start by the fan-in are as large as it takes.
     let by_fan_in = ["mamba", "rg_lru", "mlstm_v1"].iter().any(|name| text.starts_with(name));
     mixer.map(&mut Wide(if by_fan_in { 1.5 } else { 8.0 }))
@@ -394,10 +394,10 @@ fn configs_of_vectors_that_fit_nothing_are_refused_by_key() {
 }
 
 #[test]
-fn a_mixer_that_ignores_position_steps_alike_wherever_it_stands() {
+fn a_mixer_with_a_fixed_size_state_steps_alike_wherever_it_stands() {
     for text in MIXERS {
         let model = model(&format!("[[layers]]\nmixer.{text}\n"));
-        if !model.ignores_position() {
+        if !model.fixed_size_state() {
             continue;
         }
         let state = model.forward(ids(9), None).1;
@@ -412,7 +412,7 @@ fn a_mixer_that_ignores_position_steps_alike_wherever_it_stands() {
 
 #[test]
 fn the_mixers_that_count_their_tokens_are_these() {
-    let counts = |text: &&&str| !mixer(text).ignores_position();
+    let counts = |text: &&&str| !mixer(text).fixed_size_state();
     let mut names: Vec<&str> =
         MIXERS.iter().filter(counts).map(|text| config(text).name()).collect();
     names.dedup();
@@ -851,7 +851,7 @@ pub(crate) fn model_config(text: &str) -> LanguageModelConfig {
 
 pub(crate) fn model(text: &str) -> LanguageModel<B> {
     let model = wide(model_config(text).init::<B>(11, &Default::default()).unwrap());
-    force(&model);
+    materialize(&model);
     model
 }
 

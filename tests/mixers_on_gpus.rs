@@ -9,7 +9,7 @@ use crate::support::{Weights, normal_by};
 use burn::backend::Flex;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Tensor, backend::Backend};
-use linattn::nn::force;
+use linattn::nn::materialize;
 use linattn::nn::mixers::{Mixer, MixerConfig, TokenMixer};
 use linattn::ops::LinearAttentionBackend;
 use linattn_oracle::{Rng, relative_error};
@@ -33,7 +33,7 @@ impl<B: Backend> ModuleMapper<B> for Cast {
 /// The mixer with normal weights, large enough for its gates to matter.
 fn fresh(config: &MixerConfig) -> Mixer<Flex> {
     let mixer = config.init::<Flex>(D, &Default::default()).unwrap();
-    force(&mixer);
+    materialize(&mixer);
     normal_by(7, 0.3, mixer)
 }
 
@@ -70,7 +70,7 @@ fn differences<B: LinearAttentionBackend>(text: &str, device: &B::Device, limit:
     let mut weights = Weights::default();
     narrow.visit(&mut weights);
     let there = config.init::<B>(D, device).unwrap();
-    force(&there);
+    materialize(&there);
     let there = there.map(&mut weights);
     let here = Default::default();
     let rounded = outputs(&narrow, DType::F32, &here);

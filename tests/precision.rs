@@ -8,7 +8,7 @@ use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Int, Tensor, backend::Backend};
 use linattn::nn::mixers::{Mixer, MixerConfig};
-use linattn::nn::{LanguageModelConfig, force};
+use linattn::nn::{LanguageModelConfig, materialize};
 use linattn_oracle::{Rng, relative_error};
 
 type B = Autodiff<Flex>;
@@ -51,7 +51,7 @@ fn config(text: &str) -> MixerConfig {
 
 fn mixer(text: &str, draw: u64) -> Mixer<B> {
     let mixer = config(text).init::<B>(D, &Default::default()).unwrap();
-    force(&mixer);
+    materialize(&mixer);
     let own_scale = ["mamba", "rg_lru", "mlstm_v1"].iter().any(|name| text.starts_with(name));
     let rng = Rng::named(draw, text);
     mixer.map(&mut Larger(if own_scale { 1.0 } else { 5.0 }, rng))

@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Int, Tensor, TensorData};
 use linattn::backend::TrainBackend;
-use linattn::nn::{LanguageModel, LanguageModelConfig, LoraConfig, force};
+use linattn::nn::{LanguageModel, LanguageModelConfig, LoraConfig, materialize};
 use linattn_oracle::assert_close;
 
 const VOCAB: usize = 7;
@@ -93,7 +93,7 @@ fn agrees_with_and_without_adapters<B: TrainBackend>(device: &B::Device, limit: 
     let targets = ["q_proj", "v_proj", "up_proj"].map(String::from).into();
     let lora = LoraConfig { rank: 3, alpha: 6.0, targets };
     let model = config(MODELS[1]).init::<B>(VOCAB, device).unwrap();
-    force(&model);
+    materialize(&model);
     agree("all weights", &model, device, limit);
     agree("adapters", &model.with_lora(&lora).unwrap(), device, limit);
 }

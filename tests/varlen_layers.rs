@@ -73,7 +73,7 @@ fn a_row_of_sequences_is_as_each_alone() {
     let _alone = alone();
     for text in MIXERS {
         let mixer = mixer(text);
-        if !mixer.ignores_position() {
+        if !mixer.fixed_size_state() {
             continue;
         }
         let (x, more) = (row(&LENGTHS), row(&MORE));
@@ -125,7 +125,7 @@ fn a_mixer_that_counts_tokens_refuses_states_by_its_name() {
     for text in MIXERS {
         let mixer = mixer(text);
         let refused = mixer.forward_varlen(row(&LENGTHS), &lengths, None);
-        assert_eq!(refused.is_err(), !mixer.ignores_position(), "{text}");
+        assert_eq!(refused.is_err(), !mixer.fixed_size_state(), "{text}");
         let Err(why) = refused else { continue };
         let name = text.split(' ').next().unwrap();
         let LengthsError::Part { part, .. } = &why else { panic!("{text}: {why}") };

@@ -265,7 +265,7 @@ mod tests {
     use crate::{Optimizer, Step};
     use burn::backend::{Autodiff, Flex};
     use burn::module::{ModuleVisitor, Param};
-    use linattn::nn::{LanguageModelConfig, force};
+    use linattn::nn::{LanguageModelConfig, materialize};
 
     type B = Autodiff<Flex>;
 
@@ -355,7 +355,7 @@ mod tests {
         for parts in [1, 2] {
             let model = config.init(5, &Default::default()).expect("a model");
             // Copies of weights that are not drawn yet draw numbers of their own.
-            force(&model);
+            materialize(&model);
             let learner = Learner::<B> { model };
             let alone = trained(learner.clone(), parts);
             for turn in 0..5 {

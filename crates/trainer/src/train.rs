@@ -17,7 +17,7 @@ use burn::module::{AutodiffModule, Module};
 use burn::tensor::{DType, ElementConversion};
 use burn_train::Interrupter;
 use linattn::backend::TrainBackend;
-use linattn::nn::{LanguageModel, force};
+use linattn::nn::{LanguageModel, materialize};
 use linattn::ops::LinearAttentionBackend;
 use linattn_plot::{Curve, PictureError};
 use linattn_tasks::{Batch, Goal, Split, Task};
@@ -192,7 +192,7 @@ pub fn build<B: LinearAttentionBackend>(
     let drawing = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
     B::seed(device, run.seed);
     let model = run.model.init(vocab, device)?;
-    force(&model);
+    materialize(&model);
     drop(drawing);
     Ok(learner(run, model))
 }
@@ -217,7 +217,7 @@ fn adapted<B: LinearAttentionBackend>(
     let drawing = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
     B::seed(device, run.seed);
     let model = learner.model.with_lora(lora).map_err(of_lora)?;
-    force(&model);
+    materialize(&model);
     drop(drawing);
     Ok(weights::with_stable_ids(Learner { model }))
 }

@@ -67,7 +67,7 @@ impl<B: LinearAttentionBackend, F: FnMut(Written<'_>) -> Next> Writer<'_, B, F> 
     /// Joins groups that can go on in one batch: those of one length, or all if the model does not
     /// count.
     fn merge(&self, groups: Vec<Cohort<B>>) -> Result<Vec<Cohort<B>>, GenerateError> {
-        let uncounted = self.model.ignores_position();
+        let uncounted = self.model.fixed_size_state();
         let length = |group: &Cohort<B>| self.rows[group.rows[0]].sequence.tokens.len();
         let longest = groups.iter().map(length).max().unwrap_or(0);
         let mut batches: Vec<(usize, Vec<Cohort<B>>)> = vec![];

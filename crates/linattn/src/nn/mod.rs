@@ -69,7 +69,7 @@ pub use mlp::{
     GeluMlp, GeluMlpConfig, Mlp, MlpConfig, Rwkv6Mlp, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu,
     SwiGluConfig,
 };
-pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, force};
+pub use model::{HeadKind, LanguageModel, LanguageModelConfig, LanguageModelState, materialize};
 pub use parameter::ParamKind;
 pub use rope::Rope;
 pub use shared::Shared;

@@ -479,11 +479,11 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     }
 
     /// Whether sequences of different lengths can go on in one batch: see
-    /// [`Mixer::ignores_position`](super::mixers::Mixer::ignores_position).
-    pub fn ignores_position(&self) -> bool {
+    /// [`Mixer::fixed_size_state`](super::mixers::Mixer::fixed_size_state).
+    pub fn fixed_size_state(&self) -> bool {
         let counted = self.positions.is_some();
         let mut mixers = self.layers.iter().filter_map(Block::mixer);
-        !counted && mixers.all(Mixer::ignores_position)
+        !counted && mixers.all(Mixer::fixed_size_state)
     }
 
     /// One id each, `[B]`. Gives logits, `[B, vocab]`, and the next state.
@@ -649,7 +649,7 @@ fn seen<B: Backend>(state: &Option<LanguageModelState<B>>) -> usize {
 
 /// Draws every weight that is still to be drawn. Burn draws a weight at its first use; after this,
 /// the random numbers that a model starts from depend on nothing that happens later.
-pub fn force<B: Backend, M: Module<B>>(module: &M) {
+pub fn materialize<B: Backend, M: Module<B>>(module: &M) {
     struct Touch;
     impl<B: Backend> ModuleVisitor<B> for Touch {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {

@@ -50,7 +50,7 @@ fn the_mixer_of_the_guide_keeps_its_promises() {
         let config = config(text);
         assert_eq!(MixerConfig::NAMES, [config.name()]);
         let mixer = config.init::<B>(WIDTH, &device).unwrap();
-        assert!(mixer.ignores_position() && mixer.takes_bf16(), "{text}: it says so");
+        assert!(mixer.fixed_size_state() && mixer.takes_bf16(), "{text}: it says so");
         let x = Tensor::<B, 3>::random([2, 21, WIDTH], Distribution::Normal(0.0, 1.0), &device);
         let (whole, last) = mixer.forward(x.clone(), None);
         let (first, mut state) = mixer.forward(x.clone().narrow(1, 0, 9), None);

@@ -300,10 +300,9 @@ macro_rules! mixers {
         }
 
         impl<B: LinearAttentionBackend> Mixer<B> {
-            /// Whether its output depends on the tokens before through its state's tensors alone, and not on
-            /// how many they were. The tensors then keep their size, and sequences of different lengths
-            /// can go on in one batch.
-            pub fn ignores_position(&self) -> bool {
+            /// Whether the state has a fixed size and no count of tokens: the output depends on the tokens before
+            /// through the state's tensors alone. Sequences of different lengths can then go on in one batch.
+            pub fn fixed_size_state(&self) -> bool {
                 match self { $(Self::$name(mixer) => !mixer.counts_tokens(),)+ }
             }
 

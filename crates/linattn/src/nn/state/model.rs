@@ -87,7 +87,7 @@ impl<B: Backend> LanguageModelState<B> {
 
     /// The same state, which says it has seen `position` tokens. It then goes with states of other
     /// lengths, which is right only if every mixer of the model
-    /// [`ignores_position`](crate::nn::LanguageModel::ignores_position).
+    /// [`fixed_size_state`](crate::nn::LanguageModel::fixed_size_state).
     #[must_use]
     pub fn with_position(&self, position: usize) -> Self {
         let moved = |mut layer: StateTensors<B>| {
