@@ -45,7 +45,7 @@ fn outside<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
 struct Inputs<B: Backend> {
     x: Tensor<B, 3>,
     gate: Tensor<B, 3>,
-    tail: Tensor<B, 3>,
+    conv_state: Tensor<B, 3>,
     taps: Tensor<B, 2>,
     weight: Tensor<B, 1>,
     heads: Tensor<B, 1>,
@@ -56,7 +56,7 @@ impl<B: Backend> Inputs<B> {
         Self {
             x: draw::<B, 3>("x", [tokens, 2, width], device).swap_dims(0, 1),
             gate: draw("gate", [2, tokens, width], device),
-            tail: draw("tail", [2, 3, width], device),
+            conv_state: draw("conv_state", [2, 3, width], device),
             taps: draw("taps", [4, width], device),
             weight: draw("weight", [width], device),
             heads: draw("heads", [width / 5], device),
@@ -181,7 +181,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
             x: inside(&self.x),
             weight: None,
             bias: None,
-            tail: None,
+            conv_state: None,
             a_log: None,
             dt_bias: None,
             columns: vec![],
@@ -202,7 +202,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         let convolution = ConvSplit {
             weight: Some(inside(&self.taps)),
             bias: Some(inside(&self.weight)),
-            tail: Some(inside(&self.tail)),
+            conv_state: Some(inside(&self.conv_state)),
             columns: vec![column(width, kind(Some(Activation::Silu), None))],
             ..bare.clone()
         };
@@ -213,7 +213,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         let lengths = ConvSplit {
             x: inside(&row),
             weight: Some(inside(&self.taps)),
-            tail: Some(inside(&self.tail)),
+            conv_state: Some(inside(&self.conv_state)),
             columns: vec![column(width, kind(Some(Activation::Silu), None))],
             lengths: Some(SequenceLengths::new(&[1, batch * tokens - 1])),
             ..bare.clone()
@@ -294,11 +294,11 @@ fn results<B: LinearAttentionBackend>(device: &B::Device) -> Found {
 /// Gradients of the sum of all results, each number with a weight of its own.
 fn gradients<B: AutodiffBackend + LinearAttentionBackend>(device: &B::Device) -> Found {
     let _alone = alone();
-    let Inputs { x, gate, tail, taps, weight, heads } = Inputs::<B>::new(3, 35, device);
+    let Inputs { x, gate, conv_state, taps, weight, heads } = Inputs::<B>::new(3, 35, device);
     let inputs = Inputs {
         x: x.require_grad(),
         gate: gate.require_grad(),
-        tail: tail.require_grad(),
+        conv_state: conv_state.require_grad(),
         taps: taps.require_grad(),
         weight: weight.require_grad(),
         heads: heads.require_grad(),
@@ -313,7 +313,7 @@ fn gradients<B: AutodiffBackend + LinearAttentionBackend>(device: &B::Device) ->
     vec![
         ("dx".into(), of3(&inputs.x)),
         ("dgate".into(), of3(&inputs.gate)),
-        ("dtail".into(), of3(&inputs.tail)),
+        ("dconv_state".into(), of3(&inputs.conv_state)),
         ("dtaps".into(), download(inputs.taps.grad(&found).expect("it is tracked"))),
         ("dweight".into(), of1(&inputs.weight)),
         ("dheads".into(), of1(&inputs.heads)),

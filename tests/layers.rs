@@ -783,8 +783,8 @@ fn what_lies_beyond_the_learnt_positions_is_no_number() {
 fn a_short_convolution_is_the_sum_it_says() {
     let layer = wide(ShortConvolution::<B>::new(3, 4, true, &Default::default()));
     let x = input(10).narrow(2, 0, 3);
-    let (y, tail) = layer.forward(x.clone(), None);
-    assert_eq!(tail.dims(), [2, 3, 3]);
+    let (y, conv_state) = layer.forward(x.clone(), None);
+    assert_eq!(conv_state.dims(), [2, 3, 3]);
     let (x, w) = (download(x), download(layer.weight.val()));
     let bias = download(layer.bias.as_ref().unwrap().val());
     let mut want = vec![];
@@ -920,15 +920,17 @@ fn the_state_that_a_config_announces_is_the_state_that_a_model_keeps() {
         let (_, state) = model(text).forward(ids(30), None);
         let mut values = 0;
         for layer in state.layers {
-            let tails = layer.tails.iter().map(|tail| tail.shape().num_elements());
-            values += tails.sum::<usize>();
+            let conv_states =
+                layer.conv_states.iter().map(|conv_state| conv_state.shape().num_elements());
+            values += conv_states.sum::<usize>();
             values += match layer.mixer {
                 MixerState::Matrix(s) => {
-                    let tails = s.tails.iter().map(|tail| tail.shape().num_elements());
-                    s.memory.shape().num_elements() + tails.sum::<usize>()
+                    let conv_states =
+                        s.conv_states.iter().map(|conv_state| conv_state.shape().num_elements());
+                    s.memory.shape().num_elements() + conv_states.sum::<usize>()
                 }
                 MixerState::Vector(s) => {
-                    s.memory.iter().chain(&s.tails).map(|x| x.shape().num_elements()).sum()
+                    s.memory.iter().chain(&s.conv_states).map(|x| x.shape().num_elements()).sum()
                 }
                 MixerState::Cache(c) => 2 * c.keys.shape().num_elements(),
                 MixerState::Nothing(_) => 0,
@@ -1289,7 +1291,7 @@ fn the_angles_of_gateloop_stay_within_a_turn() {
     for _ in 0..8 {
         let (_, next) = mixer.forward(input(64) * 4.0, state);
         let MixerState::Matrix(kept) = &next else { panic!("another state") };
-        let angles = download(kept.tails[0].clone());
+        let angles = download(kept.conv_states[0].clone());
         assert!(angles.iter().all(|angle| angle.abs() < 3.15), "{angles:?}");
         state = Some(next);
     }

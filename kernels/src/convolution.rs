@@ -1,11 +1,12 @@
-//! Short causal depthwise convolution over time, and the tail that it hands on, in one launch.
+//! Short causal depthwise convolution over time, and the conv state that it hands on, in one launch.
 //! ```text
-//! seen    the tail, and then x                                  [B, W - 1 + T, D]
+//! seen    the conv state, and then x                            [B, W - 1 + T, D]
 //! y_t     = f(bias + sum_w weight_w seen_{t+w})                 f: SiLU, sigmoid or nothing
 //! next    the last W - 1 tokens of `seen`
 //!
 //! x, y:       [B, T, D]      F
-//! tail, next: [B, W - 1, D]  F   the tokens before x; those before what comes next
+//! conv_state: [B, W - 1, D]  F   the tokens before x
+//! next:       [B, W - 1, D]  F   the conv state before what comes next
 //! weight:     [W, D]         F   the last row meets the newest token
 //! bias:       [D]            F
 //!
@@ -58,10 +59,10 @@ pub struct Args<R: Runtime> {
     /// Bias.
     pub bias: Option<TensorArg<R>>,
     /// Tokens before `x`.
-    pub tail: TensorArg<R>,
+    pub conv_state: TensorArg<R>,
     /// Output; filled.
     pub y: TensorArg<R>,
-    /// The next tail; filled.
+    /// The next conv state; filled.
     pub next: TensorArg<R>,
 }
 
@@ -98,7 +99,12 @@ pub fn launch<R: Runtime>(
             client,
             cubes,
             CubeDim::new_1d(UNITS as u32),
-            OperandsLaunch::new(args.x, args.weight, args.bias.unwrap_or_else(stand_in), args.tail),
+            OperandsLaunch::new(
+                args.x,
+                args.weight,
+                args.bias.unwrap_or_else(stand_in),
+                args.conv_state,
+            ),
             ResultsLaunch::new(args.y, args.next),
             SizesLaunch::new(dims.batch as u32, dims.tokens as u32, dims.channels as u32),
             form,
@@ -113,7 +119,7 @@ pub(crate) struct Operands<F: Float> {
     pub x: Tensor<F>,
     pub weight: Tensor<F>,
     pub bias: Tensor<F>,
-    pub tail: Tensor<F>,
+    pub conv_state: Tensor<F>,
 }
 
 /// Outputs of the kernel, shaped as the module says.
@@ -139,13 +145,13 @@ pub(crate) struct Sizes {
 struct Channel {
     /// Its first number in x and y.
     first: usize,
-    /// Its first number in the tails.
-    first_of_tail: usize,
+    /// Its first number in the conv states.
+    first_of_conv_state: usize,
     /// Numbers from one token to the next, D.
     stride: usize,
 }
 
-/// The kernel. Units with a position past the last token copy the next tail.
+/// The kernel. Units with a position past the last token copy the next conv state.
 #[cube(launch_unchecked)]
 pub(crate) fn short_convolution<F: Float>(
     x: &Operands<F>,
@@ -166,7 +172,7 @@ pub(crate) fn short_convolution<F: Float>(
     }
     let channel = Channel {
         first: sequence * tokens * channels + column,
-        first_of_tail: sequence * before * channels + column,
+        first_of_conv_state: sequence * before * channels + column,
         stride: channels,
     };
     if position < tokens {
@@ -184,11 +190,12 @@ pub(crate) fn short_convolution<F: Float>(
             F::cast_from(activate(sum, comptime!(form.activation)));
     } else {
         let value = seen::<F>(x, &channel, position, before);
-        out.next[channel.first_of_tail + (position - tokens) * channels] = F::cast_from(value);
+        out.next[channel.first_of_conv_state + (position - tokens) * channels] =
+            F::cast_from(value);
     }
 }
 
-/// Token `position` of the tail and then x, of one channel; the tail has `before` tokens.
+/// Token `position` of the conv state and then x, of one channel; the conv state has `before` tokens.
 #[cube]
 fn seen<F: Float>(
     x: &Operands<F>,
@@ -199,7 +206,8 @@ fn seen<F: Float>(
     let in_x = max(position, before) - before;
     let mut value = f32::cast_from(x.x[channel.first + in_x * channel.stride]);
     if position < before {
-        value = f32::cast_from(x.tail[channel.first_of_tail + position * channel.stride]);
+        value =
+            f32::cast_from(x.conv_state[channel.first_of_conv_state + position * channel.stride]);
     }
     value
 }

@@ -234,7 +234,7 @@ fn convolutions() -> Vec<(convolution::Dims, bool)> {
     vec![
         (dims([2, 1, 5, 4], Activation::Silu), true),
         (dims([1, 1, 2048, 4], Activation::Silu), false),
-        (dims([2, 2, 37, 4], Activation::Identity), false), // fewer tokens than the tail has
+        (dims([2, 2, 37, 4], Activation::Identity), false), // fewer tokens than the conv state has
         (dims([3, 9, 130, 3], Activation::Silu), true),
         (dims([1, 4, 6, 2], Activation::Sigmoid), true),
         (dims([2, 20, 5, 12], Activation::Silu), false), // too wide to be written out
@@ -248,20 +248,21 @@ fn convolutions_are_right<R: Runtime>(
 ) {
     let convolution::Dims { batch, tokens, channels, window, activation } = dims;
     let before = window - 1;
-    let [all, tail_size] = [tokens, before].map(|tokens| batch * tokens * channels);
-    let (x, tail) = (sandbox.draw("x", all), sandbox.draw("tail", tail_size));
+    let [all, conv_state_size] = [tokens, before].map(|tokens| batch * tokens * channels);
+    let (x, conv_state) = (sandbox.draw("x", all), sandbox.draw("conv_state", conv_state_size));
     let (weight, bias) =
         (sandbox.draw("weight", window * channels), sandbox.draw("bias", channels));
-    let [on_x, on_tail, on_weight, on_bias] = [&x, &tail, &weight, &bias].map(|v| sandbox.put(v));
+    let [on_x, on_conv_state, on_weight, on_bias] =
+        [&x, &conv_state, &weight, &bias].map(|v| sandbox.put(v));
     let (y, next) =
-        (sandbox.poisoned(sandbox.rows, all), sandbox.poisoned(sandbox.rows, tail_size));
+        (sandbox.poisoned(sandbox.rows, all), sandbox.poisoned(sandbox.rows, conv_state_size));
     let args = convolution::Args {
         x: sandbox.arg(&on_x, all),
         weight: sandbox.arg(&on_weight, weight.len()),
         bias: biased.then(|| sandbox.arg(&on_bias, channels)),
-        tail: sandbox.arg(&on_tail, tail_size),
+        conv_state: sandbox.arg(&on_conv_state, conv_state_size),
         y: sandbox.arg(&y, all),
-        next: sandbox.arg(&next, tail_size),
+        next: sandbox.arg(&next, conv_state_size),
     };
     let cubes = dims.cubes(sandbox.largest).expect("it fits");
     let stand_in = || sandbox.arg(&on_x, all);
@@ -269,7 +270,7 @@ fn convolutions_are_right<R: Runtime>(
 
     let seen = |b: usize, at: usize, channel: usize| match at.checked_sub(before) {
         Some(t) => x[(b * tokens + t) * channels + channel],
-        None => tail[(b * before + at) * channels + channel],
+        None => conv_state[(b * before + at) * channels + channel],
     };
     let (mut want, mut want_next) = (vec![], vec![]);
     for b in 0..batch {
@@ -287,7 +288,7 @@ fn convolutions_are_right<R: Runtime>(
     }
     let what = format!("{dims:?}, bias {biased}, {:?}, {:?}", sandbox.rows, sandbox.largest);
     assert_close(&what, &want, &sandbox.get(sandbox.rows, y), sandbox.limit());
-    assert_eq!(want_next, sandbox.get(sandbox.rows, next), "{what}: the next tail");
+    assert_eq!(want_next, sandbox.get(sandbox.rows, next), "{what}: the next conv state");
 }
 
 #[test]
@@ -346,7 +347,7 @@ macro_rules! each_kernel {
         }
 
         #[test]
-        fn convolutions_of_any_size_hand_their_tail_on() {
+        fn convolutions_of_any_size_hand_their_conv_state_on() {
             on_devices(|sandbox| {
                 for (dims, biased) in convolutions() {
                     convolutions_are_right(sandbox, dims, biased);

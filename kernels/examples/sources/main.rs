@@ -430,7 +430,7 @@ impl<'a, T: Target> Case<'a, T> {
                 x: &x,
                 weight: Some(&weight),
                 bias: all.then_some(&weight),
-                tail: all.then_some(&x),
+                conv_state: all.then_some(&x),
                 a_log: Some(&weight),
                 dt_bias: Some(&weight),
                 cu_seqlens,
@@ -465,7 +465,7 @@ impl<'a, T: Target> Case<'a, T> {
             x: self.rows(64),
             weight: self.rows(4 * 64),
             bias: biased.then(|| self.rows(64)),
-            tail: self.rows(3 * 64),
+            conv_state: self.rows(3 * 64),
             y: self.rows(64),
             next: self.rows(3 * 64),
         };

@@ -2,7 +2,7 @@
 //! One launch makes every input of a recurrence from the columns of one matrix product.
 //! ```text
 //! x         [B, T, P]       F    the packed projection; parts lie side by side in its columns
-//! Conv      z_t = bias + sum_w weight_w seen_{t+w}     seen: the tail, and then x
+//! Conv      z_t = bias + sum_w weight_w seen_{t+w}     seen: the conv state, and then x
 //!           y = f(z)                                   f: SiLU, sigmoid or nothing
 //!           y = factor y / sqrt(sum y^2 + epsilon)     over the columns of a head, if there are heads
 //! Copy      y = x
@@ -10,14 +10,14 @@
 //! LogDecay  y = -e^{a_log} softplus(x + dt_bias)                          f32
 //!
 //! y         [B, T, width]   F or f32, a tensor for each part
-//! tail      [B, W - 1, C]   F    C: columns of all Conv parts, which are the first ones
+//! conv_state [B, W - 1, C]  F    C: columns of all Conv parts, which are the first ones
 //! weight    [W, C]          G    the last row meets the newest token
 //! bias      [C]             G
 //! a_log     [H]             G    width / H columns share a number
 //! dt_bias   [width]         G
 //! ```
 //! Sequences of lengths of their own lie one after another in one row, B = 1, as `cu_seqlens` says. Each
-//! has a tail of its own, `[N, W - 1, C]`, and none sees another: a chunk of tokens lies in one sequence.
+//! has a conv state of its own, `[N, W - 1, C]`, and none sees another: a chunk of tokens lies in one sequence.
 //! Backward: dz is what the norm and f make of dy, from z computed again.
 //! ```text
 //! dx_t = sum_w weight_w dz_{t+W-1-w}     dweight_w = sum_t dz_t seen_{t+w}     dbias = sum_t dz_t
@@ -63,7 +63,7 @@ use runs::{OperandsLaunch, RowsAndGatesLaunch, SizesLaunch};
 /// Types of the tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Types {
-    /// F, of x, the tail and the rows made from them.
+    /// F, of x, the conv state and the rows made from them.
     pub rows: StorageType,
     /// G, of weights and biases.
     pub weights: StorageType,
@@ -78,8 +78,8 @@ pub struct Gradients {
     pub weight: Option<Buffer>,
     /// Of the bias.
     pub bias: Option<Buffer>,
-    /// Of the tail; `None` also where the window is 1.
-    pub tail: Option<Buffer>,
+    /// Of the conv state; `None` also where the window is 1.
+    pub conv_state: Option<Buffer>,
     /// Of the logarithms of the decay rates.
     pub a_log: Option<Buffer>,
     /// Of the bias of step sizes.
@@ -195,7 +195,7 @@ fn check_tensors(dims: Dims, columns: &[Columns], x: &Inputs<'_>) -> Result<(), 
     let needs = [
         ("weight", x.weight.is_some(), convolved > 0 && window > 1, convolved > 0),
         ("bias", x.bias.is_some(), false, convolved > 0),
-        ("tail", x.tail.is_some(), false, convolved > 0),
+        ("conv_state", x.conv_state.is_some(), false, convolved > 0),
         ("a_log", x.a_log.is_some(), decays > 0, decays > 0),
         ("dt_bias", x.dt_bias.is_some(), decays > 0, decays > 0),
     ];
@@ -315,7 +315,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         let d_x = XGradientsLaunch::new(
             whole(&out.x),
             self.form.has_numbers().then(|| whole(&out.x)).into_iter().collect(),
-            out.tail.iter().map(whole).collect(),
+            out.conv_state.iter().map(whole).collect(),
             partials.iter().map(whole).collect(),
         );
         // SAFETY: as in `forward`. Where x has two views, their numbers are different ones.
@@ -355,7 +355,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         let numbers = self.form.has_numbers();
         let (rates, steps) = self.decays().unwrap_or((0, 0));
         let of = |handle: Option<&Handle>, len: usize| handle.map(|handle| array(handle, len));
-        let tail = self.x.tail.filter(|_| window > 1);
+        let conv_state = self.x.conv_state.filter(|_| window > 1);
         let before = self.x.sequences(self.dims) * (window - 1);
         let table = self.chunks.table.as_ref().map(|table| {
             let handle = self.client.create_from_slice(u32::as_bytes(table));
@@ -366,7 +366,7 @@ impl<'a, R: Runtime> Call<'a, R> {
             numbers.then(|| array(self.x.x, all)).into_iter().collect(),
             of(self.x.weight, window * convolved).into_iter().collect(),
             of(self.x.bias, convolved).into_iter().collect(),
-            of(tail, before * convolved).into_iter().collect(),
+            of(conv_state, before * convolved).into_iter().collect(),
             of(self.x.a_log, rates).into_iter().collect(),
             of(self.x.dt_bias, steps).into_iter().collect(),
             table.into_iter().collect(),
@@ -395,7 +395,11 @@ impl<'a, R: Runtime> Call<'a, R> {
             x: buffer(self.client, &[batch, tokens, columns], rows),
             weight: new(has(self.x.weight), &[window, convolved], weights),
             bias: new(has(self.x.bias), &[convolved], weights),
-            tail: new(has(self.x.tail) && window > 1, &[sequences, window - 1, convolved], rows),
+            conv_state: new(
+                has(self.x.conv_state) && window > 1,
+                &[sequences, window - 1, convolved],
+                rows,
+            ),
             a_log: new(has(self.x.a_log), &[heads], weights),
             dt_bias: new(has(self.x.dt_bias), &[steps], weights),
         }

@@ -20,7 +20,7 @@ struct Case {
     columns: Vec<Columns>,
     weighted: bool,
     biased: bool,
-    tailed: bool,
+    has_conv_state: bool,
     /// A part whose gradient is absent.
     absent: Option<usize>,
 }
@@ -31,22 +31,22 @@ struct Tensors {
     x: Vec<f64>,
     weight: Vec<f64>,
     bias: Vec<f64>,
-    tail: Vec<f64>,
+    conv_state: Vec<f64>,
     a_log: Vec<f64>,
     dt_bias: Vec<f64>,
 }
 
 impl Tensors {
     fn each(&self) -> [(&'static str, &Vec<f64>); 6] {
-        let Self { x, weight, bias, tail, a_log, dt_bias } = self;
-        let names = ["x", "weight", "bias", "tail", "a_log", "dt_bias"];
-        let mut tensors = [x, weight, bias, tail, a_log, dt_bias].into_iter();
+        let Self { x, weight, bias, conv_state, a_log, dt_bias } = self;
+        let names = ["x", "weight", "bias", "conv_state", "a_log", "dt_bias"];
+        let mut tensors = [x, weight, bias, conv_state, a_log, dt_bias].into_iter();
         names.map(|name| (name, tensors.next().unwrap()))
     }
 
     fn each_mut(&mut self) -> [&mut Vec<f64>; 6] {
-        let Self { x, weight, bias, tail, a_log, dt_bias } = self;
-        [x, weight, bias, tail, a_log, dt_bias]
+        let Self { x, weight, bias, conv_state, a_log, dt_bias } = self;
+        [x, weight, bias, conv_state, a_log, dt_bias]
     }
 }
 
@@ -118,7 +118,7 @@ impl Case {
             x: draw(true, batch * tokens * self.all(), rows),
             weight: draw(self.weighted, window * c, weights),
             bias: draw(self.biased, c, weights),
-            tail: draw(self.tailed, self.sequences() * (window - 1) * c, rows),
+            conv_state: draw(self.has_conv_state, self.sequences() * (window - 1) * c, rows),
             a_log: draw(true, heads, weights),
             dt_bias: draw(true, steps, weights),
         }
@@ -141,7 +141,7 @@ impl Case {
         self.columns.iter().enumerate().map(part).collect()
     }
 
-    /// Where in x or in the tail is what the convolution sees at `at` W - 1 tokens before the first.
+    /// Where in x or in the conv state is what the convolution sees at `at` W - 1 tokens before the first.
     fn seen(&self, b: usize, at: usize, column: usize) -> Result<usize, usize> {
         let before = self.dims.window - 1;
         match at.checked_sub(before) {
@@ -153,7 +153,7 @@ impl Case {
     fn seen_value(&self, of: &Tensors, b: usize, at: usize, column: usize) -> f64 {
         match self.seen(b, at, column) {
             Ok(n) => of.x[n],
-            Err(n) => of.tail.get(n).copied().unwrap_or(0.0),
+            Err(n) => of.conv_state.get(n).copied().unwrap_or(0.0),
         }
     }
 
@@ -204,14 +204,15 @@ impl Case {
             let dims = Dims { tokens, ..self.dims };
             let alone = Case { dims, lengths: vec![], ..self.clone() };
             let rows = |x: &[f64], width: usize| x[from * width..][..tokens * width].to_vec();
-            let tail = of.tail.get(n * kept..(n + 1) * kept).unwrap_or_default().to_vec();
-            let of = Tensors { x: rows(&of.x, self.all()), tail, ..of.clone() };
+            let conv_state =
+                of.conv_state.get(n * kept..(n + 1) * kept).unwrap_or_default().to_vec();
+            let of = Tensors { x: rows(&of.x, self.all()), conv_state, ..of.clone() };
             let parts = self.columns.iter().zip(d_out);
             let d_out: Vec<Vec<f64>> = parts.map(|(part, d)| rows(d, part.width)).collect();
             let (y, mut of_one) = alone.run(&of, Some(&d_out));
             out.iter_mut().zip(y).for_each(|(out, y)| out.extend(y));
             d.x.append(&mut of_one.x);
-            d.tail.append(&mut of_one.tail);
+            d.conv_state.append(&mut of_one.conv_state);
             for (sum, (_, one)) in d.each_mut().into_iter().zip(of_one.each()) {
                 sum.resize(sum.len().max(one.len()), 0.0);
                 sum.iter_mut().zip(one).for_each(|(sum, one)| *sum += one);
@@ -282,7 +283,7 @@ impl Case {
             d.weight[tap] += d_z * self.seen_value(of, b, t + w, column);
             match self.seen(b, t + w, column) {
                 Ok(n) => d.x[n] += d_z * of.weight[tap],
-                Err(n) if self.tailed => d.tail[n] += d_z * of.weight[tap],
+                Err(n) if self.has_conv_state => d.conv_state[n] += d_z * of.weight[tap],
                 Err(_) => (),
             }
         }
@@ -353,7 +354,7 @@ fn mixer() -> Case {
         ],
         weighted: true,
         biased: false,
-        tailed: true,
+        has_conv_state: true,
         absent: None,
     }
 }
@@ -366,14 +367,14 @@ fn cases() -> Vec<Case> {
         columns,
         weighted: true,
         biased: true,
-        tailed: true,
+        has_conv_state: true,
         absent: None,
     };
     vec![
         mixer(),
-        // Odd heads and a window of two, none of them a tail; a gradient that is not there.
+        // Odd heads and a window of two, none of them a conv state; a gradient that is not there.
         Case {
-            tailed: false,
+            has_conv_state: false,
             absent: Some(1),
             ..case(2, vec![conv(15, Sigmoid, 5), conv(3, Silu, 3), copy(7), beta(3)])
         },
@@ -381,12 +382,15 @@ fn cases() -> Vec<Case> {
         Case {
             weighted: false,
             biased: false,
-            tailed: false,
+            has_conv_state: false,
             absent: Some(2),
             ..case(1, vec![conv(24, Silu, 12), conv(4, Identity, 0), decay(70, 7)])
         },
         // A window of one; heads of one number, and of many.
-        Case { tailed: false, ..case(1, vec![conv(2, Identity, 1), conv(130, Sigmoid, 65)]) },
+        Case {
+            has_conv_state: false,
+            ..case(1, vec![conv(2, Identity, 1), conv(130, Sigmoid, 65)])
+        },
         // Vectors of four, and more columns than a group of units has.
         Case { biased: false, ..case(4, vec![conv(256, Silu, 256), conv(160, Silu, 0)]) },
         // A window that is not kept in registers.
@@ -395,7 +399,7 @@ fn cases() -> Vec<Case> {
         Case {
             weighted: false,
             biased: false,
-            tailed: false,
+            has_conv_state: false,
             ..case(1, vec![copy(5), beta(33), copy(6), beta(1)])
         },
     ]
@@ -430,13 +434,14 @@ impl<R: Runtime> Sandbox<'_, R> {
         let Self { client, rows, weights } = *self;
         let kinds = [rows, weights, weights, rows, weights, weights];
         let mut on = of.each().into_iter().zip(kinds).map(|((_, v), kind)| self.put(kind, v));
-        let [x, weight, bias, tail, a_log, dt_bias] = core::array::from_fn(|_| on.next().flatten());
+        let [x, weight, bias, conv_state, a_log, dt_bias] =
+            core::array::from_fn(|_| on.next().flatten());
         let cu_seqlens = case.cu_seqlens();
         let inputs = Inputs {
             x: x.as_ref().expect("x"),
             weight: weight.as_ref(),
             bias: bias.as_ref(),
-            tail: tail.as_ref(),
+            conv_state: conv_state.as_ref(),
             a_log: a_log.as_ref(),
             dt_bias: dt_bias.as_ref(),
             cu_seqlens: cu_seqlens.as_deref(),
@@ -471,7 +476,7 @@ impl<R: Runtime> Sandbox<'_, R> {
             x: self.get(&d.x),
             weight: get(&d.weight),
             bias: get(&d.bias),
-            tail: get(&d.tail),
+            conv_state: get(&d.conv_state),
             a_log: get(&d.a_log),
             dt_bias: get(&d.dt_bias),
         };
@@ -562,7 +567,7 @@ macro_rules! each_kernel {
             on_devices(|sandbox| {
                 let sees_others = |case: &Case| case.dims.window > 1 && case.all() < 100;
                 let narrow = cases().into_iter().filter(sees_others);
-                for case in narrow.chain([Case { tailed: false, ..mixer() }]) {
+                for case in narrow.chain([Case { has_conv_state: false, ..mixer() }]) {
                     for lengths in ROWS {
                         sandbox.is_right(&case.of_lengths(lengths), None);
                     }
@@ -618,8 +623,8 @@ macro_rules! each_kernel {
 
 fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let x = client.create_from_slice(&[0; 16]);
-    let (weight, bias, tail, a_log, dt_bias) = (None, None, None, None, None);
-    let inputs = Inputs { x: &x, weight, bias, tail, a_log, dt_bias, cu_seqlens: None };
+    let (weight, bias, conv_state, a_log, dt_bias) = (None, None, None, None, None);
+    let inputs = Inputs { x: &x, weight, bias, conv_state, a_log, dt_bias, cu_seqlens: None };
     let f32 = Rows::F32.dtype();
     let types = Types { rows: f32, weights: f32 };
     let dims = Dims { batch: 1, tokens: 1, window: 1 };
@@ -634,9 +639,9 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     assert_eq!(run(dims, &[decay(2, 2)]), missing("a_log"));
     let wide = Refusal::Width { name: "head", got: 300, most: crate::WIDEST };
     assert_eq!(run(dims, &[conv(300, silu, 300)]), Some(wide));
-    let tailed = Inputs { tail: Some(&x), ..inputs };
-    let unwanted = Refusal::Tensor { name: "tail", wanted: false };
-    assert_eq!(forward(client, dims, &[copy(4)], tailed, types).err(), Some(unwanted));
+    let with_conv_state = Inputs { conv_state: Some(&x), ..inputs };
+    let unwanted = Refusal::Tensor { name: "conv_state", wanted: false };
+    assert_eq!(forward(client, dims, &[copy(4)], with_conv_state, types).err(), Some(unwanted));
     let large = Dims { batch: 1 << 16, tokens: 1 << 14, window: 1 };
     assert!(matches!(run(large, &[copy(4)]), Some(Refusal::TooLarge { .. })));
     let many = vec![copy(4); 2000];

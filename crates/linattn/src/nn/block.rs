@@ -1,7 +1,7 @@
 //! One layer of a model. Formula and shapes: [`Block`].
 
 use super::canon::{Canon, CanonConfig, canon};
-use super::convolution::Tails;
+use super::convolution::ConvStateList;
 use super::layers::{Norm, NormKind};
 use super::mixers::{Mixer, MixerConfig, MixerState};
 use super::mlp::{Mlp, MlpConfig};
@@ -46,7 +46,7 @@ pub struct BlockState<B: Backend> {
     /// The last inputs of the convolution before the mixer, `[B, W - 1, D]`, of the one before the
     /// MLP, and what the MLP itself saw last: of each convolution inside it, `[B, W - 1, width]`, or
     /// the last token, `[B, 1, D]`. Of those that there are.
-    pub tails: Vec<Tensor<B, 3>>,
+    pub conv_states: Vec<Tensor<B, 3>>,
 }
 
 /// One layer of a model: a mixer, then an MLP, each with a norm before and a residual around.
@@ -61,7 +61,7 @@ pub struct BlockState<B: Backend> {
 /// Either part may be missing.
 /// # Shapes
 /// Input and output are `[B, T, D]`, of one token `[B, D]`. The state is a [`BlockState`]: the mixer's, and
-/// `tails` of the convolutions around it.
+/// `conv_states` of the convolutions around it.
 /// # Errors
 /// [`LayerConfig::init`] gives a [`ConfigError`] with the first key that does not fit.
 #[derive(Module, Debug)]
@@ -184,23 +184,23 @@ impl<B: LinearAttentionBackend> Block<B> {
         shared: &mut Shared<B>,
     ) -> (Residual<B>, BlockState<B>) {
         let (mixer, before) = match state {
-            Some(state) => (Some(state.mixer), state.tails),
+            Some(state) => (Some(state.mixer), state.conv_states),
             None => (None, vec![]),
         };
-        let mut tails = Tails::after(before).of_lengths(shared.lengths.clone());
+        let mut conv_states = ConvStateList::after(before).of_lengths(shared.lengths.clone());
         let (mut x, mut mixed) = (x, MixerState::nothing());
         if let (Some(norm), Some(attn)) = (&self.attn_norm, &self.attn) {
             let (h, sum) = self.read(x, norm, attn.takes_bf16());
-            let h = canon(self.canon.before_mixer.as_ref(), h, &mut tails);
+            let h = canon(self.canon.before_mixer.as_ref(), h, &mut conv_states);
             let (y, next) = attn.forward_shared(h, mixer, shared);
             (x, mixed) = (self.write(sum, norm, y), next);
         }
         if let Some(mlp) = &self.mlp {
             let (h, sum) = self.read(x, mlp.norm(), true);
-            let y = mlp.forward(h, &self.canon, &mut tails);
+            let y = mlp.forward(h, &self.canon, &mut conv_states);
             x = self.write(sum, mlp.norm(), y);
         }
-        (x, BlockState { mixer: mixed, tails: tails.into_next() })
+        (x, BlockState { mixer: mixed, conv_states: conv_states.into_next() })
     }
 
     /// Input of a part, and the stream that its output is added to.

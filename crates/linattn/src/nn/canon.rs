@@ -1,6 +1,6 @@
 //! Canon layers: short convolutions around a layer's norms, and of a mixer's queries, keys and values.
 
-use super::convolution::{ShortConvolution, Tails, convolution_cost};
+use super::convolution::{ConvStateList, ShortConvolution, convolution_cost};
 use super::{ConfigError, Cost, LARGEST};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
@@ -131,10 +131,10 @@ impl<B: LinearAttentionBackend> CanonQkv<B> {
     pub(super) fn forward(
         &self,
         [q, k, v]: [Tensor<B, 3>; 3],
-        tails: &mut Tails<B>,
+        conv_states: &mut ConvStateList<B>,
     ) -> [Tensor<B, 3>; 3] {
         [(&self.q, q), (&self.k, k), (&self.v, v)]
-            .map(|(convolution, x)| canon(Some(convolution), x, tails))
+            .map(|(convolution, x)| canon(Some(convolution), x, conv_states))
     }
 }
 
@@ -142,10 +142,10 @@ impl<B: LinearAttentionBackend> CanonQkv<B> {
 pub(super) fn canon<B: LinearAttentionBackend>(
     convolution: Option<&ShortConvolution<B>>,
     x: Tensor<B, 3>,
-    tails: &mut Tails<B>,
+    conv_states: &mut ConvStateList<B>,
 ) -> Tensor<B, 3> {
     match convolution {
-        Some(convolution) => x.clone() + convolution.linear_between(x, tails),
+        Some(convolution) => x.clone() + convolution.linear_between(x, conv_states),
         None => x,
     }
 }

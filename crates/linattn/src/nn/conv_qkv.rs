@@ -6,7 +6,7 @@
 
 use super::Linear;
 use super::canon::CanonQkv;
-use super::convolution::{ShortConvolution, Tails};
+use super::convolution::{ConvStateList, ShortConvolution};
 use super::layers::split_heads;
 use super::projection::{Projection, head_norm, project_all};
 use crate::ops::{Activation, HeadNorm, LinearAttentionBackend};
@@ -114,9 +114,9 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         self,
         x: &Tensor<B, 3>,
         gates: [Projection<'a, B>; N],
-        tails: &mut Tails<B>,
+        conv_states: &mut ConvStateList<B>,
     ) -> (Qkv<B>, [Tensor<B, 3>; N]) {
-        let (qkv, gates, []) = self.project_some(x, gates, [], tails);
+        let (qkv, gates, []) = self.project_some(x, gates, [], conv_states);
         (qkv, gates)
     }
 
@@ -126,7 +126,7 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         x: &Tensor<B, 3>,
         gates: [Projection<'a, B>; N],
         optional: [Option<Projection<'a, B>>; M],
-        tails: &mut Tails<B>,
+        conv_states: &mut ConvStateList<B>,
     ) -> (Qkv<B>, [Tensor<B, 3>; N], Optional<B, M>) {
         let Self { layers, heads, activations, norms, canon } = self;
         let of = |i: usize| {
@@ -135,13 +135,13 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         };
         let there = optional.each_ref().map(Option::is_some);
         let all = (0..3).map(of).chain(gates).chain(optional.into_iter().flatten()).collect();
-        let mut outputs = project_all(x, all, tails).into_iter();
+        let mut outputs = project_all(x, all, conv_states).into_iter();
         let mut next = || outputs.next().expect("an output for each projection");
         let qkv: [Tensor<B, 3>; 3] = std::array::from_fn(|_| next());
         let gates = std::array::from_fn(|_| next());
         let optional = there.map(|there| there.then(&mut next));
         let [q, k, v] = match canon {
-            Some(canon) => canon.forward(qkv, tails),
+            Some(canon) => canon.forward(qkv, conv_states),
             None => qkv,
         };
         let [of_q, of_k, of_v] = heads;

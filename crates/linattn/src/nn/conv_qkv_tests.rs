@@ -36,16 +36,20 @@ impl Layers {
         Self { linears, convolutions, canon }
     }
 
-    /// Queries, keys, values and beta, and the next tails.
-    fn run(&self, x: &Tensor<B, 3>, mut tails: Tails<B>) -> (Vec<Tensor<B, 3>>, Vec<Tensor<B, 3>>) {
+    /// Queries, keys, values and beta, and the next conv states.
+    fn run(
+        &self,
+        x: &Tensor<B, 3>,
+        mut conv_states: ConvStateList<B>,
+    ) -> (Vec<Tensor<B, 3>>, Vec<Tensor<B, 3>>) {
         let [q, k, v, beta] = &self.linears;
         let [of_q, of_k, of_v] = &self.convolutions;
         let qkv = ConvQkv::convolved([q, k, v], [of_q, of_k, of_v], [2; 3]);
         let gates = [Projection::beta(beta, 1.0)];
         let (Qkv { q, k, v }, [beta]) =
-            qkv.scaled().canon(&self.canon).project(x, gates, &mut tails);
+            qkv.scaled().canon(&self.canon).project(x, gates, &mut conv_states);
         let outputs = [q, k, v].map(|x| x.flatten::<3>(2, 3)).into_iter().chain([beta]);
-        (outputs.collect(), tails.into_next())
+        (outputs.collect(), conv_states.into_next())
     }
 }
 
@@ -60,18 +64,19 @@ fn stretches_are_right(layers: &Layers, rng: &mut Rng) {
     for lengths in stretches {
         let lengths = SequenceLengths::new(&lengths);
         let x = draw(rng, [1, lengths.tokens(), WIDTH]);
-        let (got, next) = layers.run(&x, Tails::after(all).of_lengths(Some(lengths.clone())));
+        let (got, next) =
+            layers.run(&x, ConvStateList::after(all).of_lengths(Some(lengths.clone())));
         all = next;
         for (n, range) in lengths.ranges().enumerate() {
             let part = |x: &Tensor<B, 3>| x.clone().narrow(1, range.start, range.len());
-            let (want, next) = layers.run(&part(&x), Tails::after(alone[n].clone()));
+            let (want, next) = layers.run(&part(&x), ConvStateList::after(alone[n].clone()));
             for (i, (want, got)) in want.iter().zip(&got).enumerate() {
                 let name = format!("output {i} of sequence {n}, {lengths:?}");
                 assert_close(&name, &numbers(want), &numbers(&part(got)), 1e-6);
             }
             assert_eq!(all.len(), next.len());
             for (i, (want, got)) in next.iter().zip(&all).enumerate() {
-                let name = format!("tail {i} of sequence {n}, {lengths:?}");
+                let name = format!("conv state {i} of sequence {n}, {lengths:?}");
                 let got = numbers(&got.clone().narrow(0, n, 1));
                 assert_close(&name, &numbers(want), &got, 1e-6);
             }

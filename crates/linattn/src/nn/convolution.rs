@@ -49,58 +49,66 @@ pub(crate) fn convolution_cost(width: usize, channels: usize) -> Cost {
 }
 
 impl<B: LinearAttentionBackend> ShortConvolution<B> {
-    /// `x`: `[B, T, D]`, and the tail of what came before. Gives `[B, T, D]` and the next tail.
+    /// `x`: `[B, T, D]`, and the conv state of what came before. Gives `[B, T, D]` and the next conv state.
     pub fn forward(
         &self,
         x: Tensor<B, 3>,
-        tail: Option<Tensor<B, 3>>,
+        conv_state: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        self.run(x, tail, Some(Activation::Silu), None)
+        self.run(x, conv_state, Some(Activation::Silu), None)
     }
 
     /// As [`forward`](Self::forward), of sequences one after another in one row: B is 1, each sees its own tokens
-    /// alone, and tails, before and next, are `[N, W - 1, D]`.
+    /// alone, and conv states, before and next, are `[N, W - 1, D]`.
     /// # Panics
     /// If `lengths` do not divide the one row.
     pub fn forward_varlen(
         &self,
         x: Tensor<B, 3>,
-        tail: Option<Tensor<B, 3>>,
+        conv_state: Option<Tensor<B, 3>>,
         lengths: &SequenceLengths,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        self.run(x, tail, Some(Activation::Silu), Some(lengths))
+        self.run(x, conv_state, Some(Activation::Silu), Some(lengths))
     }
 
     /// As [`forward`](Self::forward), without SiLU.
     pub fn linear(
         &self,
         x: Tensor<B, 3>,
-        tail: Option<Tensor<B, 3>>,
+        conv_state: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        self.run(x, tail, None, None)
+        self.run(x, conv_state, None, None)
     }
 
-    /// As [`forward`](Self::forward), between a layer's tails; a window of one token has none.
-    pub(crate) fn forward_between(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Tensor<B, 3> {
+    /// As [`forward`](Self::forward), between a layer's conv states; a window of one token has none.
+    pub(crate) fn forward_between(
+        &self,
+        x: Tensor<B, 3>,
+        conv_states: &mut ConvStateList<B>,
+    ) -> Tensor<B, 3> {
         if self.weight.dims()[0] == 1 {
             return silu(self.scaled(x));
         }
-        self.between(x, tails, Some(Activation::Silu))
+        self.between(x, conv_states, Some(Activation::Silu))
     }
 
-    /// As [`linear`](Self::linear), between a layer's tails.
-    pub(crate) fn linear_between(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Tensor<B, 3> {
-        self.between(x, tails, None)
+    /// As [`linear`](Self::linear), between a layer's conv states.
+    pub(crate) fn linear_between(
+        &self,
+        x: Tensor<B, 3>,
+        conv_states: &mut ConvStateList<B>,
+    ) -> Tensor<B, 3> {
+        self.between(x, conv_states, None)
     }
 
     fn between(
         &self,
         x: Tensor<B, 3>,
-        tails: &mut Tails<B>,
+        conv_states: &mut ConvStateList<B>,
         activation: Option<Activation>,
     ) -> Tensor<B, 3> {
-        let lengths = tails.lengths().cloned();
-        tails.through(|tail| self.run(x, tail, activation, lengths.as_ref()))
+        let lengths = conv_states.lengths().cloned();
+        conv_states.through(|conv_state| self.run(x, conv_state, activation, lengths.as_ref()))
     }
 
     /// A window of one token: a factor and a bias for each channel.
@@ -113,18 +121,18 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         }
     }
 
-    /// The output and the next tail, of sequences with lengths of their own where these are given.
+    /// The output and the next conv state, of sequences with lengths of their own where these are given.
     pub(crate) fn run(
         &self,
         x: Tensor<B, 3>,
-        tail: Option<Tensor<B, 3>>,
+        conv_state: Option<Tensor<B, 3>>,
         activation: Option<Activation>,
         lengths: Option<&SequenceLengths>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        ops::convolve(x, self.weight.val(), bias, tail, activation, lengths).expect(
-            "`x` has the channels that the layer was made for and the tokens of its sequences, and the tail is \
-             its own",
+        ops::convolve(x, self.weight.val(), bias, conv_state, activation, lengths).expect(
+            "`x` has the channels that the layer was made for and the tokens of its sequences, and the conv \
+             state is its own",
         )
     }
 }
@@ -132,20 +140,20 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
 /// The last inputs of whatever in a layer looks back a few tokens: those from before, to draw from, and
 /// those for what comes next, in the same order.
 #[derive(Debug)]
-pub(crate) struct Tails<B: Backend> {
+pub(crate) struct ConvStateList<B: Backend> {
     before: std::vec::IntoIter<Tensor<B, 3>>,
     next: Vec<Tensor<B, 3>>,
     lengths: Option<SequenceLengths>,
 }
 
-impl<B: Backend> Tails<B> {
+impl<B: Backend> ConvStateList<B> {
     /// With those of earlier tokens.
     pub(crate) fn after(before: Vec<Tensor<B, 3>>) -> Self {
         Self { before: before.into_iter(), next: vec![], lengths: None }
     }
 
     /// Of sequences with lengths of their own in one row, if there are any: convolutions keep them apart, and
-    /// their tails are `[N, W - 1, D]`.
+    /// their conv states are `[N, W - 1, D]`.
     pub(crate) fn of_lengths(self, lengths: Option<SequenceLengths>) -> Self {
         Self { lengths, ..self }
     }
@@ -160,28 +168,28 @@ impl<B: Backend> Tails<B> {
         Self::after(vec![])
     }
 
-    /// The next tail of earlier tokens.
+    /// The next conv state of earlier tokens.
     pub(crate) fn draw(&mut self) -> Option<Tensor<B, 3>> {
         self.before.next()
     }
 
-    /// Leaves a tail for the next token.
-    pub(crate) fn push(&mut self, tail: Tensor<B, 3>) {
-        self.next.push(tail);
+    /// Leaves a conv state for the next token.
+    pub(crate) fn push(&mut self, conv_state: Tensor<B, 3>) {
+        self.next.push(conv_state);
     }
 
-    /// The output of `layer`, which takes its tail and gives the next.
+    /// The output of `layer`, which takes its conv state and gives the next.
     pub(crate) fn through<T>(
         &mut self,
         layer: impl FnOnce(Option<Tensor<B, 3>>) -> (T, Tensor<B, 3>),
     ) -> T {
-        let (y, tail) = layer(self.draw());
-        self.push(tail);
+        let (y, conv_state) = layer(self.draw());
+        self.push(conv_state);
         y
     }
 
-    /// The token before each token of `x`, `[B, T, D]`, zeros before the first of a sequence. The last token is a
-    /// tail, `[B, 1, D]`.
+    /// The token before each token of `x`, `[B, T, D]`, zeros before the first of a sequence. The last token is the
+    /// conv state, `[B, 1, D]`.
     pub(crate) fn shifted(&mut self, x: &Tensor<B, 3>) -> Tensor<B, 3> {
         let lengths = self.lengths.clone();
         self.through(|last| match &lengths {
@@ -200,10 +208,10 @@ impl<B: Backend> Tails<B> {
 pub(crate) fn convolve_if_any<B: LinearAttentionBackend>(
     convolution: &Option<ShortConvolution<B>>,
     x: Tensor<B, 3>,
-    tails: &mut Tails<B>,
+    conv_states: &mut ConvStateList<B>,
 ) -> Tensor<B, 3> {
     match convolution {
-        Some(convolution) => convolution.forward_between(x, tails),
+        Some(convolution) => convolution.forward_between(x, conv_states),
         None => x,
     }
 }

@@ -6,7 +6,7 @@
 //! ```
 //! m does not depend on the memory: with L the running sum of l, it is `L_t + max(m_0, max_{j <= t} i_j - L_j)`.
 
-use super::convolution::Tails;
+use super::convolution::ConvStateList;
 use super::recurrence::linear_attention;
 use crate::ops::{self, LOWEST, LinearAttentionBackend, accumulator, typed};
 use burn::tensor::{Tensor, backend::Backend};
@@ -58,16 +58,17 @@ pub(crate) struct Asked<B: Backend> {
 }
 
 impl<B: LinearAttentionBackend> Asked<B> {
-    /// h, `[B, T, H, V]`, and the memory after token T, `[B, H, K, V + 1]`. m, `[B, 1, H]`, is a tail.
+    /// h, `[B, T, H, V]`, and the memory after token T, `[B, H, K, V + 1]`. m, `[B, 1, H]`, lies among the
+    /// conv states.
     pub(crate) fn answer(
         self,
         memory: Option<Tensor<B, 4>>,
-        tails: &mut Tails<B>,
+        conv_states: &mut ConvStateList<B>,
     ) -> (Tensor<B, 4>, Tensor<B, 4>) {
         let Self { q, k, v, log_write, log_keep } = self;
         let Stabilised { keep, write, largest, last } =
-            stabilise(log_keep, log_write, tails.draw());
-        tails.push(last);
+            stabilise(log_keep, log_write, conv_states.draw());
+        conv_states.push(last);
         let (scale, value_width, dtype) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3], v.dtype());
         let k = k * typed(write, dtype).unsqueeze_dim::<4>(3);
         // n is one more column of the memory, written with a value of 1.

@@ -11,7 +11,7 @@
 //! not formed inside a mini-batch. Gradients are written out, so that the backward pass of training goes
 //! through them like through anything else.
 
-use super::convolution::Tails;
+use super::convolution::ConvStateList;
 use super::layers::{INIT_STD, each_part};
 use super::{NetworkState, Rope};
 use crate::ops::{LinearAttentionBackend, accumulator};
@@ -391,7 +391,7 @@ pub(crate) fn decays<B: Backend>(log: Tensor<B, 5>) -> (Tensor<B, 5>, Tensor<B, 
 pub(crate) struct NetworkPast<B: Backend> {
     /// Of as many kinds as `of` was asked for, the tensors of each layer.
     pub(crate) memory: Vec<Vec<Tensor<B, 4>>>,
-    pub(crate) tails: Tails<B>,
+    pub(crate) conv_states: ConvStateList<B>,
     pub(crate) position: usize,
 }
 
@@ -403,19 +403,19 @@ impl<B: Backend> NetworkPast<B> {
         start: impl FnOnce() -> Vec<Vec<Tensor<B, 4>>>,
     ) -> Self {
         match state {
-            Some(NetworkState { memory, tails, position }) => {
+            Some(NetworkState { memory, conv_states, position }) => {
                 let memory = memory.chunks(layers).map(<[_]>::to_vec).collect();
-                Self { memory, tails: Tails::after(tails), position }
+                Self { memory, conv_states: ConvStateList::after(conv_states), position }
             }
-            None => Self { memory: start(), tails: Tails::none(), position: 0 },
+            None => Self { memory: start(), conv_states: ConvStateList::none(), position: 0 },
         }
     }
 
     /// The state `tokens` tokens later.
     pub(crate) fn then(self, tokens: usize) -> NetworkState<B> {
-        let Self { memory, tails, position } = self;
+        let Self { memory, conv_states, position } = self;
         let memory = memory.into_iter().flatten().collect();
-        NetworkState { memory, tails: tails.into_next(), position: position + tokens }
+        NetworkState { memory, conv_states: conv_states.into_next(), position: position + tokens }
     }
 }
 

@@ -11,7 +11,7 @@
 //! flash-linear-attention's constants and names. Its Gated DeltaNet has a preconditioner for each head of keys, and
 //! so have all layers here; its KDA has one for each head of values.
 
-use super::convolution::Tails;
+use super::convolution::ConvStateList;
 use super::layers::{linear, share_heads};
 use super::log_decay::{fresh_a_log, fresh_dt_bias};
 use super::projection::Projection;
@@ -69,11 +69,11 @@ pub(crate) fn written<B: LinearAttentionBackend>(
     gates: [Option<Tensor<B, 3>>; 2],
     k: Tensor<B, 4>,
     heads: usize,
-    tails: &mut Tails<B>,
+    conv_states: &mut ConvStateList<B>,
 ) -> (Tensor<B, 4>, Option<Tensor<B, 4>>) {
     match (preconditioner, gates) {
         (Some(preconditioner), [Some(a), Some(beta)]) => {
-            let written = preconditioner.forward([a, beta], &k, tails);
+            let written = preconditioner.forward([a, beta], &k, conv_states);
             (written, Some(share_heads(k, heads)))
         }
         _ => (k, None),
@@ -81,19 +81,19 @@ pub(crate) fn written<B: LinearAttentionBackend>(
 }
 
 impl<B: LinearAttentionBackend> KeyPreconditioner<B> {
-    /// k' of keys `[B, T, H, K]`, from the projections. A, `[B, 1, H K]`, is a tail.
+    /// k' of keys `[B, T, H, K]`, from the projections. A, `[B, 1, H K]`, lies among the conv states.
     fn forward(
         &self,
         [a, beta]: [Tensor<B, 3>; 2],
         k: &Tensor<B, 4>,
-        tails: &mut Tails<B>,
+        conv_states: &mut ConvStateList<B>,
     ) -> Tensor<B, 4> {
         let ([batch, tokens, heads, width], dtype) = (k.dims(), k.dtype());
         let keep = ops::log_gates(a, self.a_log_atk.val(), self.dt_bias_atk.val()).exp();
         let rows = |x: Tensor<B, 4>| x.expand([batch, tokens, heads, width]).flatten::<3>(2, 3);
         let k = accumulator(k.clone());
         let written = accumulator(beta).unsqueeze_dim::<4>(3) * k.clone().square();
-        let sums = tails.through(|before| {
+        let sums = conv_states.through(|before| {
             ops::linear_scan(rows(keep.unsqueeze_dim(3)), rows(written), before)
                 .expect("both are of one shape")
         });

@@ -1,7 +1,7 @@
 //! Channel mixers: what follows the token mixer in a layer.
 
 use super::canon::{Canon, Channels, canon};
-use super::convolution::Tails;
+use super::convolution::ConvStateList;
 use super::layers::{Gelu, Linear, Norm, ResidualLinear, linear, linear_with_bias, shift_tokens};
 use super::projection::packed_product;
 use super::{ConfigError, Cost, positive};
@@ -109,12 +109,12 @@ impl MlpConfig {
         let (width, projections) = self.inner(d_model)?;
         let (model, width) = (d_model as u64, width as u64);
         let products = 2 * model * width * (projections as u64 + u64::from(projections > 0));
-        let (receptance, tail) = match self {
+        let (receptance, conv_state) = match self {
             Self::Rwkv4(_) | Self::Rwkv6(_) => (2 * model * model, 4 * model),
             Self::Rwkv7(_) => (0, 4 * model),
             _ => (0, 0),
         };
-        Ok(Cost { state_bytes: tail, flops_per_token: products + receptance })
+        Ok(Cost { state_bytes: conv_state, flops_per_token: products + receptance })
     }
 }
 
@@ -447,23 +447,23 @@ impl<B: LinearAttentionBackend> Mlp<B> {
         &self,
         x: Tensor<B, 3>,
         layers: &Canon<B>,
-        tails: &mut Tails<B>,
+        conv_states: &mut ConvStateList<B>,
     ) -> Tensor<B, 3> {
-        let x = canon(layers.before_mlp.as_ref(), x, tails);
+        let x = canon(layers.before_mlp.as_ref(), x, conv_states);
         let mut inside = layers.inside_mlp.iter();
         match self {
             Mlp::Identity(_) => x,
             Mlp::SwiGlu((_, mlp)) => match mlp.packed(&x, layers) {
                 Some(y) => y,
-                None => mlp.through(x, |x| canon(inside.next(), x, tails)),
+                None => mlp.through(x, |x| canon(inside.next(), x, conv_states)),
             },
-            Mlp::Gelu((_, mlp)) => mlp.through(x, |x| canon(inside.next(), x, tails)),
+            Mlp::Gelu((_, mlp)) => mlp.through(x, |x| canon(inside.next(), x, conv_states)),
             Mlp::Rwkv7((_, mlp)) => {
-                let before = tails.shifted(&x);
+                let before = conv_states.shifted(&x);
                 mlp.mixed(x, before)
             }
             Mlp::Rwkv6((_, mlp)) => {
-                let before = tails.shifted(&x);
+                let before = conv_states.shifted(&x);
                 mlp.mixed(x, before)
             }
         }

@@ -5,7 +5,7 @@
 //! ```
 
 use super::Linear;
-use super::convolution::{ShortConvolution, Tails};
+use super::convolution::{ConvStateList, ShortConvolution};
 use super::log_decay::LogDecayParams;
 use super::lora::add_side_by_side;
 use crate::ops::{
@@ -83,9 +83,9 @@ pub(crate) fn head_norm(columns: usize, heads: usize, factor: f64) -> Option<Hea
 pub(crate) fn project<B: LinearAttentionBackend, const N: usize>(
     x: &Tensor<B, 3>,
     projections: [Projection<'_, B>; N],
-    tails: &mut Tails<B>,
+    conv_states: &mut ConvStateList<B>,
 ) -> [Tensor<B, 3>; N] {
-    let mut outputs = project_all(x, projections.into(), tails).into_iter();
+    let mut outputs = project_all(x, projections.into(), conv_states).into_iter();
     std::array::from_fn(|_| outputs.next().expect("an output for each projection"))
 }
 
@@ -96,10 +96,10 @@ pub(crate) fn project<B: LinearAttentionBackend, const N: usize>(
 pub(crate) fn project_all<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
     projections: Vec<Projection<'_, B>>,
-    tails: &mut Tails<B>,
+    conv_states: &mut ConvStateList<B>,
 ) -> Vec<Tensor<B, 3>> {
-    let packed = can_pack(&projections).then(|| packed(x, &projections, tails)).flatten();
-    packed.unwrap_or_else(|| projections.iter().map(|one| alone(x, one, tails)).collect())
+    let packed = can_pack(&projections).then(|| packed(x, &projections, conv_states)).flatten();
+    packed.unwrap_or_else(|| projections.iter().map(|one| alone(x, one, conv_states)).collect())
 }
 
 /// Convolved projections have a convolution of one window, or none has; there is one log decay.
@@ -115,7 +115,7 @@ fn can_pack<B: Backend>(projections: &[Projection<'_, B>]) -> bool {
 fn packed<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
     projections: &[Projection<'_, B>],
-    tails: &mut Tails<B>,
+    conv_states: &mut ConvStateList<B>,
 ) -> Option<Vec<Tensor<B, 3>>> {
     // Columns that are convolved come first; of the others quantized ones, so that each kind is one product.
     let is_float = |i: usize| projections[i].linear.weight.quantized().is_none();
@@ -126,7 +126,7 @@ fn packed<B: LinearAttentionBackend>(
     let columns: Vec<Column> = sorted.iter().map(|p| p.column()).collect();
     let linears: Vec<_> = sorted.iter().map(|p| p.linear).collect();
     let y = packed_product(x, &linears, padding(&columns))?;
-    let convolution = packed_convolution(&y, &sorted, tails);
+    let convolution = packed_convolution(&y, &sorted, conv_states);
     let decay = sorted.iter().find_map(|p| p.decay.clone());
     let outputs = Split { y, columns, convolution, decay }.outputs();
     let mut sorted: Vec<_> = order.into_iter().zip(outputs).collect();
@@ -186,22 +186,22 @@ fn packed_bias<'a, B: LinearAttentionBackend>(
 fn packed_convolution<B: LinearAttentionBackend>(
     y: &Tensor<B, 3>,
     projections: &[&Projection<'_, B>],
-    tails: &mut Tails<B>,
+    conv_states: &mut ConvStateList<B>,
 ) -> Option<Convolution<B>> {
     let convolutions: Vec<_> = projections.iter().filter_map(|p| p.convolution).collect();
     let [window, _] = convolutions.first()?.weight.dims();
     let widths: Vec<usize> = convolutions.iter().map(|c| c.weight.dims()[1]).collect();
-    let before: Vec<_> = convolutions.iter().filter_map(|_| tails.draw()).collect();
-    let lengths = tails.lengths().cloned();
+    let before: Vec<_> = convolutions.iter().filter_map(|_| conv_states.draw()).collect();
+    let lengths = conv_states.lengths().cloned();
     let next = ops::next_conv_states(y, &widths, &before, window, lengths.as_ref());
-    next.into_iter().for_each(|state| tails.push(state));
+    next.into_iter().for_each(|state| conv_states.push(state));
     let weights: Vec<_> = convolutions.iter().map(|c| c.weight.val()).collect();
     let dtype = weights[0].dtype();
     let biases = convolutions.iter().map(|c| (c.bias.as_ref(), c.weight.dims()[1]));
     Some(Convolution {
         bias: packed_bias(biases, 0, dtype),
         weight: ops::pack(weights, 0, dtype),
-        tail: (!before.is_empty()).then(|| side_by_side(before, y.dtype())),
+        conv_state: (!before.is_empty()).then(|| side_by_side(before, y.dtype())),
         lengths,
     })
 }
@@ -258,13 +258,13 @@ fn side_by_side<B: LinearAttentionBackend, const D: usize>(
 fn alone<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
     projection: &Projection<'_, B>,
-    tails: &mut Tails<B>,
+    conv_states: &mut ConvStateList<B>,
 ) -> Tensor<B, 3> {
     let y = projection.linear.forward(x.clone());
     if projection.kind == ColumnKind::Copy {
         return y;
     }
-    let convolution = projection.convolution.map(|c| Convolution::of(c, &y, tails));
+    let convolution = projection.convolution.map(|c| Convolution::of(c, &y, conv_states));
     let (columns, decay) = (vec![projection.column()], projection.decay.clone());
     Split { y, columns, convolution, decay }.outputs().remove(0)
 }
@@ -273,22 +273,26 @@ fn alone<B: LinearAttentionBackend>(
 pub(crate) struct Convolution<B: Backend> {
     weight: Tensor<B, 2>,
     bias: Option<Tensor<B, 1>>,
-    tail: Option<Tensor<B, 3>>,
+    conv_state: Option<Tensor<B, 3>>,
     lengths: Option<SequenceLengths>,
 }
 
 impl<B: LinearAttentionBackend> Convolution<B> {
-    /// Of the first columns of `y`, between a layer's tails.
-    pub(crate) fn of(layer: &ShortConvolution<B>, y: &Tensor<B, 3>, tails: &mut Tails<B>) -> Self {
+    /// Of the first columns of `y`, between a layer's conv states.
+    pub(crate) fn of(
+        layer: &ShortConvolution<B>,
+        y: &Tensor<B, 3>,
+        conv_states: &mut ConvStateList<B>,
+    ) -> Self {
         let weight = layer.weight.val();
         let [window, width] = weight.dims();
-        let lengths = tails.lengths().cloned();
-        let tail = tails.through(|tail| {
+        let lengths = conv_states.lengths().cloned();
+        let conv_state = conv_states.through(|conv_state| {
             let next =
-                ops::next_conv_states(y, &[width], tail.as_slice(), window, lengths.as_ref());
-            (tail, next.into_iter().next().expect("a state for each convolution"))
+                ops::next_conv_states(y, &[width], conv_state.as_slice(), window, lengths.as_ref());
+            (conv_state, next.into_iter().next().expect("a state for each convolution"))
         });
-        Self { weight, bias: layer.bias.as_ref().map(Param::val), tail, lengths }
+        Self { weight, bias: layer.bias.as_ref().map(Param::val), conv_state, lengths }
     }
 }
 
@@ -310,9 +314,9 @@ impl<B: LinearAttentionBackend> Split<B> {
         if padding > 0 {
             columns.push(Column { width: padding, kind: ColumnKind::Copy });
         }
-        let (weight, bias, tail, lengths) = match convolution {
-            Some(Convolution { weight, bias, tail, lengths }) => {
-                (Some(weight), bias, tail, lengths)
+        let (weight, bias, conv_state, lengths) = match convolution {
+            Some(Convolution { weight, bias, conv_state, lengths }) => {
+                (Some(weight), bias, conv_state, lengths)
             }
             None => (None, None, None, None),
         };
@@ -324,7 +328,7 @@ impl<B: LinearAttentionBackend> Split<B> {
             x: inside(y),
             weight: weight.map(inside),
             bias: bias.map(inside),
-            tail: tail.map(|tail| inside(ops::typed(tail, dtype))),
+            conv_state: conv_state.map(|conv_state| inside(ops::typed(conv_state, dtype))),
             a_log: a_log.map(inside),
             dt_bias: dt_bias.map(inside),
             columns,

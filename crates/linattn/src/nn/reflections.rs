@@ -11,6 +11,7 @@
 
 use super::score_bias::{causal_mask, forget, pairs};
 use super::softmax::{gather, merge, scores};
+use super::state::CONV_STATES;
 use super::{RecurrentState, StateTensors};
 use crate::ops::solve_unit_lower;
 use burn::tensor::{Tensor, backend::Backend};
@@ -27,7 +28,7 @@ pub struct PathCache<B: Backend> {
     /// `[B, H, T]`.
     pub gates: Option<Tensor<B, 3>>,
     /// Last inputs of the short convolution, `[B, W - 1, channels]`; empty without one.
-    pub tails: Vec<Tensor<B, 3>>,
+    pub conv_states: Vec<Tensor<B, 3>>,
 }
 
 impl<B: Backend> RecurrentState<B> for PathCache<B> {
@@ -35,7 +36,7 @@ impl<B: Backend> RecurrentState<B> for PathCache<B> {
         let tensors = StateTensors::new(None)
             .with_growing("keys", &self.keys, 2)
             .with_growing("values", &self.values, 2)
-            .with_list("tails", &self.tails);
+            .with_list(CONV_STATES, &self.conv_states);
         match &self.gates {
             Some(gates) => tensors.with_growing("gates", gates, 2),
             None => tensors,
@@ -47,7 +48,7 @@ impl<B: Backend> RecurrentState<B> for PathCache<B> {
             keys: tensors.take("keys"),
             values: tensors.take("values"),
             gates: tensors.take_if_any("gates"),
-            tails: tensors.take_list("tails"),
+            conv_states: tensors.take_list(CONV_STATES),
         }
     }
 }
@@ -78,7 +79,7 @@ impl<B: Backend> Tokens<B> {
     }
 }
 
-/// One piece of a sequence: `[B, C, H K]`, and the cache behind it, without tails.
+/// One piece of a sequence: `[B, C, H K]`, and the cache behind it, without conv states.
 pub(crate) fn attend<B: Backend>(
     x: Tokens<B>,
     before: Option<PathCache<B>>,
@@ -117,5 +118,5 @@ pub(crate) fn attend<B: Backend>(
     };
     let o = merge(gather(scores, &values));
     let keys = keys - reflected.transpose().matmul(w);
-    (o, PathCache { keys, values, gates, tails: vec![] })
+    (o, PathCache { keys, values, gates, conv_states: vec![] })
 }

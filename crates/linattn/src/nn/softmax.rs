@@ -5,6 +5,7 @@
 
 use super::layers::{merge_heads, rms_norm, split_heads};
 use super::score_bias::causal_mask;
+use super::state::CONV_STATES;
 use super::{ConfigError, RecurrentState, Rope, StateTensors, positive};
 use crate::ops::{LinearAttentionBackend, accumulator, typed};
 use burn::nn::{RmsNorm, RmsNormConfig};
@@ -36,7 +37,7 @@ pub struct KeyValueCache<B: Backend> {
     /// Tokens seen.
     pub position: usize,
     /// The last inputs of Canon layers, of those that there are.
-    pub tails: Vec<Tensor<B, 3>>,
+    pub conv_states: Vec<Tensor<B, 3>>,
 }
 
 impl<B: Backend> RecurrentState<B> for KeyValueCache<B> {
@@ -44,12 +45,12 @@ impl<B: Backend> RecurrentState<B> for KeyValueCache<B> {
         StateTensors::new(Some(self.position))
             .with_growing("keys", &self.keys, 2)
             .with_growing("values", &self.values, 2)
-            .with_list("tails", &self.tails)
+            .with_list(CONV_STATES, &self.conv_states)
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        let (position, tails) = (tensors.position(), tensors.take_list("tails"));
-        Self { keys: tensors.take("keys"), values: tensors.take("values"), position, tails }
+        let (position, conv_states) = (tensors.position(), tensors.take_list(CONV_STATES));
+        Self { keys: tensors.take("keys"), values: tensors.take("values"), position, conv_states }
     }
 }
 
@@ -62,9 +63,9 @@ impl<B: Backend> KeyValueCache<B> {
                 keys: Tensor::cat(vec![before.keys, keys], 2),
                 values: Tensor::cat(vec![before.values, values], 2),
                 position: before.position + tokens,
-                tails: before.tails,
+                conv_states: before.conv_states,
             },
-            None => Self { keys, values, position: tokens, tails: vec![] },
+            None => Self { keys, values, position: tokens, conv_states: vec![] },
         }
     }
 

@@ -141,7 +141,8 @@ fn with_lengths<B: Backend>(weight: Tensor<B, 4>, wanted: Tensor<B, 4>) -> Tenso
 /// State of [`Lact`](super::mixers::Lact).
 #[derive(Debug, Clone)]
 pub struct LactState<B: Backend> {
-    /// W, the sums of the chunk so far, and D; with momentum, the sum of m so far, `[B, 1, H]`, as a tail.
+    /// W, the sums of the chunk so far, and D; with momentum, the sum of m so far, `[B, 1, H]`, among
+    /// the conv states.
     pub memory: NetworkState<B>,
     /// Keys and values that attention may still see.
     pub cache: KeyValueCache<B>,
@@ -159,7 +160,7 @@ impl<B: Backend> RecurrentState<B> for LactState<B> {
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
         let (keys, values) = (tensors.take("keys"), tensors.take("values"));
         let memory = NetworkState::from_tensors(tensors);
-        let cache = KeyValueCache { keys, values, position: memory.position, tails: vec![] };
+        let cache = KeyValueCache { keys, values, position: memory.position, conv_states: vec![] };
         Self { memory, cache }
     }
 }

@@ -335,20 +335,20 @@ pub fn delta_rule_step<B: LinearAttentionBackend>(
 /// Causal depthwise convolution over time, `y_t = sum_w weight_w * x_{t-W+1+w}`, each channel by
 /// itself. Gradients reach all inputs.
 ///
-/// `x` is `[B, T, D]`, `weight` `[W, D]` with the newest token's row last, W at least 2, `tail` the W - 1 tokens
-/// before `x`, `[B, W - 1, D]`, zeros if absent. Gives `[B, T, D]` and the next tail, in the type of `x`.
+/// `x` is `[B, T, D]`, `weight` `[W, D]` with the newest token's row last, W at least 2, `conv_state` the W - 1 tokens
+/// before `x`, `[B, W - 1, D]`, zeros if absent. Gives `[B, T, D]` and the next conv state, in the type of `x`.
 /// # Errors
 /// [`OpError`] names the first tensor that does not fit.
 pub fn short_convolution<B: LinearAttentionBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,
-    tail: Option<Tensor<B, 3>>,
+    conv_state: Option<Tensor<B, 3>>,
 ) -> Result<(Tensor<B, 3>, Tensor<B, 3>), OpError> {
-    convolve(x, weight, None, tail, None, None)
+    convolve(x, weight, None, conv_state, None, None)
 }
 
 /// As [`short_convolution`], of sequences one after another in one row: B is 1, each sees its own tokens alone, and
-/// tails, before and next, are `[N, W - 1, D]`.
+/// conv states, before and next, are `[N, W - 1, D]`.
 ///
 /// In one launch whatever N on GPUs. Without padding it costs what its tokens do.
 /// # Errors
@@ -356,10 +356,10 @@ pub fn short_convolution<B: LinearAttentionBackend>(
 pub fn short_convolution_varlen<B: LinearAttentionBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,
-    tail: Option<Tensor<B, 3>>,
+    conv_state: Option<Tensor<B, 3>>,
     lengths: &SequenceLengths,
 ) -> Result<(Tensor<B, 3>, Tensor<B, 3>), OpError> {
-    convolve(x, weight, None, tail, None, Some(lengths))
+    convolve(x, weight, None, conv_state, None, Some(lengths))
 }
 
 /// As [`short_convolution`], or [`short_convolution_varlen`] where there are lengths; then a bias, `[D]`, and an
@@ -368,7 +368,7 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,
     bias: Option<Tensor<B, 1>>,
-    tail: Option<Tensor<B, 3>>,
+    conv_state: Option<Tensor<B, 3>>,
     activation: Option<Activation>,
     lengths: Option<&SequenceLengths>,
 ) -> Result<(Tensor<B, 3>, Tensor<B, 3>), OpError> {
@@ -387,11 +387,11 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
     }
     let sequences = lengths.map_or(batch, SequenceLengths::count);
     let before = [sequences, width - 1, channels];
-    let tail_dims = tail.as_ref().map_or(before, |tail| tail.dims());
+    let conv_state_dims = conv_state.as_ref().map_or(before, |conv_state| conv_state.dims());
     let bias_dims = bias.as_ref().map_or([channels], |bias| bias.dims());
     let shapes: [(&str, &[usize], &[usize]); 3] = [
         ("weight", &weight.dims(), &[width, channels]),
-        ("tail", &tail_dims, &before),
+        ("conv_state", &conv_state_dims, &before),
         ("bias", &bias_dims, &[channels]),
     ];
     for (tensor, got, want) in shapes {
@@ -399,14 +399,14 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
             return Err(OpError::Shape { op, tensor, got: got.into(), want: want.into() });
         }
     }
-    let tail = tail.map(|tail| typed(tail, x.dtype()));
-    let next = next_conv_states(&x, &[channels], tail.as_slice(), width, lengths).remove(0);
+    let conv_state = conv_state.map(|conv_state| typed(conv_state, x.dtype()));
+    let next = next_conv_states(&x, &[channels], conv_state.as_slice(), width, lengths).remove(0);
     let kind = ColumnKind::Conv { activation, norm: None };
     let mut outputs = conv_split::<B>(ConvSplit {
         x: primitive(x),
         weight: Some(primitive(weight)),
         bias: bias.map(primitive),
-        tail: tail.map(primitive),
+        conv_state: conv_state.map(primitive),
         a_log: None,
         dt_bias: None,
         columns: vec![Column { width: channels, kind }],
@@ -431,7 +431,7 @@ pub(crate) fn log_gates<B: LinearAttentionBackend>(
         x: primitive(x),
         weight: None,
         bias: None,
-        tail: None,
+        conv_state: None,
         a_log: Some(primitive(a_log)),
         dt_bias: Some(primitive(dt_bias)),
         columns: vec![Column { width, kind: ColumnKind::LogDecay }],

@@ -3,8 +3,9 @@
 use super::forward::clipped;
 use super::parts::{Form, Part};
 use super::runs::{
-    Operands, Place, RowsAndGates, Sizes, Taps, activated, add_across, convolved, in_part, in_tail,
-    in_x, load, look_back, move_on, number, place, put, rate_and_bias, softplus, store, taps,
+    Operands, Place, RowsAndGates, Sizes, Taps, activated, add_across, convolved, in_conv_state,
+    in_part, in_x, load, look_back, move_on, number, place, put, rate_and_bias, softplus, store,
+    taps,
 };
 use crate::rowwise::{Activation, UNITS, activate};
 use cubecl::prelude::*;
@@ -22,7 +23,7 @@ pub(super) struct XGradients<F: Float, N: Size> {
     pub x: Array<Vector<F, N>>,
     /// The same memory, number by number, as in [`Operands`].
     pub numbers: Sequence<Array<F>>,
-    pub tail: Sequence<Array<Vector<F, N>>>,
+    pub conv_state: Sequence<Array<Vector<F, N>>>,
     /// Sums of weight gradients over each chunk, `[chunks, sums]`.
     pub partials: Sequence<Array<f32>>,
 }
@@ -271,7 +272,7 @@ fn through_window(
 }
 
 /// Stores the gradient that step `step` of a run completes: of a token, or, in the steps before the first
-/// one of a sequence, of the tail.
+/// one of a sequence, of the conv state.
 #[cube]
 fn keep_row<F: Float, N: Size>(
     d_x: &mut XGradients<F, N>,
@@ -286,10 +287,10 @@ fn keep_row<F: Float, N: Size>(
         if token < at.end {
             store::<F, N>(&mut d_x.x, in_x(at, token, part), row, 0usize, at, part);
         }
-    } else if comptime!(part.tailed) {
+    } else if comptime!(part.has_conv_state) {
         if at.start == 0 {
-            let tail = d_x.tail.index_mut(0usize);
-            store::<F, N>(tail, in_tail(at, step, part), row, 0usize, at, part);
+            let conv_state = d_x.conv_state.index_mut(0usize);
+            store::<F, N>(conv_state, in_conv_state(at, step, part), row, 0usize, at, part);
         }
     }
 }

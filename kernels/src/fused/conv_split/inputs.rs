@@ -71,7 +71,7 @@ pub struct Inputs<'a> {
     /// Bias of the convolution.
     pub bias: Option<&'a Handle>,
     /// Tokens before x, of each sequence; zeros if absent.
-    pub tail: Option<&'a Handle>,
+    pub conv_state: Option<&'a Handle>,
     /// Logarithms of the decay rates.
     pub a_log: Option<&'a Handle>,
     /// Bias of the step sizes.

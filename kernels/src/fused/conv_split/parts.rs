@@ -82,7 +82,7 @@ pub(super) struct Part {
     pub window: usize,
     pub weighted: bool,
     pub biased: bool,
-    pub tailed: bool,
+    pub has_conv_state: bool,
     /// Whether sequences have lengths of their own.
     pub varlen: bool,
     /// Whether planes can add up.
@@ -299,7 +299,7 @@ impl Form {
             window,
             weighted: conv && x.weight.is_some(),
             biased: conv && x.bias.is_some(),
-            tailed: conv && window > 1 && x.tail.is_some(),
+            has_conv_state: conv && window > 1 && x.conv_state.is_some(),
             varlen: x.cu_seqlens.is_some(),
             planes,
             numbers: self.vector > 1,
@@ -334,7 +334,8 @@ impl Form {
 
     /// Tensors of a launch, at most.
     pub fn bindings(&self, x: &Inputs<'_>) -> usize {
-        let inputs = [x.weight, x.bias, x.tail, x.a_log, x.dt_bias].into_iter().flatten().count();
+        let inputs =
+            [x.weight, x.bias, x.conv_state, x.a_log, x.dt_bias].into_iter().flatten().count();
         let views = 1 + usize::from(self.has_numbers());
         let gradients = if self.backward { views + 2 } else { 0 };
         let table = usize::from(x.cu_seqlens.is_some());

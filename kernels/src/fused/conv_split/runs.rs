@@ -13,7 +13,7 @@ pub(super) struct Operands<F: Float, G: Float, N: Size> {
     pub numbers: Sequence<Array<F>>,
     pub weight: Sequence<Array<Vector<G, N>>>,
     pub bias: Sequence<Array<Vector<G, N>>>,
-    pub tail: Sequence<Array<Vector<F, N>>>,
+    pub conv_state: Sequence<Array<Vector<F, N>>>,
     pub a_log: Sequence<Array<G>>,
     pub dt_bias: Sequence<Array<G>>,
     /// [`ENTRY`] numbers for each chunk, where sequences have lengths of their own.
@@ -214,9 +214,9 @@ pub(super) fn in_part(at: &Place, token: usize, #[comptime] part: Part) -> usize
     row + at.column / comptime!(part.vector)
 }
 
-/// The vector of the tail at which the unit's columns of its token `n` begin.
+/// The vector of the conv state at which the unit's columns of its token `n` begin.
 #[cube]
-pub(super) fn in_tail(at: &Place, n: usize, #[comptime] part: Part) -> usize {
+pub(super) fn in_conv_state(at: &Place, n: usize, #[comptime] part: Part) -> usize {
     let row =
         (at.sequence * comptime!(part.before()) + n) * comptime!(part.convolved / part.vector);
     row + (at.column + comptime!(part.first)) / comptime!(part.vector)
@@ -273,14 +273,14 @@ pub(super) fn look_back<F: Float, G: Float, N: Size>(
         let token = max(position, before) - before;
         let there = position >= before && token < at.tokens;
         let mut row = load::<F, N>(&x.x, in_x(at, token, part), there, at, part);
-        if comptime!(part.tailed) {
+        if comptime!(part.has_conv_state) {
             // One of the two is zeros.
             let there = position < before;
-            let start = in_tail(at, min(position, comptime!(before - 1)), part);
-            let tail = load::<F, N>(x.tail.index(0usize), start, there, at, part);
+            let start = in_conv_state(at, min(position, comptime!(before - 1)), part);
+            let conv_state = load::<F, N>(x.conv_state.index(0usize), start, there, at, part);
             #[unroll]
             for i in 0..own {
-                row[i] += tail[i];
+                row[i] += conv_state[i];
             }
         }
         put(seen, w, &row, own);

@@ -1,7 +1,7 @@
 //! Attention Free Transformer. Recurrence, shapes and source: [`Aft`].
 
 use super::{TokenMixer, linear_flops, scan_cost};
-use crate::nn::convolution::Tails;
+use crate::nn::convolution::ConvStateList;
 use crate::nn::layers::{INIT_STD, ResidualLinear, linear};
 use crate::nn::pair_sums::{Biases, nothing, summed};
 use crate::nn::projection::{Projection, project};
@@ -253,7 +253,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Aft<B> {
     ) -> (Tensor<B, 3>, AftState<B>) {
         let (tokens, dtype) = (x.dims()[1], x.dtype());
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj].map(Projection::plain);
-        let [q, k, v] = project(&x, projections, &mut Tails::none());
+        let [q, k, v] = project(&x, projections, &mut ConvStateList::none());
         let new = Tensor::cat(vec![accumulator(k), accumulator(v)], 2);
         let (recent, sums, position) = match state {
             Some(AftState { recent, sums, position }) => (recent, sums, position),

@@ -3,7 +3,7 @@
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
 use crate::nn::NetworkState;
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
-use crate::nn::convolution::{ShortConvolution, Tails, check_window, convolution_cost};
+use crate::nn::convolution::{ConvStateList, ShortConvolution, check_window, convolution_cost};
 use crate::nn::fast_weights::{InnerModel, NetworkPast, Piece, fresh, start, zeros_like};
 use crate::nn::features::{check_width, polynomial, polynomial_width};
 use crate::nn::gated_output::GatedOutput;
@@ -187,7 +187,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Atlas<B> {
             let momentum = self.config.momentum.then(|| zeros_like(&weights));
             [weights.clone(), weights].into_iter().chain(momentum).collect()
         });
-        let (rows, residual, gate) = self.rows(&x, &mut past.tails);
+        let (rows, residual, gate) = self.rows(&x, &mut past.conv_states);
         let rule = self.config.rule();
         let outputs = Piece::all(past.position, tokens, self.config.mini_batch)
             .into_iter()
@@ -208,7 +208,7 @@ impl<B: LinearAttentionBackend> Atlas<B> {
         self.config.inner == InnerModel::Mlp
     }
 
-    fn rows(&self, x: &Tensor<B, 3>, tails: &mut Tails<B>) -> Inputs<B> {
+    fn rows(&self, x: &Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Inputs<B> {
         let AtlasConfig { heads, window, base_lr, .. } = self.config;
         let gates = [
             Projection::beta(&self.context_proj, (window as f64).recip()),
@@ -221,11 +221,11 @@ impl<B: LinearAttentionBackend> Atlas<B> {
         let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];
         let qkv = ConvQkv::convolved(projections, convolutions, [heads; 3]).silu().unit(1.0);
         let (Qkv { q, k, v }, [gamma, rate, keep], [eta, gate]) =
-            qkv.project_some(x, gates, optional, tails);
+            qkv.project_some(x, gates, optional, conv_states);
         let of_head = |x| split_heads(accumulator(x), heads);
         let kept = window - 1;
         let [k, v, gamma] =
-            [accumulator(k), accumulator(v), of_head(gamma)].map(|x| behind(x, kept, tails));
+            [accumulator(k), accumulator(v), of_head(gamma)].map(|x| behind(x, kept, conv_states));
         let [(q, residual), (k, of_keys)] = [accumulator(q), k].map(|x| self.features(x));
         let rows = Rows {
             q,
@@ -249,14 +249,18 @@ impl<B: LinearAttentionBackend> Atlas<B> {
 }
 
 /// `x`, `[B, T, H, X]`, behind the `kept` tokens before it, which are zeros at the start of a sequence.
-fn behind<B: Backend>(x: Tensor<B, 4>, kept: usize, tails: &mut Tails<B>) -> Tensor<B, 4> {
+fn behind<B: Backend>(
+    x: Tensor<B, 4>,
+    kept: usize,
+    conv_states: &mut ConvStateList<B>,
+) -> Tensor<B, 4> {
     if kept == 0 {
         return x;
     }
     let ([batch, tokens, heads, width], device) = (x.dims(), x.device());
-    tails.through(|tail| {
+    conv_states.through(|conv_state| {
         let zeros = || Tensor::zeros([batch, kept, heads * width], (&device, x.dtype()));
-        let all = Tensor::cat(vec![tail.unwrap_or_else(zeros), merge_heads(x.clone())], 1);
+        let all = Tensor::cat(vec![conv_state.unwrap_or_else(zeros), merge_heads(x.clone())], 1);
         let next = all.clone().narrow(1, tokens, kept);
         (split_heads(all, heads), next)
     })

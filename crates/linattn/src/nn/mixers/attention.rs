@@ -4,7 +4,7 @@ use super::attention_config::{AttentionConfig, QkNormSpan};
 use super::{TokenMixer, linear_flops};
 use crate::nn::canon::CanonQkv;
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
-use crate::nn::convolution::{Tails, convolution_cost};
+use crate::nn::convolution::{ConvStateList, convolution_cost};
 use crate::nn::layers::{Norm, ResidualLinear, linear, linear_with_bias, merge_heads, split_heads};
 use crate::nn::projection::Projection;
 use crate::nn::score_bias::{ContextualPositions, fall, strided_mask};
@@ -105,7 +105,7 @@ impl AttentionConfig {
 /// left to later layers, for [`CrossAttention`](super::CrossAttention).
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`KeyValueCache`]: `keys`, `[B, Hk, T, K]`, rotated;
-/// `values`, `[B, Hk, T, K]`; `position`, tokens seen; `tails`, the last W - 1 inputs of Canon layers. It
+/// `values`, `[B, Hk, T, K]`; `position`, tokens seen; `conv_states`, the last W - 1 inputs of Canon layers. It
 /// grows with T, unless there is a window of w tokens, which keeps w - 1. `window` and `stride` count tokens.
 /// # Errors
 /// [`AttentionConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
@@ -158,14 +158,14 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, KeyValueCache<B>) {
         let position = state.as_ref().map_or(0, |cache| cache.position);
-        let before = state.as_mut().map(|cache| std::mem::take(&mut cache.tails));
-        let mut tails = Tails::after(before.unwrap_or_default());
+        let before = state.as_mut().map(|cache| std::mem::take(&mut cache.conv_states));
+        let mut conv_states = ConvStateList::after(before.unwrap_or_default());
         let rotation = self.rope.map(|rope| (rope, position));
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let heads = [self.heads, self.key_value_heads, self.key_value_heads];
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let qkv = ConvQkv::plain(projections, heads).canon(&self.canon);
-        let (Qkv { q, k, v }, [], [gate]) = qkv.project_some(&x, [], [gate], &mut tails);
+        let (Qkv { q, k, v }, [], [gate]) = qkv.project_some(&x, [], [gate], &mut conv_states);
         let q = turned(self.normalized(q, &self.q_norm), &None, rotation);
         let k = turned(self.normalized(k, &self.k_norm), &None, rotation);
         let v = v.swap_dims(1, 2);
@@ -175,7 +175,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
             merge(blend(self.dropout.forward(shares), &cache.values))
         });
         shared.keys_values = Some(cache.clone());
-        let cache = KeyValueCache { tails: tails.into_next(), ..cache };
+        let cache = KeyValueCache { conv_states: conv_states.into_next(), ..cache };
         let o = match gate {
             Some(gate) => ops::gate(o, gate, Activation::Sigmoid),
             None => o,

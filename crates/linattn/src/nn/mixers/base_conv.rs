@@ -101,7 +101,7 @@ impl BaseConvConfig {
 /// ```
 /// An implicit convolution drops nothing.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`ConvolutionState`]: `tails`, the last W - 1 inputs of
+/// Input and output are `[B, T, D]`. The state is a [`ConvolutionState`]: `conv_states`, the last W - 1 inputs of
 /// the convolution, `[B, W - 1, D]`; of an implicit one `inputs`, all inputs so far, `[B, T, D]`, which grows
 /// with T. Lags are told as shares of `length` tokens.
 /// # Errors
@@ -134,9 +134,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for BaseConv<B> {
         state: Option<ConvolutionState<B>>,
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, ConvolutionState<B>) {
-        let (past, mut tails) = ConvolutionState::parts(state);
+        let (past, mut conv_states) = ConvolutionState::parts(state);
         let (seen, inputs) = match &self.conv1d {
-            Some(conv1d) => (conv1d.linear_between(x.clone(), &mut tails), None),
+            Some(conv1d) => (conv1d.linear_between(x.clone(), &mut conv_states), None),
             None => {
                 let inputs = with_past(past.clone(), x.clone());
                 let y = ops::long_convolution(x.clone(), self.taps(inputs.dims()[1]), past)
@@ -145,7 +145,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for BaseConv<B> {
             }
         };
         let y = seen * self.projection.forward(x.clone()) + x;
-        (y, ConvolutionState { inputs, tails: tails.into_next() })
+        (y, ConvolutionState { inputs, conv_states: conv_states.into_next() })
     }
 }
 

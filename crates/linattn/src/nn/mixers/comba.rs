@@ -150,7 +150,7 @@ impl CombaConfig {
 ///                                           └───────────────────────┘
 /// ```
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of each short convolution; `position`, tokens seen. beta is a share of the error
 /// that is corrected, 0 to 1. g is a natural log of the share kept, for each token and head, at most 0.
 /// # Errors
@@ -202,7 +202,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Comba<B> {
             [Projection::log_decay(&self.a_proj, decay), Projection::beta(&self.b_proj, 1.0)];
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [g, beta], [gate]) =
-            self.qkv().project_some(&x, gates, [gate], &mut past.tails);
+            self.qkv().project_some(&x, gates, [gate], &mut past.conv_states);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let (q, k, erase) = self.correct(q, k);
         let erase = erase.map(|erase| share_heads(erase, self.heads));
@@ -212,7 +212,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Comba<B> {
             read: Read::Before,
             ..DeltaRuleInputs::new(q * scale, k, v, beta)
         };
-        let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = delta_rule(inputs, past.memory.take(), past.conv_states.lengths());
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -2,7 +2,7 @@
 
 use super::{SlotState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::ConvQkv;
-use crate::nn::convolution::{ShortConvolution, Tails, check_window, convolution_cost};
+use crate::nn::convolution::{ConvStateList, ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, rms_norm,
@@ -141,7 +141,7 @@ impl CyFaConfig {
 /// Channel M / 2, the sine of f = 0, is always 0. This is two passes of linear attention with one decay.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`SlotState`]: `keys`, `[B, H, M, K]`; `values`,
-/// `[B, H, M, V]`; `tails`, the last W - 1 inputs of each short convolution, then the clock as an angle in
+/// `[B, H, M, V]`; `conv_states`, the last W - 1 inputs of each short convolution, then the clock as an angle in
 /// radians, `[B, 1, H]`. g is a natural log of the share kept, for each token and head, at most 0. beta is
 /// the share of a token that is written, 0 to 1.
 /// # Errors
@@ -185,14 +185,14 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for CyFa<B> {
         state: Option<SlotState<B>>,
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, SlotState<B>) {
-        let (keys, values, tails) = SlotState::parts(state);
-        let mut tails = Tails::after(tails);
+        let (keys, values, conv_states) = SlotState::parts(state);
+        let mut conv_states = ConvStateList::after(conv_states);
         let gates = [
             Projection::log_decay(&self.a_proj, LogDecayParams::new(&self.a_log, &self.dt_bias)),
             Projection::beta(&self.b_proj, 1.0),
             Projection::plain(&self.g_proj[0]),
         ];
-        let (qkv, [g, beta, gate]) = self.qkv().project(&x, gates, &mut tails);
+        let (qkv, [g, beta, gate]) = self.qkv().project(&x, gates, &mut conv_states);
         let dtype = qkv.v.dtype();
         let scale = (qkv.q.dims()[3] as f64).powf(-0.5);
         let q = rms_norm(&self.q_norm, qkv.q, None) * scale;
@@ -201,7 +201,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for CyFa<B> {
         let times = self.readout.dims()[1];
         let ticks =
             sigmoid(accumulator(self.d_proj.forward(x.clone().detach()))) * (TAU / times as f64);
-        let clock = tails.through(|before| sum_of_angles(ticks, before));
+        let clock = conv_states.through(|before| sum_of_angles(ticks, before));
         let angles = pair_angles(clock, times);
         let (forward, back) = (Turn::by(angles.clone()), Turn::by(angles.neg()));
         let [batch, tokens, heads] = beta.dims();
@@ -218,7 +218,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for CyFa<B> {
         let gate = self.g_proj[1].forward(gate);
         let output = GatedOutput::sigmoid(&self.o_norm, &self.o_proj);
         let y = output.forward(o * times as f64, Some(gate));
-        (y, SlotState { keys: keys.swap_dims(2, 3), values, tails: tails.into_next() })
+        (y, SlotState { keys: keys.swap_dims(2, 3), values, conv_states: conv_states.into_next() })
     }
 }
 

@@ -139,7 +139,7 @@ fn spread_bias<B: Backend>(heads: usize, width: usize, device: &B::Device) -> Pa
 /// `S_t e^{-Z_t}` decays by rows alone, is written with `v_t e^{-Z_t}`, and answers q_t with `o_t e^{-Z_t}`.
 /// The bound of z keeps `e^{-Z_t}` within f32's range.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of each short convolution; `position`, tokens seen. f and z are natural logs of the
 /// share of a row and of a column that is kept, for each token and head, at most 0, and z at least -4.
 /// # Errors
@@ -234,7 +234,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DecayingFastWeights<B> {
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let gates = [&self.f_proj, &self.z_proj].map(Projection::plain);
-        let (Qkv { q, k, v }, [f, z]) = self.qkv().project(&x, gates, &mut past.tails);
+        let (Qkv { q, k, v }, [f, z]) = self.qkv().project(&x, gates, &mut past.conv_states);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let decay = |x| split_heads(log_gate(x, self.gate_normalizer), self.heads);
         let columns = decay(z).clamp_min(FASTEST_COLUMN);

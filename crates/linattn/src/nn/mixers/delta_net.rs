@@ -257,17 +257,17 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
         let [keep, share] = KeyPreconditioner::projections(&self.preconditioner);
         let optional = [self.beta(), self.decay(), self.gate(), keep, share];
         let (Qkv { q, k, v }, [], [beta, g, gate, keep, share]) =
-            self.qkv().project_some(&x, [], optional, &mut past.tails);
+            self.qkv().project_some(&x, [], optional, &mut past.conv_states);
         let [q, k] = self.keys.of([q, k]);
         let beta = beta.unwrap_or_else(|| {
             accumulator(v.clone().narrow(3, 0, 1)).ones_like().squeeze_dim::<3>(3) * self.beta_scale
         });
         let beta = self.keys.step(beta, &k);
         let gates = [keep, share];
-        let (k, erase) = written(&self.preconditioner, gates, k, self.heads, &mut past.tails);
+        let (k, erase) = written(&self.preconditioner, gates, k, self.heads, &mut past.conv_states);
         let g = g.map(Decay::Scalar);
         let inputs = DeltaRuleInputs { g, erase, ..DeltaRuleInputs::new(q, k, v, beta) };
-        let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = delta_rule(inputs, past.memory.take(), past.conv_states.lengths());
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

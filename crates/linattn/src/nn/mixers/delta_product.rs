@@ -137,7 +137,7 @@ impl DeltaProductConfig {
 /// Erase and write take turns n times, once for each j. The n steps are n tokens to the operation, of which
 /// only the last is read.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of each short convolution; `position`, tokens seen. beta is a share of the error
 /// that is corrected, 0 to 1, or to 2 with `allow_neg_eigval`. g is a natural log of the share kept, for each
 /// token and head, at most 0.
@@ -185,13 +185,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaProduct<B> {
         let beta = Projection::beta(&self.b_proj, self.beta_scale);
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [beta], [g, gate]) =
-            self.qkv().project_some(&x, [beta], [self.decay(), gate], &mut past.tails);
+            self.qkv().project_some(&x, [beta], [self.decay(), gate], &mut past.conv_states);
         let (k, v) = (self.each_step(k), self.each_step(v));
         let beta = self.each_step(beta.unsqueeze_dim(3)).squeeze_dim(3);
         let g = g.map(|g| Decay::Scalar(self.pad(g.unsqueeze_dim(3), false).squeeze_dim(3)));
         let inputs = DeltaRuleInputs { g, ..DeltaRuleInputs::new(self.pad(q, true), k, v, beta) };
         let memory = past.memory.take();
-        let lengths = past.tails.lengths().map(|lengths| lengths.repeated(self.steps));
+        let lengths = past.conv_states.lengths().map(|lengths| lengths.repeated(self.steps));
         let (o, memory) = match tokens {
             1 => one_after_another(inputs, memory),
             _ => delta_rule(inputs, memory, lengths.as_ref()),

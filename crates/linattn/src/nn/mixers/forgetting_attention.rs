@@ -2,7 +2,7 @@
 
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
-use crate::nn::convolution::Tails;
+use crate::nn::convolution::ConvStateList;
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, rms_normalize,
     shift_tokens, split_heads,
@@ -224,15 +224,15 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
             .map(|layer| layer.as_ref().map(Projection::plain));
         let f = Projection::plain(&self.f_proj);
         let (Qkv { q, k, v }, [f], [gate, of_keys, of_values]) =
-            qkv.project_some(&x, [f], optional, &mut Tails::none());
-        let (mut tails, state) = match state {
+            qkv.project_some(&x, [f], optional, &mut ConvStateList::none());
+        let (mut conv_states, state) = match state {
             Some(ForgettingCache { keys, values, gates, last }) => {
-                (Tails::after(last), Some((keys, values, gates)))
+                (ConvStateList::after(last), Some((keys, values, gates)))
             }
-            None => (Tails::none(), None),
+            None => (ConvStateList::none(), None),
         };
         let [k, v] = [(k, of_keys), (v, of_values)].map(|(x, share)| match share {
-            Some(share) => shifted(x, share, &mut tails),
+            Some(share) => shifted(x, share, &mut conv_states),
             None => x,
         });
         let q = normalize_heads(&self.q_norm, q).swap_dims(1, 2);
@@ -256,7 +256,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
             Some(gate) => ops::gate(o, gate, Activation::Sigmoid),
             None => o,
         };
-        let state = ForgettingCache { keys, values, gates, last: tails.into_next() };
+        let state = ForgettingCache { keys, values, gates, last: conv_states.into_next() };
         (self.o_proj.forward(o), state)
     }
 }
@@ -265,11 +265,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
 fn shifted<B: LinearAttentionBackend>(
     x: Tensor<B, 4>,
     share: Tensor<B, 3>,
-    tails: &mut Tails<B>,
+    conv_states: &mut ConvStateList<B>,
 ) -> Tensor<B, 4> {
     let heads = x.dims()[2];
     let rows = merge_heads(x.clone());
-    let before = tails.through(|last| shift_tokens(&rows, last));
+    let before = conv_states.through(|last| shift_tokens(&rows, last));
     let share = typed(sigmoid(accumulator(share)), x.dtype()).unsqueeze_dim::<4>(3);
     x.clone() + (split_heads(before, heads) - x) * share
 }

@@ -134,7 +134,7 @@ impl GatedDeltaNet2Config {
 /// ```
 /// With b and w equal to one number it is Kimi Delta Attention.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of each short convolution; `position`, tokens seen. b and w are shares that are
 /// erased and written, for each channel of a key and of a value, 0 to 1, b to 2 with `allow_neg_eigval`. g is
 /// a natural log of the share of a row that is kept, for each token, head and key channel, at most 0.
@@ -183,7 +183,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedDeltaNet2<B> {
         let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state, shared));
         let gates = [&self.b_proj, &self.w_proj, &self.f_proj[0], &self.g_proj[0]];
         let (Qkv { q, k, v }, [erase, write, f, gate]) =
-            self.qkv().project(&x, gates.map(Projection::plain), &mut past.tails);
+            self.qkv().project(&x, gates.map(Projection::plain), &mut past.conv_states);
         let gated = |x: Tensor<B, 4>, gate| {
             let heads = x.dims()[2];
             ops::gate(x, split_heads(gate, heads), Activation::Sigmoid)
@@ -197,7 +197,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedDeltaNet2<B> {
             g: Some(Decay::Vector(share_heads(g, self.heads))),
             ..DeltaRuleInputs::new(q, k, gated(v, write), beta)
         };
-        let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = delta_rule(inputs, past.memory.take(), past.conv_states.lengths());
         let gate = self.g_proj[1].forward(gate);
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, Some(gate));
         (y, past.then(memory, tokens))

@@ -142,7 +142,7 @@ impl GatedKalmaNetConfig {
 /// is that of the solution, as in the authors' code: see [`ops::gated_kalman`](crate::ops::gated_kalman).
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, 2 K]`, H and U side
-/// by side, f32; `tails`, the last W - 1 inputs of each short convolution; `position`, tokens seen. g is a
+/// by side, f32; `conv_states`, the last W - 1 inputs of each short convolution; `position`, tokens seen. g is a
 /// natural log of the share kept, for each token and head, at most 0. beta is the weight of a token and alpha
 /// the share of the solution, 0 to 1.
 /// # Errors
@@ -196,7 +196,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedKalmaNet<B> {
         ];
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [beta, alpha, g], [gate]) =
-            self.qkv().project_some(&x, gates, [gate], &mut past.tails);
+            self.qkv().project_some(&x, gates, [gate], &mut past.conv_states);
         let dtype = v.dtype();
         // The equations are solved in f32 at least.
         let [q, k, v] = [q, k, v].map(accumulator);

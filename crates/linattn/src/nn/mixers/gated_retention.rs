@@ -171,13 +171,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedRetention<B> {
             projections,
             [self.key_heads, self.key_heads, self.heads],
         )
-        .project(&x, gates, &mut past.tails);
+        .project(&x, gates, &mut past.conv_states);
         let rotated = |x| self.rope.forward(x, past.position);
         let (q, k) = (rotated(q), rotated(k));
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_gate(g, self.gate_normalizer);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let o = merge_heads(rms_normalize(o, self.norm_eps));
         let y = self.o_proj.forward(ops::gate(o, gate, Activation::Silu));
         (y, past.then(memory, tokens))

@@ -135,7 +135,7 @@ impl GateLoopConfig {
 /// pairs of real numbers, q_t turned by -A_t and k_s by -A_s: so the memory is real, `[K, V]`, and decays by
 /// rows. A is kept between -pi and pi, which changes no turn.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of each short convolution, then A, `[B, 1, H K / 2]`; `position`, tokens seen. g is
 /// a natural log of the share of a row that is kept, at most 0, theta an angle in radians, both for each
 /// token, head and pair of channels.
@@ -178,8 +178,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
         let gates = [&self.a_proj, &self.theta_proj].map(Projection::plain);
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [a, theta], [gate]) =
-            self.qkv().project_some(&x, gates, [gate], &mut past.tails);
-        let angles = past.tails.through(|before| sum_of_angles(accumulator(theta), before));
+            self.qkv().project_some(&x, gates, [gate], &mut past.conv_states);
+        let angles = past.conv_states.through(|before| sum_of_angles(accumulator(theta), before));
         let back = Turn::by(split_heads(angles, self.heads).neg());
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = split_heads(log_gate(a, self.gate_normalizer), self.heads);
@@ -187,7 +187,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
         let g = Tensor::cat(vec![g.clone(), g], 3);
         let [q, k] = [q * scale, k].map(|x| back.forward(x));
         let inputs = ops::LinearAttentionInputs::new(q, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -135,7 +135,7 @@ impl GlaConfig {
 ///                                └───────────────┘
 /// ```
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of each short convolution; `position`, tokens seen. g is a natural log of the share
 /// of a row that is kept, for each token, head and key channel, at most 0.
 /// # Errors
@@ -179,11 +179,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gla<B> {
         let (narrow, widen) = &self.gk_proj;
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [g], [gate]) =
-            self.qkv().project_some(&x, [Projection::plain(narrow)], [gate], &mut past.tails);
+            self.qkv().project_some(&x, [Projection::plain(narrow)], [gate], &mut past.conv_states);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = split_heads(log_gate(widen.forward(g), self.gate_normalizer), self.heads);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let y = GatedOutput::silu(&self.g_norm_swish_gate, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -5,13 +5,14 @@ use super::{
     value_width,
 };
 use crate::nn::conv_qkv::ConvQkv;
-use crate::nn::convolution::{ShortConvolution, Tails, check_window, convolution_cost};
+use crate::nn::convolution::{ConvStateList, ShortConvolution, check_window, convolution_cost};
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, merge_heads, rms_norm, split_heads,
 };
 use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
+use crate::nn::state::CONV_STATES;
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors, positive};
 use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
@@ -125,16 +126,16 @@ pub struct SlotState<B: Backend> {
     pub values: Tensor<B, 4>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
     /// fields; empty without convolutions. Then CyFA's clock, `[B, 1, H]`.
-    pub tails: Vec<Tensor<B, 3>>,
+    pub conv_states: Vec<Tensor<B, 3>>,
 }
 
-/// A state taken apart: slots of keys and of values, and tails.
+/// A state taken apart: slots of keys and of values, and conv states.
 pub(super) type Parts<B> = (Option<Tensor<B, 4>>, Option<Tensor<B, 4>>, Vec<Tensor<B, 3>>);
 
 impl<B: Backend> SlotState<B> {
     pub(super) fn parts(state: Option<Self>) -> Parts<B> {
         match state {
-            Some(s) => (Some(s.keys), Some(s.values), s.tails),
+            Some(s) => (Some(s.keys), Some(s.values), s.conv_states),
             None => (None, None, vec![]),
         }
     }
@@ -145,14 +146,14 @@ impl<B: Backend> RecurrentState<B> for SlotState<B> {
         StateTensors::new(None)
             .with("keys", &self.keys)
             .with("values", &self.values)
-            .with_list("tails", &self.tails)
+            .with_list(CONV_STATES, &self.conv_states)
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
         Self {
             keys: tensors.take("keys"),
             values: tensors.take("values"),
-            tails: tensors.take_list("tails"),
+            conv_states: tensors.take_list(CONV_STATES),
         }
     }
 }
@@ -185,7 +186,7 @@ impl<B: Backend> RecurrentState<B> for SlotState<B> {
 /// power 1/8 is 1 / `gate_normalizer`.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`SlotState`]: `keys`, `[B, H, M, K]`; `values`,
-/// `[B, H, M, V]`; `tails`, the last W - 1 inputs of each short convolution. a is a share of a slot that is
+/// `[B, H, M, V]`; `conv_states`, the last W - 1 inputs of each short convolution. a is a share of a slot that is
 /// kept, for each token, head and slot, 0 to 1.
 /// # Errors
 /// [`GsaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0, `heads`
@@ -222,9 +223,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, SlotState<B>) {
         let [batch, tokens, _] = x.dims();
-        let (keys, values, tails) = SlotState::parts(state);
-        let mut tails = Tails::after(tails).of_lengths(shared.lengths.clone());
-        let (qkv, [f]) = self.qkv().project(&x, [Projection::plain(&self.f_proj)], &mut tails);
+        let (keys, values, conv_states) = SlotState::parts(state);
+        let mut conv_states = ConvStateList::after(conv_states).of_lengths(shared.lengths.clone());
+        let (qkv, [f]) =
+            self.qkv().project(&x, [Projection::plain(&self.f_proj)], &mut conv_states);
         let [q, k, v] = [qkv.q, qkv.k, qkv.v].map(|x| self.activated(x));
         let dtype = q.dtype();
         let g = log_gate(f, self.gate_normalizer); // [B, T, H M]
@@ -237,17 +239,17 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
         });
         let slots = written.clone().unsqueeze_dim::<4>(3);
         let inputs = ops::LinearAttentionInputs::new(q, k, slots).with_decay(g.clone());
-        let (scores, keys) = linear_attention(inputs, keys, tails.lengths());
+        let (scores, keys) = linear_attention(inputs, keys, conv_states.lengths());
         let scores = scores.reshape([batch, tokens, self.heads, rows / self.heads]);
         let shares = typed(softmax(accumulator(scores), 3), dtype);
 
         let (g, written) = (split_heads(g, self.heads), split_heads(written, self.heads));
         let inputs = ops::LinearAttentionInputs::new(shares, written, v).with_decay(g);
-        let (o, values) = linear_attention(inputs, values, tails.lengths());
+        let (o, values) = linear_attention(inputs, values, conv_states.lengths());
         let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(silu(o)), None));
         let states = keys.dims()[0]; // N where sequences of different lengths lie in one row
         let keys = keys.reshape([states, self.heads, rows / self.heads, key_width]);
-        (y, SlotState { keys, values, tails: tails.into_next() })
+        (y, SlotState { keys, values, conv_states: conv_states.into_next() })
     }
 }
 

@@ -110,7 +110,7 @@ impl H3Config {
 /// conjugates: see [`S4d`](super::S4d).
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, real and imaginary parts of h,
-/// `[B, 1, D K N / 2]` each, of heads of width K; `tails`, the last N - 1 keys, `[B, N - 1, D]`; `position`,
+/// `[B, 1, D K N / 2]` each, of heads of width K; `conv_states`, the last N - 1 keys, `[B, N - 1, D]`; `position`,
 /// tokens seen. N is `d_state`, K `head_width`. The size of a is the share that is kept, its angle a turn in
 /// radians for each token.
 /// # Errors
@@ -151,9 +151,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for H3<B> {
         let (width, mut past) = (self.head_width, VectorPast::of(state));
         let (heads, products) = (d_model / width, width * width);
         let list = [&self.q_proj, &self.k_proj, &self.v_proj].map(Projection::plain);
-        let [q, k, v] = project(&x, list, &mut past.tails);
+        let [q, k, v] = project(&x, list, &mut past.conv_states);
         let own = k.clone() * typed(self.shift_d.val(), dtype).unsqueeze::<3>();
-        let k = self.shift.linear_between(k, &mut past.tails) + own;
+        let k = self.shift.linear_between(k, &mut past.conv_states) + own;
 
         // [B, K, 1, T, H] and [B, 1, K, T, H], in f32 at least
         let of_heads = |x| {

@@ -94,7 +94,7 @@ impl HgrnConfig {
 /// gate, each of a convolution where there is one.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, one vector, `[B, 1, E D]` of E
-/// `expand`; `tails`, the last W - 1 inputs of each short convolution; `position`, tokens seen. f is the
+/// `expand`; `conv_states`, the last W - 1 inputs of each short convolution; `position`, tokens seen. f is the
 /// share of a channel that is kept, b to 1.
 /// # Errors
 /// [`HgrnConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `expand` of 0, a
@@ -139,7 +139,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hgrn<B> {
             Projection::convolved(&self.f_proj, self.f_conv1d.as_ref(), None, None),
             Projection::plain(&self.g_proj),
         ];
-        let [input, f, gate] = project(&x, projections, &mut past.tails);
+        let [input, f, gate] = project(&x, projections, &mut past.conv_states);
         let dtype = input.dtype();
         let written = forgotten(accumulator(f), &self.lower_bound);
         let kept = written.clone().neg() + 1.0;

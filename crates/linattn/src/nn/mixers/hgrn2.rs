@@ -156,7 +156,7 @@ pub(super) fn forgotten<B: Backend>(
 /// ```
 /// b is the lower bound of the forget gate: 0, or one learnt number a channel.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of each short convolution; `position`, tokens seen. f is a share of a row that is
 /// kept, for each token, head and row, b to 1.
 /// # Errors
@@ -199,13 +199,16 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hgrn2<B> {
         let projections = [&self.q_proj, &self.f_proj, &self.i_proj];
         let convolutions = [&self.q_conv1d, &self.f_conv1d, &self.i_conv1d];
         let qfi = ConvQkv::convolved(projections, convolutions, [self.heads; 3]);
-        let (Qkv { q, k: f, v }, []) =
-            qfi.activated([Some(Activation::Silu), None, None]).project(&x, [], &mut past.tails);
+        let (Qkv { q, k: f, v }, []) = qfi.activated([Some(Activation::Silu), None, None]).project(
+            &x,
+            [],
+            &mut past.conv_states,
+        );
         let (g, k) = self.forget(merge_heads(f));
         let (g, k) = (split_heads(g, self.heads), split_heads(k, self.heads));
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let y = self.o_proj.forward(rms_norm(&self.g_norm, merge_heads(o), None));
         (y, past.then(memory, tokens))
     }

@@ -181,7 +181,7 @@ config!(MultiheadHyenaConfig, MultiheadHyena, true, |config| config.0);
 /// repeats of a projection a fourth as wide.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`ConvolutionState`]: `inputs`, all u so far,
-/// `[B, T, E D]` of E `expand`, which grows with T; `tails`, the last W - 1 inputs of the short convolution.
+/// `[B, T, E D]` of E `expand`, which grows with T; `conv_states`, the last W - 1 inputs of the short convolution.
 /// Lags are told as shares of `length` tokens.
 /// # Errors
 /// [`HyenaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a size of 0, a
@@ -216,12 +216,12 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hyena<B> {
         state: Option<ConvolutionState<B>>,
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, ConvolutionState<B>) {
-        let (past, mut tails) = ConvolutionState::parts(state);
+        let (past, mut conv_states) = ConvolutionState::parts(state);
         let inner = self.out_proj.weight.dims()[0];
         let projected = self.in_proj.forward(x);
         let repeats = 3 * inner / projected.dims()[2];
         let all = projected.repeat_dim(2, repeats);
-        let all = self.conv1d.linear_between(all, &mut tails);
+        let all = self.conv1d.linear_between(all, &mut conv_states);
         let [q, k, v] = [0, 1, 2].map(|part| all.clone().narrow(2, part * inner, inner));
         let (y, inputs) = match self.d.dims()[0] == inner {
             true => self.convolve(q, k * v, past),
@@ -229,7 +229,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hyena<B> {
         };
         (
             self.out_proj.forward(y),
-            ConvolutionState { inputs: Some(inputs), tails: tails.into_next() },
+            ConvolutionState { inputs: Some(inputs), conv_states: conv_states.into_next() },
         )
     }
 }

@@ -142,7 +142,7 @@ impl KdaConfig {
 /// Decays and beta belong to value heads; keys, to key heads. `preconditioner` writes a key on the scale of
 /// those before it, and the key itself erases.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of each short convolution, then of the preconditioner its sums, `[B, 1, H K]` of key
 /// heads; `position`, tokens seen. beta is a share of the error that is corrected, 0 to 1, or to 2 with
 /// `allow_neg_eigval`. g is a natural log of the share of a row that is kept, for each token, head and key
@@ -200,12 +200,12 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Kda<B> {
         let [f, gate] = [&self.f_proj[0], &self.g_proj[0]].map(Projection::plain);
         let optional = KeyPreconditioner::projections(&self.preconditioner);
         let (Qkv { q, k, v }, [beta, f, gate], gates) =
-            self.qkv().project_some(&x, [beta, f, gate], optional, &mut past.tails);
-        let (k, erase) = written(&self.preconditioner, gates, k, self.heads, &mut past.tails);
+            self.qkv().project_some(&x, [beta, f, gate], optional, &mut past.conv_states);
+        let (k, erase) = written(&self.preconditioner, gates, k, self.heads, &mut past.conv_states);
         let g = LogDecayParams::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));
         let inputs = DeltaRuleInputs { erase, ..DeltaRuleInputs::new(q, k, v, beta) };
         let inputs = inputs.with_decay(Decay::Vector(g));
-        let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = delta_rule(inputs, past.memory.take(), past.conv_states.lengths());
         let gate = self.g_proj[1].forward(gate);
         let y = GatedOutput::sigmoid(&self.o_norm, &self.o_proj).forward(o, Some(gate));
         (y, past.then(memory, tokens))

@@ -2,7 +2,7 @@
 
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
-use crate::nn::convolution::Tails;
+use crate::nn::convolution::ConvStateList;
 use crate::nn::fast_weights::{NetworkPast, Piece, start, zeros_like};
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, l2_normalize, linear, linear_with_bias,
@@ -196,7 +196,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lact<B> {
             &x,
             [&self.q_proj, &self.k_proj, &self.v_proj, &self.lr_proj, &self.scale_proj]
                 .map(Projection::plain),
-            &mut Tails::none(),
+            &mut ConvStateList::none(),
         );
         let [q, k] = [(q, &self.q_norm), (k, &self.k_norm)].map(|(x, norm)| match norm {
             Some(norm) => rms_norm(norm, x, None),
@@ -214,7 +214,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lact<B> {
         let mut memory = SwigluMemory {
             kinds: std::mem::take(&mut past.memory),
             lengths: first.iter().map(lengths).collect(),
-            carried: past.tails.draw(),
+            carried: past.conv_states.draw(),
             size: self.config.mini_batch,
             muon: self.config.muon,
         };
@@ -223,7 +223,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lact<B> {
             .map(|piece| memory.learn(&rows, piece))
             .collect();
         past.memory = memory.kinds;
-        memory.carried.into_iter().for_each(|sum| past.tails.push(sum));
+        memory.carried.into_iter().for_each(|sum| past.conv_states.push(sum));
         let o = typed(Tensor::cat(outputs, 1), dtype);
         let o = self.ttt_norm.forward(o, None) * silu(scale).unsqueeze_dim::<4>(3);
         let y = self.o_proj.forward(a + merge_heads(o));

@@ -154,13 +154,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LightningAttention<B> {
             Projection::convolved(&self.qkv_proj, None, silu, None),
             Projection::plain(&self.output_gate),
         ];
-        let [qkv, gate] = project(&x, projections, &mut past.tails);
+        let [qkv, gate] = project(&x, projections, &mut past.conv_states);
         let qkv = split_heads(qkv, self.heads);
         let width = qkv.dims()[3] / 3;
         let part = |i: usize| qkv.clone().narrow(3, i * width, width);
         let g = self.log_decay(&x).expand([batch, tokens, self.heads]);
         let inputs = ops::LinearAttentionInputs::new(part(0), part(1), part(2)).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let gate = (Activation::Sigmoid, gate);
         let y = self.out_proj.forward(rms_norm(&self.norm, merge_heads(o), Some(gate)));
         (y, past.then(memory, tokens))

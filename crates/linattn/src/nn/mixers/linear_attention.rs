@@ -255,7 +255,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let gate = self.f_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [], [gate]) =
-            self.qkv().project_some(&x, [], [gate], &mut past.tails);
+            self.qkv().project_some(&x, [], [gate], &mut past.conv_states);
         let map_of_keys = self.feature_map_k.as_ref().unwrap_or(&self.feature_map_q);
         let q = self.feature_map_q.typed(q, past.position, self.norm_q);
         let k = map_of_keys.typed(k, past.position, self.norm_k);
@@ -268,7 +268,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LinearAttention<B> {
         let (v, g) = gated_write(v, gate);
         let g = g.map(Decay::Scalar);
         let inputs = LinearAttentionInputs { g, ..LinearAttentionInputs::new(q, k, v) };
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let o = match self.denominator {
             Some(denominator) => denominator.divide(o),
             None => o,

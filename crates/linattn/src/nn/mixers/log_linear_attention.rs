@@ -137,7 +137,7 @@ impl LogLinearAttentionConfig {
 /// two blocks that become one are added. Tokens too far back for L levels are all of the last.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, (L - 1) V]`, the
-/// levels side by side, f32; `tails`, the last W - 1 inputs of each short convolution; `position`, tokens
+/// levels side by side, f32; `conv_states`, the last W - 1 inputs of each short convolution; `position`, tokens
 /// seen. After T tokens those levels hold something whose powers of 2 T is a sum of. g is a natural log of
 /// the share kept, for each token and head, at most 0. beta is a share of the error that is corrected, 0 to
 /// 1.
@@ -192,7 +192,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LogLinearAttention<B> {
             self.g_proj.as_ref().map(Projection::plain),
         ];
         let (Qkv { q, k, v }, [g, levels], [beta, gate]) =
-            self.qkv().project_some(&x, gates, optional, &mut past.tails);
+            self.qkv().project_some(&x, gates, optional, &mut past.conv_states);
         let (scale, dtype) = ((q.dims()[3] as f64).powf(-0.5), v.dtype());
         let weights = softplus(accumulator(levels) * self.level_scale.val().unsqueeze());
         let weights = split_heads(weights, self.heads);

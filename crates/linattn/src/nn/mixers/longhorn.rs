@@ -119,7 +119,7 @@ impl LonghornConfig {
 /// ```
 /// Keys need no norm: `eps k k^T` is below 1 whatever their length.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of each short convolution; `position`, tokens seen. beta weighs the error of the
 /// answer against the change of the state, 0 to 1; eps k k^T is the share of the error that is corrected.
 /// # Errors
@@ -164,11 +164,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Longhorn<B> {
         let beta = Projection::beta(&self.b_proj, 1.0);
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [beta], [gate]) =
-            self.qkv().project_some(&x, [beta], [gate], &mut past.tails);
+            self.qkv().project_some(&x, [beta], [gate], &mut past.conv_states);
         let length = share_heads(accumulator(k.clone()).square().sum_dim(3), self.heads);
         let eps = beta.clone() / (beta * length.squeeze_dim::<3>(3) + 1.0);
         let inputs = DeltaRuleInputs::new(q, k, v, eps);
-        let (o, memory) = delta_rule(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = delta_rule(inputs, past.memory.take(), past.conv_states.lengths());
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

@@ -1,7 +1,7 @@
 //! Mamba. Recurrence, shapes and source: [`Mamba`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
-use crate::nn::convolution::{ShortConvolution, Tails, convolution_cost};
+use crate::nn::convolution::{ConvStateList, ShortConvolution, convolution_cost};
 use crate::nn::layers::{ResidualLinear, softplus, torch_linear};
 use crate::nn::log_decay::fresh_dt_bias;
 use crate::nn::projection::{Convolution, Split};
@@ -114,7 +114,7 @@ impl MambaConfig {
 /// I is the inner width, u_t the layer's input. With `allow_neg_eigval` the share kept is
 /// `2 exp(-dt exp(A_log)) - 1`, between -1 and 1, as in arXiv 2411.12537, and the rest is as before.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, h, `[B, 1, I N]`; `tails`, the
+/// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, h, `[B, 1, I N]`; `conv_states`, the
 /// last W - 1 inputs of the short convolution; `position`, tokens seen. dt is a step size above 0, for each
 /// token and channel; N is `d_state`.
 /// # Errors
@@ -149,7 +149,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba<B> {
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
         let ([_, size], rank) = (self.a_log.dims(), self.dt_proj.weight.dims()[0]);
-        let (x, z) = self.halves(x, &mut past.tails);
+        let (x, z) = self.halves(x, &mut past.conv_states);
         let low = self.x_proj.forward(x.clone());
         let part = |from, width| low.clone().narrow(2, from, width);
         let dt = softplus(accumulator(self.dt_proj.forward(part(0, rank))));
@@ -175,14 +175,18 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba<B> {
 
 impl<B: LinearAttentionBackend> Mamba<B> {
     /// The projected input: convolved, and the gate z.
-    fn halves(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> (Tensor<B, 3>, Tensor<B, 3>) {
+    fn halves(
+        &self,
+        x: Tensor<B, 3>,
+        conv_states: &mut ConvStateList<B>,
+    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let [inner, _] = self.a_log.dims();
         let y = self.in_proj.forward(x);
         if self.conv1d.weight.dims()[0] == 1 {
             let part = |from| y.clone().narrow(2, from, inner);
-            return (self.conv1d.forward_between(part(0), tails), part(inner));
+            return (self.conv1d.forward_between(part(0), conv_states), part(inner));
         }
-        let convolution = Some(Convolution::of(&self.conv1d, &y, tails));
+        let convolution = Some(Convolution::of(&self.conv1d, &y, conv_states));
         let silu = ColumnKind::Conv { activation: Some(Activation::Silu), norm: None };
         let columns = [silu, ColumnKind::Copy].map(|kind| Column { width: inner, kind }).into();
         let halves = Split { y, columns, convolution, decay: None }.outputs();

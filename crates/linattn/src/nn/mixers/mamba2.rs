@@ -5,7 +5,7 @@ use super::{
     MatrixPast, MatrixState, TokenMixer, Varlen, check_groups, expanded_heads, linear_flops,
     memory_cost,
 };
-use crate::nn::convolution::{ShortConvolution, Tails};
+use crate::nn::convolution::{ConvStateList, ShortConvolution};
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, merge_heads, rms_norm, rms_normalize, softplus, split_heads,
     torch_linear,
@@ -200,7 +200,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
-        let Parts { z, x, k, q, step } = self.parts(x, &mut past.tails);
+        let Parts { z, x, k, q, step } = self.parts(x, &mut past.conv_states);
         let step = if self.step_min > 0.0 { step.clamp_min(self.step_min) } else { step };
         let [q, k] = [q, k].map(|rows| {
             let rows = split_heads(rows, self.groups);
@@ -210,7 +210,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
         let v = x.clone() * typed(step.clone(), dtype).unsqueeze_dim(3);
         let g: Tensor<B, 3> = step * self.a_log.val().exp().neg().unsqueeze();
         let inputs = ops::LinearAttentionInputs::new(q, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let skip = x * typed(self.d.val(), dtype).reshape([1, 1, self.heads, 1]);
         let y = self.normalize(ops::gate(merge_heads(o + skip), z, Activation::Silu));
         (self.out_proj.forward(y), past.then(memory, tokens))
@@ -220,11 +220,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
 impl<B: LinearAttentionBackend> Mamba2<B> {
     /// The input's parts. Over several tokens the projection's columns are put in the order in which one
     /// operation splits them: those of the convolution, those of the steps, and z.
-    fn parts(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Parts<B> {
+    fn parts(&self, x: Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Parts<B> {
         let (inner, keys) = (self.norm.gamma.dims()[0], self.groups * self.d_state);
         let behind = inner + 2 * keys + self.heads;
         if x.dims()[1] == 1 || self.conv1d.weight.dims()[0] == 1 {
-            return self.parts_of_token(x, tails);
+            return self.parts_of_token(x, conv_states);
         }
         let silu = ColumnKind::Conv { activation: Some(Activation::Silu), norm: None };
         let column = |width, kind| Column { width, kind };
@@ -241,7 +241,7 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         let weight = ops::pack(weights, padding(&columns), x.dtype());
         let y = ops::affine(x.clone(), weight, None).expect("the projection reads `x`");
         let y = self.in_proj.adapter.add_parts(y, &x, &[(inner, behind), (0, inner)]);
-        let convolution = Some(Convolution::of(&self.conv1d, &y, tails));
+        let convolution = Some(Convolution::of(&self.conv1d, &y, conv_states));
         // With rates of 1 a log decay is less than 0 by the step.
         let decay = Some(LogDecayParams {
             a_log: self.a_log.val().detach().zeros_like(),
@@ -253,12 +253,12 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
     }
 
     /// As [`parts`](Self::parts), in the projection's own order.
-    fn parts_of_token(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Parts<B> {
+    fn parts_of_token(&self, x: Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Parts<B> {
         let (inner, keys) = (self.norm.gamma.dims()[0], self.groups * self.d_state);
         let channels = inner + 2 * keys;
         let part = |x: &Tensor<B, 3>, from, width| x.clone().narrow(2, from, width);
         let projected = self.in_proj.forward(x);
-        let mixed = self.conv1d.forward_between(part(&projected, inner, channels), tails);
+        let mixed = self.conv1d.forward_between(part(&projected, inner, channels), conv_states);
         let step = accumulator(part(&projected, inner + channels, self.heads));
         Parts {
             z: part(&projected, 0, inner),

@@ -151,7 +151,7 @@ impl MesaNetConfig {
 /// there computed as recursive least squares: `P = P - P k^T k P / (1 + k P k^T)`, P from `diag(lambda)^-1`.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, 2 K]`, H and G side
-/// by side, f32; `tails`, the last W - 1 inputs of the short convolutions of q and k; `position`, tokens
+/// by side, f32; `conv_states`, the last W - 1 inputs of the short convolutions of q and k; `position`, tokens
 /// seen. g is a natural log of the share kept, for each token and head, at most 0. beta is the weight of a
 /// token, 0 to 1; lambda is added to the diagonal of H, for each head and channel.
 /// # Errors
@@ -202,7 +202,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MesaNet<B> {
             self.g_proj.as_ref().map(Projection::plain),
         ];
         let (Qkv { q, k, v }, [], [beta, g, gate]) =
-            self.qkv().project_some(&x, [], optional, &mut past.tails);
+            self.qkv().project_some(&x, [], optional, &mut past.conv_states);
         let (key_width, dtype) = (k.dims()[3], v.dtype());
         let lambda = softplus(self.lambda_params.val()) + self.lambda_lower_bound;
         // The equations are solved in f32 at least.

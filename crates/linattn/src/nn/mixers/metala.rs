@@ -128,7 +128,7 @@ impl MetaLaConfig {
 ///                                └────────────────────────────────────────────┘
 /// ```
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of the short convolution; `position`, tokens seen. a is a share of a row that is
 /// kept, for each token, head and row, 0 to 1.
 /// # Errors
@@ -169,9 +169,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
-        let x = convolve_if_any(&self.conv1d, x, &mut past.tails);
+        let x = convolve_if_any(&self.conv1d, x, &mut past.conv_states);
         let projections = [&self.q_proj, &self.v_proj, &self.k_gate, &self.g_proj];
-        let [q, v, g, gate] = project(&x, projections.map(Projection::plain), &mut past.tails);
+        let [q, v, g, gate] =
+            project(&x, projections.map(Projection::plain), &mut past.conv_states);
         let dtype = q.dtype();
         let (q, v) = (split_heads(q, self.heads), split_heads(v, self.heads));
         let g = split_heads(log_gate(g, self.gate_normalizer), self.heads);
@@ -183,7 +184,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
         });
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let inputs = ops::LinearAttentionInputs::new(q * scale, typed(k, dtype), v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let o = match own {
             Some(own) => o + own,
             None => o,

@@ -3,7 +3,7 @@
 use super::{
     MatrixPast, MatrixState, TokenMixer, half_key_width, linear_flops, memory_cost, value_width,
 };
-use crate::nn::convolution::{ShortConvolution, Tails, check_window, convolve_if_any};
+use crate::nn::convolution::{ConvStateList, ShortConvolution, check_window, convolve_if_any};
 use crate::nn::exponential_gates::Asked;
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, merge_heads, split_heads, standardize,
@@ -107,8 +107,8 @@ impl MlstmConfig {
         let inward = 2 * keys + 2 * values + 2 * self.heads;
         cost.flops_per_token += linear_flops(d_model, inward) + linear_flops(values, d_model);
         cost.flops_per_token += 2 * (self.conv_size * d_model) as u64;
-        let tail = self.conv_size.saturating_sub(1) * d_model;
-        cost.state_bytes += 4 * (self.heads + tail) as u64;
+        let conv_state = self.conv_size.saturating_sub(1) * d_model;
+        cost.state_bytes += 4 * (self.heads + conv_state) as u64;
         Ok(cost)
     }
 }
@@ -177,7 +177,7 @@ impl<B: LinearAttentionBackend> MultiHeadNorm<B> {
 /// 1e-6, and no gradient is taken through it.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V + 1]`, n the last
-/// column, over e^m, f32; `tails`, the last W - 1 inputs of the short convolution, where there is one, and m,
+/// column, over e^m, f32; `conv_states`, the last W - 1 inputs of the short convolution, where there is one, and m,
 /// `[B, 1, H]`; `position`, tokens seen. i and ln sigmoid(f) are natural logs for each token and head, the
 /// second at most 0.
 /// # Errors
@@ -219,12 +219,12 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mlstm<B> {
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
-        let Preactivations { q, k, v, i, f, o } = self.project(x, &mut past.tails);
+        let Preactivations { q, k, v, i, f, o } = self.project(x, &mut past.conv_states);
         let heads = |x| split_heads(x, self.heads);
         let log_write = self.capped(accumulator(i));
         let log_keep = log_sigmoid(self.capped(accumulator(f)));
         let asked = Asked { q: heads(q), k: heads(k), v: heads(v), log_write, log_keep };
-        let (h, memory) = asked.answer(past.memory.take(), &mut past.tails);
+        let (h, memory) = asked.answer(past.memory.take(), &mut past.conv_states);
         let y = ops::gate(self.multihead_norm.forward(h), o, Activation::Sigmoid);
         (self.out_proj.forward(y), past.then(memory, tokens))
     }
@@ -232,17 +232,18 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mlstm<B> {
 
 impl<B: LinearAttentionBackend> Mlstm<B> {
     /// All projections of `x`; queries and keys see the convolution, where there is one.
-    fn project(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Preactivations<B> {
+    fn project(&self, x: Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Preactivations<B> {
         let asking = [&self.q, &self.k];
         let others = [&self.v, &self.igate_preact, &self.fgate_preact, &self.ogate_preact];
         if self.conv1d.is_some() {
-            let mixed = convolve_if_any(&self.conv1d, x.clone(), tails);
-            let [q, k] = project(&mixed, asking.map(Projection::plain), tails);
-            let [v, i, f, o] = project(&x, others.map(Projection::plain), tails);
+            let mixed = convolve_if_any(&self.conv1d, x.clone(), conv_states);
+            let [q, k] = project(&mixed, asking.map(Projection::plain), conv_states);
+            let [v, i, f, o] = project(&x, others.map(Projection::plain), conv_states);
             return Preactivations { q, k, v, i, f, o };
         }
         let ([q, k], [v, i, f, o]) = (asking, others);
-        let [q, k, v, i, f, o] = project(&x, [q, k, v, i, f, o].map(Projection::plain), tails);
+        let [q, k, v, i, f, o] =
+            project(&x, [q, k, v, i, f, o].map(Projection::plain), conv_states);
         Preactivations { q, k, v, i, f, o }
     }
 

@@ -138,7 +138,7 @@ impl MlstmV1Config {
 /// The recurrence, and how C and n are kept over e^m, are on the page of [`Mlstm`](super::Mlstm).
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, K + 1]` of
-/// K = I / H, n the last column, over e^m, f32; `tails`, the last W - 1 inputs of the short convolution and
+/// K = I / H, n the last column, over e^m, f32; `conv_states`, the last W - 1 inputs of the short convolution and
 /// m, `[B, 1, H]`; `position`, tokens seen. i and ln sigmoid(f) are natural logs for each token and head, the
 /// second at most 0.
 /// # Errors
@@ -186,16 +186,16 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
         let [inner] = self.skip.dims();
         let both = self.up_proj.forward(x);
         let (u, z) = (both.clone().narrow(2, 0, inner), both.narrow(2, inner, inner));
-        let c = self.conv1d.forward_between(u.clone(), &mut past.tails);
+        let c = self.conv1d.forward_between(u.clone(), &mut past.conv_states);
         let (q, k) = (self.q.forward(c.clone()), self.k.forward(c.clone()));
         let v = self.v.forward(u);
         let all = Tensor::cat(vec![q.clone(), k.clone(), v.clone()], 2);
         let gates = [&self.igate_preact, &self.fgate_preact].map(Projection::plain);
-        let [i, f] = project(&all, gates, &mut past.tails).map(accumulator);
+        let [i, f] = project(&all, gates, &mut past.conv_states).map(accumulator);
         let heads = |x| split_heads(x, self.heads);
         let asked =
             Asked { q: heads(q), k: heads(k), v: heads(v), log_write: i, log_keep: log_sigmoid(f) };
-        let (h, memory) = asked.answer(past.memory.take(), &mut past.tails);
+        let (h, memory) = asked.answer(past.memory.take(), &mut past.conv_states);
         let around = c * typed(self.skip.val(), z.dtype()).unsqueeze::<3>();
         let y = ops::gate(self.multihead_norm.forward(h) + around, z, Activation::Silu);
         (self.down_proj.forward(y), past.then(memory, tokens))

@@ -3,7 +3,7 @@
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{
-    ShortConvolution, Tails, check_window, convolution_cost, convolve_if_any,
+    ConvStateList, ShortConvolution, check_window, convolution_cost, convolve_if_any,
 };
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, l2_normalize, linear, linear_with_bias, split_heads,
@@ -149,7 +149,7 @@ impl PathAttentionConfig {
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`PathCache`]: `keys`, `[B, Hk, T, K]`, as the last token
 /// sees them; `values`, `[B, Hk, T, K]`; `gates`, the sum of log f up to each token less that up to the last,
-/// `[B, H, T]`, with `forget_gate`; `tails`, the last W - 1 inputs of the short convolution. It grows with T.
+/// `[B, H, T]`, with `forget_gate`; `conv_states`, the last W - 1 inputs of the short convolution. It grows with T.
 /// beta is 0 to 2: at 2 H_t is a reflection. log f is a natural log of the share that is kept, at most 0.
 /// # Errors
 /// [`PathAttentionConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` of 0,
@@ -192,20 +192,20 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for PathAttention<B> {
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, PathCache<B>) {
         let (tokens, dtype) = (x.dims()[1], x.dtype());
-        let tails = state.as_ref().map_or_else(Vec::new, |cache| cache.tails.clone());
-        let mut tails = Tails::after(tails);
-        let inputs = self.project(&x, &mut tails);
+        let conv_states = state.as_ref().map_or_else(Vec::new, |cache| cache.conv_states.clone());
+        let mut conv_states = ConvStateList::after(conv_states);
+        let inputs = self.project(&x, &mut conv_states);
         let (o, cache) = in_pieces(tokens, self.chunk, state, |(from, size), before| {
             attend(inputs.part(from, size), before)
         });
-        let tails = tails.into_next();
-        (self.o_proj.forward(typed(o, dtype)), PathCache { tails, ..cache })
+        let conv_states = conv_states.into_next();
+        (self.o_proj.forward(typed(o, dtype)), PathCache { conv_states, ..cache })
     }
 }
 
 impl<B: LinearAttentionBackend> PathAttention<B> {
     /// Rows of each token of `x`, in f32 at least: reflections are solved for.
-    fn project(&self, x: &Tensor<B, 3>, tails: &mut Tails<B>) -> Tokens<B> {
+    fn project(&self, x: &Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Tokens<B> {
         let (heads, shared) = (self.heads, self.key_value_heads);
         let (narrow, widen) = &self.w_proj;
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
@@ -215,9 +215,9 @@ impl<B: LinearAttentionBackend> PathAttention<B> {
             projections,
             [heads, shared, shared],
         )
-        .project_some(x, gates, [log_gates], tails);
+        .project_some(x, gates, [log_gates], conv_states);
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let w = convolve_if_any(&self.w_conv1d, widen.forward(w), tails);
+        let w = convolve_if_any(&self.w_conv1d, widen.forward(w), conv_states);
         let w = l2_normalize(split_heads(w, shared)).swap_dims(1, 2);
         Tokens {
             q: accumulator(turned(q, &self.maybe_q_norm, None)) * scale,

@@ -76,7 +76,7 @@ impl PoolingConfig {
 /// ```
 /// Fewer tokens are averaged where fewer were seen.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`ConvolutionState`]: `tails`, the last W - 1 inputs and
+/// Input and output are `[B, T, D]`. The state is a [`ConvolutionState`]: `conv_states`, the last W - 1 inputs and
 /// a channel of ones, whose sum counts tokens, `[B, W - 1, D + 1]`, f32. W is `window`.
 /// # Errors
 /// [`PoolingConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `window` below 2.
@@ -104,17 +104,17 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Pooling<B> {
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, ConvolutionState<B>) {
         let ([_, _, width], dtype) = (x.dims(), x.dtype());
-        let (_, mut tails) = ConvolutionState::parts(state);
+        let (_, mut conv_states) = ConvolutionState::parts(state);
         let x = accumulator(x);
         let counted = Tensor::cat(vec![x.clone(), x.clone().narrow(2, 0, 1).ones_like()], 2);
         let ones = Tensor::ones([self.window, width + 1], (&x.device(), x.dtype()));
-        let lengths = tails.lengths().cloned();
-        let sums = tails.through(|tail| {
-            ops::convolve(counted, ones, None, tail, None, lengths.as_ref())
+        let lengths = conv_states.lengths().cloned();
+        let sums = conv_states.through(|conv_state| {
+            ops::convolve(counted, ones, None, conv_state, None, lengths.as_ref())
                 .expect("the weights were made for it")
         });
         let mean = sums.clone().narrow(2, 0, width) / sums.narrow(2, width, 1);
         let y = (mean - x) * self.scale.val().unsqueeze::<3>();
-        (typed(y, dtype), ConvolutionState { inputs: None, tails: tails.into_next() })
+        (typed(y, dtype), ConvolutionState { inputs: None, conv_states: conv_states.into_next() })
     }
 }

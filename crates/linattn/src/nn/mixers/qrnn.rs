@@ -1,7 +1,7 @@
 //! QRNN. Recurrence, shapes and source: [`Qrnn`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, scan_cost};
-use crate::nn::convolution::Tails;
+use crate::nn::convolution::ConvStateList;
 use crate::nn::layers::{ResidualLinear, linear, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
 use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
@@ -80,7 +80,7 @@ impl QrnnConfig {
 /// ```
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, one vector, `[B, 1, width]`;
-/// `tails`, the last W - 1 inputs, `[B, W - 1, D]`; `position`, tokens seen. f is the share of a channel that
+/// `conv_states`, the last W - 1 inputs, `[B, W - 1, D]`; `position`, tokens seen. f is the share of a channel that
 /// is kept, 0 to 1; W is `window`.
 /// # Errors
 /// [`QrnnConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `window` of 0 or a
@@ -110,7 +110,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Qrnn<B> {
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
         let dtype = x.dtype();
-        let gates = accumulator(self.in_proj.forward(self.windows(x, &mut past.tails)));
+        let gates = accumulator(self.in_proj.forward(self.windows(x, &mut past.conv_states)));
         let width = gates.dims()[2] / 3;
         let part = |j: usize| gates.clone().narrow(2, j * width, width);
         let (z, f, o) = (part(0).tanh(), sigmoid(part(1)), sigmoid(part(2)));
@@ -124,16 +124,16 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Qrnn<B> {
 
 impl<B: LinearAttentionBackend> Qrnn<B> {
     /// The last W tokens of every token, `[B, T, W D]`.
-    fn windows(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Tensor<B, 3> {
+    fn windows(&self, x: Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Tensor<B, 3> {
         let [batch, tokens, width] = x.dims();
         let before = self.window - 1;
         if before == 0 {
             return x;
         }
         let zeros = || Tensor::zeros([batch, before, width], (&x.device(), x.dtype()));
-        tails.through(|tail| {
-            let tail = typed(tail.unwrap_or_else(zeros), x.dtype());
-            let all = Tensor::cat(vec![tail, x.clone()], 1);
+        conv_states.through(|conv_state| {
+            let conv_state = typed(conv_state.unwrap_or_else(zeros), x.dtype());
+            let all = Tensor::cat(vec![conv_state, x.clone()], 1);
             let taps = (0..self.window).map(|w| all.clone().narrow(1, w, tokens)).collect();
             (Tensor::cat(taps, 2), all.narrow(1, tokens, before))
         })

@@ -142,7 +142,7 @@ pub(super) fn check_theta(theta: f64) -> Result<(), ConfigError> {
 /// ```
 /// h is the head, from 0.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `tails`,
+/// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
 /// the last W - 1 inputs of Canon layers, of those that there are; `position`, tokens seen. The decay is a
 /// share, the same for every token.
 /// # Errors
@@ -185,13 +185,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RetNet<B> {
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let heads = [self.key_heads, self.key_heads, self.heads];
         let qkv = ConvQkv::plain(projections, heads).canon(&self.canon);
-        let (Qkv { q, k, v }, [], [gate]) = qkv.project_some(&x, [], [gate], &mut past.tails);
+        let (Qkv { q, k, v }, [], [gate]) = qkv.project_some(&x, [], [gate], &mut past.conv_states);
         let rotated = |x| self.rope.forward(x, past.position);
         let (q, k) = (rotated(q), rotated(k));
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_decay(&x, self.heads).expand([batch, tokens, self.heads]);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let y = GatedOutput::silu(&self.g_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
     }

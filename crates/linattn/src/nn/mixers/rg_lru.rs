@@ -135,7 +135,7 @@ fn fresh_decay<B: Backend>(width: usize, device: &B::Device) -> Tensor<B, 1> {
 /// for; by default it is like any other.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, one vector, `[B, 1, width]`;
-/// `tails`, the last W - 1 inputs of the short convolution; `position`, tokens seen. a is the share of a
+/// `conv_states`, the last W - 1 inputs of the short convolution; `position`, tokens seen. a is the share of a
 /// channel that is kept, 0 to 1; r and i are gates, 0 to 1.
 /// # Errors
 /// [`RgLruConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a `width` of 0,
@@ -182,7 +182,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RgLru<B> {
             Projection::convolved(&self.linear_x, Some(&self.conv1d), None, None),
             Projection::plain(&self.linear_y),
         ];
-        let [u, gate] = project(&x, projections, &mut past.tails);
+        let [u, gate] = project(&x, projections, &mut past.conv_states);
         let gates = [&self.a_gate, &self.input_gate].map(|gate| gate.forward(u.clone()));
         let [forget, input] = gates.map(|gate| sigmoid(accumulator(gate)));
         let rate: Tensor<B, 3> = softplus(self.a_param.val()).unsqueeze();

@@ -93,7 +93,7 @@ impl Rwkv4Config {
 /// beyond rounding, and no gradient is taken through it. b over e^m is at least 1.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, a and b side by side over e^m,
-/// `[B, 1, 2 D]`, and m, `[B, 1, D]`; `tails`, the last token, `[B, 1, D]`; `position`, tokens seen. w and k
+/// `[B, 1, 2 D]`, and m, `[B, 1, D]`; `conv_states`, the last token, `[B, 1, D]`; `position`, tokens seen. w and k
 /// are natural logs: -w of the share that is kept, the same at every token, k of a token's weight.
 /// # Errors
 /// [`Rwkv4Config::init`] gives a [`ConfigError`] with the first key that does not fit: a width of 0.
@@ -127,7 +127,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv4<B> {
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
         let dtype = x.dtype();
-        let before = past.tails.shifted(&x);
+        let before = past.conv_states.shifted(&x);
         let delta = x - before.clone();
         let mixed = |share: &Param<Tensor<B, 3>>| {
             before.clone() + delta.clone() * typed(share.val(), dtype)

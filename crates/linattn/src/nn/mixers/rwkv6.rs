@@ -210,7 +210,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let ([batch, tokens, width], mut past) = (x.dims(), MatrixPast::of(state, shared));
-        let before = past.tails.shifted(&x);
+        let before = past.conv_states.shifted(&x);
         let delta = before - x.clone();
 
         let shares = self.shares(x.clone(), delta.clone());
@@ -233,7 +233,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
             read: Read::Before,
             ..ops::LinearAttentionInputs::new(r, k, v).with_decay(g)
         };
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let y = ops::gate(self.normalize(merge_heads(o + own)), gate, Activation::Silu);
         (self.o_proj.forward(y), past.then(memory, tokens))
     }

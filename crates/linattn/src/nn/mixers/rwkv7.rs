@@ -236,7 +236,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
     const TAKES_BF16: bool = true;
     const VARLEN: Varlen = Varlen::Packed;
 
-    /// The state's only tail is the last token. The first of these layers leaves its values in `shared`.
+    /// The state's only conv state is the last token. The first of these layers leaves its values in `shared`.
     fn run(
         &self,
         x: Tensor<B, 3>,
@@ -245,7 +245,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
         let mut past = MatrixPast::of(state, shared);
-        let before = past.tails.shifted(&x);
+        let before = past.conv_states.shifted(&x);
         let back = before - x.clone();
         let mixed =
             |share: &Param<Tensor<B, 3>>| x.clone() + back.clone() * typed(share.val(), dtype);
@@ -271,7 +271,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
             b: removed * split(rate),
             g: Some(Decay::Vector(decay)),
         };
-        let (o, memory) = low_rank(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = low_rank(inputs, past.memory.take(), past.conv_states.lengths());
         let keys = self.g_norm.num_channels;
         let rows: Tensor<B, 2> = merge_heads(o).reshape([batch * tokens, keys]);
         let o = group_norm(&self.g_norm, rows);

@@ -3,7 +3,7 @@
 use super::mlstm::MultiHeadNorm;
 use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
 use crate::nn::convolution::{
-    ShortConvolution, Tails, check_window, convolution_cost, convolve_if_any,
+    ConvStateList, ShortConvolution, check_window, convolution_cost, convolve_if_any,
 };
 use crate::nn::layers::{BlockDiagonal, INIT_STD, check_epsilon, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, Shared};
@@ -110,7 +110,7 @@ impl SlstmConfig {
 /// it. n over e^m is at least 1. The input gate has no bias: c / n would not depend on it.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, h, c over e^m, n over e^m and
-/// m, `[B, 1, D]` each; `tails`, the last W - 1 inputs of the short convolution; `position`, tokens seen. i
+/// m, `[B, 1, D]` each; `conv_states`, the last W - 1 inputs of the short convolution; `position`, tokens seen. i
 /// and ln sigmoid(f) are natural logs, the second at most 0.
 /// # Errors
 /// [`SlstmConfig::init`] gives a [`ConfigError`] with the first key that does not fit: `heads` that do not
@@ -148,7 +148,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Slstm<B> {
         let (tokens, dtype) = (x.dims()[1], x.dtype());
         let mut past = VectorPast::of(state);
         let state = self.cells(&mut past);
-        let x = self.inward(x, &mut past.tails);
+        let x = self.inward(x, &mut past.conv_states);
         let (h, last) = ops::slstm(SlstmInputs { x, r: self.recurrent.blocks(), state })
             .expect("the projections made the shapes");
         let SlstmCells { h: last, c, n, m } = last;
@@ -165,8 +165,8 @@ impl<B: LinearAttentionBackend> Slstm<B> {
     }
 
     /// The inputs' part of the gates: i, f, z and o of every head, `[B, T, H, 4 D / H]`.
-    fn inward(&self, x: Tensor<B, 3>, tails: &mut Tails<B>) -> Tensor<B, 4> {
-        let mixed = convolve_if_any(&self.conv1d, x.clone(), tails);
+    fn inward(&self, x: Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Tensor<B, 4> {
+        let mixed = convolve_if_any(&self.conv1d, x.clone(), conv_states);
         let gates = vec![
             self.igate.forward(mixed.clone()),
             self.fgate.forward(mixed),

@@ -1,6 +1,7 @@
 //! States of mixers with a memory of fixed size, and the same taken apart.
 
-use crate::nn::convolution::Tails;
+use crate::nn::convolution::ConvStateList;
+use crate::nn::state::CONV_STATES;
 use crate::nn::{RecurrentState, Shared, StateTensors, VectorState};
 use crate::ops::SequenceLengths;
 use burn::tensor::{Tensor, backend::Backend};
@@ -14,7 +15,7 @@ pub struct MatrixState<B: Backend> {
     /// fields; then what else a mixer needs of its last token: RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`,
     /// mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles, `[B, 1, H K / 2]`, Mamba-3 its angles, keys
     /// and values. Empty where there is nothing of the kind.
-    pub tails: Vec<Tensor<B, 3>>,
+    pub conv_states: Vec<Tensor<B, 3>>,
     /// Tokens seen; the most that any row has, where sequences of different lengths came in one row.
     pub position: usize,
 }
@@ -22,43 +23,53 @@ pub struct MatrixState<B: Backend> {
 /// A [`MatrixState`] taken apart, to become the next.
 pub(super) struct MatrixPast<B: Backend> {
     pub(super) memory: Option<Tensor<B, 4>>,
-    pub(super) tails: Tails<B>,
+    pub(super) conv_states: ConvStateList<B>,
     pub(super) position: usize,
 }
 
 impl<B: Backend> MatrixPast<B> {
     /// Of a state, or of the start of a sequence; of sequences of different lengths where `shared` has them.
     pub(super) fn of(state: Option<MatrixState<B>>, shared: &Shared<B>) -> Self {
-        let (memory, tails, position) = match state {
-            Some(MatrixState { memory, tails, position }) => (Some(memory), tails, position),
+        let (memory, conv_states, position) = match state {
+            Some(MatrixState { memory, conv_states, position }) => {
+                (Some(memory), conv_states, position)
+            }
             None => (None, vec![], 0),
         };
-        let tails = Tails::after(tails).of_lengths(shared.lengths.clone());
-        Self { memory, tails, position }
+        let conv_states = ConvStateList::after(conv_states).of_lengths(shared.lengths.clone());
+        Self { memory, conv_states, position }
     }
 
     /// The state `tokens` tokens later; of sequences of different lengths it says those of the longest.
     pub(super) fn then(self, memory: Tensor<B, 4>, tokens: usize) -> MatrixState<B> {
-        let tokens = self.tails.lengths().map_or(tokens, SequenceLengths::longest);
-        MatrixState { memory, tails: self.tails.into_next(), position: self.position + tokens }
+        let tokens = self.conv_states.lengths().map_or(tokens, SequenceLengths::longest);
+        MatrixState {
+            memory,
+            conv_states: self.conv_states.into_next(),
+            position: self.position + tokens,
+        }
     }
 }
 
 /// A [`VectorState`] taken apart, to become the next.
 pub(super) struct VectorPast<B: Backend> {
     memory: std::vec::IntoIter<Tensor<B, 3>>,
-    pub(super) tails: Tails<B>,
+    pub(super) conv_states: ConvStateList<B>,
     pub(super) position: usize,
 }
 
 impl<B: Backend> VectorPast<B> {
     /// Of a state, or of the start of a sequence.
     pub(super) fn of(state: Option<VectorState<B>>) -> Self {
-        let (memory, tails, position) = match state {
-            Some(state) => (state.memory, state.tails, state.position),
+        let (memory, conv_states, position) = match state {
+            Some(state) => (state.memory, state.conv_states, state.position),
             None => (vec![], vec![], 0),
         };
-        Self { memory: memory.into_iter(), tails: Tails::after(tails), position }
+        Self {
+            memory: memory.into_iter(),
+            conv_states: ConvStateList::after(conv_states),
+            position,
+        }
     }
 
     /// The next of its vectors.
@@ -73,7 +84,11 @@ impl<B: Backend> VectorPast<B> {
 
     /// The state `tokens` tokens later.
     pub(super) fn then(self, memory: Vec<Tensor<B, 3>>, tokens: usize) -> VectorState<B> {
-        VectorState { memory, tails: self.tails.into_next(), position: self.position + tokens }
+        VectorState {
+            memory,
+            conv_states: self.conv_states.into_next(),
+            position: self.position + tokens,
+        }
     }
 }
 
@@ -81,11 +96,15 @@ impl<B: Backend> RecurrentState<B> for MatrixState<B> {
     fn tensors(&self) -> StateTensors<B> {
         StateTensors::new(Some(self.position))
             .with("memory", &self.memory)
-            .with_list("tails", &self.tails)
+            .with_list(CONV_STATES, &self.conv_states)
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
         let position = tensors.position();
-        Self { memory: tensors.take("memory"), tails: tensors.take_list("tails"), position }
+        Self {
+            memory: tensors.take("memory"),
+            conv_states: tensors.take_list(CONV_STATES),
+            position,
+        }
     }
 }

@@ -196,7 +196,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Titans<B> {
         ];
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [theta, eta, keep], [gate]) =
-            self.qkv().project_some(&x, gates, [gate], &mut past.tails);
+            self.qkv().project_some(&x, gates, [gate], &mut past.conv_states);
         let of_head = |x| split_heads(accumulator(x), self.heads);
         let rates = Rates {
             theta: of_head(theta),
@@ -213,7 +213,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Titans<B> {
             (Some(branch), Some(norm)) => {
                 let gate = gate.map(|gate| (Activation::Silu, split_heads(gate, self.heads)));
                 let memory = merge_heads(self.o_norm.gated(o, gate));
-                let a = branch.forward(&x, &mut past.tails, past.position);
+                let a = branch.forward(&x, &mut past.conv_states, past.position);
                 let a = split_heads(a, self.heads);
                 GatedOutput::sigmoid(norm, &self.o_proj).forward(a, Some(memory))
             }

@@ -34,7 +34,7 @@ pub trait TokenMixer<B: LinearAttentionBackend> {
     }
 
     /// How it takes sequences of different lengths in one row. [`Varlen::Packed`] is for mixers whose every look
-    /// back is an operation of `nn/recurrence.rs` or goes through its tails.
+    /// back is an operation of `nn/recurrence.rs` or goes through its conv states.
     const VARLEN: Varlen = Varlen::PerSequence;
     /// How this one, of its config, does.
     fn varlen(&self) -> Varlen {

@@ -140,6 +140,6 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for TokenMlp<B> {
         let h = with_past(part(width), h);
         let y = self.output.forward(h.clone(), tokens);
         let inputs = Tensor::cat(vec![x, h], 2);
-        (y, ConvolutionState { inputs: Some(inputs), tails: vec![] })
+        (y, ConvolutionState { inputs: Some(inputs), conv_states: vec![] })
     }
 }

@@ -121,7 +121,7 @@ impl TttConfig {
             state_bytes: 4 * 2 * weights,
             flops_per_token: inner + linear_flops(d_model, inward) + linear_flops(keys, d_model),
         };
-        // Two convolutions of one input, whose tail is kept once.
+        // Two convolutions of one input, whose conv state is kept once.
         cost += convolution_cost(self.conv_size, keys);
         cost.flops_per_token += convolution_cost(self.conv_size, keys).flops_per_token;
         Ok(cost)
@@ -209,16 +209,16 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         ];
         let optional = [&self.k_proj, &self.g_proj];
         list.extend(optional.into_iter().flatten().map(Projection::plain));
-        let mut outputs = project_all(x, list, &mut past.tails).into_iter();
+        let mut outputs = project_all(x, list, &mut past.conv_states).into_iter();
         let mut next = || outputs.next().expect("an output for each projection");
         let (q, v, rate) = (next(), next(), next());
         let (q, k) = match (&self.q_conv1d, &self.k_conv1d) {
             (Some(of_q), Some(of_k)) => {
-                let lengths = past.tails.lengths().cloned();
-                past.tails.through(|tail| {
-                    let (k, _) = of_k.run(q.clone(), tail.clone(), None, lengths.as_ref());
-                    let (q, tail) = of_q.run(q, tail, None, lengths.as_ref());
-                    ((q, k), tail)
+                let lengths = past.conv_states.lengths().cloned();
+                past.conv_states.through(|conv_state| {
+                    let (k, _) = of_k.run(q.clone(), conv_state.clone(), None, lengths.as_ref());
+                    let (q, conv_state) = of_q.run(q, conv_state, None, lengths.as_ref());
+                    ((q, k), conv_state)
                 })
             }
             _ => (q, next()),

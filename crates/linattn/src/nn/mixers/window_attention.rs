@@ -2,7 +2,7 @@
 
 use super::retnet::{check_rotated, check_theta};
 use super::{block_width, linear_flops};
-use crate::nn::convolution::Tails;
+use crate::nn::convolution::ConvStateList;
 use crate::nn::layers::{INIT_STD, linear, split_heads};
 use crate::nn::softmax::{KeyValueCache, rotated_heads, through_window, weigh};
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope};
@@ -98,7 +98,7 @@ impl WindowAttentionConfig {
 /// ```
 /// # Shapes and units
 /// Input is `[B, T, D]`, output `[B, T, width]` of the memory's heads together. Keys and values that the
-/// window still sees are kept among the memory's `tails`, `[B, w - 1, width]` each, zeros in front at the
+/// window still sees are kept among the memory's `conv_states`, `[B, w - 1, width]` each, zeros in front at the
 /// start of a sequence, so that the state does not grow. w, `window`, counts tokens.
 /// # Errors
 /// [`TitansConfig::init`](super::TitansConfig::init) gives a [`ConfigError`] where `heads` do not divide the
@@ -123,14 +123,14 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
     pub(super) fn forward(
         &self,
         x: &Tensor<B, 3>,
-        tails: &mut Tails<B>,
+        conv_states: &mut ConvStateList<B>,
         position: usize,
     ) -> Tensor<B, 3> {
         let rotation = (Rope::whole(self.config.rope_theta), position);
         let rows = [&self.q_proj, &self.k_proj, &self.v_proj].map(|layer| layer.forward(x.clone()));
         let rows = rotated_heads(rows, self.config.heads, rotation);
         let learnt = self.learnt(x);
-        let (before, window) = (self.before(tails, position, x), Some(self.config.window));
+        let (before, window) = (self.before(conv_states, position, x), Some(self.config.window));
         let (a, cache) = through_window(rows, window, before, |q, cache, hidden| match &learnt {
             Some([keys, values]) => {
                 let [.., tokens, _] = hidden.dims();
@@ -143,7 +143,7 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
             None => weigh(q, &cache.keys, &cache.values, hidden),
         });
         for rows in [cache.keys, cache.values] {
-            tails.push(self.padded(rows));
+            conv_states.push(self.padded(rows));
         }
         a
     }
@@ -161,18 +161,18 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
     /// Keys and values of the tokens before that the window still sees.
     fn before(
         &self,
-        tails: &mut Tails<B>,
+        conv_states: &mut ConvStateList<B>,
         position: usize,
         x: &Tensor<B, 3>,
     ) -> Option<KeyValueCache<B>> {
-        let (keys, values) = (tails.draw()?, tails.draw()?);
+        let (keys, values) = (conv_states.draw()?, conv_states.draw()?);
         let kept = self.config.window - 1;
         let there = position.min(kept);
-        let [keys, values] = [keys, values].map(|tail| {
-            let rows = typed(tail.narrow(1, kept - there, there), x.dtype());
+        let [keys, values] = [keys, values].map(|conv_state| {
+            let rows = typed(conv_state.narrow(1, kept - there, there), x.dtype());
             split_heads(rows, self.config.heads).swap_dims(1, 2)
         });
-        Some(KeyValueCache { keys, values, position, tails: vec![] })
+        Some(KeyValueCache { keys, values, position, conv_states: vec![] })
     }
 
     /// Keys or values of a cache, `[B, H, S, K]`, as those of a whole window but its last token, zeros in front:

@@ -1,6 +1,6 @@
 //! States whose memory is a list of tensors.
 
-use super::{RecurrentState, StateTensors};
+use super::{CONV_STATES, RecurrentState, StateTensors};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// State of a mixer whose memory is a list of tensors of R dimensions, between two tokens. Its size does not grow.
@@ -10,7 +10,7 @@ pub struct ListState<B: Backend, const R: usize> {
     pub memory: Vec<Tensor<B, R>>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, or the last token, `[B, 1, D]`, where the
     /// next one sees it.
-    pub tails: Vec<Tensor<B, 3>>,
+    pub conv_states: Vec<Tensor<B, 3>>,
     /// Tokens seen.
     pub position: usize,
 }
@@ -27,11 +27,15 @@ impl<B: Backend, const R: usize> RecurrentState<B> for ListState<B, R> {
     fn tensors(&self) -> StateTensors<B> {
         StateTensors::new(Some(self.position))
             .with_list("memory", &self.memory)
-            .with_list("tails", &self.tails)
+            .with_list(CONV_STATES, &self.conv_states)
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
         let position = tensors.position();
-        Self { memory: tensors.take_list("memory"), tails: tensors.take_list("tails"), position }
+        Self {
+            memory: tensors.take_list("memory"),
+            conv_states: tensors.take_list(CONV_STATES),
+            position,
+        }
     }
 }

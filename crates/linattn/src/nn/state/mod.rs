@@ -3,7 +3,7 @@
 //! ```text
 //! layers.3.mixer.memory    [B, H, K, V]      what a layer's mixer keeps, by the name of its field
 //! layers.3.mixer.tails.0   [B, W - 1, C]     lists by number
-//! layers.3.tails.0         [B, W - 1, C]     what convolutions of the layer, and its MLP, saw last
+//! layers.3.tails.0         [B, W - 1, C]     conv states of the layer and its MLP, by their first name
 //! tokens                   [T]               ids of a text in the making, where the file has one
 //! ```
 //! A file is safetensors, its numbers f32 (f64 where the state is), so that f32 comes back to the last
@@ -19,6 +19,7 @@ mod tensors;
 pub use file::state_file;
 pub(crate) use file::{TextHeader, read, write};
 pub use list::{ListState, NetworkState, VectorState};
+pub(crate) use tensors::CONV_STATES;
 pub use tensors::{RecurrentState, StateTensors};
 
 use std::path::PathBuf;

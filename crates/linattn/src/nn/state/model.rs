@@ -1,21 +1,21 @@
 //! The state of a model: its layers' tensors, and states of several sequences in one batch.
 
 use super::StateError;
-use super::tensors::{Named, StateTensors, counted, like};
+use super::tensors::{CONV_STATES, Named, StateTensors, counted, like};
 use crate::nn::block::BlockState;
 use crate::nn::model::LanguageModelState;
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 
 impl<B: Backend> BlockState<B> {
-    /// Its tensors: those of the mixer below `mixer`, and `tails`.
+    /// Its tensors: those of the mixer below `mixer`, and `conv_states`.
     pub fn tensors(&self) -> StateTensors<B> {
-        self.mixer.tensors().within("mixer").with_list("tails", &self.tails)
+        self.mixer.tensors().within("mixer").with_list(CONV_STATES, &self.conv_states)
     }
 
     /// A state of the same kind, of other tensors.
     fn of(&self, mut tensors: StateTensors<B>) -> Self {
-        let tails = tensors.take_list("tails");
-        Self { mixer: self.mixer.of(tensors.out_of("mixer")), tails }
+        let conv_states = tensors.take_list(CONV_STATES);
+        Self { mixer: self.mixer.of(tensors.out_of("mixer")), conv_states }
     }
 }
 

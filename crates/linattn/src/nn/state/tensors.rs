@@ -2,6 +2,9 @@
 
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
+/// The name of conv states among named tensors. Files have it: another one would leave older files unread.
+pub(crate) const CONV_STATES: &str = "tails";
+
 /// A kind of mixer state that can be taken apart into tensors and put together again. That is all that
 /// saving, joining and selecting ask of it.
 pub trait RecurrentState<B: Backend>: Sized {
@@ -192,4 +195,18 @@ pub(super) fn like<B: Backend>(tensor: &Named<B>) -> String {
 /// Tokens seen, for an error.
 pub(super) fn counted(position: Option<usize>) -> String {
     position.map_or("absent".into(), |position| position.to_string())
+}
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use super::*;
+    use burn::backend::Flex;
+
+    #[test]
+    fn conv_states_keep_their_name_in_files() {
+        let state = Tensor::<Flex, 3>::zeros([1, 3, 2], &Default::default());
+        let tensors = StateTensors::new(None).with_list(CONV_STATES, &[state.clone(), state]);
+        let names: Vec<&str> = tensors.data().map(|(name, _)| name).collect();
+        assert_eq!(names, ["tails.0", "tails.1"]);
+    }
 }

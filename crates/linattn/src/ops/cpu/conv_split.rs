@@ -89,7 +89,7 @@ struct Given<'a, R> {
     x: &'a [R],
     weight: Option<&'a [R]>,
     bias: Option<&'a [R]>,
-    tail: Option<&'a [R]>,
+    conv_state: Option<&'a [R]>,
     a_log: Option<&'a [R]>,
     dt_bias: Option<&'a [R]>,
 }
@@ -126,7 +126,7 @@ impl<'a, R: Number> Given<'a, R> {
             x: slice(&x.x),
             weight: maybe(&x.weight),
             bias: maybe(&x.bias),
-            tail: maybe(&x.tail),
+            conv_state: maybe(&x.conv_state),
             a_log: maybe(&x.a_log),
             dt_bias: maybe(&x.dt_bias),
         }
@@ -141,7 +141,7 @@ impl<'a, R: Real> Given<'a, R> {
         &self.x[(of.row + t) * packed..][..packed]
     }
 
-    /// The token that tap `w` of token `t` reads, `[C]`: nothing before the first where there is no tail.
+    /// The token that tap `w` of token `t` reads, `[C]`: nothing before the first where there is no conv state.
     #[inline(always)]
     fn met(&self, of: Unit, t: usize, w: usize) -> Option<&'a [R]> {
         let Sizes { channels, window, .. } = self.sizes;
@@ -149,7 +149,7 @@ impl<'a, R: Real> Given<'a, R> {
             Some(t) => Some(&self.token(of, t)[..channels]),
             None => {
                 let row = of.sequence * (window - 1) + t + w;
-                self.tail.map(|tail| &tail[row * channels..][..channels])
+                self.conv_state.map(|conv_state| &conv_state[row * channels..][..channels])
             }
         }
     }
@@ -317,8 +317,8 @@ struct Backward<'a, 's, R> {
     d_outputs: &'s [Option<&'a [R]>],
     /// Rows of the unit.
     d_x: RowsMut<'a, R>,
-    /// The sequence's tail.
-    d_tail: Option<RowsMut<'a, R>>,
+    /// The sequence's conv state.
+    d_conv_state: Option<RowsMut<'a, R>>,
     sums: &'s mut Sums<'s, R>,
 }
 
@@ -362,11 +362,12 @@ impl<R: Real> Job for Backward<'_, '_, R> {
                 add(self.sums.bias, of(t));
             }
         }
-        if let (Some(d_tail), Some(weight), 0) = (&mut self.d_tail, given.weight, first) {
+        if let (Some(d_conv_state), Some(weight), 0) = (&mut self.d_conv_state, given.weight, first)
+        {
             for (w, weight) in weight.chunks_exact(channels.max(1)).enumerate() {
                 for t in 0..(window - 1 - w).min(tokens) {
                     add_products::<M, R>(
-                        d_tail.at(t + w),
+                        d_conv_state.at(t + w),
                         weight,
                         &d_z[t * channels..][..channels],
                     );
@@ -472,9 +473,9 @@ fn conv_split_backward<R: Number>(
     let some = units.len().div_ceil(SLICES).max(1);
     let slices = units.len().div_ceil(some);
     let mut d_x = Fresh::<R>::new(given.x.len());
-    let mut d_tail = given.tail.map(|tail| zeros::<R>(tail.len()));
+    let mut d_conv_state = given.conv_state.map(|conv_state| zeros::<R>(conv_state.len()));
     let mut sums = Fresh::<R>::new(slices * width);
-    let to_tail = d_tail.as_mut().map(|d| Shared::new(d));
+    let to_conv_state = d_conv_state.as_mut().map(|d| Shared::new(d));
     let (to_x, to_sums) = (d_x.shared(), sums.shared());
     for_each(slices, 32 * some * TOKENS.min(tokens) * packed, |slice| {
         // SAFETY: every slice has sums of its own.
@@ -485,15 +486,15 @@ fn conv_split_backward<R: Number>(
         let (a_log, dt_bias) = rest.split_at_mut(widths[2]);
         for &unit in units.iter().skip(slice * some).take(some) {
             let before = unit.sequence * (window - 1);
-            let tail = (before * channels, [window - 1, channels, channels]);
-            // SAFETY: units do not overlap, and a sequence's first one alone has its tail.
+            let conv_state = (before * channels, [window - 1, channels, channels]);
+            // SAFETY: units do not overlap, and a sequence's first one alone has its conv state.
             #[allow(unsafe_code)]
-            let (d_x, d_tail) = unsafe {
-                let d_tail = to_tail.as_ref().filter(|_| unit.first == 0);
-                (to_x.rows(unit.place(packed)), d_tail.map(|d| d.rows(tail)))
+            let (d_x, d_conv_state) = unsafe {
+                let d_conv_state = to_conv_state.as_ref().filter(|_| unit.first == 0);
+                (to_x.rows(unit.place(packed)), d_conv_state.map(|d| d.rows(conv_state)))
             };
             let sums = &mut Sums { weight, bias, a_log, dt_bias };
-            dispatch(Backward { given, unit, d_outputs: &d_outputs, d_x, d_tail, sums });
+            dispatch(Backward { given, unit, d_outputs: &d_outputs, d_x, d_conv_state, sums });
         }
     });
     let sums = sum_of_rows(Matrix::new(&sums.filled(), [slices, width]));
@@ -506,7 +507,8 @@ fn conv_split_backward<R: Number>(
         Some(Some(tensor(sums[from - count..from].to_vec(), like.shape())))
     };
     let [weight, bias, a_log, dt_bias] = [&x.weight, &x.bias, &x.a_log, &x.dt_bias].map(&mut part);
-    let tail = d_tail.zip(x.tail.as_ref()).map(|(d, like)| Some(tensor(d, like.shape())));
-    found.extend([weight, bias, tail, a_log, dt_bias].into_iter().flatten());
+    let conv_state =
+        d_conv_state.zip(x.conv_state.as_ref()).map(|(d, like)| Some(tensor(d, like.shape())));
+    found.extend([weight, bias, conv_state, a_log, dt_bias].into_iter().flatten());
     found
 }

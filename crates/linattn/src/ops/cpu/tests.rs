@@ -363,13 +363,13 @@ struct Packed {
     tokens: usize,
     window: usize,
     biased: bool,
-    tailed: bool,
+    has_conv_state: bool,
     lengths: Option<SequenceLengths>,
 }
 
 impl Packed {
     fn check(self) {
-        let Self { batch, tokens, window, biased, tailed, lengths } = self;
+        let Self { batch, tokens, window, biased, has_conv_state, lengths } = self;
         let heads = 3;
         let (channels, packed) = (23, 26 + 3 * heads);
         let split = |x: Vec<Node>| {
@@ -378,7 +378,7 @@ impl Packed {
                 x: x.next().unwrap(),
                 weight: some_of(&mut x, window > 1),
                 bias: some_of(&mut x, biased),
-                tail: some_of(&mut x, tailed),
+                conv_state: some_of(&mut x, has_conv_state),
                 a_log: x.next(),
                 dt_bias: x.next(),
                 columns: columns(heads),
@@ -387,11 +387,12 @@ impl Packed {
         };
         let sequences = lengths.as_ref().map_or(batch, SequenceLengths::count);
         let (x, weight, bias) = ([batch, tokens, packed], [window, channels], [channels]);
-        let (tail, a_log, dt_bias) = ([sequences, window - 1, channels], [heads], [2 * heads]);
+        let (conv_state, a_log, dt_bias) =
+            ([sequences, window - 1, channels], [heads], [2 * heads]);
         let mut shapes = vec![&x[..]];
         shapes.extend((window > 1).then_some(&weight[..]));
         shapes.extend(biased.then_some(&bias[..]));
-        shapes.extend(tailed.then_some(&tail[..]));
+        shapes.extend(has_conv_state.then_some(&conv_state[..]));
         shapes.extend([&a_log[..], &dt_bias[..]]);
         let name = format!("{batch} x {tokens}, window {window}, {lengths:?}");
         check(
@@ -406,20 +407,20 @@ impl Packed {
 
 #[test]
 fn packed_projections_are_split_as_by_tensor_operations() {
-    for (batch, tokens, window, biased, tailed) in [
+    for (batch, tokens, window, biased, has_conv_state) in [
         (2, 5, 4, true, true),
         (3, 70, 3, false, false),
         (70, 2, 4, true, true),
         (1, 1, 4, false, true),
         (2, 3, 1, true, false),
     ] {
-        Packed { batch, tokens, window, biased, tailed, lengths: None }.check();
+        Packed { batch, tokens, window, biased, has_conv_state, lengths: None }.check();
     }
 }
 
 #[test]
 fn sequences_of_one_row_are_split_as_by_tensor_operations() {
-    for (lengths, window, biased, tailed) in [
+    for (lengths, window, biased, has_conv_state) in [
         (&[5, 1, 2, 7][..], 4, true, true),
         (&[70, 3, 1, 130], 3, false, false),
         (&[1; 40], 4, false, true),
@@ -428,7 +429,7 @@ fn sequences_of_one_row_are_split_as_by_tensor_operations() {
     ] {
         let lengths = SequenceLengths::new(lengths);
         let (tokens, lengths) = (lengths.tokens(), Some(lengths));
-        Packed { batch: 1, tokens, window, biased, tailed, lengths }.check();
+        Packed { batch: 1, tokens, window, biased, has_conv_state, lengths }.check();
     }
 }
 
@@ -505,16 +506,17 @@ fn everything() -> Vec<Vec<f64>> {
         let [x, weight, a_log, dt_bias] = x.try_into().unwrap();
         let (weight, a_log, dt_bias) = (Some(weight), Some(a_log), Some(dt_bias));
         let columns = columns(3);
-        let (bias, tail, lengths) = (None, None, None);
-        let split = ConvSplit { x, weight, bias, tail, a_log, dt_bias, columns, lengths };
+        let (bias, conv_state, lengths) = (None, None, None);
+        let split = ConvSplit { x, weight, bias, conv_state, a_log, dt_bias, columns, lengths };
         Graph::fused_conv_split(split, false)
     });
     one(&[&[1, 1350, 35], &[4, 23], &[5, 3, 23], &[3], &[6]], &|x| {
-        let [x, weight, tail, a_log, dt_bias] = x.try_into().unwrap();
-        let (weight, tail, a_log, dt_bias) = (Some(weight), Some(tail), Some(a_log), Some(dt_bias));
+        let [x, weight, conv_state, a_log, dt_bias] = x.try_into().unwrap();
+        let (weight, conv_state, a_log, dt_bias) =
+            (Some(weight), Some(conv_state), Some(a_log), Some(dt_bias));
         let (bias, lengths) = (None, Some(SequenceLengths::new(&[700, 1, 2, 347, 300])));
         let columns = columns(3);
-        let split = ConvSplit { x, weight, bias, tail, a_log, dt_bias, columns, lengths };
+        let split = ConvSplit { x, weight, bias, conv_state, a_log, dt_bias, columns, lengths };
         Graph::fused_conv_split(split, false)
     });
     one(&[&[900, 16], &[300, 16]], &|x| {

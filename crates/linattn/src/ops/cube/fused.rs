@@ -255,7 +255,7 @@ fn conv_inputs<R: CubeRuntime>(x: &ConvSplit<CubeTensor<R>>) -> conv::Inputs<'_>
         x: &x.x.handle,
         weight: handle(&x.weight),
         bias: handle(&x.bias),
-        tail: handle(&x.tail),
+        conv_state: handle(&x.conv_state),
         a_log: handle(&x.a_log),
         dt_bias: handle(&x.dt_bias),
         cu_seqlens: x.lengths.as_ref().map(SequenceLengths::cu_seqlens),
@@ -270,8 +270,8 @@ pub(super) fn conv_split<R: CubeRuntime>(
     let x = places.refill(x.into_vec().into_iter().map(flat));
     let dtype = x.x.dtype;
     let weights = one_type([&x.weight, &x.bias, &x.a_log, &x.dt_bias])?;
-    let tail = x.tail.as_ref().map_or(dtype, |tail| tail.dtype);
-    if !is_float(dtype) || tail != dtype {
+    let conv_state = x.conv_state.as_ref().map_or(dtype, |conv_state| conv_state.dtype);
+    if !is_float(dtype) || conv_state != dtype {
         return None;
     }
     let (batch, tokens) = (x.x.meta.shape()[0], x.x.meta.shape()[1]);
@@ -315,7 +315,7 @@ fn conv_split_backward<R: CubeRuntime>(
     let mut found = vec![Some(d_x)];
     found.extend(like(&x.weight, done.weight));
     found.extend(like(&x.bias, done.bias));
-    found.extend(like(&x.tail, done.tail));
+    found.extend(like(&x.conv_state, done.conv_state));
     found.extend(like(&x.a_log, done.a_log));
     found.extend(like(&x.dt_bias, done.dt_bias));
     found

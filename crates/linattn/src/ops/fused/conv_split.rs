@@ -39,14 +39,16 @@ fn convolved<B: Backend>(
         None => rows,
         Some(weight) => {
             let weight = typed(tensor::<B, 2>(weight.clone()), dtype);
-            let tail = x.tail.clone().map(|tail| typed(tensor(tail), dtype));
+            let conv_state =
+                x.conv_state.clone().map(|conv_state| typed(tensor(conv_state), dtype));
             match &x.lengths {
-                None => through_window(rows, &weight, tail),
+                None => through_window(rows, &weight, conv_state),
                 Some(lengths) => {
                     let alone = |(n, range): (usize, Range<usize>)| {
-                        let tail = tail.clone().map(|tail| tail.narrow(0, n, 1));
+                        let conv_state =
+                            conv_state.clone().map(|conv_state| conv_state.narrow(0, n, 1));
                         let rows = rows.clone().narrow(1, range.start, range.len());
-                        through_window(rows, &weight, tail)
+                        through_window(rows, &weight, conv_state)
                     };
                     Tensor::cat(lengths.ranges().enumerate().map(alone).collect(), 1)
                 }
@@ -63,12 +65,12 @@ fn convolved<B: Backend>(
 fn through_window<B: Backend>(
     rows: Tensor<B, 3>,
     weight: &Tensor<B, 2>,
-    tail: Option<Tensor<B, 3>>,
+    conv_state: Option<Tensor<B, 3>>,
 ) -> Tensor<B, 3> {
     let ([batch, tokens, channels], window) = (rows.dims(), weight.dims()[0]);
     let zeros = || Tensor::zeros([batch, window - 1, channels], (&rows.device(), rows.dtype()));
-    let tail = tail.unwrap_or_else(zeros);
-    let seen = Tensor::cat(vec![tail, rows], 1);
+    let conv_state = conv_state.unwrap_or_else(zeros);
+    let seen = Tensor::cat(vec![conv_state, rows], 1);
     let tap = |w: usize| {
         let weight = weight.clone().narrow(0, w, 1).unsqueeze::<3>();
         seen.clone().narrow(1, w, tokens) * weight

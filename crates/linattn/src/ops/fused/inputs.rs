@@ -140,7 +140,7 @@ pub struct ConvSplit<T> {
     pub bias: Option<T>,
     /// The W - 1 tokens before `x`, `[B, W - 1, C]`, or `[N, W - 1, C]` of N sequences in one row; zeros if
     /// absent.
-    pub tail: Option<T>,
+    pub conv_state: Option<T>,
     /// ln A, `[H]`; columns of the log decay share a number in groups.
     pub a_log: Option<T>,
     /// The bias of step sizes, one for each column of the log decay.
@@ -154,8 +154,8 @@ pub struct ConvSplit<T> {
 impl<T> ConvSplit<T> {
     /// The tensors that are there, in the order of the fields.
     pub fn into_vec(self) -> Vec<T> {
-        let Self { x, weight, bias, tail, a_log, dt_bias, columns: _, lengths: _ } = self;
-        [Some(x), weight, bias, tail, a_log, dt_bias].into_iter().flatten().collect()
+        let Self { x, weight, bias, conv_state, a_log, dt_bias, columns: _, lengths: _ } = self;
+        [Some(x), weight, bias, conv_state, a_log, dt_bias].into_iter().flatten().collect()
     }
 
     /// The same operation on other tensors, in the order of the fields.
@@ -166,7 +166,7 @@ impl<T> ConvSplit<T> {
             x: next(),
             weight: self.weight.is_some().then(&mut next),
             bias: self.bias.is_some().then(&mut next),
-            tail: self.tail.is_some().then(&mut next),
+            conv_state: self.conv_state.is_some().then(&mut next),
             a_log: self.a_log.is_some().then(&mut next),
             dt_bias: self.dt_bias.is_some().then(&mut next),
             columns: self.columns.clone(),

@@ -1,4 +1,4 @@
-//! Short convolutions over sequences of one row against the same sequences one by one: outputs, tails and
+//! Short convolutions over sequences of one row against the same sequences one by one: outputs, conv states and
 //! gradients, on Flex's loops, in tensor operations, and through kernels where there is a GPU.
 
 use crate::ops::{
@@ -16,24 +16,34 @@ const CHANNELS: usize = 6;
 struct Case {
     lengths: &'static [usize],
     window: usize,
-    tailed: bool,
+    has_conv_state: bool,
     activation: Option<Activation>,
 }
 
 const CASES: [Case; 5] = [
-    Case { lengths: &[5, 1, 2, 9], window: 4, tailed: true, activation: Some(Activation::Silu) },
-    Case { lengths: &[3, 70, 1, 1, 140], window: 4, tailed: false, activation: None },
-    Case { lengths: &[4, 6, 4], window: 3, tailed: true, activation: None },
-    Case { lengths: &[1, 1, 1], window: 4, tailed: false, activation: Some(Activation::Sigmoid) },
-    Case { lengths: &[2], window: 5, tailed: true, activation: None },
+    Case {
+        lengths: &[5, 1, 2, 9],
+        window: 4,
+        has_conv_state: true,
+        activation: Some(Activation::Silu),
+    },
+    Case { lengths: &[3, 70, 1, 1, 140], window: 4, has_conv_state: false, activation: None },
+    Case { lengths: &[4, 6, 4], window: 3, has_conv_state: true, activation: None },
+    Case {
+        lengths: &[1, 1, 1],
+        window: 4,
+        has_conv_state: false,
+        activation: Some(Activation::Sigmoid),
+    },
+    Case { lengths: &[2], window: 5, has_conv_state: true, activation: None },
 ];
 
-/// The inputs: x, weight, bias and tail.
+/// The inputs: x, weight, bias and conv state.
 struct Inputs<B: Backend> {
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,
     bias: Tensor<B, 1>,
-    tail: Tensor<B, 3>,
+    conv_state: Tensor<B, 3>,
 }
 
 impl<B: AutodiffBackend + LinearAttentionBackend> Inputs<B> {
@@ -43,53 +53,53 @@ impl<B: AutodiffBackend + LinearAttentionBackend> Inputs<B> {
             x: draw("x", [1, tokens, CHANNELS], dtype, device).require_grad(),
             weight: draw("weight", [case.window, CHANNELS], dtype, device).require_grad(),
             bias: draw("bias", [CHANNELS], dtype, device).require_grad(),
-            tail: draw("tail", [sequences, case.window - 1, CHANNELS], dtype, device)
+            conv_state: draw("conv_state", [sequences, case.window - 1, CHANNELS], dtype, device)
                 .require_grad(),
         }
     }
 
-    /// Outputs and next tails of all sequences at once.
+    /// Outputs and next conv states of all sequences at once.
     fn together(&self, case: &Case) -> [Tensor<B, 3>; 2] {
-        let Self { x, weight, bias, tail } = self;
-        let tail = case.tailed.then(|| tail.clone());
+        let Self { x, weight, bias, conv_state } = self;
+        let conv_state = case.has_conv_state.then(|| conv_state.clone());
         let lengths = SequenceLengths::new(case.lengths);
         let (x, weight, bias) = (x.clone(), weight.clone(), Some(bias.clone()));
-        let (y, next) =
-            convolve(x, weight, bias, tail, case.activation, Some(&lengths)).expect("they fit");
+        let (y, next) = convolve(x, weight, bias, conv_state, case.activation, Some(&lengths))
+            .expect("they fit");
         [y, next]
     }
 
     /// The same of one sequence after another.
     fn apart(&self, case: &Case) -> [Tensor<B, 3>; 2] {
-        let Self { x, weight, bias, tail } = self;
-        let (mut ys, mut tails, mut from) = (vec![], vec![], 0);
+        let Self { x, weight, bias, conv_state } = self;
+        let (mut ys, mut conv_states, mut from) = (vec![], vec![], 0);
         for (n, &tokens) in case.lengths.iter().enumerate() {
-            let tail = case.tailed.then(|| tail.clone().narrow(0, n, 1));
+            let conv_state = case.has_conv_state.then(|| conv_state.clone().narrow(0, n, 1));
             let x = x.clone().narrow(1, from, tokens);
             let (weight, bias) = (weight.clone(), Some(bias.clone()));
             let (y, next) =
-                convolve(x, weight, bias, tail, case.activation, None).expect("they fit");
+                convolve(x, weight, bias, conv_state, case.activation, None).expect("they fit");
             ys.push(y);
-            tails.push(next);
+            conv_states.push(next);
             from += tokens;
         }
-        [Tensor::cat(ys, 1), Tensor::cat(tails, 0)]
+        [Tensor::cat(ys, 1), Tensor::cat(conv_states, 0)]
     }
 
-    /// Outputs, tails, and the gradients of a sum of both, by name.
+    /// Outputs, conv states, and the gradients of a sum of both, by name.
     fn run(&self, [y, next]: [Tensor<B, 3>; 2]) -> Vec<(&'static str, Vec<f64>)> {
         let weights = |name, x: &Tensor<B, 3>| draw::<B, 3>(name, x.dims(), x.dtype(), &x.device());
         let loss = (y.clone() * weights("dy", &y)).sum();
-        let loss = loss + (next.clone() * weights("dtail", &next)).sum();
+        let loss = loss + (next.clone() * weights("dconv_state", &next)).sum();
         let found = loss.backward();
-        let of_tail = self.tail.grad(&found).map_or(vec![], numbers);
+        let of_conv_state = self.conv_state.grad(&found).map_or(vec![], numbers);
         vec![
             ("y", numbers(y)),
-            ("next tail", numbers(next)),
+            ("next conv state", numbers(next)),
             ("dx", numbers(self.x.grad(&found).expect("it is tracked"))),
             ("dweight", numbers(self.weight.grad(&found).expect("it is tracked"))),
             ("dbias", numbers(self.bias.grad(&found).expect("it is tracked"))),
-            ("dtail", of_tail),
+            ("dconv_state", of_conv_state),
         ]
     }
 }
@@ -154,25 +164,26 @@ fn sequences_of_one_row_are_as_if_alone_on_a_gpu() {
     every_case::<Autodiff<burn::backend::Wgpu>>(DType::F16, 8e-3, &device);
 }
 
-/// Sums of four tokens, without a graph: next tails then have a kernel on GPUs.
+/// Sums of four tokens, without a graph: next conv states then have a kernel on GPUs.
 fn sums_of_four<B: LinearAttentionBackend>(device: &B::Device) {
     let x = Tensor::<B, 1, Int>::arange(0..6, device).float().reshape([1, 6, 1]);
     let lengths = SequenceLengths::new(&[1, 5]);
-    let tail = Some(Tensor::full([2, 3, 1], 9.0, device));
+    let conv_state = Some(Tensor::full([2, 3, 1], 9.0, device));
     let weight = Tensor::ones([4, 1], device);
-    let (y, tail) = short_convolution_varlen(x, weight, tail, &lengths).expect("they fit");
+    let (y, conv_state) =
+        short_convolution_varlen(x, weight, conv_state, &lengths).expect("they fit");
     assert_eq!(numbers(y), [27.0, 28.0, 21.0, 15.0, 10.0, 14.0]);
-    assert_eq!(numbers(tail), [9.0, 9.0, 0.0, 3.0, 4.0, 5.0]);
+    assert_eq!(numbers(conv_state), [9.0, 9.0, 0.0, 3.0, 4.0, 5.0]);
 }
 
 #[test]
-fn each_sequence_has_a_tail_of_its_own() {
+fn each_sequence_has_a_conv_state_of_its_own() {
     sums_of_four::<burn::backend::Flex>(&Default::default());
 }
 
 #[cfg(feature = "wgpu")]
 #[test]
-fn each_sequence_has_a_tail_of_its_own_on_a_gpu() {
+fn each_sequence_has_a_conv_state_of_its_own_on_a_gpu() {
     let Some(device) = wgpu() else { return };
     sums_of_four::<burn::backend::Wgpu>(&device);
 }
@@ -180,11 +191,11 @@ fn each_sequence_has_a_tail_of_its_own_on_a_gpu() {
 #[test]
 fn lengths_that_do_not_fit_are_refused() {
     type B = burn::backend::Flex;
-    let run = |batch: usize, tail: usize, lengths: &[usize]| {
+    let run = |batch: usize, conv_state: usize, lengths: &[usize]| {
         let x = Tensor::<B, 3>::zeros([batch, 6, 2], &Default::default());
         let weight = Tensor::zeros([4, 2], &Default::default());
-        let tail = Some(Tensor::zeros([tail, 3, 2], &Default::default()));
-        short_convolution_varlen(x, weight, tail, &SequenceLengths::new(lengths)).err()
+        let conv_state = Some(Tensor::zeros([conv_state, 3, 2], &Default::default()));
+        short_convolution_varlen(x, weight, conv_state, &SequenceLengths::new(lengths)).err()
     };
     let op = "short_convolution";
     assert_eq!(run(1, 2, &[4, 2]), None);
@@ -192,5 +203,5 @@ fn lengths_that_do_not_fit_are_refused() {
     assert_eq!(run(1, 2, &[4, 3]), Some(OpError::Tokens { op, tokens: 6, got: 7 }));
     assert_eq!(run(1, 2, &[6, 0]), Some(OpError::Lengths { op, got: vec![0, 6, 6] }));
     let (got, want) = (vec![1, 3, 2], vec![2, 3, 2]);
-    assert_eq!(run(1, 1, &[4, 2]), Some(OpError::Shape { op, tensor: "tail", got, want }));
+    assert_eq!(run(1, 1, &[4, 2]), Some(OpError::Shape { op, tensor: "conv_state", got, want }));
 }

@@ -112,12 +112,12 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for LearntDecay<B> {
         let ([batch, tokens, _], mut past) = (x.dims(), MatrixPast::of(state, shared));
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let qkv = ConvQkv::plain(projections, [self.heads; 3]);
-        let (Qkv { q, k, v }, []) = qkv.project(&x, [], &mut past.tails);
+        let (Qkv { q, k, v }, []) = qkv.project(&x, [], &mut past.conv_states);
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = log_sigmoid(self.decay.val()).reshape([1, 1, self.heads]);
         let g = g.expand([batch, tokens, self.heads]);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
-        let (o, memory) = linear_attention(inputs, past.memory.take(), past.tails.lengths());
+        let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let y = GatedOutput::silu(&self.norm, &self.o_proj).forward(o, None);
         (y, past.then(memory, tokens))
     }
