@@ -181,7 +181,7 @@ fn token<F: Float, R: Runtime>(
     let Dims { batch, key_heads, heads, key_width, value_width, .. } = dims;
     let (keys, batch_heads) = (batch * key_heads * key_width, batch * heads);
     let (rows, values) = (batch_heads * key_width, batch_heads * value_width);
-    let gates = if variant.decay == Decay::Vector { rows } else { batch_heads };
+    let decays = if variant.decay == Decay::Vector { rows } else { batch_heads };
     // A tensor that the variant does not have is bound to a number of another one that is not read.
     let or = |handle: &Option<Handle>, len, other: &Handle| match handle {
         Some(handle) => array(handle, len),
@@ -193,7 +193,7 @@ fn token<F: Float, R: Runtime>(
         or(&x.a, rows, &x.q),
         or(&x.b, rows, &x.q),
         array(&x.v, values),
-        or(&x.g, gates, state),
+        or(&x.g, decays, state),
         or(&x.beta, batch_heads, state),
         array(state, rows * value_width),
     )
@@ -208,7 +208,7 @@ pub(crate) struct Token<F: Float> {
     pub a: Array<F>,
     pub b: Array<F>,
     pub v: Array<F>,
-    /// Scalar or vector gates.
+    /// Scalar or vector log decays.
     pub g: Array<f32>,
     pub beta: Array<f32>,
     /// S.
@@ -235,7 +235,7 @@ struct Share {
     lane: usize,
     /// Whether S has that column.
     there: bool,
-    /// Where its numbers begin: q and k; a, b and vector gates; v and o; S.
+    /// Where its numbers begin: q and k; a, b and vector log decays; v and o; S.
     keys: usize,
     rows: usize,
     value: usize,

@@ -5,7 +5,7 @@ use crate::refusal::Refusal;
 use crate::variant::Variant;
 use cubecl::server::Handle;
 
-/// Tensors of an operation, contiguous. Rows are of one type; gates and states are f32.
+/// Tensors of an operation, contiguous. Rows are of one type; log decays, beta and states are f32.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// Queries, `[B, T, Hk, K]`.
@@ -64,7 +64,7 @@ pub struct Backward {
     pub a: Option<Buffer>,
     /// `[B, T, H, K]`.
     pub b: Option<Buffer>,
-    /// As the gates, f32.
+    /// As g of the inputs, f32.
     pub g: Option<Buffer>,
     /// `[B, T, H]`, f32.
     pub beta: Option<Buffer>,

@@ -72,7 +72,7 @@ pub(crate) fn place_in(head_offsets: &HeadOffsets, chunk: usize, #[comptime] pla
     let token = chunk * comptime!(plan.chunk);
     let valid = min(head_offsets.tokens - token, comptime!(plan.chunk));
     let first = head_offsets.first + token;
-    let gate = first * head_offsets.heads + head_offsets.head;
+    let token_head = first * head_offsets.heads + head_offsets.head;
     Place {
         keys: Rows {
             start: (first * head_offsets.key_heads + head_offsets.key_head)
@@ -81,16 +81,16 @@ pub(crate) fn place_in(head_offsets: &HeadOffsets, chunk: usize, #[comptime] pla
             valid,
         },
         values: Rows {
-            start: gate * comptime!(plan.value_width),
+            start: token_head * comptime!(plan.value_width),
             stride: head_offsets.heads * comptime!(plan.value_width),
             valid,
         },
         rows: Rows {
-            start: gate * comptime!(plan.key_width),
+            start: token_head * comptime!(plan.key_width),
             stride: head_offsets.heads * comptime!(plan.key_width),
             valid,
         },
-        scalars: Rows { start: gate, stride: head_offsets.heads, valid },
+        scalars: Rows { start: token_head, stride: head_offsets.heads, valid },
         index: head_offsets.chunks + chunk,
         valid,
     }
@@ -102,9 +102,9 @@ pub(crate) fn own(place: &Place, #[comptime] rows: usize, #[comptime] columns: u
     Rows { start: place.index * comptime!(rows * columns), stride: columns, valid: rows }
 }
 
-/// Sums of log gates from the start of the chunk up to and with each token, [C] or [C, columns], in
+/// Sums of log decays from the start of the chunk up to and with each token, [C] or [C, columns], in
 /// two parts: `coarse` in sixteenths, whose sums are exact, and the small rest, `fine`. A difference
-/// of two sums is then as exact between small gates behind a gate of -50 as anywhere else.
+/// of two sums is then as exact between small log decays behind one of -50 as anywhere else.
 #[derive(CubeType)]
 pub(crate) struct Sums {
     pub coarse: SharedMemory<f32>,
@@ -149,13 +149,13 @@ pub(crate) fn since_start(sums: &Sums, i: usize) -> f32 {
     sums.coarse[i] + sums.fine[i]
 }
 
-/// Sums of scalar gates, [C]. Ends with everything visible to all.
+/// Sums of scalar log decays, [C]. Ends with everything visible to all.
 #[cube]
 pub(crate) fn sum_scalars(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan: Plan) {
     if comptime!(plan.has_planes()) {
         if UNIT_POS < 32 {
             let i = UNIT_POS as usize * 2;
-            let (first, second) = (log_gate(g, rows, i), log_gate(g, rows, i + 1));
+            let (first, second) = (log_decay(g, rows, i), log_decay(g, rows, i + 1));
             scan(sums, i, first, second, i < comptime!(plan.chunk));
         }
         sync_cube();
@@ -164,25 +164,25 @@ pub(crate) fn sum_scalars(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[compti
     }
 }
 
-/// The log gate of token `i`; 0 behind the last.
+/// The log decay of token `i`; 0 behind the last.
 #[cube]
-fn log_gate(g: &Array<f32>, rows: &Rows, i: usize) -> f32 {
-    let mut gate = 0.0f32;
+fn log_decay(g: &Array<f32>, rows: &Rows, i: usize) -> f32 {
+    let mut g_i = 0.0f32;
     if i < rows.valid {
-        gate = g[rows.start + i * rows.stride];
+        g_i = g[rows.start + i * rows.stride];
     }
-    gate
+    g_i
 }
 
 /// [`sum_scalars`] on devices whose planes are not known to be of 32.
 #[cube]
 fn sum_one_by_one(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan: Plan) {
     let i = UNIT_POS as usize;
-    let gate = log_gate(g, rows, i);
-    let coarse = f32::round(gate * 16.0f32) * 0.0625f32;
+    let g_i = log_decay(g, rows, i);
+    let coarse = f32::round(g_i * 16.0f32) * 0.0625f32;
     if i < comptime!(plan.chunk) {
         sums.coarse[i] = coarse;
-        sums.fine[i] = gate - coarse;
+        sums.fine[i] = g_i - coarse;
     }
     sync_cube();
     let mut a = 0.0f32;
@@ -201,16 +201,21 @@ fn sum_one_by_one(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan
     sync_cube();
 }
 
-/// As [`sum_scalars`], by a plane of 32 for itself: two of 64 gates a unit, which begin at `gates_at`;
+/// As [`sum_scalars`], by a plane of 32 for itself: two of 64 log decays a unit, which begin at `decays_at`;
 /// the sums begin at `at`. Ends with everything visible to the plane.
 #[cube]
-pub(crate) fn sum_by_plane(sums: &mut Sums, at: usize, gates: &SharedMemory<f32>, gates_at: usize) {
+pub(crate) fn sum_by_plane(
+    sums: &mut Sums,
+    at: usize,
+    log_decays: &SharedMemory<f32>,
+    decays_at: usize,
+) {
     let i = UNIT_POS as usize % 32 * 2;
-    scan(sums, at + i, gates[gates_at + i], gates[gates_at + i + 1], true);
+    scan(sums, at + i, log_decays[decays_at + i], log_decays[decays_at + i + 1], true);
     sync_plane();
 }
 
-/// Sums of up to 64 gates by a plane of 32; this unit's two, `first` and `second`, have theirs at `at`, if
+/// Sums of up to 64 log decays by a plane of 32; this unit's two, `first` and `second`, have theirs at `at`, if
 /// they are there.
 #[cube]
 fn scan(sums: &mut Sums, at: usize, first: f32, second: f32, there: bool) {
@@ -237,7 +242,7 @@ fn scan(sums: &mut Sums, at: usize, first: f32, second: f32, there: bool) {
     }
 }
 
-/// Sums of the gates of keys `first..first + key_slice`, [C, key_slice] in rows of the tiles'
+/// Sums of the log decays of keys `first..first + key_slice`, [C, key_slice] in rows of the tiles'
 /// stride. Starts and ends with a barrier.
 ///
 /// Every unit loads; then each sums a run of tokens of one key, and adds what the runs before it sum to.
@@ -259,12 +264,12 @@ pub(crate) fn sum_vectors<G: Size>(
         let n = UNIT_POS as usize + comptime!(turn * plan.units);
         let i = n / across;
         let d = n % across;
-        let mut gate = Vector::<f32, G>::new(0.0);
+        let mut g_i = Vector::<f32, G>::new(0.0);
         if i < rows.valid && first + d * read < comptime!(plan.key_width) {
-            gate = g[(rows.start + i * rows.stride + first) / read + d];
+            g_i = g[(rows.start + i * rows.stride + first) / read + d];
         }
-        let coarse = Vector::round(gate * Vector::new(16.0f32)) * Vector::new(0.0625f32);
-        let fine = gate - coarse;
+        let coarse = Vector::round(g_i * Vector::new(16.0f32)) * Vector::new(0.0625f32);
+        let fine = g_i - coarse;
         if n < comptime!(plan.chunk * across) {
             #[unroll]
             for l in 0..read {
@@ -272,7 +277,7 @@ pub(crate) fn sum_vectors<G: Size>(
                 sums.coarse[at] = coarse[l];
                 sums.fine[at] = fine[l];
                 if with_decays {
-                    sums.decays[at] = f32::exp(min(gate[l], 0.0f32));
+                    sums.decays[at] = f32::exp(min(g_i[l], 0.0f32));
                 }
             }
         }
@@ -332,7 +337,7 @@ impl Plan {
         4 * (2 * numbers + decays)
     }
 
-    /// Runs of tokens that units sum a key's gates in.
+    /// Runs of tokens that units sum a key's log decays in.
     pub fn runs(&self) -> usize {
         (1..=self.units / self.key_slice).rev().find(|n| self.chunk.is_multiple_of(*n)).unwrap_or(1)
     }

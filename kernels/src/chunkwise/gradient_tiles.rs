@@ -62,7 +62,7 @@ pub(crate) struct GradientTiles<X: Float, N: Size> {
     /// Partial sums of rows, [C, NEXT].
     pub partial: SharedMemory<f32>,
     /// dG, [C]; vector decay: [C, key_slice].
-    pub d_gates: SharedMemory<f32>,
+    pub d_decays: SharedMemory<f32>,
     /// Vector decay: terms of dG that reach the end of the chunk, [`Plan::end_rows`] rows of key_slice.
     pub ends: SharedMemory<f32>,
 }
@@ -115,7 +115,7 @@ impl GradientPlan {
             b: own(variant.low_rank(), by_key),
             scales: self.chunk,
             partial: self.chunk * NEXT,
-            d_gates: if variant.vector() { by_key } else { self.chunk },
+            d_decays: if variant.vector() { by_key } else { self.chunk },
             ends: match variant.vector() {
                 true => self.end_rows() * self.stride(self.key_slice),
                 false => 1,
@@ -129,7 +129,7 @@ impl GradientPlan {
         let pairs = [tiles.u_and_r, tiles.q_and_k].into_iter().flatten().sum::<usize>();
         let single = [tiles.end, tiles.v, tiles.a, tiles.b].into_iter().flatten().sum::<usize>();
         let rows = tiles.left + tiles.right + 2 * pairs + single;
-        let scratch = tiles.scales + tiles.partial + tiles.d_gates + tiles.ends;
+        let scratch = tiles.scales + tiles.partial + tiles.d_decays + tiles.ends;
         rows * self.engine.bytes() + 4 * scratch
     }
 
@@ -152,7 +152,7 @@ struct Tiles {
     b: Option<usize>,
     scales: usize,
     partial: usize,
-    d_gates: usize,
+    d_decays: usize,
     ends: usize,
 }
 
@@ -178,7 +178,7 @@ pub(crate) fn gradient_tiles<X: Float, N: Size>(
         start: right,
         scales: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().scales)),
         partial: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().partial)),
-        d_gates: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().d_gates)),
+        d_decays: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().d_decays)),
         ends: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().ends)),
     }
 }

@@ -14,14 +14,15 @@
 //! `de = -beta da`, `dbeta = -e da + v R`, `dv = beta R`.
 //!
 //! Work: a cube a chunk of a (sequence, head), over slices of keys where its tiles are not in shared
-//! memory whole (gradient_tiles.rs). dg and dbeta: gate_gradients.rs.
+//! memory whole (gradient_tiles.rs). dg and dbeta: decay_gradients.rs.
 
 use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors, StageTypes, Types};
 use crate::chunkwise::chunk::{Place, Sizes, Sums, between, chunk_sums, sum_vectors};
 use crate::chunkwise::decay::{from_start, to_end, vector_from_start};
-use crate::chunkwise::gate_gradients::{
-    Gate, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products, clear_d_gates,
-    gate_products, partial_sums, write_d_values, write_scalar_d_g, write_vector_d_g,
+use crate::chunkwise::decay_gradients::{
+    DecayTerm, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products,
+    clear_d_decays, decay_products, partial_sums, write_d_values, write_scalar_d_g,
+    write_vector_d_g,
 };
 use crate::chunkwise::gradient_tiles::{
     GradientInputs, GradientTiles, StateFactors, copy_group_async, gradient_tiles, keys_tile,
@@ -60,7 +61,7 @@ struct Term {
 }
 
 impl GradientPlan {
-    fn gated(&self) -> bool {
+    fn has_decay(&self) -> bool {
         self.variant.decay != crate::Decay::None
     }
 
@@ -105,11 +106,11 @@ impl GradientPlan {
         }
     }
 
-    fn gate(&self, role: RowRole) -> Gate {
+    fn decay_term(&self, role: RowRole) -> DecayTerm {
         match role {
-            RowRole::Query => Gate::Query { before: self.variant.reads_before() },
-            RowRole::Erase => Gate::Erase { before: self.variant.erases_before() },
-            RowRole::Key | RowRole::Write => Gate::Write,
+            RowRole::Query => DecayTerm::Query { before: self.variant.reads_before() },
+            RowRole::Erase => DecayTerm::Erase { before: self.variant.erases_before() },
+            RowRole::Key | RowRole::Write => DecayTerm::Write,
         }
     }
 
@@ -234,7 +235,7 @@ fn in_slices<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan
             let rows = &chunk.from.place.rows;
             let g = &chunk.from.x.vector_g;
             sum_vectors::<P::G>(&mut chunk.sums, g, rows, first, decays, comptime!(*plan));
-            clear_d_gates::<P::X, P::N>(&mut chunk.tiles, plan);
+            clear_d_decays::<P::X, P::N>(&mut chunk.tiles, plan);
         }
         let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
         key_and_write_gradients::<P>(&d_erase, chunk, first, plan);
@@ -357,12 +358,12 @@ fn gradient<P: StageTypes>(
             || role == RowRole::Erase && plan.variant.erases_before()
     );
     scale_by_decay(&mut acc, &chunk.sums, writes, before, plan);
-    if comptime!(plan.gated() && writes) {
-        add_to_gates::<P>(chunk, &acc, first, role, comptime!(Gate::ChunkEnd), plan);
+    if comptime!(plan.has_decay() && writes) {
+        add_decay_products::<P>(chunk, &acc, first, role, comptime!(DecayTerm::ChunkEnd), plan);
     }
     add_terms::<P>(&mut acc, chunk, first, role, plan);
-    if comptime!(plan.gated()) {
-        add_to_gates::<P>(chunk, &acc, first, role, comptime!(plan.gate(role)), plan);
+    if comptime!(plan.has_decay()) {
+        add_decay_products::<P>(chunk, &acc, first, role, comptime!(plan.decay_term(role)), plan);
     }
     add_zero_exponent_terms::<P>(&mut acc, chunk, first, role, plan);
     if comptime!(role == RowRole::Erase && plan.variant.delta()) {
@@ -376,12 +377,12 @@ fn gradient<P: StageTypes>(
 
 /// Adds the products of rows of `role` with what there is of their gradients to dG.
 #[cube]
-fn add_to_gates<P: StageTypes>(
+fn add_decay_products<P: StageTypes>(
     chunk: &mut Chunk<P>,
     acc: &Acc,
     first: usize,
     #[comptime] role: RowRole,
-    #[comptime] gate: Gate,
+    #[comptime] term: DecayTerm,
     #[comptime] plan: GradientPlan,
 ) {
     let own = comptime!(plan.rows(role));
@@ -389,7 +390,7 @@ fn add_to_gates<P: StageTypes>(
     let rows = load_fragments::<P>(&chunk.tiles, &chunk.from, first, own, same, plan);
     let rows = TokenRows { rows, valid: chunk.from.place.valid };
     let tiles = &mut chunk.tiles;
-    gate_products::<P::X, P::N>(&mut chunk.sums_of_unit, tiles, acc, &rows, gate, plan);
+    decay_products::<P::X, P::N>(&mut chunk.sums_of_unit, tiles, acc, &rows, term, plan);
 }
 
 /// Adds the terms of a role's gradient within the chunk.

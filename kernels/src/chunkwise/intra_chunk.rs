@@ -60,7 +60,7 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
     write_decay_factors(&mut out.decay_factors, &rows.sums, &x.beta, &place, plan);
 }
 
-/// A slice of keys of every operand, [C, key_slice], and the sums of log gates.
+/// A slice of keys of every operand, [C, key_slice], and the sums of log decays.
 #[derive(CubeType)]
 struct Slices<X: Float, N: Size> {
     q: SharedMemory<Vector<X, N>>,

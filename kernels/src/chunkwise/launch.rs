@@ -211,7 +211,7 @@ impl<R: Runtime> Call<'_, R> {
         [batch, tokens, heads, value_width]
     }
 
-    fn gates_shape(&self) -> [usize; 3] {
+    fn scalars_shape(&self) -> [usize; 3] {
         let Dims { batch, tokens, heads, .. } = self.dims;
         [batch, tokens, heads]
     }
@@ -236,25 +236,25 @@ impl<R: Runtime> Call<'_, R> {
     fn operands<F: Float, G: Size>(&self) -> OperandsLaunch<F, G, R> {
         let numbers = |shape: &[usize]| shape.iter().product::<usize>();
         let (keys, rows) = (numbers(&self.keys_shape()), numbers(&self.rows_shape()));
-        let (values, gates) = (numbers(&self.values_shape()), numbers(&self.gates_shape()));
+        let (values, scalars) = (numbers(&self.values_shape()), numbers(&self.scalars_shape()));
         let x = self.x;
         let or_q = |handle: &Option<Handle>, len| match handle {
             Some(handle) => array(handle, len),
             None => array(&x.q, 16),
         };
         let vector = self.variant.vector();
-        // Gates that are not there: any f32 tensor would do; none is sure to be f32, and none is read.
-        let scalar_gates = x.g.as_ref().filter(|_| !vector);
-        let vector_gates = x.g.as_ref().filter(|_| vector);
+        // Log decays that are not there: any f32 tensor would do; none is sure to be f32, and none is read.
+        let scalar_g = x.g.as_ref().filter(|_| !vector);
+        let vector_g = x.g.as_ref().filter(|_| vector);
         OperandsLaunch::new(
             array(&x.q, keys),
             array(&x.k, keys),
             or_q(&x.a, rows),
             or_q(&x.b, rows),
             array(&x.v, values),
-            array(scalar_gates.unwrap_or(&x.q), if scalar_gates.is_some() { gates } else { 1 }),
-            array(vector_gates.unwrap_or(&x.q), if vector_gates.is_some() { rows } else { 1 }),
-            array(x.beta.as_ref().unwrap_or(&x.q), if x.beta.is_some() { gates } else { 1 }),
+            array(scalar_g.unwrap_or(&x.q), if scalar_g.is_some() { scalars } else { 1 }),
+            array(vector_g.unwrap_or(&x.q), if vector_g.is_some() { rows } else { 1 }),
+            array(x.beta.as_ref().unwrap_or(&x.q), if x.beta.is_some() { scalars } else { 1 }),
         )
     }
 
@@ -594,8 +594,8 @@ impl<R: Runtime> Call<'_, R> {
         let plan = self.plans.input_gradients;
         let (variant, e) = (self.variant, self.plans.between);
         let rows = self.rows_shape();
-        let gated = variant.decay != crate::Decay::None;
-        let gates = if variant.vector() { rows.to_vec() } else { self.gates_shape().to_vec() };
+        let decays = variant.decay != crate::Decay::None;
+        let of_g = if variant.vector() { rows.to_vec() } else { self.scalars_shape().to_vec() };
         let values = self.values_shape().iter().product();
         let out = GradientBuffers {
             q: self.buffer(&rows, self.dtype),
@@ -606,8 +606,8 @@ impl<R: Runtime> Call<'_, R> {
                 true => self.buffer(&self.values_shape(), self.dtype),
                 false => back.v,
             },
-            g: self.buffer_if(gated, &gates, F32),
-            beta: self.buffer_if(variant.delta(), &self.gates_shape(), F32),
+            g: self.buffer_if(decays, &of_g, F32),
+            beta: self.buffer_if(variant.delta(), &self.scalars_shape(), F32),
         };
         let blocks = if variant.solves() { values } else { 16 };
         let saved = SavedTensorsLaunch::new(

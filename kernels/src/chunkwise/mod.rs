@@ -5,7 +5,7 @@
 //! state_pass         S from chunk to chunk, and the outputs        state_chunk, state, state_tiles,
 //!                                                                  producers, sequence_parallel
 //! input_gradients    dq, dk, da, db, and dg, dbeta                 score_gradients, gradient_tiles,
-//!                                                                  gate_gradients
+//!                                                                  decay_gradients
 //!
 //! chunk, decay       offsets of a chunk, its decay                 all stages
 //! varlen             sequences with lengths of their own           all stages
@@ -22,7 +22,7 @@ pub(crate) mod choose;
 mod choose_tests;
 mod chunk;
 mod decay;
-mod gate_gradients;
+mod decay_gradients;
 mod gradient_tiles;
 mod input_gradients;
 mod intra_chunk;

@@ -38,8 +38,8 @@ impl StatePlan {
 
 #[cube]
 pub(crate) fn producer_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> ProducerTiles<P> {
-    let [scores, of_gates] = comptime!(plan.produced_numbers());
-    ProducerTiles::<P> { a_qk: tile::<P::E, P::M>(scores), sums: sums(of_gates, 1usize) }
+    let [scores, of_decays] = comptime!(plan.produced_numbers());
+    ProducerTiles::<P> { a_qk: tile::<P::E, P::M>(scores), sums: sums(of_decays, 1usize) }
 }
 
 /// The intra-chunk stage of the chunk that the tiles point to: its [`decay_factors`] under a scalar decay, and A_qk if
@@ -61,7 +61,7 @@ pub(crate) fn produce_scores<P: StateEngine>(
     let scores = comptime!(with_a_qk) && plane_intersects_lower_triangle(grid);
     if comptime!(plan.variant.scalar()) {
         if scores || makes_decay_factors {
-            sum_by_plane(&mut out.sums, own, &tiles.gates, tiles.at_gates);
+            sum_by_plane(&mut out.sums, own, &tiles.log_decays, tiles.at_log_decays);
         }
         if makes_decay_factors {
             store_decay_factors::<P>(tiles, &out.sums, own, plan);

@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 /// Rows of zero-exponent terms.
 const ZERO_EXPONENT_ROWS: usize = 4;
 
-/// Gradients of the score blocks. Their zero-exponent terms lie apart: no gate touches them.
+/// Gradients of the score blocks. Their zero-exponent terms lie apart: no log decay touches them.
 #[derive(CubeType)]
 pub(crate) struct ScoreGradients<X: Float, M: Size> {
     qk: SharedMemory<Vector<X, M>>,
@@ -189,7 +189,7 @@ fn value_product<P: StageTypes>(
 }
 
 /// Gradient of a score block, times the decay mask. Zero-exponent terms go to `zero_exponent` where there is
-/// a gate whose gradient they would enter.
+/// a log decay whose gradient they would enter.
 #[cube]
 fn masked_score_gradient<P: StageTypes>(
     zero_exponent: &mut SharedMemory<f32>,

@@ -48,14 +48,14 @@ pub(crate) struct StateTiles<P: StateEngine> {
     /// Low rank, backward: A_ak.
     pub a_ak: SharedMemory<Vector<P::E, P::N>>,
     pub decay_factors: SharedMemory<f32>,
-    /// For producers: gates.
-    pub gates: SharedMemory<f32>,
-    /// Where the chunk in use lies in tiles of rows, of values, of [C, C], in decay factors and in gates.
+    /// For producers: log decays.
+    pub log_decays: SharedMemory<f32>,
+    /// Where the chunk in use lies in tiles of rows, of values, of [C, C], in decay factors and in log decays.
     pub at_rows: usize,
     pub at_values: usize,
     pub at_square: usize,
     pub at_decay_factors: usize,
-    pub at_gates: usize,
+    pub at_log_decays: usize,
 }
 
 impl StatePlan {
@@ -138,15 +138,15 @@ impl StatePlan {
         self.score_stages() * decay_factors::ROWS * self.chunk
     }
 
-    /// Gates that producers sum up.
-    fn gate_numbers(&self) -> usize {
+    /// Log decays that producers sum up.
+    fn log_decay_numbers(&self) -> usize {
         if self.producers() > 0 { self.stages() * self.chunk } else { 1 }
     }
 
     /// Bytes of [`state_tiles`].
     pub fn tile_memory(&self) -> usize {
         let tiles = TileRole::ALL.iter().filter_map(|role| self.numbers(*role)).sum::<usize>();
-        tiles * self.engine.bytes() + 4 * (self.decay_factor_numbers() + self.gate_numbers())
+        tiles * self.engine.bytes() + 4 * (self.decay_factor_numbers() + self.log_decay_numbers())
     }
 }
 
@@ -171,12 +171,12 @@ pub(crate) fn state_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> StateT
             comptime!(plan.decay_factor_numbers()),
             16usize,
         ),
-        gates: SharedMemory::<f32>::new(comptime!(plan.gate_numbers())),
+        log_decays: SharedMemory::<f32>::new(comptime!(plan.log_decay_numbers())),
         at_rows: 0usize.runtime(),
         at_values: 0usize.runtime(),
         at_square: 0usize.runtime(),
         at_decay_factors: 0usize.runtime(),
-        at_gates: 0usize.runtime(),
+        at_log_decays: 0usize.runtime(),
     }
 }
 
@@ -195,7 +195,13 @@ pub(crate) fn copy_chunk_async<P: StateEngine>(
     copy_values_and_matrices_async::<P>(tiles, from, place, stage, plan);
     if comptime!(plan.producers() > 0) {
         if comptime!(plan.variant.scalar()) {
-            copy_gates_async(&mut tiles.gates, &from.x.scalar_g, &place.scalars, stage, plan);
+            copy_log_decays_async(
+                &mut tiles.log_decays,
+                &from.x.scalar_g,
+                &place.scalars,
+                stage,
+                plan,
+            );
         }
     } else {
         copy_decay_factors_async::<P>(tiles, from, place, stage, plan);
@@ -337,9 +343,9 @@ fn copy_decay_factors_async<P: StateEngine>(
     }
 }
 
-/// Starts copying the scalar gates of a chunk, one a unit. Producers are units enough.
+/// Starts copying the scalar log decays of a chunk, one a unit. Producers are units enough.
 #[cube]
-fn copy_gates_async(
+fn copy_log_decays_async(
     to: &mut SharedMemory<f32>,
     from: &Array<f32>,
     rows: &Rows,
@@ -371,7 +377,7 @@ pub(crate) fn select_chunk<P: StateEngine>(
     tiles.at_values = stage * comptime!(plan.value_numbers());
     tiles.at_square = square * comptime!(plan.square_numbers());
     tiles.at_decay_factors = square * comptime!(decay_factors::ROWS * plan.chunk);
-    tiles.at_gates = stage * comptime!(plan.chunk);
+    tiles.at_log_decays = stage * comptime!(plan.chunk);
 }
 
 /// Loads decay factors and values of a chunk. Ends with a barrier.

@@ -9,7 +9,7 @@
 //! ```
 //! so that all but blocks on the diagonal are products of scaled rows. Within these 16 tokens the same is done
 //! once more with 8, and what is left of 8 x 8 is weighted term by term, e^{G_i - G_j} as the product of e^g from
-//! j + 1 to i. No exponent is ever above 0, in any way: nothing can overflow, whatever the gates are.
+//! j + 1 to i. No exponent is ever above 0, in any way: nothing can overflow, whatever the log decays are.
 
 use crate::chunkwise::chunk::{Sums, between, seen};
 use crate::chunkwise::plan::Plan;

@@ -8,8 +8,8 @@
 //! dbeta_i = v_i R_i - e_i da_i                        delta: a = -beta e
 //! ```
 //! Zero-exponent terms (a token's own score, i = j, or i = j + 1 for a row that sees S before its decay; the last
-//! token's write at the chunk's end) would enter dG twice with opposite signs; next to a gate near -50 the rounding
-//! error of that cancellation is larger than every other term. They are left out of dG and added to the
+//! token's write at the chunk's end) would enter dG twice with opposite signs; next to a log decay near -50 the
+//! rounding error of that cancellation is larger than every other term. They are left out of dG and added to the
 //! gradients afterwards (`zero_exponent`).
 //!
 //! Gradients of rows lie in one layout from the first to the last, so each unit keeps partial sums of its
@@ -38,9 +38,9 @@ pub(crate) struct PartialSums {
     beta: Array<f32>,
 }
 
-/// The rows whose products [`gate_products`] adds up.
+/// The rows whose products [`decay_products`] adds up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Gate {
+pub(crate) enum DecayTerm {
     /// Rows that read; they may see the token before.
     Query { before: bool },
     /// Erase keys, times -beta.
@@ -51,7 +51,7 @@ pub(crate) enum Gate {
     ChunkEnd,
 }
 
-impl Gate {
+impl DecayTerm {
     fn before(self) -> bool {
         matches!(self, Self::Query { before: true } | Self::Erase { before: true })
     }
@@ -143,16 +143,16 @@ pub(crate) struct ZeroExponents {
 
 /// Adds inner products of rows and their gradients to dG.
 #[cube]
-pub(crate) fn gate_products<X: Float, N: Size>(
+pub(crate) fn decay_products<X: Float, N: Size>(
     sums_of_unit: &mut PartialSums,
     tiles: &mut GradientTiles<X, N>,
     acc: &Acc,
     own: &TokenRows,
-    #[comptime] gate: Gate,
+    #[comptime] term: DecayTerm,
     #[comptime] plan: GradientPlan,
 ) {
     if comptime!(plan.variant.vector()) {
-        vector_products::<X, N>(tiles, acc, own, gate, plan);
+        vector_products::<X, N>(tiles, acc, own, term, plan);
     } else if comptime!(plan.variant.scalar()) {
         let grid = comptime!(plan.rows_grid());
         #[unroll]
@@ -162,14 +162,14 @@ pub(crate) fn gate_products<X: Float, N: Size>(
                 let at = comptime!(2 * r + h);
                 let i = row(comptime!(r * grid.fragment_columns()), h, grid);
                 let mut sum = dot(acc, &own.rows, r, h, grid);
-                if comptime!(gate.erases()) {
+                if comptime!(term.erases()) {
                     sum *= tiles.scales[min(i, comptime!(plan.chunk - 1))];
                 }
-                if comptime!(gate == Gate::ChunkEnd) {
+                if comptime!(term == DecayTerm::ChunkEnd) {
                     sums_of_unit.ends[at] += select(i + 1 < own.valid, sum, 0.0f32);
-                } else if comptime!(gate == Gate::Write) {
+                } else if comptime!(term == DecayTerm::Write) {
                     sums_of_unit.own[at] -= select(i + 1 < own.valid, sum, 0.0f32);
-                } else if comptime!(gate.before()) {
+                } else if comptime!(term.before()) {
                     sums_of_unit.before[at] += sum;
                 } else {
                     sums_of_unit.own[at] += sum;
@@ -179,19 +179,19 @@ pub(crate) fn gate_products<X: Float, N: Size>(
     }
 }
 
-/// As [`gate_products`] for a vector decay, whose gates are columns: in shared memory. Barriers before
+/// As [`decay_products`] for a vector decay, whose log decays are columns: in shared memory. Barriers before
 /// and after, since rows add to others'.
 #[cube]
 fn vector_products<X: Float, N: Size>(
     tiles: &mut GradientTiles<X, N>,
     acc: &Acc,
     own: &TokenRows,
-    #[comptime] gate: Gate,
+    #[comptime] term: DecayTerm,
     #[comptime] plan: GradientPlan,
 ) {
     let grid = comptime!(plan.rows_grid());
     let stride = comptime!(plan.stride(plan.key_slice));
-    let sum_ends = comptime!(gate == Gate::ChunkEnd && plan.adjoint_takes_decays());
+    let sum_ends = comptime!(term == DecayTerm::ChunkEnd && plan.adjoint_takes_decays());
     sync_cube();
     if sum_ends {
         plane_ends::<X, N>(tiles, acc, own, plan);
@@ -204,25 +204,25 @@ fn vector_products<X: Float, N: Size>(
             let i = row(f, h, grid);
             if inside(f, grid) {
                 let mut x = own.rows.index(f)[h] * acc.index(f)[h];
-                if comptime!(gate.erases()) {
+                if comptime!(term.erases()) {
                     x *= Pair::new(tiles.scales[i]);
                 }
                 #[unroll]
                 for l in 0..2usize {
-                    if comptime!(gate == Gate::ChunkEnd) {
+                    if comptime!(term == DecayTerm::ChunkEnd) {
                         if i + 1 < own.valid {
                             tiles.ends[i * stride + d + l] += x[l];
                         }
-                    } else if comptime!(gate == Gate::Write) {
+                    } else if comptime!(term == DecayTerm::Write) {
                         if i + 1 < own.valid {
-                            tiles.d_gates[i * stride + d + l] -= x[l];
+                            tiles.d_decays[i * stride + d + l] -= x[l];
                         }
-                    } else if comptime!(gate.before()) {
+                    } else if comptime!(term.before()) {
                         if i > 0 {
-                            tiles.d_gates[(i - 1) * stride + d + l] += x[l];
+                            tiles.d_decays[(i - 1) * stride + d + l] += x[l];
                         }
                     } else {
-                        tiles.d_gates[i * stride + d + l] += x[l];
+                        tiles.d_decays[i * stride + d + l] += x[l];
                     }
                 }
             }
@@ -364,7 +364,7 @@ pub(crate) fn write_scalar_d_g<P: StageTypes>(
         own += collect(&mut tiles.partial, &sums_of_unit.before, unit + 1, from.place.valid, plan);
     }
     if unit < comptime!(plan.chunk) {
-        tiles.d_gates[unit] = own;
+        tiles.d_decays[unit] = own;
     }
     let end = f32::exp(since_start(sums, comptime!(plan.chunk - 1)));
     let mut through = through_chunk::<P>(tiles, from, plan) * end;
@@ -378,7 +378,7 @@ pub(crate) fn write_scalar_d_g<P: StageTypes>(
     let mut d = cube_sum(&mut tiles.partial, through, plan);
     if unit < from.place.valid {
         for i in unit..from.place.valid {
-            d += tiles.d_gates[i];
+            d += tiles.d_decays[i];
         }
         out.g[from.place.scalars.start + unit * from.place.scalars.stride] = d;
     }
@@ -419,7 +419,7 @@ fn through_chunk<P: StageTypes>(
 }
 
 #[cube]
-pub(crate) fn clear_d_gates<X: Float, N: Size>(
+pub(crate) fn clear_d_decays<X: Float, N: Size>(
     tiles: &mut GradientTiles<X, N>,
     #[comptime] plan: GradientPlan,
 ) {
@@ -429,7 +429,7 @@ pub(crate) fn clear_d_gates<X: Float, N: Size>(
     for turn in 0..comptime!(all.div_ceil(plan.units)) {
         let n = UNIT_POS as usize + comptime!(turn * plan.units);
         if n < all {
-            tiles.d_gates[n] = 0.0f32;
+            tiles.d_decays[n] = 0.0f32;
         }
         if n < ends {
             tiles.ends[n] = 0.0f32;
@@ -482,7 +482,7 @@ pub(crate) fn write_vector_d_g<P: StageTypes>(
         #[unroll]
         for i in 0..length {
             if start + i < from.place.valid {
-                own += tiles.d_gates[(start + i) * stride + column];
+                own += tiles.d_decays[(start + i) * stride + column];
             }
         }
         tiles.partial[run * slice + column] = own;
@@ -502,7 +502,7 @@ pub(crate) fn write_vector_d_g<P: StageTypes>(
         for back in 0..length {
             let i = start + comptime!(length - 1 - back);
             if i < from.place.valid {
-                sum += tiles.d_gates[i * stride + column];
+                sum += tiles.d_decays[i * stride + column];
                 out.g[from.place.rows.start + i * from.place.rows.stride + first + column] = sum;
             }
         }
