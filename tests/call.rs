@@ -47,7 +47,7 @@ impl<B: Backend> Call<B> {
     /// The first type is that of q, k and v, the second that of the rest.
     pub fn new(x: &Inputs, [dtype, rest]: [DType; 2], device: &B::Device) -> Self {
         let Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
-        let gates = |values: &[f64]| upload::<B, 3>(values, [batch, tokens, heads], rest, device);
+        let scalars = |values: &[f64]| upload::<B, 3>(values, [batch, tokens, heads], rest, device);
         let wide = [batch, tokens, heads, key_width];
         let rows = |values: &[f64]| upload::<B, 4>(values, wide, rest, device);
         let keys = [batch, tokens, key_heads, key_width];
@@ -65,13 +65,13 @@ impl<B: Backend> Call<B> {
             k: upload(&x.k, keys, dtype, device),
             v: upload(&x.v, [batch, tokens, heads, value_width], dtype, device),
             g: x.decay.as_ref().map(|decay| match decay {
-                Decay::Scalar(g) => gates(g).into(),
+                Decay::Scalar(g) => scalars(g).into(),
                 Decay::Vector(g) => rows(g).into(),
             }),
             rule: match &x.transition {
                 Transition::Identity => Rule::LinearAttention { read },
                 Transition::Delta { beta, erase } => {
-                    Rule::Delta { beta: gates(beta), erase: erase.as_deref().map(rows), read }
+                    Rule::Delta { beta: scalars(beta), erase: erase.as_deref().map(rows), read }
                 }
                 Transition::LowRank { a, b } => Rule::LowRank { a: rows(a), b: rows(b) },
             },

@@ -6,9 +6,9 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor};
 use linattn::ops::{self, LinearAttentionBackend};
 use linattn_oracle::{
-    Complex, Decay, Dims, Family, Gate, Gradients, Inputs, Output, Read, Recipe, Rng, ScanInputs,
-    Strength, Transition, assert_close, backward, forward, linear_scan, linear_scan_backward,
-    normals, slice_tokens,
+    Complex, Decay, DecayLevel, Dims, Family, Gradients, Inputs, Output, Read, Recipe, Rng,
+    ScanInputs, Strength, Transition, assert_close, backward, forward, linear_scan,
+    linear_scan_backward, normals, slice_tokens,
 };
 
 /// Which outputs the loss reads.
@@ -130,14 +130,20 @@ fn hold_on<B: AutodiffBackend + LinearAttentionBackend>(
 }
 
 const FAMILIES: [Family; 2] = [Family::LinearAttention, Family::DeltaRule];
-const GATES: [Gate; 5] = [Gate::None, Gate::KeepAll, Gate::Typical, Gate::ForgetAll, Gate::Mixed];
+const DECAYS: [DecayLevel; 5] = [
+    DecayLevel::None,
+    DecayLevel::KeepAll,
+    DecayLevel::Typical,
+    DecayLevel::ForgetAll,
+    DecayLevel::Mixed,
+];
 
-fn recipe(family: Family, gate: Gate, state: bool) -> Recipe {
-    Recipe { gate, state, strength: Strength::Typical, ..Recipe::new(family) }
+fn recipe(family: Family, decay: DecayLevel, state: bool) -> Recipe {
+    Recipe { decay, state, strength: Strength::Typical, ..Recipe::new(family) }
 }
 
 /// Every recurrence that the fastest path does not take, with its name.
-fn general_recipes(gate: Gate) -> Vec<(String, Recipe)> {
+fn general_recipes(decay: DecayLevel) -> Vec<(String, Recipe)> {
     let mut list = vec![];
     for family in [Family::LinearAttention, Family::DeltaRule, Family::LowRank] {
         for vector_decay in [false, true] {
@@ -149,10 +155,10 @@ fn general_recipes(gate: Gate) -> Vec<(String, Recipe)> {
                         (delta || !erase) && (family != Family::LowRank || read == Read::After);
                     if known && (!plain || family == Family::LowRank) {
                         let name = format!(
-                            "{family:?}, {gate:?}, vector {vector_decay}, erase {erase}, {read:?}"
+                            "{family:?}, {decay:?}, vector {vector_decay}, erase {erase}, {read:?}"
                         );
                         let recipe =
-                            Recipe { vector_decay, erase, read, ..recipe(family, gate, true) };
+                            Recipe { vector_decay, erase, read, ..recipe(family, decay, true) };
                         list.push((name, recipe));
                     }
                 }
@@ -169,16 +175,16 @@ fn dims(tokens: usize) -> Dims {
 
 /// Nine steps of every kind against the recurrence.
 fn hold_steps<B: LinearAttentionBackend>(device: &B::Device) {
-    for gate in GATES {
-        let plain = FAMILIES.map(|family| (format!("{family:?}"), recipe(family, gate, true)));
-        for (name, recipe) in plain.into_iter().chain(general_recipes(gate)) {
+    for decay in DECAYS {
+        let plain = FAMILIES.map(|family| (format!("{family:?}"), recipe(family, decay, true)));
+        for (name, recipe) in plain.into_iter().chain(general_recipes(decay)) {
             for start in [false, true] {
                 let shared = Dims { key_heads: 1, heads: 3, ..dims(9) };
                 let recipe = Recipe { state: start, ..recipe };
                 let x = Inputs::random(19, shared, &recipe);
                 let truth = forward(&x);
                 let got = stepped::<B>(device, &x);
-                let what = format!("{name}, {gate:?}, initial state {start}");
+                let what = format!("{name}, {decay:?}, initial state {start}");
                 assert_close(&format!("{what}: o"), &truth.o, &got.o, F32_LIMIT);
                 assert_close(&format!("{what}: state"), &truth.state, &got.state, F32_LIMIT);
             }
@@ -321,10 +327,10 @@ mod on_cpu {
     fn chunks_agree_with_the_recurrence_at_every_length() {
         for tokens in [1, 7, 8, 15, 16, 17, 63, 64, 65, 130] {
             for family in FAMILIES {
-                for gate in GATES {
-                    let what = format!("{family:?}, {gate:?}, T={tokens}");
+                for decay in DECAYS {
+                    let what = format!("{family:?}, {decay:?}, T={tokens}");
                     let x =
-                        Inputs::random(tokens as u64, dims(tokens), &recipe(family, gate, true));
+                        Inputs::random(tokens as u64, dims(tokens), &recipe(family, decay, true));
                     hold_to_oracle::<B>(&what, &x, Reads::Both, F32_LIMIT, DType::F32);
                 }
             }
@@ -334,8 +340,8 @@ mod on_cpu {
     #[test]
     fn every_other_recurrence_agrees_at_every_length() {
         for tokens in [1, 2, 15, 16, 17, 40] {
-            for gate in GATES {
-                for (what, recipe) in general_recipes(gate) {
+            for decay in DECAYS {
+                for (what, recipe) in general_recipes(decay) {
                     let what = format!("{what}, T={tokens}");
                     let dims = Dims { key_heads: 1, ..dims(tokens) };
                     let x = Inputs::random(tokens as u64, dims, &recipe);
@@ -349,7 +355,7 @@ mod on_cpu {
     #[test]
     fn every_other_recurrence_is_exact_in_double_precision_at_every_width() {
         for (key_width, value_width) in [(12, 20), (1, 1), (5, 7)] {
-            for (what, recipe) in general_recipes(Gate::Mixed) {
+            for (what, recipe) in general_recipes(DecayLevel::Mixed) {
                 let what = format!("{what}, K={key_width}, V={value_width}");
                 let dims = Dims { key_heads: 1, key_width, value_width, ..dims(35) };
                 let x = Inputs::random(41, dims, &recipe);
@@ -360,10 +366,10 @@ mod on_cpu {
 
     #[test]
     fn small_gates_keep_their_digits_beside_large_ones() {
-        for (what, recipe) in general_recipes(Gate::Typical) {
+        for (what, recipe) in general_recipes(DecayLevel::Typical) {
             let mut x = Inputs::random(37, dims(40), &recipe);
             if let Some(Decay::Scalar(g) | Decay::Vector(g)) = &mut x.decay {
-                // The spacing of f32 at 3000 is 2e-4: a difference of sums with such a gate would be
+                // The spacing of f32 at 3000 is 2e-4: a difference of sums with such a log decay would be
                 // that far off. Columns forget at tokens of their own.
                 let columns = g.len() / (x.dims.batch * x.dims.tokens);
                 let forgets = |at: usize| (at / columns + at % columns).is_multiple_of(3);
@@ -378,9 +384,9 @@ mod on_cpu {
     #[test]
     fn the_algebra_is_exact_in_double_precision() {
         for family in FAMILIES {
-            for gate in GATES {
-                let what = format!("{family:?}, {gate:?}");
-                let x = Inputs::random(3, dims(130), &recipe(family, gate, true));
+            for decay in DECAYS {
+                let what = format!("{family:?}, {decay:?}");
+                let x = Inputs::random(3, dims(130), &recipe(family, decay, true));
                 hold_to_oracle::<B>(&what, &x, Reads::Both, 1e-12, DType::F64);
             }
         }
@@ -392,7 +398,8 @@ mod on_cpu {
             for reads in [Reads::Outputs, Reads::State] {
                 for state in [false, true] {
                     let what = format!("{family:?}, state {state}");
-                    let x = Inputs::random(5, dims(70), &recipe(family, Gate::Typical, state));
+                    let x =
+                        Inputs::random(5, dims(70), &recipe(family, DecayLevel::Typical, state));
                     hold_to_oracle::<B>(&what, &x, reads, F32_LIMIT, DType::F32);
                 }
             }
@@ -402,10 +409,10 @@ mod on_cpu {
     #[test]
     fn every_strength_of_correction_is_right() {
         for strength in [Strength::Zero, Strength::One, Strength::Two] {
-            for gate in [Gate::None, Gate::Typical] {
-                let recipe = Recipe { strength, ..recipe(Family::DeltaRule, gate, true) };
+            for decay in [DecayLevel::None, DecayLevel::Typical] {
+                let recipe = Recipe { strength, ..recipe(Family::DeltaRule, decay, true) };
                 let x = Inputs::random(11, dims(65), &recipe);
-                let what = format!("{strength:?}, {gate:?}");
+                let what = format!("{strength:?}, {decay:?}");
                 hold_to_oracle::<B>(&what, &x, Reads::Both, F32_LIMIT, DType::F32);
             }
         }
@@ -418,7 +425,7 @@ mod on_cpu {
         {
             for family in FAMILIES {
                 let dims = Dims { batch: 2, tokens: 37, key_heads, heads, key_width, value_width };
-                let x = Inputs::random(13, dims, &recipe(family, Gate::Typical, true));
+                let x = Inputs::random(13, dims, &recipe(family, DecayLevel::Typical, true));
                 let what = format!("{family:?}, {dims:?}");
                 hold_to_oracle::<B>(&what, &x, Reads::Both, F32_LIMIT, DType::F32);
             }
@@ -427,7 +434,8 @@ mod on_cpu {
 
     #[test]
     fn equal_keys_do_not_break_the_triangular_inverse() {
-        let mut x = Inputs::random(17, dims(130), &recipe(Family::DeltaRule, Gate::None, true));
+        let mut x =
+            Inputs::random(17, dims(130), &recipe(Family::DeltaRule, DecayLevel::None, true));
         let row = x.k[..x.dims.key_width].to_vec();
         x.k = row.iter().copied().cycle().take(x.k.len()).collect();
         if let Transition::Delta { beta, .. } = &mut x.transition {
@@ -445,7 +453,7 @@ mod on_cpu {
     fn a_sequence_can_be_cut_anywhere_and_its_state_handed_over() {
         let device = Default::default();
         for family in FAMILIES {
-            let x = Inputs::random(23, dims(70), &recipe(family, Gate::Mixed, true));
+            let x = Inputs::random(23, dims(70), &recipe(family, DecayLevel::Mixed, true));
             let truth = forward(&x);
             for cut in [1, 15, 16, 17, 64, 69] {
                 let first = slice_tokens(&x, 0, cut, x.state.clone());
@@ -465,12 +473,12 @@ mod on_cpu {
     fn a_gate_of_zero_gives_the_ungated_result_bit_for_bit() {
         let device = Default::default();
         for family in FAMILIES {
-            let run = |gate| {
-                let x = Inputs::random(29, dims(130), &recipe(family, gate, true));
+            let run = |decay| {
+                let x = Inputs::random(29, dims(130), &recipe(family, decay, true));
                 let (o, s) = Call::<B>::new(&x, [DType::F32; 2], &device).run().unwrap();
                 (o.into_data(), s.into_data())
             };
-            assert_eq!(run(Gate::KeepAll), run(Gate::None), "{family:?}");
+            assert_eq!(run(DecayLevel::KeepAll), run(DecayLevel::None), "{family:?}");
         }
     }
 
@@ -479,7 +487,8 @@ mod on_cpu {
         let device = Default::default();
         for dtype in [DType::F16, DType::BF16] {
             for family in FAMILIES {
-                let mut x = Inputs::random(31, dims(40), &recipe(family, Gate::Typical, false));
+                let mut x =
+                    Inputs::random(31, dims(40), &recipe(family, DecayLevel::Typical, false));
                 let round = |values: &mut Vec<f64>| {
                     let data = burn::tensor::TensorData::new(values.clone(), [values.len()]);
                     *values = data.convert_dtype(dtype).iter::<f64>().collect();
@@ -507,7 +516,7 @@ mod on_cpu {
         let device = Default::default();
         for dtype in [DType::F16, DType::BF16] {
             for family in FAMILIES {
-                let x = Inputs::random(37, dims(20), &recipe(family, Gate::Typical, false));
+                let x = Inputs::random(37, dims(20), &recipe(family, DecayLevel::Typical, false));
                 let input = Call::<Autodiff<Flex>>::new(&x, [DType::F32; 2], &device);
                 let [q, k, v] = [&input.q, &input.k, &input.v]
                     .map(|rows| rows.clone().detach().cast(dtype).require_grad());
@@ -532,7 +541,7 @@ mod on_cpu {
         type Twice = Autodiff<Once>;
         let device = Default::default();
         for family in FAMILIES {
-            let x = Inputs::random(43, dims(11), &recipe(family, Gate::Typical, false));
+            let x = Inputs::random(43, dims(11), &recipe(family, DecayLevel::Typical, false));
             let normals = |name: &str, n: usize| {
                 let mut rng = Rng::named(1, name);
                 (0..n).map(|_| rng.normal()).collect::<Vec<f64>>()
@@ -639,7 +648,8 @@ mod on_cpu {
     fn shapes_that_do_not_fit_are_refused_by_name() {
         let device = Default::default();
         let good = || {
-            let x = Inputs::random(1, dims(8), &recipe(Family::DeltaRule, Gate::Typical, true));
+            let x =
+                Inputs::random(1, dims(8), &recipe(Family::DeltaRule, DecayLevel::Typical, true));
             Call::<Flex>::new(&x, [DType::F32; 2], &device)
         };
         let refused = |change: &dyn Fn(&mut Call<Flex>)| {
@@ -693,14 +703,14 @@ mod mesa {
     fn values() -> Values {
         let mut rng = Rng::named(11, "mesa");
         let mut normal = |count: usize| -> Vec<f64> { (0..count).map(|_| rng.normal()).collect() };
-        let gates = BATCH * TOKENS * HEADS;
+        let scalars = BATCH * TOKENS * HEADS;
         let map = |x: Vec<f64>, f: fn(f64) -> f64| -> Vec<f64> { x.into_iter().map(f).collect() };
         [
-            normal(gates * K),
-            map(normal(gates * K), |x| 0.5 * x),
-            normal(gates * V),
-            map(normal(gates), |x| 1.0 / (1.0 + x.exp())),
-            map(normal(gates), |x| -0.3 * x.abs()),
+            normal(scalars * K),
+            map(normal(scalars * K), |x| 0.5 * x),
+            normal(scalars * V),
+            map(normal(scalars), |x| 1.0 / (1.0 + x.exp())),
+            map(normal(scalars), |x| -0.3 * x.abs()),
             map(normal(HEADS * K), |x| 0.5 + x.abs()),
         ]
     }
@@ -708,13 +718,13 @@ mod mesa {
     fn inputs<B: Backend>(x: &Values, dtype: DType) -> MesaInputs<B> {
         let device = B::Device::default();
         let rows = |x: &[f64], width| upload(x, [BATCH, TOKENS, HEADS, width], dtype, &device);
-        let gates = |x: &[f64]| upload(x, [BATCH, TOKENS, HEADS], dtype, &device);
+        let scalars = |x: &[f64]| upload(x, [BATCH, TOKENS, HEADS], dtype, &device);
         MesaInputs {
             q: rows(&x[0], K),
             k: rows(&x[1], K),
             v: rows(&x[2], V),
-            beta: gates(&x[3]),
-            g: gates(&x[4]),
+            beta: scalars(&x[3]),
+            g: scalars(&x[4]),
             lambda: upload(&x[5], [HEADS, K], dtype, &device),
             iterations: 30,
         }
@@ -878,9 +888,9 @@ macro_rules! on_gpu {
             fn chunks_agree_with_the_recurrence() {
                 let Some(device) = $device() else { return };
                 for family in FAMILIES {
-                    for (gate, tokens) in [(Gate::None, 17), (Gate::Mixed, 70)] {
-                        let what = format!("{family:?}, {gate:?}, T={tokens}");
-                        let recipe = recipe(family, gate, true);
+                    for (decay, tokens) in [(DecayLevel::None, 17), (DecayLevel::Mixed, 70)] {
+                        let what = format!("{family:?}, {decay:?}, T={tokens}");
+                        let recipe = recipe(family, decay, true);
                         let x = Inputs::random(tokens as u64, dims(tokens), &recipe);
                         let (reads, dtype) = (Reads::Both, DType::F32);
                         let limit = F32_LIMIT;
@@ -895,7 +905,8 @@ macro_rules! on_gpu {
                 for family in FAMILIES {
                     for reads in [Reads::Outputs, Reads::State] {
                         let dims = Dims { key_heads: 1, ..dims(40) };
-                        let x = Inputs::random(5, dims, &recipe(family, Gate::Typical, false));
+                        let x =
+                            Inputs::random(5, dims, &recipe(family, DecayLevel::Typical, false));
                         let what = format!("{family:?}");
                         let (limit, dtype) = (F32_LIMIT, DType::F32);
                         hold_on::<Autodiff<$backend>>(&device, &what, &x, reads, limit, dtype);
@@ -918,7 +929,8 @@ macro_rules! on_gpu {
             fn widths_that_no_kernel_takes_go_through_tensor_operations() {
                 let Some(device) = $device() else { return };
                 let dims = Dims { key_width: 260, ..dims(20) };
-                let x = Inputs::random(6, dims, &recipe(Family::DeltaRule, Gate::Typical, true));
+                let x =
+                    Inputs::random(6, dims, &recipe(Family::DeltaRule, DecayLevel::Typical, true));
                 hold_on::<Autodiff<$backend>>(
                     &device,
                     "K = 260",

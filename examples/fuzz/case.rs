@@ -5,7 +5,7 @@ use crate::call::{Call, download, upload};
 use crate::problem::{Named, Problem};
 use burn::tensor::{DType, Tensor, TensorData};
 use linattn::ops::{self, OpResult, SequenceLengths};
-use linattn_oracle::{Dims, Family, Gate, Inputs, Read, Recipe, Rng, Strength, slice_tokens};
+use linattn_oracle::{DecayLevel, Dims, Family, Inputs, Read, Recipe, Rng, Strength, slice_tokens};
 use linattn_sweep::Shard;
 use linattn_trainer::TrainBackend;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -83,11 +83,17 @@ fn tokens(draw: &mut Rng) -> usize {
 
 fn recipe(draw: &mut Rng) -> Recipe {
     let family = draw.of(&[Family::LinearAttention, Family::DeltaRule, Family::LowRank]);
-    let gates = [Gate::None, Gate::KeepAll, Gate::Typical, Gate::ForgetAll, Gate::Mixed];
+    let decays = [
+        DecayLevel::None,
+        DecayLevel::KeepAll,
+        DecayLevel::Typical,
+        DecayLevel::ForgetAll,
+        DecayLevel::Mixed,
+    ];
     let strengths = [Strength::Zero, Strength::One, Strength::Typical, Strength::Typical];
     let before = family != Family::LowRank && draw.chance(0.3);
     Recipe {
-        gate: draw.of(&gates),
+        decay: draw.of(&decays),
         vector_decay: draw.chance(0.4),
         strength: draw.of(&strengths),
         erase: family == Family::DeltaRule && draw.chance(0.3),
@@ -148,9 +154,9 @@ impl Case {
 
     /// Whether the kernels that it takes are of this part.
     pub fn is_of(&self, shard: Shard) -> bool {
-        let Recipe { family, gate, vector_decay, erase, read, .. } = self.recipe;
+        let Recipe { family, decay, vector_decay, erase, read, .. } = self.recipe;
         let Dims { key_width, value_width, .. } = self.dims;
-        let decay = (gate != Gate::None).then_some(vector_decay);
+        let decay = (decay != DecayLevel::None).then_some(vector_decay);
         let kernels = format!(
             "{family:?} {decay:?} {erase} {read:?} {key_width} {value_width} {:?}",
             self.dtype

@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release --example fuzz --features cuda -- --device cuda --cases 10000 --seed 1`
 //!
-//! A case is a function of its own seed: the family, its gates, corrections and reads, sizes, the type of
+//! A case is a function of its own seed: the family, its decays, corrections and reads, sizes, the type of
 //! q, k and v, and how the sequence is run: whole with every gradient, in pieces that hand the
 //! state over, or token by token; with `--packed`, sequences of different lengths in one row. Widths of keys
 //! and values come from 24 pairs, since a GPU compiles a pair of widths for seconds; `--widths` names others,

@@ -55,9 +55,9 @@ fn recipe(op: &str) -> oracle::Recipe {
         Transition::Delta { .. } => oracle::Family::DeltaRule,
         Transition::LowRank => oracle::Family::LowRank,
     };
-    let gate = if op == "delta" { oracle::Gate::None } else { oracle::Gate::Typical };
+    let decay = if op == "delta" { oracle::DecayLevel::None } else { oracle::DecayLevel::Typical };
     let vector_decay = variant(op).decay == Decay::Vector;
-    oracle::Recipe { gate, vector_decay, ..oracle::Recipe::new(family) }
+    oracle::Recipe { decay, vector_decay, ..oracle::Recipe::new(family) }
 }
 
 fn main() {
@@ -255,16 +255,16 @@ fn work(op: &str, d: Dims, size: usize) -> [Work; 2] {
     let keys = wide * d.key_heads as f64 / d.heads as f64;
     let variant = variant(op);
     let extra = if variant.transition == Transition::LowRank { 2.0 } else { 0.0 };
-    let gates =
+    let scalars =
         match variant.decay {
             Decay::None => 0.0,
             Decay::Scalar => rows * 4.0,
             Decay::Vector => wide * 4.0,
         } + if matches!(variant.transition, Transition::Delta { .. }) { rows * 4.0 } else { 0.0 };
     // q, k, v, o; and again, dO and the gradients.
-    let forward = (2.0 * keys + extra * wide + 2.0 * values) * size as f64 + gates;
+    let forward = (2.0 * keys + extra * wide + 2.0 * values) * size as f64 + scalars;
     let again = (4.0 * keys + 2.0 * extra * wide + 3.0 * values) * size as f64;
-    let both = forward + again + 2.0 * gates;
+    let both = forward + again + 2.0 * scalars;
     let products = match variant.transition {
         Transition::Identity => 2.0,
         Transition::Delta { .. } => 3.0,
@@ -381,7 +381,7 @@ impl<R: Runtime> Case<'_, R> {
         self.spread(&bytes, 2 * width, heads)
     }
 
-    fn gates(&self, x: &[f64], width: usize) -> Handle {
+    fn scalars(&self, x: &[f64], width: usize) -> Handle {
         self.numbers(x, width, self.shape.dims.heads)
     }
 
@@ -395,19 +395,19 @@ impl<R: Runtime> Case<'_, R> {
         let (mut a, mut b, mut beta) = (None, None, None);
         match &x.transition {
             oracle::Transition::Identity => {}
-            oracle::Transition::Delta { beta: share, .. } => beta = Some(self.gates(share, 1)),
+            oracle::Transition::Delta { beta: share, .. } => beta = Some(self.scalars(share, 1)),
             oracle::Transition::LowRank { a: of_a, b: of_b } => {
                 (a, b) = (Some(self.rows(of_a, width)), Some(self.rows(of_b, width)));
             }
         }
-        let gate = if self.variant.decay == Decay::Vector { width } else { 1 };
+        let decay_width = if self.variant.decay == Decay::Vector { width } else { 1 };
         Inputs {
             q: self.rows_of(&x.q, width, key_heads),
             k: self.rows_of(&x.k, width, key_heads),
             v: self.rows(&x.v, value_width),
             a,
             b,
-            g: x.decay.as_ref().map(|g| self.gates(g.values(), gate)),
+            g: x.decay.as_ref().map(|g| self.scalars(g.values(), decay_width)),
             beta,
             state: None,
         }
@@ -486,12 +486,12 @@ impl<'a, R: Runtime> Calls<'a, R> {
         let sample = oracle::slice_tokens(&self.sample, 0, tokens, None);
         let d_o = &self.d_o[..tokens * value_width];
         let want = oracle::backward(&sample, d_o, &vec![0.0; width * value_width]);
-        let gate_width = if variant.decay == Decay::Vector { width } else { 1 };
+        let decay_width = if variant.decay == Decay::Vector { width } else { 1 };
         let gradients = [
             ("dq", Some(&want.q), Some(&d.q), width),
             ("dk", Some(&want.k), Some(&d.k), width),
             ("dv", Some(&want.v), Some(&d.v), value_width),
-            ("dg", want.g.as_ref(), d.g.as_ref(), gate_width),
+            ("dg", want.g.as_ref(), d.g.as_ref(), decay_width),
             ("dbeta", want.beta.as_ref(), d.beta.as_ref(), 1),
             ("da", want.a.as_ref(), d.a.as_ref(), width),
             ("db", want.b.as_ref(), d.b.as_ref(), width),

@@ -9,12 +9,12 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 use linattn_oracle as oracle;
-use oracle::{Decay, Family, Gate, Read, Recipe, Rng, Strength, Transition};
+use oracle::{Decay, DecayLevel, Family, Read, Recipe, Rng, Strength, Transition};
 
 #[path = "varlen_tests.rs"]
 mod varlen;
 
-/// Type of the rows: gates and states are f32 always.
+/// Type of the rows: log decays, beta and states are f32 always.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Rows {
     F32,
@@ -304,15 +304,15 @@ fn hold_cut<R: Runtime>(
 }
 
 /// Every decay and read position of one transition.
-fn recipes(family: Family, erase: bool, gate: Gate) -> Vec<Recipe> {
+fn recipes(family: Family, erase: bool, decay: DecayLevel) -> Vec<Recipe> {
     let mut all = vec![];
     for vector_decay in [false, true] {
         for read in [Read::After, Read::Before] {
             let before = family == Family::LowRank && read == Read::Before;
-            let ungated = gate == Gate::None && vector_decay;
-            if !before && !ungated {
+            let unused = decay == DecayLevel::None && vector_decay;
+            if !before && !unused {
                 let strength = Strength::Typical;
-                let recipe = Recipe { gate, vector_decay, read, erase, ..Recipe::new(family) };
+                let recipe = Recipe { decay, vector_decay, read, erase, ..Recipe::new(family) };
                 all.push(Recipe { strength, state: true, ..recipe });
             }
         }
@@ -324,12 +324,18 @@ fn dims(tokens: usize) -> oracle::Dims {
     oracle::Dims { batch: 2, tokens, key_heads: 1, heads: 2, key_width: 20, value_width: 12 }
 }
 
-const GATES: [Gate; 5] = [Gate::None, Gate::KeepAll, Gate::Typical, Gate::Mixed, Gate::ForgetAll];
+const DECAYS: [DecayLevel; 5] = [
+    DecayLevel::None,
+    DecayLevel::KeepAll,
+    DecayLevel::Typical,
+    DecayLevel::Mixed,
+    DecayLevel::ForgetAll,
+];
 
 /// Every variant of one transition, in f32.
 fn every_variant<R: Runtime>(client: &ComputeClient<R>, family: Family, erase: bool) {
-    for gate in GATES {
-        for recipe in recipes(family, erase, gate) {
+    for decay in DECAYS {
+        for recipe in recipes(family, erase, decay) {
             let x = oracle::Inputs::random(3, dims(70), &recipe);
             hold(client, &format!("{recipe:?}"), &x, Rows::F32, F32);
         }
@@ -338,9 +344,9 @@ fn every_variant<R: Runtime>(client: &ComputeClient<R>, family: Family, erase: b
 
 /// Every variant of one transition, in f32, in segments.
 fn every_cut<R: Runtime>(client: &ComputeClient<R>, family: Family, erase: bool) {
-    for gate in [Gate::None, Gate::Typical, Gate::Mixed] {
-        for recipe in recipes(family, erase, gate) {
-            cut(client, &Recipe { state: gate != Gate::Mixed, ..recipe });
+    for decay in [DecayLevel::None, DecayLevel::Typical, DecayLevel::Mixed] {
+        for recipe in recipes(family, erase, decay) {
+            cut(client, &Recipe { state: decay != DecayLevel::Mixed, ..recipe });
         }
     }
 }
@@ -374,7 +380,7 @@ fn sizes<R: Runtime>(client: &ComputeClient<R>, sizes: &[[usize; 5]], rows: Rows
     {
         let dims = oracle::Dims { batch: 1, tokens, key_heads, heads, key_width, value_width };
         let family = [Family::DeltaRule, Family::LinearAttention][n / 4 % 2];
-        let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(family) };
+        let recipe = Recipe { decay: DecayLevel::Typical, state: true, ..Recipe::new(family) };
         let x = oracle::Inputs::random(5, dims, &recipe);
         hold(client, &format!("{family:?}, {dims:?}"), &x, rows, limits);
     }
@@ -387,9 +393,9 @@ fn random_shapes<R: Runtime>(client: &ComputeClient<R>) {
         let mut draw = |n: usize| 1 + (rng.uniform() * n as f64) as usize;
         let (batch, tokens, key_heads, group) = (draw(3), draw(140), draw(2), draw(3));
         let shape = oracle::Dims { batch, key_heads, heads: key_heads * group, ..dims(tokens) };
-        let gate = GATES[1 + seed as usize % 4];
+        let decay = DECAYS[1 + seed as usize % 4];
         let state = draw(2) == 1;
-        let recipe = Recipe { gate, state, ..Recipe::new(Family::DeltaRule) };
+        let recipe = Recipe { decay, state, ..Recipe::new(Family::DeltaRule) };
         let x = oracle::Inputs::random(seed, shape, &recipe);
         hold(client, &format!("seed {seed}: {shape:?}, {recipe:?}"), &x, Rows::F32, F32);
     }
@@ -453,8 +459,8 @@ fn every_step<R: Runtime>(
     limits: Limits,
 ) {
     for sizes in STEPS {
-        for gate in GATES {
-            for recipe in recipes(family, erase, gate) {
+        for decay in DECAYS {
+            for recipe in recipes(family, erase, decay) {
                 let x = oracle::Inputs::random(3, step_dims(sizes), &recipe);
                 let what = format!("{rows:?}, {sizes:?}, {recipe:?}");
                 hold_steps(client, &what, &x, rows, limits);
@@ -463,9 +469,9 @@ fn every_step<R: Runtime>(
     }
 }
 
-/// Gates whose exponential f32 does not hold.
+/// Log decays whose exponential f32 does not hold.
 fn forgetting_steps<R: Runtime>(client: &ComputeClient<R>) {
-    for recipe in recipes(Family::DeltaRule, false, Gate::ForgetAll) {
+    for recipe in recipes(Family::DeltaRule, false, DecayLevel::ForgetAll) {
         let mut x = oracle::Inputs::random(3, step_dims(STEPS[0]), &recipe);
         if let Some(Decay::Scalar(g) | Decay::Vector(g)) = &mut x.decay {
             g.fill(-1000.0);
@@ -492,14 +498,15 @@ fn step_refusals<R: Runtime>(client: &ComputeClient<R>) {
     }
     let why = step::launch(client, up.variant, good, f32, &up.x).expect_err("refused");
     assert_eq!(why.to_string(), "`state` is missing");
-    let gated = Variant { decay: crate::Decay::Scalar, ..up.variant };
-    let why = step::launch(client, gated, good, f32, &up.x).expect_err("refused");
+    let decayed = Variant { decay: crate::Decay::Scalar, ..up.variant };
+    let why = step::launch(client, decayed, good, f32, &up.x).expect_err("refused");
     assert_eq!(why.to_string(), "`g` is missing");
 }
 
 /// Rows of 16 bits, where the device has the type: WGSL has no bf16, and f16 with some adapters only.
 fn half_rows<R: Runtime>(client: &ComputeClient<R>) {
-    let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(Family::DeltaRule) };
+    let recipe =
+        Recipe { decay: DecayLevel::Typical, state: true, ..Recipe::new(Family::DeltaRule) };
     let x = oracle::Inputs::random(3, dims(70), &recipe);
     for rows in [Rows::F16, Rows::Bf16] {
         let dims = sizes_of(&x);
@@ -520,7 +527,7 @@ fn half_rows<R: Runtime>(client: &ComputeClient<R>) {
 /// Nothing that does not fit is launched: each refusal names what is wrong.
 fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let good = Dims { batch: 1, tokens: 8, key_heads: 1, heads: 2, key_width: 16, value_width: 16 };
-    let gated = Variant {
+    let decayed = Variant {
         decay: crate::Decay::Scalar,
         transition: crate::Transition::Identity,
         read: crate::Read::After,
@@ -528,7 +535,7 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let f32 = Rows::F32.dtype();
     let f64 = StorageType::Scalar(ElemType::Float(FloatKind::F64));
     let refused =
-        |dims, dtype| engine(client, gated, dims, dtype).expect_err("refused").to_string();
+        |dims, dtype| engine(client, decayed, dims, dtype).expect_err("refused").to_string();
     for (dims, dtype, want) in [
         (Dims { key_width: 257, ..good }, f32, "K is 257; the kernels take 1 to 256"),
         (Dims { value_width: 4097, ..good }, f32, "V is 4097; the kernels take 1 to 4096"),
@@ -545,7 +552,7 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let x = oracle::Inputs::random(
         1,
         dims(8),
-        &Recipe { gate: Gate::Typical, ..Recipe::new(Family::LinearAttention) },
+        &Recipe { decay: DecayLevel::Typical, ..Recipe::new(Family::LinearAttention) },
     );
     let up = Uploaded::new(client, &x, Rows::F32);
     let x = Inputs { g: None, ..up.x.clone() };
@@ -559,21 +566,25 @@ fn simple_is_right<R: Runtime>(client: &ComputeClient<R>) {
         [[40, 1, 2, 20, 12], [65, 2, 4, 33, 64]]
     {
         let dims = oracle::Dims { batch: 2, tokens, key_heads, heads, key_width, value_width };
-        for (gate, state) in [(Gate::Typical, true), (Gate::Mixed, true), (Gate::KeepAll, false)] {
-            let recipe = Recipe { gate, state, ..Recipe::new(Family::DeltaRule) };
+        for (decay, state) in
+            [(DecayLevel::Typical, true), (DecayLevel::Mixed, true), (DecayLevel::KeepAll, false)]
+        {
+            let recipe = Recipe { decay, state, ..Recipe::new(Family::DeltaRule) };
             let x = rounded(&oracle::Inputs::random(3, dims, &recipe), Rows::F32);
             let what = format!("{dims:?}, {recipe:?}");
             simple_case_is_right(client, &what, &x);
         }
     }
-    let dims = Dims { key_width: 65, ..sizes_of(&oracle::Inputs::random(1, dims(8), &gated())) };
-    let up = Uploaded::new(client, &oracle::Inputs::random(1, self::dims(8), &gated()), Rows::F32);
+    let dims =
+        Dims { key_width: 65, ..sizes_of(&oracle::Inputs::random(1, dims(8), &with_decay())) };
+    let up =
+        Uploaded::new(client, &oracle::Inputs::random(1, self::dims(8), &with_decay()), Rows::F32);
     let why = simple::forward(client, dims, &up.x).expect_err("refused").to_string();
     assert_eq!(why, "K is 65; the kernels take 1 to 64");
 }
 
-fn gated() -> Recipe {
-    Recipe { gate: Gate::Typical, ..Recipe::new(Family::DeltaRule) }
+fn with_decay() -> Recipe {
+    Recipe { decay: DecayLevel::Typical, ..Recipe::new(Family::DeltaRule) }
 }
 
 fn simple_case_is_right<R: Runtime>(client: &ComputeClient<R>, what: &str, x: &oracle::Inputs) {
@@ -761,8 +772,8 @@ pub(crate) mod on_cuda {
             value_width: 48,
         };
         for rows in [Rows::Bf16, Rows::F16] {
-            for gate in [Gate::None, Gate::Typical, Gate::Mixed] {
-                for recipe in recipes(family, erase, gate) {
+            for decay in [DecayLevel::None, DecayLevel::Typical, DecayLevel::Mixed] {
+                for recipe in recipes(family, erase, decay) {
                     let x = oracle::Inputs::random(3, dims, &recipe);
                     has_tensor_cores(&client, &x, rows);
                     hold(&client, &format!("{rows:?} {recipe:?}"), &x, rows, HALF);
@@ -777,7 +788,7 @@ pub(crate) mod on_cuda {
         let client = client();
         for [heads, key_width, value_width] in [[1, 256, 64], [2, 160, 48]] {
             let dims = oracle::Dims { heads, key_width, value_width, ..dims(150) };
-            for recipe in recipes(family, erase, Gate::Typical) {
+            for recipe in recipes(family, erase, DecayLevel::Typical) {
                 let x = oracle::Inputs::random(3, dims, &recipe);
                 let plans = plans(&client, variant(&x), sizes_of(&x), Rows::Bf16.dtype());
                 assert_eq!(plans.map(|plans| plans.state_pass.split_k), Ok(2), "{recipe:?}");
@@ -793,7 +804,7 @@ pub(crate) mod on_cuda {
         // Last: split-K.
         for [key_width, value_width] in [[64, 48], [128, 128], [64, 256], [256, 64]] {
             let dims = oracle::Dims { batch: 1, key_width, value_width, ..dims(800) };
-            for recipe in recipes(family, erase, Gate::Typical) {
+            for recipe in recipes(family, erase, DecayLevel::Typical) {
                 let x = oracle::Inputs::random(3, dims, &recipe);
                 has_tensor_cores(&client, &x, Rows::Bf16);
                 for segments in [2, 4, 10] {
@@ -837,7 +848,7 @@ pub(crate) mod on_cuda {
     #[test]
     fn f32_takes_tensor_cores() {
         for (family, erase) in TRANSITIONS {
-            for recipe in recipes(family, erase, Gate::Typical) {
+            for recipe in recipes(family, erase, DecayLevel::Typical) {
                 let x = oracle::Inputs::random(3, dims(150), &recipe);
                 let used = engine(&client(), variant(&x), sizes_of(&x), Rows::F32.dtype());
                 assert_eq!(used, Ok(Engine::Tf32), "{recipe:?}");
@@ -861,7 +872,8 @@ pub(crate) mod on_cuda {
             let dims = oracle::Dims { batch: 1, heads: 1, ..dims(tokens) };
             let dims = oracle::Dims { key_width: 64, value_width: 64, ..dims };
             for family in [Family::LinearAttention, Family::DeltaRule] {
-                let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(family) };
+                let recipe =
+                    Recipe { decay: DecayLevel::Typical, state: true, ..Recipe::new(family) };
                 let x = oracle::Inputs::random(5, dims, &recipe);
                 hold(&client(), &format!("{family:?}, {dims:?}"), &x, rows, limits);
             }
@@ -912,14 +924,14 @@ pub(crate) mod on_wgpu {
     #[test]
     fn a_scalar_decay_with_a_solve_is_right_in_segments() {
         with_client(|client| {
-            cut(client, &Recipe { gate: Gate::Typical, ..Recipe::new(Family::DeltaRule) })
+            cut(client, &Recipe { decay: DecayLevel::Typical, ..Recipe::new(Family::DeltaRule) })
         });
     }
 
     #[test]
     fn a_vector_decay_with_a_solve_is_right_in_segments() {
         let recipe =
-            Recipe { gate: Gate::Mixed, vector_decay: true, ..Recipe::new(Family::LowRank) };
+            Recipe { decay: DecayLevel::Mixed, vector_decay: true, ..Recipe::new(Family::LowRank) };
         with_client(|client| cut(client, &recipe));
     }
 

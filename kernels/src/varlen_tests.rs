@@ -96,7 +96,7 @@ pub(super) fn families<R: Runtime>(
 ) {
     for (family, erase) in families.iter().copied() {
         for vector_decay in vector_decays.iter().copied() {
-            let recipe = Recipe { gate: Gate::Typical, erase, ..Recipe::new(family) };
+            let recipe = Recipe { decay: DecayLevel::Typical, erase, ..Recipe::new(family) };
             let state = family != Family::DeltaRule || erase || !vector_decay;
             let recipe = Recipe { vector_decay, state, ..recipe };
             hold_row(client, &recipe, dims(1), (Rows::F32, F32));
@@ -116,7 +116,7 @@ pub(super) fn on_tensor_cores<R: Runtime>(client: &ComputeClient<R>) {
     for [key_width, value_width] in [[64, 64], [128, 256], [256, 64]] {
         for (n, (family, erase)) in FAMILIES.into_iter().enumerate() {
             let dims = oracle::Dims { key_width, value_width, ..dims(1) };
-            let recipe = Recipe { gate: Gate::Typical, state: true, ..Recipe::new(family) };
+            let recipe = Recipe { decay: DecayLevel::Typical, state: true, ..Recipe::new(family) };
             let recipe = Recipe { vector_decay: n > 1, erase, ..recipe };
             hold_row(client, &recipe, dims, (Rows::Bf16, HALF));
         }

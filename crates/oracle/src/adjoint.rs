@@ -171,7 +171,7 @@ impl Step<'_> {
         let d_beta = dot(&d_e, delta.erase) + dot(&d_u, token.v());
         let d_erase = scaled(delta.beta, &d_e);
         add_scaled(&mut grad.v[token.values()], delta.beta, &d_u);
-        add_to(&mut grad.beta, token.gate()..token.gate() + 1, &[d_beta]);
+        add_to(&mut grad.beta, token.scalar()..token.scalar() + 1, &[d_beta]);
         match erase {
             Some(_) => add_to(&mut grad.erase, token.rows(), &d_erase),
             None => add(&mut grad.k[token.keys()], &d_erase),
@@ -198,7 +198,7 @@ impl Step<'_> {
             let d_g: Vec<f64> = rows.chunks_exact(rows.len() / kept.len()).map(sum).collect();
             match decay {
                 Decay::Scalar(_) => {
-                    add_to(&mut grad.g, token.gate()..token.gate() + 1, &[sum(&d_g)]);
+                    add_to(&mut grad.g, token.scalar()..token.scalar() + 1, &[sum(&d_g)]);
                 }
                 Decay::Vector(_) => add_to(&mut grad.g, token.rows(), &d_g),
             }

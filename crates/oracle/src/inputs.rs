@@ -27,17 +27,17 @@ impl Dims {
 
     /// Numbers in v or o, `[B, T, H, V]`.
     pub fn values_len(&self) -> usize {
-        self.gates_len() * self.value_width
+        self.scalars_len() * self.value_width
     }
 
     /// Numbers in beta or a scalar decay, `[B, T, H]`.
-    pub fn gates_len(&self) -> usize {
+    pub fn scalars_len(&self) -> usize {
         self.batch * self.tokens * self.heads
     }
 
     /// Numbers in a vector decay, the erase rows, a or b: `[B, T, H, K]`.
     pub fn rows_len(&self) -> usize {
-        self.gates_len() * self.key_width
+        self.scalars_len() * self.key_width
     }
 
     /// Numbers in a state, `[B, H, K, V]`.
@@ -61,10 +61,10 @@ impl Dims {
         start..start + self.memory_len()
     }
 
-    /// The row of q and k, of `[B T Hk]`, that goes with `gate`, of `[B T H]`.
-    pub(crate) fn key_row(&self, gate: usize) -> usize {
+    /// The row of q and k, of `[B T Hk]`, that goes with row `n` of v, of `[B T H]`.
+    pub(crate) fn key_row(&self, n: usize) -> usize {
         let group = self.heads / self.key_heads;
-        gate / self.heads * self.key_heads + gate % self.heads / group
+        n / self.heads * self.key_heads + n % self.heads / group
     }
 
     #[track_caller]
@@ -169,7 +169,7 @@ impl Inputs {
         check_some("state", &self.state, d.state_len());
         match &self.decay {
             None => {}
-            Some(Decay::Scalar(g)) => check_len("a scalar decay", g, d.gates_len()),
+            Some(Decay::Scalar(g)) => check_len("a scalar decay", g, d.scalars_len()),
             Some(Decay::Vector(g)) => check_len("a vector decay", g, d.rows_len()),
         }
         self.check_transition();
@@ -186,7 +186,7 @@ impl Inputs {
                 return;
             }
             Transition::Delta { beta, erase } => {
-                check_len("beta", beta, d.gates_len());
+                check_len("beta", beta, d.scalars_len());
                 check_some("erase", erase, d.rows_len());
             }
             Transition::LowRank { a, b } => {

@@ -38,10 +38,10 @@
 //! Memories that are vectors, each channel by itself, are [`linear_scan`].
 //!
 //! ```
-//! use linattn_oracle::{Dims, Family, Gate, Inputs, Recipe, assert_close, backward, forward};
+//! use linattn_oracle::{DecayLevel, Dims, Family, Inputs, Recipe, assert_close, backward, forward};
 //!
 //! let dims = Dims { batch: 2, tokens: 7, key_heads: 1, heads: 2, key_width: 4, value_width: 3 };
-//! let recipe = Recipe { gate: Gate::Typical, ..Recipe::new(Family::DeltaRule) };
+//! let recipe = Recipe { decay: DecayLevel::Typical, ..Recipe::new(Family::DeltaRule) };
 //! let x = Inputs::random(0, dims, &recipe);
 //! let want = forward(&x);
 //! assert_close("o", &want.o, &forward(&x).o, 1e-6); // the second one would come from a kernel
@@ -66,7 +66,7 @@ mod token;
 pub use adjoint::{Gradients, backward};
 pub use close::{assert_close, relative_error};
 pub use inputs::{Decay, Dims, Inputs, Read, Transition, slice_tokens};
-pub use random::{Family, Gate, Recipe, Rng, Strength};
+pub use random::{DecayLevel, Family, Recipe, Rng, Strength};
 pub use recurrence::{Output, forward};
 pub use scan::{Complex, ScanInputs, linear_scan, linear_scan_backward, normals};
 pub use skip::{skipped, skipped_without_adapter};

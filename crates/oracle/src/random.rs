@@ -16,7 +16,7 @@ impl Rng {
     }
 
     /// Starts the sequence of `seed` for one `purpose`. What is drawn for one purpose moves nothing
-    /// in another: inputs that differ in their gate share their keys.
+    /// in another: inputs that differ in their decay share their keys.
     pub fn named(seed: u64, purpose: &str) -> Self {
         let fold = |hash, byte| mix(hash ^ u64::from(byte));
         Self(purpose.bytes().fold(mix(seed), fold))
@@ -82,7 +82,7 @@ pub enum Family {
 
 /// Distribution of the log decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Gate {
+pub enum DecayLevel {
     /// There is none.
     #[default]
     None,
@@ -96,7 +96,7 @@ pub enum Gate {
     Mixed,
 }
 
-impl Gate {
+impl DecayLevel {
     fn draw(self, rng: &mut Rng) -> f64 {
         match self {
             Self::None | Self::KeepAll => 0.0,
@@ -143,8 +143,8 @@ impl Strength {
 pub struct Recipe {
     /// The recurrence.
     pub family: Family,
-    /// Its log decay.
-    pub gate: Gate,
+    /// The distribution of its log decay.
+    pub decay: DecayLevel,
     /// Whether that is one number a row of S (else one a head).
     pub vector_decay: bool,
     /// Its beta or learning rate.
@@ -213,10 +213,10 @@ impl Source {
     }
 
     fn decay(&self, recipe: &Recipe) -> Option<Decay> {
-        let draw = |len| self.fill("g", len, |rng| recipe.gate.draw(rng));
-        match (recipe.gate, recipe.vector_decay) {
-            (Gate::None, _) => None,
-            (_, false) => Some(Decay::Scalar(draw(self.dims.gates_len()))),
+        let draw = |len| self.fill("g", len, |rng| recipe.decay.draw(rng));
+        match (recipe.decay, recipe.vector_decay) {
+            (DecayLevel::None, _) => None,
+            (_, false) => Some(Decay::Scalar(draw(self.dims.scalars_len()))),
             (_, true) => Some(Decay::Vector(draw(self.dims.rows_len()))),
         }
     }
@@ -229,7 +229,7 @@ impl Source {
         match recipe.family {
             Family::LinearAttention => Transition::Identity,
             Family::DeltaRule => Transition::Delta {
-                beta: strengths(self.dims.gates_len()),
+                beta: strengths(self.dims.scalars_len()),
                 erase: recipe.erase.then(|| self.erase(k)),
             },
             // RWKV-7's a = -kappa and b = kappa * rate: with rates up to 1 it only ever removes.
@@ -250,8 +250,8 @@ impl Source {
         let width = self.dims.key_width;
         let noise = unit_rows(&self.normals("erase", self.dims.rows_len()), width);
         let mut rows = scaled(0.5, &noise);
-        for (gate, row) in rows.chunks_exact_mut(width).enumerate() {
-            let key = self.dims.key_row(gate) * width;
+        for (n, row) in rows.chunks_exact_mut(width).enumerate() {
+            let key = self.dims.key_row(n) * width;
             add(row, &k[key..key + width]);
         }
         unit_rows(&rows, width)

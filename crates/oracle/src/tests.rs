@@ -4,8 +4,8 @@ use crate::inputs::cut_tokens;
 const DIMS: Dims =
     Dims { batch: 2, tokens: 4, key_heads: 1, heads: 2, key_width: 3, value_width: 2 };
 
-/// Every recurrence there is, with every extra it allows, with each gate of `gates`.
-fn recipes(gates: &[Gate]) -> Vec<Recipe> {
+/// Every recurrence there is, with every extra it allows, with each decay of `decays`.
+fn recipes(decays: &[DecayLevel]) -> Vec<Recipe> {
     use Family::{DeltaRule, LinearAttention, LowRank};
     let plain = [
         Recipe::new(LinearAttention),
@@ -19,12 +19,12 @@ fn recipes(gates: &[Gate]) -> Vec<Recipe> {
     ];
     let mut all = Vec::new();
     for recipe in plain {
-        for (&gate, extras) in gates.iter().flat_map(|gate| (0..4).map(move |i| (gate, i))) {
+        for (&decay, extras) in decays.iter().flat_map(|decay| (0..4).map(move |i| (decay, i))) {
             let (vector_decay, state) = (extras & 1 > 0, extras & 2 > 0);
-            all.push(Recipe { gate, vector_decay, state, ..recipe });
+            all.push(Recipe { decay, vector_decay, state, ..recipe });
         }
     }
-    all.retain(|recipe| recipe.gate != Gate::None || !recipe.vector_decay);
+    all.retain(|recipe| recipe.decay != DecayLevel::None || !recipe.vector_decay);
     all
 }
 
@@ -101,7 +101,7 @@ impl Loss {
 #[test]
 fn gradients_are_central_differences_in_every_combination() {
     let loss = Loss::new(DIMS);
-    for recipe in recipes(&[Gate::None, Gate::Typical, Gate::Mixed]) {
+    for recipe in recipes(&[DecayLevel::None, DecayLevel::Typical, DecayLevel::Mixed]) {
         for (seed, key_heads) in [1, 2].into_iter().enumerate() {
             let mut x = Inputs::random(seed as u64, Dims { key_heads, ..DIMS }, &recipe);
             let got = named_gradients(backward(&x, &loss.d_o, &loss.d_state));
@@ -119,7 +119,9 @@ fn gradients_are_central_differences_in_every_combination() {
 #[test]
 fn a_sequence_can_be_cut_anywhere() {
     let dims = Dims { tokens: 5, ..DIMS };
-    for recipe in recipes(&[Gate::None, Gate::Typical, Gate::Mixed, Gate::ForgetAll]) {
+    for recipe in
+        recipes(&[DecayLevel::None, DecayLevel::Typical, DecayLevel::Mixed, DecayLevel::ForgetAll])
+    {
         let x = Inputs::random(3, dims, &recipe);
         let whole = forward(&x);
         for cut in 0..=dims.tokens {
@@ -136,7 +138,7 @@ fn a_sequence_can_be_cut_anywhere() {
 fn gradients_pass_a_cut_through_the_state() {
     let dims = Dims { tokens: 5, ..DIMS };
     let (loss, cut) = (Loss::new(dims), 2);
-    for recipe in recipes(&[Gate::None, Gate::Typical]) {
+    for recipe in recipes(&[DecayLevel::None, DecayLevel::Typical]) {
         let x = Inputs::random(4, dims, &recipe);
         let [from, to] = [(0, cut), (cut, dims.tokens)].map(|(from, to)| {
             let state = forward(&slice_tokens(&x, 0, from, x.state.clone())).state;
@@ -155,14 +157,14 @@ fn gradients_pass_a_cut_through_the_state() {
 fn a_decay_of_zero_equals_none_to_the_last_bit() {
     let bits = |x: &[f64]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     let loss = Loss::new(DIMS);
-    for recipe in recipes(&[Gate::KeepAll]) {
-        let gated = Inputs::random(5, DIMS, &recipe);
-        let plain = Inputs { decay: None, ..gated.clone() };
-        assert_eq!(plain, Inputs::random(5, DIMS, &Recipe { gate: Gate::None, ..recipe }));
-        let (want, got) = (forward(&plain), forward(&gated));
+    for recipe in recipes(&[DecayLevel::KeepAll]) {
+        let decayed = Inputs::random(5, DIMS, &recipe);
+        let plain = Inputs { decay: None, ..decayed.clone() };
+        assert_eq!(plain, Inputs::random(5, DIMS, &Recipe { decay: DecayLevel::None, ..recipe }));
+        let (want, got) = (forward(&plain), forward(&decayed));
         assert_eq!(bits(&want.o), bits(&got.o), "{recipe:?}");
         assert_eq!(bits(&want.state), bits(&got.state), "{recipe:?}");
-        let [want, got] = [&plain, &gated].map(|x| backward(x, &loss.d_o, &loss.d_state));
+        let [want, got] = [&plain, &decayed].map(|x| backward(x, &loss.d_o, &loss.d_state));
         let got = named_gradients(Gradients { g: None, ..got });
         for ((name, want), (_, got)) in named_gradients(want).iter().zip(&got) {
             assert_eq!(bits(want), bits(got), "{name}, {recipe:?}");
@@ -173,11 +175,11 @@ fn a_decay_of_zero_equals_none_to_the_last_bit() {
 /// Decay over tokens `from..=to` of row `d` of a memory, from the logs, not token by token.
 fn decay_between(x: &Inputs, (b, h, d): (usize, usize, usize), from: usize, to: usize) -> f64 {
     let Dims { tokens, heads, key_width, .. } = x.dims;
-    let gate = |t: usize| (b * tokens + t) * heads + h;
+    let place = |t: usize| (b * tokens + t) * heads + h;
     let g = |t: usize| match &x.decay {
         None => 0.0,
-        Some(Decay::Scalar(g)) => g[gate(t)],
-        Some(Decay::Vector(g)) => g[gate(t) * key_width + d],
+        Some(Decay::Scalar(g)) => g[place(t)],
+        Some(Decay::Vector(g)) => g[place(t) * key_width + d],
     };
     (from..to + 1).map(g).sum::<f64>().exp()
 }
@@ -185,7 +187,7 @@ fn decay_between(x: &Inputs, (b, h, d): (usize, usize, usize), from: usize, to: 
 #[test]
 fn linear_attention_is_attention_without_a_softmax() {
     let dims = Dims { key_heads: 2, heads: 4, ..DIMS };
-    for recipe in recipes(&[Gate::None, Gate::Typical, Gate::ForgetAll]) {
+    for recipe in recipes(&[DecayLevel::None, DecayLevel::Typical, DecayLevel::ForgetAll]) {
         if recipe.family != Family::LinearAttention || recipe.state {
             continue;
         }
@@ -214,7 +216,7 @@ fn neighbouring_heads_share_a_key_head() {
     let dims = Dims { key_heads: 2, heads: 4, ..DIMS };
     let loss = Loss::new(dims);
     let shared = |j: usize| j / 2; // heads 0 and 1 read key head 0; heads 2 and 3 read key head 1
-    for recipe in recipes(&[Gate::Typical]) {
+    for recipe in recipes(&[DecayLevel::Typical]) {
         let x = Inputs::random(11, dims, &recipe);
         let spread = |x: &[f64]| -> Vec<f64> {
             let heads = x.chunks(2 * dims.key_width).flat_map(|token| {
@@ -241,8 +243,11 @@ fn neighbouring_heads_share_a_key_head() {
 
 #[test]
 fn full_strength_makes_a_key_answer_with_its_value() {
-    let recipe =
-        Recipe { gate: Gate::Mixed, strength: Strength::One, ..Recipe::new(Family::DeltaRule) };
+    let recipe = Recipe {
+        decay: DecayLevel::Mixed,
+        strength: Strength::One,
+        ..Recipe::new(Family::DeltaRule)
+    };
     let mut x = Inputs::random(7, Dims { key_heads: 2, ..DIMS }, &recipe);
     x.q = x.k.clone();
     assert_close("o", &x.v, &forward(&x).o, 1e-6); // keys have length 1 in f32 only
@@ -272,7 +277,7 @@ fn as_low_rank(x: &Inputs) -> Inputs {
 
 #[test]
 fn the_delta_rule_is_a_low_rank_transition() {
-    for recipe in recipes(&[Gate::None, Gate::Typical, Gate::Mixed]) {
+    for recipe in recipes(&[DecayLevel::None, DecayLevel::Typical, DecayLevel::Mixed]) {
         for strength in [Strength::Zero, Strength::One, Strength::Two, Strength::Typical] {
             if recipe.family == Family::DeltaRule {
                 let x = Inputs::random(8, DIMS, &Recipe { strength, ..recipe });
@@ -287,7 +292,7 @@ fn the_delta_rule_is_a_low_rank_transition() {
 #[test]
 fn random_inputs_are_exact_in_f32_and_rows_that_should_be_are_unit() {
     let dims = Dims { batch: 1, tokens: 300, key_heads: 1, heads: 2, key_width: 5, value_width: 1 };
-    for recipe in recipes(&[Gate::Typical, Gate::Mixed]) {
+    for recipe in recipes(&[DecayLevel::Typical, DecayLevel::Mixed]) {
         let mut x = Inputs::random(9, dims, &recipe);
         for (name, x) in named_inputs(&mut x) {
             assert!(x.iter().all(|x| x.is_finite() && f64::from(*x as f32) == *x), "{name}");
@@ -318,19 +323,19 @@ fn the_generator_has_the_moments_it_claims_and_never_changes() {
 }
 
 #[test]
-fn gates_are_what_they_say() {
-    let draw = |gate| {
-        let recipe = Recipe { gate, vector_decay: true, ..Recipe::default() };
+fn decays_are_what_they_say() {
+    let draw = |decay| {
+        let recipe = Recipe { decay, vector_decay: true, ..Recipe::default() };
         let x = Inputs::random(10, Dims { tokens: 1000, ..DIMS }, &recipe);
         x.decay.map(|decay| decay.values().to_vec()).unwrap_or_default()
     };
     let share = |g: &[f64], of: fn(f64) -> bool| {
         g.iter().filter(|&&g| of(g)).count() as f64 / g.len() as f64
     };
-    assert!(draw(Gate::None).is_empty());
-    assert_eq!(share(&draw(Gate::KeepAll), |g| g == 0.0), 1.0);
-    assert_eq!(share(&draw(Gate::ForgetAll), |g| g == -50.0), 1.0);
-    let (typical, mixed) = (draw(Gate::Typical), draw(Gate::Mixed));
+    assert!(draw(DecayLevel::None).is_empty());
+    assert_eq!(share(&draw(DecayLevel::KeepAll), |g| g == 0.0), 1.0);
+    assert_eq!(share(&draw(DecayLevel::ForgetAll), |g| g == -50.0), 1.0);
+    let (typical, mixed) = (draw(DecayLevel::Typical), draw(DecayLevel::Mixed));
     let small = share(&typical, |g| (-0.1001..=-0.00099).contains(&g));
     let large = share(&typical, |g| (-2.7..-1.3).contains(&g));
     assert!((0.03..0.1).contains(&large) && small + large == 1.0, "{small} {large}");

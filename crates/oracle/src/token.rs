@@ -14,23 +14,23 @@ pub(crate) struct Token<'a> {
 
 impl<'a> Token<'a> {
     /// Where `[B, T, H]` keeps this token.
-    pub(crate) fn gate(self) -> usize {
+    pub(crate) fn scalar(self) -> usize {
         (self.b * self.x.dims.tokens + self.t) * self.x.dims.heads + self.h
     }
 
     /// Where `[B, T, Hk, K]` keeps this token; heads of a group share the place.
     pub(crate) fn keys(self) -> Range<usize> {
-        row(self.x.dims.key_row(self.gate()), self.x.dims.key_width)
+        row(self.x.dims.key_row(self.scalar()), self.x.dims.key_width)
     }
 
     /// Where `[B, T, H, V]` keeps this token.
     pub(crate) fn values(self) -> Range<usize> {
-        row(self.gate(), self.x.dims.value_width)
+        row(self.scalar(), self.x.dims.value_width)
     }
 
     /// Where `[B, T, H, K]` keeps this token.
     pub(crate) fn rows(self) -> Range<usize> {
-        row(self.gate(), self.x.dims.key_width)
+        row(self.scalar(), self.x.dims.key_width)
     }
 
     /// Where `[H, K]` keeps this head.
@@ -56,14 +56,14 @@ impl<'a> Token<'a> {
         let width = self.x.dims.key_width;
         match &self.x.decay {
             None => vec![1.0; width],
-            Some(Decay::Scalar(g)) => vec![g[self.gate()].exp(); width],
+            Some(Decay::Scalar(g)) => vec![g[self.scalar()].exp(); width],
             Some(Decay::Vector(g)) => g[self.rows()].iter().map(|g| g.exp()).collect(),
         }
     }
 
     /// This token's part of the delta rule.
     pub(crate) fn delta(self, beta: &[f64], erase: Option<&'a Vec<f64>>) -> Delta<'a> {
-        let beta = beta[self.gate()];
+        let beta = beta[self.scalar()];
         let erase = erase.map_or(self.k(), |erase| &erase[self.rows()]);
         Delta { beta, erase, e: scaled(beta, erase), y: scaled(beta, self.v()) }
     }

@@ -272,7 +272,7 @@ impl<'a, T: Target> Case<'a, T> {
         let new = |numbers: usize, bytes: usize| self.client.empty(numbers * bytes);
         let rows =
             |heads: usize, width: usize| new(batch * tokens * heads * width, self.dtype.size());
-        let gates = |width: usize| new(batch * tokens * heads * width, F32);
+        let scalars = |width: usize| new(batch * tokens * heads * width, F32);
         let delta = matches!(variant.transition, Transition::Delta { .. });
         let low_rank = variant.transition == Transition::LowRank;
         let own_a = low_rank || variant.transition == Transition::Delta { erase: true };
@@ -284,10 +284,10 @@ impl<'a, T: Target> Case<'a, T> {
             b: low_rank.then(|| rows(heads, key_width)),
             g: match variant.decay {
                 Decay::None => None,
-                Decay::Scalar => Some(gates(1)),
-                Decay::Vector => Some(gates(key_width)),
+                Decay::Scalar => Some(scalars(1)),
+                Decay::Vector => Some(scalars(key_width)),
             },
-            beta: delta.then(|| gates(1)),
+            beta: delta.then(|| scalars(1)),
             state: given.then(|| new(batch * heads * key_width * value_width, F32)),
         }
     }

@@ -4,7 +4,7 @@ use super::*;
 use burn::tensor::{DType, TensorData};
 use burn_flex::{Flex, FlexTensor};
 use linattn_oracle::{
-    self as oracle, Dims, Family, Gate, Inputs, Recipe, Rng, Strength, assert_close,
+    self as oracle, DecayLevel, Dims, Family, Inputs, Recipe, Rng, Strength, assert_close,
 };
 
 fn upload<const D: usize>(values: &[f64], shape: [usize; D]) -> FlexTensor {
@@ -18,7 +18,7 @@ fn download(x: FlexTensor) -> Vec<f64> {
 
 fn uploaded(x: &Inputs) -> Recurrence<FlexTensor> {
     let Dims { batch, tokens, key_heads, heads, key_width, value_width } = x.dims;
-    let gates = |values: &[f64]| upload(values, [batch, tokens, heads]);
+    let scalars = |values: &[f64]| upload(values, [batch, tokens, heads]);
     let rows = |values: &[f64]| upload(values, [batch, tokens, heads, key_width]);
     let keys = [batch, tokens, key_heads, key_width];
     let read = match x.read {
@@ -30,13 +30,13 @@ fn uploaded(x: &Inputs) -> Recurrence<FlexTensor> {
         k: upload(&x.k, keys),
         v: upload(&x.v, [batch, tokens, heads, value_width]),
         decay: x.decay.as_ref().map(|decay| match decay {
-            oracle::Decay::Scalar(g) => LogDecay::Scalar(gates(g)),
+            oracle::Decay::Scalar(g) => LogDecay::Scalar(scalars(g)),
             oracle::Decay::Vector(g) => LogDecay::Vector(rows(g)),
         }),
         transition: match &x.transition {
             oracle::Transition::Identity => Transition::Identity { read },
             oracle::Transition::Delta { beta, erase } => {
-                Transition::Delta { beta: gates(beta), erase: erase.as_deref().map(rows), read }
+                Transition::Delta { beta: scalars(beta), erase: erase.as_deref().map(rows), read }
             }
             oracle::Transition::LowRank { a, b } => Transition::LowRank { a: rows(a), b: rows(b) },
         },
@@ -46,7 +46,7 @@ fn uploaded(x: &Inputs) -> Recurrence<FlexTensor> {
 }
 
 /// Every recurrence, with its name.
-fn recipes(gate: Gate) -> Vec<(String, Recipe)> {
+fn recipes(decay: DecayLevel) -> Vec<(String, Recipe)> {
     let mut list = vec![];
     for family in [Family::LinearAttention, Family::DeltaRule, Family::LowRank] {
         for (vector_decay, erase) in [(false, false), (true, false), (false, true), (true, true)] {
@@ -55,10 +55,10 @@ fn recipes(gate: Gate) -> Vec<(String, Recipe)> {
                     && (family != Family::LowRank || read == oracle::Read::After);
                 if known {
                     let name = format!(
-                        "{family:?}, {gate:?}, vector {vector_decay}, erase {erase}, {read:?}"
+                        "{family:?}, {decay:?}, vector {vector_decay}, erase {erase}, {read:?}"
                     );
                     let recipe = Recipe {
-                        gate,
+                        decay,
                         vector_decay,
                         erase,
                         read,
@@ -116,8 +116,8 @@ fn hold(what: &str, x: &Inputs, chunk: usize) {
 #[test]
 fn every_recurrence_is_exact_at_every_chunk() {
     let dims = Dims { batch: 2, tokens: 35, key_heads: 1, heads: 2, key_width: 5, value_width: 7 };
-    for gate in [Gate::None, Gate::Typical, Gate::ForgetAll, Gate::Mixed] {
-        for (what, recipe) in recipes(gate) {
+    for decay in [DecayLevel::None, DecayLevel::Typical, DecayLevel::ForgetAll, DecayLevel::Mixed] {
+        for (what, recipe) in recipes(decay) {
             let x = Inputs::random(41, dims, &recipe);
             [1, 2, 8, 16, 64].into_iter().for_each(|chunk| hold(&what, &x, chunk));
         }
@@ -130,7 +130,7 @@ fn every_recurrence_is_exact_at_every_length_and_width() {
         [(1, 3, 2), (2, 1, 1), (16, 4, 1), (17, 1, 5), (70, 6, 4)]
     {
         let dims = Dims { batch: 1, tokens, key_heads: 2, heads: 2, key_width, value_width };
-        for (what, recipe) in recipes(Gate::Mixed) {
+        for (what, recipe) in recipes(DecayLevel::Mixed) {
             let x = Inputs::random(tokens as u64, dims, &recipe);
             let what = format!("{what}, T={tokens}, K={key_width}");
             hold(&what, &x, chunk_of(&uploaded(&x)));
@@ -138,11 +138,11 @@ fn every_recurrence_is_exact_at_every_length_and_width() {
     }
 }
 
-/// A difference of sums with such gates would have lost all digits of the small ones.
+/// A difference of sums with such log decays would have lost all digits of the small ones.
 #[test]
 fn small_gates_keep_their_digits_beside_large_ones() {
     let dims = Dims { batch: 2, tokens: 40, key_heads: 1, heads: 2, key_width: 5, value_width: 7 };
-    for (what, recipe) in recipes(Gate::Typical) {
+    for (what, recipe) in recipes(DecayLevel::Typical) {
         let mut x = Inputs::random(37, dims, &recipe);
         if let Some(oracle::Decay::Scalar(g) | oracle::Decay::Vector(g)) = &mut x.decay {
             let columns = g.len() / (x.dims.batch * x.dims.tokens);
@@ -160,7 +160,7 @@ fn small_gates_keep_their_digits_beside_large_ones() {
 #[test]
 fn equal_keys_do_not_break_the_triangular_inverse() {
     let dims = Dims { batch: 1, tokens: 130, key_heads: 1, heads: 1, key_width: 6, value_width: 3 };
-    let recipe = Recipe { gate: Gate::None, ..Recipe::new(Family::DeltaRule) };
+    let recipe = Recipe { decay: DecayLevel::None, ..Recipe::new(Family::DeltaRule) };
     let mut x = Inputs::random(17, dims, &Recipe { state: true, ..recipe });
     let row = x.k[..dims.key_width].to_vec();
     x.k = row.iter().copied().cycle().take(x.k.len()).collect();
