@@ -89,7 +89,7 @@ impl<B: LinearAttentionBackend> KeyPreconditioner<B> {
         conv_states: &mut ConvStateList<B>,
     ) -> Tensor<B, 4> {
         let ([batch, tokens, heads, width], dtype) = (k.dims(), k.dtype());
-        let keep = ops::log_gates(a, self.a_log_atk.val(), self.dt_bias_atk.val()).exp();
+        let keep = ops::log_decays(a, self.a_log_atk.val(), self.dt_bias_atk.val()).exp();
         let rows = |x: Tensor<B, 4>| x.expand([batch, tokens, heads, width]).flatten::<3>(2, 3);
         let k = accumulator(k.clone());
         let written = accumulator(beta).unsqueeze_dim::<4>(3) * k.clone().square();

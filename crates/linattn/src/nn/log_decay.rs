@@ -40,7 +40,7 @@ impl<B: LinearAttentionBackend> LogDecayParams<B> {
     /// least.
     pub(crate) fn of_rows(self, x: Tensor<B, 3>) -> Tensor<B, 4> {
         let [heads] = self.a_log.dims();
-        split_heads(ops::log_gates(x, self.a_log, self.dt_bias), heads)
+        split_heads(ops::log_decays(x, self.a_log, self.dt_bias), heads)
     }
 }
 

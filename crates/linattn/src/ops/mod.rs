@@ -11,7 +11,7 @@
 //! g is one number a token and head, or one for each row of S. [`Read::Before`] takes `o_t` of linear
 //! attention, and the retrieved value that a delta rule corrects, from `S_{t-1}` itself.
 //!
-//! Devices work sequences off in chunks, so that nearly all arithmetic is matrix products. State, gates and sums are
+//! Devices work sequences off in chunks, so that nearly all arithmetic is matrix products. State, log decays and sums are
 //! f32 whatever the inputs are (f64 for f64 inputs).
 //!
 //! Where the state is a vector and each channel goes by itself there is [`linear_scan`]. What only authors of
@@ -419,7 +419,7 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
 /// is a bias for each column, `[W]`, and a number `a_log` for each head, `[H]`, W / H columns of `x`.
 /// # Panics
 /// If the widths do not go together.
-pub(crate) fn log_gates<B: LinearAttentionBackend>(
+pub(crate) fn log_decays<B: LinearAttentionBackend>(
     x: Tensor<B, 3>,
     a_log: Tensor<B, 1>,
     dt_bias: Tensor<B, 1>,

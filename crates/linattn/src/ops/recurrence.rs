@@ -134,7 +134,7 @@ impl Dims {
     }
 
     /// Of beta and a scalar decay.
-    pub fn gates_shape(&self) -> [usize; 3] {
+    pub fn scalars_shape(&self) -> [usize; 3] {
         [self.batch, self.tokens, self.heads]
     }
 
@@ -245,21 +245,21 @@ impl<T: TensorMetadata> Recurrence<T> {
     /// The tensors beside q, each with its name in the operation and the shape that it has to have.
     fn shapes(&self) -> Vec<(&'static str, &T, Shape)> {
         let dims = self.dims();
-        let (gates, rows) = (Shape::from(dims.gates_shape()), Shape::from(dims.rows_shape()));
+        let (scalars, rows) = (Shape::from(dims.scalars_shape()), Shape::from(dims.rows_shape()));
         let of_keys = ("k", &self.k, Shape::from(dims.keys_shape()));
         let mut list = vec![of_keys, ("v", &self.v, Shape::from(dims.values_shape()))];
         match &self.transition {
             Transition::Identity { .. } => {}
             Transition::Delta { beta, erase, .. } => {
                 list.extend(erase.as_ref().map(|erase| ("erase", erase, rows.clone())));
-                list.push(("beta", beta, gates.clone()));
+                list.push(("beta", beta, scalars.clone()));
             }
             Transition::LowRank { a, b } => {
                 list.extend([("a", a, rows.clone()), ("b", b, rows.clone())]);
             }
         }
         list.extend(self.decay.as_ref().map(|decay| match decay {
-            LogDecay::Scalar(g) => ("g", g, gates),
+            LogDecay::Scalar(g) => ("g", g, scalars),
             LogDecay::Vector(g) => ("g", g, rows),
         }));
         list.extend(

@@ -12,7 +12,7 @@ pub(super) fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTen
     x.into_primitive().tensor()
 }
 
-/// f32 for everything narrower: states, gates and sums lose too much in 16 bits.
+/// f32 for everything narrower: states, log decays and sums lose too much in 16 bits.
 pub(crate) fn accumulator<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     match x.dtype() {
         DType::F64 | DType::F32 => x,

@@ -228,7 +228,7 @@ fn loads_are_wide<R: CubeRuntime>(weights: &[CubeTensor<R>]) -> bool {
     })
 }
 
-/// Everything in one type, that of v, but for gates and states, which are f32.
+/// Everything in one type, that of v, but for log decays, beta and states, which are f32.
 fn one_type<B: LinearAttentionBackend>(
     x: Recurrence<FloatTensor<B>>,
 ) -> Recurrence<FloatTensor<B>> {

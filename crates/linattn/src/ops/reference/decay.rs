@@ -162,12 +162,12 @@ impl<'a, B: Backend> Exponents<'a, B> {
     }
 
     /// Gradient of the log decay, `[M, N, C, 1 or K]`.
-    pub(super) fn log_gates(self) -> Option<Tensor<B, 4>> {
+    pub(super) fn d_log_decays(self) -> Option<Tensor<B, 4>> {
         let found = self.found?;
         match self.decay {
             DecayFactors::None { .. } => None,
-            DecayFactors::Scalar(_) => Some(ScalarDecay::log_gates(found)),
-            DecayFactors::Vector(decay) => Some(decay.log_gates(found)),
+            DecayFactors::Scalar(_) => Some(ScalarDecay::d_log_decays(found)),
+            DecayFactors::Vector(decay) => Some(decay.d_log_decays(found)),
         }
     }
 }

@@ -30,7 +30,7 @@ impl Layout {
         [1, self.rows(), self.dims.key_width, self.dims.value_width]
     }
 
-    /// Into chunks. The last one is filled up with zeros, which write nothing and, as log gates, keep all.
+    /// Into chunks. The last one is filled up with zeros, which write nothing and, as log decays, keep all.
     /// Chunks and then heads are cut out and stacked: each cut is a run of rows, which copies faster
     /// than one permutation of four dimensions. Key heads are shared out over value heads.
     pub(super) fn split<B: Backend>(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {

@@ -136,17 +136,17 @@ impl<B: Backend> Chunks<B> {
     fn new(x: Recurrence<FloatTensor<B>>, chunk: usize) -> Self {
         let layout = Layout::new(x.dims(), chunk);
         let rows = |x: FloatTensor<B>| layout.split(tensor::<B, 4>(x));
-        let gates = |x: FloatTensor<B>| layout.split(tensor::<B, 3>(x).unsqueeze_dim(3));
+        let scalars = |x: FloatTensor<B>| layout.split(tensor::<B, 3>(x).unsqueeze_dim(3));
         let (q, k, v) = (rows(x.q), rows(x.k), rows(x.v));
         let g = x.decay.map(|g| match g {
-            LogDecay::Scalar(g) => LogDecay::Scalar(gates(g)),
+            LogDecay::Scalar(g) => LogDecay::Scalar(scalars(g)),
             LogDecay::Vector(g) => LogDecay::Vector(rows(g)),
         });
         let rule = match x.transition {
             Transition::Identity { read } => Rule::Identity { read },
             Transition::LowRank { a, b } => Rule::LowRank { a: rows(a), b: rows(b) },
             Transition::Delta { beta, erase, read } => {
-                let (beta, erase) = (gates(beta), erase.map_or(k.clone(), rows));
+                let (beta, erase) = (scalars(beta), erase.map_or(k.clone(), rows));
                 let decay = match read {
                     Read::After => g.clone().map(|g| g.into_inner().exp()),
                     Read::Before => None,
@@ -491,7 +491,7 @@ impl<B: Backend> Chunks<B> {
             }
             d.solved = Some([d_a, qy.y + ay.y + y_of_state]);
         }
-        d.g = exponents.log_gates();
+        d.g = exponents.d_log_decays();
         d
     }
 
@@ -505,7 +505,7 @@ impl<B: Backend> Chunks<B> {
         let Gradients { q, mut k, mut v, solved, mut g } = d;
         let like = |d: Tensor<B, 4>, like: &FloatTensor<B>| primitive(d.cast(like.dtype()));
         let rows = |d, of: &FloatTensor<B>| like(self.layout.join(d), of);
-        let gates = |d, of: &FloatTensor<B>| {
+        let scalars = |d, of: &FloatTensor<B>| {
             primitive(self.layout.join(d).squeeze_dim::<3>(3).cast(of.dtype()))
         };
         let transition = match (given.transition, &self.rule, solved) {
@@ -521,7 +521,7 @@ impl<B: Backend> Chunks<B> {
                     None => g,
                 });
                 let erase = erase.map(|of| rows(d.erase, &of));
-                Transition::Delta { beta: gates(d.beta, &beta), erase, read }
+                Transition::Delta { beta: scalars(d.beta, &beta), erase, read }
             }
             (Transition::LowRank { a, b }, _, Some([d_a, d_b])) => {
                 Transition::LowRank { a: rows(d_a, &a), b: rows(d_b, &b) }
@@ -533,7 +533,7 @@ impl<B: Backend> Chunks<B> {
             k: like(self.layout.join_key_heads(k), &given.k),
             v: rows(v, &given.v),
             decay: given.decay.zip(g).map(|(decay, d)| match decay {
-                LogDecay::Scalar(of) => LogDecay::Scalar(gates(d, &of)),
+                LogDecay::Scalar(of) => LogDecay::Scalar(scalars(d, &of)),
                 LogDecay::Vector(of) => LogDecay::Vector(rows(d, &of)),
             }),
             transition,

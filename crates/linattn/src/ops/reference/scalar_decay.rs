@@ -1,9 +1,9 @@
-//! Scalar decay inside a chunk: the factors, and the way back to the log gates.
+//! Scalar decay inside a chunk: the factors, and the way back to the log decays.
 //!
 //! With G the cumulative sum of g inside a chunk of C tokens, the chunk needs `e^{G_i - G_j}` for
-//! i >= j, `e^{G_i}` and `e^{G_C - G_j}`. Every exponent here is a sum of gates between two tokens and
-//! never the difference of two long sums: after a gate of -50 such a difference would have lost the
-//! digits of all small gates behind it. For the same reason the gradient adds up each gate's own
+//! i >= j, `e^{G_i}` and `e^{G_C - G_j}`. Every exponent here is a sum of log decays between two tokens and
+//! never the difference of two long sums: after a log decay of -50 such a difference would have lost the
+//! digits of all small ones behind it. For the same reason the gradient adds up each log decay's own
 //! terms instead of cancelling q dq against k dk.
 
 use super::exponents::{ExponentGradients, ScoreGradients, later};
@@ -38,9 +38,9 @@ impl<B: Backend> ScalarDecay<B> {
         Self { within, from_start, to_end, total }
     }
 
-    /// Gradient of the log gates, `[chunks, N, C, 1]`. Gate m is in the exponents at [i, j] with
+    /// Gradient of the log decays, `[chunks, N, C, 1]`. Log decay m is in the exponents at [i, j] with
     /// j < m <= i, in those to the end from all j < m, and in those from the start to all i >= m.
-    pub(super) fn log_gates(d: ExponentGradients<B>) -> Tensor<B, 4> {
+    pub(super) fn d_log_decays(d: ExponentGradients<B>) -> Tensor<B, 4> {
         let ExponentGradients { within, from_start, to_end, total } = d;
         let within = within.into_iter().next().expect("scores have pairs of tokens");
         let [chunks, rows, size, _] = within.dims();

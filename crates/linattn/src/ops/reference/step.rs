@@ -16,9 +16,9 @@ pub(crate) fn step<B: Backend>(x: Recurrence<FloatTensor<B>>) -> (FloatTensor<B>
         Some(s) => accumulator(tensor::<B, 4>(s)),
         None => Tensor::zeros([batch, heads, q.dims()[3], value_width], (&q.device(), q.dtype())),
     };
-    let gate = |x: FloatTensor<B>| row(tensor::<B, 3>(x).unsqueeze_dim(3));
+    let scalar = |x: FloatTensor<B>| row(tensor::<B, 3>(x).unsqueeze_dim(3));
     let factors = |g: LogDecay<FloatTensor<B>>| match g {
-        LogDecay::Scalar(g) => gate(g),
+        LogDecay::Scalar(g) => scalar(g),
         LogDecay::Vector(g) => rows(g),
     };
     let decayed = match x.decay {
@@ -39,7 +39,7 @@ pub(crate) fn step<B: Backend>(x: Recurrence<FloatTensor<B>>) -> (FloatTensor<B>
                 Read::After => erase.matmul(decayed.clone()),
                 Read::Before => erase.matmul(before),
             };
-            let u = gate(beta) * (v - retrieved);
+            let u = scalar(beta) * (v - retrieved);
             let s = decayed + k.transpose().matmul(u);
             (s.clone(), s)
         }

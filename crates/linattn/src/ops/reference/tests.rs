@@ -140,7 +140,7 @@ fn every_recurrence_is_exact_at_every_length_and_width() {
 
 /// A difference of sums with such log decays would have lost all digits of the small ones.
 #[test]
-fn small_gates_keep_their_digits_beside_large_ones() {
+fn small_decays_keep_their_digits_beside_large_ones() {
     let dims = Dims { batch: 2, tokens: 40, key_heads: 1, heads: 2, key_width: 5, value_width: 7 };
     for (what, recipe) in recipes(DecayLevel::Typical) {
         let mut x = Inputs::random(37, dims, &recipe);

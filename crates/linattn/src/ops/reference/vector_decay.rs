@@ -13,8 +13,8 @@
 //! where its pairs are, and the diagonal. No exponent is above 0: no factor overflows, and one
 //! underflows only where the weight does.
 //!
-//! As in [`scalar_decay`](super::scalar_decay), exponents are sums of the gates between two tokens and never
-//! differences of long sums, and the gradient adds up each gate's own terms. The sums are products with
+//! As in [`scalar_decay`](super::scalar_decay), exponents are sums of the log decays between two tokens and never
+//! differences of long sums, and the gradient adds up each log decay's own terms. The sums are products with
 //! zeros and ones, and their gradients products with the transposes. Where a device multiplies f32 in
 //! TF32 that rounds them too: a weight `e^-s` moves by no more than `s e^-s / 2048`, below 2e-4.
 
@@ -36,10 +36,10 @@ pub(super) struct VectorDecay<B: Backend> {
     diagonal: Mask<B>,
 }
 
-/// Sums of gates, one for each token.
+/// Sums of log decays, one for each token.
 #[derive(Debug, Clone)]
 struct Span<B: Backend> {
-    /// `[1, 1, C, C]`: one where the column's gate is in the row's sum.
+    /// `[1, 1, C, C]`: one where the column's log decay is in the row's sum.
     sums: Tensor<B, 4>,
     /// `[chunks, N, C, K]`: e to the power of the sums.
     factors: Tensor<B, 4>,
@@ -54,14 +54,14 @@ struct Level<B: Backend> {
 }
 
 impl<B: Backend> Span<B> {
-    /// `counts(token, gate)`: whether the gate is in the token's sum.
+    /// `counts(token, decay)`: whether the log decay is in the token's sum.
     fn new(g: &Tensor<B, 4>, counts: impl Fn(usize, usize) -> bool) -> Self {
         let sums = Mask::new(g, g.dims()[2], counts).matrix();
         Self { factors: sums.clone().matmul(g.clone()).exp(), sums }
     }
 
-    /// Gradient of the gates from that of the sums.
-    fn gates(&self, d: Tensor<B, 4>) -> Tensor<B, 4> {
+    /// Gradient of the log decays from that of the sums.
+    fn adjoint(&self, d: Tensor<B, 4>) -> Tensor<B, 4> {
         self.sums.clone().transpose().matmul(d)
     }
 }
@@ -71,8 +71,8 @@ impl<B: Backend> Level<B> {
         let half = |token: usize| token / width;
         let second = |token: usize| half(token) % 2 == 1;
         let pairs = |i: usize, j: usize| second(i) && half(i) == half(j) + 1;
-        let between = |token: usize, gate: usize| {
-            half(token) == half(gate) && second(token) == (gate <= token)
+        let between = |token: usize, decay: usize| {
+            half(token) == half(decay) && second(token) == (decay <= token)
         };
         Self { pairs: Mask::new(g, g.dims()[2], pairs), to_middle: Span::new(g, between) }
     }
@@ -114,11 +114,11 @@ impl<B: Backend> VectorDecay<B> {
     /// `g`: `[chunks, N, C, K]`, C a power of two.
     pub(super) fn new(g: Tensor<B, 4>) -> Self {
         let [chunks, rows, size, width] = g.dims();
-        let from_start = Span::new(&g, |token, gate| gate <= token);
+        let from_start = Span::new(&g, |token, decay| decay <= token);
         let last = from_start.factors.clone().narrow(2, size - 1, 1);
         Self {
             total: last.reshape([chunks, rows, width, 1]),
-            to_end: Span::new(&g, |token, gate| gate > token),
+            to_end: Span::new(&g, |token, decay| decay > token),
             levels: (0..size.ilog2()).map(|level| Level::new(&g, 1 << level)).collect(),
             diagonal: Mask::new(&g, size, |i, j| i == j),
             from_start,
@@ -176,13 +176,14 @@ impl<B: Backend> VectorDecay<B> {
         ScoreGradients { x: d_x, y: d_y, within }
     }
 
-    /// Gradient of the log gates, `[.., C, K]`.
-    pub(super) fn log_gates(&self, d: ExponentGradients<B>) -> Tensor<B, 4> {
+    /// Gradient of the log decays, `[.., C, K]`.
+    pub(super) fn d_log_decays(&self, d: ExponentGradients<B>) -> Tensor<B, 4> {
         let size = d.to_end.dims()[2];
         // Repeated, because adding a row to every row of a matrix is slow on CPUs.
         let total = d.total.repeat_dim(2, size);
-        let over_chunk = self.from_start.gates(d.from_start) + self.to_end.gates(d.to_end) + total;
+        let over_chunk =
+            self.from_start.adjoint(d.from_start) + self.to_end.adjoint(d.to_end) + total;
         let levels = self.levels.iter().zip(d.within);
-        levels.fold(over_chunk, |sum, (level, d)| sum + level.to_middle.gates(d))
+        levels.fold(over_chunk, |sum, (level, d)| sum + level.to_middle.adjoint(d))
     }
 }

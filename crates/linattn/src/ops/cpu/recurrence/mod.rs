@@ -96,7 +96,7 @@ impl Dims {
     /// A head's part of every tensor of `x`.
     fn places<T>(&self, x: &Recurrence<T>, of: Sequence, h: usize) -> Recurrence<Place> {
         let own = |width| self.place(of, h, self.heads, width);
-        let (rows, gate) = (own(self.key_width), own(1));
+        let (rows, scalar) = (own(self.key_width), own(1));
         let key_head = h / (self.heads / self.key_heads);
         let keys = self.place(of, key_head, self.key_heads, self.key_width);
         Recurrence {
@@ -104,14 +104,14 @@ impl Dims {
             k: keys,
             v: own(self.value_width),
             decay: x.decay.as_ref().map(|decay| match decay {
-                LogDecay::Scalar(_) => LogDecay::Scalar(gate),
+                LogDecay::Scalar(_) => LogDecay::Scalar(scalar),
                 LogDecay::Vector(_) => LogDecay::Vector(rows),
             }),
             transition: match &x.transition {
                 Transition::Identity { read } => Transition::Identity { read: *read },
                 Transition::Delta { erase, read, .. } => {
                     let erase = erase.as_ref().map(|_| rows);
-                    Transition::Delta { beta: gate, erase, read: *read }
+                    Transition::Delta { beta: scalar, erase, read: *read }
                 }
                 Transition::LowRank { .. } => Transition::LowRank { a: rows, b: rows },
             },
