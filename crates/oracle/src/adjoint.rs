@@ -32,7 +32,7 @@ pub struct Gradients {
     pub b: Option<Vec<f64>>,
     /// Of the bonus, `[H, K]`, if there is one; summed over batch and tokens.
     pub bonus: Option<Vec<f64>>,
-    /// Of the memories before the first token, `[B, H, K, V]`, also where they were zeros.
+    /// Of the states before the first token, `[B, H, K, V]`, also where they were zeros.
     pub state: Vec<f64>,
 }
 
@@ -69,31 +69,31 @@ pub fn backward(x: &Inputs, d_o: &[f64], d_state: &[f64]) -> Gradients {
     check_len("d_o", d_o, d.values_len());
     check_len("d_state", d_state, d.state_len());
     let (start, mut grad) = (x.start(), Gradients::zeros(x));
-    for (b, h) in d.memories() {
-        let mut states = vec![start[d.memory(b, h)].to_vec()]; // S_0 .. S_T
+    for (b, h) in d.states() {
+        let mut states = vec![start[d.state(b, h)].to_vec()]; // S_0 .. S_T
         for t in 0..d.tokens {
             states.push(Token { x, b, t, h }.advance(&states[t]));
         }
-        let mut d_s = d_state[d.memory(b, h)].to_vec();
+        let mut d_s = d_state[d.state(b, h)].to_vec();
         for t in (0..d.tokens).rev() {
             let token = Token { x, b, t, h };
             let step = Step { token, before: &states[t], after: &states[t + 1] };
             d_s = step.reverse(&d_o[token.values()], d_s, &mut grad);
         }
-        grad.state[d.memory(b, h)].copy_from_slice(&d_s);
+        grad.state[d.state(b, h)].copy_from_slice(&d_s);
     }
     grad
 }
 
-/// A token with the memories around it.
+/// A token with the states around it.
 struct Step<'a> {
     token: Token<'a>,
     before: &'a [f64],
     after: &'a [f64],
 }
 
-/// Gradients of the two memories that S_t is made of.
-struct MemoryGradients {
+/// Gradients of the two states that S_t is made of.
+struct StateGradients {
     /// Of S_{t-1}, where it is used undecayed.
     before: Vec<f64>,
     /// Of D_t S_{t-1}. S_t is this and what was written, so it begins as the gradient of S_t.
@@ -103,7 +103,7 @@ struct MemoryGradients {
 impl Step<'_> {
     /// The gradient of S_{t-1}, from that of S_t by later tokens, `d_s`, and of o_t.
     fn reverse(&self, d_o: &[f64], d_s: Vec<f64>, grad: &mut Gradients) -> Vec<f64> {
-        let mut d = MemoryGradients { before: vec![0.0; d_s.len()], kept: d_s };
+        let mut d = StateGradients { before: vec![0.0; d_s.len()], kept: d_s };
         if self.token.outputs_before() {
             self.output(self.before, d_o, &mut d.before, grad);
             self.bonus(d_o, grad);
@@ -151,7 +151,7 @@ impl Step<'_> {
         &self,
         beta: &[f64],
         erase: Option<&Vec<f64>>,
-        d: &mut MemoryGradients,
+        d: &mut StateGradients,
         grad: &mut Gradients,
     ) {
         let token = self.token;
@@ -179,7 +179,7 @@ impl Step<'_> {
     }
 
     /// `z = a S_{t-1}`, then `S += b^T z`
-    fn low_rank(&self, a: &[f64], b: &[f64], d: &mut MemoryGradients, grad: &mut Gradients) {
+    fn low_rank(&self, a: &[f64], b: &[f64], d: &mut StateGradients, grad: &mut Gradients) {
         let rows = self.token.rows();
         let (a, b) = (&a[rows.clone()], &b[rows.clone()]);
         let z = read(a, self.before);
@@ -190,7 +190,7 @@ impl Step<'_> {
     }
 
     /// `D S_{t-1}` with D = diag(exp(g)), whose own gradient it leaves to g: exp is its derivative.
-    fn decay(&self, d: MemoryGradients, grad: &mut Gradients) -> Vec<f64> {
+    fn decay(&self, d: StateGradients, grad: &mut Gradients) -> Vec<f64> {
         let token = self.token;
         let kept = token.kept();
         if let Some(decay) = &token.x.decay {

@@ -11,11 +11,11 @@ pub struct Dims {
     pub tokens: usize,
     /// Heads of q and k, Hk; H is a multiple of it.
     pub key_heads: usize,
-    /// Heads of everything else, H: one memory each.
+    /// Heads of everything else, H: one state each.
     pub heads: usize,
-    /// Width of a key, K: the rows of a memory.
+    /// Width of a key, K: the rows of a state.
     pub key_width: usize,
-    /// Width of a value, V: the columns of a memory.
+    /// Width of a value, V: the columns of a state.
     pub value_width: usize,
 }
 
@@ -42,23 +42,23 @@ impl Dims {
 
     /// Numbers in a state, `[B, H, K, V]`.
     pub fn state_len(&self) -> usize {
-        self.batch * self.heads * self.memory_len()
+        self.batch * self.heads * self.head_state_len()
     }
 
-    /// Numbers in the memory of one head, `[K, V]`.
-    fn memory_len(&self) -> usize {
+    /// Numbers in the state of one head, `[K, V]`.
+    fn head_state_len(&self) -> usize {
         self.key_width * self.value_width
     }
 
     /// Every (batch row, head), as the state stores them.
-    pub(crate) fn memories(self) -> impl Iterator<Item = (usize, usize)> {
+    pub(crate) fn states(self) -> impl Iterator<Item = (usize, usize)> {
         (0..self.batch).flat_map(move |b| (0..self.heads).map(move |h| (b, h)))
     }
 
-    /// Where the state `[B, H, K, V]` keeps the memory of (batch row, head).
-    pub(crate) fn memory(&self, b: usize, h: usize) -> Range<usize> {
-        let start = (b * self.heads + h) * self.memory_len();
-        start..start + self.memory_len()
+    /// Where the state `[B, H, K, V]` keeps that of (batch row, head).
+    pub(crate) fn state(&self, b: usize, h: usize) -> Range<usize> {
+        let start = (b * self.heads + h) * self.head_state_len();
+        start..start + self.head_state_len()
     }
 
     /// The row of q and k, of `[B T Hk]`, that goes with row `n` of v, of `[B T H]`.
@@ -76,7 +76,7 @@ impl Dims {
     }
 }
 
-/// How much of its memory a head keeps: natural logs, at most 0 as a rule (0 keeps all, -0.69 half).
+/// How much of its state a head keeps: natural logs, at most 0 as a rule (0 keeps all, -0.69 half).
 #[derive(Debug, Clone, PartialEq)]
 pub enum Decay {
     /// One number a head, `[B, T, H]`, as in Mamba-2, arXiv 2405.21060.
@@ -93,10 +93,10 @@ impl Decay {
     }
 }
 
-/// Which memory is read: the one after this token's decay, or the one before it.
+/// Which state is read: the one after this token's decay, or the one before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Read {
-    /// [`Transition::Identity`] outputs, and [`Transition::Delta`] erases, from the decayed memory;
+    /// [`Transition::Identity`] outputs, and [`Transition::Delta`] erases, from the decayed state;
     /// the output also sees this token's write.
     #[default]
     After,
@@ -105,7 +105,7 @@ pub enum Read {
     Before,
 }
 
-/// Change of the memory by one token, besides decay.
+/// Change of the state by one token, besides decay.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Transition {
     /// Adds `k^T v`: linear attention with or without decay.
@@ -120,7 +120,7 @@ pub enum Transition {
     },
     /// Adds `k^T v` and `b^T (a S_{t-1})`: RWKV-7, arXiv 2503.14456. [`Read::After`] only.
     LowRank {
-        /// Rows that read the memory before its decay, `[B, T, H, K]`.
+        /// Rows that read the state before its decay, `[B, T, H, K]`.
         a: Vec<f64>,
         /// Rows under which the retrieved value is written, `[B, T, H, K]`.
         b: Vec<f64>,
@@ -140,19 +140,19 @@ pub struct Inputs {
     pub v: Vec<f64>,
     /// The decay; `None` keeps all.
     pub decay: Option<Decay>,
-    /// The rest of what a token does to its memory.
+    /// The rest of what a token does to the state.
     pub transition: Transition,
-    /// Which memory is read.
+    /// Which state is read.
     pub read: Read,
     /// Weights u of the token's own key and value in its output, `[H, K]`, as in RWKV-6
     /// (arXiv 2404.05892). [`Transition::Identity`] with [`Read::Before`] only.
     pub bonus: Option<Vec<f64>>,
-    /// Memories before the first token, `[B, H, K, V]`; zeros if `None`.
+    /// States before the first token, `[B, H, K, V]`; zeros if `None`.
     pub state: Option<Vec<f64>>,
 }
 
 impl Inputs {
-    /// The memories before the first token, `[B, H, K, V]`.
+    /// The states before the first token, `[B, H, K, V]`.
     pub(crate) fn start(&self) -> Vec<f64> {
         self.state.clone().unwrap_or_else(|| vec![0.0; self.dims.state_len()])
     }

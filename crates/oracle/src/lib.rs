@@ -5,7 +5,7 @@
 //! by token: they share no algebra with the chunked forms they judge.
 //!
 //! ```text
-//! A (batch row, head) owns a memory S: [K, V]. For t = 1..T, with D_t = diag(exp(g_t)):
+//! A (batch row, head) owns a state S: [K, V]. For t = 1..T, with D_t = diag(exp(g_t)):
 //!
 //! Identity   S_t = D_t S_{t-1} + k_t^T v_t
 //!            o_t = q_t S_t                                        Read::After
@@ -35,7 +35,7 @@
 //!
 //! Some of these papers write S transposed, `[V, K]`.
 //!
-//! Memories that are vectors, each channel by itself, are [`linear_scan`].
+//! States that are vectors, each channel by itself, are [`linear_scan`].
 //!
 //! ```
 //! use linattn_oracle::{DecayLevel, Dims, Family, Inputs, Recipe, assert_close, backward, forward};

@@ -90,7 +90,7 @@ pub enum DecayLevel {
     KeepAll,
     /// Between -0.1 and -0.001; about one in sixteen near -2.
     Typical,
-    /// All -50: a memory of one token. Differences of sums of these overflow `exp` if formed badly.
+    /// All -50: a state of one token. Differences of sums of these overflow `exp` if formed badly.
     ForgetAll,
     /// 0, typical or -50, at random.
     Mixed,
@@ -153,9 +153,9 @@ pub struct Recipe {
     pub erase: bool,
     /// Whether there is a bonus: [`Family::LinearAttention`] with [`Read::Before`] only.
     pub bonus: bool,
-    /// Which memory is read.
+    /// Which state is read.
     pub read: Read,
-    /// Whether there is a memory before the first token.
+    /// Whether there is a state before the first token.
     pub state: bool,
 }
 

@@ -8,7 +8,7 @@ use crate::token::{Token, add_scaled, decayed, dot, read, times, write};
 pub struct Output {
     /// Outputs, `[B, T, H, V]`.
     pub o: Vec<f64>,
-    /// Memories after the last token, `[B, H, K, V]`.
+    /// States after the last token, `[B, H, K, V]`.
     pub state: Vec<f64>,
 }
 
@@ -20,15 +20,15 @@ pub fn forward(x: &Inputs) -> Output {
     x.check();
     let d = x.dims;
     let mut out = Output { o: vec![0.0; d.values_len()], state: x.start() };
-    for (b, h) in d.memories() {
-        let mut s = out.state[d.memory(b, h)].to_vec();
+    for (b, h) in d.states() {
+        let mut s = out.state[d.state(b, h)].to_vec();
         for t in 0..d.tokens {
             let token = Token { x, b, t, h };
             let after = token.advance(&s);
             out.o[token.values()].copy_from_slice(&token.output(&s, &after));
             s = after;
         }
-        out.state[d.memory(b, h)].copy_from_slice(&s);
+        out.state[d.state(b, h)].copy_from_slice(&s);
     }
     out
 }

@@ -172,7 +172,7 @@ fn a_decay_of_zero_equals_none_to_the_last_bit() {
     }
 }
 
-/// Decay over tokens `from..=to` of row `d` of a memory, from the logs, not token by token.
+/// Decay over tokens `from..=to` of row `d` of a state, from the logs, not token by token.
 fn decay_between(x: &Inputs, (b, h, d): (usize, usize, usize), from: usize, to: usize) -> f64 {
     let Dims { tokens, heads, key_width, .. } = x.dims;
     let place = |t: usize| (b * tokens + t) * heads + h;
@@ -194,7 +194,7 @@ fn linear_attention_is_attention_without_a_softmax() {
         let x = Inputs::random(6, dims, &recipe);
         let mut want = vec![0.0; dims.values_len()];
         let before = usize::from(recipe.read == Read::Before);
-        for (b, h) in dims.memories() {
+        for (b, h) in dims.states() {
             let at = |t| token::Token { x: &x, b, t, h };
             for (t, j) in (0..dims.tokens).flat_map(|t| (0..=t).map(move |j| (t, j))) {
                 let weight = |d: usize| match (&x.bonus, j == t) {

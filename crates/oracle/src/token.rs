@@ -1,4 +1,4 @@
-//! One token of one head: its rows of every tensor, and the products a memory takes part in.
+//! One token of one head: its rows of every tensor, and the products a state takes part in.
 
 use crate::inputs::{Decay, Inputs};
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Gated KalmaNet's memory: queries are taken to the ridge regression of all values so far, by a share.
+//! Gated KalmaNet's recurrence: queries are taken to the ridge regression of all values so far, by a share.
 //! ```text
 //! H_t      = e^{g_t} H_{t-1} + k_t^T k_t     [K, K]
 //! U_t      = e^{g_t} U_{t-1} + k_t^T v_t     [K, V]
@@ -8,7 +8,7 @@
 //! ```
 //! The norm is a recurrence of its own, of what H answers for the token's key:
 //! `|H_t|^2 = e^{2 g_t} |H_{t-1}|^2 + 2 k_t H_t k_t^T - |k_t|^4`. No eigenvalue of H is larger than it.
-//! regression.rs has the memories, the solve and its gradient.
+//! regression.rs has the two states, the solve and its gradient.
 
 use super::backend::LinearAttentionBackend;
 use super::regression::{Attend, Regression, Solver, TINY, check_shapes};
@@ -29,7 +29,7 @@ pub struct KalmanInputs<B: Backend> {
     pub v: Tensor<B, 4>,
     /// How far queries go to the solution, `[B, T, H]`, 0 to 1.
     pub alpha: Tensor<B, 3>,
-    /// Log decay of both memories, `[B, T, H]`, at most 0.
+    /// Log decay of both states, `[B, T, H]`, at most 0.
     pub g: Tensor<B, 3>,
     /// The ridge over the norm of H, above 0.
     pub ridge: f64,
@@ -51,7 +51,7 @@ impl<B: Backend> KalmanInputs<B> {
     }
 }
 
-/// Gated KalmaNet's memory over whole sequences. Gradients reach every tensor of `x`, and `state`; through the
+/// Gated KalmaNet's recurrence over whole sequences. Gradients reach every tensor of `x`, and `state`; through the
 /// iterations they are those of exact solutions.
 ///
 /// Gives `o`, `[B, T, H, V]` in the type of `v`, and the state after the last token: H and U side
@@ -66,7 +66,7 @@ pub fn gated_kalman<B: LinearAttentionBackend>(
 ) -> OpResult<B> {
     let op = "gated_kalman";
     x.check(op, state.as_ref())?;
-    run(x, state, |x, memory| chunked(op, x.recurrence(memory)))
+    run(x, state, |x, state| chunked(op, x.recurrence(state)))
 }
 
 /// One token of [`gated_kalman`]: T is 1 in every tensor of `x`.
@@ -81,7 +81,7 @@ pub fn gated_kalman_step<B: LinearAttentionBackend>(
     let op = "gated_kalman_step";
     x.check(op, state.as_ref())?;
     check_one_token(op, x.q.dims()[1])?;
-    run(x, state, |x, memory| step(op, x.recurrence(memory)))
+    run(x, state, |x, state| step(op, x.recurrence(state)))
 }
 
 fn run<B: LinearAttentionBackend>(
@@ -114,7 +114,7 @@ fn norms<B: LinearAttentionBackend>(
     let added = per_head(answers * x.k.clone()) * 2.0 - own;
     let first = x
         .first_of_keys()
-        .map(|memory| memory.square().sum_dim(3).sum_dim(2).reshape([batch, 1, heads]));
+        .map(|state| state.square().sum_dim(3).sum_dim(2).reshape([batch, 1, heads]));
     let (squares, _) = linear_scan((x.g.clone() * 2.0).exp(), added, first)?;
     Ok((squares + TINY).sqrt().unsqueeze_dim(3))
 }

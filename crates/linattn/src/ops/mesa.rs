@@ -5,7 +5,7 @@
 //! x_t = q_t (H_t + diag(lambda))^-1            [K]     by conjugate gradients
 //! o_t = x_t G_t                                [V]
 //! ```
-//! regression.rs has the memories, the solve and its gradient.
+//! regression.rs has the two states, the solve and its gradient.
 
 use super::backend::LinearAttentionBackend;
 use super::regression::{Attend, Regression, Solver, check_shapes};
@@ -24,7 +24,7 @@ pub struct MesaInputs<B: Backend> {
     pub v: Tensor<B, 4>,
     /// How much a token counts, `[B, T, H]`, at least 0.
     pub beta: Tensor<B, 3>,
-    /// Log decay of both memories, `[B, T, H]`, at most 0.
+    /// Log decay of both states, `[B, T, H]`, at most 0.
     pub g: Tensor<B, 3>,
     /// Ridge, `[H, K]`, above 0.
     pub lambda: Tensor<B, 2>,
@@ -61,7 +61,7 @@ pub fn mesa<B: LinearAttentionBackend>(
 ) -> OpResult<B> {
     let op = "mesa";
     x.check(op, state.as_ref())?;
-    run(x, state, |x, memory| chunked(op, x.recurrence(memory)))
+    run(x, state, |x, state| chunked(op, x.recurrence(state)))
 }
 
 /// One token of [`mesa`]: T is 1 in every tensor of `x`.
@@ -76,7 +76,7 @@ pub fn mesa_step<B: LinearAttentionBackend>(
     let op = "mesa_step";
     x.check(op, state.as_ref())?;
     check_one_token(op, x.q.dims()[1])?;
-    run(x, state, |x, memory| step(op, x.recurrence(memory)))
+    run(x, state, |x, state| step(op, x.recurrence(state)))
 }
 
 /// `attend` is linear attention, over whole sequences or one token.

@@ -76,7 +76,7 @@ use tensors::{primitive, tensor};
 /// Result of an operation: its outputs, and the state after the last token.
 pub type OpResult<B> = Result<(Tensor<B, 4>, Tensor<B, 4>), OpError>;
 
-/// How much of its memory a head keeps: natural logs, finite and at most 0 (0 keeps all, -0.69 half).
+/// How much of its state a head keeps: natural logs, finite and at most 0 (0 keeps all, -0.69 half).
 #[derive(Debug, Clone)]
 pub enum Decay<B: Backend> {
     /// One number a token and head, `[B, T, H]`, as in Mamba-2, arXiv 2405.21060.
@@ -117,7 +117,7 @@ pub struct LinearAttentionInputs<B: Backend> {
     pub v: Tensor<B, 4>,
     /// Decay.
     pub g: Option<Decay<B>>,
-    /// Which memory the output is taken from.
+    /// Which state the output is taken from.
     pub read: Read,
 }
 

@@ -8,13 +8,13 @@ use std::sync::{Mutex, PoisonError};
 #[cfg(feature = "cubecl")]
 use std::{any::Any, sync::Arc};
 
-/// Which memory is read: the one after this token's decay, or the one before it.
+/// Which state is read: the one after this token's decay, or the one before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Read {
     /// Outputs see this token's write, and a delta rule corrects the value retrieved from the decayed state.
     #[default]
     After,
-    /// The memory as the last token left it: linear attention's output is taken from there, as in
+    /// The state as the last token left it: linear attention's output is taken from there, as in
     /// RWKV-6 (arXiv 2404.05892), and a delta rule corrects the value retrieved from it, as in Comba (arXiv
     /// 2506.02475), whose output stays after the write.
     Before,

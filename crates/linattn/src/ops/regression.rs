@@ -1,4 +1,4 @@
-//! Ridge regression of all values so far on their keys, by two memories of linear attention.
+//! Ridge regression of all values so far on their keys, by two states of linear attention.
 //! ```text
 //! H_t = e^{g_t} H_{t-1} + k_t^T m_t      [K, K]     m, u: keys and values by how much they count
 //! G_t = e^{g_t} G_{t-1} + k_t^T u_t      [K, V]
@@ -55,7 +55,7 @@ pub(super) fn check_shapes<B: Backend>(
     }
 }
 
-/// The two memories' inputs, in f32 at least.
+/// The two states' inputs, in f32 at least.
 pub(super) struct Regression<B: Backend> {
     /// Keys, `[B, T, H, K]`.
     pub(super) k: Tensor<B, 4>,
@@ -102,7 +102,7 @@ impl<B: LinearAttentionBackend> Regression<B> {
         lambda: Tensor<B, 4>,
         solver: Solver,
     ) -> Tensor<B, 4> {
-        let memory = Recurrence {
+        let recurrence = Recurrence {
             q: primitive(q),
             k: primitive(self.k.clone()),
             v: primitive(self.keys.clone()),
@@ -111,7 +111,7 @@ impl<B: LinearAttentionBackend> Regression<B> {
             state: self.first_of_keys().map(primitive),
             lengths: None,
         };
-        let (places, mut inputs) = memory.into_list();
+        let (places, mut inputs) = recurrence.into_list();
         inputs.push(primitive(lambda));
         tensor(B::composite(Solve { places, solver }, inputs).remove(0))
     }
@@ -147,15 +147,15 @@ impl Composite for Solve {
         keep: bool,
     ) -> Pass<B> {
         let lambda = tensor(inputs.pop().expect("lambda is the last"));
-        let memory = self.places.fill(inputs);
-        let x = Equations::<B> { memory, lambda, solver: self.solver };
-        let found = x.solve(tensor(x.memory.q.clone()));
+        let recurrence = self.places.fill(inputs);
+        let x = Equations::<B> { recurrence, lambda, solver: self.solver };
+        let found = x.solve(tensor(x.recurrence.q.clone()));
         let output = primitive(found.clone());
         let backward = keep.then(|| -> BackwardPass<B> {
             Box::new(move |gradients, _| {
                 let d = gradients.into_iter().next().flatten().expect("of the one output");
-                let (memory, lambda) = x.gradients(found, tensor(d));
-                memory.into_list().1.into_iter().chain([lambda]).map(Some).collect()
+                let (recurrence, lambda) = x.gradients(found, tensor(d));
+                recurrence.into_list().1.into_iter().chain([lambda]).map(Some).collect()
             })
         });
         Pass { outputs: vec![output], backward }
@@ -165,7 +165,7 @@ impl Composite for Solve {
 /// The equations of all tokens on a backend.
 struct Equations<B: Backend> {
     /// H of every token, whose queries are the right-hand sides.
-    memory: Recurrence<FloatTensor<B>>,
+    recurrence: Recurrence<FloatTensor<B>>,
     /// Ridge, 1 along some dimensions.
     lambda: Tensor<B, 4>,
     solver: Solver,
@@ -175,12 +175,12 @@ impl<B: LinearAttentionBackend> Equations<B> {
     /// `rows` times H of each token with its ridge, `[B, T, H, K]`.
     fn times_matrix(&self, rows: Tensor<B, 4>) -> Tensor<B, 4> {
         let tokens = rows.dims()[1];
-        let memory = Recurrence { q: primitive(rows.clone()), ..self.memory.clone() };
-        let by_memory: Tensor<B, 4> = tensor(match tokens {
-            1 => B::recurrent_step(memory).0,
-            _ => B::chunkwise(memory, false).o,
+        let recurrence = Recurrence { q: primitive(rows.clone()), ..self.recurrence.clone() };
+        let by_state: Tensor<B, 4> = tensor(match tokens {
+            1 => B::recurrent_step(recurrence).0,
+            _ => B::chunkwise(recurrence, false).o,
         });
-        by_memory + rows * self.lambda.clone()
+        by_state + rows * self.lambda.clone()
     }
 
     /// Solutions for the right-hand sides `rows`.
@@ -241,10 +241,10 @@ impl<B: LinearAttentionBackend> Equations<B> {
         let shape = self.lambda.dims();
         let alike = (0..4).filter(|&dim| shape[dim] == 1);
         let d_lambda = primitive(alike.fold(by_row, |sum, dim| sum.sum_dim(dim)));
-        let memory = Recurrence { q: primitive(found), ..self.memory };
-        let Forward { saved, .. } = B::chunkwise(memory.clone(), true);
+        let recurrence = Recurrence { q: primitive(found), ..self.recurrence };
+        let Forward { saved, .. } = B::chunkwise(recurrence.clone(), true);
         let d_answers = primitive(w.clone().neg());
-        let d_memory = B::chunkwise_backward(memory, saved, Some(d_answers), None);
-        (Recurrence { q: primitive(w), ..d_memory }, d_lambda)
+        let d_recurrence = B::chunkwise_backward(recurrence, saved, Some(d_answers), None);
+        (Recurrence { q: primitive(w), ..d_recurrence }, d_lambda)
     }
 }

@@ -10,7 +10,7 @@ mod cross_entropy;
 mod embedding;
 mod gated_product;
 mod linear;
-mod memory;
+mod matrix_state;
 mod normalize;
 mod one_row;
 mod optimizer;
@@ -44,7 +44,7 @@ use burn_flex::{Flex, FlexTensor};
 
 impl LinearAttentionBackend for Flex {
     fn chunkwise(x: Recurrence<FlexTensor>, keep: bool) -> Forward<FlexTensor> {
-        memory::forward(&x, keep).unwrap_or_else(|| reference::forward::<Self>(x, keep))
+        matrix_state::forward(&x, keep).unwrap_or_else(|| reference::forward::<Self>(x, keep))
     }
 
     fn chunkwise_backward(
@@ -53,12 +53,12 @@ impl LinearAttentionBackend for Flex {
         d_o: Option<FlexTensor>,
         d_state: Option<FlexTensor>,
     ) -> Recurrence<FlexTensor> {
-        memory::backward(&x, &saved, d_o.clone(), d_state.clone())
+        matrix_state::backward(&x, &saved, d_o.clone(), d_state.clone())
             .unwrap_or_else(|| reference::backward::<Self>(x, saved, d_o, d_state))
     }
 
     fn recurrent_step(x: Recurrence<FlexTensor>) -> (FlexTensor, FlexTensor) {
-        match memory::forward(&x, false) {
+        match matrix_state::forward(&x, false) {
             Some(Forward { o, state, .. }) => (o, state),
             None => reference::step::<Self>(x),
         }

@@ -56,18 +56,18 @@ fn sequences<T>(x: &Recurrence<T>, dims: Dims) -> Vec<Sequence> {
 /// States that the forward pass keeps for the backward pass, of all heads.
 pub(super) fn kept<T>(x: &Recurrence<T>, dims: Dims) -> usize {
     let blocks: usize = sequences(x, dims).iter().map(Sequence::blocks).sum();
-    blocks * dims.heads * dims.memory()
+    blocks * dims.heads * dims.state_numbers()
 }
 
 impl Dims {
     /// Numbers of one state.
-    fn memory(&self) -> usize {
+    fn state_numbers(&self) -> usize {
         self.key_width * self.value_width
     }
 
     /// Numbers of all states.
     pub(super) fn states(&self) -> usize {
-        self.sequences * self.heads * self.memory()
+        self.sequences * self.heads * self.state_numbers()
     }
 
     /// Multiplications of one head of one sequence, roughly.
@@ -83,14 +83,14 @@ impl Dims {
 
     /// A head's state.
     fn state(&self, of: Sequence, h: usize) -> Place {
-        let memory = self.memory();
-        ((of.number * self.heads + h) * memory, [1, memory, memory])
+        let numbers = self.state_numbers();
+        ((of.number * self.heads + h) * numbers, [1, numbers, numbers])
     }
 
     /// A head's states that are kept.
     fn kept(&self, of: Sequence, h: usize) -> Place {
-        let memory = self.memory();
-        ((of.block * self.heads + h * of.blocks()) * memory, [of.blocks(), memory, memory])
+        let numbers = self.state_numbers();
+        ((of.block * self.heads + h * of.blocks()) * numbers, [of.blocks(), numbers, numbers])
     }
 
     /// A head's part of every tensor of `x`.
