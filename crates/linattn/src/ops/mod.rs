@@ -11,8 +11,8 @@
 //! g is one number a token and head, or one for each row of S. [`Read::Before`] takes `o_t` of linear
 //! attention, and the retrieved value that a delta rule corrects, from `S_{t-1}` itself.
 //!
-//! Devices work sequences off in chunks, so that nearly all arithmetic is matrix products. State, log decays and sums are
-//! f32 whatever the inputs are (f64 for f64 inputs).
+//! Devices work sequences off in chunks, so that nearly all arithmetic is matrix products. State, log decays and sums
+//! are f32 whatever the inputs are (f64 for f64 inputs).
 //!
 //! Where the state is a vector and each channel goes by itself there is [`linear_scan`]. What only authors of
 //! backends need is in [`backend`].
