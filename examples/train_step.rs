@@ -51,9 +51,6 @@ struct Args {
     /// Threads that train a model each, on the same device.
     #[arg(long, default_value_t = 1)]
     jobs: usize,
-    /// Device threads that they share, on CUDA; one for each job by default.
-    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
-    lanes: Option<u16>,
     /// Leaves out the optimizer.
     #[arg(long)]
     no_optimizer: bool,
@@ -134,14 +131,10 @@ fn batch(args: &Args, seed: usize) -> Batch {
     Batch { rows, length, input, scored, target }
 }
 
-/// Times jobs, each on the device that `device` gives it.
-fn time<B: TrainBackend>(
-    args: &Args,
-    device: impl Fn(usize) -> B::Device,
-) -> Result<(), Box<dyn Error>> {
+fn time<B: TrainBackend>(args: &Args, device: &B::Device) -> Result<(), Box<dyn Error>> {
     let start = Instant::now();
-    let run = |n| Run::<B>::new(args, n, &device(n));
-    let mut runs = (0..args.jobs).map(run).collect::<Result<Vec<_>, _>>()?;
+    let mut runs =
+        (0..args.jobs).map(|n| Run::<B>::new(args, n, device)).collect::<Result<Vec<_>, _>>()?;
     // Each thread has a stream and memory of its own, so it warms up itself.
     let warm = Barrier::new(args.jobs + 1);
     let mut first = 0.0;
@@ -184,18 +177,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let args = Args::parse();
     match args.device.as_str() {
         #[cfg(feature = "cuda")]
-        "cuda" => {
-            use linattn::backend::{Autodiff, CudaLane, LanedCuda};
-            let lanes = args.lanes.map_or(args.jobs, usize::from);
-            time::<Autodiff<LanedCuda>>(&args, |job| CudaLane::new(0, (job % lanes) as u16))
-        }
+        "cuda" => time::<burn::backend::Autodiff<burn::backend::Cuda>>(&args, &Default::default()),
         #[cfg(feature = "wgpu")]
         "vulkan" => {
-            time::<burn::backend::Autodiff<burn::backend::Wgpu>>(&args, |_| Default::default())
+            time::<burn::backend::Autodiff<burn::backend::Wgpu>>(&args, &Default::default())
         }
-        "cpu" => {
-            time::<burn::backend::Autodiff<burn::backend::Flex>>(&args, |_| Default::default())
-        }
+        "cpu" => time::<burn::backend::Autodiff<burn::backend::Flex>>(&args, &Default::default()),
         other => Err(format!("--device {other}: cpu, or cuda and vulkan where compiled in").into()),
     }
 }

@@ -52,8 +52,6 @@ pub struct Choice {
     pub kind: Kind,
     /// Which of them, at least one.
     pub indices: Vec<usize>,
-    /// Which of a GPU's device threads does the work: jobs side by side take one each. Only CUDA has several.
-    pub lane: u16,
     /// As in `summary.json`: the name asked for and what it turned out to be.
     pub name: String,
     /// Where `auto` came to the processor and a GPU is there: what to build with.
@@ -62,7 +60,7 @@ pub struct Choice {
 
 impl Choice {
     fn one(kind: Kind, index: usize, name: String) -> Self {
-        Self { kind, indices: vec![index], lane: 0, name, advice: None }
+        Self { kind, indices: vec![index], name, advice: None }
     }
 
     /// Says what to build with, if there is something to say.
@@ -362,10 +360,9 @@ fn run_on<J: Job>(choice: &Choice, job: J) -> Result<J::Output, DeviceError> {
         #[cfg(feature = "cuda")]
         Kind::Cuda => {
             driver::keep_compiled(&driver::CUDA, &choice.indices);
-            use linattn::backend::{CudaLane, LanedCuda};
-            let device = |&index: &usize| CudaLane::new(index as u16, choice.lane);
-            let devices: Vec<_> = choice.indices.iter().map(device).collect();
-            Ok(job.run::<Autodiff<LanedCuda>>(&devices))
+            let device = burn::backend::cuda::CudaDevice::new;
+            let devices: Vec<_> = choice.indices.iter().map(|&i| device(i)).collect();
+            Ok(job.run::<Autodiff<burn::backend::Cuda>>(&devices))
         }
         #[cfg(feature = "rocm")]
         Kind::Rocm => {

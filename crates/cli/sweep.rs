@@ -91,8 +91,7 @@ fn run_here(run: &Assignment, stop: &Stop) -> Result<Ending, String> {
     }
     let name = run.out.join(format!("{}.toml", run.id));
     let resume = has_checkpoint(&folder) && !run.anew;
-    let mut choice = device::choose(run.device).map_err(|e| e.to_string())?;
-    choice.lane = u16::try_from(run.worker).map_err(|e| e.to_string())?;
+    let choice = device::choose(run.device).map_err(|e| e.to_string())?;
     let job = TrainJob {
         run: RunConfig::from_table(&name, run.config.clone(), &[]).map_err(|e| e.to_string())?,
         output: run.out.to_path_buf(),

@@ -5,7 +5,6 @@
 //! |---|---|---|
 //! | `cpu`, on by default | `Flex` | the processor |
 //! | `cuda` | `Cuda` | NVIDIA GPUs; CUDA's libraries are found when the program runs |
-//! | `cuda` | `LanedCuda` | the same, for several models that train on one GPU side by side |
 //! | `wgpu` | `Wgpu` | any GPU, through Vulkan, or Metal on Apple's systems |
 //! | `rocm` | `Rocm` | AMD GPUs; ROCm's libraries are found when the program runs |
 //! | `ndarray` | `NdArray` | the processor, through tensor operations alone: slower than `Flex` |
@@ -15,8 +14,6 @@
 //! CubeCL download libraries while they are built, and Burn has deprecated `Candle`.
 
 pub use crate::ops::LinearAttentionBackend;
-#[cfg(feature = "cuda")]
-pub use crate::ops::cube::lanes::{CudaLane, LanedCuda, LanedCudaRuntime};
 pub use burn::backend::Autodiff;
 #[cfg(feature = "cuda")]
 pub use burn::backend::{Cuda, cuda::CudaDevice};

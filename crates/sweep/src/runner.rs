@@ -40,8 +40,6 @@ pub struct Assignment<'a> {
     pub out: &'a Path,
     /// The device, as the command line had it.
     pub device: &'a str,
-    /// Which of the device's workers does it, from 0.
-    pub worker: usize,
     /// Threads of the processor for its products; by default as many as there are cores.
     pub threads: Option<usize>,
     /// Held while the run lasts. Whoever else holds a copy of it, as a child process does, keeps

@@ -176,9 +176,8 @@ impl SweepJob<'_> {
         let began = watch.began;
         thread::scope(|scope| {
             let (sender, events) = mpsc::channel();
-            let workers = |device| (0..self.jobs).map(move |number| (device, number));
-            for (device, number) in self.devices.iter().flat_map(workers) {
-                let worker = Worker { job: self, runner, device, number, queue: &queue, began };
+            for device in self.devices.iter().flat_map(|d| std::iter::repeat_n(d, self.jobs)) {
+                let worker = Worker { job: self, runner, device, queue: &queue, began };
                 let sender = sender.clone();
                 scope.spawn(move || worker.work(&sender));
             }
@@ -220,8 +219,6 @@ struct Worker<'a> {
     job: &'a SweepJob<'a>,
     runner: &'a dyn Runner,
     device: &'a str,
-    /// Among the workers of this device, from 0.
-    number: usize,
     queue: &'a Queue,
     /// When the sweep did.
     began: Instant,
@@ -310,16 +307,7 @@ impl Worker<'_> {
         config.insert("name".into(), run.id.clone().into());
         let began = Instant::now();
         let (id, out, device, threads) = (&run.id, &self.job.out, self.device, self.job.threads);
-        let assignment = Assignment {
-            config: &config,
-            id,
-            out,
-            device,
-            worker: self.number,
-            threads,
-            lock,
-            anew,
-        };
+        let assignment = Assignment { config: &config, id, out, device, threads, lock, anew };
         let mut row = self.job.start_row(run);
         match self.runner.run(&assignment, &self.job.stop) {
             Ok(Ending::Done(summary)) => {

@@ -22,7 +22,7 @@ pub mod backend;
 #[cfg(feature = "cpu")]
 mod cpu;
 #[cfg(feature = "cubecl")]
-pub(crate) mod cube;
+mod cube;
 mod error;
 mod fused;
 #[cfg(feature = "fusion")]

@@ -1,10 +1,8 @@
 //! The operations on Burn's CubeCL backends: as kernels, and as tensor operations where the kernels
 //! refuse (f64; over whole sequences keys wider than 256, and values wider than 4096; products of more than 64 rows).
-//! fused.rs has the layers around a recurrence, linear.rs matrix products, lanes.rs several device threads for one GPU.
+//! fused.rs has the layers around a recurrence, linear.rs matrix products.
 
 mod fused;
-#[cfg(feature = "cuda")]
-pub(crate) mod lanes;
 mod linear;
 mod optimizer;
 mod quantized;
