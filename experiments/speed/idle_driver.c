@@ -8,7 +8,13 @@
  *
  * XDG_CACHE_HOME keeps the empty kernels out of the cache of real ones. LAUNCHES names a file for the number of
  * launches of each kernel. A launch that a real driver refuses, of no cubes or of too many units, is named on standard
- * error at once. */
+ * error at once.
+ *
+ * LOSE_AT=n loses the device: the n-th call that reaches it fails, and so does every one after it, as with a real
+ * driver, whose errors stay. LOSE_WITH is the CUresult they give, 719 where it is not named; with 2 the device is
+ * there and has no more memory, and only requests for memory count and fail. LOSE_FOR=m has m calls fail and no more,
+ * as real drivers do for a request that is too large. What a failed copy leaves reads as NaN. LOST names a file for
+ * the number and name of the first call that failed, written as it fails, or for the number of calls in all. */
 
 #include <stdint.h>
 #include <stdio.h>
@@ -24,38 +30,92 @@ static uintptr_t known = 1; /* a handle is never null */
 static Pointer unused = 1ULL << 46;
 static void *const SOMETHING = (void *)0x1000;
 
+enum { OUT_OF_MEMORY = 2, LAUNCH_FAILED = 719, NO_NUMBER = 255 };
+static struct { unsigned long at, most; Result with; } loss;
+static unsigned long calls;
+
+static unsigned long number(const char *variable, unsigned long otherwise) {
+    const char *text = getenv(variable);
+    return text ? strtoul(text, NULL, 10) : otherwise;
+}
+
+__attribute__((constructor)) static void read_loss(void) {
+    loss.at = number("LOSE_AT", 0);
+    loss.most = number("LOSE_FOR", -1UL);
+    loss.with = number("LOSE_WITH", LAUNCH_FAILED);
+}
+
+static void write_lost(unsigned long call, const char *name) {
+    const char *path = getenv("LOST");
+    FILE *file = path ? fopen(path, "w") : NULL;
+    if (!file) return;
+    fprintf(file, "%lu %s\n", call, name);
+    fclose(file);
+}
+
+/* The result of a call that reaches the device. */
+static Result reach(const char *name, int for_memory) {
+    if (loss.with == OUT_OF_MEMORY && !for_memory) return 0;
+    unsigned long call = __sync_add_and_fetch(&calls, 1);
+    if (!loss.at || call < loss.at || call - loss.at >= loss.most) return 0;
+    if (call == loss.at) write_lost(call, name);
+    return loss.with;
+}
+
 #define NOTHING(name, ...) Result name(__VA_ARGS__) { return 0; }
+#define REACHES(name, ...) Result name(__VA_ARGS__) { return reach(#name, 0); }
 
 NOTHING(cuInit, unsigned flags)
 NOTHING(cuCtxSetCurrent, void *context)
 NOTHING(cuDevicePrimaryCtxRelease_v2, int device)
-NOTHING(cuStreamDestroy_v2, void *stream)
-NOTHING(cuStreamSynchronize, void *stream)
-NOTHING(cuStreamWaitEvent, void *stream, void *event, unsigned flags)
-NOTHING(cuEventRecord, void *event, void *stream)
-NOTHING(cuEventSynchronize, void *event)
-NOTHING(cuEventQuery, void *event)
-NOTHING(cuEventDestroy_v2, void *event)
-NOTHING(cuMemFree_v2, Pointer memory)
-NOTHING(cuMemFreeAsync, Pointer memory, void *stream)
-NOTHING(cuMemcpyHtoDAsync_v2, Pointer to, const void *from, size_t bytes, void *stream)
-NOTHING(cuMemcpyDtoDAsync_v2, Pointer to, Pointer from, size_t bytes, void *stream)
-NOTHING(cuModuleUnload, void *module)
-NOTHING(cuFuncSetAttribute, void *kernel, int attribute, int value)
+REACHES(cuStreamDestroy_v2, void *stream)
+REACHES(cuStreamSynchronize, void *stream)
+REACHES(cuStreamWaitEvent, void *stream, void *event, unsigned flags)
+REACHES(cuEventRecord, void *event, void *stream)
+REACHES(cuEventSynchronize, void *event)
+REACHES(cuEventQuery, void *event)
+REACHES(cuEventDestroy_v2, void *event)
+REACHES(cuMemFree_v2, Pointer memory)
+REACHES(cuMemFreeAsync, Pointer memory, void *stream)
+REACHES(cuMemcpyHtoDAsync_v2, Pointer to, const void *from, size_t bytes, void *stream)
+REACHES(cuMemcpyDtoDAsync_v2, Pointer to, Pointer from, size_t bytes, void *stream)
+REACHES(cuModuleUnload, void *module)
+REACHES(cuFuncSetAttribute, void *kernel, int attribute, int value)
 
 Result cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 Result cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 Result cuDeviceGetCount(int *count) { *count = 1; return 0; }
 Result cuDeviceGetName(char *name, int room, int device) { snprintf(name, room, "idle H200"); return 0; }
 Result cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 150000000000; return 0; }
-Result cuMemGetInfo_v2(size_t *left, size_t *all) { *left = *all = 150000000000; return 0; }
+Result cuMemGetInfo_v2(size_t *left, size_t *all) { *left = *all = 150000000000; return reach(__func__, 0); }
 Result cuDevicePrimaryCtxRetain(void **context, int device) { *context = SOMETHING; return 0; }
 Result cuCtxGetCurrent(void **context) { *context = SOMETHING; return 0; }
-Result cuStreamCreate(void **stream, unsigned flags) { *stream = SOMETHING; return 0; }
-Result cuEventCreate(void **event, unsigned flags) { *event = SOMETHING; return 0; }
-Result cuModuleLoadData(void **module, const void *image) { *module = SOMETHING; return 0; }
-Result cuGetErrorName(Result result, const char **name) { *name = "none"; return 0; }
-Result cuGetErrorString(Result result, const char **text) { *text = "none"; return 0; }
+Result cuStreamCreate(void **stream, unsigned flags) { *stream = SOMETHING; return reach(__func__, 0); }
+Result cuEventCreate(void **event, unsigned flags) { *event = SOMETHING; return reach(__func__, 0); }
+Result cuModuleLoadData(void **module, const void *image) { *module = SOMETHING; return reach(__func__, 0); }
+
+/* CUresult by number, in the driver's own words. */
+static const struct { Result result; const char *name, *text; } results[] = {
+    {0, "CUDA_SUCCESS", "no error"},
+    {2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"},
+    {214, "CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error encountered"},
+    {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+    {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
+    {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
+};
+enum { RESULTS = sizeof results / sizeof *results };
+
+Result cuGetErrorName(Result result, const char **name) {
+    for (int i = 0; i < RESULTS; i++)
+        if (results[i].result == result) { *name = results[i].name; return 0; }
+    return 1;
+}
+Result cuGetErrorString(Result result, const char **text) {
+    for (int i = 0; i < RESULTS; i++)
+        if (results[i].result == result) { *text = results[i].text; return 0; }
+    return 1;
+}
 
 /* CUdevice_attribute by number. */
 Result cuDeviceGetAttribute(int *value, int attribute, int device) {
@@ -77,17 +137,24 @@ Result cuDeviceGetAttribute(int *value, int attribute, int device) {
 }
 
 Result cuMemAlloc_v2(Pointer *memory, size_t bytes) {
-    *memory = __sync_fetch_and_add(&unused, (bytes + 511) / 512 * 512);
-    return 0;
+    Result result = reach(__func__, 1);
+    if (!result) *memory = __sync_fetch_and_add(&unused, (bytes + 511) / 512 * 512);
+    return result;
 }
 Result cuMemAllocAsync(Pointer *memory, size_t bytes, void *stream) { return cuMemAlloc_v2(memory, bytes); }
 Result cuMemAllocHost_v2(void **memory, size_t bytes) {
+    Result result = reach(__func__, 0);
+    if (result) return result;
     *memory = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     return *memory ? 0 : 2;
 }
 Result cuMemFreeHost(void *memory) { free(memory); return 0; }
 
-Result cuMemcpyDtoHAsync_v2(void *to, Pointer from, size_t bytes, void *stream) { memset(to, 0, bytes); return 0; }
+Result cuMemcpyDtoHAsync_v2(void *to, Pointer from, size_t bytes, void *stream) {
+    Result result = reach(__func__, 0);
+    memset(to, result ? NO_NUMBER : 0, bytes);
+    return result;
+}
 
 /* CUDA_MEMCPY2D. */
 struct Rows {
@@ -96,9 +163,10 @@ struct Rows {
     size_t bytes, rows;
 };
 Result cuMemcpy2DAsync_v2(const struct Rows *copy, void *stream) {
+    Result result = reach(__func__, 0);
     for (size_t row = 0; copy->to_type == 1 && row < copy->rows; row++)
-        memset((char *)copy->to_host + row * copy->to_pitch, 0, copy->bytes);
-    return 0;
+        memset((char *)copy->to_host + row * copy->to_pitch, result ? NO_NUMBER : 0, copy->bytes);
+    return result;
 }
 
 Result cuModuleGetFunction(void **kernel, void *module, const char *name) {
@@ -115,7 +183,7 @@ Result cuLaunchKernel(void *kernel, unsigned x, unsigned y, unsigned z, unsigned
         fprintf(stderr, "refused: %s, %u x %u x %u cubes of %lu units, %u bytes shared\n",
                 kernels[(uintptr_t)kernel].name, x, y, z, units, shared);
     kernels[(uintptr_t)kernel].launches++;
-    return 0;
+    return reach(__func__, 0);
 }
 
 Result nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }
@@ -130,6 +198,7 @@ Result nvrtcGetProgramLog(void *program, char *text) { *text = 0; return 0; }
 const char *nvrtcGetErrorString(Result result) { return "none"; }
 
 __attribute__((destructor)) static void write_launches(void) {
+    if (!loss.at) write_lost(calls, "calls");
     const char *path = getenv("LAUNCHES");
     FILE *file = path ? fopen(path, "w") : NULL;
     if (!file) return;
