@@ -2,13 +2,15 @@
 
 use crate::device::{Choice, Kind};
 use crate::signals::{self, Asked};
-use crate::train::{Train, commit};
+use crate::train::{Train, commit, device_failure, is_lost};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, device, fail, output};
 use linattn_sweep::{
     Assignment, ChildProcess, Done, Ending, Only, Plan, Runner, Shard, Stop, Sweep, SweepError,
     SweepJob, dry_run, finished, has_checkpoint,
 };
-use linattn_trainer::{Interrupter, ProgressStyle, RunConfig, Start, Status, TrainJob, note_panic};
+use linattn_trainer::{
+    Interrupter, Panics, ProgressStyle, RunConfig, Start, Status, TrainJob, note_panic,
+};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -62,8 +64,9 @@ pub struct SweepArgs {
 enum TrainRuns {
     /// Each in a process of its own.
     Processes(ChildProcess),
-    /// Each in a thread of this process.
-    Threads,
+    /// Each in a thread of this process, or in one of its own once this one has lost a device. Panics
+    /// count from the sweep's beginning.
+    Threads(ChildProcess, Panics),
 }
 
 impl Runner for TrainRuns {
@@ -77,7 +80,8 @@ impl Runner for TrainRuns {
     fn run(&self, run: &Assignment, stop: &Stop) -> Result<Ending, String> {
         match self {
             Self::Processes(child) => child.run(run, stop),
-            Self::Threads => run_here(run, stop),
+            Self::Threads(child, panics) if is_lost(&panics.all()) => child.run(run, stop),
+            Self::Threads(..) => run_here(run, stop),
         }
     }
 }
@@ -101,6 +105,7 @@ fn run_here(run: &Assignment, stop: &Stop) -> Result<Ending, String> {
         progress: ProgressStyle::Quiet,
         stop: Interrupter::new(),
     };
+    let panics = Panics::from_now();
     let ended = AtomicBool::new(false);
     let outcome = std::thread::scope(|scope| {
         scope.spawn(|| pass_on(stop, &job.stop, &ended));
@@ -115,7 +120,10 @@ fn run_here(run: &Assignment, stop: &Stop) -> Result<Ending, String> {
             .ok_or_else(|| format!("it ended well and left no summary in {}", folder.display())),
         Ok(Ok(Err(e))) => Err(e.to_string()),
         Ok(Err(e)) => Err(e.to_string()),
-        Err(_) => Err(format!("{choice} failed; standard error says how")),
+        Err(_) => {
+            let kept = "--retry-failed does the run again";
+            Err(device_failure(&choice, &panics.all(), kept))
+        }
     }
 }
 
@@ -205,9 +213,11 @@ fn start(
         Err(e) => return fail(BAD_INPUT, &e),
     };
     let jobs = args.jobs.map_or(if on_processor { 2 } else { 1 }, usize::from);
-    let runner = match on_processor || jobs == 1 || args.processes {
-        true => processes,
-        false => threads_of_this_process(),
+    let runner = match processes {
+        TrainRuns::Processes(child) if !on_processor && jobs > 1 && !args.processes => {
+            threads_of_this_process(child)
+        }
+        processes => processes,
     };
     let threads = on_processor.then(|| share_of_cores(jobs * args.devices.len()));
     let stop = Stop::default();
@@ -236,13 +246,9 @@ fn start(
 }
 
 /// Threads of this process, whose runs have to know of panics in each other's.
-fn threads_of_this_process() -> TrainRuns {
-    let print = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        note_panic(panic);
-        print(panic);
-    }));
-    TrainRuns::Threads
+fn threads_of_this_process(child: ChildProcess) -> TrainRuns {
+    std::panic::set_hook(Box::new(note_panic));
+    TrainRuns::Threads(child, Panics::from_now())
 }
 
 /// Cores for each of so many runs at once, 1 at the least.

@@ -3,14 +3,14 @@
 use crate::device::{self, Choice, Job, Kind};
 use crate::signals::{self, Asked};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, fail, memory, output};
-use linattn_sweep::write_events;
+use linattn_sweep::{has_checkpoint, write_events};
 use linattn_trainer::{
     DryRun, Interrupter, Outcome, Panics, ProgressStyle, RunConfig, Start, Status, StoredError,
     TrainBackend, TrainError, TrainJob, dashboard_is_up, dry_run, host_memory, least_memory,
     note_panic, restore_terminal, run_folder, train as run_training,
 };
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 /// Trains a model from a TOML file; writes a folder with its config, metrics, checkpoints, summary
@@ -127,8 +127,8 @@ fn fits_in_memory(run: &RunConfig, choice: &Choice) -> Result<(), String> {
 
 fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {
     memory::advise(
-        "--resume goes on from the last checkpoint where more can be had; a run with a smaller \
-         train.batch_size or a larger train.accumulate needs less",
+        "--resume goes on from the last checkpoint, if there is one, where more can be had; a run \
+         with a smaller train.batch_size or a larger train.accumulate needs less",
     );
     let stop = Interrupter::new();
     if let Err(e) = signals::watch(on_signal(&stop)) {
@@ -152,13 +152,23 @@ fn start(args: TrainArgs, run: RunConfig, choice: &Choice) -> ExitCode {
         progress: args.progress.into(),
         stop,
     };
-    match guarded(choice, Train(&job)) {
+    match guarded_run(choice, Train(&job), || kept(&folder)) {
         Ok(Ok(outcome)) => match job.run.tensorboard.then(|| write_events(&outcome.folder)) {
             Some(Err(e)) => fail(FAILED, &e),
             _ => conclude(&outcome, args.json),
         },
         Ok(Err(e)) => fail(if e.is_input() { BAD_INPUT } else { FAILED }, &e),
         Err(code) => code,
+    }
+}
+
+/// The checkpoints that a run can go on from, in words.
+fn kept(folder: &Path) -> String {
+    match has_checkpoint(folder) {
+        true => {
+            format!("--resume goes on from the last of {}", folder.join("checkpoints").display())
+        }
+        false => "there is no checkpoint yet, and --overwrite starts the run again".into(),
     }
 }
 
@@ -208,8 +218,12 @@ pub(crate) struct Train<'a>(pub(crate) &'a TrainJob);
 impl Job for Train<'_> {
     type Output = Result<Outcome, TrainError>;
 
+    /// A GPU's memory is given back, whatever comes of the run: CubeCL keeps the buffers of a thread that trained, and a
+    /// sweep's next run in that thread wants other sizes.
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
-        run_training::<B>(self.0, devices)
+        let trained = catch_unwind(AssertUnwindSafe(|| run_training::<B>(self.0, devices)));
+        devices.iter().for_each(|device| B::memory_cleanup(device));
+        trained.unwrap_or_else(|panic| resume_unwind(panic))
     }
 }
 
@@ -265,17 +279,24 @@ fn mebibytes(bytes: u64) -> String {
 /// Runs a job. A device that fails in the middle of one panics, in whichever thread; that too becomes one
 /// line.
 pub(crate) fn guarded<J: Job>(choice: &Choice, job: J) -> Result<J::Output, ExitCode> {
+    guarded_run(choice, job, || "what was saved before is kept".into())
+}
+
+/// As [`guarded`]; `kept` says what there is to go on from.
+fn guarded_run<J: Job>(
+    choice: &Choice,
+    job: J,
+    kept: impl FnOnce() -> String,
+) -> Result<J::Output, ExitCode> {
     let panics = Panics::from_now();
     std::panic::set_hook(Box::new(note_panic));
     let result = catch_unwind(AssertUnwindSafe(|| device::dispatch(choice, job)));
     let _ours = std::panic::take_hook();
-    match (result, panics.first()) {
-        (Ok(Ok(output)), None) => Ok(output),
-        (Ok(Err(e)), _) => Err(fail(BAD_INPUT, &e)),
-        (_, why) => {
-            let why = why.as_deref().unwrap_or("an unknown failure");
-            Err(fail(FAILED, &device_failure(choice, why)))
-        }
+    let panics = panics.all();
+    match result {
+        Ok(Ok(output)) if panics.is_empty() => Ok(output),
+        Ok(Err(e)) => Err(fail(BAD_INPUT, &e)),
+        _ => Err(fail(FAILED, &device_failure(choice, &panics, &kept()))),
     }
 }
 
@@ -289,17 +310,39 @@ const NO_MEMORY: [&str; 6] = [
     "maximum buffer size",
 ];
 
-/// One line about a device that panicked.
-fn device_failure(choice: &Choice, what: &str) -> String {
-    let what = what.split_whitespace().collect::<Vec<_>>().join(" ");
+/// CubeCL's words for a driver that gives no memory for another reason, which it leaves out.
+const REFUSED: &str = "Unknown error happened during execution";
+
+/// One line about a device that panicked: once, or at everything asked of it after it was lost.
+pub(crate) fn device_failure(choice: &Choice, panics: &[String], kept: &str) -> String {
+    let first = panics.first().map_or("an unknown failure", String::as_str);
+    let what = first.split_whitespace().collect::<Vec<_>>().join(" ");
     let small = what.to_lowercase();
-    match NO_MEMORY.iter().any(|words| small.contains(words)) {
-        true => format!("{choice} is out of memory: {}; {}", shortage(&what), memory::advice()),
-        false => format!(
-            "{choice} failed: {what}; what was saved before is kept, and unless the device was lost, \
-             this is a bug"
-        ),
+    if NO_MEMORY.iter().any(|words| small.contains(words)) {
+        return format!("{choice} is out of memory: {}; {}", shortage(&what), memory::advice());
     }
+    let why = match panics.iter().find_map(|panic| drivers_word(panic)) {
+        Some(word) => format!("its driver says {word}"),
+        None if what.contains(REFUSED) => "its driver gives an error without a name".into(),
+        None => what,
+    };
+    format!("{choice} failed: {why}; {kept}. Unless the device was lost, this is a bug")
+}
+
+/// Whether a driver has failed, and not for want of memory: it does no more work for this process then.
+pub(crate) fn is_lost(panics: &[String]) -> bool {
+    let lost = |panic: &String| match drivers_word(panic) {
+        Some(word) => word != "CUDA_ERROR_OUT_OF_MEMORY",
+        None => panic.contains(REFUSED),
+    };
+    panics.iter().any(lost)
+}
+
+/// What CUDA calls its error, among the words of libraries.
+fn drivers_word(what: &str) -> Option<&str> {
+    let word = &what[what.find("CUDA_ERROR_")?..];
+    let end = word.find(|c: char| c != '_' && !c.is_ascii_alphanumeric());
+    Some(&word[..end.unwrap_or(word.len())])
 }
 
 /// The bytes that were wanted, where CubeCL says them among words for its own authors.
@@ -327,7 +370,7 @@ pub(crate) fn commit() -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::shortage;
+    use super::{Choice, Kind, device_failure, shortage};
 
     #[test]
     fn a_shortage_is_said_without_the_words_of_a_library() {
@@ -335,5 +378,25 @@ mod tests {
                     1610612736 No backtrace available (server.rs:124:46)";
         assert_eq!(shortage(cuda), "1.500 GiB more are not there");
         assert_eq!(shortage("Out of Memory (lib.rs:1:1)"), "Out of Memory (lib.rs:1:1)");
+    }
+
+    #[test]
+    fn a_lost_device_is_said_in_its_drivers_word() {
+        let (indices, name) = (vec![0], "cuda:0".to_string());
+        let choice = Choice { kind: Kind::Cuda, indices, name, advice: None };
+        let said = |panics: &[&str]| {
+            let panics: Vec<String> = panics.iter().copied().map(String::from).collect();
+            device_failure(&choice, &panics, "--resume goes on")
+        };
+        let end = "; --resume goes on. Unless the device was lost, this is a bug";
+        let lost = "[Launch(An unknown error\nCaused by:\n  DriverError(CUDA_ERROR_LAUNCH_FAILED, \
+                    \"unspecified launch failure\")\nBacktrace";
+        let word = format!("cuda:0 failed: its driver says CUDA_ERROR_LAUNCH_FAILED{end}");
+        assert_eq!(said(&[lost]), word);
+        let refused = "Unknown error happened during execution\nNo backtrace (server.rs:124:46)";
+        assert_eq!(said(&[refused, lost]), word);
+        let nameless = format!("cuda:0 failed: its driver gives an error without a name{end}");
+        assert_eq!(said(&[refused]), nameless);
+        assert_eq!(said(&["ours\n(a.rs:1:1)"]), format!("cuda:0 failed: ours (a.rs:1:1){end}"));
     }
 }

@@ -182,13 +182,14 @@ pub(crate) fn write<W: FnOnce(&Path, &Path) -> Result<(), String>>(
     Ok(())
 }
 
-/// The system's own error, out of a text in which a library wrapped it.
+/// The system's own error, out of a text in which a library wrapped it; or that text, as one line.
 fn plain(why: String) -> io::Error {
     let code = ["os error ", "Os { code: "].iter().find_map(|mark| {
         let code = why.split(mark).nth(1)?;
         code.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
     });
-    code.map_or_else(|| io::Error::other(why.clone()), io::Error::from_raw_os_error)
+    let line = || why.split_whitespace().collect::<Vec<_>>().join(" ");
+    code.map_or_else(|| io::Error::other(line()), io::Error::from_raw_os_error)
 }
 
 /// Puts the result of an evaluation that was due into a checkpoint.

@@ -58,12 +58,26 @@ impl Panics {
         noted().get(self.before).cloned()
     }
 
+    /// All of them so far, the first one first.
+    pub fn all(self) -> Vec<String> {
+        noted().get(self.before..).unwrap_or_default().to_vec()
+    }
+
+    /// # Panics
+    /// If there is one: numbers that a device gave since are worth nothing.
+    pub(crate) fn check(self) {
+        if let Some(why) = self.first() {
+            panic!("{why}");
+        }
+    }
+
     /// Waits for the devices.
     /// # Panics
     /// If one of them has not done all of its work.
     pub(crate) fn settle<B: Backend>(self, devices: &[B::Device]) {
         let failed = devices.iter().find_map(|device| B::sync(device).err());
-        if let Some(why) = self.first().or_else(|| failed.map(|e| e.to_string())) {
+        self.check();
+        if let Some(why) = failed {
             panic!("{why}");
         }
     }
@@ -86,7 +100,9 @@ mod tests {
         let thread = std::thread::spawn(|| panic!("Out of Memory"));
         assert!(thread.join().is_err());
         assert!(settle().is_err());
+        assert!(catch_unwind(|| panics.check()).is_err());
         let _ours = take_hook();
+        assert!(panics.all().len() >= 3, "{:?}", panics.all());
         assert!(panics.first().unwrap().starts_with("Out of Memory (crates/trainer/src/health.rs"));
     }
 }

@@ -403,7 +403,10 @@ impl<'a, B: TrainBackend> Training<'a, B> {
     }
 
     /// One optimizer step.
+    /// # Panics
+    /// If a device has failed before.
     fn step(&mut self, parts: &[Batch]) -> StepNumbers<B::InnerBackend> {
+        self.panics.check();
         let run = &self.job.run;
         let drops = run.model.has_dropout();
         let drawing = drops.then(|| RANDOM.lock().unwrap_or_else(PoisonError::into_inner));
@@ -433,9 +436,13 @@ impl<'a, B: TrainBackend> Training<'a, B> {
     }
 
     /// Loss and gradient length, if they are numbers.
+    /// # Panics
+    /// If a device has failed.
     fn checked(&self, numbers: StepNumbers<B::InnerBackend>) -> Result<(f64, f64), TrainError> {
         let loss: f64 = numbers.loss.into_scalar().elem();
         let norm: f64 = numbers.norm.into_scalar().elem();
+        // A device without memory gives numbers all the same, out of memory that was never written.
+        self.panics.check();
         if loss.is_finite() && norm.is_finite() {
             return Ok((loss, norm));
         }
@@ -519,11 +526,16 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         Ok(Some(good || stale))
     }
 
+    /// # Panics
+    /// If a device has failed.
     fn test(&self) -> Option<Evaluation> {
         let run = &self.job.run;
         let testing = Testing::new(run, self.task, &[Split::Validation, Split::Test]);
         let testing = testing.on(self.devices);
-        testing.evaluate_until(&self.job.stop, &self.learner.valid(), &self.devices[0])
+        let tested =
+            testing.evaluate_until(&self.job.stop, &self.learner.valid(), &self.devices[0]);
+        self.panics.check();
+        tested
     }
 
     /// # Panics
@@ -532,8 +544,11 @@ impl<'a, B: TrainBackend> Training<'a, B> {
         self.panics.settle::<B>(self.devices);
         self.position.wall_seconds = self.wall_seconds();
         self.folder.save(&self.position, |model, optimizer| {
-            weights::save(&self.learner.model, Part::of(&self.job.run), model)?;
-            self.optimizer.save(optimizer)
+            let written = weights::save(&self.learner.model, Part::of(&self.job.run), model)
+                .and_then(|()| self.optimizer.save(optimizer));
+            // A device that fails while it is read is no fault of the disk.
+            self.panics.settle::<B>(self.devices);
+            written
         })?;
         self.folder.prune(self.job.run.checkpoint.keep, self.position.best_step)?;
         Ok(())
