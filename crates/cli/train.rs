@@ -291,8 +291,11 @@ fn guarded_run<J: Job>(
     let panics = Panics::from_now();
     std::panic::set_hook(Box::new(note_panic));
     let result = catch_unwind(AssertUnwindSafe(|| device::dispatch(choice, job)));
-    let _ours = std::panic::take_hook();
     let panics = panics.all();
+    // What is still asked of a device that failed fails too, after the line that is all there is to say.
+    if panics.is_empty() {
+        let _ours = std::panic::take_hook();
+    }
     match result {
         Ok(Ok(output)) if panics.is_empty() => Ok(output),
         Ok(Err(e)) => Err(fail(BAD_INPUT, &e)),
