@@ -63,7 +63,7 @@ fn outputs<B: LinearAttentionBackend>(
     [download(whole), download(Tensor::cat(pieces, 1))]
 }
 
-/// What differs between a device and the processor beyond the rounding of f32.
+/// Outputs of a device that differ from the processor's beyond the rounding of f32, a line each.
 fn differences<B: LinearAttentionBackend>(text: &str, device: &B::Device, limit: f64) -> String {
     let config = config(text);
     let narrow = fresh(&config);

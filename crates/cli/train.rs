@@ -341,7 +341,7 @@ pub(crate) fn is_lost(panics: &[String]) -> bool {
     panics.iter().any(lost)
 }
 
-/// What CUDA calls its error, among the words of libraries.
+/// The name that CUDA gives its error, out of the words of libraries.
 fn drivers_word(what: &str) -> Option<&str> {
     let word = &what[what.find("CUDA_ERROR_")?..];
     let end = word.find(|c: char| c != '_' && !c.is_ascii_alphanumeric());
