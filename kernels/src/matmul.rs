@@ -37,6 +37,8 @@ use kernel::{SidesLaunch, SizesLaunch, multiply};
 const TF32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::TF32));
 /// Bytes of a copy.
 const PIECE: usize = 16;
+/// Sums along K of so many numbers at most end before a cube's first loads are paid for.
+const SHORT: usize = 512;
 /// Numbers along K of a slice at least: shorter ones spend more on their sums than on their products.
 const SHORTEST_SLICE: usize = 256;
 
@@ -69,26 +71,37 @@ pub struct Product {
 }
 
 impl Tiling {
-    /// The table; `None` where the device has too little shared memory for any.
+    /// The row of the table for a product; `None` where the device has too little shared memory for any.
     fn choose(product: &Product, multiprocessors: usize, shared_memory: usize) -> Option<Self> {
         let size = product.input.size();
-        let [square, deep, small] =
-            [SQUARE, DEEP, SMALL].map(|tiling| Self { k: tiling.k / size, ..tiling });
+        let [square, deep, eight, thin, narrow, small] =
+            TABLE.map(|tiling| Self { k: tiling.k / size, ..tiling });
         let cubes = product.tiles(square) * product.slices(square, multiprocessors);
-        let wanted = match () {
-            () if cubes < multiprocessors * 3 / 4 => small,
-            () if product.lhs.along_k && product.n <= deep.n => deep,
-            () => square,
+        let short = product.k <= SHORT && !product.rhs.along_k;
+        let wanted = match product.lhs.along_k {
+            _ if cubes < multiprocessors * 3 / 4 => small,
+            false if product.tiles(square) == 1 => narrow,
+            false => thin,
+            true if product.input == F32 && (short || product.n <= eight.n) => eight,
+            true if product.n <= deep.n => deep,
+            true => square,
         };
         let fits = |tiling: &Self| product.form(*tiling).shared_memory() <= shared_memory;
         [wanted, square, small].into_iter().find(fits)
     }
 }
 
+const TABLE: [Tiling; 6] = [SQUARE, DEEP, EIGHT, THIN, NARROW, SMALL];
 /// Three cubes fit on a multiprocessor: most planes to wait for memory.
 const SQUARE: Tiling = Tiling::new([128, 128], 128, [2, 2], 2);
 /// For one column of tiles, which may be too few for three cubes each.
 const DEEP: Tiling = Tiling::new([128, 128], 128, [2, 2], 3);
+/// For TF32 where a cube soon ends, or has its multiprocessor to itself: more planes to wait.
+const EIGHT: Tiling = Tiling::new([128, 128], 128, [2, 4], 3);
+/// For gradients of weights, whose rows of both sides lie across K: a stage has half as many of them.
+const THIN: Tiling = Tiling::new([128, 128], 64, [2, 2], 4);
+/// For gradients of weights that are one tile.
+const NARROW: Tiling = Tiling::new([128, 64], 128, [2, 2], 3);
 /// Where larger ones would be too few.
 const SMALL: Tiling = Tiling::new([64, 64], 128, [2, 2], 3);
 

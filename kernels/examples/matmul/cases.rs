@@ -87,6 +87,8 @@ pub fn cases() -> Vec<Case> {
         (16_384, 2048, 8192),
         (16_384, 128, 520),
         (16_384, 128, 704),
+        (16_384, 128, 128),
+        (16_384, 352, 128),
         (2048, 64, 272),
     ];
     layers.into_iter().flat_map(|(rows, inputs, outputs)| layer(rows, inputs, outputs)).collect()

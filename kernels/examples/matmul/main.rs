@@ -27,7 +27,7 @@ use linattn_kernels::matmul::Tiling;
 use std::time::Instant;
 
 /// Rows and columns of a cube, bytes along K, planes, stages.
-const TILINGS: [([usize; 2], usize, [usize; 2], usize); 9] = [
+const TILINGS: [([usize; 2], usize, [usize; 2], usize); 13] = [
     ([128, 256], 64, [2, 4], 4),
     ([256, 128], 64, [4, 2], 4),
     ([128, 128], 128, [2, 4], 3),
@@ -37,6 +37,10 @@ const TILINGS: [([usize; 2], usize, [usize; 2], usize); 9] = [
     ([128, 64], 128, [2, 2], 3),
     ([128, 64], 128, [2, 2], 2),
     ([64, 64], 128, [2, 2], 3),
+    ([128, 128], 128, [2, 4], 2),
+    ([128, 128], 128, [4, 2], 3),
+    ([64, 128], 128, [2, 2], 3),
+    ([64, 128], 128, [1, 4], 3),
 ];
 
 struct Options {
@@ -73,7 +77,7 @@ impl Options {
         if !self.tilings {
             return all;
         }
-        let slices: &[usize] = if case.lhs_transposed { &[1, 4, 16, 64] } else { &[1, 4] };
+        let slices: &[usize] = if case.lhs_transposed { &[1, 4, 8, 16, 32, 64] } else { &[1, 4] };
         for ([m, n], bytes, planes, stages) in TILINGS {
             let k = bytes / storage(types.input).size();
             let tiles = case.m.div_ceil(m) * case.n.div_ceil(n);

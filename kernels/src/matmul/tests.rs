@@ -51,7 +51,7 @@ fn a_device_without_shared_memory_has_no_tiling() {
 
 #[test]
 fn lanes_meet_no_bank_conflicts() {
-    for tiling in [SQUARE, DEEP, SMALL] {
+    for tiling in TABLE {
         for layout in LAYOUTS {
             for input in [BF16, F32] {
                 let size = input.size();
@@ -149,7 +149,7 @@ mod on_cuda {
             true => outer * layout.stride + inner,
             false => inner * layout.stride + outer,
         };
-        for tiling in [SQUARE, DEEP, SMALL] {
+        for tiling in TABLE {
             let tiling = Tiling { k: tiling.k / input.size(), ..tiling };
             let y = matmul_with(client, &on_a, &on_b, product, tiling, slices);
             let y = y.expect("no refusal").expect("it is taken");
