@@ -53,7 +53,7 @@ impl<B: LinearAttentionBackend> Learner<B> {
     /// Normalised rows at the scored positions, `[M, D]`: with large vocabularies the last product is
     /// most of the work.
     fn scored_rows(&self, batch: &TensorBatch<B>) -> Tensor<B, 2> {
-        let (hidden, _) = self.model.hidden(batch.ids.clone(), None);
+        let hidden = self.model.hidden_alone(batch.ids.clone());
         self.model.rows_at(hidden, batch.scored.clone())
     }
 

@@ -187,7 +187,7 @@ impl<B: LinearAttentionBackend> Block<B> {
             Some(state) => (Some(state.mixer), state.conv_states),
             None => (None, vec![]),
         };
-        let mut conv_states = ConvStateList::after(before).of_lengths(shared.lengths.clone());
+        let mut conv_states = ConvStateList::after(before).among(shared);
         let (mut x, mut mixed) = (x, MixerState::nothing());
         if let (Some(norm), Some(attn)) = (&self.attn_norm, &self.attn) {
             let (h, sum) = self.read(x, norm, attn.takes_bf16());

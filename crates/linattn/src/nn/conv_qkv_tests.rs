@@ -65,7 +65,7 @@ fn stretches_are_right(layers: &Layers, rng: &mut Rng) {
         let lengths = SequenceLengths::new(&lengths);
         let x = draw(rng, [1, lengths.tokens(), WIDTH]);
         let (got, next) =
-            layers.run(&x, ConvStateList::after(all).of_lengths(Some(lengths.clone())));
+            layers.run(&x, ConvStateList::after(all).among(&Shared::of_lengths(&lengths)));
         all = next;
         for (n, range) in lengths.ranges().enumerate() {
             let part = |x: &Tensor<B, 3>| x.clone().narrow(1, range.start, range.len());

@@ -2,6 +2,7 @@
 
 use super::layers::shift_tokens;
 use super::lengths::shift_sequences;
+use super::shared::Shared;
 use super::{ConfigError, Cost, LARGEST};
 use crate::ops::{self, Activation, LinearAttentionBackend, SequenceLengths};
 use burn::module::{Initializer, Module, Param};
@@ -144,21 +145,23 @@ pub(crate) struct ConvStateList<B: Backend> {
     before: std::vec::IntoIter<Tensor<B, 3>>,
     next: Vec<Tensor<B, 3>>,
     lengths: Option<SequenceLengths>,
+    /// Whether nobody reads those for what comes next: there are none then.
+    drops: bool,
 }
 
 impl<B: Backend> ConvStateList<B> {
     /// With those of earlier tokens.
     pub(crate) fn after(before: Vec<Tensor<B, 3>>) -> Self {
-        Self { before: before.into_iter(), next: vec![], lengths: None }
+        Self { before: before.into_iter(), next: vec![], lengths: None, drops: false }
     }
 
-    /// Of sequences with lengths of their own in one row, if there are any: convolutions keep them apart, and
-    /// their conv states are `[N, W - 1, D]`.
-    pub(crate) fn of_lengths(self, lengths: Option<SequenceLengths>) -> Self {
-        Self { lengths, ..self }
+    /// Of the tokens that `shared` goes with. Of sequences with lengths of their own in one row, convolutions keep
+    /// them apart, and their conv states are `[N, W - 1, D]`.
+    pub(crate) fn among(self, shared: &Shared<B>) -> Self {
+        Self { lengths: shared.lengths.clone(), drops: shared.drops_states, ..self }
     }
 
-    /// The lengths of [`of_lengths`](Self::of_lengths).
+    /// The lengths of sequences in one row.
     pub(crate) fn lengths(&self) -> Option<&SequenceLengths> {
         self.lengths.as_ref()
     }
@@ -175,7 +178,26 @@ impl<B: Backend> ConvStateList<B> {
 
     /// Leaves a conv state for the next token.
     pub(crate) fn push(&mut self, conv_state: Tensor<B, 3>) {
-        self.next.push(conv_state);
+        if !self.drops {
+            self.next.push(conv_state);
+        }
+    }
+
+    /// Leaves what convolutions side by side in the first columns of `y` saw last, for the next token: of a
+    /// window, a width and, where there are any, a conv state each.
+    pub(crate) fn leave(
+        &mut self,
+        y: &Tensor<B, 3>,
+        window: usize,
+        widths: &[usize],
+        before: &[Tensor<B, 3>],
+    ) where
+        B: LinearAttentionBackend,
+    {
+        if !self.drops {
+            let lengths = self.lengths.as_ref();
+            self.next.extend(ops::next_conv_states(y, widths, before, window, lengths));
+        }
     }
 
     /// The output of `layer`, which takes its conv state and gives the next.

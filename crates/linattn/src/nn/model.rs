@@ -390,6 +390,11 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         self.hidden_among(ids, state, Shared::default())
     }
 
+    /// As [`hidden`](Self::hidden), of whole sequences and without their states, as in training.
+    pub fn hidden_alone(&self, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+        self.hidden_among(ids, None, Shared::default().without_states()).0
+    }
+
     /// As [`hidden`](Self::hidden), of sequences of different lengths where `shared` has them.
     pub(super) fn hidden_among(
         &self,

@@ -193,8 +193,7 @@ fn packed_convolution<B: LinearAttentionBackend>(
     let widths: Vec<usize> = convolutions.iter().map(|c| c.weight.dims()[1]).collect();
     let before: Vec<_> = convolutions.iter().filter_map(|_| conv_states.draw()).collect();
     let lengths = conv_states.lengths().cloned();
-    let next = ops::next_conv_states(y, &widths, &before, window, lengths.as_ref());
-    next.into_iter().for_each(|state| conv_states.push(state));
+    conv_states.leave(y, window, &widths, &before);
     let weights: Vec<_> = convolutions.iter().map(|c| c.weight.val()).collect();
     let dtype = weights[0].dtype();
     let biases = convolutions.iter().map(|c| (c.bias.as_ref(), c.weight.dims()[1]));
@@ -287,11 +286,8 @@ impl<B: LinearAttentionBackend> Convolution<B> {
         let weight = layer.weight.val();
         let [window, width] = weight.dims();
         let lengths = conv_states.lengths().cloned();
-        let conv_state = conv_states.through(|conv_state| {
-            let next =
-                ops::next_conv_states(y, &[width], conv_state.as_slice(), window, lengths.as_ref());
-            (conv_state, next.into_iter().next().expect("a state for each convolution"))
-        });
+        let conv_state = conv_states.draw();
+        conv_states.leave(y, window, &[width], conv_state.as_slice());
         Self { weight, bias: layer.bias.as_ref().map(Param::val), conv_state, lengths }
     }
 }

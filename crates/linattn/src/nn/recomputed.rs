@@ -31,7 +31,7 @@ impl<B: TrainBackend> LanguageModel<B> {
         let mut inputs = vec![];
         for block in &plain.layers {
             inputs.push(x.clone());
-            x = block.run(x, None, &mut Shared::default()).0;
+            x = block.run(x, None, &mut Shared::default().without_states()).0;
         }
         let leaf = Residual::<B>::leaf(x);
         let loss = loss(self.left(leaf.clone()));
@@ -41,7 +41,7 @@ impl<B: TrainBackend> LanguageModel<B> {
         each(gradients);
         for (block, input) in self.layers.iter().zip(inputs).rev() {
             let leaf = Residual::<B>::leaf(input);
-            let y = block.run(leaf.clone(), None, &mut Shared::default()).0;
+            let y = block.run(leaf.clone(), None, &mut Shared::default().without_states()).0;
             let mut gradients = y.weighed(d_x).backward();
             d_x = leaf.gradients(&mut gradients);
             each(gradients);

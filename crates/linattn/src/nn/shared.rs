@@ -16,11 +16,23 @@ pub struct Shared<B: Backend> {
     /// Of the sequences in the one row; absent where every row is a sequence. Whoever sets them has asked every
     /// layer whether it takes them.
     pub(super) lengths: Option<SequenceLengths>,
+    /// Whether nobody reads the states after these tokens, as in training: then convolutions leave none.
+    pub(super) drops_states: bool,
 }
 
 impl<B: Backend> Shared<B> {
     /// For sequences of these lengths in one row.
     pub(super) fn of_lengths(lengths: &SequenceLengths) -> Self {
-        Self { lengths: Some(lengths.clone()), first_values: None, keys_values: None }
+        Self {
+            lengths: Some(lengths.clone()),
+            first_values: None,
+            keys_values: None,
+            drops_states: false,
+        }
+    }
+
+    /// For sequences whose states nobody reads.
+    pub(super) fn without_states(self) -> Self {
+        Self { drops_states: true, ..self }
     }
 }

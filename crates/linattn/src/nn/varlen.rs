@@ -134,7 +134,8 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     ) -> Result<Tensor<B, 3>, LengthsError> {
         self.check_varlen(false)?;
         self.check_ids(&ids, lengths)?;
-        Ok(self.hidden_among(ids, None, Shared::of_lengths(lengths)).0)
+        let shared = Shared::of_lengths(lengths).without_states();
+        Ok(self.hidden_among(ids, None, shared).0)
     }
 
     fn check_ids(

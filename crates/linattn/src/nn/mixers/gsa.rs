@@ -224,7 +224,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
     ) -> (Tensor<B, 3>, SlotState<B>) {
         let [batch, tokens, _] = x.dims();
         let (keys, values, conv_states) = SlotState::parts(state);
-        let mut conv_states = ConvStateList::after(conv_states).of_lengths(shared.lengths.clone());
+        let mut conv_states = ConvStateList::after(conv_states).among(shared);
         let (qkv, [f]) =
             self.qkv().project(&x, [Projection::plain(&self.f_proj)], &mut conv_states);
         let [q, k, v] = [qkv.q, qkv.k, qkv.v].map(|x| self.activated(x));

@@ -36,7 +36,7 @@ impl<B: Backend> MatrixPast<B> {
             }
             None => (None, vec![], 0),
         };
-        let conv_states = ConvStateList::after(conv_states).of_lengths(shared.lengths.clone());
+        let conv_states = ConvStateList::after(conv_states).among(shared);
         Self { memory, conv_states, position }
     }
 
