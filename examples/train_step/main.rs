@@ -1,26 +1,28 @@
 //! Times training steps of a model on random ids: forward, backward, global gradient norm and AdamW, as the
 //! trainer does them.
 //!
-//! `cargo run --release --features cuda,measure --example train_step -- --device cuda`
+//! `cargo run --release --features cuda,measure --example train_step -- --device cuda --launches`
 //!
-//! Prints one line of `experiments/speed/step_h200.csv`: milliseconds and tokens per second.
+//! Prints one line of `experiments/speed/step_h200.csv`: milliseconds, tokens per second and, with `--launches`,
+//! launches of a step, which standard error has by kernel, with the GPU's time.
+
+mod launches;
 
 use burn::tensor::DType;
 use clap::Parser;
 use linattn::nn::{LanguageModelConfig, materialize};
+use linattn_cli::device::{self, Job};
 use linattn_tasks::Batch;
 use linattn_trainer::{AdamWConfig, Learner, Optimizer, Step, TrainBackend, gradients};
 use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Barrier;
 use std::time::Instant;
 
-/// As in the commands.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
 #[derive(Debug, Parser, Clone)]
 struct Args {
-    /// cuda, vulkan or cpu, as far as compiled in.
+    /// auto, cpu, cuda:N, rocm:N, vulkan:N or metal:N
     #[arg(long, default_value = "cpu")]
     device: String,
     /// Type of products and recurrences: f32 or bf16.
@@ -54,6 +56,12 @@ struct Args {
     /// Leaves out the optimizer.
     #[arg(long)]
     no_optimizer: bool,
+    /// Counts the launches of a step too, in a second process that logs each.
+    #[arg(long)]
+    launches: bool,
+    /// Runs steps for the process that counts: CubeCL logs launches to this file.
+    #[arg(long, hide = true)]
+    logged: Option<PathBuf>,
 }
 
 const WARM_UP: usize = 10;
@@ -131,6 +139,18 @@ fn batch(args: &Args, seed: usize) -> Batch {
     Batch { rows, length, input, scored, target }
 }
 
+/// Times steps and prints the line, or runs steps whose launches are logged.
+fn measure<B: TrainBackend>(args: &Args, device: &B::Device) -> Result<(), Box<dyn Error>> {
+    match &args.logged {
+        Some(log) => {
+            let mut run = Run::<B>::new(args, 0, device)?;
+            run.steps(args, WARM_UP);
+            launches::between(log, || run.steps(args, launches::STEPS))
+        }
+        None => time::<B>(args, device),
+    }
+}
+
 fn time<B: TrainBackend>(args: &Args, device: &B::Device) -> Result<(), Box<dyn Error>> {
     let start = Instant::now();
     let mut runs =
@@ -154,8 +174,9 @@ fn time<B: TrainBackend>(args: &Args, device: &B::Device) -> Result<(), Box<dyn 
     let seconds = timed.elapsed().as_secs_f64() / (args.steps * args.jobs) as f64;
     let tokens = (args.batch * args.length) as f64;
     let name = args.mixer.split(' ').next().unwrap_or_default();
+    let launches = if args.launches { launches::count()?.to_string() } else { String::new() };
     println!(
-        "{name},{},{},{},{},{},{},{},{},{},{:.4},{:.0} # first {} steps {first:.1} s, loss {:.4}",
+        "{name},{},{},{},{},{},{},{},{},{},{:.4},{:.0},{launches} # first {} steps {first:.1} s, loss {:.4}",
         args.batch,
         args.length,
         args.width,
@@ -173,16 +194,25 @@ fn time<B: TrainBackend>(args: &Args, device: &B::Device) -> Result<(), Box<dyn 
     Ok(())
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+struct Measure<'a>(&'a Args);
+
+impl Job for Measure<'_> {
+    type Output = Result<(), Box<dyn Error>>;
+
+    fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Self::Output {
+        measure::<B>(self.0, &devices[0])
+    }
+}
+
+fn main() -> ExitCode {
     let args = Args::parse();
-    match args.device.as_str() {
-        #[cfg(feature = "cuda")]
-        "cuda" => time::<burn::backend::Autodiff<burn::backend::Cuda>>(&args, &Default::default()),
-        #[cfg(feature = "wgpu")]
-        "vulkan" => {
-            time::<burn::backend::Autodiff<burn::backend::Wgpu>>(&args, &Default::default())
+    let choice = device::choose(&args.device).map_err(Into::into);
+    let done = choice.and_then(|choice| device::dispatch(&choice, Measure(&args))?);
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            eprintln!("error: {why}");
+            ExitCode::from(2)
         }
-        "cpu" => time::<burn::backend::Autodiff<burn::backend::Flex>>(&args, &Default::default()),
-        other => Err(format!("--device {other}: cpu, or cuda and vulkan where compiled in").into()),
     }
 }
