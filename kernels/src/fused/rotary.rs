@@ -144,7 +144,8 @@ fn turn<F: Float, N: Size>(
         let cos = table[angle];
         let mut sin = table[tokens * half + angle];
         if comptime!(form.back) {
-            sin = -sin;
+            // CUDA has no unary minus of vectors.
+            sin = Vector::<f32, N>::new(0.0f32) - sin;
         }
         let a = Vector::<f32, N>::cast_from(x[first]);
         let b = Vector::<f32, N>::cast_from(x[first + half]);
