@@ -327,8 +327,12 @@ pub(crate) fn device_failure(choice: &Choice, panics: &[String], kept: &str) -> 
     let why = match panics.iter().find_map(|panic| drivers_word(panic)) {
         Some(word) => format!("its driver says {word}"),
         None if what.contains(REFUSED) => "its driver gives an error without a name".into(),
-        None => what,
+        None => match compilers_word(&what) {
+            Some(word) => format!("a kernel does not compile: {word}"),
+            None => what,
+        },
     };
+    let why = shortened(&why);
     format!("{choice} failed: {why}; {kept}. Unless the device was lost, this is a bug")
 }
 
@@ -346,6 +350,21 @@ fn drivers_word(what: &str) -> Option<&str> {
     let word = &what[what.find("CUDA_ERROR_")?..];
     let end = word.find(|c: char| c != '_' && !c.is_ascii_alphanumeric());
     Some(&word[..end.unwrap_or(word.len())])
+}
+
+/// What the compiler of a kernel says, without the kernel's source behind it.
+fn compilers_word(what: &str) -> Option<&str> {
+    let (_, word) = what.split_once("[Compilation Error]")?;
+    Some(word.split("[Source]").next()?.trim())
+}
+
+/// The first so many characters of a library's words: rows and terminals hold no more.
+fn shortened(why: &str) -> String {
+    const MOST: usize = 1000;
+    match why.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{} ..", &why[..end]),
+        None => why.into(),
+    }
 }
 
 /// The bytes that were wanted, where CubeCL says them among words for its own authors.
@@ -400,6 +419,12 @@ mod tests {
         assert_eq!(said(&[refused, lost]), word);
         let nameless = format!("cuda:0 failed: its driver gives an error without a name{end}");
         assert_eq!(said(&[refused]), nameless);
+        let kernel = "Error while reading data\nCaused by:\n [Compilation Error]\na.cu(5): error: no operator\n\
+                      [Source]\n#include <mma.h>";
+        let compiler = "a kernel does not compile: a.cu(5): error: no operator";
+        assert_eq!(said(&[kernel]), format!("cuda:0 failed: {compiler}{end}"));
+        let long = "so long ".repeat(1000);
+        assert_eq!(said(&[&long]).len(), format!("cuda:0 failed:  ..{end}").len() + 1000);
         assert_eq!(said(&["ours\n(a.rs:1:1)"]), format!("cuda:0 failed: ours (a.rs:1:1){end}"));
     }
 }
