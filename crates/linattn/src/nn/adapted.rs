@@ -3,13 +3,11 @@
 use super::ConfigError;
 use super::lora::{LoraConfig, LowRankAdapter, change_next};
 use super::model::LanguageModel;
+use super::parameter::is_projection;
 use crate::ops::LinearAttentionBackend;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// Layers that have a place for an adapter, as Burn's mappers spell their types.
-const ADAPTABLE: [&str; 3] = ["Struct:Linear", "Struct:ResidualLinear", "Struct:ScaledLinear"];
 
 /// Way to a parameter. Kinds of the same thing, as enums have them, are no part of it.
 #[derive(Default)]
@@ -36,8 +34,7 @@ impl Way {
     fn projection(&self) -> Option<String> {
         let (last, rest) = self.names.split_last()?;
         let of_layer = rest.first().is_some_and(|first| first == "layers");
-        let weight = last == "weight" && ADAPTABLE.contains(&self.container.as_str());
-        (of_layer && weight).then(|| rest.join("."))
+        (of_layer && is_projection(&self.container, last)).then(|| rest.join("."))
     }
 }
 

@@ -1,13 +1,15 @@
 //! Kinds of parameters. The layer that holds a parameter declares its kind by its type.
 
-/// Layers whose weight multiplies vectors of activations, as Burn's visitors spell their types.
-const MATRICES: [&str; 5] = [
-    "Struct:Linear",
-    "Struct:ResidualLinear",
-    "Struct:ScaledLinear",
-    "Struct:BlockDiagonal",
-    "Struct:HeadMaps",
-];
+/// Layers with one matrix, `weight`, as Burn's visitors spell their types. It may be quantised, and have an adapter.
+const PROJECTIONS: [&str; 3] = ["Struct:Linear", "Struct:ResidualLinear", "Struct:ScaledLinear"];
+
+/// Layers whose `weight` is several matrices.
+const SEVERAL_MATRICES: [&str; 2] = ["Struct:BlockDiagonal", "Struct:HeadMaps"];
+
+/// Whether the parameter `name` of a `container` is the matrix of a projection.
+pub(crate) fn is_projection(container: &str, name: &str) -> bool {
+    name == "weight" && PROJECTIONS.contains(&container)
+}
 
 /// Kind of a parameter: a matrix decays by custom, others do not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,8 +29,9 @@ impl ParamKind {
     pub fn of(container: &str, name: &str) -> Self {
         match container {
             "Struct:Embedding" => Self::Embedding,
-            container if name == "weight" && MATRICES.contains(&container) => Self::Matrix,
             "Struct:LowRankAdapter" => Self::Matrix,
+            _ if is_projection(container, name) => Self::Matrix,
+            _ if name == "weight" && SEVERAL_MATRICES.contains(&container) => Self::Matrix,
             _ => Self::Vector,
         }
     }

@@ -1,5 +1,6 @@
 //! Weights of linear layers: parameters, or quantized once they only decode.
 
+use super::parameter::is_projection;
 use crate::ops::{self, LinearAttentionBackend, QuantizedMatrix, WeightBits};
 use burn::module::{
     AutodiffModule, Content, EmptyRecord, HasAutodiffModule, Module, ModuleDisplay,
@@ -238,11 +239,7 @@ impl WeightQuantizer {
     }
 
     fn quantises(&self, shape: &[usize]) -> bool {
-        let is_layer = self.place.last().is_some_and(|(name, holder)| {
-            name == "weight"
-                && ["Struct:Linear", "Struct:ResidualLinear", "Struct:ScaledLinear"]
-                    .contains(&holder.as_str())
-        });
+        let is_layer = self.place.last().is_some_and(|(name, holder)| is_projection(holder, name));
         matches!(shape, &[from, to] if ops::quantizes(from) && to >= LEAST_OUTPUTS) && is_layer
     }
 }
