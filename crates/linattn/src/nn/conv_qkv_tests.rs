@@ -1,4 +1,5 @@
 use super::*;
+use crate::nn::Shared;
 use crate::ops::SequenceLengths;
 use burn::module::Param;
 use burn::tensor::{DType, TensorData};

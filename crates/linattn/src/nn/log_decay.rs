@@ -5,7 +5,7 @@
 use super::layers::split_heads;
 use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Param;
-use burn::tensor::activation::{log_sigmoid, sigmoid};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{Distribution, Tensor, backend::Backend};
 
 /// Least A: the logarithm of 0 is no number.
@@ -44,18 +44,9 @@ impl<B: LinearAttentionBackend> LogDecayParams<B> {
     }
 }
 
-/// `ln(sigmoid(x)) / normalizer`, in f32 at least: the larger the divisor, the longer a fresh layer remembers.
-pub(crate) fn log_gate<B: Backend, const D: usize>(
-    x: Tensor<B, D>,
-    normalizer: f64,
-) -> Tensor<B, D> {
-    let log = log_sigmoid(accumulator(x));
-    if normalizer == 1.0 { log } else { log / normalizer }
-}
-
 /// `(1 - a) v` of values `[B, T, H, V]`, and `ln a`, for `a = sigmoid(gate)`, `[B, T, H]`; values alone without
 /// a gate.
-pub(crate) fn gated_write<B: Backend>(
+pub(crate) fn gated_write<B: LinearAttentionBackend>(
     v: Tensor<B, 4>,
     gate: Option<Tensor<B, 3>>,
 ) -> (Tensor<B, 4>, Option<Tensor<B, 3>>) {
@@ -63,7 +54,7 @@ pub(crate) fn gated_write<B: Backend>(
     // 1 - a in a form that keeps its small values exact.
     let share = sigmoid(accumulator(gate.clone()).neg()).unsqueeze_dim::<4>(3);
     let dtype = v.dtype();
-    (v * typed(share, dtype), Some(log_gate(gate, 1.0)))
+    (v * typed(share, dtype), Some(ops::log_sigmoid(gate, 1.0)))
 }
 
 /// ln A, A uniform in `least` to 16: how fast a head forgets at most. Where it is in 0 to 16, one head in

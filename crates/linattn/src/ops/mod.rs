@@ -49,8 +49,8 @@ pub use error::OpError;
 pub(crate) use fused::{
     Activation, Column, ColumnKind, ConvSplit, HeadNorm, LOWEST, LinearLayer, MOST_PACKED, Measure,
     TttLinearInputs, add_normalize, conv_split, embedding, gate, gated_halves, l2_normalize,
-    linear_cross_entropy, next_conv_states, pack, rms_normalize, rotary, select_rows, softplus,
-    standardize, ttt_linear, turned,
+    linear_cross_entropy, log_sigmoid, next_conv_states, pack, rms_normalize, rotary, select_rows,
+    softplus, standardize, ttt_linear, turned,
 };
 pub use fused::{
     AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs, selective_scan,

@@ -10,11 +10,10 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
 };
-use crate::nn::log_decay::log_gate;
 use crate::nn::omega_memory::{NETWORK, OmegaRule, Rows};
 use crate::nn::projection::Projection;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -233,8 +232,8 @@ impl<B: LinearAttentionBackend> Atlas<B> {
             v: if self.is_deep() { v - of_keys } else { v },
             gamma,
             rate: of_head(rate),
-            log_keep: log_gate(of_head(keep), 1.0),
-            log_eta: eta.map(|eta| log_gate(of_head(eta), 1.0)),
+            log_keep: ops::log_sigmoid(of_head(keep), 1.0),
+            log_eta: eta.map(|eta| ops::log_sigmoid(of_head(eta), 1.0)),
         };
         (rows, residual, gate)
     }

@@ -9,7 +9,6 @@ use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, merge_heads, split_heads,
 };
-use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Shared};
@@ -236,7 +235,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DecayingFastWeights<B> {
         let gates = [&self.f_proj, &self.z_proj].map(Projection::plain);
         let (Qkv { q, k, v }, [f, z]) = self.qkv().project(&x, gates, &mut past.conv_states);
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let decay = |x| split_heads(log_gate(x, self.gate_normalizer), self.heads);
+        let decay = |x| split_heads(ops::log_sigmoid(x, self.gate_normalizer), self.heads);
         let columns = decay(z).clamp_min(FASTEST_COLUMN);
         // Values go over what is left of their columns: 16 bits would hold too little of that.
         let [q, k, v] = [q * scale, k, v].map(accumulator);

@@ -7,7 +7,6 @@ use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, rms_normalize,
     shift_tokens, split_heads,
 };
-use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::score_bias::{causal_mask, forget};
 use crate::nn::softmax::{check_shared, weigh};
@@ -238,7 +237,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
         let q = normalize_heads(&self.q_norm, q).swap_dims(1, 2);
         let k = normalize_heads(&self.k_norm, k).swap_dims(1, 2);
         let v = v.swap_dims(1, 2);
-        let gates = log_gate(f, 1.0).swap_dims(1, 2);
+        let gates = ops::log_sigmoid(f, 1.0).swap_dims(1, 2);
         let (keys, values, before) = match state {
             Some((keys, values, gates)) => {
                 (Tensor::cat(vec![keys, k], 2), Tensor::cat(vec![values, v], 2), Some(gates))

@@ -7,7 +7,6 @@ use super::{
 };
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::layers::{ResidualLinear, check_epsilon, linear, merge_heads, rms_normalize};
-use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Rope, Shared};
@@ -175,7 +174,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedRetention<B> {
         let rotated = |x| self.rope.forward(x, past.position);
         let (q, k) = (rotated(q), rotated(k));
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let g = log_gate(g, self.gate_normalizer);
+        let g = ops::log_sigmoid(g, self.gate_normalizer);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let o = merge_heads(rms_normalize(o, self.norm_eps));

@@ -10,7 +10,6 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, split_heads,
 };
-use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::rope::{Turn, sum_of_angles};
@@ -182,7 +181,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
         let angles = past.conv_states.through(|before| sum_of_angles(accumulator(theta), before));
         let back = Turn::by(split_heads(angles, self.heads).neg());
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let g = split_heads(log_gate(a, self.gate_normalizer), self.heads);
+        let g = split_heads(ops::log_sigmoid(a, self.gate_normalizer), self.heads);
         // Both halves of a complex number decay alike.
         let g = Tensor::cat(vec![g.clone(), g], 3);
         let [q, k] = [q * scale, k].map(|x| back.forward(x));

@@ -10,7 +10,6 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, split_heads,
 };
-use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
@@ -181,7 +180,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gla<B> {
         let (Qkv { q, k, v }, [g], [gate]) =
             self.qkv().project_some(&x, [Projection::plain(narrow)], [gate], &mut past.conv_states);
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let g = split_heads(log_gate(widen.forward(g), self.gate_normalizer), self.heads);
+        let g = split_heads(ops::log_sigmoid(widen.forward(g), self.gate_normalizer), self.heads);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let y = GatedOutput::silu(&self.g_norm_swish_gate, &self.o_proj).forward(o, gate);

@@ -9,7 +9,6 @@ use crate::nn::convolution::{ConvStateList, ShortConvolution, check_window, conv
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, merge_heads, rms_norm, split_heads,
 };
-use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::state::CONV_STATES;
@@ -229,7 +228,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
             self.qkv().project(&x, [Projection::plain(&self.f_proj)], &mut conv_states);
         let [q, k, v] = [qkv.q, qkv.k, qkv.v].map(|x| self.activated(x));
         let dtype = q.dtype();
-        let g = log_gate(f, self.gate_normalizer); // [B, T, H M]
+        let g = ops::log_sigmoid(f, self.gate_normalizer); // [B, T, H M]
         let written = typed(g.clone().exp().neg() + 1.0, dtype);
 
         let [rows, key_width] = [g.dims()[2], k.dims()[3]];

@@ -14,7 +14,7 @@ use crate::nn::{ConfigError, Cost, Linear, Shared};
 use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{log_sigmoid, sigmoid};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -223,7 +223,7 @@ impl<B: LinearAttentionBackend> Hgrn2<B> {
         let written = forgotten(x.clone(), &self.lower_bound);
         let g = match self.lower_bound {
             Some(_) => (written.clone().neg() + 1.0).clamp_min(LEAST_KEPT).log(),
-            None => log_sigmoid(x),
+            None => ops::log_sigmoid(x, 1.0),
         };
         (g, typed(written, dtype))
     }

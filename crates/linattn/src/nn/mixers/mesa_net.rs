@@ -7,11 +7,10 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, softplus,
 };
-use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::mesa;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{Activation, LinearAttentionBackend, MesaInputs, accumulator, typed};
+use crate::ops::{self, Activation, LinearAttentionBackend, MesaInputs, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -210,7 +209,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MesaNet<B> {
         let zeros = || Tensor::zeros([batch, tokens, self.heads], (&x.device(), q.dtype()));
         let inputs = MesaInputs {
             beta: beta.unwrap_or_else(|| zeros() + 1.0),
-            g: g.map_or_else(zeros, |g| log_gate(g, 1.0)),
+            g: g.map_or_else(zeros, |g| ops::log_sigmoid(g, 1.0)),
             q,
             k,
             v,

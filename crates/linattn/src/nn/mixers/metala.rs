@@ -9,7 +9,6 @@ use crate::nn::layers::{
     INIT_STD, ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
     standardize,
 };
-use crate::nn::log_decay::log_gate;
 use crate::nn::projection::{Projection, project};
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
@@ -175,7 +174,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
             project(&x, projections.map(Projection::plain), &mut past.conv_states);
         let dtype = q.dtype();
         let (q, v) = (split_heads(q, self.heads), split_heads(v, self.heads));
-        let g = split_heads(log_gate(g, self.gate_normalizer), self.heads);
+        let g = split_heads(ops::log_sigmoid(g, self.gate_normalizer), self.heads);
         let k = g.clone().exp().neg() + 1.0;
         let own = self.aug_balance.as_ref().map(|w| {
             let w: Tensor<B, 4> = w.val().reshape([1, 1, self.heads, q.dims()[3]]);

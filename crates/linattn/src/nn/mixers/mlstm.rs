@@ -12,7 +12,6 @@ use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
 use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -222,7 +221,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mlstm<B> {
         let Preactivations { q, k, v, i, f, o } = self.project(x, &mut past.conv_states);
         let heads = |x| split_heads(x, self.heads);
         let log_write = self.capped(accumulator(i));
-        let log_keep = log_sigmoid(self.capped(accumulator(f)));
+        let log_keep = ops::log_sigmoid(self.capped(accumulator(f)), 1.0);
         let asked = Asked { q: heads(q), k: heads(k), v: heads(v), log_write, log_keep };
         let (h, memory) = asked.answer(past.memory.take(), &mut past.conv_states);
         let y = ops::gate(self.multihead_norm.forward(h), o, Activation::Sigmoid);

@@ -14,7 +14,6 @@ use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared};
 use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -193,8 +192,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
         let gates = [&self.igate_preact, &self.fgate_preact].map(Projection::plain);
         let [i, f] = project(&all, gates, &mut past.conv_states).map(accumulator);
         let heads = |x| split_heads(x, self.heads);
-        let asked =
-            Asked { q: heads(q), k: heads(k), v: heads(v), log_write: i, log_keep: log_sigmoid(f) };
+        let asked = Asked {
+            q: heads(q),
+            k: heads(k),
+            v: heads(v),
+            log_write: i,
+            log_keep: ops::log_sigmoid(f, 1.0),
+        };
         let (h, memory) = asked.answer(past.memory.take(), &mut past.conv_states);
         let around = c * typed(self.skip.val(), z.dtype()).unsqueeze::<3>();
         let y = ops::gate(self.multihead_norm.forward(h) + around, z, Activation::Silu);

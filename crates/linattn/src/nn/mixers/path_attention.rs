@@ -8,12 +8,11 @@ use crate::nn::convolution::{
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, l2_normalize, linear, linear_with_bias, split_heads,
 };
-use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::reflections::{PathCache, Tokens, attend};
 use crate::nn::softmax::{check_shared, head_norm, in_pieces, turned};
 use crate::nn::{ConfigError, Cost, DEFAULT_CHUNK, Linear, Shared, check_chunk, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::RmsNorm;
 use burn::tensor::{Tensor, backend::Backend};
@@ -226,7 +225,7 @@ impl<B: LinearAttentionBackend> PathAttention<B> {
             w: accumulator(w),
             // In this order: Burn 0.21 loses strides where a reshape adds dimensions to one token with its heads in front.
             beta: beta.unsqueeze_dim::<4>(3).swap_dims(1, 2),
-            gates: log_gates.map(|gates| log_gate(gates, 1.0).swap_dims(1, 2)),
+            gates: log_gates.map(|gates| ops::log_sigmoid(gates, 1.0).swap_dims(1, 2)),
         }
     }
 }

@@ -13,10 +13,9 @@ use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
 };
-use crate::nn::log_decay::log_gate;
 use crate::nn::projection::Projection;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{Activation, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -200,8 +199,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Titans<B> {
         let of_head = |x| split_heads(accumulator(x), self.heads);
         let rates = Rates {
             theta: of_head(theta),
-            log_eta: log_gate(of_head(eta), 1.0),
-            log_keep: log_gate(of_head(keep), 1.0),
+            log_eta: ops::log_sigmoid(of_head(eta), 1.0),
+            log_keep: ops::log_sigmoid(of_head(keep), 1.0),
         };
         let rows = [q, k, v].map(accumulator);
         let outputs = Piece::all(past.position, tokens, self.mini_batch)

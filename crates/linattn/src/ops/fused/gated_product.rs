@@ -51,6 +51,16 @@ pub(crate) fn softplus<B: LinearAttentionBackend, const D: usize>(x: Tensor<B, D
     typed(gate(x.ones_like(), x, Activation::Softplus), dtype)
 }
 
+/// `ln(sigmoid(x)) / divisor`, in f32 at least, as exact as [`softplus`].
+pub(crate) fn log_sigmoid<B: LinearAttentionBackend, const D: usize>(
+    x: Tensor<B, D>,
+    divisor: f64,
+) -> Tensor<B, D> {
+    let x = accumulator(x);
+    let factor = Tensor::full(x.dims(), -1.0 / divisor, (&x.device(), x.dtype()));
+    gate(factor, x.neg(), Activation::Softplus)
+}
+
 /// `activation(first half) * second half` of the last dimension: `[.., 2 W]` to `[.., W]`.
 /// # Panics
 /// If the width is odd.

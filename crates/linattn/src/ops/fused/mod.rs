@@ -26,7 +26,7 @@ pub(crate) use conv_split::conv_split;
 pub(crate) use conv_state::next_conv_states;
 pub(crate) use cross_entropy::linear_cross_entropy;
 pub(crate) use embedding::{embedding, select_rows};
-pub(crate) use gated_product::{gate, gated_halves, softplus};
+pub(crate) use gated_product::{gate, gated_halves, log_sigmoid, softplus};
 pub use inputs::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, HeadNorm,
     LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack, Rotary,
