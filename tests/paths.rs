@@ -100,6 +100,12 @@ impl Beginning {
 
     /// The first steps of `run` from these weights.
     fn go_on<B: TrainBackend>(&self, run: RunConfig, device: &B::Device, path: Path) -> Run {
+        let _alone = alone();
+        self.go_on_beside::<B>(run, device, path)
+    }
+
+    /// As [`go_on`](Self::go_on), for runs beside one another.
+    fn go_on_beside<B: TrainBackend>(&self, run: RunConfig, device: &B::Device, path: Path) -> Run {
         let desk = Desk::new();
         fs::create_dir_all(desk.path(FIRST)).unwrap();
         fs::write(desk.path(RUN).join("config.toml"), run.to_toml()).unwrap();
@@ -108,10 +114,7 @@ impl Beginning {
             fs::copy(file.path(), desk.path(FIRST).join(file.file_name())).unwrap();
         }
         let job = job(&desk, run, Start::Resume);
-        let outcome = {
-            let _alone = alone();
-            train::<B>(&job, std::slice::from_ref(device)).unwrap()
-        };
+        let outcome = train::<B>(&job, std::slice::from_ref(device)).unwrap();
         assert_eq!(outcome.summary["steps"], STEPS);
         assert_eq!(outcome.summary["path"], path.to_string());
         Run::read(&desk)
@@ -214,9 +217,32 @@ fn hold_on<B: TrainBackend>(device: &B::Device, limits: &Limits) {
     parting.assert_within(limits);
 }
 
+/// One run alone, and so many beside one another in threads of one process.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn gives_the_same_bits<B: TrainBackend>(device: &B::Device, beside: usize) {
+    let beginning = Beginning::new();
+    let _alone = alone();
+    let run = || beginning.go_on_beside::<B>(main_job(&[]), device, Path::Kernels);
+    let first = run();
+    let others: Vec<Run> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..beside).map(|_| scope.spawn(run)).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a run")).collect()
+    });
+    for (n, other) in others.iter().enumerate() {
+        assert!(other.losses == first.losses, "run {n} of {beside} has other losses");
+        assert!(other.last == first.last, "run {n} of {beside} has other weights");
+    }
+}
+
 #[cfg(feature = "wgpu")]
 mod on_wgpu {
     use super::*;
+
+    #[test]
+    fn a_run_has_the_same_bits_alone_and_beside_others() {
+        let Some(device) = crate::support::wgpu() else { return };
+        gives_the_same_bits::<Autodiff<burn::backend::Wgpu>>(&device, 3);
+    }
 
     #[test]
     fn kernels_take_the_steps_of_tensor_operations() {
@@ -233,5 +259,11 @@ mod on_cuda {
     fn kernels_take_the_steps_of_tensor_operations() {
         let Some(device) = crate::support::cuda() else { return };
         hold_on::<Autodiff<burn::backend::Cuda>>(&device, &TF32);
+    }
+
+    #[test]
+    fn a_run_has_the_same_bits_alone_and_beside_others() {
+        let Some(device) = crate::support::cuda() else { return };
+        gives_the_same_bits::<Autodiff<burn::backend::Cuda>>(&device, 16);
     }
 }

@@ -3,8 +3,7 @@
 //!
 //! A run is a pure function of its config on one device: weights, data, order and dropout come from
 //! `(seed, purpose, index)` and nothing that happened to be drawn before, so that a run that was cut
-//! off goes on to the same bits. On GPUs Burn sums up whole tensors by atomic additions, in any order,
-//! and runs of one seed may part in the last bits.
+//! off goes on to the same bits. Gradients, norms and losses are added in a fixed order, on GPUs too.
 #![deny(missing_docs)]
 #![deny(clippy::print_stdout, clippy::print_stderr)] // they panic where nobody reads
 

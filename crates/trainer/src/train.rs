@@ -103,7 +103,7 @@ pub enum TrainError {
     },
     /// The loss or its gradient is no number any more.
     #[error(
-        "the loss is {loss} and the gradient's length {norm} at step {step}: training has diverged; \
+        "the loss is {loss} and the global gradient norm {norm} at step {step}: training has diverged; \
          {kept}. A lower optimizer.learning_rate or a train.clip_norm may help"
     )]
     Diverged {

@@ -583,7 +583,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         if self.logit_soft_cap.is_some() {
             let logits = ops::accumulator(self.logits(hidden));
             let right = log_softmax(logits, 1).gather(1, target.unsqueeze_dim(1));
-            return right.sum() * -scale;
+            return ops::sum_in_order(right) * -scale;
         }
         let (weight, bias) = match &self.lm_head {
             Some(head) => ((head.weight.val(), false), head.bias.as_ref().map(Param::val)),

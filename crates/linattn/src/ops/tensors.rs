@@ -42,6 +42,13 @@ pub(crate) fn each_part<B: Backend, const D: usize>(
     list
 }
 
+/// The sum of all numbers, `[1]`. Burn's own sum of a whole tensor is made of atomic additions on some GPUs, in any
+/// order.
+pub(crate) fn sum_in_order<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
+    let count = x.dims().iter().product();
+    x.reshape([1, count]).sum_dim(1).reshape([1])
+}
+
 /// `ln(1 + e^x)` without an infinity where x is large, in f32 at least. It is as good as the backend's `log1p`, which
 /// shaders make of a logarithm.
 pub(super) fn softplus_in_tensor_ops<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {

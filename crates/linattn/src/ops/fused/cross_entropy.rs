@@ -2,7 +2,7 @@
 
 use super::LinearCrossEntropy;
 use crate::ops::backend::LinearAttentionBackend;
-use crate::ops::tensors::{primitive, tensor};
+use crate::ops::tensors::{primitive, sum_in_order, tensor};
 use crate::ops::{accumulator, typed};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{
@@ -46,5 +46,5 @@ pub(in crate::ops) fn cross_entropy_in_tensor_ops<B: LinearAttentionBackend>(
     }
     let target = Tensor::<B, 1, Int>::from_primitive(x.target).unsqueeze_dim::<2>(1);
     let chosen = log_softmax(logits, 1).gather(1, target);
-    chosen.sum().neg() * x.scale
+    sum_in_order(chosen).neg() * x.scale
 }
