@@ -405,7 +405,7 @@ impl<'a, T: Target> Case<'a, T> {
         &self,
         mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
     ) -> Result<(), Box<dyn Error>> {
-        use conv_split::{Columns, Dims, Head, Inputs, Kind, Types};
+        use conv_split::{Apart, Columns, Dims, Head, Inputs, Kind, Types};
         let head = Some(Head { width: 64, factor: 1.0, epsilon: 1e-6 });
         let conv = |head| Kind::Conv { activation: Activation::Silu, head };
         let columns = [
@@ -434,13 +434,26 @@ impl<'a, T: Target> Case<'a, T> {
                 a_log: Some(&weight),
                 dt_bias: Some(&weight),
                 cu_seqlens,
+                apart: None,
             };
             let d_out = [Some(&weight); 6];
             conv_split::forward(self.client, dims, &columns, inputs, types)?;
             conv_split::backward(self.client, dims, &columns, inputs, &d_out, types)?;
             enter(launched)?;
         }
-        Ok(())
+        let (weights, states) = ([&weight; 3], [&x; 3]);
+        let inputs = Inputs {
+            x: &x,
+            weight: None,
+            bias: None,
+            conv_state: None,
+            a_log: Some(&weight),
+            dt_bias: Some(&weight),
+            cu_seqlens: None,
+            apart: Some(Apart { weights: &weights, biases: &[], conv_states: &states }),
+        };
+        conv_split::step(self.client, Dims { tokens: 1, ..dims }, &columns, inputs, types)?;
+        enter("-step")
     }
 
     fn normalize(&self, width: usize, weighted: bool, gate: Option<Activation>) {

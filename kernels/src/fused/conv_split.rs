@@ -22,6 +22,9 @@
 //! ```text
 //! dx_t = sum_w weight_w dz_{t+W-1-w}     dweight_w = sum_t dz_t seen_{t+w}     dbias = sum_t dz_t
 //! ```
+//! A single token of each sequence ([`step`]) has weights and conv states as layers and states have them, a tensor for each
+//! convolution, and leaves the next conv states, so that a decoded token is one launch.
+//!
 //! Work:   a cube has a chunk of tokens and one part, or some of its heads. A group of `lanes` units goes
 //!         a run of tokens, with the last W - 1 tokens (backward: and their dz) in registers. A team
 //!         within the group has a head, and sums y^2 by shuffles, or through shared memory where
@@ -45,7 +48,7 @@ mod runs;
 #[path = "conv_split_tests.rs"]
 mod tests;
 
-pub use inputs::{Columns, Dims, Head, Inputs, Kind, UNROLLED};
+pub use inputs::{Apart, Columns, Dims, Head, Inputs, Kind, UNROLLED};
 
 use super::column_sums::multiprocessors;
 use crate::buffer::{Buffer, array, buffer, whole};
@@ -112,6 +115,35 @@ pub fn forward<R: Runtime>(
     inputs: Inputs<'_>,
     types: Types,
 ) -> Result<Vec<Buffer>, Refusal> {
+    let form = form(client, dims, columns, &inputs, types, Pass::Forward)?;
+    Ok(Call::new(client, dims, columns, inputs, types, form)?.forward().0)
+}
+
+/// As [`forward`], of one token of each sequence: weights and conv states are [`Apart`], and the next conv states,
+/// `[B, W - 1, width]` of each convolution, come behind the outputs.
+///
+/// # Errors
+/// As [`forward`], and where W is above [`UNROLLED`].
+/// # Panics
+/// As [`forward`], and if there is more than one token, or not a tensor for each convolution.
+pub fn step<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    columns: &[Columns],
+    inputs: Inputs<'_>,
+    types: Types,
+) -> Result<(Vec<Buffer>, Vec<Buffer>), Refusal> {
+    let apart = inputs.apart.expect("tensors of each convolution");
+    let convolutions = columns.iter().filter(|part| part.is_conv()).count();
+    let counts = [apart.weights.len(), apart.biases.len(), apart.conv_states.len()];
+    assert!(
+        counts.iter().all(|count| [0, convolutions].contains(count)),
+        "{counts:?} of {convolutions}"
+    );
+    assert_eq!((dims.tokens, counts[0]), (1, convolutions), "one token, and weights");
+    if dims.window > UNROLLED {
+        return Err(Refusal::Width { name: "window", got: dims.window, most: UNROLLED });
+    }
     let form = form(client, dims, columns, &inputs, types, Pass::Forward)?;
     Ok(Call::new(client, dims, columns, inputs, types, form)?.forward())
 }
@@ -193,9 +225,9 @@ fn check_tensors(dims: Dims, columns: &[Columns], x: &Inputs<'_>) -> Result<(), 
     let decays = columns.iter().filter(|part| part.is_decay()).count();
     assert!(decays <= 1, "one part of log decays");
     let needs = [
-        ("weight", x.weight.is_some(), convolved > 0 && window > 1, convolved > 0),
-        ("bias", x.bias.is_some(), false, convolved > 0),
-        ("conv_state", x.conv_state.is_some(), false, convolved > 0),
+        ("weight", !x.weights().is_empty(), convolved > 0 && window > 1, convolved > 0),
+        ("bias", !x.biases().is_empty(), false, convolved > 0),
+        ("conv_state", !x.conv_states().is_empty(), false, convolved > 0),
         ("a_log", x.a_log.is_some(), decays > 0, decays > 0),
         ("dt_bias", x.dt_bias.is_some(), decays > 0, decays > 0),
     ];
@@ -270,14 +302,19 @@ impl<'a, R: Runtime> Call<'a, R> {
         Ok(Self { client, dims, columns, x, types, form, chunks, cubes })
     }
 
-    /// The outputs of all parts.
-    fn forward(&self) -> Vec<Buffer> {
+    /// The outputs of all parts, and the next conv states where weights are apart.
+    fn forward(&self) -> (Vec<Buffer>, Vec<Buffer>) {
         let Self { client, dims, columns, types, .. } = *self;
         let new = |part: &Columns| {
             let dtype = if part.is_gate() { F32 } else { types.rows };
             buffer(client, &[dims.batch, dims.tokens, part.width], dtype)
         };
         let out: Vec<Buffer> = columns.iter().map(new).collect();
+        let kept =
+            |part: &Columns| buffer(client, &[dims.batch, dims.window - 1, part.width], types.rows);
+        let leaves = self.x.apart.is_some() && dims.window > 1;
+        let convolutions = columns.iter().filter(|part| leaves && part.is_conv());
+        let next: Vec<Buffer> = convolutions.map(kept).collect();
         let of = |gates: bool| {
             let parts = columns.iter().zip(&out).filter(move |(part, _)| part.is_gate() == gates);
             parts.map(|(_, buffer)| whole(buffer))
@@ -292,13 +329,14 @@ impl<'a, R: Runtime> Call<'a, R> {
                 CubeDim::new_1d(UNITS as u32),
                 self.operands(),
                 RowsAndGatesLaunch::new(of(false).collect(), of(true).collect()),
+                next.iter().map(whole).collect(),
                 self.sizes(),
                 self.form.clone(),
                 [types.rows, types.weights],
                 self.form.vector,
             );
         }
-        out
+        (out, next)
     }
 
     /// Gradients of every input, in one launch or two.
@@ -355,7 +393,14 @@ impl<'a, R: Runtime> Call<'a, R> {
         let numbers = self.form.has_numbers();
         let (rates, steps) = self.decays().unwrap_or((0, 0));
         let of = |handle: Option<&Handle>, len: usize| handle.map(|handle| array(handle, len));
-        let conv_state = self.x.conv_state.filter(|_| window > 1);
+        let widths: Vec<usize> = match self.x.apart {
+            Some(_) => self.columns.iter().filter(|part| part.is_conv()).map(|c| c.width).collect(),
+            None => vec![convolved],
+        };
+        let of_convolutions = |handles: Vec<&Handle>, rows: usize| {
+            let each = handles.into_iter().zip(&widths).filter(|_| rows > 0);
+            each.map(|(handle, width)| array(handle, rows * width)).collect::<Vec<_>>()
+        };
         let before = self.x.sequences(self.dims) * (window - 1);
         let table = self.chunks.table.as_ref().map(|table| {
             let handle = self.client.create_from_slice(u32::as_bytes(table));
@@ -364,9 +409,9 @@ impl<'a, R: Runtime> Call<'a, R> {
         OperandsLaunch::new(
             array(self.x.x, all),
             numbers.then(|| array(self.x.x, all)).into_iter().collect(),
-            of(self.x.weight, window * convolved).into_iter().collect(),
-            of(self.x.bias, convolved).into_iter().collect(),
-            of(conv_state, before * convolved).into_iter().collect(),
+            of_convolutions(self.x.weights(), window).into_iter().collect(),
+            of_convolutions(self.x.biases(), 1).into_iter().collect(),
+            of_convolutions(self.x.conv_states(), before).into_iter().collect(),
             of(self.x.a_log, rates).into_iter().collect(),
             of(self.x.dt_bias, steps).into_iter().collect(),
             table.into_iter().collect(),

@@ -103,6 +103,34 @@ impl Case {
         (!self.lengths.is_empty()).then(|| std::iter::once(0).chain(ends).collect())
     }
 
+    /// The columns of each convolution, of rows of all of them.
+    fn apart(&self, rows: &[f64]) -> Vec<Vec<f64>> {
+        let mut first = 0;
+        let convolutions = self.columns.iter().filter(|part| part.is_conv());
+        let mut part = |part: &Columns| {
+            let columns = first..first + part.width;
+            first = columns.end;
+            let rows = rows.chunks(self.convolved());
+            rows.flat_map(|row| row[columns.clone()].to_vec()).collect()
+        };
+        convolutions.map(&mut part).collect()
+    }
+
+    /// The conv state after one token of each sequence.
+    fn next_conv_state(&self, of: &Tensors) -> Vec<f64> {
+        let (before, c) = (self.dims.window - 1, self.convolved());
+        let mut next = vec![];
+        for (b, x) in of.x.chunks(self.all()).enumerate() {
+            let mut seen = match self.has_conv_state {
+                true => of.conv_state[b * before * c..][..before * c].to_vec(),
+                false => vec![0.0; before * c],
+            };
+            seen.extend(&x[..c]);
+            next.extend(&seen[c..]);
+        }
+        next
+    }
+
     fn draw(&self, rows: Rows, weights: Rows) -> Tensors {
         let Dims { batch, tokens, window } = self.dims;
         let mut rng = Rng::named(5, "projection");
@@ -445,6 +473,7 @@ impl<R: Runtime> Sandbox<'_, R> {
             a_log: a_log.as_ref(),
             dt_bias: dt_bias.as_ref(),
             cu_seqlens: cu_seqlens.as_deref(),
+            apart: None,
         };
         let types = Types { rows: rows.dtype(), weights: weights.dtype() };
         let columns = &case.columns;
@@ -465,7 +494,7 @@ impl<R: Runtime> Sandbox<'_, R> {
                 let form = |pass| Form::new(case.dims, columns, &inputs, pass, widest, false);
                 let call = |pass| Call::new(client, case.dims, columns, inputs, types, form(pass));
                 (
-                    call(Pass::Forward).map(|call| call.forward()),
+                    call(Pass::Forward).map(|call| call.forward().0),
                     call(Pass::Backward { given: &given }).and_then(|call| call.backward(&d_y)),
                 )
             }
@@ -481,6 +510,59 @@ impl<R: Runtime> Sandbox<'_, R> {
             dt_bias: get(&d.dt_bias),
         };
         (out.iter().map(|buffer| self.get(buffer)).collect(), gradients)
+    }
+
+    /// Outputs and next conv states of one token, from tensors of each convolution by itself.
+    fn step(&self, case: &Case, of: &Tensors) -> [Vec<Vec<f64>>; 2] {
+        let Self { client, rows, weights } = *self;
+        let put = |kind: Rows, values: &[f64]| -> Vec<Handle> {
+            let parts = case.apart(values);
+            parts.iter().filter_map(|part| self.put(kind, part)).collect()
+        };
+        let (weight, bias) = (put(weights, &of.weight), put(weights, &of.bias));
+        let conv_state = put(rows, &of.conv_state);
+        let each = [&weight, &bias, &conv_state].map(|handles| handles.iter().collect::<Vec<_>>());
+        let [weights_of, biases_of, conv_states_of] = &each;
+        let [x, a_log, dt_bias] = [(rows, &of.x), (weights, &of.a_log), (weights, &of.dt_bias)]
+            .map(|(kind, values)| self.put(kind, values));
+        let inputs = Inputs {
+            x: x.as_ref().expect("x"),
+            weight: None,
+            bias: None,
+            conv_state: None,
+            a_log: a_log.as_ref(),
+            dt_bias: dt_bias.as_ref(),
+            cu_seqlens: None,
+            apart: Some(Apart {
+                weights: weights_of,
+                biases: biases_of,
+                conv_states: conv_states_of,
+            }),
+        };
+        let types = Types { rows: rows.dtype(), weights: weights.dtype() };
+        let (out, next) =
+            super::step(client, case.dims, &case.columns, inputs, types).expect("a step");
+        [out, next].map(|buffers| buffers.iter().map(|buffer| self.get(buffer)).collect())
+    }
+
+    fn step_is_right(&self, case: &Case) {
+        let of = case.draw(self.rows, self.weights);
+        let (want, _) = case.run(&of, None);
+        let [got, next] = self.step(case, &of);
+        let what = format!("{case:?}, {:?}", self.rows);
+        for (n, (want, got)) in want.iter().zip(&got).enumerate() {
+            let gate = case.columns[n].is_gate();
+            let limit = if gate || self.rows == Rows::F32 { LIMIT_F32 } else { LIMIT_HALF };
+            assert_close(&format!("part {n} of {what}"), want, got, limit);
+        }
+        let want = case.apart(&case.next_conv_state(&of));
+        assert_eq!(
+            next.iter().map(Vec::len).sum::<usize>(),
+            want.iter().map(Vec::len).sum::<usize>()
+        );
+        for (n, (want, got)) in want.iter().zip(&next).enumerate() {
+            assert_eq!(want, got, "the conv state of part {n} of {what}");
+        }
     }
 
     fn is_right(&self, case: &Case, widest: Option<usize>) {
@@ -604,6 +686,19 @@ macro_rules! each_kernel {
         }
 
         #[test]
+        fn single_tokens_with_tensors_of_each_convolution_are_right() {
+            on_devices(|sandbox| {
+                let steps = cases().into_iter().filter(|case| case.weighted);
+                for case in steps.filter(|case| case.dims.window <= UNROLLED) {
+                    let dims = Dims { batch: 3, tokens: 1, ..case.dims };
+                    let case = Case { dims, lengths: vec![], ..case };
+                    sandbox.step_is_right(&case);
+                    sandbox.step_is_right(&Case { has_conv_state: false, biased: true, ..case });
+                }
+            });
+        }
+
+        #[test]
         fn the_same_inputs_give_the_same_bits() {
             on_devices(|sandbox| {
                 let case = Case { biased: true, ..mixer() };
@@ -624,7 +719,8 @@ macro_rules! each_kernel {
 fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let x = client.create_from_slice(&[0; 16]);
     let (weight, bias, conv_state, a_log, dt_bias) = (None, None, None, None, None);
-    let inputs = Inputs { x: &x, weight, bias, conv_state, a_log, dt_bias, cu_seqlens: None };
+    let inputs =
+        Inputs { x: &x, weight, bias, conv_state, a_log, dt_bias, cu_seqlens: None, apart: None };
     let f32 = Rows::F32.dtype();
     let types = Types { rows: f32, weights: f32 };
     let dims = Dims { batch: 1, tokens: 1, window: 1 };

@@ -9,7 +9,7 @@ use super::convolution::{ConvStateList, ShortConvolution};
 use super::log_decay::LogDecayParams;
 use super::lora::add_side_by_side;
 use crate::ops::{
-    self, Activation, Column, ColumnKind, ConvSplit, HeadNorm, LinearAttentionBackend,
+    self, Activation, Column, ColumnKind, ConvSplit, ConvStep, HeadNorm, LinearAttentionBackend,
     QuantizedMatrix, SequenceLengths,
 };
 use burn::module::Param;
@@ -126,9 +126,15 @@ fn packed<B: LinearAttentionBackend>(
     let columns: Vec<Column> = sorted.iter().map(|p| p.column()).collect();
     let linears: Vec<_> = sorted.iter().map(|p| p.linear).collect();
     let y = packed_product(x, &linears, padding(&columns))?;
-    let convolution = packed_convolution(&y, &sorted, conv_states);
+    let convolutions = Convolutions::of(&sorted, conv_states);
     let decay = sorted.iter().find_map(|p| p.decay.clone());
-    let outputs = Split { y, columns, convolution, decay }.outputs();
+    let outputs = match convolutions.step(&y, &columns, &decay, conv_states) {
+        Some(outputs) => outputs,
+        None => {
+            let convolution = convolutions.packed(&y, conv_states);
+            Split { y, columns, convolution, decay }.outputs()
+        }
+    };
     let mut sorted: Vec<_> = order.into_iter().zip(outputs).collect();
     sorted.sort_by_key(|(place, _)| *place);
     Some(sorted.into_iter().map(|(_, output)| output).collect())
@@ -182,27 +188,79 @@ fn packed_bias<'a, B: LinearAttentionBackend>(
     Some(ops::pack(biases.map(row).collect(), padding, dtype).squeeze_dim(0))
 }
 
-/// The convolutions of the first columns of `y` as one, where there are any.
-fn packed_convolution<B: LinearAttentionBackend>(
-    y: &Tensor<B, 3>,
-    projections: &[&Projection<'_, B>],
-    conv_states: &mut ConvStateList<B>,
-) -> Option<Convolution<B>> {
-    let convolutions: Vec<_> = projections.iter().filter_map(|p| p.convolution).collect();
-    let [window, _] = convolutions.first()?.weight.dims();
-    let widths: Vec<usize> = convolutions.iter().map(|c| c.weight.dims()[1]).collect();
-    let before: Vec<_> = convolutions.iter().filter_map(|_| conv_states.draw()).collect();
-    let lengths = conv_states.lengths().cloned();
-    conv_states.leave(y, window, &widths, &before);
-    let weights: Vec<_> = convolutions.iter().map(|c| c.weight.val()).collect();
-    let dtype = weights[0].dtype();
-    let biases = convolutions.iter().map(|c| (c.bias.as_ref(), c.weight.dims()[1]));
-    Some(Convolution {
-        bias: packed_bias(biases, 0, dtype),
-        weight: ops::pack(weights, 0, dtype),
-        conv_state: (!before.is_empty()).then(|| side_by_side(before, y.dtype())),
-        lengths,
-    })
+/// The convolutions of the first columns of a packed projection, and the conv states before its tokens.
+struct Convolutions<'a, B: Backend> {
+    layers: Vec<&'a ShortConvolution<B>>,
+    before: Vec<Tensor<B, 3>>,
+}
+
+impl<'a, B: LinearAttentionBackend> Convolutions<'a, B> {
+    fn of(projections: &[&Projection<'a, B>], conv_states: &mut ConvStateList<B>) -> Self {
+        let layers: Vec<_> = projections.iter().filter_map(|p| p.convolution).collect();
+        let before = layers.iter().filter_map(|_| conv_states.draw()).collect();
+        Self { layers, before }
+    }
+
+    /// All outputs of a single token in one launch; nothing where this backend has none, or there are no convolutions.
+    fn step(
+        &self,
+        y: &Tensor<B, 3>,
+        columns: &[Column],
+        decay: &Option<LogDecayParams<B>>,
+        conv_states: &mut ConvStateList<B>,
+    ) -> Option<Vec<Tensor<B, 3>>> {
+        let biases: Vec<_> = self.layers.iter().filter_map(|c| c.bias.as_ref()).collect();
+        let alike = biases.is_empty() || biases.len() == self.layers.len();
+        let single = y.dims()[1] == 1 && conv_states.lengths().is_none();
+        if self.layers.is_empty() || !alike || !single {
+            return None;
+        }
+        let (asked, columns) = (columns.len(), padded(columns, y.dims()[2]));
+        let [mut outputs, next] = ops::conv_step::<B>(&ConvStep {
+            x: inside(y.clone()),
+            weights: self.layers.iter().map(|c| inside(c.weight.val())).collect(),
+            biases: biases.into_iter().map(|bias| inside(bias.val())).collect(),
+            conv_states: self.before.iter().cloned().map(inside).collect(),
+            a_log: decay.as_ref().map(|decay| inside(decay.a_log.clone())),
+            dt_bias: decay.as_ref().map(|decay| inside(decay.dt_bias.clone())),
+            columns,
+        })?;
+        next.into_iter().for_each(|state| conv_states.push(state));
+        outputs.truncate(asked);
+        Some(outputs)
+    }
+
+    /// All of them as one, where there are any.
+    fn packed(
+        self,
+        y: &Tensor<B, 3>,
+        conv_states: &mut ConvStateList<B>,
+    ) -> Option<Convolution<B>> {
+        let Self { layers, before } = self;
+        let [window, _] = layers.first()?.weight.dims();
+        let widths: Vec<usize> = layers.iter().map(|c| c.weight.dims()[1]).collect();
+        let lengths = conv_states.lengths().cloned();
+        conv_states.leave(y, window, &widths, &before);
+        let weights: Vec<_> = layers.iter().map(|c| c.weight.val()).collect();
+        let dtype = weights[0].dtype();
+        let biases = layers.iter().map(|c| (c.bias.as_ref(), c.weight.dims()[1]));
+        Some(Convolution {
+            bias: packed_bias(biases, 0, dtype),
+            weight: ops::pack(weights, 0, dtype),
+            conv_state: (!before.is_empty()).then(|| side_by_side(before, y.dtype())),
+            lengths,
+        })
+    }
+}
+
+/// `columns`, and those that are left of `all` as padding.
+fn padded(columns: &[Column], all: usize) -> Vec<Column> {
+    let mut columns = columns.to_vec();
+    let padding = all - columns.iter().map(|column| column.width).sum::<usize>();
+    if padding > 0 {
+        columns.push(Column { width: padding, kind: ColumnKind::Copy });
+    }
+    columns
 }
 
 /// Linear layers of one input, for a single token: neighbours whose weights are kept alike as one product. Nothing
@@ -304,12 +362,9 @@ pub(crate) struct Split<B: Backend> {
 impl<B: LinearAttentionBackend> Split<B> {
     /// `[B, T, width]` for each entry of `columns`.
     pub(crate) fn outputs(self) -> Vec<Tensor<B, 3>> {
-        let Self { y, mut columns, convolution, decay } = self;
+        let Self { y, columns, convolution, decay } = self;
         let (dtype, asked) = (y.dtype(), columns.len());
-        let padding = y.dims()[2] - columns.iter().map(|column| column.width).sum::<usize>();
-        if padding > 0 {
-            columns.push(Column { width: padding, kind: ColumnKind::Copy });
-        }
+        let columns = padded(&columns, y.dims()[2]);
         let (weight, bias, conv_state, lengths) = match convolution {
             Some(Convolution { weight, bias, conv_state, lengths }) => {
                 (Some(weight), bias, conv_state, lengths)

@@ -2,9 +2,9 @@
 //! and give.
 
 pub use super::fused::{
-    Activation, Column, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, HeadNorm,
-    LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization, Pack, Rotary,
-    SelectiveScan, SlstmRecurrence, TttLinear,
+    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
+    GatedProduct, HeadNorm, LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization,
+    Pack, Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
 };
 pub use super::halving::{Scan, ScanField};
 pub use super::pass::{BackwardPass, Pass};
@@ -126,6 +126,12 @@ pub trait LinearAttentionBackend: Backend {
     /// The next states of convolutions in one piece, `[B, W - 1, C_i]` each: None where this backend has no such
     /// piece for these tensors. No gradient flows through it.
     fn conv_states(_x: &ConvStates<FloatTensor<Self>>) -> Option<Vec<FloatTensor<Self>>> {
+        None
+    }
+
+    /// A single token's convolutions and their next states in one piece: None where this backend has no such piece for
+    /// these tensors. No gradient flows through it.
+    fn conv_step(_x: &ConvStep<FloatTensor<Self>>) -> Option<ConvStepOutputs<FloatTensor<Self>>> {
         None
     }
 

@@ -2,8 +2,9 @@
 
 use super::parts::{Form, Part};
 use super::runs::{
-    Operands, Place, RowsAndGates, Sizes, activated, add_across, convolved, in_part, in_x, inside,
-    load, look_back, move_on, number, place, put, rate_and_bias, softplus, store, taps,
+    Operands, Place, RowsAndGates, Sizes, activated, add_across, convolved, in_conv_state, in_part,
+    in_x, inside, load, look_back, move_on, number, place, put, rate_and_bias, softplus, store,
+    taps,
 };
 use crate::rowwise::{Activation, activate};
 use cubecl::prelude::*;
@@ -13,6 +14,7 @@ use cubecl::prelude::*;
 pub(super) fn split_columns<F: Float, G: Float, N: Size>(
     x: &Operands<F, G, N>,
     y: &mut RowsAndGates<F, N>,
+    next: &mut Sequence<Array<Vector<F, N>>>,
     sizes: &Sizes,
     #[comptime] form: Form,
     #[define(F, G)] _types: [StorageType; 2],
@@ -31,7 +33,7 @@ pub(super) fn split_columns<F: Float, G: Float, N: Size>(
                     gates_forward::<F, G, N>(x, y.gates.index_mut(tensor), &at, part);
                 } else {
                     let y = y.rows.index_mut(tensor);
-                    rows_forward::<F, G, N>(x, y, &mut shared, &at, part);
+                    rows_forward::<F, G, N>(x, y, next, &mut shared, &at, part);
                 }
             }
         }
@@ -43,6 +45,7 @@ pub(super) fn split_columns<F: Float, G: Float, N: Size>(
 fn rows_forward<F: Float, G: Float, N: Size>(
     x: &Operands<F, G, N>,
     y: &mut Array<Vector<F, N>>,
+    next: &mut Sequence<Array<Vector<F, N>>>,
     shared: &mut SharedMemory<f32>,
     at: &Place,
     #[comptime] part: Part,
@@ -79,7 +82,36 @@ fn rows_forward<F: Float, G: Float, N: Size>(
                 store::<F, N>(y, in_part(at, token, part), &values, comptime!(j * own), at, part);
             }
         }
+        if comptime!(part.apart.is_some()) {
+            keep_last::<F, N>(next, &seen, first < at.end, at, part);
+        }
         move_on(&mut seen, tile, part);
+    }
+}
+
+/// Leaves the conv state after the one token of a sequence, the first of the tile: what is seen but for the oldest.
+#[cube]
+fn keep_last<F: Float, N: Size>(
+    next: &mut Sequence<Array<Vector<F, N>>>,
+    seen: &Array<f32>,
+    there: bool,
+    at: &Place,
+    #[comptime] part: Part,
+) {
+    if there {
+        let own = comptime!(part.own());
+        #[unroll]
+        for w in 0..comptime!(part.before()) {
+            let next = next.index_mut(comptime!(part.own_tensor()));
+            store::<F, N>(
+                next,
+                in_conv_state(at, w, part),
+                seen,
+                comptime!((w + 1) * own),
+                at,
+                part,
+            );
+        }
     }
 }
 

@@ -66,7 +66,7 @@ pub struct Columns {
 pub struct Inputs<'a> {
     /// The packed projection.
     pub x: &'a Handle,
-    /// Weights of the convolution; without them z is x, plus the bias if there is one.
+    /// Weights of the convolution; without them z is x, plus the bias if there is one, unless they are `apart`.
     pub weight: Option<&'a Handle>,
     /// Bias of the convolution.
     pub bias: Option<&'a Handle>,
@@ -78,9 +78,39 @@ pub struct Inputs<'a> {
     pub dt_bias: Option<&'a Handle>,
     /// N + 1 offsets, from 0 to T: where sequences of lengths of their own begin and end in the one row.
     pub cu_seqlens: Option<&'a [usize]>,
+    /// In the place of `weight`, `bias` and `conv_state`: those of each convolution by itself.
+    pub apart: Option<Apart<'a>>,
 }
 
-impl Inputs<'_> {
+/// Tensors of each convolution by itself, as layers and states have them, for single tokens: [`step`](super::step).
+/// There are as many of each as parts of the kind `Conv`, or none.
+#[derive(Debug, Clone, Copy)]
+pub struct Apart<'a> {
+    /// `[W, width]`; at least one.
+    pub weights: &'a [&'a Handle],
+    /// `[width]`.
+    pub biases: &'a [&'a Handle],
+    /// `[B, W - 1, width]`; zeros if there are none.
+    pub conv_states: &'a [&'a Handle],
+}
+
+impl<'a> Inputs<'a> {
+    /// Weights: one tensor of all convolutions, or one of each.
+    pub(super) fn weights(&self) -> Vec<&'a Handle> {
+        self.apart.map_or_else(|| self.weight.into_iter().collect(), |apart| apart.weights.to_vec())
+    }
+
+    /// Biases, likewise.
+    pub(super) fn biases(&self) -> Vec<&'a Handle> {
+        self.apart.map_or_else(|| self.bias.into_iter().collect(), |apart| apart.biases.to_vec())
+    }
+
+    /// Conv states, likewise.
+    pub(super) fn conv_states(&self) -> Vec<&'a Handle> {
+        let together = || self.conv_state.into_iter().collect();
+        self.apart.map_or_else(together, |apart| apart.conv_states.to_vec())
+    }
+
     /// N, or B where every row is a sequence.
     pub(super) fn sequences(&self, dims: Dims) -> usize {
         self.cu_seqlens.map_or(dims.batch, |cu_seqlens| cu_seqlens.len() - 1)

@@ -83,6 +83,8 @@ pub(super) struct Part {
     pub weighted: bool,
     pub biased: bool,
     pub has_conv_state: bool,
+    /// Number of this convolution, where each has weights and a conv state of its own and leaves the next.
+    pub apart: Option<usize>,
     /// Whether sequences have lengths of their own.
     pub varlen: bool,
     /// Whether planes can add up.
@@ -131,6 +133,19 @@ impl Part {
 
     pub fn is_decay(&self) -> bool {
         matches!(self.role, Role::Decay { .. })
+    }
+
+    /// Which of the weights, and of the conv states, is this convolution's.
+    pub fn own_tensor(&self) -> usize {
+        self.apart.unwrap_or(0)
+    }
+
+    /// The part's first column in its weights and conv states, and how many columns they have.
+    pub fn in_tensor(&self) -> (usize, usize) {
+        match self.apart {
+            Some(_) => (0, self.width),
+            None => (self.first, self.convolved),
+        }
     }
 
     /// Columns of a unit.
@@ -246,12 +261,13 @@ impl Form {
         let mut first = 0;
         for (n, part) in columns.iter().enumerate() {
             let shared_out = form.part(dims, part, first, x, planes);
+            let apart = (x.apart.is_some() && part.is_conv()).then_some(n);
             let tensor = match pass {
                 Pass::Forward => Some(nth(columns, n, &[])),
                 Pass::Backward { given } => given[n].then(|| nth(columns, n, given)),
             };
             form.slots += shared_out.slots;
-            form.parts.push(Part { tensor, ..shared_out });
+            form.parts.push(Part { tensor, apart, ..shared_out });
             first += part.width;
         }
         form.finish(x);
@@ -297,9 +313,10 @@ impl Form {
             all_slots: 0,
             tensor: None,
             window,
-            weighted: conv && x.weight.is_some(),
-            biased: conv && x.bias.is_some(),
-            has_conv_state: conv && window > 1 && x.conv_state.is_some(),
+            weighted: conv && !x.weights().is_empty(),
+            biased: conv && !x.biases().is_empty(),
+            has_conv_state: conv && window > 1 && !x.conv_states().is_empty(),
+            apart: None,
             varlen: x.cu_seqlens.is_some(),
             planes,
             numbers: self.vector > 1,
@@ -334,8 +351,11 @@ impl Form {
 
     /// Tensors of a launch, at most.
     pub fn bindings(&self, x: &Inputs<'_>) -> usize {
-        let inputs =
-            [x.weight, x.bias, x.conv_state, x.a_log, x.dt_bias].into_iter().flatten().count();
+        let rates = [x.a_log, x.dt_bias].into_iter().flatten().count();
+        let convolutions =
+            [x.weights(), x.biases(), x.conv_states()].iter().map(Vec::len).sum::<usize>();
+        let next = x.apart.map_or(0, |apart| apart.weights.len());
+        let inputs = rates + convolutions + next;
         let views = 1 + usize::from(self.has_numbers());
         let gradients = if self.backward { views + 2 } else { 0 };
         let table = usize::from(x.cu_seqlens.is_some());

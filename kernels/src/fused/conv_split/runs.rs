@@ -217,9 +217,9 @@ pub(super) fn in_part(at: &Place, token: usize, #[comptime] part: Part) -> usize
 /// The vector of the conv state at which the unit's columns of its token `n` begin.
 #[cube]
 pub(super) fn in_conv_state(at: &Place, n: usize, #[comptime] part: Part) -> usize {
-    let row =
-        (at.sequence * comptime!(part.before()) + n) * comptime!(part.convolved / part.vector);
-    row + (at.column + comptime!(part.first)) / comptime!(part.vector)
+    let (first, columns) = comptime!(part.in_tensor());
+    let row = (at.sequence * comptime!(part.before()) + n) * comptime!(columns / part.vector);
+    row + (at.column + first) / comptime!(part.vector)
 }
 
 /// The unit's weights, `[W, own]`, and biases.
@@ -239,18 +239,20 @@ pub(super) fn taps<F: Float, G: Float, N: Size>(
     let own = comptime!(part.own());
     let mut weight = Array::<f32>::new(comptime!(part.window * own));
     let mut bias = Array::<f32>::new(own);
-    let column = (at.column + comptime!(part.first)) / comptime!(part.vector);
+    let (first, columns) = comptime!(part.in_tensor());
+    let tensor = comptime!(part.own_tensor());
+    let column = (at.column + first) / comptime!(part.vector);
     if comptime!(part.weighted) {
         let unrolled = comptime!(part.written_out());
         #[unroll(unrolled)]
         for w in 0..comptime!(part.window) {
-            let start = column + w * comptime!(part.convolved / part.vector);
-            let row = load::<G, N>(x.weight.index(0usize), start, true, at, part);
+            let start = column + w * comptime!(columns / part.vector);
+            let row = load::<G, N>(x.weight.index(tensor), start, true, at, part);
             put(&mut weight, w, &row, own);
         }
     }
     if comptime!(part.biased) {
-        let row = load::<G, N>(x.bias.index(0usize), column, true, at, part);
+        let row = load::<G, N>(x.bias.index(tensor), column, true, at, part);
         put(&mut bias, 0usize, &row, own);
     }
     Taps { weight, bias }
@@ -277,7 +279,8 @@ pub(super) fn look_back<F: Float, G: Float, N: Size>(
             // One of the two is zeros.
             let there = position < before;
             let start = in_conv_state(at, min(position, comptime!(before - 1)), part);
-            let conv_state = load::<F, N>(x.conv_state.index(0usize), start, there, at, part);
+            let tensor = comptime!(part.own_tensor());
+            let conv_state = load::<F, N>(x.conv_state.index(tensor), start, there, at, part);
             #[unroll]
             for i in 0..own {
                 row[i] += conv_state[i];

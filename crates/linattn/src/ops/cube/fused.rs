@@ -5,8 +5,8 @@ use super::linear;
 use super::rows::{entries_of, joined, rows_of, scaled, sum};
 use crate::ops::SequenceLengths;
 use crate::ops::fused::{
-    Activation, ColumnKind, ConvSplit, ConvStates, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Measure, Normalization, Pack, Rotary,
+    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
+    GatedProduct, LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Rotary,
 };
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::{DType, Shape};
@@ -224,8 +224,8 @@ impl<R: CubeRuntime> Saved<R> {
 }
 
 /// The parts of a packed projection, in the kernels' words.
-fn parts<R: CubeRuntime>(x: &ConvSplit<CubeTensor<R>>) -> Vec<conv::Columns> {
-    let heads = x.a_log.as_ref().map_or(1, |a_log| a_log.meta.shape()[0]);
+fn parts<R: CubeRuntime>(columns: &[Column], a_log: &Option<CubeTensor<R>>) -> Vec<conv::Columns> {
+    let heads = a_log.as_ref().map_or(1, |a_log| a_log.meta.shape()[0]);
     let kind = |kind: ColumnKind| match kind {
         ColumnKind::Conv { activation, norm } => conv::Kind::Conv {
             activation: activation.map_or(rowwise::Activation::Identity, Into::into),
@@ -239,8 +239,7 @@ fn parts<R: CubeRuntime>(x: &ConvSplit<CubeTensor<R>>) -> Vec<conv::Columns> {
         ColumnKind::Beta { scale } => conv::Kind::Beta { scale },
         ColumnKind::LogDecay => conv::Kind::LogDecay { heads },
     };
-    let part = |c: &crate::ops::Column| conv::Columns { width: c.width, kind: kind(c.kind) };
-    x.columns.iter().map(part).collect()
+    columns.iter().map(|c| conv::Columns { width: c.width, kind: kind(c.kind) }).collect()
 }
 
 fn output_type(kind: ColumnKind, rows: DType) -> DType {
@@ -259,6 +258,7 @@ fn conv_inputs<R: CubeRuntime>(x: &ConvSplit<CubeTensor<R>>) -> conv::Inputs<'_>
         a_log: handle(&x.a_log),
         dt_bias: handle(&x.dt_bias),
         cu_seqlens: x.lengths.as_ref().map(SequenceLengths::cu_seqlens),
+        apart: None,
     }
 }
 
@@ -278,10 +278,10 @@ pub(super) fn conv_split<R: CubeRuntime>(
     let window = x.weight.as_ref().map_or(1, |weight| weight.meta.shape()[0]);
     let dims = conv::Dims { batch, tokens, window };
     let types = conv::Types { rows: dtype.into(), weights: weights.into() };
-    let columns = parts(&x);
+    let columns = parts(&x.columns, &x.a_log);
     let client = x.x.client.clone();
     let done = conv::forward(&client, dims, &columns, conv_inputs(&x), types).ok()?;
-    let output = |(buffer, column): (Buffer, &crate::ops::Column)| {
+    let output = |(buffer, column): (Buffer, &Column)| {
         let shape = Shape::from([batch, tokens, column.width]);
         shaped(&x.x, buffer, shape, output_type(column.kind, dtype))
     };
@@ -290,6 +290,59 @@ pub(super) fn conv_split<R: CubeRuntime>(
         Box::new(move |gradients, _| conv_split_backward(x, dims, types, gradients))
     });
     Some(CubePass { outputs, backward })
+}
+
+pub(super) fn conv_step<R: CubeRuntime>(
+    x: &ConvStep<CubeTensor<R>>,
+) -> Option<ConvStepOutputs<CubeTensor<R>>> {
+    let all = |tensors: &[CubeTensor<R>]| tensors.iter().cloned().map(flat).collect::<Vec<_>>();
+    let [weights, biases, states] =
+        [&x.weights, &x.biases, &x.conv_states].map(|tensors| all(tensors));
+    let [a_log, dt_bias] = [&x.a_log, &x.dt_bias].map(|tensor| tensor.clone().map(flat));
+    let packed = flat(x.x.clone());
+    let dtype = packed.dtype;
+    let of_weights = one_type(
+        &weights
+            .iter()
+            .chain(&biases)
+            .chain(&a_log)
+            .chain(&dt_bias)
+            .cloned()
+            .map(Some)
+            .collect::<Vec<_>>(),
+    )?;
+    if !is_float(dtype) || states.iter().any(|state| state.dtype != dtype) {
+        return None;
+    }
+    let (batch, window) = (packed.meta.shape()[0], weights.first()?.meta.shape()[0]);
+    let handles =
+        [&weights, &biases, &states].map(|t| t.iter().map(|t| &t.handle).collect::<Vec<_>>());
+    let [weights, biases, conv_states] = &handles;
+    let inputs = conv::Inputs {
+        x: &packed.handle,
+        weight: None,
+        bias: None,
+        conv_state: None,
+        a_log: handle(&a_log),
+        dt_bias: handle(&dt_bias),
+        cu_seqlens: None,
+        apart: Some(conv::Apart { weights, biases, conv_states }),
+    };
+    let dims = conv::Dims { batch, tokens: 1, window };
+    let types = conv::Types { rows: dtype.into(), weights: of_weights.into() };
+    let columns = parts(&x.columns, &a_log);
+    let (outputs, next) = conv::step(&packed.client, dims, &columns, inputs, types).ok()?;
+    let output = |(buffer, column): (Buffer, &Column)| {
+        let shape = Shape::from([batch, 1, column.width]);
+        shaped(&packed, buffer, shape, output_type(column.kind, dtype))
+    };
+    let state = |(buffer, column): (Buffer, &Column)| {
+        shaped(&packed, buffer, Shape::from([batch, window - 1, column.width]), dtype)
+    };
+    Some(ConvStepOutputs {
+        outputs: outputs.into_iter().zip(&x.columns).map(output).collect(),
+        conv_states: next.into_iter().zip(&x.columns).map(state).collect(),
+    })
 }
 
 fn conv_split_backward<R: CubeRuntime>(
@@ -305,8 +358,15 @@ fn conv_split_backward<R: CubeRuntime>(
         .map(|(d, column)| d.map(|d| as_given(d, output_type(column.kind, rows))))
         .collect();
     let d_out: Vec<Option<&Handle>> = given.iter().map(handle).collect();
-    let done = conv::backward(&x.x.client, dims, &parts(&x), conv_inputs(&x), &d_out, types)
-        .expect("the forward pass took these sizes and types");
+    let done = conv::backward(
+        &x.x.client,
+        dims,
+        &parts(&x.columns, &x.a_log),
+        conv_inputs(&x),
+        &d_out,
+        types,
+    )
+    .expect("the forward pass took these sizes and types");
     let like = |like: &Option<CubeTensor<R>>, buffer: Option<Buffer>| {
         let like = like.as_ref()?;
         Some(buffer.map(|buffer| shaped(like, buffer, like.meta.shape().clone(), like.dtype)))

@@ -13,9 +13,9 @@ mod ttt_linear;
 
 use super::backend::{LinearAttentionBackend, Path};
 use super::fused::{
-    AdamW, AdamWStep, Clip, ConvSplit, ConvStates, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Moments, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
-    norm_in_tensor_ops, step_in_tensor_ops,
+    AdamW, AdamWStep, Clip, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
+    GatedProduct, LinearCrossEntropy, LinearLayer, Moments, Normalization, Pack, Rotary,
+    SelectiveScan, SlstmRecurrence, TttLinear, norm_in_tensor_ops, step_in_tensor_ops,
 };
 use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
@@ -124,6 +124,10 @@ where
 
     fn conv_states(x: &ConvStates<FloatTensor<Self>>) -> Option<Vec<FloatTensor<Self>>> {
         fused::conv_states(x)
+    }
+
+    fn conv_step(x: &ConvStep<FloatTensor<Self>>) -> Option<ConvStepOutputs<FloatTensor<Self>>> {
+        fused::conv_step(x)
     }
 
     fn fused_conv_split(x: ConvSplit<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {

@@ -2,7 +2,7 @@
 //! norm of heads, beta and log decay.
 
 use super::normalize::l2_normalize;
-use super::{Column, ColumnKind, ConvSplit, HeadNorm};
+use super::{Column, ColumnKind, ConvSplit, ConvStep, ConvStepOutputs, HeadNorm};
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{softplus_in_tensor_ops, tensor};
 use crate::ops::{accumulator, typed};
@@ -25,6 +25,14 @@ pub(crate) fn conv_split<B: LinearAttentionBackend>(
         Some(pass) => pass.outputs.into_iter().map(tensor).collect(),
         None => conv_split_in_tensor_ops::<B>(x),
     }
+}
+
+/// As [`conv_split`], of one token, and the next conv states; nothing where this backend has no such launch.
+pub(crate) fn conv_step<B: LinearAttentionBackend>(
+    x: &ConvStep<FloatTensor<B>>,
+) -> Option<[Vec<Tensor<B, 3>>; 2]> {
+    let ConvStepOutputs { outputs, conv_states } = B::conv_step(x)?;
+    Some([outputs, conv_states].map(|tensors| tensors.into_iter().map(tensor).collect()))
 }
 
 /// The convolution's sum over the first C columns of `x`, `[B, T, C]`.

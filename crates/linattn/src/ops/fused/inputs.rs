@@ -197,6 +197,35 @@ pub struct ConvStates<T> {
     pub lengths: Option<SequenceLengths>,
 }
 
+/// As [`ConvSplit`], of one token of each sequence, with the tensors of each convolution by itself, as layers and
+/// states have them. Convolutions are the first columns, one for each `Conv`.
+#[derive(Debug, Clone)]
+pub struct ConvStep<T> {
+    /// `[B, 1, P]`.
+    pub x: T,
+    /// `[W, C_i]` each.
+    pub weights: Vec<T>,
+    /// `[C_i]` each; empty where there are none.
+    pub biases: Vec<T>,
+    /// `[B, W - 1, C_i]` each; empty at the start of a sequence.
+    pub conv_states: Vec<T>,
+    /// As in [`ConvSplit`].
+    pub a_log: Option<T>,
+    /// As in [`ConvSplit`].
+    pub dt_bias: Option<T>,
+    /// All P columns, first to last.
+    pub columns: Vec<Column>,
+}
+
+/// What a [`ConvStep`] makes.
+#[derive(Debug, Clone)]
+pub struct ConvStepOutputs<T> {
+    /// `[B, 1, width]` for each entry of `columns`.
+    pub outputs: Vec<T>,
+    /// The next conv state of each convolution, `[B, W - 1, C_i]`.
+    pub conv_states: Vec<T>,
+}
+
 /// `activation(gate) * value`: two tensors of one shape and type, or one of twice the width whose first
 /// half is the gate.
 #[derive(Debug, Clone)]
