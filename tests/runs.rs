@@ -43,6 +43,51 @@ fn one_seed_gives_one_result_and_another_gives_another() {
     assert_ne!(desk.metrics("a"), desk.metrics("c"));
 }
 
+/// Of everything that a step on the processor goes through, with as many threads as a batch has parts, fewer and more.
+#[test]
+fn the_number_of_threads_changes_no_bit_of_a_run() {
+    let layers = r#"
+[[model.layers]]
+mixer.gated_deltanet = { heads = 2 }
+mlp = { swiglu = {} }
+[[model.layers]]
+mixer.attention = { heads = 2, rope_theta = 1e4 }
+[[model.layers]]
+mixer.gla = { heads = 2 }
+mlp = { geglu = {} }
+[[model.layers]]
+mixer.mamba = {}
+[[model.layers]]
+mixer.slstm = { heads = 2 }
+"#;
+    let desk = Desk::with(
+        &TINY
+            .replace(
+                "length = 16, pairs = 2, examples = 160",
+                "length = 64, pairs = 4, examples = 160",
+            )
+            .replace("vocab = 64", "vocab = 256")
+            .replace("d_model = 16", "d_model = 64")
+            .replace("[[model.layers]]\nrepeat = 2\nmixer.gated_deltanet = { heads = 2 }\n", layers)
+            .replace("epochs = 3\nbatch_size = 8", "epochs = 1\nbatch_size = 32"),
+    );
+    let weights = |threads: &str| {
+        let name = format!("name=threads_{threads}");
+        let mut command =
+            desk.command(&["--config", "tiny.toml", "--device", "cpu", "--set", &name]);
+        let output = command.env("RAYON_NUM_THREADS", threads).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let run = format!("runs/threads_{threads}/checkpoints/step-0000000005/model.safetensors");
+        fs::read(desk.path(&run)).unwrap()
+    };
+    let one = weights("1");
+    for threads in ["4", "6"] {
+        assert!(weights(threads) == one, "{threads} threads give other weights than one");
+        let name = format!("threads_{threads}");
+        assert_eq!(desk.metrics(&name), desk.metrics("threads_1"), "{threads} threads");
+    }
+}
+
 #[test]
 fn dropout_and_clipping_and_order_repeat_too() {
     for order in ["fixed", "fresh", "shuffled"] {
