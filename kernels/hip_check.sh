@@ -3,8 +3,9 @@
 #
 #   kernels/hip_check.sh FOLDER [grep pattern of files]
 #
-# Debian: apt-get install clang-15 lld-15 llvm-15 rocm-device-libs libamdhip64-dev \
+# Debian: apt-get install clang-15 clang-tools-15 lld-15 llvm-15 rocm-device-libs libamdhip64-dev \
 #                         libfile-which-perl liburi-encode-perl
+#         export PATH=/usr/lib/llvm-15/bin:$PATH
 # hipcc itself is taken from PATH, or out of its Debian package into FOLDER: once installed it brings a
 # `hipconfig` of ROCm 5.2, and builds with the feature `rocm` stop at that version.
 # HIPCC=another hipcc; JOBS=how many at once, all cores by default.
