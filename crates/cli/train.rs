@@ -352,7 +352,7 @@ fn drivers_word(what: &str) -> Option<&str> {
     Some(&word[..end.unwrap_or(word.len())])
 }
 
-/// What the compiler of a kernel says, without the kernel's source behind it.
+/// The compiler's words about a kernel, without the kernel's source behind them.
 fn compilers_word(what: &str) -> Option<&str> {
     let (_, word) = what.split_once("[Compilation Error]")?;
     Some(word.split("[Source]").next()?.trim())

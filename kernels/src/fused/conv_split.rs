@@ -397,8 +397,8 @@ impl<'a, R: Runtime> Call<'a, R> {
             Some(_) => self.columns.iter().filter(|part| part.is_conv()).map(|c| c.width).collect(),
             None => vec![convolved],
         };
-        let of_convolutions = |handles: Vec<&Handle>, rows: usize| {
-            let each = handles.into_iter().zip(&widths).filter(|_| rows > 0);
+        let of_convolutions = |handles: &[&Handle], rows: usize| {
+            let each = handles.iter().zip(&widths).filter(|_| rows > 0);
             each.map(|(handle, width)| array(handle, rows * width)).collect::<Vec<_>>()
         };
         let before = self.x.sequences(self.dims) * (window - 1);

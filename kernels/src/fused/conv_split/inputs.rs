@@ -96,19 +96,18 @@ pub struct Apart<'a> {
 
 impl<'a> Inputs<'a> {
     /// Weights: one tensor of all convolutions, or one of each.
-    pub(super) fn weights(&self) -> Vec<&'a Handle> {
-        self.apart.map_or_else(|| self.weight.into_iter().collect(), |apart| apart.weights.to_vec())
+    pub(super) fn weights(&self) -> &[&'a Handle] {
+        self.apart.map_or(self.weight.as_slice(), |apart| apart.weights)
     }
 
     /// Biases, likewise.
-    pub(super) fn biases(&self) -> Vec<&'a Handle> {
-        self.apart.map_or_else(|| self.bias.into_iter().collect(), |apart| apart.biases.to_vec())
+    pub(super) fn biases(&self) -> &[&'a Handle] {
+        self.apart.map_or(self.bias.as_slice(), |apart| apart.biases)
     }
 
     /// Conv states, likewise.
-    pub(super) fn conv_states(&self) -> Vec<&'a Handle> {
-        let together = || self.conv_state.into_iter().collect();
-        self.apart.map_or_else(together, |apart| apart.conv_states.to_vec())
+    pub(super) fn conv_states(&self) -> &[&'a Handle] {
+        self.apart.map_or(self.conv_state.as_slice(), |apart| apart.conv_states)
     }
 
     /// N, or B where every row is a sequence.

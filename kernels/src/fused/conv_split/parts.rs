@@ -352,8 +352,10 @@ impl Form {
     /// Tensors of a launch, at most.
     pub fn bindings(&self, x: &Inputs<'_>) -> usize {
         let rates = [x.a_log, x.dt_bias].into_iter().flatten().count();
-        let convolutions =
-            [x.weights(), x.biases(), x.conv_states()].iter().map(Vec::len).sum::<usize>();
+        let convolutions = [x.weights(), x.biases(), x.conv_states()]
+            .iter()
+            .map(|tensors| tensors.len())
+            .sum::<usize>();
         let next = x.apart.map_or(0, |apart| apart.weights.len());
         let inputs = rates + convolutions + next;
         let views = 1 + usize::from(self.has_numbers());

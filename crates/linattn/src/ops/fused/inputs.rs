@@ -217,7 +217,7 @@ pub struct ConvStep<T> {
     pub columns: Vec<Column>,
 }
 
-/// What a [`ConvStep`] makes.
+/// Outputs of a [`ConvStep`].
 #[derive(Debug, Clone)]
 pub struct ConvStepOutputs<T> {
     /// `[B, 1, width]` for each entry of `columns`.
