@@ -5,7 +5,7 @@ use super::error::GenerateError;
 use super::reading::read_tokens;
 use super::sampling::draw;
 use crate::nn::{LanguageModel, LanguageModelState};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{LinearAttentionBackend, cat};
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 use std::time::Instant;
 
@@ -90,7 +90,7 @@ impl<B: LinearAttentionBackend, F: FnMut(Written<'_>) -> Next> Writer<'_, B, F> 
                 });
             }
             let state = LanguageModelState::cat(states)?;
-            Ok(Cohort { rows, logits: Tensor::cat(logits, 0), state })
+            Ok(Cohort { rows, logits: cat(logits, 0), state })
         };
         batches.into_iter().map(join).collect()
     }

@@ -6,7 +6,7 @@
 //! Source: MAD, arXiv 2403.17844, whose compression task asks for it.
 
 use super::layers::{Linear, Norm, NormKind, linear_with_bias};
-use crate::ops::{LinearAttentionBackend, typed};
+use crate::ops::{LinearAttentionBackend, cat, typed};
 use burn::module::Module;
 use burn::tensor::{Int, Tensor, activation::gelu, backend::Backend};
 
@@ -50,5 +50,5 @@ fn positions<B: Backend>(tokens: usize, width: usize, device: &B::Device) -> Ten
     let arange = |n: usize| Tensor::<B, 1, Int>::arange(0..n as i64, device).float();
     let frequencies = (arange(half) * (-LONGEST.ln() / (half - 1) as f64)).exp();
     let angles = arange(tokens).unsqueeze_dim::<2>(1) * frequencies.unsqueeze_dim::<2>(0);
-    Tensor::cat(vec![angles.clone().sin(), angles.cos()], 1)
+    cat(vec![angles.clone().sin(), angles.cos()], 1)
 }

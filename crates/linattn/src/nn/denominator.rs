@@ -6,6 +6,7 @@
 //! ```
 //! The floor is that of random feature attention, arXiv 2103.02143, as its authors' code has it.
 
+use crate::ops::cat;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Bound that keeps the division from one by zero.
@@ -21,7 +22,7 @@ impl Denominator {
     /// `[v 1]`: values, `[B, T, H, V]`, and what the sum of keys is written with.
     pub(crate) fn with_ones<B: Backend>(v: Tensor<B, 4>) -> Tensor<B, 4> {
         let ones = v.clone().narrow(3, 0, 1).ones_like();
-        Tensor::cat(vec![v, ones], 3)
+        cat(vec![v, ones], 3)
     }
 
     /// `q S` over its denominator, of `q [S z]`, `[B, T, H, V + 1]`.

@@ -14,7 +14,7 @@
 //! The input vector B, which only scales C, is 1 throughout.
 
 use super::{ConfigError, positive};
-use crate::ops::{self, LinearAttentionBackend};
+use crate::ops::{self, LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -253,10 +253,7 @@ fn powers<B: Backend>(a: &Parts<B, 2>, count: usize) -> Parts<B, 3> {
             return all;
         }
         let more = all.each(|p| p.narrow(2, 0, have.min(count - have))).times(&next);
-        all = Parts {
-            re: Tensor::cat(vec![all.re, more.re], 2),
-            im: Tensor::cat(vec![all.im, more.im], 2),
-        };
+        all = Parts { re: cat(vec![all.re, more.re], 2), im: cat(vec![all.im, more.im], 2) };
         next = next.times(&next);
     }
 }

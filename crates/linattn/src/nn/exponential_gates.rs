@@ -8,7 +8,7 @@
 
 use super::convolution::ConvStateList;
 use super::recurrence::linear_attention;
-use crate::ops::{self, LOWEST, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LOWEST, LinearAttentionBackend, accumulator, cat, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Gates over e^m, `[B, T, H]`.
@@ -35,7 +35,7 @@ pub(crate) fn stabilise<B: Backend>(
     let written = (log_write.clone().detach() - kept.clone()).cummax(1);
     let largest = kept + written.max_pair(first.clone().expand([batch, tokens, heads]));
     let last = largest.clone().narrow(1, tokens - 1, 1);
-    let earlier = Tensor::cat(vec![first, largest.clone()], 1).narrow(1, 0, tokens);
+    let earlier = cat(vec![first, largest.clone()], 1).narrow(1, 0, tokens);
     Stabilised {
         // In this order: the difference of two m is exact where they are close.
         keep: log_keep + (earlier - largest.clone()),
@@ -72,7 +72,7 @@ impl<B: LinearAttentionBackend> Asked<B> {
         let (scale, value_width, dtype) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3], v.dtype());
         let k = k * typed(write, dtype).unsqueeze_dim::<4>(3);
         // n is one more column of the memory, written with a value of 1.
-        let v = Tensor::cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
+        let v = cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(keep);
         let (o, memory) = linear_attention(inputs, memory, None);
         let o = accumulator(o);
@@ -105,14 +105,14 @@ pub(crate) fn exponential_sums<B: LinearAttentionBackend>(
 ) -> Sums<B> {
     let (sums, lowest) = memory.unwrap_or_else(|| {
         let first = k.clone().detach().narrow(1, 0, 1);
-        (Tensor::cat(vec![first.zeros_like(); 2], 2), first.full_like(LOWEST))
+        (cat(vec![first.zeros_like(); 2], 2), first.full_like(LOWEST))
     });
     let log_keep = log_keep.expand(k.dims());
     let Stabilised { keep, write, largest, last } = stabilise(log_keep, k, Some(lowest.clone()));
     let keep = keep.exp();
-    let written = Tensor::cat(vec![write.clone() * v, write], 2);
+    let written = cat(vec![write.clone() * v, write], 2);
     let (all, next) =
-        ops::linear_scan(Tensor::cat(vec![keep.clone(), keep], 2), written, Some(sums.clone()))
+        ops::linear_scan(cat(vec![keep.clone(), keep], 2), written, Some(sums.clone()))
             .expect("the projections made the shapes");
     Sums { all, largest, before: (sums, lowest), next: vec![next, last] }
 }

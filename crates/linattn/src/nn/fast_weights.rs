@@ -14,7 +14,7 @@
 use super::convolution::ConvStateList;
 use super::layers::{INIT_STD, each_part};
 use super::{NetworkState, Rope};
-use crate::ops::{LinearAttentionBackend, accumulator};
+use crate::ops::{LinearAttentionBackend, accumulator, cat};
 use burn::module::Param;
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -61,7 +61,7 @@ pub(crate) fn fresh<B: Backend>(
     let normal = Distribution::Normal(0.0, INIT_STD);
     let weight = Tensor::<B, 3>::random([heads, from, to], normal, device);
     Param::from_tensor(match network.bias {
-        true => Tensor::cat(vec![weight, Tensor::zeros([heads, 1, to], device)], 1),
+        true => cat(vec![weight, Tensor::zeros([heads, 1, to], device)], 1),
         false => weight,
     })
 }
@@ -207,7 +207,7 @@ impl Network {
         let mut shape = x.dims();
         shape[D - 1] = 1;
         let ones = Tensor::ones(shape, (&x.device(), x.dtype()));
-        Tensor::cat(vec![x, ones], D - 1)
+        cat(vec![x, ones], D - 1)
     }
 }
 

@@ -29,7 +29,7 @@
 
 use super::layers::{Linear, l2_normalize, standardize};
 use super::{ConfigError, LARGEST, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::LinearConfig;
 use burn::tensor::activation::{relu, softmax};
@@ -283,7 +283,7 @@ impl<B: LinearAttentionBackend> Features<B> {
             FeatureMap::Taylor => {
                 let x = shrunk(x);
                 let one = x.clone().narrow(3, 0, 1).ones_like();
-                Tensor::cat(vec![one, x.clone(), half_square(x)], 3)
+                cat(vec![one, x.clone(), half_square(x)], 3)
             }
             FeatureMap::LearnableSquare => {
                 let (gamma, beta) = (made(&self.gamma).val(), made(&self.beta).val());
@@ -297,12 +297,12 @@ impl<B: LinearAttentionBackend> Features<B> {
             }
             FeatureMap::Rfa { .. } => {
                 let angles = self.project(l2_normalize(x));
-                share(Tensor::cat(vec![angles.clone().sin(), angles.cos()], 3), 2)
+                share(cat(vec![angles.clone().sin(), angles.cos()], 3), 2)
             }
             FeatureMap::Cosformer { length } => falling(relu(x), position, length),
             FeatureMap::Hedgehog => {
                 let y = made(&self.layer).forward(x) * 2.0;
-                softmax(Tensor::cat(vec![y.clone(), y.neg()], 3), 3)
+                softmax(cat(vec![y.clone(), y.neg()], 3), 3)
             }
             FeatureMap::Dijiang { .. } => {
                 self.project(x).exp() * made(&self.weight).val().unsqueeze::<4>()
@@ -422,7 +422,7 @@ pub(crate) fn polynomial<B: Backend>(x: Tensor<B, 4>, coefficients: Tensor<B, 1>
     if count > 2 {
         terms.push(half_square(x) * coefficient(2));
     }
-    Tensor::cat(terms, 3)
+    cat(terms, 3)
 }
 
 /// `x cos(a)` and `x sin(a)`: two of these, at two positions, have their product times the cosine of
@@ -436,7 +436,7 @@ fn falling<B: Backend>(x: Tensor<B, 4>, position: usize, length: usize) -> Tenso
         Tensor::<B, 4>::from_data(data, (&x.device(), x.dtype()))
     };
     let (cos, sin) = (table(f64::cos), table(f64::sin));
-    Tensor::cat(vec![x.clone() * cos, x * sin], 3)
+    cat(vec![x.clone() * cos, x * sin], 3)
 }
 
 /// `elu(x) + 1`, as e^min(x, 0) + max(x, 0): x + 1 above zero, e^x below.
@@ -470,10 +470,10 @@ pub(crate) fn check_width(key_width: usize, width: usize) -> Result<usize, Confi
 /// `r_i r_{i - n}` for every n up to `nu`, places modulo 2 K.
 pub(crate) fn neighbours<B: Backend>(x: Tensor<B, 4>, nu: usize) -> Tensor<B, 4> {
     let width = 2 * x.dims()[3];
-    let r = relu(Tensor::cat(vec![x.clone(), x.neg()], 3));
-    let twice = Tensor::cat(vec![r.clone(), r.clone()], 3);
+    let r = relu(cat(vec![x.clone(), x.neg()], 3));
+    let twice = cat(vec![r.clone(), r.clone()], 3);
     let products = (1..=nu).map(|n| r.clone() * twice.clone().narrow(3, width - n, width));
-    Tensor::cat(products.collect(), 3)
+    cat(products.collect(), 3)
 }
 
 /// Draws from N(0, 1): the same ones for the same seed, whatever else was drawn in between.

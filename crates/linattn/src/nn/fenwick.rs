@@ -10,7 +10,7 @@
 //! Source: log-linear attention, arXiv 2506.04761. A sequence is taken in pieces, each by matrices of its tokens.
 
 use super::layers::each_part;
-use crate::ops::{LinearAttentionBackend, accumulator, solve_unit_lower, typed};
+use crate::ops::{LinearAttentionBackend, accumulator, cat, solve_unit_lower, typed};
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 
 /// Tokens of a piece.
@@ -51,7 +51,7 @@ impl<B: LinearAttentionBackend> Leveled<B> {
             outputs.push(o);
             memory = next;
         }
-        (Tensor::cat(outputs, 1), memory)
+        (cat(outputs, 1), memory)
     }
 
     fn piece(&self, from: usize, tokens: usize) -> Piece<B> {
@@ -216,7 +216,7 @@ impl Blocks {
             let sum = here.map(|old| parts[old - 1].clone()).reduce(|a, b| a + b);
             sum.unwrap_or_else(|| parts[0].zeros_like())
         };
-        Tensor::cat((1..self.levels).map(of).collect(), 3)
+        cat((1..self.levels).map(of).collect(), 3)
     }
 }
 

@@ -3,7 +3,7 @@
 use super::ConfigError;
 use super::lora::Adapter;
 use super::weight::Weight;
-use crate::ops::{self, Activation, LinearAttentionBackend, Measure, typed};
+use crate::ops::{self, Activation, LinearAttentionBackend, Measure, cat, typed};
 pub(crate) use crate::ops::{each_part, softplus};
 use burn::module::{Initializer, Module, ModuleMapper, Param};
 use burn::nn::{GroupNorm, RmsNorm, RmsNormConfig};
@@ -200,7 +200,7 @@ pub(crate) fn shift_tokens<B: Backend>(
     let first = last.map_or_else(zeros, |last| typed(last, x.dtype()));
     let before = match tokens {
         1 => first,
-        _ => Tensor::cat(vec![first, x.clone().narrow(1, 0, tokens - 1)], 1),
+        _ => cat(vec![first, x.clone().narrow(1, 0, tokens - 1)], 1),
     };
     (before, x.clone().narrow(1, tokens - 1, 1))
 }
@@ -520,7 +520,7 @@ pub(crate) fn group_norm<B: Backend>(norm: &GroupNorm<B>, rows: Tensor<B, 2>) ->
         return in_f32(norm, rows, GroupNorm::forward);
     }
     let zeros = rows.zeros_like();
-    let rows = Tensor::cat(vec![rows, zeros.clone(), zeros], 0);
+    let rows = cat(vec![rows, zeros.clone(), zeros], 0);
     in_f32(norm, rows, GroupNorm::forward).narrow(0, 0, count)
 }
 
@@ -562,7 +562,7 @@ mod tests {
         assert_eq!(numbers(in_f32(&group, x.clone(), GroupNorm::forward)), ones);
         let pair = Tensor::<Flex, 2>::from_data([[3.0, -1.0]], &device);
         let two = GroupNormConfig::new(1, 2).init::<Flex>(&device);
-        let (once, twice) = (pair.clone(), Tensor::cat(vec![pair.clone(), pair], 0));
+        let (once, twice) = (pair.clone(), cat(vec![pair.clone(), pair], 0));
         let (once, twice) = (numbers(group_norm(&two, once)), numbers(group_norm(&two, twice)));
         assert_eq!(once, twice[..2], "two numbers alone are normalised as beside others");
         assert!((once[0] - 1.0).abs() < 1e-5 && (once[1] + 1.0).abs() < 1e-5, "{once:?}");

@@ -1,7 +1,7 @@
 //! Sequences of different lengths in one row, among layers: why they are refused, and their tokens shifted.
 
 use super::state::StateTensors;
-use crate::ops::{OpError, SequenceLengths, typed};
+use crate::ops::{OpError, SequenceLengths, cat, typed};
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 use std::fmt::Display;
 
@@ -93,7 +93,7 @@ pub(super) fn shift_sequences<B: Backend>(
     let ([_, _, width], count) = (x.dims(), lengths.count());
     let zeros = || Tensor::zeros([count, 1, width], (&x.device(), x.dtype()));
     let last = last.map_or_else(zeros, |last| typed(last, x.dtype()));
-    let rows = Tensor::cat(vec![last.reshape([1, count, width]), x.clone()], 1);
+    let rows = cat(vec![last.reshape([1, count, width]), x.clone()], 1);
     let before = lengths.ranges().enumerate().flat_map(|(n, range)| {
         std::iter::once(n).chain(count + range.start..count + range.end - 1)
     });

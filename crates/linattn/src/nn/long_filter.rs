@@ -8,7 +8,7 @@ use super::convolution::ConvStateList;
 use super::layers::{linear, linear_with_bias};
 use super::state::CONV_STATES;
 use super::{ConfigError, Linear, RecurrentState, StateTensors, positive};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
 use std::f64::consts::PI;
@@ -155,7 +155,7 @@ impl<B: Backend> RecurrentState<B> for ConvolutionState<B> {
 /// Inputs so far, `x` last.
 pub(crate) fn with_past<B: Backend>(past: Option<Tensor<B, 3>>, x: Tensor<B, 3>) -> Tensor<B, 3> {
     match past {
-        Some(past) => Tensor::cat(vec![past, x], 1),
+        Some(past) => cat(vec![past, x], 1),
         None => x,
     }
 }

@@ -8,7 +8,7 @@
 
 use super::weight::Weight;
 use super::{ConfigError, positive};
-use crate::ops::{self, LinearAttentionBackend};
+use crate::ops::{self, LinearAttentionBackend, cat};
 use burn::module::{
     AutodiffModule, Content, Devices, Initializer, Module, ModuleDisplay, ModuleDisplayDefault,
     ModuleMapper, ModuleVisitor, Param,
@@ -102,7 +102,7 @@ impl<B: Backend> LowRankAdapter<B> {
         let mut all: Vec<_> = (before > 0).then(|| zeros(before)).into_iter().collect();
         all.extend(columns);
         all.extend((behind > 0).then(|| zeros(behind)));
-        Tensor::cat(all, 1)
+        cat(all, 1)
     }
 }
 
@@ -181,7 +181,7 @@ pub(super) fn add_side_by_side<B: LinearAttentionBackend, const D: usize>(
     }
     match narrowing.is_empty() {
         true => y,
-        false => add(y, x, Tensor::cat(narrowing, 1), Tensor::cat(widening, 0)),
+        false => add(y, x, cat(narrowing, 1), cat(widening, 0)),
     }
 }
 

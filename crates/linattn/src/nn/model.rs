@@ -15,7 +15,7 @@ use super::sources::Sources;
 use super::start::Start;
 use super::weight::{WeightQuantizer, nothing};
 use super::{ConfigError, Cost, LARGEST, positive};
-use crate::ops::{self, LinearAttentionBackend, QuantizedMatrix, SequenceLengths, WeightBits};
+use crate::ops::{self, LinearAttentionBackend, QuantizedMatrix, SequenceLengths, WeightBits, cat};
 use burn::module::{Initializer, Module, ModuleVisitor, Param};
 use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig};
 use burn::tensor::activation::log_softmax;
@@ -447,7 +447,7 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         let all = Tensor::<B, 1, Int>::arange(first as i64..last as i64, &device);
         let places = match lengths {
             Some(lengths) => {
-                Tensor::cat(lengths.lengths().map(|own| all.clone().narrow(0, 0, own)).collect(), 0)
+                cat(lengths.lengths().map(|own| all.clone().narrow(0, 0, own)).collect(), 0)
             }
             None => all,
         };

@@ -19,6 +19,7 @@ use super::fast_weights::{
     Factors, Network, Past, Piece, decays, each_batch, in_a_row, last_row, sums, write,
 };
 use super::muon::{self, JORDAN_STEPS, orthogonal};
+use crate::ops::stack;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// A network without biases.
@@ -97,7 +98,7 @@ impl OmegaRule {
                 memory[0] = memory[1].clone();
             }
         }
-        in_a_row(Tensor::stack(outputs, 2))
+        in_a_row(stack(outputs, 2))
     }
 
     /// The rows of `x` that mini-batch `n` of a piece learns from, `[B, H, C + c - 1, X]`.

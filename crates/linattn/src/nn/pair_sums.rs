@@ -7,7 +7,7 @@
 
 use super::exponential_gates::exponential_sums;
 use super::score_bias::causal_mask;
-use crate::ops::{LOWEST, LinearAttentionBackend, typed};
+use crate::ops::{LOWEST, LinearAttentionBackend, cat, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Queries whose pairs are worked off together.
@@ -51,7 +51,7 @@ fn halves<B: Backend>(x: &Tensor<B, 3>, width: usize) -> [Tensor<B, 3>; 2] {
 pub(crate) fn nothing<B: Backend>(like: &Tensor<B, 3>, rows: usize) -> Tensor<B, 3> {
     let [batch, _, both] = like.dims();
     let zeros = Tensor::zeros([batch, rows, both / 2], (&like.device(), like.dtype()));
-    Tensor::cat(vec![zeros.full_like(LOWEST), zeros], 2)
+    cat(vec![zeros.full_like(LOWEST), zeros], 2)
 }
 
 /// Sums over all of `both`, keys and values side by side, up to each token; and the memory after the last.
@@ -92,7 +92,7 @@ impl<B: Backend> Biases<B> {
             self.piece(seen, position + piece, size, window)
         });
         let list = |part: fn(&Partial<B>) -> &Tensor<B, 3>, pieces: &[Partial<B>]| {
-            Tensor::cat(pieces.iter().map(|piece| part(piece).clone()).collect(), 1)
+            cat(pieces.iter().map(|piece| part(piece).clone()).collect(), 1)
         };
         let pieces: Vec<_> = pieces.collect();
         Partial {
@@ -119,7 +119,7 @@ impl<B: Backend> Biases<B> {
             0 => p,
             _ => {
                 let none = Tensor::zeros([absent, p.dims()[1]], (&p.device(), p.dtype()));
-                Tensor::cat(vec![none, p], 0)
+                cat(vec![none, p], 0)
             }
         };
         let w = self.queries.clone().narrow(0, first, size).matmul(p.transpose());

@@ -13,7 +13,7 @@ use super::score_bias::{causal_mask, forget, pairs};
 use super::softmax::{gather, merge, scores};
 use super::state::CONV_STATES;
 use super::{RecurrentState, StateTensors};
-use crate::ops::solve_unit_lower;
+use crate::ops::{cat, solve_unit_lower};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Every key and value so far, the keys as the last token sees them: a state that grows with the
@@ -87,11 +87,9 @@ pub(crate) fn attend<B: Backend>(
     let Tokens { q, k, v, w, beta, gates } = x;
     let [batch, shared, size, _] = w.dims();
     let (keys, values, log_gates) = match before {
-        Some(before) => (
-            Tensor::cat(vec![before.keys, k], 2),
-            Tensor::cat(vec![before.values, v], 2),
-            before.gates,
-        ),
+        Some(before) => {
+            (cat(vec![before.keys, k], 2), cat(vec![before.values, v], 2), before.gates)
+        }
         None => (k, v, None),
     };
     let seen = keys.dims()[2];

@@ -12,7 +12,7 @@
 //! code. Their vectors start from zero there; here as N(0, 0.02^2).
 
 use super::layers::{INIT_STD, wide_type};
-use crate::ops::{accumulator, typed};
+use crate::ops::{accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -87,7 +87,7 @@ pub(crate) fn forget<B: Backend>(
     // Counted from the last token before these.
     let gates = log_gates.cumsum(2);
     let all = match before {
-        Some(before) => Tensor::cat(vec![before, gates.clone()], 2),
+        Some(before) => cat(vec![before, gates.clone()], 2),
         None => gates.clone(),
     };
     let last = gates.clone().narrow(2, tokens - 1, 1);

@@ -7,7 +7,7 @@ use super::layers::{merge_heads, rms_norm, split_heads};
 use super::score_bias::causal_mask;
 use super::state::CONV_STATES;
 use super::{ConfigError, RecurrentState, Rope, StateTensors, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::softmax;
 use burn::tensor::{Tensor, backend::Backend};
@@ -60,8 +60,8 @@ impl<B: Backend> KeyValueCache<B> {
         let tokens = keys.dims()[2];
         match before {
             Some(before) => Self {
-                keys: Tensor::cat(vec![before.keys, keys], 2),
-                values: Tensor::cat(vec![before.values, values], 2),
+                keys: cat(vec![before.keys, keys], 2),
+                values: cat(vec![before.values, values], 2),
                 position: before.position + tokens,
                 conv_states: before.conv_states,
             },
@@ -155,7 +155,7 @@ pub(crate) fn in_pieces<B: Backend, S>(
         outputs.push(o);
         state = Some(next);
     }
-    (Tensor::cat(outputs, 1), state.expect("a sequence has at least one token"))
+    (cat(outputs, 1), state.expect("a sequence has at least one token"))
 }
 
 /// Softmax attention of `q`, `[B, H, T, K]`, over keys and values, `[B, Hk, S, ..]`, where `bias`,

@@ -11,6 +11,7 @@ use super::muon::{LACT_STEPS, orthogonal};
 use super::softmax::KeyValueCache;
 use super::{RecurrentState, StateTensors};
 use crate::nn::NetworkState;
+use crate::ops::stack;
 use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -71,7 +72,7 @@ impl<B: Backend> SwigluMemory<B> {
                 self.update();
             }
         }
-        in_a_row(Tensor::stack(outputs, 2))
+        in_a_row(stack(outputs, 2))
     }
 
     /// The end of a chunk.

@@ -9,7 +9,7 @@
 //! Source: Mamba-3, arXiv 2603.15569.
 
 use super::recurrence::linear_attention;
-use crate::ops::{LinearAttentionBackend, LinearAttentionInputs, accumulator, typed};
+use crate::ops::{LinearAttentionBackend, LinearAttentionInputs, accumulator, cat, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Keys, values, gates and queries of tokens.
@@ -60,7 +60,7 @@ impl<B: LinearAttentionBackend> Trapezoid<B> {
             // Rows from this one on have seen it, by both shares; the others have not.
             let unseen = column(now.clone()).repeat_dim(2, row);
             let seen = column(later.clone().neg()).repeat_dim(2, rank - row);
-            let share = if row == 0 { seen } else { Tensor::cat(vec![unseen, seen], 2) };
+            let share = if row == 0 { seen } else { cat(vec![unseen, seen], 2) };
             o = o + (q.clone() * k).sum_dim(4) * share * v;
         }
         (o, memory)
@@ -79,7 +79,7 @@ fn next_of<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 3> {
     let zero = x.clone().narrow(1, 0, 1).zeros_like();
     match tokens {
         1 => zero,
-        _ => Tensor::cat(vec![x.narrow(1, 1, tokens - 1), zero], 1),
+        _ => cat(vec![x.narrow(1, 1, tokens - 1), zero], 1),
     }
 }
 
@@ -91,5 +91,5 @@ fn first_of_rows<B: Backend>(g: Tensor<B, 3>, rank: usize) -> Tensor<B, 3> {
     }
     let first = g.unsqueeze_dim::<4>(2);
     let others = first.zeros_like().repeat_dim(2, rank - 1);
-    Tensor::cat(vec![first, others], 2).reshape([batch, tokens * rank, heads])
+    cat(vec![first, others], 2).reshape([batch, tokens * rank, heads])
 }

@@ -9,7 +9,7 @@
 //! size is at most 1 no intermediate value is larger than the sums that the recurrence itself makes.
 //! Source of the halving: Blelloch, "Prefix sums and their applications", 1990.
 
-use super::tensors::{primitive, tensor};
+use super::tensors::{cat, primitive, tensor};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
 /// Kind of numbers of a scan.
@@ -46,7 +46,7 @@ pub struct Complex<B: Backend> {
 
 impl<B: Backend> Complex<B> {
     pub(super) fn pack(self) -> Tensor<B, 3> {
-        Tensor::cat(vec![self.re, self.im], 2)
+        cat(vec![self.re, self.im], 2)
     }
 
     pub(super) fn unpack(x: Tensor<B, 3>) -> Self {
@@ -119,7 +119,7 @@ impl<B: Backend> Numbers<B> {
 
     /// These tokens, and those of `later` after them.
     fn then(self, later: Self) -> Self {
-        self.zip(later, |x, y| Tensor::cat(vec![x, y], 1))
+        self.zip(later, |x, y| cat(vec![x, y], 1))
     }
 
     pub(super) fn flipped(self) -> Self {
@@ -156,7 +156,7 @@ impl<B: Backend> Numbers<B> {
     fn interleave(even: Self, odd: Self) -> Self {
         even.zip(odd, |x, y| {
             let [batch, pairs, width] = x.dims();
-            Tensor::cat(vec![x, y], 2).reshape([batch, 2 * pairs, width])
+            cat(vec![x, y], 2).reshape([batch, 2 * pairs, width])
         })
     }
 }

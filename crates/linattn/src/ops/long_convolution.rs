@@ -12,7 +12,7 @@
 //! transposed matrices, of the taps by sums over diagonals.
 
 use super::OpError;
-use super::tensors::{accumulator, typed};
+use super::tensors::{accumulator, cat, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Tokens of a block.
@@ -48,7 +48,7 @@ pub fn long_convolution<B: Backend>(
     }
     let (dtype, x) = (x.dtype(), accumulator(x));
     let all = match past {
-        Some(past) => Tensor::cat(vec![typed(past, x.dtype()), x], 1),
+        Some(past) => cat(vec![typed(past, x.dtype()), x], 1),
         None => x,
     };
     let taps = typed(taps, all.dtype());
@@ -75,7 +75,7 @@ fn in_blocks<B: Backend>(all: Tensor<B, 3>, taps: Tensor<B, 2>, tokens: usize) -
     let filled = blocks * size - seen;
     let x = match filled {
         0 => all.clone(),
-        _ => Tensor::cat(vec![zeros([batch, filled, channels]), all.clone()], 1),
+        _ => cat(vec![zeros([batch, filled, channels]), all.clone()], 1),
     };
     let x = x.reshape([batch, blocks, size, channels]).permute([3, 2, 1, 0]);
     let x: Tensor<B, 3> = x.reshape([channels, size, blocks * batch]);
@@ -90,7 +90,7 @@ fn in_blocks<B: Backend>(all: Tensor<B, 3>, taps: Tensor<B, 2>, tokens: usize) -
         let y = toeplitz(front.clone().narrow(0, lag * size, 2 * size - 1)).matmul(part);
         match wanted - count {
             0 => y,
-            late => Tensor::cat(vec![zeros([channels, size, late * batch]), y], 2),
+            late => cat(vec![zeros([channels, size, late * batch]), y], 2),
         }
     };
     let y = (1..blocks).fold(block(0), |y, lag| y + block(lag));
@@ -106,7 +106,7 @@ fn of_length<B: Backend>(taps: Tensor<B, 2>, length: usize) -> Tensor<B, 2> {
         return taps.narrow(0, 0, length);
     }
     let zeros = Tensor::zeros([length - given, channels], (&taps.device(), taps.dtype()));
-    Tensor::cat(vec![taps, zeros], 0)
+    cat(vec![taps, zeros], 0)
 }
 
 fn zeros_in_front<B: Backend>(taps: Tensor<B, 2>, count: usize) -> Tensor<B, 2> {
@@ -114,7 +114,7 @@ fn zeros_in_front<B: Backend>(taps: Tensor<B, 2>, count: usize) -> Tensor<B, 2> 
         return taps;
     }
     let zeros = Tensor::zeros([count, taps.dims()[1]], (&taps.device(), taps.dtype()));
-    Tensor::cat(vec![zeros, taps], 0)
+    cat(vec![zeros, taps], 0)
 }
 
 /// Weights of all S tokens in the sums of the last `tokens`, `[D, tokens, S]`, of `taps`, `[S, D]`; zero of later ones.
@@ -136,7 +136,7 @@ fn toeplitz<B: Backend>(taps: Tensor<B, 2>) -> Tensor<B, 3> {
     let size = width.div_ceil(2);
     let row = taps.flip([0]).swap_dims(0, 1);
     let zero = Tensor::zeros([channels, 1], (&row.device(), row.dtype()));
-    let row = Tensor::cat(vec![row, zero], 1).unsqueeze_dim::<3>(1);
+    let row = cat(vec![row, zero], 1).unsqueeze_dim::<3>(1);
     let copies = row.expand([channels, size, 2 * size]).reshape([channels, 2 * size * size]);
     let skewed = copies.narrow(1, 0, size * width).reshape([channels, size, width]);
     skewed.narrow(2, size - 1, size)

@@ -14,7 +14,7 @@
 use super::backend::{Composite, LinearAttentionBackend};
 use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, LogDecay, Read, Recurrence, Transition};
-use super::tensors::{primitive, tensor};
+use super::tensors::{cat, primitive, tensor};
 use super::{LinearAttentionInputs, OpError, OpResult};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
@@ -92,7 +92,7 @@ impl<B: LinearAttentionBackend> Regression<B> {
         let first = self.state.map(|state| state.narrow(3, width, value_width));
         let inputs = LinearAttentionInputs::new(x, self.k, self.values).with_decay(self.g);
         let (o, of_values) = attend(inputs, first)?;
-        Ok((o, Tensor::cat(vec![of_keys, of_values], 3)))
+        Ok((o, cat(vec![of_keys, of_values], 3)))
     }
 
     /// x of `x_t (H_t + lambda_t) = q_t` for all tokens. `lambda` is as large as `q` or 1 along each dimension.

@@ -1,6 +1,6 @@
 //! Tensors as Burn has them and as backends have them, and their types.
 
-use burn::tensor::{DType, Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
+use burn::tensor::{BasicOps, DType, Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
 
 /// The tensor around a backend's own.
 pub(super) fn tensor<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
@@ -24,6 +24,39 @@ pub(crate) fn accumulator<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor
 /// be of one.
 pub(crate) fn typed<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: DType) -> Tensor<B, D> {
     if x.dtype() == dtype { x } else { x.cast(dtype) }
+}
+
+/// `tensors` one after another along `dim`, as [`Tensor::cat`] does, while other threads learn.
+///
+/// Burn 0.21 lets go of what it joins before the graph knows the result. A backward pass that another thread ends
+/// in between frees steps that no tensor holds, and their gradients are lost without a word
+/// (tracel-ai/burn#5573), so the tensors are held here.
+pub(crate) fn cat<B: Backend, K: BasicOps<B>, const D: usize>(
+    tensors: Vec<Tensor<B, D, K>>,
+    dim: usize,
+) -> Tensor<B, D, K> {
+    let held = tensors.clone();
+    #[allow(clippy::disallowed_methods)] // the one place where it is right
+    let joined = Tensor::cat(tensors, dim);
+    drop(held);
+    joined
+}
+
+/// [`cat`] of a backend's own tensors.
+pub(super) fn float_cat<B: Backend>(tensors: Vec<FloatTensor<B>>, dim: usize) -> FloatTensor<B> {
+    let held = tensors.clone();
+    #[allow(clippy::disallowed_methods)] // as above
+    let joined = B::float_cat(tensors, dim);
+    drop(held);
+    joined
+}
+
+/// `tensors` beside one another along a new dimension, joined by [`cat`].
+pub(crate) fn stack<B: Backend, const D: usize, const DOUT: usize>(
+    tensors: Vec<Tensor<B, D>>,
+    dim: usize,
+) -> Tensor<B, DOUT> {
+    cat(tensors.into_iter().map(|x| x.unsqueeze_dim(dim)).collect(), dim)
 }
 
 /// The N parts of `x` along a dimension, each one wide. Halved again and again, because the gradient of a
@@ -56,4 +89,53 @@ pub(super) fn softplus_in_tensor_ops<B: Backend, const D: usize>(x: Tensor<B, D>
     let x = accumulator(x);
     let low = x.clone().clamp_max(20.0);
     typed(low.clone().exp().log1p() + (x - low), dtype)
+}
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use super::*;
+    use burn::tensor::backend::AutodiffBackend;
+    use burn_flex::Flex;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    type B = burn::backend::Autodiff<Flex>;
+
+    /// The gradient of a weight that a backward pass went through before, as in the second of two batches whose
+    /// gradients are added.
+    fn second_gradient(join: impl Fn(Vec<Tensor<B, 2>>) -> Tensor<B, 2>) -> Option<f32> {
+        let weight = Tensor::<B, 2>::ones([64, 2048], &Default::default()).require_grad();
+        let loss = || join(vec![weight.clone() * 2.0, weight.clone() * 3.0]).sum();
+        loss().backward();
+        let gradients: <B as AutodiffBackend>::Gradients = loss().backward();
+        weight.grad(&gradients).and_then(|x| x.into_data().iter::<f32>().next())
+    }
+
+    #[test]
+    fn what_is_joined_keeps_its_gradient_beside_a_thread_that_learns() {
+        /// Ends the other thread, after a panic too.
+        struct Done<'a>(&'a AtomicBool);
+        impl Drop for Done<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Relaxed);
+            }
+        }
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let end = Done(&done);
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    let other = Tensor::<B, 1>::ones([1], &Default::default()).require_grad();
+                    (other.clone() * 2.0).backward();
+                }
+            });
+            let found: Vec<_> = (0..300)
+                .flat_map(|_| {
+                    let wide = second_gradient(|x| cat(x, 1));
+                    [wide, second_gradient(|x| stack::<B, 2, 3>(x, 0).reshape([128, 2048]))]
+                })
+                .collect();
+            drop(end);
+            assert_eq!(found, vec![Some(5.0); 600]);
+        });
+    }
 }

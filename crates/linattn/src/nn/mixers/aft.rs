@@ -6,7 +6,7 @@ use crate::nn::layers::{INIT_STD, ResidualLinear, linear};
 use crate::nn::pair_sums::{Biases, nothing, summed};
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
@@ -254,13 +254,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Aft<B> {
         let (tokens, dtype) = (x.dims()[1], x.dtype());
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj].map(Projection::plain);
         let [q, k, v] = project(&x, projections, &mut ConvStateList::none());
-        let new = Tensor::cat(vec![accumulator(k), accumulator(v)], 2);
+        let new = cat(vec![accumulator(k), accumulator(v)], 2);
         let (recent, sums, position) = match state {
             Some(AftState { recent, sums, position }) => (recent, sums, position),
             None => (self.window.map(|window| nothing(&new, window)), vec![], 0),
         };
         let all = match recent {
-            Some(recent) => Tensor::cat(vec![recent, new], 1),
+            Some(recent) => cat(vec![recent, new], 1),
             None => new,
         };
         let state = |recent, sums| AftState { recent, sums, position: position + tokens };

@@ -13,7 +13,7 @@ use crate::nn::layers::{
 use crate::nn::omega_memory::{NETWORK, OmegaRule, Rows};
 use crate::nn::projection::Projection;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -192,7 +192,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Atlas<B> {
             .into_iter()
             .map(|piece| rule.learn(&rows, piece, &mut past.memory))
             .collect();
-        let o = Tensor::cat(outputs, 1);
+        let o = cat(outputs, 1);
         let o = typed(if self.is_deep() { o + residual } else { o }, dtype);
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(tokens))
@@ -259,7 +259,7 @@ fn behind<B: Backend>(
     let ([batch, tokens, heads, width], device) = (x.dims(), x.device());
     conv_states.through(|conv_state| {
         let zeros = || Tensor::zeros([batch, kept, heads * width], (&device, x.dtype()));
-        let all = Tensor::cat(vec![conv_state.unwrap_or_else(zeros), merge_heads(x.clone())], 1);
+        let all = cat(vec![conv_state.unwrap_or_else(zeros), merge_heads(x.clone())], 1);
         let next = all.clone().narrow(1, tokens, kept);
         (split_heads(all, heads), next)
     })

@@ -12,7 +12,7 @@ use crate::nn::layers::{
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -218,7 +218,7 @@ fn in_pieces<B: LinearAttentionBackend>(
         outputs.push(o);
         memory = Some(next);
     }
-    (Tensor::cat(outputs, 1), memory.expect("a sequence has a token"))
+    (cat(outputs, 1), memory.expect("a sequence has a token"))
 }
 
 impl<B: LinearAttentionBackend> TokenMixer<B> for DecayingFastWeights<B> {

@@ -11,7 +11,7 @@ use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend};
+use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend, cat};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -230,7 +230,7 @@ impl<B: LinearAttentionBackend> DeltaProduct<B> {
         if self.steps > 1 {
             let zeros = Tensor::zeros(others, (&x.device(), x.dtype()));
             let parts = if last { vec![zeros, x] } else { vec![x, zeros] };
-            return Tensor::cat(parts, 2).reshape([batch, tokens * self.steps, heads, width]);
+            return cat(parts, 2).reshape([batch, tokens * self.steps, heads, width]);
         }
         x.reshape([batch, tokens, heads, width])
     }
@@ -263,5 +263,5 @@ fn one_after_another<B: LinearAttentionBackend>(
         state = Some(next);
     }
     let state = state.expect("a token has at least one step");
-    (Tensor::cat(outputs, 1), state)
+    (cat(outputs, 1), state)
 }

@@ -10,7 +10,7 @@ use crate::nn::softmax::{
     KeyValueCache, check_shared, head_norm, in_pieces, scores, turned, weigh,
 };
 use crate::nn::{ConfigError, Cost, DEFAULT_CHUNK, Linear, Rope, Shared, check_chunk};
-use crate::ops::{LinearAttentionBackend, accumulator, solve_unit_lower, typed};
+use crate::ops::{LinearAttentionBackend, accumulator, cat, solve_unit_lower, typed};
 use burn::module::Module;
 use burn::nn::RmsNorm;
 use burn::tensor::activation::softmax;
@@ -201,7 +201,7 @@ fn attend<B: Backend>(
 ) -> (Tensor<B, 3>, KeyValueCache<B>) {
     let size = k.dims()[2];
     let (keys, known) = match &before {
-        Some(cache) => (Tensor::cat(vec![cache.keys.clone(), k.clone()], 2), cache.keys.dims()[2]),
+        Some(cache) => (cat(vec![cache.keys.clone(), k.clone()], 2), cache.keys.dims()[2]),
         None => (k.clone(), 0),
     };
     let shares = recall(&k, &keys);

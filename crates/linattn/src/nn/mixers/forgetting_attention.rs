@@ -11,7 +11,7 @@ use crate::nn::projection::Projection;
 use crate::nn::score_bias::{causal_mask, forget};
 use crate::nn::softmax::{check_shared, weigh};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors};
-use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::sigmoid;
@@ -240,7 +240,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
         let gates = ops::log_sigmoid(f, 1.0).swap_dims(1, 2);
         let (keys, values, before) = match state {
             Some((keys, values, gates)) => {
-                (Tensor::cat(vec![keys, k], 2), Tensor::cat(vec![values, v], 2), Some(gates))
+                (cat(vec![keys, k], 2), cat(vec![values, v], 2), Some(gates))
             }
             None => (k, v, None),
         };

@@ -14,7 +14,7 @@ use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::rope::{Turn, sum_of_angles};
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{self, LinearAttentionBackend, accumulator};
+use crate::ops::{self, LinearAttentionBackend, accumulator, cat};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -183,7 +183,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = split_heads(ops::log_sigmoid(a, self.gate_normalizer), self.heads);
         // Both halves of a complex number decay alike.
-        let g = Tensor::cat(vec![g.clone(), g], 3);
+        let g = cat(vec![g.clone(), g], 3);
         let [q, k] = [q * scale, k].map(|x| back.forward(x));
         let inputs = ops::LinearAttentionInputs::new(q, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());

@@ -3,7 +3,7 @@
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{ResidualLinear, each_token, linear};
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{LinearAttentionBackend, cat, stack};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::{relu, sigmoid};
 use burn::tensor::{Tensor, backend::Backend};
@@ -156,7 +156,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Goru<B> {
             h = new.clone() + gate(1, &update) * (h - new);
             outputs.push(h.clone());
         }
-        let y = self.o_proj.forward(Tensor::cat(outputs, 1));
+        let y = self.o_proj.forward(cat(outputs, 1));
         (y, past.then(vec![h], tokens))
     }
 }
@@ -177,7 +177,7 @@ impl<B: LinearAttentionBackend> Goru<B> {
             let part = |j| pairs.clone().narrow(2, j, 1).reshape([width, half]);
             let (a, b) = (part(0), part(1));
             let turned = [a.clone() * cos.clone() - b.clone() * sin.clone(), a * sin + b * cos];
-            let turned = Tensor::stack::<3>(turned.into(), 2).reshape([width, width]);
+            let turned = stack::<B, _, 3>(turned.into(), 2).reshape([width, width]);
             if layer % 2 == 1 { rolled(turned, width - 1) } else { turned }
         })
     }
@@ -187,5 +187,5 @@ impl<B: LinearAttentionBackend> Goru<B> {
 fn rolled<B: Backend>(x: Tensor<B, 2>, first: usize) -> Tensor<B, 2> {
     let columns = x.dims()[1];
     let (before, after) = (x.clone().narrow(1, 0, first), x.narrow(1, first, columns - first));
-    Tensor::cat(vec![after, before], 1)
+    cat(vec![after, before], 1)
 }

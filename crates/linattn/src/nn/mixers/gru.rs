@@ -3,7 +3,7 @@
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{ResidualLinear, each_token, linear, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{LinearAttentionBackend, cat};
 use burn::module::Module;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
@@ -114,7 +114,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gru<B> {
             h = new.clone() + gate(1) * (h - new);
             outputs.push(h.clone());
         }
-        let y = self.o_proj.forward(Tensor::cat(outputs, 1));
+        let y = self.o_proj.forward(cat(outputs, 1));
         (y, past.then(vec![h], tokens))
     }
 }

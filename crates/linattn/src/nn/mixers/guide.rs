@@ -9,6 +9,7 @@ use super::{
     ConfigError, Cost, LinearAttentionBackend, MatrixPast, MatrixState, MixerState, Shared, Stack,
     TokenMixer, Varlen, key_width, linear_flops, memory_cost,
 };
+use crate::ops::cat;
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::{AutodiffBackend, Backend};
@@ -60,7 +61,7 @@ fn the_mixer_of_the_guide_keeps_its_promises() {
             outputs.push(y.unsqueeze_dim(1));
             state = next;
         }
-        let stepped = Tensor::cat(outputs, 1);
+        let stepped = cat(outputs, 1);
         assert_close(text, &numbers(whole.clone()), &numbers(stepped), 1e-5);
 
         let MixerState::Matrix(last) = last else { panic!("another kind of state") };

@@ -7,7 +7,7 @@ use crate::nn::long_filter::{
     ConvolutionState, SineFilter, SineFilterSize, check_length, with_past,
 };
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared, positive};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -257,7 +257,7 @@ impl<B: LinearAttentionBackend> Hyena<B> {
         past: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let ([_, tokens, inner], dtype) = (q.dims(), q.dtype());
-        let inputs = with_past(past, Tensor::cat(vec![k, v], 2));
+        let inputs = with_past(past, cat(vec![k, v], 2));
         let (seen, groups) = (inputs.dims()[1], self.d.dims()[0]);
         let of_groups = |x| accumulator(split_heads(x, groups)).swap_dims(1, 2);
         let [k, v] = [0, 1].map(|part| of_groups(inputs.clone().narrow(2, part * inner, inner)));
@@ -273,7 +273,7 @@ impl<B: LinearAttentionBackend> Hyena<B> {
         let first = taps.clone().narrow(0, 0, 1) + self.d.val().unsqueeze::<2>();
         match count {
             1 => first,
-            _ => Tensor::cat(vec![first, taps.narrow(0, 1, count - 1)], 0),
+            _ => cat(vec![first, taps.narrow(0, 1, count - 1)], 0),
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::nn::projection::{Projection, project};
 use crate::nn::softmax::{KeyValueCache, rotated_heads, through_window, weigh};
 use crate::nn::swiglu_memory::{LactState, Rows, SwigluMemory, lengths, sizes};
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope, Shared, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{sigmoid, silu};
@@ -224,7 +224,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lact<B> {
             .collect();
         past.memory = memory.kinds;
         memory.carried.into_iter().for_each(|sum| past.conv_states.push(sum));
-        let o = typed(Tensor::cat(outputs, 1), dtype);
+        let o = typed(cat(outputs, 1), dtype);
         let o = self.ttt_norm.forward(o, None) * silu(scale).unsqueeze_dim::<4>(3);
         let y = self.o_proj.forward(a + merge_heads(o));
         (y, LactState { memory: past.then(tokens), cache })

@@ -3,7 +3,7 @@
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, scan_cost};
 use crate::nn::layers::{ResidualLinear, ScaledLinear, fresh, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{self, Complex, LinearAttentionBackend};
+use crate::ops::{self, Complex, LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::{gelu, glu};
 use burn::tensor::{Distribution, Tensor, backend::Backend};
@@ -161,7 +161,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lru<B> {
         let before = past.draw_pair().map(|(re, im)| Complex { re, im });
         let (h, last) = ops::complex_scan(lambda, Complex { re: part(0), im: part(width) }, before)
             .expect("the projections made the shapes");
-        let u = self.c_proj.forward(Tensor::cat(vec![h.re, h.im], 2)) + x * row(self.d.val());
+        let u = self.c_proj.forward(cat(vec![h.re, h.im], 2)) + x * row(self.d.val());
         let y = glu(self.out_proj.forward(gelu(u)), 2);
         (y, past.then(vec![last.re, last.im], tokens))
     }

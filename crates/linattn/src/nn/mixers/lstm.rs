@@ -3,7 +3,7 @@
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{ResidualLinear, each_token, linear};
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{LinearAttentionBackend, cat};
 use burn::module::{Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -118,7 +118,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lstm<B> {
             h = sigmoid(part(3)) * c.clone().tanh();
             outputs.push(h.clone());
         }
-        let y = self.o_proj.forward(Tensor::cat(outputs, 1));
+        let y = self.o_proj.forward(cat(outputs, 1));
         (y, past.then(vec![h, c], tokens))
     }
 }

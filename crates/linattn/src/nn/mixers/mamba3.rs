@@ -10,7 +10,7 @@ use crate::nn::log_decay::fresh_dt_bias;
 use crate::nn::rope::{Turn, sum_of_angles};
 use crate::nn::trapezoid::Trapezoid;
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{sigmoid, silu};
@@ -216,7 +216,7 @@ impl<B: LinearAttentionBackend> Mamba3<B> {
         let none = width / 2 - angles.dims()[3];
         let zeros =
             || Tensor::zeros([batch, tokens, heads, none], (&angles.device(), angles.dtype()));
-        let angles = if none == 0 { angles } else { Tensor::cat(vec![angles.clone(), zeros()], 3) };
+        let angles = if none == 0 { angles } else { cat(vec![angles.clone(), zeros()], 3) };
         Turn::by(angles.repeat_dim(2, rank))
     }
 

@@ -6,7 +6,7 @@ use crate::nn::layers::{ResidualLinear, check_epsilon, linear, rms_norm, split_h
 use crate::nn::score_bias::causal_mask;
 use crate::nn::softmax::{gather, merge, scores, weigh};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{LinearAttentionBackend, cat};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, backend::Backend};
@@ -156,8 +156,8 @@ impl<B: Backend> LatentCache<B> {
     fn after(before: Option<Self>, latents: Tensor<B, 3>, keys: Tensor<B, 3>) -> Self {
         match before {
             Some(before) => Self {
-                latents: Tensor::cat(vec![before.latents, latents], 1),
-                keys: Tensor::cat(vec![before.keys, keys], 1),
+                latents: cat(vec![before.latents, latents], 1),
+                keys: cat(vec![before.keys, keys], 1),
             },
             None => Self { latents, keys },
         }
@@ -226,7 +226,7 @@ impl<B: LinearAttentionBackend> Mla<B> {
         let [batch, heads, seen, width] = both.dims();
         let shared = [batch, heads, seen, cache.keys.dims()[2]];
         let rotated = cache.keys.clone().unsqueeze_dim::<4>(1).expand(shared);
-        let k = Tensor::cat(vec![both.clone().narrow(3, 0, self.key_width), rotated], 3);
+        let k = cat(vec![both.clone().narrow(3, 0, self.key_width), rotated], 3);
         let v = both.narrow(3, self.key_width, width - self.key_width);
         let mask = causal_mask(&q, seen, None);
         weigh(q, &k, &v, mask)
@@ -244,9 +244,9 @@ impl<B: LinearAttentionBackend> Mla<B> {
         let up_keys = up.narrow(3, 0, key);
 
         let asked = q.clone().narrow(3, 0, key).matmul(up_keys.transpose()); // [B, H, 1, R]
-        let q = Tensor::cat(vec![asked, q.narrow(3, key, width - key)], 3);
+        let q = cat(vec![asked, q.narrow(3, key, width - key)], 3);
         let latents = cache.latents.clone().unsqueeze_dim::<4>(1);
-        let keys = Tensor::cat(vec![latents.clone(), cache.keys.clone().unsqueeze_dim(1)], 3);
+        let keys = cat(vec![latents.clone(), cache.keys.clone().unsqueeze_dim(1)], 3);
         let scores = scores(q * (width as f64).powf(-0.5), &keys);
         merge(gather(scores, &latents).matmul(up_values))
     }
@@ -261,7 +261,7 @@ impl<B: LinearAttentionBackend> Mla<B> {
         let q = split_heads(self.q_proj.forward(x.clone()), self.heads);
         let rope_width = q.dims()[3] - self.key_width;
         let rotated = self.rope.forward(q.clone().narrow(3, self.key_width, rope_width), position);
-        let q = Tensor::cat(vec![q.narrow(3, 0, self.key_width), rotated], 3);
+        let q = cat(vec![q.narrow(3, 0, self.key_width), rotated], 3);
 
         let (down, norm, _) = &self.kv_proj;
         let latents = rms_norm(norm, down.forward(x.clone()), None);

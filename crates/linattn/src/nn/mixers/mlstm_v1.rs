@@ -12,7 +12,7 @@ use crate::nn::layers::{
 };
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared};
-use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -188,7 +188,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
         let c = self.conv1d.forward_between(u.clone(), &mut past.conv_states);
         let (q, k) = (self.q.forward(c.clone()), self.k.forward(c.clone()));
         let v = self.v.forward(u);
-        let all = Tensor::cat(vec![q.clone(), k.clone(), v.clone()], 2);
+        let all = cat(vec![q.clone(), k.clone(), v.clone()], 2);
         let gates = [&self.igate_preact, &self.fgate_preact].map(Projection::plain);
         let [i, f] = project(&all, gates, &mut past.conv_states).map(accumulator);
         let heads = |x| split_heads(x, self.heads);

@@ -3,7 +3,7 @@
 use super::TokenMixer;
 use crate::nn::long_filter::ConvolutionState;
 use crate::nn::{ConfigError, Cost, Shared, positive};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -106,7 +106,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Pooling<B> {
         let ([_, _, width], dtype) = (x.dims(), x.dtype());
         let (_, mut conv_states) = ConvolutionState::parts(state);
         let x = accumulator(x);
-        let counted = Tensor::cat(vec![x.clone(), x.clone().narrow(2, 0, 1).ones_like()], 2);
+        let counted = cat(vec![x.clone(), x.clone().narrow(2, 0, 1).ones_like()], 2);
         let ones = Tensor::ones([self.window, width + 1], (&x.device(), x.dtype()));
         let lengths = conv_states.lengths().cloned();
         let sums = conv_states.through(|conv_state| {

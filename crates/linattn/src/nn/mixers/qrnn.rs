@@ -4,7 +4,7 @@ use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, 
 use crate::nn::convolution::ConvStateList;
 use crate::nn::layers::{ResidualLinear, linear, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::Module;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
@@ -133,9 +133,9 @@ impl<B: LinearAttentionBackend> Qrnn<B> {
         let zeros = || Tensor::zeros([batch, before, width], (&x.device(), x.dtype()));
         conv_states.through(|conv_state| {
             let conv_state = typed(conv_state.unwrap_or_else(zeros), x.dtype());
-            let all = Tensor::cat(vec![conv_state, x.clone()], 1);
+            let all = cat(vec![conv_state, x.clone()], 1);
             let taps = (0..self.window).map(|w| all.clone().narrow(1, w, tokens)).collect();
-            (Tensor::cat(taps, 2), all.narrow(1, tokens, before))
+            (cat(taps, 2), all.narrow(1, tokens, before))
         })
     }
 }

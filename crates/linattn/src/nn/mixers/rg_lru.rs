@@ -9,7 +9,7 @@ use crate::nn::layers::{BlockDiagonal, Gelu, ResidualLinear, normal_linear, soft
 use crate::nn::log_decay::inverse_softplus;
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Distribution, Tensor, backend::Backend};
@@ -209,6 +209,6 @@ fn after_one<B: Backend>(x: Tensor<B, 3>) -> Tensor<B, 3> {
     let first = x.clone().narrow(1, 0, 1).ones_like();
     match tokens {
         1 => first,
-        _ => Tensor::cat(vec![first, x.narrow(1, 1, tokens - 1)], 1),
+        _ => cat(vec![first, x.narrow(1, 1, tokens - 1)], 1),
     }
 }

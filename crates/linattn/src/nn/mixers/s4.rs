@@ -5,7 +5,7 @@ use crate::nn::diagonal_ssm::{DiagonalStart, Discretization, Parts, Spectrum};
 use crate::nn::hippo;
 use crate::nn::layers::{ResidualLinear, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Shared};
-use crate::ops::{self, LinearAttentionBackend};
+use crate::ops::{self, LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::{gelu, glu};
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
@@ -181,10 +181,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for S4<B> {
             if have < tokens {
                 let more = have.min(tokens - have);
                 let next = power.clone().matmul(columns.clone().narrow(2, 0, more));
-                columns = Tensor::cat(vec![columns, next], 2);
+                columns = cat(vec![columns, next], 2);
                 if before.is_some() {
                     let next = rows.clone().narrow(1, 0, more).matmul(power.clone());
-                    rows = Tensor::cat(vec![rows, next], 1);
+                    rows = cat(vec![rows, next], 1);
                 }
             }
             if left > 0 {
@@ -210,7 +210,7 @@ impl<B: LinearAttentionBackend> S4<B> {
     /// Weights of real and imaginary parts in `2 Re(C h)`, `[D, 1, N]`.
     fn read(&self) -> Tensor<B, 3> {
         let c = real_and_imaginary(self.c.val().unsqueeze_dim::<3>(1), 2);
-        Tensor::cat(vec![c.re * 2.0, c.im * -2.0], 2)
+        cat(vec![c.re * 2.0, c.im * -2.0], 2)
     }
 
     /// M, `[D, N, N]`, and b, `[D, N, 1]`, of one step.
@@ -228,7 +228,7 @@ impl<B: LinearAttentionBackend> S4<B> {
         let inverse = one.over(&below);
         let shrunk = |x: Tensor<B, 3>| {
             let y = inverse.times(&real_and_imaginary(x, 1));
-            Tensor::cat(vec![y.re, y.im], 1)
+            cat(vec![y.re, y.im], 1)
         };
         let ahead = dense(&half) - p.clone().matmul(p.clone().transpose()) * dt.clone();
         let along = shrunk(p.clone());
@@ -253,6 +253,6 @@ fn dense<B: Backend>(x: &Parts<B, 3>) -> Tensor<B, 3> {
     let modes = x.re.dims()[1];
     let eye = Tensor::<B, 2>::eye(modes, &x.re.device()).cast(x.re.dtype()).unsqueeze::<3>();
     let [re, im] = [x.re.clone() + 1.0, x.im.clone()].map(|x| x * eye.clone());
-    let above = Tensor::cat(vec![re.clone(), im.clone().neg()], 2);
-    Tensor::cat(vec![above, Tensor::cat(vec![im, re], 2)], 1)
+    let above = cat(vec![re.clone(), im.clone().neg()], 2);
+    cat(vec![above, cat(vec![im, re], 2)], 1)
 }

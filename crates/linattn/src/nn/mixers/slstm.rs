@@ -7,7 +7,7 @@ use crate::nn::convolution::{
 };
 use crate::nn::layers::{BlockDiagonal, INIT_STD, check_epsilon, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, Shared};
-use crate::ops::{self, LinearAttentionBackend, SlstmCells, SlstmInputs, typed};
+use crate::ops::{self, LinearAttentionBackend, SlstmCells, SlstmInputs, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -174,6 +174,6 @@ impl<B: LinearAttentionBackend> Slstm<B> {
             self.ogate.forward(x),
         ];
         let gates = gates.into_iter().map(|gate| split_heads(gate, self.heads)).collect();
-        Tensor::cat(gates, 3)
+        cat(gates, 3)
     }
 }

@@ -15,7 +15,7 @@ use crate::nn::layers::{
 };
 use crate::nn::projection::Projection;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, cat, stack, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -207,7 +207,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Titans<B> {
             .into_iter()
             .map(|piece| learn(&rows, &rates, piece, &mut past.memory))
             .collect();
-        let o = typed(Tensor::cat(outputs, 1), dtype);
+        let o = typed(cat(outputs, 1), dtype);
         let y = match (&self.attention, &self.a_norm) {
             (Some(branch), Some(norm)) => {
                 let gate = gate.map(|gate| (Activation::Silu, split_heads(gate, self.heads)));
@@ -270,5 +270,5 @@ fn learn<B: Backend>(
         memory[1] = after;
         memory[2] = next;
     }
-    in_a_row(Tensor::stack(outputs, 2))
+    in_a_row(stack(outputs, 2))
 }

@@ -3,7 +3,7 @@
 
 use crate::nn::lengths::{LengthsError, Varlen, check_row, check_states};
 use crate::nn::{RecurrentState, Shared, StateTensors};
-use crate::ops::{LinearAttentionBackend, SequenceLengths};
+use crate::ops::{LinearAttentionBackend, SequenceLengths, cat};
 use burn::tensor::Tensor;
 
 /// Layers that the residual stream passes.
@@ -214,5 +214,5 @@ fn per_sequence<B: LinearAttentionBackend, M: TokenMixer<B, State: RecurrentStat
         })
         .unzip();
     let joined = || M::State::from_tensors(StateTensors::cat(&states));
-    (Tensor::cat(outputs, 1), (!mixer.counts_tokens()).then(joined))
+    (cat(outputs, 1), (!mixer.counts_tokens()).then(joined))
 }

@@ -5,7 +5,7 @@ use super::aft::check_known;
 use crate::nn::layers::Gelu;
 use crate::nn::long_filter::{ConvolutionState, with_past};
 use crate::nn::{ConfigError, Cost, Shared, positive};
-use crate::ops::{LinearAttentionBackend, typed};
+use crate::ops::{LinearAttentionBackend, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -139,7 +139,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for TokenMlp<B> {
         let h = Gelu::Exact.forward(self.hidden.forward(x.clone(), tokens));
         let h = with_past(part(width), h);
         let y = self.output.forward(h.clone(), tokens);
-        let inputs = Tensor::cat(vec![x, h], 2);
+        let inputs = cat(vec![x, h], 2);
         (y, ConvolutionState { inputs: Some(inputs), conv_states: vec![] })
     }
 }

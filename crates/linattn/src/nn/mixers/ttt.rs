@@ -14,7 +14,9 @@ use crate::nn::layers::{
 };
 use crate::nn::projection::{Projection, project_all};
 use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, positive};
-use crate::ops::{LinearAttentionBackend, TttLinearInputs, accumulator, ttt_linear, typed};
+use crate::ops::{
+    LinearAttentionBackend, TttLinearInputs, accumulator, cat, stack, ttt_linear, typed,
+};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -176,7 +178,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Ttt<B> {
             .into_iter()
             .map(|piece| self.learn(&rows, piece, &mut past.memory))
             .collect();
-        let o = typed(merge_heads(Tensor::cat(outputs, 1)), dtype);
+        let o = typed(merge_heads(cat(outputs, 1)), dtype);
         let o = self.post_norm.forward(o);
         let o = match gate {
             Some(gate) => o * gelu(gate),
@@ -269,7 +271,7 @@ impl<B: LinearAttentionBackend> Ttt<B> {
             };
             (memory[0], memory[1]) = next;
         }
-        let normal = rms_normalize(Tensor::stack::<5>(outputs, 2), EPSILON);
+        let normal = rms_normalize(stack::<B, _, 5>(outputs, 2), EPSILON);
         in_a_row(q + normal * gamma + beta)
     }
 

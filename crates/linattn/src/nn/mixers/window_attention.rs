@@ -6,7 +6,7 @@ use crate::nn::convolution::ConvStateList;
 use crate::nn::layers::{INIT_STD, linear, split_heads};
 use crate::nn::softmax::{KeyValueCache, rotated_heads, through_window, weigh};
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope};
-use crate::ops::{LinearAttentionBackend, typed};
+use crate::ops::{LinearAttentionBackend, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -136,9 +136,9 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
                 let [.., tokens, _] = hidden.dims();
                 let count = keys.dims()[2];
                 let seen = Tensor::zeros([1, 1, 1, tokens, count], (&x.device(), hidden.dtype()));
-                let keys = Tensor::cat(vec![keys.clone(), cache.keys.clone()], 2);
-                let values = Tensor::cat(vec![values.clone(), cache.values.clone()], 2);
-                weigh(q, &keys, &values, Tensor::cat(vec![seen, hidden], 4))
+                let keys = cat(vec![keys.clone(), cache.keys.clone()], 2);
+                let values = cat(vec![values.clone(), cache.values.clone()], 2);
+                weigh(q, &keys, &values, cat(vec![seen, hidden], 4))
             }
             None => weigh(q, &cache.keys, &cache.values, hidden),
         });
@@ -185,6 +185,6 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
             return rows;
         }
         let zeros = Tensor::zeros([batch, missing, heads * width], (&rows.device(), rows.dtype()));
-        Tensor::cat(vec![zeros, rows], 1)
+        cat(vec![zeros, rows], 1)
     }
 }

@@ -1,5 +1,6 @@
 //! States as named tensors: taken apart and put together.
 
+use crate::ops::cat;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 /// The name of conv states among named tensors. Files have it: another one would leave older files unread.
@@ -169,7 +170,7 @@ impl<B: Backend> StateTensors<B> {
     /// the one that has seen most.
     pub(crate) fn cat(states: &[Self]) -> Self {
         let all = |place: usize| states.iter().map(move |state| state.list[place].rows.clone());
-        let joined = states[0].map(|place, _| Tensor::cat(all(place).collect(), 0));
+        let joined = states[0].map(|place, _| cat(all(place).collect(), 0));
         let position = states.iter().filter_map(|state| state.position).max();
         Self { position, ..joined }
     }

@@ -5,6 +5,7 @@ use super::super::backend::LinearAttentionBackend;
 use super::super::fused::*;
 use super::super::pass::Pass;
 use super::super::recurrence::{Forward, LogDecay, Read, Recurrence, Transition};
+use super::super::tensors::float_cat;
 use burn::backend::autodiff::Autodiff;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps, ModuleOps};
 use burn::tensor::{
@@ -247,7 +248,7 @@ fn packed_matrices_are_those_of_tensor_operations() {
         &[&[5, 3], &[5, 1], &[5, 40]],
         1,
         |x| Graph::fused_pack(pack(x), false),
-        |x| vec![Graph::float_cat(x, 1)],
+        |x| vec![float_cat::<Graph>(x, 1)],
     );
 }
 

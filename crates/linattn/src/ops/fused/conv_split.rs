@@ -4,7 +4,7 @@
 use super::normalize::l2_normalize;
 use super::{Column, ColumnKind, ConvSplit, ConvStep, ConvStepOutputs, HeadNorm};
 use crate::ops::backend::LinearAttentionBackend;
-use crate::ops::tensors::{softplus_in_tensor_ops, tensor};
+use crate::ops::tensors::{cat, softplus_in_tensor_ops, tensor};
 use crate::ops::{accumulator, typed};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
@@ -58,7 +58,7 @@ fn convolved<B: Backend>(
                         let rows = rows.clone().narrow(1, range.start, range.len());
                         through_window(rows, &weight, conv_state)
                     };
-                    Tensor::cat(lengths.ranges().enumerate().map(alone).collect(), 1)
+                    cat(lengths.ranges().enumerate().map(alone).collect(), 1)
                 }
             }
         }
@@ -78,7 +78,7 @@ fn through_window<B: Backend>(
     let ([batch, tokens, channels], window) = (rows.dims(), weight.dims()[0]);
     let zeros = || Tensor::zeros([batch, window - 1, channels], (&rows.device(), rows.dtype()));
     let conv_state = conv_state.unwrap_or_else(zeros);
-    let seen = Tensor::cat(vec![conv_state, rows], 1);
+    let seen = cat(vec![conv_state, rows], 1);
     let tap = |w: usize| {
         let weight = weight.clone().narrow(0, w, 1).unsqueeze::<3>();
         seen.clone().narrow(1, w, tokens) * weight

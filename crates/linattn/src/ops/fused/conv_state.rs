@@ -2,7 +2,7 @@
 
 use super::ConvStates;
 use crate::ops::backend::LinearAttentionBackend;
-use crate::ops::tensors::{primitive, tensor};
+use crate::ops::tensors::{cat, primitive, tensor};
 use crate::ops::{SequenceLengths, typed};
 use burn::tensor::{Bool, Int, Tensor, TensorData, backend::Backend};
 
@@ -54,7 +54,7 @@ fn next_state<B: Backend>(
     }
     let zeros = || Tensor::zeros([batch, before, columns], (&x.device(), x.dtype()));
     let state = typed(state.cloned().unwrap_or_else(zeros), x.dtype());
-    Tensor::cat(vec![state.narrow(1, new, before - new), x], 1)
+    cat(vec![state.narrow(1, new, before - new), x], 1)
 }
 
 /// The last tokens of sequences with lengths of their own: of each sequence in turn, from its rows, and from its

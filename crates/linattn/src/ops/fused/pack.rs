@@ -2,7 +2,7 @@
 
 use super::Pack;
 use crate::ops::backend::LinearAttentionBackend;
-use crate::ops::tensors::{primitive, tensor};
+use crate::ops::tensors::{cat, primitive, tensor};
 use crate::ops::typed;
 use burn::tensor::{DType, Tensor, ops::FloatTensor};
 
@@ -27,5 +27,5 @@ fn reference<B: LinearAttentionBackend>(pack: Pack<FloatTensor<B>>) -> Tensor<B,
         let zeros = Tensor::zeros([rows, pack.padding], (&matrices[0].device(), pack.dtype));
         matrices.push(zeros);
     }
-    Tensor::cat(matrices, 1)
+    cat(matrices, 1)
 }

@@ -2,7 +2,7 @@
 
 use super::Rotary;
 use crate::ops::backend::LinearAttentionBackend;
-use crate::ops::tensors::{accumulator, primitive, tensor, typed};
+use crate::ops::tensors::{accumulator, cat, primitive, tensor, typed};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
 /// `x`, `[B, T, H, K]`, whose channels i and i + R/2 of the first R are turned by the angles whose cosines and sines
@@ -31,7 +31,7 @@ pub(in crate::ops) fn rotary_in_tensor_ops<B: Backend>(
         return turned(x, cos, sin);
     }
     let rest = x.clone().narrow(3, width, channels - width);
-    Tensor::cat(vec![turned(x.narrow(3, 0, width), cos, sin), rest], 3)
+    cat(vec![turned(x.narrow(3, 0, width), cos, sin), rest], 3)
 }
 
 /// Pairs of channels i and i + K / 2 of `x`, `[B, T, H, K]`, turned by angles of these cosines and sines,
@@ -48,5 +48,5 @@ pub(crate) fn turned<B: Backend>(
         real.clone() * cos.clone() - imaginary.clone() * sin.clone(),
         real * sin + imaginary * cos,
     ];
-    typed(Tensor::cat(turned.into(), 3), dtype)
+    typed(cat(turned.into(), 3), dtype)
 }

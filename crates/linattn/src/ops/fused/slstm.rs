@@ -11,7 +11,7 @@
 use super::SlstmRecurrence;
 use crate::ops::OpError;
 use crate::ops::backend::LinearAttentionBackend;
-use crate::ops::tensors::{accumulator, each_part, primitive, tensor, typed};
+use crate::ops::tensors::{accumulator, cat, each_part, primitive, tensor, typed};
 use burn::tensor::activation::{log_sigmoid, sigmoid};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
@@ -142,5 +142,5 @@ pub(in crate::ops) fn in_tensor_ops<B: Backend>(
         cells = cells.advance(token, &r);
         outputs.push(cells.h.clone());
     }
-    (Tensor::cat(outputs, 1), cells)
+    (cat(outputs, 1), cells)
 }

@@ -1,6 +1,7 @@
 //! Short convolutions over sequences of one row against the same sequences one by one: outputs, conv states and
 //! gradients, on Flex's loops, in tensor operations, and through kernels where there is a GPU.
 
+use crate::ops::tensors::cat;
 use crate::ops::{
     Activation, LinearAttentionBackend, OpError, SequenceLengths, convolve,
     short_convolution_varlen,
@@ -83,7 +84,7 @@ impl<B: AutodiffBackend + LinearAttentionBackend> Inputs<B> {
             conv_states.push(next);
             from += tokens;
         }
-        [Tensor::cat(ys, 1), Tensor::cat(conv_states, 0)]
+        [cat(ys, 1), cat(conv_states, 0)]
     }
 
     /// Outputs, conv states, and the gradients of a sum of both, by name.

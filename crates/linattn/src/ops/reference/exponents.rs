@@ -1,6 +1,7 @@
 //! Exponents of a decay inside a chunk: which of them a row takes, and their gradients.
 
 use crate::ops::recurrence::Read;
+use crate::ops::tensors::cat;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Gradients of rows, of columns and of the exponents in between, from that of their scores.
@@ -53,7 +54,7 @@ pub(super) fn later<B: Backend>(x: Tensor<B, 4>, first: f64) -> Tensor<B, 4> {
     let first = x.clone().narrow(2, 0, 1).zeros_like() + first;
     match size {
         1 => first,
-        _ => Tensor::cat(vec![first, x.narrow(2, 0, size - 1)], 2),
+        _ => cat(vec![first, x.narrow(2, 0, size - 1)], 2),
     }
 }
 
@@ -63,6 +64,6 @@ fn earlier<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
     let last = x.clone().narrow(2, 0, 1).zeros_like();
     match size {
         1 => last,
-        _ => Tensor::cat(vec![x.narrow(2, 1, size - 1), last], 2),
+        _ => cat(vec![x.narrow(2, 1, size - 1), last], 2),
     }
 }

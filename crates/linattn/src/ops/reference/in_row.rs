@@ -2,6 +2,7 @@
 
 use crate::ops::lengths::SequenceLengths;
 use crate::ops::recurrence::{Forward, Recurrence, Saved};
+use crate::ops::tensors::float_cat;
 use burn::tensor::{Slice, TensorMetadata, backend::Backend, ops::FloatTensor};
 use std::ops::Range;
 
@@ -38,7 +39,7 @@ pub(super) fn forward<B: Backend>(
         (done.o, done.state)
     };
     let (o, states) = lengths.ranges().enumerate().map(of_sequence).unzip();
-    Forward { o: B::float_cat(o, 1), state: B::float_cat(states, 0), saved: Saved::default() }
+    Forward { o: float_cat::<B>(o, 1), state: float_cat::<B>(states, 0), saved: Saved::default() }
 }
 
 /// Gradients of all sequences' tensors, where `one` is the backward pass of a sequence.
@@ -63,8 +64,8 @@ pub(super) fn backward<B: Backend>(
         columns.iter_mut().zip(list).for_each(|(column, x)| column.push(x));
         places = Some(found);
     }
-    let joined = columns.into_iter().map(|column| B::float_cat(column, 1)).collect();
+    let joined = columns.into_iter().map(|column| float_cat::<B>(column, 1)).collect();
     let rows: Recurrence<FloatTensor<B>> = places.expect("a sequence").fill(joined);
-    let state = x.state.as_ref().map(|_| B::float_cat(states, 0));
+    let state = x.state.as_ref().map(|_| float_cat::<B>(states, 0));
     Recurrence { state, lengths: x.lengths.clone(), ..rows }
 }

@@ -1,7 +1,7 @@
 //! Two layouts of rows: `[B, T, H, X]` outside, `[chunks, B H, C, X]` inside.
 
 use crate::ops::recurrence::Dims;
-use crate::ops::tensors::accumulator;
+use crate::ops::tensors::{accumulator, cat};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Sizes of one call, and of its chunks.
@@ -39,11 +39,11 @@ impl Layout {
         let mut x = accumulator(x);
         if padded > tokens {
             let shape = [batch, padded - tokens, heads, width];
-            x = Tensor::cat(vec![x.clone(), Tensor::zeros(shape, (&x.device(), x.dtype()))], 1);
+            x = cat(vec![x.clone(), Tensor::zeros(shape, (&x.device(), x.dtype()))], 1);
         }
         if self.chunks() > 1 {
             let cut = |c| x.clone().narrow(1, c * self.chunk, self.chunk);
-            x = Tensor::cat((0..self.chunks()).map(cut).collect(), 0);
+            x = cat((0..self.chunks()).map(cut).collect(), 0);
         }
         let many = self.chunks() * batch;
         let x = x.reshape([many, self.chunk, heads, width]);
@@ -51,7 +51,7 @@ impl Layout {
         let cut = |h| x.clone().narrow(2, h / group, 1).reshape([many, 1, self.chunk, width]);
         let x = match self.dims.heads {
             1 => cut(0),
-            heads => Tensor::cat((0..heads).map(cut).collect(), 1),
+            heads => cat((0..heads).map(cut).collect(), 1),
         };
         x.reshape([self.chunks(), self.rows(), self.chunk, width])
     }
@@ -63,11 +63,11 @@ impl Layout {
         let cut = |h| x.clone().narrow(1, h, 1).reshape([many, self.chunk, 1, width]);
         let mut x = match self.dims.heads {
             1 => cut(0),
-            heads => Tensor::cat((0..heads).map(cut).collect(), 2),
+            heads => cat((0..heads).map(cut).collect(), 2),
         };
         if self.chunks() > 1 {
             let cut = |c| x.clone().narrow(0, c * self.dims.batch, self.dims.batch);
-            x = Tensor::cat((0..self.chunks()).map(cut).collect(), 1);
+            x = cat((0..self.chunks()).map(cut).collect(), 1);
         }
         x.narrow(1, 0, self.dims.tokens)
     }

@@ -42,7 +42,7 @@ pub(in crate::ops) use step::step;
 pub(crate) use triangular::solve_unit_lower;
 
 use crate::ops::recurrence::{Forward, LogDecay, Read, Recurrence, Saved, Transition};
-use crate::ops::tensors::{accumulator, primitive, tensor};
+use crate::ops::tensors::{accumulator, cat, primitive, tensor};
 use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 use decay::{DecayFactors, Exponents};
 use layout::Layout;
@@ -249,8 +249,8 @@ impl<B: Backend> Chunks<B> {
             }
             state = next;
         }
-        let u = solve.map(|_| Tensor::cat(solved, 0));
-        Scan { states: Tensor::cat(states, 0), u, last: state }
+        let u = solve.map(|_| cat(solved, 0));
+        Scan { states: cat(states, 0), u, last: state }
     }
 }
 
@@ -421,7 +421,7 @@ impl<B: Backend> Chunks<B> {
         }
         let forwards = |mut list: Vec<_>| {
             list.reverse();
-            Tensor::cat(list, 0)
+            cat(list, 0)
         };
         let d_u = solve.map(|_| forwards(d_solved));
         Reverse { d_states: forwards(d_states), d_u, d_start: d_state }

@@ -5,6 +5,7 @@
 //! and wrong: with equal keys and beta = 1 the powers of N reach 1e17 at 64 rows before they cancel.
 
 use super::mask::Mask;
+use crate::ops::tensors::{cat, stack};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Blocks up to this size are inverted inside one matrix, by masks; larger ones are cut out.
@@ -27,7 +28,7 @@ fn enlarge<B: Backend>(n: Tensor<B, 3>, width: usize) -> Tensor<B, 3> {
     }
     let zeros = |shape: [usize; 3]| Tensor::<B, 3>::zeros(shape, (&n.device(), n.dtype()));
     let (right, below) = (zeros([many, size, width - size]), zeros([many, width - size, width]));
-    Tensor::cat(vec![Tensor::cat(vec![n.clone(), right], 2), below], 1)
+    cat(vec![cat(vec![n.clone(), right], 2), below], 1)
 }
 
 /// `n`: `[M, C, C]`, C a power of two; entries on and above the diagonal have to be zero.
@@ -77,9 +78,9 @@ fn merge<B: Backend>(inverse: Tensor<B, 3>, n: &Tensor<B, 3>, width: usize) -> T
     let (above, below) = (half(0), half(1));
     let corner = blocks(n, 2 * width, width).reshape([pairs, width, width]);
     let corner = below.clone().matmul(corner).matmul(above.clone()).neg();
-    let upper = Tensor::cat(vec![above.clone(), above.zeros_like()], 2);
-    let lower = Tensor::cat(vec![corner, below], 2);
-    Tensor::cat(vec![upper, lower], 1)
+    let upper = cat(vec![above.clone(), above.zeros_like()], 2);
+    let lower = cat(vec![corner, below], 2);
+    cat(vec![upper, lower], 1)
 }
 
 /// Of every diagonal block `stride` wide, the square at `offset` rows down and at its left edge:
@@ -88,5 +89,5 @@ fn blocks<B: Backend>(n: &Tensor<B, 3>, stride: usize, offset: usize) -> Tensor<
     let (size, width) = (n.dims()[1], stride - offset);
     let cut =
         |i: usize| n.clone().narrow(1, i * stride + offset, width).narrow(2, i * stride, width);
-    Tensor::stack((0..size / stride).map(cut).collect(), 1)
+    stack((0..size / stride).map(cut).collect(), 1)
 }
