@@ -11,8 +11,9 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use linattn::nn::{LanguageModel, LanguageModelConfig};
 use linattn::ops::backend::{
-    Activation, Column, ColumnKind, ConvSplit, Embedding, GatedProduct, HeadNorm,
-    LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, Rotary, SlstmRecurrence,
+    Activation, Column, ColumnKind, ConvSplit, Embedding, GateActivation, GatedProduct, GatedValue,
+    HeadNorm, LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, Rotary,
+    SlstmRecurrence,
 };
 use linattn::ops::{LinearAttentionBackend, SequenceLengths};
 use linattn_oracle::{Rng, assert_close};
@@ -152,11 +153,12 @@ impl<B: LinearAttentionBackend> Inputs<B> {
     }
 
     fn products(&self) -> Vec<(&'static str, Tensor<B, 3>)> {
-        let activation = Activation::Silu;
-        let (gate, value) = (inside(&self.gate), Some(inside(&self.x)));
-        let separate = GatedProduct { gate, value, activation };
-        let both = Tensor::cat(vec![self.x.clone(), self.gate.clone()], 2);
-        let packed = GatedProduct { gate: inside(&both), value: None, activation };
+        let product = |gate, value, activation| {
+            B::fused_gated_product(GatedProduct { gate, value, activation }, false)
+        };
+        let gate = || inside(&self.gate);
+        let both = inside(&Tensor::cat(vec![self.x.clone(), self.gate.clone()], 2));
+        let value = GatedValue::Tensor(inside(&self.x));
         let matrix = inside(&self.taps);
         let pack = Pack { matrices: vec![matrix.clone(), matrix], padding: 0, dtype: DType::F32 };
         let [_, _, width] = self.x.dims();
@@ -165,8 +167,11 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         let packed_taps = outside::<B, 2>(only(B::fused_pack(pack, false)));
         let mut found = vec![("packed matrices", packed_taps.unsqueeze::<3>())];
         let passes = [
-            ("product", B::fused_gated_product(separate, false)),
-            ("product of halves", B::fused_gated_product(packed, false)),
+            ("product", product(gate(), value, GateActivation::Silu)),
+            ("product of halves", product(both, GatedValue::Packed, GateActivation::Gelu)),
+            ("log sigmoid", product(gate(), GatedValue::Number(0.5), GateActivation::LogSigmoid)),
+            ("GELU by a tanh", product(gate(), GatedValue::Number(1.0), GateActivation::GeluTanh)),
+            ("ReLU squared", product(gate(), GatedValue::Number(2.0), GateActivation::SquaredRelu)),
             ("linear layer", B::fused_linear(linear, false)),
         ];
         for (name, pass) in passes {

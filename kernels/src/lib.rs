@@ -4,15 +4,12 @@
 
 mod buffer;
 mod chunkwise;
-pub mod convolution;
 pub mod few_rows;
 pub mod fused;
 pub mod matmul;
+pub mod pointwise;
 pub mod quantized;
 mod refusal;
-pub mod rowwise;
-#[cfg(test)]
-mod rowwise_tests;
 pub mod simple;
 pub mod step;
 mod tensors;

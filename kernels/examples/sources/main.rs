@@ -20,11 +20,11 @@ use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::conv_split;
+use linattn_kernels::pointwise::Activation;
 use linattn_kernels::quantized::{self, Bits};
-use linattn_kernels::rowwise::{self, Activation, Measure};
 use linattn_kernels::{
-    Decay, Dims, Given, Inputs, Read, Refusal, Transition, Variant, backward, convolution,
-    few_rows, forward, simple, step,
+    Decay, Dims, Given, Inputs, Read, Refusal, Transition, Variant, backward, few_rows, forward,
+    simple, step,
 };
 use runtime::Recorder;
 use std::error::Error;
@@ -138,7 +138,6 @@ fn layers<T: Target>(
         }
     }
     let page = |variant| Page { arch, rows, shape: "any", variant };
-    case.around(|launched| book.enter(&page("around"), launched, client))?;
     let fused = fused::Fused { client, dtype };
     fused.all(|launched| book.enter(&page("fused"), launched, client))?;
     let norms = norms::Norms { client, dtype };
@@ -370,35 +369,6 @@ impl<'a, T: Target> Case<'a, T> {
         step::launch(case.client, variant, case.dims, case.dtype, &x).map(|_| ())
     }
 
-    /// Layers around a recurrence, in every form; `enter` is called after each launch.
-    fn around(
-        &self,
-        mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
-    ) -> Result<(), Box<dyn Error>> {
-        for width in [64, 2048] {
-            for weighted in [false, true] {
-                for gate in [None, Some(Activation::Silu), Some(Activation::Sigmoid)] {
-                    self.normalize(width, weighted, gate);
-                    let gate = gate.map_or("none".into(), |gate| format!("{gate:?}"));
-                    enter(&format!("-{width}-weight_{weighted}-gate_{gate}"))?;
-                }
-            }
-        }
-        for activation in [Activation::Identity, Activation::Silu] {
-            for biased in [false, true] {
-                self.convolve(activation, biased);
-                enter(&format!("-{activation:?}-bias_{biased}"))?;
-            }
-        }
-        self.log_decay();
-        enter("")?;
-        for activation in [Activation::Silu, Activation::Sigmoid] {
-            self.gated_product(activation);
-            enter(&format!("-{activation:?}"))?;
-        }
-        Ok(())
-    }
-
     /// The columns of a packed projection, forward and backward, with all tensors and with the fewest;
     /// `enter` is called after each launch.
     fn conv_split(
@@ -454,71 +424,5 @@ impl<'a, T: Target> Case<'a, T> {
         };
         conv_split::step(self.client, Dims { tokens: 1, ..dims }, &columns, inputs, types)?;
         enter("-step")
-    }
-
-    fn normalize(&self, width: usize, weighted: bool, gate: Option<Activation>) {
-        let x = || self.rows(width);
-        let rows = rowwise::Rows {
-            rows: 1,
-            width,
-            measure: Measure::RootMeanSquare,
-            epsilon: 1e-5,
-            factor: 1.0,
-            activation: gate.unwrap_or(Activation::Identity),
-        };
-        let args =
-            rowwise::RowArgs { x: x(), weight: weighted.then(x), gate: gate.map(|_| x()), y: x() };
-        let cubes = rows.cubes(self.most()).expect("a row fits every device");
-        rowwise::normalize(self.client, cubes, rows, args, x, self.dtype);
-    }
-
-    fn convolve(&self, activation: Activation, biased: bool) {
-        let dims = convolution::Dims { batch: 1, tokens: 1, channels: 64, window: 4, activation };
-        let args = convolution::Args {
-            x: self.rows(64),
-            weight: self.rows(4 * 64),
-            bias: biased.then(|| self.rows(64)),
-            conv_state: self.rows(3 * 64),
-            y: self.rows(64),
-            next: self.rows(3 * 64),
-        };
-        let cubes = dims.cubes(self.most()).expect("a token fits every device");
-        convolution::launch(self.client, cubes, dims, args, || self.rows(64), self.dtype);
-    }
-
-    fn log_decay(&self) {
-        let decays = rowwise::Decays { rows: 1, width: 64, heads: 64 };
-        let args = rowwise::DecayArgs {
-            x: self.rows(64),
-            a_log: self.rows(64),
-            dt_bias: self.rows(64),
-            g: self.flat(64, F32),
-        };
-        let cubes = decays.cubes(self.most()).expect("a token fits every device");
-        rowwise::log_decay(self.client, cubes, decays, args, self.dtype);
-    }
-
-    fn gated_product(&self, activation: Activation) {
-        let args = rowwise::ProductArgs { x: self.rows(64), gate: self.rows(64), y: self.rows(64) };
-        let cubes = rowwise::product_cubes(64, self.most()).expect("a row fits every device");
-        rowwise::gated_product(self.client, cubes, 64, activation, args, self.dtype);
-    }
-
-    fn most(&self) -> (u32, u32, u32) {
-        self.client.properties().hardware.max_cube_count
-    }
-
-    /// Numbers of the rows' type.
-    fn rows(&self, numbers: usize) -> TensorArg<Recorder<T>> {
-        self.flat(numbers, self.dtype.size())
-    }
-
-    fn flat(&self, numbers: usize, bytes: usize) -> TensorArg<Recorder<T>> {
-        let handle = self.client.empty(numbers * bytes);
-        // SAFETY: nothing is run.
-        #[allow(unsafe_code)]
-        unsafe {
-            TensorArg::from_raw_parts(handle, vec![1_usize].into(), vec![numbers].into())
-        }
     }
 }

@@ -6,9 +6,9 @@ use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::column_sums::column_sums;
-use linattn_kernels::fused::gated_product::{self, GatedProduct, Operands};
+use linattn_kernels::fused::gated_product::{self, GateActivation, GatedProduct, Operands};
 use linattn_kernels::fused::norm::{self, Measure, Norm, Types};
-use linattn_kernels::rowwise::Activation;
+use linattn_kernels::pointwise::Activation;
 use std::error::Error;
 
 const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
@@ -28,6 +28,16 @@ struct Options {
     biased: bool,
 }
 
+const ACTIVATIONS: [GateActivation; 7] = [
+    GateActivation::Silu,
+    GateActivation::Sigmoid,
+    GateActivation::Softplus,
+    GateActivation::LogSigmoid,
+    GateActivation::Gelu,
+    GateActivation::GeluTanh,
+    GateActivation::SquaredRelu,
+];
+
 impl<T: Target> Norms<'_, T> {
     /// Launches all; `enter` is called after each.
     pub fn all(
@@ -45,12 +55,10 @@ impl<T: Target> Norms<'_, T> {
                 }
             }
         }
-        for width in [64, 37] {
-            for packed in [true, false] {
-                self.gated_product(width, packed)?;
-                enter(&format!("-{width}-packed_{packed}"))?;
-            }
+        for activation in ACTIVATIONS {
+            self.gated_products(64, activation, &mut enter)?;
         }
+        self.gated_products(37, GateActivation::Silu, &mut enter)?;
         for columns in [4, 37, 1536] {
             let (rows, x) = (65_536, self.memory(65_536 * columns));
             column_sums(self.client, &x, rows, columns, self.dtype, F32)?;
@@ -92,15 +100,25 @@ impl<T: Target> Norms<'_, T> {
         Ok(())
     }
 
-    fn gated_product(&self, width: usize, packed: bool) -> Result<(), Box<dyn Error>> {
-        let product = GatedProduct { rows: ROWS, width, activation: Activation::Silu };
+    /// Gated products of every layout; `enter` is called after each.
+    fn gated_products(
+        &self,
+        width: usize,
+        activation: GateActivation,
+        mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
+    ) -> Result<(), Box<dyn Error>> {
+        let product = GatedProduct { rows: ROWS, width, activation, factor: 1.0 };
         let x = self.memory(2 * ROWS * width);
-        let operands = match packed {
-            true => Operands::Packed(&x),
-            false => Operands::Separate { gate: &x, value: &x },
-        };
-        gated_product::forward(self.client, product, operands, self.dtype)?;
-        gated_product::backward(self.client, product, operands, &x, self.dtype)?;
+        let layouts = [
+            ("packed", Operands::Packed(&x)),
+            ("separate", Operands::Separate { gate: &x, value: &x }),
+            ("alone", Operands::Alone(&x)),
+        ];
+        for (layout, operands) in layouts {
+            gated_product::forward(self.client, product, operands, self.dtype)?;
+            gated_product::backward(self.client, product, operands, &x, self.dtype)?;
+            enter(&format!("-{activation:?}-{width}-{layout}"))?;
+        }
         Ok(())
     }
 

@@ -20,8 +20,8 @@
 
 use super::embedding::{check_numbers, grid, vector_width};
 use crate::buffer::{Buffer, array, buffer, whole};
+use crate::pointwise::UNITS;
 use crate::refusal::{F32, Refusal, check_type};
-use crate::rowwise::UNITS;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;

@@ -14,8 +14,8 @@
 
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
+use crate::pointwise::{UNITS, spread};
 use crate::refusal::{F32, Refusal, check_type};
-use crate::rowwise::{UNITS, spread};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;

@@ -52,8 +52,8 @@ pub use inputs::{Apart, Columns, Dims, Head, Inputs, Kind, UNROLLED};
 
 use super::column_sums::multiprocessors;
 use crate::buffer::{Buffer, array, buffer, whole};
+use crate::pointwise::{UNITS, spread};
 use crate::refusal::{F32, Refusal, check_type};
-use crate::rowwise::{UNITS, spread};
 use backward::{COLUMNS, SumForm, XGradientsLaunch, add_rows, column_gradients};
 use chunks::{Chunks, ENTRY};
 use cubecl::ir::StorageType;

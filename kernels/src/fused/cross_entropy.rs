@@ -18,8 +18,8 @@
 
 use super::embedding::{check_ids, check_numbers, grid, index_of, vector_width};
 use crate::buffer::{Buffer, array, buffer, whole};
+use crate::pointwise::UNITS;
 use crate::refusal::{F32, Refusal, check_type};
-use crate::rowwise::UNITS;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;

@@ -16,8 +16,8 @@
 //! ```
 
 use crate::buffer::{Buffer, array, buffer, whole};
+use crate::pointwise::{UNITS, spread};
 use crate::refusal::{F32, Refusal, check_type};
-use crate::rowwise::{UNITS, spread};
 use cubecl::ir::features::TypeUsage;
 use cubecl::ir::{ElemType, IntKind, StorageType, UIntKind};
 use cubecl::prelude::*;

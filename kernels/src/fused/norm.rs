@@ -36,8 +36,8 @@ use super::column_sums::{
 };
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
+use crate::pointwise::{Activation, UNITS};
 use crate::refusal::{F32, Refusal, check_type};
-use crate::rowwise::{Activation, UNITS};
 use cubecl::ir::StorageType;
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;

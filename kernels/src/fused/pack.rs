@@ -10,8 +10,8 @@
 use super::column_sums::{check_matrix, grid};
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
+use crate::pointwise::UNITS;
 use crate::refusal::{Refusal, check_type};
-use crate::rowwise::UNITS;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;

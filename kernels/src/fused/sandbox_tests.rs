@@ -1,7 +1,7 @@
 //! Tools of tests of fused layers: rows on a device in each type, and activations in f64.
 
 use crate::buffer::Buffer;
-use crate::rowwise::Activation;
+use crate::pointwise::Activation;
 use crate::tests::Rows;
 use cubecl::ir::StorageType;
 use cubecl::ir::features::TypeUsage;
@@ -54,7 +54,7 @@ pub(crate) fn everywhere<R: Runtime>(client: &ComputeClient<R>, test: impl Fn(&S
     }
 }
 
-fn sigmoid(z: f64) -> f64 {
+pub(crate) fn sigmoid(z: f64) -> f64 {
     1.0 / (1.0 + (-z).exp())
 }
 
@@ -63,13 +63,17 @@ pub(crate) fn activated(z: f64, activation: Activation) -> f64 {
         Activation::Identity => z,
         Activation::Silu => z * sigmoid(z),
         Activation::Sigmoid => sigmoid(z),
-        Activation::Softplus => z.max(0.0) + (-z.abs()).exp().ln_1p(),
     }
 }
 
-/// The derivative of [`activated`], as a central difference with an error of 1e-12 or so.
+/// The derivative of [`activated`].
 pub(crate) fn slope(z: f64, activation: Activation) -> f64 {
+    difference(z, |z| activated(z, activation))
+}
+
+/// The derivative of `f` at `z`, as a central difference with an error of 1e-12 or so.
+pub(crate) fn difference(z: f64, f: impl Fn(f64) -> f64) -> f64 {
     const STEP: f64 = 1e-3;
-    let f = |n: f64| activated(z + n * STEP, activation);
+    let f = |n: f64| f(z + n * STEP);
     (8.0 * (f(1.0) - f(-1.0)) - (f(2.0) - f(-2.0))) / (12.0 * STEP)
 }

@@ -5,10 +5,10 @@
 //! ```
 //! Source: MAD, arXiv 2403.17844, whose compression task asks for it.
 
-use super::layers::{Linear, Norm, NormKind, linear_with_bias};
+use super::layers::{Linear, Norm, NormKind, gelu, linear_with_bias};
 use crate::ops::{LinearAttentionBackend, cat, typed};
 use burn::module::Module;
-use burn::tensor::{Int, Tensor, activation::gelu, backend::Backend};
+use burn::tensor::{Int, Tensor, backend::Backend};
 
 /// Longest wave of the positions, in tokens over 2 pi.
 const LONGEST: f64 = 10_000.0;

@@ -263,7 +263,7 @@ pub(crate) fn last_row<B: Backend>(x: &Tensor<B, 4>) -> Tensor<B, 4> {
 }
 
 /// GELU in its form with a hyperbolic tangent.
-pub(crate) fn gelu<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+fn gelu<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     let t = gelu_tanh(&x);
     x * (t + 1.0) * 0.5
 }

@@ -3,11 +3,10 @@
 use super::ConfigError;
 use super::lora::Adapter;
 use super::weight::Weight;
-use crate::ops::{self, Activation, LinearAttentionBackend, Measure, cat, typed};
+use crate::ops::{self, Activation, GateActivation, LinearAttentionBackend, Measure, cat, typed};
 pub(crate) use crate::ops::{each_part, softplus};
 use burn::module::{Initializer, Module, ModuleMapper, Param};
 use burn::nn::{GroupNorm, RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{gelu, gelu_approximate};
 use burn::tensor::{DType, Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -473,22 +472,14 @@ impl<B: LinearAttentionBackend> Norm<B> {
     }
 }
 
-/// How GELU is computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Gelu {
-    /// `x` times the normal distribution's share below it.
-    Exact,
-    /// `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2`.
-    Tanh,
+/// GELU, by a tanh or exact.
+pub(crate) fn gelu_activation(tanh: bool) -> GateActivation {
+    if tanh { GateActivation::GeluTanh } else { GateActivation::Gelu }
 }
 
-impl Gelu {
-    pub(crate) fn forward<B: Backend, const D: usize>(self, x: Tensor<B, D>) -> Tensor<B, D> {
-        match self {
-            Gelu::Exact => gelu(x),
-            Gelu::Tanh => gelu_approximate(x),
-        }
-    }
+/// GELU of every number.
+pub(crate) fn gelu<B: LinearAttentionBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    ops::activate(x, GateActivation::Gelu, 1.0)
 }
 
 /// `x` through one of Burn's norms, which square numbers in their own type: squares of 16 bits overflow.

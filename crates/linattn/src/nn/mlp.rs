@@ -2,12 +2,13 @@
 
 use super::canon::{Canon, Channels, canon};
 use super::convolution::ConvStateList;
-use super::layers::{Gelu, Linear, Norm, ResidualLinear, linear, linear_with_bias, shift_tokens};
+use super::layers::{
+    Linear, Norm, ResidualLinear, gelu_activation, linear, linear_with_bias, shift_tokens,
+};
 use super::projection::packed_product;
 use super::{ConfigError, Cost, positive};
-use crate::ops::{self, Activation, LinearAttentionBackend, typed};
+use crate::ops::{self, GateActivation, LinearAttentionBackend, typed};
 use burn::module::{Module, Param};
-use burn::tensor::activation::{gelu, relu, sigmoid};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -81,12 +82,11 @@ impl MlpConfig {
             Self::None => None,
             Self::Identity => Some(Mlp::Identity(new_norm())),
             Self::Swiglu(config) => {
-                let mlp = SwiGlu::new(d_model, width, GluActivation::Silu, config.bias, device);
+                let mlp = SwiGlu::new(d_model, width, GateActivation::Silu, config.bias, device);
                 Some(Mlp::SwiGlu((new_norm(), mlp)))
             }
             Self::Geglu(config) => {
-                let gelu = if config.gelu_tanh { Gelu::Tanh } else { Gelu::Exact };
-                let activation = GluActivation::Gelu(gelu);
+                let activation = gelu_activation(config.gelu_tanh);
                 let mlp = SwiGlu::new(d_model, width, activation, config.bias, device);
                 Some(Mlp::SwiGlu((new_norm(), mlp)))
             }
@@ -95,11 +95,12 @@ impl MlpConfig {
                 Some(Mlp::Rwkv6((new_norm(), Rwkv6Mlp::new(d_model, width, device))))
             }
             Self::Gelu(config) => {
-                let mlp = GeluMlp::new(d_model, width, config.bias, false, device);
+                let mlp = GeluMlp::new(d_model, width, GateActivation::Gelu, config.bias, device);
                 Some(Mlp::Gelu((new_norm(), mlp)))
             }
             Self::Relu2(config) => {
-                let mlp = GeluMlp::new(d_model, width, config.bias, true, device);
+                let activation = GateActivation::SquaredRelu;
+                let mlp = GeluMlp::new(d_model, width, activation, config.bias, device);
                 Some(Mlp::Gelu((new_norm(), mlp)))
             }
         })
@@ -145,7 +146,7 @@ impl SwiGluConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<SwiGlu<B>, ConfigError> {
-        Ok(SwiGlu::new(d_model, self.width(d_model)?, GluActivation::Silu, self.bias, device))
+        Ok(SwiGlu::new(d_model, self.width(d_model)?, GateActivation::Silu, self.bias, device))
     }
 }
 
@@ -157,21 +158,14 @@ pub struct SwiGlu<B: Backend> {
     up_proj: Linear<B>,
     down_proj: ResidualLinear<B>,
     #[module(skip)]
-    activation: GluActivation,
-}
-
-/// Function of the gate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum GluActivation {
-    Silu,
-    Gelu(Gelu),
+    activation: GateActivation,
 }
 
 impl<B: Backend> SwiGlu<B> {
     fn new(
         d_model: usize,
         width: usize,
-        activation: GluActivation,
+        activation: GateActivation,
         bias: bool,
         device: &B::Device,
     ) -> Self {
@@ -205,21 +199,17 @@ impl<B: LinearAttentionBackend> SwiGlu<B> {
     ) -> Tensor<B, D> {
         let gate = canon(self.gate_proj.forward(x.clone()));
         let up = canon(self.up_proj.forward(x));
-        let inner = match self.activation {
-            GluActivation::Gelu(gelu) => gelu.forward(gate) * up,
-            GluActivation::Silu => ops::gate(up, gate, Activation::Silu),
-        };
-        self.down_proj.forward(inner)
+        self.down_proj.forward(ops::gate(up, gate, self.activation))
     }
 
     /// As [`forward`](Self::forward), gate and value by one product; nothing where that is another operation, or
     /// slower.
     fn packed(&self, x: &Tensor<B, 3>, canon: &Canon<B>) -> Option<Tensor<B, 3>> {
-        if self.activation != GluActivation::Silu || !canon.inside_mlp.is_empty() {
+        if !canon.inside_mlp.is_empty() {
             return None;
         }
         let both = packed_product(x, &[&self.gate_proj, &self.up_proj], 0)?;
-        Some(self.down_proj.forward(ops::gated_halves(both, Activation::Silu)))
+        Some(self.down_proj.forward(ops::gated_halves(both, self.activation)))
     }
 }
 
@@ -246,7 +236,7 @@ impl GeluMlpConfig {
         d_model: usize,
         device: &B::Device,
     ) -> Result<GeluMlp<B>, ConfigError> {
-        Ok(GeluMlp::new(d_model, self.width(d_model)?, self.bias, false, device))
+        Ok(GeluMlp::new(d_model, self.width(d_model)?, GateActivation::Gelu, self.bias, device))
     }
 }
 
@@ -256,17 +246,23 @@ impl GeluMlpConfig {
 pub struct GeluMlp<B: Backend> {
     up_proj: Linear<B>,
     down_proj: ResidualLinear<B>,
-    /// Whether it is a squared ReLU.
+    /// GELU, or a squared ReLU.
     #[module(skip)]
-    squared: bool,
+    activation: GateActivation,
 }
 
 impl<B: Backend> GeluMlp<B> {
-    fn new(d_model: usize, width: usize, bias: bool, squared: bool, device: &B::Device) -> Self {
+    fn new(
+        d_model: usize,
+        width: usize,
+        activation: GateActivation,
+        bias: bool,
+        device: &B::Device,
+    ) -> Self {
         Self {
             up_proj: maybe_biased(d_model, width, bias, device),
             down_proj: maybe_biased(width, d_model, bias, device).into(),
-            squared,
+            activation,
         }
     }
 }
@@ -284,14 +280,7 @@ impl<B: LinearAttentionBackend> GeluMlp<B> {
         canon: impl FnOnce(Tensor<B, D>) -> Tensor<B, D>,
     ) -> Tensor<B, D> {
         let inner = canon(self.up_proj.forward(x));
-        let inner = match self.squared {
-            true => {
-                let inner = relu(inner);
-                inner.clone() * inner
-            }
-            false => gelu(inner),
-        };
-        self.down_proj.forward(inner)
+        self.down_proj.forward(ops::activate(inner, self.activation, 1.0))
     }
 }
 
@@ -361,8 +350,8 @@ impl<B: LinearAttentionBackend> Rwkv7Mlp<B> {
     fn mixed(&self, x: Tensor<B, 3>, before: Tensor<B, 3>) -> Tensor<B, 3> {
         let back = before - x.clone();
         let share = typed(self.x_k.val(), x.dtype()).unsqueeze::<3>();
-        let hidden = relu(self.key.forward(x + back * share));
-        self.down_proj.forward(hidden.clone() * hidden)
+        let hidden = self.key.forward(x + back * share);
+        self.down_proj.forward(ops::activate(hidden, GateActivation::SquaredRelu, 1.0))
     }
 }
 
@@ -407,9 +396,10 @@ impl<B: LinearAttentionBackend> Rwkv6Mlp<B> {
         let mixed = |share: &Param<Tensor<B, 1>>| {
             x.clone() + back.clone() * typed(share.val(), x.dtype()).unsqueeze::<3>()
         };
-        let gate = sigmoid(self.receptance.forward(mixed(&self.x_r)));
-        let hidden = relu(self.key.forward(mixed(&self.x_k)));
-        gate * self.down_proj.forward(hidden.clone() * hidden)
+        let gate = self.receptance.forward(mixed(&self.x_r));
+        let hidden = self.key.forward(mixed(&self.x_k));
+        let hidden = ops::activate(hidden, GateActivation::SquaredRelu, 1.0);
+        ops::gate(self.down_proj.forward(hidden), gate, GateActivation::Sigmoid)
     }
 }
 

@@ -3,8 +3,8 @@
 
 pub use super::fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
-    GatedProduct, HeadNorm, LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization,
-    Pack, Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
+    GateActivation, GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer,
+    MOST_PACKED, Measure, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
 };
 pub use super::halving::{Scan, ScanField};
 pub use super::pass::{BackwardPass, Pass};

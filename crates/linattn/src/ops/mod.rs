@@ -47,10 +47,11 @@ pub use backend::{LinearAttentionBackend, Path};
 pub(crate) use cpu::one_of_threads;
 pub use error::OpError;
 pub(crate) use fused::{
-    Activation, Column, ColumnKind, ConvSplit, ConvStep, HeadNorm, LOWEST, LinearLayer,
-    MOST_PACKED, Measure, TttLinearInputs, add_normalize, conv_split, conv_step, embedding, gate,
-    gated_halves, l2_normalize, linear_cross_entropy, log_sigmoid, next_conv_states, pack,
-    rms_normalize, rotary, select_rows, softplus, standardize, ttt_linear, turned,
+    Activation, Column, ColumnKind, ConvSplit, ConvStep, GateActivation, HeadNorm, LOWEST,
+    LinearLayer, MOST_PACKED, Measure, TttLinearInputs, activate, add_normalize, conv_split,
+    conv_step, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy, log_sigmoid,
+    next_conv_states, pack, rms_normalize, rotary, select_rows, softplus, standardize, ttt_linear,
+    turned,
 };
 pub use fused::{
     AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs, selective_scan,

@@ -7,7 +7,7 @@ use super::runs::{
     in_part, in_x, load, look_back, move_on, number, place, put, rate_and_bias, softplus, store,
     taps,
 };
-use crate::rowwise::{Activation, UNITS, activate};
+use crate::pointwise::{Activation, UNITS, activate};
 use cubecl::prelude::*;
 
 /// Columns of sums that a cube has.

@@ -6,7 +6,7 @@ use super::runs::{
     in_x, inside, load, look_back, move_on, number, place, put, rate_and_bias, softplus, store,
     taps,
 };
-use crate::rowwise::{Activation, activate};
+use crate::pointwise::{Activation, activate};
 use cubecl::prelude::*;
 
 /// The kernel.

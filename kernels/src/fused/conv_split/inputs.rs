@@ -1,6 +1,6 @@
 //! Sizes, columns and tensors of the packed projection.
 
-use crate::rowwise::Activation;
+use crate::pointwise::Activation;
 use cubecl::server::Handle;
 
 /// Widest window that is kept in registers.

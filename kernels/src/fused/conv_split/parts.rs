@@ -2,7 +2,7 @@
 
 use super::inputs::{Columns, Dims, Head, Inputs, Kind, UNROLLED};
 use crate::SOURCE;
-use crate::rowwise::{Activation, UNITS};
+use crate::pointwise::{Activation, UNITS};
 
 /// Most units of a run, all of one plane.
 const LANES: usize = 32;

@@ -2,7 +2,7 @@
 
 use super::chunks::ENTRY;
 use super::parts::Part;
-use crate::rowwise::{Activation, UNITS};
+use crate::pointwise::{Activation, UNITS};
 use cubecl::prelude::*;
 
 /// The inputs; those that are not there are empty.

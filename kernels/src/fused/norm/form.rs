@@ -1,6 +1,6 @@
 //! Compile-time form of a norm.
 
-use crate::rowwise::{Activation, UNITS};
+use crate::pointwise::{Activation, UNITS};
 
 /// Units of a plane, where sums go through shuffles.
 pub(super) const PLANE: usize = 32;

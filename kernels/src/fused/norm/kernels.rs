@@ -1,8 +1,7 @@
 //! The kernels of the norm.
 
 use super::form::{Form, PLANE, SUMS};
-use crate::fused::gated_product::activation_slope;
-use crate::rowwise::{UNITS, activate};
+use crate::pointwise::{UNITS, activate, activation_slope};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 

@@ -4,7 +4,7 @@ use super::arguments::{Form, GATES, LOWEST, Operands, ResultArrays, SAVED, Sizes
 use super::cube::{
     Own, Shared, Terms, accumulate, column, has_column, held, number_or, own, row, tanh,
 };
-use crate::rowwise::{sigmoid, softplus};
+use crate::pointwise::{sigmoid, softplus};
 use cubecl::prelude::*;
 
 /// x of one token, for each of a unit's columns and sequences.

@@ -10,7 +10,7 @@ use crate::nn::projection::Projection;
 use crate::nn::score_bias::{ContextualPositions, fall, strided_mask};
 use crate::nn::softmax::{KeyValueCache, blend, merge, scaled, scores, through_window, turned};
 use crate::nn::{ConfigError, Cost, Linear, Rope, Shared};
-use crate::ops::{self, Activation, LinearAttentionBackend};
+use crate::ops::{self, GateActivation, LinearAttentionBackend};
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig};
 use burn::tensor::activation::softmax;
@@ -177,7 +177,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
         shared.keys_values = Some(cache.clone());
         let cache = KeyValueCache { conv_states: conv_states.into_next(), ..cache };
         let o = match gate {
-            Some(gate) => ops::gate(o, gate, Activation::Sigmoid),
+            Some(gate) => ops::gate(o, gate, GateActivation::Sigmoid),
             None => o,
         };
         (self.o_proj.forward(o), cache)

@@ -11,7 +11,7 @@ use crate::nn::projection::Projection;
 use crate::nn::score_bias::{causal_mask, forget};
 use crate::nn::softmax::{check_shared, weigh};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors};
-use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, cat, typed};
+use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::sigmoid;
@@ -252,7 +252,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
             None => o,
         };
         let o = match gate {
-            Some(gate) => ops::gate(o, gate, Activation::Sigmoid),
+            Some(gate) => ops::gate(o, gate, GateActivation::Sigmoid),
             None => o,
         };
         let state = ForgettingCache { keys, values, gates, last: conv_states.into_next() };

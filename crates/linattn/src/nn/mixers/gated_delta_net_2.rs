@@ -13,7 +13,7 @@ use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, Activation, Decay, DeltaRuleInputs, LinearAttentionBackend};
+use crate::ops::{self, Decay, DeltaRuleInputs, GateActivation, LinearAttentionBackend};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -186,7 +186,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedDeltaNet2<B> {
             self.qkv().project(&x, gates.map(Projection::plain), &mut past.conv_states);
         let gated = |x: Tensor<B, 4>, gate| {
             let heads = x.dims()[2];
-            ops::gate(x, split_heads(gate, heads), Activation::Sigmoid)
+            ops::gate(x, split_heads(gate, heads), GateActivation::Sigmoid)
         };
         let erase = share_heads(gated(k.clone(), erase) * self.erase_scale, self.heads);
         let g = LogDecayParams::new(&self.a_log, &self.dt_bias).of_rows(self.f_proj[1].forward(f));

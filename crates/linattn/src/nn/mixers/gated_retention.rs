@@ -10,7 +10,7 @@ use crate::nn::layers::{ResidualLinear, check_epsilon, linear, merge_heads, rms_
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Rope, Shared};
-use crate::ops::{self, Activation, LinearAttentionBackend};
+use crate::ops::{self, GateActivation, LinearAttentionBackend};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -178,7 +178,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GatedRetention<B> {
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let o = merge_heads(rms_normalize(o, self.norm_eps));
-        let y = self.o_proj.forward(ops::gate(o, gate, Activation::Silu));
+        let y = self.o_proj.forward(ops::gate(o, gate, GateActivation::Silu));
         (y, past.then(memory, tokens))
     }
 }

@@ -1,11 +1,11 @@
 //! LRU. Recurrence, shapes and source: [`Lru`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, scan_cost};
-use crate::nn::layers::{ResidualLinear, ScaledLinear, fresh, linear_with_bias};
+use crate::nn::layers::{ResidualLinear, ScaledLinear, fresh, gelu, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Linear, Shared};
 use crate::ops::{self, Complex, LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::{gelu, glu};
+use burn::tensor::activation::glu;
 use burn::tensor::{Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::TAU;

@@ -7,8 +7,8 @@ use crate::nn::log_decay::fresh_dt_bias;
 use crate::nn::projection::{Convolution, Split};
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
 use crate::ops::{
-    self, Activation, Column, ColumnKind, LinearAttentionBackend, SelectiveScanInputs, accumulator,
-    typed,
+    self, Activation, Column, ColumnKind, GateActivation, LinearAttentionBackend,
+    SelectiveScanInputs, accumulator, typed,
 };
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -168,7 +168,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba<B> {
         .expect("the projections made the shapes");
         let o = o + wide * self.d.val().unsqueeze::<3>();
         let o = typed(o, z.dtype());
-        let y = self.out_proj.forward(ops::gate(o, z, Activation::Silu));
+        let y = self.out_proj.forward(ops::gate(o, z, GateActivation::Silu));
         (y, past.then(vec![last], tokens))
     }
 }

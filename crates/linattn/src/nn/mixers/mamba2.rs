@@ -15,7 +15,8 @@ use crate::nn::projection::{Convolution, Split, padding};
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, positive};
 use crate::ops::{
-    self, Activation, Column, ColumnKind, LinearAttentionBackend, accumulator, typed,
+    self, Activation, Column, ColumnKind, GateActivation, LinearAttentionBackend, accumulator,
+    typed,
 };
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
@@ -212,7 +213,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
         let inputs = ops::LinearAttentionInputs::new(q, k, v).with_decay(g);
         let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
         let skip = x * typed(self.d.val(), dtype).reshape([1, 1, self.heads, 1]);
-        let y = self.normalize(ops::gate(merge_heads(o + skip), z, Activation::Silu));
+        let y = self.normalize(ops::gate(merge_heads(o + skip), z, GateActivation::Silu));
         (self.out_proj.forward(y), past.then(memory, tokens))
     }
 }

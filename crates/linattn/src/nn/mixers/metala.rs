@@ -12,7 +12,7 @@ use crate::nn::layers::{
 use crate::nn::projection::{Projection, project};
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
@@ -189,7 +189,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
             None => o,
         };
         let o = merge_heads(standardize(o, self.norm_eps));
-        let y = self.out_proj.forward(ops::gate(o, gate, Activation::Silu));
+        let y = self.out_proj.forward(ops::gate(o, gate, GateActivation::Silu));
         (y, past.then(memory, tokens))
     }
 }

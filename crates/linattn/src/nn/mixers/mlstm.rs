@@ -10,7 +10,7 @@ use crate::nn::layers::{
 };
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -224,7 +224,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mlstm<B> {
         let log_keep = ops::log_sigmoid(self.capped(accumulator(f)), 1.0);
         let asked = Asked { q: heads(q), k: heads(k), v: heads(v), log_write, log_keep };
         let (h, memory) = asked.answer(past.memory.take(), &mut past.conv_states);
-        let y = ops::gate(self.multihead_norm.forward(h), o, Activation::Sigmoid);
+        let y = ops::gate(self.multihead_norm.forward(h), o, GateActivation::Sigmoid);
         (self.out_proj.forward(y), past.then(memory, tokens))
     }
 }

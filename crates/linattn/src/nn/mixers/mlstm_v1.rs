@@ -12,7 +12,7 @@ use crate::nn::layers::{
 };
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared};
-use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, cat, typed};
+use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -201,7 +201,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
         };
         let (h, memory) = asked.answer(past.memory.take(), &mut past.conv_states);
         let around = c * typed(self.skip.val(), z.dtype()).unsqueeze::<3>();
-        let y = ops::gate(self.multihead_norm.forward(h) + around, z, Activation::Silu);
+        let y = ops::gate(self.multihead_norm.forward(h) + around, z, GateActivation::Silu);
         (self.down_proj.forward(y), past.then(memory, tokens))
     }
 }

@@ -5,11 +5,11 @@ use super::{
     scan_cost,
 };
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
-use crate::nn::layers::{BlockDiagonal, Gelu, ResidualLinear, normal_linear, softplus};
+use crate::nn::layers::{BlockDiagonal, ResidualLinear, gelu_activation, normal_linear, softplus};
 use crate::nn::log_decay::inverse_softplus;
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
+use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Distribution, Tensor, backend::Backend};
@@ -85,7 +85,7 @@ impl RgLruConfig {
             a_gate: gate(),
             a_param: Param::from_tensor(fresh_decay(width, device)),
             out_proj: linear(width, d_model).into(),
-            gelu: if self.gelu_tanh { Gelu::Tanh } else { Gelu::Exact },
+            gelu: gelu_activation(self.gelu_tanh),
             first_unscaled: self.first_unscaled,
         })
     }
@@ -157,7 +157,7 @@ pub struct RgLru<B: Backend> {
     a_param: Param<Tensor<B, 1>>,
     out_proj: ResidualLinear<B>,
     #[module(skip)]
-    gelu: Gelu,
+    gelu: GateActivation,
     #[module(skip)]
     first_unscaled: bool,
 }
@@ -198,7 +198,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RgLru<B> {
         let written = scale * (input * accumulator(u));
         let (h, last) =
             ops::linear_scan(a, written, past.draw()).expect("the projections made the shapes");
-        let y = self.out_proj.forward(typed(h, gate.dtype()) * self.gelu.forward(gate));
+        let h = typed(h, gate.dtype());
+        let y = self.out_proj.forward(ops::gate(h, gate, self.gelu));
         (y, past.then(vec![last], tokens))
     }
 }

@@ -9,7 +9,7 @@ use crate::nn::layers::{
 };
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, Activation, LinearAttentionBackend, Read, accumulator, typed};
+use crate::ops::{self, GateActivation, LinearAttentionBackend, Read, accumulator, typed};
 use burn::module::{Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig, Tanh};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -234,7 +234,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
             ..ops::LinearAttentionInputs::new(r, k, v).with_decay(g)
         };
         let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
-        let y = ops::gate(self.normalize(merge_heads(o + own)), gate, Activation::Silu);
+        let y = ops::gate(self.normalize(merge_heads(o + own)), gate, GateActivation::Silu);
         (self.o_proj.forward(y), past.then(memory, tokens))
     }
 }

@@ -3,11 +3,11 @@
 use super::{TokenMixer, VectorPast, VectorState, linear_flops};
 use crate::nn::diagonal_ssm::{DiagonalStart, Discretization, Parts, Spectrum};
 use crate::nn::hippo;
-use crate::nn::layers::{ResidualLinear, linear_with_bias};
+use crate::nn::layers::{ResidualLinear, gelu, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Shared};
 use crate::ops::{self, LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::activation::{gelu, glu};
+use burn::tensor::activation::glu;
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 

@@ -2,11 +2,11 @@
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops};
 use crate::nn::diagonal_ssm::{DiagonalSsm, DiagonalStart, Discretization, Parts, Spectrum};
-use crate::nn::layers::{ResidualLinear, linear_with_bias};
+use crate::nn::layers::{ResidualLinear, gelu, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Shared};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
-use burn::tensor::activation::{gelu, glu};
+use burn::tensor::activation::glu;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 

@@ -2,7 +2,7 @@
 
 use super::TokenMixer;
 use super::aft::check_known;
-use crate::nn::layers::Gelu;
+use crate::nn::layers::gelu;
 use crate::nn::long_filter::{ConvolutionState, with_past};
 use crate::nn::{ConfigError, Cost, Shared, positive};
 use crate::ops::{LinearAttentionBackend, cat, typed};
@@ -136,7 +136,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for TokenMlp<B> {
         let x = with_past(part(0), x);
         let (end, known) = (x.dims()[1], self.hidden.bias.dims()[0]);
         assert!(end <= known, "position {end} of {known} that the mixer has learnt");
-        let h = Gelu::Exact.forward(self.hidden.forward(x.clone(), tokens));
+        let h = gelu(self.hidden.forward(x.clone(), tokens));
         let h = with_past(part(width), h);
         let y = self.output.forward(h.clone(), tokens);
         let inputs = cat(vec![x, h], 2);

@@ -5,8 +5,8 @@ use super::{TokenMixer, check_divisor, key_width, linear_flops};
 use crate::nn::NetworkState;
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::fast_weights::{
-    InnerModel, Network, NetworkPast, Past, Piece, each_batch, fresh, gelu, heads_in_front,
-    in_a_row, last_row, regression_slope, start, write, zeros_like,
+    InnerModel, Network, NetworkPast, Past, Piece, each_batch, fresh, heads_in_front, in_a_row,
+    last_row, regression_slope, start, write, zeros_like,
 };
 use crate::nn::layers::{
     Norm, NormKind, ResidualLinear, linear, linear_with_bias, merge_heads, rms_normalize,
@@ -15,7 +15,8 @@ use crate::nn::layers::{
 use crate::nn::projection::{Projection, project_all};
 use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, positive};
 use crate::ops::{
-    LinearAttentionBackend, TttLinearInputs, accumulator, cat, stack, ttt_linear, typed,
+    self, GateActivation, LinearAttentionBackend, TttLinearInputs, accumulator, cat, stack,
+    ttt_linear, typed,
 };
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -181,7 +182,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Ttt<B> {
         let o = typed(merge_heads(cat(outputs, 1)), dtype);
         let o = self.post_norm.forward(o);
         let o = match gate {
-            Some(gate) => o * gelu(gate),
+            Some(gate) => ops::gate(o, gate, GateActivation::GeluTanh),
             None => o,
         };
         (self.o_proj.forward(o), past.then(tokens))

@@ -1,28 +1,125 @@
-//! Products with an activated gate.
+//! Products with an activated gate, and activations alone.
 
 use super::parallel::for_each;
 use super::real::{Job, Machine, Real, dispatch};
 use super::shared::{Fresh, Rows, RowsMut};
-use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed};
-use crate::ops::fused::{Activation, GatedProduct};
+use super::tensors::{Number, contiguous, one_type, slice, tensor, typed};
+use crate::ops::fused::{Activation, GateActivation, GatedProduct, GatedValue};
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
+use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
+use std::marker::PhantomData;
 
 /// Numbers of a piece.
 const PIECE: usize = 4096;
+
+/// `sqrt(2 / pi)`.
+const SQRT_2_OVER_PI: f64 = FRAC_2_SQRT_PI * FRAC_1_SQRT_2;
 
 type Product = GatedProduct<FlexTensor>;
 
 /// The activation and its derivative.
 #[inline(always)]
 pub(super) fn activated<R: Real>(activation: Activation, z: R) -> (R, R) {
-    let s = z.sigmoid();
     match activation {
-        Activation::Silu => (z * s, s * (R::ONE + z * (R::ONE - s))),
-        Activation::Sigmoid => (s, s * (R::ONE - s)),
-        Activation::Softplus => (-(-z).log_sigmoid(), s),
+        Activation::Silu => Silu::at(z),
+        Activation::Sigmoid => Sigmoid::at(z),
     }
+}
+
+/// An activation of a gate. Each is a type: a loop that asked which one it is for every number would not be one of
+/// wide instructions.
+trait Function {
+    /// Its value and its derivative at `z`.
+    fn at<R: Real>(z: R) -> (R, R);
+}
+
+struct Silu;
+struct Sigmoid;
+struct Softplus;
+struct LogSigmoid;
+struct Gelu;
+struct GeluTanh;
+struct SquaredRelu;
+
+impl Function for Silu {
+    #[inline(always)]
+    fn at<R: Real>(z: R) -> (R, R) {
+        let s = z.sigmoid();
+        (z * s, s * (R::ONE + z * (R::ONE - s)))
+    }
+}
+
+impl Function for Sigmoid {
+    #[inline(always)]
+    fn at<R: Real>(z: R) -> (R, R) {
+        let s = z.sigmoid();
+        (s, s * (R::ONE - s))
+    }
+}
+
+impl Function for Softplus {
+    #[inline(always)]
+    fn at<R: Real>(z: R) -> (R, R) {
+        (-(-z).log_sigmoid(), z.sigmoid())
+    }
+}
+
+impl Function for LogSigmoid {
+    #[inline(always)]
+    fn at<R: Real>(z: R) -> (R, R) {
+        (z.log_sigmoid(), (-z).sigmoid())
+    }
+}
+
+impl Function for Gelu {
+    #[inline(always)]
+    fn at<R: Real>(z: R) -> (R, R) {
+        let half = R::of(0.5);
+        let share = half + half * (z * R::of(FRAC_1_SQRT_2)).erf();
+        let density = R::of(0.5 * SQRT_2_OVER_PI) * (-half * z * z).exp();
+        (z * share, share + z * density)
+    }
+}
+
+impl Function for GeluTanh {
+    /// `(1 + tanh u) / 2` is `sigmoid(2 u)`.
+    #[inline(always)]
+    fn at<R: Real>(z: R) -> (R, R) {
+        let (scale, cubic) = (R::of(2.0 * SQRT_2_OVER_PI), R::of(0.044715));
+        let square = z * z;
+        let s = (scale * z * (R::ONE + cubic * square)).sigmoid();
+        let inner = scale * (R::ONE + R::of(3.0) * cubic * square);
+        (z * s, s + z * (s * (R::ONE - s)) * inner)
+    }
+}
+
+impl Function for SquaredRelu {
+    #[inline(always)]
+    fn at<R: Real>(z: R) -> (R, R) {
+        let positive = z.larger(R::ZERO);
+        (positive * positive, positive + positive)
+    }
+}
+
+/// Does an expression with the type of an activation.
+macro_rules! of_function {
+    ($activation:expr, $name:ident => $do:expr) => {
+        match $activation {
+            GateActivation::Silu => of_function!(@ $name, Silu, $do),
+            GateActivation::Sigmoid => of_function!(@ $name, Sigmoid, $do),
+            GateActivation::Softplus => of_function!(@ $name, Softplus, $do),
+            GateActivation::LogSigmoid => of_function!(@ $name, LogSigmoid, $do),
+            GateActivation::Gelu => of_function!(@ $name, Gelu, $do),
+            GateActivation::GeluTanh => of_function!(@ $name, GeluTanh, $do),
+            GateActivation::SquaredRelu => of_function!(@ $name, SquaredRelu, $do),
+        }
+    };
+    (@ $name:ident, $function:ident, $do:expr) => {{
+        type $name = $function;
+        $do
+    }};
 }
 
 /// `activation(gate) * value`, of one type throughout.
@@ -50,7 +147,8 @@ impl Place {
     fn new(p: &Product) -> Self {
         let shape = p.gate.shape();
         let width = shape[shape.num_dims() - 1] / 2;
-        Self { numbers: shape.num_elements(), width: p.value.is_none().then_some(width) }
+        let packed = matches!(p.value, GatedValue::Packed);
+        Self { numbers: shape.num_elements(), width: packed.then_some(width) }
     }
 
     /// Rows of a piece, where rows have a width.
@@ -87,72 +185,121 @@ fn values(place: Place, (first, shape): (usize, [usize; 3])) -> (usize, [usize; 
     (first + place.width.unwrap_or(0), shape)
 }
 
-struct Forward<'a, R> {
-    activation: Activation,
+/// Values of a piece: a number for each gate, or one for all.
+enum Values<'a, R> {
+    Each(Rows<'a, R>),
+    All(R),
+}
+
+impl<'a, R: Real> Values<'a, R> {
+    /// Of the gates of `piece`, which lie in `gates`.
+    fn new(p: &'a Product, gates: &'a [R], place: Place, piece: &Piece) -> Self
+    where
+        R: Number,
+    {
+        match &p.value {
+            GatedValue::Packed => Self::Each(rows(gates, values(place, piece.gates))),
+            GatedValue::Tensor(value) => Self::Each(rows(slice::<R>(value), piece.gates)),
+            GatedValue::Number(factor) => Self::All(R::of(*factor)),
+        }
+    }
+}
+
+struct Forward<'a, R, F> {
+    function: PhantomData<F>,
     count: usize,
     gate: Rows<'a, R>,
-    value: Rows<'a, R>,
+    values: Values<'a, R>,
     y: RowsMut<'a, R>,
 }
 
-impl<R: Real> Job for Forward<'_, R> {
+impl<R: Real, F: Function> Job for Forward<'_, R, F> {
     type Output = ();
 
     #[inline(always)]
     fn run<M: Machine>(mut self) {
         for i in 0..self.count {
-            let (gate, value) = (self.gate.at(i), self.value.at(i));
-            multiply(self.activation, gate, value, self.y.at(i));
+            let (gate, y) = (self.gate.at(i), self.y.at(i));
+            match &self.values {
+                Values::Each(value) => {
+                    for ((y, &gate), &value) in y.iter_mut().zip(gate).zip(value.at(i)) {
+                        *y = F::at(gate).0 * value;
+                    }
+                }
+                Values::All(factor) => {
+                    for (y, &gate) in y.iter_mut().zip(gate) {
+                        *y = F::at(gate).0 * *factor;
+                    }
+                }
+            }
         }
     }
 }
 
-#[inline(always)]
-fn multiply<R: Real>(activation: Activation, gate: &[R], value: &[R], y: &mut [R]) {
-    for ((y, &gate), &value) in y.iter_mut().zip(gate).zip(value) {
-        *y = activated(activation, gate).0 * value;
-    }
-}
-
-struct Backward<'a, R> {
-    activation: Activation,
+struct Backward<'a, R, F> {
+    function: PhantomData<F>,
     count: usize,
     gate: Rows<'a, R>,
-    value: Rows<'a, R>,
+    values: Values<'a, R>,
     d_y: Rows<'a, R>,
     d_gate: RowsMut<'a, R>,
-    d_value: RowsMut<'a, R>,
+    /// Of values that are tensors.
+    d_value: Option<RowsMut<'a, R>>,
 }
 
-impl<R: Real> Job for Backward<'_, R> {
+impl<R: Real, F: Function> Job for Backward<'_, R, F> {
     type Output = ();
 
     #[inline(always)]
     fn run<M: Machine>(mut self) {
         for i in 0..self.count {
-            let given = [self.gate.at(i), self.value.at(i), self.d_y.at(i)];
-            multiply_backward(self.activation, given, self.d_gate.at(i), self.d_value.at(i));
+            let (gate, d_y, d_gate) = (self.gate.at(i), self.d_y.at(i), self.d_gate.at(i));
+            match (&self.values, &mut self.d_value) {
+                (Values::Each(value), Some(d_value)) => {
+                    let given = [gate, value.at(i), d_y];
+                    multiply_backward::<R, F>(given, d_gate, d_value.at(i));
+                }
+                (Values::All(factor), _) => {
+                    for ((d_gate, &gate), &d_y) in d_gate.iter_mut().zip(gate).zip(d_y) {
+                        *d_gate = d_y * *factor * F::at(gate).1;
+                    }
+                }
+                (Values::Each(_), None) => unreachable!("values of tensors have gradients"),
+            }
         }
     }
 }
 
 #[inline(always)]
-fn multiply_backward<R: Real>(
-    activation: Activation,
+fn multiply_backward<R: Real, F: Function>(
     [gate, value, d_y]: [&[R]; 3],
     d_gate: &mut [R],
     d_value: &mut [R],
 ) {
     let given = gate.iter().zip(value).zip(d_y);
     for ((d_gate, d_value), ((&gate, &value), &d_y)) in d_gate.iter_mut().zip(d_value).zip(given) {
-        let (y, slope) = activated(activation, gate);
+        let (y, slope) = F::at(gate);
         *d_value = d_y * y;
         *d_gate = d_y * value * slope;
     }
 }
 
 fn gated_product_of<R: Number>(p: Product, keep: bool) -> Pass<Flex> {
-    let place = Place::new(&p);
+    let outputs = vec![of_function!(p.activation, F => forward::<R, F>(&p))];
+    let backward = keep.then(|| -> BackwardPass<Flex> {
+        Box::new(move |gradients, _| match gradients.into_iter().next().flatten() {
+            Some(d_y) => {
+                let d_y = contiguous(d_y);
+                of_function!(p.activation, F => backward::<R, F>(&p, &d_y))
+            }
+            None => vec![],
+        })
+    });
+    Pass { outputs, backward }
+}
+
+fn forward<R: Number, F: Function>(p: &Product) -> FlexTensor {
+    let place = Place::new(p);
     let mut shape = p.gate.shape();
     if let Some(width) = place.width {
         let last = shape.num_dims() - 1;
@@ -161,58 +308,61 @@ fn gated_product_of<R: Number>(p: Product, keep: bool) -> Pass<Flex> {
     let mut y = Fresh::<R>::new(shape.num_elements());
     let shared = y.shared();
     let gates = slice::<R>(&p.gate);
-    let from = maybe(&p.value).unwrap_or(gates);
     for_each(place.pieces(), 8 * PIECE, |i| {
         let piece = place.piece(i);
-        let (gate, value) = (rows(gates, piece.gates), rows(from, values(place, piece.gates)));
         // SAFETY: pieces do not overlap.
         #[allow(unsafe_code)]
         let y = unsafe { shared.rows(piece.outputs) };
-        dispatch(Forward { activation: p.activation, count: piece.gates.1[0], gate, value, y });
+        dispatch(Forward {
+            function: PhantomData::<F>,
+            count: piece.gates.1[0],
+            gate: rows(gates, piece.gates),
+            values: Values::new(p, gates, place, &piece),
+            y,
+        });
     });
-    let outputs = vec![tensor(y.filled(), shape)];
-    let backward = keep.then(|| -> BackwardPass<Flex> {
-        Box::new(move |gradients, _| match gradients.into_iter().next().flatten() {
-            Some(d_y) => gated_product_backward::<R>(&p, &contiguous(d_y)),
-            None => vec![],
-        })
-    });
-    Pass { outputs, backward }
+    tensor(y.filled(), shape)
 }
 
 fn rows<R>(x: &[R], (first, [_, stride, width]): (usize, [usize; 3])) -> Rows<'_, R> {
     Rows::new(x, first, [stride, width])
 }
 
-fn gated_product_backward<R: Number>(p: &Product, d_y: &FlexTensor) -> Vec<Option<FlexTensor>> {
+fn backward<R: Number, F: Function>(p: &Product, d_y: &FlexTensor) -> Vec<Option<FlexTensor>> {
     let place = Place::new(p);
     let (gates, d_y) = (slice::<R>(&p.gate), slice::<R>(d_y));
-    let own = maybe(&p.value);
-    let from = own.unwrap_or(gates);
-    let (mut d_gate, mut d_value) =
-        (Fresh::<R>::new(gates.len()), Fresh::new(own.map_or(0, <[R]>::len)));
-    let (first, second) = (d_gate.shared(), d_value.shared());
+    let own = match &p.value {
+        GatedValue::Tensor(value) => Some(value),
+        GatedValue::Packed | GatedValue::Number(_) => None,
+    };
+    let mut d_gate = Fresh::<R>::new(gates.len());
+    let mut d_own = own.map(|_| Fresh::<R>::new(gates.len()));
+    let first = d_gate.shared();
+    let second = d_own.as_mut().map(|d_own| d_own.shared());
     for_each(place.pieces(), 12 * PIECE, |i| {
         let piece = place.piece(i);
-        let of_values = values(place, piece.gates);
         // SAFETY: pieces do not overlap, and gradients of values lie between those of gates where there
         // is one buffer for both.
         #[allow(unsafe_code)]
         let (d_gate, d_value) = unsafe {
-            let to = if own.is_some() { &second } else { &first };
-            (first.rows(piece.gates), to.rows(of_values))
+            let d_value = match &p.value {
+                GatedValue::Packed => Some(first.rows(values(place, piece.gates))),
+                GatedValue::Tensor(_) => second.as_ref().map(|second| second.rows(piece.gates)),
+                GatedValue::Number(_) => None,
+            };
+            (first.rows(piece.gates), d_value)
         };
         dispatch(Backward {
-            activation: p.activation,
+            function: PhantomData::<F>,
             count: piece.gates.1[0],
             gate: rows(gates, piece.gates),
-            value: rows(from, of_values),
+            values: Values::new(p, gates, place, &piece),
             d_y: rows(d_y, piece.outputs),
             d_gate,
             d_value,
         });
     });
     let d_gate = tensor(d_gate.filled(), p.gate.shape());
-    let d_value = p.value.as_ref().map(|value| tensor(d_value.filled(), value.shape()));
-    std::iter::once(d_gate).chain(d_value).map(Some).collect()
+    let d_own = d_own.map(|d_own| tensor(d_own.filled(), p.gate.shape()));
+    std::iter::once(d_gate).chain(d_own).map(Some).collect()
 }

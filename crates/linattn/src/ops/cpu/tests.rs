@@ -172,25 +172,42 @@ fn norms_are_those_of_tensor_operations() {
     }
 }
 
+const GATES: [GateActivation; 7] = [
+    GateActivation::Silu,
+    GateActivation::Sigmoid,
+    GateActivation::Softplus,
+    GateActivation::LogSigmoid,
+    GateActivation::Gelu,
+    GateActivation::GeluTanh,
+    GateActivation::SquaredRelu,
+];
+
 #[test]
 fn products_with_a_gate_are_those_of_tensor_operations() {
-    for activation in [Activation::Silu, Activation::Sigmoid] {
+    for activation in GATES {
         for shape in [[3, 5, 7], [2, 300, 16], [1, 1, 1]] {
             let two = |x: Vec<Node>| {
                 let [gate, value] = x.try_into().unwrap();
-                GatedProduct { gate, value: Some(value), activation }
+                GatedProduct { gate, value: GatedValue::Tensor(value), activation }
+            };
+            let one = |value: GatedValue<Node>| {
+                move |mut x: Vec<Node>| GatedProduct {
+                    gate: x.remove(0),
+                    value: value.clone(),
+                    activation,
+                }
             };
             let name = format!("{activation:?} {shape:?}");
             let reference = |p| vec![of(gated_in_tensor_ops::<Graph, 3>(p))];
             let piece = |x| Graph::fused_gated_product(two(x), false);
             check(&name, &[&shape, &shape], 1, piece, |x| reference(two(x)));
-            let halves = |mut x: Vec<Node>| {
-                let gate = x.remove(0);
-                GatedProduct { gate, value: None, activation }
-            };
             let packed = [shape[0], shape[1], 2 * shape[2]];
+            let halves = one(GatedValue::Packed);
             let piece = |x| Graph::fused_gated_product(halves(x), false);
             check(&format!("{name}, halves"), &[&packed], 1, piece, |x| reference(halves(x)));
+            let alone = one(GatedValue::Number(-0.7));
+            let piece = |x| Graph::fused_gated_product(alone(x), false);
+            check(&format!("{name}, alone"), &[&shape], 1, piece, |x| reference(alone(x)));
         }
     }
 }
@@ -591,8 +608,11 @@ fn tangents_and_logarithms_of_sigmoids_are_exact_to_a_few_units_in_the_last_plac
             let wide = f64::from(x);
             close("tanh", wide.tanh(), Real::tanh(x));
             close("log sigmoid", Real::log_sigmoid(wide), Real::log_sigmoid(x));
+            close("erf", Real::erf(wide), Real::erf(x));
         }
     }
+    assert_eq!([Real::erf(1e9f32), Real::erf(-1e9f32)], [1.0, -1.0]);
+    assert!(Real::erf(f32::NAN).is_nan());
     assert_eq!([Real::tanh(1e9f32), Real::tanh(-1e9f32)], [1.0, -1.0]);
     assert_eq!(Real::log_sigmoid(-1e9f32), -1e9);
     assert!(Real::tanh(f32::NAN).is_nan() && Real::log_sigmoid(f32::NAN).is_nan());

@@ -6,7 +6,8 @@ use super::rows::{entries_of, joined, rows_of, scaled, sum};
 use crate::ops::SequenceLengths;
 use crate::ops::fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
-    GatedProduct, LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Rotary,
+    GateActivation, GatedProduct, GatedValue, LinearCrossEntropy, LinearLayer, Measure,
+    Normalization, Pack, Rotary,
 };
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::{DType, Shape};
@@ -20,14 +21,27 @@ use linattn_kernels::fused::{
     column_sums, conv_split as conv, conv_state, cross_entropy as loss, embedding as table,
     gated_product, norm, pack as packing, rotary as rotation,
 };
-use linattn_kernels::{Buffer, rowwise};
+use linattn_kernels::{Buffer, pointwise};
 
-impl From<Activation> for rowwise::Activation {
+impl From<Activation> for pointwise::Activation {
     fn from(activation: Activation) -> Self {
         match activation {
             Activation::Silu => Self::Silu,
             Activation::Sigmoid => Self::Sigmoid,
-            Activation::Softplus => Self::Softplus,
+        }
+    }
+}
+
+impl From<GateActivation> for gated_product::GateActivation {
+    fn from(activation: GateActivation) -> Self {
+        match activation {
+            GateActivation::Silu => Self::Silu,
+            GateActivation::Sigmoid => Self::Sigmoid,
+            GateActivation::Softplus => Self::Softplus,
+            GateActivation::LogSigmoid => Self::LogSigmoid,
+            GateActivation::Gelu => Self::Gelu,
+            GateActivation::GeluTanh => Self::GeluTanh,
+            GateActivation::SquaredRelu => Self::SquaredRelu,
         }
     }
 }
@@ -228,7 +242,7 @@ fn parts<R: CubeRuntime>(columns: &[Column], a_log: &Option<CubeTensor<R>>) -> V
     let heads = a_log.as_ref().map_or(1, |a_log| a_log.meta.shape()[0]);
     let kind = |kind: ColumnKind| match kind {
         ColumnKind::Conv { activation, norm } => conv::Kind::Conv {
-            activation: activation.map_or(rowwise::Activation::Identity, Into::into),
+            activation: activation.map_or(pointwise::Activation::Identity, Into::into),
             head: norm.map(|norm| conv::Head {
                 width: norm.width,
                 factor: norm.factor,
@@ -385,14 +399,24 @@ pub(super) fn gated<R: CubeRuntime>(
     x: GatedProduct<CubeTensor<R>>,
     keep: bool,
 ) -> Option<CubePass<R>> {
-    let (gate, value) = (flat(x.gate), x.value.map(flat));
+    let x = x.refill(x.clone().into_vec().into_iter().map(flat));
+    let GatedProduct { gate, value, activation } = x;
     let dtype = gate.dtype;
-    if !is_float(dtype) || value.as_ref().is_some_and(|value| value.dtype != dtype) {
+    let one_type = match &value {
+        GatedValue::Tensor(value) => value.dtype == dtype,
+        GatedValue::Packed | GatedValue::Number(_) => true,
+    };
+    if !is_float(dtype) || !one_type {
         return None;
     }
     let (count, width) = rows(&gate)?;
-    let width = if value.is_some() { width } else { width / 2 };
-    let sizes = gated_product::GatedProduct { rows: count, width, activation: x.activation.into() };
+    let (width, factor) = match value {
+        GatedValue::Packed => (width / 2, 1.0),
+        GatedValue::Tensor(_) => (width, 1.0),
+        GatedValue::Number(factor) => (width, factor as f32),
+    };
+    let sizes =
+        gated_product::GatedProduct { rows: count, width, activation: activation.into(), factor };
     let storage: StorageType = dtype.into();
     let done =
         gated_product::forward(&gate.client, sizes, operands(&gate, &value), storage).ok()?;
@@ -408,7 +432,9 @@ pub(super) fn gated<R: CubeRuntime>(
                 .expect("the forward pass took these sizes and this type");
             let like = |buffer| Some(shaped(&gate, buffer, gate.meta.shape().clone(), dtype));
             match done {
-                gated_product::Operands::Packed(packed) => vec![like(packed)],
+                gated_product::Operands::Packed(gate) | gated_product::Operands::Alone(gate) => {
+                    vec![like(gate)]
+                }
                 gated_product::Operands::Separate { gate, value } => {
                     vec![like(gate), like(value)]
                 }
@@ -445,13 +471,15 @@ pub(super) fn rotary<R: CubeRuntime>(x: Rotary<CubeTensor<R>>, keep: bool) -> Op
 
 fn operands<'a, R: CubeRuntime>(
     gate: &'a CubeTensor<R>,
-    value: &'a Option<CubeTensor<R>>,
+    value: &'a GatedValue<CubeTensor<R>>,
 ) -> gated_product::Operands<&'a Handle> {
+    let gate = &gate.handle;
     match value {
-        Some(value) => {
-            gated_product::Operands::Separate { gate: &gate.handle, value: &value.handle }
+        GatedValue::Tensor(value) => {
+            gated_product::Operands::Separate { gate, value: &value.handle }
         }
-        None => gated_product::Operands::Packed(&gate.handle),
+        GatedValue::Packed => gated_product::Operands::Packed(gate),
+        GatedValue::Number(_) => gated_product::Operands::Alone(gate),
     }
 }
 

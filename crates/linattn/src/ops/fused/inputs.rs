@@ -2,18 +2,16 @@
 
 use crate::ops::SequenceLengths;
 use crate::ops::tensors::softplus_in_tensor_ops;
-use burn::tensor::activation::{sigmoid, silu};
+use burn::tensor::activation::{gelu, gelu_approximate, relu, sigmoid, silu};
 use burn::tensor::{DType, Tensor, backend::Backend};
 
-/// A gate's or a convolution's activation.
+/// Activation of a convolution, and of the gate behind a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// `z sigmoid(z)`.
     Silu,
     /// `1 / (1 + e^-z)`.
     Sigmoid,
-    /// `ln(1 + e^z)`.
-    Softplus,
 }
 
 impl Activation {
@@ -21,7 +19,42 @@ impl Activation {
         match self {
             Self::Silu => silu(z),
             Self::Sigmoid => sigmoid(z),
+        }
+    }
+}
+
+/// Activation of the gate of a [`GatedProduct`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GateActivation {
+    /// `z sigmoid(z)`.
+    Silu,
+    /// `1 / (1 + e^-z)`.
+    Sigmoid,
+    /// `ln(1 + e^z)`.
+    Softplus,
+    /// `ln(sigmoid(z))`.
+    LogSigmoid,
+    /// `z P(z)`, P the normal distribution's share below z. Source: arXiv 1606.08415.
+    Gelu,
+    /// `z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2`, which is near GELU.
+    GeluTanh,
+    /// `max(z, 0)^2`. Source: arXiv 2109.08668.
+    SquaredRelu,
+}
+
+impl GateActivation {
+    pub(in crate::ops) fn apply<B: Backend, const D: usize>(self, z: Tensor<B, D>) -> Tensor<B, D> {
+        match self {
+            Self::Silu => silu(z),
+            Self::Sigmoid => sigmoid(z),
             Self::Softplus => softplus_in_tensor_ops(z),
+            Self::LogSigmoid => softplus_in_tensor_ops(z.neg()).neg(),
+            Self::Gelu => gelu(z),
+            Self::GeluTanh => gelu_approximate(z),
+            Self::SquaredRelu => {
+                let z = relu(z);
+                z.clone() * z
+            }
         }
     }
 }
@@ -226,22 +259,36 @@ pub struct ConvStepOutputs<T> {
     pub conv_states: Vec<T>,
 }
 
-/// `activation(gate) * value`: two tensors of one shape and type, or one of twice the width whose first
-/// half is the gate.
+/// `activation(gate) * value`.
 #[derive(Debug, Clone)]
 pub struct GatedProduct<T> {
     /// The gate, `[.., W]`; or gate and value side by side, `[.., 2 W]`.
     pub gate: T,
-    /// The value, `[.., W]`, where it is a tensor of its own.
-    pub value: Option<T>,
+    /// What the gate multiplies.
+    pub value: GatedValue<T>,
     /// Applied to the gate.
-    pub activation: Activation,
+    pub activation: GateActivation,
+}
+
+/// What the gate of a [`GatedProduct`] multiplies.
+#[derive(Debug, Clone)]
+pub enum GatedValue<T> {
+    /// The second half of the gate's own tensor.
+    Packed,
+    /// A tensor of the gate's shape and type.
+    Tensor(T),
+    /// One number.
+    Number(f64),
 }
 
 impl<T> GatedProduct<T> {
     /// The tensors that are there, in the order of the fields.
     pub fn into_vec(self) -> Vec<T> {
-        std::iter::once(self.gate).chain(self.value).collect()
+        let value = match self.value {
+            GatedValue::Tensor(value) => Some(value),
+            GatedValue::Packed | GatedValue::Number(_) => None,
+        };
+        std::iter::once(self.gate).chain(value).collect()
     }
 
     /// The same operation on other tensors, in the order of the fields.
@@ -249,7 +296,11 @@ impl<T> GatedProduct<T> {
         let mut tensors = tensors.into_iter();
         let mut next = || tensors.next().expect("as many tensors as `self` holds");
         let gate = next();
-        let value = self.value.is_some().then(next);
+        let value = match &self.value {
+            GatedValue::Packed => GatedValue::Packed,
+            GatedValue::Tensor(_) => GatedValue::Tensor(next()),
+            GatedValue::Number(factor) => GatedValue::Number(*factor),
+        };
         GatedProduct { gate, value, activation: self.activation }
     }
 }

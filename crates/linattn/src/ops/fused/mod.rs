@@ -26,11 +26,11 @@ pub(crate) use conv_split::{conv_split, conv_step};
 pub(crate) use conv_state::next_conv_states;
 pub(crate) use cross_entropy::linear_cross_entropy;
 pub(crate) use embedding::{embedding, select_rows};
-pub(crate) use gated_product::{gate, gated_halves, log_sigmoid, softplus};
+pub(crate) use gated_product::{activate, gate, gated_halves, log_sigmoid, softplus};
 pub use inputs::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
-    GatedProduct, HeadNorm, LinearCrossEntropy, LinearLayer, MOST_PACKED, Measure, Normalization,
-    Pack, Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
+    GateActivation, GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer,
+    MOST_PACKED, Measure, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
 };
 pub(crate) use linear::linear;
 #[cfg(feature = "fusion")]
