@@ -1,7 +1,7 @@
 //! Feature maps: each one's product of a query and a key is what its paper says.
 
 use crate::call::{download, upload};
-use crate::layers::wide;
+use crate::layers::widened;
 use burn::backend::Flex;
 use burn::tensor::DType;
 use linattn::nn::FeatureMap;
@@ -31,7 +31,7 @@ fn vectors(size: f64, start: usize) -> Vec<Vec<f64>> {
 
 /// The features of each vector, all at `position`.
 fn features_at(map: FeatureMap, x: &[Vec<f64>], position: usize) -> Vec<Vec<f64>> {
-    let map_of = wide(map.init::<Flex>(1, K, &Default::default()).unwrap());
+    let map_of = widened(map.init::<Flex>(1, K, &Default::default()).unwrap());
     let row = |x: &Vec<f64>| {
         let x = upload::<Flex, 4>(x, [1, 1, 1, K], DType::F64, &Default::default());
         let features = download(map_of.forward(x, position));

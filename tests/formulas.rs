@@ -1,13 +1,13 @@
 //! Mixers are what their papers say: loops over tokens in double precision, written from the
 //! formulas, with the weights of the mixer that they are compared with.
 
-use crate::call::download;
+use crate::call::{download, upload};
 use crate::layers::{B, D, Weights, input, log_sigmoid, mixer, wide};
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{Distribution, ElementConversion, Tensor, backend::Backend};
+use burn::tensor::{Tensor, backend::Backend};
 use linattn::nn::Rwkv7MlpConfig;
 use linattn::nn::mixers::Mixer;
-use linattn_oracle::assert_close;
+use linattn_oracle::{Rng, assert_close};
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 /// Mixers compute in double precision here; their constants and angles are f32's.
@@ -22,13 +22,25 @@ fn rows(x: Tensor<B, 3>) -> Rows {
 }
 
 /// Parameters that are vectors, norms' weights among them, as no fresh model has them.
-pub(crate) struct Noisy;
+pub(crate) struct Noisy(Rng);
+
+impl Noisy {
+    pub(crate) fn new() -> Self {
+        Self(Rng::named(1, "noise"))
+    }
+}
 
 impl<B: Backend> ModuleMapper<B> for Noisy {
     fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
-        let noise = |weight: Tensor<B, R>| weight.random_like(Distribution::Normal(0.0, 0.3));
-        let noisy = |weight: Tensor<B, R>| (weight.clone() + noise(weight)).detach();
-        if R == 1 { param.map(|weight| noisy(weight).require_grad()) } else { param }
+        if R != 1 {
+            return param;
+        }
+        param.map(|weight| {
+            let noisy: Vec<f64> =
+                download(weight.clone()).iter().map(|x| x + 0.3 * self.0.normal()).collect();
+            let noisy = upload(&noisy, weight.dims(), weight.dtype(), &weight.device());
+            noisy.require_grad()
+        })
     }
 }
 
@@ -550,14 +562,16 @@ fn mlstm_divides_its_answers_by_what_was_written() {
 }
 
 /// Gates' weights, which start from zero, are numbers.
-struct Open;
+struct Open(Rng);
 
 impl<B: Backend> ModuleMapper<B> for Open {
     fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
         param.map(|weight| {
-            let closed = weight.clone().abs().max().into_scalar().elem::<f64>() == 0.0;
-            let noise = weight.random_like(Distribution::Normal(0.0, 0.02));
-            (if closed { noise } else { weight }).detach().require_grad()
+            let mut numbers = download(weight.clone());
+            if numbers.iter().all(|x| *x == 0.0) {
+                numbers.iter_mut().for_each(|x| *x = 0.02 * self.0.normal());
+            }
+            upload(&numbers, weight.dims(), weight.dtype(), &weight.device()).require_grad()
         })
     }
 }
@@ -565,7 +579,7 @@ impl<B: Backend> ModuleMapper<B> for Open {
 #[test]
 fn the_first_mlstm_goes_around_its_memory_and_gates_what_comes_of_it() {
     let text = "mlstm_v1 = { heads = 2, conv_size = 3 }";
-    hold(text, &mixer(text).map(&mut Open), |w, rows| {
+    hold(text, &mixer(text).map(&mut Open(Rng::named(1, text))), |w, rows| {
         const I: usize = 64;
         let half = I / 2;
         let mut memories = vec![vec![0f64; half * half]; 2];

@@ -197,7 +197,7 @@ fn ttt_takes_a_step_for_each_token_from_its_mini_batchs_start() {
         ("ttt = { heads = 3, mini_batch = 4, conv_size = 3, output_gate = true }", 3, 4, vec![8]),
         ("ttt = { heads = 2, inner = 'mlp', mini_batch = 8 }", 2, 8, vec![48, 12]),
     ] {
-        let mixer = mixer(text).map(&mut Noisy);
+        let mixer = mixer(text).map(&mut Noisy::new());
         hold(text, &mixer, |w, rows| ttt(w, rows, heads, size, &columns));
     }
 }
@@ -515,7 +515,7 @@ fn lact_goes_on_once_a_chunk_and_keeps_the_lengths_of_its_columns() {
         let (inner, attention_heads) = if muon { (12, 1) } else { (24, 3) };
         let (heads, width, chunk, window) = (2, 12, 8, 5);
         let lact = Lact { heads, width, inner, chunk, window, attention_heads, muon, momentum };
-        let mixer = mixer(text).map(&mut Noisy);
+        let mixer = mixer(text).map(&mut Noisy::new());
         hold(text, &mixer, |w, rows| lact.outputs(w, rows));
     }
 }
@@ -566,7 +566,7 @@ fn outer_gradients_go_through_inner_ones() {
         "lact = { heads = 2, mini_batch = 4, window = 3, base_lr = 0.1 }",
         "lact = { heads = 2, mini_batch = 4, window = 3, base_lr = 0.1, muon = true }",
     ] {
-        let (mixer, x, weights) = (mixer(text).map(&mut Noisy), input(14), input(14));
+        let (mixer, x, weights) = (mixer(text).map(&mut Noisy::new()), input(14), input(14));
         // The same direction each time, of numbers without a pattern.
         let direction = |size: f64| {
             let mut n = 0u64;

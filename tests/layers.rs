@@ -1,7 +1,7 @@
 //! Every mixer: forward equals steps, sequences can be cut, nothing looks ahead, gradients agree.
 
 use crate::call::{download, upload};
-use crate::support::alone;
+use crate::support::{alone, drawn_by};
 use burn::backend::{Autodiff, Flex};
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
@@ -217,19 +217,24 @@ impl<B: Backend> ModuleMapper<B> for Wide {
     }
 }
 
-/// A module in double precision.
+/// The module in double precision, with the same weights in each run.
 pub(crate) fn wide<B: Backend, M: Module<B>>(module: M) -> M {
+    drawn_by(1, widened(module))
+}
+
+/// The module in double precision, with the weights that it has.
+pub(crate) fn widened<B: Backend, M: Module<B>>(module: M) -> M {
     materialize::<B, M>(&module);
     module.map(&mut Wide(1.0))
 }
 
-/// The mixer with weights large enough for its gates to matter.
+/// The mixer with weights large enough for its gates to matter, and the same in each run.
 pub(crate) fn mixer(text: &str) -> Mixer<B> {
     let mixer = config(text).init::<B>(D, &Default::default()).unwrap();
     materialize(&mixer);
     // Those that start by the fan-in are as large as it takes.
     let by_fan_in = ["mamba", "rg_lru", "mlstm_v1"].iter().any(|name| text.starts_with(name));
-    mixer.map(&mut Wide(if by_fan_in { 1.5 } else { 8.0 }))
+    drawn_by(1, mixer.map(&mut Wide(if by_fan_in { 1.5 } else { 8.0 })))
 }
 
 pub(crate) fn input(tokens: usize) -> Tensor<B, 3> {

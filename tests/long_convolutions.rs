@@ -114,7 +114,7 @@ fn hyena_convolves_between_two_gates() {
         ),
     ] {
         let depth = if repeats == 1 { 2 } else { 1 };
-        hold(text, &mixer(text).map(&mut Noisy), |w, rows| {
+        hold(text, &mixer(text).map(&mut Noisy::new()), |w, rows| {
             let filter: Rows = (0..TOKENS).map(|lag| taps(w, lag, depth, length, inner)).collect();
             let projected: Rows =
                 rows.iter().map(|x| w.linear("in_proj", x).repeat(repeats)).collect();
@@ -137,7 +137,7 @@ fn hyena_convolves_between_two_gates() {
 #[test]
 fn multihead_hyena_convolves_outer_products() {
     let text = "multihead_hyena = { group_width = 4, filter_order = 6, length = 50 }";
-    hold(text, &mixer(text).map(&mut Noisy), |w, rows| {
+    hold(text, &mixer(text).map(&mut Noisy::new()), |w, rows| {
         let (groups, width) = (D / 4, 4);
         let filter: Rows = (0..TOKENS).map(|lag| taps(w, lag, 2, 50, groups)).collect();
         let projected: Rows = rows.iter().map(|x| w.linear("in_proj", x)).collect();

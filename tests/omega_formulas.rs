@@ -138,7 +138,7 @@ const LINEAR: Atlas =
 
 fn follows(options: &str, atlas: &Atlas) {
     let text = format!("atlas = {{ {SIZES}{options} }}");
-    let mixer = mixer(&text).map(&mut Noisy);
+    let mixer = mixer(&text).map(&mut Noisy::new());
     hold(&text, &mixer, |w, rows| atlas.outputs(w, rows));
 }
 
@@ -170,5 +170,5 @@ fn a_window_of_one_token_without_momentum_is_a_delta_rule() {
     let _alone = alone();
     let one = Atlas { window: 1, mini_batch: 1, muon: false, ..LINEAR };
     let text = "atlas = { heads = 2, window = 1, mini_batch = 1, base_lr = 0.5, muon = false, momentum = false }";
-    hold(text, &mixer(text).map(&mut Noisy), |w, rows| one.outputs(w, rows));
+    hold(text, &mixer(text).map(&mut Noisy::new()), |w, rows| one.outputs(w, rows));
 }

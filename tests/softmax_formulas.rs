@@ -5,6 +5,7 @@ use crate::call::download;
 use crate::formulas::{Rows, TOKENS, by_head, check, dot, each, gelu, rotated, sigmoid, silu};
 use crate::formulas::{times, unit, weighed};
 use crate::layers::{B, D, Weights, input, mixer};
+use crate::support::normal_by;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Tensor, TensorData};
 use linattn::ops::{DeltaRuleInputs, delta_rule};
@@ -215,7 +216,7 @@ impl ModuleMapper<B> for FullReflections {
 #[test]
 fn path_attention_of_whole_reflections_is_attention_behind_a_delta_rule() {
     let text = "path_attention = { heads = 2, w_rank = 3, chunk = 8 }";
-    let mixer = mixer(text).map(&mut FullReflections(vec![]));
+    let mixer = normal_by(1, 0.16, mixer(text)).map(&mut FullReflections(vec![]));
     let x = input(TOKENS).narrow(0, 0, 1);
     let rows: Rows = download(x.clone()).chunks(D).map(<[f64]>::to_vec).collect();
     let named = Weights::of(&mixer).0.into_iter();

@@ -348,9 +348,9 @@ fn after_the_first_ctrl_c_runs_end_and_no_more_start() {
 
 #[test]
 fn after_the_time_that_a_sweep_may_take_no_more_runs_start() {
-    let limit = "[limits]\nwall_minutes = 0.0005\n[select]";
+    let limit = "[limits]\nwall_minutes = 0.005\n[select]";
     let folder = folder(&SWEEP.replacen("[select]", limit, 1));
-    let done = sweep(folder.path(), 2, Shard::WHOLE, 20).unwrap();
+    let done = sweep(folder.path(), 2, Shard::WHOLE, 200).unwrap();
     assert!((2..10).contains(&done.finished) && !done.complete(), "{done:?}");
     let rest = sweep(folder.path(), 24, Shard::WHOLE, 0).unwrap();
     assert_eq!((rest.skipped, rest.complete()), (done.finished, true));
