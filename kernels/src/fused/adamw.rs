@@ -19,7 +19,7 @@
 //! ```
 
 use super::embedding::{check_numbers, grid, vector_width};
-use crate::buffer::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, buffer, buffers, whole};
 use crate::pointwise::UNITS;
 use crate::refusal::{F32, Refusal, check_type};
 use cubecl::ir::StorageType;
@@ -180,14 +180,12 @@ pub fn step<R: Runtime>(
         let cubes = places.iter().map(|n| (tensors[*n].len / width).div_ceil(UNITS)).sum();
         parts.push(Part { width, places, cubes: grid(client, cubes)? });
     }
-    let updated: Vec<Updated> = tensors
-        .iter()
-        .map(|x| Updated {
-            param: buffer(client, &[x.len], types.param),
-            m: buffer(client, &[x.len], F32),
-            v: buffer(client, &[x.len], F32),
-        })
-        .collect();
+    let wanted = |x: &Tensors<'_>| [(x.len, types.param), (x.len, F32), (x.len, F32)];
+    let wanted: Vec<_> = tensors.iter().flat_map(wanted).collect();
+    let mut made = buffers(client, &wanted).into_iter();
+    let mut next = || made.next().expect("as many as were wanted");
+    let updated: Vec<Updated> =
+        tensors.iter().map(|_| Updated { param: next(), m: next(), v: next() }).collect();
     for part in parts {
         let tensors: Vec<_> = part.places.iter().map(|n| (tensors[*n], &updated[*n])).collect();
         step_part(client, part, &tensors, hyper, clip, types);

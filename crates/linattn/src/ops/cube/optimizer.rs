@@ -9,6 +9,7 @@ use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
 use linattn_kernels::Buffer;
 use linattn_kernels::fused::adamw;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 type Done<R> = (CubeTensor<R>, Moments<CubeTensor<R>>);
@@ -22,35 +23,37 @@ fn one_type<'a, R: CubeRuntime>(
     (known && types.all(|dtype| dtype == first)).then_some(first)
 }
 
+/// `x` itself where it is contiguous, as nearly always.
+fn flat<R: CubeRuntime>(x: &CubeTensor<R>) -> Cow<'_, CubeTensor<R>> {
+    match x.is_contiguous() {
+        true => Cow::Borrowed(x),
+        false => Cow::Owned(into_contiguous(x.clone())),
+    }
+}
+
 /// Contiguous tensors of one step.
-struct Flat<R: CubeRuntime> {
-    parameter: CubeTensor<R>,
-    gradient: CubeTensor<R>,
-    first: CubeTensor<R>,
-    second: CubeTensor<R>,
+struct Flat<'a, R: CubeRuntime> {
+    parameter: Cow<'a, CubeTensor<R>>,
+    gradient: Cow<'a, CubeTensor<R>>,
+    first: Cow<'a, CubeTensor<R>>,
+    second: Cow<'a, CubeTensor<R>>,
     decay: f64,
     time: u32,
 }
 
-impl<R: CubeRuntime> Flat<R> {
-    fn new(step: &AdamWStep<CubeTensor<R>>) -> Self {
-        let parameter = into_contiguous(step.parameter.clone());
+impl<'a, R: CubeRuntime> Flat<'a, R> {
+    fn new(step: &'a AdamWStep<CubeTensor<R>>) -> Self {
+        let parameter = flat(&step.parameter);
         let zeros = || {
             let (client, device) = (parameter.client.clone(), parameter.device.clone());
-            zeros_client(client, device, parameter.meta.shape().clone(), DType::F32)
+            Cow::Owned(zeros_client(client, device, parameter.meta.shape().clone(), DType::F32))
         };
         let (first, second, time) = match &step.moments {
-            Some(m) => (m.first.clone(), m.second.clone(), m.time),
+            Some(m) => (flat(&m.first), flat(&m.second), m.time),
             None => (zeros(), zeros(), 0),
         };
-        Self {
-            gradient: into_contiguous(step.gradient.clone()),
-            first: into_contiguous(first),
-            second: into_contiguous(second),
-            decay: step.decay,
-            time: time + 1,
-            parameter,
-        }
+        let gradient = flat(&step.gradient);
+        Self { gradient, first, second, decay: step.decay, time: time + 1, parameter }
     }
 
     fn tensors(&self) -> adamw::Tensors<'_> {
@@ -88,7 +91,7 @@ pub(super) fn step<R: CubeRuntime>(
     if !kept_in_f32 || clip.is_some_and(|clip| clip.norm.dtype != DType::F32) {
         return None;
     }
-    let flat: Vec<Flat<R>> = steps.iter().map(Flat::new).collect();
+    let flat: Vec<Flat<'_, R>> = steps.iter().map(Flat::new).collect();
     // Corrections go by the steps that a parameter has made.
     let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
     for (n, step) in flat.iter().enumerate() {
@@ -120,9 +123,8 @@ pub(super) fn step<R: CubeRuntime>(
 
 pub(super) fn norm<R: CubeRuntime>(gradients: &[CubeTensor<R>]) -> Option<CubeTensor<R>> {
     let dtype = one_type(gradients)?;
-    let flat: Vec<CubeTensor<R>> = gradients.iter().cloned().map(into_contiguous).collect();
-    let sizes = |x: &CubeTensor<R>| x.meta.shape().num_elements();
-    let given: Vec<_> = flat.iter().map(|x| (&x.handle, sizes(x))).collect();
+    let flat: Vec<_> = gradients.iter().map(flat).collect();
+    let given: Vec<_> = flat.iter().map(|x| (&x.handle, x.meta.shape().num_elements())).collect();
     let first = &flat[0];
     let norm = adamw::norm(&first.client, &given, dtype.into()).ok()?;
     let (client, device) = (first.client.clone(), first.device.clone());
