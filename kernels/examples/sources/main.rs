@@ -404,7 +404,6 @@ impl<'a, T: Target> Case<'a, T> {
                 a_log: Some(&weight),
                 dt_bias: Some(&weight),
                 cu_seqlens,
-                apart: None,
             };
             let d_out = [Some(&weight); 6];
             conv_split::forward(self.client, dims, &columns, inputs, types)?;
@@ -420,9 +419,10 @@ impl<'a, T: Target> Case<'a, T> {
             a_log: Some(&weight),
             dt_bias: Some(&weight),
             cu_seqlens: None,
-            apart: Some(Apart { weights: &weights, biases: &[], conv_states: &states }),
         };
-        conv_split::step(self.client, Dims { tokens: 1, ..dims }, &columns, inputs, types)?;
+        let apart = Apart { weights: &weights, biases: &[], conv_states: &states };
+        let dims = Dims { tokens: 1, ..dims };
+        conv_split::step(self.client, dims, &columns, inputs, apart, types)?;
         enter("-step")
     }
 }

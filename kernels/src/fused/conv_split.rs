@@ -60,6 +60,7 @@ use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use forward::split_columns;
+use inputs::Tensors;
 use parts::{Form, Pass};
 use runs::{OperandsLaunch, RowsAndGatesLaunch, SizesLaunch};
 
@@ -94,7 +95,7 @@ struct Call<'a, R: Runtime> {
     client: &'a ComputeClient<R>,
     dims: Dims,
     columns: &'a [Columns],
-    x: Inputs<'a>,
+    x: Tensors<'a>,
     types: Types,
     form: Form,
     chunks: Chunks,
@@ -115,12 +116,13 @@ pub fn forward<R: Runtime>(
     inputs: Inputs<'_>,
     types: Types,
 ) -> Result<Vec<Buffer>, Refusal> {
-    let form = form(client, dims, columns, &inputs, types, Pass::Forward)?;
-    Ok(Call::new(client, dims, columns, inputs, types, form)?.forward().0)
+    let x = inputs.into();
+    let form = form(client, dims, columns, &x, types, Pass::Forward)?;
+    Ok(Call::new(client, dims, columns, x, types, form)?.forward().0)
 }
 
-/// As [`forward`], of one token of each sequence: weights and conv states are [`Apart`], and the next conv states,
-/// `[B, W - 1, width]` of each convolution, come behind the outputs.
+/// As [`forward`], of one token of each sequence, with the convolutions' tensors from `apart` alone. The next conv
+/// states, `[B, W - 1, width]` of each convolution, come behind the outputs.
 ///
 /// # Errors
 /// As [`forward`], and where W is above [`UNROLLED`].
@@ -131,9 +133,9 @@ pub fn step<R: Runtime>(
     dims: Dims,
     columns: &[Columns],
     inputs: Inputs<'_>,
+    apart: Apart<'_>,
     types: Types,
 ) -> Result<(Vec<Buffer>, Vec<Buffer>), Refusal> {
-    let apart = inputs.apart.expect("tensors of each convolution");
     let convolutions = columns.iter().filter(|part| part.is_conv()).count();
     let counts = [apart.weights.len(), apart.biases.len(), apart.conv_states.len()];
     assert!(
@@ -144,8 +146,9 @@ pub fn step<R: Runtime>(
     if dims.window > UNROLLED {
         return Err(Refusal::Width { name: "window", got: dims.window, most: UNROLLED });
     }
-    let form = form(client, dims, columns, &inputs, types, Pass::Forward)?;
-    Ok(Call::new(client, dims, columns, inputs, types, form)?.forward())
+    let x = Tensors::of_step(inputs, apart);
+    let form = form(client, dims, columns, &x, types, Pass::Forward)?;
+    Ok(Call::new(client, dims, columns, x, types, form)?.forward())
 }
 
 /// Gradients of every input, from those of the outputs, in the order of the parts; an absent one counts
@@ -165,8 +168,9 @@ pub fn backward<R: Runtime>(
 ) -> Result<Gradients, Refusal> {
     assert_eq!(columns.len(), d_out.len(), "parts, and gradients of their outputs");
     let given: Vec<bool> = d_out.iter().map(Option::is_some).collect();
-    let form = form(client, dims, columns, &inputs, types, Pass::Backward { given: &given })?;
-    Call::new(client, dims, columns, inputs, types, form)?.backward(d_out)
+    let x = inputs.into();
+    let form = form(client, dims, columns, &x, types, Pass::Backward { given: &given })?;
+    Call::new(client, dims, columns, x, types, form)?.backward(d_out)
 }
 
 /// Compile-time values of a launch.
@@ -174,7 +178,7 @@ fn form<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
     columns: &[Columns],
-    inputs: &Inputs<'_>,
+    inputs: &Tensors<'_>,
     types: Types,
     pass: Pass<'_>,
 ) -> Result<Form, Refusal> {
@@ -210,7 +214,7 @@ fn has_planes<R: Runtime>(client: &ComputeClient<R>) -> bool {
 }
 
 /// The tensors that the parts ask for are there.
-fn check_tensors(dims: Dims, columns: &[Columns], x: &Inputs<'_>) -> Result<(), Refusal> {
+fn check_tensors(dims: Dims, columns: &[Columns], x: &Tensors<'_>) -> Result<(), Refusal> {
     let Dims { batch, tokens, window } = dims;
     if batch == 0 || tokens == 0 || window == 0 || columns.iter().any(|part| part.width == 0) {
         return Err(Refusal::Empty { batch, tokens });
@@ -277,7 +281,7 @@ impl<'a, R: Runtime> Call<'a, R> {
         client: &'a ComputeClient<R>,
         dims: Dims,
         columns: &'a [Columns],
-        x: Inputs<'a>,
+        x: Tensors<'a>,
         types: Types,
         form: Form,
     ) -> Result<Self, Refusal> {

@@ -472,7 +472,6 @@ impl<R: Runtime> Sandbox<'_, R> {
             a_log: a_log.as_ref(),
             dt_bias: dt_bias.as_ref(),
             cu_seqlens: cu_seqlens.as_deref(),
-            apart: None,
         };
         let types = Types { rows: rows.dtype(), weights: weights.dtype() };
         let columns = &case.columns;
@@ -490,8 +489,9 @@ impl<R: Runtime> Sandbox<'_, R> {
             ),
             Some(widest) => {
                 let given: Vec<bool> = d_y.iter().map(Option::is_some).collect();
-                let form = |pass| Form::new(case.dims, columns, &inputs, pass, widest, false);
-                let call = |pass| Call::new(client, case.dims, columns, inputs, types, form(pass));
+                let x = inputs.into();
+                let form = |pass| Form::new(case.dims, columns, &x, pass, widest, false);
+                let call = |pass| Call::new(client, case.dims, columns, x, types, form(pass));
                 (
                     call(Pass::Forward).map(|call| call.forward().0),
                     call(Pass::Backward { given: &given }).and_then(|call| call.backward(&d_y)),
@@ -532,15 +532,11 @@ impl<R: Runtime> Sandbox<'_, R> {
             a_log: a_log.as_ref(),
             dt_bias: dt_bias.as_ref(),
             cu_seqlens: None,
-            apart: Some(Apart {
-                weights: weights_of,
-                biases: biases_of,
-                conv_states: conv_states_of,
-            }),
         };
+        let apart = Apart { weights: weights_of, biases: biases_of, conv_states: conv_states_of };
         let types = Types { rows: rows.dtype(), weights: weights.dtype() };
         let (out, next) =
-            super::step(client, case.dims, &case.columns, inputs, types).expect("a step");
+            super::step(client, case.dims, &case.columns, inputs, apart, types).expect("a step");
         [out, next].map(|buffers| buffers.iter().map(|buffer| self.get(buffer)).collect())
     }
 
@@ -718,8 +714,7 @@ macro_rules! each_kernel {
 fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let x = client.create_from_slice(&[0; 16]);
     let (weight, bias, conv_state, a_log, dt_bias) = (None, None, None, None, None);
-    let inputs =
-        Inputs { x: &x, weight, bias, conv_state, a_log, dt_bias, cu_seqlens: None, apart: None };
+    let inputs = Inputs { x: &x, weight, bias, conv_state, a_log, dt_bias, cu_seqlens: None };
     let f32 = Rows::F32.dtype();
     let types = Types { rows: f32, weights: f32 };
     let dims = Dims { batch: 1, tokens: 1, window: 1 };

@@ -66,7 +66,7 @@ pub struct Columns {
 pub struct Inputs<'a> {
     /// The packed projection.
     pub x: &'a Handle,
-    /// Weights of the convolution; without them z is x, plus the bias if there is one, unless they are `apart`.
+    /// Weights of the convolution; without them z is x, plus the bias if there is one.
     pub weight: Option<&'a Handle>,
     /// Bias of the convolution.
     pub bias: Option<&'a Handle>,
@@ -78,12 +78,10 @@ pub struct Inputs<'a> {
     pub dt_bias: Option<&'a Handle>,
     /// N + 1 offsets, from 0 to T: where sequences of lengths of their own begin and end in the one row.
     pub cu_seqlens: Option<&'a [usize]>,
-    /// In the place of `weight`, `bias` and `conv_state`: those of each convolution by itself.
-    pub apart: Option<Apart<'a>>,
 }
 
-/// Tensors of each convolution by itself, as layers and states have them, for single tokens: [`step`](super::step).
-/// There are as many of each as parts of the kind `Conv`, or none.
+/// Tensors of each convolution by itself, as layers and states have them: what a [`step`](super::step) reads in the
+/// place of `weight`, `bias` and `conv_state`. There are as many of each as parts of the kind `Conv`, or none.
 #[derive(Debug, Clone, Copy)]
 pub struct Apart<'a> {
     /// `[W, width]`; at least one.
@@ -94,7 +92,35 @@ pub struct Apart<'a> {
     pub conv_states: &'a [&'a Handle],
 }
 
-impl<'a> Inputs<'a> {
+/// All tensors of a launch.
+#[derive(Clone, Copy)]
+pub(super) struct Tensors<'a> {
+    inputs: Inputs<'a>,
+    /// Of a step.
+    pub(super) apart: Option<Apart<'a>>,
+}
+
+impl<'a> From<Inputs<'a>> for Tensors<'a> {
+    fn from(inputs: Inputs<'a>) -> Self {
+        Self { inputs, apart: None }
+    }
+}
+
+impl<'a> std::ops::Deref for Tensors<'a> {
+    type Target = Inputs<'a>;
+
+    fn deref(&self) -> &Inputs<'a> {
+        &self.inputs
+    }
+}
+
+impl<'a> Tensors<'a> {
+    /// Of a step: without a convolution's tensors in `inputs`.
+    pub(super) fn of_step(inputs: Inputs<'a>, apart: Apart<'a>) -> Self {
+        let inputs = Inputs { weight: None, bias: None, conv_state: None, ..inputs };
+        Self { inputs, apart: Some(apart) }
+    }
+
     /// Weights: one tensor of all convolutions, or one of each.
     pub(super) fn weights(&self) -> &[&'a Handle] {
         self.apart.map_or(self.weight.as_slice(), |apart| apart.weights)

@@ -1,6 +1,6 @@
 //! How the columns are shared out over units: all of it is known when a kernel is compiled.
 
-use super::inputs::{Columns, Dims, Head, Inputs, Kind, UNROLLED};
+use super::inputs::{Columns, Dims, Head, Kind, Tensors, UNROLLED};
 use crate::SOURCE;
 use crate::pointwise::{Activation, UNITS};
 
@@ -238,7 +238,7 @@ impl Form {
     pub fn new(
         dims: Dims,
         columns: &[Columns],
-        x: &Inputs<'_>,
+        x: &Tensors<'_>,
         pass: Pass<'_>,
         widest: usize,
         planes: bool,
@@ -275,7 +275,14 @@ impl Form {
     }
 
     /// A part, but for what depends on the others.
-    fn part(&self, dims: Dims, part: &Columns, first: usize, x: &Inputs<'_>, planes: bool) -> Part {
+    fn part(
+        &self,
+        dims: Dims,
+        part: &Columns,
+        first: usize,
+        x: &Tensors<'_>,
+        planes: bool,
+    ) -> Part {
         let conv = part.is_conv();
         let window = if conv { dims.window } else { 1 };
         let role = match part.kind {
@@ -328,7 +335,7 @@ impl Form {
 
     /// Offsets of parts among each other. The sums: W C of weights, C of the bias, then of `dt_bias` and, by
     /// columns, of `a_log`.
-    fn finish(&mut self, x: &Inputs<'_>) {
+    fn finish(&mut self, x: &Tensors<'_>) {
         let (backward, convolved) = (self.backward, self.convolved);
         let conv = self.parts.iter().filter(|part| part.weighted || part.biased);
         let decays = conv.map(Part::sum_count).max().unwrap_or(0) * convolved;
@@ -350,7 +357,7 @@ impl Form {
     }
 
     /// Tensors of a launch, at most.
-    pub fn bindings(&self, x: &Inputs<'_>) -> usize {
+    pub fn bindings(&self, x: &Tensors<'_>) -> usize {
         let rates = [x.a_log, x.dt_bias].into_iter().flatten().count();
         let convolutions = [x.weights(), x.biases(), x.conv_states()]
             .iter()

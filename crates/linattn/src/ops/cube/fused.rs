@@ -272,7 +272,6 @@ fn conv_inputs<R: CubeRuntime>(x: &ConvSplit<CubeTensor<R>>) -> conv::Inputs<'_>
         a_log: handle(&x.a_log),
         dt_bias: handle(&x.dt_bias),
         cu_seqlens: x.lengths.as_ref().map(SequenceLengths::cu_seqlens),
-        apart: None,
     }
 }
 
@@ -340,12 +339,12 @@ pub(super) fn conv_step<R: CubeRuntime>(
         a_log: handle(&a_log),
         dt_bias: handle(&dt_bias),
         cu_seqlens: None,
-        apart: Some(conv::Apart { weights, biases, conv_states }),
     };
+    let apart = conv::Apart { weights, biases, conv_states };
     let dims = conv::Dims { batch, tokens: 1, window };
     let types = conv::Types { rows: dtype.into(), weights: of_weights.into() };
     let columns = parts(&x.columns, &a_log);
-    let (outputs, next) = conv::step(&packed.client, dims, &columns, inputs, types).ok()?;
+    let (outputs, next) = conv::step(&packed.client, dims, &columns, inputs, apart, types).ok()?;
     let output = |(buffer, column): (Buffer, &Column)| {
         let shape = Shape::from([batch, 1, column.width]);
         shaped(&packed, buffer, shape, output_type(column.kind, dtype))
