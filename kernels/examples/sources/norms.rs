@@ -28,16 +28,6 @@ struct Options {
     biased: bool,
 }
 
-const ACTIVATIONS: [GateActivation; 7] = [
-    GateActivation::Silu,
-    GateActivation::Sigmoid,
-    GateActivation::Softplus,
-    GateActivation::LogSigmoid,
-    GateActivation::Gelu,
-    GateActivation::GeluTanh,
-    GateActivation::SquaredRelu,
-];
-
 impl<T: Target> Norms<'_, T> {
     /// Launches all; `enter` is called after each.
     pub fn all(
@@ -55,7 +45,7 @@ impl<T: Target> Norms<'_, T> {
                 }
             }
         }
-        for activation in ACTIVATIONS {
+        for activation in GateActivation::ALL {
             self.gated_products(64, activation, &mut enter)?;
         }
         self.gated_products(37, GateActivation::Silu, &mut enter)?;

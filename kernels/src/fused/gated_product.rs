@@ -49,6 +49,19 @@ pub enum GateActivation {
     SquaredRelu,
 }
 
+impl GateActivation {
+    /// All there are.
+    pub const ALL: [Self; 7] = [
+        Self::Silu,
+        Self::Sigmoid,
+        Self::Softplus,
+        Self::LogSigmoid,
+        Self::Gelu,
+        Self::GeluTanh,
+        Self::SquaredRelu,
+    ];
+}
+
 /// Sizes of a gated product, and its activation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GatedProduct {

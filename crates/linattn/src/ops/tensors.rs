@@ -52,10 +52,10 @@ pub(super) fn float_cat<B: Backend>(tensors: Vec<FloatTensor<B>>, dim: usize) ->
 }
 
 /// `tensors` beside one another along a new dimension, joined by [`cat`].
-pub(crate) fn stack<B: Backend, const D: usize, const DOUT: usize>(
+pub(crate) fn stack<B: Backend, const D: usize, const E: usize>(
     tensors: Vec<Tensor<B, D>>,
     dim: usize,
-) -> Tensor<B, DOUT> {
+) -> Tensor<B, E> {
     cat(tensors.into_iter().map(|x| x.unsqueeze_dim(dim)).collect(), dim)
 }
 

@@ -4,10 +4,9 @@ use super::forward::clipped;
 use super::parts::{Form, Part};
 use super::runs::{
     Operands, Place, RowsAndGates, Sizes, Taps, activated, add_across, convolved, in_conv_state,
-    in_part, in_x, load, look_back, move_on, number, place, put, rate_and_bias, softplus, store,
-    taps,
+    in_part, in_x, load, look_back, move_on, number, place, put, rate_and_bias, store, taps,
 };
-use crate::pointwise::{Activation, UNITS, activate};
+use crate::pointwise::{Activation, UNITS, activate, softplus};
 use cubecl::prelude::*;
 
 /// Columns of sums that a cube has.

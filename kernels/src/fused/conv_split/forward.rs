@@ -3,10 +3,9 @@
 use super::parts::{Form, Part};
 use super::runs::{
     Operands, Place, RowsAndGates, Sizes, activated, add_across, convolved, in_conv_state, in_part,
-    in_x, inside, load, look_back, move_on, number, place, put, rate_and_bias, softplus, store,
-    taps,
+    in_x, inside, load, look_back, move_on, number, place, put, rate_and_bias, store, taps,
 };
-use crate::pointwise::{Activation, activate};
+use crate::pointwise::{Activation, activate, softplus};
 use cubecl::prelude::*;
 
 /// The kernel.

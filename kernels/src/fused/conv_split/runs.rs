@@ -430,19 +430,3 @@ fn sigmoid(z: f32) -> f32 {
     let e = f32::exp(-f32::abs(z));
     select(z >= 0.0f32, 1.0f32, e) / (e + 1.0f32)
 }
-
-/// `ln(1 + e^z)`, as `max(z, 0) + ln(1 + e^-|z|)`: nothing overflows. The logarithm is 2 artanh(s) with
-/// s = e / (2 + e), at most 1/3, as a series that ends where f32 does: small values keep their digits.
-#[cube]
-pub(super) fn softplus(z: f32) -> f32 {
-    let e = f32::exp(-f32::abs(z));
-    let s = e / (e + 2.0f32);
-    let square = s * s;
-    // 1 + s^2/3 + s^4/5 + .. + s^16/17, innermost first.
-    let mut series = 0.0f32;
-    #[unroll]
-    for n in 0..9usize {
-        series = series * square + comptime!(1.0 / (17 - 2 * n) as f32);
-    }
-    max(z, 0.0f32) + (s + s) * series
-}
