@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 /// Units of a cube.
 pub(crate) const UNITS: usize = 256;
 
-/// Activation of a gate, or of a finished sum.
+/// Activation of a convolution, and of the gate behind a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// Nothing.
@@ -89,4 +89,22 @@ fn log_1p(e: f32) -> f32 {
         series = series * square + comptime!(1.0 / (17 - 2 * n) as f32);
     }
     (s + s) * series
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn launches_that_no_device_counts_are_none() {
+        let counts = |cubes| match cubes {
+            Some(CubeCount::Static(x, y, z)) => Some([x, y, z]),
+            _ => None,
+        };
+        assert_eq!(counts(spread(7, (65_535, 65_535, 1))), Some([7, 1, 1]));
+        // A second row of cubes, not whole.
+        assert_eq!(counts(spread(15, (10, 2, 1))), Some([10, 2, 1]));
+        assert_eq!(counts(spread(100, (9, 11, 1))), None, "on 99 places");
+        assert_eq!(counts(spread(1 << 24, (u32::MAX, 1, 1))), None, "33 bits of units");
+    }
 }

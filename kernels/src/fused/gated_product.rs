@@ -365,7 +365,7 @@ fn activate(z: f32, #[comptime] activation: GateActivation) -> f32 {
         GateActivation::LogSigmoid => -softplus(-z),
         GateActivation::Gelu => z * normal_share(z),
         GateActivation::GeluTanh => z * sigmoid(near_gelu(z)),
-        GateActivation::SquaredRelu => max(z, 0.0f32) * max(z, 0.0f32),
+        GateActivation::SquaredRelu => relu(z) * relu(z),
     }
 }
 
@@ -382,8 +382,14 @@ fn activation_slope(z: f32, #[comptime] activation: GateActivation) -> f32 {
             let u = near_gelu(z);
             sigmoid(u) + z * sigmoid_slope(u) * near_gelu_slope(z)
         }
-        GateActivation::SquaredRelu => 2.0f32 * max(z, 0.0f32),
+        GateActivation::SquaredRelu => 2.0f32 * relu(z),
     }
+}
+
+/// `max(z, 0)`, which is no number where `z` is none: a maximum is 0 there on some devices.
+#[cube]
+fn relu(z: f32) -> f32 {
+    select(z <= 0.0f32, 0.0f32, z)
 }
 
 /// The normal distribution's share below `z`.

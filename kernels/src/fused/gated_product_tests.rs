@@ -106,9 +106,43 @@ fn products_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>, product: GatedProduc
 }
 
 fn all_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
-    let sizes = [[1, 1], [3, 5], [7, 128], [33, 18], [70, 36], [9, 24], [40, 10]];
+    let sizes = [[70, 36], [3, 5], [7, 128], [33, 18], [70, 37], [9, 24], [40, 10]];
     for ([rows, width], activation) in sizes.into_iter().zip(GateActivation::ALL) {
         products_are_right(sandbox, GatedProduct { rows, width, activation, factor: -0.7 });
+    }
+    let smallest =
+        GatedProduct { rows: 1, width: 1, activation: GateActivation::Silu, factor: 1.0 };
+    products_are_right(sandbox, smallest);
+}
+
+/// Each number by itself: shaders have no `ln(1 + e)`, and logarithms near 1 lose what e is small by.
+fn logarithms_keep_their_digits<R: Runtime>(client: &ComputeClient<R>) {
+    let sandbox = Sandbox { client, rows: Rows::F32 };
+    let z: Vec<f64> = (-48..=112).map(|n| f64::from(n) / 4.0).collect();
+    let on_z = sandbox.put(&z, Rows::F32);
+    for activation in [GateActivation::Softplus, GateActivation::LogSigmoid] {
+        let product = GatedProduct { rows: 1, width: z.len(), activation, factor: 1.0 };
+        let y = forward(client, product, Operands::Alone(&on_z), Rows::F32.dtype());
+        for (z, got) in z.iter().zip(sandbox.get(&y.expect("it is taken"))) {
+            let [want, _] = activated(*z, activation);
+            let off = (got / want - 1.0).abs();
+            assert!(off < 1e-5, "{activation:?} of {z} is {want}, not {got}");
+        }
+    }
+}
+
+/// A gate that is no number leaves no number behind, forward and backward.
+fn what_is_no_number_stays_none<R: Runtime>(client: &ComputeClient<R>) {
+    let sandbox = Sandbox { client, rows: Rows::F32 };
+    let [z, d] = [f64::NAN, 1.0].map(|x| sandbox.put(&[x], Rows::F32));
+    for activation in GateActivation::ALL {
+        let product = GatedProduct { rows: 1, width: 1, activation, factor: 1.0 };
+        let (operands, dtype) = (Operands::Alone(&z), Rows::F32.dtype());
+        let y = sandbox.get(&forward(client, product, operands, dtype).expect("it is taken"));
+        let Ok(Operands::Alone(d_z)) = backward(client, product, operands, &d, dtype) else {
+            panic!("{activation:?}: no gradient")
+        };
+        assert!(y[0].is_nan() && sandbox.get(&d_z)[0].is_nan(), "{activation:?}: {y:?}");
     }
 }
 
@@ -130,6 +164,16 @@ macro_rules! each_kernel {
         #[test]
         fn gated_products_and_their_gradients_are_right() {
             with_client(|client: &ComputeClient<$runtime>| everywhere(client, all_are_right));
+        }
+
+        #[test]
+        fn logarithms_keep_the_digits_of_small_numbers() {
+            with_client(logarithms_keep_their_digits::<$runtime>);
+        }
+
+        #[test]
+        fn gates_that_are_no_numbers_are_seen() {
+            with_client(what_is_no_number_stays_none::<$runtime>);
         }
 
         #[test]

@@ -98,7 +98,8 @@ impl Function for GeluTanh {
 impl Function for SquaredRelu {
     #[inline(always)]
     fn at<R: Real>(z: R) -> (R, R) {
-        let positive = z.larger(R::ZERO);
+        // A comparison that is false for NaN, which goes through.
+        let positive = if z <= R::ZERO { R::ZERO } else { z };
         (positive * positive, positive + positive)
     }
 }

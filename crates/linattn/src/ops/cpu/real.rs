@@ -242,7 +242,7 @@ fn log_sigmoid(x: f32) -> f32 {
     x.min(0.0) - (s + s) * series
 }
 
-/// A quotient of polynomials within 5e-7, odd in x; beyond 4 it is 1.
+/// A quotient of polynomials within 5e-7, odd in x; near 4 and beyond it is 1.
 #[inline(always)]
 #[allow(clippy::excessive_precision)] // digits as published; f32 rounds them
 fn erf(x: f32) -> f32 {
@@ -263,13 +263,12 @@ fn erf(x: f32) -> f32 {
         -7.373_329_167_204_68e-3,
         -1.426_473_905_141_89e-2,
     ];
-    // Comparisons that are false for NaN, which goes through.
-    let x = if x > 4.0 { 4.0 } else { x };
-    let x = if x < -4.0 { -4.0 } else { x };
+    // NaN goes through both limits. The quotient passes 1 by a few units just below 4.
+    let x = x.clamp(-4.0, 4.0);
     let square = x * x;
     let above = ABOVE.into_iter().reduce(|sum, c| sum * square + c).unwrap_or(0.0);
     let below = BELOW.into_iter().reduce(|sum, c| sum * square + c).unwrap_or(1.0);
-    x * above / below
+    (x * above / below).clamp(-1.0, 1.0)
 }
 
 /// How one kind of processor multiplies and adds.
