@@ -217,7 +217,7 @@ impl<B: Backend> ModuleMapper<B> for Wide {
     }
 }
 
-/// The module in double precision, with the same weights in each run.
+/// The module in double precision, with the same weights in each run but for their mean and deviation.
 pub(crate) fn wide<B: Backend, M: Module<B>>(module: M) -> M {
     drawn_by(1, widened(module))
 }
@@ -228,7 +228,8 @@ pub(crate) fn widened<B: Backend, M: Module<B>>(module: M) -> M {
     module.map(&mut Wide(1.0))
 }
 
-/// The mixer with weights large enough for its gates to matter, and the same in each run.
+/// The mixer with weights large enough for its gates to matter, and the same in each run
+/// but for their mean and deviation.
 pub(crate) fn mixer(text: &str) -> Mixer<B> {
     let mixer = config(text).init::<B>(D, &Default::default()).unwrap();
     materialize(&mixer);

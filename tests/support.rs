@@ -11,8 +11,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub const F32_LIMIT: f64 = 1e-5;
 
 /// Held while a graph is built and gone back through. Burn 0.21 ends each backward pass by freeing what no
-/// tensor holds in any graph of the process, including steps of a thread that is between two operations,
-/// and that thread's gradient is wrong then (tracel-ai/burn#5573).
+/// tensor holds in any graph of the process, and tests join tensors by its `Tensor::cat`, which holds none of
+/// them while it does: that thread's gradient is wrong then (tracel-ai/burn#5573).
 pub fn alone() -> MutexGuard<'static, ()> {
     static GRAPHS: Mutex<()> = Mutex::new(());
     GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -50,7 +50,7 @@ fn mean_and_deviation(numbers: &[f64]) -> (f64, f64) {
     (mean, (squares / numbers.len() as f64).sqrt())
 }
 
-/// `module` with weights that are the same in each run, for tests that a few weights in a thousand would fail:
+/// `module` with weights that are the same in each run but for their mean and deviation, for tests that a few weights in a thousand would fail:
 /// Burn's generator serves all threads of the process, so that no seed of it fixes what one test draws.
 pub fn drawn_by<B: Backend, M: Module<B>>(seed: u64, module: M) -> M {
     module.map(&mut DrawnBy { rng: Rng::new(seed), deviation: None })

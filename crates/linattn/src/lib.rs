@@ -27,8 +27,8 @@
 //! Threads of one process may learn side by side, each its own model. One rule of Burn 0.21 is theirs to keep:
 //! `Tensor::cat`, `Tensor::stack` and `Tensor::roll` lose gradients without a word where another thread ends a
 //! backward pass at that moment ([tracel-ai/burn#5573](https://github.com/tracel-ai/burn/issues/5573)). Layers and
-//! operations of this crate call none of them while they build a graph. A program's own layers hold what they join
-//! until it is joined: `let held = parts.clone(); let joined = Tensor::cat(parts, 1); drop(held);`.
+//! operations of this crate hold what they join until it is joined, and a program's own have to:
+//! `let held = parts.clone(); let joined = Tensor::cat(parts, 1); drop(held);`.
 #![deny(missing_docs)]
 
 pub mod backend;

@@ -185,10 +185,10 @@ impl<B: LinearAttentionBackend> InferenceStep for Learner<B> {
 
 /// Waits for the other devices when it is dropped, so that a device that panics keeps none waiting.
 ///
-/// No backward pass may end while another thread still builds its graph: at its end Burn 0.21 frees what
-/// no tensor holds in any graph, including steps of a thread that is between two operations, and their
-/// gradients are lost without a word (tracel-ai/burn#5573). Joining the threads parts one round from the
-/// next.
+/// No backward pass ends while another thread still builds its graph: at its end Burn 0.21 frees what no tensor
+/// holds in any graph, and gradients of a thread that is inside `Tensor::cat` are lost without a word
+/// (tracel-ai/burn#5573). linattn's layers hold what they join; a layer from elsewhere may not. Joining the
+/// threads parts one round from the next.
 struct Meet<'a>(&'a Barrier);
 
 impl Drop for Meet<'_> {
