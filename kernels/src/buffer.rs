@@ -42,7 +42,8 @@ const SMALL: usize = 256 << 10;
 const SHARED: usize = 8 << 20;
 
 /// Buffers that a kernel is to fill, of so many numbers each, which nearly always live and die together: small ones
-/// share memory, which is free again when all are, because asking for each by itself is what the host of a small model does for a tenth of its time.
+/// share memory, which is free again when all are, because asking for each by itself is what the host of a small
+/// model does for a tenth of its time.
 pub(crate) fn buffers<R: Runtime>(
     client: &ComputeClient<R>,
     wanted: &[(usize, StorageType)],
