@@ -264,13 +264,13 @@ pub struct ConvStepOutputs<T> {
 pub struct GatedProduct<T> {
     /// The gate, `[.., W]`; or gate and value side by side, `[.., 2 W]`.
     pub gate: T,
-    /// What the gate multiplies.
+    /// The value, which the gate multiplies.
     pub value: GatedValue<T>,
     /// Applied to the gate.
     pub activation: GateActivation,
 }
 
-/// What the gate of a [`GatedProduct`] multiplies.
+/// The value of a [`GatedProduct`], which its gate multiplies.
 #[derive(Debug, Clone)]
 pub enum GatedValue<T> {
     /// The second half of the gate's own tensor.
