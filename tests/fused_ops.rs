@@ -15,7 +15,7 @@ use linattn::ops::backend::{
     HeadNorm, LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, Rotary,
     SlstmRecurrence,
 };
-use linattn::ops::{LinearAttentionBackend, SequenceLengths};
+use linattn::ops::{AdamW, AdamWStep, LinearAttentionBackend, Moments, SequenceLengths};
 use linattn_oracle::{Rng, assert_close};
 use std::marker::PhantomData;
 
@@ -326,6 +326,41 @@ fn gradients<B: AutodiffBackend + LinearAttentionBackend>(device: &B::Device) ->
 }
 
 #[track_caller]
+/// Parameters and moments after each of three steps of AdamW from the first one on. Rows of many widths, since a
+/// device may leave gaps between those of a new tensor; what lies in its memory is no number.
+fn adamw<B: LinearAttentionBackend>(device: &B::Device) -> Found {
+    let shapes = [[3, 5], [128, 352], [1, 7], [64, 100], [2, 1]];
+    let mut parameters = shapes.map(|shape| draw::<B, 2>("parameter", shape, device));
+    let mut moments: Vec<Option<Moments<FloatTensor<B>>>> = vec![None; shapes.len()];
+    drop((0..8).map(|_| Tensor::<B, 2>::full([512, 512], f32::NAN, device)).collect::<Vec<_>>());
+    let numbers = AdamW { learning_rate: 0.01, beta_1: 0.9, beta_2: 0.99, epsilon: 1e-8 };
+    let mut found = vec![];
+    for time in 0..3 {
+        let steps = parameters.iter().zip(moments).map(|(parameter, moments)| {
+            let gradient = draw::<B, 2>(&format!("gradient {time}"), parameter.dims(), device);
+            let (parameter, gradient) = (inside(parameter), inside(&gradient));
+            AdamWStep { parameter, gradient, moments, decay: 0.1 }
+        });
+        let done = linattn::ops::adamw_step::<B>(steps.collect(), numbers, None);
+        let (mut next, mut kept) = (vec![], vec![]);
+        for (place, (parameter, moments)) in done.into_iter().enumerate() {
+            let parameter = outside::<B, 2>(parameter);
+            for (name, x) in [
+                ("parameter", parameter.clone()),
+                ("first moment", outside(moments.first.clone())),
+                ("second moment", outside(moments.second.clone())),
+            ] {
+                found.push((format!("{name} of {:?}, step {time}", shapes[place]), download(x)));
+            }
+            next.push(parameter);
+            kept.push(Some(moments));
+        }
+        parameters = next.try_into().expect("as many as before");
+        moments = kept;
+    }
+    found
+}
+
 fn hold(want: &[(String, Vec<f64>)], got: &[(String, Vec<f64>)], limit: f64) {
     assert_eq!(want.len(), got.len());
     for ((name, want), (_, got)) in want.iter().zip(got) {
@@ -421,6 +456,13 @@ macro_rules! on_gpu {
                 let Some(device) = $device() else { return };
                 let want = gradients::<Autodiff<Flex>>(&Default::default());
                 hold(&want, &gradients::<Autodiff<$backend>>(&device), F32_LIMIT);
+            }
+
+            #[test]
+            fn adamw_takes_the_steps_of_the_cpu() {
+                let Some(device) = $device() else { return };
+                let want = adamw::<Flex>(&Default::default());
+                hold(&want, &adamw::<$backend>(&device), F32_LIMIT);
             }
 
             #[test]

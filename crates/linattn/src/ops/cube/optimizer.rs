@@ -46,7 +46,9 @@ impl<'a, R: CubeRuntime> Flat<'a, R> {
         let parameter = flat(&step.parameter);
         let zeros = || {
             let (client, device) = (parameter.client.clone(), parameter.device.clone());
-            Cow::Owned(zeros_client(client, device, parameter.meta.shape().clone(), DType::F32))
+            let zeros = zeros_client(client, device, parameter.meta.shape().clone(), DType::F32);
+            // On CUDA rows of a new tensor may have gaps between them, which nothing has written.
+            Cow::Owned(into_contiguous(zeros))
         };
         let (first, second, time) = match &step.moments {
             Some(m) => (flat(&m.first), flat(&m.second), m.time),
