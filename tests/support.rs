@@ -50,7 +50,8 @@ fn mean_and_deviation(numbers: &[f64]) -> (f64, f64) {
     (mean, (squares / numbers.len() as f64).sqrt())
 }
 
-/// `module` with weights that are the same in each run but for their mean and deviation, for tests that a few weights in a thousand would fail:
+/// `module` with weights that are the same in each run but for their mean and deviation, for tests that a few
+/// weights in a thousand would fail:
 /// Burn's generator serves all threads of the process, so that no seed of it fixes what one test draws.
 pub fn drawn_by<B: Backend, M: Module<B>>(seed: u64, module: M) -> M {
     module.map(&mut DrawnBy { rng: Rng::new(seed), deviation: None })
