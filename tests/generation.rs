@@ -347,11 +347,14 @@ fn a_state_that_does_not_fit_is_refused_by_layer_and_tensor() {
         ("[[layers]]\nmixer.gated_deltanet = { heads = 2", "[[layers]]\nmixer.mlstm = { heads = ");
     let cases = [
         (format!("{delta} }}\n{mlstm}3 }}\n"), vec!["layer 1", "mixer.memory", "[1, 2,"]),
-        (format!("{delta}, conv_size = 3 }}\n{mlstm}2 }}\n"), vec!["layer 0", "mixer.tails.0"]),
-        (format!("{delta}, conv_size = 0 }}\n{mlstm}2 }}\n"), vec!["layers.0.mixer.tails"]),
+        (
+            format!("{delta}, conv_size = 3 }}\n{mlstm}2 }}\n"),
+            vec!["layer 0", "mixer.conv_states.q"],
+        ),
+        (format!("{delta}, conv_size = 0 }}\n{mlstm}2 }}\n"), vec!["layers.0.mixer.conv_states"]),
         (
             format!("{delta} }}\nmlp = {{ rwkv7 = {{}} }}\n{mlstm}2 }}\n"),
-            vec!["layer 0", "tails.0", "missing"],
+            vec!["layer 0", "conv_states.token", "missing"],
         ),
         (format!("{delta} }}\n"), vec!["2 layers", "have 1"]),
         (KINDS[1].to_string(), vec!["layer 0", "kind", "Matrix", "Slots"]),

@@ -7,7 +7,8 @@ use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 use linattn::nn::mixers::{Mixer, MixerConfig};
 use linattn::nn::{
-    LanguageModel, LanguageModelConfig, Norm, NormKind, Rope, Shared, ShortConvolution, materialize,
+    Kept, KeptTensors, LanguageModel, LanguageModelConfig, Norm, NormKind, Rope, Shared,
+    ShortConvolution, materialize,
 };
 use linattn_oracle::{Rng, assert_close};
 
@@ -926,18 +927,13 @@ fn the_state_that_a_config_announces_is_the_state_that_a_model_keeps() {
         let (_, state) = model(text).forward(ids(30), None);
         let mut values = 0;
         for layer in state.layers {
-            let conv_states =
-                layer.conv_states.iter().map(|conv_state| conv_state.shape().num_elements());
-            values += conv_states.sum::<usize>();
+            let numbers = |kept: &KeptTensors<B, 3>| {
+                kept.iter().map(|(_, tensor)| tensor.shape().num_elements()).sum::<usize>()
+            };
+            values += numbers(&layer.conv_states);
             values += match layer.mixer {
-                MixerState::Matrix(s) => {
-                    let conv_states =
-                        s.conv_states.iter().map(|conv_state| conv_state.shape().num_elements());
-                    s.memory.shape().num_elements() + conv_states.sum::<usize>()
-                }
-                MixerState::Vector(s) => {
-                    s.memory.iter().chain(&s.conv_states).map(|x| x.shape().num_elements()).sum()
-                }
+                MixerState::Matrix(s) => s.memory.shape().num_elements() + numbers(&s.conv_states),
+                MixerState::Vector(s) => numbers(&s.memory) + numbers(&s.conv_states),
                 MixerState::Cache(c) => 2 * c.keys.shape().num_elements(),
                 MixerState::Nothing(_) => 0,
                 other => panic!("{text}: {other:?}"),
@@ -1297,7 +1293,7 @@ fn the_angles_of_gateloop_stay_within_a_turn() {
     for _ in 0..8 {
         let (_, next) = mixer.forward(input(64) * 4.0, state);
         let MixerState::Matrix(kept) = &next else { panic!("another state") };
-        let angles = download(kept.conv_states[0].clone());
+        let angles = download(kept.conv_states.get(Kept::Angles).unwrap().clone());
         assert!(angles.iter().all(|angle| angle.abs() < 3.15), "{angles:?}");
         state = Some(next);
     }

@@ -1,13 +1,13 @@
 //! One layer of a model. Formula and shapes: [`Block`].
 
 use super::canon::{Canon, CanonConfig, canon};
-use super::convolution::ConvStateList;
+use super::convolution::ConvPast;
 use super::layers::{Norm, NormKind};
 use super::mixers::{Mixer, MixerConfig, MixerState};
 use super::mlp::{Mlp, MlpConfig};
 use super::residual::Residual;
 use super::start::Start;
-use super::{ConfigError, Cost, Shared};
+use super::{ConfigError, Cost, Kept, KeptTensors, Shared};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
@@ -46,7 +46,7 @@ pub struct BlockState<B: Backend> {
     /// The last inputs of the convolution before the mixer, `[B, W - 1, D]`, of the one before the
     /// MLP, and what the MLP itself saw last: of each convolution inside it, `[B, W - 1, width]`, or
     /// the last token, `[B, 1, D]`. Of those that there are.
-    pub conv_states: Vec<Tensor<B, 3>>,
+    pub conv_states: KeptTensors<B, 3>,
 }
 
 /// One layer of a model: a mixer, then an MLP, each with a norm before and a residual around.
@@ -185,13 +185,13 @@ impl<B: LinearAttentionBackend> Block<B> {
     ) -> (Residual<B>, BlockState<B>) {
         let (mixer, before) = match state {
             Some(state) => (Some(state.mixer), state.conv_states),
-            None => (None, vec![]),
+            None => (None, KeptTensors::default()),
         };
-        let mut conv_states = ConvStateList::after(before).among(shared);
+        let mut conv_states = ConvPast::after(before).among(shared);
         let (mut x, mut mixed) = (x, MixerState::nothing());
         if let (Some(norm), Some(attn)) = (&self.attn_norm, &self.attn) {
             let (h, sum) = self.read(x, norm, attn.takes_bf16());
-            let h = canon(self.canon.before_mixer.as_ref(), h, &mut conv_states);
+            let h = canon(self.canon.before_mixer.as_ref(), h, Kept::CanonMixer, &mut conv_states);
             let (y, next) = attn.forward_shared(h, mixer, shared);
             (x, mixed) = (self.write(sum, norm, y), next);
         }

@@ -1,7 +1,7 @@
 //! Canon layers: short convolutions around a layer's norms, and of a mixer's queries, keys and values.
 
-use super::convolution::{ConvStateList, ShortConvolution, convolution_cost};
-use super::{ConfigError, Cost, LARGEST};
+use super::convolution::{ConvPast, ShortConvolution, convolution_cost};
+use super::{ConfigError, Cost, Kept, LARGEST};
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
@@ -131,10 +131,14 @@ impl<B: LinearAttentionBackend> CanonQkv<B> {
     pub(super) fn forward(
         &self,
         [q, k, v]: [Tensor<B, 3>; 3],
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
     ) -> [Tensor<B, 3>; 3] {
-        [(&self.q, q), (&self.k, k), (&self.v, v)]
-            .map(|(convolution, x)| canon(Some(convolution), x, conv_states))
+        [
+            (Kept::CanonQuery, &self.q, q),
+            (Kept::CanonKey, &self.k, k),
+            (Kept::CanonValue, &self.v, v),
+        ]
+        .map(|(name, convolution, x)| canon(Some(convolution), x, name, conv_states))
     }
 }
 
@@ -142,10 +146,11 @@ impl<B: LinearAttentionBackend> CanonQkv<B> {
 pub(super) fn canon<B: LinearAttentionBackend>(
     convolution: Option<&ShortConvolution<B>>,
     x: Tensor<B, 3>,
-    conv_states: &mut ConvStateList<B>,
+    name: Kept,
+    conv_states: &mut ConvPast<B>,
 ) -> Tensor<B, 3> {
     match convolution {
-        Some(convolution) => x.clone() + convolution.linear_between(x, conv_states),
+        Some(convolution) => x.clone() + convolution.linear_between(x, name, conv_states),
         None => x,
     }
 }

@@ -4,16 +4,19 @@
 //! q, k, v = h + conv(h)         of h = x W, in mixers with Canon layers
 //! ```
 
-use super::Linear;
 use super::canon::CanonQkv;
-use super::convolution::{ConvStateList, ShortConvolution};
+use super::convolution::{ConvPast, ShortConvolution};
 use super::layers::split_heads;
 use super::projection::{Projection, head_norm, project_all};
+use super::{Kept, Linear};
 use crate::ops::{Activation, HeadNorm, LinearAttentionBackend};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// A projection, and its convolution where it has one.
 type Convolved<'a, B> = (&'a Linear<B>, Option<&'a ShortConvolution<B>>);
+
+/// The conv states of queries, keys and values.
+const NAMES: [Kept; 3] = [Kept::Query, Kept::Key, Kept::Value];
 
 /// Outputs of projections that a layer may lack.
 type Optional<B, const M: usize> = [Option<Tensor<B, 3>>; M];
@@ -114,7 +117,7 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         self,
         x: &Tensor<B, 3>,
         gates: [Projection<'a, B>; N],
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
     ) -> (Qkv<B>, [Tensor<B, 3>; N]) {
         let (qkv, gates, []) = self.project_some(x, gates, [], conv_states);
         (qkv, gates)
@@ -126,11 +129,12 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         x: &Tensor<B, 3>,
         gates: [Projection<'a, B>; N],
         optional: [Option<Projection<'a, B>>; M],
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
     ) -> (Qkv<B>, [Tensor<B, 3>; N], Optional<B, M>) {
         let Self { layers, heads, activations, norms, canon } = self;
         let of = |i: usize| {
             let (linear, convolution) = layers[i];
+            let convolution = convolution.map(|convolution| (NAMES[i], convolution));
             Projection::convolved(linear, convolution, activations[i], norms[i])
         };
         let there = optional.each_ref().map(Option::is_some);

@@ -1,5 +1,5 @@
 use super::*;
-use crate::nn::Shared;
+use crate::nn::{KeptTensors, Shared};
 use crate::ops::SequenceLengths;
 use burn::module::Param;
 use burn::tensor::{DType, TensorData};
@@ -41,8 +41,8 @@ impl Layers {
     fn run(
         &self,
         x: &Tensor<B, 3>,
-        mut conv_states: ConvStateList<B>,
-    ) -> (Vec<Tensor<B, 3>>, Vec<Tensor<B, 3>>) {
+        mut conv_states: ConvPast<B>,
+    ) -> (Vec<Tensor<B, 3>>, KeptTensors<B, 3>) {
         let [q, k, v, beta] = &self.linears;
         let [of_q, of_k, of_v] = &self.convolutions;
         let qkv = ConvQkv::convolved([q, k, v], [of_q, of_k, of_v], [2; 3]);
@@ -61,24 +61,23 @@ fn numbers(x: &Tensor<B, 3>) -> Vec<f64> {
 /// Runs two stretches of sequences in one row, and the same sequences alone.
 fn stretches_are_right(layers: &Layers, rng: &mut Rng) {
     let stretches = [[3, 1, 7], [2, 5, 1]];
-    let (mut all, mut alone) = (vec![], vec![vec![]; 3]);
+    let (mut all, mut alone) = (KeptTensors::default(), vec![KeptTensors::default(); 3]);
     for lengths in stretches {
         let lengths = SequenceLengths::new(&lengths);
         let x = draw(rng, [1, lengths.tokens(), WIDTH]);
-        let (got, next) =
-            layers.run(&x, ConvStateList::after(all).among(&Shared::of_lengths(&lengths)));
+        let (got, next) = layers.run(&x, ConvPast::after(all).among(&Shared::of_lengths(&lengths)));
         all = next;
         for (n, range) in lengths.ranges().enumerate() {
             let part = |x: &Tensor<B, 3>| x.clone().narrow(1, range.start, range.len());
-            let (want, next) = layers.run(&part(&x), ConvStateList::after(alone[n].clone()));
+            let (want, next) = layers.run(&part(&x), ConvPast::after(alone[n].clone()));
             for (i, (want, got)) in want.iter().zip(&got).enumerate() {
                 let name = format!("output {i} of sequence {n}, {lengths:?}");
                 assert_close(&name, &numbers(want), &numbers(&part(got)), 1e-6);
             }
             assert_eq!(all.len(), next.len());
-            for (i, (want, got)) in next.iter().zip(&all).enumerate() {
-                let name = format!("conv state {i} of sequence {n}, {lengths:?}");
-                let got = numbers(&got.clone().narrow(0, n, 1));
+            for (kept, want) in next.iter() {
+                let name = format!("conv state {} of sequence {n}, {lengths:?}", kept.name());
+                let got = numbers(&all.get(kept).unwrap().clone().narrow(0, n, 1));
                 assert_close(&name, &numbers(want), &got, 1e-6);
             }
             alone[n] = next;

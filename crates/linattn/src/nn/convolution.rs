@@ -3,7 +3,7 @@
 use super::layers::shift_tokens;
 use super::lengths::shift_sequences;
 use super::shared::Shared;
-use super::{ConfigError, Cost, LARGEST};
+use super::{ConfigError, Cost, Kept, KeptTensors, LARGEST};
 use crate::ops::{self, Activation, LinearAttentionBackend, SequenceLengths};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, activation::silu, backend::Backend};
@@ -81,35 +81,39 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         self.run(x, conv_state, None, None)
     }
 
-    /// As [`forward`](Self::forward), between a layer's conv states; a window of one token has none.
+    /// As [`forward`](Self::forward), its conv state kept as `name`; a window of one token has none.
     pub(crate) fn forward_between(
         &self,
         x: Tensor<B, 3>,
-        conv_states: &mut ConvStateList<B>,
+        name: Kept,
+        conv_states: &mut ConvPast<B>,
     ) -> Tensor<B, 3> {
         if self.weight.dims()[0] == 1 {
             return silu(self.scaled(x));
         }
-        self.between(x, conv_states, Some(Activation::Silu))
+        self.between(x, Some(Activation::Silu), name, conv_states)
     }
 
-    /// As [`linear`](Self::linear), between a layer's conv states.
+    /// As [`linear`](Self::linear), its conv state kept as `name`.
     pub(crate) fn linear_between(
         &self,
         x: Tensor<B, 3>,
-        conv_states: &mut ConvStateList<B>,
+        name: Kept,
+        conv_states: &mut ConvPast<B>,
     ) -> Tensor<B, 3> {
-        self.between(x, conv_states, None)
+        self.between(x, None, name, conv_states)
     }
 
     fn between(
         &self,
         x: Tensor<B, 3>,
-        conv_states: &mut ConvStateList<B>,
         activation: Option<Activation>,
+        name: Kept,
+        conv_states: &mut ConvPast<B>,
     ) -> Tensor<B, 3> {
         let lengths = conv_states.lengths().cloned();
-        conv_states.through(|conv_state| self.run(x, conv_state, activation, lengths.as_ref()))
+        let run = |conv_state| self.run(x, conv_state, activation, lengths.as_ref());
+        conv_states.through(name, run)
     }
 
     /// A window of one token: a factor and a bias for each channel.
@@ -138,21 +142,21 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
     }
 }
 
-/// The last inputs of whatever in a layer looks back a few tokens: those from before, to draw from, and
-/// those for what comes next, in the same order.
+/// The conv states of a layer, and whatever else of it looks back a few tokens: those from before, to draw from,
+/// and those for what comes next, under the same names.
 #[derive(Debug)]
-pub(crate) struct ConvStateList<B: Backend> {
-    before: std::vec::IntoIter<Tensor<B, 3>>,
-    next: Vec<Tensor<B, 3>>,
+pub(crate) struct ConvPast<B: Backend> {
+    before: KeptTensors<B, 3>,
+    next: KeptTensors<B, 3>,
     lengths: Option<SequenceLengths>,
     /// Whether nobody reads those for what comes next: there are none then.
     drops: bool,
 }
 
-impl<B: Backend> ConvStateList<B> {
+impl<B: Backend> ConvPast<B> {
     /// With those of earlier tokens.
-    pub(crate) fn after(before: Vec<Tensor<B, 3>>) -> Self {
-        Self { before: before.into_iter(), next: vec![], lengths: None, drops: false }
+    pub(crate) fn after(before: KeptTensors<B, 3>) -> Self {
+        Self { before, next: KeptTensors::default(), lengths: None, drops: false }
     }
 
     /// Of the tokens that `shared` goes with. Of sequences with lengths of their own in one row, convolutions keep
@@ -168,45 +172,47 @@ impl<B: Backend> ConvStateList<B> {
 
     /// At the start of a sequence, or of a layer that has none.
     pub(crate) fn none() -> Self {
-        Self::after(vec![])
+        Self::after(KeptTensors::default())
     }
 
-    /// The next conv state of earlier tokens.
-    pub(crate) fn draw(&mut self) -> Option<Tensor<B, 3>> {
-        self.before.next()
+    /// The tensor that earlier tokens left as `name`.
+    pub(crate) fn draw(&mut self, name: Kept) -> Option<Tensor<B, 3>> {
+        self.before.take(name)
     }
 
-    /// Leaves a conv state for the next token.
-    pub(crate) fn push(&mut self, conv_state: Tensor<B, 3>) {
+    /// Leaves a tensor for the next token.
+    pub(crate) fn keep(&mut self, name: Kept, tensor: Tensor<B, 3>) {
         if !self.drops {
-            self.next.push(conv_state);
+            self.next.keep(name, tensor);
         }
     }
 
     /// Leaves what convolutions side by side in the first columns of `y` saw last, for the next token: of a
-    /// window, a width and, where there are any, a conv state each.
-    pub(crate) fn leave(
+    /// window, a name and a width and, where there are any, a conv state each.
+    pub(crate) fn keep_last(
         &mut self,
         y: &Tensor<B, 3>,
         window: usize,
-        widths: &[usize],
+        (names, widths): (&[Kept], &[usize]),
         before: &[Tensor<B, 3>],
     ) where
         B: LinearAttentionBackend,
     {
         if !self.drops {
             let lengths = self.lengths.as_ref();
-            self.next.extend(ops::next_conv_states(y, widths, before, window, lengths));
+            let next = ops::next_conv_states(y, widths, before, window, lengths);
+            names.iter().zip(next).for_each(|(name, tensor)| self.next.keep(*name, tensor));
         }
     }
 
     /// The output of `layer`, which takes its conv state and gives the next.
     pub(crate) fn through<T>(
         &mut self,
+        name: Kept,
         layer: impl FnOnce(Option<Tensor<B, 3>>) -> (T, Tensor<B, 3>),
     ) -> T {
-        let (y, conv_state) = layer(self.draw());
-        self.push(conv_state);
+        let (y, conv_state) = layer(self.draw(name));
+        self.keep(name, conv_state);
         y
     }
 
@@ -214,14 +220,14 @@ impl<B: Backend> ConvStateList<B> {
     /// conv state, `[B, 1, D]`.
     pub(crate) fn shifted(&mut self, x: &Tensor<B, 3>) -> Tensor<B, 3> {
         let lengths = self.lengths.clone();
-        self.through(|last| match &lengths {
+        self.through(Kept::Token, |last| match &lengths {
             Some(lengths) => shift_sequences(x, last, lengths),
             None => shift_tokens(x, last),
         })
     }
 
     /// Those for what comes next.
-    pub(crate) fn into_next(self) -> Vec<Tensor<B, 3>> {
+    pub(crate) fn into_next(self) -> KeptTensors<B, 3> {
         self.next
     }
 }
@@ -230,10 +236,11 @@ impl<B: Backend> ConvStateList<B> {
 pub(crate) fn convolve_if_any<B: LinearAttentionBackend>(
     convolution: &Option<ShortConvolution<B>>,
     x: Tensor<B, 3>,
-    conv_states: &mut ConvStateList<B>,
+    name: Kept,
+    conv_states: &mut ConvPast<B>,
 ) -> Tensor<B, 3> {
     match convolution {
-        Some(convolution) => convolution.forward_between(x, conv_states),
+        Some(convolution) => convolution.forward_between(x, name, conv_states),
         None => x,
     }
 }

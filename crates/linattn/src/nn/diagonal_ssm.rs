@@ -13,7 +13,7 @@
 //! ```
 //! The input vector B, which only scales C, is 1 throughout.
 
-use super::{ConfigError, positive};
+use super::{ConfigError, Kept, positive};
 use crate::ops::{self, LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
@@ -84,10 +84,10 @@ impl<B: Backend, const D: usize> Parts<B, D> {
 impl<B: Backend> Parts<B, 3> {
     /// States of a batch, `[B x, D, N / 2]`, as vectors of each sequence, `[B, 1, x D N / 2]`, of as many sequences
     /// as each is copies of.
-    pub(crate) fn pack(self, copies: usize) -> Vec<Tensor<B, 3>> {
+    pub(crate) fn pack(self, copies: usize) -> [(Kept, Tensor<B, 3>); 2] {
         let [many, channels, modes] = self.re.dims();
         let shape = [many / copies, 1, copies * channels * modes];
-        vec![self.re.reshape(shape), self.im.reshape(shape)]
+        [(Kept::Real, self.re.reshape(shape)), (Kept::Imaginary, self.im.reshape(shape))]
     }
 
     /// The states that [`pack`](Self::pack) packed, of `channels` channels.

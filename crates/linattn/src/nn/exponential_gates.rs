@@ -6,7 +6,8 @@
 //! ```
 //! m does not depend on the memory: with L the running sum of l, it is `L_t + max(m_0, max_{j <= t} i_j - L_j)`.
 
-use super::convolution::ConvStateList;
+use super::Kept;
+use super::convolution::ConvPast;
 use super::recurrence::linear_attention;
 use crate::ops::{self, LOWEST, LinearAttentionBackend, accumulator, cat, typed};
 use burn::tensor::{Tensor, backend::Backend};
@@ -63,12 +64,12 @@ impl<B: LinearAttentionBackend> Asked<B> {
     pub(crate) fn answer(
         self,
         memory: Option<Tensor<B, 4>>,
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
     ) -> (Tensor<B, 4>, Tensor<B, 4>) {
         let Self { q, k, v, log_write, log_keep } = self;
         let Stabilised { keep, write, largest, last } =
-            stabilise(log_keep, log_write, conv_states.draw());
-        conv_states.push(last);
+            stabilise(log_keep, log_write, conv_states.draw(Kept::Maximum));
+        conv_states.keep(Kept::Maximum, last);
         let (scale, value_width, dtype) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3], v.dtype());
         let k = k * typed(write, dtype).unsqueeze_dim::<4>(3);
         // n is one more column of the memory, written with a value of 1.
@@ -92,7 +93,7 @@ pub(crate) struct Sums<B: Backend> {
     /// The memory before the first token.
     pub(crate) before: (Tensor<B, 3>, Tensor<B, 3>),
     /// The memory after the last: a and b over e^m, `[B, 1, 2 D]`, and m, `[B, 1, D]`.
-    pub(crate) next: Vec<Tensor<B, 3>>,
+    pub(crate) next: [(Kept, Tensor<B, 3>); 2],
 }
 
 /// The sums of `e^k v` and of `e^k`, which keep `e^log_keep` of themselves with each token: all in f32 at least,
@@ -114,5 +115,5 @@ pub(crate) fn exponential_sums<B: LinearAttentionBackend>(
     let (all, next) =
         ops::linear_scan(cat(vec![keep.clone(), keep], 2), written, Some(sums.clone()))
             .expect("the projections made the shapes");
-    Sums { all, largest, before: (sums, lowest), next: vec![next, last] }
+    Sums { all, largest, before: (sums, lowest), next: [(Kept::Sums, next), (Kept::Maximum, last)] }
 }

@@ -11,9 +11,9 @@
 //! not formed inside a mini-batch. Gradients are written out, so that the backward pass of training goes
 //! through them like through anything else.
 
-use super::convolution::ConvStateList;
+use super::convolution::ConvPast;
 use super::layers::{INIT_STD, each_part};
-use super::{NetworkState, Rope};
+use super::{NetworkMemory, NetworkState, Rope};
 use crate::ops::{LinearAttentionBackend, accumulator, cat};
 use burn::module::Param;
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
@@ -389,32 +389,28 @@ pub(crate) fn decays<B: Backend>(log: Tensor<B, 5>) -> (Tensor<B, 5>, Tensor<B, 
 
 /// A [`NetworkState`] taken apart, to become the next.
 pub(crate) struct NetworkPast<B: Backend> {
-    /// Of as many kinds as `of` was asked for, the tensors of each layer.
-    pub(crate) memory: Vec<Vec<Tensor<B, 4>>>,
-    pub(crate) conv_states: ConvStateList<B>,
+    pub(crate) memory: NetworkMemory<B>,
+    pub(crate) conv_states: ConvPast<B>,
     pub(crate) position: usize,
 }
 
 impl<B: Backend> NetworkPast<B> {
-    /// Of a state of `layers` layers, or of what `start` gives at the start of a sequence.
+    /// Of a state, or of what `start` gives at the start of a sequence.
     pub(crate) fn of(
         state: Option<NetworkState<B>>,
-        layers: usize,
-        start: impl FnOnce() -> Vec<Vec<Tensor<B, 4>>>,
+        start: impl FnOnce() -> NetworkMemory<B>,
     ) -> Self {
         match state {
             Some(NetworkState { memory, conv_states, position }) => {
-                let memory = memory.chunks(layers).map(<[_]>::to_vec).collect();
-                Self { memory, conv_states: ConvStateList::after(conv_states), position }
+                Self { memory, conv_states: ConvPast::after(conv_states), position }
             }
-            None => Self { memory: start(), conv_states: ConvStateList::none(), position: 0 },
+            None => Self { memory: start(), conv_states: ConvPast::none(), position: 0 },
         }
     }
 
     /// The state `tokens` tokens later.
     pub(crate) fn then(self, tokens: usize) -> NetworkState<B> {
         let Self { memory, conv_states, position } = self;
-        let memory = memory.into_iter().flatten().collect();
         NetworkState { memory, conv_states: conv_states.into_next(), position: position + tokens }
     }
 }

@@ -11,11 +11,11 @@
 //! flash-linear-attention's constants and names. Its Gated DeltaNet has a preconditioner for each head of keys, and
 //! so have all layers here; its KDA has one for each head of values.
 
-use super::convolution::ConvStateList;
+use super::convolution::ConvPast;
 use super::layers::{linear, share_heads};
 use super::log_decay::{fresh_a_log, fresh_dt_bias};
 use super::projection::Projection;
-use super::{Cost, Linear};
+use super::{Cost, Kept, Linear};
 use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -69,7 +69,7 @@ pub(crate) fn written<B: LinearAttentionBackend>(
     gates: [Option<Tensor<B, 3>>; 2],
     k: Tensor<B, 4>,
     heads: usize,
-    conv_states: &mut ConvStateList<B>,
+    conv_states: &mut ConvPast<B>,
 ) -> (Tensor<B, 4>, Option<Tensor<B, 4>>) {
     match (preconditioner, gates) {
         (Some(preconditioner), [Some(a), Some(beta)]) => {
@@ -86,14 +86,14 @@ impl<B: LinearAttentionBackend> KeyPreconditioner<B> {
         &self,
         [a, beta]: [Tensor<B, 3>; 2],
         k: &Tensor<B, 4>,
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
     ) -> Tensor<B, 4> {
         let ([batch, tokens, heads, width], dtype) = (k.dims(), k.dtype());
         let keep = ops::log_decays(a, self.a_log_atk.val(), self.dt_bias_atk.val()).exp();
         let rows = |x: Tensor<B, 4>| x.expand([batch, tokens, heads, width]).flatten::<3>(2, 3);
         let k = accumulator(k.clone());
         let written = accumulator(beta).unsqueeze_dim::<4>(3) * k.clone().square();
-        let sums = conv_states.through(|before| {
+        let sums = conv_states.through(Kept::Sums, |before| {
             ops::linear_scan(rows(keep.unsqueeze_dim(3)), rows(written), before)
                 .expect("both are of one shape")
         });

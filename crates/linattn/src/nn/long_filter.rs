@@ -4,10 +4,10 @@
 //! h_l   = M_n(sin(a M_{n-1}( .. sin(a M_1(z_l)))))     exp(-|d| l / (L - 1)) times it, a d for each channel
 //! ```
 
-use super::convolution::ConvStateList;
+use super::convolution::ConvPast;
 use super::layers::{linear, linear_with_bias};
 use super::state::CONV_STATES;
-use super::{ConfigError, Linear, RecurrentState, StateTensors, positive};
+use super::{ConfigError, KeptTensors, Linear, RecurrentState, StateTensors, positive};
 use crate::ops::{LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
@@ -125,22 +125,22 @@ pub struct ConvolutionState<B: Backend> {
     /// Every input of a long convolution so far, `[B, T, channels]`: it grows with the sequence. `None` without one.
     pub inputs: Option<Tensor<B, 3>>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`.
-    pub conv_states: Vec<Tensor<B, 3>>,
+    pub conv_states: KeptTensors<B, 3>,
 }
 
 impl<B: Backend> ConvolutionState<B> {
     /// Taken apart, or of the start of a sequence.
-    pub(crate) fn parts(state: Option<Self>) -> (Option<Tensor<B, 3>>, ConvStateList<B>) {
+    pub(crate) fn parts(state: Option<Self>) -> (Option<Tensor<B, 3>>, ConvPast<B>) {
         match state {
-            Some(Self { inputs, conv_states }) => (inputs, ConvStateList::after(conv_states)),
-            None => (None, ConvStateList::none()),
+            Some(Self { inputs, conv_states }) => (inputs, ConvPast::after(conv_states)),
+            None => (None, ConvPast::none()),
         }
     }
 }
 
 impl<B: Backend> RecurrentState<B> for ConvolutionState<B> {
     fn tensors(&self) -> StateTensors<B> {
-        let tensors = StateTensors::new(None).with_list(CONV_STATES, &self.conv_states);
+        let tensors = StateTensors::new(None).with_kept(CONV_STATES, &self.conv_states);
         match &self.inputs {
             Some(inputs) => tensors.with_growing("inputs", inputs, 1),
             None => tensors,
@@ -148,7 +148,7 @@ impl<B: Backend> RecurrentState<B> for ConvolutionState<B> {
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        Self { inputs: tensors.take_if_any("inputs"), conv_states: tensors.take_list(CONV_STATES) }
+        Self { inputs: tensors.take_if_any("inputs"), conv_states: tensors.take_kept(CONV_STATES) }
     }
 }
 

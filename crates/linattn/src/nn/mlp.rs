@@ -1,12 +1,12 @@
 //! Channel mixers: what follows the token mixer in a layer.
 
 use super::canon::{Canon, Channels, canon};
-use super::convolution::ConvStateList;
+use super::convolution::ConvPast;
 use super::layers::{
     Linear, Norm, ResidualLinear, gelu_activation, linear, linear_with_bias, shift_tokens,
 };
 use super::projection::packed_product;
-use super::{ConfigError, Cost, positive};
+use super::{ConfigError, Cost, Kept, positive};
 use crate::ops::{self, GateActivation, LinearAttentionBackend, typed};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -188,17 +188,17 @@ fn maybe_biased<B: Backend>(from: usize, to: usize, bias: bool, device: &B::Devi
 impl<B: LinearAttentionBackend> SwiGlu<B> {
     /// Token by token, over the last dimension.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        self.through(x, |x| x)
+        self.through(x, |x, _| x)
     }
 
     /// As [`forward`](Self::forward), with `canon` after each of the two inner projections.
     fn through<const D: usize>(
         &self,
         x: Tensor<B, D>,
-        mut canon: impl FnMut(Tensor<B, D>) -> Tensor<B, D>,
+        mut canon: impl FnMut(Tensor<B, D>, Kept) -> Tensor<B, D>,
     ) -> Tensor<B, D> {
-        let gate = canon(self.gate_proj.forward(x.clone()));
-        let up = canon(self.up_proj.forward(x));
+        let gate = canon(self.gate_proj.forward(x.clone()), Kept::CanonGate);
+        let up = canon(self.up_proj.forward(x), Kept::CanonUp);
         self.down_proj.forward(ops::gate(up, gate, self.activation))
     }
 
@@ -270,16 +270,16 @@ impl<B: Backend> GeluMlp<B> {
 impl<B: LinearAttentionBackend> GeluMlp<B> {
     /// Token by token, over the last dimension.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        self.through(x, |x| x)
+        self.through(x, |x, _| x)
     }
 
     /// As [`forward`](Self::forward), with `canon` after the inner projection.
     fn through<const D: usize>(
         &self,
         x: Tensor<B, D>,
-        canon: impl FnOnce(Tensor<B, D>) -> Tensor<B, D>,
+        canon: impl FnOnce(Tensor<B, D>, Kept) -> Tensor<B, D>,
     ) -> Tensor<B, D> {
-        let inner = canon(self.up_proj.forward(x));
+        let inner = canon(self.up_proj.forward(x), Kept::CanonUp);
         self.down_proj.forward(ops::activate(inner, self.activation, 1.0))
     }
 }
@@ -437,17 +437,19 @@ impl<B: LinearAttentionBackend> Mlp<B> {
         &self,
         x: Tensor<B, 3>,
         layers: &Canon<B>,
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
     ) -> Tensor<B, 3> {
-        let x = canon(layers.before_mlp.as_ref(), x, conv_states);
+        let x = canon(layers.before_mlp.as_ref(), x, Kept::CanonMlp, conv_states);
         let mut inside = layers.inside_mlp.iter();
         match self {
             Mlp::Identity(_) => x,
             Mlp::SwiGlu((_, mlp)) => match mlp.packed(&x, layers) {
                 Some(y) => y,
-                None => mlp.through(x, |x| canon(inside.next(), x, conv_states)),
+                None => mlp.through(x, |x, name| canon(inside.next(), x, name, conv_states)),
             },
-            Mlp::Gelu((_, mlp)) => mlp.through(x, |x| canon(inside.next(), x, conv_states)),
+            Mlp::Gelu((_, mlp)) => {
+                mlp.through(x, |x, name| canon(inside.next(), x, name, conv_states))
+            }
             Mlp::Rwkv7((_, mlp)) => {
                 let before = conv_states.shifted(&x);
                 mlp.mixed(x, before)

@@ -74,7 +74,8 @@ pub use parameter::ParamKind;
 pub use rope::Rope;
 pub use shared::Shared;
 pub use state::{
-    ListState, NetworkState, RecurrentState, StateError, StateTensors, VectorState, state_file,
+    Kept, KeptTensors, NetworkMemory, NetworkState, RecurrentState, StateError, StateTensors,
+    VectorState, state_file,
 };
 pub use weight::Weight;
 

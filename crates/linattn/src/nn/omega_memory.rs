@@ -15,6 +15,7 @@
 //! ```
 //! Without momentum S_0 is 0 and E is 1.
 
+use super::NetworkMemory;
 use super::fast_weights::{
     Factors, Network, Past, Piece, decays, each_batch, in_a_row, last_row, sums, write,
 };
@@ -77,25 +78,24 @@ impl OmegaRule {
         (weights, flops + if self.muon { formed } else { 0 })
     }
 
-    /// Outputs of a piece, `[B, tokens, H, V]`; `memory`, weights at the mini-batch's start, M, and S where there is
-    /// momentum, goes on to behind it.
+    /// Outputs of a piece, `[B, tokens, H, V]`; `memory` goes on to behind it.
     pub(crate) fn learn<B: Backend>(
         self,
         x: &Rows<B>,
         piece: Piece,
-        memory: &mut [Vec<Tensor<B, 4>>],
+        memory: &mut NetworkMemory<B>,
     ) -> Tensor<B, 4> {
         let queries = each_batch(piece.by_head(&x.q));
         let mut outputs = vec![];
         for (n, (q, shares)) in queries.zip(self.shares(x, piece)).enumerate() {
             let [k, v] = [&x.k, &x.v].map(|x| self.seen(x, piece, n));
-            let factors = NETWORK.gradients(k.clone(), &memory[0], |z| z - v);
+            let factors = NETWORK.gradients(k.clone(), &memory.start, |z| z - v);
             outputs.push(match self.muon {
                 true => orthogonal_steps(q, &factors, shares, memory),
                 false => plain_steps((q, k), &factors, shares, memory),
             });
             if piece.ends {
-                memory[0] = memory[1].clone();
+                memory.start.clone_from(&memory.running);
             }
         }
         in_a_row(stack(outputs, 2))
@@ -140,23 +140,23 @@ fn plain_steps<B: Backend>(
     (q, k): (Tensor<B, 4>, Tensor<B, 4>),
     factors: &[Factors<B>],
     shares: Shares<B>,
-    memory: &mut [Vec<Tensor<B, 4>>],
+    memory: &mut NetworkMemory<B>,
 ) -> Tensor<B, 4> {
     let Shares { step, keep, followed, follow } = shares;
     let of_memory = step.clone().matmul(followed.clone());
-    let mut past = vec![Past { tensors: &memory[1], keep: Some(keep) }];
+    let mut past = vec![Past { tensors: &memory.running, keep: Some(keep) }];
     let mut next = None;
     if let Some(follow) = follow {
         let carried = Some(step.matmul(follow.clone()));
-        past.push(Past { tensors: &memory[2], keep: carried });
-        let before = Past { tensors: &memory[2], keep: Some(follow) };
+        past.push(Past { tensors: &memory.momentum, keep: carried });
+        let before = Past { tensors: &memory.momentum, keep: Some(follow) };
         next = Some(write(&[before], factors, &last_row(&followed)));
     }
     let met = q.clone().matmul(k.transpose()) * of_memory.clone();
     let y = NETWORK.read((q, met), &past, factors, &of_memory);
-    memory[1] = write(&past, factors, &last_row(&of_memory));
+    memory.running = write(&past, factors, &last_row(&of_memory));
     if let Some(next) = next {
-        memory[2] = next;
+        memory.momentum = next;
     }
     y
 }
@@ -166,7 +166,7 @@ fn orthogonal_steps<B: Backend>(
     q: Tensor<B, 4>,
     factors: &[Factors<B>],
     shares: Shares<B>,
-    memory: &mut [Vec<Tensor<B, 4>>],
+    memory: &mut NetworkMemory<B>,
 ) -> Tensor<B, 4> {
     let Shares { step, keep, followed, follow } = shares;
     let each = |x: &Tensor<B, 4>| x.clone().unsqueeze_dim::<5>(2);
@@ -177,17 +177,17 @@ fn orthogonal_steps<B: Backend>(
     let mut sums: Vec<_> = sums(factors, &followed).into_iter().map(Tensor::neg).collect();
     if let Some(follow) = follow {
         let follow = follow.unsqueeze_dim::<5>(4);
-        let all = sums.into_iter().zip(&memory[2]);
+        let all = sums.into_iter().zip(&memory.momentum);
         sums = all.map(|(sum, before)| sum + each(before) * follow.clone()).collect();
-        memory[2] = sums.iter().map(last).collect();
+        memory.momentum = sums.iter().map(last).collect();
     }
     let keep = keep.unsqueeze_dim::<5>(4);
     let weights = |(sum, now): (Tensor<B, 5>, &Tensor<B, 4>)| {
         let steps = weighed(&step, orthogonal(sum, JORDAN_STEPS));
         steps + each(now) * keep.clone()
     };
-    let weights: Vec<_> = sums.into_iter().zip(&memory[1]).map(weights).collect();
-    memory[1] = weights.iter().map(last).collect();
+    let weights: Vec<_> = sums.into_iter().zip(&memory.running).map(weights).collect();
+    memory.running = weights.iter().map(last).collect();
     NETWORK.apply_each(q, &weights)
 }
 

@@ -7,6 +7,7 @@
 
 use super::exponential_gates::exponential_sums;
 use super::score_bias::causal_mask;
+use super::{Kept, KeptTensors};
 use crate::ops::{LOWEST, LinearAttentionBackend, cat, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -57,13 +58,12 @@ pub(crate) fn nothing<B: Backend>(like: &Tensor<B, 3>, rows: usize) -> Tensor<B,
 /// Sums over all of `both`, keys and values side by side, up to each token; and the memory after the last.
 pub(crate) fn summed<B: LinearAttentionBackend>(
     both: Tensor<B, 3>,
-    before: Vec<Tensor<B, 3>>,
-) -> (Partial<B>, Vec<Tensor<B, 3>>) {
+    mut before: KeptTensors<B, 3>,
+) -> (Partial<B>, KeptTensors<B, 3>) {
     let [k, v] = halves(&both, both.dims()[2] / 2);
-    let mut before = before.into_iter();
-    let memory = before.next().zip(before.next());
+    let memory = before.take(Kept::Sums).zip(before.take(Kept::Maximum));
     let sums = exponential_sums(k.zeros_like(), k, v, memory);
-    (Partial::of(sums.all, sums.largest), sums.next)
+    (Partial::of(sums.all, sums.largest), sums.next.into_iter().collect())
 }
 
 /// u and p: a learnt vector for each position of a query and of a key, `[positions, rank]`.

@@ -4,10 +4,10 @@
 //! outputs = conv_split(y)                       convolution, activation, norm of heads, beta, log decay
 //! ```
 
-use super::Linear;
-use super::convolution::{ConvStateList, ShortConvolution};
+use super::convolution::{ConvPast, ShortConvolution};
 use super::log_decay::LogDecayParams;
 use super::lora::add_side_by_side;
+use super::{Kept, Linear};
 use crate::ops::{
     self, Activation, Column, ColumnKind, ConvSplit, ConvStep, HeadNorm, LinearAttentionBackend,
     QuantizedMatrix, SequenceLengths,
@@ -18,10 +18,13 @@ use burn::tensor::{DType, Tensor, TensorPrimitive, backend::Backend, ops::FloatT
 /// Columns of a packed projection are a multiple of this: matrix products read and write 16 bytes at once.
 const ALIGNED: usize = 8;
 
+/// A short convolution, and the name of its conv state.
+pub(crate) type Named<'a, B> = (Kept, &'a ShortConvolution<B>);
+
 /// A projection, its short convolution where it has one, and the treatment of its columns.
 pub(crate) struct Projection<'a, B: Backend> {
     linear: &'a Linear<B>,
-    convolution: Option<&'a ShortConvolution<B>>,
+    convolution: Option<Named<'a, B>>,
     kind: ColumnKind,
     decay: Option<LogDecayParams<B>>,
 }
@@ -35,7 +38,7 @@ impl<'a, B: Backend> Projection<'a, B> {
     /// `activation(conv(x W))`, with heads of some length where `norm` asks for it.
     pub(crate) fn convolved(
         linear: &'a Linear<B>,
-        convolution: Option<&'a ShortConvolution<B>>,
+        convolution: Option<Named<'a, B>>,
         activation: Option<Activation>,
         norm: Option<HeadNorm>,
     ) -> Self {
@@ -70,7 +73,7 @@ impl<'a, B: Backend> Projection<'a, B> {
 
     /// W of its convolution.
     fn window(&self) -> Option<usize> {
-        self.convolution.map(|convolution| convolution.weight.dims()[0])
+        self.convolution.map(|(_, convolution)| convolution.weight.dims()[0])
     }
 }
 
@@ -83,7 +86,7 @@ pub(crate) fn head_norm(columns: usize, heads: usize, factor: f64) -> Option<Hea
 pub(crate) fn project<B: LinearAttentionBackend, const N: usize>(
     x: &Tensor<B, 3>,
     projections: [Projection<'_, B>; N],
-    conv_states: &mut ConvStateList<B>,
+    conv_states: &mut ConvPast<B>,
 ) -> [Tensor<B, 3>; N] {
     let mut outputs = project_all(x, projections.into(), conv_states).into_iter();
     std::array::from_fn(|_| outputs.next().expect("an output for each projection"))
@@ -96,7 +99,7 @@ pub(crate) fn project<B: LinearAttentionBackend, const N: usize>(
 pub(crate) fn project_all<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
     projections: Vec<Projection<'_, B>>,
-    conv_states: &mut ConvStateList<B>,
+    conv_states: &mut ConvPast<B>,
 ) -> Vec<Tensor<B, 3>> {
     let packed = can_pack(&projections).then(|| packed(x, &projections, conv_states)).flatten();
     packed.unwrap_or_else(|| projections.iter().map(|one| alone(x, one, conv_states)).collect())
@@ -115,7 +118,7 @@ fn can_pack<B: Backend>(projections: &[Projection<'_, B>]) -> bool {
 fn packed<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
     projections: &[Projection<'_, B>],
-    conv_states: &mut ConvStateList<B>,
+    conv_states: &mut ConvPast<B>,
 ) -> Option<Vec<Tensor<B, 3>>> {
     // Columns that are convolved come first; of the others quantized ones, so that each kind is one product.
     let is_float = |i: usize| projections[i].linear.weight.quantized().is_none();
@@ -190,15 +193,16 @@ fn packed_bias<'a, B: LinearAttentionBackend>(
 
 /// The convolutions of the first columns of a packed projection, and the conv states before its tokens.
 struct Convolutions<'a, B: Backend> {
+    names: Vec<Kept>,
     layers: Vec<&'a ShortConvolution<B>>,
     before: Vec<Tensor<B, 3>>,
 }
 
 impl<'a, B: LinearAttentionBackend> Convolutions<'a, B> {
-    fn of(projections: &[&Projection<'a, B>], conv_states: &mut ConvStateList<B>) -> Self {
-        let layers: Vec<_> = projections.iter().filter_map(|p| p.convolution).collect();
-        let before = layers.iter().filter_map(|_| conv_states.draw()).collect();
-        Self { layers, before }
+    fn of(projections: &[&Projection<'a, B>], conv_states: &mut ConvPast<B>) -> Self {
+        let (names, layers): (Vec<_>, _) = projections.iter().filter_map(|p| p.convolution).unzip();
+        let before = names.iter().filter_map(|name| conv_states.draw(*name)).collect();
+        Self { names, layers, before }
     }
 
     /// All outputs of a single token in one launch; nothing where this backend has none, or there are no convolutions.
@@ -207,7 +211,7 @@ impl<'a, B: LinearAttentionBackend> Convolutions<'a, B> {
         y: &Tensor<B, 3>,
         columns: &[Column],
         decay: &Option<LogDecayParams<B>>,
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
     ) -> Option<Vec<Tensor<B, 3>>> {
         let biases: Vec<_> = self.layers.iter().filter_map(|c| c.bias.as_ref()).collect();
         let alike = biases.is_empty() || biases.len() == self.layers.len();
@@ -225,22 +229,18 @@ impl<'a, B: LinearAttentionBackend> Convolutions<'a, B> {
             dt_bias: decay.as_ref().map(|decay| inside(decay.dt_bias.clone())),
             columns,
         })?;
-        next.into_iter().for_each(|state| conv_states.push(state));
+        self.names.iter().zip(next).for_each(|(name, state)| conv_states.keep(*name, state));
         outputs.truncate(asked);
         Some(outputs)
     }
 
     /// All of them as one, where there are any.
-    fn packed(
-        self,
-        y: &Tensor<B, 3>,
-        conv_states: &mut ConvStateList<B>,
-    ) -> Option<Convolution<B>> {
-        let Self { layers, before } = self;
+    fn packed(self, y: &Tensor<B, 3>, conv_states: &mut ConvPast<B>) -> Option<Convolution<B>> {
+        let Self { names, layers, before } = self;
         let [window, _] = layers.first()?.weight.dims();
         let widths: Vec<usize> = layers.iter().map(|c| c.weight.dims()[1]).collect();
         let lengths = conv_states.lengths().cloned();
-        conv_states.leave(y, window, &widths, &before);
+        conv_states.keep_last(y, window, (&names, &widths), &before);
         let weights: Vec<_> = layers.iter().map(|c| c.weight.val()).collect();
         let dtype = weights[0].dtype();
         let biases = layers.iter().map(|c| (c.bias.as_ref(), c.weight.dims()[1]));
@@ -315,7 +315,7 @@ fn side_by_side<B: LinearAttentionBackend, const D: usize>(
 fn alone<B: LinearAttentionBackend>(
     x: &Tensor<B, 3>,
     projection: &Projection<'_, B>,
-    conv_states: &mut ConvStateList<B>,
+    conv_states: &mut ConvPast<B>,
 ) -> Tensor<B, 3> {
     let y = projection.linear.forward(x.clone());
     if projection.kind == ColumnKind::Copy {
@@ -337,15 +337,15 @@ pub(crate) struct Convolution<B: Backend> {
 impl<B: LinearAttentionBackend> Convolution<B> {
     /// Of the first columns of `y`, between a layer's conv states.
     pub(crate) fn of(
-        layer: &ShortConvolution<B>,
+        (name, layer): Named<'_, B>,
         y: &Tensor<B, 3>,
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
     ) -> Self {
         let weight = layer.weight.val();
         let [window, width] = weight.dims();
         let lengths = conv_states.lengths().cloned();
-        let conv_state = conv_states.draw();
-        conv_states.leave(y, window, &[width], conv_state.as_slice());
+        let conv_state = conv_states.draw(name);
+        conv_states.keep_last(y, window, (&[name], &[width]), conv_state.as_slice());
         Self { weight, bias: layer.bias.as_ref().map(Param::val), conv_state, lengths }
     }
 }

@@ -12,7 +12,7 @@
 use super::score_bias::{causal_mask, forget, pairs};
 use super::softmax::{gather, merge, scores};
 use super::state::CONV_STATES;
-use super::{RecurrentState, StateTensors};
+use super::{KeptTensors, RecurrentState, StateTensors};
 use crate::ops::{cat, solve_unit_lower};
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -28,7 +28,7 @@ pub struct PathCache<B: Backend> {
     /// `[B, H, T]`.
     pub gates: Option<Tensor<B, 3>>,
     /// Last inputs of the short convolution, `[B, W - 1, channels]`; empty without one.
-    pub conv_states: Vec<Tensor<B, 3>>,
+    pub conv_states: KeptTensors<B, 3>,
 }
 
 impl<B: Backend> RecurrentState<B> for PathCache<B> {
@@ -36,7 +36,7 @@ impl<B: Backend> RecurrentState<B> for PathCache<B> {
         let tensors = StateTensors::new(None)
             .with_growing("keys", &self.keys, 2)
             .with_growing("values", &self.values, 2)
-            .with_list(CONV_STATES, &self.conv_states);
+            .with_kept(CONV_STATES, &self.conv_states);
         match &self.gates {
             Some(gates) => tensors.with_growing("gates", gates, 2),
             None => tensors,
@@ -48,7 +48,7 @@ impl<B: Backend> RecurrentState<B> for PathCache<B> {
             keys: tensors.take("keys"),
             values: tensors.take("values"),
             gates: tensors.take_if_any("gates"),
-            conv_states: tensors.take_list(CONV_STATES),
+            conv_states: tensors.take_kept(CONV_STATES),
         }
     }
 }
@@ -116,5 +116,5 @@ pub(crate) fn attend<B: Backend>(
     };
     let o = merge(gather(scores, &values));
     let keys = keys - reflected.transpose().matmul(w);
-    (o, PathCache { keys, values, gates, conv_states: vec![] })
+    (o, PathCache { keys, values, gates, conv_states: KeptTensors::default() })
 }

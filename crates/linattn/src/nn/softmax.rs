@@ -6,7 +6,7 @@
 use super::layers::{merge_heads, rms_norm, split_heads};
 use super::score_bias::causal_mask;
 use super::state::CONV_STATES;
-use super::{ConfigError, RecurrentState, Rope, StateTensors, positive};
+use super::{ConfigError, KeptTensors, RecurrentState, Rope, StateTensors, positive};
 use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::softmax;
@@ -37,7 +37,7 @@ pub struct KeyValueCache<B: Backend> {
     /// Tokens seen.
     pub position: usize,
     /// The last inputs of Canon layers, of those that there are.
-    pub conv_states: Vec<Tensor<B, 3>>,
+    pub conv_states: KeptTensors<B, 3>,
 }
 
 impl<B: Backend> RecurrentState<B> for KeyValueCache<B> {
@@ -45,11 +45,11 @@ impl<B: Backend> RecurrentState<B> for KeyValueCache<B> {
         StateTensors::new(Some(self.position))
             .with_growing("keys", &self.keys, 2)
             .with_growing("values", &self.values, 2)
-            .with_list(CONV_STATES, &self.conv_states)
+            .with_kept(CONV_STATES, &self.conv_states)
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        let (position, conv_states) = (tensors.position(), tensors.take_list(CONV_STATES));
+        let (position, conv_states) = (tensors.position(), tensors.take_kept(CONV_STATES));
         Self { keys: tensors.take("keys"), values: tensors.take("values"), position, conv_states }
     }
 }
@@ -65,7 +65,7 @@ impl<B: Backend> KeyValueCache<B> {
                 position: before.position + tokens,
                 conv_states: before.conv_states,
             },
-            None => Self { keys, values, position: tokens, conv_states: vec![] },
+            None => Self { keys, values, position: tokens, conv_states: KeptTensors::default() },
         }
     }
 

@@ -9,7 +9,7 @@
 use super::fast_weights::{Piece, each_batch, in_a_row, zeros_like};
 use super::muon::{LACT_STEPS, orthogonal};
 use super::softmax::KeyValueCache;
-use super::{RecurrentState, StateTensors};
+use super::{KeptTensors, NetworkMemory, RecurrentState, StateTensors};
 use crate::nn::NetworkState;
 use crate::ops::stack;
 use burn::tensor::activation::{sigmoid, silu};
@@ -35,9 +35,8 @@ pub(crate) struct Rows<B: Backend> {
 
 /// A memory between two tokens.
 pub(crate) struct SwigluMemory<B: Backend> {
-    /// Each `[B, H, from, to]` of W_0, W_1 and W_2: the weights, the sums of the chunk so far, and with momentum
-    /// the last change.
-    pub(crate) kinds: Vec<Vec<Tensor<B, 4>>>,
+    /// Of W_0, W_1 and W_2: the weights, the sums of the chunk so far, and with momentum the last change.
+    pub(crate) weights: NetworkMemory<B>,
     /// The sum of m over the chunk so far, `[B, 1, H]`.
     pub(crate) carried: Option<Tensor<B, 3>>,
     /// Lengths that columns keep.
@@ -56,10 +55,10 @@ impl<B: Backend> SwigluMemory<B> {
         let momentum = x.momentum.as_ref().map(of);
         let mut outputs = vec![];
         for (n, q) in q.into_iter().enumerate() {
-            outputs.push(apply(q, &self.kinds[0]));
+            outputs.push(apply(q, &self.weights.start));
             let rates = [0, 1, 2].map(|i| rates[n].clone().narrow(3, i, 1));
-            let new = ascent(k[n].clone(), v[n].clone(), rates, &self.kinds[0]);
-            self.kinds[1] = plus(&self.kinds[1], new);
+            let new = ascent(k[n].clone(), v[n].clone(), rates, &self.weights.start);
+            self.weights.running = plus(&self.weights.running, new);
             if let Some(momentum) = &momentum {
                 let sum = momentum[n].clone().sum_dim(2);
                 let sum: Tensor<B, 3> = sum.squeeze_dim::<3>(3).swap_dims(1, 2);
@@ -77,21 +76,23 @@ impl<B: Backend> SwigluMemory<B> {
 
     /// The end of a chunk.
     fn update(&mut self) {
-        let mut change = std::mem::take(&mut self.kinds[1]);
-        self.kinds[1] = zeros_like(&change);
+        let mut change = std::mem::take(&mut self.weights.running);
+        self.weights.running = zeros_like(&change);
         if let Some(sum) = self.carried.take() {
             self.carried = Some(sum.zeros_like());
             // In this order, as Burn 0.21 loses strides where a reshape adds dimensions behind one of 1.
             let mean = sum.unsqueeze_dim::<4>(3).swap_dims(1, 2) / self.size as f64;
-            let kept = self.kinds[2].iter().map(|last| last.clone() * mean.clone()).collect();
+            let kept =
+                self.weights.momentum.iter().map(|last| last.clone() * mean.clone()).collect();
             change = plus(&change, kept);
-            self.kinds[2].clone_from(&change);
+            self.weights.momentum.clone_from(&change);
         }
         if self.muon {
             change = change.into_iter().map(|x| orthogonal(x, LACT_STEPS)).collect();
         }
-        let next = plus(&self.kinds[0], change).into_iter().zip(&self.lengths);
-        self.kinds[0] = next.map(|(weight, wanted)| with_lengths(weight, wanted.clone())).collect();
+        let next = plus(&self.weights.start, change).into_iter().zip(&self.lengths);
+        self.weights.start =
+            next.map(|(weight, wanted)| with_lengths(weight, wanted.clone())).collect();
     }
 }
 
@@ -161,7 +162,12 @@ impl<B: Backend> RecurrentState<B> for LactState<B> {
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
         let (keys, values) = (tensors.take("keys"), tensors.take("values"));
         let memory = NetworkState::from_tensors(tensors);
-        let cache = KeyValueCache { keys, values, position: memory.position, conv_states: vec![] };
+        let cache = KeyValueCache {
+            keys,
+            values,
+            position: memory.position,
+            conv_states: KeptTensors::default(),
+        };
         Self { memory, cache }
     }
 }

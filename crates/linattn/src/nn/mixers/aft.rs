@@ -1,11 +1,13 @@
 //! Attention Free Transformer. Recurrence, shapes and source: [`Aft`].
 
 use super::{TokenMixer, linear_flops, scan_cost};
-use crate::nn::convolution::ConvStateList;
+use crate::nn::convolution::ConvPast;
 use crate::nn::layers::{INIT_STD, ResidualLinear, linear};
 use crate::nn::pair_sums::{Biases, nothing, summed};
 use crate::nn::projection::{Projection, project};
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors, positive};
+use crate::nn::{
+    ConfigError, Cost, KeptTensors, Linear, RecurrentState, Shared, StateTensors, positive,
+};
 use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
@@ -158,14 +160,14 @@ pub struct AftState<B: Backend> {
     pub recent: Option<Tensor<B, 3>>,
     /// Of all other tokens: sums of values and of weights over e^m, `[B, 1, 2 D]`, and m, `[B, 1, D]`. Empty in the
     /// full form.
-    pub sums: Vec<Tensor<B, 3>>,
+    pub sums: KeptTensors<B, 3>,
     /// Tokens seen.
     pub position: usize,
 }
 
 impl<B: Backend> RecurrentState<B> for AftState<B> {
     fn tensors(&self) -> StateTensors<B> {
-        let tensors = StateTensors::new(Some(self.position)).with_list("sums", &self.sums);
+        let tensors = StateTensors::new(Some(self.position)).with_kept("sums", &self.sums);
         match &self.recent {
             Some(recent) => tensors.with_growing("recent", recent, 1),
             None => tensors,
@@ -173,7 +175,7 @@ impl<B: Backend> RecurrentState<B> for AftState<B> {
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        let (position, sums) = (tensors.position(), tensors.take_list("sums"));
+        let (position, sums) = (tensors.position(), tensors.take_kept("sums"));
         Self { recent: tensors.take_if_any("recent"), sums, position }
     }
 }
@@ -253,11 +255,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Aft<B> {
     ) -> (Tensor<B, 3>, AftState<B>) {
         let (tokens, dtype) = (x.dims()[1], x.dtype());
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj].map(Projection::plain);
-        let [q, k, v] = project(&x, projections, &mut ConvStateList::none());
+        let [q, k, v] = project(&x, projections, &mut ConvPast::none());
         let new = cat(vec![accumulator(k), accumulator(v)], 2);
         let (recent, sums, position) = match state {
             Some(AftState { recent, sums, position }) => (recent, sums, position),
-            None => (self.window.map(|window| nothing(&new, window)), vec![], 0),
+            None => (self.window.map(|window| nothing(&new, window)), KeptTensors::default(), 0),
         };
         let all = match recent {
             Some(recent) => cat(vec![recent, new], 1),
@@ -271,7 +273,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Aft<B> {
             }
             (Some(biases), None) => {
                 let near = biases.paired(&all, position, tokens, None);
-                (near.mean(), state(Some(all), vec![]))
+                (near.mean(), state(Some(all), KeptTensors::default()))
             }
             (Some(biases), Some(window)) => {
                 let (far, sums) = summed(all.clone().narrow(1, 0, tokens), sums);

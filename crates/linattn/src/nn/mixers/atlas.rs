@@ -3,7 +3,7 @@
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
 use crate::nn::NetworkState;
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
-use crate::nn::convolution::{ConvStateList, ShortConvolution, check_window, convolution_cost};
+use crate::nn::convolution::{ConvPast, ShortConvolution, check_window, convolution_cost};
 use crate::nn::fast_weights::{InnerModel, NetworkPast, Piece, fresh, start, zeros_like};
 use crate::nn::features::{check_width, polynomial, polynomial_width};
 use crate::nn::gated_output::GatedOutput;
@@ -12,7 +12,7 @@ use crate::nn::layers::{
 };
 use crate::nn::omega_memory::{NETWORK, OmegaRule, Rows};
 use crate::nn::projection::Projection;
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, NetworkMemory, Shared, positive};
 use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -181,10 +181,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Atlas<B> {
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, NetworkState<B>) {
         let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
-        let mut past = NetworkPast::of(state, self.weights.len(), || {
+        let mut past = NetworkPast::of(state, || {
             let weights = start(&self.weights, batch);
-            let momentum = self.config.momentum.then(|| zeros_like(&weights));
-            [weights.clone(), weights].into_iter().chain(momentum).collect()
+            let momentum = if self.config.momentum { zeros_like(&weights) } else { vec![] };
+            NetworkMemory { start: weights.clone(), running: weights, momentum }
         });
         let (rows, residual, gate) = self.rows(&x, &mut past.conv_states);
         let rule = self.config.rule();
@@ -207,7 +207,7 @@ impl<B: LinearAttentionBackend> Atlas<B> {
         self.config.inner == InnerModel::Mlp
     }
 
-    fn rows(&self, x: &Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Inputs<B> {
+    fn rows(&self, x: &Tensor<B, 3>, conv_states: &mut ConvPast<B>) -> Inputs<B> {
         let AtlasConfig { heads, window, base_lr, .. } = self.config;
         let gates = [
             Projection::beta(&self.context_proj, (window as f64).recip()),
@@ -223,8 +223,12 @@ impl<B: LinearAttentionBackend> Atlas<B> {
             qkv.project_some(x, gates, optional, conv_states);
         let of_head = |x| split_heads(accumulator(x), heads);
         let kept = window - 1;
-        let [k, v, gamma] =
-            [accumulator(k), accumulator(v), of_head(gamma)].map(|x| behind(x, kept, conv_states));
+        let seen = [
+            (Kept::WindowKey, accumulator(k)),
+            (Kept::WindowValue, accumulator(v)),
+            (Kept::WindowGate, of_head(gamma)),
+        ];
+        let [k, v, gamma] = seen.map(|(name, x)| behind(x, kept, name, conv_states));
         let [(q, residual), (k, of_keys)] = [accumulator(q), k].map(|x| self.features(x));
         let rows = Rows {
             q,
@@ -251,13 +255,14 @@ impl<B: LinearAttentionBackend> Atlas<B> {
 fn behind<B: Backend>(
     x: Tensor<B, 4>,
     kept: usize,
-    conv_states: &mut ConvStateList<B>,
+    name: Kept,
+    conv_states: &mut ConvPast<B>,
 ) -> Tensor<B, 4> {
     if kept == 0 {
         return x;
     }
     let ([batch, tokens, heads, width], device) = (x.dims(), x.device());
-    conv_states.through(|conv_state| {
+    conv_states.through(name, |conv_state| {
         let zeros = || Tensor::zeros([batch, kept, heads * width], (&device, x.dtype()));
         let all = cat(vec![conv_state.unwrap_or_else(zeros), merge_heads(x.clone())], 1);
         let next = all.clone().narrow(1, tokens, kept);

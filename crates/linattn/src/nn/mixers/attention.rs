@@ -4,7 +4,7 @@ use super::attention_config::{AttentionConfig, QkNormSpan};
 use super::{TokenMixer, linear_flops};
 use crate::nn::canon::CanonQkv;
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
-use crate::nn::convolution::{ConvStateList, convolution_cost};
+use crate::nn::convolution::{ConvPast, convolution_cost};
 use crate::nn::layers::{Norm, ResidualLinear, linear, linear_with_bias, merge_heads, split_heads};
 use crate::nn::projection::Projection;
 use crate::nn::score_bias::{ContextualPositions, fall, strided_mask};
@@ -159,7 +159,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
     ) -> (Tensor<B, 3>, KeyValueCache<B>) {
         let position = state.as_ref().map_or(0, |cache| cache.position);
         let before = state.as_mut().map(|cache| std::mem::take(&mut cache.conv_states));
-        let mut conv_states = ConvStateList::after(before.unwrap_or_default());
+        let mut conv_states = ConvPast::after(before.unwrap_or_default());
         let rotation = self.rope.map(|rope| (rope, position));
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let heads = [self.heads, self.key_value_heads, self.key_value_heads];

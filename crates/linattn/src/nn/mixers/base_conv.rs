@@ -4,7 +4,7 @@ use super::{TokenMixer, linear_flops};
 use crate::nn::convolution::{ShortConvolution, check_window};
 use crate::nn::layers::linear_with_bias;
 use crate::nn::long_filter::{ConvolutionState, FEATURES, check_length, lags, with_past};
-use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::Module;
 use burn::tensor::activation::relu;
@@ -136,7 +136,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for BaseConv<B> {
     ) -> (Tensor<B, 3>, ConvolutionState<B>) {
         let (past, mut conv_states) = ConvolutionState::parts(state);
         let (seen, inputs) = match &self.conv1d {
-            Some(conv1d) => (conv1d.linear_between(x.clone(), &mut conv_states), None),
+            Some(conv1d) => (conv1d.linear_between(x.clone(), Kept::Input, &mut conv_states), None),
             None => {
                 let inputs = with_past(past.clone(), x.clone());
                 let y = ops::long_convolution(x.clone(), self.taps(inputs.dims()[1]), past)

@@ -2,7 +2,7 @@
 
 use super::{SlotState, TokenMixer, Widths, head_widths, linear_flops, memory_cost};
 use crate::nn::conv_qkv::ConvQkv;
-use crate::nn::convolution::{ConvStateList, ShortConvolution, check_window, convolution_cost};
+use crate::nn::convolution::{ConvPast, ShortConvolution, check_window, convolution_cost};
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, rms_norm,
@@ -11,7 +11,7 @@ use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::rope::{Turn, sum_of_angles};
-use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
 use crate::ops::{LinearAttentionBackend, LinearAttentionInputs, accumulator, typed};
 use burn::module::{Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
@@ -186,7 +186,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for CyFa<B> {
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, SlotState<B>) {
         let (keys, values, conv_states) = SlotState::parts(state);
-        let mut conv_states = ConvStateList::after(conv_states);
+        let mut conv_states = ConvPast::after(conv_states);
         let gates = [
             Projection::log_decay(&self.a_proj, LogDecayParams::new(&self.a_log, &self.dt_bias)),
             Projection::beta(&self.b_proj, 1.0),
@@ -201,7 +201,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for CyFa<B> {
         let times = self.readout.dims()[1];
         let ticks =
             sigmoid(accumulator(self.d_proj.forward(x.clone().detach()))) * (TAU / times as f64);
-        let clock = conv_states.through(|before| sum_of_angles(ticks, before));
+        let clock = conv_states.through(Kept::Angles, |before| sum_of_angles(ticks, before));
         let angles = pair_angles(clock, times);
         let (forward, back) = (Turn::by(angles.clone()), Turn::by(angles.neg()));
         let [batch, tokens, heads] = beta.dims();

@@ -3,7 +3,7 @@
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
-use crate::nn::convolution::ConvStateList;
+use crate::nn::convolution::ConvPast;
 use crate::nn::layers::{ResidualLinear, check_epsilon, linear};
 use crate::nn::score_bias::{causal_mask, pairs};
 use crate::nn::softmax::{
@@ -178,7 +178,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaFormer<B> {
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let heads = [self.heads, self.key_value_heads, self.key_value_heads];
         let (Qkv { q, k, v }, []) =
-            ConvQkv::plain(projections, heads).project(&x, [], &mut ConvStateList::none());
+            ConvQkv::plain(projections, heads).project(&x, [], &mut ConvPast::none());
         // Values are solved for in f32 at least.
         let q = accumulator(turned(q, &self.q_norm, rotation));
         let k = accumulator(turned(k, &self.k_norm, rotation));

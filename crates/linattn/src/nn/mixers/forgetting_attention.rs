@@ -2,7 +2,7 @@
 
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
-use crate::nn::convolution::ConvStateList;
+use crate::nn::convolution::ConvPast;
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, rms_normalize,
     shift_tokens, split_heads,
@@ -10,7 +10,9 @@ use crate::nn::layers::{
 use crate::nn::projection::Projection;
 use crate::nn::score_bias::{causal_mask, forget};
 use crate::nn::softmax::{check_shared, weigh};
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors};
+use crate::nn::{
+    ConfigError, Cost, Kept, KeptTensors, Linear, RecurrentState, Shared, StateTensors,
+};
 use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
@@ -132,7 +134,7 @@ pub struct ForgettingCache<B: Backend> {
     /// The sum of log gates up to each token, less that up to the last: `[B, H, T]`, 0 at the end.
     pub gates: Tensor<B, 3>,
     /// Keys and values of the last token as projected, `[B, 1, Hk K]`, those of them that are shifted.
-    pub last: Vec<Tensor<B, 3>>,
+    pub last: KeptTensors<B, 3>,
 }
 
 impl<B: Backend> RecurrentState<B> for ForgettingCache<B> {
@@ -141,7 +143,7 @@ impl<B: Backend> RecurrentState<B> for ForgettingCache<B> {
             .with_growing("keys", &self.keys, 2)
             .with_growing("values", &self.values, 2)
             .with_growing("gates", &self.gates, 2)
-            .with_list("last", &self.last)
+            .with_kept("last", &self.last)
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
@@ -149,7 +151,7 @@ impl<B: Backend> RecurrentState<B> for ForgettingCache<B> {
             keys: tensors.take("keys"),
             values: tensors.take("values"),
             gates: tensors.take("gates"),
-            last: tensors.take_list("last"),
+            last: tensors.take_kept("last"),
         }
     }
 }
@@ -223,15 +225,16 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
             .map(|layer| layer.as_ref().map(Projection::plain));
         let f = Projection::plain(&self.f_proj);
         let (Qkv { q, k, v }, [f], [gate, of_keys, of_values]) =
-            qkv.project_some(&x, [f], optional, &mut ConvStateList::none());
+            qkv.project_some(&x, [f], optional, &mut ConvPast::none());
         let (mut conv_states, state) = match state {
             Some(ForgettingCache { keys, values, gates, last }) => {
-                (ConvStateList::after(last), Some((keys, values, gates)))
+                (ConvPast::after(last), Some((keys, values, gates)))
             }
-            None => (ConvStateList::none(), None),
+            None => (ConvPast::none(), None),
         };
-        let [k, v] = [(k, of_keys), (v, of_values)].map(|(x, share)| match share {
-            Some(share) => shifted(x, share, &mut conv_states),
+        let both = [(Kept::Key, k, of_keys), (Kept::Value, v, of_values)];
+        let [k, v] = both.map(|(name, x, share)| match share {
+            Some(share) => shifted(x, share, name, &mut conv_states),
             None => x,
         });
         let q = normalize_heads(&self.q_norm, q).swap_dims(1, 2);
@@ -264,11 +267,12 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
 fn shifted<B: LinearAttentionBackend>(
     x: Tensor<B, 4>,
     share: Tensor<B, 3>,
-    conv_states: &mut ConvStateList<B>,
+    name: Kept,
+    conv_states: &mut ConvPast<B>,
 ) -> Tensor<B, 4> {
     let heads = x.dims()[2];
     let rows = merge_heads(x.clone());
-    let before = conv_states.through(|last| shift_tokens(&rows, last));
+    let before = conv_states.through(name, |last| shift_tokens(&rows, last));
     let share = typed(sigmoid(accumulator(share)), x.dtype()).unsqueeze_dim::<4>(3);
     x.clone() + (split_heads(before, heads) - x) * share
 }

@@ -13,7 +13,7 @@ use crate::nn::layers::{
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::rope::{Turn, sum_of_angles};
-use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
 use crate::ops::{self, LinearAttentionBackend, accumulator, cat};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
@@ -178,7 +178,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for GateLoop<B> {
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [a, theta], [gate]) =
             self.qkv().project_some(&x, gates, [gate], &mut past.conv_states);
-        let angles = past.conv_states.through(|before| sum_of_angles(accumulator(theta), before));
+        let angles = past
+            .conv_states
+            .through(Kept::Angles, |before| sum_of_angles(accumulator(theta), before));
         let back = Turn::by(split_heads(angles, self.heads).neg());
         let scale = (q.dims()[3] as f64).powf(-0.5);
         let g = split_heads(ops::log_sigmoid(a, self.gate_normalizer), self.heads);

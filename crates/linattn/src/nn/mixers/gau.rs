@@ -2,7 +2,7 @@
 
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, linear_flops};
-use crate::nn::convolution::ConvStateList;
+use crate::nn::convolution::ConvPast;
 use crate::nn::layers::{ResidualLinear, linear};
 use crate::nn::projection::{Projection, project};
 use crate::nn::score_bias::pairs;
@@ -138,7 +138,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gau<B> {
         let position = state.as_ref().map_or(0, |cache| cache.position);
         let silu = |layer| Projection::convolved(layer, None, Some(Activation::Silu), None);
         let layers = [&self.u_proj, &self.v_proj, &self.z_proj];
-        let [u, v, z] = project(&x, layers.map(silu), &mut ConvStateList::none());
+        let [u, v, z] = project(&x, layers.map(silu), &mut ConvPast::none());
         let row = |param: &Param<Tensor<B, 1>>| typed(param.val(), z.dtype()).unsqueeze::<3>();
         let of = |scale, offset| {
             let x = z.clone() * row(scale) + row(offset);

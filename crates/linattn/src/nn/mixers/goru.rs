@@ -2,7 +2,7 @@
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{ResidualLinear, each_token, linear};
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
 use crate::ops::{LinearAttentionBackend, cat, stack};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::{relu, sigmoid};
@@ -140,7 +140,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Goru<B> {
         let inward = self.x_proj.forward(x);
         let width = inward.dims()[2] / 3;
         let start = || inward.clone().detach().narrow(1, 0, 1).narrow(2, 0, width).zeros_like();
-        let mut h = past.draw().unwrap_or_else(start);
+        let mut h = past.draw(Kept::Hidden).unwrap_or_else(start);
         let rotation = self.rotation().unsqueeze::<3>();
         let row = |bias: &Param<Tensor<B, 1>>| bias.val().unsqueeze::<3>();
         let [reset, update, threshold] =
@@ -157,7 +157,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Goru<B> {
             outputs.push(h.clone());
         }
         let y = self.o_proj.forward(cat(outputs, 1));
-        (y, past.then(vec![h], tokens))
+        (y, past.then([(Kept::Hidden, h)], tokens))
     }
 }
 

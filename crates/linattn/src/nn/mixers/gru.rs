@@ -2,7 +2,7 @@
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{ResidualLinear, each_token, linear, linear_with_bias};
-use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
 use crate::ops::{LinearAttentionBackend, cat};
 use burn::module::Module;
 use burn::tensor::activation::sigmoid;
@@ -104,7 +104,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gru<B> {
         let inward = self.x_proj.forward(x);
         let width = inward.dims()[2] / 3;
         let start = || inward.clone().detach().narrow(1, 0, 1).narrow(2, 0, width).zeros_like();
-        let mut h = past.draw().unwrap_or_else(start);
+        let mut h = past.draw(Kept::Hidden).unwrap_or_else(start);
         let mut outputs = Vec::with_capacity(tokens);
         for token in each_token(inward.clone()) {
             let recurrent = self.h_proj.forward(h.clone());
@@ -115,6 +115,6 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gru<B> {
             outputs.push(h.clone());
         }
         let y = self.o_proj.forward(cat(outputs, 1));
-        (y, past.then(vec![h], tokens))
+        (y, past.then([(Kept::Hidden, h)], tokens))
     }
 }

@@ -5,14 +5,16 @@ use super::{
     value_width,
 };
 use crate::nn::conv_qkv::ConvQkv;
-use crate::nn::convolution::{ConvStateList, ShortConvolution, check_window, convolution_cost};
+use crate::nn::convolution::{ConvPast, ShortConvolution, check_window, convolution_cost};
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, merge_heads, rms_norm, split_heads,
 };
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::state::CONV_STATES;
-use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Shared, StateTensors, positive};
+use crate::nn::{
+    ConfigError, Cost, KeptTensors, Linear, RecurrentState, Shared, StateTensors, positive,
+};
 use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
@@ -125,17 +127,17 @@ pub struct SlotState<B: Backend> {
     pub values: Tensor<B, 4>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
     /// fields; empty without convolutions. Then CyFA's clock, `[B, 1, H]`.
-    pub conv_states: Vec<Tensor<B, 3>>,
+    pub conv_states: KeptTensors<B, 3>,
 }
 
 /// A state taken apart: slots of keys and of values, and conv states.
-pub(super) type Parts<B> = (Option<Tensor<B, 4>>, Option<Tensor<B, 4>>, Vec<Tensor<B, 3>>);
+pub(super) type Parts<B> = (Option<Tensor<B, 4>>, Option<Tensor<B, 4>>, KeptTensors<B, 3>);
 
 impl<B: Backend> SlotState<B> {
     pub(super) fn parts(state: Option<Self>) -> Parts<B> {
         match state {
             Some(s) => (Some(s.keys), Some(s.values), s.conv_states),
-            None => (None, None, vec![]),
+            None => (None, None, KeptTensors::default()),
         }
     }
 }
@@ -145,14 +147,14 @@ impl<B: Backend> RecurrentState<B> for SlotState<B> {
         StateTensors::new(None)
             .with("keys", &self.keys)
             .with("values", &self.values)
-            .with_list(CONV_STATES, &self.conv_states)
+            .with_kept(CONV_STATES, &self.conv_states)
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
         Self {
             keys: tensors.take("keys"),
             values: tensors.take("values"),
-            conv_states: tensors.take_list(CONV_STATES),
+            conv_states: tensors.take_kept(CONV_STATES),
         }
     }
 }
@@ -223,7 +225,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
     ) -> (Tensor<B, 3>, SlotState<B>) {
         let [batch, tokens, _] = x.dims();
         let (keys, values, conv_states) = SlotState::parts(state);
-        let mut conv_states = ConvStateList::after(conv_states).among(shared);
+        let mut conv_states = ConvPast::after(conv_states).among(shared);
         let (qkv, [f]) =
             self.qkv().project(&x, [Projection::plain(&self.f_proj)], &mut conv_states);
         let [q, k, v] = [qkv.q, qkv.k, qkv.v].map(|x| self.activated(x));

@@ -5,7 +5,7 @@ use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::diagonal_ssm::{DiagonalSsm, DiagonalStart, Discretization, Parts, Spectrum};
 use crate::nn::layers::{ResidualLinear, linear_with_bias};
 use crate::nn::projection::{Projection, project};
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
 use crate::ops::{LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -153,7 +153,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for H3<B> {
         let list = [&self.q_proj, &self.k_proj, &self.v_proj].map(Projection::plain);
         let [q, k, v] = project(&x, list, &mut past.conv_states);
         let own = k.clone() * typed(self.shift_d.val(), dtype).unsqueeze::<3>();
-        let k = self.shift.linear_between(k, &mut past.conv_states) + own;
+        let k = self.shift.linear_between(k, Kept::Key, &mut past.conv_states) + own;
 
         // [B, K, 1, T, H] and [B, 1, K, T, H], in f32 at least
         let of_heads = |x| {
@@ -163,7 +163,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for H3<B> {
         let [q, k] = [q, k].map(|x| of_heads(x).unsqueeze_dim::<5>(2));
         let u = k * of_heads(v).unsqueeze_dim::<5>(1);
         let u: Tensor<B, 3> = u.reshape([batch * products, tokens, heads]);
-        let before = past.draw_pair().map(|pair| Parts::unpack(pair, products, heads));
+        let before = past.draw_parts().map(|pair| Parts::unpack(pair, products, heads));
         let (y, after) = self.ssm.run(u, before);
         let y: Tensor<B, 5> = y.reshape([batch, width, width, tokens, heads]);
         let y: Tensor<B, 4> = (q * y).sum_dim(1).squeeze_dim(1);

@@ -5,7 +5,7 @@ use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
 use crate::nn::projection::{Projection, project};
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
 use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -132,20 +132,26 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hgrn<B> {
         let projections = [
             Projection::convolved(
                 &self.i_proj,
-                self.i_conv1d.as_ref(),
+                self.i_conv1d.as_ref().map(|layer| (Kept::Input, layer)),
                 Some(Activation::Silu),
                 None,
             ),
-            Projection::convolved(&self.f_proj, self.f_conv1d.as_ref(), None, None),
+            Projection::convolved(
+                &self.f_proj,
+                self.f_conv1d.as_ref().map(|layer| (Kept::Forget, layer)),
+                None,
+                None,
+            ),
             Projection::plain(&self.g_proj),
         ];
         let [input, f, gate] = project(&x, projections, &mut past.conv_states);
         let dtype = input.dtype();
         let written = forgotten(accumulator(f), &self.lower_bound);
         let kept = written.clone().neg() + 1.0;
-        let (h, last) = ops::linear_scan(kept, written * accumulator(input), past.draw())
-            .expect("the projections made the shapes");
+        let (h, last) =
+            ops::linear_scan(kept, written * accumulator(input), past.draw(Kept::Hidden))
+                .expect("the projections made the shapes");
         let y = self.o_proj.forward(self.g_norm.forward(typed(h, dtype), Some(gate)));
-        (y, past.then(vec![last], tokens))
+        (y, past.then([(Kept::Hidden, last)], tokens))
     }
 }

@@ -6,7 +6,7 @@ use crate::nn::layers::{ResidualLinear, linear_with_bias, merge_heads, split_hea
 use crate::nn::long_filter::{
     ConvolutionState, SineFilter, SineFilterSize, check_length, with_past,
 };
-use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, LARGEST, Linear, Shared, positive};
 use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -221,7 +221,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hyena<B> {
         let projected = self.in_proj.forward(x);
         let repeats = 3 * inner / projected.dims()[2];
         let all = projected.repeat_dim(2, repeats);
-        let all = self.conv1d.linear_between(all, &mut conv_states);
+        let all = self.conv1d.linear_between(all, Kept::Input, &mut conv_states);
         let [q, k, v] = [0, 1, 2].map(|part| all.clone().narrow(2, part * inner, inner));
         let (y, inputs) = match self.d.dims()[0] == inner {
             true => self.convolve(q, k * v, past),

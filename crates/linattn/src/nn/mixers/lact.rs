@@ -2,7 +2,7 @@
 
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, check_divisor, key_width, linear_flops};
-use crate::nn::convolution::ConvStateList;
+use crate::nn::convolution::ConvPast;
 use crate::nn::fast_weights::{NetworkPast, Piece, start, zeros_like};
 use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, l2_normalize, linear, linear_with_bias,
@@ -11,7 +11,7 @@ use crate::nn::layers::{
 use crate::nn::projection::{Projection, project};
 use crate::nn::softmax::{KeyValueCache, rotated_heads, through_window, weigh};
 use crate::nn::swiglu_memory::{LactState, Rows, SwigluMemory, lengths, sizes};
-use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, LARGEST, Linear, NetworkMemory, Rope, Shared, positive};
 use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
@@ -187,16 +187,16 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lact<B> {
         let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
         let (memory, cache) = state.map(|state| (state.memory, state.cache)).unzip();
         let first = start(&self.weights, batch);
-        let mut past = NetworkPast::of(memory, first.len(), || {
-            let kinds = if self.config.momentum { 2 } else { 1 };
-            let zeros = vec![zeros_like(&first); kinds];
-            [vec![first.clone()], zeros].concat()
+        let mut past = NetworkPast::of(memory, || {
+            let running = zeros_like(&first);
+            let momentum = if self.config.momentum { running.clone() } else { vec![] };
+            NetworkMemory { start: first.clone(), running, momentum }
         });
         let [q, k, v, lr, scale] = project(
             &x,
             [&self.q_proj, &self.k_proj, &self.v_proj, &self.lr_proj, &self.scale_proj]
                 .map(Projection::plain),
-            &mut ConvStateList::none(),
+            &mut ConvPast::none(),
         );
         let [q, k] = [(q, &self.q_norm), (k, &self.k_norm)].map(|(x, norm)| match norm {
             Some(norm) => rms_norm(norm, x, None),
@@ -212,9 +212,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lact<B> {
             momentum: self.momentum_proj.as_ref().map(momentum).map(|m| m.unsqueeze_dim(3)),
         };
         let mut memory = SwigluMemory {
-            kinds: std::mem::take(&mut past.memory),
+            weights: past.memory.clone(),
             lengths: first.iter().map(lengths).collect(),
-            carried: past.conv_states.draw(),
+            carried: past.conv_states.draw(Kept::Sums),
             size: self.config.mini_batch,
             muon: self.config.muon,
         };
@@ -222,8 +222,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lact<B> {
             .into_iter()
             .map(|piece| memory.learn(&rows, piece))
             .collect();
-        past.memory = memory.kinds;
-        memory.carried.into_iter().for_each(|sum| past.conv_states.push(sum));
+        past.memory = memory.weights;
+        memory.carried.into_iter().for_each(|sum| past.conv_states.keep(Kept::Sums, sum));
         let o = typed(cat(outputs, 1), dtype);
         let o = self.ttt_norm.forward(o, None) * silu(scale).unsqueeze_dim::<4>(3);
         let y = self.o_proj.forward(a + merge_heads(o));

@@ -2,7 +2,7 @@
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, scan_cost};
 use crate::nn::layers::{ResidualLinear, ScaledLinear, fresh, gelu, linear_with_bias};
-use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
 use crate::ops::{self, Complex, LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::glu;
@@ -158,11 +158,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lru<B> {
         };
         let input = self.in_proj.forward(x.clone());
         let part = |from| input.clone().narrow(2, from, width) * row(self.gamma_log.val().exp());
-        let before = past.draw_pair().map(|(re, im)| Complex { re, im });
+        let before = past.draw_parts().map(|(re, im)| Complex { re, im });
         let (h, last) = ops::complex_scan(lambda, Complex { re: part(0), im: part(width) }, before)
             .expect("the projections made the shapes");
         let u = self.c_proj.forward(cat(vec![h.re, h.im], 2)) + x * row(self.d.val());
         let y = glu(self.out_proj.forward(gelu(u)), 2);
-        (y, past.then(vec![last.re, last.im], tokens))
+        (y, past.then([(Kept::Real, last.re), (Kept::Imaginary, last.im)], tokens))
     }
 }

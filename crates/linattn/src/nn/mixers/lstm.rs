@@ -2,7 +2,7 @@
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{ResidualLinear, each_token, linear};
-use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
 use crate::ops::{LinearAttentionBackend, cat};
 use burn::module::{Module, Param};
 use burn::tensor::activation::sigmoid;
@@ -108,8 +108,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lstm<B> {
         let inward = self.x_proj.forward(x);
         let width = inward.dims()[2] / 4;
         let start = || inward.clone().detach().narrow(1, 0, 1).narrow(2, 0, width).zeros_like();
-        let mut h = past.draw().unwrap_or_else(start);
-        let mut c = past.draw().unwrap_or_else(start);
+        let mut h = past.draw(Kept::Hidden).unwrap_or_else(start);
+        let mut c = past.draw(Kept::Cell).unwrap_or_else(start);
         let mut outputs = Vec::with_capacity(tokens);
         for token in each_token(inward.clone()) {
             let gates = token + self.h_proj.forward(h);
@@ -119,6 +119,6 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lstm<B> {
             outputs.push(h.clone());
         }
         let y = self.o_proj.forward(cat(outputs, 1));
-        (y, past.then(vec![h, c], tokens))
+        (y, past.then([(Kept::Hidden, h), (Kept::Cell, c)], tokens))
     }
 }

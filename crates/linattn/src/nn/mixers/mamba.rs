@@ -1,11 +1,11 @@
 //! Mamba. Recurrence, shapes and source: [`Mamba`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
-use crate::nn::convolution::{ConvStateList, ShortConvolution, convolution_cost};
+use crate::nn::convolution::{ConvPast, ShortConvolution, convolution_cost};
 use crate::nn::layers::{ResidualLinear, softplus, torch_linear};
 use crate::nn::log_decay::fresh_dt_bias;
 use crate::nn::projection::{Convolution, Split};
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
 use crate::ops::{
     self, Activation, Column, ColumnKind, GateActivation, LinearAttentionBackend,
     SelectiveScanInputs, accumulator, typed,
@@ -162,14 +162,14 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba<B> {
             a: self.a_log.val().exp().neg(),
             b,
             c,
-            state: past.draw(),
+            state: past.draw(Kept::Hidden),
             signed: self.allow_neg_eigval,
         })
         .expect("the projections made the shapes");
         let o = o + wide * self.d.val().unsqueeze::<3>();
         let o = typed(o, z.dtype());
         let y = self.out_proj.forward(ops::gate(o, z, GateActivation::Silu));
-        (y, past.then(vec![last], tokens))
+        (y, past.then([(Kept::Hidden, last)], tokens))
     }
 }
 
@@ -178,15 +178,15 @@ impl<B: LinearAttentionBackend> Mamba<B> {
     fn halves(
         &self,
         x: Tensor<B, 3>,
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let [inner, _] = self.a_log.dims();
         let y = self.in_proj.forward(x);
         if self.conv1d.weight.dims()[0] == 1 {
             let part = |from| y.clone().narrow(2, from, inner);
-            return (self.conv1d.forward_between(part(0), conv_states), part(inner));
+            return (self.conv1d.forward_between(part(0), Kept::Input, conv_states), part(inner));
         }
-        let convolution = Some(Convolution::of(&self.conv1d, &y, conv_states));
+        let convolution = Some(Convolution::of((Kept::Input, &self.conv1d), &y, conv_states));
         let silu = ColumnKind::Conv { activation: Some(Activation::Silu), norm: None };
         let columns = [silu, ColumnKind::Copy].map(|kind| Column { width: inner, kind }).into();
         let halves = Split { y, columns, convolution, decay: None }.outputs();

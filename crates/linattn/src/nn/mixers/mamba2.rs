@@ -5,7 +5,7 @@ use super::{
     MatrixPast, MatrixState, TokenMixer, Varlen, check_groups, expanded_heads, linear_flops,
     memory_cost,
 };
-use crate::nn::convolution::{ConvStateList, ShortConvolution};
+use crate::nn::convolution::{ConvPast, ShortConvolution};
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, merge_heads, rms_norm, rms_normalize, softplus, split_heads,
     torch_linear,
@@ -13,7 +13,7 @@ use crate::nn::layers::{
 use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::{Convolution, Split, padding};
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Rope, Shared, positive};
 use crate::ops::{
     self, Activation, Column, ColumnKind, GateActivation, LinearAttentionBackend, accumulator,
     typed,
@@ -221,7 +221,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba2<B> {
 impl<B: LinearAttentionBackend> Mamba2<B> {
     /// The input's parts. Over several tokens the projection's columns are put in the order in which one
     /// operation splits them: those of the convolution, those of the steps, and z.
-    fn parts(&self, x: Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Parts<B> {
+    fn parts(&self, x: Tensor<B, 3>, conv_states: &mut ConvPast<B>) -> Parts<B> {
         let (inner, keys) = (self.norm.gamma.dims()[0], self.groups * self.d_state);
         let behind = inner + 2 * keys + self.heads;
         if x.dims()[1] == 1 || self.conv1d.weight.dims()[0] == 1 {
@@ -242,7 +242,7 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
         let weight = ops::pack(weights, padding(&columns), x.dtype());
         let y = ops::affine(x.clone(), weight, None).expect("the projection reads `x`");
         let y = self.in_proj.adapter.add_parts(y, &x, &[(inner, behind), (0, inner)]);
-        let convolution = Some(Convolution::of(&self.conv1d, &y, conv_states));
+        let convolution = Some(Convolution::of((Kept::Input, &self.conv1d), &y, conv_states));
         // With rates of 1 a log decay is less than 0 by the step.
         let decay = Some(LogDecayParams {
             a_log: self.a_log.val().detach().zeros_like(),
@@ -254,12 +254,16 @@ impl<B: LinearAttentionBackend> Mamba2<B> {
     }
 
     /// As [`parts`](Self::parts), in the projection's own order.
-    fn parts_of_token(&self, x: Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Parts<B> {
+    fn parts_of_token(&self, x: Tensor<B, 3>, conv_states: &mut ConvPast<B>) -> Parts<B> {
         let (inner, keys) = (self.norm.gamma.dims()[0], self.groups * self.d_state);
         let channels = inner + 2 * keys;
         let part = |x: &Tensor<B, 3>, from, width| x.clone().narrow(2, from, width);
         let projected = self.in_proj.forward(x);
-        let mixed = self.conv1d.forward_between(part(&projected, inner, channels), conv_states);
+        let mixed = self.conv1d.forward_between(
+            part(&projected, inner, channels),
+            Kept::Input,
+            conv_states,
+        );
         let step = accumulator(part(&projected, inner + channels, self.heads));
         Parts {
             z: part(&projected, 0, inner),

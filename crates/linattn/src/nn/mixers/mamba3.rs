@@ -9,7 +9,7 @@ use crate::nn::layers::{
 use crate::nn::log_decay::fresh_dt_bias;
 use crate::nn::rope::{Turn, sum_of_angles};
 use crate::nn::trapezoid::Trapezoid;
-use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, LARGEST, Linear, Shared, positive};
 use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
@@ -185,7 +185,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba3<B> {
         let [z, x, b, c, step, rate, share, angles] = parts;
 
         let step = softplus(accumulator(step) + self.dt_bias.val().unsqueeze());
-        let angles = past.conv_states.through(|sums| sum_of_angles(turns(angles, &step), sums));
+        let angles = past
+            .conv_states
+            .through(Kept::Angles, |sums| sum_of_angles(turns(angles, &step), sums));
         let turn = self.turn(split_heads(angles, heads));
         let k = self.rows(b, &self.b_norm, &self.b_bias, &turn);
         let q = self.rows(c, &self.c_norm, &self.c_bias, &turn);
@@ -194,13 +196,14 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba3<B> {
         let before = step.clone() - now.clone();
         let g = (heavy_tail(accumulator(rate)) * step).neg();
 
-        let last = past.conv_states.draw().zip(past.conv_states.draw()).map(|(k, x)| {
+        let last = [Kept::Key, Kept::Value].map(|name| past.conv_states.draw(name));
+        let last = last[0].clone().zip(last[1].clone()).map(|(k, x)| {
             let k = k.reshape([batch, 1, rank, heads, width]);
             (k, self.over_rows(&x, &self.mimo_x))
         });
         let last_k = k.clone().narrow(1, tokens - 1, 1);
-        past.conv_states.push(last_k.reshape([batch, 1, rank * heads * width]));
-        past.conv_states.push(x.narrow(1, tokens - 1, 1));
+        past.conv_states.keep(Kept::Key, last_k.reshape([batch, 1, rank * heads * width]));
+        past.conv_states.keep(Kept::Value, x.narrow(1, tokens - 1, 1));
         let rows = Trapezoid { q, k, v: v.clone(), now, before, g };
         let (o, memory) = rows.attend(last, past.memory.take());
         let d = typed(self.d.val(), o.dtype()).reshape([1, 1, 1, heads, 1]);

@@ -11,7 +11,7 @@ use crate::nn::layers::{
 };
 use crate::nn::projection::{Projection, project};
 use crate::nn::recurrence::linear_attention;
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
 use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
@@ -168,7 +168,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
-        let x = convolve_if_any(&self.conv1d, x, &mut past.conv_states);
+        let x = convolve_if_any(&self.conv1d, x, Kept::Input, &mut past.conv_states);
         let projections = [&self.q_proj, &self.v_proj, &self.k_gate, &self.g_proj];
         let [q, v, g, gate] =
             project(&x, projections.map(Projection::plain), &mut past.conv_states);

@@ -3,13 +3,13 @@
 use super::{
     MatrixPast, MatrixState, TokenMixer, half_key_width, linear_flops, memory_cost, value_width,
 };
-use crate::nn::convolution::{ConvStateList, ShortConvolution, check_window, convolve_if_any};
+use crate::nn::convolution::{ConvPast, ShortConvolution, check_window, convolve_if_any};
 use crate::nn::exponential_gates::Asked;
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, linear, merge_heads, split_heads, standardize,
 };
 use crate::nn::projection::{Projection, project};
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
 use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -231,11 +231,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mlstm<B> {
 
 impl<B: LinearAttentionBackend> Mlstm<B> {
     /// All projections of `x`; queries and keys see the convolution, where there is one.
-    fn project(&self, x: Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Preactivations<B> {
+    fn project(&self, x: Tensor<B, 3>, conv_states: &mut ConvPast<B>) -> Preactivations<B> {
         let asking = [&self.q, &self.k];
         let others = [&self.v, &self.igate_preact, &self.fgate_preact, &self.ogate_preact];
         if self.conv1d.is_some() {
-            let mixed = convolve_if_any(&self.conv1d, x.clone(), conv_states);
+            let mixed = convolve_if_any(&self.conv1d, x.clone(), Kept::Input, conv_states);
             let [q, k] = project(&mixed, asking.map(Projection::plain), conv_states);
             let [v, i, f, o] = project(&x, others.map(Projection::plain), conv_states);
             return Preactivations { q, k, v, i, f, o };

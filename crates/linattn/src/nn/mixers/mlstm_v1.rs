@@ -11,7 +11,7 @@ use crate::nn::layers::{
     BlockDiagonal, ResidualLinear, check_epsilon, fresh, normal_linear, split_heads,
 };
 use crate::nn::projection::{Projection, project};
-use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared};
+use crate::nn::{ConfigError, Cost, Kept, LARGEST, Linear, Shared};
 use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -185,7 +185,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
         let [inner] = self.skip.dims();
         let both = self.up_proj.forward(x);
         let (u, z) = (both.clone().narrow(2, 0, inner), both.narrow(2, inner, inner));
-        let c = self.conv1d.forward_between(u.clone(), &mut past.conv_states);
+        let c = self.conv1d.forward_between(u.clone(), Kept::Input, &mut past.conv_states);
         let (q, k) = (self.q.forward(c.clone()), self.k.forward(c.clone()));
         let v = self.v.forward(u);
         let all = cat(vec![q.clone(), k.clone(), v.clone()], 2);

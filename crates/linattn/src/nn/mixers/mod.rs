@@ -137,7 +137,7 @@ pub use super::long_filter::ConvolutionState;
 pub use super::reflections::PathCache;
 pub use super::score_bias::ContextualPositions;
 pub use super::softmax::KeyValueCache;
-pub use super::state::{ListState, NetworkState, VectorState};
+pub use super::state::{NetworkState, VectorState};
 pub use super::swiglu_memory::LactState;
 use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
 use crate::ops::LinearAttentionBackend;

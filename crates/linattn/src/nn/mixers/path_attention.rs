@@ -3,7 +3,7 @@
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{
-    ConvStateList, ShortConvolution, check_window, convolution_cost, convolve_if_any,
+    ConvPast, ShortConvolution, check_window, convolution_cost, convolve_if_any,
 };
 use crate::nn::layers::{
     ResidualLinear, check_epsilon, l2_normalize, linear, linear_with_bias, split_heads,
@@ -11,7 +11,9 @@ use crate::nn::layers::{
 use crate::nn::projection::Projection;
 use crate::nn::reflections::{PathCache, Tokens, attend};
 use crate::nn::softmax::{check_shared, head_norm, in_pieces, turned};
-use crate::nn::{ConfigError, Cost, DEFAULT_CHUNK, Linear, Shared, check_chunk, positive};
+use crate::nn::{
+    ConfigError, Cost, DEFAULT_CHUNK, Kept, KeptTensors, Linear, Shared, check_chunk, positive,
+};
 use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::Module;
 use burn::nn::RmsNorm;
@@ -191,8 +193,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for PathAttention<B> {
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, PathCache<B>) {
         let (tokens, dtype) = (x.dims()[1], x.dtype());
-        let conv_states = state.as_ref().map_or_else(Vec::new, |cache| cache.conv_states.clone());
-        let mut conv_states = ConvStateList::after(conv_states);
+        let conv_states =
+            state.as_ref().map_or_else(KeptTensors::default, |cache| cache.conv_states.clone());
+        let mut conv_states = ConvPast::after(conv_states);
         let inputs = self.project(&x, &mut conv_states);
         let (o, cache) = in_pieces(tokens, self.chunk, state, |(from, size), before| {
             attend(inputs.part(from, size), before)
@@ -204,7 +207,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for PathAttention<B> {
 
 impl<B: LinearAttentionBackend> PathAttention<B> {
     /// Rows of each token of `x`, in f32 at least: reflections are solved for.
-    fn project(&self, x: &Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Tokens<B> {
+    fn project(&self, x: &Tensor<B, 3>, conv_states: &mut ConvPast<B>) -> Tokens<B> {
         let (heads, shared) = (self.heads, self.key_value_heads);
         let (narrow, widen) = &self.w_proj;
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
@@ -216,7 +219,7 @@ impl<B: LinearAttentionBackend> PathAttention<B> {
         )
         .project_some(x, gates, [log_gates], conv_states);
         let scale = (q.dims()[3] as f64).powf(-0.5);
-        let w = convolve_if_any(&self.w_conv1d, widen.forward(w), conv_states);
+        let w = convolve_if_any(&self.w_conv1d, widen.forward(w), Kept::Direction, conv_states);
         let w = l2_normalize(split_heads(w, shared)).swap_dims(1, 2);
         Tokens {
             q: accumulator(turned(q, &self.maybe_q_norm, None)) * scale,

@@ -2,7 +2,7 @@
 
 use super::TokenMixer;
 use crate::nn::long_filter::ConvolutionState;
-use crate::nn::{ConfigError, Cost, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Shared, positive};
 use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -109,7 +109,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Pooling<B> {
         let counted = cat(vec![x.clone(), x.clone().narrow(2, 0, 1).ones_like()], 2);
         let ones = Tensor::ones([self.window, width + 1], (&x.device(), x.dtype()));
         let lengths = conv_states.lengths().cloned();
-        let sums = conv_states.through(|conv_state| {
+        let sums = conv_states.through(Kept::Input, |conv_state| {
             ops::convolve(counted, ones, None, conv_state, None, lengths.as_ref())
                 .expect("the weights were made for it")
         });

@@ -1,9 +1,9 @@
 //! QRNN. Recurrence, shapes and source: [`Qrnn`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width, scan_cost};
-use crate::nn::convolution::ConvStateList;
+use crate::nn::convolution::ConvPast;
 use crate::nn::layers::{ResidualLinear, linear, linear_with_bias};
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
 use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::Module;
 use burn::tensor::activation::sigmoid;
@@ -115,23 +115,23 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Qrnn<B> {
         let part = |j: usize| gates.clone().narrow(2, j * width, width);
         let (z, f, o) = (part(0).tanh(), sigmoid(part(1)), sigmoid(part(2)));
         let written = (f.clone().neg() + 1.0) * z;
-        let (c, last) =
-            ops::linear_scan(f, written, past.draw()).expect("the projection made the shapes");
+        let (c, last) = ops::linear_scan(f, written, past.draw(Kept::Hidden))
+            .expect("the projection made the shapes");
         let y = self.o_proj.forward(typed(o * c, dtype));
-        (y, past.then(vec![last], tokens))
+        (y, past.then([(Kept::Hidden, last)], tokens))
     }
 }
 
 impl<B: LinearAttentionBackend> Qrnn<B> {
     /// The last W tokens of every token, `[B, T, W D]`.
-    fn windows(&self, x: Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Tensor<B, 3> {
+    fn windows(&self, x: Tensor<B, 3>, conv_states: &mut ConvPast<B>) -> Tensor<B, 3> {
         let [batch, tokens, width] = x.dims();
         let before = self.window - 1;
         if before == 0 {
             return x;
         }
         let zeros = || Tensor::zeros([batch, before, width], (&x.device(), x.dtype()));
-        conv_states.through(|conv_state| {
+        conv_states.through(Kept::Input, |conv_state| {
             let conv_state = typed(conv_state.unwrap_or_else(zeros), x.dtype());
             let all = cat(vec![conv_state, x.clone()], 1);
             let taps = (0..self.window).map(|w| all.clone().narrow(1, w, tokens)).collect();

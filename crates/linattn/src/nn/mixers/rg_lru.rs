@@ -8,7 +8,7 @@ use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::layers::{BlockDiagonal, ResidualLinear, gelu_activation, normal_linear, softplus};
 use crate::nn::log_decay::inverse_softplus;
 use crate::nn::projection::{Projection, project};
-use crate::nn::{ConfigError, Cost, Linear, Shared};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
 use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
@@ -179,7 +179,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RgLru<B> {
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
         let projections = [
-            Projection::convolved(&self.linear_x, Some(&self.conv1d), None, None),
+            Projection::convolved(&self.linear_x, Some((Kept::Input, &self.conv1d)), None, None),
             Projection::plain(&self.linear_y),
         ];
         let [u, gate] = project(&x, projections, &mut past.conv_states);
@@ -196,11 +196,11 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for RgLru<B> {
             false => scale,
         };
         let written = scale * (input * accumulator(u));
-        let (h, last) =
-            ops::linear_scan(a, written, past.draw()).expect("the projections made the shapes");
+        let (h, last) = ops::linear_scan(a, written, past.draw(Kept::Hidden))
+            .expect("the projections made the shapes");
         let h = typed(h, gate.dtype());
         let y = self.out_proj.forward(ops::gate(h, gate, self.gelu));
-        (y, past.then(vec![last], tokens))
+        (y, past.then([(Kept::Hidden, last)], tokens))
     }
 }
 

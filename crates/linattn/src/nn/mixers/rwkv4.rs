@@ -3,7 +3,7 @@
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
 use crate::nn::exponential_gates::{Sums, exponential_sums};
 use crate::nn::layers::{ResidualLinear, linear, shift_tokens};
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
 use crate::ops::{LinearAttentionBackend, accumulator, typed};
 use burn::module::{Module, Param};
 use burn::tensor::activation::sigmoid;
@@ -135,7 +135,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv4<B> {
         let k = self.key.forward(mixed(&self.time_mix_key));
         let v = self.value.forward(mixed(&self.time_mix_value));
         let r = sigmoid(self.receptance.forward(mixed(&self.time_mix_receptance)));
-        let (wkv, memory) = self.wkv(accumulator(k), accumulator(v), past.draw_pair());
+        let before_first = past.draw(Kept::Sums).zip(past.draw(Kept::Maximum));
+        let (wkv, memory) = self.wkv(accumulator(k), accumulator(v), before_first);
         let y = self.o_proj.forward(r * typed(wkv, dtype));
         (y, past.then(memory, tokens))
     }
@@ -148,7 +149,7 @@ impl<B: LinearAttentionBackend> Rwkv4<B> {
         k: Tensor<B, 3>,
         v: Tensor<B, 3>,
         memory: Option<(Tensor<B, 3>, Tensor<B, 3>)>,
-    ) -> (Tensor<B, 3>, Vec<Tensor<B, 3>>) {
+    ) -> (Tensor<B, 3>, [(Kept, Tensor<B, 3>); 2]) {
         let width = k.dims()[2];
         let log_keep: Tensor<B, 3> = self.time_decay.val().exp().neg().unsqueeze();
         let Sums { all, largest, before: (sums, lowest), next } =

@@ -4,7 +4,7 @@ use super::{TokenMixer, VectorPast, VectorState, linear_flops};
 use crate::nn::diagonal_ssm::{DiagonalStart, Discretization, Parts, Spectrum};
 use crate::nn::hippo;
 use crate::nn::layers::{ResidualLinear, gelu, linear_with_bias};
-use crate::nn::{ConfigError, Cost, Shared};
+use crate::nn::{ConfigError, Cost, Kept, Shared};
 use crate::ops::{self, LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::glu;
@@ -166,7 +166,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for S4<B> {
         // M^l b for l below T, [D, N, T], and c M^l for l from 1 to T, [D, T, N].
         let mut columns = drive;
         let mut rows = read.clone().matmul(step.clone());
-        let mut last = past.draw().map(|h| {
+        let mut last = past.draw(Kept::Hidden).map(|h| {
             let size = step.dims()[1];
             h.reshape([batch, width, size]).permute([1, 2, 0]) // [D, N, B]
         });
@@ -202,7 +202,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for S4<B> {
         let y = glu(self.out_proj.forward(gelu(u)), 2);
         let after = after.permute([2, 0, 1]);
         let size = after.dims()[2];
-        (y, past.then(vec![after.reshape([batch, 1, width * size])], tokens))
+        (y, past.then([(Kept::Hidden, after.reshape([batch, 1, width * size]))], tokens))
     }
 }
 

@@ -124,7 +124,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for S4d<B> {
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let [_, tokens, width] = x.dims();
         let mut past = VectorPast::of(state);
-        let before = past.draw_pair().map(|pair| Parts::unpack(pair, 1, width));
+        let before = past.draw_parts().map(|pair| Parts::unpack(pair, 1, width));
         let (u, after) = self.ssm.run(x, before);
         let y = glu(self.out_proj.forward(gelu(u)), 2);
         (y, past.then(after.pack(1), tokens))

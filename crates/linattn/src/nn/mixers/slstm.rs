@@ -3,10 +3,10 @@
 use super::mlstm::MultiHeadNorm;
 use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
 use crate::nn::convolution::{
-    ConvStateList, ShortConvolution, check_window, convolution_cost, convolve_if_any,
+    ConvPast, ShortConvolution, check_window, convolution_cost, convolve_if_any,
 };
 use crate::nn::layers::{BlockDiagonal, INIT_STD, check_epsilon, merge_heads, split_heads};
-use crate::nn::{ConfigError, Cost, Shared};
+use crate::nn::{ConfigError, Cost, Kept, Shared};
 use crate::ops::{self, LinearAttentionBackend, SlstmCells, SlstmInputs, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -136,6 +136,9 @@ pub struct Slstm<B: Backend> {
     heads: usize,
 }
 
+/// The cells of a state.
+const CELLS: [Kept; 4] = [Kept::Hidden, Kept::Cell, Kept::Normalizer, Kept::Maximum];
+
 impl<B: LinearAttentionBackend> TokenMixer<B> for Slstm<B> {
     type State = VectorState<B>;
 
@@ -152,7 +155,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Slstm<B> {
         let (h, last) = ops::slstm(SlstmInputs { x, r: self.recurrent.blocks(), state })
             .expect("the projections made the shapes");
         let SlstmCells { h: last, c, n, m } = last;
-        let memory = [last, c, n, m].map(|cell| typed(merge_heads(cell), dtype)).into();
+        let mut cells = [last, c, n, m].map(|cell| typed(merge_heads(cell), dtype)).into_iter();
+        let memory = CELLS.map(|name| (name, cells.next().expect("four cells")));
         (self.group_norm.forward(typed(h, dtype)), past.then(memory, tokens))
     }
 }
@@ -160,13 +164,14 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Slstm<B> {
 impl<B: LinearAttentionBackend> Slstm<B> {
     /// The cells before the first token; none at the start of a sequence.
     fn cells(&self, past: &mut VectorPast<B>) -> Option<SlstmCells<B>> {
-        let mut next = || past.draw().map(|cell| split_heads(cell, self.heads));
-        Some(SlstmCells { h: next()?, c: next()?, n: next()?, m: next()? })
+        let [h, c, n, m] = CELLS.map(|name| past.draw(name));
+        let of_heads = |cell: Option<Tensor<B, 3>>| Some(split_heads(cell?, self.heads));
+        Some(SlstmCells { h: of_heads(h)?, c: of_heads(c)?, n: of_heads(n)?, m: of_heads(m)? })
     }
 
     /// The inputs' part of the gates: i, f, z and o of every head, `[B, T, H, 4 D / H]`.
-    fn inward(&self, x: Tensor<B, 3>, conv_states: &mut ConvStateList<B>) -> Tensor<B, 4> {
-        let mixed = convolve_if_any(&self.conv1d, x.clone(), conv_states);
+    fn inward(&self, x: Tensor<B, 3>, conv_states: &mut ConvPast<B>) -> Tensor<B, 4> {
+        let mixed = convolve_if_any(&self.conv1d, x.clone(), Kept::Input, conv_states);
         let gates = vec![
             self.igate.forward(mixed.clone()),
             self.fgate.forward(mixed),

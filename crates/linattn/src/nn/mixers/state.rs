@@ -1,8 +1,8 @@
 //! States of mixers with a memory of fixed size, and the same taken apart.
 
-use crate::nn::convolution::ConvStateList;
+use crate::nn::convolution::ConvPast;
 use crate::nn::state::CONV_STATES;
-use crate::nn::{RecurrentState, Shared, StateTensors, VectorState};
+use crate::nn::{Kept, KeptTensors, RecurrentState, Shared, StateTensors, VectorState};
 use crate::ops::SequenceLengths;
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -11,11 +11,10 @@ use burn::tensor::{Tensor, backend::Backend};
 pub struct MatrixState<B: Backend> {
     /// `[B, H, K, V]`.
     pub memory: Tensor<B, 4>,
-    /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
-    /// fields; then what else a mixer needs of its last token: RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`,
-    /// mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles, `[B, 1, H K / 2]`, Mamba-3 its angles, keys
-    /// and values. Empty where there is nothing of the kind.
-    pub conv_states: Vec<Tensor<B, 3>>,
+    /// Last inputs of each short convolution, `[B, W - 1, channels]`, and what else a mixer needs of its last token:
+    /// RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`, mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles,
+    /// `[B, 1, H K / 2]`, Mamba-3 its angles, keys and values. Empty where there is nothing of the kind.
+    pub conv_states: KeptTensors<B, 3>,
     /// Tokens seen; the most that any row has, where sequences of different lengths came in one row.
     pub position: usize,
 }
@@ -23,7 +22,7 @@ pub struct MatrixState<B: Backend> {
 /// A [`MatrixState`] taken apart, to become the next.
 pub(super) struct MatrixPast<B: Backend> {
     pub(super) memory: Option<Tensor<B, 4>>,
-    pub(super) conv_states: ConvStateList<B>,
+    pub(super) conv_states: ConvPast<B>,
     pub(super) position: usize,
 }
 
@@ -32,12 +31,11 @@ impl<B: Backend> MatrixPast<B> {
     pub(super) fn of(state: Option<MatrixState<B>>, shared: &Shared<B>) -> Self {
         let (memory, conv_states, position) = match state {
             Some(MatrixState { memory, conv_states, position }) => {
-                (Some(memory), conv_states, position)
+                (Some(memory), ConvPast::after(conv_states), position)
             }
-            None => (None, vec![], 0),
+            None => (None, ConvPast::none(), 0),
         };
-        let conv_states = ConvStateList::after(conv_states).among(shared);
-        Self { memory, conv_states, position }
+        Self { memory, conv_states: conv_states.among(shared), position }
     }
 
     /// The state `tokens` tokens later; of sequences of different lengths it says those of the longest.
@@ -53,39 +51,42 @@ impl<B: Backend> MatrixPast<B> {
 
 /// A [`VectorState`] taken apart, to become the next.
 pub(super) struct VectorPast<B: Backend> {
-    memory: std::vec::IntoIter<Tensor<B, 3>>,
-    pub(super) conv_states: ConvStateList<B>,
+    memory: KeptTensors<B, 3>,
+    pub(super) conv_states: ConvPast<B>,
     pub(super) position: usize,
 }
 
 impl<B: Backend> VectorPast<B> {
     /// Of a state, or of the start of a sequence.
     pub(super) fn of(state: Option<VectorState<B>>) -> Self {
-        let (memory, conv_states, position) = match state {
-            Some(state) => (state.memory, state.conv_states, state.position),
-            None => (vec![], vec![], 0),
-        };
-        Self {
-            memory: memory.into_iter(),
-            conv_states: ConvStateList::after(conv_states),
-            position,
+        match state {
+            Some(VectorState { memory, conv_states, position }) => {
+                Self { memory, conv_states: ConvPast::after(conv_states), position }
+            }
+            None => {
+                Self { memory: KeptTensors::default(), conv_states: ConvPast::none(), position: 0 }
+            }
         }
     }
 
-    /// The next of its vectors.
-    pub(super) fn draw(&mut self) -> Option<Tensor<B, 3>> {
-        self.memory.next()
+    /// The vector that earlier tokens left as `name`.
+    pub(super) fn draw(&mut self, name: Kept) -> Option<Tensor<B, 3>> {
+        self.memory.take(name)
     }
 
-    /// The next two of its vectors.
-    pub(super) fn draw_pair(&mut self) -> Option<(Tensor<B, 3>, Tensor<B, 3>)> {
-        self.draw().zip(self.draw())
+    /// Real and imaginary parts of its vector.
+    pub(super) fn draw_parts(&mut self) -> Option<(Tensor<B, 3>, Tensor<B, 3>)> {
+        self.draw(Kept::Real).zip(self.draw(Kept::Imaginary))
     }
 
     /// The state `tokens` tokens later.
-    pub(super) fn then(self, memory: Vec<Tensor<B, 3>>, tokens: usize) -> VectorState<B> {
+    pub(super) fn then<const N: usize>(
+        self,
+        memory: [(Kept, Tensor<B, 3>); N],
+        tokens: usize,
+    ) -> VectorState<B> {
         VectorState {
-            memory,
+            memory: memory.into_iter().collect(),
             conv_states: self.conv_states.into_next(),
             position: self.position + tokens,
         }
@@ -96,14 +97,14 @@ impl<B: Backend> RecurrentState<B> for MatrixState<B> {
     fn tensors(&self) -> StateTensors<B> {
         StateTensors::new(Some(self.position))
             .with("memory", &self.memory)
-            .with_list(CONV_STATES, &self.conv_states)
+            .with_kept(CONV_STATES, &self.conv_states)
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
         let position = tensors.position();
         Self {
             memory: tensors.take("memory"),
-            conv_states: tensors.take_list(CONV_STATES),
+            conv_states: tensors.take_kept(CONV_STATES),
             position,
         }
     }

@@ -14,7 +14,7 @@ use crate::nn::layers::{
     GatedRmsNorm, ResidualLinear, check_epsilon, linear, linear_with_bias, merge_heads, split_heads,
 };
 use crate::nn::projection::Projection;
-use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
+use crate::nn::{ConfigError, Cost, Linear, NetworkMemory, Shared, positive};
 use crate::ops::{self, Activation, LinearAttentionBackend, accumulator, cat, stack, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -184,9 +184,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Titans<B> {
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, NetworkState<B>) {
         let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
-        let mut past = NetworkPast::of(state, self.weights.len(), || {
+        let mut past = NetworkPast::of(state, || {
             let weights = start(&self.weights, batch);
-            vec![weights.clone(), weights.clone(), zeros_like(&weights)]
+            let momentum = zeros_like(&weights);
+            NetworkMemory { start: weights.clone(), running: weights, momentum }
         });
         let gates = [
             Projection::beta(&self.rate_proj, self.base_lr),
@@ -235,7 +236,7 @@ fn learn<B: Backend>(
     rows: &[Tensor<B, 4>; 3],
     rates: &Rates<B>,
     piece: Piece,
-    memory: &mut [Vec<Tensor<B, 4>>],
+    memory: &mut NetworkMemory<B>,
 ) -> Tensor<B, 4> {
     let [q, k, v] = rows.each_ref().map(|rows| piece.by_head(rows));
     let theta = piece.by_head(&rates.theta).swap_dims(3, 4);
@@ -254,21 +255,20 @@ fn learn<B: Backend>(
     for (((q, (k, v)), (of_memory, of_momentum)), ((keep, carried), follow)) in
         queries.zip(each_batch(k).zip(each_batch(v))).zip(shares).zip(factors)
     {
-        let [first, now, momentum] = memory else { unreachable!("the start has three kinds") };
-        let gradients = NETWORK.gradients(k, first, |z| z - v);
+        let NetworkMemory { start, running, momentum } = memory;
+        let gradients = NETWORK.gradients(k, start, |z| z - v);
         let followed = [Past { tensors: momentum, keep: Some(follow) }];
         let next = write(&followed, &gradients, &last_row(&of_momentum));
         let past = [
-            Past { tensors: now, keep: Some(keep) },
+            Past { tensors: running, keep: Some(keep) },
             Past { tensors: momentum, keep: Some(carried) },
         ];
         outputs.push(NETWORK.read(q, &past, &gradients, &of_memory));
         let after = write(&past, &gradients, &last_row(&of_memory));
         if piece.ends {
-            memory[0] = after.clone();
+            start.clone_from(&after);
         }
-        memory[1] = after;
-        memory[2] = next;
+        (*running, *momentum) = (after, next);
     }
     in_a_row(stack(outputs, 2))
 }

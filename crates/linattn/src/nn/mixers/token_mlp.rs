@@ -4,7 +4,7 @@ use super::TokenMixer;
 use super::aft::check_known;
 use crate::nn::layers::gelu;
 use crate::nn::long_filter::{ConvolutionState, with_past};
-use crate::nn::{ConfigError, Cost, Shared, positive};
+use crate::nn::{ConfigError, Cost, KeptTensors, Shared, positive};
 use crate::ops::{LinearAttentionBackend, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -140,6 +140,6 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for TokenMlp<B> {
         let h = with_past(part(width), h);
         let y = self.output.forward(h.clone(), tokens);
         let inputs = cat(vec![x, h], 2);
-        (y, ConvolutionState { inputs: Some(inputs), conv_states: vec![] })
+        (y, ConvolutionState { inputs: Some(inputs), conv_states: KeptTensors::default() })
     }
 }

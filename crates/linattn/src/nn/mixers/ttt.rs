@@ -13,7 +13,7 @@ use crate::nn::layers::{
     split_heads,
 };
 use crate::nn::projection::{Projection, project_all};
-use crate::nn::{ConfigError, Cost, Linear, Rope, Shared, positive};
+use crate::nn::{ConfigError, Cost, Kept, Linear, NetworkMemory, Rope, Shared, positive};
 use crate::ops::{
     self, GateActivation, LinearAttentionBackend, TttLinearInputs, accumulator, cat, stack,
     ttt_linear, typed,
@@ -172,7 +172,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Ttt<B> {
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, NetworkState<B>) {
         let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
-        let mut past = NetworkPast::of(state, self.weights.len(), || self.start(batch));
+        let mut past = NetworkPast::of(state, || self.start(batch));
         let (rows, gate) = self.project(&x, &mut past);
         let size = self.place_scale.dims()[0];
         let outputs = Piece::all(past.position, tokens, size)
@@ -191,12 +191,12 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Ttt<B> {
 
 impl<B: LinearAttentionBackend> Ttt<B> {
     /// The learnt weights without their outputs' means, and no gradients.
-    fn start(&self, batch: usize) -> Vec<Vec<Tensor<B, 4>>> {
+    fn start(&self, batch: usize) -> NetworkMemory<B> {
         let mut weights = start(&self.weights, batch);
         let last = weights.pop().map(|last| last.clone() - last.mean_dim(3));
         weights.extend(last);
-        let sums = zeros_like(&weights);
-        vec![weights, sums]
+        let running = zeros_like(&weights);
+        NetworkMemory { start: weights, running, momentum: vec![] }
     }
 
     /// Rows of each token of `x`, and its gate.
@@ -218,7 +218,7 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         let (q, k) = match (&self.q_conv1d, &self.k_conv1d) {
             (Some(of_q), Some(of_k)) => {
                 let lengths = past.conv_states.lengths().cloned();
-                past.conv_states.through(|conv_state| {
+                past.conv_states.through(Kept::Query, |conv_state| {
                     let (k, _) = of_k.run(q.clone(), conv_state.clone(), None, lengths.as_ref());
                     let (q, conv_state) = of_q.run(q, conv_state, None, lengths.as_ref());
                     ((q, k), conv_state)
@@ -231,7 +231,7 @@ impl<B: LinearAttentionBackend> Ttt<B> {
     }
 
     /// Outputs of a piece, `[B, tokens, H, K]`; `memory` goes on to behind it.
-    fn learn(&self, x: &Tokens<B>, piece: Piece, memory: &mut [Vec<Tensor<B, 4>>]) -> Tensor<B, 4> {
+    fn learn(&self, x: &Tokens<B>, piece: Piece, memory: &mut NetworkMemory<B>) -> Tensor<B, 4> {
         let [q, k, v, rate] = x;
         let [q, k] = [q, k].map(|rows| piece.rotated(self.rope, rows));
         let whole = [q.clone(), k.clone(), piece.of(v), piece.of(rate)];
@@ -256,7 +256,7 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         let tokens = queries.zip(each_batch(keys)).zip(each_batch(target));
         for (((q, k), target), (rate, share)) in tokens.zip(each_batch(rate).zip(each_batch(share)))
         {
-            let [start, sums] = memory else { unreachable!("`start` makes two kinds") };
+            let NetworkMemory { start, running: sums, .. } = memory;
             let slope = |z| regression_slope(z, squared.clone(), target, EPSILON);
             let factors = NETWORK.gradients(k, start, slope);
             let first = Past { tensors: start, keep: None };
@@ -270,7 +270,7 @@ impl<B: LinearAttentionBackend> Ttt<B> {
                     (start.clone(), write(&[sums], &factors, &rate))
                 }
             };
-            (memory[0], memory[1]) = next;
+            (*start, *sums) = next;
         }
         let normal = rms_normalize(stack::<B, _, 5>(outputs, 2), EPSILON);
         in_a_row(q + normal * gamma + beta)
@@ -282,9 +282,9 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         &self,
         rows: [Tensor<B, 5>; 4],
         piece: Piece,
-        memory: &mut [Vec<Tensor<B, 4>>],
+        memory: &mut NetworkMemory<B>,
     ) -> Option<Tensor<B, 4>> {
-        let ([weights], true) = (&memory[0][..], piece.is_whole()) else { return None };
+        let ([weights], true) = (&memory.start[..], piece.is_whole()) else { return None };
         let [q, k, v, rate]: Tokens<B> = rows.map(|x| x.flatten(1, 2));
         let shape = [self.heads, q.dims()[3]];
         let norm = [&self.ttt_norm_weight, &self.ttt_norm_bias].map(|x| x.val().reshape(shape));
@@ -296,7 +296,7 @@ impl<B: LinearAttentionBackend> Ttt<B> {
             weights: weights.clone(),
             epsilon: EPSILON,
         })?;
-        memory[0] = vec![last];
+        memory.start = vec![last];
         Some(outputs)
     }
 }

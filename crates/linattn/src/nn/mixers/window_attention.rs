@@ -2,10 +2,10 @@
 
 use super::retnet::{check_rotated, check_theta};
 use super::{block_width, linear_flops};
-use crate::nn::convolution::ConvStateList;
+use crate::nn::convolution::ConvPast;
 use crate::nn::layers::{INIT_STD, linear, split_heads};
 use crate::nn::softmax::{KeyValueCache, rotated_heads, through_window, weigh};
-use crate::nn::{ConfigError, Cost, LARGEST, Linear, Rope};
+use crate::nn::{ConfigError, Cost, Kept, KeptTensors, LARGEST, Linear, Rope};
 use crate::ops::{LinearAttentionBackend, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -123,7 +123,7 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
     pub(super) fn forward(
         &self,
         x: &Tensor<B, 3>,
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
         position: usize,
     ) -> Tensor<B, 3> {
         let rotation = (Rope::whole(self.config.rope_theta), position);
@@ -142,8 +142,8 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
             }
             None => weigh(q, &cache.keys, &cache.values, hidden),
         });
-        for rows in [cache.keys, cache.values] {
-            conv_states.push(self.padded(rows));
+        for (name, rows) in [(Kept::WindowKey, cache.keys), (Kept::WindowValue, cache.values)] {
+            conv_states.keep(name, self.padded(rows));
         }
         a
     }
@@ -161,18 +161,20 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
     /// Keys and values of the tokens before that the window still sees.
     fn before(
         &self,
-        conv_states: &mut ConvStateList<B>,
+        conv_states: &mut ConvPast<B>,
         position: usize,
         x: &Tensor<B, 3>,
     ) -> Option<KeyValueCache<B>> {
-        let (keys, values) = (conv_states.draw()?, conv_states.draw()?);
+        let [keys, values] =
+            [Kept::WindowKey, Kept::WindowValue].map(|name| conv_states.draw(name));
+        let (keys, values) = (keys?, values?);
         let kept = self.config.window - 1;
         let there = position.min(kept);
         let [keys, values] = [keys, values].map(|conv_state| {
             let rows = typed(conv_state.narrow(1, kept - there, there), x.dtype());
             split_heads(rows, self.config.heads).swap_dims(1, 2)
         });
-        Some(KeyValueCache { keys, values, position, conv_states: vec![] })
+        Some(KeyValueCache { keys, values, position, conv_states: KeptTensors::default() })
     }
 
     /// Keys or values of a cache, `[B, H, S, K]`, as those of a whole window but its last token, zeros in front:

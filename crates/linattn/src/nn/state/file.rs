@@ -18,7 +18,7 @@ const KEY: &str = "linattn_state";
 /// Ids of a text.
 const TOKENS: &str = "tokens";
 /// Of the format.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Tokens that a state can have seen; no text is as long.
 const MOST_TOKENS: usize = 1 << 48;
 

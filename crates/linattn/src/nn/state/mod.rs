@@ -2,8 +2,8 @@
 //! and taken apart.
 //! ```text
 //! layers.3.mixer.memory    [B, H, K, V]      what a layer's mixer keeps, by the name of its field
-//! layers.3.mixer.tails.0   [B, W - 1, C]     lists by number
-//! layers.3.tails.0         [B, W - 1, C]     conv states of the layer and its MLP, by their first name
+//! layers.3.mixer.conv_states.q     [B, W - 1, C]     tensors of a kind by what they are: see [`Kept`]
+//! layers.3.conv_states.canon_mlp   [B, W - 1, D]     those of the layer and its MLP
 //! tokens                   [T]               ids of a text in the making, where the file has one
 //! ```
 //! A file is safetensors, its numbers f32 (f64 where the state is), so that f32 comes back to the last
@@ -12,13 +12,15 @@
 //! the state and one tensor of it once more.
 
 mod file;
+mod kept;
 mod list;
 mod model;
 mod tensors;
 
 pub use file::state_file;
 pub(crate) use file::{TextHeader, read, write};
-pub use list::{ListState, NetworkState, VectorState};
+pub use kept::{Kept, KeptTensors};
+pub use list::{NetworkMemory, NetworkState, VectorState};
 pub(crate) use tensors::CONV_STATES;
 pub use tensors::{RecurrentState, StateTensors};
 

@@ -9,12 +9,12 @@ use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 impl<B: Backend> BlockState<B> {
     /// Its tensors: those of the mixer below `mixer`, and `conv_states`.
     pub fn tensors(&self) -> StateTensors<B> {
-        self.mixer.tensors().within("mixer").with_list(CONV_STATES, &self.conv_states)
+        self.mixer.tensors().within("mixer").with_kept(CONV_STATES, &self.conv_states)
     }
 
     /// A state of the same kind, of other tensors.
     fn of(&self, mut tensors: StateTensors<B>) -> Self {
-        let conv_states = tensors.take_list(CONV_STATES);
+        let conv_states = tensors.take_kept(CONV_STATES);
         Self { mixer: self.mixer.of(tensors.out_of("mixer")), conv_states }
     }
 }

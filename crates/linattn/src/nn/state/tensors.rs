@@ -1,10 +1,11 @@
 //! States as named tensors: taken apart and put together.
 
+use super::kept::{Kept, KeptTensors};
 use crate::ops::cat;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
-/// The name of conv states among named tensors. Files have it: another one would leave older files unread.
-pub(crate) const CONV_STATES: &str = "tails";
+/// The name of conv states among named tensors.
+pub(crate) const CONV_STATES: &str = "conv_states";
 
 /// A kind of mixer state that can be taken apart into tensors and put together again. That is all that
 /// saving, joining and selecting ask of it.
@@ -90,6 +91,15 @@ impl<B: Backend> StateTensors<B> {
         tensors.iter().enumerate().fold(self, one)
     }
 
+    /// Adds tensors that are kept by name, as `table.name` each.
+    #[must_use]
+    pub fn with_kept<const D: usize>(self, table: &str, tensors: &KeptTensors<B, D>) -> Self {
+        let one = |all: Self, (name, tensor): (Kept, &Tensor<B, D>)| {
+            all.push(format!("{table}.{}", name.name()), tensor, None)
+        };
+        tensors.iter().fold(self, one)
+    }
+
     fn push<const D: usize>(
         mut self,
         name: String,
@@ -133,6 +143,12 @@ impl<B: Backend> StateTensors<B> {
     /// Takes the tensors of a list out.
     pub fn take_list<const D: usize>(&mut self, name: &str) -> Vec<Tensor<B, D>> {
         (0..).map_while(|i| self.take_if_any(&format!("{name}.{i}"))).collect()
+    }
+
+    /// Takes the tensors out that are kept below `table`.
+    pub fn take_kept<const D: usize>(&mut self, table: &str) -> KeptTensors<B, D> {
+        let mut take = |name: Kept| self.take_if_any(&format!("{table}.{}", name.name()));
+        Kept::ALL.iter().filter_map(|name| Some((*name, take(*name)?))).collect()
     }
 
     /// The same, every name below `table`.
@@ -202,12 +218,20 @@ pub(super) fn counted(position: Option<usize>) -> String {
 mod tests {
     use super::*;
     use burn::backend::Flex;
+    use std::collections::BTreeSet;
 
     #[test]
-    fn conv_states_keep_their_name_in_files() {
+    fn what_is_kept_has_its_own_name_in_files() {
         let state = Tensor::<Flex, 3>::zeros([1, 3, 2], &Default::default());
-        let tensors = StateTensors::new(None).with_list(CONV_STATES, &[state.clone(), state]);
+        let kept = [(Kept::Value, state.clone()), (Kept::Query, state)].into_iter().collect();
+        let tensors = StateTensors::new(None).with_kept(CONV_STATES, &kept);
         let names: Vec<&str> = tensors.data().map(|(name, _)| name).collect();
-        assert_eq!(names, ["tails.0", "tails.1"]);
+        assert_eq!(names, ["conv_states.q", "conv_states.v"]);
+    }
+
+    #[test]
+    fn no_two_tensors_are_kept_under_one_name_in_files() {
+        let names: BTreeSet<&str> = Kept::ALL.iter().map(|kept| kept.name()).collect();
+        assert_eq!(names.len(), Kept::ALL.len());
     }
 }
