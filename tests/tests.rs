@@ -2,9 +2,6 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 
 #[cfg(feature = "cpu")]
-mod adapters;
-mod call;
-#[cfg(feature = "cpu")]
 mod campaign;
 #[cfg(feature = "cpu")]
 mod chat;
@@ -17,72 +14,30 @@ mod configs;
 #[cfg(feature = "cpu")]
 mod desk;
 #[cfg(feature = "cpu")]
-mod features;
-#[cfg(feature = "cpu")]
 mod fine_tuning;
-mod fixtures;
 #[cfg(feature = "cpu")]
-mod formulas;
-#[cfg(all(feature = "fusion", feature = "wgpu", feature = "cpu"))]
-mod fused;
-#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
-mod fused_ops;
-mod generation;
+mod generate;
 mod guide;
 #[cfg(feature = "cpu")]
 mod hostile;
 #[cfg(feature = "cpu")]
 mod hub_checkpoints;
-#[cfg(feature = "cpu")]
-mod initialization;
-#[cfg(feature = "cpu")]
-mod inner_learning;
-#[cfg(feature = "cpu")]
-mod layer_fixtures;
-#[cfg(feature = "cpu")]
-mod layers;
 mod layers_page;
-#[cfg(feature = "cpu")]
-mod long_convolutions;
-#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
-mod mixers_on_gpus;
 mod newcomer;
-#[cfg(feature = "cpu")]
-mod omega_formulas;
-#[cfg(feature = "cpu")]
-mod one_regression;
-mod ops;
-#[cfg(feature = "cpu")]
-mod parameters;
 #[cfg(feature = "cpu")]
 mod paths;
 #[cfg(feature = "cpu")]
-mod precision;
-mod quantized;
-#[cfg(feature = "cpu")]
-mod recent_formulas;
-#[cfg(feature = "cpu")]
-mod recomputation;
+mod quantized_run;
 mod results;
 #[cfg(feature = "cpu")]
 mod retrieval_errors;
 #[cfg(feature = "cpu")]
 mod runs;
 #[cfg(feature = "cpu")]
-mod softmax_formulas;
+#[path = "../crates/linattn/tests/library/support.rs"]
 mod support;
 #[cfg(feature = "cpu")]
-mod tensor_operations;
-#[cfg(feature = "cpu")]
 mod untrusted;
-#[cfg(feature = "cpu")]
-mod variant_formulas;
-#[cfg(feature = "cpu")]
-mod variants;
-#[cfg(feature = "cpu")]
-mod varlen;
-#[cfg(feature = "cpu")]
-mod varlen_layers;
 
 #[cfg(feature = "cpu")]
 #[path = "../examples/own_project.rs"]

@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use verdict::Tally;
 
 mod args;
-#[path = "../../tests/call.rs"]
+#[path = "../../crates/linattn/tests/library/call.rs"]
 mod call;
 mod case;
 mod problem;

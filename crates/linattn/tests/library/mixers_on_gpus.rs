@@ -5,7 +5,8 @@
 
 use crate::call::{download, upload};
 use crate::layers::{D, MIXERS, config};
-use crate::support::{Weights, normal_by};
+use crate::support::normal_by;
+use crate::weights::Weights;
 use burn::backend::Flex;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Tensor, backend::Backend};

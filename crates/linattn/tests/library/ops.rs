@@ -1,7 +1,7 @@
 //! The operations against the f64 recurrences: forward, every gradient, steps, cuts.
 
 use crate::call::{Call, Rule, download, upload};
-use crate::support::{F32_LIMIT, alone};
+use crate::support::alone;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor};
 use linattn::ops::{self, LinearAttentionBackend};
@@ -10,6 +10,9 @@ use linattn_oracle::{
     ScanInputs, Strength, Transition, assert_close, backward, forward, linear_scan,
     linear_scan_backward, normals, slice_tokens,
 };
+
+/// Limits on RMS error over RMS truth.
+pub const F32_LIMIT: f64 = 1e-5;
 
 /// Which outputs the loss reads.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -2,7 +2,9 @@
 //! fused against unfused on the same adapter, and unfused against the processor.
 
 use crate::call::download;
-use crate::support::{Weights, alone, drawn_by, wgpu};
+use crate::layers::drawn_by;
+use crate::support::{alone, wgpu};
+use crate::weights::Weights;
 use burn::backend::wgpu::{CubeBackend, WgpuRuntime};
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};

@@ -1,7 +1,8 @@
 //! Backends of Burn without loops or kernels of ours give what Flex gives: outputs, gradients and steps of whole models.
 
 use crate::layers::wide;
-use crate::support::{F32_LIMIT, alone};
+use crate::ops::F32_LIMIT;
+use crate::support::alone;
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::AutodiffBackend};
 use linattn::backend::{Autodiff, Flex, TrainBackend};

@@ -1,4 +1,4 @@
-//! Parts that several tests need.
+//! Parts that several tests need, here and in the tests of the whole repository, which include this file.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -6,9 +6,6 @@ use linattn_oracle::Rng;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Limits on RMS error over RMS truth.
-pub const F32_LIMIT: f64 = 1e-5;
 
 /// Held while a graph is built and gone back through. Burn 0.21 ends each backward pass by freeing what no
 /// tensor holds in any graph of the process, and tests join tensors by its `Tensor::cat`, which holds none of
@@ -19,10 +16,10 @@ pub fn alone() -> MutexGuard<'static, ()> {
 }
 
 /// Draws weights anew that are not all alike: normal.
-struct DrawnBy {
-    rng: Rng,
+pub struct DrawnBy {
+    pub rng: Rng,
     /// Of weights around 0; without one each tensor keeps the mean and deviation that it has.
-    deviation: Option<f64>,
+    pub deviation: Option<f64>,
 }
 
 impl<B: Backend> ModuleMapper<B> for DrawnBy {
@@ -50,36 +47,10 @@ fn mean_and_deviation(numbers: &[f64]) -> (f64, f64) {
     (mean, (squares / numbers.len() as f64).sqrt())
 }
 
-/// `module` with weights that are the same in each run but for their mean and deviation, for tests that a few
-/// weights in a thousand would fail:
-/// Burn's generator serves all threads of the process, so that no seed of it fixes what one test draws.
-pub fn drawn_by<B: Backend, M: Module<B>>(seed: u64, module: M) -> M {
-    module.map(&mut DrawnBy { rng: Rng::new(seed), deviation: None })
-}
-
-/// `module` with the same weights to the last bit in each run, where [`drawn_by`] takes the deviations that it finds.
+/// `module` with weights that are the same to the last bit in each run: Burn's generator serves all threads of the
+/// process, so that no seed of it fixes what one test draws.
 pub fn normal_by<B: Backend, M: Module<B>>(seed: u64, deviation: f64, module: M) -> M {
     module.map(&mut DrawnBy { rng: Rng::new(seed), deviation: Some(deviation) })
-}
-
-/// Weights of a model, first to last: taken from one by a visit, given to another by a map.
-#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
-#[derive(Clone, Default)]
-pub struct Weights(std::collections::VecDeque<TensorData>);
-
-#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
-impl<B: Backend> burn::module::ModuleVisitor<B> for Weights {
-    fn visit_float<const R: usize>(&mut self, param: &Param<Tensor<B, R>>) {
-        self.0.push_back(param.val().into_data());
-    }
-}
-
-#[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]
-impl<B: Backend> ModuleMapper<B> for Weights {
-    fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
-        let weight = self.0.pop_front().unwrap();
-        param.map(|old| Tensor::from_data(weight, &old.device()).require_grad())
-    }
 }
 
 /// Numbers by name.
@@ -108,21 +79,26 @@ pub fn safetensors(path: &Path) -> Numbers {
 /// visibly; where `LINATTN_REQUIRE_GPU` is set, it fails.
 #[cfg(feature = "wgpu")]
 pub fn wgpu() -> Option<burn::backend::wgpu::WgpuDevice> {
-    let first = linattn_cli::device::wgpu_devices().into_iter().next();
-    if first.is_none() {
+    use cubecl::device::Device;
+    use cubecl::prelude::Runtime;
+    use cubecl::wgpu::{AutoGraphicsApi, GraphicsApi, WgpuDevice, WgpuRuntime};
+    let all = WgpuRuntime::enumerate_all_devices(&AutoGraphicsApi::backend());
+    if all.is_empty() {
         linattn_oracle::skipped_without_adapter();
     }
-    first
+    all.first().map(|first| WgpuDevice::from_id(*first))
 }
 
 /// The first NVIDIA GPU, or a visible skip.
 #[cfg(feature = "cuda")]
 pub fn cuda() -> Option<burn::backend::cuda::CudaDevice> {
-    match linattn_cli::device::choose("cuda:0") {
-        Ok(_) => Some(burn::backend::cuda::CudaDevice::new(0)),
-        Err(why) => {
-            linattn_oracle::skipped(why);
-            None
-        }
+    use cubecl::cuda::{CudaDevice, CudaRuntime};
+    use cubecl::prelude::Runtime;
+    // Without NVIDIA's driver the question panics.
+    let count = std::panic::catch_unwind(|| CudaRuntime::enumerate_all_devices(&()).len());
+    if count.unwrap_or(0) == 0 {
+        linattn_oracle::skipped("no NVIDIA GPU");
+        return None;
     }
+    Some(CudaDevice::new(0))
 }

@@ -2,7 +2,10 @@
 //! whole models.
 
 use crate::call::{download, upload};
-use crate::support::{F32_LIMIT, Weights, alone, drawn_by, normal_by};
+use crate::layers::drawn_by;
+use crate::ops::F32_LIMIT;
+use crate::support::{alone, normal_by};
+use crate::weights::Weights;
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;

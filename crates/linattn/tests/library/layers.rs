@@ -1,7 +1,7 @@
 //! Every mixer: forward equals steps, sequences can be cut, nothing looks ahead, gradients agree.
 
 use crate::call::{download, upload};
-use crate::support::{alone, drawn_by};
+use crate::support::{DrawnBy, alone};
 use burn::backend::{Autodiff, Flex};
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
@@ -216,6 +216,13 @@ impl<B: Backend> ModuleMapper<B> for Wide {
         let factor = if R == 2 { self.0 } else { 1.0 };
         param.map(|weight| (weight.cast(DType::F64) * factor).detach().require_grad())
     }
+}
+
+/// `module` with weights that are the same in each run but for their mean and deviation, for tests that a few
+/// weights in a thousand would fail:
+/// Burn's generator serves all threads of the process, so that no seed of it fixes what one test draws.
+pub(crate) fn drawn_by<B: Backend, M: Module<B>>(seed: u64, module: M) -> M {
+    module.map(&mut DrawnBy { rng: Rng::new(seed), deviation: None })
 }
 
 /// The module in double precision, with the same weights in each run but for their mean and deviation.

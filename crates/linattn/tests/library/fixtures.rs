@@ -2,8 +2,8 @@
 //! tests/fixtures/README.md says where the numbers come from, and what each file's inputs are.
 
 use crate::call::{download, upload};
-use crate::ops::{Reads, differentiate, stepped};
-use crate::support::{F32_LIMIT, Numbers, alone, safetensors};
+use crate::ops::{F32_LIMIT, Reads, differentiate, stepped};
+use crate::support::{Numbers, alone, safetensors};
 use burn::module::{ModuleMapper, Param};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};
