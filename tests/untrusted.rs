@@ -386,7 +386,7 @@ fn small_model() -> LanguageModel<Flex> {
     config.init(11, &Default::default()).unwrap()
 }
 
-/// The same state with other metadata and no checksum, as files of older versions have none.
+/// The same state with other metadata and no checksum, which a file may lack.
 fn without_checksum(bytes: &[u8], changes: &[Change]) -> Option<Vec<u8>> {
     let file = SafeTensors::deserialize(bytes).unwrap();
     let (_, header) = SafeTensors::read_metadata(bytes).unwrap();

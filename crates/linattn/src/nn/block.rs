@@ -46,7 +46,7 @@ pub struct BlockState<B: Backend> {
     /// The last inputs of the convolution before the mixer, `[B, W - 1, D]`, of the one before the
     /// MLP, and what the MLP itself saw last: of each convolution inside it, `[B, W - 1, width]`, or
     /// the last token, `[B, 1, D]`. Of those that there are.
-    pub conv_states: KeptTensors<B, 3>,
+    pub conv_states: KeptTensors<B>,
 }
 
 /// One layer of a model: a mixer, then an MLP, each with a norm before and a residual around.

@@ -146,8 +146,8 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
 /// and those for what comes next, under the same names.
 #[derive(Debug)]
 pub(crate) struct ConvPast<B: Backend> {
-    before: KeptTensors<B, 3>,
-    next: KeptTensors<B, 3>,
+    before: KeptTensors<B>,
+    next: KeptTensors<B>,
     lengths: Option<SequenceLengths>,
     /// Whether nobody reads those for what comes next: there are none then.
     drops: bool,
@@ -155,7 +155,7 @@ pub(crate) struct ConvPast<B: Backend> {
 
 impl<B: Backend> ConvPast<B> {
     /// With those of earlier tokens.
-    pub(crate) fn after(before: KeptTensors<B, 3>) -> Self {
+    pub(crate) fn after(before: KeptTensors<B>) -> Self {
         Self { before, next: KeptTensors::default(), lengths: None, drops: false }
     }
 
@@ -227,7 +227,7 @@ impl<B: Backend> ConvPast<B> {
     }
 
     /// Those for what comes next.
-    pub(crate) fn into_next(self) -> KeptTensors<B, 3> {
+    pub(crate) fn into_next(self) -> KeptTensors<B> {
         self.next
     }
 }

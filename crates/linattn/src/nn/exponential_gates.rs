@@ -59,8 +59,8 @@ pub(crate) struct Asked<B: Backend> {
 }
 
 impl<B: LinearAttentionBackend> Asked<B> {
-    /// h, `[B, T, H, V]`, and the memory after token T, `[B, H, K, V + 1]`. m, `[B, 1, H]`, lies among the
-    /// conv states.
+    /// h, `[B, T, H, V]`, and the memory after token T, `[B, H, K, V + 1]`. m, `[B, 1, H]`, is kept as
+    /// [`Kept::Maximum`].
     pub(crate) fn answer(
         self,
         memory: Option<Tensor<B, 4>>,

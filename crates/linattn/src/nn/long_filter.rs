@@ -125,7 +125,7 @@ pub struct ConvolutionState<B: Backend> {
     /// Every input of a long convolution so far, `[B, T, channels]`: it grows with the sequence. `None` without one.
     pub inputs: Option<Tensor<B, 3>>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`.
-    pub conv_states: KeptTensors<B, 3>,
+    pub conv_states: KeptTensors<B>,
 }
 
 impl<B: Backend> ConvolutionState<B> {

@@ -78,7 +78,8 @@ impl OmegaRule {
         (weights, flops + if self.muon { formed } else { 0 })
     }
 
-    /// Outputs of a piece, `[B, tokens, H, V]`; `memory` goes on to behind it.
+    /// Outputs of a piece, `[B, tokens, H, V]`; `memory`, whose `running` weights are M and whose `momentum` is S, goes
+    /// on to behind it.
     pub(crate) fn learn<B: Backend>(
         self,
         x: &Rows<B>,

@@ -58,8 +58,8 @@ pub(crate) fn nothing<B: Backend>(like: &Tensor<B, 3>, rows: usize) -> Tensor<B,
 /// Sums over all of `both`, keys and values side by side, up to each token; and the memory after the last.
 pub(crate) fn summed<B: LinearAttentionBackend>(
     both: Tensor<B, 3>,
-    mut before: KeptTensors<B, 3>,
-) -> (Partial<B>, KeptTensors<B, 3>) {
+    mut before: KeptTensors<B>,
+) -> (Partial<B>, KeptTensors<B>) {
     let [k, v] = halves(&both, both.dims()[2] / 2);
     let memory = before.take(Kept::Sums).zip(before.take(Kept::Maximum));
     let sums = exponential_sums(k.zeros_like(), k, v, memory);

@@ -28,7 +28,7 @@ pub struct PathCache<B: Backend> {
     /// `[B, H, T]`.
     pub gates: Option<Tensor<B, 3>>,
     /// Last inputs of the short convolution, `[B, W - 1, channels]`; empty without one.
-    pub conv_states: KeptTensors<B, 3>,
+    pub conv_states: KeptTensors<B>,
 }
 
 impl<B: Backend> RecurrentState<B> for PathCache<B> {

@@ -37,7 +37,7 @@ pub struct KeyValueCache<B: Backend> {
     /// Tokens seen.
     pub position: usize,
     /// The last inputs of Canon layers, of those that there are.
-    pub conv_states: KeptTensors<B, 3>,
+    pub conv_states: KeptTensors<B>,
 }
 
 impl<B: Backend> RecurrentState<B> for KeyValueCache<B> {

@@ -143,8 +143,8 @@ fn with_lengths<B: Backend>(weight: Tensor<B, 4>, wanted: Tensor<B, 4>) -> Tenso
 /// State of [`Lact`](super::mixers::Lact).
 #[derive(Debug, Clone)]
 pub struct LactState<B: Backend> {
-    /// W, the sums of the chunk so far, and D; with momentum, the sum of m so far, `[B, 1, H]`, among
-    /// the conv states.
+    /// W (`start`), the sums of the chunk so far (`running`), and D (`momentum`); with momentum, the sum of m so far,
+    /// `[B, 1, H]`, among `conv_states`.
     pub memory: NetworkState<B>,
     /// Keys and values that attention may still see.
     pub cache: KeyValueCache<B>,

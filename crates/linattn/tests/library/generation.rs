@@ -383,6 +383,23 @@ fn a_state_that_does_not_fit_is_refused_by_layer_and_tensor() {
     assert_eq!(fs::read(&path).unwrap(), bytes, "the file there is as it was");
 }
 
+#[test]
+fn a_state_of_another_version_is_refused_by_its_version() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("text.state");
+    let model = of_kind(KINDS[0]);
+    let mut generated = run(&model, vec![Sequence::new(prompt(5))], sampled(0), 3);
+    generated.rows.remove(0).sequence.save(&path).unwrap();
+    let mut bytes = fs::read(&path).unwrap();
+    // JSON within JSON.
+    let escaped = br#"version\":2"#;
+    let at = bytes.windows(escaped.len()).position(|part| part == escaped).unwrap();
+    bytes[at + escaped.len() - 1] = b'1';
+    fs::write(&path, bytes).unwrap();
+    let refused = Sequence::load(&path, &model, &Default::default()).unwrap_err().to_string();
+    assert!(refused.contains("its version is 1, not 2"), "{refused}");
+}
+
 /// Every eleventh byte of a state, a bit of each: refused, or nothing that counts.
 #[test]
 fn a_bit_that_flips_in_a_state_is_no_other_text() {

@@ -934,7 +934,7 @@ fn the_state_that_a_config_announces_is_the_state_that_a_model_keeps() {
         let (_, state) = model(text).forward(ids(30), None);
         let mut values = 0;
         for layer in state.layers {
-            let numbers = |kept: &KeptTensors<B, 3>| {
+            let numbers = |kept: &KeptTensors<B>| {
                 kept.iter().map(|(_, tensor)| tensor.shape().num_elements()).sum::<usize>()
             };
             values += numbers(&layer.conv_states);

@@ -94,10 +94,10 @@ pub fn wgpu() -> Option<burn::backend::wgpu::WgpuDevice> {
 pub fn cuda() -> Option<burn::backend::cuda::CudaDevice> {
     use cubecl::cuda::{CudaDevice, CudaRuntime};
     use cubecl::prelude::Runtime;
-    // Without NVIDIA's driver the question panics.
+    // Without NVIDIA's driver the question panics, and says why.
     let count = std::panic::catch_unwind(|| CudaRuntime::enumerate_all_devices(&()).len());
     if count.unwrap_or(0) == 0 {
-        linattn_oracle::skipped("no NVIDIA GPU");
+        linattn_oracle::skipped("no NVIDIA GPU, or no driver for it");
         return None;
     }
     Some(CudaDevice::new(0))

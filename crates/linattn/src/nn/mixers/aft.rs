@@ -160,14 +160,14 @@ pub struct AftState<B: Backend> {
     pub recent: Option<Tensor<B, 3>>,
     /// Of all other tokens: sums of values and of weights over e^m, `[B, 1, 2 D]`, and m, `[B, 1, D]`. Empty in the
     /// full form.
-    pub sums: KeptTensors<B, 3>,
+    pub memory: KeptTensors<B>,
     /// Tokens seen.
     pub position: usize,
 }
 
 impl<B: Backend> RecurrentState<B> for AftState<B> {
     fn tensors(&self) -> StateTensors<B> {
-        let tensors = StateTensors::new(Some(self.position)).with_kept("sums", &self.sums);
+        let tensors = StateTensors::new(Some(self.position)).with_kept("memory", &self.memory);
         match &self.recent {
             Some(recent) => tensors.with_growing("recent", recent, 1),
             None => tensors,
@@ -175,8 +175,8 @@ impl<B: Backend> RecurrentState<B> for AftState<B> {
     }
 
     fn from_tensors(mut tensors: StateTensors<B>) -> Self {
-        let (position, sums) = (tensors.position(), tensors.take_kept("sums"));
-        Self { recent: tensors.take_if_any("recent"), sums, position }
+        let (position, memory) = (tensors.position(), tensors.take_kept("memory"));
+        Self { recent: tensors.take_if_any("recent"), memory, position }
     }
 }
 
@@ -211,7 +211,7 @@ impl<B: Backend> RecurrentState<B> for AftState<B> {
 /// none is dropped. Sums are kept over the exponential of their largest term, through which no gradient is
 /// taken. A model knows as many positions as `length` says, and no more.
 /// # Shapes and units
-/// Input and output are `[B, T, D]`. The state is an [`AftState`]: `sums`, a and b over e^m, `[B, 1, 2 D]`,
+/// Input and output are `[B, T, D]`. The state is an [`AftState`]: `memory`, a and b over e^m, `[B, 1, 2 D]`,
 /// and m, `[B, 1, D]`; `recent`, keys and values of tokens that have a bias, `[B, S, 2 D]`, which grows with
 /// T in the full form; `position`, tokens seen. k and w are natural logs of a token's weight.
 /// # Errors
@@ -258,14 +258,14 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Aft<B> {
         let [q, k, v] = project(&x, projections, &mut ConvPast::none());
         let new = cat(vec![accumulator(k), accumulator(v)], 2);
         let (recent, sums, position) = match state {
-            Some(AftState { recent, sums, position }) => (recent, sums, position),
+            Some(AftState { recent, memory, position }) => (recent, memory, position),
             None => (self.window.map(|window| nothing(&new, window)), KeptTensors::default(), 0),
         };
         let all = match recent {
             Some(recent) => cat(vec![recent, new], 1),
             None => new,
         };
-        let state = |recent, sums| AftState { recent, sums, position: position + tokens };
+        let state = |recent, memory| AftState { recent, memory, position: position + tokens };
         let (mean, state) = match (self.biases(), self.window) {
             (None, _) => {
                 let (partial, sums) = summed(all, sums);

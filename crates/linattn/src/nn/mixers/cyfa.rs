@@ -141,7 +141,7 @@ impl CyFaConfig {
 /// Channel M / 2, the sine of f = 0, is always 0. This is two passes of linear attention with one decay.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`SlotState`]: `keys`, `[B, H, M, K]`; `values`,
-/// `[B, H, M, V]`; `conv_states`, the last W - 1 inputs of each short convolution, then the clock as an angle in
+/// `[B, H, M, V]`; `conv_states`, the last W - 1 inputs of each short convolution, and the clock as an angle in
 /// radians, `[B, 1, H]`. g is a natural log of the share kept, for each token and head, at most 0. beta is
 /// the share of a token that is written, 0 to 1.
 /// # Errors

@@ -134,7 +134,7 @@ pub struct ForgettingCache<B: Backend> {
     /// The sum of log gates up to each token, less that up to the last: `[B, H, T]`, 0 at the end.
     pub gates: Tensor<B, 3>,
     /// Keys and values of the last token as projected, `[B, 1, Hk K]`, those of them that are shifted.
-    pub last: KeptTensors<B, 3>,
+    pub last: KeptTensors<B>,
 }
 
 impl<B: Backend> RecurrentState<B> for ForgettingCache<B> {

@@ -135,7 +135,7 @@ impl GateLoopConfig {
 /// rows. A is kept between -pi and pi, which changes no turn.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
-/// the last W - 1 inputs of each short convolution, then A, `[B, 1, H K / 2]`; `position`, tokens seen. g is
+/// the last W - 1 inputs of each short convolution, and A, `[B, 1, H K / 2]`; `position`, tokens seen. g is
 /// a natural log of the share of a row that is kept, at most 0, theta an angle in radians, both for each
 /// token, head and pair of channels.
 /// # Errors

@@ -125,13 +125,13 @@ pub struct SlotState<B: Backend> {
     pub keys: Tensor<B, 4>,
     /// `[B, H, M, V]`.
     pub values: Tensor<B, 4>,
-    /// Last inputs of each short convolution, `[B, W - 1, channels]`, in the order of the layer's
-    /// fields; empty without convolutions. Then CyFA's clock, `[B, 1, H]`.
-    pub conv_states: KeptTensors<B, 3>,
+    /// Last inputs of each short convolution, `[B, W - 1, channels]`, and CyFA's clock, an angle, `[B, 1, H]`; empty
+    /// without either.
+    pub conv_states: KeptTensors<B>,
 }
 
 /// A state taken apart: slots of keys and of values, and conv states.
-pub(super) type Parts<B> = (Option<Tensor<B, 4>>, Option<Tensor<B, 4>>, KeptTensors<B, 3>);
+pub(super) type Parts<B> = (Option<Tensor<B, 4>>, Option<Tensor<B, 4>>, KeptTensors<B>);
 
 impl<B: Backend> SlotState<B> {
     pub(super) fn parts(state: Option<Self>) -> Parts<B> {

@@ -143,7 +143,7 @@ impl KdaConfig {
 /// those before it, and the key itself erases.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`MatrixState`]: `memory`, `[B, H, K, V]`, f32; `conv_states`,
-/// the last W - 1 inputs of each short convolution, then of the preconditioner its sums, `[B, 1, H K]` of key
+/// the last W - 1 inputs of each short convolution, and of the preconditioner its sums, `[B, 1, H K]` of key
 /// heads; `position`, tokens seen. beta is a share of the error that is corrected, 0 to 1, or to 2 with
 /// `allow_neg_eigval`. g is a natural log of the share of a row that is kept, for each token, head and key
 /// channel, at most 0.

@@ -187,7 +187,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lact<B> {
         let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
         let (memory, cache) = state.map(|state| (state.memory, state.cache)).unzip();
         let first = start(&self.weights, batch);
-        let mut past = NetworkPast::of(memory, || {
+        let NetworkPast { memory, mut conv_states, position } = NetworkPast::of(memory, || {
             let running = zeros_like(&first);
             let momentum = if self.config.momentum { running.clone() } else { vec![] };
             NetworkMemory { start: first.clone(), running, momentum }
@@ -205,25 +205,26 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lact<B> {
         let (a, cache) = self.attend([&q, &k, &v], cache);
         let momentum = |proj: &Linear<B>| sigmoid(accumulator(proj.forward(x.clone())));
         let rows = Rows {
-            q: self.unit(q, [&self.q_scale, &self.q_offset], past.position),
-            k: self.unit(k, [&self.k_scale, &self.k_offset], past.position),
+            q: self.unit(q, [&self.q_scale, &self.q_offset], position),
+            k: self.unit(k, [&self.k_scale, &self.k_offset], position),
             v: accumulator(split_heads(silu(v), self.config.heads)),
             rates: self.rates(lr),
             momentum: self.momentum_proj.as_ref().map(momentum).map(|m| m.unsqueeze_dim(3)),
         };
         let mut memory = SwigluMemory {
-            weights: past.memory.clone(),
+            weights: memory,
             lengths: first.iter().map(lengths).collect(),
-            carried: past.conv_states.draw(Kept::Sums),
+            carried: conv_states.draw(Kept::Sums),
             size: self.config.mini_batch,
             muon: self.config.muon,
         };
-        let outputs = Piece::all(past.position, tokens, memory.size)
+        let outputs = Piece::all(position, tokens, memory.size)
             .into_iter()
             .map(|piece| memory.learn(&rows, piece))
             .collect();
-        past.memory = memory.weights;
-        memory.carried.into_iter().for_each(|sum| past.conv_states.keep(Kept::Sums, sum));
+        let SwigluMemory { weights, carried, .. } = memory;
+        carried.into_iter().for_each(|sum| conv_states.keep(Kept::Sums, sum));
+        let past = NetworkPast { memory: weights, conv_states, position };
         let o = typed(cat(outputs, 1), dtype);
         let o = self.ttt_norm.forward(o, None) * silu(scale).unsqueeze_dim::<4>(3);
         let y = self.o_proj.forward(a + merge_heads(o));

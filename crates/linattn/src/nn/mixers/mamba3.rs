@@ -196,8 +196,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba3<B> {
         let before = step.clone() - now.clone();
         let g = (heavy_tail(accumulator(rate)) * step).neg();
 
-        let last = [Kept::Key, Kept::Value].map(|name| past.conv_states.draw(name));
-        let last = last[0].clone().zip(last[1].clone()).map(|(k, x)| {
+        let [last_k, last_x] = [Kept::Key, Kept::Value].map(|name| past.conv_states.draw(name));
+        let last = last_k.zip(last_x).map(|(k, x)| {
             let k = k.reshape([batch, 1, rank, heads, width]);
             (k, self.over_rows(&x, &self.mimo_x))
         });

@@ -115,10 +115,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Qrnn<B> {
         let part = |j: usize| gates.clone().narrow(2, j * width, width);
         let (z, f, o) = (part(0).tanh(), sigmoid(part(1)), sigmoid(part(2)));
         let written = (f.clone().neg() + 1.0) * z;
-        let (c, last) = ops::linear_scan(f, written, past.draw(Kept::Hidden))
+        let (c, last) = ops::linear_scan(f, written, past.draw(Kept::Cell))
             .expect("the projection made the shapes");
         let y = self.o_proj.forward(typed(o * c, dtype));
-        (y, past.then([(Kept::Hidden, last)], tokens))
+        (y, past.then([(Kept::Cell, last)], tokens))
     }
 }
 

@@ -136,9 +136,6 @@ pub struct Slstm<B: Backend> {
     heads: usize,
 }
 
-/// The cells of a state.
-const CELLS: [Kept; 4] = [Kept::Hidden, Kept::Cell, Kept::Normalizer, Kept::Maximum];
-
 impl<B: LinearAttentionBackend> TokenMixer<B> for Slstm<B> {
     type State = VectorState<B>;
 
@@ -155,8 +152,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Slstm<B> {
         let (h, last) = ops::slstm(SlstmInputs { x, r: self.recurrent.blocks(), state })
             .expect("the projections made the shapes");
         let SlstmCells { h: last, c, n, m } = last;
-        let mut cells = [last, c, n, m].map(|cell| typed(merge_heads(cell), dtype)).into_iter();
-        let memory = CELLS.map(|name| (name, cells.next().expect("four cells")));
+        let cells =
+            [(Kept::Hidden, last), (Kept::Cell, c), (Kept::Normalizer, n), (Kept::Maximum, m)];
+        let memory = cells.map(|(name, cell)| (name, typed(merge_heads(cell), dtype)));
         (self.group_norm.forward(typed(h, dtype)), past.then(memory, tokens))
     }
 }
@@ -164,9 +162,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Slstm<B> {
 impl<B: LinearAttentionBackend> Slstm<B> {
     /// The cells before the first token; none at the start of a sequence.
     fn cells(&self, past: &mut VectorPast<B>) -> Option<SlstmCells<B>> {
-        let [h, c, n, m] = CELLS.map(|name| past.draw(name));
-        let of_heads = |cell: Option<Tensor<B, 3>>| Some(split_heads(cell?, self.heads));
-        Some(SlstmCells { h: of_heads(h)?, c: of_heads(c)?, n: of_heads(n)?, m: of_heads(m)? })
+        let mut cell = |name| Some(split_heads(past.draw(name)?, self.heads));
+        Some(SlstmCells {
+            h: cell(Kept::Hidden)?,
+            c: cell(Kept::Cell)?,
+            n: cell(Kept::Normalizer)?,
+            m: cell(Kept::Maximum)?,
+        })
     }
 
     /// The inputs' part of the gates: i, f, z and o of every head, `[B, T, H, 4 D / H]`.

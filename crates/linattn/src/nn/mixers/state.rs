@@ -13,8 +13,8 @@ pub struct MatrixState<B: Backend> {
     pub memory: Tensor<B, 4>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, and what else a mixer needs of its last token:
     /// RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`, mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles,
-    /// `[B, 1, H K / 2]`, Mamba-3 its angles, keys and values. Empty where there is nothing of the kind.
-    pub conv_states: KeptTensors<B, 3>,
+    /// `[B, 1, H K / 2]`, Mamba-3 its angles, keys and values, a preconditioner its sums, `[B, 1, H K]`. Empty where there is nothing of the kind.
+    pub conv_states: KeptTensors<B>,
     /// Tokens seen; the most that any row has, where sequences of different lengths came in one row.
     pub position: usize,
 }
@@ -51,7 +51,7 @@ impl<B: Backend> MatrixPast<B> {
 
 /// A [`VectorState`] taken apart, to become the next.
 pub(super) struct VectorPast<B: Backend> {
-    memory: KeptTensors<B, 3>,
+    memory: KeptTensors<B>,
     pub(super) conv_states: ConvPast<B>,
     pub(super) position: usize,
 }

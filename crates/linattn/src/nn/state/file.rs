@@ -33,7 +33,7 @@ struct Header {
     position: Option<usize>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     text: Option<TextHeader>,
-    /// CRC-32 of the header without it, as JSON, and of every tensor. Files of older versions have none.
+    /// CRC-32 of the header without it, as JSON, and of every tensor. It may be left out: what is written has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     checksum: Option<u32>,
 }

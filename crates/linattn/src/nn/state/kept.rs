@@ -28,7 +28,8 @@ macro_rules! kept {
 }
 
 kept! {
-    /// Last inputs of the short convolution of queries, `[B, W - 1, C]`, or of queries and keys where they share one.
+    /// Last inputs of the short convolution of queries, `[B, W - 1, C]`, or of both where queries and keys convolve one
+    /// projection.
     Query => "q",
     /// Last inputs of the short convolution of keys, `[B, W - 1, C]`; or the last key, `[B, 1, C]`.
     Key => "k",
@@ -36,7 +37,7 @@ kept! {
     Value => "v",
     /// Last inputs of the short convolution of reflections' directions, `[B, W - 1, C]`.
     Direction => "w",
-    /// Last inputs of the one short convolution that a mixer has, `[B, W - 1, C]`; or the last of them, `[B, 1, C]`.
+    /// Last inputs of a mixer's only short convolution or window, or of HGRN's inputs, `[B, W - 1, C]`.
     Input => "x",
     /// Last inputs of the short convolution of forget gates, `[B, W - 1, C]`.
     Forget => "f",
@@ -52,7 +53,7 @@ kept! {
     CanonMlp => "canon_mlp",
     /// Last inputs of the Canon layer of an MLP's gate, `[B, W - 1, F]`.
     CanonGate => "canon_gate",
-    /// Last inputs of the Canon layer of an MLP's other projection, `[B, W - 1, F]`.
+    /// Last inputs of the Canon layer of an MLP's up-projection, `[B, W - 1, F]`.
     CanonUp => "canon_up",
     /// Keys that a window still sees, `[B, W - 1, C]`.
     WindowKey => "window_k",
@@ -64,7 +65,7 @@ kept! {
     Token => "token",
     /// Angles so far, `[B, 1, C]`.
     Angles => "angles",
-    /// Sums over all tokens so far, which decay: `[B, 1, C]`.
+    /// Sums over the tokens so far (RWKV-4, AFT, preconditioners), or those of a chunk (LaCT), `[B, 1, C]`.
     Sums => "sums",
     /// The running maximum of exponents, `[B, 1, C]`.
     Maximum => "m",
@@ -80,18 +81,18 @@ kept! {
     Imaginary => "im",
 }
 
-/// Tensors of a state, `[B, ..]` of R dimensions each, by what they are: their order means nothing.
+/// Tensors of a state, `[B, .., ..]` each, by what they are: their order means nothing.
 #[derive(Debug, Clone)]
-pub struct KeptTensors<B: Backend, const R: usize>(BTreeMap<Kept, Tensor<B, R>>);
+pub struct KeptTensors<B: Backend>(BTreeMap<Kept, Tensor<B, 3>>);
 
-impl<B: Backend, const R: usize> KeptTensors<B, R> {
+impl<B: Backend> KeptTensors<B> {
     /// The tensor that is kept as `name`.
-    pub fn get(&self, name: Kept) -> Option<&Tensor<B, R>> {
+    pub fn get(&self, name: Kept) -> Option<&Tensor<B, 3>> {
         self.0.get(&name)
     }
 
     /// Every name and its tensor.
-    pub fn iter(&self) -> impl Iterator<Item = (Kept, &Tensor<B, R>)> {
+    pub fn iter(&self) -> impl Iterator<Item = (Kept, &Tensor<B, 3>)> {
         self.0.iter().map(|(name, tensor)| (*name, tensor))
     }
 
@@ -106,27 +107,27 @@ impl<B: Backend, const R: usize> KeptTensors<B, R> {
     }
 
     /// Takes out the tensor that is kept as `name`.
-    pub(crate) fn take(&mut self, name: Kept) -> Option<Tensor<B, R>> {
+    pub(crate) fn take(&mut self, name: Kept) -> Option<Tensor<B, 3>> {
         self.0.remove(&name)
     }
 
     /// Keeps a tensor.
     /// # Panics
     /// If a layer keeps two under one name: the second would be lost for the first.
-    pub(crate) fn keep(&mut self, name: Kept, tensor: Tensor<B, R>) {
+    pub(crate) fn keep(&mut self, name: Kept, tensor: Tensor<B, 3>) {
         let other = self.0.insert(name, tensor);
         assert!(other.is_none(), "a layer keeps one tensor as `{}`", name.name());
     }
 }
 
-impl<B: Backend, const R: usize> Default for KeptTensors<B, R> {
+impl<B: Backend> Default for KeptTensors<B> {
     fn default() -> Self {
         Self(BTreeMap::new())
     }
 }
 
-impl<B: Backend, const R: usize> FromIterator<(Kept, Tensor<B, R>)> for KeptTensors<B, R> {
-    fn from_iter<I: IntoIterator<Item = (Kept, Tensor<B, R>)>>(tensors: I) -> Self {
+impl<B: Backend> FromIterator<(Kept, Tensor<B, 3>)> for KeptTensors<B> {
+    fn from_iter<I: IntoIterator<Item = (Kept, Tensor<B, 3>)>>(tensors: I) -> Self {
         let mut all = Self::default();
         tensors.into_iter().for_each(|(name, tensor)| all.keep(name, tensor));
         all

@@ -1,10 +1,11 @@
 //! States as named tensors: how any of them is written to a file, joined with others along the batch,
 //! and taken apart.
 //! ```text
-//! layers.3.mixer.memory    [B, H, K, V]      what a layer's mixer keeps, by the name of its field
+//! layers.3.mixer.memory            [B, H, K, V]      what a layer's mixer keeps, by the name of its field
+//! layers.3.mixer.memory.start.0    [B, H, from, to]  lists by number
 //! layers.3.mixer.conv_states.q     [B, W - 1, C]     tensors of a kind by what they are: see [`Kept`]
 //! layers.3.conv_states.canon_mlp   [B, W - 1, D]     those of the layer and its MLP
-//! tokens                   [T]               ids of a text in the making, where the file has one
+//! tokens                           [T]               ids of a text in the making, where the file has one
 //! ```
 //! A file is safetensors, its numbers f32 (f64 where the state is), so that f32 comes back to the last
 //! bit. Its metadata has the key `linattn_state`: JSON with the kind of each layer's state, the tokens
@@ -13,14 +14,14 @@
 
 mod file;
 mod kept;
-mod list;
+mod memories;
 mod model;
 mod tensors;
 
 pub use file::state_file;
 pub(crate) use file::{TextHeader, read, write};
 pub use kept::{Kept, KeptTensors};
-pub use list::{NetworkMemory, NetworkState, VectorState};
+pub use memories::{NetworkMemory, NetworkState, VectorState};
 pub(crate) use tensors::CONV_STATES;
 pub use tensors::{RecurrentState, StateTensors};
 

@@ -93,8 +93,8 @@ impl<B: Backend> StateTensors<B> {
 
     /// Adds tensors that are kept by name, as `table.name` each.
     #[must_use]
-    pub fn with_kept<const D: usize>(self, table: &str, tensors: &KeptTensors<B, D>) -> Self {
-        let one = |all: Self, (name, tensor): (Kept, &Tensor<B, D>)| {
+    pub fn with_kept(self, table: &str, tensors: &KeptTensors<B>) -> Self {
+        let one = |all: Self, (name, tensor): (Kept, &Tensor<B, 3>)| {
             all.push(format!("{table}.{}", name.name()), tensor, None)
         };
         tensors.iter().fold(self, one)
@@ -146,7 +146,7 @@ impl<B: Backend> StateTensors<B> {
     }
 
     /// Takes the tensors out that are kept below `table`.
-    pub fn take_kept<const D: usize>(&mut self, table: &str) -> KeptTensors<B, D> {
+    pub fn take_kept(&mut self, table: &str) -> KeptTensors<B> {
         let mut take = |name: Kept| self.take_if_any(&format!("{table}.{}", name.name()));
         Kept::ALL.iter().filter_map(|name| Some((*name, take(*name)?))).collect()
     }

@@ -47,7 +47,7 @@ impl<'a, R: CubeRuntime> Flat<'a, R> {
         let zeros = || {
             let (client, device) = (parameter.client.clone(), parameter.device.clone());
             let zeros = zeros_client(client, device, parameter.meta.shape().clone(), DType::F32);
-            // On CUDA rows of a new tensor may have gaps between them, which nothing has written.
+            // On CUDA and ROCm rows of a new tensor may have gaps between them, which nothing has written.
             Cow::Owned(into_contiguous(zeros))
         };
         let (first, second, time) = match &step.moments {

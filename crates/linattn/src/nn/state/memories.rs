@@ -8,10 +8,10 @@ use burn::tensor::{Tensor, backend::Backend};
 pub struct VectorState<B: Backend> {
     /// `[B, 1, channels]` each: one as a rule; real and imaginary parts; sums over the exponential of a maximum, and
     /// that; hidden and cell state.
-    pub memory: KeptTensors<B, 3>,
+    pub memory: KeptTensors<B>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, or the last token, `[B, 1, D]`, where the
     /// next one sees it.
-    pub conv_states: KeptTensors<B, 3>,
+    pub conv_states: KeptTensors<B>,
     /// Tokens seen.
     pub position: usize,
 }
@@ -38,7 +38,7 @@ impl<B: Backend> RecurrentState<B> for VectorState<B> {
 pub struct NetworkMemory<B: Backend> {
     /// At the start of the mini-batch: gradients are taken at them.
     pub start: Vec<Tensor<B, 4>>,
-    /// After the last token; where `start` is enough to know them, the sums of gradients since then.
+    /// After the last token (Titans, Atlas); or the sums of steps since `start` (TTT, LaCT).
     pub running: Vec<Tensor<B, 4>>,
     /// The momentum of its steps; none in mixers without.
     pub momentum: Vec<Tensor<B, 4>>,
@@ -50,7 +50,7 @@ pub struct NetworkState<B: Backend> {
     /// Its weights.
     pub memory: NetworkMemory<B>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, and what else the mixer keeps of its last tokens.
-    pub conv_states: KeptTensors<B, 3>,
+    pub conv_states: KeptTensors<B>,
     /// Tokens seen.
     pub position: usize,
 }
