@@ -328,7 +328,6 @@ fn gradients<B: AutodiffBackend + LinearAttentionBackend>(device: &B::Device) ->
     ]
 }
 
-#[track_caller]
 /// Parameters and moments after each of three steps of AdamW from the first one on. Rows of many widths, since a
 /// device may leave gaps between those of a new tensor; what lies in its memory is no number.
 fn adamw<B: LinearAttentionBackend>(device: &B::Device) -> Found {
@@ -364,6 +363,7 @@ fn adamw<B: LinearAttentionBackend>(device: &B::Device) -> Found {
     found
 }
 
+#[track_caller]
 fn hold(want: &[(String, Vec<f64>)], got: &[(String, Vec<f64>)], limit: f64) {
     assert_eq!(want.len(), got.len());
     for ((name, want), (_, got)) in want.iter().zip(got) {
