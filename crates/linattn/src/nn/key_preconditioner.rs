@@ -81,8 +81,7 @@ pub(crate) fn written<B: LinearAttentionBackend>(
 }
 
 impl<B: LinearAttentionBackend> KeyPreconditioner<B> {
-    /// k' of keys `[B, T, H, K]`, from the projections. A, `[B, 1, H K]`, is kept as
-    /// [`Kept::Sums`].
+    /// k' of keys `[B, T, H, K]`, from the projections. A, `[B, 1, H K]`, is kept as [`Kept::Sums`].
     fn forward(
         &self,
         [a, beta]: [Tensor<B, 3>; 2],

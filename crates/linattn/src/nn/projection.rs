@@ -19,12 +19,12 @@ use burn::tensor::{DType, Tensor, TensorPrimitive, backend::Backend, ops::FloatT
 const ALIGNED: usize = 8;
 
 /// A short convolution, and the name of its conv state.
-pub(crate) type Named<'a, B> = (Kept, &'a ShortConvolution<B>);
+pub(crate) type NamedConvolution<'a, B> = (Kept, &'a ShortConvolution<B>);
 
 /// A projection, its short convolution where it has one, and the treatment of its columns.
 pub(crate) struct Projection<'a, B: Backend> {
     linear: &'a Linear<B>,
-    convolution: Option<Named<'a, B>>,
+    convolution: Option<NamedConvolution<'a, B>>,
     kind: ColumnKind,
     decay: Option<LogDecayParams<B>>,
 }
@@ -38,7 +38,7 @@ impl<'a, B: Backend> Projection<'a, B> {
     /// `activation(conv(x W))`, with heads of some length where `norm` asks for it.
     pub(crate) fn convolved(
         linear: &'a Linear<B>,
-        convolution: Option<Named<'a, B>>,
+        convolution: Option<NamedConvolution<'a, B>>,
         activation: Option<Activation>,
         norm: Option<HeadNorm>,
     ) -> Self {
@@ -337,7 +337,7 @@ pub(crate) struct Convolution<B: Backend> {
 impl<B: LinearAttentionBackend> Convolution<B> {
     /// Of the first columns of `y`, between a layer's conv states.
     pub(crate) fn of(
-        (name, layer): Named<'_, B>,
+        (name, layer): NamedConvolution<'_, B>,
         y: &Tensor<B, 3>,
         conv_states: &mut ConvPast<B>,
     ) -> Self {

@@ -13,7 +13,8 @@ pub struct MatrixState<B: Backend> {
     pub memory: Tensor<B, 4>,
     /// Last inputs of each short convolution, `[B, W - 1, channels]`, and what else a mixer needs of its last token:
     /// RWKV-6 and RWKV-7 the token itself, `[B, 1, D]`, mLSTM its running maximum, `[B, 1, H]`, GateLoop its angles,
-    /// `[B, 1, H K / 2]`, Mamba-3 its angles, keys and values, a preconditioner its sums, `[B, 1, H K]`. Empty where there is nothing of the kind.
+    /// `[B, 1, H K / 2]`, Mamba-3 its angles, keys and values, a preconditioner its sums, `[B, 1, H K]`. Empty where
+    /// there is nothing of the kind.
     pub conv_states: KeptTensors<B>,
     /// Tokens seen; the most that any row has, where sequences of different lengths came in one row.
     pub position: usize,

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 /// One list of variants and the names that they have in files.
 macro_rules! kept {
     ($($(#[$doc:meta])* $variant:ident => $name:literal,)+) => {
-        /// What a layer keeps of the tokens before: the name of a tensor in its state.
+        /// The name of a tensor that a layer keeps of the tokens before.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         pub enum Kept {
