@@ -1,10 +1,12 @@
-//! Times products of few rows by the matrices of a decoder of width 2048, with MLPs of 5632 and 32000
-//! ids, and holds the first numbers of each to f64 sums.
+//! Times products of few rows by the matrices of a decoder of width 2048, with 32000 ids and MLPs of 5464 whose two
+//! projections are one product, and holds the first numbers of each to f64 sums.
 //!
 //! `cargo run --release -p linattn-kernels --features cuda --example few_rows -- cuda`
 //! For `vulkan` in place of `cuda` build with `--features vulkan`, for `wgsl` without it.
 //!
-//! One CSV row a type, matrix and number of rows. `us` is a queue of calls over matrices that L2 does
+//! With `tilings` behind the device, every tiling of tensor cores in place of the one that is chosen.
+//!
+//! One CSV row a type, matrix, number of rows and tiling. `us` is a queue of calls over matrices that L2 does
 //! not hold together, and one wait, divided by the calls: the GPU's microseconds, or the host's where
 //! these are more. `gb_s` are the bytes of the matrix over that time.
 
@@ -14,13 +16,13 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::wgpu::WgpuRuntime;
 use half::bf16;
-use linattn_kernels::few_rows::{Args, Columns, Dims, check, product};
+use linattn_kernels::few_rows::{Columns, Dims, Product, Tiling};
 use std::time::Instant;
 
 /// K and N.
-const MATRICES: [[usize; 2]; 5] =
-    [[2048, 2048], [2048, 4096], [2048, 5632], [5632, 2048], [2048, 32_000]];
-const ROWS: [usize; 3] = [1, 8, 64];
+const MATRICES: [[usize; 2]; 6] =
+    [[2048, 2048], [2048, 4096], [2048, 8208], [2048, 10_928], [5464, 2048], [2048, 32_000]];
+const ROWS: [usize; 5] = [1, 4, 8, 16, 64];
 /// Bytes of matrices that calls take in turn.
 const ROTATED: usize = 256 << 20;
 /// Calls that are timed.
@@ -28,7 +30,7 @@ const CALLS: usize = 400;
 
 fn main() {
     let device = std::env::args().nth(1).unwrap_or_else(|| "cuda".to_string());
-    println!("type,rows,inner,columns,device,us,gb_s,error");
+    println!("type,rows,inner,columns,device,tiling,us,gb_s,error");
     match device.as_str() {
         #[cfg(feature = "cuda")]
         "cuda" => all(&cubecl::cuda::CudaRuntime::client(&Default::default()), &device),
@@ -68,15 +70,51 @@ fn one<R: Runtime>(
     let [rows, inner, columns] = sizes;
     let (dims, matrix) = (Dims { rows, inner }, Columns { count: columns, stride: columns });
     let row = format!("{kind:?},{rows},{inner},{columns},{device}");
-    if let Err(why) = check(client, dims, &[matrix], dtype) {
-        println!("{row},refused: {why}");
-        return;
-    }
-    let x = client.create_from_slice(&bytes(kind, rows * inner));
-    let run = |n: usize| {
-        let args = Args { x: &x, weights: &[(&copies[n % copies.len()], matrix)], bias: None };
-        product(client, dims, dtype, args).expect("`check` was asked").handle
+    let product = match Product::new(client, dims, &[matrix], dtype) {
+        Ok(product) => product,
+        Err(why) => {
+            println!("{row},,refused: {why}");
+            return;
+        }
     };
+    if std::env::args().nth(2).as_deref() != Some("tilings") {
+        return time(client, &format!("{row},chosen"), &product, kind, sizes, copies);
+    }
+    for tiling in tilings(rows) {
+        if let Ok(Some(product)) = product.clone().tiled(client, tiling) {
+            let Tiling { rows, width, planes, ahead } = tiling;
+            let row = format!("{row},{rows}x{width}x{planes}x{ahead}");
+            time(client, &row, &product, kind, sizes, copies);
+        }
+    }
+}
+
+/// Tilings of tensor cores for so many rows, of 8 at least.
+fn tilings(rows: usize) -> Vec<Tiling> {
+    let most = if rows < 8 { return vec![] } else { rows.next_power_of_two() };
+    let mut tilings = vec![];
+    for rows in [most, most / 2].into_iter().filter(|rows| *rows >= 8) {
+        for width in [4, 8] {
+            for planes in [8, 16] {
+                tilings.extend([1, 2, 4].map(|ahead| Tiling { rows, width, planes, ahead }));
+            }
+        }
+    }
+    tilings
+}
+
+/// One row of the table.
+fn time<R: Runtime>(
+    client: &ComputeClient<R>,
+    row: &str,
+    product: &Product,
+    kind: FloatKind,
+    sizes: [usize; 3],
+    copies: &[Handle],
+) {
+    let [rows, inner, columns] = sizes;
+    let x = client.create_from_slice(&bytes(kind, rows * inner));
+    let run = |n: usize| product.launch(client, &x, &[&copies[n % copies.len()]], None).handle;
     let y = client.read_one(run(0)).expect("the kernel ran");
     let error = error(kind, sizes, &y);
     (0..copies.len()).for_each(|n| drop(run(n)));
@@ -85,7 +123,8 @@ fn one<R: Runtime>(
     (0..CALLS).for_each(|n| drop(run(n)));
     block_on(client.sync()).expect("the kernels ran");
     let seconds = start.elapsed().as_secs_f64() / CALLS as f64;
-    let read = (inner * columns * dtype.size()) as f64;
+    let size = if kind == FloatKind::F32 { 4 } else { 2 };
+    let read = (inner * columns * size) as f64;
     println!("{row},{:.2},{:.0},{error:.1e}", seconds * 1e6, read / seconds / 1e9);
 }
 

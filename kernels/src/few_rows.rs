@@ -3,7 +3,7 @@
 //! ```text
 //! y_mn = b_n + sum_k x_mk W_kn                     in f32
 //!
-//! x:   [M, K]    F    M from 1 to 64
+//! x:   [M, K]    F    M from 1 to 64; it begins at a multiple of 8 bytes
 //! W_i: [K, N_i]  F    1 to 8 of them; rows lie `stride` numbers apart, in each its own
 //! b:   [N]       F    if there is one; N = N_1 + N_2 ..
 //! y:   [M, N]    F
@@ -16,11 +16,17 @@
 //!         rows on) before it multiplies the first, and for the next ones as soon as these are used up,
 //!         ahead of the barriers that x takes: 64 KB (32 KB) a cube. Cubes get narrower, down to 64 bytes
 //!         of a row of W, until three quarters of the multiprocessors have one.
-//! Cost:   2 M K N flops for K N numbers of W, once for each 8 rows: bound by memory up to about 8 rows.
+//! Cost:   2 M K N flops for K N numbers of W, once for each 8 rows: bound by memory up to about 8 rows. Where
+//!         tensor cores take 16-bit numbers, more rows are theirs: `tensor_cores`.
 //!         No sum is split over cubes: that would take another launch, or additions in any order.
 //! Edges:  rows past K repeat the last one, times 0; columns past N repeat the last ones and are not
 //!         kept. Where 8, 4 or 2 do not divide every N_i and `stride`, vectors are narrower. M, K and N_i are
 //!         run-time values: new ones compile nothing, unless they change `Split`.
+
+mod tensor_cores;
+
+use tensor_cores::PACKED;
+pub use tensor_cores::Tiling;
 
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
@@ -30,7 +36,7 @@ use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-/// Most rows of x. Above, tensor cores are worth their tiles.
+/// Most rows of x. Above, [`matmul`](crate::matmul) is worth its tiles.
 pub const MOST_ROWS: usize = 64;
 /// Most matrices of a launch.
 pub const MOST_MATRICES: usize = 8;
@@ -172,16 +178,34 @@ impl Split {
         let room = self.numbers / (self.width * self.line());
         1 << room.min(self.tile).ilog2()
     }
-
-    /// Cubes in x and in z.
-    fn cubes(&self, dims: Dims, matrices: &[Columns]) -> [usize; 2] {
-        [cubes_across(matrices, self.columns()), dims.rows.div_ceil(self.tile)]
-    }
 }
 
 /// Cubes of `each` columns of one matrix.
 fn cubes_across(matrices: &[Columns], each: usize) -> usize {
     matrices.iter().map(|matrix| matrix.count.div_ceil(each)).sum()
+}
+
+/// What multiplies.
+#[derive(Debug, Clone, Copy)]
+enum Plan {
+    Units(Split),
+    TensorCores(Tiling),
+}
+
+impl Plan {
+    /// Columns and rows of a cube.
+    fn tile(&self) -> [usize; 2] {
+        match self {
+            Self::Units(split) => [split.columns(), split.tile],
+            Self::TensorCores(tiling) => [tiling.columns(), tiling.rows],
+        }
+    }
+
+    /// Cubes in x and in z.
+    fn cubes(&self, dims: Dims, matrices: &[Columns]) -> [usize; 2] {
+        let [columns, rows] = self.tile();
+        [cubes_across(matrices, columns), dims.rows.div_ceil(rows)]
+    }
 }
 
 /// A product that the device takes, checked and planned before its launch.
@@ -190,7 +214,7 @@ pub struct Product {
     dims: Dims,
     matrices: Vec<Columns>,
     dtype: StorageType,
-    split: Split,
+    plan: Plan,
 }
 
 impl Product {
@@ -223,23 +247,47 @@ impl Product {
         if got > most {
             return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
         }
-        let split = Split::new(client, dims, matrices, dtype);
+        let by_units = || Plan::Units(Split::new(client, dims, matrices, dtype));
+        let by_tensor_cores = Tiling::choose(client, dims, matrices, dtype);
+        let plan = by_tensor_cores.map_or_else(by_units, Plan::TensorCores);
+        Self { dims, matrices: matrices.to_vec(), dtype, plan }.checked(client)
+    }
+
+    /// This product on tensor cores, in a tiling of the caller's choice; `None` where they do not take it.
+    ///
+    /// # Errors
+    /// [`Refusal`] names what is wrong.
+    pub fn tiled<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        tiling: Tiling,
+    ) -> Result<Option<Self>, Refusal> {
+        match tiling.takes(client, self.dims, &self.matrices, self.dtype) {
+            true => Self { plan: Plan::TensorCores(tiling), ..self }.checked(client).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// The device has room for the plan.
+    fn checked<R: Runtime>(self, client: &ComputeClient<R>) -> Result<Self, Refusal> {
         let hardware = &client.properties().hardware;
         let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
-        if shared_memory < split.shared_memory() || units < UNITS as u32 {
+        if let Plan::Units(split) = &self.plan
+            && (shared_memory < split.shared_memory() || units < UNITS as u32)
+        {
             return Err(Refusal::Device { shared_memory, units });
         }
-        let [x, z] = split.cubes(dims, matrices);
+        let [x, z] = self.plan.cubes(self.dims, &self.matrices);
+        let [columns, rows] = self.plan.tile();
         let (most_x, _, most_z) = hardware.max_cube_count;
-        for (what, got, most, each) in
-            [("columns", x, most_x, split.columns()), ("rows", z, most_z, split.tile)]
+        for (what, got, most, each) in [("columns", x, most_x, columns), ("rows", z, most_z, rows)]
         {
             if got > most as usize {
                 let most = most as usize * each;
                 return Err(Refusal::TooLarge { what, got: got * each, most });
             }
         }
-        Ok(Self { dims, matrices: matrices.to_vec(), dtype, split })
+        Ok(self)
     }
 
     /// `x [W_1 W_2 ..] + b`, `[M, N]`, in one launch.
@@ -253,31 +301,51 @@ impl Product {
         weights: &[&Handle],
         bias: Option<&Handle>,
     ) -> Buffer {
-        let Self { dims, matrices, dtype, split } = self;
+        let Self { dims, matrices, dtype, plan } = self;
         assert_eq!(weights.len(), matrices.len(), "a handle for each matrix");
         let Dims { rows, inner } = *dims;
         let columns = matrices.iter().map(|matrix| matrix.count).sum();
-        let split = Split { biased: bias.is_some(), ..*split };
-        let [across, deep] = split.cubes(*dims, matrices);
         let y = buffer(client, &[rows, columns], *dtype);
+        let [across, deep] = plan.cubes(*dims, matrices);
+        let cubes = CubeCount::Static(across as u32, 1, deep as u32);
+        let sizes = SizesLaunch::new(rows as u32, inner as u32, columns as u32);
+        let biased = bias.is_some();
         // A bias that is not there: any tensor of this type would do, and none is read.
         let (bias, biases) = bias.map_or((x, 1), |bias| (bias, columns));
+        let bias = array(bias, biases);
+        let [each, _] = plan.tile();
         // SAFETY: rows and columns past the ends are cut off or repeat the last ones, so that all stays
         // within the sizes of `dims` and `matrices`, which the caller promises.
         #[allow(unsafe_code)]
-        unsafe {
-            rows_by_matrices::launch_unchecked::<R>(
-                client,
-                CubeCount::Static(across as u32, 1, deep as u32),
-                CubeDim::new_1d(UNITS as u32),
-                OperandsLaunch::new(array(x, rows * inner), array(bias, biases)),
-                side_by_side(inner, weights, matrices, split),
-                whole(&y),
-                SizesLaunch::new(rows as u32, inner as u32, columns as u32),
-                split,
-                *dtype,
-                split.width,
-            );
+        match *plan {
+            Plan::Units(split) => unsafe {
+                rows_by_matrices::launch_unchecked::<R>(
+                    client,
+                    cubes,
+                    CubeDim::new_1d(UNITS as u32),
+                    OperandsLaunch::new(array(x, rows * inner), bias),
+                    side_by_side(inner, weights, matrices, [each, 1]),
+                    whole(&y),
+                    sizes,
+                    Split { biased, ..split },
+                    *dtype,
+                    split.width,
+                );
+            },
+            Plan::TensorCores(tiling) => unsafe {
+                tensor_cores::rows_on_tensor_cores::launch_unchecked::<R>(
+                    client,
+                    cubes,
+                    CubeDim::new_1d(tiling.units() as u32),
+                    tensor_cores::RowsLaunch::new(array(x, rows * inner / PACKED), bias),
+                    side_by_side(inner, weights, matrices, [each, PACKED]),
+                    whole(&y),
+                    sizes,
+                    tensor_cores::Form::new(tiling, inner, matrices.len(), biased),
+                    *dtype,
+                    tiling.words(),
+                );
+            },
         }
         y
     }
@@ -311,24 +379,24 @@ pub fn product<R: Runtime>(
     Ok(product.launch(client, args.x, &weights, args.bias))
 }
 
-/// The matrices, and the places of each among cubes and columns.
-fn side_by_side<F: Float, N: Size, R: Runtime>(
+/// The matrices, of elements of `packed` numbers, and the places of each among columns and cubes of `each` columns.
+fn side_by_side<F: Numeric, N: Size, R: Runtime>(
     inner: usize,
     weights: &[&Handle],
     matrices: &[Columns],
-    split: Split,
+    [each, packed]: [usize; 2],
 ) -> SequenceArg<R, Matrix<F, N>> {
     let mut given = SequenceArg::new();
     let (mut cubes, mut columns) = (0, 0);
     for (weight, Columns { count, stride }) in weights.iter().zip(matrices) {
         given.push(MatrixLaunch::new(
-            array(weight, (inner - 1) * stride + count),
+            array(weight, ((inner - 1) * stride + count) / packed),
             *count as u32,
             *stride as u32,
             cubes as u32,
             columns as u32,
         ));
-        cubes += count.div_ceil(split.columns());
+        cubes += count.div_ceil(each);
         columns += count;
     }
     given
@@ -343,7 +411,7 @@ struct Operands<F: Float> {
 
 /// One matrix, and its place.
 #[derive(CubeType, CubeLaunch)]
-struct Matrix<F: Float, N: Size> {
+struct Matrix<F: Numeric, N: Size> {
     numbers: Array<Vector<F, N>>,
     /// N_i.
     columns: u32,
@@ -417,7 +485,7 @@ fn rows_by_matrices<F: Float, N: Size>(
     #[define(N)] _width: usize,
 ) {
     let batch = comptime!(split.batch());
-    let columns = cube_columns::<F, N>(weights, split);
+    let columns = cube_columns::<F, N>(weights, comptime!(split.columns()), split.matrices);
     let share = weight_share(&columns, sizes, split);
     let mut shared = SharedMemory::<f32>::new(comptime!(split.numbers));
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(split.tile));
@@ -453,9 +521,10 @@ fn rows_by_matrices<F: Float, N: Size>(
 
 /// The columns of this cube.
 #[cube]
-fn cube_columns<F: Float, N: Size>(
+fn cube_columns<F: Numeric, N: Size>(
     weights: &Sequence<Matrix<F, N>>,
-    #[comptime] split: Split,
+    #[comptime] across: usize,
+    #[comptime] matrices: usize,
 ) -> CubeColumns {
     let mut matrix = 0u32;
     let mut cubes = 0usize;
@@ -463,7 +532,7 @@ fn cube_columns<F: Float, N: Size>(
     let mut count = weights.index(0usize).columns as usize;
     let mut stride = weights.index(0usize).stride as usize;
     #[unroll]
-    for n in 1..comptime!(split.matrices) {
+    for n in 1..matrices {
         let next = weights.index(n);
         if CUBE_POS_X >= next.first_cube {
             matrix = comptime!(n as u32).runtime();
@@ -473,7 +542,7 @@ fn cube_columns<F: Float, N: Size>(
             stride = next.stride as usize;
         }
     }
-    let first = (CUBE_POS_X as usize - cubes) * comptime!(split.columns());
+    let first = (CUBE_POS_X as usize - cubes) * across;
     CubeColumns { matrix, before, first, count, stride }
 }
 

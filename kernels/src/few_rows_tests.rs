@@ -13,7 +13,7 @@ const HALF: f64 = 6e-3;
 type ColumnsAndStride = (usize, usize);
 
 /// K, the matrices side by side, and whether there is a bias.
-const MATRICES: [(usize, &[ColumnsAndStride], bool); 10] = [
+const MATRICES: [(usize, &[ColumnsAndStride], bool); 12] = [
     (1, &[(1, 1)], true),
     (130, &[(37, 37)], true),
     (64, &[(96, 96)], false),
@@ -28,6 +28,9 @@ const MATRICES: [(usize, &[ColumnsAndStride], bool); 10] = [
     (96, &[(64, 64), (128, 128), (8, 8), (8, 16)], false),
     (50, &[(3, 3), (1000, 1000), (1, 1)], true),
     (33, &[(2, 2); 8], true),
+    // Columns for all multiprocessors again, and whole blocks of tensor cores, fewer than a cube has planes.
+    (48, &[(13000, 13000)], true),
+    (412, &[(24, 32), (4, 8), (72, 72)], true),
 ];
 
 /// Matrices side by side, by their columns and strides.
@@ -74,7 +77,7 @@ fn few_rows_are_right<R: Runtime>(client: &ComputeClient<R>, rows: Rows, limit: 
         let handles: Vec<Handle> = weights.iter().map(|weight| put(weight)).collect();
         let of_weights: Vec<_> = handles.iter().zip(sizes.iter().copied()).collect();
         let of_bias = bias.as_deref().map(put);
-        for count in [1, 2, 3, 8, 33, 64] {
+        for count in [1, 2, 3, 8, 11, 33, 64] {
             let x = draw(count * inner);
             let dims = Dims { rows: count, inner };
             let of_x = put(&x);
@@ -84,6 +87,37 @@ fn few_rows_are_right<R: Runtime>(client: &ComputeClient<R>, rows: Rows, limit: 
             let got = rows.numbers(&client.read_one(y.handle).expect("the kernel ran"));
             let want = truth(inner, &x, (&sizes, &weights), bias.as_deref());
             assert_close(&format!("{rows:?}, {dims:?}, {matrices:?}"), &want, &got, limit);
+        }
+    }
+}
+
+/// Every tiling of tensor cores that this device takes, of rows and columns that fill no tile.
+fn tilings_are_right<R: Runtime>(client: &ComputeClient<R>) {
+    let (rows, dims) = (Rows::Bf16, Dims { rows: 61, inner: 408 });
+    let sizes = [Columns { count: 24, stride: 32 }, Columns { count: 136, stride: 136 }];
+    let mut rng = Rng::named(7, "tilings");
+    let mut draw = |n: usize| {
+        let mut x: Vec<f64> = (0..n).map(|_| rng.normal()).collect();
+        rows.round(&mut x);
+        x
+    };
+    let put = |x: &[f64]| client.create_from_slice(&rows.bytes(x));
+    let weights: Vec<_> = sizes.iter().map(|size| draw(dims.inner * size.stride)).collect();
+    let x = draw(dims.rows * dims.inner);
+    let want = truth(dims.inner, &x, (&sizes, &weights), None);
+    let (x, weights): (Handle, Vec<Handle>) = (put(&x), weights.iter().map(|w| put(w)).collect());
+    let Ok(product) = Product::new(client, dims, &sizes, rows.dtype()) else { return };
+    let unsound = Tiling { rows: 12, width: 4, planes: 8, ahead: 2 };
+    assert!(product.clone().tiled(client, unsound).expect("it fits").is_none());
+    for rows_of_cube in [8, 16, 32, 64] {
+        for (width, planes, ahead) in [(2, 4, 3), (4, 8, 2), (8, 8, 2), (8, 4, 1), (4, 16, 4)] {
+            let tiling = Tiling { rows: rows_of_cube, width, planes, ahead };
+            let Some(tiled) = product.clone().tiled(client, tiling).expect("it fits") else {
+                return;
+            };
+            let y = tiled.launch(client, &x, &weights.iter().collect::<Vec<_>>(), None);
+            let got = rows.numbers(&client.read_one(y.handle).expect("the kernel ran"));
+            assert_close(&format!("{tiling:?}"), &want, &got, HALF);
         }
     }
 }
@@ -126,12 +160,13 @@ fn too_many_columns_are_refused<R: Runtime>(client: &ComputeClient<R>) {
     let (dims, matrix) =
         (Dims { rows: 1, inner: 1 }, [Columns { count: columns, stride: columns }]);
     let split = Split::new(client, dims, &matrix, F32);
-    let cubes = client.properties().hardware.max_cube_count.0 as usize;
-    let want = match split.cubes(dims, &matrix)[0] > cubes {
+    let most = client.properties().hardware.max_cube_count.0 as usize;
+    let got = cubes_across(&matrix, split.columns());
+    let want = match got > most {
         true => Err(Refusal::TooLarge {
             what: "columns",
-            got: split.cubes(dims, &matrix)[0] * split.columns(),
-            most: cubes * split.columns(),
+            got: got * split.columns(),
+            most: most * split.columns(),
         }),
         false => Ok(()),
     };
@@ -160,6 +195,24 @@ fn shared_memory_holds_what_the_kernel_puts_there() {
     }
 }
 
+#[test]
+fn tilings_on_an_h200_are_those_that_were_fastest() {
+    for (rows, columns, want) in [
+        (3, 2048, [8, 4, 16, 4]),
+        (8, 5632, [8, 8, 16, 2]),
+        (16, 32_000, [16, 8, 16, 2]),
+        (64, 2048, [32, 4, 16, 4]),
+        (64, 4096, [32, 8, 16, 1]),
+        (64, 5632, [32, 8, 8, 2]),
+        (33, 32_000, [64, 8, 8, 2]),
+    ] {
+        let of = |width| Tiling::by_size(rows, width, columns / (8 * width), 132);
+        let [rows_of_cube, width, planes, ahead] = want;
+        let want = Tiling { rows: rows_of_cube, width, planes, ahead };
+        assert_eq!(of(8).or_else(|| of(4)), Some(want), "{rows} rows, {columns} columns");
+    }
+}
+
 /// The tests of one device, whose client `with_client` has.
 macro_rules! each_kernel {
     () => {
@@ -171,6 +224,11 @@ macro_rules! each_kernel {
         #[test]
         fn products_of_few_rows_of_16_bits_are_right_or_refused() {
             with_client(few_half_rows);
+        }
+
+        #[test]
+        fn tilings_of_few_rows_are_right() {
+            with_client(tilings_are_right);
         }
 
         #[test]

@@ -122,7 +122,7 @@ fn layers<T: Target>(
     (rows, dtype): (&str, StorageType),
 ) -> Result<(), Box<dyn Error>> {
     let case = Case::new(client, dtype, 64, 64);
-    for count in [1, 2, 4, 8] {
+    for count in [1, 2, 4, 8, 64] {
         for (biased, launched) in [(false, ""), (true, "-bias")] {
             case.product(count, 1, biased)?;
             let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows") };
@@ -131,7 +131,8 @@ fn layers<T: Target>(
         case.product(count, 3, false)?;
         let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows") };
         book.enter(&page, "-side_by_side", client)?;
-        for (bits, name) in [(Bits::Four, "int4"), (Bits::Eight, "int8")] {
+        let quantized = [(Bits::Four, "int4"), (Bits::Eight, "int8")];
+        for (bits, name) in quantized.into_iter().filter(|_| count <= quantized::MOST_ROWS) {
             case.quantized_product(count, 3, bits)?;
             let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows_{name}") };
             book.enter(&page, "-side_by_side", client)?;
