@@ -87,6 +87,8 @@ pub(super) struct Part {
     pub apart: Option<usize>,
     /// Whether sequences have lengths of their own.
     pub varlen: bool,
+    /// Whether sequences are a token each.
+    pub single: bool,
     /// Whether planes can add up.
     pub planes: bool,
     /// Whether gates reach numbers of x through a view of their own.
@@ -160,7 +162,7 @@ impl Part {
 
     /// Tokens that a unit requests at once.
     pub fn tile(&self, backward: bool) -> usize {
-        match (self.window <= UNROLLED, backward) {
+        match (self.window <= UNROLLED && !self.single, backward) {
             (false, _) => 1,
             (true, false) => (16 / self.own()).clamp(1, 4),
             (true, true) => (8 / self.own()).clamp(1, 2),
@@ -325,6 +327,7 @@ impl Form {
             has_conv_state: conv && window > 1 && !x.conv_states().is_empty(),
             apart: None,
             varlen: x.cu_seqlens.is_some(),
+            single: dims.tokens == 1,
             planes,
             numbers: self.vector > 1,
             sums: 0,
