@@ -99,6 +99,11 @@ where
         fused::linear_layer(l, keep).map(fused::CubePass::of)
     }
 
+    /// Where tensor cores do not take the product, cubek's default reads the view as Burn's own product does.
+    fn takes_transposed() -> bool {
+        true
+    }
+
     fn side_by_side(
         x: FloatTensor<Self>,
         weights: &[FloatTensor<Self>],
