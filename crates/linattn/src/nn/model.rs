@@ -500,6 +500,21 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         state: Option<LanguageModelState<B>>,
     ) -> (Tensor<B, 2>, LanguageModelState<B>) {
         assert!(!self.needs_whole_sequences(), "an auto-encoder answers whole sequences");
+        let device = ids.device();
+        let run = |(ids, state)| self.run_step(ids, state);
+        match self.fixed_size_state() {
+            // Each step asks for the sizes of the one before: a pool of buffers by size costs the host less than
+            // cutting pages.
+            true => B::memory_persistent_allocations(&device, (ids, state), run),
+            false => run((ids, state)),
+        }
+    }
+
+    fn run_step(
+        &self,
+        ids: Tensor<B, 1, Int>,
+        state: Option<LanguageModelState<B>>,
+    ) -> (Tensor<B, 2>, LanguageModelState<B>) {
         let x = self.embed(ids.unsqueeze_dim(1), &state, None);
         let (x, state) = self.through_layers(x, state, Shared::default());
         (self.logits(self.normalized(x)).squeeze_dim(1), state)
