@@ -19,8 +19,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 const TOKENS: usize = 14;
 /// The same tokens, as a device gets them from a prompt and then one by one.
 const PIECES: [usize; 5] = [5, 6, 1, 1, 1];
-/// Of a config by itself; one whose f32 is worse than this on the processor too is held to that.
-const LIMIT: f64 = 1e-5;
 
 /// All weights in another type.
 struct Cast(DType);
@@ -102,6 +100,7 @@ fn asked() -> Vec<&'static str> {
     (0..MIXERS.len()).filter(within).map(|n| MIXERS[n]).collect()
 }
 
+/// `limit` is of a config by itself; one whose f32 is worse on the processor too is held to that.
 fn all_agree<B: LinearAttentionBackend>(device: &B::Device, limit: f64) {
     let list = asked();
     let failed: String = list
@@ -119,7 +118,7 @@ fn all_agree<B: LinearAttentionBackend>(device: &B::Device, limit: f64) {
 #[test]
 fn agree_with_the_processor_on_wgpu() {
     if let Some(device) = crate::support::wgpu() {
-        all_agree::<burn::backend::Wgpu>(&device, LIMIT);
+        all_agree::<burn::backend::Wgpu>(&device, 1e-5);
     }
 }
 
