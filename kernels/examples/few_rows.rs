@@ -1,5 +1,5 @@
-//! Times products of few rows by the matrices of a decoder of width 2048, with 32000 ids and MLPs of 5464 whose two
-//! projections are one product, and holds the first numbers of each to f64 sums.
+//! Times products of few rows by the matrices of decoders of width 2048, alone and side by side as layers have them, and
+//! holds the first numbers of each to f64 sums.
 //!
 //! `cargo run --release -p linattn-kernels --features cuda --example few_rows -- cuda`
 //! For `vulkan` in place of `cuda` build with `--features vulkan`, for `wgsl` without it.
@@ -20,8 +20,16 @@ use linattn_kernels::few_rows::{Columns, Dims, Product, Tiling};
 use std::time::Instant;
 
 /// K and N.
-const MATRICES: [[usize; 2]; 6] =
-    [[2048, 2048], [2048, 4096], [2048, 8208], [2048, 10_928], [5464, 2048], [2048, 32_000]];
+const MATRICES: [[usize; 2]; 8] = [
+    [2048, 2048],
+    [2048, 4096],
+    [2048, 5632],
+    [2048, 8208],
+    [2048, 10_928],
+    [5464, 2048],
+    [5632, 2048],
+    [2048, 32_000],
+];
 const ROWS: [usize; 5] = [1, 4, 8, 16, 64];
 /// Bytes of matrices that calls take in turn.
 const ROTATED: usize = 256 << 20;

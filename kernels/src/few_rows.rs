@@ -185,7 +185,7 @@ fn cubes_across(matrices: &[Columns], each: usize) -> usize {
     matrices.iter().map(|matrix| matrix.count.div_ceil(each)).sum()
 }
 
-/// What multiplies.
+/// Kernel of a product, and its compile-time values.
 #[derive(Debug, Clone, Copy)]
 enum Plan {
     Units(Split),

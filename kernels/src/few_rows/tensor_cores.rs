@@ -58,37 +58,36 @@ impl Tiling {
         matrices: &[Columns],
         dtype: StorageType,
     ) -> Option<Self> {
+        if dims.rows < FEWEST {
+            return None;
+        }
         let takes = |tiling: &Self| tiling.takes(client, dims, matrices, dtype);
-        let tiling = |width| {
-            let across = cubes_across(matrices, FRAGMENT * width);
-            Self::by_size(dims.rows, width, across, multiprocessors(client))
-        };
-        let wide = tiling(8).filter(takes);
-        let tiling = wide.or_else(|| tiling(4).filter(takes));
-        tiling.filter(|_| dims.rows >= FEWEST)
+        let across = cubes_across(matrices, FRAGMENT * 8);
+        let wide = Self::wide(dims.rows, across, multiprocessors(client)).filter(takes);
+        wide.or_else(|| Some(Self::narrow(dims.rows)).filter(takes))
     }
 
-    /// The fixed rule, made of rows measured on an H200 (`experiments/speed/decode.md`): of `across` cubes side by side.
-    /// `None` where wide vectors leave multiprocessors idle.
-    pub(super) fn by_size(
-        rows: usize,
-        width: usize,
-        across: usize,
-        multiprocessors: usize,
-    ) -> Option<Self> {
+    /// Vectors of 8 columns, for `across` cubes of 64 side by side; `None` where these leave multiprocessors idle. The
+    /// rule is made of rows measured on an H200 (`experiments/speed/decode.md`).
+    pub(super) fn wide(rows: usize, across: usize, multiprocessors: usize) -> Option<Self> {
+        let Self { rows: short, .. } = Self::narrow(rows);
         let rows = rows.next_power_of_two().max(FRAGMENT);
-        let (short, enough) = (rows.min(32), multiprocessors * 3 / 4);
+        let enough = multiprocessors * 3 / 4;
         let cubes = across * (rows / short);
-        let wide = width == 8;
-        Some(match rows {
-            // Few columns: each multiprocessor has one cube, which has much on its way.
-            _ if !wide => Self { rows: short, width, planes: 16, ahead: 4 },
-            ..=16 if across >= multiprocessors / 2 => Self { rows, width, planes: 16, ahead: 2 },
-            17.. if across >= enough => Self { rows, width, planes: 8, ahead: 2 },
-            17.. if cubes > multiprocessors => Self { rows: short, width, planes: 8, ahead: 2 },
-            17.. if cubes >= enough => Self { rows: short, width, planes: 16, ahead: 1 },
+        let (rows, planes, ahead) = match rows {
+            ..=16 if across >= multiprocessors / 2 => (rows, 16, 2),
+            17.. if across >= enough => (rows, 8, 2),
+            17.. if cubes > multiprocessors => (short, 8, 2),
+            17.. if cubes >= enough => (short, 16, 1),
             _ => return None,
-        })
+        };
+        Some(Self { rows, width: 8, planes, ahead })
+    }
+
+    /// Vectors of 4 columns, for few of them: each multiprocessor has one cube, which has much on its way.
+    pub(super) fn narrow(rows: usize) -> Self {
+        let rows = rows.next_power_of_two().clamp(FRAGMENT, 32);
+        Self { rows, width: 4, planes: 16, ahead: 4 }
     }
 
     /// The parts are such as the kernel has.
@@ -183,7 +182,7 @@ pub(super) struct Rows<E: Float, X: Size> {
     pub bias: Array<E>,
 }
 
-/// What a lane reads.
+/// Share of a lane: the places of what it reads.
 #[derive(CubeType, Clone, Copy)]
 struct Share {
     /// Place of the matrix.

@@ -503,8 +503,8 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
         let device = ids.device();
         let run = |(ids, state)| self.run_step(ids, state);
         match self.fixed_size_state() {
-            // Each step asks for the sizes of the one before: a pool of buffers by size costs the host less than
-            // cutting pages.
+            // Each step allocates the sizes of the one before: a persistent pool costs the host less than cutting
+            // pages.
             true => B::memory_persistent_allocations(&device, (ids, state), run),
             false => run((ids, state)),
         }
