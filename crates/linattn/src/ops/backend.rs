@@ -151,6 +151,11 @@ pub trait LinearAttentionBackend: Backend {
         None
     }
 
+    /// A linear layer of blocks, whose weight is `[H, from, to]`.
+    fn fused_block_linear(_x: LinearLayer<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+        None
+    }
+
     /// Rows rotated by their positions. A backward pass gives the gradient of the rows alone.
     fn fused_rotary(_x: Rotary<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None

@@ -48,10 +48,10 @@ pub(crate) use cpu::one_of_threads;
 pub use error::OpError;
 pub(crate) use fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStep, GateActivation, HeadNorm, LOWEST,
-    LinearLayer, MOST_PACKED, Measure, TttLinearInputs, activate, add_normalize, conv_split,
-    conv_step, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy, log_sigmoid,
-    next_conv_states, pack, rms_normalize, rotary, select_rows, softplus, standardize, ttt_linear,
-    turned,
+    LinearLayer, MOST_PACKED, Measure, TttLinearInputs, activate, add_normalize, block_linear,
+    conv_split, conv_step, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy,
+    log_sigmoid, next_conv_states, pack, rms_normalize, rotary, select_rows, softplus, standardize,
+    ttt_linear, turned,
 };
 pub use fused::{
     AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs, selective_scan,
@@ -414,6 +414,33 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
         lengths: lengths.cloned(),
     });
     Ok((outputs.remove(0), next))
+}
+
+/// `activation(x * weight + bias)`, a number of `weight` and `bias`, `[D]`, for each channel of `x`, `[B, T, D]`: a
+/// convolution whose window is one token. Sums over tokens for gradients of `weight` and `bias` are part of it.
+/// # Panics
+/// If the widths do not go together.
+pub(crate) fn scale_channels<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 1>,
+    bias: Option<Tensor<B, 1>>,
+    activation: Option<Activation>,
+) -> Tensor<B, 3> {
+    let width = x.dims()[2];
+    assert_eq!(weight.dims(), [width], "a factor for each channel of `x`");
+    assert!(bias.as_ref().is_none_or(|bias| bias.dims() == [width]), "and a bias");
+    let kind = ColumnKind::Conv { activation, norm: None };
+    let mut outputs = conv_split::<B>(ConvSplit {
+        x: primitive(x),
+        weight: Some(primitive(weight.unsqueeze::<2>())),
+        bias: bias.map(primitive),
+        conv_state: None,
+        a_log: None,
+        dt_bias: None,
+        columns: vec![Column { width, kind }],
+        lengths: None,
+    });
+    outputs.remove(0)
 }
 
 /// `-e^{a_log} softplus(x + dt_bias)`: log decays, in f32 (f64 for f64 inputs), of `x`, `[B, T, W]`. There

@@ -86,6 +86,13 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         })
     }
 
+    fn fused_block_linear(x: LinearLayer<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        let places = x.refill(std::iter::repeat(()));
+        tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
+            B::fused_block_linear(places.refill(tensors), keep)
+        })
+    }
+
     fn fused_rotary(x: Rotary<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         let Rotary { x, table } = x;
         tracked::<B, C>(vec![x], keep, |tensors, keep| {

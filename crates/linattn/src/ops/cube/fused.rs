@@ -120,7 +120,7 @@ fn handle<R: CubeRuntime>(x: &Option<CubeTensor<R>>) -> Option<&Handle> {
     x.as_ref().map(|x| &x.handle)
 }
 
-fn is_float(dtype: DType) -> bool {
+pub(super) fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 

@@ -2,6 +2,7 @@
 //! refuse (f64; over whole sequences keys wider than 256, and values wider than 4096; products of more than 64 rows).
 //! fused.rs has the layers around a recurrence, linear.rs matrix products.
 
+mod block_linear;
 mod fused;
 mod linear;
 mod optimizer;
@@ -152,6 +153,10 @@ where
         keep: bool,
     ) -> Option<Pass<Self>> {
         fused::embedding(x, keep).map(fused::CubePass::of)
+    }
+
+    fn fused_block_linear(x: LinearLayer<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        block_linear::block_linear(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_rotary(x: Rotary<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {

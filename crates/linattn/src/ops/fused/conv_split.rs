@@ -76,6 +76,9 @@ fn through_window<B: Backend>(
     conv_state: Option<Tensor<B, 3>>,
 ) -> Tensor<B, 3> {
     let ([batch, tokens, channels], window) = (rows.dims(), weight.dims()[0]);
+    if window == 1 {
+        return rows * weight.clone().unsqueeze::<3>();
+    }
     let zeros = || Tensor::zeros([batch, window - 1, channels], (&rows.device(), rows.dtype()));
     let conv_state = conv_state.unwrap_or_else(zeros);
     let seen = cat(vec![conv_state, rows], 1);

@@ -310,7 +310,7 @@ impl<T> GatedProduct<T> {
 pub struct LinearLayer<T> {
     /// `[.., from]`.
     pub x: T,
-    /// `[from, to]`, of any type: products are in the type of `x`.
+    /// `[from, to]`, or `[H, from, to]` of blocks; of any type: products are in the type of `x`.
     pub weight: T,
     /// `[to]`.
     pub bias: Option<T>,

@@ -5,6 +5,7 @@
 //! Weights may be of another type than activations: `train.precision = "bf16"` keeps weights, residual
 //! stream, statistics, gates and losses in f32.
 
+mod block_linear;
 mod conv_split;
 mod conv_state;
 mod cross_entropy;
@@ -22,6 +23,7 @@ mod ttt_linear;
 #[cfg(all(test, feature = "cpu"))]
 mod varlen_tests;
 
+pub(crate) use block_linear::block_linear;
 pub(crate) use conv_split::{conv_split, conv_step};
 pub(crate) use conv_state::next_conv_states;
 pub(crate) use cross_entropy::linear_cross_entropy;
