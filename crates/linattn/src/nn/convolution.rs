@@ -6,7 +6,7 @@ use super::shared::Shared;
 use super::{ConfigError, Cost, Kept, KeptTensors, LARGEST};
 use crate::ops::{self, Activation, LinearAttentionBackend, SequenceLengths};
 use burn::module::{Initializer, Module, Param};
-use burn::tensor::{Tensor, activation::silu, backend::Backend};
+use burn::tensor::{Tensor, backend::Backend};
 
 /// Causal depthwise convolution over time, then SiLU.
 ///
@@ -88,9 +88,6 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         name: Kept,
         conv_states: &mut ConvPast<B>,
     ) -> Tensor<B, 3> {
-        if self.weight.dims()[0] == 1 {
-            return silu(self.scaled(x));
-        }
         self.between(x, Some(Activation::Silu), name, conv_states)
     }
 
@@ -111,19 +108,13 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         name: Kept,
         conv_states: &mut ConvPast<B>,
     ) -> Tensor<B, 3> {
+        if self.weight.dims()[0] == 1 {
+            let bias = self.bias.as_ref().map(Param::val);
+            return ops::scale_channels(x, self.weight.val().squeeze_dim(0), bias, activation);
+        }
         let lengths = conv_states.lengths().cloned();
         let run = |conv_state| self.run(x, conv_state, activation, lengths.as_ref());
         conv_states.through(name, run)
-    }
-
-    /// A window of one token: a factor and a bias for each channel.
-    fn scaled(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
-        let dtype = x.dtype();
-        let scaled = x * ops::typed(self.weight.val(), dtype).unsqueeze::<3>();
-        match &self.bias {
-            Some(bias) => scaled + ops::typed(bias.val(), dtype).unsqueeze::<3>(),
-            None => scaled,
-        }
     }
 
     /// The output and the next conv state, of sequences with lengths of their own where these are given.
@@ -188,7 +179,7 @@ impl<B: Backend> ConvPast<B> {
     }
 
     /// Leaves what convolutions side by side in the first columns of `y` saw last, for the next token: of a
-    /// window, a name and a width and, where there are any, a conv state each.
+    /// window, a name and a width and, where there are any, a conv state each. A window of one token leaves nothing.
     pub(crate) fn keep_last(
         &mut self,
         y: &Tensor<B, 3>,
@@ -198,7 +189,7 @@ impl<B: Backend> ConvPast<B> {
     ) where
         B: LinearAttentionBackend,
     {
-        if !self.drops {
+        if !self.drops && window > 1 {
             let lengths = self.lengths.as_ref();
             let next = ops::next_conv_states(y, widths, before, window, lengths);
             names.iter().zip(next).for_each(|(name, tensor)| self.next.keep(*name, tensor));

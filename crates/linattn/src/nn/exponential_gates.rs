@@ -12,6 +12,9 @@ use super::recurrence::linear_attention;
 use crate::ops::{self, LOWEST, LinearAttentionBackend, accumulator, cat, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
+/// Columns that tensor cores take at a time.
+const ALIGNED: usize = 16;
+
 /// Gates over e^m, `[B, T, H]`.
 pub(crate) struct Stabilised<B: Backend> {
     /// g: log decay of the memory.
@@ -72,16 +75,33 @@ impl<B: LinearAttentionBackend> Asked<B> {
         conv_states.keep(Kept::Maximum, last);
         let (scale, value_width, dtype) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3], v.dtype());
         let k = k * typed(write, dtype).unsqueeze_dim::<4>(3);
-        // n is one more column of the memory, written with a value of 1.
-        let v = cat(vec![v.clone(), v.narrow(3, 0, 1).ones_like()], 3);
+        // n is one more column of the memory, written with a value of 1; zeros behind it let kernels take whole tiles.
+        let padding = match v.dims()[1] {
+            1 => 0,
+            _ => (value_width + 1).next_multiple_of(ALIGNED) - value_width - 1,
+        };
+        let ones = v.clone().narrow(3, 0, 1).ones_like();
+        let v = columns_behind(cat(vec![v, ones], 3), padding);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(keep);
+        let memory = memory.map(|memory| columns_behind(memory, padding));
         let (o, memory) = linear_attention(inputs, memory, None);
+        let memory = memory.narrow(3, 0, value_width + 1);
         let o = accumulator(o);
         let written = o.clone().narrow(3, value_width, 1).abs();
         let least = largest.neg().exp().unsqueeze_dim::<4>(3);
         let h = o.narrow(3, 0, value_width) / (written.max_pair(least) + 1e-6);
         (typed(h, dtype), memory)
     }
+}
+
+/// `x`, and `count` columns of zeros behind it.
+fn columns_behind<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
+    if count == 0 {
+        return x;
+    }
+    let [batch, rows, heads, _] = x.dims();
+    let zeros = Tensor::zeros([batch, rows, heads, count], (&x.device(), x.dtype()));
+    cat(vec![x, zeros], 3)
 }
 
 /// Sums of values and of their weights up to each token, over the exponential of a running maximum.

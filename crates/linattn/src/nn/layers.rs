@@ -238,20 +238,31 @@ impl<B: Backend> BlockDiagonal<B> {
     pub(crate) fn blocks(&self) -> Tensor<B, 3> {
         self.weight.val()
     }
+}
 
+impl<B: LinearAttentionBackend> BlockDiagonal<B> {
     /// `[B, T, H from]` to `[B, T, H to]`.
     pub(crate) fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
-        let [batch, tokens, _] = x.dims();
-        let [heads, from, to] = self.weight.dims();
-        let rows: Tensor<B, 3> = x.reshape([batch * tokens, heads, from]);
-        let dtype = rows.dtype();
-        let weight = typed(self.weight.val(), dtype);
-        let y = rows.swap_dims(0, 1).matmul(weight).swap_dims(0, 1);
-        let y: Tensor<B, 3> = y.reshape([batch, tokens, heads * to]);
-        match &self.bias {
-            Some(bias) => y + typed(bias.val(), dtype).unsqueeze::<3>(),
-            None => y,
-        }
+        ops::block_linear(x, self.weight.val(), self.bias.as_ref().map(Param::val))
+    }
+
+    /// As [`forward`](Self::forward), of layers of equally many heads that all read `x`, one after another within a
+    /// head: `[B, T, H to to ..]`.
+    pub(crate) fn forward_by_head(layers: &[&Self], x: Tensor<B, 3>) -> Tensor<B, 3> {
+        let weights = layers.iter().map(|layer| layer.weight.val()).collect();
+        let bias = layers.iter().any(|layer| layer.bias.is_some()).then(|| {
+            let biases = layers.iter().map(|layer| {
+                let [heads, _, to] = layer.weight.dims();
+                match &layer.bias {
+                    Some(bias) => bias.val().reshape([heads, to]),
+                    None => Tensor::zeros([heads, to], (&x.device(), layer.weight.val().dtype())),
+                }
+            });
+            let biases = cat(biases.collect(), 1);
+            let [heads, width] = biases.dims();
+            biases.reshape([heads * width])
+        });
+        ops::block_linear(x, cat(weights, 2), bias)
     }
 }
 

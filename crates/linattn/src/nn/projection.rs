@@ -390,6 +390,30 @@ impl<B: LinearAttentionBackend> Split<B> {
     }
 }
 
+/// The columns of `y`, `[B, T, P]`, as tensors of their own, of these widths.
+pub(crate) fn apart<B: LinearAttentionBackend, const N: usize>(
+    y: Tensor<B, 3>,
+    widths: [usize; N],
+) -> [Tensor<B, 3>; N] {
+    let columns = widths.map(|width| Column { width, kind: ColumnKind::Copy }).into();
+    let mut outputs = Split { y, columns, convolution: None, decay: None }.outputs().into_iter();
+    widths.map(|_| outputs.next().expect("an output for each width"))
+}
+
+/// The halves of `y`, `[B, T, 2 I]`: the first through a convolution, kept as [`Kept::Input`], and SiLU.
+pub(crate) fn convolved_half<B: LinearAttentionBackend>(
+    y: Tensor<B, 3>,
+    convolution: &ShortConvolution<B>,
+    conv_states: &mut ConvPast<B>,
+) -> [Tensor<B, 3>; 2] {
+    let width = y.dims()[2] / 2;
+    let convolution = Some(Convolution::of((Kept::Input, convolution), &y, conv_states));
+    let silu = ColumnKind::Conv { activation: Some(Activation::Silu), norm: None };
+    let columns = [silu, ColumnKind::Copy].map(|kind| Column { width, kind }).into();
+    let mut halves = Split { y, columns, convolution, decay: None }.outputs().into_iter();
+    std::array::from_fn(|_| halves.next().expect("an output for each of two columns"))
+}
+
 fn inside<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
     match x.into_primitive() {
         TensorPrimitive::Float(x) => x,

@@ -1,14 +1,13 @@
 //! Mamba. Recurrence, shapes and source: [`Mamba`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
-use crate::nn::convolution::{ConvPast, ShortConvolution, convolution_cost};
+use crate::nn::convolution::{ShortConvolution, convolution_cost};
 use crate::nn::layers::{ResidualLinear, softplus, torch_linear};
 use crate::nn::log_decay::fresh_dt_bias;
-use crate::nn::projection::{Convolution, Split};
+use crate::nn::projection::{apart, convolved_half};
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
 use crate::ops::{
-    self, Activation, Column, ColumnKind, GateActivation, LinearAttentionBackend,
-    SelectiveScanInputs, accumulator, typed,
+    self, GateActivation, LinearAttentionBackend, SelectiveScanInputs, accumulator, typed,
 };
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -149,12 +148,12 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba<B> {
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
         let ([_, size], rank) = (self.a_log.dims(), self.dt_proj.weight.dims()[0]);
-        let (x, z) = self.halves(x, &mut past.conv_states);
-        let low = self.x_proj.forward(x.clone());
-        let part = |from, width| low.clone().narrow(2, from, width);
-        let dt = softplus(accumulator(self.dt_proj.forward(part(0, rank))));
+        let y = self.in_proj.forward(x);
+        let [x, z] = convolved_half(y, &self.conv1d, &mut past.conv_states);
+        let [low, b, c] = apart(self.x_proj.forward(x.clone()), [rank, size, size]);
+        let dt = softplus(accumulator(self.dt_proj.forward(low)));
         // The state and all that goes into it are f32 at least.
-        let [b, c] = [rank, rank + size].map(|from| accumulator(part(from, size)));
+        let [b, c] = [b, c].map(accumulator);
         let wide = accumulator(x);
         let (o, last) = ops::selective_scan(SelectiveScanInputs {
             x: wide.clone(),
@@ -166,31 +165,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba<B> {
             signed: self.allow_neg_eigval,
         })
         .expect("the projections made the shapes");
-        let o = o + wide * self.d.val().unsqueeze::<3>();
+        let o = o + ops::scale_channels(wide, self.d.val(), None, None);
         let o = typed(o, z.dtype());
         let y = self.out_proj.forward(ops::gate(o, z, GateActivation::Silu));
         (y, past.then([(Kept::Hidden, last)], tokens))
-    }
-}
-
-impl<B: LinearAttentionBackend> Mamba<B> {
-    /// The projected input: convolved, and the gate z.
-    fn halves(
-        &self,
-        x: Tensor<B, 3>,
-        conv_states: &mut ConvPast<B>,
-    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        let [inner, _] = self.a_log.dims();
-        let y = self.in_proj.forward(x);
-        if self.conv1d.weight.dims()[0] == 1 {
-            let part = |from| y.clone().narrow(2, from, inner);
-            return (self.conv1d.forward_between(part(0), Kept::Input, conv_states), part(inner));
-        }
-        let convolution = Some(Convolution::of((Kept::Input, &self.conv1d), &y, conv_states));
-        let silu = ColumnKind::Conv { activation: Some(Activation::Silu), norm: None };
-        let columns = [silu, ColumnKind::Copy].map(|kind| Column { width: inner, kind }).into();
-        let halves = Split { y, columns, convolution, decay: None }.outputs();
-        let [x, z] = halves.try_into().expect("an output for each of two columns");
-        (x, z)
     }
 }

@@ -10,7 +10,7 @@ use crate::nn::layers::{
 };
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
-use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -137,8 +137,8 @@ impl<B: Backend> MultiHeadNorm<B> {
 impl<B: LinearAttentionBackend> MultiHeadNorm<B> {
     /// `[B, T, H, V]` to `[B, T, H V]`.
     pub(super) fn forward(&self, x: Tensor<B, 4>) -> Tensor<B, 3> {
-        let weight = typed(self.weight.val(), x.dtype());
-        merge_heads(standardize(x, self.epsilon)) * weight.unsqueeze::<3>()
+        let heads = merge_heads(standardize(x, self.epsilon));
+        ops::scale_channels(heads, self.weight.val(), None, None)
     }
 }
 

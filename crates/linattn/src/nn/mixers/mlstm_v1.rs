@@ -10,9 +10,9 @@ use crate::nn::exponential_gates::Asked;
 use crate::nn::layers::{
     BlockDiagonal, ResidualLinear, check_epsilon, fresh, normal_linear, split_heads,
 };
-use crate::nn::projection::{Projection, project};
-use crate::nn::{ConfigError, Cost, Kept, LARGEST, Linear, Shared};
-use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, cat, typed};
+use crate::nn::projection::{Projection, convolved_half, project};
+use crate::nn::{ConfigError, Cost, LARGEST, Linear, Shared};
+use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -184,8 +184,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
         let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
         let [inner] = self.skip.dims();
         let both = self.up_proj.forward(x);
-        let (u, z) = (both.clone().narrow(2, 0, inner), both.narrow(2, inner, inner));
-        let c = self.conv1d.forward_between(u.clone(), Kept::Input, &mut past.conv_states);
+        let u = both.clone().narrow(2, 0, inner);
+        let [c, z] = convolved_half(both, &self.conv1d, &mut past.conv_states);
         let (q, k) = (self.q.forward(c.clone()), self.k.forward(c.clone()));
         let v = self.v.forward(u);
         let all = cat(vec![q.clone(), k.clone(), v.clone()], 2);
@@ -200,7 +200,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MlstmV1<B> {
             log_keep: ops::log_sigmoid(f, 1.0),
         };
         let (h, memory) = asked.answer(past.memory.take(), &mut past.conv_states);
-        let around = c * typed(self.skip.val(), z.dtype()).unsqueeze::<3>();
+        let around = ops::scale_channels(c, self.skip.val(), None, None);
         let y = ops::gate(self.multihead_norm.forward(h) + around, z, GateActivation::Silu);
         (self.down_proj.forward(y), past.then(memory, tokens))
     }

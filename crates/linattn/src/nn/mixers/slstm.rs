@@ -2,9 +2,7 @@
 
 use super::mlstm::MultiHeadNorm;
 use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
-use crate::nn::convolution::{
-    ConvPast, ShortConvolution, check_window, convolution_cost, convolve_if_any,
-};
+use crate::nn::convolution::{ConvPast, ShortConvolution, check_window, convolution_cost};
 use crate::nn::layers::{BlockDiagonal, INIT_STD, check_epsilon, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, Kept, Shared};
 use crate::ops::{self, LinearAttentionBackend, SlstmCells, SlstmInputs, cat, typed};
@@ -173,14 +171,13 @@ impl<B: LinearAttentionBackend> Slstm<B> {
 
     /// The inputs' part of the gates: i, f, z and o of every head, `[B, T, H, 4 D / H]`.
     fn inward(&self, x: Tensor<B, 3>, conv_states: &mut ConvPast<B>) -> Tensor<B, 4> {
-        let mixed = convolve_if_any(&self.conv1d, x.clone(), Kept::Input, conv_states);
-        let gates = vec![
-            self.igate.forward(mixed.clone()),
-            self.fgate.forward(mixed),
-            self.zgate.forward(x.clone()),
-            self.ogate.forward(x),
-        ];
-        let gates = gates.into_iter().map(|gate| split_heads(gate, self.heads)).collect();
-        cat(gates, 3)
+        let heads = |gates| split_heads(gates, self.heads);
+        let [i, f, z, o] = [&self.igate, &self.fgate, &self.zgate, &self.ogate];
+        let Some(convolution) = &self.conv1d else {
+            return heads(BlockDiagonal::forward_by_head(&[i, f, z, o], x));
+        };
+        let mixed = convolution.forward_between(x.clone(), Kept::Input, conv_states);
+        let both = [([i, f], mixed), ([z, o], x)];
+        cat(both.map(|(gates, x)| heads(BlockDiagonal::forward_by_head(&gates, x))).into(), 3)
     }
 }
