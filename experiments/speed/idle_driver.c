@@ -10,6 +10,8 @@
  * launches of each kernel. A launch that a real driver refuses, of no cubes or of too many units, is named on standard
  * error at once.
  *
+ * With -DDRIVER_ALONE it has no NVRTC, so that a real one compiles: see ../compile_ahead. GPU_NAME names the GPU.
+ *
  * LOSE_AT=n loses the device: the n-th call that reaches it fails, and so does every one after it, as with a real
  * driver, whose errors stay. LOSE_WITH is the CUresult they give, 719 where it is not named; with 2 the device is
  * there and has no more memory, and only requests for memory count and fail. LOSE_FOR=m has m calls fail and no more,
@@ -85,7 +87,11 @@ REACHES(cuFuncSetAttribute, void *kernel, int attribute, int value)
 Result cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 Result cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 Result cuDeviceGetCount(int *count) { *count = 1; return 0; }
-Result cuDeviceGetName(char *name, int room, int device) { snprintf(name, room, "idle H200"); return 0; }
+Result cuDeviceGetName(char *name, int room, int device) {
+    const char *given = getenv("GPU_NAME");
+    snprintf(name, room, "%s", given ? given : "idle H200");
+    return 0;
+}
 Result cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 150000000000; return 0; }
 Result cuMemGetInfo_v2(size_t *left, size_t *all) { *left = *all = 150000000000; return reach(__func__, 0); }
 Result cuDevicePrimaryCtxRetain(void **context, int device) { *context = SOMETHING; return 0; }
@@ -93,6 +99,9 @@ Result cuCtxGetCurrent(void **context) { *context = SOMETHING; return 0; }
 Result cuStreamCreate(void **stream, unsigned flags) { *stream = SOMETHING; return reach(__func__, 0); }
 Result cuEventCreate(void **event, unsigned flags) { *event = SOMETHING; return reach(__func__, 0); }
 Result cuModuleLoadData(void **module, const void *image) { *module = SOMETHING; return reach(__func__, 0); }
+
+/* What NVRTC asks a driver for, and does without. */
+Result cuGetExportTable(const void **table, const void *id) { *table = NULL; return 1; }
 
 /* CUresult by number, in the driver's own words. */
 static const struct { Result result; const char *name, *text; } results[] = {
@@ -186,6 +195,7 @@ Result cuLaunchKernel(void *kernel, unsigned x, unsigned y, unsigned z, unsigned
     return reach(__func__, 0);
 }
 
+#ifndef DRIVER_ALONE
 Result nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }
 Result nvrtcCreateProgram(void **program, const char *source, const char *name, int headers, const char *const *texts,
                           const char *const *names) { *program = SOMETHING; return 0; }
@@ -196,6 +206,7 @@ Result nvrtcGetPTX(void *program, char *text) { *text = 0; return 0; }
 Result nvrtcGetProgramLogSize(void *program, size_t *bytes) { *bytes = 1; return 0; }
 Result nvrtcGetProgramLog(void *program, char *text) { *text = 0; return 0; }
 const char *nvrtcGetErrorString(Result result) { return "none"; }
+#endif
 
 __attribute__((destructor)) static void write_launches(void) {
     if (!loss.at) write_lost(calls, "calls");
