@@ -1,4 +1,4 @@
-//! A linear layer of blocks: every head has a small matrix of its own, and sees nothing of the others.
+//! A block-diagonal linear layer: every head has a small matrix of its own, and sees nothing of the others.
 //! ```text
 //! y[n, h, j]  = b[h, j] + sum_e x[n, h, e] W[h, e, j]
 //! dx[n, h, e] = sum_j dy[n, h, j] W[h, e, j]              the same with every block transposed
@@ -147,6 +147,7 @@ pub fn weight_gradient<R: Runtime>(
     let wanted = (CUBES * multiprocessors(client)).div_ceil(tiles).min(MOST_RUNS);
     let run = rows.div_ceil(wanted).max(RUN);
     let runs = rows.div_ceil(run);
+    check_matrix(client, runs, dims.weights())?;
     let partial = buffer(client, &[runs, dims.weights()], F32);
     let sizes = RunsLaunch::new(
         rows as u32,

@@ -99,7 +99,7 @@ fn layers_of_blocks_are_right_in_every_type() {
 }
 
 #[test]
-fn what_is_no_small_block_is_refused() {
+fn large_blocks_are_refused() {
     crate::tests::on_wgpu::with_client(refusals);
 }
 

@@ -76,14 +76,16 @@ impl<B: LinearAttentionBackend> Asked<B> {
         let (scale, value_width, dtype) = ((q.dims()[3] as f64).powf(-0.5), v.dims()[3], v.dtype());
         let k = k * typed(write, dtype).unsqueeze_dim::<4>(3);
         // n is one more column of the memory, written with a value of 1; zeros behind it let kernels take whole tiles.
-        let padding = match v.dims()[1] {
-            1 => 0,
-            _ => (value_width + 1).next_multiple_of(ALIGNED) - value_width - 1,
+        let padding = match (v.dims()[1], ops::path::<B>(&v.device())) {
+            (2.., ops::Path::Kernels) => {
+                (value_width + 1).next_multiple_of(ALIGNED) - value_width - 1
+            }
+            _ => 0,
         };
         let ones = v.clone().narrow(3, 0, 1).ones_like();
-        let v = columns_behind(cat(vec![v, ones], 3), padding);
+        let v = padded(vec![v, ones], padding);
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(keep);
-        let memory = memory.map(|memory| columns_behind(memory, padding));
+        let memory = memory.map(|memory| padded(vec![memory], padding));
         let (o, memory) = linear_attention(inputs, memory, None);
         let memory = memory.narrow(3, 0, value_width + 1);
         let o = accumulator(o);
@@ -94,14 +96,17 @@ impl<B: LinearAttentionBackend> Asked<B> {
     }
 }
 
-/// `x`, and `count` columns of zeros behind it.
-fn columns_behind<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
-    if count == 0 {
-        return x;
+/// `parts`, `[B, T, H, ..]`, side by side, and `count` columns of zeros behind them.
+fn padded<B: Backend>(mut parts: Vec<Tensor<B, 4>>, count: usize) -> Tensor<B, 4> {
+    if count > 0 {
+        let [batch, tokens, heads, _] = parts[0].dims();
+        let options = (&parts[0].device(), parts[0].dtype());
+        parts.push(Tensor::zeros([batch, tokens, heads, count], options));
     }
-    let [batch, rows, heads, _] = x.dims();
-    let zeros = Tensor::zeros([batch, rows, heads, count], (&x.device(), x.dtype()));
-    cat(vec![x, zeros], 3)
+    match parts.len() {
+        1 => parts.remove(0),
+        _ => cat(parts, 3),
+    }
 }
 
 /// Sums of values and of their weights up to each token, over the exponential of a running maximum.

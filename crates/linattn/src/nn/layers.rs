@@ -247,8 +247,14 @@ impl<B: LinearAttentionBackend> BlockDiagonal<B> {
     }
 
     /// As [`forward`](Self::forward), of layers of equally many heads that all read `x`, one after another within a
-    /// head: `[B, T, H to to ..]`.
-    pub(crate) fn forward_by_head(layers: &[&Self], x: Tensor<B, 3>) -> Tensor<B, 3> {
+    /// head: `[B, T, H, to to ..]`. One product of blocks side by side; of a single token, for which that would copy
+    /// all weights, a product each.
+    pub(crate) fn forward_by_head(layers: &[&Self], x: Tensor<B, 3>) -> Tensor<B, 4> {
+        let heads = layers[0].weight.dims()[0];
+        if x.dims()[1] == 1 {
+            let each = layers.iter().map(|layer| split_heads(layer.forward(x.clone()), heads));
+            return cat(each.collect(), 3);
+        }
         let weights = layers.iter().map(|layer| layer.weight.val()).collect();
         let bias = layers.iter().any(|layer| layer.bias.is_some()).then(|| {
             let biases = layers.iter().map(|layer| {
@@ -258,11 +264,9 @@ impl<B: LinearAttentionBackend> BlockDiagonal<B> {
                     None => Tensor::zeros([heads, to], (&x.device(), layer.weight.val().dtype())),
                 }
             });
-            let biases = cat(biases.collect(), 1);
-            let [heads, width] = biases.dims();
-            biases.reshape([heads * width])
+            cat(biases.collect(), 1).flatten(0, 1)
         });
-        ops::block_linear(x, cat(weights, 2), bias)
+        split_heads(ops::block_linear(x, cat(weights, 2), bias), heads)
     }
 }
 

@@ -391,7 +391,7 @@ impl<B: LinearAttentionBackend> Split<B> {
 }
 
 /// The columns of `y`, `[B, T, P]`, as tensors of their own, of these widths.
-pub(crate) fn apart<B: LinearAttentionBackend, const N: usize>(
+pub(crate) fn split_columns<B: LinearAttentionBackend, const N: usize>(
     y: Tensor<B, 3>,
     widths: [usize; N],
 ) -> [Tensor<B, 3>; N] {

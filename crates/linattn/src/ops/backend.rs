@@ -151,7 +151,8 @@ pub trait LinearAttentionBackend: Backend {
         None
     }
 
-    /// A linear layer of blocks, whose weight is `[H, from, to]`.
+    /// A block-diagonal linear layer: x is `[B, T, H from]`, its weight `[H, from, to]`, its bias `[H to]`, and what
+    /// comes out `[B, T, H to]`.
     fn fused_block_linear(_x: LinearLayer<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }

@@ -4,7 +4,7 @@ use super::{TokenMixer, VectorPast, VectorState, linear_flops, scan_cost};
 use crate::nn::convolution::{ShortConvolution, convolution_cost};
 use crate::nn::layers::{ResidualLinear, softplus, torch_linear};
 use crate::nn::log_decay::fresh_dt_bias;
-use crate::nn::projection::{apart, convolved_half};
+use crate::nn::projection::{convolved_half, split_columns};
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
 use crate::ops::{
     self, GateActivation, LinearAttentionBackend, SelectiveScanInputs, accumulator, typed,
@@ -150,7 +150,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Mamba<B> {
         let ([_, size], rank) = (self.a_log.dims(), self.dt_proj.weight.dims()[0]);
         let y = self.in_proj.forward(x);
         let [x, z] = convolved_half(y, &self.conv1d, &mut past.conv_states);
-        let [low, b, c] = apart(self.x_proj.forward(x.clone()), [rank, size, size]);
+        let [low, b, c] = split_columns(self.x_proj.forward(x.clone()), [rank, size, size]);
         let dt = softplus(accumulator(self.dt_proj.forward(low)));
         // The state and all that goes into it are f32 at least.
         let [b, c] = [b, c].map(accumulator);

@@ -171,13 +171,12 @@ impl<B: LinearAttentionBackend> Slstm<B> {
 
     /// The inputs' part of the gates: i, f, z and o of every head, `[B, T, H, 4 D / H]`.
     fn inward(&self, x: Tensor<B, 3>, conv_states: &mut ConvPast<B>) -> Tensor<B, 4> {
-        let heads = |gates| split_heads(gates, self.heads);
         let [i, f, z, o] = [&self.igate, &self.fgate, &self.zgate, &self.ogate];
         let Some(convolution) = &self.conv1d else {
-            return heads(BlockDiagonal::forward_by_head(&[i, f, z, o], x));
+            return BlockDiagonal::forward_by_head(&[i, f, z, o], x);
         };
         let mixed = convolution.forward_between(x.clone(), Kept::Input, conv_states);
         let both = [([i, f], mixed), ([z, o], x)];
-        cat(both.map(|(gates, x)| heads(BlockDiagonal::forward_by_head(&gates, x))).into(), 3)
+        cat(both.map(|(gates, x)| BlockDiagonal::forward_by_head(&gates, x)).into(), 3)
     }
 }

@@ -1,11 +1,10 @@
 //! Linear layers of blocks on Burn's CubeCL backends. `None` where the kernels refuse: blocks that are large enough
 //! for Burn's products, f64, nothing to do, or more than they can count.
 
-use super::fused::{Backward, CubePass, flat, is_float, shaped};
+use super::fused::{Backward, CubePass, as_given, flat, is_float, only, shaped};
 use crate::ops::fused::LinearLayer;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
-use burn_cubecl::kernel::cast;
 use burn_cubecl::tensor::CubeTensor;
 use linattn_kernels::Refusal;
 use linattn_kernels::fused::block_linear as kernels;
@@ -24,10 +23,9 @@ pub(super) fn block_linear<R: CubeRuntime>(
     }
     let y = product(&x).ok()?;
     let backward = keep.then(|| -> Backward<R> {
-        Box::new(move |gradients, _| {
-            let d_y = gradients.into_iter().flatten().next().expect("its only output has one");
-            let d_y = flat(if d_y.dtype == dtype { d_y } else { cast(d_y, dtype) });
-            gradients_of(&x, &d_y).expect("the forward pass took these sizes and types")
+        Box::new(move |gradients, wanted| {
+            let d_y = as_given(only(gradients), dtype);
+            gradients_of(&x, &d_y, wanted).expect("the forward pass took these sizes and types")
         })
     });
     Some(CubePass::new(vec![y], backward))
@@ -53,25 +51,32 @@ fn product<R: CubeRuntime>(layer: &LinearLayer<CubeTensor<R>>) -> Result<CubeTen
     Ok(shaped(x, y, shape, x.dtype))
 }
 
-/// Gradients of x, W and, where there is one, b.
+/// Gradients of x, W and, where there is one, b, as far as they are wanted.
 fn gradients_of<R: CubeRuntime>(
     layer: &LinearLayer<CubeTensor<R>>,
     d_y: &CubeTensor<R>,
+    wanted: &[bool],
 ) -> Result<Vec<Option<CubeTensor<R>>>, Refusal> {
     let LinearLayer { x, weight, bias } = layer;
-    let dims = dims(x, weight);
+    let (dims, client) = (dims(x, weight), &x.client);
     let types = [x.dtype, weight.dtype].map(DType::into);
-    let mut transposed = weight.clone();
-    transposed.meta.swap(1, 2);
-    let back = LinearLayer { x: d_y.clone(), weight: flat(transposed), bias: None };
-    let d_w = kernels::weight_gradient(&x.client, dims, &x.handle, &d_y.handle, types)?;
-    let d_w = shaped(weight, d_w, weight.meta.shape().clone(), weight.dtype);
-    let mut found = vec![Some(product(&back)?), Some(d_w)];
+    let of_x = || {
+        let mut transposed = weight.clone();
+        transposed.meta.swap(1, 2);
+        product(&LinearLayer { x: d_y.clone(), weight: flat(transposed), bias: None })
+    };
+    let of_weight = || {
+        let d_w = kernels::weight_gradient(client, dims, &x.handle, &d_y.handle, types)?;
+        Ok(shaped(weight, d_w, weight.meta.shape().clone(), weight.dtype))
+    };
+    let of_bias = |bias: &CubeTensor<R>| {
+        let ([from, to], width) = (types, dims.heads * dims.to);
+        let d_b = column_sums(client, &d_y.handle, dims.rows, width, from, to)?;
+        Ok(shaped(bias, d_b, bias.meta.shape().clone(), bias.dtype))
+    };
+    let mut found = vec![wanted[0].then(of_x).transpose()?, wanted[1].then(of_weight).transpose()?];
     if let Some(bias) = bias {
-        let [from, to] = types;
-        let width = dims.heads * dims.to;
-        let d_b = column_sums(&x.client, &d_y.handle, dims.rows, width, from, to)?;
-        found.push(Some(shaped(bias, d_b, bias.meta.shape().clone(), bias.dtype)));
+        found.push(wanted[2].then(|| of_bias(bias)).transpose()?);
     }
     Ok(found)
 }

@@ -134,7 +134,7 @@ fn one_type<'a, R: CubeRuntime>(
 }
 
 /// A gradient in the type that the kernels take it in, contiguous.
-fn as_given<R: CubeRuntime>(gradient: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
+pub(super) fn as_given<R: CubeRuntime>(gradient: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
     flat(if gradient.dtype == dtype { gradient } else { cast(gradient, dtype) })
 }
 
@@ -483,7 +483,7 @@ fn operands<'a, R: CubeRuntime>(
 }
 
 /// The gradient of an operation's only output.
-fn only<R: CubeRuntime>(gradients: Vec<Option<CubeTensor<R>>>) -> CubeTensor<R> {
+pub(super) fn only<R: CubeRuntime>(gradients: Vec<Option<CubeTensor<R>>>) -> CubeTensor<R> {
     gradients.into_iter().next().flatten().expect("its output was used")
 }
 

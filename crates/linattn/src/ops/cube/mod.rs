@@ -1,6 +1,6 @@
 //! The operations on Burn's CubeCL backends: as kernels, and as tensor operations where the kernels
 //! refuse (f64; over whole sequences keys wider than 256, and values wider than 4096; products of more than 64 rows).
-//! fused.rs has the layers around a recurrence, linear.rs matrix products.
+//! fused.rs has the layers around a recurrence, linear.rs matrix products, block_linear.rs those of blocks.
 
 mod block_linear;
 mod fused;

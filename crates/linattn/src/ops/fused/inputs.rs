@@ -305,14 +305,14 @@ impl<T> GatedProduct<T> {
     }
 }
 
-/// `x W + bias` over the last dimension of `x`.
+/// `x W + bias` over the last dimension of `x`; block-diagonal where the weight has a block for each head.
 #[derive(Debug, Clone)]
 pub struct LinearLayer<T> {
     /// `[.., from]`.
     pub x: T,
-    /// `[from, to]`, or `[H, from, to]` of blocks; of any type: products are in the type of `x`.
+    /// `[from, to]`, or blocks, `[H, from, to]`; of any type. What comes out is of the type of `x`.
     pub weight: T,
-    /// `[to]`.
+    /// `[to]`, or `[H to]`.
     pub bias: Option<T>,
 }
 
