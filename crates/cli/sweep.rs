@@ -6,7 +6,7 @@ use crate::train::{Train, commit, device_failure, is_lost};
 use crate::{BAD_INPUT, FAILED, INTERRUPTED, device, fail, output};
 use linattn_sweep::{
     Assignment, ChildProcess, Done, Ending, Only, Plan, Runner, Shard, Stop, Sweep, SweepError,
-    SweepJob, dry_run, finished, has_checkpoint,
+    SweepJob, Warmed, dry_run, finished, has_checkpoint,
 };
 use linattn_trainer::{
     Interrupter, Panics, ProgressStyle, RunConfig, Start, Status, TrainJob, note_panic,
@@ -49,6 +49,10 @@ pub struct SweepArgs {
     /// Does runs again that failed before, from their start
     #[arg(long)]
     retry_failed: bool,
+    /// Compiles what the runs to do need and keeps it, and ends: each model takes two steps and is tested, as many at
+    /// once as `--jobs` says; no rows are written
+    #[arg(long, conflicts_with_all = ["join", "dry_run", "retry_failed"])]
+    warm: bool,
     /// Adds the rows of another machine's rows.csv, and ends
     #[arg(long, value_name = "ROWS.CSV")]
     join: Vec<PathBuf>,
@@ -237,11 +241,25 @@ fn start(
         commit: commit(),
         stop,
     };
-    match job.run(&runner, &mut output::note) {
-        Ok(done) => conclude(&job, done),
+    let ended = match args.warm {
+        true => job.warm(&runner, &mut output::note).map(|warmed| conclude_warming(&job, warmed)),
+        false => job.run(&runner, &mut output::note).map(|done| conclude(&job, done)),
+    };
+    match ended {
+        Ok(code) => code,
         // A disk that is full is nobody's mistake.
         Err(e @ SweepError::Io { doing: "write", .. }) => fail(FAILED, &e),
         Err(e) => fail(BAD_INPUT, &e),
+    }
+}
+
+fn conclude_warming(job: &SweepJob, Warmed { models, done, failed }: Warmed) -> ExitCode {
+    let kept = "what they compiled is kept for GPUs of this model";
+    let shown = output::show(&format!("{done} of {models} models took their steps; {kept}\n"));
+    match (failed, job.stop.no_more() && done + failed < models) {
+        (_, true) => ExitCode::from(INTERRUPTED),
+        (0, false) => shown,
+        (_, false) => ExitCode::from(FAILED),
     }
 }
 

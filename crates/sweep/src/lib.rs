@@ -32,6 +32,7 @@ mod select;
 mod state_size;
 mod sweep;
 mod values;
+mod warm;
 
 pub use config::{
     Figure, FigureKind, Limits, ReportConfig, Rule, SelectConfig, Statistic, SweepConfig, Unit,
@@ -47,6 +48,7 @@ pub use report::{Mode, Report, experiments, page, report, write_html};
 pub use rows::{Added, FAILED, Row, Rows, RowsFile};
 pub use runner::{Assignment, ChildProcess, Ending, Runner, Stop, finished, has_checkpoint};
 pub use sweep::{Done, Shard, SweepJob};
+pub use warm::Warmed;
 
 /// The README's examples are tests.
 #[cfg(doctest)]

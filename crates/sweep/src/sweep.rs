@@ -145,6 +145,12 @@ impl SweepJob<'_> {
         Ok(watch.tally)
     }
 
+    /// The runs of this shard that have no row.
+    pub(crate) fn open(&self) -> Result<Vec<&PlannedRun>, SweepError> {
+        let open = self.left(&self.sweep.rows(self.plan)?.rows)?.open;
+        Ok(open.into_iter().map(|place| &self.plan.runs[place]).collect())
+    }
+
     /// The runs of this shard, as the rows have them.
     fn left(&self, rows: &[Row]) -> Result<Left, SweepError> {
         let runs: Vec<_> = self.plan.runs.iter().map(|run| run.settings.clone()).collect();

@@ -4,12 +4,15 @@
 use std::fs;
 use std::path::Path;
 
+use std::sync::Mutex;
+
 use linattn_sweep::{
-    ChildProcess, Mode, Only, Row, RowsFile, Runner, Shard, Stop, Sweep, SweepError, dry_run, page,
-    report,
+    Assignment, ChildProcess, Ending, Mode, Only, Row, RowsFile, Runner, Shard, Stop, Sweep,
+    SweepError, Warmed, dry_run, page, report,
 };
 use support::{BASE, Fake, SWEEP, job, sweep, write};
 use tempfile::TempDir;
+use toml::{Table, Value};
 
 mod support;
 
@@ -129,6 +132,50 @@ fn the_configs_of_a_folder_are_variants() {
     fs::create_dir_all(&configs).unwrap();
     let message = read().unwrap_err().to_string();
     assert!(message.contains("`variants_from.folder` is"), "{message}");
+}
+
+/// Notes the configs that it is given; the gated one fails.
+#[derive(Default)]
+struct Noting(Mutex<Vec<Table>>);
+
+impl Runner for Noting {
+    fn resolve(&self, base: &Path, overrides: &[(String, Value)]) -> Result<Table, String> {
+        Fake { milliseconds: 0 }.resolve(base, overrides)
+    }
+
+    fn run(&self, run: &Assignment, _stop: &Stop) -> Result<Ending, String> {
+        assert!(run.anew && run.out.is_dir(), "a run that nobody has begun");
+        self.0.lock().unwrap().push(run.config.clone());
+        match run.config["gate"].as_bool() {
+            Some(true) => Err("does not compile".into()),
+            _ => Ok(Ending::Done(serde_json::Value::Null)),
+        }
+    }
+}
+
+#[test]
+fn each_model_is_warmed_once_and_leaves_nothing() {
+    let folder = folder(SWEEP);
+    let sweep = Sweep::read(&folder.path().join("sweep.toml")).unwrap();
+    let plan = sweep.plan(&Fake { milliseconds: 0 }).unwrap();
+    let job = job(&sweep, &plan, 3, Shard::WHOLE);
+    let (runner, mut said) = (Noting::default(), vec![]);
+    let warmed = job.warm(&runner, &mut |line| said.push(line.to_string())).unwrap();
+    // Rates are no learning rates of an optimizer here, so only seeds are alike.
+    assert_eq!(warmed, Warmed { models: 8, done: 4, failed: 4 });
+    let configs = runner.0.into_inner().unwrap();
+    assert!(configs.len() == 8 && configs.iter().all(|config| !config.contains_key("seed")));
+    assert!(configs.iter().all(|config| config["name"].as_str().is_some_and(|id| id.len() == 12)));
+    assert_eq!(said[0], "8 models have runs to do");
+    assert_eq!(said.iter().filter(|line| line.ends_with(": does not compile")).count(), 4);
+    assert!(said.iter().any(|line| line.starts_with("4/8: ")), "{said:?}");
+    assert!(!folder.path().join("rows.csv").exists());
+    assert_eq!(fs::read_dir(&job.out).unwrap().count(), 0);
+
+    let done = job.run(&Fake { milliseconds: 0 }, &mut |_| ()).unwrap();
+    assert!(done.complete());
+    let nothing = job.warm(&Noting::default(), &mut |_| ()).unwrap();
+    assert_eq!(nothing, Warmed::default());
 }
 
 #[test]
