@@ -49,7 +49,11 @@ Result nvrtcCompileProgram(Program program, int count, Texts options) {
     enum { MOST = 64 };
     const char *kept[MOST];
     int number = 0;
-    for (int i = 0; i < count && number < MOST; i++)
+    if (count > MOST) {
+        fprintf(stderr, "%d options are more than the %d that are handed on\n", count, MOST);
+        exit(1);
+    }
+    for (int i = 0; i < count; i++)
         if (strcmp(options[i], "-lineinfo")) kept[number++] = options[i];
     return ((Result(*)(Program, int, Texts))real("nvrtcCompileProgram"))(program, number, kept);
 }
