@@ -6,7 +6,8 @@ use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{
-    adamw, conv_state, cross_entropy, embedding, rotary, selective_scan, slstm, ttt_linear,
+    adamw, block_linear, conv_state, cross_entropy, embedding, rotary, selective_scan, slstm,
+    ttt_linear,
 };
 use std::error::Error;
 
@@ -57,6 +58,10 @@ impl<T: Target> Fused<'_, T> {
                 self.selective_scan(states, given)?;
                 enter(&format!("-{states}-state_{given}"))?;
             }
+            for (from, to) in [(4, 4), (32, 128)] {
+                self.blocks(from, to, given)?;
+                enter(&format!("-{from}x{to}-bias_{given}"))?;
+            }
             // Recurrent weights in registers, and from cache.
             for width in [32, 128] {
                 self.slstm(width, given)?;
@@ -97,6 +102,17 @@ impl<T: Target> Fused<'_, T> {
         let y = embedding::gather(self.client, &table, &ids, dims, types)?;
         let types = embedding::Types { rows: self.dtype, ids: I32, out: F32 };
         embedding::table_gradient(self.client, &y.handle, &ids, dims, types)?;
+        Ok(())
+    }
+
+    fn blocks(&self, from: usize, to: usize, biased: bool) -> Result<(), Box<dyn Error>> {
+        let (rows, heads) = (64, WIDTH / from);
+        let dims = block_linear::Dims { rows, heads, from, to };
+        let x = self.memory(rows * WIDTH, self.dtype);
+        let [weight, bias] = [from * to, to].map(|numbers| self.memory(heads * numbers, F32));
+        let (bias, types) = (biased.then_some(&bias), [self.dtype, F32]);
+        let y = block_linear::multiply(self.client, dims, &x, &weight, bias, types)?;
+        block_linear::weight_gradient(self.client, dims, &x, &y.handle, types)?;
         Ok(())
     }
 
