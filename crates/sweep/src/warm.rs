@@ -22,9 +22,9 @@ const STEPS: i64 = 2;
 pub struct Warmed {
     /// Models with runs that have no row.
     pub models: usize,
-    /// Those that took their steps.
+    /// Models that took their steps.
     pub done: usize,
-    /// Those that could not.
+    /// Models that could not.
     pub failed: usize,
 }
 

@@ -87,7 +87,10 @@ impl<B: LinearAttentionBackend> Asked<B> {
         let inputs = ops::LinearAttentionInputs::new(q * scale, k, v).with_decay(keep);
         let memory = memory.map(|memory| padded(vec![memory], padding));
         let (o, memory) = linear_attention(inputs, memory, None);
-        let memory = memory.narrow(3, 0, value_width + 1);
+        let memory = match padding {
+            0 => memory,
+            _ => memory.narrow(3, 0, value_width + 1),
+        };
         let o = accumulator(o);
         let written = o.clone().narrow(3, value_width, 1).abs();
         let least = largest.neg().exp().unsqueeze_dim::<4>(3);
