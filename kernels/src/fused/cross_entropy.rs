@@ -6,6 +6,8 @@
 //!
 //! logits: [M, V]    bias: [V]    target: [M]  integers    loss: [M]  f32
 //!
+//! Columns of padding may lie behind the V of logits and bias: they count for nothing, and their gradient is 0.
+//!
 //! Work:   a team of 8 to 256 units a row, so many that their registers hold the row where 256 can. Each
 //!         unit keeps a maximum and a sum of e^{z - maximum} (online softmax); those of a team meet in
 //!         shared memory.
@@ -39,6 +41,15 @@ pub struct Dims {
     pub rows: usize,
     /// V, logits of a row.
     pub vocab: usize,
+    /// Columns behind them.
+    pub padding: usize,
+}
+
+impl Dims {
+    /// Numbers from one row to the next.
+    fn columns(&self) -> usize {
+        self.vocab + self.padding
+    }
 }
 
 /// Types of the tensors.
@@ -85,17 +96,19 @@ struct Form {
     /// Whether a team holds a whole row at once.
     whole: bool,
     biased: bool,
+    padded: bool,
     gradient: bool,
 }
 
 impl Form {
-    fn new(vocab: usize, width: usize, biased: bool, gradient: bool) -> Self {
-        let vectors = vocab / width;
+    fn new(dims: Dims, width: usize, biased: bool, gradient: bool) -> Self {
+        let vectors = dims.columns() / width;
         let most = (HELD / width).min(MOST_VECTORS);
         let team = vectors.div_ceil(most).next_power_of_two().clamp(FEWEST, UNITS);
         let held = vectors.div_ceil(team).min(most);
         let whole = vectors <= team * held;
-        Self { source: crate::SOURCE, width, team, held, whole, biased, gradient }
+        let padded = dims.padding > 0;
+        Self { source: crate::SOURCE, width, team, held, whole, biased, padded, gradient }
     }
 
     /// Rows of a cube.
@@ -115,17 +128,18 @@ pub fn losses<R: Runtime>(
     loss: Loss,
     types: Types,
 ) -> Result<Buffer, Refusal> {
-    let Dims { rows, vocab } = dims;
+    let (rows, columns) = (dims.rows, dims.columns());
     let Inputs { logits, bias, target } = inputs;
-    check_numbers(rows, vocab)?;
+    check_numbers(rows, columns)?;
     check_type(client, types.logits)?;
     check_ids(client, types.target)?;
     // A bias that is not there: any tensor would do, and none is read.
-    let (bias_type, biases) = if bias.is_some() { (types.bias, vocab) } else { (types.logits, 1) };
+    let (bias_type, biases) =
+        if bias.is_some() { (types.bias, columns) } else { (types.logits, 1) };
     check_type(client, bias_type)?;
     let given = bias.unwrap_or(logits);
-    let width = vector_width(client, vocab, &[(logits, types.logits), (given, bias_type)]);
-    let form = Form::new(vocab, width, bias.is_some(), loss.gradient);
+    let width = vector_width(client, columns, &[(logits, types.logits), (given, bias_type)]);
+    let form = Form::new(dims, width, bias.is_some(), loss.gradient);
     let cubes = grid(client, rows.div_ceil(form.rows()))?;
     let losses = buffer(client, &[rows], F32);
     // SAFETY: units past the last row or vector repeat it and store nothing, and no target outside the
@@ -136,10 +150,16 @@ pub fn losses<R: Runtime>(
             client,
             cubes,
             CubeDim::new_1d(UNITS as u32),
-            array(logits, rows * vocab),
+            array(logits, rows * columns),
             GivenLaunch::new(array(given, biases.max(width)), array(target, rows)),
             whole(&losses),
-            SizesLaunch::new(rows as u32, (vocab / width) as u32, loss.scale, f32::NAN),
+            SizesLaunch::new(
+                rows as u32,
+                (columns / width) as u32,
+                dims.vocab as u32,
+                loss.scale,
+                f32::NAN,
+            ),
             form,
             [types.logits, bias_type, types.target],
             width,
@@ -176,6 +196,8 @@ struct Sizes {
     rows: u32,
     /// Vectors of a row.
     vectors: u32,
+    /// V.
+    vocab: u32,
     scale: f32,
     /// Takes the place of `scale` where a target is none: a shader has no constant for it.
     nan: f32,
@@ -190,6 +212,8 @@ struct Place {
     first: usize,
     /// Vectors of the row.
     vectors: usize,
+    /// V.
+    vocab: usize,
 }
 
 /// State of online softmax: a maximum, and the sum of all e^{z - maximum}.
@@ -222,17 +246,16 @@ fn loss_rows<F: Float, B: Float, I: Int, N: Size>(
     #[define(N)] _width: usize,
 ) {
     let team = comptime!(form.team);
-    let width = comptime!(form.width);
     let vectors = sizes.vectors as usize;
     let own = UNIT_POS as usize % team;
     let row = CUBE_POS * comptime!(form.rows()) + UNIT_POS as usize / team;
     // Units past the last row repeat it: none may miss a barrier.
     let row_read = min(row, sizes.rows as usize - 1);
     let start = row_read * vectors;
-    let count = (vectors * width) as u32;
-    let index = index_of::<I>(x.target[row_read], count);
-    let valid = index < count;
-    let goal = min(index, count - 1) as usize;
+    let vocab = sizes.vocab as usize;
+    let index = index_of::<I>(x.target[row_read], sizes.vocab);
+    let valid = index < sizes.vocab;
+    let goal = min(index, sizes.vocab - 1) as usize;
     let scale = select(valid, sizes.scale, sizes.nan);
     // Read before any unit writes: barriers follow.
     let at_goal = value_at::<F, B, N>(logits, &x.bias, start, goal, form);
@@ -244,7 +267,7 @@ fn loss_rows<F: Float, B: Float, I: Int, N: Size>(
     let stride = comptime!(form.team * form.held);
     let turns = if comptime!(form.whole) { 1usize.runtime() } else { (vectors - 1) / stride + 1 };
     for turn in 0..turns {
-        let place = Place { start, first: turn * stride + own, vectors };
+        let place = Place { start, first: turn * stride + own, vectors, vocab };
         load::<F, B, N>(&mut held, logits, &x.bias, place, form);
         let larger = largest::<N>(&held, maximum, form);
         sum *= f32::exp(maximum - larger);
@@ -270,11 +293,11 @@ fn loss_rows<F: Float, B: Float, I: Int, N: Size>(
         for turn in 0..turns {
             let first = turn * stride + own;
             if comptime!(!form.whole) {
-                let place = Place { start, first, vectors };
+                let place = Place { start, first, vectors, vocab };
                 load::<F, B, N>(&mut held, logits, &x.bias, place, form);
                 exponentials::<N>(&mut held, softmax.maximum, form);
             }
-            let place = Place { start, first, vectors: stored };
+            let place = Place { start, first, vectors: stored, vocab };
             store::<F, N>(logits, &held, place, slope, form);
         }
     }
@@ -302,7 +325,7 @@ fn value_at<F: Float, B: Float, N: Size>(
     value
 }
 
-/// Fills `held` with a unit's logits, and the lowest number past the row's end.
+/// Fills `held` with a unit's logits, and the lowest number past the row's V.
 #[cube]
 fn load<F: Float, B: Float, N: Size>(
     held: &mut Array<Vector<f32, N>>,
@@ -324,6 +347,14 @@ fn load<F: Float, B: Float, N: Size>(
         }
         if at >= place.vectors {
             held[n] = Vector::<f32, N>::new(LOWEST);
+        } else if comptime!(form.padded) {
+            let mut vector = held[n];
+            #[unroll]
+            for l in 0..comptime!(form.width) {
+                let there = at * comptime!(form.width) + l < place.vocab;
+                vector[l] = select(there, vector[l], f32::new(LOWEST));
+            }
+            held[n] = vector;
         }
     }
 }

@@ -87,11 +87,12 @@ fn the_truth_is_its_own_gradient() {
 }
 
 fn losses_are_right<R: Runtime>(case: &Case<'_, R>, dims: Dims, biased: bool, offset: f64) {
-    let Dims { rows: count, vocab } = dims;
-    let mut logits = case.draw("logits", count * vocab);
+    let Dims { rows: count, vocab, padding } = dims;
+    let columns = vocab + padding;
+    let mut logits = case.draw("logits", count * columns);
     logits.iter_mut().for_each(|z| *z += offset);
     case.rows.round(&mut logits);
-    let bias = case.draw("bias", vocab);
+    let bias = case.draw("bias", columns);
     let target: Vec<i32> = (0..count).map(|m| ((m * 31 + 7) % vocab) as i32).collect();
     let on_bias = case.put(&bias);
     let on_target = case.put_ids(&target);
@@ -106,11 +107,12 @@ fn losses_are_right<R: Runtime>(case: &Case<'_, R>, dims: Dims, biased: bool, of
         (case.bytes(&loss.handle), case.bytes(&on_logits))
     };
     let (mut want, mut want_slope) = (vec![], vec![]);
-    for (row, target) in logits.chunks_exact(vocab).zip(&target) {
+    for (row, target) in logits.chunks_exact(columns).zip(&target) {
         let add = |(z, b): (&f64, &f64)| if biased { z + b } else { *z };
-        let z: Vec<f64> = row.iter().zip(&bias).map(add).collect();
+        let z: Vec<f64> = row.iter().zip(&bias).map(add).take(vocab).collect();
         want.push(loss(&z, *target as usize));
         want_slope.extend(slope(&z, *target as usize));
+        want_slope.extend(vec![0.0; padding]);
     }
     let what = format!("{dims:?}, bias {biased}, + {offset}, {:?}", case.rows);
     let (got, left) = run(true);
@@ -126,7 +128,7 @@ fn losses_are_right<R: Runtime>(case: &Case<'_, R>, dims: Dims, biased: bool, of
 }
 
 fn masked_logits_are_left_out<R: Runtime>(case: &Case<'_, R>) {
-    let dims = Dims { rows: 1, vocab: 20 };
+    let dims = Dims { rows: 1, vocab: 20, padding: 0 };
     let mut logits = case.draw("logits", 20);
     logits[3..9].fill(f64::NEG_INFINITY);
     let on_logits = case.put(&logits);
@@ -140,8 +142,8 @@ fn masked_logits_are_left_out<R: Runtime>(case: &Case<'_, R>) {
 }
 
 fn invalid_targets_are_seen<R: Runtime>(case: &Case<'_, R>) {
-    let dims = Dims { rows: 4, vocab: 40 };
-    let on_logits = case.put(&case.draw("logits", 160));
+    let dims = Dims { rows: 4, vocab: 40, padding: 8 };
+    let on_logits = case.put(&case.draw("logits", 4 * 48));
     let (target, types) = (case.put_ids(&[5, -1, 40, 39]), case.types());
     let inputs = Inputs { logits: &on_logits, bias: None, target: &target };
     let got = losses(case.client, dims, inputs, LOSS, types).expect("it runs");
@@ -149,7 +151,7 @@ fn invalid_targets_are_seen<R: Runtime>(case: &Case<'_, R>) {
     let left = case.rows.numbers(&case.bytes(&on_logits));
     for (m, invalid) in [false, true, true, false].into_iter().enumerate() {
         assert_eq!(got[m].is_nan(), invalid, "loss {m}");
-        let row = &left[m * 40..][..40];
+        let row = &left[m * 48..][..40];
         assert!(row.iter().all(|x| x.is_nan() == invalid), "gradient {m}");
     }
 }
@@ -172,7 +174,7 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     let types = Types { logits: F32, bias: F32, target: I32 };
     let run = |rows, vocab, types, biased: bool| {
         let inputs = Inputs { logits: &x, bias: biased.then_some(&x), target: &x };
-        losses(client, Dims { rows, vocab }, inputs, LOSS, types).err()
+        losses(client, Dims { rows, vocab, padding: 0 }, inputs, LOSS, types).err()
     };
     assert_eq!(run(0, 4, types, false), Some(Refusal::Empty { batch: 0, tokens: 4 }));
     assert_eq!(run(4, 0, types, false), Some(Refusal::Empty { batch: 4, tokens: 0 }));
@@ -190,7 +192,7 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
 #[test]
 fn teams_hold_rows_where_they_can() {
     let form = |vocab, width| {
-        let form = Form::new(vocab, width, false, true);
+        let form = Form::new(Dims { rows: 1, vocab, padding: 0 }, width, false, true);
         (form.team, form.held, form.whole)
     };
     assert_eq!(form(8192, 8), (256, 4, true));
@@ -203,14 +205,18 @@ fn teams_hold_rows_where_they_can() {
 }
 
 /// Rows that a few units hold, that a cube holds, and that are longer.
-const SIZES: [Dims; 7] = [
-    Dims { rows: 3, vocab: 1 },
-    Dims { rows: 70, vocab: 16 },
-    Dims { rows: 9, vocab: 37 },
-    Dims { rows: 5, vocab: 260 },
-    Dims { rows: 2, vocab: 1001 },
-    Dims { rows: 2, vocab: 8192 },
-    Dims { rows: 1, vocab: 10_002 },
+const SIZES: [Dims; 11] = [
+    Dims { rows: 3, vocab: 1, padding: 0 },
+    Dims { rows: 70, vocab: 16, padding: 0 },
+    Dims { rows: 9, vocab: 37, padding: 0 },
+    Dims { rows: 5, vocab: 260, padding: 0 },
+    Dims { rows: 2, vocab: 1001, padding: 0 },
+    Dims { rows: 2, vocab: 8192, padding: 0 },
+    Dims { rows: 1, vocab: 10_002, padding: 0 },
+    Dims { rows: 40, vocab: 127, padding: 1 },
+    Dims { rows: 41, vocab: 13, padding: 3 },
+    Dims { rows: 3, vocab: 67, padding: 5 },
+    Dims { rows: 2, vocab: 10_001, padding: 7 },
 ];
 
 /// The tests of one device, whose client `with_client` has.

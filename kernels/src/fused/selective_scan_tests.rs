@@ -14,6 +14,10 @@ const SIZES: [[usize; 4]; 7] = [
     [1, 4, 3, 256],
 ];
 
+/// So many channels that a unit takes more of a state.
+const MANY: [[usize; 4]; 4] =
+    [[128, 5, 256, 16], [128, 3, 512, 8], [16, 2, 512, 64], [1, 9, 32768, 16]];
+
 /// One scan in f64, tensors as the module says.
 struct Case {
     dims: Dims,
@@ -128,40 +132,39 @@ fn summed(parts: Vec<f64>, numbers: usize) -> Vec<f64> {
 }
 
 fn scans_are_right<R: Runtime>(client: &ComputeClient<R>) {
-    for sizes in SIZES {
-        for whole in [false, true] {
-            let case = Case::new(sizes, whole);
-            let put = |x: &Vec<f64>| {
-                let bytes: Vec<u8> = x.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect();
-                client.create_from_slice(&bytes)
-            };
-            let [of_x, dt, a, b, c] = [&case.x, &case.dt, &case.a, &case.b, &case.c].map(put);
-            let [state, d_y, d_state] =
-                [&case.state, &case.d_y, &case.d_state].map(|x| x.as_ref().map(put));
-            let (state, signed) = (state.as_ref(), case.signed);
-            let x = Inputs { x: &of_x, dt: &dt, a: &a, b: &b, c: &c, state, signed };
-            let kept = forward(client, case.dims, &x, true).expect("it fits");
-            let alone = forward(client, case.dims, &x, false).expect("it fits");
-            assert!(alone.h.is_none());
-            let h = kept.h.as_ref().expect("it was asked for");
-            let given = Given { h: &h.handle, d_y: d_y.as_ref(), d_state: d_state.as_ref() };
-            let found = backward(client, case.dims, &x, given).expect("it fits");
-            let (y, last, wanted) = case.truth();
-            let close = |name: &str, want: &[f64], got: &[f64]| {
-                assert_close(&format!("{name} of {sizes:?}, {whole}"), want, got, 2e-6);
-            };
-            for outputs in [&kept, &alone] {
-                close("y", &y, &numbers(client, &outputs.y));
-                close("the state", &last, &numbers(client, &outputs.state));
-            }
-            let [of_x, dt, a, b, c, state] = &wanted;
-            close("dx", of_x, &numbers(client, &found.x));
-            close("ddt", dt, &numbers(client, &found.dt));
-            close("dA", a, &summed(numbers(client, &found.a), a.len()));
-            close("db", b, &summed(numbers(client, &found.b), b.len()));
-            close("dc", c, &summed(numbers(client, &found.c), c.len()));
-            close("dstate", state, &numbers(client, &found.state));
+    let small = SIZES.into_iter().flat_map(|sizes| [(sizes, false), (sizes, true)]);
+    for (sizes, whole) in small.chain(MANY.into_iter().zip([true, false, true, false])) {
+        let case = Case::new(sizes, whole);
+        let put = |x: &Vec<f64>| {
+            let bytes: Vec<u8> = x.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect();
+            client.create_from_slice(&bytes)
+        };
+        let [of_x, dt, a, b, c] = [&case.x, &case.dt, &case.a, &case.b, &case.c].map(put);
+        let [state, d_y, d_state] =
+            [&case.state, &case.d_y, &case.d_state].map(|x| x.as_ref().map(put));
+        let (state, signed) = (state.as_ref(), case.signed);
+        let x = Inputs { x: &of_x, dt: &dt, a: &a, b: &b, c: &c, state, signed };
+        let kept = forward(client, case.dims, &x, true).expect("it fits");
+        let alone = forward(client, case.dims, &x, false).expect("it fits");
+        assert!(alone.h.is_none());
+        let h = kept.h.as_ref().expect("it was asked for");
+        let given = Given { h: &h.handle, d_y: d_y.as_ref(), d_state: d_state.as_ref() };
+        let found = backward(client, case.dims, &x, given).expect("it fits");
+        let (y, last, wanted) = case.truth();
+        let close = |name: &str, want: &[f64], got: &[f64]| {
+            assert_close(&format!("{name} of {sizes:?}, {whole}"), want, got, 2e-6);
+        };
+        for outputs in [&kept, &alone] {
+            close("y", &y, &numbers(client, &outputs.y));
+            close("the state", &last, &numbers(client, &outputs.state));
         }
+        let [of_x, dt, a, b, c, state] = &wanted;
+        close("dx", of_x, &numbers(client, &found.x));
+        close("ddt", dt, &numbers(client, &found.dt));
+        close("dA", a, &summed(numbers(client, &found.a), a.len()));
+        close("db", b, &summed(numbers(client, &found.b), b.len()));
+        close("dc", c, &summed(numbers(client, &found.c), c.len()));
+        close("dstate", state, &numbers(client, &found.state));
     }
 }
 

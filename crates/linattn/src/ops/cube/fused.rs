@@ -56,6 +56,8 @@ impl From<Measure> for norm::Measure {
     }
 }
 
+/// Columns of logits are a multiple of this: products read and write 16 bytes at once.
+const ALIGNED: usize = 8;
 /// Numbers of logits that are made at once: 512 MB of bf16.
 const LOGITS: usize = 1 << 28;
 
@@ -649,12 +651,16 @@ pub(super) fn cross_entropy<R: CubeRuntime>(
     }
     let (count, width) = (hidden.meta.shape()[0], hidden.meta.shape()[1]);
     let vocab = weight.meta.shape()[usize::from(!by_rows)];
+    let padding = vocab.next_multiple_of(ALIGNED) - vocab;
     let most = (LOGITS / vocab).max(1).min(count);
-    let narrow = if own == dtype { weight.clone() } else { cast(weight.clone(), dtype) };
-    // `[D, V]`, whichever way it lies.
+    let narrow = with_padding(weight, vocab, padding, by_rows, dtype)?;
+    // `[D, V + padding]`, whichever way it lies.
     let columns = if by_rows { linear::transposed(narrow) } else { narrow };
-    let (bias, scale) = (bias.map(flat), scale as f32);
-    let call = Loss { columns, bias, by_rows, own, scale, keep, frozen };
+    let bias = match bias.map(flat) {
+        Some(bias) => Some(with_padding(bias, vocab, padding, true, of_bias)?),
+        None => None,
+    };
+    let call = Loss { columns, bias, padding, by_rows, own, scale: scale as f32, keep, frozen };
     let (mut d_hidden, mut losses) = (vec![], vec![]);
     let (mut d_weight, mut d_bias) = (None, None);
     for from in (0..count).step_by(most) {
@@ -685,10 +691,35 @@ pub(super) fn cross_entropy<R: CubeRuntime>(
     Some(CubePass { outputs: vec![loss], backward })
 }
 
+/// A matrix with `padding` zeros behind the V that it has of rows or of columns, in another type.
+fn with_padding<R: CubeRuntime>(
+    x: CubeTensor<R>,
+    vocab: usize,
+    padding: usize,
+    by_rows: bool,
+    dtype: DType,
+) -> Option<CubeTensor<R>> {
+    if padding == 0 {
+        return Some(if x.dtype == dtype { x } else { cast(x, dtype) });
+    }
+    let types = packing::Types { matrices: x.dtype.into(), packed: dtype.into() };
+    let numbers = x.meta.shape().num_elements();
+    // Rows lie one behind another: all of them are one row.
+    let (rows, width) = if by_rows { (1, numbers) } else { (numbers / vocab, vocab) };
+    let behind = padding * (width / vocab);
+    let done = packing::pack(&x.client, rows, &[(&x.handle, width)], behind, types).ok()?;
+    let mut shape = x.meta.shape().to_vec();
+    shape[if by_rows { 0 } else { 1 }] += padding;
+    Some(shaped(&x, done, shape.into(), dtype))
+}
+
 /// The last product and its loss.
 struct Loss<R: CubeRuntime> {
+    /// `[D, V + padding]`.
     columns: CubeTensor<R>,
+    /// `[V + padding]`.
     bias: Option<CubeTensor<R>>,
+    padding: usize,
     by_rows: bool,
     /// Type of the weight itself.
     own: DType,
@@ -716,25 +747,46 @@ impl<R: CubeRuntime> Loss<R> {
             target: &target.handle,
         };
         let kind = loss::Loss { scale: self.scale, gradient: self.keep };
-        let dims = loss::Dims { rows, vocab };
+        let dims = loss::Dims { rows, vocab, padding: self.padding };
         let losses = loss::losses(&hidden.client, dims, inputs, kind, types).ok()?;
         if !self.keep {
             return Some(Piece { losses, hidden: None, weight: None, bias: None });
         }
-        let weight = (!self.frozen).then(|| match self.by_rows {
-            true => linear::linear_weight_gradient(logits.clone(), hidden.clone(), self.own),
-            false => linear::linear_weight_gradient(hidden.clone(), logits.clone(), self.own),
-        });
+        let weight = match (self.frozen, self.by_rows) {
+            (true, _) => None,
+            (_, true) => {
+                let all = linear::linear_weight_gradient(logits.clone(), hidden.clone(), self.own);
+                Some(rows_of(&flat(all), 0, vocab))
+            }
+            (_, false) => {
+                let all = linear::linear_weight_gradient(hidden.clone(), logits.clone(), self.own);
+                Some(self.without_padding(flat(all), vocab)?)
+            }
+        };
         let bias = match &self.bias {
             Some(bias) => {
                 let (from, to) = (dtype.into(), bias.dtype.into());
+                let (client, columns) = (&hidden.client, vocab + self.padding);
                 let sums =
-                    column_sums::column_sums(&hidden.client, &logits.handle, rows, vocab, from, to);
-                Some(shaped(bias, sums.ok()?, Shape::from([vocab]), bias.dtype))
+                    column_sums::column_sums(client, &logits.handle, rows, columns, from, to);
+                let sums = shaped(bias, sums.ok()?, Shape::from([columns]), bias.dtype);
+                Some(entries_of(&sums, 0, vocab))
             }
             None => None,
         };
         let hidden = linear::linear_x_gradient(logits, self.columns.clone(), dtype);
         Some(Piece { losses, hidden: Some(hidden), weight, bias })
+    }
+
+    /// The first V columns.
+    fn without_padding(&self, x: CubeTensor<R>, vocab: usize) -> Option<CubeTensor<R>> {
+        if self.padding == 0 {
+            return Some(x);
+        }
+        let (rows, types) = (x.meta.shape()[0], x.dtype.into());
+        let types = packing::Types { matrices: types, packed: types };
+        let packed = (&[vocab][..], self.padding);
+        let done = packing::unpack(&x.client, rows, packed, &x.handle, types).ok()?;
+        Some(shaped(&x, done.into_iter().next()?, Shape::from([rows, vocab]), x.dtype))
     }
 }
