@@ -84,8 +84,11 @@ impl<T: Target> Fused<'_, T> {
     }
 
     fn losses(&self, vocab: usize, biased: bool, gradient: bool) -> Result<(), Box<dyn Error>> {
-        let dims = cross_entropy::Dims { rows: 16, vocab };
-        let (logits, bias) = (self.memory(16 * vocab, self.dtype), self.memory(vocab, self.dtype));
+        let padding = vocab.next_multiple_of(8) - vocab;
+        let dims = cross_entropy::Dims { rows: 16, vocab, padding };
+        let columns = vocab + padding;
+        let (logits, bias) =
+            (self.memory(16 * columns, self.dtype), self.memory(columns, self.dtype));
         let target = self.memory(16, I32);
         let types = cross_entropy::Types { logits: self.dtype, bias: self.dtype, target: I32 };
         let bias = biased.then_some(&bias);
