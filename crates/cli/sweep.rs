@@ -209,13 +209,12 @@ fn start(
     processes: TrainRuns,
 ) -> ExitCode {
     let choices: Result<Vec<_>, _> = args.devices.iter().map(|name| device::choose(name)).collect();
-    let on_processor = match choices {
-        Ok(choices) => {
-            choices.iter().for_each(Choice::advise);
-            choices.iter().all(|choice| choice.kind == Kind::Cpu)
-        }
+    let choices = match choices {
+        Ok(choices) => choices,
         Err(e) => return fail(BAD_INPUT, &e),
     };
+    choices.iter().for_each(Choice::advise);
+    let on_processor = choices.iter().all(|choice| choice.kind == Kind::Cpu);
     let jobs = args.jobs.map_or(if on_processor { 2 } else { 1 }, usize::from);
     let runner = match processes {
         TrainRuns::Processes(child) if !on_processor && jobs > 1 && !args.processes => {
@@ -242,7 +241,10 @@ fn start(
         stop,
     };
     let ended = match args.warm {
-        true => job.warm(&runner, &mut output::note).map(|warmed| conclude_warming(&job, warmed)),
+        true => {
+            let warmed = job.warm(&runner, &mut output::note);
+            warmed.map(|warmed| conclude_warming(&job, warmed, on_processor))
+        }
         false => job.run(&runner, &mut output::note).map(|done| conclude(&job, done)),
     };
     match ended {
@@ -253,8 +255,15 @@ fn start(
     }
 }
 
-fn conclude_warming(job: &SweepJob, Warmed { models, done, failed }: Warmed) -> ExitCode {
-    let kept = "what they compiled is kept for GPUs of this model";
+fn conclude_warming(
+    job: &SweepJob,
+    Warmed { models, done, failed }: Warmed,
+    on_processor: bool,
+) -> ExitCode {
+    let kept = match on_processor {
+        true => "a processor compiles nothing that could be kept",
+        false => "what they compiled is kept for GPUs of this model",
+    };
     let shown = output::show(&format!("{done} of {models} models took their steps; {kept}\n"));
     match (failed, job.stop.no_more() && done + failed < models) {
         (_, true) => ExitCode::from(INTERRUPTED),

@@ -30,7 +30,7 @@ impl<T: Target> Fused<'_, T> {
         mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
     ) -> Result<(), Box<dyn Error>> {
         // Rows that a few units hold, that a cube holds, and that are longer.
-        for vocab in [16, 8192, 50_257] {
+        for vocab in [16, 8192, 50_257, 50_304] {
             for (biased, gradient) in [(false, true), (true, true), (false, false)] {
                 self.losses(vocab, biased, gradient)?;
                 enter(&format!("-{vocab}-bias_{biased}-gradient_{gradient}"))?;
@@ -54,9 +54,10 @@ impl<T: Target> Fused<'_, T> {
             enter(&format!("-states_{given}"))?;
             self.conv_states(given, Some(&[0, 1]))?;
             enter(&format!("-lengths-states_{given}"))?;
-            for states in [4, 16] {
-                self.selective_scan(states, given)?;
-                enter(&format!("-{states}-state_{given}"))?;
+            // Of few channels, and of so many that a unit takes more of a state.
+            for (batch, states) in [(2, 4), (2, 16), (256, 16)] {
+                self.selective_scan(batch, states, given)?;
+                enter(&format!("-{states}-of_{batch}-state_{given}"))?;
             }
             for (from, to) in [(4, 4), (32, 128)] {
                 self.blocks(from, to, given)?;
@@ -131,9 +132,14 @@ impl<T: Target> Fused<'_, T> {
     }
 
     /// Forward, kept and not, and backward.
-    fn selective_scan(&self, states: usize, whole: bool) -> Result<(), Box<dyn Error>> {
-        let dims = selective_scan::Dims { batch: 2, tokens: 8, channels: WIDTH, states };
-        let x = self.memory(16 * WIDTH * states, F32);
+    fn selective_scan(
+        &self,
+        batch: usize,
+        states: usize,
+        whole: bool,
+    ) -> Result<(), Box<dyn Error>> {
+        let dims = selective_scan::Dims { batch, tokens: 8, channels: WIDTH, states };
+        let x = self.memory(batch * 8 * WIDTH * states, F32);
         let state = whole.then_some(&x);
         let [dt, a, b, c] = [&x; 4];
         let inputs = selective_scan::Inputs { x: &x, dt, a, b, c, state, signed: whole };

@@ -130,6 +130,7 @@ pub fn losses<R: Runtime>(
 ) -> Result<Buffer, Refusal> {
     let (rows, columns) = (dims.rows, dims.columns());
     let Inputs { logits, bias, target } = inputs;
+    check_numbers(rows, dims.vocab)?;
     check_numbers(rows, columns)?;
     check_type(client, types.logits)?;
     check_ids(client, types.target)?;

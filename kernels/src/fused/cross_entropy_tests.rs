@@ -178,6 +178,10 @@ fn refusals<R: Runtime>(client: &ComputeClient<R>) {
     };
     assert_eq!(run(0, 4, types, false), Some(Refusal::Empty { batch: 0, tokens: 4 }));
     assert_eq!(run(4, 0, types, false), Some(Refusal::Empty { batch: 4, tokens: 0 }));
+    let padded = Dims { rows: 4, vocab: 0, padding: 8 };
+    let inputs = Inputs { logits: &x, bias: None, target: &x };
+    let none = losses(client, padded, inputs, LOSS, types).err();
+    assert_eq!(none, Some(Refusal::Empty { batch: 4, tokens: 0 }), "padding alone");
     let (what, got, most) = ("numbers in a tensor", 1 << 32, u32::MAX as usize);
     let large = Some(Refusal::TooLarge { what, got, most });
     assert_eq!(run(1 << 16, 1 << 16, types, false), large);

@@ -9,9 +9,9 @@
 //! dx_ti   = sum_n dh dt b        ddt_ti = sum_n dh (h_{t-1} f' e^{dt A} A + x b)
 //! db_tn   = sum_i dh dt x        dc_tn  = sum_i dy h        dA_in = sum_t dh h_{t-1} f' e^{dt A} dt
 //!
-//! x, dt, y: [B, T, I]   A: [I, N]   b, c: [B, T, N]   h_0, h_T: [B, I, N]   all h: [B, T, I, N]
+//! x, dt, y: [B, T, I]   A: [I, N]   b, c: [B, T, N]   h_0, h_T: [B, I, N]   kept h: [B, ceil(T / 4), I, N]
 //! ```
-//! All numbers are f32. Source: Gu and Dao, arXiv 2312.00752.
+//! All numbers are f32; A, b, c and states begin at a multiple of 16 bytes. Source: Gu and Dao, arXiv 2312.00752.
 //!
 //! Work:   a unit has some numbers of one channel's state in registers, all of them up to 16 where there are many
 //!         channels, and takes them through all tokens. Units that share a channel, and those of the channels that
@@ -61,21 +61,19 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// Numbers of a channel's state that are a unit's.
-    fn numbers(&self) -> usize {
+    /// Numbers of a channel's state that are a unit's, on a device of so much shared memory.
+    fn numbers(&self, shared_memory: usize) -> usize {
         let [many, few] = NUMBERS.map(|most| self.states.min(most));
         let units = self.batch.saturating_mul(self.channels * self.states / many);
-        if units < MANY_UNITS { few } else { many }
+        let fits = self.memory(many) <= shared_memory;
+        if units < MANY_UNITS || !fits { few } else { many }
     }
 
-    /// Channels of a cube.
-    fn each(&self) -> usize {
-        UNITS * self.numbers() / self.states
-    }
-
-    /// Cubes that share the channels of a sequence.
-    pub fn parts(&self) -> usize {
-        self.channels.div_ceil(self.each())
+    /// Bytes of shared memory where so many numbers are a unit's: of db and dc, and, where units share a channel, of
+    /// dx and ddt.
+    fn memory(&self, numbers: usize) -> usize {
+        let of_channels = if numbers == self.states { 1 } else { 2 * BLOCK * UNITS };
+        4 * (2 * TOGETHER * numbers * UNITS + of_channels)
     }
 
     /// States of a channel that a forward pass keeps.
@@ -110,7 +108,7 @@ pub struct Outputs {
     pub y: Buffer,
     /// h_T.
     pub state: Buffer,
-    /// The states before every fourth token, `[B, T / 4, I, N]`, where they are kept.
+    /// The states before the first of every four tokens, `[B, ceil(T / 4), I, N]`, where they are kept.
     pub h: Option<Buffer>,
 }
 
@@ -164,8 +162,8 @@ struct Form {
 }
 
 impl Form {
-    fn new(dims: Dims, x: &Inputs<'_>) -> Self {
-        let numbers = dims.numbers();
+    fn new<R: Runtime>(client: &ComputeClient<R>, dims: Dims, x: &Inputs<'_>) -> Self {
+        let numbers = dims.numbers(client.properties().hardware.max_shared_memory_size);
         Self {
             source: SOURCE,
             states: dims.states,
@@ -187,6 +185,11 @@ impl Form {
     /// Channels of a cube.
     fn each(&self) -> usize {
         UNITS / self.lanes()
+    }
+
+    /// Cubes that share the channels of a sequence.
+    fn parts(&self, dims: Dims) -> usize {
+        dims.channels.div_ceil(self.each())
     }
 
     /// Vectors of a unit.
@@ -213,18 +216,21 @@ pub fn check<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Re
         let what = "states of a channel, a power of two";
         return Err(Refusal::TooLarge { what, got: states, most: MOST_STATES });
     }
-    let (got, most) = (batch.saturating_mul(tokens * channels * states), u32::MAX as usize);
+    // The largest are rows, kept states, and db and dc of parts of at least four channels.
+    let per_token = channels.max(channels.div_ceil(4) * states);
+    let (got, most) = (batch.saturating_mul((tokens + BLOCK) * per_token), u32::MAX as usize);
     if got > most {
         return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
     }
     let hardware = &client.properties().hardware;
     let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
-    let terms = 2 * TOGETHER * dims.numbers() + 2 * BLOCK;
-    if shared_memory < 4 * terms * UNITS || units < UNITS as u32 {
+    let [_, few] = NUMBERS.map(|most| states.min(most));
+    if shared_memory < dims.memory(few) || units < UNITS as u32 {
         return Err(Refusal::Device { shared_memory, units });
     }
     let (across, deep, _) = hardware.max_cube_count;
-    for (what, got, most) in [("channels", dims.parts(), across), ("sequences", batch, deep)] {
+    // A cube has a channel or more.
+    for (what, got, most) in [("channels", channels, across), ("sequences", batch, deep)] {
         if got > most as usize {
             return Err(Refusal::TooLarge { what, got, most: most as usize });
         }
@@ -232,7 +238,7 @@ pub fn check<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Re
     Ok(())
 }
 
-/// y and the last state; every h where `keep` wants what [`backward`] needs.
+/// y and the last state; every fourth h where `keep` wants what [`backward`] needs.
 ///
 /// # Errors
 /// As [`check`]; then nothing was launched.
@@ -248,13 +254,13 @@ pub fn forward<R: Runtime>(
     let state = buffer(client, &[batch, channels, states], F32);
     let h = keep.then(|| buffer(client, &[batch, dims.blocks(), channels, states], F32));
     let unwritten = buffer(client, &[4], F32);
-    let form = Form { keep, ..Form::new(dims, x) };
+    let form = Form { keep, ..Form::new(client, dims, x) };
     // SAFETY: units past the ends read the last numbers and write nothing; the caller promises the sizes.
     #[allow(unsafe_code)]
     unsafe {
         scan_forward::launch_unchecked::<R>(
             client,
-            CubeCount::Static(dims.parts() as u32, batch as u32, 1),
+            CubeCount::Static(form.parts(dims) as u32, batch as u32, 1),
             CubeDim::new_1d(UNITS as u32),
             operands(dims, x),
             whole(&y),
@@ -280,8 +286,10 @@ pub fn backward<R: Runtime>(
 ) -> Result<Gradients, Refusal> {
     check(client, dims)?;
     let Dims { batch, tokens, channels, states } = dims;
+    let (d_y, d_state) = (given.d_y.is_some(), given.d_state.is_some());
+    let form = Form { d_y, d_state, ..Form::new(client, dims, x) };
     let rows = || buffer(client, &[batch, tokens, channels], F32);
-    let parts = || buffer(client, &[dims.parts(), batch, tokens, states], F32);
+    let parts = || buffer(client, &[form.parts(dims), batch, tokens, states], F32);
     let per_sequence = || buffer(client, &[batch, channels, states], F32);
     let found = Gradients {
         x: rows(),
@@ -291,8 +299,6 @@ pub fn backward<R: Runtime>(
         c: parts(),
         state: per_sequence(),
     };
-    let (d_y, d_state) = (given.d_y.is_some(), given.d_state.is_some());
-    let form = Form { d_y, d_state, ..Form::new(dims, x) };
     let state = batch * channels * states;
     let given = GivenArraysLaunch::new(
         array(given.h, state * dims.blocks()),
@@ -312,7 +318,7 @@ pub fn backward<R: Runtime>(
     unsafe {
         scan_backward::launch_unchecked::<R>(
             client,
-            CubeCount::Static(dims.parts() as u32, batch as u32, 1),
+            CubeCount::Static(form.parts(dims) as u32, batch as u32, 1),
             CubeDim::new_1d(UNITS as u32),
             operands(dims, x),
             given,
@@ -327,7 +333,7 @@ pub fn backward<R: Runtime>(
 
 /// A tensor, or any other where it is absent and not read.
 fn optional<R: Runtime>(tensor: Option<&Handle>, x: &Inputs<'_>, numbers: usize) -> ArrayArg<R> {
-    tensor.map_or_else(|| array(x.x, 4), |tensor| array(tensor, numbers))
+    tensor.map_or_else(|| array(x.a, 1), |tensor| array(tensor, numbers))
 }
 
 fn operands<W: Size, R: Runtime>(dims: Dims, x: &Inputs<'_>) -> OperandsLaunch<W, R> {

@@ -272,8 +272,29 @@ impl<B: LinearAttentionBackend> Inputs<B> {
             scale: 0.3,
             frozen: false,
         };
-        let loss = outside::<B, 1>(only(B::fused_cross_entropy(loss, false)));
-        vec![("embeddings", embedded.unsqueeze()), ("cross-entropy", loss.unsqueeze())]
+        // Of so many tokens that their logits are filled up to 16 bytes: by rows, and by columns with a bias.
+        let three = LinearCrossEntropy {
+            weight: inside(&self.taps.clone().narrow(0, 0, 3)),
+            ..loss.clone()
+        };
+        let by_columns = LinearCrossEntropy {
+            hidden: inside(&rows.narrow(1, 0, 4)),
+            weight: inside(&self.taps),
+            by_rows: false,
+            bias: Some(inside(&self.weight)),
+            target: ids(5).into_primitive(),
+            ..loss.clone()
+        };
+        let losses = [
+            ("cross-entropy", loss),
+            ("cross-entropy of three", three),
+            ("cross-entropy by columns", by_columns),
+        ];
+        let found = losses.map(|(name, loss)| {
+            let loss = outside::<B, 1>(only(B::fused_cross_entropy(loss, false)));
+            (name, loss.unsqueeze())
+        });
+        [("embeddings", embedded.unsqueeze())].into_iter().chain(found).collect()
     }
 }
 

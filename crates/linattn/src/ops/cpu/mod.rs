@@ -21,6 +21,7 @@ mod quantized;
 mod real;
 mod recurrence;
 mod rotary;
+mod selective_scan;
 mod shared;
 mod slstm;
 mod tensors;
@@ -32,7 +33,7 @@ pub(crate) use parallel::one_of_threads;
 use super::backend::LinearAttentionBackend;
 use super::fused::{
     self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Moments, Normalization, Pack, Rotary, SlstmRecurrence,
+    LinearLayer, Moments, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence,
 };
 use super::halving::{self, Scan};
 use super::pass::Pass;
@@ -105,6 +106,10 @@ impl LinearAttentionBackend for Flex {
         keep: bool,
     ) -> Option<Pass<Self>> {
         cross_entropy::cross_entropy(x, keep)
+    }
+
+    fn fused_selective_scan(x: SelectiveScan<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        selective_scan::selective_scan(x, keep)
     }
 
     fn fused_slstm(x: SlstmRecurrence<FlexTensor>, keep: bool) -> Option<Pass<Self>> {

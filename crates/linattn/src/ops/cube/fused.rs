@@ -56,8 +56,8 @@ impl From<Measure> for norm::Measure {
     }
 }
 
-/// Columns of logits are a multiple of this: products read and write 16 bytes at once.
-const ALIGNED: usize = 8;
+/// Bytes of a row of logits are a multiple of this, which products read and write at once.
+const ALIGNED: usize = 16;
 /// Numbers of logits that are made at once: 512 MB of bf16.
 const LOGITS: usize = 1 << 28;
 
@@ -651,8 +651,8 @@ pub(super) fn cross_entropy<R: CubeRuntime>(
     }
     let (count, width) = (hidden.meta.shape()[0], hidden.meta.shape()[1]);
     let vocab = weight.meta.shape()[usize::from(!by_rows)];
-    let padding = vocab.next_multiple_of(ALIGNED) - vocab;
-    let most = (LOGITS / vocab).max(1).min(count);
+    let padding = vocab.next_multiple_of(ALIGNED / dtype.size()) - vocab;
+    let most = (LOGITS / (vocab + padding)).max(1).min(count);
     let narrow = with_padding(weight, vocab, padding, by_rows, dtype)?;
     // `[D, V + padding]`, whichever way it lies.
     let columns = if by_rows { linear::transposed(narrow) } else { narrow };

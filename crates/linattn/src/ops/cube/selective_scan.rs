@@ -67,11 +67,12 @@ fn gradients_of<R: CubeRuntime>(
     };
     let like =
         |of: &CubeTensor<R>, gradient| shaped(of, gradient, of.meta.shape().clone(), DType::F32);
+    let parts = found.b.shape[0];
     Ok(SelectiveScan {
         dt: like(&x.dt, found.dt),
         a: like(&x.a, summed(found.a, dims.batch)?),
-        b: like(&x.b, summed(found.b, dims.parts())?),
-        c: like(&x.c, summed(found.c, dims.parts())?),
+        b: like(&x.b, summed(found.b, parts)?),
+        c: like(&x.c, summed(found.c, parts)?),
         state: x.state.as_ref().map(|state| like(state, found.state)),
         x: like(&x.x, found.x),
         signed: x.signed,

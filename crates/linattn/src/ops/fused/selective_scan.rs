@@ -109,23 +109,22 @@ pub(in crate::ops) fn in_tensor_ops<B: LinearAttentionBackend>(
     (y, last)
 }
 
-#[cfg(all(test, feature = "cpu", feature = "wgpu"))]
+#[cfg(all(test, feature = "cpu"))]
 mod tests {
     use super::*;
-    use crate::ops::backend::LinearAttentionBackend;
-    use burn::backend::{Autodiff, Wgpu};
-    use burn::tensor::Distribution;
-
-    type B = Autodiff<Wgpu>;
+    use burn::backend::{Autodiff, Flex};
+    use burn::tensor::{DType, Distribution};
 
     /// y, the last state and the gradients of a number made of both, in order.
-    fn outputs(
-        inputs: &[Tensor<Wgpu, 3>],
+    fn outputs<I: LinearAttentionBackend>(
+        inputs: &[Tensor<I, 3>],
         (state, signed): (bool, bool),
-        scan: impl Fn(SelectiveScan<FloatTensor<B>>) -> (Tensor<B, 3>, Tensor<B, 3>),
-    ) -> Vec<Tensor<Wgpu, 3>> {
-        let leaves: Vec<_> =
-            inputs.iter().map(|x| Tensor::<B, 3>::from_inner(x.clone()).require_grad()).collect();
+        scan: impl Fn(
+            SelectiveScan<FloatTensor<Autodiff<I>>>,
+        ) -> (Tensor<Autodiff<I>, 3>, Tensor<Autodiff<I>, 3>),
+    ) -> Vec<Tensor<I, 3>> {
+        let leaf = |x: &Tensor<I, 3>| Tensor::<Autodiff<I>, 3>::from_inner(x.clone());
+        let leaves: Vec<_> = inputs.iter().map(|x| leaf(x).require_grad()).collect();
         let [x, dt, a, b, c, h] = <[_; 6]>::try_from(leaves.clone()).expect("six inputs");
         let (y, last) = scan(SelectiveScan {
             x: primitive(x),
@@ -136,18 +135,20 @@ mod tests {
             state: state.then(|| primitive(h)),
             signed,
         });
-        let weigh = |x: Tensor<B, 3>| (x.clone() * x).sum();
+        let weigh = |x: Tensor<Autodiff<I>, 3>| (x.clone() * x).sum();
         let gradients = (weigh(y.clone()) + weigh(last.clone())).backward();
         let found = leaves.iter().filter_map(|leaf| leaf.grad(&gradients));
         [y.inner(), last.inner()].into_iter().chain(found).collect()
     }
 
-    #[test]
-    fn one_piece_gives_what_tensor_operations_give() {
-        let device = Default::default();
-        let (batch, tokens, channels, states) = (2, 9, 20, 16);
+    /// Sizes are B, T, I and N; the limit is a share of the largest number.
+    fn one_piece_gives_what_tensor_operations_give<I: LinearAttentionBackend>(
+        [batch, tokens, channels, states]: [usize; 4],
+        (dtype, limit): (DType, f64),
+        device: &I::Device,
+    ) {
         let draw = |shape: [usize; 3], low, high| {
-            Tensor::<Wgpu, 3>::random(shape, Distribution::Uniform(low, high), &device)
+            Tensor::<I, 3>::random(shape, Distribution::Uniform(low, high), device).cast(dtype)
         };
         let inputs = [
             draw([batch, tokens, channels], -1.0, 1.0),
@@ -159,17 +160,37 @@ mod tests {
         ];
         for setting in [(false, false), (true, true), (true, false)] {
             let one = outputs(&inputs, setting, |x| {
-                let taken = B::fused_selective_scan(x.clone(), false).is_some();
-                assert!(taken, "the kernels take this");
-                scanned::<B>(x)
+                let taken = Autodiff::<I>::fused_selective_scan(x.clone(), false).is_some();
+                assert!(taken, "the backend takes this");
+                scanned::<Autodiff<I>>(x)
             });
-            let many = outputs(&inputs, setting, in_tensor_ops::<B>);
+            let many = outputs(&inputs, setting, in_tensor_ops::<Autodiff<I>>);
             assert_eq!(one.len(), many.len(), "as many gradients");
             for (n, (one, many)) in one.into_iter().zip(many).enumerate() {
-                let size = many.clone().abs().max().into_scalar();
-                let error = (one - many).abs().max().into_scalar();
-                assert!(error <= 1e-5 * size, "{setting:?}, tensor {n}: {error} of {size}");
+                let largest = |x: Tensor<I, 3>| x.abs().max().into_data().iter::<f64>().next();
+                let size = largest(many.clone()).unwrap_or(f64::NAN);
+                let error = largest(one - many).unwrap_or(f64::NAN);
+                assert!(error <= limit * size, "{setting:?}, tensor {n}: {error} of {size}");
             }
         }
+    }
+
+    /// Fewer tokens than a chunk and more, channels that fill no block, and several groups of them.
+    #[test]
+    fn on_the_cpu_one_piece_gives_what_tensor_operations_give() {
+        for sizes in [[1, 1, 1, 1], [2, 9, 20, 16], [1, 8, 16, 4], [3, 17, 150, 3]] {
+            let device = Default::default();
+            for kind in [(DType::F32, 1e-5), (DType::F64, 1e-12)] {
+                one_piece_gives_what_tensor_operations_give::<Flex>(sizes, kind, &device);
+            }
+        }
+    }
+
+    #[cfg(feature = "wgpu")]
+    #[test]
+    fn on_a_gpu_one_piece_gives_what_tensor_operations_give() {
+        let (sizes, device) = ([2, 9, 20, 16], Default::default());
+        let kind = (DType::F32, 1e-5);
+        one_piece_gives_what_tensor_operations_give::<burn::backend::Wgpu>(sizes, kind, &device);
     }
 }

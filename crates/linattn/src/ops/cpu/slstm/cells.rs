@@ -19,7 +19,12 @@ type Blocks<R, const N: usize> = [Block<R>; N];
 
 /// Part `part` of a row, each `width` wide, from its number `first` on; zeros behind its end.
 #[inline(always)]
-pub(super) fn load<R: Real>(row: &[R], part: usize, width: usize, first: usize) -> Block<R> {
+pub(in crate::ops::cpu) fn load<R: Real>(
+    row: &[R],
+    part: usize,
+    width: usize,
+    first: usize,
+) -> Block<R> {
     let from = &row[part * width..][..width][first..];
     match from.first_chunk::<LANES>() {
         Some(block) => *block,
@@ -33,7 +38,7 @@ pub(super) fn load<R: Real>(row: &[R], part: usize, width: usize, first: usize) 
 
 /// The other way.
 #[inline(always)]
-pub(super) fn store<R: Real>(
+pub(in crate::ops::cpu) fn store<R: Real>(
     row: &mut [R],
     part: usize,
     width: usize,

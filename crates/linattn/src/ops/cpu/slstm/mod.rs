@@ -12,7 +12,8 @@ use crate::ops::fused::{LOWEST, SlstmRecurrence};
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
-use cells::{GATES, Next, Previous, SAVED, after, before, load, multiply, store};
+use cells::{GATES, Next, Previous, SAVED, after, before, multiply};
+pub(super) use cells::{load, store};
 use std::borrow::Cow;
 
 /// Sequences that share what is read of R.
