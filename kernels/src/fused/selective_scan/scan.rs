@@ -377,10 +377,8 @@ pub(super) fn scan_backward<W: Size>(
                 let before = states[comptime!(r * vectors + q)];
                 let (e, kept) = decay::<W>(rates[q], now.dt, form);
                 let whole = d_h[q] + c * Vector::new(d_y);
-                let mut d_exponent = whole * before * e;
-                if comptime!(form.signed) {
-                    d_exponent = d_exponent * Vector::new(2.0f32);
-                }
+                let of_e = if comptime!(form.signed) { whole * Vector::new(2.0f32) } else { whole };
+                let d_exponent = of_e * before * e;
                 of_written += whole * b;
                 of_rates += d_exponent * rates[q];
                 d_rates[q] += d_exponent * Vector::new(count * now.dt);
