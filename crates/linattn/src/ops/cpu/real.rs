@@ -353,6 +353,39 @@ pub(super) fn dispatch<J: Job>(job: J) -> J::Output {
 /// Numbers that are added up side by side: as many as the widest register holds of f32.
 pub(super) const LANES: usize = 16;
 
+/// One number of each of some columns.
+pub(super) type Block<R> = [R; LANES];
+
+/// Part `part` of a row, each `width` wide, from its number `first` on; zeros behind its end.
+#[inline(always)]
+pub(super) fn load<R: Real>(row: &[R], part: usize, width: usize, first: usize) -> Block<R> {
+    let from = &row[part * width..][..width][first..];
+    match from.first_chunk::<LANES>() {
+        Some(block) => *block,
+        None => {
+            let mut block = [R::ZERO; LANES];
+            block[..from.len()].copy_from_slice(from);
+            block
+        }
+    }
+}
+
+/// The other way.
+#[inline(always)]
+pub(super) fn store<R: Real>(
+    row: &mut [R],
+    part: usize,
+    width: usize,
+    first: usize,
+    block: &Block<R>,
+) {
+    let to = &mut row[part * width..][..width][first..];
+    match to.first_chunk_mut::<LANES>() {
+        Some(to) => *to = *block,
+        None => to.copy_from_slice(&block[..to.len()]),
+    }
+}
+
 /// The sum of a row of partial sums, in a fixed order.
 #[inline(always)]
 pub(super) fn total<R: Real>(lanes: &[R; LANES]) -> R {

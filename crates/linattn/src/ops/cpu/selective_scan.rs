@@ -10,9 +10,8 @@
 //! For a backward pass, which makes the states between again, every [`CHUNK`]-th state is kept.
 
 use super::parallel::for_each;
-use super::real::{Job, LANES, Machine, Real, dispatch, total};
-use super::shared::{Rows, RowsMut, Shared};
-use super::slstm::{load, store};
+use super::real::{Block, Job, LANES, Machine, Real, dispatch, load, store, total};
+use super::shared::{Place, Rows, RowsMut, Shared, rows_at};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
 use crate::ops::fused::SelectiveScan;
 use crate::ops::pass::{BackwardPass, Pass};
@@ -25,8 +24,6 @@ const CHUNK: usize = 8;
 const TOGETHER: usize = 8 * LANES;
 
 type Tensors = SelectiveScan<FlexTensor>;
-/// A number of each of some channels.
-type Block<R> = [R; LANES];
 
 #[derive(Debug, Clone, Copy)]
 struct Dims {
@@ -38,7 +35,7 @@ struct Dims {
 
 /// Some channels of a sequence: [`LANES`], or those that are left.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct Channels {
     sequence: usize,
     first: usize,
     width: usize,
@@ -69,41 +66,36 @@ impl Dims {
     }
 
     /// First number and `[count, stride, width]` of the rows of `[B, T, I]`.
-    fn rows(&self, place: Place) -> (usize, [usize; 3]) {
+    fn rows(&self, place: Channels) -> Place {
         let first = place.sequence * self.tokens * self.channels + place.first;
         (first, [self.tokens, self.channels, place.width])
     }
 
     /// The one row of `[B, I, N]`.
-    fn of_state(&self, place: Place) -> (usize, [usize; 3]) {
+    fn of_state(&self, place: Channels) -> Place {
         let width = place.width * self.states;
         ((place.sequence * self.channels + place.first) * self.states, [1, width, width])
     }
 
     /// The kept states, `[B, I / LANES, T / CHUNK]` rows.
-    fn kept(&self, place: Place) -> (usize, [usize; 3]) {
+    fn kept(&self, place: Channels) -> Place {
         let width = self.states * LANES;
         let block = place.sequence * self.blocks() + place.first / LANES;
         (block * self.chunks() * width, [self.chunks(), width, width])
     }
 
     /// Runs `job` on every group of channels of every sequence: its number, and its blocks.
-    fn for_each(&self, job: impl Fn([usize; 2], &mut dyn Iterator<Item = Place>) + Send + Sync) {
+    fn for_each(&self, job: impl Fn([usize; 2], &mut dyn Iterator<Item = Channels>) + Send + Sync) {
         let groups = self.groups();
         let work = self.tokens * self.states * TOGETHER.min(self.channels) * 8;
         for_each(self.batch * groups, work, |task| {
             let (sequence, group) = (task / groups, task % groups);
             let end = self.channels.min((group + 1) * TOGETHER);
             let blocks = (group * TOGETHER..end).step_by(LANES);
-            let place = |first| Place { sequence, first, width: LANES.min(end - first) };
+            let place = |first| Channels { sequence, first, width: LANES.min(end - first) };
             job([sequence, group], &mut blocks.map(place));
         });
     }
-}
-
-/// Rows of a buffer that is read.
-fn rows_at<R>(x: &[R], (first, [_, stride, width]): (usize, [usize; 3])) -> Rows<'_, R> {
-    Rows::new(x, first, [stride, width])
 }
 
 /// `[width, N]` as N blocks.
@@ -149,14 +141,14 @@ struct Operands<'a, R> {
 }
 
 impl<'a, R: Number> Operands<'a, R> {
-    fn of(x: &'a Tensors, dims: Dims, place: Place) -> Self {
+    fn of(x: &'a Tensors, dims: Dims, place: Channels) -> Self {
         let rows = |x: &'a FlexTensor| rows_at(slice(x), dims.rows(place));
         let shared = |x: &'a FlexTensor| {
             let states = dims.states;
             Rows::new(slice(x), place.sequence * dims.tokens * states, [states, states])
         };
         let [scale, offset] = if x.signed { [2.0, -1.0] } else { [1.0, 0.0] };
-        let of_a = dims.of_state(Place { sequence: 0, ..place });
+        let of_a = dims.of_state(Channels { sequence: 0, ..place });
         Self {
             dims,
             x: rows(&x.x),

@@ -5,6 +5,9 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+/// First number and `[count, stride, width]` of some rows.
+pub(super) type Place = (usize, [usize; 3]);
+
 /// A buffer whose rows are zeros when a task takes them: the thread that fills them next writes them, and no
 /// thread writes all beforehand while others wait.
 pub(super) struct Fresh<R> {
@@ -75,10 +78,7 @@ impl<'a, R: Real> Shared<'a, R> {
     /// # Safety
     /// No two of the rows that are alive at one time overlap; of a [`Fresh`] buffer, no two at all.
     #[allow(unsafe_code)]
-    pub(super) unsafe fn rows(
-        &self,
-        (first, [count, stride, width]): (usize, [usize; 3]),
-    ) -> RowsMut<'_, R> {
+    pub(super) unsafe fn rows(&self, (first, [count, stride, width]): Place) -> RowsMut<'_, R> {
         self.take(first, [count, stride, width]);
         let mut rows = RowsMut { shared: self, first, count, stride, width };
         if self.taken.is_some() {
@@ -93,10 +93,7 @@ impl<'a, R: Real> Shared<'a, R> {
     /// # Safety
     /// As of [`rows`](Self::rows), and the rows are written before anybody else has the buffer.
     #[allow(unsafe_code)]
-    pub(super) unsafe fn unwritten(
-        &self,
-        (first, [count, stride, width]): (usize, [usize; 3]),
-    ) -> *mut R {
+    pub(super) unsafe fn unwritten(&self, (first, [count, stride, width]): Place) -> *mut R {
         self.take(first, [count, stride, width]);
         // SAFETY: the first row is within the buffer.
         unsafe { self.start.add(first) }
@@ -171,4 +168,9 @@ impl<'a, R> Rows<'a, R> {
     pub(super) fn at(&self, i: usize) -> &'a [R] {
         &self.data[i * self.stride..][..self.width]
     }
+}
+
+/// Rows of a buffer that is read.
+pub(super) fn rows_at<R>(x: &[R], (first, [_, stride, width]): Place) -> Rows<'_, R> {
+    Rows::new(x, first, [stride, width])
 }

@@ -11,7 +11,7 @@ pub(super) use backward::{Given, backward};
 
 use super::parallel::for_each;
 use super::real::{Job, Machine, Real, dispatch};
-use super::shared::{Rows, RowsMut, Shared};
+use super::shared::{Place, Rows, RowsMut, Shared, rows_at};
 use crate::ops::recurrence::{Dims, LogDecay, Read, Recurrence, Transition};
 use std::marker::PhantomData;
 use tile::{Delta, Linear, LinearBefore, LowRank, Row, Rule, TILE, Token, advance};
@@ -119,14 +119,6 @@ impl Dims {
             lengths: x.lengths.clone(),
         }
     }
-}
-
-/// First number and `[count, stride, width]` of some rows.
-type Place = (usize, [usize; 3]);
-
-/// Rows of a buffer that is read.
-fn rows_at<R>(x: &[R], (first, [_, stride, width]): Place) -> Rows<'_, R> {
-    Rows::new(x, first, [stride, width])
 }
 
 /// One head's rows.

@@ -4,53 +4,15 @@
 //! c', n'  = keep c + write tanh(z), keep n + write             h = sigmoid(o) c' / n'
 //! ```
 
-use super::super::real::{LANES, Machine, Real};
+use super::super::real::{Block, LANES, Machine, Real, load, store};
 
 /// i, f, z and o.
 pub(super) const GATES: usize = 4;
 /// Numbers of a cell that its backward pass needs: keep, write, tanh(z), sigmoid(o), sigmoid(-f), c and n.
 pub(super) const SAVED: usize = 7;
 
-/// One number of each of some cells.
-pub(super) type Block<R> = [R; LANES];
-
 /// `count` numbers of each of some cells.
 type Blocks<R, const N: usize> = [Block<R>; N];
-
-/// Part `part` of a row, each `width` wide, from its number `first` on; zeros behind its end.
-#[inline(always)]
-pub(in crate::ops::cpu) fn load<R: Real>(
-    row: &[R],
-    part: usize,
-    width: usize,
-    first: usize,
-) -> Block<R> {
-    let from = &row[part * width..][..width][first..];
-    match from.first_chunk::<LANES>() {
-        Some(block) => *block,
-        None => {
-            let mut block = [R::ZERO; LANES];
-            block[..from.len()].copy_from_slice(from);
-            block
-        }
-    }
-}
-
-/// The other way.
-#[inline(always)]
-pub(in crate::ops::cpu) fn store<R: Real>(
-    row: &mut [R],
-    part: usize,
-    width: usize,
-    first: usize,
-    block: &Block<R>,
-) {
-    let to = &mut row[part * width..][..width][first..];
-    match to.first_chunk_mut::<LANES>() {
-        Some(to) => *to = *block,
-        None => to.copy_from_slice(&block[..to.len()]),
-    }
-}
 
 /// Cells after a token.
 pub(super) struct Next<R> {

@@ -5,23 +5,20 @@ mod cells;
 
 use super::parallel::for_each;
 use super::product::{Matrix, sum_of_products};
-use super::real::{Job, LANES, Machine, Real, dispatch};
-use super::shared::{Rows, RowsMut, Shared};
+use super::real::{Job, LANES, Machine, Real, dispatch, load, store};
+use super::shared::{Place, Rows, RowsMut, Shared, rows_at};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
 use crate::ops::fused::{LOWEST, SlstmRecurrence};
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use cells::{GATES, Next, Previous, SAVED, after, before, multiply};
-pub(super) use cells::{load, store};
 use std::borrow::Cow;
 
 /// Sequences that share what is read of R.
 const GROUP: usize = 4;
 
 type Tensors = SlstmRecurrence<FlexTensor>;
-/// First number and `[count, stride, width]` of some rows.
-type Place = (usize, [usize; 3]);
 
 #[derive(Debug, Clone, Copy)]
 struct Dims {
@@ -110,11 +107,6 @@ fn recurrent<R: Number>(x: &Tensors) -> Cow<'_, [R]> {
 fn block<R>(all: &[R], heads: usize, head: usize) -> &[R] {
     let numbers = all.len() / heads;
     &all[head * numbers..][..numbers]
-}
-
-/// Rows of a buffer that is read.
-fn rows_at<R>(x: &[R], (first, [_, stride, width]): Place) -> Rows<'_, R> {
-    Rows::new(x, first, [stride, width])
 }
 
 /// The recurrence, of one type throughout.
