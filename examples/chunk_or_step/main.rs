@@ -14,7 +14,7 @@ use linattn::ops;
 use linattn_oracle::relative_error;
 use row::{LENGTHS, Row, WIDTHS};
 use std::error::Error;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 use ways::{Call, Found, Pass, Sequence, Way};
@@ -85,16 +85,21 @@ impl Job for Times {
             for tokens in LENGTHS.into_iter().filter(|&tokens| tokens <= self.most_tokens) {
                 rows.extend(cell::<B>(&Sequence::new(tokens, width), device)?);
             }
+            // After each width, so that what was timed stays where a later one is cut off.
+            write(&rows, &self.folder.join("rows.csv"))?;
             eprintln!("width {width} is timed");
         }
-        let mut text = String::from("pass,way,width,tokens,ms,fastest_ms\n");
-        for Row { way, pass, width, tokens, ms: [ms, fastest] } in &rows {
-            text += &format!("{pass},{way},{width},{tokens},{ms:.4},{fastest:.4}\n");
-        }
-        let path = self.folder.join("rows.csv");
-        std::fs::write(&path, text).map_err(|e| format!("can't write {}: {e}", path.display()))?;
         picture::draw(&rows, ops::path::<B>(device), &self.folder)
     }
+}
+
+/// Writes the table of what was timed.
+fn write(rows: &[Row], path: &Path) -> Result<(), String> {
+    let mut text = String::from("pass,way,width,tokens,ms,fastest_ms\n");
+    for Row { way, pass, width, tokens, ms: [ms, fastest] } in rows {
+        text += &format!("{pass},{way},{width},{tokens},{ms:.4},{fastest:.4}\n");
+    }
+    std::fs::write(path, text).map_err(|e| format!("can't write {}: {e}", path.display()))
 }
 
 /// Medians and fastest samples of all ways, after making sure that they agree.

@@ -22,6 +22,7 @@ use linattn_cli::device::{self, Job};
 use linattn_trainer::TrainBackend;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 use verdict::Tally;
 
 mod args;
@@ -64,6 +65,7 @@ impl Job for Fuzz<'_> {
 
     fn run<B: TrainBackend>(self, devices: &[B::Device]) -> Tally {
         let mut tally = Tally::default();
+        let mut spoken = Instant::now();
         // A panic is a wrong case, and is shown as one.
         std::panic::set_hook(Box::new(|_| {}));
         for seed in self.args.seed..self.args.seed.saturating_add(self.args.cases) {
@@ -77,8 +79,10 @@ impl Job for Fuzz<'_> {
             if let Err(why) = tally.add(&case, &problem, found) {
                 println!("WRONG {case:?}\n  {why}\n  again: {}", self.args.again(seed));
             }
-            if tally.cases.is_multiple_of(100) {
+            // A process that is stopped has said what it had done.
+            if spoken.elapsed() >= Duration::from_secs(30) {
                 eprintln!("{}", tally.line(self.args));
+                spoken = Instant::now();
             }
         }
         drop(std::panic::take_hook());
