@@ -27,13 +27,11 @@ const MOST_CALLS: f64 = 20.0;
 /// Between two ways, TF32 included.
 const LIMIT: f64 = 1e-2;
 
-const USE: &str =
-    "wanted: [--device NAME] [--most-tokens N] and the folder that rows and pictures go to";
+const USE: &str = "wanted: [--device NAME] [--most-tokens N] [--without WAY] and the folder that rows and pictures go to";
 
 fn main() -> ExitCode {
-    let timed = arguments().and_then(|Arguments { device, most_tokens, folder }| {
-        device::dispatch(&device, Times { most_tokens, folder })?
-    });
+    let timed =
+        arguments().and_then(|Arguments { device, times }| device::dispatch(&device, times)?);
     match timed {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
@@ -46,13 +44,13 @@ fn main() -> ExitCode {
 /// The command line's options.
 struct Arguments {
     device: String,
-    most_tokens: usize,
-    folder: PathBuf,
+    times: Times,
 }
 
-/// The device `cpu` and all lengths where nothing else is said.
+/// The device `cpu`, all lengths and all ways where nothing else is said.
 fn arguments() -> Result<Arguments, Box<dyn Error>> {
     let (mut device, mut most_tokens, mut folder) = ("cpu".to_string(), LENGTHS[6], None);
+    let mut ways = Way::ALL.to_vec();
     let mut rest = std::env::args().skip(1);
     while let Some(argument) = rest.next() {
         match (argument.as_str(), &folder) {
@@ -63,16 +61,24 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
                     .parse()
                     .map_err(|_| format!("`--most-tokens` is {number}; it has to be a number"))?;
             }
+            ("--without", _) => {
+                let name = rest.next().ok_or("`--without` wants a way")?;
+                let way = [Way::Chunks, Way::Steps].into_iter().find(|way| way.to_string() == name);
+                let way =
+                    way.ok_or(format!("`--without` is {name}; it has to be chunks or steps"))?;
+                ways.retain(|other| *other != way);
+            }
             (name, None) if !name.starts_with('-') => folder = Some(argument.into()),
             _ => return Err(format!("`{argument}` is not known; {USE}").into()),
         }
     }
     let folder = folder.ok_or_else(|| format!("no folder is named; {USE}"))?;
-    Ok(Arguments { device, most_tokens, folder })
+    Ok(Arguments { device, times: Times { most_tokens, ways, folder } })
 }
 
 struct Times {
     most_tokens: usize,
+    ways: Vec<Way>,
     folder: PathBuf,
 }
 
@@ -83,7 +89,7 @@ impl Job for Times {
         let mut rows = vec![];
         for width in WIDTHS {
             for tokens in LENGTHS.into_iter().filter(|&tokens| tokens <= self.most_tokens) {
-                rows.extend(cell::<B>(&Sequence::new(tokens, width), device)?);
+                rows.extend(cell::<B>(&Sequence::new(tokens, width), &self.ways, device)?);
             }
             // After each width, so that what was timed stays where a later one is cut off.
             write(&rows, &self.folder.join("rows.csv"))?;
@@ -105,12 +111,13 @@ fn write(rows: &[Row], path: &Path) -> Result<(), String> {
 /// Medians and fastest samples of all ways, after making sure that they agree.
 fn cell<B: LinearAttentionBackend>(
     x: &Sequence,
+    ways: &[Way],
     device: &B::Device,
 ) -> Result<Vec<Row>, Box<dyn Error>> {
     let (mut timed, [tokens, width]) = (vec![], x.size());
     for pass in [Pass::Forward, Pass::Both] {
         let calls: Vec<_> =
-            Way::ALL.map(|way| (way, ways::call::<B>((way, pass), x, device))).into();
+            ways.iter().map(|&way| (way, ways::call::<B>((way, pass), x, device))).collect();
         let first = calls[0].1()?;
         for (way, call) in &calls[1..] {
             compare(&first, &call()?).map_err(|why| format!("{pass} by {way}: {why}"))?;

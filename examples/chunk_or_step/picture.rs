@@ -57,5 +57,5 @@ fn series(
             of.filter_map(|row| Some((across(row)?, row.tokens as f64 / row.ms[0]))).collect();
         Series { name: Some(name(way, path).into()), place, points, stroke: Stroke::Dots }
     };
-    Way::ALL.into_iter().enumerate().map(line).collect()
+    Way::ALL.into_iter().enumerate().map(line).filter(|line| !line.points.is_empty()).collect()
 }

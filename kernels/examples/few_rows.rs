@@ -4,7 +4,10 @@
 //! `cargo run --release -p linattn-kernels --features cuda --example few_rows -- cuda`
 //! For `vulkan` in place of `cuda` build with `--features vulkan`, for `wgsl` without it.
 //!
-//! With `tilings` behind the device, every tiling of tensor cores in place of the one that is chosen.
+//! Of one row, matrices of 4 and 8 bits too.
+//!
+//! With `tilings` behind the device, every tiling of tensor cores in place of the one that is chosen; with `units`,
+//! every way to deal a matrix out among cubes and units, up to 4 rows.
 //!
 //! One CSV row a type, matrix, number of rows and tiling. `us` is a queue of calls over matrices that L2 does
 //! not hold together, and one wait, divided by the calls: the GPU's microseconds, or the host's where
@@ -16,7 +19,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::wgpu::WgpuRuntime;
 use half::bf16;
-use linattn_kernels::few_rows::{Columns, Dims, Product, Tiling};
+use linattn_kernels::few_rows::{Columns, Dims, Input, Product, Reading, Tiling};
+use linattn_kernels::quantized::{self, Bits};
 use std::time::Instant;
 
 /// K and N.
@@ -65,6 +69,48 @@ fn all<R: Runtime>(client: &ComputeClient<R>, device: &str) {
             }
         }
     }
+    for bits in [Bits::Four, Bits::Eight] {
+        // A group has 32 numbers.
+        for [inner, columns] in MATRICES.map(|[inner, columns]| [inner / 32 * 32, columns]) {
+            quantized(client, device, bits, [inner, columns]);
+        }
+    }
+}
+
+/// What stands behind the device.
+fn asked() -> Option<String> {
+    std::env::args().nth(2)
+}
+
+/// Products of one row by quantized matrices, of words that are any.
+fn quantized<R: Runtime>(client: &ComputeClient<R>, device: &str, bits: Bits, sizes: [usize; 2]) {
+    let dtype = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+    let [inner, columns] = sizes;
+    let [values, scales] = [inner * columns * bits.count() / 8, inner * columns / 32 * 4];
+    let copies = (ROTATED / values + 1).max(2);
+    let copies: Vec<[Handle; 2]> = (0..copies)
+        .map(|_| [vec![0x5au8; values], vec![0; scales]].map(|x| client.create_from_slice(&x)))
+        .collect();
+    let x = client.create_from_slice(&bytes(FloatKind::F32, inner));
+    let matrix = |n: usize| {
+        let [values, scales] = &copies[n % copies.len()];
+        quantized::Matrix { values, scales, rows: columns }
+    };
+    let (dims, given) = (Dims { rows: 1, inner }, (bits, &[columns][..]));
+    let product = quantized::Product::new(client, dims, Reading::Rows, given, dtype)
+        .expect("the device takes it");
+    let mut ways = vec![("chosen".to_string(), product.clone())];
+    if asked().as_deref() == Some("units") {
+        let lanes = [4, 8, 16, 32, 64, 128].map(|lanes| (lanes, product.clone().in_lanes(lanes)));
+        ways.extend(lanes.into_iter().filter_map(|(n, way)| Some((format!("{n} lanes"), way?))));
+    }
+    for (name, way) in ways {
+        let us = microseconds(client, copies.len(), |n| {
+            drop(way.launch(client, Input::Rows(&x), &[matrix(n)]));
+        });
+        let read = (values + scales) as f64 / us / 1e3;
+        println!("{} bits,1,{inner},{columns},{device},{name},{us:.2},{read:.0},", bits.count());
+    }
 }
 
 fn one<R: Runtime>(
@@ -78,15 +124,28 @@ fn one<R: Runtime>(
     let [rows, inner, columns] = sizes;
     let (dims, matrix) = (Dims { rows, inner }, Columns { count: columns, stride: columns });
     let row = format!("{kind:?},{rows},{inner},{columns},{device}");
-    let product = match Product::new(client, dims, &[matrix], dtype) {
+    let product = match Product::new(client, dims, Reading::Rows, &[matrix], dtype) {
         Ok(product) => product,
         Err(why) => {
             println!("{row},,refused: {why}");
             return;
         }
     };
-    if std::env::args().nth(2).as_deref() != Some("tilings") {
-        return time(client, &format!("{row},chosen"), &product, kind, sizes, copies);
+    match asked().as_deref() {
+        Some("tilings") => {}
+        Some("units") if rows <= 4 => {
+            for lanes in [2, 4, 8, 16, 32] {
+                for ahead in [4, 8, 16] {
+                    let Some(way) = product.clone().by_units(client, lanes, ahead) else {
+                        continue;
+                    };
+                    let row = format!("{row},{lanes} lanes x {ahead}");
+                    time(client, &row, &way, kind, sizes, copies);
+                }
+            }
+            return;
+        }
+        _ => return time(client, &format!("{row},chosen"), &product, kind, sizes, copies),
     }
     for tiling in tilings(rows) {
         if let Ok(Some(product)) = product.clone().tiled(client, tiling) {
@@ -122,18 +181,26 @@ fn time<R: Runtime>(
 ) {
     let [rows, inner, columns] = sizes;
     let x = client.create_from_slice(&bytes(kind, rows * inner));
-    let run = |n: usize| product.launch(client, &x, &[&copies[n % copies.len()]], None).handle;
+    let run = |n: usize| {
+        let weights = [&copies[n % copies.len()]];
+        product.launch(client, Input::Rows(&x), &weights, None).y.handle
+    };
     let y = client.read_one(run(0)).expect("the kernel ran");
     let error = error(kind, sizes, &y);
-    (0..copies.len()).for_each(|n| drop(run(n)));
+    let us = microseconds(client, copies.len(), |n| drop(run(n)));
+    let size = if kind == FloatKind::F32 { 4 } else { 2 };
+    let read = (inner * columns * size) as f64 / us / 1e3;
+    println!("{row},{us:.2},{read:.0},{error:.1e}");
+}
+
+/// Of a call, in a queue of them.
+fn microseconds<R: Runtime>(client: &ComputeClient<R>, copies: usize, run: impl Fn(usize)) -> f64 {
+    (0..copies).for_each(&run);
     block_on(client.sync()).expect("the kernels ran");
     let start = Instant::now();
-    (0..CALLS).for_each(|n| drop(run(n)));
+    (0..CALLS).for_each(&run);
     block_on(client.sync()).expect("the kernels ran");
-    let seconds = start.elapsed().as_secs_f64() / CALLS as f64;
-    let size = if kind == FloatKind::F32 { 4 } else { 2 };
-    let read = (inner * columns * size) as f64;
-    println!("{row},{:.2},{:.0},{error:.1e}", seconds * 1e6, read / seconds / 1e9);
+    start.elapsed().as_secs_f64() / CALLS as f64 * 1e6
 }
 
 /// Number `n` of any tensor: between -1 and 1, exact in bf16.

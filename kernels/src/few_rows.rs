@@ -3,7 +3,7 @@
 //! ```text
 //! y_mn = b_n + sum_k x_mk W_kn                     in f32
 //!
-//! x:   [M, K]    F    M from 1 to 64; it begins at a multiple of 8 bytes
+//! x:   [M, K]    F    M from 1 to 64; it begins at a multiple of 8 bytes; or another `Input`
 //! W_i: [K, N_i]  F    1 to 8 of them; rows lie `stride` numbers apart, in each its own
 //! b:   [N]       F    if there is one; N = N_1 + N_2 ..
 //! y:   [M, N]    F
@@ -13,9 +13,10 @@
 //!         of `lanes`, which deal the rows of W out among them and add their sums up in shared memory.
 //! Bytes:  at 4.3 TB/s and 0.7 microseconds of latency 3 MB have to be on their way at any
 //!         time: 23 KB for each of 132 multiprocessors. A unit requests 16 vectors of 16 bytes (8 from 3
-//!         rows on) before it multiplies the first, and for the next ones as soon as these are used up,
-//!         ahead of the barriers that x takes: 64 KB (32 KB) a cube. Cubes get narrower, down to 64 bytes
-//!         of a row of W, until three quarters of the multiprocessors have one.
+//!         rows on, or of 16 bits) before it multiplies the first, and for the next ones as soon as these are used up,
+//!         ahead of the barriers that x takes: 64 KB (32 KB) a cube. Cubes get narrower, down to 32
+//!         columns, until there are five for four multiprocessors, and from there, down to 32 bytes of a row of W, until
+//!         three quarters of these have one.
 //! Cost:   2 M K N flops for K N numbers of W, once for each 8 rows: bound by memory up to about 8 rows. Where
 //!         tensor cores take 16-bit numbers, more rows are theirs: `tensor_cores`.
 //!         No sum is split over cubes: that would take another launch, or additions in any order.
@@ -23,8 +24,11 @@
 //!         kept. Where 8, 4 or 2 do not divide every N_i and `stride`, vectors are narrower. M, K and N_i are
 //!         run-time values: new ones compile nothing, unless they change `Split`.
 
+pub(crate) mod input;
 mod tensor_cores;
 
+use input::{CubeRows, InputArrays};
+pub use input::{Input, Reading};
 use tensor_cores::PACKED;
 pub use tensor_cores::Tiling;
 
@@ -41,18 +45,24 @@ pub const MOST_ROWS: usize = 64;
 /// Most matrices of a launch.
 pub const MOST_MATRICES: usize = 8;
 
+/// Most rows for which an [`Input`] that is not plain rows is worth it: every cube computes all of them again, and from
+/// 3 rows on tensor cores may read plain ones.
+pub const MOST_FOLDED: usize = 2;
+
 /// Units of a cube.
-const UNITS: usize = 256;
+pub(crate) const UNITS: usize = 256;
 /// Most rows of a cube.
 const TILE: usize = 8;
 /// Bytes of the widest load.
 const LOAD: usize = 16;
-/// Bytes of a row of W that a cube has at least: two sectors of memory.
-const NARROWEST: usize = 64;
+/// Bytes of a row of W that a cube has at least: a sector of memory.
+const NARROWEST: usize = 32;
+/// Columns of a cube that get narrower only where most of the multiprocessors would have no cube.
+const NARROW: usize = 32;
 /// Numbers in shared memory, at least: 16 KB, which every device has.
 const FEWEST: usize = 4096;
 /// Most rows of W that a cube requests at once.
-const LONGEST: usize = 1024;
+const LONGEST: usize = 2048;
 
 /// Sizes of one product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,8 +85,8 @@ pub struct Columns {
 /// Tensors of one product, of one type, laid out as the module says.
 #[derive(Debug, Clone, Copy)]
 pub struct Args<'a> {
-    /// Rows.
-    pub x: &'a Handle,
+    /// Rows, or what they are made of.
+    pub x: Input<'a>,
     /// The matrices, each of which begins at a multiple of 16 bytes.
     pub weights: &'a [(&'a Handle, Columns)],
     /// Added to every row.
@@ -100,6 +110,16 @@ pub(crate) struct Split {
     /// Matrices side by side.
     pub matrices: usize,
     pub biased: bool,
+    pub reading: Reading,
+}
+
+/// Results of a launch.
+#[derive(Debug, Clone)]
+pub struct Output {
+    /// y.
+    pub y: Buffer,
+    /// `[M, K]`, the sum that was normalized, where something was added.
+    pub sum: Option<Buffer>,
 }
 
 impl Split {
@@ -117,17 +137,31 @@ impl Split {
         let fits = |n: &usize| *n <= most && matrices.iter().all(divides(*n));
         let width = [8, 4, 2].into_iter().find(fits).unwrap_or(1);
         let tile = dims.rows.next_power_of_two().min(TILE);
-        let enough = multiprocessors(client) * 3 / 4;
+        let units = multiprocessors(client);
         let narrowest = NARROWEST / (width * dtype.size());
         let fills = |lanes: &usize| {
-            let cubes = cubes_across(matrices, lanes * width) * dims.rows.div_ceil(tile);
-            *lanes > narrowest && cubes >= enough
+            let columns = lanes * width;
+            let cubes = cubes_across(matrices, columns) * dims.rows.div_ceil(tile);
+            4 * cubes >= units * if columns > NARROW { 5 } else { 3 }
         };
-        let lanes = [32, 16, 8].into_iter().find(fills).unwrap_or(narrowest);
-        let ahead = if tile <= 2 { 16 } else { 8 };
-        let (numbers, matrices, biased) = (FEWEST, matrices.len(), false);
-        let split = Self { source: SOURCE, tile, width, lanes, ahead, numbers, matrices, biased };
-        split.in_memory(hardware.max_shared_memory_size)
+        let memory = hardware.max_shared_memory_size;
+        let split = |lanes| Self {
+            source: SOURCE,
+            tile,
+            width,
+            lanes,
+            // Numbers of 16 bits take registers twice, as they come and as f32.
+            ahead: if tile <= 2 && dtype.size() == 4 { 16 } else { 8 },
+            numbers: FEWEST,
+            matrices: matrices.len(),
+            biased: false,
+            reading: Reading::Rows,
+        };
+        // Narrow cubes have many groups, whose columns of x have to fit in shared memory.
+        let fits = |lanes: &usize| split(*lanes).in_memory(memory).batches() > 0;
+        let all = [32, 16, 8, 4, 2].into_iter().filter(|lanes| *lanes >= narrowest && fits(lanes));
+        let lanes = all.clone().find(fills).or_else(|| all.clone().next_back()).unwrap_or(32);
+        split(lanes).in_memory(memory)
     }
 
     /// With room for all sums of a cube at once, where a cube may have so many bytes of shared memory.
@@ -201,6 +235,14 @@ impl Plan {
         }
     }
 
+    /// How x is read.
+    fn reading(&self) -> Reading {
+        match self {
+            Self::Units(split) => split.reading,
+            Self::TensorCores(_) => Reading::Rows,
+        }
+    }
+
     /// Cubes in x and in z.
     fn cubes(&self, dims: Dims, matrices: &[Columns]) -> [usize; 2] {
         let [columns, rows] = self.tile();
@@ -225,6 +267,7 @@ impl Product {
     pub fn new<R: Runtime>(
         client: &ComputeClient<R>,
         dims: Dims,
+        reading: Reading,
         matrices: &[Columns],
         dtype: StorageType,
     ) -> Result<Self, Refusal> {
@@ -240,15 +283,20 @@ impl Product {
         }
         check_type(client, dtype)?;
         // Columns of x are counted up to whole batches.
-        let counted = inner.next_multiple_of(LONGEST).saturating_mul(rows);
+        let counted = inner.next_multiple_of(LONGEST).saturating_mul(reading.parts() * rows);
         let stride = matrices.iter().map(|matrix| matrix.stride).max().unwrap_or(0);
         let got = inner.saturating_mul(stride).max(counted).max(rows.saturating_mul(columns));
         let most = u32::MAX as usize;
         if got > most {
             return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
         }
-        let by_units = || Plan::Units(Split::new(client, dims, matrices, dtype));
-        let by_tensor_cores = Tiling::choose(client, dims, matrices, dtype);
+        let by_units =
+            || Plan::Units(Split { reading, ..Split::new(client, dims, matrices, dtype) });
+        // Tensor cores read rows as they lie in memory.
+        let by_tensor_cores = match reading {
+            Reading::Rows => Tiling::choose(client, dims, matrices, dtype),
+            _ => None,
+        };
         let plan = by_tensor_cores.map_or_else(by_units, Plan::TensorCores);
         Self { dims, matrices: matrices.to_vec(), dtype, plan }.checked(client)
     }
@@ -262,10 +310,30 @@ impl Product {
         client: &ComputeClient<R>,
         tiling: Tiling,
     ) -> Result<Option<Self>, Refusal> {
-        match tiling.takes(client, self.dims, &self.matrices, self.dtype) {
+        let plain = self.plan.reading() == Reading::Rows;
+        match plain && tiling.takes(client, self.dims, &self.matrices, self.dtype) {
             true => Self { plan: Plan::TensorCores(tiling), ..self }.checked(client).map(Some),
             false => Ok(None),
         }
+    }
+
+    /// This product by units, `lanes` vectors side by side in a cube and `ahead` requested at once, powers of two: for
+    /// measurements. `None` where the device has no room for it.
+    pub fn by_units<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        lanes: usize,
+        ahead: usize,
+    ) -> Option<Self> {
+        let reading = self.plan.reading();
+        if !lanes.is_power_of_two() || lanes > 32 || !(1..=16).contains(&ahead) {
+            return None;
+        }
+        let split = Split::new(client, self.dims, &self.matrices, self.dtype);
+        let split = Split { lanes, ahead, reading, ..split };
+        let split = split.in_memory(client.properties().hardware.max_shared_memory_size);
+        let fits = split.batch() <= LONGEST && split.batches() > 0;
+        fits.then(|| Self { plan: Plan::Units(split), ..self }.checked(client).ok()).flatten()
     }
 
     /// The device has room for the plan.
@@ -276,6 +344,13 @@ impl Product {
             && (shared_memory < split.shared_memory() || units < UNITS as u32)
         {
             return Err(Refusal::Device { shared_memory, units });
+        }
+        let reading = self.plan.reading();
+        // Those of x, each matrix, a bias, y and the sizes.
+        let (got, most) =
+            (reading.bindings() + self.matrices.len() + 3, hardware.max_bindings as usize);
+        if reading != Reading::Rows && got > most {
+            return Err(Refusal::TooLarge { what: "buffers of a kernel", got, most });
         }
         let [x, z] = self.plan.cubes(self.dims, &self.matrices);
         let [columns, rows] = self.plan.tile();
@@ -290,17 +365,17 @@ impl Product {
         Ok(self)
     }
 
-    /// `x [W_1 W_2 ..] + b`, `[M, N]`, in one launch.
+    /// `x [W_1 W_2 ..] + b`, `[M, N]`, in one launch, and the sum of an [`Input`] that has one.
     ///
     /// # Panics
-    /// If there are not as many matrices as were planned.
+    /// If there are not as many matrices as were planned, or x is read in another way.
     pub fn launch<R: Runtime>(
         &self,
         client: &ComputeClient<R>,
-        x: &Handle,
+        x: Input<'_>,
         weights: &[&Handle],
         bias: Option<&Handle>,
-    ) -> Buffer {
+    ) -> Output {
         let Self { dims, matrices, dtype, plan } = self;
         assert_eq!(weights.len(), matrices.len(), "a handle for each matrix");
         let Dims { rows, inner } = *dims;
@@ -311,21 +386,26 @@ impl Product {
         let sizes = SizesLaunch::new(rows as u32, inner as u32, columns as u32);
         let biased = bias.is_some();
         // A bias that is not there: any tensor of this type would do, and none is read.
-        let (bias, biases) = bias.map_or((x, 1), |bias| (bias, columns));
-        let bias = array(bias, biases);
+        let bias = bias.map_or(array(weights[0], 1), |bias| array(bias, columns));
+        let mut sum = None;
         let [each, _] = plan.tile();
         // SAFETY: rows and columns past the ends are cut off or repeat the last ones, so that all stays
         // within the sizes of `dims` and `matrices`, which the caller promises.
         #[allow(unsafe_code)]
         match *plan {
             Plan::Units(split) => unsafe {
+                assert_eq!(x.reading(), split.reading, "x is read as it was planned");
+                sum = split.reading.sum(client, [rows, inner], *dtype);
+                let mut sums = SequenceArg::new();
+                sum.iter().for_each(|sum| sums.push(whole(sum)));
                 rows_by_matrices::launch_unchecked::<R>(
                     client,
                     cubes,
                     CubeDim::new_1d(UNITS as u32),
-                    OperandsLaunch::new(array(x, rows * inner), bias),
+                    OperandsLaunch::new(x.arrays([rows, inner]), bias),
                     side_by_side(inner, weights, matrices, [each, 1]),
                     whole(&y),
+                    sums,
                     sizes,
                     Split { biased, ..split },
                     *dtype,
@@ -333,6 +413,7 @@ impl Product {
                 );
             },
             Plan::TensorCores(tiling) => unsafe {
+                let x = x.rows().expect("x is read as it was planned");
                 tensor_cores::rows_on_tensor_cores::launch_unchecked::<R>(
                     client,
                     cubes,
@@ -347,7 +428,7 @@ impl Product {
                 );
             },
         }
-        y
+        Output { y, sum }
     }
 }
 
@@ -361,10 +442,10 @@ pub fn check<R: Runtime>(
     matrices: &[Columns],
     dtype: StorageType,
 ) -> Result<(), Refusal> {
-    Product::new(client, dims, matrices, dtype).map(drop)
+    Product::new(client, dims, Reading::Rows, matrices, dtype).map(drop)
 }
 
-/// `x [W_1 W_2 ..] + b`, `[M, N]`, in one launch.
+/// `x [W_1 W_2 ..] + b`, `[M, N]`, in one launch, and the sum of an [`Input`] that has one.
 ///
 /// # Errors
 /// As [`check`]; then nothing was launched.
@@ -373,9 +454,9 @@ pub fn product<R: Runtime>(
     dims: Dims,
     dtype: StorageType,
     args: Args<'_>,
-) -> Result<Buffer, Refusal> {
+) -> Result<Output, Refusal> {
     let (weights, matrices): (Vec<&Handle>, Vec<Columns>) = args.weights.iter().copied().unzip();
-    let product = Product::new(client, dims, &matrices, dtype)?;
+    let product = Product::new(client, dims, args.x.reading(), &matrices, dtype)?;
     Ok(product.launch(client, args.x, &weights, args.bias))
 }
 
@@ -405,7 +486,7 @@ fn side_by_side<F: Numeric, N: Size, R: Runtime>(
 /// Rows and what is added to them, shaped as the module says; `split` says whether the bias is read.
 #[derive(CubeType, CubeLaunch)]
 struct Operands<F: Float> {
-    x: Array<F>,
+    x: InputArrays<F>,
     bias: Array<F>,
 }
 
@@ -479,6 +560,7 @@ fn rows_by_matrices<F: Float, N: Size>(
     x: &Operands<F>,
     weights: &Sequence<Matrix<F, N>>,
     y: &mut Array<F>,
+    sum: &mut Sequence<Array<F>>,
     sizes: Sizes,
     #[comptime] split: Split,
     #[define(F)] _dtype: StorageType,
@@ -495,6 +577,10 @@ fn rows_by_matrices<F: Float, N: Size>(
     }
     let mut requested = Array::<Vector<F, N>>::new(comptime!(split.ahead));
     request_weights::<F, N>(&mut requested, weights, share.group, &share, split);
+    let (tile, reading) = comptime!((split.tile, split.reading));
+    let first = CUBE_POS_Z as usize * tile;
+    let of = CubeRows { first, rows: sizes.rows as usize, inner: sizes.inner as usize };
+    let factors = input::row_factors::<F>(&mut shared, &x.x, sum, of, tile, reading);
 
     let batches = share.last / batch + 1;
     let most = comptime!(split.batches());
@@ -514,6 +600,10 @@ fn rows_by_matrices<F: Float, N: Size>(
             }
         }
         sync_cube();
+    }
+    #[unroll]
+    for m in 0..tile {
+        sums[m] = sums[m] * Vector::<f32, N>::new(factors[m]);
     }
     let to = Destination { columns, sizes };
     reduce_groups::<F, N>(x, y, &mut shared, &sums, to, split);
@@ -599,7 +689,7 @@ fn request_rows<F: Float, N: Size>(
 #[cube]
 fn load_x<F: Float>(
     shared: &mut SharedMemory<f32>,
-    x: &Array<F>,
+    x: &InputArrays<F>,
     sizes: Sizes,
     slice: &Slice,
     #[comptime] split: Split,
@@ -618,7 +708,8 @@ fn load_x<F: Float>(
             let at = UNIT_POS as usize + comptime!(turn * UNITS);
             let m = row + at / batch;
             let k = slice.first + n * batch + at % batch;
-            let value = f32::cast_from(x[min(m, rows - 1) * inner + min(k, inner - 1)]);
+            let (m_read, k_read) = (min(m, rows - 1), min(k, inner - 1));
+            let value = input::number::<F>(x, m_read, k_read, inner, split.reading);
             values[turn] = select(m < rows, select(k < inner, value, 0.0f32), 0.0f32);
         }
         #[unroll]
@@ -716,4 +807,4 @@ fn reduce_groups<F: Float, N: Size>(
 
 #[cfg(test)]
 #[path = "few_rows_tests.rs"]
-mod tests;
+pub(crate) mod tests;

@@ -4,7 +4,7 @@
 //! W_nk = s_nj q_nk                             j = k / 32, a group; q: -127 to 127, or -7 to 7
 //! y_mn = sum_j s_nj sum_(k in j) q_nk x_mk     in f32
 //!
-//! x:   [M, K]             F      M from 1 to 8, K a multiple of 32
+//! x:   [M, K]             F      M from 1 to 8, K a multiple of 32; or another `Input`
 //! q_i: [N_i, K bits / 32] u32    1 to 8 of them
 //! s_i: [N_i, K / 32]      f32
 //! y:   [M, N]             F      N = N_1 + N_2 ..
@@ -25,7 +25,9 @@
 
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
-pub use crate::few_rows::{Dims, MOST_MATRICES};
+use crate::few_rows::UNITS;
+use crate::few_rows::input::{self, CubeRows, InputArrays};
+pub use crate::few_rows::{Dims, Input, MOST_MATRICES, Output, Reading};
 use crate::fused::column_sums::multiprocessors;
 use crate::pointwise::Source;
 use crate::refusal::{Refusal, check_type};
@@ -38,8 +40,6 @@ pub const GROUP: usize = 32;
 /// Most rows of x. Above, the matrix is worth dequantizing for a product of matrices.
 pub const MOST_ROWS: usize = 8;
 
-/// Units of a cube.
-const UNITS: usize = 256;
 /// Words of a load.
 const LOAD: usize = 4;
 /// Numbers in shared memory: 16 KB, which every device has.
@@ -108,14 +108,22 @@ struct Split {
     lanes: usize,
     /// Matrices side by side.
     matrices: usize,
+    reading: Reading,
 }
 
 impl Split {
     /// A fixed rule: nothing is timed.
-    fn new<R: Runtime>(client: &ComputeClient<R>, dims: Dims, bits: Bits, rows: &[usize]) -> Self {
+    fn new<R: Runtime>(
+        client: &ComputeClient<R>,
+        dims: Dims,
+        reading: Reading,
+        bits: Bits,
+        rows: &[usize],
+    ) -> Self {
         let enough = multiprocessors(client) * 3 / 4;
         let tile = dims.rows.next_power_of_two();
-        let split = |lanes| Self { source: SOURCE, bits, tile, lanes, matrices: rows.len() };
+        let (source, matrices) = (SOURCE, rows.len());
+        let split = |lanes| Self { source, bits, tile, lanes, matrices, reading };
         let most = (dims.inner / GROUP).next_power_of_two().min(NUMBERS / (GROUP * tile));
         let fills = |lanes: &usize| *lanes >= most || split(*lanes).cubes(rows) >= enough;
         split([16, 32, 64].into_iter().find(fills).unwrap_or(128))
@@ -152,6 +160,104 @@ impl Split {
     }
 }
 
+/// A product that the device takes, checked and planned before its launch.
+#[derive(Debug, Clone)]
+pub struct Product {
+    dims: Dims,
+    /// N_i.
+    rows: Vec<usize>,
+    dtype: StorageType,
+    split: Split,
+}
+
+impl Product {
+    /// Plans for a device: matrices of `rows` rows each.
+    ///
+    /// # Errors
+    /// [`Refusal`] names what is wrong.
+    pub fn new<R: Runtime>(
+        client: &ComputeClient<R>,
+        dims: Dims,
+        reading: Reading,
+        (bits, rows): (Bits, &[usize]),
+        dtype: StorageType,
+    ) -> Result<Self, Refusal> {
+        let columns: usize = rows.iter().sum();
+        let empty = dims.inner == 0 || rows.contains(&0) || columns == 0;
+        if !(1..=MOST_ROWS).contains(&dims.rows) || empty {
+            let Dims { rows, inner } = dims;
+            return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
+        }
+        let (got, most) = (rows.len(), MOST_MATRICES);
+        if got > most {
+            return Err(Refusal::TooLarge { what: "matrices side by side", got, most });
+        }
+        let widest = rows.iter().copied().max().unwrap_or(0);
+        check_matrix(client, [widest, dims.inner.saturating_mul(reading.parts())], dtype)?;
+        // Those of x, numbers and scales of each matrix, y and the sizes.
+        let got = reading.bindings() + 2 * rows.len() + 2;
+        let most = client.properties().hardware.max_bindings as usize;
+        if reading != Reading::Rows && got > most {
+            return Err(Refusal::TooLarge { what: "buffers of a kernel", got, most });
+        }
+        let split = Split::new(client, dims, reading, bits, rows);
+        let got = split.cubes(rows);
+        let most = client.properties().hardware.max_cube_count.0 as usize;
+        match got > most {
+            true => Err(Refusal::TooLarge { what: "cubes", got, most }),
+            false => Ok(Self { dims, rows: rows.to_vec(), dtype, split }),
+        }
+    }
+
+    /// This product with so many units for a row of W, a power of two: for measurements. `None` where they are more
+    /// than a cube has or than groups that wait in shared memory at once, or fewer than a unit has sums.
+    pub fn in_lanes(self, lanes: usize) -> Option<Self> {
+        let most = UNITS.min(self.split.span());
+        let takes = lanes.is_power_of_two() && (self.split.sums()..=most).contains(&lanes);
+        takes.then_some(Self { split: Split { lanes, ..self.split }, ..self })
+    }
+
+    /// `x [W_1^T W_2^T ..]`, `[M, N]`, in one launch, and the sum of an [`Input`] that has one.
+    ///
+    /// # Panics
+    /// If matrices are not as planned, or x is read in another way.
+    pub fn launch<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        x: Input<'_>,
+        matrices: &[Matrix<'_>],
+    ) -> Output {
+        let Self { dims, rows, dtype, split } = self;
+        assert!(matrices.iter().map(|matrix| matrix.rows).eq(rows.iter().copied()), "as planned");
+        assert_eq!(x.reading(), split.reading, "x is read as it was planned");
+        let (size, columns) = ([dims.rows, dims.inner], rows.iter().sum());
+        let y = buffer(client, &[dims.rows, columns], *dtype);
+        let sum = split.reading.sum(client, size, *dtype);
+        let mut sums = SequenceArg::new();
+        sum.iter().for_each(|sum| sums.push(whole(sum)));
+        let groups = dims.inner / GROUP;
+        // SAFETY: rows and groups past the ends repeat the last ones, so that all stays within the sizes of `dims`
+        // and `matrices`, which the caller promises.
+        #[allow(unsafe_code)]
+        unsafe {
+            rows_by_groups::launch_unchecked::<R>(
+                client,
+                CubeCount::Static(split.cubes(rows) as u32, 1, 1),
+                CubeDim::new_1d(UNITS as u32),
+                x.arrays(size),
+                side_by_side(groups, matrices, *split),
+                whole(&y),
+                sums,
+                SizesLaunch::new(dims.rows as u32, groups as u32, columns as u32),
+                *split,
+                *dtype,
+                LOAD,
+            );
+        }
+        Output { y, sum }
+    }
+}
+
 /// Whether [`product`] takes matrices of `rows` rows each.
 ///
 /// # Errors
@@ -163,24 +269,7 @@ pub fn check<R: Runtime>(
     rows: &[usize],
     dtype: StorageType,
 ) -> Result<(), Refusal> {
-    let columns: usize = rows.iter().sum();
-    if !(1..=MOST_ROWS).contains(&dims.rows) || dims.inner == 0 || rows.contains(&0) || columns == 0
-    {
-        let Dims { rows, inner } = dims;
-        return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
-    }
-    let (got, most) = (rows.len(), MOST_MATRICES);
-    if got > most {
-        return Err(Refusal::TooLarge { what: "matrices side by side", got, most });
-    }
-    let widest = rows.iter().copied().max().unwrap_or(0);
-    check_matrix(client, [widest, dims.inner], dtype)?;
-    let got = Split::new(client, dims, bits, rows).cubes(rows);
-    let most = client.properties().hardware.max_cube_count.0 as usize;
-    match got > most {
-        true => Err(Refusal::TooLarge { what: "cubes", got, most }),
-        false => Ok(()),
-    }
+    Product::new(client, dims, Reading::Rows, (bits, rows), dtype).map(drop)
 }
 
 /// Checks of both kernels: a matrix `[N, K]`, the type of numbers beside it, and the device.
@@ -205,7 +294,7 @@ fn check_matrix<R: Runtime>(
     }
 }
 
-/// `x [W_1^T W_2^T ..]`, `[M, N]`, in one launch.
+/// `x [W_1^T W_2^T ..]`, `[M, N]`, in one launch, and the sum of an [`Input`] that has one.
 ///
 /// # Errors
 /// As [`check`]; then nothing was launched.
@@ -213,33 +302,12 @@ pub fn product<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
     dtype: StorageType,
-    x: &Handle,
+    x: Input<'_>,
     (bits, matrices): (Bits, &[Matrix<'_>]),
-) -> Result<Buffer, Refusal> {
+) -> Result<Output, Refusal> {
     let rows: Vec<usize> = matrices.iter().map(|matrix| matrix.rows).collect();
-    check(client, dims, bits, &rows, dtype)?;
-    let split = Split::new(client, dims, bits, &rows);
-    let columns = rows.iter().sum();
-    let y = buffer(client, &[dims.rows, columns], dtype);
-    let groups = dims.inner / GROUP;
-    // SAFETY: rows and groups past the ends repeat the last ones, so that all stays within the sizes of `dims`
-    // and `matrices`, which the caller promises.
-    #[allow(unsafe_code)]
-    unsafe {
-        rows_by_groups::launch_unchecked::<R>(
-            client,
-            CubeCount::Static(split.cubes(&rows) as u32, 1, 1),
-            CubeDim::new_1d(UNITS as u32),
-            array(x, dims.rows * dims.inner),
-            side_by_side(groups, matrices, split),
-            whole(&y),
-            SizesLaunch::new(dims.rows as u32, groups as u32, columns as u32),
-            split,
-            dtype,
-            LOAD,
-        );
-    }
-    Ok(y)
+    let product = Product::new(client, dims, x.reading(), (bits, &rows), dtype)?;
+    Ok(product.launch(client, x, matrices))
 }
 
 /// The matrices, and the places of each among cubes and columns.
@@ -314,9 +382,10 @@ struct Requested<N: Size> {
 /// The kernel.
 #[cube(launch_unchecked)]
 fn rows_by_groups<F: Float, N: Size>(
-    x: &Array<F>,
+    x: &InputArrays<F>,
     matrices: &Sequence<Given<N>>,
     y: &mut Array<F>,
+    sum: &mut Sequence<Array<F>>,
     sizes: Sizes,
     #[comptime] split: Split,
     #[define(F)] _dtype: StorageType,
@@ -337,6 +406,9 @@ fn rows_by_groups<F: Float, N: Size>(
         scales: Array::new(comptime!(split.deep())),
     };
     request::<N>(&mut requested, matrices, share.lane, &share, sizes, split);
+    let (tile, reading) = comptime!((split.tile, split.reading));
+    let of = CubeRows { first: 0, rows: sizes.rows as usize, inner: groups * GROUP };
+    let factors = input::row_factors::<F>(&mut shared, x, sum, of, tile, reading);
 
     for slice in 0..(groups - 1) / span + 1 {
         let first = slice * span;
@@ -351,6 +423,10 @@ fn rows_by_groups<F: Float, N: Size>(
             request::<N>(&mut requested, matrices, next, &share, sizes, split);
         }
         sync_cube();
+    }
+    #[unroll]
+    for n in 0..comptime!(split.sums()) {
+        sums[n] = sums[n] * factors[comptime!(n % tile)];
     }
     write_sums::<F>(y, &mut shared, &sums, &share, sizes, split);
 }
@@ -431,7 +507,7 @@ fn request_rows<N: Size>(
 #[cube]
 fn load_x<F: Float>(
     shared: &mut SharedMemory<f32>,
-    x: &Array<F>,
+    x: &InputArrays<F>,
     first: usize,
     sizes: Sizes,
     #[comptime] split: Split,
@@ -444,7 +520,8 @@ fn load_x<F: Float>(
         let at = UNIT_POS as usize + comptime!(turn * UNITS);
         let m = at / line;
         let k = first * GROUP + at % line;
-        let value = f32::cast_from(x[min(m, rows - 1) * inner + min(k, inner - 1)]);
+        let (m_read, k_read) = (min(m, rows - 1), min(k, inner - 1));
+        let value = input::number::<F>(x, m_read, k_read, inner, split.reading);
         let group = at % line / GROUP;
         let to = at % GROUP * comptime!(split.tile * split.span()) + m * comptime!(split.span());
         shared[to + group] = select(m < rows, select(k < inner, value, 0.0f32), 0.0f32);

@@ -1,6 +1,8 @@
 //! Products by quantized matrices, and these as floats, against f64.
 
 use super::*;
+use crate::few_rows::tests::{gated_rows, normalized_rows};
+use crate::fused::gated_product::GateActivation;
 use crate::refusal::F32;
 use crate::tests::Rows;
 use cubecl::ir::{ElemType, FloatKind};
@@ -99,8 +101,9 @@ fn quantized_products_are_right<R: Runtime>(
                 rows.round(&mut x);
                 let of_x = client.create_from_slice(&rows.bytes(&x));
                 let dims = Dims { rows: count, inner };
-                let y = product(client, dims, rows.dtype(), &of_x, (bits, &matrices));
-                let y = y.expect("it fits");
+                let given = (bits, matrices.as_slice());
+                let y = product(client, dims, rows.dtype(), Input::Rows(&of_x), given);
+                let y = y.expect("it fits").y;
                 assert_eq!(y.shape, [count, sizes.iter().sum()]);
                 let got = rows.numbers(&client.read_one(y.handle).expect("the kernel ran"));
                 let want = truth(inner, &x, &numbers);
@@ -118,6 +121,47 @@ fn quantized_products_are_right<R: Runtime>(
                 let got = rows.numbers(&client.read_one(floats.handle).expect("the kernel ran"));
                 assert_close(&format!("{bits:?}, {inner}, {sizes:?}"), want, &got, limit);
             }
+        }
+    }
+}
+
+/// Rows that a product makes of its inputs.
+fn inputs_are_read<R: Runtime>(client: &ComputeClient<R>) {
+    for (inner, count) in [(32, 1), (4160, 2), (96, 8)] {
+        let mut rng = Rng::named(inner as u64, "quantized inputs");
+        let drawn = Drawn::new(&mut rng, Bits::Four, 70 * inner);
+        let put = |x: &[f64]| client.create_from_slice(&Rows::F32.bytes(x));
+        let scales: Vec<u8> = drawn.scales.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        let [values, scales] =
+            [drawn.words(Bits::Four), scales].map(|x| client.create_from_slice(&x));
+        let matrix = Matrix { values: &values, scales: &scales, rows: 70 };
+        let mut draw = |n: usize| {
+            let mut x: Vec<f64> = (0..n).map(|_| rng.normal()).collect();
+            Rows::F32.round(&mut x);
+            x
+        };
+        let (x, addend) = (draw(count * inner), draw(count * inner));
+        let (both, weight) = (draw(2 * count * inner), draw(inner));
+        let sum: Vec<f64> = x.iter().zip(&addend).map(|(x, addend)| x + addend).collect();
+        let [of_x, of_addend, of_both, of_weight] = [&x, &addend, &both, &weight].map(|x| put(x));
+        let (addend, weight_given, epsilon) = (Some(&of_addend), &of_weight, 1e-2);
+        let normal = Input::Normalized { x: &of_x, addend, weight: weight_given, epsilon };
+        let gated = Input::Gated { both: &of_both, activation: GateActivation::Silu };
+        for (input, read) in [
+            (gated, gated_rows(inner, &both)),
+            (normal, normalized_rows(&sum, &weight, f64::from(epsilon))),
+        ] {
+            let dims = Dims { rows: count, inner };
+            let got = product(client, dims, F32, input, (Bits::Four, &[matrix])).expect("it fits");
+            let numbers = |buffer: Buffer| {
+                Rows::F32.numbers(&client.read_one(buffer.handle).expect("the kernel ran"))
+            };
+            let want = truth(inner, &read, &[drawn.numbers()]);
+            let name = format!("{dims:?}, {:?}", input.reading());
+            assert_close(&name, &want, &numbers(got.y), 1e-6);
+            let added = input.reading() == Reading::Normalized { added: true };
+            assert_eq!(got.sum.is_some(), added, "{name}");
+            got.sum.into_iter().for_each(|got| assert_close(&name, &sum, &numbers(got), 1e-7));
         }
     }
 }
@@ -156,7 +200,8 @@ fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
 fn shared_memory_holds_what_the_kernel_puts_there() {
     for (bits, tile) in [(Bits::Four, 1), (Bits::Eight, 2), (Bits::Four, 4), (Bits::Eight, 8)] {
         for lanes in [16, 32, 64, 128] {
-            let split = Split { source: "", bits, tile, lanes, matrices: 1 };
+            let reading = Reading::Rows;
+            let split = Split { source: "", bits, tile, lanes, matrices: 1, reading };
             if lanes > split.span() {
                 continue; // no rule takes it
             }
@@ -173,6 +218,11 @@ macro_rules! each_kernel {
         #[test]
         fn products_by_quantized_matrices_are_right() {
             with_client(|client| quantized_products_are_right(client, (Rows::F32, 1e-6), &CASES));
+        }
+
+        #[test]
+        fn inputs_of_quantized_products_are_read() {
+            with_client(inputs_are_read);
         }
 
         #[test]

@@ -20,6 +20,7 @@ use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::conv_split;
+use linattn_kernels::fused::gated_product::GateActivation;
 use linattn_kernels::pointwise::Activation;
 use linattn_kernels::quantized::{self, Bits};
 use linattn_kernels::{
@@ -131,6 +132,9 @@ fn layers<T: Target>(
         case.product(count, 3, false)?;
         let page = Page { arch, rows, shape: "any", variant: &format!("{count}_rows") };
         book.enter(&page, "-side_by_side", client)?;
+        if count <= few_rows::MOST_FOLDED {
+            case.folded_products(count, |launched| book.enter(&page, launched, client))?;
+        }
         let quantized = [(Bits::Four, "int4"), (Bits::Eight, "int8")];
         for (bits, name) in quantized.into_iter().filter(|_| count <= quantized::MOST_ROWS) {
             case.quantized_product(count, 3, bits)?;
@@ -348,8 +352,37 @@ impl<'a, T: Target> Case<'a, T> {
         let new = |numbers: usize| self.client.empty(numbers * self.dtype.size());
         let (x, weight, bias) = (new(rows * width), new(width * width), new(matrices * width));
         let weights = vec![(&weight, matrix); matrices];
-        let args = few_rows::Args { x: &x, weights: &weights, bias: biased.then_some(&bias) };
+        let rows = few_rows::Input::Rows(&x);
+        let args = few_rows::Args { x: rows, weights: &weights, bias: biased.then_some(&bias) };
         few_rows::product(self.client, dims, self.dtype, args).map(drop)
+    }
+
+    /// Products that read gates times values, and an RMS norm of a sum; `enter` is called after each.
+    fn folded_products(
+        &self,
+        rows: usize,
+        mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
+    ) -> Result<(), Box<dyn Error>> {
+        use few_rows::Input;
+        let width = 2048;
+        let new = |numbers: usize| self.client.empty(numbers * self.dtype.size());
+        let (x, both, weight) = (new(rows * width), new(2 * rows * width), new(width));
+        let (values, scales) = (new(width * width), new(width * width));
+        let matrix = few_rows::Columns { count: width, stride: width };
+        let quantized = quantized::Matrix { values: &values, scales: &scales, rows: width };
+        let dims = few_rows::Dims { rows, inner: width };
+        let gated = Input::Gated { both: &both, activation: GateActivation::Silu };
+        let (addend, weight, epsilon) = (Some(&x), &weight, 1e-6);
+        let normalized = Input::Normalized { x: &x, addend, weight, epsilon };
+        for (input, name) in [(gated, "-gated"), (normalized, "-normalized")] {
+            let args = few_rows::Args { x: input, weights: &[(&values, matrix)], bias: None };
+            few_rows::product(self.client, dims, self.dtype, args)?;
+            enter(name)?;
+            let given = (Bits::Four, &[quantized][..]);
+            quantized::product(self.client, dims, self.dtype, input, given)?;
+            enter(&format!("{name}-int4"))?;
+        }
+        Ok(())
     }
 
     /// The same of quantized matrices, and one as floats.
@@ -360,7 +393,8 @@ impl<'a, T: Target> Case<'a, T> {
         let scales = self.client.empty(4 * width * width / quantized::GROUP);
         let matrix = quantized::Matrix { values: &values, scales: &scales, rows: width };
         let (dims, all) = (quantized::Dims { rows, inner: width }, vec![matrix; matrices]);
-        quantized::product(self.client, dims, self.dtype, &x, (bits, &all))?;
+        let rows = few_rows::Input::Rows(&x);
+        quantized::product(self.client, dims, self.dtype, rows, (bits, &all))?;
         quantized::dequantize(self.client, width, self.dtype, bits, matrix).map(drop)
     }
 

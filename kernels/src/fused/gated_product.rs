@@ -357,7 +357,7 @@ fn value_of<N: Size>(
 
 /// f of `z`.
 #[cube]
-fn activate(z: f32, #[comptime] activation: GateActivation) -> f32 {
+pub(crate) fn activate(z: f32, #[comptime] activation: GateActivation) -> f32 {
     match comptime!(activation) {
         GateActivation::Silu => z * sigmoid(z),
         GateActivation::Sigmoid => sigmoid(z),

@@ -196,11 +196,24 @@ impl<B: LinearAttentionBackend> Block<B> {
             (x, mixed) = (self.write(sum, norm, y), next);
         }
         if let Some(mlp) = &self.mlp {
-            let (h, sum) = self.read(x, mlp.norm(), true);
-            let y = mlp.forward(h, &self.canon, &mut conv_states);
-            x = self.write(sum, mlp.norm(), y);
+            x = match self.folded(&x, mlp) {
+                Some(x) => x,
+                None => {
+                    let (h, sum) = self.read(x, mlp.norm(), true);
+                    let y = mlp.forward(h, &self.canon, &mut conv_states);
+                    self.write(sum, mlp.norm(), y)
+                }
+            };
         }
         (x, BlockState { mixer: mixed, conv_states: conv_states.into_next() })
+    }
+
+    /// The stream behind the MLP, where a backend has its norm and it at once.
+    fn folded(&self, x: &Residual<B>, mlp: &Mlp<B>) -> Option<Residual<B>> {
+        if self.post_norm {
+            return None;
+        }
+        x.through(|stream, addend| mlp.folded(stream, addend, &self.canon))
     }
 
     /// Input of a part, and the stream that its output is added to.

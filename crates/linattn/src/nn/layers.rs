@@ -112,6 +112,11 @@ impl<B: LinearAttentionBackend> Linear<B> {
         self.adapter.affine(x, &self.weight, self.bias.as_ref().map(Param::val))
     }
 
+    /// Its weight, if that is all that it has.
+    pub(crate) fn weight_alone(&self) -> Option<&Weight<B>> {
+        (self.bias.is_none() && self.adapter.is_none()).then_some(&self.weight)
+    }
+
     /// Its weight, with that of its adapter, in type `dtype`.
     pub(crate) fn matrix(&self, dtype: DType) -> Tensor<B, 2> {
         self.adapter.matrix(self.weight.val(), dtype)
@@ -152,6 +157,13 @@ macro_rules! kind_of_linear {
 kind_of_linear! {
     /// A linear layer that writes to the residual stream: a model of many layers starts it smaller.
     ResidualLinear
+}
+
+impl<B: Backend> ResidualLinear<B> {
+    /// Its weight, if that is all that it has.
+    pub(crate) fn weight_alone(&self) -> Option<&Weight<B>> {
+        (self.bias.is_none() && self.adapter.is_none()).then_some(&self.weight)
+    }
 }
 
 kind_of_linear! {

@@ -116,6 +116,13 @@ impl<B: Backend> Default for Adapter<B> {
     }
 }
 
+impl<B: Backend> Adapter<B> {
+    /// Whether there is none.
+    pub(super) fn is_none(&self) -> bool {
+        self.0.is_none()
+    }
+}
+
 impl<B: LinearAttentionBackend> Adapter<B> {
     /// `x W + b`, and what the adapter adds.
     /// # Panics

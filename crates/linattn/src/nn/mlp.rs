@@ -6,6 +6,7 @@ use super::layers::{
     Linear, Norm, ResidualLinear, gelu_activation, linear, linear_with_bias, shift_tokens,
 };
 use super::projection::packed_product;
+use super::weight::Weight;
 use super::{ConfigError, Cost, Kept, positive};
 use crate::ops::{self, GateActivation, LinearAttentionBackend, typed};
 use burn::module::{Module, Param};
@@ -200,6 +201,25 @@ impl<B: LinearAttentionBackend> SwiGlu<B> {
         let gate = canon(self.gate_proj.forward(x.clone()), Kept::CanonGate);
         let up = canon(self.up_proj.forward(x), Kept::CanonUp);
         self.down_proj.forward(ops::gate(up, gate, self.activation))
+    }
+
+    /// A token or two through `norm` and this, in two launches, or three where the second product refuses: what is added to the stream `x + addend`, and that
+    /// stream. Nothing where a backend has no such products, or more operations are faster.
+    fn folded(
+        &self,
+        norm: &Norm<B>,
+        x: &Tensor<B, 3>,
+        addend: Option<&Tensor<B, 3>>,
+    ) -> Option<(Tensor<B, 3>, Tensor<B, 3>)> {
+        let Norm::Rms(norm) = norm else { return None };
+        let inner = [self.gate_proj.weight_alone()?, self.up_proj.weight_alone()?];
+        let down = Weight::side_by_side(&[self.down_proj.weight_alone()?])?;
+        let norm = (norm.gamma.val(), norm.epsilon);
+        let inner = Weight::side_by_side(&inner)?;
+        let (both, sum) = ops::normalized_linear(x.clone(), addend.cloned(), norm, inner)?;
+        let y = ops::gated_linear(both.clone(), self.activation, down);
+        let apart = || self.down_proj.forward(ops::gated_halves(both, self.activation));
+        Some((y.unwrap_or_else(apart), sum))
     }
 
     /// As [`forward`](Self::forward), gate and value by one product; nothing where that is another operation, or
@@ -432,6 +452,24 @@ impl<B: Backend> Mlp<B> {
 }
 
 impl<B: LinearAttentionBackend> Mlp<B> {
+    /// A few tokens through the norm and this at once: what is added to the stream `x + addend`, and that stream;
+    /// nothing where they go one after the other.
+    pub(super) fn folded(
+        &self,
+        x: &Tensor<B, 3>,
+        addend: Option<&Tensor<B, 3>>,
+        layers: &Canon<B>,
+    ) -> Option<(Tensor<B, 3>, Tensor<B, 3>)> {
+        match self {
+            Mlp::SwiGlu((norm, mlp))
+                if layers.before_mlp.is_none() && layers.inside_mlp.is_empty() =>
+            {
+                mlp.folded(norm, x, addend)
+            }
+            _ => None,
+        }
+    }
+
     /// Addition to the residual, `[B, T, D]`, from normalised rows.
     pub(super) fn forward(
         &self,

@@ -37,6 +37,19 @@ impl<B: LinearAttentionBackend> Residual<B> {
         (y, Self { stream, addend: None, dtype })
     }
 
+    /// The stream behind a part that reads it as it is, with what waits: the part gives what is added next, and the
+    /// sum of both. Nothing where the part does not take them, or computes in another type.
+    pub(super) fn through(
+        &self,
+        part: impl FnOnce(&Tensor<B, 3>, Option<&Tensor<B, 3>>) -> Option<(Tensor<B, 3>, Tensor<B, 3>)>,
+    ) -> Option<Self> {
+        if self.stream.dtype() != self.dtype {
+            return None;
+        }
+        let (addend, stream) = part(&self.stream, self.addend.as_ref())?;
+        Some(Self { stream, addend: Some(addend), dtype: self.dtype })
+    }
+
     /// The sum itself, and the stream with nothing left to add.
     pub(super) fn summed(self, narrow: bool) -> (Tensor<B, 3>, Self) {
         let dtype = self.dtype;

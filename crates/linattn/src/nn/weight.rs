@@ -86,6 +86,19 @@ impl<B: LinearAttentionBackend> Weight<B> {
         ops::affine(x, weight, bias).expect("`x` has the width that the layer was made for")
     }
 
+    /// Weights that read one input, side by side; nothing where they are not all kept alike.
+    pub(crate) fn side_by_side<'a>(weights: &[&'a Self]) -> Option<ops::Matrices<'a, B>> {
+        let bits = |weight: &Self| weight.quantized.as_ref().map(QuantizedMatrix::bits);
+        if weights.windows(2).any(|pair| bits(pair[0]) != bits(pair[1])) {
+            return None;
+        }
+        let quantized: Option<Vec<_>> = weights.iter().map(|weight| weight.quantized()).collect();
+        Some(match quantized {
+            Some(matrices) => ops::Matrices::Quantized(matrices),
+            None => ops::Matrices::of_floats(weights.iter().map(|weight| weight.val())),
+        })
+    }
+
     /// `[from, to]`, dequantized where it is quantized.
     pub fn val(&self) -> Tensor<B, 2> {
         self.val_in(DType::F32)

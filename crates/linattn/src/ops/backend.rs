@@ -1,6 +1,7 @@
 //! For authors of backends: the trait of a backend, whose default is tensor operations, and what its methods take
 //! and give.
 
+pub use super::folded::{FoldedInput, FoldedOutput, Matrices};
 pub use super::fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
     GateActivation, GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer,
@@ -105,6 +106,15 @@ pub trait LinearAttentionBackend: Backend {
         _x: FloatTensor<Self>,
         _weights: &[&QuantizedMatrix<Self>],
     ) -> Option<FloatTensor<Self>> {
+        None
+    }
+
+    /// `x [W_1 W_2 ..]` with what comes before it folded in, for a few tokens: None where this backend has no such
+    /// product for these tensors, or two operations are faster. No gradient flows through it.
+    fn folded_product(
+        _x: FoldedInput<FloatTensor<Self>>,
+        _matrices: Matrices<'_, Self>,
+    ) -> Option<FoldedOutput<FloatTensor<Self>>> {
         None
     }
 

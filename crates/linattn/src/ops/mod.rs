@@ -24,6 +24,7 @@ mod cpu;
 #[cfg(feature = "cubecl")]
 mod cube;
 mod error;
+mod folded;
 mod fused;
 #[cfg(feature = "fusion")]
 mod fusion;
@@ -46,6 +47,7 @@ pub use backend::{LinearAttentionBackend, Path};
 #[cfg(feature = "cpu")]
 pub(crate) use cpu::one_of_threads;
 pub use error::OpError;
+pub(crate) use folded::{Matrices, gated_linear, normalized_linear};
 pub(crate) use fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStep, GateActivation, HeadNorm, LOWEST,
     LinearLayer, MOST_PACKED, Measure, TttLinearInputs, activate, add_normalize, block_linear,

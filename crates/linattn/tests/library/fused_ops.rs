@@ -407,6 +407,24 @@ fn config() -> LanguageModelConfig {
     toml::from_str(&format!("{head}{}", layers.concat())).unwrap()
 }
 
+/// Models of one layer whose MLP cannot be folded into its products as it usually is, or has another gate.
+fn around_an_mlp() -> impl Iterator<Item = LanguageModelConfig> {
+    let cases = [
+        ("", "mlp = { geglu = { width = 20 } }"),
+        ("", "mlp = { swiglu = { width = 20, bias = true } }"),
+        ("", "mlp = { swiglu = { width = 20 } }\npost_norm = true"),
+        ("", "mlp = { swiglu = { width = 20 } }\ncanon = { before_mlp = 3 }"),
+        ("", "mlp = { swiglu = { width = 20 } }\ncanon = { inside_mlp = 3 }"),
+        ("norm = \"layer\"", "mlp = { swiglu = { width = 20 } }"),
+        ("norm = \"zero_centered_rms\"", "mlp = { swiglu = { width = 20 } }"),
+    ];
+    cases.into_iter().map(|(model, layer)| {
+        let head = "d_model = 16\ninitializer_range = 0.2";
+        let layer = format!("[[layers]]\nmixer.deltanet = {{ heads = 2 }}\n{layer}\n");
+        toml::from_str(&format!("{head}\n{model}\n{layer}")).unwrap()
+    })
+}
+
 const VOCAB: usize = 11;
 
 /// Logits of a prompt of five ids, and of six more, one after another.
@@ -507,12 +525,14 @@ macro_rules! on_gpu {
             #[test]
             fn models_decode_as_on_the_cpu() {
                 let Some(device) = $device() else { return };
-                let (config, cpu) = (config(), Default::default());
-                let model = drawn_by(1, config.init::<Flex>(VOCAB, &cpu).unwrap());
-                let mut weights = Weights::default();
-                model.visit(&mut weights);
-                let there = config.init::<$backend>(VOCAB, &device).unwrap().map(&mut weights);
-                hold(&decoded(&model, &cpu), &decoded(&there, &device), $model);
+                for config in [config()].into_iter().chain(around_an_mlp()) {
+                    let cpu = Default::default();
+                    let model = drawn_by(1, config.init::<Flex>(VOCAB, &cpu).unwrap());
+                    let mut weights = Weights::default();
+                    model.visit(&mut weights);
+                    let there = config.init::<$backend>(VOCAB, &device).unwrap().map(&mut weights);
+                    hold(&decoded(&model, &cpu), &decoded(&there, &device), $model);
+                }
             }
         }
     };

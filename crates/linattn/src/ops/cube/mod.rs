@@ -3,6 +3,7 @@
 //! fused.rs has the layers around a recurrence, linear.rs matrix products, block_linear.rs those of blocks.
 
 mod block_linear;
+mod folded;
 mod fused;
 mod linear;
 mod optimizer;
@@ -12,7 +13,7 @@ mod selective_scan;
 mod slstm;
 mod ttt_linear;
 
-use super::backend::{LinearAttentionBackend, Path};
+use super::backend::{FoldedInput, FoldedOutput, LinearAttentionBackend, Matrices, Path};
 use super::fused::{
     AdamW, AdamWStep, Clip, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
     GatedProduct, LinearCrossEntropy, LinearLayer, Moments, Normalization, Pack, Rotary,
@@ -124,6 +125,13 @@ where
         quantized::linear(x, weights)
     }
 
+    fn folded_product(
+        x: FoldedInput<FloatTensor<Self>>,
+        matrices: Matrices<'_, Self>,
+    ) -> Option<FoldedOutput<FloatTensor<Self>>> {
+        folded::product(x, matrices)
+    }
+
     fn dequantized(matrix: &QuantizedMatrix<Self>, dtype: DType) -> FloatTensor<Self> {
         quantized::dequantize(matrix, dtype)
     }
@@ -215,10 +223,12 @@ fn product_of_few_rows<R: CubeRuntime>(
     }
     let matrices = weights.iter().map(columns).collect::<Option<Vec<_>>>()?;
     let dims = few_rows::Dims { rows: shape[..last].iter().product(), inner: shape[last] };
-    let product = few_rows::Product::new(&x.client, dims, &matrices, dtype.into()).ok()?;
+    let (client, rows) = (&x.client, few_rows::Reading::Rows);
+    let product = few_rows::Product::new(client, dims, rows, &matrices, dtype.into()).ok()?;
     let (x, bias) = (into_contiguous(x.clone()), bias.cloned().map(into_contiguous));
     let weights: Vec<_> = weights.iter().map(|weight| &weight.handle).collect();
-    let y = product.launch(&x.client, &x.handle, &weights, bias.as_ref().map(|bias| &bias.handle));
+    let bias = bias.as_ref().map(|bias| &bias.handle);
+    let y = product.launch(&x.client, few_rows::Input::Rows(&x.handle), &weights, bias).y;
     shape[last] = matrices.iter().map(|matrix| matrix.count).sum();
     Some(CubeTensor::new_contiguous(x.client, x.device, shape, y.handle, dtype))
 }

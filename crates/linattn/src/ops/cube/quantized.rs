@@ -6,17 +6,17 @@ use burn::tensor::DType;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
-use linattn_kernels::quantized::{self, Bits, Dims, Matrix};
+use linattn_kernels::quantized::{self, Bits, Dims, Input, Matrix};
 
 /// A matrix's numbers and scales, each row after row.
-struct Parts<R: CubeRuntime> {
+pub(super) struct Parts<R: CubeRuntime> {
     values: CubeTensor<R>,
     scales: CubeTensor<R>,
     rows: usize,
 }
 
 impl<R: CubeRuntime> Parts<R> {
-    fn new<F, I, BT>(matrix: &QuantizedMatrix<CubeBackend<R, F, I, BT>>) -> Self
+    pub(super) fn new<F, I, BT>(matrix: &QuantizedMatrix<CubeBackend<R, F, I, BT>>) -> Self
     where
         F: FloatElement,
         I: IntElement,
@@ -27,13 +27,13 @@ impl<R: CubeRuntime> Parts<R> {
         Self { values, scales, rows: matrix.size()[0] }
     }
 
-    fn matrix(&self) -> Matrix<'_> {
+    pub(super) fn matrix(&self) -> Matrix<'_> {
         let Self { values, scales, rows } = self;
         Matrix { values: &values.handle, scales: &scales.handle, rows: *rows }
     }
 }
 
-fn bits(bits: WeightBits) -> Bits {
+pub(super) fn bits(bits: WeightBits) -> Bits {
     match bits {
         WeightBits::Int8 => Bits::Eight,
         WeightBits::Int4 => Bits::Four,
@@ -61,7 +61,8 @@ where
     let parts: Vec<_> = weights.iter().map(|weight| Parts::new(weight)).collect();
     let matrices: Vec<_> = parts.iter().map(Parts::matrix).collect();
     let given = (of_weights, matrices.as_slice());
-    let y = quantized::product(&x.client, dims, dtype.into(), &x.handle, given).ok()?;
+    let x_rows = Input::Rows(&x.handle);
+    let y = quantized::product(&x.client, dims, dtype.into(), x_rows, given).ok()?.y;
     shape[last] = rows.iter().sum();
     Some(CubeTensor::new_contiguous(x.client, x.device, shape, y.handle, dtype))
 }

@@ -1,0 +1,139 @@
+//! A product of a token's rows with the operation before it folded in.
+
+use super::backend::LinearAttentionBackend;
+use super::fused::GateActivation;
+use super::quantized::{QuantizedMatrix, WeightBits};
+use super::tensors::{primitive, tensor};
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Tensor, TensorMetadata, backend::Backend};
+
+/// What the product reads in place of x, `[.., K]`.
+#[derive(Debug, Clone)]
+pub enum FoldedInput<T> {
+    /// `f(gate) value`, from gates in the first K columns and values in the others: `[.., 2 K]`.
+    Gated {
+        /// Gates and values.
+        both: T,
+        /// f.
+        activation: GateActivation,
+    },
+    /// An RMS norm of `x + addend`.
+    Normalized {
+        /// `[.., K]`.
+        x: T,
+        /// `[.., K]`, if there is one.
+        addend: Option<T>,
+        /// `[K]`.
+        weight: T,
+        /// Added to the mean of squares.
+        epsilon: f64,
+    },
+}
+
+impl<T> FoldedInput<T> {
+    /// The same of other tensors.
+    pub(crate) fn map<U>(self, mut f: impl FnMut(T) -> U) -> FoldedInput<U> {
+        match self {
+            Self::Gated { both, activation } => FoldedInput::Gated { both: f(both), activation },
+            Self::Normalized { x, addend, weight, epsilon } => FoldedInput::Normalized {
+                x: f(x),
+                addend: addend.map(&mut f),
+                weight: f(weight),
+                epsilon,
+            },
+        }
+    }
+
+    /// All tensors.
+    pub(crate) fn tensors(&self) -> Vec<&T> {
+        match self {
+            Self::Gated { both, .. } => vec![both],
+            Self::Normalized { x, addend, weight, .. } => {
+                [Some(x), addend.as_ref(), Some(weight)].into_iter().flatten().collect()
+            }
+        }
+    }
+}
+
+/// The matrices of a product, side by side.
+pub enum Matrices<'a, B: Backend> {
+    /// `[K, N_i]`.
+    Floats(Vec<FloatTensor<B>>),
+    /// `[N_i, K]`, of the same bits.
+    Quantized(Vec<&'a QuantizedMatrix<B>>),
+}
+
+impl<B: LinearAttentionBackend> Matrices<'_, B> {
+    /// Matrices `[K, N_i]`.
+    pub(crate) fn of_floats(matrices: impl Iterator<Item = Tensor<B, 2>>) -> Self {
+        Self::Floats(matrices.map(primitive).collect())
+    }
+}
+
+impl<B: Backend> Matrices<'_, B> {
+    /// Panics where a matrix is not for rows of `inner` numbers, or bits differ.
+    fn assert_fit(&self, inner: usize) {
+        let from: Vec<usize> = match self {
+            Self::Floats(matrices) => {
+                matrices.iter().map(|matrix| TensorMetadata::shape(matrix)[0]).collect()
+            }
+            Self::Quantized(matrices) => {
+                let bits: Vec<WeightBits> = matrices.iter().map(|matrix| matrix.bits()).collect();
+                assert!(
+                    bits.windows(2).all(|pair| pair[0] == pair[1]),
+                    "matrices have the same bits"
+                );
+                matrices.iter().map(|matrix| matrix.size()[1]).collect()
+            }
+        };
+        assert!(from.iter().all(|from| *from == inner), "x is as wide as each matrix");
+    }
+}
+
+/// What a folded product gives.
+#[derive(Debug, Clone)]
+pub struct FoldedOutput<T> {
+    /// `[.., N]`.
+    pub y: T,
+    /// `x + addend`, `[.., K]`, where something was added.
+    pub sum: Option<T>,
+}
+
+/// `f(gate) value` times matrices side by side, gates and values being the halves of `both`, `[B, T, 2 K]`: `[B, T, N]`;
+/// `None` where two operations are faster, or the backend has no such product.
+/// # Panics
+/// If `both` is not twice as wide as each matrix has rows.
+pub(crate) fn gated_linear<B: LinearAttentionBackend>(
+    both: Tensor<B, 3>,
+    activation: GateActivation,
+    matrices: Matrices<'_, B>,
+) -> Option<Tensor<B, 3>> {
+    let width = both.dims()[2];
+    assert!(width.is_multiple_of(2), "a gate for each value");
+    matrices.assert_fit(width / 2);
+    let x = FoldedInput::Gated { both: primitive(both), activation };
+    B::folded_product(x, matrices).map(|done| tensor(done.y))
+}
+
+/// `x + addend` through an RMS norm, times matrices side by side: `[B, T, N]`, and `x + addend`; `None` as for
+/// [`gated_linear`].
+/// # Panics
+/// If `x` is not as wide as the norm's weight and each matrix, or not of the shape of `addend`.
+pub(crate) fn normalized_linear<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    addend: Option<Tensor<B, 3>>,
+    (weight, epsilon): (Tensor<B, 1>, f64),
+    matrices: Matrices<'_, B>,
+) -> Option<(Tensor<B, 3>, Tensor<B, 3>)> {
+    assert_eq!(weight.dims()[0], x.dims()[2], "x is as wide as its norm");
+    assert!(addend.as_ref().is_none_or(|addend| addend.dims() == x.dims()), "both have one shape");
+    matrices.assert_fit(x.dims()[2]);
+    let input = FoldedInput::Normalized {
+        x: primitive(x.clone()),
+        addend: addend.map(primitive),
+        weight: primitive(weight),
+        epsilon,
+    };
+    let done = B::folded_product(input, matrices)?;
+    Some((tensor(done.y), done.sum.map_or(x, tensor)))
+}
