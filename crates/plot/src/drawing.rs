@@ -21,8 +21,8 @@ pub(crate) const INK: RGBColor = RGBColor(33, 37, 41);
 pub(crate) const FAINT_INK: RGBColor = RGBColor(92, 99, 106);
 
 /// Okabe and Ito's colours, which colour-blind readers tell apart; without yellow, too pale here,
-/// and with three more at the end.
-const COLOURS: [RGBColor; 10] = [
+/// and with five more at the end.
+const COLOURS: [RGBColor; 12] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
     RGBColor(0, 158, 115),
@@ -33,6 +33,8 @@ const COLOURS: [RGBColor; 10] = [
     RGBColor(120, 80, 180),
     RGBColor(130, 70, 40),
     RGBColor(128, 128, 0),
+    RGBColor(0, 70, 75),
+    RGBColor(190, 20, 70),
 ];
 
 /// Heights of letters.

@@ -153,20 +153,23 @@ impl Draft<'_> {
         let mut series = vec![];
         let full = self.sweep.config.scaled_down.is_none();
         for (place, line) in self.section.lines.iter().enumerate() {
-            let tables = beside(self.sweep, self.section.name.as_deref());
-            for table in tables.into_iter().filter(|_| full) {
-                let points = self.section.comparable_points(table, &line.name).into_iter();
-                let points =
-                    points.map(|(bytes, value)| (bytes, table.unit.share(value))).collect();
-                series.push(Series { name: None, place, points, stroke: Stroke::Rings });
-            }
             let point = |cell: &Cell| {
                 let bytes = if full { cell.bytes_beside_published() } else { cell.state_bytes };
                 Some((bytes?, cell.value(self.sweep)?))
             };
-            let points = line.cells.iter().filter_map(point).collect();
+            let points: Vec<_> = line.cells.iter().filter_map(point).collect();
+            // Once in the legend: by its rings where it has nothing else yet.
+            let mut ringed = points.is_empty().then(|| line.name.clone());
             let name = Some(line.name.clone());
             series.push(Series { name, place, points, stroke: Stroke::Dots });
+            let tables = beside(self.sweep, self.section.name.as_deref());
+            for table in tables.into_iter().filter(|_| full) {
+                let points = self.section.comparable_points(table, &line.name).into_iter();
+                let points: Vec<_> =
+                    points.map(|(bytes, value)| (bytes, table.unit.share(value))).collect();
+                let name = if points.is_empty() { None } else { ringed.take() };
+                series.push(Series { name, place, points, stroke: Stroke::Rings });
+            }
         }
         series.sort_by_key(|series| series.stroke != Stroke::Rings); // rings lie below
         let published = series.iter().any(|s| s.stroke == Stroke::Rings && !s.points.is_empty());
