@@ -203,8 +203,9 @@ impl<B: LinearAttentionBackend> SwiGlu<B> {
         self.down_proj.forward(ops::gate(up, gate, self.activation))
     }
 
-    /// A token or two through `norm` and this, in two launches, or three where the second product refuses: what is added to the stream `x + addend`, and that
-    /// stream. Nothing where a backend has no such products, or more operations are faster.
+    /// What is added to the stream `x + addend`, and that stream, of a token or two: the norm and this in two launches,
+    /// or three where the second product refuses. Nothing where a backend has no such products, or more operations
+    /// are faster.
     fn folded(
         &self,
         norm: &Norm<B>,
