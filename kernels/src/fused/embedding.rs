@@ -27,7 +27,8 @@ use cubecl::server::Handle;
 const LOAD: usize = 16;
 /// Positions whose ids a cube looks at at once, and entries of its list.
 const BLOCK: usize = 1024;
-/// Rows that a unit requests at once.
+/// Rows that a unit requests at once: while there are many, as of an id that is frequent, and of the rest.
+const FAR_AHEAD: usize = 32;
 const AHEAD: usize = 8;
 /// Bits of an entry of the list that hold the row of the tile.
 const ROW_BITS: u32 = 12;
@@ -505,28 +506,36 @@ fn add_rows<F: Float>(
     // Neighbours with one id are summed up in a register.
     let mut open = 0usize;
     let mut sum = 0.0f32;
-    for turn in 0..(found + comptime!(AHEAD - 1)) / AHEAD {
-        // All are asked for before the first is added.
-        let mut rows = Array::<usize>::new(AHEAD);
-        let mut values = Array::<f32>::new(AHEAD);
-        #[unroll]
-        for n in 0..AHEAD {
-            let at = turn * AHEAD + n;
-            let entry = tile.list[min(at, found - 1)];
-            let place = (entry >> ROW_BITS) as usize;
-            let value = f32::cast_from(d_y[column.from + place * column.stride]);
-            rows[n] = (entry & comptime!((1u32 << ROW_BITS) - 1)) as usize;
-            values[n] = select(at < found, value, 0.0f32);
-        }
-        #[unroll]
-        for n in 0..AHEAD {
-            if rows[n] != open {
-                tile.sums[open * units + unit] += sum;
-                open = rows[n];
-                sum = 0.0f32;
+    let mut done = 0usize;
+    #[unroll]
+    for pass in 0..2usize {
+        let ahead = comptime!(if pass == 0 { FAR_AHEAD } else { AHEAD });
+        let partly = comptime!(if pass == 0 { 0 } else { AHEAD - 1 });
+        let turns = (found - done + partly) / ahead;
+        for turn in 0..turns {
+            // All are asked for before the first is added.
+            let mut rows = Array::<usize>::new(ahead);
+            let mut values = Array::<f32>::new(ahead);
+            #[unroll]
+            for n in 0..ahead {
+                let at = done + turn * ahead + n;
+                let entry = tile.list[min(at, found - 1)];
+                let place = (entry >> ROW_BITS) as usize;
+                let value = f32::cast_from(d_y[column.from + place * column.stride]);
+                rows[n] = (entry & comptime!((1u32 << ROW_BITS) - 1)) as usize;
+                values[n] = select(at < found, value, 0.0f32);
             }
-            sum += values[n];
+            #[unroll]
+            for n in 0..ahead {
+                if rows[n] != open {
+                    tile.sums[open * units + unit] += sum;
+                    open = rows[n];
+                    sum = 0.0f32;
+                }
+                sum += values[n];
+            }
         }
+        done += turns * ahead;
     }
     tile.sums[open * units + unit] += sum;
 }
