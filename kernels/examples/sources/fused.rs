@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{
     adamw, block_linear, conv_state, cross_entropy, embedding, rotary, selective_scan, slstm,
-    ttt_linear,
+    softmax, ttt_linear,
 };
 use std::error::Error;
 
@@ -48,6 +48,16 @@ impl<T: Target> Fused<'_, T> {
             let table = self.memory(8 * WIDTH, F32);
             rotary::rotate(self.client, dims, &x, &table, back, self.dtype)?;
             enter(&format!("-{rotated}-back_{back}"))?;
+        }
+        // Rows of a plane in single numbers, of a cube, and of all keys.
+        let causal = softmax::Seen::Causal { window: 16 };
+        for (keys, seen) in [(127, causal), (4096, causal), (64, softmax::Seen::All)] {
+            let rows = softmax::Rows { count: 4, queries: 2, keys, seen };
+            let x = self.memory(4 * keys, F32);
+            let y = softmax::forward(self.client, rows, &x)?;
+            enter(&format!("-{keys}"))?;
+            softmax::backward(self.client, rows, &y.handle, &x)?;
+            enter(&format!("-{keys}-gradient"))?;
         }
         for given in [false, true] {
             self.conv_states(given, None)?;

@@ -20,4 +20,6 @@ pub mod rotary;
 mod sandbox;
 pub mod selective_scan;
 pub mod slstm;
+pub mod softmax;
+mod team;
 pub mod ttt_linear;

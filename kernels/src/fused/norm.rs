@@ -34,15 +34,15 @@ pub use form::Measure;
 use super::column_sums::{
     check_matrix, column_sums_at_once, column_sums_in_two, grid, multiprocessors, vector_width,
 };
+use super::team::Team;
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
 use crate::pointwise::{Activation, UNITS};
 use crate::refusal::{F32, Refusal, check_type};
 use cubecl::ir::StorageType;
-use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use form::{Form, PLANE};
+use form::Form;
 use kernels::{
     AffineLaunch, GradientsLaunch, NumbersLaunch, OperandsLaunch, OutputsLaunch, SavedLaunch,
     differentiate, normalize,
@@ -168,16 +168,12 @@ impl Norm {
     }
 
     fn form<R: Runtime>(&self, client: &ComputeClient<R>, gated: bool) -> Form {
-        let properties = client.properties();
-        let hardware = &properties.hardware;
         let vector = vector_width(client, self.width);
-        let sizes = [hardware.plane_size_min, hardware.plane_size_max];
         Form {
             source: SOURCE,
             width: self.width,
             vector,
-            team: team(self.width / vector),
-            planes: sizes == [PLANE as u32; 2] && properties.features.plane.contains(Plane::Ops),
+            team: Team::of(client, team(self.width / vector)),
             measure: self.measure,
             residual: false,
             gate: gated.then_some(self.activation),

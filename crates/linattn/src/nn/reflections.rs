@@ -9,11 +9,11 @@
 //! but where a row's token comes after the column's. A single token is the case C = 1: each key is
 //! multiplied by H_t, and the scores are plain products. Source: arXiv 2505.16381.
 
-use super::score_bias::{causal_mask, forget, pairs};
+use super::score_bias::{forget, pairs};
 use super::softmax::{gather, merge, scores};
 use super::state::CONV_STATES;
 use super::{KeptTensors, RecurrentState, StateTensors};
-use crate::ops::{cat, solve_unit_lower};
+use crate::ops::{LinearAttentionBackend, Seen, cat, solve_unit_lower};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Every key and value so far, the keys as the last token sees them: a state that grows with the
@@ -80,7 +80,7 @@ impl<B: Backend> Tokens<B> {
 }
 
 /// One piece of a sequence: `[B, C, H K]`, and the cache behind it, without conv states.
-pub(crate) fn attend<B: Backend>(
+pub(crate) fn attend<B: LinearAttentionBackend>(
     x: Tokens<B>,
     before: Option<PathCache<B>>,
 ) -> (Tensor<B, 3>, PathCache<B>) {
@@ -92,8 +92,6 @@ pub(crate) fn attend<B: Backend>(
         }
         None => (k, v, None),
     };
-    let seen = keys.dims()[2];
-
     let weighted = w.clone() * beta;
     let later = |columns: &Tensor<B, 4>| {
         let seen = columns.dims()[2];
@@ -104,8 +102,7 @@ pub(crate) fn attend<B: Backend>(
     let reflected = solve_unit_lower(later(&w), later(&keys)); // R
     let mask = pairs(&q, size, |back| if back >= 0 { 1.0 } else { 0.0 });
     let met = scores(q.clone(), &w) * mask;
-    let plain = scores(q.clone(), &keys) + causal_mask(&q, seen, None);
-    let scores = plain - met.matmul(reflected.clone().unsqueeze_dim::<5>(2));
+    let scores = scores(q.clone(), &keys) - met.matmul(reflected.clone().unsqueeze_dim::<5>(2));
 
     let (scores, gates) = match gates {
         Some(gates) => {
@@ -114,7 +111,7 @@ pub(crate) fn attend<B: Backend>(
         }
         None => (scores, None),
     };
-    let o = merge(gather(scores, &values));
+    let o = merge(gather(scores, &values, Seen::Causal { window: None }));
     let keys = keys - reflected.transpose().matmul(w);
     (o, PathCache { keys, values, gates, conv_states: KeptTensors::default() })
 }

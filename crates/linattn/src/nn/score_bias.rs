@@ -12,13 +12,10 @@
 //! code. Their vectors start from zero there; here as N(0, 0.02^2).
 
 use super::layers::{INIT_STD, wide_type};
-use crate::ops::{accumulator, cat, typed};
+use crate::ops::{self, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
-
-/// Term of a score whose key is hidden.
-const HIDDEN: f32 = -1e9;
 
 /// A number for each query of `q`, the last of as many tokens as there are keys, and each key; given
 /// how many tokens the key lies back (the key's own lead, if it is ahead). `[1, 1, 1, T, S]`, in the type of
@@ -28,12 +25,8 @@ pub(crate) fn pairs<B: Backend>(
     keys: usize,
     f: impl Fn(isize) -> f32,
 ) -> Tensor<B, 5> {
-    let queries = q.dims()[2];
-    let first = (keys - queries) as isize;
-    let values: Vec<f32> =
-        (0..queries * keys).map(|x| f(first + (x / keys) as isize - (x % keys) as isize)).collect();
-    let data = TensorData::new(values, [1, 1, 1, queries, keys]);
-    Tensor::from_data(data, (&q.device(), wide_type(q.dtype())))
+    let of = (&q.device(), wide_type(q.dtype()));
+    ops::by_distance([q.dims()[2], keys], f, of).unsqueeze()
 }
 
 /// Zero where a query may see a key, and very negative where not.
@@ -42,8 +35,8 @@ pub(crate) fn causal_mask<B: Backend>(
     keys: usize,
     window: Option<usize>,
 ) -> Tensor<B, 5> {
-    let reach = window.unwrap_or(keys) as isize;
-    pairs(q, keys, |back| if (0..reach).contains(&back) { 0.0 } else { HIDDEN })
+    let of = (&q.device(), wide_type(q.dtype()));
+    ops::causal_mask([q.dims()[2], keys], window, of).unsqueeze()
 }
 
 /// Zero for the last `stride` keys and for every `stride`-th before them, and very negative between.
@@ -53,7 +46,7 @@ pub(crate) fn strided_mask<B: Backend>(
     stride: usize,
 ) -> Tensor<B, 5> {
     let stride = stride as isize;
-    pairs(q, keys, |back| if back < stride || back % stride == 0 { 0.0 } else { HIDDEN })
+    pairs(q, keys, |back| if back < stride || back % stride == 0 { 0.0 } else { ops::HIDDEN })
 }
 
 /// How much scores of each head of `q` fall with the distance, `[1, Hk, H / Hk, T, S]`.

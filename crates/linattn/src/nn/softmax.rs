@@ -1,15 +1,13 @@
 //! Softmax attention of some queries over all keys so far: the parts that mixers of that kind share.
 //! ```text
-//! o = softmax(q k^T / sqrt(K) + b) v        b: what the scores gain and lose, a mask among it
+//! o = softmax(q k^T / sqrt(K) + b) v        over the keys that are seen; b: what their scores gain and lose
 //! ```
 
 use super::layers::{merge_heads, rms_norm, split_heads};
-use super::score_bias::causal_mask;
 use super::state::CONV_STATES;
 use super::{ConfigError, KeptTensors, RecurrentState, Rope, StateTensors, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
+use crate::ops::{self, LinearAttentionBackend, Seen, accumulator, cat, typed};
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::softmax;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Tokens of a windowed sequence that are worked off together, at least.
@@ -83,13 +81,13 @@ impl<B: Backend> KeyValueCache<B> {
 }
 
 /// Attention of queries over keys and values, `[B, .., T, ..]` each and in this order, and over a cache before
-/// them. `weigh` is given queries, what they may see, and a mask, and gives their outputs, `[B, .., H V]`. Gives
+/// them. `weigh` is given queries, a cache, and what they see of it, and gives their outputs, `[B, .., H V]`. Gives
 /// these, and what of the cache is left after them.
 pub(crate) fn through_window<B: Backend>(
     [q, k, v]: [Tensor<B, 4>; 3],
     window: Option<usize>,
     state: Option<KeyValueCache<B>>,
-    weigh: impl Fn(Tensor<B, 4>, &KeyValueCache<B>, Tensor<B, 5>) -> Tensor<B, 3>,
+    weigh: impl Fn(Tensor<B, 4>, &KeyValueCache<B>, Seen) -> Tensor<B, 3>,
 ) -> (Tensor<B, 3>, KeyValueCache<B>) {
     let tokens = q.dims()[2];
     // Through a window, a long sequence is seen piece by piece: the scores outside are not formed.
@@ -98,8 +96,7 @@ pub(crate) fn through_window<B: Backend>(
         let part = |x: &Tensor<B, 4>| x.clone().narrow(2, from, size);
         let q = part(&q);
         let cache = KeyValueCache::after(before, part(&k), part(&v));
-        let hidden = causal_mask(&q, cache.keys.dims()[2], window);
-        (weigh(q, &cache, hidden), cache.within(window))
+        (weigh(q, &cache, Seen::Causal { window }), cache.within(window))
     })
 }
 
@@ -158,15 +155,20 @@ pub(crate) fn in_pieces<B: Backend, S>(
     (cat(outputs, 1), state.expect("a sequence has at least one token"))
 }
 
-/// Softmax attention of `q`, `[B, H, T, K]`, over keys and values, `[B, Hk, S, ..]`, where `bias`,
-/// `[.., .., .., T, S]`, is added to the scores of each group of heads. Gives `[B, T, H V]`.
-pub(crate) fn weigh<B: Backend>(
+/// Softmax attention of `q`, `[B, H, T, K]`, over the keys and values that are `seen`, `[B, Hk, S, ..]`, where
+/// `bias`, `[.., .., .., T, S]`, is added to the scores of each group of heads. Gives `[B, T, H V]`.
+pub(crate) fn weigh<B: LinearAttentionBackend>(
     q: Tensor<B, 4>,
-    keys: &Tensor<B, 4>,
-    values: &Tensor<B, 4>,
-    bias: Tensor<B, 5>,
+    [keys, values]: [&Tensor<B, 4>; 2],
+    bias: Option<Tensor<B, 5>>,
+    seen: Seen,
 ) -> Tensor<B, 3> {
-    merge(gather(scores(scaled(q), keys) + bias, values))
+    let scores = scores(scaled(q), keys);
+    let scores = match bias {
+        Some(bias) => scores + bias,
+        None => scores,
+    };
+    merge(gather(scores, values, seen))
 }
 
 /// Queries over sqrt(K).
@@ -183,9 +185,13 @@ pub(crate) fn scores<B: Backend>(q: Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor
     accumulator(q.matmul(keys.clone().unsqueeze_dim::<5>(2).transpose()))
 }
 
-/// Values, `[B, Hk, S, V]`, weighed by the softmax of [`scores`]: `[B, H, T, V]`.
-pub(crate) fn gather<B: Backend>(scores: Tensor<B, 5>, values: &Tensor<B, 4>) -> Tensor<B, 4> {
-    blend(softmax(scores, 4), values)
+/// Values, `[B, Hk, S, V]`, of those `seen`, weighed by the softmax of [`scores`]: `[B, H, T, V]`.
+pub(crate) fn gather<B: LinearAttentionBackend>(
+    scores: Tensor<B, 5>,
+    values: &Tensor<B, 4>,
+    seen: Seen,
+) -> Tensor<B, 4> {
+    blend(ops::softmax(scores, seen), values)
 }
 
 /// Values, `[B, Hk, S, V]`, in shares, `[B, Hk, H / Hk, T, S]`: `[B, H, T, V]`, in the type of the values.

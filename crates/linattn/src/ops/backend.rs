@@ -5,7 +5,8 @@ pub use super::folded::{FoldedInput, FoldedOutput, Matrices};
 pub use super::fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
     GateActivation, GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer,
-    MOST_PACKED, Measure, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
+    MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan, SlstmRecurrence,
+    SoftmaxRows, TttLinear,
 };
 pub use super::halving::{Scan, ScanField};
 pub use super::pass::{BackwardPass, Pass};
@@ -169,6 +170,11 @@ pub trait LinearAttentionBackend: Backend {
 
     /// Rows rotated by their positions. A backward pass gives the gradient of the rows alone.
     fn fused_rotary(_x: Rotary<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+        None
+    }
+
+    /// Softmax of rows of scores, causal where asked for.
+    fn fused_softmax(_x: SoftmaxRows<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }
 

@@ -49,11 +49,11 @@ pub(crate) use cpu::one_of_threads;
 pub use error::OpError;
 pub(crate) use folded::{Matrices, gated_linear, normalized_linear};
 pub(crate) use fused::{
-    Activation, Column, ColumnKind, ConvSplit, ConvStep, GateActivation, HeadNorm, LOWEST,
-    LinearLayer, MOST_PACKED, Measure, TttLinearInputs, activate, add_normalize, block_linear,
-    conv_split, conv_step, embedding, gate, gated_halves, l2_normalize, linear_cross_entropy,
-    log_sigmoid, next_conv_states, pack, rms_normalize, rotary, select_rows, softplus, standardize,
-    ttt_linear, turned,
+    Activation, Column, ColumnKind, ConvSplit, ConvStep, GateActivation, HIDDEN, HeadNorm, LOWEST,
+    LinearLayer, MOST_PACKED, Measure, Seen, TttLinearInputs, activate, add_normalize,
+    block_linear, by_distance, causal_mask, conv_split, conv_step, embedding, gate, gated_halves,
+    l2_normalize, linear_cross_entropy, log_sigmoid, next_conv_states, pack, rms_normalize, rotary,
+    select_rows, softmax, softplus, standardize, ttt_linear, turned,
 };
 pub use fused::{
     AdamW, AdamWStep, Clip, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs, selective_scan,
@@ -404,6 +404,30 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
     }
     let conv_state = conv_state.map(|conv_state| typed(conv_state, x.dtype()));
     let next = next_conv_states(&x, &[channels], conv_state.as_slice(), width, lengths).remove(0);
+    let y = weighted_tokens(x, weight, bias, (conv_state, lengths), activation);
+    Ok((y, next))
+}
+
+/// As [`convolve`], of widths that go together, without what is left for the next tokens.
+pub(crate) fn through_taps<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 2>,
+    conv_state: Option<Tensor<B, 3>>,
+    lengths: Option<&SequenceLengths>,
+) -> Tensor<B, 3> {
+    let conv_state = conv_state.map(|conv_state| typed(conv_state, x.dtype()));
+    weighted_tokens(x, weight, None, (conv_state, lengths), None)
+}
+
+/// Each channel of `x`, `[B, T, D]`, through the window of `weight`, `[W, D]`.
+fn weighted_tokens<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+    (conv_state, lengths): (Option<Tensor<B, 3>>, Option<&SequenceLengths>),
+    activation: Option<Activation>,
+) -> Tensor<B, 3> {
+    let width = x.dims()[2];
     let kind = ColumnKind::Conv { activation, norm: None };
     let mut outputs = conv_split::<B>(ConvSplit {
         x: primitive(x),
@@ -412,10 +436,10 @@ pub(crate) fn convolve<B: LinearAttentionBackend>(
         conv_state: conv_state.map(primitive),
         a_log: None,
         dt_bias: None,
-        columns: vec![Column { width: channels, kind }],
+        columns: vec![Column { width, kind }],
         lengths: lengths.cloned(),
     });
-    Ok((outputs.remove(0), next))
+    outputs.remove(0)
 }
 
 /// `activation(x * weight + bias)`, a number of `weight` and `bias`, `[D]`, for each channel of `x`, `[B, T, D]`: a
@@ -431,18 +455,7 @@ pub(crate) fn scale_channels<B: LinearAttentionBackend>(
     let width = x.dims()[2];
     assert_eq!(weight.dims(), [width], "a factor for each channel of `x`");
     assert!(bias.as_ref().is_none_or(|bias| bias.dims() == [width]), "and a bias");
-    let kind = ColumnKind::Conv { activation, norm: None };
-    let mut outputs = conv_split::<B>(ConvSplit {
-        x: primitive(x),
-        weight: Some(primitive(weight.unsqueeze::<2>())),
-        bias: bias.map(primitive),
-        conv_state: None,
-        a_log: None,
-        dt_bias: None,
-        columns: vec![Column { width, kind }],
-        lengths: None,
-    });
-    outputs.remove(0)
+    weighted_tokens(x, weight.unsqueeze::<2>(), bias, (None, None), activation)
 }
 
 /// `-e^{a_log} softplus(x + dt_bias)`: log decays, in f32 (f64 for f64 inputs), of `x`, `[B, T, W]`. There

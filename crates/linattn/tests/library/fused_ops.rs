@@ -15,8 +15,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use linattn::nn::{LanguageModel, LanguageModelConfig};
 use linattn::ops::backend::{
     Activation, Column, ColumnKind, ConvSplit, Embedding, GateActivation, GatedProduct, GatedValue,
-    HeadNorm, LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, Rotary,
-    SlstmRecurrence,
+    HeadNorm, LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, Rotary, Seen,
+    SlstmRecurrence, SoftmaxRows,
 };
 use linattn::ops::{AdamW, AdamWStep, LinearAttentionBackend, Moments, SequenceLengths};
 use linattn_oracle::{Rng, assert_close};
@@ -77,6 +77,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         found.extend(self.losses());
         found.extend(self.recurrence());
         found.extend(self.rotations());
+        found.extend(self.shares());
         found
     }
 
@@ -92,6 +93,23 @@ impl<B: LinearAttentionBackend> Inputs<B> {
             (name, y.flatten::<3>(2, 3))
         };
         rotated.map(one).into()
+    }
+
+    /// Shares of scores: of all keys, and of those before a query, some of them and all.
+    fn shares(&self) -> Vec<(&'static str, Tensor<B, 3>)> {
+        let queries = self.x.dims()[1].min(self.x.dims()[2]);
+        let scores = self.x.clone().narrow(1, 0, queries);
+        let causal = |window| Seen::Causal { window };
+        [
+            ("softmax", Seen::All),
+            ("causal softmax", causal(None)),
+            ("softmax in a window", causal(Some(3))),
+        ]
+        .map(|(name, seen)| {
+            let rows = SoftmaxRows { scores: inside(&scores), seen };
+            (name, outside::<B, 3>(only(B::fused_softmax(rows, false))))
+        })
+        .into()
     }
 
     /// sLSTM's recurrence with heads of five cells.

@@ -1,9 +1,7 @@
 //! Compile-time form of a norm.
 
-use crate::pointwise::{Activation, UNITS};
-
-/// Units of a plane, where sums go through shuffles.
-pub(super) const PLANE: usize = 32;
+use crate::fused::team::Team;
+use crate::pointwise::Activation;
 
 /// Most sums that a team makes at once.
 pub(super) const SUMS: usize = 3;
@@ -26,10 +24,8 @@ pub(super) struct Form {
     pub(super) width: usize,
     /// Numbers of a vector.
     pub(super) vector: usize,
-    /// Units that share a row.
-    pub(super) team: usize,
-    /// Sums go through plane shuffles.
-    pub(super) planes: bool,
+    /// Who shares a row.
+    pub(super) team: Team,
     pub(super) measure: Measure,
     /// Forward: x + residual is computed, and stored.
     pub(super) residual: bool,
@@ -50,17 +46,17 @@ impl Form {
 
     /// Vectors of a unit.
     pub(super) fn turns(&self) -> usize {
-        self.vectors().div_ceil(self.team)
+        self.vectors().div_ceil(self.team.units)
     }
 
     /// Whether every unit of a team has a vector in this turn.
     pub(super) fn fills(&self, turn: usize) -> bool {
-        (turn + 1) * self.team <= self.vectors()
+        (turn + 1) * self.team.units <= self.vectors()
     }
 
     /// Teams of a cube.
     pub(super) fn teams(&self) -> usize {
-        UNITS / self.team
+        self.team.in_a_cube()
     }
 
     pub(super) fn centered(&self) -> bool {
@@ -77,7 +73,7 @@ impl Form {
 
     /// Numbers of shared memory for the sums of teams.
     pub(super) fn scratch(&self) -> usize {
-        SUMS * if self.planes { UNITS / PLANE } else { UNITS }
+        self.team.scratch(SUMS)
     }
 
     /// Vectors of a row of partial sums.

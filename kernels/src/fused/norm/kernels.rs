@@ -1,6 +1,7 @@
 //! The kernels of the norm.
 
-use super::form::{Form, PLANE, SUMS};
+use super::form::{Form, SUMS};
+use crate::fused::team::over_team;
 use crate::pointwise::{UNITS, activate, activation_slope};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -92,8 +93,8 @@ pub(super) fn normalize<X: Float, S: Float, Y: Float, P: Float, N: Size>(
 ) {
     let rows = numbers.rows as usize;
     let unit = UNIT_POS as usize;
-    let own = unit % comptime!(form.team);
-    let row = CUBE_POS * comptime!(form.teams()) + unit / comptime!(form.team);
+    let own = unit % comptime!(form.team.units);
+    let row = CUBE_POS * comptime!(form.teams()) + unit / comptime!(form.team.units);
     let at = place(row, rows, own, form);
 
     // All inputs are asked for before the first is used.
@@ -110,7 +111,7 @@ pub(super) fn normalize<X: Float, S: Float, Y: Float, P: Float, N: Size>(
     center::<N>(&mut values, own, &mut scratch, form);
     let mut sums = Array::<f32>::new(1usize);
     sums[0] = inner::<N>(&values, &values, form);
-    team_sums(&mut sums, &mut scratch, 1usize, form);
+    over_team(&mut sums, &mut scratch, 1usize, false, comptime!(form.team));
     let size = f32::sqrt(sums[0] * comptime!(form.share()) + numbers.epsilon);
     let scale = Vector::<f32, N>::new(numbers.factor / size);
     #[unroll]
@@ -191,14 +192,14 @@ pub(super) fn differentiate<X: Float, S: Float, Y: Float, P: Float, N: Size>(
     let rows = numbers.rows as usize;
     let run = run as usize;
     let unit = UNIT_POS as usize;
-    let own = unit % comptime!(form.team);
+    let own = unit % comptime!(form.team.units);
     let first = CUBE_POS * run * comptime!(form.teams());
     let parameters = parameters::<P, N>(&x.affine, own, form);
     let mut sums = Parameters::<N> { weight: zeros::<N>(form), bias: zeros::<N>(form) };
     let mut scratch = SharedMemory::<f32>::new(comptime!(form.scratch()));
 
     for n in 0..run {
-        let row = first + n * comptime!(form.teams()) + unit / comptime!(form.team);
+        let row = first + n * comptime!(form.teams()) + unit / comptime!(form.team.units);
         let at = place(row, rows, own, form);
         let mut row = load_row::<S, Y, P, N>(x, at, form);
         center::<N>(&mut row.c, own, &mut scratch, form);
@@ -359,7 +360,7 @@ fn row_sums<N: Size>(
     sums[0] = inner::<N>(values, values, form);
     sums[1] = inner::<N>(values, d_n, form);
     sums[2] = total::<N>(d_n, form);
-    team_sums(&mut sums, scratch, count, form);
+    over_team(&mut sums, scratch, count, false, comptime!(form.team));
     sums
 }
 
@@ -377,7 +378,7 @@ fn load<F: Float, N: Size>(
     if comptime!(there) {
         #[unroll]
         for turn in 0..comptime!(form.turns()) {
-            let further = comptime!(turn * form.team);
+            let further = comptime!(turn * form.team.units);
             if inside(own, turn, form) {
                 values[turn] = Vector::<f32, N>::cast_from(from[start + further]);
             }
@@ -397,7 +398,7 @@ fn store<F: Float, N: Size>(
 ) {
     #[unroll]
     for turn in 0..comptime!(form.turns()) {
-        let further = comptime!(turn * form.team);
+        let further = comptime!(turn * form.team.units);
         if inside(own, turn, form) {
             to[start + further] = Vector::<F, N>::cast_from(values[turn]);
         }
@@ -410,7 +411,7 @@ fn inside(own: usize, #[comptime] turn: usize, #[comptime] form: Form) -> bool {
     if comptime!(form.fills(turn)) {
         true.runtime()
     } else {
-        own + comptime!(turn * form.team) < comptime!(form.vectors())
+        own + comptime!(turn * form.team.units) < comptime!(form.vectors())
     }
 }
 
@@ -436,7 +437,7 @@ fn center<N: Size>(
     if comptime!(form.centered()) {
         let mut sums = Array::<f32>::new(1usize);
         sums[0] = total::<N>(values, form);
-        team_sums(&mut sums, scratch, 1usize, form);
+        over_team(&mut sums, scratch, 1usize, false, comptime!(form.team));
         let mean = Vector::<f32, N>::new(sums[0] * comptime!(form.share()));
         #[unroll]
         for turn in 0..comptime!(form.turns()) {
@@ -530,98 +531,6 @@ fn across<N: Size>(values: Vector<f32, N>, #[comptime] form: Form) -> f32 {
     sum
 }
 
-/// The first `count` numbers of every unit become their sums over its team. Every unit of the cube has to
-/// come here.
-#[cube]
-fn team_sums(
-    values: &mut Array<f32>,
-    scratch: &mut SharedMemory<f32>,
-    #[comptime] count: usize,
-    #[comptime] form: Form,
-) {
-    if comptime!(form.planes) {
-        #[unroll]
-        for level in 0..comptime!(form.team.min(PLANE).ilog2()) {
-            #[unroll]
-            for n in 0..count {
-                let mask = comptime!(1u32 << level);
-                let other = plane_shuffle_xor(values[n], mask);
-                values[n] += other;
-            }
-        }
-        if comptime!(form.team > PLANE) {
-            sums_of_planes(values, scratch, count, form);
-        }
-    } else if comptime!(form.team > 1) {
-        sums_of_units(values, scratch, count, form);
-    }
-}
-
-/// As [`team_sums`], where every unit of a plane has the plane's sum.
-#[cube]
-fn sums_of_planes(
-    values: &mut Array<f32>,
-    scratch: &mut SharedMemory<f32>,
-    #[comptime] count: usize,
-    #[comptime] form: Form,
-) {
-    let planes = comptime!(UNITS / PLANE);
-    let unit = UNIT_POS as usize;
-    #[unroll]
-    for n in 0..count {
-        if unit.is_multiple_of(PLANE) {
-            scratch[comptime!(n * planes) + unit / PLANE] = values[n];
-        }
-    }
-    sync_cube();
-    let first = unit / comptime!(form.team) * comptime!(form.team / PLANE);
-    #[unroll]
-    for n in 0..count {
-        let mut sum = 0.0f32;
-        #[unroll]
-        for plane in 0..comptime!(form.team / PLANE) {
-            sum += scratch[first + comptime!(n * planes + plane)];
-        }
-        values[n] = sum;
-    }
-    // The next sums go to the same places.
-    sync_cube();
-}
-
-/// As [`team_sums`], in shared memory alone, halving.
-#[cube]
-fn sums_of_units(
-    values: &mut Array<f32>,
-    scratch: &mut SharedMemory<f32>,
-    #[comptime] count: usize,
-    #[comptime] form: Form,
-) {
-    let unit = UNIT_POS as usize;
-    let own = unit % comptime!(form.team);
-    #[unroll]
-    for n in 0..count {
-        scratch[unit + comptime!(n * UNITS)] = values[n];
-    }
-    sync_cube();
-    #[unroll]
-    for level in 0..comptime!(form.team.ilog2()) {
-        let half = comptime!(form.team >> (level + 1));
-        if own < half {
-            #[unroll]
-            for n in 0..count {
-                let other = scratch[unit + comptime!(n * UNITS + half)];
-                scratch[unit + comptime!(n * UNITS)] += other;
-            }
-        }
-        sync_cube();
-    }
-    #[unroll]
-    for n in 0..count {
-        values[n] = scratch[unit - own + comptime!(n * UNITS)];
-    }
-    sync_cube();
-}
-
 /// Writes a row of sums over the teams of a cube, from `to` on, if it is to be `there`.
 #[cube]
 fn store_sums<N: Size>(
@@ -631,13 +540,13 @@ fn store_sums<N: Size>(
     there: bool,
     #[comptime] form: Form,
 ) {
-    let team = comptime!(form.team);
+    let team = comptime!(form.team.units);
     let teams = comptime!(form.teams());
     let unit = UNIT_POS as usize;
     let mut joined = SharedMemory::<Vector<f32, N>>::new(UNITS);
     #[unroll]
     for turn in 0..comptime!(form.turns()) {
-        let column = unit % team + comptime!(turn * form.team);
+        let column = unit % team + comptime!(turn * form.team.units);
         let mut sum = sums[turn];
         if comptime!(teams > 1) {
             joined[unit] = sum;

@@ -7,13 +7,12 @@ use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::{ConvPast, convolution_cost};
 use crate::nn::layers::{Norm, ResidualLinear, linear, linear_with_bias, merge_heads, split_heads};
 use crate::nn::projection::Projection;
-use crate::nn::score_bias::{ContextualPositions, fall, strided_mask};
+use crate::nn::score_bias::{ContextualPositions, causal_mask, fall, strided_mask};
 use crate::nn::softmax::{KeyValueCache, blend, merge, scaled, scores, through_window, turned};
 use crate::nn::{ConfigError, Cost, Linear, Rope, Shared};
 use crate::ops::{self, GateActivation, LinearAttentionBackend};
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig};
-use burn::tensor::activation::softmax;
 use burn::tensor::{Tensor, backend::Backend};
 
 impl AttentionConfig {
@@ -170,8 +169,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
         let k = turned(self.normalized(k, &self.k_norm), &None, rotation);
         let v = v.swap_dims(1, 2);
 
-        let (o, cache) = through_window([q, k, v], self.window, state, |q, cache, hidden| {
-            let shares = softmax(self.scores(q, &cache.keys, hidden), 4);
+        let (o, cache) = through_window([q, k, v], self.window, state, |q, cache, seen| {
+            let shares = ops::softmax(self.scores(q, &cache.keys), seen);
             merge(blend(self.dropout.forward(shares), &cache.values))
         });
         shared.keys_values = Some(cache.clone());
@@ -185,22 +184,23 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Attention<B> {
 }
 
 impl<B: LinearAttentionBackend> Attention<B> {
-    /// Scores of `q` with all keys, `[B, Hk, H / Hk, T, S]`, very negative where `hidden` is or the stride skips
-    /// a key.
-    fn scores(&self, q: Tensor<B, 4>, keys: &Tensor<B, 4>, hidden: Tensor<B, 5>) -> Tensor<B, 5> {
+    /// Scores of `q` with all keys, `[B, Hk, H / Hk, T, S]`, very negative where the stride skips a key.
+    fn scores(&self, q: Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor<B, 5> {
         let seen = keys.dims()[2];
-        let hidden = match self.stride {
-            Some(stride) => hidden + strided_mask(&q, seen, stride),
-            None => hidden,
-        };
         let q = scaled(q);
+        let skipped = self.stride.map(|stride| strided_mask(&q, seen, stride));
         let scores = scores(q.clone(), keys);
-        let bias = match &self.cope {
-            Some(cope) => cope.forward(q, scores.clone(), hidden.clone()) + hidden,
-            None if self.alibi => hidden - fall(&q, seen, self.key_value_heads),
-            None => hidden,
+        let scores = match &self.cope {
+            Some(cope) => {
+                let hidden = causal_mask(&q, seen, self.window);
+                let hidden =
+                    skipped.iter().fold(hidden, |hidden, skipped| hidden + skipped.clone());
+                scores.clone() + cope.forward(q, scores, hidden)
+            }
+            None if self.alibi => scores - fall(&q, seen, self.key_value_heads),
+            None => scores,
         };
-        scores + bias
+        skipped.into_iter().fold(scores, |scores, skipped| scores + skipped)
     }
 
     /// Queries or keys, `[B, T, heads, K]`, through their norm where there is one.

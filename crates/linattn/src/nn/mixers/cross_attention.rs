@@ -4,10 +4,9 @@ use super::attention_config::AttentionConfig;
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, Varlen, key_width, linear_flops};
 use crate::nn::layers::{ResidualLinear, linear, split_heads};
-use crate::nn::score_bias::causal_mask;
 use crate::nn::softmax::{check_shared, turned, weigh};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{LinearAttentionBackend, Seen};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -186,8 +185,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for CrossAttention<B> {
         let first = cache.position - x.dims()[1];
         let rotation = self.rope.map(|rope| (rope, first));
         let q = turned(split_heads(self.q_proj.forward(x), self.heads), &None, rotation);
-        let mask = causal_mask(&q, cache.keys.dims()[2], None);
-        let o = weigh(q, &cache.keys, &cache.values, mask);
+        let seen = Seen::Causal { window: None };
+        let o = weigh(q, [&cache.keys, &cache.values], None, seen);
         (self.o_proj.forward(o), NoState::default())
     }
 }

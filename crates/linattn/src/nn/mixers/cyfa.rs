@@ -12,10 +12,10 @@ use crate::nn::projection::Projection;
 use crate::nn::recurrence::linear_attention;
 use crate::nn::rope::{Turn, sum_of_angles};
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
-use crate::ops::{LinearAttentionBackend, LinearAttentionInputs, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, LinearAttentionInputs, Seen, accumulator, typed};
 use burn::module::{Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{sigmoid, softmax};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::TAU;
@@ -237,7 +237,7 @@ impl<B: LinearAttentionBackend> CyFa<B> {
         let basis = fourier_basis(times, (&scores.device(), scores.dtype()));
         let table = readout.matmul(basis.unsqueeze()).unsqueeze::<4>(); // [1, H, M - 1, M]
         let logits = scores.swap_dims(1, 2).matmul(table.clone().swap_dims(2, 3));
-        softmax(logits, 3).matmul(table).swap_dims(1, 2)
+        ops::softmax(logits, Seen::All).matmul(table).swap_dims(1, 2)
     }
 }
 

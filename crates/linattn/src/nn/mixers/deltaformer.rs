@@ -5,12 +5,12 @@ use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::conv_qkv::{ConvQkv, Qkv};
 use crate::nn::convolution::ConvPast;
 use crate::nn::layers::{ResidualLinear, check_epsilon, linear};
-use crate::nn::score_bias::{causal_mask, pairs};
+use crate::nn::score_bias::pairs;
 use crate::nn::softmax::{
     KeyValueCache, check_shared, head_norm, in_pieces, scores, turned, weigh,
 };
 use crate::nn::{ConfigError, Cost, DEFAULT_CHUNK, Linear, Rope, Shared, check_chunk};
-use crate::ops::{LinearAttentionBackend, accumulator, cat, solve_unit_lower, typed};
+use crate::ops::{LinearAttentionBackend, Seen, accumulator, cat, solve_unit_lower, typed};
 use burn::module::Module;
 use burn::nn::RmsNorm;
 use burn::tensor::activation::softmax;
@@ -193,7 +193,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaFormer<B> {
 
 /// One piece of a sequence: `q` is `[B, H, C, K]`, `k` and `v` `[B, Hk, C, K]`. Gives
 /// `[B, C, H K]`.
-fn attend<B: Backend>(
+fn attend<B: LinearAttentionBackend>(
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,
     v: Tensor<B, 4>,
@@ -211,8 +211,7 @@ fn attend<B: Backend>(
     };
     let u = solve_unit_lower(shares.narrow(3, known, size), v);
     let cache = KeyValueCache::after(before, k, u);
-    let mask = causal_mask(&q, known + size, None);
-    let o = weigh(q, &cache.keys, &cache.values, mask);
+    let o = weigh(q, [&cache.keys, &cache.values], None, Seen::Causal { window: None });
     (o, cache)
 }
 

@@ -8,12 +8,12 @@ use crate::nn::layers::{
     shift_tokens, split_heads,
 };
 use crate::nn::projection::Projection;
-use crate::nn::score_bias::{causal_mask, forget};
+use crate::nn::score_bias::forget;
 use crate::nn::softmax::{check_shared, weigh};
 use crate::nn::{
     ConfigError, Cost, Kept, KeptTensors, Linear, RecurrentState, Shared, StateTensors,
 };
-use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, cat, typed};
+use crate::ops::{self, GateActivation, LinearAttentionBackend, Seen, accumulator, cat, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::sigmoid;
@@ -248,8 +248,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for ForgettingAttention<B> {
             None => (k, v, None),
         };
         let (forgotten, gates) = forget(gates, before, self.key_value_heads);
-        let bias = forgotten + causal_mask(&q, keys.dims()[2], None);
-        let o = weigh(q, &keys, &values, bias);
+        let seen = Seen::Causal { window: None };
+        let o = weigh(q, [&keys, &values], Some(forgotten), seen);
         let o = match &self.output_norm {
             Some(_) => merge_heads(normalize_heads(&self.output_norm, split_heads(o, self.heads))),
             None => o,

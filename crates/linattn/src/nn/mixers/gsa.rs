@@ -15,10 +15,10 @@ use crate::nn::state::CONV_STATES;
 use crate::nn::{
     ConfigError, Cost, KeptTensors, Linear, RecurrentState, Shared, StateTensors, positive,
 };
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, Seen, accumulator, typed};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{silu, softmax};
+use burn::tensor::activation::silu;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -242,7 +242,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Gsa<B> {
         let inputs = ops::LinearAttentionInputs::new(q, k, slots).with_decay(g.clone());
         let (scores, keys) = linear_attention(inputs, keys, conv_states.lengths());
         let scores = scores.reshape([batch, tokens, self.heads, rows / self.heads]);
-        let shares = typed(softmax(accumulator(scores), 3), dtype);
+        let shares = typed(ops::softmax(accumulator(scores), Seen::All), dtype);
 
         let (g, written) = (split_heads(g, self.heads), split_heads(written, self.heads));
         let inputs = ops::LinearAttentionInputs::new(shares, written, v).with_decay(g);

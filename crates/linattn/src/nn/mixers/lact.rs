@@ -242,8 +242,8 @@ impl<B: LinearAttentionBackend> Lact<B> {
         let position = cache.as_ref().map_or(0, |cache| cache.position);
         let heads = self.config.attention_heads;
         let rows = rotated_heads(rows.map(Clone::clone), heads, (self.rope(), position));
-        through_window(rows, Some(self.config.window), cache, |q, cache, hidden| {
-            weigh(q, &cache.keys, &cache.values, hidden)
+        through_window(rows, Some(self.config.window), cache, |q, cache, seen| {
+            weigh(q, [&cache.keys, &cache.values], None, seen)
         })
     }
 

@@ -3,10 +3,9 @@
 use super::retnet::{check_rotated, check_theta};
 use super::{TokenMixer, key_width, linear_flops};
 use crate::nn::layers::{ResidualLinear, check_epsilon, linear, rms_norm, split_heads};
-use crate::nn::score_bias::causal_mask;
 use crate::nn::softmax::{gather, merge, scores, weigh};
 use crate::nn::{ConfigError, Cost, Linear, RecurrentState, Rope, Shared, StateTensors, positive};
-use crate::ops::{LinearAttentionBackend, cat};
+use crate::ops::{LinearAttentionBackend, Seen, cat};
 use burn::module::Module;
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::{Tensor, backend::Backend};
@@ -228,8 +227,7 @@ impl<B: LinearAttentionBackend> Mla<B> {
         let rotated = cache.keys.clone().unsqueeze_dim::<4>(1).expand(shared);
         let k = cat(vec![both.clone().narrow(3, 0, self.key_width), rotated], 3);
         let v = both.narrow(3, self.key_width, width - self.key_width);
-        let mask = causal_mask(&q, seen, None);
-        weigh(q, &k, &v, mask)
+        weigh(q, [&k, &v], None, Seen::Causal { window: None })
     }
 
     /// As [`attend`](Self::attend), of one token's queries: over the latents themselves.
@@ -248,7 +246,7 @@ impl<B: LinearAttentionBackend> Mla<B> {
         let latents = cache.latents.clone().unsqueeze_dim::<4>(1);
         let keys = cat(vec![latents.clone(), cache.keys.clone().unsqueeze_dim(1)], 3);
         let scores = scores(q * (width as f64).powf(-0.5), &keys);
-        merge(gather(scores, &latents).matmul(up_values))
+        merge(gather(scores, &latents, Seen::All).matmul(up_values))
     }
 
     /// Queries, `[B, H, T, K + Kr]`, the last Kr rotated; and the cache with these tokens.

@@ -4,9 +4,10 @@ use super::retnet::{check_rotated, check_theta};
 use super::{block_width, linear_flops};
 use crate::nn::convolution::ConvPast;
 use crate::nn::layers::{INIT_STD, linear, split_heads};
+use crate::nn::score_bias::causal_mask;
 use crate::nn::softmax::{KeyValueCache, rotated_heads, through_window, weigh};
 use crate::nn::{ConfigError, Cost, Kept, KeptTensors, LARGEST, Linear, Rope};
-use crate::ops::{LinearAttentionBackend, cat, typed};
+use crate::ops::{LinearAttentionBackend, Seen, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -131,16 +132,16 @@ impl<B: LinearAttentionBackend> WindowAttention<B> {
         let rows = rotated_heads(rows, self.config.heads, rotation);
         let learnt = self.learnt(x);
         let (before, window) = (self.before(conv_states, position, x), Some(self.config.window));
-        let (a, cache) = through_window(rows, window, before, |q, cache, hidden| match &learnt {
+        let (a, cache) = through_window(rows, window, before, |q, cache, seen| match &learnt {
             Some([keys, values]) => {
-                let [.., tokens, _] = hidden.dims();
-                let count = keys.dims()[2];
-                let seen = Tensor::zeros([1, 1, 1, tokens, count], (&x.device(), hidden.dtype()));
+                let hidden = causal_mask(&q, cache.keys.dims()[2], window);
+                let ([.., tokens, _], count) = (hidden.dims(), keys.dims()[2]);
+                let whole = Tensor::zeros([1, 1, 1, tokens, count], (&x.device(), hidden.dtype()));
                 let keys = cat(vec![keys.clone(), cache.keys.clone()], 2);
                 let values = cat(vec![values.clone(), cache.values.clone()], 2);
-                weigh(q, &keys, &values, cat(vec![seen, hidden], 4))
+                weigh(q, [&keys, &values], Some(cat(vec![whole, hidden], 4)), Seen::All)
             }
-            None => weigh(q, &cache.keys, &cache.values, hidden),
+            None => weigh(q, [&cache.keys, &cache.values], None, seen),
         });
         for (name, rows) in [(Kept::WindowKey, cache.keys), (Kept::WindowValue, cache.values)] {
             conv_states.keep(name, self.padded(rows));

@@ -5,7 +5,7 @@ mod node;
 use super::backend::{Composite, LinearAttentionBackend, Path};
 use super::fused::{
     ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
-    Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
+    Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, TttLinear,
 };
 use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, Recurrence, Saved};
@@ -98,6 +98,14 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         tracked::<B, C>(vec![x], keep, |tensors, keep| {
             let x = tensors.into_iter().next().expect("rows");
             B::fused_rotary(Rotary { x, table: table.primitive }, keep)
+        })
+    }
+
+    fn fused_softmax(x: SoftmaxRows<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        let SoftmaxRows { scores, seen } = x;
+        tracked::<B, C>(vec![scores], keep, |tensors, keep| {
+            let scores = tensors.into_iter().next().expect("scores");
+            B::fused_softmax(SoftmaxRows { scores, seen }, keep)
         })
     }
 

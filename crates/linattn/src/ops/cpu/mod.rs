@@ -24,6 +24,7 @@ mod rotary;
 mod selective_scan;
 mod shared;
 mod slstm;
+mod softmax;
 mod tensors;
 #[cfg(test)]
 mod tests;
@@ -33,7 +34,7 @@ pub(crate) use parallel::one_of_threads;
 use super::backend::LinearAttentionBackend;
 use super::fused::{
     self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Moments, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence,
+    LinearLayer, Moments, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows,
 };
 use super::halving::{self, Scan};
 use super::pass::Pass;
@@ -79,6 +80,10 @@ impl LinearAttentionBackend for Flex {
 
     fn fused_rotary(x: Rotary<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
         rotary::rotary(x, keep)
+    }
+
+    fn fused_softmax(x: SoftmaxRows<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        softmax::softmax(x, keep)
     }
 
     fn fused_linear(x: LinearLayer<FlexTensor>, keep: bool) -> Option<Pass<Self>> {

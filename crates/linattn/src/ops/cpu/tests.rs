@@ -233,6 +233,23 @@ fn rotated_rows_are_those_of_tensor_operations() {
 }
 
 #[test]
+fn shares_are_those_of_tensor_operations() {
+    let causal = |window| Seen::Causal { window };
+    for (shape, seen) in [
+        ([2, 3, 5, 5], causal(None)),
+        ([1, 2, 33, 70], causal(Some(8))),
+        ([2, 1, 1, 9], causal(Some(20))),
+        ([1, 1, 300, 300], causal(Some(1))),
+        ([2, 5, 3, 129], Seen::All),
+    ] {
+        let rows = |x: Vec<Node>| SoftmaxRows { scores: x.into_iter().next().unwrap(), seen };
+        let reference = |x| vec![of(softmax_in_tensor_ops::<Graph, 4>(rows(x)))];
+        let piece = |x| Graph::fused_softmax(rows(x), false);
+        check(&format!("shares, {shape:?}, {seen:?}"), &[&shape], 1, piece, reference);
+    }
+}
+
+#[test]
 fn linear_layers_are_those_of_tensor_operations() {
     for (rows, from, to, biased) in [(3, 5, 7, true), (600, 9, 33, false), (1, 64, 1030, true)] {
         let layer = |x: Vec<Node>| {

@@ -11,13 +11,14 @@ mod quantized;
 mod rows;
 mod selective_scan;
 mod slstm;
+mod softmax;
 mod ttt_linear;
 
 use super::backend::{FoldedInput, FoldedOutput, LinearAttentionBackend, Matrices, Path};
 use super::fused::{
     AdamW, AdamWStep, Clip, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
     GatedProduct, LinearCrossEntropy, LinearLayer, Moments, Normalization, Pack, Rotary,
-    SelectiveScan, SlstmRecurrence, TttLinear, norm_in_tensor_ops, step_in_tensor_ops,
+    SelectiveScan, SlstmRecurrence, SoftmaxRows, TttLinear, norm_in_tensor_ops, step_in_tensor_ops,
 };
 use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
@@ -165,6 +166,10 @@ where
 
     fn fused_block_linear(x: LinearLayer<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         block_linear::block_linear(x, keep).map(fused::CubePass::of)
+    }
+
+    fn fused_softmax(x: SoftmaxRows<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        softmax::softmax(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_rotary(x: Rotary<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {

@@ -385,6 +385,28 @@ pub struct Rotary<T> {
     pub table: T,
 }
 
+/// Which keys a query sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Seen {
+    /// All.
+    All,
+    /// The queries are the last of as many tokens as there are keys. Each sees itself and those before it, so many in
+    /// all as the window says, where there is one.
+    Causal {
+        /// At least 1.
+        window: Option<usize>,
+    },
+}
+
+/// Rows of scores.
+#[derive(Debug, Clone)]
+pub struct SoftmaxRows<T> {
+    /// `[.., T, S]`, a row for each query.
+    pub scores: T,
+    /// Which of the keys count.
+    pub seen: Seen,
+}
+
 /// Inputs of a selective scan, of one type, f32 at least.
 #[derive(Debug, Clone)]
 pub struct SelectiveScan<T> {

@@ -19,6 +19,7 @@ mod pack;
 mod rotary;
 mod selective_scan;
 mod slstm;
+mod softmax;
 mod ttt_linear;
 #[cfg(all(test, feature = "cpu"))]
 mod varlen_tests;
@@ -32,7 +33,8 @@ pub(crate) use gated_product::{activate, gate, gated_halves, log_sigmoid, softpl
 pub use inputs::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
     GateActivation, GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer,
-    MOST_PACKED, Measure, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, TttLinear,
+    MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan, SlstmRecurrence,
+    SoftmaxRows, TttLinear,
 };
 pub(crate) use linear::linear;
 #[cfg(feature = "fusion")]
@@ -45,6 +47,7 @@ pub(crate) use rotary::{rotary, turned};
 pub use selective_scan::{SelectiveScanInputs, selective_scan};
 pub(crate) use slstm::LOWEST;
 pub use slstm::{SlstmCells, SlstmInputs, slstm};
+pub(crate) use softmax::{HIDDEN, by_distance, causal_mask, softmax};
 pub(crate) use ttt_linear::{TttLinearInputs, ttt_linear};
 
 #[cfg(all(test, feature = "cpu"))]
@@ -52,4 +55,5 @@ pub(super) use {
     conv_split::conv_split_in_tensor_ops, cross_entropy::cross_entropy_in_tensor_ops,
     gated_product::gated_in_tensor_ops, normalize::normalize_in_tensor_ops,
     rotary::rotary_in_tensor_ops, slstm::in_tensor_ops as slstm_in_tensor_ops,
+    softmax::softmax_in_tensor_ops,
 };
