@@ -4,7 +4,7 @@ use super::layers::shift_tokens;
 use super::lengths::shift_sequences;
 use super::shared::Shared;
 use super::{ConfigError, Cost, Kept, KeptTensors, LARGEST};
-use crate::ops::{self, Activation, LinearAttentionBackend, SequenceLengths};
+use crate::ops::{self, Activation, LinearAttentionBackend, SequenceLengths, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -214,6 +214,37 @@ impl<B: Backend> ConvPast<B> {
         self.through(Kept::Token, |last| match &lengths {
             Some(lengths) => shift_sequences(x, last, lengths),
             None => shift_tokens(x, last),
+        })
+    }
+
+    /// `x`, `[B, T, D]`, mixed with the token before each token, zeros before the first of a sequence, once for
+    /// each of `shares`, `[1, 1, D]`: `before share + x (1 - share)`. The last token is the conv state, `[B, 1, D]`.
+    pub(crate) fn mixed<const N: usize>(
+        &mut self,
+        x: &Tensor<B, 3>,
+        shares: [Tensor<B, 3>; N],
+    ) -> [Tensor<B, 3>; N]
+    where
+        B: LinearAttentionBackend,
+    {
+        let last = self.draw(Kept::Token);
+        let sequences = self.lengths.as_ref().map_or(x.dims()[0], SequenceLengths::count);
+        let token = [sequences, 1, x.dims()[2]];
+        assert!(
+            last.as_ref().is_none_or(|last| last.dims() == token),
+            "the state is the layer's own"
+        );
+        self.keep_last(x, 2, (&[Kept::Token], &[x.dims()[2]]), last.as_slice());
+        // Of one token there are fewer operations than taps would take.
+        if x.dims()[1] == 1 && self.lengths.is_none() {
+            let back = last.map(|last| typed(last, x.dtype())).unwrap_or_else(|| x.zeros_like());
+            let back = back - x.clone();
+            return shares.map(|share| x.clone() + back.clone() * typed(share, x.dtype()));
+        }
+        shares.map(|share| {
+            let share: Tensor<B, 2> = share.squeeze_dim(0);
+            let taps = cat(vec![share.clone(), share.neg() + 1.0], 0);
+            ops::through_taps(x.clone(), taps, last.clone(), self.lengths.as_ref())
         })
     }
 

@@ -3,9 +3,11 @@
 use super::ConfigError;
 use super::lora::Adapter;
 use super::weight::Weight;
-use crate::ops::{self, Activation, GateActivation, LinearAttentionBackend, Measure, cat, typed};
+use crate::ops::{
+    self, Activation, GateActivation, LinearAttentionBackend, Measure, accumulator, cat, typed,
+};
 pub(crate) use crate::ops::{each_part, softplus};
-use burn::module::{Initializer, Module, ModuleMapper, Param};
+use burn::module::{Initializer, Module, Param};
 use burn::nn::{GroupNorm, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Distribution, Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -509,37 +511,21 @@ pub(crate) fn gelu<B: LinearAttentionBackend, const D: usize>(x: Tensor<B, D>) -
     ops::activate(x, GateActivation::Gelu, 1.0)
 }
 
-/// `x` through one of Burn's norms, which square numbers in their own type: squares of 16 bits overflow.
-pub(crate) fn in_f32<B: Backend, M: Module<B>, const D: usize>(
-    norm: &M,
-    x: Tensor<B, D>,
-    forward: impl FnOnce(&M, Tensor<B, D>) -> Tensor<B, D>,
-) -> Tensor<B, D> {
-    struct Widen;
-    impl<B: Backend> ModuleMapper<B> for Widen {
-        fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
-            param.map(|weight| weight.cast(DType::F32))
-        }
-    }
-    match x.dtype() {
-        dtype @ (DType::F16 | DType::BF16) => {
-            let wide = norm.clone().map(&mut Widen);
-            forward(&wide, x.cast(DType::F32)).cast(dtype)
-        }
-        _ => forward(norm, x),
-    }
-}
-
-/// Burn's group norm over rows, `[N, C]`. It refuses two numbers or fewer, which two rows of zeros beside
-/// them change: every row is normalised by itself.
-pub(crate) fn group_norm<B: Backend>(norm: &GroupNorm<B>, rows: Tensor<B, 2>) -> Tensor<B, 2> {
-    let [count, channels] = rows.dims();
-    if count * channels > 2 {
-        return in_f32(norm, rows, GroupNorm::forward);
-    }
-    let zeros = rows.zeros_like();
-    let rows = cat(vec![rows, zeros.clone(), zeros], 0);
-    in_f32(norm, rows, GroupNorm::forward).narrow(0, 0, count)
+/// Burn's group norm of every token by itself, `[B, T, C]`, in f32 at least. Sums over tokens for gradients of its
+/// weight and bias are part of it. A group of one number becomes its bias.
+pub(crate) fn group_norm<B: LinearAttentionBackend>(
+    norm: &GroupNorm<B>,
+    x: Tensor<B, 3>,
+) -> Tensor<B, 3> {
+    let dtype = x.dtype();
+    let groups = split_heads(accumulator(x), norm.num_groups);
+    let rows = merge_heads(standardize(groups, norm.epsilon));
+    let bias = norm.beta.as_ref().map(Param::val);
+    let rows = match &norm.gamma {
+        Some(weight) => ops::scale_channels(rows, weight.val(), bias, None),
+        None => rows,
+    };
+    typed(rows, dtype)
 }
 
 /// Refuses an epsilon that would divide by zero, in f32 too.
@@ -577,13 +563,11 @@ mod tests {
         let group = GroupNormConfig::new(1, 64).init::<Flex>(&device);
         let ones = [1.0, -1.0].repeat(32);
         assert_eq!(numbers(layer.forward(x.clone())), ones);
-        assert_eq!(numbers(in_f32(&group, x.clone(), GroupNorm::forward)), ones);
-        let pair = Tensor::<Flex, 2>::from_data([[3.0, -1.0]], &device);
+        assert_eq!(numbers(group_norm(&group, x.clone().unsqueeze())), ones);
+        let pair = Tensor::<Flex, 3>::from_data([[[3.0, -1.0]]], &device);
         let two = GroupNormConfig::new(1, 2).init::<Flex>(&device);
-        let (once, twice) = (pair.clone(), cat(vec![pair.clone(), pair], 0));
-        let (once, twice) = (numbers(group_norm(&two, once)), numbers(group_norm(&two, twice)));
-        assert_eq!(once, twice[..2], "two numbers alone are normalised as beside others");
-        assert!((once[0] - 1.0).abs() < 1e-5 && (once[1] + 1.0).abs() < 1e-5, "{once:?}");
+        let pair = numbers(group_norm(&two, pair));
+        assert!((pair[0] - 1.0).abs() < 1e-5 && (pair[1] + 1.0).abs() < 1e-5, "{pair:?}");
         let y = softplus(x.narrow(1, 0, 1) / 25.0);
         assert_eq!((y.dtype(), numbers(y)), (DType::F16, vec![12.0]));
     }

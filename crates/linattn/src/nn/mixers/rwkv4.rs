@@ -127,14 +127,12 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv4<B> {
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let (tokens, mut past) = (x.dims()[1], VectorPast::of(state));
         let dtype = x.dtype();
-        let before = past.conv_states.shifted(&x);
-        let delta = x - before.clone();
-        let mixed = |share: &Param<Tensor<B, 3>>| {
-            before.clone() + delta.clone() * typed(share.val(), dtype)
-        };
-        let k = self.key.forward(mixed(&self.time_mix_key));
-        let v = self.value.forward(mixed(&self.time_mix_value));
-        let r = sigmoid(self.receptance.forward(mixed(&self.time_mix_receptance)));
+        // Its shares are of the token itself.
+        let shares = [&self.time_mix_key, &self.time_mix_value, &self.time_mix_receptance];
+        let shares = shares.map(|share| share.val().neg() + 1.0);
+        let [of_key, of_value, of_receptance] = past.conv_states.mixed(&x, shares);
+        let (k, v) = (self.key.forward(of_key), self.value.forward(of_value));
+        let r = sigmoid(self.receptance.forward(of_receptance));
         let before_first = past.draw(Kept::Sums).zip(past.draw(Kept::Maximum));
         let (wkv, memory) = self.wkv(accumulator(k), accumulator(v), before_first);
         let y = self.o_proj.forward(r * typed(wkv, dtype));

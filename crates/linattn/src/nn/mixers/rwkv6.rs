@@ -234,7 +234,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
             ..ops::LinearAttentionInputs::new(r, k, v).with_decay(g)
         };
         let (o, memory) = linear_attention(inputs, past.memory.take(), past.conv_states.lengths());
-        let y = ops::gate(self.normalize(merge_heads(o + own)), gate, GateActivation::Silu);
+        let o = group_norm(&self.g_norm, merge_heads(o + own));
+        let y = ops::gate(o, gate, GateActivation::Silu);
         (self.o_proj.forward(y), past.then(memory, tokens))
     }
 }
@@ -253,12 +254,5 @@ impl<B: LinearAttentionBackend> Rwkv6<B> {
         let widen: Tensor<B, 3> = widen.reshape([MIXTURES, rank, width]);
         let shares = low.swap_dims(0, 1).matmul(widen);
         shares + typed(self.x_bias.val(), dtype).unsqueeze_dim::<3>(1)
-    }
-
-    /// Mean and variance of each head taken out, `[B, T, H V]`.
-    fn normalize(&self, o: Tensor<B, 3>) -> Tensor<B, 3> {
-        let [batch, tokens, values] = o.dims();
-        let rows: Tensor<B, 2> = o.reshape([batch * tokens, values]);
-        group_norm(&self.g_norm, rows).reshape([batch, tokens, values])
     }
 }

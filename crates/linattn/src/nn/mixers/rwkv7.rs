@@ -9,7 +9,7 @@ use crate::nn::layers::{
 };
 use crate::nn::recurrence::low_rank;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{Decay, LinearAttentionBackend, LowRankInputs, accumulator, typed};
+use crate::ops::{self, Decay, GateActivation, LinearAttentionBackend, LowRankInputs, accumulator};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig};
 use burn::tensor::activation::sigmoid;
@@ -243,41 +243,39 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
         state: Option<MatrixState<B>>,
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
-        let mut past = MatrixPast::of(state, shared);
-        let before = past.conv_states.shifted(&x);
-        let back = before - x.clone();
-        let mixed =
-            |share: &Param<Tensor<B, 3>>| x.clone() + back.clone() * typed(share.val(), dtype);
-        let row = |x: &Param<Tensor<B, 1>>| typed(x.val(), dtype).unsqueeze::<3>();
+        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
+        let shares = [&self.x_r, &self.x_w, &self.x_k, &self.x_v, &self.x_a, &self.x_g];
+        let [of_r, of_w, of_k, of_v, of_a, of_g] =
+            past.conv_states.mixed(&x, shares.map(Param::val));
         let split = |x: Tensor<B, 3>| split_heads(x, self.heads);
 
-        let r = split(self.r_proj.forward(mixed(&self.x_r)));
-        let v = split(self.values(mixed(&self.x_v), shared));
-        let decay = accumulator(self.w_lora.forward(mixed(&self.x_w), |x| x.tanh()));
-        let decay = split(sigmoid(decay) * -FASTEST_DECAY);
-        let rate = sigmoid(self.a_lora.forward(mixed(&self.x_a), |x| x));
-        let gate = self.g_lora.forward(mixed(&self.x_g), sigmoid);
-        let k = self.k_proj.forward(mixed(&self.x_k));
-        let removed = l2_normalize(split(k.clone() * row(&self.k_k)));
-        let slower: Tensor<B, 3> = (rate.clone() - 1.0) * row(&self.k_a);
-        let k = split(k * (slower + 1.0));
+        let r = self.r_proj.forward(of_r);
+        let v = split(self.values(of_v, shared));
+        let decay = accumulator(self.w_lora.forward(of_w, |x| x.tanh()));
+        let decay = split(ops::activate(decay, GateActivation::Sigmoid, -FASTEST_DECAY));
+        let rate = sigmoid(self.a_lora.forward(of_a, |x| x));
+        let gate = self.g_lora.forward(of_g, sigmoid);
+        let k = self.k_proj.forward(of_k);
+        let removed = ops::scale_channels(k.clone(), self.k_k.val(), None, None);
+        let removed = l2_normalize(split(removed));
+        // 1 + (rate - 1) k_a
+        let strength = self.k_a.val();
+        let rest = strength.clone().neg() + 1.0;
+        let k = k * ops::scale_channels(rate.clone(), strength, Some(rest), None);
+        let bonus =
+            ops::scale_channels(r.clone() * k.clone(), self.r_k.val().flatten(0, 1), None, None);
+        let bonus = split(bonus).sum_dim(3) * v.clone();
 
         let inputs = LowRankInputs {
-            q: r.clone(),
-            k: k.clone(),
-            v: v.clone(),
+            q: split(r),
+            k: split(k),
+            v,
             a: removed.clone().neg(),
             b: removed * split(rate),
             g: Some(Decay::Vector(decay)),
         };
         let (o, memory) = low_rank(inputs, past.memory.take(), past.conv_states.lengths());
-        let keys = self.g_norm.num_channels;
-        let rows: Tensor<B, 2> = merge_heads(o).reshape([batch * tokens, keys]);
-        let o = group_norm(&self.g_norm, rows);
-        let bonus = typed(self.r_k.val(), dtype).unsqueeze::<4>();
-        let bonus = (r * k * bonus).sum_dim(3) * v;
-        let y = (o.reshape([batch, tokens, keys]) + merge_heads(bonus)) * gate;
+        let y = (group_norm(&self.g_norm, merge_heads(o)) + merge_heads(bonus)) * gate;
         (self.o_proj.forward(y), past.then(memory, tokens))
     }
 }
