@@ -49,11 +49,11 @@ impl<T: Target> Fused<'_, T> {
             rotary::rotate(self.client, dims, &x, &table, back, self.dtype)?;
             enter(&format!("-{rotated}-back_{back}"))?;
         }
-        // Rows of a plane in single numbers, of a cube, and of all keys.
+        // Rows of a plane in single numbers, of a cube in fours, and of all keys.
         let causal = softmax::Seen::Causal { window: 16 };
         for (keys, seen) in [(127, causal), (4096, causal), (64, softmax::Seen::All)] {
-            let rows = softmax::Rows { count: 4, queries: 2, keys, seen };
-            let x = self.memory(4 * keys, F32);
+            let rows = softmax::Rows { count: 32, queries: 2, keys, seen };
+            let x = self.memory(32 * keys, F32);
             let y = softmax::forward(self.client, rows, &x)?;
             enter(&format!("-{keys}"))?;
             softmax::backward(self.client, rows, &y.handle, &x)?;
