@@ -566,8 +566,10 @@ mod tests {
         assert_eq!(numbers(group_norm(&group, x.clone().unsqueeze())), ones);
         let pair = Tensor::<Flex, 3>::from_data([[[3.0, -1.0]]], &device);
         let two = GroupNormConfig::new(1, 2).init::<Flex>(&device);
-        let pair = numbers(group_norm(&two, pair));
-        assert!((pair[0] - 1.0).abs() < 1e-5 && (pair[1] + 1.0).abs() < 1e-5, "{pair:?}");
+        let twice = numbers(group_norm(&two, cat(vec![pair.clone(), pair.clone()], 1)));
+        let once = numbers(group_norm(&two, pair));
+        assert_eq!(once, twice[..2], "two numbers alone are normalised as beside others");
+        assert!((once[0] - 1.0).abs() < 1e-5 && (once[1] + 1.0).abs() < 1e-5, "{once:?}");
         let y = softplus(x.narrow(1, 0, 1) / 25.0);
         assert_eq!((y.dtype(), numbers(y)), (DType::F16, vec![12.0]));
     }
