@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{
     adamw, block_linear, conv_state, cross_entropy, embedding, rotary, selective_scan, slstm,
-    softmax, ttt_linear,
+    softmax, ttt_linear, ttt_mlp,
 };
 use std::error::Error;
 
@@ -81,6 +81,10 @@ impl<T: Target> Fused<'_, T> {
             for width in [16, 64] {
                 self.ttt_linear(width, given)?;
                 enter(&format!("-{width}-gradients_{given}"))?;
+            }
+            for width in [8, 16, 64] {
+                self.ttt_mlp(width, given)?;
+                enter(&format!("-{width}-hidden_{}-gradients_{given}", 4 * width))?;
             }
         }
         for count in [1, 8] {
@@ -190,6 +194,28 @@ impl<T: Target> Fused<'_, T> {
         let d_weights = whole.then_some(&x);
         let given = ttt_linear::Given { starts: &x, d_y: Some(&x), d_weights };
         ttt_linear::backward(self.client, dims, &inputs, given)?;
+        Ok(())
+    }
+
+    /// Forward, kept and not, and backward.
+    fn ttt_mlp(&self, width: usize, whole: bool) -> Result<(), Box<dyn Error>> {
+        let rows = ttt_linear::Dims { batch: 2, tokens: 32, heads: 2, width, rows: 16 };
+        let dims = ttt_mlp::Dims { rows, expand: 4 };
+        if ttt_mlp::check(self.client, dims).is_err() {
+            return Ok(()); // The widest wants more shared memory than some of them have.
+        }
+        let x = self.memory(32 * (width + 1) * (4 * width + 1), F32);
+        let [q, k, v, rate, scale, norm_weight, norm_bias, weights] = [&x; 8];
+        let epsilon = 1e-6;
+        let rows =
+            ttt_linear::Inputs { q, k, v, rate, scale, norm_weight, norm_bias, weights, epsilon };
+        let inputs = ttt_mlp::Inputs { rows, second: &x };
+        for keep in [false, true] {
+            ttt_mlp::forward(self.client, dims, &inputs, keep)?;
+        }
+        let d_weights = [whole.then_some(&x); 2];
+        let given = ttt_mlp::Given { starts: [&x; 2], d_y: Some(&x), d_weights };
+        ttt_mlp::backward(self.client, dims, &inputs, given)?;
         Ok(())
     }
 

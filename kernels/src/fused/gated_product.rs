@@ -28,7 +28,7 @@ use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 const LOAD: usize = 16;
 
 /// `sqrt(2 / pi)`.
-const SQRT_2_OVER_PI: f32 = FRAC_2_SQRT_PI * FRAC_1_SQRT_2;
+pub(crate) const SQRT_2_OVER_PI: f32 = FRAC_2_SQRT_PI * FRAC_1_SQRT_2;
 
 /// f of a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -371,7 +371,7 @@ pub(crate) fn activate(z: f32, #[comptime] activation: GateActivation) -> f32 {
 
 /// The derivative of [`activate`] at `z`.
 #[cube]
-fn activation_slope(z: f32, #[comptime] activation: GateActivation) -> f32 {
+pub(crate) fn activation_slope(z: f32, #[comptime] activation: GateActivation) -> f32 {
     match comptime!(activation) {
         GateActivation::Silu => sigmoid(z) + z * sigmoid_slope(z),
         GateActivation::Sigmoid => sigmoid_slope(z),
@@ -407,13 +407,13 @@ fn normal_density(z: f32) -> f32 {
 
 /// `2 sqrt(2 / pi) (z + 0.044715 z^3)`.
 #[cube]
-fn near_gelu(z: f32) -> f32 {
+pub(crate) fn near_gelu(z: f32) -> f32 {
     z * (0.044715f32 * z * z + 1.0f32) * comptime!(2.0 * SQRT_2_OVER_PI)
 }
 
 /// The derivative of [`near_gelu`].
 #[cube]
-fn near_gelu_slope(z: f32) -> f32 {
+pub(crate) fn near_gelu_slope(z: f32) -> f32 {
     (0.134145f32 * z * z + 1.0f32) * comptime!(2.0 * SQRT_2_OVER_PI)
 }
 

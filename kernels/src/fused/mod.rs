@@ -23,3 +23,4 @@ pub mod slstm;
 pub mod softmax;
 mod team;
 pub mod ttt_linear;
+pub mod ttt_mlp;

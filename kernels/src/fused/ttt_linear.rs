@@ -38,11 +38,11 @@
 //! Edges:  K up to [`WIDEST`] and b are compiled in; B, T, a multiple of b, and H are run-time values. Shared
 //!         memory bounds b K: 16 tokens of 64 numbers take 30 KiB.
 
-mod arguments;
-mod backward;
-mod forward;
-mod inner;
-mod tiles;
+pub(super) mod arguments;
+pub(super) mod backward;
+pub(super) mod forward;
+pub(super) mod inner;
+pub(super) mod tiles;
 
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
@@ -64,7 +64,7 @@ const RUN: usize = 16;
 /// Rows of a column that a unit owns at most: of two matrices in a pass back, in registers.
 const LONGEST_RUN: usize = 64;
 /// Tensors of a pass back, and what counts their numbers.
-const BINDINGS: usize = 18;
+const BINDINGS: usize = 19;
 
 /// Sizes of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,12 +82,12 @@ pub struct Dims {
 }
 
 impl Dims {
-    fn mini_batches(&self) -> usize {
+    pub(super) fn mini_batches(&self) -> usize {
         self.tokens / self.rows
     }
 
     /// Numbers of q.
-    fn numbers(&self) -> usize {
+    pub(super) fn numbers(&self) -> usize {
         self.batch * self.tokens * self.heads * self.width
     }
 
@@ -163,6 +163,47 @@ pub struct Gradients {
     pub weights: Buffer,
 }
 
+impl Gradients {
+    /// New ones, with `weights` for those of the first weights.
+    pub(super) fn new<R: Runtime>(client: &ComputeClient<R>, dims: Dims, weights: Buffer) -> Self {
+        let Dims { batch, tokens, heads, width, rows } = dims;
+        let new = |shape: &[usize]| buffer(client, shape, F32);
+        let [q, k, v] = [(); 3].map(|()| new(&[batch, tokens, heads, width]));
+        Self {
+            q,
+            k,
+            v,
+            rate: new(&[batch, tokens, heads]),
+            scale: new(&[batch * heads, rows]),
+            norm_weight: new(&[batch, heads, width]),
+            norm_bias: new(&[batch, heads, width]),
+            weights,
+        }
+    }
+
+    pub(super) fn launch<R: Runtime>(&self) -> GradientArraysLaunch<R> {
+        GradientArraysLaunch::new(
+            whole(&self.q),
+            whole(&self.k),
+            whole(&self.v),
+            whole(&self.rate),
+            whole(&self.scale),
+            whole(&self.norm_weight),
+            whole(&self.norm_bias),
+            whole(&self.weights),
+        )
+    }
+}
+
+/// A tensor, or where there is none one that is not read.
+pub(super) fn given_or<R: Runtime>(
+    x: &Inputs<'_>,
+    tensor: Option<&Handle>,
+    numbers: usize,
+) -> ArrayArg<R> {
+    tensor.map_or_else(|| array(x.q, 1), |tensor| array(tensor, numbers))
+}
+
 /// Whether the kernels take this.
 ///
 /// # Errors
@@ -171,34 +212,41 @@ pub fn check<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Re
     form(client, dims).map(|_| ())
 }
 
-/// The plan, without what depends on the tensors that are there.
-fn form<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<Form, Refusal> {
+/// Why kernels with so many tensors, and so many weights a head, do not take these sizes, whatever their plan is.
+pub(super) fn refused<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    weights: usize,
+    bindings: usize,
+) -> Option<Refusal> {
     let Dims { batch, tokens, heads, width, rows } = dims;
     if [batch, tokens, heads, width, rows].contains(&0) {
-        return Err(Refusal::Empty { batch: batch * heads, tokens: tokens * width * rows });
+        return Some(Refusal::Empty { batch: batch * heads, tokens: tokens * width * rows });
     }
     if !tokens.is_multiple_of(rows) {
-        return Err(Refusal::Lengths { batch, tokens });
-    }
-    if width > WIDEST {
-        return Err(Refusal::TooLarge { what: "channels of a head", got: width, most: WIDEST });
-    }
-    let per_head = dims.mini_batches().saturating_mul((width + 1) * width).max(tokens * width);
-    let (got, most) = (per_head.saturating_mul(batch * heads), u32::MAX as usize);
-    if got > most {
-        return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
+        return Some(Refusal::Lengths { batch, tokens });
     }
     let hardware = &client.properties().hardware;
-    let most = hardware.max_bindings as usize;
-    if most < BINDINGS {
-        return Err(Refusal::TooLarge { what: "buffers of a kernel", got: BINDINGS, most });
-    }
+    let per_head = dims.mini_batches().saturating_mul(weights).max(tokens * width);
     let (across, deep, _) = hardware.max_cube_count;
-    for (what, got, most) in [("sequences", batch, across), ("heads", heads, deep)] {
-        if got > most as usize {
-            return Err(Refusal::TooLarge { what, got, most: most as usize });
-        }
+    let limits = [
+        ("channels of a head", width, WIDEST),
+        ("numbers in a tensor", per_head.saturating_mul(batch * heads), u32::MAX as usize),
+        ("buffers of a kernel", bindings, hardware.max_bindings as usize),
+        ("sequences", batch, across as usize),
+        ("heads", heads, deep as usize),
+    ];
+    let beyond = limits.into_iter().find(|(_, got, most)| got > most);
+    beyond.map(|(what, got, most)| Refusal::TooLarge { what, got, most })
+}
+
+/// The plan, without what depends on the tensors that are there.
+fn form<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<Form, Refusal> {
+    let Dims { width, rows, .. } = dims;
+    if let Some(refusal) = refused(client, dims, (width + 1) * width, BINDINGS) {
+        return Err(refusal);
     }
+    let hardware = &client.properties().hardware;
     let units = hardware.max_units_per_cube.min(hardware.max_cube_dim.0) as usize;
     // Narrow heads have shorter runs, so that cubes do not get small.
     let parts = width.div_ceil(RUN).max((UNITS / width).min(width / 4));
@@ -263,35 +311,13 @@ pub fn backward<R: Runtime>(
 ) -> Result<Gradients, Refusal> {
     let there = [given.d_y.is_some(), given.d_weights.is_some()];
     let form = Form { given: there, ..form(client, dims)? };
-    let Dims { batch, tokens, heads, width, rows } = dims;
-    let new = |shape: &[usize]| buffer(client, shape, F32);
-    let [q, k, v] = [(); 3].map(|()| new(&[batch, tokens, heads, width]));
-    let found = Gradients {
-        q,
-        k,
-        v,
-        rate: new(&[batch, tokens, heads]),
-        scale: new(&[batch * heads, rows]),
-        norm_weight: new(&[batch, heads, width]),
-        norm_bias: new(&[batch, heads, width]),
-        weights: new(&[batch, heads, width + 1, width]),
-    };
-    let to = GradientArraysLaunch::new(
-        whole(&found.q),
-        whole(&found.k),
-        whole(&found.v),
-        whole(&found.rate),
-        whole(&found.scale),
-        whole(&found.norm_weight),
-        whole(&found.norm_bias),
-        whole(&found.weights),
+    let weights = buffer(client, &[dims.batch, dims.heads, dims.width + 1, dims.width], F32);
+    let found = Gradients::new(client, dims, weights);
+    let from = GivenArraysLaunch::new(
+        given_or(x, given.d_y, dims.numbers()),
+        given_or(x, given.d_weights, dims.weights()),
     );
-    let optional = |tensor: Option<&Handle>, numbers| {
-        tensor.map_or_else(|| array(x.q, 1), |tensor| array(tensor, numbers))
-    };
-    let (d_y, d_weights) = (given.d_y, given.d_weights);
-    let from =
-        GivenArraysLaunch::new(optional(d_y, dims.numbers()), optional(d_weights, dims.weights()));
+    let to = found.launch();
     let (count, dim) = cubes(dims, &form);
     let starts = array(given.starts, dims.weights() * dims.mini_batches());
     let x = operands(dims, x, starts);
@@ -312,7 +338,11 @@ pub fn backward<R: Runtime>(
     Ok(found)
 }
 
-fn operands<R: Runtime>(dims: Dims, x: &Inputs<'_>, weights: ArrayArg<R>) -> OperandsLaunch<R> {
+pub(super) fn operands<R: Runtime>(
+    dims: Dims,
+    x: &Inputs<'_>,
+    weights: ArrayArg<R>,
+) -> OperandsLaunch<R> {
     let Dims { batch, tokens, heads, width, rows } = dims;
     OperandsLaunch::new(
         array(x.q, dims.numbers()),
@@ -327,10 +357,10 @@ fn operands<R: Runtime>(dims: Dims, x: &Inputs<'_>, weights: ArrayArg<R>) -> Ope
     )
 }
 
-fn sizes<R: Runtime>(dims: Dims) -> SizesLaunch<R> {
+pub(super) fn sizes<R: Runtime>(dims: Dims) -> SizesLaunch<R> {
     SizesLaunch::new(dims.mini_batches() as u32, dims.heads as u32)
 }
 
 #[cfg(test)]
 #[path = "ttt_linear_tests.rs"]
-mod tests;
+pub(super) mod tests;

@@ -109,20 +109,20 @@ impl Case {
 }
 
 /// `[x, 1]` times W over c.
-fn applied(weights: &[f64], x: &[f64]) -> Vec<f64> {
-    let width = x.len();
+pub(in crate::fused) fn applied(weights: &[f64], x: &[f64]) -> Vec<f64> {
+    let width = weights.len() / (x.len() + 1);
     let rows = x.iter().copied().chain([1.0]).zip(weights.chunks(width));
     rows.fold(vec![0.0; width], |sum, (x, row)| {
         sum.iter().zip(row).map(|(sum, w)| sum + x * w).collect()
     })
 }
 
-fn root_mean_square(x: &[f64]) -> f64 {
+pub(in crate::fused) fn root_mean_square(x: &[f64]) -> f64 {
     (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + EPSILON).sqrt()
 }
 
 /// The inner loss's gradient by Z.
-fn slope(z: &[f64], gamma: &[f64], target: impl Fn(usize) -> f64) -> Vec<f64> {
+pub(in crate::fused) fn slope(z: &[f64], gamma: &[f64], target: impl Fn(usize) -> f64) -> Vec<f64> {
     let size = root_mean_square(z);
     let x: Vec<f64> = z.iter().map(|z| z / size).collect();
     let h: Vec<f64> = (0..z.len()).map(|j| gamma[j] * (gamma[j] * x[j] - target(j))).collect();
@@ -132,14 +132,17 @@ fn slope(z: &[f64], gamma: &[f64], target: impl Fn(usize) -> f64) -> Vec<f64> {
     h.iter().zip(&x).map(|(h, x)| (h - of_h - x * along) / size).collect()
 }
 
-fn numbers<R: Runtime>(client: &ComputeClient<R>, buffer: &Buffer) -> Vec<f64> {
+pub(in crate::fused) fn numbers<R: Runtime>(
+    client: &ComputeClient<R>,
+    buffer: &Buffer,
+) -> Vec<f64> {
     let bytes = client.read_one(buffer.handle.clone()).expect("the kernel ran");
     let four = |b: &[u8]| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
     bytes.chunks_exact(4).map(four).collect()
 }
 
 /// Sums over sequences, `[B, numbers]`.
-fn summed(parts: Vec<f64>, numbers: usize) -> Vec<f64> {
+pub(in crate::fused) fn summed(parts: Vec<f64>, numbers: usize) -> Vec<f64> {
     let mut sums = vec![0.0; numbers];
     for part in parts.chunks_exact(numbers) {
         sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);

@@ -6,7 +6,7 @@ pub use super::fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
     GateActivation, GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer,
     MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan, SlstmRecurrence,
-    SoftmaxRows, TttLinear,
+    SoftmaxRows, Ttt,
 };
 pub use super::halving::{Scan, ScanField};
 pub use super::pass::{BackwardPass, Pass};
@@ -191,8 +191,8 @@ pub trait LinearAttentionBackend: Backend {
         None
     }
 
-    /// TTT-Linear: the output of every token, its query included, and the map over its bias after the last.
-    fn fused_ttt_linear(_x: TttLinear<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+    /// Test-time training: the output of every token, its query included, and each layer's weights after the last.
+    fn fused_ttt(_x: Ttt<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }
 

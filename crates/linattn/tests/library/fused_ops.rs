@@ -528,7 +528,8 @@ macro_rules! on_gpu {
             #[test]
             fn memories_learn_as_on_the_cpu() {
                 let Some(device) = $device() else { return };
-                for inner in ["conv_size = 0", "conv_size = 3, output_gate = true"] {
+                for inner in ["conv_size = 0", "conv_size = 3, output_gate = true", "inner = 'mlp'"]
+                {
                     let (config, cpu) = (memory(inner), Default::default());
                     let model = config.init::<Autodiff<Flex>>(VOCAB, &cpu).unwrap();
                     let model = normal_by(1, 0.3, model);

@@ -12,24 +12,24 @@ use cubecl::prelude::*;
 /// E G.
 const D_N_N: usize = 4;
 const E: usize = 4;
-const U_G: usize = 5;
+pub(in crate::fused) const U_G: usize = 5;
 const E_X: usize = 5;
 const D_X_X: usize = 5;
 const E_G: usize = 6;
 
 /// Places in a unit's [`Carried::totals`]: dc, dgamma and dbeta of its column.
 const D_C: usize = 0;
-const D_GAMMA: usize = 1;
-const D_BETA: usize = 2;
+pub(in crate::fused) const D_GAMMA: usize = 1;
+pub(in crate::fused) const D_BETA: usize = 2;
 
 /// Shared memory of a pass back.
 #[derive(CubeType)]
-struct Adjoint {
-    tiles: Tiles,
+pub(in crate::fused) struct Adjoint {
+    pub(in crate::fused) tiles: Tiles,
     /// dN, U, E, dX and dZ, one after the other, `[b, K]`.
-    e: SharedMemory<f32>,
+    pub(in crate::fused) e: SharedMemory<f32>,
     /// dO G^T, then share dS, `[b, b]`.
-    d_s: SharedMemory<f32>,
+    pub(in crate::fused) d_s: SharedMemory<f32>,
 }
 
 /// Numbers that a unit carries from a mini-batch to the one before.
@@ -72,7 +72,7 @@ fn zeros(#[comptime] form: Form) -> Array<f32> {
 
 /// dO, in place of O. Ends with a barrier.
 #[cube]
-fn output_gradients(
+pub(in crate::fused) fn output_gradients(
     adjoint: &mut Adjoint,
     totals: &mut Array<f32>,
     given: &GivenArrays,
@@ -117,47 +117,87 @@ fn inner_gradients(
     carried: &Carried,
     to: &mut GradientArrays,
     of: MiniBatch,
-    first: bool,
     #[comptime] form: Form,
 ) {
     let tiles = &mut adjoint.tiles;
-    let (rows, stride) = comptime!((form.rows, form.stride()));
     meet(&mut adjoint.d_s, &tiles.n, &tiles.g, 0.0f32, form);
     let d_c = carried.totals[D_C];
     multiply(&mut adjoint.e, &tiles.k, &carried.d_w, d_c, &mut tiles.meeting, form);
     let of_u = comptime!(RowSums { place: U_G, products: true, form });
     row_sums(&mut tiles.sums, &adjoint.e, &tiles.g, &mut tiles.meeting, of_u);
-    rate_gradients(tiles, &adjoint.d_s, to, of, first, form);
+    rate_gradients(tiles, &adjoint.d_s, &tiles.p, to, of, false, form);
+    slope_gradients(&mut adjoint.e, &tiles.n, &tiles.p, tiles, of, form);
+    share_out(&mut adjoint.d_s, tiles, form);
+}
+
+/// dG in place of U, of rows that `p` has met and whose gradients of O are `d_o`. Ends with a barrier.
+#[cube]
+pub(in crate::fused) fn slope_gradients(
+    u: &mut SharedMemory<f32>,
+    d_o: &SharedMemory<f32>,
+    p: &SharedMemory<f32>,
+    tiles: &Tiles,
+    of: MiniBatch,
+    #[comptime] form: Form,
+) {
+    let (rows, stride) = comptime!((form.rows, form.stride()));
     let last = tiles.scale[comptime!(rows - 1)];
     for turn in 0..comptime!(form.turns()) {
         let own = number(of, turn, form);
         if own.there {
-            let mut sum = last * adjoint.e[own.at];
+            let mut sum = last * u[own.at];
             for i in own.row..rows {
-                let share = tiles.scale[i] * tiles.p[i * rows + own.row];
-                sum += share * tiles.n[i * stride + of.own.column];
+                let share = tiles.scale[i] * p[i * rows + own.row];
+                sum += share * d_o[i * stride + of.own.column];
             }
-            adjoint.e[own.at] = -(tiles.rate[own.row] * sum);
-        }
-    }
-    sync_cube();
-    for turn in 0..comptime!((rows * rows).div_ceil(form.units())) {
-        let at = turn * comptime!(form.units()) + UNIT_POS as usize;
-        if at < comptime!(rows * rows) {
-            adjoint.d_s[at] *= -(tiles.scale[at / rows] * tiles.rate[at % rows]);
+            u[own.at] = -(tiles.rate[own.row] * sum);
         }
     }
     sync_cube();
 }
 
-/// drate of each token, and this mini-batch's part of dt.
+/// share dS, from products of dO and G. Ends with a barrier.
 #[cube]
-fn rate_gradients(
+pub(in crate::fused) fn share_out(
+    d_s: &mut SharedMemory<f32>,
+    tiles: &Tiles,
+    #[comptime] form: Form,
+) {
+    let rows = comptime!(form.rows);
+    for turn in 0..comptime!((rows * rows).div_ceil(form.units())) {
+        let at = turn * comptime!(form.units()) + UNIT_POS as usize;
+        if at < comptime!(rows * rows) {
+            d_s[at] *= -(tiles.scale[at / rows] * tiles.rate[at % rows]);
+        }
+    }
+    sync_cube();
+}
+
+/// Zeros where [`rate_gradients`] adds up dt, by the units that do.
+#[cube]
+pub(in crate::fused) fn no_scale_gradients(
+    to: &mut GradientArrays,
+    own: Own,
+    #[comptime] form: Form,
+) {
+    for turn in 0..comptime!(form.rows.div_ceil(form.units())) {
+        let row = turn * comptime!(form.units()) + UNIT_POS as usize;
+        if row < form.rows {
+            to.scale[own.pair * form.rows + row] = 0.0f32;
+        }
+    }
+}
+
+/// drate of each token, and this mini-batch's part of dt, from products of dO and G, from P and from sums of U G;
+/// added where `more` says that another layer's are there.
+#[cube]
+pub(in crate::fused) fn rate_gradients(
     tiles: &Tiles,
     products: &SharedMemory<f32>,
+    p: &SharedMemory<f32>,
     to: &mut GradientArrays,
     of: MiniBatch,
-    first: bool,
+    #[comptime] more: bool,
     #[comptime] form: Form,
 ) {
     let (rows, units) = comptime!((form.rows, form.units()));
@@ -168,27 +208,30 @@ fn rate_gradients(
             let mut of_rate = tiles.scale[rows - 1] * tiles.sums[u + row];
             for i in row..rows {
                 let at = i * rows + row;
-                of_rate += tiles.scale[i] * products[at] * tiles.p[at];
+                of_rate += tiles.scale[i] * products[at] * p[at];
             }
-            to.rate[token(of, row)] = -of_rate;
+            let place = token(of, row);
+            if comptime!(more) {
+                to.rate[place] -= of_rate;
+            } else {
+                to.rate[place] = -of_rate;
+            }
             let mut of_scale = 0.0f32;
             for j in 0..row + 1 {
                 let at = row * rows + j;
-                of_scale += tiles.rate[j] * products[at] * tiles.p[at];
+                of_scale += tiles.rate[j] * products[at] * p[at];
                 if row == comptime!(form.rows - 1) {
                     of_scale += tiles.rate[j] * tiles.sums[u + j];
                 }
             }
-            let at = of.own.pair * rows + row;
-            let before = select(first, 0.0f32, to.scale[at]);
-            to.scale[at] = before - of_scale;
+            to.scale[of.own.pair * rows + row] -= of_scale;
         }
     }
 }
 
 /// dZ in place of E, dv, and the parts of dk, dgamma and dbeta that go through the inner loss. Ends with a barrier.
 #[cube]
-fn loss_gradients(
+pub(in crate::fused) fn loss_gradients(
     adjoint: &mut Adjoint,
     totals: &mut Array<f32>,
     x: &Operands,
@@ -248,22 +291,16 @@ fn key_gradients(
     #[comptime] form: Form,
 ) {
     let tiles = &mut adjoint.tiles;
-    let (rows, stride) = comptime!((form.rows, form.stride()));
+    let rows = comptime!(form.rows);
     multiply(&mut tiles.x, &tiles.g, d_w_transposed, 0.0f32, &mut tiles.meeting, form);
     for turn in 0..comptime!(form.turns()) {
         let own = number(of, turn, form);
         if own.there {
             let row = own.row;
             let mut d_k = -(tiles.scale[rows - 1] * tiles.rate[row] * tiles.x[own.at]);
-            for i in row..rows {
-                d_k += adjoint.d_s[i * rows + row] * tiles.q[i * stride + of.own.column];
-            }
-            let mut d_q = 0.0f32;
-            for j in 0..row + 1 {
-                d_q += adjoint.d_s[row * rows + j] * tiles.k[j * stride + of.own.column];
-            }
+            d_k += below(&adjoint.d_s, &tiles.q, row, of.own.column, form);
             to.k[own.from] += d_k;
-            to.q[own.from] += d_q;
+            to.q[own.from] += above(&adjoint.d_s, &tiles.k, row, of.own.column, form);
         }
     }
     sync_cube();
@@ -273,9 +310,47 @@ fn key_gradients(
     add_tile(&mut to.k, &tiles.x, of, form);
 }
 
+/// A sum of rows up to this one, by this row of a matrix `[b, b]`.
+#[cube]
+pub(in crate::fused) fn above(
+    by: &SharedMemory<f32>,
+    x: &SharedMemory<f32>,
+    row: usize,
+    column: usize,
+    #[comptime] form: Form,
+) -> f32 {
+    let mut sum = 0.0f32;
+    for j in 0..row + 1 {
+        sum += by[row * form.rows + j] * x[j * comptime!(form.stride()) + column];
+    }
+    sum
+}
+
+/// A sum of rows from this one on, by this column of a matrix `[b, b]`.
+#[cube]
+pub(in crate::fused) fn below(
+    by: &SharedMemory<f32>,
+    x: &SharedMemory<f32>,
+    row: usize,
+    column: usize,
+    #[comptime] form: Form,
+) -> f32 {
+    let rows = comptime!(form.rows);
+    let mut sum = 0.0f32;
+    for i in row..rows {
+        sum += by[i * rows + row] * x[i * comptime!(form.stride()) + column];
+    }
+    sum
+}
+
 /// Adds a tile to rows of `[B, T, H, K]`. Ends with a barrier.
 #[cube]
-fn add_tile(to: &mut Array<f32>, tile: &SharedMemory<f32>, of: MiniBatch, #[comptime] form: Form) {
+pub(in crate::fused) fn add_tile(
+    to: &mut Array<f32>,
+    tile: &SharedMemory<f32>,
+    of: MiniBatch,
+    #[comptime] form: Form,
+) {
     for turn in 0..comptime!(form.turns()) {
         let own = number(of, turn, form);
         if own.there {
@@ -287,7 +362,7 @@ fn add_tile(to: &mut Array<f32>, tile: &SharedMemory<f32>, of: MiniBatch, #[comp
 
 /// Sums over the parts of a column, `[B, H, K]`.
 #[cube]
-fn store_total(
+pub(in crate::fused) fn store_total(
     to: &mut Array<f32>,
     total: f32,
     meeting: &mut SharedMemory<f32>,
@@ -308,7 +383,7 @@ fn store_total(
 
 /// The kernel of [`backward`](super::backward).
 #[cube(launch_unchecked)]
-pub(super) fn ttt_linear_backward(
+pub(in crate::fused) fn ttt_linear_backward(
     x: &Operands,
     given: &GivenArrays,
     to: &mut GradientArrays,
@@ -322,6 +397,7 @@ pub(super) fn ttt_linear_backward(
         d_s: SharedMemory::<f32>::new(comptime!(form.rows * form.rows)),
     };
     let mut carried = carried(given, own, form);
+    no_scale_gradients(to, own, form);
     let batches = sizes.mini_batches as usize;
     for back in 0..batches {
         let of = mini_batch(own, batches - 1 - back, form);
@@ -330,7 +406,7 @@ pub(super) fn ttt_linear_backward(
         load(&mut adjoint.tiles, x, of, form);
         learn(&mut adjoint.tiles, x, &run, bias, of, form);
         output_gradients(&mut adjoint, &mut carried.totals, given, to, of, form);
-        inner_gradients(&mut adjoint, &carried, to, of, back == 0, form);
+        inner_gradients(&mut adjoint, &carried, to, of, form);
         loss_gradients(&mut adjoint, &mut carried.totals, x, to, of, form);
         let transposed = load_run(&x.weights, of.start, own, true, form);
         key_gradients(&mut adjoint, &carried.d_w_transposed, &transposed, to, of, form);

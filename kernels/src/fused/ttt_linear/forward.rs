@@ -9,7 +9,12 @@ use cubecl::prelude::*;
 
 /// Writes y, and turns G into -F. Ends with a barrier.
 #[cube]
-fn answer(tiles: &mut Tiles, y: &mut Array<f32>, of: MiniBatch, #[comptime] form: Form) {
+pub(in crate::fused) fn answer(
+    tiles: &mut Tiles,
+    y: &mut Array<f32>,
+    of: MiniBatch,
+    #[comptime] form: Form,
+) {
     for turn in 0..comptime!(form.turns()) {
         let own = number(of, turn, form);
         if own.there {
@@ -23,7 +28,7 @@ fn answer(tiles: &mut Tiles, y: &mut Array<f32>, of: MiniBatch, #[comptime] form
 
 /// The kernel of [`forward`](super::forward).
 #[cube(launch_unchecked)]
-pub(super) fn ttt_linear_forward(
+pub(in crate::fused) fn ttt_linear_forward(
     x: &Operands,
     to: &mut ResultArrays,
     sizes: Sizes,

@@ -7,12 +7,17 @@ use cubecl::prelude::*;
 /// Places of sums over rows that [`learn`] leaves: of Z^2, H, H X and O^2.
 const Z_SQUARED: usize = 0;
 const H: usize = 1;
-pub(super) const H_X: usize = 2;
+pub(in crate::fused) const H_X: usize = 2;
 const O_SQUARED: usize = 3;
 
 /// Brings q, k, rates and t of a mini-batch. Begins and ends with a barrier.
 #[cube]
-pub(super) fn load(tiles: &mut Tiles, x: &Operands, of: MiniBatch, #[comptime] form: Form) {
+pub(in crate::fused) fn load(
+    tiles: &mut Tiles,
+    x: &Operands,
+    of: MiniBatch,
+    #[comptime] form: Form,
+) {
     sync_cube();
     for turn in 0..comptime!(form.turns()) {
         let own = number(of, turn, form);
@@ -33,7 +38,7 @@ pub(super) fn load(tiles: &mut Tiles, x: &Operands, of: MiniBatch, #[comptime] f
 
 /// The mean that a sum over a row gives.
 #[cube]
-pub(super) fn mean(
+pub(in crate::fused) fn mean(
     tiles: &Tiles,
     row: usize,
     #[comptime] place: usize,
@@ -44,26 +49,36 @@ pub(super) fn mean(
 
 /// s of a row.
 #[cube]
-pub(super) fn z_size(tiles: &Tiles, of: MiniBatch, row: usize, #[comptime] form: Form) -> f32 {
+pub(in crate::fused) fn z_size(
+    tiles: &Tiles,
+    of: MiniBatch,
+    row: usize,
+    #[comptime] form: Form,
+) -> f32 {
     f32::sqrt(mean(tiles, row, Z_SQUARED, form) + of.own.epsilon)
 }
 
 /// u of a row.
 #[cube]
-pub(super) fn o_size(tiles: &Tiles, of: MiniBatch, row: usize, #[comptime] form: Form) -> f32 {
+pub(in crate::fused) fn o_size(
+    tiles: &Tiles,
+    of: MiniBatch,
+    row: usize,
+    #[comptime] form: Form,
+) -> f32 {
     f32::sqrt(mean(tiles, row, O_SQUARED, form) + of.own.epsilon)
 }
 
 /// `V - K - beta` of one number.
 #[cube]
-pub(super) fn target(tiles: &Tiles, x: &Operands, of: MiniBatch, own: Number) -> f32 {
+pub(in crate::fused) fn target(tiles: &Tiles, x: &Operands, of: MiniBatch, own: Number) -> f32 {
     x.v[own.from] - tiles.k[own.at] - of.own.beta
 }
 
 /// X, G, P and O of the rows that [`load`] brought, at the weights of which a unit has `run` and `bias`. Ends with a
 /// barrier.
 #[cube]
-pub(super) fn learn(
+pub(in crate::fused) fn learn(
     tiles: &mut Tiles,
     x: &Operands,
     run: &Array<f32>,
@@ -73,6 +88,19 @@ pub(super) fn learn(
 ) {
     multiply(&mut tiles.x, &tiles.k, run, bias, &mut tiles.meeting, form);
     multiply(&mut tiles.n, &tiles.q, run, bias, &mut tiles.meeting, form);
+    meet(&mut tiles.p, &tiles.q, &tiles.k, 1.0f32, form);
+    slopes(tiles, x, of, form);
+    read(tiles, of, form);
+}
+
+/// X in place of Z, and G. Ends with a barrier.
+#[cube]
+pub(in crate::fused) fn slopes(
+    tiles: &mut Tiles,
+    x: &Operands,
+    of: MiniBatch,
+    #[comptime] form: Form,
+) {
     let of_z = comptime!(RowSums { place: Z_SQUARED, products: true, form });
     row_sums(&mut tiles.sums, &tiles.x, &tiles.x, &mut tiles.meeting, of_z);
     for turn in 0..comptime!(form.turns()) {
@@ -84,7 +112,6 @@ pub(super) fn learn(
             tiles.g[own.at] = of.own.gamma * of.own.gamma * normal - wanted;
         }
     }
-    meet(&mut tiles.p, &tiles.q, &tiles.k, 1.0f32, form);
     sync_cube();
     let of_h = comptime!(RowSums { place: H, products: false, form });
     row_sums(&mut tiles.sums, &tiles.g, &tiles.x, &mut tiles.meeting, of_h);
@@ -99,24 +126,36 @@ pub(super) fn learn(
         }
     }
     sync_cube();
-    read(tiles, of, form);
 }
 
 /// O, from Q W + c, and its size. Ends with a barrier.
 #[cube]
-fn read(tiles: &mut Tiles, of: MiniBatch, #[comptime] form: Form) {
+pub(in crate::fused) fn read(tiles: &mut Tiles, of: MiniBatch, #[comptime] form: Form) {
     for turn in 0..comptime!(form.turns()) {
         let own = number(of, turn, form);
         if own.there {
-            let mut written = 0.0f32;
-            for j in 0..own.row + 1 {
-                let met = tiles.p[own.row * form.rows + j] * tiles.rate[j];
-                written += met * tiles.g[j * comptime!(form.stride()) + of.own.column];
-            }
-            tiles.n[own.at] -= tiles.scale[own.row] * written;
+            let sum = written(&tiles.g, &tiles.p, &tiles.rate, own.row, of.own.column, form);
+            tiles.n[own.at] -= tiles.scale[own.row] * sum;
         }
     }
     sync_cube();
     let of_o = comptime!(RowSums { place: O_SQUARED, products: true, form });
     row_sums(&mut tiles.sums, &tiles.n, &tiles.n, &mut tiles.meeting, of_o);
+}
+
+/// What the tokens up to a row's own have written, read by that row and not yet times t: a sum of rows of G.
+#[cube]
+pub(in crate::fused) fn written(
+    g: &SharedMemory<f32>,
+    p: &SharedMemory<f32>,
+    rate: &SharedMemory<f32>,
+    row: usize,
+    column: usize,
+    #[comptime] form: Form,
+) -> f32 {
+    let mut sum = 0.0f32;
+    for j in 0..row + 1 {
+        sum += p[row * form.rows + j] * rate[j] * g[j * comptime!(form.stride()) + column];
+    }
+    sum
 }

@@ -5,29 +5,29 @@ use cubecl::prelude::*;
 
 /// Shared memory that both passes have.
 #[derive(CubeType)]
-pub(super) struct Tiles {
+pub(in crate::fused) struct Tiles {
     /// Tiles, `[b, K]`.
-    pub(super) q: SharedMemory<f32>,
-    pub(super) k: SharedMemory<f32>,
+    pub(in crate::fused) q: SharedMemory<f32>,
+    pub(in crate::fused) k: SharedMemory<f32>,
     /// Z, then X.
-    pub(super) x: SharedMemory<f32>,
+    pub(in crate::fused) x: SharedMemory<f32>,
     /// H, then G.
-    pub(super) g: SharedMemory<f32>,
+    pub(in crate::fused) g: SharedMemory<f32>,
     /// O, then N and in a pass back dO.
-    pub(super) n: SharedMemory<f32>,
+    pub(in crate::fused) n: SharedMemory<f32>,
     /// P, `[b, b]`.
-    pub(super) p: SharedMemory<f32>,
+    pub(in crate::fused) p: SharedMemory<f32>,
     /// rate and t, `[b]`.
-    pub(super) rate: SharedMemory<f32>,
-    pub(super) scale: SharedMemory<f32>,
+    pub(in crate::fused) rate: SharedMemory<f32>,
+    pub(in crate::fused) scale: SharedMemory<f32>,
     /// Sums over rows, `[SUMS, b]`.
-    pub(super) sums: SharedMemory<f32>,
+    pub(in crate::fused) sums: SharedMemory<f32>,
     /// Sums of parts that meet.
-    pub(super) meeting: SharedMemory<f32>,
+    pub(in crate::fused) meeting: SharedMemory<f32>,
 }
 
 #[cube]
-pub(super) fn tiles(#[comptime] form: Form) -> Tiles {
+pub(in crate::fused) fn tiles(#[comptime] form: Form) -> Tiles {
     Tiles {
         q: tile(form),
         k: tile(form),
@@ -44,7 +44,7 @@ pub(super) fn tiles(#[comptime] form: Form) -> Tiles {
 
 /// A tile of zeros; its numbers are seen after the next barrier.
 #[cube]
-pub(super) fn tile(#[comptime] form: Form) -> SharedMemory<f32> {
+pub(in crate::fused) fn tile(#[comptime] form: Form) -> SharedMemory<f32> {
     let mut tile = SharedMemory::<f32>::new(comptime!(form.tile()));
     for turn in 0..comptime!(form.tile().div_ceil(form.units())) {
         let at = turn * comptime!(form.units()) + UNIT_POS as usize;
@@ -57,22 +57,22 @@ pub(super) fn tile(#[comptime] form: Form) -> SharedMemory<f32> {
 
 /// A unit's place, and what it needs at every token.
 #[derive(CubeType, Clone, Copy)]
-pub(super) struct Own {
+pub(in crate::fused) struct Own {
     /// Its column of W and of tiles.
-    pub(super) column: usize,
+    pub(in crate::fused) column: usize,
     /// Its run of the column's rows; of tiles it owns rows `part`, `part + parts`, ...
-    pub(super) part: usize,
+    pub(in crate::fused) part: usize,
     /// gamma and beta of its column.
-    pub(super) gamma: f32,
-    pub(super) beta: f32,
-    pub(super) epsilon: f32,
+    pub(in crate::fused) gamma: f32,
+    pub(in crate::fused) beta: f32,
+    pub(in crate::fused) epsilon: f32,
     /// Number of the cube's sequence and head in `[B, H]`.
-    pub(super) pair: usize,
-    pub(super) sizes: Sizes,
+    pub(in crate::fused) pair: usize,
+    pub(in crate::fused) sizes: Sizes,
 }
 
 #[cube]
-pub(super) fn own(x: &Operands, sizes: Sizes, #[comptime] form: Form) -> Own {
+pub(in crate::fused) fn own(x: &Operands, sizes: Sizes, #[comptime] form: Form) -> Own {
     let column = UNIT_POS as usize % form.width;
     let part = UNIT_POS as usize / form.width;
     let of_head = CUBE_POS_Y as usize * form.width + column;
@@ -89,16 +89,16 @@ pub(super) fn own(x: &Operands, sizes: Sizes, #[comptime] form: Form) -> Own {
 
 /// A mini-batch of a cube's head.
 #[derive(CubeType, Clone, Copy)]
-pub(super) struct MiniBatch {
-    pub(super) own: Own,
+pub(in crate::fused) struct MiniBatch {
+    pub(in crate::fused) own: Own,
     /// Place of its first token in `[B, T, H]`.
-    pub(super) first: usize,
+    pub(in crate::fused) first: usize,
     /// Place of its first weight in `[B, H, T / b, K + 1, K]`.
-    pub(super) start: usize,
+    pub(in crate::fused) start: usize,
 }
 
 #[cube]
-pub(super) fn mini_batch(own: Own, number: usize, #[comptime] form: Form) -> MiniBatch {
+pub(in crate::fused) fn mini_batch(own: Own, number: usize, #[comptime] form: Form) -> MiniBatch {
     let count = own.sizes.mini_batches as usize;
     let before = (CUBE_POS_X as usize * count + number) * form.rows;
     MiniBatch {
@@ -110,25 +110,25 @@ pub(super) fn mini_batch(own: Own, number: usize, #[comptime] form: Form) -> Min
 
 /// Place of one of its tokens in `[B, T, H]`.
 #[cube]
-pub(super) fn token(of: MiniBatch, row: usize) -> usize {
+pub(in crate::fused) fn token(of: MiniBatch, row: usize) -> usize {
     of.first + row * of.own.sizes.heads as usize
 }
 
 /// A number that a unit owns.
 #[derive(CubeType, Clone, Copy)]
-pub(super) struct Number {
+pub(in crate::fused) struct Number {
     /// Its row in the mini-batch.
-    pub(super) row: usize,
+    pub(in crate::fused) row: usize,
     /// Whether there is such a row.
-    pub(super) there: bool,
+    pub(in crate::fused) there: bool,
     /// Place in a tile.
-    pub(super) at: usize,
-    /// Place in `[B, T, H, K]`.
-    pub(super) from: usize,
+    pub(in crate::fused) at: usize,
+    /// Place in `[B, T, H, K]`; of rows of F numbers, nothing.
+    pub(in crate::fused) from: usize,
 }
 
 #[cube]
-pub(super) fn number(of: MiniBatch, turn: usize, #[comptime] form: Form) -> Number {
+pub(in crate::fused) fn number(of: MiniBatch, turn: usize, #[comptime] form: Form) -> Number {
     let row = turn * form.parts + of.own.part;
     Number {
         row,
@@ -140,7 +140,7 @@ pub(super) fn number(of: MiniBatch, turn: usize, #[comptime] form: Form) -> Numb
 
 /// The part of W, or of its transpose, that a unit owns: numbers of its column, as `at` begins it.
 #[cube]
-pub(super) fn load_run(
+pub(in crate::fused) fn load_run(
     weights: &Array<f32>,
     at: usize,
     own: Own,
@@ -165,7 +165,7 @@ pub(super) fn load_run(
 
 /// Writes a unit's part of W from `at` on, and its number of c behind it.
 #[cube]
-pub(super) fn store_run(
+pub(in crate::fused) fn store_run(
     to: &mut Array<f32>,
     at: usize,
     run: &Array<f32>,
@@ -187,7 +187,7 @@ pub(super) fn store_run(
 
 /// A tile times a matrix, of which a unit has `run`, plus `bias` of its column in every row. Ends with a barrier.
 #[cube]
-pub(super) fn multiply(
+pub(in crate::fused) fn multiply(
     to: &mut SharedMemory<f32>,
     x: &SharedMemory<f32>,
     run: &Array<f32>,
@@ -231,7 +231,7 @@ pub(super) fn multiply(
 
 /// Adds `x^T y` of two tiles to a matrix, of which a unit has `run`.
 #[cube]
-pub(super) fn add_product(
+pub(in crate::fused) fn add_product(
     run: &mut Array<f32>,
     x: &SharedMemory<f32>,
     y: &SharedMemory<f32>,
@@ -251,7 +251,7 @@ pub(super) fn add_product(
 
 /// The sum of a tile's column.
 #[cube]
-pub(super) fn column_sum(x: &SharedMemory<f32>, own: Own, #[comptime] form: Form) -> f32 {
+pub(in crate::fused) fn column_sum(x: &SharedMemory<f32>, own: Own, #[comptime] form: Form) -> f32 {
     let mut sum = 0.0f32;
     for row in 0..comptime!(form.rows) {
         sum += x[row * comptime!(form.stride()) + own.column];
@@ -261,17 +261,17 @@ pub(super) fn column_sum(x: &SharedMemory<f32>, own: Own, #[comptime] form: Form
 
 /// Where [`row_sums`] puts its sums, and of what they are: compile-time values.
 #[derive(Clone, Copy)]
-pub(super) struct RowSums {
+pub(in crate::fused) struct RowSums {
     /// Place in [`Tiles::sums`].
-    pub(super) place: usize,
+    pub(in crate::fused) place: usize,
     /// Whether products of two tiles are summed, or the first one's numbers.
-    pub(super) products: bool,
-    pub(super) form: Form,
+    pub(in crate::fused) products: bool,
+    pub(in crate::fused) form: Form,
 }
 
 /// Sums over each row, of products of two tiles or of the first tile alone. Ends with a barrier.
 #[cube]
-pub(super) fn row_sums(
+pub(in crate::fused) fn row_sums(
     sums: &mut SharedMemory<f32>,
     x: &SharedMemory<f32>,
     y: &SharedMemory<f32>,
@@ -315,7 +315,7 @@ pub(super) fn row_sums(
 
 /// Products of the rows of two tiles, `[b, b]`, plus `more`; zeros above the diagonal. The caller waits.
 #[cube]
-pub(super) fn meet(
+pub(in crate::fused) fn meet(
     to: &mut SharedMemory<f32>,
     x: &SharedMemory<f32>,
     y: &SharedMemory<f32>,

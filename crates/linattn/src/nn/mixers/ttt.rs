@@ -15,8 +15,7 @@ use crate::nn::layers::{
 use crate::nn::projection::{Projection, project_all};
 use crate::nn::{ConfigError, Cost, Kept, Linear, NetworkMemory, Rope, Shared, positive};
 use crate::ops::{
-    self, GateActivation, LinearAttentionBackend, TttLinearInputs, accumulator, cat, stack,
-    ttt_linear, typed,
+    self, GateActivation, LinearAttentionBackend, TttInputs, accumulator, cat, stack, ttt, typed,
 };
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -118,8 +117,8 @@ impl TttConfig {
         let width = self.resolve(d_model)?;
         let (keys, layers) = (self.heads * width, self.inner.layers(width, width));
         let (weights, inner) = NETWORK.cost(&layers, self.heads, self.mini_batch);
-        let gate = if self.output_gate { keys } else { 0 };
-        let inward = keys * if self.conv_size > 0 { 2 } else { 3 } + self.heads + gate;
+        let projections = 2 + usize::from(self.conv_size == 0) + usize::from(self.output_gate);
+        let inward = keys * projections + self.heads;
         let mut cost = Cost {
             state_bytes: 4 * 2 * weights,
             flops_per_token: inner + linear_flops(d_model, inward) + linear_flops(keys, d_model),
@@ -195,8 +194,7 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         let mut weights = start(&self.weights, batch);
         let last = weights.pop().map(|last| last.clone() - last.mean_dim(3));
         weights.extend(last);
-        let running = zeros_like(&weights);
-        NetworkMemory { start: weights, running, momentum: vec![] }
+        NetworkMemory { running: zeros_like(&weights), start: weights, momentum: vec![] }
     }
 
     /// Rows of each token of `x`, and its gate.
@@ -235,7 +233,8 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         let [q, k, v, rate] = x;
         let [q, k] = [q, k].map(|rows| piece.rotated(self.rope, rows));
         let whole = [q.clone(), k.clone(), piece.of(v), piece.of(rate)];
-        if let Some(outputs) = self.learn_in_one_piece(whole, piece, memory) {
+        let found = || self.learn_in_one_piece(whole, piece, memory);
+        if let Some(outputs) = piece.is_whole().then(found).flatten() {
             return outputs;
         }
         let [q, k] = [q, k].map(heads_in_front);
@@ -276,7 +275,7 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         in_a_row(q + normal * gamma + beta)
     }
 
-    /// The same for whole mini-batches of a linear memory, where the backend has that in one piece. `rows` are q and
+    /// The same for whole mini-batches, where the backend has that in one piece. `rows` are q and
     /// k, rotated, v and rates, `[B, batches, b, H, X]`.
     fn learn_in_one_piece(
         &self,
@@ -284,19 +283,18 @@ impl<B: LinearAttentionBackend> Ttt<B> {
         piece: Piece,
         memory: &mut NetworkMemory<B>,
     ) -> Option<Tensor<B, 4>> {
-        let ([weights], true) = (&memory.start[..], piece.is_whole()) else { return None };
         let [q, k, v, rate]: Tokens<B> = rows.map(|x| x.flatten(1, 2));
         let shape = [self.heads, q.dims()[3]];
         let norm = [&self.ttt_norm_weight, &self.ttt_norm_bias].map(|x| x.val().reshape(shape));
-        let (outputs, last) = ttt_linear(TttLinearInputs {
+        let (outputs, last) = ttt(TttInputs {
             rows: [q, k, v],
             rate: rate.squeeze_dim(3),
             scale: piece.scales(self.place_scale.val()),
             norm,
-            weights: weights.clone(),
+            weights: memory.start.clone(),
             epsilon: EPSILON,
         })?;
-        memory.start = vec![last];
+        memory.start = last;
         Some(outputs)
     }
 }

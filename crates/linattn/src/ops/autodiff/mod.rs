@@ -5,7 +5,7 @@ mod node;
 use super::backend::{Composite, LinearAttentionBackend, Path};
 use super::fused::{
     ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
-    Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, TttLinear,
+    Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
 };
 use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, Recurrence, Saved};
@@ -123,10 +123,10 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         })
     }
 
-    fn fused_ttt_linear(x: TttLinear<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+    fn fused_ttt(x: Ttt<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         let places = x.refill(std::iter::repeat(()));
         tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
-            B::fused_ttt_linear(places.refill(tensors), keep)
+            B::fused_ttt(places.refill(tensors), keep)
         })
     }
 

@@ -12,13 +12,13 @@ mod rows;
 mod selective_scan;
 mod slstm;
 mod softmax;
-mod ttt_linear;
+mod ttt;
 
 use super::backend::{FoldedInput, FoldedOutput, LinearAttentionBackend, Matrices, Path};
 use super::fused::{
     AdamW, AdamWStep, Clip, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
     GatedProduct, LinearCrossEntropy, LinearLayer, Moments, Normalization, Pack, Rotary,
-    SelectiveScan, SlstmRecurrence, SoftmaxRows, TttLinear, norm_in_tensor_ops, step_in_tensor_ops,
+    SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt, norm_in_tensor_ops, step_in_tensor_ops,
 };
 use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
@@ -184,8 +184,8 @@ where
         slstm::slstm(x, keep).map(fused::CubePass::of)
     }
 
-    fn fused_ttt_linear(x: TttLinear<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
-        ttt_linear::ttt_linear(x, keep).map(fused::CubePass::of)
+    fn fused_ttt(x: Ttt<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        ttt::ttt(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_pack(x: Pack<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {

@@ -449,9 +449,9 @@ impl<T> SelectiveScan<T> {
     }
 }
 
-/// Inputs of TTT-Linear over whole mini-batches, of one type, f32 at least.
+/// Inputs of test-time training over whole mini-batches, of one type, f32 at least.
 #[derive(Debug, Clone)]
-pub struct TttLinear<T> {
+pub struct Ttt<T> {
     /// Rotated by the place in the mini-batch, `[B, T, H, K]`.
     pub q: T,
     /// Likewise.
@@ -466,24 +466,25 @@ pub struct TttLinear<T> {
     pub norm_weight: T,
     /// Likewise.
     pub norm_bias: T,
-    /// The linear map over its bias, `[B, H, K + 1, K]`, without means over its outputs.
-    pub weights: T,
+    /// Weights over biases of each layer of the memory, `[B, H, from + 1, to]`, the last layer's without means over its
+    /// outputs. One layer is TTT-Linear, `[B, H, K + 1, K]`; two, with GELU between them, TTT-MLP.
+    pub weights: Vec<T>,
     /// epsilon of the norms: added to the mean of z^2 before its root.
     pub epsilon: f64,
 }
 
-impl<T> TttLinear<T> {
+impl<T> Ttt<T> {
     /// The tensors in the order of the fields.
     pub fn into_vec(self) -> Vec<T> {
         let Self { q, k, v, rate, scale, norm_weight, norm_bias, weights, epsilon: _ } = self;
-        vec![q, k, v, rate, scale, norm_weight, norm_bias, weights]
+        [q, k, v, rate, scale, norm_weight, norm_bias].into_iter().chain(weights).collect()
     }
 
     /// The same operation on other tensors, in the order of the fields.
-    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> TttLinear<U> {
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> Ttt<U> {
         let mut tensors = tensors.into_iter();
-        let mut next = || tensors.next().expect("eight tensors");
-        TttLinear {
+        let mut next = || tensors.next().expect("seven tensors and one a layer");
+        Ttt {
             q: next(),
             k: next(),
             v: next(),
@@ -491,7 +492,7 @@ impl<T> TttLinear<T> {
             scale: next(),
             norm_weight: next(),
             norm_bias: next(),
-            weights: next(),
+            weights: self.weights.iter().map(|_| next()).collect(),
             epsilon: self.epsilon,
         }
     }

@@ -20,7 +20,7 @@ mod rotary;
 mod selective_scan;
 mod slstm;
 mod softmax;
-mod ttt_linear;
+mod ttt;
 #[cfg(all(test, feature = "cpu"))]
 mod varlen_tests;
 
@@ -34,7 +34,7 @@ pub use inputs::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
     GateActivation, GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer,
     MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan, SlstmRecurrence,
-    SoftmaxRows, TttLinear,
+    SoftmaxRows, Ttt,
 };
 pub(crate) use linear::linear;
 #[cfg(feature = "fusion")]
@@ -48,7 +48,7 @@ pub use selective_scan::{SelectiveScanInputs, selective_scan};
 pub(crate) use slstm::LOWEST;
 pub use slstm::{SlstmCells, SlstmInputs, slstm};
 pub(crate) use softmax::{HIDDEN, by_distance, causal_mask, softmax};
-pub(crate) use ttt_linear::{TttLinearInputs, ttt_linear};
+pub(crate) use ttt::{TttInputs, ttt};
 
 #[cfg(all(test, feature = "cpu"))]
 pub(super) use {
