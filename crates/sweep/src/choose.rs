@@ -21,6 +21,10 @@ pub(crate) struct Chosen {
     pub(crate) wanted: usize,
     /// Rows of the group that failed, whatever their setting.
     pub(crate) failed: Vec<Row>,
+    /// Settings to choose among.
+    pub(crate) offered: usize,
+    /// Those of them that no run has tried yet.
+    pub(crate) untried: usize,
 }
 
 pub(crate) fn row_of<'a>(rows: &'a [Row], settings: &Settings) -> Option<&'a Row> {
@@ -85,6 +89,10 @@ impl Candidate {
         }
     }
 
+    fn tried(&self) -> bool {
+        !self.rows.is_empty() || !self.failed.is_empty()
+    }
+
     /// Sort key of the choice. Without a value for every row there is no choice.
     fn sort_key(&self, config: &SelectConfig) -> Result<f64, SweepError> {
         let mut values = vec![];
@@ -107,7 +115,9 @@ pub(crate) fn choose(
 ) -> Result<Chosen, SweepError> {
     let wanted = candidates.first().map_or(0, |candidate| candidate.wanted);
     let failed = candidates.iter().flat_map(|candidate| candidate.failed.clone()).collect();
-    let alone = candidates.len() == 1;
+    let offered = candidates.len();
+    let alone = offered == 1;
+    let untried = candidates.iter().filter(|candidate| !candidate.tried()).count();
     let mut best: Option<(usize, f64, Candidate)> = None;
     for candidate in candidates.into_iter().filter(|candidate| !candidate.rows.is_empty()) {
         let count = candidate.rows.len();
@@ -118,7 +128,7 @@ pub(crate) fn choose(
         }
     }
     let (choice, rows) = best.map(|(_, _, best)| (best.choice, best.rows)).unwrap_or_default();
-    Ok(Chosen { group, choice, rows, wanted, failed })
+    Ok(Chosen { group, choice, rows, wanted, failed, offered, untried })
 }
 
 /// The metric's name without its split.

@@ -44,6 +44,9 @@ pub(crate) struct Cell {
     /// Runs that failed, of any setting.
     failed: usize,
     choice: String,
+    /// Settings to choose among, and those of them that no run has tried yet.
+    offered: usize,
+    untried: usize,
     pub(crate) state_bytes: Option<f64>,
     /// As published sizes count them.
     published_bytes: Option<f64>,
@@ -51,6 +54,10 @@ pub(crate) struct Cell {
     /// As the report's `also` has them.
     also: Vec<Option<f64>>,
 }
+
+/// Behind a number that may still change, and what it says.
+const MARK: &str = " †";
+const MARKED: &str = "\n† Chosen among fewer settings than the grid has: the others wait, and one of them may be better.\n";
 
 /// The heading of the column with the mean of the others.
 pub(crate) const MEAN: &str = "Mean";
@@ -159,14 +166,20 @@ impl Section {
         text + &self.details(sweep)
     }
 
+    /// What the mark in a table means, if one is there.
+    fn mark(&self) -> &'static str {
+        let mut cells = self.lines.iter().flat_map(|line| &line.cells);
+        if cells.any(Cell::may_change) { MARKED } else { "" }
+    }
+
     /// Models by columns, ours alone.
     fn overview(&self, sweep: &Sweep) -> String {
         let mut rows = vec![[vec![heading(sweep)], self.columns.clone()].concat()];
         for line in &self.lines {
-            let cells = line.cells.iter().map(|cell| cell.number(sweep));
+            let cells = line.cells.iter().map(|cell| cell.marked(sweep));
             rows.push([vec![line.name.clone()], cells.collect()].concat());
         }
-        markdown(&rows)
+        markdown(&rows) + self.mark()
     }
 
     /// Models by columns, ours with what is published in brackets.
@@ -180,7 +193,7 @@ impl Section {
         let mut rows = vec![[vec![ours], self.columns.clone()].concat()];
         for line in &self.lines {
             let cells = self.columns.iter().zip(&line.cells).map(|(column, cell)| {
-                let ours = if cell.values.is_empty() { dash() } else { cell.number(sweep) };
+                let ours = if cell.values.is_empty() { dash() } else { cell.marked(sweep) };
                 match beside.numbers(sweep, &line.name, column) {
                     published if published.is_empty() => ours,
                     published => format!("{ours} ({published})"),
@@ -188,7 +201,7 @@ impl Section {
             });
             rows.push([vec![line.name.clone()], cells.collect()].concat());
         }
-        title + &markdown(&rows) + &beside.sources()
+        title + &markdown(&rows) + self.mark() + &beside.sources()
     }
 
     /// A line for every cell: how it came about, and what is published.
@@ -278,6 +291,8 @@ impl Cell {
             wanted: groups.iter().map(|group| group.wanted).min().unwrap_or(0),
             failed: groups.iter().map(|group| group.failed.len()).sum(),
             choice: choices(&groups),
+            offered: groups.iter().map(|group| group.offered).sum(),
+            untried: groups.iter().map(|group| group.untried).sum(),
             state_bytes: mean("state_bytes"),
             published_bytes: mean(PUBLISHED_BYTES),
             parameters: mean("parameters"),
@@ -292,6 +307,7 @@ impl Cell {
             values: common_mean(&values),
             wanted: cells.iter().map(|cell| cell.wanted).min().unwrap_or(0),
             failed: cells.iter().map(|cell| cell.failed).sum(),
+            untried: cells.iter().map(|cell| cell.untried).sum(),
             ..Self::default()
         }
     }
@@ -316,6 +332,16 @@ impl Cell {
         }
     }
 
+    /// Whether there is a number, and settings wait that may give another.
+    fn may_change(&self) -> bool {
+        self.untried > 0 && !self.values.is_empty()
+    }
+
+    /// [`number`](Self::number), with a mark where it may still change.
+    fn marked(&self, sweep: &Sweep) -> String {
+        self.number(sweep) + if self.may_change() { MARK } else { "" }
+    }
+
     /// The state where published sizes would have it, which leave parts out; all of it if nobody
     /// says how they count.
     pub(crate) fn bytes_beside_published(&self) -> Option<f64> {
@@ -333,7 +359,14 @@ impl Cell {
             failed => format!(", {failed} failed"),
         };
         let done = format!("{} of {}{failed}", self.values.len(), self.wanted);
-        let choice = if self.choice.is_empty() { dash() } else { self.choice.clone() };
+        let choice = match (self.choice.is_empty(), self.may_change()) {
+            (true, _) => dash(),
+            (false, false) => self.choice.clone(),
+            (false, true) => {
+                let tried = self.offered - self.untried;
+                format!("{}, of {tried} of {} settings", self.choice, self.offered)
+            }
+        };
         let mut counts = vec![count(self.parameters), count(self.state_bytes)];
         if two_counts {
             counts.push(count(self.published_bytes));

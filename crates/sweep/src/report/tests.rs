@@ -167,6 +167,22 @@ fn a_published_number_stands_beside_its_own_protocol_with_the_difference() {
 }
 
 #[test]
+fn a_number_whose_rivals_wait_has_a_mark() {
+    let folder = folder(FULL, "published", "");
+    add(&folder, "deltanet", "64", "0.001", "0", Some((0.70, 0.9)));
+    let chosen = |text: &str| line(text, &["DeltaNet", "64"])[5].to_string();
+    let text = readme(&folder);
+    assert!(text.contains("| DeltaNet | 0.700 † | no rows yet |"), "{text}");
+    assert!(text.contains("† Chosen among fewer settings"), "{text}");
+    assert_eq!(chosen(&text), "learning_rate 0.001, of 1 of 2 settings");
+    // One that failed was tried.
+    add(&folder, "deltanet", "64", "0.01", "0", None);
+    let text = readme(&folder);
+    assert!(text.contains("| DeltaNet | 0.700 | no rows yet |") && !text.contains('†'), "{text}");
+    assert_eq!(chosen(&text), "learning_rate 0.001");
+}
+
+#[test]
 fn a_scaled_down_number_has_its_label_and_no_difference() {
     let folder = folder(BOTH, "published", "[[report.figures]]\nkind = \"over_state\"");
     add_two_rates(&folder);
