@@ -23,7 +23,7 @@ pub(crate) struct Chosen {
     pub(crate) failed: Vec<Row>,
     /// Settings to choose among.
     pub(crate) offered: usize,
-    /// Those of them that no run has tried yet.
+    /// Settings among these that no run has tried yet.
     pub(crate) untried: usize,
 }
 

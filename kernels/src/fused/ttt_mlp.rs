@@ -88,7 +88,7 @@ impl Dims {
 /// Inputs, laid out as the module says.
 #[derive(Debug, Clone, Copy)]
 pub struct Inputs<'a> {
-    /// What TTT-Linear has too; its weights are W1 over c1 at the start.
+    /// Inputs that TTT-Linear has too; its weights are W1 over c1 at the start.
     pub rows: ttt_linear::Inputs<'a>,
     /// W2 over c2 at the start.
     pub second: &'a Handle,
@@ -119,7 +119,7 @@ pub struct Given<'a> {
 /// Gradients, some of them of each sequence, which are to be added up.
 #[derive(Debug)]
 pub struct Gradients {
-    /// What TTT-Linear has too; its weights are W1 over c1.
+    /// Gradients that TTT-Linear has too; its weights are W1 over c1.
     pub rows: ttt_linear::Gradients,
     /// Gradient of the first W2 and c2.
     pub second: Buffer,

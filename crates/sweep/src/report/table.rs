@@ -166,7 +166,7 @@ impl Section {
         text + &self.details(sweep)
     }
 
-    /// What the mark in a table means, if one is there.
+    /// The mark's meaning, if one is in the table.
     fn mark(&self) -> &'static str {
         let mut cells = self.lines.iter().flat_map(|line| &line.cells);
         if cells.any(Cell::may_change) { MARKED } else { "" }

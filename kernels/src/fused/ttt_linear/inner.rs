@@ -143,7 +143,7 @@ pub(in crate::fused) fn read(tiles: &mut Tiles, of: MiniBatch, #[comptime] form:
     row_sums(&mut tiles.sums, &tiles.n, &tiles.n, &mut tiles.meeting, of_o);
 }
 
-/// What the tokens up to a row's own have written, read by that row and not yet times t: a sum of rows of G.
+/// The sum of rows of G that tokens up to a row's own have written, as that row reads it and not yet times t.
 #[cube]
 pub(in crate::fused) fn written(
     g: &SharedMemory<f32>,

@@ -131,7 +131,7 @@ fn first_layer(
     product(&mut adjoint.e, &wide.g, second, at.second, &mut tiles.meeting, narrow);
 }
 
-/// What is left once dZ2 is there: dZ1, and with it all of dW1, dW2, dQ and dK. Ends with a barrier of the storage.
+/// dZ1, once dZ2 is there, and with it all of dW1, dW2, dQ and dK. Ends with a barrier of the storage.
 #[cube]
 fn inputs(
     back: &mut Back,

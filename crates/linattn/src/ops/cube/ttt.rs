@@ -13,7 +13,7 @@ use linattn_kernels::{Buffer, Refusal};
 
 type Tensors<R> = Ttt<CubeTensor<R>>;
 
-/// What a forward pass found: y, each layer's last weights, and those of each mini-batch's start where they are kept.
+/// Outputs of a forward pass: y, each layer's last weights, and those of each mini-batch's start where they are kept.
 struct Found {
     y: Buffer,
     weights: Vec<Buffer>,
