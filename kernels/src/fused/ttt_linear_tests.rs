@@ -92,20 +92,21 @@ impl Case {
         with(&self.d_y, &y) + with(&self.d_weights, &last)
     }
 
-    /// The gradient of one number, from four losses around it.
+    /// The gradient of one number.
     fn difference(&self, tensor: usize, place: usize) -> f64 {
-        let slope = |near: f64| {
-            let [above, below] = [near, -near].map(|step| {
-                let mut inputs = self.inputs.clone();
-                inputs[tensor][place] += step;
-                self.loss(&inputs)
-            });
-            (above - below) / (2.0 * near)
-        };
-        // The error that is left is of the fourth order.
         let near = if NAMES[tensor] == "rate" { 1e-4 / self.dims.width as f64 } else { 1e-4 };
-        (4.0 * slope(near) - slope(2.0 * near)) / 3.0
+        difference(near, |step| {
+            let mut inputs = self.inputs.clone();
+            inputs[tensor][place] += step;
+            self.loss(&inputs)
+        })
     }
+}
+
+/// The slope of a loss at 0, from four numbers around it: the error that is left is of the fourth order.
+pub(in crate::fused) fn difference(near: f64, loss: impl Fn(f64) -> f64) -> f64 {
+    let slope = |near: f64| (loss(near) - loss(-near)) / (2.0 * near);
+    (4.0 * slope(near) - slope(2.0 * near)) / 3.0
 }
 
 /// `[x, 1]` times W over c.

@@ -1,6 +1,6 @@
 //! TTT-MLP against an f64 loop that forms every token's weights, and gradients against differences of it.
 
-use super::ttt_linear::tests::{applied, numbers, root_mean_square, slope, summed};
+use super::ttt_linear::tests::{applied, difference, numbers, root_mean_square, slope, summed};
 use super::*;
 use linattn_oracle::{Rng, assert_close};
 
@@ -119,19 +119,14 @@ impl Case {
         wanted.map(|(d, x)| d.as_ref().map_or(0.0, |d| dot(d, &x))).sum()
     }
 
-    /// The gradient of one number, from four losses around it.
+    /// The gradient of one number.
     fn difference(&self, tensor: usize, place: usize) -> f64 {
-        let slope = |near: f64| {
-            let [above, below] = [near, -near].map(|step| {
-                let mut inputs = self.inputs.clone();
-                inputs[tensor][place] += step;
-                self.loss(&inputs)
-            });
-            (above - below) / (2.0 * near)
-        };
-        // The error that is left is of the fourth order.
         let near = if NAMES[tensor] == "rate" { 1e-4 / self.dims.rows.width as f64 } else { 1e-4 };
-        (4.0 * slope(near) - slope(2.0 * near)) / 3.0
+        difference(near, |step| {
+            let mut inputs = self.inputs.clone();
+            inputs[tensor][place] += step;
+            self.loss(&inputs)
+        })
     }
 }
 
