@@ -6,19 +6,23 @@
 //! h      = a h + b x                              [D, N / 2] complex
 //! y      = 2 Re(C h) + d x                        summed over a channel's modes
 //! ```
-//! Over a sequence of T tokens, as products, with the powers of a by doubling:
+//! Over a sequence of T tokens, as products, with the powers of a from its size and angle:
 //! ```text
+//! a^l    = |a|^l exp(i l arg a)
 //! taps_l = 2 Re(sum C b a^l)                      y = taps * x, and 2 Re(C a^{t+1} h_0) of what came before
 //! h_T    = a^T h_0 + b sum_s a^{T-1-s} x_s
 //! ```
 //! The input vector B, which only scales C, is 1 throughout.
 
 use super::{ConfigError, Kept, positive};
-use crate::ops::{self, LinearAttentionBackend, cat};
+use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::PI;
+
+/// Square of the least size of a whose powers are taken: 0 has no logarithm.
+const LEAST_SQUARE: f64 = 1e-30;
 
 /// Where the imaginary parts of A start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -185,10 +189,10 @@ impl<B: LinearAttentionBackend> DiagonalSsm<B> {
         before: Option<Parts<B, 3>>,
     ) -> (Tensor<B, 3>, Parts<B, 3>) {
         let tokens = x.dims()[1];
-        let (a, b) = self.steps();
+        let (turn, b) = self.steps();
         let c = |part| self.c.val().narrow(0, part, 1).squeeze_dim(0);
         let c = Parts { re: c(0), im: c(1) };
-        let powers = powers(&a, tokens + 1);
+        let powers = turn.powers(tokens + 1);
 
         let earlier = powers.each(|p| p.narrow(2, 0, tokens));
         let row = c.times(&b).each(|x| x.unsqueeze_dim::<3>(1));
@@ -215,45 +219,62 @@ impl<B: LinearAttentionBackend> DiagonalSsm<B> {
     }
 
     /// a and b of one time step, `[D, N / 2]`.
-    fn steps(&self) -> (Parts<B, 2>, Parts<B, 2>) {
+    fn steps(&self) -> (Polar<B>, Parts<B, 2>) {
         let dt = self.log_dt.val().exp().unsqueeze_dim::<2>(1); // [D, 1]
         let re = self.log_a_real.val().exp().neg();
         let im = self.a_imag.val();
-        let (turned, shrunk) = (im.clone() * dt.clone(), re.clone() * dt.clone());
+        let (angle, log_size) = (im.clone() * dt.clone(), re.clone() * dt.clone());
         match self.discretization {
             Discretization::Zoh => {
-                let size = shrunk.clone().exp();
-                let (cos, half_sin) = (turned.clone().cos(), (turned.clone() / 2.0).sin());
-                let a = Parts { re: size.clone() * cos.clone(), im: size.clone() * turned.sin() };
+                let size = log_size.clone().exp();
+                let (cos, half_sin) = (angle.clone().cos(), (angle.clone() / 2.0).sin());
                 // a - 1 without cancelling: e^s cos t - 1 = (e^s - 1) cos t - 2 sin^2(t / 2), and
                 // e^s - 1 = (e^s + 1) tanh(s / 2).
-                let shrinking = (size + 1.0) * (shrunk / 2.0).tanh() * cos;
+                let shrinking = (size.clone() + 1.0) * (log_size.clone() / 2.0).tanh() * cos;
                 let turning = half_sin.clone() * half_sin * 2.0;
-                let change = Parts { re: shrinking - turning, im: a.im.clone() };
-                (a, change.over(&Parts { re, im }))
+                let change = Parts { re: shrinking - turning, im: size * angle.clone().sin() };
+                (Polar { log_size, angle }, change.over(&Parts { re, im }))
             }
             Discretization::Bilinear => {
-                let (half_re, half_im) = (shrunk / 2.0, turned / 2.0);
-                let below = Parts { re: half_re.clone().neg() + 1.0, im: half_im.clone().neg() };
-                let above = Parts { re: half_re + 1.0, im: half_im };
+                let half = Parts { re: log_size / 2.0, im: angle / 2.0 };
+                let below = Parts { re: half.re.clone().neg() + 1.0, im: half.im.clone().neg() };
                 let dt = Parts { re: re.zeros_like() + dt, im: re.zeros_like() };
-                (above.over(&below), dt.over(&below))
+                (Polar::bilinear(half), dt.over(&below))
             }
         }
     }
 }
 
-/// a^0 .. a^{count - 1}, `[D, N / 2, count]`: each product is of powers half as long.
-fn powers<B: Backend>(a: &Parts<B, 2>, count: usize) -> Parts<B, 3> {
-    let mut next = a.each(|x| x.unsqueeze_dim::<3>(2));
-    let mut all = Parts { re: next.re.ones_like(), im: next.im.zeros_like() };
-    loop {
-        let have = all.re.dims()[2];
-        if have >= count {
-            return all;
+/// Complex numbers, `[D, N / 2]`, as sizes and angles in radians.
+struct Polar<B: Backend> {
+    log_size: Tensor<B, 2>,
+    angle: Tensor<B, 2>,
+}
+
+impl<B: Backend> Polar<B> {
+    /// `(1 + h) / (1 - h)` of h below 0 in its real part.
+    fn bilinear(half: Parts<B, 2>) -> Self {
+        let square = |x: Tensor<B, 2>| x.clone() * x;
+        let im = square(half.im.clone());
+        let above = square(half.re.clone() + 1.0) + im.clone();
+        let below = square(half.re.clone().neg() + 1.0) + im.clone();
+        Self {
+            log_size: (above / below).clamp_min(LEAST_SQUARE).log() / 2.0,
+            angle: (half.im * 2.0).atan2((square(half.re) + im).neg() + 1.0),
         }
-        let more = all.each(|p| p.narrow(2, 0, have.min(count - have))).times(&next);
-        all = Parts { re: cat(vec![all.re, more.re], 2), im: cat(vec![all.im, more.im], 2) };
-        next = next.times(&next);
+    }
+
+    /// a^0 .. a^{count - 1}, `[D, N / 2, count]`.
+    fn powers(&self, count: usize) -> Parts<B, 3> {
+        let like = &self.angle;
+        let lags: Vec<f32> = (0..count).map(|lag| lag as f32).collect();
+        let lags = TensorData::new(lags, [1, 1, count]);
+        let lags = Tensor::<B, 3>::from_data(lags, (&like.device(), like.dtype()));
+        let of_lags = |x: Tensor<B, 2>| x.unsqueeze_dim::<3>(2) * lags.clone();
+        // Less whole turns: shaders' sines are exact near 0 alone.
+        let turns = of_lags(self.angle.clone() / (2.0 * PI));
+        let angle = (turns.clone() - turns.round()) * (2.0 * PI);
+        let size = of_lags(self.log_size.clone()).exp();
+        Parts { re: size.clone() * angle.clone().cos(), im: size * angle.sin() }
     }
 }
