@@ -133,6 +133,21 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
     }
 }
 
+/// `x`, `[B, T, D]`, through taps of two tokens and more, `[W, D]`, as [`ShortConvolution`] has them, its conv state kept
+/// as `name`.
+pub(crate) fn through_weight<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 2>,
+    name: Kept,
+    conv_states: &mut ConvPast<B>,
+) -> Tensor<B, 3> {
+    let lengths = conv_states.lengths().cloned();
+    conv_states.through(name, |conv_state| {
+        ops::convolve(x, weight, None, conv_state, None, lengths.as_ref())
+            .expect("`x` has the channels of the taps and the tokens of its sequences, and the conv state is its own")
+    })
+}
+
 /// The conv states of a layer, and whatever else of it looks back a few tokens: those from before, to draw from,
 /// and those for what comes next, under the same names.
 #[derive(Debug)]

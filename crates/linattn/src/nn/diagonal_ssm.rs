@@ -12,9 +12,9 @@
 //! taps_l = 2 Re(sum C b a^l)                      y = taps * x, and 2 Re(C a^{t+1} h_0) of what came before
 //! h_T    = a^T h_0 + b sum_s a^{T-1-s} x_s
 //! ```
-//! The input vector B, which only scales C, is 1 throughout.
+//! b is times the input vector, which is 1 unless it is learnt: it only scales C.
 
-use super::{ConfigError, Kept, positive};
+use super::{ConfigError, Kept, Shared, positive};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
@@ -85,6 +85,14 @@ impl<B: Backend, const D: usize> Parts<B, D> {
     }
 }
 
+impl<B: Backend> Parts<B, 2> {
+    /// Of `[2, D, N / 2]`.
+    fn of(both: &Param<Tensor<B, 3>>) -> Self {
+        let part = |n| both.val().narrow(0, n, 1).squeeze_dim(0);
+        Self { re: part(0), im: part(1) }
+    }
+}
+
 impl<B: Backend> Parts<B, 3> {
     /// States of a batch, `[B x, D, N / 2]`, as vectors of each sequence, `[B, 1, x D N / 2]`, of as many sequences
     /// as each is copies of.
@@ -121,6 +129,8 @@ pub(crate) struct DiagonalStart {
     pub(crate) discretization: Discretization,
     /// Step sizes are log-uniform between these.
     pub(crate) dt: [f64; 2],
+    /// Whether the input vector is learnt.
+    pub(crate) learns_input: bool,
 }
 
 /// A state-space model for each channel.
@@ -134,6 +144,8 @@ pub struct DiagonalSsm<B: Backend> {
     a_imag: Param<Tensor<B, 2>>,
     /// `[2, D, N / 2]`: real parts, imaginary parts.
     c: Param<Tensor<B, 3>>,
+    /// The input vector, as `c`, where it is learnt.
+    b: Option<Param<Tensor<B, 3>>>,
     d: Param<Tensor<B, 1>>,
     #[module(skip)]
     discretization: Discretization,
@@ -161,7 +173,8 @@ impl DiagonalStart {
     }
 
     pub(crate) fn init<B: Backend>(self, device: &B::Device) -> DiagonalSsm<B> {
-        let Self { channels, modes, spectrum, discretization, dt: [least, most] } = self;
+        let Self { channels, modes, spectrum, discretization, dt: [least, most], learns_input } =
+            self;
         let log_steps = Distribution::Uniform(least.ln(), most.ln());
         let frequencies: Vec<f32> =
             (0..channels * modes).map(|i| spectrum.frequency(i % modes, modes) as f32).collect();
@@ -169,12 +182,18 @@ impl DiagonalStart {
             Tensor::<B, 2>::from_data(TensorData::new(frequencies, [channels, modes]), device);
         // Real and imaginary parts of variance 1/2 make a complex number of size 1.
         let unit = Initializer::Normal { mean: 0.0, std: 0.5f64.sqrt() };
+        let ones = || {
+            let shape = [1, channels, modes];
+            let real = Tensor::<B, 3>::ones(shape, device);
+            Param::from_tensor(Tensor::cat(vec![real, Tensor::zeros(shape, device)], 0))
+        };
         DiagonalSsm {
             log_dt: Param::from_tensor(Tensor::random([channels], log_steps, device)),
             log_a_real: Initializer::Constant { value: 0.5f64.ln() }
                 .init([channels, modes], device),
             a_imag: Param::from_tensor(frequencies),
             c: unit.init([2, channels, modes], device),
+            b: learns_input.then(ones),
             d: Initializer::Normal { mean: 0.0, std: 1.0 }.init([channels], device),
             discretization,
         }
@@ -182,16 +201,21 @@ impl DiagonalStart {
 }
 
 impl<B: LinearAttentionBackend> DiagonalSsm<B> {
-    /// Of `x`, `[B, T, D]`, behind the state h_0, `[B, D, N / 2]`: y, `[B, T, D]`, and the state after token T.
+    /// Of `x`, `[B, T, D]`, behind the state h_0, `[B, D, N / 2]`: y, `[B, T, D]`, and the state after token T, unless
+    /// `shared` says that nobody reads it.
     pub(crate) fn run(
         &self,
         x: Tensor<B, 3>,
         before: Option<Parts<B, 3>>,
-    ) -> (Tensor<B, 3>, Parts<B, 3>) {
+        shared: &Shared<B>,
+    ) -> (Tensor<B, 3>, Option<Parts<B, 3>>) {
         let tokens = x.dims()[1];
         let (turn, b) = self.steps();
-        let c = |part| self.c.val().narrow(0, part, 1).squeeze_dim(0);
-        let c = Parts { re: c(0), im: c(1) };
+        let c = Parts::of(&self.c);
+        let b = match &self.b {
+            Some(input) => b.times(&Parts::of(input)),
+            None => b,
+        };
         let powers = turn.powers(tokens + 1);
 
         let earlier = powers.each(|p| p.narrow(2, 0, tokens));
@@ -201,48 +225,74 @@ impl<B: LinearAttentionBackend> DiagonalSsm<B> {
         let y = ops::long_convolution(x.clone(), taps, None).expect("a tap for each channel");
         let y = y + x.clone() * self.d.val().unsqueeze::<3>();
 
+        let before = before.map(|h| h.each(|h| h.permute([1, 0, 2]))); // [D, B, N / 2]
+        let y = match &before {
+            Some(before) => {
+                let later = powers.each(|p| p.narrow(2, 1, tokens));
+                let read = c.each(|c| c.unsqueeze_dim::<3>(2)).times(&later);
+                y + (before.real_matmul(&read) * 2.0).permute([1, 2, 0])
+            }
+            None => y,
+        };
+        if shared.drops_states {
+            return (y, None);
+        }
         // [D, N / 2, T] [D, T, B]
         let inputs = x.permute([2, 1, 0]);
         let written = earlier.each(|p| p.flip([2]).matmul(inputs.clone()));
         let written = b.each(|b| b.unsqueeze_dim::<3>(2)).times(&written);
-        let Some(before) = before else {
-            return (y, written.each(|h| h.permute([2, 0, 1])));
+        let after = match before {
+            Some(before) => {
+                let last = powers.each(|p| p.narrow(2, tokens, 1));
+                let kept = last.times(&before.each(|h| h.swap_dims(1, 2)));
+                Parts { re: kept.re + written.re, im: kept.im + written.im }
+            }
+            None => written,
         };
-        let before = before.each(|h| h.permute([1, 0, 2])); // [D, B, N / 2]
-        let later = powers.each(|p| p.narrow(2, 1, tokens));
-        let read = c.each(|c| c.unsqueeze_dim::<3>(2)).times(&later);
-        let seen = before.real_matmul(&read) * 2.0; // [D, B, T]
-        let last = powers.each(|p| p.narrow(2, tokens, 1));
-        let kept = last.times(&before.each(|h| h.swap_dims(1, 2)));
-        let after = Parts { re: kept.re + written.re, im: kept.im + written.im };
-        (y + seen.permute([1, 2, 0]), after.each(|h| h.permute([2, 0, 1])))
+        (y, Some(after.each(|h| h.permute([2, 0, 1]))))
     }
 
     /// a and b of one time step, `[D, N / 2]`.
     fn steps(&self) -> (Polar<B>, Parts<B, 2>) {
         let dt = self.log_dt.val().exp().unsqueeze_dim::<2>(1); // [D, 1]
-        let re = self.log_a_real.val().exp().neg();
-        let im = self.a_imag.val();
-        let (angle, log_size) = (im.clone() * dt.clone(), re.clone() * dt.clone());
+        let (re, im) = (self.log_a_real.val().exp().neg(), self.a_imag.val());
         match self.discretization {
-            Discretization::Zoh => {
-                let size = log_size.clone().exp();
-                let (cos, half_sin) = (angle.clone().cos(), (angle.clone() / 2.0).sin());
-                // a - 1 without cancelling: e^s cos t - 1 = (e^s - 1) cos t - 2 sin^2(t / 2), and
-                // e^s - 1 = (e^s + 1) tanh(s / 2).
-                let shrinking = (size.clone() + 1.0) * (log_size.clone() / 2.0).tanh() * cos;
-                let turning = half_sin.clone() * half_sin * 2.0;
-                let change = Parts { re: shrinking - turning, im: size * angle.clone().sin() };
-                (Polar { log_size, angle }, change.over(&Parts { re, im }))
-            }
+            Discretization::Zoh => held(dt, Parts { re, im }),
             Discretization::Bilinear => {
-                let half = Parts { re: log_size / 2.0, im: angle / 2.0 };
-                let below = Parts { re: half.re.clone().neg() + 1.0, im: half.im.clone().neg() };
-                let dt = Parts { re: re.zeros_like() + dt, im: re.zeros_like() };
-                (Polar::bilinear(half), dt.over(&below))
+                let half = dt.clone() / 2.0;
+                trapezoidal(dt, Parts { re: re * half.clone(), im: im * half })
             }
         }
     }
+}
+
+/// a and b of a step over which inputs stay the same.
+fn held<B: Backend>(dt: Tensor<B, 2>, pole: Parts<B, 2>) -> (Polar<B>, Parts<B, 2>) {
+    let (log_size, angle) = (pole.re.clone() * dt.clone(), pole.im.clone() * dt);
+    let size = log_size.clone().exp();
+    let (cos, half_sin) = (angle.clone().cos(), (angle.clone() / 2.0).sin());
+    // a - 1 without cancelling: e^s cos t - 1 = (e^s - 1) cos t - 2 sin^2(t / 2), and
+    // e^s - 1 = (e^s + 1) tanh(s / 2).
+    let shrinking = (size.clone() + 1.0) * (log_size.clone() / 2.0).tanh() * cos;
+    let turning = half_sin.clone() * half_sin * 2.0;
+    let change = Parts { re: shrinking - turning, im: size * angle.clone().sin() };
+    (Polar { log_size, angle }, change.over(&pole))
+}
+
+/// a and b of a step by the trapezoidal rule, h its half: `(1 + h) / (1 - h)` and `dt / (1 - h)`.
+fn trapezoidal<B: Backend>(dt: Tensor<B, 2>, half: Parts<B, 2>) -> (Polar<B>, Parts<B, 2>) {
+    let square = |x: &Tensor<B, 2>| x.clone() * x.clone();
+    let (above, below) = (half.re.clone() + 1.0, half.re.neg() + 1.0);
+    let turned = square(&half.im);
+    let sizes = [&above, &below].map(|x| square(x) + turned.clone());
+    let share = dt / sizes[1].clone();
+    let b = Parts { re: below.clone() * share.clone(), im: half.im.clone() * share };
+    let [above_size, below_size] = sizes;
+    let a = Polar {
+        log_size: (above_size / below_size).clamp_min(LEAST_SQUARE).log() / 2.0,
+        angle: (half.im * 2.0).atan2(above * below - turned),
+    };
+    (a, b)
 }
 
 /// Complex numbers, `[D, N / 2]`, as sizes and angles in radians.
@@ -252,18 +302,6 @@ struct Polar<B: Backend> {
 }
 
 impl<B: Backend> Polar<B> {
-    /// `(1 + h) / (1 - h)` of h below 0 in its real part.
-    fn bilinear(half: Parts<B, 2>) -> Self {
-        let square = |x: Tensor<B, 2>| x.clone() * x;
-        let im = square(half.im.clone());
-        let above = square(half.re.clone() + 1.0) + im.clone();
-        let below = square(half.re.clone().neg() + 1.0) + im.clone();
-        Self {
-            log_size: (above / below).clamp_min(LEAST_SQUARE).log() / 2.0,
-            angle: (half.im * 2.0).atan2((square(half.re) + im).neg() + 1.0),
-        }
-    }
-
     /// a^0 .. a^{count - 1}, `[D, N / 2, count]`.
     fn powers(&self, count: usize) -> Parts<B, 3> {
         let like = &self.angle;

@@ -57,6 +57,8 @@ pub struct SineFilter<B: Backend> {
     last: Linear<B>,
     /// a, shared by all sines, `[1, order]`.
     frequency: Param<Tensor<B, 1>>,
+    /// z of each lag, `[L, 3]`, where it is learnt.
+    lags: Option<Param<Tensor<B, 2>>>,
     #[module(skip)]
     length: usize,
 }
@@ -71,6 +73,8 @@ pub(crate) struct SineFilterSize {
     pub(crate) channels: usize,
     /// L.
     pub(crate) length: usize,
+    /// Whether features of lags are learnt.
+    pub(crate) learns_lags: bool,
 }
 
 impl SineFilterSize {
@@ -83,23 +87,35 @@ impl SineFilterSize {
     }
 
     pub(crate) fn init<B: Backend>(self, frequency: f64, device: &B::Device) -> SineFilter<B> {
-        let Self { order, depth, channels, length } = self;
+        let Self { order, depth, channels, length, learns_lags } = self;
         let first = linear_with_bias(FEATURES, order, device);
         let others = (0..depth).map(|_| linear_with_bias(order, order, device));
         SineFilter {
             inner: std::iter::once(first).chain(others).collect(),
             last: linear(order, channels, device),
             frequency: Initializer::Constant { value: frequency }.init([order], device),
+            lags: learns_lags.then(|| {
+                let like = Tensor::<B, 2>::zeros([1, 1], device);
+                Param::from_tensor(lags(length, length, &like, like.dtype()))
+            }),
             length,
         }
     }
 }
 
 impl<B: LinearAttentionBackend> SineFilter<B> {
+    /// How many lags it has learnt, where it learns them: there are no more.
+    pub(crate) fn positions(&self) -> Option<usize> {
+        self.lags.as_ref().map(|lags| lags.dims()[0])
+    }
+
     /// The first `count` taps, `[count, channels]`.
     pub(crate) fn taps(&self, count: usize) -> Tensor<B, 2> {
         let frequency = self.frequency.val().unsqueeze::<2>();
-        let first = lags(count, self.length, &frequency, frequency.dtype());
+        let first = match &self.lags {
+            Some(lags) => lags.val().narrow(0, 0, count),
+            None => lags(count, self.length, &frequency, frequency.dtype()),
+        };
         let sines = |x, layer: &Linear<B>| (layer.forward(x) * frequency.clone()).sin();
         let taps = self.last.forward(self.inner.iter().fold(first, sines));
         let decay = self.decay(count, taps.dims()[1]);

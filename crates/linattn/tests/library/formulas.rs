@@ -68,6 +68,10 @@ impl Weights {
         &self.0[name]
     }
 
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
     /// The causal convolution of all rows, at the last of them.
     pub(crate) fn convolution(&self, name: &str, rows: &[Vec<f64>]) -> Vec<f64> {
         let channels = rows[0].len();

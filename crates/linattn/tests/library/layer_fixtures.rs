@@ -386,27 +386,43 @@ fn s4_and_s4d_answer_as_their_authors() {
 
 #[test]
 fn h3_answers_as_its_authors() {
-    hold("h3", "h3 = { head_width = 2, d_state = 6 }", |w| {
-        let names = [["q_proj"; 2], ["k_proj"; 2], ["v_proj"; 2]];
-        w.linear(names);
-        // The shift's input vector is the first unit vector here.
-        let unit = w.take("ssm_k_kernel.kernel.B");
-        assert!(unit.values.iter().enumerate().all(|(i, &x)| x == f64::from(u8::from(i % 6 == 0))));
-        let taps = w.take("ssm_k_kernel.kernel.C").shaped([8, 6]).transposed();
-        w.give("shift.weight", taps.pick(0, (0..6).rev()));
-        w.same([
-            ["shift_d", "ssm_k_D"],
-            ["ssm.log_dt", "kernel.kernel.log_dt"],
-            ["ssm.log_a_real", "kernel.kernel.inv_A_real"],
-            ["ssm.a_imag", "kernel.kernel.A_imag"],
-            ["ssm.d", "D"],
-            ["out_proj.bias", "output_linear.bias"],
-        ]);
-        // The input vector of the diagonal model is a factor of C here.
-        let ([b_re, b_im], [c_re, c_im]) = {
-            let [b, c] = ["B", "C"].map(|name| w.take(&format!("kernel.kernel.{name}")));
-            (parts(&b), parts(&c.shaped(&b.shape[..])))
-        };
+    let texts = [
+        "h3 = { head_width = 2, d_state = 6 }",
+        "h3 = { head_width = 2, d_state = 6, learn_inputs = true }",
+    ];
+    for (learnt, text) in [false, true].into_iter().zip(texts) {
+        hold("h3", text, |w| give_h3(w, learnt));
+    }
+}
+
+fn give_h3(w: &mut Weights, learnt: bool) {
+    let names = [["q_proj"; 2], ["k_proj"; 2], ["v_proj"; 2]];
+    w.linear(names);
+    // The shift's input vector is the first unit vector here, unless it is learnt.
+    let unit = w.take("ssm_k_kernel.kernel.B");
+    assert!(unit.values.iter().enumerate().all(|(i, &x)| x == f64::from(u8::from(i % 6 == 0))));
+    if learnt {
+        w.give("shift_input", unit.shaped([8, 6]).transposed());
+    }
+    let taps = w.take("ssm_k_kernel.kernel.C").shaped([8, 6]).transposed();
+    w.give("shift.weight", taps.pick(0, (0..6).rev()));
+    w.same([
+        ["shift_d", "ssm_k_D"],
+        ["ssm.log_dt", "kernel.kernel.log_dt"],
+        ["ssm.log_a_real", "kernel.kernel.inv_A_real"],
+        ["ssm.a_imag", "kernel.kernel.A_imag"],
+        ["ssm.d", "D"],
+        ["out_proj.bias", "output_linear.bias"],
+    ]);
+    // So is the input vector of the diagonal model a factor of C.
+    let ([b_re, b_im], [c_re, c_im]) = {
+        let [b, c] = ["B", "C"].map(|name| w.take(&format!("kernel.kernel.{name}")));
+        (parts(&b), parts(&c.shaped(&b.shape[..])))
+    };
+    if learnt {
+        w.give("ssm.b", one_behind_the_other([b_re, b_im]));
+        w.give("ssm.c", one_behind_the_other([c_re, c_im]));
+    } else {
         let joined = |f: fn(f64, f64, f64, f64) -> f64| {
             let values = (0..12)
                 .map(|i| f(b_re.values[i], b_im.values[i], c_re.values[i], c_im.values[i]))
@@ -416,10 +432,10 @@ fn h3_answers_as_its_authors() {
         let re = joined(|b_re, b_im, c_re, c_im| b_re * c_re - b_im * c_im);
         let im = joined(|b_re, b_im, c_re, c_im| b_re * c_im + b_im * c_re);
         w.give("ssm.c", one_behind_the_other([re, im]));
-        // Outputs of all heads stand beside each other there, those of one head here.
-        let out = w.take("output_linear.weight").pick(1, (0..8).map(|n| n % 2 * 4 + n / 2));
-        w.give("out_proj.weight", out.transposed());
-    });
+    }
+    // Outputs of all heads stand beside each other there, those of one head here.
+    let out = w.take("output_linear.weight").pick(1, (0..8).map(|n| n % 2 * 4 + n / 2));
+    w.give("out_proj.weight", out.transposed());
 }
 
 #[test]

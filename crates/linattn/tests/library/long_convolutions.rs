@@ -85,11 +85,14 @@ fn features(lag: usize, length: usize) -> [f64; 3] {
     [lag as f64 / (length - 1) as f64, angle.cos(), -angle.sin()]
 }
 
-/// Hyena's taps of a lag.
+/// Hyena's taps of a lag. Learnt features change no decay.
 fn taps(w: &Weights, lag: usize, depth: usize, length: usize, channels: usize) -> Vec<f64> {
     let z = features(lag, length);
     let frequency = w.get("filter.frequency");
-    let mut x = z.to_vec();
+    let mut x = match w.has("filter.lags") {
+        true => w.get("filter.lags")[3 * lag..][..3].to_vec(),
+        false => z.to_vec(),
+    };
     for layer in 0..=depth {
         let y = w.linear(&format!("filter.inner.{layer}"), &x);
         x = times(&y, frequency).iter().map(|x| x.sin()).collect();
@@ -106,6 +109,7 @@ fn taps(w: &Weights, lag: usize, depth: usize, length: usize, channels: usize) -
 fn hyena_convolves_between_two_gates() {
     for (text, inner, repeats, length) in [
         ("hyena = { filter_order = 8, filter_frequency = 3.0, length = 50 }", D, 1, 50),
+        ("hyena = { filter_order = 8, length = 50, learn_lags = true }", D, 1, 50),
         (
             "hyena = { expand = 2, projection_groups = 3, conv_size = 4, filter_order = 4, filter_depth = 1, length = 64 }",
             2 * D,
@@ -196,39 +200,59 @@ fn bilinear(dt: f64, a: [f64; 2]) -> ([f64; 2], [f64; 2]) {
 
 #[test]
 fn h3_shifts_keys_and_remembers_outer_products() {
-    let text = "h3 = { head_width = 2, d_state = 6, dt_min = 0.05, dt_max = 0.5 }";
-    check(text, |w, rows| {
-        let (heads, modes) = (D / 2, 3);
-        let [q, k, v] = ["q_proj", "k_proj", "v_proj"]
-            .map(|name| rows.iter().map(|x| w.linear(name, x)).collect::<Rows>());
-        // Of each head 2 x 2 products, of each as many modes.
-        let mut memory = vec![[0f64; 2]; heads * 4 * modes];
-        let mut outputs = vec![];
-        for t in 0..TOKENS {
-            let shifted = w.convolution("shift", &k[..=t]);
-            let own = times(&k[t], w.get("shift_d"));
-            let key: Vec<f64> = shifted.iter().zip(&own).map(|(a, b)| a + b).collect();
-            let mut o = vec![0.0; D];
-            for cell in 0..heads * 4 {
-                let (head, a, b) = (cell / 4, cell / 2 % 2, cell % 2);
-                let written = key[head * 2 + a] * v[t][head * 2 + b];
-                let mut y = w.get("ssm.d")[head] * written;
-                for n in 0..modes {
-                    let place = head * modes + n;
-                    let pole = [-w.get("ssm.log_a_real")[place].exp(), w.get("ssm.a_imag")[place]];
-                    let (step, drive) = bilinear(w.get("ssm.log_dt")[head].exp(), pole);
-                    let h = &mut memory[cell * modes + n];
-                    let kept = product(step, *h);
-                    *h = [kept[0] + drive[0] * written, kept[1] + drive[1] * written];
-                    let c = [w.get("ssm.c")[place], w.get("ssm.c")[heads * modes + place]];
-                    y += 2.0 * product(c, *h)[0];
+    let plain = "h3 = { head_width = 2, d_state = 6, dt_min = 0.05, dt_max = 0.5 }";
+    let learnt = plain.replace(" }", ", learn_inputs = true }");
+    for text in [plain, &learnt] {
+        hold(text, &mixer(text).map(&mut Noisy::new()), h3_by_token);
+    }
+}
+
+fn h3_by_token(w: &Weights, rows: &[Vec<f64>]) -> Rows {
+    let (heads, modes) = (D / 2, 3);
+    let [q, k, v] = ["q_proj", "k_proj", "v_proj"]
+        .map(|name| rows.iter().map(|x| w.linear(name, x)).collect::<Rows>());
+    // Of each head 2 x 2 products, of each as many modes.
+    let mut memory = vec![[0f64; 2]; heads * 4 * modes];
+    let mut outputs = vec![];
+    for t in 0..TOKENS {
+        // shift_l = sum_n e_n s_{n+l}, e the first unit vector where it is not learnt; the last tap is s_0.
+        let taps = w.get("shift.weight");
+        let input = |n: usize, c: usize| match w.has("shift_input") {
+            true => w.get("shift_input")[n * D + c],
+            false => f64::from(u8::from(n == 0)),
+        };
+        let shift = |l: usize, c: usize| -> f64 {
+            (0..6 - l).map(|n| input(n, c) * taps[(5 - n - l) * D + c]).sum()
+        };
+        let shifted =
+            |c: usize| -> f64 { (0..6.min(t + 1)).map(|l| shift(l, c) * k[t - l][c]).sum() };
+        let shifted: Vec<f64> = (0..D).map(shifted).collect();
+        let own = times(&k[t], w.get("shift_d"));
+        let key: Vec<f64> = shifted.iter().zip(&own).map(|(a, b)| a + b).collect();
+        let mut o = vec![0.0; D];
+        for cell in 0..heads * 4 {
+            let (head, a, b) = (cell / 4, cell / 2 % 2, cell % 2);
+            let written = key[head * 2 + a] * v[t][head * 2 + b];
+            let mut y = w.get("ssm.d")[head] * written;
+            for n in 0..modes {
+                let place = head * modes + n;
+                let pole = [-w.get("ssm.log_a_real")[place].exp(), w.get("ssm.a_imag")[place]];
+                let (step, mut drive) = bilinear(w.get("ssm.log_dt")[head].exp(), pole);
+                if w.has("ssm.b") {
+                    let b = [0, heads * modes].map(|part| w.get("ssm.b")[part + place]);
+                    drive = product(drive, b);
                 }
-                o[head * 2 + b] += q[t][head * 2 + a] * y;
+                let h = &mut memory[cell * modes + n];
+                let kept = product(step, *h);
+                *h = [kept[0] + drive[0] * written, kept[1] + drive[1] * written];
+                let c = [w.get("ssm.c")[place], w.get("ssm.c")[heads * modes + place]];
+                y += 2.0 * product(c, *h)[0];
             }
-            outputs.push(w.linear("out_proj", &o));
+            o[head * 2 + b] += q[t][head * 2 + a] * y;
         }
-        outputs
-    });
+        outputs.push(w.linear("out_proj", &o));
+    }
+    outputs
 }
 
 /// `x` with `a x = y`, complex, by elimination; a is far from singular.

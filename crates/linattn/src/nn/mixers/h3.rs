@@ -1,12 +1,12 @@
 //! H3. Recurrence, shapes and source: [`H3`].
 
 use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, through_weight};
 use crate::nn::diagonal_ssm::{DiagonalSsm, DiagonalStart, Discretization, Parts, Spectrum};
 use crate::nn::layers::{ResidualLinear, linear_with_bias};
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -23,11 +23,13 @@ pub struct H3Config {
     pub dt_min: f64,
     /// Largest step size, where learning starts.
     pub dt_max: f64,
+    /// Whether input vectors, of the shift and of the state-space models, are learnt too.
+    pub learn_inputs: bool,
 }
 
 impl Default for H3Config {
     fn default() -> Self {
-        Self { head_width: 1, d_state: 64, dt_min: 0.001, dt_max: 0.1 }
+        Self { head_width: 1, d_state: 64, dt_min: 0.001, dt_max: 0.1, learn_inputs: false }
     }
 }
 
@@ -44,6 +46,7 @@ impl H3Config {
             spectrum: Spectrum::Lin,
             discretization: Discretization::Bilinear,
             dt: [self.dt_min, self.dt_max],
+            learns_input: self.learn_inputs,
         };
         ssm.check(self.d_state)?;
         check_window(self.d_state, 2).map_err(|e| ConfigError { key: "d_state".into(), ..e })?;
@@ -65,6 +68,11 @@ impl H3Config {
             k_proj: project(),
             v_proj: project(),
             shift: ShortConvolution::new(d_model, self.d_state, false, device),
+            shift_input: self.learn_inputs.then(|| {
+                let first = Tensor::<B, 2>::ones([1, d_model], device);
+                let rest = Tensor::zeros([self.d_state - 1, d_model], device);
+                Param::from_tensor(Tensor::cat(vec![first, rest], 0))
+            }),
             shift_d: Initializer::Normal { mean: 0.0, std: 1.0 }.init([d_model], device),
             ssm: ssm.init(device),
             out_proj: project().into(),
@@ -107,7 +115,12 @@ impl H3Config {
 ///                      └──────────────────────────┘
 /// ```
 /// a, b, C and d are those of a diagonal state-space model for each head, N / 2 complex modes and their
-/// conjugates: see [`S4d`](super::S4d).
+/// conjugates: see [`S4d`](super::S4d). With `learn_inputs` two more vectors are learnt, which change what the
+/// same numbers add up to at each step of learning, not what a model can compute:
+/// ```text
+/// shift_l = sum_n e_n s_{n+l}               of N taps s and as many numbers e, for each channel
+/// b       = b times N / 2 complex numbers   for each head
+/// ```
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, real and imaginary parts of h,
 /// `[B, 1, D K N / 2]` each, of heads of width K; `conv_states`, the last N - 1 keys, `[B, N - 1, D]`; `position`,
@@ -121,14 +134,16 @@ impl H3Config {
 /// Fu et al., arXiv 2212.14052, with its diagonal state-space model, bilinear steps and real convolution, as
 /// Zoology runs it.
 /// # Departures
-/// The shift's input vector is the first unit vector, from where the reference learns it; the diagonal
-/// model's input vector is 1, which only scales C.
+/// Without `learn_inputs` the shift's input vector is the first unit vector and that of the diagonal model is 1,
+/// from where the reference learns both.
 #[derive(Module, Debug)]
 pub struct H3<B: Backend> {
     q_proj: Linear<B>,
     k_proj: Linear<B>,
     v_proj: Linear<B>,
     shift: ShortConvolution<B>,
+    /// Its input vector, `[N, D]`.
+    shift_input: Option<Param<Tensor<B, 2>>>,
     /// `[D]`.
     shift_d: Param<Tensor<B, 1>>,
     ssm: DiagonalSsm<B>,
@@ -145,15 +160,15 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for H3<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let ([batch, tokens, d_model], dtype) = (x.dims(), x.dtype());
-        let (width, mut past) = (self.head_width, VectorPast::of(state));
+        let (width, mut past) = (self.head_width, VectorPast::of(state).among(shared));
         let (heads, products) = (d_model / width, width * width);
         let list = [&self.q_proj, &self.k_proj, &self.v_proj].map(Projection::plain);
         let [q, k, v] = project(&x, list, &mut past.conv_states);
         let own = k.clone() * typed(self.shift_d.val(), dtype).unsqueeze::<3>();
-        let k = self.shift.linear_between(k, Kept::Key, &mut past.conv_states) + own;
+        let k = through_weight(k, self.shift_weight(), Kept::Key, &mut past.conv_states) + own;
 
         // [B, K, 1, T, H] and [B, 1, K, T, H], in f32 at least
         let of_heads = |x| {
@@ -164,10 +179,29 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for H3<B> {
         let u = k * of_heads(v).unsqueeze_dim::<5>(1);
         let u: Tensor<B, 3> = u.reshape([batch * products, tokens, heads]);
         let before = past.draw_parts().map(|pair| Parts::unpack(pair, products, heads));
-        let (y, after) = self.ssm.run(u, before);
+        let (y, after) = self.ssm.run(u, before, shared);
         let y: Tensor<B, 5> = y.reshape([batch, width, width, tokens, heads]);
         let y: Tensor<B, 4> = (q * y).sum_dim(1).squeeze_dim(1);
         let y: Tensor<B, 3> = y.permute([0, 2, 3, 1]).reshape([batch, tokens, d_model]);
-        (self.out_proj.forward(typed(y, dtype)), past.then(after.pack(products), tokens))
+        (
+            self.out_proj.forward(typed(y, dtype)),
+            past.then(after.into_iter().flat_map(|h| h.pack(products)), tokens),
+        )
+    }
+}
+
+impl<B: LinearAttentionBackend> H3<B> {
+    /// Taps of the shift, `[N, D]`, the last for the newest token.
+    fn shift_weight(&self) -> Tensor<B, 2> {
+        let taps = self.shift.weight.val();
+        match &self.shift_input {
+            // The taps stand in reverse, so what looks ahead in them looks back here.
+            Some(input) => {
+                let taps = taps.unsqueeze::<3>();
+                let seen = ops::long_convolution(taps, input.val(), None);
+                seen.expect("as many numbers as taps").squeeze_dim(0)
+            }
+            None => taps,
+        }
     }
 }

@@ -32,6 +32,8 @@ pub struct HyenaConfig {
     pub filter_frequency: f64,
     /// L, the length that lags are told as shares of.
     pub length: usize,
+    /// Whether features of lags are learnt: no sequence is longer than `length` then.
+    pub learn_lags: bool,
 }
 
 impl Default for HyenaConfig {
@@ -45,6 +47,7 @@ impl Default for HyenaConfig {
             filter_depth: 2,
             filter_frequency: 1.0,
             length: 1024,
+            learn_lags: false,
         }
     }
 }
@@ -89,6 +92,7 @@ impl HyenaConfig {
             depth: positive("filter_depth", self.filter_depth)?,
             channels: inner / group,
             length: check_length(self.length)?,
+            learns_lags: self.learn_lags,
         };
         Ok(Sizes { inner, projected: 3 * inner / parts, filter })
     }
@@ -104,7 +108,10 @@ impl HyenaConfig {
         }
     }
 
-    fn count(&self, sizes: Sizes, d_model: usize, length: usize) -> Cost {
+    fn count(&self, sizes: Sizes, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
+        if self.learn_lags {
+            super::aft::check_known(self.length, length)?;
+        }
         let Sizes { inner, projected, filter } = sizes;
         // Of earlier tokens: a product with a tap; or scores, their taps, and their sum over values.
         let (kept, met) = match self.group_width {
@@ -119,7 +126,7 @@ impl HyenaConfig {
                 + filter.flops()
                 + (length.div_ceil(2) * met) as u64,
         };
-        cost
+        Ok(cost)
     }
 }
 
@@ -145,10 +152,10 @@ macro_rules! config {
 
             /// Cost in a model of width `d_model`, over sequences of `length` tokens.
             /// # Errors
-            /// As [`init`](Self::init).
+            /// As [`init`](Self::init); and sequences longer than there are learnt lags.
             pub fn cost(&self, d_model: usize, length: usize) -> Result<Cost, ConfigError> {
                 let $self = self;
-                Ok($plain.count(self.resolve(d_model)?, d_model, length))
+                $plain.count(self.resolve(d_model)?, d_model, length)
             }
         }
     };
@@ -178,7 +185,8 @@ config!(MultiheadHyenaConfig, MultiheadHyena, true, |config| config.0);
 /// ```
 /// h comes from a network over features of the lag and a decay of each channel. Nothing decays in the state:
 /// taps weigh it anew at every token. Widened in MAD (`expand = 4`, `projection_groups = 4`), q, k and v are
-/// repeats of a projection a fourth as wide.
+/// repeats of a projection a fourth as wide. With `learn_lags` the lags' features are learnt, three numbers for
+/// each of `length` lags, and no sequence is longer.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`ConvolutionState`]: `inputs`, all u so far,
 /// `[B, T, E D]` of E `expand`, which grows with T; `conv_states`, the last W - 1 inputs of the short convolution.
@@ -186,12 +194,14 @@ config!(MultiheadHyenaConfig, MultiheadHyena, true, |config| config.0);
 /// # Errors
 /// [`HyenaConfig::init`] gives a [`ConfigError`] with the first key that does not fit: a size of 0, a
 /// `group_width` other than 1, `projection_groups` that do not divide 3 E D, a `conv_size` below 2, a
-/// `filter_frequency` that is not above 0 or a `length` below 2.
+/// `filter_frequency` that is not above 0 or a `length` below 2. With `learn_lags`, `cost` refuses sequences longer
+/// than `length`; `run` panics where one goes past it.
 /// # Source
 /// Poli et al., arXiv 2302.10866, and the code of MAD and Zoology.
 /// # Departures
-/// The features of lags are not trained, which the references do with a learning rate of 1e-5; the filter
-/// learns as fast and decays as much as everything else, as it does in Zoology; order 2 alone.
+/// The features of lags are not learnt unless `learn_lags` says so. The authors learn them at a rate of 1e-5; the
+/// code of MAD and Zoology asks for that too, but its trainers give every parameter the one rate. The filter learns
+/// as fast and decays as much as everything else, as it does there; order 2 alone.
 #[derive(Module, Debug)]
 pub struct Hyena<B: Backend> {
     in_proj: Linear<B>,
@@ -209,6 +219,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hyena<B> {
     type State = ConvolutionState<B>;
     const COUNTS_TOKENS: bool = true;
     const TAKES_BF16: bool = true;
+
+    fn positions(&self) -> Option<usize> {
+        self.filter.positions()
+    }
 
     fn run(
         &self,

@@ -38,6 +38,7 @@ impl S4Config {
             spectrum: Spectrum::Lin,
             discretization: Discretization::Bilinear,
             dt: [self.dt_min, self.dt_max],
+            learns_input: false,
         };
         start.check(self.d_state)?;
         match self.d_state <= LARGEST_STATE {

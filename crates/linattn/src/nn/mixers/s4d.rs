@@ -46,6 +46,7 @@ impl S4dConfig {
             spectrum: self.spectrum,
             discretization: self.discretization,
             dt: [self.dt_min, self.dt_max],
+            learns_input: false,
         };
         start.check(self.d_state)?;
         Ok(start)
@@ -120,13 +121,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for S4d<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let [_, tokens, width] = x.dims();
         let mut past = VectorPast::of(state);
         let before = past.draw_parts().map(|pair| Parts::unpack(pair, 1, width));
-        let (u, after) = self.ssm.run(x, before);
+        let (u, after) = self.ssm.run(x, before, shared);
         let y = glu(self.out_proj.forward(gelu(u)), 2);
-        (y, past.then(after.pack(1), tokens))
+        (y, past.then(after.into_iter().flat_map(|h| h.pack(1)), tokens))
     }
 }

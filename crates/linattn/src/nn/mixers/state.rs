@@ -70,6 +70,11 @@ impl<B: Backend> VectorPast<B> {
         }
     }
 
+    /// Of the tokens that `shared` goes with: where nobody reads what comes next, convolutions leave nothing.
+    pub(super) fn among(self, shared: &Shared<B>) -> Self {
+        Self { conv_states: self.conv_states.among(shared), ..self }
+    }
+
     /// The vector that earlier tokens left as `name`.
     pub(super) fn draw(&mut self, name: Kept) -> Option<Tensor<B, 3>> {
         self.memory.take(name)
@@ -81,9 +86,9 @@ impl<B: Backend> VectorPast<B> {
     }
 
     /// The state `tokens` tokens later.
-    pub(super) fn then<const N: usize>(
+    pub(super) fn then(
         self,
-        memory: [(Kept, Tensor<B, 3>); N],
+        memory: impl IntoIterator<Item = (Kept, Tensor<B, 3>)>,
         tokens: usize,
     ) -> VectorState<B> {
         VectorState {
