@@ -27,7 +27,8 @@ const MOST_CALLS: f64 = 20.0;
 /// Between two ways, TF32 included.
 const LIMIT: f64 = 1e-2;
 
-const USE: &str = "wanted: [--device NAME] [--most-tokens N] [--without WAY] and the folder that rows and pictures go to";
+const USE: &str = "wanted: [--device NAME] [--most-tokens N] [--most-steps N] [--without WAY] and the \
+                   folder that rows and pictures go to";
 
 fn main() -> ExitCode {
     let timed =
@@ -49,17 +50,20 @@ struct Arguments {
 
 /// The device `cpu`, all lengths and all ways where nothing else is said.
 fn arguments() -> Result<Arguments, Box<dyn Error>> {
-    let (mut device, mut most_tokens, mut folder) = ("cpu".to_string(), LENGTHS[6], None);
+    let (mut device, mut folder) = ("cpu".to_string(), None);
+    let (mut most_tokens, mut most_steps) = (LENGTHS[6], LENGTHS[6]);
     let mut ways = Way::ALL.to_vec();
     let mut rest = std::env::args().skip(1);
     while let Some(argument) = rest.next() {
         match (argument.as_str(), &folder) {
             ("--device", _) => device = rest.next().ok_or("`--device` wants a name")?,
-            ("--most-tokens", _) => {
-                let number = rest.next().ok_or("`--most-tokens` wants a number")?;
-                most_tokens = number
+            ("--most-tokens" | "--most-steps", _) => {
+                let number = rest.next().ok_or(format!("`{argument}` wants a number"))?;
+                let most =
+                    if argument == "--most-steps" { &mut most_steps } else { &mut most_tokens };
+                *most = number
                     .parse()
-                    .map_err(|_| format!("`--most-tokens` is {number}; it has to be a number"))?;
+                    .map_err(|_| format!("`{argument}` is {number}; it has to be a number"))?;
             }
             ("--without", _) => {
                 let name = rest.next().ok_or("`--without` wants a way")?;
@@ -73,11 +77,13 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
         }
     }
     let folder = folder.ok_or_else(|| format!("no folder is named; {USE}"))?;
-    Ok(Arguments { device, times: Times { most_tokens, ways, folder } })
+    Ok(Arguments { device, times: Times { most_tokens, most_steps, ways, folder } })
 }
 
 struct Times {
     most_tokens: usize,
+    /// Longer sequences are not taken a call a token, whose gradients take the longest.
+    most_steps: usize,
     ways: Vec<Way>,
     folder: PathBuf,
 }
@@ -89,7 +95,13 @@ impl Job for Times {
         let mut rows = vec![];
         for width in WIDTHS {
             for tokens in LENGTHS.into_iter().filter(|&tokens| tokens <= self.most_tokens) {
-                rows.extend(cell::<B>(&Sequence::new(tokens, width), &self.ways, device)?);
+                let ways: Vec<Way> = self
+                    .ways
+                    .iter()
+                    .copied()
+                    .filter(|way| *way != Way::Steps || tokens <= self.most_steps)
+                    .collect();
+                rows.extend(cell::<B>(&Sequence::new(tokens, width), &ways, device)?);
             }
             // After each width, so that what was timed stays where a later one is cut off.
             write(&rows, &self.folder.join("rows.csv"))?;
