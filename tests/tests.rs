@@ -1,6 +1,9 @@
 //! Promises that cross crates. One binary: one link, and one file to carry to a GPU.
 #![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 
+// Generic code that the commands' library has made already is taken from there, of crates that are named.
+use linattn_cli as _;
+
 #[cfg(feature = "cpu")]
 mod campaign;
 #[cfg(feature = "cpu")]
