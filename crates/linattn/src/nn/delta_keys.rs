@@ -15,7 +15,7 @@ use super::ConfigError;
 use super::conv_qkv::ConvQkv;
 use super::features::{check_nu, check_width, elu_plus_one, neighbours, over_sum};
 use super::layers::l2_normalize;
-use crate::ops::{Activation, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{Activation, Along, LinearAttentionBackend, accumulator, typed};
 use burn::tensor::activation::{relu, silu};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -145,7 +145,7 @@ impl DeltaKeys {
             return beta;
         }
         let ([batch, tokens, groups, _], heads) = (k.dims(), beta.dims()[2]);
-        let squares = accumulator(k.clone()).square().sum_dim(3);
+        let squares = accumulator(k.clone()).square().sum_along(3);
         let squares = squares.expand([batch, tokens, groups, heads / groups]);
         let x = beta.clone() * squares.reshape([batch, tokens, heads]);
         beta * share_of_time(x)

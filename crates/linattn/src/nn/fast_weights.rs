@@ -14,7 +14,7 @@
 use super::convolution::ConvPast;
 use super::layers::{INIT_STD, each_part};
 use super::{NetworkMemory, NetworkState, Rope};
-use crate::ops::{LinearAttentionBackend, accumulator, cat};
+use crate::ops::{Along, LinearAttentionBackend, accumulator, cat};
 use burn::module::Param;
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -249,11 +249,11 @@ pub(crate) fn regression_slope<B: Backend>(
     target: Tensor<B, 4>,
     epsilon: f64,
 ) -> Tensor<B, 4> {
-    let size = ((z.clone() * z.clone()).mean_dim(3) + epsilon).sqrt();
+    let size = ((z.clone() * z.clone()).mean_along(3) + epsilon).sqrt();
     let h = z / size.clone();
     let d = squared * h.clone() - target;
-    let along = (d.clone() * h.clone()).mean_dim(3);
-    (d.clone() - d.mean_dim(3) - h * along) / size
+    let along = (d.clone() * h.clone()).mean_along(3);
+    (d.clone() - d.mean_along(3) - h * along) / size
 }
 
 /// The last of C rows, `[.., .., C, X]`.

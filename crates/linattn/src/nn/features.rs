@@ -29,7 +29,7 @@
 
 use super::layers::{Linear, l2_normalize, standardize};
 use super::{ConfigError, LARGEST, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
+use crate::ops::{Along, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::LinearConfig;
 use burn::tensor::activation::{relu, softmax};
@@ -292,7 +292,7 @@ impl<B: LinearAttentionBackend> Features<B> {
             }
             FeatureMap::Performer { .. } => {
                 let x = shrunk(x);
-                let half = (x.clone() * x.clone()).sum_dim(3) * 0.5;
+                let half = (x.clone() * x.clone()).sum_along(3) * 0.5;
                 share((self.project(x) - half).exp(), 1)
             }
             FeatureMap::Rfa { .. } => {
@@ -446,7 +446,7 @@ pub(crate) fn elu_plus_one<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
 
 /// Entries of the last dimension as shares of their sum, to which `epsilon` is added.
 pub(crate) fn over_sum<B: Backend>(x: Tensor<B, 4>, epsilon: f64) -> Tensor<B, 4> {
-    x.clone() / (x.sum_dim(3) + epsilon)
+    x.clone() / (x.sum_along(3) + epsilon)
 }
 
 /// Refuses distances of DPFP that keys of `key_width` numbers do not have.

@@ -10,7 +10,7 @@
 //! Source: log-linear attention, arXiv 2506.04761. A sequence is taken in pieces, each by matrices of its tokens.
 
 use super::layers::each_part;
-use crate::ops::{LinearAttentionBackend, accumulator, cat, solve_unit_lower, typed};
+use crate::ops::{Along, LinearAttentionBackend, accumulator, cat, solve_unit_lower, typed};
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
 
 /// Tokens of a piece.
@@ -104,7 +104,7 @@ impl<B: LinearAttentionBackend> Piece<B> {
         let of_memories = self.read_weights(blocks.of_memories(tokens, &device)).unsqueeze_dim(4);
         let answers = queries.matmul(memory.clone());
         let answers = answers.reshape([batch, heads, tokens, levels, value_width]);
-        let before = (answers * of_memories).sum_dim(3).squeeze_dim::<4>(3);
+        let before = (answers * of_memories).sum_along(3).squeeze_dim::<4>(3);
 
         let kept = memory.clone() * total;
         let kept = match erased {

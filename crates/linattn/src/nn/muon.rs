@@ -4,6 +4,7 @@
 //! ```
 //! Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 
+use crate::ops::Along;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// a, b, c of each step.
@@ -30,7 +31,8 @@ pub(crate) fn orthogonal<B: Backend, const D: usize>(
     let shape = x.dims();
     let tall = shape[D - 2] > shape[D - 1];
     let x = if tall { x.transpose() } else { x };
-    let size = (x.clone() * x.clone()).sum_dim(D - 1).sum_dim(D - 2) + f64::from(f32::MIN_POSITIVE);
+    let size =
+        (x.clone() * x.clone()).sum_along(D - 1).sum_along(D - 2) + f64::from(f32::MIN_POSITIVE);
     let x = x / (size.sqrt() + EPSILON);
     let step = |x: Tensor<B, D>, [a, b, c]: [f64; 3]| {
         let square = x.clone().matmul(x.clone().transpose());

@@ -8,7 +8,7 @@
 use super::exponential_gates::exponential_sums;
 use super::score_bias::causal_mask;
 use super::{Kept, KeptTensors};
-use crate::ops::{LOWEST, LinearAttentionBackend, cat, typed};
+use crate::ops::{Along, LOWEST, LinearAttentionBackend, cat, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Queries whose pairs are worked off together.
@@ -130,8 +130,8 @@ impl<B: Backend> Biases<B> {
         let top = exponents.clone().detach().max_dim(2);
         let weights = (exponents - top.clone()).exp();
         Partial {
-            above: (weights.clone() * v.unsqueeze_dim::<4>(1)).sum_dim(2).squeeze_dim(2),
-            below: weights.sum_dim(2).squeeze_dim(2),
+            above: (weights.clone() * v.unsqueeze_dim::<4>(1)).sum_along(2).squeeze_dim(2),
+            below: weights.sum_along(2).squeeze_dim(2),
             top: top.squeeze_dim(2),
         }
     }

@@ -11,7 +11,7 @@ use super::muon::{LACT_STEPS, orthogonal};
 use super::softmax::KeyValueCache;
 use super::{KeptTensors, NetworkMemory, RecurrentState, StateTensors};
 use crate::nn::NetworkState;
-use crate::ops::stack;
+use crate::ops::{Along, stack};
 use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -60,7 +60,7 @@ impl<B: Backend> SwigluMemory<B> {
             let new = ascent(k[n].clone(), v[n].clone(), rates, &self.weights.start);
             self.weights.running = plus(&self.weights.running, new);
             if let Some(momentum) = &momentum {
-                let sum = momentum[n].clone().sum_dim(2);
+                let sum = momentum[n].clone().sum_along(2);
                 let sum: Tensor<B, 3> = sum.squeeze_dim::<3>(3).swap_dims(1, 2);
                 self.carried = Some(match self.carried.take() {
                     Some(before) => before + sum,
@@ -131,7 +131,7 @@ fn ascent<B: Backend>(
 /// Lengths of columns, `[B, H, 1, to]`.
 pub(crate) fn lengths<B: Backend>(weight: &Tensor<B, 4>) -> Tensor<B, 4> {
     // The gradient of a root at zero is no number.
-    ((weight.clone() * weight.clone()).sum_dim(2) + f64::from(f32::MIN_POSITIVE)).sqrt()
+    ((weight.clone() * weight.clone()).sum_along(2) + f64::from(f32::MIN_POSITIVE)).sqrt()
 }
 
 /// `weight` with columns of these lengths.

@@ -9,7 +9,7 @@
 //! Source: Mamba-3, arXiv 2603.15569.
 
 use super::recurrence::linear_attention;
-use crate::ops::{LinearAttentionBackend, LinearAttentionInputs, accumulator, cat, typed};
+use crate::ops::{Along, LinearAttentionBackend, LinearAttentionInputs, accumulator, cat, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Keys, values, gates and queries of tokens.
@@ -61,7 +61,7 @@ impl<B: LinearAttentionBackend> Trapezoid<B> {
             let unseen = column(now.clone()).repeat_dim(2, row);
             let seen = column(later.clone().neg()).repeat_dim(2, rank - row);
             let share = if row == 0 { seen } else { cat(vec![unseen, seen], 2) };
-            o = o + (q.clone() * k).sum_dim(4) * share * v;
+            o = o + (q.clone() * k).sum_along(4) * share * v;
         }
         (o, memory)
     }

@@ -12,7 +12,7 @@
 
 use super::backend::LinearAttentionBackend;
 use super::regression::{Attend, Regression, Solver, TINY, check_shapes};
-use super::tensors::accumulator;
+use super::tensors::{Along, accumulator};
 use super::{
     LinearAttentionInputs, OpError, OpResult, check_one_token, chunked, linear_scan, step,
 };
@@ -109,12 +109,12 @@ fn norms<B: LinearAttentionBackend>(
     answers: Tensor<B, 4>,
 ) -> Result<Tensor<B, 4>, OpError> {
     let [batch, tokens, heads, _] = x.k.dims();
-    let per_head = |x: Tensor<B, 4>| x.sum_dim(3).reshape([batch, tokens, heads]);
+    let per_head = |x: Tensor<B, 4>| x.sum_along(3).reshape([batch, tokens, heads]);
     let own = per_head(x.k.clone().square()).square();
     let added = per_head(answers * x.k.clone()) * 2.0 - own;
     let first = x
         .first_of_keys()
-        .map(|state| state.square().sum_dim(3).sum_dim(2).reshape([batch, 1, heads]));
+        .map(|state| state.square().sum_along(3).sum_along(2).reshape([batch, 1, heads]));
     let (squares, _) = linear_scan((x.g.clone() * 2.0).exp(), added, first)?;
     Ok((squares + TINY).sqrt().unsqueeze_dim(3))
 }

@@ -12,7 +12,7 @@
 //! transposed matrices, of the taps by sums over diagonals.
 
 use super::OpError;
-use super::tensors::{accumulator, cat, typed};
+use super::tensors::{Along, accumulator, cat, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Tokens of a block.
@@ -62,7 +62,7 @@ pub fn long_convolution<B: Backend>(
 /// The output of the last token alone, `[B, 1, D]`.
 fn last_token<B: Backend>(all: Tensor<B, 3>, taps: Tensor<B, 2>) -> Tensor<B, 3> {
     let seen = all.dims()[1];
-    (all * of_length(taps, seen).flip([0]).unsqueeze::<3>()).sum_dim(1)
+    (all * of_length(taps, seen).flip([0]).unsqueeze::<3>()).sum_along(1)
 }
 
 /// The outputs of the last `tokens` tokens.

@@ -14,7 +14,7 @@
 use super::backend::{Composite, LinearAttentionBackend};
 use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, LogDecay, Read, Recurrence, Transition};
-use super::tensors::{cat, primitive, tensor};
+use super::tensors::{Along, cat, primitive, tensor};
 use super::{LinearAttentionInputs, OpError, OpResult};
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 
@@ -193,7 +193,7 @@ impl<B: LinearAttentionBackend> Equations<B> {
 
     /// By conjugate gradients.
     fn by_directions(&self, rows: Tensor<B, 4>, iterations: usize) -> Tensor<B, 4> {
-        let dot = |a: &Tensor<B, 4>, b: &Tensor<B, 4>| (a.clone() * b.clone()).sum_dim(3);
+        let dot = |a: &Tensor<B, 4>, b: &Tensor<B, 4>| (a.clone() * b.clone()).sum_along(3);
         // Rows of about length 1: squares of small gradients would be lost beside TINY.
         let scale = rows.clone().abs().max_dim(3) + TINY;
         let mut rest = rows / scale.clone();
@@ -240,7 +240,7 @@ impl<B: LinearAttentionBackend> Equations<B> {
         let by_row = (w.clone() * found.clone()).neg();
         let shape = self.lambda.dims();
         let alike = (0..4).filter(|&dim| shape[dim] == 1);
-        let d_lambda = primitive(alike.fold(by_row, |sum, dim| sum.sum_dim(dim)));
+        let d_lambda = primitive(alike.fold(by_row, |sum, dim| sum.sum_along(dim)));
         let recurrence = Recurrence { q: primitive(found), ..self.recurrence };
         let Forward { saved, .. } = B::chunkwise(recurrence.clone(), true);
         let d_answers = primitive(w.clone().neg());

@@ -51,6 +51,32 @@ pub(super) fn float_cat<B: Backend>(tensors: Vec<FloatTensor<B>>, dim: usize) ->
     joined
 }
 
+/// Sums and means along a dimension that is kept with one number, as Burn's are, with right gradients on GPUs.
+///
+/// On CubeCL's backends Burn 0.21 sums a dimension of one number wrongly where a tensor lies permuted, and the gradient
+/// of a sum starts with such a sum of the gradient that came. So what comes is laid out anew here, by a way through
+/// a tensor of one dimension, unless it lies in order.
+pub(crate) trait Along {
+    fn sum_along(self, dim: usize) -> Self;
+    fn mean_along(self, dim: usize) -> Self;
+}
+
+#[allow(clippy::disallowed_methods)] // the one place where they are right
+impl<B: Backend, const D: usize> Along for Tensor<B, D> {
+    fn sum_along(self, dim: usize) -> Self {
+        if self.dims()[dim] == 1 { self } else { with_gradients_in_order(self.sum_dim(dim)) }
+    }
+
+    fn mean_along(self, dim: usize) -> Self {
+        if self.dims()[dim] == 1 { self } else { with_gradients_in_order(self.mean_dim(dim)) }
+    }
+}
+
+fn with_gradients_in_order<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    let dims = x.dims();
+    x.reshape([dims.iter().product::<usize>()]).reshape(dims)
+}
+
 /// `tensors` beside one another along a new dimension, joined by [`cat`].
 pub(crate) fn stack<B: Backend, const D: usize, const E: usize>(
     tensors: Vec<Tensor<B, D>>,
@@ -79,7 +105,7 @@ pub(crate) fn each_part<B: Backend, const D: usize>(
 /// order.
 pub(crate) fn sum_in_order<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
     let count = x.dims().iter().product();
-    x.reshape([1, count]).sum_dim(1).reshape([1])
+    x.reshape([1, count]).sum_along(1).reshape([1])
 }
 
 /// `ln(1 + e^x)` without an infinity where x is large, in f32 at least. It is as good as the backend's `log1p`, which

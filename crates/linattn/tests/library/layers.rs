@@ -5,6 +5,7 @@ use crate::support::{DrawnBy, alone};
 use burn::backend::{Autodiff, Flex};
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
+use linattn::backend::TrainBackend;
 use linattn::nn::mixers::{Mixer, MixerConfig};
 use linattn::nn::{
     Kept, KeptTensors, LanguageModel, LanguageModelConfig, Norm, NormKind, Rope, Shared,
@@ -640,7 +641,7 @@ fn every_parameter_of_a_model_is_learnt() {
 }
 
 /// The gradients of a module's parameters, by path.
-fn collect<M: Module<B>>(
+pub(crate) fn collect<B: TrainBackend, M: Module<B>>(
     module: &M,
     gradients: &burn::optim::GradientsParams,
 ) -> Vec<(String, Vec<f64>)> {
@@ -649,7 +650,7 @@ fn collect<M: Module<B>>(
         path: Vec<String>,
         found: Vec<(String, Vec<f64>)>,
     }
-    impl ModuleVisitor<B> for Collect<'_> {
+    impl<B: TrainBackend> ModuleVisitor<B> for Collect<'_> {
         fn enter_module(&mut self, name: &str, _container: &str) {
             self.path.push(name.to_string());
         }
@@ -657,13 +658,13 @@ fn collect<M: Module<B>>(
             self.path.pop();
         }
         fn visit_float<const R: usize>(&mut self, param: &Param<Tensor<B, R>>) {
-            let gradient = self.gradients.get::<Flex, R>(param.id);
+            let gradient = self.gradients.get::<B::InnerBackend, R>(param.id);
             let gradient = gradient.unwrap_or_else(|| panic!("{:?} has no gradient", self.path));
             self.found.push((self.path.join("."), download(gradient)));
         }
     }
     let mut collect = Collect { gradients, path: vec![], found: vec![] };
-    module.visit(&mut collect);
+    Module::<B>::visit(module, &mut collect);
     collect.found
 }
 

@@ -2,6 +2,9 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 #![allow(clippy::disallowed_methods)] // no test learns beside another: see `support::alone`
 
+// Generic code that the commands' library has made already is taken from there, of crates that are named.
+use linattn_cli as _;
+
 #[cfg(feature = "cpu")]
 mod adapters;
 mod call;

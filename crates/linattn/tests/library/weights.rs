@@ -17,6 +17,7 @@ impl<B: Backend> ModuleVisitor<B> for Weights {
 impl<B: Backend> ModuleMapper<B> for Weights {
     fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
         let weight = self.0.pop_front().unwrap();
-        param.map(|old| Tensor::from_data(weight, &old.device()).require_grad())
+        let dtype = weight.dtype;
+        param.map(|old| Tensor::from_data(weight, (&old.device(), dtype)).require_grad())
     }
 }

@@ -6,7 +6,7 @@ use crate::nn::diagonal_ssm::{DiagonalSsm, DiagonalStart, Discretization, Parts,
 use crate::nn::layers::{ResidualLinear, linear_with_bias};
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
-use crate::ops::{self, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, Along, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -181,7 +181,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for H3<B> {
         let before = past.draw_parts().map(|pair| Parts::unpack(pair, products, heads));
         let (y, after) = self.ssm.run(u, before, shared);
         let y: Tensor<B, 5> = y.reshape([batch, width, width, tokens, heads]);
-        let y: Tensor<B, 4> = (q * y).sum_dim(1).squeeze_dim(1);
+        let y: Tensor<B, 4> = (q * y).sum_along(1).squeeze_dim(1);
         let y: Tensor<B, 3> = y.permute([0, 2, 3, 1]).reshape([batch, tokens, d_model]);
         (
             self.out_proj.forward(typed(y, dtype)),

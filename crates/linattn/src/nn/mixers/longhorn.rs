@@ -10,7 +10,7 @@ use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear, sha
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, Shared};
-use crate::ops::{DeltaRuleInputs, LinearAttentionBackend, accumulator};
+use crate::ops::{Along, DeltaRuleInputs, LinearAttentionBackend, accumulator};
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -165,7 +165,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Longhorn<B> {
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let (Qkv { q, k, v }, [beta], [gate]) =
             self.qkv().project_some(&x, [beta], [gate], &mut past.conv_states);
-        let length = share_heads(accumulator(k.clone()).square().sum_dim(3), self.heads);
+        let length = share_heads(accumulator(k.clone()).square().sum_along(3), self.heads);
         let eps = beta.clone() / (beta * length.squeeze_dim::<3>(3) + 1.0);
         let inputs = DeltaRuleInputs::new(q, k, v, eps);
         let (o, memory) = delta_rule(inputs, past.memory.take(), past.conv_states.lengths());

@@ -10,7 +10,7 @@ use crate::nn::log_decay::fresh_dt_bias;
 use crate::nn::rope::{Turn, sum_of_angles};
 use crate::nn::trapezoid::Trapezoid;
 use crate::nn::{ConfigError, Cost, Kept, LARGEST, Linear, Shared, positive};
-use crate::ops::{LinearAttentionBackend, accumulator, cat, typed};
+use crate::ops::{Along, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{RmsNorm, RmsNormConfig};
 use burn::tensor::activation::{sigmoid, silu};
@@ -269,7 +269,7 @@ impl<B: LinearAttentionBackend> Mamba3<B> {
             }
             None => o,
         };
-        o.sum_dim(2).reshape([batch, tokens, heads * width])
+        o.sum_along(2).reshape([batch, tokens, heads * width])
     }
 }
 

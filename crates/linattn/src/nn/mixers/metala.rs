@@ -12,7 +12,7 @@ use crate::nn::layers::{
 use crate::nn::projection::{Projection, project};
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
-use crate::ops::{self, GateActivation, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, Along, GateActivation, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, backend::Backend};
@@ -178,7 +178,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for MetaLa<B> {
         let k = g.clone().exp().neg() + 1.0;
         let own = self.aug_balance.as_ref().map(|w| {
             let w: Tensor<B, 4> = w.val().reshape([1, 1, self.heads, q.dims()[3]]);
-            let share = (accumulator(q.clone()) * k.clone() * w).sum_dim(3);
+            let share = (accumulator(q.clone()) * k.clone() * w).sum_along(3);
             typed(sigmoid(share * accumulator(v.clone())), dtype)
         });
         let scale = (q.dims()[3] as f64).powf(-0.5);

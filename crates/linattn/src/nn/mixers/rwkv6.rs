@@ -9,7 +9,7 @@ use crate::nn::layers::{
 };
 use crate::nn::recurrence::linear_attention;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, GateActivation, LinearAttentionBackend, Read, accumulator, typed};
+use crate::ops::{self, Along, GateActivation, LinearAttentionBackend, Read, accumulator, typed};
 use burn::module::{Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig, Tanh};
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -228,7 +228,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv6<B> {
         let gate = self.g_proj.linear.forward(mixed(4));
 
         let u = typed(self.bonus.val(), r.dtype()).unsqueeze::<4>(); // [1, 1, H, K]
-        let own = (r.clone() * k.clone() * u).sum_dim(3) * v.clone();
+        let own = (r.clone() * k.clone() * u).sum_along(3) * v.clone();
         let inputs = ops::LinearAttentionInputs {
             read: Read::Before,
             ..ops::LinearAttentionInputs::new(r, k, v).with_decay(g)

@@ -9,7 +9,9 @@ use crate::nn::layers::{
 };
 use crate::nn::recurrence::low_rank;
 use crate::nn::{ConfigError, Cost, Linear, Shared, positive};
-use crate::ops::{self, Decay, GateActivation, LinearAttentionBackend, LowRankInputs, accumulator};
+use crate::ops::{
+    self, Along, Decay, GateActivation, LinearAttentionBackend, LowRankInputs, accumulator,
+};
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{GroupNorm, GroupNormConfig};
 use burn::tensor::activation::sigmoid;
@@ -264,7 +266,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Rwkv7<B> {
         let k = k * ops::scale_channels(rate.clone(), strength, Some(rest), None);
         let bonus =
             ops::scale_channels(r.clone() * k.clone(), self.r_k.val().flatten(0, 1), None, None);
-        let bonus = split(bonus).sum_dim(3) * v.clone();
+        let bonus = split(bonus).sum_along(3) * v.clone();
 
         let inputs = LowRankInputs {
             q: split(r),

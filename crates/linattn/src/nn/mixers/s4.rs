@@ -5,7 +5,7 @@ use crate::nn::diagonal_ssm::{DiagonalStart, Discretization, Parts, Spectrum};
 use crate::nn::hippo;
 use crate::nn::layers::{ResidualLinear, gelu, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Kept, Shared};
-use crate::ops::{self, LinearAttentionBackend, cat};
+use crate::ops::{self, Along, LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::glu;
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
@@ -233,7 +233,7 @@ impl<B: LinearAttentionBackend> S4<B> {
         };
         let ahead = dense(&half) - p.clone().matmul(p.clone().transpose()) * dt.clone();
         let along = shrunk(p.clone());
-        let share = (p.clone() * along.clone()).sum_dim(1) * dt.clone() + 1.0; // [D, 1, 1]
+        let share = (p.clone() * along.clone()).sum_along(1) * dt.clone() + 1.0; // [D, 1, 1]
         let solve = |x: Tensor<B, 3>| {
             let x = shrunk(x);
             let met = p.clone().transpose().matmul(x.clone()) * dt.clone() / share.clone();

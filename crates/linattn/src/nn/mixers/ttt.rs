@@ -15,7 +15,8 @@ use crate::nn::layers::{
 use crate::nn::projection::{Projection, project_all};
 use crate::nn::{ConfigError, Cost, Kept, Linear, NetworkMemory, Rope, Shared, positive};
 use crate::ops::{
-    self, GateActivation, LinearAttentionBackend, TttInputs, accumulator, cat, stack, ttt, typed,
+    self, Along, GateActivation, LinearAttentionBackend, TttInputs, accumulator, cat, stack, ttt,
+    typed,
 };
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -192,7 +193,7 @@ impl<B: LinearAttentionBackend> Ttt<B> {
     /// The learnt weights without their outputs' means, and no gradients.
     fn start(&self, batch: usize) -> NetworkMemory<B> {
         let mut weights = start(&self.weights, batch);
-        let last = weights.pop().map(|last| last.clone() - last.mean_dim(3));
+        let last = weights.pop().map(|last| last.clone() - last.mean_along(3));
         weights.extend(last);
         NetworkMemory { running: zeros_like(&weights), start: weights, momentum: vec![] }
     }

@@ -24,7 +24,7 @@ use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
 use super::recurrence::{Dims, Forward, Hidden, LogDecay, Read, Recurrence, Saved, Transition};
 use super::reference;
-use super::tensors::{primitive, tensor};
+use super::tensors::{Along, primitive, tensor};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::kernel::into_contiguous;
@@ -72,7 +72,7 @@ where
             false => {
                 let [batch, tokens, key_heads, key_width] = dims.keys_shape();
                 let grouped = [batch, tokens, key_heads, dims.heads / key_heads, key_width];
-                let sum = tensor::<Self, 4>(d).reshape(grouped).sum_dim(3);
+                let sum = tensor::<Self, 4>(d).reshape(grouped).sum_along(3);
                 primitive(sum.squeeze_dim::<4>(3))
             }
         };

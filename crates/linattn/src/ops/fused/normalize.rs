@@ -2,7 +2,7 @@
 
 use super::{Activation, Measure, Normalization};
 use crate::ops::backend::LinearAttentionBackend;
-use crate::ops::tensors::{primitive, tensor};
+use crate::ops::tensors::{Along, primitive, tensor};
 use crate::ops::{accumulator, typed};
 use burn::tensor::{DType, Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 
@@ -21,12 +21,12 @@ pub(in crate::ops) fn normalize_in_tensor_ops<B: Backend, const D: usize>(
     });
     let mut rows = accumulator(h.clone().unwrap_or(x));
     if n.measure == Measure::Standard {
-        rows = rows.clone() - rows.mean_dim(D - 1);
+        rows = rows.clone() - rows.mean_along(D - 1);
     }
     let squares = rows.clone().square();
     let size = match n.measure {
-        Measure::RootMeanSquare | Measure::Standard => squares.mean_dim(D - 1),
-        Measure::Length => squares.sum_dim(D - 1),
+        Measure::RootMeanSquare | Measure::Standard => squares.mean_along(D - 1),
+        Measure::Length => squares.sum_along(D - 1),
     };
     let mut y = typed(rows / size.add_scalar(n.epsilon).sqrt(), n.dtype);
     if let Some(weight) = n.weight {

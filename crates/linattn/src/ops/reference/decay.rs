@@ -5,6 +5,7 @@ use super::mask::Mask;
 use super::scalar_decay::ScalarDecay;
 use super::vector_decay::VectorDecay;
 use crate::ops::recurrence::{LogDecay, Read};
+use crate::ops::tensors::Along;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Factors of the decay of a recurrence.
@@ -106,7 +107,7 @@ impl<B: Backend> DecayFactors<B> {
     /// The sum over the last dimension where one decay is that of all rows.
     pub(super) fn own(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
         match self {
-            Self::None { .. } | Self::Scalar(_) => x.sum_dim(3),
+            Self::None { .. } | Self::Scalar(_) => x.sum_along(3),
             Self::Vector(_) => x,
         }
     }
@@ -127,7 +128,7 @@ impl<'a, B: Backend> Exponents<'a, B> {
     ) -> Self {
         let factors = decay.factors();
         let found = factors.map(|(from_start, total)| {
-            let total = (states.clone() * d_states.clone()).sum_dim(3) * total;
+            let total = (states.clone() * d_states.clone()).sum_along(3) * total;
             let total = decay.own(total.swap_dims(2, 3)); // of [.., 1, K]
             let zeros = from_start.zeros_like();
             ExponentGradients { within: vec![], from_start: zeros.clone(), to_end: zeros, total }

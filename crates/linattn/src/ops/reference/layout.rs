@@ -1,7 +1,7 @@
 //! Two layouts of rows: `[B, T, H, X]` outside, `[chunks, B H, C, X]` inside.
 
 use crate::ops::recurrence::Dims;
-use crate::ops::tensors::{accumulator, cat};
+use crate::ops::tensors::{Along, accumulator, cat};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Sizes of one call, and of its chunks.
@@ -80,7 +80,7 @@ impl Layout {
             1 => x,
             group => {
                 let x = x.reshape([batch, tokens, key_heads, group, key_width]);
-                x.sum_dim(3).squeeze_dim(3)
+                x.sum_along(3).squeeze_dim(3)
             }
         }
     }

@@ -42,7 +42,7 @@ pub(in crate::ops) use step::step;
 pub(crate) use triangular::solve_unit_lower;
 
 use crate::ops::recurrence::{Forward, LogDecay, Read, Recurrence, Saved, Transition};
-use crate::ops::tensors::{accumulator, cat, primitive, tensor};
+use crate::ops::tensors::{Along, accumulator, cat, primitive, tensor};
 use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 use decay::{DecayFactors, Exponents};
 use layout::Layout;
@@ -561,8 +561,8 @@ impl<B: Backend> Delta<B> {
             Some(decay) => d_a.neg() * decay.clone(),
             None => d_a.neg(),
         };
-        let by_rows = (d_rows.clone() * self.erase.clone()).sum_dim(3);
-        let by_values = (d_v.clone() * self.v.clone()).sum_dim(3);
+        let by_rows = (d_rows.clone() * self.erase.clone()).sum_along(3);
+        let by_values = (d_v.clone() * self.v.clone()).sum_along(3);
         DeltaGradients {
             beta: by_rows + by_values,
             erase: d_rows * self.beta.clone(),

@@ -9,6 +9,7 @@
 use super::exponents::{ExponentGradients, ScoreGradients, later};
 use super::mask::Mask;
 use crate::ops::recurrence::Read;
+use crate::ops::tensors::Along;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Factors of one decay, `[chunks, N, ..]`.
@@ -46,7 +47,7 @@ impl<B: Backend> ScalarDecay<B> {
         let [chunks, rows, size, _] = within.dims();
         let strict = Mask::lower(&within, size, 1);
         // Column m - 1 of the running sums holds the sum over j < m; the rows i >= m are below it.
-        let crossing = strict.apply(strict.apply(within).cumsum(3)).sum_dim(2);
+        let crossing = strict.apply(strict.apply(within).cumsum(3)).sum_along(2);
         let behind = crossing.reshape([chunks, rows, size, 1]) + to_end.cumsum(2);
         let ahead = from_start.flip([2]).cumsum(2).flip([2]) + total;
         ahead + later(behind, 0.0)

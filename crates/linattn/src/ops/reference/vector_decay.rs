@@ -21,6 +21,7 @@
 use super::exponents::{ExponentGradients, ScoreGradients};
 use super::mask::Mask;
 use crate::ops::recurrence::Read;
+use crate::ops::tensors::Along;
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Factors of one decay, in chunks.
@@ -162,7 +163,7 @@ impl<B: Backend> VectorDecay<B> {
     ) -> ScoreGradients<B> {
         let (mut d_x, mut d_y) = match read {
             Read::After => {
-                let own = self.diagonal.apply(d.clone()).sum_dim(3);
+                let own = self.diagonal.apply(d.clone()).sum_along(3);
                 (y.clone() * own.clone(), x.clone() * own)
             }
             Read::Before => (x.zeros_like(), y.zeros_like()),
