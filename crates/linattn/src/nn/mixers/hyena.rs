@@ -33,6 +33,8 @@ pub struct HyenaConfig {
     /// L, the length that lags are told as shares of.
     pub length: usize,
     /// Whether features of lags are learnt: no sequence is longer than `length` then.
+    // Left out where it is false: rows of experiments name configs by their text, which had no such key before.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub learn_lags: bool,
 }
 
