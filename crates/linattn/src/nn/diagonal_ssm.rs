@@ -185,7 +185,7 @@ impl DiagonalStart {
         let ones = || {
             let shape = [1, channels, modes];
             let real = Tensor::<B, 3>::ones(shape, device);
-            Param::from_tensor(Tensor::cat(vec![real, Tensor::zeros(shape, device)], 0))
+            Param::from_tensor(ops::cat(vec![real, Tensor::zeros(shape, device)], 0))
         };
         DiagonalSsm {
             log_dt: Param::from_tensor(Tensor::random([channels], log_steps, device)),

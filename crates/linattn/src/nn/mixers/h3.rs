@@ -71,7 +71,7 @@ impl H3Config {
             shift_input: self.learn_inputs.then(|| {
                 let first = Tensor::<B, 2>::ones([1, d_model], device);
                 let rest = Tensor::zeros([self.d_state - 1, d_model], device);
-                Param::from_tensor(Tensor::cat(vec![first, rest], 0))
+                Param::from_tensor(ops::cat(vec![first, rest], 0))
             }),
             shift_d: Initializer::Normal { mean: 0.0, std: 1.0 }.init([d_model], device),
             ssm: ssm.init(device),
