@@ -55,7 +55,7 @@ fn noise<B: Backend>(seed: u64, dtype: DType, device: &B::Device) -> Tensor<B, 3
     upload(&numbers, [2, TOKENS, D], dtype, device)
 }
 
-/// What a mixer gives, each with its name.
+/// Outputs and gradients of a mixer, each with its name.
 type Found = Vec<(String, Vec<f64>)>;
 
 /// Outputs of the whole sequence, then those of its pieces.
@@ -89,7 +89,7 @@ fn gradients<B: TrainBackend>(mixer: &Mixer<B>, x: Tensor<B, 3>, weights: Tensor
     std::iter::once(own).chain(named).collect()
 }
 
-/// All of it, by weights that go from `from` into a mixer for a device.
+/// Outputs and gradients of a mixer for a device, with the weights of `from`.
 fn found<B: TrainBackend>(
     config: &MixerConfig,
     from: &Mixer<Flex>,
@@ -108,7 +108,7 @@ fn found<B: TrainBackend>(
     found
 }
 
-/// What a device gives that differs from the processor's beyond the rounding of f32, a line each.
+/// Differences of a device from the processor beyond the rounding of f32, a line each.
 fn differences<B: TrainBackend>(text: &str, device: &B::Device, limit: f64) -> String {
     let config = config(text);
     let narrow = fresh(&config);
