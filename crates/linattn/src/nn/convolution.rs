@@ -126,10 +126,7 @@ impl<B: LinearAttentionBackend> ShortConvolution<B> {
         lengths: Option<&SequenceLengths>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        ops::convolve(x, self.weight.val(), bias, conv_state, activation, lengths).expect(
-            "`x` has the channels that the layer was made for and the tokens of its sequences, and the conv \
-             state is its own",
-        )
+        convolved(x, (self.weight.val(), bias), conv_state, activation, lengths)
     }
 }
 
@@ -143,9 +140,22 @@ pub(crate) fn through_weight<B: LinearAttentionBackend>(
 ) -> Tensor<B, 3> {
     let lengths = conv_states.lengths().cloned();
     conv_states.through(name, |conv_state| {
-        ops::convolve(x, weight, None, conv_state, None, lengths.as_ref())
-            .expect("`x` has the channels of the taps and the tokens of its sequences, and the conv state is its own")
+        convolved(x, (weight, None), conv_state, None, lengths.as_ref())
     })
+}
+
+/// [`ops::convolve`] of a layer's own taps, bias and conv state.
+fn convolved<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    (weight, bias): (Tensor<B, 2>, Option<Tensor<B, 1>>),
+    conv_state: Option<Tensor<B, 3>>,
+    activation: Option<Activation>,
+    lengths: Option<&SequenceLengths>,
+) -> (Tensor<B, 3>, Tensor<B, 3>) {
+    ops::convolve(x, weight, bias, conv_state, activation, lengths).expect(
+        "`x` has the channels that the layer was made for and the tokens of its sequences, and the conv \
+         state is its own",
+    )
 }
 
 /// The conv states of a layer, and whatever else of it looks back a few tokens: those from before, to draw from,
