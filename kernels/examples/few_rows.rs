@@ -70,9 +70,8 @@ fn all<R: Runtime>(client: &ComputeClient<R>, device: &str) {
         }
     }
     for bits in [Bits::Four, Bits::Eight] {
-        // A group has 32 numbers.
-        for [inner, columns] in MATRICES.map(|[inner, columns]| [inner / 32 * 32, columns]) {
-            quantized(client, device, bits, [inner, columns]);
+        for sizes in MATRICES {
+            quantized(client, device, bits, sizes);
         }
     }
 }
@@ -86,7 +85,8 @@ fn asked() -> Option<String> {
 fn quantized<R: Runtime>(client: &ComputeClient<R>, device: &str, bits: Bits, sizes: [usize; 2]) {
     let dtype = StorageType::Scalar(ElemType::Float(FloatKind::F32));
     let [inner, columns] = sizes;
-    let [values, scales] = [inner * columns * bits.count() / 8, inner * columns / 32 * 4];
+    let groups = inner.div_ceil(quantized::GROUP) * columns;
+    let [values, scales] = [groups * 4 * bits.words(), groups * 4];
     let copies = (ROTATED / values + 1).max(2);
     let copies: Vec<[Handle; 2]> = (0..copies)
         .map(|_| [vec![0x5au8; values], vec![0; scales]].map(|x| client.create_from_slice(&x)))
@@ -96,17 +96,25 @@ fn quantized<R: Runtime>(client: &ComputeClient<R>, device: &str, bits: Bits, si
         let [values, scales] = &copies[n % copies.len()];
         quantized::Matrix { values, scales, rows: columns }
     };
-    let (dims, given) = (Dims { rows: 1, inner }, (bits, &[columns][..]));
-    let product = quantized::Product::new(client, dims, Reading::Rows, given, dtype)
+    let dims = Dims { rows: 1, inner };
+    let form = quantized::Form { bits, rows: vec![columns], floats: vec![] };
+    let product = quantized::Product::new(client, dims, Reading::Rows, form, dtype)
         .expect("the device takes it");
     let mut ways = vec![("chosen".to_string(), product.clone())];
     if asked().as_deref() == Some("units") {
-        let lanes = [4, 8, 16, 32, 64, 128].map(|lanes| (lanes, product.clone().in_lanes(lanes)));
-        ways.extend(lanes.into_iter().filter_map(|(n, way)| Some((format!("{n} lanes"), way?))));
+        for lanes in [4, 8, 16, 32, 64] {
+            for deep in [1, 2, 4] {
+                for ahead in [1, 2, 4] {
+                    let way = product.clone().dealt([lanes, deep, ahead]);
+                    ways.extend(way.map(|way| (format!("{lanes} lanes x {deep} x {ahead}"), way)));
+                }
+            }
+        }
     }
     for (name, way) in ways {
         let us = microseconds(client, copies.len(), |n| {
-            drop(way.launch(client, Input::Rows(&x), &[matrix(n)]));
+            let given = quantized::Matrices { bits, quantized: &[matrix(n)], floats: &[] };
+            drop(way.launch(client, Input::Rows(&x), given));
         });
         let read = (values + scales) as f64 / us / 1e3;
         println!("{} bits,1,{inner},{columns},{device},{name},{us:.2},{read:.0},", bits.count());

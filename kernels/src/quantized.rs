@@ -1,24 +1,30 @@
-//! A few rows times quantized matrices side by side, `y = x [W_1^T W_2^T ..]`, and such a matrix as floats: the
-//! linear layers of a model that only decodes, whose weights are read as they are kept.
+//! A few rows times quantized matrices side by side, and narrow ones of floats behind them,
+//! `y = x [W_1^T W_2^T .. U_1 ..]`; and a quantized matrix as floats: the linear layers of a model that only decodes,
+//! whose weights are read as they are kept.
 //! ```text
 //! W_nk = s_nj q_nk                             j = k / 32, a group; q: -127 to 127, or -7 to 7
 //! y_mn = sum_j s_nj sum_(k in j) q_nk x_mk     in f32
 //!
-//! x:   [M, K]             F      M from 1 to 8, K a multiple of 32; or another `Input`
-//! q_i: [N_i, K bits / 32] u32    1 to 8 of them
-//! s_i: [N_i, K / 32]      f32
-//! y:   [M, N]             F      N = N_1 + N_2 ..
+//! x:   [M, K]          F      M from 1 to 8; or another `Input`
+//! q_i: [N_i, J bits]   u32    1 to 8 of them, J = K / 32 rounded up
+//! s_i: [N_i, J]        f32
+//! U_i: [K, C_i]        F      C_i up to 64; 0 to 7 of them, 8 matrices in all
+//! y:   [M, N]          F      N = N_1 + N_2 .. + C_1 ..
 //! ```
-//! Of 8 bits a word has four numbers, the first in its low byte, as two's complements. Of 4 bits a group is four
+//! A row's last group has zeros behind its last number. Of 8 bits a word has four numbers, the first in its low byte, as two's complements. Of 4 bits a group is four
 //! words: byte b of all 16 has number b of the group in its low nibble and number 16 + b in its high one, plus 8.
 //!
-//! Work:   a unit has the same group of a few rows of W, which are `lanes` groups apart the next time; units that
+//! Work:   a unit has the same group of `deep` rows of W, which are `lanes` groups apart the next time; units that
 //!         stand side by side read groups that lie side by side. A cube has all rows of x. Groups' sums meet in
-//!         shared memory, in one order.
-//! Bytes:  a unit requests its vectors of 16 bytes, 4 of 4 bits and 8 of 8, before x is in shared memory, and the
-//!         next ones as soon as these are used up.
-//! Floats: 2^23 + q is the float whose low bits are q, so that a number costs no conversion, of which a
-//!         multiprocessor makes a quarter as many as it adds.
+//!         shared memory, in one order. Cubes behind those have `deep` columns of a U each, whose rows all units deal
+//!         out among them.
+//! Bytes:  a unit requests vectors of 16 bytes, those of `ahead` groups of its rows, before x is in shared memory, and
+//!         the next ones as soon as these are used up.
+//! Floats: 16 + q is the float whose four high bits of the mantissa are q, 256 + q that of eight, so that a number costs
+//!         no conversion, of which a multiprocessor makes a quarter as many as it adds. What q has in excess comes off
+//!         each number, which is exact; off a group's sum, times the sum of its x, it would cost three bits.
+//! Memory: groups of x lie a number more than 32 apart, where a cube may have 17 KB: units that write one group, and
+//!         units that read one number of neighbouring groups, have banks of their own.
 //! Cost:   K N (bits / 8 + 1 / 8) bytes, and about (3 + M) K N instructions: a number is made a float once for all
 //!         rows of x.
 //! Edges:  rows of W past N_i repeat the last one and are not kept; groups past K repeat the last one, times 0.
@@ -27,7 +33,7 @@ use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
 use crate::few_rows::UNITS;
 use crate::few_rows::input::{self, CubeRows, InputArrays};
-pub use crate::few_rows::{Dims, Input, MOST_MATRICES, Output, Reading};
+pub use crate::few_rows::{Columns, Dims, Input, MOST_MATRICES, Output, Reading};
 use crate::fused::column_sums::multiprocessors;
 use crate::pointwise::Source;
 use crate::refusal::{Refusal, check_type};
@@ -39,15 +45,15 @@ use cubecl::server::Handle;
 pub const GROUP: usize = 32;
 /// Most rows of x. Above, the matrix is worth dequantizing for a product of matrices.
 pub const MOST_ROWS: usize = 8;
+/// Most columns of a matrix of floats, whose cubes read single numbers.
+pub const MOST_COLUMNS: usize = 64;
 
 /// Words of a load.
 const LOAD: usize = 4;
-/// Numbers in shared memory: 16 KB, which every device has.
+/// Numbers of x in shared memory: 16 KB, which every device has.
 const NUMBERS: usize = 4096;
-/// Bits of 2^23, whose last place is 1.
-const ONES: u32 = 0x4b00_0000;
-/// The float of [`ONES`].
-const BASE: f32 = 8_388_608.0;
+/// Bits of an f32 behind its exponent.
+const MANTISSA: usize = 23;
 
 /// Bits of a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -77,24 +83,80 @@ impl Bits {
         self.words() / LOAD
     }
 
-    /// The bits of 0, once the sign of a number of 8 bits is turned.
-    const fn zero(self) -> f32 {
-        match self {
-            Self::Four => 8.0,
-            Self::Eight => 128.0,
-        }
+    /// The power of two whose float has so many high bits of its mantissa for whole numbers.
+    const fn base(self) -> f32 {
+        (1u32 << self.count()) as f32
+    }
+
+    /// What the float of a number has in excess: the base, and half of it for numbers that count from there.
+    const fn excess(self) -> f32 {
+        self.base() * 1.5
     }
 }
 
 /// One matrix, laid out as the module says.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix<'a> {
-    /// q.
+    /// q, `[N_i, J bits]`.
     pub values: &'a Handle,
     /// s.
     pub scales: &'a Handle,
     /// N_i.
     pub rows: usize,
+}
+
+/// One matrix of floats, of the type of x.
+#[derive(Debug, Clone, Copy)]
+pub struct Floats<'a> {
+    /// U.
+    pub numbers: &'a Handle,
+    /// C_i, and how its rows lie.
+    pub columns: Columns,
+}
+
+/// The matrices of a product, in the order of their columns.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrices<'a> {
+    /// Bits of all that are quantized.
+    pub bits: Bits,
+    /// One at least.
+    pub quantized: &'a [Matrix<'a>],
+    /// Behind them.
+    pub floats: &'a [Floats<'a>],
+}
+
+/// Sizes of [`Matrices`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Form {
+    /// Bits of all that are quantized.
+    pub bits: Bits,
+    /// N_i.
+    pub rows: Vec<usize>,
+    /// C_i, and how their rows lie.
+    pub floats: Vec<Columns>,
+}
+
+impl Matrices<'_> {
+    /// Their sizes.
+    pub fn form(&self) -> Form {
+        Form {
+            bits: self.bits,
+            rows: self.quantized.iter().map(|matrix| matrix.rows).collect(),
+            floats: self.floats.iter().map(|floats| floats.columns).collect(),
+        }
+    }
+}
+
+impl Form {
+    /// N.
+    fn all_columns(&self) -> usize {
+        self.rows.iter().copied().chain(self.columns()).sum()
+    }
+
+    /// C_i.
+    fn columns(&self) -> impl Iterator<Item = usize> {
+        self.floats.iter().map(|floats| floats.count)
+    }
 }
 
 /// How a product is split over cubes and units: compile-time values of the kernel.
@@ -106,8 +168,16 @@ struct Split {
     tile: usize,
     /// Units that share a row of W.
     lanes: usize,
-    /// Matrices side by side.
+    /// Rows of W that a unit has.
+    deep: usize,
+    /// Groups of them that a unit requests at once.
+    ahead: usize,
+    /// Whether shared memory has room for a number more behind each group of x.
+    padded: bool,
+    /// Quantized matrices side by side.
     matrices: usize,
+    /// Matrices of floats behind them.
+    floats: usize,
     reading: Reading,
 }
 
@@ -117,46 +187,79 @@ impl Split {
         client: &ComputeClient<R>,
         dims: Dims,
         reading: Reading,
-        bits: Bits,
-        rows: &[usize],
+        form: &Form,
     ) -> Self {
         let enough = multiprocessors(client) * 3 / 4;
         let tile = dims.rows.next_power_of_two();
-        let (source, matrices) = (SOURCE, rows.len());
-        let split = |lanes| Self { source, bits, tile, lanes, matrices, reading };
-        let most = (dims.inner / GROUP).next_power_of_two().min(NUMBERS / (GROUP * tile));
-        let fills = |lanes: &usize| *lanes >= most || split(*lanes).cubes(rows) >= enough;
+        let memory = client.properties().hardware.max_shared_memory_size;
+        let padded = Self {
+            source: SOURCE,
+            bits: form.bits,
+            tile,
+            lanes: 16,
+            // Fewer where a unit has sums of more rows of x.
+            deep: (8 / tile).min(4),
+            ahead: 1,
+            padded: true,
+            matrices: form.rows.len(),
+            floats: form.floats.len(),
+            reading,
+        };
+        let split = |lanes| Self { lanes, padded: 4 * padded.numbers() <= memory, ..padded };
+        let most = groups(dims.inner).next_power_of_two().min(padded.span());
+        let fills = |lanes: &usize| *lanes >= most || split(*lanes).cubes(form) >= enough;
         split([16, 32, 64].into_iter().find(fills).unwrap_or(128))
-    }
-
-    /// Rows of W that a unit has: fewer where it has sums of more rows of x.
-    fn deep(&self) -> usize {
-        (8 / self.tile).min(4)
     }
 
     /// Rows of W that a cube has.
     fn across(&self) -> usize {
-        UNITS / self.lanes * self.deep()
+        UNITS / self.lanes * self.deep
     }
 
-    /// Cubes of all matrices.
-    fn cubes(&self, rows: &[usize]) -> usize {
-        rows.iter().map(|rows| rows.div_ceil(self.across())).sum()
+    /// Cubes of all quantized matrices.
+    fn cubes(&self, form: &Form) -> usize {
+        form.rows.iter().map(|rows| rows.div_ceil(self.across())).sum()
     }
 
-    /// Groups of x that shared memory holds at once: `[32, tile, span]`.
+    /// Cubes of all matrices of floats.
+    fn cubes_of_floats(&self, form: &Form) -> usize {
+        form.columns().map(|columns| columns.div_ceil(self.deep)).sum()
+    }
+
+    /// Groups of x that shared memory holds at once.
     fn span(&self) -> usize {
         NUMBERS / (GROUP * self.tile)
     }
 
-    /// Sums of a unit.
-    fn sums(&self) -> usize {
-        self.deep() * self.tile
+    /// Numbers from one group of x to the next: `[tile, 32]`, and what is behind them.
+    fn line(&self) -> usize {
+        self.tile * GROUP + usize::from(self.padded)
     }
 
-    /// Loads of a unit for one group.
-    fn ahead(&self) -> usize {
-        self.deep() * self.bits.loads()
+    /// Numbers in shared memory, all that the kernel allocates. It holds groups of x, `[span, line]`, and after the last
+    /// product the sums that meet.
+    fn numbers(&self) -> usize {
+        self.span() * self.line()
+    }
+
+    /// Sums of a unit.
+    fn sums(&self) -> usize {
+        self.deep * self.tile
+    }
+
+    /// Groups that all units of a row request at once.
+    fn step(&self) -> usize {
+        self.lanes * self.ahead
+    }
+
+    /// The kernel has room for it: whole steps among the groups of x, a place for each sum, and units that write them.
+    fn fits(&self) -> bool {
+        let all = [self.lanes, self.deep, self.ahead];
+        all.iter().all(|n| n.is_power_of_two())
+            && self.lanes <= UNITS
+            && self.span().is_multiple_of(self.step())
+            && self.sums() <= self.lanes
+            && self.sums() * UNITS <= self.numbers()
     }
 }
 
@@ -164,14 +267,13 @@ impl Split {
 #[derive(Debug, Clone)]
 pub struct Product {
     dims: Dims,
-    /// N_i.
-    rows: Vec<usize>,
+    form: Form,
     dtype: StorageType,
     split: Split,
 }
 
 impl Product {
-    /// Plans for a device: matrices of `rows` rows each.
+    /// Plans for a device.
     ///
     /// # Errors
     /// [`Refusal`] names what is wrong.
@@ -179,45 +281,51 @@ impl Product {
         client: &ComputeClient<R>,
         dims: Dims,
         reading: Reading,
-        (bits, rows): (Bits, &[usize]),
+        form: Form,
         dtype: StorageType,
     ) -> Result<Self, Refusal> {
-        let columns: usize = rows.iter().sum();
-        let empty = dims.inner == 0 || rows.contains(&0) || columns == 0;
+        let (rows, columns) = (&form.rows, form.all_columns());
+        let nothing = rows.contains(&0) || form.columns().any(|columns| columns == 0);
+        let empty = dims.inner == 0 || rows.is_empty() || nothing;
         if !(1..=MOST_ROWS).contains(&dims.rows) || empty {
             let Dims { rows, inner } = dims;
             return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
         }
-        let (got, most) = (rows.len(), MOST_MATRICES);
-        if got > most {
-            return Err(Refusal::TooLarge { what: "matrices side by side", got, most });
+        for (what, got, most) in [
+            ("matrices side by side", rows.len() + form.floats.len(), MOST_MATRICES),
+            ("columns of a matrix of floats", form.columns().max().unwrap_or(0), MOST_COLUMNS),
+        ] {
+            if got > most {
+                return Err(Refusal::TooLarge { what, got, most });
+            }
         }
-        let widest = rows.iter().copied().max().unwrap_or(0);
+        let strides = form.floats.iter().map(|floats| floats.stride);
+        let widest = rows.iter().copied().chain(strides).max().unwrap_or(0);
         check_matrix(client, [widest, dims.inner.saturating_mul(reading.parts())], dtype)?;
         // Those of x, numbers and scales of each matrix, y and the sizes.
-        let got = reading.bindings() + 2 * rows.len() + 2;
+        let got = reading.bindings() + 2 * rows.len() + form.floats.len() + 2;
         let most = client.properties().hardware.max_bindings as usize;
-        if reading != Reading::Rows && got > most {
+        let plain = reading == Reading::Rows && form.floats.is_empty();
+        if !plain && got > most {
             return Err(Refusal::TooLarge { what: "buffers of a kernel", got, most });
         }
-        let split = Split::new(client, dims, reading, bits, rows);
-        let got = split.cubes(rows);
+        let split = Split::new(client, dims, reading, &form);
+        let got = split.cubes(&form) + split.cubes_of_floats(&form);
         let most = client.properties().hardware.max_cube_count.0 as usize;
         match got > most {
             true => Err(Refusal::TooLarge { what: "cubes", got, most }),
-            false => Ok(Self { dims, rows: rows.to_vec(), dtype, split }),
+            false => Ok(Self { dims, form, dtype, split }),
         }
     }
 
-    /// This product with so many units for a row of W, a power of two: for measurements. `None` where they are more
-    /// than a cube has or than groups that wait in shared memory at once, or fewer than a unit has sums.
-    pub fn in_lanes(self, lanes: usize) -> Option<Self> {
-        let most = UNITS.min(self.split.span());
-        let takes = lanes.is_power_of_two() && (self.split.sums()..=most).contains(&lanes);
-        takes.then_some(Self { split: Split { lanes, ..self.split }, ..self })
+    /// This product with `lanes` units for a row of W, `deep` rows for a unit and `ahead` groups of them requested at
+    /// once, powers of two: for measurements. `None` where the kernel has no room for it.
+    pub fn dealt(self, [lanes, deep, ahead]: [usize; 3]) -> Option<Self> {
+        let split = Split { lanes, deep, ahead, ..self.split };
+        split.fits().then_some(Self { split, ..self })
     }
 
-    /// `x [W_1^T W_2^T ..]`, `[M, N]`, in one launch, and the sum of an [`Input`] that has one.
+    /// `x [W_1^T .. U_1 ..]`, `[M, N]`, in one launch, and the sum of an [`Input`] that has one.
     ///
     /// # Panics
     /// If matrices are not as planned, or x is read in another way.
@@ -225,30 +333,33 @@ impl Product {
         &self,
         client: &ComputeClient<R>,
         x: Input<'_>,
-        matrices: &[Matrix<'_>],
+        matrices: Matrices<'_>,
     ) -> Output {
-        let Self { dims, rows, dtype, split } = self;
-        assert!(matrices.iter().map(|matrix| matrix.rows).eq(rows.iter().copied()), "as planned");
+        let Self { dims, form, dtype, split } = self;
+        assert_eq!(matrices.form(), *form, "matrices are as planned");
         assert_eq!(x.reading(), split.reading, "x is read as it was planned");
-        let (size, columns) = ([dims.rows, dims.inner], rows.iter().sum());
+        let (size, columns) = ([dims.rows, dims.inner], form.all_columns());
         let y = buffer(client, &[dims.rows, columns], *dtype);
         let sum = split.reading.sum(client, size, *dtype);
         let mut sums = SequenceArg::new();
         sum.iter().for_each(|sum| sums.push(whole(sum)));
-        let groups = dims.inner / GROUP;
-        // SAFETY: rows and groups past the ends repeat the last ones, so that all stays within the sizes of `dims`
-        // and `matrices`, which the caller promises.
+        let quantized = split.cubes(form);
+        let cubes = quantized + split.cubes_of_floats(form);
+        let sizes =
+            SizesLaunch::new(dims.rows as u32, dims.inner as u32, columns as u32, quantized as u32);
+        // SAFETY: rows, columns and groups past the ends repeat the last ones, so that all stays within the sizes of
+        // `dims` and `matrices`, which the caller promises.
         #[allow(unsafe_code)]
         unsafe {
             rows_by_groups::launch_unchecked::<R>(
                 client,
-                CubeCount::Static(split.cubes(rows) as u32, 1, 1),
+                CubeCount::Static(cubes as u32, 1, 1),
                 CubeDim::new_1d(UNITS as u32),
                 x.arrays(size),
-                side_by_side(groups, matrices, *split),
+                self.arrays(matrices),
                 whole(&y),
                 sums,
-                SizesLaunch::new(dims.rows as u32, groups as u32, columns as u32),
+                sizes,
                 *split,
                 *dtype,
                 LOAD,
@@ -256,20 +367,57 @@ impl Product {
         }
         Output { y, sum }
     }
+
+    /// The kernel's matrices.
+    fn arrays<F: Numeric, N: Size, R: Runtime>(&self, given: Matrices<'_>) -> AllLaunch<F, N, R> {
+        let Self { dims, form, split, .. } = self;
+        let (mut quantized, mut floats) = (SequenceArg::new(), SequenceArg::new());
+        for matrix in given.quantized {
+            let all = groups(dims.inner) * matrix.rows;
+            quantized.push(QuantizedLaunch::new(
+                array(matrix.values, all * split.bits.words()),
+                array(matrix.scales, all),
+            ));
+        }
+        for matrix in given.floats {
+            let Columns { count, stride } = matrix.columns;
+            let numbers = array(matrix.numbers, (dims.inner - 1) * stride + count);
+            floats.push(NarrowLaunch::new(numbers, stride as u32));
+        }
+        let of_quantized = places(&form.rows, split.across(), 0);
+        let behind = form.rows.iter().sum();
+        let columns: Vec<usize> = form.columns().collect();
+        let of_floats = places(&columns, split.deep, behind);
+        AllLaunch::new(quantized, floats, of_quantized, of_floats)
+    }
 }
 
-/// Whether [`product`] takes matrices of `rows` rows each.
+/// Whether [`product`] takes matrices of these sizes.
 ///
 /// # Errors
 /// [`Refusal`] names what is wrong.
 pub fn check<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
-    bits: Bits,
-    rows: &[usize],
+    form: Form,
     dtype: StorageType,
 ) -> Result<(), Refusal> {
-    Product::new(client, dims, Reading::Rows, (bits, rows), dtype).map(drop)
+    Product::new(client, dims, Reading::Rows, form, dtype).map(drop)
+}
+
+/// `x [W_1^T .. U_1 ..]`, `[M, N]`, in one launch, and the sum of an [`Input`] that has one.
+///
+/// # Errors
+/// As [`check`]; then nothing was launched.
+pub fn product<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    dtype: StorageType,
+    x: Input<'_>,
+    matrices: Matrices<'_>,
+) -> Result<Output, Refusal> {
+    let product = Product::new(client, dims, x.reading(), matrices.form(), dtype)?;
+    Ok(product.launch(client, x, matrices))
 }
 
 /// Checks of both kernels: a matrix `[N, K]`, the type of numbers beside it, and the device.
@@ -278,11 +426,9 @@ fn check_matrix<R: Runtime>(
     [rows, inner]: [usize; 2],
     dtype: StorageType,
 ) -> Result<(), Refusal> {
-    if !inner.is_multiple_of(GROUP) {
-        return Err(Refusal::Groups { inner, group: GROUP });
-    }
     check_type(client, dtype)?;
-    let (got, most) = (inner.saturating_mul(rows.max(MOST_ROWS)), u32::MAX as usize);
+    let whole = groups(inner).saturating_mul(GROUP);
+    let (got, most) = (whole.saturating_mul(rows.max(MOST_ROWS)), u32::MAX as usize);
     if got > most {
         return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
     }
@@ -294,56 +440,55 @@ fn check_matrix<R: Runtime>(
     }
 }
 
-/// `x [W_1^T W_2^T ..]`, `[M, N]`, in one launch, and the sum of an [`Input`] that has one.
-///
-/// # Errors
-/// As [`check`]; then nothing was launched.
-pub fn product<R: Runtime>(
-    client: &ComputeClient<R>,
-    dims: Dims,
-    dtype: StorageType,
-    x: Input<'_>,
-    (bits, matrices): (Bits, &[Matrix<'_>]),
-) -> Result<Output, Refusal> {
-    let rows: Vec<usize> = matrices.iter().map(|matrix| matrix.rows).collect();
-    let product = Product::new(client, dims, x.reading(), (bits, &rows), dtype)?;
-    Ok(product.launch(client, x, matrices))
+/// Groups of a row of so many numbers.
+fn groups(inner: usize) -> usize {
+    inner.div_ceil(GROUP)
 }
 
-/// The matrices, and the places of each among cubes and columns.
-fn side_by_side<N: Size, R: Runtime>(
-    groups: usize,
-    matrices: &[Matrix<'_>],
-    split: Split,
-) -> SequenceArg<R, Given<N>> {
-    let mut given = SequenceArg::new();
-    let (mut cubes, mut columns) = (0, 0);
-    for matrix in matrices {
-        let all = groups * matrix.rows;
-        given.push(GivenLaunch::new(
-            array(matrix.values, all * split.bits.words()),
-            array(matrix.scales, all),
-            matrix.rows as u32,
-            cubes as u32,
-            columns as u32,
-        ));
-        cubes += matrix.rows.div_ceil(split.across());
-        columns += matrix.rows;
+/// Where matrices stand, of `sizes` columns each and so many to a cube, from column `columns` of y on.
+fn places<R: Runtime>(sizes: &[usize], each: usize, mut columns: usize) -> SequenceArg<R, Place> {
+    let (mut places, mut cubes) = (SequenceArg::new(), 0);
+    for size in sizes {
+        places.push(PlaceLaunch::new(*size as u32, cubes as u32, columns as u32));
+        cubes += size.div_ceil(each);
+        columns += size;
     }
-    given
+    places
 }
 
-/// One matrix, and its place.
-#[derive(CubeType, CubeLaunch)]
-struct Given<N: Size> {
-    values: Array<Vector<u32, N>>,
-    scales: Array<f32>,
-    /// N_i.
-    rows: u32,
-    /// The first cube of its rows.
+/// Where a matrix stands.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Place {
+    /// N_i, or C_i.
+    columns: u32,
+    /// The first cube of its columns, among those of its kind.
     first_cube: u32,
     /// Its first column in y.
     first_column: u32,
+}
+
+/// A quantized matrix.
+#[derive(CubeType, CubeLaunch)]
+struct Quantized<N: Size> {
+    values: Array<Vector<u32, N>>,
+    scales: Array<f32>,
+}
+
+/// A matrix of floats.
+#[derive(CubeType, CubeLaunch)]
+struct Narrow<F: Numeric> {
+    numbers: Array<F>,
+    /// Numbers from one row to the next.
+    stride: u32,
+}
+
+/// All matrices: quantized ones, those of floats, and their places.
+#[derive(CubeType, CubeLaunch)]
+struct All<F: Numeric, N: Size> {
+    quantized: Sequence<Quantized<N>>,
+    floats: Sequence<Narrow<F>>,
+    places_of_quantized: Sequence<Place>,
+    places_of_floats: Sequence<Place>,
 }
 
 /// Sizes that are no part of the compiled code.
@@ -351,28 +496,32 @@ struct Given<N: Size> {
 struct Sizes {
     /// M.
     rows: u32,
-    /// K / 32.
-    groups: u32,
+    /// K.
+    inner: u32,
     /// N.
     columns: u32,
+    /// Cubes of quantized matrices.
+    quantized: u32,
 }
 
-/// A unit's share of W.
+/// A unit's share of a matrix.
 #[derive(CubeType, Clone, Copy)]
 struct Share {
-    /// Place of the matrix.
+    /// Place of the matrix among those of its kind.
     matrix: u32,
     /// Its first column in y.
     before: usize,
-    /// Its last row, N_i - 1.
+    /// Its last row, N_i - 1, or its last column.
     last: usize,
-    /// The unit's first row of it.
+    /// Groups of a row.
+    groups: usize,
+    /// The unit's first row of it, or column.
     row: usize,
-    /// The unit's first group.
+    /// The unit's first group, or its first number of a column.
     lane: usize,
 }
 
-/// Words and scales of one group that a unit reads, `[deep]` rows of W.
+/// Words and scales of `[ahead]` groups that a unit reads, `[deep]` rows of W each.
 #[derive(CubeType)]
 struct Requested<N: Size> {
     values: Array<Vector<u32, N>>,
@@ -383,7 +532,7 @@ struct Requested<N: Size> {
 #[cube(launch_unchecked)]
 fn rows_by_groups<F: Float, N: Size>(
     x: &InputArrays<F>,
-    matrices: &Sequence<Given<N>>,
+    matrices: &All<F, N>,
     y: &mut Array<F>,
     sum: &mut Sequence<Array<F>>,
     sizes: Sizes,
@@ -391,88 +540,207 @@ fn rows_by_groups<F: Float, N: Size>(
     #[define(F)] _dtype: StorageType,
     #[define(N)] _load: usize,
 ) {
-    let lanes = comptime!(split.lanes);
-    let span = comptime!(split.span());
-    let groups = sizes.groups as usize;
-    let share = share::<N>(matrices, split);
-    let mut shared = SharedMemory::<f32>::new(NUMBERS);
+    let mut shared = SharedMemory::<f32>::new(comptime!(split.numbers()));
     let mut sums = Array::<f32>::new(comptime!(split.sums()));
     #[unroll]
     for n in 0..comptime!(split.sums()) {
         sums[n] = 0.0f32;
     }
-    let mut requested = Requested::<N> {
-        values: Array::new(comptime!(split.ahead())),
-        scales: Array::new(comptime!(split.deep())),
-    };
-    request::<N>(&mut requested, matrices, share.lane, &share, sizes, split);
-    let (tile, reading) = comptime!((split.tile, split.reading));
-    let of = CubeRows { first: 0, rows: sizes.rows as usize, inner: groups * GROUP };
-    let factors = input::row_factors::<F>(&mut shared, x, sum, of, tile, reading);
+    if comptime!(split.floats > 0) {
+        if CUBE_POS_X < sizes.quantized {
+            by_groups::<F, N>(&mut sums, &mut shared, x, matrices, y, sum, sizes, split);
+        } else {
+            by_columns::<F, N>(&mut sums, &mut shared, x, matrices, y, sum, sizes, split);
+        }
+    } else {
+        by_groups::<F, N>(&mut sums, &mut shared, x, matrices, y, sum, sizes, split);
+    }
+}
 
-    for slice in 0..(groups - 1) / span + 1 {
+/// A cube of rows of a quantized matrix.
+#[cube]
+fn by_groups<F: Float, N: Size>(
+    sums: &mut Array<f32>,
+    shared: &mut SharedMemory<f32>,
+    x: &InputArrays<F>,
+    matrices: &All<F, N>,
+    y: &mut Array<F>,
+    sum: &mut Sequence<Array<F>>,
+    sizes: Sizes,
+    #[comptime] split: Split,
+) {
+    let (lanes, deep, ahead) = comptime!((split.lanes, split.deep, split.ahead));
+    let (span, step) = comptime!((split.span(), split.step()));
+    let place = placed(&matrices.places_of_quantized, CUBE_POS_X, split.matrices);
+    let cube = CUBE_POS_X as usize - place.first_cube;
+    let row = cube * comptime!(split.across()) + UNIT_POS as usize / lanes * deep;
+    let share = share(&place, row, UNIT_POS as usize % lanes, sizes);
+    let mut requested = Requested::<N> {
+        values: Array::new(comptime!(ahead * deep * split.bits.loads())),
+        scales: Array::new(comptime!(ahead * deep)),
+    };
+    #[unroll]
+    for place in 0..ahead {
+        let group = share.lane + comptime!(place * lanes);
+        request::<N>(&mut requested, &matrices.quantized, group, &share, place, split);
+    }
+    let factors = factors_of_rows::<F>(shared, x, sum, sizes, split);
+
+    for slice in 0..(share.groups - 1) / span + 1 {
         let first = slice * span;
-        let count = min(groups - first, span);
-        load_x::<F>(&mut shared, x, first, sizes, split);
+        let steps = (min(share.groups - first, span) - 1) / step + 1;
+        load_x::<F>(shared, x, first, steps * step, sizes, split);
         sync_cube();
-        for turn in 0..(count - 1) / lanes + 1 {
-            let group = turn * lanes + share.lane;
-            multiply_add::<N>(&mut sums, &requested, &shared, group, split);
-            // The next groups are under way while barriers are waited for.
-            let next = first + group + lanes;
-            request::<N>(&mut requested, matrices, next, &share, sizes, split);
+        for n in 0..steps {
+            #[unroll]
+            for place in 0..ahead {
+                let group = n * step + share.lane + comptime!(place * lanes);
+                multiply_add::<N>(sums, &requested, shared, group, place, split);
+                // The next groups are under way while barriers are waited for.
+                let next = first + group + step;
+                request::<N>(&mut requested, &matrices.quantized, next, &share, place, split);
+            }
         }
         sync_cube();
     }
-    #[unroll]
-    for n in 0..comptime!(split.sums()) {
-        sums[n] = sums[n] * factors[comptime!(n % tile)];
+    write_sums::<F>(y, shared, sums, &factors, &share, sizes, lanes, split);
+}
+
+/// A cube of columns of a matrix of floats: a unit has every 256th number of each.
+#[cube]
+fn by_columns<F: Float, N: Size>(
+    sums: &mut Array<f32>,
+    shared: &mut SharedMemory<f32>,
+    x: &InputArrays<F>,
+    matrices: &All<F, N>,
+    y: &mut Array<F>,
+    sum: &mut Sequence<Array<F>>,
+    sizes: Sizes,
+    #[comptime] split: Split,
+) {
+    let span = comptime!(split.span());
+    let behind = CUBE_POS_X - sizes.quantized;
+    let place = placed(&matrices.places_of_floats, behind, split.floats);
+    let column = (behind as usize - place.first_cube) * comptime!(split.deep);
+    let share = share(&place, column, UNIT_POS as usize, sizes);
+    let factors = factors_of_rows::<F>(shared, x, sum, sizes, split);
+    for slice in 0..(share.groups - 1) / span + 1 {
+        let first = slice * span;
+        let count = min(share.groups - first, span);
+        load_x::<F>(shared, x, first, count, sizes, split);
+        sync_cube();
+        #[unroll]
+        for n in 0..comptime!(split.floats) {
+            if share.matrix == comptime!(n as u32) {
+                let matrix = matrices.floats.index(n);
+                add_columns::<F>(sums, matrix, shared, first, count, &share, sizes, split);
+            }
+        }
+        sync_cube();
     }
-    write_sums::<F>(y, &mut shared, &sums, &share, sizes, split);
+    write_sums::<F>(y, shared, sums, &factors, &share, sizes, UNITS, split);
+}
+
+/// A matrix, as it is found for a cube.
+#[derive(CubeType, Clone, Copy)]
+struct Found {
+    matrix: u32,
+    first_cube: usize,
+    first_column: usize,
+    columns: usize,
+}
+
+/// The matrix of a cube.
+#[cube]
+fn placed(places: &Sequence<Place>, cube: u32, #[comptime] matrices: usize) -> Found {
+    let first = places.index(0usize);
+    let mut matrix = 0u32;
+    let mut first_cube = first.first_cube as usize;
+    let mut first_column = first.first_column as usize;
+    let mut columns = first.columns as usize;
+    #[unroll]
+    for n in 1..matrices {
+        let next = places.index(n);
+        if cube >= next.first_cube {
+            matrix = comptime!(n as u32).runtime();
+            first_cube = next.first_cube as usize;
+            first_column = next.first_column as usize;
+            columns = next.columns as usize;
+        }
+    }
+    Found { matrix, first_cube, first_column, columns }
 }
 
 /// The share of this unit.
 #[cube]
-fn share<N: Size>(matrices: &Sequence<Given<N>>, #[comptime] split: Split) -> Share {
-    let mut matrix = 0u32;
-    let mut cubes = 0usize;
-    let mut before = 0usize;
-    let mut rows = matrices.index(0usize).rows as usize;
-    #[unroll]
-    for n in 1..comptime!(split.matrices) {
-        let next = matrices.index(n);
-        if CUBE_POS_X >= next.first_cube {
-            matrix = comptime!(n as u32).runtime();
-            cubes = next.first_cube as usize;
-            before = next.first_column as usize;
-            rows = next.rows as usize;
-        }
-    }
-    let lanes = comptime!(split.lanes);
-    let set = UNIT_POS as usize / lanes;
-    let lane = UNIT_POS as usize % lanes;
-    let first = (CUBE_POS_X as usize - cubes) * comptime!(split.across());
-    let row = first + set * comptime!(split.deep());
-    Share { matrix, before, last: rows - 1, row, lane }
+fn share(place: &Found, row: usize, lane: usize, sizes: Sizes) -> Share {
+    let groups = (sizes.inner as usize - 1) / GROUP + 1;
+    let (matrix, before, last) = (place.matrix, place.first_column, place.columns - 1);
+    Share { matrix, before, last, groups, row, lane }
 }
 
-/// Requests one group of the unit's rows.
+/// What the rows of x are times.
 #[cube]
-fn request<N: Size>(
-    requested: &mut Requested<N>,
-    matrices: &Sequence<Given<N>>,
-    group: usize,
+fn factors_of_rows<F: Float>(
+    shared: &mut SharedMemory<f32>,
+    x: &InputArrays<F>,
+    sum: &mut Sequence<Array<F>>,
+    sizes: Sizes,
+    #[comptime] split: Split,
+) -> Array<f32> {
+    let of = CubeRows { first: 0, rows: sizes.rows as usize, inner: sizes.inner as usize };
+    input::row_factors::<F>(shared, x, sum, of, split.tile, split.reading)
+}
+
+/// Adds the products of `deep` columns of a matrix of floats, over `count` groups of x from `first` on, to the sums,
+/// `[deep, tile]`.
+#[cube]
+fn add_columns<F: Float>(
+    sums: &mut Array<f32>,
+    matrix: &Narrow<F>,
+    x: &SharedMemory<f32>,
+    first: usize,
+    count: usize,
     share: &Share,
     sizes: Sizes,
     #[comptime] split: Split,
 ) {
+    let (deep, tile) = comptime!((split.deep, split.tile));
+    let rows = min(count * GROUP, sizes.inner as usize - first * GROUP);
+    for turn in 0..(rows - 1) / UNITS + 1 {
+        let held = turn * UNITS + share.lane;
+        if held < rows {
+            let at = (first * GROUP + held) * matrix.stride as usize;
+            let from = held / GROUP * comptime!(split.line()) + held % GROUP;
+            #[unroll]
+            for n in 0..deep {
+                let number = f32::cast_from(matrix.numbers[at + min(share.row + n, share.last)]);
+                #[unroll]
+                for m in 0..tile {
+                    sums[comptime!(n * tile + m)] += number * x[from + comptime!(m * GROUP)];
+                }
+            }
+        }
+    }
+}
+
+/// Requests one group of the unit's rows, the one that is held at `place`.
+#[cube]
+fn request<N: Size>(
+    requested: &mut Requested<N>,
+    matrices: &Sequence<Quantized<N>>,
+    group: usize,
+    share: &Share,
+    #[comptime] place: usize,
+    #[comptime] split: Split,
+) {
     if comptime!(split.matrices == 1) {
-        request_rows::<N>(requested, matrices.index(0usize), group, share, sizes, split);
+        request_rows::<N>(requested, matrices.index(0usize), group, share, place, split);
     } else {
         #[unroll]
         for n in 0..comptime!(split.matrices) {
             if share.matrix == comptime!(n as u32) {
-                request_rows::<N>(requested, matrices.index(n), group, share, sizes, split);
+                request_rows::<N>(requested, matrices.index(n), group, share, place, split);
             }
         }
     }
@@ -482,62 +750,65 @@ fn request<N: Size>(
 #[cube]
 fn request_rows<N: Size>(
     requested: &mut Requested<N>,
-    matrix: &Given<N>,
+    matrix: &Quantized<N>,
     group: usize,
     share: &Share,
-    sizes: Sizes,
+    #[comptime] place: usize,
     #[comptime] split: Split,
 ) {
     let loads = comptime!(split.bits.loads());
-    let groups = sizes.groups as usize;
-    let group = min(group, groups - 1);
+    let group = min(group, share.groups - 1);
     #[unroll]
-    for n in 0..comptime!(split.deep()) {
-        let at = min(share.row + n, share.last) * groups + group;
+    for n in 0..comptime!(split.deep) {
+        let at = min(share.row + n, share.last) * share.groups + group;
+        let to = comptime!(place * split.deep + n);
         #[unroll]
         for load in 0..loads {
-            requested.values[comptime!(n * loads + load)] = matrix.values[at * loads + load];
+            requested.values[comptime!(to * loads + load)] = matrix.values[at * loads + load];
         }
-        requested.scales[n] = matrix.scales[at];
+        requested.scales[to] = matrix.scales[at];
     }
 }
 
-/// Fills shared memory with groups of x from `first` on, `[32, tile, span]`, and zeros past the ends: neighbouring
-/// units find the same number of neighbouring groups in neighbouring banks.
+/// Fills shared memory with `count` groups of x from `first` on, `[count, tile, 32]`, and zeros past the ends.
 #[cube]
 fn load_x<F: Float>(
     shared: &mut SharedMemory<f32>,
     x: &InputArrays<F>,
     first: usize,
+    count: usize,
     sizes: Sizes,
     #[comptime] split: Split,
 ) {
-    let line = comptime!(split.span() * GROUP);
-    let inner = sizes.groups as usize * GROUP;
-    let rows = sizes.rows as usize;
+    // Numbers of a row of x in shared memory.
+    let across = comptime!(split.span() * GROUP);
+    let (inner, rows) = (sizes.inner as usize, sizes.rows as usize);
     #[unroll]
     for turn in 0..comptime!(NUMBERS / UNITS) {
-        let at = UNIT_POS as usize + comptime!(turn * UNITS);
-        let m = at / line;
-        let k = first * GROUP + at % line;
-        let (m_read, k_read) = (min(m, rows - 1), min(k, inner - 1));
-        let value = input::number::<F>(x, m_read, k_read, inner, split.reading);
-        let group = at % line / GROUP;
-        let to = at % GROUP * comptime!(split.tile * split.span()) + m * comptime!(split.span());
-        shared[to + group] = select(m < rows, select(k < inner, value, 0.0f32), 0.0f32);
+        if comptime!(turn * UNITS % across) < count * GROUP {
+            let at = UNIT_POS as usize + comptime!(turn * UNITS);
+            let (m, held) = (at / across, at % across);
+            let k = first * GROUP + held;
+            let (m_read, k_read) = (min(m, rows - 1), min(k, inner - 1));
+            let value = input::number::<F>(x, m_read, k_read, inner, split.reading);
+            let to = held / GROUP * comptime!(split.line()) + m * GROUP + held % GROUP;
+            shared[to] = select(m < rows, select(k < inner, value, 0.0f32), 0.0f32);
+        }
     }
 }
 
-/// Adds the products of one group to the sums, `[deep, tile]`.
+/// Adds the products of one group, which is held at `place`, to the sums, `[deep, tile]`.
 #[cube]
 fn multiply_add<N: Size>(
     sums: &mut Array<f32>,
     requested: &Requested<N>,
     x: &SharedMemory<f32>,
     group: usize,
+    #[comptime] place: usize,
     #[comptime] split: Split,
 ) {
-    let (deep, tile, bits) = comptime!((split.deep(), split.tile, split.bits));
+    let (deep, tile, bits) = comptime!((split.deep, split.tile, split.bits));
+    let from = group * comptime!(split.line());
     let mut parts = Array::<f32>::new(comptime!(split.sums()));
     #[unroll]
     for n in 0..comptime!(split.sums()) {
@@ -547,15 +818,19 @@ fn multiply_add<N: Size>(
     for word in 0..comptime!(bits.words()) {
         #[unroll]
         for part in 0..comptime!(32 / bits.count()) {
-            let i = comptime!(place(bits, word, part));
+            let i = comptime!(number_of_group(bits, word, part));
+            let mut numbers = Array::<f32>::new(deep);
             #[unroll]
             for n in 0..deep {
-                let at = comptime!(n * bits.loads() + word / LOAD);
-                let q = number(requested.values[at][comptime!(word % LOAD)], part, bits);
+                let at = comptime!((place * deep + n) * bits.loads() + word / LOAD);
+                numbers[n] = number(requested.values[at][comptime!(word % LOAD)], part, bits);
+            }
+            #[unroll]
+            for m in 0..tile {
+                let x = x[from + comptime!(m * GROUP + i)];
                 #[unroll]
-                for m in 0..tile {
-                    let x = x[group + comptime!((i * tile + m) * split.span())];
-                    parts[comptime!(n * tile + m)] += q * x;
+                for n in 0..deep {
+                    parts[comptime!(n * tile + m)] += numbers[n] * x;
                 }
             }
         }
@@ -565,13 +840,13 @@ fn multiply_add<N: Size>(
         #[unroll]
         for m in 0..tile {
             let at = comptime!(n * tile + m);
-            sums[at] += requested.scales[n] * parts[at];
+            sums[at] += requested.scales[comptime!(place * deep + n)] * parts[at];
         }
     }
 }
 
 /// Place in its group of part `part` of word `word`; the parts of 4 bits are nibbles, low ones first.
-fn place(bits: Bits, word: usize, part: usize) -> usize {
+fn number_of_group(bits: Bits, word: usize, part: usize) -> usize {
     match bits {
         Bits::Eight => 4 * word + part,
         Bits::Four => 4 * word + part / 2 + GROUP / 2 * (part % 2),
@@ -583,32 +858,40 @@ fn place(bits: Bits, word: usize, part: usize) -> usize {
 fn number(word: u32, #[comptime] part: usize, #[comptime] bits: Bits) -> f32 {
     // The sign of a byte turned, it counts from -128.
     let word = if comptime!(bits == Bits::Eight) { word ^ 0x8080_8080u32 } else { word };
-    let shift = comptime!((part * bits.count()) as u32);
-    let mask = comptime!((1u32 << bits.count()) - 1);
-    f32::reinterpret(((word >> shift) & mask) | ONES) - comptime!(BASE + bits.zero())
+    let (from, to) = comptime!((part * bits.count(), MANTISSA - bits.count()));
+    let moved = if comptime!(from < to) {
+        word << comptime!((to - from) as u32)
+    } else {
+        word >> comptime!((from - to) as u32)
+    };
+    let mask = comptime!(((1u32 << bits.count()) - 1) << to);
+    f32::reinterpret((moved & mask) | comptime!(bits.base().to_bits())) - comptime!(bits.excess())
 }
 
-/// Adds the sums of the units that share a row of W up: y.
+/// Adds the sums of `team` units that share a row or column up, times the factors of the rows of x: y.
 #[cube]
 fn write_sums<F: Float>(
     y: &mut Array<F>,
     shared: &mut SharedMemory<f32>,
     sums: &Array<f32>,
+    factors: &Array<f32>,
     share: &Share,
     sizes: Sizes,
+    #[comptime] team: usize,
     #[comptime] split: Split,
 ) {
-    let (lanes, tile) = comptime!((split.lanes, split.tile));
+    let tile = comptime!(split.tile);
     let unit = UNIT_POS as usize;
+    let place = unit % team;
     #[unroll]
     for n in 0..comptime!(split.sums()) {
-        shared[unit + comptime!(n * UNITS)] = sums[n];
+        shared[unit + comptime!(n * UNITS)] = sums[n] * factors[comptime!(n % tile)];
     }
     sync_cube();
     #[unroll]
-    for level in 1..comptime!(lanes.ilog2() + 1) {
-        let half = comptime!(lanes >> level);
-        if share.lane < half {
+    for level in 1..comptime!(team.ilog2() + 1) {
+        let half = comptime!(team >> level);
+        if place < half {
             #[unroll]
             for n in 0..comptime!(split.sums()) {
                 let at = unit + comptime!(n * UNITS);
@@ -617,13 +900,13 @@ fn write_sums<F: Float>(
         }
         sync_cube();
     }
-    // The lanes of a row deal its sums out.
-    if share.lane < comptime!(split.sums()) {
-        let n = share.lane / tile;
-        let m = share.lane % tile;
+    // The units of a team deal its sums out.
+    if place < comptime!(split.sums()) {
+        let n = place / tile;
+        let m = place % tile;
         let row = share.row + n;
         if row <= share.last && m < sizes.rows as usize {
-            let sum = shared[share.lane * UNITS + unit - share.lane];
+            let sum = shared[place * UNITS + unit - place];
             y[m * sizes.columns as usize + share.before + row] = F::cast_from(sum);
         }
     }
@@ -641,7 +924,8 @@ pub fn dequantize<R: Runtime>(
     matrix: Matrix<'_>,
 ) -> Result<Buffer, Refusal> {
     check_matrix(client, [matrix.rows, inner], dtype)?;
-    let groups = matrix.rows * inner / GROUP;
+    let in_row = groups(inner);
+    let groups = matrix.rows * in_row;
     if groups == 0 {
         let (rows, columns, most) = (0, matrix.rows, MOST_ROWS);
         return Err(Refusal::Product { rows, inner, columns, most });
@@ -662,12 +946,22 @@ pub fn dequantize<R: Runtime>(
             whole(&floats),
             words as u32,
             (cubes * UNITS) as u32,
+            MatrixRowLaunch::new(in_row as u32, inner as u32),
             Source(SOURCE),
             bits,
             dtype,
         );
     }
     Ok(floats)
+}
+
+/// A row of a matrix.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct MatrixRow {
+    /// J.
+    groups: u32,
+    /// K.
+    inner: u32,
 }
 
 /// The kernel of [`dequantize`]: a unit has every `units`th word.
@@ -678,6 +972,7 @@ fn words_as_floats<F: Float>(
     floats: &mut Array<F>,
     words: u32,
     units: u32,
+    row: MatrixRow,
     #[comptime] _source: Source,
     #[comptime] bits: Bits,
     #[define(F)] _dtype: StorageType,
@@ -687,12 +982,17 @@ fn words_as_floats<F: Float>(
     if first < words as usize {
         for turn in 0..(words as usize - 1 - first) / units as usize + 1 {
             let at = first + turn * units as usize;
-            let (word, scale) = (values[at], scales[at / each]);
-            let to = at / each * GROUP + at % each * 4;
+            let (word, group) = (values[at], at / each);
+            let scale = scales[group];
+            let (groups, inner) = (row.groups as usize, row.inner as usize);
+            let first_number = group % groups * GROUP + at % each * 4;
+            let to = group / groups * inner;
             #[unroll]
             for part in 0..comptime!(32 / bits.count()) {
-                let value = scale * number(word, part, bits);
-                floats[to + comptime!(place(bits, 0, part))] = F::cast_from(value);
+                let k = first_number + comptime!(number_of_group(bits, 0, part));
+                if k < inner {
+                    floats[to + k] = F::cast_from(scale * number(word, part, bits));
+                }
             }
         }
     }

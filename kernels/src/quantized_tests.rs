@@ -14,7 +14,7 @@ const HALF: f64 = 6e-3;
 /// K, and rows of the matrices side by side.
 type Case = (usize, &'static [usize]);
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 8] = [
     (32, &[1]),
     (2080, &[130]),
     // More groups than wait in shared memory at once.
@@ -24,29 +24,39 @@ const CASES: [Case; 6] = [
     // A layer's projections, of which some fill no cube.
     (96, &[64, 128, 3]),
     (32, &[2, 2, 2]),
+    // Rows that end within a group.
+    (1, &[5]),
+    (1367, &[70, 33]),
 ];
 /// For types of 16 bits, whose products differ from those of f32 only where x is read and y written.
-const HALF_CASES: [Case; 2] = [CASES[1], CASES[4]];
+const HALF_CASES: [Case; 2] = [CASES[1], CASES[7]];
 
-/// A matrix as it is drawn: whole numbers, a scale for each group.
+/// A matrix as it is drawn: whole numbers, zeros behind the last of each row, and a scale for each group.
 struct Drawn {
+    inner: usize,
     values: Vec<i8>,
     scales: Vec<f32>,
 }
 
 impl Drawn {
-    fn new(rng: &mut Rng, bits: Bits, numbers: usize) -> Self {
+    fn new(rng: &mut Rng, bits: Bits, [rows, inner]: [usize; 2]) -> Self {
         let largest = (1 << (bits.count() - 1)) - 1;
-        let whole = |x: f64| (x * f64::from(2 * largest + 1)) as i32 - largest;
-        let values = (0..numbers).map(|_| whole(rng.uniform()) as i8).collect();
-        let scales = (0..numbers / GROUP).map(|_| rng.normal() as f32).collect();
-        Self { values, scales }
+        let mut values = vec![];
+        for _ in 0..rows {
+            let whole = |x: f64| (x * f64::from(2 * largest + 1)) as i32 - largest;
+            values.extend((0..inner).map(|_| whole(rng.uniform()) as i8));
+            values.resize(values.len().next_multiple_of(GROUP), 0);
+        }
+        let scales = (0..values.len() / GROUP).map(|_| rng.normal() as f32).collect();
+        Self { inner, values, scales }
     }
 
     /// The numbers that it stands for.
     fn numbers(&self) -> Vec<f64> {
         let of = |(i, &q): (usize, &i8)| f64::from(self.scales[i / GROUP]) * f64::from(q);
-        self.values.iter().enumerate().map(of).collect()
+        let all: Vec<f64> = self.values.iter().enumerate().map(of).collect();
+        let rows = all.chunks_exact(self.inner.next_multiple_of(GROUP));
+        rows.flat_map(|row| &row[..self.inner]).copied().collect()
     }
 
     /// The words of the device, as the module says.
@@ -82,7 +92,7 @@ fn quantized_products_are_right<R: Runtime>(
         for &(inner, sizes) in cases {
             let mut rng = Rng::named(inner as u64, "quantized");
             let drawn: Vec<Drawn> =
-                sizes.iter().map(|rows| Drawn::new(&mut rng, bits, rows * inner)).collect();
+                sizes.iter().map(|&rows| Drawn::new(&mut rng, bits, [rows, inner])).collect();
             let handles: Vec<[Handle; 2]> = drawn
                 .iter()
                 .map(|matrix| {
@@ -101,18 +111,43 @@ fn quantized_products_are_right<R: Runtime>(
                 rows.round(&mut x);
                 let of_x = client.create_from_slice(&rows.bytes(&x));
                 let dims = Dims { rows: count, inner };
-                let given = (bits, matrices.as_slice());
-                let y = product(client, dims, rows.dtype(), Input::Rows(&of_x), given);
-                let y = y.expect("it fits").y;
-                assert_eq!(y.shape, [count, sizes.iter().sum()]);
-                let got = rows.numbers(&client.read_one(y.handle).expect("the kernel ran"));
-                let want = truth(inner, &x, &numbers);
-                assert_close(
-                    &format!("{bits:?}, {rows:?}, {dims:?}, {sizes:?}"),
-                    &want,
-                    &got,
-                    limit,
-                );
+                // Alone, and with narrow matrices of floats behind them, whose rows are columns in `truth`.
+                let mut narrow: Vec<Vec<f64>> = vec![];
+                for columns in [&[][..], &[5, 16]] {
+                    for width in columns {
+                        let numbers = (0..inner * width).map(|_| rng.normal());
+                        let mut floats: Vec<f64> = numbers.collect();
+                        rows.round(&mut floats);
+                        narrow.push(floats);
+                    }
+                    // Rows lie three numbers further apart than they are long.
+                    let apart = |(x, &width): (&Vec<f64>, &usize)| {
+                        let rows_of_x = x.chunks_exact(width);
+                        let all = rows_of_x.flat_map(|row| row.iter().copied().chain([9.0; 3]));
+                        client.create_from_slice(&rows.bytes(&all.collect::<Vec<_>>()))
+                    };
+                    let handles: Vec<Handle> = narrow.iter().zip(columns).map(apart).collect();
+                    let floats: Vec<Floats> = handles
+                        .iter()
+                        .zip(columns)
+                        .map(|(numbers, &count)| Floats {
+                            numbers,
+                            columns: Columns { count, stride: count + 3 },
+                        })
+                        .collect();
+                    let given = Matrices { bits, quantized: &matrices, floats: &floats };
+                    let y = product(client, dims, rows.dtype(), Input::Rows(&of_x), given);
+                    let y = y.expect("it fits").y;
+                    assert_eq!(y.shape, [count, given.form().all_columns()]);
+                    let got = rows.numbers(&client.read_one(y.handle).expect("the kernel ran"));
+                    let turned = narrow.iter().zip(columns).map(|(floats, &columns)| {
+                        let column = |c: usize| floats.iter().skip(c).step_by(columns);
+                        (0..columns).flat_map(column).copied().collect()
+                    });
+                    let all: Vec<Vec<f64>> = numbers.iter().cloned().chain(turned).collect();
+                    let name = format!("{bits:?}, {rows:?}, {dims:?}, {sizes:?}, {columns:?}");
+                    assert_close(&name, &truth(inner, &x, &all), &got, limit);
+                }
             }
             for (matrix, want) in matrices.iter().zip(&numbers) {
                 let floats = dequantize(client, inner, rows.dtype(), bits, *matrix);
@@ -127,9 +162,9 @@ fn quantized_products_are_right<R: Runtime>(
 
 /// Rows that a product makes of its inputs.
 fn inputs_are_read<R: Runtime>(client: &ComputeClient<R>) {
-    for (inner, count) in [(32, 1), (4160, 2), (96, 8)] {
+    for (inner, count) in [(32, 1), (4160, 2), (96, 8), (45, 1)] {
         let mut rng = Rng::named(inner as u64, "quantized inputs");
-        let drawn = Drawn::new(&mut rng, Bits::Four, 70 * inner);
+        let drawn = Drawn::new(&mut rng, Bits::Four, [70, inner]);
         let put = |x: &[f64]| client.create_from_slice(&Rows::F32.bytes(x));
         let scales: Vec<u8> = drawn.scales.iter().flat_map(|x| x.to_ne_bytes()).collect();
         let [values, scales] =
@@ -152,7 +187,8 @@ fn inputs_are_read<R: Runtime>(client: &ComputeClient<R>) {
             (normal, normalized_rows(&sum, &weight, f64::from(epsilon))),
         ] {
             let dims = Dims { rows: count, inner };
-            let got = product(client, dims, F32, input, (Bits::Four, &[matrix])).expect("it fits");
+            let given = Matrices { bits: Bits::Four, quantized: &[matrix], floats: &[] };
+            let got = product(client, dims, F32, input, given).expect("it fits");
             let numbers = |buffer: Buffer| {
                 Rows::F32.numbers(&client.read_one(buffer.handle).expect("the kernel ran"))
             };
@@ -169,7 +205,8 @@ fn inputs_are_read<R: Runtime>(client: &ComputeClient<R>) {
 /// The same in 16 bits, where the device has the type.
 fn quantized_half_rows<R: Runtime>(client: &ComputeClient<R>) {
     for rows in [Rows::F16, Rows::Bf16] {
-        match check(client, Dims { rows: 1, inner: GROUP }, Bits::Eight, &[1], rows.dtype()) {
+        let form = Form { bits: Bits::Eight, rows: vec![1], floats: vec![] };
+        match check(client, Dims { rows: 1, inner: GROUP }, form, rows.dtype()) {
             Ok(()) => quantized_products_are_right(client, (rows, HALF), &HALF_CASES),
             Err(why) => assert_eq!(why, Refusal::Type { got: rows.dtype() }),
         }
@@ -184,30 +221,81 @@ fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
         (Dims { rows: 0, ..good }, &[8][..], F32, "[0, 64] times [64, 8]; rows have to be 1 to 8"),
         (Dims { rows: 9, ..good }, &[8], F32, "[9, 64] times [64, 8]"),
         (Dims { inner: 0, ..good }, &[8], F32, "the rest at least 1"),
-        (Dims { inner: 48, ..good }, &[8], F32, "rows of 48 quantized numbers"),
         (good, &[1 << 26], F32, "numbers in a tensor"),
         (good, &[], F32, "the rest at least 1"),
         (good, &[8, 0], F32, "the rest at least 1"),
         (good, &[8; 9], F32, "matrices side by side"),
         (good, &[8], f64, "the kernels take f32"),
     ] {
-        let got = check(client, dims, Bits::Four, rows, dtype).expect_err("refused").to_string();
+        let form = Form { bits: Bits::Four, rows: rows.to_vec(), floats: vec![] };
+        let got = check(client, dims, form, dtype).expect_err("refused").to_string();
+        assert!(got.contains(want), "{got:?} does not say {want:?}");
+    }
+    for (columns, want) in [
+        (&[8, 0][..], "the rest at least 1"),
+        (&[65], "columns of a matrix of floats"),
+        (&[1; 8], "matrices side by side"),
+    ] {
+        let floats = columns.iter().map(|&count| Columns { count, stride: count });
+        let form = Form { bits: Bits::Four, rows: vec![8], floats: floats.collect() };
+        let got = check(client, good, form, F32).expect_err("refused").to_string();
         assert!(got.contains(want), "{got:?} does not say {want:?}");
     }
 }
 
+/// Every way to deal a product out gives the same numbers.
+fn every_deal_is_right<R: Runtime>(client: &ComputeClient<R>) {
+    let [rows, inner] = [77, 2100];
+    for bits in [Bits::Four, Bits::Eight] {
+        let mut rng = Rng::named(5, "deals");
+        let drawn = Drawn::new(&mut rng, bits, [rows, inner]);
+        let scales: Vec<u8> = drawn.scales.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        let [values, scales] = [drawn.words(bits), scales].map(|x| client.create_from_slice(&x));
+        let matrix = Matrix { values: &values, scales: &scales, rows };
+        let mut x: Vec<f64> = (0..inner).map(|_| rng.normal()).collect();
+        Rows::F32.round(&mut x);
+        let of_x = client.create_from_slice(&Rows::F32.bytes(&x));
+        let want = truth(inner, &x, &[drawn.numbers()]);
+        let dims = Dims { rows: 1, inner };
+        let form = Form { bits, rows: vec![rows], floats: vec![] };
+        let product = Product::new(client, dims, Reading::Rows, form, F32);
+        let product = product.expect("it fits");
+        for deal in [[16, 1, 1], [16, 2, 2], [32, 2, 4], [64, 4, 2], [128, 8, 1], [256, 1, 1]] {
+            let name = format!("{bits:?}, {deal:?}");
+            let Some(product) = product.clone().dealt(deal) else {
+                assert_eq!(deal[0], 256, "{name}: there is room");
+                continue;
+            };
+            let given = Matrices { bits, quantized: &[matrix], floats: &[] };
+            let y = product.launch(client, Input::Rows(&of_x), given).y.handle;
+            let got = Rows::F32.numbers(&client.read_one(y).expect("the kernel ran"));
+            assert_close(&name, &want, &got, 1e-6);
+        }
+    }
+}
+
 #[test]
-fn shared_memory_holds_what_the_kernel_puts_there() {
+fn every_split_that_is_chosen_fits() {
     for (bits, tile) in [(Bits::Four, 1), (Bits::Eight, 2), (Bits::Four, 4), (Bits::Eight, 8)] {
-        for lanes in [16, 32, 64, 128] {
-            let reading = Reading::Rows;
-            let split = Split { source: "", bits, tile, lanes, matrices: 1, reading };
-            if lanes > split.span() {
-                continue; // no rule takes it
+        for padded in [false, true] {
+            for lanes in [16, 32, 64, 128] {
+                let (deep, reading) = ((8 / tile).min(4), Reading::Rows);
+                let (source, ahead, matrices, floats) = ("", 1, 1, 0);
+                let split = Split {
+                    source,
+                    bits,
+                    tile,
+                    lanes,
+                    deep,
+                    ahead,
+                    padded,
+                    matrices,
+                    floats,
+                    reading,
+                };
+                // No rule takes more lanes than groups.
+                assert!(lanes > split.span() || split.fits(), "{split:?}");
             }
-            assert!(split.span().is_multiple_of(lanes), "{split:?}: a unit has whole turns");
-            assert!(split.sums() * UNITS <= NUMBERS, "{split:?}: sums");
-            assert!(split.sums() <= lanes, "{split:?}: a sum for each lane at most");
         }
     }
 }
@@ -218,6 +306,11 @@ macro_rules! each_kernel {
         #[test]
         fn products_by_quantized_matrices_are_right() {
             with_client(|client| quantized_products_are_right(client, (Rows::F32, 1e-6), &CASES));
+        }
+
+        #[test]
+        fn every_deal_of_a_quantized_product_is_right() {
+            with_client(every_deal_is_right);
         }
 
         #[test]

@@ -62,13 +62,6 @@ pub enum Refusal {
         /// Most rows.
         most: usize,
     },
-    /// Rows of a quantized matrix that do not end with a group.
-    Groups {
-        /// Numbers of a row.
-        inner: usize,
-        /// Numbers that share a scale.
-        group: usize,
-    },
     /// Cumulative lengths that do not divide one row of tokens into sequences.
     Lengths {
         /// Rows given.
@@ -116,12 +109,6 @@ impl core::fmt::Display for Refusal {
                 "[{rows}, {inner}] times [{inner}, {columns}]; rows have to be 1 to {most}, the rest at \
                  least 1"
             ),
-            Self::Groups { inner, group } => {
-                write!(
-                    f,
-                    "rows of {inner} quantized numbers; they have to be a multiple of {group}"
-                )
-            }
             Self::Lengths { batch, tokens } => write!(
                 f,
                 "cumulative lengths have to grow from 0 to the tokens of one row; there are {batch} rows of \

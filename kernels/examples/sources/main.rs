@@ -378,7 +378,8 @@ impl<'a, T: Target> Case<'a, T> {
             let args = few_rows::Args { x: input, weights: &[(&values, matrix)], bias: None };
             few_rows::product(self.client, dims, self.dtype, args)?;
             enter(name)?;
-            let given = (Bits::Four, &[quantized][..]);
+            let given =
+                quantized::Matrices { bits: Bits::Four, quantized: &[quantized], floats: &[] };
             quantized::product(self.client, dims, self.dtype, input, given)?;
             enter(&format!("{name}-int4"))?;
         }
@@ -394,7 +395,13 @@ impl<'a, T: Target> Case<'a, T> {
         let matrix = quantized::Matrix { values: &values, scales: &scales, rows: width };
         let (dims, all) = (quantized::Dims { rows, inner: width }, vec![matrix; matrices]);
         let rows = few_rows::Input::Rows(&x);
-        quantized::product(self.client, dims, self.dtype, rows, (bits, &all))?;
+        let floats = self.client.empty(width * 8 * self.dtype.size());
+        let columns = few_rows::Columns { count: 8, stride: 8 };
+        let floats = [quantized::Floats { numbers: &floats, columns }; 2];
+        // Alone where there is one, and with what layers have beside several.
+        let floats = if matrices > 1 { &floats[..] } else { &[] };
+        let given = quantized::Matrices { bits, quantized: &all, floats };
+        quantized::product(self.client, dims, self.dtype, rows, given)?;
         quantized::dequantize(self.client, width, self.dtype, bits, matrix).map(drop)
     }
 

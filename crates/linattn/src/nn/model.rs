@@ -557,8 +557,8 @@ impl<B: LinearAttentionBackend> LanguageModel<B> {
     }
 
     /// The same model with weights of `bits` in its linear layers, embeddings and logits, to decode with: it
-    /// cannot be learnt or saved. Layers of few outputs, of inputs that are no multiple of
-    /// [`GROUP`](ops::GROUP), and what is no linear layer stay as they are.
+    /// cannot be learnt or saved. Layers of fewer outputs or inputs than a [`GROUP`](ops::GROUP) has, and what is no
+    /// linear layer, stay as they are.
     #[must_use]
     pub fn quantized(self, bits: WeightBits) -> Self {
         let mut model = self.map(&mut WeightQuantizer::new(bits));

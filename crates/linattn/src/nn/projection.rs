@@ -271,6 +271,11 @@ fn layers_side_by_side<B: LinearAttentionBackend, const D: usize>(
 ) -> Option<Tensor<B, D>> {
     let bits = |layer: &Linear<B>| layer.weight.quantized().map(QuantizedMatrix::bits);
     let runs: Vec<_> = layers.chunk_by(|a, b| bits(a) == bits(b)).collect();
+    if let [quantized, floats] = runs[..]
+        && let Some(y) = mixed(x, quantized, floats)
+    {
+        return Some(y);
+    }
     // Floats come first: a backend without their product multiplies nothing in vain.
     let mut order: Vec<usize> = (0..runs.len()).collect();
     order.sort_by_key(|&i| bits(runs[i][0]).is_some());
@@ -282,6 +287,20 @@ fn layers_side_by_side<B: LinearAttentionBackend, const D: usize>(
         return products.pop();
     }
     Some(side_by_side(products, x.dtype()))
+}
+
+/// As [`layers_side_by_side`], of quantized layers and narrow ones of floats behind them, in one launch.
+fn mixed<B: LinearAttentionBackend, const D: usize>(
+    x: &Tensor<B, D>,
+    quantized: &[&Linear<B>],
+    floats: &[&Linear<B>],
+) -> Option<Tensor<B, D>> {
+    let matrices = quantized.iter().map(|layer| layer.weight.quantized());
+    let matrices: Vec<_> = matrices.collect::<Option<_>>()?;
+    if floats.iter().any(|layer| layer.weight.quantized().is_some()) {
+        return None;
+    }
+    ops::mixed_linear(x.clone(), &matrices, floats.iter().map(|layer| layer.weight.val()))
 }
 
 /// As [`layers_side_by_side`], of layers that are all quantized, or all not.

@@ -38,8 +38,8 @@ impl<B: Backend> Weight<B> {
         self.quantized.as_ref()
     }
 
-    /// The same, of a parameter that was changed by a mapper.
-    fn mapped(param: Param<Tensor<B, 2>>) -> Self {
+    /// The same, of a parameter that was changed by a mapper, of so many inputs.
+    fn mapped(param: Param<Tensor<B, 2>>, from: usize) -> Self {
         // A weight that is still to be drawn is not drawn for this.
         if !param.is_initialized() {
             return param.into();
@@ -49,7 +49,7 @@ impl<B: Backend> Weight<B> {
             return param.into();
         }
         let device = transposed.device();
-        let quantized = QuantizedMatrix::of_tensor(transposed)
+        let quantized = QuantizedMatrix::of_tensor(transposed, from)
             .expect("weights are quantised as `WeightBits` says");
         Self { param: nothing(param, &device), quantized: Some(quantized) }
     }
@@ -142,7 +142,8 @@ impl<B: Backend> Module<B> for Weight<B> {
         if self.quantized.is_some() {
             return self;
         }
-        Self::mapped(Module::<B>::map(self.param, mapper))
+        let from = self.param.lazy_shape()[0];
+        Self::mapped(Module::<B>::map(self.param, mapper), from)
     }
 
     fn load_record(self, record: Self::Record) -> Self {

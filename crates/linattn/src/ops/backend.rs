@@ -100,12 +100,13 @@ pub trait LinearAttentionBackend: Backend {
         false
     }
 
-    /// `x [W_1^T W_2^T ..]` over the last dimension of `x` for quantized `W_i` of the same bits, at most
-    /// [`MOST_PACKED`]: None where this backend has no such product, or dequantising the
+    /// `x [W_1^T W_2^T .. U_1 ..]` over the last dimension of `x` for quantized `W_i` of the same bits and narrow `U_i`
+    /// of floats, [`MOST_PACKED`] at most: None where this backend has no such product, or dequantising the
     /// matrices is as fast. No gradient flows through it.
     fn quantized_linear(
         _x: FloatTensor<Self>,
         _weights: &[&QuantizedMatrix<Self>],
+        _floats: &[FloatTensor<Self>],
     ) -> Option<FloatTensor<Self>> {
         None
     }

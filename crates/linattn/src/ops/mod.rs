@@ -532,11 +532,26 @@ pub fn quantized_linear<B: LinearAttentionBackend, const D: usize>(
     x: Tensor<B, D>,
     weights: &[&QuantizedMatrix<B>],
 ) -> Option<Tensor<B, D>> {
+    mixed_linear(x, weights, std::iter::empty())
+}
+
+/// As [`quantized_linear`], with narrow matrices of floats, `[from, to]`, behind the quantized ones.
+pub(crate) fn mixed_linear<B: LinearAttentionBackend, const D: usize>(
+    x: Tensor<B, D>,
+    weights: &[&QuantizedMatrix<B>],
+    floats: impl Iterator<Item = Tensor<B, 2>>,
+) -> Option<Tensor<B, D>> {
+    let from = x.dims()[D - 1];
     for weight in weights {
-        assert_eq!(x.dims()[D - 1], weight.size()[1], "`x` is as wide as each matrix");
+        assert_eq!(from, weight.size()[1], "`x` is as wide as each matrix");
         assert_eq!(weight.bits(), weights[0].bits(), "matrices have the same bits");
     }
-    B::quantized_linear(primitive(x), weights).map(tensor)
+    let inside = |matrix: Tensor<B, 2>| {
+        assert_eq!(from, matrix.dims()[0], "`x` is as wide as each matrix");
+        primitive(matrix)
+    };
+    let floats: Vec<_> = floats.map(inside).collect();
+    B::quantized_linear(primitive(x), weights, &floats).map(tensor)
 }
 
 /// Parameters after one step of AdamW (arXiv 1711.05101), and their states.

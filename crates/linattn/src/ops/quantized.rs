@@ -3,8 +3,8 @@
 //! W[r, c] = s[r, c / 32] q[r, c]      q: -127 to 127, or -7 to 7; a scale s for each 32 numbers of a row
 //! y[r]    = sum_c W[r, c] x[c]        read from memory: q and s alone
 //! ```
-//! Rows are a layer's outputs and columns its inputs. Eight bits cost 9 bits a number with the scales, four
-//! bits 5.
+//! Rows are a layer's outputs and columns its inputs; zeros fill the last group of a row up. Eight bits cost 9 bits a
+//! number with the scales, four bits 5.
 
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::quantization::{
@@ -47,7 +47,7 @@ impl WeightBits {
 
     /// Words of a row of so many numbers.
     fn words(self, columns: usize) -> usize {
-        columns * self.count() / 32
+        groups(columns) * self.count()
     }
 
     /// As Burn says it, in words of 32 bits, which all its backends keep.
@@ -63,30 +63,36 @@ impl WeightBits {
     }
 }
 
-/// Whole numbers of a matrix, row after row, and a scale for each group.
+/// Groups of a row of so many numbers.
+fn groups(columns: usize) -> usize {
+    columns.div_ceil(GROUP)
+}
+
+/// Whole numbers of a matrix, row after row of whole groups, and a scale for each group.
 struct Rounded {
     numbers: Vec<i8>,
     scales: Vec<f32>,
 }
 
 impl Rounded {
-    /// The largest number of a group takes the largest place.
-    fn new(matrix: &[f32], bits: WeightBits) -> Self {
+    /// Of rows of so many columns. The largest number of a group takes the largest place.
+    fn new(matrix: &[f32], columns: usize, bits: WeightBits) -> Self {
         let largest = f32::from(bits.largest());
         let (mut numbers, mut scales) = (Vec::with_capacity(matrix.len()), vec![]);
-        for group in matrix.chunks_exact(GROUP) {
+        for group in matrix.chunks_exact(columns).flat_map(|row| row.chunks(GROUP)) {
             let most = group.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
             // A group of zeros has any scale.
             let scale = if most > 0.0 { most / largest } else { 1.0 };
             let whole = |x: &f32| (x / scale).round().clamp(-largest, largest) as i8;
             numbers.extend(group.iter().map(whole));
+            numbers.resize(numbers.len().next_multiple_of(GROUP), 0);
             scales.push(scale);
         }
         Self { numbers, scales }
     }
 
-    /// As Burn keeps a quantized tensor.
-    fn data(self, size: [usize; 2], bits: WeightBits) -> TensorData {
+    /// As Burn keeps a quantized tensor, whose rows are whole groups.
+    fn data(self, [rows, columns]: [usize; 2], bits: WeightBits) -> TensorData {
         let pair = |pair: &[i8]| (pair[0] & 15) as u8 | ((pair[1] & 15) as u8) << 4;
         let bytes: Vec<u8> = match bits {
             WeightBits::Int8 => self.numbers.iter().map(|&x| x as u8).collect(),
@@ -94,6 +100,7 @@ impl Rounded {
         };
         let scales = self.scales.iter().map(|scale| scale.to_bits());
         let all: Vec<u32> = words(&bytes).chain(scales).collect();
+        let size = [rows, groups(columns) * GROUP];
         TensorData::from_bytes(Bytes::from_elems(all), size, DType::QFloat(bits.scheme()))
     }
 }
@@ -110,24 +117,23 @@ pub struct QuantizedMatrix<B: Backend> {
     scales: Tensor<B, 2>,
 }
 
-/// Whether a matrix of so many columns can be quantized.
+/// Whether a matrix of so many columns is worth quantizing: a scale serves most of a group.
 pub(crate) fn quantizes(columns: usize) -> bool {
-    columns > 0 && columns.is_multiple_of(GROUP)
+    columns >= GROUP
 }
 
 impl<B: Backend> QuantizedMatrix<B> {
     /// Quantises `[rows, columns]`, on the host.
     /// # Panics
-    /// If the columns are no multiple of [`GROUP`], or none.
+    /// If there are no columns.
     pub fn quantize(matrix: Tensor<B, 2>, bits: WeightBits) -> Self {
         let (size, device) = (matrix.dims(), matrix.device());
-        let columns = size[1];
-        assert!(quantizes(columns), "{columns} columns; they have to be a multiple of {GROUP}");
+        assert!(size[1] > 0, "a matrix of no columns has no groups");
         Self::of_rounded(rounded(matrix, bits), size, bits, &device)
     }
 
-    /// A matrix that [`quantized_tensor`] has made; nothing for any other.
-    pub(crate) fn of_tensor(matrix: Tensor<B, 2>) -> Option<Self> {
+    /// A matrix of so many columns that [`quantized_tensor`] has made; nothing for any other.
+    pub(crate) fn of_tensor(matrix: Tensor<B, 2>, columns: usize) -> Option<Self> {
         let device = matrix.device();
         let data = matrix.into_data();
         let DType::QFloat(scheme) = data.dtype else { return None };
@@ -136,13 +142,13 @@ impl<B: Backend> QuantizedMatrix<B> {
             QuantValue::Q4S => WeightBits::Int4,
             _ => return None,
         };
-        let size: [usize; 2] = data.shape.to_vec().try_into().ok()?;
+        let [rows, whole]: [usize; 2] = data.shape.to_vec().try_into().ok()?;
         let num_elements = data.num_elements();
         let bytes = QuantizedBytes { bytes: data.into_bytes(), scheme, num_elements };
         let (numbers, scales) = bytes.into_vec_i8();
         let rounded = Rounded { numbers, scales: scales.scales };
-        let whole = rounded.scales.len() * GROUP == num_elements;
-        whole.then(|| Self::of_rounded(rounded, size, bits, &device))
+        let fits = groups(columns) * GROUP == whole && rounded.scales.len() * GROUP == num_elements;
+        fits.then(|| Self::of_rounded(rounded, [rows, columns], bits, &device))
     }
 
     fn of_rounded(
@@ -158,7 +164,7 @@ impl<B: Backend> QuantizedMatrix<B> {
         let [rows, columns] = size;
         let values: Vec<u32> = words(&bytes).collect();
         let values = TensorData::new(values, [rows, bits.words(columns)]);
-        let scales = TensorData::new(rounded.scales, [rows, columns / GROUP]);
+        let scales = TensorData::new(rounded.scales, [rows, groups(columns)]);
         Self {
             size,
             bits,
@@ -180,7 +186,7 @@ impl<B: Backend> QuantizedMatrix<B> {
     /// Bytes that it takes.
     pub fn bytes(&self) -> usize {
         let [rows, columns] = self.size;
-        rows * (4 * self.bits.words(columns) + size_of::<f32>() * columns / GROUP)
+        rows * (4 * self.bits.words(columns) + size_of::<f32>() * groups(columns))
     }
 
     /// The quantized numbers, row after row.
@@ -211,8 +217,11 @@ impl<B: Backend> QuantizedMatrix<B> {
         let [rows, columns] = self.size;
         let (values, scales) = (self.values.to_data(), self.scales.to_data());
         let scales = scales.as_slice::<f32>().expect("scales are f32");
-        let mut numbers = vec![0.0; rows * columns];
+        let whole = groups(columns) * GROUP;
+        let mut numbers = vec![0.0; rows * whole];
         fill(values.as_bytes(), scales, self.bits, &mut numbers);
+        let rows = numbers.chunks_exact(whole);
+        let numbers: Vec<f32> = rows.flat_map(|row| &row[..columns]).copied().collect();
         Tensor::from_data(TensorData::new(numbers, self.size), (&self.scales.device(), dtype))
     }
 }
@@ -231,11 +240,12 @@ impl<B: AutodiffBackend> QuantizedMatrix<B> {
 }
 
 fn rounded<B: Backend>(matrix: Tensor<B, 2>, bits: WeightBits) -> Rounded {
+    let columns = matrix.dims()[1];
     let numbers: Vec<f32> = matrix.into_data().iter().collect();
-    Rounded::new(&numbers, bits)
+    Rounded::new(&numbers, columns, bits)
 }
 
-/// `[rows, columns]` as one of Burn's quantized tensors, which a mapper can give to
+/// `[rows, columns]` as one of Burn's quantized tensors, of columns that are whole groups, which a mapper can give to
 /// [`QuantizedMatrix::of_tensor`].
 pub(crate) fn quantized_tensor<B: Backend, const D: usize>(
     matrix: Tensor<B, D>,

@@ -239,6 +239,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         let lengths = ConvSplit {
             x: inside(&row),
             weight: Some(inside(&self.taps)),
+            bias: Some(inside(&self.weight)),
             conv_state: Some(inside(&self.conv_state)),
             columns: vec![column(width, kind(Some(Activation::Silu), None))],
             lengths: Some(SequenceLengths::new(&[1, batch * tokens - 1])),

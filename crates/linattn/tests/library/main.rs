@@ -7,6 +7,8 @@ use linattn_cli as _;
 
 #[cfg(feature = "cpu")]
 mod adapters;
+#[cfg(all(feature = "cpu", feature = "wgpu", not(feature = "fusion")))]
+mod block_linear;
 mod call;
 #[cfg(feature = "cpu")]
 mod features;
@@ -57,6 +59,8 @@ mod variant_formulas;
 mod variants;
 #[cfg(feature = "cpu")]
 mod varlen;
+#[cfg(feature = "cpu")]
+mod varlen_convolutions;
 #[cfg(feature = "cpu")]
 mod varlen_layers;
 #[cfg(all(feature = "cpu", any(feature = "wgpu", feature = "cuda")))]

@@ -98,8 +98,13 @@ impl LinearAttentionBackend for Flex {
         true
     }
 
-    fn quantized_linear(x: FlexTensor, weights: &[&QuantizedMatrix<Self>]) -> Option<FlexTensor> {
-        quantized::linear(x, weights)
+    fn quantized_linear(
+        x: FlexTensor,
+        weights: &[&QuantizedMatrix<Self>],
+        floats: &[FlexTensor],
+    ) -> Option<FlexTensor> {
+        // Another product costs a processor nothing.
+        floats.is_empty().then(|| quantized::linear(x, weights)).flatten()
     }
 
     fn fused_embedding(x: Embedding<FlexTensor, FlexTensor>, keep: bool) -> Option<Pass<Self>> {

@@ -6,6 +6,7 @@ use crate::ops::quantized::{GROUP, QuantizedMatrix, WeightBits};
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
+use std::borrow::Cow;
 
 /// Rows of `x` at most: more are worth the dequantising of the matrix.
 const ROWS: usize = 64;
@@ -27,7 +28,8 @@ pub(super) fn linear(x: FlexTensor, weights: &[&QuantizedMatrix<Flex>]) -> Optio
         return None;
     }
     let x = contiguous(x);
-    let x: &[f32] = slice(&x);
+    let groups = from.div_ceil(GROUP);
+    let x = whole_groups(slice(&x), from, groups);
     // A piece's outputs for each row of `x`, then in their order.
     let mut found = vec![0.0; rows * to];
     let mut rest = found.as_mut_slice();
@@ -39,12 +41,24 @@ pub(super) fn linear(x: FlexTensor, weights: &[&QuantizedMatrix<Flex>]) -> Optio
         let (values, scales) = (bytemuck::cast_slice(words), slice(&scales));
         let weight = Numbers { bits: weight.bits(), values, scales };
         own.par_chunks_mut(PIECE * rows).enumerate().for_each(|(i, sums)| {
-            dispatch(Piece { x, weight, from, first: i * PIECE, sums });
+            dispatch(Piece { x: &x, weight, groups, first: i * PIECE, sums });
         });
         rest = others;
     }
     shape[last] = to;
     Some(tensor(in_order(found, rows, to), shape))
+}
+
+/// Rows of whole groups, with zeros behind their ends where they have to be filled up.
+fn whole_groups(x: &[f32], from: usize, groups: usize) -> Cow<'_, [f32]> {
+    if from.is_multiple_of(GROUP) {
+        return x.into();
+    }
+    let mut whole = vec![0.0; x.len() / from * groups * GROUP];
+    for (whole, x) in whole.chunks_exact_mut(groups * GROUP).zip(x.chunks_exact(from)) {
+        whole[..from].copy_from_slice(x);
+    }
+    whole.into()
 }
 
 /// `[to, rows]` to `[rows, to]`.
@@ -68,8 +82,8 @@ struct Numbers<'a> {
 struct Piece<'a> {
     x: &'a [f32],
     weight: Numbers<'a>,
-    /// Numbers of a row.
-    from: usize,
+    /// Groups of a row.
+    groups: usize,
     first: usize,
     /// For a row of the matrix after the other, those of all rows of `x`.
     sums: &'a mut [f32],
@@ -103,15 +117,14 @@ impl Piece<'_> {
         self,
         dequantize: impl Fn(&[u8; BYTES], &mut [f32; GROUP]),
     ) {
-        let Self { x, weight, from, first, sums } = self;
-        let groups = from / GROUP;
+        let Self { x, weight, groups, first, sums } = self;
         let (values, _) = weight.values.as_chunks::<BYTES>();
-        let rows = x.len() / from;
+        let (x, _) = x.as_chunks::<GROUP>();
+        let rows = x.len() / groups;
         for (block, sums) in sums.chunks_mut(SIDE_BY_SIDE * rows).enumerate() {
             let first = first + block * SIDE_BY_SIDE;
             let count = sums.len() / rows;
-            for (row, x) in x.chunks_exact(from).enumerate() {
-                let (x, _) = x.as_chunks::<GROUP>();
+            for (row, x) in x.chunks_exact(groups).enumerate() {
                 let mut lanes = [[0.0_f32; LANES]; SIDE_BY_SIDE];
                 for (j, lanes) in lanes.iter_mut().enumerate().take(count) {
                     let values = &values[(first + j) * groups..][..groups];

@@ -50,7 +50,7 @@ where
             let parts: Vec<_> = weights.iter().map(|weight| Parts::new(weight)).collect();
             let matrices: Vec<_> = parts.iter().map(Parts::matrix).collect();
             let width = matrices.iter().map(|matrix| matrix.rows).sum();
-            let given = (of_weights, matrices.as_slice());
+            let given = quantized::Matrices { bits: of_weights, quantized: &matrices, floats: &[] };
             (quantized::product(client, dims, dtype.into(), input(&x), given).ok()?, width)
         }
     };

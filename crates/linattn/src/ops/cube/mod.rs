@@ -122,8 +122,9 @@ where
     fn quantized_linear(
         x: FloatTensor<Self>,
         weights: &[&QuantizedMatrix<Self>],
+        floats: &[FloatTensor<Self>],
     ) -> Option<FloatTensor<Self>> {
-        quantized::linear(x, weights)
+        quantized::linear(x, weights, floats)
     }
 
     fn folded_product(

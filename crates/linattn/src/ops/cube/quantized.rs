@@ -2,11 +2,12 @@
 
 use super::super::quantized::{QuantizedMatrix, WeightBits};
 use super::super::tensors::primitive;
+use super::columns;
 use burn::tensor::DType;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
-use linattn_kernels::quantized::{self, Bits, Dims, Input, Matrix};
+use linattn_kernels::quantized::{self, Bits, Dims, Floats, Input, Matrices, Matrix};
 
 /// A matrix's numbers and scales, each row after row.
 pub(super) struct Parts<R: CubeRuntime> {
@@ -40,10 +41,11 @@ pub(super) fn bits(bits: WeightBits) -> Bits {
     }
 }
 
-/// `x [W_1^T W_2^T ..]`, in the type of `x`; nothing where the kernel does not take it.
+/// `x [W_1^T .. U_1 ..]`, in the type of `x`; nothing where the kernel does not take it.
 pub(super) fn linear<R, F, I, BT>(
     x: CubeTensor<R>,
     weights: &[&QuantizedMatrix<CubeBackend<R, F, I, BT>>],
+    floats: &[CubeTensor<R>],
 ) -> Option<CubeTensor<R>>
 where
     R: CubeRuntime,
@@ -51,19 +53,24 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let of_weights = bits(weights.first()?.bits());
     let (mut shape, dtype) = (x.meta.shape.clone(), x.dtype);
     let last = shape.num_dims() - 1;
     let dims = Dims { rows: shape[..last].iter().product(), inner: shape[last] };
-    let rows: Vec<usize> = weights.iter().map(|weight| weight.size()[0]).collect();
-    quantized::check(&x.client, dims, of_weights, &rows, dtype.into()).ok()?;
+    if dims.rows > quantized::MOST_ROWS || floats.iter().any(|matrix| matrix.dtype != dtype) {
+        return None;
+    }
     let x = into_contiguous(x);
     let parts: Vec<_> = weights.iter().map(|weight| Parts::new(weight)).collect();
     let matrices: Vec<_> = parts.iter().map(Parts::matrix).collect();
-    let given = (of_weights, matrices.as_slice());
-    let x_rows = Input::Rows(&x.handle);
-    let y = quantized::product(&x.client, dims, dtype.into(), x_rows, given).ok()?.y;
-    shape[last] = rows.iter().sum();
+    let floats = floats
+        .iter()
+        .map(|matrix| Some(Floats { numbers: &matrix.handle, columns: columns(matrix)? }))
+        .collect::<Option<Vec<_>>>()?;
+    let bits = bits(weights.first()?.bits());
+    let all = Matrices { bits, quantized: &matrices, floats: &floats };
+    let done = quantized::product(&x.client, dims, dtype.into(), Input::Rows(&x.handle), all);
+    let y = done.ok()?.y;
+    shape[last] = y.shape[1];
     Some(CubeTensor::new_contiguous(x.client, x.device, shape, y.handle, dtype))
 }
 

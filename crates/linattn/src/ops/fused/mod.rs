@@ -21,8 +21,6 @@ mod selective_scan;
 mod slstm;
 mod softmax;
 mod ttt;
-#[cfg(all(test, feature = "cpu"))]
-mod varlen_tests;
 
 pub(crate) use block_linear::block_linear;
 pub(crate) use conv_split::{conv_split, conv_step};

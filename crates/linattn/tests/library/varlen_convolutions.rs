@@ -1,14 +1,13 @@
 //! Short convolutions over sequences of one row against the same sequences one by one: outputs, conv states and
 //! gradients, on Flex's loops, in tensor operations, and through kernels where there is a GPU.
 
-use crate::ops::tensors::cat;
-use crate::ops::{
-    Activation, LinearAttentionBackend, OpError, SequenceLengths, convolve,
-    short_convolution_varlen,
-};
+use crate::support::alone;
 use burn::backend::autodiff::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
+use linattn::ops::{
+    LinearAttentionBackend, OpError, SequenceLengths, short_convolution, short_convolution_varlen,
+};
 use linattn_oracle::{Rng, assert_close};
 
 const CHANNELS: usize = 6;
@@ -18,32 +17,20 @@ struct Case {
     lengths: &'static [usize],
     window: usize,
     has_conv_state: bool,
-    activation: Option<Activation>,
 }
 
 const CASES: [Case; 5] = [
-    Case {
-        lengths: &[5, 1, 2, 9],
-        window: 4,
-        has_conv_state: true,
-        activation: Some(Activation::Silu),
-    },
-    Case { lengths: &[3, 70, 1, 1, 140], window: 4, has_conv_state: false, activation: None },
-    Case { lengths: &[4, 6, 4], window: 3, has_conv_state: true, activation: None },
-    Case {
-        lengths: &[1, 1, 1],
-        window: 4,
-        has_conv_state: false,
-        activation: Some(Activation::Sigmoid),
-    },
-    Case { lengths: &[2], window: 5, has_conv_state: true, activation: None },
+    Case { lengths: &[5, 1, 2, 9], window: 4, has_conv_state: true },
+    Case { lengths: &[3, 70, 1, 1, 140], window: 4, has_conv_state: false },
+    Case { lengths: &[4, 6, 4], window: 3, has_conv_state: true },
+    Case { lengths: &[1, 1, 1], window: 4, has_conv_state: false },
+    Case { lengths: &[2], window: 5, has_conv_state: true },
 ];
 
-/// The inputs: x, weight, bias and conv state.
+/// The inputs: x, weight and conv state.
 struct Inputs<B: Backend> {
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,
-    bias: Tensor<B, 1>,
     conv_state: Tensor<B, 3>,
 }
 
@@ -53,7 +40,6 @@ impl<B: AutodiffBackend + LinearAttentionBackend> Inputs<B> {
         Self {
             x: draw("x", [1, tokens, CHANNELS], dtype, device).require_grad(),
             weight: draw("weight", [case.window, CHANNELS], dtype, device).require_grad(),
-            bias: draw("bias", [CHANNELS], dtype, device).require_grad(),
             conv_state: draw("conv_state", [sequences, case.window - 1, CHANNELS], dtype, device)
                 .require_grad(),
         }
@@ -61,30 +47,27 @@ impl<B: AutodiffBackend + LinearAttentionBackend> Inputs<B> {
 
     /// Outputs and next conv states of all sequences at once.
     fn together(&self, case: &Case) -> [Tensor<B, 3>; 2] {
-        let Self { x, weight, bias, conv_state } = self;
+        let Self { x, weight, conv_state } = self;
         let conv_state = case.has_conv_state.then(|| conv_state.clone());
         let lengths = SequenceLengths::new(case.lengths);
-        let (x, weight, bias) = (x.clone(), weight.clone(), Some(bias.clone()));
-        let (y, next) = convolve(x, weight, bias, conv_state, case.activation, Some(&lengths))
+        let (y, next) = short_convolution_varlen(x.clone(), weight.clone(), conv_state, &lengths)
             .expect("they fit");
         [y, next]
     }
 
     /// The same of one sequence after another.
     fn apart(&self, case: &Case) -> [Tensor<B, 3>; 2] {
-        let Self { x, weight, bias, conv_state } = self;
+        let Self { x, weight, conv_state } = self;
         let (mut ys, mut conv_states, mut from) = (vec![], vec![], 0);
         for (n, &tokens) in case.lengths.iter().enumerate() {
             let conv_state = case.has_conv_state.then(|| conv_state.clone().narrow(0, n, 1));
             let x = x.clone().narrow(1, from, tokens);
-            let (weight, bias) = (weight.clone(), Some(bias.clone()));
-            let (y, next) =
-                convolve(x, weight, bias, conv_state, case.activation, None).expect("they fit");
+            let (y, next) = short_convolution(x, weight.clone(), conv_state).expect("they fit");
             ys.push(y);
             conv_states.push(next);
             from += tokens;
         }
-        [cat(ys, 1), cat(conv_states, 0)]
+        [Tensor::cat(ys, 1), Tensor::cat(conv_states, 0)]
     }
 
     /// Outputs, conv states, and the gradients of a sum of both, by name.
@@ -99,7 +82,6 @@ impl<B: AutodiffBackend + LinearAttentionBackend> Inputs<B> {
             ("next conv state", numbers(next)),
             ("dx", numbers(self.x.grad(&found).expect("it is tracked"))),
             ("dweight", numbers(self.weight.grad(&found).expect("it is tracked"))),
-            ("dbias", numbers(self.bias.grad(&found).expect("it is tracked"))),
             ("dconv_state", of_conv_state),
         ]
     }
@@ -126,6 +108,7 @@ fn every_case<B: AutodiffBackend + LinearAttentionBackend>(
     limit: f64,
     device: &B::Device,
 ) {
+    let _alone = alone();
     for case in CASES {
         let inputs = Inputs::<B>::draw(&case, dtype, device);
         let want = inputs.run(inputs.apart(&case));
@@ -145,22 +128,10 @@ fn sequences_of_one_row_are_as_if_alone() {
     every_case::<B>(DType::F16, 3e-3, &Default::default());
 }
 
-/// A device of wgpu, if there is one.
-#[cfg(feature = "wgpu")]
-fn wgpu() -> Option<burn::backend::wgpu::WgpuDevice> {
-    use cubecl::prelude::Runtime;
-    use cubecl::wgpu::{AutoGraphicsApi, GraphicsApi, WgpuRuntime};
-    if WgpuRuntime::enumerate_all_devices(&AutoGraphicsApi::backend()).is_empty() {
-        linattn_oracle::skipped_without_adapter();
-        return None;
-    }
-    Some(Default::default())
-}
-
 #[cfg(feature = "wgpu")]
 #[test]
 fn sequences_of_one_row_are_as_if_alone_on_a_gpu() {
-    let Some(device) = wgpu() else { return };
+    let Some(device) = crate::support::wgpu() else { return };
     every_case::<Autodiff<burn::backend::Wgpu>>(DType::F32, 1e-5, &device);
     every_case::<Autodiff<burn::backend::Wgpu>>(DType::F16, 8e-3, &device);
 }
@@ -185,7 +156,7 @@ fn each_sequence_has_a_conv_state_of_its_own() {
 #[cfg(feature = "wgpu")]
 #[test]
 fn each_sequence_has_a_conv_state_of_its_own_on_a_gpu() {
-    let Some(device) = wgpu() else { return };
+    let Some(device) = crate::support::wgpu() else { return };
     sums_of_four::<burn::backend::Wgpu>(&device);
 }
 
