@@ -6,8 +6,8 @@ use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{
-    adamw, block_linear, conv_state, cross_entropy, embedding, rotary, selective_scan, slstm,
-    softmax, ttt_linear, ttt_mlp,
+    adamw, block_linear, conv_state, cross_entropy, embedding, long_convolution, rotary,
+    selective_scan, slstm, softmax, ttt_linear, ttt_mlp,
 };
 use std::error::Error;
 
@@ -49,6 +49,14 @@ impl<T: Target> Fused<'_, T> {
             rotary::rotate(self.client, dims, &x, &table, back, self.dtype)?;
             enter(&format!("-{rotated}-back_{back}"))?;
         }
+        let dims = long_convolution::Dims { batch: 2, tokens: 20, channels: 4, length: 17 };
+        let (x, taps) = (self.memory(160, self.dtype), self.memory(68, F32));
+        for back in [false, true] {
+            long_convolution::convolve(self.client, dims, &x, &taps, back, self.dtype)?;
+            enter(&format!("-back_{back}"))?;
+        }
+        long_convolution::tap_gradients(self.client, dims, &x, &x, self.dtype)?;
+        enter("-taps")?;
         // Rows of a plane in single numbers, of a cube in fours, and of all keys.
         let causal = softmax::Seen::Causal { window: 16 };
         for (keys, seen) in [(127, causal), (4096, causal), (64, softmax::Seen::All)] {

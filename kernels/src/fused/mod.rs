@@ -12,6 +12,7 @@ pub mod conv_state;
 pub mod cross_entropy;
 pub mod embedding;
 pub mod gated_product;
+pub mod long_convolution;
 pub mod norm;
 pub mod pack;
 pub mod rotary;

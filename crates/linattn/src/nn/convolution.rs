@@ -139,9 +139,26 @@ pub(crate) fn through_weight<B: LinearAttentionBackend>(
     conv_states: &mut ConvPast<B>,
 ) -> Tensor<B, 3> {
     let lengths = conv_states.lengths().cloned();
+    if conv_states.drops {
+        return ops::through_taps(x, weight, conv_states.draw(name), lengths.as_ref());
+    }
     conv_states.through(name, |conv_state| {
         convolved(x, (weight, None), conv_state, None, lengths.as_ref())
     })
+}
+
+/// `taps`, `[L, D]`, with tap `place` changed: what a token itself adds to its output costs no operation over all tokens.
+pub(crate) fn with_tap<B: Backend>(
+    taps: Tensor<B, 2>,
+    place: usize,
+    change: impl FnOnce(Tensor<B, 2>) -> Tensor<B, 2>,
+) -> Tensor<B, 2> {
+    let [length, _] = taps.dims();
+    let others =
+        |from: usize, to: usize| (to > from).then(|| taps.clone().narrow(0, from, to - from));
+    let tap = change(taps.clone().narrow(0, place, 1));
+    let parts = [others(0, place), Some(tap), others(place + 1, length)];
+    ops::cat(parts.into_iter().flatten().collect(), 0)
 }
 
 /// [`ops::convolve`] of a layer's own taps, bias and conv state.

@@ -14,6 +14,7 @@
 //! ```
 //! b is times the input vector, which is 1 unless it is learnt: it only scales C.
 
+use super::convolution::with_tap;
 use super::{ConfigError, Kept, Shared, positive};
 use crate::ops::{self, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
@@ -222,8 +223,8 @@ impl<B: LinearAttentionBackend> DiagonalSsm<B> {
         let row = c.times(&b).each(|x| x.unsqueeze_dim::<3>(1));
         let taps: Tensor<B, 2> = row.real_matmul(&earlier).squeeze_dim(1);
         let taps = taps.swap_dims(0, 1) * 2.0;
+        let taps = with_tap(taps, 0, |first| first + self.d.val().unsqueeze::<2>());
         let y = ops::long_convolution(x.clone(), taps, None).expect("a tap for each channel");
-        let y = y + x.clone() * self.d.val().unsqueeze::<3>();
 
         let before = before.map(|h| h.each(|h| h.permute([1, 0, 2]))); // [D, B, N / 2]
         let y = match &before {

@@ -5,8 +5,8 @@ pub use super::folded::{FoldedInput, FoldedOutput, Matrices};
 pub use super::fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
     GateActivation, GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer,
-    MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan, SlstmRecurrence,
-    SoftmaxRows, Ttt,
+    LongConvolution, MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan,
+    SlstmRecurrence, SoftmaxRows, Ttt,
 };
 pub use super::halving::{Scan, ScanField};
 pub use super::pass::{BackwardPass, Pass};
@@ -171,6 +171,14 @@ pub trait LinearAttentionBackend: Backend {
 
     /// Rows rotated by their positions. A backward pass gives the gradient of the rows alone.
     fn fused_rotary(_x: Rotary<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+        None
+    }
+
+    /// A convolution as long as its sequences. The gradient of its taps is of their type.
+    fn fused_long_convolution(
+        _x: LongConvolution<FloatTensor<Self>>,
+        _keep: bool,
+    ) -> Option<Pass<Self>> {
         None
     }
 

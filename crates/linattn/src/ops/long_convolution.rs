@@ -1,4 +1,4 @@
-//! Causal convolutions as long as the sequence, in blocks of products.
+//! Causal convolutions as long as the sequence: in one piece where a backend has one, or in blocks of products.
 //!
 //! With the sequence in blocks of C tokens, `X_j` `[C, N]` for each channel, and `M_m`, `[C, C]`, of the taps around
 //! m C:
@@ -12,7 +12,8 @@
 //! transposed matrices, of the taps by sums over diagonals.
 
 use super::OpError;
-use super::tensors::{Along, accumulator, cat, typed};
+use super::backend::{LinearAttentionBackend, LongConvolution};
+use super::tensors::{Along, accumulator, cat, primitive, tensor, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
 /// Tokens of a block.
@@ -24,7 +25,7 @@ const BLOCK: usize = 128;
 /// `[B, T, D]` in the type of `x`, of sums in f32 at least.
 /// # Errors
 /// [`OpError`] names the first tensor that does not fit.
-pub fn long_convolution<B: Backend>(
+pub fn long_convolution<B: LinearAttentionBackend>(
     x: Tensor<B, 3>,
     taps: Tensor<B, 2>,
     past: Option<Tensor<B, 3>>,
@@ -46,17 +47,57 @@ pub fn long_convolution<B: Backend>(
             return Err(OpError::Shape { op, tensor, got: got.into(), want: want.into() });
         }
     }
-    let (dtype, x) = (x.dtype(), accumulator(x));
+    let dtype = x.dtype();
     let all = match past {
-        Some(past) => cat(vec![typed(past, x.dtype()), x], 1),
+        Some(past) => {
+            let x = accumulator(x);
+            cat(vec![typed(past, x.dtype()), x], 1)
+        }
         None => x,
     };
+    if let Some(y) = in_one_piece(&all, &taps, tokens) {
+        return Ok(typed(y, dtype));
+    }
+    let all = accumulator(all);
     let taps = typed(taps, all.dtype());
     let y = match tokens {
         1 => last_token(all, taps),
         _ => in_blocks(all, taps, tokens),
     };
     Ok(typed(y, dtype))
+}
+
+/// Each channel of `x`, `[B, T, D]`, behind the tokens of `past`, `[B, W - 1, D]`, through the window of `weight`,
+/// `[W, D]`, whose last row is for a token itself; nothing where this backend has no piece for it.
+pub(super) fn through_window<B: LinearAttentionBackend>(
+    x: &Tensor<B, 3>,
+    weight: &Tensor<B, 2>,
+    past: Option<&Tensor<B, 3>>,
+) -> Option<Tensor<B, 3>> {
+    let all = match past {
+        Some(past) => cat(vec![past.clone(), x.clone()], 1),
+        None => x.clone(),
+    };
+    in_one_piece(&all, &weight.clone().flip([0]), x.dims()[1])
+}
+
+/// The outputs of the last `tokens` tokens, where this backend has a piece for all of them, and they are most of them.
+fn in_one_piece<B: LinearAttentionBackend>(
+    all: &Tensor<B, 3>,
+    taps: &Tensor<B, 2>,
+    tokens: usize,
+) -> Option<Tensor<B, 3>> {
+    let ([_, seen, _], [length, _]) = (all.dims(), taps.dims());
+    if tokens == 1 || 2 * tokens < seen {
+        return None;
+    }
+    let taps = accumulator(taps.clone());
+    // A slice of all of it would cost the backward pass a tensor of zeros.
+    let taps = if length > seen { taps.narrow(0, 0, seen) } else { taps };
+    let x = LongConvolution { x: primitive(all.clone()), taps: primitive(taps) };
+    let pass = B::fused_long_convolution(x, false)?;
+    let y: Tensor<B, 3> = tensor(pass.outputs.into_iter().next()?);
+    Some(if seen > tokens { y.narrow(1, seen - tokens, tokens) } else { y })
 }
 
 /// The output of the last token alone, `[B, 1, D]`.

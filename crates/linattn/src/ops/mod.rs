@@ -419,6 +419,10 @@ pub(crate) fn through_taps<B: LinearAttentionBackend>(
     weighted_tokens(x, weight, None, (conv_state, lengths), None)
 }
 
+/// Widest window that kernels of short convolutions keep in registers. They go through a wider one far slower than
+/// those of long ones.
+const SHORT: usize = 8;
+
 /// Each channel of `x`, `[B, T, D]`, through the window of `weight`, `[W, D]`.
 fn weighted_tokens<B: LinearAttentionBackend>(
     x: Tensor<B, 3>,
@@ -427,6 +431,19 @@ fn weighted_tokens<B: LinearAttentionBackend>(
     (conv_state, lengths): (Option<Tensor<B, 3>>, Option<&SequenceLengths>),
     activation: Option<Activation>,
 ) -> Tensor<B, 3> {
+    if weight.dims()[0] > SHORT
+        && lengths.is_none()
+        && let Some(y) = long_convolution::through_window(&x, &weight, conv_state.as_ref())
+    {
+        let y = match bias {
+            Some(bias) => y + typed(bias, x.dtype()).unsqueeze::<3>(),
+            None => y,
+        };
+        return match activation {
+            Some(activation) => activation.apply(y),
+            None => y,
+        };
+    }
     let width = x.dims()[2];
     let kind = ColumnKind::Conv { activation, norm: None };
     let mut outputs = conv_split::<B>(ConvSplit {

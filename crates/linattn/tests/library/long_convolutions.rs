@@ -5,21 +5,36 @@ use crate::call::{download, upload};
 use crate::formulas::{Noisy, Rows, TOKENS, check, each, gated, hold, product, quotient, times};
 use crate::layers::{B, D, Weights, input, mixer};
 use crate::support::alone;
+#[cfg(feature = "wgpu")]
+use burn::backend::{Autodiff, Wgpu};
 use burn::module::Module;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor};
-use linattn::ops;
+#[cfg(feature = "wgpu")]
+use linattn::ops::backend::LongConvolution;
+use linattn::ops::{self, LinearAttentionBackend};
 use linattn_oracle::{Rng, assert_close};
 use std::f64::consts::PI;
 
-fn noise<const R: usize>(seed: u64, shape: [usize; R]) -> (Vec<f64>, Tensor<B, R>) {
-    let mut rng = Rng::named(seed, "long convolution");
-    let values: Vec<f64> = (0..shape.iter().product()).map(|_| rng.normal()).collect();
-    let tensor = upload(&values, shape, DType::F64, &Default::default());
-    (values, tensor)
+/// Numbers on a device, in a type.
+struct Place<'a, B: Backend> {
+    device: &'a B::Device,
+    dtype: DType,
 }
 
-#[test]
-fn a_long_convolution_is_the_sum_it_says_and_so_are_its_gradients() {
+impl<B: Backend> Place<'_, B> {
+    fn noise<const R: usize>(&self, seed: u64, shape: [usize; R]) -> (Vec<f64>, Tensor<B, R>) {
+        let mut rng = Rng::named(seed, "long convolution");
+        let values: Vec<f64> = (0..shape.iter().product()).map(|_| rng.normal()).collect();
+        let tensor = upload(&values, shape, self.dtype, self.device);
+        (values, tensor)
+    }
+}
+
+fn sums_and_gradients_are_right<B>(place: &Place<'_, B>, limit: f64)
+where
+    B: AutodiffBackend + LinearAttentionBackend,
+{
     let _alone = alone();
     let (batch, channels) = (2, 3);
     for (past, tokens, length) in [
@@ -34,9 +49,9 @@ fn a_long_convolution_is_the_sum_it_says_and_so_are_its_gradients() {
         (131, 200, 50),
     ] {
         let seen = past + tokens;
-        let (all, x) = noise(1, [batch, seen, channels]);
-        let (taps, h) = noise(2, [length, channels]);
-        let (weights, dy) = noise(3, [batch, tokens, channels]);
+        let (all, x) = place.noise(1, [batch, seen, channels]);
+        let (taps, h) = place.noise(2, [length, channels]);
+        let (weights, dy) = place.noise(3, [batch, tokens, channels]);
         let (x, h) = (x.require_grad(), h.require_grad());
         let before = (past > 0).then(|| x.clone().narrow(1, 0, past));
         let y =
@@ -60,16 +75,37 @@ fn a_long_convolution_is_the_sum_it_says_and_so_are_its_gradients() {
             }
         }
         let what = format!("{tokens} tokens behind {past}, {length} taps");
-        assert_close(&what, &want, &download(y), 1e-12);
-        assert_close(&what, &dx, &download(x.grad(&gradients).unwrap()), 1e-12);
-        assert_close(&what, &dh, &download(h.grad(&gradients).unwrap()), 1e-12);
+        assert_close(&what, &want, &download(y), limit);
+        assert_close(&what, &dx, &download(x.grad(&gradients).unwrap()), limit);
+        assert_close(&what, &dh, &download(h.grad(&gradients).unwrap()), limit);
     }
 }
 
 #[test]
+fn a_long_convolution_is_the_sum_it_says_and_so_are_its_gradients() {
+    let place = Place::<B> { device: &Default::default(), dtype: DType::F64 };
+    sums_and_gradients_are_right(&place, 1e-12);
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn a_long_convolution_on_a_gpu_is_the_sum_it_says_and_so_are_its_gradients() {
+    let Some(device) = crate::support::wgpu() else { return };
+    let place = Place::<Autodiff<Wgpu>> { device: &device, dtype: DType::F32 };
+    let x: Tensor<Wgpu, 3> = upload(&[0.5; 8], [1, 4, 2], DType::F32, &device);
+    let taps: Tensor<Wgpu, 2> = upload(&[0.5; 6], [3, 2], DType::F32, &device);
+    let given =
+        LongConvolution { x: x.into_primitive().tensor(), taps: taps.into_primitive().tensor() };
+    let taken = <Wgpu as LinearAttentionBackend>::fused_long_convolution(given, false).is_some();
+    assert!(taken || cfg!(feature = "fusion"), "the kernels take this");
+    sums_and_gradients_are_right(&place, 2e-6);
+}
+
+#[test]
 fn tensors_that_do_not_fit_a_long_convolution_are_named() {
-    let x = |shape| noise::<3>(4, shape).1;
-    let taps = |shape| noise::<2>(5, shape).1;
+    let place = Place::<B> { device: &Default::default(), dtype: DType::F64 };
+    let x = |shape: [usize; 3]| place.noise(4, shape).1;
+    let taps = |shape: [usize; 2]| place.noise(5, shape).1;
     let said = |x, taps, past| ops::long_convolution::<B>(x, taps, past).unwrap_err().to_string();
     let error = said(x([2, 5, 3]), taps([5, 4]), None);
     assert!(error.contains("`taps`") && error.contains("[5, 3]"), "{error}");

@@ -1,7 +1,7 @@
 //! BaseConv. Recurrence, shapes and source: [`BaseConv`].
 
 use super::{TokenMixer, linear_flops};
-use crate::nn::convolution::{ShortConvolution, check_window};
+use crate::nn::convolution::{ShortConvolution, check_window, with_tap};
 use crate::nn::layers::linear_with_bias;
 use crate::nn::long_filter::{ConvolutionState, FEATURES, check_length, lags, with_past};
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
@@ -141,7 +141,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for BaseConv<B> {
                 let inputs = with_past(past.clone(), x.clone());
                 let y = ops::long_convolution(x.clone(), self.taps(inputs.dims()[1]), past)
                     .expect("the filter has the channels of `x`");
-                (y + x.clone(), Some(inputs))
+                (y, Some(inputs))
             }
         };
         let y = seen * self.projection.forward(x.clone()) + x;
@@ -150,11 +150,13 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for BaseConv<B> {
 }
 
 impl<B: LinearAttentionBackend> BaseConv<B> {
-    /// The first `count` taps of an implicit convolution, `[count, D]`.
+    /// The first `count` taps of an implicit convolution and what it is added to, `[count, D]`.
     fn taps(&self, count: usize) -> Tensor<B, 2> {
         let weight = self.projection.weight.val();
         let z = lags(count, self.length, &weight, weight.dtype());
         let layers = self.filter.iter().flatten().enumerate();
-        layers.fold(z, |z, (place, layer)| layer.forward(if place == 0 { z } else { relu(z) }))
+        let taps =
+            layers.fold(z, |z, (place, layer)| layer.forward(if place == 0 { z } else { relu(z) }));
+        with_tap(taps, 0, |first| first + 1.0)
     }
 }

@@ -1,7 +1,9 @@
 //! H3. Recurrence, shapes and source: [`H3`].
 
 use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, through_weight};
+use crate::nn::convolution::{
+    ShortConvolution, check_window, convolution_cost, through_weight, with_tap,
+};
 use crate::nn::diagonal_ssm::{DiagonalSsm, DiagonalStart, Discretization, Parts, Spectrum};
 use crate::nn::layers::{ResidualLinear, linear_with_bias};
 use crate::nn::projection::{Projection, project};
@@ -167,8 +169,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for H3<B> {
         let (heads, products) = (d_model / width, width * width);
         let list = [&self.q_proj, &self.k_proj, &self.v_proj].map(Projection::plain);
         let [q, k, v] = project(&x, list, &mut past.conv_states);
-        let own = k.clone() * typed(self.shift_d.val(), dtype).unsqueeze::<3>();
-        let k = through_weight(k, self.shift_weight(), Kept::Key, &mut past.conv_states) + own;
+        let k = through_weight(k, self.shift_weight(), Kept::Key, &mut past.conv_states);
 
         // [B, K, 1, T, H] and [B, 1, K, T, H], in f32 at least
         let of_heads = |x| {
@@ -191,10 +192,10 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for H3<B> {
 }
 
 impl<B: LinearAttentionBackend> H3<B> {
-    /// Taps of the shift, `[N, D]`, the last for the newest token.
+    /// Taps of the shift, `[N, D]`, the last for the newest token, which is added to it too.
     fn shift_weight(&self) -> Tensor<B, 2> {
         let taps = self.shift.weight.val();
-        match &self.shift_input {
+        let taps = match &self.shift_input {
             // The taps stand in reverse, so what looks ahead in them looks back here.
             Some(input) => {
                 let taps = taps.unsqueeze::<3>();
@@ -202,6 +203,8 @@ impl<B: LinearAttentionBackend> H3<B> {
                 seen.expect("as many numbers as taps").squeeze_dim(0)
             }
             None => taps,
-        }
+        };
+        let newest = taps.dims()[0] - 1;
+        with_tap(taps, newest, |tap| tap + self.shift_d.val().unsqueeze::<2>())
     }
 }

@@ -1,7 +1,7 @@
 //! Hyena and multihead Hyena. Recurrence, shapes and source: [`Hyena`].
 
 use super::{TokenMixer, linear_flops};
-use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
+use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost, with_tap};
 use crate::nn::layers::{ResidualLinear, linear_with_bias, merge_heads, split_heads};
 use crate::nn::long_filter::{
     ConvolutionState, SineFilter, SineFilterSize, check_length, with_past,
@@ -236,7 +236,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hyena<B> {
         let inner = self.out_proj.weight.dims()[0];
         let projected = self.in_proj.forward(x);
         let repeats = 3 * inner / projected.dims()[2];
-        let all = projected.repeat_dim(2, repeats);
+        let all = if repeats > 1 { projected.repeat_dim(2, repeats) } else { projected };
         let all = self.conv1d.linear_between(all, Kept::Input, &mut conv_states);
         let [q, k, v] = [0, 1, 2].map(|part| all.clone().narrow(2, part * inner, inner));
         let (y, inputs) = match self.d.dims()[0] == inner {
@@ -285,11 +285,6 @@ impl<B: LinearAttentionBackend> Hyena<B> {
 
     /// The first `count` taps, `[count, channels]`.
     fn taps(&self, count: usize) -> Tensor<B, 2> {
-        let taps = self.filter.taps(count);
-        let first = taps.clone().narrow(0, 0, 1) + self.d.val().unsqueeze::<2>();
-        match count {
-            1 => first,
-            _ => cat(vec![first, taps.narrow(0, 1, count - 1)], 0),
-        }
+        with_tap(self.filter.taps(count), 0, |first| first + self.d.val().unsqueeze::<2>())
     }
 }

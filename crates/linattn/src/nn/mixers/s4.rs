@@ -1,6 +1,7 @@
 //! S4. Recurrence, shapes and source: [`S4`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops};
+use crate::nn::convolution::with_tap;
 use crate::nn::diagonal_ssm::{DiagonalStart, Discretization, Parts, Spectrum};
 use crate::nn::hippo;
 use crate::nn::layers::{ResidualLinear, gelu, linear_with_bias};
@@ -158,7 +159,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for S4<B> {
         &self,
         x: Tensor<B, 3>,
         state: Option<VectorState<B>>,
-        _shared: &mut Shared<B>,
+        shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
         let [batch, tokens, width] = x.dims();
         let mut past = VectorPast::of(state);
@@ -193,14 +194,20 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for S4<B> {
             }
         }
         let taps: Tensor<B, 2> = read.matmul(columns.clone()).squeeze_dim::<2>(1).swap_dims(0, 1);
+        let taps = with_tap(taps, 0, |first| first + self.d.val().unsqueeze::<2>());
         let mut u = ops::long_convolution(x.clone(), taps, None).expect("a tap for each channel");
-        u = u + x.clone() * self.d.val().unsqueeze::<3>();
-        let mut after = columns.flip([2]).matmul(x.permute([2, 1, 0])); // [D, N, B]
-        if let (Some(before), Some(last)) = (before, last) {
+        if let Some(before) = before {
             u = u + rows.matmul(before).permute([2, 1, 0]);
-            after = after + last;
         }
         let y = glu(self.out_proj.forward(gelu(u)), 2);
+        if shared.drops_states {
+            return (y, past.then([], tokens));
+        }
+        let written = columns.flip([2]).matmul(x.permute([2, 1, 0])); // [D, N, B]
+        let after = match last {
+            Some(last) => written + last,
+            None => written,
+        };
         let after = after.permute([2, 0, 1]);
         let size = after.dims()[2];
         (y, past.then([(Kept::Hidden, after.reshape([batch, 1, width * size]))], tokens))

@@ -4,8 +4,8 @@ mod node;
 
 use super::backend::{Composite, LinearAttentionBackend, Path};
 use super::fused::{
-    ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, Normalization, Pack,
-    Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
+    ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, LongConvolution,
+    Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
 };
 use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, Recurrence, Saved};
@@ -98,6 +98,19 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         tracked::<B, C>(vec![x], keep, |tensors, keep| {
             let x = tensors.into_iter().next().expect("rows");
             B::fused_rotary(Rotary { x, table: table.primitive }, keep)
+        })
+    }
+
+    fn fused_long_convolution(
+        x: LongConvolution<FloatTensor<Self>>,
+        keep: bool,
+    ) -> Option<Pass<Self>> {
+        let LongConvolution { x, taps } = x;
+        tracked::<B, C>(vec![x, taps], keep, |tensors, keep| {
+            let mut tensors = tensors.into_iter();
+            let mut next = || tensors.next().expect("rows and taps");
+            let (x, taps) = (next(), next());
+            B::fused_long_convolution(LongConvolution { x, taps }, keep)
         })
     }
 

@@ -6,6 +6,7 @@ mod block_linear;
 mod folded;
 mod fused;
 mod linear;
+mod long_convolution;
 mod optimizer;
 mod quantized;
 mod rows;
@@ -17,8 +18,9 @@ mod ttt;
 use super::backend::{FoldedInput, FoldedOutput, LinearAttentionBackend, Matrices, Path};
 use super::fused::{
     AdamW, AdamWStep, Clip, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
-    GatedProduct, LinearCrossEntropy, LinearLayer, Moments, Normalization, Pack, Rotary,
-    SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt, norm_in_tensor_ops, step_in_tensor_ops,
+    GatedProduct, LinearCrossEntropy, LinearLayer, LongConvolution, Moments, Normalization, Pack,
+    Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt, norm_in_tensor_ops,
+    step_in_tensor_ops,
 };
 use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
@@ -167,6 +169,13 @@ where
 
     fn fused_block_linear(x: LinearLayer<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         block_linear::block_linear(x, keep).map(fused::CubePass::of)
+    }
+
+    fn fused_long_convolution(
+        x: LongConvolution<FloatTensor<Self>>,
+        keep: bool,
+    ) -> Option<Pass<Self>> {
+        long_convolution::long_convolution(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_softmax(x: SoftmaxRows<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {

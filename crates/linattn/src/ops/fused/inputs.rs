@@ -385,6 +385,15 @@ pub struct Rotary<T> {
     pub table: T,
 }
 
+/// Sequences through a causal convolution as long as they are, from their start, each channel by itself.
+#[derive(Debug, Clone)]
+pub struct LongConvolution<T> {
+    /// `[B, T, D]`.
+    pub x: T,
+    /// `[L, D]`, L up to T, the first for a token itself; f32, or of the type of `x` where that has more digits.
+    pub taps: T,
+}
+
 /// Which keys a query sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Seen {

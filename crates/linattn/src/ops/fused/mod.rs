@@ -31,8 +31,8 @@ pub(crate) use gated_product::{activate, gate, gated_halves, log_sigmoid, softpl
 pub use inputs::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
     GateActivation, GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer,
-    MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan, SlstmRecurrence,
-    SoftmaxRows, Ttt,
+    LongConvolution, MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan,
+    SlstmRecurrence, SoftmaxRows, Ttt,
 };
 pub(crate) use linear::linear;
 #[cfg(feature = "fusion")]
