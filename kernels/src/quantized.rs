@@ -192,23 +192,31 @@ impl Split {
         let enough = multiprocessors(client) * 3 / 4;
         let tile = dims.rows.next_power_of_two();
         let memory = client.properties().hardware.max_shared_memory_size;
-        let padded = Self {
+        let split = Self {
             source: SOURCE,
             bits: form.bits,
             tile,
             lanes: 16,
-            // Fewer where a unit has sums of more rows of x.
-            deep: (8 / tile).min(4),
+            // Fewer where a unit has sums of more rows of x; of one row fewer for twice as many cubes.
+            deep: [2, 4, 2, 1][tile.ilog2() as usize],
             ahead: 1,
             padded: true,
             matrices: form.rows.len(),
             floats: form.floats.len(),
             reading,
         };
-        let split = |lanes| Self { lanes, padded: 4 * padded.numbers() <= memory, ..padded };
-        let most = groups(dims.inner).next_power_of_two().min(padded.span());
-        let fills = |lanes: &usize| *lanes >= most || split(*lanes).cubes(form) >= enough;
-        split([16, 32, 64].into_iter().find(fills).unwrap_or(128))
+        let split = Self { padded: 4 * split.numbers() <= memory, ..split };
+        let most = groups(dims.inner).next_power_of_two().min(split.span());
+        let fills =
+            |lanes: &usize| *lanes >= most || split.in_lanes(*lanes, most).cubes(form) >= enough;
+        split.in_lanes([16, 32, 64].into_iter().find(fills).unwrap_or(128), most)
+    }
+
+    /// With so many units to a row of W, of rows of up to `most` groups: a unit of few rows requests two groups at once,
+    /// where there are two.
+    fn in_lanes(self, lanes: usize, most: usize) -> Self {
+        let two = self.tile == 1 && 2 * lanes <= most;
+        Self { lanes, ahead: if two { 2 } else { 1 }, ..self }
     }
 
     /// Rows of W that a cube has.

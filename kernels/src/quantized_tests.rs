@@ -278,23 +278,24 @@ fn every_deal_is_right<R: Runtime>(client: &ComputeClient<R>) {
 fn every_split_that_is_chosen_fits() {
     for (bits, tile) in [(Bits::Four, 1), (Bits::Eight, 2), (Bits::Four, 4), (Bits::Eight, 8)] {
         for padded in [false, true] {
-            for lanes in [16, 32, 64, 128] {
-                let (deep, reading) = ((8 / tile).min(4), Reading::Rows);
-                let (source, ahead, matrices, floats) = ("", 1, 1, 0);
-                let split = Split {
-                    source,
-                    bits,
-                    tile,
-                    lanes,
-                    deep,
-                    ahead,
-                    padded,
-                    matrices,
-                    floats,
-                    reading,
-                };
-                // No rule takes more lanes than groups.
-                assert!(lanes > split.span() || split.fits(), "{split:?}");
+            let split = Split {
+                source: "",
+                bits,
+                tile,
+                lanes: 16,
+                deep: [2, 4, 2, 1][tile.ilog2() as usize],
+                ahead: 1,
+                padded,
+                matrices: 1,
+                floats: 0,
+                reading: Reading::Rows,
+            };
+            for most in (0..8).map(|power| 1 << power).filter(|most| *most <= split.span()) {
+                for lanes in [16, 32, 64, 128] {
+                    let split = split.in_lanes(lanes, most);
+                    // No rule takes more lanes than groups, but for the fewest.
+                    assert!(lanes > most.max(16) || split.fits(), "{split:?}");
+                }
             }
         }
     }

@@ -7,10 +7,10 @@
 //! x, y: [B, T, D]  F     taps: [L, D]  f32, L up to T
 //!
 //! Work:   a unit has 16 tokens of y of one channel, and goes back through x 16 tokens at a time: 256 products of 16
-//!         numbers of x by 31 taps, of which it has 16 from the step before. Units side by side have channels side by
-//!         side. Of dtaps a unit has 16 taps of one channel, and goes through all tokens of some sequences.
-//! Cost:   B T min(T / 2, L) D multiplications each, T rounded up to 16; an eighth of an instruction beside each of
-//!         them reads. x is read T / 32 times, from cache.
+//!         numbers of x by 31 taps, of which it has 16 from the step before. Of dtaps a unit has 16 taps of one channel,
+//!         and goes through all tokens of some sequences. Side by side stand `lanes` channels, then tiles of 16.
+//! Cost:   B T min(T / 2, L) D multiplications each, T rounded up to 16; half an instruction beside each of them reads
+//!         and counts, a whole one where T or L are no multiples of 16. x is read T / 32 times, from cache.
 //! Sums:   of dtaps over the sequences of a unit, then by `column_sums` over units: equal inputs give equal bits.
 //! Edges:  all sizes are run-time values. Tokens past T and taps past L are zeros.
 //! ```
@@ -19,7 +19,7 @@
 use super::column_sums::{check_matrix, column_sums, grid, multiprocessors};
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
-use crate::pointwise::{Source, UNITS};
+use crate::pointwise::UNITS;
 use crate::refusal::{F32, Refusal, check_type};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -30,7 +30,9 @@ const TILE: usize = 16;
 /// Units of each multiprocessor that are wanted for gradients of taps.
 const ENOUGH: usize = 1024;
 /// Most sums of a tap that are summed by a second launch.
-const MOST_SPLITS: usize = 512;
+const MOST_SPLITS: usize = 1024;
+/// Channels side by side: with them a cube has tiles that read the same numbers.
+const LANES: usize = 32;
 
 /// Sizes of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,20 +73,29 @@ impl Dims {
     }
 
     fn sizes<R: Runtime>(self, sequences: usize) -> SizesLaunch<R> {
+        let lanes = if self.channels.is_multiple_of(LANES) { LANES } else { self.channels };
         SizesLaunch::new(
             self.batch as u32,
             self.tokens as u32,
             self.channels as u32,
             self.length as u32,
             sequences as u32,
+            lanes as u32,
         )
+    }
+
+    fn form(self, back: bool) -> Form {
+        let whole = self.tokens.is_multiple_of(TILE) && self.length.is_multiple_of(TILE);
+        Form { source: SOURCE, whole, back }
     }
 }
 
-/// Compile-time values of [`convolve`].
+/// Compile-time values of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     source: &'static str,
+    /// Whether T and L are multiples of [`TILE`].
+    whole: bool,
     /// Whether tokens are taken in reverse.
     back: bool,
 }
@@ -116,7 +127,7 @@ pub fn convolve<R: Runtime>(
             array(taps, dims.length * dims.channels),
             whole(&y),
             dims.sizes(dims.batch),
-            Form { source: SOURCE, back },
+            dims.form(back),
             dtype,
         );
     }
@@ -155,7 +166,7 @@ pub fn tap_gradients<R: Runtime>(
             array(d_y, dims.numbers()),
             whole(&sums),
             dims.sizes(sequences),
-            Source(SOURCE),
+            dims.form(false),
             dtype,
         );
     }
@@ -175,6 +186,27 @@ struct Sizes {
     length: u32,
     /// Sequences of a unit.
     sequences: u32,
+    /// Channels side by side, a divisor of all.
+    lanes: u32,
+}
+
+/// The share of a unit: its channel, and its tile, of `tiles`, of a sequence or some of them.
+#[derive(CubeType, Clone, Copy)]
+struct Share {
+    channel: usize,
+    tile: usize,
+    group: usize,
+}
+
+#[cube]
+fn share(tiles: usize, sizes: Sizes) -> Share {
+    let lanes = sizes.lanes as usize;
+    let blocks = sizes.channels as usize / lanes;
+    let rest = ABSOLUTE_POS / lanes;
+    let tile = rest % tiles;
+    let rest = rest / tiles;
+    let channel = rest % blocks * lanes + ABSOLUTE_POS % lanes;
+    Share { channel, tile, group: rest / blocks }
 }
 
 /// A column of a matrix, one channel of a sequence or of the taps.
@@ -195,16 +227,21 @@ fn load<F: Float>(
     from_array: &Array<F>,
     channel: &Channel,
     from: usize,
+    #[comptime] whole: bool,
     #[comptime] back: bool,
 ) {
+    let last = channel.count - 1;
     #[unroll]
     for i in 0..TILE {
         let n = from + i;
-        let last = channel.count - 1;
-        let held = min(n, last);
+        let held = if comptime!(whole) { n } else { min(n, last) };
         let row = if comptime!(back) { last - held } else { held };
         let value = f32::cast_from(from_array[channel.first + row * channel.stride]);
-        values[i] = select(n < channel.count, value, 0.0f32);
+        if comptime!(whole) {
+            values[i] = value;
+        } else {
+            values[i] = select(n < channel.count, value, 0.0f32);
+        }
     }
 }
 
@@ -246,15 +283,11 @@ fn tokens_by_taps<F: Float>(
     #[define(F)] _dtype: StorageType,
 ) {
     let (tokens, channels) = (sizes.tokens as usize, sizes.channels as usize);
-    let tiles = (tokens - 1) / TILE + 1;
-    let d = ABSOLUTE_POS % channels;
-    let rest = ABSOLUTE_POS / channels;
-    let sequence = rest / tiles;
+    let share = share((tokens - 1) / TILE + 1, sizes);
+    let (d, tile, sequence) = (share.channel, share.tile, share.group);
     if sequence >= sizes.batch as usize {
         terminate!();
     }
-    // The longest work begins first.
-    let tile = tiles - 1 - rest % tiles;
     let rows = Channel { first: sequence * tokens * channels + d, stride: channels, count: tokens };
     let of_taps = Channel { first: d, stride: channels, count: sizes.length as usize };
     let mut sums = zeros();
@@ -264,8 +297,8 @@ fn tokens_by_taps<F: Float>(
     // The last step whose lowest taps are there.
     let steps = min(tile, (sizes.length as usize + TILE - 2) / TILE) + 1;
     for step in 0..steps {
-        load::<f32>(&mut high, taps, &of_taps, step * TILE, false);
-        load::<F>(&mut a, x, &rows, (tile - step) * TILE, form.back);
+        load::<f32>(&mut high, taps, &of_taps, step * TILE, form.whole, false);
+        load::<F>(&mut a, x, &rows, (tile - step) * TILE, form.whole, form.back);
         multiply_add(&mut sums, &a, &low, &high);
         #[unroll]
         for i in 0..TILE {
@@ -289,16 +322,13 @@ fn taps_of_tokens<F: Float>(
     d_y: &Array<F>,
     sums: &mut Array<f32>,
     sizes: Sizes,
-    #[comptime] _source: Source,
+    #[comptime] form: Form,
     #[define(F)] _dtype: StorageType,
 ) {
     let (tokens, channels) = (sizes.tokens as usize, sizes.channels as usize);
     let (length, batch) = (sizes.length as usize, sizes.batch as usize);
-    let tiles = (length - 1) / TILE + 1;
-    let d = ABSOLUTE_POS % channels;
-    let rest = ABSOLUTE_POS / channels;
-    let tile = rest % tiles;
-    let split = rest / tiles;
+    let share = share((length - 1) / TILE + 1, sizes);
+    let (d, tile, split) = (share.channel, share.tile, share.group);
     let first = split * sizes.sequences as usize;
     if first >= batch {
         terminate!();
@@ -313,8 +343,8 @@ fn taps_of_tokens<F: Float>(
         let mut low = zeros();
         // Tokens from the first tap of the tile on: those before it meet nothing.
         for step in 0..(tokens - 1) / TILE + 1 - tile {
-            load::<F>(&mut high, x, &rows, step * TILE, false);
-            load::<F>(&mut a, d_y, &rows, (tile + step) * TILE, false);
+            load::<F>(&mut high, x, &rows, step * TILE, form.whole, false);
+            load::<F>(&mut a, d_y, &rows, (tile + step) * TILE, form.whole, false);
             add_products_of_tokens(&mut of_taps, &a, &low, &high);
             #[unroll]
             for i in 0..TILE {

@@ -55,6 +55,8 @@ fn all_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
         [1, 50, 2, 18],
         [70, 40, 1, 33],
         [2, 300, 7, 300],
+        [3, 48, 64, 32],
+        [2, 64, 96, 64],
     ] {
         convolutions_are_right(sandbox, Dims { batch, tokens, channels, length });
     }

@@ -217,9 +217,11 @@ impl<B: LinearAttentionBackend> DiagonalSsm<B> {
             Some(input) => b.times(&Parts::of(input)),
             None => b,
         };
-        let powers = turn.powers(tokens + 1);
-
-        let earlier = powers.each(|p| p.narrow(2, 0, tokens));
+        // What goes on from state to state takes a token's power more.
+        let goes_on = before.is_some() || !shared.drops_states;
+        let powers = turn.powers(tokens + usize::from(goes_on));
+        let earlier =
+            if goes_on { powers.each(|p| p.narrow(2, 0, tokens)) } else { powers.clone() };
         let row = c.times(&b).each(|x| x.unsqueeze_dim::<3>(1));
         let taps: Tensor<B, 2> = row.real_matmul(&earlier).squeeze_dim(1);
         let taps = taps.swap_dims(0, 1) * 2.0;
@@ -312,7 +314,7 @@ impl<B: Backend> Polar<B> {
         let of_lags = |x: Tensor<B, 2>| x.unsqueeze_dim::<3>(2) * lags.clone();
         // Less whole turns: shaders' sines are exact near 0 alone.
         let turns = of_lags(self.angle.clone() / (2.0 * PI));
-        let angle = (turns.clone() - turns.round()) * (2.0 * PI);
+        let angle = (turns.clone() - turns.detach().round()) * (2.0 * PI);
         let size = of_lags(self.log_size.clone()).exp();
         Parts { re: size.clone() * angle.clone().cos(), im: size * angle.sin() }
     }

@@ -6,6 +6,7 @@ use crate::nn::layers::{ResidualLinear, linear_with_bias, merge_heads, split_hea
 use crate::nn::long_filter::{
     ConvolutionState, SineFilter, SineFilterSize, check_length, with_past,
 };
+use crate::nn::projection::split_columns;
 use crate::nn::{ConfigError, Cost, Kept, LARGEST, Linear, Shared, positive};
 use crate::ops::{self, LinearAttentionBackend, accumulator, cat, typed};
 use burn::module::{Initializer, Module, Param};
@@ -238,7 +239,7 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Hyena<B> {
         let repeats = 3 * inner / projected.dims()[2];
         let all = if repeats > 1 { projected.repeat_dim(2, repeats) } else { projected };
         let all = self.conv1d.linear_between(all, Kept::Input, &mut conv_states);
-        let [q, k, v] = [0, 1, 2].map(|part| all.clone().narrow(2, part * inner, inner));
+        let [q, k, v] = split_columns(all, [inner; 3]);
         let (y, inputs) = match self.d.dims()[0] == inner {
             true => self.convolve(q, k * v, past),
             false => self.attend(q, k, v, past),
