@@ -110,11 +110,11 @@ impl Rounded {
 pub struct QuantizedMatrix<B: Backend> {
     size: [usize; 2],
     bits: WeightBits,
-    /// `[rows, words of a row]`, numbers in words of 32 bits. Of eight bits one follows another. Of four bits a
-    /// group's first half is in the low nibbles of its 16 bytes, counted from -8.
-    values: Tensor<B, 2, Int>,
-    /// `[rows, groups of a row]`, f32.
-    scales: Tensor<B, 2>,
+    /// Row after row, numbers in words of 32 bits. Of eight bits one follows another. Of four bits a group's first half
+    /// is in the low nibbles of its 16 bytes, counted from -8. A device may leave gaps between the rows of a matrix.
+    values: Tensor<B, 1, Int>,
+    /// Row after row, f32.
+    scales: Tensor<B, 1>,
 }
 
 /// Whether a matrix of so many columns is worth quantizing: a scale serves most of a group.
@@ -161,10 +161,11 @@ impl<B: Backend> QuantizedMatrix<B> {
             WeightBits::Int8 => rounded.numbers.into_iter().map(|x| x as u8).collect(),
             WeightBits::Int4 => nibbles(&rounded.numbers),
         };
-        let [rows, columns] = size;
         let values: Vec<u32> = words(&bytes).collect();
-        let values = TensorData::new(values, [rows, bits.words(columns)]);
-        let scales = TensorData::new(rounded.scales, [rows, groups(columns)]);
+        let count = values.len();
+        let values = TensorData::new(values, [count]);
+        let count = rounded.scales.len();
+        let scales = TensorData::new(rounded.scales, [count]);
         Self {
             size,
             bits,
@@ -190,20 +191,26 @@ impl<B: Backend> QuantizedMatrix<B> {
     }
 
     /// The quantized numbers, row after row.
-    pub(crate) fn values(&self) -> Tensor<B, 2, Int> {
+    pub(crate) fn values(&self) -> Tensor<B, 1, Int> {
         self.values.clone()
     }
 
     /// The scales, row after row.
-    pub(crate) fn scales(&self) -> Tensor<B, 2> {
+    pub(crate) fn scales(&self) -> Tensor<B, 1> {
         self.scales.clone()
     }
 
     /// The rows of these numbers, `[M]`.
     pub fn rows(&self, rows: Tensor<B, 1, Int>) -> Self {
-        let size = [rows.dims()[0], self.size[1]];
-        let values = self.values().select(0, rows.clone());
-        Self { size, values, scales: self.scales().select(0, rows), ..*self }
+        let ([all, columns], [count]) = (self.size, rows.dims());
+        let values: Tensor<B, 2, Int> = self.values().reshape([all, self.bits.words(columns)]);
+        let scales: Tensor<B, 2> = self.scales().reshape([all, groups(columns)]);
+        Self {
+            size: [count, columns],
+            values: values.select(0, rows.clone()).flatten(0, 1),
+            scales: scales.select(0, rows).flatten(0, 1),
+            ..*self
+        }
     }
 
     /// The same on another device.
