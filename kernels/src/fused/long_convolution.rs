@@ -220,7 +220,8 @@ struct Channel {
     count: usize,
 }
 
-/// [`TILE`] numbers of a channel from `from` on, zeros behind its end; in reverse where it is taken so.
+/// [`TILE`] numbers of a channel from `from` on, zeros behind its end, which a `whole` one has behind them all; in
+/// reverse where it is taken so.
 #[cube]
 fn load<F: Float>(
     values: &mut Array<f32>,
@@ -297,7 +298,14 @@ fn tokens_by_taps<F: Float>(
     // The last step whose lowest taps are there.
     let steps = min(tile, (sizes.length as usize + TILE - 2) / TILE) + 1;
     for step in 0..steps {
-        load::<f32>(&mut high, taps, &of_taps, step * TILE, form.whole, false);
+        if step * TILE < sizes.length as usize {
+            load::<f32>(&mut high, taps, &of_taps, step * TILE, form.whole, false);
+        } else {
+            #[unroll]
+            for i in 0..TILE {
+                high[i] = 0.0f32;
+            }
+        }
         load::<F>(&mut a, x, &rows, (tile - step) * TILE, form.whole, form.back);
         multiply_add(&mut sums, &a, &low, &high);
         #[unroll]
