@@ -61,7 +61,8 @@ impl<B: Backend> SwigluMemory<B> {
             self.weights.running = plus(&self.weights.running, new);
             if let Some(momentum) = &momentum {
                 let sum = momentum[n].clone().sum_along(2);
-                let sum: Tensor<B, 3> = sum.squeeze_dim::<3>(3).swap_dims(1, 2);
+                let [batch, heads, _, _] = sum.dims();
+                let sum: Tensor<B, 3> = in_one_row(sum).reshape([batch, 1, heads]);
                 self.carried = Some(match self.carried.take() {
                     Some(before) => before + sum,
                     None => sum,
@@ -80,8 +81,9 @@ impl<B: Backend> SwigluMemory<B> {
         self.weights.running = zeros_like(&change);
         if let Some(sum) = self.carried.take() {
             self.carried = Some(sum.zeros_like());
-            // In this order, as Burn 0.21 loses strides where a reshape adds dimensions behind one of 1.
-            let mean = sum.unsqueeze_dim::<4>(3).swap_dims(1, 2) / self.size as f64;
+            let [batch, _, heads] = sum.dims();
+            let mean: Tensor<B, 4> = in_one_row(sum).reshape([batch, heads, 1, 1]);
+            let mean = mean / self.size as f64;
             let kept =
                 self.weights.momentum.iter().map(|last| last.clone() * mean.clone()).collect();
             change = plus(&change, kept);
@@ -94,6 +96,13 @@ impl<B: Backend> SwigluMemory<B> {
         self.weights.start =
             next.map(|(weight, wanted)| with_lengths(weight, wanted.clone())).collect();
     }
+}
+
+/// All numbers of `x` in their order, from where any shape can be had: Burn 0.21 loses strides where a reshape, or the
+/// gradient of one, adds dimensions behind one of 1 of a tensor that lies permuted.
+fn in_one_row<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
+    let count: usize = x.dims().iter().product();
+    x.reshape([count])
 }
 
 fn plus<B: Backend>(a: &[Tensor<B, 4>], b: Vec<Tensor<B, 4>>) -> Vec<Tensor<B, 4>> {
