@@ -88,7 +88,7 @@ impl Bits {
         (1u32 << self.count()) as f32
     }
 
-    /// What the float of a number has in excess: the base, and half of it for numbers that count from there.
+    /// Excess of a number's float: the base, and half of it for numbers that count from there.
     const fn excess(self) -> f32 {
         self.base() * 1.5
     }
@@ -148,6 +148,15 @@ impl Matrices<'_> {
 }
 
 impl Form {
+    /// Whether these are their sizes. A launch asks for every token, so nothing is allocated.
+    fn is_of(&self, matrices: Matrices<'_>) -> bool {
+        let rows = matrices.quantized.iter().map(|matrix| matrix.rows);
+        let floats = matrices.floats.iter().map(|floats| floats.columns);
+        self.bits == matrices.bits
+            && rows.eq(self.rows.iter().copied())
+            && floats.eq(self.floats.iter().copied())
+    }
+
     /// N.
     fn all_columns(&self) -> usize {
         self.rows.iter().copied().chain(self.columns()).sum()
@@ -344,7 +353,7 @@ impl Product {
         matrices: Matrices<'_>,
     ) -> Output {
         let Self { dims, form, dtype, split } = self;
-        assert_eq!(matrices.form(), *form, "matrices are as planned");
+        assert!(form.is_of(matrices), "matrices are as planned");
         assert_eq!(x.reading(), split.reading, "x is read as it was planned");
         let (size, columns) = ([dims.rows, dims.inner], form.all_columns());
         let y = buffer(client, &[dims.rows, columns], *dtype);
@@ -687,7 +696,7 @@ fn share(place: &Found, row: usize, lane: usize, sizes: Sizes) -> Share {
     Share { matrix, before, last, groups, row, lane }
 }
 
-/// What the rows of x are times.
+/// Factors of the rows of x.
 #[cube]
 fn factors_of_rows<F: Float>(
     shared: &mut SharedMemory<f32>,

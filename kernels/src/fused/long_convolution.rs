@@ -246,17 +246,25 @@ fn load<F: Float>(
     }
 }
 
-/// Adds `sum_j b_(i - j) a_j` to each of [`TILE`] sums, of which `low` has the numbers of b below place 0.
+/// Adds `sum_j b_(i - j) a_j` to each of [`TILE`] sums, or `sum_i b_(i - j) a_i` to each sum j where they are `of_taps`;
+/// `low` has the numbers of b below place 0.
 #[cube]
-fn multiply_add(sums: &mut Array<f32>, a: &Array<f32>, low: &Array<f32>, high: &Array<f32>) {
+fn multiply_add(
+    sums: &mut Array<f32>,
+    a: &Array<f32>,
+    low: &Array<f32>,
+    high: &Array<f32>,
+    #[comptime] of_taps: bool,
+) {
     #[unroll]
     for j in 0..TILE {
         #[unroll]
         for i in 0..TILE {
+            let (to, from) = comptime!(if of_taps { (j, i) } else { (i, j) });
             if comptime!(i >= j) {
-                sums[i] += high[comptime!(i - j)] * a[j];
+                sums[to] += high[comptime!(i - j)] * a[from];
             } else {
-                sums[i] += low[comptime!(TILE + i - j)] * a[j];
+                sums[to] += low[comptime!(TILE + i - j)] * a[from];
             }
         }
     }
@@ -307,7 +315,7 @@ fn tokens_by_taps<F: Float>(
             }
         }
         load::<F>(&mut a, x, &rows, (tile - step) * TILE, form.whole, form.back);
-        multiply_add(&mut sums, &a, &low, &high);
+        multiply_add(&mut sums, &a, &low, &high, false);
         #[unroll]
         for i in 0..TILE {
             low[i] = high[i];
@@ -353,7 +361,7 @@ fn taps_of_tokens<F: Float>(
         for step in 0..(tokens - 1) / TILE + 1 - tile {
             load::<F>(&mut high, x, &rows, step * TILE, form.whole, false);
             load::<F>(&mut a, d_y, &rows, (tile + step) * TILE, form.whole, false);
-            add_products_of_tokens(&mut of_taps, &a, &low, &high);
+            multiply_add(&mut of_taps, &a, &low, &high, true);
             #[unroll]
             for i in 0..TILE {
                 low[i] = high[i];
@@ -365,27 +373,6 @@ fn taps_of_tokens<F: Float>(
         let tap = tile * TILE + i;
         if tap < length {
             sums[(split * length + tap) * channels + d] = of_taps[i];
-        }
-    }
-}
-
-/// Adds `sum_i b_(i - j) a_i` to the sum of each tap j.
-#[cube]
-fn add_products_of_tokens(
-    sums: &mut Array<f32>,
-    a: &Array<f32>,
-    low: &Array<f32>,
-    high: &Array<f32>,
-) {
-    #[unroll]
-    for i in 0..TILE {
-        #[unroll]
-        for j in 0..TILE {
-            if comptime!(i >= j) {
-                sums[j] += high[comptime!(i - j)] * a[i];
-            } else {
-                sums[j] += low[comptime!(TILE + i - j)] * a[i];
-            }
         }
     }
 }
