@@ -11,7 +11,7 @@ use super::muon::{LACT_STEPS, orthogonal};
 use super::softmax::KeyValueCache;
 use super::{KeptTensors, NetworkMemory, RecurrentState, StateTensors};
 use crate::nn::NetworkState;
-use crate::ops::{Along, stack};
+use crate::ops::{Along, in_one_row, stack};
 use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -96,13 +96,6 @@ impl<B: Backend> SwigluMemory<B> {
         self.weights.start =
             next.map(|(weight, wanted)| with_lengths(weight, wanted.clone())).collect();
     }
-}
-
-/// All numbers of `x` in their order, from where any shape can be had: Burn 0.21 loses strides where a reshape, or the
-/// gradient of one, adds dimensions behind one of 1 of a tensor that lies permuted.
-fn in_one_row<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
-    let count: usize = x.dims().iter().product();
-    x.reshape([count])
 }
 
 fn plus<B: Backend>(a: &[Tensor<B, 4>], b: Vec<Tensor<B, 4>>) -> Vec<Tensor<B, 4>> {

@@ -12,7 +12,7 @@
 //! transposed matrices, of the taps by sums over diagonals.
 
 use super::OpError;
-use super::backend::{LinearAttentionBackend, LongConvolution};
+use super::backend::{LinearAttentionBackend, LongConvolution, Path};
 use super::tensors::{Along, accumulator, cat, primitive, tensor, typed};
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -74,11 +74,21 @@ pub(super) fn through_window<B: LinearAttentionBackend>(
     weight: &Tensor<B, 2>,
     past: Option<&Tensor<B, 3>>,
 ) -> Option<Tensor<B, 3>> {
+    let tokens = x.dims()[1];
+    let before = past.map_or(0, |past| past.dims()[1]);
+    if !is_worth_it(x, tokens, before + tokens) {
+        return None;
+    }
     let all = match past {
         Some(past) => cat(vec![past.clone(), x.clone()], 1),
         None => x.clone(),
     };
-    in_one_piece(&all, &weight.clone().flip([0]), x.dims()[1])
+    in_one_piece(&all, &weight.clone().flip([0]), tokens)
+}
+
+/// Whether the last `tokens` of the tokens `seen` are most of them, and not for the loops of a processor.
+fn is_worth_it<B: LinearAttentionBackend>(x: &Tensor<B, 3>, tokens: usize, seen: usize) -> bool {
+    tokens > 1 && 2 * tokens >= seen && B::path(&x.device()) == Path::Kernels
 }
 
 /// The outputs of the last `tokens` tokens, where this backend has a piece for all of them, and they are most of them.
@@ -88,7 +98,7 @@ fn in_one_piece<B: LinearAttentionBackend>(
     tokens: usize,
 ) -> Option<Tensor<B, 3>> {
     let ([_, seen, _], [length, _]) = (all.dims(), taps.dims());
-    if tokens == 1 || 2 * tokens < seen {
+    if !is_worth_it(all, tokens, seen) {
         return None;
     }
     let taps = accumulator(taps.clone());

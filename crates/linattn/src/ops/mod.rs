@@ -73,7 +73,9 @@ pub use scan::{complex_scan, linear_scan, linear_scan_step};
 
 use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 use recurrence::{Forward, LogDecay, Recurrence, Transition};
-pub(crate) use tensors::{Along, accumulator, cat, each_part, stack, sum_in_order, typed};
+pub(crate) use tensors::{
+    Along, accumulator, cat, each_part, in_one_row, stack, sum_in_order, typed,
+};
 use tensors::{primitive, tensor};
 
 /// Result of an operation: its outputs, and the state after the last token.

@@ -74,7 +74,14 @@ impl<B: Backend, const D: usize> Along for Tensor<B, D> {
 
 fn with_gradients_in_order<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     let dims = x.dims();
-    x.reshape([dims.iter().product::<usize>()]).reshape(dims)
+    in_one_row(x).reshape(dims)
+}
+
+/// All numbers of `x` in their order, from where any shape can be had: Burn 0.21 loses strides where a reshape, or the
+/// gradient of one, adds dimensions behind one of 1 of a tensor that lies permuted.
+pub(crate) fn in_one_row<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
+    let count: usize = x.dims().iter().product();
+    x.reshape([count])
 }
 
 /// `tensors` beside one another along a new dimension, joined by [`cat`].
