@@ -20,7 +20,7 @@ fn name(way: Way, path: Path) -> &'static str {
     }
 }
 
-/// Writes the pictures to a folder: two passes, each over lengths and over widths.
+/// Writes the pictures to a folder: two passes, each over lengths and over widths, as far as there are rows for it.
 pub fn draw(rows: &[Row], path: Path, folder: &std::path::Path) -> Result<(), Box<dyn Error>> {
     for (pass, file) in [(Pass::Forward, "forward"), (Pass::Both, "backward")] {
         let chart = |label: String, across: &str, of: &dyn Fn(&Row) -> Option<f64>| Chart {
@@ -35,14 +35,22 @@ pub fn draw(rows: &[Row], path: Path, folder: &std::path::Path) -> Result<(), Bo
         let over_length = chart(label, "tokens of the sequence", &|row| {
             (row.width == WIDTH).then_some(row.tokens as f64)
         });
-        over_length.draw().write_svg(&folder.join(format!("{file}_lengths.svg")))?;
+        write(over_length, &folder.join(format!("{file}_lengths.svg")))?;
         let label = format!("{HEADS} heads, {TOKENS} tokens, f32");
         let over_width = chart(label, "width of a key and of a value", &|row| {
             (row.tokens == TOKENS).then_some(row.width as f64)
         });
-        over_width.draw().write_svg(&folder.join(format!("{file}_widths.svg")))?;
+        write(over_width, &folder.join(format!("{file}_widths.svg")))?;
     }
     Ok(())
+}
+
+/// Writes a picture that has a line to show.
+fn write(chart: Chart, file: &std::path::Path) -> Result<(), Box<dyn Error>> {
+    match chart.series.is_empty() {
+        true => Ok(()),
+        false => Ok(chart.draw().write_svg(file)?),
+    }
 }
 
 /// A line each way, `across` of the rows that have one.

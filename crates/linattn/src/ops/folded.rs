@@ -30,6 +30,7 @@ pub enum FoldedInput<T> {
     },
 }
 
+#[cfg(feature = "cubecl")]
 impl<T> FoldedInput<T> {
     /// The same of other tensors.
     pub(crate) fn map<U>(self, mut f: impl FnMut(T) -> U) -> FoldedInput<U> {
