@@ -29,6 +29,7 @@ pub fn draw(rows: &[Row], path: Path, folder: &std::path::Path) -> Result<(), Bo
             across: across.into(),
             up: "thousand tokens a second".into(),
             log: true,
+            decades: true,
             series: series(rows, (pass, path), of),
         };
         let label = format!("{HEADS} heads of {WIDTH} x {WIDTH}, f32");

@@ -16,6 +16,7 @@ pub fn picture(lines: Vec<(String, Vec<Point>)>, label: String) -> Drawing {
         across: "writes".into(),
         up: "|kS − v|² / |v|², mean over all keys written".into(),
         log: false,
+        decades: false,
         series: series.collect(),
     };
     chart.draw()

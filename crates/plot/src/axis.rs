@@ -54,7 +54,7 @@ impl Axis {
     /// Over decimal logarithms: numbers at the powers of ten, and between them where these are few.
     pub(crate) fn of_logarithms(values: impl Iterator<Item = f64> + Clone) -> Self {
         let (low, high) = extent(values);
-        let room = 0.04 * (high - low);
+        let room = if high > low { 0.04 * (high - low) } else { 0.5 };
         let (low, high) = (low - room, high + room);
         let every = ((high - low) / 6.0).ceil().max(1.0);
         let between: &[f64] =

@@ -18,6 +18,8 @@ pub struct Chart {
     pub up: String,
     /// Whether the axis across is over powers of two.
     pub log: bool,
+    /// Whether the axis up is over powers of ten.
+    pub decades: bool,
     /// Points that belong together, in the order of drawing.
     pub series: Vec<Series>,
 }
@@ -60,7 +62,7 @@ const LONGEST_NAME: usize = 30;
 impl Chart {
     /// The picture.
     pub fn draw(mut self) -> Drawing {
-        self.series.iter_mut().for_each(Series::clean);
+        self.series.iter_mut().for_each(|series| series.clean(self.decades));
         let mut drawing = Drawing::new(SIZE, &self.title, &self.label);
         let names: Vec<(String, usize)> = self.names();
         let letters = names.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
@@ -69,7 +71,8 @@ impl Chart {
         let ys = self.series.iter().flat_map(|s| s.points.iter().map(|p| p.1));
         let most = width / 64.0;
         let x = if self.log { Axis::powers(xs, most) } else { Axis::counts(xs, most) };
-        let panel = Panel { left: LEFT, width, top: TOP, bottom: BOTTOM, x, y: Axis::shares(ys) };
+        let y = if self.decades { Axis::of_logarithms(ys) } else { Axis::shares(ys) };
+        let panel = Panel { left: LEFT, width, top: TOP, bottom: BOTTOM, x, y };
         panel.frame(&mut drawing, &self.across, &self.up);
         if self.series.iter().all(|series| series.points.is_empty()) {
             panel.empty(&mut drawing);
@@ -89,8 +92,11 @@ impl Chart {
 }
 
 impl Series {
-    /// Leaves out what is no number, and sorts.
-    fn clean(&mut self) {
+    /// Leaves out what is no number, and sorts; `decades` takes logarithms of heights.
+    fn clean(&mut self, decades: bool) {
+        if decades {
+            self.points.iter_mut().for_each(|(_, y)| *y = y.log10());
+        }
         self.points.retain(|(x, y)| x.is_finite() && y.is_finite());
         self.points.sort_by(|a, b| a.0.total_cmp(&b.0));
     }

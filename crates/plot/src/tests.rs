@@ -2,7 +2,8 @@ use crate::{Bars, Chart, Drawing, Heat, HeatPanel, Series, Stroke};
 
 fn chart(series: Vec<Series>, log: bool) -> Drawing {
     let (title, label) = ("a <title> & \"more\"\u{1b}".to_string(), "scaled down".to_string());
-    Chart { title, label, across: "step".into(), up: "accuracy".into(), log, series }.draw()
+    Chart { title, label, across: "step".into(), up: "accuracy".into(), log, decades: log, series }
+        .draw()
 }
 
 fn series(points: &[(f64, f64)], stroke: Stroke) -> Series {

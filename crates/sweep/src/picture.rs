@@ -144,6 +144,7 @@ impl Draft<'_> {
             across: "step".into(),
             up: format!("test {}", self.score()),
             log: false,
+            decades: false,
             series,
         };
         chart.draw()
@@ -182,6 +183,7 @@ impl Draft<'_> {
             },
             up: format!("test {}", self.score()),
             log: true,
+            decades: false,
             series,
         };
         chart.draw()
@@ -237,6 +239,7 @@ impl Draft<'_> {
             across: "length, tokens".into(),
             up: pattern.trim_start_matches("test/").replace("_*", "").replace('*', ""),
             log: false,
+            decades: false,
             series: series.collect(),
         };
         chart.draw()
