@@ -10,6 +10,7 @@ pub mod column_sums;
 pub mod conv_split;
 pub mod conv_state;
 pub mod cross_entropy;
+pub mod diagonal_taps;
 pub mod embedding;
 pub mod gated_product;
 pub mod long_convolution;

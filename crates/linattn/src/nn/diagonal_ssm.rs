@@ -16,7 +16,7 @@
 
 use super::convolution::with_tap;
 use super::{ConfigError, Kept, Shared, positive};
-use crate::ops::{self, LinearAttentionBackend};
+use crate::ops::{self, DiagonalSteps, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -211,6 +211,12 @@ impl<B: LinearAttentionBackend> DiagonalSsm<B> {
         shared: &Shared<B>,
     ) -> (Tensor<B, 3>, Option<Parts<B, 3>>) {
         let tokens = x.dims()[1];
+        if before.is_none()
+            && shared.drops_states
+            && let Some(taps) = self.taps(tokens)
+        {
+            return (convolved(x, taps), None);
+        }
         let (turn, b) = self.steps();
         let c = Parts::of(&self.c);
         let b = match &self.b {
@@ -226,7 +232,7 @@ impl<B: LinearAttentionBackend> DiagonalSsm<B> {
         let taps: Tensor<B, 2> = row.real_matmul(&earlier).squeeze_dim(1);
         let taps = taps.swap_dims(0, 1) * 2.0;
         let taps = with_tap(taps, 0, |first| first + self.d.val().unsqueeze::<2>());
-        let y = ops::long_convolution(x.clone(), taps, None).expect("a tap for each channel");
+        let y = convolved(x.clone(), taps);
 
         let before = before.map(|h| h.each(|h| h.permute([1, 0, 2]))); // [D, B, N / 2]
         let y = match &before {
@@ -255,6 +261,19 @@ impl<B: LinearAttentionBackend> DiagonalSsm<B> {
         (y, Some(after.each(|h| h.permute([2, 0, 1]))))
     }
 
+    /// The first `length` taps, `[L, D]`, with what a token gives to itself; nothing where this backend has no piece for
+    /// them.
+    fn taps(&self, length: usize) -> Option<Tensor<B, 2>> {
+        let steps = match self.discretization {
+            Discretization::Zoh => DiagonalSteps::Zoh,
+            Discretization::Bilinear => DiagonalSteps::Bilinear,
+        };
+        let vectors = [self.log_dt.val(), self.d.val()];
+        let poles = [self.log_a_real.val(), self.a_imag.val()];
+        let ends = (self.c.val(), self.b.as_ref().map(Param::val));
+        ops::diagonal_taps(vectors, poles, ends, steps, length)
+    }
+
     /// a and b of one time step, `[D, N / 2]`.
     fn steps(&self) -> (Polar<B>, Parts<B, 2>) {
         let dt = self.log_dt.val().exp().unsqueeze_dim::<2>(1); // [D, 1]
@@ -267,6 +286,11 @@ impl<B: LinearAttentionBackend> DiagonalSsm<B> {
             }
         }
     }
+}
+
+/// Sequences through a convolution of as many taps as they have tokens.
+fn convolved<B: LinearAttentionBackend>(x: Tensor<B, 3>, taps: Tensor<B, 2>) -> Tensor<B, 3> {
+    ops::long_convolution(x, taps, None).expect("a tap for each channel")
 }
 
 /// a and b of a step over which inputs stay the same.

@@ -3,10 +3,10 @@
 
 pub use super::folded::{FoldedInput, FoldedOutput, Matrices};
 pub use super::fused::{
-    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
-    GateActivation, GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer,
-    LongConvolution, MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan,
-    SlstmRecurrence, SoftmaxRows, Ttt,
+    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs,
+    DiagonalSteps, DiagonalTaps, Embedding, GateActivation, GatedProduct, GatedValue, HeadNorm,
+    LinearCrossEntropy, LinearLayer, LongConvolution, MOST_PACKED, Measure, Normalization, Pack,
+    Rotary, Seen, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
 };
 pub use super::halving::{Scan, ScanField};
 pub use super::pass::{BackwardPass, Pass};
@@ -179,6 +179,11 @@ pub trait LinearAttentionBackend: Backend {
         _x: LongConvolution<FloatTensor<Self>>,
         _keep: bool,
     ) -> Option<Pass<Self>> {
+        None
+    }
+
+    /// The taps of a diagonal state-space model.
+    fn fused_diagonal_taps(_x: DiagonalTaps<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }
 

@@ -4,8 +4,8 @@ mod node;
 
 use super::backend::{Composite, LinearAttentionBackend, Path};
 use super::fused::{
-    ConvSplit, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, LongConvolution,
-    Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
+    ConvSplit, DiagonalTaps, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
+    LongConvolution, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
 };
 use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, Recurrence, Saved};
@@ -111,6 +111,13 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
             let mut next = || tensors.next().expect("rows and taps");
             let (x, taps) = (next(), next());
             B::fused_long_convolution(LongConvolution { x, taps }, keep)
+        })
+    }
+
+    fn fused_diagonal_taps(x: DiagonalTaps<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        let places = x.refill(std::iter::repeat(()));
+        tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
+            B::fused_diagonal_taps(places.refill(tensors), keep)
         })
     }
 

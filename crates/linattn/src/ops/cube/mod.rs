@@ -3,6 +3,7 @@
 //! fused.rs has the layers around a recurrence, linear.rs matrix products, block_linear.rs those of blocks.
 
 mod block_linear;
+mod diagonal_taps;
 mod folded;
 mod fused;
 mod linear;
@@ -17,10 +18,10 @@ mod ttt;
 
 use super::backend::{FoldedInput, FoldedOutput, LinearAttentionBackend, Matrices, Path};
 use super::fused::{
-    AdamW, AdamWStep, Clip, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
-    GatedProduct, LinearCrossEntropy, LinearLayer, LongConvolution, Moments, Normalization, Pack,
-    Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt, norm_in_tensor_ops,
-    step_in_tensor_ops,
+    AdamW, AdamWStep, Clip, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, DiagonalTaps,
+    Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, LongConvolution, Moments,
+    Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
+    norm_in_tensor_ops, step_in_tensor_ops,
 };
 use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
@@ -176,6 +177,10 @@ where
         keep: bool,
     ) -> Option<Pass<Self>> {
         long_convolution::long_convolution(x, keep).map(fused::CubePass::of)
+    }
+
+    fn fused_diagonal_taps(x: DiagonalTaps<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        diagonal_taps::diagonal_taps(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_softmax(x: SoftmaxRows<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {

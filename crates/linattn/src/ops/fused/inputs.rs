@@ -394,6 +394,61 @@ pub struct LongConvolution<T> {
     pub taps: T,
 }
 
+/// How time steps are made of a continuous system.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DiagonalSteps {
+    /// Inputs constant over a step.
+    Zoh,
+    /// The trapezoidal rule.
+    Bilinear,
+}
+
+/// The taps of the convolution that a diagonal state-space model is, `[L, D]`, of M complex modes and their conjugates
+/// for each channel. Formula: `nn/diagonal_ssm.rs`.
+#[derive(Debug, Clone)]
+pub struct DiagonalTaps<T> {
+    /// Logarithms of step sizes, `[D]`; all are f32.
+    pub log_dt: T,
+    /// Logarithms of decay rates, `[D, M]`.
+    pub log_a_real: T,
+    /// Frequencies, `[D, M]`.
+    pub a_imag: T,
+    /// The output vector, `[2, D, M]`: real parts, imaginary parts.
+    pub c: T,
+    /// What a token gives to itself, `[D]`.
+    pub d: T,
+    /// The input vector, as `c`; 1 where there is none.
+    pub b: Option<T>,
+    /// How steps are made.
+    pub steps: DiagonalSteps,
+    /// L.
+    pub length: usize,
+}
+
+impl<T> DiagonalTaps<T> {
+    /// The tensors that are there, in the order of the fields.
+    pub fn into_vec(self) -> Vec<T> {
+        let Self { log_dt, log_a_real, a_imag, c, d, b, .. } = self;
+        [log_dt, log_a_real, a_imag, c, d].into_iter().chain(b).collect()
+    }
+
+    /// The same operation on other tensors, in the order of the fields.
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> DiagonalTaps<U> {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as `self` holds");
+        DiagonalTaps {
+            log_dt: next(),
+            log_a_real: next(),
+            a_imag: next(),
+            c: next(),
+            d: next(),
+            b: self.b.is_some().then(&mut next),
+            steps: self.steps,
+            length: self.length,
+        }
+    }
+}
+
 /// Which keys a query sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Seen {
