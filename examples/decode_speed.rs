@@ -11,7 +11,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 use clap::Parser;
 use linattn::nn::{LanguageModel, LanguageModelConfig, LanguageModelState};
-use linattn::ops::{GROUP, LinearAttentionBackend, WeightBits};
+use linattn::ops::{self, GROUP, LinearAttentionBackend, WeightBits};
 use linattn_cli::device::{self, Job};
 use linattn_trainer::TrainBackend;
 use std::process::ExitCode;
@@ -194,7 +194,7 @@ fn time<B: LinearAttentionBackend>(
     let read = || {
         let (hidden, state) = model.hidden(prompt.clone(), None);
         let last = hidden.narrow(1, args.prompt - 1, 1).squeeze_dim::<2>(1);
-        (likeliest(model.logits(last)), state)
+        (ops::argmax(model.logits(last)), state)
     };
     let _first_use = read();
     wait::<B>(device)?;
@@ -235,18 +235,7 @@ fn steps<B: LinearAttentionBackend>(
 ) -> Text<B> {
     for _ in 0..count {
         let (logits, next) = model.step(ids, Some(state));
-        (ids, state) = (likeliest(logits), next);
+        (ids, state) = (ops::argmax(logits), next);
     }
     (ids, state)
-}
-
-/// `[B, vocab]` to `[B]`: the likeliest of each part, then of these, because Burn gives a row to one cube.
-fn likeliest<B: Backend>(logits: Tensor<B, 2>) -> Tensor<B, 1, Int> {
-    let [batch, vocab] = logits.dims();
-    let parts = (1..=vocab.isqrt()).rev().find(|n| vocab.is_multiple_of(*n)).unwrap_or(1);
-    let width = vocab / parts;
-    let (best, place) = logits.reshape([batch * parts, width]).max_dim_with_indices(1);
-    let part = best.reshape([batch, parts]).argmax(1);
-    let place = place.reshape([batch, parts]).gather(1, part.clone());
-    (part * width as i64 + place).squeeze_dim(1)
 }

@@ -27,8 +27,8 @@
 pub(crate) mod input;
 mod tensor_cores;
 
-use input::{CubeRows, InputArrays};
-pub use input::{Input, Reading};
+use input::{CubeRows, Held, InputArrays, Shelf};
+pub use input::{Input, MOST_HEADS, Reading};
 use tensor_cores::PACKED;
 pub use tensor_cores::Tiling;
 
@@ -127,6 +127,7 @@ impl Split {
     fn new<R: Runtime>(
         client: &ComputeClient<R>,
         dims: Dims,
+        reading: Reading,
         matrices: &[Columns],
         dtype: StorageType,
     ) -> Self {
@@ -155,7 +156,7 @@ impl Split {
             numbers: FEWEST,
             matrices: matrices.len(),
             biased: false,
-            reading: Reading::Rows,
+            reading,
         };
         // Narrow cubes have many groups, whose columns of x have to fit in shared memory.
         let fits = |lanes: &usize| split(*lanes).in_memory(memory).batches() > 0;
@@ -167,13 +168,14 @@ impl Split {
     /// With room for all sums of a cube at once, where a cube may have so many bytes of shared memory.
     fn in_memory(self, bytes: usize) -> Self {
         let sums = self.tile * self.width * self.line();
-        Self { numbers: sums.min(bytes / 4).max(FEWEST), ..self }
+        let room = (bytes / 4).saturating_sub(self.reading.factors_of_heads(self.tile));
+        Self { numbers: sums.min(room).max(FEWEST), ..self }
     }
 
     /// Bytes of shared memory, all that the kernel allocates. It holds rows of x, `[tile, span]`, and after
     /// the last product the sums that meet at once, `[joined, width, line]`.
     fn shared_memory(&self) -> usize {
-        4 * self.numbers
+        4 * (self.numbers + self.reading.factors_of_heads(self.tile))
     }
 
     /// Columns of a cube.
@@ -205,6 +207,14 @@ impl Split {
     /// group from lying in one bank.
     fn line(&self) -> usize {
         UNITS + self.lanes
+    }
+
+    /// How x lies in shared memory.
+    fn shelf(&self, vector: usize) -> Shelf {
+        let Self { tile, reading, .. } = *self;
+        // Rows lie one behind another.
+        let span = self.span();
+        Shelf { tile, span, group: span, line: tile * span, vector, reading }
     }
 
     /// Rows whose sums meet at once: 1, 2, 4 or 8.
@@ -277,6 +287,7 @@ impl Product {
         if !(1..=MOST_ROWS).contains(&rows) || inner == 0 || columns == 0 || any_empty {
             return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
         }
+        reading.check(inner)?;
         let (got, most) = (matrices.len(), MOST_MATRICES);
         if got > most {
             return Err(Refusal::TooLarge { what: "matrices side by side", got, most });
@@ -290,8 +301,7 @@ impl Product {
         if got > most {
             return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
         }
-        let by_units =
-            || Plan::Units(Split { reading, ..Split::new(client, dims, matrices, dtype) });
+        let by_units = || Plan::Units(Split::new(client, dims, reading, matrices, dtype));
         // Tensor cores read rows as they lie in memory.
         let by_tensor_cores = match reading {
             Reading::Rows => Tiling::choose(client, dims, matrices, dtype),
@@ -329,8 +339,8 @@ impl Product {
         if !lanes.is_power_of_two() || lanes > 32 || !(1..=16).contains(&ahead) {
             return None;
         }
-        let split = Split::new(client, self.dims, &self.matrices, self.dtype);
-        let split = Split { lanes, ahead, reading, ..split };
+        let split = Split::new(client, self.dims, reading, &self.matrices, self.dtype);
+        let split = Split { lanes, ahead, ..split };
         let split = split.in_memory(client.properties().hardware.max_shared_memory_size);
         let fits = split.batch() <= LONGEST && split.batches() > 0;
         fits.then(|| Self { plan: Plan::Units(split), ..self }.checked(client).ok()).flatten()
@@ -397,19 +407,23 @@ impl Product {
                 assert_eq!(x.reading(), split.reading, "x is read as it was planned");
                 sum = split.reading.sum(client, [rows, inner], *dtype);
                 let mut sums = SequenceArg::new();
-                sum.iter().for_each(|sum| sums.push(whole(sum)));
+                let vector = x.vector(client, inner, *dtype);
+                let all = rows * inner / vector;
+                sum.iter().for_each(|sum| sums.push(array(&sum.handle, all)));
                 rows_by_matrices::launch_unchecked::<R>(
                     client,
                     cubes,
                     CubeDim::new_1d(UNITS as u32),
-                    OperandsLaunch::new(x.arrays([rows, inner]), bias),
+                    OperandsLaunch::new(x.arrays([rows, inner], vector), bias),
                     side_by_side(inner, weights, matrices, [each, 1]),
                     whole(&y),
                     sums,
                     sizes,
                     Split { biased, ..split },
+                    vector,
                     *dtype,
                     split.width,
+                    vector,
                 );
             },
             Plan::TensorCores(tiling) => unsafe {
@@ -485,8 +499,8 @@ fn side_by_side<F: Numeric, N: Size, R: Runtime>(
 
 /// Rows and what is added to them, shaped as the module says; `split` says whether the bias is read.
 #[derive(CubeType, CubeLaunch)]
-struct Operands<F: Float> {
-    x: InputArrays<F>,
+struct Operands<F: Float, X: Size> {
+    x: InputArrays<F, X>,
     bias: Array<F>,
 }
 
@@ -545,26 +559,19 @@ struct WeightShare {
     last: usize,
 }
 
-/// Batches of columns of x that shared memory holds at once.
-#[derive(CubeType, Clone, Copy)]
-struct Slice {
-    /// The first column of x.
-    first: usize,
-    /// How many batches.
-    count: usize,
-}
-
 /// The kernel.
 #[cube(launch_unchecked)]
-fn rows_by_matrices<F: Float, N: Size>(
-    x: &Operands<F>,
+fn rows_by_matrices<F: Float, N: Size, X: Size>(
+    x: &Operands<F, X>,
     weights: &Sequence<Matrix<F, N>>,
     y: &mut Array<F>,
-    sum: &mut Sequence<Array<F>>,
+    sum: &mut Sequence<Array<Vector<F, X>>>,
     sizes: Sizes,
     #[comptime] split: Split,
+    #[comptime] vector: usize,
     #[define(F)] _dtype: StorageType,
     #[define(N)] _width: usize,
+    #[define(X)] _of_x: usize,
 ) {
     let batch = comptime!(split.batch());
     let columns = cube_columns::<F, N>(weights, comptime!(split.columns()), split.matrices);
@@ -577,18 +584,18 @@ fn rows_by_matrices<F: Float, N: Size>(
     }
     let mut requested = Array::<Vector<F, N>>::new(comptime!(split.ahead));
     request_weights::<F, N>(&mut requested, weights, share.group, &share, split);
-    let (tile, reading) = comptime!((split.tile, split.reading));
-    let first = CUBE_POS_Z as usize * tile;
-    let of = CubeRows { first, rows: sizes.rows as usize, inner: sizes.inner as usize };
-    let factors = input::row_factors::<F>(&mut shared, &x.x, sum, of, tile, reading);
+    let (tile, shelf) = comptime!((split.tile, split.shelf(vector)));
+    let inner = sizes.inner as usize;
+    let of = CubeRows { first: CUBE_POS_Z as usize * tile, rows: sizes.rows as usize, inner };
+    let mut norms = input::norms::<F, X>(&mut shared, &x.x, of, shelf);
 
     let batches = share.last / batch + 1;
     let most = comptime!(split.batches());
     for slice in 0..(batches - 1) / most + 1 {
         let first = slice * most;
         let count = min(batches - first, most);
-        let held = Slice { first: first * batch, count };
-        load_x::<F>(&mut shared, &x.x, sizes, &held, split);
+        let held = Held { first: first * batch, count: count * batch };
+        input::load::<F, X>(&mut shared, &mut norms, &x.x, sum, of, held, shelf);
         sync_cube();
         for n in 0..count {
             multiply_add::<F, N>(&mut sums, &requested, &shared, n * batch + share.group, split);
@@ -601,12 +608,13 @@ fn rows_by_matrices<F: Float, N: Size>(
         }
         sync_cube();
     }
+    let factors = input::row_factors::<F, X>(&mut shared, &x.x, &norms, inner, shelf);
     #[unroll]
     for m in 0..tile {
         sums[m] = sums[m] * Vector::<f32, N>::new(factors[m]);
     }
     let to = Destination { columns, sizes };
-    reduce_groups::<F, N>(x, y, &mut shared, &sums, to, split);
+    reduce_groups::<F, N>(&x.bias, y, &mut shared, &sums, to, split);
 }
 
 /// The columns of this cube.
@@ -684,45 +692,6 @@ fn request_rows<F: Float, N: Size>(
     }
 }
 
-/// Fills shared memory with this cube's rows of x, `[tile, span]`: the columns of a slice, and zeros past
-/// the ends.
-#[cube]
-fn load_x<F: Float>(
-    shared: &mut SharedMemory<f32>,
-    x: &InputArrays<F>,
-    sizes: Sizes,
-    slice: &Slice,
-    #[comptime] split: Split,
-) {
-    let batch = comptime!(split.batch());
-    let all = comptime!(split.tile * batch);
-    let turns = comptime!(all.div_ceil(UNITS));
-    let rows = sizes.rows as usize;
-    let inner = sizes.inner as usize;
-    let row = CUBE_POS_Z as usize * comptime!(split.tile);
-    let mut values = Array::<f32>::new(turns);
-    for n in 0..slice.count {
-        // All are requested before the first is stored.
-        #[unroll]
-        for turn in 0..turns {
-            let at = UNIT_POS as usize + comptime!(turn * UNITS);
-            let m = row + at / batch;
-            let k = slice.first + n * batch + at % batch;
-            let (m_read, k_read) = (min(m, rows - 1), min(k, inner - 1));
-            let value = input::number::<F>(x, m_read, k_read, inner, split.reading);
-            values[turn] = select(m < rows, select(k < inner, value, 0.0f32), 0.0f32);
-        }
-        #[unroll]
-        for turn in 0..turns {
-            let at = UNIT_POS as usize + comptime!(turn * UNITS);
-            if at < all {
-                let to = at / batch * comptime!(split.span()) + n * batch + at % batch;
-                shared[to] = values[turn];
-            }
-        }
-    }
-}
-
 /// Adds the products of one batch to the sums, `[tile]` vectors: `at` is the place of the batch's first
 /// column of x in shared memory.
 #[cube]
@@ -754,7 +723,7 @@ struct Destination {
 /// The sums of all groups, added up for as many rows at once as there is room for, plus the bias: y.
 #[cube]
 fn reduce_groups<F: Float, N: Size>(
-    x: &Operands<F>,
+    bias: &Array<F>,
     y: &mut Array<F>,
     shared: &mut SharedMemory<f32>,
     sums: &Array<Vector<f32, N>>,
@@ -797,7 +766,7 @@ fn reduce_groups<F: Float, N: Size>(
                 }
                 let column = to.columns.before + column;
                 if comptime!(split.biased) {
-                    sum += f32::cast_from(x.bias[column]);
+                    sum += f32::cast_from(bias[column]);
                 }
                 y[row * to.sizes.columns as usize + column] = F::cast_from(sum);
             }

@@ -125,9 +125,11 @@ fn tilings_are_right<R: Runtime>(client: &ComputeClient<R>) {
     }
 }
 
-/// Rows that a product makes of its inputs: gates times values, and RMS norms of a sum and of a tensor alone.
+/// Rows that a product makes of its inputs: gates times values, and RMS norms of a sum, of a tensor alone and of heads.
 fn inputs_are_read<R: Runtime>(client: &ComputeClient<R>, rows: Rows, limit: f64) {
-    for (inner, count) in [(1, 1), (64, 8), (300, 3), (5000, 2), (2100, 9)] {
+    for (inner, count, heads) in
+        [(1, 1, 1), (64, 8, 64), (300, 3, 3), (5000, 2, 8), (2100, 9, 5), (512, 1, 2)]
+    {
         let dims = Dims { rows: count, inner };
         let mut rng = Rng::named(inner as u64, "inputs");
         let mut draw = |n: usize| drawn(&mut rng, rows, n);
@@ -144,8 +146,17 @@ fn inputs_are_read<R: Runtime>(client: &ComputeClient<R>, rows: Rows, limit: f64
         let epsilon = 1e-2;
         let normal = |addend| Input::Normalized { x: &of_x, addend, weight: &of_weight, epsilon };
         let gated = Input::Gated { both: &of_both, activation: GateActivation::Silu };
+        let of_heads = |gate: bool| {
+            let gate = gate.then_some((&of_addend, GateActivation::Silu));
+            Input::Heads { o: &of_x, gate, weight: &of_weight, epsilon, heads }
+        };
+        let heads_alone = normalized_rows(&x, &weight[..inner / heads], f64::from(epsilon));
+        let gated_heads =
+            heads_alone.iter().zip(&addend).map(|(o, gate)| o * silu(*gate)).collect();
         for (input, read) in [
             (gated, gated_rows(inner, &both)),
+            (of_heads(true), gated_heads),
+            (of_heads(false), heads_alone),
             (normal(Some(&of_addend)), normalized_rows(&sum, &weight, f64::from(epsilon))),
             (normal(None), normalized_rows(&x, &weight, f64::from(epsilon))),
         ] {
@@ -168,12 +179,16 @@ fn inputs_are_read<R: Runtime>(client: &ComputeClient<R>, rows: Rows, limit: f64
 
 /// `silu(gate) value` of gates and values, `[M, 2 K]`.
 pub(crate) fn gated_rows(inner: usize, both: &[f64]) -> Vec<f64> {
-    let silu = |z: &f64| z / (1.0 + (-z).exp());
     let rows = both.chunks_exact(2 * inner).flat_map(|row| {
         let (gates, values) = row.split_at(inner);
-        gates.iter().zip(values).map(move |(gate, value)| silu(gate) * value)
+        gates.iter().zip(values).map(move |(gate, value)| silu(*gate) * value)
     });
     rows.collect()
+}
+
+/// `z sigmoid(z)`.
+pub(crate) fn silu(z: f64) -> f64 {
+    z / (1.0 + (-z).exp())
 }
 
 /// An RMS norm of the rows of `x`, as wide as `weight`.
@@ -225,6 +240,9 @@ fn refused_products<R: Runtime>(client: &ComputeClient<R>) {
         let got = check(client, dims, matrices, dtype).expect_err("refused").to_string();
         assert!(got.contains(want), "{got:?} does not say {want:?}");
     }
+    let (dims, many) = (Dims { inner: 65, ..good }, Reading::Heads { heads: 65, gate: None });
+    let got = Product::new(client, dims, many, &one, F32).expect_err("refused").to_string();
+    assert_eq!(got, "heads of an input: 65; the most on this device is 64");
 }
 
 /// Columns that no grid of this device counts.
@@ -232,7 +250,7 @@ fn too_many_columns_are_refused<R: Runtime>(client: &ComputeClient<R>) {
     let columns = u32::MAX as usize;
     let (dims, matrix) =
         (Dims { rows: 1, inner: 1 }, [Columns { count: columns, stride: columns }]);
-    let split = Split::new(client, dims, &matrix, F32);
+    let split = Split::new(client, dims, Reading::Rows, &matrix, F32);
     let most = client.properties().hardware.max_cube_count.0 as usize;
     let got = cubes_across(&matrix, split.columns());
     let want = match got > most {

@@ -32,7 +32,7 @@
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
 use crate::few_rows::UNITS;
-use crate::few_rows::input::{self, CubeRows, InputArrays};
+use crate::few_rows::input::{self, CubeRows, Held, InputArrays, Shelf};
 pub use crate::few_rows::{Columns, Dims, Input, MOST_MATRICES, Output, Reading};
 use crate::fused::column_sums::multiprocessors;
 use crate::pointwise::Source;
@@ -214,7 +214,7 @@ impl Split {
             floats: form.floats.len(),
             reading,
         };
-        let split = Self { padded: 4 * split.numbers() <= memory, ..split };
+        let split = Self { padded: split.shared_memory() <= memory, ..split };
         let most = groups(dims.inner).next_power_of_two().min(split.span());
         let fills =
             |lanes: &usize| *lanes >= most || split.in_lanes(*lanes, most).cubes(form) >= enough;
@@ -253,10 +253,21 @@ impl Split {
         self.tile * GROUP + usize::from(self.padded)
     }
 
-    /// Numbers in shared memory, all that the kernel allocates. It holds groups of x, `[span, line]`, and after the last
+    /// Numbers in shared memory, but for the factors of heads. It holds groups of x, `[span, line]`, and after the last
     /// product the sums that meet.
     fn numbers(&self) -> usize {
         self.span() * self.line()
+    }
+
+    /// How x lies in shared memory.
+    fn shelf(&self, vector: usize) -> Shelf {
+        let Self { tile, reading, .. } = *self;
+        Shelf { tile, span: self.span() * GROUP, group: GROUP, line: self.line(), vector, reading }
+    }
+
+    /// Bytes of shared memory, all that the kernel allocates.
+    fn shared_memory(&self) -> usize {
+        4 * (self.numbers() + self.reading.factors_of_heads(self.tile))
     }
 
     /// Sums of a unit.
@@ -308,6 +319,7 @@ impl Product {
             let Dims { rows, inner } = dims;
             return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
         }
+        reading.check(dims.inner)?;
         for (what, got, most) in [
             ("matrices side by side", rows.len() + form.floats.len(), MOST_MATRICES),
             ("columns of a matrix of floats", form.columns().max().unwrap_or(0), MOST_COLUMNS),
@@ -327,8 +339,13 @@ impl Product {
             return Err(Refusal::TooLarge { what: "buffers of a kernel", got, most });
         }
         let split = Split::new(client, dims, reading, &form);
+        let hardware = &client.properties().hardware;
+        let (shared_memory, units) = (hardware.max_shared_memory_size, hardware.max_units_per_cube);
+        if shared_memory < split.shared_memory() {
+            return Err(Refusal::Device { shared_memory, units });
+        }
         let got = split.cubes(&form) + split.cubes_of_floats(&form);
-        let most = client.properties().hardware.max_cube_count.0 as usize;
+        let most = hardware.max_cube_count.0 as usize;
         match got > most {
             true => Err(Refusal::TooLarge { what: "cubes", got, most }),
             false => Ok(Self { dims, form, dtype, split }),
@@ -359,7 +376,9 @@ impl Product {
         let y = buffer(client, &[dims.rows, columns], *dtype);
         let sum = split.reading.sum(client, size, *dtype);
         let mut sums = SequenceArg::new();
-        sum.iter().for_each(|sum| sums.push(whole(sum)));
+        let vector = x.vector(client, dims.inner, *dtype);
+        let all = dims.rows * dims.inner / vector;
+        sum.iter().for_each(|sum| sums.push(array(&sum.handle, all)));
         let quantized = split.cubes(form);
         let cubes = quantized + split.cubes_of_floats(form);
         let sizes =
@@ -372,14 +391,16 @@ impl Product {
                 client,
                 CubeCount::Static(cubes as u32, 1, 1),
                 CubeDim::new_1d(UNITS as u32),
-                x.arrays(size),
+                x.arrays(size, vector),
                 self.arrays(matrices),
                 whole(&y),
                 sums,
                 sizes,
                 *split,
+                vector,
                 *dtype,
                 LOAD,
+                vector,
             );
         }
         Output { y, sum }
@@ -547,15 +568,17 @@ struct Requested<N: Size> {
 
 /// The kernel.
 #[cube(launch_unchecked)]
-fn rows_by_groups<F: Float, N: Size>(
-    x: &InputArrays<F>,
+fn rows_by_groups<F: Float, N: Size, X: Size>(
+    x: &InputArrays<F, X>,
     matrices: &All<F, N>,
     y: &mut Array<F>,
-    sum: &mut Sequence<Array<F>>,
+    sum: &mut Sequence<Array<Vector<F, X>>>,
     sizes: Sizes,
     #[comptime] split: Split,
+    #[comptime] vector: usize,
     #[define(F)] _dtype: StorageType,
     #[define(N)] _load: usize,
+    #[define(X)] _of_x: usize,
 ) {
     let mut shared = SharedMemory::<f32>::new(comptime!(split.numbers()));
     let mut sums = Array::<f32>::new(comptime!(split.sums()));
@@ -565,26 +588,37 @@ fn rows_by_groups<F: Float, N: Size>(
     }
     if comptime!(split.floats > 0) {
         if CUBE_POS_X < sizes.quantized {
-            by_groups::<F, N>(&mut sums, &mut shared, x, matrices, y, sum, sizes, split);
+            by_groups::<F, N, X>(&mut sums, &mut shared, x, matrices, y, sum, sizes, split, vector);
         } else {
-            by_columns::<F, N>(&mut sums, &mut shared, x, matrices, y, sum, sizes, split);
+            by_columns::<F, N, X>(
+                &mut sums,
+                &mut shared,
+                x,
+                matrices,
+                y,
+                sum,
+                sizes,
+                split,
+                vector,
+            );
         }
     } else {
-        by_groups::<F, N>(&mut sums, &mut shared, x, matrices, y, sum, sizes, split);
+        by_groups::<F, N, X>(&mut sums, &mut shared, x, matrices, y, sum, sizes, split, vector);
     }
 }
 
 /// A cube of rows of a quantized matrix.
 #[cube]
-fn by_groups<F: Float, N: Size>(
+fn by_groups<F: Float, N: Size, X: Size>(
     sums: &mut Array<f32>,
     shared: &mut SharedMemory<f32>,
-    x: &InputArrays<F>,
+    x: &InputArrays<F, X>,
     matrices: &All<F, N>,
     y: &mut Array<F>,
-    sum: &mut Sequence<Array<F>>,
+    sum: &mut Sequence<Array<Vector<F, X>>>,
     sizes: Sizes,
     #[comptime] split: Split,
+    #[comptime] vector: usize,
 ) {
     let (lanes, deep, ahead) = comptime!((split.lanes, split.deep, split.ahead));
     let (span, step) = comptime!((split.span(), split.step()));
@@ -601,12 +635,15 @@ fn by_groups<F: Float, N: Size>(
         let group = share.lane + comptime!(place * lanes);
         request::<N>(&mut requested, &matrices.quantized, group, &share, place, split);
     }
-    let factors = factors_of_rows::<F>(shared, x, sum, sizes, split);
+    let shelf = comptime!(split.shelf(vector));
+    let of = rows_of(sizes);
+    let mut norms = input::norms::<F, X>(shared, x, of, shelf);
 
     for slice in 0..(share.groups - 1) / span + 1 {
         let first = slice * span;
         let steps = (min(share.groups - first, span) - 1) / step + 1;
-        load_x::<F>(shared, x, first, steps * step, sizes, split);
+        let held = Held { first: first * GROUP, count: steps * step * GROUP };
+        input::load::<F, X>(shared, &mut norms, x, sum, of, held, shelf);
         sync_cube();
         for n in 0..steps {
             #[unroll]
@@ -620,31 +657,36 @@ fn by_groups<F: Float, N: Size>(
         }
         sync_cube();
     }
+    let factors = input::row_factors::<F, X>(shared, x, &norms, of.inner, shelf);
     write_sums::<F>(y, shared, sums, &factors, &share, sizes, lanes, split);
 }
 
 /// A cube of columns of a matrix of floats: a unit has every 256th number of each.
 #[cube]
-fn by_columns<F: Float, N: Size>(
+fn by_columns<F: Float, N: Size, X: Size>(
     sums: &mut Array<f32>,
     shared: &mut SharedMemory<f32>,
-    x: &InputArrays<F>,
+    x: &InputArrays<F, X>,
     matrices: &All<F, N>,
     y: &mut Array<F>,
-    sum: &mut Sequence<Array<F>>,
+    sum: &mut Sequence<Array<Vector<F, X>>>,
     sizes: Sizes,
     #[comptime] split: Split,
+    #[comptime] vector: usize,
 ) {
     let span = comptime!(split.span());
     let behind = CUBE_POS_X - sizes.quantized;
     let place = placed(&matrices.places_of_floats, behind, split.floats);
     let column = (behind as usize - place.first_cube) * comptime!(split.deep);
     let share = share(&place, column, UNIT_POS as usize, sizes);
-    let factors = factors_of_rows::<F>(shared, x, sum, sizes, split);
+    let shelf = comptime!(split.shelf(vector));
+    let of = rows_of(sizes);
+    let mut norms = input::norms::<F, X>(shared, x, of, shelf);
     for slice in 0..(share.groups - 1) / span + 1 {
         let first = slice * span;
         let count = min(share.groups - first, span);
-        load_x::<F>(shared, x, first, count, sizes, split);
+        let held = Held { first: first * GROUP, count: count * GROUP };
+        input::load::<F, X>(shared, &mut norms, x, sum, of, held, shelf);
         sync_cube();
         #[unroll]
         for n in 0..comptime!(split.floats) {
@@ -655,6 +697,7 @@ fn by_columns<F: Float, N: Size>(
         }
         sync_cube();
     }
+    let factors = input::row_factors::<F, X>(shared, x, &norms, of.inner, shelf);
     write_sums::<F>(y, shared, sums, &factors, &share, sizes, UNITS, split);
 }
 
@@ -696,17 +739,10 @@ fn share(place: &Found, row: usize, lane: usize, sizes: Sizes) -> Share {
     Share { matrix, before, last, groups, row, lane }
 }
 
-/// Factors of the rows of x.
+/// The rows of x: every cube has all.
 #[cube]
-fn factors_of_rows<F: Float>(
-    shared: &mut SharedMemory<f32>,
-    x: &InputArrays<F>,
-    sum: &mut Sequence<Array<F>>,
-    sizes: Sizes,
-    #[comptime] split: Split,
-) -> Array<f32> {
-    let of = CubeRows { first: 0, rows: sizes.rows as usize, inner: sizes.inner as usize };
-    input::row_factors::<F>(shared, x, sum, of, split.tile, split.reading)
+fn rows_of(sizes: Sizes) -> CubeRows {
+    CubeRows { first: 0usize.runtime(), rows: sizes.rows as usize, inner: sizes.inner as usize }
 }
 
 /// Adds the products of `deep` columns of a matrix of floats, over `count` groups of x from `first` on, to the sums,
@@ -784,33 +820,6 @@ fn request_rows<N: Size>(
             requested.values[comptime!(to * loads + load)] = matrix.values[at * loads + load];
         }
         requested.scales[to] = matrix.scales[at];
-    }
-}
-
-/// Fills shared memory with `count` groups of x from `first` on, `[count, tile, 32]`, and zeros past the ends.
-#[cube]
-fn load_x<F: Float>(
-    shared: &mut SharedMemory<f32>,
-    x: &InputArrays<F>,
-    first: usize,
-    count: usize,
-    sizes: Sizes,
-    #[comptime] split: Split,
-) {
-    // Numbers of a row of x in shared memory.
-    let across = comptime!(split.span() * GROUP);
-    let (inner, rows) = (sizes.inner as usize, sizes.rows as usize);
-    #[unroll]
-    for turn in 0..comptime!(NUMBERS / UNITS) {
-        if comptime!(turn * UNITS % across) < count * GROUP {
-            let at = UNIT_POS as usize + comptime!(turn * UNITS);
-            let (m, held) = (at / across, at % across);
-            let k = first * GROUP + held;
-            let (m_read, k_read) = (min(m, rows - 1), min(k, inner - 1));
-            let value = input::number::<F>(x, m_read, k_read, inner, split.reading);
-            let to = held / GROUP * comptime!(split.line()) + m * GROUP + held % GROUP;
-            shared[to] = select(m < rows, select(k < inner, value, 0.0f32), 0.0f32);
-        }
     }
 }
 

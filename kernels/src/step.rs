@@ -17,8 +17,9 @@
 //!         R-th row of S. Slices meet in shared memory, to sum up the retrieved value (not in identity) and
 //!         the output: there is no plane operation.
 //! Cost:   4 to 10 K V flops for 8 K V bytes of state, which all but identity read once more, from
-//!         cache; bound by memory, with few heads by its latency: a unit requests ROWS numbers of S
-//!         before it waits for one.
+//!         cache, where K is above 128; bound by memory, with few heads by its latency: a unit requests ROWS numbers
+//!         of S before it waits for one, and all it has up to 128 keys, which it then keeps; up to 256 where there are
+//!         few cubes.
 //! Edges:  any K and V. Columns past V and rows past K repeat the last one, and do not count: every
 //!         unit has to reach the barriers. K and V are run-time values: a new size compiles nothing,
 //!         but for the R that K leads to, one of five.
@@ -28,6 +29,7 @@
 
 use crate::SOURCE;
 use crate::buffer::{array, buffer, whole};
+use crate::fused::column_sums::multiprocessors;
 use crate::refusal::{F32, Refusal, check_heads, check_type};
 use crate::tensors::{Forward, Inputs, check_tensors};
 use crate::variant::{Decay, Dims, Variant};
@@ -42,6 +44,8 @@ const BUFFERS: usize = 11;
 const ROWS: usize = 8;
 /// Most slices of a cube.
 const SLICES: usize = 16;
+/// Most turns whose rows a unit keeps in registers from the first read to the write.
+const KEPT: usize = 2;
 
 /// Compile-time values of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -50,15 +54,27 @@ pub(crate) struct Split {
     pub variant: Variant,
     /// R, units that share a column of S.
     pub slices: usize,
+    /// Turns of a unit, if all its rows stay in registers.
+    pub kept: Option<usize>,
 }
 
 impl Split {
     /// As many slices as have [`ROWS`] rows each, if there are not too many: a power of two, so that
     /// there are few kernels.
-    fn new(variant: Variant, key_width: usize, most_units: u32) -> Self {
-        let wanted = key_width.div_ceil(ROWS).next_power_of_two();
-        let slices = wanted.min(SLICES).min(most_units as usize / COLUMNS);
-        Self { source: SOURCE, variant, slices }
+    fn new<R: Runtime>(client: &ComputeClient<R>, variant: Variant, dims: Dims) -> Self {
+        let units = client.properties().hardware.max_units_per_cube as usize;
+        let wanted = dims.key_width.div_ceil(ROWS).next_power_of_two();
+        let slices = wanted.min(SLICES).min(units / COLUMNS);
+        let turns = dims.key_width.div_ceil(slices * ROWS);
+        // Registers for two turns leave room for half as many cubes, which matters where there are many.
+        let cubes = dims.batch * dims.heads * dims.value_width.div_ceil(COLUMNS);
+        let keeps = turns == 1 || turns <= KEPT && cubes <= multiprocessors(client);
+        Self { source: SOURCE, variant, slices, kept: keeps.then_some(turns) }
+    }
+
+    /// Numbers of S that a unit holds.
+    fn held(&self) -> usize {
+        ROWS * self.kept.unwrap_or(1)
     }
 }
 
@@ -82,8 +98,7 @@ impl<R: Runtime> Step<R> {
         dtype: StorageType,
     ) -> Result<Self, Refusal> {
         check(client, dims, dtype)?;
-        let most_units = client.properties().hardware.max_units_per_cube;
-        let split = Split::new(variant, dims.key_width, most_units);
+        let split = Split::new(client, variant, dims);
         Ok(Self { client: client.clone(), split, dims, dtype })
     }
 
@@ -260,16 +275,21 @@ pub(crate) fn recurrent_step<F: Float>(
     let variant = comptime!(split.variant);
     let share = share::<F>(x, sizes, split);
     let mut parts = SharedMemory::<f32>::new(comptime!(split.slices * COLUMNS));
+    let mut held = Array::<f32>::new(comptime!(split.held()));
+    #[unroll]
+    for turn in 0..comptime!(split.kept.unwrap_or(0)) {
+        request::<F>(&mut held, x, &share, turn, turn, split);
+    }
     let mut retrieved = 0.0f32;
     if comptime!(variant.solves()) {
-        let part = retrieve::<F>(x, &share, split);
+        let part = retrieve::<F>(x, &mut held, &share, split);
         retrieved = sum_slices(&mut parts, part, &share, split);
     }
     let mut u = f32::cast_from(x.v[share.value]);
     if comptime!(variant.delta()) {
         u = x.beta[share.batch_head] * (u - retrieved);
     }
-    let part = write::<F>(x, next, &share, u, retrieved, split);
+    let part = write::<F>(x, next, &mut held, &share, u, retrieved, split);
     let read = sum_slices(&mut parts, part, &share, split);
     if share.there && share.slice == 0 {
         o[share.value] = F::cast_from(read);
@@ -335,27 +355,71 @@ fn decayed<F: Float>(
     left
 }
 
+/// Requests this unit's rows of a turn, the one that is held at `place`.
+#[cube]
+fn request<F: Float>(
+    held: &mut Array<f32>,
+    x: &Token<F>,
+    share: &Share,
+    turn: usize,
+    #[comptime] place: usize,
+    #[comptime] split: Split,
+) {
+    #[unroll]
+    for n in 0..ROWS {
+        let at = min(row(share, turn, n, split), share.key_width - 1);
+        held[comptime!(place * ROWS + n)] = x.state[share.state + at * share.value_width];
+    }
+}
+
 /// This unit's part of the retrieved value: a S, or a D S.
 #[cube]
-fn retrieve<F: Float>(x: &Token<F>, share: &Share, #[comptime] split: Split) -> f32 {
+fn retrieve<F: Float>(
+    x: &Token<F>,
+    held: &mut Array<f32>,
+    share: &Share,
+    #[comptime] split: Split,
+) -> f32 {
     let mut retrieved = 0.0f32;
-    let turns = turns(share, split);
-    for turn in 0..turns {
+    if comptime!(split.kept.is_some()) {
         #[unroll]
-        for n in 0..ROWS {
-            let i = row(share, turn, n, split);
-            let at = min(i, share.key_width - 1);
-            let mut s = x.state[share.state + at * share.value_width];
-            if comptime!(!split.variant.erases_before()) {
-                s = decayed::<F>(x, share, at, s, split);
-            }
-            let a = if comptime!(split.variant.own_a()) {
-                f32::cast_from(x.a[share.rows + at])
-            } else {
-                f32::cast_from(x.k[share.keys + at])
-            };
-            retrieved += select(i < share.key_width, a * s, 0.0f32);
+        for turn in 0..comptime!(split.kept.unwrap_or(0)) {
+            retrieved += retrieve_rows::<F>(x, held, share, turn, turn, split);
         }
+    } else {
+        for turn in 0..turns(share, split) {
+            request::<F>(held, x, share, turn, 0usize, split);
+            retrieved += retrieve_rows::<F>(x, held, share, turn, 0usize, split);
+        }
+    }
+    retrieved
+}
+
+/// As [`retrieve`], of the rows of a turn, which are held at `place`.
+#[cube]
+fn retrieve_rows<F: Float>(
+    x: &Token<F>,
+    held: &Array<f32>,
+    share: &Share,
+    turn: usize,
+    #[comptime] place: usize,
+    #[comptime] split: Split,
+) -> f32 {
+    let mut retrieved = 0.0f32;
+    #[unroll]
+    for n in 0..ROWS {
+        let i = row(share, turn, n, split);
+        let at = min(i, share.key_width - 1);
+        let mut s = held[comptime!(place * ROWS + n)];
+        if comptime!(!split.variant.erases_before()) {
+            s = decayed::<F>(x, share, at, s, split);
+        }
+        let a = if comptime!(split.variant.own_a()) {
+            f32::cast_from(x.a[share.rows + at])
+        } else {
+            f32::cast_from(x.k[share.keys + at])
+        };
+        retrieved += select(i < share.key_width, a * s, 0.0f32);
     }
     retrieved
 }
@@ -366,40 +430,66 @@ fn retrieve<F: Float>(x: &Token<F>, share: &Share, #[comptime] split: Split) -> 
 fn write<F: Float>(
     x: &Token<F>,
     next: &mut Array<f32>,
+    held: &mut Array<f32>,
     share: &Share,
     u: f32,
     retrieved: f32,
     #[comptime] split: Split,
 ) -> f32 {
     let mut read = 0.0f32;
-    let turns = turns(share, split);
-    for turn in 0..turns {
-        // Stored when all are there: a store between two rows would keep the second one's loads waiting.
-        let mut written = Array::<f32>::new(ROWS);
+    if comptime!(split.kept.is_some()) {
         #[unroll]
-        for n in 0..ROWS {
-            let i = row(share, turn, n, split);
-            let at = min(i, share.key_width - 1);
-            let before = x.state[share.state + at * share.value_width];
-            let mut after = decayed::<F>(x, share, at, before, split);
-            after += f32::cast_from(x.k[share.keys + at]) * u;
-            if comptime!(split.variant.low_rank()) {
-                after += f32::cast_from(x.b[share.rows + at]) * retrieved;
-            }
-            written[n] = after;
-            let q = f32::cast_from(x.q[share.keys + at]);
-            if comptime!(split.variant.reads_before()) {
-                read += select(i < share.key_width, q * before, 0.0f32);
-            } else {
-                read += select(i < share.key_width, q * after, 0.0f32);
-            }
+        for turn in 0..comptime!(split.kept.unwrap_or(0)) {
+            read += write_rows::<F>(x, next, held, share, u, retrieved, turn, turn, split);
         }
-        #[unroll]
-        for n in 0..ROWS {
-            let i = row(share, turn, n, split);
-            if share.there && i < share.key_width {
-                next[share.state + i * share.value_width] = written[n];
-            }
+    } else {
+        for turn in 0..turns(share, split) {
+            request::<F>(held, x, share, turn, 0usize, split);
+            read += write_rows::<F>(x, next, held, share, u, retrieved, turn, 0usize, split);
+        }
+    }
+    read
+}
+
+/// As [`write`], of the rows of a turn, which are held at `place`.
+#[cube]
+fn write_rows<F: Float>(
+    x: &Token<F>,
+    next: &mut Array<f32>,
+    held: &Array<f32>,
+    share: &Share,
+    u: f32,
+    retrieved: f32,
+    turn: usize,
+    #[comptime] place: usize,
+    #[comptime] split: Split,
+) -> f32 {
+    let mut read = 0.0f32;
+    // Stored when all are there: a store between two rows would keep the second one's loads waiting.
+    let mut written = Array::<f32>::new(ROWS);
+    #[unroll]
+    for n in 0..ROWS {
+        let i = row(share, turn, n, split);
+        let at = min(i, share.key_width - 1);
+        let before = held[comptime!(place * ROWS + n)];
+        let mut after = decayed::<F>(x, share, at, before, split);
+        after += f32::cast_from(x.k[share.keys + at]) * u;
+        if comptime!(split.variant.low_rank()) {
+            after += f32::cast_from(x.b[share.rows + at]) * retrieved;
+        }
+        written[n] = after;
+        let q = f32::cast_from(x.q[share.keys + at]);
+        if comptime!(split.variant.reads_before()) {
+            read += select(i < share.key_width, q * before, 0.0f32);
+        } else {
+            read += select(i < share.key_width, q * after, 0.0f32);
+        }
+    }
+    #[unroll]
+    for n in 0..ROWS {
+        let i = row(share, turn, n, split);
+        if share.there && i < share.key_width {
+            next[share.state + i * share.value_width] = written[n];
         }
     }
     read

@@ -7,7 +7,7 @@ use burn::tensor::{ElementConversion, Int, Tensor, TensorData, Transaction};
 use burn_train::{InferenceStep, ItemLazy, TrainOutput, TrainStep};
 use linattn::backend::{TrainBackend, one_of_threads};
 use linattn::nn::{LanguageModel, LanguageModelState};
-use linattn::ops::LinearAttentionBackend;
+use linattn::ops::{self, LinearAttentionBackend};
 use linattn_tasks::Batch;
 use std::sync::Barrier;
 
@@ -73,8 +73,7 @@ impl<B: LinearAttentionBackend> Learner<B> {
     }
 
     fn evaluate(&self, rows: Tensor<B, 2>, target: Tensor<B, 1, Int>) -> Answers<B> {
-        let count = rows.dims()[0];
-        let predicted = self.model.logits(rows.clone()).argmax(1).reshape([count]);
+        let predicted = ops::argmax(self.model.logits(rows.clone()));
         Answers { loss: self.loss(rows, target, 1.0), predicted }
     }
 

@@ -6,8 +6,8 @@ use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{
-    adamw, block_linear, conv_state, cross_entropy, embedding, long_convolution, rotary,
-    selective_scan, slstm, softmax, ttt_linear, ttt_mlp,
+    adamw, argmax, block_linear, conv_state, cross_entropy, diagonal_taps, embedding,
+    long_convolution, rotary, selective_scan, slstm, softmax, ttt_linear, ttt_mlp,
 };
 use std::error::Error;
 
@@ -24,6 +24,28 @@ pub struct Fused<'a, T: Target> {
 }
 
 impl<T: Target> Fused<'_, T> {
+    /// The taps of a diagonal model with an input vector, and their gradients; `enter` is called after each.
+    fn diagonal_taps(
+        &self,
+        steps: diagonal_taps::Steps,
+        mut enter: impl FnMut(&str) -> Result<(), Box<dyn Error>>,
+    ) -> Result<(), Box<dyn Error>> {
+        let dims = diagonal_taps::Dims { channels: 4, modes: 8, length: 17 };
+        let [vector, matrix, both, taps] = [4, 32, 64, 68].map(|numbers| self.memory(numbers, F32));
+        let inputs = diagonal_taps::Inputs {
+            log_dt: &vector,
+            log_a_real: &matrix,
+            a_imag: &matrix,
+            c: &both,
+            b: Some(&both),
+            d: &vector,
+        };
+        diagonal_taps::taps(self.client, dims, steps, inputs)?;
+        enter("")?;
+        diagonal_taps::gradients(self.client, dims, steps, inputs, &taps)?;
+        enter("-gradients")
+    }
+
     /// Launches all; `enter` is called after each.
     pub fn all(
         &self,
@@ -57,6 +79,11 @@ impl<T: Target> Fused<'_, T> {
         }
         long_convolution::tap_gradients(self.client, dims, &x, &x, self.dtype)?;
         enter("-taps")?;
+        argmax::argmax(self.client, [4, 40], &x, [self.dtype, I32])?;
+        enter("-argmax")?;
+        for steps in [diagonal_taps::Steps::Zoh, diagonal_taps::Steps::Bilinear] {
+            self.diagonal_taps(steps, |launched| enter(&format!("-{steps:?}{launched}")))?;
+        }
         // Rows of a plane in single numbers, of a cube in fours, and of all keys.
         let causal = softmax::Seen::Causal { window: 16 };
         for (keys, seen) in [(127, causal), (4096, causal), (64, softmax::Seen::All)] {

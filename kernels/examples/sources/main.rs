@@ -357,7 +357,7 @@ impl<'a, T: Target> Case<'a, T> {
         few_rows::product(self.client, dims, self.dtype, args).map(drop)
     }
 
-    /// Products that read gates times values, and an RMS norm of a sum; `enter` is called after each.
+    /// Products that read gates times values, an RMS norm of a sum, and one of heads; `enter` is called after each.
     fn folded_products(
         &self,
         rows: usize,
@@ -374,7 +374,10 @@ impl<'a, T: Target> Case<'a, T> {
         let gated = Input::Gated { both: &both, activation: GateActivation::Silu };
         let (addend, weight, epsilon) = (Some(&x), &weight, 1e-6);
         let normalized = Input::Normalized { x: &x, addend, weight, epsilon };
-        for (input, name) in [(gated, "-gated"), (normalized, "-normalized")] {
+        let gate = Some((&x, GateActivation::Silu));
+        let heads = Input::Heads { o: &x, gate, weight, epsilon, heads: 8 };
+        let inputs = [(gated, "-gated"), (normalized, "-normalized"), (heads, "-heads")];
+        for (input, name) in inputs {
             let args = few_rows::Args { x: input, weights: &[(&values, matrix)], bias: None };
             few_rows::product(self.client, dims, self.dtype, args)?;
             enter(name)?;

@@ -5,6 +5,7 @@
 //! weights are in the type of the weights.
 
 pub mod adamw;
+pub mod argmax;
 pub mod block_linear;
 pub mod column_sums;
 pub mod conv_split;

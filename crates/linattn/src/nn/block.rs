@@ -3,6 +3,7 @@
 use super::canon::{Canon, CanonConfig, canon};
 use super::convolution::ConvPast;
 use super::layers::{Norm, NormKind};
+use super::mixer_input::MixerInput;
 use super::mixers::{Mixer, MixerConfig, MixerState};
 use super::mlp::{Mlp, MlpConfig};
 use super::residual::Residual;
@@ -190,10 +191,9 @@ impl<B: LinearAttentionBackend> Block<B> {
         let mut conv_states = ConvPast::after(before).among(shared);
         let (mut x, mut mixed) = (x, MixerState::nothing());
         if let (Some(norm), Some(attn)) = (&self.attn_norm, &self.attn) {
-            let (h, sum) = self.read(x, norm, attn.takes_bf16());
-            let h = canon(self.canon.before_mixer.as_ref(), h, Kept::CanonMixer, &mut conv_states);
-            let (y, next) = attn.forward_shared(h, mixer, shared);
-            (x, mixed) = (self.write(sum, norm, y), next);
+            let mut input = self.mixer_input(x, norm, attn.takes_bf16(), &mut conv_states);
+            let (y, next) = attn.forward_input(&mut input, mixer, shared);
+            (x, mixed) = (self.write(input.into_stream(), norm, y), next);
         }
         if let Some(mlp) = &self.mlp {
             x = match self.folded(&x, mlp) {
@@ -208,12 +208,29 @@ impl<B: LinearAttentionBackend> Block<B> {
         (x, BlockState { mixer: mixed, conv_states: conv_states.into_next() })
     }
 
+    /// What the mixer reads of the stream.
+    fn mixer_input<'a>(
+        &self,
+        x: Residual<B>,
+        norm: &'a Norm<B>,
+        narrow: bool,
+        conv_states: &mut ConvPast<B>,
+    ) -> MixerInput<'a, B> {
+        let convolution = self.canon.before_mixer.as_ref();
+        if !self.post_norm && convolution.is_none() {
+            return MixerInput::normalized(x, norm, narrow);
+        }
+        let (h, sum) = self.read(x, norm, narrow);
+        MixerInput::made((canon(convolution, h, Kept::CanonMixer, conv_states), sum))
+    }
+
     /// The stream behind the MLP, where a backend has its norm and it at once.
     fn folded(&self, x: &Residual<B>, mlp: &Mlp<B>) -> Option<Residual<B>> {
         if self.post_norm {
             return None;
         }
-        x.through(|stream, addend| mlp.folded(stream, addend, &self.canon))
+        let (y, sum) = x.read_by(|stream, addend| mlp.folded(stream, addend, &self.canon))?;
+        Some(sum.plus(y))
     }
 
     /// Input of a part, and the stream that its output is added to.

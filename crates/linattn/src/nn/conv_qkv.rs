@@ -7,7 +7,8 @@
 use super::canon::CanonQkv;
 use super::convolution::{ConvPast, ShortConvolution};
 use super::layers::split_heads;
-use super::projection::{Projection, head_norm, project_all};
+use super::mixer_input::MixerInput;
+use super::projection::{Projection, head_norm, project_input};
 use super::{Kept, Linear};
 use crate::ops::{Activation, HeadNorm, LinearAttentionBackend};
 use burn::tensor::{Tensor, backend::Backend};
@@ -131,6 +132,17 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         optional: [Option<Projection<'a, B>>; M],
         conv_states: &mut ConvPast<B>,
     ) -> (Qkv<B>, [Tensor<B, 3>; N], Optional<B, M>) {
+        self.project_input(&mut MixerInput::of(x.clone()), gates, optional, conv_states)
+    }
+
+    /// As [`project_some`](Self::project_some), of an input whose norm may be still to come.
+    pub(crate) fn project_input<const N: usize, const M: usize>(
+        self,
+        x: &mut MixerInput<'_, B>,
+        gates: [Projection<'a, B>; N],
+        optional: [Option<Projection<'a, B>>; M],
+        conv_states: &mut ConvPast<B>,
+    ) -> (Qkv<B>, [Tensor<B, 3>; N], Optional<B, M>) {
         let Self { layers, heads, activations, norms, canon } = self;
         let of = |i: usize| {
             let (linear, convolution) = layers[i];
@@ -139,7 +151,7 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         };
         let there = optional.each_ref().map(Option::is_some);
         let all = (0..3).map(of).chain(gates).chain(optional.into_iter().flatten()).collect();
-        let mut outputs = project_all(x, all, conv_states).into_iter();
+        let mut outputs = project_input(x, all, conv_states).into_iter();
         let mut next = || outputs.next().expect("an output for each projection");
         let qkv: [Tensor<B, 3>; 3] = std::array::from_fn(|_| next());
         let gates = std::array::from_fn(|_| next());

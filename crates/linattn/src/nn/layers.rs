@@ -356,6 +356,11 @@ impl<B: LinearAttentionBackend> GatedRmsNorm<B> {
         self.gated(x, Some((Activation::Sigmoid, gate)))
     }
 
+    /// Its weight, and what is added to the mean of squares.
+    pub(crate) fn weight(&self) -> (Tensor<B, 1>, f64) {
+        (self.norm.gamma.val(), self.norm.epsilon)
+    }
+
     /// As [`forward`](Self::forward), with the activation of the gate.
     pub(crate) fn gated<const D: usize>(
         &self,

@@ -27,6 +27,7 @@ mod lengths;
 mod log_decay;
 mod long_filter;
 mod lora;
+mod mixer_input;
 pub mod mixers;
 mod mlp;
 mod model;
@@ -65,6 +66,7 @@ pub use layers::{
 };
 pub use lengths::LengthsError;
 pub use lora::{Adapter, LoraConfig, LowRankAdapter};
+pub use mixer_input::MixerInput;
 pub use mlp::{
     GeluMlp, GeluMlpConfig, Mlp, MlpConfig, Rwkv6Mlp, Rwkv7Mlp, Rwkv7MlpConfig, SwiGlu,
     SwiGluConfig,

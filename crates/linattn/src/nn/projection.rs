@@ -7,6 +7,7 @@
 use super::convolution::{ConvPast, ShortConvolution};
 use super::log_decay::LogDecayParams;
 use super::lora::add_side_by_side;
+use super::mixer_input::MixerInput;
 use super::{Kept, Linear};
 use crate::ops::{
     self, Activation, Column, ColumnKind, ConvSplit, ConvStep, HeadNorm, LinearAttentionBackend,
@@ -101,8 +102,20 @@ pub(crate) fn project_all<B: LinearAttentionBackend>(
     projections: Vec<Projection<'_, B>>,
     conv_states: &mut ConvPast<B>,
 ) -> Vec<Tensor<B, 3>> {
+    project_input(&mut MixerInput::of(x.clone()), projections, conv_states)
+}
+
+/// As [`project_all`], of an input whose norm may be still to come.
+pub(crate) fn project_input<B: LinearAttentionBackend>(
+    x: &mut MixerInput<'_, B>,
+    projections: Vec<Projection<'_, B>>,
+    conv_states: &mut ConvPast<B>,
+) -> Vec<Tensor<B, 3>> {
     let packed = can_pack(&projections).then(|| packed(x, &projections, conv_states)).flatten();
-    packed.unwrap_or_else(|| projections.iter().map(|one| alone(x, one, conv_states)).collect())
+    packed.unwrap_or_else(|| {
+        let x = x.take_rows();
+        projections.iter().map(|one| alone(&x, one, conv_states)).collect()
+    })
 }
 
 /// Convolved projections have a convolution of one window, or none has; there is one log decay.
@@ -116,7 +129,7 @@ fn can_pack<B: Backend>(projections: &[Projection<'_, B>]) -> bool {
 
 /// All projections as one product; nothing where that is slower.
 fn packed<B: LinearAttentionBackend>(
-    x: &Tensor<B, 3>,
+    x: &mut MixerInput<'_, B>,
     projections: &[Projection<'_, B>],
     conv_states: &mut ConvPast<B>,
 ) -> Option<Vec<Tensor<B, 3>>> {
@@ -128,7 +141,11 @@ fn packed<B: LinearAttentionBackend>(
 
     let columns: Vec<Column> = sorted.iter().map(|p| p.column()).collect();
     let linears: Vec<_> = sorted.iter().map(|p| p.linear).collect();
-    let y = packed_product(x, &linears, padding(&columns))?;
+    let weights: Option<Vec<_>> = linears.iter().map(|linear| linear.weight_alone()).collect();
+    let y = match weights.and_then(|weights| x.product(&weights)) {
+        Some(y) => y,
+        None => packed_product(&x.take_rows(), &linears, padding(&columns))?,
+    };
     let convolutions = Convolutions::of(&sorted, conv_states);
     let decay = sorted.iter().find_map(|p| p.decay.clone());
     let outputs = match convolutions.step(&y, &columns, &decay, conv_states) {

@@ -37,17 +37,22 @@ impl<B: LinearAttentionBackend> Residual<B> {
         (y, Self { stream, addend: None, dtype })
     }
 
-    /// The stream behind a part that reads it as it is, with what waits: the part gives what is added next, and the
-    /// sum of both. Nothing where the part does not take them, or computes in another type.
-    pub(super) fn through(
+    /// What a part makes of the stream as it is and of what waits, and the stream with nothing left to add: the part
+    /// gives the sum of both, too. Nothing where the part does not take them, or computes in another type.
+    pub(super) fn read_by(
         &self,
         part: impl FnOnce(&Tensor<B, 3>, Option<&Tensor<B, 3>>) -> Option<(Tensor<B, 3>, Tensor<B, 3>)>,
-    ) -> Option<Self> {
+    ) -> Option<(Tensor<B, 3>, Self)> {
         if self.stream.dtype() != self.dtype {
             return None;
         }
-        let (addend, stream) = part(&self.stream, self.addend.as_ref())?;
-        Some(Self { stream, addend: Some(addend), dtype: self.dtype })
+        let (y, stream) = part(&self.stream, self.addend.as_ref())?;
+        Some((y, Self { stream, addend: None, dtype: self.dtype }))
+    }
+
+    /// `[B, T, D]`.
+    pub(super) fn dims(&self) -> [usize; 3] {
+        self.stream.dims()
     }
 
     /// The sum itself, and the stream with nothing left to add.

@@ -86,16 +86,21 @@ impl<B: LinearAttentionBackend> Weight<B> {
         ops::affine(x, weight, bias).expect("`x` has the width that the layer was made for")
     }
 
-    /// Weights that read one input, side by side; nothing where they are not all kept alike.
+    /// Weights that read one input, side by side: floats, or quantized ones of the same bits and floats behind them;
+    /// nothing for any others.
     pub(crate) fn side_by_side<'a>(weights: &[&'a Self]) -> Option<ops::Matrices<'a, B>> {
         let bits = |weight: &Self| weight.quantized.as_ref().map(QuantizedMatrix::bits);
-        if weights.windows(2).any(|pair| bits(pair[0]) != bits(pair[1])) {
+        let first = weights.iter().take_while(|weight| weight.quantized.is_some()).count();
+        let (quantized, floats) = weights.split_at(first);
+        let alike = quantized.windows(2).all(|pair| bits(pair[0]) == bits(pair[1]));
+        if !alike || floats.iter().any(|weight| weight.quantized.is_some()) {
             return None;
         }
-        let quantized: Option<Vec<_>> = weights.iter().map(|weight| weight.quantized()).collect();
-        Some(match quantized {
-            Some(matrices) => ops::Matrices::Quantized(matrices),
-            None => ops::Matrices::of_floats(weights.iter().map(|weight| weight.val())),
+        let floats = floats.iter().map(|weight| weight.val());
+        let matrices: Vec<_> = quantized.iter().filter_map(|weight| weight.quantized()).collect();
+        Some(match matrices.is_empty() {
+            true => ops::Matrices::of_floats(floats),
+            false => ops::Matrices::of_quantized(matrices, floats),
         })
     }
 

@@ -120,6 +120,11 @@ pub trait LinearAttentionBackend: Backend {
         None
     }
 
+    /// The place of the largest number of each row of `[M, N]`, `[M]`: None where this backend has no kernel for it.
+    fn argmax_of_rows(_x: FloatTensor<Self>) -> Option<IntTensor<Self>> {
+        None
+    }
+
     /// A quantized matrix as floats, `[rows, columns]`.
     fn dequantized(matrix: &QuantizedMatrix<Self>, dtype: DType) -> FloatTensor<Self> {
         primitive(matrix.dequantized_by_host(dtype))

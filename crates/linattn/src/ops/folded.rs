@@ -28,6 +28,19 @@ pub enum FoldedInput<T> {
         /// Added to the mean of squares.
         epsilon: f64,
     },
+    /// An RMS norm of each head of `o`, times an activated gate.
+    Heads {
+        /// `[.., K]`.
+        o: T,
+        /// `[.., K]`, if there is one.
+        gate: Option<(GateActivation, T)>,
+        /// `[K / heads]`.
+        weight: T,
+        /// Added to the mean of squares.
+        epsilon: f64,
+        /// How many there are.
+        heads: usize,
+    },
 }
 
 #[cfg(feature = "cubecl")]
@@ -42,6 +55,13 @@ impl<T> FoldedInput<T> {
                 weight: f(weight),
                 epsilon,
             },
+            Self::Heads { o, gate, weight, epsilon, heads } => FoldedInput::Heads {
+                o: f(o),
+                gate: gate.map(|(activation, gate)| (activation, f(gate))),
+                weight: f(weight),
+                epsilon,
+                heads,
+            },
         }
     }
 
@@ -52,6 +72,10 @@ impl<T> FoldedInput<T> {
             Self::Normalized { x, addend, weight, .. } => {
                 [Some(x), addend.as_ref(), Some(weight)].into_iter().flatten().collect()
             }
+            Self::Heads { o, gate, weight, .. } => {
+                let gate = gate.as_ref().map(|(_, gate)| gate);
+                [Some(o), gate, Some(weight)].into_iter().flatten().collect()
+            }
         }
     }
 }
@@ -60,34 +84,42 @@ impl<T> FoldedInput<T> {
 pub enum Matrices<'a, B: Backend> {
     /// `[K, N_i]`.
     Floats(Vec<FloatTensor<B>>),
-    /// `[N_i, K]`, of the same bits.
-    Quantized(Vec<&'a QuantizedMatrix<B>>),
+    /// Quantized ones, and narrow ones behind them.
+    Quantized {
+        /// `[N_i, K]`, of the same bits.
+        matrices: Vec<&'a QuantizedMatrix<B>>,
+        /// `[K, N_i]`.
+        floats: Vec<FloatTensor<B>>,
+    },
 }
 
-impl<B: LinearAttentionBackend> Matrices<'_, B> {
+impl<'a, B: LinearAttentionBackend> Matrices<'a, B> {
     /// Matrices `[K, N_i]`.
     pub(crate) fn of_floats(matrices: impl Iterator<Item = Tensor<B, 2>>) -> Self {
         Self::Floats(matrices.map(primitive).collect())
+    }
+
+    /// Matrices `[N_i, K]`, and `[K, N_i]` behind them.
+    pub(crate) fn of_quantized(
+        matrices: Vec<&'a QuantizedMatrix<B>>,
+        floats: impl Iterator<Item = Tensor<B, 2>>,
+    ) -> Self {
+        Self::Quantized { matrices, floats: floats.map(primitive).collect() }
     }
 }
 
 impl<B: Backend> Matrices<'_, B> {
     /// Panics where a matrix is not for rows of `inner` numbers, or bits differ.
     fn assert_fit(&self, inner: usize) {
-        let from: Vec<usize> = match self {
-            Self::Floats(matrices) => {
-                matrices.iter().map(|matrix| TensorMetadata::shape(matrix)[0]).collect()
-            }
-            Self::Quantized(matrices) => {
-                let bits: Vec<WeightBits> = matrices.iter().map(|matrix| matrix.bits()).collect();
-                assert!(
-                    bits.windows(2).all(|pair| pair[0] == pair[1]),
-                    "matrices have the same bits"
-                );
-                matrices.iter().map(|matrix| matrix.size()[1]).collect()
-            }
+        let (quantized, floats) = match self {
+            Self::Floats(matrices) => (&[][..], matrices),
+            Self::Quantized { matrices, floats } => (&matrices[..], floats),
         };
-        assert!(from.iter().all(|from| *from == inner), "x is as wide as each matrix");
+        let bits: Vec<WeightBits> = quantized.iter().map(|matrix| matrix.bits()).collect();
+        assert!(bits.windows(2).all(|pair| pair[0] == pair[1]), "matrices have the same bits");
+        let of_floats = floats.iter().map(|matrix| TensorMetadata::shape(matrix)[0]);
+        let mut from = quantized.iter().map(|matrix| matrix.size()[1]).chain(of_floats);
+        assert!(from.all(|from| from == inner), "x is as wide as each matrix");
     }
 }
 
@@ -137,4 +169,29 @@ pub(crate) fn normalized_linear<B: LinearAttentionBackend>(
     };
     let done = B::folded_product(input, matrices)?;
     Some((tensor(done.y), done.sum.map_or(x, tensor)))
+}
+
+/// Each head of `o`, `[B, T, K]`, through an RMS norm, times an activated gate, times matrices side by side: `[B, T, N]`;
+/// `None` as for [`gated_linear`].
+/// # Panics
+/// If heads do not divide K or are not as wide as the norm's weight, or `o` is not of the shape of the gate or not as
+/// wide as each matrix has rows.
+pub(crate) fn head_norm_linear<B: LinearAttentionBackend>(
+    o: Tensor<B, 3>,
+    heads: usize,
+    gate: Option<(GateActivation, Tensor<B, 3>)>,
+    (weight, epsilon): (Tensor<B, 1>, f64),
+    matrices: Matrices<'_, B>,
+) -> Option<Tensor<B, 3>> {
+    let width = o.dims()[2];
+    assert_eq!(heads * weight.dims()[0], width, "heads are as wide as their norm");
+    assert!(
+        gate.as_ref().is_none_or(|(_, gate)| gate.dims() == o.dims()),
+        "a gate for each number"
+    );
+    matrices.assert_fit(width);
+    let gate = gate.map(|(activation, gate)| (activation, primitive(gate)));
+    let (o, weight) = (primitive(o), primitive(weight));
+    let x = FoldedInput::Heads { o, gate, weight, epsilon, heads };
+    B::folded_product(x, matrices).map(|done| tensor(done.y))
 }

@@ -47,7 +47,7 @@ pub use backend::{LinearAttentionBackend, Path};
 #[cfg(feature = "cpu")]
 pub(crate) use cpu::one_of_threads;
 pub use error::OpError;
-pub(crate) use folded::{Matrices, gated_linear, normalized_linear};
+pub(crate) use folded::{Matrices, gated_linear, head_norm_linear, normalized_linear};
 pub(crate) use fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStep, DiagonalSteps, GateActivation, HIDDEN,
     HeadNorm, LOWEST, LinearLayer, MOST_PACKED, Measure, Seen, TttInputs, activate, add_normalize,
@@ -71,7 +71,7 @@ pub use recurrence::Read;
 pub(crate) use reference::solve_unit_lower;
 pub use scan::{complex_scan, linear_scan, linear_scan_step};
 
-use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
+use burn::tensor::{Int, Tensor, backend::Backend, ops::FloatTensor};
 use recurrence::{Forward, LogDecay, Recurrence, Transition};
 pub(crate) use tensors::{
     Along, accumulator, cat, each_part, in_one_row, stack, sum_in_order, typed,
@@ -552,6 +552,15 @@ pub fn quantized_linear<B: LinearAttentionBackend, const D: usize>(
     weights: &[&QuantizedMatrix<B>],
 ) -> Option<Tensor<B, D>> {
     mixed_linear(x, weights, std::iter::empty())
+}
+
+/// The place of the largest number of each row of `x`, `[M, N]`: `[M]`, the first of several. NaN is never the largest
+/// where a kernel finds it.
+pub fn argmax<B: LinearAttentionBackend>(x: Tensor<B, 2>) -> Tensor<B, 1, Int> {
+    match B::argmax_of_rows(primitive(x.clone())) {
+        Some(places) => Tensor::new(places),
+        None => x.argmax(1).squeeze_dim(1),
+    }
 }
 
 /// As [`quantized_linear`], with narrow matrices of floats, `[from, to]`, behind the quantized ones.

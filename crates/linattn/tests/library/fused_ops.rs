@@ -434,6 +434,7 @@ fn around_an_mlp() -> impl Iterator<Item = LanguageModelConfig> {
         ("", "mlp = { swiglu = { width = 20 } }\npost_norm = true"),
         ("", "mlp = { swiglu = { width = 20 } }\ncanon = { before_mlp = 3 }"),
         ("", "mlp = { swiglu = { width = 20 } }\ncanon = { inside_mlp = 3 }"),
+        ("", "mlp = { swiglu = { width = 20 } }\ncanon = { before_mixer = 3 }"),
         ("norm = \"layer\"", "mlp = { swiglu = { width = 20 } }"),
         ("norm = \"zero_centered_rms\"", "mlp = { swiglu = { width = 20 } }"),
     ];

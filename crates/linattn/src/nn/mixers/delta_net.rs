@@ -13,7 +13,7 @@ use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
 use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
 use crate::nn::projection::Projection;
 use crate::nn::recurrence::delta_rule;
-use crate::nn::{ConfigError, Cost, Linear, Shared, is_default};
+use crate::nn::{ConfigError, Cost, Linear, MixerInput, Shared, is_default};
 use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend, accumulator};
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
@@ -241,10 +241,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
     const TAKES_BF16: bool = true;
 
     fn varlen(&self) -> Varlen {
-        match self.preconditioner {
-            Some(_) => Varlen::PerSequence, // its scan has one start
-            None => Varlen::Packed,
-        }
+        // The preconditioner's scan has one start.
+        if self.preconditioner.is_some() { Varlen::PerSequence } else { Varlen::Packed }
     }
 
     fn run(
@@ -253,11 +251,21 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
         state: Option<MatrixState<B>>,
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, MatrixState<B>) {
-        let (tokens, mut past) = (x.dims()[1], MatrixPast::of(state, shared));
+        self.run_input(&mut MixerInput::of(x), state, shared)
+    }
+
+    fn run_input(
+        &self,
+        x: &mut MixerInput<'_, B>,
+        state: Option<MatrixState<B>>,
+        shared: &mut Shared<B>,
+    ) -> (Tensor<B, 3>, MatrixState<B>) {
+        let (tokens, mut past) = (x.tokens(), MatrixPast::of(state, shared));
         let [keep, share] = KeyPreconditioner::projections(&self.preconditioner);
-        let optional = [self.beta(), self.decay(), self.gate(), keep, share];
+        let gate = self.g_proj.as_ref().map(Projection::plain);
+        let optional = [self.beta(), self.decay(), gate, keep, share];
         let (Qkv { q, k, v }, [], [beta, g, gate, keep, share]) =
-            self.qkv().project_some(&x, [], optional, &mut past.conv_states);
+            self.qkv().project_input(x, [], optional, &mut past.conv_states);
         let [q, k] = self.keys.of([q, k]);
         let beta = beta.unwrap_or_else(|| {
             accumulator(v.clone().narrow(3, 0, 1)).ones_like().squeeze_dim::<3>(3) * self.beta_scale
@@ -288,9 +296,5 @@ impl<B: LinearAttentionBackend> DeltaNet<B> {
     fn decay(&self) -> Option<Projection<'_, B>> {
         let parameters = LogDecayParams::optional(&self.a_log, &self.dt_bias)?;
         Some(Projection::log_decay(self.a_proj.as_ref()?, parameters))
-    }
-
-    fn gate(&self) -> Option<Projection<'_, B>> {
-        self.g_proj.as_ref().map(Projection::plain)
     }
 }

@@ -346,6 +346,16 @@ macro_rules! mixers {
                 state: Option<MixerState<B>>,
                 shared: &mut Shared<B>,
             ) -> (Tensor<B, 3>, MixerState<B>) {
+                self.forward_input(&mut crate::nn::MixerInput::of(x), state, shared)
+            }
+
+            /// As [`forward_shared`](Self::forward_shared), of an input whose norm may be still to come.
+            pub(crate) fn forward_input(
+                &self,
+                x: &mut crate::nn::MixerInput<'_, B>,
+                state: Option<MixerState<B>>,
+                shared: &mut Shared<B>,
+            ) -> (Tensor<B, 3>, MixerState<B>) {
                 match self {
                     $(Self::$name(mixer) => {
                         let state = state.map(Into::into);

@@ -2,7 +2,7 @@
 //! mixer keeps them apart itself, else one sequence after another.
 
 use crate::nn::lengths::{LengthsError, Varlen, check_row, check_states};
-use crate::nn::{RecurrentState, Shared, StateTensors};
+use crate::nn::{MixerInput, RecurrentState, Shared, StateTensors};
 use crate::ops::{LinearAttentionBackend, SequenceLengths, cat};
 use burn::tensor::Tensor;
 
@@ -63,6 +63,19 @@ pub trait TokenMixer<B: LinearAttentionBackend> {
         state: Option<Self::State>,
         shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, Self::State);
+
+    /// As [`run`](Self::run), of an input whose norm may be still to come, for mixers whose projections can take it with
+    /// them.
+    /// # Panics
+    /// As [`run`](Self::run).
+    fn run_input(
+        &self,
+        x: &mut MixerInput<'_, B>,
+        state: Option<Self::State>,
+        shared: &mut Shared<B>,
+    ) -> (Tensor<B, 3>, Self::State) {
+        self.run(x.take_rows(), state, shared)
+    }
 
     /// Whole sequences through a mixer that reads of no other layer: `x` is `[B, T, D]`; gives `[B, T, D]`
     /// and the state after token T.
@@ -131,7 +144,7 @@ pub(super) fn forward<
     check(mixer, type_name::<M>(), true)?;
     check_row(x.dims(), lengths)?;
     check_states(state.as_ref().map(RecurrentState::tensors).as_ref(), lengths)?;
-    let (y, state) = run(mixer, x, state, &mut Shared::of_lengths(lengths));
+    let (y, state) = run(mixer, &mut MixerInput::of(x), state, &mut Shared::of_lengths(lengths));
     Ok((y, state.expect("a mixer that counts no tokens has states of all sequences")))
 }
 
@@ -146,7 +159,7 @@ pub(super) fn outputs<
 ) -> Result<Tensor<B, 3>, LengthsError> {
     check(mixer, type_name::<M>(), false)?;
     check_row(x.dims(), lengths)?;
-    Ok(run(mixer, x, None, &mut Shared::of_lengths(lengths)).0)
+    Ok(run(mixer, &mut MixerInput::of(x), None, &mut Shared::of_lengths(lengths)).0)
 }
 
 /// Name of a type, without modules and parameters.
@@ -174,22 +187,22 @@ pub(super) fn check<B: LinearAttentionBackend, M: TokenMixer<B> + ?Sized>(
     }
 }
 
-/// [`TokenMixer::run`], also of sequences of different lengths. The state is absent where the mixer counts tokens
+/// [`TokenMixer::run_input`], also of sequences of different lengths. The state is absent where the mixer counts tokens
 /// and `shared` has lengths: sequences of different lengths then have no common one.
 pub(super) fn run<
     B: LinearAttentionBackend,
     M: TokenMixer<B, State: RecurrentState<B>> + ?Sized,
 >(
     mixer: &M,
-    x: Tensor<B, 3>,
+    x: &mut MixerInput<'_, B>,
     state: Option<M::State>,
     shared: &mut Shared<B>,
 ) -> (Tensor<B, 3>, Option<M::State>) {
     let packed = mixer.varlen() == Varlen::Packed && !mixer.counts_tokens();
     match shared.lengths.clone() {
-        Some(lengths) if !packed => per_sequence(mixer, x, state, &lengths),
+        Some(lengths) if !packed => per_sequence(mixer, x.take_rows(), state, &lengths),
         _ => {
-            let (y, state) = mixer.run(x, state, shared);
+            let (y, state) = mixer.run_input(x, state, shared);
             (y, Some(state))
         }
     }

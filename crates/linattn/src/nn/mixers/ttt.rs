@@ -209,8 +209,7 @@ impl<B: LinearAttentionBackend> Ttt<B> {
             Projection::plain(&self.v_proj),
             Projection::beta(&self.rate_proj, self.rate),
         ];
-        let optional = [&self.k_proj, &self.g_proj];
-        list.extend(optional.into_iter().flatten().map(Projection::plain));
+        list.extend([&self.k_proj, &self.g_proj].into_iter().flatten().map(Projection::plain));
         let mut outputs = project_all(x, list, &mut past.conv_states).into_iter();
         let mut next = || outputs.next().expect("an output for each projection");
         let (q, v, rate) = (next(), next(), next());

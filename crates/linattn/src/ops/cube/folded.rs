@@ -1,7 +1,7 @@
 //! Products of a token's rows with the operation before them folded in, on CubeCL backends.
 
 use super::super::folded::{FoldedInput, FoldedOutput, Matrices};
-use super::quantized::{Parts, bits};
+use super::quantized::{Parts, bits, narrow};
 use super::{columns, loads_are_wide};
 use burn::tensor::DType;
 use burn_cubecl::kernel::into_contiguous;
@@ -45,13 +45,19 @@ where
             let width = sizes.iter().map(|size| size.count).sum();
             (product.launch(client, input(&x), &weights, None), width)
         }
-        Matrices::Quantized(weights) => {
-            let of_weights = bits(weights.first()?.bits());
-            let parts: Vec<_> = weights.iter().map(|weight| Parts::new(weight)).collect();
+        Matrices::Quantized { matrices, floats } => {
+            if floats.iter().any(|matrix| matrix.dtype != dtype) {
+                return None;
+            }
+            let of_weights = bits(matrices.first()?.bits());
+            let parts: Vec<_> = matrices.iter().map(|matrix| Parts::new(matrix)).collect();
             let matrices: Vec<_> = parts.iter().map(Parts::matrix).collect();
-            let width = matrices.iter().map(|matrix| matrix.rows).sum();
-            let given = quantized::Matrices { bits: of_weights, quantized: &matrices, floats: &[] };
-            (quantized::product(client, dims, dtype.into(), input(&x), given).ok()?, width)
+            let floats = narrow(&floats)?;
+            let given =
+                quantized::Matrices { bits: of_weights, quantized: &matrices, floats: &floats };
+            let done = quantized::product(client, dims, dtype.into(), input(&x), given).ok()?;
+            let width = done.y.shape[1];
+            (done, width)
         }
     };
     let mut made = |width, handle| {
@@ -74,6 +80,13 @@ fn input<R: CubeRuntime>(x: &FoldedInput<CubeTensor<R>>) -> Input<'_> {
             addend: addend.as_ref().map(|addend| &addend.handle),
             weight: &weight.handle,
             epsilon: *epsilon as f32,
+        },
+        FoldedInput::Heads { o, gate, weight, epsilon, heads } => Input::Heads {
+            o: &o.handle,
+            gate: gate.as_ref().map(|(activation, gate)| (&gate.handle, (*activation).into())),
+            weight: &weight.handle,
+            epsilon: *epsilon as f32,
+            heads: *heads,
         },
     }
 }

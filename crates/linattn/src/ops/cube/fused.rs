@@ -18,8 +18,8 @@ use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::B
 use cubecl::ir::StorageType;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{
-    column_sums, conv_split as conv, conv_state, cross_entropy as loss, embedding as table,
-    gated_product, norm, pack as packing, rotary as rotation,
+    argmax as largest, column_sums, conv_split as conv, conv_state, cross_entropy as loss,
+    embedding as table, gated_product, norm, pack as packing, rotary as rotation,
 };
 use linattn_kernels::{Buffer, pointwise};
 
@@ -542,6 +542,19 @@ pub(super) fn linear_layer<R: CubeRuntime>(
 fn reshaped<R: CubeRuntime>(x: CubeTensor<R>, shape: Shape) -> CubeTensor<R> {
     let x = flat(x);
     CubeTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
+}
+
+/// Places, `[M]`, in an integer type.
+pub(super) fn argmax<R: CubeRuntime>(x: CubeTensor<R>, places: DType) -> Option<CubeTensor<R>> {
+    let dtype = x.dtype;
+    if !is_float(dtype) {
+        return None;
+    }
+    let x = into_contiguous(x);
+    let size = [x.meta.shape()[0], x.meta.shape()[1]];
+    let types = [dtype.into(), places.into()];
+    let done = largest::argmax(&x.client, size, &x.handle, types).ok()?;
+    Some(shaped(&x, done, Shape::from([size[0]]), places))
 }
 
 pub(super) fn embedding<R: CubeRuntime>(

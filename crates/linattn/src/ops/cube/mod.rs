@@ -137,6 +137,10 @@ where
         folded::product(x, matrices)
     }
 
+    fn argmax_of_rows(x: FloatTensor<Self>) -> Option<IntTensor<Self>> {
+        fused::argmax(x, I::dtype())
+    }
+
     fn dequantized(matrix: &QuantizedMatrix<Self>, dtype: DType) -> FloatTensor<Self> {
         quantized::dequantize(matrix, dtype)
     }

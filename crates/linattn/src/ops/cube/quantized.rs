@@ -41,6 +41,14 @@ pub(super) fn bits(bits: WeightBits) -> Bits {
     }
 }
 
+/// Matrices of floats, where each row lies in one piece.
+pub(super) fn narrow<R: CubeRuntime>(floats: &[CubeTensor<R>]) -> Option<Vec<Floats<'_>>> {
+    floats
+        .iter()
+        .map(|matrix| Some(Floats { numbers: &matrix.handle, columns: columns(matrix)? }))
+        .collect()
+}
+
 /// `x [W_1^T .. U_1 ..]`, in the type of `x`; nothing where the kernel does not take it.
 pub(super) fn linear<R, F, I, BT>(
     x: CubeTensor<R>,
@@ -62,10 +70,7 @@ where
     let x = into_contiguous(x);
     let parts: Vec<_> = weights.iter().map(|weight| Parts::new(weight)).collect();
     let matrices: Vec<_> = parts.iter().map(Parts::matrix).collect();
-    let floats = floats
-        .iter()
-        .map(|matrix| Some(Floats { numbers: &matrix.handle, columns: columns(matrix)? }))
-        .collect::<Option<Vec<_>>>()?;
+    let floats = narrow(floats)?;
     let bits = bits(weights.first()?.bits());
     let all = Matrices { bits, quantized: &matrices, floats: &floats };
     let done = quantized::product(&x.client, dims, dtype.into(), Input::Rows(&x.handle), all);

@@ -42,6 +42,15 @@ pub enum GateActivation {
     SquaredRelu,
 }
 
+impl From<Activation> for GateActivation {
+    fn from(activation: Activation) -> Self {
+        match activation {
+            Activation::Silu => Self::Silu,
+            Activation::Sigmoid => Self::Sigmoid,
+        }
+    }
+}
+
 impl GateActivation {
     pub(in crate::ops) fn apply<B: Backend, const D: usize>(self, z: Tensor<B, D>) -> Tensor<B, D> {
         match self {
