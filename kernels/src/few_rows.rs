@@ -105,7 +105,7 @@ pub(crate) struct Split {
     pub lanes: usize,
     /// Vectors that a unit requests at once.
     pub ahead: usize,
-    /// Numbers in shared memory, f32.
+    /// Numbers in shared memory, f32, but for factors of heads.
     pub numbers: usize,
     /// Matrices side by side.
     pub matrices: usize,
@@ -173,7 +173,7 @@ impl Split {
     }
 
     /// Bytes of shared memory, all that the kernel allocates. It holds rows of x, `[tile, span]`, and after
-    /// the last product the sums that meet at once, `[joined, width, line]`.
+    /// the last product the sums that meet at once, `[joined, width, line]`; and factors of heads.
     fn shared_memory(&self) -> usize {
         4 * (self.numbers + self.reading.factors_of_heads(self.tile))
     }
@@ -274,6 +274,8 @@ impl Product {
     ///
     /// # Errors
     /// [`Refusal`] names what is wrong.
+    /// # Panics
+    /// If heads of an input do not divide a row.
     pub fn new<R: Runtime>(
         client: &ComputeClient<R>,
         dims: Dims,
@@ -463,6 +465,8 @@ pub fn check<R: Runtime>(
 ///
 /// # Errors
 /// As [`check`]; then nothing was launched.
+/// # Panics
+/// If heads of an input do not divide a row.
 pub fn product<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,

@@ -305,6 +305,8 @@ impl Product {
     ///
     /// # Errors
     /// [`Refusal`] names what is wrong.
+    /// # Panics
+    /// If heads of an input do not divide a row.
     pub fn new<R: Runtime>(
         client: &ComputeClient<R>,
         dims: Dims,
@@ -447,6 +449,8 @@ pub fn check<R: Runtime>(
 ///
 /// # Errors
 /// As [`check`]; then nothing was launched.
+/// # Panics
+/// If heads of an input do not divide a row.
 pub fn product<R: Runtime>(
     client: &ComputeClient<R>,
     dims: Dims,
@@ -914,18 +918,7 @@ fn write_sums<F: Float>(
         shared[unit + comptime!(n * UNITS)] = sums[n] * factors[comptime!(n % tile)];
     }
     sync_cube();
-    #[unroll]
-    for level in 1..comptime!(team.ilog2() + 1) {
-        let half = comptime!(team >> level);
-        if place < half {
-            #[unroll]
-            for n in 0..comptime!(split.sums()) {
-                let at = unit + comptime!(n * UNITS);
-                shared[at] = shared[at] + shared[at + half];
-            }
-        }
-        sync_cube();
-    }
+    input::add_up(shared, place, comptime!(split.sums()), team);
     // The units of a team deal its sums out.
     if place < comptime!(split.sums()) {
         let n = place / tile;

@@ -19,10 +19,10 @@
 //! Cost:   4 to 10 K V flops for 8 K V bytes of state, which all but identity read once more, from
 //!         cache, where K is above 128; bound by memory, with few heads by its latency: a unit requests ROWS numbers
 //!         of S before it waits for one, and all it has up to 128 keys, which it then keeps; up to 256 where there are
-//!         few cubes.
+//!         few cubes. Half as many where a cube may have 256 units.
 //! Edges:  any K and V. Columns past V and rows past K repeat the last one, and do not count: every
 //!         unit has to reach the barriers. K and V are run-time values: a new size compiles nothing,
-//!         but for the R that K leads to, one of five.
+//!         but for the R that K leads to, one of five, and for whether rows stay in registers.
 //! Source: arXiv 2412.06464, whose S is ours transposed, for delta; arXiv 2503.14456 for low rank. No
 //!         gradient: decoding has none.
 //! ```

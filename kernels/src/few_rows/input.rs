@@ -8,9 +8,10 @@
 //! Heads:       x_mk = w_v o_mk / sqrt(mean_v o_mhv^2 + epsilon)   o, gate: [M, K], w: [V], K = H V, k = h V + v
 //!              [times f(gate_mk)]
 //! ```
-//! The first cubes write s, which the caller goes on with. Squares are summed in f32, in one order, while rows are put
-//! into shared memory, and a row's factor multiplies what the product gives; s is rounded to
-//! its type before anything reads it. Nothing else is rounded, where an operation of its own rounds what it writes.
+//! The first cubes write s, which the caller goes on with. Squares of whole rows are summed in f32, in one order, while
+//! rows are put into shared memory, and a row's factor multiplies what the product gives; those of heads are summed
+//! before, and their factors multiply x. s is rounded to its type before anything reads it. Nothing else is rounded,
+//! where an operation of its own rounds what it writes.
 //! Source: RMS norm, arXiv 1910.07467; GLU variants, arXiv 2002.05202.
 
 use super::UNITS;
@@ -366,7 +367,7 @@ fn head_factors<F: Float, X: Size>(
 /// The sums over each team of units, one behind another, of `tile` numbers of each unit, at its first unit's place; this
 /// unit is number `lane` of its team.
 #[cube]
-fn add_up(
+pub(crate) fn add_up(
     shared: &mut SharedMemory<f32>,
     lane: usize,
     #[comptime] tile: usize,
@@ -489,32 +490,21 @@ fn load_vectors<F: Float, X: Size>(
             );
             let mut kept = Vector::<f32, X>::empty();
             let from = at % vectors * vector;
+            let mut factor = 1.0f32;
+            if comptime!(shelf.reading.heads().is_some()) {
+                let heads = comptime!(shelf.reading.heads().unwrap_or(1));
+                let head = min(k, of.inner - 1) / (of.inner / heads);
+                let row = min(row, comptime!(shelf.tile - 1));
+                factor = norms.heads.index(0usize)[row * heads + head];
+            }
             #[unroll]
             for l in 0..vector {
-                let value = match comptime!(shelf.reading) {
-                    Reading::Rows => x_v[l],
-                    Reading::Gated(activation) => activate(x_v[l], activation) * beside_v[l],
-                    Reading::Normalized { added } => {
-                        let s = if comptime!(added) {
-                            f32::cast_from(F::cast_from(x_v[l] + beside_v[l]))
-                        } else {
-                            x_v[l]
-                        };
-                        norms.squares[run] += select(there, s * s, 0.0f32);
-                        kept[l] = s;
-                        s * weight_v[l]
-                    }
-                    Reading::Heads { heads, gate } => {
-                        let head = min(k, of.inner - 1) / (of.inner / heads);
-                        let row = min(row, comptime!(shelf.tile - 1));
-                        let factor = norms.heads.index(0usize)[row * heads + head];
-                        let value = x_v[l] * factor * weight_v[l];
-                        match comptime!(gate) {
-                            Some(activation) => value * activate(beside_v[l], activation),
-                            None => value,
-                        }
-                    }
-                };
+                let s = summed::<F>(x_v[l], beside_v[l], shelf.reading);
+                if comptime!(shelf.reading.is_normalized()) {
+                    norms.squares[run] += select(there, s * s, 0.0f32);
+                    kept[l] = s;
+                }
+                let value = made(s, beside_v[l], weight_v[l], factor, shelf.reading);
                 let k = from + l;
                 let to = k / comptime!(shelf.group) * comptime!(shelf.line)
                     + row * comptime!(shelf.group)
@@ -526,6 +516,33 @@ fn load_vectors<F: Float, X: Size>(
                     let at = ((of.first + row) * of.inner + k) / vector;
                     sum.index_mut(0usize)[at] = Vector::<F, X>::cast_from(kept);
                 }
+            }
+        }
+    }
+}
+
+/// s where something is added, else x.
+#[cube]
+fn summed<F: Float>(x: f32, beside: f32, #[comptime] reading: Reading) -> f32 {
+    if comptime!(reading == Reading::Normalized { added: true }) {
+        f32::cast_from(F::cast_from(x + beside))
+    } else {
+        x
+    }
+}
+
+/// A number of the product's rows, but for the factor of a whole row.
+#[cube]
+fn made(x: f32, beside: f32, weight: f32, factor: f32, #[comptime] reading: Reading) -> f32 {
+    match comptime!(reading) {
+        Reading::Rows => x,
+        Reading::Gated(activation) => activate(x, activation) * beside,
+        Reading::Normalized { .. } => x * weight,
+        Reading::Heads { gate, .. } => {
+            let value = x * factor * weight;
+            match comptime!(gate) {
+                Some(activation) => value * activate(beside, activation),
+                None => value,
             }
         }
     }

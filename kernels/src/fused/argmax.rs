@@ -8,8 +8,8 @@
 //! Work:   a cube a row. A unit has every 256th vector, and requests AHEAD of them at once. Pairs of number and place meet
 //!         in shared memory.
 //! Cost:   M N numbers are read once.
-//! Edges:  vectors past the end repeat the last one. Numbers that are not comparable, NaN, are never larger; a row of
-//!         nothing else has place 0.
+//! Edges:  vectors past the end repeat the last one. NaN, and what is not above the least finite f32, is never the largest;
+//!         a row of nothing else has place 0.
 //! ```
 
 use super::embedding::{check_ids, check_numbers, grid, vector_width};

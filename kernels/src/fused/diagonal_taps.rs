@@ -20,7 +20,6 @@
 //! Sums:   over lags and modes in one order: equal inputs give equal bits.
 //! Edges:  D, M and L are run-time values. Angles come less whole turns, since shaders' sines are exact near 0 alone.
 //! Source: S4D, arXiv 2206.11893; H3, arXiv 2212.14052.
-//! ```
 
 use super::column_sums::{check_matrix, grid};
 use crate::SOURCE;
@@ -36,6 +35,9 @@ const SIDE: usize = 16;
 const UNITS: usize = SIDE * SIDE;
 /// Lags that a unit requests the gradients of before it uses the first.
 const AHEAD: usize = 4;
+/// Buffers of the backward kernel: parameters, their gradients, that of the taps, and the sizes. The forward pass is
+/// refused with it.
+const BUFFERS: usize = 14;
 /// Square of the least size of a number that is divided by, or whose logarithm is taken.
 const LEAST_SQUARE: f32 = 1e-30;
 
@@ -67,6 +69,10 @@ pub struct Dims {
 
 impl Dims {
     fn check<R: Runtime>(self, client: &ComputeClient<R>) -> Result<(), Refusal> {
+        let (got, most) = (BUFFERS, client.properties().hardware.max_bindings as usize);
+        if got > most {
+            return Err(Refusal::TooLarge { what: "buffers of a kernel", got, most });
+        }
         check_matrix(client, 2 * self.channels, self.modes)?;
         check_matrix(client, self.length, self.channels)
     }
@@ -282,23 +288,19 @@ fn over(x: Complex, y: Complex) -> Complex {
     scaled(times(x, conjugate), 1.0f32 / square)
 }
 
-/// e^x, the angle less whole turns.
-#[cube]
-fn exponential(x: Complex) -> Complex {
-    let turns = x.im * comptime!(1.0 / TAU);
-    let angle = (turns - f32::round(turns)) * TAU;
-    let size = f32::exp(x.re);
-    Complex { re: size * f32::cos(angle), im: size * f32::sin(angle) }
-}
-
-/// e^{l z}.
+/// e^{l z}, the angle less whole turns: shaders' sines are exact near 0 alone.
 #[cube]
 fn power(z: Complex, lag: f32) -> Complex {
-    // The whole angle would lose digits: turns do not.
     let turns = lag * (z.im * comptime!(1.0 / TAU));
     let angle = (turns - f32::round(turns)) * TAU;
     let size = f32::exp(lag * z.re);
     Complex { re: size * f32::cos(angle), im: size * f32::sin(angle) }
+}
+
+/// e^z.
+#[cube]
+fn exponential(z: Complex) -> Complex {
+    power(z, 1.0f32)
 }
 
 /// What a mode adds to the taps, and what that is made of.

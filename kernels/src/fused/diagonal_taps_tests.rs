@@ -13,11 +13,13 @@ struct Parameters {
 }
 
 impl Parameters {
-    fn new(seed: u64, dims: Dims, steps: Steps, driven: bool) -> Self {
+    fn new(mut seed: u64, dims: Dims, steps: Steps, driven: bool) -> Self {
         let Dims { channels, modes, .. } = dims;
         let all = channels * modes;
-        let [mut log_dt, mut log_a_real, mut a_imag] =
-            [channels, all, all].map(|n| normal_numbers(seed + n as u64, n));
+        let [mut log_dt, mut log_a_real, mut a_imag] = [channels, all, all].map(|n| {
+            seed += 1000;
+            normal_numbers(seed, n)
+        });
         log_dt.iter_mut().for_each(|x| *x = *x * 0.7 - 2.0);
         log_a_real.iter_mut().for_each(|x| *x = *x * 0.3 - 0.7);
         a_imag.iter_mut().enumerate().for_each(|(i, x)| *x = *x * 0.3 + 3.0 * (i % modes) as f64);

@@ -41,9 +41,13 @@ impl<B: LinearAttentionBackend> GatedOutput<'_, B> {
         self.projection.forward(merge_heads(self.norm.gated(o, gate)))
     }
 
-    /// All of it in one launch, for a token or two; nothing where a backend has no such product, or more operations are
+    /// All of it in one launch, for a token; nothing where a backend has no such product, or more operations are
     /// faster.
     fn folded(&self, o: &Tensor<B, 4>, gate: Option<&Tensor<B, 3>>) -> Option<Tensor<B, 3>> {
+        // Of several tokens answers may lie apart, and would be copied for nothing.
+        if o.dims()[1] > 1 {
+            return None;
+        }
         let matrices = Weight::side_by_side(&[self.projection.weight_alone()?])?;
         let gate = gate.map(|gate| (self.activation.into(), gate.clone()));
         let o = merge_heads(o.clone());

@@ -7,7 +7,7 @@ use burn::tensor::DType;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
-use linattn_kernels::few_rows::{self, Dims, Input, Output, Reading};
+use linattn_kernels::few_rows::{self, Dims, Input, Reading};
 use linattn_kernels::quantized;
 
 /// The product; nothing where types differ or there are many rows: every cube does the operation again for all of them.
@@ -33,7 +33,7 @@ where
         return None;
     }
     let (x, client) = (x.map(into_contiguous), &like.client);
-    let (done, width): (Output, usize) = match matrices {
+    let done = match matrices {
         Matrices::Floats(weights) => {
             if weights.iter().any(|weight| weight.dtype != dtype) || !loads_are_wide(&weights) {
                 return None;
@@ -42,8 +42,7 @@ where
             let product =
                 few_rows::Product::new(client, dims, reading, &sizes, dtype.into()).ok()?;
             let weights: Vec<_> = weights.iter().map(|weight| &weight.handle).collect();
-            let width = sizes.iter().map(|size| size.count).sum();
-            (product.launch(client, input(&x), &weights, None), width)
+            product.launch(client, input(&x), &weights, None)
         }
         Matrices::Quantized { matrices, floats } => {
             if floats.iter().any(|matrix| matrix.dtype != dtype) {
@@ -55,9 +54,7 @@ where
             let floats = narrow(&floats)?;
             let given =
                 quantized::Matrices { bits: of_weights, quantized: &matrices, floats: &floats };
-            let done = quantized::product(client, dims, dtype.into(), input(&x), given).ok()?;
-            let width = done.y.shape[1];
-            (done, width)
+            quantized::product(client, dims, dtype.into(), input(&x), given).ok()?
         }
     };
     let mut made = |width, handle| {
@@ -66,7 +63,7 @@ where
         CubeTensor::new_contiguous(client, device, shape.clone(), handle, dtype)
     };
     let sum = done.sum.map(|sum| made(dims.inner, sum.handle));
-    Some(FoldedOutput { y: made(width, done.y.handle), sum })
+    Some(FoldedOutput { y: made(done.y.shape[1], done.y.handle), sum })
 }
 
 /// The kernel's input.
