@@ -63,6 +63,9 @@ impl WeightBits {
     }
 }
 
+/// Numbers that are worth a thread of their own to round.
+const FEWEST_ROUNDED: usize = 1 << 16;
+
 /// Groups of a row of so many numbers.
 fn groups(columns: usize) -> usize {
     columns.div_ceil(GROUP)
@@ -74,20 +77,41 @@ struct Rounded {
     scales: Vec<f32>,
 }
 
+/// Rounds a group, whose last numbers may be missing; gives its scale.
+fn round_group(group: &[f32], numbers: &mut [i8; GROUP], bits: WeightBits) -> f32 {
+    let most = group.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+    // A group of zeros has any scale.
+    let largest = f32::from(bits.largest());
+    let scale = if most > 0.0 { most / largest } else { 1.0 };
+    for (number, x) in numbers.iter_mut().zip(group) {
+        // Rounded as `round` does, but several numbers at once.
+        let whole = (x / scale).clamp(-largest, largest);
+        *number = (whole + 0.5_f32.copysign(whole)) as i32 as i8;
+    }
+    scale
+}
+
 impl Rounded {
-    /// Of rows of so many columns. The largest number of a group takes the largest place.
+    /// Of rows of so many columns, dealt out among the machine's threads. The largest number of a group takes the largest
+    /// place.
     fn new(matrix: &[f32], columns: usize, bits: WeightBits) -> Self {
-        let largest = f32::from(bits.largest());
-        let (mut numbers, mut scales) = (Vec::with_capacity(matrix.len()), vec![]);
-        for group in matrix.chunks_exact(columns).flat_map(|row| row.chunks(GROUP)) {
-            let most = group.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
-            // A group of zeros has any scale.
-            let scale = if most > 0.0 { most / largest } else { 1.0 };
-            let whole = |x: &f32| (x / scale).round().clamp(-largest, largest) as i8;
-            numbers.extend(group.iter().map(whole));
-            numbers.resize(numbers.len().next_multiple_of(GROUP), 0);
-            scales.push(scale);
-        }
+        let (rows, across) = (matrix.len() / columns, groups(columns));
+        let mut numbers = vec![0; rows * across * GROUP];
+        let mut scales = vec![0.0; rows * across];
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let each = rows.div_ceil(threads).max(FEWEST_ROUNDED.div_ceil(columns)).max(1);
+        let parts = matrix.chunks(each * columns).zip(numbers.chunks_mut(each * across * GROUP));
+        std::thread::scope(|threads| {
+            for ((matrix, numbers), scales) in parts.zip(scales.chunks_mut(each * across)) {
+                let groups = matrix.chunks_exact(columns).flat_map(|row| row.chunks(GROUP));
+                let places = numbers.as_chunks_mut::<GROUP>().0.iter_mut().zip(scales);
+                threads.spawn(|| {
+                    for (group, (numbers, scale)) in groups.zip(places) {
+                        *scale = round_group(group, numbers, bits);
+                    }
+                });
+            }
+        });
         Self { numbers, scales }
     }
 
@@ -248,8 +272,11 @@ impl<B: AutodiffBackend> QuantizedMatrix<B> {
 
 fn rounded<B: Backend>(matrix: Tensor<B, 2>, bits: WeightBits) -> Rounded {
     let columns = matrix.dims()[1];
-    let numbers: Vec<f32> = matrix.into_data().iter().collect();
-    Rounded::new(&numbers, columns, bits)
+    let data = matrix.into_data();
+    match data.as_slice() {
+        Ok(numbers) => Rounded::new(numbers, columns, bits),
+        Err(_) => Rounded::new(&data.iter().collect::<Vec<f32>>(), columns, bits),
+    }
 }
 
 /// `[rows, columns]` as one of Burn's quantized tensors, of columns that are whole groups, which a mapper can give to
@@ -296,9 +323,10 @@ fn words(bytes: &[u8]) -> impl Iterator<Item = u32> {
 /// Two numbers to a byte, each half of a group after the other.
 fn nibbles(numbers: &[i8]) -> Vec<u8> {
     let place = |x: i8| (x + 8) as u8;
-    let pair = |group: &[i8]| -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(numbers.len() / 2);
+    for group in numbers.as_chunks::<GROUP>().0 {
         let (low, high) = group.split_at(HALF);
-        low.iter().zip(high).map(|(&low, &high)| place(low) | place(high) << 4).collect()
-    };
-    numbers.chunks_exact(GROUP).flat_map(pair).collect()
+        bytes.extend(low.iter().zip(high).map(|(&low, &high)| place(low) | place(high) << 4));
+    }
+    bytes
 }
