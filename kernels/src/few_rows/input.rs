@@ -277,7 +277,7 @@ impl Shelf {
     }
 }
 
-/// What norms multiply by, and what they are found from.
+/// Norms of a cube's rows: sums of squares so far, and factors of heads.
 #[derive(CubeType)]
 pub(crate) struct Norms {
     /// This unit's share of the sum of squares of each of `tile` rows that go through a norm.

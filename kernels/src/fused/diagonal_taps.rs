@@ -104,7 +104,7 @@ pub struct Inputs<'a> {
     pub c: &'a Handle,
     /// The input vector.
     pub b: Option<&'a Handle>,
-    /// What goes to the same token.
+    /// D of the model, the weight of a token's own input.
     pub d: &'a Handle,
 }
 
@@ -303,7 +303,7 @@ fn exponential(z: Complex) -> Complex {
     power(z, 1.0f32)
 }
 
-/// What a mode adds to the taps, and what that is made of.
+/// A mode: what it adds to the taps, w and z, and the parameters of these.
 #[derive(CubeType, Clone, Copy)]
 struct Mode {
     dt: f32,

@@ -208,7 +208,7 @@ impl<B: LinearAttentionBackend> Block<B> {
         (x, BlockState { mixer: mixed, conv_states: conv_states.into_next() })
     }
 
-    /// What the mixer reads of the stream.
+    /// The mixer's input: the stream before its norm, or rows where a Canon layer or no norm stands between.
     fn mixer_input<'a>(
         &self,
         x: Residual<B>,

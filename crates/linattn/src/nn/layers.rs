@@ -356,7 +356,7 @@ impl<B: LinearAttentionBackend> GatedRmsNorm<B> {
         self.gated(x, Some((Activation::Sigmoid, gate)))
     }
 
-    /// Its weight, and what is added to the mean of squares.
+    /// Weight and epsilon.
     pub(crate) fn weight(&self) -> (Tensor<B, 1>, f64) {
         (self.norm.gamma.val(), self.norm.epsilon)
     }

@@ -1,4 +1,4 @@
-//! What a mixer reads: rows, or the residual stream whose norm is still to come.
+//! The input of a mixer: rows, or the residual stream whose norm is still to come.
 
 use super::layers::Norm;
 use super::residual::Residual;
@@ -16,7 +16,7 @@ pub struct MixerInput<'a, B: Backend> {
     stream: Residual<B>,
 }
 
-/// What of the stream is read.
+/// Rows, or the norm that makes them of the stream.
 #[derive(Debug, Clone)]
 enum Read<'a, B: Backend> {
     Rows(Tensor<B, 3>),

@@ -37,8 +37,8 @@ impl<B: LinearAttentionBackend> Residual<B> {
         (y, Self { stream, addend: None, dtype })
     }
 
-    /// What a part makes of the stream as it is and of what waits, and the stream with nothing left to add: the part
-    /// gives the sum of both, too. Nothing where the part does not take them, or computes in another type.
+    /// The output of a part that adds what waits to the stream itself and gives that sum, too; and the stream with nothing
+    /// left to add. `None` where the part does not take them, or computes in another type.
     pub(super) fn read_by(
         &self,
         part: impl FnOnce(&Tensor<B, 3>, Option<&Tensor<B, 3>>) -> Option<(Tensor<B, 3>, Tensor<B, 3>)>,

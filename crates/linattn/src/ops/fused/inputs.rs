@@ -424,7 +424,7 @@ pub struct DiagonalTaps<T> {
     pub a_imag: T,
     /// The output vector, `[2, D, M]`: real parts, imaginary parts.
     pub c: T,
-    /// What a token gives to itself, `[D]`.
+    /// D of the model, the weight of a token's own input, `[D]`.
     pub d: T,
     /// The input vector, as `c`; 1 where there is none.
     pub b: Option<T>,
