@@ -275,7 +275,7 @@ macro_rules! mixers {
                     Self::None => Err(ConfigError::new("mixer", "none", "a mixer")),
                     $(Self::$name(config) => config
                         .init(d_model, device)
-                        .map(Mixer::$name)
+                        .map(|mixer| Mixer::$name(crate::nn::Erased::from(mixer)))
                         .map_err(|e| e.within($key)),)+
                 }
             }
@@ -296,7 +296,7 @@ macro_rules! mixers {
         /// Any mixer.
         #[derive(Module, Debug)]
         pub enum Mixer<B: Backend> {
-            $($(#[$doc])* $name($name<B>),)+
+            $($(#[$doc])* $name(crate::nn::Erased<$name<B>>),)+
         }
 
         impl<B: LinearAttentionBackend> Mixer<B> {
@@ -312,7 +312,7 @@ macro_rules! mixers {
             /// [`LengthsError`](crate::nn::LengthsError) with its name, and what would be accepted.
             pub fn check_varlen(&self, with_states: bool) -> Result<(), crate::nn::LengthsError> {
                 use crate::nn::mixers::token_mixer::check;
-                match self { $(Self::$name(mixer) => check(mixer, $key, with_states),)+ }
+                match self { $(Self::$name(mixer) => check(&**mixer, $key, with_states),)+ }
             }
 
             /// How many positions it has learnt, where it has: no sequence may be longer.
@@ -359,7 +359,7 @@ macro_rules! mixers {
                 match self {
                     $(Self::$name(mixer) => {
                         let state = state.map(Into::into);
-                        let (y, state) = crate::nn::mixers::token_mixer::run(mixer, x, state, shared);
+                        let (y, state) = crate::nn::mixers::token_mixer::run(&**mixer, x, state, shared);
                         (y, state.map_or_else(MixerState::nothing, Into::into))
                     })+
                 }
