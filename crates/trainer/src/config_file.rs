@@ -4,7 +4,9 @@ use crate::base::Source;
 use crate::bounds;
 use crate::config::RunConfig;
 use crate::config_error::{ConfigError, no_text, parse_error};
+use serde::Deserialize;
 use std::path::Path;
+use toml::de::DeTable;
 use toml::{Table, Value};
 
 impl RunConfig {
@@ -72,7 +74,7 @@ impl RunConfig {
         own: Option<&Path>,
     ) -> Result<Self, ConfigError> {
         let source = Source::take(&mut table, own)?;
-        let run = table.clone().try_into::<Self>().map_err(|e| wrong(path, overrides, &e))?;
+        let run = decode(&table).map_err(|e| wrong(path, overrides, &e))?;
         let mut run = run.shaped(path, &table)?;
         if let Some(source) = source {
             source.settle(&mut run, &table)?;
@@ -99,6 +101,13 @@ fn read_table(path: &Path) -> Result<(String, Table), ConfigError> {
     let text = String::from_utf8(bytes).map_err(|e| wrong(no_text(&e)))?;
     let table = toml::from_str::<Table>(&text).map_err(|e| wrong(parse_error(&e)))?;
     Ok((text, table))
+}
+
+/// A run config of a table, by way of its text: a table's own deserializer would be a second copy of the code
+/// that reads every config. An error names keys, since lines of that text are nobody's.
+fn decode(table: &Table) -> Result<RunConfig, toml::de::Error> {
+    let text = toml::to_string(table).expect("a table is TOML");
+    RunConfig::deserialize(toml::Deserializer::from(DeTable::parse(&text)?))
 }
 
 /// Whether the model is that of another run.
@@ -224,6 +233,41 @@ mod tests {
         ] {
             let why = refusal(change);
             assert!(why.contains(want), "{change:?}: {why}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_override_is_answered_by_its_keys_and_not_by_a_line() {
+        let why = refusal("train.max_steps=3");
+        assert!(why.contains("unknown field `max_steps`") && why.contains("in `train`"), "{why}");
+        assert!(why.contains("--set train.max_steps=3") && !why.contains("line"), "{why}");
+    }
+
+    #[test]
+    fn an_override_gives_what_the_same_text_gives() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.toml");
+        // A key of the top behind tables, and numbers that are not short in every notation.
+        for (key, value) in [
+            ("seed", "7"),
+            ("optimizer.learning_rate", "3.16e-2"),
+            ("optimizer.epsilon", "1e-30"),
+            ("optimizer.weight_decay", "0.30000000000000004"),
+            ("task.mqar.train", "[{ length = 16, pairs = 3, examples = 18_000_000_000 }]"),
+        ] {
+            let table: Table = toml::from_str(TEXT).unwrap();
+            let run = RunConfig::from_table(&path, table, &[format!("{key}={value}")]).unwrap();
+            let (tables, last) = key.rsplit_once('.').unwrap_or(("", key));
+            let line = format!("{last} = {value}\n");
+            let text = match (tables, last) {
+                ("", _) => format!("{line}{TEXT}"),
+                ("task.mqar", _) => {
+                    TEXT.replace("train = [{ length = 16, pairs = 2, examples = 8 }]\n", &line)
+                }
+                _ => format!("{TEXT}[{tables}]\n{line}"),
+            };
+            std::fs::write(&path, text).unwrap();
+            assert_eq!(run, RunConfig::read(&path, &[]).unwrap(), "{key}");
         }
     }
 
