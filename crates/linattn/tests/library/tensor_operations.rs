@@ -1,8 +1,8 @@
 //! Backends of Burn without loops or kernels of ours give what Flex gives: outputs, gradients and steps of whole models.
 
-use crate::layers::wide;
+use crate::layers::widened;
 use crate::ops::F32_LIMIT;
-use crate::support::alone;
+use crate::support::{alone, normal_by};
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::AutodiffBackend};
 use linattn::backend::{Autodiff, Flex, TrainBackend};
@@ -105,7 +105,8 @@ fn results<B: TrainBackend>(model: &LanguageModel<B>) -> (Vec<f64>, Vec<Vec<f64>
 fn agree<B: TrainBackend>() {
     for mixer in MIXERS {
         let reference: LanguageModel<Autodiff<Flex>> =
-            wide(config(mixer).init(VOCAB, &Default::default()).unwrap());
+            config(mixer).init(VOCAB, &Default::default()).unwrap();
+        let reference = normal_by(1, 0.2, widened(reference));
         let mut weights = Weights::default();
         reference.visit(&mut weights);
         weights.0.reverse();
