@@ -1,8 +1,8 @@
 //! The taps of diagonal state-space models on Burn's CubeCL backends. `None` where parameters are not f32, or there is
 //! more than the kernels can count.
 
-use super::fused::{Backward, CubePass, as_given, flat, only, shaped};
-use crate::ops::fused::{DiagonalSteps, DiagonalTaps};
+use super::fused::{Backward, CubePass, as_given, flat_f32, only, shaped};
+use crate::ops::fused::{DiagonalTaps, Discretization};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
@@ -13,11 +13,7 @@ pub(super) fn diagonal_taps<R: CubeRuntime>(
     keep: bool,
 ) -> Option<CubePass<R>> {
     let places = x.refill(std::iter::repeat(()));
-    let tensors: Vec<_> = x.into_vec().into_iter().map(flat).collect();
-    if tensors.iter().any(|tensor| tensor.dtype != DType::F32) {
-        return None;
-    }
-    let x = places.refill(tensors);
+    let x = places.refill(flat_f32(x.into_vec())?);
     let (length, steps) = (x.length, Steps::from(x.steps));
     let [channels, modes] = [0, 1].map(|d| x.log_a_real.meta.shape()[d]);
     let dims = Dims { channels, modes, length };

@@ -96,6 +96,12 @@ pub(super) fn flat<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     into_contiguous(x)
 }
 
+/// The same of several; `None` where one is not f32.
+pub(super) fn flat_f32<R: CubeRuntime>(tensors: Vec<CubeTensor<R>>) -> Option<Vec<CubeTensor<R>>> {
+    let tensors: Vec<_> = tensors.into_iter().map(flat).collect();
+    tensors.iter().all(|tensor| tensor.dtype == DType::F32).then_some(tensors)
+}
+
 /// A buffer as a tensor of another shape, on the device of `like`.
 pub(super) fn shaped<R: CubeRuntime>(
     like: &CubeTensor<R>,

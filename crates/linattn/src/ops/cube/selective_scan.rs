@@ -1,7 +1,7 @@
 //! Mamba's recurrence on Burn's CubeCL backends. `None` where the kernels refuse: types other than f32, states
 //! that are no power of two, or more numbers than they can count.
 
-use super::fused::{CubePass, flat, shaped};
+use super::fused::{CubePass, flat, flat_f32, shaped};
 use crate::ops::fused::SelectiveScan;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
@@ -28,11 +28,7 @@ pub(super) fn selective_scan<R: CubeRuntime>(
     keep: bool,
 ) -> Option<CubePass<R>> {
     let places = x.refill(std::iter::repeat(()));
-    let tensors: Vec<_> = x.into_vec().into_iter().map(flat).collect();
-    if tensors.iter().any(|tensor| tensor.dtype != DType::F32) {
-        return None;
-    }
-    let x = places.refill(tensors);
+    let x = places.refill(flat_f32(x.into_vec())?);
     let dims = dims(&x);
     let found = kernels::forward(&x.x.client, dims, &inputs(&x), keep).ok()?;
     let state = Shape::from([dims.batch, 1, dims.channels * dims.states]);

@@ -1,7 +1,7 @@
 //! sLSTM's recurrence on Burn's CubeCL backends. `None` where the kernels refuse: types other than f32, heads wider
 //! than 256 cells, or more numbers than they can count.
 
-use super::fused::{CubePass, flat, shaped};
+use super::fused::{CubePass, flat, flat_f32, shaped};
 use super::linear::{block_weight_gradient, blocks_transposed};
 use crate::ops::fused::SlstmRecurrence;
 use burn::tensor::{DType, Shape};
@@ -20,11 +20,7 @@ fn dims<R: CubeRuntime>(x: &Tensors<R>) -> kernels::Dims {
 
 pub(super) fn slstm<R: CubeRuntime>(x: Tensors<R>, keep: bool) -> Option<CubePass<R>> {
     let places = x.refill(std::iter::repeat(()));
-    let tensors: Vec<_> = x.into_vec().into_iter().map(flat).collect();
-    if tensors.iter().any(|tensor| tensor.dtype != DType::F32) {
-        return None;
-    }
-    let x = places.refill(tensors);
+    let x = places.refill(flat_f32(x.into_vec())?);
     let dims = dims(&x);
     let state = x.state.as_ref().map(|state| {
         let [h, c, n, m] = state.each_ref().map(|tensor| &tensor.handle);

@@ -2,7 +2,7 @@
 //! than two layers, heads wider than 128 channels, mini-batches that the device's shared memory does not hold, or
 //! more numbers than they can count.
 
-use super::fused::{Backward, CubePass, flat, shaped};
+use super::fused::{Backward, CubePass, flat, flat_f32, shaped};
 use crate::ops::fused::Ttt;
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
@@ -95,11 +95,7 @@ fn backward<R: CubeRuntime>(
 
 pub(super) fn ttt<R: CubeRuntime>(x: Tensors<R>, keep: bool) -> Option<CubePass<R>> {
     let places = x.refill(std::iter::repeat(()));
-    let tensors: Vec<_> = x.into_vec().into_iter().map(flat).collect();
-    if tensors.iter().any(|tensor| tensor.dtype != DType::F32) {
-        return None;
-    }
-    let x = places.refill(tensors);
+    let x = places.refill(flat_f32(x.into_vec())?);
     let found = forward(&x, keep)?;
     let like = |of: &CubeTensor<R>, buffer| shaped(of, buffer, of.meta.shape().clone(), DType::F32);
     let weights = x.weights.iter().zip(found.weights).map(|(of, last)| like(of, last));
