@@ -16,7 +16,7 @@
 
 use super::convolution::with_tap;
 use super::{ConfigError, Kept, Shared, positive};
-use crate::ops::{self, DiagonalSteps, LinearAttentionBackend};
+use crate::ops::{self, Discretization, LinearAttentionBackend};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
@@ -45,17 +45,6 @@ impl Spectrum {
             Spectrum::Inv => size / PI * (size / (2.0 * n + 1.0) - 1.0),
         }
     }
-}
-
-/// How time steps are made of a continuous system.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Discretization {
-    /// Inputs constant over a step.
-    #[default]
-    Zoh,
-    /// The trapezoidal rule.
-    Bilinear,
 }
 
 /// Real and imaginary parts.
@@ -264,14 +253,10 @@ impl<B: LinearAttentionBackend> DiagonalSsm<B> {
     /// The first `length` taps, `[L, D]`, with what a token gives to itself; nothing where this backend has no piece for
     /// them.
     fn taps(&self, length: usize) -> Option<Tensor<B, 2>> {
-        let steps = match self.discretization {
-            Discretization::Zoh => DiagonalSteps::Zoh,
-            Discretization::Bilinear => DiagonalSteps::Bilinear,
-        };
         let vectors = [self.log_dt.val(), self.d.val()];
         let poles = [self.log_a_real.val(), self.a_imag.val()];
         let ends = (self.c.val(), self.b.as_ref().map(Param::val));
-        ops::diagonal_taps(vectors, poles, ends, steps, length)
+        ops::diagonal_taps(vectors, poles, ends, self.discretization, length)
     }
 
     /// a and b of one time step, `[D, N / 2]`.

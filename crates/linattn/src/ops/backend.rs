@@ -3,8 +3,8 @@
 
 pub use super::folded::{FoldedInput, FoldedOutput, Matrices};
 pub use super::fused::{
-    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs,
-    DiagonalSteps, DiagonalTaps, Embedding, GateActivation, GatedProduct, GatedValue, HeadNorm,
+    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, DiagonalTaps,
+    Discretization, Embedding, GateActivation, GatedProduct, GatedValue, HeadNorm,
     LinearCrossEntropy, LinearLayer, LongConvolution, MOST_PACKED, Measure, Normalization, Pack,
     Rotary, Seen, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
 };

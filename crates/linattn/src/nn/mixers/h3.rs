@@ -4,11 +4,11 @@ use super::{TokenMixer, VectorPast, VectorState, block_width, linear_flops};
 use crate::nn::convolution::{
     ShortConvolution, check_window, convolution_cost, through_weight, with_tap,
 };
-use crate::nn::diagonal_ssm::{DiagonalSsm, DiagonalStart, Discretization, Parts, Spectrum};
+use crate::nn::diagonal_ssm::{DiagonalSsm, DiagonalStart, Parts, Spectrum};
 use crate::nn::layers::{ResidualLinear, linear_with_bias};
 use crate::nn::projection::{Projection, project};
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared, positive};
-use crate::ops::{self, Along, LinearAttentionBackend, accumulator, typed};
+use crate::ops::{self, Along, Discretization, LinearAttentionBackend, accumulator, typed};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Tensor, backend::Backend};
 use serde::{Deserialize, Serialize};

@@ -130,7 +130,7 @@ pub use ttt::{Ttt, TttConfig};
 pub use window_attention::{WindowAttention, WindowAttentionConfig};
 
 pub use super::FeatureMap;
-pub use super::diagonal_ssm::{Discretization, Spectrum};
+pub use super::diagonal_ssm::Spectrum;
 pub use super::fast_weights::InnerModel;
 pub use super::lengths::Varlen;
 pub use super::long_filter::ConvolutionState;
@@ -140,6 +140,7 @@ pub use super::softmax::KeyValueCache;
 pub use super::state::{NetworkState, VectorState};
 pub use super::swiglu_memory::LactState;
 use super::{ConfigError, Cost, RecurrentState, Shared, StateTensors};
+pub use crate::ops::Discretization;
 use crate::ops::LinearAttentionBackend;
 use burn::module::Module;
 use burn::tensor::{Tensor, backend::Backend};

@@ -2,11 +2,11 @@
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops};
 use crate::nn::convolution::with_tap;
-use crate::nn::diagonal_ssm::{DiagonalStart, Discretization, Parts, Spectrum};
+use crate::nn::diagonal_ssm::{DiagonalStart, Parts, Spectrum};
 use crate::nn::hippo;
 use crate::nn::layers::{ResidualLinear, gelu, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Kept, Shared};
-use crate::ops::{self, Along, LinearAttentionBackend, cat};
+use crate::ops::{self, Along, Discretization, LinearAttentionBackend, cat};
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::activation::glu;
 use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};

@@ -1,10 +1,10 @@
 //! S4D. Recurrence, shapes and source: [`S4d`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops};
-use crate::nn::diagonal_ssm::{DiagonalSsm, DiagonalStart, Discretization, Parts, Spectrum};
+use crate::nn::diagonal_ssm::{DiagonalSsm, DiagonalStart, Parts, Spectrum};
 use crate::nn::layers::{ResidualLinear, gelu, linear_with_bias};
 use crate::nn::{ConfigError, Cost, Shared};
-use crate::ops::LinearAttentionBackend;
+use crate::ops::{Discretization, LinearAttentionBackend};
 use burn::module::Module;
 use burn::tensor::activation::glu;
 use burn::tensor::{Tensor, backend::Backend};

@@ -49,11 +49,11 @@ fn inputs<R: CubeRuntime>(x: &DiagonalTaps<CubeTensor<R>>) -> Inputs<'_> {
     }
 }
 
-impl From<DiagonalSteps> for Steps {
-    fn from(steps: DiagonalSteps) -> Self {
+impl From<Discretization> for Steps {
+    fn from(steps: Discretization) -> Self {
         match steps {
-            DiagonalSteps::Zoh => Self::Zoh,
-            DiagonalSteps::Bilinear => Self::Bilinear,
+            Discretization::Zoh => Self::Zoh,
+            Discretization::Bilinear => Self::Bilinear,
         }
     }
 }

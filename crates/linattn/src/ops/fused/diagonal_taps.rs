@@ -2,7 +2,7 @@
 
 use super::super::backend::LinearAttentionBackend;
 use super::super::tensors::{primitive, tensor};
-use super::{DiagonalSteps, DiagonalTaps};
+use super::{DiagonalTaps, Discretization};
 use burn::tensor::Tensor;
 
 /// The first `length` taps of a model, `[L, D]`: of log_dt and d, `[D]`, of log_a_real and a_imag, `[D, M]`, and of c and
@@ -11,7 +11,7 @@ pub(crate) fn diagonal_taps<B: LinearAttentionBackend>(
     [log_dt, d]: [Tensor<B, 1>; 2],
     [log_a_real, a_imag]: [Tensor<B, 2>; 2],
     (c, b): (Tensor<B, 3>, Option<Tensor<B, 3>>),
-    steps: DiagonalSteps,
+    steps: Discretization,
     length: usize,
 ) -> Option<Tensor<B, 2>> {
     let [log_a_real, a_imag] = [log_a_real, a_imag].map(primitive);

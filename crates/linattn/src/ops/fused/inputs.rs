@@ -4,6 +4,7 @@ use crate::ops::SequenceLengths;
 use crate::ops::tensors::softplus_in_tensor_ops;
 use burn::tensor::activation::{gelu, gelu_approximate, relu, sigmoid, silu};
 use burn::tensor::{DType, Tensor, backend::Backend};
+use serde::{Deserialize, Serialize};
 
 /// Activation of a convolution, and of the gate behind a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -404,9 +405,11 @@ pub struct LongConvolution<T> {
 }
 
 /// How time steps are made of a continuous system.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DiagonalSteps {
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Discretization {
     /// Inputs constant over a step.
+    #[default]
     Zoh,
     /// The trapezoidal rule.
     Bilinear,
@@ -429,7 +432,7 @@ pub struct DiagonalTaps<T> {
     /// The input vector, as `c`; 1 where there is none.
     pub b: Option<T>,
     /// How steps are made.
-    pub steps: DiagonalSteps,
+    pub steps: Discretization,
     /// L.
     pub length: usize,
 }

@@ -31,8 +31,8 @@ pub(crate) use diagonal_taps::diagonal_taps;
 pub(crate) use embedding::{embedding, select_rows};
 pub(crate) use gated_product::{activate, gate, gated_halves, log_sigmoid, softplus};
 pub use inputs::{
-    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs,
-    DiagonalSteps, DiagonalTaps, Embedding, GateActivation, GatedProduct, GatedValue, HeadNorm,
+    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, DiagonalTaps,
+    Discretization, Embedding, GateActivation, GatedProduct, GatedValue, HeadNorm,
     LinearCrossEntropy, LinearLayer, LongConvolution, MOST_PACKED, Measure, Normalization, Pack,
     Rotary, Seen, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
 };
