@@ -1,4 +1,4 @@
-//! One copy of the code that walks a module's parameters, whoever walks.
+//! One copy of the code that maps and visits a module's parameters, for any mapper and visitor.
 
 use burn::module::{
     AutodiffModule, Content, Devices, DisplaySettings, HasAutodiffModule, Module, ModuleDisplay,
@@ -12,7 +12,7 @@ use std::ops::Deref;
 /// A module whose parameters every visitor and mapper reaches through one trait object; else it is the module
 /// that it derefs to.
 ///
-/// A derived module has a copy of its walk for each visitor and mapper: over all mixers, on every backend, a
+/// A derived module has a copy of `map` and `visit` for each mapper and visitor: over all mixers, on every backend, a
 /// twentieth of a program and of the time to build it.
 #[derive(Debug, Clone)]
 pub struct Erased<M>(M);
@@ -106,9 +106,9 @@ impl<B: Backend, W: ModuleVisitor<B>> Visit for Of<'_, B, W> {
 }
 
 /// The one mapper and the one visitor that layers see.
-struct Walker<'a, W: ?Sized>(&'a mut W);
+struct Dynamic<'a, W: ?Sized>(&'a mut W);
 
-impl Walker<'_, dyn Map + '_> {
+impl Dynamic<'_, dyn Map + '_> {
     fn mapped<P: 'static>(&mut self, param: P) -> P {
         let mut param = Some(param);
         self.0.map(&mut param);
@@ -116,7 +116,7 @@ impl Walker<'_, dyn Map + '_> {
     }
 }
 
-impl<B: Backend> ModuleMapper<B> for Walker<'_, dyn Map + '_> {
+impl<B: Backend> ModuleMapper<B> for Dynamic<'_, dyn Map + '_> {
     fn enter_module(&mut self, name: &str, container: &str) {
         self.0.enter(name, container);
     }
@@ -144,7 +144,7 @@ impl<B: Backend> ModuleMapper<B> for Walker<'_, dyn Map + '_> {
     }
 }
 
-impl<B: Backend> ModuleVisitor<B> for Walker<'_, dyn Visit + '_> {
+impl<B: Backend> ModuleVisitor<B> for Dynamic<'_, dyn Visit + '_> {
     fn enter_module(&mut self, name: &str, container: &str) {
         self.0.enter(name, container);
     }
@@ -171,14 +171,14 @@ impl<B: Backend, M: Module<B>> Module<B> for Erased<M> {
 
     fn map<W: ModuleMapper<B>>(self, mapper: &mut W) -> Self {
         let mut mapper = Of(mapper, std::marker::PhantomData::<B>);
-        let mut walker: Walker<'_, dyn Map + '_> = Walker(&mut mapper);
-        Self(self.0.map(&mut walker))
+        let mut dynamic: Dynamic<'_, dyn Map + '_> = Dynamic(&mut mapper);
+        Self(self.0.map(&mut dynamic))
     }
 
     fn visit<W: ModuleVisitor<B>>(&self, visitor: &mut W) {
         let mut visitor = Of(visitor, std::marker::PhantomData::<B>);
-        let mut walker: Walker<'_, dyn Visit + '_> = Walker(&mut visitor);
-        self.0.visit(&mut walker);
+        let mut dynamic: Dynamic<'_, dyn Visit + '_> = Dynamic(&mut visitor);
+        self.0.visit(&mut dynamic);
     }
 
     fn collect_devices(&self, devices: Devices<B>) -> Devices<B> {
@@ -263,7 +263,7 @@ mod tests {
         }
     }
 
-    /// What a walk meets, in order.
+    /// Parameters and modules that a visitor meets, in order.
     #[derive(Default)]
     struct Seen(Vec<String>);
 
