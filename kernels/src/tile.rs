@@ -9,7 +9,7 @@
 //! ```
 //! [`Engine::Plain`] multiplies numbers; [`Engine::Mma`] lets a plane's tensor cores multiply
 //! 16 x 8 x 16 blocks (`mma.m16n8k16`, whose fragments `ldmatrix` loads); [`Engine::Tf32`] multiplies f32 on
-//! tensor cores, 16 x 8 x 8 at a time and each number as a sum of two. Only
+//! tensor cores, 16 x 8 x 8 at a time and each number as a sum of two, or rounded to one. Only
 //! [`Grid`] and the engine know which unit holds which element: a kernel calls [`row`] and [`column`].
 //!
 //! ```text
@@ -31,7 +31,7 @@ mod planes;
 mod tf32;
 
 pub(crate) use copies::{
-    Rows, Window, fetch, lay, load, load_async, own_or, put_out, store, store_at, tile, width_of,
+    Rows, Window, lay, load, load_async, own_or, put_out, request, store, store_at, tile, width_of,
     write_out, write_out_by_four,
 };
 pub(crate) use dispatch::{column, inside, mul, row, slot};

@@ -58,7 +58,7 @@ pub(crate) struct Operands<F: Float, G: Size> {
     /// Scalar decay: g, `[B, T, H]`.
     pub scalar_g: Array<f32>,
     /// Vector decay: g, `[B, T, H, K]`.
-    pub vector_g: Array<Vector<f32, G>>,
+    pub vector_g: Array<f32>,
     pub beta: Array<f32>,
 }
 

@@ -260,6 +260,7 @@ fn mma_cut(
         variant,
         varlen: false,
         engine: Engine::Mma,
+        rounded: false,
         key_width,
         value_width,
         chunk: 64,
@@ -314,12 +315,14 @@ fn mma_cut(
     })
 }
 
-/// The stages around a state pass where a vector decay weights rows before they are multiplied: in f32.
+/// The stages around a state pass where a vector decay weights rows before they are multiplied: on f32 tiles.
 fn in_f32(device: &DeviceProperties, common: Plan) -> Plan {
     if has_tf32(device) {
-        // Planes of 16 rows in two columns: every plane has a part of every product.
+        // Planes of 16 rows in two columns: every plane has a part of every product. Where the state pass rounds
+        // to 16 bits, scaled rows and gradients of scores may be rounded to TF32.
         return Plan {
             engine: Engine::Tf32,
+            rounded: common.engine == Engine::Mma,
             key_slice: 32,
             value_slice: 32,
             units: common.chunk * 4,
@@ -350,6 +353,7 @@ fn tf32(device: &DeviceProperties, variant: Variant, dims: Dims) -> Option<Plans
         variant,
         varlen: false,
         engine: Engine::Tf32,
+        rounded: false,
         key_width,
         value_width,
         chunk,
@@ -395,6 +399,7 @@ fn plain(device: &DeviceProperties, variant: Variant, dims: Dims) -> Result<Plan
             variant,
             varlen: false,
             engine: Engine::Plain,
+            rounded: false,
             key_width,
             value_width,
             chunk,

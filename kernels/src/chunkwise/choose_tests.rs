@@ -91,3 +91,15 @@ fn f32_takes_tf32_in_chunks_by_what_is_solved() {
     assert_eq!(chunk(SCALAR_DECAY), (Engine::Tf32, 64));
     assert_eq!(chunk(GATED_DELTA), (Engine::Tf32, 32));
 }
+
+#[test]
+fn factors_are_rounded_around_a_state_pass_of_16_bits_alone() {
+    let vector_delta = Variant { decay: Decay::Vector, ..GATED_DELTA };
+    let stages = |dtype| {
+        let plans = plans_on(&h200(), vector_delta, dims(8, 16, [128, 128]), dtype);
+        let plans = plans.expect("an H200 takes it");
+        [plans.intra_chunk, *plans.input_gradients].map(|plan| (plan.engine, plan.rounded))
+    };
+    assert_eq!(stages(BF16), [(Engine::Tf32, true); 2]);
+    assert_eq!(stages(F32), [(Engine::Tf32, false); 2]);
+}

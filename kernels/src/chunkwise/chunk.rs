@@ -242,78 +242,90 @@ fn scan(sums: &mut Sums, at: usize, first: f32, second: f32, there: bool) {
     }
 }
 
-/// Sums of the log decays of keys `first..first + key_slice`, [C, key_slice] in rows of the tiles'
-/// stride. Starts and ends with a barrier.
-///
-/// Every unit loads; then each sums a run of tokens of one key, and adds what the runs before it sum to.
+/// What a log decay leaves, e^g, by the device's short exponential, on NVIDIA right to about 2e-7 (1 + |g|) of itself.
+#[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
+pub(crate) fn share_kept(log_decay: f32) -> f32 {
+    f32::exp(log_decay)
+}
+
+/// Log decays of this unit's run of tokens of one key, of keys `first..first + key_slice`, requested and not yet waited
+/// for; 0 where there is no token or key.
 #[cube]
-pub(crate) fn sum_vectors<G: Size>(
-    sums: &mut Sums,
-    g: &Array<Vector<f32, G>>,
+pub(crate) fn request_log_decays(
+    coming: &mut Array<f32>,
+    g: &Array<f32>,
     rows: &Rows,
     first: usize,
+    #[comptime] plan: Plan,
+) {
+    let length = comptime!(plan.run_length());
+    let d = first + UNIT_POS as usize % comptime!(plan.key_slice);
+    let start = UNIT_POS as usize / comptime!(plan.key_slice) * length;
+    #[unroll]
+    for n in 0..length {
+        let i = start + n;
+        let mut g_i = 0.0f32;
+        if i < rows.valid && d < comptime!(plan.key_width) {
+            g_i = g[rows.start + i * rows.stride + d];
+        }
+        coming[n] = g_i;
+    }
+}
+
+/// Sums of the log decays of [`request_log_decays`], [C, key_slice] in rows of the tiles' stride. Every unit sums its
+/// run, and adds what the runs before it sum to. Ends with a barrier; where sums were there before, the caller has
+/// one in front.
+#[cube]
+pub(crate) fn sum_vectors(
+    sums: &mut Sums,
+    coming: &Array<f32>,
     #[comptime] with_decays: bool,
     #[comptime] plan: Plan,
 ) {
     let stride = comptime!(plan.stride(plan.key_slice));
-    let read = G::value();
-    let across = comptime!(plan.key_slice / read);
-    sync_cube();
-    #[unroll]
-    for turn in 0..comptime!((plan.chunk * across).div_ceil(plan.units)) {
-        let n = UNIT_POS as usize + comptime!(turn * plan.units);
-        let i = n / across;
-        let d = n % across;
-        let mut g_i = Vector::<f32, G>::new(0.0);
-        if i < rows.valid && first + d * read < comptime!(plan.key_width) {
-            g_i = g[(rows.start + i * rows.stride + first) / read + d];
-        }
-        let coarse = Vector::round(g_i * Vector::new(16.0f32)) * Vector::new(0.0625f32);
-        let fine = g_i - coarse;
-        if n < comptime!(plan.chunk * across) {
-            #[unroll]
-            for l in 0..read {
-                let at = i * stride + d * read + l;
-                sums.coarse[at] = coarse[l];
-                sums.fine[at] = fine[l];
-                if with_decays {
-                    sums.decays[at] = f32::exp(min(g_i[l], 0.0f32));
-                }
-            }
-        }
-    }
-    sync_cube();
     let runs = comptime!(plan.runs());
-    let length = comptime!(plan.chunk / runs);
+    let length = comptime!(plan.run_length());
     let d = UNIT_POS as usize % comptime!(plan.key_slice);
     let run = UNIT_POS as usize / comptime!(plan.key_slice);
     let start = run * comptime!(length * stride) + d;
+    let mut coarse = Array::<f32>::new(length);
+    let mut fine = Array::<f32>::new(length);
+    let mut coarse_sum = 0.0f32;
+    let mut fine_sum = 0.0f32;
+    #[unroll]
+    for n in 0..length {
+        let rounded = f32::round(coming[n] * 16.0f32) * 0.0625f32;
+        coarse_sum += rounded;
+        fine_sum += coming[n] - rounded;
+        coarse[n] = coarse_sum;
+        fine[n] = fine_sum;
+    }
     if run < runs {
-        #[unroll]
-        for i in 1..length {
-            let [here, last] = comptime!([i * stride, (i - 1) * stride]);
-            sums.coarse[start + here] += sums.coarse[start + last];
-            sums.fine[start + here] += sums.fine[start + last];
-        }
+        let last = start + comptime!((length - 1) * stride);
+        sums.coarse[last] = coarse_sum;
+        sums.fine[last] = fine_sum;
     }
     sync_cube();
-    let mut coarse = 0.0f32;
-    let mut fine = 0.0f32;
+    let mut coarse_before = 0.0f32;
+    let mut fine_before = 0.0f32;
     #[unroll]
     for before in 0..runs {
         if before < run {
             let last = d + comptime!(((before + 1) * length - 1) * stride);
-            coarse += sums.coarse[last];
-            fine += sums.fine[last];
+            coarse_before += sums.coarse[last];
+            fine_before += sums.fine[last];
         }
     }
     sync_cube();
     if run < runs {
         #[unroll]
-        for i in 0..length {
-            let here = start + comptime!(i * stride);
-            sums.coarse[here] += coarse;
-            sums.fine[here] += fine;
+        for n in 0..length {
+            let at = start + comptime!(n * stride);
+            sums.coarse[at] = coarse[n] + coarse_before;
+            sums.fine[at] = fine[n] + fine_before;
+            if with_decays {
+                sums.decays[at] = share_kept(min(coming[n], 0.0f32));
+            }
         }
     }
     sync_cube();
@@ -340,5 +352,10 @@ impl Plan {
     /// Runs of tokens that units sum a key's log decays in.
     pub fn runs(&self) -> usize {
         (1..=self.units / self.key_slice).rev().find(|n| self.chunk.is_multiple_of(*n)).unwrap_or(1)
+    }
+
+    /// Tokens of a run.
+    pub fn run_length(&self) -> usize {
+        self.chunk / self.runs()
     }
 }

@@ -1,6 +1,6 @@
 //! Decay within a chunk: the mask of its scores, and the factors of its tokens.
 
-use crate::chunkwise::chunk::{Sums, between, seen, since_start};
+use crate::chunkwise::chunk::{Sums, between, seen, share_kept, since_start};
 use crate::chunkwise::plan::Plan;
 use crate::tile::{Acc, Grid, Pair, Rows, column, row, set};
 use cubecl::prelude::*;
@@ -155,6 +155,6 @@ pub(crate) fn vector_from_start(
     #[comptime] plan: Plan,
 ) -> f32 {
     let stride = comptime!(plan.stride(plan.key_slice));
-    let decay = f32::exp(since_start(sums, seen(i, before) * stride + d));
+    let decay = share_kept(since_start(sums, seen(i, before) * stride + d));
     if comptime!(before) { select(i == 0, 1.0f32, decay) } else { decay }
 }

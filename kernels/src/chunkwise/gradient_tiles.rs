@@ -15,8 +15,8 @@ use crate::chunkwise::chunk::Place;
 use crate::chunkwise::plan::GradientPlan;
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Grid, Pair, Rows, Window, column, inside, load, load_async, load_matrix, own_or, row, set,
-    tile, zeros,
+    Acc, Grid, Pair, Rows, Window, column, inside, lay, load_async, load_matrix, own_or, request,
+    row, set, tile, width_of, zeros,
 };
 use cubecl::prelude::*;
 
@@ -131,6 +131,13 @@ impl GradientPlan {
         let rows = tiles.left + tiles.right + 2 * pairs + single;
         let scratch = tiles.scales + tiles.partial + tiles.d_decays + tiles.ends;
         rows * self.engine.bytes() + 4 * scratch
+    }
+
+    /// Whether the next slice is under way while one is multiplied, and the rows that a gradient is of are held while
+    /// it is made, as where decays make products long. It costs registers. On the plain engine CubeCL 0.10 does not
+    /// compile a delta rule so through SPIR-V.
+    pub fn requests_ahead(&self) -> bool {
+        self.by_blocks()
     }
 
     fn states_window(&self) -> Window {
@@ -311,125 +318,171 @@ pub(crate) fn state_tile<X: Float, N: Size>(
     if comptime!(which == States::Start) { tiles.start } else { tiles.end }
 }
 
-/// Sliced: loads columns `first..` of a value-wide matrix, [C, value_slice].
+/// Sliced: this unit's part of a slice of a value-wide matrix, requested and not yet waited for; the matrix is of the
+/// tensors' type or of that between stages.
+#[derive(CubeType)]
+pub(crate) struct ComingValues<P: StageTypes> {
+    of_tensors: Array<Vector<P::F, P::G>>,
+    between: Array<Vector<P::E, P::G>>,
+}
+
 #[cube]
-pub(crate) fn fill_values<P: StageTypes>(
-    to: &mut SharedMemory<Vector<P::X, P::N>>,
+pub(crate) fn coming_values<P: StageTypes>(#[comptime] plan: GradientPlan) -> ComingValues<P> {
+    let read = width_of::<P::G>();
+    let all = comptime!(if plan.whole { 1 } else { plan.value_window().turns(read) });
+    ComingValues::<P> { of_tensors: Array::new(all), between: Array::new(all) }
+}
+
+/// Sliced: requests columns `first..` of a value-wide matrix, [C, value_slice].
+#[cube]
+pub(crate) fn request_values<P: StageTypes>(
+    coming: &mut ComingValues<P>,
     from: &GradientInputs<P>,
     first: usize,
     #[comptime] which: Values,
     #[comptime] plan: GradientPlan,
 ) {
     let window = comptime!(plan.value_window());
-    if comptime!(which == Values::V) {
-        load::<P::F, P::G, P::X, P::N>(to, &from.x.v, &from.place.values, first, window);
-    } else if comptime!(which == Values::DO) {
-        load::<P::F, P::G, P::X, P::N>(to, &from.saved.d_o, &from.place.values, first, window);
-    } else if comptime!(which == Values::U) {
-        load::<P::E, P::G, P::X, P::N>(to, &from.saved.u, &from.place.values, first, window);
-    } else {
-        load::<P::E, P::G, P::X, P::N>(to, &from.saved.r, &from.place.values, first, window);
+    let rows = &from.place.values;
+    if comptime!(!plan.whole) {
+        if comptime!(which == Values::V) {
+            request::<P::F, P::G>(&mut coming.of_tensors, &from.x.v, rows, first, window);
+        } else if comptime!(which == Values::DO) {
+            request::<P::F, P::G>(&mut coming.of_tensors, &from.saved.d_o, rows, first, window);
+        } else if comptime!(which == Values::U) {
+            request::<P::E, P::G>(&mut coming.between, &from.saved.u, rows, first, window);
+        } else {
+            request::<P::E, P::G>(&mut coming.between, &from.saved.r, rows, first, window);
+        }
     }
 }
 
-/// Sliced: loads two value-wide matrices between two barriers.
 #[cube]
-pub(crate) fn load_value_operands<P: StageTypes>(
+fn lay_values<P: StageTypes>(
+    to: &mut SharedMemory<Vector<P::X, P::N>>,
+    coming: &ComingValues<P>,
+    #[comptime] which: Values,
+    #[comptime] plan: GradientPlan,
+) {
+    let window = comptime!(plan.value_window());
+    if comptime!(which == Values::V || which == Values::DO) {
+        lay::<P::F, P::G, P::X, P::N>(to, &coming.of_tensors, window);
+    } else {
+        lay::<P::E, P::G, P::X, P::N>(to, &coming.between, window);
+    }
+}
+
+/// Sliced: puts two value-wide matrices into their tiles, between two barriers.
+#[cube]
+pub(crate) fn lay_value_operands<P: StageTypes>(
     tiles: &mut GradientTiles<P::X, P::N>,
-    from: &GradientInputs<P>,
-    first: usize,
+    left: &ComingValues<P>,
+    right: &ComingValues<P>,
     #[comptime] factors: [Values; 2],
     #[comptime] plan: GradientPlan,
 ) {
     if comptime!(!plan.whole) {
         sync_cube();
-        fill_values::<P>(&mut tiles.left, from, first, factors[0], plan);
-        fill_values::<P>(&mut tiles.right, from, first, factors[1], plan);
+        lay_values::<P>(&mut tiles.left, left, factors[0], plan);
+        lay_values::<P>(&mut tiles.right, right, factors[1], plan);
         sync_cube();
     }
 }
 
-/// Sliced: loads a value-wide matrix and a state, keys from `key` on, between two barriers.
+/// Sliced: as [`ComingValues`], of a state.
 #[cube]
-pub(crate) fn load_state_operands<P: StageTypes>(
-    tiles: &mut GradientTiles<P::X, P::N>,
+pub(crate) fn coming_state<P: StageTypes>(
+    #[comptime] plan: GradientPlan,
+) -> Array<Vector<P::E, P::G>> {
+    let read = width_of::<P::G>();
+    Array::new(comptime!(if plan.whole { 1 } else { plan.states_window().turns(read) }))
+}
+
+/// Sliced: requests a state's values from `first` on and keys from `key` on.
+#[cube]
+pub(crate) fn request_state<P: StageTypes>(
+    coming: &mut Array<Vector<P::E, P::G>>,
     from: &GradientInputs<P>,
     first: usize,
     key: usize,
+    #[comptime] which: States,
+    #[comptime] plan: GradientPlan,
+) {
+    // Behind the last value there is none.
+    let first = min(first, comptime!(plan.value_width));
+    let rows = state_rows(&from.place, first, plan);
+    let window = comptime!(plan.states_window());
+    if comptime!(!plan.whole) {
+        if comptime!(which == States::Start) {
+            request::<P::E, P::G>(coming, &from.saved.states, &rows, key, window);
+        } else {
+            request::<P::E, P::G>(coming, &from.saved.d_states, &rows, key, window);
+        }
+    }
+}
+
+/// Sliced: puts a value-wide matrix and a state into their tiles, between two barriers.
+#[cube]
+pub(crate) fn lay_state_operands<P: StageTypes>(
+    tiles: &mut GradientTiles<P::X, P::N>,
+    values: &ComingValues<P>,
+    state: &Array<Vector<P::E, P::G>>,
     #[comptime] factors: StateFactors,
     #[comptime] plan: GradientPlan,
 ) {
     if comptime!(!plan.whole) {
         sync_cube();
-        fill_values::<P>(&mut tiles.left, from, first, factors.values, plan);
-        let rows = state_rows(&from.place, first, plan);
+        lay_values::<P>(&mut tiles.left, values, factors.values, plan);
         let window = comptime!(plan.states_window());
-        if comptime!(factors.states == States::Start) {
-            load::<P::E, P::G, P::X, P::N>(
-                &mut tiles.right,
-                &from.saved.states,
-                &rows,
-                key,
-                window,
-            );
-        } else {
-            load::<P::E, P::G, P::X, P::N>(
-                &mut tiles.right,
-                &from.saved.d_states,
-                &rows,
-                key,
-                window,
-            );
-        }
+        lay::<P::E, P::G, P::X, P::N>(&mut tiles.right, state, window);
         sync_cube();
     }
 }
 
-/// Sliced: loads one slice of rows of keys between two barriers.
+/// Sliced: this unit's part of a slice of rows of keys, requested and not yet waited for.
 #[cube]
-pub(crate) fn load_key_rows<P: StageTypes>(
-    tiles: &mut GradientTiles<P::X, P::N>,
+pub(crate) fn coming_keys<P: StageTypes>(
+    #[comptime] plan: GradientPlan,
+) -> Array<Vector<P::F, P::G>> {
+    let read = width_of::<P::G>();
+    Array::new(comptime!(if plan.whole { 1 } else { plan.key_window().turns(read) }))
+}
+
+/// Sliced: requests one slice of rows of keys.
+#[cube]
+pub(crate) fn request_keys<P: StageTypes>(
+    coming: &mut Array<Vector<P::F, P::G>>,
     from: &GradientInputs<P>,
     first: usize,
     #[comptime] which: Keys,
     #[comptime] plan: GradientPlan,
 ) {
+    let window = comptime!(plan.key_window());
+    let keys = from.place.keys;
+    let rows = from.place.rows;
     if comptime!(!plan.whole) {
-        let window = comptime!(plan.key_window());
-        sync_cube();
         if comptime!(which == Keys::Q) {
-            load::<P::F, P::G, P::X, P::N>(
-                &mut tiles.right,
-                &from.x.q,
-                &from.place.keys,
-                first,
-                window,
-            );
+            request::<P::F, P::G>(coming, &from.x.q, &keys, first, window);
         } else if comptime!(which == Keys::K) {
-            load::<P::F, P::G, P::X, P::N>(
-                &mut tiles.right,
-                &from.x.k,
-                &from.place.keys,
-                first,
-                window,
-            );
+            request::<P::F, P::G>(coming, &from.x.k, &keys, first, window);
         } else if comptime!(which == Keys::A) {
-            load::<P::F, P::G, P::X, P::N>(
-                &mut tiles.right,
-                &from.x.a,
-                &from.place.rows,
-                first,
-                window,
-            );
+            request::<P::F, P::G>(coming, &from.x.a, &rows, first, window);
         } else {
-            load::<P::F, P::G, P::X, P::N>(
-                &mut tiles.right,
-                &from.x.b,
-                &from.place.rows,
-                first,
-                window,
-            );
+            request::<P::F, P::G>(coming, &from.x.b, &rows, first, window);
         }
+    }
+}
+
+/// Sliced: puts rows of keys into their tile, between two barriers.
+#[cube]
+pub(crate) fn lay_keys<P: StageTypes>(
+    tiles: &mut GradientTiles<P::X, P::N>,
+    coming: &Array<Vector<P::F, P::G>>,
+    #[comptime] plan: GradientPlan,
+) {
+    if comptime!(!plan.whole) {
+        sync_cube();
+        lay::<P::F, P::G, P::X, P::N>(&mut tiles.right, coming, comptime!(plan.key_window()));
         sync_cube();
     }
 }

@@ -17,7 +17,9 @@
 //! memory whole (gradient_tiles.rs). dg and dbeta: decay_gradients.rs.
 
 use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors, StageTypes, Types};
-use crate::chunkwise::chunk::{Place, Sizes, Sums, between, chunk_sums, sum_vectors};
+use crate::chunkwise::chunk::{
+    Place, Sizes, Sums, between, chunk_sums, request_log_decays, share_kept, sum_vectors,
+};
 use crate::chunkwise::decay::{from_start, to_end, vector_from_start};
 use crate::chunkwise::decay_gradients::{
     DecayTerm, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products,
@@ -25,8 +27,9 @@ use crate::chunkwise::decay_gradients::{
     write_vector_d_g,
 };
 use crate::chunkwise::gradient_tiles::{
-    GradientInputs, GradientTiles, StateFactors, copy_group_async, gradient_tiles, keys_tile,
-    load_fragments, load_key_rows, load_state_operands, state_tile, values_tile,
+    GradientInputs, GradientTiles, StateFactors, coming_keys, coming_state, coming_values,
+    copy_group_async, gradient_tiles, keys_tile, lay_keys, lay_state_operands, load_fragments,
+    request_keys, request_state, request_values, state_tile, values_tile,
 };
 use crate::chunkwise::plan::{GradientPlan, row_major, transposed};
 use crate::chunkwise::roles::{CopyGroup, Keys, Scored, States, TokenOffset, Values};
@@ -189,7 +192,7 @@ fn chunk<P: StageTypes>(
     Chunk::<P> {
         from,
         to,
-        sums: chunk_sums(comptime!(plan.adjoint_takes_decays()), comptime!(*plan)),
+        sums: chunk_sums(comptime!(plan.by_blocks()), comptime!(*plan)),
         tiles: gradient_tiles::<P::X, P::N>(plan),
         d_scores: score_gradients::<P::X, P::M>(plan),
         sums_of_unit: partial_sums(plan),
@@ -230,11 +233,12 @@ fn in_slices<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan
     for slice in 0..comptime!(plan.key_slices()) {
         let first = slice * comptime!(plan.key_slice);
         if comptime!(vector) {
-            sync_cube();
-            let decays = comptime!(plan.adjoint_takes_decays());
+            let mut coming = Array::<f32>::new(comptime!(plan.run_length()));
             let rows = &chunk.from.place.rows;
             let g = &chunk.from.x.vector_g;
-            sum_vectors::<P::G>(&mut chunk.sums, g, rows, first, decays, comptime!(*plan));
+            request_log_decays(&mut coming, g, rows, first, comptime!(*plan));
+            let decays = comptime!(plan.by_blocks());
+            sum_vectors(&mut chunk.sums, &coming, decays, comptime!(*plan));
             clear_d_decays::<P::X, P::N>(&mut chunk.tiles, plan);
         }
         let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
@@ -269,10 +273,27 @@ fn state_term<P: StageTypes>(
 ) -> Acc {
     let columns = comptime!(plan.value_slice);
     let grid = comptime!(plan.rows_grid());
+    let values = comptime!(factors.values);
+    let states = comptime!(factors.states);
     let mut acc = zeros(comptime!(grid.fragments()));
+    let mut on_the_left = coming_values::<P>(plan);
+    let mut on_the_right = coming_state::<P>(plan);
+    if comptime!(plan.requests_ahead()) {
+        request_values::<P>(&mut on_the_left, &chunk.from, 0usize, values, plan);
+        request_state::<P>(&mut on_the_right, &chunk.from, 0usize, key, states, plan);
+    }
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
-        load_state_operands::<P>(&mut chunk.tiles, &chunk.from, first, key, factors, plan);
+        if comptime!(!plan.requests_ahead()) {
+            request_values::<P>(&mut on_the_left, &chunk.from, first, values, plan);
+            request_state::<P>(&mut on_the_right, &chunk.from, first, key, states, plan);
+        }
+        lay_state_operands::<P>(&mut chunk.tiles, &on_the_left, &on_the_right, factors, plan);
+        if comptime!(plan.requests_ahead()) {
+            let next = first + columns;
+            request_values::<P>(&mut on_the_left, &chunk.from, next, values, plan);
+            request_state::<P>(&mut on_the_right, &chunk.from, next, key, states, plan);
+        }
         let left = values_tile::<P::X, P::N>(&chunk.tiles, comptime!(factors.values), false, plan);
         let right = state_tile::<P::X, P::N>(&chunk.tiles, comptime!(factors.states));
         let spec =
@@ -288,11 +309,12 @@ fn adjoint<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
     from: &AdjointRows<X, N, M>,
     sums: &Sums,
+    tokens: usize,
     #[comptime] side: Side,
     #[comptime] plan: GradientPlan,
 ) {
     if comptime!(plan.variant.vector()) {
-        scores_adjoint::<X, N, M>(acc, from, sums, side, comptime!(*plan));
+        scores_adjoint::<X, N, M>(acc, from, sums, tokens, side, comptime!(*plan));
     } else {
         let chunk = comptime!(plan.chunk);
         let slice = comptime!(plan.key_slice);
@@ -325,7 +347,7 @@ fn scale_by_decay(
                 for l in 0..2usize {
                     if comptime!(ends) {
                         let end = comptime!((plan.chunk - 1) * stride) + d + l;
-                        by[l] = f32::exp(between(sums, end, i * stride + d + l));
+                        by[l] = share_kept(between(sums, end, i * stride + d + l));
                     } else {
                         by[l] = vector_from_start(sums, i, d + l, before, comptime!(*plan));
                     }
@@ -352,6 +374,8 @@ fn gradient<P: StageTypes>(
     let writes = comptime!(role.writes());
     let factors =
         comptime!(StateFactors { values: plan.state_factor(role), states: role.states() });
+    // Where they are requested ahead: under way while the state is multiplied.
+    let held = held_rows::<P>(chunk, first, comptime!(plan.requests_ahead()), role, plan);
     let mut acc = state_term::<P>(chunk, first, factors, plan);
     let before = comptime!(
         role == RowRole::Query && plan.variant.reads_before()
@@ -359,38 +383,66 @@ fn gradient<P: StageTypes>(
     );
     scale_by_decay(&mut acc, &chunk.sums, writes, before, plan);
     if comptime!(plan.has_decay() && writes) {
-        add_decay_products::<P>(chunk, &acc, first, role, comptime!(DecayTerm::ChunkEnd), plan);
+        let term = comptime!(DecayTerm::ChunkEnd);
+        add_decay_products::<P>(chunk, &acc, &held, first, role, term, plan);
     }
     add_terms::<P>(&mut acc, chunk, first, role, plan);
     if comptime!(plan.has_decay()) {
-        add_decay_products::<P>(chunk, &acc, first, role, comptime!(plan.decay_term(role)), plan);
+        let term = comptime!(plan.decay_term(role));
+        add_decay_products::<P>(chunk, &acc, &held, first, role, term, plan);
     }
     add_zero_exponent_terms::<P>(&mut acc, chunk, first, role, plan);
     if comptime!(role == RowRole::Erase && plan.variant.delta()) {
-        let own = comptime!(plan.rows(role));
-        let same = comptime!(TokenOffset::Same);
-        let rows = load_fragments::<P>(&chunk.tiles, &chunk.from, first, own, same, plan);
-        beta_products(&mut chunk.sums_of_unit, &acc, &rows, plan);
+        if comptime!(plan.requests_ahead()) {
+            beta_products(&mut chunk.sums_of_unit, &acc, &held.rows, plan);
+        } else {
+            let own = held_rows::<P>(chunk, first, true, role, plan);
+            beta_products(&mut chunk.sums_of_unit, &acc, &own.rows, plan);
+        }
     }
     acc
 }
 
-/// Adds the products of rows of `role` with what there is of their gradients to dG.
+/// Rows of `role` where their gradients lie; none where they are not `wanted`.
+#[cube]
+fn held_rows<P: StageTypes>(
+    chunk: &Chunk<P>,
+    first: usize,
+    #[comptime] wanted: bool,
+    #[comptime] role: RowRole,
+    #[comptime] plan: GradientPlan,
+) -> TokenRows {
+    let valid = chunk.from.place.valid;
+    if comptime!(wanted) {
+        let own = comptime!(plan.rows(role));
+        let same = comptime!(TokenOffset::Same);
+        let rows = load_fragments::<P>(&chunk.tiles, &chunk.from, first, own, same, plan);
+        TokenRows { rows, valid }
+    } else {
+        TokenRows { rows: zeros(0usize), valid }
+    }
+}
+
+/// Adds the products of rows of `role`, `held` where they are requested ahead, with what there is of their gradients
+/// to dG.
 #[cube]
 fn add_decay_products<P: StageTypes>(
     chunk: &mut Chunk<P>,
     acc: &Acc,
+    held: &TokenRows,
     first: usize,
     #[comptime] role: RowRole,
     #[comptime] term: DecayTerm,
     #[comptime] plan: GradientPlan,
 ) {
-    let own = comptime!(plan.rows(role));
-    let same = comptime!(TokenOffset::Same);
-    let rows = load_fragments::<P>(&chunk.tiles, &chunk.from, first, own, same, plan);
-    let rows = TokenRows { rows, valid: chunk.from.place.valid };
-    let tiles = &mut chunk.tiles;
-    decay_products::<P::X, P::N>(&mut chunk.sums_of_unit, tiles, acc, &rows, term, plan);
+    if comptime!(plan.requests_ahead()) {
+        let (sums, tiles) = (&mut chunk.sums_of_unit, &mut chunk.tiles);
+        decay_products::<P::X, P::N>(sums, tiles, acc, held, term, plan);
+    } else {
+        let own = held_rows::<P>(chunk, first, true, role, plan);
+        let (sums, tiles) = (&mut chunk.sums_of_unit, &mut chunk.tiles);
+        decay_products::<P::X, P::N>(sums, tiles, acc, &own, term, plan);
+    }
 }
 
 /// Adds the terms of a role's gradient within the chunk.
@@ -406,12 +458,15 @@ fn add_terms<P: StageTypes>(
     for n in 0..comptime!(plan.terms(role).len()) {
         let term = comptime!(plan.terms(role)[n]);
         let of = comptime!(term.rows);
-        load_key_rows::<P>(&mut chunk.tiles, &chunk.from, first, of, plan);
+        let mut coming = coming_keys::<P>(plan);
+        request_keys::<P>(&mut coming, &chunk.from, first, of, plan);
+        lay_keys::<P>(&mut chunk.tiles, &coming, plan);
         let rows = keys_tile::<P::X, P::N>(&chunk.tiles, of, plan);
         let weights = scored_tile::<P::X, P::M>(&chunk.d_scores, comptime!(term.scored));
         let from = AdjointRows::<P::X, P::N, P::M> { weights, rows };
         let side = comptime!(Side { of_y: role.writes(), before: plan.before(term.scored) });
-        adjoint::<P::X, P::N, P::M>(acc, &from, &chunk.sums, side, plan);
+        let tokens = chunk.from.place.valid;
+        adjoint::<P::X, P::N, P::M>(acc, &from, &chunk.sums, tokens, side, plan);
     }
 }
 

@@ -15,7 +15,8 @@
 
 use crate::chunkwise::arguments::{IntraChunkOut, Operands, StageTypes, Types};
 use crate::chunkwise::chunk::{
-    Place, Sizes, Sums, between, chunk_sums, own, since_start, sum_scalars, sum_vectors,
+    Place, Sizes, Sums, between, chunk_sums, own, request_log_decays, share_kept, since_start,
+    sum_scalars, sum_vectors,
 };
 use crate::chunkwise::decay::{
     Mask, apply_decay_mask, decay_factors, decay_mask, erase_scale, from_start,
@@ -23,9 +24,11 @@ use crate::chunkwise::decay::{
 };
 use crate::chunkwise::plan::{Plan, UNUSED, row_major, transposed};
 use crate::chunkwise::varlen::own_chunk;
-use crate::chunkwise::vector_decay::{ScoreRows, add_near, near_scores, scores as decayed_scores};
+use crate::chunkwise::vector_decay::{
+    Score, ScoreRows, add_near, add_scores as add_decayed_scores, block, no_scores,
+};
 use crate::tile::{
-    Acc, Pair, column, fetch, inside, invert, lay, load, mul, put_out, row, set, store, tile,
+    Acc, Pair, column, inside, invert, lay, load, mul, put_out, request, row, set, store, tile,
     write_out, zeros,
 };
 use cubecl::prelude::*;
@@ -46,11 +49,23 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
     if comptime!(variant.scalar() && plan.key_slices() > 1) {
         sum_scalars(&mut rows.sums, &x.scalar_g, &place.scalars, plan);
     }
-    let mut scores = scores(plan);
+    let mut scores = no_scores(plan);
+    let mut coming = nothing_coming::<F, G>(plan);
+    if comptime!(variant.vector()) {
+        request_slices::<F, G>(&mut coming, x, &place, 0usize, plan);
+    }
     for slice in 0..comptime!(plan.key_slices()) {
         let first = slice * comptime!(plan.key_slice);
-        load_slices::<Types<F, X, E, G, N, M, M>>(&mut rows, x, &place, first, plan);
-        add_products::<X, N>(&mut scores, &rows, plan);
+        if comptime!(!variant.vector()) {
+            request_slices::<F, G>(&mut coming, x, &place, first, plan);
+        }
+        lay_slices::<Types<F, X, E, G, N, M, M>>(&mut rows, &coming, x, &place, first, plan);
+        if comptime!(variant.vector()) {
+            // The next slice is under way while this one is multiplied.
+            let next = first + comptime!(plan.key_slice);
+            request_slices::<F, G>(&mut coming, x, &place, next, plan);
+        }
+        add_products::<X, N>(&mut scores, &rows, first, plan);
         if comptime!(variant.vector()) {
             write_scaled::<X, E, N, M>(out, &rows, &place, first, plan);
         }
@@ -96,7 +111,7 @@ impl Plan {
             square: own(low_rank, self.square_numbers()),
             values: own(low_rank, self.value_numbers()),
             inverse: own(self.variant.solves(), self.chunk * self.inverse().stride()),
-            exchange: own(self.has_near_scores(), self.near_numbers()),
+            exchange: own(self.by_blocks(), self.near_numbers()),
         }
     }
 
@@ -104,7 +119,7 @@ impl Plan {
     pub fn intra_chunk_memory(&self) -> usize {
         let Tiles { rows, a, b, square, values, inverse, exchange } = self.intra_chunk_tiles();
         let tiles = 2 * rows + a + b + square + values;
-        let sums = self.sums_memory(self.has_near_scores());
+        let sums = self.sums_memory(false);
         tiles * self.engine.bytes() + 4 * (2 * inverse + exchange) + sums
     }
 }
@@ -116,48 +131,44 @@ fn slices<X: Float, N: Size>(#[comptime] plan: Plan) -> Slices<X, N> {
         k: tile::<X, N>(comptime!(plan.intra_chunk_tiles().rows)),
         a: tile::<X, N>(comptime!(plan.intra_chunk_tiles().a)),
         b: tile::<X, N>(comptime!(plan.intra_chunk_tiles().b)),
-        sums: chunk_sums(comptime!(plan.has_near_scores()), plan),
+        sums: chunk_sums(false, plan),
     }
 }
 
-/// A score block: its fragments, and near scores under a vector decay.
+/// This unit's part of a slice of every operand, requested and not yet waited for; a and b under a vector decay alone,
+/// whose slices are narrow.
 #[derive(CubeType)]
-struct Score {
-    acc: Acc,
-    near: Array<f32>,
-}
-
-/// The score blocks of a chunk.
-#[derive(CubeType)]
-struct Scores {
-    qk: Score,
-    ab: Score,
-    qb: Score,
-    ak: Score,
+struct Coming<F: Float, G: Size> {
+    q: Array<Vector<F, G>>,
+    k: Array<Vector<F, G>>,
+    a: Array<Vector<F, G>>,
+    b: Array<Vector<F, G>>,
+    /// Vector decay: log decays.
+    g: Array<f32>,
 }
 
 #[cube]
-fn scores(#[comptime] plan: Plan) -> Scores {
-    let fragments = comptime!(plan.pairs().fragments());
-    let solves = comptime!(plan.variant.solves());
-    let low_rank = comptime!(plan.variant.low_rank());
-    let qk = zeros(fragments);
-    let ab = zeros(comptime!(if solves { fragments } else { 0 }));
-    let qb = zeros(comptime!(if low_rank { fragments } else { 0 }));
-    let ak = zeros(comptime!(if low_rank { fragments } else { 0 }));
-    Scores {
-        qk: Score { acc: qk, near: near_scores(true, plan) },
-        ab: Score { acc: ab, near: near_scores(solves, plan) },
-        qb: Score { acc: qb, near: near_scores(low_rank, plan) },
-        ak: Score { acc: ak, near: near_scores(low_rank, plan) },
+fn nothing_coming<F: Float, G: Size>(#[comptime] plan: Plan) -> Coming<F, G> {
+    let variant = comptime!(plan.variant);
+    let read = G::value();
+    let all = comptime!(plan.key_window().turns(read));
+    let of_a = comptime!(if variant.vector() && variant.own_a() { all } else { 1 });
+    let of_b = comptime!(if variant.vector() && variant.low_rank() { all } else { 1 });
+    let of_g = comptime!(if variant.vector() { plan.run_length() } else { 1 });
+    Coming::<F, G> {
+        q: Array::new(all),
+        k: Array::new(all),
+        a: Array::new(of_a),
+        b: Array::new(of_b),
+        g: Array::new(of_g),
     }
 }
 
-/// Loads a slice of every operand. Barriers before and after.
+/// Requests keys `first..first + key_slice`.
 #[cube]
-fn load_slices<P: StageTypes>(
-    to: &mut Slices<P::X, P::N>,
-    x: &Operands<P::F, P::G>,
+fn request_slices<F: Float, G: Size>(
+    coming: &mut Coming<F, G>,
+    x: &Operands<F, G>,
     place: &Place,
     first: usize,
     #[comptime] plan: Plan,
@@ -165,85 +176,114 @@ fn load_slices<P: StageTypes>(
     let variant = comptime!(plan.variant);
     let window = comptime!(plan.key_window());
     if comptime!(variant.vector()) {
-        sync_cube();
-        load::<P::F, P::G, P::X, P::N>(&mut to.q, &x.q, &place.keys, first, window);
-        load::<P::F, P::G, P::X, P::N>(&mut to.k, &x.k, &place.keys, first, window);
-    } else {
-        let queries = fetch::<P::F, P::G>(&x.q, &place.keys, first, window);
-        let keys = fetch::<P::F, P::G>(&x.k, &place.keys, first, window);
-        if comptime!(variant.scalar() && plan.key_slices() == 1) {
-            // While rows are on their way.
-            sum_scalars(&mut to.sums, &x.scalar_g, &place.scalars, plan);
-        }
-        sync_cube();
-        lay::<P::F, P::G, P::X, P::N>(&mut to.q, &queries, window);
-        lay::<P::F, P::G, P::X, P::N>(&mut to.k, &keys, window);
+        request_log_decays(&mut coming.g, &x.vector_g, &place.rows, first, plan);
     }
-    if comptime!(variant.own_a()) {
-        load::<P::F, P::G, P::X, P::N>(&mut to.a, &x.a, &place.rows, first, window);
+    request::<F, G>(&mut coming.q, &x.q, &place.keys, first, window);
+    request::<F, G>(&mut coming.k, &x.k, &place.keys, first, window);
+    if comptime!(variant.vector() && variant.own_a()) {
+        request::<F, G>(&mut coming.a, &x.a, &place.rows, first, window);
     }
-    if comptime!(variant.low_rank()) {
-        load::<P::F, P::G, P::X, P::N>(&mut to.b, &x.b, &place.rows, first, window);
+    if comptime!(variant.vector() && variant.low_rank()) {
+        request::<F, G>(&mut coming.b, &x.b, &place.rows, first, window);
     }
-    if comptime!(variant.vector()) {
-        let decays = comptime!(plan.has_near_scores());
-        sum_vectors::<P::G>(&mut to.sums, &x.vector_g, &place.rows, first, decays, plan);
+}
+
+/// Puts a slice of every operand, and the sums of its log decays, where all units find them. Barriers before and after.
+#[cube]
+fn lay_slices<P: StageTypes>(
+    to: &mut Slices<P::X, P::N>,
+    coming: &Coming<P::F, P::G>,
+    x: &Operands<P::F, P::G>,
+    place: &Place,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
+    let window = comptime!(plan.key_window());
+    if comptime!(variant.scalar() && plan.key_slices() == 1) {
+        // While rows are on their way.
+        sum_scalars(&mut to.sums, &x.scalar_g, &place.scalars, plan);
     }
     sync_cube();
+    lay::<P::F, P::G, P::X, P::N>(&mut to.q, &coming.q, window);
+    lay::<P::F, P::G, P::X, P::N>(&mut to.k, &coming.k, window);
+    if comptime!(variant.vector()) {
+        if comptime!(variant.own_a()) {
+            lay::<P::F, P::G, P::X, P::N>(&mut to.a, &coming.a, window);
+        }
+        if comptime!(variant.low_rank()) {
+            lay::<P::F, P::G, P::X, P::N>(&mut to.b, &coming.b, window);
+        }
+        sum_vectors(&mut to.sums, &coming.g, false, plan);
+    } else {
+        if comptime!(variant.own_a()) {
+            load::<P::F, P::G, P::X, P::N>(&mut to.a, &x.a, &place.rows, first, window);
+        }
+        if comptime!(variant.low_rank()) {
+            load::<P::F, P::G, P::X, P::N>(&mut to.b, &x.b, &place.rows, first, window);
+        }
+        sync_cube();
+    }
 }
 
 /// Adds one slice of keys to all scores.
 #[cube]
-fn add_products<X: Float, N: Size>(to: &mut Scores, rows: &Slices<X, N>, #[comptime] plan: Plan) {
+fn add_products<X: Float, N: Size>(
+    to: &mut Sequence<Score>,
+    rows: &Slices<X, N>,
+    first: usize,
+    #[comptime] plan: Plan,
+) {
     let variant = comptime!(plan.variant);
-    let query_before = comptime!(variant.reads_before());
-    let erase_before = comptime!(variant.erases_before());
-    let sums = &rows.sums;
-    product::<X, N>(&mut to.qk, &rows.q, &rows.k, sums, query_before, plan);
-    if comptime!(variant.low_rank()) {
-        product::<X, N>(&mut to.qb, &rows.q, &rows.b, sums, query_before, plan);
-        product::<X, N>(&mut to.ab, &rows.a, &rows.b, sums, erase_before, plan);
-        product::<X, N>(&mut to.ak, &rows.a, &rows.k, sums, erase_before, plan);
-    } else if comptime!(variant.own_a()) {
-        product::<X, N>(&mut to.ab, &rows.a, &rows.k, sums, erase_before, plan);
-    } else if comptime!(variant.solves()) {
-        product::<X, N>(&mut to.ab, &rows.k, &rows.k, sums, erase_before, plan);
+    if comptime!(variant.vector()) {
+        let a = erase_rows::<X, N>(rows, plan);
+        let rows_of_scores = ScoreRows::<X, N> { q: rows.q, a, k: rows.k, b: rows.b };
+        let keys = min(comptime!(plan.key_width) - first, comptime!(plan.key_slice));
+        add_decayed_scores::<X, N>(to, &rows_of_scores, &rows.sums, keys, plan);
+    } else {
+        product::<X, N>(to, &rows.q, &rows.k, comptime!(block::QK), plan);
+        if comptime!(variant.low_rank()) {
+            product::<X, N>(to, &rows.q, &rows.b, comptime!(block::QB), plan);
+            product::<X, N>(to, &rows.a, &rows.b, comptime!(block::AB), plan);
+            product::<X, N>(to, &rows.a, &rows.k, comptime!(block::AK), plan);
+        } else if comptime!(variant.solves()) {
+            let a = erase_rows::<X, N>(rows, plan);
+            product::<X, N>(to, &a, &rows.k, comptime!(block::AB), plan);
+        }
     }
 }
 
-/// `score += X Y^T` over one slice of keys, decayed if the decay is a vector.
+/// The tile of a, or of k where a variant erases by it.
+#[cube]
+fn erase_rows<X: Float, N: Size>(
+    rows: &Slices<X, N>,
+    #[comptime] plan: Plan,
+) -> SharedMemory<Vector<X, N>> {
+    if comptime!(plan.variant.own_a()) { rows.a } else { rows.k }
+}
+
+/// Block `n` of the scores `+= X Y^T` over one slice of keys.
 #[cube]
 fn product<X: Float, N: Size>(
-    score: &mut Score,
+    scores: &mut Sequence<Score>,
     x: &SharedMemory<Vector<X, N>>,
     y: &SharedMemory<Vector<X, N>>,
-    sums: &Sums,
-    #[comptime] before: bool,
+    #[comptime] n: usize,
     #[comptime] plan: Plan,
 ) {
-    if comptime!(plan.variant.vector()) {
-        let rows = ScoreRows::<X, N> { x: *x, y: *y };
-        decayed_scores::<X, N>(&mut score.acc, &mut score.near, &rows, sums, before, plan);
-    } else {
-        let slice = comptime!(plan.key_slice);
-        let spec = comptime!(plan.mul(plan.pairs(), slice, row_major(slice), transposed(slice)));
-        mul::<X, N, N>(&mut score.acc, x, 0usize, y, 0usize, spec);
-    }
+    let slice = comptime!(plan.key_slice);
+    let spec = comptime!(plan.mul(plan.pairs(), slice, row_major(slice), transposed(slice)));
+    mul::<X, N, N>(&mut scores.index_mut(n).acc, x, 0usize, y, 0usize, spec);
 }
 
 /// Adds near scores to the fragments that they belong to.
 #[cube]
-fn add_all_near(scores: &mut Scores, #[comptime] plan: Plan) {
-    let variant = comptime!(plan.variant);
-    if comptime!(plan.has_near_scores()) {
+fn add_all_near(scores: &mut Sequence<Score>, #[comptime] plan: Plan) {
+    if comptime!(plan.by_blocks()) {
         let mut exchange = SharedMemory::<f32>::new(comptime!(plan.intra_chunk_tiles().exchange));
-        add_near(&mut scores.qk.acc, &mut scores.qk.near, &mut exchange, plan);
-        if comptime!(variant.solves()) {
-            add_near(&mut scores.ab.acc, &mut scores.ab.near, &mut exchange, plan);
-        }
-        if comptime!(variant.low_rank()) {
-            add_near(&mut scores.qb.acc, &mut scores.qb.near, &mut exchange, plan);
-            add_near(&mut scores.ak.acc, &mut scores.ak.near, &mut exchange, plan);
+        #[unroll]
+        for n in 0..scores.len() {
+            add_near(scores.index_mut(n), &mut exchange, plan);
         }
     }
 }
@@ -252,7 +292,7 @@ fn add_all_near(scores: &mut Scores, #[comptime] plan: Plan) {
 #[cube]
 fn write_scores<P: StageTypes>(
     out: &mut IntraChunkOut<P::E, P::M>,
-    scores: &mut Scores,
+    scores: &mut Sequence<Score>,
     x: &Operands<P::F, P::G>,
     sums: &Sums,
     place: &Place,
@@ -266,32 +306,34 @@ fn write_scores<P: StageTypes>(
     let erase_mask = comptime!(Mask { strict: true, before: erase_before, by_fragment: true });
     let alike = comptime!(variant.scalar() && variant.solves() && query_before == erase_before);
     if comptime!(alike) {
-        let (qk, ab) = (&mut scores.qk.acc, &mut scores.ab.acc);
-        apply_decay_mask_to_both(qk, ab, sums, query_before, plan);
+        apply_decay_mask_to_both(scores, sums, query_before, plan);
     } else {
-        apply_decay_mask(&mut scores.qk.acc, sums, 0usize, query_mask, plan);
+        let qk = scores.index_mut(comptime!(block::QK));
+        apply_decay_mask(&mut qk.acc, sums, 0usize, query_mask, plan);
     }
-    write_square::<P::E, P::M>(&mut out.a_qk, &scores.qk.acc, place, plan);
+    write_square::<P::E, P::M>(&mut out.a_qk, &scores.index(comptime!(block::QK)).acc, place, plan);
     if comptime!(variant.low_rank()) {
-        apply_decay_mask(&mut scores.qb.acc, sums, 0usize, query_mask, plan);
-        write_square::<P::E, P::M>(&mut out.a_qb, &scores.qb.acc, place, plan);
-        apply_decay_mask(&mut scores.ak.acc, sums, 0usize, erase_mask, plan);
-        write_square::<P::E, P::M>(&mut out.a_ak, &scores.ak.acc, place, plan);
-        write_a_ak_v::<P>(&mut out.a_ak_v, &scores.ak.acc, &x.v, place, plan);
+        let qb = scores.index_mut(comptime!(block::QB));
+        apply_decay_mask(&mut qb.acc, sums, 0usize, query_mask, plan);
+        write_square::<P::E, P::M>(&mut out.a_qb, &qb.acc, place, plan);
+        let ak = scores.index_mut(comptime!(block::AK));
+        apply_decay_mask(&mut ak.acc, sums, 0usize, erase_mask, plan);
+        write_square::<P::E, P::M>(&mut out.a_ak, &ak.acc, place, plan);
+        write_a_ak_v::<P>(&mut out.a_ak_v, &ak.acc, &x.v, place, plan);
     }
     if comptime!(variant.solves()) {
+        let ab = scores.index_mut(comptime!(block::AB));
         if comptime!(!alike) {
-            apply_decay_mask(&mut scores.ab.acc, sums, 0usize, erase_mask, plan);
+            apply_decay_mask(&mut ab.acc, sums, 0usize, erase_mask, plan);
         }
-        write_inverse::<P::E, P::M>(&mut out.inverse, &scores.ab.acc, &x.beta, place, plan);
+        write_inverse::<P::E, P::M>(&mut out.inverse, &ab.acc, &x.beta, place, plan);
     }
 }
 
 /// [`apply_decay_mask`] for A_qk and for strict(a|b), which decay alike: one exponential for both.
 #[cube]
 fn apply_decay_mask_to_both(
-    qk: &mut Acc,
-    ab: &mut Acc,
+    scores: &mut Sequence<Score>,
     sums: &Sums,
     #[comptime] before: bool,
     #[comptime] plan: Plan,
@@ -307,8 +349,8 @@ fn apply_decay_mask_to_both(
             let mut y = Pair::new(0.0);
             if low {
                 let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
-                x = qk.index(f)[h];
-                y = ab.index(f)[h];
+                x = scores.index(comptime!(block::QK)).acc.index(f)[h];
+                y = scores.index(comptime!(block::AB)).acc.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {
                     let decay = decay_mask(sums, i, j + l, before, before, plan);
@@ -316,8 +358,8 @@ fn apply_decay_mask_to_both(
                     y[l] = y[l] * select(i > j + l, decay, 0.0f32);
                 }
             }
-            set(qk.index_mut(f), h, x);
-            set(ab.index_mut(f), h, y);
+            set(scores.index_mut(comptime!(block::QK)).acc.index_mut(f), h, x);
+            set(scores.index_mut(comptime!(block::AB)).acc.index_mut(f), h, y);
         }
     }
 }
@@ -455,14 +497,13 @@ fn write_scaled<X: Float, E: Float, N: Size, M: Size>(
     let sums = &rows.sums;
     let stride = comptime!(plan.stride(plan.key_slice));
     let half = comptime!(plan.key_slice / 2);
-    let all = comptime!(plan.chunk * half);
+    let all = place.valid * half;
     let end = comptime!((plan.chunk - 1) * stride);
-    #[unroll]
-    for turn in 0..comptime!(all.div_ceil(plan.units)) {
-        let n = UNIT_POS as usize + comptime!(turn * plan.units);
+    for turn in 0..(all - 1) / comptime!(plan.units) + 1 {
+        let n = UNIT_POS as usize + turn * comptime!(plan.units);
         let i = n / half;
         let d = n % half * 2;
-        if n < all && i < place.valid && first + d < comptime!(plan.key_width) {
+        if n < all && first + d < comptime!(plan.key_width) {
             let mut scaled_q = Pair::empty();
             let mut scaled_a = Pair::empty();
             let mut scaled_b = Pair::empty();
@@ -474,7 +515,7 @@ fn write_scaled<X: Float, E: Float, N: Size, M: Size>(
                     vector_from_start(sums, i, d + l, comptime!(variant.reads_before()), plan);
                 let from_a =
                     vector_from_start(sums, i, d + l, comptime!(variant.erases_before()), plan);
-                let to_end = f32::exp(between(sums, end + d + l, at));
+                let to_end = share_kept(between(sums, end + d + l, at));
                 scaled_q[l] = f32::cast_from(rows.q[at]) * from_q;
                 scaled_k[l] = f32::cast_from(rows.k[at]) * to_end;
                 if comptime!(variant.own_a()) {
@@ -500,7 +541,7 @@ fn write_scaled<X: Float, E: Float, N: Size, M: Size>(
     }
     let d = UNIT_POS as usize;
     if d < comptime!(plan.key_slice) && first + d < comptime!(plan.key_width) {
-        let total = f32::exp(since_start(sums, end + d));
+        let total = share_kept(since_start(sums, end + d));
         out.chunk_decay[place.index * comptime!(plan.key_width) + first + d] = total;
     }
 }

@@ -16,6 +16,8 @@ pub(crate) struct Plan {
     /// Sequences have lengths of their own.
     pub varlen: bool,
     pub engine: Engine,
+    /// `Tf32`: factors are rounded, for one product in place of three.
+    pub rounded: bool,
     pub key_width: usize,
     pub value_width: usize,
     /// C, tokens of a chunk.
@@ -129,7 +131,7 @@ impl Plan {
     }
 
     pub fn grid(&self, m: usize, n: usize) -> Grid {
-        Grid { engine: self.engine, m, n, units: self.units }
+        Grid { engine: self.engine, rounded: self.rounded, m, n, units: self.units }
     }
 
     /// C x C.

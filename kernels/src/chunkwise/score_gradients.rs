@@ -4,7 +4,7 @@ use crate::chunkwise::arguments::StageTypes;
 use crate::chunkwise::chunk::{Sums, sum_scalars};
 use crate::chunkwise::decay::{decay_mask, erase_scale, intersects_lower_triangle};
 use crate::chunkwise::gradient_tiles::{
-    GradientInputs, GradientTiles, load_value_operands, values_tile,
+    GradientInputs, GradientTiles, coming_values, lay_value_operands, request_values, values_tile,
 };
 use crate::chunkwise::plan::{GradientPlan, UNUSED, row_major, transposed};
 use crate::chunkwise::roles::{Scored, Values};
@@ -67,7 +67,7 @@ impl GradientPlan {
         scores * self.engine.bytes()
             + 4 * ZERO_EXPONENT_ROWS * self.chunk
             + self.gradient_tile_memory()
-            + self.sums_memory(self.adjoint_takes_decays())
+            + self.sums_memory(self.by_blocks())
     }
 }
 
@@ -177,9 +177,24 @@ fn value_product<P: StageTypes>(
     let columns = comptime!(plan.value_slice);
     let grid = comptime!(plan.pairs());
     let mut acc = zeros(comptime!(grid.fragments()));
+    let mut on_the_left = coming_values::<P>(plan);
+    let mut on_the_right = coming_values::<P>(plan);
+    if comptime!(plan.requests_ahead()) {
+        request_values::<P>(&mut on_the_left, from, 0usize, factors[0], plan);
+        request_values::<P>(&mut on_the_right, from, 0usize, factors[1], plan);
+    }
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
-        load_value_operands::<P>(tiles, from, first, factors, plan);
+        if comptime!(!plan.requests_ahead()) {
+            request_values::<P>(&mut on_the_left, from, first, factors[0], plan);
+            request_values::<P>(&mut on_the_right, from, first, factors[1], plan);
+        }
+        lay_value_operands::<P>(tiles, &on_the_left, &on_the_right, factors, plan);
+        if comptime!(plan.requests_ahead()) {
+            let next = first + columns;
+            request_values::<P>(&mut on_the_left, from, next, factors[0], plan);
+            request_values::<P>(&mut on_the_right, from, next, factors[1], plan);
+        }
         let left = values_tile::<P::X, P::N>(tiles, factors[0], false, plan);
         let right = values_tile::<P::X, P::N>(tiles, factors[1], true, plan);
         let spec = comptime!(plan.mul(grid, columns, row_major(columns), transposed(columns)));

@@ -11,21 +11,51 @@
 //! once more with 8, and what is left of 8 x 8 is weighted term by term, e^{G_i - G_j} as the product of e^g from
 //! j + 1 to i. No exponent is ever above 0, in any way: nothing can overflow, whatever the log decays are.
 
-use crate::chunkwise::chunk::{Sums, between, seen};
+use crate::chunkwise::chunk::{Sums, between, seen, share_kept};
 use crate::chunkwise::plan::Plan;
 use crate::tile::{
     Acc, Grid, Pair, Parts, column, execute_tf32, inside, parts, put_parts, row, set, zeros,
 };
+use crate::variant::Transition;
 use cubecl::prelude::*;
 
 /// Tokens of a block of rows, as many as a fragment of tensor cores has.
 const BLOCK: usize = 16;
 
-/// Operands of scores, a slice of keys each: readers X and writers Y.
+/// Operands of scores, a slice of keys each: readers q and a, writers k and b. Where a variant has k for a, or no b,
+/// another tile stands there.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct ScoreRows<X: Float, N: Size> {
-    pub x: SharedMemory<Vector<X, N>>,
-    pub y: SharedMemory<Vector<X, N>>,
+    pub q: SharedMemory<Vector<X, N>>,
+    pub a: SharedMemory<Vector<X, N>>,
+    pub k: SharedMemory<Vector<X, N>>,
+    pub b: SharedMemory<Vector<X, N>>,
+}
+
+/// A block of scores: readers and writers by their places in [`ScoreRows`], q or a and k or b.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Block {
+    reader: usize,
+    writer: usize,
+}
+
+/// Places of score blocks among those of a variant.
+pub(crate) mod block {
+    /// q|k.
+    pub const QK: usize = 0;
+    /// a|b, which is a|k in a delta rule.
+    pub const AB: usize = 1;
+    /// Low rank: q|b.
+    pub const QB: usize = 2;
+    /// Low rank: a|k.
+    pub const AK: usize = 3;
+}
+
+/// A score block under way: its fragments, and near scores.
+#[derive(CubeType)]
+pub(crate) struct Score {
+    pub acc: Acc,
+    pub near: Array<f32>,
 }
 
 /// Operands of the adjoint of scores: their gradients, zero where there is no score, and the rows on the other side.
@@ -52,24 +82,40 @@ struct Reach {
     side: Side,
     /// From one row of a tile to the next.
     stride: usize,
+    /// [`Grid::first_term`].
+    first_term: usize,
 }
 
 impl Plan {
-    /// Whether scores under a vector decay are products of blocks; else they are weighted term by term.
-    fn by_blocks(&self) -> bool {
-        self.has_planes()
+    /// The score blocks of a variant, in the order of [`block`].
+    fn score_blocks(&self) -> Vec<Block> {
+        let block = |reader, writer| Block { reader, writer };
+        match self.variant.transition {
+            Transition::Identity => vec![block(0, 0)],
+            Transition::Delta { .. } => vec![block(0, 0), block(1, 0)],
+            Transition::LowRank => vec![block(0, 0), block(1, 1), block(0, 1), block(1, 0)],
+        }
     }
 
-    /// Whether scores among 8 tokens are summed up by themselves, from decays in a tile of their own. A delta rule
-    /// gains (forward 2.16 to 1.63 ms on an H200); elsewhere fewer cubes for the tile's sake cost more than
-    /// exponentials do (identity 0.89 to 1.08, low rank 4.8 to 6.0).
-    pub fn has_near_scores(&self) -> bool {
-        self.variant.vector() && self.variant.delta() && self.by_blocks()
+    /// Readers of scores: q, and a.
+    fn readers(&self) -> usize {
+        if self.variant.solves() { 2 } else { 1 }
     }
 
-    /// Whether [`scores_adjoint`] takes decays in place of exponentials.
-    pub fn adjoint_takes_decays(&self) -> bool {
-        self.variant.vector() && self.by_blocks()
+    /// Writers of scores: k, and b.
+    fn writers(&self) -> usize {
+        if self.variant.low_rank() { 2 } else { 1 }
+    }
+
+    /// Whether q (0) or a (1) sees the sums of the token before it.
+    fn reader_before(&self, reader: usize) -> bool {
+        if reader == 0 { self.variant.reads_before() } else { self.variant.erases_before() }
+    }
+
+    /// Whether there are scores under a vector decay, and they are products of blocks. On the plain engine they are
+    /// weighted term by term.
+    pub fn by_blocks(&self) -> bool {
+        self.variant.vector() && self.has_planes()
     }
 
     /// Numbers of shared memory that near scores go through to those who hold their fragments.
@@ -83,38 +129,61 @@ const NEAR: usize = 8;
 /// From one token's near scores to the next's: those of rows side by side share no bank.
 const NEAR_STRIDE: usize = NEAR + 1;
 
-/// Near scores of one token, over a quarter of its keys: a unit's share of [C, 8].
+/// Nothing yet, for each block of a variant.
 #[cube]
-pub(crate) fn near_scores(#[comptime] wanted: bool, #[comptime] plan: Plan) -> Array<f32> {
-    let count = comptime!(if wanted && plan.has_near_scores() { NEAR } else { 1 });
-    let mut near = Array::<f32>::new(count);
+pub(crate) fn no_scores(#[comptime] plan: Plan) -> Sequence<Score> {
+    let count = comptime!(if plan.by_blocks() { NEAR } else { 1 });
+    let mut all = Sequence::<Score>::new();
     #[unroll]
-    for j in 0..count {
-        near[j] = 0.0f32;
+    for _ in 0..comptime!(plan.score_blocks().len()) {
+        let mut near = Array::<f32>::new(count);
+        #[unroll]
+        for j in 0..count {
+            near[j] = 0.0f32;
+        }
+        all.push(Score { acc: zeros(comptime!(plan.pairs().fragments())), near });
     }
-    near
+    all
 }
 
-/// `acc[i, j] += (X|Y)_ij` for one slice of keys; numbers above the diagonal are not to be used. With
-/// [`Plan::has_near_scores`], scores among 8 tokens go to `near`, for [`add_near`].
+/// Readers' tile `n`.
 #[cube]
-pub(crate) fn scores<X: Float, N: Size>(
-    acc: &mut Acc,
-    near: &mut Array<f32>,
+fn reader_tile<X: Float, N: Size>(
+    rows: &ScoreRows<X, N>,
+    #[comptime] n: usize,
+) -> SharedMemory<Vector<X, N>> {
+    if comptime!(n == 0) { rows.q } else { rows.a }
+}
+
+/// Writers' tile `n`.
+#[cube]
+fn writer_tile<X: Float, N: Size>(
+    rows: &ScoreRows<X, N>,
+    #[comptime] n: usize,
+) -> SharedMemory<Vector<X, N>> {
+    if comptime!(n == 0) { rows.k } else { rows.b }
+}
+
+/// `(X|Y)_ij` of every block, added over one slice of keys; numbers above the diagonal are not to be used. With
+/// [`Plan::by_blocks`], scores among 8 tokens go to [`Score::near`], for [`add_near`]. `keys`: how many there are. Loops
+/// over them are not unrolled: with all their loads under way at once, one cube would fill a multiprocessor's registers.
+#[cube]
+pub(crate) fn add_scores<X: Float, N: Size>(
+    scores: &mut Sequence<Score>,
     rows: &ScoreRows<X, N>,
     sums: &Sums,
-    #[comptime] before: bool,
+    keys: usize,
     #[comptime] plan: Plan,
 ) {
     if comptime!(plan.by_blocks()) {
-        scores_by_blocks::<X, N>(acc, rows, sums, before, plan);
-        if comptime!(plan.has_near_scores()) {
-            sum_near::<X, N>(near, rows, sums, before, plan);
-        } else {
-            add_terms::<X, N>(acc, rows, sums, before, plan);
-        }
+        scores_by_blocks::<X, N>(scores, rows, sums, keys, plan);
+        sum_near::<X, N>(scores, rows, sums, keys, plan);
     } else {
-        scores_by_terms::<X, N>(acc, rows, sums, before, plan);
+        #[unroll]
+        for n in 0..comptime!(plan.score_blocks().len()) {
+            let of = comptime!(plan.score_blocks()[n]);
+            scores_by_terms::<X, N>(&mut scores.index_mut(n).acc, rows, sums, of, plan);
+        }
     }
 }
 
@@ -123,11 +192,12 @@ fn scores_by_terms<X: Float, N: Size>(
     acc: &mut Acc,
     rows: &ScoreRows<X, N>,
     sums: &Sums,
-    #[comptime] before: bool,
+    #[comptime] of: Block,
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.pairs());
     let stride = comptime!(plan.stride(plan.key_slice));
+    let before = comptime!(plan.reader_before(of.reader));
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         let j = column(f, grid) * stride;
@@ -135,50 +205,54 @@ fn scores_by_terms<X: Float, N: Size>(
         for h in 0..2usize {
             let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
             let from = seen(i, before) * stride;
-            let sum = acc.index(f)[h] + terms::<X, N>(rows, sums, i * stride, from, j, plan);
+            let sum = acc.index(f)[h] + terms::<X, N>(rows, sums, i * stride, from, j, of, plan);
             set(acc.index_mut(f), h, sum);
         }
     }
 }
 
-/// Terms of one slice of keys of the scores of one reader with two writers side by side, whose rows begin at `reader`
+/// Terms of one slice of keys of the scores of one reader with two writers side by side, whose rows begin at `at_reader`
 /// and `writers`; the reader's sums begin at `from`.
 #[cube]
 fn terms<X: Float, N: Size>(
     rows: &ScoreRows<X, N>,
     sums: &Sums,
-    reader: usize,
+    at_reader: usize,
     from: usize,
     writers: usize,
+    #[comptime] of: Block,
     #[comptime] plan: Plan,
 ) -> Pair {
     let stride = comptime!(plan.stride(plan.key_slice));
+    let x = reader_tile::<X, N>(rows, comptime!(of.reader));
+    let y = writer_tile::<X, N>(rows, comptime!(of.writer));
     let mut sum = Pair::new(0.0f32);
     for d in 0..comptime!(plan.key_slice) {
         let mut w = Pair::empty();
         #[unroll]
         for l in 0..2usize {
             let at = writers + comptime!(l * stride) + d;
-            w[l] = f32::exp(between(sums, from + d, at)) * f32::cast_from(rows.y[at]);
+            w[l] = share_kept(between(sums, from + d, at)) * f32::cast_from(y[at]);
         }
-        sum += Pair::new(f32::cast_from(rows.x[reader + d])) * w;
+        sum += Pair::new(f32::cast_from(x[at_reader + d])) * w;
     }
     sum
 }
 
-/// Adjoint of [`scores`] for one slice of keys, `acc[n, d]` over [C, key_slice]: gradients of X from
+/// Adjoint of [`add_scores`] for one slice of keys, `acc[n, d]` over [C, key_slice]: gradients of X from
 /// the rows of Y, or (`of_y`) of Y from those of X. `weights` is the gradient of the scores, zero
-/// where there is no score.
+/// where there is no score; `tokens`: how many the chunk has.
 #[cube]
 pub(crate) fn scores_adjoint<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
     from: &AdjointRows<X, N, M>,
     sums: &Sums,
+    tokens: usize,
     #[comptime] side: Side,
     #[comptime] plan: Plan,
 ) {
     if comptime!(plan.by_blocks()) {
-        adjoint_by_blocks::<X, N, M>(acc, from, sums, side, plan);
+        adjoint_by_blocks::<X, N, M>(acc, from, sums, tokens, side, plan);
     } else {
         adjoint_by_terms::<X, N, M>(acc, from, sums, side, plan);
     }
@@ -212,7 +286,7 @@ fn adjoint_by_terms<X: Float, N: Size, M: Size>(
                 #[unroll]
                 for l in 0..2usize {
                     let y = f32::cast_from(from.rows[m * stride + d + l]);
-                    w[l] = f32::exp(between(sums, reader + l, writer + l)) * y;
+                    w[l] = share_kept(between(sums, reader + l, writer + l)) * y;
                 }
                 sum += Pair::new(weight) * w;
             }
@@ -240,87 +314,90 @@ fn takes_part(filled: [bool; 2], half: usize) -> bool {
     filled[half]
 }
 
-/// [`scores`] by planes with tensor cores.
+/// [`add_scores`] by planes with tensor cores: each row is scaled once, for all blocks that it is in.
 #[cube]
 fn scores_by_blocks<X: Float, N: Size>(
-    acc: &mut Acc,
+    scores: &mut Sequence<Score>,
     rows: &ScoreRows<X, N>,
     sums: &Sums,
-    #[comptime] before: bool,
+    keys: usize,
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.pairs());
-    let columns = comptime!(grid.fragment_columns());
     let stride = comptime!(plan.stride(plan.key_slice));
+    let first_term = comptime!(plan.pairs().first_term());
     let corner = corner(grid);
     let lane = UNIT_POS as usize % 32;
     let own = lane / 4 * stride + lane % 4;
-    let reader = corner.top * stride + own;
+    let at = corner.top * stride + own;
     // Writers before the block; and its own first 8, for its last 8.
     let reference = seen(corner.top, true) * stride + lane % 4;
     let inner = (corner.top + 7) * stride + lane % 4;
     if inside(0usize, grid) {
-        #[unroll]
-        for step in 0..comptime!(plan.key_slice / 8) {
-            let side = comptime!(Side { of_y: false, before });
-            let all = comptime!(Reach { filled: [true, true], side, stride });
-            let far = readers::<X, N>(&rows.x, sums, reader, reference, step, all);
-            let last = comptime!(Reach { filled: [false, true], side, stride });
-            let near = readers::<X, N>(&rows.x, sums, reader, inner, step, last);
+        for step in 0..(keys - 1) / 8 + 1 {
+            let mut far = Sequence::<Parts>::new();
+            let mut within = Sequence::<Parts>::new();
             #[unroll]
-            for c in 0..columns {
+            for n in 0..comptime!(plan.readers()) {
+                let x = reader_tile::<X, N>(rows, n);
+                let side = comptime!(Side { of_y: false, before: plan.reader_before(n) });
+                let all = comptime!(Reach { filled: [true, true], side, stride, first_term });
+                far.push(readers::<X, N>(&x, sums, at + step * 8, reference + step * 8, all));
+                let last = comptime!(Reach { filled: [false, true], side, stride, first_term });
+                within.push(readers::<X, N>(&x, sums, at + step * 8, inner + step * 8, last));
+            }
+            #[unroll]
+            for c in 0..comptime!(grid.fragment_columns()) {
                 let first = corner.left + comptime!(c * 8);
-                let writer = first * stride + own;
+                let from = first * stride + own + step * 8;
                 if first < corner.top {
-                    let right = writers::<X, N>(&rows.y, sums, writer, reference, step);
-                    add_parts(acc, &far, &right, c);
+                    let to = reference + step * 8;
+                    add_writers::<X, N>(scores, &far, rows, sums, from, to, c, plan);
                 } else if first == corner.top {
-                    let right = writers::<X, N>(&rows.y, sums, writer, inner, step);
-                    add_parts(acc, &near, &right, c);
+                    let to = inner + step * 8;
+                    add_writers::<X, N>(scores, &within, rows, sums, from, to, c, plan);
                 }
             }
         }
     }
 }
 
-/// Scores among 8 tokens, term by term, by those who hold their fragments.
+/// Fragment `f` of all blocks: products of scaled readers with the writers that begin at `from`.
 #[cube]
-fn add_terms<X: Float, N: Size>(
-    acc: &mut Acc,
+fn add_writers<X: Float, N: Size>(
+    scores: &mut Sequence<Score>,
+    readers: &Sequence<Parts>,
     rows: &ScoreRows<X, N>,
     sums: &Sums,
-    #[comptime] before: bool,
+    from: usize,
+    reference: usize,
+    #[comptime] f: usize,
     #[comptime] plan: Plan,
 ) {
-    let grid = comptime!(plan.pairs());
-    let columns = comptime!(grid.fragment_columns());
-    let stride = comptime!(plan.stride(plan.key_slice));
-    let corner = corner(grid);
-    if inside(0usize, grid) {
+    let first_term = comptime!(plan.pairs().first_term());
+    #[unroll]
+    for w in 0..comptime!(plan.writers()) {
+        let y = writer_tile::<X, N>(rows, w);
+        let right = writers::<X, N>(&y, sums, from, reference, first_term);
         #[unroll]
-        for c in 0..columns {
-            #[unroll]
-            for h in 0..2usize {
-                if corner.left + comptime!(c * 8) == corner.top + comptime!(h * 8) {
-                    let i = row(c, h, grid);
-                    let from = seen(i, before) * stride;
-                    let j = column(c, grid) * stride;
-                    let sum =
-                        acc.index(c)[h] + terms::<X, N>(rows, sums, i * stride, from, j, plan);
-                    set(acc.index_mut(c), h, sum);
-                }
+        for n in 0..comptime!(plan.score_blocks().len()) {
+            let of = comptime!(plan.score_blocks()[n]);
+            if comptime!(of.writer == w) {
+                let left = readers.index(comptime!(of.reader));
+                add_parts(&mut scores.index_mut(n).acc, left, &right, f, first_term);
             }
         }
     }
 }
 
-/// Adds one slice of keys to the near scores of token `unit / 4`, the keys `unit % 4`, 4 more and so on.
+/// Adds one slice of keys to the near scores of token `unit / 4`, the keys `unit % 4`, 4 more and so on. A plane has 8
+/// tokens: units four apart have the same keys, and pass their decays on.
 #[cube]
 fn sum_near<X: Float, N: Size>(
-    near: &mut Array<f32>,
+    scores: &mut Sequence<Score>,
     rows: &ScoreRows<X, N>,
     sums: &Sums,
-    #[comptime] before: bool,
+    keys: usize,
     #[comptime] plan: Plan,
 ) {
     comptime!(assert!(plan.units == 4 * plan.chunk, "four units a token"));
@@ -329,21 +406,44 @@ fn sum_near<X: Float, N: Size>(
     let own = i % comptime!(NEAR);
     let quarter = UNIT_POS as usize % 4;
     let first = (i - own) * stride + quarter;
-    #[unroll]
-    for turn in 0..comptime!(plan.key_slice / 4) {
-        let d = comptime!(turn * 4);
-        let mut reader = f32::cast_from(rows.x[i * stride + quarter + d]);
+    let count = comptime!(plan.readers());
+    for turn in 0..(keys - 1) / 4 + 1 {
+        let d = turn * 4;
+        let here = i * stride + quarter + d;
+        let own_decay = share_kept(between(sums, here, here - min(here, stride)));
+        let mut x = Array::<f32>::new(count);
+        #[unroll]
+        for n in 0..count {
+            let tile = reader_tile::<X, N>(rows, n);
+            x[n] = f32::cast_from(tile[here]);
+        }
         #[unroll]
         for back in 0..comptime!(NEAR) {
             let j = comptime!(NEAR - 1 - back);
-            let at = first + comptime!(j * stride + d);
             if comptime!(j + 1 < NEAR) {
-                // From j on, the decays of all tokens after it, as far as the reader sees.
-                let decay = sums.decays[at + stride];
-                let sees = own >= comptime!(j + 1 + usize::from(before));
-                reader *= select(sees, decay, 1.0f32);
+                // From j on, the decays of all tokens after it, as far as a reader sees.
+                let after = comptime!((j as u32 + 1) * 4) + quarter as u32;
+                let decay = plane_shuffle(own_decay, after);
+                #[unroll]
+                for n in 0..count {
+                    let sees = own >= comptime!(j + 1 + usize::from(plan.reader_before(n)));
+                    x[n] = x[n] * select(sees, decay, 1.0f32);
+                }
             }
-            near[j] += reader * f32::cast_from(rows.y[at]);
+            let at = first + d + comptime!(j * stride);
+            #[unroll]
+            for w in 0..comptime!(plan.writers()) {
+                let tile = writer_tile::<X, N>(rows, w);
+                let y = f32::cast_from(tile[at]);
+                #[unroll]
+                for n in 0..comptime!(plan.score_blocks().len()) {
+                    let of = comptime!(plan.score_blocks()[n]);
+                    if comptime!(of.writer == w) {
+                        let score = scores.index_mut(n);
+                        score.near[j] += x[comptime!(of.reader)] * y;
+                    }
+                }
+            }
         }
     }
 }
@@ -351,8 +451,7 @@ fn sum_near<X: Float, N: Size>(
 /// Adds near scores to the fragments that they belong to. Starts with a barrier.
 #[cube]
 pub(crate) fn add_near(
-    acc: &mut Acc,
-    near: &mut Array<f32>,
+    score: &mut Score,
     exchange: &mut SharedMemory<f32>,
     #[comptime] plan: Plan,
 ) {
@@ -361,15 +460,15 @@ pub(crate) fn add_near(
     let unit = UNIT_POS as usize;
     #[unroll]
     for j in 0..comptime!(NEAR) {
-        near[j] += plane_shuffle_xor(near[j], 1u32);
-        near[j] += plane_shuffle_xor(near[j], 2u32);
+        score.near[j] += plane_shuffle_xor(score.near[j], 1u32);
+        score.near[j] += plane_shuffle_xor(score.near[j], 2u32);
     }
     sync_cube();
     let quarter = unit % 4;
     if quarter == 0 {
         #[unroll]
         for j in 0..comptime!(NEAR) {
-            exchange[unit / 4 * comptime!(NEAR_STRIDE) + j] = near[j];
+            exchange[unit / 4 * comptime!(NEAR_STRIDE) + j] = score.near[j];
         }
     }
     sync_cube();
@@ -380,10 +479,10 @@ pub(crate) fn add_near(
             for h in 0..2usize {
                 if corner.left + comptime!(c * 8) == corner.top + comptime!(h * 8) {
                     let at = row(c, h, grid) * comptime!(NEAR_STRIDE) + quarter * 2;
-                    let mut sum = acc.index(c)[h];
+                    let mut sum = score.acc.index(c)[h];
                     sum[0] += exchange[at];
                     sum[1] += exchange[at + 1];
-                    set(acc.index_mut(c), h, sum);
+                    set(score.acc.index_mut(c), h, sum);
                 }
             }
         }
@@ -398,16 +497,16 @@ fn readers<X: Float, N: Size>(
     sums: &Sums,
     at: usize,
     reference: usize,
-    #[comptime] step: usize,
     #[comptime] reach: Reach,
 ) -> Parts {
     let filled = comptime!(reach.filled);
     let side = comptime!(reach.side);
     let stride = comptime!(reach.stride);
-    let mut left = parts(4usize);
+    let first_term = comptime!(reach.first_term);
+    let mut left = parts(4usize, first_term);
     #[unroll]
     for n in 0..4usize {
-        let right = comptime!(step * 8 + n / 2 * 4);
+        let right = comptime!(n / 2 * 4);
         let mut number = 0.0f32;
         if comptime!(takes_part(filled, n % 2)) {
             let here = at + comptime!(n % 2 * 8 * stride + right);
@@ -416,10 +515,10 @@ fn readers<X: Float, N: Size>(
                 // The first row of all sees itself.
                 from = select(here < stride, here, here - min(here, stride));
             }
-            let decay = f32::exp(between(sums, from, reference + right));
+            let decay = share_kept(between(sums, from, reference + right));
             number = f32::cast_from(x[here]) * decay;
         }
-        put_parts(&mut left, n, number);
+        put_parts(&mut left, n, number, first_term);
     }
     left
 }
@@ -431,23 +530,29 @@ fn writers<X: Float, N: Size>(
     sums: &Sums,
     at: usize,
     reference: usize,
-    #[comptime] step: usize,
+    #[comptime] first_term: usize,
 ) -> Parts {
-    let mut right = parts(2usize);
+    let mut right = parts(2usize, first_term);
     #[unroll]
     for n in 0..2usize {
-        let along = comptime!(step * 8 + n * 4);
-        let decay = f32::exp(between(sums, reference + along, at + along));
-        put_parts(&mut right, n, f32::cast_from(y[at + along]) * decay);
+        let along = comptime!(n * 4);
+        let decay = share_kept(between(sums, reference + along, at + along));
+        put_parts(&mut right, n, f32::cast_from(y[at + along]) * decay, first_term);
     }
     right
 }
 
 /// Fragment `f` of `acc += left right`.
 #[cube]
-fn add_parts(acc: &mut Acc, left: &Parts, right: &Parts, #[comptime] f: usize) {
+fn add_parts(
+    acc: &mut Acc,
+    left: &Parts,
+    right: &Parts,
+    #[comptime] f: usize,
+    #[comptime] first_term: usize,
+) {
     #[unroll]
-    for term in 0..3usize {
+    for term in first_term..3usize {
         execute_tf32(left, right, acc.index_mut(f), term);
     }
 }
@@ -458,11 +563,13 @@ fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
     from: &AdjointRows<X, N, M>,
     sums: &Sums,
+    tokens: usize,
     #[comptime] side: Side,
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
     let stride = comptime!(plan.stride(plan.key_slice));
+    let first_term = comptime!(plan.pairs().first_term());
     let corner = corner(grid);
     if inside(0usize, grid) {
         // Tokens on the other side of the reference row, which is the last before the block or the last in it.
@@ -471,7 +578,7 @@ fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
         } else {
             (seen(corner.top, true), 0usize.runtime(), corner.top)
         };
-        let all = comptime!(Reach { filled: [true, true], side, stride });
+        let all = comptime!(Reach { filled: [true, true], side, stride, first_term });
         let mut sum = zeros(comptime!(grid.fragments()));
         for step in begin / 8..end / 8 {
             let others = Others { corner, first: step * 8, reference };
@@ -482,13 +589,13 @@ fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
         // The other 8 tokens of the block.
         let reference = corner.top + 7;
         let first = if side.of_y { corner.top + 8 } else { corner.top };
-        let half = comptime!(Reach { filled: [side.of_y, !side.of_y], side, stride });
+        let half = comptime!(Reach { filled: [side.of_y, !side.of_y], side, stride, first_term });
         let mut sum = zeros(comptime!(grid.fragments()));
         let others = Others { corner, first, reference };
         add_by_reference::<X, N, M>(&mut sum, from, sums, &others, half, plan);
         scale_to_rows(&mut sum, sums, reference, half, plan);
         add_fragments(acc, &sum, grid);
-        add_own::<X, N, M>(acc, from, sums, &corner, side, plan);
+        add_own::<X, N, M>(acc, from, sums, &corner, tokens, side, plan);
     }
 }
 
@@ -521,7 +628,8 @@ fn add_by_reference<X: Float, N: Size, M: Size>(
     let pairs = comptime!(plan.stride(plan.chunk));
     let columns = comptime!(plan.grid(plan.chunk, plan.key_slice).fragment_columns());
     let lane = UNIT_POS as usize % 32;
-    let mut left = parts(4usize);
+    let first_term = comptime!(reach.first_term);
+    let mut left = parts(4usize, first_term);
     #[unroll]
     for n in 0..4usize {
         let mut number = 0.0f32;
@@ -531,23 +639,24 @@ fn add_by_reference<X: Float, N: Size, M: Size>(
             let at = if of_y { other * pairs + own } else { own * pairs + other };
             number = f32::cast_from(from.weights[at]);
         }
-        put_parts(&mut left, n, number);
+        put_parts(&mut left, n, number, first_term);
     }
     #[unroll]
     for c in 0..columns {
         let d = corner.left + comptime!(c * 8) + lane / 4;
-        let mut right = parts(2usize);
+        let mut right = parts(2usize, first_term);
         #[unroll]
         for n in 0..2usize {
             let other = first + lane % 4 + comptime!(n * 4);
             let decay = if of_y {
-                f32::exp(between(sums, seen(other, before) * stride + d, reference * stride + d))
+                share_kept(between(sums, seen(other, before) * stride + d, reference * stride + d))
             } else {
-                f32::exp(between(sums, reference * stride + d, other * stride + d))
+                share_kept(between(sums, reference * stride + d, other * stride + d))
             };
-            put_parts(&mut right, n, f32::cast_from(from.rows[other * stride + d]) * decay);
+            let number = f32::cast_from(from.rows[other * stride + d]) * decay;
+            put_parts(&mut right, n, number, first_term);
         }
-        add_parts(sum, &left, &right, c);
+        add_parts(sum, &left, &right, c, first_term);
     }
 }
 
@@ -578,9 +687,9 @@ fn scale_to_rows(
                 for l in 0..2usize {
                     let middle = reference * stride + d + l;
                     let decay = if of_y {
-                        f32::exp(between(sums, middle, i * stride + d + l))
+                        share_kept(between(sums, middle, i * stride + d + l))
                     } else {
-                        f32::exp(between(sums, seen(i, before) * stride + d + l, middle))
+                        share_kept(between(sums, seen(i, before) * stride + d + l, middle))
                     };
                     x[l] = x[l] * decay;
                 }
@@ -609,6 +718,7 @@ fn add_own<X: Float, N: Size, M: Size>(
     from: &AdjointRows<X, N, M>,
     sums: &Sums,
     corner: &Corner,
+    tokens: usize,
     #[comptime] side: Side,
     #[comptime] plan: Plan,
 ) {
@@ -617,6 +727,8 @@ fn add_own<X: Float, N: Size, M: Size>(
     let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
     let stride = comptime!(plan.stride(plan.key_slice));
     let pairs = comptime!(plan.stride(plan.chunk));
+    // Of 8 tokens, those that are there.
+    let count = min(tokens, comptime!(NEAR));
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         let d = column(f, grid);
@@ -626,22 +738,20 @@ fn add_own<X: Float, N: Size, M: Size>(
             let mut sum = acc.index(f)[h];
             let own = n % comptime!(NEAR);
             let mut product = Pair::new(1.0f32);
-            #[unroll]
-            for turn in 0..comptime!(NEAR) {
+            for turn in 0..count {
                 // Away from the row itself, so that each token's decay is one factor more.
-                let other = comptime!(if of_y { turn } else { NEAR - 1 - turn });
-                let m = corner.top + comptime!(h * 8 + other);
+                let other = if of_y { turn } else { count - 1 - turn };
+                let m = corner.top + comptime!(h * 8) + other;
                 let i = if of_y { m } else { n };
                 let j = if of_y { n } else { m };
                 let back = comptime!(usize::from(before));
-                if comptime!(turn > 0) {
-                    let newest = if of_y { m - back } else { m + 1 };
-                    let sees = if of_y { own + back < other } else { other + back < own };
-                    #[unroll]
-                    for l in 0..2usize {
-                        let decay = sums.decays[newest * stride + d + l];
-                        product[l] = product[l] * select(sees, decay, 1.0f32);
-                    }
+                let newest =
+                    if of_y { m - min(back, m) } else { min(m + 1, comptime!(plan.chunk - 1)) };
+                let sees = if of_y { own + back < other } else { other + back < own };
+                #[unroll]
+                for l in 0..2usize {
+                    let decay = sums.decays[newest * stride + d + l];
+                    product[l] = product[l] * select(sees, decay, 1.0f32);
                 }
                 let mut y = Pair::empty();
                 y[0] = f32::cast_from(from.rows[m * stride + d]);

@@ -54,7 +54,7 @@ pub(crate) struct Window {
 
 impl Window {
     /// Vectors of `read` numbers that a unit loads.
-    fn turns(&self, read: usize) -> usize {
+    pub fn turns(&self, read: usize) -> usize {
         (self.rows * self.columns / read).div_ceil(self.units)
     }
 }
@@ -71,30 +71,28 @@ pub(crate) fn load<S: Float, G: Size, E: Float, N: Size>(
     let read = G::value();
     #[unroll]
     for turn in 0..comptime!(window.turns(read)) {
-        let x = request::<S, G>(source, rows, first, turn, window);
+        let x = vector_of::<S, G>(source, rows, first, turn, window);
         lay_down::<S, G, E, N>(tile, x, turn, window);
     }
 }
 
-/// This unit's vectors of [`load`], requested and not yet waited for.
+/// This unit's vectors of [`load`], [`Window::turns`] of them, requested and not yet waited for.
 #[cube]
-pub(crate) fn fetch<S: Float, G: Size>(
+pub(crate) fn request<S: Float, G: Size>(
+    coming: &mut Array<Vector<S, G>>,
     source: &Array<Vector<S, G>>,
     rows: &Rows,
     first: usize,
     #[comptime] window: Window,
-) -> Array<Vector<S, G>> {
+) {
     let read = G::value();
-    let turns = comptime!(window.turns(read));
-    let mut coming = Array::<Vector<S, G>>::new(turns);
     #[unroll]
-    for turn in 0..turns {
-        coming[turn] = request::<S, G>(source, rows, first, turn, window);
+    for turn in 0..comptime!(window.turns(read)) {
+        coming[turn] = vector_of::<S, G>(source, rows, first, turn, window);
     }
-    coming
 }
 
-/// Writes the vectors of [`fetch`] to a tile.
+/// Writes the vectors of [`request`] to a tile.
 #[cube]
 pub(crate) fn lay<S: Float, G: Size, E: Float, N: Size>(
     tile: &mut SharedMemory<Vector<E, N>>,
@@ -110,7 +108,7 @@ pub(crate) fn lay<S: Float, G: Size, E: Float, N: Size>(
 
 /// Vector `turn` of this unit's share of a window.
 #[cube]
-fn request<S: Float, G: Size>(
+fn vector_of<S: Float, G: Size>(
     source: &Array<Vector<S, G>>,
     rows: &Rows,
     first: usize,

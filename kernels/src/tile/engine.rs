@@ -11,7 +11,8 @@ pub enum Engine {
     /// f32 arithmetic, on every device.
     Plain,
     /// f32 on tensor cores through `mma.m16n8k8`, three products of TF32 parts for each product of f32
-    /// (relative error 2^-21): NVIDIA from sm_80 on.
+    /// (relative error 2^-21): NVIDIA from sm_80 on. Around a state pass on [`Engine::Mma`], one product of numbers
+    /// that are rounded to TF32 (2^-10).
     Tf32,
     /// Tensor cores through `mma.m16n8k16`, bf16 or f16 in and f32 out: NVIDIA from sm_80 on.
     Mma,
@@ -80,6 +81,8 @@ impl Engine {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Grid {
     pub engine: Engine,
+    /// `Tf32`: factors are rounded, for one product in place of three.
+    pub rounded: bool,
     pub m: usize,
     pub n: usize,
     pub units: usize,
@@ -133,6 +136,11 @@ impl Grid {
             Engine::Plain => self.across(),
             Engine::Tf32 | Engine::Mma => 4 * self.across(),
         }
+    }
+
+    /// `Tf32`: the first of the three products that a product of f32 is made of, least first.
+    pub fn first_term(&self) -> usize {
+        if self.rounded { 2 } else { 0 }
     }
 
     /// Rows and columns from a unit's first pair to pair `h` of fragment `f`.

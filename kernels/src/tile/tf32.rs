@@ -1,4 +1,4 @@
-//! [`Engine::Tf32`](super::Engine::Tf32): f32 on tensor cores, each number as a sum of two of TF32.
+//! [`Engine::Tf32`](super::Engine::Tf32): f32 on tensor cores, each number as a sum of two of TF32, or rounded to one.
 
 use super::engine::{Inverse, Mul, TileEngine};
 use super::planes::{self, BlockMul, PlaneProduct};
@@ -38,6 +38,7 @@ impl TileEngine for Tf32 {
         let grid = comptime!(spec.grid);
         let rows = comptime!(grid.fragment_rows());
         let columns = comptime!(grid.fragment_columns());
+        let first_term = comptime!(grid.first_term());
         let [a_row, a_k] = comptime!(spec.a_steps());
         let [b_k, b_column] = comptime!(spec.b_steps());
         let lane = UNIT_POS as usize % 32;
@@ -50,29 +51,29 @@ impl TileEngine for Tf32 {
                 let mut left = Sequence::<Parts>::new();
                 #[unroll]
                 for r in 0..rows {
-                    let mut block = parts(4usize);
+                    let mut block = parts(4usize, first_term);
                     #[unroll]
                     for n in 0..4usize {
                         let down = comptime!(grid.step(r * columns, 0)[0] + n % 2 * 8);
                         let at = comptime!(down * a_row + (step * 8 + n / 2 * 4) * a_k);
-                        put_parts(&mut block, n, f32::cast_from(a[a_from + at]));
+                        put_parts(&mut block, n, f32::cast_from(a[a_from + at]), first_term);
                     }
                     left.push(block);
                 }
                 let mut right = Sequence::<Parts>::new();
                 #[unroll]
                 for c in 0..columns {
-                    let mut block = parts(2usize);
+                    let mut block = parts(2usize, first_term);
                     #[unroll]
                     for n in 0..2usize {
                         let at = comptime!(c * 8 * b_column + (step * 8 + n * 4) * b_k);
-                        put_parts(&mut block, n, f32::cast_from(b[b_from + at]));
+                        put_parts(&mut block, n, f32::cast_from(b[b_from + at]), first_term);
                     }
                     right.push(block);
                 }
                 // Fragments in the inner loop: products into one fragment wait for each other.
                 #[unroll]
-                for term in 0..3usize {
+                for term in first_term..3usize {
                     #[unroll]
                     for f in 0..comptime!(rows * columns) {
                         let x = left.index(comptime!(f / columns));
@@ -112,16 +113,16 @@ impl PlaneProduct for Tf32 {
         let b_lane = b_at + lane % 4 * stride + lane / 4;
         #[unroll]
         for k in 0..comptime!(depth / 8) {
-            let mut left = parts(4usize);
+            let mut left = parts(4usize, 0usize);
             #[unroll]
             for n in 0..4usize {
                 let at = comptime!(n % 2 * 8 * stride + n / 2 * 4 + k * 8);
-                put_parts(&mut left, n, a[a_lane + at]);
+                put_parts(&mut left, n, a[a_lane + at], 0usize);
             }
-            let mut right = parts(2usize);
+            let mut right = parts(2usize, 0usize);
             #[unroll]
             for n in 0..2usize {
-                put_parts(&mut right, n, b[b_lane + comptime!((n * 4 + k * 8) * stride)]);
+                put_parts(&mut right, n, b[b_lane + comptime!((n * 4 + k * 8) * stride)], 0usize);
             }
             #[unroll]
             for term in 0..3usize {
@@ -131,28 +132,42 @@ impl PlaneProduct for Tf32 {
     }
 }
 
-/// A left or right operand of `mma.m16n8k8`: its numbers as sums of two of TF32.
+/// A left or right operand of `mma.m16n8k8`: its numbers as sums of two of TF32, or rounded to one.
 #[derive(CubeType)]
 pub(crate) struct Parts {
     high: Array<Vector<tf32, Const<1>>>,
     low: Array<Vector<tf32, Const<1>>>,
 }
 
-/// Room for an operand of so many registers.
+/// Room for an operand of so many registers, for the products from `first_term` on.
 #[cube]
-pub(crate) fn parts(#[comptime] registers: usize) -> Parts {
+pub(crate) fn parts(#[comptime] registers: usize, #[comptime] first_term: usize) -> Parts {
     Parts {
         high: Array::<Vector<tf32, Const<1>>>::new(registers),
-        low: Array::<Vector<tf32, Const<1>>>::new(registers),
+        low: Array::<Vector<tf32, Const<1>>>::new(comptime!(if first_term < 2 {
+            registers
+        } else {
+            1
+        })),
     }
 }
 
 /// Number `n` of an operand: `high` is x to 11 bits, `low` the rest, which tensor cores read to 11 bits.
 #[cube]
-pub(crate) fn put_parts(to: &mut Parts, #[comptime] n: usize, x: f32) {
-    let high = (u32::reinterpret(x) + 0x1000u32) & 0xffff_e000u32;
-    to.high[n] = Vector::<tf32, Const<1>>::reinterpret(high);
-    to.low[n] = Vector::<tf32, Const<1>>::reinterpret(x - f32::reinterpret(high));
+pub(crate) fn put_parts(
+    to: &mut Parts,
+    #[comptime] n: usize,
+    x: f32,
+    #[comptime] first_term: usize,
+) {
+    if comptime!(first_term < 2) {
+        let high = (u32::reinterpret(x) + 0x1000u32) & 0xffff_e000u32;
+        to.high[n] = Vector::<tf32, Const<1>>::reinterpret(high);
+        to.low[n] = Vector::<tf32, Const<1>>::reinterpret(x - f32::reinterpret(high));
+    } else {
+        // By the device's own rounding, which leaves a NaN what it is.
+        to.high[n] = Vector::<tf32, Const<1>>::cast_from(x);
+    }
 }
 
 /// `c +=` one of the three products that `a b` is made of, for one 16 x 8 x 8 block; the least comes first.
