@@ -242,7 +242,8 @@ fn scan(sums: &mut Sums, at: usize, first: f32, second: f32, there: bool) {
     }
 }
 
-/// What a log decay leaves, e^g, by the device's short exponential, on NVIDIA right to about 2e-7 (1 + |g|) of itself.
+/// e^g, the share that a log decay keeps, by the device's short exponential: on NVIDIA right to about 2e-7 (1 + |g|) of
+/// itself.
 #[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
 pub(crate) fn share_kept(log_decay: f32) -> f32 {
     f32::exp(log_decay)

@@ -15,8 +15,8 @@ use crate::chunkwise::chunk::Place;
 use crate::chunkwise::plan::GradientPlan;
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Grid, Pair, Rows, Window, column, inside, lay, load_async, load_matrix, own_or, request,
-    row, set, tile, width_of, zeros,
+    Acc, Grid, Pair, Rows, Window, column, inside, lay, load, load_async, load_matrix, own_or,
+    request, row, set, tile, width_of, zeros,
 };
 use cubecl::prelude::*;
 
@@ -439,50 +439,29 @@ pub(crate) fn lay_state_operands<P: StageTypes>(
     }
 }
 
-/// Sliced: this unit's part of a slice of rows of keys, requested and not yet waited for.
+/// Sliced: loads one slice of rows of keys between two barriers.
 #[cube]
-pub(crate) fn coming_keys<P: StageTypes>(
-    #[comptime] plan: GradientPlan,
-) -> Array<Vector<P::F, P::G>> {
-    let read = width_of::<P::G>();
-    Array::new(comptime!(if plan.whole { 1 } else { plan.key_window().turns(read) }))
-}
-
-/// Sliced: requests one slice of rows of keys.
-#[cube]
-pub(crate) fn request_keys<P: StageTypes>(
-    coming: &mut Array<Vector<P::F, P::G>>,
+pub(crate) fn load_key_rows<P: StageTypes>(
+    tiles: &mut GradientTiles<P::X, P::N>,
     from: &GradientInputs<P>,
     first: usize,
     #[comptime] which: Keys,
     #[comptime] plan: GradientPlan,
 ) {
-    let window = comptime!(plan.key_window());
-    let keys = from.place.keys;
-    let rows = from.place.rows;
     if comptime!(!plan.whole) {
-        if comptime!(which == Keys::Q) {
-            request::<P::F, P::G>(coming, &from.x.q, &keys, first, window);
-        } else if comptime!(which == Keys::K) {
-            request::<P::F, P::G>(coming, &from.x.k, &keys, first, window);
-        } else if comptime!(which == Keys::A) {
-            request::<P::F, P::G>(coming, &from.x.a, &rows, first, window);
-        } else {
-            request::<P::F, P::G>(coming, &from.x.b, &rows, first, window);
-        }
-    }
-}
-
-/// Sliced: puts rows of keys into their tile, between two barriers.
-#[cube]
-pub(crate) fn lay_keys<P: StageTypes>(
-    tiles: &mut GradientTiles<P::X, P::N>,
-    coming: &Array<Vector<P::F, P::G>>,
-    #[comptime] plan: GradientPlan,
-) {
-    if comptime!(!plan.whole) {
+        let window = comptime!(plan.key_window());
+        let (keys, rows) = (&from.place.keys, &from.place.rows);
+        let to = &mut tiles.right;
         sync_cube();
-        lay::<P::F, P::G, P::X, P::N>(&mut tiles.right, coming, comptime!(plan.key_window()));
+        if comptime!(which == Keys::Q) {
+            load::<P::F, P::G, P::X, P::N>(to, &from.x.q, keys, first, window);
+        } else if comptime!(which == Keys::K) {
+            load::<P::F, P::G, P::X, P::N>(to, &from.x.k, keys, first, window);
+        } else if comptime!(which == Keys::A) {
+            load::<P::F, P::G, P::X, P::N>(to, &from.x.a, rows, first, window);
+        } else {
+            load::<P::F, P::G, P::X, P::N>(to, &from.x.b, rows, first, window);
+        }
         sync_cube();
     }
 }

@@ -27,9 +27,9 @@ use crate::chunkwise::decay_gradients::{
     write_vector_d_g,
 };
 use crate::chunkwise::gradient_tiles::{
-    GradientInputs, GradientTiles, StateFactors, coming_keys, coming_state, coming_values,
-    copy_group_async, gradient_tiles, keys_tile, lay_keys, lay_state_operands, load_fragments,
-    request_keys, request_state, request_values, state_tile, values_tile,
+    GradientInputs, GradientTiles, StateFactors, coming_state, coming_values, copy_group_async,
+    gradient_tiles, keys_tile, lay_state_operands, load_fragments, load_key_rows, request_state,
+    request_values, state_tile, values_tile,
 };
 use crate::chunkwise::plan::{GradientPlan, row_major, transposed};
 use crate::chunkwise::roles::{CopyGroup, Keys, Scored, States, TokenOffset, Values};
@@ -458,9 +458,7 @@ fn add_terms<P: StageTypes>(
     for n in 0..comptime!(plan.terms(role).len()) {
         let term = comptime!(plan.terms(role)[n]);
         let of = comptime!(term.rows);
-        let mut coming = coming_keys::<P>(plan);
-        request_keys::<P>(&mut coming, &chunk.from, first, of, plan);
-        lay_keys::<P>(&mut chunk.tiles, &coming, plan);
+        load_key_rows::<P>(&mut chunk.tiles, &chunk.from, first, of, plan);
         let rows = keys_tile::<P::X, P::N>(&chunk.tiles, of, plan);
         let weights = scored_tile::<P::X, P::M>(&chunk.d_scores, comptime!(term.scored));
         let from = AdjointRows::<P::X, P::N, P::M> { weights, rows };
