@@ -4,7 +4,7 @@
 //! `cargo run --release -p linattn-kernels --features cuda --example few_rows -- cuda`
 //! For `vulkan` in place of `cuda` build with `--features vulkan`, for `wgsl` without it.
 //!
-//! Of one row, matrices of 4 and 8 bits too.
+//! Of one row, matrices of 4 and 8 bits too; of 64 and more, the product for many rows beside it.
 //!
 //! With `tilings` behind the device, every tiling of tensor cores in place of the one that is chosen; with `units`,
 //! every way to deal a matrix out among cubes and units, up to 4 rows.
@@ -20,6 +20,7 @@ use cubecl::server::Handle;
 use cubecl::wgpu::WgpuRuntime;
 use half::bf16;
 use linattn_kernels::few_rows::{Columns, Dims, Input, Product, Reading, Tiling};
+use linattn_kernels::matmul::{self, Layout};
 use linattn_kernels::quantized::{self, Bits};
 use std::time::Instant;
 
@@ -34,7 +35,7 @@ const MATRICES: [[usize; 2]; 8] = [
     [5632, 2048],
     [2048, 32_000],
 ];
-const ROWS: [usize; 5] = [1, 4, 8, 16, 64];
+const ROWS: [usize; 6] = [1, 4, 8, 16, 64, 128];
 /// Bytes of matrices that calls take in turn.
 const ROTATED: usize = 256 << 20;
 /// Calls that are timed.
@@ -153,7 +154,10 @@ fn one<R: Runtime>(
             }
             return;
         }
-        _ => return time(client, &format!("{row},chosen"), &product, kind, sizes, copies),
+        _ => {
+            time(client, &format!("{row},chosen"), &product, kind, sizes, copies);
+            return by_tiles(client, &format!("{row},matmul"), dtype, sizes, copies);
+        }
     }
     for tiling in tilings(rows) {
         if let Ok(Some(product)) = product.clone().tiled(client, tiling) {
@@ -166,7 +170,7 @@ fn one<R: Runtime>(
 
 /// Tilings of tensor cores for so many rows, of 8 at least.
 fn tilings(rows: usize) -> Vec<Tiling> {
-    let most = if rows < 8 { return vec![] } else { rows.next_power_of_two() };
+    let most = if rows < 8 { return vec![] } else { rows.next_power_of_two().min(64) };
     let mut tilings = vec![];
     for rows in [most, most / 2].into_iter().filter(|rows| *rows >= 8) {
         for width in [4, 8] {
@@ -199,6 +203,26 @@ fn time<R: Runtime>(
     let size = if kind == FloatKind::F32 { 4 } else { 2 };
     let read = (inner * columns * size) as f64 / us / 1e3;
     println!("{row},{us:.2},{read:.0},{error:.1e}");
+}
+
+/// One row of the table, of the product for many rows, where the device has it.
+fn by_tiles<R: Runtime>(
+    client: &ComputeClient<R>,
+    row: &str,
+    dtype: StorageType,
+    [rows, inner, columns]: [usize; 3],
+    copies: &[Handle],
+) {
+    let of_x = Layout { stride: inner, along_k: true };
+    let of_w = Layout { stride: columns, along_k: false };
+    let (m, n, k) = (rows, columns, inner);
+    let product = matmul::Product { m, n, k, lhs: of_x, rhs: of_w, input: dtype, output: dtype };
+    let x = client.create_from_slice(&vec![0; rows * inner * dtype.size()]);
+    let run = |n: usize| matmul::matmul(client, &x, &copies[n % copies.len()], product);
+    if rows >= 64 && matches!(run(0), Ok(Some(_))) {
+        let us = microseconds(client, copies.len(), |n| drop(run(n)));
+        println!("{row},{us:.2},{:.0},", (inner * columns * dtype.size()) as f64 / us / 1e3);
+    }
 }
 
 /// Of a call, in a queue of them.

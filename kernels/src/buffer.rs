@@ -56,23 +56,36 @@ pub(crate) fn buffers<R: Runtime>(
         .map(|place| (place, buffer(client, &[wanted[place].0], wanted[place].1)))
         .collect();
     for places in small.chunks(SHARED / SMALL) {
-        let descriptor =
-            |place: &usize| MemoryLayoutDescriptor::contiguous([bytes(place)].into(), 1);
-        let layouts = match cfg!(test) {
-            true => {
-                let fill = vec![0xff; SMALL];
-                let filled = places.iter().map(|n| (descriptor(n), &fill[..bytes(n)])).collect();
-                client.create_tensors_from_slices(filled)
-            }
-            false => client.empty_tensors(places.iter().map(descriptor).collect()),
-        };
-        made.extend(places.iter().zip(layouts).map(|(&place, layout)| {
-            let (numbers, dtype) = wanted[place];
-            (place, Buffer { handle: layout.memory, shape: vec![numbers], dtype })
-        }));
+        let of_places: Vec<_> = places.iter().map(|&place| wanted[place]).collect();
+        made.extend(places.iter().copied().zip(together(client, &of_places)));
     }
     made.sort_by_key(|(place, _)| *place);
     made.into_iter().map(|(_, buffer)| buffer).collect()
+}
+
+/// Buffers that a kernel is to fill, of so many numbers each, by one request: they share memory, which is free again when
+/// all are.
+pub(crate) fn together<R: Runtime>(
+    client: &ComputeClient<R>,
+    wanted: &[(usize, StorageType)],
+) -> Vec<Buffer> {
+    let sizes = || wanted.iter().map(|(numbers, dtype)| numbers * dtype.size());
+    let descriptor = |bytes: usize| MemoryLayoutDescriptor::contiguous([bytes].into(), 1);
+    let layouts = match cfg!(test) {
+        true => {
+            let fill = vec![0xff; sizes().max().unwrap_or(0)];
+            let filled = sizes().map(|bytes| (descriptor(bytes), &fill[..bytes])).collect();
+            client.create_tensors_from_slices(filled)
+        }
+        false => client.empty_tensors(sizes().map(descriptor).collect()),
+    };
+    let made = wanted.iter().zip(layouts);
+    made.map(|(&(numbers, dtype), layout)| Buffer {
+        handle: layout.memory,
+        shape: vec![numbers],
+        dtype,
+    })
+    .collect()
 }
 
 /// A whole tensor, as an argument.

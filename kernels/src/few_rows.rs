@@ -3,7 +3,7 @@
 //! ```text
 //! y_mn = b_n + sum_k x_mk W_kn                     in f32
 //!
-//! x:   [M, K]    F    M from 1 to 64; it begins at a multiple of 8 bytes; or another `Input`
+//! x:   [M, K]    F    M from 1 to 64, on tensor cores to 128; it begins at a multiple of 8 bytes; or another `Input`
 //! W_i: [K, N_i]  F    1 to 8 of them; rows lie `stride` numbers apart, in each its own
 //! b:   [N]       F    if there is one; N = N_1 + N_2 ..
 //! y:   [M, N]    F
@@ -33,7 +33,7 @@ use tensor_cores::PACKED;
 pub use tensor_cores::Tiling;
 
 use crate::SOURCE;
-use crate::buffer::{Buffer, array, buffer, whole};
+use crate::buffer::{Buffer, array, whole};
 use crate::fused::column_sums::multiprocessors;
 use crate::refusal::{Refusal, check_type};
 use cubecl::ir::StorageType;
@@ -42,6 +42,8 @@ use cubecl::server::Handle;
 
 /// Most rows of x. Above, [`matmul`](crate::matmul) is worth its tiles.
 pub const MOST_ROWS: usize = 64;
+/// Most rows of x where tensor cores take them: a prompt's, whose matrices lie where they are.
+pub const MOST_ON_TENSOR_CORES: usize = 128;
 /// Most matrices of a launch.
 pub const MOST_MATRICES: usize = 8;
 
@@ -286,8 +288,14 @@ impl Product {
         let Dims { rows, inner } = dims;
         let columns: usize = matrices.iter().map(|matrix| matrix.count).sum();
         let any_empty = matrices.iter().any(|matrix| matrix.count == 0);
-        if !(1..=MOST_ROWS).contains(&rows) || inner == 0 || columns == 0 || any_empty {
-            return Err(Refusal::Product { rows, inner, columns, most: MOST_ROWS });
+        let by_tensor_cores = match any_empty {
+            // Tensor cores read rows as they lie in memory.
+            false if reading == Reading::Rows => Tiling::choose(client, dims, matrices, dtype),
+            _ => None,
+        };
+        let most = if by_tensor_cores.is_some() { MOST_ON_TENSOR_CORES } else { MOST_ROWS };
+        if !(1..=most).contains(&rows) || inner == 0 || columns == 0 || any_empty {
+            return Err(Refusal::Product { rows, inner, columns, most });
         }
         reading.check(inner)?;
         let (got, most) = (matrices.len(), MOST_MATRICES);
@@ -304,11 +312,6 @@ impl Product {
             return Err(Refusal::TooLarge { what: "numbers in a tensor", got, most });
         }
         let by_units = || Plan::Units(Split::new(client, dims, reading, matrices, dtype));
-        // Tensor cores read rows as they lie in memory.
-        let by_tensor_cores = match reading {
-            Reading::Rows => Tiling::choose(client, dims, matrices, dtype),
-            _ => None,
-        };
         let plan = by_tensor_cores.map_or_else(by_units, Plan::TensorCores);
         Self { dims, matrices: matrices.to_vec(), dtype, plan }.checked(client)
     }
@@ -392,14 +395,13 @@ impl Product {
         assert_eq!(weights.len(), matrices.len(), "a handle for each matrix");
         let Dims { rows, inner } = *dims;
         let columns = matrices.iter().map(|matrix| matrix.count).sum();
-        let y = buffer(client, &[rows, columns], *dtype);
+        let output = plan.reading().output(client, [rows, inner], columns, *dtype);
         let [across, deep] = plan.cubes(*dims, matrices);
         let cubes = CubeCount::Static(across as u32, 1, deep as u32);
         let sizes = SizesLaunch::new(rows as u32, inner as u32, columns as u32);
         let biased = bias.is_some();
         // A bias that is not there: any tensor of this type would do, and none is read.
         let bias = bias.map_or(array(weights[0], 1), |bias| array(bias, columns));
-        let mut sum = None;
         let [each, _] = plan.tile();
         // SAFETY: rows and columns past the ends are cut off or repeat the last ones, so that all stays
         // within the sizes of `dims` and `matrices`, which the caller promises.
@@ -407,18 +409,17 @@ impl Product {
         match *plan {
             Plan::Units(split) => unsafe {
                 assert_eq!(x.reading(), split.reading, "x is read as it was planned");
-                sum = split.reading.sum(client, [rows, inner], *dtype);
                 let mut sums = SequenceArg::new();
                 let vector = x.vector(client, inner, *dtype);
                 let all = rows * inner / vector;
-                sum.iter().for_each(|sum| sums.push(array(&sum.handle, all)));
+                output.sum.iter().for_each(|sum| sums.push(array(&sum.handle, all)));
                 rows_by_matrices::launch_unchecked::<R>(
                     client,
                     cubes,
                     CubeDim::new_1d(UNITS as u32),
                     OperandsLaunch::new(x.arrays([rows, inner], vector), bias),
                     side_by_side(inner, weights, matrices, [each, 1]),
-                    whole(&y),
+                    whole(&output.y),
                     sums,
                     sizes,
                     Split { biased, ..split },
@@ -436,7 +437,7 @@ impl Product {
                     CubeDim::new_1d(tiling.units() as u32),
                     tensor_cores::RowsLaunch::new(array(x, rows * inner / PACKED), bias),
                     side_by_side(inner, weights, matrices, [each, PACKED]),
-                    whole(&y),
+                    whole(&output.y),
                     sizes,
                     tensor_cores::Form::new(tiling, inner, matrices.len(), biased),
                     *dtype,
@@ -444,7 +445,7 @@ impl Product {
                 );
             },
         }
-        Output { y, sum }
+        output
     }
 }
 

@@ -381,12 +381,11 @@ impl Product {
         assert!(form.is_of(matrices), "matrices are as planned");
         assert_eq!(x.reading(), split.reading, "x is read as it was planned");
         let (size, columns) = ([dims.rows, dims.inner], form.all_columns());
-        let y = buffer(client, &[dims.rows, columns], *dtype);
-        let sum = split.reading.sum(client, size, *dtype);
+        let output = split.reading.output(client, size, columns, *dtype);
         let mut sums = SequenceArg::new();
         let vector = x.vector(client, dims.inner, *dtype);
         let all = dims.rows * dims.inner / vector;
-        sum.iter().for_each(|sum| sums.push(array(&sum.handle, all)));
+        output.sum.iter().for_each(|sum| sums.push(array(&sum.handle, all)));
         let quantized = split.cubes(form);
         let cubes = quantized + split.cubes_of_floats(form);
         let sizes =
@@ -401,7 +400,7 @@ impl Product {
                 CubeDim::new_1d(UNITS as u32),
                 x.arrays(size, vector),
                 self.arrays(matrices),
-                whole(&y),
+                whole(&output.y),
                 sums,
                 sizes,
                 *split,
@@ -411,7 +410,7 @@ impl Product {
                 vector,
             );
         }
-        Output { y, sum }
+        output
     }
 
     /// The kernel's matrices.

@@ -27,6 +27,8 @@
 //!         gradient: decoding has none.
 //! ```
 
+pub mod convolved;
+
 use crate::SOURCE;
 use crate::buffer::{array, buffer, whole};
 use crate::fused::column_sums::multiprocessors;
@@ -76,6 +78,10 @@ impl Split {
     fn held(&self) -> usize {
         ROWS * self.kept.unwrap_or(1)
     }
+
+    fn units(&self) -> usize {
+        COLUMNS * self.slices
+    }
 }
 
 /// The kernel of one token, planned.
@@ -122,7 +128,7 @@ impl<R: Runtime> Step<R> {
             recurrent_step::launch_unchecked::<R>(
                 client,
                 CubeCount::Static(x_cubes as u32, y_cubes as u32, 1),
-                CubeDim::new_1d((COLUMNS * split.slices) as u32),
+                CubeDim::new_1d(split.units() as u32),
                 token(split.variant, *dims, x, state),
                 whole(&next),
                 whole(&o),
@@ -258,8 +264,6 @@ struct Share {
     /// K and V.
     key_width: usize,
     value_width: usize,
-    /// e^g of a scalar decay.
-    decay: f32,
 }
 
 /// The kernel.
@@ -273,42 +277,42 @@ pub(crate) fn recurrent_step<F: Float>(
     #[define(F)] _dtype: StorageType,
 ) {
     let variant = comptime!(split.variant);
-    let share = share::<F>(x, sizes, split);
-    let mut parts = SharedMemory::<f32>::new(comptime!(split.slices * COLUMNS));
+    let share = share(sizes);
+    let mut parts = SharedMemory::<f32>::new(comptime!(split.units()));
     let mut held = Array::<f32>::new(comptime!(split.held()));
-    #[unroll]
-    for turn in 0..comptime!(split.kept.unwrap_or(0)) {
-        request::<F>(&mut held, x, &share, turn, turn, split);
+    request_kept(&mut held, &x.state, &share, split);
+    let mut decay = 1.0f32;
+    if comptime!(variant.scalar()) {
+        decay = f32::exp(x.g[share.batch_head]);
     }
+    let mut sums = Array::<f32>::new(1usize);
     let mut retrieved = 0.0f32;
     if comptime!(variant.solves()) {
-        let part = retrieve::<F>(x, &mut held, &share, split);
-        retrieved = sum_slices(&mut parts, part, &share, split);
+        sums[0] = retrieve::<F>(x, &mut held, &share, decay, split);
+        sum_slices(&mut parts, &mut sums, &share, 1usize, split);
+        retrieved = sums[0];
     }
     let mut u = f32::cast_from(x.v[share.value]);
     if comptime!(variant.delta()) {
         u = x.beta[share.batch_head] * (u - retrieved);
     }
-    let part = write::<F>(x, next, &mut held, &share, u, retrieved, split);
-    let read = sum_slices(&mut parts, part, &share, split);
+    let written = Written { u, retrieved, decay };
+    sums[0] = write::<F>(x, next, &mut held, &share, &written, split);
+    sum_slices(&mut parts, &mut sums, &share, 1usize, split);
     if share.there && share.slice == 0 {
-        o[share.value] = F::cast_from(read);
+        o[share.value] = F::cast_from(sums[0]);
     }
 }
 
 /// The share of this unit.
 #[cube]
-fn share<F: Float>(x: &Token<F>, sizes: &Sizes, #[comptime] split: Split) -> Share {
+fn share(sizes: &Sizes) -> Share {
     let batch_head = CUBE_POS_X as usize;
     let key_width = sizes.key_width as usize;
     let value_width = sizes.value_width as usize;
     let lane = UNIT_POS as usize % COLUMNS;
     let column = CUBE_POS_Y as usize * COLUMNS + lane;
     let stored = min(column, value_width - 1);
-    let mut decay = 1.0f32;
-    if comptime!(split.variant.scalar()) {
-        decay = f32::exp(x.g[batch_head]);
-    }
     Share {
         batch_head,
         slice: UNIT_POS as usize / COLUMNS,
@@ -320,7 +324,6 @@ fn share<F: Float>(x: &Token<F>, sizes: &Sizes, #[comptime] split: Split) -> Sha
         state: batch_head * key_width * value_width + stored,
         key_width,
         value_width,
-        decay,
     }
 }
 
@@ -336,18 +339,19 @@ fn row(share: &Share, turn: usize, #[comptime] n: usize, #[comptime] split: Spli
     share.slice + (turn * ROWS + n) * comptime!(split.slices)
 }
 
-/// `s` of row `i` after this token's decay.
+/// `s` of row `i` after this token's decay; `decay` is e^g where that is a scalar.
 #[cube]
 fn decayed<F: Float>(
     x: &Token<F>,
     share: &Share,
     i: usize,
     s: f32,
+    decay: f32,
     #[comptime] split: Split,
 ) -> f32 {
     let mut left = s;
     if comptime!(split.variant.scalar()) {
-        left = share.decay * s;
+        left = decay * s;
     }
     if comptime!(split.variant.vector()) {
         left = f32::exp(x.g[share.rows + i]) * s;
@@ -357,9 +361,9 @@ fn decayed<F: Float>(
 
 /// Requests this unit's rows of a turn, the one that is held at `place`.
 #[cube]
-fn request<F: Float>(
+fn request(
     held: &mut Array<f32>,
-    x: &Token<F>,
+    state: &Array<f32>,
     share: &Share,
     turn: usize,
     #[comptime] place: usize,
@@ -368,7 +372,21 @@ fn request<F: Float>(
     #[unroll]
     for n in 0..ROWS {
         let at = min(row(share, turn, n, split), share.key_width - 1);
-        held[comptime!(place * ROWS + n)] = x.state[share.state + at * share.value_width];
+        held[comptime!(place * ROWS + n)] = state[share.state + at * share.value_width];
+    }
+}
+
+/// Requests all of this unit's rows, where they stay in registers.
+#[cube]
+fn request_kept(
+    held: &mut Array<f32>,
+    state: &Array<f32>,
+    share: &Share,
+    #[comptime] split: Split,
+) {
+    #[unroll]
+    for turn in 0..comptime!(split.kept.unwrap_or(0)) {
+        request(held, state, share, turn, turn, split);
     }
 }
 
@@ -378,18 +396,19 @@ fn retrieve<F: Float>(
     x: &Token<F>,
     held: &mut Array<f32>,
     share: &Share,
+    decay: f32,
     #[comptime] split: Split,
 ) -> f32 {
     let mut retrieved = 0.0f32;
     if comptime!(split.kept.is_some()) {
         #[unroll]
         for turn in 0..comptime!(split.kept.unwrap_or(0)) {
-            retrieved += retrieve_rows::<F>(x, held, share, turn, turn, split);
+            retrieved += retrieve_rows::<F>(x, held, share, decay, turn, turn, split);
         }
     } else {
         for turn in 0..turns(share, split) {
-            request::<F>(held, x, share, turn, 0usize, split);
-            retrieved += retrieve_rows::<F>(x, held, share, turn, 0usize, split);
+            request(held, &x.state, share, turn, 0usize, split);
+            retrieved += retrieve_rows::<F>(x, held, share, decay, turn, 0usize, split);
         }
     }
     retrieved
@@ -401,6 +420,7 @@ fn retrieve_rows<F: Float>(
     x: &Token<F>,
     held: &Array<f32>,
     share: &Share,
+    decay: f32,
     turn: usize,
     #[comptime] place: usize,
     #[comptime] split: Split,
@@ -412,7 +432,7 @@ fn retrieve_rows<F: Float>(
         let at = min(i, share.key_width - 1);
         let mut s = held[comptime!(place * ROWS + n)];
         if comptime!(!split.variant.erases_before()) {
-            s = decayed::<F>(x, share, at, s, split);
+            s = decayed::<F>(x, share, at, s, decay, split);
         }
         let a = if comptime!(split.variant.own_a()) {
             f32::cast_from(x.a[share.rows + at])
@@ -424,28 +444,37 @@ fn retrieve_rows<F: Float>(
     retrieved
 }
 
-/// Fills this unit's rows of S', with `u` under k and, low rank, `retrieved` under b. Gives its part of
-/// the output.
+/// What a token does to its state.
+#[derive(CubeType, Clone, Copy)]
+struct Written {
+    /// Under k.
+    u: f32,
+    /// Low rank: under b.
+    retrieved: f32,
+    /// e^g of a scalar decay.
+    decay: f32,
+}
+
+/// Fills this unit's rows of S'. Gives its part of the output.
 #[cube]
 fn write<F: Float>(
     x: &Token<F>,
     next: &mut Array<f32>,
     held: &mut Array<f32>,
     share: &Share,
-    u: f32,
-    retrieved: f32,
+    written: &Written,
     #[comptime] split: Split,
 ) -> f32 {
     let mut read = 0.0f32;
     if comptime!(split.kept.is_some()) {
         #[unroll]
         for turn in 0..comptime!(split.kept.unwrap_or(0)) {
-            read += write_rows::<F>(x, next, held, share, u, retrieved, turn, turn, split);
+            read += write_rows::<F>(x, next, held, share, written, turn, turn, split);
         }
     } else {
         for turn in 0..turns(share, split) {
-            request::<F>(held, x, share, turn, 0usize, split);
-            read += write_rows::<F>(x, next, held, share, u, retrieved, turn, 0usize, split);
+            request(held, &x.state, share, turn, 0usize, split);
+            read += write_rows::<F>(x, next, held, share, written, turn, 0usize, split);
         }
     }
     read
@@ -458,26 +487,25 @@ fn write_rows<F: Float>(
     next: &mut Array<f32>,
     held: &Array<f32>,
     share: &Share,
-    u: f32,
-    retrieved: f32,
+    written: &Written,
     turn: usize,
     #[comptime] place: usize,
     #[comptime] split: Split,
 ) -> f32 {
     let mut read = 0.0f32;
     // Stored when all are there: a store between two rows would keep the second one's loads waiting.
-    let mut written = Array::<f32>::new(ROWS);
+    let mut rows = Array::<f32>::new(ROWS);
     #[unroll]
     for n in 0..ROWS {
         let i = row(share, turn, n, split);
         let at = min(i, share.key_width - 1);
         let before = held[comptime!(place * ROWS + n)];
-        let mut after = decayed::<F>(x, share, at, before, split);
-        after += f32::cast_from(x.k[share.keys + at]) * u;
+        let mut after = decayed::<F>(x, share, at, before, written.decay, split);
+        after += f32::cast_from(x.k[share.keys + at]) * written.u;
         if comptime!(split.variant.low_rank()) {
-            after += f32::cast_from(x.b[share.rows + at]) * retrieved;
+            after += f32::cast_from(x.b[share.rows + at]) * written.retrieved;
         }
-        written[n] = after;
+        rows[n] = after;
         let q = f32::cast_from(x.q[share.keys + at]);
         if comptime!(split.variant.reads_before()) {
             read += select(i < share.key_width, q * before, 0.0f32);
@@ -485,32 +513,52 @@ fn write_rows<F: Float>(
             read += select(i < share.key_width, q * after, 0.0f32);
         }
     }
+    store(next, &rows, share, turn, split);
+    read
+}
+
+/// Stores this unit's rows of a turn.
+#[cube]
+fn store(
+    next: &mut Array<f32>,
+    rows: &Array<f32>,
+    share: &Share,
+    turn: usize,
+    #[comptime] split: Split,
+) {
     #[unroll]
     for n in 0..ROWS {
         let i = row(share, turn, n, split);
         if share.there && i < share.key_width {
-            next[share.state + i * share.value_width] = written[n];
+            next[share.state + i * share.value_width] = rows[n];
         }
     }
-    read
 }
 
-/// The sum of a column's parts over all slices, for each of its units. Begins with a barrier, so that
-/// an earlier sum has been read by all.
+/// Adds up `count` numbers of a column's units over all slices: each of them has the sums then. Begins with a
+/// barrier, so that an earlier sum has been read by all.
 #[cube]
 fn sum_slices(
     parts: &mut SharedMemory<f32>,
-    part: f32,
+    sums: &mut Array<f32>,
     share: &Share,
+    #[comptime] count: usize,
     #[comptime] split: Split,
-) -> f32 {
+) {
+    let units = comptime!(split.units());
     sync_cube();
-    parts[share.slice * COLUMNS + share.lane] = part;
-    sync_cube();
-    let mut sum = 0.0f32;
     #[unroll]
-    for slice in 0..comptime!(split.slices) {
-        sum += parts[share.lane + comptime!(slice * COLUMNS)];
+    for n in 0..count {
+        parts[share.slice * COLUMNS + share.lane + comptime!(n * units)] = sums[n];
     }
-    sum
+    sync_cube();
+    #[unroll]
+    for n in 0..count {
+        let mut sum = 0.0f32;
+        #[unroll]
+        for slice in 0..comptime!(split.slices) {
+            sum += parts[share.lane + comptime!(n * units + slice * COLUMNS)];
+        }
+        sums[n] = sum;
+    }
 }

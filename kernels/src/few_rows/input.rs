@@ -14,8 +14,8 @@
 //! where an operation of its own rounds what it writes.
 //! Source: RMS norm, arXiv 1910.07467; GLU variants, arXiv 2002.05202.
 
-use super::UNITS;
-use crate::buffer::{Buffer, array, buffer};
+use super::{Output, UNITS};
+use crate::buffer::{Buffer, array, together};
 use crate::fused::embedding::vector_width;
 use crate::fused::gated_product::{GateActivation, activate};
 use crate::refusal::Refusal;
@@ -213,14 +213,23 @@ impl Reading {
         }
     }
 
-    /// Where s goes, if it is another tensor than x.
-    pub(crate) fn sum<R: Runtime>(
+    /// Where y goes, of so many columns, and s, if it is another tensor than x.
+    pub(crate) fn output<R: Runtime>(
         self,
         client: &ComputeClient<R>,
-        size: [usize; 2],
+        [rows, inner]: [usize; 2],
+        columns: usize,
         dtype: StorageType,
-    ) -> Option<Buffer> {
-        (self == Self::Normalized { added: true }).then(|| buffer(client, &size, dtype))
+    ) -> Output {
+        let of_sum = (self == Self::Normalized { added: true }).then_some(inner);
+        let wanted = [Some(columns), of_sum].into_iter().flatten();
+        let wanted: Vec<_> = wanted.map(|width| (rows * width, dtype)).collect();
+        let mut made = together(client, &wanted).into_iter();
+        let mut next = |width| {
+            let buffer = made.next().expect("a buffer for each that was asked for");
+            Buffer { shape: vec![rows, width], ..buffer }
+        };
+        Output { y: next(columns), sum: of_sum.map(next) }
     }
 }
 

@@ -28,6 +28,8 @@ use cubecl::prelude::*;
 const DEPTH: usize = 16;
 /// Rows of x of a fragment.
 const FRAGMENT: usize = 8;
+/// Most rows of x of a cube.
+const MOST: usize = 64;
 /// Units of a plane.
 const PLANE: usize = 32;
 /// Fewest rows of x: fewer are multiplied as fast without.
@@ -62,16 +64,16 @@ impl Tiling {
             return None;
         }
         let takes = |tiling: &Self| tiling.takes(client, dims, matrices, dtype);
-        let across = cubes_across(matrices, FRAGMENT * 8);
+        let across = cubes_across(matrices, FRAGMENT * 8) * dims.rows.div_ceil(MOST);
         let wide = Self::wide(dims.rows, across, multiprocessors(client)).filter(takes);
         wide.or_else(|| Some(Self::narrow(dims.rows)).filter(takes))
     }
 
-    /// Vectors of 8 columns, for `across` cubes of 64 side by side; `None` where these leave multiprocessors idle. The
+    /// Vectors of 8 columns, for `across` cubes of 64 columns and up to 64 rows; `None` where these leave multiprocessors idle. The
     /// rule is made of rows measured on an H200 (`experiments/speed/decode.md`).
     pub(super) fn wide(rows: usize, across: usize, multiprocessors: usize) -> Option<Self> {
         let Self { rows: short, .. } = Self::narrow(rows);
-        let rows = rows.next_power_of_two().max(FRAGMENT);
+        let rows = rows.next_power_of_two().clamp(FRAGMENT, MOST);
         let enough = multiprocessors * 3 / 4;
         let cubes = across * (rows / short);
         let (rows, planes, ahead) = match rows {

@@ -20,7 +20,7 @@ pub mod pack;
 pub mod rotary;
 #[cfg(test)]
 #[path = "sandbox_tests.rs"]
-mod sandbox;
+pub(crate) mod sandbox;
 pub mod selective_scan;
 pub mod slstm;
 pub mod softmax;

@@ -8,7 +8,9 @@ use super::canon::CanonQkv;
 use super::convolution::{ConvPast, ShortConvolution};
 use super::layers::split_heads;
 use super::mixer_input::MixerInput;
-use super::projection::{Projection, head_norm, project_input};
+use super::projection::{
+    Projected, Projection, TokenMemory, head_norm, project_input, project_token,
+};
 use super::{Kept, Linear};
 use crate::ops::{Activation, HeadNorm, LinearAttentionBackend};
 use burn::tensor::{Tensor, backend::Backend};
@@ -20,7 +22,7 @@ type Convolved<'a, B> = (&'a Linear<B>, Option<&'a ShortConvolution<B>>);
 const NAMES: [Kept; 3] = [Kept::Query, Kept::Key, Kept::Value];
 
 /// Outputs of projections that a layer may lack.
-type Optional<B, const M: usize> = [Option<Tensor<B, 3>>; M];
+pub(crate) type Optional<B, const M: usize> = [Option<Tensor<B, 3>>; M];
 
 /// The layers that make queries, keys and values of one input.
 pub(crate) struct ConvQkv<'a, B: Backend> {
@@ -37,6 +39,19 @@ pub(crate) struct Qkv<B: Backend> {
     pub(crate) q: Tensor<B, 4>,
     pub(crate) k: Tensor<B, 4>,
     pub(crate) v: Tensor<B, 4>,
+}
+
+/// What a memory answers to a token; or, of several tokens, or where a backend has no such launch, what goes into it.
+pub(crate) enum Answered<B: Backend, const M: usize> {
+    Token {
+        /// `[B, 1, H, V]`.
+        o: Tensor<B, 4>,
+        /// `[B, H, K, V]`.
+        memory: Tensor<B, 4>,
+        /// The one projection that is as it is, `[B, 1, width]`.
+        copied: Option<Tensor<B, 3>>,
+    },
+    Inputs(Qkv<B>, Optional<B, M>),
 }
 
 impl<'a, B: Backend> ConvQkv<'a, B> {
@@ -143,6 +158,40 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         optional: [Option<Projection<'a, B>>; M],
         conv_states: &mut ConvPast<B>,
     ) -> (Qkv<B>, [Tensor<B, 3>; N], Optional<B, M>) {
+        let (all, there, rest) = self.in_order(gates, optional);
+        rest.of_outputs(project_input(x, all, conv_states), there, conv_states)
+    }
+
+    /// As [`project_input`](Self::project_input). `memory` is there where it takes queries, keys, values, beta and a log decay
+    /// as these projections make them; what it answers to a token is then in the same launch, if the backend has one.
+    pub(crate) fn answer<const M: usize>(
+        self,
+        x: &mut MixerInput<'_, B>,
+        optional: [Option<Projection<'a, B>>; M],
+        memory: Option<&Option<Tensor<B, 4>>>,
+        conv_states: &mut ConvPast<B>,
+    ) -> Answered<B, M> {
+        let [_, key_heads, heads] = self.heads;
+        let memory = match self.canon {
+            None => memory.map(|state| TokenMemory { key_heads, heads, state: state.clone() }),
+            Some(_) => None,
+        };
+        let (all, there, rest) = self.in_order([], optional);
+        match project_token(x, all, memory, conv_states) {
+            Projected::Answer { o, memory, copied } => Answered::Token { o, memory, copied },
+            Projected::Outputs(outputs) => {
+                let (qkv, [], optional) = rest.of_outputs(outputs, there, conv_states);
+                Answered::Inputs(qkv, optional)
+            }
+        }
+    }
+
+    /// All projections, which optional ones are there, and what is to be done behind them.
+    fn in_order<const N: usize, const M: usize>(
+        self,
+        gates: [Projection<'a, B>; N],
+        optional: [Option<Projection<'a, B>>; M],
+    ) -> (Vec<Projection<'a, B>>, [bool; M], Rest<'a, B>) {
         let Self { layers, heads, activations, norms, canon } = self;
         let of = |i: usize| {
             let (linear, convolution) = layers[i];
@@ -151,18 +200,36 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         };
         let there = optional.each_ref().map(Option::is_some);
         let all = (0..3).map(of).chain(gates).chain(optional.into_iter().flatten()).collect();
-        let mut outputs = project_input(x, all, conv_states).into_iter();
+        (all, there, Rest { heads, canon })
+    }
+}
+
+/// What is to be done to queries, keys and values behind their projections.
+struct Rest<'a, B: Backend> {
+    heads: [usize; 3],
+    canon: Option<&'a CanonQkv<B>>,
+}
+
+impl<B: LinearAttentionBackend> Rest<'_, B> {
+    /// Queries, keys and values, gates, and optional outputs that are `there`, of all projections' outputs in order.
+    fn of_outputs<const N: usize, const M: usize>(
+        &self,
+        outputs: Vec<Tensor<B, 3>>,
+        there: [bool; M],
+        conv_states: &mut ConvPast<B>,
+    ) -> (Qkv<B>, [Tensor<B, 3>; N], Optional<B, M>) {
+        let mut outputs = outputs.into_iter();
         let mut next = || outputs.next().expect("an output for each projection");
         let qkv: [Tensor<B, 3>; 3] = std::array::from_fn(|_| next());
         let gates = std::array::from_fn(|_| next());
         let optional = there.map(|there| there.then(&mut next));
-        let [q, k, v] = match canon {
+        let [q, k, v] = match self.canon {
             Some(canon) => canon.forward(qkv, conv_states),
             None => qkv,
         };
-        let [of_q, of_k, of_v] = heads;
-        let (q, k, v) = (split_heads(q, of_q), split_heads(k, of_k), split_heads(v, of_v));
-        (Qkv { q, k, v }, gates, optional)
+        let [of_q, of_k, of_v] = self.heads;
+        let qkv = Qkv { q: split_heads(q, of_q), k: split_heads(k, of_k), v: split_heads(v, of_v) };
+        (qkv, gates, optional)
     }
 }
 

@@ -100,6 +100,11 @@ impl DeltaKeys {
         self.activation == QkActivation::Silu && self.norm == QkNorm::L2
     }
 
+    /// Whether the recurrence takes what the projections make as it is.
+    pub(crate) fn are_whole(self) -> bool {
+        self.are_fused() && !self.exact_step
+    }
+
     /// The projections that [`of`](Self::of) takes, with all that they can do themselves. Values go through
     /// SiLU.
     pub(crate) fn projected<'a, B: Backend>(self, qkv: ConvQkv<'a, B>) -> ConvQkv<'a, B> {

@@ -10,8 +10,8 @@ use super::lora::add_side_by_side;
 use super::mixer_input::MixerInput;
 use super::{Kept, Linear};
 use crate::ops::{
-    self, Activation, Column, ColumnKind, ConvSplit, ConvStep, HeadNorm, LinearAttentionBackend,
-    QuantizedMatrix, SequenceLengths,
+    self, Activation, Column, ColumnKind, ConvSplit, ConvStep, ConvolvedStep, HeadNorm,
+    LinearAttentionBackend, QuantizedMatrix, SequenceLengths,
 };
 use burn::module::Param;
 use burn::tensor::{DType, Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor};
@@ -111,11 +111,48 @@ pub(crate) fn project_input<B: LinearAttentionBackend>(
     projections: Vec<Projection<'_, B>>,
     conv_states: &mut ConvPast<B>,
 ) -> Vec<Tensor<B, 3>> {
-    let packed = can_pack(&projections).then(|| packed(x, &projections, conv_states)).flatten();
-    packed.unwrap_or_else(|| {
-        let x = x.take_rows();
-        projections.iter().map(|one| alone(&x, one, conv_states)).collect()
-    })
+    match Packed::of(x, &projections, conv_states) {
+        Some(packed) => packed.outputs(conv_states),
+        None => each_alone(x, &projections, conv_states),
+    }
+}
+
+/// A memory whose recurrence is linear attention, or a delta rule where one of the projections is a beta.
+pub(crate) struct TokenMemory<B: Backend> {
+    pub(crate) key_heads: usize,
+    pub(crate) heads: usize,
+    /// `[B, H, K, V]`; nothing at the start of a sequence.
+    pub(crate) state: Option<Tensor<B, 4>>,
+}
+
+/// Outputs of projections, or what a memory answers to them.
+pub(crate) enum Projected<B: Backend> {
+    Outputs(Vec<Tensor<B, 3>>),
+    Answer { o: Tensor<B, 4>, memory: Tensor<B, 4>, copied: Option<Tensor<B, 3>> },
+}
+
+/// As [`project_input`], of projections whose first three are queries, keys and values; a single token's go through
+/// `memory` in the same launch as their convolutions, where there is one and the backend has such a launch.
+pub(crate) fn project_token<B: LinearAttentionBackend>(
+    x: &mut MixerInput<'_, B>,
+    projections: Vec<Projection<'_, B>>,
+    memory: Option<TokenMemory<B>>,
+    conv_states: &mut ConvPast<B>,
+) -> Projected<B> {
+    let Some(packed) = Packed::of(x, &projections, conv_states) else {
+        return Projected::Outputs(each_alone(x, &projections, conv_states));
+    };
+    let answer = memory.and_then(|memory| packed.answer(memory, conv_states));
+    answer.unwrap_or_else(|| Projected::Outputs(packed.outputs(conv_states)))
+}
+
+fn each_alone<B: LinearAttentionBackend>(
+    x: &mut MixerInput<'_, B>,
+    projections: &[Projection<'_, B>],
+    conv_states: &mut ConvPast<B>,
+) -> Vec<Tensor<B, 3>> {
+    let x = x.take_rows();
+    projections.iter().map(|one| alone(&x, one, conv_states)).collect()
 }
 
 /// Convolved projections have a convolution of one window, or none has; there is one log decay.
@@ -127,37 +164,78 @@ fn can_pack<B: Backend>(projections: &[Projection<'_, B>]) -> bool {
         && projections.iter().filter(|p| p.decay.is_some()).count() <= 1
 }
 
-/// All projections as one product; nothing where that is slower.
-fn packed<B: LinearAttentionBackend>(
-    x: &mut MixerInput<'_, B>,
-    projections: &[Projection<'_, B>],
-    conv_states: &mut ConvPast<B>,
-) -> Option<Vec<Tensor<B, 3>>> {
-    // Columns that are convolved come first; of the others quantized ones, so that each kind is one product.
-    let is_float = |i: usize| projections[i].linear.weight.quantized().is_none();
-    let mut order: Vec<usize> = (0..projections.len()).collect();
-    order.sort_by_key(|&i| (!projections[i].is_convolved(), is_float(i)));
-    let sorted: Vec<_> = order.iter().map(|&i| &projections[i]).collect();
+/// All projections as one product, whose convolutions and gates are still to come.
+struct Packed<'a, B: Backend> {
+    y: Tensor<B, 3>,
+    columns: Vec<Column>,
+    /// Which projection the columns are those of.
+    order: Vec<usize>,
+    convolutions: Convolutions<'a, B>,
+    decay: Option<LogDecayParams<B>>,
+}
 
-    let columns: Vec<Column> = sorted.iter().map(|p| p.column()).collect();
-    let linears: Vec<_> = sorted.iter().map(|p| p.linear).collect();
-    let weights: Option<Vec<_>> = linears.iter().map(|linear| linear.weight_alone()).collect();
-    let y = match weights.and_then(|weights| x.product(&weights)) {
-        Some(y) => y,
-        None => packed_product(&x.take_rows(), &linears, padding(&columns))?,
-    };
-    let convolutions = Convolutions::of(&sorted, conv_states);
-    let decay = sorted.iter().find_map(|p| p.decay.clone());
-    let outputs = match convolutions.step(&y, &columns, &decay, conv_states) {
-        Some(outputs) => outputs,
-        None => {
-            let convolution = convolutions.packed(&y, conv_states);
-            Split { y, columns, convolution, decay }.outputs()
+impl<'a, B: LinearAttentionBackend> Packed<'a, B> {
+    /// Nothing where projections by themselves are faster, or have no form in common.
+    fn of(
+        x: &mut MixerInput<'_, B>,
+        projections: &[Projection<'a, B>],
+        conv_states: &mut ConvPast<B>,
+    ) -> Option<Self> {
+        if !can_pack(projections) {
+            return None;
         }
-    };
-    let mut sorted: Vec<_> = order.into_iter().zip(outputs).collect();
-    sorted.sort_by_key(|(place, _)| *place);
-    Some(sorted.into_iter().map(|(_, output)| output).collect())
+        // Columns that are convolved come first; of the others quantized ones, so that each kind is one product.
+        let is_float = |i: usize| projections[i].linear.weight.quantized().is_none();
+        let mut order: Vec<usize> = (0..projections.len()).collect();
+        order.sort_by_key(|&i| (!projections[i].is_convolved(), is_float(i)));
+        let sorted: Vec<_> = order.iter().map(|&i| &projections[i]).collect();
+
+        let columns: Vec<Column> = sorted.iter().map(|p| p.column()).collect();
+        let linears: Vec<_> = sorted.iter().map(|p| p.linear).collect();
+        let weights: Option<Vec<_>> = linears.iter().map(|linear| linear.weight_alone()).collect();
+        let y = match weights.and_then(|weights| x.product(&weights)) {
+            Some(y) => y,
+            None => packed_product(&x.take_rows(), &linears, padding(&columns))?,
+        };
+        let convolutions = Convolutions::of(&sorted, conv_states);
+        let decay = sorted.iter().find_map(|p| p.decay.clone());
+        Some(Self { y, columns, order, convolutions, decay })
+    }
+
+    /// What `memory` answers to a single token in the launch that has the convolutions; nothing where this backend has
+    /// none, or queries, keys and values are not the first columns.
+    fn answer(
+        &self,
+        memory: TokenMemory<B>,
+        conv_states: &mut ConvPast<B>,
+    ) -> Option<Projected<B>> {
+        if !self.order.starts_with(&[0, 1, 2]) {
+            return None;
+        }
+        let Self { y, columns, convolutions, decay, .. } = self;
+        let TokenMemory { key_heads, heads, state } = memory;
+        let token = convolutions.token(y, columns.clone(), decay, conv_states)?;
+        let state = state.map(inside);
+        let answer = ops::convolved_step::<B>(&ConvolvedStep { token, key_heads, heads, state })?;
+        convolutions.keep(answer.conv_states, conv_states);
+        let (o, memory, copied) = (answer.o, answer.memory, answer.copied);
+        Some(Projected::Answer { o, memory, copied })
+    }
+
+    /// An output for each projection, in the order in which these were given.
+    fn outputs(self, conv_states: &mut ConvPast<B>) -> Vec<Tensor<B, 3>> {
+        let Self { y, columns, order, convolutions, decay } = self;
+        let outputs = match convolutions.step(&y, &columns, &decay, conv_states) {
+            Some(outputs) => outputs,
+            None => {
+                let convolution = convolutions.packed(&y, conv_states);
+                Split { y, columns, convolution, decay }.outputs()
+            }
+        };
+        let mut sorted: Vec<_> = order.into_iter().zip(outputs).collect();
+        sorted.sort_by_key(|(place, _)| *place);
+        sorted.into_iter().map(|(_, output)| output).collect()
+    }
 }
 
 /// Linear layers of one input as one product, and `padding` columns of zeros behind it where weights are packed;
@@ -169,19 +247,23 @@ pub(crate) fn packed_product<B: LinearAttentionBackend, const D: usize>(
 ) -> Option<Tensor<B, D>> {
     let widths = layers.iter().map(|layer| layer.weight.dims()[1]);
     let biases = layers.iter().map(|layer| layer.bias.as_ref()).zip(widths.clone());
-    let y = match D > 2 && x.dims()[D - 2] > 1 {
-        true => {
+    let single = D <= 2 || x.dims()[D - 2] == 1;
+    // Of several tokens matrices of 16 bits may be read where they lie, which tensor cores do, if all are floats: a product
+    // of some would be in vain without that of the others.
+    let floats = || layers.iter().all(|layer| layer.weight.quantized().is_none());
+    let in_place = single || (x.dtype().size() == 2 && floats());
+    let side_by_side = in_place.then(|| layers_side_by_side(x, layers)).flatten();
+    let y = match side_by_side {
+        Some(y) => match packed_bias(biases, 0, x.dtype()) {
+            Some(bias) => y + bias.unsqueeze(),
+            None => y,
+        },
+        None if single => return None,
+        None => {
             let weights = layers.iter().map(|layer| layer.weight.val()).collect();
             let weight = ops::pack(weights, padding, x.dtype());
             let bias = packed_bias(biases, padding, x.dtype());
             ops::affine(x.clone(), weight, bias).expect("every layer reads `x`")
-        }
-        false => {
-            let y = layers_side_by_side(x, layers)?;
-            match packed_bias(biases, 0, x.dtype()) {
-                Some(bias) => y + bias.unsqueeze(),
-                None => y,
-            }
         }
     };
     let adapters: Vec<_> = layers.iter().map(|layer| &layer.adapter).zip(widths).collect();
@@ -222,6 +304,31 @@ impl<'a, B: LinearAttentionBackend> Convolutions<'a, B> {
         Self { names, layers, before }
     }
 
+    /// A single token's convolutions, of these columns of `y`; nothing where there are none, or more tokens.
+    fn token(
+        &self,
+        y: &Tensor<B, 3>,
+        columns: Vec<Column>,
+        decay: &Option<LogDecayParams<B>>,
+        conv_states: &ConvPast<B>,
+    ) -> Option<ConvStep<FloatTensor<B>>> {
+        let biases: Vec<_> = self.layers.iter().filter_map(|c| c.bias.as_ref()).collect();
+        let alike = biases.is_empty() || biases.len() == self.layers.len();
+        let single = y.dims()[1] == 1 && conv_states.lengths().is_none();
+        if self.layers.is_empty() || !alike || !single {
+            return None;
+        }
+        Some(ConvStep {
+            x: inside(y.clone()),
+            weights: self.layers.iter().map(|c| inside(c.weight.val())).collect(),
+            biases: biases.into_iter().map(|bias| inside(bias.val())).collect(),
+            conv_states: self.before.iter().cloned().map(inside).collect(),
+            a_log: decay.as_ref().map(|decay| inside(decay.a_log.clone())),
+            dt_bias: decay.as_ref().map(|decay| inside(decay.dt_bias.clone())),
+            columns,
+        })
+    }
+
     /// All outputs of a single token in one launch; nothing where this backend has none, or there are no convolutions.
     fn step(
         &self,
@@ -230,25 +337,17 @@ impl<'a, B: LinearAttentionBackend> Convolutions<'a, B> {
         decay: &Option<LogDecayParams<B>>,
         conv_states: &mut ConvPast<B>,
     ) -> Option<Vec<Tensor<B, 3>>> {
-        let biases: Vec<_> = self.layers.iter().filter_map(|c| c.bias.as_ref()).collect();
-        let alike = biases.is_empty() || biases.len() == self.layers.len();
-        let single = y.dims()[1] == 1 && conv_states.lengths().is_none();
-        if self.layers.is_empty() || !alike || !single {
-            return None;
-        }
-        let (asked, columns) = (columns.len(), padded(columns, y.dims()[2]));
-        let [mut outputs, next] = ops::conv_step::<B>(&ConvStep {
-            x: inside(y.clone()),
-            weights: self.layers.iter().map(|c| inside(c.weight.val())).collect(),
-            biases: biases.into_iter().map(|bias| inside(bias.val())).collect(),
-            conv_states: self.before.iter().cloned().map(inside).collect(),
-            a_log: decay.as_ref().map(|decay| inside(decay.a_log.clone())),
-            dt_bias: decay.as_ref().map(|decay| inside(decay.dt_bias.clone())),
-            columns,
-        })?;
-        self.names.iter().zip(next).for_each(|(name, state)| conv_states.keep(*name, state));
-        outputs.truncate(asked);
+        let all = padded(columns, y.dims()[2]);
+        let token = self.token(y, all, decay, conv_states)?;
+        let [mut outputs, next] = ops::conv_step::<B>(&token)?;
+        self.keep(next, conv_states);
+        outputs.truncate(columns.len());
         Some(outputs)
+    }
+
+    /// Leaves the conv states after a token.
+    fn keep(&self, next: Vec<Tensor<B, 3>>, conv_states: &mut ConvPast<B>) {
+        self.names.iter().zip(next).for_each(|(name, state)| conv_states.keep(*name, state));
     }
 
     /// All of them as one, where there are any.

@@ -3,10 +3,11 @@
 
 pub use super::folded::{FoldedInput, FoldedOutput, Matrices};
 pub use super::fused::{
-    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, DiagonalTaps,
-    Discretization, Embedding, GateActivation, GatedProduct, GatedValue, HeadNorm,
-    LinearCrossEntropy, LinearLayer, LongConvolution, MOST_PACKED, Measure, Normalization, Pack,
-    Rotary, Seen, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
+    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs,
+    ConvolvedStep, ConvolvedStepOutputs, DiagonalTaps, Discretization, Embedding, GateActivation,
+    GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer, LongConvolution,
+    MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan, SlstmRecurrence,
+    SoftmaxRows, Ttt,
 };
 pub use super::halving::{Scan, ScanField};
 pub use super::pass::{BackwardPass, Pass};
@@ -149,6 +150,13 @@ pub trait LinearAttentionBackend: Backend {
     /// A single token's convolutions and their next states in one piece: None where this backend has no such piece for
     /// these tensors. No gradient flows through it.
     fn conv_step(_x: &ConvStep<FloatTensor<Self>>) -> Option<ConvStepOutputs<FloatTensor<Self>>> {
+        None
+    }
+
+    /// As [`conv_step`](Self::conv_step), with the step of the recurrence behind it in the same piece.
+    fn convolved_step(
+        _x: &ConvolvedStep<FloatTensor<Self>>,
+    ) -> Option<ConvolvedStepOutputs<FloatTensor<Self>>> {
         None
     }
 

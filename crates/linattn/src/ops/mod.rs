@@ -49,11 +49,12 @@ pub(crate) use cpu::one_of_threads;
 pub use error::OpError;
 pub(crate) use folded::{Matrices, gated_linear, head_norm_linear, normalized_linear};
 pub(crate) use fused::{
-    Activation, Column, ColumnKind, ConvSplit, ConvStep, GateActivation, HIDDEN, HeadNorm, LOWEST,
-    LinearLayer, MOST_PACKED, Measure, Seen, TttInputs, activate, add_normalize, block_linear,
-    by_distance, causal_mask, conv_split, conv_step, diagonal_taps, embedding, gate, gated_halves,
-    l2_normalize, linear_cross_entropy, log_sigmoid, next_conv_states, pack, rms_normalize, rotary,
-    select_rows, softmax, softplus, standardize, ttt, turned,
+    Activation, Column, ColumnKind, ConvSplit, ConvStep, ConvolvedStep, GateActivation, HIDDEN,
+    HeadNorm, LOWEST, LinearLayer, MOST_PACKED, Measure, Seen, TttInputs, activate, add_normalize,
+    block_linear, by_distance, causal_mask, conv_split, conv_step, convolved_step, diagonal_taps,
+    embedding, gate, gated_halves, l2_normalize, linear_cross_entropy, log_sigmoid,
+    next_conv_states, pack, rms_normalize, rotary, select_rows, softmax, softplus, standardize,
+    ttt, turned,
 };
 pub use fused::{
     AdamW, AdamWStep, Clip, Discretization, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs,

@@ -6,12 +6,15 @@
 //! Rows are a layer's outputs and columns its inputs; zeros fill the last group of a row up. Eight bits cost 9 bits a
 //! number with the scales, four bits 5.
 
+use super::tensors::{primitive, tensor};
 use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::quantization::{
     BlockSize, QuantLevel, QuantScheme, QuantStore, QuantValue, QuantizedBytes,
 };
 use burn::tensor::{Bytes, DType, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// Numbers of a row that share a scale.
 pub const GROUP: usize = 32;
@@ -134,11 +137,18 @@ impl Rounded {
 pub struct QuantizedMatrix<B: Backend> {
     size: [usize; 2],
     bits: WeightBits,
+    /// Read for every token: copies of tensors would be a part of its time.
+    parts: Arc<Parts<B>>,
+}
+
+/// A matrix's numbers and scales, of one dimension each: a device may leave gaps between the rows of a matrix.
+#[derive(Debug)]
+struct Parts<B: Backend> {
     /// Row after row, numbers in words of 32 bits. Of eight bits one follows another. Of four bits a group's first half
-    /// is in the low nibbles of its 16 bytes, counted from -8. A device may leave gaps between the rows of a matrix.
-    values: Tensor<B, 1, Int>,
+    /// is in the low nibbles of its 16 bytes, counted from -8.
+    values: IntTensor<B>,
     /// Row after row, f32.
-    scales: Tensor<B, 1>,
+    scales: FloatTensor<B>,
 }
 
 /// Whether a matrix of so many columns is worth quantizing: a scale serves most of a group.
@@ -190,12 +200,18 @@ impl<B: Backend> QuantizedMatrix<B> {
         let values = TensorData::new(values, [count]);
         let count = rounded.scales.len();
         let scales = TensorData::new(rounded.scales, [count]);
-        Self {
-            size,
-            bits,
-            values: Tensor::from_data(values, (device, DType::U32)),
-            scales: Tensor::from_data(scales, (device, DType::F32)),
-        }
+        let values = Tensor::from_data(values, (device, DType::U32));
+        Self::of_parts(size, bits, values, Tensor::from_data(scales, (device, DType::F32)))
+    }
+
+    fn of_parts(
+        size: [usize; 2],
+        bits: WeightBits,
+        values: Tensor<B, 1, Int>,
+        scales: Tensor<B, 1>,
+    ) -> Self {
+        let parts = Parts { values: values.into_primitive(), scales: primitive(scales) };
+        Self { size, bits, parts: Arc::new(parts) }
     }
 
     /// Rows and columns.
@@ -214,14 +230,17 @@ impl<B: Backend> QuantizedMatrix<B> {
         rows * (4 * self.bits.words(columns) + size_of::<f32>() * groups(columns))
     }
 
-    /// The quantized numbers, row after row.
-    pub(crate) fn values(&self) -> Tensor<B, 1, Int> {
-        self.values.clone()
+    /// The quantized numbers and the scales, row after row.
+    pub(crate) fn primitives(&self) -> (&IntTensor<B>, &FloatTensor<B>) {
+        (&self.parts.values, &self.parts.scales)
     }
 
-    /// The scales, row after row.
-    pub(crate) fn scales(&self) -> Tensor<B, 1> {
-        self.scales.clone()
+    fn values(&self) -> Tensor<B, 1, Int> {
+        Tensor::from_primitive(self.parts.values.clone())
+    }
+
+    fn scales(&self) -> Tensor<B, 1> {
+        tensor(self.parts.scales.clone())
     }
 
     /// The rows of these numbers, `[M]`.
@@ -229,44 +248,41 @@ impl<B: Backend> QuantizedMatrix<B> {
         let ([all, columns], [count]) = (self.size, rows.dims());
         let values: Tensor<B, 2, Int> = self.values().reshape([all, self.bits.words(columns)]);
         let scales: Tensor<B, 2> = self.scales().reshape([all, groups(columns)]);
-        Self {
-            size: [count, columns],
-            values: values.select(0, rows.clone()).flatten(0, 1),
-            scales: scales.select(0, rows).flatten(0, 1),
-            ..*self
-        }
+        let values = values.select(0, rows.clone()).flatten(0, 1);
+        let scales = scales.select(0, rows).flatten(0, 1);
+        Self::of_parts([count, columns], self.bits, values, scales)
     }
 
     /// The same on another device.
     pub(crate) fn moved(&self, device: &B::Device) -> Self {
         let (values, scales) = (self.values().to_device(device), self.scales().to_device(device));
-        Self { values, scales, ..*self }
+        Self::of_parts(self.size, self.bits, values, scales)
     }
 
     /// As floats by the host.
     pub(crate) fn dequantized_by_host(&self, dtype: DType) -> Tensor<B, 2> {
         let [rows, columns] = self.size;
-        let (values, scales) = (self.values.to_data(), self.scales.to_data());
+        let (device, values) = (self.scales().device(), self.values().into_data());
+        let scales = self.scales().into_data();
         let scales = scales.as_slice::<f32>().expect("scales are f32");
         let whole = groups(columns) * GROUP;
         let mut numbers = vec![0.0; rows * whole];
         fill(values.as_bytes(), scales, self.bits, &mut numbers);
         let rows = numbers.chunks_exact(whole);
         let numbers: Vec<f32> = rows.flat_map(|row| &row[..columns]).copied().collect();
-        Tensor::from_data(TensorData::new(numbers, self.size), (&self.scales.device(), dtype))
+        Tensor::from_data(TensorData::new(numbers, self.size), (&device, dtype))
     }
 }
 
 impl<B: AutodiffBackend> QuantizedMatrix<B> {
     pub(crate) fn inner(&self) -> QuantizedMatrix<B::InnerBackend> {
-        let Self { size, bits, .. } = *self;
         let (values, scales) = (self.values().inner(), self.scales().inner());
-        QuantizedMatrix { size, bits, values, scales }
+        QuantizedMatrix::of_parts(self.size, self.bits, values, scales)
     }
 
     pub(crate) fn of_inner(matrix: QuantizedMatrix<B::InnerBackend>) -> Self {
-        let QuantizedMatrix { size, bits, values, scales } = matrix;
-        Self { size, bits, values: Tensor::from_inner(values), scales: Tensor::from_inner(scales) }
+        let values = Tensor::from_inner(matrix.values());
+        Self::of_parts(matrix.size, matrix.bits, values, Tensor::from_inner(matrix.scales()))
     }
 }
 

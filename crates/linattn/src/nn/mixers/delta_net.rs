@@ -4,7 +4,7 @@
 use super::{
     MatrixPast, MatrixState, TokenMixer, Varlen, Widths, head_widths, linear_flops, memory_cost,
 };
-use crate::nn::conv_qkv::{ConvQkv, Qkv};
+use crate::nn::conv_qkv::{Answered, ConvQkv, Optional, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::delta_keys::{DeltaKeys, QkActivation, QkNorm};
 use crate::nn::gated_output::GatedOutput;
@@ -76,14 +76,6 @@ impl Default for DeltaNetConfig {
     }
 }
 
-/// Config of [`GatedDeltaNet`]: the same keys as [`DeltaNetConfig`], and a decay that depends on the data.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct GatedDeltaNetConfig(pub DeltaNetConfig);
-
-#[doc = include_str!("pages/gated_delta_net.md")]
-pub type GatedDeltaNet<B> = DeltaNet<B>;
-
 impl DeltaNetConfig {
     /// `heads` heads of `key_width`, everything else as by default.
     pub fn new(heads: usize, key_width: usize) -> Self {
@@ -113,7 +105,7 @@ impl DeltaNetConfig {
     }
 
     /// `gated` sets defaults.
-    fn resolve_as(&self, d_model: usize, gated: bool) -> Result<Widths, ConfigError> {
+    pub(super) fn resolve_as(&self, d_model: usize, gated: bool) -> Result<Widths, ConfigError> {
         let expand_v = self.expand_v.unwrap_or(if gated { 2.0 } else { 1.0 });
         let widths = head_widths(self.heads, self.value_heads, self.key_width, expand_v, d_model)?;
         check_window(self.conv_size, 0)?;
@@ -130,7 +122,7 @@ impl DeltaNetConfig {
         DeltaKeys { activation, norm, exact_step }
     }
 
-    fn build<B: Backend>(
+    pub(super) fn build<B: Backend>(
         &self,
         d_model: usize,
         gated: bool,
@@ -164,7 +156,7 @@ impl DeltaNetConfig {
         })
     }
 
-    fn count(&self, d_model: usize, gated: bool) -> Result<Cost, ConfigError> {
+    pub(super) fn count(&self, d_model: usize, gated: bool) -> Result<Cost, ConfigError> {
         let Widths { heads, key, value, keys, values } = self.resolve_as(d_model, gated)?;
         let output_gate = self.output_gate.unwrap_or(gated);
         let width = self.keys().check(key)?;
@@ -177,35 +169,6 @@ impl DeltaNetConfig {
             cost += preconditioner_cost(d_model, self.heads, width);
         }
         Ok(cost)
-    }
-}
-
-impl GatedDeltaNetConfig {
-    /// `heads` heads of `key_width`, everything else as by default.
-    pub fn new(heads: usize, key_width: usize) -> Self {
-        Self(DeltaNetConfig::new(heads, key_width))
-    }
-
-    pub(super) fn resolve(&self, d_model: usize) -> Result<Widths, ConfigError> {
-        self.0.resolve_as(d_model, true)
-    }
-
-    /// Builds the layer for a model of width `d_model`.
-    /// # Errors
-    /// [`ConfigError`] names the first key that does not fit.
-    pub fn init<B: Backend>(
-        &self,
-        d_model: usize,
-        device: &B::Device,
-    ) -> Result<GatedDeltaNet<B>, ConfigError> {
-        self.0.build(d_model, true, device)
-    }
-
-    /// Cost in a model of width `d_model`.
-    /// # Errors
-    /// As [`init`](Self::init).
-    pub fn cost(&self, d_model: usize, _length: usize) -> Result<Cost, ConfigError> {
-        self.0.count(d_model, true)
     }
 }
 
@@ -264,8 +227,30 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
         let [keep, share] = KeyPreconditioner::projections(&self.preconditioner);
         let gate = self.g_proj.as_ref().map(Projection::plain);
         let optional = [self.beta(), self.decay(), gate, keep, share];
-        let (Qkv { q, k, v }, [], [beta, g, gate, keep, share]) =
-            self.qkv().project_input(x, [], optional, &mut past.conv_states);
+        let memory = self.takes_projected_keys().then_some(&past.memory);
+        let (o, memory, gate) = match self.qkv().answer(x, optional, memory, &mut past.conv_states)
+        {
+            Answered::Token { o, memory, copied } => (o, memory, copied),
+            Answered::Inputs(qkv, optional) => self.recall(qkv, optional, &mut past),
+        };
+        let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
+        (y, past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> DeltaNet<B> {
+    /// Whether keys, queries and beta go into the recurrence as the projections make them.
+    fn takes_projected_keys(&self) -> bool {
+        self.keys.are_whole() && self.preconditioner.is_none() && self.b_proj.is_some()
+    }
+
+    /// What the memory answers, the memory after it, and the gate.
+    fn recall(
+        &self,
+        Qkv { q, k, v }: Qkv<B>,
+        [beta, g, gate, keep, share]: Optional<B, 5>,
+        past: &mut MatrixPast<B>,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>, Option<Tensor<B, 3>>) {
         let [q, k] = self.keys.of([q, k]);
         let beta = beta.unwrap_or_else(|| {
             accumulator(v.clone().narrow(3, 0, 1)).ones_like().squeeze_dim::<3>(3) * self.beta_scale
@@ -276,12 +261,9 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
         let g = g.map(Decay::Scalar);
         let inputs = DeltaRuleInputs { g, erase, ..DeltaRuleInputs::new(q, k, v, beta) };
         let (o, memory) = delta_rule(inputs, past.memory.take(), past.conv_states.lengths());
-        let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
-        (y, past.then(memory, tokens))
+        (o, memory, gate)
     }
-}
 
-impl<B: LinearAttentionBackend> DeltaNet<B> {
     fn qkv(&self) -> ConvQkv<'_, B> {
         let projections = [&self.q_proj, &self.k_proj, &self.v_proj];
         let convolutions = [&self.q_conv1d, &self.k_conv1d, &self.v_conv1d];

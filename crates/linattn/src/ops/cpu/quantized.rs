@@ -35,8 +35,8 @@ pub(super) fn linear(x: FlexTensor, weights: &[&QuantizedMatrix<Flex>]) -> Optio
     let mut rest = found.as_mut_slice();
     for weight in weights {
         let (own, others) = rest.split_at_mut(rows * weight.size()[0]);
-        let (values, scales) = (weight.values().into_primitive(), weight.scales());
-        let (values, scales) = (contiguous(values), contiguous(scales.into_primitive().tensor()));
+        let (values, scales) = weight.primitives();
+        let (values, scales) = (contiguous(values.clone()), contiguous(scales.clone()));
         let words: &[u32] = values.as_slice().expect("words of 32 bits");
         let (values, scales) = (bytemuck::cast_slice(words), slice(&scales));
         let weight = Numbers { bits: weight.bits(), values, scales };

@@ -1,7 +1,7 @@
 //! Products of a token's rows with the operation before them folded in, on CubeCL backends.
 
 use super::super::folded::{FoldedInput, FoldedOutput, Matrices};
-use super::quantized::{Parts, bits, narrow};
+use super::quantized::{bits, narrow, parts};
 use super::{columns, loads_are_wide};
 use burn::tensor::DType;
 use burn_cubecl::kernel::into_contiguous;
@@ -49,8 +49,7 @@ where
                 return None;
             }
             let of_weights = bits(matrices.first()?.bits());
-            let parts: Vec<_> = matrices.iter().map(|matrix| Parts::new(matrix)).collect();
-            let matrices: Vec<_> = parts.iter().map(Parts::matrix).collect();
+            let matrices: Vec<_> = matrices.iter().map(|matrix| parts(matrix)).collect();
             let floats = narrow(&floats)?;
             let given =
                 quantized::Matrices { bits: of_weights, quantized: &matrices, floats: &floats };

@@ -3,11 +3,9 @@
 
 use super::linear;
 use super::rows::{entries_of, joined, rows_of, scaled, sum};
-use crate::ops::SequenceLengths;
 use crate::ops::fused::{
-    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, Embedding,
-    GateActivation, GatedProduct, GatedValue, LinearCrossEntropy, LinearLayer, Measure,
-    Normalization, Pack, Rotary,
+    Activation, Embedding, GateActivation, GatedProduct, GatedValue, LinearCrossEntropy,
+    LinearLayer, Measure, Normalization, Pack, Rotary,
 };
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::{DType, Shape};
@@ -18,8 +16,8 @@ use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::B
 use cubecl::ir::StorageType;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{
-    argmax as largest, column_sums, conv_split as conv, conv_state, cross_entropy as loss,
-    embedding as table, gated_product, norm, pack as packing, rotary as rotation,
+    argmax as largest, column_sums, cross_entropy as loss, embedding as table, gated_product, norm,
+    pack as packing, rotary as rotation,
 };
 use linattn_kernels::{Buffer, pointwise};
 
@@ -124,7 +122,7 @@ fn rows<R: CubeRuntime>(x: &CubeTensor<R>) -> Option<(usize, usize)> {
     Some((x.meta.shape().num_elements().checked_div(width)?, width))
 }
 
-fn handle<R: CubeRuntime>(x: &Option<CubeTensor<R>>) -> Option<&Handle> {
+pub(super) fn handle<R: CubeRuntime>(x: &Option<CubeTensor<R>>) -> Option<&Handle> {
     x.as_ref().map(|x| &x.handle)
 }
 
@@ -133,7 +131,7 @@ pub(super) fn is_float(dtype: DType) -> bool {
 }
 
 /// The one type of weights, f32 where there are none; None where they differ.
-fn one_type<'a, R: CubeRuntime>(
+pub(super) fn one_type<'a, R: CubeRuntime>(
     weights: impl IntoIterator<Item = &'a Option<CubeTensor<R>>>,
 ) -> Option<DType> {
     let mut types = weights.into_iter().flatten().map(|x| x.dtype);
@@ -243,163 +241,6 @@ impl<R: CubeRuntime> Saved<R> {
         found.extend(n.gate.as_ref().map(|_| gate));
         found
     }
-}
-
-/// The parts of a packed projection, in the kernels' words.
-fn parts<R: CubeRuntime>(columns: &[Column], a_log: &Option<CubeTensor<R>>) -> Vec<conv::Columns> {
-    let heads = a_log.as_ref().map_or(1, |a_log| a_log.meta.shape()[0]);
-    let kind = |kind: ColumnKind| match kind {
-        ColumnKind::Conv { activation, norm } => conv::Kind::Conv {
-            activation: activation.map_or(pointwise::Activation::Identity, Into::into),
-            head: norm.map(|norm| conv::Head {
-                width: norm.width,
-                factor: norm.factor,
-                epsilon: 1e-6,
-            }),
-        },
-        ColumnKind::Copy => conv::Kind::Copy,
-        ColumnKind::Beta { scale } => conv::Kind::Beta { scale },
-        ColumnKind::LogDecay => conv::Kind::LogDecay { heads },
-    };
-    columns.iter().map(|c| conv::Columns { width: c.width, kind: kind(c.kind) }).collect()
-}
-
-fn output_type(kind: ColumnKind, rows: DType) -> DType {
-    match kind {
-        ColumnKind::Conv { .. } | ColumnKind::Copy => rows,
-        ColumnKind::Beta { .. } | ColumnKind::LogDecay => DType::F32,
-    }
-}
-
-fn conv_inputs<R: CubeRuntime>(x: &ConvSplit<CubeTensor<R>>) -> conv::Inputs<'_> {
-    conv::Inputs {
-        x: &x.x.handle,
-        weight: handle(&x.weight),
-        bias: handle(&x.bias),
-        conv_state: handle(&x.conv_state),
-        a_log: handle(&x.a_log),
-        dt_bias: handle(&x.dt_bias),
-        cu_seqlens: x.lengths.as_ref().map(SequenceLengths::cu_seqlens),
-    }
-}
-
-pub(super) fn conv_split<R: CubeRuntime>(
-    x: ConvSplit<CubeTensor<R>>,
-    keep: bool,
-) -> Option<CubePass<R>> {
-    let places = x.refill(std::iter::repeat(()));
-    let x = places.refill(x.into_vec().into_iter().map(flat));
-    let dtype = x.x.dtype;
-    let weights = one_type([&x.weight, &x.bias, &x.a_log, &x.dt_bias])?;
-    let conv_state = x.conv_state.as_ref().map_or(dtype, |conv_state| conv_state.dtype);
-    if !is_float(dtype) || conv_state != dtype {
-        return None;
-    }
-    let (batch, tokens) = (x.x.meta.shape()[0], x.x.meta.shape()[1]);
-    let window = x.weight.as_ref().map_or(1, |weight| weight.meta.shape()[0]);
-    let dims = conv::Dims { batch, tokens, window };
-    let types = conv::Types { rows: dtype.into(), weights: weights.into() };
-    let columns = parts(&x.columns, &x.a_log);
-    let client = x.x.client.clone();
-    let done = conv::forward(&client, dims, &columns, conv_inputs(&x), types).ok()?;
-    let output = |(buffer, column): (Buffer, &Column)| {
-        let shape = Shape::from([batch, tokens, column.width]);
-        shaped(&x.x, buffer, shape, output_type(column.kind, dtype))
-    };
-    let outputs = done.into_iter().zip(&x.columns).map(output).collect();
-    let backward = keep.then(|| -> Backward<R> {
-        Box::new(move |gradients, _| conv_split_backward(x, dims, types, gradients))
-    });
-    Some(CubePass { outputs, backward })
-}
-
-pub(super) fn conv_step<R: CubeRuntime>(
-    x: &ConvStep<CubeTensor<R>>,
-) -> Option<ConvStepOutputs<CubeTensor<R>>> {
-    let all = |tensors: &[CubeTensor<R>]| tensors.iter().cloned().map(flat).collect::<Vec<_>>();
-    let [weights, biases, states] =
-        [&x.weights, &x.biases, &x.conv_states].map(|tensors| all(tensors));
-    let [a_log, dt_bias] = [&x.a_log, &x.dt_bias].map(|tensor| tensor.clone().map(flat));
-    let packed = flat(x.x.clone());
-    let dtype = packed.dtype;
-    let of_weights = one_type(
-        &weights
-            .iter()
-            .chain(&biases)
-            .chain(&a_log)
-            .chain(&dt_bias)
-            .cloned()
-            .map(Some)
-            .collect::<Vec<_>>(),
-    )?;
-    if !is_float(dtype) || states.iter().any(|state| state.dtype != dtype) {
-        return None;
-    }
-    let (batch, window) = (packed.meta.shape()[0], weights.first()?.meta.shape()[0]);
-    let handles =
-        [&weights, &biases, &states].map(|t| t.iter().map(|t| &t.handle).collect::<Vec<_>>());
-    let [weights, biases, conv_states] = &handles;
-    let inputs = conv::Inputs {
-        x: &packed.handle,
-        weight: None,
-        bias: None,
-        conv_state: None,
-        a_log: handle(&a_log),
-        dt_bias: handle(&dt_bias),
-        cu_seqlens: None,
-    };
-    let apart = conv::Apart { weights, biases, conv_states };
-    let dims = conv::Dims { batch, tokens: 1, window };
-    let types = conv::Types { rows: dtype.into(), weights: of_weights.into() };
-    let columns = parts(&x.columns, &a_log);
-    let (outputs, next) = conv::step(&packed.client, dims, &columns, inputs, apart, types).ok()?;
-    let output = |(buffer, column): (Buffer, &Column)| {
-        let shape = Shape::from([batch, 1, column.width]);
-        shaped(&packed, buffer, shape, output_type(column.kind, dtype))
-    };
-    let state = |(buffer, column): (Buffer, &Column)| {
-        shaped(&packed, buffer, Shape::from([batch, window - 1, column.width]), dtype)
-    };
-    Some(ConvStepOutputs {
-        outputs: outputs.into_iter().zip(&x.columns).map(output).collect(),
-        conv_states: next.into_iter().zip(&x.columns).map(state).collect(),
-    })
-}
-
-fn conv_split_backward<R: CubeRuntime>(
-    x: ConvSplit<CubeTensor<R>>,
-    dims: conv::Dims,
-    types: conv::Types,
-    gradients: Vec<Option<CubeTensor<R>>>,
-) -> Vec<Option<CubeTensor<R>>> {
-    let rows = x.x.dtype;
-    let given: Vec<Option<CubeTensor<R>>> = gradients
-        .into_iter()
-        .zip(&x.columns)
-        .map(|(d, column)| d.map(|d| as_given(d, output_type(column.kind, rows))))
-        .collect();
-    let d_out: Vec<Option<&Handle>> = given.iter().map(handle).collect();
-    let done = conv::backward(
-        &x.x.client,
-        dims,
-        &parts(&x.columns, &x.a_log),
-        conv_inputs(&x),
-        &d_out,
-        types,
-    )
-    .expect("the forward pass took these sizes and types");
-    let like = |like: &Option<CubeTensor<R>>, buffer: Option<Buffer>| {
-        let like = like.as_ref()?;
-        Some(buffer.map(|buffer| shaped(like, buffer, like.meta.shape().clone(), like.dtype)))
-    };
-    let d_x = shaped(&x.x, done.x, x.x.meta.shape().clone(), rows);
-    let mut found = vec![Some(d_x)];
-    found.extend(like(&x.weight, done.weight));
-    found.extend(like(&x.bias, done.bias));
-    found.extend(like(&x.conv_state, done.conv_state));
-    found.extend(like(&x.a_log, done.a_log));
-    found.extend(like(&x.dt_bias, done.dt_bias));
-    found
 }
 
 pub(super) fn gated<R: CubeRuntime>(
@@ -590,30 +431,6 @@ pub(super) fn embedding<R: CubeRuntime>(
         })
     });
     Some(CubePass { outputs, backward })
-}
-
-pub(super) fn conv_states<R: CubeRuntime>(
-    x: &ConvStates<CubeTensor<R>>,
-) -> Option<Vec<CubeTensor<R>>> {
-    let ConvStates { x, widths, window, states, lengths } = x;
-    let (dtype, x) = (x.dtype, flat(x.clone()));
-    let there = states.is_empty() || states.len() == widths.len();
-    if !is_float(dtype) || !there || states.iter().any(|state| state.dtype != dtype) {
-        return None;
-    }
-    let states: Vec<_> = states.iter().cloned().map(flat).collect();
-    let handles: Vec<&Handle> = states.iter().map(|state| &state.handle).collect();
-    let [batch, tokens, columns] = [0, 1, 2].map(|d| x.meta.shape[d]);
-    let dims = conv_state::Dims { batch, tokens, columns };
-    let convolutions = conv_state::Convolutions { widths: widths.clone(), window: *window };
-    let cu_seqlens = lengths.as_ref().map(SequenceLengths::cu_seqlens);
-    let inputs = conv_state::Inputs { x: &x.handle, states: &handles, cu_seqlens };
-    let next =
-        conv_state::next_states(&x.client, dims, &convolutions, inputs, dtype.into()).ok()?;
-    let sequences = lengths.as_ref().map_or(batch, SequenceLengths::count);
-    let shape = |width: usize| Shape::from([sequences, window - 1, width]);
-    let next = next.into_iter().zip(widths);
-    Some(next.map(|(next, width)| shaped(&x, next, shape(*width), dtype)).collect())
 }
 
 pub(super) fn pack<R: CubeRuntime>(x: Pack<CubeTensor<R>>, keep: bool) -> Option<CubePass<R>> {

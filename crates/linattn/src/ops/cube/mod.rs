@@ -1,8 +1,9 @@
 //! The operations on Burn's CubeCL backends: as kernels, and as tensor operations where the kernels
-//! refuse (f64; over whole sequences keys wider than 256, and values wider than 4096; products of more than 64 rows).
+//! refuse (f64; over whole sequences keys wider than 256, and values wider than 4096; products of more than 64 rows, or 128 of 16 bits on tensor cores).
 //! fused.rs has the layers around a recurrence, linear.rs matrix products, block_linear.rs those of blocks.
 
 mod block_linear;
+mod conv_split;
 mod diagonal_taps;
 mod folded;
 mod fused;
@@ -18,10 +19,10 @@ mod ttt;
 
 use super::backend::{FoldedInput, FoldedOutput, LinearAttentionBackend, Matrices, Path};
 use super::fused::{
-    AdamW, AdamWStep, Clip, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, DiagonalTaps,
-    Embedding, GatedProduct, LinearCrossEntropy, LinearLayer, LongConvolution, Moments,
-    Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
-    norm_in_tensor_ops, step_in_tensor_ops,
+    AdamW, AdamWStep, Clip, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, ConvolvedStep,
+    ConvolvedStepOutputs, DiagonalTaps, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
+    LongConvolution, Moments, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence,
+    SoftmaxRows, Ttt, norm_in_tensor_ops, step_in_tensor_ops,
 };
 use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
@@ -146,15 +147,21 @@ where
     }
 
     fn conv_states(x: &ConvStates<FloatTensor<Self>>) -> Option<Vec<FloatTensor<Self>>> {
-        fused::conv_states(x)
+        conv_split::conv_states(x)
     }
 
     fn conv_step(x: &ConvStep<FloatTensor<Self>>) -> Option<ConvStepOutputs<FloatTensor<Self>>> {
-        fused::conv_step(x)
+        conv_split::conv_step(x)
+    }
+
+    fn convolved_step(
+        x: &ConvolvedStep<FloatTensor<Self>>,
+    ) -> Option<ConvolvedStepOutputs<FloatTensor<Self>>> {
+        conv_split::convolved_step(x)
     }
 
     fn fused_conv_split(x: ConvSplit<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
-        fused::conv_split(x, keep).map(fused::CubePass::of)
+        conv_split::conv_split(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_normalize(x: Normalization<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
@@ -243,6 +250,9 @@ fn product_of_few_rows<R: CubeRuntime>(
     let last = shape.num_dims() - 1;
     let float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
     if !float || weights.iter().chain(bias).any(|tensor| tensor.dtype != dtype) {
+        return None;
+    }
+    if weights.iter().any(|weight| weight.meta.shape()[0] != shape[last]) {
         return None;
     }
     let matrices = weights.iter().map(columns).collect::<Option<Vec<_>>>()?;

@@ -9,29 +9,17 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
 use linattn_kernels::quantized::{self, Bits, Dims, Floats, Input, Matrices, Matrix};
 
-/// A matrix's numbers and scales, each row after row.
-pub(super) struct Parts<R: CubeRuntime> {
-    values: CubeTensor<R>,
-    scales: CubeTensor<R>,
-    rows: usize,
-}
-
-impl<R: CubeRuntime> Parts<R> {
-    pub(super) fn new<F, I, BT>(matrix: &QuantizedMatrix<CubeBackend<R, F, I, BT>>) -> Self
-    where
-        F: FloatElement,
-        I: IntElement,
-        BT: BoolElement,
-    {
-        let values = into_contiguous(matrix.values().into_primitive());
-        let scales = into_contiguous(primitive(matrix.scales()));
-        Self { values, scales, rows: matrix.size()[0] }
-    }
-
-    pub(super) fn matrix(&self) -> Matrix<'_> {
-        let Self { values, scales, rows } = self;
-        Matrix { values: &values.handle, scales: &scales.handle, rows: *rows }
-    }
+/// A matrix in the kernels' words: its numbers and scales are of one dimension, and so in one piece.
+pub(super) fn parts<R, F, I, BT>(matrix: &QuantizedMatrix<CubeBackend<R, F, I, BT>>) -> Matrix<'_>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let (values, scales) = matrix.primitives();
+    debug_assert!(values.is_contiguous() && scales.is_contiguous(), "one dimension has no gaps");
+    Matrix { values: &values.handle, scales: &scales.handle, rows: matrix.size()[0] }
 }
 
 pub(super) fn bits(bits: WeightBits) -> Bits {
@@ -68,8 +56,7 @@ where
         return None;
     }
     let x = into_contiguous(x);
-    let parts: Vec<_> = weights.iter().map(|weight| Parts::new(weight)).collect();
-    let matrices: Vec<_> = parts.iter().map(Parts::matrix).collect();
+    let matrices: Vec<_> = weights.iter().map(|weight| parts(weight)).collect();
     let floats = narrow(floats)?;
     let bits = bits(weights.first()?.bits());
     let all = Matrices { bits, quantized: &matrices, floats: &floats };
@@ -90,10 +77,10 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let (parts, [_, columns]) = (Parts::new(matrix), matrix.size());
-    let CubeTensor { client, device, .. } = parts.values.clone();
+    let [_, columns] = matrix.size();
+    let CubeTensor { client, device, .. } = matrix.primitives().0.clone();
     let of_matrix = bits(matrix.bits());
-    match quantized::dequantize(&client, columns, dtype.into(), of_matrix, parts.matrix()) {
+    match quantized::dequantize(&client, columns, dtype.into(), of_matrix, parts(matrix)) {
         Ok(floats) => {
             let shape = matrix.size().into();
             CubeTensor::new_contiguous(client, device, shape, floats.handle, dtype)

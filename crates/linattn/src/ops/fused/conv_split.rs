@@ -2,7 +2,7 @@
 //! norm of heads, beta and log decay.
 
 use super::normalize::l2_normalize;
-use super::{Column, ColumnKind, ConvSplit, ConvStep, ConvStepOutputs, HeadNorm};
+use super::{Column, ColumnKind, ConvSplit, ConvStep, ConvStepOutputs, ConvolvedStep, HeadNorm};
 use crate::ops::backend::LinearAttentionBackend;
 use crate::ops::tensors::{cat, softplus_in_tensor_ops, tensor};
 use crate::ops::{accumulator, typed};
@@ -33,6 +33,32 @@ pub(crate) fn conv_step<B: LinearAttentionBackend>(
 ) -> Option<[Vec<Tensor<B, 3>>; 2]> {
     let ConvStepOutputs { outputs, conv_states } = B::conv_step(x)?;
     Some([outputs, conv_states].map(|tensors| tensors.into_iter().map(tensor).collect()))
+}
+
+/// What a memory answers to a token, and what is left for the next one.
+pub(crate) struct Answer<B: Backend> {
+    /// `[B, 1, H, V]`.
+    pub(crate) o: Tensor<B, 4>,
+    /// `[B, H, K, V]`.
+    pub(crate) memory: Tensor<B, 4>,
+    /// Of queries, keys and values, `[B, W - 1, C_i]`.
+    pub(crate) conv_states: Vec<Tensor<B, 3>>,
+    /// The columns that are copied, `[B, 1, width]`.
+    pub(crate) copied: Option<Tensor<B, 3>>,
+}
+
+/// A token's convolutions and its step of the recurrence in one launch; nothing where this backend has none for these
+/// tensors.
+pub(crate) fn convolved_step<B: LinearAttentionBackend>(
+    x: &ConvolvedStep<FloatTensor<B>>,
+) -> Option<Answer<B>> {
+    let done = B::convolved_step(x)?;
+    Some(Answer {
+        o: tensor(done.o),
+        memory: tensor(done.state),
+        conv_states: done.conv_states.into_iter().map(tensor).collect(),
+        copied: done.copied.map(tensor),
+    })
 }
 
 /// The convolution's sum over the first C columns of `x`, `[B, T, C]`.

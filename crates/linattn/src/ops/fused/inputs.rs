@@ -269,6 +269,35 @@ pub struct ConvStepOutputs<T> {
     pub conv_states: Vec<T>,
 }
 
+/// A [`ConvStep`] and, behind it, the step of a recurrence: linear attention, or a delta rule where there is a beta.
+/// The first three of its columns are those of queries, keys and values, each through a convolution; then, in any order,
+/// one a head of beta and of a log decay, where there are any, and at most one part that is copied. Columns behind the
+/// last are padding.
+#[derive(Debug, Clone)]
+pub struct ConvolvedStep<T> {
+    /// The packed projection, its convolutions and gates.
+    pub token: ConvStep<T>,
+    /// Hk, heads of queries and keys.
+    pub key_heads: usize,
+    /// H, heads of values.
+    pub heads: usize,
+    /// `[B, H, K, V]`; absent at the start of a sequence.
+    pub state: Option<T>,
+}
+
+/// Outputs of a [`ConvolvedStep`].
+#[derive(Debug, Clone)]
+pub struct ConvolvedStepOutputs<T> {
+    /// `[B, 1, H, V]`.
+    pub o: T,
+    /// `[B, H, K, V]`.
+    pub state: T,
+    /// Of queries, keys and values, `[B, W - 1, C_i]`.
+    pub conv_states: Vec<T>,
+    /// The columns that are copied, `[B, 1, width]`.
+    pub copied: Option<T>,
+}
+
 /// `activation(gate) * value`.
 #[derive(Debug, Clone)]
 pub struct GatedProduct<T> {

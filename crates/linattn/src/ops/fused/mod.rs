@@ -24,17 +24,18 @@ mod softmax;
 mod ttt;
 
 pub(crate) use block_linear::block_linear;
-pub(crate) use conv_split::{conv_split, conv_step};
+pub(crate) use conv_split::{conv_split, conv_step, convolved_step};
 pub(crate) use conv_state::next_conv_states;
 pub(crate) use cross_entropy::linear_cross_entropy;
 pub(crate) use diagonal_taps::diagonal_taps;
 pub(crate) use embedding::{embedding, select_rows};
 pub(crate) use gated_product::{activate, gate, gated_halves, log_sigmoid, softplus};
 pub use inputs::{
-    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, DiagonalTaps,
-    Discretization, Embedding, GateActivation, GatedProduct, GatedValue, HeadNorm,
-    LinearCrossEntropy, LinearLayer, LongConvolution, MOST_PACKED, Measure, Normalization, Pack,
-    Rotary, Seen, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
+    Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs,
+    ConvolvedStep, ConvolvedStepOutputs, DiagonalTaps, Discretization, Embedding, GateActivation,
+    GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer, LongConvolution,
+    MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan, SlstmRecurrence,
+    SoftmaxRows, Ttt,
 };
 pub(crate) use linear::linear;
 #[cfg(feature = "fusion")]
