@@ -444,7 +444,7 @@ fn retrieve_rows<F: Float>(
     retrieved
 }
 
-/// What a token does to its state.
+/// A token's write to its state.
 #[derive(CubeType, Clone, Copy)]
 struct Written {
     /// Under k.

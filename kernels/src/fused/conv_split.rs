@@ -49,6 +49,7 @@ mod runs;
 mod tests;
 
 pub use inputs::{Apart, Columns, Dims, Head, Inputs, Kind, UNROLLED};
+pub(crate) use parts::Norm;
 
 use super::column_sums::multiprocessors;
 use crate::buffer::{Buffer, array, buffer, whole};

@@ -28,7 +28,7 @@ use super::{
     sum_slices, turns,
 };
 use crate::buffer::{Buffer, array, together, whole};
-use crate::fused::conv_split::{Head, UNROLLED};
+use crate::fused::conv_split::{Head, Norm, UNROLLED};
 use crate::pointwise::{Activation, activate, softplus};
 use crate::refusal::{F32, Refusal, check_type};
 use crate::variant::{Decay, Dims, Read, Transition, Variant};
@@ -41,7 +41,7 @@ use std::ops::Range;
 /// Convolutions: of q, of k and of v.
 pub const CONVOLUTIONS: usize = 3;
 
-/// What is made of the columns of a packed projection. The first ones are those of q, k and v.
+/// Columns of a packed projection, and what is made of them. The first ones are those of q, k and v.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Columns {
     /// P.
@@ -77,7 +77,7 @@ pub struct Inputs<'a> {
     pub state: &'a Handle,
 }
 
-/// What a token leaves.
+/// Outputs of a token.
 #[derive(Debug, Clone)]
 pub struct Outputs {
     /// `[B, H, V]`.
@@ -97,13 +97,6 @@ pub struct Types {
     pub rows: StorageType,
     /// G.
     pub weights: StorageType,
-}
-
-/// Bits of the numbers of [`Head`]: a cache key is to be compared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Norm {
-    factor: u32,
-    epsilon: u32,
 }
 
 /// Compile-time values of the kernel.
@@ -137,15 +130,13 @@ impl Form {
             None => Transition::Identity,
         };
         let split = Split::new(client, Variant { decay, transition, read: Read::After }, dims);
-        let bits = |x: f64| (x as f32).to_bits();
-        let norm = |head: Head| Norm { factor: bits(head.factor), epsilon: bits(head.epsilon) };
         Self {
             source: SOURCE,
             split,
             window: columns.window,
             activations: columns.activations,
-            norms: columns.norms.map(|head| head.map(norm)),
-            beta: columns.beta.map_or(0, |(_, scale)| bits(scale)),
+            norms: columns.norms.map(|head| head.map(Norm::new)),
+            beta: columns.beta.map_or(0, |(_, scale)| (scale as f32).to_bits()),
             biased: inputs.biases.is_some(),
             given: inputs.conv_states.is_some(),
             copies: !columns.copied.is_empty(),
@@ -420,13 +411,13 @@ fn convolved_step<F: Float, G: Float>(
     }
 }
 
-/// What divides a head whose squares have this sum by its length; 1 without a norm.
+/// Factor of a head whose squares have this sum, which its norm multiplies it by; 1 without a norm.
 #[cube]
 fn scale(squares: f32, #[comptime] norm: Option<Norm>) -> f32 {
     let mut scale = 1.0f32;
     if comptime!(norm.is_some()) {
-        let factor = comptime!(f32::from_bits(norm.map_or(0, |norm| norm.factor)));
-        let epsilon = comptime!(f32::from_bits(norm.map_or(0, |norm| norm.epsilon)));
+        let factor = comptime!(norm.map_or(1.0, |norm| norm.factor()));
+        let epsilon = comptime!(norm.map_or(0.0, |norm| norm.epsilon()));
         scale = factor * f32::inverse_sqrt(squares + epsilon);
     }
     scale

@@ -41,19 +41,6 @@ pub(crate) struct Qkv<B: Backend> {
     pub(crate) v: Tensor<B, 4>,
 }
 
-/// What a memory answers to a token; or, of several tokens, or where a backend has no such launch, what goes into it.
-pub(crate) enum Answered<B: Backend, const M: usize> {
-    Token {
-        /// `[B, 1, H, V]`.
-        o: Tensor<B, 4>,
-        /// `[B, H, K, V]`.
-        memory: Tensor<B, 4>,
-        /// The one projection that is as it is, `[B, 1, width]`.
-        copied: Option<Tensor<B, 3>>,
-    },
-    Inputs(Qkv<B>, Optional<B, M>),
-}
-
 impl<'a, B: Backend> ConvQkv<'a, B> {
     /// Projections alone, of so many heads of queries, of keys and of values.
     pub(crate) fn plain(projections: [&'a Linear<B>; 3], heads: [usize; 3]) -> Self {
@@ -170,20 +157,17 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
         optional: [Option<Projection<'a, B>>; M],
         memory: Option<&Option<Tensor<B, 4>>>,
         conv_states: &mut ConvPast<B>,
-    ) -> Answered<B, M> {
+    ) -> Projected<B, (Qkv<B>, Optional<B, M>)> {
         let [_, key_heads, heads] = self.heads;
         let memory = match self.canon {
             None => memory.map(|state| TokenMemory { key_heads, heads, state: state.clone() }),
             Some(_) => None,
         };
         let (all, there, rest) = self.in_order([], optional);
-        match project_token(x, all, memory, conv_states) {
-            Projected::Answer { o, memory, copied } => Answered::Token { o, memory, copied },
-            Projected::Outputs(outputs) => {
-                let (qkv, [], optional) = rest.of_outputs(outputs, there, conv_states);
-                Answered::Inputs(qkv, optional)
-            }
-        }
+        project_token(x, all, memory, conv_states).map(|outputs| {
+            let (qkv, [], optional) = rest.of_outputs(outputs, there, conv_states);
+            (qkv, optional)
+        })
     }
 
     /// All projections, which optional ones are there, and what is to be done behind them.
@@ -204,7 +188,7 @@ impl<'a, B: LinearAttentionBackend> ConvQkv<'a, B> {
     }
 }
 
-/// What is to be done to queries, keys and values behind their projections.
+/// Heads and Canon layers of queries, keys and values, behind their projections.
 struct Rest<'a, B: Backend> {
     heads: [usize; 3],
     canon: Option<&'a CanonQkv<B>>,

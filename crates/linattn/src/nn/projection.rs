@@ -125,10 +125,27 @@ pub(crate) struct TokenMemory<B: Backend> {
     pub(crate) state: Option<Tensor<B, 4>>,
 }
 
-/// Outputs of projections, or what a memory answers to them.
-pub(crate) enum Projected<B: Backend> {
-    Outputs(Vec<Tensor<B, 3>>),
-    Answer { o: Tensor<B, 4>, memory: Tensor<B, 4>, copied: Option<Tensor<B, 3>> },
+/// Outputs of projections; or, of a token where the backend has such a launch, a memory's answer to them.
+pub(crate) enum Projected<B: Backend, T> {
+    Outputs(T),
+    Answer {
+        /// `[B, 1, H, V]`.
+        o: Tensor<B, 4>,
+        /// `[B, H, K, V]`.
+        memory: Tensor<B, 4>,
+        /// The one projection that is as it is, `[B, 1, width]`.
+        copied: Option<Tensor<B, 3>>,
+    },
+}
+
+impl<B: Backend, T> Projected<B, T> {
+    /// The same with other outputs.
+    pub(crate) fn map<U>(self, outputs: impl FnOnce(T) -> U) -> Projected<B, U> {
+        match self {
+            Self::Outputs(found) => Projected::Outputs(outputs(found)),
+            Self::Answer { o, memory, copied } => Projected::Answer { o, memory, copied },
+        }
+    }
 }
 
 /// As [`project_input`], of projections whose first three are queries, keys and values; a single token's go through
@@ -138,7 +155,7 @@ pub(crate) fn project_token<B: LinearAttentionBackend>(
     projections: Vec<Projection<'_, B>>,
     memory: Option<TokenMemory<B>>,
     conv_states: &mut ConvPast<B>,
-) -> Projected<B> {
+) -> Projected<B, Vec<Tensor<B, 3>>> {
     let Some(packed) = Packed::of(x, &projections, conv_states) else {
         return Projected::Outputs(each_alone(x, &projections, conv_states));
     };
@@ -202,13 +219,13 @@ impl<'a, B: LinearAttentionBackend> Packed<'a, B> {
         Some(Self { y, columns, order, convolutions, decay })
     }
 
-    /// What `memory` answers to a single token in the launch that has the convolutions; nothing where this backend has
+    /// The answer of `memory` to a single token, in the launch that has the convolutions; nothing where this backend has
     /// none, or queries, keys and values are not the first columns.
     fn answer(
         &self,
         memory: TokenMemory<B>,
         conv_states: &mut ConvPast<B>,
-    ) -> Option<Projected<B>> {
+    ) -> Option<Projected<B, Vec<Tensor<B, 3>>>> {
         if !self.order.starts_with(&[0, 1, 2]) {
             return None;
         }

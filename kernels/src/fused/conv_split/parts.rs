@@ -29,15 +29,15 @@ pub(super) enum Role {
     Decay { group: usize },
 }
 
-/// Bits of the numbers of [`Head`].
+/// Bits of the numbers of [`Head`]: a cache key is to be compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Norm {
+pub(crate) struct Norm {
     factor: u32,
     epsilon: u32,
 }
 
 impl Norm {
-    fn new(head: Head) -> Self {
+    pub fn new(head: Head) -> Self {
         let [factor, epsilon] = [head.factor, head.epsilon].map(|x| (x as f32).to_bits());
         Self { factor, epsilon }
     }

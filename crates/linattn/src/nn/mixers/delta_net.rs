@@ -4,14 +4,14 @@
 use super::{
     MatrixPast, MatrixState, TokenMixer, Varlen, Widths, head_widths, linear_flops, memory_cost,
 };
-use crate::nn::conv_qkv::{Answered, ConvQkv, Optional, Qkv};
+use crate::nn::conv_qkv::{ConvQkv, Optional, Qkv};
 use crate::nn::convolution::{ShortConvolution, check_window, convolution_cost};
 use crate::nn::delta_keys::{DeltaKeys, QkActivation, QkNorm};
 use crate::nn::gated_output::GatedOutput;
 use crate::nn::key_preconditioner::{KeyPreconditioner, preconditioner_cost, written};
 use crate::nn::layers::{GatedRmsNorm, ResidualLinear, check_epsilon, linear};
 use crate::nn::log_decay::{LogDecayParams, fresh_a_log, fresh_dt_bias};
-use crate::nn::projection::Projection;
+use crate::nn::projection::{Projected, Projection};
 use crate::nn::recurrence::delta_rule;
 use crate::nn::{ConfigError, Cost, Linear, MixerInput, Shared, is_default};
 use crate::ops::{Decay, DeltaRuleInputs, LinearAttentionBackend, accumulator};
@@ -230,8 +230,8 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for DeltaNet<B> {
         let memory = self.takes_projected_keys().then_some(&past.memory);
         let (o, memory, gate) = match self.qkv().answer(x, optional, memory, &mut past.conv_states)
         {
-            Answered::Token { o, memory, copied } => (o, memory, copied),
-            Answered::Inputs(qkv, optional) => self.recall(qkv, optional, &mut past),
+            Projected::Answer { o, memory, copied } => (o, memory, copied),
+            Projected::Outputs((qkv, optional)) => self.recall(qkv, optional, &mut past),
         };
         let y = GatedOutput::silu(&self.o_norm, &self.o_proj).forward(o, gate);
         (y, past.then(memory, tokens))
@@ -244,7 +244,7 @@ impl<B: LinearAttentionBackend> DeltaNet<B> {
         self.keys.are_whole() && self.preconditioner.is_none() && self.b_proj.is_some()
     }
 
-    /// What the memory answers, the memory after it, and the gate.
+    /// The memory's answer, the memory after it, and the gate.
     fn recall(
         &self,
         Qkv { q, k, v }: Qkv<B>,

@@ -100,7 +100,12 @@ where
     fn fused_linear(l: LinearLayer<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         // A gradient wants more than the product of a few rows.
         let weight = std::slice::from_ref(&l.weight);
-        if !keep && let Some(y) = product_of_few_rows(&l.x, weight, l.bias.as_ref()) {
+        // One matrix has nothing to be packed with, and many rows are faster by tiles.
+        let few = l.x.meta.shape().num_elements() <= few_rows::MOST_ROWS * l.weight.meta.shape()[0];
+        if !keep
+            && few
+            && let Some(y) = product_of_few_rows(&l.x, weight, l.bias.as_ref())
+        {
             return Some(Pass::forward(vec![y]));
         }
         fused::linear_layer(l, keep).map(fused::CubePass::of)

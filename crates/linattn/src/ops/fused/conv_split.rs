@@ -35,7 +35,7 @@ pub(crate) fn conv_step<B: LinearAttentionBackend>(
     Some([outputs, conv_states].map(|tensors| tensors.into_iter().map(tensor).collect()))
 }
 
-/// What a memory answers to a token, and what is left for the next one.
+/// A memory's answer to a token, and the states for the next one.
 pub(crate) struct Answer<B: Backend> {
     /// `[B, 1, H, V]`.
     pub(crate) o: Tensor<B, 4>,
