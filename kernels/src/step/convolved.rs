@@ -21,7 +21,7 @@
 //!         value of its column. The first cube of a head leaves the next conv states of its q and k.
 //! Sums:   lengths of q and k are summed beside the retrieved value and the output, and multiply these sums:
 //!         there is no barrier for them.
-//! Edges:  K up to [`WIDEST`](crate::WIDEST); W from 2 to 8. Rows past K are zeros of q and k.
+//! Edges:  K up to [`WIDEST`]; W from 2 to 8. Rows past K are zeros of q and k.
 
 use super::{
     COLUMNS, ROWS, Share, Sizes, SizesLaunch, Split, request, request_kept, row, share, store,
