@@ -35,6 +35,8 @@ pub use tensor_cores::Tiling;
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, whole};
 use crate::fused::column_sums::multiprocessors;
+use crate::fused::team::Team;
+use crate::launch::launch_light;
 use crate::refusal::{Refusal, check_type};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -113,6 +115,8 @@ pub(crate) struct Split {
     pub matrices: usize,
     pub biased: bool,
     pub reading: Reading,
+    /// Whether units of a plane add numbers up by shuffles.
+    pub planes: bool,
 }
 
 /// Results of a launch.
@@ -159,6 +163,7 @@ impl Split {
             matrices: matrices.len(),
             biased: false,
             reading,
+            planes: Team::of(client, UNITS).planes,
         };
         // Narrow cubes have many groups, whose columns of x have to fit in shared memory.
         let fits = |lanes: &usize| split(*lanes).in_memory(memory).batches() > 0;
@@ -213,10 +218,10 @@ impl Split {
 
     /// How x lies in shared memory.
     fn shelf(&self, vector: usize) -> Shelf {
-        let Self { tile, reading, .. } = *self;
+        let Self { tile, reading, planes, .. } = *self;
         // Rows lie one behind another.
         let span = self.span();
-        Shelf { tile, span, group: span, line: tile * span, vector, reading }
+        Shelf { tile, span, group: span, line: tile * span, vector, reading, planes }
     }
 
     /// Rows whose sums meet at once: 1, 2, 4 or 8.
@@ -413,20 +418,22 @@ impl Product {
                 let vector = x.vector(client, inner, *dtype);
                 let all = rows * inner / vector;
                 output.sum.iter().for_each(|sum| sums.push(array(&sum.handle, all)));
-                rows_by_matrices::launch_unchecked::<R>(
+                launch_light!(
                     client,
                     cubes,
                     CubeDim::new_1d(UNITS as u32),
-                    OperandsLaunch::new(x.arrays([rows, inner], vector), bias),
-                    side_by_side(inner, weights, matrices, [each, 1]),
-                    whole(&output.y),
-                    sums,
-                    sizes,
-                    Split { biased, ..split },
-                    vector,
-                    *dtype,
-                    split.width,
-                    vector,
+                    rows_by_matrices::RowsByMatrices<R>,
+                    types: [F: *dtype], sizes: [N: split.width, X: vector],
+                    arguments: [
+                        OperandsLaunch::new(x.arrays([rows, inner], vector), bias)
+                            => Operands<rows_by_matrices::F, rows_by_matrices::X>,
+                        side_by_side(inner, weights, matrices, [each, 1])
+                            => Sequence<Matrix<rows_by_matrices::F, rows_by_matrices::N>>,
+                        whole(&output.y) => Array<rows_by_matrices::F>,
+                        sums => Sequence<Array<Vector<rows_by_matrices::F, rows_by_matrices::X>>>,
+                        sizes => Sizes,
+                    ],
+                    comptime: [Split { biased, ..split }, vector, *dtype, split.width, vector],
                 );
             },
             Plan::TensorCores(tiling) => unsafe {

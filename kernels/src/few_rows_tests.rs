@@ -274,9 +274,18 @@ fn shared_memory_holds_what_the_kernel_puts_there() {
         for width in [1, 2, 4, 8] {
             for lanes in [2, 4, 8, 16, 32] {
                 let (source, numbers, matrices) = ("", 0, 1);
-                let (biased, reading) = (false, Reading::Rows);
-                let split =
-                    Split { source, tile, width, lanes, ahead, numbers, matrices, biased, reading };
+                let split = Split {
+                    source,
+                    tile,
+                    width,
+                    lanes,
+                    ahead,
+                    numbers,
+                    matrices,
+                    biased: false,
+                    reading: Reading::Rows,
+                    planes: false,
+                };
                 for bytes in [16 << 10, 32 << 10, 48 << 10, 227 << 10] {
                     let split = split.in_memory(bytes);
                     assert!(split.shared_memory() <= bytes, "{split:?}");

@@ -6,6 +6,7 @@ mod buffer;
 mod chunkwise;
 pub mod few_rows;
 pub mod fused;
+mod launch;
 pub mod matmul;
 pub mod pointwise;
 pub mod quantized;

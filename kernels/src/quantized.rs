@@ -20,9 +20,10 @@
 //!         out among them.
 //! Bytes:  a unit requests vectors of 16 bytes, those of `ahead` groups of its rows, before x is in shared memory, and
 //!         the next ones as soon as these are used up.
-//! Floats: 16 + q is the float whose four high bits of the mantissa are q, 256 + q that of eight, so that a number costs
-//!         no conversion, of which a multiprocessor makes a quarter as many as it adds. What q has in excess comes off
-//!         each number, which is exact; off a group's sum, times the sum of its x, it would cost three bits.
+//! Floats: 2^23 + n is the float whose mantissa is n, so that a number costs no conversion, of which a multiprocessor
+//!         makes a quarter as many as it adds. It costs no shift either: q stays where it stands in its half of the
+//!         word, as q times a power of two, and products of each power have a sum of their own. What a number has in
+//!         excess comes off it, which is exact; off a group's sum, times the sum of its x, it would cost bits.
 //! Memory: groups of x lie a number more than 32 apart, where a cube may have 17 KB: units that write one group, and
 //!         units that read one number of neighbouring groups, have banks of their own.
 //! Cost:   K N (bits / 8 + 1 / 8) bytes, and about (3 + M) K N instructions: a number is made a float once for all
@@ -34,16 +35,19 @@ mod kernel;
 use crate::SOURCE;
 use crate::buffer::{Buffer, array, buffer, whole};
 use crate::few_rows::UNITS;
-use crate::few_rows::input::Shelf;
+use crate::few_rows::input::{InputArrays, Shelf};
 pub use crate::few_rows::{Columns, Dims, Input, MOST_MATRICES, Output, Reading};
 use crate::fused::column_sums::multiprocessors;
+use crate::fused::embedding::check_ids;
+use crate::fused::team::Team;
+use crate::launch::launch_light;
 use crate::pointwise::Source;
 use crate::refusal::{Refusal, check_type};
-use cubecl::ir::StorageType;
+use cubecl::ir::{ElemType, StorageType, UIntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernel::{
-    AllLaunch, NarrowLaunch, Place, PlaceLaunch, QuantizedLaunch, SizesLaunch, number,
+    All, AllLaunch, NarrowLaunch, Place, PlaceLaunch, QuantizedLaunch, Sizes, SizesLaunch, number,
     number_of_group, rows_by_groups,
 };
 
@@ -58,8 +62,8 @@ pub const MOST_COLUMNS: usize = 64;
 const LOAD: usize = 4;
 /// Numbers of x in shared memory: 16 KB, which every device has.
 const NUMBERS: usize = 4096;
-/// Bits of an f32 behind its exponent.
-const MANTISSA: usize = 23;
+/// As many where a device has room for them and rows are so long: each turn of a cube waits for its x.
+const MORE_NUMBERS: usize = 2 * NUMBERS;
 
 /// Bits of a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -89,14 +93,28 @@ impl Bits {
         self.words() / LOAD
     }
 
-    /// The power of two whose float has so many high bits of its mantissa for whole numbers.
-    const fn base(self) -> f32 {
-        (1u32 << self.count()) as f32
+    /// Numbers in half a word.
+    const fn in_half(self) -> usize {
+        16 / self.count()
     }
 
-    /// Excess of a number's float: the base, and half of it for numbers that count from there.
-    const fn excess(self) -> f32 {
-        self.base() * 1.5
+    /// The float whose last bits of the mantissa are whole numbers.
+    const BASE: f32 = (1u32 << 23) as f32;
+
+    /// The bits of part `part` of a word in its half.
+    const fn mask(self, part: usize) -> u32 {
+        ((1 << self.count()) - 1) << (part % self.in_half() * self.count())
+    }
+
+    /// Excess of a part's float: the base, and half of the part's range, from which it counts.
+    const fn excess(self, part: usize) -> f32 {
+        let half = 1u32 << (self.count() - 1);
+        Self::BASE + (half << (part % self.in_half() * self.count())) as f32
+    }
+
+    /// What part `part` of a word counts in: the kernel's number times this is q.
+    const fn unit(self, part: usize) -> f32 {
+        1.0 / (1u32 << (part % self.in_half() * self.count())) as f32
     }
 }
 
@@ -187,8 +205,12 @@ struct Split {
     deep: usize,
     /// Groups of them that a unit requests at once.
     ahead: usize,
+    /// Numbers of x in shared memory.
+    room: usize,
     /// Whether shared memory has room for a number more behind each group of x.
     padded: bool,
+    /// Whether units of a plane add their sums up by shuffles.
+    planes: bool,
     /// Quantized matrices side by side.
     matrices: usize,
     /// Matrices of floats behind them.
@@ -215,11 +237,15 @@ impl Split {
             // Fewer where a unit has sums of more rows of x; of one row fewer for twice as many cubes.
             deep: [2, 4, 2, 1][tile.ilog2() as usize],
             ahead: 1,
+            room: if tile * dims.inner > NUMBERS { MORE_NUMBERS } else { NUMBERS },
             padded: true,
+            planes: Team::of(client, UNITS).planes,
             matrices: form.rows.len(),
             floats: form.floats.len(),
             reading,
         };
+        let least = Self { room: NUMBERS, ..split };
+        let split = if split.shared_memory() <= memory { split } else { least };
         let split = Self { padded: split.shared_memory() <= memory, ..split };
         let most = groups(dims.inner).next_power_of_two().min(split.span());
         let fills =
@@ -251,7 +277,7 @@ impl Split {
 
     /// Groups of x that shared memory holds at once.
     fn span(&self) -> usize {
-        NUMBERS / (GROUP * self.tile)
+        self.room / (GROUP * self.tile)
     }
 
     /// Numbers from one group of x to the next: `[tile, 32]`, and what is behind them.
@@ -267,8 +293,9 @@ impl Split {
 
     /// How x lies in shared memory.
     fn shelf(&self, vector: usize) -> Shelf {
-        let Self { tile, reading, .. } = *self;
-        Shelf { tile, span: self.span() * GROUP, group: GROUP, line: self.line(), vector, reading }
+        let Self { tile, reading, planes, .. } = *self;
+        let (span, line) = (self.span() * GROUP, self.line());
+        Shelf { tile, span, group: GROUP, line, vector, reading, planes }
     }
 
     /// Bytes of shared memory, all that the kernel allocates.
@@ -394,20 +421,20 @@ impl Product {
         // `dims` and `matrices`, which the caller promises.
         #[allow(unsafe_code)]
         unsafe {
-            rows_by_groups::launch_unchecked::<R>(
+            launch_light!(
                 client,
                 CubeCount::Static(cubes as u32, 1, 1),
                 CubeDim::new_1d(UNITS as u32),
-                x.arrays(size, vector),
-                self.arrays(matrices),
-                whole(&output.y),
-                sums,
-                sizes,
-                *split,
-                vector,
-                *dtype,
-                LOAD,
-                vector,
+                rows_by_groups::RowsByGroups<R>,
+                types: [F: *dtype], sizes: [N: LOAD, X: vector],
+                arguments: [
+                    x.arrays(size, vector) => InputArrays<rows_by_groups::F, rows_by_groups::X>,
+                    self.arrays(matrices) => All<rows_by_groups::F, rows_by_groups::N>,
+                    whole(&output.y) => Array<rows_by_groups::F>,
+                    sums => Sequence<Array<Vector<rows_by_groups::F, rows_by_groups::X>>>,
+                    sizes => Sizes,
+                ],
+                comptime: [*split, vector, *dtype, LOAD, vector],
             );
         }
         output
@@ -503,7 +530,18 @@ fn places<R: Runtime>(sizes: &[usize], each: usize, mut columns: usize) -> Seque
     places
 }
 
-/// A matrix as floats of type `dtype`, `[N, K]`.
+/// Rows of a matrix by number.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows<'a> {
+    /// `[M]`; numbers past the last row are that row.
+    pub ids: &'a Handle,
+    /// M.
+    pub count: usize,
+    /// A type of whole numbers.
+    pub dtype: StorageType,
+}
+
+/// A matrix as floats of type `dtype`, `[N, K]`, or these rows of it, `[M, K]`.
 ///
 /// # Errors
 /// [`Refusal`] names what is wrong; then nothing was launched.
@@ -513,76 +551,97 @@ pub fn dequantize<R: Runtime>(
     dtype: StorageType,
     bits: Bits,
     matrix: Matrix<'_>,
+    rows: Option<Rows<'_>>,
 ) -> Result<Buffer, Refusal> {
-    check_matrix(client, [matrix.rows, inner], dtype)?;
+    let asked = rows.map_or(matrix.rows, |rows| rows.count);
+    check_matrix(client, [matrix.rows.max(asked), inner], dtype)?;
+    if let Some(rows) = rows {
+        check_ids(client, rows.dtype)?;
+    }
     let in_row = groups(inner);
     let groups = matrix.rows * in_row;
-    if groups == 0 {
+    if groups == 0 || asked == 0 {
         let (rows, columns, most) = (0, matrix.rows, MOST_ROWS);
         return Err(Refusal::Product { rows, inner, columns, most });
     }
-    let floats = buffer(client, &[matrix.rows, inner], dtype);
-    let words = groups * bits.words();
+    let floats = buffer(client, &[asked, inner], dtype);
+    let words = asked * in_row * bits.words();
     let most = client.properties().hardware.max_cube_count.0 as usize;
     let cubes = words.div_ceil(UNITS).min(most);
-    // SAFETY: the kernel ends at the matrix's last word, and the caller promises its size.
+    let ids = rows.iter().map(|rows| array(rows.ids, rows.count)).collect();
+    // SAFETY: the kernel ends at the last word of the rows that are asked for, whose numbers it keeps within the matrix,
+    // and the caller promises its size.
     #[allow(unsafe_code)]
     unsafe {
         words_as_floats::launch_unchecked::<R>(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
-            array(matrix.values, words),
+            array(matrix.values, groups * bits.words()),
             array(matrix.scales, groups),
+            ids,
             whole(&floats),
             words as u32,
             (cubes * UNITS) as u32,
-            MatrixRowLaunch::new(in_row as u32, inner as u32),
+            MatrixRowLaunch::new(in_row as u32, inner as u32, matrix.rows as u32),
             Source(SOURCE),
             bits,
-            dtype,
+            rows.is_some(),
+            // Without numbers of rows any type would do, and none is read.
+            [dtype, rows.map_or(ElemType::UInt(UIntKind::U32).into(), |rows| rows.dtype)],
         );
     }
     Ok(floats)
 }
 
-/// A row of a matrix.
+/// Rows of a matrix.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct MatrixRow {
     /// J.
     groups: u32,
     /// K.
     inner: u32,
+    /// N.
+    rows: u32,
 }
 
-/// The kernel of [`dequantize`]: a unit has every `units`th word.
+/// The kernel of [`dequantize`]: a unit has every `units`th word of the rows that are asked for.
 #[cube(launch_unchecked)]
-fn words_as_floats<F: Float>(
+fn words_as_floats<F: Float, I: Int>(
     values: &Array<u32>,
     scales: &Array<f32>,
+    ids: &Sequence<Array<I>>,
     floats: &mut Array<F>,
     words: u32,
     units: u32,
     row: MatrixRow,
     #[comptime] _source: Source,
     #[comptime] bits: Bits,
-    #[define(F)] _dtype: StorageType,
+    #[comptime] by_id: bool,
+    #[define(F, I)] _types: [StorageType; 2],
 ) {
     let each = comptime!(bits.words());
     let first = ABSOLUTE_POS;
     if first < words as usize {
         for turn in 0..(words as usize - 1 - first) / units as usize + 1 {
             let at = first + turn * units as usize;
-            let (word, group) = (values[at], at / each);
-            let scale = scales[group];
             let (groups, inner) = (row.groups as usize, row.inner as usize);
-            let first_number = group % groups * GROUP + at % each * 4;
-            let to = group / groups * inner;
+            let (asked, in_row) = (at / each / groups, at % (each * groups));
+            let mut from = asked;
+            if comptime!(by_id) {
+                let id = u32::cast_from(ids.index(0usize)[asked]);
+                from = min(id, row.rows - 1) as usize;
+            }
+            let word = values[from * groups * each + in_row];
+            let scale = scales[from * groups + in_row / each];
+            let first_number = in_row / each * GROUP + in_row % each * 4;
+            let to = asked * inner;
             #[unroll]
             for part in 0..comptime!(32 / bits.count()) {
                 let k = first_number + comptime!(number_of_group(bits, 0, part));
                 if k < inner {
-                    floats[to + k] = F::cast_from(scale * number(word, part, bits));
+                    let whole = number(word, part, bits) * comptime!(bits.unit(part));
+                    floats[to + k] = F::cast_from(scale * whole);
                 }
             }
         }

@@ -5,7 +5,7 @@ use crate::few_rows::tests::{gated_rows, normalized_rows, silu};
 use crate::fused::gated_product::GateActivation;
 use crate::refusal::F32;
 use crate::tests::Rows;
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::{ElemType, FloatKind, IntKind};
 use linattn_oracle::{Rng, assert_close};
 
 /// Limit on the relative error of rows of 16 bits.
@@ -151,11 +151,25 @@ fn quantized_products_are_right<R: Runtime>(
                 }
             }
             for (matrix, want) in matrices.iter().zip(&numbers) {
-                let floats = dequantize(client, inner, rows.dtype(), bits, *matrix);
-                let floats = floats.expect("it fits");
-                assert_eq!(floats.shape, [matrix.rows, inner]);
-                let got = rows.numbers(&client.read_one(floats.handle).expect("the kernel ran"));
-                assert_close(&format!("{bits:?}, {inner}, {sizes:?}"), want, &got, limit);
+                let name = format!("{bits:?}, {inner}, {sizes:?}");
+                let check = |asked: Option<super::Rows<'_>>, want: &[f64]| {
+                    let floats = dequantize(client, inner, rows.dtype(), bits, *matrix, asked);
+                    let floats = floats.expect("it fits");
+                    assert_eq!(floats.shape, [want.len() / inner, inner]);
+                    let got = client.read_one(floats.handle).expect("the kernel ran");
+                    assert_close(&name, want, &rows.numbers(&got), limit);
+                };
+                check(None, want);
+                // The last row, the first, and one past the last.
+                let last = matrix.rows as i32 - 1;
+                let ids = [last, 0, last + 7].map(i32::to_ne_bytes);
+                let ids = client.create_from_slice(ids.as_flattened());
+                let dtype = StorageType::Scalar(ElemType::Int(IntKind::I32));
+                let (ends, begins) = (&want[want.len() - inner..], &want[..inner]);
+                check(
+                    Some(super::Rows { ids: &ids, count: 3, dtype }),
+                    &[ends, begins, ends].concat(),
+                );
             }
         }
     }
@@ -284,7 +298,7 @@ fn every_deal_is_right<R: Runtime>(client: &ComputeClient<R>) {
 #[test]
 fn every_split_that_is_chosen_fits() {
     for (bits, tile) in [(Bits::Four, 1), (Bits::Eight, 2), (Bits::Four, 4), (Bits::Eight, 8)] {
-        for padded in [false, true] {
+        for (room, padded) in [(NUMBERS, false), (NUMBERS, true), (MORE_NUMBERS, true)] {
             let split = Split {
                 source: "",
                 bits,
@@ -292,12 +306,14 @@ fn every_split_that_is_chosen_fits() {
                 lanes: 16,
                 deep: [2, 4, 2, 1][tile.ilog2() as usize],
                 ahead: 1,
+                room,
                 padded,
+                planes: false,
                 matrices: 1,
                 floats: 0,
                 reading: Reading::Rows,
             };
-            for most in (0..8).map(|power| 1 << power).filter(|most| *most <= split.span()) {
+            for most in (0..9).map(|power| 1 << power).filter(|most| *most <= split.span()) {
                 for lanes in [16, 32, 64, 128] {
                     let split = split.in_lanes(lanes, most);
                     // No rule takes more lanes than groups, but for the fewest.

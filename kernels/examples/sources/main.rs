@@ -16,7 +16,7 @@ mod runtime;
 mod target;
 
 use cubecl::future::block_on;
-use cubecl::ir::{ElemType, FloatKind, StorageType};
+use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::conv_split;
@@ -405,7 +405,12 @@ impl<'a, T: Target> Case<'a, T> {
         let floats = if matrices > 1 { &floats[..] } else { &[] };
         let given = quantized::Matrices { bits, quantized: &all, floats };
         quantized::product(self.client, dims, self.dtype, rows, given)?;
-        quantized::dequantize(self.client, width, self.dtype, bits, matrix).map(drop)
+        let ids = self.client.empty(4);
+        let dtype = StorageType::Scalar(ElemType::Int(IntKind::I32));
+        for rows in [None, Some(quantized::Rows { ids: &ids, count: 1, dtype })] {
+            quantized::dequantize(self.client, width, self.dtype, bits, matrix, rows)?;
+        }
+        Ok(())
     }
 
     fn step(&self, variant: Variant) -> Result<(), Refusal> {

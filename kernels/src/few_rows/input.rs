@@ -18,6 +18,7 @@ use super::{Output, UNITS};
 use crate::buffer::{Buffer, array, together};
 use crate::fused::embedding::vector_width;
 use crate::fused::gated_product::{GateActivation, activate};
+use crate::fused::team::{Team, over_team};
 use crate::refusal::Refusal;
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
@@ -272,12 +273,19 @@ pub(crate) struct Shelf {
     /// Numbers of a vector.
     pub vector: usize,
     pub reading: Reading,
+    /// Whether units of a plane add numbers up by shuffles.
+    pub planes: bool,
 }
 
 impl Shelf {
     /// Vectors of a row that are held at once.
     fn vectors(&self) -> usize {
         self.span / self.vector
+    }
+
+    /// Units that add numbers up.
+    fn team(&self, units: usize) -> Team {
+        Team { units, planes: self.planes }
     }
 
     /// Rows whose vectors units deal out at once: a row that goes through a norm by itself, so that its squares meet.
@@ -334,6 +342,7 @@ fn head_factors<F: Float, X: Size>(
     let width = of.inner / comptime!(heads * vector);
     let (head, lane) = (unit / team, unit % team);
     let mut values = Array::<Vector<F, X>>::new(ahead);
+    let mut sums = Array::<f32>::new(tile);
     #[unroll]
     for m in 0..tile {
         // Units behind the last head sum up that one, for nothing.
@@ -356,44 +365,19 @@ fn head_factors<F: Float, X: Size>(
                 }
             }
         }
-        shared[unit + comptime!(m * UNITS)] = squares;
+        sums[m] = squares;
     }
-    sync_cube();
-    add_up(shared, lane, tile, team);
+    over_team(&mut sums, shared, tile, false, comptime!(shelf.team(team)));
     let mut factors = SharedMemory::<f32>::new(comptime!(tile * heads));
     if lane == 0 && head < heads {
         #[unroll]
         for m in 0..tile {
-            let mean =
-                shared[unit + comptime!(m * UNITS)] / f32::cast_from((width * vector) as u32);
+            let mean = sums[m] / f32::cast_from((width * vector) as u32);
             factors[head + comptime!(m * heads)] = f32::inverse_sqrt(mean + x.epsilon);
         }
     }
     sync_cube();
     factors
-}
-
-/// The sums over each team of units, one behind another, of `tile` numbers of each unit, at its first unit's place; this
-/// unit is number `lane` of its team.
-#[cube]
-pub(crate) fn add_up(
-    shared: &mut SharedMemory<f32>,
-    lane: usize,
-    #[comptime] tile: usize,
-    #[comptime] team: usize,
-) {
-    #[unroll]
-    for level in 1..comptime!(team.ilog2() + 1) {
-        let half = comptime!(team >> level);
-        if lane < half {
-            #[unroll]
-            for m in 0..tile {
-                let at = UNIT_POS as usize + comptime!(m * UNITS);
-                shared[at] = shared[at] + shared[at + half];
-            }
-        }
-        sync_cube();
-    }
 }
 
 /// The factors of `tile` rows, by way of shared memory of `tile` times [`UNITS`] numbers, when all columns have been
@@ -411,16 +395,13 @@ pub(crate) fn row_factors<F: Float, X: Size>(
     if comptime!(shelf.reading.is_normalized()) {
         #[unroll]
         for m in 0..tile {
-            shared[UNIT_POS as usize + comptime!(m * UNITS)] = norms.squares[m];
+            factors[m] = norms.squares[m];
         }
-        sync_cube();
-        add_up(shared, UNIT_POS as usize, tile, UNITS);
+        over_team(&mut factors, shared, tile, false, comptime!(shelf.team(UNITS)));
         #[unroll]
         for m in 0..tile {
-            let mean = shared[comptime!(m * UNITS)] / f32::cast_from(inner as u32);
-            factors[m] = f32::inverse_sqrt(mean + x.epsilon);
+            factors[m] = f32::inverse_sqrt(factors[m] / f32::cast_from(inner as u32) + x.epsilon);
         }
-        sync_cube();
     } else {
         #[unroll]
         for m in 0..tile {

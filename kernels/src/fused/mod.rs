@@ -24,6 +24,6 @@ pub(crate) mod sandbox;
 pub mod selective_scan;
 pub mod slstm;
 pub mod softmax;
-mod team;
+pub(crate) mod team;
 pub mod ttt_linear;
 pub mod ttt_mlp;

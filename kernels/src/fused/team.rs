@@ -9,16 +9,16 @@ pub(super) const PLANE: usize = 32;
 
 /// Compile-time values of a team.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Team {
+pub(crate) struct Team {
     /// How many units share a row, a power of two.
-    pub(super) units: usize,
+    pub(crate) units: usize,
     /// Numbers go through plane shuffles.
-    pub(super) planes: bool,
+    pub(crate) planes: bool,
 }
 
 impl Team {
     /// Of so many units, with shuffles where planes of the device have 32 units.
-    pub(super) fn of<R: Runtime>(client: &ComputeClient<R>, units: usize) -> Self {
+    pub(crate) fn of<R: Runtime>(client: &ComputeClient<R>, units: usize) -> Self {
         let properties = client.properties();
         let hardware = &properties.hardware;
         let sizes = [hardware.plane_size_min, hardware.plane_size_max];
@@ -45,7 +45,7 @@ fn joined(a: f32, b: f32, #[comptime] largest: bool) -> f32 {
 /// The first `count` numbers of every unit become their sums over its team, or the `largest` of them. Every unit
 /// of the cube has to come here.
 #[cube]
-pub(super) fn over_team(
+pub(crate) fn over_team(
     values: &mut Array<f32>,
     scratch: &mut SharedMemory<f32>,
     #[comptime] count: usize,

@@ -1,8 +1,9 @@
 //! The kernel of a product by quantized matrices: rows of them by groups, and columns of matrices of floats.
 
-use super::{Bits, GROUP, LOAD, MANTISSA, Split};
+use super::{Bits, GROUP, LOAD, Split};
 use crate::few_rows::UNITS;
 use crate::few_rows::input::{self, CubeRows, Held, InputArrays};
+use crate::fused::team::{Team, over_team};
 use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 
@@ -158,13 +159,16 @@ fn by_groups<F: Float, N: Size, X: Size>(
         input::load::<F, X>(shared, &mut norms, x, sum, of, held, shelf);
         sync_cube();
         for n in 0..steps {
+            let more = first + (n + 1) * step < share.groups;
             #[unroll]
             for place in 0..ahead {
                 let group = n * step + share.lane + comptime!(place * lanes);
                 multiply_add::<N>(sums, &requested, shared, group, place, split);
                 // The next groups are under way while barriers are waited for.
-                let next = first + group + step;
-                request::<N>(&mut requested, &matrices.quantized, next, &share, place, split);
+                if more {
+                    let next = first + group + step;
+                    request::<N>(&mut requested, &matrices.quantized, next, &share, place, split);
+                }
             }
         }
         sync_cube();
@@ -347,15 +351,17 @@ fn multiply_add<N: Size>(
 ) {
     let (deep, tile, bits) = comptime!((split.deep, split.tile, split.bits));
     let from = group * comptime!(split.line());
-    let mut parts = Array::<f32>::new(comptime!(split.sums()));
+    // `[deep, tile]` for each power of two that numbers have.
+    let powers = comptime!(bits.in_half());
+    let mut parts = Array::<f32>::new(comptime!(powers * split.sums()));
     #[unroll]
-    for n in 0..comptime!(split.sums()) {
+    for n in 0..comptime!(powers * split.sums()) {
         parts[n] = 0.0f32;
     }
     #[unroll]
     for word in 0..comptime!(bits.words()) {
         #[unroll]
-        for part in 0..comptime!(32 / bits.count()) {
+        for part in 0..comptime!(2 * powers) {
             let i = comptime!(number_of_group(bits, word, part));
             let mut numbers = Array::<f32>::new(deep);
             #[unroll]
@@ -368,7 +374,8 @@ fn multiply_add<N: Size>(
                 let x = x[from + comptime!(m * GROUP + i)];
                 #[unroll]
                 for n in 0..deep {
-                    parts[comptime!(n * tile + m)] += numbers[n] * x;
+                    let to = comptime!((n * tile + m) * powers + part % powers);
+                    parts[to] += numbers[n] * x;
                 }
             }
         }
@@ -378,7 +385,12 @@ fn multiply_add<N: Size>(
         #[unroll]
         for m in 0..tile {
             let at = comptime!(n * tile + m);
-            sums[at] += requested.scales[comptime!(place * deep + n)] * parts[at];
+            let mut all = parts[comptime!(at * powers)];
+            #[unroll]
+            for power in 1..powers {
+                all += parts[comptime!(at * powers + power)] * comptime!(bits.unit(power));
+            }
+            sums[at] += requested.scales[comptime!(place * deep + n)] * all;
         }
     }
 }
@@ -391,19 +403,14 @@ pub(super) fn number_of_group(bits: Bits, word: usize, part: usize) -> usize {
     }
 }
 
-/// Part `part` of a word.
+/// Part `part` of a word, over [`Bits::unit`] of it: the part stays where it stands in its half of the word.
 #[cube]
 pub(super) fn number(word: u32, #[comptime] part: usize, #[comptime] bits: Bits) -> f32 {
     // The sign of a byte turned, it counts from -128.
     let word = if comptime!(bits == Bits::Eight) { word ^ 0x8080_8080u32 } else { word };
-    let (from, to) = comptime!((part * bits.count(), MANTISSA - bits.count()));
-    let moved = if comptime!(from < to) {
-        word << comptime!((to - from) as u32)
-    } else {
-        word >> comptime!((from - to) as u32)
-    };
-    let mask = comptime!(((1u32 << bits.count()) - 1) << to);
-    f32::reinterpret((moved & mask) | comptime!(bits.base().to_bits())) - comptime!(bits.excess())
+    let half = if comptime!(part >= bits.in_half()) { word >> 16u32 } else { word };
+    let (mask, base) = comptime!((bits.mask(part), Bits::BASE.to_bits()));
+    f32::reinterpret((half & mask) | base) - comptime!(bits.excess(part))
 }
 
 /// Adds the sums of `team` units that share a row or column up, times the factors of the rows of x: y.
@@ -418,23 +425,23 @@ fn write_sums<F: Float>(
     #[comptime] team: usize,
     #[comptime] split: Split,
 ) {
-    let tile = comptime!(split.tile);
-    let unit = UNIT_POS as usize;
-    let place = unit % team;
+    let (tile, sums_of_unit) = comptime!((split.tile, split.sums()));
+    let place = UNIT_POS as usize % team;
+    let mut all = Array::<f32>::new(sums_of_unit);
     #[unroll]
-    for n in 0..comptime!(split.sums()) {
-        shared[unit + comptime!(n * UNITS)] = sums[n] * factors[comptime!(n % tile)];
+    for n in 0..sums_of_unit {
+        all[n] = sums[n] * factors[comptime!(n % tile)];
     }
-    sync_cube();
-    input::add_up(shared, place, comptime!(split.sums()), team);
+    let team = comptime!(Team { units: team, planes: split.planes });
+    over_team(&mut all, shared, sums_of_unit, false, team);
     // The units of a team deal its sums out.
-    if place < comptime!(split.sums()) {
-        let n = place / tile;
-        let m = place % tile;
-        let row = share.row + n;
-        if row <= share.last && m < sizes.rows as usize {
-            let sum = shared[place * UNITS + unit - place];
-            y[m * sizes.columns as usize + share.before + row] = F::cast_from(sum);
+    #[unroll]
+    for n in 0..sums_of_unit {
+        let row = share.row + comptime!(n / tile);
+        let there = row <= share.last && comptime!(n % tile).runtime() < sizes.rows as usize;
+        if place == comptime!(n).runtime() && there {
+            let at = comptime!(n % tile).runtime() * sizes.columns as usize;
+            y[at + share.before + row] = F::cast_from(all[n]);
         }
     }
 }

@@ -29,6 +29,7 @@ use super::{
 };
 use crate::buffer::{Buffer, array, together, whole};
 use crate::fused::conv_split::{Head, Norm, UNROLLED};
+use crate::launch::launch_light;
 use crate::pointwise::{Activation, activate, softplus};
 use crate::refusal::{F32, Refusal, check_type};
 use crate::variant::{Decay, Dims, Read, Transition, Variant};
@@ -203,29 +204,33 @@ pub fn launch<R: Runtime>(
     // which tensors are not there.
     #[allow(unsafe_code)]
     unsafe {
-        convolved_step::launch_unchecked::<R>(
+        launch_light!(
             client,
             CubeCount::Static(x_cubes as u32, y_cubes as u32, 1),
             CubeDim::new_1d(form.split.units() as u32),
-            OperandsLaunch::new(
-                array(inputs.y, batch * columns.all),
-                each(Some(inputs.weights), widths, columns.window),
-                each(inputs.biases, widths, 1),
-                each(inputs.conv_states, widths, batch * form.kept()),
-                a_log.into_iter().collect(),
-                dt_bias.into_iter().collect(),
-                array(inputs.state, batch * heads * key_width * value_width),
-            ),
-            ResultsLaunch::new(
-                whole(&o),
-                whole(&state),
-                conv_states.iter().map(whole).collect(),
-                copied.iter().map(whole).collect(),
-            ),
-            places(dims, columns),
-            SizesLaunch::new((heads / key_heads) as u32, key_width as u32, value_width as u32),
-            form,
-            [types.rows, types.weights],
+            convolved_step::ConvolvedStep<R>,
+            types: [F: types.rows, G: types.weights], sizes: [],
+            arguments: [
+                OperandsLaunch::new(
+                    array(inputs.y, batch * columns.all),
+                    each(Some(inputs.weights), widths, columns.window),
+                    each(inputs.biases, widths, 1),
+                    each(inputs.conv_states, widths, batch * form.kept()),
+                    a_log.into_iter().collect(),
+                    dt_bias.into_iter().collect(),
+                    array(inputs.state, batch * heads * key_width * value_width),
+                ) => Operands<convolved_step::F, convolved_step::G>,
+                ResultsLaunch::new(
+                    whole(&o),
+                    whole(&state),
+                    conv_states.iter().map(whole).collect(),
+                    copied.iter().map(whole).collect(),
+                ) => Results<convolved_step::F>,
+                places(dims, columns) => Places,
+                SizesLaunch::new((heads / key_heads) as u32, key_width as u32, value_width as u32)
+                    => Sizes,
+            ],
+            comptime: [form, [types.rows, types.weights]],
         );
     }
     Ok(Outputs { o, state, conv_states, copied })

@@ -658,8 +658,8 @@ fn quantized_rows<B: LinearAttentionBackend>(
     ids: Tensor<B, 2, Int>,
 ) -> Tensor<B, 3> {
     let ([batch, tokens], width) = (ids.dims(), table.size()[1]);
-    let rows = table.rows(ids.reshape([batch * tokens]));
-    rows.dequantize(DType::F32).reshape([batch, tokens, width])
+    let rows = table.dequantize_rows(ids.reshape([batch * tokens]), DType::F32);
+    rows.reshape([batch, tokens, width])
 }
 
 /// Tokens that a model with learnt positions has seen.

@@ -19,7 +19,7 @@ use super::tensors::{primitive, tensor};
 use super::{halving, reference};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 
 /// How a backend computes the operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -129,6 +129,16 @@ pub trait LinearAttentionBackend: Backend {
     /// A quantized matrix as floats, `[rows, columns]`.
     fn dequantized(matrix: &QuantizedMatrix<Self>, dtype: DType) -> FloatTensor<Self> {
         primitive(matrix.dequantized_by_host(dtype))
+    }
+
+    /// Rows of a quantized matrix by number, `[M]`, as floats, `[M, columns]`, in one piece; `None` where this backend has
+    /// no such operation.
+    fn dequantized_rows(
+        _matrix: &QuantizedMatrix<Self>,
+        _rows: IntTensor<Self>,
+        _dtype: DType,
+    ) -> Option<FloatTensor<Self>> {
+        None
     }
 
     /// `x [W_1 W_2 ..]` over the last dimension of `x`, of at most [`MOST_PACKED`] matrices, which are read where
@@ -266,5 +276,13 @@ impl<B: LinearAttentionBackend> QuantizedMatrix<B> {
     /// The whole matrix as it was, but for rounding: `[rows, columns]`, in f32, f16 or bf16.
     pub fn dequantize(&self, dtype: DType) -> Tensor<B, 2> {
         tensor(B::dequantized(self, dtype))
+    }
+
+    /// These rows, `[M]` to `[M, columns]`, as [`dequantize`](Self::dequantize) gives them.
+    pub fn dequantize_rows(&self, rows: Tensor<B, 1, Int>, dtype: DType) -> Tensor<B, 2> {
+        match B::dequantized_rows(self, rows.clone().into_primitive(), dtype) {
+            Some(floats) => tensor(floats),
+            None => self.rows(rows).dequantize(dtype),
+        }
     }
 }

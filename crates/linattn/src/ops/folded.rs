@@ -161,14 +161,16 @@ pub(crate) fn normalized_linear<B: LinearAttentionBackend>(
     assert_eq!(weight.dims()[0], x.dims()[2], "x is as wide as its norm");
     assert!(addend.as_ref().is_none_or(|addend| addend.dims() == x.dims()), "both have one shape");
     matrices.assert_fit(x.dims()[2]);
+    let alone = addend.is_none().then(|| x.clone());
     let input = FoldedInput::Normalized {
-        x: primitive(x.clone()),
+        x: primitive(x),
         addend: addend.map(primitive),
         weight: primitive(weight),
         epsilon,
     };
     let done = B::folded_product(input, matrices)?;
-    Some((tensor(done.y), done.sum.map_or(x, tensor)))
+    let stream = done.sum.map(tensor).or(alone).expect("a sum, where something was added");
+    Some((tensor(done.y), stream))
 }
 
 /// Each head of `o`, `[B, T, K]`, through an RMS norm, times an activated gate, times matrices side by side: `[B, T, N]`;

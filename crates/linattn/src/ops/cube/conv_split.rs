@@ -9,13 +9,13 @@ use crate::ops::fused::{
 };
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
-use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{conv_split as conv, conv_state};
 use linattn_kernels::step::convolved;
 use linattn_kernels::{Buffer, Dims, pointwise};
+use std::borrow::Cow;
 
 /// The treatment of columns in the kernels' words; `heads` share the rates of a log decay.
 fn kind(kind: ColumnKind, heads: usize) -> conv::Kind {
@@ -259,14 +259,23 @@ fn memory_columns<T>(
 /// A tensor for queries, one for keys and one for values; `None` where there are more or fewer.
 fn three<R: CubeRuntime>(
     tensors: &[CubeTensor<R>],
-) -> Option<[CubeTensor<R>; convolved::CONVOLUTIONS]> {
-    tensors.iter().cloned().map(flat).collect::<Vec<_>>().try_into().ok()
+) -> Option<[Cow<'_, CubeTensor<R>>; convolved::CONVOLUTIONS]> {
+    let tensors: &[_; convolved::CONVOLUTIONS] = tensors.try_into().ok()?;
+    Some(tensors.each_ref().map(in_place))
+}
+
+/// As [`flat`], without a copy of the tensor where it is: every token would make a dozen of them.
+fn in_place<R: CubeRuntime>(x: &CubeTensor<R>) -> Cow<'_, CubeTensor<R>> {
+    match x.is_contiguous() {
+        true => Cow::Borrowed(x),
+        false => Cow::Owned(flat(x.clone())),
+    }
 }
 
 /// As [`three`], or none at all.
 fn three_or_none<R: CubeRuntime>(
     tensors: &[CubeTensor<R>],
-) -> Option<Option<[CubeTensor<R>; convolved::CONVOLUTIONS]>> {
+) -> Option<Option<[Cow<'_, CubeTensor<R>>; convolved::CONVOLUTIONS]>> {
     match tensors.is_empty() {
         true => Some(None),
         false => three(tensors).map(Some),
@@ -277,7 +286,7 @@ pub(super) fn convolved_step<R: CubeRuntime>(
     x: &ConvolvedStep<CubeTensor<R>>,
 ) -> Option<ConvolvedStepOutputs<CubeTensor<R>>> {
     let token = &x.token;
-    let y = flat(token.x.clone());
+    let y = in_place(&token.x);
     let (dtype, batch) = (y.dtype, y.meta.shape()[0]);
     let window = token.weights.first()?.meta.shape()[0];
     let (dims, columns) = memory_columns(x, [batch, y.meta.shape()[2], window])?;
@@ -285,7 +294,7 @@ pub(super) fn convolved_step<R: CubeRuntime>(
     let biases = three_or_none(&token.biases)?;
     let conv_states = three_or_none(&token.conv_states)?;
     let decay = match (&token.a_log, &token.dt_bias) {
-        (Some(a_log), Some(dt_bias)) => Some([a_log, dt_bias].map(|x| flat(x.clone()))),
+        (Some(a_log), Some(dt_bias)) => Some([a_log, dt_bias].map(in_place)),
         _ => None,
     };
     let parameters = weights.iter().chain(biases.iter().flatten()).chain(decay.iter().flatten());
@@ -303,11 +312,16 @@ pub(super) fn convolved_step<R: CubeRuntime>(
     if !fits || decay.is_some() != columns.decay.is_some() {
         return None;
     }
-    let state = match x.state.clone() {
-        Some(state) => into_contiguous(state),
-        None => zeros_client(y.client.clone(), y.device.clone(), shape.clone(), DType::F32),
+    let state = match &x.state {
+        Some(state) => in_place(state),
+        None => {
+            let (client, device) = (y.client.clone(), y.device.clone());
+            Cow::Owned(zeros_client(client, device, shape.clone(), DType::F32))
+        }
     };
-    fn handles<const N: usize, R: CubeRuntime>(tensors: &[CubeTensor<R>; N]) -> [&Handle; N] {
+    fn handles<'a, const N: usize, R: CubeRuntime>(
+        tensors: &'a [Cow<'_, CubeTensor<R>>; N],
+    ) -> [&'a Handle; N] {
         tensors.each_ref().map(|tensor| &tensor.handle)
     }
     let inputs = convolved::Inputs {

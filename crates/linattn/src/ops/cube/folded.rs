@@ -22,7 +22,7 @@ where
     BT: BoolElement,
 {
     let (tensors, reading) = (x.tensors(), input(&x).reading());
-    let (like, dtype) = (tensors[0].clone(), tensors[0].dtype);
+    let (like, dtype) = (tensors[0], tensors[0].dtype);
     let mut shape = like.meta.shape.clone();
     let last = shape.num_dims() - 1;
     let halves = if matches!(reading, Reading::Gated(_)) { 2 } else { 1 };
@@ -32,7 +32,9 @@ where
     if !alike || dims.rows > few_rows::MOST_FOLDED {
         return None;
     }
-    let (x, client) = (x.map(into_contiguous), &like.client);
+    let x = x.map(into_contiguous);
+    let like = x.tensors()[0];
+    let client = &like.client;
     let done = match matrices {
         Matrices::Floats(weights) => {
             if weights.iter().any(|weight| weight.dtype != dtype) || !loads_are_wide(&weights) {

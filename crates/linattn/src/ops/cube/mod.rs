@@ -151,6 +151,14 @@ where
         quantized::dequantize(matrix, dtype)
     }
 
+    fn dequantized_rows(
+        matrix: &QuantizedMatrix<Self>,
+        rows: IntTensor<Self>,
+        dtype: DType,
+    ) -> Option<FloatTensor<Self>> {
+        quantized::rows(matrix, rows, dtype)
+    }
+
     fn conv_states(x: &ConvStates<FloatTensor<Self>>) -> Option<Vec<FloatTensor<Self>>> {
         conv_split::conv_states(x)
     }

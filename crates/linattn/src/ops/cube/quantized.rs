@@ -77,14 +77,43 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let [_, columns] = matrix.size();
-    let CubeTensor { client, device, .. } = matrix.primitives().0.clone();
-    let of_matrix = bits(matrix.bits());
-    match quantized::dequantize(&client, columns, dtype.into(), of_matrix, parts(matrix)) {
-        Ok(floats) => {
-            let shape = matrix.size().into();
-            CubeTensor::new_contiguous(client, device, shape, floats.handle, dtype)
-        }
-        Err(_) => primitive(matrix.dequantized_by_host(dtype)),
-    }
+    as_floats(matrix, None, dtype).unwrap_or_else(|| primitive(matrix.dequantized_by_host(dtype)))
+}
+
+/// These rows of the matrix as floats, `[M]` to `[M, columns]`; nothing where no kernel takes it.
+pub(super) fn rows<R, F, I, BT>(
+    matrix: &QuantizedMatrix<CubeBackend<R, F, I, BT>>,
+    rows: CubeTensor<R>,
+    dtype: DType,
+) -> Option<CubeTensor<R>>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let ids = into_contiguous(rows);
+    let count = ids.meta.shape().num_elements();
+    let rows = quantized::Rows { ids: &ids.handle, count, dtype: ids.dtype.into() };
+    as_floats(matrix, Some(rows), dtype)
+}
+
+fn as_floats<R, F, I, BT>(
+    matrix: &QuantizedMatrix<CubeBackend<R, F, I, BT>>,
+    rows: Option<quantized::Rows<'_>>,
+    dtype: DType,
+) -> Option<CubeTensor<R>>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let ([all, columns], of_matrix) = (matrix.size(), bits(matrix.bits()));
+    let CubeTensor { client, device, .. } = matrix.primitives().0;
+    let count = rows.map_or(all, |rows| rows.count);
+    let (parts, to) = (parts(matrix), dtype.into());
+    let floats = quantized::dequantize(client, columns, to, of_matrix, parts, rows).ok()?;
+    let (client, device, shape) = (client.clone(), device.clone(), [count, columns].into());
+    Some(CubeTensor::new_contiguous(client, device, shape, floats.handle, dtype))
 }
