@@ -37,8 +37,11 @@ const SUMS: usize = 4096;
 const FEW_SUMS: usize = 2560;
 /// Cubes of [`table_gradient`] worth having: several waves of them fill any device.
 const CUBES: usize = 4096;
-/// Fewest positions of a split, and most sums that splits write.
+/// Fewest positions of a split, and most that are wanted of one: one id may be that of nearly all of them, which its cube
+/// adds one behind another.
 const SHORTEST: usize = 64;
+const LONGEST: usize = 4096;
+/// Most sums that splits write.
 const MOST_SUMS: usize = 64 << 20;
 /// Splits from which groups of units share the second launch's sums.
 const MANY: usize = 32;
@@ -274,13 +277,13 @@ impl Form {
         [dims.vocab.div_ceil(self.tile), dims.width.div_ceil(self.units)]
     }
 
-    /// Positions of a split. There are as many splits as fill a device, as long as each has a good
-    /// number of positions and what they write is not much more than what they read.
+    /// Positions of a split. There are as many splits as fill a device and as keep one from being long, as long as each
+    /// has a good number of positions and what they write is not much more than what they read.
     fn share(&self, dims: Dims) -> usize {
         let Dims { rows, vocab, width } = dims;
         let [down, across] = self.tiles(dims);
         let splits = (rows / SHORTEST)
-            .min(CUBES / (down * across))
+            .min((CUBES / (down * across)).max(rows / LONGEST))
             .min(MOST_SUMS / (vocab * width))
             .min(4 * rows / vocab);
         rows.div_ceil(splits.max(1))

@@ -8,7 +8,8 @@
 //!
 //! Work:   a unit has 16 tokens of y of one channel, and goes back through x 16 tokens at a time: 256 products of 16
 //!         numbers of x by 31 taps, of which it has 16 from the step before. Of dtaps a unit has 16 taps of one channel,
-//!         and goes through all tokens of some sequences. Side by side stand `lanes` channels, then tiles of 16.
+//!         and goes through all tokens of some sequences. Side by side stand `lanes` channels, then tiles of 16. The last
+//!         tile of y takes T / 16 steps and the first one: where there are units enough, one has a tile from either end.
 //! Cost:   B T min(T / 2, L) D multiplications each, T rounded up to 16; half an instruction beside each of them reads
 //!         and counts, a whole one where T or L are no multiples of 16. x is read T / 32 times, from cache.
 //! Sums:   of dtaps over the sequences of a unit, then by `column_sums` over units: equal inputs give equal bits.
@@ -29,6 +30,8 @@ use cubecl::server::Handle;
 const TILE: usize = 16;
 /// Units of each multiprocessor that are wanted for gradients of taps.
 const ENOUGH: usize = 1024;
+/// As many times that, and units get pairs of tiles.
+const LEAST_PAIRS: usize = 4;
 /// Most sums of a tap that are summed by a second launch.
 const MOST_SPLITS: usize = 1024;
 /// Channels side by side: with them a cube has tiles that read the same numbers.
@@ -63,9 +66,10 @@ impl Dims {
         }
     }
 
-    /// Units of y, or of x's gradient.
-    fn units(self) -> usize {
-        self.batch * self.tokens.div_ceil(TILE) * self.channels
+    /// Whether units can have pairs of these tiles: half as many are enough still.
+    fn pairs<R: Runtime>(self, client: &ComputeClient<R>, tiles: usize) -> bool {
+        let units = self.batch.saturating_mul(tiles).saturating_mul(self.channels);
+        tiles > 1 && units >= LEAST_PAIRS * multiprocessors(client) * ENOUGH
     }
 
     fn numbers(self) -> usize {
@@ -84,10 +88,15 @@ impl Dims {
         )
     }
 
-    fn form(self, back: bool) -> Form {
+    fn form(self, back: bool, pairs: bool) -> Form {
         let whole = self.tokens.is_multiple_of(TILE) && self.length.is_multiple_of(TILE);
-        Form { source: SOURCE, whole, back }
+        Form { source: SOURCE, whole, back, pairs }
     }
+}
+
+/// Units of so many tiles.
+fn in_units(tiles: usize, pairs: bool) -> usize {
+    if pairs { tiles.div_ceil(2) } else { tiles }
 }
 
 /// Compile-time values of the kernels.
@@ -98,6 +107,8 @@ struct Form {
     whole: bool,
     /// Whether tokens are taken in reverse.
     back: bool,
+    /// Whether a unit has a tile from the front and one from the end, which all units take as long for.
+    pairs: bool,
 }
 
 /// y of `x`, or with `back` the gradient of x from that of y: `[B, T, D]`.
@@ -112,8 +123,22 @@ pub fn convolve<R: Runtime>(
     back: bool,
     dtype: StorageType,
 ) -> Result<Buffer, Refusal> {
+    let pairs = dims.pairs(client, dims.tokens.div_ceil(TILE));
+    convolve_in(client, dims, [x, taps], [back, pairs], dtype)
+}
+
+/// As [`convolve`], of these x and taps; whether back, and whether by pairs of tiles.
+fn convolve_in<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    [x, taps]: [&Handle; 2],
+    [back, pairs]: [bool; 2],
+    dtype: StorageType,
+) -> Result<Buffer, Refusal> {
     dims.check(client, dtype)?;
-    let cubes = grid(client, dims.units().div_ceil(UNITS))?;
+    let tiles = dims.tokens.div_ceil(TILE);
+    let units = dims.batch * in_units(tiles, pairs) * dims.channels;
+    let cubes = grid(client, units.div_ceil(UNITS))?;
     let y = buffer(client, &[dims.batch, dims.tokens, dims.channels], dtype);
     // SAFETY: units past the last stop, reads past the ends repeat the last token and tap, and the caller promises the
     // sizes of `dims`.
@@ -127,7 +152,7 @@ pub fn convolve<R: Runtime>(
             array(taps, dims.length * dims.channels),
             whole(&y),
             dims.sizes(dims.batch),
-            dims.form(back),
+            dims.form(back, pairs),
             dtype,
         );
     }
@@ -145,9 +170,22 @@ pub fn tap_gradients<R: Runtime>(
     d_y: &Handle,
     dtype: StorageType,
 ) -> Result<Buffer, Refusal> {
+    let pairs = dims.pairs(client, dims.length.div_ceil(TILE));
+    tap_gradients_in(client, dims, [x, d_y], pairs, dtype)
+}
+
+/// As [`tap_gradients`], of these x and gradients of y; whether by pairs of tiles.
+fn tap_gradients_in<R: Runtime>(
+    client: &ComputeClient<R>,
+    dims: Dims,
+    [x, d_y]: [&Handle; 2],
+    pairs: bool,
+    dtype: StorageType,
+) -> Result<Buffer, Refusal> {
     dims.check(client, dtype)?;
     let Dims { batch, channels, length, .. } = dims;
-    let of_a_split = length.div_ceil(TILE) * channels;
+    let tiles = length.div_ceil(TILE);
+    let of_a_split = in_units(tiles, pairs) * channels;
     let wanted = (multiprocessors(client) * ENOUGH).div_ceil(of_a_split);
     let sequences = batch.div_ceil(wanted.clamp(1, MOST_SPLITS));
     let splits = batch.div_ceil(sequences);
@@ -166,7 +204,7 @@ pub fn tap_gradients<R: Runtime>(
             array(d_y, dims.numbers()),
             whole(&sums),
             dims.sizes(sequences),
-            dims.form(false),
+            dims.form(false, pairs),
             dtype,
         );
     }
@@ -199,7 +237,8 @@ struct Share {
 }
 
 #[cube]
-fn share(tiles: usize, sizes: Sizes) -> Share {
+fn share(tiles: usize, sizes: Sizes, #[comptime] form: Form) -> Share {
+    let tiles = if comptime!(form.pairs) { (tiles + 1) / 2 } else { tiles };
     let lanes = sizes.lanes as usize;
     let blocks = sizes.channels as usize / lanes;
     let rest = ABSOLUTE_POS / lanes;
@@ -281,6 +320,17 @@ fn zeros() -> Array<f32> {
     values
 }
 
+/// How many tiles a unit has: its own, and where there are `pairs` the one as far from the end.
+#[cube]
+fn tiles_of_unit(tile: usize, tiles: usize, #[comptime] pairs: bool) -> usize {
+    if comptime!(pairs) {
+        // The middle one of an odd number stands alone.
+        select(2 * tile + 1 == tiles, 1, 2)
+    } else {
+        1usize.runtime()
+    }
+}
+
 /// The kernel of [`convolve`].
 #[cube(launch_unchecked)]
 fn tokens_by_taps<F: Float>(
@@ -292,41 +342,61 @@ fn tokens_by_taps<F: Float>(
     #[define(F)] _dtype: StorageType,
 ) {
     let (tokens, channels) = (sizes.tokens as usize, sizes.channels as usize);
-    let share = share((tokens - 1) / TILE + 1, sizes);
-    let (d, tile, sequence) = (share.channel, share.tile, share.group);
+    let tiles = (tokens - 1) / TILE + 1;
+    let share = share(tiles, sizes, form);
+    let (d, sequence) = (share.channel, share.group);
     if sequence >= sizes.batch as usize {
         terminate!();
     }
     let rows = Channel { first: sequence * tokens * channels + d, stride: channels, count: tokens };
     let of_taps = Channel { first: d, stride: channels, count: sizes.length as usize };
-    let mut sums = zeros();
-    let mut low = zeros();
-    let mut high = zeros();
-    let mut a = zeros();
-    // The last step whose lowest taps are there.
-    let steps = min(tile, (sizes.length as usize + TILE - 2) / TILE) + 1;
-    for step in 0..steps {
-        if step * TILE < sizes.length as usize {
-            load::<f32>(&mut high, taps, &of_taps, step * TILE, form.whole, false);
-        } else {
-            #[unroll]
-            for i in 0..TILE {
-                high[i] = 0.0f32;
+    let steps_of_taps = (sizes.length as usize + TILE - 2) / TILE;
+    for half in 0..tiles_of_unit(share.tile, tiles, form.pairs) {
+        let tile = select(half == 0, share.tile, tiles - 1 - share.tile);
+        let mut sums = zeros();
+        let mut a = zeros();
+        let mut even = zeros();
+        let mut odd = zeros();
+        // The last step whose lowest taps are there.
+        let steps = min(tile, steps_of_taps) + 1;
+        // What is high in one step is low in the next.
+        for turn in 0..(steps + 1) / 2 {
+            let step = 2 * turn;
+            load_taps(&mut odd, taps, &of_taps, step, form);
+            load::<F>(&mut a, x, &rows, (tile - step) * TILE, form.whole, form.back);
+            multiply_add(&mut sums, &a, &even, &odd, false);
+            if step + 1 < steps {
+                load_taps(&mut even, taps, &of_taps, step + 1, form);
+                load::<F>(&mut a, x, &rows, (tile - step - 1) * TILE, form.whole, form.back);
+                multiply_add(&mut sums, &a, &odd, &even, false);
             }
         }
-        load::<F>(&mut a, x, &rows, (tile - step) * TILE, form.whole, form.back);
-        multiply_add(&mut sums, &a, &low, &high, false);
         #[unroll]
         for i in 0..TILE {
-            low[i] = high[i];
+            let t = tile * TILE + i;
+            if t < tokens {
+                let row = if comptime!(form.back) { tokens - 1 - t } else { t };
+                y[rows.first + row * channels] = F::cast_from(sums[i]);
+            }
         }
     }
-    #[unroll]
-    for i in 0..TILE {
-        let t = tile * TILE + i;
-        if t < tokens {
-            let row = if comptime!(form.back) { tokens - 1 - t } else { t };
-            y[rows.first + row * channels] = F::cast_from(sums[i]);
+}
+
+/// The taps of one step, zeros where none is left.
+#[cube]
+fn load_taps(
+    values: &mut Array<f32>,
+    taps: &Array<f32>,
+    of_taps: &Channel,
+    step: usize,
+    #[comptime] form: Form,
+) {
+    if step * TILE < of_taps.count {
+        load::<f32>(values, taps, of_taps, step * TILE, form.whole, false);
+    } else {
+        #[unroll]
+        for i in 0..TILE {
+            values[i] = 0.0f32;
         }
     }
 }
@@ -343,36 +413,43 @@ fn taps_of_tokens<F: Float>(
 ) {
     let (tokens, channels) = (sizes.tokens as usize, sizes.channels as usize);
     let (length, batch) = (sizes.length as usize, sizes.batch as usize);
-    let share = share((length - 1) / TILE + 1, sizes);
-    let (d, tile, split) = (share.channel, share.tile, share.group);
+    let tiles = (length - 1) / TILE + 1;
+    let share = share(tiles, sizes, form);
+    let (d, split) = (share.channel, share.group);
     let first = split * sizes.sequences as usize;
     if first >= batch {
         terminate!();
     }
     let end = min(first + sizes.sequences as usize, batch);
-    let mut of_taps = zeros();
-    let mut a = zeros();
-    let mut high = zeros();
-    for sequence in first..end {
-        let place = sequence * tokens * channels + d;
-        let rows = Channel { first: place, stride: channels, count: tokens };
-        let mut low = zeros();
-        // Tokens from the first tap of the tile on: those before it meet nothing.
-        for step in 0..(tokens - 1) / TILE + 1 - tile {
-            load::<F>(&mut high, x, &rows, step * TILE, form.whole, false);
-            load::<F>(&mut a, d_y, &rows, (tile + step) * TILE, form.whole, false);
-            multiply_add(&mut of_taps, &a, &low, &high, true);
-            #[unroll]
-            for i in 0..TILE {
-                low[i] = high[i];
+    for half in 0..tiles_of_unit(share.tile, tiles, form.pairs) {
+        let tile = select(half == 0, share.tile, tiles - 1 - share.tile);
+        let mut of_taps = zeros();
+        let mut a = zeros();
+        let mut odd = zeros();
+        for sequence in first..end {
+            let place = sequence * tokens * channels + d;
+            let rows = Channel { first: place, stride: channels, count: tokens };
+            let mut even = zeros();
+            // Tokens from the first tap of the tile on: those before it meet nothing.
+            let steps = (tokens - 1) / TILE + 1 - tile;
+            for turn in 0..(steps + 1) / 2 {
+                let step = 2 * turn;
+                load::<F>(&mut odd, x, &rows, step * TILE, form.whole, false);
+                load::<F>(&mut a, d_y, &rows, (tile + step) * TILE, form.whole, false);
+                multiply_add(&mut of_taps, &a, &even, &odd, true);
+                if step + 1 < steps {
+                    load::<F>(&mut even, x, &rows, (step + 1) * TILE, form.whole, false);
+                    load::<F>(&mut a, d_y, &rows, (tile + step + 1) * TILE, form.whole, false);
+                    multiply_add(&mut of_taps, &a, &odd, &even, true);
+                }
             }
         }
-    }
-    #[unroll]
-    for i in 0..TILE {
-        let tap = tile * TILE + i;
-        if tap < length {
-            sums[(split * length + tap) * channels + d] = of_taps[i];
+        #[unroll]
+        for i in 0..TILE {
+            let tap = tile * TILE + i;
+            if tap < length {
+                sums[(split * length + tap) * channels + d] = of_taps[i];
+            }
         }
     }
 }

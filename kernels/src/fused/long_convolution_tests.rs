@@ -38,14 +38,18 @@ fn convolutions_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>, dims: Dims) {
     let [of_x, of_d_y] = [&x, &d_y].map(|numbers| sandbox.put(&behind(numbers), sandbox.rows));
     let of_taps = sandbox.put(&behind(&taps), Rows::F32);
     let what = |name| format!("{name}, {dims:?}, {:?}", sandbox.rows);
-    for (name, from, back, want) in [("y", &of_x, false, &y), ("dx", &of_d_y, true, &d_x)] {
-        let got = convolve(client, dims, from, &of_taps, back, dtype).expect("it is taken");
-        assert_eq!(got.shape, [dims.batch, dims.tokens, dims.channels]);
-        assert_close(&what(name), want, &sandbox.get(&got), limit(sandbox.rows));
+    for pairs in [false, true] {
+        for (name, from, back, want) in [("y", &of_x, false, &y), ("dx", &of_d_y, true, &d_x)] {
+            let got = convolve_in(client, dims, [from, &of_taps], [back, pairs], dtype);
+            let got = got.expect("it is taken");
+            assert_eq!(got.shape, [dims.batch, dims.tokens, dims.channels]);
+            assert_close(&what(name), want, &sandbox.get(&got), limit(sandbox.rows));
+        }
+        let got = tap_gradients_in(client, dims, [&of_x, &of_d_y], pairs, dtype);
+        let got = got.expect("it is taken");
+        assert_eq!(got.shape, [dims.length, dims.channels]);
+        assert_close(&what("dtaps"), &d_taps, &sandbox.get(&got), 2e-6);
     }
-    let got = tap_gradients(client, dims, &of_x, &of_d_y, dtype).expect("it is taken");
-    assert_eq!(got.shape, [dims.length, dims.channels]);
-    assert_close(&what("dtaps"), &d_taps, &sandbox.get(&got), 2e-6);
 }
 
 fn all_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
@@ -62,6 +66,12 @@ fn all_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
     ] {
         convolutions_are_right(sandbox, Dims { batch, tokens, channels, length });
     }
+}
+
+/// Where units are many they get pairs of tiles.
+fn pairs_are_chosen<R: Runtime>(client: &ComputeClient<R>) {
+    let of = |batch| Dims { batch, tokens: 512, channels: 512, length: 512 }.pairs(client, 32);
+    assert_eq!([of(1), of(1 << 16)], [false, true]);
 }
 
 /// Sums of taps by several units each.
@@ -95,6 +105,7 @@ fn long_convolutions_are_right_in_every_type() {
 
 #[test]
 fn gradients_of_taps_are_summed_over_units() {
+    crate::tests::on_wgpu::with_client(pairs_are_chosen);
     crate::tests::on_wgpu::with_client(splits_are_summed);
 }
 
