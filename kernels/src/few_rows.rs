@@ -54,7 +54,7 @@ pub const MOST_MATRICES: usize = 8;
 pub const MOST_FOLDED: usize = 2;
 
 /// Units of a cube.
-pub(crate) const UNITS: usize = 256;
+pub(crate) use crate::pointwise::UNITS;
 /// Most rows of a cube.
 const TILE: usize = 8;
 /// Bytes of the widest load.
@@ -425,13 +425,13 @@ impl Product {
                     rows_by_matrices::RowsByMatrices<R>,
                     types: [F: *dtype], sizes: [N: split.width, X: vector],
                     arguments: [
-                        OperandsLaunch::new(x.arrays([rows, inner], vector), bias)
-                            => Operands<rows_by_matrices::F, rows_by_matrices::X>,
-                        side_by_side(inner, weights, matrices, [each, 1])
-                            => Sequence<Matrix<rows_by_matrices::F, rows_by_matrices::N>>,
-                        whole(&output.y) => Array<rows_by_matrices::F>,
-                        sums => Sequence<Array<Vector<rows_by_matrices::F, rows_by_matrices::X>>>,
-                        sizes => Sizes,
+                        x: Operands<rows_by_matrices::F, rows_by_matrices::X> =
+                            OperandsLaunch::new(x.arrays([rows, inner], vector), bias),
+                        all: Sequence<Matrix<rows_by_matrices::F, rows_by_matrices::N>> =
+                            side_by_side(inner, weights, matrices, [each, 1]),
+                        y: Array<rows_by_matrices::F> = whole(&output.y),
+                        sums: Sequence<Array<Vector<rows_by_matrices::F, rows_by_matrices::X>>> = sums,
+                        size: Sizes = sizes,
                     ],
                     comptime: [Split { biased, ..split }, vector, *dtype, split.width, vector],
                 );

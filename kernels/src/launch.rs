@@ -1,20 +1,23 @@
 //! Launches of kernels that the host is waited for: those of a single token.
 
-/// Launches a kernel as its own `launch_unchecked` does, without a copy of the device's properties for each launch, which
-/// is a sixth of the host's time between two launches. Arguments with a `comptime!` size in [`LaunchArg::register`] would
-/// want these properties; none here has one, and compiling a kernel asks the client for them by itself.
+/// Launches a kernel as its own `launch_unchecked` does (cubecl-macros 0.10.0), without a copy of the device's properties
+/// for each launch, which is a sixth of the host's time between two. Of all arguments `FastDivmod` alone reads them there:
+/// none here may contain one. A kernel that is compiled asks the client for them by itself.
+///
+/// Types, sizes, arguments and compile-time values stand in the order of the kernel's signature.
 ///
 /// # Safety
 /// As the kernel's `launch_unchecked`.
-///
-/// [`LaunchArg::register`]: cubecl::prelude::LaunchArg::register
 macro_rules! launch_light {
     (
         $client:expr, $cubes:expr, $dim:expr, $module:ident::$kernel:ident<$runtime:ty>,
         types: [$($scalar:ident: $dtype:expr),*], sizes: [$($size:ident: $numbers:expr),*],
-        arguments: [$($argument:expr => $of:ty),* $(,)?], comptime: [$($value:expr),* $(,)?] $(,)?
+        arguments: [$($name:ident: $of:ty = $argument:expr),* $(,)?],
+        comptime: [$($value:expr),* $(,)?] $(,)?
     ) => {{
         let client: &ComputeClient<$runtime> = $client;
+        // All of them before the first is registered: one that launches, or panics, would leave the others to the next.
+        $(let $name = $argument;)*
         let settings = KernelSettings::default().cube_dim($dim).address_type(AddressType::U32);
         let mut launcher = KernelLauncher::<$runtime>::new(settings.clone());
         launcher.with_scope(|scope| {
@@ -24,7 +27,7 @@ macro_rules! launch_light {
         let kernel = $module::$kernel::<$runtime>::new(
             settings,
             client.clone(),
-            $(<$of as LaunchArg>::register($argument, &mut launcher),)*
+            $(<$of as LaunchArg>::register($name, &mut launcher),)*
             $($value),*
         );
         launcher.launch_unchecked($cubes, kernel, client);

@@ -1,5 +1,5 @@
 //! A few rows times quantized matrices side by side, and narrow ones of floats behind them,
-//! `y = x [W_1^T W_2^T .. U_1 ..]`; and a quantized matrix as floats: the linear layers of a model that only decodes,
+//! `y = x [W_1^T W_2^T .. U_1 ..]`; and a quantized matrix, or rows of it, as floats: the linear layers of a model that only decodes,
 //! whose weights are read as they are kept.
 //! ```text
 //! W_nk = s_nj q_nk                             j = k / 32, a group; q: -127 to 127, or -7 to 7
@@ -16,17 +16,17 @@
 //!
 //! Work:   a unit has the same group of `deep` rows of W, which are `lanes` groups apart the next time; units that
 //!         stand side by side read groups that lie side by side. A cube has all rows of x. Groups' sums meet in
-//!         shared memory, in one order. Cubes behind those have `deep` columns of a U each, whose rows all units deal
-//!         out among them.
+//!         plane shuffles, or in shared memory, in one order. Cubes behind those have `deep` columns of a U each, whose
+//!         rows all units deal out among them.
 //! Bytes:  a unit requests vectors of 16 bytes, those of `ahead` groups of its rows, before x is in shared memory, and
 //!         the next ones as soon as these are used up.
 //! Floats: 2^23 + n is the float whose mantissa is n, so that a number costs no conversion, of which a multiprocessor
 //!         makes a quarter as many as it adds. It costs no shift either: q stays where it stands in its half of the
 //!         word, as q times a power of two, and products of each power have a sum of their own. What a number has in
 //!         excess comes off it, which is exact; off a group's sum, times the sum of its x, it would cost bits.
-//! Memory: groups of x lie a number more than 32 apart, where a cube may have 17 KB: units that write one group, and
+//! Memory: groups of x lie a number more than 32 apart, where a cube may have 17 KB, or 33 of long rows: units that write one group, and
 //!         units that read one number of neighbouring groups, have banks of their own.
-//! Cost:   K N (bits / 8 + 1 / 8) bytes, and about (3 + M) K N instructions: a number is made a float once for all
+//! Cost:   K N (bits / 8 + 1 / 8) bytes, and about (2 + M) K N instructions: a number is made a float once for all
 //!         rows of x.
 //! Edges:  rows of W past N_i repeat the last one and are not kept; groups past K repeat the last one, times 0.
 
@@ -38,7 +38,7 @@ use crate::few_rows::UNITS;
 use crate::few_rows::input::{InputArrays, Shelf};
 pub use crate::few_rows::{Columns, Dims, Input, MOST_MATRICES, Output, Reading};
 use crate::fused::column_sums::multiprocessors;
-use crate::fused::embedding::check_ids;
+use crate::fused::embedding::{check_ids, index_of};
 use crate::fused::team::Team;
 use crate::launch::launch_light;
 use crate::pointwise::Source;
@@ -428,11 +428,11 @@ impl Product {
                 rows_by_groups::RowsByGroups<R>,
                 types: [F: *dtype], sizes: [N: LOAD, X: vector],
                 arguments: [
-                    x.arrays(size, vector) => InputArrays<rows_by_groups::F, rows_by_groups::X>,
-                    self.arrays(matrices) => All<rows_by_groups::F, rows_by_groups::N>,
-                    whole(&output.y) => Array<rows_by_groups::F>,
-                    sums => Sequence<Array<Vector<rows_by_groups::F, rows_by_groups::X>>>,
-                    sizes => Sizes,
+                    x: InputArrays<rows_by_groups::F, rows_by_groups::X> = x.arrays(size, vector),
+                    all: All<rows_by_groups::F, rows_by_groups::N> = self.arrays(matrices),
+                    y: Array<rows_by_groups::F> = whole(&output.y),
+                    sums: Sequence<Array<Vector<rows_by_groups::F, rows_by_groups::X>>> = sums,
+                    size: Sizes = sizes,
                 ],
                 comptime: [*split, vector, *dtype, LOAD, vector],
             );
@@ -533,7 +533,7 @@ fn places<R: Runtime>(sizes: &[usize], each: usize, mut columns: usize) -> Seque
 /// Rows of a matrix by number.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows<'a> {
-    /// `[M]`; numbers past the last row are that row.
+    /// `[M]`; any that is no row's number is the last row.
     pub ids: &'a Handle,
     /// M.
     pub count: usize,
@@ -629,7 +629,7 @@ fn words_as_floats<F: Float, I: Int>(
             let (asked, in_row) = (at / each / groups, at % (each * groups));
             let mut from = asked;
             if comptime!(by_id) {
-                let id = u32::cast_from(ids.index(0usize)[asked]);
+                let id = index_of::<I>(ids.index(0usize)[asked], u32::MAX);
                 from = min(id, row.rows - 1) as usize;
             }
             let word = values[from * groups * each + in_row];

@@ -14,11 +14,12 @@ const HALF: f64 = 6e-3;
 /// K, rows of the matrices side by side, and rows of x; a compiler on a processor takes a second for each that is new.
 type Case = (usize, &'static [usize], &'static [usize]);
 
-const CASES: [Case; 8] = [
+const CASES: [Case; 9] = [
     (32, &[1], &[8]),
     (2080, &[130], &[1, 3, 8]),
     // More groups than wait in shared memory at once.
     (4160, &[40], &[1, 8]),
+    (8256, &[40], &[1]),
     // Rows for all multiprocessors.
     (64, &[7000], &[1]),
     // A layer's projections, of which some fill no cube.
@@ -160,15 +161,15 @@ fn quantized_products_are_right<R: Runtime>(
                     assert_close(&name, want, &rows.numbers(&got), limit);
                 };
                 check(None, want);
-                // The last row, the first, and one past the last.
+                // The last row, the first, one past the last and one before the first.
                 let last = matrix.rows as i32 - 1;
-                let ids = [last, 0, last + 7].map(i32::to_ne_bytes);
+                let ids = [last, 0, last + 7, -1].map(i32::to_ne_bytes);
                 let ids = client.create_from_slice(ids.as_flattened());
                 let dtype = StorageType::Scalar(ElemType::Int(IntKind::I32));
                 let (ends, begins) = (&want[want.len() - inner..], &want[..inner]);
                 check(
-                    Some(super::Rows { ids: &ids, count: 3, dtype }),
-                    &[ends, begins, ends].concat(),
+                    Some(super::Rows { ids: &ids, count: 4, dtype }),
+                    &[ends, begins, ends, ends].concat(),
                 );
             }
         }

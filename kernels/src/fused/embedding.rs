@@ -283,7 +283,7 @@ impl Form {
         let Dims { rows, vocab, width } = dims;
         let [down, across] = self.tiles(dims);
         let splits = (rows / SHORTEST)
-            .min((CUBES / (down * across)).max(rows / LONGEST))
+            .min((CUBES / (down * across)).max(rows.div_ceil(LONGEST)))
             .min(MOST_SUMS / (vocab * width))
             .min(4 * rows / vocab);
         rows.div_ceil(splits.max(1))

@@ -155,6 +155,7 @@ fn splits_are_many_where_rows_are() {
     let splits = |form: Form, dims: Dims| dims.rows.div_ceil(form.share(dims));
     assert_eq!(splits(form(128, 32), dims(65_536, 8192, 128)), 16);
     assert_eq!(splits(form(128, 16), dims(16_384, 16, 128)), 256);
+    assert_eq!(splits(form(256, 16), dims(65_536, 8192, 512)), 16, "none longer than 4096");
     assert_eq!(splits(form(256, 16), dims(65_536, 50_000, 2048)), 1);
     assert_eq!(splits(form(128, 32), dims(2048, 16_384, 128)), 1, "more rows than positions");
     assert_eq!(splits(form(32, 1), dims(1, 1, 1)), 1);

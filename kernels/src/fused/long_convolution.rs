@@ -8,8 +8,8 @@
 //!
 //! Work:   a unit has 16 tokens of y of one channel, and goes back through x 16 tokens at a time: 256 products of 16
 //!         numbers of x by 31 taps, of which it has 16 from the step before. Of dtaps a unit has 16 taps of one channel,
-//!         and goes through all tokens of some sequences. Side by side stand `lanes` channels, then tiles of 16. The last
-//!         tile of y takes T / 16 steps and the first one: where there are units enough, one has a tile from either end.
+//!         and goes through all tokens of some sequences. The last tile of y takes T / 16 steps, the first takes one:
+//!         where units are enough, each has a tile from either end. Side by side stand `lanes` channels, then tiles.
 //! Cost:   B T min(T / 2, L) D multiplications each, T rounded up to 16; half an instruction beside each of them reads
 //!         and counts, a whole one where T or L are no multiples of 16. x is read T / 32 times, from cache.
 //! Sums:   of dtaps over the sequences of a unit, then by `column_sums` over units: equal inputs give equal bits.
@@ -66,12 +66,6 @@ impl Dims {
         }
     }
 
-    /// Whether units can have pairs of these tiles: half as many are enough still.
-    fn pairs<R: Runtime>(self, client: &ComputeClient<R>, tiles: usize) -> bool {
-        let units = self.batch.saturating_mul(tiles).saturating_mul(self.channels);
-        tiles > 1 && units >= LEAST_PAIRS * multiprocessors(client) * ENOUGH
-    }
-
     fn numbers(self) -> usize {
         self.batch * self.tokens * self.channels
     }
@@ -94,6 +88,17 @@ impl Dims {
     }
 }
 
+/// Whether units have pairs of tiles: half as many units are enough still.
+fn pairs<R: Runtime>(
+    client: &ComputeClient<R>,
+    batch: usize,
+    tiles: usize,
+    channels: usize,
+) -> bool {
+    let units = batch.saturating_mul(tiles).saturating_mul(channels);
+    tiles > 1 && units >= LEAST_PAIRS * multiprocessors(client) * ENOUGH
+}
+
 /// Units of so many tiles.
 fn in_units(tiles: usize, pairs: bool) -> usize {
     if pairs { tiles.div_ceil(2) } else { tiles }
@@ -107,7 +112,8 @@ struct Form {
     whole: bool,
     /// Whether tokens are taken in reverse.
     back: bool,
-    /// Whether a unit has a tile from the front and one from the end, which all units take as long for.
+    /// Whether a unit has a tile from the front and the one as far from the end: where taps are as many as tokens, all
+    /// pairs take as many steps.
     pairs: bool,
 }
 
@@ -123,7 +129,7 @@ pub fn convolve<R: Runtime>(
     back: bool,
     dtype: StorageType,
 ) -> Result<Buffer, Refusal> {
-    let pairs = dims.pairs(client, dims.tokens.div_ceil(TILE));
+    let pairs = pairs(client, dims.batch, dims.tokens.div_ceil(TILE), dims.channels);
     convolve_in(client, dims, [x, taps], [back, pairs], dtype)
 }
 
@@ -170,7 +176,8 @@ pub fn tap_gradients<R: Runtime>(
     d_y: &Handle,
     dtype: StorageType,
 ) -> Result<Buffer, Refusal> {
-    let pairs = dims.pairs(client, dims.length.div_ceil(TILE));
+    let splits = dims.batch.min(MOST_SPLITS);
+    let pairs = pairs(client, splits, dims.length.div_ceil(TILE), dims.channels);
     tap_gradients_in(client, dims, [x, d_y], pairs, dtype)
 }
 
@@ -238,7 +245,7 @@ struct Share {
 
 #[cube]
 fn share(tiles: usize, sizes: Sizes, #[comptime] form: Form) -> Share {
-    let tiles = if comptime!(form.pairs) { (tiles + 1) / 2 } else { tiles };
+    let tiles = if comptime!(form.pairs) { (tiles - 1) / 2 + 1 } else { tiles };
     let lanes = sizes.lanes as usize;
     let blocks = sizes.channels as usize / lanes;
     let rest = ABSOLUTE_POS / lanes;
@@ -360,15 +367,15 @@ fn tokens_by_taps<F: Float>(
         // The last step whose lowest taps are there.
         let steps = min(tile, steps_of_taps) + 1;
         // What is high in one step is low in the next.
-        for turn in 0..(steps + 1) / 2 {
+        for turn in 0..(steps - 1) / 2 + 1 {
             let step = 2 * turn;
-            load_taps(&mut odd, taps, &of_taps, step, form);
+            load_taps(&mut even, taps, &of_taps, step, form);
             load::<F>(&mut a, x, &rows, (tile - step) * TILE, form.whole, form.back);
-            multiply_add(&mut sums, &a, &even, &odd, false);
+            multiply_add(&mut sums, &a, &odd, &even, false);
             if step + 1 < steps {
-                load_taps(&mut even, taps, &of_taps, step + 1, form);
+                load_taps(&mut odd, taps, &of_taps, step + 1, form);
                 load::<F>(&mut a, x, &rows, (tile - step - 1) * TILE, form.whole, form.back);
-                multiply_add(&mut sums, &a, &odd, &even, false);
+                multiply_add(&mut sums, &a, &even, &odd, false);
             }
         }
         #[unroll]
@@ -425,22 +432,22 @@ fn taps_of_tokens<F: Float>(
         let tile = select(half == 0, share.tile, tiles - 1 - share.tile);
         let mut of_taps = zeros();
         let mut a = zeros();
-        let mut odd = zeros();
+        let mut even = zeros();
         for sequence in first..end {
             let place = sequence * tokens * channels + d;
             let rows = Channel { first: place, stride: channels, count: tokens };
-            let mut even = zeros();
+            let mut odd = zeros();
             // Tokens from the first tap of the tile on: those before it meet nothing.
             let steps = (tokens - 1) / TILE + 1 - tile;
-            for turn in 0..(steps + 1) / 2 {
+            for turn in 0..(steps - 1) / 2 + 1 {
                 let step = 2 * turn;
-                load::<F>(&mut odd, x, &rows, step * TILE, form.whole, false);
+                load::<F>(&mut even, x, &rows, step * TILE, form.whole, false);
                 load::<F>(&mut a, d_y, &rows, (tile + step) * TILE, form.whole, false);
-                multiply_add(&mut of_taps, &a, &even, &odd, true);
+                multiply_add(&mut of_taps, &a, &odd, &even, true);
                 if step + 1 < steps {
-                    load::<F>(&mut even, x, &rows, (step + 1) * TILE, form.whole, false);
+                    load::<F>(&mut odd, x, &rows, (step + 1) * TILE, form.whole, false);
                     load::<F>(&mut a, d_y, &rows, (tile + step + 1) * TILE, form.whole, false);
-                    multiply_add(&mut of_taps, &a, &odd, &even, true);
+                    multiply_add(&mut of_taps, &a, &even, &odd, true);
                 }
             }
         }

@@ -70,7 +70,7 @@ fn all_are_right<R: Runtime>(sandbox: &Sandbox<'_, R>) {
 
 /// Where units are many they get pairs of tiles.
 fn pairs_are_chosen<R: Runtime>(client: &ComputeClient<R>) {
-    let of = |batch| Dims { batch, tokens: 512, channels: 512, length: 512 }.pairs(client, 32);
+    let of = |batch| pairs(client, batch, 32, 512);
     assert_eq!([of(1), of(1 << 16)], [false, true]);
 }
 

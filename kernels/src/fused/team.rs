@@ -42,8 +42,8 @@ fn joined(a: f32, b: f32, #[comptime] largest: bool) -> f32 {
     if comptime!(largest) { max(a, b) } else { a + b }
 }
 
-/// The first `count` numbers of every unit become their sums over its team, or the `largest` of them. Every unit
-/// of the cube has to come here.
+/// The first `count` numbers of every unit become their sums over its team, or the `largest` of them, by way of
+/// [`Team::scratch`] numbers. Every unit of the cube has to come here.
 #[cube]
 pub(crate) fn over_team(
     values: &mut Array<f32>,

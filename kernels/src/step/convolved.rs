@@ -211,7 +211,7 @@ pub fn launch<R: Runtime>(
             convolved_step::ConvolvedStep<R>,
             types: [F: types.rows, G: types.weights], sizes: [],
             arguments: [
-                OperandsLaunch::new(
+                x: Operands<convolved_step::F, convolved_step::G> = OperandsLaunch::new(
                     array(inputs.y, batch * columns.all),
                     each(Some(inputs.weights), widths, columns.window),
                     each(inputs.biases, widths, 1),
@@ -219,16 +219,19 @@ pub fn launch<R: Runtime>(
                     a_log.into_iter().collect(),
                     dt_bias.into_iter().collect(),
                     array(inputs.state, batch * heads * key_width * value_width),
-                ) => Operands<convolved_step::F, convolved_step::G>,
-                ResultsLaunch::new(
+                ),
+                to: Results<convolved_step::F> = ResultsLaunch::new(
                     whole(&o),
                     whole(&state),
                     conv_states.iter().map(whole).collect(),
                     copied.iter().map(whole).collect(),
-                ) => Results<convolved_step::F>,
-                places(dims, columns) => Places,
-                SizesLaunch::new((heads / key_heads) as u32, key_width as u32, value_width as u32)
-                    => Sizes,
+                ),
+                places: Places = places(dims, columns),
+                sizes: Sizes = SizesLaunch::new(
+                    (heads / key_heads) as u32,
+                    key_width as u32,
+                    value_width as u32,
+                ),
             ],
             comptime: [form, [types.rows, types.weights]],
         );

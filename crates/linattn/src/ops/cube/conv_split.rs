@@ -1,7 +1,9 @@
 //! The columns of packed projections on Burn's CubeCL backends: convolutions, gates, and a token's step. `None` where the
 //! kernels refuse.
 
-use super::fused::{Backward, CubePass, as_given, flat, handle, is_float, one_type, shaped};
+use super::fused::{
+    Backward, CubePass, as_given, flat, handle, in_place, is_float, one_type, shaped,
+};
 use crate::ops::SequenceLengths;
 use crate::ops::fused::{
     Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, ConvolvedStep,
@@ -264,14 +266,6 @@ fn three<R: CubeRuntime>(
     Some(tensors.each_ref().map(in_place))
 }
 
-/// As [`flat`], without a copy of the tensor where it is: every token would make a dozen of them.
-fn in_place<R: CubeRuntime>(x: &CubeTensor<R>) -> Cow<'_, CubeTensor<R>> {
-    match x.is_contiguous() {
-        true => Cow::Borrowed(x),
-        false => Cow::Owned(flat(x.clone())),
-    }
-}
-
 /// As [`three`], or none at all.
 fn three_or_none<R: CubeRuntime>(
     tensors: &[CubeTensor<R>],
@@ -316,7 +310,8 @@ pub(super) fn convolved_step<R: CubeRuntime>(
         Some(state) => in_place(state),
         None => {
             let (client, device) = (y.client.clone(), y.device.clone());
-            Cow::Owned(zeros_client(client, device, shape.clone(), DType::F32))
+            // On CUDA and ROCm rows of a new tensor may have gaps between them, which nothing has written.
+            Cow::Owned(flat(zeros_client(client, device, shape.clone(), DType::F32)))
         }
     };
     fn handles<'a, const N: usize, R: CubeRuntime>(

@@ -20,6 +20,7 @@ use linattn_kernels::fused::{
     pack as packing, rotary as rotation,
 };
 use linattn_kernels::{Buffer, pointwise};
+use std::borrow::Cow;
 
 impl From<Activation> for pointwise::Activation {
     fn from(activation: Activation) -> Self {
@@ -92,6 +93,14 @@ impl<R: CubeRuntime> CubePass<R> {
 /// A contiguous tensor, as the kernels count in whole tensors.
 pub(super) fn flat<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     into_contiguous(x)
+}
+
+/// As [`flat`], without a copy of the tensor where it is contiguous, as nearly always.
+pub(super) fn in_place<R: CubeRuntime>(x: &CubeTensor<R>) -> Cow<'_, CubeTensor<R>> {
+    match x.is_contiguous() {
+        true => Cow::Borrowed(x),
+        false => Cow::Owned(flat(x.clone())),
+    }
 }
 
 /// The same of several; `None` where one is not f32.

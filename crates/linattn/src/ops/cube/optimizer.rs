@@ -1,10 +1,10 @@
 //! AdamW and the global gradient norm on CubeCL backends: several tensors a launch. `None` where the kernels
 //! refuse.
 
+use super::fused::{flat, in_place};
 use crate::ops::fused::{AdamW, AdamWStep, Clip, Moments};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
-use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
 use linattn_kernels::Buffer;
@@ -23,14 +23,6 @@ fn one_type<'a, R: CubeRuntime>(
     (known && types.all(|dtype| dtype == first)).then_some(first)
 }
 
-/// `x` itself where it is contiguous, as nearly always.
-fn flat<R: CubeRuntime>(x: &CubeTensor<R>) -> Cow<'_, CubeTensor<R>> {
-    match x.is_contiguous() {
-        true => Cow::Borrowed(x),
-        false => Cow::Owned(into_contiguous(x.clone())),
-    }
-}
-
 /// Contiguous tensors of one step.
 struct Flat<'a, R: CubeRuntime> {
     parameter: Cow<'a, CubeTensor<R>>,
@@ -43,18 +35,18 @@ struct Flat<'a, R: CubeRuntime> {
 
 impl<'a, R: CubeRuntime> Flat<'a, R> {
     fn new(step: &'a AdamWStep<CubeTensor<R>>) -> Self {
-        let parameter = flat(&step.parameter);
+        let parameter = in_place(&step.parameter);
         let zeros = || {
             let (client, device) = (parameter.client.clone(), parameter.device.clone());
             let zeros = zeros_client(client, device, parameter.meta.shape().clone(), DType::F32);
             // On CUDA and ROCm rows of a new tensor may have gaps between them, which nothing has written.
-            Cow::Owned(into_contiguous(zeros))
+            Cow::Owned(flat(zeros))
         };
         let (first, second, time) = match &step.moments {
-            Some(m) => (flat(&m.first), flat(&m.second), m.time),
+            Some(m) => (in_place(&m.first), in_place(&m.second), m.time),
             None => (zeros(), zeros(), 0),
         };
-        let gradient = flat(&step.gradient);
+        let gradient = in_place(&step.gradient);
         Self { gradient, first, second, decay: step.decay, time: time + 1, parameter }
     }
 
@@ -125,7 +117,7 @@ pub(super) fn step<R: CubeRuntime>(
 
 pub(super) fn norm<R: CubeRuntime>(gradients: &[CubeTensor<R>]) -> Option<CubeTensor<R>> {
     let dtype = one_type(gradients)?;
-    let flat: Vec<_> = gradients.iter().map(flat).collect();
+    let flat: Vec<_> = gradients.iter().map(in_place).collect();
     let given: Vec<_> = flat.iter().map(|x| (&x.handle, x.meta.shape().num_elements())).collect();
     let first = &flat[0];
     let norm = adamw::norm(&first.client, &given, dtype.into()).ok()?;
