@@ -112,7 +112,7 @@ impl Bits {
         Self::BASE + (half << (part % self.in_half() * self.count())) as f32
     }
 
-    /// What part `part` of a word counts in: the kernel's number times this is q.
+    /// Unit that part `part` of a word counts in: the kernel's number times this is q.
     const fn unit(self, part: usize) -> f32 {
         1.0 / (1u32 << (part % self.in_half() * self.count())) as f32
     }

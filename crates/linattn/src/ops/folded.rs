@@ -169,7 +169,7 @@ pub(crate) fn normalized_linear<B: LinearAttentionBackend>(
         epsilon,
     };
     let done = B::folded_product(input, matrices)?;
-    let stream = done.sum.map(tensor).or(alone).expect("a sum, where something was added");
+    let stream = done.sum.map(tensor).or(alone)?;
     Some((tensor(done.y), stream))
 }
 

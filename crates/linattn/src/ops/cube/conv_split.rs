@@ -2,7 +2,7 @@
 //! kernels refuse.
 
 use super::fused::{
-    Backward, CubePass, as_given, flat, handle, in_place, is_float, one_type, shaped,
+    Backward, CubePass, as_given, flat, flat_zeros, handle, in_place, is_float, one_type, shaped,
 };
 use crate::ops::SequenceLengths;
 use crate::ops::fused::{
@@ -11,7 +11,6 @@ use crate::ops::fused::{
 };
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
-use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{conv_split as conv, conv_state};
@@ -308,11 +307,7 @@ pub(super) fn convolved_step<R: CubeRuntime>(
     }
     let state = match &x.state {
         Some(state) => in_place(state),
-        None => {
-            let (client, device) = (y.client.clone(), y.device.clone());
-            // On CUDA and ROCm rows of a new tensor may have gaps between them, which nothing has written.
-            Cow::Owned(flat(zeros_client(client, device, shape.clone(), DType::F32)))
-        }
+        None => Cow::Owned(flat_zeros(&y, shape.clone())),
     };
     fn handles<'a, const N: usize, R: CubeRuntime>(
         tensors: &'a [Cow<'_, CubeTensor<R>>; N],

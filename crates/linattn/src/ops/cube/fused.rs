@@ -10,7 +10,7 @@ use crate::ops::fused::{
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::{cast, into_contiguous};
-use burn_cubecl::ops::numeric::add;
+use burn_cubecl::ops::numeric::{add, zeros_client};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeRuntime, FloatElement, IntElement, element::BoolElement};
 use cubecl::ir::StorageType;
@@ -103,7 +103,13 @@ pub(super) fn in_place<R: CubeRuntime>(x: &CubeTensor<R>) -> Cow<'_, CubeTensor<
     }
 }
 
-/// The same of several; `None` where one is not f32.
+/// Zeros on the device of `like`, in one piece: on CUDA and ROCm rows of a new tensor may have gaps between them, which
+/// nothing has written.
+pub(super) fn flat_zeros<R: CubeRuntime>(like: &CubeTensor<R>, shape: Shape) -> CubeTensor<R> {
+    flat(zeros_client(like.client.clone(), like.device.clone(), shape, DType::F32))
+}
+
+/// [`flat`] of several; `None` where one is not f32.
 pub(super) fn flat_f32<R: CubeRuntime>(tensors: Vec<CubeTensor<R>>) -> Option<Vec<CubeTensor<R>>> {
     let tensors: Vec<_> = tensors.into_iter().map(flat).collect();
     tensors.iter().all(|tensor| tensor.dtype == DType::F32).then_some(tensors)

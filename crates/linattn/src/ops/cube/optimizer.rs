@@ -1,11 +1,10 @@
 //! AdamW and the global gradient norm on CubeCL backends: several tensors a launch. `None` where the kernels
 //! refuse.
 
-use super::fused::{flat, in_place};
+use super::fused::{flat_zeros, in_place};
 use crate::ops::fused::{AdamW, AdamWStep, Clip, Moments};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeRuntime;
-use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
 use linattn_kernels::Buffer;
 use linattn_kernels::fused::adamw;
@@ -36,12 +35,7 @@ struct Flat<'a, R: CubeRuntime> {
 impl<'a, R: CubeRuntime> Flat<'a, R> {
     fn new(step: &'a AdamWStep<CubeTensor<R>>) -> Self {
         let parameter = in_place(&step.parameter);
-        let zeros = || {
-            let (client, device) = (parameter.client.clone(), parameter.device.clone());
-            let zeros = zeros_client(client, device, parameter.meta.shape().clone(), DType::F32);
-            // On CUDA and ROCm rows of a new tensor may have gaps between them, which nothing has written.
-            Cow::Owned(flat(zeros))
-        };
+        let zeros = || Cow::Owned(flat_zeros(&parameter, parameter.meta.shape().clone()));
         let (first, second, time) = match &step.moments {
             Some(m) => (in_place(&m.first), in_place(&m.second), m.time),
             None => (zeros(), zeros(), 0),
