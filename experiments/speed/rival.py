@@ -1,8 +1,9 @@
 """GPU time of flash-linear-attention's chunkwise operations, in a CUDA graph over three copies of the inputs.
 
 python experiments/speed/rival.py OPERATION:BxTxHxD:WHAT ..     with fla, torch and Triton installed
-OPERATION is scalar_decay, delta or gated_delta; a shape may end with another width of values, BxTxHxKxV; WHAT is f
-(forward), b (forward and backward) or fb.
+OPERATION is scalar_decay, delta, gated_delta, vector_decay (its GLA), vector_delta (KDA), dplr (RWKV-7), or bounded_dplr,
+RWKV-7 with its gates' lower bound told; a shape may end with another width of values, BxTxHxKxV; WHAT is f (forward), b
+(forward and backward) or fb.
 """
 
 import statistics
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 COPIES, CALLS, REPLAYS = 3, 12, 15
+RWKV7_BOUND = -0.6065306597126334  # -e^(-1/2)
 
 
 def operation(name):
@@ -24,6 +26,19 @@ def operation(name):
         from fla.ops.delta_rule import chunk_delta_rule
 
         return lambda x: chunk_delta_rule(x["q"], x["k"], x["v"], x["beta"], **options)[0]
+    if name == "vector_decay":
+        from fla.ops.gla import chunk_gla
+
+        return lambda x: chunk_gla(x["q"], x["k"], x["v"], x["g"])[0]
+    if name == "vector_delta":
+        from fla.ops.kda import chunk_kda
+
+        return lambda x: chunk_kda(x["q"], x["k"], x["v"], x["g"], x["beta"], **options)[0]
+    if name in ("dplr", "bounded_dplr"):
+        from fla.ops.rwkv7 import chunk_rwkv7
+
+        bound = {"safe_gate": True, "lower_bound": RWKV7_BOUND} if name == "bounded_dplr" else {}
+        return lambda x: chunk_rwkv7(x["q"], x["g"], x["k"], x["v"], x["a"], x["b"], **bound)[0]
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return lambda x: chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"], **options)[0]
@@ -32,9 +47,16 @@ def operation(name):
 def inputs(name, b, t, h, k, v, tracked):
     widths = {"q": k, "k": k, "v": v}
     x = {row: torch.randn(b, t, h, n, device="cuda", dtype=torch.bfloat16) for row, n in widths.items()}
-    if name != "delta":
+    if name in ("scalar_decay", "gated_delta"):
         x["g"] = F.logsigmoid(torch.randn(b, t, h, device="cuda")) / 4
-    if name != "scalar_decay":
+    elif name in ("vector_decay", "vector_delta"):
+        x["g"] = F.logsigmoid(torch.randn(b, t, h, k, device="cuda")) / 4
+    elif name in ("dplr", "bounded_dplr"):
+        direction = F.normalize(torch.randn(b, t, h, k, device="cuda"), dim=-1)
+        x["g"] = (RWKV7_BOUND * torch.sigmoid(torch.randn(b, t, h, k, device="cuda"))).to(torch.bfloat16)
+        x["a"] = -direction.to(torch.bfloat16)
+        x["b"] = (direction * torch.rand(b, t, h, k, device="cuda")).to(torch.bfloat16)
+    if name in ("delta", "gated_delta", "vector_delta"):
         x["beta"] = torch.rand(b, t, h, device="cuda").to(torch.bfloat16)
     return {key: value.requires_grad_(tracked) for key, value in x.items()}
 

@@ -31,8 +31,8 @@ mod planes;
 mod tf32;
 
 pub(crate) use copies::{
-    Rows, Window, lay, load, load_async, own_or, put_out, request, store, store_at, tile, width_of,
-    write_out, write_out_by_four,
+    Requested, Rows, Window, lay, load, load_async, own_or, put_out, request, room_for, same_tile,
+    store, store_at, tile, width_of, write_out, write_out_by_four,
 };
 pub(crate) use dispatch::{column, inside, mul, row, slot};
 pub use engine::Engine;

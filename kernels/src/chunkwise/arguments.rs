@@ -23,19 +23,35 @@ pub(crate) trait StageTypes: Send + Sync + 'static {
     type E: Float;
     /// Width of a vector that is loaded.
     type G: Size;
-    /// Width of a vector in a tile that is loaded.
+    /// Width of a vector in a tile of keys.
     type N: Size;
     /// Width of a vector in a tile of products.
     type M: Size;
+    /// Width of a vector in a tile of values or of a state, whose numbers are those between stages.
+    type L: Size;
+    /// Width of a vector of a tensor whose rows lie as accumulators do.
+    type T: Size;
     /// Width of a vector that is written.
     type W: Size;
 }
 
 /// These types.
-pub(crate) struct Types<F, X, E, G, N, M, W>(PhantomData<(F, X, E, G, N, M, W)>);
+pub(crate) struct Types<F, X, E, G, N, M, L, T, W>(
+    PhantomData<(F, X, E)>,
+    PhantomData<(G, N, M, L, T, W)>,
+);
 
-impl<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StageTypes
-    for Types<F, X, E, G, N, M, W>
+impl<F, X, E, G, N, M, L, T, W> StageTypes for Types<F, X, E, G, N, M, L, T, W>
+where
+    F: Float,
+    X: Float,
+    E: Float,
+    G: Size,
+    N: Size,
+    M: Size,
+    L: Size,
+    T: Size,
+    W: Size,
 {
     type F = F;
     type X = X;
@@ -43,6 +59,8 @@ impl<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StageType
     type G = G;
     type N = N;
     type M = M;
+    type L = L;
+    type T = T;
     type W = W;
 }
 
@@ -62,20 +80,20 @@ pub(crate) struct Operands<F: Float, G: Size> {
     pub beta: Array<f32>,
 }
 
-/// Outputs of the intra-chunk stage; two numbers a vector where the engine is [`Mma`](crate::Engine::Mma).
+/// Outputs of the intra-chunk stage; two numbers a vector where they have 16 bits.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct IntraChunkOut<E: Float, M: Size> {
-    pub a_qk: Array<Vector<E, M>>,
-    pub a_qb: Array<Vector<E, M>>,
-    pub inverse: Array<Vector<E, M>>,
-    pub a_ak: Array<Vector<E, M>>,
-    pub a_ak_v: Array<Vector<E, M>>,
+pub(crate) struct IntraChunkOut<E: Float, T: Size> {
+    pub a_qk: Array<Vector<E, T>>,
+    pub a_qb: Array<Vector<E, T>>,
+    pub inverse: Array<Vector<E, T>>,
+    pub a_ak: Array<Vector<E, T>>,
+    pub a_ak_v: Array<Vector<E, T>>,
     pub decay_factors: Array<f32>,
     /// Vector decay: q e^G, a e^G, b e^{G_C - G}, k e^{G_C - G}; `[B, T, H, K]`.
-    pub q: Array<Vector<E, M>>,
-    pub a: Array<Vector<E, M>>,
-    pub b: Array<Vector<E, M>>,
-    pub k: Array<Vector<E, M>>,
+    pub q: Array<Vector<E, T>>,
+    pub a: Array<Vector<E, T>>,
+    pub b: Array<Vector<E, T>>,
+    pub k: Array<Vector<E, T>>,
     /// Vector decay: e^{G_C}, `[B, H, chunks, K]`.
     pub chunk_decay: Array<f32>,
 }
@@ -126,13 +144,13 @@ pub(crate) struct SavedTensors<F: Float, E: Float, G: Size> {
     pub d_states: Array<Vector<E, G>>,
 }
 
-/// Rows again, two numbers a vector where accumulators hold pairs.
+/// Rows again, two numbers a vector where they have 16 bits.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct RowPairs<F: Float, M: Size> {
-    pub q: Array<Vector<F, M>>,
-    pub k: Array<Vector<F, M>>,
-    pub a: Array<Vector<F, M>>,
-    pub b: Array<Vector<F, M>>,
+pub(crate) struct RowPairs<F: Float, T: Size> {
+    pub q: Array<Vector<F, T>>,
+    pub k: Array<Vector<F, T>>,
+    pub a: Array<Vector<F, T>>,
+    pub b: Array<Vector<F, T>>,
 }
 
 /// Outputs of the input gradients: all `[B, T, H, ..]`, key heads not yet summed up.

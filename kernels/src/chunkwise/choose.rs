@@ -271,7 +271,9 @@ fn mma_cut(
     let (intra_chunk, input_gradients) = match variant.vector() {
         true => {
             let stage = in_f32(device, common);
-            (stage, GradientPlan { common: stage, whole: false })
+            // Values and states of 16 bits take half the room.
+            let value_slice = if stage.rounded { value_width.min(64) } else { stage.value_slice };
+            (stage, GradientPlan { common: Plan { value_slice, ..stage }, whole: false })
         }
         false => {
             // Many units, so that few registers hold each one's share.

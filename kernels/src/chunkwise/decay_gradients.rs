@@ -144,16 +144,16 @@ pub(crate) struct ZeroExponents {
 
 /// Adds inner products of rows and their gradients to dG.
 #[cube]
-pub(crate) fn decay_products<X: Float, N: Size>(
+pub(crate) fn decay_products<P: StageTypes>(
     sums_of_unit: &mut PartialSums,
-    tiles: &mut GradientTiles<X, N>,
+    tiles: &mut GradientTiles<P>,
     acc: &Acc,
     own: &TokenRows,
     #[comptime] term: DecayTerm,
     #[comptime] plan: GradientPlan,
 ) {
     if comptime!(plan.variant.vector()) {
-        vector_products::<X, N>(tiles, acc, own, term, plan);
+        vector_products::<P>(tiles, acc, own, term, plan);
     } else if comptime!(plan.variant.scalar()) {
         let grid = comptime!(plan.rows_grid());
         #[unroll]
@@ -180,11 +180,11 @@ pub(crate) fn decay_products<X: Float, N: Size>(
     }
 }
 
-/// As [`decay_products`] for a vector decay, whose log decays are columns: in shared memory. Barriers before
-/// and after, since rows add to others'.
+/// As [`decay_products`] for a vector decay, whose log decays are columns: in shared memory. A unit has the same numbers
+/// every time; barriers stand before and after where rows add to those before them, of other units.
 #[cube]
-fn vector_products<X: Float, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
+fn vector_products<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
     acc: &Acc,
     own: &TokenRows,
     #[comptime] term: DecayTerm,
@@ -193,9 +193,11 @@ fn vector_products<X: Float, N: Size>(
     let grid = comptime!(plan.rows_grid());
     let stride = comptime!(plan.stride(plan.key_slice));
     let sum_ends = comptime!(term == DecayTerm::ChunkEnd && plan.by_blocks());
-    sync_cube();
+    if comptime!(term.before()) {
+        sync_cube();
+    }
     if sum_ends {
-        plane_ends::<X, N>(tiles, acc, own, plan);
+        plane_ends::<P>(tiles, acc, own, plan);
     }
     #[unroll]
     for f in 0..comptime!(if sum_ends { 0 } else { grid.fragments() }) {
@@ -229,13 +231,15 @@ fn vector_products<X: Float, N: Size>(
             }
         }
     }
-    sync_cube();
+    if comptime!(term.before()) {
+        sync_cube();
+    }
 }
 
 /// Terms that reach the end of the chunk, summed over the 16 tokens of a plane.
 #[cube]
-fn plane_ends<X: Float, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
+fn plane_ends<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
     acc: &Acc,
     own: &TokenRows,
     #[comptime] plan: GradientPlan,
@@ -352,7 +356,7 @@ fn collect(
 #[cube]
 pub(crate) fn write_scalar_d_g<P: StageTypes>(
     out: &mut Gradients<P::F, P::G, P::W>,
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     sums_of_unit: &PartialSums,
     from: &GradientInputs<P>,
     sums: &Sums,
@@ -388,7 +392,7 @@ pub(crate) fn write_scalar_d_g<P: StageTypes>(
 /// This unit's part of `S . dS'`.
 #[cube]
 fn through_chunk<P: StageTypes>(
-    tiles: &GradientTiles<P::X, P::N>,
+    tiles: &GradientTiles<P>,
     from: &GradientInputs<P>,
     #[comptime] plan: GradientPlan,
 ) -> f32 {
@@ -420,8 +424,8 @@ fn through_chunk<P: StageTypes>(
 }
 
 #[cube]
-pub(crate) fn clear_d_decays<X: Float, N: Size>(
-    tiles: &mut GradientTiles<X, N>,
+pub(crate) fn clear_d_decays<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
     #[comptime] plan: GradientPlan,
 ) {
     let all = comptime!(plan.chunk * plan.stride(plan.key_slice));
@@ -444,7 +448,7 @@ pub(crate) fn clear_d_decays<X: Float, N: Size>(
 #[cube]
 pub(crate) fn write_vector_d_g<P: StageTypes>(
     out: &mut Gradients<P::F, P::G, P::W>,
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     from: &GradientInputs<P>,
     sums: &Sums,
     first: usize,
@@ -469,7 +473,7 @@ pub(crate) fn write_vector_d_g<P: StageTypes>(
         for n in 0..comptime!(shares.div_ceil(runs)) {
             let share = run + comptime!(n * runs);
             if share < shares {
-                through += f32::cast_from(tiles.left[share * slice + column]);
+                through += f32::cast_from(tiles.keys[share * slice + column]);
             }
         }
         through *= f32::exp(since_start(sums, comptime!((plan.chunk - 1) * stride) + column));
@@ -487,14 +491,15 @@ pub(crate) fn write_vector_d_g<P: StageTypes>(
             }
         }
         tiles.partial[run * slice + column] = own;
-        tiles.right[run * slice + column] = Vector::<P::X, P::N>::cast_from(through);
+        let at = comptime!(shares * slice) + run * slice + column;
+        tiles.keys[at] = Vector::<P::X, P::N>::cast_from(through);
     }
     sync_cube();
     if run < runs && first + column < comptime!(plan.key_width) {
         let mut sum = 0.0f32;
         #[unroll]
         for n in 0..runs {
-            sum += f32::cast_from(tiles.right[comptime!(n * slice) + column]);
+            sum += f32::cast_from(tiles.keys[comptime!((shares + n) * slice) + column]);
             if n > run {
                 sum += tiles.partial[comptime!(n * slice) + column];
             }
@@ -512,18 +517,18 @@ pub(crate) fn write_vector_d_g<P: StageTypes>(
 }
 
 impl GradientPlan {
-    /// Shares that units sum `S . dS'` of a slice of keys in, of vectors of `read` numbers: as many as the tile they
-    /// are laid into has room for.
+    /// Shares that units sum `S . dS'` of a slice of keys in, of vectors of `read` numbers: as many as the tile of keys
+    /// has room for, with a row for each run behind them.
     fn state_shares(&self, read: usize) -> usize {
-        let room = self.chunk * self.stride(self.value_slice) / self.key_slice;
+        let room = self.key_numbers() / self.key_slice - self.runs();
         (self.units / (self.key_slice / read)).min(room)
     }
 }
 
-/// Lays shares of `S . dS'` over the values, [shares, key_slice], into the left tile.
+/// Lays shares of `S . dS'` over the values, [shares, key_slice], into the tile of keys.
 #[cube]
 fn lay_state_shares<P: StageTypes>(
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     from: &GradientInputs<P>,
     first: usize,
     #[comptime] plan: GradientPlan,
@@ -553,7 +558,7 @@ fn lay_state_shares<P: StageTypes>(
         #[unroll]
         for l in 0..read {
             let at = share * comptime!(plan.key_slice) + d * read + l;
-            tiles.left[at] = Vector::<P::X, P::N>::cast_from(through[l]);
+            tiles.keys[at] = Vector::<P::X, P::N>::cast_from(through[l]);
         }
     }
 }
@@ -562,7 +567,7 @@ fn lay_state_shares<P: StageTypes>(
 #[cube]
 pub(crate) fn write_d_values<P: StageTypes>(
     out: &mut Gradients<P::F, P::G, P::W>,
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     sums_of_unit: &PartialSums,
     from: &GradientInputs<P>,
     #[comptime] plan: GradientPlan,

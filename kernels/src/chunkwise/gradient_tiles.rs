@@ -6,17 +6,18 @@
 //!          groups, in the order of use: values | S, keys | dS'. `Mma` works on one group while the next
 //!          arrives, and no barrier stands between two products.
 //! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
-//!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory.
+//!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory. Where a vector decay
+//!          scales keys in f32, these have a third, and values and states keep their 16 bits.
 //! ```
 //! Everything else is the same: a product takes a matrix by its name.
 
 use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors, StageTypes};
 use crate::chunkwise::chunk::Place;
-use crate::chunkwise::plan::GradientPlan;
+use crate::chunkwise::plan::{GradientPlan, Stored};
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Grid, Pair, Rows, Window, column, inside, lay, load, load_async, load_matrix, own_or,
-    request, row, set, tile, width_of, zeros,
+    Acc, Grid, Mul, Pair, Requested, Rows, Window, column, inside, lay, load, load_async,
+    load_matrix, own_or, request, room_for, row, same_tile, set, tile, width_of, zeros,
 };
 use cubecl::prelude::*;
 
@@ -24,7 +25,7 @@ use cubecl::prelude::*;
 #[derive(CubeType)]
 pub(crate) struct GradientInputs<P: StageTypes> {
     pub x: Operands<P::F, P::G>,
-    pub pairs: RowPairs<P::F, P::M>,
+    pub pairs: RowPairs<P::F, P::T>,
     pub saved: SavedTensors<P::F, P::E, P::G>,
     pub place: Place,
 }
@@ -43,20 +44,22 @@ const NEXT: usize = SLOTS + 1;
 
 /// Tiles, and scratch.
 #[derive(CubeType)]
-pub(crate) struct GradientTiles<X: Float, N: Size> {
-    /// Sliced: left and right operands.
-    pub left: SharedMemory<Vector<X, N>>,
-    pub right: SharedMemory<Vector<X, N>>,
-    q: SharedMemory<Vector<X, N>>,
-    k: SharedMemory<Vector<X, N>>,
-    a: SharedMemory<Vector<X, N>>,
-    b: SharedMemory<Vector<X, N>>,
-    pub v: SharedMemory<Vector<X, N>>,
-    u: SharedMemory<Vector<X, N>>,
-    pub r: SharedMemory<Vector<X, N>>,
-    d_o: SharedMemory<Vector<X, N>>,
-    pub start: SharedMemory<Vector<X, N>>,
-    pub end: SharedMemory<Vector<X, N>>,
+pub(crate) struct GradientTiles<P: StageTypes> {
+    /// Sliced: left and right operands of products over values.
+    left: SharedMemory<Vector<P::E, P::L>>,
+    right: SharedMemory<Vector<P::E, P::L>>,
+    /// Sliced: rows of keys, in the right tile if numbers and vectors are the same.
+    pub keys: SharedMemory<Vector<P::X, P::N>>,
+    q: SharedMemory<Vector<P::X, P::N>>,
+    k: SharedMemory<Vector<P::X, P::N>>,
+    a: SharedMemory<Vector<P::X, P::N>>,
+    b: SharedMemory<Vector<P::X, P::N>>,
+    pub v: SharedMemory<Vector<P::E, P::L>>,
+    u: SharedMemory<Vector<P::E, P::L>>,
+    pub r: SharedMemory<Vector<P::E, P::L>>,
+    d_o: SharedMemory<Vector<P::E, P::L>>,
+    pub start: SharedMemory<Vector<P::E, P::L>>,
+    pub end: SharedMemory<Vector<P::E, P::L>>,
     /// -beta in a delta rule, else 1, [C].
     pub scales: SharedMemory<f32>,
     /// Partial sums of rows, [C, NEXT].
@@ -87,8 +90,39 @@ impl GradientPlan {
         if self.variant.low_rank() { Keys::B } else { Keys::K }
     }
 
-    fn states_numbers(&self) -> usize {
-        self.value_slice * self.stride(self.key_slice)
+    /// From one row of a tile of values or of a state to the next.
+    fn unscaled_stride(&self, columns: usize) -> usize {
+        columns + self.unscaled_engine().padding()
+    }
+
+    /// An `[m, n]` product over values.
+    pub fn unscaled_grid(&self, m: usize, n: usize) -> Grid {
+        Grid { engine: self.unscaled_engine(), ..self.grid(m, n) }
+    }
+
+    /// As [`Plan::mul`](crate::chunkwise::plan::Plan::mul), of tiles of values and states.
+    pub fn unscaled_mul(&self, grid: Grid, k: usize, a: Stored, b: Stored) -> Mul {
+        Mul {
+            a_stride: self.unscaled_stride(a.columns),
+            b_stride: self.unscaled_stride(b.columns),
+            ..self.mul(grid, k, a, b)
+        }
+    }
+
+    /// A chunk's rows of values.
+    fn values_window(&self) -> Window {
+        let stride = self.unscaled_stride(self.value_slice);
+        Window { stride, ..self.value_window() }
+    }
+
+    fn states_window(&self) -> Window {
+        let window = self.window(self.value_slice, self.key_slice, self.key_width);
+        Window { stride: self.unscaled_stride(self.key_slice), ..window }
+    }
+
+    /// Whether rows of keys have a tile beside the two of products over values.
+    fn keys_apart(&self) -> bool {
+        self.unscaled_engine() != self.engine
     }
 
     /// Rows of terms that reach the end of the chunk: a plane sums up those of its 16 tokens.
@@ -100,16 +134,18 @@ impl GradientPlan {
     fn gradient_tile_numbers(&self) -> Tiles {
         let variant = self.variant;
         let by_key = self.key_numbers();
-        let states = self.states_numbers();
+        let [values, states] =
+            [self.values_window(), self.states_window()].map(|tile| tile.rows * tile.stride);
         // [C, value_slice], [value_slice, key_slice] or [C, key_slice].
-        let any = self.value_numbers().max(by_key).max(states);
+        let any = values.max(states).max(if self.keys_apart() { 0 } else { by_key });
         let own = |there: bool, numbers: usize| (self.whole && there).then_some(numbers);
         Tiles {
-            left: self.value_numbers(),
+            left: values,
             right: if self.whole { states } else { any },
+            keys: self.keys_apart().then_some(by_key),
             end: own(true, states),
-            v: own(true, self.value_numbers()),
-            u_and_r: own(variant.solves(), self.value_numbers()),
+            v: own(true, values),
+            u_and_r: own(variant.solves(), values),
             q_and_k: own(true, by_key),
             a: own(variant.own_a(), by_key),
             b: own(variant.low_rank(), by_key),
@@ -126,11 +162,12 @@ impl GradientPlan {
     /// Bytes of [`gradient_tiles`].
     pub fn gradient_tile_memory(&self) -> usize {
         let tiles = self.gradient_tile_numbers();
-        let pairs = [tiles.u_and_r, tiles.q_and_k].into_iter().flatten().sum::<usize>();
-        let single = [tiles.end, tiles.v, tiles.a, tiles.b].into_iter().flatten().sum::<usize>();
-        let rows = tiles.left + tiles.right + 2 * pairs + single;
+        let [u_and_r, q_and_k] = [tiles.u_and_r, tiles.q_and_k].map(|n| 2 * n.unwrap_or(0));
+        let all = |own: &[Option<usize>]| own.iter().flatten().sum::<usize>();
+        let values = tiles.left + tiles.right + all(&[tiles.end, tiles.v]) + u_and_r;
+        let keys = all(&[tiles.keys, tiles.a, tiles.b]) + q_and_k;
         let scratch = tiles.scales + tiles.partial + tiles.d_decays + tiles.ends;
-        rows * self.engine.bytes() + 4 * scratch
+        values * self.unscaled_engine().bytes() + keys * self.engine.bytes() + 4 * scratch
     }
 
     /// Whether the next slice is under way while one is multiplied, and the rows that a gradient is of are held while
@@ -139,16 +176,13 @@ impl GradientPlan {
     pub fn requests_ahead(&self) -> bool {
         self.by_blocks()
     }
-
-    fn states_window(&self) -> Window {
-        self.window(self.value_slice, self.key_slice, self.key_width)
-    }
 }
 
 /// Numbers of the tiles. A role without one of its own shares `left`, where it is value-wide, or `right`.
 struct Tiles {
     left: usize,
     right: usize,
+    keys: Option<usize>,
     end: Option<usize>,
     v: Option<usize>,
     /// U and R, each.
@@ -165,22 +199,22 @@ struct Tiles {
 
 /// The tiles of a plan: roles that the plan lacks share a tile with others and are never filled.
 #[cube]
-pub(crate) fn gradient_tiles<X: Float, N: Size>(
-    #[comptime] plan: GradientPlan,
-) -> GradientTiles<X, N> {
-    let left = tile::<X, N>(comptime!(plan.gradient_tile_numbers().left));
-    let right = tile::<X, N>(comptime!(plan.gradient_tile_numbers().right));
-    GradientTiles::<X, N> {
+pub(crate) fn gradient_tiles<P: StageTypes>(#[comptime] plan: GradientPlan) -> GradientTiles<P> {
+    let left = tile::<P::E, P::L>(comptime!(plan.gradient_tile_numbers().left));
+    let right = tile::<P::E, P::L>(comptime!(plan.gradient_tile_numbers().right));
+    let keys = keys_apart_or::<P>(right, plan);
+    GradientTiles::<P> {
         left,
         right,
-        end: own_or::<X, N>(right, comptime!(plan.gradient_tile_numbers().end)),
-        v: own_or::<X, N>(left, comptime!(plan.gradient_tile_numbers().v)),
-        u: own_or::<X, N>(left, comptime!(plan.gradient_tile_numbers().u_and_r)),
-        r: own_or::<X, N>(left, comptime!(plan.gradient_tile_numbers().u_and_r)),
-        q: own_or::<X, N>(right, comptime!(plan.gradient_tile_numbers().q_and_k)),
-        k: own_or::<X, N>(right, comptime!(plan.gradient_tile_numbers().q_and_k)),
-        a: own_or::<X, N>(right, comptime!(plan.gradient_tile_numbers().a)),
-        b: own_or::<X, N>(right, comptime!(plan.gradient_tile_numbers().b)),
+        keys,
+        end: own_or::<P::E, P::L>(right, comptime!(plan.gradient_tile_numbers().end)),
+        v: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().v)),
+        u: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().u_and_r)),
+        r: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().u_and_r)),
+        q: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().q_and_k)),
+        k: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().q_and_k)),
+        a: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().a)),
+        b: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().b)),
         d_o: left,
         start: right,
         scales: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().scales)),
@@ -201,10 +235,24 @@ fn state_rows(place: &Place, first: usize, #[comptime] plan: GradientPlan) -> Ro
     }
 }
 
+/// The tile of rows of keys: `right` if its numbers and vectors are the same.
+#[cube]
+fn keys_apart_or<P: StageTypes>(
+    right: SharedMemory<Vector<P::E, P::L>>,
+    #[comptime] plan: GradientPlan,
+) -> SharedMemory<Vector<P::X, P::N>> {
+    let apart = comptime!(plan.gradient_tile_numbers().keys);
+    if comptime!(apart.is_some()) {
+        tile::<P::X, P::N>(comptime!(apart.unwrap_or(1)))
+    } else {
+        same_tile::<P::E, P::L, P::X, P::N>(&right)
+    }
+}
+
 /// Whole: starts copying one group of tiles.
 #[cube]
 pub(crate) fn copy_group_async<P: StageTypes>(
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     from: &GradientInputs<P>,
     #[comptime] group: CopyGroup,
     #[comptime] plan: GradientPlan,
@@ -228,7 +276,7 @@ pub(crate) fn copy_group_async<P: StageTypes>(
     if comptime!(group == CopyGroup::Start) {
         let to = &mut tiles.start;
         let starts = &from.saved.states;
-        load_async::<P::E, P::G, P::X, P::N>(to, 0usize, starts, &states, 0usize, square);
+        load_async::<P::E, P::G, P::E, P::L>(to, 0usize, starts, &states, 0usize, square);
         copy_keys::<P>(&mut tiles.k, &from.x.k, &from.place.keys, plan);
         copy_keys::<P>(&mut tiles.q, &from.x.q, &from.place.keys, plan);
         if comptime!(variant.own_a()) {
@@ -241,19 +289,19 @@ pub(crate) fn copy_group_async<P: StageTypes>(
     if comptime!(group == CopyGroup::End) {
         let to = &mut tiles.end;
         let ends = &from.saved.d_states;
-        load_async::<P::E, P::G, P::X, P::N>(to, 0usize, ends, &states, 0usize, square);
+        load_async::<P::E, P::G, P::E, P::L>(to, 0usize, ends, &states, 0usize, square);
     }
 }
 
 #[cube]
 fn copy_values<P: StageTypes, T: Float>(
-    to: &mut SharedMemory<Vector<P::X, P::N>>,
+    to: &mut SharedMemory<Vector<P::E, P::L>>,
     from: &Array<Vector<T, P::G>>,
     rows: &Rows,
     #[comptime] plan: GradientPlan,
 ) {
-    let window = comptime!(plan.value_window());
-    load_async::<T, P::G, P::X, P::N>(to, 0usize, from, rows, 0usize, window);
+    let window = comptime!(plan.values_window());
+    load_async::<T, P::G, P::E, P::L>(to, 0usize, from, rows, 0usize, window);
 }
 
 #[cube]
@@ -269,12 +317,12 @@ fn copy_keys<P: StageTypes>(
 
 /// The tile of a value-wide matrix, as the left or right operand.
 #[cube]
-pub(crate) fn values_tile<X: Float, N: Size>(
-    tiles: &GradientTiles<X, N>,
+pub(crate) fn values_tile<P: StageTypes>(
+    tiles: &GradientTiles<P>,
     #[comptime] which: Values,
     #[comptime] right: bool,
     #[comptime] plan: GradientPlan,
-) -> SharedMemory<Vector<X, N>> {
+) -> SharedMemory<Vector<P::E, P::L>> {
     if comptime!(!plan.whole) {
         if comptime!(right) { tiles.right } else { tiles.left }
     } else if comptime!(which == Values::V) {
@@ -290,13 +338,13 @@ pub(crate) fn values_tile<X: Float, N: Size>(
 
 /// The tile of a key-wide matrix.
 #[cube]
-pub(crate) fn keys_tile<X: Float, N: Size>(
-    tiles: &GradientTiles<X, N>,
+pub(crate) fn keys_tile<P: StageTypes>(
+    tiles: &GradientTiles<P>,
     #[comptime] which: Keys,
     #[comptime] plan: GradientPlan,
-) -> SharedMemory<Vector<X, N>> {
+) -> SharedMemory<Vector<P::X, P::N>> {
     if comptime!(!plan.whole) {
-        tiles.right
+        tiles.keys
     } else if comptime!(which == Keys::Q) {
         tiles.q
     } else if comptime!(which == Keys::K) {
@@ -310,10 +358,10 @@ pub(crate) fn keys_tile<X: Float, N: Size>(
 
 /// The tile of a state.
 #[cube]
-pub(crate) fn state_tile<X: Float, N: Size>(
-    tiles: &GradientTiles<X, N>,
+pub(crate) fn state_tile<P: StageTypes>(
+    tiles: &GradientTiles<P>,
     #[comptime] which: States,
-) -> SharedMemory<Vector<X, N>> {
+) -> SharedMemory<Vector<P::E, P::L>> {
     // Sliced, both are the right tile.
     if comptime!(which == States::Start) { tiles.start } else { tiles.end }
 }
@@ -322,15 +370,18 @@ pub(crate) fn state_tile<X: Float, N: Size>(
 /// tensors' type or of that between stages.
 #[derive(CubeType)]
 pub(crate) struct ComingValues<P: StageTypes> {
-    of_tensors: Array<Vector<P::F, P::G>>,
-    between: Array<Vector<P::E, P::G>>,
+    of_tensors: Requested<P::F, P::G>,
+    between: Requested<P::E, P::G>,
 }
 
 #[cube]
 pub(crate) fn coming_values<P: StageTypes>(#[comptime] plan: GradientPlan) -> ComingValues<P> {
     let read = width_of::<P::G>();
-    let all = comptime!(if plan.whole { 1 } else { plan.value_window().turns(read) });
-    ComingValues::<P> { of_tensors: Array::new(all), between: Array::new(all) }
+    let all = comptime!(if plan.whole { 1 } else { plan.values_window().turns(read) });
+    ComingValues::<P> {
+        of_tensors: room_for::<P::F, P::G>(all),
+        between: room_for::<P::E, P::G>(all),
+    }
 }
 
 /// Sliced: requests columns `first..` of a value-wide matrix, [C, value_slice].
@@ -342,7 +393,7 @@ pub(crate) fn request_values<P: StageTypes>(
     #[comptime] which: Values,
     #[comptime] plan: GradientPlan,
 ) {
-    let window = comptime!(plan.value_window());
+    let window = comptime!(plan.values_window());
     let rows = &from.place.values;
     if comptime!(!plan.whole) {
         if comptime!(which == Values::V) {
@@ -359,23 +410,23 @@ pub(crate) fn request_values<P: StageTypes>(
 
 #[cube]
 fn lay_values<P: StageTypes>(
-    to: &mut SharedMemory<Vector<P::X, P::N>>,
+    to: &mut SharedMemory<Vector<P::E, P::L>>,
     coming: &ComingValues<P>,
     #[comptime] which: Values,
     #[comptime] plan: GradientPlan,
 ) {
-    let window = comptime!(plan.value_window());
+    let window = comptime!(plan.values_window());
     if comptime!(which == Values::V || which == Values::DO) {
-        lay::<P::F, P::G, P::X, P::N>(to, &coming.of_tensors, window);
+        lay::<P::F, P::G, P::E, P::L>(to, &coming.of_tensors, window);
     } else {
-        lay::<P::E, P::G, P::X, P::N>(to, &coming.between, window);
+        lay::<P::E, P::G, P::E, P::L>(to, &coming.between, window);
     }
 }
 
 /// Sliced: puts two value-wide matrices into their tiles, between two barriers.
 #[cube]
 pub(crate) fn lay_value_operands<P: StageTypes>(
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     left: &ComingValues<P>,
     right: &ComingValues<P>,
     #[comptime] factors: [Values; 2],
@@ -391,17 +442,16 @@ pub(crate) fn lay_value_operands<P: StageTypes>(
 
 /// Sliced: as [`ComingValues`], of a state.
 #[cube]
-pub(crate) fn coming_state<P: StageTypes>(
-    #[comptime] plan: GradientPlan,
-) -> Array<Vector<P::E, P::G>> {
+pub(crate) fn coming_state<P: StageTypes>(#[comptime] plan: GradientPlan) -> Requested<P::E, P::G> {
     let read = width_of::<P::G>();
-    Array::new(comptime!(if plan.whole { 1 } else { plan.states_window().turns(read) }))
+    let all = comptime!(if plan.whole { 1 } else { plan.states_window().turns(read) });
+    room_for::<P::E, P::G>(all)
 }
 
 /// Sliced: requests a state's values from `first` on and keys from `key` on.
 #[cube]
 pub(crate) fn request_state<P: StageTypes>(
-    coming: &mut Array<Vector<P::E, P::G>>,
+    coming: &mut Requested<P::E, P::G>,
     from: &GradientInputs<P>,
     first: usize,
     key: usize,
@@ -424,9 +474,9 @@ pub(crate) fn request_state<P: StageTypes>(
 /// Sliced: puts a value-wide matrix and a state into their tiles, between two barriers.
 #[cube]
 pub(crate) fn lay_state_operands<P: StageTypes>(
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     values: &ComingValues<P>,
-    state: &Array<Vector<P::E, P::G>>,
+    state: &Requested<P::E, P::G>,
     #[comptime] factors: StateFactors,
     #[comptime] plan: GradientPlan,
 ) {
@@ -434,7 +484,7 @@ pub(crate) fn lay_state_operands<P: StageTypes>(
         sync_cube();
         lay_values::<P>(&mut tiles.left, values, factors.values, plan);
         let window = comptime!(plan.states_window());
-        lay::<P::E, P::G, P::X, P::N>(&mut tiles.right, state, window);
+        lay::<P::E, P::G, P::E, P::L>(&mut tiles.right, state, window);
         sync_cube();
     }
 }
@@ -442,7 +492,7 @@ pub(crate) fn lay_state_operands<P: StageTypes>(
 /// Sliced: loads one slice of rows of keys between two barriers.
 #[cube]
 pub(crate) fn load_key_rows<P: StageTypes>(
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     from: &GradientInputs<P>,
     first: usize,
     #[comptime] which: Keys,
@@ -451,7 +501,7 @@ pub(crate) fn load_key_rows<P: StageTypes>(
     if comptime!(!plan.whole) {
         let window = comptime!(plan.key_window());
         let (keys, rows) = (&from.place.keys, &from.place.rows);
-        let to = &mut tiles.right;
+        let to = &mut tiles.keys;
         sync_cube();
         if comptime!(which == Keys::Q) {
             load::<P::F, P::G, P::X, P::N>(to, &from.x.q, keys, first, window);
@@ -471,7 +521,7 @@ pub(crate) fn load_key_rows<P: StageTypes>(
 /// side by side lie. Sliced: from the tensor.
 #[cube]
 pub(crate) fn load_fragments<P: StageTypes>(
-    tiles: &GradientTiles<P::X, P::N>,
+    tiles: &GradientTiles<P>,
     from: &GradientInputs<P>,
     first: usize,
     #[comptime] which: Keys,
@@ -480,10 +530,10 @@ pub(crate) fn load_fragments<P: StageTypes>(
 ) -> Acc {
     let mut acc = zeros(comptime!(plan.rows_grid().fragments()));
     if comptime!(plan.whole) {
-        let tile = keys_tile::<P::X, P::N>(tiles, which, plan);
+        let tile = keys_tile::<P>(tiles, which, plan);
         fragments_of_tile::<P::X, P::N>(&mut acc, &tile, offset, plan);
     } else if comptime!(which == Keys::Q) {
-        fragments_of_tensor::<P::F, P::M>(
+        fragments_of_tensor::<P::F, P::T>(
             &mut acc,
             &from.pairs.q,
             &from.place.keys,
@@ -492,7 +542,7 @@ pub(crate) fn load_fragments<P: StageTypes>(
             plan,
         );
     } else if comptime!(which == Keys::K) {
-        fragments_of_tensor::<P::F, P::M>(
+        fragments_of_tensor::<P::F, P::T>(
             &mut acc,
             &from.pairs.k,
             &from.place.keys,
@@ -501,7 +551,7 @@ pub(crate) fn load_fragments<P: StageTypes>(
             plan,
         );
     } else if comptime!(which == Keys::A) {
-        fragments_of_tensor::<P::F, P::M>(
+        fragments_of_tensor::<P::F, P::T>(
             &mut acc,
             &from.pairs.a,
             &from.place.rows,
@@ -510,7 +560,7 @@ pub(crate) fn load_fragments<P: StageTypes>(
             plan,
         );
     } else {
-        fragments_of_tensor::<P::F, P::M>(
+        fragments_of_tensor::<P::F, P::T>(
             &mut acc,
             &from.pairs.b,
             &from.place.rows,
@@ -571,9 +621,9 @@ fn at_offset(i: usize, #[comptime] offset: TokenOffset, #[comptime] plan: Gradie
 }
 
 #[cube]
-fn fragments_of_tensor<F: Float, M: Size>(
+fn fragments_of_tensor<F: Float, T: Size>(
     acc: &mut Acc,
-    from: &Array<Vector<F, M>>,
+    from: &Array<Vector<F, T>>,
     rows: &Rows,
     first: usize,
     #[comptime] offset: TokenOffset,
@@ -586,21 +636,21 @@ fn fragments_of_tensor<F: Float, M: Size>(
         #[unroll]
         for h in 0..2usize {
             let i = at_offset(row(f, h, grid), offset, plan);
-            set(acc.index_mut(f), h, pair_at::<F, M>(from, rows, i, d, plan));
+            set(acc.index_mut(f), h, pair_at::<F, T>(from, rows, i, d, plan));
         }
     }
 }
 
 /// Two numbers of a row; zeros where there is no row, or no such column.
 #[cube]
-fn pair_at<F: Float, M: Size>(
-    from: &Array<Vector<F, M>>,
+fn pair_at<F: Float, T: Size>(
+    from: &Array<Vector<F, T>>,
     rows: &Rows,
     i: usize,
     d: usize,
     #[comptime] plan: GradientPlan,
 ) -> Pair {
-    let width = M::value();
+    let width = T::value();
     let mut x = Pair::new(0.0f32);
     if i < rows.valid && d < comptime!(plan.key_width) {
         let at = rows.start + i * rows.stride + d;

@@ -143,7 +143,7 @@ impl RowRole {
 struct Chunk<P: StageTypes> {
     from: GradientInputs<P>,
     to: Gradients<P::F, P::G, P::W>,
-    tiles: GradientTiles<P::X, P::N>,
+    tiles: GradientTiles<P>,
     d_scores: ScoreGradients<P::X, P::M>,
     sums: Sums,
     sums_of_unit: PartialSums,
@@ -152,31 +152,47 @@ struct Chunk<P: StageTypes> {
 /// The kernel. F: the tensors' type; E: numbers of tensors between stages; X: what tiles hold.
 #[cube(launch_unchecked)]
 #[allow(unused_mut)] // it marks what is written
-pub(crate) fn input_gradients<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, W: Size>(
+#[allow(clippy::too_many_arguments)] // widths of vectors
+pub(crate) fn input_gradients<
+    F: Float,
+    X: Float,
+    E: Float,
+    G: Size,
+    N: Size,
+    M: Size,
+    L: Size,
+    T: Size,
+    W: Size,
+>(
     x: Operands<F, G>,
-    pairs: RowPairs<F, M>,
+    pairs: RowPairs<F, T>,
     saved: SavedTensors<F, E, G>,
     mut out: Gradients<F, G, W>,
     sizes: &Sizes,
     #[comptime] plan: GradientPlan,
     #[define(F, X, E)] _types: [StorageType; 3],
-    #[define(G, N, M, W)] _widths: [usize; 4],
+    #[define(G, N, M, L, T, W)] _widths: [usize; 6],
 ) {
     let place = own_chunk(sizes, comptime!(*plan));
-    let from = inputs::<Types<F, X, E, G, N, M, W>>(x, pairs, saved, place);
-    let mut chunk = chunk::<Types<F, X, E, G, N, M, W>>(from, out, plan);
+    let from = inputs::<Types<F, X, E, G, N, M, L, T, W>>(x, pairs, saved, place);
+    let mut chunk = chunk::<Types<F, X, E, G, N, M, L, T, W>>(from, out, plan);
+    gradients_of_chunk::<Types<F, X, E, G, N, M, L, T, W>>(&mut chunk, plan);
+}
+
+#[cube]
+fn gradients_of_chunk<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
     if comptime!(plan.whole) {
-        whole::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
+        whole::<P>(chunk, plan);
     } else {
-        in_slices::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
+        in_slices::<P>(chunk, plan);
     }
-    write_d_g_and_d_values::<Types<F, X, E, G, N, M, W>>(&mut chunk, plan);
+    write_d_g_and_d_values::<P>(chunk, plan);
 }
 
 #[cube]
 fn inputs<P: StageTypes>(
     x: Operands<P::F, P::G>,
-    pairs: RowPairs<P::F, P::M>,
+    pairs: RowPairs<P::F, P::T>,
     saved: SavedTensors<P::F, P::E, P::G>,
     place: Place,
 ) -> GradientInputs<P> {
@@ -193,7 +209,7 @@ fn chunk<P: StageTypes>(
         from,
         to,
         sums: chunk_sums(comptime!(plan.by_blocks()), comptime!(*plan)),
-        tiles: gradient_tiles::<P::X, P::N>(plan),
+        tiles: gradient_tiles::<P>(plan),
         d_scores: score_gradients::<P::X, P::M>(plan),
         sums_of_unit: partial_sums(plan),
     }
@@ -239,7 +255,7 @@ fn in_slices<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan
             request_log_decays(&mut coming, g, rows, first, comptime!(*plan));
             let decays = comptime!(plan.by_blocks());
             sum_vectors(&mut chunk.sums, &coming, decays, comptime!(*plan));
-            clear_d_decays::<P::X, P::N>(&mut chunk.tiles, plan);
+            clear_d_decays::<P>(&mut chunk.tiles, plan);
         }
         let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
         key_and_write_gradients::<P>(&d_erase, chunk, first, plan);
@@ -272,7 +288,7 @@ fn state_term<P: StageTypes>(
     #[comptime] plan: GradientPlan,
 ) -> Acc {
     let columns = comptime!(plan.value_slice);
-    let grid = comptime!(plan.rows_grid());
+    let grid = comptime!(plan.unscaled_grid(plan.chunk, plan.key_slice));
     let values = comptime!(factors.values);
     let states = comptime!(factors.states);
     let mut acc = zeros(comptime!(grid.fragments()));
@@ -294,11 +310,11 @@ fn state_term<P: StageTypes>(
             request_values::<P>(&mut on_the_left, &chunk.from, next, values, plan);
             request_state::<P>(&mut on_the_right, &chunk.from, next, key, states, plan);
         }
-        let left = values_tile::<P::X, P::N>(&chunk.tiles, comptime!(factors.values), false, plan);
-        let right = state_tile::<P::X, P::N>(&chunk.tiles, comptime!(factors.states));
-        let spec =
-            comptime!(plan.mul(grid, columns, row_major(columns), row_major(plan.key_slice)));
-        mul::<P::X, P::N, P::N>(&mut acc, &left, 0usize, &right, 0usize, spec);
+        let left = values_tile::<P>(&chunk.tiles, comptime!(factors.values), false, plan);
+        let right = state_tile::<P>(&chunk.tiles, comptime!(factors.states));
+        let [rows, state] = comptime!([row_major(columns), row_major(plan.key_slice)]);
+        let spec = comptime!(plan.unscaled_mul(grid, columns, rows, state));
+        mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
     }
     acc
 }
@@ -437,11 +453,11 @@ fn add_decay_products<P: StageTypes>(
 ) {
     if comptime!(plan.requests_ahead()) {
         let (sums, tiles) = (&mut chunk.sums_of_unit, &mut chunk.tiles);
-        decay_products::<P::X, P::N>(sums, tiles, acc, held, term, plan);
+        decay_products::<P>(sums, tiles, acc, held, term, plan);
     } else {
         let own = held_rows::<P>(chunk, first, true, role, plan);
         let (sums, tiles) = (&mut chunk.sums_of_unit, &mut chunk.tiles);
-        decay_products::<P::X, P::N>(sums, tiles, acc, &own, term, plan);
+        decay_products::<P>(sums, tiles, acc, &own, term, plan);
     }
 }
 
@@ -459,7 +475,7 @@ fn add_terms<P: StageTypes>(
         let term = comptime!(plan.terms(role)[n]);
         let of = comptime!(term.rows);
         load_key_rows::<P>(&mut chunk.tiles, &chunk.from, first, of, plan);
-        let rows = keys_tile::<P::X, P::N>(&chunk.tiles, of, plan);
+        let rows = keys_tile::<P>(&chunk.tiles, of, plan);
         let weights = scored_tile::<P::X, P::M>(&chunk.d_scores, comptime!(term.scored));
         let from = AdjointRows::<P::X, P::N, P::M> { weights, rows };
         let side = comptime!(Side { of_y: role.writes(), before: plan.before(term.scored) });

@@ -28,20 +28,20 @@ use crate::chunkwise::vector_decay::{
     Score, ScoreRows, add_near, add_scores as add_decayed_scores, block, no_scores,
 };
 use crate::tile::{
-    Acc, Pair, column, inside, invert, lay, load, mul, put_out, request, row, set, store, tile,
-    write_out, zeros,
+    Acc, Pair, Requested, column, inside, invert, lay, load, mul, put_out, request, room_for, row,
+    set, store, tile, write_out, zeros,
 };
 use cubecl::prelude::*;
 
 /// The kernel. F: the tensors' type; X: what tiles hold; E: numbers of tensors between stages.
 #[cube(launch_unchecked)]
-pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size>(
+pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Size, T: Size>(
     x: &Operands<F, G>,
-    out: &mut IntraChunkOut<E, M>,
+    out: &mut IntraChunkOut<E, T>,
     sizes: &Sizes,
     #[comptime] plan: Plan,
     #[define(F, X, E)] _types: [StorageType; 3],
-    #[define(G, N, M)] _widths: [usize; 3],
+    #[define(G, N, M, T)] _widths: [usize; 4],
 ) {
     let variant = comptime!(plan.variant);
     let place = own_chunk(sizes, plan);
@@ -59,7 +59,7 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
         if comptime!(!variant.vector()) {
             request_slices::<F, G>(&mut coming, x, &place, first, plan);
         }
-        lay_slices::<Types<F, X, E, G, N, M, M>>(&mut rows, &coming, x, &place, first, plan);
+        lay_slices::<Types<F, X, E, G, N, M, N, T, T>>(&mut rows, &coming, x, &place, first, plan);
         if comptime!(variant.vector()) {
             // The next slice is under way while this one is multiplied.
             let next = first + comptime!(plan.key_slice);
@@ -67,11 +67,11 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
         }
         add_products::<X, N>(&mut scores, &rows, first, plan);
         if comptime!(variant.vector()) {
-            write_scaled::<X, E, N, M>(out, &rows, &place, first, plan);
+            write_scaled::<X, E, N, T>(out, &rows, &place, first, plan);
         }
     }
     add_all_near(&mut scores, plan);
-    write_scores::<Types<F, X, E, G, N, M, M>>(out, &mut scores, x, &rows.sums, &place, plan);
+    write_scores::<Types<F, X, E, G, N, M, N, T, T>>(out, &mut scores, x, &rows.sums, &place, plan);
     write_decay_factors(&mut out.decay_factors, &rows.sums, &x.beta, &place, plan);
 }
 
@@ -139,10 +139,10 @@ fn slices<X: Float, N: Size>(#[comptime] plan: Plan) -> Slices<X, N> {
 /// whose slices are narrow.
 #[derive(CubeType)]
 struct Coming<F: Float, G: Size> {
-    q: Array<Vector<F, G>>,
-    k: Array<Vector<F, G>>,
-    a: Array<Vector<F, G>>,
-    b: Array<Vector<F, G>>,
+    q: Requested<F, G>,
+    k: Requested<F, G>,
+    a: Requested<F, G>,
+    b: Requested<F, G>,
     /// Vector decay: log decays.
     g: Array<f32>,
 }
@@ -156,10 +156,10 @@ fn nothing_coming<F: Float, G: Size>(#[comptime] plan: Plan) -> Coming<F, G> {
     let of_b = comptime!(if variant.vector() && variant.low_rank() { all } else { 1 });
     let of_g = comptime!(if variant.vector() { plan.run_length() } else { 1 });
     Coming::<F, G> {
-        q: Array::new(all),
-        k: Array::new(all),
-        a: Array::new(of_a),
-        b: Array::new(of_b),
+        q: room_for::<F, G>(all),
+        k: room_for::<F, G>(all),
+        a: room_for::<F, G>(of_a),
+        b: room_for::<F, G>(of_b),
         g: Array::new(of_g),
     }
 }
@@ -291,7 +291,7 @@ fn add_all_near(scores: &mut Sequence<Score>, #[comptime] plan: Plan) {
 /// Masks all scores and writes what the next stages read of them.
 #[cube]
 fn write_scores<P: StageTypes>(
-    out: &mut IntraChunkOut<P::E, P::M>,
+    out: &mut IntraChunkOut<P::E, P::T>,
     scores: &mut Sequence<Score>,
     x: &Operands<P::F, P::G>,
     sums: &Sums,
@@ -311,14 +311,14 @@ fn write_scores<P: StageTypes>(
         let qk = scores.index_mut(comptime!(block::QK));
         apply_decay_mask(&mut qk.acc, sums, 0usize, query_mask, plan);
     }
-    write_square::<P::E, P::M>(&mut out.a_qk, &scores.index(comptime!(block::QK)).acc, place, plan);
+    write_square::<P::E, P::T>(&mut out.a_qk, &scores.index(comptime!(block::QK)).acc, place, plan);
     if comptime!(variant.low_rank()) {
         let qb = scores.index_mut(comptime!(block::QB));
         apply_decay_mask(&mut qb.acc, sums, 0usize, query_mask, plan);
-        write_square::<P::E, P::M>(&mut out.a_qb, &qb.acc, place, plan);
+        write_square::<P::E, P::T>(&mut out.a_qb, &qb.acc, place, plan);
         let ak = scores.index_mut(comptime!(block::AK));
         apply_decay_mask(&mut ak.acc, sums, 0usize, erase_mask, plan);
-        write_square::<P::E, P::M>(&mut out.a_ak, &ak.acc, place, plan);
+        write_square::<P::E, P::T>(&mut out.a_ak, &ak.acc, place, plan);
         write_a_ak_v::<P>(&mut out.a_ak_v, &ak.acc, &x.v, place, plan);
     }
     if comptime!(variant.solves()) {
@@ -326,7 +326,7 @@ fn write_scores<P: StageTypes>(
         if comptime!(!alike) {
             apply_decay_mask(&mut ab.acc, sums, 0usize, erase_mask, plan);
         }
-        write_inverse::<P::E, P::M>(&mut out.inverse, &ab.acc, &x.beta, place, plan);
+        write_inverse::<P::E, P::T>(&mut out.inverse, &ab.acc, &x.beta, place, plan);
     }
 }
 
@@ -365,21 +365,21 @@ fn apply_decay_mask_to_both(
 }
 
 #[cube]
-fn write_square<E: Float, M: Size>(
-    out: &mut Array<Vector<E, M>>,
+fn write_square<E: Float, T: Size>(
+    out: &mut Array<Vector<E, T>>,
     acc: &Acc,
     place: &Place,
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.pairs());
     let rows = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
-    write_out::<E, M>(out, acc, &rows, 0usize, comptime!(plan.chunk), grid);
+    write_out::<E, T>(out, acc, &rows, 0usize, comptime!(plan.chunk), grid);
 }
 
 /// strict(a|k) v, over slices of values.
 #[cube]
 fn write_a_ak_v<P: StageTypes>(
-    out: &mut Array<Vector<P::E, P::M>>,
+    out: &mut Array<Vector<P::E, P::T>>,
     acc: &Acc,
     v: &Array<Vector<P::F, P::G>>,
     place: &Place,
@@ -401,7 +401,7 @@ fn write_a_ak_v<P: StageTypes>(
         let mut local = zeros(comptime!(grid.fragments()));
         let spec = comptime!(plan.mul(grid, chunk, row_major(chunk), row_major(columns)));
         mul::<P::X, P::M, P::N>(&mut local, &square, 0usize, &values, 0usize, spec);
-        write_out::<P::E, P::M>(
+        write_out::<P::E, P::T>(
             out,
             &local,
             &place.values,
@@ -414,8 +414,8 @@ fn write_a_ak_v<P: StageTypes>(
 
 /// (I - strict(a|b))^-1, the delta rule's -beta put in front of a.
 #[cube]
-fn write_inverse<E: Float, M: Size>(
-    out: &mut Array<Vector<E, M>>,
+fn write_inverse<E: Float, T: Size>(
+    out: &mut Array<Vector<E, T>>,
     acc: &Acc,
     beta: &Array<f32>,
     place: &Place,
@@ -452,7 +452,7 @@ fn write_inverse<E: Float, M: Size>(
             let mut x = Pair::empty();
             x[0] = t[i * stride + j];
             x[1] = t[i * stride + j + 1];
-            put_out::<E, M>(out, rows.start + i * rows.stride + j, x, 2usize);
+            put_out::<E, T>(out, rows.start + i * rows.stride + j, x, 2usize);
         }
     }
 }
@@ -486,8 +486,8 @@ fn write_decay_factors(
 
 /// One slice of q, a, b and k, each times its factor of a vector decay.
 #[cube]
-fn write_scaled<X: Float, E: Float, N: Size, M: Size>(
-    out: &mut IntraChunkOut<E, M>,
+fn write_scaled<X: Float, E: Float, N: Size, T: Size>(
+    out: &mut IntraChunkOut<E, T>,
     rows: &Slices<X, N>,
     place: &Place,
     first: usize,
@@ -529,13 +529,13 @@ fn write_scaled<X: Float, E: Float, N: Size, M: Size>(
             }
             let at = place.rows.start + i * place.rows.stride + first + d;
             let room = comptime!(plan.key_width) - first - d;
-            put_out::<E, M>(&mut out.q, at, scaled_q, room);
-            put_out::<E, M>(&mut out.k, at, scaled_k, room);
+            put_out::<E, T>(&mut out.q, at, scaled_q, room);
+            put_out::<E, T>(&mut out.k, at, scaled_k, room);
             if comptime!(variant.solves()) {
-                put_out::<E, M>(&mut out.a, at, scaled_a, room);
+                put_out::<E, T>(&mut out.a, at, scaled_a, room);
             }
             if comptime!(variant.low_rank()) {
-                put_out::<E, M>(&mut out.b, at, scaled_b, room);
+                put_out::<E, T>(&mut out.b, at, scaled_b, room);
             }
         }
     }

@@ -12,7 +12,7 @@ use crate::chunkwise::chunk::SizesLaunch;
 use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::input_gradients::input_gradients;
 use crate::chunkwise::intra_chunk::intra_chunk;
-use crate::chunkwise::plan::StatePlan;
+use crate::chunkwise::plan::{Plan, StatePlan};
 use crate::chunkwise::sequence_parallel::{COLUMNS, UNITS, combine_decays, combine_matrices};
 use crate::chunkwise::state::{RegisterState, SharedMemoryState, StatePlace};
 use crate::chunkwise::state_pass::{state_pass_backward, state_pass_forward};
@@ -297,7 +297,7 @@ impl<R: Runtime> Call<'_, R> {
             Some(shape) => self.buffer(&shape, dtype),
             None => self.buffer(&UNUSED, dtype),
         });
-        let [g, n, m, _] = self.widths(plan.engine);
+        let [g, n, m, _, t, _] = self.stage_widths(&plan);
         // SAFETY: every index is below the lengths that `check_sizes` and the shapes above fix.
         #[allow(unsafe_code)]
         unsafe {
@@ -310,7 +310,7 @@ impl<R: Runtime> Call<'_, R> {
                 self.sizes(),
                 plan,
                 [self.dtype, plan.engine.tile_type(e), e],
-                [g, n, m],
+                [g, n, m, t],
             );
         }
         out
@@ -341,6 +341,14 @@ impl<R: Runtime> Call<'_, R> {
     fn widths(&self, engine: Engine) -> [usize; 4] {
         let [n, m] = engine.tile_widths();
         [self.plans.load_width, n, m, engine.store_width()]
+    }
+
+    /// Widths of vectors around the state pass: loaded; in tiles of keys, of products, and of values; of tensors whose
+    /// rows lie as accumulators do; and written.
+    fn stage_widths(&self, plan: &Plan) -> [usize; 6] {
+        let [n, m] = plan.engine.tile_widths();
+        let [g, l, t, w] = self.widths(plan.unscaled_engine());
+        [g, n, m, l, t, w]
     }
 
     /// One launch of the state pass: forward, or backward from `d_o`.
@@ -651,7 +659,7 @@ impl<R: Runtime> Call<'_, R> {
                 self.sizes(),
                 plan,
                 [self.dtype, plan.engine.tile_type(e), e],
-                self.widths(plan.engine),
+                self.stage_widths(&plan),
             );
         }
         out

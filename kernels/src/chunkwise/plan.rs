@@ -95,6 +95,12 @@ impl Plan {
         self.engine.by_planes()
     }
 
+    /// Engine of products whose factors are as they lie in tensors, such as those over values: where scaled ones are
+    /// rounded to TF32, these have 16 bits.
+    pub fn unscaled_engine(&self) -> Engine {
+        if self.rounded { Engine::Mma } else { self.engine }
+    }
+
     /// From one row of a tile to the next, for rows of `columns` numbers.
     pub fn stride(&self, columns: usize) -> usize {
         columns + self.engine.padding()

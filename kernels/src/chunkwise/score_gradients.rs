@@ -90,7 +90,7 @@ pub(crate) fn score_gradients<X: Float, M: Size>(
 #[cube]
 pub(crate) fn prepare<P: StageTypes>(
     d_scores: &mut ScoreGradients<P::X, P::M>,
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     sums: &mut Sums,
     from: &GradientInputs<P>,
     #[comptime] plan: GradientPlan,
@@ -115,7 +115,7 @@ pub(crate) fn prepare<P: StageTypes>(
 #[cube]
 pub(crate) fn fill_weights<P: StageTypes>(
     d_scores: &mut ScoreGradients<P::X, P::M>,
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     from: &GradientInputs<P>,
     sums: &Sums,
     #[comptime] plan: GradientPlan,
@@ -169,13 +169,13 @@ pub(crate) fn scale_erase_rows(
 /// `X Y^T` over slices of values, [C, C].
 #[cube]
 fn value_product<P: StageTypes>(
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     from: &GradientInputs<P>,
     #[comptime] factors: [Values; 2],
     #[comptime] plan: GradientPlan,
 ) -> Acc {
     let columns = comptime!(plan.value_slice);
-    let grid = comptime!(plan.pairs());
+    let grid = comptime!(plan.unscaled_grid(plan.chunk, plan.chunk));
     let mut acc = zeros(comptime!(grid.fragments()));
     let mut on_the_left = coming_values::<P>(plan);
     let mut on_the_right = coming_values::<P>(plan);
@@ -195,10 +195,11 @@ fn value_product<P: StageTypes>(
             request_values::<P>(&mut on_the_left, from, next, factors[0], plan);
             request_values::<P>(&mut on_the_right, from, next, factors[1], plan);
         }
-        let left = values_tile::<P::X, P::N>(tiles, factors[0], false, plan);
-        let right = values_tile::<P::X, P::N>(tiles, factors[1], true, plan);
-        let spec = comptime!(plan.mul(grid, columns, row_major(columns), transposed(columns)));
-        mul::<P::X, P::N, P::N>(&mut acc, &left, 0usize, &right, 0usize, spec);
+        let left = values_tile::<P>(tiles, factors[0], false, plan);
+        let right = values_tile::<P>(tiles, factors[1], true, plan);
+        let [rows, written] = comptime!([row_major(columns), transposed(columns)]);
+        let spec = comptime!(plan.unscaled_mul(grid, columns, rows, written));
+        mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
     }
     acc
 }
@@ -208,7 +209,7 @@ fn value_product<P: StageTypes>(
 #[cube]
 fn masked_score_gradient<P: StageTypes>(
     zero_exponent: &mut SharedMemory<f32>,
-    tiles: &mut GradientTiles<P::X, P::N>,
+    tiles: &mut GradientTiles<P>,
     from: &GradientInputs<P>,
     sums: &Sums,
     #[comptime] scored: Scored,

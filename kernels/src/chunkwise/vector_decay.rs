@@ -727,38 +727,49 @@ fn add_own<X: Float, N: Size, M: Size>(
     let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
     let stride = comptime!(plan.stride(plan.key_slice));
     let pairs = comptime!(plan.stride(plan.chunk));
+    comptime!(assert!(grid.fragment_rows() == 1, "a plane has one block of rows"));
+    let across = comptime!(grid.fragments());
+    let column = column(0usize, grid);
     // Of 8 tokens, those that are there.
     let count = min(tokens, comptime!(NEAR));
     #[unroll]
-    for f in 0..comptime!(grid.fragments()) {
-        let d = column(f, grid);
+    for h in 0..2usize {
+        let n = row(0usize, h, grid);
+        let own = n % comptime!(NEAR);
+        let mut products = Array::<Pair>::new(across);
         #[unroll]
-        for h in 0..2usize {
-            let n = row(f, h, grid);
-            let mut sum = acc.index(f)[h];
-            let own = n % comptime!(NEAR);
-            let mut product = Pair::new(1.0f32);
-            for turn in 0..count {
-                // Away from the row itself, so that each token's decay is one factor more.
-                let other = if of_y { turn } else { count - 1 - turn };
-                let m = corner.top + comptime!(h * 8) + other;
-                let i = if of_y { m } else { n };
-                let j = if of_y { n } else { m };
-                let back = comptime!(usize::from(before));
-                let newest =
-                    if of_y { m - min(back, m) } else { min(m + 1, comptime!(plan.chunk - 1)) };
-                let sees = if of_y { own + back < other } else { other + back < own };
+        for f in 0..across {
+            products[f] = Pair::new(1.0f32);
+        }
+        for turn in 0..count {
+            // Away from the row itself, so that each token's decay is one factor more.
+            let other = if of_y { turn } else { count - 1 - turn };
+            let m = corner.top + comptime!(h * 8) + other;
+            let i = if of_y { m } else { n };
+            let j = if of_y { n } else { m };
+            let back = comptime!(usize::from(before));
+            let newest =
+                if of_y { m - min(back, m) } else { min(m + 1, comptime!(plan.chunk - 1)) };
+            let sees = if of_y { own + back < other } else { other + back < own };
+            let weight = Pair::new(f32::cast_from(from.weights[i * pairs + j]));
+            let decays = newest * stride + column;
+            let others = m * stride + column;
+            // All columns of the row, which share its weight.
+            #[unroll]
+            for f in 0..across {
+                let right = comptime!(grid.step(f, 0)[1]);
+                let mut product = products[f];
+                let mut y = Pair::empty();
                 #[unroll]
                 for l in 0..2usize {
-                    let decay = sums.decays[newest * stride + d + l];
+                    let decay = sums.decays[decays + comptime!(right + l)];
                     product[l] = product[l] * select(sees, decay, 1.0f32);
+                    y[l] = f32::cast_from(from.rows[others + comptime!(right + l)]);
                 }
-                let mut y = Pair::empty();
-                y[0] = f32::cast_from(from.rows[m * stride + d]);
-                y[1] = f32::cast_from(from.rows[m * stride + d + 1]);
-                sum += Pair::new(f32::cast_from(from.weights[i * pairs + j])) * product * y;
+                products[f] = product;
+                let sum = acc.index(f)[h] + weight * product * y;
+                set(acc.index_mut(f), h, sum);
             }
-            set(acc.index_mut(f), h, sum);
         }
     }
 }

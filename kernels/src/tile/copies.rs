@@ -29,6 +29,19 @@ pub(crate) fn own_or<E: Float, N: Size>(
     }
 }
 
+/// A tile by another name of its type.
+#[cube]
+#[allow(unused_variables)] // an intrinsic's
+pub(crate) fn same_tile<X: Float, N: Size, Y: Float, M: Size>(
+    tile: &SharedMemory<Vector<X, N>>,
+) -> SharedMemory<Vector<Y, M>> {
+    intrinsic!(|scope| {
+        let [is, named] = [Vector::<X, N>::as_type(scope), Vector::<Y, M>::as_type(scope)];
+        assert_eq!(is, named, "a tile has one type");
+        tile.clone().expand.into()
+    })
+}
+
 /// Where rows of one matrix lie in a tensor, all counted in numbers.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Rows {
@@ -59,6 +72,32 @@ impl Window {
     }
 }
 
+/// Vectors of rows, requested and not yet waited for.
+#[derive(CubeType)]
+pub(crate) struct Requested<S: Float, G: Size> {
+    vectors: Array<Vector<S, G>>,
+    /// [`by_words`]: four for each vector.
+    words: Array<Vector<u32, Const<4>>>,
+}
+
+/// Whether vectors are held as words: eight numbers of 16 bits, which would take a register each by themselves.
+#[cube]
+fn by_words<S: Float, G: Size>() -> comptime_type!(bool) {
+    let bytes = Vector::<S, G>::type_size();
+    let numbers = G::value();
+    comptime!(bytes == 16 && numbers == 8)
+}
+
+/// Room for so many vectors of a unit.
+#[cube]
+pub(crate) fn room_for<S: Float, G: Size>(#[comptime] turns: usize) -> Requested<S, G> {
+    let by_words = by_words::<S, G>();
+    Requested::<S, G> {
+        vectors: Array::new(comptime!(if by_words { 1 } else { turns })),
+        words: Array::new(comptime!(if by_words { turns } else { 1 })),
+    }
+}
+
 /// Fills a tile with rows of `source`, from column `first` on.
 #[cube]
 pub(crate) fn load<S: Float, G: Size, E: Float, N: Size>(
@@ -71,15 +110,16 @@ pub(crate) fn load<S: Float, G: Size, E: Float, N: Size>(
     let read = G::value();
     #[unroll]
     for turn in 0..comptime!(window.turns(read)) {
-        let x = vector_of::<S, G>(source, rows, first, turn, window);
-        lay_down::<S, G, E, N>(tile, x, turn, window);
+        let mut coming = room_for::<S, G>(1usize);
+        request_one::<S, G>(&mut coming, source, rows, first, turn, 0usize, window);
+        lay_one::<S, G, E, N>(tile, &coming, turn, 0usize, window);
     }
 }
 
-/// This unit's vectors of [`load`], [`Window::turns`] of them, requested and not yet waited for.
+/// This unit's vectors of [`load`], [`Window::turns`] of them; 0 where there is no row or column.
 #[cube]
 pub(crate) fn request<S: Float, G: Size>(
-    coming: &mut Array<Vector<S, G>>,
+    coming: &mut Requested<S, G>,
     source: &Array<Vector<S, G>>,
     rows: &Rows,
     first: usize,
@@ -88,7 +128,7 @@ pub(crate) fn request<S: Float, G: Size>(
     let read = G::value();
     #[unroll]
     for turn in 0..comptime!(window.turns(read)) {
-        coming[turn] = vector_of::<S, G>(source, rows, first, turn, window);
+        request_one::<S, G>(coming, source, rows, first, turn, turn, window);
     }
 }
 
@@ -96,58 +136,94 @@ pub(crate) fn request<S: Float, G: Size>(
 #[cube]
 pub(crate) fn lay<S: Float, G: Size, E: Float, N: Size>(
     tile: &mut SharedMemory<Vector<E, N>>,
-    coming: &Array<Vector<S, G>>,
+    coming: &Requested<S, G>,
     #[comptime] window: Window,
 ) {
     let read = G::value();
     #[unroll]
     for turn in 0..comptime!(window.turns(read)) {
-        lay_down::<S, G, E, N>(tile, coming[turn], turn, window);
+        lay_one::<S, G, E, N>(tile, coming, turn, turn, window);
     }
 }
 
-/// Vector `turn` of this unit's share of a window.
+/// Vector `turn` of this unit's share of a window, to place `to` of what is requested.
 #[cube]
-fn vector_of<S: Float, G: Size>(
+fn request_one<S: Float, G: Size>(
+    coming: &mut Requested<S, G>,
     source: &Array<Vector<S, G>>,
     rows: &Rows,
     first: usize,
     #[comptime] turn: usize,
+    #[comptime] to: usize,
     #[comptime] window: Window,
-) -> Vector<S, G> {
+) {
     let read = G::value();
+    let by_words = by_words::<S, G>();
     let across = comptime!(window.columns / read);
     let n = UNIT_POS as usize + comptime!(turn * window.units);
     let i = n / across;
     let c = n % across * read;
-    let mut x = Vector::<S, G>::new(S::new(0.0));
-    if n < comptime!(window.rows * across) && i < rows.valid && first + c < comptime!(window.width)
-    {
-        x = source[(rows.start + i * rows.stride + first + c) / read];
+    let there = n < comptime!(window.rows * across)
+        && i < rows.valid
+        && first + c < comptime!(window.width);
+    let at = (rows.start + i * rows.stride + first + c) / read;
+    if comptime!(by_words) {
+        let mut x = Vector::<u32, Const<4>>::new(0u32);
+        if there {
+            x = Vector::reinterpret(source[at]);
+        }
+        coming.words[to] = x;
+    } else {
+        let mut x = Vector::<S, G>::new(S::new(0.0));
+        if there {
+            x = source[at];
+        }
+        coming.vectors[to] = x;
     }
-    x
 }
 
+/// Writes vector `turn` of this unit's share, at place `from` of what was requested.
 #[cube]
-fn lay_down<S: Float, G: Size, E: Float, N: Size>(
+fn lay_one<S: Float, G: Size, E: Float, N: Size>(
     tile: &mut SharedMemory<Vector<E, N>>,
-    x: Vector<S, G>,
+    coming: &Requested<S, G>,
     #[comptime] turn: usize,
+    #[comptime] from: usize,
     #[comptime] window: Window,
 ) {
     let read = G::value();
     let held = N::value();
+    let by_words = by_words::<S, G>();
     let across = comptime!(window.columns / read);
     let n = UNIT_POS as usize + comptime!(turn * window.units);
     if n < comptime!(window.rows * across) {
         let at = n / across * comptime!(window.stride) + n % across * read;
-        if comptime!(read == held) {
-            tile[at / held] = Vector::<E, N>::cast_from(x);
+        if comptime!(by_words && read == held) {
+            // Tile and tensor are of one type.
+            tile[at / held] = Vector::<E, N>::reinterpret(coming.words[from]);
+        } else if comptime!(by_words) {
+            lay_down::<S, G, E, N>(tile, Vector::reinterpret(coming.words[from]), at);
         } else {
-            #[unroll]
-            for l in 0..read {
-                tile[at + l] = Vector::<E, N>::cast_from(x[l]);
-            }
+            lay_down::<S, G, E, N>(tile, coming.vectors[from], at);
+        }
+    }
+}
+
+/// Writes a vector to a tile, `at` numbers after its start.
+#[cube]
+fn lay_down<S: Float, G: Size, E: Float, N: Size>(
+    tile: &mut SharedMemory<Vector<E, N>>,
+    x: Vector<S, G>,
+    at: usize,
+) {
+    let read = G::value();
+    let held = N::value();
+    if comptime!(read == held) {
+        tile[at / held] = Vector::<E, N>::cast_from(x);
+    } else {
+        #[unroll]
+        for l in 0..read {
+            tile[at + l] = Vector::<E, N>::cast_from(x[l]);
         }
     }
 }
@@ -327,6 +403,12 @@ pub(crate) fn write_out_by_four<F: Float, W: Size>(
                         let left = acc.index(comptime!(r * across + 2 * c))[h];
                         let right = acc.index(comptime!(r * across + 2 * c + 1))[h];
                         let at = at + comptime!(c * 4);
+                        // The last product of a row may be wider than what is left of it.
+                        let there = if comptime!(width.is_multiple_of(grid.n)) {
+                            there
+                        } else {
+                            there && first + columns + comptime!(c * 16) < width
+                        };
                         put_four::<F, W>(out, at, left, right, there, 1u32);
                     }
                 }
