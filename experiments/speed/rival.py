@@ -38,7 +38,8 @@ def operation(name):
         from fla.ops.rwkv7 import chunk_rwkv7
 
         bound = {"safe_gate": True, "lower_bound": RWKV7_BOUND} if name == "bounded_dplr" else {}
-        return lambda x: chunk_rwkv7(x["q"], x["g"], x["k"], x["v"], x["a"], x["b"], **bound)[0]
+        named = {"r": "q", "w": "g"} | {row: row for row in "kvab"}
+        return lambda x: chunk_rwkv7(**{to: x[row] for to, row in named.items()}, **bound)[0]
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return lambda x: chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"], **options)[0]

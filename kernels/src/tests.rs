@@ -797,7 +797,20 @@ pub(crate) mod on_cuda {
         }
     }
 
-    /// The same in segments.
+    /// Every variant of one transition where a slice of keys or of values is not filled.
+    fn partly_filled_slices(family: Family, erase: bool) {
+        let client = client();
+        for [key_width, value_width] in [[16, 16], [48, 80]] {
+            let dims = oracle::Dims { key_width, value_width, ..dims(150) };
+            for recipe in recipes(family, erase, DecayLevel::Typical) {
+                let x = oracle::Inputs::random(3, dims, &recipe);
+                has_tensor_cores(&client, &x, Rows::Bf16);
+                hold(&client, &format!("{key_width}, {recipe:?}"), &x, Rows::Bf16, HALF);
+            }
+        }
+    }
+
+    /// Every variant of one transition in segments.
     fn segments(family: Family, erase: bool) {
         let client = client();
         // Tiles of 16, of 64 in local passes and 128 in state passes, and several of both.
@@ -829,6 +842,11 @@ pub(crate) mod on_cuda {
                 #[test]
                 fn wide_keys_are_right_on_tensor_cores() {
                     wide_keys(Family::$family, $erase);
+                }
+
+                #[test]
+                fn partly_filled_slices_are_right_on_tensor_cores() {
+                    partly_filled_slices(Family::$family, $erase);
                 }
 
                 #[test]

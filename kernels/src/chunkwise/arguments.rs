@@ -17,17 +17,17 @@ use std::marker::PhantomData;
 pub(crate) trait StageTypes: Send + Sync + 'static {
     /// Numbers of the operation's tensors.
     type F: Float;
-    /// Numbers in tiles.
+    /// Numbers of keys and of scores in tiles.
     type X: Float;
     /// Numbers between stages.
     type E: Float;
     /// Width of a vector that is loaded.
     type G: Size;
-    /// Width of a vector in a tile of keys.
+    /// Width of a vector in a tile that is loaded, but for the next.
     type N: Size;
     /// Width of a vector in a tile of products.
     type M: Size;
-    /// Width of a vector in a tile of values or of a state, whose numbers are those between stages.
+    /// Input gradients: width of a vector in a tile of values or of a state, whose numbers are those between stages.
     type L: Size;
     /// Width of a vector of a tensor whose rows lie as accumulators do.
     type T: Size;
@@ -80,7 +80,7 @@ pub(crate) struct Operands<F: Float, G: Size> {
     pub beta: Array<f32>,
 }
 
-/// Outputs of the intra-chunk stage; two numbers a vector where they have 16 bits.
+/// Outputs of the intra-chunk stage; two numbers a vector around a state pass on [`Mma`](crate::Engine::Mma).
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct IntraChunkOut<E: Float, T: Size> {
     pub a_qk: Array<Vector<E, T>>,
@@ -144,7 +144,7 @@ pub(crate) struct SavedTensors<F: Float, E: Float, G: Size> {
     pub d_states: Array<Vector<E, G>>,
 }
 
-/// Rows again, two numbers a vector where they have 16 bits.
+/// Rows again, two numbers a vector around a state pass on [`Mma`](crate::Engine::Mma).
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct RowPairs<F: Float, T: Size> {
     pub q: Array<Vector<F, T>>,

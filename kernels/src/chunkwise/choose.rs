@@ -226,7 +226,9 @@ fn mma(
     dtype: StorageType,
 ) -> Option<Plans> {
     let Dims { key_width, value_width, .. } = dims;
-    if !key_width.is_multiple_of(16) || !value_width.is_multiple_of(16) {
+    let by_sixteen = key_width.is_multiple_of(16) && value_width.is_multiple_of(16);
+    // A vector decay scales rows in f32.
+    if !by_sixteen || variant.vector() && !has_tf32(device) {
         return None;
     }
     // The state pass has a cube for each tile of values: wide ones where those fill the device or sequences
@@ -270,8 +272,8 @@ fn mma_cut(
     };
     let (intra_chunk, input_gradients) = match variant.vector() {
         true => {
-            let stage = in_f32(device, common);
-            // Values and states of 16 bits take half the room.
+            let stage = in_f32(common);
+            // Values and states of 16 bits take half the room, so that twice as many fit.
             let value_slice = if stage.rounded { value_width.min(64) } else { stage.value_slice };
             (stage, GradientPlan { common: Plan { value_slice, ..stage }, whole: false })
         }
@@ -317,26 +319,16 @@ fn mma_cut(
     })
 }
 
-/// The stages around a state pass where a vector decay weights rows before they are multiplied: on f32 tiles.
-fn in_f32(device: &DeviceProperties, common: Plan) -> Plan {
-    if has_tf32(device) {
-        // Planes of 16 rows in two columns: every plane has a part of every product. Where the state pass rounds
-        // to 16 bits, scaled rows and gradients of scores may be rounded to TF32.
-        return Plan {
-            engine: Engine::Tf32,
-            rounded: common.engine == Engine::Mma,
-            key_slice: 32,
-            value_slice: 32,
-            units: common.chunk * 4,
-            ..common
-        };
-    }
-    let narrow = |width: usize| if width <= 16 { 16 } else { 32 };
+/// The stages around a state pass where a vector decay weights rows before they are multiplied: on f32 tiles. Planes of 16
+/// rows in two columns, so that every plane has a part of every product. Where the state pass rounds to 16 bits, scaled
+/// rows and gradients of scores may be rounded to TF32.
+fn in_f32(common: Plan) -> Plan {
     Plan {
-        engine: Engine::Plain,
-        key_slice: narrow(common.key_width),
-        value_slice: narrow(common.value_width),
-        units: 256,
+        engine: Engine::Tf32,
+        rounded: common.engine == Engine::Mma,
+        key_slice: 32,
+        value_slice: 32,
+        units: common.chunk * 4,
         ..common
     }
 }
@@ -363,7 +355,7 @@ fn tf32(device: &DeviceProperties, variant: Variant, dims: Dims) -> Option<Plans
         value_slice: narrow(value_width),
         units: chunk * 4,
     };
-    let outer = if variant.vector() { in_f32(device, common) } else { common };
+    let outer = if variant.vector() { in_f32(common) } else { common };
     let units = if light && (33..=64).contains(&key_width) { 512 } else { outer.units };
     let gradients = Plan { units, ..outer };
     let tiles = [64, 32].into_iter().filter(|n| *n <= common.value_slice);

@@ -11,7 +11,7 @@
 //! token's write at the chunk's end) would enter dG twice with opposite signs; next to a log decay near -50 the
 //! rounding error of that cancellation is larger than every other term. They are left out of dG and added to the
 //! gradients afterwards (`zero_exponent`). Other terms of a token before and one after t cancel too, to the rounding of
-//! their products: 2^-21 in f32, 2^-10 where a vector decay's factors are rounded.
+//! their products: 2^-21 in f32, 1.3 2^-10 where a vector decay's factors are rounded.
 //!
 //! Gradients of rows lie in one layout from the first to the last, so each unit keeps partial sums of its
 //! rows in registers (`PartialSums`); the cube sums once, at the end.
@@ -180,8 +180,9 @@ pub(crate) fn decay_products<P: StageTypes>(
     }
 }
 
-/// As [`decay_products`] for a vector decay, whose log decays are columns: in shared memory. A unit has the same numbers
-/// every time; barriers stand before and after where rows add to those before them, of other units.
+/// As [`decay_products`] for a vector decay, whose log decays are columns: in shared memory. A unit always adds to the same
+/// numbers, so no barrier is needed. Rows that read before the decay add to the row before, which another unit has: these
+/// have a barrier on either side.
 #[cube]
 fn vector_products<P: StageTypes>(
     tiles: &mut GradientTiles<P>,
@@ -405,7 +406,7 @@ fn through_chunk<P: StageTypes>(
         let n = UNIT_POS as usize + turn * comptime!(plan.units);
         if n < all {
             if comptime!(plan.whole) {
-                let stride = comptime!(plan.stride(plan.key_slice) / read);
+                let stride = comptime!(plan.unscaled().stride(plan.key_slice) / read);
                 let at = n / across * stride + n % across;
                 product += Vector::<f32, P::G>::cast_from(tiles.start[at])
                     * Vector::<f32, P::G>::cast_from(tiles.end[at]);
@@ -491,15 +492,15 @@ pub(crate) fn write_vector_d_g<P: StageTypes>(
             }
         }
         tiles.partial[run * slice + column] = own;
-        let at = comptime!(shares * slice) + run * slice + column;
-        tiles.keys[at] = Vector::<P::X, P::N>::cast_from(through);
+        // In the place of a share that no other unit reads.
+        tiles.keys[run * slice + column] = Vector::<P::X, P::N>::cast_from(through);
     }
     sync_cube();
     if run < runs && first + column < comptime!(plan.key_width) {
         let mut sum = 0.0f32;
         #[unroll]
         for n in 0..runs {
-            sum += f32::cast_from(tiles.keys[comptime!((shares + n) * slice) + column]);
+            sum += f32::cast_from(tiles.keys[comptime!(n * slice) + column]);
             if n > run {
                 sum += tiles.partial[comptime!(n * slice) + column];
             }
@@ -518,9 +519,9 @@ pub(crate) fn write_vector_d_g<P: StageTypes>(
 
 impl GradientPlan {
     /// Shares that units sum `S . dS'` of a slice of keys in, of vectors of `read` numbers: as many as the tile of keys
-    /// has room for, with a row for each run behind them.
+    /// has room for.
     fn state_shares(&self, read: usize) -> usize {
-        let room = self.key_numbers() / self.key_slice - self.runs();
+        let room = self.key_numbers() / self.key_slice;
         (self.units / (self.key_slice / read)).min(room)
     }
 }
@@ -587,7 +588,7 @@ pub(crate) fn write_d_values<P: StageTypes>(
             for n in 0..comptime!(vectors.div_ceil(side)) {
                 let c = n * side + unit % side;
                 if c < vectors {
-                    let at = i * comptime!(plan.stride(plan.value_slice) / read) + c;
+                    let at = i * comptime!(plan.unscaled().stride(plan.value_slice) / read) + c;
                     let r = if comptime!(plan.whole) {
                         Vector::<f32, P::G>::cast_from(tiles.r[at])
                     } else {

@@ -6,18 +6,18 @@
 //!          groups, in the order of use: values | S, keys | dS'. `Mma` works on one group while the next
 //!          arrives, and no barrier stands between two products.
 //! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
-//!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory. Where a vector decay
-//!          scales keys in f32, these have a third, and values and states keep their 16 bits.
+//!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory. Around a state pass on
+//!          `Mma` a vector decay has a third tile, of keys in f32; values and states keep their 16 bits.
 //! ```
 //! Everything else is the same: a product takes a matrix by its name.
 
 use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors, StageTypes};
 use crate::chunkwise::chunk::Place;
-use crate::chunkwise::plan::{GradientPlan, Stored};
+use crate::chunkwise::plan::GradientPlan;
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Grid, Mul, Pair, Requested, Rows, Window, column, inside, lay, load, load_async,
-    load_matrix, own_or, request, room_for, row, same_tile, set, tile, width_of, zeros,
+    Acc, Grid, Pair, Requested, Rows, Window, column, inside, lay, load, load_async, load_matrix,
+    own_or, request, room_for, row, same_tile, set, tile, width_of, zeros,
 };
 use cubecl::prelude::*;
 
@@ -90,39 +90,18 @@ impl GradientPlan {
         if self.variant.low_rank() { Keys::B } else { Keys::K }
     }
 
-    /// From one row of a tile of values or of a state to the next.
-    fn unscaled_stride(&self, columns: usize) -> usize {
-        columns + self.unscaled_engine().padding()
-    }
-
-    /// An `[m, n]` product over values.
-    pub fn unscaled_grid(&self, m: usize, n: usize) -> Grid {
-        Grid { engine: self.unscaled_engine(), ..self.grid(m, n) }
-    }
-
-    /// As [`Plan::mul`](crate::chunkwise::plan::Plan::mul), of tiles of values and states.
-    pub fn unscaled_mul(&self, grid: Grid, k: usize, a: Stored, b: Stored) -> Mul {
-        Mul {
-            a_stride: self.unscaled_stride(a.columns),
-            b_stride: self.unscaled_stride(b.columns),
-            ..self.mul(grid, k, a, b)
-        }
-    }
-
     /// A chunk's rows of values.
     fn values_window(&self) -> Window {
-        let stride = self.unscaled_stride(self.value_slice);
-        Window { stride, ..self.value_window() }
+        self.unscaled().value_window()
     }
 
     fn states_window(&self) -> Window {
-        let window = self.window(self.value_slice, self.key_slice, self.key_width);
-        Window { stride: self.unscaled_stride(self.key_slice), ..window }
+        self.unscaled().window(self.value_slice, self.key_slice, self.key_width)
     }
 
     /// Whether rows of keys have a tile beside the two of products over values.
     fn keys_apart(&self) -> bool {
-        self.unscaled_engine() != self.engine
+        self.unscaled().engine != self.engine
     }
 
     /// Rows of terms that reach the end of the chunk: a plane sums up those of its 16 tokens.
@@ -167,7 +146,7 @@ impl GradientPlan {
         let values = tiles.left + tiles.right + all(&[tiles.end, tiles.v]) + u_and_r;
         let keys = all(&[tiles.keys, tiles.a, tiles.b]) + q_and_k;
         let scratch = tiles.scales + tiles.partial + tiles.d_decays + tiles.ends;
-        values * self.unscaled_engine().bytes() + keys * self.engine.bytes() + 4 * scratch
+        values * self.unscaled().engine.bytes() + keys * self.engine.bytes() + 4 * scratch
     }
 
     /// Whether the next slice is under way while one is multiplied, and the rows that a gradient is of are held while
@@ -178,7 +157,8 @@ impl GradientPlan {
     }
 }
 
-/// Numbers of the tiles. A role without one of its own shares `left`, where it is value-wide, or `right`.
+/// Numbers of the tiles. A role without one of its own shares `left`, where it is value-wide, `keys`, where it
+/// is key-wide, or `right`.
 struct Tiles {
     left: usize,
     right: usize,
@@ -202,7 +182,7 @@ struct Tiles {
 pub(crate) fn gradient_tiles<P: StageTypes>(#[comptime] plan: GradientPlan) -> GradientTiles<P> {
     let left = tile::<P::E, P::L>(comptime!(plan.gradient_tile_numbers().left));
     let right = tile::<P::E, P::L>(comptime!(plan.gradient_tile_numbers().right));
-    let keys = keys_apart_or::<P>(right, plan);
+    let keys = own_keys_or::<P>(right, plan);
     GradientTiles::<P> {
         left,
         right,
@@ -237,7 +217,7 @@ fn state_rows(place: &Place, first: usize, #[comptime] plan: GradientPlan) -> Ro
 
 /// The tile of rows of keys: `right` if its numbers and vectors are the same.
 #[cube]
-fn keys_apart_or<P: StageTypes>(
+fn own_keys_or<P: StageTypes>(
     right: SharedMemory<Vector<P::E, P::L>>,
     #[comptime] plan: GradientPlan,
 ) -> SharedMemory<Vector<P::X, P::N>> {

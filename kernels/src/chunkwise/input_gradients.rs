@@ -149,7 +149,8 @@ struct Chunk<P: StageTypes> {
     sums_of_unit: PartialSums,
 }
 
-/// The kernel. F: the tensors' type; E: numbers of tensors between stages; X: what tiles hold.
+/// The kernel. F: the tensors' type; E: numbers of tensors between stages, and of values and states in tiles; X: keys and
+/// gradients of scores in tiles. Widths: [`StageTypes`].
 #[cube(launch_unchecked)]
 #[allow(unused_mut)] // it marks what is written
 #[allow(clippy::too_many_arguments)] // widths of vectors
@@ -288,7 +289,7 @@ fn state_term<P: StageTypes>(
     #[comptime] plan: GradientPlan,
 ) -> Acc {
     let columns = comptime!(plan.value_slice);
-    let grid = comptime!(plan.unscaled_grid(plan.chunk, plan.key_slice));
+    let grid = comptime!(plan.unscaled().grid(plan.chunk, plan.key_slice));
     let values = comptime!(factors.values);
     let states = comptime!(factors.states);
     let mut acc = zeros(comptime!(grid.fragments()));
@@ -313,7 +314,7 @@ fn state_term<P: StageTypes>(
         let left = values_tile::<P>(&chunk.tiles, comptime!(factors.values), false, plan);
         let right = state_tile::<P>(&chunk.tiles, comptime!(factors.states));
         let [rows, state] = comptime!([row_major(columns), row_major(plan.key_slice)]);
-        let spec = comptime!(plan.unscaled_mul(grid, columns, rows, state));
+        let spec = comptime!(plan.unscaled().mul(grid, columns, rows, state));
         mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
     }
     acc

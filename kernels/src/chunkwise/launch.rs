@@ -347,7 +347,7 @@ impl<R: Runtime> Call<'_, R> {
     /// rows lie as accumulators do; and written.
     fn stage_widths(&self, plan: &Plan) -> [usize; 6] {
         let [n, m] = plan.engine.tile_widths();
-        let [g, l, t, w] = self.widths(plan.unscaled_engine());
+        let [g, l, t, w] = self.widths(plan.unscaled().engine);
         [g, n, m, l, t, w]
     }
 

@@ -95,10 +95,11 @@ impl Plan {
         self.engine.by_planes()
     }
 
-    /// Engine of products whose factors are as they lie in tensors, such as those over values: where scaled ones are
-    /// rounded to TF32, these have 16 bits.
-    pub fn unscaled_engine(&self) -> Engine {
-        if self.rounded { Engine::Mma } else { self.engine }
+    /// The plan of products whose factors are as they lie in tensors, such as those over values. Where scaled factors are
+    /// rounded to TF32, these have 16 bits. Accumulators lie the same in both.
+    pub fn unscaled(&self) -> Plan {
+        let engine = if self.rounded { Engine::Mma } else { self.engine };
+        Plan { engine, rounded: false, ..*self }
     }
 
     /// From one row of a tile to the next, for rows of `columns` numbers.

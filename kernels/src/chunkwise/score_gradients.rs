@@ -175,7 +175,7 @@ fn value_product<P: StageTypes>(
     #[comptime] plan: GradientPlan,
 ) -> Acc {
     let columns = comptime!(plan.value_slice);
-    let grid = comptime!(plan.unscaled_grid(plan.chunk, plan.chunk));
+    let grid = comptime!(plan.unscaled().pairs());
     let mut acc = zeros(comptime!(grid.fragments()));
     let mut on_the_left = coming_values::<P>(plan);
     let mut on_the_right = coming_values::<P>(plan);
@@ -198,7 +198,7 @@ fn value_product<P: StageTypes>(
         let left = values_tile::<P>(tiles, factors[0], false, plan);
         let right = values_tile::<P>(tiles, factors[1], true, plan);
         let [rows, written] = comptime!([row_major(columns), transposed(columns)]);
-        let spec = comptime!(plan.unscaled_mul(grid, columns, rows, written));
+        let spec = comptime!(plan.unscaled().mul(grid, columns, rows, written));
         mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
     }
     acc

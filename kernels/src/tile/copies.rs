@@ -29,7 +29,7 @@ pub(crate) fn own_or<E: Float, N: Size>(
     }
 }
 
-/// A tile by another name of its type.
+/// The same tile, where two generic types are one.
 #[cube]
 #[allow(unused_variables)] // an intrinsic's
 pub(crate) fn same_tile<X: Float, N: Size, Y: Float, M: Size>(
@@ -75,8 +75,9 @@ impl Window {
 /// Vectors of rows, requested and not yet waited for.
 #[derive(CubeType)]
 pub(crate) struct Requested<S: Float, G: Size> {
+    /// As they are; one that is not used where they are held as words.
     vectors: Array<Vector<S, G>>,
-    /// [`by_words`]: four for each vector.
+    /// [`by_words`]: four for each vector, else one that is not used.
     words: Array<Vector<u32, Const<4>>>,
 }
 
@@ -403,7 +404,7 @@ pub(crate) fn write_out_by_four<F: Float, W: Size>(
                         let left = acc.index(comptime!(r * across + 2 * c))[h];
                         let right = acc.index(comptime!(r * across + 2 * c + 1))[h];
                         let at = at + comptime!(c * 4);
-                        // The last product of a row may be wider than what is left of it.
+                        // The last slice of a row may be wider than what is left of it; slices begin at multiples of n.
                         let there = if comptime!(width.is_multiple_of(grid.n)) {
                             there
                         } else {

@@ -152,9 +152,10 @@ pub(crate) fn parts(#[comptime] registers: usize, #[comptime] first_term: usize)
     }
 }
 
-/// 1 + 2^-11 ln 2. Tensor cores cut a number to the 11 bits of TF32; one that is longer by that much is cut to the nearest
-/// on average over all mantissas, to within 0.7 of a unit in its last place. A number of 11 bits stays what it is, and so
-/// does a NaN, at one multiplication; the device's own rounding takes a comparison and an addition.
+/// 1 + 2^-11 ln 2. Tensor cores cut a number to the 11 bits of TF32, which PTX leaves open and an H100 and an H200 do. Of a
+/// number that was made larger by this factor the mean relative error over all mantissas is 0, and none is above 0.7 of a
+/// unit in the last place. Numbers of 11 bits, infinities and NaN stay. It is one multiplication; the device's own rounding
+/// is a comparison and an addition.
 const ROUNDING: f32 = 1.0 + core::f32::consts::LN_2 / 2048.0;
 
 /// Number `n` of an operand: `high` is x to 11 bits, `low` the rest, which tensor cores read to 11 bits.
