@@ -166,7 +166,7 @@ pub(crate) fn on_a_terminal(desk: &Desk, terminal: &Terminal, own: bool) -> Chil
     command.env("TERM", "xterm").spawn().unwrap()
 }
 
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", feature = "dashboard"))]
 #[test]
 fn a_closed_terminal_ends_a_run_saved() {
     for own in [true, false] {

@@ -75,6 +75,11 @@ impl From<Show> for ProgressStyle {
 
 /// Runs the command and gives its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
 pub fn train(args: TrainArgs) -> ExitCode {
+    if args.progress == Show::Tui && !cfg!(feature = "dashboard") {
+        let why = "`--progress` is tui, and this program was built without the feature `dashboard`; \
+                   auto, lines and quiet are there";
+        return fail(BAD_INPUT, &why);
+    }
     let read = match args.resume {
         true => RunConfig::read_to_resume(&args.config, &args.overrides, &args.out),
         false => RunConfig::read(&args.config, &args.overrides),

@@ -1,8 +1,8 @@
 //! Testing a model on a task's sets: by its answers at the scored positions, or by what it writes.
 
 use crate::config::RunConfig;
-use crate::learner::{HostAnswers, Learner, TensorBatch, together};
-use burn_train::{InferenceStep, Interrupter, ItemLazy};
+use crate::dashboard::Interrupter;
+use crate::learner::{Answers, HostAnswers, Learner, TensorBatch, together};
 use linattn::generate::{GenerateConfig, GenerateError, Next, SamplingConfig, Sequence, generate};
 use linattn::nn::LanguageModel;
 use linattn::ops::LinearAttentionBackend;
@@ -207,7 +207,7 @@ impl<'a> Testing<'a> {
         device: &B::Device,
     ) -> HostAnswers {
         if batch.length <= self.window || learner.model.needs_whole_sequences() {
-            return InferenceStep::step(learner, TensorBatch::new(batch, 1.0, device)).sync();
+            return learner.answers(TensorBatch::new(batch, 1.0, device)).into_host();
         }
         let (mut state, mut nats) = (None, 0.0);
         let mut predicted = vec![0; batch.scored.len()];
@@ -216,7 +216,7 @@ impl<'a> Testing<'a> {
             let tensors = TensorBatch::new(&part, 1.0, device);
             let (answers, next) = learner.answer_part(tensors, state);
             state = Some(next);
-            if let Some(answers) = answers.map(ItemLazy::sync) {
+            if let Some(answers) = answers.map(Answers::into_host) {
                 nats += answers.loss * places.len() as f64;
                 places.iter().zip(answers.predicted).for_each(|(&i, id)| predicted[i] = id);
             }

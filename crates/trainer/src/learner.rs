@@ -3,15 +3,14 @@
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::backend::Backend;
-use burn::tensor::{ElementConversion, Int, Tensor, TensorData, Transaction};
-use burn_train::{InferenceStep, ItemLazy, TrainOutput, TrainStep};
+use burn::tensor::{Int, Tensor, TensorData, Transaction};
 use linattn::backend::{TrainBackend, one_of_threads};
 use linattn::nn::{LanguageModel, LanguageModelState};
 use linattn::ops::{self, LinearAttentionBackend};
 use linattn_tasks::Batch;
 use std::sync::Barrier;
 
-/// A language model with Burn's train and inference steps: it works in a `burn_train::Learner` too.
+/// A language model that learns.
 #[derive(Module, Debug)]
 pub struct Learner<B: Backend> {
     /// The model.
@@ -57,6 +56,12 @@ impl<B: LinearAttentionBackend> Learner<B> {
         self.model.rows_at(hidden, batch.scored.clone())
     }
 
+    /// Answers to a batch.
+    pub fn answers(&self, batch: TensorBatch<B>) -> Answers<B> {
+        let rows = self.scored_rows(&batch);
+        self.evaluate(rows, batch.target)
+    }
+
     /// Answers to a part of longer sequences, and the state after it; nothing where none of the part
     /// is scored.
     pub(crate) fn answer_part(
@@ -84,19 +89,13 @@ impl<B: LinearAttentionBackend> Learner<B> {
     }
 }
 
-/// Result of a training step: the loss, on the device until it is asked for.
-#[derive(Debug)]
-pub struct TrainLoss<B: Backend>(pub Tensor<B, 1>);
-
-impl<B: Backend> ItemLazy for TrainLoss<B> {
-    type ItemSync = f64;
-
-    fn sync(self) -> f64 {
-        self.0.into_scalar().elem()
-    }
+/// Gradients of a batch and its loss, on their device.
+struct Differentiated<B: TrainBackend> {
+    gradients: GradientsParams,
+    loss: Tensor<B::InnerBackend, 1>,
 }
 
-/// Result of an inference step.
+/// Answers to a batch, on the device until they are asked for.
 #[derive(Debug)]
 pub struct Answers<B: Backend> {
     loss: Tensor<B, 1>,
@@ -112,10 +111,9 @@ pub struct HostAnswers {
     pub predicted: Vec<u32>,
 }
 
-impl<B: Backend> ItemLazy for Answers<B> {
-    type ItemSync = HostAnswers;
-
-    fn sync(self) -> HostAnswers {
+impl<B: Backend> Answers<B> {
+    /// Waits for them.
+    pub fn into_host(self) -> HostAnswers {
         let [loss, predicted] = Transaction::default()
             .register(self.loss)
             .register(self.predicted)
@@ -135,50 +133,25 @@ impl<B: TrainBackend> Learner<B> {
     }
 
     /// Loss and gradients of a batch; `forward` is dropped between the two.
-    fn differentiate<T>(
-        &self,
-        batch: TensorBatch<B>,
-        forward: T,
-    ) -> TrainOutput<TrainLoss<B::InnerBackend>> {
+    fn differentiate<T>(&self, batch: TensorBatch<B>, forward: T) -> Differentiated<B> {
         if self.model.recomputes() {
             return self.differentiate_by_layers(batch);
         }
         let loss = self.weighted_loss(batch);
         drop(forward);
-        TrainOutput::new(self, loss.backward(), TrainLoss(loss.inner()))
+        let gradients = GradientsParams::from_grads(loss.backward(), self);
+        Differentiated { gradients, loss: loss.inner() }
     }
 
     /// As [`differentiate`](Self::differentiate), with intermediate results of one layer at a time.
-    fn differentiate_by_layers(
-        &self,
-        batch: TensorBatch<B>,
-    ) -> TrainOutput<TrainLoss<B::InnerBackend>> {
+    fn differentiate_by_layers(&self, batch: TensorBatch<B>) -> Differentiated<B> {
         let TensorBatch { ids, scored, target, weight } = batch;
         let mut sum = GradientsAccumulator::new();
         let loss = |hidden| self.loss(self.model.rows_at(hidden, scored), target, weight);
         let loss = self.model.differentiate_by_layers(ids, loss, |gradients| {
             sum.accumulate(self, GradientsParams::from_grads(gradients, self));
         });
-        TrainOutput { grads: sum.grads(), item: TrainLoss(loss) }
-    }
-}
-
-impl<B: TrainBackend> TrainStep for Learner<B> {
-    type Input = TensorBatch<B>;
-    type Output = TrainLoss<B::InnerBackend>;
-
-    fn step(&self, batch: TensorBatch<B>) -> TrainOutput<Self::Output> {
-        self.differentiate(batch, ())
-    }
-}
-
-impl<B: LinearAttentionBackend> InferenceStep for Learner<B> {
-    type Input = TensorBatch<B>;
-    type Output = Answers<B>;
-
-    fn step(&self, batch: TensorBatch<B>) -> Answers<B> {
-        let rows = self.scored_rows(&batch);
-        self.evaluate(rows, batch.target)
+        Differentiated { gradients: sum.grads(), loss }
     }
 }
 
@@ -229,8 +202,8 @@ pub fn gradients<B: TrainBackend>(
         learner.differentiate(batch, forward)
     };
     if let ([part], [device, ..]) = (parts, devices) {
-        let output = run(device, part, None);
-        return (output.grads, output.item.0);
+        let Differentiated { gradients, loss } = run(device, part, None);
+        return (gradients, loss);
     }
     let mut sum = GradientsAccumulator::new();
     let mut loss: Option<Tensor<B::InnerBackend, 1>> = None;
@@ -247,8 +220,8 @@ pub fn gradients<B: TrainBackend>(
             }
         };
         for output in outputs {
-            sum.accumulate(learner, output.grads.to_device(&devices[0], learner));
-            let part = output.item.0.to_device(&devices[0]);
+            sum.accumulate(learner, output.gradients.to_device(&devices[0], learner));
+            let part = output.loss.to_device(&devices[0]);
             loss = Some(match loss {
                 Some(loss) => loss + part,
                 None => part,

@@ -14,6 +14,8 @@ mod config;
 mod config_error;
 mod config_file;
 mod cost;
+#[cfg_attr(not(feature = "dashboard"), path = "no_dashboard.rs")]
+mod dashboard;
 mod evaluate;
 mod folder;
 mod folder_error;
@@ -25,29 +27,29 @@ mod progress;
 mod schedule;
 mod step;
 mod stored;
+#[cfg(feature = "dashboard")]
 mod terminal;
 mod train;
 mod weights;
 
-pub use burn_train::Interrupter;
 pub use checkpoint::{Checkpoint, Position, Which};
 pub use config::{
     AdamWConfig, BaseConfig, CheckpointConfig, ConfigError, EvaluateConfig, Order, Per, Precision,
     RunConfig, ScheduleConfig, Shape, TrainConfig, WeightDecay,
 };
 pub use cost::{DryRun, dry_run, host_memory, least_memory};
+pub use dashboard::{Interrupter, dashboard_is_up, restore_terminal};
 pub use evaluate::{Evaluation, Testing};
 pub use folder::{COMPANIONS, Start, read_summary};
 pub use folder_error::FolderError;
 pub use health::{Panics, note_panic};
-pub use learner::{Answers, HostAnswers, Learner, TensorBatch, TrainLoss, gradients};
+pub use learner::{Answers, HostAnswers, Learner, TensorBatch, gradients};
 pub use linattn::backend::TrainBackend;
 pub use optimizer::Optimizer;
 pub use progress::{Progress, ProgressStyle};
 pub use schedule::{BatchIndices, Plan, learning_rate};
 pub use step::{Step, StepNumbers};
 pub use stored::{ImportedModel, StoredError, StoredModel, StoredRun, companions, store_model};
-pub use terminal::{dashboard_is_up, restore_terminal};
 pub use train::{Outcome, Status, TrainError, TrainJob, build, run_folder, train};
 
 /// The README's examples are tests.

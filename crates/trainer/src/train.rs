@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{Checkpoint, Position};
 use crate::config::{ConfigError, Precision, RunConfig, of_lora};
+use crate::dashboard::Interrupter;
 use crate::evaluate::{Evaluation, Testing};
 use crate::folder::{RunFolder, Start};
 use crate::folder_error::FolderError;
@@ -15,7 +16,6 @@ use crate::stored::{StoredError, StoredModel};
 use crate::weights::{self, Part};
 use burn::module::{AutodiffModule, Module};
 use burn::tensor::{DType, ElementConversion};
-use burn_train::Interrupter;
 use linattn::backend::TrainBackend;
 use linattn::nn::{LanguageModel, materialize};
 use linattn::ops::LinearAttentionBackend;
