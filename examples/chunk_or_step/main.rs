@@ -1,5 +1,6 @@
 //! The time of one operation, the gated delta rule, in chunks and token by token: over the length of a sequence and the
-//! width of a head, forwards alone and with the backward pass. Rows and pictures.
+//! width of a head, forwards alone and with the backward pass. Rows and pictures; rows of widths and lengths that a run
+//! does not time stay in the folder.
 //!
 //! `cargo run --release --features measure --example chunk_or_step -- --device cpu experiments/chunk_or_step`
 
@@ -14,6 +15,7 @@ use linattn::ops;
 use linattn_oracle::relative_error;
 use row::{LENGTHS, Row, WIDTHS};
 use std::error::Error;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -27,8 +29,8 @@ const MOST_CALLS: f64 = 20.0;
 /// Between two ways, TF32 included.
 const LIMIT: f64 = 1e-2;
 
-const USE: &str = "wanted: [--device NAME] [--most-tokens N] [--most-steps N] [--without WAY] and the \
-                   folder that rows and pictures go to";
+const USE: &str = "wanted: [--device NAME] [--least-width N] [--most-tokens N] [--most-steps N] \
+                   [--without WAY] and the folder that rows and pictures go to";
 
 fn main() -> ExitCode {
     let timed =
@@ -51,17 +53,20 @@ struct Arguments {
 /// The device `cpu`, all lengths and all ways where nothing else is said.
 fn arguments() -> Result<Arguments, Box<dyn Error>> {
     let (mut device, mut folder) = ("cpu".to_string(), None);
-    let (mut most_tokens, mut most_steps) = (LENGTHS[6], LENGTHS[6]);
+    let (mut least_width, mut most_tokens, mut most_steps) = (WIDTHS[0], LENGTHS[6], LENGTHS[6]);
     let mut ways = Way::ALL.to_vec();
     let mut rest = std::env::args().skip(1);
     while let Some(argument) = rest.next() {
         match (argument.as_str(), &folder) {
             ("--device", _) => device = rest.next().ok_or("`--device` wants a name")?,
-            ("--most-tokens" | "--most-steps", _) => {
+            ("--least-width" | "--most-tokens" | "--most-steps", _) => {
                 let number = rest.next().ok_or(format!("`{argument}` wants a number"))?;
-                let most =
-                    if argument == "--most-steps" { &mut most_steps } else { &mut most_tokens };
-                *most = number
+                let bound = match argument.as_str() {
+                    "--least-width" => &mut least_width,
+                    "--most-tokens" => &mut most_tokens,
+                    _ => &mut most_steps,
+                };
+                *bound = number
                     .parse()
                     .map_err(|_| format!("`{argument}` is {number}; it has to be a number"))?;
             }
@@ -77,10 +82,15 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
         }
     }
     let folder = folder.ok_or_else(|| format!("no folder is named; {USE}"))?;
-    Ok(Arguments { device, times: Times { most_tokens, most_steps, ways, folder } })
+    if least_width > WIDTHS[3] {
+        return Err(format!("`--least-width` is {least_width}; the widest is {}", WIDTHS[3]).into());
+    }
+    Ok(Arguments { device, times: Times { least_width, most_tokens, most_steps, ways, folder } })
 }
 
 struct Times {
+    /// Narrower heads are left out.
+    least_width: usize,
     most_tokens: usize,
     /// Longer sequences are not taken a call a token, whose gradients take the longest.
     most_steps: usize,
@@ -92,8 +102,10 @@ impl Job for Times {
     type Output = Result<(), Box<dyn Error>>;
 
     fn run<B: LinearAttentionBackend>(self, device: &B::Device) -> Self::Output {
-        let mut rows = vec![];
-        for width in WIDTHS {
+        let file = self.folder.join("rows.csv");
+        let mut rows = read(&file)?;
+        picture::draw(&rows, ops::path::<B>(device), &self.folder)?;
+        for width in WIDTHS.into_iter().filter(|&width| width >= self.least_width) {
             for tokens in LENGTHS.into_iter().filter(|&tokens| tokens <= self.most_tokens) {
                 let ways: Vec<Way> = self
                     .ways
@@ -101,10 +113,15 @@ impl Job for Times {
                     .copied()
                     .filter(|way| *way != Way::Steps || tokens <= self.most_steps)
                     .collect();
-                rows.extend(cell::<B>(&Sequence::new(tokens, width), &ways, device)?);
+                let timed = cell::<B>(&Sequence::new(tokens, width), &ways, device)?;
+                let again = |row: &Row| {
+                    (row.width, row.tokens) == (width, tokens) && ways.contains(&row.way)
+                };
+                rows.retain(|row| !again(row));
+                rows.extend(timed);
             }
             // After each width, so that what was timed stays where a later one is cut off.
-            write(&rows, &self.folder.join("rows.csv"))?;
+            write(&rows, &file)?;
             picture::draw(&rows, ops::path::<B>(device), &self.folder)?;
             eprintln!("width {width} is timed");
         }
@@ -112,9 +129,24 @@ impl Job for Times {
     }
 }
 
+const HEADER: &str = "pass,way,width,tokens,ms,fastest_ms";
+
+/// The table of what was timed before; nothing where there is none.
+fn read(path: &Path) -> Result<Vec<Row>, String> {
+    let text = match std::fs::read_to_string(path) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(vec![]),
+        read => read.map_err(|e| format!("can't read {}: {e}", path.display()))?,
+    };
+    let row = |(n, line): (usize, &str)| {
+        let wanted = || format!("line {} of {} is not one of {HEADER}", n + 1, path.display());
+        Row::read(line).ok_or_else(wanted)
+    };
+    text.lines().enumerate().filter(|(_, line)| *line != HEADER).map(row).collect()
+}
+
 /// Writes the table of what was timed.
 fn write(rows: &[Row], path: &Path) -> Result<(), String> {
-    let mut text = String::from("pass,way,width,tokens,ms,fastest_ms\n");
+    let mut text = format!("{HEADER}\n");
     for Row { way, pass, width, tokens, ms: [ms, fastest] } in rows {
         text += &format!("{pass},{way},{width},{tokens},{ms:.4},{fastest:.4}\n");
     }

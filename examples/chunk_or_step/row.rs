@@ -20,3 +20,20 @@ pub struct Row {
     /// Median, and fastest sample.
     pub ms: [f64; 2],
 }
+
+impl Row {
+    /// A line of the table, unless it is none.
+    pub fn read(line: &str) -> Option<Self> {
+        let [pass, way, width, tokens, ms, fastest] =
+            line.split(',').collect::<Vec<_>>().try_into().ok()?;
+        Some(Self {
+            way: Way::ALL.into_iter().find(|known| known.to_string() == way)?,
+            pass: [Pass::Forward, Pass::Both]
+                .into_iter()
+                .find(|known| known.to_string() == pass)?,
+            width: width.parse().ok()?,
+            tokens: tokens.parse().ok()?,
+            ms: [ms.parse().ok()?, fastest.parse().ok()?],
+        })
+    }
+}
