@@ -274,8 +274,8 @@ fn mma_cut(
         true => {
             let stage = in_f32(common);
             // Values and states of 16 bits take half the room, so that twice as many fit.
-            let value_slice = if stage.rounded { value_width.min(64) } else { stage.value_slice };
-            (stage, GradientPlan { common: Plan { value_slice, ..stage }, whole: false })
+            let gradients = Plan { value_slice: value_width.min(64), ..stage };
+            (stage, GradientPlan { common: gradients, whole: false })
         }
         false => {
             // Many units, so that few registers hold each one's share.
