@@ -1,6 +1,6 @@
 //! The time of one operation, the gated delta rule, in chunks and token by token: over the length of a sequence and the
-//! width of a head, forwards alone and with the backward pass. Rows and pictures; rows of widths and lengths that a run
-//! does not time stay in the folder.
+//! width of a head, forwards alone and with the backward pass. Rows and pictures; rows that a run does not time stay
+//! in the folder.
 //!
 //! `cargo run --release --features measure --example chunk_or_step -- --device cpu experiments/chunk_or_step`
 
@@ -104,7 +104,6 @@ impl Job for Times {
     fn run<B: LinearAttentionBackend>(self, device: &B::Device) -> Self::Output {
         let file = self.folder.join("rows.csv");
         let mut rows = read(&file)?;
-        picture::draw(&rows, ops::path::<B>(device), &self.folder)?;
         for width in WIDTHS.into_iter().filter(|&width| width >= self.least_width) {
             for tokens in LENGTHS.into_iter().filter(|&tokens| tokens <= self.most_tokens) {
                 let ways: Vec<Way> = self
