@@ -1,4 +1,5 @@
-//! What a build without the feature `dashboard` has in its place: a request to stop, and a dashboard that never opens.
+//! A request to stop with the methods of Burn's, and a dashboard that never opens: what a build without the feature
+//! `dashboard` has.
 
 use crate::progress::TrainReport;
 use std::convert::Infallible;
