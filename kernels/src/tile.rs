@@ -31,12 +31,12 @@ mod planes;
 mod tf32;
 
 pub(crate) use copies::{
-    Requested, Rows, Window, lay, load, load_async, own_or, put_out, request, room_for, same_tile,
-    store, store_at, tile, width_of, write_out, write_out_by_four,
+    Requested, Rows, Window, lay, load, load_async, own_element, own_or, put_out, request,
+    room_for, same_tile, store, store_at, tile, width_of, write_out, write_out_by_four,
 };
-pub(crate) use dispatch::{column, inside, mul, row, slot};
+pub(crate) use dispatch::{column, inside, mul, row, row_in, slot};
 pub use engine::Engine;
-pub(crate) use engine::{Grid, Inverse, Mul};
+pub(crate) use engine::{Grid, Inverse, Mul, Zeros};
 pub(crate) use inverse::invert;
 pub(crate) use mma::{Source, execute, load_a, load_b, load_matrix, pair};
 pub(crate) use planes::put_four;

@@ -147,7 +147,7 @@ pub(super) fn plans_on(
         return Ok(plans);
     }
     if has_tf32(device)
-        && let Some(plans) = tf32(device, variant, dims)
+        && let Some(plans) = tf32(device, variant, dims, dtype)
     {
         return Ok(plans);
     }
@@ -235,8 +235,7 @@ fn mma(
     // are cut until they do, because every tile loads all keys; else narrow ones. Below 64 too few
     // units are left to load keys.
     let batch_heads = dims.batch * dims.heads;
-    let multiprocessors = device.hardware.num_streaming_multiprocessors;
-    let enough = multiprocessors.map_or(1, |n| n as usize * 3 / 4);
+    let enough = enough(device);
     let [wide, narrow] = [part(value_width, 128)?, part(value_width, 64)?];
     // M of a segment has K columns and E has V, in tiles of one width. There are many of them, and three
     // cubes of 64 columns a multiprocessor keep more planes busy than one of 128.
@@ -246,6 +245,12 @@ fn mma(
     cut(wide)
         .filter(|plans| plans.segments > 1 || batch_heads * (value_width / wide) >= enough)
         .or_else(|| cut(narrow))
+}
+
+/// Cubes that nearly fill a device.
+fn enough(device: &DeviceProperties) -> usize {
+    let multiprocessors = device.hardware.num_streaming_multiprocessors;
+    multiprocessors.map_or(1, |n| n as usize * 3 / 4)
 }
 
 /// As [`mma`], for tiles of so many values: in the state pass, elsewhere, in local passes.
@@ -280,7 +285,8 @@ fn mma_cut(
         false => {
             // Many units, so that few registers hold each one's share.
             let sliced = Plan { key_slice: part(key_width, 128)?, units: 512, ..common };
-            (common, roomy(device.hardware.max_shared_memory_size, sliced))
+            let scores = Plan { key_slice: part(key_width, 128)?, ..common };
+            (scores, roomy(device.hardware.max_shared_memory_size, sliced))
         }
     };
     // Scores of an identity transition need no state: where no other cube of a segment would make them again,
@@ -337,7 +343,12 @@ fn in_f32(common: Plan) -> Plan {
 ///
 /// Chunks of 64 where a chunk is two products and a mask, else of 32: with more tiles a chunk, fewer cubes fit on
 /// a multiprocessor to wait for memory in turn (gated delta rule, 8 x 2048 x 16 x 128: 4.75 ms, in 64 5.21).
-fn tf32(device: &DeviceProperties, variant: Variant, dims: Dims) -> Option<Plans> {
+fn tf32(
+    device: &DeviceProperties,
+    variant: Variant,
+    dims: Dims,
+    dtype: StorageType,
+) -> Option<Plans> {
     let Dims { key_width, value_width, .. } = dims;
     let narrow = |width: usize| if width <= 32 { 32 } else { 64 };
     let light = !variant.solves() && !variant.vector();
@@ -358,19 +369,56 @@ fn tf32(device: &DeviceProperties, variant: Variant, dims: Dims) -> Option<Plans
     let outer = if variant.vector() { in_f32(common) } else { common };
     let units = if light && (33..=64).contains(&key_width) { 512 } else { outer.units };
     let gradients = Plan { units, ..outer };
-    let tiles = [64, 32].into_iter().filter(|n| *n <= common.value_slice);
-    tiles.map(|value_slice| Plan { value_slice, ..common }).find_map(|state_pass| {
-        let plans = direct(outer, state_pass, gradients);
+    let passes = match variant.vector() {
+        true => Vec::new(),
+        false if light => wide_pass(device, common, dims),
+        false => staged_passes(device, common, dtype),
+    };
+    let sliced = [64, 32].into_iter().filter(|n| *n <= common.value_slice);
+    let sliced = sliced.map(|value_slice| directly(Plan { value_slice, ..common }));
+    passes.into_iter().chain(sliced).find_map(|state_pass| {
+        let plans = f32_plans(outer, state_pass, gradients);
         fits(device, &plans).then(|| Plans { segments: segments(device, &plans, dims), ..plans })
     })
 }
 
-/// Plans of f32 engines: tiles are filled slice by slice.
-fn direct(intra_chunk: Plan, state_pass: Plan, gradients: Plan) -> Plans {
-    let Plan { key_width, value_width, .. } = state_pass;
+/// State passes of f32 whose cubes own 128 columns of values, so that every slice of keys is loaded once for them: where
+/// those fill the device.
+fn wide_pass(device: &DeviceProperties, common: Plan, dims: Dims) -> Vec<StatePlan> {
+    let Dims { batch, heads, key_width, value_width, .. } = dims;
+    let fills = batch * heads * (value_width / 128) >= enough(device);
+    let wide = Plan { key_slice: key_width, value_slice: 128, units: 512, ..common };
+    let fitting = key_width.is_multiple_of(16) && (65..=128).contains(&key_width);
+    let there = fills && fitting && value_width.is_multiple_of(128);
+    there.then(|| directly(wide)).into_iter().collect()
+}
+
+/// State passes of f32 whose tiles are copied asynchronously, two cubes a multiprocessor, best first: two pipeline stages,
+/// or one and so one wait a chunk.
+fn staged_passes(device: &DeviceProperties, common: Plan, dtype: StorageType) -> Vec<StatePlan> {
+    let Plan { key_width, value_width, value_slice, .. } = common;
+    let whole = key_width.is_multiple_of(16) && value_width.is_multiple_of(value_slice);
+    if dtype != F32 || key_width > 128 || !whole {
+        return Vec::new();
+    }
+    let most = device.hardware.max_shared_memory_size + OVERHEAD;
+    let staged = |(stages, units)| StatePlan {
+        schedule: Schedule::Staged { stages },
+        ..directly(Plan { key_slice: key_width, units, ..common })
+    };
+    let twice = |pass: &StatePlan| 2 * (state_pass_memory(pass) + OVERHEAD) <= most;
+    [(2, 256), (1, 128)].map(staged).into_iter().filter(twice).collect()
+}
+
+/// A state pass whose tiles are filled slice by slice.
+fn directly(common: Plan) -> StatePlan {
+    StatePlan { common, schedule: Schedule::Direct, split_k: 1, task: Task::PLAIN }
+}
+
+/// Plans of f32 engines.
+fn f32_plans(intra_chunk: Plan, state_pass: StatePlan, gradients: Plan) -> Plans {
+    let Plan { key_width, value_width, .. } = gradients;
     let whole = key_width.is_multiple_of(4) && value_width.is_multiple_of(4);
-    let schedule = Schedule::Direct;
-    let state_pass = StatePlan { common: state_pass, schedule, split_k: 1, task: Task::PLAIN };
     Plans {
         intra_chunk,
         state_pass,
@@ -402,7 +450,8 @@ fn plain(device: &DeviceProperties, variant: Variant, dims: Dims) -> Result<Plan
             units: 256,
         };
         for value_slice in [32, 16] {
-            let plans = direct(common, Plan { value_slice, ..common }, common);
+            let state_pass = directly(Plan { value_slice, ..common });
+            let plans = f32_plans(common, state_pass, common);
             let useful = value_slice == 16 || value_width > 16;
             if useful && fits(device, &plans) {
                 return Ok(Plans { segments: segments(device, &plans, dims), ..plans });
@@ -480,16 +529,18 @@ fn pass_memory(plan: &StatePlan) -> usize {
 }
 
 /// Input gradients of `Mma`: all tiles of a chunk in shared memory at once where there is room; where
-/// there is room for two chunks, two smaller cubes share a multiprocessor and cover each other's loads.
+/// there is room for two chunks, two smaller cubes share a multiprocessor and cover each other's loads. Else the widest
+/// slice of keys that leaves room for all values; else slice by slice of both.
 fn roomy(most: usize, sliced: Plan) -> GradientPlan {
-    let whole = GradientPlan { common: sliced, whole: true };
-    let bytes = whole.gradients_memory() + SLACK;
-    let one_slice = whole.key_slices() == 1 && whole.value_slices() == 1;
-    match one_slice && bytes <= most {
-        true if 2 * bytes + 1024 <= most => {
-            GradientPlan { common: Plan { units: 256, ..sliced }, whole: true }
-        }
-        true => whole,
-        false => GradientPlan { common: sliced, whole: false },
-    }
+    let all_values = Plan { value_slice: sliced.value_width, ..sliced };
+    let of_keys = |key_slice| Plan { key_slice, ..all_values };
+    let slices = [128, 64, 32].into_iter().filter_map(|widest| part(sliced.key_width, widest));
+    let mut whole = slices.map(|slice| GradientPlan { common: of_keys(slice), whole: true });
+    let bytes = |plan: &GradientPlan| plan.gradients_memory() + SLACK;
+    let Some(whole) = whole.find(|plan| bytes(plan) <= most) else {
+        return GradientPlan { common: sliced, whole: false };
+    };
+    let twice = whole.key_slices() == 1 && 2 * bytes(&whole) + 1024 <= most;
+    let units = if twice || whole.key_slice < 64 { 256 } else { 512 };
+    GradientPlan { common: Plan { units, ..whole.common }, ..whole }
 }

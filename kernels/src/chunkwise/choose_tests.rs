@@ -103,3 +103,30 @@ fn factors_are_rounded_around_a_state_pass_of_16_bits_alone() {
     assert_eq!(stages(BF16), [(Engine::Tf32, true); 2]);
     assert_eq!(stages(F32), [(Engine::Tf32, false); 2]);
 }
+
+#[test]
+fn f32_loads_once_for_many_values_or_copies_ahead() {
+    let got = |variant, dims| {
+        let plan = plans_on(&h200(), variant, dims, F32).expect("it fits").state_pass;
+        (plan.value_slice, plan.units, plan.schedule)
+    };
+    let staged = |stages| Schedule::Staged { stages };
+    assert_eq!(got(GATED_DELTA, dims(8, 16, [128, 128])), (64, 128, staged(1)));
+    assert_eq!(got(GATED_DELTA, dims(64, 2, [64, 64])), (64, 256, staged(2)));
+    assert_eq!(got(GATED_DELTA, dims(8, 16, [256, 256])), (64, 128, Schedule::Direct));
+    assert_eq!(got(GATED_DELTA, dims(8, 16, [128, 80])), (64, 128, Schedule::Direct));
+    assert_eq!(got(SCALAR_DECAY, dims(8, 16, [128, 128])), (128, 512, Schedule::Direct));
+    assert_eq!(got(SCALAR_DECAY, dims(1, 16, [128, 128])), (64, 256, Schedule::Direct));
+}
+
+#[test]
+fn input_gradients_hold_all_values_where_there_is_room() {
+    let got = |widths| {
+        let plans = plans_on(&h200(), GATED_DELTA, dims(8, 8, widths), BF16);
+        let plan = plans.expect("an H200 takes it").input_gradients;
+        (plan.whole, plan.key_slice, plan.value_slice)
+    };
+    assert_eq!(got([128, 128]), (true, 128, 128));
+    assert_eq!(got([256, 256]), (true, 64, 256));
+    assert_eq!(got([256, 512]), (false, 128, 128));
+}

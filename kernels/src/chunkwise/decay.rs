@@ -2,7 +2,7 @@
 
 use crate::chunkwise::chunk::{Sums, between, seen, share_kept, since_start};
 use crate::chunkwise::plan::Plan;
-use crate::tile::{Acc, Grid, Pair, Rows, column, row, set};
+use crate::tile::{Acc, Grid, Pair, Rows, column, row, row_in, set};
 use cubecl::prelude::*;
 
 /// Rows of a chunk's decay factors, C numbers each.
@@ -75,7 +75,7 @@ pub(crate) fn apply_decay_mask(
         for h in 0..2usize {
             let mut x = Pair::new(0.0);
             if low {
-                let i = at + min(row(f, h, grid), comptime!(plan.chunk - 1));
+                let i = at + row_in(f, h, grid);
                 x = acc.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {

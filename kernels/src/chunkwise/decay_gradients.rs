@@ -37,6 +37,8 @@ pub(crate) struct PartialSums {
     ends: Array<f32>,
     /// e da, subtracted from dbeta.
     beta: Array<f32>,
+    /// `S . dS'` of the slices of keys that are through, where tiles hold one at a time.
+    through: Array<f32>,
 }
 
 /// The rows whose products [`decay_products`] adds up.
@@ -90,6 +92,7 @@ pub(crate) fn partial_sums(#[comptime] plan: GradientPlan) -> PartialSums {
         before: zero_sums(plan),
         ends: zero_sums(plan),
         beta: zero_sums(plan),
+        through: zero_sums(plan),
     }
 }
 
@@ -373,7 +376,14 @@ pub(crate) fn write_scalar_d_g<P: StageTypes>(
         tiles.d_decays[unit] = own;
     }
     let end = f32::exp(since_start(sums, comptime!(plan.chunk - 1)));
-    let mut through = through_chunk::<P>(tiles, from, plan) * end;
+    let mut through = if comptime!(!plan.whole) {
+        through_chunk::<P>(from, plan)
+    } else if comptime!(plan.key_slices() == 1) {
+        through_slice::<P>(tiles, plan)
+    } else {
+        sums_of_unit.through[0]
+    };
+    through *= end;
     #[unroll]
     for r in 0..comptime!(grid.fragment_rows()) {
         if inside(comptime!(r * grid.fragment_columns()), grid) {
@@ -390,36 +400,60 @@ pub(crate) fn write_scalar_d_g<P: StageTypes>(
     }
 }
 
-/// This unit's part of `S . dS'`.
+/// This unit's part of `S . dS'`, from the tensors.
 #[cube]
-fn through_chunk<P: StageTypes>(
-    tiles: &GradientTiles<P>,
-    from: &GradientInputs<P>,
-    #[comptime] plan: GradientPlan,
-) -> f32 {
+fn through_chunk<P: StageTypes>(from: &GradientInputs<P>, #[comptime] plan: GradientPlan) -> f32 {
     let read = width_of::<P::G>();
-    let across = comptime!(plan.key_width / read);
     let all = comptime!(plan.key_width * plan.value_width / read);
     let start = from.place.index * all;
     let mut product = Vector::<f32, P::G>::new(0.0);
     for turn in 0..comptime!(all.div_ceil(plan.units)) {
         let n = UNIT_POS as usize + turn * comptime!(plan.units);
         if n < all {
-            if comptime!(plan.whole) {
-                let stride = comptime!(plan.unscaled().stride(plan.key_slice) / read);
-                let at = n / across * stride + n % across;
-                product += Vector::<f32, P::G>::cast_from(tiles.start[at])
-                    * Vector::<f32, P::G>::cast_from(tiles.end[at]);
-            } else {
-                product += Vector::<f32, P::G>::cast_from(from.saved.states[start + n])
-                    * Vector::<f32, P::G>::cast_from(from.saved.d_states[start + n]);
-            }
+            product += Vector::<f32, P::G>::cast_from(from.saved.states[start + n])
+                * Vector::<f32, P::G>::cast_from(from.saved.d_states[start + n]);
         }
     }
+    sum_of_vector::<P::G>(product)
+}
+
+/// This unit's part of `S . dS'` over the keys that the tiles hold.
+#[cube]
+fn through_slice<P: StageTypes>(tiles: &GradientTiles<P>, #[comptime] plan: GradientPlan) -> f32 {
+    let read = width_of::<P::G>();
+    let across = comptime!(plan.key_slice / read);
+    let all = comptime!(plan.key_slice * plan.value_width / read);
+    let stride = comptime!(plan.unscaled().stride(plan.key_slice) / read);
+    let mut product = Vector::<f32, P::G>::new(0.0);
+    for turn in 0..comptime!(all.div_ceil(plan.units)) {
+        let n = UNIT_POS as usize + turn * comptime!(plan.units);
+        if n < all {
+            let at = n / across * stride + n % across;
+            product += Vector::<f32, P::G>::cast_from(tiles.start[at])
+                * Vector::<f32, P::G>::cast_from(tiles.end[at]);
+        }
+    }
+    sum_of_vector::<P::G>(product)
+}
+
+/// Adds [`through_slice`] to the sums.
+#[cube]
+pub(crate) fn add_through_slice<P: StageTypes>(
+    sums_of_unit: &mut PartialSums,
+    tiles: &GradientTiles<P>,
+    #[comptime] plan: GradientPlan,
+) {
+    let more = through_slice::<P>(tiles, plan);
+    sums_of_unit.through[0] += more;
+}
+
+#[cube]
+fn sum_of_vector<G: Size>(x: Vector<f32, G>) -> f32 {
+    let read = width_of::<G>();
     let mut sum = 0.0f32;
     #[unroll]
     for l in 0..read {
-        sum += product[l];
+        sum += x[l];
     }
     sum
 }
@@ -594,7 +628,7 @@ pub(crate) fn write_d_values<P: StageTypes>(
                     } else {
                         Vector::<f32, P::G>::cast_from(from.saved.r[start + c])
                     };
-                    let v = if comptime!(plan.whole) {
+                    let v = if comptime!(plan.holds_v()) {
                         Vector::<f32, P::G>::cast_from(tiles.v[at])
                     } else {
                         Vector::<f32, P::G>::cast_from(from.x.v[start + c])

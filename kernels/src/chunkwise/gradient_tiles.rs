@@ -2,9 +2,10 @@
 //! rows of gradients are collected.
 //!
 //! ```text
-//! whole    every matrix of a chunk has a tile of its own, filled once by asynchronous copies in three
+//! whole    every matrix of a chunk has a tile of its own, filled by asynchronous copies in three
 //!          groups, in the order of use: values | S, keys | dS'. `Mma` works on one group while the next
-//!          arrives, and no barrier stands between two products.
+//!          arrives, and no barrier stands between two products. Where keys are too wide for that, tiles of keys and
+//!          states hold a slice of them, and the next slice takes the place of one that is through.
 //! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
 //!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory. Around a state pass on
 //!          `Mma` a vector decay has a third tile, of keys in f32; values and states keep their 16 bits.
@@ -109,6 +110,11 @@ impl GradientPlan {
         if self.has_planes() { self.chunk / 16 } else { self.chunk }
     }
 
+    /// Whether v has a tile. A delta rule wants it for the gradient of beta alone: from the tensor where room is short.
+    pub fn holds_v(&self) -> bool {
+        self.whole && (self.key_slices() == 1 || !self.variant.delta())
+    }
+
     /// Tiles of a chunk, in numbers.
     fn gradient_tile_numbers(&self) -> Tiles {
         let variant = self.variant;
@@ -123,7 +129,7 @@ impl GradientPlan {
             right: if self.whole { states } else { any },
             keys: self.keys_apart().then_some(by_key),
             end: own(true, states),
-            v: own(true, values),
+            v: own(self.holds_v(), values),
             u_and_r: own(variant.solves(), values),
             q_and_k: own(true, by_key),
             a: own(variant.own_a(), by_key),
@@ -229,11 +235,12 @@ fn own_keys_or<P: StageTypes>(
     }
 }
 
-/// Whole: starts copying one group of tiles.
+/// Whole: starts copying one group of tiles, of keys from `first` on.
 #[cube]
 pub(crate) fn copy_group_async<P: StageTypes>(
     tiles: &mut GradientTiles<P>,
     from: &GradientInputs<P>,
+    first: usize,
     #[comptime] group: CopyGroup,
     #[comptime] plan: GradientPlan,
 ) {
@@ -247,29 +254,31 @@ pub(crate) fn copy_group_async<P: StageTypes>(
             copy_values::<P, P::E>(&mut tiles.r, &from.saved.r, rows, plan);
         }
     }
-    // A delta rule wants v for the gradient of beta alone, which comes last.
+    // A delta rule wants v last.
     let values = comptime!(if variant.delta() { CopyGroup::End } else { CopyGroup::Values });
-    if comptime!(group == values) {
+    if comptime!(group == values && plan.holds_v()) {
         copy_values::<P, P::F>(&mut tiles.v, &from.x.v, rows, plan);
     }
     let states = state_rows(&from.place, 0usize, plan);
     if comptime!(group == CopyGroup::Start) {
         let to = &mut tiles.start;
         let starts = &from.saved.states;
-        load_async::<P::E, P::G, P::E, P::L>(to, 0usize, starts, &states, 0usize, square);
-        copy_keys::<P>(&mut tiles.k, &from.x.k, &from.place.keys, plan);
-        copy_keys::<P>(&mut tiles.q, &from.x.q, &from.place.keys, plan);
+        load_async::<P::E, P::G, P::E, P::L>(to, 0usize, starts, &states, first, square);
+    }
+    if comptime!(group == CopyGroup::Keys) {
+        copy_keys::<P>(&mut tiles.k, &from.x.k, &from.place.keys, first, plan);
+        copy_keys::<P>(&mut tiles.q, &from.x.q, &from.place.keys, first, plan);
         if comptime!(variant.own_a()) {
-            copy_keys::<P>(&mut tiles.a, &from.x.a, &from.place.rows, plan);
+            copy_keys::<P>(&mut tiles.a, &from.x.a, &from.place.rows, first, plan);
         }
         if comptime!(variant.low_rank()) {
-            copy_keys::<P>(&mut tiles.b, &from.x.b, &from.place.rows, plan);
+            copy_keys::<P>(&mut tiles.b, &from.x.b, &from.place.rows, first, plan);
         }
     }
     if comptime!(group == CopyGroup::End) {
         let to = &mut tiles.end;
         let ends = &from.saved.d_states;
-        load_async::<P::E, P::G, P::E, P::L>(to, 0usize, ends, &states, 0usize, square);
+        load_async::<P::E, P::G, P::E, P::L>(to, 0usize, ends, &states, first, square);
     }
 }
 
@@ -289,10 +298,11 @@ fn copy_keys<P: StageTypes>(
     to: &mut SharedMemory<Vector<P::X, P::N>>,
     from: &Array<Vector<P::F, P::G>>,
     rows: &Rows,
+    first: usize,
     #[comptime] plan: GradientPlan,
 ) {
     let window = comptime!(plan.key_window());
-    load_async::<P::F, P::G, P::X, P::N>(to, 0usize, from, rows, 0usize, window);
+    load_async::<P::F, P::G, P::X, P::N>(to, 0usize, from, rows, first, window);
 }
 
 /// The tile of a value-wide matrix, as the left or right operand.

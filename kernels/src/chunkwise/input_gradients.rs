@@ -22,8 +22,8 @@ use crate::chunkwise::chunk::{
 };
 use crate::chunkwise::decay::{from_start, to_end, vector_from_start};
 use crate::chunkwise::decay_gradients::{
-    DecayTerm, PartialSums, TokenRows, ZeroExponents, add_zero_exponents, beta_products,
-    clear_d_decays, decay_products, partial_sums, write_d_values, write_scalar_d_g,
+    DecayTerm, PartialSums, TokenRows, ZeroExponents, add_through_slice, add_zero_exponents,
+    beta_products, clear_d_decays, decay_products, partial_sums, write_d_values, write_scalar_d_g,
     write_vector_d_g,
 };
 use crate::chunkwise::gradient_tiles::{
@@ -39,7 +39,7 @@ use crate::chunkwise::score_gradients::{
 use crate::chunkwise::state::add;
 use crate::chunkwise::varlen::own_chunk;
 use crate::chunkwise::vector_decay::{AdjointRows, Side, scores_adjoint};
-use crate::tile::{Acc, Pair, column, mul, row, set, write_out_by_four, zeros};
+use crate::tile::{Acc, Pair, Zeros, column, mul, row_in, set, write_out_by_four, zeros};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -216,29 +216,64 @@ fn chunk<P: StageTypes>(
     }
 }
 
-/// All gradients of rows, from tiles of all keys and values: three groups of copies are under way from the start.
+/// All gradients of rows, from tiles of all values: three groups of copies are under way from the start.
 #[cube]
 fn whole<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
     let values = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
     let start = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
     let end = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
     sync_cube();
-    copy_group_async::<P>(&mut chunk.tiles, &chunk.from, comptime!(CopyGroup::Values), plan);
-    values.commit_copy_async();
-    values.arrive();
-    copy_group_async::<P>(&mut chunk.tiles, &chunk.from, comptime!(CopyGroup::Start), plan);
-    start.commit_copy_async();
-    start.arrive();
-    copy_group_async::<P>(&mut chunk.tiles, &chunk.from, comptime!(CopyGroup::End), plan);
-    end.commit_copy_async();
-    end.arrive();
+    copy_async::<P>(chunk, &values, 0usize, comptime!(CopyGroup::Values), plan);
+    copy_group_async::<P>(&mut chunk.tiles, &chunk.from, 0usize, comptime!(CopyGroup::Start), plan);
+    copy_async::<P>(chunk, &start, 0usize, comptime!(CopyGroup::Keys), plan);
+    copy_async::<P>(chunk, &end, 0usize, comptime!(CopyGroup::End), plan);
     prepare::<P>(&mut chunk.d_scores, &mut chunk.tiles, &mut chunk.sums, &chunk.from, plan);
     values.wait_parity(0u32);
     fill_weights::<P>(&mut chunk.d_scores, &mut chunk.tiles, &chunk.from, &chunk.sums, plan);
-    start.wait_parity(0u32);
-    let d_erase = query_and_erase_gradients::<P>(chunk, 0usize, plan);
-    end.wait_parity(0u32);
-    key_and_write_gradients::<P>(&d_erase, chunk, 0usize, plan);
+    if comptime!(plan.key_slices() == 1) {
+        start.wait_parity(0u32);
+        let d_erase = query_and_erase_gradients::<P>(chunk, 0usize, plan);
+        end.wait_parity(0u32);
+        key_and_write_gradients::<P>(&d_erase, chunk, 0usize, plan);
+    } else {
+        for slice in 0..comptime!(plan.key_slices()) {
+            let first = slice * comptime!(plan.key_slice);
+            let next = first + comptime!(plan.key_slice);
+            let goes_on = next < comptime!(plan.key_width);
+            start.wait_parity((slice % 2) as u32);
+            let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
+            end.wait_parity((slice % 2) as u32);
+            if comptime!(plan.variant.scalar()) {
+                add_through_slice::<P>(&mut chunk.sums_of_unit, &chunk.tiles, plan);
+            }
+            sync_cube();
+            if goes_on {
+                // The state's tile is free, while dS' is in use.
+                let group = comptime!(CopyGroup::Start);
+                copy_group_async::<P>(&mut chunk.tiles, &chunk.from, next, group, plan);
+            }
+            key_and_write_gradients::<P>(&d_erase, chunk, first, plan);
+            sync_cube();
+            if goes_on {
+                copy_async::<P>(chunk, &start, next, comptime!(CopyGroup::Keys), plan);
+                copy_async::<P>(chunk, &end, next, comptime!(CopyGroup::End), plan);
+            }
+        }
+    }
+}
+
+/// Starts copying a group of tiles; what was copied before and this are committed to a barrier.
+#[cube]
+fn copy_async<P: StageTypes>(
+    chunk: &mut Chunk<P>,
+    barrier: &Shared<Barrier>,
+    first: usize,
+    #[comptime] group: CopyGroup,
+    #[comptime] plan: GradientPlan,
+) {
+    copy_group_async::<P>(&mut chunk.tiles, &chunk.from, first, group, plan);
+    barrier.commit_copy_async();
+    barrier.arrive();
 }
 
 /// All gradients of rows, one slice of keys after another.
@@ -336,7 +371,9 @@ fn adjoint<X: Float, N: Size, M: Size>(
         let chunk = comptime!(plan.chunk);
         let slice = comptime!(plan.key_slice);
         let how = comptime!(if side.of_y { transposed(chunk) } else { row_major(chunk) });
+        let zeros = comptime!(if side.of_y { Zeros::Below } else { Zeros::Above });
         let spec = comptime!(plan.mul(plan.rows_grid(), chunk, how, row_major(slice)));
+        let spec = comptime!(spec.with_zeros(zeros));
         mul::<X, M, N>(acc, &from.weights, 0usize, &from.rows, 0usize, spec);
     }
 }
@@ -357,7 +394,7 @@ fn scale_by_decay(
         let d = column(f, grid);
         #[unroll]
         for h in 0..2usize {
-            let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+            let i = row_in(f, h, grid);
             let mut by = Pair::new(1.0f32);
             if comptime!(plan.variant.vector()) {
                 #[unroll]
@@ -528,7 +565,7 @@ fn query_and_erase_gradients<P: StageTypes>(
     if comptime!(variant.solves()) {
         let mut d_erase = gradient::<P>(chunk, first, comptime!(RowRole::Erase), plan);
         if comptime!(variant.delta()) {
-            scale_erase_rows(&mut d_erase, &chunk.tiles.scales, grid, plan);
+            scale_erase_rows(&mut d_erase, &chunk.tiles.scales, grid);
         }
         if comptime!(variant.own_a()) {
             write_out_by_four::<P::F, P::W>(&mut chunk.to.a, &d_erase, &rows, first, width, grid);

@@ -28,8 +28,8 @@ use crate::chunkwise::vector_decay::{
     Score, ScoreRows, add_near, add_scores as add_decayed_scores, block, no_scores,
 };
 use crate::tile::{
-    Acc, Pair, Requested, column, inside, invert, lay, load, mul, put_out, request, room_for, row,
-    set, store, tile, write_out, zeros,
+    Acc, Pair, Requested, Zeros, column, inside, invert, lay, load, mul, put_out, request,
+    room_for, row, row_in, set, store, tile, write_out, zeros,
 };
 use cubecl::prelude::*;
 
@@ -348,7 +348,7 @@ fn apply_decay_mask_to_both(
             let mut x = Pair::new(0.0);
             let mut y = Pair::new(0.0);
             if low {
-                let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+                let i = row_in(f, h, grid);
                 x = scores.index(comptime!(block::QK)).acc.index(f)[h];
                 y = scores.index(comptime!(block::AB)).acc.index(f)[h];
                 #[unroll]
@@ -400,6 +400,7 @@ fn write_a_ak_v<P: StageTypes>(
         let grid = comptime!(plan.grid(chunk, columns));
         let mut local = zeros(comptime!(grid.fragments()));
         let spec = comptime!(plan.mul(grid, chunk, row_major(chunk), row_major(columns)));
+        let spec = comptime!(spec.with_zeros(Zeros::Above));
         mul::<P::X, P::M, P::N>(&mut local, &square, 0usize, &values, 0usize, spec);
         write_out::<P::E, P::T>(
             out,

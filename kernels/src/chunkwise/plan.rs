@@ -1,7 +1,7 @@
 //! Compile-time plans: one that every stage has, and what two of them add to it.
 
 use crate::chunkwise::task::Task;
-use crate::tile::{Engine, Grid, Inverse, Mul, Window};
+use crate::tile::{Engine, Grid, Inverse, Mul, Window, Zeros};
 use crate::variant::{Decay, Variant};
 use std::ops::Deref;
 
@@ -160,6 +160,7 @@ impl Plan {
             b_stride: self.stride(b.columns),
             a_transposed: a.transposed,
             b_transposed: b.transposed,
+            zeros: Zeros::None,
         }
     }
 }

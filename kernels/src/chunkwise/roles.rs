@@ -39,6 +39,7 @@ pub(crate) enum TokenOffset {
 pub(crate) enum CopyGroup {
     Values,
     Start,
+    Keys,
     End,
 }
 

@@ -8,7 +8,7 @@ use crate::chunkwise::gradient_tiles::{
 };
 use crate::chunkwise::plan::{GradientPlan, UNUSED, row_major, transposed};
 use crate::chunkwise::roles::{Scored, Values};
-use crate::tile::{Acc, Grid, Pair, column, inside, mul, row, set, store, tile, zeros};
+use crate::tile::{Acc, Grid, Pair, column, inside, mul, row_in, set, store, tile, zeros};
 use cubecl::prelude::*;
 
 /// Rows of zero-exponent terms.
@@ -140,7 +140,7 @@ pub(crate) fn fill_weights<P: StageTypes>(
         let mut acc = masked_score_gradient::<P>(zero_exponent, tiles, from, sums, scored, plan);
         store::<P::X, P::M>(&mut d_scores.ab, &acc, stride, grid);
         if comptime!(variant.delta()) {
-            scale_erase_rows(&mut acc, &tiles.scales, grid, plan);
+            scale_erase_rows(&mut acc, &tiles.scales, grid);
             store::<P::X, P::M>(&mut d_scores.scaled, &acc, stride, grid);
         }
     }
@@ -149,17 +149,12 @@ pub(crate) fn fill_weights<P: StageTypes>(
 
 /// Multiplies rows by -beta.
 #[cube]
-pub(crate) fn scale_erase_rows(
-    acc: &mut Acc,
-    scales: &SharedMemory<f32>,
-    #[comptime] grid: Grid,
-    #[comptime] plan: GradientPlan,
-) {
+pub(crate) fn scale_erase_rows(acc: &mut Acc, scales: &SharedMemory<f32>, #[comptime] grid: Grid) {
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         #[unroll]
         for h in 0..2usize {
-            let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+            let i = row_in(f, h, grid);
             let scaled = acc.index(f)[h] * Pair::new(scales[i]);
             set(acc.index_mut(f), h, scaled);
         }
@@ -229,7 +224,7 @@ fn masked_score_gradient<P: StageTypes>(
         for h in 0..2usize {
             let mut x = Pair::new(0.0);
             if low {
-                let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+                let i = row_in(f, h, grid);
                 x = acc.index(f)[h];
                 #[unroll]
                 for l in 0..2usize {

@@ -362,7 +362,7 @@ fn scale_rows<P: StateEngine>(acc: &mut Acc, tiles: &StateTiles<P>, #[comptime] 
         for f in 0..comptime!(plan.output_fragments()) {
             #[unroll]
             for h in 0..2usize {
-                let i = min(P::output_row(f, h, plan), comptime!(plan.chunk - 1));
+                let i = P::output_row(f, h, plan);
                 let at = tiles.at_decay_factors + comptime!(decay_factors::QUERY * plan.chunk) + i;
                 let x = acc.index(f)[h] * Pair::new(tiles.decay_factors[at]);
                 set(acc.index_mut(f), h, x);

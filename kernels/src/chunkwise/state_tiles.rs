@@ -1,7 +1,7 @@
 //! Shared-memory tiles of the state pass: a chunk's rows and matrices, and how they are filled.
 //!
 //! ```text
-//! staged, specialized   16 bits: every role has a tile of its own. `copy_chunk_async` starts the copies of a
+//! staged, specialized   every role has a tile of its own. `copy_chunk_async` starts the copies of a
 //!                       chunk, where they fit while another chunk is in use, and `select_chunk` points to the chunk
 //!                       in use.
 //! direct                f32 tiles, one of each shape. `load_chunk` and `load_..` fill one with the operand that is

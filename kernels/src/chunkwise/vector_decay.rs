@@ -14,7 +14,7 @@
 use crate::chunkwise::chunk::{Sums, between, seen, share_kept};
 use crate::chunkwise::plan::Plan;
 use crate::tile::{
-    Acc, Grid, Pair, Parts, column, execute_tf32, inside, parts, put_parts, row, set, zeros,
+    Acc, Grid, Pair, Parts, column, execute_tf32, inside, parts, put_parts, row, row_in, set, zeros,
 };
 use crate::variant::Transition;
 use cubecl::prelude::*;
@@ -203,7 +203,7 @@ fn scores_by_terms<X: Float, N: Size>(
         let j = column(f, grid) * stride;
         #[unroll]
         for h in 0..2usize {
-            let i = min(row(f, h, grid), comptime!(plan.chunk - 1));
+            let i = row_in(f, h, grid);
             let from = seen(i, before) * stride;
             let sum = acc.index(f)[h] + terms::<X, N>(rows, sums, i * stride, from, j, of, plan);
             set(acc.index_mut(f), h, sum);
@@ -274,7 +274,7 @@ fn adjoint_by_terms<X: Float, N: Size, M: Size>(
         let d = column(f, grid);
         #[unroll]
         for h in 0..2usize {
-            let n = min(row(f, h, grid), comptime!(plan.chunk - 1));
+            let n = row_in(f, h, grid);
             let mut sum = acc.index(f)[h];
             for m in 0..comptime!(plan.chunk) {
                 let i = if comptime!(side.of_y) { m } else { n };

@@ -1,19 +1,15 @@
 //! Rows of tensors to tiles in shared memory, and pairs of numbers to tiles and tensors.
 
 use super::{Acc, Grid, Pair, column, inside, put_four, row};
-use cubecl::prelude::barrier::copy_async;
+use cubecl::ir::{BarrierOps, Instruction};
 use cubecl::prelude::*;
 
 /// A tile in shared memory, `numbers` long.
 #[cube]
 pub(crate) fn tile<E: Float, N: Size>(#[comptime] numbers: usize) -> SharedMemory<Vector<E, N>> {
     let width = N::value();
-    if comptime!(width == 1) {
-        SharedMemory::<Vector<E, N>>::new(numbers)
-    } else {
-        // `ldmatrix` reads rows of 16 bytes, aligned.
-        SharedMemory::<Vector<E, N>>::new_aligned(comptime!(numbers / width), 16usize)
-    }
+    // `ldmatrix` reads and asynchronous copies write 16 bytes, aligned.
+    SharedMemory::<Vector<E, N>>::new_aligned(comptime!(numbers / width), 16usize)
 }
 
 /// A tile of so many numbers, or `shared` where a role has none of its own.
@@ -160,14 +156,11 @@ fn request_one<S: Float, G: Size>(
 ) {
     let read = G::value();
     let by_words = by_words::<S, G>();
-    let across = comptime!(window.columns / read);
-    let n = UNIT_POS as usize + comptime!(turn * window.units);
-    let i = n / across;
-    let c = n % across * read;
-    let there = n < comptime!(window.rows * across)
-        && i < rows.valid
-        && first + c < comptime!(window.width);
-    let at = (rows.start + i * rows.stride + first + c) / read;
+    let share = own_element(turn, window.rows, comptime!(window.columns / read), window.units);
+    let (i, c) = (share.row, share.column);
+    let there = share.there && i < rows.valid && first + c * read < comptime!(window.width);
+    // Rows begin with whole vectors.
+    let at = (rows.start + first) / read + c + i * (rows.stride / read);
     if comptime!(by_words) {
         let mut x = Vector::<u32, Const<4>>::new(0u32);
         if there {
@@ -183,6 +176,39 @@ fn request_one<S: Float, G: Size>(
     }
 }
 
+/// An element of a matrix that a cube's units share out.
+#[derive(CubeType)]
+pub(crate) struct Element {
+    pub row: usize,
+    pub column: usize,
+    /// Whether it is one: the last units of the last turn may have none.
+    pub there: bool,
+}
+
+/// Element `turn` of this unit's share of a matrix of so many rows and columns. Units that are whole rows keep their
+/// column, so that addresses only grow by whole rows.
+#[cube]
+pub(crate) fn own_element(
+    #[comptime] turn: usize,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+    #[comptime] units: usize,
+) -> Element {
+    let unit = UNIT_POS as usize;
+    let n = unit + comptime!(turn * units);
+    let mut row = n / columns;
+    let mut column = n % columns;
+    if comptime!(units.is_multiple_of(columns)) {
+        row = unit / columns + comptime!(turn * (units / columns));
+        column = unit % columns;
+    }
+    let mut there = true.runtime();
+    if comptime!(!(rows * columns).is_multiple_of(units)) {
+        there = n < comptime!(rows * columns);
+    }
+    Element { row, column, there }
+}
+
 /// Writes vector `turn` of this unit's share, at place `from` of what was requested.
 #[cube]
 fn lay_one<S: Float, G: Size, E: Float, N: Size>(
@@ -195,10 +221,9 @@ fn lay_one<S: Float, G: Size, E: Float, N: Size>(
     let read = G::value();
     let held = N::value();
     let by_words = by_words::<S, G>();
-    let across = comptime!(window.columns / read);
-    let n = UNIT_POS as usize + comptime!(turn * window.units);
-    if n < comptime!(window.rows * across) {
-        let at = n / across * comptime!(window.stride) + n % across * read;
+    let share = own_element(turn, window.rows, comptime!(window.columns / read), window.units);
+    if share.there {
+        let at = share.row * comptime!(window.stride) + share.column * read;
         if comptime!(by_words && read == held) {
             // Tile and tensor are of one type.
             tile[at / held] = Vector::<E, N>::reinterpret(coming.words[from]);
@@ -230,7 +255,7 @@ fn lay_down<S: Float, G: Size, E: Float, N: Size>(
 }
 
 /// As [`load`], from `at` numbers into the tile on and without waiting: 16 bytes a copy, which the
-/// barrier that they are committed to waits for. Tensor and tile are of one type.
+/// barrier that they are committed to waits for. Numbers of tensor and tile are of one type.
 #[cube]
 pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
     tile: &mut SharedMemory<Vector<E, N>>,
@@ -241,6 +266,7 @@ pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
     #[comptime] window: Window,
 ) {
     let read = G::value();
+    let held = N::value();
     let across = comptime!(window.columns / read);
     // Every unit stays in its column, so that addresses only ever grow by whole rows.
     let down = comptime!(window.units / across);
@@ -248,24 +274,47 @@ pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
     let c = UNIT_POS as usize % across;
     let from = (rows.start + first) / read + i * (rows.stride / read) + c;
     let step = rows.stride / read * down;
-    let to = at / read + i * comptime!(window.stride / read) + c;
+    let to = at / held + i * comptime!(window.stride / held) + c * comptime!(read / held);
     #[unroll]
     for turn in 0..comptime!(window.rows.div_ceil(down)) {
         let row = i + comptime!(turn * down);
-        let to = to + comptime!(turn * down * window.stride / read);
+        let to = to + comptime!(turn * down * window.stride / held);
         if i < down && row < comptime!(window.rows) {
             if row < rows.valid {
-                let from = from + step * turn;
-                copy_async(
-                    &source.slice(from, from + 1).downcast::<Vector<E, N>>(),
-                    &mut tile.slice_mut(to, to + 1),
-                    comptime!(read as u32),
-                );
+                copy_vector_async::<S, G, E, N>(source, from + step * turn, tile, to);
             } else {
-                tile[to] = Vector::<E, N>::new(E::new(0.0));
+                #[unroll]
+                for n in 0..comptime!(read / held) {
+                    tile[to + n] = Vector::<E, N>::new(E::new(0.0));
+                }
             }
         }
     }
+}
+
+/// Starts copying vector `from` of a tensor to vectors `to..` of a tile, which may be shorter ones.
+#[cube]
+#[allow(unused_variables)] // an intrinsic's
+fn copy_vector_async<S: Float, G: Size, E: Float, N: Size>(
+    source: &Array<Vector<S, G>>,
+    from: usize,
+    tile: &mut SharedMemory<Vector<E, N>>,
+    to: usize,
+) {
+    intrinsic!(|scope| {
+        let numbers = [Vector::<S, G>::as_type(scope), Vector::<E, N>::as_type(scope)];
+        let [is, held] = numbers.map(|vector| vector.storage_type());
+        assert_eq!(is, held, "copies change no number");
+        let copy = BarrierOps::CopyAsync {
+            source: *source.expand,
+            source_length: 1u32.into(),
+            offset_source: *from.expand,
+            offset_out: *to.expand,
+            copy_length: Vector::<S, G>::as_type(scope).size() as u32,
+            checked: false,
+        };
+        scope.register(Instruction::new(copy, *tile.expand));
+    })
 }
 
 /// Writes a pair into a tile, `offset` numbers after `at`: as it is where vectors hold two (both are even

@@ -18,6 +18,17 @@ pub(crate) fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: 
     }
 }
 
+/// [`row`], or the last row for a unit of the plain engine whose own would lie behind it: it repeats that row, and its
+/// results are not used.
+#[cube]
+pub(crate) fn row_in(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: Grid) -> usize {
+    if comptime!(grid.engine.by_planes()) {
+        row(f, h, grid)
+    } else {
+        min(row(f, h, grid), comptime!(grid.m - 1))
+    }
+}
+
 /// [`TileEngine::column`] of the grid's engine.
 #[cube]
 pub(crate) fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {

@@ -163,9 +163,33 @@ pub(crate) struct Mul {
     pub b_stride: usize,
     pub a_transposed: bool,
     pub b_transposed: bool,
+    /// Elements of A that are 0, which `Tf32` does not multiply.
+    pub zeros: Zeros,
+}
+
+/// The part of A that is known to be 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Zeros {
+    None,
+    /// Above the diagonal.
+    Above,
+    /// Below the diagonal.
+    Below,
 }
 
 impl Mul {
+    /// This product of an A that has such zeros.
+    pub fn with_zeros(self, zeros: Zeros) -> Self {
+        Self { zeros, ..self }
+    }
+
+    /// Where the k of a TF32 fragment's two registers lie: from lane to lane, and from one register to the other. A lane may
+    /// take any two of eight, the same of both operands. Two neighbours where B is stored by rows of k, which then meet
+    /// every bank once, else four apart.
+    pub(super) fn k_of_lane(&self) -> [usize; 2] {
+        if self.b_transposed { [1, 4] } else { [2, 1] }
+    }
+
     /// Numbers from one row of A to the next, and from one column to the next.
     pub(super) fn a_steps(&self) -> [usize; 2] {
         if self.a_transposed { [1, self.a_stride] } else { [self.a_stride, 1] }
@@ -187,9 +211,13 @@ pub(crate) struct Inverse {
 }
 
 impl Inverse {
-    /// Numbers from one row to the next.
+    /// Numbers from one row to the next. Four more than a multiple of 32 on tensor cores: the lanes of a plane, eight
+    /// rows by four columns or pairs, then meet a bank twice at most, as do the columns of two blocks that are solved.
     pub fn stride(&self) -> usize {
-        self.chunk + 1
+        match self.engine {
+            Engine::Plain => self.chunk + 1,
+            Engine::Tf32 | Engine::Mma => self.chunk + 4,
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! [`Engine::Tf32`](super::Engine::Tf32): f32 on tensor cores, each number as a sum of two of TF32, or rounded to one.
 
-use super::engine::{Inverse, Mul, TileEngine};
+use super::engine::{Inverse, Mul, TileEngine, Zeros};
 use super::planes::{self, BlockMul, PlaneProduct};
 use super::{Acc, Grid, Pair};
 use cubecl::prelude::cmma::MmaDefinition;
@@ -36,51 +36,21 @@ impl TileEngine for Tf32 {
         #[comptime] spec: Mul,
     ) {
         let grid = comptime!(spec.grid);
-        let rows = comptime!(grid.fragment_rows());
-        let columns = comptime!(grid.fragment_columns());
-        let first_term = comptime!(grid.first_term());
         let [a_row, a_k] = comptime!(spec.a_steps());
         let [b_k, b_column] = comptime!(spec.b_steps());
+        let by_lane = comptime!(spec.k_of_lane()[0]);
         let lane = UNIT_POS as usize % 32;
+        let top = Self::row(0usize, 0usize, grid);
         let left_column = Self::column(0usize, grid) - lane % 4 * 2;
-        let a_from = a_at + Self::row(0usize, 0usize, grid) * a_row + lane % 4 * a_k;
-        let b_from = b_at + (left_column + lane / 4) * b_column + lane % 4 * b_k;
+        let a_from = a_at + top * a_row + lane % 4 * comptime!(by_lane * a_k);
+        let b_from =
+            b_at + (left_column + lane / 4) * b_column + lane % 4 * comptime!(by_lane * b_k);
         if Self::inside(0usize, grid) {
-            #[unroll]
-            for step in 0..comptime!(spec.k / 8) {
-                let mut left = Sequence::<Parts>::new();
-                #[unroll]
-                for r in 0..rows {
-                    let mut block = parts(4usize, first_term);
-                    #[unroll]
-                    for n in 0..4usize {
-                        let down = comptime!(grid.step(r * columns, 0)[0] + n % 2 * 8);
-                        let at = comptime!(down * a_row + (step * 8 + n / 2 * 4) * a_k);
-                        put_parts(&mut block, n, f32::cast_from(a[a_from + at]), first_term);
-                    }
-                    left.push(block);
-                }
-                let mut right = Sequence::<Parts>::new();
-                #[unroll]
-                for c in 0..columns {
-                    let mut block = parts(2usize, first_term);
-                    #[unroll]
-                    for n in 0..2usize {
-                        let at = comptime!(c * 8 * b_column + (step * 8 + n * 4) * b_k);
-                        put_parts(&mut block, n, f32::cast_from(b[b_from + at]), first_term);
-                    }
-                    right.push(block);
-                }
-                // Fragments in the inner loop: products into one fragment wait for each other.
-                #[unroll]
-                for term in first_term..3usize {
-                    #[unroll]
-                    for f in 0..comptime!(rows * columns) {
-                        let x = left.index(comptime!(f / columns));
-                        let y = right.index(comptime!(f % columns));
-                        execute_tf32(x, y, acc.index_mut(f), term);
-                    }
-                }
+            let top = top - lane / 4;
+            for step in first_step(top, spec)..end_step(top, spec) {
+                let a_from = a_from + step * comptime!(8 * a_k);
+                let b_from = b_from + step * comptime!(8 * b_k);
+                add_step::<E, NA, NB>(acc, a, a_from, b, b_from, spec);
             }
         }
     }
@@ -92,6 +62,77 @@ impl TileEngine for Tf32 {
         #[comptime] inverse: Inverse,
     ) {
         planes::merge::<E, Self>(m, t, side, inverse);
+    }
+}
+
+/// The first step, of eight numbers of k each, that a plane multiplies; its rows begin at `top`.
+#[cube]
+fn first_step(top: usize, #[comptime] spec: Mul) -> usize {
+    if comptime!(spec.zeros == Zeros::Below) { top / 8 } else { 0usize.runtime() }
+}
+
+/// The step after the last. A number of run time even where it is known: compilers unroll loops whose number they know,
+/// and then hold twice the registers.
+#[cube]
+fn end_step(top: usize, #[comptime] spec: Mul) -> usize {
+    let all = CUBE_DIM as usize / comptime!(spec.grid.units) * comptime!(spec.k / 8);
+    if comptime!(spec.zeros == Zeros::Above) {
+        let rows = comptime!((spec.grid.fragment_rows() - 1) * spec.grid.down() * 16 + 16);
+        min(all, (top + rows) / 8)
+    } else {
+        all
+    }
+}
+
+/// Eight numbers of k more; a lane's numbers begin at `a_from` and `b_from`.
+#[cube]
+fn add_step<E: Float, NA: Size, NB: Size>(
+    acc: &mut Acc,
+    a: &SharedMemory<Vector<E, NA>>,
+    a_from: usize,
+    b: &SharedMemory<Vector<E, NB>>,
+    b_from: usize,
+    #[comptime] spec: Mul,
+) {
+    let grid = comptime!(spec.grid);
+    let rows = comptime!(grid.fragment_rows());
+    let columns = comptime!(grid.fragment_columns());
+    let first_term = comptime!(grid.first_term());
+    let [a_row, a_k] = comptime!(spec.a_steps());
+    let [b_k, b_column] = comptime!(spec.b_steps());
+    let by_register = comptime!(spec.k_of_lane()[1]);
+    let mut left = Sequence::<Parts>::new();
+    #[unroll]
+    for r in 0..rows {
+        let mut block = parts(4usize, first_term);
+        #[unroll]
+        for n in 0..4usize {
+            let down = comptime!(grid.step(r * columns, 0)[0] + n % 2 * 8);
+            let at = comptime!(down * a_row + n / 2 * by_register * a_k);
+            put_parts(&mut block, n, f32::cast_from(a[a_from + at]), first_term);
+        }
+        left.push(block);
+    }
+    let mut right = Sequence::<Parts>::new();
+    #[unroll]
+    for c in 0..columns {
+        let mut block = parts(2usize, first_term);
+        #[unroll]
+        for n in 0..2usize {
+            let at = comptime!(c * 8 * b_column + n * by_register * b_k);
+            put_parts(&mut block, n, f32::cast_from(b[b_from + at]), first_term);
+        }
+        right.push(block);
+    }
+    // Fragments in the inner loop: products into one fragment wait for each other.
+    #[unroll]
+    for term in first_term..3usize {
+        #[unroll]
+        for f in 0..comptime!(rows * columns) {
+            let x = left.index(comptime!(f / columns));
+            let y = right.index(comptime!(f % columns));
+            execute_tf32(x, y, acc.index_mut(f), term);
+        }
     }
 }
 
@@ -158,7 +199,7 @@ pub(crate) fn parts(#[comptime] registers: usize, #[comptime] first_term: usize)
 /// is a comparison and an addition.
 const ROUNDING: f32 = 1.0 + core::f32::consts::LN_2 / 2048.0;
 
-/// Number `n` of an operand: `high` is x to 11 bits, `low` the rest, which tensor cores read to 11 bits.
+/// Number `n` of an operand: `high` is x cut to 11 bits, `low` the rest, of 13 bits, which tensor cores cut to 11.
 #[cube]
 pub(crate) fn put_parts(
     to: &mut Parts,
@@ -167,7 +208,7 @@ pub(crate) fn put_parts(
     #[comptime] first_term: usize,
 ) {
     if comptime!(first_term < 2) {
-        let high = (u32::reinterpret(x) + 0x1000u32) & 0xffff_e000u32;
+        let high = u32::reinterpret(x) & 0xffff_e000u32;
         to.high[n] = Vector::<tf32, Const<1>>::reinterpret(high);
         to.low[n] = Vector::<tf32, Const<1>>::reinterpret(x - f32::reinterpret(high));
     } else {

@@ -49,7 +49,7 @@ pub(crate) trait StateEngine: Send + Sync + Sized + 'static {
         #[comptime] plan: StatePlan,
     ) -> usize;
 
-    /// Row of pair `h` of fragment `f` of an output block.
+    /// Row of pair `h` of fragment `f` of an output block; units without work repeat the last one.
     fn output_row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] plan: StatePlan)
     -> usize;
 

@@ -2,7 +2,9 @@
 
 use super::{Block, State, StateEngine};
 use crate::chunkwise::plan::{StatePlan, row_major, transposed};
-use crate::tile::{Acc, Pair, Rows, column, inside, mul, put_out, row, set, zeros};
+use crate::tile::{
+    Acc, Pair, Rows, Zeros, column, inside, mul, own_element, put_out, row, row_in, set, zeros,
+};
 use cubecl::prelude::*;
 use std::marker::PhantomData;
 
@@ -26,8 +28,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         #[comptime] _l: usize,
         #[comptime] plan: StatePlan,
     ) -> usize {
-        // Units without work repeat the last token; their results are not used.
-        min(row(f, h, comptime!(plan.block_grid())), comptime!(plan.chunk - 1))
+        row_in(f, h, comptime!(plan.block_grid()))
     }
 
     fn output_row(
@@ -35,7 +36,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         #[comptime] h: usize,
         #[comptime] plan: StatePlan,
     ) -> usize {
-        row(f, h, comptime!(plan.block_grid()))
+        row_in(f, h, comptime!(plan.block_grid()))
     }
 
     fn load_block(
@@ -93,17 +94,15 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         let all = comptime!(plan.keys() * columns);
         #[unroll]
         for turn in 0..comptime!(all.div_ceil(plan.units)) {
-            let n = UNIT_POS as usize + comptime!(turn * plan.units);
-            if n < all {
-                let d = n / columns;
-                let v = first + n % columns;
+            let n = own_element(turn, comptime!(plan.keys()), columns, comptime!(plan.units));
+            if n.there {
                 let mut x = 0.0f32;
                 if comptime!(plan.task.given) {
-                    if d < comptime!(plan.key_width) && v < width {
-                        x = from[start + d * width + v];
+                    if is_in_state(n.row, first + n.column, plan) {
+                        x = from[start + n.row * width + first + n.column];
                     }
                 }
-                let at = d * comptime!(plan.stride(columns)) + n % columns;
+                let at = n.row * comptime!(plan.stride(columns)) + n.column;
                 state.tile[at] = Vector::<E, M>::cast_from(x);
             }
         }
@@ -122,11 +121,10 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         let all = comptime!(plan.keys() * columns);
         #[unroll]
         for turn in 0..comptime!(all.div_ceil(plan.units)) {
-            let n = UNIT_POS as usize + comptime!(turn * plan.units);
-            if n < all && !stay {
-                let d = n / columns;
-                let one = diagonal && d == first + n % columns;
-                let at = d * comptime!(plan.stride(columns)) + n % columns;
+            let n = own_element(turn, comptime!(plan.keys()), columns, comptime!(plan.units));
+            if n.there && !stay {
+                let one = diagonal && n.row == first + n.column;
+                let at = n.row * comptime!(plan.stride(columns)) + n.column;
                 state.tile[at] = Vector::<E, M>::cast_from(select(one, 1.0f32, 0.0f32));
             }
         }
@@ -149,12 +147,11 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         let all = comptime!(plan.keys() * columns);
         #[unroll]
         for turn in 0..comptime!(all.div_ceil(plan.units)) {
-            let n = UNIT_POS as usize + comptime!(turn * plan.units);
-            let d = n / columns;
-            let v = first + n % columns;
-            if n < all && d < keys && v < width {
-                let at = d * comptime!(plan.stride(columns)) + n % columns;
-                to[start + d * down + v * right] = f32::cast_from(state.tile[at]);
+            let n = own_element(turn, comptime!(plan.keys()), columns, comptime!(plan.units));
+            let v = first + n.column;
+            if n.there && is_in_state(n.row, v, plan) {
+                let at = n.row * comptime!(plan.stride(columns)) + n.column;
+                to[start + n.row * down + v * right] = f32::cast_from(state.tile[at]);
             }
         }
     }
@@ -171,12 +168,18 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         let all = comptime!(plan.keys() * plan.value_slice);
         #[unroll]
         for turn in 0..comptime!(all.div_ceil(plan.units)) {
-            let n = UNIT_POS as usize + comptime!(turn * plan.units);
-            let d = n % comptime!(plan.keys());
-            let v = n / comptime!(plan.keys());
-            if n < all && d < keys && first + v < comptime!(plan.value_width) {
-                let at = d * comptime!(plan.stride(plan.value_slice)) + v;
-                to[start + (first + v) * keys + d] = Vector::<E, W>::cast_from(state.tile[at]);
+            // The transpose: a value's keys lie side by side.
+            let n = own_element(
+                turn,
+                comptime!(plan.value_slice),
+                comptime!(plan.keys()),
+                comptime!(plan.units),
+            );
+            let (v, d) = (first + n.row, n.column);
+            if n.there && is_in_state(d, v, plan) {
+                let at = d * comptime!(plan.stride(plan.value_slice)) + n.row;
+                let to_at = start + v * keys + d;
+                to[to_at] = Vector::<E, W>::cast_from(state.tile[at]);
             }
         }
     }
@@ -195,14 +198,13 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
             let all = comptime!(plan.keys() * columns);
             #[unroll]
             for turn in 0..comptime!(all.div_ceil(plan.units)) {
-                let n = UNIT_POS as usize + comptime!(turn * plan.units);
-                let d = n / columns;
-                if n < all && d < comptime!(plan.key_width) {
+                let n = own_element(turn, comptime!(plan.keys()), columns, comptime!(plan.units));
+                if n.there && is_in_state(n.row, 0usize, plan) {
                     let mut by = total;
                     if comptime!(plan.variant.vector()) {
-                        by = totals[start + d];
+                        by = totals[start + n.row];
                     }
-                    let at = d * comptime!(plan.stride(columns)) + n % columns;
+                    let at = n.row * comptime!(plan.stride(columns)) + n.column;
                     state.tile[at] = Vector::<E, M>::cast_from(f32::cast_from(state.tile[at]) * by);
                 }
             }
@@ -237,7 +239,9 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         let chunk = comptime!(plan.chunk);
         let tile = comptime!(plan.value_slice);
         let how = comptime!(if adjoint { transposed(chunk) } else { row_major(chunk) });
+        let zeros = comptime!(if adjoint { Zeros::Below } else { Zeros::Above });
         let spec = comptime!(plan.mul(plan.block_grid(), chunk, how, row_major(tile)));
+        let spec = comptime!(spec.with_zeros(zeros));
         mul::<E, T, M>(acc, matrix, at, &block.tile, 0usize, spec);
     }
 
@@ -331,4 +335,17 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
 #[cube]
 fn value(#[comptime] f: usize, #[comptime] l: usize, #[comptime] plan: StatePlan) -> usize {
     column(f, comptime!(plan.block_grid())) + comptime!(l)
+}
+
+/// Whether key and value are of the state, and not of what fills up the last slice.
+#[cube]
+fn is_in_state(key: usize, value: usize, #[comptime] plan: StatePlan) -> bool {
+    let mut is_in = true.runtime();
+    if comptime!(plan.keys() != plan.key_width) {
+        is_in = key < comptime!(plan.key_width);
+    }
+    if comptime!(!plan.value_width.is_multiple_of(plan.value_slice)) {
+        is_in = is_in && value < comptime!(plan.value_width);
+    }
+    is_in
 }
