@@ -898,6 +898,25 @@ pub(crate) mod on_cuda {
         }
     }
 
+    /// Of whole tiles, whose state passes copy ahead where a system is solved, and have 128 values where many heads fill the
+    /// device.
+    #[test]
+    fn f32_of_whole_tiles_is_right() {
+        for [key_width, value_width] in [[64, 64], [128, 64], [48, 32]] {
+            let dims = oracle::Dims { key_width, value_width, ..dims(150) };
+            for decay in [DecayLevel::None, DecayLevel::Mixed] {
+                for recipe in recipes(Family::DeltaRule, false, decay) {
+                    let x = oracle::Inputs::random(3, dims, &recipe);
+                    hold(&client(), &format!("{recipe:?}, {dims:?}"), &x, Rows::F32, F32);
+                }
+            }
+        }
+        let many = oracle::Dims { batch: 50, key_width: 80, value_width: 128, ..dims(70) };
+        let recipe = Recipe { decay: DecayLevel::Typical, ..Recipe::new(Family::LinearAttention) };
+        let x = oracle::Inputs::random(3, many, &recipe);
+        hold(&client(), &format!("{recipe:?}, {many:?}"), &x, Rows::F32, F32);
+    }
+
     #[test]
     fn odd_sizes_are_right() {
         let client = client();

@@ -285,7 +285,9 @@ fn mma_cut(
         false => {
             // Many units, so that few registers hold each one's share.
             let sliced = Plan { key_slice: part(key_width, 128)?, units: 512, ..common };
-            let scores = Plan { key_slice: part(key_width, 128)?, ..common };
+            // Few numbers a slice would be many slices, with two barriers each.
+            let slice = part(key_width, 128).filter(|n| *n >= 48).unwrap_or(key_width);
+            let scores = Plan { key_slice: slice, ..common };
             (scores, roomy(device.hardware.max_shared_memory_size, sliced))
         }
     };
@@ -394,11 +396,12 @@ fn wide_pass(device: &DeviceProperties, common: Plan, dims: Dims) -> Vec<StatePl
 }
 
 /// State passes of f32 whose tiles are copied asynchronously, two cubes a multiprocessor, best first: two pipeline stages,
-/// or one and so one wait a chunk.
+/// or one and so one wait a chunk. For delta rules that erase by k, with which that was measured.
 fn staged_passes(device: &DeviceProperties, common: Plan, dtype: StorageType) -> Vec<StatePlan> {
     let Plan { key_width, value_width, value_slice, .. } = common;
     let whole = key_width.is_multiple_of(16) && value_width.is_multiple_of(value_slice);
-    if dtype != F32 || key_width > 128 || !whole {
+    let measured = common.variant.delta() && !common.variant.own_a();
+    if dtype != F32 || key_width > 128 || !whole || !measured {
         return Vec::new();
     }
     let most = device.hardware.max_shared_memory_size + OVERHEAD;
@@ -477,7 +480,8 @@ fn fits(device: &DeviceProperties, plans: &Plans) -> bool {
     .all(|(of_cube, bytes)| bytes <= most && of_cube <= units)
 }
 
-/// Units of state passes that a multiprocessor holds: 170 of 65536 registers each.
+/// Units of state passes that a multiprocessor holds: 170 of 65536 registers each. Of f32 that is copied ahead 512, with
+/// 128 registers each.
 const HELD: usize = 384;
 /// Shared memory that a cube takes besides its own.
 const OVERHEAD: usize = 1024;
@@ -493,7 +497,9 @@ fn segments(device: &DeviceProperties, plans: &Plans, dims: Dims) -> usize {
     let held = |plan: &StatePlan, bytes: usize| {
         let memory = hardware.max_shared_memory_size + OVERHEAD;
         let most = memory / (bytes + OVERHEAD);
-        multiprocessors * most.min(HELD / plan.units).max(1)
+        let units =
+            if plan.in_registers() || plan.schedule == Schedule::Direct { HELD } else { 512 };
+        multiprocessors * most.min(units / plan.units).max(1)
     };
     let (state_pass, local_pass) = (&plans.state_pass, &plans.local_pass);
     let local = Task { span: Span::Local, ..local_pass.task };
@@ -535,6 +541,8 @@ fn roomy(most: usize, sliced: Plan) -> GradientPlan {
     let all_values = Plan { value_slice: sliced.value_width, ..sliced };
     let of_keys = |key_slice| Plan { key_slice, ..all_values };
     let slices = [128, 64, 32].into_iter().filter_map(|widest| part(sliced.key_width, widest));
+    // In narrow slices half of the planes would have no work.
+    let slices = slices.filter(|slice| *slice >= 32.min(sliced.key_width));
     let mut whole = slices.map(|slice| GradientPlan { common: of_keys(slice), whole: true });
     let bytes = |plan: &GradientPlan| plan.gradients_memory() + SLACK;
     let Some(whole) = whole.find(|plan| bytes(plan) <= most) else {

@@ -11,7 +11,7 @@
 //! token's write at the chunk's end) would enter dG twice with opposite signs; next to a log decay near -50 the
 //! rounding error of that cancellation is larger than every other term. They are left out of dG and added to the
 //! gradients afterwards (`zero_exponent`). Other terms of a token before and one after t cancel too, to the rounding of
-//! their products: 2^-21 in f32, 1.3 2^-10 where a vector decay's factors are rounded.
+//! their products: up to 2^-19 in f32 on tensor cores, 1.3 2^-10 where a vector decay's factors are rounded.
 //!
 //! Gradients of rows lie in one layout from the first to the last, so each unit keeps partial sums of its
 //! rows in registers (`PartialSums`); the cube sums once, at the end.

@@ -56,7 +56,7 @@ pub(crate) enum Schedule {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct GradientPlan {
     pub common: Plan,
-    /// A chunk's tiles are held at once; else slice by slice.
+    /// Tiles hold all values of a chunk, and all keys or a slice of them; else slices of both.
     pub whole: bool,
 }
 
