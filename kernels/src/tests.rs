@@ -911,7 +911,7 @@ pub(crate) mod on_cuda {
                 }
             }
         }
-        let many = oracle::Dims { batch: 50, key_width: 80, value_width: 128, ..dims(70) };
+        let many = oracle::Dims { batch: 50, key_width: 128, value_width: 128, ..dims(70) };
         let recipe = Recipe { decay: DecayLevel::Typical, ..Recipe::new(Family::LinearAttention) };
         let x = oracle::Inputs::random(3, many, &recipe);
         hold(&client(), &format!("{recipe:?}, {many:?}"), &x, Rows::F32, F32);

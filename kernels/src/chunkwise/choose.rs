@@ -390,9 +390,9 @@ fn wide_pass(device: &DeviceProperties, common: Plan, dims: Dims) -> Vec<StatePl
     let Dims { batch, heads, key_width, value_width, .. } = dims;
     let fills = batch * heads * (value_width / 128) >= enough(device);
     let wide = Plan { key_slice: key_width, value_slice: 128, units: 512, ..common };
-    let fitting = key_width.is_multiple_of(16) && (65..=128).contains(&key_width);
-    let there = fills && fitting && value_width.is_multiple_of(128);
-    there.then(|| directly(wide)).into_iter().collect()
+    // Of other widths registers spill, or planes have no rows of the state.
+    let fits = key_width == 128 && value_width.is_multiple_of(128);
+    (fills && fits).then(|| directly(wide)).into_iter().collect()
 }
 
 /// State passes of f32 whose tiles are copied asynchronously, two cubes a multiprocessor, best first: two pipeline stages,
