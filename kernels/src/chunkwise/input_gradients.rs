@@ -236,28 +236,39 @@ fn whole<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
         end.wait_parity(0u32);
         key_and_write_gradients::<P>(&d_erase, chunk, 0usize, plan);
     } else {
-        for slice in 0..comptime!(plan.key_slices()) {
-            let first = slice * comptime!(plan.key_slice);
-            let next = first + comptime!(plan.key_slice);
-            let goes_on = next < comptime!(plan.key_width);
-            start.wait_parity((slice % 2) as u32);
-            let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
-            end.wait_parity((slice % 2) as u32);
-            if comptime!(plan.variant.scalar()) {
-                add_through_slice::<P>(&mut chunk.sums_of_unit, &chunk.tiles, plan);
-            }
-            sync_cube();
-            if goes_on {
-                // The state's tile is free, while dS' is in use.
-                let group = comptime!(CopyGroup::Start);
-                copy_group_async::<P>(&mut chunk.tiles, &chunk.from, next, group, plan);
-            }
-            key_and_write_gradients::<P>(&d_erase, chunk, first, plan);
-            sync_cube();
-            if goes_on {
-                copy_async::<P>(chunk, &start, next, comptime!(CopyGroup::Keys), plan);
-                copy_async::<P>(chunk, &end, next, comptime!(CopyGroup::End), plan);
-            }
+        key_slices::<P>(chunk, &start, &end, plan);
+    }
+}
+
+/// All gradients of rows, one slice of keys after another, of which the first is under way. The next slice is copied as soon
+/// as tiles are through with one: its state while dS' is in use, the rest after that.
+#[cube]
+fn key_slices<P: StageTypes>(
+    chunk: &mut Chunk<P>,
+    start: &Shared<Barrier>,
+    end: &Shared<Barrier>,
+    #[comptime] plan: GradientPlan,
+) {
+    for slice in 0..comptime!(plan.key_slices()) {
+        let first = slice * comptime!(plan.key_slice);
+        let next = first + comptime!(plan.key_slice);
+        let goes_on = next < comptime!(plan.key_width);
+        start.wait_parity((slice % 2) as u32);
+        let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
+        end.wait_parity((slice % 2) as u32);
+        if comptime!(plan.variant.scalar()) {
+            add_through_slice::<P>(&mut chunk.sums_of_unit, &chunk.tiles, plan);
+        }
+        sync_cube();
+        if goes_on {
+            let group = comptime!(CopyGroup::Start);
+            copy_group_async::<P>(&mut chunk.tiles, &chunk.from, next, group, plan);
+        }
+        key_and_write_gradients::<P>(&d_erase, chunk, first, plan);
+        sync_cube();
+        if goes_on {
+            copy_async::<P>(chunk, start, next, comptime!(CopyGroup::Keys), plan);
+            copy_async::<P>(chunk, end, next, comptime!(CopyGroup::End), plan);
         }
     }
 }
