@@ -286,8 +286,9 @@ fn mma_cut(
             // Many units, so that few registers hold each one's share.
             let sliced = Plan { key_slice: part(key_width, 128)?, units: 512, ..common };
             // Few numbers a slice would be many slices, with two barriers each.
-            let slice = part(key_width, 128).filter(|n| *n >= 48).unwrap_or(key_width);
-            let scores = Plan { key_slice: slice, ..common };
+            let few = sliced.key_slice < 48;
+            let scores =
+                Plan { key_slice: if few { key_width } else { sliced.key_slice }, ..common };
             (scores, roomy(device.hardware.max_shared_memory_size, sliced))
         }
     };
@@ -404,12 +405,12 @@ fn staged_passes(device: &DeviceProperties, common: Plan, dtype: StorageType) ->
     if dtype != F32 || key_width > 128 || !whole || !measured {
         return Vec::new();
     }
-    let most = device.hardware.max_shared_memory_size + OVERHEAD;
+    let most = device.hardware.max_shared_memory_size;
     let staged = |(stages, units)| StatePlan {
         schedule: Schedule::Staged { stages },
         ..directly(Plan { key_slice: key_width, units, ..common })
     };
-    let twice = |pass: &StatePlan| 2 * (state_pass_memory(pass) + OVERHEAD) <= most;
+    let twice = |pass: &StatePlan| fits_twice(state_pass_memory(pass), most);
     [(2, 256), (1, 128)].map(staged).into_iter().filter(twice).collect()
 }
 
@@ -480,13 +481,19 @@ fn fits(device: &DeviceProperties, plans: &Plans) -> bool {
     .all(|(of_cube, bytes)| bytes <= most && of_cube <= units)
 }
 
-/// Units of state passes that a multiprocessor holds: 170 of 65536 registers each. Of f32 that is copied ahead 512, with
-/// 128 registers each.
+/// Units of state passes that a multiprocessor holds: 170 of 65536 registers each.
 const HELD: usize = 384;
+/// The same of f32 that is copied ahead: 128 registers each.
+const HELD_AHEAD: usize = 512;
 /// Shared memory that a cube takes besides its own.
 const OVERHEAD: usize = 1024;
 /// A segment's fewest chunks: below, its start is a good part of it.
 const SHORTEST: usize = 4;
+
+/// Whether a multiprocessor, whose cubes may have `most` bytes, holds two of so many.
+fn fits_twice(bytes: usize, most: usize) -> bool {
+    2 * (bytes + OVERHEAD) <= most + OVERHEAD
+}
 
 /// Segments of a sequence: as many as run at once, as far as the device is known to hold their cubes and those
 /// of the local pass. A local pass costs about as much as a state pass where a system is solved, and less than
@@ -497,8 +504,11 @@ fn segments(device: &DeviceProperties, plans: &Plans, dims: Dims) -> usize {
     let held = |plan: &StatePlan, bytes: usize| {
         let memory = hardware.max_shared_memory_size + OVERHEAD;
         let most = memory / (bytes + OVERHEAD);
-        let units =
-            if plan.in_registers() || plan.schedule == Schedule::Direct { HELD } else { 512 };
+        let units = if plan.in_registers() || plan.schedule == Schedule::Direct {
+            HELD
+        } else {
+            HELD_AHEAD
+        };
         multiprocessors * most.min(units / plan.units).max(1)
     };
     let (state_pass, local_pass) = (&plans.state_pass, &plans.local_pass);
@@ -548,7 +558,7 @@ fn roomy(most: usize, sliced: Plan) -> GradientPlan {
     let Some(whole) = whole.find(|plan| bytes(plan) <= most) else {
         return GradientPlan { common: sliced, whole: false };
     };
-    let twice = whole.key_slices() == 1 && 2 * bytes(&whole) + 1024 <= most;
+    let twice = whole.key_slices() == 1 && fits_twice(bytes(&whole), most);
     let units = if twice || whole.key_slice < 64 { 256 } else { 512 };
     GradientPlan { common: Plan { units, ..whole.common }, ..whole }
 }

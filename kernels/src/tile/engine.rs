@@ -11,8 +11,8 @@ pub enum Engine {
     /// f32 arithmetic, on every device.
     Plain,
     /// f32 on tensor cores through `mma.m16n8k8`, three products of TF32 parts for each product of f32
-    /// (relative error below 2^-19, in the mean 2^-22 towards 0): NVIDIA from sm_80 on. Around a state pass on [`Engine::Mma`], one product of scaled
-    /// factors that are rounded to TF32 (1.3 2^-10).
+    /// (relative error below 2^-19, in the mean 2^-22 towards 0): NVIDIA from sm_80 on. Around a state pass on
+    /// [`Engine::Mma`], one product of scaled factors that are rounded to TF32 (1.3 2^-10).
     Tf32,
     /// Tensor cores through `mma.m16n8k16`, bf16 or f16 in and f32 out: NVIDIA from sm_80 on.
     Mma,
