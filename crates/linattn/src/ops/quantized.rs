@@ -231,6 +231,7 @@ impl<B: Backend> QuantizedMatrix<B> {
     }
 
     /// The quantized numbers and the scales, row after row.
+    #[cfg(any(feature = "cpu", feature = "cubecl"))]
     pub(crate) fn primitives(&self) -> (&IntTensor<B>, &FloatTensor<B>) {
         (&self.parts.values, &self.parts.scales)
     }
