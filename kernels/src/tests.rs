@@ -939,17 +939,51 @@ pub(crate) mod on_cuda {
 /// Metal, DirectX 12 and browsers are given.
 pub(crate) mod on_wgpu {
     use super::*;
+    use cubecl::device::Device;
     use cubecl::wgpu::{AutoGraphicsApi, GraphicsApi, WgpuDevice, WgpuRuntime};
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    /// Tests at work on each of two devices.
+    static AT_WORK: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+
+    /// A device compiles for all who use it on one thread. An adapter that is a processor has two names, so it
+    /// is two devices, which two tests have compile side by side.
+    struct Turn(usize);
+
+    impl Turn {
+        fn of_the_idler() -> Self {
+            let [first, second] = AT_WORK.each_ref().map(|tests| tests.load(Relaxed));
+            let turn = usize::from(second < first);
+            AT_WORK[turn].fetch_add(1, Relaxed);
+            Self(turn)
+        }
+
+        fn device(&self) -> WgpuDevice {
+            match self.0 {
+                0 => WgpuDevice::DefaultDevice,
+                _ => WgpuDevice::Cpu,
+            }
+        }
+    }
+
+    impl Drop for Turn {
+        fn drop(&mut self) {
+            AT_WORK[self.0].fetch_sub(1, Relaxed);
+        }
+    }
 
     /// Without an adapter a test is skipped, visibly; where `LINATTN_REQUIRE_GPU` is set, it fails.
     /// Features are shared with whatever is built along with this crate, so a caller who wants one
     /// language of the two says so in `LINATTN_SHADERS`, `spirv` or `wgsl`.
     pub(crate) fn with_client(test: impl FnOnce(&ComputeClient<WgpuRuntime>)) {
-        if WgpuRuntime::enumerate_all_devices(&AutoGraphicsApi::backend()).is_empty() {
+        let adapters = WgpuRuntime::enumerate_all_devices(&AutoGraphicsApi::backend());
+        if adapters.is_empty() {
             oracle::skipped_without_adapter();
             return;
         }
-        let client = WgpuRuntime::client(&WgpuDevice::default());
+        let turn = (adapters == [WgpuDevice::Cpu.to_id()]).then(Turn::of_the_idler);
+        let device = turn.as_ref().map_or(WgpuDevice::DefaultDevice, Turn::device);
+        let client = WgpuRuntime::client(&device);
         if let Ok(wanted) = std::env::var("LINATTN_SHADERS") {
             assert_eq!(WgpuRuntime::name(&client), format!("wgpu<{wanted}>"), "this build");
         }
