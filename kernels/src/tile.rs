@@ -15,12 +15,13 @@
 //! ```text
 //! engine, dispatch      what an engine does; the choice of one at compile time
 //! plain, tf32, mma      the engines; planes: what the two with tensor cores share
-//! copies                tensors to tiles and back
+//! copies, async_copies  tensors to tiles and back; without waiting
 //! inverse               UT transform
 //! ```
 
 use cubecl::prelude::*;
 
+mod async_copies;
 mod copies;
 mod dispatch;
 mod engine;
@@ -30,6 +31,7 @@ mod plain;
 mod planes;
 mod tf32;
 
+pub(crate) use async_copies::{commit_copies, copy_async, copy_async_or_zeros, wait_for_copies};
 pub(crate) use copies::{
     Requested, Rows, Window, lay, load, load_async, own_element, own_or, put_out, request,
     room_for, same_tile, store, store_at, tile, width_of, write_out, write_out_by_four,

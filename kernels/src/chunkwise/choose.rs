@@ -210,7 +210,10 @@ fn has_shape(device: &DeviceProperties, input: StorageType, k: u32) -> bool {
     let planes = hardware.plane_size_min == 32 && hardware.plane_size_max == 32;
     let shape = (input, input, F32, 16, 8, k);
     let mut shapes = device.features.matmul.mma.iter();
-    planes && shapes.any(|c| (c.a_type, c.b_type, c.cd_type, c.m, c.n, c.k) == shape)
+    // Their tiles are copied asynchronously, as CUDA alone does.
+    planes
+        && device.features.copy_async
+        && shapes.any(|c| (c.a_type, c.b_type, c.cd_type, c.m, c.n, c.k) == shape)
 }
 
 /// The widest part of at most `most` columns, a multiple of 16, that a width falls into.
@@ -528,7 +531,7 @@ fn segments(device: &DeviceProperties, plans: &Plans, dims: Dims) -> usize {
     (fewest..=most).rev().find(at_once).unwrap_or(1)
 }
 
-/// Bytes that a cube takes for barriers and alignment.
+/// Bytes that a cube takes for alignment.
 const SLACK: usize = 256;
 
 /// Of a state pass in either direction.

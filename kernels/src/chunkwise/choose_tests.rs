@@ -45,6 +45,7 @@ fn h200() -> DeviceProperties {
         features.matmul.mma.insert(shape);
     }
     features.matmul.ldmatrix.insert(BF16);
+    features.copy_async = true;
     DeviceProperties::new(features, memory, hardware, TimingMethod::System)
 }
 

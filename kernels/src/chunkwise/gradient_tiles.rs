@@ -4,7 +4,7 @@
 //! ```text
 //! whole    every matrix of a chunk has a tile of its own, filled by asynchronous copies in three
 //!          groups, in the order of use: values | S, keys | dS'. `Mma` works on one group while the next
-//!          arrives, and no barrier stands between two products. Where keys are too wide for that, tiles of keys and
+//!          arrives, with one barrier a group. Where keys are too wide for that, tiles of keys and
 //!          states hold a slice of them, and the next slice takes the place of one that is through.
 //! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
 //!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory. Around a state pass on

@@ -39,8 +39,10 @@ use crate::chunkwise::score_gradients::{
 use crate::chunkwise::state::add;
 use crate::chunkwise::varlen::own_chunk;
 use crate::chunkwise::vector_decay::{AdjointRows, Side, scores_adjoint};
-use crate::tile::{Acc, Pair, Zeros, column, mul, row_in, set, write_out_by_four, zeros};
-use cubecl::prelude::barrier::Barrier;
+use crate::tile::{
+    Acc, Pair, Zeros, column, commit_copies, mul, row_in, set, wait_for_copies, write_out_by_four,
+    zeros,
+};
 use cubecl::prelude::*;
 
 /// A row whose gradient is computed, by its part in the recurrence.
@@ -219,43 +221,34 @@ fn chunk<P: StageTypes>(
 /// All gradients of rows, from tiles of all values: three groups of copies are under way from the start.
 #[cube]
 fn whole<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
-    let values = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
-    let start = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
-    let end = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
-    sync_cube();
-    copy_async::<P>(chunk, &values, 0usize, comptime!(CopyGroup::Values), plan);
+    copy_and_commit::<P>(chunk, 0usize, comptime!(CopyGroup::Values), plan);
     copy_group_async::<P>(&mut chunk.tiles, &chunk.from, 0usize, comptime!(CopyGroup::Start), plan);
-    copy_async::<P>(chunk, &start, 0usize, comptime!(CopyGroup::Keys), plan);
-    copy_async::<P>(chunk, &end, 0usize, comptime!(CopyGroup::End), plan);
+    copy_and_commit::<P>(chunk, 0usize, comptime!(CopyGroup::Keys), plan);
+    copy_and_commit::<P>(chunk, 0usize, comptime!(CopyGroup::End), plan);
     prepare::<P>(&mut chunk.d_scores, &mut chunk.tiles, &mut chunk.sums, &chunk.from, plan);
-    values.wait_parity(0u32);
+    wait_for_copies(2usize);
     fill_weights::<P>(&mut chunk.d_scores, &mut chunk.tiles, &chunk.from, &chunk.sums, plan);
     if comptime!(plan.key_slices() == 1) {
-        start.wait_parity(0u32);
+        wait_for_copies(1usize);
         let d_erase = query_and_erase_gradients::<P>(chunk, 0usize, plan);
-        end.wait_parity(0u32);
+        wait_for_copies(0usize);
         key_and_write_gradients::<P>(&d_erase, chunk, 0usize, plan);
     } else {
-        key_slices::<P>(chunk, &start, &end, plan);
+        key_slices::<P>(chunk, plan);
     }
 }
 
 /// All gradients of rows, one slice of keys after another, of which the first is under way. The next slice is copied as soon
 /// as tiles are through with one: its state while dS' is in use, the rest after that.
 #[cube]
-fn key_slices<P: StageTypes>(
-    chunk: &mut Chunk<P>,
-    start: &Shared<Barrier>,
-    end: &Shared<Barrier>,
-    #[comptime] plan: GradientPlan,
-) {
+fn key_slices<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
     for slice in 0..comptime!(plan.key_slices()) {
         let first = slice * comptime!(plan.key_slice);
         let next = first + comptime!(plan.key_slice);
         let goes_on = next < comptime!(plan.key_width);
-        start.wait_parity((slice % 2) as u32);
+        wait_for_copies(1usize);
         let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
-        end.wait_parity((slice % 2) as u32);
+        wait_for_copies(0usize);
         if comptime!(plan.variant.scalar()) {
             add_through_slice::<P>(&mut chunk.sums_of_unit, &chunk.tiles, plan);
         }
@@ -267,24 +260,22 @@ fn key_slices<P: StageTypes>(
         key_and_write_gradients::<P>(&d_erase, chunk, first, plan);
         sync_cube();
         if goes_on {
-            copy_async::<P>(chunk, start, next, comptime!(CopyGroup::Keys), plan);
-            copy_async::<P>(chunk, end, next, comptime!(CopyGroup::End), plan);
+            copy_and_commit::<P>(chunk, next, comptime!(CopyGroup::Keys), plan);
+            copy_and_commit::<P>(chunk, next, comptime!(CopyGroup::End), plan);
         }
     }
 }
 
-/// Starts copying a group of tiles; what was copied before and this are committed to a barrier.
+/// Starts copying a group of tiles, which is one group of copies with what is not committed yet.
 #[cube]
-fn copy_async<P: StageTypes>(
+fn copy_and_commit<P: StageTypes>(
     chunk: &mut Chunk<P>,
-    barrier: &Shared<Barrier>,
     first: usize,
     #[comptime] group: CopyGroup,
     #[comptime] plan: GradientPlan,
 ) {
     copy_group_async::<P>(&mut chunk.tiles, &chunk.from, first, group, plan);
-    barrier.commit_copy_async();
-    barrier.arrive();
+    commit_copies();
 }
 
 /// All gradients of rows, one slice of keys after another.

@@ -31,8 +31,8 @@ use crate::chunkwise::state_chunk::{
 };
 use crate::chunkwise::state_tiles::{PassInputs, copy_chunk_async, select_chunk, state_tiles};
 use crate::chunkwise::task::Span;
+use crate::tile::wait_for_copies;
 use cubecl::intrinsic;
-use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
 /// Cumulative decay since a segment's start: this unit's part of it.
@@ -171,13 +171,11 @@ fn pass_in_place<P: StateEngine>(
     range: &WorkRange,
     #[comptime] plan: StatePlan,
 ) {
-    let barrier = Barrier::shared(comptime!(plan.copying_units() as u32), UNIT_POS == 0);
-    sync_cube();
     for c in 0..range.chunks {
         sync_cube();
         let here = nth_chunk(range, c, plan);
-        copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &here, 0usize, plan);
-        barrier.wait_parity((c % 2) as u32);
+        copy_chunk_async::<P>(&mut pass.tiles, &pass.from, &here, 0usize, plan);
+        wait_for_copies(0usize);
         pass_chunk::<P>(pass, carried, range, c, plan);
     }
 }
@@ -190,18 +188,15 @@ fn pass_ahead<P: StateEngine>(
     range: &WorkRange,
     #[comptime] plan: StatePlan,
 ) {
-    let barrier = Barrier::shared(comptime!(plan.copying_units() as u32), UNIT_POS == 0);
-    sync_cube();
     let here = nth_chunk(range, 0usize, plan);
-    copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &here, 0usize, plan);
+    copy_chunk_async::<P>(&mut pass.tiles, &pass.from, &here, 0usize, plan);
     for c in 0..range.chunks {
-        barrier.wait_parity((c % 2) as u32);
-        // The other stage is free when every plane is through with the chunk before.
-        sync_cube();
+        // The other stage is free as well: every plane is through with the chunk before.
+        wait_for_copies(0usize);
         if c + 1 < range.chunks {
             let next = nth_chunk(range, c + 1, plan);
             let half = (c + 1) % 2;
-            copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &next, half, plan);
+            copy_chunk_async::<P>(&mut pass.tiles, &pass.from, &next, half, plan);
         }
         select_chunk::<P>(&mut pass.tiles, c, plan);
         pass_chunk::<P>(pass, carried, range, c, plan);
@@ -217,21 +212,16 @@ fn pass_specialized<P: StateEngine>(
     range: &WorkRange,
     #[comptime] plan: StatePlan,
 ) {
-    let barrier = Barrier::shared(comptime!(plan.copying_units() as u32), UNIT_POS == 0);
-    sync_cube();
     if !is_consumer(plan) {
         let here = nth_chunk(range, 0usize, plan);
-        copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &here, 0usize, plan);
+        copy_chunk_async::<P>(&mut pass.tiles, &pass.from, &here, 0usize, plan);
     }
     for c in 0..range.chunks + 1 {
-        if c < range.chunks {
-            barrier.wait_parity((c % 2) as u32);
-        }
-        sync_cube();
+        wait_for_copies(0usize);
         if !is_consumer(plan) && c + 1 < range.chunks {
             let next = nth_chunk(range, c + 1, plan);
             let third = (c + 1) % 3;
-            copy_chunk_async::<P>(&mut pass.tiles, &barrier, &pass.from, &next, third, plan);
+            copy_chunk_async::<P>(&mut pass.tiles, &pass.from, &next, third, plan);
         }
         if is_consumer(plan) {
             if c > 0 {

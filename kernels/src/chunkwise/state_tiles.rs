@@ -14,8 +14,7 @@ use crate::chunkwise::chunk::{Place, own};
 use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::plan::{Schedule, StatePlan, UNUSED};
 use crate::chunkwise::state::StateEngine;
-use crate::tile::{Rows, Window, load, load_async, own_or, tile};
-use cubecl::prelude::barrier::{Barrier, copy_async};
+use crate::tile::{Rows, Window, commit_copies, copy_async, load, load_async, own_or, tile};
 use cubecl::prelude::*;
 
 /// Tensors that a pass reads.
@@ -180,12 +179,11 @@ pub(crate) fn state_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> StateT
     }
 }
 
-/// Starts copying a chunk's operands into pipeline stage `stage` of the tiles, and commits the copies to
-/// `barrier`, which counts the [`StatePlan::copying_units`]: they call this, and no others.
+/// Starts copying a chunk's operands into pipeline stage `stage` of the tiles: one group of copies of each of the
+/// [`StatePlan::copying_units`], which call this, and no others.
 #[cube]
 pub(crate) fn copy_chunk_async<P: StateEngine>(
     tiles: &mut StateTiles<P>,
-    barrier: &Shared<Barrier>,
     from: &PassInputs<P>,
     place: &Place,
     stage: usize,
@@ -206,8 +204,7 @@ pub(crate) fn copy_chunk_async<P: StateEngine>(
     } else {
         copy_decay_factors_async::<P>(tiles, from, place, stage, plan);
     }
-    barrier.commit_copy_async();
-    barrier.arrive();
+    commit_copies();
 }
 
 /// Rows of keys and queries: under a vector decay those that the intra-chunk stage scaled.
@@ -334,11 +331,7 @@ fn copy_decay_factors_async<P: StateEngine>(
         if n < all {
             let begin = (place.index * all + n) * 4;
             let to = (stage * all + n) * 4;
-            copy_async(
-                &from.intra.decay_factors.slice(begin, begin + 4),
-                &mut tiles.decay_factors.slice_mut(to, to + 4),
-                4u32,
-            );
+            copy_async(&from.intra.decay_factors, begin, &mut tiles.decay_factors, to, 16usize);
         }
     }
 }
@@ -357,7 +350,7 @@ fn copy_log_decays_async(
         let at = stage * comptime!(plan.chunk) + i;
         if i < rows.valid {
             let from_at = rows.start + i * rows.stride;
-            copy_async(&from.slice(from_at, from_at + 1), &mut to.slice_mut(at, at + 1), 1u32);
+            copy_async(from, from_at, to, at, 4usize);
         } else {
             to[at] = 0.0f32;
         }

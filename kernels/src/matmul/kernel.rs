@@ -6,14 +6,16 @@
 //!              fragments of A and B from shared memory, 16 x 8 products on tensor cores
 //! epilogue     accumulators in 32-byte sectors to the output
 //! ```
-//! Copies are asynchronous, 16 bytes each; one barrier a stage counts them. Fragments of 16 bits come by
+//! Copies are asynchronous, 16 bytes each, and a step's are a group. Fragments of 16 bits come by
 //! `ldmatrix`, of 32 bits by single loads. Rows in shared memory are padded so that neither meets bank
 //! conflicts.
 
 use super::form::{Form, Side};
-use crate::tile::{Acc, Pair, Source, execute, load_a, load_b, pair, put_four, zeros};
+use crate::tile::{
+    Acc, Pair, Source, commit_copies, copy_async_or_zeros, execute, load_a, load_b, pair, put_four,
+    wait_for_copies, zeros,
+};
 use cubecl::ir::StorageType;
-use cubecl::prelude::barrier::{Barrier, copy_async_checked};
 use cubecl::prelude::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
@@ -149,38 +151,30 @@ fn mainloop<E: Float, N: Size>(
 ) {
     let count = comptime!(form.tiling.stages);
     let depth = comptime!(form.tiling.k);
-    let mut barriers = Sequence::<Shared<Barrier>>::new();
-    #[unroll]
-    for _ in 0..count {
-        barriers.push(Barrier::shared(CUBE_DIM, UNIT_POS == 0));
-    }
-    sync_cube();
     let steps = (max(range.to, range.from) - range.from + comptime!(depth - 1)) / depth;
     #[unroll]
     for stage in 0..comptime!(count - 1) {
         if stage < steps {
             let k = Range { from: range.from + comptime!(stage * depth), to: range.to };
             copy_stage::<E, N>(stages, sides, tile, &k, stage, form);
-            barriers.index(stage).commit_copy_async();
-            barriers.index(stage).arrive();
         }
+        // A step that has nothing to copy has a group too, so that waits can count them.
+        commit_copies();
     }
     for turn in 0..(steps + comptime!(count - 1)) / count {
         #[unroll]
         for stage in 0..count {
             let step = turn * count + stage;
             if step < steps {
-                barriers.index(stage).wait_parity((turn % 2) as u32);
                 // Every unit is through with the stage that the next copies go to.
-                sync_cube();
+                wait_for_copies(comptime!(count - 2));
                 let next = step + comptime!(count - 1);
                 let free = comptime!((stage + count - 1) % count);
                 if next < steps {
                     let k = Range { from: range.from + next * depth, to: range.to };
                     copy_stage::<E, N>(stages, sides, tile, &k, free, form);
-                    barriers.index(free).commit_copy_async();
-                    barriers.index(free).arrive();
                 }
+                commit_copies();
                 if comptime!(form.half) {
                     add_half::<E, N>(acc, stages, stage, form);
                 } else {
@@ -238,13 +232,7 @@ fn copy_side<E: Float, N: Size>(
         let kept = comptime!(stage * side.numbers() + turn * down * side.stride);
         let from = from + step * turn;
         let to = to + comptime!(kept / width);
-        // A copy of no bytes fills its place with zeros.
-        let length = select(there, comptime!(side.piece / width), 0usize);
-        copy_async_checked(
-            &source.slice(from, from + length),
-            &mut tile.slice_mut(to, to + comptime!(side.piece / width)),
-            comptime!(side.piece as u32),
-        );
+        copy_async_or_zeros(source, from, tile, to, there, 16usize);
     }
 }
 

@@ -1,7 +1,6 @@
 //! Rows of tensors to tiles in shared memory, and pairs of numbers to tiles and tensors.
 
-use super::{Acc, Grid, Pair, column, inside, put_four, row};
-use cubecl::ir::{BarrierOps, Instruction};
+use super::{Acc, Grid, Pair, column, copy_async_or_zeros, inside, put_four, row};
 use cubecl::prelude::*;
 
 /// A tile in shared memory, `numbers` long.
@@ -254,8 +253,8 @@ fn lay_down<S: Float, G: Size, E: Float, N: Size>(
     }
 }
 
-/// As [`load`], from `at` numbers into the tile on and without waiting: 16 bytes a copy, which the
-/// barrier that they are committed to waits for. Numbers of tensor and tile are of one type.
+/// As [`load`], from `at` numbers into the tile on and without waiting: copies of a vector of the tensor, whose numbers
+/// are of the tile's type.
 #[cube]
 pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
     tile: &mut SharedMemory<Vector<E, N>>,
@@ -267,6 +266,7 @@ pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
 ) {
     let read = G::value();
     let held = N::value();
+    let bytes = Vector::<S, G>::type_size();
     let across = comptime!(window.columns / read);
     // Every unit stays in its column, so that addresses only ever grow by whole rows.
     let down = comptime!(window.units / across);
@@ -278,43 +278,18 @@ pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
     #[unroll]
     for turn in 0..comptime!(window.rows.div_ceil(down)) {
         let row = i + comptime!(turn * down);
-        let to = to + comptime!(turn * down * window.stride / held);
-        if i < down && row < comptime!(window.rows) {
-            if row < rows.valid {
-                copy_vector_async::<S, G, E, N>(source, from + step * turn, tile, to);
-            } else {
-                #[unroll]
-                for n in 0..comptime!(read / held) {
-                    tile[to + n] = Vector::<E, N>::new(E::new(0.0));
-                }
-            }
+        let mut in_window = true.runtime();
+        if comptime!(!window.units.is_multiple_of(across)) {
+            in_window = i < down;
+        }
+        if comptime!((turn + 1) * down > window.rows) {
+            in_window = in_window && row < comptime!(window.rows);
+        }
+        if in_window {
+            let to = to + comptime!(turn * down * window.stride / held);
+            copy_async_or_zeros(source, from + step * turn, tile, to, row < rows.valid, bytes);
         }
     }
-}
-
-/// Starts copying vector `from` of a tensor to vectors `to..` of a tile, which may be shorter ones.
-#[cube]
-#[allow(unused_variables)] // an intrinsic's
-fn copy_vector_async<S: Float, G: Size, E: Float, N: Size>(
-    source: &Array<Vector<S, G>>,
-    from: usize,
-    tile: &mut SharedMemory<Vector<E, N>>,
-    to: usize,
-) {
-    intrinsic!(|scope| {
-        let numbers = [Vector::<S, G>::as_type(scope), Vector::<E, N>::as_type(scope)];
-        let [is, held] = numbers.map(|vector| vector.storage_type());
-        assert_eq!(is, held, "copies change no number");
-        let copy = BarrierOps::CopyAsync {
-            source: *source.expand,
-            source_length: 1u32.into(),
-            offset_source: *from.expand,
-            offset_out: *to.expand,
-            copy_length: Vector::<S, G>::as_type(scope).size() as u32,
-            checked: false,
-        };
-        scope.register(Instruction::new(copy, *tile.expand));
-    })
 }
 
 /// Writes a pair into a tile, `offset` numbers after `at`: as it is where vectors hold two (both are even
