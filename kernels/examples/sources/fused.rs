@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use linattn_kernels::fused::{
     adamw, argmax, block_linear, conv_state, cross_entropy, diagonal_taps, embedding,
-    long_convolution, rotary, selective_scan, slstm, softmax, ttt_linear, ttt_mlp,
+    long_convolution, lstm, rotary, selective_scan, softmax, ttt_linear, ttt_mlp,
 };
 use std::error::Error;
 
@@ -110,8 +110,10 @@ impl<T: Target> Fused<'_, T> {
             }
             // Recurrent weights in registers, and from cache.
             for width in [32, 128] {
-                self.slstm(width, given)?;
-                enter(&format!("-{width}-state_{given}"))?;
+                for cell in [lstm::Cell::Sigmoid, lstm::Cell::Exponential] {
+                    self.lstm(cell, width, given)?;
+                    enter(&format!("-{cell:?}-{width}-state_{given}"))?;
+                }
             }
             for width in [16, 64] {
                 self.ttt_linear(width, given)?;
@@ -201,17 +203,26 @@ impl<T: Target> Fused<'_, T> {
     }
 
     /// Forward, kept and not, and backward.
-    fn slstm(&self, width: usize, whole: bool) -> Result<(), Box<dyn Error>> {
-        let dims = slstm::Dims { batch: 2, tokens: 8, heads: 4, width };
+    fn lstm(&self, cell: lstm::Cell, width: usize, whole: bool) -> Result<(), Box<dyn Error>> {
+        let dims = lstm::Dims { cell, batch: 2, tokens: 8, heads: 4, width };
         let x = self.memory(16 * 16 * width * width, F32);
-        let state = whole.then_some(slstm::State { h: &x, c: &x, n: &x, m: &x });
+        let scaled = cell == lstm::Cell::Exponential;
+        let state = whole.then_some(lstm::State { h: &x, c: &x, scale: scaled.then_some([&x; 2]) });
         for keep in [false, true] {
-            slstm::forward(self.client, dims, &slstm::Inputs { x: &x, r: &x, state }, keep)?;
+            lstm::forward(self.client, dims, &lstm::Inputs { x: &x, r: &x, state }, keep)?;
         }
-        let (state, d) = (whole.then_some([&x; 2]), whole.then_some(&x));
-        let given =
-            slstm::Given { saved: &x, r_transposed: &x, state, d_h: Some(&x), d_c: d, d_n: d };
-        slstm::backward(self.client, dims, given)?;
+        let all = whole.then_some(&x);
+        let of_n = all.filter(|_| scaled);
+        let given = lstm::Given {
+            saved: &x,
+            r_transposed: &x,
+            c: all,
+            n: of_n,
+            d_h: Some(&x),
+            d_c: all,
+            d_n: of_n,
+        };
+        lstm::backward(self.client, dims, given)?;
         Ok(())
     }
 

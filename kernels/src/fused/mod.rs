@@ -15,6 +15,7 @@ pub mod diagonal_taps;
 pub mod embedding;
 pub mod gated_product;
 pub mod long_convolution;
+pub mod lstm;
 pub mod norm;
 pub mod pack;
 pub mod rotary;
@@ -22,7 +23,6 @@ pub mod rotary;
 #[path = "sandbox_tests.rs"]
 pub(crate) mod sandbox;
 pub mod selective_scan;
-pub mod slstm;
 pub mod softmax;
 pub(crate) mod team;
 pub mod ttt_linear;

@@ -5,8 +5,8 @@ pub use super::folded::{FoldedInput, FoldedOutput, Matrices};
 pub use super::fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs,
     ConvolvedStep, ConvolvedStepOutputs, DiagonalTaps, Discretization, Embedding, GateActivation,
-    GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer, LongConvolution,
-    MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan, SlstmRecurrence,
+    GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer, LongConvolution, LstmCell,
+    LstmRecurrence, MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan,
     SoftmaxRows, Ttt,
 };
 pub use super::halving::{Scan, ScanField};
@@ -223,8 +223,8 @@ pub trait LinearAttentionBackend: Backend {
         None
     }
 
-    /// sLSTM's recurrence: h of every token, and c, n and m after the last. A gradient of m is 0.
-    fn fused_slstm(_x: SlstmRecurrence<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+    /// LSTM's or sLSTM's recurrence: h of every token, and c and, of sLSTM, n and m after the last. A gradient of m is 0.
+    fn fused_lstm(_x: LstmRecurrence<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
         None
     }
 

@@ -57,8 +57,8 @@ pub(crate) use fused::{
     ttt, turned,
 };
 pub use fused::{
-    AdamW, AdamWStep, Clip, Discretization, Moments, SelectiveScanInputs, SlstmCells, SlstmInputs,
-    selective_scan, slstm,
+    AdamW, AdamWStep, Clip, Discretization, LstmCells, LstmInputs, Moments, SelectiveScanInputs,
+    SlstmCells, SlstmInputs, lstm, selective_scan, slstm,
 };
 pub use halving::Complex;
 pub use kalman::{KalmanInputs, gated_kalman, gated_kalman_step};

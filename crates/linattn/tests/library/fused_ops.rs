@@ -15,8 +15,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use linattn::nn::{LanguageModel, LanguageModelConfig};
 use linattn::ops::backend::{
     Activation, Column, ColumnKind, ConvSplit, Embedding, GateActivation, GatedProduct, GatedValue,
-    HeadNorm, LinearCrossEntropy, LinearLayer, Measure, Normalization, Pack, Pass, Rotary, Seen,
-    SlstmRecurrence, SoftmaxRows,
+    HeadNorm, LinearCrossEntropy, LinearLayer, LstmCell, LstmRecurrence, Measure, Normalization,
+    Pack, Pass, Rotary, Seen, SoftmaxRows,
 };
 use linattn::ops::{AdamW, AdamWStep, LinearAttentionBackend, Moments, SequenceLengths};
 use linattn_oracle::{Rng, assert_close};
@@ -112,7 +112,7 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         .into()
     }
 
-    /// sLSTM's recurrence with heads of five cells.
+    /// The recurrences of LSTM and sLSTM with heads of five cells.
     fn recurrence(&self) -> Vec<(&'static str, Tensor<B, 3>)> {
         let ([batch, tokens, width], device) = (self.x.dims(), self.x.device());
         let (heads, cells) = (width / 5, [batch, 1, width / 5, 5]);
@@ -123,16 +123,24 @@ impl<B: LinearAttentionBackend> Inputs<B> {
         let r = weights.repeat_dim(2, 5) * 0.3;
         let state = ["h", "c", "n", "m"].map(|name| inside(&draw::<B, 4>(name, cells, &device)));
         let mut found = vec![];
-        for (state, names) in [
-            (None, ["sLSTM", "last c", "last n", "last m"]),
-            (Some(state), ["sLSTM with a state", "c after it", "n after it", "m after it"]),
+        // What was written is more than 0.
+        let [h, c, n, m] = state;
+        let state = vec![h, c, inside(&outside::<B, 4>(n).exp()), m];
+        let half = state[..2].to_vec();
+        for (cell, state, names) in [
+            (LstmCell::Sigmoid, None, &["LSTM", "its last c"][..]),
+            (LstmCell::Sigmoid, Some(half), &["LSTM with a state", "its c after it"]),
+            (LstmCell::Exponential, None, &["sLSTM", "last c", "last n", "last m"]),
+            (
+                LstmCell::Exponential,
+                Some(state),
+                &["sLSTM with a state", "c after it", "n after it", "m after it"],
+            ),
         ] {
-            // What was written is more than 0.
-            let state = state.map(|[h, c, n, m]| [h, c, inside(&outside::<B, 4>(n).exp()), m]);
-            let x = SlstmRecurrence { x: inside(&gates), r: inside(&r), state };
-            let outputs = B::fused_slstm(x, false).expect("an operation in one piece").outputs;
+            let x = LstmRecurrence { cell, x: inside(&gates), r: inside(&r), state };
+            let outputs = B::fused_lstm(x, false).expect("an operation in one piece").outputs;
             let flat = |x| outside::<B, 4>(x).flatten::<3>(2, 3);
-            found.extend(names.into_iter().zip(outputs.into_iter().map(flat)));
+            found.extend(names.iter().copied().zip(outputs.into_iter().map(flat)));
         }
         found
     }

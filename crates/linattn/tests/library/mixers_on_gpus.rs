@@ -25,8 +25,9 @@ const PIECES: [usize; 5] = [5, 6, 1, 1, 1];
 
 /// Configs that are tried where nothing is asked for: block-diagonal layers, windows of one token, padded values, sums
 /// whose gradients lie permuted.
-const ALWAYS: [&str; 4] = [
+const ALWAYS: [&str; 5] = [
     "h3 = { head_width = 2, d_state = 6, learn_inputs = true }",
+    "lstm = { width = 5 }",
     "mlstm_v1 = { heads = 2 }",
     "mamba = { d_state = 3, conv_size = 1 }",
     "slstm = { heads = 3, conv_size = 0, norm_eps = 1e-3 }",

@@ -30,6 +30,7 @@ const MIXERS: &[&str] = &[
     "mlstm = { heads = 2 }",
     "mesa_net = { heads = 2 }",
     "hgrn = {}",
+    "lstm = {}",
     "slstm = { heads = 2 }",
     "ttt = { heads = 2 }",
     "hyena = { length = 64 }",

@@ -1,9 +1,9 @@
 //! LSTM. Recurrence, shapes and source: [`Lstm`].
 
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
-use crate::nn::layers::{ResidualLinear, each_token, linear};
+use crate::nn::layers::{ResidualLinear, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
-use crate::ops::{LinearAttentionBackend, cat};
+use crate::ops::{self, LinearAttentionBackend, LstmCells, LstmInputs, typed};
 use burn::module::{Module, Param};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
@@ -77,7 +77,7 @@ impl LstmConfig {
 ///          y_t <── W_out <──│ h_t = sigmoid(o) tanh(c) │<─┘
 ///                           └──────────────────────────┘
 /// ```
-/// The product with x is one for all tokens; that with h is one a token.
+/// The product with x is one for all tokens; that with h is one a token, of as many rows as the batch has sequences.
 /// # Shapes and units
 /// Input and output are `[B, T, D]`. The state is a [`VectorState`]: `memory`, h and c, `[B, 1, width]` each;
 /// `position`, tokens seen. sigmoid(f) is the share of c that is kept, 0 to 1.
@@ -103,22 +103,39 @@ impl<B: LinearAttentionBackend> TokenMixer<B> for Lstm<B> {
         state: Option<VectorState<B>>,
         _shared: &mut Shared<B>,
     ) -> (Tensor<B, 3>, VectorState<B>) {
-        let tokens = x.dims()[1];
+        let (tokens, dtype) = (x.dims()[1], x.dtype());
         let mut past = VectorPast::of(state);
-        let inward = self.x_proj.forward(x);
-        let width = inward.dims()[2] / 4;
-        let start = || inward.clone().detach().narrow(1, 0, 1).narrow(2, 0, width).zeros_like();
-        let mut h = past.draw(Kept::Hidden).unwrap_or_else(start);
-        let mut c = past.draw(Kept::Cell).unwrap_or_else(start);
-        let mut outputs = Vec::with_capacity(tokens);
-        for token in each_token(inward.clone()) {
-            let gates = token + self.h_proj.forward(h);
-            let part = |j: usize| gates.clone().narrow(2, j * width, width);
-            c = sigmoid(part(1)) * c + sigmoid(part(0)) * part(2).tanh();
-            h = sigmoid(part(3)) * c.clone().tanh();
-            outputs.push(h.clone());
-        }
-        let y = self.o_proj.forward(cat(outputs, 1));
-        (y, past.then([(Kept::Hidden, h), (Kept::Cell, c)], tokens))
+        let mut cell = |name| Some(split_heads(past.draw(name)?, 1));
+        let state = cell(Kept::Hidden).zip(cell(Kept::Cell)).map(|(h, c)| LstmCells { h, c });
+        let x = split_heads(self.x_proj.forward(x), 1);
+        let (h, last) = match state {
+            Some(state) if tokens == 1 && !self.is_plain() => self.one_token(x, state),
+            state => {
+                let r = self.h_proj.matrix(x.dtype()).unsqueeze_dim(0);
+                ops::lstm(LstmInputs { x, r, state }).expect("the projections made the shapes")
+            }
+        };
+        let memory = [(Kept::Hidden, last.h), (Kept::Cell, last.c)];
+        let memory = memory.map(|(name, cell)| (name, typed(merge_heads(cell), dtype)));
+        let y = self.o_proj.forward(merge_heads(typed(h, dtype)));
+        (y, past.then(memory, tokens))
+    }
+}
+
+impl<B: LinearAttentionBackend> Lstm<B> {
+    /// Whether the recurrent weights are one matrix of floats. Others are not made one for a single token.
+    fn is_plain(&self) -> bool {
+        self.h_proj.weight_alone().is_some_and(|weight| weight.quantized().is_none())
+    }
+
+    /// h after one token, and the cells.
+    fn one_token(&self, x: Tensor<B, 4>, state: LstmCells<B>) -> (Tensor<B, 4>, LstmCells<B>) {
+        let LstmCells { h, c } = state;
+        let gates = x + self.h_proj.forward(h);
+        let width = c.dims()[3];
+        let part = |j: usize| gates.clone().narrow(3, j * width, width);
+        let c = sigmoid(part(1)) * c + sigmoid(part(0)) * part(2).tanh();
+        let h = sigmoid(part(3)) * c.clone().tanh();
+        (h.clone(), LstmCells { h, c })
     }
 }

@@ -5,7 +5,7 @@ mod node;
 use super::backend::{Composite, LinearAttentionBackend, Path};
 use super::fused::{
     ConvSplit, DiagonalTaps, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
-    LongConvolution, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows, Ttt,
+    LongConvolution, LstmRecurrence, Normalization, Pack, Rotary, SelectiveScan, SoftmaxRows, Ttt,
 };
 use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, Recurrence, Saved};
@@ -136,10 +136,10 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         })
     }
 
-    fn fused_slstm(x: SlstmRecurrence<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+    fn fused_lstm(x: LstmRecurrence<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
         let places = x.refill(std::iter::repeat(()));
         tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
-            B::fused_slstm(places.refill(tensors), keep)
+            B::fused_lstm(places.refill(tensors), keep)
         })
     }
 

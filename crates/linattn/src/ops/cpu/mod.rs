@@ -10,6 +10,7 @@ mod cross_entropy;
 mod embedding;
 mod gated_product;
 mod linear;
+mod lstm;
 mod matrix_state;
 mod normalize;
 mod one_row;
@@ -23,7 +24,6 @@ mod recurrence;
 mod rotary;
 mod selective_scan;
 mod shared;
-mod slstm;
 mod softmax;
 mod tensors;
 #[cfg(test)]
@@ -34,7 +34,7 @@ pub(crate) use parallel::one_of_threads;
 use super::backend::LinearAttentionBackend;
 use super::fused::{
     self, AdamW, AdamWStep, Clip, ConvSplit, Embedding, GatedProduct, LinearCrossEntropy,
-    LinearLayer, Moments, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence, SoftmaxRows,
+    LinearLayer, LstmRecurrence, Moments, Normalization, Pack, Rotary, SelectiveScan, SoftmaxRows,
 };
 use super::halving::{self, Scan};
 use super::pass::Pass;
@@ -122,8 +122,8 @@ impl LinearAttentionBackend for Flex {
         selective_scan::selective_scan(x, keep)
     }
 
-    fn fused_slstm(x: SlstmRecurrence<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
-        slstm::slstm(x, keep)
+    fn fused_lstm(x: LstmRecurrence<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        lstm::lstm(x, keep)
     }
 
     fn fused_pack(x: Pack<FlexTensor>, keep: bool) -> Option<Pass<Self>> {

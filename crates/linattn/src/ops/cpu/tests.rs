@@ -287,29 +287,37 @@ fn packed_matrices_are_those_of_tensor_operations() {
 }
 
 #[test]
-fn recurrences_of_slstm_are_those_of_tensor_operations() {
-    for [batch, tokens, heads, width] in
-        [[1, 1, 1, 1], [6, 5, 2, 3], [9, 4, 1, 20], [4, 3, 2, 33], [2, 7, 3, 16]]
+fn recurrences_of_lstm_and_slstm_are_those_of_tensor_operations() {
+    let sizes = [[1, 1, 1, 1], [6, 5, 2, 3], [9, 4, 1, 20], [4, 3, 2, 33], [2, 7, 3, 16]];
+    let cells = [LstmCell::Sigmoid, LstmCell::Exponential];
+    for ([batch, tokens, heads, width], cell) in
+        sizes.into_iter().flat_map(|sizes| cells.map(|cell| (sizes, cell)))
     {
+        let vectors = if cell == LstmCell::Sigmoid { 2 } else { 4 };
         let [x, r] = [&[batch, tokens, heads, 4 * width][..], &[heads, width, 4 * width]];
         let cells = [batch, 1, heads, width];
         for state in [false, true] {
             let mut shapes = vec![x, r];
-            shapes.extend([&cells[..]; 4].into_iter().take(if state { 4 } else { 0 }));
+            shapes.extend([&cells[..]; 4].into_iter().take(if state { vectors } else { 0 }));
             let given = |x: Vec<Node>| {
                 let mut x = x.into_iter();
                 let mut next = || x.next().unwrap();
                 let (x, r) = (next(), next());
                 // n, a sum of exponentials, is more than 0.
-                let state = state.then(|| [next(), next(), Graph::float_exp(next()), next()]);
-                SlstmRecurrence { x, r, state }
+                let state = state.then(|| match cell {
+                    LstmCell::Sigmoid => vec![next(), next()],
+                    LstmCell::Exponential => {
+                        vec![next(), next(), Graph::float_exp(next()), next()]
+                    }
+                });
+                LstmRecurrence { cell, x, r, state }
             };
             let reference = |x| {
-                let (h, SlstmCells { c, n, m, .. }) = slstm_in_tensor_ops::<Graph>(given(x));
-                [h, c, n, m].map(of).into()
+                let (h, last) = lstm_in_tensor_ops::<Graph>(given(x));
+                [h].into_iter().chain(last.into_iter().skip(1)).map(of).collect()
             };
-            let name = format!("slstm, {batch} x {tokens} x {heads} x {width}, {state}");
-            check(&name, &shapes, 4, |x| Graph::fused_slstm(given(x), false), reference);
+            let name = format!("{cell:?}, {batch} x {tokens} x {heads} x {width}, {state}");
+            check(&name, &shapes, vectors, |x| Graph::fused_lstm(given(x), false), reference);
         }
     }
 }
@@ -581,7 +589,8 @@ fn everything() -> Vec<Vec<f64>> {
     });
     one(&[&[11, 30, 2, 64], &[2, 16, 64]], &|x| {
         let [x, r] = x.try_into().unwrap();
-        Graph::fused_slstm(SlstmRecurrence { x, r, state: None }, false)
+        let cell = LstmCell::Exponential;
+        Graph::fused_lstm(LstmRecurrence { cell, x, r, state: None }, false)
     });
     found
 }

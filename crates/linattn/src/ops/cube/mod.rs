@@ -9,11 +9,11 @@ mod folded;
 mod fused;
 mod linear;
 mod long_convolution;
+mod lstm;
 mod optimizer;
 mod quantized;
 mod rows;
 mod selective_scan;
-mod slstm;
 mod softmax;
 mod ttt;
 
@@ -21,7 +21,7 @@ use super::backend::{FoldedInput, FoldedOutput, LinearAttentionBackend, Matrices
 use super::fused::{
     AdamW, AdamWStep, Clip, ConvSplit, ConvStates, ConvStep, ConvStepOutputs, ConvolvedStep,
     ConvolvedStepOutputs, DiagonalTaps, Embedding, GatedProduct, LinearCrossEntropy, LinearLayer,
-    LongConvolution, Moments, Normalization, Pack, Rotary, SelectiveScan, SlstmRecurrence,
+    LongConvolution, LstmRecurrence, Moments, Normalization, Pack, Rotary, SelectiveScan,
     SoftmaxRows, Ttt, norm_in_tensor_ops, step_in_tensor_ops,
 };
 use super::pass::Pass;
@@ -219,8 +219,8 @@ where
         selective_scan::selective_scan(x, keep).map(fused::CubePass::of)
     }
 
-    fn fused_slstm(x: SlstmRecurrence<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
-        slstm::slstm(x, keep).map(fused::CubePass::of)
+    fn fused_lstm(x: LstmRecurrence<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {
+        lstm::lstm(x, keep).map(fused::CubePass::of)
     }
 
     fn fused_ttt(x: Ttt<FloatTensor<Self>>, keep: bool) -> Option<Pass<Self>> {

@@ -603,31 +603,56 @@ impl<T> Ttt<T> {
     }
 }
 
-/// Inputs of sLSTM's recurrence, of one type, f32 at least.
+/// Which cells a recurrence has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LstmCell {
+    /// LSTM's, with h and c: all gates are sigmoids.
+    Sigmoid,
+    /// sLSTM's, with h, c, n and m: the input gate is an exponential.
+    Exponential,
+}
+
+impl LstmCell {
+    /// Vectors of a state.
+    pub fn vectors(self) -> usize {
+        match self {
+            Self::Sigmoid => 2,
+            Self::Exponential => 4,
+        }
+    }
+}
+
+/// Inputs of LSTM's or sLSTM's recurrence, of one type, f32 at least.
 #[derive(Debug, Clone)]
-pub struct SlstmRecurrence<T> {
+pub struct LstmRecurrence<T> {
+    /// Whose recurrence it is.
+    pub cell: LstmCell,
     /// i, f, z and o of each head, without what h adds to them, `[B, T, H, 4 D]`.
     pub x: T,
     /// R, `[H, D, 4 D]`.
     pub r: T,
-    /// h, c, n and m before the first token, `[B, 1, H, D]` each; zeros, and -1e30 for m, if absent. No gradient
+    /// The cell's vectors before the first token, `[B, 1, H, D]` each; zeros, and -1e30 for m, if absent. No gradient
     /// is taken through m.
-    pub state: Option<[T; 4]>,
+    pub state: Option<Vec<T>>,
 }
 
-impl<T> SlstmRecurrence<T> {
+impl<T> LstmRecurrence<T> {
     /// The tensors that are there, in the order of the fields.
+    /// # Panics
+    /// If there is a state that has not the cell's vectors.
     pub fn into_vec(self) -> Vec<T> {
-        let Self { x, r, state } = self;
+        let Self { cell, x, r, state } = self;
+        let vectors = state.as_ref().map_or(cell.vectors(), Vec::len);
+        assert_eq!(vectors, cell.vectors(), "a state has the vectors of its cell");
         [x, r].into_iter().chain(state.into_iter().flatten()).collect()
     }
 
     /// The same operation on other tensors, in the order of the fields.
-    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> SlstmRecurrence<U> {
+    pub fn refill<U>(&self, tensors: impl IntoIterator<Item = U>) -> LstmRecurrence<U> {
         let mut tensors = tensors.into_iter();
         let mut next = || tensors.next().expect("as many tensors as `self` holds");
         let (x, r) = (next(), next());
-        let state = self.state.is_some().then(|| [(); 4].map(|()| next()));
-        SlstmRecurrence { x, r, state }
+        let state = self.state.as_ref().map(|state| state.iter().map(|_| next()).collect());
+        LstmRecurrence { cell: self.cell, x, r, state }
     }
 }

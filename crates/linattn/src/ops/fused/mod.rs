@@ -14,12 +14,12 @@ mod embedding;
 mod gated_product;
 mod inputs;
 mod linear;
+mod lstm;
 mod normalize;
 mod optimizer;
 mod pack;
 mod rotary;
 mod selective_scan;
-mod slstm;
 mod softmax;
 mod ttt;
 
@@ -33,28 +33,28 @@ pub(crate) use gated_product::{activate, gate, gated_halves, log_sigmoid, softpl
 pub use inputs::{
     Activation, Column, ColumnKind, ConvSplit, ConvStates, ConvStep, ConvStepOutputs,
     ConvolvedStep, ConvolvedStepOutputs, DiagonalTaps, Discretization, Embedding, GateActivation,
-    GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer, LongConvolution,
-    MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan, SlstmRecurrence,
+    GatedProduct, GatedValue, HeadNorm, LinearCrossEntropy, LinearLayer, LongConvolution, LstmCell,
+    LstmRecurrence, MOST_PACKED, Measure, Normalization, Pack, Rotary, Seen, SelectiveScan,
     SoftmaxRows, Ttt,
 };
 pub(crate) use linear::linear;
 #[cfg(feature = "fusion")]
 pub(super) use linear::linear_primitive;
+pub(crate) use lstm::LOWEST;
+pub use lstm::{LstmCells, LstmInputs, SlstmCells, SlstmInputs, lstm, slstm};
 pub(crate) use normalize::{add_normalize, l2_normalize, rms_normalize, standardize};
 pub use optimizer::{AdamW, AdamWStep, Clip, Moments};
 pub(super) use optimizer::{norm_in_tensor_ops, step_in_tensor_ops};
 pub(crate) use pack::pack;
 pub(crate) use rotary::{rotary, turned};
 pub use selective_scan::{SelectiveScanInputs, selective_scan};
-pub(crate) use slstm::LOWEST;
-pub use slstm::{SlstmCells, SlstmInputs, slstm};
 pub(crate) use softmax::{HIDDEN, by_distance, causal_mask, softmax};
 pub(crate) use ttt::{TttInputs, ttt};
 
 #[cfg(all(test, feature = "cpu"))]
 pub(super) use {
     conv_split::conv_split_in_tensor_ops, cross_entropy::cross_entropy_in_tensor_ops,
-    gated_product::gated_in_tensor_ops, normalize::normalize_in_tensor_ops,
-    rotary::rotary_in_tensor_ops, slstm::in_tensor_ops as slstm_in_tensor_ops,
+    gated_product::gated_in_tensor_ops, lstm::in_tensor_ops as lstm_in_tensor_ops,
+    normalize::normalize_in_tensor_ops, rotary::rotary_in_tensor_ops,
     softmax::softmax_in_tensor_ops,
 };

@@ -1,14 +1,20 @@
-//! The arithmetic of sLSTM: one token of some cells, and the product with the recurrent weights.
+//! The arithmetic of LSTM and sLSTM: one token of some cells, and the product with the recurrent weights.
 //! ```text
-//! l, m'   = ln sigmoid(f), max(l + m, i)           keep, write = e^{l + (m - m')}, e^{i - m'}
-//! c', n'  = keep c + write tanh(z), keep n + write             h = sigmoid(o) c' / n'
+//! LSTM
+//! keep, write = sigmoid(f), sigmoid(i)
+//! c'          = keep c + write tanh(z)             h = sigmoid(o) tanh(c')
+//! sLSTM
+//! l, m'       = ln sigmoid(f), max(l + m, i)       keep, write = e^{l + (m - m')}, e^{i - m'}
+//! c', n'      = keep c + write tanh(z), keep n + write         h = sigmoid(o) c' / n'
 //! ```
 
 use super::super::real::{Block, LANES, Machine, Real, load, store};
+use crate::ops::fused::LstmCell;
 
 /// i, f, z and o.
 pub(super) const GATES: usize = 4;
-/// Numbers of a cell that its backward pass needs: keep, write, tanh(z), sigmoid(o), sigmoid(-f), c and n.
+/// Numbers of a cell that its backward pass needs: keep, write, tanh(z), sigmoid(o), sigmoid(-f), c, and n or, of LSTM,
+/// tanh(c).
 pub(super) const SAVED: usize = 7;
 
 /// `count` numbers of each of some cells.
@@ -18,13 +24,44 @@ type Blocks<R, const N: usize> = [Block<R>; N];
 pub(super) struct Next<R> {
     pub(super) h: Block<R>,
     pub(super) m: Block<R>,
-    /// c and n are the last two.
+    /// c, and n or tanh(c), are the last two.
     pub(super) saved: Blocks<R, SAVED>,
 }
 
 /// Cells after a token, from its gates and the c, n and m before it.
 #[inline(always)]
-pub(super) fn after<R: Real>(gates: &Blocks<R, GATES>, [c, n, m]: &Blocks<R, 3>) -> Next<R> {
+pub(super) fn after<R: Real>(
+    cell: LstmCell,
+    gates: &Blocks<R, GATES>,
+    before: &Blocks<R, 3>,
+) -> Next<R> {
+    match cell {
+        LstmCell::Sigmoid => after_sigmoid(gates, before),
+        LstmCell::Exponential => after_exponential(gates, before),
+    }
+}
+
+#[inline(always)]
+fn after_sigmoid<R: Real>(gates: &Blocks<R, GATES>, [c, _, m]: &Blocks<R, 3>) -> Next<R> {
+    let zeros = [R::ZERO; LANES];
+    let mut next = Next { h: zeros, m: *m, saved: [zeros; SAVED] };
+    for w in 0..LANES {
+        let (i, f) = (gates[0][w], gates[1][w]);
+        let (keep, write) = (f.sigmoid(), i.sigmoid());
+        let (z, open) = (gates[2][w].tanh(), gates[3][w].sigmoid());
+        let c = keep * c[w] + write * z;
+        let read = c.tanh();
+        next.h[w] = open * read;
+        let saved = [keep, write, z, open, (-f).sigmoid(), c, read];
+        for j in 0..SAVED {
+            next.saved[j][w] = saved[j];
+        }
+    }
+    next
+}
+
+#[inline(always)]
+fn after_exponential<R: Real>(gates: &Blocks<R, GATES>, [c, n, m]: &Blocks<R, 3>) -> Next<R> {
     let zeros = [R::ZERO; LANES];
     let mut next = Next { h: zeros, m: zeros, saved: [zeros; SAVED] };
     for w in 0..LANES {
@@ -58,6 +95,39 @@ pub(super) struct Previous<R> {
 /// after it.
 #[inline(always)]
 pub(super) fn before<R: Real>(
+    cell: LstmCell,
+    saved: &Blocks<R, SAVED>,
+    cells: &Blocks<R, 2>,
+    gradients: &Blocks<R, 3>,
+) -> Previous<R> {
+    match cell {
+        LstmCell::Sigmoid => before_sigmoid(saved, cells, gradients),
+        LstmCell::Exponential => before_exponential(saved, cells, gradients),
+    }
+}
+
+#[inline(always)]
+fn before_sigmoid<R: Real>(
+    saved: &Blocks<R, SAVED>,
+    [c_before, _]: &Blocks<R, 2>,
+    [d_h, d_c, _]: &Blocks<R, 3>,
+) -> Previous<R> {
+    let zeros = [R::ZERO; LANES];
+    let mut previous = Previous { gates: [zeros; GATES], c: zeros, n: zeros };
+    for w in 0..LANES {
+        let [keep, write, z, open, slope, _, read] = std::array::from_fn(|j| saved[j][w]);
+        let d_c = d_c[w] + d_h[w] * open * (R::ONE - read * read);
+        previous.gates[0][w] = d_c * z * write * (R::ONE - write);
+        previous.gates[1][w] = d_c * c_before[w] * keep * slope;
+        previous.gates[2][w] = d_c * write * (R::ONE - z * z);
+        previous.gates[3][w] = d_h[w] * read * open * (R::ONE - open);
+        previous.c[w] = d_c * keep;
+    }
+    previous
+}
+
+#[inline(always)]
+fn before_exponential<R: Real>(
     saved: &Blocks<R, SAVED>,
     [c_before, n_before]: &Blocks<R, 2>,
     [d_h, d_c, d_n]: &Blocks<R, 3>,

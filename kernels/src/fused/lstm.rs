@@ -1,6 +1,20 @@
-//! sLSTM's recurrence, whose gates see the last output of their head, in one launch forward and one back.
+//! The recurrences of LSTM and sLSTM, whose gates see the last output of their head, in one launch forward and one back.
 //! ```text
 //! i, f, z, o = x_t + h_{t-1} R                     [4 D]
+//!
+//! LSTM
+//! k, w       = sigmoid(f), sigmoid(i)
+//! c_t        = k c_{t-1} + w tanh(z)
+//! h_t        = sigmoid(o) tanh(c_t)
+//!
+//! dh_t  += dx_{t+1} R^T
+//! do     = dh tanh(c) s (1 - s)                    s = sigmoid(o)
+//! dc    += dh s (1 - tanh(c)^2)
+//! di     = dc tanh(z) w (1 - w)                    df = dc c_{t-1} k sigmoid(-f)
+//! dz     = dc w (1 - tanh(z)^2)
+//! dc_{t-1} = k dc                                  dx_t = di, df, dz, do
+//!
+//! sLSTM
 //! l          = ln sigmoid(f)
 //! m_t        = max(l + m_{t-1}, i)
 //! k, w       = e^{l + m_{t-1} - m_t}, e^{i - m_t}
@@ -8,16 +22,15 @@
 //! n_t        = k n_{t-1} + w
 //! h_t        = sigmoid(o) c_t / n_t
 //!
-//! dh_t  += dx_{t+1} R^T                            no gradient is taken through m
-//! do     = dh c / n s (1 - s)                      s = sigmoid(o)
-//! dc    += dh s / n        dn -= dh h / n
+//! do     = dh c / n s (1 - s)                      dh and dz as above
+//! dc    += dh s / n        dn -= dh h / n          no gradient is taken through m
 //! di     = (dc tanh(z) + dn) w                     df = (dc c_{t-1} + dn n_{t-1}) k sigmoid(-f)
-//! dz     = dc w (1 - tanh(z)^2)
-//! dc_{t-1}, dn_{t-1} = k dc, k dn                  dx_t = di, df, dz, do
+//! dc_{t-1}, dn_{t-1} = k dc, k dn
 //!
 //! x: [B, T, H, 4 D]   R: [H, D, 4 D]   h: [B, T, H, D]   h_0, c, n, m: [B, H, D]
 //! ```
-//! All numbers are f32. Source: Beck et al., arXiv 2405.04517.
+//! All numbers are f32. Sources: Hochreiter and Schmidhuber 1997 with the forget gate of Gers et al. 2000; Beck et al.,
+//! arXiv 2405.04517.
 //!
 //! Work:   a cube has a head of `together` sequences and takes it through all tokens. A unit owns a column of
 //!         `h R`, or several where the device has small cubes, for all of its sequences; then some units own a
@@ -42,10 +55,10 @@ use arguments::{
     Form, GATES, GivenArraysLaunch, GradientArraysLaunch, OperandsLaunch, ResultArraysLaunch,
     SAVED, SizesLaunch,
 };
-use backward::slstm_backward;
+use backward::lstm_backward;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use forward::slstm_forward;
+use forward::lstm_forward;
 
 /// Cells of the widest head.
 pub const WIDEST: usize = 256;
@@ -53,9 +66,21 @@ pub const WIDEST: usize = 256;
 const MOST_UNITS: usize = 1024;
 /// Sequences of a cube, the most first.
 const TOGETHER: [usize; 3] = [4, 2, 1];
-/// Sizes of one recurrence.
+
+/// Which cells the recurrence has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Cell {
+    /// LSTM's: all gates are sigmoids, and h is c through a tanh.
+    Sigmoid,
+    /// sLSTM's: the input gate is an exponential, and h is c over n.
+    Exponential,
+}
+
+/// A recurrence: its cells and sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dims {
+    /// Of LSTM or sLSTM.
+    pub cell: Cell,
     /// B.
     pub batch: usize,
     /// T.
@@ -90,10 +115,8 @@ pub struct State<'a> {
     pub h: &'a Handle,
     /// c.
     pub c: &'a Handle,
-    /// n.
-    pub n: &'a Handle,
-    /// m.
-    pub m: &'a Handle,
+    /// n and m, of sLSTM alone.
+    pub scale: Option<[&'a Handle; 2]>,
 }
 
 /// Inputs, laid out as the module says.
@@ -114,10 +137,8 @@ pub struct Outputs {
     pub h: Buffer,
     /// c after the last token, `[B, H, D]`.
     pub c: Buffer,
-    /// n likewise.
-    pub n: Buffer,
-    /// m likewise.
-    pub m: Buffer,
+    /// n and m likewise, of sLSTM alone.
+    pub scale: Option<[Buffer; 2]>,
     /// Tensors that a backward pass needs, where they are kept.
     pub kept: Option<Kept>,
 }
@@ -138,13 +159,15 @@ pub struct Given<'a> {
     pub saved: &'a Handle,
     /// R with rows and columns of each head swapped, `[H, 4 D, D]`.
     pub r_transposed: &'a Handle,
-    /// c and n before the first token; zeros if absent.
-    pub state: Option<[&'a Handle; 2]>,
+    /// c before the first token; zeros if absent.
+    pub c: Option<&'a Handle>,
+    /// n likewise, of sLSTM alone.
+    pub n: Option<&'a Handle>,
     /// dh of all tokens; zeros if absent.
     pub d_h: Option<&'a Handle>,
     /// Gradient of the last c; zeros if absent.
     pub d_c: Option<&'a Handle>,
-    /// Gradient of the last n; zeros if absent.
+    /// Gradient of the last n, of sLSTM alone; zeros if absent.
     pub d_n: Option<&'a Handle>,
 }
 
@@ -157,8 +180,8 @@ pub struct Gradients {
     pub h: Buffer,
     /// Of c likewise.
     pub c: Buffer,
-    /// Of n likewise.
-    pub n: Buffer,
+    /// Of n likewise, of sLSTM alone.
+    pub n: Option<Buffer>,
 }
 
 /// Whether the kernels take this.
@@ -171,7 +194,7 @@ pub fn check<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<(), Re
 
 /// The plan, without what depends on the tensors that are there.
 fn form<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<Form, Refusal> {
-    let Dims { batch, tokens, heads, width } = dims;
+    let Dims { cell, batch, tokens, heads, width } = dims;
     if [batch, tokens, heads, width].contains(&0) {
         return Err(Refusal::Empty { batch: batch * heads, tokens: tokens * width });
     }
@@ -202,7 +225,7 @@ fn form<R: Runtime>(client: &ComputeClient<R>, dims: Dims) -> Result<Form, Refus
         }
     }
     let (keep, given) = (false, [false; 3]);
-    Ok(Form { source: SOURCE, width, together, units, state: false, keep, given })
+    Ok(Form { source: SOURCE, cell, width, together, units, state: false, keep, given })
 }
 
 fn cubes(dims: Dims, form: &Form) -> (CubeCount, CubeDim) {
@@ -221,27 +244,30 @@ pub fn forward<R: Runtime>(
     keep: bool,
 ) -> Result<Outputs, Refusal> {
     let form = Form { keep, state: x.state.is_some(), ..form(client, dims)? };
-    let Dims { batch, tokens, heads, width } = dims;
+    let scaled = dims.cell == Cell::Exponential;
+    assert!(x.state.is_none_or(|state| state.scale.is_some() == scaled), "n and m are sLSTM's");
+    let Dims { cell, batch, tokens, heads, width } = dims;
     let new = |shape: &[usize]| buffer(client, shape, F32);
     let last = || new(&[batch, heads, width]);
     let found = Outputs {
         h: new(&[batch, tokens, heads, width]),
         c: last(),
-        n: last(),
-        m: last(),
+        scale: (cell == Cell::Exponential).then(|| [last(), last()]),
         kept: keep.then(|| Kept {
             saved: new(&[batch, tokens, heads, SAVED, width]),
             before: new(&[heads, batch, tokens, width]),
         }),
     };
-    let unwritten = [new(&[1]), new(&[1])];
+    let unwritten = [(); 4].map(|()| new(&[1]));
+    let [a, b, c, d] = &unwritten;
     let kept = found.kept.as_ref().map(|kept| [&kept.saved, &kept.before]);
-    let [saved, before] = kept.unwrap_or([&unwritten[0], &unwritten[1]]);
+    let [saved, before] = kept.unwrap_or([a, b]);
+    let [n, m] = found.scale.as_ref().map_or([c, d], |[n, m]| [n, m]);
     let to = ResultArraysLaunch::new(
         whole(&found.h),
         whole(&found.c),
-        whole(&found.n),
-        whole(&found.m),
+        whole(n),
+        whole(m),
         whole(saved),
         whole(before),
     );
@@ -249,7 +275,7 @@ pub fn forward<R: Runtime>(
     // SAFETY: units past the ends read the last numbers and write nothing; the caller promises the sizes.
     #[allow(unsafe_code)]
     unsafe {
-        slstm_forward::launch_unchecked::<R>(
+        lstm_forward::launch_unchecked::<R>(
             client,
             count,
             dim,
@@ -272,26 +298,29 @@ pub fn backward<R: Runtime>(
     given: Given<'_>,
 ) -> Result<Gradients, Refusal> {
     let there = [given.d_h, given.d_c, given.d_n].map(|d| d.is_some());
-    let form = Form { state: given.state.is_some(), given: there, ..form(client, dims)? };
-    let Dims { batch, tokens, heads, width } = dims;
+    let scaled = given.c.is_some() && dims.cell == Cell::Exponential;
+    assert_eq!(given.n.is_some(), scaled, "n before the first token is sLSTM's, beside c");
+    let form = Form { state: given.c.is_some(), given: there, ..form(client, dims)? };
+    let Dims { cell, batch, tokens, heads, width } = dims;
     let first = || buffer(client, &[batch, heads, width], F32);
     let found = Gradients {
         x: buffer(client, &[batch, tokens, heads, GATES * width], F32),
         h: first(),
         c: first(),
-        n: first(),
+        n: (cell == Cell::Exponential).then(first),
     };
+    let unwritten = buffer(client, &[1], F32);
     let to = GradientArraysLaunch::new(
         whole(&found.x),
         whole(&found.h),
         whole(&found.c),
-        whole(&found.n),
+        whole(found.n.as_ref().unwrap_or(&unwritten)),
     );
     let (count, dim) = cubes(dims, &form);
     // SAFETY: as in `forward`.
     #[allow(unsafe_code)]
     unsafe {
-        slstm_backward::launch_unchecked::<R>(
+        lstm_backward::launch_unchecked::<R>(
             client,
             count,
             dim,
@@ -316,8 +345,8 @@ fn operands<R: Runtime>(dims: Dims, x: &Inputs<'_>) -> OperandsLaunch<R> {
         array(x.r, dims.weights()),
         state(x.state.map(|state| state.h)),
         state(x.state.map(|state| state.c)),
-        state(x.state.map(|state| state.n)),
-        state(x.state.map(|state| state.m)),
+        state(x.state.and_then(|state| Some(state.scale?[0]))),
+        state(x.state.and_then(|state| Some(state.scale?[1]))),
     )
 }
 
@@ -326,8 +355,8 @@ fn given_arrays<R: Runtime>(dims: Dims, given: Given<'_>) -> GivenArraysLaunch<R
     GivenArraysLaunch::new(
         array(given.saved, SAVED * dims.cells()),
         array(given.r_transposed, dims.weights()),
-        other(given.state.map(|[c, _]| c), dims.state()),
-        other(given.state.map(|[_, n]| n), dims.state()),
+        other(given.c, dims.state()),
+        other(given.n, dims.state()),
         other(given.d_h, dims.cells()),
         other(given.d_c, dims.state()),
         other(given.d_n, dims.state()),
@@ -339,5 +368,5 @@ fn sizes<R: Runtime>(dims: Dims) -> SizesLaunch<R> {
 }
 
 #[cfg(test)]
-#[path = "slstm_tests.rs"]
+#[path = "lstm_tests.rs"]
 mod tests;

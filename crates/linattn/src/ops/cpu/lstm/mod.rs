@@ -1,5 +1,5 @@
-//! sLSTM's recurrence: a few sequences of one head at a time, token by token, with their cells in the first cache;
-//! heads and groups of sequences go in parallel.
+//! The recurrences of LSTM and sLSTM: a few sequences of one head at a time, token by token, with their cells in the
+//! first cache; heads and groups of sequences go in parallel.
 
 mod cells;
 
@@ -8,7 +8,7 @@ use super::product::{Matrix, sum_of_products};
 use super::real::{Job, LANES, Machine, Real, dispatch, load, store};
 use super::shared::{Place, Rows, RowsMut, Shared, rows_at};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
-use crate::ops::fused::{LOWEST, SlstmRecurrence};
+use crate::ops::fused::{LOWEST, LstmCell, LstmRecurrence};
 use crate::ops::pass::{BackwardPass, Pass};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
@@ -17,11 +17,14 @@ use std::borrow::Cow;
 
 /// Sequences that share what is read of R.
 const GROUP: usize = 4;
+/// Cells of the widest head that goes alone: products with wider ones are for all cores.
+const WIDEST_ALONE: usize = 256;
 
-type Tensors = SlstmRecurrence<FlexTensor>;
+type Tensors = LstmRecurrence<FlexTensor>;
 
 #[derive(Debug, Clone, Copy)]
 struct Dims {
+    cell: LstmCell,
     batch: usize,
     tokens: usize,
     heads: usize,
@@ -31,7 +34,17 @@ struct Dims {
 impl Dims {
     fn of(x: &Tensors) -> Self {
         let [batch, tokens, heads] = [0, 1, 2].map(|d| x.x.shape()[d]);
-        Self { batch, tokens, heads, width: x.r.shape()[1] }
+        Self { cell: x.cell, batch, tokens, heads, width: x.r.shape()[1] }
+    }
+
+    /// Vectors of the state.
+    fn vectors(&self) -> usize {
+        self.cell.vectors()
+    }
+
+    /// Those that have a gradient: all but m.
+    fn tracked(&self) -> usize {
+        self.vectors().min(3)
     }
 
     /// Numbers of one vector of the state.
@@ -109,12 +122,16 @@ fn block<R>(all: &[R], heads: usize, head: usize) -> &[R] {
     &all[head * numbers..][..numbers]
 }
 
-/// The recurrence, of one type throughout.
-pub(super) fn slstm(x: Tensors, keep: bool) -> Option<Pass<Flex>> {
+/// The recurrence, of one type throughout; none of it for one wide head.
+pub(super) fn lstm(x: Tensors, keep: bool) -> Option<Pass<Flex>> {
+    let Dims { heads, width, .. } = Dims::of(&x);
+    if heads == 1 && width > WIDEST_ALONE {
+        return None;
+    }
     let places = x.refill(std::iter::repeat(()));
     let tensors: Vec<_> = x.into_vec().into_iter().map(contiguous).collect();
     let dtype = one_type(&tensors)?;
-    typed!(dtype, slstm_of(places.refill(tensors), keep))
+    typed!(dtype, lstm_of(places.refill(tensors), keep))
 }
 
 struct Forward<'a, R, const S: usize> {
@@ -122,11 +139,11 @@ struct Forward<'a, R, const S: usize> {
     /// R of the head, `[D, padded(4 D)]`.
     weights: &'a [R],
     x: [Rows<'a, R>; S],
-    /// h, c, n and m before the first token.
-    state: Option<[[Rows<'a, R>; S]; 4]>,
+    /// The cells' vectors before the first token.
+    state: Option<Vec<[Rows<'a, R>; S]>>,
     h: [RowsMut<'a, R>; S],
-    /// c, n and m after the last.
-    last: [[RowsMut<'a, R>; S]; 3],
+    /// Those after the last, but for h.
+    last: Vec<[RowsMut<'a, R>; S]>,
     saved: Option<[RowsMut<'a, R>; S]>,
 }
 
@@ -135,7 +152,7 @@ impl<R: Real, const S: usize> Job for Forward<'_, R, S> {
 
     #[inline(always)]
     fn run<M: Machine>(mut self) {
-        let Dims { tokens, width, .. } = self.dims;
+        let Dims { cell: kind, tokens, width, .. } = self.dims;
         let columns = padded(GATES * width);
         let mut gates = vec![R::ZERO; S * columns];
         let [mut h, mut c, mut n] = [(); 3].map(|()| vec![R::ZERO; S * width]);
@@ -158,7 +175,7 @@ impl<R: Real, const S: usize> Job for Forward<'_, R, S> {
                     let part = |j| load(gates, j, width, first);
                     let cell = |x: &[R]| load(x, s, width, first);
                     let gates = std::array::from_fn(part);
-                    let next = after(&gates, &[cell(&c), cell(&n), cell(&m)]);
+                    let next = after(kind, &gates, &[cell(&c), cell(&n), cell(&m)]);
                     let Next { h: next_h, m: next_m, saved } = next;
                     store(&mut h, s, width, first, &next_h);
                     store(&mut c, s, width, first, &saved[SAVED - 2]);
@@ -182,17 +199,17 @@ impl<R: Real, const S: usize> Job for Forward<'_, R, S> {
     }
 }
 
-fn slstm_of<R: Number>(x: Tensors, keep: bool) -> Pass<Flex> {
+fn lstm_of<R: Number>(x: Tensors, keep: bool) -> Pass<Flex> {
     let dims = Dims::of(&x);
-    let Dims { batch, tokens, heads, width } = dims;
+    let Dims { batch, tokens, heads, width, .. } = dims;
     let state = dims.state();
     let mut h = zeros::<R>(tokens * state);
-    let mut last = [(); 3].map(|()| zeros::<R>(state));
+    let mut last = vec![zeros::<R>(state); dims.vectors() - 1];
     let mut saved = keep.then(|| zeros::<R>(SAVED * tokens * state));
     let weights = recurrent::<R>(&x);
     let to = Results {
         h: Shared::new(&mut h),
-        last: last.each_mut().map(|last| Shared::new(last)),
+        last: last.iter_mut().map(|last| Shared::new(last)).collect(),
         saved: saved.as_mut().map(|saved| Shared::new(saved)),
     };
     dims.for_each(|group| match group.whole {
@@ -201,7 +218,7 @@ fn slstm_of<R: Number>(x: Tensors, keep: bool) -> Pass<Flex> {
     });
     let of_state = [batch, 1, heads, width];
     let h = tensor(h, [batch, tokens, heads, width]);
-    let last = last.map(|last| tensor(last, of_state));
+    let last = last.into_iter().map(|last| tensor(last, of_state));
     let outputs = [h.clone()].into_iter().chain(last).collect();
     let backward = saved.map(|saved| -> BackwardPass<Flex> {
         Box::new(move |gradients, wanted| {
@@ -215,7 +232,7 @@ fn slstm_of<R: Number>(x: Tensors, keep: bool) -> Pass<Flex> {
 /// Buffers of a forward pass.
 struct Results<'a, R> {
     h: Shared<'a, R>,
-    last: [Shared<'a, R>; 3],
+    last: Vec<Shared<'a, R>>,
     saved: Option<Shared<'a, R>>,
 }
 
@@ -229,13 +246,15 @@ fn forward<R: Number, const S: usize>(
     let rows = |s: usize, of: usize| dims.rows(first + s, head, of);
     let cells = |s: usize| dims.cells(first + s, head);
     let state = x.state.as_ref().map(|state| {
-        state.each_ref().map(|x| std::array::from_fn(|s| rows_at(slice(x), cells(s))))
+        let of_sequences = |x| std::array::from_fn(|s| rows_at(slice(x), cells(s)));
+        state.iter().map(of_sequences).collect()
     });
     // SAFETY: every head of every sequence has rows of its own, and one group has it.
     #[allow(unsafe_code)]
     let (h, last, saved) = unsafe {
         let h = std::array::from_fn(|s| to.h.rows(rows(s, 1)));
-        let last = to.last.each_ref().map(|last| std::array::from_fn(|s| last.rows(cells(s))));
+        let last =
+            to.last.iter().map(|last| std::array::from_fn(|s| last.rows(cells(s)))).collect();
         let saved =
             to.saved.as_ref().map(|saved| std::array::from_fn(|s| saved.rows(rows(s, SAVED))));
         (h, last, saved)
@@ -257,14 +276,14 @@ struct Backward<'a, R, const S: usize> {
     weights: &'a [R],
     saved: [Rows<'a, R>; S],
     h: [Rows<'a, R>; S],
-    /// h, c and n before the first token.
-    state: Option<[[Rows<'a, R>; S]; 3]>,
+    /// h, c and, of sLSTM, n before the first token.
+    state: Option<Vec<[Rows<'a, R>; S]>>,
     d_h: Option<[Rows<'a, R>; S]>,
     /// Of the last c and n.
     d_last: [Option<[Rows<'a, R>; S]>; 2],
     d_x: [RowsMut<'a, R>; S],
-    /// Of h, c and n before the first token.
-    d_state: [[RowsMut<'a, R>; S]; 3],
+    /// Of those.
+    d_state: Vec<[RowsMut<'a, R>; S]>,
     /// h before each token.
     before: [RowsMut<'a, R>; S],
 }
@@ -274,7 +293,7 @@ impl<R: Real, const S: usize> Job for Backward<'_, R, S> {
 
     #[inline(always)]
     fn run<M: Machine>(mut self) {
-        let Dims { tokens, width, .. } = self.dims;
+        let Dims { cell: kind, tokens, width, .. } = self.dims;
         let (columns, gates) = (padded(width), GATES * width);
         let mut rows = vec![R::ZERO; S * gates];
         let mut d_h = vec![R::ZERO; S * columns];
@@ -287,9 +306,11 @@ impl<R: Real, const S: usize> Job for Backward<'_, R, S> {
         let zeros = vec![R::ZERO; width];
         for t in (0..tokens).rev() {
             for s in 0..S {
-                let start = |j: usize| match &self.state {
-                    Some(state) => state[j][s].at(0),
-                    None => &zeros,
+                let start = |j: usize| {
+                    self.state
+                        .as_ref()
+                        .and_then(|state| state.get(j))
+                        .map_or(&zeros[..], |x| x[s].at(0))
                 };
                 let row = self.saved[s].at(t);
                 let [h, c, n] = match t.checked_sub(1) {
@@ -310,7 +331,7 @@ impl<R: Real, const S: usize> Job for Backward<'_, R, S> {
                     let [c, n] = [c, n].map(|x| load(x, 0, width, first));
                     let [d_c, d_n] = d_cells.each_ref().map(|d| load(d, s, width, first));
                     let d = [load(&d_h[..width], 0, width, first), d_c, d_n];
-                    let Previous { gates, c, n } = before(&saved, &[c, n], &d);
+                    let Previous { gates, c, n } = before(kind, &saved, &[c, n], &d);
                     for j in 0..GATES {
                         store(rows, j, width, first, &gates[j]);
                     }
@@ -322,11 +343,12 @@ impl<R: Real, const S: usize> Job for Backward<'_, R, S> {
             d_h.fill(R::ZERO);
             multiply::<M, R, S>(&mut d_h, &rows, self.weights, [gates, columns]);
         }
-        let [of_h, of_c, of_n] = &mut self.d_state;
+        let (of_h, of_cells) = self.d_state.split_first_mut().expect("h comes first");
         for s in 0..S {
             of_h[s].at(0).copy_from_slice(&d_h[s * columns..][..width]);
-            of_c[s].at(0).copy_from_slice(&d_cells[0][s * width..][..width]);
-            of_n[s].at(0).copy_from_slice(&d_cells[1][s * width..][..width]);
+            for (to, from) in of_cells.iter_mut().zip(&d_cells) {
+                to[s].at(0).copy_from_slice(&from[s * width..][..width]);
+            }
         }
     }
 }
@@ -343,7 +365,7 @@ struct Given<'a, R> {
 /// Buffers of a backward pass.
 struct Gradients<'a, R> {
     x: Shared<'a, R>,
-    state: [Shared<'a, R>; 3],
+    state: Vec<Shared<'a, R>>,
     before: Shared<'a, R>,
 }
 
@@ -361,7 +383,7 @@ fn backward<R: Number, const S: usize>(
     #[allow(unsafe_code)]
     let (d_x, d_state, before) = unsafe {
         let d_x = std::array::from_fn(|s| to.x.rows(rows(s, GATES)));
-        let d_state = to.state.each_ref().map(|d| std::array::from_fn(|s| d.rows(cells(s))));
+        let d_state = to.state.iter().map(|d| std::array::from_fn(|s| d.rows(cells(s)))).collect();
         (d_x, d_state, std::array::from_fn(|s| to.before.rows(rows(s, 1))))
     };
     dispatch(Backward::<R, S> {
@@ -369,7 +391,7 @@ fn backward<R: Number, const S: usize>(
         weights: block(given.weights, dims.heads, head),
         saved: std::array::from_fn(|s| rows_at(given.saved, rows(s, SAVED))),
         h: std::array::from_fn(|s| rows_at(given.h, rows(s, 1))),
-        state: x.state.as_ref().map(|[h, c, n, _]| [h, c, n].map(start)),
+        state: x.state.as_ref().map(|state| state.iter().take(dims.tracked()).map(start).collect()),
         d_h: given.d_h.map(|d| std::array::from_fn(|s| rows_at(d, rows(s, 1)))),
         d_last: given.d_last.map(|d| d.map(|d| std::array::from_fn(|s| rows_at(d, cells(s))))),
         d_x,
@@ -378,7 +400,7 @@ fn backward<R: Number, const S: usize>(
     });
 }
 
-/// Gradients of all inputs, that of m being 0, from those of h and the last c, n and m.
+/// Gradients of all inputs, that of m being 0, from those of h and the last vectors.
 fn backward_of<R: Number>(
     x: &Tensors,
     saved: &[R],
@@ -387,19 +409,19 @@ fn backward_of<R: Number>(
     wanted: &[bool],
 ) -> Vec<Option<FlexTensor>> {
     let dims = Dims::of(x);
-    let Dims { batch, tokens, heads, width } = dims;
+    let Dims { batch, tokens, heads, width, .. } = dims;
     let [mut d_x, mut before] = [GATES, 1].map(|of| zeros::<R>(of * tokens * dims.state()));
-    let mut d_state = [(); 3].map(|()| zeros::<R>(dims.state()));
+    let mut d_state = vec![zeros::<R>(dims.state()); dims.tracked()];
     let given = Given {
         weights: &blocks(&x.r, true),
         saved,
         h,
         d_h: maybe(&gradients[0]),
-        d_last: [maybe(&gradients[1]), maybe(&gradients[2])],
+        d_last: [1, 2].map(|n| gradients.get(n).and_then(maybe)),
     };
     let to = Gradients {
         x: Shared::new(&mut d_x),
-        state: d_state.each_mut().map(|d| Shared::new(d)),
+        state: d_state.iter_mut().map(|d| Shared::new(d)).collect(),
         before: Shared::new(&mut before),
     };
     dims.for_each(|group| match group.whole {
@@ -410,15 +432,15 @@ fn backward_of<R: Number>(
     let mut all = vec![Some(tensor(d_x, x.x.shape())), d_r];
     if x.state.is_some() {
         let of_state = |d| Some(tensor(d, [batch, 1, heads, width]));
-        all.extend(d_state.map(of_state));
-        all.push(of_state(zeros::<R>(dims.state())));
+        all.extend(d_state.into_iter().map(of_state));
+        all.resize_with(2 + dims.vectors(), || of_state(zeros::<R>(dims.state())));
     }
     all
 }
 
 /// dR: each head's `h_{t-1}^T dx_t`, summed over all tokens.
 fn recurrent_gradient<R: Number>(dims: Dims, before: &[R], d_x: &[R]) -> Vec<R> {
-    let Dims { batch, tokens, heads, width } = dims;
+    let Dims { batch, tokens, heads, width, .. } = dims;
     let of_head = |x, head: usize, width: usize| {
         let (rows, columns) = (batch * tokens, heads * width);
         Matrix::new(x, [rows, columns]).columns(head * width, width)

@@ -61,7 +61,7 @@ fn linear_gates(
 
 /// The kernel of [`forward`].
 #[cube(launch_unchecked)]
-pub(super) fn slstm_forward(
+pub(super) fn lstm_forward(
     x: &Operands,
     to: &mut ResultArrays,
     sizes: Sizes,
@@ -75,8 +75,9 @@ pub(super) fn slstm_forward(
     let part = held(&x.r, terms(own.head, 0usize, form), form);
     let mut h = number_or(&x.h, own.at, 0.0f32, form.state);
     let mut c = number_or(&x.c, own.at, 0.0f32, form.state);
-    let mut n = number_or(&x.n, own.at, 0.0f32, form.state);
-    let mut m = number_or(&x.m, own.at, comptime!(LOWEST).runtime(), form.state);
+    let scaled = comptime!(form.state && form.scaled());
+    let mut n = number_or(&x.n, own.at, 0.0f32, scaled);
+    let mut m = number_or(&x.m, own.at, comptime!(LOWEST).runtime(), scaled);
     if own.cell {
         hidden[UNIT_POS as usize] = h;
     }
@@ -92,14 +93,23 @@ pub(super) fn slstm_forward(
             let (i, f) = (gates[at], gates[at + width]);
             let z = tanh(gates[at + comptime!(2 * form.width)]);
             let o = sigmoid(gates[at + comptime!(3 * form.width)]);
-            let log_keep = -softplus(-f);
-            let largest = max(log_keep + m, i);
-            // In this order: the difference of two m is exact where they are close.
-            let keep = f32::exp(log_keep + (m - largest));
-            let write = f32::exp(i - largest);
+            let (keep, write) = if comptime!(form.scaled()) {
+                let log_keep = -softplus(-f);
+                let largest = max(log_keep + m, i);
+                // In this order: the difference of two m is exact where they are close.
+                let keep = f32::exp(log_keep + (m - largest));
+                let write = f32::exp(i - largest);
+                n = keep * n + write;
+                m = largest;
+                (keep, write)
+            } else {
+                (sigmoid(f), sigmoid(i))
+            };
             c = keep * c + write * z;
-            n = keep * n + write;
-            m = largest;
+            let mut read = n;
+            if comptime!(!form.scaled()) {
+                read = tanh(c);
+            }
             if comptime!(form.keep) {
                 if own.there {
                     let batch = sizes.batch as usize;
@@ -112,10 +122,14 @@ pub(super) fn slstm_forward(
                     to.saved[at + comptime!(3 * form.width)] = o;
                     to.saved[at + comptime!(4 * form.width)] = sigmoid(-f);
                     to.saved[at + comptime!(5 * form.width)] = c;
-                    to.saved[at + comptime!(6 * form.width)] = n;
+                    to.saved[at + comptime!(6 * form.width)] = read;
                 }
             }
-            h = o * c / n;
+            if comptime!(form.scaled()) {
+                h = o * c / n;
+            } else {
+                h = o * read;
+            }
             hidden[UNIT_POS as usize] = h;
             if own.there {
                 to.h[row(own, own.sequence, t) * width + own.place] = h;
@@ -125,7 +139,9 @@ pub(super) fn slstm_forward(
     }
     if own.there {
         to.c[own.at] = c;
-        to.n[own.at] = n;
-        to.m[own.at] = m;
+        if comptime!(form.scaled()) {
+            to.n[own.at] = n;
+            to.m[own.at] = m;
+        }
     }
 }

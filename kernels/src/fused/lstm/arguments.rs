@@ -1,5 +1,6 @@
 //! Arguments of the kernels: compile-time numbers, and tensors.
 
+use super::Cell;
 use cubecl::prelude::*;
 
 /// Cells of the widest head whose recurrent weights lie in registers.
@@ -8,7 +9,7 @@ const HELD: usize = 64;
 /// i, f, z and o.
 pub(super) const GATES: usize = 4;
 
-/// k, w, tanh(z), sigmoid(o), sigmoid(-f), c and n.
+/// k, w, tanh(z), sigmoid(o), sigmoid(-f), c, and n or, of LSTM, tanh(c).
 pub(super) const SAVED: usize = 7;
 
 /// m before the first token: lower than any i.
@@ -18,6 +19,7 @@ pub(super) const LOWEST: f32 = -1e30;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Form {
     pub(super) source: &'static str,
+    pub(super) cell: Cell,
     /// D.
     pub(super) width: usize,
     /// Sequences of a cube.
@@ -33,6 +35,11 @@ pub(super) struct Form {
 }
 
 impl Form {
+    /// Whether cells have n and m.
+    pub(super) fn scaled(&self) -> bool {
+        self.cell == Cell::Exponential
+    }
+
     /// Columns of a unit.
     pub(super) fn turns(&self) -> usize {
         (GATES * self.width).div_ceil(self.units)

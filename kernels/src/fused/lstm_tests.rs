@@ -1,4 +1,4 @@
-//! sLSTM's recurrence and its gradients against f64 loops.
+//! The recurrences of LSTM and sLSTM and their gradients against f64 loops.
 
 use super::arguments::LOWEST;
 use super::*;
@@ -24,16 +24,16 @@ struct Case {
     dims: Dims,
     x: Vec<f64>,
     r: Vec<f64>,
-    /// h, c, n and m.
-    state: Option<[Vec<f64>; 4]>,
+    /// h, c and, of sLSTM, n and m.
+    state: Option<Vec<Vec<f64>>>,
     d_h: Vec<f64>,
-    /// Of c and n.
-    d_last: Option<[Vec<f64>; 2]>,
+    /// Of c and, of sLSTM, n.
+    d_last: Option<Vec<Vec<f64>>>,
 }
 
 /// Everything about a cell and a token that a pass back needs.
 #[derive(Clone, Copy, Default)]
-struct Cell {
+struct Numbers {
     h: f64,
     c: f64,
     n: f64,
@@ -50,12 +50,12 @@ fn sigmoid(z: f64) -> f64 {
 }
 
 impl Case {
-    fn new([batch, tokens, heads, width]: [usize; 4], whole: bool) -> Self {
+    fn new(cell: Cell, [batch, tokens, heads, width]: [usize; 4], whole: bool) -> Self {
         let mut rng = Rng::named((tokens * heads + width) as u64, "slstm");
         let mut draw = |count: usize, size: f64| -> Vec<f64> {
             (0..count).map(|_| f64::from((size * rng.normal()) as f32)).collect()
         };
-        let dims = Dims { batch, tokens, heads, width };
+        let dims = Dims { cell, batch, tokens, heads, width };
         let (cells, state) = (dims.cells(), dims.state());
         let x = draw(4 * cells, 1.5);
         let r = draw(dims.weights(), (width as f64).powf(-0.5));
@@ -67,17 +67,20 @@ impl Case {
             dims,
             x,
             r,
-            state: whole.then_some([h, c, n, m]),
+            state: whole.then(|| Vec::from([h, c, n, m])).map(|x| of_cell(cell, x, 2)),
             d_h: draw(cells, 1.0),
-            d_last: whole.then_some(d_last),
+            d_last: whole.then(|| Vec::from(d_last)).map(|x| of_cell(cell, x, 1)),
         }
     }
 
     /// The cell before the first token.
-    fn start(&self, at: usize) -> Cell {
+    fn start(&self, at: usize) -> Numbers {
         match &self.state {
-            Some([h, c, n, m]) => Cell { h: h[at], c: c[at], n: n[at], m: m[at], gates: [0.0; 4] },
-            None => Cell { m: f64::from(LOWEST), ..Cell::default() },
+            Some(state) => {
+                let of = |which: usize| state.get(which).map_or(0.0, |x| x[at]);
+                Numbers { h: of(0), c: of(1), n: of(2), m: of(3), gates: [0.0; 4] }
+            }
+            None => Numbers { m: f64::from(LOWEST), ..Numbers::default() },
         }
     }
 
@@ -88,7 +91,7 @@ impl Case {
     }
 
     /// Cells of one head of a sequence before the first token and after each.
-    fn head(&self, b: usize, head: usize) -> Vec<Vec<Cell>> {
+    fn head(&self, b: usize, head: usize) -> Vec<Vec<Numbers>> {
         let Dims { tokens, heads, width, .. } = self.dims;
         let first = (b * heads + head) * width;
         let mut all = vec![(0..width).map(|d| self.start(first + d)).collect::<Vec<_>>()];
@@ -100,7 +103,7 @@ impl Case {
                     let back = (0..width).map(|e| before[e].h * self.weight(head, e, g, d));
                     self.x[row + g * width + d] + back.sum::<f64>()
                 });
-                after(before[d], gates)
+                after(self.dims.cell, before[d], gates)
             };
             let next = (0..width).map(next).collect();
             all.push(next);
@@ -110,7 +113,7 @@ impl Case {
 
     /// Outputs and gradients.
     fn truth(&self) -> (Found, Found) {
-        let Dims { batch, tokens, heads, width } = self.dims;
+        let Dims { batch, tokens, heads, width, .. } = self.dims;
         let (cells, state) = (self.dims.cells(), self.dims.state());
         let mut h = vec![0.0; cells];
         let [mut c, mut n, mut m] = [(); 3].map(|()| vec![0.0; state]);
@@ -130,15 +133,16 @@ impl Case {
                 (c[first + d], n[first + d], m[first + d]) = (last.c, last.n, last.m);
             }
             // Gradients of h, through the gates of the token after, of c and of n.
-            let of =
-                |which: usize, d: usize| self.d_last.as_ref().map_or(0.0, |x| x[which][first + d]);
+            let of = |which: usize, d: usize| {
+                self.d_last.as_ref().and_then(|x| x.get(which)).map_or(0.0, |x| x[first + d])
+            };
             let mut carried: Vec<[f64; 3]> =
                 (0..width).map(|d| [0.0, of(0, d), of(1, d)]).collect();
             for t in (0..tokens).rev() {
                 let rows: Vec<[f64; 4]> = (0..width)
                     .map(|d| {
                         carried[d][0] += self.d_h[place(t) + d];
-                        back(all[t][d], all[t + 1][d], &mut carried[d])
+                        back(self.dims.cell, all[t][d], all[t + 1][d], &mut carried[d])
                     })
                     .collect();
                 for (d, e) in (0..width).flat_map(|d| (0..width).map(move |e| (d, e))) {
@@ -159,27 +163,52 @@ impl Case {
             }
         }
         let [d_h, d_c, d_n] = d_state;
-        let outputs = vec![("h", h), ("c", c), ("n", n), ("m", m), ("h before", before)];
-        (outputs, vec![("dx", d_x), ("dh_0", d_h), ("dc_0", d_c), ("dn_0", d_n)])
+        let outputs = vec![("h", h), ("c", c), ("n", n), ("m", m)];
+        let mut outputs = of_cell(self.dims.cell, outputs, 2);
+        outputs.push(("h before", before));
+        let gradients = vec![("dx", d_x), ("dh_0", d_h), ("dc_0", d_c), ("dn_0", d_n)];
+        (outputs, of_cell(self.dims.cell, gradients, 3))
     }
 }
 
+/// What sLSTM has behind what both have.
+fn of_cell<T>(cell: Cell, mut all: Vec<T>, both: usize) -> Vec<T> {
+    if cell == Cell::Sigmoid {
+        all.truncate(both);
+    }
+    all
+}
+
 /// The cell after a token.
-fn after(cell: Cell, gates: [f64; 4]) -> Cell {
+fn after(kind: Cell, cell: Numbers, gates: [f64; 4]) -> Numbers {
     let [i, f, z, o] = gates;
+    if kind == Cell::Sigmoid {
+        let c = sigmoid(f) * cell.c + sigmoid(i) * z.tanh();
+        return Numbers { h: sigmoid(o) * c.tanh(), c, gates, ..Numbers::default() };
+    }
     let log_keep = -(-f).exp().ln_1p();
     let m = (log_keep + cell.m).max(i);
     let (keep, write) = ((log_keep + cell.m - m).exp(), (i - m).exp());
     let (c, n) = (keep * cell.c + write * z.tanh(), keep * cell.n + write);
-    Cell { h: sigmoid(o) * c / n, c, n, m, gates }
+    Numbers { h: sigmoid(o) * c / n, c, n, m, gates }
 }
 
 /// Gradients of the gates; `carried`, those of h, c and n after the token, becomes those before it, without
 /// what comes through the gates.
-fn back(before: Cell, cell: Cell, carried: &mut [f64; 3]) -> [f64; 4] {
+fn back(kind: Cell, before: Numbers, cell: Numbers, carried: &mut [f64; 3]) -> [f64; 4] {
     let [i, f, z, o] = cell.gates;
     let [d_h, mut d_c, mut d_n] = *carried;
     let (open, z) = (sigmoid(o), z.tanh());
+    if kind == Cell::Sigmoid {
+        d_c += d_h * open * (1.0 - cell.c.tanh().powi(2));
+        *carried = [0.0, d_c * sigmoid(f), 0.0];
+        return [
+            d_c * z * sigmoid(i) * sigmoid(-i),
+            d_c * before.c * sigmoid(f) * sigmoid(-f),
+            d_c * sigmoid(i) * (1.0 - z * z),
+            d_h * cell.c.tanh() * open * (1.0 - open),
+        ];
+    }
     let (keep, write) = (sigmoid(f) * (before.m - cell.m).exp(), (i - cell.m).exp());
     d_c += d_h * open / cell.n;
     d_n -= d_h * cell.h / cell.n;
@@ -216,41 +245,48 @@ fn computed<R: Runtime>(client: &ComputeClient<R>, case: &Case, keep: bool) -> (
     };
     let [x, r, r_transposed, d_h] =
         [&case.x, &case.r, &transposed(&case.r, case.dims.width), &case.d_h].map(put);
-    let state = case.state.as_ref().map(|state| state.each_ref().map(put));
-    let inputs =
-        Inputs { x: &x, r: &r, state: state.as_ref().map(|[h, c, n, m]| State { h, c, n, m }) };
-    let found = forward(client, case.dims, &inputs, keep).expect("it fits");
+    let put_all = |all: &Vec<Vec<f64>>| all.iter().map(put).collect::<Vec<_>>();
+    let (state, d_last) = (case.state.as_ref().map(put_all), case.d_last.as_ref().map(put_all));
+    let state = state.as_deref().map(|state| State {
+        h: &state[0],
+        c: &state[1],
+        scale: (case.dims.cell == Cell::Exponential).then(|| [&state[2], &state[3]]),
+    });
+    let found = forward(client, case.dims, &Inputs { x: &x, r: &r, state }, keep).expect("it fits");
     let get = |name, buffer: &Buffer| (name, numbers(client, buffer));
-    let mut outputs =
-        vec![get("h", &found.h), get("c", &found.c), get("n", &found.n), get("m", &found.m)];
+    let mut outputs = vec![get("h", &found.h), get("c", &found.c)];
+    if let Some([n, m]) = &found.scale {
+        outputs.extend([get("n", n), get("m", m)]);
+    }
     assert_eq!(found.kept.is_some(), keep);
     let Some(kept) = found.kept else { return (outputs, vec![]) };
     outputs.push(get("h before", &kept.before));
-    let d_last = case.d_last.as_ref().map(|d| d.each_ref().map(put));
     let given = Given {
         saved: &kept.saved.handle,
         r_transposed: &r_transposed,
-        state: inputs.state.map(|state| [state.c, state.n]),
+        c: state.map(|state| state.c),
+        n: state.and_then(|state| Some(state.scale?[0])),
         d_h: Some(&d_h),
-        d_c: d_last.as_ref().map(|[c, _]| c),
-        d_n: d_last.as_ref().map(|[_, n]| n),
+        d_c: d_last.as_ref().map(|d| &d[0]),
+        d_n: d_last.as_ref().and_then(|d| d.get(1)),
     };
     let d = backward(client, case.dims, given).expect("it fits");
-    let gradients = vec![get("dx", &d.x), get("dh_0", &d.h), get("dc_0", &d.c), get("dn_0", &d.n)];
+    let mut gradients = vec![get("dx", &d.x), get("dh_0", &d.h), get("dc_0", &d.c)];
+    gradients.extend(d.n.as_ref().map(|d| get("dn_0", d)));
     (outputs, gradients)
 }
 
-fn recurrences_are_right<R: Runtime>(client: &ComputeClient<R>) {
+fn recurrences_are_right<R: Runtime>(client: &ComputeClient<R>, cell: Cell) {
     for sizes in SIZES {
         for whole in [false, true] {
-            let case = Case::new(sizes, whole);
+            let case = Case::new(cell, sizes, whole);
             let (outputs, gradients) = case.truth();
             let (alone, none) = computed(client, &case, false);
             assert!(none.is_empty());
             let (kept, found) = computed(client, &case, true);
             let close = |want: &Found, got: &Found, limit: f64| {
                 for ((name, want), (_, got)) in want.iter().zip(got) {
-                    let sizes = format!("{name} of {sizes:?}, with a state: {whole}");
+                    let sizes = format!("{name} of {cell:?}, {sizes:?}, with a state: {whole}");
                     assert_close(&sizes, want, got, limit);
                 }
             };
@@ -263,32 +299,42 @@ fn recurrences_are_right<R: Runtime>(client: &ComputeClient<R>) {
 }
 
 #[test]
+fn lstm_recurrences_are_right() {
+    crate::tests::on_wgpu::with_client(|client| recurrences_are_right(client, Cell::Sigmoid));
+}
+
+#[test]
 fn slstm_recurrences_are_right() {
-    crate::tests::on_wgpu::with_client(recurrences_are_right);
+    crate::tests::on_wgpu::with_client(|client| recurrences_are_right(client, Cell::Exponential));
 }
 
 #[cfg(feature = "cuda")]
 #[test]
-fn slstm_recurrences_are_right_on_cuda() {
-    crate::tests::on_cuda::with_client(recurrences_are_right);
+fn lstm_and_slstm_recurrences_are_right_on_cuda() {
+    crate::tests::on_cuda::with_client(|client| {
+        recurrences_are_right(client, Cell::Sigmoid);
+        recurrences_are_right(client, Cell::Exponential);
+    });
 }
 
 #[test]
-fn slstm_gates_of_any_size_overflow_nothing() {
+fn lstm_gates_of_any_size_overflow_nothing() {
     crate::tests::on_wgpu::with_client(|client| {
-        let mut case = Case::new([2, 7, 2, 5], false);
-        case.x.iter_mut().for_each(|x| *x *= 1e3);
-        let (outputs, gradients) = computed(client, &case, true);
-        for (name, x) in outputs.iter().chain(&gradients) {
-            assert!(x.iter().all(|x| x.is_finite()), "{name}: {x:?}");
+        for cell in [Cell::Sigmoid, Cell::Exponential] {
+            let mut case = Case::new(cell, [2, 7, 2, 5], false);
+            case.x.iter_mut().for_each(|x| *x *= 1e3);
+            let (outputs, gradients) = computed(client, &case, true);
+            for (name, x) in outputs.iter().chain(&gradients) {
+                assert!(x.iter().all(|x| x.is_finite()), "{name} of {cell:?}: {x:?}");
+            }
         }
     });
 }
 
 #[test]
-fn slstm_recurrences_that_do_not_fit_are_refused() {
+fn lstm_recurrences_that_do_not_fit_are_refused() {
     crate::tests::on_wgpu::with_client(|client| {
-        let good = Dims { batch: 1, tokens: 2, heads: 3, width: 4 };
+        let good = Dims { cell: Cell::Sigmoid, batch: 1, tokens: 2, heads: 3, width: 4 };
         let why = |dims| check(client, dims).expect_err("refused").to_string();
         assert!(why(Dims { width: 257, ..good }).contains("cells of a head"));
         assert!(matches!(check(client, Dims { tokens: 0, ..good }), Err(Refusal::Empty { .. })));

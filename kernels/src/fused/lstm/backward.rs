@@ -4,8 +4,8 @@ use super::arguments::{Form, GATES, GivenArrays, GradientArrays, SAVED, Sizes};
 use super::cube::{Own, Shared, Terms, accumulate, column, has_column, held, number_or, own, row};
 use cubecl::prelude::*;
 
-/// Numbers that a unit reads of a token in the backward pass: the first five of the saved ones, dh, and c and n
-/// before the token.
+/// Numbers that a unit reads of a token in the backward pass: the first five of the saved ones, dh, and c and n (of LSTM
+/// tanh(c)) before the token.
 const READ: usize = 8;
 
 /// These numbers of one token.
@@ -31,7 +31,7 @@ fn fetch_saved(
         ahead[7] = given.saved[earlier + comptime!(6 * form.width)];
     } else {
         ahead[6] = number_or(&given.c, own.at, 0.0f32, form.state);
-        ahead[7] = number_or(&given.n, own.at, 0.0f32, form.state);
+        ahead[7] = number_or(&given.n, own.at, 0.0f32, comptime!(form.state && form.scaled()));
     }
 }
 
@@ -86,7 +86,7 @@ fn write_parts(
 
 /// The kernel of [`backward`].
 #[cube(launch_unchecked)]
-pub(super) fn slstm_backward(
+pub(super) fn lstm_backward(
     given: &GivenArrays,
     to: &mut GradientArrays,
     sizes: Sizes,
@@ -100,7 +100,7 @@ pub(super) fn slstm_backward(
     let mut parts = SharedMemory::<f32>::new(comptime!(form.gates()));
     let part = held(&given.r_transposed, terms(own.head, 0usize, form), form);
     let mut d_c = number_or(&given.d_c, own.at, 0.0f32, comptime!(form.given[1]));
-    let mut d_n = number_or(&given.d_n, own.at, 0.0f32, comptime!(form.given[2]));
+    let mut d_n = number_or(&given.d_n, own.at, 0.0f32, comptime!(form.given[2] && form.scaled()));
     let mut ahead = Array::<f32>::new(comptime!(READ));
     fetch_saved(&mut ahead, given, own, tokens - 1, form);
     let last = row(own, own.sequence, tokens - 1) * comptime!(SAVED * form.width) + own.place;
@@ -118,14 +118,23 @@ pub(super) fn slstm_backward(
             let d_h = ahead[5] + recurrent(&parts, own, form);
             let (keep, write, z, o, slope) = (ahead[0], ahead[1], ahead[2], ahead[3], ahead[4]);
             let (c_before, n_before) = (ahead[6], ahead[7]);
-            let ratio = c / n;
-            let over = d_h * o / n;
-            d_c += over;
-            d_n -= over * ratio;
-            let d_i = (d_c * z + d_n) * write;
+            // h is this by sigmoid(o).
+            let mut read = n;
+            if comptime!(form.scaled()) {
+                read = c / n;
+                let over = d_h * o / n;
+                d_c += over;
+                d_n -= over * read;
+            } else {
+                d_c += d_h * o * (1.0f32 - read * read);
+            }
+            let mut d_i = (d_c * z + d_n) * write;
+            if comptime!(!form.scaled()) {
+                d_i *= 1.0f32 - write;
+            }
             let d_f = (d_c * c_before + d_n * n_before) * keep * slope;
             let d_z = d_c * write * (1.0f32 - z * z);
-            let d_o = d_h * ratio * o * (1.0f32 - o);
+            let d_o = d_h * read * o * (1.0f32 - o);
             d_c *= keep;
             d_n *= keep;
             c = c_before;
@@ -151,6 +160,8 @@ pub(super) fn slstm_backward(
     if own.there {
         to.h[own.at] = recurrent(&parts, own, form);
         to.c[own.at] = d_c;
-        to.n[own.at] = d_n;
+        if comptime!(form.scaled()) {
+            to.n[own.at] = d_n;
+        }
     }
 }
