@@ -227,7 +227,8 @@ pub(crate) trait TileEngine: Send + Sync + 'static {
     /// Row of pair `h` of fragment `f`.
     fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: Grid) -> usize;
 
-    /// First column of the pairs of fragment `f`.
+    /// First column of the pairs of fragment `f`. Of a unit that is not [`inside`](Self::inside) it is another unit's: it
+    /// may be read, not written.
     fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize;
 
     /// Whether fragment `f` belongs to the product: there may be more units than work.

@@ -39,7 +39,12 @@ pub(super) fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: 
 #[cube]
 pub(super) fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {
     let right = comptime!(grid.step(f, 0)[1]);
-    let plane = UNIT_POS as usize / 32 / comptime!(grid.down());
+    let (down, across) = comptime!((grid.down(), grid.across()));
+    let mut plane = UNIT_POS as usize / 32 / down;
+    if comptime!(32 * down * across < grid.units) {
+        // A plane that has no part of the product reads what another one does, and nothing behind a tile's end.
+        plane %= across;
+    }
     let lane = UNIT_POS as usize % 32;
     plane * comptime!(grid.n / grid.across()) + lane % 4 * 2 + right
 }

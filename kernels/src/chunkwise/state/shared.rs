@@ -312,7 +312,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
             #[unroll]
             for h in 0..2usize {
                 let i = row(f, h, comptime!(plan.block_grid()));
-                if i < rows.valid && j < width {
+                if inside(f, comptime!(plan.block_grid())) && i < rows.valid && j < width {
                     let at = rows.start + i * rows.stride + j;
                     put_out::<T, W>(to, at, acc.index(f)[h], width - j);
                 }
