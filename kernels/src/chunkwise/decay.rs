@@ -45,7 +45,7 @@ pub(crate) fn decay_mask(
 ) -> f32 {
     let mut decay = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        decay = f32::exp(between(sums, seen(i, before), j));
+        decay = share_kept(between(sums, seen(i, before), j));
     }
     if comptime!(strict) { select(i > j, decay, 0.0f32) } else { select(i >= j, decay, 0.0f32) }
 }
@@ -127,7 +127,7 @@ pub(crate) fn from_start(
 ) -> f32 {
     let mut decay = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        decay = f32::exp(since_start(sums, at + seen(i, before)));
+        decay = share_kept(since_start(sums, at + seen(i, before)));
         if comptime!(before) {
             decay = select(i == 0, 1.0f32, decay);
         }
@@ -140,7 +140,7 @@ pub(crate) fn from_start(
 pub(crate) fn to_end(sums: &Sums, at: usize, i: usize, #[comptime] plan: Plan) -> f32 {
     let mut decay = 1.0f32;
     if comptime!(plan.variant.scalar()) {
-        decay = f32::exp(between(sums, at + comptime!(plan.chunk - 1), at + i));
+        decay = share_kept(between(sums, at + comptime!(plan.chunk - 1), at + i));
     }
     decay
 }
