@@ -141,3 +141,7 @@ pub(crate) fn put_four<S: Float, W: Size>(
         tensor[at] = x;
     }
 }
+
+#[cfg(test)]
+#[path = "planes_tests.rs"]
+mod tests;
