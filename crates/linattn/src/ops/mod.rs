@@ -52,7 +52,7 @@ pub(crate) use fused::{
     Activation, Column, ColumnKind, ConvSplit, ConvStep, ConvolvedStep, GateActivation, HIDDEN,
     HeadNorm, LOWEST, LinearLayer, MOST_PACKED, Measure, Seen, TttInputs, activate, add_normalize,
     block_linear, by_distance, causal_mask, conv_split, conv_step, convolved_step, diagonal_taps,
-    embedding, gate, gated_halves, l2_normalize, linear_cross_entropy, log_sigmoid,
+    embedding, gate, gated_halves, l2_normalize, linear_cross_entropy, log_sigmoid, lstm_cells,
     next_conv_states, pack, rms_normalize, rotary, select_rows, softmax, softplus, standardize,
     ttt, turned,
 };

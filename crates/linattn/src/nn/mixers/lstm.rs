@@ -3,9 +3,8 @@
 use super::{TokenMixer, VectorPast, VectorState, linear_flops, recurrent_width};
 use crate::nn::layers::{ResidualLinear, linear, merge_heads, split_heads};
 use crate::nn::{ConfigError, Cost, Kept, Linear, Shared};
-use crate::ops::{self, LinearAttentionBackend, LstmCells, LstmInputs, typed};
+use crate::ops::{self, LinearAttentionBackend, LstmCells, LstmInputs, lstm_cells, typed};
 use burn::module::{Module, Param};
-use burn::tensor::activation::sigmoid;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 use serde::{Deserialize, Serialize};
 
@@ -130,12 +129,7 @@ impl<B: LinearAttentionBackend> Lstm<B> {
 
     /// h after one token, and the cells.
     fn one_token(&self, x: Tensor<B, 4>, state: LstmCells<B>) -> (Tensor<B, 4>, LstmCells<B>) {
-        let LstmCells { h, c } = state;
-        let gates = x + self.h_proj.forward(h);
-        let width = c.dims()[3];
-        let part = |j: usize| gates.clone().narrow(3, j * width, width);
-        let c = sigmoid(part(1)) * c + sigmoid(part(0)) * part(2).tanh();
-        let h = sigmoid(part(3)) * c.clone().tanh();
-        (h.clone(), LstmCells { h, c })
+        let next = lstm_cells(x + self.h_proj.forward(state.h), state.c);
+        (next.h.clone(), next)
     }
 }

@@ -293,7 +293,7 @@ fn recurrences_of_lstm_and_slstm_are_those_of_tensor_operations() {
     for ([batch, tokens, heads, width], cell) in
         sizes.into_iter().flat_map(|sizes| cells.map(|cell| (sizes, cell)))
     {
-        let vectors = if cell == LstmCell::Sigmoid { 2 } else { 4 };
+        let vectors = cell.vectors();
         let [x, r] = [&[batch, tokens, heads, 4 * width][..], &[heads, width, 4 * width]];
         let cells = [batch, 1, heads, width];
         for state in [false, true] {

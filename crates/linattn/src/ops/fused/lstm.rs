@@ -182,6 +182,14 @@ fn by_head<B: LinearAttentionBackend>(h: Tensor<B, 4>, r: &Tensor<B, 3>) -> Tens
     rows.matmul(r.clone()).swap_dims(0, 1).unsqueeze_dim(1)
 }
 
+/// LSTM's vectors after a token, from its gates, `[B, 1, H, 4 D]`, and the c before it.
+pub(crate) fn lstm_cells<B: Backend>(gates: Tensor<B, 4>, c: Tensor<B, 4>) -> LstmCells<B> {
+    let width = c.dims()[3];
+    let part = |j: usize| gates.clone().narrow(3, j * width, width);
+    let c = sigmoid(part(1)) * c + sigmoid(part(0)) * part(2).tanh();
+    LstmCells { h: sigmoid(part(3)) * c.clone().tanh(), c }
+}
+
 /// The vectors after one more token, `[B, 1, H, 4 D]`.
 fn advance<B: LinearAttentionBackend>(
     cell: LstmCell,
@@ -194,11 +202,11 @@ fn advance<B: LinearAttentionBackend>(
     let (h, c) = (next(), next());
     let width = h.dims()[3];
     let gates = token + by_head(h, r);
-    let part = |j: usize| gates.clone().narrow(3, j * width, width);
     if cell == LstmCell::Sigmoid {
-        let c = sigmoid(part(1)) * c + sigmoid(part(0)) * part(2).tanh();
-        return vec![sigmoid(part(3)) * c.clone().tanh(), c];
+        let LstmCells { h, c } = lstm_cells(gates, c);
+        return vec![h, c];
     }
+    let part = |j: usize| gates.clone().narrow(3, j * width, width);
     let (n, m) = (next(), next().detach());
     let (log_write, log_keep) = (part(0), log_sigmoid(part(1)));
     let largest = (log_keep.clone() + m.clone()).max_pair(log_write.clone()).detach();

@@ -40,7 +40,7 @@ pub use inputs::{
 pub(crate) use linear::linear;
 #[cfg(feature = "fusion")]
 pub(super) use linear::linear_primitive;
-pub(crate) use lstm::LOWEST;
+pub(crate) use lstm::{LOWEST, lstm_cells};
 pub use lstm::{LstmCells, LstmInputs, SlstmCells, SlstmInputs, lstm, slstm};
 pub(crate) use normalize::{add_normalize, l2_normalize, rms_normalize, standardize};
 pub use optimizer::{AdamW, AdamWStep, Clip, Moments};
