@@ -16,6 +16,7 @@
 //! engine, dispatch      what an engine does; the choice of one at compile time
 //! plain, tf32, mma      the engines; planes: what the two with tensor cores share
 //! copies, async_copies  tensors to tiles and back; without waiting
+//! warpgroup             products of four planes at once, in place of `mma`'s where a GPU has them; ptx: how it is said
 //! inverse               UT transform
 //! ```
 
@@ -29,12 +30,14 @@ mod inverse;
 mod mma;
 mod plain;
 mod planes;
+mod ptx;
 mod tf32;
+mod warpgroup;
 
 pub(crate) use async_copies::{commit_copies, copy_async, copy_async_or_zeros, wait_for_copies};
 pub(crate) use copies::{
-    Requested, Rows, Window, lay, load, load_async, own_element, own_or, put_out, request,
-    room_for, same_tile, store, store_at, tile, width_of, write_out, write_out_by_four,
+    Requested, Rows, Window, lay, load, load_async, own_element, own_or, own_or_aligned, put_out,
+    request, room_for, same_tile, store, store_at, tile, tile_aligned, width_of, write_out_by_four,
 };
 pub(crate) use dispatch::{column, inside, mul, row, row_in, slot};
 pub use engine::Engine;
@@ -43,6 +46,7 @@ pub(crate) use inverse::invert;
 pub(crate) use mma::{Source, execute, load_a, load_b, load_matrix, pair};
 pub(crate) use planes::put_four;
 pub(crate) use tf32::{Parts, execute_tf32, parts, put_parts};
+pub(crate) use warpgroup::{SWIZZLED, Swizzled, swizzled, wait_for_factors, warpgroup_mul};
 
 /// Two neighbouring columns of one row.
 pub(crate) type Pair = Vector<f32, Const<2>>;

@@ -1,7 +1,7 @@
 //! GPUs that source is written for, as CubeCL's runtimes see them.
 
 use cubecl::device::{Device, DeviceId};
-use cubecl::ir::features::Plane;
+use cubecl::ir::features::{Plane, Tma};
 use cubecl::ir::{
     ContiguousElements, DeviceProperties, ElemType, FloatKind, HardwareProperties, MatrixLayout,
     MemoryDeviceProperties, MmaProperties, TargetProperties, VectorSize,
@@ -168,6 +168,7 @@ impl Target for Cuda {
             features.matmul.stmatrix.insert(ElemType::Float(kind).into());
         }
         features.copy_async = true;
+        features.tma.insert(Tma::Base);
         features.cube_cluster = true;
         features.plane.insert(Plane::Sync);
         register_wmma_features(wmma, &mut properties);

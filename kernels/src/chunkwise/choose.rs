@@ -7,6 +7,7 @@ use crate::chunkwise::task::{Span, Task};
 use crate::refusal::{F32, Refusal, check_heads, check_type};
 use crate::tile::Engine;
 use crate::variant::{Dims, Variant};
+use cubecl::ir::features::Tma;
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;
 
@@ -204,6 +205,22 @@ fn has_tf32(device: &DeviceProperties) -> bool {
     has_shape(device, TF32, 8)
 }
 
+/// Whether `wgmma` is there: of all that have bulk copies of tensors, GPUs after Hopper lack it.
+fn has_wgmma(device: &DeviceProperties) -> bool {
+    let copies = &device.features.tma;
+    copies.contains(Tma::Base) && !copies.contains(Tma::Im2colWide)
+}
+
+impl StatePlan {
+    /// This plan, with products of warpgroups where there are any: 64 columns of values each, and keys that fill swizzled
+    /// tiles and for whose state and operands there are registers.
+    fn by_warpgroups(self, device: &DeviceProperties) -> Self {
+        let staged = matches!(self.schedule, Schedule::Staged { .. });
+        let whole = self.value_slice.is_multiple_of(64) && [64, 128].contains(&self.key_width);
+        Self { warpgroups: staged && whole && has_wgmma(device), ..self }
+    }
+}
+
 /// Whether planes are of 32 and multiply 16 x 8 x `k` blocks of this type into f32.
 fn has_shape(device: &DeviceProperties, input: StorageType, k: u32) -> bool {
     let hardware = &device.hardware;
@@ -309,12 +326,15 @@ fn mma_cut(
     let others = [staged(2, split_k), staged(2, 1), staged(1, split_k), staged(1, 1)];
     specialized.into_iter().chain(others).find_map(|(schedule, split_k)| {
         let common = Plan { value_slice: value_tile, ..common };
-        let state_pass = StatePlan { common, schedule, split_k, task: Task::PLAIN };
+        let state_pass =
+            StatePlan { common, schedule, split_k, warpgroups: false, task: Task::PLAIN };
         let units = (value_tile / 16 * split_k + state_pass.producers()) * 32;
-        let state_pass = state_pass.by_units(units);
+        let state_pass = state_pass.by_units(units).by_warpgroups(device);
         // Where no system is solved, a local pass has the state pass's planes, producers for the decay factors.
         let local_pass = match variant.solves() {
-            true => state_pass.of_columns(shared).by_units(shared * 2 * split_k),
+            true => {
+                state_pass.of_columns(shared).by_units(shared * 2 * split_k).by_warpgroups(device)
+            }
             false => state_pass,
         };
         let plans = Plans {
@@ -419,7 +439,13 @@ fn staged_passes(device: &DeviceProperties, common: Plan, dtype: StorageType) ->
 
 /// A state pass whose tiles are filled slice by slice.
 fn directly(common: Plan) -> StatePlan {
-    StatePlan { common, schedule: Schedule::Direct, split_k: 1, task: Task::PLAIN }
+    StatePlan {
+        common,
+        schedule: Schedule::Direct,
+        split_k: 1,
+        warpgroups: false,
+        task: Task::PLAIN,
+    }
 }
 
 /// Plans of f32 engines.

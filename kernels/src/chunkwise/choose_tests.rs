@@ -5,7 +5,7 @@ use crate::chunkwise::plan::Schedule;
 use crate::refusal::F32;
 use crate::tile::Engine;
 use crate::variant::{Decay, Dims, Read, Transition, Variant};
-use cubecl::ir::features::{Features, MmaConfig};
+use cubecl::ir::features::{Features, MmaConfig, Tma};
 use cubecl::ir::{
     DeviceProperties, ElemType, FloatKind, HardwareProperties, MemoryDeviceProperties, StorageType,
     VectorSize,
@@ -46,6 +46,7 @@ fn h200() -> DeviceProperties {
     }
     features.matmul.ldmatrix.insert(BF16);
     features.copy_async = true;
+    features.tma.insert(Tma::Base);
     DeviceProperties::new(features, memory, hardware, TimingMethod::System)
 }
 
@@ -81,6 +82,27 @@ fn scores_without_a_solve_are_made_by_producer_planes() {
     assert_eq!(got([128, 128]), (128, 1, Schedule::Specialized { producers: 4 }));
     let (_, _, wide) = got([256, 128]);
     assert!(matches!(wide, Schedule::Staged { .. }), "{wide:?}: the state needs the registers");
+}
+
+#[test]
+fn warpgroups_multiply_on_hopper_alone_and_64_columns_of_values_each() {
+    let got = |device: &DeviceProperties, variant, widths| {
+        let plans = plans_on(device, variant, dims(8, 16, widths), BF16).expect("it fits");
+        [plans.state_pass.warpgroups, plans.local_pass.warpgroups]
+    };
+    let hopper = h200();
+    assert_eq!(got(&hopper, GATED_DELTA, [128, 128]), [true, true]);
+    assert_eq!(got(&hopper, GATED_DELTA, [96, 64]), [false, false], "tiles of keys are not whole");
+    assert_eq!(got(&hopper, GATED_DELTA, [64, 96]), [false, false]);
+    assert_eq!(got(&hopper, GATED_DELTA, [256, 256]), [false, false], "registers");
+    assert_eq!(
+        got(&hopper, SCALAR_DECAY, [128, 128]),
+        [false, false],
+        "producers read by `ldmatrix`"
+    );
+    let mut after = h200();
+    after.features.tma.insert(Tma::Im2colWide);
+    assert_eq!(got(&after, GATED_DELTA, [128, 128]), [false, false]);
 }
 
 #[test]

@@ -28,8 +28,8 @@ use crate::chunkwise::vector_decay::{
     Score, ScoreRows, add_near, add_scores as add_decayed_scores, block, no_scores,
 };
 use crate::tile::{
-    Acc, Pair, Requested, Zeros, column, inside, invert, lay, load, mul, put_out, request,
-    room_for, row, row_in, set, store, tile, write_out, zeros,
+    Acc, Pair, Requested, Zeros, column, inside, invert, lay, load, mul, put_four, put_out,
+    request, room_for, row, row_in, set, store, tile, write_out_by_four, zeros,
 };
 use cubecl::prelude::*;
 
@@ -373,7 +373,7 @@ fn write_square<E: Float, T: Size>(
 ) {
     let grid = comptime!(plan.pairs());
     let rows = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
-    write_out::<E, T>(out, acc, &rows, 0usize, comptime!(plan.chunk), grid);
+    write_out_by_four::<E, T>(out, acc, &rows, 0usize, comptime!(plan.chunk), grid);
 }
 
 /// strict(a|k) v, over slices of values.
@@ -402,7 +402,7 @@ fn write_a_ak_v<P: StageTypes>(
         let spec = comptime!(plan.mul(grid, chunk, row_major(chunk), row_major(columns)));
         let spec = comptime!(spec.with_zeros(Zeros::Above));
         mul::<P::X, P::M, P::N>(&mut local, &square, 0usize, &values, 0usize, spec);
-        write_out::<P::E, P::T>(
+        write_out_by_four::<P::E, P::T>(
             out,
             &local,
             &place.values,
@@ -441,21 +441,54 @@ fn write_inverse<E: Float, T: Size>(
         }
     }
     invert::<E>(&mut m, &mut t, inverse);
+    write_rows_of_inverse::<E, T>(out, &t, place, plan);
+}
+
+/// Rows of T, a pair of neighbouring columns a unit and turn; two turns at a time where four numbers are written at once.
+#[cube]
+fn write_rows_of_inverse<E: Float, T: Size>(
+    out: &mut Array<Vector<E, T>>,
+    t: &SharedMemory<f32>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let stride = comptime!(plan.inverse().stride());
+    let width = T::value();
     let rows = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
     let half = comptime!(plan.chunk / 2);
-    let all = comptime!(plan.chunk * half);
-    #[unroll]
-    for turn in 0..comptime!(all.div_ceil(plan.units)) {
-        let n = UNIT_POS as usize + comptime!(turn * plan.units);
-        if n < all {
-            let i = n / half;
-            let j = n % half * 2;
-            let mut x = Pair::empty();
-            x[0] = t[i * stride + j];
-            x[1] = t[i * stride + j + 1];
-            put_out::<E, T>(out, rows.start + i * rows.stride + j, x, 2usize);
+    // Whole rows a turn, so that units keep their columns.
+    let down = comptime!(plan.units / half);
+    let i = UNIT_POS as usize / half;
+    let j = UNIT_POS as usize % half * 2;
+    let turns = comptime!(plan.chunk.div_ceil(down));
+    if comptime!(width == 4) {
+        let odd = UNIT_POS as usize % 2;
+        #[unroll]
+        for turn in 0..comptime!(turns / 2) {
+            let top = i + comptime!(2 * turn * down);
+            let first = pair_at(t, top * stride + j);
+            let other = pair_at(t, (top + down) * stride + j);
+            let at = rows.start + (top + odd * down) * rows.stride + j - 2 * odd;
+            put_four::<E, T>(out, at / 4, first, other, true, 1u32);
+        }
+    } else {
+        #[unroll]
+        for turn in 0..turns {
+            let row = i + comptime!(turn * down);
+            if row < comptime!(plan.chunk) {
+                let x = pair_at(t, row * stride + j);
+                put_out::<E, T>(out, rows.start + row * rows.stride + j, x, 2usize);
+            }
         }
     }
+}
+
+#[cube]
+fn pair_at(t: &SharedMemory<f32>, at: usize) -> Pair {
+    let mut x = Pair::empty();
+    x[0] = t[at];
+    x[1] = t[at + 1];
+    x
 }
 
 /// Fills the chunk's [`decay_factors`].

@@ -297,7 +297,9 @@ impl<R: Runtime> Call<'_, R> {
             Some(shape) => self.buffer(&shape, dtype),
             None => self.buffer(&UNUSED, dtype),
         });
-        let [g, n, m, _, t, _] = self.stage_widths(&plan);
+        let [g, n, m, _, pairs, _] = self.stage_widths(&plan);
+        // Scaled rows of a vector decay are written in pairs.
+        let t = if self.variant.vector() { pairs } else { plan.engine.store_width().max(pairs) };
         // SAFETY: every index is below the lengths that `check_sizes` and the shapes above fix.
         #[allow(unsafe_code)]
         unsafe {

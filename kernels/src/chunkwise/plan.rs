@@ -36,6 +36,8 @@ pub(crate) struct StatePlan {
     pub schedule: Schedule,
     /// Planes that split the keys of the same columns of values; 1 where the state is in shared memory.
     pub split_k: usize,
+    /// Products are those of warpgroups, whose right factors lie in swizzled tiles.
+    pub warpgroups: bool,
     pub task: Task,
 }
 
@@ -109,7 +111,14 @@ impl Plan {
 
     /// A tile of `rows` rows and `columns` columns out of a tensor of `width` columns.
     pub fn window(&self, rows: usize, columns: usize, width: usize) -> Window {
-        Window { rows, columns, width, stride: self.stride(columns), units: self.units }
+        Window {
+            rows,
+            columns,
+            width,
+            stride: self.stride(columns),
+            swizzled: false,
+            units: self.units,
+        }
     }
 
     /// A chunk's rows of keys.

@@ -357,7 +357,9 @@ pub(crate) fn chunk_decays_at(place: &Place, #[comptime] plan: StatePlan) -> usi
 /// Multiplies the rows of an output block by the queries' decay.
 #[cube]
 fn scale_rows<P: StateEngine>(acc: &mut Acc, tiles: &StateTiles<P>, #[comptime] plan: StatePlan) {
-    if comptime!(plan.variant.scalar()) {
+    if comptime!(plan.warpgroups) {
+        scale::<P>(acc, tiles, comptime!(decay_factors::QUERY), plan);
+    } else if comptime!(plan.variant.scalar()) {
         #[unroll]
         for f in 0..comptime!(plan.output_fragments()) {
             #[unroll]

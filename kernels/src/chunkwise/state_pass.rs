@@ -31,7 +31,7 @@ use crate::chunkwise::state_chunk::{
 };
 use crate::chunkwise::state_tiles::{PassInputs, copy_chunk_async, select_chunk, state_tiles};
 use crate::chunkwise::task::Span;
-use crate::tile::wait_for_copies;
+use crate::tile::{wait_for_copies, wait_for_factors};
 use cubecl::intrinsic;
 use cubecl::prelude::*;
 
@@ -163,6 +163,16 @@ fn pass_over_chunks<P: StateEngine>(
     }
 }
 
+/// Waits until the chunk that was copied last is in all units' tiles.
+#[cube]
+fn wait_for_chunk(#[comptime] plan: StatePlan) {
+    if comptime!(plan.warpgroups) {
+        wait_for_factors(0usize);
+    } else {
+        wait_for_copies(0usize);
+    }
+}
+
 /// Copies a chunk right before it is used.
 #[cube]
 fn pass_in_place<P: StateEngine>(
@@ -175,7 +185,7 @@ fn pass_in_place<P: StateEngine>(
         sync_cube();
         let here = nth_chunk(range, c, plan);
         copy_chunk_async::<P>(&mut pass.tiles, &pass.from, &here, 0usize, plan);
-        wait_for_copies(0usize);
+        wait_for_chunk(plan);
         pass_chunk::<P>(pass, carried, range, c, plan);
     }
 }
@@ -192,7 +202,7 @@ fn pass_ahead<P: StateEngine>(
     copy_chunk_async::<P>(&mut pass.tiles, &pass.from, &here, 0usize, plan);
     for c in 0..range.chunks {
         // The other stage is free as well: every plane is through with the chunk before.
-        wait_for_copies(0usize);
+        wait_for_chunk(plan);
         if c + 1 < range.chunks {
             let next = nth_chunk(range, c + 1, plan);
             let half = (c + 1) % 2;

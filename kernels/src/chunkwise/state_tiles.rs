@@ -14,7 +14,10 @@ use crate::chunkwise::chunk::{Place, own};
 use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::plan::{Schedule, StatePlan, UNUSED};
 use crate::chunkwise::state::StateEngine;
-use crate::tile::{Rows, Window, commit_copies, copy_async, load, load_async, own_or, tile};
+use crate::tile::{
+    Rows, SWIZZLED, Window, commit_copies, copy_async, load, load_async, own_or_aligned,
+    tile_aligned,
+};
 use cubecl::prelude::*;
 
 /// Tensors that a pass reads.
@@ -69,6 +72,11 @@ impl StatePlan {
     /// A window, shared out over the units that call [`copy_chunk_async`].
     fn copied(&self, window: Window) -> Window {
         Window { units: self.copying_units(), ..window }
+    }
+
+    /// The same of a right factor of products.
+    fn copied_factor(&self, window: Window) -> Window {
+        Window { swizzled: self.warpgroups, ..self.copied(window) }
     }
 }
 
@@ -142,30 +150,72 @@ impl StatePlan {
         if self.producers() > 0 { self.stages() * self.chunk } else { 1 }
     }
 
+    /// Bytes to which tiles are aligned.
+    fn aligned(&self) -> usize {
+        if self.warpgroups { SWIZZLED } else { 16 }
+    }
+
     /// Bytes of [`state_tiles`].
     pub fn tile_memory(&self) -> usize {
-        let tiles = TileRole::ALL.iter().filter_map(|role| self.numbers(*role)).sum::<usize>();
-        tiles * self.engine.bytes() + 4 * (self.decay_factor_numbers() + self.log_decay_numbers())
+        let bytes = |role: &TileRole| {
+            self.numbers(*role).map(|n| (n * self.engine.bytes()).next_multiple_of(self.aligned()))
+        };
+        TileRole::ALL.iter().filter_map(bytes).sum::<usize>()
+            + 4 * (self.decay_factor_numbers() + self.log_decay_numbers())
     }
 }
 
 /// The tiles of a plan. Roles that the plan lacks, or that are filled directly, share a tile with others.
 #[cube]
 pub(crate) fn state_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> StateTiles<P> {
-    let rows = tile::<P::E, P::N>(comptime!(plan.numbers(TileRole::KeyRows).unwrap_or(UNUSED)));
-    let values = tile::<P::E, P::N>(comptime!(plan.numbers(TileRole::Values).unwrap_or(UNUSED)));
-    let square = tile::<P::E, P::N>(comptime!(plan.numbers(TileRole::Square).unwrap_or(UNUSED)));
+    let aligned = comptime!(plan.aligned());
+    let rows = tile_aligned::<P::E, P::N>(
+        comptime!(plan.numbers(TileRole::KeyRows).unwrap_or(UNUSED)),
+        aligned,
+    );
+    let values = tile_aligned::<P::E, P::N>(
+        comptime!(plan.numbers(TileRole::Values).unwrap_or(UNUSED)),
+        aligned,
+    );
+    let square = tile_aligned::<P::E, P::N>(
+        comptime!(plan.numbers(TileRole::Square).unwrap_or(UNUSED)),
+        aligned,
+    );
     StateTiles::<P> {
-        query_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(TileRole::QueryRows))),
-        erase_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(TileRole::EraseRows))),
-        write_rows: own_or::<P::E, P::N>(rows, comptime!(plan.numbers(TileRole::WriteRows))),
+        query_rows: own_or_aligned::<P::E, P::N>(
+            rows,
+            comptime!(plan.numbers(TileRole::QueryRows)),
+            aligned,
+        ),
+        erase_rows: own_or_aligned::<P::E, P::N>(
+            rows,
+            comptime!(plan.numbers(TileRole::EraseRows)),
+            aligned,
+        ),
+        write_rows: own_or_aligned::<P::E, P::N>(
+            rows,
+            comptime!(plan.numbers(TileRole::WriteRows)),
+            aligned,
+        ),
         key_rows: rows,
         values,
-        a_ak_v: own_or::<P::E, P::N>(values, comptime!(plan.numbers(TileRole::AAkV))),
-        inverse: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::Inverse))),
+        a_ak_v: own_or_aligned::<P::E, P::N>(
+            values,
+            comptime!(plan.numbers(TileRole::AAkV)),
+            aligned,
+        ),
+        inverse: own_or_aligned::<P::E, P::N>(
+            square,
+            comptime!(plan.numbers(TileRole::Inverse)),
+            aligned,
+        ),
         a_of_u: square,
-        a_of_v: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::AOfV))),
-        a_ak: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::AAk))),
+        a_of_v: own_or_aligned::<P::E, P::N>(
+            square,
+            comptime!(plan.numbers(TileRole::AOfV)),
+            aligned,
+        ),
+        a_ak: own_or_aligned::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::AAk)), aligned),
         decay_factors: SharedMemory::<f32>::new_aligned(
             comptime!(plan.decay_factor_numbers()),
             16usize,
@@ -258,7 +308,7 @@ fn copy_keys<P: StateEngine, T: Float>(
     rows: &Rows,
     #[comptime] plan: StatePlan,
 ) {
-    let window = comptime!(plan.copied(plan.key_window()));
+    let window = comptime!(plan.copied_factor(plan.key_window()));
     load_async::<T, P::G, P::E, P::N>(to, at, from, rows, 0usize, window);
 }
 
@@ -311,7 +361,7 @@ fn copy_square<P: StateEngine>(
     own: &Rows,
     #[comptime] plan: StatePlan,
 ) {
-    let window = comptime!(plan.copied(plan.square_window()));
+    let window = comptime!(plan.copied_factor(plan.square_window()));
     load_async::<P::E, P::G, P::E, P::N>(to, at, from, own, 0usize, window);
 }
 

@@ -6,42 +6,11 @@
 //! wait_for_copies all units: its groups are there, but for the last few
 //! ```
 //! CubeCL's own wrappers need `cuda::barrier`, whose headers NVRTC reads for 1.4 to 1.8 s in each kernel that has one,
-//! more than most kernels take otherwise. CubeCL has no word for groups, nor for PTX; but it writes a comment of several
-//! lines between `/*` and `*/`, so [`ptx`] closes the comment before its instruction and opens another after it. Operands
-//! go by the names that CubeCL gives variables: were these to change, NVRTC would refuse the kernel.
+//! more than most kernels take otherwise.
 
-use cubecl::ir::{Instruction, Metadata, NonSemantic, Operation, Scope, Variable, VariableKind};
+use super::ptx::{local, name, ptx, use_tile};
+use cubecl::ir::{Scope, Variable};
 use cubecl::prelude::*;
-
-/// Adds a statement of C++ to a kernel for CUDA.
-fn ptx(scope: &mut Scope, statement: &str) {
-    scope.register(NonSemantic::Comment { content: format!("\n*/ {statement} /*\n") });
-}
-
-/// The name of a variable in CUDA's source.
-fn name(variable: Variable) -> String {
-    match variable.kind {
-        VariableKind::GlobalInputArray(id) | VariableKind::GlobalOutputArray(id) => {
-            format!("buffer_{id}")
-        }
-        VariableKind::SharedArray { id, .. } => format!("shared_memory_{id}"),
-        VariableKind::LocalConst { id } => format!("l_{id}"),
-        _ => unreachable!("copies go from tensors to shared memory, and places are locals"),
-    }
-}
-
-/// The name of a new variable that holds what `value` does.
-fn local(scope: &mut Scope, value: Variable) -> String {
-    let local = *scope.create_local(value.ty);
-    scope.register(Instruction::new(Operation::Copy(value), local));
-    name(local)
-}
-
-/// Tells CubeCL that a tile is in use from here on: it gives tiles their places by the instructions that name them.
-fn use_tile(scope: &mut Scope, tile: Variable) {
-    let length = *scope.create_local(u32::as_type_native_unchecked());
-    scope.register(Instruction::new(Metadata::Length { var: tile }, length));
-}
 
 /// One copy of 4, 8 or 16 bytes, of which all or the first `read` are read; the rest is zeros.
 fn copy(
@@ -134,9 +103,10 @@ pub(crate) fn wait_for_copies(#[comptime] later: usize) {
     sync_cube();
 }
 
+/// The same of this unit's own groups.
 #[cube]
 #[allow(unused_variables)] // an intrinsic's
-fn wait_for_own_copies(#[comptime] later: usize) {
+pub(super) fn wait_for_own_copies(#[comptime] later: usize) {
     intrinsic!(|scope| {
         ptx(scope, &format!("asm volatile(\"cp.async.wait_group {later};\" ::: \"memory\");"));
     })

@@ -1,14 +1,23 @@
 //! Rows of tensors to tiles in shared memory, and pairs of numbers to tiles and tensors.
 
-use super::{Acc, Grid, Pair, column, copy_async_or_zeros, inside, put_four, row};
+use super::{Acc, Grid, Pair, column, copy_async_or_zeros, inside, put_four, row, swizzled};
 use cubecl::prelude::*;
 
 /// A tile in shared memory, `numbers` long.
 #[cube]
 pub(crate) fn tile<E: Float, N: Size>(#[comptime] numbers: usize) -> SharedMemory<Vector<E, N>> {
-    let width = N::value();
     // `ldmatrix` reads and asynchronous copies write 16 bytes, aligned.
-    SharedMemory::<Vector<E, N>>::new_aligned(comptime!(numbers / width), 16usize)
+    tile_aligned::<E, N>(numbers, 16usize)
+}
+
+/// The same, aligned to so many bytes.
+#[cube]
+pub(crate) fn tile_aligned<E: Float, N: Size>(
+    #[comptime] numbers: usize,
+    #[comptime] bytes: usize,
+) -> SharedMemory<Vector<E, N>> {
+    let width = N::value();
+    SharedMemory::<Vector<E, N>>::new_aligned(comptime!(numbers / width), bytes)
 }
 
 /// A tile of so many numbers, or `shared` where a role has none of its own.
@@ -17,8 +26,18 @@ pub(crate) fn own_or<E: Float, N: Size>(
     shared: SharedMemory<Vector<E, N>>,
     #[comptime] numbers: Option<usize>,
 ) -> SharedMemory<Vector<E, N>> {
+    own_or_aligned::<E, N>(shared, numbers, 16usize)
+}
+
+/// The same, aligned to so many bytes.
+#[cube]
+pub(crate) fn own_or_aligned<E: Float, N: Size>(
+    shared: SharedMemory<Vector<E, N>>,
+    #[comptime] numbers: Option<usize>,
+    #[comptime] bytes: usize,
+) -> SharedMemory<Vector<E, N>> {
     if comptime!(numbers.is_some()) {
-        tile::<E, N>(comptime!(numbers.unwrap_or(1)))
+        tile_aligned::<E, N>(comptime!(numbers.unwrap_or(1)), bytes)
     } else {
         shared
     }
@@ -57,6 +76,8 @@ pub(crate) struct Window {
     pub width: usize,
     /// Numbers from one row of the tile to the next.
     pub stride: usize,
+    /// A right factor of warpgroups, for [`load_async`] alone.
+    pub swizzled: bool,
     pub units: usize,
 }
 
@@ -274,7 +295,12 @@ pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
     let c = UNIT_POS as usize % across;
     let from = (rows.start + first) / read + i * (rows.stride / read) + c;
     let step = rows.stride / read * down;
-    let to = at / held + i * comptime!(window.stride / held) + c * comptime!(read / held);
+    let row_vectors = comptime!(if window.swizzled { 8 } else { window.stride / held });
+    let mut to = at / held + i * row_vectors + c * comptime!(read / held);
+    if comptime!(window.swizzled) {
+        comptime!(assert!(read == 8 && held == 8 && down.is_multiple_of(8)));
+        to = at / held + swizzled(i, c, comptime!(window.rows));
+    }
     #[unroll]
     for turn in 0..comptime!(window.rows.div_ceil(down)) {
         let row = i + comptime!(turn * down);
@@ -286,7 +312,7 @@ pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
             in_window = in_window && row < comptime!(window.rows);
         }
         if in_window {
-            let to = to + comptime!(turn * down * window.stride / held);
+            let to = to + comptime!(turn * down * row_vectors);
             copy_async_or_zeros(source, from + step * turn, tile, to, row < rows.valid, bytes);
         }
     }

@@ -6,7 +6,9 @@
 
 use super::{Block, State, StateEngine, is_consumer};
 use crate::chunkwise::plan::StatePlan;
-use crate::tile::{Acc, Pair, Rows, Source, execute, load_a, load_b, pair, put_four, set};
+use crate::tile::{
+    Acc, Pair, Rows, Source, Swizzled, execute, load_a, load_b, pair, put_four, set, warpgroup_mul,
+};
 use cubecl::prelude::*;
 use std::marker::PhantomData;
 
@@ -200,14 +202,19 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         _slice: usize,
         #[comptime] plan: StatePlan,
     ) {
-        let stride = comptime!(plan.stride(plan.key_slice));
-        let at = at_own_keys(at, plan);
-        #[unroll]
-        for k in 0..comptime!(plan.state_fragments() / 2) {
-            let left = operand::<E>(&state.acc, k);
-            let part =
-                comptime!(Part { k, from: 0, to: plan.chunk / 16, stride, transposed: true });
-            add_transposed::<E, N>(acc, &left, x, at, part);
+        if comptime!(plan.warpgroups) {
+            let left = operands::<E>(&state.acc, comptime!(plan.state_fragments() / 2));
+            warpgroup_mul::<E, N>(acc, &left, x, at, comptime!(plan.swizzled(true)));
+        } else {
+            let stride = comptime!(plan.stride(plan.key_slice));
+            let at = at_own_keys(at, plan);
+            #[unroll]
+            for k in 0..comptime!(plan.state_fragments() / 2) {
+                let left = operand::<E>(&state.acc, k);
+                let part =
+                    comptime!(Part { k, from: 0, to: plan.chunk / 16, stride, transposed: true });
+                add_transposed::<E, N>(acc, &left, x, at, part);
+            }
         }
     }
 
@@ -220,15 +227,20 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         #[comptime] plan: StatePlan,
     ) {
         let chunk = comptime!(plan.chunk);
-        let stride = comptime!(plan.stride(chunk));
-        #[unroll]
-        for k in 0..comptime!(chunk / 16) {
-            let left = operand::<E>(&block.acc, k);
-            // The rest of the matrix is zero, or was never written.
-            let from = comptime!(if adjoint { 0 } else { k });
-            let to = comptime!(if adjoint { k + 1 } else { chunk / 16 });
-            let part = comptime!(Part { k, from, to, stride, transposed: !adjoint });
-            add_transposed::<E, T>(acc, &left, matrix, at, part);
+        if comptime!(plan.warpgroups) {
+            let left = operands::<E>(&block.acc, comptime!(chunk / 16));
+            warpgroup_mul::<E, T>(acc, &left, matrix, at, comptime!(plan.swizzled(!adjoint)));
+        } else {
+            let stride = comptime!(plan.stride(chunk));
+            #[unroll]
+            for k in 0..comptime!(chunk / 16) {
+                let left = operand::<E>(&block.acc, k);
+                // The rest of the matrix is zero, or was never written.
+                let from = comptime!(if adjoint { 0 } else { k });
+                let to = comptime!(if adjoint { k + 1 } else { chunk / 16 });
+                let part = comptime!(Part { k, from, to, stride, transposed: !adjoint });
+                add_transposed::<E, T>(acc, &left, matrix, at, part);
+            }
         }
     }
 
@@ -240,14 +252,19 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         _slice: usize,
         #[comptime] plan: StatePlan,
     ) {
-        let stride = comptime!(plan.stride(plan.key_slice));
-        let at = at_own_keys(at, plan);
-        #[unroll]
-        for k in 0..comptime!(plan.chunk / 16) {
-            let left = operand::<E>(&block.acc, k);
-            let to = comptime!(plan.state_fragments() / 2);
-            let part = comptime!(Part { k, from: 0, to, stride, transposed: false });
-            add_transposed::<E, N>(&mut state.acc, &left, x, at, part);
+        if comptime!(plan.warpgroups) {
+            let left = operands::<E>(&block.acc, comptime!(plan.chunk / 16));
+            warpgroup_mul::<E, N>(&mut state.acc, &left, x, at, comptime!(plan.swizzled(false)));
+        } else {
+            let stride = comptime!(plan.stride(plan.key_slice));
+            let at = at_own_keys(at, plan);
+            #[unroll]
+            for k in 0..comptime!(plan.chunk / 16) {
+                let left = operand::<E>(&block.acc, k);
+                let to = comptime!(plan.state_fragments() / 2);
+                let part = comptime!(Part { k, from: 0, to, stride, transposed: false });
+                add_transposed::<E, N>(&mut state.acc, &left, x, at, part);
+            }
         }
     }
 
@@ -259,13 +276,17 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         _slice: usize,
         #[comptime] plan: StatePlan,
     ) {
-        let stride = comptime!(plan.stride(plan.key_slice));
-        let at = at_own_keys(at, plan);
-        #[unroll]
-        for k in 0..comptime!(plan.state_fragments() / 2) {
-            let to = comptime!(plan.chunk / 16);
-            let part = comptime!(Part { k, from: 0, to, stride, transposed: false });
-            add_row_major::<E, N>(acc, x, at, &state.acc, part, plan);
+        if comptime!(plan.warpgroups) {
+            Self::state_product(acc, x, at, state, _slice, plan);
+        } else {
+            let stride = comptime!(plan.stride(plan.key_slice));
+            let at = at_own_keys(at, plan);
+            #[unroll]
+            for k in 0..comptime!(plan.state_fragments() / 2) {
+                let to = comptime!(plan.chunk / 16);
+                let part = comptime!(Part { k, from: 0, to, stride, transposed: false });
+                add_row_major::<E, N>(acc, x, at, &state.acc, part, plan);
+            }
         }
     }
 
@@ -276,15 +297,19 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         block: &Block<Self>,
         #[comptime] plan: StatePlan,
     ) {
-        let stride = comptime!(plan.stride(plan.chunk));
-        #[unroll]
-        for k in 0..comptime!(plan.chunk / 16) {
-            // With split-K the rows above the diagonal depend on the plane, which is known at run time: their zeros
-            // are multiplied too. Producers would leave those unwritten, and never meet split-K.
-            let from = comptime!(if plan.split_k > 1 { 0 } else { k });
-            let to = comptime!(plan.output_fragments() / 2);
-            let part = comptime!(Part { k, from, to, stride, transposed: false });
-            add_row_major::<E, T>(acc, matrix, at, &block.acc, part, plan);
+        if comptime!(plan.warpgroups) {
+            Self::block_product::<T>(acc, matrix, at, block, false, plan);
+        } else {
+            let stride = comptime!(plan.stride(plan.chunk));
+            #[unroll]
+            for k in 0..comptime!(plan.chunk / 16) {
+                // With split-K the rows above the diagonal depend on the plane, which is known at run time: their zeros
+                // are multiplied too. Producers would leave those unwritten, and never meet split-K.
+                let from = comptime!(if plan.split_k > 1 { 0 } else { k });
+                let to = comptime!(plan.output_fragments() / 2);
+                let part = comptime!(Part { k, from, to, stride, transposed: false });
+                add_row_major::<E, T>(acc, matrix, at, &block.acc, part, plan);
+            }
         }
     }
 
@@ -295,20 +320,24 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         first: usize,
         #[comptime] plan: StatePlan,
     ) {
-        let lane = UNIT_POS as usize % 32;
-        let row = Self::output_row(0usize, 0usize, plan);
-        let column = own_columns(plan) + lane % 2 * 8 + lane % 4 / 2 * 4;
-        let start = (rows.start + row * rows.stride + first + column) / 4;
-        #[unroll]
-        for m in 0..comptime!(plan.output_fragments() / 2) {
+        if comptime!(plan.warpgroups) {
+            Self::write_block::<T>(to, acc, rows, first, plan);
+        } else {
+            let lane = UNIT_POS as usize % 32;
+            let row = Self::output_row(0usize, 0usize, plan);
+            let column = own_columns(plan) + lane % 2 * 8 + lane % 4 / 2 * 4;
+            let start = (rows.start + row * rows.stride + first + column) / 4;
             #[unroll]
-            for h in 0..2usize {
-                let down = comptime!(m * 16 + h * 8);
-                let left = acc.index(comptime!(2 * m))[h];
-                let right = acc.index(comptime!(2 * m + 1))[h];
-                let there = row + down < rows.valid;
-                let at = start + rows.stride / 4 * down;
-                put_four::<T, W>(to, at, left, right, there, 1u32);
+            for m in 0..comptime!(plan.output_fragments() / 2) {
+                #[unroll]
+                for h in 0..2usize {
+                    let down = comptime!(m * 16 + h * 8);
+                    let left = acc.index(comptime!(2 * m))[h];
+                    let right = acc.index(comptime!(2 * m + 1))[h];
+                    let there = row + down < rows.valid;
+                    let at = start + rows.stride / 4 * down;
+                    put_four::<T, W>(to, at, left, right, there, 1u32);
+                }
             }
         }
     }
@@ -342,6 +371,11 @@ impl StatePlan {
     /// Planes side by side, 16 columns of values each.
     fn columns_of_planes(&self) -> usize {
         self.value_slice / 16
+    }
+
+    /// A tile of a chunk's rows as a right factor of warpgroups.
+    fn swizzled(&self, transposed: bool) -> Swizzled {
+        Swizzled { rows: self.chunk, transposed }
     }
 
     /// Tokens from the start of a plane's part to the 16 in row `m` of fragments of an output block.
@@ -464,6 +498,17 @@ pub(crate) fn reduce_split_k(
             }
         }
     }
+}
+
+/// The first `16 steps` columns of a transposed accumulator as left operands.
+#[cube]
+fn operands<X: Float>(acc: &Acc, #[comptime] steps: usize) -> Sequence<Array<Vector<X, Const<2>>>> {
+    let mut all = Sequence::<Array<Vector<X, Const<2>>>>::new();
+    #[unroll]
+    for k in 0..steps {
+        all.push(operand::<X>(acc, k));
+    }
+    all
 }
 
 /// Two fragments of a transposed accumulator as a left operand, [16, 16], in 16 bits.

@@ -1,0 +1,39 @@
+//! PTX instructions that CubeCL has no word for.
+//!
+//! CubeCL writes a comment of several lines between `/*` and `*/`, so [`ptx`] closes the comment before its statement and
+//! opens another after it. Operands go by the names that CubeCL gives variables: were these to change, NVRTC would refuse
+//! the kernel.
+
+use cubecl::ir::{Instruction, Metadata, NonSemantic, Operation, Scope, Variable, VariableKind};
+use cubecl::prelude::*;
+
+/// Adds a statement of C++ to a kernel for CUDA.
+pub(super) fn ptx(scope: &mut Scope, statement: &str) {
+    scope.register(NonSemantic::Comment { content: format!("\n*/ {statement} /*\n") });
+}
+
+/// The name of a variable in CUDA's source.
+pub(super) fn name(variable: Variable) -> String {
+    match variable.kind {
+        VariableKind::GlobalInputArray(id) | VariableKind::GlobalOutputArray(id) => {
+            format!("buffer_{id}")
+        }
+        VariableKind::SharedArray { id, .. } => format!("shared_memory_{id}"),
+        VariableKind::LocalConst { id } => format!("l_{id}"),
+        VariableKind::LocalArray { id, .. } => format!("l_arr_{id}"),
+        _ => unreachable!("operands are tensors, tiles, registers and places among them"),
+    }
+}
+
+/// The name of a new variable that holds what `value` does.
+pub(super) fn local(scope: &mut Scope, value: Variable) -> String {
+    let local = *scope.create_local(value.ty);
+    scope.register(Instruction::new(Operation::Copy(value), local));
+    name(local)
+}
+
+/// Tells CubeCL that a tile is in use from here on: it gives tiles their places by the instructions that name them.
+pub(super) fn use_tile(scope: &mut Scope, tile: Variable) {
+    let length = *scope.create_local(u32::as_type_native_unchecked());
+    scope.register(Instruction::new(Metadata::Length { var: tile }, length));
+}
