@@ -5,7 +5,7 @@ use crate::SOURCE;
 use crate::chunkwise::plan::{GradientPlan, Plan, Schedule, StatePlan};
 use crate::chunkwise::task::{Span, Task};
 use crate::refusal::{F32, Refusal, check_heads, check_type};
-use crate::tile::Engine;
+use crate::tile::{Engine, SWIZZLED};
 use crate::variant::{Dims, Variant};
 use cubecl::ir::features::Tma;
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind, StorageType};
@@ -569,7 +569,12 @@ fn state_pass_memory(plan: &StatePlan) -> usize {
 
 /// Of one launch of the state pass.
 fn pass_memory(plan: &StatePlan) -> usize {
-    let slack = if plan.schedule == Schedule::Direct { 0 } else { SLACK };
+    let slack = match plan.schedule {
+        Schedule::Direct => 0,
+        // Small tiles may lie between those that are aligned to more.
+        _ if plan.warpgroups => 4 * SWIZZLED,
+        _ => SLACK,
+    };
     plan.tile_memory() + plan.produced_memory() + plan.state_memory() + slack
 }
 
