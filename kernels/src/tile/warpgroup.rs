@@ -144,7 +144,7 @@ pub(crate) fn wait_for_factors(#[comptime] later: usize) {
     sync_cube();
 }
 
-/// What this unit has written to shared memory is there for `wgmma`, which reads by another way than units do.
+/// Shows tensor cores what this unit has written to shared memory: `wgmma` reads by another way than units do.
 #[cube]
 fn show_to_tensor_cores() {
     intrinsic!(|scope| ptx(
