@@ -36,17 +36,21 @@ mod warpgroup;
 
 pub(crate) use async_copies::{commit_copies, copy_async, copy_async_or_zeros, wait_for_copies};
 pub(crate) use copies::{
-    Requested, Rows, Window, lay, load, load_async, own_element, own_or, own_or_aligned, put_out,
-    request, room_for, same_tile, store, store_at, tile, tile_aligned, width_of, write_out_by_four,
+    Requested, Rows, Window, lay, load, load_async, own_element, own_or, put_out, request,
+    room_for, same_tile, store, store_at, tile, tile_aligned, width_of, write_out_by_four,
 };
 pub(crate) use dispatch::{column, inside, mul, row, row_in, slot};
 pub use engine::Engine;
 pub(crate) use engine::{Grid, Inverse, Mul, Zeros};
 pub(crate) use inverse::invert;
-pub(crate) use mma::{Source, execute, load_a, load_b, load_matrix, pair};
+pub(crate) use mma::{Source, execute, load_a, load_b, load_matrix, load_matrix_at, pair};
 pub(crate) use planes::put_four;
+pub(crate) use ptx::computed_here;
 pub(crate) use tf32::{Parts, execute_tf32, parts, put_parts};
-pub(crate) use warpgroup::{SWIZZLED, Swizzled, swizzled, wait_for_factors, warpgroup_mul};
+pub(crate) use warpgroup::{
+    LeftFactor, SWIZZLED, Swizzled, add_warpgroup_product, multiply_by_warpgroups, swizzled,
+    wait_for_factors, warpgroup_mul,
+};
 
 /// Two neighbouring columns of one row.
 pub(crate) type Pair = Vector<f32, Const<2>>;

@@ -300,7 +300,7 @@ fn mma_cut(
             let stage = in_f32(common);
             // Values and states of 16 bits take half the room, so that twice as many fit.
             let gradients = Plan { value_slice: value_width.min(64), ..stage };
-            (stage, GradientPlan { common: gradients, whole: false })
+            (stage, GradientPlan::sliced(gradients))
         }
         false => {
             // Many units, so that few registers hold each one's share.
@@ -309,7 +309,7 @@ fn mma_cut(
             let few = sliced.key_slice < 48;
             let scores =
                 Plan { key_slice: if few { key_width } else { sliced.key_slice }, ..common };
-            (scores, roomy(device.hardware.max_shared_memory_size, sliced))
+            (scores, roomy(device, sliced))
         }
     };
     // Scores of an identity transition need no state: where no other cube of a segment would make them again,
@@ -456,7 +456,7 @@ fn f32_plans(intra_chunk: Plan, state_pass: StatePlan, gradients: Plan) -> Plans
         intra_chunk,
         state_pass,
         local_pass: state_pass,
-        input_gradients: GradientPlan { common: gradients, whole: false },
+        input_gradients: GradientPlan::sliced(gradients),
         segments: 1,
         between: F32,
         load_width: if whole { 4 } else { 1 },
@@ -504,7 +504,7 @@ fn fits(device: &DeviceProperties, plans: &Plans) -> bool {
     [
         (plans.intra_chunk.units, plans.intra_chunk.intra_chunk_memory() + SLACK),
         (plans.state_pass.units, state_pass_memory(&plans.state_pass)),
-        (plans.input_gradients.units, plans.input_gradients.gradients_memory() + SLACK),
+        (plans.input_gradients.units, gradients_memory(&plans.input_gradients)),
     ]
     .into_iter()
     .all(|(of_cube, bytes)| bytes <= most && of_cube <= units)
@@ -578,21 +578,46 @@ fn pass_memory(plan: &StatePlan) -> usize {
     plan.tile_memory() + plan.produced_memory() + plan.state_memory() + slack
 }
 
-/// Input gradients of `Mma`: all tiles of a chunk in shared memory at once where there is room; where
-/// there is room for two chunks, two smaller cubes share a multiprocessor and cover each other's loads. Else the widest
-/// slice of keys that leaves room for all values; else slice by slice of both.
-fn roomy(most: usize, sliced: Plan) -> GradientPlan {
-    let all_values = Plan { value_slice: sliced.value_width, ..sliced };
-    let of_keys = |key_slice| Plan { key_slice, ..all_values };
-    let slices = [128, 64, 32].into_iter().filter_map(|widest| part(sliced.key_width, widest));
-    // In narrow slices half of the planes would have no work.
-    let slices = slices.filter(|slice| *slice >= 32.min(sliced.key_width));
-    let mut whole = slices.map(|slice| GradientPlan { common: of_keys(slice), whole: true });
-    let bytes = |plan: &GradientPlan| plan.gradients_memory() + SLACK;
-    let Some(whole) = whole.find(|plan| bytes(plan) <= most) else {
-        return GradientPlan { common: sliced, whole: false };
+/// Of the input gradients.
+fn gradients_memory(plan: &GradientPlan) -> usize {
+    plan.gradients_memory() + if plan.warpgroups { 4 * SWIZZLED } else { SLACK }
+}
+
+/// Input gradients of `Mma`: all values of a chunk in shared memory at once, and the widest slice of keys with which two
+/// cubes share a multiprocessor and cover each other's loads; else the widest with which one fits; else slice by slice of
+/// both.
+fn roomy(device: &DeviceProperties, sliced: Plan) -> GradientPlan {
+    let most = device.hardware.max_shared_memory_size;
+    let plan = |key_slice, wide, one_state| {
+        // In narrow slices more planes would have no work.
+        let units = if key_slice < 64 { 256 } else { wide };
+        let common = Plan { key_slice, units, value_slice: sliced.value_width, ..sliced };
+        let plan = GradientPlan { whole: true, ..GradientPlan::sliced(common) };
+        let plan = plan.by_warpgroups(device);
+        GradientPlan { one_state: one_state && plan.warpgroups, ..plan }
     };
-    let twice = whole.key_slices() == 1 && fits_twice(bytes(&whole), most);
-    let units = if twice || whole.key_slice < 64 { 256 } else { 512 };
-    GradientPlan { common: Plan { units, ..whole.common }, ..whole }
+    let slices = [128, 64, 32].into_iter().filter_map(|widest| part(sliced.key_width, widest));
+    let slices = slices.filter(|slice| *slice >= 32.min(sliced.key_width));
+    let small = |key_slice| [false, true].map(|one_state| plan(key_slice, 256, one_state));
+    let twice = |plan: &GradientPlan| fits_twice(gradients_memory(plan), most);
+    let mut large = slices.clone().map(|key_slice| plan(key_slice, 512, false));
+    slices
+        .flat_map(small)
+        .find(twice)
+        .or_else(|| large.find(|plan| gradients_memory(plan) <= most))
+        .unwrap_or(GradientPlan::sliced(sliced))
+}
+
+impl GradientPlan {
+    /// A plan whose tiles are filled slice by slice.
+    fn sliced(common: Plan) -> Self {
+        Self { common, whole: false, warpgroups: false, one_state: false }
+    }
+
+    /// This plan, with products of warpgroups where there are any and rows fill swizzled tiles.
+    fn by_warpgroups(self, device: &DeviceProperties) -> Self {
+        let fills =
+            [64, 128].contains(&self.key_slice) && [64, 128, 256].contains(&self.value_width);
+        Self { warpgroups: fills && has_wgmma(device), ..self }
+    }
 }

@@ -144,12 +144,24 @@ fn f32_loads_once_for_many_values_or_copies_ahead() {
 
 #[test]
 fn input_gradients_hold_all_values_where_there_is_room() {
-    let got = |widths| {
-        let plans = plans_on(&h200(), GATED_DELTA, dims(8, 8, widths), BF16);
-        let plan = plans.expect("an H200 takes it").input_gradients;
-        (plan.whole, plan.key_slice, plan.value_slice)
+    let got = |device: &DeviceProperties, variant, widths| {
+        let plans = plans_on(device, variant, dims(8, 8, widths), BF16);
+        let plan = plans.expect("there is room for it").input_gradients;
+        (plan.whole, plan.key_slice, plan.units, plan.warpgroups, plan.one_state)
     };
-    assert_eq!(got([128, 128]), (true, 128, 128));
-    assert_eq!(got([256, 256]), (true, 64, 256));
-    assert_eq!(got([256, 512]), (false, 128, 128));
+    let hopper = |variant, widths| got(&h200(), variant, widths);
+    // Two cubes a multiprocessor: all keys, or a slice, or one with a tile for both states.
+    assert_eq!(hopper(GATED_DELTA, [64, 64]), (true, 64, 256, true, false));
+    assert_eq!(hopper(SCALAR_DECAY, [128, 128]), (true, 64, 256, true, false));
+    assert_eq!(hopper(GATED_DELTA, [128, 128]), (true, 64, 256, true, true));
+    // One.
+    let erase = Variant { transition: Transition::Delta { erase: true }, ..GATED_DELTA };
+    assert_eq!(hopper(erase, [128, 128]), (true, 128, 512, true, false));
+    assert_eq!(hopper(GATED_DELTA, [256, 256]), (true, 64, 512, true, false));
+    assert_eq!(hopper(GATED_DELTA, [256, 512]), (false, 128, 512, false, false));
+    // Rows that do not fill swizzled tiles, and a GPU without warpgroups' products.
+    assert_eq!(hopper(GATED_DELTA, [96, 64]), (true, 48, 256, false, false));
+    let mut after = h200();
+    after.features.tma.insert(Tma::Im2colWide);
+    assert_eq!(got(&after, GATED_DELTA, [128, 128]), (true, 32, 256, false, false));
 }

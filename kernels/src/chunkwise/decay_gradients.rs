@@ -19,11 +19,13 @@
 use crate::chunkwise::arguments::{Gradients, StageTypes};
 use crate::chunkwise::chunk::{Sums, since_start};
 use crate::chunkwise::gradient_tiles::{
-    GradientInputs, GradientTiles, SLOTS, cube_sum, partial_at, row_sum,
+    GradientInputs, GradientTiles, cube_sum, partial_at, row_sum,
 };
 use crate::chunkwise::plan::GradientPlan;
 use crate::chunkwise::roles::{Scored, TokenOffset};
-use crate::tile::{Acc, Grid, Pair, column, inside, row, set, slot, width_of};
+use crate::tile::{
+    Acc, Grid, Pair, column, computed_here, inside, row, set, slot, swizzled, width_of,
+};
 use cubecl::prelude::*;
 
 /// A unit's partial sums over its rows: two for each row of fragments.
@@ -77,6 +79,11 @@ impl GradientPlan {
     /// A unit's rows.
     fn rows_of_unit(&self) -> usize {
         2 * self.rows_grid().fragment_rows()
+    }
+
+    /// Whether S and dS' of all keys are in tiles at the end.
+    fn holds_both_states(&self) -> bool {
+        self.key_slices() == 1 && !self.one_state
     }
 
     /// Whether any row adds to dG of the one before.
@@ -347,13 +354,13 @@ fn collect(
         #[unroll]
         for h in 0..2usize {
             if inside(f, grid) {
-                partial[partial_at(row(f, h, grid), slot(grid))] =
+                partial[partial_at(row(f, h, grid), slot(grid), plan)] =
                     sums_of_unit[comptime!(2 * r + h)];
             }
         }
     }
     sync_cube();
-    row_sum(partial, i, valid, comptime!(grid.slots()))
+    row_sum(partial, i, valid, comptime!(grid.slots()), plan)
 }
 
 /// dg of a scalar decay: sums of dG from each token on, and what reaches the end of the chunk.
@@ -378,7 +385,7 @@ pub(crate) fn write_scalar_d_g<P: StageTypes>(
     let end = f32::exp(since_start(sums, comptime!(plan.chunk - 1)));
     let mut through = if comptime!(!plan.whole) {
         through_chunk::<P>(from, plan)
-    } else if comptime!(plan.key_slices() == 1) {
+    } else if comptime!(plan.holds_both_states()) {
         through_slice::<P>(tiles, plan)
     } else {
         sums_of_unit.through[0]
@@ -423,7 +430,7 @@ fn through_slice<P: StageTypes>(tiles: &GradientTiles<P>, #[comptime] plan: Grad
     let read = width_of::<P::G>();
     let across = comptime!(plan.key_slice / read);
     let all = comptime!(plan.key_slice * plan.value_width / read);
-    let stride = comptime!(plan.unscaled().stride(plan.key_slice) / read);
+    let stride = comptime!(plan.states_window().stride / read);
     let mut product = Vector::<f32, P::G>::new(0.0);
     for turn in 0..comptime!(all.div_ceil(plan.units)) {
         let n = UNIT_POS as usize + turn * comptime!(plan.units);
@@ -434,6 +441,33 @@ fn through_slice<P: StageTypes>(tiles: &GradientTiles<P>, #[comptime] plan: Grad
         }
     }
     sum_of_vector::<P::G>(product)
+}
+
+/// Adds this unit's part of `S . dS'` over the keys from `first` on to the sums, where the tile of both holds dS': S from
+/// the tensor, which is quicker than registers that keep it.
+#[cube]
+pub(crate) fn add_through_end<P: StageTypes>(
+    sums_of_unit: &mut PartialSums,
+    tiles: &GradientTiles<P>,
+    from: &GradientInputs<P>,
+    first: usize,
+    #[comptime] plan: GradientPlan,
+) {
+    let read = width_of::<P::G>();
+    let across = comptime!(plan.key_slice / read);
+    let rows = comptime!(plan.value_slice);
+    let start = from.place.index * comptime!(plan.key_width * plan.value_width) + first;
+    let unit = computed_here(UNIT_POS) as usize;
+    let mut product = Vector::<f32, P::G>::new(0.0);
+    #[unroll]
+    for turn in 0..comptime!((rows * across).div_ceil(plan.units)) {
+        let n = unit + comptime!(turn * plan.units);
+        let (i, c) = (n / across, n % across);
+        let at = start / read + i * comptime!(plan.key_width / read) + c;
+        product += Vector::<f32, P::G>::cast_from(from.saved.states[at])
+            * Vector::<f32, P::G>::cast_from(tiles.end[swizzled(i, c, rows)]);
+    }
+    sums_of_unit.through[0] += sum_of_vector::<P::G>(product);
 }
 
 /// Adds [`through_slice`] to the sums.
@@ -598,6 +632,16 @@ fn lay_state_shares<P: StageTypes>(
     }
 }
 
+/// Vectors of `read` numbers from the start of a tile of values to vector `c` of row `i`.
+#[cube]
+fn value_at(i: usize, c: usize, #[comptime] read: usize, #[comptime] plan: GradientPlan) -> usize {
+    if comptime!(plan.warpgroups) {
+        swizzled(i, c, comptime!(plan.chunk))
+    } else {
+        i * comptime!(plan.unscaled().stride(plan.value_slice) / read) + c
+    }
+}
+
 /// Delta: dv = beta R, dbeta = v R - e da.
 #[cube]
 pub(crate) fn write_d_values<P: StageTypes>(
@@ -610,7 +654,7 @@ pub(crate) fn write_d_values<P: StageTypes>(
     let read = width_of::<P::G>();
     let unit = UNIT_POS as usize;
     let from_erase = collect(&mut tiles.partial, &sums_of_unit.beta, unit, from.place.valid, plan);
-    let side = comptime!((plan.units / plan.chunk).min(SLOTS));
+    let side = comptime!(plan.value_slots());
     let i = unit / side;
     let vectors = comptime!(plan.value_width / read);
     sync_cube();
@@ -622,7 +666,7 @@ pub(crate) fn write_d_values<P: StageTypes>(
             for n in 0..comptime!(vectors.div_ceil(side)) {
                 let c = n * side + unit % side;
                 if c < vectors {
-                    let at = i * comptime!(plan.unscaled().stride(plan.value_slice) / read) + c;
+                    let at = value_at(i, c, read, plan);
                     let r = if comptime!(plan.whole) {
                         Vector::<f32, P::G>::cast_from(tiles.r[at])
                     } else {
@@ -643,11 +687,11 @@ pub(crate) fn write_d_values<P: StageTypes>(
         for l in 0..read {
             sum += dot[l];
         }
-        tiles.partial[partial_at(i, unit % side)] = sum;
+        tiles.partial[partial_at(i, unit % side, plan)] = sum;
     }
     sync_cube();
     if unit < from.place.valid {
-        let beta = row_sum(&tiles.partial, unit, from.place.valid, side) - from_erase;
+        let beta = row_sum(&tiles.partial, unit, from.place.valid, side, plan) - from_erase;
         out.beta[from.place.scalars.start + unit * from.place.scalars.stride] = beta;
     }
 }

@@ -17,8 +17,9 @@ use crate::chunkwise::chunk::Place;
 use crate::chunkwise::plan::GradientPlan;
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Grid, Pair, Requested, Rows, Window, column, inside, lay, load, load_async, load_matrix,
-    own_or, request, room_for, row, same_tile, set, tile, width_of, zeros,
+    Acc, Grid, Pair, Requested, Rows, SWIZZLED, Window, column, computed_here, inside, lay, load,
+    load_async, load_matrix, load_matrix_at, own_or, request, room_for, row, same_tile, set,
+    swizzled, tile, tile_aligned, width_of, zeros,
 };
 use cubecl::prelude::*;
 
@@ -38,10 +39,8 @@ pub(crate) struct StateFactors {
     pub states: States,
 }
 
-/// Partial sums of a row.
-pub(crate) const SLOTS: usize = 16;
-/// From the partial sums of one row to those of the next: rows side by side do not share a bank.
-const NEXT: usize = SLOTS + 1;
+/// Most partial sums of a row.
+const SLOTS: usize = 16;
 
 /// Tiles, and scratch.
 #[derive(CubeType)]
@@ -63,7 +62,7 @@ pub(crate) struct GradientTiles<P: StageTypes> {
     pub end: SharedMemory<Vector<P::E, P::L>>,
     /// -beta in a delta rule, else 1, [C].
     pub scales: SharedMemory<f32>,
-    /// Partial sums of rows, [C, NEXT].
+    /// Partial sums of rows, [C, [`GradientPlan::partial_stride`]].
     pub partial: SharedMemory<f32>,
     /// dG, [C]; vector decay: [C, key_slice].
     pub d_decays: SharedMemory<f32>,
@@ -93,11 +92,29 @@ impl GradientPlan {
 
     /// A chunk's rows of values.
     fn values_window(&self) -> Window {
-        self.unscaled().value_window()
+        self.factor(self.unscaled().value_window())
     }
 
-    fn states_window(&self) -> Window {
-        self.unscaled().window(self.value_slice, self.key_slice, self.key_width)
+    pub fn states_window(&self) -> Window {
+        self.factor(self.unscaled().window(self.value_slice, self.key_slice, self.key_width))
+    }
+
+    /// A chunk's rows of keys.
+    fn keys_window(&self) -> Window {
+        self.factor(self.key_window())
+    }
+
+    /// A factor of products: a swizzled tile has nothing between its rows.
+    fn factor(&self, window: Window) -> Window {
+        match self.warpgroups {
+            true => Window { swizzled: true, stride: window.columns, ..window },
+            false => window,
+        }
+    }
+
+    /// Bytes to which tiles of factors are aligned.
+    fn aligned(&self) -> usize {
+        if self.warpgroups { SWIZZLED } else { 16 }
     }
 
     /// Whether rows of keys have a tile beside the two of products over values.
@@ -110,6 +127,17 @@ impl GradientPlan {
         if self.has_planes() { self.chunk / 16 } else { self.chunk }
     }
 
+    /// Units that share out the products of a row of values.
+    pub fn value_slots(&self) -> usize {
+        (self.units / self.chunk).min(SLOTS)
+    }
+
+    /// From the partial sums of one row to those of the next: one more than there are, so that rows side by side do not
+    /// share a bank.
+    fn partial_stride(&self) -> usize {
+        self.rows_grid().slots().max(self.value_slots()) + 1
+    }
+
     /// Whether v has a tile. A delta rule wants it for the gradient of beta alone: from the tensor where room is short.
     pub fn holds_v(&self) -> bool {
         self.whole && (self.key_slices() == 1 || !self.variant.delta())
@@ -118,9 +146,9 @@ impl GradientPlan {
     /// Tiles of a chunk, in numbers.
     fn gradient_tile_numbers(&self) -> Tiles {
         let variant = self.variant;
-        let by_key = self.key_numbers();
-        let [values, states] =
-            [self.values_window(), self.states_window()].map(|tile| tile.rows * tile.stride);
+        let [values, states, by_key] =
+            [self.values_window(), self.states_window(), self.keys_window()]
+                .map(|tile| tile.rows * tile.stride);
         // [C, value_slice], [value_slice, key_slice] or [C, key_slice].
         let any = values.max(states).max(if self.keys_apart() { 0 } else { by_key });
         let own = |there: bool, numbers: usize| (self.whole && there).then_some(numbers);
@@ -128,14 +156,14 @@ impl GradientPlan {
             left: values,
             right: if self.whole { states } else { any },
             keys: self.keys_apart().then_some(by_key),
-            end: own(true, states),
+            end: own(!self.one_state, states),
             v: own(self.holds_v(), values),
             u_and_r: own(variant.solves(), values),
             q_and_k: own(true, by_key),
             a: own(variant.own_a(), by_key),
             b: own(variant.low_rank(), by_key),
             scales: self.chunk,
-            partial: self.chunk * NEXT,
+            partial: (self.chunk * self.partial_stride()).max(self.units),
             d_decays: if variant.vector() { by_key } else { self.chunk },
             ends: match variant.vector() {
                 true => self.end_rows() * self.stride(self.key_slice),
@@ -186,21 +214,22 @@ struct Tiles {
 /// The tiles of a plan: roles that the plan lacks share a tile with others and are never filled.
 #[cube]
 pub(crate) fn gradient_tiles<P: StageTypes>(#[comptime] plan: GradientPlan) -> GradientTiles<P> {
-    let left = tile::<P::E, P::L>(comptime!(plan.gradient_tile_numbers().left));
-    let right = tile::<P::E, P::L>(comptime!(plan.gradient_tile_numbers().right));
+    let aligned = comptime!(plan.aligned());
+    let left = tile_aligned::<P::E, P::L>(comptime!(plan.gradient_tile_numbers().left), aligned);
+    let right = tile_aligned::<P::E, P::L>(comptime!(plan.gradient_tile_numbers().right), aligned);
     let keys = own_keys_or::<P>(right, plan);
     GradientTiles::<P> {
         left,
         right,
         keys,
-        end: own_or::<P::E, P::L>(right, comptime!(plan.gradient_tile_numbers().end)),
-        v: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().v)),
-        u: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().u_and_r)),
-        r: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().u_and_r)),
-        q: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().q_and_k)),
-        k: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().q_and_k)),
-        a: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().a)),
-        b: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().b)),
+        end: own_or::<P::E, P::L>(right, comptime!(plan.gradient_tile_numbers().end), aligned),
+        v: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().v), aligned),
+        u: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().u_and_r), aligned),
+        r: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().u_and_r), aligned),
+        q: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().q_and_k), aligned),
+        k: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().q_and_k), aligned),
+        a: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().a), aligned),
+        b: own_or::<P::X, P::N>(keys, comptime!(plan.gradient_tile_numbers().b), aligned),
         d_o: left,
         start: right,
         scales: SharedMemory::<f32>::new(comptime!(plan.gradient_tile_numbers().scales)),
@@ -301,7 +330,7 @@ fn copy_keys<P: StageTypes>(
     first: usize,
     #[comptime] plan: GradientPlan,
 ) {
-    let window = comptime!(plan.key_window());
+    let window = comptime!(plan.keys_window());
     load_async::<P::F, P::G, P::X, P::N>(to, 0usize, from, rows, first, window);
 }
 
@@ -352,7 +381,7 @@ pub(crate) fn state_tile<P: StageTypes>(
     tiles: &GradientTiles<P>,
     #[comptime] which: States,
 ) -> SharedMemory<Vector<P::E, P::L>> {
-    // Sliced, both are the right tile.
+    // Sliced or in turn, both are the right tile.
     if comptime!(which == States::Start) { tiles.start } else { tiles.end }
 }
 
@@ -572,8 +601,12 @@ fn fragments_of_tile<X: Float, N: Size>(
     let grid = comptime!(plan.rows_grid());
     let across = comptime!(grid.fragment_columns());
     let stride = comptime!(plan.stride(plan.key_slice));
-    let lane = UNIT_POS as usize % 32;
-    let plane = UNIT_POS as usize / 32;
+    let mut unit = UNIT_POS as usize;
+    if comptime!(plan.warpgroups) {
+        unit = computed_here(UNIT_POS) as usize;
+    }
+    let lane = unit % 32;
+    let plane = unit / 32;
     let columns =
         plane / comptime!(grid.down()) * comptime!(grid.n / grid.across()) + lane / 16 * 8;
     if inside(0usize, grid) {
@@ -585,8 +618,12 @@ fn fragments_of_tile<X: Float, N: Size>(
             let i = at_offset(i, offset, plan);
             #[unroll]
             for c in 0..comptime!(across / 2) {
-                let at = i * stride + columns;
-                let x = load_matrix::<X, N>(from, at, comptime!(c * 16), false);
+                let x = if comptime!(plan.warpgroups) {
+                    let vector = columns / 8 + comptime!(c * 2);
+                    load_matrix_at::<X, N>(from, swizzled(i, vector, comptime!(plan.chunk)), false)
+                } else {
+                    load_matrix::<X, N>(from, i * stride + columns, comptime!(c * 16), false)
+                };
                 #[unroll]
                 for n in 0..2usize {
                     let fragment = acc.index_mut(comptime!(r * across + 2 * c + n));
@@ -663,12 +700,13 @@ pub(crate) fn row_sum(
     i: usize,
     valid: usize,
     #[comptime] slots: usize,
+    #[comptime] plan: GradientPlan,
 ) -> f32 {
     let mut sum = 0.0f32;
     if i < valid {
         #[unroll]
         for n in 0..slots {
-            sum += partial[i * NEXT + n];
+            sum += partial[partial_at(i, n, plan)];
         }
     }
     sum
@@ -676,8 +714,8 @@ pub(crate) fn row_sum(
 
 /// Where a unit's partial sum of a row goes.
 #[cube]
-pub(crate) fn partial_at(i: usize, slot: usize) -> usize {
-    i * NEXT + slot
+pub(crate) fn partial_at(i: usize, slot: usize, #[comptime] plan: GradientPlan) -> usize {
+    i * comptime!(plan.partial_stride()) + slot
 }
 
 /// The sum of every unit's number. Barriers in between; `partial` is free before and after.

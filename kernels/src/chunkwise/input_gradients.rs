@@ -22,9 +22,9 @@ use crate::chunkwise::chunk::{
 };
 use crate::chunkwise::decay::{from_start, to_end, vector_from_start};
 use crate::chunkwise::decay_gradients::{
-    DecayTerm, PartialSums, TokenRows, ZeroExponents, add_through_slice, add_zero_exponents,
-    beta_products, clear_d_decays, decay_products, partial_sums, write_d_values, write_scalar_d_g,
-    write_vector_d_g,
+    DecayTerm, PartialSums, TokenRows, ZeroExponents, add_through_end, add_through_slice,
+    add_zero_exponents, beta_products, clear_d_decays, decay_products, partial_sums,
+    write_d_values, write_scalar_d_g, write_vector_d_g,
 };
 use crate::chunkwise::gradient_tiles::{
     GradientInputs, GradientTiles, StateFactors, coming_state, coming_values, copy_group_async,
@@ -40,8 +40,9 @@ use crate::chunkwise::state::add;
 use crate::chunkwise::varlen::own_chunk;
 use crate::chunkwise::vector_decay::{AdjointRows, Side, scores_adjoint};
 use crate::tile::{
-    Acc, Pair, Zeros, column, commit_copies, mul, row_in, set, wait_for_copies, write_out_by_four,
-    zeros,
+    Acc, LeftFactor, Pair, Source, Swizzled, Zeros, add_warpgroup_product, column, commit_copies,
+    computed_here, load_a, mul, multiply_by_warpgroups, row_in, set, wait_for_copies,
+    wait_for_factors, write_out_by_four, zeros,
 };
 use cubecl::prelude::*;
 
@@ -224,14 +225,18 @@ fn whole<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
     copy_and_commit::<P>(chunk, 0usize, comptime!(CopyGroup::Values), plan);
     copy_group_async::<P>(&mut chunk.tiles, &chunk.from, 0usize, comptime!(CopyGroup::Start), plan);
     copy_and_commit::<P>(chunk, 0usize, comptime!(CopyGroup::Keys), plan);
-    copy_and_commit::<P>(chunk, 0usize, comptime!(CopyGroup::End), plan);
+    if comptime!(!plan.one_state) {
+        copy_and_commit::<P>(chunk, 0usize, comptime!(CopyGroup::End), plan);
+    }
     prepare::<P>(&mut chunk.d_scores, &mut chunk.tiles, &mut chunk.sums, &chunk.from, plan);
-    wait_for_copies(2usize);
+    wait_for(comptime!(if plan.one_state { 1usize } else { 2usize }), plan);
     fill_weights::<P>(&mut chunk.d_scores, &mut chunk.tiles, &chunk.from, &chunk.sums, plan);
-    if comptime!(plan.key_slices() == 1) {
-        wait_for_copies(1usize);
+    if comptime!(plan.one_state) {
+        key_slices_of_one_state::<P>(chunk, plan);
+    } else if comptime!(plan.key_slices() == 1) {
+        wait_for(1usize, plan);
         let d_erase = query_and_erase_gradients::<P>(chunk, 0usize, plan);
-        wait_for_copies(0usize);
+        wait_for(0usize, plan);
         key_and_write_gradients::<P>(&d_erase, chunk, 0usize, plan);
     } else {
         key_slices::<P>(chunk, plan);
@@ -246,9 +251,9 @@ fn key_slices<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPla
         let first = slice * comptime!(plan.key_slice);
         let next = first + comptime!(plan.key_slice);
         let goes_on = next < comptime!(plan.key_width);
-        wait_for_copies(1usize);
+        wait_for(1usize, plan);
         let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
-        wait_for_copies(0usize);
+        wait_for(0usize, plan);
         if comptime!(plan.variant.scalar()) {
             add_through_slice::<P>(&mut chunk.sums_of_unit, &chunk.tiles, plan);
         }
@@ -263,6 +268,42 @@ fn key_slices<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPla
             copy_and_commit::<P>(chunk, next, comptime!(CopyGroup::Keys), plan);
             copy_and_commit::<P>(chunk, next, comptime!(CopyGroup::End), plan);
         }
+    }
+}
+
+/// As [`key_slices`], where dS' follows S into the same tile. What is waited for then, another cube of the multiprocessor
+/// fills.
+#[cube]
+fn key_slices_of_one_state<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
+    for slice in 0..comptime!(plan.key_slices()) {
+        let first = slice * comptime!(plan.key_slice);
+        let next = first + comptime!(plan.key_slice);
+        wait_for(0usize, plan);
+        let d_erase = query_and_erase_gradients::<P>(chunk, first, plan);
+        sync_cube();
+        copy_and_commit::<P>(chunk, first, comptime!(CopyGroup::End), plan);
+        wait_for(0usize, plan);
+        key_and_write_gradients::<P>(&d_erase, chunk, first, plan);
+        if comptime!(plan.variant.scalar()) {
+            let sums = &mut chunk.sums_of_unit;
+            add_through_end::<P>(sums, &chunk.tiles, &chunk.from, first, plan);
+        }
+        sync_cube();
+        if next < comptime!(plan.key_width) {
+            let group = comptime!(CopyGroup::Start);
+            copy_group_async::<P>(&mut chunk.tiles, &chunk.from, next, group, plan);
+            copy_and_commit::<P>(chunk, next, comptime!(CopyGroup::Keys), plan);
+        }
+    }
+}
+
+/// Waits for all but the `later` groups of copies that were committed last.
+#[cube]
+fn wait_for(#[comptime] later: usize, #[comptime] plan: GradientPlan) {
+    if comptime!(plan.warpgroups) {
+        wait_for_factors(later);
+    } else {
+        wait_for_copies(later);
     }
 }
 
@@ -351,8 +392,14 @@ fn state_term<P: StageTypes>(
         let left = values_tile::<P>(&chunk.tiles, comptime!(factors.values), false, plan);
         let right = state_tile::<P>(&chunk.tiles, comptime!(factors.states));
         let [rows, state] = comptime!([row_major(columns), row_major(plan.key_slice)]);
-        let spec = comptime!(plan.unscaled().mul(grid, columns, rows, state));
-        mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
+        if comptime!(plan.warpgroups) {
+            let layout = comptime!(Swizzled { rows: columns, transposed: false });
+            let steps = comptime!(columns / 16);
+            multiply_by_warpgroups::<P::E, P::L>(&mut acc, &left, &right, steps, layout, grid);
+        } else {
+            let spec = comptime!(plan.unscaled().mul(grid, columns, rows, state));
+            mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
+        }
     }
     acc
 }
@@ -378,6 +425,56 @@ fn adjoint<X: Float, N: Size, M: Size>(
         let spec = comptime!(spec.with_zeros(zeros));
         mul::<X, M, N>(acc, &from.weights, 0usize, &from.rows, 0usize, spec);
     }
+}
+
+/// [`adjoint`] of a decay that is not a vector, by warpgroups; `d_scores` times `scales` where these are `scaled`.
+#[cube]
+fn add_by_warpgroups<X: Float, N: Size, M: Size>(
+    acc: &mut Acc,
+    from: &AdjointRows<X, N, M>,
+    scales: &SharedMemory<f32>,
+    #[comptime] transposed: bool,
+    #[comptime] scaled: bool,
+    #[comptime] plan: GradientPlan,
+) {
+    comptime!(assert!(transposed || !scaled));
+    let chunk = comptime!(plan.chunk);
+    let stride = comptime!(plan.stride(chunk));
+    let row = computed_here(UNIT_POS) as usize / 32 % 4 * 16;
+    let mut left = LeftFactor::<X>::new();
+    #[unroll]
+    for k in 0..comptime!(chunk / 16) {
+        let source = comptime!(Source { down: 0, right: k * 16, stride, transposed });
+        let factor = load_a::<X, M>(&from.weights, 0usize, row, source);
+        if comptime!(scaled) {
+            left.push(scale_columns::<X>(&factor, scales, k));
+        } else {
+            left.push(factor);
+        }
+    }
+    let layout = comptime!(Swizzled { rows: chunk, transposed: false });
+    let grid = comptime!(plan.rows_grid());
+    add_warpgroup_product::<X, N>(acc, &left, &from.rows, 0usize, layout, grid);
+}
+
+/// Step `k` of a left factor, its columns times their scales.
+#[cube]
+fn scale_columns<X: Float>(
+    factor: &Array<Vector<X, Const<2>>>,
+    scales: &SharedMemory<f32>,
+    #[comptime] k: usize,
+) -> Array<Vector<X, Const<2>>> {
+    let mut scaled = Array::<Vector<X, Const<2>>>::new(4usize);
+    #[unroll]
+    for n in 0..4usize {
+        // Registers 2 and 3 are eight columns on.
+        let column = UNIT_POS as usize % 4 * 2 + comptime!(k * 16 + n / 2 * 8);
+        let mut by = Pair::empty();
+        by[0] = scales[column];
+        by[1] = scales[column + 1];
+        scaled[n] = Vector::cast_from(Pair::cast_from(factor[n]) * by);
+    }
+    scaled
 }
 
 /// Multiplies gradients by e^{G_i}, or (`ends`) by e^{G_C - G_i}.
@@ -516,11 +613,17 @@ fn add_terms<P: StageTypes>(
         let of = comptime!(term.rows);
         load_key_rows::<P>(&mut chunk.tiles, &chunk.from, first, of, plan);
         let rows = keys_tile::<P>(&chunk.tiles, of, plan);
-        let weights = scored_tile::<P::X, P::M>(&chunk.d_scores, comptime!(term.scored));
+        let weights = scored_tile::<P::X, P::M>(&chunk.d_scores, comptime!(term.scored), plan);
         let from = AdjointRows::<P::X, P::N, P::M> { weights, rows };
         let side = comptime!(Side { of_y: role.writes(), before: plan.before(term.scored) });
         let tokens = chunk.from.place.valid;
-        adjoint::<P::X, P::N, P::M>(acc, &from, &chunk.sums, tokens, side, plan);
+        if comptime!(plan.warpgroups) {
+            let scaled = comptime!(term.scored == Scored::Scaled);
+            let scales = &chunk.tiles.scales;
+            add_by_warpgroups::<P::X, P::N, P::M>(acc, &from, scales, side.of_y, scaled, plan);
+        } else {
+            adjoint::<P::X, P::N, P::M>(acc, &from, &chunk.sums, tokens, side, plan);
+        }
     }
 }
 

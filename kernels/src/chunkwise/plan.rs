@@ -60,6 +60,10 @@ pub(crate) struct GradientPlan {
     pub common: Plan,
     /// Tiles hold all values of a chunk, and all keys or a slice of them; else slices of both.
     pub whole: bool,
+    /// Products are those of warpgroups, and tiles of factors swizzled.
+    pub warpgroups: bool,
+    /// S and dS' take turns in one tile.
+    pub one_state: bool,
 }
 
 impl Deref for StatePlan {

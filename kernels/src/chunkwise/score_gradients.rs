@@ -8,7 +8,10 @@ use crate::chunkwise::gradient_tiles::{
 };
 use crate::chunkwise::plan::{GradientPlan, UNUSED, row_major, transposed};
 use crate::chunkwise::roles::{Scored, Values};
-use crate::tile::{Acc, Grid, Pair, column, inside, mul, row_in, set, store, tile, zeros};
+use crate::tile::{
+    Acc, Grid, Pair, Swizzled, column, inside, mul, multiply_by_warpgroups, row_in, set, store,
+    tile, zeros,
+};
 use cubecl::prelude::*;
 
 /// Rows of zero-exponent terms.
@@ -56,7 +59,8 @@ impl GradientPlan {
             Scored::Qk => true,
             Scored::Qb | Scored::Ak => self.variant.low_rank(),
             Scored::Ab => self.variant.solves(),
-            Scored::Scaled => self.variant.delta(),
+            // Warpgroups scale their left factor in registers.
+            Scored::Scaled => self.variant.delta() && !self.warpgroups,
         };
         if there { self.square_numbers() } else { UNUSED }
     }
@@ -139,7 +143,7 @@ pub(crate) fn fill_weights<P: StageTypes>(
         let scored = comptime!(Scored::Ab);
         let mut acc = masked_score_gradient::<P>(zero_exponent, tiles, from, sums, scored, plan);
         store::<P::X, P::M>(&mut d_scores.ab, &acc, stride, grid);
-        if comptime!(variant.delta()) {
+        if comptime!(variant.delta() && !plan.warpgroups) {
             scale_erase_rows(&mut acc, &tiles.scales, grid);
             store::<P::X, P::M>(&mut d_scores.scaled, &acc, stride, grid);
         }
@@ -193,8 +197,14 @@ fn value_product<P: StageTypes>(
         let left = values_tile::<P>(tiles, factors[0], false, plan);
         let right = values_tile::<P>(tiles, factors[1], true, plan);
         let [rows, written] = comptime!([row_major(columns), transposed(columns)]);
-        let spec = comptime!(plan.unscaled().mul(grid, columns, rows, written));
-        mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
+        if comptime!(plan.warpgroups) {
+            let layout = comptime!(Swizzled { rows: plan.chunk, transposed: true });
+            let steps = comptime!(columns / 16);
+            multiply_by_warpgroups::<P::E, P::L>(&mut acc, &left, &right, steps, layout, grid);
+        } else {
+            let spec = comptime!(plan.unscaled().mul(grid, columns, rows, written));
+            mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
+        }
     }
     acc
 }
@@ -251,15 +261,16 @@ fn masked_score_gradient<P: StageTypes>(
 pub(crate) fn scored_tile<X: Float, M: Size>(
     d_scores: &ScoreGradients<X, M>,
     #[comptime] which: Scored,
+    #[comptime] plan: GradientPlan,
 ) -> SharedMemory<Vector<X, M>> {
     if comptime!(which == Scored::Qk) {
         d_scores.qk
     } else if comptime!(which == Scored::Qb) {
         d_scores.qb
-    } else if comptime!(which == Scored::Ab) {
-        d_scores.ab
     } else if comptime!(which == Scored::Ak) {
         d_scores.ak
+    } else if comptime!(which == Scored::Ab || plan.warpgroups) {
+        d_scores.ab
     } else {
         d_scores.scaled
     }

@@ -15,8 +15,7 @@ use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::plan::{Schedule, StatePlan, UNUSED};
 use crate::chunkwise::state::StateEngine;
 use crate::tile::{
-    Rows, SWIZZLED, Window, commit_copies, copy_async, load, load_async, own_or_aligned,
-    tile_aligned,
+    Rows, SWIZZLED, Window, commit_copies, copy_async, load, load_async, own_or, tile_aligned,
 };
 use cubecl::prelude::*;
 
@@ -182,40 +181,28 @@ pub(crate) fn state_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> StateT
         aligned,
     );
     StateTiles::<P> {
-        query_rows: own_or_aligned::<P::E, P::N>(
+        query_rows: own_or::<P::E, P::N>(
             rows,
             comptime!(plan.numbers(TileRole::QueryRows)),
             aligned,
         ),
-        erase_rows: own_or_aligned::<P::E, P::N>(
+        erase_rows: own_or::<P::E, P::N>(
             rows,
             comptime!(plan.numbers(TileRole::EraseRows)),
             aligned,
         ),
-        write_rows: own_or_aligned::<P::E, P::N>(
+        write_rows: own_or::<P::E, P::N>(
             rows,
             comptime!(plan.numbers(TileRole::WriteRows)),
             aligned,
         ),
         key_rows: rows,
         values,
-        a_ak_v: own_or_aligned::<P::E, P::N>(
-            values,
-            comptime!(plan.numbers(TileRole::AAkV)),
-            aligned,
-        ),
-        inverse: own_or_aligned::<P::E, P::N>(
-            square,
-            comptime!(plan.numbers(TileRole::Inverse)),
-            aligned,
-        ),
+        a_ak_v: own_or::<P::E, P::N>(values, comptime!(plan.numbers(TileRole::AAkV)), aligned),
+        inverse: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::Inverse)), aligned),
         a_of_u: square,
-        a_of_v: own_or_aligned::<P::E, P::N>(
-            square,
-            comptime!(plan.numbers(TileRole::AOfV)),
-            aligned,
-        ),
-        a_ak: own_or_aligned::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::AAk)), aligned),
+        a_of_v: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::AOfV)), aligned),
+        a_ak: own_or::<P::E, P::N>(square, comptime!(plan.numbers(TileRole::AAk)), aligned),
         decay_factors: SharedMemory::<f32>::new_aligned(
             comptime!(plan.decay_factor_numbers()),
             16usize,

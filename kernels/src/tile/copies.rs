@@ -20,18 +20,9 @@ pub(crate) fn tile_aligned<E: Float, N: Size>(
     SharedMemory::<Vector<E, N>>::new_aligned(comptime!(numbers / width), bytes)
 }
 
-/// A tile of so many numbers, or `shared` where a role has none of its own.
+/// A tile of so many numbers, aligned to so many bytes, or `shared` where a role has none of its own.
 #[cube]
 pub(crate) fn own_or<E: Float, N: Size>(
-    shared: SharedMemory<Vector<E, N>>,
-    #[comptime] numbers: Option<usize>,
-) -> SharedMemory<Vector<E, N>> {
-    own_or_aligned::<E, N>(shared, numbers, 16usize)
-}
-
-/// The same, aligned to so many bytes.
-#[cube]
-pub(crate) fn own_or_aligned<E: Float, N: Size>(
     shared: SharedMemory<Vector<E, N>>,
     #[comptime] numbers: Option<usize>,
     #[comptime] bytes: usize,

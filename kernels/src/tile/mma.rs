@@ -234,9 +234,18 @@ pub(crate) fn load_matrix<E: Float, N: Size>(
     #[comptime] offset: usize,
     #[comptime] transposed: bool,
 ) -> Array<Vector<E, Const<2>>> {
-    let mma = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
     let width = N::value();
-    let at = at / width + comptime!(offset / width);
+    load_matrix_at::<E, N>(tile, at / width + comptime!(offset / width), transposed)
+}
+
+/// The same, of a place in whole vectors.
+#[cube]
+pub(crate) fn load_matrix_at<E: Float, N: Size>(
+    tile: &SharedMemory<Vector<E, N>>,
+    at: usize,
+    #[comptime] transposed: bool,
+) -> Array<Vector<E, Const<2>>> {
+    let mma = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
     mma.load_matrix::<Vector<E, N>, Const<2>>(
         &tile.slice(at, at + 1),
         MatrixIdent::A,

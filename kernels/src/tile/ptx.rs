@@ -32,6 +32,24 @@ pub(super) fn local(scope: &mut Scope, value: Variable) -> String {
     name(local)
 }
 
+/// The same number, of which compilers know nothing: what is computed from it is computed where it is used, and not held in
+/// registers from before a loop.
+#[cube]
+pub(crate) fn computed_here(x: u32) -> u32 {
+    let mut same = Array::<u32>::new(1usize);
+    move_to(&mut same, x);
+    same[0]
+}
+
+#[cube]
+#[allow(unused_variables)] // an intrinsic's
+fn move_to(to: &mut Array<u32>, x: u32) {
+    intrinsic!(|scope| {
+        let (to, x) = (name(*to.expand), local(scope, *x.expand));
+        ptx(scope, &format!("asm volatile(\"mov.b32 %0, %1;\" : \"=r\"({to}[0]) : \"r\"({x}));"));
+    })
+}
+
 /// Tells CubeCL that a tile is in use from here on: it gives tiles their places by the instructions that name them.
 pub(super) fn use_tile(scope: &mut Scope, tile: Variable) {
     let length = *scope.create_local(u32::as_type_native_unchecked());

@@ -10,9 +10,10 @@
 //! ```
 //! Source: PTX, `wgmma.mma_async`, its matrix descriptor and its swizzling by 128 bytes.
 
-use super::Acc;
 use super::async_copies::wait_for_own_copies;
-use super::ptx::{local, name, ptx, use_tile};
+use super::mma::load_matrix_at;
+use super::ptx::{computed_here, local, name, ptx, use_tile};
+use super::{Acc, Grid};
 use cubecl::ir::{ElemType, FloatKind, Scope, Variable};
 use cubecl::prelude::*;
 
@@ -50,6 +51,88 @@ impl Swizzled {
         let leading = if self.transposed { 1 } else { self.rows * ROW };
         ((leading as u64) << 16) | ((8 * ROW as u64) << 32) | (1 << 62)
     }
+
+    /// Numbers from the tile's start to step `k`.
+    fn at_step(self, k: usize) -> usize {
+        8 * self.step(k)
+    }
+
+    /// Numbers from the tile's start to where a product begins whose columns start at `n`.
+    fn at_column(self, n: usize) -> usize {
+        match self.transposed {
+            true => 8 * n * ROW,
+            false => n / 64 * self.rows * 64 + n % 64,
+        }
+    }
+}
+
+/// A unit's share of a left factor.
+pub(crate) type LeftFactor<E> = Sequence<Array<Vector<E, Const<2>>>>;
+
+/// Steps of 16 whose left factor a plane holds at once.
+const STEPS: usize = 4;
+
+/// This plane's 16 rows of a swizzled tile of so many, as left factor: `steps` of 16 columns from step `first` on.
+#[cube]
+pub(crate) fn swizzled_factor<E: Float, N: Size>(
+    tile: &SharedMemory<Vector<E, N>>,
+    #[comptime] rows: usize,
+    #[comptime] first: usize,
+    #[comptime] steps: usize,
+) -> LeftFactor<E> {
+    let unit = computed_here(UNIT_POS) as usize;
+    let lane = unit % 32;
+    let row = unit / 32 % 4 * 16 + lane % 16;
+    // Of the two columns of vectors of a step this lane has one.
+    let place = (lane / 16) ^ (row % ROW);
+    let mut left = LeftFactor::<E>::new();
+    #[unroll]
+    for n in 0..steps {
+        let step = comptime!(first + n);
+        let at = row * ROW + comptime!(step / 4 * rows * ROW) + (place ^ comptime!(step % 4 * 2));
+        left.push(load_matrix_at::<E, N>(tile, at, false));
+    }
+    left
+}
+
+/// `acc += left right` of a grid whose planes stand four above each other: `left` is a swizzled tile of as many rows as
+/// the product, `steps` of 16 wide.
+#[cube]
+pub(crate) fn multiply_by_warpgroups<E: Float, N: Size>(
+    acc: &mut Acc,
+    left: &SharedMemory<Vector<E, N>>,
+    right: &SharedMemory<Vector<E, N>>,
+    #[comptime] steps: usize,
+    #[comptime] layout: Swizzled,
+    #[comptime] grid: Grid,
+) {
+    #[unroll]
+    for part in 0..comptime!(steps.div_ceil(STEPS)) {
+        let first = comptime!(part * STEPS);
+        let count = comptime!((steps - first).min(STEPS));
+        let factor = swizzled_factor::<E, N>(left, comptime!(grid.m), first, count);
+        add_warpgroup_product::<E, N>(acc, &factor, right, first, layout, grid);
+    }
+}
+
+/// `acc += left right` from step `first` of the right factor on.
+#[cube]
+pub(crate) fn add_warpgroup_product<E: Float, N: Size>(
+    acc: &mut Acc,
+    left: &LeftFactor<E>,
+    right: &SharedMemory<Vector<E, N>>,
+    #[comptime] first: usize,
+    #[comptime] layout: Swizzled,
+    #[comptime] grid: Grid,
+) {
+    comptime!(assert!(grid.down() == 4 && 64 % (grid.n / grid.across()) == 0));
+    let columns = comptime!(grid.n / grid.across());
+    let warpgroup = UNIT_POS as usize / 128;
+    // So many have columns of the same 64.
+    let together = comptime!(if layout.transposed { grid.across() } else { 64 / columns });
+    let at = warpgroup / together * comptime!(layout.at_column(64))
+        + warpgroup % together * comptime!(layout.at_column(columns));
+    warpgroup_mul::<E, N>(acc, left, right, at + comptime!(layout.at_step(first)), layout);
 }
 
 /// `acc += left right`: a plane has 16 of 64 rows of the product and of `left`, whose numbers are `16 left.len()` a row.
