@@ -42,7 +42,7 @@ pub(crate) use copies::{
 pub(crate) use dispatch::{column, inside, mul, row, row_in, slot};
 pub use engine::Engine;
 pub(crate) use engine::{Grid, Inverse, Mul, Zeros};
-pub(crate) use inverse::invert;
+pub(crate) use inverse::{begin_inverse, finish_inverse};
 pub(crate) use mma::{Source, execute, load_a, load_b, load_matrix, load_matrix_at, pair};
 pub(crate) use planes::put_four;
 pub(crate) use ptx::computed_here;

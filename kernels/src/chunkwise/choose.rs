@@ -211,13 +211,24 @@ fn has_wgmma(device: &DeviceProperties) -> bool {
     copies.contains(Tma::Base) && !copies.contains(Tma::Im2colWide)
 }
 
+impl Plan {
+    /// A plan of the intra-chunk stage, with products of warpgroups where there are any and keys fill swizzled tiles. Of 64
+    /// keys there is so little to read that more cubes a multiprocessor, for which they leave no registers, are worth more.
+    fn by_warpgroups(self, device: &DeviceProperties) -> Self {
+        let whole = self.key_slices() == 1 && self.key_width == 128;
+        Self { warpgroups: whole && has_wgmma(device), ..self }
+    }
+}
+
 impl StatePlan {
     /// This plan, with products of warpgroups where there are any: 64 columns of values each, and keys that fill swizzled
     /// tiles and for whose state and operands there are registers.
     fn by_warpgroups(self, device: &DeviceProperties) -> Self {
         let staged = matches!(self.schedule, Schedule::Staged { .. });
-        let whole = self.value_slice.is_multiple_of(64) && [64, 128].contains(&self.key_width);
-        Self { warpgroups: staged && whole && has_wgmma(device), ..self }
+        let keys = self.key_width / self.split_k;
+        let whole = self.value_slice.is_multiple_of(64) && [64, 128].contains(&keys);
+        let warpgroups = staged && whole && has_wgmma(device);
+        Self { common: Plan { warpgroups, ..self.common }, ..self }
     }
 }
 
@@ -288,6 +299,7 @@ fn mma_cut(
         varlen: false,
         engine: Engine::Mma,
         rounded: false,
+        warpgroups: false,
         key_width,
         value_width,
         chunk: 64,
@@ -309,7 +321,7 @@ fn mma_cut(
             let few = sliced.key_slice < 48;
             let scores =
                 Plan { key_slice: if few { key_width } else { sliced.key_slice }, ..common };
-            (scores, roomy(device, sliced))
+            (scores.by_warpgroups(device), roomy(device, sliced))
         }
     };
     // Scores of an identity transition need no state: where no other cube of a segment would make them again,
@@ -326,8 +338,7 @@ fn mma_cut(
     let others = [staged(2, split_k), staged(2, 1), staged(1, split_k), staged(1, 1)];
     specialized.into_iter().chain(others).find_map(|(schedule, split_k)| {
         let common = Plan { value_slice: value_tile, ..common };
-        let state_pass =
-            StatePlan { common, schedule, split_k, warpgroups: false, task: Task::PLAIN };
+        let state_pass = StatePlan { common, schedule, split_k, task: Task::PLAIN };
         let units = (value_tile / 16 * split_k + state_pass.producers()) * 32;
         let state_pass = state_pass.by_units(units).by_warpgroups(device);
         // Where no system is solved, a local pass has the state pass's planes, producers for the decay factors.
@@ -385,6 +396,7 @@ fn tf32(
         varlen: false,
         engine: Engine::Tf32,
         rounded: false,
+        warpgroups: false,
         key_width,
         value_width,
         chunk,
@@ -439,13 +451,7 @@ fn staged_passes(device: &DeviceProperties, common: Plan, dtype: StorageType) ->
 
 /// A state pass whose tiles are filled slice by slice.
 fn directly(common: Plan) -> StatePlan {
-    StatePlan {
-        common,
-        schedule: Schedule::Direct,
-        split_k: 1,
-        warpgroups: false,
-        task: Task::PLAIN,
-    }
+    StatePlan { common, schedule: Schedule::Direct, split_k: 1, task: Task::PLAIN }
 }
 
 /// Plans of f32 engines.
@@ -475,6 +481,7 @@ fn plain(device: &DeviceProperties, variant: Variant, dims: Dims) -> Result<Plan
             varlen: false,
             engine: Engine::Plain,
             rounded: false,
+            warpgroups: false,
             key_width,
             value_width,
             chunk,
@@ -502,7 +509,10 @@ fn fits(device: &DeviceProperties, plans: &Plans) -> bool {
     let most = hardware.max_shared_memory_size;
     let units = hardware.max_units_per_cube as usize;
     [
-        (plans.intra_chunk.units, plans.intra_chunk.intra_chunk_memory() + SLACK),
+        (
+            plans.intra_chunk.units,
+            plans.intra_chunk.intra_chunk_memory() + slack(&plans.intra_chunk),
+        ),
         (plans.state_pass.units, state_pass_memory(&plans.state_pass)),
         (plans.input_gradients.units, gradients_memory(&plans.input_gradients)),
     ]
@@ -557,8 +567,10 @@ fn segments(device: &DeviceProperties, plans: &Plans, dims: Dims) -> usize {
     (fewest..=most).rev().find(at_once).unwrap_or(1)
 }
 
-/// Bytes that a cube takes for alignment.
-const SLACK: usize = 256;
+/// Bytes that a cube takes for alignment: small tiles may lie between those that are aligned to more.
+fn slack(plan: &Plan) -> usize {
+    if plan.warpgroups { 4 * SWIZZLED } else { 256 }
+}
 
 /// Of a state pass in either direction.
 fn state_pass_memory(plan: &StatePlan) -> usize {
@@ -571,16 +583,14 @@ fn state_pass_memory(plan: &StatePlan) -> usize {
 fn pass_memory(plan: &StatePlan) -> usize {
     let slack = match plan.schedule {
         Schedule::Direct => 0,
-        // Small tiles may lie between those that are aligned to more.
-        _ if plan.warpgroups => 4 * SWIZZLED,
-        _ => SLACK,
+        _ => slack(plan),
     };
     plan.tile_memory() + plan.produced_memory() + plan.state_memory() + slack
 }
 
 /// Of the input gradients.
 fn gradients_memory(plan: &GradientPlan) -> usize {
-    plan.gradients_memory() + if plan.warpgroups { 4 * SWIZZLED } else { SLACK }
+    plan.gradients_memory() + slack(plan)
 }
 
 /// Input gradients of `Mma`: all values of a chunk in shared memory at once, and the widest slice of keys with which two
@@ -611,13 +621,14 @@ fn roomy(device: &DeviceProperties, sliced: Plan) -> GradientPlan {
 impl GradientPlan {
     /// A plan whose tiles are filled slice by slice.
     fn sliced(common: Plan) -> Self {
-        Self { common, whole: false, warpgroups: false, one_state: false }
+        Self { common, whole: false, one_state: false }
     }
 
     /// This plan, with products of warpgroups where there are any and rows fill swizzled tiles.
     fn by_warpgroups(self, device: &DeviceProperties) -> Self {
         let fills =
             [64, 128].contains(&self.key_slice) && [64, 128, 256].contains(&self.value_width);
-        Self { warpgroups: fills && has_wgmma(device), ..self }
+        let warpgroups = fills && has_wgmma(device);
+        Self { common: Plan { warpgroups, ..self.common }, ..self }
     }
 }

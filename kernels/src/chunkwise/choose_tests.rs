@@ -86,23 +86,31 @@ fn scores_without_a_solve_are_made_by_producer_planes() {
 
 #[test]
 fn warpgroups_multiply_on_hopper_alone_and_64_columns_of_values_each() {
-    let got = |device: &DeviceProperties, variant, widths| {
-        let plans = plans_on(device, variant, dims(8, 16, widths), BF16).expect("it fits");
-        [plans.state_pass.warpgroups, plans.local_pass.warpgroups]
+    let of = |device: &DeviceProperties, variant, dims| {
+        let plans = plans_on(device, variant, dims, BF16).expect("it fits");
+        [plans.intra_chunk, *plans.state_pass, *plans.local_pass].map(|plan| plan.warpgroups)
     };
+    let got = |device: &DeviceProperties, variant, widths| of(device, variant, dims(8, 16, widths));
     let hopper = h200();
-    assert_eq!(got(&hopper, GATED_DELTA, [128, 128]), [true, true]);
-    assert_eq!(got(&hopper, GATED_DELTA, [96, 64]), [false, false], "tiles of keys are not whole");
-    assert_eq!(got(&hopper, GATED_DELTA, [64, 96]), [false, false]);
-    assert_eq!(got(&hopper, GATED_DELTA, [256, 256]), [false, false], "registers");
+    assert_eq!(got(&hopper, GATED_DELTA, [128, 128]), [true; 3]);
+    assert_eq!(
+        got(&hopper, GATED_DELTA, [64, 64]),
+        [false, true, true],
+        "more cubes a multiprocessor"
+    );
+    assert_eq!(got(&hopper, GATED_DELTA, [96, 64]), [false; 3], "tiles of keys are not whole");
+    assert_eq!(got(&hopper, GATED_DELTA, [64, 96]), [false; 3]);
+    assert_eq!(got(&hopper, GATED_DELTA, [256, 256]), [false; 3], "registers");
+    let few = dims(4, 8, [256, 256]);
+    assert_eq!(of(&hopper, GATED_DELTA, few), [false, true, true], "two planes share the keys");
     assert_eq!(
         got(&hopper, SCALAR_DECAY, [128, 128]),
-        [false, false],
+        [true, false, false],
         "producers read by `ldmatrix`"
     );
     let mut after = h200();
     after.features.tma.insert(Tma::Im2colWide);
-    assert_eq!(got(&after, GATED_DELTA, [128, 128]), [false, false]);
+    assert_eq!(got(&after, GATED_DELTA, [128, 128]), [false; 3]);
 }
 
 #[test]

@@ -4,8 +4,9 @@
 //! ```text
 //! whole    every matrix of a chunk has a tile of its own, filled by asynchronous copies in three
 //!          groups, in the order of use: values | S, keys | dS'. `Mma` works on one group while the next
-//!          arrives, with one barrier a group. Where keys are too wide for that, tiles of keys and
-//!          states hold a slice of them, and the next slice takes the place of one that is through.
+//!          arrives, with one barrier a group. Where keys are too wide for that, or for two cubes a
+//!          multiprocessor, tiles of keys and states hold a slice of them, and the next slice takes
+//!          the place of one that is through; S and dS' may take turns in one tile.
 //! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
 //!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory. Around a state pass on
 //!          `Mma` a vector decay has a third tile, of keys in f32; values and states keep their 16 bits.
@@ -17,9 +18,9 @@ use crate::chunkwise::chunk::Place;
 use crate::chunkwise::plan::GradientPlan;
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Grid, Pair, Requested, Rows, SWIZZLED, Window, column, computed_here, inside, lay, load,
-    load_async, load_matrix, load_matrix_at, own_or, request, room_for, row, same_tile, set,
-    swizzled, tile, tile_aligned, width_of, zeros,
+    Acc, Grid, Pair, Requested, Rows, Window, column, computed_here, inside, lay, load, load_async,
+    load_matrix, load_matrix_at, own_or, request, room_for, row, same_tile, set, swizzled, tile,
+    tile_aligned, width_of, zeros,
 };
 use cubecl::prelude::*;
 
@@ -102,19 +103,6 @@ impl GradientPlan {
     /// A chunk's rows of keys.
     fn keys_window(&self) -> Window {
         self.factor(self.key_window())
-    }
-
-    /// A factor of products: a swizzled tile has nothing between its rows.
-    fn factor(&self, window: Window) -> Window {
-        match self.warpgroups {
-            true => Window { swizzled: true, stride: window.columns, ..window },
-            false => window,
-        }
-    }
-
-    /// Bytes to which tiles of factors are aligned.
-    fn aligned(&self) -> usize {
-        if self.warpgroups { SWIZZLED } else { 16 }
     }
 
     /// Whether rows of keys have a tile beside the two of products over values.

@@ -28,8 +28,10 @@ use crate::chunkwise::vector_decay::{
     Score, ScoreRows, add_near, add_scores as add_decayed_scores, block, no_scores,
 };
 use crate::tile::{
-    Acc, Pair, Requested, Zeros, column, inside, invert, lay, load, mul, put_four, put_out,
-    request, room_for, row, row_in, set, store, tile, write_out_by_four, zeros,
+    Acc, Pair, Requested, Swizzled, Zeros, begin_inverse, column, commit_copies, finish_inverse,
+    inside, lay, load, load_async, mul, multiply_by_warpgroups, put_four, put_out, request,
+    room_for, row, row_in, set, store, tile, tile_aligned, wait_for_factors, write_out_by_four,
+    zeros,
 };
 use cubecl::prelude::*;
 
@@ -46,33 +48,105 @@ pub(crate) fn intra_chunk<F: Float, X: Float, E: Float, G: Size, N: Size, M: Siz
     let variant = comptime!(plan.variant);
     let place = own_chunk(sizes, plan);
     let mut rows = slices::<X, N>(plan);
+    fill_scales(&mut rows.scales, &x.beta, &place, plan);
+    let mut scores = no_scores(plan);
+    if comptime!(plan.warpgroups) {
+        copy_rows::<Types<F, X, E, G, N, M, N, T, T>>(&mut rows, x, &place, plan);
+        if comptime!(variant.scalar()) {
+            sum_scalars(&mut rows.sums, &x.scalar_g, &place.scalars, plan);
+        }
+        wait_for_factors(0usize);
+        add_products::<X, N>(&mut scores, &rows, 0usize, plan);
+    } else {
+        add_slices::<Types<F, X, E, G, N, M, N, T, T>>(
+            &mut scores,
+            out,
+            &mut rows,
+            x,
+            &place,
+            plan,
+        );
+    }
+    add_all_near(&mut scores, plan);
+    let (sums, scales) = (&rows.sums, &rows.scales);
+    write_scores::<Types<F, X, E, G, N, M, N, T, T>>(
+        out,
+        &mut scores,
+        x,
+        sums,
+        scales,
+        &place,
+        plan,
+    );
+}
+
+#[cube]
+fn fill_scales(
+    scales: &mut SharedMemory<f32>,
+    beta: &Array<f32>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let i = UNIT_POS as usize;
+    if i < comptime!(plan.chunk) {
+        scales[i] = erase_scale(beta, &place.scalars, i, plan);
+    }
+}
+
+/// Starts copying all keys of every operand.
+#[cube]
+fn copy_rows<P: StageTypes>(
+    to: &mut Slices<P::X, P::N>,
+    x: &Operands<P::F, P::G>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let window = comptime!(plan.factor(plan.key_window()));
+    load_async::<P::F, P::G, P::X, P::N>(&mut to.q, 0usize, &x.q, &place.keys, 0usize, window);
+    load_async::<P::F, P::G, P::X, P::N>(&mut to.k, 0usize, &x.k, &place.keys, 0usize, window);
+    if comptime!(plan.variant.own_a()) {
+        load_async::<P::F, P::G, P::X, P::N>(&mut to.a, 0usize, &x.a, &place.rows, 0usize, window);
+    }
+    if comptime!(plan.variant.low_rank()) {
+        load_async::<P::F, P::G, P::X, P::N>(&mut to.b, 0usize, &x.b, &place.rows, 0usize, window);
+    }
+    commit_copies();
+}
+
+/// Adds one slice of keys after another to all scores.
+#[cube]
+fn add_slices<P: StageTypes>(
+    scores: &mut Sequence<Score>,
+    out: &mut IntraChunkOut<P::E, P::T>,
+    rows: &mut Slices<P::X, P::N>,
+    x: &Operands<P::F, P::G>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
     if comptime!(variant.scalar() && plan.key_slices() > 1) {
         sum_scalars(&mut rows.sums, &x.scalar_g, &place.scalars, plan);
     }
-    let mut scores = no_scores(plan);
-    let mut coming = nothing_coming::<F, G>(plan);
+    let mut coming = nothing_coming::<P::F, P::G>(plan);
     if comptime!(variant.vector()) {
-        request_slices::<F, G>(&mut coming, x, &place, 0usize, plan);
+        request_slices::<P::F, P::G>(&mut coming, x, place, 0usize, plan);
     }
     for slice in 0..comptime!(plan.key_slices()) {
         let first = slice * comptime!(plan.key_slice);
         if comptime!(!variant.vector()) {
-            request_slices::<F, G>(&mut coming, x, &place, first, plan);
+            request_slices::<P::F, P::G>(&mut coming, x, place, first, plan);
         }
-        lay_slices::<Types<F, X, E, G, N, M, N, T, T>>(&mut rows, &coming, x, &place, first, plan);
+        lay_slices::<P>(rows, &coming, x, place, first, plan);
         if comptime!(variant.vector()) {
             // The next slice is under way while this one is multiplied.
             let next = first + comptime!(plan.key_slice);
-            request_slices::<F, G>(&mut coming, x, &place, next, plan);
+            request_slices::<P::F, P::G>(&mut coming, x, place, next, plan);
         }
-        add_products::<X, N>(&mut scores, &rows, first, plan);
+        add_products::<P::X, P::N>(scores, rows, first, plan);
         if comptime!(variant.vector()) {
-            write_scaled::<X, E, N, T>(out, &rows, &place, first, plan);
+            write_scaled::<P::X, P::E, P::N, P::T>(out, rows, place, first, plan);
         }
     }
-    add_all_near(&mut scores, plan);
-    write_scores::<Types<F, X, E, G, N, M, N, T, T>>(out, &mut scores, x, &rows.sums, &place, plan);
-    write_decay_factors(&mut out.decay_factors, &rows.sums, &x.beta, &place, plan);
 }
 
 /// A slice of keys of every operand, [C, key_slice], and the sums of log decays.
@@ -82,6 +156,8 @@ struct Slices<X: Float, N: Size> {
     k: SharedMemory<Vector<X, N>>,
     a: SharedMemory<Vector<X, N>>,
     b: SharedMemory<Vector<X, N>>,
+    /// -beta in a delta rule, else 1, [C].
+    scales: SharedMemory<f32>,
     sums: Sums,
 }
 
@@ -104,10 +180,12 @@ impl Plan {
     fn intra_chunk_tiles(&self) -> Tiles {
         let own = |there: bool, numbers: usize| if there { numbers } else { UNUSED };
         let low_rank = self.variant.low_rank();
+        let window = self.factor(self.key_window());
+        let rows = window.rows * window.stride;
         Tiles {
-            rows: self.key_numbers(),
-            a: own(self.variant.own_a(), self.key_numbers()),
-            b: own(low_rank, self.key_numbers()),
+            rows,
+            a: own(self.variant.own_a(), rows),
+            b: own(low_rank, rows),
             square: own(low_rank, self.square_numbers()),
             values: own(low_rank, self.value_numbers()),
             inverse: own(self.variant.solves(), self.chunk * self.inverse().stride()),
@@ -120,17 +198,19 @@ impl Plan {
         let Tiles { rows, a, b, square, values, inverse, exchange } = self.intra_chunk_tiles();
         let tiles = 2 * rows + a + b + square + values;
         let sums = self.sums_memory(false);
-        tiles * self.engine.bytes() + 4 * (2 * inverse + exchange) + sums
+        tiles * self.engine.bytes() + 4 * (2 * inverse + exchange + self.chunk) + sums
     }
 }
 
 #[cube]
 fn slices<X: Float, N: Size>(#[comptime] plan: Plan) -> Slices<X, N> {
+    let aligned = comptime!(plan.aligned());
     Slices::<X, N> {
-        q: tile::<X, N>(comptime!(plan.intra_chunk_tiles().rows)),
-        k: tile::<X, N>(comptime!(plan.intra_chunk_tiles().rows)),
-        a: tile::<X, N>(comptime!(plan.intra_chunk_tiles().a)),
-        b: tile::<X, N>(comptime!(plan.intra_chunk_tiles().b)),
+        q: tile_aligned::<X, N>(comptime!(plan.intra_chunk_tiles().rows), aligned),
+        k: tile_aligned::<X, N>(comptime!(plan.intra_chunk_tiles().rows), aligned),
+        a: tile_aligned::<X, N>(comptime!(plan.intra_chunk_tiles().a), aligned),
+        b: tile_aligned::<X, N>(comptime!(plan.intra_chunk_tiles().b), aligned),
+        scales: SharedMemory::<f32>::new(comptime!(plan.chunk)),
         sums: chunk_sums(false, plan),
     }
 }
@@ -272,8 +352,15 @@ fn product<X: Float, N: Size>(
     #[comptime] plan: Plan,
 ) {
     let slice = comptime!(plan.key_slice);
-    let spec = comptime!(plan.mul(plan.pairs(), slice, row_major(slice), transposed(slice)));
-    mul::<X, N, N>(&mut scores.index_mut(n).acc, x, 0usize, y, 0usize, spec);
+    let grid = comptime!(plan.pairs());
+    if comptime!(plan.warpgroups) {
+        let acc = &mut scores.index_mut(n).acc;
+        let layout = comptime!(Swizzled { rows: plan.chunk, transposed: true });
+        multiply_by_warpgroups::<X, N>(acc, x, y, comptime!(slice / 16), layout, grid);
+    } else {
+        let spec = comptime!(plan.mul(grid, slice, row_major(slice), transposed(slice)));
+        mul::<X, N, N>(&mut scores.index_mut(n).acc, x, 0usize, y, 0usize, spec);
+    }
 }
 
 /// Adds near scores to the fragments that they belong to.
@@ -295,6 +382,7 @@ fn write_scores<P: StageTypes>(
     scores: &mut Sequence<Score>,
     x: &Operands<P::F, P::G>,
     sums: &Sums,
+    scales: &SharedMemory<f32>,
     place: &Place,
     #[comptime] plan: Plan,
 ) {
@@ -311,6 +399,45 @@ fn write_scores<P: StageTypes>(
         let qk = scores.index_mut(comptime!(block::QK));
         apply_decay_mask(&mut qk.acc, sums, 0usize, query_mask, plan);
     }
+    if comptime!(variant.solves()) {
+        let ab = scores.index_mut(comptime!(block::AB));
+        if comptime!(!alike) {
+            apply_decay_mask(&mut ab.acc, sums, 0usize, erase_mask, plan);
+        }
+        // Most units have nothing to invert, and something to write, where registers can hold it for so long.
+        if comptime!(!plan.warpgroups) {
+            write_other_scores::<P>(out, scores, x, sums, scales, place, plan);
+        }
+        let ab = scores.index(comptime!(block::AB));
+        let mut tiles = begin_inverse_of(&ab.acc, scales, plan);
+        if comptime!(plan.warpgroups) {
+            write_other_scores::<P>(out, scores, x, sums, scales, place, plan);
+        }
+        finish_inverse::<P::E>(&mut tiles.m, &mut tiles.t, comptime!(plan.inverse()));
+        write_rows_of_inverse::<P::E, P::T>(&mut out.inverse, &tiles.t, place, plan);
+    } else {
+        write_other_scores::<P>(out, scores, x, sums, scales, place, plan);
+    }
+}
+
+/// Writes decay factors, A_qk, which is masked, and what a low rank transition has besides.
+#[cube]
+fn write_other_scores<P: StageTypes>(
+    out: &mut IntraChunkOut<P::E, P::T>,
+    scores: &mut Sequence<Score>,
+    x: &Operands<P::F, P::G>,
+    sums: &Sums,
+    scales: &SharedMemory<f32>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let variant = comptime!(plan.variant);
+    let query_before = comptime!(variant.reads_before());
+    let query_mask =
+        comptime!(Mask { strict: query_before, before: query_before, by_fragment: true });
+    let erase_mask =
+        comptime!(Mask { strict: true, before: variant.erases_before(), by_fragment: true });
+    write_decay_factors(&mut out.decay_factors, sums, scales, place, plan);
     write_square::<P::E, P::T>(&mut out.a_qk, &scores.index(comptime!(block::QK)).acc, place, plan);
     if comptime!(variant.low_rank()) {
         let qb = scores.index_mut(comptime!(block::QB));
@@ -320,13 +447,6 @@ fn write_scores<P: StageTypes>(
         apply_decay_mask(&mut ak.acc, sums, 0usize, erase_mask, plan);
         write_square::<P::E, P::T>(&mut out.a_ak, &ak.acc, place, plan);
         write_a_ak_v::<P>(&mut out.a_ak_v, &ak.acc, &x.v, place, plan);
-    }
-    if comptime!(variant.solves()) {
-        let ab = scores.index_mut(comptime!(block::AB));
-        if comptime!(!alike) {
-            apply_decay_mask(&mut ab.acc, sums, 0usize, erase_mask, plan);
-        }
-        write_inverse::<P::E, P::T>(&mut out.inverse, &ab.acc, &x.beta, place, plan);
     }
 }
 
@@ -413,20 +533,22 @@ fn write_a_ak_v<P: StageTypes>(
     }
 }
 
-/// (I - strict(a|b))^-1, the delta rule's -beta put in front of a.
+/// M, and its inverse T in the making, [C, C].
+#[derive(CubeType)]
+struct InverseTiles {
+    m: SharedMemory<f32>,
+    t: SharedMemory<f32>,
+}
+
+/// Begins (I - strict(a|b))^-1, the delta rule's -beta put in front of a.
 #[cube]
-fn write_inverse<E: Float, T: Size>(
-    out: &mut Array<Vector<E, T>>,
-    acc: &Acc,
-    beta: &Array<f32>,
-    place: &Place,
-    #[comptime] plan: Plan,
-) {
+fn begin_inverse_of(acc: &Acc, scales: &SharedMemory<f32>, #[comptime] plan: Plan) -> InverseTiles {
     let grid = comptime!(plan.pairs());
     let inverse = comptime!(plan.inverse());
     let stride = comptime!(inverse.stride());
-    let mut m = SharedMemory::<f32>::new(comptime!(plan.intra_chunk_tiles().inverse));
-    let mut t = SharedMemory::<f32>::new(comptime!(plan.intra_chunk_tiles().inverse));
+    let numbers = comptime!(plan.intra_chunk_tiles().inverse);
+    let mut m = SharedMemory::<f32>::new_aligned(numbers, 16usize);
+    let mut t = SharedMemory::<f32>::new_aligned(numbers, 16usize);
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         if inside(f, grid) {
@@ -434,14 +556,14 @@ fn write_inverse<E: Float, T: Size>(
             #[unroll]
             for h in 0..2usize {
                 let i = row(f, h, grid);
-                let x = acc.index(f)[h] * Pair::new(erase_scale(beta, &place.scalars, i, plan));
+                let x = acc.index(f)[h] * Pair::new(scales[i]);
                 m[i * stride + j] = x[0];
                 m[i * stride + j + 1] = x[1];
             }
         }
     }
-    invert::<E>(&mut m, &mut t, inverse);
-    write_rows_of_inverse::<E, T>(out, &t, place, plan);
+    begin_inverse(&m, &mut t, inverse);
+    InverseTiles { m, t }
 }
 
 /// Rows of T, a pair of neighbouring columns a unit and turn; two turns at a time where four numbers are written at once.
@@ -491,30 +613,30 @@ fn pair_at(t: &SharedMemory<f32>, at: usize) -> Pair {
     x
 }
 
-/// Fills the chunk's [`decay_factors`].
+/// Fills the chunk's [`decay_factors`], by units that have no column to invert.
 #[cube]
 fn write_decay_factors(
     out: &mut Array<f32>,
     sums: &Sums,
-    beta: &Array<f32>,
+    scales: &SharedMemory<f32>,
     place: &Place,
     #[comptime] plan: Plan,
 ) {
     let chunk = comptime!(plan.chunk);
-    let i = UNIT_POS as usize;
-    if i < chunk {
+    comptime!(assert!(plan.units >= 2 * chunk));
+    let unit = UNIT_POS as usize;
+    if unit >= chunk && unit < comptime!(2 * chunk) {
+        let i = unit - chunk;
         let at = place.index * comptime!(decay_factors::ROWS * chunk) + i;
         let erase_before = comptime!(plan.variant.erases_before());
         out[at + comptime!(decay_factors::QUERY * chunk)] =
             from_start(sums, 0usize, i, comptime!(plan.variant.reads_before()), plan);
         out[at + comptime!(decay_factors::ERASE * chunk)] =
-            from_start(sums, 0usize, i, erase_before, plan)
-                * erase_scale(beta, &place.scalars, i, plan);
+            from_start(sums, 0usize, i, erase_before, plan) * scales[i];
         out[at + comptime!(decay_factors::KEY_TO_END * chunk)] = to_end(sums, 0usize, i, plan);
         out[at + comptime!(decay_factors::FROM_START * chunk)] =
             from_start(sums, 0usize, i, false, plan);
-        out[at + comptime!(decay_factors::BETA * chunk)] =
-            -erase_scale(beta, &place.scalars, i, plan);
+        out[at + comptime!(decay_factors::BETA * chunk)] = -scales[i];
     }
 }
 

@@ -1,7 +1,7 @@
 //! Compile-time plans: one that every stage has, and what two of them add to it.
 
 use crate::chunkwise::task::Task;
-use crate::tile::{Engine, Grid, Inverse, Mul, Window, Zeros};
+use crate::tile::{Engine, Grid, Inverse, Mul, SWIZZLED, Window, Zeros};
 use crate::variant::{Decay, Variant};
 use std::ops::Deref;
 
@@ -18,6 +18,8 @@ pub(crate) struct Plan {
     pub engine: Engine,
     /// `Tf32`: factors are rounded, for one product in place of three.
     pub rounded: bool,
+    /// Products are those of warpgroups, whose right factors lie in swizzled tiles.
+    pub warpgroups: bool,
     pub key_width: usize,
     pub value_width: usize,
     /// C, tokens of a chunk.
@@ -36,8 +38,6 @@ pub(crate) struct StatePlan {
     pub schedule: Schedule,
     /// Planes that split the keys of the same columns of values; 1 where the state is in shared memory.
     pub split_k: usize,
-    /// Products are those of warpgroups, whose right factors lie in swizzled tiles.
-    pub warpgroups: bool,
     pub task: Task,
 }
 
@@ -60,8 +60,6 @@ pub(crate) struct GradientPlan {
     pub common: Plan,
     /// Tiles hold all values of a chunk, and all keys or a slice of them; else slices of both.
     pub whole: bool,
-    /// Products are those of warpgroups, and tiles of factors swizzled.
-    pub warpgroups: bool,
     /// S and dS' take turns in one tile.
     pub one_state: bool,
 }
@@ -125,6 +123,19 @@ impl Plan {
         }
     }
 
+    /// A factor of products: a swizzled tile has nothing between its rows.
+    pub fn factor(&self, window: Window) -> Window {
+        match self.warpgroups {
+            true => Window { swizzled: true, stride: window.columns, ..window },
+            false => window,
+        }
+    }
+
+    /// Bytes to which tiles of factors are aligned.
+    pub fn aligned(&self) -> usize {
+        if self.warpgroups { SWIZZLED } else { 16 }
+    }
+
     /// A chunk's rows of keys.
     pub fn key_window(&self) -> Window {
         self.window(self.chunk, self.key_slice, self.key_width)
@@ -161,7 +172,8 @@ impl Plan {
 
     /// Of the UT transform.
     pub fn inverse(&self) -> Inverse {
-        Inverse { engine: self.engine, chunk: self.chunk, units: self.units }
+        let Self { engine, chunk, units, .. } = *self;
+        Inverse { engine, chunk, units, by_four: self.warpgroups }
     }
 
     /// `[m, n] += [m, k] [k, n]` over tiles whose rows are this long as stored.

@@ -132,7 +132,8 @@ fn read_out<P: StateEngine>(
         let at = pass.tiles.at_rows;
         P::state_product_out(out, &pass.tiles.query_rows, at, &pass.state, slice, plan);
     }
-    let from = comptime!(plan.output_fragments());
+    // Of warpgroups both planes have all tokens, and store a part of them.
+    let from = comptime!(if plan.warpgroups { 0 } else { plan.output_fragments() });
     let fresh = comptime!(!plan.variant.solves());
     reduce_split_k(out, &mut pass.state.scratch, from, fresh, plan);
     scale_rows::<P>(out, &pass.tiles, plan);

@@ -15,7 +15,7 @@ use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::plan::{Schedule, StatePlan, UNUSED};
 use crate::chunkwise::state::StateEngine;
 use crate::tile::{
-    Rows, SWIZZLED, Window, commit_copies, copy_async, load, load_async, own_or, tile_aligned,
+    Rows, Window, commit_copies, copy_async, load, load_async, own_or, tile_aligned,
 };
 use cubecl::prelude::*;
 
@@ -147,11 +147,6 @@ impl StatePlan {
     /// Log decays that producers sum up.
     fn log_decay_numbers(&self) -> usize {
         if self.producers() > 0 { self.stages() * self.chunk } else { 1 }
-    }
-
-    /// Bytes to which tiles are aligned.
-    fn aligned(&self) -> usize {
-        if self.warpgroups { SWIZZLED } else { 16 }
     }
 
     /// Bytes of [`state_tiles`].

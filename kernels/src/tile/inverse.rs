@@ -20,26 +20,15 @@ use cubecl::prelude::*;
 /// Side of a block that is solved row by row.
 const BLOCK: usize = 16;
 
-/// `t = (I - m)^-1`, both [C, C]; `m` is used up. E: what tensor cores multiply. Starts and ends with a
-/// barrier.
+/// Begins `t = (I - m)^-1`, both [C, C]: inverts the blocks on the diagonal, a unit a column, which it keeps in registers.
+/// Starts with a barrier; units behind the columns are free until [`finish_inverse`].
 #[cube]
-pub(crate) fn invert<E: Float>(
-    m: &mut SharedMemory<f32>,
+pub(crate) fn begin_inverse(
+    m: &SharedMemory<f32>,
     t: &mut SharedMemory<f32>,
     #[comptime] inverse: Inverse,
 ) {
     sync_cube();
-    solve_blocks(m, t, inverse);
-    sync_cube();
-    #[unroll]
-    for level in 0..comptime!((inverse.chunk / BLOCK).ilog2()) {
-        merge::<E>(m, t, comptime!(BLOCK << level), inverse);
-    }
-}
-
-/// Inverts the blocks on the diagonal: a unit a column, which it keeps in registers.
-#[cube]
-fn solve_blocks(m: &SharedMemory<f32>, t: &mut SharedMemory<f32>, #[comptime] inverse: Inverse) {
     let stride = comptime!(inverse.stride());
     let j = UNIT_POS as usize;
     if j < comptime!(inverse.chunk) {
@@ -53,14 +42,74 @@ fn solve_blocks(m: &SharedMemory<f32>, t: &mut SharedMemory<f32>, #[comptime] in
         for i in 0..BLOCK {
             x[i] = select(j % BLOCK == i, 1.0f32, 0.0f32);
         }
-        // A row that is known goes into all rows below it at once: these do not wait for each other.
         #[unroll]
-        for n in 0..BLOCK {
+        for four in 0..comptime!(BLOCK / 4) {
+            solve_four(&mut x, m, from, comptime!(four * 4), inverse);
             #[unroll]
-            for i in comptime!(n + 1)..BLOCK {
-                x[i] = x[i] + m[from + comptime!(i * stride + n)] * x[n];
+            for n in comptime!(four * 4)..comptime!(four * 4 + 4) {
+                t[(block + n) * stride + j] = x[n];
             }
-            t[(block + n) * stride + j] = x[n];
         }
+    }
+}
+
+/// Adds four rows of a block that begins at `from` to all rows below them: a row that is known goes into these at once, so
+/// that they do not wait for each other.
+#[cube]
+fn solve_four(
+    x: &mut Array<f32>,
+    m: &SharedMemory<f32>,
+    from: usize,
+    #[comptime] first: usize,
+    #[comptime] inverse: Inverse,
+) {
+    let stride = comptime!(inverse.stride());
+    let mut rows = Sequence::<Vector<f32, Const<4>>>::new();
+    #[unroll]
+    for i in comptime!(first + 1)..BLOCK {
+        rows.push(four_numbers(m, from, comptime!(i * stride + first), inverse));
+    }
+    #[unroll]
+    for n in 0..4usize {
+        let known = x[comptime!(first + n)];
+        #[unroll]
+        for i in comptime!(first + n + 1)..BLOCK {
+            x[i] = x[i] + rows.index(comptime!(i - first - 1))[n] * known;
+        }
+    }
+}
+
+/// Four numbers of a row, `offset` after `at`.
+#[cube]
+fn four_numbers(
+    m: &SharedMemory<f32>,
+    at: usize,
+    #[comptime] offset: usize,
+    #[comptime] inverse: Inverse,
+) -> Vector<f32, Const<4>> {
+    let mut four = Vector::<f32, Const<4>>::empty();
+    if comptime!(inverse.by_four) {
+        let vectors = m.to_slice().into_vectorized().with_vector_size::<Const<4>>();
+        four = vectors[at / 4 + comptime!(offset / 4)];
+    } else {
+        #[unroll]
+        for l in 0..4usize {
+            four[l] = m[at + comptime!(offset + l)];
+        }
+    }
+    four
+}
+
+/// Merges the inverted blocks; `m` is used up. E: what tensor cores multiply. Starts and ends with a barrier.
+#[cube]
+pub(crate) fn finish_inverse<E: Float>(
+    m: &mut SharedMemory<f32>,
+    t: &mut SharedMemory<f32>,
+    #[comptime] inverse: Inverse,
+) {
+    sync_cube();
+    #[unroll]
+    for level in 0..comptime!((inverse.chunk / BLOCK).ilog2()) {
+        merge::<E>(m, t, comptime!(BLOCK << level), inverse);
     }
 }

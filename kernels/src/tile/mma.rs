@@ -2,6 +2,7 @@
 
 use super::engine::{Inverse, Mul, TileEngine};
 use super::planes::{self, BlockMul, PlaneProduct};
+use super::ptx::rounded_pair;
 use super::{Acc, Grid, Pair};
 use cubecl::prelude::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
@@ -152,14 +153,9 @@ fn split<E: Float>(
     first: f32,
     second: f32,
 ) {
-    let mut large = Vector::<E, Const<2>>::empty();
-    large[0] = E::cast_from(first);
-    large[1] = E::cast_from(second);
-    let mut small = Vector::<E, Const<2>>::empty();
-    small[0] = E::cast_from(first - f32::cast_from(large[0]));
-    small[1] = E::cast_from(second - f32::cast_from(large[1]));
+    let large = rounded_pair::<E>(first, second);
     high[n] = large;
-    low[n] = small;
+    low[n] = rounded_pair::<E>(first - f32::cast_from(large[0]), second - f32::cast_from(large[1]));
 }
 
 /// `c += a b` for one 16 x 8 x 16 block.

@@ -4,7 +4,10 @@
 //! opens another after it. Operands go by the names that CubeCL gives variables: were these to change, NVRTC would refuse
 //! the kernel.
 
-use cubecl::ir::{Instruction, Metadata, NonSemantic, Operation, Scope, Variable, VariableKind};
+use cubecl::ir::{
+    ElemType, FloatKind, Instruction, Metadata, NonSemantic, Operation, Scope, Variable,
+    VariableKind,
+};
 use cubecl::prelude::*;
 
 /// Adds a statement of C++ to a kernel for CUDA.
@@ -48,6 +51,41 @@ fn move_to(to: &mut Array<u32>, x: u32) {
         let (to, x) = (name(*to.expand), local(scope, *x.expand));
         ptx(scope, &format!("asm volatile(\"mov.b32 %0, %1;\" : \"=r\"({to}[0]) : \"r\"({x}));"));
     })
+}
+
+/// Two numbers in 16 bits. CubeCL writes one conversion for each, which takes eight times as long as one for both, and NVRTC
+/// makes one of two only where neither is used alone.
+#[cube]
+pub(super) fn rounded_pair<E: Float>(first: f32, second: f32) -> Vector<E, Const<2>> {
+    let mut pair = Array::<Vector<E, Const<2>>>::new(1usize);
+    round_to::<E>(&mut pair, first, second);
+    pair[0]
+}
+
+#[cube]
+#[allow(unused_variables)] // an intrinsic's
+fn round_to<E: Float>(to: &mut Array<Vector<E, Const<2>>>, first: f32, second: f32) {
+    intrinsic!(|scope| {
+        let to = *to.expand;
+        let numbers = sixteen_bits(to.ty.elem_type());
+        let word = format!("reinterpret_cast<uint32*>({})[0]", name(to));
+        let [first, second] = [*first.expand, *second.expand].map(|x| local(scope, x));
+        ptx(
+            scope,
+            &format!(
+                "asm(\"cvt.rn.{numbers}x2.f32 %0, %1, %2;\" : \"=r\"({word}) : \"f\"({second}), \"f\"({first}));"
+            ),
+        );
+    })
+}
+
+/// PTX's name of a type of 16 bits.
+pub(super) fn sixteen_bits(numbers: ElemType) -> &'static str {
+    match numbers {
+        ElemType::Float(FloatKind::BF16) => "bf16",
+        ElemType::Float(FloatKind::F16) => "f16",
+        other => unreachable!("tensor cores take 16 bits here, not {other}"),
+    }
 }
 
 /// Tells CubeCL that a tile is in use from here on: it gives tiles their places by the instructions that name them.

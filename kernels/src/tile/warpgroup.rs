@@ -12,9 +12,9 @@
 
 use super::async_copies::wait_for_own_copies;
 use super::mma::load_matrix_at;
-use super::ptx::{computed_here, local, name, ptx, use_tile};
+use super::ptx::{computed_here, local, name, ptx, sixteen_bits, use_tile};
 use super::{Acc, Grid};
-use cubecl::ir::{ElemType, FloatKind, Scope, Variable};
+use cubecl::ir::{Scope, Variable};
 use cubecl::prelude::*;
 
 /// Bytes to which a swizzled tile is aligned: eight of its rows.
@@ -173,11 +173,7 @@ fn statement(
     [tile, at]: [Variable; 2],
     layout: Swizzled,
 ) {
-    let numbers = match tile.ty.elem_type() {
-        ElemType::Float(FloatKind::BF16) => "bf16",
-        ElemType::Float(FloatKind::F16) => "f16",
-        other => unreachable!("warpgroups multiply 16 bits, not {other}"),
-    };
+    let numbers = sixteen_bits(tile.ty.elem_type());
     use_tile(scope, tile);
     let address = format!("{} + {}", name(tile), local(scope, at));
     let registers = |arrays: &[Variable], constraint: &str, what: &str| {

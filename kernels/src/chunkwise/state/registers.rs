@@ -204,6 +204,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
     ) {
         if comptime!(plan.warpgroups) {
             let left = operands::<E>(&state.acc, comptime!(plan.state_fragments() / 2));
+            let at = at_own_groups(at, plan);
             warpgroup_mul::<E, N>(acc, &left, x, at, comptime!(plan.swizzled(true)));
         } else {
             let stride = comptime!(plan.stride(plan.key_slice));
@@ -254,6 +255,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
     ) {
         if comptime!(plan.warpgroups) {
             let left = operands::<E>(&block.acc, comptime!(plan.chunk / 16));
+            let at = at_own_groups(at, plan);
             warpgroup_mul::<E, N>(&mut state.acc, &left, x, at, comptime!(plan.swizzled(false)));
         } else {
             let stride = comptime!(plan.stride(plan.key_slice));
@@ -431,6 +433,16 @@ fn own_split(#[comptime] plan: StatePlan) -> usize {
 fn at_own_keys(at: usize, #[comptime] plan: StatePlan) -> usize {
     if comptime!(plan.split_k > 1) {
         at + own_split(plan) * comptime!(plan.keys() / plan.split_k)
+    } else {
+        at
+    }
+}
+
+/// The same in a swizzled tile of a chunk's rows, where 64 columns of all rows lie together.
+#[cube]
+fn at_own_groups(at: usize, #[comptime] plan: StatePlan) -> usize {
+    if comptime!(plan.split_k > 1) {
+        at + own_split(plan) * comptime!(plan.keys() / plan.split_k * plan.chunk)
     } else {
         at
     }
