@@ -212,9 +212,9 @@ fn has_wgmma(device: &DeviceProperties) -> bool {
 }
 
 impl Plan {
-    /// A plan of the intra-chunk stage, with products of warpgroups where there are any and keys fill swizzled tiles. Of 64
-    /// keys there is so little to read that more cubes a multiprocessor, for which they leave no registers, are worth more.
-    fn by_warpgroups(self, device: &DeviceProperties) -> Self {
+    /// A plan of the intra-chunk stage, with products of warpgroups where there are any and keys fill swizzled tiles. With 64
+    /// keys little is read: these products take registers, and more cubes a multiprocessor are worth more.
+    fn scores_by_warpgroups(self, device: &DeviceProperties) -> Self {
         let whole = self.key_slices() == 1 && self.key_width == 128;
         Self { warpgroups: whole && has_wgmma(device), ..self }
     }
@@ -321,7 +321,7 @@ fn mma_cut(
             let few = sliced.key_slice < 48;
             let scores =
                 Plan { key_slice: if few { key_width } else { sliced.key_slice }, ..common };
-            (scores.by_warpgroups(device), roomy(device, sliced))
+            (scores.scores_by_warpgroups(device), roomy(device, sliced))
         }
     };
     // Scores of an identity transition need no state: where no other cube of a segment would make them again,
@@ -595,7 +595,7 @@ fn gradients_memory(plan: &GradientPlan) -> usize {
 
 /// Input gradients of `Mma`: all values of a chunk in shared memory at once, and the widest slice of keys with which two
 /// cubes share a multiprocessor and cover each other's loads; else the widest with which one fits; else slice by slice of
-/// both.
+/// both. Timed on an H200 with K = V of 64, 128 and 256.
 fn roomy(device: &DeviceProperties, sliced: Plan) -> GradientPlan {
     let most = device.hardware.max_shared_memory_size;
     let plan = |key_slice, wide, one_state| {

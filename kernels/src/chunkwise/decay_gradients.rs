@@ -443,8 +443,8 @@ fn through_slice<P: StageTypes>(tiles: &GradientTiles<P>, #[comptime] plan: Grad
     sum_of_vector::<P::G>(product)
 }
 
-/// Adds this unit's part of `S . dS'` over the keys from `first` on to the sums, where the tile of both holds dS': S from
-/// the tensor, which is quicker than registers that keep it.
+/// Adds this unit's part of `S . dS'` over the keys from `first` on to the sums, where the tile of both holds dS'. S is read
+/// from the tensor again: kept in registers it would cost more.
 #[cube]
 pub(crate) fn add_through_end<P: StageTypes>(
     sums_of_unit: &mut PartialSums,
@@ -456,6 +456,7 @@ pub(crate) fn add_through_end<P: StageTypes>(
     let read = width_of::<P::G>();
     let across = comptime!(plan.key_slice / read);
     let rows = comptime!(plan.value_slice);
+    comptime!(assert!((rows * across).is_multiple_of(plan.units)));
     let start = from.place.index * comptime!(plan.key_width * plan.value_width) + first;
     let unit = computed_here(UNIT_POS) as usize;
     let mut product = Vector::<f32, P::G>::new(0.0);

@@ -219,7 +219,8 @@ fn chunk<P: StageTypes>(
     }
 }
 
-/// All gradients of rows, from tiles of all values: three groups of copies are under way from the start.
+/// All gradients of rows, from tiles of all values: three groups of copies are under way from the start, or two where S and
+/// dS' take turns in one tile.
 #[cube]
 fn whole<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan: GradientPlan) {
     copy_and_commit::<P>(chunk, 0usize, comptime!(CopyGroup::Values), plan);

@@ -404,7 +404,7 @@ fn write_scores<P: StageTypes>(
         if comptime!(!alike) {
             apply_decay_mask(&mut ab.acc, sums, 0usize, erase_mask, plan);
         }
-        // Most units have nothing to invert, and something to write, where registers can hold it for so long.
+        // With warpgroups registers hold scores through the inversion: units without a column write them meanwhile.
         if comptime!(!plan.warpgroups) {
             write_other_scores::<P>(out, scores, x, sums, scales, place, plan);
         }

@@ -18,7 +18,8 @@ pub(crate) struct Plan {
     pub engine: Engine,
     /// `Tf32`: factors are rounded, for one product in place of three.
     pub rounded: bool,
-    /// Products are those of warpgroups, whose right factors lie in swizzled tiles.
+    /// Products are those of warpgroups. Right factors lie in swizzled tiles; outside the state pass left factors of tensors
+    /// do too.
     pub warpgroups: bool,
     pub key_width: usize,
     pub value_width: usize,

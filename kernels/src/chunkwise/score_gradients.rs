@@ -24,7 +24,7 @@ pub(crate) struct ScoreGradients<X: Float, M: Size> {
     qb: SharedMemory<Vector<X, M>>,
     ab: SharedMemory<Vector<X, M>>,
     ak: SharedMemory<Vector<X, M>>,
-    /// Delta: ab times -beta.
+    /// Delta: ab times -beta. Not with warpgroups, which scale ab as they read it.
     scaled: SharedMemory<Vector<X, M>>,
     /// [4, C], in the order of [`Scored::zero_exponent_row`].
     pub zero_exponent: SharedMemory<f32>,

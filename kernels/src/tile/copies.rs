@@ -67,7 +67,7 @@ pub(crate) struct Window {
     pub width: usize,
     /// Numbers from one row of the tile to the next.
     pub stride: usize,
-    /// A right factor of warpgroups, for [`load_async`] alone.
+    /// A factor of products of warpgroups, for [`load_async`] alone.
     pub swizzled: bool,
     pub units: usize,
 }

@@ -208,7 +208,8 @@ pub(crate) struct Inverse {
     /// C, rows and columns.
     pub chunk: usize,
     pub units: usize,
-    /// Blocks are read four numbers at a time, from tensor cores' tiles: fewer instructions, more registers.
+    /// Blocks are read four numbers at a time, which needs a stride that is a multiple of four: fewer instructions, more
+    /// registers.
     pub by_four: bool,
 }
 

@@ -21,7 +21,7 @@ use cubecl::prelude::*;
 const BLOCK: usize = 16;
 
 /// Begins `t = (I - m)^-1`, both [C, C]: inverts the blocks on the diagonal, a unit a column, which it keeps in registers.
-/// Starts with a barrier; units behind the columns are free until [`finish_inverse`].
+/// Starts with a barrier; units from C on are free until [`finish_inverse`].
 #[cube]
 pub(crate) fn begin_inverse(
     m: &SharedMemory<f32>,

@@ -125,10 +125,11 @@ pub(crate) fn add_warpgroup_product<E: Float, N: Size>(
     #[comptime] layout: Swizzled,
     #[comptime] grid: Grid,
 ) {
-    comptime!(assert!(grid.down() == 4 && 64 % (grid.n / grid.across()) == 0));
+    comptime!(assert!(grid.down() == 4 && 128 * grid.across() == grid.units));
+    comptime!(assert!(64 % (grid.n / grid.across()) == 0));
     let columns = comptime!(grid.n / grid.across());
     let warpgroup = UNIT_POS as usize / 128;
-    // So many have columns of the same 64.
+    // Warpgroups whose columns are of the same 64; transposed, all.
     let together = comptime!(if layout.transposed { grid.across() } else { 64 / columns });
     let at = warpgroup / together * comptime!(layout.at_column(64))
         + warpgroup % together * comptime!(layout.at_column(columns));

@@ -10,7 +10,7 @@
 //! outer_update      S     += X^T block      every token's outer product
 //! ```
 //! `state_product_out` and `block_product_out` are the first two for an output block, which is row-major wherever the
-//! state is.
+//! state is, but transposed as other blocks are where warpgroups multiply.
 //!
 //! [`SharedMemoryState`] serves f32, with or without tensor cores; [`RegisterState`] serves 16 bits.
 
@@ -210,7 +210,8 @@ impl StatePlan {
         if self.in_registers() { self.chunk / 8 } else { self.block_grid().fragments() }
     }
 
-    /// Fragments of an output block. With split-K each plane has a part of its tokens.
+    /// Fragments of an output block, but of warpgroups, whose planes have those of a block. With split-K each plane has a part
+    /// of its tokens.
     pub fn output_fragments(&self) -> usize {
         self.block_fragments() / self.split_k
     }

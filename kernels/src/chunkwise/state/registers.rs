@@ -1,7 +1,7 @@
 //! State and blocks in registers, in 16 bits as operands, transposed: a plane owns 16 columns of values, so that
 //! S^T [16, K] and block^T [16, C] are accumulators of the tensor cores and, rounded to 16 bits, at once their left
 //! operands (or, two fragments paired, right operands). Nothing of either passes through shared memory, and planes
-//! never wait for each other within a chunk. Where keys are wide, two planes own the same 16 columns and half of the
+//! never wait for each other within a chunk, but for the four of a warpgroup. Where keys are wide, two planes own the same 16 columns and half of the
 //! keys each (split-K); [`reduce_split_k`] adds their partial products.
 
 use super::{Block, State, StateEngine, is_consumer};
@@ -473,7 +473,7 @@ fn stores(#[comptime] f: usize, #[comptime] plan: StatePlan) -> bool {
 /// Split-K reduction between the two planes that own the same value columns. After
 /// [`state_product`](StateEngine::state_product) both need all tokens (`from` is 0), after
 /// [`state_product_out`](StateEngine::state_product_out) only the tokens they store (`from` is the number
-/// of their own fragments). One barrier; a second one first unless `fresh`: none is needed if one has passed since
+/// of their own fragments), but for warpgroups. One barrier; a second one first unless `fresh`: none is needed if one has passed since
 /// the scratch was last used.
 #[cube]
 pub(crate) fn reduce_split_k(
