@@ -363,9 +363,8 @@ fn a_runs_config_of_another_size_is_refused_by_key() {
 
 /// An evaluation that needs more memory than the training before it.
 #[cfg(target_os = "linux")]
-#[test]
-fn a_run_whose_memory_ends_says_so_in_a_line_and_goes_on_to_the_same_bits() {
-    let desk = Desk::with(
+fn desk_of_a_hungry_evaluation() -> Desk {
+    Desk::with(
         &TINY
             .replace("vocab = 64", "vocab = 8200")
             .replace("{ length = 16, pairs = 2, examples = 40 }, ", "")
@@ -375,10 +374,34 @@ fn a_run_whose_memory_ends_says_so_in_a_line_and_goes_on_to_the_same_bits() {
             )
             .replace("epochs = 3", "epochs = 1")
             .replace("every_steps = 7", "every_steps = 20\nbatch_size = 256"),
-    );
+    )
+}
+
+/// The run in 640 MiB of addresses.
+#[cfg(target_os = "linux")]
+fn in_little_memory(desk: &Desk) -> std::process::Command {
     let limited = ["-c", r#"ulimit -v 655360 && exec "$0" "$@""#, env!("CARGO_BIN_EXE_train")];
     let mut command = desk.program("sh", &[&limited, &RUN[..], &["--progress", "quiet"]].concat());
-    let output = command.env("RAYON_NUM_THREADS", "2").output().unwrap();
+    command.env("RAYON_NUM_THREADS", "2");
+    command
+}
+
+/// Stacks are so large there that the system refuses threads for parts of a step.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_that_gets_no_threads_says_so_in_a_line() {
+    let desk = desk_of_a_hungry_evaluation();
+    let output = in_little_memory(&desk).env("RUST_MIN_STACK", "33554432").output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains("out of memory") && said.contains("--resume"), "{said}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_whose_memory_ends_says_so_in_a_line_and_goes_on_to_the_same_bits() {
+    let desk = desk_of_a_hungry_evaluation();
+    let output = in_little_memory(&desk).output().unwrap();
     let said = text(&output.stderr);
     assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
     assert!(said.starts_with("error: out of memory") && said.contains("--resume"), "{said}");

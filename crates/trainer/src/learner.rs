@@ -8,7 +8,7 @@ use linattn::backend::{TrainBackend, one_of_threads};
 use linattn::nn::{LanguageModel, LanguageModelState};
 use linattn::ops::{self, LinearAttentionBackend};
 use linattn_tasks::Batch;
-use std::sync::Barrier;
+use std::sync::{Condvar, Mutex, PoisonError};
 
 /// A language model that learns.
 #[derive(Module, Debug)]
@@ -155,25 +155,73 @@ impl<B: TrainBackend> Learner<B> {
     }
 }
 
-/// Waits for the other devices when it is dropped, so that a device that panics keeps none waiting.
+/// Where parts of a step wait for each other.
+struct Meeting {
+    missing: Mutex<usize>,
+    all: Condvar,
+}
+
+impl Meeting {
+    fn of(parts: usize) -> Self {
+        Self { missing: Mutex::new(parts), all: Condvar::new() }
+    }
+
+    fn arrive(&self) {
+        let mut missing = self.missing.lock().unwrap_or_else(PoisonError::into_inner);
+        *missing -= 1;
+        if *missing == 0 {
+            self.all.notify_all();
+        }
+    }
+
+    fn wait(&self) {
+        let missing = self.missing.lock().unwrap_or_else(PoisonError::into_inner);
+        let met = self.all.wait_while(missing, |missing| *missing > 0);
+        drop(met.unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// Arrives when it is dropped, so that neither a device that panics nor one that was never begun keeps others waiting; one
+/// that was begun waits for them there.
 ///
 /// No backward pass ends while another thread still builds its graph: at its end Burn 0.21 frees what no tensor
 /// holds in any graph, and gradients of a thread that is inside `Tensor::cat` are lost without a word
 /// (tracel-ai/burn#5573). linattn's layers hold what they join; a layer from elsewhere may not. Joining the
 /// threads parts one round from the next.
-struct Meet<'a>(&'a Barrier);
+struct Meet<'a> {
+    meeting: &'a Meeting,
+    begun: bool,
+}
+
+impl Meet<'_> {
+    fn begin(mut self) -> Self {
+        self.begun = true;
+        self
+    }
+}
 
 impl Drop for Meet<'_> {
     fn drop(&mut self) {
-        self.0.wait();
+        self.meeting.arrive();
+        if self.begun {
+            self.meeting.wait();
+        }
     }
 }
 
 /// Does pieces of work at the same time, a thread each. Results are in the order of the work.
+/// # Panics
+/// Where the system gives no more threads, once those that it gave have ended.
 pub(crate) fn together<T: Send>(work: Vec<impl FnOnce() -> T + Send>) -> Vec<T> {
     let threads = work.len();
     std::thread::scope(|scope| {
-        let start = |work| scope.spawn(move || one_of_threads(threads, work));
+        let start = |work| {
+            let thread = std::thread::Builder::new();
+            let started = thread.spawn_scoped(scope, move || one_of_threads(threads, work));
+            started.unwrap_or_else(|e| {
+                panic!("not enough memory, or too many threads, for {threads} parts of a step: {e}")
+            })
+        };
         let started: Vec<_> = work.into_iter().map(start).collect();
         let join = |thread: std::thread::ScopedJoinHandle<'_, T>| {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -193,8 +241,8 @@ pub fn gradients<B: TrainBackend>(
     may_overlap: bool,
 ) -> (GradientsParams, Tensor<B::InnerBackend, 1>) {
     let scored: usize = parts.iter().map(|part| part.scored.len()).sum();
-    let run = |device: &B::Device, part: &Batch, others: Option<&Barrier>| {
-        let forward = others.map(Meet);
+    let run = |device: &B::Device, part: &Batch, others: Option<Meet<'_>>| {
+        let forward = others.map(Meet::begin);
         let weight = part.scored.len() as f64 / scored as f64;
         let batch = TensorBatch::new(part, weight, device);
         let own = (devices.len() > 1).then(|| learner.clone().fork(device));
@@ -208,14 +256,17 @@ pub fn gradients<B: TrainBackend>(
     let mut sum = GradientsAccumulator::new();
     let mut loss: Option<Tensor<B::InnerBackend, 1>> = None;
     for round in parts.chunks(devices.len()) {
-        let others = Barrier::new(round.len());
+        let meeting = Meeting::of(round.len());
         let outputs: Vec<_> = match round {
             round if round.len() == 1 || !may_overlap => {
                 devices.iter().zip(round).map(|(device, part)| run(device, part, None)).collect()
             }
             round => {
-                let (run, others) = (&run, &others);
-                let work = |(device, part)| move || run(device, part, Some(others));
+                let (run, meeting) = (&run, &meeting);
+                let work = |(device, part)| {
+                    let others = Meet { meeting, begun: false };
+                    move || run(device, part, Some(others))
+                };
                 together(devices.iter().zip(round).map(work).collect())
             }
         };
@@ -240,6 +291,19 @@ mod tests {
     use linattn::nn::{LanguageModelConfig, materialize};
 
     type B = Autodiff<Flex>;
+
+    #[test]
+    fn parts_that_never_begin_keep_no_other_waiting() {
+        let meeting = Meeting::of(4);
+        let part = || Meet { meeting: &meeting, begun: false };
+        let waiting = [part(), part()].map(|part| move || drop(part.begin()));
+        let never_begun = [part(), part()].map(|part| move || drop(part.begin()));
+        std::thread::scope(|scope| {
+            let threads = waiting.map(|work| scope.spawn(work));
+            drop(never_begun);
+            assert!(threads.map(|thread| thread.join().is_ok()).iter().all(|ended| *ended));
+        });
+    }
 
     /// The gradients of one step, over all weights.
     fn numbers(learner: &Learner<B>, gradients: &GradientsParams) -> Vec<f32> {
