@@ -193,6 +193,17 @@ impl Plan {
         }
     }
 
+    /// Mask of scores of queries.
+    fn query_mask(&self) -> Mask {
+        let before = self.variant.reads_before();
+        Mask { strict: before, before, by_fragment: true }
+    }
+
+    /// Mask of scores of erase keys.
+    fn erase_mask(&self) -> Mask {
+        Mask { strict: true, before: self.variant.erases_before(), by_fragment: true }
+    }
+
     /// Bytes of shared memory of the intra-chunk stage.
     pub fn intra_chunk_memory(&self) -> usize {
         let Tiles { rows, a, b, square, values, inverse, exchange } = self.intra_chunk_tiles();
@@ -389,9 +400,7 @@ fn write_scores<P: StageTypes>(
     let variant = comptime!(plan.variant);
     let query_before = comptime!(variant.reads_before());
     let erase_before = comptime!(variant.erases_before());
-    let query_mask =
-        comptime!(Mask { strict: query_before, before: query_before, by_fragment: true });
-    let erase_mask = comptime!(Mask { strict: true, before: erase_before, by_fragment: true });
+    let (query_mask, erase_mask) = comptime!((plan.query_mask(), plan.erase_mask()));
     let alike = comptime!(variant.scalar() && variant.solves() && query_before == erase_before);
     if comptime!(alike) {
         apply_decay_mask_to_both(scores, sums, query_before, plan);
@@ -432,11 +441,7 @@ fn write_other_scores<P: StageTypes>(
     #[comptime] plan: Plan,
 ) {
     let variant = comptime!(plan.variant);
-    let query_before = comptime!(variant.reads_before());
-    let query_mask =
-        comptime!(Mask { strict: query_before, before: query_before, by_fragment: true });
-    let erase_mask =
-        comptime!(Mask { strict: true, before: variant.erases_before(), by_fragment: true });
+    let (query_mask, erase_mask) = comptime!((plan.query_mask(), plan.erase_mask()));
     write_decay_factors(&mut out.decay_factors, sums, scales, place, plan);
     write_square::<P::E, P::T>(&mut out.a_qk, &scores.index(comptime!(block::QK)).acc, place, plan);
     if comptime!(variant.low_rank()) {

@@ -75,7 +75,7 @@ impl StatePlan {
 
     /// The same of a right factor of products.
     fn copied_factor(&self, window: Window) -> Window {
-        Window { swizzled: self.warpgroups, ..self.copied(window) }
+        self.factor(self.copied(window))
     }
 }
 
