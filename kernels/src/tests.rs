@@ -253,6 +253,11 @@ impl Case {
             ("dg", g, want.g),
             ("dbeta", beta, want.beta),
         ];
+        if planned.has_own_inference() {
+            let got = planned.forward(&up.x, false);
+            all.push(("o of inference", error(&truth.o, up.get(&got.o))));
+            all.push(("state of inference", error(&truth.state, up.get(&got.state))));
+        }
         for (name, got, want) in optional {
             assert_eq!(got.is_some(), want.is_some(), "{name}");
             if let (Some(got), Some(want)) = (got, want) {
@@ -298,7 +303,8 @@ fn hold_cut<R: Runtime>(
     segments: Option<usize>,
 ) {
     for (name, error) in errors(client, x, rows, segments) {
-        let limit = if ["o", "state"].contains(&name) { limits.outputs } else { limits.gradients };
+        let outputs = ["o", "state", "o of inference", "state of inference"];
+        let limit = if outputs.contains(&name) { limits.outputs } else { limits.gradients };
         assert!(error <= limit, "{what}: {name} is off by {error:.2e}, limit {limit:.0e}");
     }
 }
@@ -861,6 +867,33 @@ pub(crate) mod on_cuda {
         the_delta_rule: DeltaRule, false;
         the_delta_rule_with_erase_rows: DeltaRule, true;
         low_rank_transitions: LowRank, false;
+    }
+
+    /// A delta rule whose forward pass is one launch where it saves nothing: a consumer warpgroup of each width of keys, and
+    /// two where many heads fill the device.
+    #[test]
+    fn inference_in_one_launch_is_right() {
+        let client = client();
+        for (batch, tokens, key_width, value_width) in
+            [(1, 260, 64, 64), (1, 150, 128, 64), (50, 70, 128, 128), (50, 70, 64, 128)]
+        {
+            let dims = oracle::Dims { batch, key_width, value_width, ..dims(tokens) };
+            for rows in [Rows::Bf16, Rows::F16] {
+                for decay in [DecayLevel::None, DecayLevel::Typical, DecayLevel::Mixed] {
+                    for recipe in recipes(Family::DeltaRule, false, decay) {
+                        let x = oracle::Inputs::random(3, dims, &recipe);
+                        let (variant, sizes) = (variant(&x), sizes_of(&x));
+                        let planned = Chunkwise::new(&client, variant, sizes, rows.dtype());
+                        let planned = planned.expect("it fits");
+                        // Other GPUs have no warpgroups, and vector decays are f32 around the pass.
+                        if !planned.has_own_inference() {
+                            continue;
+                        }
+                        hold(&client, &format!("{rows:?} {dims:?} {recipe:?}"), &x, rows, HALF);
+                    }
+                }
+            }
+        }
     }
 
     #[test]

@@ -17,7 +17,7 @@
 //! plain, tf32, mma      the engines; planes: what the two with tensor cores share
 //! copies, async_copies  tensors to tiles and back; without waiting
 //! warpgroup             products of four planes at once, in place of `mma`'s where a GPU has them; ptx: how it is said
-//! inverse               UT transform
+//! inverse               UT transform; split_inverse: on tensor cores of 16 bits
 //! ```
 
 use cubecl::prelude::*;
@@ -31,6 +31,7 @@ mod mma;
 mod plain;
 mod planes;
 mod ptx;
+mod split_inverse;
 mod tf32;
 mod warpgroup;
 
@@ -43,13 +44,20 @@ pub(crate) use dispatch::{column, inside, mul, row, row_in, slot};
 pub use engine::Engine;
 pub(crate) use engine::{Grid, Inverse, Mul, Zeros};
 pub(crate) use inverse::{begin_inverse, finish_inverse};
-pub(crate) use mma::{Source, execute, load_a, load_b, load_matrix, load_matrix_at, pair};
+pub(crate) use mma::{
+    Source, execute, load_a, load_b, load_matrix, load_matrix_at, pair, store_transposed,
+};
 pub(crate) use planes::put_four;
-pub(crate) use ptx::computed_here;
+pub(crate) use ptx::{computed_here, forget_unit};
+pub(crate) use split_inverse::{
+    INVERSE, INVERTING_UNITS, SYSTEM_MEMORY, SplitSystem, begin_split_inverse, fill_split_system,
+    finish_split_inverse, split_system,
+};
 pub(crate) use tf32::{Parts, execute_tf32, parts, put_parts};
 pub(crate) use warpgroup::{
-    LeftFactor, SWIZZLED, Swizzled, add_warpgroup_product, multiply_by_warpgroups, swizzled,
-    wait_for_factors, warpgroup_mul,
+    LeftFactor, SWIZZLED, Swizzled, add_warpgroup_product, multiply_by_warpgroups,
+    resize_registers, show_factors, store_swizzled, swizzled, wait_for_factors, warpgroup_mul,
+    warpgroup_mul_both,
 };
 
 /// Two neighbouring columns of one row.

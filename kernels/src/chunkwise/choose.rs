@@ -5,7 +5,7 @@ use crate::SOURCE;
 use crate::chunkwise::plan::{GradientPlan, Plan, Schedule, StatePlan};
 use crate::chunkwise::task::{Span, Task};
 use crate::refusal::{F32, Refusal, check_heads, check_type};
-use crate::tile::{Engine, SWIZZLED};
+use crate::tile::{Engine, INVERTING_UNITS, SWIZZLED};
 use crate::variant::{Dims, Variant};
 use cubecl::ir::features::Tma;
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind, StorageType};
@@ -22,6 +22,9 @@ pub const WIDEST_VALUE: usize = 4096;
 pub(crate) struct Plans {
     pub intra_chunk: Plan,
     pub state_pass: StatePlan,
+    /// The state pass forward of a call that saves nothing and cuts no sequence: where producers do the intra-chunk stage of a
+    /// delta rule.
+    pub one_launch: Option<StatePlan>,
     /// The local pass forward: where a system is solved, in tiles of its own.
     pub local_pass: StatePlan,
     pub input_gradients: GradientPlan,
@@ -41,10 +44,16 @@ impl Plans {
 
     /// The same for sequences with lengths of their own.
     fn set_varlen(&mut self) {
-        let Self { intra_chunk, state_pass, local_pass, input_gradients, .. } = self;
-        let passes = [&mut state_pass.common, &mut local_pass.common];
-        let stages = [intra_chunk, &mut input_gradients.common];
-        passes.into_iter().chain(stages).for_each(|plan| plan.varlen = true);
+        let Self { intra_chunk, state_pass, one_launch, local_pass, input_gradients, .. } = self;
+        let passes = [state_pass, local_pass].into_iter().chain(one_launch);
+        let stages = [intra_chunk, &mut input_gradients.common].into_iter();
+        stages.chain(passes.map(|pass| &mut pass.common)).for_each(|plan| plan.varlen = true);
+    }
+
+    /// Plans of a forward pass that saves nothing.
+    pub fn of_inference(&self, segments: usize) -> Self {
+        let one_launch = self.one_launch.filter(|_| segments == 1);
+        Self { state_pass: one_launch.unwrap_or(self.state_pass), ..*self }
     }
 }
 
@@ -97,14 +106,15 @@ pub fn launches<R: Runtime>(
     dtype: StorageType,
 ) -> Result<[usize; 2], Refusal> {
     let plans = plans(client, variant, dims, dtype)?;
+    let segments = dims.tokens.div_ceil(plans.state_pass.chunk).div_ceil(plans.segment(dims));
     // The local pass, and the combine of three segments or more.
-    let more = match dims.tokens.div_ceil(plans.state_pass.chunk).div_ceil(plans.segment(dims)) {
+    let more = match segments {
         1 => 0,
         2 => 1,
         _ => 2,
     };
-    let forward = usize::from(plans.state_pass.producers() == 0) + 1 + more;
-    Ok([forward, forward + 2 + more])
+    let forward = |plans: &Plans| usize::from(plans.state_pass.producers() == 0) + 1 + more;
+    Ok([forward(&plans.of_inference(segments)), forward(&plans) + 2 + more])
 }
 
 /// The engine that a call would take.
@@ -220,6 +230,17 @@ impl Plan {
     }
 }
 
+impl Plan {
+    /// A plan of the intra-chunk stage that fits: of a low rank transition with fewer values at a time where shared memory has no
+    /// room for all of a tile beside M and T.
+    fn roomy(self, device: &DeviceProperties) -> Option<Self> {
+        let most = device.hardware.max_shared_memory_size;
+        let narrow = Self { value_slice: part(self.value_width, 64)?, ..self };
+        let fits = |plan: &Self| plan.intra_chunk_memory() + slack(plan) <= most;
+        Some(if fits(&self) { self } else { narrow })
+    }
+}
+
 impl StatePlan {
     /// This plan, with products of warpgroups where there are any: 64 columns of values each, and keys that fill swizzled
     /// tiles and for whose state and operands there are registers.
@@ -229,6 +250,22 @@ impl StatePlan {
         let whole = self.value_slice.is_multiple_of(64) && [64, 128].contains(&keys);
         let warpgroups = staged && whole && has_wgmma(device);
         Self { common: Plan { warpgroups, ..self.common }, ..self }
+    }
+}
+
+impl StatePlan {
+    /// This plan with producers that do the intra-chunk stage of a delta rule, where one cube has all values: two that made the
+    /// same T twice were slower than two launches, even on multiprocessors that would have had nothing to do.
+    fn in_one_launch(self, device: &DeviceProperties) -> Option<Self> {
+        let producers = 8;
+        let variant = self.variant;
+        let erases_by_k = variant.delta() && !variant.own_a() && !variant.vector();
+        let alone = self.value_slices() == 1;
+        let units = (self.value_slice / 16 + producers) * 32;
+        let plan = Self { schedule: Schedule::Specialized { producers }, ..self }.by_units(units);
+        debug_assert_eq!(plan.of_producers().units, INVERTING_UNITS);
+        let fits = pass_memory(&plan) <= device.hardware.max_shared_memory_size;
+        (erases_by_k && self.warpgroups && self.split_k == 1 && alone && fits).then_some(plan)
     }
 }
 
@@ -306,6 +343,7 @@ fn mma_cut(
         key_slice: key_width,
         value_slice,
         units: 256,
+        first: 0,
     };
     let (intra_chunk, input_gradients) = match variant.vector() {
         true => {
@@ -321,7 +359,7 @@ fn mma_cut(
             let few = sliced.key_slice < 48;
             let scores =
                 Plan { key_slice: if few { key_width } else { sliced.key_slice }, ..common };
-            (scores.scores_by_warpgroups(device), roomy(device, sliced))
+            (scores.scores_by_warpgroups(device).roomy(device)?, roomy(device, sliced))
         }
     };
     // Scores of an identity transition need no state: where no other cube of a segment would make them again,
@@ -351,6 +389,7 @@ fn mma_cut(
         let plans = Plans {
             intra_chunk,
             state_pass,
+            one_launch: state_pass.in_one_launch(device),
             local_pass,
             input_gradients,
             segments: 1,
@@ -403,6 +442,7 @@ fn tf32(
         key_slice: narrow(key_width),
         value_slice: narrow(value_width),
         units: chunk * 4,
+        first: 0,
     };
     let outer = if variant.vector() { in_f32(common) } else { common };
     let units = if light && (33..=64).contains(&key_width) { 512 } else { outer.units };
@@ -461,6 +501,7 @@ fn f32_plans(intra_chunk: Plan, state_pass: StatePlan, gradients: Plan) -> Plans
     Plans {
         intra_chunk,
         state_pass,
+        one_launch: None,
         local_pass: state_pass,
         input_gradients: GradientPlan::sliced(gradients),
         segments: 1,
@@ -488,6 +529,7 @@ fn plain(device: &DeviceProperties, variant: Variant, dims: Dims) -> Result<Plan
             key_slice: narrow(key_width),
             value_slice: narrow(value_width),
             units: 256,
+            first: 0,
         };
         for value_slice in [32, 16] {
             let state_pass = directly(Plan { value_slice, ..common });

@@ -20,6 +20,7 @@ const GATED_DELTA: Variant = Variant {
     transition: Transition::Delta { erase: false },
     read: Read::After,
 };
+const DELTA: Variant = Variant { decay: Decay::None, ..GATED_DELTA };
 const SCALAR_DECAY: Variant = Variant { transition: Transition::Identity, ..GATED_DELTA };
 
 fn h200() -> DeviceProperties {
@@ -82,6 +83,32 @@ fn scores_without_a_solve_are_made_by_producer_planes() {
     assert_eq!(got([128, 128]), (128, 1, Schedule::Specialized { producers: 4 }));
     let (_, _, wide) = got([256, 128]);
     assert!(matches!(wide, Schedule::Staged { .. }), "{wide:?}: the state needs the registers");
+}
+
+#[test]
+fn a_delta_rule_that_saves_nothing_is_one_launch_on_hopper_where_a_cube_has_all_values() {
+    let of = |device: &DeviceProperties, variant, dims| {
+        let plans = plans_on(device, variant, dims, BF16).expect("it fits");
+        let own = plans.of_inference(plans.segments).state_pass;
+        own.inverts_ahead().then_some((own.value_slice, own.units))
+    };
+    let got = |variant, dims| of(&h200(), variant, dims);
+    // Eight producer planes, and four consumers for each 64 columns of values.
+    assert_eq!(got(GATED_DELTA, dims(8, 16, [128, 128])), Some((128, 512)));
+    assert_eq!(got(DELTA, dims(32, 4, [64, 64])), Some((64, 384)));
+    assert_eq!(got(DELTA, dims(64, 4, [64, 128])), Some((128, 512)));
+    // Values in two tiles: few heads, or many values.
+    assert_eq!(got(DELTA, dims(8, 8, [128, 128])), None);
+    assert_eq!(got(DELTA, dims(16, 16, [128, 256])), None);
+    // Segments, a state for which registers do not suffice, another way to erase, another GPU.
+    let long = Dims { tokens: 16384, ..dims(1, 16, [128, 128]) };
+    assert_eq!(got(GATED_DELTA, long), None);
+    assert_eq!(got(GATED_DELTA, dims(16, 8, [256, 128])), None);
+    let erase = Variant { transition: Transition::Delta { erase: true }, ..GATED_DELTA };
+    assert_eq!(got(erase, dims(8, 16, [128, 128])), None);
+    let mut after = h200();
+    after.features.tma.insert(Tma::Im2colWide);
+    assert_eq!(of(&after, GATED_DELTA, dims(8, 16, [128, 128])), None);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Offsets of a chunk in the tensors, and cumulative decay within it.
 
 use crate::chunkwise::plan::Plan;
-use crate::tile::Rows;
+use crate::tile::{Pair, Rows};
 use cubecl::prelude::*;
 
 /// Sizes that are no part of the compiled code.
@@ -155,7 +155,7 @@ pub(crate) fn sum_scalars(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[compti
     if comptime!(plan.has_planes()) {
         if UNIT_POS < 32 {
             let i = UNIT_POS as usize * 2;
-            let (first, second) = (log_decay(g, rows, i), log_decay(g, rows, i + 1));
+            let (first, second) = (of_token(g, rows, i), of_token(g, rows, i + 1));
             scan(sums, i, first, second, i < comptime!(plan.chunk));
         }
         sync_cube();
@@ -164,21 +164,21 @@ pub(crate) fn sum_scalars(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[compti
     }
 }
 
-/// The log decay of token `i`; 0 behind the last.
+/// The number of token `i`, a log decay or beta; 0 behind the last.
 #[cube]
-fn log_decay(g: &Array<f32>, rows: &Rows, i: usize) -> f32 {
-    let mut g_i = 0.0f32;
+pub(crate) fn of_token(x: &Array<f32>, rows: &Rows, i: usize) -> f32 {
+    let mut x_i = 0.0f32;
     if i < rows.valid {
-        g_i = g[rows.start + i * rows.stride];
+        x_i = x[rows.start + i * rows.stride];
     }
-    g_i
+    x_i
 }
 
 /// [`sum_scalars`] on devices whose planes are not known to be of 32.
 #[cube]
 fn sum_one_by_one(sums: &mut Sums, g: &Array<f32>, rows: &Rows, #[comptime] plan: Plan) {
     let i = UNIT_POS as usize;
-    let g_i = log_decay(g, rows, i);
+    let g_i = of_token(g, rows, i);
     let coarse = f32::round(g_i * 16.0f32) * 0.0625f32;
     if i < comptime!(plan.chunk) {
         sums.coarse[i] = coarse;
@@ -219,6 +219,32 @@ pub(crate) fn sum_by_plane(
 /// they are there.
 #[cube]
 fn scan(sums: &mut Sums, at: usize, first: f32, second: f32, there: bool) {
+    let own = lane_sums(first, second);
+    if there {
+        store_lane_sums(sums, at, &own);
+    }
+}
+
+/// [`Sums`] of a lane's two tokens.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct LaneSums {
+    pub coarse: Pair,
+    pub fine: Pair,
+}
+
+/// Writes a lane's sums, from `at` on.
+#[cube]
+pub(crate) fn store_lane_sums(sums: &mut Sums, at: usize, own: &LaneSums) {
+    #[unroll]
+    for l in 0..2usize {
+        sums.coarse[at + l] = own.coarse[l];
+        sums.fine[at + l] = own.fine[l];
+    }
+}
+
+/// Sums of 64 log decays by a plane of 32, of which this unit has two, `first` and `second`.
+#[cube]
+pub(crate) fn lane_sums(first: f32, second: f32) -> LaneSums {
     let coarse_first = f32::round(first * 16.0f32) * 0.0625f32;
     let coarse_second = f32::round(second * 16.0f32) * 0.0625f32;
     let fine_first = first - coarse_first;
@@ -234,12 +260,12 @@ fn scan(sums: &mut Sums, at: usize, first: f32, second: f32, there: bool) {
         coarse += select(before, coarse_before, 0.0f32);
         fine += select(before, fine_before, 0.0f32);
     }
-    if there {
-        sums.coarse[at] = coarse - coarse_second;
-        sums.coarse[at + 1] = coarse;
-        sums.fine[at] = fine - fine_second;
-        sums.fine[at + 1] = fine;
-    }
+    let mut own = LaneSums { coarse: Pair::empty(), fine: Pair::empty() };
+    own.coarse[0] = coarse - coarse_second;
+    own.coarse[1] = coarse;
+    own.fine[0] = fine - fine_second;
+    own.fine[1] = fine;
+    own
 }
 
 /// e^g, the share that a log decay keeps, by the device's short exponential: on NVIDIA right to about 2e-7 (1 + |g|) of

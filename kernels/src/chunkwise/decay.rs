@@ -19,7 +19,20 @@ pub(crate) mod decay_factors {
     pub const BETA: usize = 4;
     /// How many there are.
     pub const ROWS: usize = 5;
+    /// Where producers invert under a scalar decay there are as many more, for masks: of scores below the blocks of 16 on
+    /// the diagonal, whose decay is that from the token before a block on, times that up to it.
+    ///
+    /// Of a query's row i, and of an erase key's: from the token before the row's block on.
+    pub const QUERY_ROW: usize = 5;
+    pub const ERASE_ROW: usize = 6;
+    /// From token j up to the token before block 1; then 2, and 3.
+    pub const UP_TO_BLOCK: usize = 7;
+    /// How many there are then.
+    pub const ROWS_WITH_MASKS: usize = 10;
 }
+
+/// Tokens of a block of a mask.
+pub(crate) const MASK_BLOCK: usize = 16;
 
 /// How scores are masked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -82,6 +95,58 @@ pub(crate) fn apply_decay_mask(
                     x[l] = x[l] * decay_mask(sums, i, j + l, strict, before, plan);
                 }
             }
+            set(acc.index_mut(f), h, x);
+        }
+    }
+}
+
+/// As [`apply_decay_mask`] under a scalar decay, with an exponential for each score within a block of 16 on the diagonal
+/// alone: below, with products of two factors out of a table that begins at `from`, of which row `rows` is that of the scores'
+/// rows.
+#[cube]
+pub(crate) fn apply_mask_by_factors(
+    acc: &mut Acc,
+    sums: &Sums,
+    at: usize,
+    table: &SharedMemory<f32>,
+    from: usize,
+    #[comptime] rows: usize,
+    #[comptime] mask: Mask,
+    #[comptime] plan: Plan,
+) {
+    let chunk = comptime!(plan.chunk);
+    let grid = comptime!(plan.pairs());
+    let block = row(0usize, 0usize, grid) / MASK_BLOCK;
+    let of_rows = from + comptime!(rows * chunk);
+    let up_to = from + comptime!(decay_factors::UP_TO_BLOCK * chunk) + (max(block, 1) - 1) * chunk;
+    comptime!(assert!(grid.fragment_rows() == 1 && grid.fragments().is_multiple_of(2)));
+    // Of the block on the diagonal that this plane may have, once for all: the instructions' cache is small.
+    let (strict, before) = comptime!((mask.strict, mask.before));
+    let mut near = Array::<Pair>::new(4usize);
+    #[unroll]
+    for n in 0..4usize {
+        let i = at + row(0usize, comptime!(n % 2), grid);
+        let j = at + block * MASK_BLOCK + column(0usize, grid) % MASK_BLOCK + comptime!(n / 2 * 8);
+        let mut decays = Pair::empty();
+        decays[0] = decay_mask(sums, i, j, strict, before, plan);
+        decays[1] = decay_mask(sums, i, j + 1, strict, before, plan);
+        near[n] = decays;
+    }
+    #[unroll]
+    for pair in 0..comptime!(grid.fragments() / 2) {
+        let first = comptime!(2 * pair);
+        let column_block = column(first, grid) / MASK_BLOCK;
+        #[unroll]
+        for n in 0..4usize {
+            let (f, h) = comptime!((first + n / 2, n % 2));
+            let mut decays = near[n];
+            if column_block != block {
+                let of_row = select(column_block < block, table[of_rows + row(f, h, grid)], 0.0f32);
+                let j = up_to + column(f, grid);
+                decays[0] = of_row * table[j];
+                decays[1] = of_row * table[j + 1];
+            }
+            let x = acc.index(f)[h] * decays;
             set(acc.index_mut(f), h, x);
         }
     }

@@ -396,7 +396,9 @@ fn state_term<P: StageTypes>(
         if comptime!(plan.warpgroups) {
             let layout = comptime!(Swizzled { rows: columns, transposed: false });
             let steps = comptime!(columns / 16);
-            multiply_by_warpgroups::<P::E, P::L>(&mut acc, &left, &right, steps, layout, grid);
+            multiply_by_warpgroups::<P::E, P::L>(
+                &mut acc, &left, &right, 0usize, steps, layout, grid,
+            );
         } else {
             let spec = comptime!(plan.unscaled().mul(grid, columns, rows, state));
             mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
@@ -455,7 +457,7 @@ fn add_by_warpgroups<X: Float, N: Size, M: Size>(
     }
     let layout = comptime!(Swizzled { rows: chunk, transposed: false });
     let grid = comptime!(plan.rows_grid());
-    add_warpgroup_product::<X, N>(acc, &left, &from.rows, 0usize, layout, grid);
+    add_warpgroup_product::<X, N>(acc, &left, &from.rows, 0usize, 0usize, layout, grid);
 }
 
 /// Step `k` of a left factor, its columns times their scales.

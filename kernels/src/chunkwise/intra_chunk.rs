@@ -10,7 +10,8 @@
 //! vector decay: q, a, b and k times these, and e^{G_C}, [K]
 //! ```
 //! Work:   a cube a chunk of a (sequence, head), over slices of keys. Where the state pass has
-//!         producer planes this stage is not launched: [`produce_scores`] does its work in their cubes.
+//!         producer planes this stage is not launched: [`produce_scores`] does its work in their cubes, or
+//!         `produce_inverse` and `score_queries`.
 //! Cost:   about C K multiplications a token and product; T another C^2 / 3.
 
 use crate::chunkwise::arguments::{IntraChunkOut, Operands, StageTypes, Types};
@@ -28,10 +29,11 @@ use crate::chunkwise::vector_decay::{
     Score, ScoreRows, add_near, add_scores as add_decayed_scores, block, no_scores,
 };
 use crate::tile::{
-    Acc, Pair, Requested, Swizzled, Zeros, begin_inverse, column, commit_copies, finish_inverse,
-    inside, lay, load, load_async, mul, multiply_by_warpgroups, put_four, put_out, request,
-    room_for, row, row_in, set, store, tile, tile_aligned, wait_for_factors, write_out_by_four,
-    zeros,
+    Acc, Engine, INVERSE, Pair, Requested, SWIZZLED, SYSTEM_MEMORY, Swizzled, Zeros, begin_inverse,
+    begin_split_inverse, column, commit_copies, fill_split_system, finish_inverse,
+    finish_split_inverse, inside, lay, load, load_async, mul, multiply_by_warpgroups, own_element,
+    put_out, request, room_for, row, row_in, set, split_system, store, swizzled, tile,
+    tile_aligned, wait_for_factors, write_out_by_four, zeros,
 };
 use cubecl::prelude::*;
 
@@ -188,19 +190,22 @@ impl Plan {
             b: own(low_rank, rows),
             square: own(low_rank, self.square_numbers()),
             values: own(low_rank, self.value_numbers()),
-            inverse: own(self.variant.solves(), self.chunk * self.inverse().stride()),
+            inverse: own(
+                self.variant.solves() && self.engine != Engine::Mma,
+                self.chunk * self.inverse().stride(),
+            ),
             exchange: own(self.by_blocks(), self.near_numbers()),
         }
     }
 
     /// Mask of scores of queries.
-    fn query_mask(&self) -> Mask {
+    pub fn query_mask(&self) -> Mask {
         let before = self.variant.reads_before();
         Mask { strict: before, before, by_fragment: true }
     }
 
     /// Mask of scores of erase keys.
-    fn erase_mask(&self) -> Mask {
+    pub fn erase_mask(&self) -> Mask {
         Mask { strict: true, before: self.variant.erases_before(), by_fragment: true }
     }
 
@@ -209,7 +214,10 @@ impl Plan {
         let Tiles { rows, a, b, square, values, inverse, exchange } = self.intra_chunk_tiles();
         let tiles = 2 * rows + a + b + square + values;
         let sums = self.sums_memory(false);
-        tiles * self.engine.bytes() + 4 * (2 * inverse + exchange + self.chunk) + sums
+        let split = self.variant.solves() && self.engine == Engine::Mma;
+        // Their tiles are aligned to more than others.
+        let split = if split { SYSTEM_MEMORY + 2 * INVERSE + SWIZZLED } else { 0 };
+        tiles * self.engine.bytes() + 4 * (2 * inverse + exchange + self.chunk) + sums + split
     }
 }
 
@@ -367,7 +375,7 @@ fn product<X: Float, N: Size>(
     if comptime!(plan.warpgroups) {
         let acc = &mut scores.index_mut(n).acc;
         let layout = comptime!(Swizzled { rows: plan.chunk, transposed: true });
-        multiply_by_warpgroups::<X, N>(acc, x, y, comptime!(slice / 16), layout, grid);
+        multiply_by_warpgroups::<X, N>(acc, x, y, 0usize, comptime!(slice / 16), layout, grid);
     } else {
         let spec = comptime!(plan.mul(grid, slice, row_major(slice), transposed(slice)));
         mul::<X, N, N>(&mut scores.index_mut(n).acc, x, 0usize, y, 0usize, spec);
@@ -417,13 +425,24 @@ fn write_scores<P: StageTypes>(
         if comptime!(!plan.warpgroups) {
             write_other_scores::<P>(out, scores, x, sums, scales, place, plan);
         }
-        let ab = scores.index(comptime!(block::AB));
-        let mut tiles = begin_inverse_of(&ab.acc, scales, plan);
-        if comptime!(plan.warpgroups) {
-            write_other_scores::<P>(out, scores, x, sums, scales, place, plan);
+        if comptime!(plan.engine == Engine::Mma) {
+            let mut system = split_system::<P::E, P::M>(true);
+            let mut t = tile_aligned::<P::E, P::M>(INVERSE, SWIZZLED);
+            let ab = &scores.index(comptime!(block::AB)).acc;
+            let grid = comptime!(plan.pairs());
+            fill_split_system(&mut system, ab, scales, 0usize, false, grid);
+            begin_split_inverse(&mut system, &mut t, 0usize, false);
+            if comptime!(plan.warpgroups) {
+                write_other_scores::<P>(out, scores, x, sums, scales, place, plan);
+            }
+            finish_split_inverse(&mut system, &mut t, 0usize, false);
+            write_rounded_inverse::<P>(&mut out.inverse, &t, place, plan);
+        } else {
+            let ab = scores.index(comptime!(block::AB));
+            let mut tiles = begin_inverse_of(&ab.acc, scales, plan);
+            finish_inverse::<P::E>(&mut tiles.m, &mut tiles.t, comptime!(plan.inverse()));
+            write_rows_of_inverse::<P::E, P::T>(&mut out.inverse, &tiles.t, place, plan);
         }
-        finish_inverse::<P::E>(&mut tiles.m, &mut tiles.t, comptime!(plan.inverse()));
-        write_rows_of_inverse::<P::E, P::T>(&mut out.inverse, &tiles.t, place, plan);
     } else {
         write_other_scores::<P>(out, scores, x, sums, scales, place, plan);
     }
@@ -571,7 +590,29 @@ fn begin_inverse_of(acc: &Acc, scales: &SharedMemory<f32>, #[comptime] plan: Pla
     InverseTiles { m, t }
 }
 
-/// Rows of T, a pair of neighbouring columns a unit and turn; two turns at a time where four numbers are written at once.
+/// Rows of T out of its large parts, which are T, rounded.
+#[cube]
+fn write_rounded_inverse<P: StageTypes>(
+    out: &mut Array<Vector<P::E, P::T>>,
+    t: &SharedMemory<Vector<P::E, P::M>>,
+    place: &Place,
+    #[comptime] plan: Plan,
+) {
+    let chunk = comptime!(plan.chunk);
+    let width = P::T::value();
+    let across = comptime!(chunk / width);
+    let rows = own(place, chunk, chunk);
+    let written = t.to_slice().into_vectorized().with_vector_size::<P::T>();
+    #[unroll]
+    for turn in 0..comptime!(chunk * across / plan.units) {
+        let share = own_element(turn, chunk, across, comptime!(plan.units));
+        let j = share.column * width;
+        let from = swizzled(share.row, j / 8, chunk) * 8 + j % 8;
+        out[(rows.start + share.row * chunk + j) / width] = written[from / width];
+    }
+}
+
+/// Rows of T, a pair of neighbouring columns a unit and turn.
 #[cube]
 fn write_rows_of_inverse<E: Float, T: Size>(
     out: &mut Array<Vector<E, T>>,
@@ -580,42 +621,23 @@ fn write_rows_of_inverse<E: Float, T: Size>(
     #[comptime] plan: Plan,
 ) {
     let stride = comptime!(plan.inverse().stride());
-    let width = T::value();
     let rows = own(place, comptime!(plan.chunk), comptime!(plan.chunk));
     let half = comptime!(plan.chunk / 2);
     // Whole rows a turn, so that units keep their columns.
     let down = comptime!(plan.units / half);
     let i = UNIT_POS as usize / half;
     let j = UNIT_POS as usize % half * 2;
-    let turns = comptime!(plan.chunk.div_ceil(down));
-    if comptime!(width == 4) {
-        let odd = UNIT_POS as usize % 2;
-        #[unroll]
-        for turn in 0..comptime!(turns / 2) {
-            let top = i + comptime!(2 * turn * down);
-            let first = pair_at(t, top * stride + j);
-            let other = pair_at(t, (top + down) * stride + j);
-            let at = rows.start + (top + odd * down) * rows.stride + j - 2 * odd;
-            put_four::<E, T>(out, at / 4, first, other, true, 1u32);
-        }
-    } else {
-        #[unroll]
-        for turn in 0..turns {
-            let row = i + comptime!(turn * down);
-            if row < comptime!(plan.chunk) {
-                let x = pair_at(t, row * stride + j);
-                put_out::<E, T>(out, rows.start + row * rows.stride + j, x, 2usize);
-            }
+    #[unroll]
+    for turn in 0..comptime!(plan.chunk.div_ceil(down)) {
+        let row = i + comptime!(turn * down);
+        if row < comptime!(plan.chunk) {
+            let at = row * stride + j;
+            let mut x = Pair::empty();
+            x[0] = t[at];
+            x[1] = t[at + 1];
+            put_out::<E, T>(out, rows.start + row * rows.stride + j, x, 2usize);
         }
     }
-}
-
-#[cube]
-fn pair_at(t: &SharedMemory<f32>, at: usize) -> Pair {
-    let mut x = Pair::empty();
-    x[0] = t[at];
-    x[1] = t[at + 1];
-    x
 }
 
 /// Fills the chunk's [`decay_factors`], by units that have no column to invert.

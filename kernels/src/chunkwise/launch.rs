@@ -106,6 +106,13 @@ impl<R: Runtime> Chunkwise<R> {
         self
     }
 
+    /// Whether a forward pass that saves nothing is one launch, by other kernels than one that saves.
+    #[cfg(test)]
+    pub(crate) fn has_own_inference(&self) -> bool {
+        let whole = self.row.is_some() || self.plans.segments == 1;
+        whole && self.plans.one_launch.is_some()
+    }
+
     fn call<'a>(&'a self, x: &'a Inputs) -> Call<'a, R> {
         if let Err(why) = check_tensors(self.variant, x) {
             panic!("tensors of {:?}: {why}", self.variant);
@@ -120,7 +127,10 @@ impl<R: Runtime> Chunkwise<R> {
     /// # Panics
     /// If `x` has other tensors than the variant.
     pub fn forward(&self, x: &Inputs, save: bool) -> Forward {
-        let call = self.call(x);
+        let mut call = self.call(x);
+        if !save {
+            call.plans = call.plans.of_inference(call.segments());
+        }
         let scores = call.intra_chunk();
         let (o, state, saved) = call.state_pass_forward(scores, save);
         let saved = if save { saved.save() } else { vec![] };
@@ -283,8 +293,8 @@ impl<R: Runtime> Call<'_, R> {
         }
     }
 
-    /// The intra-chunk stage. With producer planes the state pass computes these matrices itself, forward and
-    /// backward, and the buffers are placeholders.
+    /// The intra-chunk stage. With producer planes the state pass computes these matrices itself, an identity
+    /// transition's backward too, and the buffers are placeholders.
     fn intra_chunk(&self) -> Scores<Buffer> {
         let shapes = self.score_shapes();
         if self.plans.state_pass.producers() > 0 {

@@ -1,7 +1,8 @@
 //! Compile-time plans: one that every stage has, and what two of them add to it.
 
+use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::task::Task;
-use crate::tile::{Engine, Grid, Inverse, Mul, SWIZZLED, Window, Zeros};
+use crate::tile::{Engine, Grid, INVERSE, Inverse, Mul, SWIZZLED, Window, Zeros};
 use crate::variant::{Decay, Variant};
 use std::ops::Deref;
 
@@ -29,7 +30,10 @@ pub(crate) struct Plan {
     pub key_slice: usize,
     /// Columns of values in a tile; in the state pass those that a cube owns.
     pub value_slice: usize,
+    /// Units that share the work of a stage, from unit `first` of the cube on: where producers and consumers each have their
+    /// own, those of one of them.
     pub units: usize,
+    pub first: usize,
 }
 
 /// Plan of a launch of the state pass.
@@ -50,8 +54,8 @@ pub(crate) enum Schedule {
     /// By asynchronous copies of all tiles of a chunk: of this one (1 stage), or of the next one while this one is in
     /// use (2 stages).
     Staged { stages: usize },
-    /// Warp specialisation. Producer planes copy tiles and make scores ahead of the others: of three chunks one is
-    /// copied, one scored, one consumed.
+    /// Warp specialisation. Producer planes copy tiles and make scores ahead of the others, or of a delta rule the UT transform
+    /// alone: of three chunks one is copied, one scored, one consumed.
     Specialized { producers: usize },
 }
 
@@ -121,6 +125,7 @@ impl Plan {
             stride: self.stride(columns),
             swizzled: false,
             units: self.units,
+            first: self.first,
         }
     }
 
@@ -163,7 +168,8 @@ impl Plan {
     }
 
     pub fn grid(&self, m: usize, n: usize) -> Grid {
-        Grid { engine: self.engine, rounded: self.rounded, m, n, units: self.units }
+        let Self { engine, rounded, units, first, .. } = *self;
+        Grid { engine, rounded, m, n, units, first }
     }
 
     /// C x C.
@@ -174,7 +180,7 @@ impl Plan {
     /// Of the UT transform.
     pub fn inverse(&self) -> Inverse {
         let Self { engine, chunk, units, .. } = *self;
-        Inverse { engine, chunk, units, by_four: self.warpgroups }
+        Inverse { engine, chunk, units }
     }
 
     /// `[m, n] += [m, k] [k, n]` over tiles whose rows are this long as stored.
@@ -210,6 +216,42 @@ impl StatePlan {
         }
     }
 
+    /// Whether producers invert: of a delta rule's intra-chunk stage they make T and the decay factors, and consumers A_qk.
+    pub fn inverts_ahead(&self) -> bool {
+        self.producers() > 0 && self.variant.solves()
+    }
+
+    /// Registers of a producer and of a consumer, where consumers need more than all could have.
+    pub fn registers(&self) -> Option<[usize; 2]> {
+        match self.units {
+            _ if !self.inverts_ahead() || self.key_width < 128 => None,
+            512 => Some([80, 176]),
+            _ => Some([96, 216]),
+        }
+    }
+
+    /// Numbers of a tile of a chunk's rows of keys, as of all right factors: swizzled tiles have nothing between their rows.
+    pub fn key_numbers(&self) -> usize {
+        let window = self.factor(self.key_window());
+        window.rows * window.stride
+    }
+
+    /// Numbers of a tile [C, C].
+    pub fn square_numbers(&self) -> usize {
+        let window = self.factor(self.square_window());
+        window.rows * window.stride
+    }
+
+    /// Numbers from one pipeline stage's [C, C] matrices to the next one's: T of producers is in two parts.
+    pub fn squares(&self) -> usize {
+        if self.inverts_ahead() { INVERSE } else { self.square_numbers() }
+    }
+
+    /// A [C, C] matrix.
+    pub fn square_window(&self) -> Window {
+        self.window(self.chunk, self.chunk, self.chunk)
+    }
+
     /// Pipeline stages, a chunk's tiles each.
     pub fn stages(&self) -> usize {
         match self.schedule {
@@ -229,21 +271,50 @@ impl StatePlan {
         self.stages().min(2)
     }
 
+    /// Chunks whose decay factors are held at once: producers that invert make them two chunks ahead of consumers.
+    pub fn decay_factor_stages(&self) -> usize {
+        if self.inverts_ahead() { 3 } else { self.score_stages() }
+    }
+
+    /// Rows of a chunk's decay factors.
+    pub fn decay_factor_rows(&self) -> usize {
+        match self.inverts_ahead() && self.variant.scalar() {
+            true => decay_factors::ROWS_WITH_MASKS,
+            false => decay_factors::ROWS,
+        }
+    }
+
+    /// Whether blocks are written through the tile of values: a plane of a warpgroup has 16 columns of it to itself, and a low
+    /// rank transition needs its values again.
+    pub fn writes_through_values(&self) -> bool {
+        self.warpgroups && self.split_k == 1 && !self.variant.low_rank()
+    }
+
     /// The producers' plan.
     pub fn of_producers(&self) -> Plan {
         Plan { units: self.producers() * 32, ..self.common }
     }
 
     /// The producer that makes a chunk's decay factors as well: that of the upper right corner of A_qk. Of eight
-    /// it has nothing else to make, of four as much as the others.
+    /// it has nothing else to make, of four as much as the others. Where producers invert, the next one helps.
     pub fn decay_factor_producer(&self) -> usize {
         let grid = self.of_producers().pairs();
         grid.down() * (grid.across() - 1)
     }
 
-    /// Units that copy a chunk's tiles: producers alone, because consumers have more to do, or all.
-    pub fn copying_units(&self) -> usize {
-        if self.producers() > 0 { self.of_producers().units } else { self.units }
+    /// The consumers' plan.
+    pub fn of_consumers(&self) -> Plan {
+        let first = self.producers() * 32;
+        Plan { units: self.units - first, first, ..self.common }
+    }
+
+    /// The plan of the units that copy a chunk's tiles: of producers and consumers those with less to do, else all.
+    pub fn of_copying(&self) -> Plan {
+        match self.producers() {
+            0 => self.common,
+            _ if self.inverts_ahead() => self.of_consumers(),
+            _ => self.of_producers(),
+        }
     }
 
     /// Tiles of a matrix [K, K] where the state's are `value_slice` wide.

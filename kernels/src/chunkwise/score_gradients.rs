@@ -200,7 +200,9 @@ fn value_product<P: StageTypes>(
         if comptime!(plan.warpgroups) {
             let layout = comptime!(Swizzled { rows: plan.chunk, transposed: true });
             let steps = comptime!(columns / 16);
-            multiply_by_warpgroups::<P::E, P::L>(&mut acc, &left, &right, steps, layout, grid);
+            multiply_by_warpgroups::<P::E, P::L>(
+                &mut acc, &left, &right, 0usize, steps, layout, grid,
+            );
         } else {
             let spec = comptime!(plan.unscaled().mul(grid, columns, rows, written));
             mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);

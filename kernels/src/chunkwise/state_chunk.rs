@@ -5,7 +5,10 @@ use crate::chunkwise::chunk::Place;
 use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::plan::StatePlan;
 use crate::chunkwise::producers::ProducerTiles;
-use crate::chunkwise::state::{Block, State, StateEngine, add, reduce_split_k, scale_tokens};
+use crate::chunkwise::state::{
+    Block, State, StateEngine, add, add_scaled_tokens, reduce_split_k, scale_tokens,
+    state_products, write_block_through,
+};
 use crate::chunkwise::state_tiles::{
     PassInputs, StateTiles, load_a_ak_v, load_a_of_u, load_chunk, load_erase_rows, load_key_rows,
     load_query_rows, load_square, load_values, load_write_rows,
@@ -47,13 +50,14 @@ pub(crate) fn chunk_forward<P: StateEngine>(
         let first = pass.from.first;
         P::save_chunk_state(&pass.state, &mut pass.to.tensors.states, place.index, first, plan);
     }
-    P::load_block(&mut pass.block, &pass.tiles.values, pass.tiles.at_values, plan);
-    if comptime!(variant.solves()) {
-        solve_forward::<P>(pass, place, plan);
-    }
-    P::publish(&mut pass.block, plan);
     let fragments = comptime!(if outputs { plan.block_fragments() } else { 0 });
     let mut out = zeros(fragments);
+    if comptime!(variant.solves()) {
+        solve_forward::<P>(&mut out, pass, place, plan);
+    } else {
+        P::load_block(&mut pass.block, &pass.tiles.values, pass.tiles.at_values, plan);
+    }
+    P::publish(&mut pass.block, plan);
     if comptime!(outputs) {
         read_out::<P>(&mut out, pass, place, plan);
         if comptime!(!variant.low_rank()) {
@@ -77,26 +81,46 @@ pub(crate) fn chunk_forward<P: StateEngine>(
     }
 }
 
-/// U = T (beta v + A~ S), or T (A_ak v + A~ S).
+/// U = T (beta v + A~ S), or T (A_ak v + A~ S). Where the state is read once for both, `out` gets Q~ S.
 #[cube]
-fn solve_forward<P: StateEngine>(pass: &mut Pass<P>, place: &Place, #[comptime] plan: StatePlan) {
+fn solve_forward<P: StateEngine>(
+    out: &mut Acc,
+    pass: &mut Pass<P>,
+    place: &Place,
+    #[comptime] plan: StatePlan,
+) {
     let variant = comptime!(plan.variant);
     let fragments = comptime!(plan.block_fragments());
     let mut retrieved = zeros(fragments);
-    for slice in 0..comptime!(plan.key_slices()) {
-        load_erase_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
-        let rows = &pass.tiles.erase_rows;
-        P::state_product(&mut retrieved, rows, pass.tiles.at_rows, &pass.state, slice, plan);
+    if comptime!(plan.inverts_ahead()) {
+        let (tiles, state) = (&pass.tiles, &pass.state);
+        let (erase, query, at) = (&tiles.erase_rows, &tiles.query_rows, tiles.at_rows);
+        state_products::<P>(&mut retrieved, out, erase, query, at, state, plan);
+    } else {
+        for slice in 0..comptime!(plan.key_slices()) {
+            load_erase_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
+            let rows = &pass.tiles.erase_rows;
+            P::state_product(&mut retrieved, rows, pass.tiles.at_rows, &pass.state, slice, plan);
+        }
     }
     reduce_split_k(&mut retrieved, &mut pass.state.scratch, 0usize, true, plan);
-    scale::<P>(&mut retrieved, &pass.tiles, comptime!(decay_factors::ERASE), plan);
-    if comptime!(variant.low_rank()) {
-        load_a_ak_v::<P>(&mut pass.tiles, &pass.from, place, plan);
-        P::load_block(&mut pass.block, &pass.tiles.a_ak_v, pass.tiles.at_values, plan);
+    let (tiles, block) = (&mut pass.tiles, &mut pass.block);
+    if comptime!(plan.inverts_ahead()) {
+        P::load_block(block, &tiles.values, tiles.at_values, plan);
+        scale::<P>(&mut block.acc, tiles, comptime!(decay_factors::BETA), plan);
+        let at = tiles.at_decay_factors + comptime!(decay_factors::ERASE * plan.chunk);
+        add_scaled_tokens::<P>(&mut block.acc, &retrieved, &tiles.decay_factors, at, plan);
     } else {
-        scale::<P>(&mut pass.block.acc, &pass.tiles, comptime!(decay_factors::BETA), plan);
+        scale::<P>(&mut retrieved, tiles, comptime!(decay_factors::ERASE), plan);
+        if comptime!(variant.low_rank()) {
+            load_a_ak_v::<P>(tiles, &pass.from, place, plan);
+            P::load_block(block, &tiles.a_ak_v, tiles.at_values, plan);
+        } else {
+            P::load_block(block, &tiles.values, tiles.at_values, plan);
+            scale::<P>(&mut block.acc, tiles, comptime!(decay_factors::BETA), plan);
+        }
+        add(&mut block.acc, &retrieved, fragments);
     }
-    add(&mut pass.block.acc, &retrieved, fragments);
     solve::<P>(pass, place, false, plan);
     if comptime!(plan.task.save && !plan.task.local()) {
         save_block::<P>(pass, place, plan);
@@ -115,7 +139,13 @@ fn solve<P: StateEngine>(
     P::publish(&mut pass.block, plan);
     let mut solved = zeros(comptime!(plan.block_fragments()));
     let at = pass.tiles.at_square;
-    P::block_product::<P::N>(&mut solved, &pass.tiles.inverse, at, &pass.block, adjoint, plan);
+    if comptime!(plan.inverts_ahead()) {
+        let t = &pass.produced.inverse;
+        P::block_product::<P::M>(&mut solved, t, at, &pass.block, adjoint, plan);
+    } else {
+        let t = &pass.tiles.inverse;
+        P::block_product::<P::N>(&mut solved, t, at, &pass.block, adjoint, plan);
+    }
     replace(&mut pass.block.acc, &solved, plan);
 }
 
@@ -127,10 +157,12 @@ fn read_out<P: StateEngine>(
     place: &Place,
     #[comptime] plan: StatePlan,
 ) {
-    for slice in 0..comptime!(plan.key_slices()) {
-        load_query_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
-        let at = pass.tiles.at_rows;
-        P::state_product_out(out, &pass.tiles.query_rows, at, &pass.state, slice, plan);
+    if comptime!(!plan.inverts_ahead()) {
+        for slice in 0..comptime!(plan.key_slices()) {
+            load_query_rows::<P>(&mut pass.tiles, &pass.from, place, slice, plan);
+            let at = pass.tiles.at_rows;
+            P::state_product_out(out, &pass.tiles.query_rows, at, &pass.state, slice, plan);
+        }
     }
     // Of warpgroups both planes have all tokens, and store a part of them.
     let from = comptime!(if plan.warpgroups { 0 } else { plan.output_fragments() });
@@ -139,7 +171,9 @@ fn read_out<P: StateEngine>(
     scale_rows::<P>(out, &pass.tiles, plan);
     load_a_of_u::<P>(&mut pass.tiles, &pass.from, place, plan);
     let at = pass.tiles.at_square;
-    if comptime!(plan.producers() > 0) {
+    if comptime!(plan.inverts_ahead()) {
+        P::block_product_out::<P::M>(out, &pass.produced.a_qk, 0usize, &pass.block, plan);
+    } else if comptime!(plan.producers() > 0) {
         P::block_product_out::<P::M>(out, &pass.produced.a_qk, at, &pass.block, plan);
     } else {
         P::block_product_out::<P::N>(out, &pass.tiles.a_of_u, at, &pass.block, plan);
@@ -383,7 +417,13 @@ fn write_output<P: StateEngine>(
     #[comptime] plan: StatePlan,
 ) {
     let first = pass.from.first;
-    P::write_output::<P::F>(&mut pass.to.values, out, &place.values, first, plan);
+    let rows = &place.values;
+    if comptime!(plan.writes_through_values()) {
+        let (tile, at) = (&mut pass.tiles.values, pass.tiles.at_values);
+        write_block_through::<P, P::F>(&mut pass.to.values, out, tile, at, rows, first, plan);
+    } else {
+        P::write_output::<P::F>(&mut pass.to.values, out, rows, first, plan);
+    }
 }
 
 /// Writes gradients of values.
@@ -402,5 +442,11 @@ fn write_d_values<P: StateEngine>(
 #[cube]
 fn save_block<P: StateEngine>(pass: &mut Pass<P>, place: &Place, #[comptime] plan: StatePlan) {
     let first = pass.from.first;
-    P::write_block::<P::E>(&mut pass.to.tensors.block, &pass.block.acc, &place.values, first, plan);
+    let (to, rows) = (&mut pass.to.tensors.block, &place.values);
+    if comptime!(plan.writes_through_values()) {
+        let (tile, at) = (&mut pass.tiles.values, pass.tiles.at_values);
+        write_block_through::<P, P::E>(to, &pass.block.acc, tile, at, rows, first, plan);
+    } else {
+        P::write_block::<P::E>(to, &pass.block.acc, rows, first, plan);
+    }
 }

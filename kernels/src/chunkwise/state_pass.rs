@@ -15,7 +15,8 @@
 //!         columns of S never meet. Warp specialisation: in an identity transition, where one tile holds all
 //!         values, the first planes of a cube are *producers*. They copy tiles and make the next chunk's
 //!         A_qk and decay factors, which need no state, while the *consumers* move the state over the
-//!         present chunk; the intra-chunk stage is not launched.
+//!         present chunk; the intra-chunk stage is not launched. So it is in a forward pass of a delta rule that
+//!         saves nothing, where warpgroups multiply and erase keys are k: producers make T as well.
 //!         Tiles, and how they are filled: state_tiles.rs.
 //! Source: DeltaNet's chunk form, arXiv 2406.06484, with the decay of arXiv 2412.06464; the adjoint
 //!         goes through the solve, so that neither dW nor dT is ever formed.
@@ -23,7 +24,9 @@
 use crate::chunkwise::arguments::{IntraChunk, Operands, StatePass};
 use crate::chunkwise::chunk::{Place, Sizes};
 use crate::chunkwise::plan::{Plan, Schedule, StatePlan};
-use crate::chunkwise::producers::{produce_scores, producer_tiles};
+use crate::chunkwise::producers::{
+    NextChunk, prepare_first, produce_inverse, produce_scores, producer_tiles, score_queries,
+};
 use crate::chunkwise::sequence_parallel::{WorkRange, nth_chunk, work_range};
 use crate::chunkwise::state::{State, StateEngine, StatePlace, block, is_consumer, state};
 use crate::chunkwise::state_chunk::{
@@ -31,7 +34,7 @@ use crate::chunkwise::state_chunk::{
 };
 use crate::chunkwise::state_tiles::{PassInputs, copy_chunk_async, select_chunk, state_tiles};
 use crate::chunkwise::task::Span;
-use crate::tile::{wait_for_copies, wait_for_factors};
+use crate::tile::{forget_unit, resize_registers, wait_for_copies, wait_for_factors};
 use cubecl::intrinsic;
 use cubecl::prelude::*;
 
@@ -154,12 +157,18 @@ fn pass_over_chunks<P: StateEngine>(
             }
         }
         Schedule::Specialized { .. } => {
-            pass_specialized::<P>(&mut pass, &mut carried, range, plan);
+            if comptime!(plan.inverts_ahead()) {
+                pass_apart::<P>(&mut pass, &mut carried, range, plan);
+            } else {
+                pass_specialized::<P>(&mut pass, &mut carried, range, plan);
+            }
         }
     }
-    sync_cube();
-    if is_consumer(plan) {
-        end_state::<P>(&mut pass, &carried, range, plan);
+    if comptime!(!plan.inverts_ahead()) {
+        sync_cube();
+        if is_consumer(plan) {
+            end_state::<P>(&mut pass, &carried, range, plan);
+        }
     }
 }
 
@@ -241,6 +250,57 @@ fn pass_specialized<P: StateEngine>(
         } else if c < range.chunks {
             select_chunk::<P>(&mut pass.tiles, c, plan);
             produce_scores::<P>(&mut pass.produced, &mut pass.tiles, plan);
+        }
+    }
+}
+
+/// As [`pass_specialized`], but producers and consumers each have a loop, and a register file, of their own: they meet at
+/// one barrier a chunk. Consumers write the last state before they end, since registers never come together again.
+#[cube]
+fn pass_apart<P: StateEngine>(
+    pass: &mut Pass<P>,
+    carried: &mut Carried,
+    range: &WorkRange,
+    #[comptime] plan: StatePlan,
+) {
+    if is_consumer(plan) {
+        if comptime!(plan.registers().is_some()) {
+            resize_registers(comptime!(plan.registers().unwrap_or([0; 2])[1]), true);
+        }
+        let here = nth_chunk(range, 0usize, plan);
+        copy_chunk_async::<P>(&mut pass.tiles, &pass.from, &here, 0usize, plan);
+        for c in 0..range.chunks + 1 {
+            forget_unit();
+            wait_for_chunk(plan);
+            if c + 1 < range.chunks {
+                let next = nth_chunk(range, c + 1, plan);
+                let third = (c + 1) % 3;
+                copy_chunk_async::<P>(&mut pass.tiles, &pass.from, &next, third, plan);
+            }
+            if c > 0 {
+                select_chunk::<P>(&mut pass.tiles, c - 1, plan);
+                score_queries::<P>(&mut pass.produced, &pass.tiles, plan);
+                pass_chunk::<P>(pass, carried, range, c - 1, plan);
+            }
+        }
+        end_state::<P>(pass, carried, range, plan);
+    } else {
+        if comptime!(plan.registers().is_some()) {
+            resize_registers(comptime!(plan.registers().unwrap_or([0; 2])[0]), false);
+        }
+        let (out, tiles) = (&mut pass.produced, &mut pass.tiles);
+        let first = nth_chunk(range, 0usize, plan);
+        prepare_first::<P>(out, tiles, &pass.from, &first.scalars, plan);
+        for c in 0..range.chunks + 1 {
+            forget_unit();
+            wait_for_chunk(plan);
+            if c < range.chunks {
+                select_chunk::<P>(tiles, c, plan);
+                let there = c + 1 < range.chunks;
+                let next = nth_chunk(range, min(c + 1, range.chunks - 1), plan);
+                let next = NextChunk { scalars: next.scalars, stage: (c + 1) % 3, there };
+                produce_inverse::<P>(out, tiles, &pass.from, &next, plan);
+            }
         }
     }
 }

@@ -12,10 +12,11 @@
 use crate::chunkwise::arguments::{IntraChunk, Operands};
 use crate::chunkwise::chunk::{Place, own};
 use crate::chunkwise::decay::decay_factors;
-use crate::chunkwise::plan::{Schedule, StatePlan, UNUSED};
+use crate::chunkwise::plan::{Plan, Schedule, StatePlan, UNUSED};
 use crate::chunkwise::state::StateEngine;
 use crate::tile::{
-    Rows, Window, commit_copies, copy_async, load, load_async, own_or, tile_aligned,
+    Rows, Window, commit_copies, copy_async, copy_async_or_zeros, load, load_async, own_or,
+    tile_aligned,
 };
 use cubecl::prelude::*;
 
@@ -49,7 +50,7 @@ pub(crate) struct StateTiles<P: StateEngine> {
     /// Low rank, backward: A_ak.
     pub a_ak: SharedMemory<Vector<P::E, P::N>>,
     pub decay_factors: SharedMemory<f32>,
-    /// For producers: log decays.
+    /// For producers that do not invert: log decays.
     pub log_decays: SharedMemory<f32>,
     /// Where the chunk in use lies in tiles of rows, of values, of [C, C], in decay factors and in log decays.
     pub at_rows: usize,
@@ -64,13 +65,10 @@ impl StatePlan {
         self.schedule == Schedule::Direct
     }
 
-    fn square_window(&self) -> Window {
-        self.window(self.chunk, self.chunk, self.chunk)
-    }
-
     /// A window, shared out over the units that call [`copy_chunk_async`].
     fn copied(&self, window: Window) -> Window {
-        Window { units: self.copying_units(), ..window }
+        let Plan { units, first, .. } = self.of_copying();
+        Window { units, first, ..window }
     }
 
     /// The same of a right factor of products.
@@ -118,12 +116,15 @@ impl StatePlan {
         let low_rank = staged && variant.low_rank();
         let own_erase = variant.own_a() || (variant.vector() && variant.solves());
         let applies_a_qk = task.applies_a_qk(variant);
+        if role == TileRole::Inverse && self.inverts_ahead() {
+            return None;
+        }
         let (there, numbers) = match role {
             TileRole::KeyRows => (true, self.key_numbers()),
             TileRole::Values => (true, self.value_numbers()),
             TileRole::Square => {
-                let made = applies_a_qk && self.producers() == 0;
-                (variant.solves() || made, self.square_numbers())
+                let read = variant.solves() || applies_a_qk;
+                (read && self.producers() == 0, self.square_numbers())
             }
             TileRole::QueryRows => {
                 (staged && task.queries() && task.has_keys(variant), self.key_numbers())
@@ -141,12 +142,13 @@ impl StatePlan {
     }
 
     fn decay_factor_numbers(&self) -> usize {
-        self.score_stages() * decay_factors::ROWS * self.chunk
+        self.decay_factor_stages() * self.decay_factor_rows() * self.chunk
     }
 
     /// Log decays that producers sum up.
     fn log_decay_numbers(&self) -> usize {
-        if self.producers() > 0 { self.stages() * self.chunk } else { 1 }
+        let read = self.producers() > 0 && !self.inverts_ahead();
+        if read { self.stages() * self.chunk } else { 1 }
     }
 
     /// Bytes of [`state_tiles`].
@@ -212,7 +214,7 @@ pub(crate) fn state_tiles<P: StateEngine>(#[comptime] plan: StatePlan) -> StateT
 }
 
 /// Starts copying a chunk's operands into pipeline stage `stage` of the tiles: one group of copies of each of the
-/// [`StatePlan::copying_units`], which call this, and no others.
+/// [`StatePlan::of_copying`], which call this, and no others.
 #[cube]
 pub(crate) fn copy_chunk_async<P: StateEngine>(
     tiles: &mut StateTiles<P>,
@@ -224,14 +226,9 @@ pub(crate) fn copy_chunk_async<P: StateEngine>(
     copy_rows_async::<P>(tiles, from, place, stage, plan);
     copy_values_and_matrices_async::<P>(tiles, from, place, stage, plan);
     if comptime!(plan.producers() > 0) {
-        if comptime!(plan.variant.scalar()) {
-            copy_log_decays_async(
-                &mut tiles.log_decays,
-                &from.x.scalar_g,
-                &place.scalars,
-                stage,
-                plan,
-            );
+        if comptime!(plan.variant.scalar() && !plan.inverts_ahead()) {
+            let (to, rows) = (&mut tiles.log_decays, &place.scalars);
+            copy_log_decays_async(to, &from.x.scalar_g, rows, stage, plan);
         }
     } else {
         copy_decay_factors_async::<P>(tiles, from, place, stage, plan);
@@ -312,7 +309,7 @@ fn copy_values_and_matrices_async<P: StateEngine>(
     let values = &place.values;
     let to = &mut tiles.values;
     load_async::<P::F, P::G, P::E, P::N>(to, values_at, &from.values, values, from.first, wide);
-    if comptime!(variant.solves()) {
+    if comptime!(variant.solves() && plan.producers() == 0) {
         copy_square::<P>(&mut tiles.inverse, at, &from.intra.inverse, &own, plan);
     }
     if comptime!(task.applies_a_qk(variant) && plan.producers() == 0) {
@@ -368,7 +365,7 @@ fn copy_decay_factors_async<P: StateEngine>(
     }
 }
 
-/// Starts copying the scalar log decays of a chunk, one a unit. Producers are units enough.
+/// Starts copying the scalar log decays of a chunk, one a unit; zeros where there is no token. Producers are units enough.
 #[cube]
 fn copy_log_decays_async(
     to: &mut SharedMemory<f32>,
@@ -380,12 +377,8 @@ fn copy_log_decays_async(
     let i = UNIT_POS as usize;
     if i < comptime!(plan.chunk) {
         let at = stage * comptime!(plan.chunk) + i;
-        if i < rows.valid {
-            let from_at = rows.start + i * rows.stride;
-            copy_async(from, from_at, to, at, 4usize);
-        } else {
-            to[at] = 0.0f32;
-        }
+        let from_at = rows.start + i * rows.stride;
+        copy_async_or_zeros(from, from_at, to, at, i < rows.valid, 4usize);
     }
 }
 
@@ -400,8 +393,9 @@ pub(crate) fn select_chunk<P: StateEngine>(
     let square = c % comptime!(plan.score_stages());
     tiles.at_rows = stage * comptime!(plan.key_numbers());
     tiles.at_values = stage * comptime!(plan.value_numbers());
-    tiles.at_square = square * comptime!(plan.square_numbers());
-    tiles.at_decay_factors = square * comptime!(decay_factors::ROWS * plan.chunk);
+    tiles.at_square = square * comptime!(plan.squares());
+    let factors = c % comptime!(plan.decay_factor_stages());
+    tiles.at_decay_factors = factors * comptime!(plan.decay_factor_rows() * plan.chunk);
     tiles.at_log_decays = stage * comptime!(plan.chunk);
 }
 

@@ -69,7 +69,9 @@ pub(crate) struct Window {
     pub stride: usize,
     /// A factor of products of warpgroups, for [`load_async`] alone.
     pub swizzled: bool,
+    /// Units that share it out, from unit `first` of the cube on, which is another than 0 for [`load_async`] alone.
     pub units: usize,
+    pub first: usize,
 }
 
 impl Window {
@@ -282,8 +284,12 @@ pub(crate) fn load_async<S: Float, G: Size, E: Float, N: Size>(
     let across = comptime!(window.columns / read);
     // Every unit stays in its column, so that addresses only ever grow by whole rows.
     let down = comptime!(window.units / across);
-    let i = UNIT_POS as usize / across;
-    let c = UNIT_POS as usize % across;
+    let mut unit = UNIT_POS as usize;
+    if comptime!(window.first > 0) {
+        unit -= comptime!(window.first);
+    }
+    let i = unit / across;
+    let c = unit % across;
     let from = (rows.start + first) / read + i * (rows.stride / read) + c;
     let step = rows.stride / read * down;
     let row_vectors = comptime!(if window.swizzled { 8 } else { window.stride / held });

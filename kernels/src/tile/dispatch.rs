@@ -3,7 +3,8 @@
 
 use super::engine::{Engine, Inverse, Mul, TileEngine};
 use super::mma::Mma;
-use super::plain::Plain;
+use super::plain::{self, Plain};
+use super::planes;
 use super::tf32::Tf32;
 use super::{Acc, Grid};
 use cubecl::prelude::*;
@@ -76,7 +77,7 @@ pub(crate) fn mul<E: Float, NA: Size, NB: Size>(
     }
 }
 
-/// [`TileEngine::merge`] of the inverse's engine.
+/// Joins neighbouring blocks of `side` rows of an inverse. E: what tensor cores multiply.
 #[cube]
 pub(crate) fn merge<E: Float>(
     m: &mut SharedMemory<f32>,
@@ -85,8 +86,10 @@ pub(crate) fn merge<E: Float>(
     #[comptime] inverse: Inverse,
 ) {
     match comptime!(inverse.engine) {
-        Engine::Plain => Plain::merge::<E>(m, t, side, inverse),
-        Engine::Tf32 => Tf32::merge::<E>(m, t, side, inverse),
-        Engine::Mma => Mma::merge::<E>(m, t, side, inverse),
+        Engine::Plain => plain::merge(m, t, side, inverse),
+        Engine::Tf32 => planes::merge::<E, Tf32>(m, t, side, inverse),
+        Engine::Mma => {
+            comptime!(unreachable!("split_inverse.rs inverts on tensor cores of 16 bits"))
+        }
     }
 }

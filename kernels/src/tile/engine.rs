@@ -85,7 +85,9 @@ pub(crate) struct Grid {
     pub rounded: bool,
     pub m: usize,
     pub n: usize,
+    /// Units that have a part of it, from unit `first` of the cube on: 0 but for products of warpgroups.
     pub units: usize,
+    pub first: usize,
 }
 
 const fn gcd(a: usize, b: usize) -> usize {
@@ -208,9 +210,6 @@ pub(crate) struct Inverse {
     /// C, rows and columns.
     pub chunk: usize,
     pub units: usize,
-    /// Blocks are read four numbers at a time, which needs a stride that is a multiple of four: fewer instructions, more
-    /// registers.
-    pub by_four: bool,
 }
 
 impl Inverse {
@@ -248,13 +247,5 @@ pub(crate) trait TileEngine: Send + Sync + 'static {
         b: &SharedMemory<Vector<E, NB>>,
         b_at: usize,
         #[comptime] spec: Mul,
-    );
-
-    /// Joins neighbouring blocks of `side` rows of an inverse. E: what tensor cores multiply.
-    fn merge<E: Float>(
-        m: &mut SharedMemory<f32>,
-        t: &mut SharedMemory<f32>,
-        #[comptime] side: usize,
-        #[comptime] inverse: Inverse,
     );
 }

@@ -8,8 +8,8 @@
 //! [ I - M11        ]^-1   [ T11              ]
 //! [  -M21   I - M22]    = [ T22 M21 T11  T22 ]
 //! ```
-//! The plain engine computes in f32. On tensor cores each number is the sum of two, of 16 bits with `Mma` and of
-//! TF32 with `Tf32`, and the product of the two small ones is left out. In f16 such numbers end at 65504. A
+//! The plain engine computes in f32. On tensor cores each number is the sum of two, of TF32 with `Tf32` and of 16 bits
+//! with `Mma` (split_inverse.rs), and the product of the two small ones is left out. In f16 such numbers end at 65504. A
 //! doubling series (I + M)(I + M^2).. would be shorter, and wrong: with equal keys the powers of M reach 1e17
 //! before they cancel.
 
@@ -64,10 +64,15 @@ fn solve_four(
     #[comptime] inverse: Inverse,
 ) {
     let stride = comptime!(inverse.stride());
-    let mut rows = Sequence::<Vector<f32, Const<4>>>::new();
+    let mut rows = Sequence::<Array<f32>>::new();
     #[unroll]
     for i in comptime!(first + 1)..BLOCK {
-        rows.push(four_numbers(m, from, comptime!(i * stride + first), inverse));
+        let mut four = Array::<f32>::new(4usize);
+        #[unroll]
+        for l in 0..4usize {
+            four[l] = m[from + comptime!(i * stride + first + l)];
+        }
+        rows.push(four);
     }
     #[unroll]
     for n in 0..4usize {
@@ -77,27 +82,6 @@ fn solve_four(
             x[i] = x[i] + rows.index(comptime!(i - first - 1))[n] * known;
         }
     }
-}
-
-/// Four numbers of a row, `offset` after `at`.
-#[cube]
-fn four_numbers(
-    m: &SharedMemory<f32>,
-    at: usize,
-    #[comptime] offset: usize,
-    #[comptime] inverse: Inverse,
-) -> Vector<f32, Const<4>> {
-    let mut four = Vector::<f32, Const<4>>::empty();
-    if comptime!(inverse.by_four) {
-        let vectors = m.to_slice().into_vectorized().with_vector_size::<Const<4>>();
-        four = vectors[at / 4 + comptime!(offset / 4)];
-    } else {
-        #[unroll]
-        for l in 0..4usize {
-            four[l] = m[at + comptime!(offset + l)];
-        }
-    }
-    four
 }
 
 /// Merges the inverted blocks; `m` is used up. E: what tensor cores multiply. Starts and ends with a barrier.

@@ -1,8 +1,8 @@
 //! [`Engine::Mma`](super::Engine::Mma): tensor cores, 16 bits in and f32 out.
 
-use super::engine::{Inverse, Mul, TileEngine};
-use super::planes::{self, BlockMul, PlaneProduct};
-use super::ptx::rounded_pair;
+use super::engine::{Mul, TileEngine};
+use super::planes;
+use super::ptx::{local, name, ptx, rounded_pair, use_tile};
 use super::{Acc, Grid, Pair};
 use cubecl::prelude::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
@@ -94,68 +94,17 @@ impl TileEngine for Mma {
             }
         }
     }
-
-    fn merge<E: Float>(
-        m: &mut SharedMemory<f32>,
-        t: &mut SharedMemory<f32>,
-        #[comptime] side: usize,
-        #[comptime] inverse: Inverse,
-    ) {
-        planes::merge::<E, Self>(m, t, side, inverse);
-    }
 }
 
+/// Two numbers in two parts each, whose sums they nearly are: large ones first.
 #[cube]
-impl PlaneProduct for Mma {
-    /// Who holds which number: PTX, `mma.m16n8k16`.
-    fn add_product<E: Float>(
-        x: &mut Array<Pair>,
-        a: &SharedMemory<f32>,
-        a_at: usize,
-        b: &SharedMemory<f32>,
-        b_at: usize,
-        #[comptime] spec: BlockMul,
-    ) {
-        let depth = comptime!(spec.depth);
-        let stride = comptime!(spec.stride);
-        let lane = UNIT_POS as usize % 32;
-        let a_lane = a_at + lane / 4 * stride + lane % 4 * 2;
-        let b_lane = b_at + lane % 4 * 2 * stride + lane / 4;
-        #[unroll]
-        for k in 0..comptime!(depth / 16) {
-            let mut a_high = Array::<Vector<E, Const<2>>>::new(4usize);
-            let mut a_low = Array::<Vector<E, Const<2>>>::new(4usize);
-            let mut b_high = Array::<Vector<E, Const<2>>>::new(2usize);
-            let mut b_low = Array::<Vector<E, Const<2>>>::new(2usize);
-            #[unroll]
-            for n in 0..4usize {
-                let at = a_lane + comptime!(n % 2 * 8 * stride + n / 2 * 8 + k * 16);
-                split::<E>(&mut a_high, &mut a_low, n, a[at], a[at + 1]);
-            }
-            #[unroll]
-            for n in 0..2usize {
-                let at = b_lane + comptime!((n * 8 + k * 16) * stride);
-                split::<E>(&mut b_high, &mut b_low, n, b[at], b[at + stride]);
-            }
-            execute::<E>(&a_low, &b_high, x);
-            execute::<E>(&a_high, &b_low, x);
-            execute::<E>(&a_high, &b_high, x);
-        }
-    }
-}
-
-/// Two numbers as register `n` of two fragments, whose sum they nearly are.
-#[cube]
-fn split<E: Float>(
-    high: &mut Array<Vector<E, Const<2>>>,
-    low: &mut Array<Vector<E, Const<2>>>,
-    #[comptime] n: usize,
-    first: f32,
-    second: f32,
-) {
+pub(super) fn split<E: Float>(first: f32, second: f32) -> Array<Vector<E, Const<2>>> {
+    let mut parts = Array::<Vector<E, Const<2>>>::new(2usize);
     let large = rounded_pair::<E>(first, second);
-    high[n] = large;
-    low[n] = rounded_pair::<E>(first - f32::cast_from(large[0]), second - f32::cast_from(large[1]));
+    parts[0] = large;
+    parts[1] =
+        rounded_pair::<E>(first - f32::cast_from(large[0]), second - f32::cast_from(large[1]));
+    parts
 }
 
 /// `c += a b` for one 16 x 8 x 16 block.
@@ -248,4 +197,29 @@ pub(crate) fn load_matrix_at<E: Float, N: Size>(
         4usize,
         transposed,
     )
+}
+
+/// Four 8 x 8 matrices, each transposed, to shared memory (`stmatrix`, compute capability 9.0 on): their rows are columns of
+/// what registers hold, and this lane's row of 16 bytes is vector `at` of the tile.
+#[cube]
+#[allow(unused_variables)] // an intrinsic's
+pub(crate) fn store_transposed<E: Float, N: Size>(
+    tile: &mut SharedMemory<Vector<E, N>>,
+    at: usize,
+    four: &Array<Vector<E, Const<2>>>,
+) {
+    intrinsic!(|scope| {
+        let (tile, four) = (*tile.expand, name(*four.expand));
+        use_tile(scope, tile);
+        let address = format!("{} + {}", name(tile), local(scope, *at.expand));
+        let words = (0..4).map(|n| format!("\"r\"(reinterpret_cast<const uint32*>({four})[{n}])"));
+        let words = words.collect::<Vec<_>>().join(", ");
+        ptx(
+            scope,
+            &format!(
+                "asm volatile(\"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {{%1, %2, %3, %4}};\" :: \
+                 \"r\"(static_cast<uint32>(__cvta_generic_to_shared({address}))), {words} : \"memory\");"
+            ),
+        );
+    })
 }

@@ -73,60 +73,61 @@ impl TileEngine for Plain {
             }
         }
     }
+}
 
-    /// A unit two rows by two columns.
-    fn merge<E: Float>(
-        m: &mut SharedMemory<f32>,
-        t: &mut SharedMemory<f32>,
-        #[comptime] side: usize,
-        #[comptime] inverse: Inverse,
-    ) {
-        let stride = comptime!(inverse.stride());
-        let half = comptime!(side / 2);
-        let unit = UNIT_POS as usize;
-        let low = unit / comptime!(half * half) * comptime!(2 * side);
-        let i = low + side + unit / half % half * 2;
-        let j = low + unit % half * 2;
-        let works = unit < comptime!(inverse.chunk / side / 2 * half * half);
-        let mut x = Array::<f32>::new(4usize);
-        #[unroll]
-        for n in 0..4usize {
-            x[n] = 0.0f32;
-        }
-        if works {
-            for p in j..low + side {
-                add_square(
-                    &mut x,
-                    m[i * stride + p],
-                    m[(i + 1) * stride + p],
-                    t[p * stride + j],
-                    t[p * stride + j + 1],
-                );
-            }
-        }
-        sync_cube();
-        if works {
-            put_square(m, &x, i * stride + j, stride);
-        }
-        sync_cube();
-        #[unroll]
-        for n in 0..4usize {
-            x[n] = 0.0f32;
-        }
-        if works {
-            for p in low + side..i + 2 {
-                add_square(
-                    &mut x,
-                    t[i * stride + p],
-                    t[(i + 1) * stride + p],
-                    m[p * stride + j],
-                    m[p * stride + j + 1],
-                );
-            }
-            put_square(t, &x, i * stride + j, stride);
-        }
-        sync_cube();
+/// [`merge`](super::dispatch::merge): a unit two rows by two columns.
+#[cube]
+pub(super) fn merge(
+    m: &mut SharedMemory<f32>,
+    t: &mut SharedMemory<f32>,
+    #[comptime] side: usize,
+    #[comptime] inverse: Inverse,
+) {
+    let stride = comptime!(inverse.stride());
+    let half = comptime!(side / 2);
+    let unit = UNIT_POS as usize;
+    let low = unit / comptime!(half * half) * comptime!(2 * side);
+    let i = low + side + unit / half % half * 2;
+    let j = low + unit % half * 2;
+    let works = unit < comptime!(inverse.chunk / side / 2 * half * half);
+    let mut x = Array::<f32>::new(4usize);
+    #[unroll]
+    for n in 0..4usize {
+        x[n] = 0.0f32;
     }
+    if works {
+        for p in j..low + side {
+            add_square(
+                &mut x,
+                m[i * stride + p],
+                m[(i + 1) * stride + p],
+                t[p * stride + j],
+                t[p * stride + j + 1],
+            );
+        }
+    }
+    sync_cube();
+    if works {
+        put_square(m, &x, i * stride + j, stride);
+    }
+    sync_cube();
+    #[unroll]
+    for n in 0..4usize {
+        x[n] = 0.0f32;
+    }
+    if works {
+        for p in low + side..i + 2 {
+            add_square(
+                &mut x,
+                t[i * stride + p],
+                t[(i + 1) * stride + p],
+                m[p * stride + j],
+                m[p * stride + j + 1],
+            );
+        }
+        put_square(t, &x, i * stride + j, stride);
+    }
+    sync_cube();
 }
 
 #[cube]

@@ -30,7 +30,7 @@ pub(super) struct BlockMul {
 #[cube]
 pub(super) fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: Grid) -> usize {
     let down = comptime!(grid.step(f, h)[0]);
-    let plane = UNIT_POS as usize / 32 % comptime!(grid.down());
+    let plane = own_plane(grid) % comptime!(grid.down());
     let lane = UNIT_POS as usize % 32;
     plane * 16 + lane / 4 + down
 }
@@ -40,7 +40,7 @@ pub(super) fn row(#[comptime] f: usize, #[comptime] h: usize, #[comptime] grid: 
 pub(super) fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {
     let right = comptime!(grid.step(f, 0)[1]);
     let (down, across) = comptime!((grid.down(), grid.across()));
-    let mut plane = UNIT_POS as usize / 32 / down;
+    let mut plane = own_plane(grid) / down;
     if comptime!(32 * down * across < grid.units) {
         // A plane that has no part of the product reads what another one does, and nothing behind a tile's end.
         plane %= across;
@@ -52,16 +52,23 @@ pub(super) fn column(#[comptime] f: usize, #[comptime] grid: Grid) -> usize {
 /// [`TileEngine::inside`](super::engine::TileEngine::inside).
 #[cube]
 pub(super) fn inside(#[comptime] grid: Grid) -> bool {
-    UNIT_POS as usize / comptime!(32 * grid.down()) < comptime!(grid.across())
+    own_plane(grid) / comptime!(grid.down()) < comptime!(grid.across())
 }
 
 /// [`TileEngine::slot`](super::engine::TileEngine::slot).
 #[cube]
 pub(super) fn slot(#[comptime] grid: Grid) -> usize {
-    UNIT_POS as usize / comptime!(32 * grid.down()) * 4 + UNIT_POS as usize % 4
+    own_plane(grid) / comptime!(grid.down()) * 4 + UNIT_POS as usize % 4
 }
 
-/// [`TileEngine::merge`](super::engine::TileEngine::merge): a plane 16 rows by 8 columns.
+/// Number of this unit's plane among those of a grid.
+#[cube]
+fn own_plane(#[comptime] grid: Grid) -> usize {
+    let plane = UNIT_POS as usize / 32;
+    if comptime!(grid.first > 0) { plane - comptime!(grid.first / 32) } else { plane }
+}
+
+/// [`merge`](super::dispatch::merge): a plane 16 rows by 8 columns.
 #[cube]
 pub(super) fn merge<E: Float, P: PlaneProduct>(
     m: &mut SharedMemory<f32>,

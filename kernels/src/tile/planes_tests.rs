@@ -37,7 +37,7 @@ fn found<R: Runtime>(client: &ComputeClient<R>, grid: Grid) -> Vec<u32> {
 fn planes_without_a_part_of_a_product_have_columns_of_others() {
     with_client(|client| {
         for [m, n, units] in [[32, 32, 256], [48, 32, 256], [64, 48, 256], [64, 64, 256]] {
-            let grid = Grid { engine: Engine::Tf32, rounded: false, m, n, units };
+            let grid = Grid { engine: Engine::Tf32, rounded: false, m, n, units, first: 0 };
             let planes = grid.down() * grid.across();
             let all = found(client, grid);
             let (inside, others) = all.split_at(32 * planes * grid.fragments());

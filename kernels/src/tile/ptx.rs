@@ -53,6 +53,26 @@ fn move_to(to: &mut Array<u32>, x: u32) {
     })
 }
 
+/// Makes UNIT_POS a number of which compilers know nothing from before: in a loop, what is computed from it is computed in
+/// every round, where registers would hold all of it, or spill it.
+#[cube]
+pub(crate) fn forget_unit() {
+    intrinsic!(|scope| ptx(scope, "asm volatile(\"\" : \"+r\"(threadIdxGlobal));"))
+}
+
+/// A barrier of so many of a cube's units, whole planes that start with unit `first`; the others do not meet it. The cube may
+/// be in two such parts, each with a barrier of its own.
+#[cube]
+#[allow(unused_variables)] // an intrinsic's
+pub(super) fn sync_some(#[comptime] first: usize, #[comptime] units: usize) {
+    intrinsic!(|scope| {
+        // That of the whole cube has number 0.
+        let barrier = if first == 0 { 1 } else { 2 };
+        let what = format!("asm volatile(\"bar.sync {barrier}, {units};\" ::: \"memory\");");
+        ptx(scope, &what)
+    })
+}
+
 /// Two numbers in 16 bits. CubeCL writes one conversion for each, which takes eight times as long as one for both, and NVRTC
 /// makes one of two only where neither is used alone.
 #[cube]

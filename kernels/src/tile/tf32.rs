@@ -1,6 +1,6 @@
 //! [`Engine::Tf32`](super::Engine::Tf32): f32 on tensor cores, each number as a sum of two of TF32, or rounded to one.
 
-use super::engine::{Inverse, Mul, TileEngine, Zeros};
+use super::engine::{Mul, TileEngine, Zeros};
 use super::planes::{self, BlockMul, PlaneProduct};
 use super::{Acc, Grid, Pair};
 use cubecl::prelude::cmma::MmaDefinition;
@@ -53,15 +53,6 @@ impl TileEngine for Tf32 {
                 add_step::<E, NA, NB>(acc, a, a_from, b, b_from, spec);
             }
         }
-    }
-
-    fn merge<E: Float>(
-        m: &mut SharedMemory<f32>,
-        t: &mut SharedMemory<f32>,
-        #[comptime] side: usize,
-        #[comptime] inverse: Inverse,
-    ) {
-        planes::merge::<E, Self>(m, t, side, inverse);
     }
 }
 

@@ -19,7 +19,7 @@ mod registers;
 mod shared;
 
 pub(crate) use place::{RegisterState, SharedMemoryState, StatePlace};
-pub(crate) use registers::reduce_split_k;
+pub(crate) use registers::{reduce_split_k, state_products, write_block_through};
 
 use crate::chunkwise::plan::{StatePlan, UNUSED};
 use crate::tile::{Acc, Grid, Pair, Rows, set, tile, zeros};
@@ -295,6 +295,30 @@ pub(crate) fn scale_tokens<P: StateEngine>(
             #[unroll]
             for l in 0..2usize {
                 x[l] = x[l] * scales[at + P::token(f, h, l, plan)];
+            }
+            set(acc.index_mut(f), h, x);
+        }
+    }
+}
+
+/// `acc += other`, each token's row of `other` times its number of `scales`, which start at `at`.
+#[cube]
+pub(crate) fn add_scaled_tokens<P: StateEngine>(
+    acc: &mut Acc,
+    other: &Acc,
+    scales: &SharedMemory<f32>,
+    at: usize,
+    #[comptime] plan: StatePlan,
+) {
+    #[unroll]
+    for f in 0..comptime!(plan.block_fragments()) {
+        #[unroll]
+        for h in 0..2usize {
+            let mut x = acc.index(f)[h];
+            let y = other.index(f)[h];
+            #[unroll]
+            for l in 0..2usize {
+                x[l] = fma(y[l], scales[at + P::token(f, h, l, plan)], x[l]);
             }
             set(acc.index_mut(f), h, x);
         }

@@ -1,13 +1,15 @@
 //! State and blocks in registers, in 16 bits as operands, transposed: a plane owns 16 columns of values, so that
 //! S^T [16, K] and block^T [16, C] are accumulators of the tensor cores and, rounded to 16 bits, at once their left
-//! operands (or, two fragments paired, right operands). Nothing of either passes through shared memory, and planes
-//! never wait for each other within a chunk, but for the four of a warpgroup. Where keys are wide, two planes own the same 16 columns and half of the
+//! operands (or, two fragments paired, right operands). Neither passes through shared memory, but for what
+//! warpgroups write out, and planes do not wait for each other within a chunk, but for the four of a warpgroup and where consumers make
+//! scores. Where keys are wide, two planes own the same 16 columns and half of the
 //! keys each (split-K); [`reduce_split_k`] adds their partial products.
 
 use super::{Block, State, StateEngine, is_consumer};
 use crate::chunkwise::plan::StatePlan;
 use crate::tile::{
-    Acc, Pair, Rows, Source, Swizzled, execute, load_a, load_b, pair, put_four, set, warpgroup_mul,
+    Acc, Pair, Rows, Source, Swizzled, execute, load_a, load_b, pair, put_four, set,
+    store_transposed, warpgroup_mul, warpgroup_mul_both,
 };
 use cubecl::prelude::*;
 use std::marker::PhantomData;
@@ -203,7 +205,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         #[comptime] plan: StatePlan,
     ) {
         if comptime!(plan.warpgroups) {
-            let left = operands::<E>(&state.acc, comptime!(plan.state_fragments() / 2));
+            let left = operands::<E>(&state.acc, 0usize, comptime!(plan.state_fragments() / 2));
             let at = at_own_groups(at, plan);
             warpgroup_mul::<E, N>(acc, &left, x, at, comptime!(plan.swizzled(true)));
         } else {
@@ -229,7 +231,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
     ) {
         let chunk = comptime!(plan.chunk);
         if comptime!(plan.warpgroups) {
-            let left = operands::<E>(&block.acc, comptime!(chunk / 16));
+            let left = operands::<E>(&block.acc, 0usize, comptime!(chunk / 16));
             warpgroup_mul::<E, T>(acc, &left, matrix, at, comptime!(plan.swizzled(!adjoint)));
         } else {
             let stride = comptime!(plan.stride(chunk));
@@ -254,7 +256,7 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
         #[comptime] plan: StatePlan,
     ) {
         if comptime!(plan.warpgroups) {
-            let left = operands::<E>(&block.acc, comptime!(plan.chunk / 16));
+            let left = operands::<E>(&block.acc, 0usize, comptime!(plan.chunk / 16));
             let at = at_own_groups(at, plan);
             warpgroup_mul::<E, N>(&mut state.acc, &left, x, at, comptime!(plan.swizzled(false)));
         } else {
@@ -366,6 +368,66 @@ impl<F: Float, E: Float, G: Size, N: Size, M: Size, W: Size> StateEngine
             let at = start + rows.stride / 4 * comptime!(f * 8);
             put_four::<T, W>(to, at, low, high, there, 8u32);
         }
+    }
+}
+
+/// Writes a block through the plane's own columns of a tile [C, value_slice] that nobody needs any more and that begins at
+/// `at`: a token's 16 columns by four lanes.
+#[cube]
+pub(crate) fn write_block_through<P: StateEngine, T: Float>(
+    to: &mut Array<Vector<T, P::W>>,
+    acc: &Acc,
+    tile: &mut SharedMemory<Vector<P::E, P::N>>,
+    at: usize,
+    rows: &Rows,
+    first: usize,
+    #[comptime] plan: StatePlan,
+) {
+    let stride = comptime!(plan.stride(plan.value_slice));
+    let lane = UNIT_POS as usize % 32;
+    let start = at + own_columns(plan);
+    let row = start + (lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8;
+    #[unroll]
+    for m in 0..comptime!(plan.block_fragments() / 2) {
+        let four = operand::<P::E>(acc, m);
+        store_transposed::<P::E, P::N>(tile, row / 8 + comptime!(m * 16 * stride / 8), &four);
+    }
+    sync_plane();
+    let fours = tile.to_slice().into_vectorized().with_vector_size::<P::W>();
+    let (token, column) = (lane / 4, lane % 4 * 4);
+    let from = (start + token * stride + column) / 4;
+    let start = (rows.start + token * rows.stride + first + own_columns(plan) + column) / 4;
+    #[unroll]
+    for turn in 0..comptime!(plan.chunk / 8) {
+        let x = fours[from + comptime!(turn * 8 * stride / 4)];
+        if token + comptime!(turn * 8) < rows.valid {
+            to[start + rows.stride / 4 * comptime!(turn * 8)] = Vector::cast_from(x);
+        }
+    }
+    // Before the tile is written again.
+    sync_plane();
+}
+
+/// `retrieved += E S` and `out += Q S` by warpgroups. Half of the keys at a time: rounded once for both products, the state is
+/// in registers no longer than it takes.
+#[cube]
+pub(crate) fn state_products<P: StateEngine>(
+    retrieved: &mut Acc,
+    out: &mut Acc,
+    erase_rows: &SharedMemory<Vector<P::E, P::N>>,
+    query_rows: &SharedMemory<Vector<P::E, P::N>>,
+    at: usize,
+    state: &State<P>,
+    #[comptime] plan: StatePlan,
+) {
+    let layout = comptime!(plan.swizzled(true));
+    let half = comptime!(plan.state_fragments() / 4);
+    #[unroll]
+    for part in 0..2usize {
+        let first = comptime!(part * half);
+        let left = operands::<P::E>(&state.acc, first, half);
+        let at = at + comptime!(layout.at_step(first));
+        warpgroup_mul_both::<P::E, P::N>(retrieved, out, &left, erase_rows, query_rows, at, layout);
     }
 }
 
@@ -512,12 +574,16 @@ pub(crate) fn reduce_split_k(
     }
 }
 
-/// The first `16 steps` columns of a transposed accumulator as left operands.
+/// `16 steps` columns of a transposed accumulator, from step `first` on, as left operands.
 #[cube]
-fn operands<X: Float>(acc: &Acc, #[comptime] steps: usize) -> Sequence<Array<Vector<X, Const<2>>>> {
+fn operands<X: Float>(
+    acc: &Acc,
+    #[comptime] first: usize,
+    #[comptime] steps: usize,
+) -> Sequence<Array<Vector<X, Const<2>>>> {
     let mut all = Sequence::<Array<Vector<X, Const<2>>>>::new();
     #[unroll]
-    for k in 0..steps {
+    for k in first..comptime!(first + steps) {
         all.push(operand::<X>(acc, k));
     }
     all
