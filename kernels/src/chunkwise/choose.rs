@@ -228,9 +228,7 @@ impl Plan {
         let whole = self.key_slices() == 1 && self.key_width == 128;
         Self { warpgroups: whole && has_wgmma(device), ..self }
     }
-}
 
-impl Plan {
     /// A plan of the intra-chunk stage that fits: of a low rank transition with fewer values at a time where shared memory has no
     /// room for all of a tile beside M and T.
     fn roomy(self, device: &DeviceProperties) -> Option<Self> {
@@ -251,9 +249,7 @@ impl StatePlan {
         let warpgroups = staged && whole && has_wgmma(device);
         Self { common: Plan { warpgroups, ..self.common }, ..self }
     }
-}
 
-impl StatePlan {
     /// This plan with producers that do the intra-chunk stage of a delta rule, where one cube has all values: two that made the
     /// same T twice were slower than two launches, even on multiprocessors that would have had nothing to do.
     fn in_one_launch(self, device: &DeviceProperties) -> Option<Self> {

@@ -440,7 +440,7 @@ fn write_scores<P: StageTypes>(
         } else {
             let ab = scores.index(comptime!(block::AB));
             let mut tiles = begin_inverse_of(&ab.acc, scales, plan);
-            finish_inverse::<P::E>(&mut tiles.m, &mut tiles.t, comptime!(plan.inverse()));
+            finish_inverse(&mut tiles.m, &mut tiles.t, comptime!(plan.inverse()));
             write_rows_of_inverse::<P::E, P::T>(&mut out.inverse, &tiles.t, place, plan);
         }
     } else {

@@ -243,7 +243,7 @@ impl StatePlan {
     }
 
     /// Numbers from one pipeline stage's [C, C] matrices to the next one's: T of producers is in two parts.
-    pub fn squares(&self) -> usize {
+    pub fn square_stride(&self) -> usize {
         if self.inverts_ahead() { INVERSE } else { self.square_numbers() }
     }
 

@@ -17,7 +17,7 @@ use crate::tile::{
 };
 use cubecl::prelude::*;
 
-/// What producer planes leave for consumers.
+/// Tiles that producer planes leave for consumers.
 #[derive(CubeType)]
 pub(crate) struct ProducerTiles<P: StateEngine> {
     /// Scores of [`StatePlan::score_stages`] chunks, one being made while one is read; where producers invert, of one, which

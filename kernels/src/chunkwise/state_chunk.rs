@@ -6,8 +6,8 @@ use crate::chunkwise::decay::decay_factors;
 use crate::chunkwise::plan::StatePlan;
 use crate::chunkwise::producers::ProducerTiles;
 use crate::chunkwise::state::{
-    Block, State, StateEngine, add, add_scaled_tokens, reduce_split_k, scale_tokens,
-    state_products, write_block_through,
+    Block, State, StateEngine, add, reduce_split_k, scale_tokens, state_products,
+    write_block_through,
 };
 use crate::chunkwise::state_tiles::{
     PassInputs, StateTiles, load_a_ak_v, load_a_of_u, load_chunk, load_erase_rows, load_key_rows,
@@ -105,22 +105,16 @@ fn solve_forward<P: StateEngine>(
     }
     reduce_split_k(&mut retrieved, &mut pass.state.scratch, 0usize, true, plan);
     let (tiles, block) = (&mut pass.tiles, &mut pass.block);
-    if comptime!(plan.inverts_ahead()) {
+    scale::<P>(&mut retrieved, tiles, comptime!(decay_factors::ERASE), plan);
+    if comptime!(variant.low_rank()) {
+        load_a_ak_v::<P>(tiles, &pass.from, place, plan);
+        P::load_block(block, &tiles.a_ak_v, tiles.at_values, plan);
+    } else {
+        // After the product, whose operands need the registers.
         P::load_block(block, &tiles.values, tiles.at_values, plan);
         scale::<P>(&mut block.acc, tiles, comptime!(decay_factors::BETA), plan);
-        let at = tiles.at_decay_factors + comptime!(decay_factors::ERASE * plan.chunk);
-        add_scaled_tokens::<P>(&mut block.acc, &retrieved, &tiles.decay_factors, at, plan);
-    } else {
-        scale::<P>(&mut retrieved, tiles, comptime!(decay_factors::ERASE), plan);
-        if comptime!(variant.low_rank()) {
-            load_a_ak_v::<P>(tiles, &pass.from, place, plan);
-            P::load_block(block, &tiles.a_ak_v, tiles.at_values, plan);
-        } else {
-            P::load_block(block, &tiles.values, tiles.at_values, plan);
-            scale::<P>(&mut block.acc, tiles, comptime!(decay_factors::BETA), plan);
-        }
-        add(&mut block.acc, &retrieved, fragments);
     }
+    add(&mut block.acc, &retrieved, fragments);
     solve::<P>(pass, place, false, plan);
     if comptime!(plan.task.save && !plan.task.local()) {
         save_block::<P>(pass, place, plan);

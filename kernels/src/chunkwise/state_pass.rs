@@ -264,9 +264,7 @@ fn pass_apart<P: StateEngine>(
     #[comptime] plan: StatePlan,
 ) {
     if is_consumer(plan) {
-        if comptime!(plan.registers().is_some()) {
-            resize_registers(comptime!(plan.registers().unwrap_or([0; 2])[1]), true);
-        }
+        resize_registers(comptime!(plan.registers().map(|[_, consumer]| consumer)), true);
         let here = nth_chunk(range, 0usize, plan);
         copy_chunk_async::<P>(&mut pass.tiles, &pass.from, &here, 0usize, plan);
         for c in 0..range.chunks + 1 {
@@ -285,9 +283,7 @@ fn pass_apart<P: StateEngine>(
         }
         end_state::<P>(pass, carried, range, plan);
     } else {
-        if comptime!(plan.registers().is_some()) {
-            resize_registers(comptime!(plan.registers().unwrap_or([0; 2])[0]), false);
-        }
+        resize_registers(comptime!(plan.registers().map(|[producer, _]| producer)), false);
         let (out, tiles) = (&mut pass.produced, &mut pass.tiles);
         let first = nth_chunk(range, 0usize, plan);
         prepare_first::<P>(out, tiles, &pass.from, &first.scalars, plan);

@@ -393,7 +393,7 @@ pub(crate) fn select_chunk<P: StateEngine>(
     let square = c % comptime!(plan.score_stages());
     tiles.at_rows = stage * comptime!(plan.key_numbers());
     tiles.at_values = stage * comptime!(plan.value_numbers());
-    tiles.at_square = square * comptime!(plan.squares());
+    tiles.at_square = square * comptime!(plan.square_stride());
     let factors = c % comptime!(plan.decay_factor_stages());
     tiles.at_decay_factors = factors * comptime!(plan.decay_factor_rows() * plan.chunk);
     tiles.at_log_decays = stage * comptime!(plan.chunk);

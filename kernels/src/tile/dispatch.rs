@@ -77,9 +77,9 @@ pub(crate) fn mul<E: Float, NA: Size, NB: Size>(
     }
 }
 
-/// Joins neighbouring blocks of `side` rows of an inverse. E: what tensor cores multiply.
+/// Joins neighbouring blocks of `side` rows of an inverse.
 #[cube]
-pub(crate) fn merge<E: Float>(
+pub(crate) fn merge(
     m: &mut SharedMemory<f32>,
     t: &mut SharedMemory<f32>,
     #[comptime] side: usize,
@@ -87,7 +87,7 @@ pub(crate) fn merge<E: Float>(
 ) {
     match comptime!(inverse.engine) {
         Engine::Plain => plain::merge(m, t, side, inverse),
-        Engine::Tf32 => planes::merge::<E, Tf32>(m, t, side, inverse),
+        Engine::Tf32 => planes::merge(m, t, side, inverse),
         Engine::Mma => {
             comptime!(unreachable!("split_inverse.rs inverts on tensor cores of 16 bits"))
         }

@@ -84,9 +84,9 @@ fn solve_four(
     }
 }
 
-/// Merges the inverted blocks; `m` is used up. E: what tensor cores multiply. Starts and ends with a barrier.
+/// Merges the inverted blocks; `m` is used up. Starts and ends with a barrier.
 #[cube]
-pub(crate) fn finish_inverse<E: Float>(
+pub(crate) fn finish_inverse(
     m: &mut SharedMemory<f32>,
     t: &mut SharedMemory<f32>,
     #[comptime] inverse: Inverse,
@@ -94,6 +94,6 @@ pub(crate) fn finish_inverse<E: Float>(
     sync_cube();
     #[unroll]
     for level in 0..comptime!((inverse.chunk / BLOCK).ilog2()) {
-        merge::<E>(m, t, comptime!(BLOCK << level), inverse);
+        merge(m, t, comptime!(BLOCK << level), inverse);
     }
 }

@@ -1,23 +1,9 @@
 //! Parts that engines with tensor cores share: a plane of 32 has fragments of 16 rows, four lanes side by side.
 
 use super::engine::Inverse;
+use super::tf32::add_product;
 use super::{Grid, Pair};
 use cubecl::prelude::*;
-
-/// A product of one plane.
-#[cube]
-pub(super) trait PlaneProduct: Send + Sync + 'static {
-    /// `x += A B` for 16 rows of A and 8 columns of B, which start `a_at` and `b_at` numbers into their matrices, in f32
-    /// or close to it. E: what tensor cores multiply.
-    fn add_product<E: Float>(
-        x: &mut Array<Pair>,
-        a: &SharedMemory<f32>,
-        a_at: usize,
-        b: &SharedMemory<f32>,
-        b_at: usize,
-        #[comptime] spec: BlockMul,
-    );
-}
 
 /// How many numbers a plane's product sums over, and from one row of its matrices to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -70,7 +56,7 @@ fn own_plane(#[comptime] grid: Grid) -> usize {
 
 /// [`merge`](super::dispatch::merge): a plane 16 rows by 8 columns.
 #[cube]
-pub(super) fn merge<E: Float, P: PlaneProduct>(
+pub(super) fn merge(
     m: &mut SharedMemory<f32>,
     t: &mut SharedMemory<f32>,
     #[comptime] side: usize,
@@ -92,7 +78,7 @@ pub(super) fn merge<E: Float, P: PlaneProduct>(
     x[1] = Pair::new(0.0);
     if works {
         let a = i * stride + low;
-        P::add_product::<E>(&mut x, m, a, t, low * stride + j, depth);
+        add_product(&mut x, m, a, t, low * stride + j, depth);
     }
     sync_cube();
     if works {
@@ -103,7 +89,7 @@ pub(super) fn merge<E: Float, P: PlaneProduct>(
     x[1] = Pair::new(0.0);
     if works {
         let a = i * stride + low + side;
-        P::add_product::<E>(&mut x, t, a, m, (low + side) * stride + j, depth);
+        add_product(&mut x, t, a, m, (low + side) * stride + j, depth);
         put_block(t, &x, i * stride + j, stride);
     }
     sync_cube();

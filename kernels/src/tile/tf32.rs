@@ -1,7 +1,7 @@
 //! [`Engine::Tf32`](super::Engine::Tf32): f32 on tensor cores, each number as a sum of two of TF32, or rounded to one.
 
 use super::engine::{Mul, TileEngine, Zeros};
-use super::planes::{self, BlockMul, PlaneProduct};
+use super::planes::{self, BlockMul};
 use super::{Acc, Grid, Pair};
 use cubecl::prelude::cmma::MmaDefinition;
 use cubecl::prelude::*;
@@ -127,39 +127,38 @@ fn add_step<E: Float, NA: Size, NB: Size>(
     }
 }
 
+/// `x += A B` of one plane for 16 rows of A and 8 columns of B, which start `a_at` and `b_at` numbers into their matrices, close
+/// to f32. Who holds which number: PTX, `mma.m16n8k8`.
 #[cube]
-impl PlaneProduct for Tf32 {
-    /// Who holds which number: PTX, `mma.m16n8k8`.
-    fn add_product<E: Float>(
-        x: &mut Array<Pair>,
-        a: &SharedMemory<f32>,
-        a_at: usize,
-        b: &SharedMemory<f32>,
-        b_at: usize,
-        #[comptime] spec: BlockMul,
-    ) {
-        let depth = comptime!(spec.depth);
-        let stride = comptime!(spec.stride);
-        let lane = UNIT_POS as usize % 32;
-        let a_lane = a_at + lane / 4 * stride + lane % 4;
-        let b_lane = b_at + lane % 4 * stride + lane / 4;
+pub(super) fn add_product(
+    x: &mut Array<Pair>,
+    a: &SharedMemory<f32>,
+    a_at: usize,
+    b: &SharedMemory<f32>,
+    b_at: usize,
+    #[comptime] spec: BlockMul,
+) {
+    let depth = comptime!(spec.depth);
+    let stride = comptime!(spec.stride);
+    let lane = UNIT_POS as usize % 32;
+    let a_lane = a_at + lane / 4 * stride + lane % 4;
+    let b_lane = b_at + lane % 4 * stride + lane / 4;
+    #[unroll]
+    for k in 0..comptime!(depth / 8) {
+        let mut left = parts(4usize, 0usize);
         #[unroll]
-        for k in 0..comptime!(depth / 8) {
-            let mut left = parts(4usize, 0usize);
-            #[unroll]
-            for n in 0..4usize {
-                let at = comptime!(n % 2 * 8 * stride + n / 2 * 4 + k * 8);
-                put_parts(&mut left, n, a[a_lane + at], 0usize);
-            }
-            let mut right = parts(2usize, 0usize);
-            #[unroll]
-            for n in 0..2usize {
-                put_parts(&mut right, n, b[b_lane + comptime!((n * 4 + k * 8) * stride)], 0usize);
-            }
-            #[unroll]
-            for term in 0..3usize {
-                execute_tf32(&left, &right, x, term);
-            }
+        for n in 0..4usize {
+            let at = comptime!(n % 2 * 8 * stride + n / 2 * 4 + k * 8);
+            put_parts(&mut left, n, a[a_lane + at], 0usize);
+        }
+        let mut right = parts(2usize, 0usize);
+        #[unroll]
+        for n in 0..2usize {
+            put_parts(&mut right, n, b[b_lane + comptime!((n * 4 + k * 8) * stride)], 0usize);
+        }
+        #[unroll]
+        for term in 0..3usize {
+            execute_tf32(&left, &right, x, term);
         }
     }
 }

@@ -317,13 +317,15 @@ pub(crate) fn store_swizzled<X: Float, M: Size>(
 }
 
 /// Gives registers of every unit of this warpgroup back, down to so many, or takes them, up to so many, once others have
-/// given theirs. All four planes call it, once.
+/// given theirs; without a number they stay. All four planes call it, once.
 #[cube]
 #[allow(unused_variables)] // an intrinsic's
-pub(crate) fn resize_registers(#[comptime] registers: usize, #[comptime] more: bool) {
+pub(crate) fn resize_registers(#[comptime] registers: Option<usize>, #[comptime] more: bool) {
     intrinsic!(|scope| {
         let what = if more { "inc" } else { "dec" };
-        ptx(scope, &format!("asm volatile(\"setmaxnreg.{what}.sync.aligned.u32 {registers};\");"));
+        if let Some(n) = registers {
+            ptx(scope, &format!("asm volatile(\"setmaxnreg.{what}.sync.aligned.u32 {n};\");"));
+        }
     })
 }
 

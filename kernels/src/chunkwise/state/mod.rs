@@ -301,30 +301,6 @@ pub(crate) fn scale_tokens<P: StateEngine>(
     }
 }
 
-/// `acc += other`, each token's row of `other` times its number of `scales`, which start at `at`.
-#[cube]
-pub(crate) fn add_scaled_tokens<P: StateEngine>(
-    acc: &mut Acc,
-    other: &Acc,
-    scales: &SharedMemory<f32>,
-    at: usize,
-    #[comptime] plan: StatePlan,
-) {
-    #[unroll]
-    for f in 0..comptime!(plan.block_fragments()) {
-        #[unroll]
-        for h in 0..2usize {
-            let mut x = acc.index(f)[h];
-            let y = other.index(f)[h];
-            #[unroll]
-            for l in 0..2usize {
-                x[l] = fma(y[l], scales[at + P::token(f, h, l, plan)], x[l]);
-            }
-            set(acc.index_mut(f), h, x);
-        }
-    }
-}
-
 /// `acc += other`.
 #[cube]
 pub(crate) fn add(acc: &mut Acc, other: &Acc, #[comptime] fragments: usize) {
