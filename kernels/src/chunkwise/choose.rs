@@ -344,9 +344,7 @@ fn mma_cut(
     let (intra_chunk, input_gradients) = match variant.vector() {
         true => {
             let stage = in_f32(common);
-            // Values and states of 16 bits take half the room, so that twice as many fit.
-            let gradients = Plan { value_slice: value_width.min(64), ..stage };
-            (stage, GradientPlan::sliced(gradients))
+            (stage, vector_gradients(device, stage))
         }
         false => {
             // Many units, so that few registers hold each one's share.
@@ -409,6 +407,19 @@ fn in_f32(common: Plan) -> Plan {
         units: common.chunk * 4,
         ..common
     }
+}
+
+/// Input gradients around a state pass of 16 bits, where a vector decay weights rows.
+fn vector_gradients(device: &DeviceProperties, stage: Plan) -> GradientPlan {
+    // Values and states of 16 bits take half the room, so that twice as many fit.
+    let narrow = Plan { value_slice: stage.value_width.min(64), ..stage };
+    let wide = Plan { key_slice: 64, units: 2 * narrow.units, ..narrow };
+    let [narrow, wide] = [narrow, wide].map(GradientPlan::sliced);
+    let most = device.hardware.max_shared_memory_size;
+    // Where a multiprocessor has room for one cube, it has twice the planes in it, and half the barriers.
+    let alone = !fits_twice(gradients_memory(&narrow), most);
+    let fits = stage.key_width > 32 && gradients_memory(&wide) <= most;
+    if alone && fits { wide } else { narrow }
 }
 
 /// f32 on tensor cores. A plane has 16 rows and half of the columns, so that each has a part of every product.

@@ -200,3 +200,25 @@ fn input_gradients_hold_all_values_where_there_is_room() {
     after.features.tma.insert(Tma::Im2colWide);
     assert_eq!(got(&after, GATED_DELTA, [128, 128]), (true, 32, 256, false, false));
 }
+
+#[test]
+fn input_gradients_of_a_vector_decay_are_wide_where_a_multiprocessor_has_one_cube() {
+    let got = |device: &DeviceProperties, transition, widths| {
+        let variant = Variant { decay: Decay::Vector, transition, ..GATED_DELTA };
+        let plans = plans_on(device, variant, dims(8, 16, widths), BF16);
+        let plan = plans.expect("there is room for it").input_gradients;
+        (plan.engine, plan.key_slice, plan.units)
+    };
+    let hopper = |transition, widths| got(&h200(), transition, widths);
+    let delta = Transition::Delta { erase: false };
+    let tf32 = |key_slice, units| (Engine::Tf32, key_slice, units);
+    assert_eq!(hopper(Transition::Identity, [128, 128]), tf32(32, 256), "two cubes");
+    assert_eq!(hopper(delta, [128, 128]), tf32(64, 512));
+    assert_eq!(hopper(delta, [64, 64]), tf32(64, 512));
+    assert_eq!(hopper(delta, [32, 64]), tf32(32, 256), "half of a wide slice would be empty");
+    assert_eq!(hopper(Transition::LowRank, [128, 128]), tf32(64, 512));
+    // An A100 has room for the narrow one.
+    let mut smaller = h200();
+    smaller.hardware.max_shared_memory_size = 163 * 1024;
+    assert_eq!(got(&smaller, Transition::LowRank, [128, 128]), tf32(32, 256));
+}

@@ -33,11 +33,25 @@ pub(crate) struct GradientInputs<P: StageTypes> {
     pub place: Place,
 }
 
-/// Factors of a term with a state.
+/// Sliced: the tile of a factor, by its side and its place among those that are there together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct StateFactors {
-    pub values: Values,
-    pub states: States,
+pub(crate) enum Operand {
+    Left,
+    OtherLeft,
+    Right,
+    OtherRight,
+}
+
+impl Operand {
+    /// Left factor `n`.
+    pub fn left(n: usize) -> Self {
+        [Self::Left, Self::OtherLeft][n]
+    }
+
+    /// Right factor `n`.
+    pub fn right(n: usize) -> Self {
+        [Self::Right, Self::OtherRight][n]
+    }
 }
 
 /// Most partial sums of a row.
@@ -49,8 +63,13 @@ pub(crate) struct GradientTiles<P: StageTypes> {
     /// Sliced: left and right operands of products over values.
     left: SharedMemory<Vector<P::E, P::L>>,
     right: SharedMemory<Vector<P::E, P::L>>,
+    /// Sliced: operands beside these, where products are made together.
+    other_left: SharedMemory<Vector<P::E, P::L>>,
+    other_right: SharedMemory<Vector<P::E, P::L>>,
     /// Sliced: rows of keys, in the right tile if numbers and vectors are the same.
     pub keys: SharedMemory<Vector<P::X, P::N>>,
+    /// Sliced: rows of keys beside the others, where gradients are of two kinds of rows.
+    other_keys: SharedMemory<Vector<P::X, P::N>>,
     q: SharedMemory<Vector<P::X, P::N>>,
     k: SharedMemory<Vector<P::X, P::N>>,
     a: SharedMemory<Vector<P::X, P::N>>,
@@ -143,7 +162,10 @@ impl GradientPlan {
         Tiles {
             left: values,
             right: if self.whole { states } else { any },
+            other_left: (self.most_together() > 1).then_some(values),
+            other_right: (self.most_rights() > 1).then_some(values),
             keys: self.keys_apart().then_some(by_key),
+            other_keys: (self.most_others() > 1).then_some(by_key),
             end: own(!self.one_state, states),
             v: own(self.holds_v(), values),
             u_and_r: own(variant.solves(), values),
@@ -165,8 +187,9 @@ impl GradientPlan {
         let tiles = self.gradient_tile_numbers();
         let [u_and_r, q_and_k] = [tiles.u_and_r, tiles.q_and_k].map(|n| 2 * n.unwrap_or(0));
         let all = |own: &[Option<usize>]| own.iter().flatten().sum::<usize>();
-        let values = tiles.left + tiles.right + all(&[tiles.end, tiles.v]) + u_and_r;
-        let keys = all(&[tiles.keys, tiles.a, tiles.b]) + q_and_k;
+        let others = all(&[tiles.other_left, tiles.other_right]);
+        let values = tiles.left + tiles.right + others + all(&[tiles.end, tiles.v]) + u_and_r;
+        let keys = all(&[tiles.keys, tiles.other_keys, tiles.a, tiles.b]) + q_and_k;
         let scratch = tiles.scales + tiles.partial + tiles.d_decays + tiles.ends;
         values * self.unscaled().engine.bytes() + keys * self.engine.bytes() + 4 * scratch
     }
@@ -184,7 +207,10 @@ impl GradientPlan {
 struct Tiles {
     left: usize,
     right: usize,
+    other_left: Option<usize>,
+    other_right: Option<usize>,
     keys: Option<usize>,
+    other_keys: Option<usize>,
     end: Option<usize>,
     v: Option<usize>,
     /// U and R, each.
@@ -206,10 +232,16 @@ pub(crate) fn gradient_tiles<P: StageTypes>(#[comptime] plan: GradientPlan) -> G
     let left = tile_aligned::<P::E, P::L>(comptime!(plan.gradient_tile_numbers().left), aligned);
     let right = tile_aligned::<P::E, P::L>(comptime!(plan.gradient_tile_numbers().right), aligned);
     let keys = own_keys_or::<P>(right, plan);
+    let other_left = comptime!(plan.gradient_tile_numbers().other_left);
+    let other_right = comptime!(plan.gradient_tile_numbers().other_right);
+    let other_keys = comptime!(plan.gradient_tile_numbers().other_keys);
     GradientTiles::<P> {
         left,
         right,
+        other_left: own_or::<P::E, P::L>(left, other_left, aligned),
+        other_right: own_or::<P::E, P::L>(right, other_right, aligned),
         keys,
+        other_keys: own_or::<P::X, P::N>(keys, other_keys, aligned),
         end: own_or::<P::E, P::L>(right, comptime!(plan.gradient_tile_numbers().end), aligned),
         v: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().v), aligned),
         u: own_or::<P::E, P::L>(left, comptime!(plan.gradient_tile_numbers().u_and_r), aligned),
@@ -322,16 +354,22 @@ fn copy_keys<P: StageTypes>(
     load_async::<P::F, P::G, P::X, P::N>(to, 0usize, from, rows, first, window);
 }
 
-/// The tile of a value-wide matrix, as the left or right operand.
+/// The tile of a value-wide matrix, sliced that of its operand.
 #[cube]
 pub(crate) fn values_tile<P: StageTypes>(
     tiles: &GradientTiles<P>,
     #[comptime] which: Values,
-    #[comptime] right: bool,
+    #[comptime] operand: Operand,
     #[comptime] plan: GradientPlan,
 ) -> SharedMemory<Vector<P::E, P::L>> {
-    if comptime!(!plan.whole) {
-        if comptime!(right) { tiles.right } else { tiles.left }
+    if comptime!(!plan.whole && operand == Operand::Left) {
+        tiles.left
+    } else if comptime!(!plan.whole && operand == Operand::OtherLeft) {
+        tiles.other_left
+    } else if comptime!(!plan.whole && operand == Operand::Right) {
+        tiles.right
+    } else if comptime!(!plan.whole) {
+        tiles.other_right
     } else if comptime!(which == Values::V) {
         tiles.v
     } else if comptime!(which == Values::U) {
@@ -343,14 +381,17 @@ pub(crate) fn values_tile<P: StageTypes>(
     }
 }
 
-/// The tile of a key-wide matrix.
+/// The tile of a key-wide matrix, sliced that of kind `n` of rows that are there together.
 #[cube]
 pub(crate) fn keys_tile<P: StageTypes>(
     tiles: &GradientTiles<P>,
     #[comptime] which: Keys,
+    #[comptime] n: usize,
     #[comptime] plan: GradientPlan,
 ) -> SharedMemory<Vector<P::X, P::N>> {
-    if comptime!(!plan.whole) {
+    if comptime!(!plan.whole && n > 0) {
+        tiles.other_keys
+    } else if comptime!(!plan.whole) {
         tiles.keys
     } else if comptime!(which == Keys::Q) {
         tiles.q
@@ -415,35 +456,21 @@ pub(crate) fn request_values<P: StageTypes>(
     }
 }
 
+/// Sliced: puts a value-wide matrix into the tile of its operand.
 #[cube]
-fn lay_values<P: StageTypes>(
-    to: &mut SharedMemory<Vector<P::E, P::L>>,
+pub(crate) fn lay_values<P: StageTypes>(
+    tiles: &GradientTiles<P>,
     coming: &ComingValues<P>,
     #[comptime] which: Values,
+    #[comptime] operand: Operand,
     #[comptime] plan: GradientPlan,
 ) {
     let window = comptime!(plan.values_window());
+    let mut to = values_tile::<P>(tiles, which, operand, plan);
     if comptime!(which == Values::V || which == Values::DO) {
-        lay::<P::F, P::G, P::E, P::L>(to, &coming.of_tensors, window);
+        lay::<P::F, P::G, P::E, P::L>(&mut to, &coming.of_tensors, window);
     } else {
-        lay::<P::E, P::G, P::E, P::L>(to, &coming.between, window);
-    }
-}
-
-/// Sliced: puts two value-wide matrices into their tiles, between two barriers.
-#[cube]
-pub(crate) fn lay_value_operands<P: StageTypes>(
-    tiles: &mut GradientTiles<P>,
-    left: &ComingValues<P>,
-    right: &ComingValues<P>,
-    #[comptime] factors: [Values; 2],
-    #[comptime] plan: GradientPlan,
-) {
-    if comptime!(!plan.whole) {
-        sync_cube();
-        lay_values::<P>(&mut tiles.left, left, factors[0], plan);
-        lay_values::<P>(&mut tiles.right, right, factors[1], plan);
-        sync_cube();
+        lay::<P::E, P::G, P::E, P::L>(&mut to, &coming.between, window);
     }
 }
 
@@ -478,22 +505,68 @@ pub(crate) fn request_state<P: StageTypes>(
     }
 }
 
-/// Sliced: puts a value-wide matrix and a state into their tiles, between two barriers.
+/// Sliced: puts a state and the `count` value-wide matrices it is multiplied with into their tiles, between two barriers.
 #[cube]
 pub(crate) fn lay_state_operands<P: StageTypes>(
     tiles: &mut GradientTiles<P>,
-    values: &ComingValues<P>,
+    coming: &Sequence<ComingValues<P>>,
     state: &Requested<P::E, P::G>,
-    #[comptime] factors: StateFactors,
+    #[comptime] values: [Values; 2],
+    #[comptime] count: usize,
     #[comptime] plan: GradientPlan,
 ) {
     if comptime!(!plan.whole) {
         sync_cube();
-        lay_values::<P>(&mut tiles.left, values, factors.values, plan);
+        #[unroll]
+        for n in 0..count {
+            let operand = comptime!(Operand::left(n));
+            lay_values::<P>(tiles, coming.index(n), comptime!(values[n]), operand, plan);
+        }
         let window = comptime!(plan.states_window());
         lay::<P::E, P::G, P::E, P::L>(&mut tiles.right, state, window);
         sync_cube();
     }
+}
+
+/// Sliced: one slice of rows of keys, requested and not yet waited for.
+#[cube]
+pub(crate) fn request_key_rows<P: StageTypes>(
+    from: &GradientInputs<P>,
+    first: usize,
+    #[comptime] which: Keys,
+    #[comptime] plan: GradientPlan,
+) -> Requested<P::F, P::G> {
+    let read = width_of::<P::G>();
+    let window = comptime!(plan.key_window());
+    let (keys, rows) = (&from.place.keys, &from.place.rows);
+    let mut coming = room_for::<P::F, P::G>(comptime!(window.turns(read)));
+    if comptime!(which == Keys::Q) {
+        request::<P::F, P::G>(&mut coming, &from.x.q, keys, first, window);
+    } else if comptime!(which == Keys::K) {
+        request::<P::F, P::G>(&mut coming, &from.x.k, keys, first, window);
+    } else if comptime!(which == Keys::A) {
+        request::<P::F, P::G>(&mut coming, &from.x.a, rows, first, window);
+    } else {
+        request::<P::F, P::G>(&mut coming, &from.x.b, rows, first, window);
+    }
+    coming
+}
+
+/// Sliced: puts what [`request_key_rows`] asked for, `count` kinds of rows, into tiles between two barriers.
+#[cube]
+pub(crate) fn lay_key_rows<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
+    coming: &Sequence<Requested<P::F, P::G>>,
+    #[comptime] count: usize,
+    #[comptime] plan: GradientPlan,
+) {
+    let window = comptime!(plan.key_window());
+    sync_cube();
+    lay::<P::F, P::G, P::X, P::N>(&mut tiles.keys, coming.index(0usize), window);
+    if comptime!(count > 1) {
+        lay::<P::F, P::G, P::X, P::N>(&mut tiles.other_keys, coming.index(1usize), window);
+    }
+    sync_cube();
 }
 
 /// Sliced: loads one slice of rows of keys between two barriers.
@@ -537,7 +610,7 @@ pub(crate) fn load_fragments<P: StageTypes>(
 ) -> Acc {
     let mut acc = zeros(comptime!(plan.rows_grid().fragments()));
     if comptime!(plan.whole) {
-        let tile = keys_tile::<P>(tiles, which, plan);
+        let tile = keys_tile::<P>(tiles, which, 0usize, plan);
         fragments_of_tile::<P::X, P::N>(&mut acc, &tile, offset, plan);
     } else if comptime!(which == Keys::Q) {
         fragments_of_tensor::<P::F, P::T>(

@@ -27,9 +27,9 @@ use crate::chunkwise::decay_gradients::{
     write_d_values, write_scalar_d_g, write_vector_d_g,
 };
 use crate::chunkwise::gradient_tiles::{
-    GradientInputs, GradientTiles, StateFactors, coming_state, coming_values, copy_group_async,
-    gradient_tiles, keys_tile, lay_state_operands, load_fragments, load_key_rows, request_state,
-    request_values, state_tile, values_tile,
+    ComingValues, GradientInputs, GradientTiles, Operand, coming_state, coming_values,
+    copy_group_async, gradient_tiles, keys_tile, lay_key_rows, lay_state_operands, load_fragments,
+    load_key_rows, request_key_rows, request_state, request_values, state_tile, values_tile,
 };
 use crate::chunkwise::plan::{GradientPlan, row_major, transposed};
 use crate::chunkwise::roles::{CopyGroup, Keys, Scored, States, TokenOffset, Values};
@@ -38,11 +38,11 @@ use crate::chunkwise::score_gradients::{
 };
 use crate::chunkwise::state::add;
 use crate::chunkwise::varlen::own_chunk;
-use crate::chunkwise::vector_decay::{AdjointRows, Side, scores_adjoint};
+use crate::chunkwise::vector_decay::{Adjoint, AdjointRows, adjoint_by_blocks, adjoint_by_terms};
 use crate::tile::{
-    Acc, LeftFactor, Pair, Source, Swizzled, Zeros, add_warpgroup_product, column, commit_copies,
-    computed_here, load_a, mul, multiply_by_warpgroups, row_in, set, wait_for_copies,
-    wait_for_factors, write_out_by_four, zeros,
+    Acc, LeftFactor, Pair, Requested, Source, Swizzled, Zeros, add_warpgroup_product, column,
+    commit_copies, computed_here, load_a, mul, multiply_by_warpgroups, row_in, set,
+    wait_for_copies, wait_for_factors, write_out_by_four, zeros,
 };
 use cubecl::prelude::*;
 
@@ -57,6 +57,15 @@ enum RowRole {
     Key,
     /// Low rank: b.
     Write,
+}
+
+/// Rows whose gradients are made together: what they have in common is loaded, and scaled, once. Where tensor cores weight
+/// rows by a vector decay these are all that read, or all that write; elsewhere one alone, for registers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Together {
+    One(RowRole),
+    Readers,
+    Writers,
 }
 
 /// A term of a row's gradient: gradients of scores times the rows on their other side.
@@ -80,7 +89,7 @@ impl GradientPlan {
             }
             RowRole::Query => vec![term(Scored::Qk, Keys::K)],
             RowRole::Erase if low_rank => {
-                vec![term(Scored::Ab, Keys::B), term(Scored::Ak, Keys::K)]
+                vec![term(Scored::Ak, Keys::K), term(Scored::Ab, Keys::B)]
             }
             RowRole::Erase => vec![term(Scored::Ab, self.write_key())],
             RowRole::Key if low_rank => vec![term(Scored::Qk, Keys::Q), term(Scored::Ak, Keys::A)],
@@ -90,6 +99,46 @@ impl GradientPlan {
             RowRole::Key => vec![term(Scored::Qk, Keys::Q)],
             RowRole::Write => vec![term(Scored::Qb, Keys::Q), term(Scored::Ab, Keys::A)],
         }
+    }
+
+    /// The rows of `together`. Their terms have the same rows on the other side, in the same order.
+    fn roles(&self, together: Together) -> Vec<RowRole> {
+        match together {
+            Together::One(role) => vec![role],
+            Together::Readers if self.variant.solves() => vec![RowRole::Query, RowRole::Erase],
+            Together::Readers => vec![RowRole::Query],
+            Together::Writers if self.variant.low_rank() => vec![RowRole::Key, RowRole::Write],
+            Together::Writers => vec![RowRole::Key],
+        }
+    }
+
+    /// Most rows whose gradients are made together.
+    pub fn most_together(&self) -> usize {
+        if self.by_blocks() { self.roles(Together::Readers).len() } else { 1 }
+    }
+
+    /// Most kinds of rows that gradients are made of at once.
+    pub fn most_others(&self) -> usize {
+        if self.by_blocks() { self.terms(RowRole::Key).len() } else { 1 }
+    }
+
+    /// Left factors of the terms with a state, of two rows or of one twice.
+    fn state_factors(&self, together: Together) -> [Values; 2] {
+        let roles = self.roles(together);
+        [0, roles.len() - 1].map(|n| self.state_factor(roles[n]))
+    }
+
+    /// The adjoint of scores under a vector decay of which the gradients of `together` are made.
+    fn adjoint(&self, together: Together) -> Adjoint {
+        let roles = self.roles(together);
+        let terms = self.terms(roles[0]);
+        let of_y = roles[0].writes();
+        let last = match of_y {
+            true => terms[terms.len() - 1],
+            false => self.terms(roles[roles.len() - 1])[0],
+        };
+        let before = [terms[0], last].map(|term| self.before(term.scored));
+        Adjoint { of_y, kinds: roles.len(), others: terms.len(), before }
     }
 
     /// The row itself.
@@ -359,82 +408,117 @@ fn write_d_g_and_d_values<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan:
     }
 }
 
-/// `X S^T` over slices of values for one slice of keys: [C, key_slice], where S^T is stored [V, K].
+/// `X S^T` over slices of values for one slice of keys, [C, key_slice] each, where S^T is stored [V, K].
 #[cube]
-fn state_term<P: StageTypes>(
+fn state_terms<P: StageTypes>(
     chunk: &mut Chunk<P>,
     key: usize,
-    #[comptime] factors: StateFactors,
+    #[comptime] together: Together,
     #[comptime] plan: GradientPlan,
-) -> Acc {
+) -> Sequence<Acc> {
     let columns = comptime!(plan.value_slice);
     let grid = comptime!(plan.unscaled().grid(plan.chunk, plan.key_slice));
-    let values = comptime!(factors.values);
-    let states = comptime!(factors.states);
-    let mut acc = zeros(comptime!(grid.fragments()));
-    let mut on_the_left = coming_values::<P>(plan);
+    let count = comptime!(plan.roles(together).len());
+    let values = comptime!(plan.state_factors(together));
+    let states = comptime!(plan.roles(together)[0].states());
+    let mut accs = Sequence::<Acc>::new();
+    let mut on_the_left = Sequence::<ComingValues<P>>::new();
+    #[unroll]
+    for _ in 0..count {
+        accs.push(zeros(comptime!(grid.fragments())));
+        on_the_left.push(coming_values::<P>(plan));
+    }
     let mut on_the_right = coming_state::<P>(plan);
     if comptime!(plan.requests_ahead()) {
-        request_values::<P>(&mut on_the_left, &chunk.from, 0usize, values, plan);
+        request_factors::<P>(&mut on_the_left, &chunk.from, 0usize, values, count, plan);
         request_state::<P>(&mut on_the_right, &chunk.from, 0usize, key, states, plan);
     }
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
         if comptime!(!plan.requests_ahead()) {
-            request_values::<P>(&mut on_the_left, &chunk.from, first, values, plan);
+            request_factors::<P>(&mut on_the_left, &chunk.from, first, values, count, plan);
             request_state::<P>(&mut on_the_right, &chunk.from, first, key, states, plan);
         }
-        lay_state_operands::<P>(&mut chunk.tiles, &on_the_left, &on_the_right, factors, plan);
+        let tiles = &mut chunk.tiles;
+        lay_state_operands::<P>(tiles, &on_the_left, &on_the_right, values, count, plan);
         if comptime!(plan.requests_ahead()) {
             let next = first + columns;
-            request_values::<P>(&mut on_the_left, &chunk.from, next, values, plan);
+            request_factors::<P>(&mut on_the_left, &chunk.from, next, values, count, plan);
             request_state::<P>(&mut on_the_right, &chunk.from, next, key, states, plan);
         }
-        let left = values_tile::<P>(&chunk.tiles, comptime!(factors.values), false, plan);
-        let right = state_tile::<P>(&chunk.tiles, comptime!(factors.states));
-        let [rows, state] = comptime!([row_major(columns), row_major(plan.key_slice)]);
-        if comptime!(plan.warpgroups) {
-            let layout = comptime!(Swizzled { rows: columns, transposed: false });
-            let steps = comptime!(columns / 16);
-            multiply_by_warpgroups::<P::E, P::L>(
-                &mut acc, &left, &right, 0usize, steps, layout, grid,
-            );
-        } else {
-            let spec = comptime!(plan.unscaled().mul(grid, columns, rows, state));
-            mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
+        let right = state_tile::<P>(&chunk.tiles, states);
+        #[unroll]
+        for n in 0..count {
+            let operand = comptime!(Operand::left(n));
+            let left = values_tile::<P>(&chunk.tiles, comptime!(values[n]), operand, plan);
+            add_state_product::<P>(accs.index_mut(n), &left, &right, plan);
         }
     }
-    acc
+    accs
 }
 
-/// `acc += d_scores rows`, or `d_scores^T rows` for gradients of the rows on the right (`side.of_y`).
+/// Requests columns `first..` of `count` left factors.
 #[cube]
-fn adjoint<X: Float, N: Size, M: Size>(
-    acc: &mut Acc,
-    from: &AdjointRows<X, N, M>,
-    sums: &Sums,
-    tokens: usize,
-    #[comptime] side: Side,
+fn request_factors<P: StageTypes>(
+    coming: &mut Sequence<ComingValues<P>>,
+    from: &GradientInputs<P>,
+    first: usize,
+    #[comptime] values: [Values; 2],
+    #[comptime] count: usize,
     #[comptime] plan: GradientPlan,
 ) {
-    if comptime!(plan.variant.vector()) {
-        scores_adjoint::<X, N, M>(acc, from, sums, tokens, side, comptime!(*plan));
-    } else {
-        let chunk = comptime!(plan.chunk);
-        let slice = comptime!(plan.key_slice);
-        let how = comptime!(if side.of_y { transposed(chunk) } else { row_major(chunk) });
-        let zeros = comptime!(if side.of_y { Zeros::Below } else { Zeros::Above });
-        let spec = comptime!(plan.mul(plan.rows_grid(), chunk, how, row_major(slice)));
-        let spec = comptime!(spec.with_zeros(zeros));
-        mul::<X, M, N>(acc, &from.weights, 0usize, &from.rows, 0usize, spec);
+    #[unroll]
+    for n in 0..count {
+        let which = comptime!(values[n]);
+        request_values::<P>(coming.index_mut(n), from, first, which, plan);
     }
 }
 
-/// [`adjoint`] of a decay that is not a vector, by warpgroups; `d_scores` times `scales` where these are `scaled`.
+/// `acc += X S^T` for the values that the tiles hold.
+#[cube]
+fn add_state_product<P: StageTypes>(
+    acc: &mut Acc,
+    left: &SharedMemory<Vector<P::E, P::L>>,
+    right: &SharedMemory<Vector<P::E, P::L>>,
+    #[comptime] plan: GradientPlan,
+) {
+    let columns = comptime!(plan.value_slice);
+    let grid = comptime!(plan.unscaled().grid(plan.chunk, plan.key_slice));
+    let [rows, state] = comptime!([row_major(columns), row_major(plan.key_slice)]);
+    if comptime!(plan.warpgroups) {
+        let layout = comptime!(Swizzled { rows: columns, transposed: false });
+        let steps = comptime!(columns / 16);
+        multiply_by_warpgroups::<P::E, P::L>(acc, left, right, 0usize, steps, layout, grid);
+    } else {
+        let spec = comptime!(plan.unscaled().mul(grid, columns, rows, state));
+        mul::<P::E, P::L, P::L>(acc, left, 0usize, right, 0usize, spec);
+    }
+}
+
+/// `acc += d_scores rows`, or (`transposed`) `d_scores^T rows`, under a decay that is not a vector.
+#[cube]
+fn add_product<P: StageTypes>(
+    acc: &mut Acc,
+    weights: &SharedMemory<Vector<P::X, P::M>>,
+    rows: &SharedMemory<Vector<P::X, P::N>>,
+    #[comptime] of_y: bool,
+    #[comptime] plan: GradientPlan,
+) {
+    let chunk = comptime!(plan.chunk);
+    let slice = comptime!(plan.key_slice);
+    let how = comptime!(if of_y { transposed(chunk) } else { row_major(chunk) });
+    let zeros = comptime!(if of_y { Zeros::Below } else { Zeros::Above });
+    let spec = comptime!(plan.mul(plan.rows_grid(), chunk, how, row_major(slice)));
+    let spec = comptime!(spec.with_zeros(zeros));
+    mul::<P::X, P::M, P::N>(acc, weights, 0usize, rows, 0usize, spec);
+}
+
+/// [`add_product`] by warpgroups; `d_scores` times `scales` where these are `scaled`.
 #[cube]
 fn add_by_warpgroups<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
-    from: &AdjointRows<X, N, M>,
+    weights: &SharedMemory<Vector<X, M>>,
+    rows: &SharedMemory<Vector<X, N>>,
     scales: &SharedMemory<f32>,
     #[comptime] transposed: bool,
     #[comptime] scaled: bool,
@@ -448,7 +532,7 @@ fn add_by_warpgroups<X: Float, N: Size, M: Size>(
     #[unroll]
     for k in 0..comptime!(chunk / 16) {
         let source = comptime!(Source { down: 0, right: k * 16, stride, transposed });
-        let factor = load_a::<X, M>(&from.weights, 0usize, row, source);
+        let factor = load_a::<X, M>(weights, 0usize, row, source);
         if comptime!(scaled) {
             left.push(scale_columns::<X>(&factor, scales, k));
         } else {
@@ -457,7 +541,7 @@ fn add_by_warpgroups<X: Float, N: Size, M: Size>(
     }
     let layout = comptime!(Swizzled { rows: chunk, transposed: false });
     let grid = comptime!(plan.rows_grid());
-    add_warpgroup_product::<X, N>(acc, &left, &from.rows, 0usize, 0usize, layout, grid);
+    add_warpgroup_product::<X, N>(acc, &left, rows, 0usize, 0usize, layout, grid);
 }
 
 /// Step `k` of a left factor, its columns times their scales.
@@ -519,44 +603,111 @@ fn scale_by_decay(
     }
 }
 
-/// The gradient of one slice of a row, as far as `role` goes; e and a of a delta rule before -beta.
+/// Gradients of one slice of the rows of `together`; those of e and of a delta rule's a before -beta.
 #[cube]
-fn gradient<P: StageTypes>(
+fn gradients<P: StageTypes>(
     chunk: &mut Chunk<P>,
+    first: usize,
+    #[comptime] together: Together,
+    #[comptime] plan: GradientPlan,
+) -> Sequence<Acc> {
+    let count = comptime!(plan.roles(together).len());
+    // Where they are requested ahead: under way while the state is multiplied.
+    let mut held = Sequence::<TokenRows>::new();
+    #[unroll]
+    for n in 0..count {
+        let role = comptime!(plan.roles(together)[n]);
+        held.push(held_rows::<P>(chunk, first, comptime!(plan.requests_ahead()), role, plan));
+    }
+    let coming = request_others::<P>(chunk, first, together, plan);
+    let mut accs = state_terms::<P>(chunk, first, together, plan);
+    #[unroll]
+    for n in 0..count {
+        let role = comptime!(plan.roles(together)[n]);
+        let (acc, held) = (accs.index_mut(n), held.index(n));
+        scale_state_term::<P>(acc, chunk, held, first, role, plan);
+    }
+    if comptime!(plan.by_blocks()) {
+        let others = comptime!(plan.terms(plan.roles(together)[0]).len());
+        lay_key_rows::<P>(&mut chunk.tiles, &coming, others, plan);
+        add_terms_of_blocks::<P>(&mut accs, chunk, together, plan);
+    } else {
+        let role = comptime!(plan.roles(together)[0]);
+        add_terms::<P>(accs.index_mut(0usize), chunk, first, role, plan);
+    }
+    #[unroll]
+    for n in 0..count {
+        let role = comptime!(plan.roles(together)[n]);
+        let (acc, held) = (accs.index_mut(n), held.index(n));
+        finish_gradient::<P>(acc, chunk, held, first, role, plan);
+    }
+    accs
+}
+
+/// Rows on the other side of `together`, requested; nothing where they are loaded when they are used.
+#[cube]
+fn request_others<P: StageTypes>(
+    chunk: &Chunk<P>,
+    first: usize,
+    #[comptime] together: Together,
+    #[comptime] plan: GradientPlan,
+) -> Sequence<Requested<P::F, P::G>> {
+    let mut coming = Sequence::<Requested<P::F, P::G>>::new();
+    if comptime!(plan.by_blocks()) {
+        #[unroll]
+        for n in 0..comptime!(plan.terms(plan.roles(together)[0]).len()) {
+            let rows = comptime!(plan.terms(plan.roles(together)[0])[n].rows);
+            coming.push(request_key_rows::<P>(&chunk.from, first, rows, plan));
+        }
+    }
+    coming
+}
+
+/// A term with a state, times the decay between it and the row.
+#[cube]
+fn scale_state_term<P: StageTypes>(
+    acc: &mut Acc,
+    chunk: &mut Chunk<P>,
+    held: &TokenRows,
     first: usize,
     #[comptime] role: RowRole,
     #[comptime] plan: GradientPlan,
-) -> Acc {
+) {
     let writes = comptime!(role.writes());
-    let factors =
-        comptime!(StateFactors { values: plan.state_factor(role), states: role.states() });
-    // Where they are requested ahead: under way while the state is multiplied.
-    let held = held_rows::<P>(chunk, first, comptime!(plan.requests_ahead()), role, plan);
-    let mut acc = state_term::<P>(chunk, first, factors, plan);
     let before = comptime!(
         role == RowRole::Query && plan.variant.reads_before()
             || role == RowRole::Erase && plan.variant.erases_before()
     );
-    scale_by_decay(&mut acc, &chunk.sums, writes, before, plan);
+    scale_by_decay(acc, &chunk.sums, writes, before, plan);
     if comptime!(plan.has_decay() && writes) {
         let term = comptime!(DecayTerm::ChunkEnd);
-        add_decay_products::<P>(chunk, &acc, &held, first, role, term, plan);
+        add_decay_products::<P>(chunk, acc, held, first, role, term, plan);
     }
-    add_terms::<P>(&mut acc, chunk, first, role, plan);
+}
+
+/// What is left of a gradient when its terms are summed: products for dG and dbeta, and the terms that dG must not see.
+#[cube]
+fn finish_gradient<P: StageTypes>(
+    acc: &mut Acc,
+    chunk: &mut Chunk<P>,
+    held: &TokenRows,
+    first: usize,
+    #[comptime] role: RowRole,
+    #[comptime] plan: GradientPlan,
+) {
     if comptime!(plan.has_decay()) {
         let term = comptime!(plan.decay_term(role));
-        add_decay_products::<P>(chunk, &acc, &held, first, role, term, plan);
+        add_decay_products::<P>(chunk, acc, held, first, role, term, plan);
     }
-    add_zero_exponent_terms::<P>(&mut acc, chunk, first, role, plan);
+    add_zero_exponent_terms::<P>(acc, chunk, first, role, plan);
     if comptime!(role == RowRole::Erase && plan.variant.delta()) {
         if comptime!(plan.requests_ahead()) {
-            beta_products(&mut chunk.sums_of_unit, &acc, &held.rows, plan);
+            beta_products(&mut chunk.sums_of_unit, acc, &held.rows, plan);
         } else {
             let own = held_rows::<P>(chunk, first, true, role, plan);
-            beta_products(&mut chunk.sums_of_unit, &acc, &own.rows, plan);
+            beta_products(&mut chunk.sums_of_unit, acc, &own.rows, plan);
         }
     }
-    acc
 }
 
 /// Rows of `role` where their gradients lie; none where they are not `wanted`.
@@ -601,7 +752,7 @@ fn add_decay_products<P: StageTypes>(
     }
 }
 
-/// Adds the terms of a role's gradient within the chunk.
+/// Adds the terms of a role's gradient within the chunk, one after another.
 #[cube]
 fn add_terms<P: StageTypes>(
     acc: &mut Acc,
@@ -615,19 +766,60 @@ fn add_terms<P: StageTypes>(
         let term = comptime!(plan.terms(role)[n]);
         let of = comptime!(term.rows);
         load_key_rows::<P>(&mut chunk.tiles, &chunk.from, first, of, plan);
-        let rows = keys_tile::<P>(&chunk.tiles, of, plan);
+        let rows = keys_tile::<P>(&chunk.tiles, of, 0usize, plan);
         let weights = scored_tile::<P::X, P::M>(&chunk.d_scores, comptime!(term.scored), plan);
-        let from = AdjointRows::<P::X, P::N, P::M> { weights, rows };
-        let side = comptime!(Side { of_y: role.writes(), before: plan.before(term.scored) });
-        let tokens = chunk.from.place.valid;
+        let of_y = comptime!(role.writes());
         if comptime!(plan.warpgroups) {
             let scaled = comptime!(term.scored == Scored::Scaled);
             let scales = &chunk.tiles.scales;
-            add_by_warpgroups::<P::X, P::N, P::M>(acc, &from, scales, side.of_y, scaled, plan);
+            add_by_warpgroups::<P::X, P::N, P::M>(acc, &weights, &rows, scales, of_y, scaled, plan);
+        } else if comptime!(plan.variant.vector()) {
+            let before = comptime!(plan.before(term.scored));
+            let common = comptime!(*plan);
+            adjoint_by_terms::<P::X, P::N, P::M>(
+                acc,
+                &weights,
+                &rows,
+                &chunk.sums,
+                of_y,
+                before,
+                common,
+            );
         } else {
-            adjoint::<P::X, P::N, P::M>(acc, &from, &chunk.sums, tokens, side, plan);
+            add_product::<P>(acc, &weights, &rows, of_y, plan);
         }
     }
+}
+
+/// Adds all terms within the chunk of the gradients of `together`, whose rows on the other side are in tiles.
+#[cube]
+fn add_terms_of_blocks<P: StageTypes>(
+    accs: &mut Sequence<Acc>,
+    chunk: &Chunk<P>,
+    #[comptime] together: Together,
+    #[comptime] plan: GradientPlan,
+) {
+    let roles = comptime!(plan.roles(together));
+    let others = comptime!(plan.terms(roles[0]).len());
+    let mut from =
+        AdjointRows::<P::X, P::N, P::M> { weights: Sequence::new(), rows: Sequence::new() };
+    #[unroll]
+    for n in 0..others {
+        let which = comptime!(plan.terms(roles[0])[n].rows);
+        from.rows.push(keys_tile::<P>(&chunk.tiles, which, n, plan));
+    }
+    #[unroll]
+    for kind in 0..comptime!(roles.len()) {
+        #[unroll]
+        for n in 0..others {
+            let scored = comptime!(plan.terms(roles[kind])[n].scored);
+            from.weights.push(scored_tile::<P::X, P::M>(&chunk.d_scores, scored, plan));
+        }
+    }
+    let adjoint = comptime!(plan.adjoint(together));
+    let tokens = chunk.from.place.valid;
+    let common = comptime!(*plan);
+    adjoint_by_blocks::<P::X, P::N, P::M>(accs, &from, &chunk.sums, tokens, adjoint, common);
 }
 
 /// Adds the zero-exponent terms that dG must not see.
@@ -656,53 +848,97 @@ fn add_zero_exponent_terms<P: StageTypes>(
     }
 }
 
-/// Gradients of the rows that read the chunk's first state: dq and da. If the erase key is k, de is returned,
-/// to be added to dk.
+/// Writes a row's gradient; that of an erase key of a delta rule times -beta, which stays in `acc`.
+#[cube]
+fn write_gradient<P: StageTypes>(
+    acc: &mut Acc,
+    chunk: &mut Chunk<P>,
+    first: usize,
+    #[comptime] role: RowRole,
+    #[comptime] plan: GradientPlan,
+) {
+    let grid = comptime!(plan.rows_grid());
+    let width = comptime!(plan.key_width);
+    let rows = chunk.from.place.rows;
+    if comptime!(role == RowRole::Query) {
+        write_out_by_four::<P::F, P::W>(&mut chunk.to.q, acc, &rows, first, width, grid);
+    } else if comptime!(role == RowRole::Key) {
+        write_out_by_four::<P::F, P::W>(&mut chunk.to.k, acc, &rows, first, width, grid);
+    } else if comptime!(role == RowRole::Write) {
+        write_out_by_four::<P::F, P::W>(&mut chunk.to.b, acc, &rows, first, width, grid);
+    } else {
+        if comptime!(plan.variant.delta()) {
+            scale_erase_rows(acc, &chunk.tiles.scales, grid);
+        }
+        if comptime!(plan.variant.own_a()) {
+            write_out_by_four::<P::F, P::W>(&mut chunk.to.a, acc, &rows, first, width, grid);
+        }
+    }
+}
+
+/// Gradients of the rows that read the chunk's first state: dq and da. The last one of what is returned is de where the
+/// erase key is k, to be added to dk.
 #[cube]
 fn query_and_erase_gradients<P: StageTypes>(
     chunk: &mut Chunk<P>,
     first: usize,
     #[comptime] plan: GradientPlan,
-) -> Acc {
-    let variant = comptime!(plan.variant);
-    let grid = comptime!(plan.rows_grid());
-    let width = comptime!(plan.key_width);
-    let d_query = gradient::<P>(chunk, first, comptime!(RowRole::Query), plan);
-    let rows = chunk.from.place.rows;
-    write_out_by_four::<P::F, P::W>(&mut chunk.to.q, &d_query, &rows, first, width, grid);
-    if comptime!(variant.solves()) {
-        let mut d_erase = gradient::<P>(chunk, first, comptime!(RowRole::Erase), plan);
-        if comptime!(variant.delta()) {
-            scale_erase_rows(&mut d_erase, &chunk.tiles.scales, grid);
-        }
-        if comptime!(variant.own_a()) {
-            write_out_by_four::<P::F, P::W>(&mut chunk.to.a, &d_erase, &rows, first, width, grid);
-        }
-        d_erase
+) -> Sequence<Acc> {
+    let solves = comptime!(plan.variant.solves());
+    if comptime!(plan.by_blocks()) {
+        written_gradients::<P>(chunk, first, comptime!(Together::Readers), plan)
     } else {
-        zeros(0usize)
+        let query = comptime!(Together::One(RowRole::Query));
+        let d_query = written_gradients::<P>(chunk, first, query, plan);
+        if solves {
+            let erase = comptime!(Together::One(RowRole::Erase));
+            written_gradients::<P>(chunk, first, erase, plan)
+        } else {
+            d_query
+        }
     }
 }
 
-/// Gradients of the rows that write: dk, to which `d_erase` is added if the erase key is k, and db.
+/// [`gradients`], which are written.
+#[cube]
+fn written_gradients<P: StageTypes>(
+    chunk: &mut Chunk<P>,
+    first: usize,
+    #[comptime] together: Together,
+    #[comptime] plan: GradientPlan,
+) -> Sequence<Acc> {
+    let mut accs = gradients::<P>(chunk, first, together, plan);
+    #[unroll]
+    for n in 0..comptime!(plan.roles(together).len()) {
+        let role = comptime!(plan.roles(together)[n]);
+        write_gradient::<P>(accs.index_mut(n), chunk, first, role, plan);
+    }
+    accs
+}
+
+/// Gradients of the rows that write: dk, to which the last of `of_readers` is added if the erase key is k, and db.
 #[cube]
 fn key_and_write_gradients<P: StageTypes>(
-    d_erase: &Acc,
+    of_readers: &Sequence<Acc>,
     chunk: &mut Chunk<P>,
     first: usize,
     #[comptime] plan: GradientPlan,
 ) {
-    let variant = comptime!(plan.variant);
-    let grid = comptime!(plan.rows_grid());
-    let width = comptime!(plan.key_width);
-    let rows = chunk.from.place.rows;
-    let mut d_key = gradient::<P>(chunk, first, comptime!(RowRole::Key), plan);
-    if comptime!(variant.delta() && !variant.own_a()) {
-        add(&mut d_key, d_erase, comptime!(grid.fragments()));
+    let by_blocks = comptime!(plan.by_blocks());
+    let together =
+        comptime!(if by_blocks { Together::Writers } else { Together::One(RowRole::Key) });
+    let mut accs = gradients::<P>(chunk, first, together, plan);
+    if comptime!(plan.variant.delta() && !plan.variant.own_a()) {
+        let d_erase = of_readers.index(comptime!(plan.most_together() - 1));
+        add(accs.index_mut(0usize), d_erase, comptime!(plan.rows_grid().fragments()));
     }
-    write_out_by_four::<P::F, P::W>(&mut chunk.to.k, &d_key, &rows, first, width, grid);
-    if comptime!(variant.low_rank()) {
-        let d_write = gradient::<P>(chunk, first, comptime!(RowRole::Write), plan);
-        write_out_by_four::<P::F, P::W>(&mut chunk.to.b, &d_write, &rows, first, width, grid);
+    #[unroll]
+    for n in 0..comptime!(plan.roles(together).len()) {
+        let role = comptime!(plan.roles(together)[n]);
+        write_gradient::<P>(accs.index_mut(n), chunk, first, role, plan);
+    }
+    if comptime!(plan.variant.low_rank() && !by_blocks) {
+        let write = comptime!(Together::One(RowRole::Write));
+        let _d_write = written_gradients::<P>(chunk, first, write, plan);
     }
 }

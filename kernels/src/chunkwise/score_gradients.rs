@@ -4,7 +4,8 @@ use crate::chunkwise::arguments::StageTypes;
 use crate::chunkwise::chunk::{Sums, sum_scalars};
 use crate::chunkwise::decay::{decay_mask, erase_scale, intersects_lower_triangle};
 use crate::chunkwise::gradient_tiles::{
-    GradientInputs, GradientTiles, coming_values, lay_value_operands, request_values, values_tile,
+    ComingValues, GradientInputs, GradientTiles, Operand, coming_values, lay_values,
+    request_values, values_tile,
 };
 use crate::chunkwise::plan::{GradientPlan, UNUSED, row_major, transposed};
 use crate::chunkwise::roles::{Scored, Values};
@@ -50,6 +51,59 @@ impl GradientPlan {
             Scored::Ak => [Values::R, Values::V],
         }
     }
+
+    /// Products over values, in the order in which they are made.
+    fn products(&self) -> Vec<Products> {
+        match self.by_blocks() {
+            true => vec![Products::All],
+            false => self.scored(Products::All).into_iter().map(Products::One).collect(),
+        }
+    }
+
+    fn scored(&self, products: Products) -> Vec<Scored> {
+        match products {
+            Products::One(scored) => vec![scored],
+            Products::All if self.variant.low_rank() => {
+                vec![Scored::Qk, Scored::Qb, Scored::Ak, Scored::Ab]
+            }
+            Products::All if self.variant.solves() => vec![Scored::Qk, Scored::Ab],
+            Products::All => vec![Scored::Qk],
+        }
+    }
+
+    /// Left (`side` 0) or right (1) factors of products, each once.
+    fn value_factors(&self, products: Products, side: usize) -> Vec<Values> {
+        let mut each = Vec::new();
+        for scored in self.scored(products) {
+            let factor = self.factors(scored)[side];
+            if !each.contains(&factor) {
+                each.push(factor);
+            }
+        }
+        each
+    }
+
+    /// The place of a scored block's factor among those of [`Self::value_factors`].
+    fn place_of_factor(&self, products: Products, side: usize, scored: Scored) -> usize {
+        let factor = self.factors(scored)[side];
+        let all = self.value_factors(products, side);
+        all.iter().position(|values| *values == factor).unwrap_or(0)
+    }
+
+    /// Most right factors of products that are made together.
+    pub fn most_rights(&self) -> usize {
+        let most =
+            self.products().into_iter().map(|products| self.value_factors(products, 1).len());
+        most.max().unwrap_or(1)
+    }
+}
+
+/// Products over values that are made together, from factors that are loaded once: all where gradients of rows are made
+/// together, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Products {
+    One(Scored),
+    All,
 }
 
 impl GradientPlan {
@@ -124,31 +178,45 @@ pub(crate) fn fill_weights<P: StageTypes>(
     sums: &Sums,
     #[comptime] plan: GradientPlan,
 ) {
-    let variant = comptime!(plan.variant);
-    let grid = comptime!(plan.pairs());
-    let stride = comptime!(plan.stride(plan.chunk));
-    let zero_exponent = &mut d_scores.zero_exponent;
-    let scored = comptime!(Scored::Qk);
-    let acc = masked_score_gradient::<P>(zero_exponent, tiles, from, sums, scored, plan);
-    store::<P::X, P::M>(&mut d_scores.qk, &acc, stride, grid);
-    if comptime!(variant.low_rank()) {
-        let scored = comptime!(Scored::Qb);
-        let acc = masked_score_gradient::<P>(zero_exponent, tiles, from, sums, scored, plan);
-        store::<P::X, P::M>(&mut d_scores.qb, &acc, stride, grid);
-        let scored = comptime!(Scored::Ak);
-        let acc = masked_score_gradient::<P>(zero_exponent, tiles, from, sums, scored, plan);
-        store::<P::X, P::M>(&mut d_scores.ak, &acc, stride, grid);
-    }
-    if comptime!(variant.solves()) {
-        let scored = comptime!(Scored::Ab);
-        let mut acc = masked_score_gradient::<P>(zero_exponent, tiles, from, sums, scored, plan);
-        store::<P::X, P::M>(&mut d_scores.ab, &acc, stride, grid);
-        if comptime!(variant.delta() && !plan.warpgroups) {
-            scale_erase_rows(&mut acc, &tiles.scales, grid);
-            store::<P::X, P::M>(&mut d_scores.scaled, &acc, stride, grid);
+    #[unroll]
+    for turn in 0..comptime!(plan.products().len()) {
+        let products = comptime!(plan.products()[turn]);
+        let mut accs = value_products::<P>(tiles, from, products, plan);
+        #[unroll]
+        for n in 0..comptime!(plan.scored(products).len()) {
+            let scored = comptime!(plan.scored(products)[n]);
+            let acc = accs.index_mut(n);
+            mask(acc, &mut d_scores.zero_exponent, sums, scored, plan);
+            store_score_gradient::<P>(acc, d_scores, tiles, scored, plan);
         }
     }
     sync_cube();
+}
+
+/// Puts the gradient of a score block into its tile, and that of a delta rule's erase keys times -beta into another.
+#[cube]
+fn store_score_gradient<P: StageTypes>(
+    acc: &mut Acc,
+    d_scores: &mut ScoreGradients<P::X, P::M>,
+    tiles: &GradientTiles<P>,
+    #[comptime] scored: Scored,
+    #[comptime] plan: GradientPlan,
+) {
+    let grid = comptime!(plan.pairs());
+    let stride = comptime!(plan.stride(plan.chunk));
+    if comptime!(scored == Scored::Qk) {
+        store::<P::X, P::M>(&mut d_scores.qk, acc, stride, grid);
+    } else if comptime!(scored == Scored::Qb) {
+        store::<P::X, P::M>(&mut d_scores.qb, acc, stride, grid);
+    } else if comptime!(scored == Scored::Ak) {
+        store::<P::X, P::M>(&mut d_scores.ak, acc, stride, grid);
+    } else {
+        store::<P::X, P::M>(&mut d_scores.ab, acc, stride, grid);
+        if comptime!(plan.variant.delta() && !plan.warpgroups) {
+            scale_erase_rows(acc, &tiles.scales, grid);
+            store::<P::X, P::M>(&mut d_scores.scaled, acc, stride, grid);
+        }
+    }
 }
 
 /// Multiplies rows by -beta.
@@ -165,69 +233,148 @@ pub(crate) fn scale_erase_rows(acc: &mut Acc, scales: &SharedMemory<f32>, #[comp
     }
 }
 
-/// `X Y^T` over slices of values, [C, C].
+/// `X Y^T` over slices of values, [C, C] each.
 #[cube]
-fn value_product<P: StageTypes>(
+fn value_products<P: StageTypes>(
     tiles: &mut GradientTiles<P>,
     from: &GradientInputs<P>,
-    #[comptime] factors: [Values; 2],
+    #[comptime] products: Products,
     #[comptime] plan: GradientPlan,
-) -> Acc {
+) -> Sequence<Acc> {
     let columns = comptime!(plan.value_slice);
     let grid = comptime!(plan.unscaled().pairs());
-    let mut acc = zeros(comptime!(grid.fragments()));
-    let mut on_the_left = coming_values::<P>(plan);
-    let mut on_the_right = coming_values::<P>(plan);
+    let mut accs = Sequence::<Acc>::new();
+    #[unroll]
+    for _ in 0..comptime!(plan.scored(products).len()) {
+        accs.push(zeros(comptime!(grid.fragments())));
+    }
+    let mut on_the_left = coming_factors::<P>(0usize, products, plan);
+    let mut on_the_right = coming_factors::<P>(1usize, products, plan);
     if comptime!(plan.requests_ahead()) {
-        request_values::<P>(&mut on_the_left, from, 0usize, factors[0], plan);
-        request_values::<P>(&mut on_the_right, from, 0usize, factors[1], plan);
+        request_side::<P>(&mut on_the_left, from, 0usize, 0usize, products, plan);
+        request_side::<P>(&mut on_the_right, from, 0usize, 1usize, products, plan);
     }
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
         if comptime!(!plan.requests_ahead()) {
-            request_values::<P>(&mut on_the_left, from, first, factors[0], plan);
-            request_values::<P>(&mut on_the_right, from, first, factors[1], plan);
+            request_side::<P>(&mut on_the_left, from, first, 0usize, products, plan);
+            request_side::<P>(&mut on_the_right, from, first, 1usize, products, plan);
         }
-        lay_value_operands::<P>(tiles, &on_the_left, &on_the_right, factors, plan);
+        lay_factors::<P>(tiles, &on_the_left, &on_the_right, products, plan);
         if comptime!(plan.requests_ahead()) {
             let next = first + columns;
-            request_values::<P>(&mut on_the_left, from, next, factors[0], plan);
-            request_values::<P>(&mut on_the_right, from, next, factors[1], plan);
+            request_side::<P>(&mut on_the_left, from, next, 0usize, products, plan);
+            request_side::<P>(&mut on_the_right, from, next, 1usize, products, plan);
         }
-        let left = values_tile::<P>(tiles, factors[0], false, plan);
-        let right = values_tile::<P>(tiles, factors[1], true, plan);
-        let [rows, written] = comptime!([row_major(columns), transposed(columns)]);
-        if comptime!(plan.warpgroups) {
-            let layout = comptime!(Swizzled { rows: plan.chunk, transposed: true });
-            let steps = comptime!(columns / 16);
-            multiply_by_warpgroups::<P::E, P::L>(
-                &mut acc, &left, &right, 0usize, steps, layout, grid,
-            );
-        } else {
-            let spec = comptime!(plan.unscaled().mul(grid, columns, rows, written));
-            mul::<P::E, P::L, P::L>(&mut acc, &left, 0usize, &right, 0usize, spec);
+        #[unroll]
+        for n in 0..comptime!(plan.scored(products).len()) {
+            let scored = comptime!(plan.scored(products)[n]);
+            let factors = comptime!(plan.factors(scored));
+            let places = comptime!([0, 1].map(|s| plan.place_of_factor(products, s, scored)));
+            let left = comptime!(Operand::left(places[0]));
+            let right = comptime!(Operand::right(places[1]));
+            let left = values_tile::<P>(tiles, factors[0], left, plan);
+            let right = values_tile::<P>(tiles, factors[1], right, plan);
+            add_value_product::<P>(accs.index_mut(n), &left, &right, plan);
         }
     }
-    acc
+    accs
 }
 
-/// Gradient of a score block, times the decay mask. Zero-exponent terms go to `zero_exponent` where there is
+/// Room for the factors of one side.
+#[cube]
+fn coming_factors<P: StageTypes>(
+    #[comptime] side: usize,
+    #[comptime] products: Products,
+    #[comptime] plan: GradientPlan,
+) -> Sequence<ComingValues<P>> {
+    let mut coming = Sequence::<ComingValues<P>>::new();
+    #[unroll]
+    for _ in 0..comptime!(plan.value_factors(products, side).len()) {
+        coming.push(coming_values::<P>(plan));
+    }
+    coming
+}
+
+/// Requests columns `first..` of the factors of one side.
+#[cube]
+fn request_side<P: StageTypes>(
+    coming: &mut Sequence<ComingValues<P>>,
+    from: &GradientInputs<P>,
+    first: usize,
+    #[comptime] side: usize,
+    #[comptime] products: Products,
+    #[comptime] plan: GradientPlan,
+) {
+    #[unroll]
+    for n in 0..comptime!(plan.value_factors(products, side).len()) {
+        let which = comptime!(plan.value_factors(products, side)[n]);
+        request_values::<P>(coming.index_mut(n), from, first, which, plan);
+    }
+}
+
+/// Sliced: puts the factors of both sides into their tiles, between two barriers.
+#[cube]
+fn lay_factors<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
+    lefts: &Sequence<ComingValues<P>>,
+    rights: &Sequence<ComingValues<P>>,
+    #[comptime] products: Products,
+    #[comptime] plan: GradientPlan,
+) {
+    if comptime!(!plan.whole) {
+        sync_cube();
+        #[unroll]
+        for n in 0..comptime!(plan.value_factors(products, 0).len()) {
+            let which = comptime!(plan.value_factors(products, 0)[n]);
+            let operand = comptime!(Operand::left(n));
+            lay_values::<P>(tiles, lefts.index(n), which, operand, plan);
+        }
+        #[unroll]
+        for n in 0..comptime!(plan.value_factors(products, 1).len()) {
+            let which = comptime!(plan.value_factors(products, 1)[n]);
+            let operand = comptime!(Operand::right(n));
+            lay_values::<P>(tiles, rights.index(n), which, operand, plan);
+        }
+        sync_cube();
+    }
+}
+
+/// `acc += X Y^T` for the values that the tiles hold.
+#[cube]
+fn add_value_product<P: StageTypes>(
+    acc: &mut Acc,
+    left: &SharedMemory<Vector<P::E, P::L>>,
+    right: &SharedMemory<Vector<P::E, P::L>>,
+    #[comptime] plan: GradientPlan,
+) {
+    let columns = comptime!(plan.value_slice);
+    let grid = comptime!(plan.unscaled().pairs());
+    let [rows, written] = comptime!([row_major(columns), transposed(columns)]);
+    if comptime!(plan.warpgroups) {
+        let layout = comptime!(Swizzled { rows: plan.chunk, transposed: true });
+        let steps = comptime!(columns / 16);
+        multiply_by_warpgroups::<P::E, P::L>(acc, left, right, 0usize, steps, layout, grid);
+    } else {
+        let spec = comptime!(plan.unscaled().mul(grid, columns, rows, written));
+        mul::<P::E, P::L, P::L>(acc, left, 0usize, right, 0usize, spec);
+    }
+}
+
+/// Multiplies the gradient of a score block by the decay mask. Zero-exponent terms go to `zero_exponent` where there is
 /// a log decay whose gradient they would enter.
 #[cube]
-fn masked_score_gradient<P: StageTypes>(
+fn mask(
+    acc: &mut Acc,
     zero_exponent: &mut SharedMemory<f32>,
-    tiles: &mut GradientTiles<P>,
-    from: &GradientInputs<P>,
     sums: &Sums,
     #[comptime] scored: Scored,
     #[comptime] plan: GradientPlan,
-) -> Acc {
-    let factors = comptime!(plan.factors(scored));
+) {
     let before = comptime!(plan.before(scored));
     let strict = comptime!(before || !scored.reads());
     let exclude = comptime!(plan.excludes_zero_exponents(scored));
     let grid = comptime!(plan.pairs());
-    let mut acc = value_product::<P>(tiles, from, factors, plan);
     #[unroll]
     for f in 0..comptime!(grid.fragments()) {
         let j = column(f, grid);
@@ -256,7 +403,6 @@ fn masked_score_gradient<P: StageTypes>(
             set(acc.index_mut(f), h, x);
         }
     }
-    acc
 }
 
 #[cube]

@@ -58,20 +58,62 @@ pub(crate) struct Score {
     pub near: Array<f32>,
 }
 
-/// Operands of the adjoint of scores: their gradients, zero where there is no score, and the rows on the other side.
-#[derive(CubeType, Clone, Copy)]
+/// Operands of the adjoint of scores: their gradients, zero where there is no score, and the kinds of rows on the other side.
+#[derive(CubeType)]
 pub(crate) struct AdjointRows<X: Float, N: Size, M: Size> {
-    pub weights: SharedMemory<Vector<X, M>>,
-    pub rows: SharedMemory<Vector<X, N>>,
+    /// Of every kind of rows that gradients are of with every kind on the other side: [`Adjoint::scores`].
+    pub weights: Sequence<SharedMemory<Vector<X, M>>>,
+    pub rows: Sequence<SharedMemory<Vector<X, N>>>,
 }
 
-/// The rows that an adjoint is of.
+/// The rows that an adjoint is of: gradients of several kinds of rows on one side share what is made of the other one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Side {
-    /// Writers Y, not readers X.
+pub(crate) struct Adjoint {
+    /// Of writers Y, not of readers X.
     pub of_y: bool,
-    /// Reader i sees the sums of the token before it.
-    pub before: bool,
+    /// Kinds of rows that gradients are of.
+    pub kinds: usize,
+    /// Kinds of rows on the other side.
+    pub others: usize,
+    /// Whether each kind of readers, wherever they are, sees the sums of the token before it.
+    pub before: [bool; 2],
+}
+
+impl Adjoint {
+    /// The place of the scores of a kind of rows with one on the other side.
+    pub fn scores(&self, kind: usize, other: usize) -> usize {
+        kind * self.others + other
+    }
+
+    /// Kinds of readers.
+    fn readers(&self) -> usize {
+        if self.of_y { self.others } else { self.kinds }
+    }
+
+    /// Ways in which readers see: two where one kind sees the token before it and one does not.
+    fn ways(&self) -> usize {
+        if self.readers() == 2 && self.before[0] != self.before[1] { 2 } else { 1 }
+    }
+
+    /// The way in which reader `n` sees.
+    fn way(&self, n: usize) -> usize {
+        if self.ways() == 2 { n } else { 0 }
+    }
+
+    /// Ways in which rows on the other side are scaled.
+    fn other_ways(&self) -> usize {
+        if self.of_y { self.ways() } else { 1 }
+    }
+
+    /// The way of a kind on the other side.
+    fn other_way(&self, other: usize) -> usize {
+        if self.of_y { self.way(other) } else { 0 }
+    }
+
+    /// Whether a kind's gradients are scaled to the rows of the token before.
+    fn scaled_before(&self, kind: usize) -> bool {
+        !self.of_y && self.before[kind]
+    }
 }
 
 /// How the reference row r of a sub-chunk is reached.
@@ -79,7 +121,8 @@ pub(crate) struct Side {
 struct Reach {
     /// Which of the first and the last 8 rows of a block take part.
     filled: [bool; 2],
-    side: Side,
+    /// Reader i sees the sums of the token before it.
+    before: bool,
     /// From one row of a tile to the next.
     stride: usize,
     /// [`Grid::first_term`].
@@ -239,31 +282,16 @@ fn terms<X: Float, N: Size>(
     sum
 }
 
-/// Adjoint of [`add_scores`] for one slice of keys, `acc[n, d]` over [C, key_slice]: gradients of X from
-/// the rows of Y, or (`of_y`) of Y from those of X. `weights` is the gradient of the scores, zero
-/// where there is no score; `tokens`: how many the chunk has.
+/// Adjoint of [`add_scores`] for one slice of keys, term by term, added to `acc`, [C, key_slice]: gradients of X from the
+/// rows of Y, or (`of_y`) of Y from those of X. `before`: readers see the sums of the token before them.
 #[cube]
-pub(crate) fn scores_adjoint<X: Float, N: Size, M: Size>(
+pub(crate) fn adjoint_by_terms<X: Float, N: Size, M: Size>(
     acc: &mut Acc,
-    from: &AdjointRows<X, N, M>,
+    weights: &SharedMemory<Vector<X, M>>,
+    rows: &SharedMemory<Vector<X, N>>,
     sums: &Sums,
-    tokens: usize,
-    #[comptime] side: Side,
-    #[comptime] plan: Plan,
-) {
-    if comptime!(plan.by_blocks()) {
-        adjoint_by_blocks::<X, N, M>(acc, from, sums, tokens, side, plan);
-    } else {
-        adjoint_by_terms::<X, N, M>(acc, from, sums, side, plan);
-    }
-}
-
-#[cube]
-fn adjoint_by_terms<X: Float, N: Size, M: Size>(
-    acc: &mut Acc,
-    from: &AdjointRows<X, N, M>,
-    sums: &Sums,
-    #[comptime] side: Side,
+    #[comptime] of_y: bool,
+    #[comptime] before: bool,
     #[comptime] plan: Plan,
 ) {
     let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
@@ -277,15 +305,15 @@ fn adjoint_by_terms<X: Float, N: Size, M: Size>(
             let n = row_in(f, h, grid);
             let mut sum = acc.index(f)[h];
             for m in 0..comptime!(plan.chunk) {
-                let i = if comptime!(side.of_y) { m } else { n };
-                let j = if comptime!(side.of_y) { n } else { m };
-                let weight = f32::cast_from(from.weights[i * pairs + j]);
-                let reader = seen(i, side.before) * stride + d;
+                let i = if of_y { m } else { n };
+                let j = if of_y { n } else { m };
+                let weight = f32::cast_from(weights[i * pairs + j]);
+                let reader = seen(i, before) * stride + d;
                 let writer = j * stride + d;
                 let mut w = Pair::empty();
                 #[unroll]
                 for l in 0..2usize {
-                    let y = f32::cast_from(from.rows[m * stride + d + l]);
+                    let y = f32::cast_from(rows[m * stride + d + l]);
                     w[l] = share_kept(between(sums, reader + l, writer + l)) * y;
                 }
                 sum += Pair::new(weight) * w;
@@ -333,17 +361,18 @@ fn scores_by_blocks<X: Float, N: Size>(
     // Writers before the block; and its own first 8, for its last 8.
     let reference = seen(corner.top, true) * stride + lane % 4;
     let inner = (corner.top + 7) * stride + lane % 4;
-    if inside(0usize, grid) {
+    // Planes above the diagonal have no scores.
+    if inside(0usize, grid) && corner.left <= corner.top {
         for step in 0..(keys - 1) / 8 + 1 {
             let mut far = Sequence::<Parts>::new();
             let mut within = Sequence::<Parts>::new();
             #[unroll]
             for n in 0..comptime!(plan.readers()) {
                 let x = reader_tile::<X, N>(rows, n);
-                let side = comptime!(Side { of_y: false, before: plan.reader_before(n) });
-                let all = comptime!(Reach { filled: [true, true], side, stride, first_term });
+                let before = comptime!(plan.reader_before(n));
+                let all = comptime!(Reach { filled: [true, true], before, stride, first_term });
                 far.push(readers::<X, N>(&x, sums, at + step * 8, reference + step * 8, all));
-                let last = comptime!(Reach { filled: [false, true], side, stride, first_term });
+                let last = comptime!(Reach { filled: [false, true], before, stride, first_term });
                 within.push(readers::<X, N>(&x, sums, at + step * 8, inner + step * 8, last));
             }
             #[unroll]
@@ -500,7 +529,6 @@ fn readers<X: Float, N: Size>(
     #[comptime] reach: Reach,
 ) -> Parts {
     let filled = comptime!(reach.filled);
-    let side = comptime!(reach.side);
     let stride = comptime!(reach.stride);
     let first_term = comptime!(reach.first_term);
     let mut left = parts(4usize, first_term);
@@ -511,7 +539,7 @@ fn readers<X: Float, N: Size>(
         if comptime!(takes_part(filled, n % 2)) {
             let here = at + comptime!(n % 2 * 8 * stride + right);
             let mut from = here;
-            if comptime!(side.before) {
+            if comptime!(reach.before) {
                 // The first row of all sees itself.
                 from = select(here < stride, here, here - min(here, stride));
             }
@@ -557,46 +585,53 @@ fn add_parts(
     }
 }
 
-/// [`scores_adjoint`] by planes with tensor cores.
+/// [`adjoint_by_terms`] by planes with tensor cores, of several kinds of rows together. `tokens`: how many the chunk has.
 #[cube]
-fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
-    acc: &mut Acc,
+pub(crate) fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
+    accs: &mut Sequence<Acc>,
     from: &AdjointRows<X, N, M>,
     sums: &Sums,
     tokens: usize,
-    #[comptime] side: Side,
+    #[comptime] adjoint: Adjoint,
     #[comptime] plan: Plan,
 ) {
-    let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
-    let stride = comptime!(plan.stride(plan.key_slice));
-    let first_term = comptime!(plan.pairs().first_term());
-    let corner = corner(grid);
-    if inside(0usize, grid) {
+    let corner = corner(comptime!(plan.grid(plan.chunk, plan.key_slice)));
+    if inside(0usize, comptime!(plan.grid(plan.chunk, plan.key_slice))) {
         // Tokens on the other side of the reference row, which is the last before the block or the last in it.
-        let (reference, begin, end) = if side.of_y {
+        let (reference, begin, end) = if adjoint.of_y {
             (corner.top + 15, corner.top + 16, comptime!(plan.chunk).runtime())
         } else {
             (seen(corner.top, true), 0usize.runtime(), corner.top)
         };
-        let all = comptime!(Reach { filled: [true, true], side, stride, first_term });
-        let mut sum = zeros(comptime!(grid.fragments()));
+        let all = comptime!([true, true]);
+        let mut far = no_sums(adjoint, plan);
         for step in begin / 8..end / 8 {
             let others = Others { corner, first: step * 8, reference };
-            add_by_reference::<X, N, M>(&mut sum, from, sums, &others, all, plan);
+            add_by_reference::<X, N, M>(&mut far, from, sums, &others, all, adjoint, plan);
         }
-        scale_to_rows(&mut sum, sums, reference, all, plan);
-        add_fragments(acc, &sum, grid);
+        add_scaled(accs, &mut far, sums, reference, all, adjoint, plan);
         // The other 8 tokens of the block.
         let reference = corner.top + 7;
-        let first = if side.of_y { corner.top + 8 } else { corner.top };
-        let half = comptime!(Reach { filled: [side.of_y, !side.of_y], side, stride, first_term });
-        let mut sum = zeros(comptime!(grid.fragments()));
+        let first = if adjoint.of_y { corner.top + 8 } else { corner.top };
+        let half = comptime!([adjoint.of_y, !adjoint.of_y]);
+        let mut within = no_sums(adjoint, plan);
         let others = Others { corner, first, reference };
-        add_by_reference::<X, N, M>(&mut sum, from, sums, &others, half, plan);
-        scale_to_rows(&mut sum, sums, reference, half, plan);
-        add_fragments(acc, &sum, grid);
-        add_own::<X, N, M>(acc, from, sums, &corner, tokens, side, plan);
+        add_by_reference::<X, N, M>(&mut within, from, sums, &others, half, adjoint, plan);
+        add_scaled(accs, &mut within, sums, reference, half, adjoint, plan);
+        add_own::<X, N, M>(accs, from, sums, &corner, tokens, adjoint, plan);
     }
+}
+
+/// Nothing yet of each kind of rows.
+#[cube]
+fn no_sums(#[comptime] adjoint: Adjoint, #[comptime] plan: Plan) -> Sequence<Acc> {
+    let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
+    let mut all = Sequence::<Acc>::new();
+    #[unroll]
+    for _ in 0..comptime!(adjoint.kinds) {
+        all.push(zeros(comptime!(grid.fragments())));
+    }
+    all
 }
 
 /// 8 tokens on the other side, from `first` on; row `reference` is between them and a plane's block.
@@ -607,106 +642,145 @@ struct Others {
     reference: usize,
 }
 
-/// `sum += weights rows` over [`Others`], whose rows are scaled to row `reference`.
+/// `sums_of_kinds += weights rows` over [`Others`], whose rows are scaled to row `reference`; `filled`: which of the first and
+/// the last 8 rows of the plane's block take part.
 #[cube]
 fn add_by_reference<X: Float, N: Size, M: Size>(
-    sum: &mut Acc,
+    sums_of_kinds: &mut Sequence<Acc>,
     from: &AdjointRows<X, N, M>,
     sums: &Sums,
     others: &Others,
-    #[comptime] reach: Reach,
+    #[comptime] filled: [bool; 2],
+    #[comptime] adjoint: Adjoint,
     #[comptime] plan: Plan,
 ) {
-    let filled = comptime!(reach.filled);
-    let side = comptime!(reach.side);
-    let stride = comptime!(reach.stride);
-    let of_y = comptime!(side.of_y);
-    let before = comptime!(side.before);
-    let corner = others.corner;
-    let first = others.first;
-    let reference = others.reference;
-    let pairs = comptime!(plan.stride(plan.chunk));
+    let stride = comptime!(plan.stride(plan.key_slice));
     let columns = comptime!(plan.grid(plan.chunk, plan.key_slice).fragment_columns());
+    let first_term = comptime!(plan.pairs().first_term());
     let lane = UNIT_POS as usize % 32;
-    let first_term = comptime!(reach.first_term);
-    let mut left = parts(4usize, first_term);
+    let mut left = Sequence::<Parts>::new();
     #[unroll]
-    for n in 0..4usize {
-        let mut number = 0.0f32;
-        if comptime!(takes_part(filled, n % 2)) {
-            let own = corner.top + lane / 4 + comptime!(n % 2 * 8);
-            let other = first + lane % 4 + comptime!(n / 2 * 4);
-            let at = if of_y { other * pairs + own } else { own * pairs + other };
-            number = f32::cast_from(from.weights[at]);
-        }
-        put_parts(&mut left, n, number, first_term);
+    for scores in 0..comptime!(adjoint.kinds * adjoint.others) {
+        let weights = from.weights.index(scores);
+        left.push(score_operand::<X, M>(weights, others, filled, comptime!(adjoint.of_y), plan));
     }
     #[unroll]
     for c in 0..columns {
-        let d = corner.left + comptime!(c * 8) + lane / 4;
-        let mut right = parts(2usize, first_term);
+        let d = others.corner.left + comptime!(c * 8) + lane / 4;
+        let decays = decays_to_reference(sums, others, d, adjoint, plan);
         #[unroll]
-        for n in 0..2usize {
-            let other = first + lane % 4 + comptime!(n * 4);
-            let decay = if of_y {
-                share_kept(between(sums, seen(other, before) * stride + d, reference * stride + d))
-            } else {
-                share_kept(between(sums, reference * stride + d, other * stride + d))
-            };
-            let number = f32::cast_from(from.rows[other * stride + d]) * decay;
-            put_parts(&mut right, n, number, first_term);
-        }
-        add_parts(sum, &left, &right, c, first_term);
-    }
-}
-
-/// Scales what [`add_by_reference`] has summed up from row `reference` to the plane's own rows.
-#[cube]
-fn scale_to_rows(
-    sum: &mut Acc,
-    sums: &Sums,
-    reference: usize,
-    #[comptime] reach: Reach,
-    #[comptime] plan: Plan,
-) {
-    let filled = comptime!(reach.filled);
-    let side = comptime!(reach.side);
-    let stride = comptime!(reach.stride);
-    let of_y = comptime!(side.of_y);
-    let before = comptime!(side.before);
-    let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
-    #[unroll]
-    for f in 0..comptime!(grid.fragments()) {
-        let d = column(f, grid);
-        #[unroll]
-        for h in 0..2usize {
-            if comptime!(takes_part(filled, h)) {
-                let i = row(f, h, grid);
-                let mut x = sum.index(f)[h];
-                #[unroll]
-                for l in 0..2usize {
-                    let middle = reference * stride + d + l;
-                    let decay = if of_y {
-                        share_kept(between(sums, middle, i * stride + d + l))
-                    } else {
-                        share_kept(between(sums, seen(i, before) * stride + d + l, middle))
-                    };
-                    x[l] = x[l] * decay;
-                }
-                set(sum.index_mut(f), h, x);
+        for other in 0..comptime!(adjoint.others) {
+            let rows = from.rows.index(other);
+            let mut right = parts(2usize, first_term);
+            #[unroll]
+            for n in 0..2usize {
+                let row = others.first + lane % 4 + comptime!(n * 4);
+                let decay = decays[comptime!(2 * adjoint.other_way(other) + n)];
+                let number = f32::cast_from(rows[row * stride + d]) * decay;
+                put_parts(&mut right, n, number, first_term);
+            }
+            #[unroll]
+            for kind in 0..comptime!(adjoint.kinds) {
+                let weights = left.index(comptime!(adjoint.scores(kind, other)));
+                add_parts(sums_of_kinds.index_mut(kind), weights, &right, c, first_term);
             }
         }
     }
 }
 
+/// Gradients of the scores of a plane's rows with [`Others`], as a left operand.
 #[cube]
-fn add_fragments(acc: &mut Acc, sum: &Acc, #[comptime] grid: Grid) {
+fn score_operand<X: Float, M: Size>(
+    weights: &SharedMemory<Vector<X, M>>,
+    others: &Others,
+    #[comptime] filled: [bool; 2],
+    #[comptime] of_y: bool,
+    #[comptime] plan: Plan,
+) -> Parts {
+    let pairs = comptime!(plan.stride(plan.chunk));
+    let first_term = comptime!(plan.pairs().first_term());
+    let lane = UNIT_POS as usize % 32;
+    let mut left = parts(4usize, first_term);
     #[unroll]
-    for f in 0..comptime!(grid.fragments()) {
+    for n in 0..4usize {
+        let mut number = 0.0f32;
+        if comptime!(takes_part(filled, n % 2)) {
+            let own = others.corner.top + lane / 4 + comptime!(n % 2 * 8);
+            let other = others.first + lane % 4 + comptime!(n / 2 * 4);
+            let at = if of_y { other * pairs + own } else { own * pairs + other };
+            number = f32::cast_from(weights[at]);
+        }
+        put_parts(&mut left, n, number, first_term);
+    }
+    left
+}
+
+/// Decays between the reference row and this lane's two rows of [`Others`], in each way that these see.
+#[cube]
+fn decays_to_reference(
+    sums: &Sums,
+    others: &Others,
+    d: usize,
+    #[comptime] adjoint: Adjoint,
+    #[comptime] plan: Plan,
+) -> Array<f32> {
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let reference = others.reference * stride + d;
+    let mut decays = Array::<f32>::new(comptime!(2 * adjoint.other_ways()));
+    #[unroll]
+    for way in 0..comptime!(adjoint.other_ways()) {
         #[unroll]
-        for h in 0..2usize {
-            let x = acc.index(f)[h] + sum.index(f)[h];
-            set(acc.index_mut(f), h, x);
+        for n in 0..2usize {
+            let row = others.first + UNIT_POS as usize % 4 + comptime!(n * 4);
+            decays[comptime!(2 * way + n)] = if adjoint.of_y {
+                let reader = seen(row, comptime!(adjoint.before[way])) * stride + d;
+                share_kept(between(sums, reader, reference))
+            } else {
+                share_kept(between(sums, reference, row * stride + d))
+            };
+        }
+    }
+    decays
+}
+
+/// Scales what [`add_by_reference`] has summed up from row `reference` to the plane's own rows, and adds it to `accs`.
+#[cube]
+fn add_scaled(
+    accs: &mut Sequence<Acc>,
+    sums_of_kinds: &mut Sequence<Acc>,
+    sums: &Sums,
+    reference: usize,
+    #[comptime] filled: [bool; 2],
+    #[comptime] adjoint: Adjoint,
+    #[comptime] plan: Plan,
+) {
+    let stride = comptime!(plan.stride(plan.key_slice));
+    let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
+    #[unroll]
+    for kind in 0..comptime!(adjoint.kinds) {
+        let before = comptime!(adjoint.scaled_before(kind));
+        #[unroll]
+        for f in 0..comptime!(grid.fragments()) {
+            let d = column(f, grid);
+            #[unroll]
+            for h in 0..2usize {
+                if comptime!(takes_part(filled, h)) {
+                    let i = row(f, h, grid);
+                    let mut by = Pair::empty();
+                    #[unroll]
+                    for l in 0..2usize {
+                        let middle = reference * stride + d + l;
+                        by[l] = if adjoint.of_y {
+                            share_kept(between(sums, middle, i * stride + d + l))
+                        } else {
+                            share_kept(between(sums, seen(i, before) * stride + d + l, middle))
+                        };
+                    }
+                    let more = sums_of_kinds.index(kind).index(f)[h] * by;
+                    let x = accs.index(kind).index(f)[h] + more;
+                    set(accs.index_mut(kind).index_mut(f), h, x);
+                }
+            }
         }
     }
 }
@@ -714,21 +788,21 @@ fn add_fragments(acc: &mut Acc, sum: &Acc, #[comptime] grid: Grid) {
 /// The terms of the 8 tokens that a row stands among.
 #[cube]
 fn add_own<X: Float, N: Size, M: Size>(
-    acc: &mut Acc,
+    accs: &mut Sequence<Acc>,
     from: &AdjointRows<X, N, M>,
     sums: &Sums,
     corner: &Corner,
     tokens: usize,
-    #[comptime] side: Side,
+    #[comptime] adjoint: Adjoint,
     #[comptime] plan: Plan,
 ) {
-    let of_y = comptime!(side.of_y);
-    let before = comptime!(side.before);
+    let of_y = comptime!(adjoint.of_y);
     let grid = comptime!(plan.grid(plan.chunk, plan.key_slice));
     let stride = comptime!(plan.stride(plan.key_slice));
     let pairs = comptime!(plan.stride(plan.chunk));
     comptime!(assert!(grid.fragment_rows() == 1, "a plane has one block of rows"));
     let across = comptime!(grid.fragments());
+    let ways = comptime!(adjoint.ways());
     let column = column(0usize, grid);
     // Of 8 tokens, those that are there.
     let count = min(tokens, comptime!(NEAR));
@@ -736,9 +810,9 @@ fn add_own<X: Float, N: Size, M: Size>(
     for h in 0..2usize {
         let n = row(0usize, h, grid);
         let own = n % comptime!(NEAR);
-        let mut products = Array::<Pair>::new(across);
+        let mut products = Array::<Pair>::new(comptime!(across * ways));
         #[unroll]
-        for f in 0..across {
+        for f in 0..comptime!(across * ways) {
             products[f] = Pair::new(1.0f32);
         }
         for turn in 0..count {
@@ -747,28 +821,51 @@ fn add_own<X: Float, N: Size, M: Size>(
             let m = corner.top + comptime!(h * 8) + other;
             let i = if of_y { m } else { n };
             let j = if of_y { n } else { m };
-            let back = comptime!(usize::from(before));
-            let newest =
-                if of_y { m - min(back, m) } else { min(m + 1, comptime!(plan.chunk - 1)) };
-            let sees = if of_y { own + back < other } else { other + back < own };
-            let weight = Pair::new(f32::cast_from(from.weights[i * pairs + j]));
-            let decays = newest * stride + column;
+            let weight_at = i * pairs + j;
             let others = m * stride + column;
             // All columns of the row, which share its weight.
             #[unroll]
-            for f in 0..across {
-                let right = comptime!(grid.step(f, 0)[1]);
-                let mut product = products[f];
-                let mut y = Pair::empty();
+            for way in 0..ways {
+                let back = comptime!(usize::from(adjoint.before[way]));
+                let newest =
+                    if of_y { m - min(back, m) } else { min(m + 1, comptime!(plan.chunk - 1)) };
+                let sees = if of_y { own + back < other } else { other + back < own };
                 #[unroll]
-                for l in 0..2usize {
-                    let decay = sums.decays[decays + comptime!(right + l)];
-                    product[l] = product[l] * select(sees, decay, 1.0f32);
-                    y[l] = f32::cast_from(from.rows[others + comptime!(right + l)]);
+                for f in 0..across {
+                    let decays = newest * stride + column + comptime!(grid.step(f, 0)[1]);
+                    let mut product = products[comptime!(way * across + f)];
+                    #[unroll]
+                    for l in 0..2usize {
+                        product[l] = product[l] * select(sees, sums.decays[decays + l], 1.0f32);
+                    }
+                    products[comptime!(way * across + f)] = product;
                 }
-                products[f] = product;
-                let sum = acc.index(f)[h] + weight * product * y;
-                set(acc.index_mut(f), h, sum);
+            }
+            #[unroll]
+            for n in 0..comptime!(adjoint.others) {
+                let rows = from.rows.index(n);
+                let mut weights = Array::<Pair>::new(comptime!(adjoint.kinds));
+                #[unroll]
+                for kind in 0..comptime!(adjoint.kinds) {
+                    let all = from.weights.index(comptime!(adjoint.scores(kind, n)));
+                    weights[kind] = Pair::new(f32::cast_from(all[weight_at]));
+                }
+                #[unroll]
+                for f in 0..across {
+                    let mut y = Pair::empty();
+                    #[unroll]
+                    for l in 0..2usize {
+                        y[l] = f32::cast_from(rows[others + comptime!(grid.step(f, 0)[1] + l)]);
+                    }
+                    #[unroll]
+                    for kind in 0..comptime!(adjoint.kinds) {
+                        let way = comptime!(adjoint.way(if of_y { n } else { kind }));
+                        // What kinds that see in the same way have in common.
+                        let scaled = products[comptime!(way * across + f)] * y;
+                        let sum = accs.index(kind).index(f)[h] + weights[kind] * scaled;
+                        set(accs.index_mut(kind).index_mut(f), h, sum);
+                    }
+                }
             }
         }
     }
