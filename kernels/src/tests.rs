@@ -806,8 +806,9 @@ pub(crate) mod on_cuda {
     /// Every variant of one transition where a slice of keys or of values is not filled.
     fn partly_filled_slices(family: Family, erase: bool) {
         let client = client();
-        for [key_width, value_width] in [[16, 16], [48, 80]] {
-            let dims = oracle::Dims { key_width, value_width, ..dims(150) };
+        // Last: a chunk of two tokens.
+        for [tokens, key_width, value_width] in [[150, 16, 16], [150, 48, 80], [130, 80, 64]] {
+            let dims = oracle::Dims { key_width, value_width, ..dims(tokens) };
             for recipe in recipes(family, erase, DecayLevel::Typical) {
                 let x = oracle::Inputs::random(3, dims, &recipe);
                 has_tensor_cores(&client, &x, Rows::Bf16);
@@ -948,6 +949,20 @@ pub(crate) mod on_cuda {
         let recipe = Recipe { decay: DecayLevel::Typical, ..Recipe::new(Family::LinearAttention) };
         let x = oracle::Inputs::random(3, many, &recipe);
         hold(&client(), &format!("{recipe:?}, {many:?}"), &x, Rows::F32, F32);
+    }
+
+    /// Gradients of rows that are made together, in several slices of keys and of values.
+    #[test]
+    fn f32_in_slices_is_right_under_a_vector_decay() {
+        let dims = oracle::Dims { key_width: 48, value_width: 80, ..dims(130) };
+        for (family, erase) in TRANSITIONS {
+            for recipe in recipes(family, erase, DecayLevel::Mixed) {
+                if recipe.vector_decay {
+                    let x = oracle::Inputs::random(3, dims, &recipe);
+                    hold(&client(), &format!("{recipe:?}, {dims:?}"), &x, Rows::F32, F32);
+                }
+            }
+        }
     }
 
     #[test]

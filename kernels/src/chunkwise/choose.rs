@@ -416,10 +416,11 @@ fn vector_gradients(device: &DeviceProperties, stage: Plan) -> GradientPlan {
     let wide = Plan { key_slice: 64, units: 2 * narrow.units, ..narrow };
     let [narrow, wide] = [narrow, wide].map(GradientPlan::sliced);
     let most = device.hardware.max_shared_memory_size;
-    // Where a multiprocessor has room for one cube, it has twice the planes in it, and half the barriers.
+    // Where one narrow cube fills a multiprocessor, a wide one has twice the planes and half the barriers.
     let alone = !fits_twice(gradients_memory(&narrow), most);
-    let fits = stage.key_width > 32 && gradients_memory(&wide) <= most;
-    if alone && fits { wide } else { narrow }
+    // A wide slice more than half empty would be work for nothing.
+    let fills = wide.keys() == narrow.keys() && gradients_memory(&wide) <= most;
+    if alone && fills { wide } else { narrow }
 }
 
 /// f32 on tensor cores. A plane has 16 rows and half of the columns, so that each has a part of every product.

@@ -216,6 +216,8 @@ fn input_gradients_of_a_vector_decay_are_wide_where_a_multiprocessor_has_one_cub
     assert_eq!(hopper(delta, [128, 128]), tf32(64, 512));
     assert_eq!(hopper(delta, [64, 64]), tf32(64, 512));
     assert_eq!(hopper(delta, [32, 64]), tf32(32, 256), "half of a wide slice would be empty");
+    assert_eq!(hopper(delta, [96, 64]), tf32(32, 256), "so would that of the last one");
+    assert_eq!(hopper(delta, [48, 64]), tf32(64, 512));
     assert_eq!(hopper(Transition::LowRank, [128, 128]), tf32(64, 512));
     // An A100 has room for the narrow one.
     let mut smaller = h200();

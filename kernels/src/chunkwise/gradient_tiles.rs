@@ -8,14 +8,17 @@
 //!          multiprocessor, tiles of keys and states hold a slice of them, and the next slice takes
 //!          the place of one that is through; S and dS' may take turns in one tile.
 //! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
-//!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory. Around a state pass on
-//!          `Mma` a vector decay has a third tile, of keys in f32; values and states keep their 16 bits.
+//!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory. Where gradients are made
+//!          together ([`Plan::by_blocks`]), both factors of products over values may have two, and so may keys.
+//!          Around a state pass on `Mma` keys have tiles of their own, in f32; values and states keep their 16 bits.
 //! ```
 //! Everything else is the same: a product takes a matrix by its name.
 
 use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors, StageTypes};
 use crate::chunkwise::chunk::Place;
 use crate::chunkwise::plan::GradientPlan;
+#[cfg(doc)]
+use crate::chunkwise::plan::Plan;
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
     Acc, Grid, Pair, Requested, Rows, Window, column, computed_here, inside, lay, load, load_async,
@@ -31,6 +34,24 @@ pub(crate) struct GradientInputs<P: StageTypes> {
     pub pairs: RowPairs<P::F, P::T>,
     pub saved: SavedTensors<P::F, P::E, P::G>,
     pub place: Place,
+}
+
+/// Left factors of the terms with one state: of a row, or of two whose gradients are made together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct LeftFactors {
+    pub first: Values,
+    pub second: Option<Values>,
+}
+
+impl LeftFactors {
+    pub fn count(&self) -> usize {
+        1 + usize::from(self.second.is_some())
+    }
+
+    /// Factor `n`.
+    pub fn values(&self, n: usize) -> Values {
+        if n == 0 { self.first } else { self.second.expect("there are two") }
+    }
 }
 
 /// Sliced: the tile of a factor, by its side and its place among those that are there together.
@@ -68,7 +89,7 @@ pub(crate) struct GradientTiles<P: StageTypes> {
     other_right: SharedMemory<Vector<P::E, P::L>>,
     /// Sliced: rows of keys, in the right tile if numbers and vectors are the same.
     pub keys: SharedMemory<Vector<P::X, P::N>>,
-    /// Sliced: rows of keys beside the others, where gradients are of two kinds of rows.
+    /// Sliced: rows of keys beside the others, where gradients are made of two kinds of rows.
     other_keys: SharedMemory<Vector<P::X, P::N>>,
     q: SharedMemory<Vector<P::X, P::N>>,
     k: SharedMemory<Vector<P::X, P::N>>,
@@ -162,8 +183,8 @@ impl GradientPlan {
         Tiles {
             left: values,
             right: if self.whole { states } else { any },
-            other_left: (self.most_together() > 1).then_some(values),
-            other_right: (self.most_rights() > 1).then_some(values),
+            other_left: (self.most_together().max(self.most_factors(0)) > 1).then_some(values),
+            other_right: (self.most_factors(1) > 1).then_some(values),
             keys: self.keys_apart().then_some(by_key),
             other_keys: (self.most_others() > 1).then_some(by_key),
             end: own(!self.one_state, states),
@@ -459,7 +480,7 @@ pub(crate) fn request_values<P: StageTypes>(
 /// Sliced: puts a value-wide matrix into the tile of its operand.
 #[cube]
 pub(crate) fn lay_values<P: StageTypes>(
-    tiles: &GradientTiles<P>,
+    tiles: &mut GradientTiles<P>,
     coming: &ComingValues<P>,
     #[comptime] which: Values,
     #[comptime] operand: Operand,
@@ -505,22 +526,21 @@ pub(crate) fn request_state<P: StageTypes>(
     }
 }
 
-/// Sliced: puts a state and the `count` value-wide matrices it is multiplied with into their tiles, between two barriers.
+/// Sliced: puts a state and the value-wide matrices it is multiplied with into their tiles, between two barriers.
 #[cube]
 pub(crate) fn lay_state_operands<P: StageTypes>(
     tiles: &mut GradientTiles<P>,
     coming: &Sequence<ComingValues<P>>,
     state: &Requested<P::E, P::G>,
-    #[comptime] values: [Values; 2],
-    #[comptime] count: usize,
+    #[comptime] factors: LeftFactors,
     #[comptime] plan: GradientPlan,
 ) {
     if comptime!(!plan.whole) {
         sync_cube();
         #[unroll]
-        for n in 0..count {
+        for n in 0..comptime!(factors.count()) {
             let operand = comptime!(Operand::left(n));
-            lay_values::<P>(tiles, coming.index(n), comptime!(values[n]), operand, plan);
+            lay_values::<P>(tiles, coming.index(n), comptime!(factors.values(n)), operand, plan);
         }
         let window = comptime!(plan.states_window());
         lay::<P::E, P::G, P::E, P::L>(&mut tiles.right, state, window);

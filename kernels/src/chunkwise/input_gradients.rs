@@ -14,7 +14,8 @@
 //! `de = -beta da`, `dbeta = -e da + v R`, `dv = beta R`.
 //!
 //! Work: a cube a chunk of a (sequence, head), over slices of keys where its tiles are not in shared
-//! memory whole (gradient_tiles.rs). dg and dbeta: decay_gradients.rs.
+//! memory whole (gradient_tiles.rs). One row's gradients after another, or all rows that read and then all that
+//! write ([`Together`]). dg and dbeta: decay_gradients.rs.
 
 use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors, StageTypes, Types};
 use crate::chunkwise::chunk::{
@@ -27,7 +28,7 @@ use crate::chunkwise::decay_gradients::{
     write_d_values, write_scalar_d_g, write_vector_d_g,
 };
 use crate::chunkwise::gradient_tiles::{
-    ComingValues, GradientInputs, GradientTiles, Operand, coming_state, coming_values,
+    ComingValues, GradientInputs, GradientTiles, LeftFactors, Operand, coming_state, coming_values,
     copy_group_async, gradient_tiles, keys_tile, lay_key_rows, lay_state_operands, load_fragments,
     load_key_rows, request_key_rows, request_state, request_values, state_tile, values_tile,
 };
@@ -101,7 +102,7 @@ impl GradientPlan {
         }
     }
 
-    /// The rows of `together`. Their terms have the same rows on the other side, in the same order.
+    /// The rows of `together`.
     fn roles(&self, together: Together) -> Vec<RowRole> {
         match together {
             Together::One(role) => vec![role],
@@ -112,20 +113,35 @@ impl GradientPlan {
         }
     }
 
+    /// Rows on the other side of the terms of `together`, which all of its rows have in this order.
+    fn others(&self, together: Together) -> Vec<Keys> {
+        let of =
+            |role: &RowRole| self.terms(*role).iter().map(|term| term.rows).collect::<Vec<_>>();
+        let roles = self.roles(together);
+        let others = of(&roles[0]);
+        assert!(roles.iter().all(|role| of(role) == others), "{together:?} have the same terms");
+        others
+    }
+
     /// Most rows whose gradients are made together.
     pub fn most_together(&self) -> usize {
-        if self.by_blocks() { self.roles(Together::Readers).len() } else { 1 }
+        let all = [Together::Readers, Together::Writers].map(|together| self.roles(together).len());
+        if self.by_blocks() { all[0].max(all[1]) } else { 1 }
     }
 
     /// Most kinds of rows that gradients are made of at once.
     pub fn most_others(&self) -> usize {
-        if self.by_blocks() { self.terms(RowRole::Key).len() } else { 1 }
+        match self.by_blocks() {
+            true => self.others(Together::Readers).len().max(self.others(Together::Writers).len()),
+            false => 1,
+        }
     }
 
-    /// Left factors of the terms with a state, of two rows or of one twice.
-    fn state_factors(&self, together: Together) -> [Values; 2] {
+    /// Left factors of the terms with a state.
+    fn state_factors(&self, together: Together) -> LeftFactors {
         let roles = self.roles(together);
-        [0, roles.len() - 1].map(|n| self.state_factor(roles[n]))
+        let second = roles.get(1).map(|role| self.state_factor(*role));
+        LeftFactors { first: self.state_factor(roles[0]), second }
     }
 
     /// The adjoint of scores under a vector decay of which the gradients of `together` are made.
@@ -418,58 +434,56 @@ fn state_terms<P: StageTypes>(
 ) -> Sequence<Acc> {
     let columns = comptime!(plan.value_slice);
     let grid = comptime!(plan.unscaled().grid(plan.chunk, plan.key_slice));
-    let count = comptime!(plan.roles(together).len());
-    let values = comptime!(plan.state_factors(together));
+    let factors = comptime!(plan.state_factors(together));
     let states = comptime!(plan.roles(together)[0].states());
     let mut accs = Sequence::<Acc>::new();
     let mut on_the_left = Sequence::<ComingValues<P>>::new();
     #[unroll]
-    for _ in 0..count {
+    for _ in 0..comptime!(factors.count()) {
         accs.push(zeros(comptime!(grid.fragments())));
         on_the_left.push(coming_values::<P>(plan));
     }
     let mut on_the_right = coming_state::<P>(plan);
     if comptime!(plan.requests_ahead()) {
-        request_factors::<P>(&mut on_the_left, &chunk.from, 0usize, values, count, plan);
+        request_factors::<P>(&mut on_the_left, &chunk.from, 0usize, factors, plan);
         request_state::<P>(&mut on_the_right, &chunk.from, 0usize, key, states, plan);
     }
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
         if comptime!(!plan.requests_ahead()) {
-            request_factors::<P>(&mut on_the_left, &chunk.from, first, values, count, plan);
+            request_factors::<P>(&mut on_the_left, &chunk.from, first, factors, plan);
             request_state::<P>(&mut on_the_right, &chunk.from, first, key, states, plan);
         }
         let tiles = &mut chunk.tiles;
-        lay_state_operands::<P>(tiles, &on_the_left, &on_the_right, values, count, plan);
+        lay_state_operands::<P>(tiles, &on_the_left, &on_the_right, factors, plan);
         if comptime!(plan.requests_ahead()) {
             let next = first + columns;
-            request_factors::<P>(&mut on_the_left, &chunk.from, next, values, count, plan);
+            request_factors::<P>(&mut on_the_left, &chunk.from, next, factors, plan);
             request_state::<P>(&mut on_the_right, &chunk.from, next, key, states, plan);
         }
         let right = state_tile::<P>(&chunk.tiles, states);
         #[unroll]
-        for n in 0..count {
+        for n in 0..comptime!(factors.count()) {
             let operand = comptime!(Operand::left(n));
-            let left = values_tile::<P>(&chunk.tiles, comptime!(values[n]), operand, plan);
+            let left = values_tile::<P>(&chunk.tiles, comptime!(factors.values(n)), operand, plan);
             add_state_product::<P>(accs.index_mut(n), &left, &right, plan);
         }
     }
     accs
 }
 
-/// Requests columns `first..` of `count` left factors.
+/// Requests columns `first..` of the left factors.
 #[cube]
 fn request_factors<P: StageTypes>(
     coming: &mut Sequence<ComingValues<P>>,
     from: &GradientInputs<P>,
     first: usize,
-    #[comptime] values: [Values; 2],
-    #[comptime] count: usize,
+    #[comptime] factors: LeftFactors,
     #[comptime] plan: GradientPlan,
 ) {
     #[unroll]
-    for n in 0..count {
-        let which = comptime!(values[n]);
+    for n in 0..comptime!(factors.count()) {
+        let which = comptime!(factors.values(n));
         request_values::<P>(coming.index_mut(n), from, first, which, plan);
     }
 }
@@ -495,7 +509,7 @@ fn add_state_product<P: StageTypes>(
     }
 }
 
-/// `acc += d_scores rows`, or (`transposed`) `d_scores^T rows`, under a decay that is not a vector.
+/// `acc += d_scores rows`, or (`of_y`) `d_scores^T rows`, under a decay that is not a vector.
 #[cube]
 fn add_product<P: StageTypes>(
     acc: &mut Acc,
@@ -628,7 +642,7 @@ fn gradients<P: StageTypes>(
         scale_state_term::<P>(acc, chunk, held, first, role, plan);
     }
     if comptime!(plan.by_blocks()) {
-        let others = comptime!(plan.terms(plan.roles(together)[0]).len());
+        let others = comptime!(plan.others(together).len());
         lay_key_rows::<P>(&mut chunk.tiles, &coming, others, plan);
         add_terms_of_blocks::<P>(&mut accs, chunk, together, plan);
     } else {
@@ -655,8 +669,8 @@ fn request_others<P: StageTypes>(
     let mut coming = Sequence::<Requested<P::F, P::G>>::new();
     if comptime!(plan.by_blocks()) {
         #[unroll]
-        for n in 0..comptime!(plan.terms(plan.roles(together)[0]).len()) {
-            let rows = comptime!(plan.terms(plan.roles(together)[0])[n].rows);
+        for n in 0..comptime!(plan.others(together).len()) {
+            let rows = comptime!(plan.others(together)[n]);
             coming.push(request_key_rows::<P>(&chunk.from, first, rows, plan));
         }
     }
@@ -799,20 +813,19 @@ fn add_terms_of_blocks<P: StageTypes>(
     #[comptime] together: Together,
     #[comptime] plan: GradientPlan,
 ) {
-    let roles = comptime!(plan.roles(together));
-    let others = comptime!(plan.terms(roles[0]).len());
+    let others = comptime!(plan.others(together).len());
     let mut from =
         AdjointRows::<P::X, P::N, P::M> { weights: Sequence::new(), rows: Sequence::new() };
     #[unroll]
     for n in 0..others {
-        let which = comptime!(plan.terms(roles[0])[n].rows);
+        let which = comptime!(plan.others(together)[n]);
         from.rows.push(keys_tile::<P>(&chunk.tiles, which, n, plan));
     }
     #[unroll]
-    for kind in 0..comptime!(roles.len()) {
+    for kind in 0..comptime!(plan.roles(together).len()) {
         #[unroll]
         for n in 0..others {
-            let scored = comptime!(plan.terms(roles[kind])[n].scored);
+            let scored = comptime!(plan.terms(plan.roles(together)[kind])[n].scored);
             from.weights.push(scored_tile::<P::X, P::M>(&chunk.d_scores, scored, plan));
         }
     }
@@ -876,26 +889,19 @@ fn write_gradient<P: StageTypes>(
     }
 }
 
-/// Gradients of the rows that read the chunk's first state: dq and da. The last one of what is returned is de where the
-/// erase key is k, to be added to dk.
+/// Writes the gradients of `together`.
 #[cube]
-fn query_and_erase_gradients<P: StageTypes>(
+fn write_gradients<P: StageTypes>(
+    accs: &mut Sequence<Acc>,
     chunk: &mut Chunk<P>,
     first: usize,
+    #[comptime] together: Together,
     #[comptime] plan: GradientPlan,
-) -> Sequence<Acc> {
-    let solves = comptime!(plan.variant.solves());
-    if comptime!(plan.by_blocks()) {
-        written_gradients::<P>(chunk, first, comptime!(Together::Readers), plan)
-    } else {
-        let query = comptime!(Together::One(RowRole::Query));
-        let d_query = written_gradients::<P>(chunk, first, query, plan);
-        if solves {
-            let erase = comptime!(Together::One(RowRole::Erase));
-            written_gradients::<P>(chunk, first, erase, plan)
-        } else {
-            d_query
-        }
+) {
+    #[unroll]
+    for n in 0..comptime!(plan.roles(together).len()) {
+        let role = comptime!(plan.roles(together)[n]);
+        write_gradient::<P>(accs.index_mut(n), chunk, first, role, plan);
     }
 }
 
@@ -908,12 +914,30 @@ fn written_gradients<P: StageTypes>(
     #[comptime] plan: GradientPlan,
 ) -> Sequence<Acc> {
     let mut accs = gradients::<P>(chunk, first, together, plan);
-    #[unroll]
-    for n in 0..comptime!(plan.roles(together).len()) {
-        let role = comptime!(plan.roles(together)[n]);
-        write_gradient::<P>(accs.index_mut(n), chunk, first, role, plan);
-    }
+    write_gradients::<P>(&mut accs, chunk, first, together, plan);
     accs
+}
+
+/// Gradients of the rows that read the chunk's first state: dq and da. The last one of what is returned is de where the
+/// erase key is k, to be added to dk.
+#[cube]
+fn query_and_erase_gradients<P: StageTypes>(
+    chunk: &mut Chunk<P>,
+    first: usize,
+    #[comptime] plan: GradientPlan,
+) -> Sequence<Acc> {
+    if comptime!(plan.by_blocks()) {
+        written_gradients::<P>(chunk, first, comptime!(Together::Readers), plan)
+    } else {
+        let query = comptime!(Together::One(RowRole::Query));
+        let d_query = written_gradients::<P>(chunk, first, query, plan);
+        if comptime!(plan.variant.solves()) {
+            let erase = comptime!(Together::One(RowRole::Erase));
+            written_gradients::<P>(chunk, first, erase, plan)
+        } else {
+            d_query
+        }
+    }
 }
 
 /// Gradients of the rows that write: dk, to which the last of `of_readers` is added if the erase key is k, and db.
@@ -929,14 +953,11 @@ fn key_and_write_gradients<P: StageTypes>(
         comptime!(if by_blocks { Together::Writers } else { Together::One(RowRole::Key) });
     let mut accs = gradients::<P>(chunk, first, together, plan);
     if comptime!(plan.variant.delta() && !plan.variant.own_a()) {
-        let d_erase = of_readers.index(comptime!(plan.most_together() - 1));
+        // By itself, or after dq.
+        let d_erase = of_readers.index(comptime!(usize::from(by_blocks)));
         add(accs.index_mut(0usize), d_erase, comptime!(plan.rows_grid().fragments()));
     }
-    #[unroll]
-    for n in 0..comptime!(plan.roles(together).len()) {
-        let role = comptime!(plan.roles(together)[n]);
-        write_gradient::<P>(accs.index_mut(n), chunk, first, role, plan);
-    }
+    write_gradients::<P>(&mut accs, chunk, first, together, plan);
     if comptime!(plan.variant.low_rank() && !by_blocks) {
         let write = comptime!(Together::One(RowRole::Write));
         let _d_write = written_gradients::<P>(chunk, first, write, plan);

@@ -31,6 +31,14 @@ pub(crate) struct ScoreGradients<X: Float, M: Size> {
     pub zero_exponent: SharedMemory<f32>,
 }
 
+/// Products over values that are made together, from factors that are loaded once: all where gradients of rows are made
+/// together, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Products {
+    One(Scored),
+    All,
+}
+
 impl GradientPlan {
     /// Whether the row on the left of these scores sees the token before it.
     pub fn before(&self, scored: Scored) -> bool {
@@ -87,23 +95,14 @@ impl GradientPlan {
     fn place_of_factor(&self, products: Products, side: usize, scored: Scored) -> usize {
         let factor = self.factors(scored)[side];
         let all = self.value_factors(products, side);
-        all.iter().position(|values| *values == factor).unwrap_or(0)
+        all.iter().position(|values| *values == factor).expect("it is one of them")
     }
 
-    /// Most right factors of products that are made together.
-    pub fn most_rights(&self) -> usize {
-        let most =
-            self.products().into_iter().map(|products| self.value_factors(products, 1).len());
-        most.max().unwrap_or(1)
+    /// Most left (`side` 0) or right (1) factors of products that are made together.
+    pub fn most_factors(&self, side: usize) -> usize {
+        let of = |products| self.value_factors(products, side).len();
+        self.products().into_iter().map(of).max().unwrap_or(1)
     }
-}
-
-/// Products over values that are made together, from factors that are loaded once: all where gradients of rows are made
-/// together, too.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Products {
-    One(Scored),
-    All,
 }
 
 impl GradientPlan {

@@ -609,7 +609,7 @@ pub(crate) fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
             let others = Others { corner, first: step * 8, reference };
             add_by_reference::<X, N, M>(&mut far, from, sums, &others, all, adjoint, plan);
         }
-        add_scaled(accs, &mut far, sums, reference, all, adjoint, plan);
+        add_scaled(accs, &far, sums, reference, all, adjoint, plan);
         // The other 8 tokens of the block.
         let reference = corner.top + 7;
         let first = if adjoint.of_y { corner.top + 8 } else { corner.top };
@@ -617,7 +617,7 @@ pub(crate) fn adjoint_by_blocks<X: Float, N: Size, M: Size>(
         let mut within = no_sums(adjoint, plan);
         let others = Others { corner, first, reference };
         add_by_reference::<X, N, M>(&mut within, from, sums, &others, half, adjoint, plan);
-        add_scaled(accs, &mut within, sums, reference, half, adjoint, plan);
+        add_scaled(accs, &within, sums, reference, half, adjoint, plan);
         add_own::<X, N, M>(accs, from, sums, &corner, tokens, adjoint, plan);
     }
 }
@@ -642,11 +642,11 @@ struct Others {
     reference: usize,
 }
 
-/// `sums_of_kinds += weights rows` over [`Others`], whose rows are scaled to row `reference`; `filled`: which of the first and
+/// `by_kind += weights rows` over [`Others`], whose rows are scaled to row `reference`; `filled`: which of the first and
 /// the last 8 rows of the plane's block take part.
 #[cube]
 fn add_by_reference<X: Float, N: Size, M: Size>(
-    sums_of_kinds: &mut Sequence<Acc>,
+    by_kind: &mut Sequence<Acc>,
     from: &AdjointRows<X, N, M>,
     sums: &Sums,
     others: &Others,
@@ -682,7 +682,7 @@ fn add_by_reference<X: Float, N: Size, M: Size>(
             #[unroll]
             for kind in 0..comptime!(adjoint.kinds) {
                 let weights = left.index(comptime!(adjoint.scores(kind, other)));
-                add_parts(sums_of_kinds.index_mut(kind), weights, &right, c, first_term);
+                add_parts(by_kind.index_mut(kind), weights, &right, c, first_term);
             }
         }
     }
@@ -747,7 +747,7 @@ fn decays_to_reference(
 #[cube]
 fn add_scaled(
     accs: &mut Sequence<Acc>,
-    sums_of_kinds: &mut Sequence<Acc>,
+    by_kind: &Sequence<Acc>,
     sums: &Sums,
     reference: usize,
     #[comptime] filled: [bool; 2],
@@ -776,7 +776,7 @@ fn add_scaled(
                             share_kept(between(sums, seen(i, before) * stride + d + l, middle))
                         };
                     }
-                    let more = sums_of_kinds.index(kind).index(f)[h] * by;
+                    let more = by_kind.index(kind).index(f)[h] * by;
                     let x = accs.index(kind).index(f)[h] + more;
                     set(accs.index_mut(kind).index_mut(f), h, x);
                 }
@@ -823,7 +823,6 @@ fn add_own<X: Float, N: Size, M: Size>(
             let j = if of_y { n } else { m };
             let weight_at = i * pairs + j;
             let others = m * stride + column;
-            // All columns of the row, which share its weight.
             #[unroll]
             for way in 0..ways {
                 let back = comptime!(usize::from(adjoint.before[way]));
@@ -842,14 +841,15 @@ fn add_own<X: Float, N: Size, M: Size>(
                 }
             }
             #[unroll]
-            for n in 0..comptime!(adjoint.others) {
-                let rows = from.rows.index(n);
+            for of in 0..comptime!(adjoint.others) {
+                let rows = from.rows.index(of);
                 let mut weights = Array::<Pair>::new(comptime!(adjoint.kinds));
                 #[unroll]
                 for kind in 0..comptime!(adjoint.kinds) {
-                    let all = from.weights.index(comptime!(adjoint.scores(kind, n)));
+                    let all = from.weights.index(comptime!(adjoint.scores(kind, of)));
                     weights[kind] = Pair::new(f32::cast_from(all[weight_at]));
                 }
+                // All columns of the row, which share its weight.
                 #[unroll]
                 for f in 0..across {
                     let mut y = Pair::empty();
@@ -859,8 +859,8 @@ fn add_own<X: Float, N: Size, M: Size>(
                     }
                     #[unroll]
                     for kind in 0..comptime!(adjoint.kinds) {
-                        let way = comptime!(adjoint.way(if of_y { n } else { kind }));
-                        // What kinds that see in the same way have in common.
+                        let way = comptime!(adjoint.way(if of_y { of } else { kind }));
+                        // One number for all kinds that see in the same way.
                         let scaled = products[comptime!(way * across + f)] * y;
                         let sum = accs.index(kind).index(f)[h] + weights[kind] * scaled;
                         set(accs.index_mut(kind).index_mut(f), h, sum);
