@@ -9,7 +9,7 @@
 //!          the place of one that is through; S and dS' may take turns in one tile.
 //! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
 //!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory. Where gradients are made
-//!          together ([`Plan::by_blocks`]), both factors of products over values may have two, and so may keys.
+//!          together (`by_blocks`), both factors of products over values may have two, and so may keys.
 //!          Around a state pass on `Mma` keys have tiles of their own, in f32; values and states keep their 16 bits.
 //! ```
 //! Everything else is the same: a product takes a matrix by its name.
@@ -17,8 +17,6 @@
 use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors, StageTypes};
 use crate::chunkwise::chunk::Place;
 use crate::chunkwise::plan::GradientPlan;
-#[cfg(doc)]
-use crate::chunkwise::plan::Plan;
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
     Acc, Grid, Pair, Requested, Rows, Window, column, computed_here, inside, lay, load, load_async,
