@@ -699,7 +699,7 @@ fn scale_state_term<P: StageTypes>(
     }
 }
 
-/// What is left of a gradient when its terms are summed: products for dG and dbeta, and the terms that dG must not see.
+/// Finishes a gradient whose terms are summed: adds its products to dG and dbeta, then the terms that dG must not see.
 #[cube]
 fn finish_gradient<P: StageTypes>(
     acc: &mut Acc,
