@@ -2,7 +2,7 @@
 //! the model that has those numbers.
 
 use crate::call::download;
-use crate::layers::drawn_by;
+use crate::support::normal_by;
 use burn::backend::Flex;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
@@ -166,7 +166,9 @@ fn quantized_models_have_rounded_weights<B: LinearAttentionBackend>(
         );
         let config: LanguageModelConfig = toml::from_str(&text).unwrap();
         for bits in BITS {
-            let model: LanguageModel<B> = drawn_by(1, config.init(50, device).unwrap());
+            // The first token's output is divided by its norm, which for a few weights in a thousand is next to nothing,
+            // and rounding as large as it: so the weights are the same to the last bit in each run.
+            let model: LanguageModel<B> = normal_by(1, 0.1, config.init(50, device).unwrap());
             let mut rounded = Rounded { bits, place: vec![], changed: 0 };
             let want = model.clone().map(&mut rounded);
             assert!(rounded.changed >= 5, "{mixer}: {} weights", rounded.changed);
