@@ -16,12 +16,12 @@
 
 use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors, StageTypes};
 use crate::chunkwise::chunk::Place;
+use crate::chunkwise::gradient_slices::{Operand, Side};
 use crate::chunkwise::plan::GradientPlan;
 use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
 use crate::tile::{
-    Acc, Grid, Pair, Requested, Rows, Window, column, computed_here, inside, lay, load, load_async,
-    load_matrix, load_matrix_at, own_or, request, room_for, row, same_tile, set, swizzled, tile,
-    tile_aligned, width_of, zeros,
+    Acc, Grid, Pair, Rows, Window, column, computed_here, inside, load_async, load_matrix,
+    load_matrix_at, own_or, row, same_tile, set, swizzled, tile, tile_aligned, zeros,
 };
 use cubecl::prelude::*;
 
@@ -34,45 +34,6 @@ pub(crate) struct GradientInputs<P: StageTypes> {
     pub place: Place,
 }
 
-/// Left factors of the terms with one state: of a row, or of two whose gradients are made together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct LeftFactors {
-    pub first: Values,
-    pub second: Option<Values>,
-}
-
-impl LeftFactors {
-    pub fn count(&self) -> usize {
-        1 + usize::from(self.second.is_some())
-    }
-
-    /// Factor `n`.
-    pub fn values(&self, n: usize) -> Values {
-        if n == 0 { self.first } else { self.second.expect("there are two") }
-    }
-}
-
-/// Sliced: the tile of a factor, by its side and its place among those that are there together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Operand {
-    Left,
-    OtherLeft,
-    Right,
-    OtherRight,
-}
-
-impl Operand {
-    /// Left factor `n`.
-    pub fn left(n: usize) -> Self {
-        [Self::Left, Self::OtherLeft][n]
-    }
-
-    /// Right factor `n`.
-    pub fn right(n: usize) -> Self {
-        [Self::Right, Self::OtherRight][n]
-    }
-}
-
 /// Most partial sums of a row.
 const SLOTS: usize = 16;
 
@@ -81,14 +42,14 @@ const SLOTS: usize = 16;
 pub(crate) struct GradientTiles<P: StageTypes> {
     /// Sliced: left and right operands of products over values.
     left: SharedMemory<Vector<P::E, P::L>>,
-    right: SharedMemory<Vector<P::E, P::L>>,
+    pub right: SharedMemory<Vector<P::E, P::L>>,
     /// Sliced: operands beside these, where products are made together.
     other_left: SharedMemory<Vector<P::E, P::L>>,
     other_right: SharedMemory<Vector<P::E, P::L>>,
     /// Sliced: rows of keys, in the right tile if numbers and vectors are the same.
     pub keys: SharedMemory<Vector<P::X, P::N>>,
     /// Sliced: rows of keys beside the others, where gradients are made of two kinds of rows.
-    other_keys: SharedMemory<Vector<P::X, P::N>>,
+    pub other_keys: SharedMemory<Vector<P::X, P::N>>,
     q: SharedMemory<Vector<P::X, P::N>>,
     k: SharedMemory<Vector<P::X, P::N>>,
     a: SharedMemory<Vector<P::X, P::N>>,
@@ -130,7 +91,7 @@ impl GradientPlan {
     }
 
     /// A chunk's rows of values.
-    fn values_window(&self) -> Window {
+    pub fn values_window(&self) -> Window {
         self.factor(self.unscaled().value_window())
     }
 
@@ -181,8 +142,9 @@ impl GradientPlan {
         Tiles {
             left: values,
             right: if self.whole { states } else { any },
-            other_left: (self.most_together().max(self.most_factors(0)) > 1).then_some(values),
-            other_right: (self.most_factors(1) > 1).then_some(values),
+            other_left: (self.most_together().max(self.most_factors(Side::Left)) > 1)
+                .then_some(values),
+            other_right: (self.most_factors(Side::Right) > 1).then_some(values),
             keys: self.keys_apart().then_some(by_key),
             other_keys: (self.most_others() > 1).then_some(by_key),
             end: own(!self.one_state, states),
@@ -280,7 +242,7 @@ pub(crate) fn gradient_tiles<P: StageTypes>(#[comptime] plan: GradientPlan) -> G
 
 /// The state's rows of a chunk, from value `first` on.
 #[cube]
-fn state_rows(place: &Place, first: usize, #[comptime] plan: GradientPlan) -> Rows {
+pub(crate) fn state_rows(place: &Place, first: usize, #[comptime] plan: GradientPlan) -> Rows {
     let width = comptime!(plan.key_width);
     Rows {
         start: (place.index * comptime!(plan.value_width) + first) * width,
@@ -431,187 +393,6 @@ pub(crate) fn state_tile<P: StageTypes>(
 ) -> SharedMemory<Vector<P::E, P::L>> {
     // Sliced or in turn, both are the right tile.
     if comptime!(which == States::Start) { tiles.start } else { tiles.end }
-}
-
-/// Sliced: this unit's part of a slice of a value-wide matrix, requested and not yet waited for; the matrix is of the
-/// tensors' type or of that between stages.
-#[derive(CubeType)]
-pub(crate) struct ComingValues<P: StageTypes> {
-    of_tensors: Requested<P::F, P::G>,
-    between: Requested<P::E, P::G>,
-}
-
-#[cube]
-pub(crate) fn coming_values<P: StageTypes>(#[comptime] plan: GradientPlan) -> ComingValues<P> {
-    let read = width_of::<P::G>();
-    let all = comptime!(if plan.whole { 1 } else { plan.values_window().turns(read) });
-    ComingValues::<P> {
-        of_tensors: room_for::<P::F, P::G>(all),
-        between: room_for::<P::E, P::G>(all),
-    }
-}
-
-/// Sliced: requests columns `first..` of a value-wide matrix, [C, value_slice].
-#[cube]
-pub(crate) fn request_values<P: StageTypes>(
-    coming: &mut ComingValues<P>,
-    from: &GradientInputs<P>,
-    first: usize,
-    #[comptime] which: Values,
-    #[comptime] plan: GradientPlan,
-) {
-    let window = comptime!(plan.values_window());
-    let rows = &from.place.values;
-    if comptime!(!plan.whole) {
-        if comptime!(which == Values::V) {
-            request::<P::F, P::G>(&mut coming.of_tensors, &from.x.v, rows, first, window);
-        } else if comptime!(which == Values::DO) {
-            request::<P::F, P::G>(&mut coming.of_tensors, &from.saved.d_o, rows, first, window);
-        } else if comptime!(which == Values::U) {
-            request::<P::E, P::G>(&mut coming.between, &from.saved.u, rows, first, window);
-        } else {
-            request::<P::E, P::G>(&mut coming.between, &from.saved.r, rows, first, window);
-        }
-    }
-}
-
-/// Sliced: puts a value-wide matrix into the tile of its operand.
-#[cube]
-pub(crate) fn lay_values<P: StageTypes>(
-    tiles: &mut GradientTiles<P>,
-    coming: &ComingValues<P>,
-    #[comptime] which: Values,
-    #[comptime] operand: Operand,
-    #[comptime] plan: GradientPlan,
-) {
-    let window = comptime!(plan.values_window());
-    let mut to = values_tile::<P>(tiles, which, operand, plan);
-    if comptime!(which == Values::V || which == Values::DO) {
-        lay::<P::F, P::G, P::E, P::L>(&mut to, &coming.of_tensors, window);
-    } else {
-        lay::<P::E, P::G, P::E, P::L>(&mut to, &coming.between, window);
-    }
-}
-
-/// Sliced: as [`ComingValues`], of a state.
-#[cube]
-pub(crate) fn coming_state<P: StageTypes>(#[comptime] plan: GradientPlan) -> Requested<P::E, P::G> {
-    let read = width_of::<P::G>();
-    let all = comptime!(if plan.whole { 1 } else { plan.states_window().turns(read) });
-    room_for::<P::E, P::G>(all)
-}
-
-/// Sliced: requests a state's values from `first` on and keys from `key` on.
-#[cube]
-pub(crate) fn request_state<P: StageTypes>(
-    coming: &mut Requested<P::E, P::G>,
-    from: &GradientInputs<P>,
-    first: usize,
-    key: usize,
-    #[comptime] which: States,
-    #[comptime] plan: GradientPlan,
-) {
-    // Behind the last value there is none.
-    let first = min(first, comptime!(plan.value_width));
-    let rows = state_rows(&from.place, first, plan);
-    let window = comptime!(plan.states_window());
-    if comptime!(!plan.whole) {
-        if comptime!(which == States::Start) {
-            request::<P::E, P::G>(coming, &from.saved.states, &rows, key, window);
-        } else {
-            request::<P::E, P::G>(coming, &from.saved.d_states, &rows, key, window);
-        }
-    }
-}
-
-/// Sliced: puts a state and the value-wide matrices it is multiplied with into their tiles, between two barriers.
-#[cube]
-pub(crate) fn lay_state_operands<P: StageTypes>(
-    tiles: &mut GradientTiles<P>,
-    coming: &Sequence<ComingValues<P>>,
-    state: &Requested<P::E, P::G>,
-    #[comptime] factors: LeftFactors,
-    #[comptime] plan: GradientPlan,
-) {
-    if comptime!(!plan.whole) {
-        sync_cube();
-        #[unroll]
-        for n in 0..comptime!(factors.count()) {
-            let operand = comptime!(Operand::left(n));
-            lay_values::<P>(tiles, coming.index(n), comptime!(factors.values(n)), operand, plan);
-        }
-        let window = comptime!(plan.states_window());
-        lay::<P::E, P::G, P::E, P::L>(&mut tiles.right, state, window);
-        sync_cube();
-    }
-}
-
-/// Sliced: one slice of rows of keys, requested and not yet waited for.
-#[cube]
-pub(crate) fn request_key_rows<P: StageTypes>(
-    from: &GradientInputs<P>,
-    first: usize,
-    #[comptime] which: Keys,
-    #[comptime] plan: GradientPlan,
-) -> Requested<P::F, P::G> {
-    let read = width_of::<P::G>();
-    let window = comptime!(plan.key_window());
-    let (keys, rows) = (&from.place.keys, &from.place.rows);
-    let mut coming = room_for::<P::F, P::G>(comptime!(window.turns(read)));
-    if comptime!(which == Keys::Q) {
-        request::<P::F, P::G>(&mut coming, &from.x.q, keys, first, window);
-    } else if comptime!(which == Keys::K) {
-        request::<P::F, P::G>(&mut coming, &from.x.k, keys, first, window);
-    } else if comptime!(which == Keys::A) {
-        request::<P::F, P::G>(&mut coming, &from.x.a, rows, first, window);
-    } else {
-        request::<P::F, P::G>(&mut coming, &from.x.b, rows, first, window);
-    }
-    coming
-}
-
-/// Sliced: puts what [`request_key_rows`] asked for, `count` kinds of rows, into tiles between two barriers.
-#[cube]
-pub(crate) fn lay_key_rows<P: StageTypes>(
-    tiles: &mut GradientTiles<P>,
-    coming: &Sequence<Requested<P::F, P::G>>,
-    #[comptime] count: usize,
-    #[comptime] plan: GradientPlan,
-) {
-    let window = comptime!(plan.key_window());
-    sync_cube();
-    lay::<P::F, P::G, P::X, P::N>(&mut tiles.keys, coming.index(0usize), window);
-    if comptime!(count > 1) {
-        lay::<P::F, P::G, P::X, P::N>(&mut tiles.other_keys, coming.index(1usize), window);
-    }
-    sync_cube();
-}
-
-/// Sliced: loads one slice of rows of keys between two barriers.
-#[cube]
-pub(crate) fn load_key_rows<P: StageTypes>(
-    tiles: &mut GradientTiles<P>,
-    from: &GradientInputs<P>,
-    first: usize,
-    #[comptime] which: Keys,
-    #[comptime] plan: GradientPlan,
-) {
-    if comptime!(!plan.whole) {
-        let window = comptime!(plan.key_window());
-        let (keys, rows) = (&from.place.keys, &from.place.rows);
-        let to = &mut tiles.keys;
-        sync_cube();
-        if comptime!(which == Keys::Q) {
-            load::<P::F, P::G, P::X, P::N>(to, &from.x.q, keys, first, window);
-        } else if comptime!(which == Keys::K) {
-            load::<P::F, P::G, P::X, P::N>(to, &from.x.k, keys, first, window);
-        } else if comptime!(which == Keys::A) {
-            load::<P::F, P::G, P::X, P::N>(to, &from.x.a, rows, first, window);
-        } else {
-            load::<P::F, P::G, P::X, P::N>(to, &from.x.b, rows, first, window);
-        }
-        sync_cube();
-    }
 }
 
 /// One slice of a key-wide matrix where the gradients of its rows lie in registers, or of the rows

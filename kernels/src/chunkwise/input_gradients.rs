@@ -27,184 +27,25 @@ use crate::chunkwise::decay_gradients::{
     add_zero_exponents, beta_products, clear_d_decays, decay_products, partial_sums,
     write_d_values, write_scalar_d_g, write_vector_d_g,
 };
+use crate::chunkwise::gradient_products::{add_by_warpgroups, add_product, state_terms};
+use crate::chunkwise::gradient_rows::{RowRole, Together};
+use crate::chunkwise::gradient_slices::{lay_key_rows, load_key_rows, request_key_rows};
 use crate::chunkwise::gradient_tiles::{
-    ComingValues, GradientInputs, GradientTiles, LeftFactors, Operand, coming_state, coming_values,
-    copy_group_async, gradient_tiles, keys_tile, lay_key_rows, lay_state_operands, load_fragments,
-    load_key_rows, request_key_rows, request_state, request_values, state_tile, values_tile,
+    GradientInputs, GradientTiles, copy_group_async, gradient_tiles, keys_tile, load_fragments,
 };
-use crate::chunkwise::plan::{GradientPlan, row_major, transposed};
-use crate::chunkwise::roles::{CopyGroup, Keys, Scored, States, TokenOffset, Values};
+use crate::chunkwise::plan::GradientPlan;
+use crate::chunkwise::roles::{CopyGroup, Scored, TokenOffset};
 use crate::chunkwise::score_gradients::{
     ScoreGradients, fill_weights, prepare, scale_erase_rows, score_gradients, scored_tile,
 };
 use crate::chunkwise::state::add;
 use crate::chunkwise::varlen::own_chunk;
-use crate::chunkwise::vector_decay::{Adjoint, AdjointRows, adjoint_by_blocks, adjoint_by_terms};
+use crate::chunkwise::vector_decay::{AdjointRows, adjoint_by_blocks, adjoint_by_terms};
 use crate::tile::{
-    Acc, LeftFactor, Pair, Requested, Source, Swizzled, Zeros, add_warpgroup_product, column,
-    commit_copies, computed_here, load_a, mul, multiply_by_warpgroups, row_in, set,
-    wait_for_copies, wait_for_factors, write_out_by_four, zeros,
+    Acc, Pair, Requested, column, commit_copies, row_in, set, wait_for_copies, wait_for_factors,
+    write_out_by_four, zeros,
 };
 use cubecl::prelude::*;
-
-/// A row whose gradient is computed, by its part in the recurrence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum RowRole {
-    /// q.
-    Query,
-    /// a, or e of a delta rule.
-    Erase,
-    /// k, as it writes.
-    Key,
-    /// Low rank: b.
-    Write,
-}
-
-/// Rows whose gradients are made together: what they have in common is loaded, and scaled, once. Where tensor cores weight
-/// rows by a vector decay these are all that read, or all that write; elsewhere one alone, for registers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Together {
-    One(RowRole),
-    Readers,
-    Writers,
-}
-
-/// A term of a row's gradient: gradients of scores times the rows on their other side.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Term {
-    scored: Scored,
-    rows: Keys,
-}
-
-impl GradientPlan {
-    fn has_decay(&self) -> bool {
-        self.variant.decay != crate::Decay::None
-    }
-
-    fn terms(&self, role: RowRole) -> Vec<Term> {
-        let low_rank = self.variant.low_rank();
-        let term = |scored, rows| Term { scored, rows };
-        match role {
-            RowRole::Query if low_rank => {
-                vec![term(Scored::Qk, Keys::K), term(Scored::Qb, Keys::B)]
-            }
-            RowRole::Query => vec![term(Scored::Qk, Keys::K)],
-            RowRole::Erase if low_rank => {
-                vec![term(Scored::Ak, Keys::K), term(Scored::Ab, Keys::B)]
-            }
-            RowRole::Erase => vec![term(Scored::Ab, self.write_key())],
-            RowRole::Key if low_rank => vec![term(Scored::Qk, Keys::Q), term(Scored::Ak, Keys::A)],
-            RowRole::Key if self.variant.delta() => {
-                vec![term(Scored::Qk, Keys::Q), term(Scored::Scaled, self.erase_key())]
-            }
-            RowRole::Key => vec![term(Scored::Qk, Keys::Q)],
-            RowRole::Write => vec![term(Scored::Qb, Keys::Q), term(Scored::Ab, Keys::A)],
-        }
-    }
-
-    /// The rows of `together`.
-    fn roles(&self, together: Together) -> Vec<RowRole> {
-        match together {
-            Together::One(role) => vec![role],
-            Together::Readers if self.variant.solves() => vec![RowRole::Query, RowRole::Erase],
-            Together::Readers => vec![RowRole::Query],
-            Together::Writers if self.variant.low_rank() => vec![RowRole::Key, RowRole::Write],
-            Together::Writers => vec![RowRole::Key],
-        }
-    }
-
-    /// Rows on the other side of the terms of `together`, which all of its rows have in this order.
-    fn others(&self, together: Together) -> Vec<Keys> {
-        let of =
-            |role: &RowRole| self.terms(*role).iter().map(|term| term.rows).collect::<Vec<_>>();
-        let roles = self.roles(together);
-        let others = of(&roles[0]);
-        assert!(roles.iter().all(|role| of(role) == others), "{together:?} have the same terms");
-        others
-    }
-
-    /// Most rows whose gradients are made together.
-    pub fn most_together(&self) -> usize {
-        let all = [Together::Readers, Together::Writers].map(|together| self.roles(together).len());
-        if self.by_blocks() { all[0].max(all[1]) } else { 1 }
-    }
-
-    /// Most kinds of rows that gradients are made of at once.
-    pub fn most_others(&self) -> usize {
-        match self.by_blocks() {
-            true => self.others(Together::Readers).len().max(self.others(Together::Writers).len()),
-            false => 1,
-        }
-    }
-
-    /// Left factors of the terms with a state.
-    fn state_factors(&self, together: Together) -> LeftFactors {
-        let roles = self.roles(together);
-        let second = roles.get(1).map(|role| self.state_factor(*role));
-        LeftFactors { first: self.state_factor(roles[0]), second }
-    }
-
-    /// The adjoint of scores under a vector decay of which the gradients of `together` are made.
-    fn adjoint(&self, together: Together) -> Adjoint {
-        let roles = self.roles(together);
-        let terms = self.terms(roles[0]);
-        let of_y = roles[0].writes();
-        let last = match of_y {
-            true => terms[terms.len() - 1],
-            false => self.terms(roles[roles.len() - 1])[0],
-        };
-        let before = [terms[0], last].map(|term| self.before(term.scored));
-        Adjoint { of_y, kinds: roles.len(), others: terms.len(), before }
-    }
-
-    /// The row itself.
-    fn rows(&self, role: RowRole) -> Keys {
-        match role {
-            RowRole::Query => Keys::Q,
-            RowRole::Erase => self.erase_key(),
-            RowRole::Key => Keys::K,
-            RowRole::Write => Keys::B,
-        }
-    }
-
-    /// Left factor X of the row's term with a state, `X S^T`.
-    fn state_factor(&self, role: RowRole) -> Values {
-        match role {
-            RowRole::Query => Values::DO,
-            RowRole::Erase => Values::R,
-            RowRole::Key => self.key_values(),
-            RowRole::Write => Values::U,
-        }
-    }
-
-    fn decay_term(&self, role: RowRole) -> DecayTerm {
-        match role {
-            RowRole::Query => DecayTerm::Query { before: self.variant.reads_before() },
-            RowRole::Erase => DecayTerm::Erase { before: self.variant.erases_before() },
-            RowRole::Key | RowRole::Write => DecayTerm::Write,
-        }
-    }
-
-    /// Offset to the row that a term's own row is paired with in a zero-exponent term.
-    fn offset(&self, term: Term, writes: bool) -> TokenOffset {
-        match (self.before(term.scored), writes) {
-            (false, _) => TokenOffset::Same,
-            (true, false) => TokenOffset::Previous,
-            (true, true) => TokenOffset::Next,
-        }
-    }
-}
-
-impl RowRole {
-    /// Whether the row writes: its gradient comes from rows after it, and from the state's at the end.
-    fn writes(self) -> bool {
-        matches!(self, Self::Key | Self::Write)
-    }
-
-    fn states(self) -> States {
-        if self.writes() { States::End } else { States::Start }
-    }
-}
 
 /// The input gradients of a chunk under way.
 #[derive(CubeType)]
@@ -424,160 +265,6 @@ fn write_d_g_and_d_values<P: StageTypes>(chunk: &mut Chunk<P>, #[comptime] plan:
     }
 }
 
-/// `X S^T` over slices of values for one slice of keys, [C, key_slice] each, where S^T is stored [V, K].
-#[cube]
-fn state_terms<P: StageTypes>(
-    chunk: &mut Chunk<P>,
-    key: usize,
-    #[comptime] together: Together,
-    #[comptime] plan: GradientPlan,
-) -> Sequence<Acc> {
-    let columns = comptime!(plan.value_slice);
-    let grid = comptime!(plan.unscaled().grid(plan.chunk, plan.key_slice));
-    let factors = comptime!(plan.state_factors(together));
-    let states = comptime!(plan.roles(together)[0].states());
-    let mut accs = Sequence::<Acc>::new();
-    let mut on_the_left = Sequence::<ComingValues<P>>::new();
-    #[unroll]
-    for _ in 0..comptime!(factors.count()) {
-        accs.push(zeros(comptime!(grid.fragments())));
-        on_the_left.push(coming_values::<P>(plan));
-    }
-    let mut on_the_right = coming_state::<P>(plan);
-    if comptime!(plan.requests_ahead()) {
-        request_factors::<P>(&mut on_the_left, &chunk.from, 0usize, factors, plan);
-        request_state::<P>(&mut on_the_right, &chunk.from, 0usize, key, states, plan);
-    }
-    for slice in 0..comptime!(plan.value_slices()) {
-        let first = slice * columns;
-        if comptime!(!plan.requests_ahead()) {
-            request_factors::<P>(&mut on_the_left, &chunk.from, first, factors, plan);
-            request_state::<P>(&mut on_the_right, &chunk.from, first, key, states, plan);
-        }
-        let tiles = &mut chunk.tiles;
-        lay_state_operands::<P>(tiles, &on_the_left, &on_the_right, factors, plan);
-        if comptime!(plan.requests_ahead()) {
-            let next = first + columns;
-            request_factors::<P>(&mut on_the_left, &chunk.from, next, factors, plan);
-            request_state::<P>(&mut on_the_right, &chunk.from, next, key, states, plan);
-        }
-        let right = state_tile::<P>(&chunk.tiles, states);
-        #[unroll]
-        for n in 0..comptime!(factors.count()) {
-            let operand = comptime!(Operand::left(n));
-            let left = values_tile::<P>(&chunk.tiles, comptime!(factors.values(n)), operand, plan);
-            add_state_product::<P>(accs.index_mut(n), &left, &right, plan);
-        }
-    }
-    accs
-}
-
-/// Requests columns `first..` of the left factors.
-#[cube]
-fn request_factors<P: StageTypes>(
-    coming: &mut Sequence<ComingValues<P>>,
-    from: &GradientInputs<P>,
-    first: usize,
-    #[comptime] factors: LeftFactors,
-    #[comptime] plan: GradientPlan,
-) {
-    #[unroll]
-    for n in 0..comptime!(factors.count()) {
-        let which = comptime!(factors.values(n));
-        request_values::<P>(coming.index_mut(n), from, first, which, plan);
-    }
-}
-
-/// `acc += X S^T` for the values that the tiles hold.
-#[cube]
-fn add_state_product<P: StageTypes>(
-    acc: &mut Acc,
-    left: &SharedMemory<Vector<P::E, P::L>>,
-    right: &SharedMemory<Vector<P::E, P::L>>,
-    #[comptime] plan: GradientPlan,
-) {
-    let columns = comptime!(plan.value_slice);
-    let grid = comptime!(plan.unscaled().grid(plan.chunk, plan.key_slice));
-    let [rows, state] = comptime!([row_major(columns), row_major(plan.key_slice)]);
-    if comptime!(plan.warpgroups) {
-        let layout = comptime!(Swizzled { rows: columns, transposed: false });
-        let steps = comptime!(columns / 16);
-        multiply_by_warpgroups::<P::E, P::L>(acc, left, right, 0usize, steps, layout, grid);
-    } else {
-        let spec = comptime!(plan.unscaled().mul(grid, columns, rows, state));
-        mul::<P::E, P::L, P::L>(acc, left, 0usize, right, 0usize, spec);
-    }
-}
-
-/// `acc += d_scores rows`, or (`of_y`) `d_scores^T rows`, under a decay that is not a vector.
-#[cube]
-fn add_product<P: StageTypes>(
-    acc: &mut Acc,
-    weights: &SharedMemory<Vector<P::X, P::M>>,
-    rows: &SharedMemory<Vector<P::X, P::N>>,
-    #[comptime] of_y: bool,
-    #[comptime] plan: GradientPlan,
-) {
-    let chunk = comptime!(plan.chunk);
-    let slice = comptime!(plan.key_slice);
-    let how = comptime!(if of_y { transposed(chunk) } else { row_major(chunk) });
-    let zeros = comptime!(if of_y { Zeros::Below } else { Zeros::Above });
-    let spec = comptime!(plan.mul(plan.rows_grid(), chunk, how, row_major(slice)));
-    let spec = comptime!(spec.with_zeros(zeros));
-    mul::<P::X, P::M, P::N>(acc, weights, 0usize, rows, 0usize, spec);
-}
-
-/// [`add_product`] by warpgroups; `d_scores` times `scales` where these are `scaled`.
-#[cube]
-fn add_by_warpgroups<X: Float, N: Size, M: Size>(
-    acc: &mut Acc,
-    weights: &SharedMemory<Vector<X, M>>,
-    rows: &SharedMemory<Vector<X, N>>,
-    scales: &SharedMemory<f32>,
-    #[comptime] transposed: bool,
-    #[comptime] scaled: bool,
-    #[comptime] plan: GradientPlan,
-) {
-    comptime!(assert!(transposed || !scaled));
-    let chunk = comptime!(plan.chunk);
-    let stride = comptime!(plan.stride(chunk));
-    let row = computed_here(UNIT_POS) as usize / 32 % 4 * 16;
-    let mut left = LeftFactor::<X>::new();
-    #[unroll]
-    for k in 0..comptime!(chunk / 16) {
-        let source = comptime!(Source { down: 0, right: k * 16, stride, transposed });
-        let factor = load_a::<X, M>(weights, 0usize, row, source);
-        if comptime!(scaled) {
-            left.push(scale_columns::<X>(&factor, scales, k));
-        } else {
-            left.push(factor);
-        }
-    }
-    let layout = comptime!(Swizzled { rows: chunk, transposed: false });
-    let grid = comptime!(plan.rows_grid());
-    add_warpgroup_product::<X, N>(acc, &left, rows, 0usize, 0usize, layout, grid);
-}
-
-/// Step `k` of a left factor, its columns times their scales.
-#[cube]
-fn scale_columns<X: Float>(
-    factor: &Array<Vector<X, Const<2>>>,
-    scales: &SharedMemory<f32>,
-    #[comptime] k: usize,
-) -> Array<Vector<X, Const<2>>> {
-    let mut scaled = Array::<Vector<X, Const<2>>>::new(4usize);
-    #[unroll]
-    for n in 0..4usize {
-        // Registers 2 and 3 are eight columns on.
-        let column = UNIT_POS as usize % 4 * 2 + comptime!(k * 16 + n / 2 * 8);
-        let mut by = Pair::empty();
-        by[0] = scales[column];
-        by[1] = scales[column + 1];
-        scaled[n] = Vector::cast_from(Pair::cast_from(factor[n]) * by);
-    }
-    scaled
-}
-
 /// Multiplies gradients by e^{G_i}, or (`ends`) by e^{G_C - G_i}.
 #[cube]
 fn scale_by_decay(
@@ -634,7 +321,7 @@ fn gradients<P: StageTypes>(
         held.push(held_rows::<P>(chunk, first, comptime!(plan.requests_ahead()), role, plan));
     }
     let coming = request_others::<P>(chunk, first, together, plan);
-    let mut accs = state_terms::<P>(chunk, first, together, plan);
+    let mut accs = state_terms::<P>(&mut chunk.tiles, &chunk.from, first, together, plan);
     #[unroll]
     for n in 0..count {
         let role = comptime!(plan.roles(together)[n]);

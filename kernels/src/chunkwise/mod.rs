@@ -4,8 +4,9 @@
 //! intra_chunk        A_qk, T and decay factors of every chunk      vector_decay
 //! state_pass         S from chunk to chunk, and the outputs        state_chunk, state, state_tiles,
 //!                                                                  producers, sequence_parallel
-//! input_gradients    dq, dk, da, db, and dg, dbeta                 score_gradients, gradient_tiles,
-//!                                                                  decay_gradients
+//! input_gradients    dq, dk, da, db, and dg, dbeta                 gradient_rows, gradient_products,
+//!                                                                  gradient_tiles, gradient_slices,
+//!                                                                  score_gradients, decay_gradients
 //!
 //! chunk, decay       offsets of a chunk, its decay                 all stages
 //! varlen             sequences with lengths of their own           all stages
@@ -23,6 +24,9 @@ mod choose_tests;
 mod chunk;
 mod decay;
 mod decay_gradients;
+mod gradient_products;
+mod gradient_rows;
+mod gradient_slices;
 mod gradient_tiles;
 mod input_gradients;
 mod intra_chunk;

@@ -3,16 +3,14 @@
 use crate::chunkwise::arguments::StageTypes;
 use crate::chunkwise::chunk::{Sums, sum_scalars};
 use crate::chunkwise::decay::{decay_mask, erase_scale, intersects_lower_triangle};
-use crate::chunkwise::gradient_tiles::{
-    ComingValues, GradientInputs, GradientTiles, Operand, coming_values, lay_values,
-    request_values, values_tile,
+use crate::chunkwise::gradient_products::{RightFactor, add_product_over_values};
+use crate::chunkwise::gradient_slices::{
+    Factors, Operand, Side, coming_factors, lay_value_operands, request_factors,
 };
-use crate::chunkwise::plan::{GradientPlan, UNUSED, row_major, transposed};
+use crate::chunkwise::gradient_tiles::{GradientInputs, GradientTiles, values_tile};
+use crate::chunkwise::plan::{GradientPlan, UNUSED};
 use crate::chunkwise::roles::{Scored, Values};
-use crate::tile::{
-    Acc, Grid, Pair, Swizzled, column, inside, mul, multiply_by_warpgroups, row_in, set, store,
-    tile, zeros,
-};
+use crate::tile::{Acc, Grid, Pair, column, inside, row_in, set, store, tile, zeros};
 use cubecl::prelude::*;
 
 /// Rows of zero-exponent terms.
@@ -50,14 +48,15 @@ impl GradientPlan {
         if scored.reads() { self.excludes_query_terms() } else { self.excludes_erase_terms() }
     }
 
-    /// The value-wide matrices whose product is the gradient of scores.
-    fn factors(&self, scored: Scored) -> [Values; 2] {
-        match scored {
+    /// The value-wide matrix on one side of the product that is the gradient of scores.
+    fn factor_of(&self, scored: Scored, side: Side) -> Values {
+        let [left, right] = match scored {
             Scored::Qk => [Values::DO, self.key_values()],
             Scored::Qb => [Values::DO, Values::U],
             Scored::Ab | Scored::Scaled => [Values::R, Values::U],
             Scored::Ak => [Values::R, Values::V],
-        }
+        };
+        if side == Side::Left { left } else { right }
     }
 
     /// Products over values, in the order in which they are made.
@@ -79,27 +78,26 @@ impl GradientPlan {
         }
     }
 
-    /// Left (`side` 0) or right (1) factors of products, each once.
-    fn value_factors(&self, products: Products, side: usize) -> Vec<Values> {
+    /// Factors on one side of products, each once.
+    fn value_factors(&self, products: Products, side: Side) -> Factors {
         let mut each = Vec::new();
         for scored in self.scored(products) {
-            let factor = self.factors(scored)[side];
+            let factor = self.factor_of(scored, side);
             if !each.contains(&factor) {
                 each.push(factor);
             }
         }
-        each
+        Factors::of(&each)
     }
 
-    /// The place of a scored block's factor among those of [`Self::value_factors`].
-    fn place_of_factor(&self, products: Products, side: usize, scored: Scored) -> usize {
-        let factor = self.factors(scored)[side];
-        let all = self.value_factors(products, side);
-        all.iter().position(|values| *values == factor).expect("it is one of them")
+    /// The tile of a scored block's factor.
+    fn operand(&self, products: Products, side: Side, scored: Scored) -> Operand {
+        let place = self.value_factors(products, side).place(self.factor_of(scored, side));
+        Operand::new(side, place)
     }
 
-    /// Most left (`side` 0) or right (1) factors of products that are made together.
-    pub fn most_factors(&self, side: usize) -> usize {
+    /// Most factors on one side of products that are made together.
+    pub fn most_factors(&self, side: Side) -> usize {
         let of = |products| self.value_factors(products, side).len();
         self.products().into_iter().map(of).max().unwrap_or(1)
     }
@@ -247,117 +245,49 @@ fn value_products<P: StageTypes>(
     for _ in 0..comptime!(plan.scored(products).len()) {
         accs.push(zeros(comptime!(grid.fragments())));
     }
-    let mut on_the_left = coming_factors::<P>(0usize, products, plan);
-    let mut on_the_right = coming_factors::<P>(1usize, products, plan);
+    let [lefts, rights] =
+        comptime!([Side::Left, Side::Right].map(|side| plan.value_factors(products, side)));
+    let mut on_the_left = coming_factors::<P>(lefts, plan);
+    let mut on_the_right = coming_factors::<P>(rights, plan);
     if comptime!(plan.requests_ahead()) {
-        request_side::<P>(&mut on_the_left, from, 0usize, 0usize, products, plan);
-        request_side::<P>(&mut on_the_right, from, 0usize, 1usize, products, plan);
+        request_factors::<P>(&mut on_the_left, from, 0usize, lefts, plan);
+        request_factors::<P>(&mut on_the_right, from, 0usize, rights, plan);
     }
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
         if comptime!(!plan.requests_ahead()) {
-            request_side::<P>(&mut on_the_left, from, first, 0usize, products, plan);
-            request_side::<P>(&mut on_the_right, from, first, 1usize, products, plan);
+            request_factors::<P>(&mut on_the_left, from, first, lefts, plan);
+            request_factors::<P>(&mut on_the_right, from, first, rights, plan);
         }
-        lay_factors::<P>(tiles, &on_the_left, &on_the_right, products, plan);
+        lay_value_operands::<P>(tiles, &on_the_left, &on_the_right, lefts, rights, plan);
         if comptime!(plan.requests_ahead()) {
             let next = first + columns;
-            request_side::<P>(&mut on_the_left, from, next, 0usize, products, plan);
-            request_side::<P>(&mut on_the_right, from, next, 1usize, products, plan);
+            request_factors::<P>(&mut on_the_left, from, next, lefts, plan);
+            request_factors::<P>(&mut on_the_right, from, next, rights, plan);
         }
         #[unroll]
         for n in 0..comptime!(plan.scored(products).len()) {
             let scored = comptime!(plan.scored(products)[n]);
-            let factors = comptime!(plan.factors(scored));
-            let places = comptime!([0, 1].map(|s| plan.place_of_factor(products, s, scored)));
-            let left = comptime!(Operand::left(places[0]));
-            let right = comptime!(Operand::right(places[1]));
-            let left = values_tile::<P>(tiles, factors[0], left, plan);
-            let right = values_tile::<P>(tiles, factors[1], right, plan);
-            add_value_product::<P>(accs.index_mut(n), &left, &right, plan);
+            let left = factor_tile::<P>(tiles, products, scored, comptime!(Side::Left), plan);
+            let right = factor_tile::<P>(tiles, products, scored, comptime!(Side::Right), plan);
+            let values = comptime!(RightFactor::Values);
+            add_product_over_values::<P>(accs.index_mut(n), &left, &right, values, plan);
         }
     }
     accs
 }
 
-/// Room for the factors of one side.
+/// The tile of the matrix on one side of a product.
 #[cube]
-fn coming_factors<P: StageTypes>(
-    #[comptime] side: usize,
+fn factor_tile<P: StageTypes>(
+    tiles: &GradientTiles<P>,
     #[comptime] products: Products,
+    #[comptime] scored: Scored,
+    #[comptime] side: Side,
     #[comptime] plan: GradientPlan,
-) -> Sequence<ComingValues<P>> {
-    let mut coming = Sequence::<ComingValues<P>>::new();
-    #[unroll]
-    for _ in 0..comptime!(plan.value_factors(products, side).len()) {
-        coming.push(coming_values::<P>(plan));
-    }
-    coming
-}
-
-/// Requests columns `first..` of the factors of one side.
-#[cube]
-fn request_side<P: StageTypes>(
-    coming: &mut Sequence<ComingValues<P>>,
-    from: &GradientInputs<P>,
-    first: usize,
-    #[comptime] side: usize,
-    #[comptime] products: Products,
-    #[comptime] plan: GradientPlan,
-) {
-    #[unroll]
-    for n in 0..comptime!(plan.value_factors(products, side).len()) {
-        let which = comptime!(plan.value_factors(products, side)[n]);
-        request_values::<P>(coming.index_mut(n), from, first, which, plan);
-    }
-}
-
-/// Sliced: puts the factors of both sides into their tiles, between two barriers.
-#[cube]
-fn lay_factors<P: StageTypes>(
-    tiles: &mut GradientTiles<P>,
-    lefts: &Sequence<ComingValues<P>>,
-    rights: &Sequence<ComingValues<P>>,
-    #[comptime] products: Products,
-    #[comptime] plan: GradientPlan,
-) {
-    if comptime!(!plan.whole) {
-        sync_cube();
-        #[unroll]
-        for n in 0..comptime!(plan.value_factors(products, 0).len()) {
-            let which = comptime!(plan.value_factors(products, 0)[n]);
-            let operand = comptime!(Operand::left(n));
-            lay_values::<P>(tiles, lefts.index(n), which, operand, plan);
-        }
-        #[unroll]
-        for n in 0..comptime!(plan.value_factors(products, 1).len()) {
-            let which = comptime!(plan.value_factors(products, 1)[n]);
-            let operand = comptime!(Operand::right(n));
-            lay_values::<P>(tiles, rights.index(n), which, operand, plan);
-        }
-        sync_cube();
-    }
-}
-
-/// `acc += X Y^T` for the values that the tiles hold.
-#[cube]
-fn add_value_product<P: StageTypes>(
-    acc: &mut Acc,
-    left: &SharedMemory<Vector<P::E, P::L>>,
-    right: &SharedMemory<Vector<P::E, P::L>>,
-    #[comptime] plan: GradientPlan,
-) {
-    let columns = comptime!(plan.value_slice);
-    let grid = comptime!(plan.unscaled().pairs());
-    let [rows, written] = comptime!([row_major(columns), transposed(columns)]);
-    if comptime!(plan.warpgroups) {
-        let layout = comptime!(Swizzled { rows: plan.chunk, transposed: true });
-        let steps = comptime!(columns / 16);
-        multiply_by_warpgroups::<P::E, P::L>(acc, left, right, 0usize, steps, layout, grid);
-    } else {
-        let spec = comptime!(plan.unscaled().mul(grid, columns, rows, written));
-        mul::<P::E, P::L, P::L>(acc, left, 0usize, right, 0usize, spec);
-    }
+) -> SharedMemory<Vector<P::E, P::L>> {
+    let operand = comptime!(plan.operand(products, side, scored));
+    values_tile::<P>(tiles, comptime!(plan.factor_of(scored, side)), operand, plan)
 }
 
 /// Multiplies the gradient of a score block by the decay mask. Zero-exponent terms go to `zero_exponent` where there is

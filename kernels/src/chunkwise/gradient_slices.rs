@@ -1,0 +1,316 @@
+//! Slices of tiles of the input gradients, where shared memory has no room for whole matrices: operands of the next
+//! product are requested, kept in registers while the last one is multiplied, and then laid into tiles.
+
+use crate::chunkwise::arguments::StageTypes;
+use crate::chunkwise::gradient_tiles::{GradientInputs, GradientTiles, state_rows, values_tile};
+use crate::chunkwise::plan::GradientPlan;
+use crate::chunkwise::roles::{Keys, States, Values};
+use crate::tile::{Requested, lay, load, request, room_for, width_of};
+use cubecl::prelude::*;
+
+/// Value-wide factors on one side of products that are made together: one, or two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Factors {
+    One([Values; 1]),
+    Two([Values; 2]),
+}
+
+impl Factors {
+    /// # Panics
+    /// If there are other than one or two.
+    pub fn of(each: &[Values]) -> Self {
+        match *each {
+            [one] => Self::One([one]),
+            [first, second] => Self::Two([first, second]),
+            _ => panic!("tiles are for one factor a side, or two: {each:?}"),
+        }
+    }
+
+    fn each(&self) -> &[Values] {
+        match self {
+            Self::One(one) => one,
+            Self::Two(two) => two,
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        self.each().len()
+    }
+
+    /// Factor `n`.
+    pub fn get(&self, n: usize) -> Values {
+        self.each()[n]
+    }
+
+    /// The place of a factor that is one of them.
+    pub fn place(&self, factor: Values) -> usize {
+        let place = self.each().iter().position(|values| *values == factor);
+        place.unwrap_or_else(|| panic!("{factor:?} is none of {self:?}"))
+    }
+}
+
+/// A side of a product over values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Side {
+    Left,
+    Right,
+}
+
+/// The tile of a factor, by its side and its place among those that are there together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Operand {
+    Left,
+    OtherLeft,
+    Right,
+    OtherRight,
+}
+
+impl Operand {
+    /// Factor `n` of a side.
+    pub fn new(side: Side, n: usize) -> Self {
+        match side {
+            Side::Left => [Self::Left, Self::OtherLeft][n],
+            Side::Right => [Self::Right, Self::OtherRight][n],
+        }
+    }
+}
+
+/// This unit's part of a slice of a value-wide matrix, requested and not yet waited for; the matrix is of the
+/// tensors' type or of that between stages.
+#[derive(CubeType)]
+pub(crate) struct ComingValues<P: StageTypes> {
+    of_tensors: Requested<P::F, P::G>,
+    between: Requested<P::E, P::G>,
+}
+
+#[cube]
+fn coming_values<P: StageTypes>(#[comptime] plan: GradientPlan) -> ComingValues<P> {
+    let read = width_of::<P::G>();
+    let all = comptime!(if plan.whole { 1 } else { plan.values_window().turns(read) });
+    ComingValues::<P> {
+        of_tensors: room_for::<P::F, P::G>(all),
+        between: room_for::<P::E, P::G>(all),
+    }
+}
+
+/// Requests columns `first..` of a value-wide matrix, [C, value_slice].
+#[cube]
+fn request_values<P: StageTypes>(
+    coming: &mut ComingValues<P>,
+    from: &GradientInputs<P>,
+    first: usize,
+    #[comptime] which: Values,
+    #[comptime] plan: GradientPlan,
+) {
+    let window = comptime!(plan.values_window());
+    let rows = &from.place.values;
+    if comptime!(!plan.whole) {
+        if comptime!(which == Values::V) {
+            request::<P::F, P::G>(&mut coming.of_tensors, &from.x.v, rows, first, window);
+        } else if comptime!(which == Values::DO) {
+            request::<P::F, P::G>(&mut coming.of_tensors, &from.saved.d_o, rows, first, window);
+        } else if comptime!(which == Values::U) {
+            request::<P::E, P::G>(&mut coming.between, &from.saved.u, rows, first, window);
+        } else {
+            request::<P::E, P::G>(&mut coming.between, &from.saved.r, rows, first, window);
+        }
+    }
+}
+
+/// Puts a value-wide matrix into the tile of its operand.
+#[cube]
+fn lay_values<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
+    coming: &ComingValues<P>,
+    #[comptime] which: Values,
+    #[comptime] operand: Operand,
+    #[comptime] plan: GradientPlan,
+) {
+    let window = comptime!(plan.values_window());
+    let mut to = values_tile::<P>(tiles, which, operand, plan);
+    if comptime!(which == Values::V || which == Values::DO) {
+        lay::<P::F, P::G, P::E, P::L>(&mut to, &coming.of_tensors, window);
+    } else {
+        lay::<P::E, P::G, P::E, P::L>(&mut to, &coming.between, window);
+    }
+}
+
+/// Room for factors of one side.
+#[cube]
+pub(crate) fn coming_factors<P: StageTypes>(
+    #[comptime] factors: Factors,
+    #[comptime] plan: GradientPlan,
+) -> Sequence<ComingValues<P>> {
+    let mut coming = Sequence::<ComingValues<P>>::new();
+    #[unroll]
+    for _ in 0..comptime!(factors.len()) {
+        coming.push(coming_values::<P>(plan));
+    }
+    coming
+}
+
+/// Requests columns `first..` of factors.
+#[cube]
+pub(crate) fn request_factors<P: StageTypes>(
+    coming: &mut Sequence<ComingValues<P>>,
+    from: &GradientInputs<P>,
+    first: usize,
+    #[comptime] factors: Factors,
+    #[comptime] plan: GradientPlan,
+) {
+    #[unroll]
+    for n in 0..comptime!(factors.len()) {
+        request_values::<P>(coming.index_mut(n), from, first, comptime!(factors.get(n)), plan);
+    }
+}
+
+/// Puts factors into the tiles of their side.
+#[cube]
+fn lay_factors<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
+    coming: &Sequence<ComingValues<P>>,
+    #[comptime] side: Side,
+    #[comptime] factors: Factors,
+    #[comptime] plan: GradientPlan,
+) {
+    #[unroll]
+    for n in 0..comptime!(factors.len()) {
+        let operand = comptime!(Operand::new(side, n));
+        lay_values::<P>(tiles, coming.index(n), comptime!(factors.get(n)), operand, plan);
+    }
+}
+
+/// Puts the factors of both sides into their tiles, between two barriers.
+#[cube]
+pub(crate) fn lay_value_operands<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
+    on_the_left: &Sequence<ComingValues<P>>,
+    on_the_right: &Sequence<ComingValues<P>>,
+    #[comptime] lefts: Factors,
+    #[comptime] rights: Factors,
+    #[comptime] plan: GradientPlan,
+) {
+    if comptime!(!plan.whole) {
+        sync_cube();
+        lay_factors::<P>(tiles, on_the_left, comptime!(Side::Left), lefts, plan);
+        lay_factors::<P>(tiles, on_the_right, comptime!(Side::Right), rights, plan);
+        sync_cube();
+    }
+}
+
+/// As [`ComingValues`], of a state.
+#[cube]
+pub(crate) fn coming_state<P: StageTypes>(#[comptime] plan: GradientPlan) -> Requested<P::E, P::G> {
+    let read = width_of::<P::G>();
+    let all = comptime!(if plan.whole { 1 } else { plan.states_window().turns(read) });
+    room_for::<P::E, P::G>(all)
+}
+
+/// Requests a state's values from `first` on and keys from `key` on.
+#[cube]
+pub(crate) fn request_state<P: StageTypes>(
+    coming: &mut Requested<P::E, P::G>,
+    from: &GradientInputs<P>,
+    first: usize,
+    key: usize,
+    #[comptime] which: States,
+    #[comptime] plan: GradientPlan,
+) {
+    // Behind the last value there is none.
+    let first = min(first, comptime!(plan.value_width));
+    let rows = state_rows(&from.place, first, plan);
+    let window = comptime!(plan.states_window());
+    if comptime!(!plan.whole) {
+        if comptime!(which == States::Start) {
+            request::<P::E, P::G>(coming, &from.saved.states, &rows, key, window);
+        } else {
+            request::<P::E, P::G>(coming, &from.saved.d_states, &rows, key, window);
+        }
+    }
+}
+
+/// Puts a state and the value-wide matrices it is multiplied with into their tiles, between two barriers.
+#[cube]
+pub(crate) fn lay_state_operands<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
+    coming: &Sequence<ComingValues<P>>,
+    state: &Requested<P::E, P::G>,
+    #[comptime] factors: Factors,
+    #[comptime] plan: GradientPlan,
+) {
+    if comptime!(!plan.whole) {
+        sync_cube();
+        lay_factors::<P>(tiles, coming, comptime!(Side::Left), factors, plan);
+        let window = comptime!(plan.states_window());
+        lay::<P::E, P::G, P::E, P::L>(&mut tiles.right, state, window);
+        sync_cube();
+    }
+}
+
+/// One slice of rows of keys, requested and not yet waited for.
+#[cube]
+pub(crate) fn request_key_rows<P: StageTypes>(
+    from: &GradientInputs<P>,
+    first: usize,
+    #[comptime] which: Keys,
+    #[comptime] plan: GradientPlan,
+) -> Requested<P::F, P::G> {
+    let read = width_of::<P::G>();
+    let window = comptime!(plan.key_window());
+    let (keys, rows) = (&from.place.keys, &from.place.rows);
+    let mut coming = room_for::<P::F, P::G>(comptime!(window.turns(read)));
+    if comptime!(which == Keys::Q) {
+        request::<P::F, P::G>(&mut coming, &from.x.q, keys, first, window);
+    } else if comptime!(which == Keys::K) {
+        request::<P::F, P::G>(&mut coming, &from.x.k, keys, first, window);
+    } else if comptime!(which == Keys::A) {
+        request::<P::F, P::G>(&mut coming, &from.x.a, rows, first, window);
+    } else {
+        request::<P::F, P::G>(&mut coming, &from.x.b, rows, first, window);
+    }
+    coming
+}
+
+/// Puts what [`request_key_rows`] asked for, `count` kinds of rows, into tiles between two barriers.
+#[cube]
+pub(crate) fn lay_key_rows<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
+    coming: &Sequence<Requested<P::F, P::G>>,
+    #[comptime] count: usize,
+    #[comptime] plan: GradientPlan,
+) {
+    let window = comptime!(plan.key_window());
+    sync_cube();
+    lay::<P::F, P::G, P::X, P::N>(&mut tiles.keys, coming.index(0usize), window);
+    if comptime!(count > 1) {
+        lay::<P::F, P::G, P::X, P::N>(&mut tiles.other_keys, coming.index(1usize), window);
+    }
+    sync_cube();
+}
+
+/// Loads one slice of rows of keys between two barriers.
+#[cube]
+pub(crate) fn load_key_rows<P: StageTypes>(
+    tiles: &mut GradientTiles<P>,
+    from: &GradientInputs<P>,
+    first: usize,
+    #[comptime] which: Keys,
+    #[comptime] plan: GradientPlan,
+) {
+    if comptime!(!plan.whole) {
+        let window = comptime!(plan.key_window());
+        let (keys, rows) = (&from.place.keys, &from.place.rows);
+        let to = &mut tiles.keys;
+        sync_cube();
+        if comptime!(which == Keys::Q) {
+            load::<P::F, P::G, P::X, P::N>(to, &from.x.q, keys, first, window);
+        } else if comptime!(which == Keys::K) {
+            load::<P::F, P::G, P::X, P::N>(to, &from.x.k, keys, first, window);
+        } else if comptime!(which == Keys::A) {
+            load::<P::F, P::G, P::X, P::N>(to, &from.x.a, rows, first, window);
+        } else {
+            load::<P::F, P::G, P::X, P::N>(to, &from.x.b, rows, first, window);
+        }
+        sync_cube();
+    }
+}
