@@ -177,6 +177,16 @@ impl Real for f32 {
     }
 }
 
+/// A polynomial of x, the coefficient of its highest power first.
+#[inline(always)]
+fn polynomial<const N: usize>(coefficients: &[f32; N], x: f32) -> f32 {
+    let mut sum = coefficients[0];
+    for coefficient in &coefficients[1..] {
+        sum = sum * x + coefficient;
+    }
+    sum
+}
+
 /// `e^x` within 2 units in the last place, without branches. 0 below e^-86.9, 2 e-38.
 #[inline(always)]
 #[allow(clippy::excessive_precision)] // digits as published; f32 rounds them
@@ -197,7 +207,7 @@ fn exp(x: f32) -> f32 {
     let shifted = x * std::f32::consts::LOG2_E + ROUND;
     let times = shifted - ROUND;
     let r = (x - times * LN_2[0]) - times * LN_2[1];
-    let p = POLYNOMIAL.into_iter().reduce(|sum, c| sum * r + c).unwrap_or(0.0);
+    let p = polynomial(&POLYNOMIAL, r);
     let fraction = p * (r * r) + r + 1.0;
     // Half of the power of two: the power itself may be too large where the result is not.
     let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(126);
@@ -221,7 +231,7 @@ fn tanh(x: f32) -> f32 {
         -3.333_328_194_22e-1,
     ];
     let square = x * x;
-    let p = POLYNOMIAL.into_iter().reduce(|sum, c| sum * square + c).unwrap_or(0.0);
+    let p = polynomial(&POLYNOMIAL, square);
     let near = p * square * x + x;
     let e = exp(-2.0 * x.abs());
     let far = ((1.0 - e) / (1.0 + e)).copysign(x);
@@ -266,8 +276,8 @@ fn erf(x: f32) -> f32 {
     // NaN goes through both limits. The quotient passes 1 by a few units just below 4.
     let x = x.clamp(-4.0, 4.0);
     let square = x * x;
-    let above = ABOVE.into_iter().reduce(|sum, c| sum * square + c).unwrap_or(0.0);
-    let below = BELOW.into_iter().reduce(|sum, c| sum * square + c).unwrap_or(1.0);
+    let above = polynomial(&ABOVE, square);
+    let below = polynomial(&BELOW, square);
     (x * above / below).clamp(-1.0, 1.0)
 }
 

@@ -5,7 +5,7 @@ use super::super::real::{Job, Machine, Real, add, dispatch, dot, total};
 use super::super::shared::{Rows, RowsMut, Shared};
 use super::tile::{
     Delta, Linear, LinearBefore, LowRank, Partial, Row, Rule, TILE, Token, Written, advance,
-    reverse, totals,
+    reverse, times, totals,
 };
 use super::{BLOCK, Factors, Head, load, load_state, rows_at, sequences, store, store_state};
 use crate::ops::recurrence::{Dims, LogDecay, Read, Recurrence, Transition};
@@ -157,7 +157,7 @@ impl<R: Real, U: Rule> Backward<'_, '_, R, U> {
         match &mut self.d.transition {
             Transition::Delta { beta: d_beta, .. } => {
                 d_beta.at(t)[0] += dot::<M, R>(d_update, &written.error);
-                store(self.d.v.at(t), c, &d_update.map(|d| beta * d));
+                store(self.d.v.at(t), c, &times(beta, d_update));
             }
             Transition::Identity { .. } | Transition::LowRank { .. } => {
                 store(self.d.v.at(t), c, d_update);

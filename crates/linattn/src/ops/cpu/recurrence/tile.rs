@@ -14,6 +14,8 @@
 //! w  = -beta du, or dz = b D               da = w P^T
 //! dP = d D + a^T w    dd = rows of P D
 //! ```
+//! Loops do one thing to a whole row each: LLVM makes vector instructions of these whether or not the crate is optimised
+//! once more by link-time optimisation, which a program may have turned off, and of longer ones only then.
 
 use super::super::real::{LANES, Machine, Real};
 
@@ -107,6 +109,37 @@ fn read<M: Machine, R: Real>(x: &[R], rows: &[Row<R>]) -> Row<R> {
     sum
 }
 
+/// `x row`.
+#[inline(always)]
+pub(super) fn times<R: Real>(x: R, row: &Row<R>) -> Row<R> {
+    let mut product = *row;
+    for number in &mut product {
+        *number *= x;
+    }
+    product
+}
+
+/// `to += x row`.
+#[inline(always)]
+fn add_times<M: Machine, R: Real>(to: &mut Row<R>, x: R, row: &Row<R>) {
+    for w in 0..TILE {
+        to[w] = M::mul_add(x, row[w], to[w]);
+    }
+}
+
+/// Sums of products over the columns of a tile, as many as there are lanes.
+#[inline(always)]
+fn lanes<M: Machine, R: Real>(x: &Row<R>, y: &Row<R>) -> [R; LANES] {
+    let mut sums = [R::ZERO; LANES];
+    for l in 0..LANES {
+        sums[l] = M::mul_add(x[l], y[l], sums[l]);
+    }
+    for l in 0..LANES {
+        sums[l] = M::mul_add(x[l + LANES], y[l + LANES], sums[l]);
+    }
+    sums
+}
+
 /// From the state before a token to the one after it, with the token's output.
 #[inline(always)]
 pub(super) fn advance<M: Machine, R: Real, U: Rule>(
@@ -130,15 +163,14 @@ pub(super) fn advance<M: Machine, R: Real, U: Rule>(
     }
     let mut o = [R::ZERO; TILE];
     for i in 0..width {
-        let (old, new) = (&before[i], &mut after[i]);
-        for w in 0..TILE {
-            let mut s = M::mul_add(k[i], written.update[w], kept[i] * old[w]);
-            if U::LOW_RANK {
-                s = M::mul_add(token.b[i], written.retrieved[w], s);
-            }
-            o[w] = M::mul_add(q[i], if U::BEFORE { old[w] } else { s }, o[w]);
-            new[w] = s;
+        let old = before[i];
+        let mut s = times(kept[i], &old);
+        add_times::<M, R>(&mut s, k[i], &written.update);
+        if U::LOW_RANK {
+            add_times::<M, R>(&mut s, token.b[i], &written.retrieved);
         }
+        add_times::<M, R>(&mut o, q[i], if U::BEFORE { &old } else { &s });
+        after[i] = s;
     }
     (o, written)
 }
@@ -194,28 +226,26 @@ pub(super) fn reverse<M: Machine, R: Real, U: Rule>(
     for i in 0..width {
         // Rows are taken out and put back whole: the compiler cannot know that they are apart.
         let (p, mut s) = (before[i], d[i]);
-        let [mut read, mut write, mut keep, mut retrieved] = [[R::ZERO; LANES]; 4];
         let (kept, q, k) = (kept[i], q[i], k[i]);
+        if !U::BEFORE {
+            add_times::<M, R>(&mut s, q, d_o);
+        }
+        add_times::<M, R>(&mut d_update, k, &s);
+        let read = lanes::<M, R>(&p, d_o);
+        let write = lanes::<M, R>(&s, &written.update);
+        let keep = lanes::<M, R>(&p, &s);
+        let mut retrieved = [R::ZERO; LANES];
+        if U::LOW_RANK {
+            add_times::<M, R>(&mut d_retrieved, token.b[i], &s);
+            retrieved = lanes::<M, R>(&s, &written.retrieved);
+        }
+        if !U::RETRIEVES {
+            s = times(kept, &s);
+        }
+        if U::BEFORE {
+            add_times::<M, R>(&mut s, q, d_o);
+        }
         for l in 0..LANES {
-            for w in [l, l + LANES] {
-                if !U::BEFORE {
-                    s[w] = M::mul_add(q, d_o[w], s[w]);
-                }
-                d_update[w] = M::mul_add(k, s[w], d_update[w]);
-                read[l] = M::mul_add(p[w], d_o[w], read[l]);
-                write[l] = M::mul_add(s[w], written.update[w], write[l]);
-                keep[l] = M::mul_add(p[w], s[w], keep[l]);
-                if U::LOW_RANK {
-                    d_retrieved[w] = M::mul_add(token.b[i], s[w], d_retrieved[w]);
-                    retrieved[l] = M::mul_add(s[w], written.retrieved[w], retrieved[l]);
-                }
-                if !U::RETRIEVES {
-                    s[w] = kept * s[w];
-                }
-                if U::BEFORE {
-                    s[w] = M::mul_add(q, d_o[w], s[w]);
-                }
-            }
             decay[l] = M::mul_add(kept, keep[l], decay[l]);
         }
         (d[i], reads[i], writes[i], keeps[i]) = (s, read, write, keep);
@@ -225,18 +255,18 @@ pub(super) fn reverse<M: Machine, R: Real, U: Rule>(
     }
     if U::RETRIEVES {
         if !U::LOW_RANK {
-            d_retrieved = d_update.map(|d| -(token.beta * d));
+            d_retrieved = times(-token.beta, &d_update);
         }
         let (a, erased) = (&token.a[..width], &mut partial.erased[..width]);
         let decays = if token.a_after_decay { R::ONE } else { R::ZERO };
         for i in 0..width {
-            let (p, mut s, mut erase) = (before[i], d[i], [R::ZERO; LANES]);
+            let (p, mut s) = (before[i], d[i]);
             let (kept, by, share) = (kept[i], a[i], decays * a[i]);
+            let erase = lanes::<M, R>(&p, &d_retrieved);
+            for w in 0..TILE {
+                s[w] = M::mul_add(by, d_retrieved[w], kept * s[w]);
+            }
             for l in 0..LANES {
-                for w in [l, l + LANES] {
-                    erase[l] = M::mul_add(p[w], d_retrieved[w], erase[l]);
-                    s[w] = M::mul_add(by, d_retrieved[w], kept * s[w]);
-                }
                 decay[l] = M::mul_add(share, erase[l], decay[l]);
             }
             (d[i], erased[i]) = (s, erase);
