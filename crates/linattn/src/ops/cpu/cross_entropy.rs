@@ -4,7 +4,7 @@
 use super::linear::sum_of_rows;
 use super::parallel::for_each;
 use super::product::{Matrix, Put, product_here};
-use super::real::{Job, LANES, Machine, Real, add, dispatch, sum};
+use super::real::{Job, Machine, Real, add, dispatch, largest, sum};
 use super::shared::Fresh;
 use super::tensors::{
     Number, contiguous, indices, matrix, maybe, one_type, slice, strided, tensor, typed,
@@ -91,18 +91,6 @@ impl<R: Real> Job for Softmax<'_, R> {
         }
         loss
     }
-}
-
-#[inline(always)]
-fn largest<R: Real>(row: &[R]) -> R {
-    let mut lanes = [row[0]; LANES];
-    let (chunks, rest) = row.as_chunks::<LANES>();
-    for chunk in chunks {
-        for i in 0..LANES {
-            lanes[i] = lanes[i].larger(chunk[i]);
-        }
-    }
-    lanes.iter().chain(rest).fold(row[0], |largest, &z| largest.larger(z))
 }
 
 impl<R: Real> Given<'_, R> {

@@ -75,7 +75,9 @@ pub(super) fn sum_of_rows<R: Real>(x: Matrix<'_, R>) -> Vec<R> {
         #[inline(always)]
         fn run<M: Machine>(self) {
             let Self(x, sum) = self;
-            x.each_row().for_each(|row| add(sum, row));
+            for row in x.each_row() {
+                add(sum, row);
+            }
         }
     }
     let [rows, width] = x.size();

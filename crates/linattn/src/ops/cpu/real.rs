@@ -3,6 +3,10 @@
 //! The program is built for the least processor of its kind. A [`Job`] is compiled several times, and
 //! [`dispatch`] takes the best copy that runs here. Everything that a job calls has to be inlined into it,
 //! or else it is compiled for the least processor again.
+//!
+//! Inner loops are plain ones, over a row or a [`Block`] each, that do one thing: LLVM makes vector instructions of these
+//! at once. Of long loops, and of closures in iterators, it does only in the pass of link-time optimisation that rustc
+//! leaves out where a profile has one codegen unit or `lto = "off"`.
 
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 
@@ -242,14 +246,21 @@ fn tanh(x: f32) -> f32 {
 /// series that ends where f32 does.
 #[inline(always)]
 fn log_sigmoid(x: f32) -> f32 {
+    const SERIES: [f32; 9] = [
+        1.0 / 17.0,
+        1.0 / 15.0,
+        1.0 / 13.0,
+        1.0 / 11.0,
+        1.0 / 9.0,
+        1.0 / 7.0,
+        1.0 / 5.0,
+        1.0 / 3.0,
+        1.0,
+    ];
     let e = exp(-x.abs());
     let s = e / (e + 2.0);
     let square = s * s;
-    let mut series = 0.0;
-    for n in 0..9 {
-        series = series * square + 1.0 / (17 - 2 * n) as f32;
-    }
-    x.min(0.0) - (s + s) * series
+    x.min(0.0) - (s + s) * polynomial(&SERIES, square)
 }
 
 /// A quotient of polynomials within 5e-7, odd in x; near 4 and beyond it is 1.
@@ -394,6 +405,59 @@ pub(super) fn store<R: Real>(
         Some(to) => *to = *block,
         None => to.copy_from_slice(&block[..to.len()]),
     }
+}
+
+/// `to += x row`.
+#[inline(always)]
+pub(super) fn add_times<M: Machine, R: Real, const N: usize>(to: &mut [R; N], x: R, row: &[R; N]) {
+    for w in 0..N {
+        to[w] = M::mul_add(x, row[w], to[w]);
+    }
+}
+
+/// `to += x y`, number by number.
+#[inline(always)]
+pub(super) fn add_products<M: Machine, R: Real>(to: &mut Block<R>, x: &Block<R>, y: &Block<R>) {
+    for w in 0..LANES {
+        to[w] = M::mul_add(x[w], y[w], to[w]);
+    }
+}
+
+/// `x y`, number by number.
+#[inline(always)]
+pub(super) fn product<R: Real>(x: &Block<R>, y: &Block<R>) -> Block<R> {
+    let mut product = *x;
+    for w in 0..LANES {
+        product[w] = x[w] * y[w];
+    }
+    product
+}
+
+/// `x row`.
+#[inline(always)]
+pub(super) fn times<R: Real, const N: usize>(x: R, row: &[R; N]) -> [R; N] {
+    let mut product = *row;
+    for number in &mut product {
+        *number *= x;
+    }
+    product
+}
+
+/// The largest number of a row that has one.
+#[inline(always)]
+pub(super) fn largest<R: Real>(row: &[R]) -> R {
+    let mut lanes = [row[0]; LANES];
+    let (chunks, rest) = row.as_chunks::<LANES>();
+    for chunk in chunks {
+        for i in 0..LANES {
+            lanes[i] = lanes[i].larger(chunk[i]);
+        }
+    }
+    let mut largest = row[0];
+    for &x in lanes.iter().chain(rest) {
+        largest = largest.larger(x);
+    }
+    largest
 }
 
 /// The sum of a row of partial sums, in a fixed order.

@@ -10,7 +10,10 @@
 //! For a backward pass, which makes the states between again, every [`CHUNK`]-th state is kept.
 
 use super::parallel::for_each;
-use super::real::{Block, Job, LANES, Machine, Real, dispatch, load, store, total};
+use super::real::{
+    Block, Job, LANES, Machine, Real, add_products, add_times, dispatch, load, product, store,
+    total,
+};
 use super::shared::{Place, Rows, RowsMut, Shared, rows_at};
 use super::tensors::{Number, contiguous, maybe, one_type, slice, tensor, typed, zeros};
 use crate::ops::fused::SelectiveScan;
@@ -166,14 +169,28 @@ impl<'a, R: Number> Operands<'a, R> {
 #[inline(always)]
 fn token<R: Real>(x: &Operands<'_, R>, t: usize) -> [Block<R>; 2] {
     let (row, dt) = (x.x.at(t), x.dt.at(t));
-    let [row, dt] = [row, dt].map(|row| load(row, 0, row.len(), 0));
-    [dt, std::array::from_fn(|w| dt[w] * row[w])]
+    let (row, dt) = (load(row, 0, row.len(), 0), load(dt, 0, dt.len(), 0));
+    [dt, product(&dt, &row)]
 }
 
 /// e^{dt A}.
 #[inline(always)]
 fn decay<R: Real>(dt: &Block<R>, rate: &Block<R>) -> Block<R> {
-    std::array::from_fn(|w| (dt[w] * rate[w]).exp())
+    let mut decay = *dt;
+    for w in 0..LANES {
+        decay[w] = (dt[w] * rate[w]).exp();
+    }
+    decay
+}
+
+/// k, the share of h that stays.
+#[inline(always)]
+fn kept<M: Machine, R: Real>(x: &Operands<'_, R>, e: &Block<R>) -> Block<R> {
+    let mut kept = *e;
+    for w in 0..LANES {
+        kept[w] = M::mul_add(x.scale, e[w], x.offset);
+    }
+    kept
 }
 
 /// h of the next token.
@@ -185,10 +202,11 @@ fn next<M: Machine, R: Real>(
     written: &Block<R>,
     b: R,
 ) -> Block<R> {
-    std::array::from_fn(|w| {
-        let kept = M::mul_add(x.scale, e[w], x.offset);
-        M::mul_add(kept, h[w], written[w] * b)
-    })
+    let mut next = kept::<M, R>(x, e);
+    for w in 0..LANES {
+        next[w] = M::mul_add(next[w], h[w], written[w] * b);
+    }
+    next
 }
 
 struct Forward<'a, R> {
@@ -223,9 +241,7 @@ impl<R: Real> Job for Forward<'_, R> {
             for n in 0..states {
                 let e = decay(&dt, &rates[n]);
                 h[n] = next::<M, R>(&self.x, &e, &h[n], &written, b[n]);
-                for w in 0..LANES {
-                    y[w] = M::mul_add(c[n], h[n][w], y[w]);
-                }
+                add_times::<M, R, LANES>(&mut y, c[n], &h[n]);
             }
             let row = self.y.at(t);
             let width = row.len();
@@ -330,29 +346,28 @@ impl<R: Real> Job for Backward<'_, '_, R> {
                 let mut of_written = [R::ZERO; LANES];
                 let mut of_rates = [R::ZERO; LANES];
                 for n in 0..states {
-                    let (e, rate) = (&decays[r * states + n], &rates[n]);
-                    let (before, after) = (&h[r * states + n], &h[(r + 1) * states + n]);
-                    let (mut in_b, mut in_c) = ([R::ZERO; LANES], [R::ZERO; LANES]);
+                    let (e, rate) = (decays[r * states + n], rates[n]);
+                    let (before, after) = (h[r * states + n], h[(r + 1) * states + n]);
+                    let (mut whole, mut d_rate) = (d_h[n], d_rates[n]);
+                    add_times::<M, R, LANES>(&mut whole, c[n], &d_y);
+                    let mut d_exponent = whole;
                     for w in 0..LANES {
-                        let whole = M::mul_add(d_y[w], c[n], d_h[n][w]);
-                        let d_exponent = whole * before[w] * e[w] * self.x.scale;
-                        of_written[w] = M::mul_add(whole, b[n], of_written[w]);
-                        of_rates[w] = M::mul_add(d_exponent, rate[w], of_rates[w]);
-                        d_rates[n][w] = M::mul_add(d_exponent, dt[w], d_rates[n][w]);
-                        in_b[w] = whole * written[w];
-                        in_c[w] = d_y[w] * after[w];
-                        d_h[n][w] = whole * M::mul_add(self.x.scale, e[w], self.x.offset);
+                        d_exponent[w] = whole[w] * before[w] * e[w] * self.x.scale;
                     }
-                    d_b[n] += total(&in_b);
-                    d_c[n] += total(&in_c);
+                    add_times::<M, R, LANES>(&mut of_written, b[n], &whole);
+                    add_products::<M, R>(&mut of_rates, &d_exponent, &rate);
+                    add_products::<M, R>(&mut d_rate, &d_exponent, &dt);
+                    d_rates[n] = d_rate;
+                    d_b[n] += total(&product(&whole, &written));
+                    d_c[n] += total(&product(&d_y, &after));
+                    d_h[n] = product(&whole, &kept::<M, R>(&self.x, &e));
                 }
                 let row = self.x.x.at(t);
                 let width = row.len();
                 let row = load(row, 0, width, 0);
-                let d_x = std::array::from_fn(|w| dt[w] * of_written[w]);
-                let d_dt = std::array::from_fn(|w| M::mul_add(row[w], of_written[w], of_rates[w]));
-                store(self.d_x.at(t), 0, width, 0, &d_x);
-                store(self.d_dt.at(t), 0, width, 0, &d_dt);
+                add_products::<M, R>(&mut of_rates, &row, &of_written);
+                store(self.d_x.at(t), 0, width, 0, &product(&dt, &of_written));
+                store(self.d_dt.at(t), 0, width, 0, &of_rates);
             }
         }
         turn_back(self.d_a.at(0), &d_rates);

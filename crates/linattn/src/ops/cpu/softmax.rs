@@ -1,7 +1,7 @@
 //! Softmax of rows of scores.
 
 use super::parallel::for_each;
-use super::real::{Job, Machine, Real, dispatch, dot, sum};
+use super::real::{Job, Machine, Real, dispatch, dot, largest, sum};
 use super::shared::{Fresh, Rows, RowsMut};
 use super::tensors::{Number, contiguous, one_type, slice, tensor, typed};
 use crate::ops::fused::{Seen, SoftmaxRows};
@@ -96,11 +96,17 @@ impl<R: Real> Job for Shares<'_, R> {
         for i in 0..rows.count {
             let seen = rows.seen(i);
             let (x, y) = (&rows.x.at(i)[seen.clone()], &mut rows.y.at(i)[seen]);
-            let Some(&any) = x.first() else { continue };
-            let most = x.iter().fold(any, |most, &x| most.larger(x));
-            y.iter_mut().zip(x).for_each(|(y, &x)| *y = (x - most).exp());
+            if x.is_empty() {
+                continue;
+            }
+            let most = largest(x);
+            for (y, &x) in y.iter_mut().zip(x) {
+                *y = (x - most).exp();
+            }
             let scale = R::ONE / sum(y);
-            y.iter_mut().for_each(|y| *y *= scale);
+            for y in y {
+                *y *= scale;
+            }
         }
     }
 }
@@ -115,8 +121,10 @@ impl<R: Real> Job for Gradient<'_, R> {
             let seen = rows.seen(i);
             let (shares, d_y) = (&rows.x.at(i)[seen.clone()], &rows.second.at(i)[seen.clone()]);
             let mean = dot::<M, R>(shares, d_y);
-            let d_x = rows.y.at(i)[seen].iter_mut();
-            d_x.zip(shares.iter().zip(d_y)).for_each(|(d_x, (&y, &d_y))| *d_x = y * (d_y - mean));
+            let d_x = &mut rows.y.at(i)[seen][..shares.len()];
+            for j in 0..shares.len() {
+                d_x[j] = shares[j] * (d_y[j] - mean);
+            }
         }
     }
 }

@@ -114,8 +114,10 @@ fn before_sigmoid<R: Real>(
 ) -> Previous<R> {
     let zeros = [R::ZERO; LANES];
     let mut previous = Previous { gates: [zeros; GATES], c: zeros, n: zeros };
+    let [keeps, writes, values, opens, slopes, _, reads] = saved;
     for w in 0..LANES {
-        let [keep, write, z, open, slope, _, read] = std::array::from_fn(|j| saved[j][w]);
+        let (keep, write, z) = (keeps[w], writes[w], values[w]);
+        let (open, slope, read) = (opens[w], slopes[w], reads[w]);
         let d_c = d_c[w] + d_h[w] * open * (R::ONE - read * read);
         previous.gates[0][w] = d_c * z * write * (R::ONE - write);
         previous.gates[1][w] = d_c * c_before[w] * keep * slope;
@@ -134,8 +136,10 @@ fn before_exponential<R: Real>(
 ) -> Previous<R> {
     let zeros = [R::ZERO; LANES];
     let mut previous = Previous { gates: [zeros; GATES], c: zeros, n: zeros };
+    let [keeps, writes, values, opens, slopes, cells, normalizers] = saved;
     for w in 0..LANES {
-        let [keep, write, z, open, slope, c, n] = std::array::from_fn(|j| saved[j][w]);
+        let (keep, write, z) = (keeps[w], writes[w], values[w]);
+        let (open, slope, c, n) = (opens[w], slopes[w], cells[w], normalizers[w]);
         let (ratio, over) = (c / n, d_h[w] * open / n);
         let (d_c, d_n) = (d_c[w] + over, d_n[w] - over * ratio);
         previous.gates[0][w] = (d_c * z + d_n) * write;

@@ -1,11 +1,11 @@
 //! The recurrences with a matrix for a state, backwards.
 
 use super::super::parallel::for_each;
-use super::super::real::{Job, Machine, Real, add, dispatch, dot, total};
+use super::super::real::{Job, Machine, Real, add, dispatch, dot, times, total};
 use super::super::shared::{Rows, RowsMut, Shared};
 use super::tile::{
     Delta, Linear, LinearBefore, LowRank, Partial, Row, Rule, TILE, Token, Written, advance,
-    reverse, times, totals,
+    reverse, totals,
 };
 use super::{BLOCK, Factors, Head, load, load_state, rows_at, sequences, store, store_state};
 use crate::ops::recurrence::{Dims, LogDecay, Read, Recurrence, Transition};

@@ -14,10 +14,8 @@
 //! w  = -beta du, or dz = b D               da = w P^T
 //! dP = d D + a^T w    dd = rows of P D
 //! ```
-//! Loops do one thing to a whole row each: LLVM makes vector instructions of these whether or not the crate is optimised
-//! once more by link-time optimisation, which a program may have turned off, and of longer ones only then.
 
-use super::super::real::{LANES, Machine, Real};
+use super::super::real::{LANES, Machine, Real, add_times, times};
 
 /// Columns of a tile.
 pub(super) const TILE: usize = 2 * LANES;
@@ -102,34 +100,14 @@ impl<R: Real> Written<R> {
 fn read<M: Machine, R: Real>(x: &[R], rows: &[Row<R>]) -> Row<R> {
     let mut sum = [R::ZERO; TILE];
     for (&x, row) in x.iter().zip(rows) {
-        for w in 0..TILE {
-            sum[w] = M::mul_add(x, row[w], sum[w]);
-        }
+        add_times::<M, R, TILE>(&mut sum, x, row);
     }
     sum
 }
 
-/// `x row`.
-#[inline(always)]
-pub(super) fn times<R: Real>(x: R, row: &Row<R>) -> Row<R> {
-    let mut product = *row;
-    for number in &mut product {
-        *number *= x;
-    }
-    product
-}
-
-/// `to += x row`.
-#[inline(always)]
-fn add_times<M: Machine, R: Real>(to: &mut Row<R>, x: R, row: &Row<R>) {
-    for w in 0..TILE {
-        to[w] = M::mul_add(x, row[w], to[w]);
-    }
-}
-
 /// Sums of products over the columns of a tile, as many as there are lanes.
 #[inline(always)]
-fn lanes<M: Machine, R: Real>(x: &Row<R>, y: &Row<R>) -> [R; LANES] {
+fn sums_by_lane<M: Machine, R: Real>(x: &Row<R>, y: &Row<R>) -> [R; LANES] {
     let mut sums = [R::ZERO; LANES];
     for l in 0..LANES {
         sums[l] = M::mul_add(x[l], y[l], sums[l]);
@@ -158,18 +136,18 @@ pub(super) fn advance<M: Machine, R: Real, U: Rule>(
     if U::RETRIEVES && !U::LOW_RANK {
         for w in 0..TILE {
             written.error[w] = v[w] - written.retrieved[w];
-            written.update[w] = token.beta * written.error[w];
         }
+        written.update = times(token.beta, &written.error);
     }
     let mut o = [R::ZERO; TILE];
     for i in 0..width {
         let old = before[i];
         let mut s = times(kept[i], &old);
-        add_times::<M, R>(&mut s, k[i], &written.update);
+        add_times::<M, R, TILE>(&mut s, k[i], &written.update);
         if U::LOW_RANK {
-            add_times::<M, R>(&mut s, token.b[i], &written.retrieved);
+            add_times::<M, R, TILE>(&mut s, token.b[i], &written.retrieved);
         }
-        add_times::<M, R>(&mut o, q[i], if U::BEFORE { &old } else { &s });
+        add_times::<M, R, TILE>(&mut o, q[i], if U::BEFORE { &old } else { &s });
         after[i] = s;
     }
     (o, written)
@@ -228,22 +206,22 @@ pub(super) fn reverse<M: Machine, R: Real, U: Rule>(
         let (p, mut s) = (before[i], d[i]);
         let (kept, q, k) = (kept[i], q[i], k[i]);
         if !U::BEFORE {
-            add_times::<M, R>(&mut s, q, d_o);
+            add_times::<M, R, TILE>(&mut s, q, d_o);
         }
-        add_times::<M, R>(&mut d_update, k, &s);
-        let read = lanes::<M, R>(&p, d_o);
-        let write = lanes::<M, R>(&s, &written.update);
-        let keep = lanes::<M, R>(&p, &s);
+        add_times::<M, R, TILE>(&mut d_update, k, &s);
+        let read = sums_by_lane::<M, R>(&p, d_o);
+        let write = sums_by_lane::<M, R>(&s, &written.update);
+        let keep = sums_by_lane::<M, R>(&p, &s);
         let mut retrieved = [R::ZERO; LANES];
         if U::LOW_RANK {
-            add_times::<M, R>(&mut d_retrieved, token.b[i], &s);
-            retrieved = lanes::<M, R>(&s, &written.retrieved);
+            add_times::<M, R, TILE>(&mut d_retrieved, token.b[i], &s);
+            retrieved = sums_by_lane::<M, R>(&s, &written.retrieved);
         }
         if !U::RETRIEVES {
             s = times(kept, &s);
         }
         if U::BEFORE {
-            add_times::<M, R>(&mut s, q, d_o);
+            add_times::<M, R, TILE>(&mut s, q, d_o);
         }
         for l in 0..LANES {
             decay[l] = M::mul_add(kept, keep[l], decay[l]);
@@ -262,10 +240,9 @@ pub(super) fn reverse<M: Machine, R: Real, U: Rule>(
         for i in 0..width {
             let (p, mut s) = (before[i], d[i]);
             let (kept, by, share) = (kept[i], a[i], decays * a[i]);
-            let erase = lanes::<M, R>(&p, &d_retrieved);
-            for w in 0..TILE {
-                s[w] = M::mul_add(by, d_retrieved[w], kept * s[w]);
-            }
+            let erase = sums_by_lane::<M, R>(&p, &d_retrieved);
+            s = times(kept, &s);
+            add_times::<M, R, TILE>(&mut s, by, &d_retrieved);
             for l in 0..LANES {
                 decay[l] = M::mul_add(share, erase[l], decay[l]);
             }
