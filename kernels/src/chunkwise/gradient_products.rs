@@ -4,10 +4,11 @@
 use crate::chunkwise::arguments::StageTypes;
 use crate::chunkwise::gradient_rows::Together;
 use crate::chunkwise::gradient_slices::{
-    Operand, Side, coming_factors, coming_state, lay_state_operands, request_factors, request_state,
+    coming_factors, coming_state, lay_state_operands, request_factors, request_state,
 };
 use crate::chunkwise::gradient_tiles::{GradientInputs, GradientTiles, state_tile, values_tile};
 use crate::chunkwise::plan::{GradientPlan, row_major, transposed};
+use crate::chunkwise::roles::{FactorTile, Side};
 use crate::tile::{
     Acc, LeftFactor, Pair, Source, Swizzled, Zeros, add_warpgroup_product, computed_here, load_a,
     mul, multiply_by_warpgroups, zeros,
@@ -16,10 +17,10 @@ use cubecl::prelude::*;
 
 /// Right factor of a product over values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum RightFactor {
+pub(crate) enum RightKind {
     /// A value-wide matrix, transposed: the product is [C, C].
     Values,
-    /// A slice of a state, stored [V, K]: the product is [C, key_slice].
+    /// A slice of S^T, which is stored [V, K]: the product is [C, key_slice].
     State,
 }
 
@@ -62,26 +63,26 @@ pub(crate) fn state_terms<P: StageTypes>(
         let right = state_tile::<P>(tiles, states);
         #[unroll]
         for n in 0..comptime!(factors.len()) {
-            let operand = comptime!(Operand::new(Side::Left, n));
+            let operand = comptime!(FactorTile::new(Side::Left, n));
             let left = values_tile::<P>(tiles, comptime!(factors.get(n)), operand, plan);
-            let state = comptime!(RightFactor::State);
+            let state = comptime!(RightKind::State);
             add_product_over_values::<P>(accs.index_mut(n), &left, &right, state, plan);
         }
     }
     accs
 }
 
-/// `acc += X Y` for the values that the tiles hold, on the grid of the product's size without a decay.
+/// `acc += X Y^T`, or `X S^T`, for the values that the tiles hold, without a decay.
 #[cube]
 pub(crate) fn add_product_over_values<P: StageTypes>(
     acc: &mut Acc,
     left: &SharedMemory<Vector<P::E, P::L>>,
     right: &SharedMemory<Vector<P::E, P::L>>,
-    #[comptime] factor: RightFactor,
+    #[comptime] factor: RightKind,
     #[comptime] plan: GradientPlan,
 ) {
     let columns = comptime!(plan.value_slice);
-    let of_state = comptime!(factor == RightFactor::State);
+    let of_state = comptime!(factor == RightKind::State);
     let width = comptime!(if of_state { plan.key_slice } else { plan.chunk });
     let grid = comptime!(plan.unscaled().grid(plan.chunk, width));
     if comptime!(plan.warpgroups) {
@@ -98,7 +99,7 @@ pub(crate) fn add_product_over_values<P: StageTypes>(
 
 /// `acc += d_scores rows`, or (`of_y`) `d_scores^T rows`, under a decay that is not a vector.
 #[cube]
-pub(crate) fn add_product<P: StageTypes>(
+pub(crate) fn add_product_over_tokens<P: StageTypes>(
     acc: &mut Acc,
     weights: &SharedMemory<Vector<P::X, P::M>>,
     rows: &SharedMemory<Vector<P::X, P::N>>,
@@ -114,7 +115,7 @@ pub(crate) fn add_product<P: StageTypes>(
     mul::<P::X, P::M, P::N>(acc, weights, 0usize, rows, 0usize, spec);
 }
 
-/// [`add_product`] by warpgroups; `d_scores` times `scales` where these are `scaled`.
+/// [`add_product_over_tokens`] by warpgroups; `d_scores` times `scales` where these are `scaled`.
 #[cube]
 pub(crate) fn add_by_warpgroups<X: Float, N: Size, M: Size>(
     acc: &mut Acc,

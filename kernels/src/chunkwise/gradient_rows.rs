@@ -1,9 +1,8 @@
 //! Rows of the input gradients, at compile time: which are made together, and of which terms each is a sum.
 
 use crate::chunkwise::decay_gradients::DecayTerm;
-use crate::chunkwise::gradient_slices::Factors;
 use crate::chunkwise::plan::GradientPlan;
-use crate::chunkwise::roles::{Keys, Scored, States, TokenOffset, Values};
+use crate::chunkwise::roles::{Factors, Keys, Scored, States, TokenOffset, Values};
 use crate::chunkwise::vector_decay::Adjoint;
 
 /// A row whose gradient is computed, by its part in the recurrence.
@@ -19,8 +18,8 @@ pub(crate) enum RowRole {
     Write,
 }
 
-/// Rows whose gradients are made together: what they have in common is loaded, and scaled, once. Where tensor cores weight
-/// rows by a vector decay these are all that read, or all that write; elsewhere one alone, for registers.
+/// Rows whose gradients are made together: what they have in common is loaded, and scaled, once. Where tensor cores
+/// weight rows by a vector decay these are all that read, or all that write; elsewhere one alone, for registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Together {
     One(RowRole),
@@ -40,6 +39,8 @@ impl GradientPlan {
         self.variant.decay != crate::Decay::None
     }
 
+    /// Terms of a row's gradient within the chunk. Rows that are made together have the same rows on the other side, in
+    /// the same order.
     pub fn terms(&self, role: RowRole) -> Vec<Term> {
         let low_rank = self.variant.low_rank();
         let term = |scored, rows| Term { scored, rows };
@@ -126,7 +127,7 @@ impl GradientPlan {
     }
 
     /// Left factor X of the row's term with a state, `X S^T`.
-    pub fn state_factor(&self, role: RowRole) -> Values {
+    fn state_factor(&self, role: RowRole) -> Values {
         match role {
             RowRole::Query => Values::DO,
             RowRole::Erase => Values::R,
@@ -137,9 +138,18 @@ impl GradientPlan {
 
     pub fn decay_term(&self, role: RowRole) -> DecayTerm {
         match role {
-            RowRole::Query => DecayTerm::Query { before: self.variant.reads_before() },
-            RowRole::Erase => DecayTerm::Erase { before: self.variant.erases_before() },
+            RowRole::Query => DecayTerm::Query { before: self.reads_state_before(role) },
+            RowRole::Erase => DecayTerm::Erase { before: self.reads_state_before(role) },
             RowRole::Key | RowRole::Write => DecayTerm::Write,
+        }
+    }
+
+    /// Whether the row reads the state before its own token.
+    pub fn reads_state_before(&self, role: RowRole) -> bool {
+        match role {
+            RowRole::Query => self.variant.reads_before(),
+            RowRole::Erase => self.variant.erases_before(),
+            RowRole::Key | RowRole::Write => false,
         }
     }
 
@@ -159,6 +169,7 @@ impl RowRole {
         matches!(self, Self::Key | Self::Write)
     }
 
+    /// The state of the row's term.
     pub fn states(self) -> States {
         if self.writes() { States::End } else { States::Start }
     }

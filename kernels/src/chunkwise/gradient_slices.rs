@@ -1,79 +1,15 @@
-//! Slices of tiles of the input gradients, where shared memory has no room for whole matrices: operands of the next
-//! product are requested, kept in registers while the last one is multiplied, and then laid into tiles.
+//! Slices of tiles of the input gradients, where shared memory has no room for whole matrices: operands of a product are
+//! requested and then laid into tiles. Where the plan requests ahead, they are in registers while the product before is
+//! made. Where tiles are whole, factors and states are there already, and nothing is done for them.
 
 use crate::chunkwise::arguments::StageTypes;
-use crate::chunkwise::gradient_tiles::{GradientInputs, GradientTiles, state_rows, values_tile};
+use crate::chunkwise::gradient_tiles::{
+    GradientInputs, GradientTiles, state_rows, state_tile, values_tile,
+};
 use crate::chunkwise::plan::GradientPlan;
-use crate::chunkwise::roles::{Keys, States, Values};
+use crate::chunkwise::roles::{FactorTile, Factors, Keys, Side, States, Values};
 use crate::tile::{Requested, lay, load, request, room_for, width_of};
 use cubecl::prelude::*;
-
-/// Value-wide factors on one side of products that are made together: one, or two.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Factors {
-    One([Values; 1]),
-    Two([Values; 2]),
-}
-
-impl Factors {
-    /// # Panics
-    /// If there are other than one or two.
-    pub fn of(each: &[Values]) -> Self {
-        match *each {
-            [one] => Self::One([one]),
-            [first, second] => Self::Two([first, second]),
-            _ => panic!("tiles are for one factor a side, or two: {each:?}"),
-        }
-    }
-
-    fn each(&self) -> &[Values] {
-        match self {
-            Self::One(one) => one,
-            Self::Two(two) => two,
-        }
-    }
-
-    pub fn len(&self) -> usize {
-        self.each().len()
-    }
-
-    /// Factor `n`.
-    pub fn get(&self, n: usize) -> Values {
-        self.each()[n]
-    }
-
-    /// The place of a factor that is one of them.
-    pub fn place(&self, factor: Values) -> usize {
-        let place = self.each().iter().position(|values| *values == factor);
-        place.unwrap_or_else(|| panic!("{factor:?} is none of {self:?}"))
-    }
-}
-
-/// A side of a product over values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Side {
-    Left,
-    Right,
-}
-
-/// The tile of a factor, by its side and its place among those that are there together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Operand {
-    Left,
-    OtherLeft,
-    Right,
-    OtherRight,
-}
-
-impl Operand {
-    /// Factor `n` of a side.
-    pub fn new(side: Side, n: usize) -> Self {
-        match side {
-            Side::Left => [Self::Left, Self::OtherLeft][n],
-            Side::Right => [Self::Right, Self::OtherRight][n],
-        }
-    }
-}
 
 /// This unit's part of a slice of a value-wide matrix, requested and not yet waited for; the matrix is of the
 /// tensors' type or of that between stages.
@@ -123,7 +59,7 @@ fn lay_values<P: StageTypes>(
     tiles: &mut GradientTiles<P>,
     coming: &ComingValues<P>,
     #[comptime] which: Values,
-    #[comptime] operand: Operand,
+    #[comptime] operand: FactorTile,
     #[comptime] plan: GradientPlan,
 ) {
     let window = comptime!(plan.values_window());
@@ -175,7 +111,7 @@ fn lay_factors<P: StageTypes>(
 ) {
     #[unroll]
     for n in 0..comptime!(factors.len()) {
-        let operand = comptime!(Operand::new(side, n));
+        let operand = comptime!(FactorTile::new(side, n));
         lay_values::<P>(tiles, coming.index(n), comptime!(factors.get(n)), operand, plan);
     }
 }
@@ -242,12 +178,14 @@ pub(crate) fn lay_state_operands<P: StageTypes>(
         sync_cube();
         lay_factors::<P>(tiles, coming, comptime!(Side::Left), factors, plan);
         let window = comptime!(plan.states_window());
-        lay::<P::E, P::G, P::E, P::L>(&mut tiles.right, state, window);
+        // Sliced, both states have one tile.
+        let mut to = state_tile::<P>(tiles, comptime!(States::Start));
+        lay::<P::E, P::G, P::E, P::L>(&mut to, state, window);
         sync_cube();
     }
 }
 
-/// One slice of rows of keys, requested and not yet waited for.
+/// One slice of rows of keys, requested and not yet waited for. For gradients that are made together, which are sliced.
 #[cube]
 pub(crate) fn request_key_rows<P: StageTypes>(
     from: &GradientInputs<P>,

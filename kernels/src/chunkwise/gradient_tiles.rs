@@ -1,5 +1,4 @@
-//! Shared-memory tiles of the input gradients: a chunk's matrices, how they are filled, and how sums over
-//! rows of gradients are collected.
+//! Shared-memory tiles of the input gradients: a chunk's matrices, and how sums over rows of gradients are collected.
 //!
 //! ```text
 //! whole    every matrix of a chunk has a tile of its own, filled by asynchronous copies in three
@@ -7,7 +6,7 @@
 //!          arrives, with one barrier a group. Where keys are too wide for that, or for two cubes a
 //!          multiprocessor, tiles of keys and states hold a slice of them, and the next slice takes
 //!          the place of one that is through; S and dS' may take turns in one tile.
-//! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers:
+//! sliced   two tiles hold slices of whatever is multiplied next, each filled between two barriers (gradient_slices.rs):
 //!          `Plain` and `Tf32`, and `Mma` where a chunk is too large for shared memory. Where gradients are made
 //!          together (`by_blocks`), both factors of products over values may have two, and so may keys.
 //!          Around a state pass on `Mma` keys have tiles of their own, in f32; values and states keep their 16 bits.
@@ -16,9 +15,8 @@
 
 use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors, StageTypes};
 use crate::chunkwise::chunk::Place;
-use crate::chunkwise::gradient_slices::{Operand, Side};
 use crate::chunkwise::plan::GradientPlan;
-use crate::chunkwise::roles::{CopyGroup, Keys, States, TokenOffset, Values};
+use crate::chunkwise::roles::{CopyGroup, FactorTile, Keys, Side, States, TokenOffset, Values};
 use crate::tile::{
     Acc, Grid, Pair, Rows, Window, column, computed_here, inside, load_async, load_matrix,
     load_matrix_at, own_or, row, same_tile, set, swizzled, tile, tile_aligned, zeros,
@@ -42,7 +40,7 @@ const SLOTS: usize = 16;
 pub(crate) struct GradientTiles<P: StageTypes> {
     /// Sliced: left and right operands of products over values.
     left: SharedMemory<Vector<P::E, P::L>>,
-    pub right: SharedMemory<Vector<P::E, P::L>>,
+    right: SharedMemory<Vector<P::E, P::L>>,
     /// Sliced: operands beside these, where products are made together.
     other_left: SharedMemory<Vector<P::E, P::L>>,
     other_right: SharedMemory<Vector<P::E, P::L>>,
@@ -340,14 +338,14 @@ fn copy_keys<P: StageTypes>(
 pub(crate) fn values_tile<P: StageTypes>(
     tiles: &GradientTiles<P>,
     #[comptime] which: Values,
-    #[comptime] operand: Operand,
+    #[comptime] operand: FactorTile,
     #[comptime] plan: GradientPlan,
 ) -> SharedMemory<Vector<P::E, P::L>> {
-    if comptime!(!plan.whole && operand == Operand::Left) {
+    if comptime!(!plan.whole && operand == FactorTile::Left) {
         tiles.left
-    } else if comptime!(!plan.whole && operand == Operand::OtherLeft) {
+    } else if comptime!(!plan.whole && operand == FactorTile::OtherLeft) {
         tiles.other_left
-    } else if comptime!(!plan.whole && operand == Operand::Right) {
+    } else if comptime!(!plan.whole && operand == FactorTile::Right) {
         tiles.right
     } else if comptime!(!plan.whole) {
         tiles.other_right

@@ -15,7 +15,8 @@
 //!
 //! Work: a cube a chunk of a (sequence, head), over slices of keys where its tiles are not in shared
 //! memory whole (gradient_tiles.rs). One row's gradients after another, or all rows that read and then all that
-//! write ([`Together`]). dg and dbeta: decay_gradients.rs.
+//! write ([`Together`]). Which rows and terms there are: gradient_rows.rs; products: gradient_products.rs; dg and dbeta:
+//! decay_gradients.rs.
 
 use crate::chunkwise::arguments::{Gradients, Operands, RowPairs, SavedTensors, StageTypes, Types};
 use crate::chunkwise::chunk::{
@@ -27,7 +28,9 @@ use crate::chunkwise::decay_gradients::{
     add_zero_exponents, beta_products, clear_d_decays, decay_products, partial_sums,
     write_d_values, write_scalar_d_g, write_vector_d_g,
 };
-use crate::chunkwise::gradient_products::{add_by_warpgroups, add_product, state_terms};
+use crate::chunkwise::gradient_products::{
+    add_by_warpgroups, add_product_over_tokens, state_terms,
+};
 use crate::chunkwise::gradient_rows::{RowRole, Together};
 use crate::chunkwise::gradient_slices::{lay_key_rows, load_key_rows, request_key_rows};
 use crate::chunkwise::gradient_tiles::{
@@ -375,10 +378,7 @@ fn scale_state_term<P: StageTypes>(
     #[comptime] plan: GradientPlan,
 ) {
     let writes = comptime!(role.writes());
-    let before = comptime!(
-        role == RowRole::Query && plan.variant.reads_before()
-            || role == RowRole::Erase && plan.variant.erases_before()
-    );
+    let before = comptime!(plan.reads_state_before(role));
     scale_by_decay(acc, &chunk.sums, writes, before, plan);
     if comptime!(plan.has_decay() && writes) {
         let term = comptime!(DecayTerm::ChunkEnd);
@@ -487,7 +487,7 @@ fn add_terms<P: StageTypes>(
                 common,
             );
         } else {
-            add_product::<P>(acc, &weights, &rows, of_y, plan);
+            add_product_over_tokens::<P>(acc, &weights, &rows, of_y, plan);
         }
     }
 }

@@ -9,6 +9,73 @@ pub(crate) enum Values {
     DO,
 }
 
+/// Value-wide factors on one side of products that are made together: one, or two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Factors {
+    One([Values; 1]),
+    Two([Values; 2]),
+}
+
+impl Factors {
+    /// # Panics
+    /// If there are other than one or two.
+    pub fn of(each: &[Values]) -> Self {
+        match *each {
+            [one] => Self::One([one]),
+            [first, second] => Self::Two([first, second]),
+            _ => panic!("tiles are for one factor a side, or two: {each:?}"),
+        }
+    }
+
+    fn each(&self) -> &[Values] {
+        match self {
+            Self::One(one) => one,
+            Self::Two(two) => two,
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        self.each().len()
+    }
+
+    /// Factor `n`.
+    pub fn get(&self, n: usize) -> Values {
+        self.each()[n]
+    }
+
+    /// The place of a factor that is one of them.
+    pub fn place(&self, factor: Values) -> usize {
+        let place = self.each().iter().position(|values| *values == factor);
+        place.unwrap_or_else(|| panic!("{factor:?} is none of {self:?}"))
+    }
+}
+
+/// A side of a product over values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Side {
+    Left,
+    Right,
+}
+
+/// The tile of a factor, by its side and its place among those that are there together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum FactorTile {
+    Left,
+    OtherLeft,
+    Right,
+    OtherRight,
+}
+
+impl FactorTile {
+    /// Factor `n` of a side.
+    pub fn new(side: Side, n: usize) -> Self {
+        match side {
+            Side::Left => [Self::Left, Self::OtherLeft][n],
+            Side::Right => [Self::Right, Self::OtherRight][n],
+        }
+    }
+}
+
 /// A key-wide matrix of a chunk's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Keys {

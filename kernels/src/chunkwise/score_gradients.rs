@@ -3,13 +3,11 @@
 use crate::chunkwise::arguments::StageTypes;
 use crate::chunkwise::chunk::{Sums, sum_scalars};
 use crate::chunkwise::decay::{decay_mask, erase_scale, intersects_lower_triangle};
-use crate::chunkwise::gradient_products::{RightFactor, add_product_over_values};
-use crate::chunkwise::gradient_slices::{
-    Factors, Operand, Side, coming_factors, lay_value_operands, request_factors,
-};
+use crate::chunkwise::gradient_products::{RightKind, add_product_over_values};
+use crate::chunkwise::gradient_slices::{coming_factors, lay_value_operands, request_factors};
 use crate::chunkwise::gradient_tiles::{GradientInputs, GradientTiles, values_tile};
 use crate::chunkwise::plan::{GradientPlan, UNUSED};
-use crate::chunkwise::roles::{Scored, Values};
+use crate::chunkwise::roles::{FactorTile, Factors, Scored, Side, Values};
 use crate::tile::{Acc, Grid, Pair, column, inside, row_in, set, store, tile, zeros};
 use cubecl::prelude::*;
 
@@ -91,9 +89,9 @@ impl GradientPlan {
     }
 
     /// The tile of a scored block's factor.
-    fn operand(&self, products: Products, side: Side, scored: Scored) -> Operand {
+    fn operand(&self, products: Products, side: Side, scored: Scored) -> FactorTile {
         let place = self.value_factors(products, side).place(self.factor_of(scored, side));
-        Operand::new(side, place)
+        FactorTile::new(side, place)
     }
 
     /// Most factors on one side of products that are made together.
@@ -270,7 +268,7 @@ fn value_products<P: StageTypes>(
             let scored = comptime!(plan.scored(products)[n]);
             let left = factor_tile::<P>(tiles, products, scored, comptime!(Side::Left), plan);
             let right = factor_tile::<P>(tiles, products, scored, comptime!(Side::Right), plan);
-            let values = comptime!(RightFactor::Values);
+            let values = comptime!(RightKind::Values);
             add_product_over_values::<P>(accs.index_mut(n), &left, &right, values, plan);
         }
     }
