@@ -3,70 +3,99 @@
 
 use crate::chunkwise::arguments::StageTypes;
 use crate::chunkwise::gradient_rows::Together;
-use crate::chunkwise::gradient_slices::{
-    coming_factors, coming_state, lay_state_operands, request_factors, request_state,
-};
-use crate::chunkwise::gradient_tiles::{GradientInputs, GradientTiles, state_tile, values_tile};
+use crate::chunkwise::gradient_slices::{coming_operands, lay_operands, request_operands};
+use crate::chunkwise::gradient_tiles::{GradientInputs, GradientTiles, left_tile, right_tile};
 use crate::chunkwise::plan::{GradientPlan, row_major, transposed};
-use crate::chunkwise::roles::{FactorTile, Side};
+use crate::chunkwise::roles::{Factors, Right, Side};
+use crate::chunkwise::score_gradients::ScoresTogether;
 use crate::tile::{
-    Acc, LeftFactor, Pair, Source, Swizzled, Zeros, add_warpgroup_product, computed_here, load_a,
-    mul, multiply_by_warpgroups, zeros,
+    Acc, Grid, LeftFactor, Pair, Source, Swizzled, Zeros, add_warpgroup_product, computed_here,
+    load_a, mul, multiply_by_warpgroups, zeros,
 };
 use cubecl::prelude::*;
 
-/// Right factor of a product over values.
+/// Products over values that are made together, from operands that are loaded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum RightKind {
-    /// A value-wide matrix, transposed: the product is [C, C].
-    Values,
-    /// A slice of S^T, which is stored [V, K]: the product is [C, key_slice].
-    State,
+pub(crate) enum ValueProducts {
+    /// `X Y^T` of value-wide matrices, [C, C]: gradients of scores.
+    Scores(ScoresTogether),
+    /// `X S^T` for one slice of keys, [C, key_slice], where S^T is stored [V, K]: terms of gradients of rows.
+    State(Together),
 }
 
-/// `X S^T` over slices of values for one slice of keys, [C, key_slice] each, where S^T is stored [V, K].
+impl GradientPlan {
+    /// Value-wide matrices on the left, each once.
+    pub fn lefts(&self, products: ValueProducts) -> Factors {
+        match products {
+            ValueProducts::Scores(scores) => self.score_factors(scores, Side::Left),
+            ValueProducts::State(rows) => self.state_factors(rows),
+        }
+    }
+
+    /// What stands on the right.
+    pub fn right(&self, products: ValueProducts) -> Right {
+        match products {
+            ValueProducts::Scores(scores) => {
+                Right::Factors(self.score_factors(scores, Side::Right))
+            }
+            ValueProducts::State(rows) => Right::State(self.roles(rows)[0].states()),
+        }
+    }
+
+    /// The places of each product's factors among those of their side.
+    fn places(&self, products: ValueProducts) -> Vec<[usize; 2]> {
+        match products {
+            ValueProducts::Scores(scores) => self.score_places(scores),
+            ValueProducts::State(rows) => (0..self.roles(rows).len()).map(|n| [n, 0]).collect(),
+        }
+    }
+
+    /// Where a unit holds a product.
+    fn value_products_grid(&self, products: ValueProducts) -> Grid {
+        let width = match products {
+            ValueProducts::Scores(_) => self.chunk,
+            ValueProducts::State(_) => self.key_slice,
+        };
+        self.unscaled().grid(self.chunk, width)
+    }
+}
+
+/// Sums over all values, without a decay; those with a state for keys from `key` on.
 #[cube]
-pub(crate) fn state_terms<P: StageTypes>(
+pub(crate) fn value_products<P: StageTypes>(
     tiles: &mut GradientTiles<P>,
     from: &GradientInputs<P>,
     key: usize,
-    #[comptime] together: Together,
+    #[comptime] products: ValueProducts,
     #[comptime] plan: GradientPlan,
 ) -> Sequence<Acc> {
     let columns = comptime!(plan.value_slice);
-    let grid = comptime!(plan.unscaled().grid(plan.chunk, plan.key_slice));
-    let factors = comptime!(plan.state_factors(together));
-    let states = comptime!(plan.roles(together)[0].states());
+    let count = comptime!(plan.places(products).len());
+    let grid = comptime!(plan.value_products_grid(products));
     let mut accs = Sequence::<Acc>::new();
     #[unroll]
-    for _ in 0..comptime!(factors.len()) {
+    for _ in 0..count {
         accs.push(zeros(comptime!(grid.fragments())));
     }
-    let mut on_the_left = coming_factors::<P>(factors, plan);
-    let mut on_the_right = coming_state::<P>(plan);
+    let mut coming = coming_operands::<P>(products, plan);
     if comptime!(plan.requests_ahead()) {
-        request_factors::<P>(&mut on_the_left, from, 0usize, factors, plan);
-        request_state::<P>(&mut on_the_right, from, 0usize, key, states, plan);
+        request_operands::<P>(&mut coming, from, 0usize, key, products, plan);
     }
     for slice in 0..comptime!(plan.value_slices()) {
         let first = slice * columns;
         if comptime!(!plan.requests_ahead()) {
-            request_factors::<P>(&mut on_the_left, from, first, factors, plan);
-            request_state::<P>(&mut on_the_right, from, first, key, states, plan);
+            request_operands::<P>(&mut coming, from, first, key, products, plan);
         }
-        lay_state_operands::<P>(tiles, &on_the_left, &on_the_right, factors, plan);
+        lay_operands::<P>(tiles, &coming, products, plan);
         if comptime!(plan.requests_ahead()) {
-            let next = first + columns;
-            request_factors::<P>(&mut on_the_left, from, next, factors, plan);
-            request_state::<P>(&mut on_the_right, from, next, key, states, plan);
+            request_operands::<P>(&mut coming, from, first + columns, key, products, plan);
         }
-        let right = state_tile::<P>(tiles, states);
         #[unroll]
-        for n in 0..comptime!(factors.len()) {
-            let operand = comptime!(FactorTile::new(Side::Left, n));
-            let left = values_tile::<P>(tiles, comptime!(factors.get(n)), operand, plan);
-            let state = comptime!(RightKind::State);
-            add_product_over_values::<P>(accs.index_mut(n), &left, &right, state, plan);
+        for n in 0..count {
+            let [left, right] = comptime!(plan.places(products)[n]);
+            let left = left_tile::<P>(tiles, left, products, plan);
+            let right = right_tile::<P>(tiles, right, products, plan);
+            add_value_product::<P>(accs.index_mut(n), &left, &right, products, plan);
         }
     }
     accs
@@ -74,24 +103,24 @@ pub(crate) fn state_terms<P: StageTypes>(
 
 /// `acc += X Y^T`, or `X S^T`, for the values that the tiles hold, without a decay.
 #[cube]
-pub(crate) fn add_product_over_values<P: StageTypes>(
+fn add_value_product<P: StageTypes>(
     acc: &mut Acc,
     left: &SharedMemory<Vector<P::E, P::L>>,
     right: &SharedMemory<Vector<P::E, P::L>>,
-    #[comptime] factor: RightKind,
+    #[comptime] products: ValueProducts,
     #[comptime] plan: GradientPlan,
 ) {
     let columns = comptime!(plan.value_slice);
-    let of_state = comptime!(factor == RightKind::State);
-    let width = comptime!(if of_state { plan.key_slice } else { plan.chunk });
-    let grid = comptime!(plan.unscaled().grid(plan.chunk, width));
+    let of_state = comptime!(matches!(products, ValueProducts::State(_)));
+    let grid = comptime!(plan.value_products_grid(products));
     if comptime!(plan.warpgroups) {
         let rows = comptime!(if of_state { columns } else { plan.chunk });
         let layout = comptime!(Swizzled { rows, transposed: !of_state });
         let steps = comptime!(columns / 16);
         multiply_by_warpgroups::<P::E, P::L>(acc, left, right, 0usize, steps, layout, grid);
     } else {
-        let right_as = comptime!(if of_state { row_major(width) } else { transposed(columns) });
+        let right_as =
+            comptime!(if of_state { row_major(plan.key_slice) } else { transposed(columns) });
         let spec = comptime!(plan.unscaled().mul(grid, columns, row_major(columns), right_as));
         mul::<P::E, P::L, P::L>(acc, left, 0usize, right, 0usize, spec);
     }

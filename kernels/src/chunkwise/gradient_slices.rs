@@ -3,11 +3,12 @@
 //! made. Where tiles are whole, factors and states are there already, and nothing is done for them.
 
 use crate::chunkwise::arguments::StageTypes;
+use crate::chunkwise::gradient_products::ValueProducts;
 use crate::chunkwise::gradient_tiles::{
     GradientInputs, GradientTiles, state_rows, state_tile, values_tile,
 };
 use crate::chunkwise::plan::GradientPlan;
-use crate::chunkwise::roles::{FactorTile, Factors, Keys, Side, States, Values};
+use crate::chunkwise::roles::{Factors, Keys, Right, Side, States, Values};
 use crate::tile::{Requested, lay, load, request, room_for, width_of};
 use cubecl::prelude::*;
 
@@ -53,17 +54,18 @@ fn request_values<P: StageTypes>(
     }
 }
 
-/// Puts a value-wide matrix into the tile of its operand.
+/// Puts a value-wide matrix into the tile of its place on a side.
 #[cube]
 fn lay_values<P: StageTypes>(
     tiles: &mut GradientTiles<P>,
     coming: &ComingValues<P>,
     #[comptime] which: Values,
-    #[comptime] operand: FactorTile,
+    #[comptime] side: Side,
+    #[comptime] place: usize,
     #[comptime] plan: GradientPlan,
 ) {
     let window = comptime!(plan.values_window());
-    let mut to = values_tile::<P>(tiles, which, operand, plan);
+    let mut to = values_tile::<P>(tiles, which, side, place, plan);
     if comptime!(which == Values::V || which == Values::DO) {
         lay::<P::F, P::G, P::E, P::L>(&mut to, &coming.of_tensors, window);
     } else {
@@ -71,23 +73,22 @@ fn lay_values<P: StageTypes>(
     }
 }
 
-/// Room for factors of one side.
+/// Makes room for the factors of one side.
 #[cube]
-pub(crate) fn coming_factors<P: StageTypes>(
+fn push_factors<P: StageTypes>(
+    coming: &mut Sequence<ComingValues<P>>,
     #[comptime] factors: Factors,
     #[comptime] plan: GradientPlan,
-) -> Sequence<ComingValues<P>> {
-    let mut coming = Sequence::<ComingValues<P>>::new();
+) {
     #[unroll]
     for _ in 0..comptime!(factors.len()) {
         coming.push(coming_values::<P>(plan));
     }
-    coming
 }
 
 /// Requests columns `first..` of factors.
 #[cube]
-pub(crate) fn request_factors<P: StageTypes>(
+fn request_factors<P: StageTypes>(
     coming: &mut Sequence<ComingValues<P>>,
     from: &GradientInputs<P>,
     first: usize,
@@ -111,32 +112,13 @@ fn lay_factors<P: StageTypes>(
 ) {
     #[unroll]
     for n in 0..comptime!(factors.len()) {
-        let operand = comptime!(FactorTile::new(side, n));
-        lay_values::<P>(tiles, coming.index(n), comptime!(factors.get(n)), operand, plan);
-    }
-}
-
-/// Puts the factors of both sides into their tiles, between two barriers.
-#[cube]
-pub(crate) fn lay_value_operands<P: StageTypes>(
-    tiles: &mut GradientTiles<P>,
-    on_the_left: &Sequence<ComingValues<P>>,
-    on_the_right: &Sequence<ComingValues<P>>,
-    #[comptime] lefts: Factors,
-    #[comptime] rights: Factors,
-    #[comptime] plan: GradientPlan,
-) {
-    if comptime!(!plan.whole) {
-        sync_cube();
-        lay_factors::<P>(tiles, on_the_left, comptime!(Side::Left), lefts, plan);
-        lay_factors::<P>(tiles, on_the_right, comptime!(Side::Right), rights, plan);
-        sync_cube();
+        lay_values::<P>(tiles, coming.index(n), comptime!(factors.get(n)), side, n, plan);
     }
 }
 
 /// As [`ComingValues`], of a state.
 #[cube]
-pub(crate) fn coming_state<P: StageTypes>(#[comptime] plan: GradientPlan) -> Requested<P::E, P::G> {
+fn coming_state<P: StageTypes>(#[comptime] plan: GradientPlan) -> Requested<P::E, P::G> {
     let read = width_of::<P::G>();
     let all = comptime!(if plan.whole { 1 } else { plan.states_window().turns(read) });
     room_for::<P::E, P::G>(all)
@@ -144,7 +126,7 @@ pub(crate) fn coming_state<P: StageTypes>(#[comptime] plan: GradientPlan) -> Req
 
 /// Requests a state's values from `first` on and keys from `key` on.
 #[cube]
-pub(crate) fn request_state<P: StageTypes>(
+fn request_state<P: StageTypes>(
     coming: &mut Requested<P::E, P::G>,
     from: &GradientInputs<P>,
     first: usize,
@@ -165,22 +147,82 @@ pub(crate) fn request_state<P: StageTypes>(
     }
 }
 
-/// Puts a state and the value-wide matrices it is multiplied with into their tiles, between two barriers.
+/// This unit's part of a slice of the operands of products over values: on the right there are factors or one state.
+#[derive(CubeType)]
+pub(crate) struct ComingOperands<P: StageTypes> {
+    lefts: Sequence<ComingValues<P>>,
+    rights: Sequence<ComingValues<P>>,
+    states: Sequence<Requested<P::E, P::G>>,
+}
+
+/// Room for the operands.
 #[cube]
-pub(crate) fn lay_state_operands<P: StageTypes>(
+pub(crate) fn coming_operands<P: StageTypes>(
+    #[comptime] products: ValueProducts,
+    #[comptime] plan: GradientPlan,
+) -> ComingOperands<P> {
+    let mut coming = ComingOperands::<P> {
+        lefts: Sequence::new(),
+        rights: Sequence::new(),
+        states: Sequence::new(),
+    };
+    push_factors::<P>(&mut coming.lefts, comptime!(plan.lefts(products)), plan);
+    match comptime!(plan.right(products)) {
+        Right::Factors(factors) => {
+            push_factors::<P>(&mut coming.rights, comptime!(factors), plan);
+        }
+        Right::State(_) => {
+            coming.states.push(coming_state::<P>(plan));
+        }
+    }
+    coming
+}
+
+/// Requests values `first..` of the operands, and keys `key..` of a state.
+#[cube]
+pub(crate) fn request_operands<P: StageTypes>(
+    coming: &mut ComingOperands<P>,
+    from: &GradientInputs<P>,
+    first: usize,
+    key: usize,
+    #[comptime] products: ValueProducts,
+    #[comptime] plan: GradientPlan,
+) {
+    let lefts = comptime!(plan.lefts(products));
+    request_factors::<P>(&mut coming.lefts, from, first, lefts, plan);
+    match comptime!(plan.right(products)) {
+        Right::Factors(factors) => {
+            request_factors::<P>(&mut coming.rights, from, first, comptime!(factors), plan);
+        }
+        Right::State(which) => {
+            let state = coming.states.index_mut(0usize);
+            request_state::<P>(state, from, first, key, comptime!(which), plan);
+        }
+    }
+}
+
+/// Puts the operands into their tiles, between two barriers.
+#[cube]
+pub(crate) fn lay_operands<P: StageTypes>(
     tiles: &mut GradientTiles<P>,
-    coming: &Sequence<ComingValues<P>>,
-    state: &Requested<P::E, P::G>,
-    #[comptime] factors: Factors,
+    coming: &ComingOperands<P>,
+    #[comptime] products: ValueProducts,
     #[comptime] plan: GradientPlan,
 ) {
     if comptime!(!plan.whole) {
         sync_cube();
-        lay_factors::<P>(tiles, coming, comptime!(Side::Left), factors, plan);
-        let window = comptime!(plan.states_window());
-        // Sliced, both states have one tile.
-        let mut to = state_tile::<P>(tiles, comptime!(States::Start));
-        lay::<P::E, P::G, P::E, P::L>(&mut to, state, window);
+        let lefts = comptime!(plan.lefts(products));
+        lay_factors::<P>(tiles, &coming.lefts, comptime!(Side::Left), lefts, plan);
+        match comptime!(plan.right(products)) {
+            Right::Factors(factors) => {
+                lay_factors::<P>(tiles, &coming.rights, comptime!(Side::Right), comptime!(factors), plan);
+            }
+            Right::State(which) => {
+                let mut to = state_tile::<P>(tiles, comptime!(which));
+                let window = comptime!(plan.states_window());
+                lay::<P::E, P::G, P::E, P::L>(&mut to, coming.states.index(0usize), window);
+            }
+        }
         sync_cube();
     }
 }

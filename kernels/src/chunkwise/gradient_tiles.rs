@@ -15,8 +15,9 @@
 
 use crate::chunkwise::arguments::{Operands, RowPairs, SavedTensors, StageTypes};
 use crate::chunkwise::chunk::Place;
+use crate::chunkwise::gradient_products::ValueProducts;
 use crate::chunkwise::plan::GradientPlan;
-use crate::chunkwise::roles::{CopyGroup, FactorTile, Keys, Side, States, TokenOffset, Values};
+use crate::chunkwise::roles::{CopyGroup, Keys, Right, Side, States, TokenOffset, Values};
 use crate::tile::{
     Acc, Grid, Pair, Rows, Window, column, computed_here, inside, load_async, load_matrix,
     load_matrix_at, own_or, row, same_tile, set, swizzled, tile, tile_aligned, zeros,
@@ -333,30 +334,58 @@ fn copy_keys<P: StageTypes>(
     load_async::<P::F, P::G, P::X, P::N>(to, 0usize, from, rows, first, window);
 }
 
-/// The tile of a value-wide matrix, sliced that of its operand.
+/// The tile of a value-wide matrix, sliced that of its place among the factors of a side.
 #[cube]
 pub(crate) fn values_tile<P: StageTypes>(
     tiles: &GradientTiles<P>,
     #[comptime] which: Values,
-    #[comptime] operand: FactorTile,
+    #[comptime] side: Side,
+    #[comptime] place: usize,
     #[comptime] plan: GradientPlan,
 ) -> SharedMemory<Vector<P::E, P::L>> {
-    if comptime!(!plan.whole && operand == FactorTile::Left) {
-        tiles.left
-    } else if comptime!(!plan.whole && operand == FactorTile::OtherLeft) {
-        tiles.other_left
-    } else if comptime!(!plan.whole && operand == FactorTile::Right) {
-        tiles.right
-    } else if comptime!(!plan.whole) {
-        tiles.other_right
-    } else if comptime!(which == Values::V) {
-        tiles.v
-    } else if comptime!(which == Values::U) {
-        tiles.u
-    } else if comptime!(which == Values::R) {
-        tiles.r
+    if comptime!(plan.whole) {
+        match comptime!(which) {
+            Values::V => tiles.v,
+            Values::U => tiles.u,
+            Values::R => tiles.r,
+            Values::DO => tiles.d_o,
+        }
     } else {
-        tiles.d_o
+        match comptime!((side, place)) {
+            (Side::Left, 0) => tiles.left,
+            (Side::Left, _) => tiles.other_left,
+            (Side::Right, 0) => tiles.right,
+            (Side::Right, _) => tiles.other_right,
+        }
+    }
+}
+
+/// The tile of the left factor at `place` in products over values.
+#[cube]
+pub(crate) fn left_tile<P: StageTypes>(
+    tiles: &GradientTiles<P>,
+    #[comptime] place: usize,
+    #[comptime] products: ValueProducts,
+    #[comptime] plan: GradientPlan,
+) -> SharedMemory<Vector<P::E, P::L>> {
+    let which = comptime!(plan.lefts(products).get(place));
+    values_tile::<P>(tiles, which, comptime!(Side::Left), place, plan)
+}
+
+/// The tile of the right factor at `place`, or of the state.
+#[cube]
+pub(crate) fn right_tile<P: StageTypes>(
+    tiles: &GradientTiles<P>,
+    #[comptime] place: usize,
+    #[comptime] products: ValueProducts,
+    #[comptime] plan: GradientPlan,
+) -> SharedMemory<Vector<P::E, P::L>> {
+    match comptime!(plan.right(products)) {
+        Right::Factors(factors) => {
+            let which = comptime!(factors.get(place));
+            values_tile::<P>(tiles, which, comptime!(Side::Right), place, plan)
+        }
+        Right::State(which) => state_tile::<P>(tiles, comptime!(which)),
     }
 }
 

@@ -29,7 +29,7 @@ use crate::chunkwise::decay_gradients::{
     write_d_values, write_scalar_d_g, write_vector_d_g,
 };
 use crate::chunkwise::gradient_products::{
-    add_by_warpgroups, add_product_over_tokens, state_terms,
+    ValueProducts, add_by_warpgroups, add_product_over_tokens, value_products,
 };
 use crate::chunkwise::gradient_rows::{RowRole, Together};
 use crate::chunkwise::gradient_slices::{lay_key_rows, load_key_rows, request_key_rows};
@@ -324,7 +324,8 @@ fn gradients<P: StageTypes>(
         held.push(held_rows::<P>(chunk, first, comptime!(plan.requests_ahead()), role, plan));
     }
     let coming = request_others::<P>(chunk, first, together, plan);
-    let mut accs = state_terms::<P>(&mut chunk.tiles, &chunk.from, first, together, plan);
+    let of_state = comptime!(ValueProducts::State(together));
+    let mut accs = value_products::<P>(&mut chunk.tiles, &chunk.from, first, of_state, plan);
     #[unroll]
     for n in 0..count {
         let role = comptime!(plan.roles(together)[n]);

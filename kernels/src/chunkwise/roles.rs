@@ -57,23 +57,11 @@ pub(crate) enum Side {
     Right,
 }
 
-/// The tile of a factor, by its side and its place among those that are there together.
+/// What stands on the right of products over values that are made together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum FactorTile {
-    Left,
-    OtherLeft,
-    Right,
-    OtherRight,
-}
-
-impl FactorTile {
-    /// Factor `n` of a side.
-    pub fn new(side: Side, n: usize) -> Self {
-        match side {
-            Side::Left => [Self::Left, Self::OtherLeft][n],
-            Side::Right => [Self::Right, Self::OtherRight][n],
-        }
-    }
+pub(crate) enum Right {
+    Factors(Factors),
+    State(States),
 }
 
 /// A key-wide matrix of a chunk's tokens.

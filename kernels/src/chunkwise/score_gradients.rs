@@ -3,12 +3,11 @@
 use crate::chunkwise::arguments::StageTypes;
 use crate::chunkwise::chunk::{Sums, sum_scalars};
 use crate::chunkwise::decay::{decay_mask, erase_scale, intersects_lower_triangle};
-use crate::chunkwise::gradient_products::{RightKind, add_product_over_values};
-use crate::chunkwise::gradient_slices::{coming_factors, lay_value_operands, request_factors};
-use crate::chunkwise::gradient_tiles::{GradientInputs, GradientTiles, values_tile};
+use crate::chunkwise::gradient_products::{ValueProducts, value_products};
+use crate::chunkwise::gradient_tiles::{GradientInputs, GradientTiles};
 use crate::chunkwise::plan::{GradientPlan, UNUSED};
-use crate::chunkwise::roles::{FactorTile, Factors, Scored, Side, Values};
-use crate::tile::{Acc, Grid, Pair, column, inside, row_in, set, store, tile, zeros};
+use crate::chunkwise::roles::{Factors, Scored, Side, Values};
+use crate::tile::{Acc, Grid, Pair, column, inside, row_in, set, store, tile};
 use cubecl::prelude::*;
 
 /// Rows of zero-exponent terms.
@@ -27,10 +26,9 @@ pub(crate) struct ScoreGradients<X: Float, M: Size> {
     pub zero_exponent: SharedMemory<f32>,
 }
 
-/// Products over values that are made together, from factors that are loaded once: all where gradients of rows are made
-/// together, too.
+/// Scores whose gradients are made together: all where gradients of rows are, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Products {
+pub(crate) enum ScoresTogether {
     One(Scored),
     All,
 }
@@ -57,29 +55,31 @@ impl GradientPlan {
         if side == Side::Left { left } else { right }
     }
 
-    /// Products over values, in the order in which they are made.
-    fn products(&self) -> Vec<Products> {
+    /// All scores, in the order in which their gradients are made.
+    fn score_turns(&self) -> Vec<ScoresTogether> {
         match self.by_blocks() {
-            true => vec![Products::All],
-            false => self.scored(Products::All).into_iter().map(Products::One).collect(),
+            true => vec![ScoresTogether::All],
+            false => {
+                self.scored(ScoresTogether::All).into_iter().map(ScoresTogether::One).collect()
+            }
         }
     }
 
-    fn scored(&self, products: Products) -> Vec<Scored> {
-        match products {
-            Products::One(scored) => vec![scored],
-            Products::All if self.variant.low_rank() => {
+    fn scored(&self, scores: ScoresTogether) -> Vec<Scored> {
+        match scores {
+            ScoresTogether::One(scored) => vec![scored],
+            ScoresTogether::All if self.variant.low_rank() => {
                 vec![Scored::Qk, Scored::Qb, Scored::Ak, Scored::Ab]
             }
-            Products::All if self.variant.solves() => vec![Scored::Qk, Scored::Ab],
-            Products::All => vec![Scored::Qk],
+            ScoresTogether::All if self.variant.solves() => vec![Scored::Qk, Scored::Ab],
+            ScoresTogether::All => vec![Scored::Qk],
         }
     }
 
-    /// Factors on one side of products, each once.
-    fn value_factors(&self, products: Products, side: Side) -> Factors {
+    /// Factors on one side of the products that are the gradients of `scores`, each once.
+    pub fn score_factors(&self, scores: ScoresTogether, side: Side) -> Factors {
         let mut each = Vec::new();
-        for scored in self.scored(products) {
+        for scored in self.scored(scores) {
             let factor = self.factor_of(scored, side);
             if !each.contains(&factor) {
                 each.push(factor);
@@ -88,16 +88,21 @@ impl GradientPlan {
         Factors::of(&each)
     }
 
-    /// The tile of a scored block's factor.
-    fn operand(&self, products: Products, side: Side, scored: Scored) -> FactorTile {
-        let place = self.value_factors(products, side).place(self.factor_of(scored, side));
-        FactorTile::new(side, place)
+    /// The places of the factors of each of `scores` among those of their side.
+    pub fn score_places(&self, scores: ScoresTogether) -> Vec<[usize; 2]> {
+        let sides = [Side::Left, Side::Right];
+        let place =
+            |scored, side| self.score_factors(scores, side).place(self.factor_of(scored, side));
+        self.scored(scores)
+            .into_iter()
+            .map(|scored| sides.map(|side| place(scored, side)))
+            .collect()
     }
 
     /// Most factors on one side of products that are made together.
     pub fn most_factors(&self, side: Side) -> usize {
-        let of = |products| self.value_factors(products, side).len();
-        self.products().into_iter().map(of).max().unwrap_or(1)
+        let of = |scores| self.score_factors(scores, side).len();
+        self.score_turns().into_iter().map(of).max().unwrap_or(1)
     }
 }
 
@@ -174,12 +179,13 @@ pub(crate) fn fill_weights<P: StageTypes>(
     #[comptime] plan: GradientPlan,
 ) {
     #[unroll]
-    for turn in 0..comptime!(plan.products().len()) {
-        let products = comptime!(plan.products()[turn]);
-        let mut accs = value_products::<P>(tiles, from, products, plan);
+    for turn in 0..comptime!(plan.score_turns().len()) {
+        let scores = comptime!(plan.score_turns()[turn]);
+        let products = comptime!(ValueProducts::Scores(scores));
+        let mut accs = value_products::<P>(tiles, from, 0usize, products, plan);
         #[unroll]
-        for n in 0..comptime!(plan.scored(products).len()) {
-            let scored = comptime!(plan.scored(products)[n]);
+        for n in 0..comptime!(plan.scored(scores).len()) {
+            let scored = comptime!(plan.scored(scores)[n]);
             let acc = accs.index_mut(n);
             mask(acc, &mut d_scores.zero_exponent, sums, scored, plan);
             store_score_gradient::<P>(acc, d_scores, tiles, scored, plan);
@@ -226,66 +232,6 @@ pub(crate) fn scale_erase_rows(acc: &mut Acc, scales: &SharedMemory<f32>, #[comp
             set(acc.index_mut(f), h, scaled);
         }
     }
-}
-
-/// `X Y^T` over slices of values, [C, C] each.
-#[cube]
-fn value_products<P: StageTypes>(
-    tiles: &mut GradientTiles<P>,
-    from: &GradientInputs<P>,
-    #[comptime] products: Products,
-    #[comptime] plan: GradientPlan,
-) -> Sequence<Acc> {
-    let columns = comptime!(plan.value_slice);
-    let grid = comptime!(plan.unscaled().pairs());
-    let mut accs = Sequence::<Acc>::new();
-    #[unroll]
-    for _ in 0..comptime!(plan.scored(products).len()) {
-        accs.push(zeros(comptime!(grid.fragments())));
-    }
-    let [lefts, rights] =
-        comptime!([Side::Left, Side::Right].map(|side| plan.value_factors(products, side)));
-    let mut on_the_left = coming_factors::<P>(lefts, plan);
-    let mut on_the_right = coming_factors::<P>(rights, plan);
-    if comptime!(plan.requests_ahead()) {
-        request_factors::<P>(&mut on_the_left, from, 0usize, lefts, plan);
-        request_factors::<P>(&mut on_the_right, from, 0usize, rights, plan);
-    }
-    for slice in 0..comptime!(plan.value_slices()) {
-        let first = slice * columns;
-        if comptime!(!plan.requests_ahead()) {
-            request_factors::<P>(&mut on_the_left, from, first, lefts, plan);
-            request_factors::<P>(&mut on_the_right, from, first, rights, plan);
-        }
-        lay_value_operands::<P>(tiles, &on_the_left, &on_the_right, lefts, rights, plan);
-        if comptime!(plan.requests_ahead()) {
-            let next = first + columns;
-            request_factors::<P>(&mut on_the_left, from, next, lefts, plan);
-            request_factors::<P>(&mut on_the_right, from, next, rights, plan);
-        }
-        #[unroll]
-        for n in 0..comptime!(plan.scored(products).len()) {
-            let scored = comptime!(plan.scored(products)[n]);
-            let left = factor_tile::<P>(tiles, products, scored, comptime!(Side::Left), plan);
-            let right = factor_tile::<P>(tiles, products, scored, comptime!(Side::Right), plan);
-            let values = comptime!(RightKind::Values);
-            add_product_over_values::<P>(accs.index_mut(n), &left, &right, values, plan);
-        }
-    }
-    accs
-}
-
-/// The tile of the matrix on one side of a product.
-#[cube]
-fn factor_tile<P: StageTypes>(
-    tiles: &GradientTiles<P>,
-    #[comptime] products: Products,
-    #[comptime] scored: Scored,
-    #[comptime] side: Side,
-    #[comptime] plan: GradientPlan,
-) -> SharedMemory<Vector<P::E, P::L>> {
-    let operand = comptime!(plan.operand(products, side, scored));
-    values_tile::<P>(tiles, comptime!(plan.factor_of(scored, side)), operand, plan)
 }
 
 /// Multiplies the gradient of a score block by the decay mask. Zero-exponent terms go to `zero_exponent` where there is
