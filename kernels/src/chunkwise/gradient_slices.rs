@@ -215,7 +215,13 @@ pub(crate) fn lay_operands<P: StageTypes>(
         lay_factors::<P>(tiles, &coming.lefts, comptime!(Side::Left), lefts, plan);
         match comptime!(plan.right(products)) {
             Right::Factors(factors) => {
-                lay_factors::<P>(tiles, &coming.rights, comptime!(Side::Right), comptime!(factors), plan);
+                lay_factors::<P>(
+                    tiles,
+                    &coming.rights,
+                    comptime!(Side::Right),
+                    comptime!(factors),
+                    plan,
+                );
             }
             Right::State(which) => {
                 let mut to = state_tile::<P>(tiles, comptime!(which));
