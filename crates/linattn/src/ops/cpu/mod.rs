@@ -5,6 +5,7 @@
 // Counted loops over arrays are what becomes vector instructions.
 #![allow(clippy::needless_range_loop)]
 
+mod block_linear;
 mod conv_split;
 mod cross_entropy;
 mod embedding;
@@ -88,6 +89,10 @@ impl LinearAttentionBackend for Flex {
 
     fn fused_linear(x: LinearLayer<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
         linear::linear(x, keep)
+    }
+
+    fn fused_block_linear(x: LinearLayer<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
+        block_linear::block_linear(x, keep)
     }
 
     fn takes_transposed() -> bool {

@@ -6,6 +6,8 @@ use super::shared::{Fresh, Shared};
 
 /// Rows and columns of a piece of a result.
 const PIECE: [usize; 2] = [128, 1024];
+/// Rows of a piece of a product by blocks, which are small.
+const ROWS: usize = 512;
 /// Terms of a piece of a sum.
 const TERMS: usize = 256;
 /// Pieces of a sum at most.
@@ -139,21 +141,31 @@ pub(super) fn product_here<R: Real>(to: &mut [R], x: Matrix<'_, R>, y: Matrix<'_
     }
 }
 
-/// `x y`, and a bias added to every row, on all threads.
+/// A piece of a result: the place of its first number, and the product that it is.
+struct Piece<'a, R> {
+    row: usize,
+    column: usize,
+    x: Matrix<'a, R>,
+    y: Matrix<'a, R>,
+}
+
+/// `[rows, columns]` of `count` pieces, each of which takes some `work` operations, on all threads; a bias is added to
+/// every row.
 /// # Panics
-/// If sizes do not go together.
-pub(super) fn product<R: Real>(x: Matrix<'_, R>, y: Matrix<'_, R>, bias: Option<&[R]>) -> Vec<R> {
-    let ([rows, terms], columns) = (x.size, y.size[1]);
-    let pieces = [rows.div_ceil(PIECE[0]), columns.div_ceil(PIECE[1])];
-    let work = PIECE[0].min(rows) * PIECE[1].min(columns) * terms / 8;
+/// If sizes do not go together, or pieces do not fill the result.
+fn of_pieces<'a, R: Real>(
+    [rows, columns]: [usize; 2],
+    bias: Option<&[R]>,
+    [count, work]: [usize; 2],
+    piece: impl Fn(usize) -> Piece<'a, R> + Send + Sync,
+) -> Vec<R> {
     let put = if bias.is_some() { Put::OnTop } else { Put::Instead };
     let mut found = Fresh::<R>::new(rows * columns);
     let shared = found.shared();
-    for_each(pieces[0] * pieces[1], work, |n| {
-        let (row, column) = (n / pieces[1] * PIECE[0], n % pieces[1] * PIECE[1]);
-        let (height, width) = (PIECE[0].min(rows - row), PIECE[1].min(columns - column));
-        let (x, y) = (x.rows(row, height), y.columns(column, width));
-        // SAFETY: there is a row for every row of `x`, each as wide as `y`; pieces do not overlap.
+    for_each(count, work, |n| {
+        let Piece { row, column, x, y } = piece(n);
+        let (height, width) = (x.size[0], y.size[1]);
+        // SAFETY: there is a row for every row of `x`, each as wide as `y`; the pieces of the callers do not overlap.
         #[allow(unsafe_code)]
         unsafe {
             let first = shared.unwritten((row * columns + column, [height, columns, width]));
@@ -166,6 +178,40 @@ pub(super) fn product<R: Real>(x: Matrix<'_, R>, y: Matrix<'_, R>, bias: Option<
         }
     });
     found.filled()
+}
+
+/// `x y`, and a bias added to every row, on all threads.
+/// # Panics
+/// If sizes do not go together.
+pub(super) fn product<R: Real>(x: Matrix<'_, R>, y: Matrix<'_, R>, bias: Option<&[R]>) -> Vec<R> {
+    let ([rows, terms], columns) = (x.size, y.size[1]);
+    let pieces = [rows.div_ceil(PIECE[0]), columns.div_ceil(PIECE[1])];
+    let work = PIECE[0].min(rows) * PIECE[1].min(columns) * terms / 8;
+    of_pieces([rows, columns], bias, [pieces[0] * pieces[1], work], |n| {
+        let (row, column) = (n / pieces[1] * PIECE[0], n % pieces[1] * PIECE[1]);
+        let (height, width) = (PIECE[0].min(rows - row), PIECE[1].min(columns - column));
+        Piece { row, column, x: x.rows(row, height), y: y.columns(column, width) }
+    })
+}
+
+/// As [`product`], through a block-diagonal matrix: columns of `x` for each block in turn.
+/// # Panics
+/// If sizes do not go together, or blocks are of different sizes.
+pub(super) fn product_by_blocks<R: Real>(
+    x: Matrix<'_, R>,
+    blocks: &[Matrix<'_, R>],
+    bias: Option<&[R]>,
+) -> Vec<R> {
+    let Some(&Matrix { size: [from, to], .. }) = blocks.first() else { return vec![] };
+    let [rows, columns] = [x.size[0], blocks.len() * to];
+    assert_eq!(x.size[1], blocks.len() * from, "columns of x for every block");
+    let count = blocks.len() * rows.div_ceil(ROWS);
+    let work = ROWS.min(rows) * from * to / 8;
+    of_pieces([rows, columns], bias, [count, work], |n| {
+        let (row, block) = (n / blocks.len() * ROWS, n % blocks.len());
+        let x = x.rows(row, ROWS.min(rows - row)).columns(block * from, from);
+        Piece { row, column: block * to, x, y: blocks[block] }
+    })
 }
 
 /// `x^T y`, where both have many rows: sums over slices of them, added up in order.

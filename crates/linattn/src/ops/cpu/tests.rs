@@ -275,6 +275,25 @@ fn linear_layers_are_those_of_tensor_operations() {
 }
 
 #[test]
+fn linear_layers_of_blocks_are_those_of_tensor_operations() {
+    for (tokens, heads, from, to, biased) in
+        [(3, 2, 5, 7, true), (600, 16, 4, 4, false), (1, 3, 64, 33, true), (700, 1, 6, 2, true)]
+    {
+        let layer = |x: Vec<Node>| {
+            let mut x = x.into_iter();
+            let (rows, weight) = (x.next().unwrap(), x.next().unwrap());
+            LinearLayer { x: rows, weight, bias: x.next() }
+        };
+        let (x, weight, bias) = ([2, tokens, heads * from], [heads, from, to], [heads * to]);
+        let mut shapes = vec![&x[..], &weight[..]];
+        shapes.extend(biased.then_some(&bias[..]));
+        let name = format!("{tokens} tokens, {heads} times {from} to {to}");
+        let reference = |x| vec![of(block_linear_in_tensor_ops::<Graph>(layer(x)))];
+        check(&name, &shapes, 1, |x| Graph::fused_block_linear(layer(x), false), reference);
+    }
+}
+
+#[test]
 fn packed_matrices_are_those_of_tensor_operations() {
     let pack = |matrices| Pack { matrices, padding: 0, dtype: DType::F64 };
     check(
@@ -528,6 +547,10 @@ fn everything() -> Vec<Vec<f64>> {
     one(&[&[6, 700, 24], &[24, 40], &[40]], &|x| {
         let [x, weight, bias] = x.try_into().unwrap();
         Graph::fused_linear(LinearLayer { x, weight, bias: Some(bias) }, false)
+    });
+    one(&[&[6, 700, 24], &[3, 8, 20], &[60]], &|x| {
+        let [x, weight, bias] = x.try_into().unwrap();
+        Graph::fused_block_linear(LinearLayer { x, weight, bias: Some(bias) }, false)
     });
     one(&[&[6, 700, 24], &[24]], &|x| {
         let [x, weight] = x.try_into().unwrap();

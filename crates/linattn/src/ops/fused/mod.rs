@@ -53,8 +53,8 @@ pub(crate) use ttt::{TttInputs, ttt};
 
 #[cfg(all(test, feature = "cpu"))]
 pub(super) use {
-    conv_split::conv_split_in_tensor_ops, cross_entropy::cross_entropy_in_tensor_ops,
-    gated_product::gated_in_tensor_ops, lstm::in_tensor_ops as lstm_in_tensor_ops,
-    normalize::normalize_in_tensor_ops, rotary::rotary_in_tensor_ops,
-    softmax::softmax_in_tensor_ops,
+    block_linear::block_linear_in_tensor_ops, conv_split::conv_split_in_tensor_ops,
+    cross_entropy::cross_entropy_in_tensor_ops, gated_product::gated_in_tensor_ops,
+    lstm::in_tensor_ops as lstm_in_tensor_ops, normalize::normalize_in_tensor_ops,
+    rotary::rotary_in_tensor_ops, softmax::softmax_in_tensor_ops,
 };
