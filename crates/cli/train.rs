@@ -42,7 +42,7 @@ pub struct TrainArgs {
     /// Builds model and first batch, prints what the run would cost, and ends
     #[arg(long)]
     dry_run: bool,
-    /// Display: a dashboard on a terminal, or lines
+    /// Display: lines, or a dashboard on a terminal if it was built in
     #[arg(long, value_enum, default_value_t = Show::Auto)]
     progress: Show,
     /// Prints the summary in the end, or the cost that `--dry-run` finds, as one JSON object
@@ -52,9 +52,9 @@ pub struct TrainArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Show {
-    /// A dashboard on a terminal, lines elsewhere
+    /// A dashboard on a terminal if it was built in, lines elsewhere
     Auto,
-    /// A dashboard
+    /// A dashboard, of a build with `--features dashboard`
     Tui,
     /// Lines
     Lines,
@@ -76,7 +76,7 @@ impl From<Show> for ProgressStyle {
 /// Runs the command and gives its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
 pub fn train(args: TrainArgs) -> ExitCode {
     if args.progress == Show::Tui && !cfg!(feature = "dashboard") {
-        let why = "`--progress` is tui, and this program was built without the feature `dashboard`; \
+        let why = "`--progress` is tui, and this program was built without `--features dashboard`; \
                    auto, lines and quiet are there";
         return fail(BAD_INPUT, &why);
     }
