@@ -180,15 +180,18 @@ impl<B: Backend> From<burn::nn::Linear<B>> for Linear<B> {
 }
 
 /// `[B, T, H X]` to `[B, T, H, X]`.
-pub(crate) fn split_heads<B: Backend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
+pub(crate) fn split_heads<B: LinearAttentionBackend>(
+    x: Tensor<B, 3>,
+    heads: usize,
+) -> Tensor<B, 4> {
     let [batch, tokens, width] = x.dims();
-    x.reshape([batch, tokens, heads, width / heads])
+    ops::reshape(x, [batch, tokens, heads, width / heads])
 }
 
 /// `[B, T, H, X]` to `[B, T, H X]`.
-pub(crate) fn merge_heads<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
+pub(crate) fn merge_heads<B: LinearAttentionBackend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
     let [batch, tokens, heads, width] = x.dims();
-    x.reshape([batch, tokens, heads * width])
+    ops::reshape(x, [batch, tokens, heads * width])
 }
 
 /// `[B, T, Hk, X]` to `[B, T, H, X]`: each head as often as value heads share it.

@@ -178,10 +178,13 @@ pub(crate) fn scaled<B: Backend>(q: Tensor<B, 4>) -> Tensor<B, 4> {
 }
 
 /// Products of `q`, `[B, H, T, K]`, with keys, `[B, Hk, S, K]`: `[B, Hk, H / Hk, T, S]`, in f32 at least.
-pub(crate) fn scores<B: Backend>(q: Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor<B, 5> {
+pub(crate) fn scores<B: LinearAttentionBackend>(
+    q: Tensor<B, 4>,
+    keys: &Tensor<B, 4>,
+) -> Tensor<B, 5> {
     let [batch, heads, tokens, width] = q.dims();
     let shared = keys.dims()[1];
-    let q = q.reshape([batch, shared, heads / shared, tokens, width]);
+    let q = ops::reshape(q, [batch, shared, heads / shared, tokens, width]);
     accumulator(q.matmul(keys.clone().unsqueeze_dim::<5>(2).transpose()))
 }
 
@@ -195,13 +198,16 @@ pub(crate) fn gather<B: LinearAttentionBackend>(
 }
 
 /// Values, `[B, Hk, S, V]`, in shares, `[B, Hk, H / Hk, T, S]`: `[B, H, T, V]`, in the type of the values.
-pub(crate) fn blend<B: Backend>(shares: Tensor<B, 5>, values: &Tensor<B, 4>) -> Tensor<B, 4> {
+pub(crate) fn blend<B: LinearAttentionBackend>(
+    shares: Tensor<B, 5>,
+    values: &Tensor<B, 4>,
+) -> Tensor<B, 4> {
     let [batch, shared, group, tokens, _] = shares.dims();
     let o = typed(shares, values.dtype()).matmul(values.clone().unsqueeze_dim::<5>(2));
-    o.reshape([batch, shared * group, tokens, values.dims()[3]])
+    ops::reshape(o, [batch, shared * group, tokens, values.dims()[3]])
 }
 
 /// `[B, H, T, V]` to `[B, T, H V]`.
-pub(crate) fn merge<B: Backend>(o: Tensor<B, 4>) -> Tensor<B, 3> {
+pub(crate) fn merge<B: LinearAttentionBackend>(o: Tensor<B, 4>) -> Tensor<B, 3> {
     merge_heads(o.swap_dims(1, 2))
 }

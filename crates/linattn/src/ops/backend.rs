@@ -19,7 +19,7 @@ use super::tensors::{primitive, tensor};
 use super::{halving, reference};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, Int, Shape, Tensor};
 
 /// How a backend computes the operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -207,6 +207,11 @@ pub trait LinearAttentionBackend: Backend {
 
     /// The taps of a diagonal state-space model.
     fn fused_diagonal_taps(_x: DiagonalTaps<FloatTensor<Self>>, _keep: bool) -> Option<Pass<Self>> {
+        None
+    }
+
+    /// The same numbers in another shape. Worth it where a backend copies what lies permuted faster than Burn.
+    fn fused_reshape(_x: FloatTensor<Self>, _shape: Shape, _keep: bool) -> Option<Pass<Self>> {
         None
     }
 

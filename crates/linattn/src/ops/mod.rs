@@ -53,8 +53,8 @@ pub(crate) use fused::{
     HeadNorm, LOWEST, LinearLayer, MOST_PACKED, Measure, Seen, TttInputs, activate, add_normalize,
     block_linear, by_distance, causal_mask, conv_split, conv_step, convolved_step, diagonal_taps,
     embedding, gate, gated_halves, l2_normalize, linear_cross_entropy, log_sigmoid, lstm_cells,
-    next_conv_states, pack, rms_normalize, rotary, select_rows, softmax, softplus, standardize,
-    ttt, turned,
+    next_conv_states, pack, reshape, rms_normalize, rotary, select_rows, softmax, softplus,
+    standardize, ttt, turned,
 };
 pub use fused::{
     AdamW, AdamWStep, Clip, Discretization, LstmCells, LstmInputs, Moments, SelectiveScanInputs,

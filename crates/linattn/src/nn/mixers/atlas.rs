@@ -252,7 +252,7 @@ impl<B: LinearAttentionBackend> Atlas<B> {
 }
 
 /// `x`, `[B, T, H, X]`, behind the `kept` tokens before it, which are zeros at the start of a sequence.
-fn behind<B: Backend>(
+fn behind<B: LinearAttentionBackend>(
     x: Tensor<B, 4>,
     kept: usize,
     name: Kept,

@@ -216,7 +216,7 @@ fn attend<B: LinearAttentionBackend>(
 }
 
 /// The shares in which `k`, the last of `keys`, recall what came before them, `[B, Hk, C, S]`.
-fn recall<B: Backend>(k: &Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor<B, 4> {
+fn recall<B: LinearAttentionBackend>(k: &Tensor<B, 4>, keys: &Tensor<B, 4>) -> Tensor<B, 4> {
     let ([batch, heads, size, width], seen) = (k.dims(), keys.dims()[2]);
     let scores = scores(k.clone() * (width as f64).powf(-0.5), keys);
     let earlier = pairs(k, seen, |back| if back > 0 { 1.0 } else { 0.0 });

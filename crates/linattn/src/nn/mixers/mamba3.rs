@@ -274,7 +274,7 @@ impl<B: LinearAttentionBackend> Mamba3<B> {
 }
 
 /// Angles of each head, `[B, T, H S]`, of their projection, `[B, T, S]`, and steps, `[B, T, H]`.
-fn turns<B: Backend>(angles: Tensor<B, 3>, step: &Tensor<B, 3>) -> Tensor<B, 3> {
+fn turns<B: LinearAttentionBackend>(angles: Tensor<B, 3>, step: &Tensor<B, 3>) -> Tensor<B, 3> {
     let shares = accumulator(angles).tanh() * PI;
     merge_heads(shares.unsqueeze_dim::<4>(2) * step.clone().unsqueeze_dim::<4>(3))
 }

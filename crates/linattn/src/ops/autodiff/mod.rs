@@ -11,6 +11,7 @@ use super::pass::{BackwardPass, Pass};
 use super::recurrence::{Forward, Recurrence, Saved};
 use super::reference;
 use burn::backend::autodiff::{Autodiff, checkpoint::strategy::CheckpointStrategy};
+use burn::tensor::Shape;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use node::node;
@@ -118,6 +119,13 @@ impl<B: LinearAttentionBackend, C: CheckpointStrategy> LinearAttentionBackend fo
         let places = x.refill(std::iter::repeat(()));
         tracked::<B, C>(x.into_vec(), keep, |tensors, keep| {
             B::fused_diagonal_taps(places.refill(tensors), keep)
+        })
+    }
+
+    fn fused_reshape(x: FloatTensor<Self>, shape: Shape, keep: bool) -> Option<Pass<Self>> {
+        tracked::<B, C>(vec![x], keep, |tensors, keep| {
+            let x = tensors.into_iter().next().expect("numbers");
+            B::fused_reshape(x, shape, keep)
         })
     }
 

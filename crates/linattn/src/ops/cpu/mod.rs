@@ -22,6 +22,7 @@ mod product;
 mod quantized;
 mod real;
 mod recurrence;
+mod reshape;
 mod rotary;
 mod selective_scan;
 mod shared;
@@ -42,6 +43,7 @@ use super::pass::Pass;
 use super::quantized::QuantizedMatrix;
 use super::recurrence::{Forward, Recurrence, Saved};
 use super::reference;
+use burn::tensor::Shape;
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexTensor};
 
@@ -81,6 +83,10 @@ impl LinearAttentionBackend for Flex {
 
     fn fused_rotary(x: Rotary<FlexTensor>, keep: bool) -> Option<Pass<Self>> {
         rotary::rotary(x, keep)
+    }
+
+    fn fused_reshape(x: FlexTensor, shape: Shape, keep: bool) -> Option<Pass<Self>> {
+        Some(reshape::reshape(x, shape, keep))
     }
 
     fn fused_softmax(x: SoftmaxRows<FlexTensor>, keep: bool) -> Option<Pass<Self>> {

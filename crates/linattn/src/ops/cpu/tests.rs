@@ -294,6 +294,27 @@ fn linear_layers_of_blocks_are_those_of_tensor_operations() {
 }
 
 #[test]
+fn other_shapes_have_the_same_numbers() {
+    for (before, after) in [
+        ([3, 4, 5, 6], vec![12, 30]),
+        ([2, 1, 7, 16], vec![2, 7, 16]),
+        ([4, 3, 1, 2], vec![2, 2, 3, 2]),
+        ([2, 3, 4, 5], vec![2, 3, 20]),
+    ] {
+        // Behind it dimensions change places, so that its gradient lies permuted.
+        let last = after.len() - 1;
+        let swapped = |x| Graph::float_swap_dims(x, 0, last);
+        let of_one = |x: Vec<Node>| x.into_iter().next().unwrap();
+        let piece = |x| {
+            let pass = Graph::fused_reshape(of_one(x), after.clone().into(), false)?;
+            Some(Pass { outputs: pass.outputs.into_iter().map(swapped).collect(), ..pass })
+        };
+        let reference = |x| vec![swapped(Graph::float_reshape(of_one(x), after.clone().into()))];
+        check(&format!("{before:?} as {after:?}"), &[&before], 1, piece, reference);
+    }
+}
+
+#[test]
 fn packed_matrices_are_those_of_tensor_operations() {
     let pack = |matrices| Pack { matrices, padding: 0, dtype: DType::F64 };
     check(

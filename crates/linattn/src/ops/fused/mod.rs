@@ -18,6 +18,7 @@ mod lstm;
 mod normalize;
 mod optimizer;
 mod pack;
+mod reshape;
 mod rotary;
 mod selective_scan;
 mod softmax;
@@ -46,6 +47,7 @@ pub(crate) use normalize::{add_normalize, l2_normalize, rms_normalize, standardi
 pub use optimizer::{AdamW, AdamWStep, Clip, Moments};
 pub(super) use optimizer::{norm_in_tensor_ops, step_in_tensor_ops};
 pub(crate) use pack::pack;
+pub(crate) use reshape::reshape;
 pub(crate) use rotary::{rotary, turned};
 pub use selective_scan::{SelectiveScanInputs, selective_scan};
 pub(crate) use softmax::{HIDDEN, by_distance, causal_mask, softmax};
