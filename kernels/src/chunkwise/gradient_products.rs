@@ -32,7 +32,7 @@ impl GradientPlan {
         }
     }
 
-    /// What stands on the right.
+    /// The operands on the right: value-wide matrices, each once, or a state.
     pub fn right(&self, products: ValueProducts) -> Right {
         match products {
             ValueProducts::Scores(scores) => {

@@ -57,7 +57,7 @@ pub(crate) enum Side {
     Right,
 }
 
-/// What stands on the right of products over values that are made together.
+/// The right operands of products over values that are made together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Right {
     Factors(Factors),
